@@ -1,0 +1,83 @@
+# The front door: every target is a thin line over the `lingpt` command, in an environment made on first use.
+
+PYTHON ?= python3#         makes the environment (3.11 or newer)
+VENV ?= .venv#             where it lives; `make VENV= …` uses the environment you are in instead
+TORCH_INDEX ?=#            another index for PyTorch's build, e.g. https://download.pytorch.org/whl/cpu
+JOBS ?= 2#                 processes of `make test`
+
+# The CUDA that the driver runs: its major version picks the compiler's. Empty on a machine with no GPU.
+CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/\1/p')
+EXTRAS ?= dev$(if $(CUDA),$(comma)cuda$(CUDA)$(comma)gla)
+comma := ,
+
+VENV := $(strip $(VENV))
+BIN := $(if $(VENV),$(VENV)/bin/)
+READY := $(if $(VENV),$(VENV)/.ready)
+PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
+
+# `$(call opt,--key,$(VALUE))` is `--key 'VALUE'`, or nothing where VALUE is empty.
+opt = $(if $(strip $(2)),$(1) '$(strip $(2))')
+RECIPE = --config '$(or $(MODEL),demo)' $(strip $(call opt,--model.attention,$(ATTN)) \
+	$(call opt,--data.source,$(DATA)) $(call opt,--data.tokenizer,$(TOKENIZER)))
+RUN = $(strip $(call opt,--train.devices,$(DEVICES)) $(call opt,--train.resume,$(RESUME)) \
+	$(call opt,--train.name,$(NAME)) $(if $(filter-out 0,$(DRY)),--train.dry_run true))
+
+.DEFAULT_GOAL := help
+.PHONY: help install train data eval curves bench test test-gpu check format release-check
+.SUFFIXES:
+MAKEFLAGS += --no-builtin-rules --no-print-directory
+
+help: ## this list
+	@echo "make <target> [VARIABLE=value …]"
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | \
+		while IFS='|' read -r name text; do printf '  %-14s %s\n' "$$name" "$$text"; done
+	@echo "Any option of the command fits in ARGS: make train ARGS=\"--train.max_steps 100\"; \`lingpt --help\` has them."
+
+train: $(READY) ## train a model: MODEL=demo|pythia-160m… ATTN=ours|ours-decay|softmax|gla DATA= TOKENIZER= DEVICES= RESUME= NAME= DRY=1
+	$(BIN)lingpt train $(strip $(RECIPE) $(RUN) $(ARGS))
+
+data: $(READY) ## prepare a model's corpus and show it: MODEL= DATA= TOKENIZER=
+	$(BIN)lingpt data $(strip $(RECIPE) $(ARGS))
+
+eval: $(READY) ## score checkpoints, print the paper's Table 2: MODEL= or RUNS="runs/a runs/b", EVAL_DATA=folder
+	$(BIN)lingpt eval $(strip $(call opt,--model,$(MODEL)) $(if $(RUNS),--runs $(RUNS)) \
+		$(call opt,--data,$(EVAL_DATA)) $(ARGS))
+
+curves: $(READY) ## loss curves of runs in one picture: RUNS="runs/a runs/b" (default: all)
+	$(BIN)lingpt curves $(strip $(RUNS) $(ARGS))
+
+bench: $(READY) ## measure the kernels against their peers (GPU; ARGS="--device cpu" for a taste)
+	$(BIN)lingpt bench $(ARGS)
+
+test: $(READY) ## all tests that this machine can run; LINGPT_TEST_DATA=folder adds those on real data
+	OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) $(BIN)pytest -n $(strip $(JOBS)) $(ARGS)
+
+test-gpu: $(READY) ## the GPU tests, and their record in docs/results/kernels
+	$(BIN)pytest -m gpu -p lingpt.kernels.bench.record --gpu-record docs/results/kernels/gpu-tests.json $(ARGS)
+
+check: $(READY) ## lint, and formatting
+	$(BIN)ruff check .
+	$(BIN)ruff format --check .
+
+format: $(READY) ## put the source in shape
+	$(BIN)ruff check --fix .
+	$(BIN)ruff format .
+
+release-check: $(READY) ## does the record of the GPU tests speak for this source?
+	$(BIN)lingpt kernels release-check
+
+install: $(READY) ## make the environment; TORCH_INDEX=https://download.pytorch.org/whl/cpu for PyTorch without CUDA
+
+ifneq ($(VENV),)
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "LinGPT needs Python 3.11 or newer: make PYTHON=python3.12 …" >&2; exit 2; }
+	@echo "making the environment $(VENV) (once; with PyTorch, minutes)"
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install torch -c constraints.txt $(call opt,--index-url,$(TORCH_INDEX))
+	$(PY) -m pip install -qq -e '.[$(EXTRAS)]' -c constraints.txt
+	@test -z "$(CUDA)" || $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo \
+		"PyTorch cannot use this GPU (the driver runs CUDA $(CUDA)): remove $(VENV) and give the build that can," \
+		"make install TORCH_INDEX=… (pytorch.org lists them)" >&2; exit 2; }
+	@touch $@
+endif

@@ -1,0 +1,48 @@
+"""`lingpt data`: prepares a recipe's data and says what it is."""
+
+import time
+
+from jsonargparse import ArgumentParser, Namespace
+
+from lingpt.cli.recipe import configure_recipe, recipe_from
+from lingpt.data import Dataset, prepare
+
+HELP = "prepare a corpus: tokenise it into the cache, and show what is in it"
+SAMPLE_TOKENS, SAMPLE_LINES, SAMPLE_WIDTH = 200, 6, 100
+
+
+def configure(parser: ArgumentParser) -> None:
+    configure_recipe(parser)
+
+
+def run(args: Namespace) -> None:
+    """Prepares `--data.*` of the recipe, checked against its model's vocabulary, and prints a report."""
+    recipe = recipe_from(args)
+    start = time.perf_counter()
+    dataset = prepare(recipe.data, padded_vocab_size=recipe.model.config().padded_vocab_size)
+    print(report(dataset, time.perf_counter() - start))
+
+
+def report(dataset: Dataset, seconds: float) -> str:
+    """What a person wants to know of their data, on a screen."""
+    about = dataset.describe()
+    rows = [
+        ("source", about["source"]),
+        ("tokenizer", f"{about['tokenizer']}, {about['vocab_size']:,} tokens"),
+        *((name, _counts(about[name])) for name in ("train", "val")),
+        ("split", about["split"]),
+        ("blocks", f"of {about['seq_len']:,} tokens and the next one"),
+        ("bytes/token", f"{dataset.bytes_per_token:.2f} (validation)"),
+        ("fingerprint", about["fingerprint"]),
+        ("cache", about["cache"]),
+        ("took", f"{seconds:.1f} s"),
+    ]
+    sample = dataset.tokenizer.decode(dataset.train[0][:SAMPLE_TOKENS])
+    lines = [line[:SAMPLE_WIDTH] for line in sample.splitlines() if line.strip()][:SAMPLE_LINES]
+    return "\n".join(
+        [*(f"{name:<12} {value}" for name, value in rows), "", "it begins:", *(f"  {x}" for x in lines)]
+    )
+
+
+def _counts(split: dict[str, int]) -> str:
+    return "{documents:,} documents, {tokens:,} tokens, {bytes:,} bytes, {blocks:,} blocks".format(**split)

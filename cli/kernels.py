@@ -1,0 +1,130 @@
+"""`lingpt kernels list|compile|test|release-check`: the CUDA kernels, here and for other cards."""
+
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from jsonargparse import ArgumentParser, Namespace
+
+HELP = "List, compile and test the CUDA kernels."
+
+RECORD = "docs/results/kernels/gpu-tests.json"
+ACTIONS = ("list", "compile", "test", "release-check")
+
+
+def configure(parser: ArgumentParser) -> None:
+    """One action, and what it takes."""
+    parser.add_argument(
+        "action",
+        type=str,
+        help="list (what there is, cached or not), compile (ahead of time; needs no GPU), test (against "
+        "float64 on this GPU), release-check (is the record of the GPU tests that of this source?)",
+    )
+    parser.add_argument(
+        "--arch", type=str, default=[], nargs="*", help="sm_80 sm_90a …; default: this GPU's, else all"
+    )
+    parser.add_argument(
+        "--record", type=str, default="docs/results/kernels/gpu-tests.json", help="for release-check"
+    )
+
+
+def run(args: Namespace) -> None:
+    from lingpt.kernels import KernelError
+
+    if args.action not in ACTIONS:
+        raise KernelError(f"unknown action {args.action!r}: there are {', '.join(ACTIONS)}")
+    action = {"list": _list, "compile": _compile, "test": _test, "release-check": _release_check}[args.action]
+    action(args)
+
+
+def _specs() -> list:
+    """(spec, architecture) of every kernel; KernelError where there is no compiler."""
+    from lingpt.kernels.linear.cuda.compile import compiler_version
+    from lingpt.kernels.linear.cuda.launch import specs
+
+    compiler_version()
+    return [(spec, arch) for spec in specs() for arch in spec.architectures]
+
+
+def _here() -> str | None:
+    import torch
+
+    from lingpt.kernels.linear.cuda.compile import native_arch
+
+    return native_arch() if torch.cuda.is_available() else None
+
+
+def _list(args: Namespace) -> None:
+    from lingpt.kernels.linear.cuda.compile import cache_folder, source_hash
+
+    here, specs = _here(), _specs()
+    print(f"kernels {source_hash()}, cache {cache_folder()}, this machine: {here or 'no CUDA device'}")
+    for spec, arch in specs:
+        cached = "cached" if spec.is_cached(arch) else "not compiled"
+        build = f"{spec.source} {spec.names[0]}"  # its first kernel's template arguments tell builds apart
+        print(f"{build:<56} {arch:<8} {cached:<13}{'← this GPU' if arch == here else ''}".rstrip())
+    if here and here not in {arch for _, arch in specs}:
+        print(f"{here} has no kernel: linear_attention runs its chunkwise PyTorch form here")
+
+
+def _compile(args: Namespace) -> None:
+    from tqdm import tqdm
+
+    from lingpt.kernels import KernelError
+
+    specs = _specs()
+    known = sorted({arch for _, arch in specs})
+    wanted = args.arch or ([here] if (here := _here()) in known else known)
+    if unknown := [arch for arch in wanted if arch not in known]:
+        raise KernelError(
+            f"no kernel for {', '.join(unknown)}: there are kernels for {', '.join(known) or 'none'}"
+        )
+    cells = [(spec, arch) for spec, arch in specs if arch in wanted]
+    lines, spilled = [], False
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # the compiler runs outside Python's lock
+        modules = pool.map(lambda cell: cell[0].compile(cell[1]), cells)
+        modules = list(tqdm(modules, total=len(cells), desc="compile", disable=None))
+    for (_, arch), module in zip(cells, modules, strict=True):
+        took = f"{module.seconds:.1f} s" if module.seconds else "cached"
+        for name, used in module.resources.items():
+            spilled |= used.spills > 0
+            figures = f"{used.registers:>5}{used.stack:>7}{used.spills:>8}{used.shared:>8}"
+            lines.append(f"{name:<52} {arch:<8}{figures}  {took}")
+        lines += [f"  {remark}" for remark in module.remarks]
+    print(f"{'kernel':<52} {'arch':<8}{'regs':>5}{'stack':>7}{'spills':>8}{'shared':>8}  time")
+    print("\n".join(lines))
+    if spilled:
+        print("registers spill to memory: slow, but right")
+
+
+def _test(args: Namespace) -> None:
+    import torch
+
+    from lingpt.kernels import KernelError
+    from lingpt.kernels.bench.selftest import self_test
+
+    if not torch.cuda.is_available():
+        raise KernelError(
+            "there is no CUDA device here to test the kernels on; `lingpt kernels compile` needs none"
+        )
+    checks = self_test()
+    for check in checks:
+        dtype = str(check.dtype).removeprefix("torch.")
+        result = check.reason or f"{check.worst:.1e} (limit {check.limit:.0e})"
+        print(
+            f"{'ok  ' if check.passed else 'FAIL'} {check.name:<12} {check.shape!s:<24} {dtype:<9} {result}"
+        )
+    failed = sum(not check.passed for check in checks)
+    print(f"{len(checks) - failed} passed, {failed} failed on {torch.cuda.get_device_name()}")
+    if failed:
+        sys.exit(1)
+
+
+def _release_check(args: Namespace) -> None:
+    from lingpt.kernels.bench import staleness
+
+    if reason := staleness(Path(args.record)):
+        print(f"lingpt: {reason}", file=sys.stderr)
+        sys.exit(1)
+    print("the record of the GPU tests is that of this source")

@@ -1,0 +1,146 @@
+"""`lingpt <verb> …`: finds the verb's file, parses, runs, and turns a user's mistake into one line.
+
+Verbs are imported lazily, so that `lingpt --help` needs no PyTorch. A verb's file exposes `HELP` (one line),
+`configure(parser)` and `run(args)`; dataclass groups arrive in `args` as instances.
+
+Exit codes: 0 done, 2 a mistake of the user or of the machine (one line on stderr), 130 interrupted.
+`LINGPT_TRACEBACK=1` shows the traceback behind the line.
+"""
+
+import argparse
+import errno
+import importlib
+import os
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+import jsonargparse
+
+from lingpt.cli.errors import UsageError, nearest
+
+VERBS = {  # verb: (module, what it does)
+    "train": ("lingpt.cli.train", "train a model, or go on with a run"),
+    "data": ("lingpt.cli.data", "prepare a corpus: tokenizer, token cache, statistics"),
+    "eval": ("lingpt.cli.evaluate", "score checkpoints with lm-eval"),
+    "curves": ("lingpt.cli.curves", "draw the loss curves of runs, and the table of time-to-loss"),
+    "kernels": ("lingpt.cli.kernels", "list, compile and test the CUDA kernels"),
+    "bench": ("lingpt.cli.bench", "measure the kernels against their peers"),
+}
+
+ERRORS = {  # package: its class of user errors; looked up only once the package has been imported
+    "lingpt.kernels": "KernelError",
+    "lingpt.models": "ModelError",
+    "lingpt.data": "DataError",
+    "lingpt.train": "TrainError",
+    "lingpt.eval": "EvalError",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one verb and returns the exit code; `argv` defaults to the process's own."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    # Before PyTorch comes in. Where something else runs too, threads that spin while they wait for each other
+    # made a step of the demo ten times slower on two cores; threads that sleep, twice.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    try:
+        return _dispatch(argv)
+    except KeyboardInterrupt as stop:
+        _complain(str(stop) or "interrupted; nothing was left half-written")
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # `lingpt … | head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except Exception as error:
+        message = user_message(error)
+        if message is None or os.environ.get("LINGPT_TRACEBACK"):
+            raise
+        _complain(message)
+        return 2
+
+
+def _dispatch(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0
+    if argv[0] in ("-V", "--version"):
+        print(f"lingpt {version('lingpt')}")
+        return 0
+    verb, *rest = argv
+    if verb not in VERBS:
+        raise UsageError(f"unknown verb {verb!r}{nearest(verb, VERBS)}; `lingpt --help` lists them")
+    module = importlib.import_module(VERBS[verb][0])
+    parser = jsonargparse.ArgumentParser(
+        prog=f"lingpt {verb}", description=module.HELP, exit_on_error=False, allow_abbrev=False
+    )
+    module.configure(parser)
+    try:
+        args = parser.parse_args(_config_first(rest))
+    except argparse.ArgumentError as error:
+        raise UsageError(_explain(parser, str(error))) from error
+    except SystemExit as done:  # --help, --print_config
+        return int(done.code or 0)
+    module.run(parser.instantiate_classes(args))
+    return 0
+
+
+def _overview() -> str:
+    verbs = "\n".join(f"  {verb:<9} {line}" for verb, (_, line) in VERBS.items())
+    return (
+        "usage: lingpt <verb> [options]\n\n"
+        "Trains Pythia language models with linear attention, and compares them with softmax and GLA.\n\n"
+        f"verbs:\n{verbs}\n\n"
+        "`lingpt <verb> --help` lists a verb's options; start with `lingpt train --config demo`."
+    )
+
+
+def _config_first(argv: list[str]) -> list[str]:
+    """Moves `--config X` to the front: what the command line says wins wherever it stands."""
+    for i, word in enumerate(argv):
+        if word == "--config" and i + 1 < len(argv):
+            return [word, argv[i + 1], *argv[:i], *argv[i + 2 :]]
+        if word.startswith("--config="):
+            return [word, *argv[:i], *argv[i + 1 :]]
+    return argv
+
+
+def _explain(parser: jsonargparse.ArgumentParser, message: str) -> str:
+    """The parser's complaint on one line, with the nearest key where a key is unknown."""
+    line = " ".join(message.split())
+    unknown = (
+        re.search(r"Group '(?P<group>\S+)' does not accept nested key '(?P<key>\S+)'", line)
+        or re.search(r"Key '(?P<key>\S+)' is not expected", line)
+        or re.search(r"Unrecognized arguments: --(?P<key>[^\s=]+)", line)
+    )
+    if unknown is None:
+        return line
+    found = unknown.groupdict()
+    key = f"{found['group']}.{found['key']}" if found.get("group") else found["key"]
+    keys = set(parser.get_defaults(skip_validation=True).keys()) - {"config"}
+    return f"unknown key {key!r}{nearest(key, keys)}; `{parser.prog} --help` lists the keys"
+
+
+def user_message(error: BaseException) -> str | None:
+    """The line to show for `error`, or None where it is a bug of ours and deserves its traceback."""
+    if isinstance(error, UsageError):
+        return str(error)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = f" writing {error.filename}" if error.filename else ""
+        return f"the disk is full{where}: free some space and run the same command again"
+    for package, name in ERRORS.items():
+        known = getattr(sys.modules.get(package), name, None)
+        if known is not None and isinstance(error, known):
+            return " ".join(str(error).split())
+    return None
+
+
+def _complain(message: str) -> None:
+    """One line on stderr; of the processes of a multi-device run, one a machine speaks."""
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        print(f"lingpt: {message}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

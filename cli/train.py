@@ -1,0 +1,16 @@
+"""`lingpt train`: train a recipe, or go on with its run."""
+
+from jsonargparse import ArgumentParser, Namespace
+
+from lingpt.cli.recipe import configure_recipe, recipe_from
+from lingpt.train import train
+
+HELP = "Train a model, or go on with its run: one folder a run, under runs/."
+
+
+def configure(parser: ArgumentParser) -> None:
+    configure_recipe(parser)
+
+
+def run(args: Namespace) -> None:
+    train(recipe_from(args))

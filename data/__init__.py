@@ -1,0 +1,20 @@
+"""Text to batches: corpora, tokenizers, the token cache, the order of training samples."""
+
+from lingpt.data.batches import Batches
+from lingpt.data.dataset import DataConfig, Dataset, prepare
+from lingpt.data.errors import DataError
+from lingpt.data.ngram import bigram_loss
+from lingpt.data.stream import Blocks
+from lingpt.data.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = [
+    "Batches",
+    "Blocks",
+    "DataConfig",
+    "DataError",
+    "Dataset",
+    "Tokenizer",
+    "bigram_loss",
+    "load_tokenizer",
+    "prepare",
+]

@@ -1,0 +1,67 @@
+"""Which blocks make up the batch of a step: a pure function of (seed, step, position in the global batch).
+
+No loader state exists, so resuming is exact at any step, and devices only decide who reads which positions.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+
+class Blocks(Protocol):
+    def __len__(self) -> int: ...
+
+    def gather(self, indices: Sequence[int]) -> torch.Tensor: ...
+
+
+class Batches:
+    """The order of training: every epoch visits every block once, in its own order; a batch may straddle two.
+
+    The order is a keyed Feistel permutation with cycle walking (Black and Rogaway 2002, "Ciphers with
+    arbitrary finite domains"): constant work a sample, and the same on every machine and with every library's
+    version.
+    """
+
+    def __init__(self, blocks: Blocks, seed: int, global_batch_size: int) -> None:
+        self.blocks, self.seed, self.global_batch_size = blocks, seed, global_batch_size
+
+    def indices(self, step: int) -> list[int]:
+        """The blocks of the global batch of `step` (0-based), in the batch's order."""
+        return self._blocks_at(step, range(self.global_batch_size)).tolist()
+
+    def get(self, step: int, positions: Sequence[int]) -> torch.Tensor:
+        """The samples at `positions` of the global batch of `step`: int64 `[len(positions), seq_len + 1]`."""
+        return self.blocks.gather(self._blocks_at(step, positions))
+
+    def _blocks_at(self, step: int, positions: Sequence[int]) -> np.ndarray:
+        sample = step * self.global_batch_size + np.asarray(positions, dtype=np.int64)
+        epoch, place = np.divmod(sample, len(self.blocks))
+        return permute(place, len(self.blocks), self.seed, epoch)
+
+
+def permute(place: np.ndarray, n: int, seed: int, epoch: np.ndarray) -> np.ndarray:
+    """Sends each `place` in 0..n-1 to one of 0..n-1, one to one for each (seed, epoch); int64."""
+    half = max(1, ((n - 1).bit_length() + 1) // 2)
+    key = _mix(_mix(np.full(place.shape, seed % 2**64, dtype=np.uint64)) + epoch.astype(np.uint64))
+    x = _feistel(place.astype(np.uint64), key, half)
+    while (outside := x >= n).any():  # 4^half < 4n, so a few turns suffice
+        x[outside] = _feistel(x[outside], key[outside], half)
+    return x.astype(np.int64)
+
+
+def _feistel(x: np.ndarray, key: np.ndarray, half: int, rounds: int = 6) -> np.ndarray:
+    bits, mask = np.uint64(half), np.uint64((1 << half) - 1)
+    left, right = x >> bits, x & mask
+    for i in range(rounds):
+        left, right = right, left ^ (_mix(key + (right << np.uint64(8)) + np.uint64(i)) & mask)
+    return (left << bits) | right
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """splitmix64's output function (Steele, Lea and Flood 2014), modulo 2^64."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

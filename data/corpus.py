@@ -1,0 +1,39 @@
+"""What a source of text is, whatever it is read from.
+
+A corpus names its documents and hashes its content; documents are read when a split is iterated. All that
+comes after (tokenising, caching, packing) sees only this interface.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Document(NamedTuple):
+    text: str  # non-empty, encodable as UTF-8
+    advance: int  # what reading it moved the progress bar by, in the split's unit
+
+
+@dataclass(frozen=True)
+class Split:
+    """Documents in a fixed order; `read` starts anew on every call."""
+
+    read: Callable[[], Iterator[Document]]
+    total: int | None  # in `unit`, for the progress bar
+    unit: str
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A source: its splits, and what identifies them.
+
+    `content_hash` changes whenever a document of either split may have changed. A source without a validation
+    split (`val is None`) has a fraction of its documents held out (`cache.split_by_content`). `rule` says it
+    in words.
+    """
+
+    name: str
+    content_hash: str
+    train: Split
+    val: Split | None
+    rule: str

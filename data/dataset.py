@@ -1,0 +1,145 @@
+"""From a configuration to blocks of tokens: what training and evaluation ask of this folder."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lingpt.data.cache import TokenCache, token_cache
+from lingpt.data.corpus import Corpus
+from lingpt.data.embedded import embedded_corpus
+from lingpt.data.errors import DataError
+from lingpt.data.jsonl import jsonl_corpus, with_val_files
+from lingpt.data.storage import default_cache_dir
+from lingpt.data.stream import Blocks
+from lingpt.data.tokenizer import Tokenizer, embedded_tokenizer, load_tokenizer
+from lingpt.data.wiki40b import wiki40b_corpus
+
+
+@dataclass
+class DataConfig:
+    """What to train on.
+
+    Args:
+        source: embedded (source of Python's standard library; no network), wiki40b (English, from the Hugging
+            Face hub), or the path, folder or glob of JSONL with a text on every line (.jsonl, .gz, .xz, .zst)
+        tokenizer: a tokenizer.json, a folder that holds one, or a name on the hub; by default a small BPE
+            trained on the embedded corpus
+        seq_len: tokens of a training sample
+        val_source: JSONL to validate on; by default the source's own validation split if it has one, else the
+            documents whose hash lies in the lowest val_fraction
+        val_fraction: share of the documents held out where the source has no validation split, at least one
+        vocab_size: tokens of the embedded corpus's BPE
+        num_workers: threads that tokenise; by default one a core
+        cache_dir: where tokens are cached; by default $LINGPT_CACHE, else ~/.cache/lingpt
+    """
+
+    source: str = "embedded"
+    tokenizer: str | None = None
+    seq_len: int = 256
+    val_source: str | None = None
+    val_fraction: float = 0.005
+    vocab_size: int = 2048
+    num_workers: int | None = None
+    cache_dir: str | None = None
+
+    def check(self) -> None:
+        """Raises `DataError` for values that cannot be meant."""
+        if self.seq_len < 1:
+            raise DataError(f"--data.seq_len {self.seq_len}: a sample has at least one token")
+        if not 0 < self.val_fraction < 1:
+            raise DataError(f"--data.val_fraction {self.val_fraction}: give a fraction between 0 and 1")
+        if self.num_workers is not None and self.num_workers < 1:
+            raise DataError(f"--data.num_workers {self.num_workers}: give at least 1")
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Blocks of tokens to train and to validate on, and the tokenizer that made them.
+
+    `fingerprint` identifies every token of every block: datasets of one fingerprint give the same training.
+    """
+
+    train: Blocks
+    val: Blocks
+    tokenizer: Tokenizer
+    fingerprint: str
+    corpus: Corpus
+    cache: TokenCache
+
+    def describe(self) -> dict:
+        """For the run's record: source, split, hashes; each split's documents, tokens, bytes, blocks."""
+        splits = {
+            name: {**self.cache.manifest[name], "blocks": len(blocks)}
+            for name, blocks in (("train", self.train), ("val", self.val))
+        }
+        return {
+            **self.cache.manifest,
+            "source": self.corpus.name,  # the manifest has the first that made this entry
+            "split": self.corpus.rule,
+            **splits,
+            "vocab_size": self.tokenizer.vocab_size,
+            "seq_len": self.train.seq_len,
+            "fingerprint": self.fingerprint,
+            "cache": str(self.cache.folder),
+        }
+
+    @property
+    def bytes_per_token(self) -> float:
+        """UTF-8 bytes per validation token: bits per byte are nats per token / (this · ln 2)."""
+        return self.cache.manifest["val"]["bytes"] / self.cache.manifest["val"]["tokens"]
+
+
+def prepare(config: DataConfig, *, padded_vocab_size: int | None = None, progress: bool = True) -> Dataset:
+    """The dataset of `config`, tokenised now or read from the cache.
+
+    Args:
+        padded_vocab_size: rows of the model's embedding; a tokenizer that needs more is refused at once
+        progress: show a bar, on a terminal
+
+    Raises:
+        DataError: one line that says what is wrong and how to mend it
+    """
+    config.check()
+    cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
+    if config.tokenizer:
+        tokenizer = load_tokenizer(config.tokenizer)
+    else:
+        tokenizer = embedded_tokenizer(config.vocab_size, cache_dir)
+    if padded_vocab_size is not None:
+        tokenizer.check_fits(padded_vocab_size)
+    corpus = open_corpus(config.source, config.val_source)
+    cache = token_cache(
+        corpus,
+        tokenizer,
+        cache_dir,
+        val_fraction=config.val_fraction,
+        num_workers=config.num_workers,
+        progress=progress,
+    )
+    train, val = (_blocks(cache, split, config.seq_len) for split in ("train", "val"))
+    fingerprint = hashlib.sha256(json.dumps([cache.folder.name, config.seq_len]).encode()).hexdigest()
+    return Dataset(train, val, tokenizer, fingerprint[:16], corpus, cache)
+
+
+def open_corpus(source: str, val_source: str | None = None) -> Corpus:
+    """The corpus that `source` names, validated on `val_source` if given. Raises `DataError`."""
+    if source not in _NAMED:
+        return jsonl_corpus(source, val_source)
+    corpus = _NAMED[source]()
+    return with_val_files(corpus, val_source) if val_source else corpus
+
+
+_NAMED: dict[str, Callable[[], Corpus]] = {"embedded": embedded_corpus, "wiki40b": wiki40b_corpus}
+
+
+def _blocks(cache: TokenCache, split: str, seq_len: int) -> Blocks:
+    blocks = cache.blocks(split, seq_len)
+    if not len(blocks):
+        more = "give more text" if split == "train" else "raise --data.val_fraction, give --data.val_source"
+        raise DataError(
+            f"the {split} split of {cache.manifest['source']} has {blocks.stream_length} tokens, too few for "
+            f"one block of seq_len + 1 = {seq_len + 1}: {more}, or lower --data.seq_len"
+        )
+    return blocks

@@ -1,0 +1,210 @@
+"""JSON Lines from disk: a `text` on every line, plain or compressed, one file or many.
+
+Read line by line, so that what is wrong has a file and a line number. (The JSON reader of `datasets` names no
+line and takes a missing `text` for nothing.)
+"""
+
+import glob
+import gzip
+import hashlib
+import io
+import json
+import lzma
+import re
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO
+
+from lingpt.data.corpus import Corpus, Document, Split
+from lingpt.data.errors import DataError
+
+SUFFIXES = (".jsonl", ".gz", ".xz", ".zst")
+_SPLIT_NAME = re.compile(r"(train|validation|valid|val|dev|test)(?![a-z])")
+
+
+def jsonl_corpus(source: str, val_source: str | None = None) -> Corpus:
+    """The documents of the files that `source` names: a path, a folder or a glob.
+
+    Where several files match and one is named `train*`, names tell the splits: `validation*`, `valid*`,
+    `val*` or `dev*` is held out and `test*` left alone. Files of `val_source` are held out and never trained
+    on.
+
+    Raises:
+        DataError: no such files
+    """
+    files = find_files(source)
+    train, val, test = _by_name(files)
+    rule = "held out: the documents of the lowest hashes"
+    if val_source:
+        val = find_files(val_source)
+        kept_out = {f.resolve() for f in val}
+        train = [f for f in train if f.resolve() not in kept_out]
+        rule = f"held out: {val_source}"
+    elif val:
+        rule = f"held out by name: {_names(val)}"
+    if test:
+        rule += f"; left alone: {_names(test)}"
+    if not train:
+        raise DataError(
+            f"{source} has no file that is not in {val_source} too: give other text to train or validate on"
+        )
+    content_hash = hashlib.sha256(json.dumps([_hash_files(train), _hash_files(val)]).encode()).hexdigest()
+    return Corpus(source, content_hash, _split(train), _split(val) if val else None, rule)
+
+
+def with_val_files(corpus: Corpus, val_source: str) -> Corpus:
+    """`corpus` with the JSONL of `val_source` for validation."""
+    files = find_files(val_source)
+    content_hash = hashlib.sha256(f"{corpus.content_hash} {_hash_files(files)}".encode()).hexdigest()
+    return replace(corpus, content_hash=content_hash, val=_split(files), rule=f"held out: {val_source}")
+
+
+def find_files(source: str) -> list[Path]:
+    """The files that `source` names, sorted. Raises `DataError` if there are none."""
+    path = Path(source).expanduser()
+    if path.is_file():
+        return [path]
+    matches = path.iterdir() if path.is_dir() else map(Path, glob.glob(str(path), recursive=True))
+    files = sorted(p for p in matches if p.is_file() and p.name.endswith(SUFFIXES))
+    if not files:
+        where = (
+            f"the folder {source} holds no documents"
+            if path.is_dir()
+            else f"there are no documents at {source}"
+        )
+        raise DataError(
+            f"{where} ({', '.join(SUFFIXES)}): give a file, folder or glob of JSONL, or embedded, or wiki40b"
+        )
+    return files
+
+
+def _by_name(files: list[Path]) -> tuple[list[Path], list[Path], list[Path]]:
+    """Files to train on, to validate on and to leave alone."""
+    kinds = {f: match[1] for f in files if (match := _SPLIT_NAME.match(f.name.lower()))}
+    if len(files) == 1 or "train" not in kinds.values():
+        return files, [], []
+    val = [f for f in files if kinds.get(f) in ("validation", "valid", "val", "dev")]
+    test = [f for f in files if kinds.get(f) == "test"]
+    return [f for f in files if f not in val and f not in test], val, test
+
+
+def _names(files: list[Path]) -> str:
+    return ", ".join(f.name for f in files)
+
+
+def _hash_files(files: list[Path]) -> list[str]:
+    """The SHA-256 of each file as it lies on disk, several at a time."""
+
+    def sha256(path: Path) -> str:
+        with _readable(path) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(sha256, files))
+
+
+def _split(files: list[Path]) -> Split:
+    def read() -> Iterator[Document]:
+        for path in files:
+            yield from read_documents(path)
+
+    return Split(read, total=sum(f.stat().st_size for f in files), unit="B")
+
+
+def read_documents(path: Path) -> Iterator[Document]:
+    """The documents of one file, blank lines left out; progress is in bytes on disk.
+
+    Raises:
+        DataError: naming file and line
+    """
+    number, position = 0, 0
+    with _readable(path) as file:
+        try:
+            for number, line in enumerate(io.BufferedReader(_decompressed(file, path), 1 << 20), start=1):
+                if line.isspace():
+                    continue
+                text = _text(line, f"{path}, line {number}")
+                before, position = position, file.tell()
+                yield Document(text, position - before)
+        except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+            raise DataError(
+                f"{path} is damaged or cut off after line {number} ({error}): fetch it again"
+            ) from None
+
+
+def _readable(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise DataError(f"cannot read {path} ({error.strerror}): check its permissions") from None
+
+
+def _decompressed(file: BinaryIO, path: Path) -> BinaryIO:
+    openers = {".gz": lambda f: gzip.GzipFile(fileobj=f), ".xz": lzma.LZMAFile, ".zst": _ZstandardFile}
+    return openers.get(path.suffix, lambda f: f)(file)
+
+
+class _ZstandardFile(io.RawIOBase):
+    """Decompresses frame after frame. (`zstandard`'s own reader takes a cut-off file for a whole one.)"""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._frame, self._ready = file, None, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:
+        while not self._ready:
+            if not self._decompress_more():
+                return 0
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
+
+    def _decompress_more(self) -> bool:
+        import zstandard
+
+        between_frames = self._frame is None or self._frame.eof
+        rest = self._frame.unused_data if between_frames and self._frame else b""
+        data = rest or self._file.read(1 << 17)
+        if not data:
+            if between_frames:
+                return False
+            raise EOFError("a Zstandard frame ends early")
+        if between_frames:
+            self._frame = zstandard.ZstdDecompressor().decompressobj()
+        try:
+            self._ready = memoryview(self._frame.decompress(data))
+        except zstandard.ZstdError as error:
+            raise EOFError(str(error)) from None
+        return True
+
+
+def _text(line: bytes, where: str) -> str:
+    """The `text` of one line. Raises `DataError` that begins with `where`."""
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+        text = row.get("text") if isinstance(row, dict) else None
+        if isinstance(text, str) and text.strip():
+            text.encode()
+            return text
+    except UnicodeDecodeError:
+        fault = "is not UTF-8"
+    except UnicodeEncodeError:
+        fault = "has half a surrogate pair in its text"
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # JSONDecodeError is a ValueError; so is a number of 5000 digits
+        fault = f"is not JSON ({error})"
+    else:
+        if not isinstance(row, dict):
+            fault = "is no JSON object"
+        elif "text" not in row:
+            fault = 'has no "text"'
+        else:
+            fault = "has an empty text" if isinstance(text, str) else "has a text that is no string"
+    raise DataError(f'{where} {fault}: every line must be a JSON object with a non-empty string "text"')

@@ -1,0 +1,42 @@
+"""The bar that a trained model must pass: an interpolated bigram model of the same tokens."""
+
+import numpy as np
+
+from lingpt.data.dataset import Dataset
+
+
+def bigram_loss(
+    dataset: Dataset, *, num_blocks: int | None = None, max_train_tokens: int = 50_000_000
+) -> float:
+    """Nats per token, on the validation blocks' targets, of a bigram model fitted on the training stream.
+
+    Absolute discounting (Ney, Essen and Kneser 1994), interpolated with an add-one unigram model:
+
+        p(w|v) = max(c(v,w) − d, 0)/c(v) + d·t(v)/c(v) · p(w)
+
+    with t(v) the number of distinct successors of v, and d = n₁/(n₁ + 2n₂) from the numbers of pairs seen
+    once and twice. Every target has its predecessor, also the first of a block.
+
+    Args:
+        num_blocks: only the first so many validation blocks (all by default)
+        max_train_tokens: fit on the first so many tokens; time and memory grow with it
+    """
+    vocab = dataset.tokenizer.vocab_size
+    train = dataset.train.stream(0, max_train_tokens)
+    blocks = len(dataset.val) if num_blocks is None else min(num_blocks, len(dataset.val))
+    val = dataset.val.stream(0, blocks * dataset.val.seq_len + 1)
+
+    unigram = (np.bincount(train, minlength=vocab) + 1) / (len(train) + vocab)
+    pairs, counts = np.unique(train[:-1] * vocab + train[1:], return_counts=True)
+    once, twice = (counts == 1).sum(), (counts == 2).sum()
+    discount = once / (once + 2 * twice) if once else 0.0
+    context = np.bincount(train[:-1], minlength=vocab)
+    followers = np.bincount(pairs // vocab, minlength=vocab)
+
+    before, target = val[:-1], val[1:]
+    wanted = before * vocab + target
+    at = np.minimum(np.searchsorted(pairs, wanted), len(pairs) - 1)
+    seen = np.where(pairs[at] == wanted, counts[at] - discount, 0.0)
+    total = np.maximum(context[before], 1)
+    backoff = np.where(context[before] > 0, discount * followers[before] / total, 1.0)
+    return float(-np.log(seen / total + backoff * unigram[target]).mean())

@@ -1,0 +1,133 @@
+"""A stream of token ids in one Arrow file: written document by document, read as blocks through a memory map.
+
+The file is a `datasets` table with one column, `token`, and a token a row.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from lingpt.data.errors import DataError
+from lingpt.data.storage import disk_errors, sync
+from lingpt.data.tokens import Encoded
+
+ROWS = 1 << 20  # tokens of a record batch: what can be viewed in one piece
+
+
+class Blocks:
+    """A stream of tokens as blocks of `seq_len + 1`; the last token of a block is the first of the next.
+
+    So every token but the first is a target once; what is left over at the end and fills no block is not
+    used. Nothing is copied until it is asked for, and pickling passes the path alone.
+    """
+
+    def __init__(self, path: str | Path, seq_len: int) -> None:
+        import datasets
+        import pyarrow as pa
+
+        self.path, self.seq_len = Path(path), seq_len
+        try:
+            column = datasets.Dataset.from_file(str(path)).data.column("token")
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(
+                f"{path} is no token cache ({error}): delete {self.path.parent} and run again"
+            ) from None
+        self._chunks = [chunk.to_numpy(zero_copy_only=True) for chunk in column.chunks]
+        self.stream_length = len(column)
+
+    def __len__(self) -> int:
+        return max(0, self.stream_length - 1) // self.seq_len
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are a target in some block."""
+        return len(self) * self.seq_len
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        """Block `index`: int64 `[seq_len + 1]`."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"block {index} of {len(self)}")
+        return self.gather([index])[0]
+
+    def gather(self, indices: Sequence[int]) -> torch.Tensor:
+        """The blocks `indices`, each in 0..len-1: int64 `[len(indices), seq_len + 1]`."""
+        out = np.empty((len(indices), self.seq_len + 1), dtype=np.int64)
+        for row, index in zip(out, indices, strict=True):
+            self._read(int(index) * self.seq_len, row)
+        return torch.from_numpy(out)
+
+    def stream(self, start: int, stop: int) -> np.ndarray:
+        """Tokens `start` to `stop` of the stream, as far as it goes: int64 `[stop - start]`."""
+        out = np.empty(max(0, min(stop, self.stream_length) - start), dtype=np.int64)
+        self._read(start, out)
+        return out
+
+    def _read(self, start: int, out: np.ndarray) -> None:
+        done = 0
+        while done < len(out):
+            chunk, offset = divmod(start + done, ROWS)
+            piece = self._chunks[chunk][offset : offset + len(out) - done]
+            out[done : done + len(piece)] = piece
+            done += len(piece)
+
+    def __reduce__(self) -> tuple:
+        return Blocks, (self.path, self.seq_len)
+
+
+class StreamWriter:
+    """Writes documents, one after another, in record batches of exactly `ROWS` tokens; a context manager.
+
+    Raises `DataError` where the disk does not let it. Only after a clean exit is the file whole and on the
+    disk.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype) -> None:
+        import pyarrow as pa
+
+        self.path, self.documents, self.tokens, self.bytes = path, 0, 0, 0
+        self._buffer, self._filled = np.empty(ROWS, dtype=dtype), 0
+        self._schema = pa.schema([("token", pa.from_numpy_dtype(dtype))])
+
+    def __enter__(self) -> "StreamWriter":
+        import pyarrow as pa
+
+        with disk_errors(self.path.parent):
+            self._file = open(self.path, "wb")
+            self._arrow = pa.ipc.new_stream(self._file, self._schema)
+        return self
+
+    def add(self, document: Encoded) -> None:
+        self.documents += 1
+        self.tokens += len(document.ids)
+        self.bytes += document.num_bytes
+        rest = document.ids
+        while len(rest):
+            piece, rest = np.split(rest, [ROWS - self._filled])
+            self._buffer[self._filled : self._filled + len(piece)] = piece
+            self._filled += len(piece)
+            if self._filled == ROWS:
+                self._flush()
+
+    def counts(self) -> dict[str, int]:
+        return {"documents": self.documents, "tokens": self.tokens, "bytes": self.bytes}
+
+    def _flush(self) -> None:
+        import pyarrow as pa
+
+        tokens = pa.array(self._buffer[: self._filled])
+        with disk_errors(self.path.parent):
+            self._arrow.write_batch(pa.record_batch([tokens], schema=self._schema))
+        self._filled = 0
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        if kind is None:
+            if self._filled:
+                self._flush()
+            with disk_errors(self.path.parent):
+                self._arrow.close()
+                sync(self._file)
+        with contextlib.suppress(OSError):  # after a failed write closing fails too, and says nothing new
+            self._file.close()

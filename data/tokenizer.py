@@ -1,0 +1,144 @@
+"""Tokenizers: any `tokenizer.json`, from a file, a folder or the hub, and the embedded corpus's own BPE."""
+
+import functools
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from lingpt.data.embedded import embedded_corpus
+from lingpt.data.errors import DataError
+from lingpt.data.hub import hub_errors
+from lingpt.data.storage import write_aside
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+class Tokenizer:
+    """A `tokenizers.Tokenizer` and what a language model needs of it: ids, text and the end-of-text id.
+
+    `encode` adds nothing, and reads a special token that is written out in the text as that token, as Hugging
+    Face's tokenizers do. Documents of a corpus are text and nothing else: see `for_documents`.
+    """
+
+    def __init__(self, raw: tokenizers.Tokenizer, name: str) -> None:
+        """Raises `DataError` if `raw` has no end-of-text token."""
+        self.raw, self.name = raw, name
+        eos_id = raw.token_to_id(END_OF_TEXT)
+        if eos_id is None:
+            raise DataError(
+                f"the tokenizer {name} has no token {END_OF_TEXT}, which must separate the documents: "
+                "take one that has it (GPT-NeoX's, GPT-2's)"
+            )
+        self.eos_id: int = eos_id
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        """The largest id plus one, added tokens included: the rows that an embedding must have."""
+        return 1 + max(self.raw.get_vocab(with_added_tokens=True).values())
+
+    @functools.cached_property
+    def hash(self) -> str:
+        """The SHA-256 of all that decides the tokens."""
+        return hashlib.sha256(self.raw.to_str().encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        return self.raw.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [e.ids for e in self.raw.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids` (a list, array or tensor), special tokens written out."""
+        return self.raw.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def for_documents(self) -> tokenizers.Tokenizer:
+        """A copy to which `<|endoftext|>` inside a document is thirteen characters and no end."""
+        copy = tokenizers.Tokenizer.from_str(self.raw.to_str())
+        copy.encode_special_tokens = True
+        copy.no_truncation()
+        copy.no_padding()
+        return copy
+
+    def check_fits(self, padded_vocab_size: int) -> None:
+        """Raises `DataError` unless every id is a row of the model's embedding."""
+        if self.vocab_size > padded_vocab_size:
+            raise DataError(
+                f"the tokenizer {self.name} has {self.vocab_size} tokens, added ones included, and the "
+                f"model's vocabulary only {padded_vocab_size}: take the model's own tokenizer"
+            )
+
+    def save(self, folder: str | os.PathLike) -> Path:
+        """Writes `tokenizer.json` into `folder` and returns its path."""
+        path = Path(folder) / "tokenizer.json"
+        write_aside(path, self.raw.to_str(pretty=True).encode())
+        return path
+
+    def __reduce__(self) -> tuple:
+        return _from_string, (self.raw.to_str(), self.name)
+
+
+def _from_string(text: str, name: str) -> Tokenizer:
+    return Tokenizer(tokenizers.Tokenizer.from_str(text), name)
+
+
+def load_tokenizer(source: str | os.PathLike) -> Tokenizer:
+    """The tokenizer at `source`: a `tokenizer.json`, a folder that holds one, or a name on the hub.
+
+    Raises:
+        DataError: not found, not readable, or without an end-of-text token
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        path = path / "tokenizer.json"
+        if not path.exists():
+            raise DataError(
+                f"the folder {source} holds no tokenizer.json: give one that does, or a name on the hub"
+            )
+    elif not path.exists():
+        path = _from_hub(str(source))
+    try:
+        return _from_string(path.read_text(encoding="utf-8"), str(source))
+    except DataError:
+        raise
+    except Exception as error:  # `tokenizers` raises a bare Exception for what it cannot parse
+        raise DataError(
+            f"{path} is no tokenizer.json ({error}): give one in the format of `tokenizers`"
+        ) from None
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    with hub_errors(f"the tokenizer {name}", "give the path of a tokenizer.json with TOKENIZER=<path>"):
+        return Path(hf_hub_download(name, "tokenizer.json"))
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE as GPT-2's (Radford et al. 2019), `<|endoftext|>` its id 0; it can encode any text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if vocab_size <= len(alphabet):
+        raise DataError(
+            f"--data.vocab_size {vocab_size} is too small: {len(alphabet)} bytes and {END_OF_TEXT} come first"
+        )
+    raw = tokenizers.Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
+    )
+    raw.train_from_iterator(texts, trainer)
+    return Tokenizer(raw, f"byte-level BPE of {vocab_size}")
+
+
+def embedded_tokenizer(vocab_size: int, cache_dir: Path) -> Tokenizer:
+    """The BPE of the embedded corpus's training modules: trained once, in seconds, then cached."""
+    corpus = embedded_corpus()
+    key = hashlib.sha256(f"{corpus.content_hash} {vocab_size} {tokenizers.__version__}".encode()).hexdigest()
+    folder = cache_dir / "tokenizers" / key[:32]
+    if not (folder / "tokenizer.json").exists():
+        train_bpe((d.text for d in corpus.train.read()), vocab_size).save(folder)
+    return Tokenizer(load_tokenizer(folder).raw, f"embedded byte-level BPE of {vocab_size}")

@@ -1,0 +1,196 @@
+"""Evaluates a checkpoint on lm-eval's tasks and keeps the scores in its run."""
+
+import contextlib
+import hashlib
+import io
+import json
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lingpt.eval.errors import EvalError
+from lingpt.eval.results import add_score, load_results, task_key
+from lingpt.eval.runs import Checkpoint
+
+PACKAGES = ("lingpt", "lm_eval", "torch", "datasets", "tokenizers")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def evaluate(
+    checkpoint: Checkpoint | str | Path,
+    tasks: Sequence[str],
+    *,
+    num_fewshot: int = 0,
+    data: str | Path | None = None,
+    limit: int | None = None,
+    batch_tokens: int = 16384,
+    device: str = "auto",
+    dtype: str | None = None,
+    redo: bool = False,
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Scores `checkpoint` on `tasks` and returns all that is known of it (`results.load_results`).
+
+    Args:
+        checkpoint: a `Checkpoint`, or the folder of one.
+        tasks: lm-eval's names; `mmlu:5` asks for five examples whatever `num_fewshot` says.
+        num_fewshot: examples before each question.
+        data: folder of benchmark JSONL (`tasks/sources.yaml`); None loads from the Hugging Face hub.
+        limit: only the first so many documents of each task (of each of MMLU's 57 subjects); None for all.
+        batch_tokens: most tokens of a batch, padding included.
+        device: `auto`, or PyTorch's name of one.
+        dtype: to compute in, the checkpoint's own by default.
+        redo: compute again what the run's eval/ already holds for these weights, this data and limit.
+        say: takes a line on each task.
+
+    Each score is written when its task is done, so an interruption loses one task. EvalError for whatever the
+    user can mend; ModelError where the checkpoint is not of the attention that its run says.
+    """
+    if not isinstance(checkpoint, Checkpoint):
+        checkpoint = Checkpoint.open(checkpoint)
+    if limit is not None and limit < 1:
+        raise EvalError(f"limit is {limit}; it must be at least 1 (or leave it out)")
+    if dtype not in (None, *DTYPES):
+        raise EvalError(f"unknown dtype {dtype!r}: one of {', '.join(DTYPES)}")
+    data, where = Path(data) if data else None, find_device(device)
+    results, lm = load_results(checkpoint), None
+    for name, shots in [parse_task(task, num_fewshot) for task in tasks]:
+        key, prefix = task_key(name, shots, limit), f"{checkpoint.run.name} step {checkpoint.step}"
+        source = describe_data(name, shots, data)
+        known = results["scores"].get(key)
+        if known and not redo and (known["data"], known["dtype"]) == (source, dtype or checkpoint.dtype):
+            say(f"{prefix}: {key}: {summary(known)} (already there; --redo computes it again)")
+            continue
+        lm = lm or load_lm(checkpoint, where, dtype, batch_tokens)
+        entry = run_task(lm, name, shots, data, limit) | {"data": source, "dtype": dtype or checkpoint.dtype}
+        results = add_score(checkpoint, key, entry)
+        say(f"{prefix}: {key}: {summary(entry)} ({work(entry)})")
+    return results
+
+
+def parse_task(task: str, num_fewshot: int = 0) -> tuple[str, int]:
+    """`mmlu:5` → `("mmlu", 5)`; `mmlu` → `("mmlu", num_fewshot)`."""
+    name, colon, shots = task.partition(":")
+    if colon and not shots.isdecimal():
+        raise EvalError(f"task {task!r}: after the colon stands the number of examples, as in {name}:5")
+    if num_fewshot < 0:
+        raise EvalError(f"num_fewshot is {num_fewshot}; it must be at least 0")
+    return name, int(shots) if colon else num_fewshot
+
+
+def find_device(name: str) -> torch.device:
+    """`auto` is the first GPU, or the CPU; EvalError for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=name)
+        return torch.device(name)
+    except (RuntimeError, AssertionError) as error:
+        raise EvalError(f"device {name!r}: {str(error).splitlines()[0]}; use --device auto") from error
+
+
+def load_lm(checkpoint: Checkpoint, device: torch.device, dtype: str | None, batch_tokens: int) -> Any:
+    """The checkpoint as lm-eval sees it; refused where it is of another attention than its run's."""
+    from lingpt.data import load_tokenizer
+    from lingpt.eval.lm import LinGPTLM
+    from lingpt.models import load_model
+
+    attention = checkpoint.attention if isinstance(checkpoint.attention, str) else list(checkpoint.attention)
+    model = load_model(
+        checkpoint.folder, attention=attention, device=device, dtype=getattr(torch, dtype) if dtype else None
+    )
+    tokenizer = load_tokenizer(checkpoint.folder)
+    tokenizer.check_fits(model.config.padded_vocab_size)
+    return LinGPTLM(model, tokenizer, batch_tokens=batch_tokens)
+
+
+def describe_data(name: str, num_fewshot: int, data: Path | None) -> dict[str, str]:
+    """What a task is measured on: SHA-256 of each file, or the hub. EvalError where a file is missing."""
+    if data is None:
+        return {"from": "hub"}
+    from lingpt.eval.tasks.benchmark import load_tasks
+    from lingpt.eval.tasks.sources import file_hash
+
+    files = {file for task in load_tasks(name, num_fewshot, data)["tasks"].values() for file in task.files}
+    return {"from": "files"} | {file.name: file_hash(file) for file in sorted(files)}
+
+
+def run_task(lm: Any, name: str, num_fewshot: int, data: Path | None, limit: int | None) -> dict[str, Any]:
+    """One task or group through lm-eval: metrics with standard errors, and what they were measured on."""
+    from lm_eval import evaluator
+
+    from lingpt.eval.tasks.benchmark import load_tasks
+
+    start, truncated = time.monotonic(), lm.truncated
+    loaded = load_tasks(name, num_fewshot, data)
+    with contextlib.redirect_stdout(io.StringIO()):  # it announces its bootstraps
+        found = evaluator.evaluate(lm, loaded, limit=limit, log_samples=False, bootstrap_iters=1000)
+    parts = {task: metrics_of(found["results"][task]) for task in loaded["tasks"]}
+    whole = metrics_of(found["groups"][name]) if name in found.get("groups", {}) else parts.get(name)
+    counts = found["n-samples"]
+    return {
+        "task": name,
+        "num_fewshot": num_fewshot,
+        "limit": limit,
+        "documents": sum(counts[task]["effective"] for task in parts),
+        "complete": all(
+            counts[part]["effective"] == counts[part]["original"] and getattr(task, "complete", True)
+            for part, task in loaded["tasks"].items()
+        ),
+        "metrics": whole or {},
+        "subtasks": {} if list(parts) == [name] else parts,
+        "version": found["versions"].get(name),
+        "prompts": prompt_hash(loaded["tasks"]),
+        "max_length": lm.max_length,
+        "truncated": lm.truncated - truncated,
+        "batch_tokens": lm.batch_tokens,
+        "device": torch.cuda.get_device_name(lm.device) if lm.device.type == "cuda" else lm.device.type,
+        "seconds": round(time.monotonic() - start, 1),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {package: version(package) for package in PACKAGES},
+    }
+
+
+def metrics_of(found: dict[str, Any]) -> dict[str, float | None]:
+    """`{"acc,none": 0.5, "acc_stderr,none": 0.1, …}` → `{"acc": 0.5, "acc_stderr": 0.1}`; None where none."""
+    return {
+        key.removesuffix(",none"): value if isinstance(value, (int, float)) else None
+        for key, value in found.items()
+        if "," in key
+    }
+
+
+def prompt_hash(tasks: dict[str, Any]) -> str:
+    """SHA-256 of every request: scores with the same hash were asked the same questions, byte for byte."""
+    digest = hashlib.sha256()
+    for name in sorted(tasks):
+        for instance in tasks[name].instances:
+            digest.update(json.dumps([instance.request_type, *instance.args], ensure_ascii=False).encode())
+    return digest.hexdigest()
+
+
+def summary(entry: dict[str, Any]) -> str:
+    """`acc 25.10 ± 0.88, acc_norm …` of an entry, in per cent where the metric is an accuracy."""
+    shown = []
+    for metric, value in entry["metrics"].items():
+        if not metric.endswith("_stderr") and value is not None:
+            scale, error = (
+                (100, entry["metrics"].get(f"{metric}_stderr")) if metric.startswith("acc") else (1, None)
+            )
+            shown.append(
+                f"{metric} {scale * value:.2f}" + (f" ± {scale * error:.2f}" if error is not None else "")
+            )
+    return ", ".join(shown)
+
+
+def work(entry: dict[str, Any]) -> str:
+    """`2376 documents, 20 s`, and how many requests did not fit the model's block size."""
+    cut = entry["truncated"]
+    return f"{entry['documents']} documents, {entry['seconds']:.0f} s" + (
+        f", {cut} requests cut to {entry['max_length']} tokens" if cut else ""
+    )

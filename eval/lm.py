@@ -1,0 +1,280 @@
+"""lm-eval's `LM` over our `GPT`: what a benchmark asks of a model, answered in batches of similar length.
+
+Text becomes tokens exactly as in lm-eval's own Hugging Face adapter (`lm_eval.models.huggingface.HFLM`), so
+the log-likelihoods equal its own on the same weights (`tests/eval/test_lm.py`). What differs is the work:
+
+- Requests that feed the model the same tokens share a row: the four one-letter answers of an MMLU question
+  cost one forward pass.
+- Rows are sorted by length and cut into batches of at most `batch_tokens` tokens, padding included. Padding
+  stands on the right, where causal attention cannot see it, so a score does not depend on its batch.
+- Only the positions that are scored go through `lm_head`: over 50,304 words it is most of a small model.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+from lingpt.data import Tokenizer
+from lingpt.eval.errors import EvalError
+from lingpt.models import GPT
+
+# (context tokens, tokens to score after it)
+Pair = tuple[list[int], list[int]]
+
+PAIRS_AT_ONCE = 4096  # texts tokenised at once: enough to keep every core busy
+LOGITS_AT_ONCE = 2048  # rows of [vocabulary] held in fp32: 0.4 GB at Pythia's vocabulary
+MAX_NEW_TOKENS = 256  # lm-eval's default where a task does not say
+
+
+class LinGPTLM(TemplateLM):
+    """Scores and generates text with a `GPT`, in the dtype and on the device its weights are in.
+
+    Args:
+        model: a `lingpt.models.GPT`; put into eval mode.
+        tokenizer: its `lingpt.data.Tokenizer`.
+        batch_tokens: most tokens of a batch, padding included (a longer sequence is a batch of its own).
+        max_length: most tokens of context, the model's block size by default.
+        progress: show a bar, where stderr is a terminal.
+
+    Attributes:
+        truncated: requests so far whose context was cut on the left to fit `max_length`.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        tokenizer: Tokenizer,
+        *,
+        batch_tokens: int = 16384,
+        max_length: int | None = None,
+        progress: bool = True,
+    ) -> None:
+        super().__init__()
+        if batch_tokens < 1:
+            raise EvalError(f"batch_tokens is {batch_tokens}; a batch needs at least one token")
+        self.model = model.eval()
+        self.text_tokenizer = tokenizer
+        self.batch_tokens = batch_tokens
+        self.max_length = min(max_length or model.config.block_size, model.config.block_size)
+        self.progress = progress
+        self.truncated = 0
+        weight = model.lm_head.weight
+        self._device, self.dtype = weight.device, weight.dtype
+
+    # ------------------------------------------------------------------ text ↔ tokens
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.text_tokenizer.eos_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        return type(self.text_tokenizer).__name__
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        return self.text_tokenizer.encode(string)
+
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Pair]:
+        """lm-eval's `_encode_pair`, and its rule for an empty context, with each text tokenised once.
+
+        Spaces that end the context belong to the continuation; the two are tokenised together and cut where
+        the tokens of the context alone end. An empty context is the end-of-text token.
+        """
+        encoded = []
+        for start in range(0, len(pairs), PAIRS_AT_ONCE):
+            split = [_move_spaces(*pair) for pair in pairs[start : start + PAIRS_AT_ONCE]]
+            texts = list(dict.fromkeys(text for first, second in split for text in (first, first + second)))
+            tokens = dict(zip(texts, self.text_tokenizer.encode_batch(texts), strict=True))
+            encoded += [self._cut(pair, tokens) for pair in split]
+        return encoded
+
+    def _cut(self, pair: tuple[str, str], tokens: dict[str, list[int]]) -> Pair:
+        context, continuation = pair
+        whole = tokens[context + continuation]
+        if context:
+            head, tail = tokens[context], whole[len(tokens[context]) :]
+        else:
+            whole = whole if whole[:1] == [self.prefix_token_id] else [self.prefix_token_id, *whole]
+            head, tail = whole[:1], whole[1:]
+        if not tail:
+            raise EvalError(f"nothing to score: {continuation!r} adds no token after {context[-40:]!r}")
+        return head, tail
+
+    # ------------------------------------------------------------------ scoring
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """`(log P(continuation | context), is it what greedy decoding gives?)` of each request."""
+        pairs = self.encode_pairs([request.args for request in requests])
+        return self._score(pairs, disable_tqdm)
+
+    def _loglikelihood_tokens(
+        self,
+        requests: list[tuple[tuple[str, str], list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **kwargs: Any,
+    ) -> list[tuple[float, bool]]:
+        return self._score([(context, continuation) for _, context, continuation in requests], disable_tqdm)
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """log P of each whole text, in disjoint windows of `max_length`, the first one after end-of-text."""
+        windows, owner = [], []
+        texts = self.text_tokenizer.encode_batch([request.args[0] for request in requests])
+        for i, tokens in enumerate(texts):
+            pieces = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
+            windows += [make_disjoint_window(piece) for piece in pieces]
+            owner += [i] * (len(windows) - len(owner))
+        totals = [0.0] * len(requests)
+        for i, (logprob, _) in zip(owner, self._score(windows, disable_tqdm), strict=True):
+            totals[i] += logprob
+        return totals
+
+    @torch.inference_mode()
+    def _score(self, pairs: Sequence[Pair], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Sum of log-probabilities, and whether every token is the arg-max, of each pair's second half."""
+        rows = self._rows(pairs)
+        logprob = torch.zeros(len(pairs), dtype=torch.float64)
+        greedy = torch.ones(len(pairs), dtype=torch.bool)
+        with self._bar(len(pairs), disable_tqdm, "log-likelihoods") as bar:
+            for batch in _batches(sorted(rows, key=lambda row: (-len(row), row)), self.batch_tokens):
+                owner, per_token, is_best = self._score_batch(batch, rows)
+                logprob.index_add_(0, owner, per_token)
+                greedy[owner[~is_best]] = False
+                bar.update(sum(len(rows[row]) for row in batch))
+        return list(zip(logprob.tolist(), greedy.tolist(), strict=True))
+
+    def _rows(self, pairs: Sequence[Pair]) -> dict[tuple[int, ...], list[tuple[int, list[int]]]]:
+        """Distinct model inputs, each with the `(index of the pair, tokens to predict at its end)` it serves.
+
+        The input is cut on the left to `max_length`; a continuation longer than that is scored in pieces,
+        each after as much of what precedes it as fits.
+        """
+        rows = defaultdict(list)
+        for i, (context, continuation) in enumerate(pairs):
+            self.truncated += len(context) + len(continuation) > self.max_length + 1
+            for start in range(0, len(continuation), self.max_length):
+                piece = continuation[start : start + self.max_length]
+                seen = (context + continuation[: start + len(piece)])[-(self.max_length + 1) : -1]
+                rows[tuple(seen)].append((i, piece))
+        return rows
+
+    def _score_batch(
+        self, batch: list[tuple[int, ...]], rows: dict[tuple[int, ...], list[tuple[int, list[int]]]]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """For every token scored: the index of its pair, its log-probability, is it the arg-max?"""
+        length = len(batch[0])  # the longest: rows come sorted
+        owners, positions, targets = [], [], []
+        for b, row in enumerate(batch):
+            for i, tokens in rows[row]:
+                end = b * length + len(row)
+                owners += [i] * len(tokens)
+                positions += range(end - len(tokens), end)
+                targets += tokens
+        idx = torch.tensor([row + (0,) * (length - len(row)) for row in batch], device=self.device)
+        try:
+            hidden = self.model.hidden(idx).flatten(0, 1)[torch.tensor(positions, device=self.device)]
+            target = torch.tensor(targets, device=self.device)
+            parts = [
+                self._token_scores(h, t)
+                for h, t in zip(hidden.split(LOGITS_AT_ONCE), target.split(LOGITS_AT_ONCE), strict=True)
+            ]
+        except torch.OutOfMemoryError as error:
+            raise EvalError(
+                f"out of memory with a batch of {idx.numel()} tokens: lower --batch_tokens"
+            ) from error
+        logprob, best = (torch.cat(part).cpu() for part in zip(*parts, strict=True))
+        return torch.tensor(owners), logprob.double(), best
+
+    def _token_scores(self, hidden: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`hidden [n, C]`, `target [n]` → log-probabilities `[n]` in fp32 (or wider), `[n]` bool."""
+        logits = self.model.lm_head(hidden)
+        logits = logits.float() if logits.dtype.itemsize < 4 else logits
+        best = logits.argmax(-1) == target
+        return logits.gather(-1, target[:, None])[:, 0] - logits.logsumexp(-1), best
+
+    # ------------------------------------------------------------------ generation
+
+    @torch.inference_mode()
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Greedy text after each context, up to a stop sequence, end-of-text or `max_gen_toks`.
+
+        Contexts of equal length share a batch (a recurrent state has no place for padding on the left).
+        """
+        texts = self.text_tokenizer.encode_batch([request.args[0] for request in requests])
+        groups = defaultdict(list)
+        for i, (request, tokens) in enumerate(zip(requests, texts, strict=True)):
+            until, new = self._generation_options(request.args[1])
+            tokens = (tokens or [self.prefix_token_id])[-(self.max_length - new) :]
+            groups[len(tokens), new, until].append((i, tokens))
+        answers = [""] * len(requests)
+        with self._bar(len(requests), disable_tqdm, "generations") as bar:
+            for (length, new, until), members in sorted(groups.items(), reverse=True):
+                size = max(1, self.batch_tokens // (length + new))
+                for start in range(0, len(members), size):
+                    indices, contexts = zip(*members[start : start + size], strict=True)
+                    for i, answer in zip(indices, self._generate(contexts, new, until), strict=True):
+                        answers[i] = answer
+                    bar.update(len(indices))
+        return answers
+
+    def _generation_options(self, options: dict[str, Any]) -> tuple[tuple[str, ...], int]:
+        """Stop sequences and the number of new tokens; EvalError for sampling, which is not supported."""
+        options = normalize_gen_kwargs(options, MAX_NEW_TOKENS)
+        if options["do_sample"]:
+            raise EvalError(
+                "this task asks for sampled text (do_sample); only greedy generation is supported"
+            )
+        new = options["max_gen_toks"]
+        if new >= self.max_length:
+            raise EvalError(
+                f"{new} new tokens leave no room for a context: the model's block size is {self.max_length}"
+            )
+        eos = self.text_tokenizer.decode([self.eot_token_id])
+        return tuple(handle_stop_sequences(options.get("until"), eos)), new
+
+    def _generate(self, contexts: Sequence[list[int]], max_new: int, until: Sequence[str]) -> list[str]:
+        """Greedy continuations of contexts of one length, cut before the first stop sequence."""
+        idx = torch.tensor(contexts, device=self.device)
+        state = self.model.new_state(len(idx), idx.shape[1] + max_new, device=self.device, dtype=self.dtype)
+        tokens: list[list[int]] = [[] for _ in contexts]
+        running = [True] * len(contexts)
+        for _ in range(max_new):
+            last = self.model.hidden(idx, state)[:, -1]  # of a prompt, one row of logits is enough
+            idx = self.model.lm_head(last).argmax(-1, keepdim=True)
+            for b, token in enumerate(idx[:, 0].tolist()):
+                if not running[b]:
+                    continue
+                if token != self.eot_token_id:
+                    tokens[b].append(token)
+                text = self.text_tokenizer.decode(tokens[b])
+                running[b] = token != self.eot_token_id and not any(stop and stop in text for stop in until)
+            if not any(running):
+                break
+        return [postprocess_generated_text(self.text_tokenizer.decode(t), list(until), None) for t in tokens]
+
+    def _bar(self, total: int, disable: bool, what: str) -> tqdm:
+        return tqdm(total=total, desc=what, unit="", disable=True if disable or not self.progress else None)
+
+
+def _move_spaces(context: str, continuation: str) -> tuple[str, str]:
+    """Moves whitespace that ends the context to the continuation: tokenizers join a space to what follows."""
+    stripped = context.rstrip()
+    return stripped, context[len(stripped) :] + continuation
+
+
+def _batches(rows: Iterable[tuple[int, ...]], batch_tokens: int) -> Iterator[list[tuple[int, ...]]]:
+    """Cuts rows that come longest first into batches of at most `batch_tokens`, padding included."""
+    batch: list[tuple[int, ...]] = []
+    for row in rows:
+        if batch and len(batch[0]) * (len(batch) + 1) > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch

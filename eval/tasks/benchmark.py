@@ -1,0 +1,183 @@
+"""lm-eval's stock tasks, with one thing replaced: where the rows come from."""
+
+import contextlib
+import difflib
+import io
+import logging
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import lm_eval.tasks
+from lm_eval.api.task import ConfigurableTask
+from lm_eval.defaults import DEFAULT_OTHER_SEED
+from lm_eval.tasks import TaskManager
+
+from lingpt.data.hub import hub_reason
+from lingpt.eval.errors import EvalError
+from lingpt.eval.tasks.sources import Source, find_source, read_rows, read_split, split_file
+
+STOCK = Path(lm_eval.tasks.__file__).parent
+# Folders of stock tasks that `sources.yaml` covers. Indexing all 13,000 of lm-eval's takes ten seconds.
+COVERED = [STOCK / folder for folder in ("arc", "piqa", "mmlu/default", "openbookqa", "lambada")]
+
+
+class Benchmark(ConfigurableTask):
+    """A stock task whose rows come from `metadata["eval_data"]`, a folder of JSONL, where that is given."""
+
+    def __init__(self, config: dict[str, Any], **kwargs: Any) -> None:
+        self._examples: dict[tuple[str, int], Any] = {}
+        self._built: int | bool | None = False
+        super().__init__(config={key: value for key, value in config.items() if key != "class"}, **kwargs)
+
+    # ------------------------------------------------------------------ where the rows come from
+
+    @property
+    def folder(self) -> Path | None:
+        folder = self.config.metadata.get("eval_data")
+        return Path(folder) if folder else None
+
+    @property
+    def splits(self) -> list[str]:
+        """The split evaluated and, with shots, the one that examples come from (lm-eval's rules)."""
+        splits = [self.config.test_split or self.config.validation_split]
+        if self.config.num_fewshot:
+            splits.append(
+                self.fewshot_cfg.split or self.config.training_split or self.config.validation_split
+            )
+        return splits
+
+    @property
+    def source(self) -> Source:
+        """The local files of this task's data set; EvalError where none are known."""
+        source = find_source(self.config.dataset_path, self.config.dataset_name)
+        for split in self.splits:
+            if source is None or split not in source.splits:
+                raise EvalError(
+                    f"{self.config.task}: no local file is known for its {split} split: unset EVAL_DATA"
+                )
+        return source
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that this task reads."""
+        return [split_file(self.folder, self.source, split) for split in self.splits]
+
+    @property
+    def complete(self) -> bool:
+        """Whether the file evaluated has as many rows as the official split (the hub's always has)."""
+        if self.folder is None:
+            return True
+        source, split = self.source, self.splits[0]
+        return len(read_rows(self.files[0], source.fields)) == source.splits[split].rows
+
+    def download(self, dataset_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if self.folder is not None:
+            self.dataset = self._read_local()
+            return
+        try:
+            super().download(dataset_kwargs, **kwargs)
+        except Exception as error:  # each library below has its own ways to be offline
+            raise EvalError(
+                f"{self.config.task}: cannot load {self.DATASET_PATH} from the Hugging Face hub "
+                f"({hub_reason(error)}). Without network, set EVAL_DATA (or --data) to a folder with the "
+                "benchmark's JSONL files"
+            ) from error
+
+    def _read_local(self) -> Any:
+        """The splits in use as a `DatasetDict` in memory."""
+        from datasets import Dataset, DatasetDict
+
+        name = self.config.dataset_name
+        rows = {split: read_split(self.folder, self.source, split, name) for split in self.splits}
+        return DatasetDict({split: Dataset.from_list(part) for split, part in rows.items()})
+
+    def fewshot_docs(self) -> Any:
+        """The pool of examples; None where no shot is asked for, so that no file is needed."""
+        if self.folder is not None and not self.config.num_fewshot:
+            return None
+        return super().fewshot_docs()
+
+    # ------------------------------------------------------------------ the same prompts, sooner
+
+    def build_all_requests(self, *, limit: int | None = None, **kwargs: Any) -> None:
+        """As the stock task, but once for all checkpoints, and without a progress bar a subject of MMLU."""
+        if self._built is not False and self._built == limit:
+            for instance in self._instances:
+                instance.resps, instance.filtered_resps = [], {}
+            return
+        self.set_fewshot_seed(DEFAULT_OTHER_SEED)
+        with contextlib.redirect_stderr(io.StringIO()):
+            super().build_all_requests(limit=limit, **kwargs)
+        self._built = limit
+
+    def doc_to_text(self, doc: dict, doc_to_text: Any = None) -> Any:
+        return self._once("text", doc, doc_to_text, super().doc_to_text)
+
+    def doc_to_choice(self, doc: dict, doc_to_choice: Any = None) -> Any:
+        return self._once("choice", doc, doc_to_choice, super().doc_to_choice)
+
+    def doc_to_target(self, doc: dict, doc_to_target: Any = None) -> Any:
+        return self._once("target", doc, doc_to_target, super().doc_to_target)
+
+    def _once(self, kind: str, doc: dict, template: Any, render: Callable[[dict, Any], Any]) -> Any:
+        """Renders an example once: lm-eval compiles the template anew for each question it stands before.
+
+        Only examples come with a template of their own (`fewshot_config`); they live as long as the task, so
+        that their identity is a key.
+        """
+        if template is None:
+            return render(doc, None)
+        key = (kind, id(doc))
+        if key not in self._examples:
+            self._examples[key] = doc, render(doc, template)
+        return self._examples[key][1]
+
+
+def load_tasks(name: str, num_fewshot: int = 0, data: Path | None = None) -> dict[str, Any]:
+    """The stock task, group or tag `name` with `num_fewshot` examples, as `TaskManager.load` returns it.
+
+    With `data`, rows come from the JSONL files there and the network is never asked. EvalError for a name
+    that lm-eval does not have, a file that is missing, a hub out of reach.
+    """
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    if data is not None and not data.is_dir():
+        raise EvalError(f"EVAL_DATA: no folder {data}")
+    stamp = (
+        tuple((f.name, f.stat().st_mtime_ns, f.stat().st_size) for f in sorted(data.glob("*.jsonl")))
+        if data
+        else ()
+    )
+    loaded = _load(name, num_fewshot, data and str(data), stamp)
+    for task in loaded["tasks"].values():
+        task.set_fewshot_seed(DEFAULT_OTHER_SEED)
+    return loaded
+
+
+@lru_cache(maxsize=16)
+def _load(name: str, num_fewshot: int, data: str | None, stamp: tuple) -> dict[str, Any]:
+    """`load_tasks`, once for all checkpoints; `stamp` changes when a file of `data` does."""
+    manager = TaskManager(include_defaults=False, include_path=COVERED, metadata={"eval_data": data})
+    if name in manager.all_tasks:
+        overrides = {"class": Benchmark, "num_fewshot": num_fewshot}
+        for entry in manager.task_index.values():
+            if entry.name in manager.all_subtasks:  # without a path, lm-eval takes the config from memory
+                entry.cfg, entry.yaml_path = {**entry.cfg, **overrides}, None
+    elif data is not None:
+        raise EvalError(
+            f"no local files for a task {name!r}{_nearest(name, manager.all_tasks)}: unset EVAL_DATA"
+        )
+    else:
+        manager = TaskManager()
+        if name not in manager.all_tasks:
+            raise EvalError(f"lm-eval has no task {name!r}{_nearest(name, manager.all_tasks)}")
+    loaded = manager.load(name)
+    for task in loaded["tasks"].values():
+        task.set_config("num_fewshot", num_fewshot)
+    return loaded
+
+
+def _nearest(word: str, known: list[str]) -> str:
+    match = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f" (did you mean {match[0]!r}?)" if match else ""

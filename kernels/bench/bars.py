@@ -1,0 +1,130 @@
+"""The targets of the kernel as a table: what each asks, what was reached, met or not, from results alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lingpt.kernels.bench.runner import Results
+from lingpt.kernels.bench.shapes import BATCH_1, CUMSUM, REFERENCE, Shape
+
+UNNORMALISED = ("fla-linear", "fla-fused-linear", "fla-lightning")
+FLA = (*UNNORMALISED, "fla-linear-norm", "fla-gla")
+DIRECTIONS = ("forward_ms", "backward_ms")
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One target. `reached` gives its numbers, or raises Missing where the results don't hold them."""
+
+    what: str
+    bar: float | None  # None: reported, not judged
+    aim: float | None
+    reached: Callable[[Results], list[float]]
+    at_least: bool = False  # else at most
+    format: str = "{:.2f}×"
+
+    def met(self, values: list[float], target: float) -> bool:
+        return all(value >= target if self.at_least else value <= target for value in values)
+
+
+class Missing(LookupError):
+    """A number that no row holds, and which."""
+
+
+def bars_table(results: Results) -> str:
+    """The targets as a Markdown table; "each" in a row means forward / backward."""
+    env = results.environment
+    sources = ", ".join(f"{name} {number}" for name, number in env["versions"].items())
+    lines = [
+        f"{env['card']}, driver {env['driver']}, NVRTC {env['nvrtc']}, {sources}; "
+        f"kernels {env['source_hash']}, {env['date']}. The memory copies at "
+        f"{results.copy_bandwidth / 1e12:.2f} TB/s in this run. bf16, H = 16, D = 128; medians, L2 flushed.",
+        "",
+        "| | bar | aim | reached | |",
+        "|---|---|---|---|---|",
+    ]
+    return "\n".join([*lines, *(_line(bar, results) for bar in BARS)]) + "\n"
+
+
+def _line(bar: Bar, results: Results) -> str:
+    sign = "≥" if bar.at_least else "≤"
+    bound, aim = (f"{sign} {x:g}" if x is not None else "" for x in (bar.bar, bar.aim))
+    try:
+        values = bar.reached(results)
+    except Missing as missing:
+        return f"| {bar.what} | {bound} | {aim} | not measured: {missing} | – |"
+    reached = " / ".join(bar.format.format(value) for value in values)
+    return f"| {bar.what} | {bound} | {aim} | {reached} | {_verdict(bar, values)} |"
+
+
+def _verdict(bar: Bar, values: list[float]) -> str:
+    if bar.bar is None:
+        return "reported"
+    if not bar.met(values, bar.bar):
+        return "**not met**"
+    return "aim met" if bar.aim is not None and bar.met(values, bar.aim) else "met"
+
+
+def _value(results: Results, peer: str, shape: Shape, field: str) -> float:
+    row = results.row(peer, shape)
+    value = getattr(row, field) if row else None
+    if value is None:
+        found = next((r for r in results.rows if (r.peer, r.shape) == (peer, shape)), None)
+        raise Missing(f"{peer} at {shape}: {(found.reason or found.graph) if found else 'no row'}")
+    return value
+
+
+def _floor(direction: str, units: int) -> Callable[[Results], list[float]]:
+    return lambda r: [_value(r, "ours", REFERENCE, direction) / r.floor_ms(REFERENCE, units)]
+
+
+def _faster(peers: tuple[str, ...], shape: Shape, fields: tuple[str, ...] = DIRECTIONS, graph: bool = False):
+    """How many times faster than the fastest of `peers` that is right, for each of `fields`."""
+
+    def ratio(results: Results, field: str) -> float:
+        name = field.replace("_ms", "_graph_ms") if graph else field
+        times = [t for peer in peers if (row := results.row(peer, shape)) and (t := getattr(row, name))]
+        if not times:
+            raise Missing(f"none of {', '.join(peers)} at {shape}")
+        return min(times) / _value(results, "ours", shape, name)
+
+    return lambda results: [ratio(results, field) for field in fields]
+
+
+def _per_token(N: int) -> Callable[[Results], list[float]]:
+    shape = Shape(1, N, 16, 128)
+    tokens = (REFERENCE.B * REFERENCE.N) / (shape.B * shape.N)
+    return lambda r: [
+        _value(r, "ours", shape, d) * tokens / _value(r, "ours", REFERENCE, d) for d in DIRECTIONS
+    ]
+
+
+def _of_plain(peer: str) -> Callable[[Results], list[float]]:
+    return lambda r: [_value(r, peer, REFERENCE, d) / _value(r, "ours", REFERENCE, d) for d in DIRECTIONS]
+
+
+def _memory(field: str) -> Callable[[Results], list[float]]:
+    return lambda r: [_value(r, "ours", REFERENCE, field)]
+
+
+BARS = (
+    Bar("forward, B=4 N=8192, multiple of the 4 U floor", 2.2, 1.3, _floor("forward_ms", 4)),
+    Bar("backward, B=4 N=8192, multiple of the 8 U floor", 3.6, 2.0, _floor("backward_ms", 8)),
+    Bar("faster than FLA GLA, forward and backward each", 5, 9, _faster(("fla-gla",), REFERENCE), True),
+    Bar("faster than FLA normalised linear attention, each", 2.7, 5,
+        _faster(("fla-linear-norm",), REFERENCE), True),
+    Bar("faster than the fastest FLA linear attention without normaliser, each", 1.6, 2.5,
+        _faster(UNNORMALISED, REFERENCE), True),
+    Bar("B=1 N=8192, faster than the fastest FLA, each (eager)", 1.8, 3, _faster(FLA, BATCH_1), True),
+    Bar("the same, both replayed from CUDA graphs", None, None, _faster(FLA, BATCH_1, graph=True), True),
+    Bar("time per token, B=1 N=32768, of that of B=4 N=8192, each", 1.15, None, _per_token(32768)),
+    Bar("time per token, B=1 N=131072, of that of B=4 N=8192, each", 1.15, None, _per_token(131072)),
+    Bar("with a decay per head, of the time without, each", 1.05, None, _of_plain("ours-decay")),
+    Bar("peak memory beyond inputs and do, forward", 1.15, None, _memory("forward_memory"),
+        format="{:.2f} U"),
+    Bar("peak memory beyond inputs and do, forward + backward", 4.5, None, _memory("both_memory"),
+        format="{:.2f} U"),
+    Bar("faster than PyTorch's cumulative sums, forward, B=1 N=4096", 50, None,
+        _faster(("torch-cumsum",), CUMSUM, ("forward_ms",)), True),
+)  # fmt: skip

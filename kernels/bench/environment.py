@@ -1,0 +1,56 @@
+"""What a result was got on: the card, its driver, the versions, the kernels' source."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from lingpt.kernels.linear.cuda.compile import source_hash
+
+PACKAGES = ("lingpt", "torch", "triton", "fla-core", "cuda-core", "cuda-bindings")
+
+
+def environment(device: torch.device | None = None) -> dict:
+    """Card, driver, versions, source hash and date, for the head of a file of results."""
+    cuda = torch.cuda.is_available() and (device is None or device.type == "cuda")
+    return {
+        "card": torch.cuda.get_device_name(device) if cuda else f"CPU ({platform.machine()})",
+        "driver": _driver() if cuda else None,
+        "cuda": torch.version.cuda,
+        "nvrtc": _nvrtc(),
+        "python": platform.python_version(),
+        "versions": {name: found for name in PACKAGES if (found := _version(name))},
+        "source_hash": source_hash(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+
+
+def _version(package: str) -> str | None:
+    if package == "torch":
+        return torch.__version__
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    """The driver's version, as `nvidia-smi` says it."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return None
+
+
+def _nvrtc() -> str | None:
+    try:
+        from cuda.bindings import nvrtc
+
+        return "{}.{}".format(*nvrtc.nvrtcVersion()[1:])
+    except (ImportError, RuntimeError):
+        return None

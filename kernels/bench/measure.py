@@ -1,0 +1,259 @@
+"""One peer at one shape: time, memory and correctness of the same call."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+
+import torch
+from torch import Tensor
+
+from lingpt.kernels.bench.peers import Peer
+from lingpt.kernels.bench.shapes import Shape
+
+TAIL = (
+    256  # rows of a softmax that its oracle computes: the last ones, whose keys' gradients they alone decide
+)
+LONG = 65536  # from here on the oracle takes one slice, not four
+
+
+@dataclass
+class Row:
+    """What came of one peer at one shape. Times are medians in ms, memory is in U (one [B, N, H, D] tensor).
+
+    status: "ok"; "wrong" (timed, but its result is not its function's: no ratio is drawn from it); "oom";
+    "skipped" (`reason` says why); "error".
+    """
+
+    peer: str
+    shape: Shape
+    dtype: str
+    status: str = "ok"
+    reason: str = ""
+    forward_ms: float | None = None
+    backward_ms: float | None = None
+    both_ms: float | None = None  # forward and backward, one after the other
+    forward_graph_ms: float | None = None  # replayed from a CUDA graph
+    backward_graph_ms: float | None = None
+    graph: str = ""  # why there is no replay
+    forward_memory: float | None = None  # peak beyond the inputs and do
+    both_memory: float | None = None
+    forward_flops: int = 0
+    repeats: int = 0
+    errors: dict[str, float] = field(default_factory=dict)  # relative RMS of o and of each gradient
+    tolerance: float = 0.0
+
+    def as_dict(self) -> dict:
+        return asdict(self) | {"shape": self.shape._asdict()}
+
+    @classmethod
+    def from_dict(cls, fields: dict) -> Row:
+        return cls(**(fields | {"shape": Shape(**fields["shape"])}))
+
+
+class Clock:
+    """Times work: by events on CUDA, with the L2 cache flushed before each, by the wall clock elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.cuda = device.type == "cuda"
+        # Larger than any L2; writing it also gives the host time to queue the launch that is timed.
+        self._flush = torch.empty(256 << 20, dtype=torch.int8, device=device) if self.cuda else None
+
+    def time(
+        self, work: Callable[[], object], before: Callable[[], object] | None = None, repeats: int = 1
+    ) -> list:
+        """Milliseconds of each of `repeats` runs of `work`; `before` runs untimed ahead of each."""
+        spans = []
+        for _ in range(repeats):
+            if before is not None:
+                before()
+            spans.append(self._span(work))
+        if not self.cuda:
+            return spans
+        torch.cuda.synchronize(self.device)
+        return [start.elapsed_time(end) for start, end in spans]
+
+    def _span(self, work: Callable[[], object]) -> object:
+        if not self.cuda:
+            start = time.perf_counter()
+            work()
+            return (time.perf_counter() - start) * 1e3
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._flush.zero_()
+        start.record()
+        work()
+        end.record()
+        return start, end
+
+    def copy_bandwidth(self, size: int = 1 << 30) -> float:
+        """Bytes a second of a large copy, read and written both counted: what the memory gives now."""
+        source = torch.randint(0, 127, (size,), dtype=torch.int8, device=self.device)
+        target = torch.empty_like(source)
+        self.time(lambda: target.copy_(source), repeats=3)
+        milliseconds = statistics.median(self.time(lambda: target.copy_(source), repeats=20))
+        return 2 * size / (milliseconds / 1e3)
+
+
+class Call:
+    """A peer's forward and backward on one set of inputs."""
+
+    def __init__(self, peer: Peer, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
+        self.peer = peer
+        self.inputs = peer.inputs(shape, dtype, device)
+        self.leaves = {name: x for name, x in self.inputs.items() if x.requires_grad}
+        generator = torch.Generator(device).manual_seed(21)
+        self.do = torch.randn(shape, generator=generator, device=device, dtype=dtype)
+        self.o: Tensor | None = None
+        self.grads: tuple[Tensor, ...] = ()
+
+    def forward(self) -> None:
+        self.clear()  # or two outputs would live at once
+        self.o = self.peer.call(self.inputs)
+
+    def backward(self) -> None:
+        self.grads = ()
+        self.grads = torch.autograd.grad(self.o, list(self.leaves.values()), self.do)
+
+    def both(self) -> None:
+        self.forward()
+        self.backward()
+
+    def clear(self) -> None:
+        self.o, self.grads = None, ()
+
+
+def measure(
+    peer: Peer,
+    shape: Shape,
+    dtype: torch.dtype,
+    clock: Clock,
+    *,
+    limit: float = 10.0,
+    graphs: bool = False,
+    seconds: float = 0.15,
+) -> Row:
+    """Never raises for what the peer does. `limit`: most seconds to spend, `seconds`: to aim for."""
+    row = Row(peer.name, shape, str(dtype).removeprefix("torch."), tolerance=peer.tolerance)
+    row.forward_flops = peer.flops(shape)
+    reason = peer.available(shape, dtype, clock.device)
+    if reason is not None:
+        row.status, row.reason = "skipped", reason
+        return row
+    try:
+        _measure(row, Call(peer, shape, dtype, clock.device), clock, limit, graphs, seconds)
+    except torch.OutOfMemoryError:
+        row.status, row.reason = "oom", "out of memory"
+    except Exception as error:  # a peer that cannot take this shape is a row, not the end of the run
+        row.status, row.reason = "error", f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    finally:
+        if clock.cuda:
+            torch.cuda.empty_cache()
+    return row
+
+
+def _measure(row: Row, call: Call, clock: Clock, limit: float, graphs: bool, seconds: float) -> None:
+    start = time.perf_counter()
+    call.both()  # compiles, autotunes
+    if clock.cuda:
+        torch.cuda.synchronize(clock.device)
+        _memory(row, call, clock.device)
+    row.errors = errors(call, row.shape)
+    if not all(error <= row.tolerance for error in row.errors.values()):
+        worst = max(row.errors, key=lambda name: _nan_last(row.errors[name]))
+        row.status, row.reason = "wrong", f"{worst} is off by {row.errors[worst]:.1e} (relative RMS)"
+    call.clear()
+
+    once = sum(clock.time(call.both)) / 1e3
+    left = max(limit - (time.perf_counter() - start), 0.0)
+    row.repeats = int(max(3, min(50, seconds / once, left / (3 * once))))
+    clock.time(call.both, repeats=2)
+    row.forward_ms = statistics.median(clock.time(call.forward, call.clear, row.repeats))
+    call.clear()
+    row.backward_ms = statistics.median(clock.time(call.backward, call.forward, row.repeats))
+    row.both_ms = statistics.median(clock.time(call.both, call.clear, row.repeats))
+    call.clear()
+    if graphs and clock.cuda:
+        _graphs(row, call, clock)
+
+
+def _nan_last(x: float) -> float:
+    return float("inf") if x != x else x
+
+
+def _memory(row: Row, call: Call, device: torch.device) -> None:
+    """Peak memory beyond what is there before the call: the inputs, do and the benchmark's own buffers."""
+    call.clear()
+    base, unit = torch.cuda.memory_allocated(device), row.shape.unit_bytes(call.do.element_size())
+    torch.cuda.reset_peak_memory_stats(device)
+    call.forward()
+    row.forward_memory = (torch.cuda.max_memory_allocated(device) - base) / unit
+    call.backward()
+    row.both_memory = (torch.cuda.max_memory_allocated(device) - base) / unit
+
+
+def _graphs(row: Row, call: Call, clock: Clock) -> None:
+    """Replays of CUDA graphs: the same work without Python. Backward is captured after its forward."""
+    stream = torch.cuda.Stream(clock.device)
+    try:
+        stream.wait_stream(torch.cuda.current_stream(clock.device))
+        with torch.cuda.stream(stream):
+            call.both()
+        torch.cuda.current_stream(clock.device).wait_stream(stream)
+        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(forward, stream=stream):
+            call.forward()
+        with torch.cuda.graph(backward, stream=stream, pool=forward.pool()):
+            call.backward()
+        forward.replay()
+        backward.replay()
+        found = errors(call, row.shape)
+        if not all(error <= row.tolerance for error in found.values()):
+            row.graph = "a replay gives another result"
+            return
+        row.forward_graph_ms = statistics.median(clock.time(forward.replay, repeats=row.repeats))
+        row.backward_graph_ms = statistics.median(clock.time(backward.replay, forward.replay, row.repeats))
+    except torch.OutOfMemoryError:
+        row.graph = "out of memory"
+    except Exception as error:
+        row.graph = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    finally:
+        call.clear()
+
+
+# Correctness
+
+
+def errors(call: Call, shape: Shape) -> dict[str, float]:
+    """Relative RMS errors of o and of the gradients against the peer's oracle in float64, on up to four
+    (batch, head) slices, the outermost: a wrong offset shows in the last."""
+    batches, heads = ([-1], [-1]) if shape.N >= LONG else (sorted({0, shape.B - 1}), sorted({0, shape.H - 1}))
+    take = lambda x: _slice(x.detach(), batches, heads)  # noqa: E731
+    exact = {name: take(x).double().requires_grad_(x.requires_grad) for name, x in call.inputs.items()}
+    o, do = take(call.o), take(call.do).double()
+    got = {f"d{name}": take(grad) for name, grad in zip(call.leaves, call.grads, strict=True)}
+    leaves = [exact[name] for name in call.leaves]
+    if call.peer.quadratic:
+        rows = slice(-min(TAIL, shape.N), None)
+        expected = call.peer.oracle(exact | {"q": exact["q"][:, rows]})
+        o, do = o[:, rows], do[:, rows]
+        grads = torch.autograd.grad(expected, leaves, do)
+        got, grads = {name: x[:, rows] for name, x in got.items()}, [x[:, rows] for x in grads]
+    else:
+        expected = call.peer.oracle(exact)
+        grads = torch.autograd.grad(expected, leaves, do)
+    pairs = [("o", o, expected), *((name, x, y) for (name, x), y in zip(got.items(), grads, strict=True))]
+    return {name: _relative_rms(x, y.detach()) for name, x, y in pairs}
+
+
+def _slice(x: Tensor, batches: list[int], heads: list[int]) -> Tensor:
+    """Of [B, N, H, D], [B, N, 3, H, D] or [H] the chosen batches and heads; [N, R] as it is."""
+    if x.ndim == 1:
+        return x[heads]
+    return x if x.ndim == 2 else x[batches][..., heads, :]
+
+
+def _relative_rms(x: Tensor, exact: Tensor) -> float:
+    return (torch.linalg.vector_norm(x.double() - exact) / torch.linalg.vector_norm(exact)).item()

@@ -1,0 +1,255 @@
+"""Every attention that is measured, by name: its inputs, its call, and what is right for it in float64.
+
+A peer is held to its *own* function (a softmax is no worse for not being linear attention), on the very
+tensors that were timed: `oracle` recomputes, in float64, some (batch, head) slices of them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid, normalize, scaled_dot_product_attention
+
+from lingpt.kernels import (
+    gated_linear_attention,
+    linear_attention,
+    linear_attention_flops,
+    linear_attention_qkv,
+)
+from lingpt.kernels.bench.shapes import Shape
+
+Inputs = dict[
+    str, Tensor
+]  # q, k, v … [B, N, H, D]; qkv [B, N, 3, H, D]; per-head values [H]; cos and sin [N, R]
+
+B_IN_USE = 1 - 2.0**-6  # linear_attention's own coefficient for b = 1 (its docstring says why)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One attention under a name. `call` takes the inputs, `oracle` float64 slices of them."""
+
+    name: str
+    title: str
+    inputs: Callable[[Shape, torch.dtype, torch.device], Inputs]
+    call: Callable[[Inputs], Tensor]
+    oracle: Callable[[Inputs], Tensor]
+    needs: tuple[Callable[[Shape | None, torch.dtype, torch.device], str | None], ...] = ()
+    least: tuple[int, int] = (4, 8)  # tensors of U bytes that forward and backward must read or write
+    quadratic: bool = False  # in N: time grows with its square
+    ours: bool = False
+    tolerance: float = 2e-2  # relative RMS error of bf16; results beyond it are no results
+    autotunes: bool = False  # for minutes, on a cold cache
+    training_only: bool = False  # a variant: measured at the training shapes, not swept
+
+    def available(
+        self,
+        shape: Shape | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        device: str | torch.device = "cuda",
+    ) -> str | None:
+        """None where the peer runs here, else why not."""
+        device = torch.device(device)
+        return next((reason for need in self.needs if (reason := need(shape, dtype, device))), None)
+
+    def flops(self, shape: Shape) -> int:
+        """Of forward: matrix products only, causal ones counted once."""
+        B, N, H, D = shape
+        return 2 * B * H * N * N * D if self.quadratic else linear_attention_flops(B, N, H, D)
+
+
+# What a peer needs
+
+
+def _cuda(shape: Shape | None, dtype: torch.dtype, device: torch.device) -> str | None:
+    return None if device.type == "cuda" and torch.cuda.is_available() else "needs a CUDA device"
+
+
+def _fla(shape: Shape | None, dtype: torch.dtype, device: torch.device) -> str | None:
+    found = importlib.util.find_spec("fla") is not None
+    return None if found else "fla-core is not installed: pip install 'lingpt[gla]'"
+
+
+def _our_kernel(shape: Shape | None, dtype: torch.dtype, device: torch.device) -> str | None:
+    from lingpt.kernels.linear import cuda
+
+    if not hasattr(cuda, "is_supported"):
+        return "the CUDA kernel is not built"
+    return cuda.is_supported(dtype, shape.D if shape else 128, device)
+
+
+# Inputs: signed random numbers, a fixed seed, gradients asked of what gets one in training
+
+
+def _random(shape: Shape, dtype: torch.dtype, device: torch.device, names: str = "qkv") -> Inputs:
+    generator = torch.Generator(device).manual_seed(20)
+    return {
+        name: torch.randn(shape, generator=generator, device=device, dtype=dtype).requires_grad_()
+        for name in names
+    }
+
+
+def _positive(shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
+    """Non-negative unit q and k: a normaliser without L2 norm and constant needs positive features."""
+    x = _random(shape, dtype, device)
+    with torch.no_grad():
+        return {
+            n: (normalize(t.abs(), dim=-1) if n in "qk" else t).detach().requires_grad_()
+            for n, t in x.items()
+        }
+
+
+def _decayed(shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
+    """RetNet-like decays γ = 1 − 2^(−5 − 8h/H), as `ours-decay` trains with."""
+    head = torch.arange(shape.H, device=device, dtype=torch.float32)
+    return _random(shape, dtype, device) | {"log_decay": torch.log1p(-torch.exp2(-5 - 8 * head / shape.H))}
+
+
+def _packed(shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
+    """The model's own call: a fused projection, and RoPE on a quarter of the dimensions as Pythia has it."""
+    B, N, H, D = shape
+    generator = torch.Generator(device).manual_seed(20)
+    qkv = torch.randn((B, N, 3, H, D), generator=generator, device=device, dtype=dtype)
+    R = D // 4
+    frequency = 10000.0 ** (-torch.arange(0, R, 2, device=device) / R)
+    angle = (torch.arange(N, device=device)[:, None] * frequency).repeat(1, 2)
+    return {"qkv": qkv.requires_grad_(), "cos": angle.cos(), "sin": angle.sin()}
+
+
+def _gated(shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
+    """GLA's gates, log σ(x)/16, in the model's dtype: half the traffic of fp32 gates, to its advantage."""
+    x = _random(shape, dtype, device, "qkvg")
+    with torch.no_grad():
+        x["g"] = (logsigmoid(x["g"]) / 16).detach().requires_grad_()
+    return x
+
+
+def _lightning(shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
+    """The decays that chunk_lightning_attn gives layer 0: for the oracle, the call makes them itself."""
+    head = torch.arange(shape.H, device=device, dtype=torch.float32)
+    return _random(shape, dtype, device) | {"log_decay": -8 / shape.H * head}
+
+
+# Calls
+
+
+def _ours(backend: str) -> Callable[[Inputs], Tensor]:
+    return lambda x: linear_attention(**x, backend=backend)
+
+
+def _cumsum(x: Inputs) -> Tensor:
+    """Linear attention as PyTorch has it: all tokens' states by cumulative sums, autograd for the rest.
+
+    The sums are fp32: kept in bf16 they make the gradients wrong (dk by 3.6 % at N = 8192 on an H200).
+    """
+    dtype = torch.promote_types(x["q"].dtype, torch.float32)
+    q, k, v = normalize(x["q"], dim=-1), normalize(x["k"], dim=-1), x["v"]
+    S = (k.unsqueeze(-1) * v.unsqueeze(-2)).cumsum(1, dtype=dtype)  # [B, N, H, D, D]
+    z, c = k.cumsum(1, dtype=dtype), v.cumsum(1, dtype=dtype)
+    n = torch.arange(1, q.shape[1] + 1, device=q.device).view(1, -1, 1, 1)
+    u = c + B_IN_USE * (q.to(dtype).unsqueeze(-2) @ S).squeeze(-2)
+    g = n + B_IN_USE * (q * z).sum(-1, keepdim=True)
+    return (u / g).to(x["q"].dtype)
+
+
+def _fla_linear(function: str, normalize: bool) -> Callable[[Inputs], Tensor]:
+    def call(x: Inputs) -> Tensor:
+        from fla.ops import linear_attn
+
+        return getattr(linear_attn, function)(x["q"], x["k"], x["v"], scale=1.0, normalize=normalize)[0]
+
+    return call
+
+
+def _fla_lightning(x: Inputs) -> Tensor:
+    from fla.ops.lightning_attn import chunk_lightning_attn
+
+    return chunk_lightning_attn(x["q"], x["k"], x["v"], layer_idx=0, num_layers=12, scale=1.0)[0]
+
+
+def _fla_gla(x: Inputs) -> Tensor:
+    from fla.ops.gla import chunk_gla
+
+    return chunk_gla(x["q"], x["k"], x["v"], x["g"])[0]
+
+
+def _sdpa(backend: str) -> Callable[[Inputs], Tensor]:
+    def call(x: Inputs) -> Tensor:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        q, k, v = (x[n].transpose(1, 2) for n in "qkv")
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+    return call
+
+
+# Oracles, in the dtype they are given (float64)
+
+
+def _oracle_ours(x: Inputs) -> Tensor:
+    return linear_attention(**x, backend="chunkwise")
+
+
+def _oracle_packed(x: Inputs) -> Tensor:
+    return linear_attention_qkv(**x, backend="chunkwise")
+
+
+def _oracle_linear(x: Inputs) -> Tensor:
+    """Linear attention without normaliser: the gated form with gates of one, or of the heads' decays."""
+    q, k, v = x["q"], x["k"], x["v"]
+    gate = x["log_decay"][:, None].expand_as(q) if "log_decay" in x else torch.zeros_like(q)
+    return gated_linear_attention(q, k, v, gate, scale=1.0, backend="chunkwise")
+
+
+def _oracle_normalised(x: Inputs) -> Tensor:
+    return _oracle_linear(x) / (x["q"] * x["k"].cumsum(1)).sum(-1, keepdim=True)
+
+
+def _oracle_gated(x: Inputs) -> Tensor:
+    return gated_linear_attention(x["q"], x["k"], x["v"], x["g"], backend="chunkwise")
+
+
+def _oracle_softmax(x: Inputs) -> Tensor:
+    """Rows of q may be fewer than those of k: then they are the last."""
+    q, k, v = (x[n].transpose(1, 2) for n in "qkv")
+    rows, N = q.shape[2], k.shape[2]
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    mask = torch.ones(rows, N, device=q.device, dtype=torch.bool).tril(N - rows)
+    return (scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v).transpose(1, 2)
+
+
+def _make() -> dict[str, Peer]:
+    ours, fla = {"needs": (_cuda, _our_kernel), "ours": True}, {"needs": (_cuda, _fla), "autotunes": True}
+    softmax = {"oracle": _oracle_softmax, "quadratic": True, "inputs": _random}
+    cuda = (_cuda,)
+    chunk, fused = "chunk_linear_attn", "fused_chunk_linear_attn"
+    peers = [
+        Peer("ours", "ours", _random, _ours("cuda"), _oracle_ours, **ours),
+        Peer("ours-decay", "ours, with decay", _decayed, _ours("cuda"), _oracle_ours, training_only=True,
+             **ours),
+        Peer("ours-packed", "ours, packed qkv with RoPE", _packed,
+             lambda x: linear_attention_qkv(**x, backend="cuda"), _oracle_packed,
+             training_only=True, **ours),
+        Peer("ours-chunkwise", "ours, chunkwise PyTorch", _random, _ours("chunkwise"), _oracle_ours),
+        Peer("torch-cumsum", "PyTorch, cumulative sums", _random, _cumsum, _oracle_ours),
+        Peer("fla-linear", "FLA linear", _random, _fla_linear(chunk, False), _oracle_linear, **fla),
+        Peer("fla-linear-norm", "FLA linear, normalised", _positive, _fla_linear(chunk, True),
+             _oracle_normalised, **fla),
+        Peer("fla-fused-linear", "FLA fused linear", _random, _fla_linear(fused, False), _oracle_linear,
+             **fla),
+        Peer("fla-lightning", "FLA lightning", _lightning, _fla_lightning, _oracle_linear, **fla),
+        Peer("fla-gla", "FLA GLA", _gated, _fla_gla, _oracle_gated, least=(5, 10), **fla),
+        Peer("sdpa-flash", "FlashAttention-2 (SDPA)", call=_sdpa("FLASH_ATTENTION"), needs=cuda, **softmax),
+        Peer("sdpa-cudnn", "cuDNN attention (SDPA)", call=_sdpa("CUDNN_ATTENTION"), needs=cuda, **softmax),
+        Peer("sdpa-math", "softmax in PyTorch (SDPA)", call=_sdpa("MATH"), **softmax),
+    ]  # fmt: skip
+    return {peer.name: peer for peer in peers}
+
+
+PEERS = _make()
+DEFAULT_PEERS = tuple(name for name in PEERS if name not in ("sdpa-math", "ours-chunkwise"))

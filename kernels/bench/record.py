@@ -1,0 +1,74 @@
+"""The record of the GPU tests, which CI cannot run: written where there is a GPU, checked everywhere.
+
+As a pytest plugin it counts the tests marked `gpu` and writes them with the hash of the kernels' source:
+
+    pytest -m gpu -p lingpt.kernels.bench.record --gpu-record docs/results/kernels/gpu-tests.json
+
+`staleness` says why a record does not speak for the source at hand (None: it does).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from lingpt.kernels.linear.cuda.compile import source_hash
+
+RECORD = Path("docs/results/kernels/gpu-tests.json")
+AGAIN = "run `make test-gpu` on a machine with a GPU"
+
+
+def staleness(path: Path, current: str | None = None) -> str | None:
+    """Why the record at `path` says nothing of the source (hash `current`, by default that of the tree)."""
+    current = current or source_hash()
+    try:
+        record = json.loads(path.read_text())
+        recorded, passed, failed = (record[key] for key in ("source_hash", "passed", "failed"))
+    except FileNotFoundError:
+        return f"no GPU record at {path.name}: {AGAIN}"
+    except (ValueError, KeyError, TypeError):
+        return f"unreadable GPU record {path.name}: {AGAIN}"
+    if recorded != current:
+        return f"stale GPU record (kernels {recorded}, the tree has {current}): {AGAIN}"
+    if failed or not passed:
+        return f"the GPU record has {passed} tests passed and {failed} failed: mend them and {AGAIN}"
+    return None
+
+
+# The plugin
+
+
+def pytest_addoption(parser) -> None:
+    parser.addoption(
+        "--gpu-record", metavar="PATH", help="write what became of the tests marked gpu to this JSON"
+    )
+
+
+def pytest_configure(config) -> None:
+    path = config.getoption("--gpu-record")
+    if path and not hasattr(config, "workerinput"):  # with xdist, the workers report to the controller
+        config.pluginmanager.register(Recorder(Path(path)), "gpu-record")
+
+
+class Recorder:
+    """Counts tests marked `gpu`: failed if any of setup, call and teardown failed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.outcomes: dict[str, str] = {}
+
+    def pytest_runtest_logreport(self, report) -> None:
+        if "gpu" not in report.keywords and "multigpu" not in report.keywords:
+            return
+        if report.outcome != "passed" or report.when == "call":
+            worse = self.outcomes.get(report.nodeid) == "failed"
+            self.outcomes[report.nodeid] = "failed" if worse else report.outcome
+
+    def pytest_sessionfinish(self, session) -> None:
+        from lingpt.kernels.bench.environment import environment
+
+        counts = {word: list(self.outcomes.values()).count(word) for word in ("passed", "failed", "skipped")}
+        if counts["passed"] + counts["failed"] == 0:
+            return  # nothing ran: leave the record of a machine that has a GPU alone
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(environment() | counts, indent=1) + "\n")

@@ -1,0 +1,152 @@
+"""The sweep over peers and shapes, and the file that keeps what it found."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from lingpt.kernels.bench.environment import environment
+from lingpt.kernels.bench.measure import Clock, Row, measure
+from lingpt.kernels.bench.peers import DEFAULT_PEERS, PEERS, Peer
+from lingpt.kernels.bench.shapes import CUMSUM, QUICK, SWEEPS, Shape
+from lingpt.kernels.errors import KernelError
+
+
+@dataclass
+class Results:
+    """One run: where it ran, what the memory gives, and a row a peer and shape."""
+
+    environment: dict
+    copy_bandwidth: float  # bytes a second, read and written both counted
+    rows: list[Row] = field(default_factory=list)
+    bytes_moved: dict[str, dict[str, float]] = field(
+        default_factory=dict
+    )  # peer → direction → bytes, by counters
+
+    def row(self, peer: str, shape: Shape) -> Row | None:
+        """The peer's row at this shape, if it was timed and its result is right."""
+        return next((r for r in self.rows if (r.peer, r.shape, r.status) == (peer, shape, "ok")), None)
+
+    def floor_ms(self, shape: Shape, units: int) -> float:
+        """The time of moving `units` × U at the copy bandwidth."""
+        return units * shape.unit_bytes() / self.copy_bandwidth * 1e3
+
+    def has(self, peer: str, shape: Shape) -> bool:
+        """Whether this cell is done, whatever came of it; what was skipped may be tried again."""
+        return any((r.peer, r.shape) == (peer, shape) and r.status != "skipped" for r in self.rows)
+
+    def save(self, path: Path) -> None:
+        head = {
+            "environment": self.environment,
+            "copy_bandwidth": self.copy_bandwidth,
+            "bytes_moved": self.bytes_moved,
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_name(path.name + ".part")
+        aside.write_text(json.dumps(head | {"rows": [row.as_dict() for row in self.rows]}, indent=1) + "\n")
+        aside.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Results:
+        try:
+            fields = json.loads(Path(path).read_text())
+        except FileNotFoundError:
+            raise KernelError(f"no results at {path}: run `lingpt bench` first") from None
+        return cls(**(fields | {"rows": [Row.from_dict(row) for row in fields["rows"]]}))
+
+
+def run_bench(
+    only: Iterable[str] = (),
+    peers: Iterable[str] = (),
+    *,
+    quick: bool = False,
+    budget: float = 600.0,
+    limit: float = 6.0,
+    device: str | torch.device = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+    sweeps: dict[str, tuple[Shape, ...]] | None = None,
+    save_to: Path | None = None,
+    append: bool = False,
+    progress: bool = True,
+) -> Results:
+    """Measures `peers` (names; default: all but the slow PyTorch ones) on the sweeps named in `only` (all).
+
+    `quick` takes fewer shapes; `budget` is in seconds, and what does not fit is recorded as skipped; `limit`
+    is the most that one peer may take at one shape, predicted from its smaller ones. A shape of two sweeps is
+    measured once. The results go to `save_to` after every row; `append` keeps the rows that are there, if
+    they are of this card, these versions and this source.
+    Raises KernelError for a name that does not exist and for a machine without the device.
+    """
+    from tqdm import tqdm
+
+    device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise KernelError(
+            "the benchmark needs a CUDA device, and there is none here (--device cpu measures PyTorch's)"
+        )
+    sweeps = sweeps or (QUICK if quick else SWEEPS)
+    chosen = [PEERS[name] for name in _known(peers, PEERS, "peer") or DEFAULT_PEERS]
+    graphed = set(sweeps.get("training", ()))
+    shapes = list(dict.fromkeys(s for name in _known(only, sweeps, "sweep") or sweeps for s in sweeps[name]))
+    if device.index is not None:
+        torch.cuda.set_device(device)
+    clock = Clock(device)
+    results = _kept(save_to, device) if append and save_to and save_to.is_file() else None
+    if results is None:
+        results = Results(environment(device), clock.copy_bandwidth(1 << 30 if clock.cuda else 1 << 24))
+    deadline = time.perf_counter() + budget
+    cells = [(shape, peer) for shape in shapes for peer in chosen if not results.has(peer.name, shape)]
+    cells = [(shape, peer) for shape, peer in cells if shape in graphed or not peer.training_only]
+    for shape, peer in (bar := tqdm(cells, desc="bench", unit="cell", disable=None if progress else True)):
+        bar.set_postfix_str(f"{peer.name} {shape}")
+        predicted = _predict(results.rows, peer, shape)
+        reason = None
+        if time.perf_counter() > deadline:
+            reason = f"the budget of {budget:.0f} s is spent"
+        elif (
+            predicted is not None and 8 * predicted > limit
+        ):  # one to warm, one to size, two, three to time and more
+            reason = f"would take about {predicted:.1f} s a call, the limit is {limit:.0f} s in all"
+        if reason is None:
+            row = measure(peer, shape, dtype, clock, limit=limit, graphs=shape in graphed and shape != CUMSUM)
+        else:
+            row = Row(peer.name, shape, str(dtype).removeprefix("torch."), "skipped", reason)
+        results.rows = [r for r in results.rows if (r.peer, r.shape) != (peer.name, shape)] + [row]
+        if save_to is not None:
+            results.save(save_to)
+    return results
+
+
+def _kept(path: Path, device: torch.device) -> Results:
+    """The results at `path`, if another run here would give the same."""
+    results, now = Results.load(path), environment(device)
+    differ = [key for key in now if key != "date" and results.environment.get(key) != now[key]]
+    if differ:
+        raise KernelError(f"{path} is of another {', '.join(differ)}: measure anew, without --append")
+    return results
+
+
+def _known(names: Iterable[str], known: Iterable[str], what: str) -> list[str]:
+    names = list(names)
+    for name in names:
+        if name not in known:
+            raise KernelError(f"unknown {what} {name!r}: there are {', '.join(known)}")
+    return names
+
+
+def _predict(rows: list[Row], peer: Peer, shape: Shape) -> float | None:
+    """Seconds of forward and backward at `shape`, scaled from the largest timed; None if none was."""
+    timed = [row for row in rows if row.peer == peer.name and row.both_ms is not None]
+    if not timed:
+        return None
+
+    def work(s: Shape) -> float:
+        return s.B * s.H * s.D * s.N ** (2 if peer.quadratic else 1)
+
+    largest = max(timed, key=lambda row: work(row.shape))
+    return largest.both_ms / 1e3 * work(shape) / work(largest.shape)

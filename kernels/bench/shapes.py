@@ -1,0 +1,44 @@
+"""The shapes that are measured: which sweep asks for them, in the order in which they run."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Shape(NamedTuple):
+    """Batch, tokens, heads and head dimension of one attention call."""
+
+    B: int
+    N: int
+    H: int
+    D: int
+
+    def __str__(self) -> str:
+        return f"B={self.B} N={self.N} H={self.H} D={self.D}"
+
+    def unit_bytes(self, item_size: int = 2) -> int:
+        """U: the bytes of one [B, N, H, D] tensor."""
+        return self.B * self.N * self.H * self.D * item_size
+
+
+REFERENCE = Shape(4, 8192, 16, 128)  # where the bars are set
+BATCH_1 = Shape(1, 8192, 16, 128)
+CUMSUM = Shape(1, 4096, 16, 128)  # the default-PyTorch form needs B·N·H·D² numbers
+
+SWEEPS: dict[str, tuple[Shape, ...]] = {
+    "training": (
+        REFERENCE,
+        BATCH_1,
+        Shape(1, 32768, 16, 128),
+        Shape(1, 131072, 16, 128),
+        Shape(4, 8192, 12, 64),
+        CUMSUM,
+    ),
+    "sweep-n": tuple(Shape(4, N, 16, 128) for N in (1024, 4096, 16384, 65536, 131072, 300_000)),
+    "sweep-d": tuple(Shape(4, 4096, 16, D) for D in (32, 64, 128, 256)),
+}
+QUICK: dict[str, tuple[Shape, ...]] = {
+    "training": (REFERENCE, BATCH_1),
+    "sweep-n": tuple(Shape(4, N, 16, 128) for N in (1024, 4096, 16384)),
+    "sweep-d": tuple(Shape(4, 4096, 16, D) for D in (64, 128)),
+}

@@ -1,0 +1,72 @@
+"""Bytes that really go to and from DRAM, from the GPU's counters, through NVIDIA's profiler `ncu`."""
+
+from __future__ import annotations
+
+import csv
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+
+from lingpt.kernels.bench.peers import PEERS
+from lingpt.kernels.bench.shapes import REFERENCE, Shape
+from lingpt.kernels.errors import KernelError
+
+METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
+
+
+def count_bytes(peers: Iterable[str], shape: Shape = REFERENCE) -> dict[str, dict[str, float]]:
+    """Peer → "forward", "backward" → bytes, of the peers that run here; KernelError where `ncu` cannot."""
+    from tqdm import tqdm
+
+    if shutil.which("ncu") is None:
+        raise KernelError(
+            "counting bytes needs NVIDIA's profiler `ncu` on the PATH; without --ncu they are estimated"
+        )
+    names = [name for name in peers if PEERS[name].available(shape) is None]
+    counted: dict[str, dict[str, float]] = {}
+    for name in tqdm(names, desc="count", unit="peer", disable=None):
+        counted[name] = {direction: _profile(name, shape, direction) for direction in ("forward", "backward")}
+    return counted
+
+
+def _profile(peer: str, shape: Shape, direction: str) -> float:
+    call = f"run_once({peer!r}, {tuple(shape)}, {direction!r})"
+    script = f"from lingpt.kernels.bench.traffic import run_once; {call}"
+    # Caches are left as they are between kernels: what one leaves for the next in L2 is no traffic.
+    options = ["--csv", "--print-units", "base", "--cache-control", "none", "--profile-from-start", "off"]
+    command = ["ncu", *options, "--metrics", ",".join(METRICS), sys.executable, "-c", script]
+    ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONSAFEPATH": "1"})
+    total = parse_counts(ran.stdout)
+    if ran.returncode or not total:
+        last = (ran.stdout + ran.stderr).strip().splitlines()[-1:]
+        raise KernelError(f"ncu counted nothing for {peer} {direction}: {' '.join(last)}")
+    return total
+
+
+def parse_counts(output: str) -> float:
+    """The sum over kernels of the metrics in the output of `ncu --csv`, whose table starts at its header."""
+    lines = output.splitlines()
+    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
+    rows = csv.DictReader(lines[start:])
+    return sum(
+        float(row["Metric Value"].replace(",", "")) for row in rows if row.get("Metric Name") in METRICS
+    )
+
+
+def run_once(peer: str, shape: tuple[int, int, int, int], direction: str) -> None:
+    """In the profiled process: everything once to compile and tune, then one direction with counters on."""
+    import torch
+
+    from lingpt.kernels.bench.measure import Call
+
+    call = Call(PEERS[peer], Shape(*shape), torch.bfloat16, torch.device("cuda"))
+    call.both()
+    call.forward()
+    torch.empty(256 << 20, dtype=torch.int8, device="cuda").zero_()  # nothing of the inputs is left in L2
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaProfilerStart()
+    call.forward() if direction == "forward" else call.backward()
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaProfilerStop()

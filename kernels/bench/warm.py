@@ -1,0 +1,57 @@
+"""Compiles what Triton peers need before the clock starts, in parallel processes that share one cache.
+
+They autotune for minutes on a cold cache. Here only the compiling is shared, never a choice of configuration:
+what is timed beside other processes would choose badly. So FLA's cache of choices is off here, and the
+benchmark tunes again, alone, on compiled kernels.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+from lingpt.kernels.bench.peers import DEFAULT_PEERS, PEERS
+from lingpt.kernels.bench.shapes import SWEEPS, Shape
+
+WARM_N = 1024  # kernels depend on B = 1 or not, on H and on D; not on N, as long as 16 divides it
+
+
+def warm_up(peers: Iterable[str] = (), workers: int | None = None, progress: bool = True) -> dict[str, str]:
+    """Runs every peer that autotunes once at each kind of shape; returns what failed, by "peer shape"."""
+    from tqdm import tqdm
+
+    names = [
+        name for name in peers or DEFAULT_PEERS if PEERS[name].autotunes and PEERS[name].available() is None
+    ]
+    kinds = {Shape(min(s.B, 2), WARM_N, s.H, s.D) for shapes in SWEEPS.values() for s in shapes}
+    cells = [(name, shape) for name in names for shape in sorted(kinds)]
+    failed = {}
+    with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
+        done = pool.map(lambda cell: _warm_in_process(*cell), cells)
+        for (name, shape), error in tqdm(
+            zip(cells, done, strict=True), total=len(cells), desc="warm", disable=None if progress else True
+        ):
+            if error:
+                failed[f"{name} {shape}"] = error
+    return failed
+
+
+def _warm_in_process(peer: str, shape: Shape) -> str | None:
+    """None if it worked, else the last line of the error."""
+    script = f"from lingpt.kernels.bench.warm import warm_one; warm_one({peer!r}, {tuple(shape)})"
+    environment = os.environ | {"FLA_CACHE_RESULTS": "0", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    return None if ran.returncode == 0 else (ran.stderr.strip().splitlines() or ["no message"])[-1]
+
+
+def warm_one(peer: str, shape: tuple[int, int, int, int]) -> None:
+    """One forward and backward in this process."""
+    import torch
+
+    from lingpt.kernels.bench.measure import Call
+
+    Call(PEERS[peer], Shape(*shape), torch.bfloat16, torch.device("cuda")).both()
+    torch.cuda.synchronize()

@@ -1,0 +1,212 @@
+"""Linear attention for its users: what may be asked, and which form answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lingpt.kernels.errors import KernelError
+from lingpt.kernels.linear.common import LinearAttentionState, state_dtype, state_shapes
+from lingpt.kernels.linear.library import Settings
+from lingpt.kernels.linear.recurrent import linear_attention_recurrent
+from lingpt.kernels.linear.reference import linear_attention_reference
+from lingpt.kernels.linear.rope import rotate
+
+BACKENDS = ("auto", "reference", "chunkwise", "recurrent", "cuda")
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    b: float | Tensor = 1.0,
+    *,
+    log_decay: Tensor | Sequence[float] | None = None,
+    normalize_qk: bool = True,
+    causal: bool = True,
+    initial_state: LinearAttentionState | None = None,
+    return_state: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, LinearAttentionState]:
+    """Normalised linear attention with the kernel f(x) = 1 + b·x.
+
+    o_i = Σ_j w_ij v_j / Σ_j w_ij over j ≤ i, w_ij = (1 + b q̂_i·k̂_j) γ^(i−j), with unit rows q̂ and k̂.
+
+    No weight is negative for |b| ≤ 1, so o is a convex combination of the values. To keep it one in floating
+    point, for q = −k too, the coefficient in use is b·(1 − 2⁻⁶), and norms are √(‖x‖² + 10⁻¹²): a row of
+    zeros gives weight 1 to everything. State and normaliser are summed in fp32.
+
+    Args:
+        q, k, v: [B, N, H, D] of one dtype (bf16, fp16, fp32, float64) and device; strided views are fine.
+        b: a number, |b| ≤ 1, or a tensor [H], which gets a gradient and whose values are not checked.
+        log_decay: ln γ per head, [H], each ≤ 0 (unchecked in a tensor), without a gradient; None means γ = 1.
+            Needs `causal`.
+        normalize_qk: False takes q, k and b as they are. The normaliser may then come near zero or change
+            sign, and o be anything: that is the caller's risk.
+        causal: False sums over all j.
+        initial_state: what an earlier piece of the sequence returned; fp32 (float64 for float64 inputs). It
+            gets gradients, as q, k and v do.
+        return_state: return the state after the last token as well.
+        backend: one of
+            "reference"  the definition, quadratic;
+            "chunkwise"  plain PyTorch on any device, with an analytical backward;
+            "recurrent"  token by token, for decoding;
+            "cuda"       bf16 and fp16 on tensor cores;
+            "auto"       the CUDA kernel where there is one, else chunkwise, with one warning where a GPU was
+                         to be expected to do better; recurrent for one token with a state on a CPU.
+
+    Returns:
+        o [B, N, H, D] in q's dtype; with `return_state`, (o, state).
+
+    Raises:
+        KernelError: for wrong shapes, dtypes or devices, or numbers out of range, before any work.
+
+    Source: "Linear Attention Optimized GPU Kernel Implementation", eq. 5 and 22 with a = 1; RetNet's decay.
+    """
+    _check_tensors(q, k, v)
+    s = _settings(q, b, log_decay, normalize_qk, causal, initial_state, return_state, backend)
+    if s.backend in ("reference", "recurrent"):
+        return _in_plain_pytorch(q, k, v, s)
+    o, _, *state = torch.ops.lingpt.linear_attention_fwd(q, k, v, *s)
+    return (o, LinearAttentionState(*state)) if return_state else o
+
+
+def linear_attention_qkv(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    b: float | Tensor = 1.0,
+    *,
+    log_decay: Tensor | Sequence[float] | None = None,
+    normalize_qk: bool = True,
+    initial_state: LinearAttentionState | None = None,
+    return_state: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, LinearAttentionState]:
+    """Causal `linear_attention` of a fused projection, with RoPE inside; its backward writes one buffer.
+
+    Args:
+        qkv: [B, N, 3, H, D]: q, k and v of each token.
+        cos, sin: [N, R], R even and at most D: the leading R dimensions of q and k are rotated as LitGPT does
+            (`litgpt.model.build_rope_cache`). Slice them at the first token's position when decoding.
+        The rest is as in `linear_attention`.
+
+    Returns:
+        o [B, N, H, D] in qkv's dtype; with `return_state`, (o, state).
+    """
+    _check_packed(qkv, cos, sin)
+    q = qkv.select(2, 0)
+    s = _settings(q, b, log_decay, normalize_qk, True, initial_state, return_state, backend)
+    if s.backend in ("reference", "recurrent"):
+        q, k, v = qkv.unbind(2)
+        q, k = (rotate(x.to(state_dtype(x.dtype)), cos, sin) for x in (q, k))
+        return _in_plain_pytorch(q, k, v, s)
+    o, _, *state = torch.ops.lingpt.linear_attention_qkv_fwd(qkv, cos, sin, *s)
+    return (o, LinearAttentionState(*state)) if return_state else o
+
+
+def _in_plain_pytorch(q: Tensor, k: Tensor, v: Tensor, s: Settings):
+    """The two forms that autograd differentiates."""
+    if s.backend == "reference":
+        o, state = linear_attention_reference(
+            q, k, v, s.coefficient, s.log_decay, s.normalize_qk, s.causal, s.initial_state
+        )
+    else:
+        o, state = linear_attention_recurrent(
+            q, k, v, s.coefficient, s.log_decay, s.normalize_qk, s.initial_state
+        )
+    return (o, state) if s.return_state else o
+
+
+# Validation: shapes, dtypes and Python numbers only. A tensor's values are never read: that would wait for
+# the GPU and break a graph.
+
+
+def _settings(q, b, log_decay, normalize_qk, causal, initial_state, return_state, backend) -> Settings:
+    """Everything but the tensors, checked against q [B, N, H, D], and as the operators take it."""
+    b_tensor, b_number = (
+        (_per_head(b, q, "b"), 1.0) if isinstance(b, Tensor) else (None, _number(b, normalize_qk))
+    )
+    log_decay = _decay(log_decay, q, causal)
+    state = _state(initial_state, q)
+    backend = _backend(backend, q, causal, initial_state is not None)
+    return Settings(b_tensor, b_number, log_decay, *state, normalize_qk, causal, return_state, backend)
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if q.ndim != 4 or k.shape != q.shape or v.shape != q.shape:
+        shapes = f"{list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
+        raise KernelError(f"q, k and v must have one shape [B, N, H, D]; got {shapes}")
+    if not q.is_floating_point() or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise KernelError(
+            f"q, k and v must have one floating-point dtype; got {q.dtype}, {k.dtype}, {v.dtype}"
+        )
+    if k.device != q.device or v.device != q.device:
+        raise KernelError(f"q, k and v must be on one device; got {q.device}, {k.device}, {v.device}")
+
+
+def _check_packed(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
+    if qkv.ndim != 5 or qkv.shape[2] != 3 or not qkv.is_floating_point():
+        raise KernelError(f"qkv must be floating point [B, N, 3, H, D]; got {qkv.dtype} {list(qkv.shape)}")
+    N, D = qkv.shape[1], qkv.shape[-1]
+    if cos.shape != sin.shape or cos.ndim != 2 or cos.shape[0] != N or cos.shape[1] % 2 or cos.shape[1] > D:
+        shapes = f"{list(cos.shape)} and {list(sin.shape)}"
+        raise KernelError(f"cos and sin must be [N = {N}, R], R even and at most D = {D}; got {shapes}")
+    if cos.device != qkv.device or sin.device != qkv.device:
+        devices = f"{qkv.device}, {cos.device}, {sin.device}"
+        raise KernelError(f"qkv, cos and sin must be on one device; got {devices}")
+
+
+def _number(b: float, normalize_qk: bool) -> float:
+    if normalize_qk and not -1.0 <= b <= 1.0:
+        raise KernelError(f"|b| must be at most 1 with normalize_qk, or weights turn negative; got {b}")
+    return float(b)
+
+
+def _per_head(x: Tensor, q: Tensor, name: str) -> Tensor:
+    """A tensor [H] in the dtype of the sums."""
+    if x.shape != q.shape[2:3] or not x.is_floating_point() or x.device != q.device:
+        got = f"{x.dtype} {list(x.shape)} on {x.device}"
+        raise KernelError(f"{name} must be floating point [H = {q.shape[2]}] on {q.device}; got {got}")
+    return x.to(state_dtype(q.dtype))
+
+
+def _decay(log_decay: Tensor | Sequence[float] | None, q: Tensor, causal: bool) -> Tensor | None:
+    if log_decay is None:
+        return None
+    if not causal:
+        raise KernelError("log_decay needs causal=True: a decay runs from the past to the present")
+    if not isinstance(log_decay, Tensor):
+        if not all(x <= 0 for x in log_decay):
+            raise KernelError(f"log_decay must be at most 0 in every head; got {list(log_decay)}")
+        log_decay = torch.tensor(log_decay, dtype=state_dtype(q.dtype), device=q.device)
+    return _per_head(log_decay.detach(), q, "log_decay")
+
+
+def _state(state: LinearAttentionState | None, q: Tensor) -> tuple[Tensor | None, ...]:
+    if state is None:
+        return (None,) * 4
+    if len(state) != 4:
+        raise KernelError(
+            f"initial_state must be a LinearAttentionState (S, z, c, n); got {len(state)} parts"
+        )
+    B, _, H, D = q.shape
+    dtype = state_dtype(q.dtype)
+    for name, x, shape in zip("Szcn", state, state_shapes(B, H, D), strict=True):
+        if x.shape != shape or x.dtype != dtype or x.device != q.device:
+            got = f"{x.dtype} {list(x.shape)} on {x.device}"
+            raise KernelError(f"initial_state.{name} must be {dtype} {list(shape)} on {q.device}; got {got}")
+    return tuple(state)
+
+
+def _backend(backend: str, q: Tensor, causal: bool, has_state: bool) -> str:
+    """`backend`, where "auto" may turn out to be "recurrent"; the rest is decided in dispatch.py."""
+    if backend not in BACKENDS:
+        raise KernelError(f"unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
+    if backend == "recurrent" and not causal:
+        raise KernelError("the recurrent backend is causal; causal=False needs 'chunkwise' or 'reference'")
+    if backend == "auto" and causal and has_state and q.shape[1] == 1 and q.device.type == "cpu":
+        return "recurrent"
+    return backend

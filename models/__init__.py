@@ -1,0 +1,30 @@
+"""Language models: LitGPT's GPT-NeoX (Pythia) with a choice of attention."""
+
+from lingpt.models.attention import ATTENTIONS, Attention
+from lingpt.models.checkpoint import LoadReport, load_model, load_weights, save_model
+from lingpt.models.config import MODELS, Config, ModelArgs
+from lingpt.models.errors import ModelError
+from lingpt.models.generate import generate
+from lingpt.models.gpt import GPT, Block, DecodingState
+from lingpt.models.hf import export_hf, load_hf
+from lingpt.models.memory import memory_estimate
+
+__all__ = [
+    "ATTENTIONS",
+    "GPT",
+    "MODELS",
+    "Attention",
+    "Block",
+    "Config",
+    "DecodingState",
+    "LoadReport",
+    "ModelArgs",
+    "ModelError",
+    "export_hf",
+    "generate",
+    "load_hf",
+    "load_model",
+    "load_weights",
+    "memory_estimate",
+    "save_model",
+]

@@ -1,0 +1,78 @@
+"""What a mechanism declares. To add one: a file with a subclass of `Attention`, a registry line, a test.
+
+Shapes: B batch, N tokens, C = n_embd, H heads, D head dimension, R rotated dimensions.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import torch
+from litgpt.model import CausalSelfAttention
+from torch import nn
+
+if TYPE_CHECKING:
+    from lingpt.models.config import Config
+
+
+class Fp32Constants(nn.Module):
+    """Keeps its buffers in fp32 when the model is cast: positions and decays need more than bf16's 8 bits."""
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> Self:
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, constant in before.items():
+            if constant is not None and self._buffers[name].dtype != constant.dtype:
+                self._buffers[name] = constant.to(self._buffers[name].device)
+        return self
+
+
+class Attention(Fp32Constants):
+    """One layer's causal mixing of tokens: its subclass declares everything that depends on the mechanism."""
+
+    hf_exportable: ClassVar[bool] = False  # can a stock GPT-NeoX compute the same from the same tensors?
+
+    @classmethod
+    def check(cls, config: "Config") -> None:
+        """Raises ModelError for a configuration that the mechanism cannot be built from."""
+
+    def forward(
+        self, x_BNC: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor, state: Any = None
+    ) -> torch.Tensor:
+        """`[B, N, C]` → the same. With a decoding state, x continues what it has seen, and updates it."""
+        raise NotImplementedError
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Forward FLOPs per token of the mixing alone, causal counted once; `GPT` counts linear layers."""
+        raise NotImplementedError
+
+    def saved_per_token(self) -> int:
+        """Elements per token kept for backward, from behind the norm to the projection's input inclusive."""
+        raise NotImplementedError
+
+    def new_state(self, batch_size: int, max_seq_len: int, device: torch.device, dtype: torch.dtype) -> Any:
+        """What decoding carries from token to token, empty; the layer's forward updates it in place."""
+        raise NotImplementedError
+
+    def own_parameters(self) -> dict[str, float]:
+        """Parameters that are neither linear layers nor norms, with the constant that each starts at."""
+        return {}
+
+    def reset_constants(self, device: torch.device) -> None:
+        """Recompute the buffers, for a module that comes from the meta device."""
+
+
+class QKVAttention(CausalSelfAttention, Attention):
+    """A mechanism on LitGPT's projections, `qkv` and `proj`: keeps the keys, replaces the forward."""
+
+    def packed_qkv(self, x_BNC: torch.Tensor) -> torch.Tensor:
+        """`[B, N, 3, H, D]`, a view of the projection's output."""
+        B, N, _ = x_BNC.shape
+        return self.qkv(x_BNC).view(B, N, 3, self.config.n_head, self.config.head_size)
+
+
+@dataclass
+class RecurrentState:
+    """A decoding state that does not grow: what the operator returned last, None at the start."""
+
+    value: Any = None

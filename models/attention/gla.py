@@ -1,0 +1,72 @@
+"""`gla`: gated linear attention (Yang et al., arXiv 2312.06635, §4.4).
+
+    α_t = σ(x W_α¹ W_α² + b_α)^(1/τ)         low-rank gate: rank 16, τ = 16
+    S_t = diag(α_t) S_{t−1} + k_tᵀ v_t        per head, d_k = d/2 and d_v = d over all heads
+    y_t = (swish(x W_r + b_r) ⊙ LN(q_t S_t)) W_O
+
+No rotary embeddings, as in the paper. One projection, `qkvr`, gives q, k, v and r, with Pythia's biases.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lingpt.kernels import gated_linear_attention, gated_linear_attention_flops
+from lingpt.models.attention.base import Attention, RecurrentState
+from lingpt.models.errors import ModelError
+
+if TYPE_CHECKING:
+    from lingpt.models.config import Config
+
+GATE_RANK = 16
+GATE_TEMPERATURE = 16.0
+
+
+class GLAAttention(Attention):
+    def __init__(self, config: "Config", layer_idx: int) -> None:
+        super().__init__()
+        self.n_head, self.d_k, self.d_v = config.gla_n_head, config.n_embd // 2, config.n_embd
+        self.qkvr = nn.Linear(config.n_embd, 2 * self.d_k + 2 * self.d_v, bias=config.bias)
+        self.gate_down = nn.Linear(config.n_embd, GATE_RANK, bias=False)
+        self.gate_up = nn.Linear(GATE_RANK, self.d_k, bias=True)
+        self.norm = nn.LayerNorm(self.d_v // self.n_head, eps=config.norm_eps)
+        self.proj = nn.Linear(self.d_v, config.n_embd, bias=config.bias)
+
+    @classmethod
+    def check(cls, config: "Config") -> None:
+        if config.gla_n_head < 1 or (config.n_embd // 2) % config.gla_n_head:
+            raise ModelError(f"gla_n_head={config.gla_n_head} must divide n_embd/2={config.n_embd // 2}")
+
+    def forward(
+        self,
+        x_BNC: torch.Tensor,
+        cos_NR: torch.Tensor,
+        sin_NR: torch.Tensor,
+        state: RecurrentState | None = None,
+    ) -> torch.Tensor:
+        *qkv, r = self.qkvr(x_BNC).split((self.d_k, self.d_k, self.d_v, self.d_v), dim=-1)
+        q, k, v = (t.unflatten(-1, (self.n_head, -1)) for t in qkv)  # [B, N, H, d_k/H or d_v/H]
+        log_gate = F.logsigmoid(self.gate_up(self.gate_down(x_BNC)).float()) / GATE_TEMPERATURE
+        log_gate = log_gate.unflatten(-1, (self.n_head, -1))
+        if state is None:
+            o = gated_linear_attention(q, k, v, log_gate)
+        else:
+            o, state.value = gated_linear_attention(
+                q, k, v, log_gate, initial_state=state.value, return_state=True
+            )
+        return self.proj(F.silu(r) * self.norm(o).flatten(2))
+
+    def flops_per_token(self, seq_len: int) -> int:
+        H = self.n_head
+        return gated_linear_attention_flops(1, seq_len, H, self.d_k // H, self.d_v // H) // seq_len
+
+    def saved_per_token(self) -> int:
+        # qkvr, the gate before and after its logarithm (fp32), o, its norm, swish(r), their product
+        return 2 * (self.d_k + self.d_v) + 4 * self.d_k + 4 * self.d_v
+
+    def new_state(
+        self, batch_size: int, max_seq_len: int, device: torch.device, dtype: torch.dtype
+    ) -> RecurrentState:
+        return RecurrentState()

@@ -1,0 +1,31 @@
+"""`ours-decay`: `ours` with RetNet's constant decay per head, `γ_h = 1 − 2^(−5 − 8h/H)` (arXiv 2307.08621).
+
+A token m positions back weighs `(1 + b q̂·k̂) γ^m`: the first heads look at tens of tokens, the last at
+thousands. The decay is no parameter: the state-dict keys are those of `ours`.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from lingpt.models.attention.ours import OursAttention
+
+if TYPE_CHECKING:
+    from lingpt.models.config import Config
+
+
+class OursDecayAttention(OursAttention):
+    def __init__(self, config: "Config", layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        del self.log_decay  # a plain None in `ours`, a buffer here
+        self.register_buffer("log_decay", None, persistent=False)
+        self.reset_constants(torch.get_default_device())
+
+    def reset_constants(self, device: torch.device) -> None:
+        self.log_decay = log_decay(self.config.n_head).to(device)
+
+
+def log_decay(n_head: int) -> torch.Tensor:
+    """`ln γ_h`, `[H]` in fp32, computed in fp64: γ is within 2⁻¹³ of 1."""
+    head = torch.arange(n_head, dtype=torch.float64, device="cpu")
+    return torch.log1p(-torch.exp2(-5.0 - 8.0 * head / n_head)).float()

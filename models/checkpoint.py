@@ -1,0 +1,150 @@
+"""Model folders, and two ways of reading one.
+
+A folder holds `model.safetensors` and `config.json`; the attention stands in both, since weights under the
+same keys would load as another attention without a sound. `load_model` gives back what was saved, or refuses;
+`load_weights` starts a new run from other weights on purpose, and reports what it took.
+"""
+
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import litgpt.config
+import torch
+
+from lingpt.models.config import Config
+from lingpt.models.errors import ModelError
+from lingpt.models.files import read_json, read_pickle, read_tensors, write_json, write_tensors
+from lingpt.models.gpt import GPT
+from lingpt.models.hf import is_hf_folder, read_hf
+from lingpt.models.weights import check_same_tensors, model_from_tensors
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+_ATTENTION = "lingpt.attention"  # key in the metadata of the weights
+
+# The sizes, and what decides how weights are used but leaves no trace in their shapes.
+_ARCHITECTURE = ("n_layer", "n_embd", "n_head", "parallel_residual", "norm_eps")
+_ARCHITECTURE += ("rotary_percentage", "rope_base", "rope_condense_ratio")
+
+
+def save_model(model: GPT, folder: str | Path) -> None:
+    """Writes the model's folder, each file aside and then renamed. Raises ModelError where it cannot."""
+    folder, attention = Path(folder), json.dumps(model.config.attention)
+    write_tensors(folder / WEIGHTS, model.state_dict(), {"format": "pt", _ATTENTION: attention})
+    write_json(folder / CONFIG, {"model_type": "lingpt", **model.config.to_dict()})
+
+
+def load_model(
+    folder: str | Path,
+    *,
+    attention: str | list[str] | None = None,
+    block_size: int | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> GPT:
+    """The model of a folder, with the attention it was trained with.
+
+    Args:
+        attention: what the caller takes it to be; another than the model's is a ModelError.
+        block_size: another longest sequence than it was trained with (no weight depends on it).
+        device, dtype: where and as what it is wanted; on the CPU and as it was saved by default.
+    """
+    folder, device = Path(folder), device or "cpu"
+    config = _read_config(folder)
+    tensors, metadata = read_tensors(folder / WEIGHTS, device)
+    if metadata.get(_ATTENTION) != json.dumps(config.attention):
+        raise ModelError(
+            f"{folder}: {CONFIG} says attention {config.attention!r}, but the weights were trained with "
+            f"{metadata.get(_ATTENTION, 'one that they do not name')}: restore the file that belongs to them"
+        )
+    if attention is not None and _per_layer(attention, config) != config.attention_per_layer:
+        raise ModelError(
+            f"{folder} was trained with attention {config.attention!r}, not {attention!r}: "
+            "ask for that, or start a new run from its weights with init_from"
+        )
+    if block_size is not None:
+        config = Config.from_dict(config.to_dict() | {"block_size": block_size})
+    return model_from_tensors(config, tensors, str(folder), device, dtype)
+
+
+@dataclass
+class LoadReport:
+    """What `load_weights` did, by tensor name: taken from the source, new (as initialised), left unused."""
+
+    source: str
+    taken: list[str] = field(default_factory=list)
+    new: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [f"weights from {self.source}"]
+        for kind in ("taken", "new", "unused"):
+            names = getattr(self, kind)
+            lines.append(f"  {kind:<6} {len(names):>4} tensors" + (f": {_summary(names)}" if names else ""))
+        return "\n".join(lines)
+
+
+@torch.no_grad()
+def load_weights(model: GPT, path: str | Path) -> LoadReport:
+    """Starts `model` from other weights (`init_from`): overwrites the parameters that the source has.
+
+    Args:
+        path: a Hugging Face GPT-NeoX folder (Pythia), a LitGPT one (`lit_model.pth`), or a model folder
+            of ours with any attention.
+
+    Only attention layers may differ. Raises ModelError for a source of another size or architecture.
+    """
+    folder = Path(path)
+    source, tensors, kind = _read_any(folder)
+    own, complaint = model.state_dict(), f"{folder} is another model than {model.config.name!r}"
+    for name in _ARCHITECTURE:
+        if getattr(source, name) != getattr(model.config, name):
+            raise ModelError(
+                f"{complaint}: {name} is {getattr(source, name)}, not {getattr(model.config, name)}"
+            )
+    check_same_tensors(own, tensors, complaint, optional=".attn.")
+    for name in own.keys() & tensors.keys():
+        own[name].copy_(tensors[name])
+    return LoadReport(
+        f"{folder} ({kind})",
+        taken=[name for name in own if name in tensors],
+        new=[name for name in own if name not in tensors],
+        unused=[name for name in tensors if name not in own],
+    )
+
+
+def _read_any(folder: Path) -> tuple[litgpt.config.Config, dict[str, torch.Tensor], str]:
+    """Configuration and tensors (LitGPT's keys) of a folder of any kind, and what kind it is."""
+    if (folder / "lit_model.pth").is_file():
+        try:
+            config = litgpt.config.Config.from_checkpoint(folder)
+        except (FileNotFoundError, ValueError, TypeError) as error:
+            raise ModelError(f"{folder} has no readable model_config.yaml: {error}") from error
+        return config, read_pickle(folder / "lit_model.pth"), "LitGPT checkpoint"
+    if is_hf_folder(folder):
+        return *read_hf(folder), "Hugging Face GPT-NeoX"
+    config = _read_config(folder)
+    return config, read_tensors(folder / WEIGHTS)[0], f"LinGPT model with attention {config.attention!r}"
+
+
+def _read_config(folder: Path) -> Config:
+    if not (folder / CONFIG).is_file():
+        raise ModelError(f"no model in {folder}: it has no {CONFIG}")
+    values = read_json(folder / CONFIG)
+    if values.pop("model_type", None) != "lingpt":
+        raise ModelError(
+            f"{folder} is no LinGPT model folder; other folders can start a new run with init_from"
+        )
+    return Config.from_dict(values)
+
+
+def _per_layer(attention: str | list[str], config: Config) -> list[str]:
+    return [attention] * config.n_layer if isinstance(attention, str) else list(attention)
+
+
+def _summary(names: list[str]) -> str:
+    """`transformer.h.*.attn.qkv.weight ×24, …`: one entry for all layers together."""
+    counts = Counter(re.sub(r"\.h\.\d+\.", ".h.*.", name) for name in names)
+    return ", ".join(name if count == 1 else f"{name} ×{count}" for name, count in counts.items())

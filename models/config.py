@@ -1,0 +1,138 @@
+"""What a model is: LitGPT's `Config` with one more word, the attention, and the names that a user may say."""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self
+
+import litgpt.config
+
+from lingpt.models.attention import ATTENTIONS
+from lingpt.models.errors import ModelError, unknown
+
+# Tiny, Pythia in every other respect: trains on a laptop's CPU in minutes.
+DEMO = {
+    "name": "demo",
+    "block_size": 256,
+    "vocab_size": 2048,
+    "padding_multiple": 64,
+    "n_layer": 4,
+    "n_embd": 128,
+    "n_head": 4,
+}
+MODELS = {"demo": DEMO}
+MODELS |= {
+    name: config for name, config in litgpt.config.name_to_config.items() if name.startswith("pythia-")
+}
+
+# The GPT-NeoX architecture in LitGPT's terms: what the attentions here assume of everything around them.
+_GPT_NEOX = {
+    "norm_class_name": "LayerNorm",
+    "norm_qk": False,
+    "norm_1": True,
+    "norm_2": True,
+    "post_attention_norm": False,
+    "post_mlp_norm": False,
+    "shared_attention_norm": False,
+    "attention_scores_scalar": None,
+    "attention_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "sliding_window_size": None,
+    "latent_attention": None,
+    "rope_adjustments": None,
+    "rope_interleave": False,
+    "rope_local_base_freq": None,
+    "rope_indices": None,
+    "mlp_class_name": "GptNeoxMLP",
+    "scale_embeddings": False,
+}
+
+
+@dataclass
+class Config(litgpt.config.Config):
+    """LitGPT's `Config` and the attention.
+
+    attention: one name of `ATTENTIONS`, or a list with one per layer (a hybrid).
+    learnable_b: `ours` and `ours-decay` learn their coefficient b per head instead of keeping it at 1.
+    gla_n_head: number of heads of `gla` layers (the paper's 4, whatever the model's `n_head`).
+
+    Raises ModelError for an unknown attention, a list of the wrong length, or an architecture that is not
+    GPT-NeoX's (grouped queries, sliding windows and other variants that LitGPT has and Pythia has not).
+    """
+
+    attention: str | list[str] = "ours"
+    learnable_b: bool = False
+    gla_n_head: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.attention_per_layer:
+            if name not in ATTENTIONS:
+                raise unknown("attention", name, ATTENTIONS)
+        if len(self.attention_per_layer) != self.n_layer:
+            raise ModelError(
+                f"attention lists {len(self.attention)} layers, but {self.name!r} has {self.n_layer}: "
+                "give one name, or one per layer"
+            )
+        for field, value in (_GPT_NEOX | {"n_query_groups": self.n_head}).items():
+            if getattr(self, field) != value:
+                raise ModelError(
+                    f"{field}={getattr(self, field)!r} is no GPT-NeoX model: it must be {value!r}"
+                )
+        for name in set(self.attention_per_layer):
+            ATTENTIONS[name].check(self)
+        if self.n_embd != self.n_head * self.head_size:
+            raise ModelError(
+                f"n_embd={self.n_embd} is not n_head={self.n_head} times head_size={self.head_size}"
+            )
+        if self.block_size < 1:
+            raise ModelError(f"block_size={self.block_size}: it must be at least 1")
+
+    @property
+    def attention_per_layer(self) -> list[str]:
+        """One attention name for each layer."""
+        return [self.attention] * self.n_layer if isinstance(self.attention, str) else list(self.attention)
+
+    @classmethod
+    def from_name(cls, name: str, **overrides: Any) -> Self:
+        """The configuration of `demo` or of a Pythia model, with any field overridden."""
+        if name not in MODELS:
+            raise unknown("model", name, MODELS)
+        return cls(**(MODELS[name] | overrides))
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """The inverse of `to_dict`; keys that are no field are an error."""
+        if surplus := values.keys() - {field.name for field in fields(cls)}:
+            raise ModelError(f"unknown key {sorted(surplus)[0]!r} in the model's configuration")
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, in types that JSON knows."""
+        return asdict(self)
+
+
+@dataclass
+class ModelArgs:
+    """The model as a recipe names it.
+
+    Args:
+        name: `demo` or a Pythia model (`pythia-14m` … `pythia-12b`).
+        attention: one of the attentions, or a list with one per layer.
+        block_size: longest sequence, in tokens; None keeps the model's own (2048 for most Pythia models).
+        learnable_b: learn the coefficient b of `ours` per head instead of keeping it at 1.
+        gla_n_head: number of heads of `gla`.
+        vocab_size: size of the vocabulary; None keeps the model's own. Padded as the model pads its own.
+        padded_vocab_size: rows of the embedding; None derives it from vocab_size.
+    """
+
+    name: str = "demo"
+    attention: str | list[str] = "ours"
+    block_size: int | None = None
+    learnable_b: bool = False
+    gla_n_head: int = 4
+    vocab_size: int | None = None
+    padded_vocab_size: int | None = None
+
+    def config(self) -> Config:
+        """Raises ModelError where the names or numbers make no model."""
+        given = {key: value for key, value in vars(self).items() if value is not None}
+        return Config.from_name(**given)

@@ -1,0 +1,154 @@
+"""The language model: LitGPT's GPT-NeoX with the attention that the configuration names in each layer.
+
+Notable:
+- LitGPT's norms, MLP, rotary tables and keys; its `Block` hard-codes the attention, ours looks it up
+- one forward for training and for decoding: with a state, the tokens continue what the state has seen
+- its own account of parameters and FLOPs, to which each mechanism adds its part
+"""
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import litgpt.model
+import torch
+from torch import nn
+
+from lingpt.models.attention import ATTENTIONS
+from lingpt.models.attention.base import Fp32Constants
+from lingpt.models.config import Config
+from lingpt.models.errors import ModelError
+from lingpt.models.init import init_weights
+
+
+@dataclass
+class DecodingState:
+    """What decoding carries: each layer's own state, and how many tokens they have seen."""
+
+    layers: list[Any]
+    max_seq_len: int
+    position: int = 0
+
+
+class Block(litgpt.model.Block):
+    """LitGPT's block with the attention of its layer; `state` is that attention's decoding state."""
+
+    def __init__(self, config: Config, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.attn = ATTENTIONS[config.attention_per_layer[layer_idx]](config, layer_idx)
+
+    def forward(
+        self, x_BNC: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor, state: Any = None
+    ) -> torch.Tensor:
+        attended = self.attn(self.norm_1(x_BNC), cos_NR, sin_NR, state) + x_BNC
+        return self.mlp(self.norm_2(x_BNC if self.config.parallel_residual else attended)) + attended
+
+
+class GPT(Fp32Constants, litgpt.model.GPT):
+    """A causal language model, `[B, N]` token ids → `[B, N, padded_vocab_size]` logits.
+
+    The constructor leaves PyTorch's default weights; `init_weights(seed)` sets those a run starts from.
+    Raises ModelError where a sequence is longer than the model's block size.
+    """
+
+    def __init__(self, config: Config) -> None:
+        nn.Module.__init__(self)  # LitGPT's own constructor would build its blocks
+        self.config = config
+        self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=config.lm_head_bias)
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(config.padded_vocab_size, config.n_embd),
+                "h": nn.ModuleList(Block(config, layer_idx) for layer_idx in range(config.n_layer)),
+                "ln_f": config.norm_class(config.n_embd, eps=config.norm_eps),
+            }
+        )
+        self.mask_cache = None
+        self.max_seq_length = config.block_size  # LitGPT's setter fills `cos` and `sin` [block_size, R]
+
+    @classmethod
+    def create(
+        cls, config: Config, seed: int, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    ) -> Self:
+        """A model with `init_weights(seed)`, built where it will live, no default weights drawn before."""
+        with torch.device("meta"):
+            model = cls(config)
+        model = model.to(dtype or torch.get_default_dtype()).to_empty(device=device)
+        model.reset_parameters()
+        model.init_weights(seed)
+        return model
+
+    def forward(self, idx_BN: torch.Tensor) -> torch.Tensor:
+        """Logits of each position's next token, `[B, N, padded_vocab_size]`."""
+        return self.lm_head(self.hidden(idx_BN))
+
+    def hidden(self, idx_BN: torch.Tensor, state: DecodingState | None = None) -> torch.Tensor:
+        """What `lm_head` reads, `[B, N, C]`: lets a loss compute its logits in pieces."""
+        start = state.position if state is not None else 0
+        end = start + idx_BN.shape[1]
+        if end > self.max_seq_length:
+            raise ModelError(
+                f"a sequence of {end} tokens, but the model's block size is {self.max_seq_length}: "
+                "shorten it, or build the model with a larger block_size"
+            )
+        cos_NR, sin_NR = self.cos[start:end], self.sin[start:end]
+        x_BNC = self.transformer.wte(idx_BN)
+        if state is None:
+            for block in self.transformer.h:
+                x_BNC = block(x_BNC, cos_NR, sin_NR)
+        else:
+            for block, layer_state in zip(self.transformer.h, state.layers, strict=True):
+                # Past a compiled call, if there is one: it would compile anew for each length.
+                x_BNC = block.forward(x_BNC, cos_NR, sin_NR, layer_state)
+            state.position = end
+        return self.transformer.ln_f(x_BNC)
+
+    def new_state(
+        self,
+        batch_size: int,
+        max_seq_len: int | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> DecodingState:
+        """An empty decoding state for sequences of up to `max_seq_len` tokens (the block size by default)."""
+        max_seq_len = max_seq_len or self.max_seq_length
+        device, dtype = device or self.lm_head.weight.device, dtype or self.lm_head.weight.dtype
+        layers = [
+            block.attn.new_state(batch_size, max_seq_len, device, dtype) for block in self.transformer.h
+        ]
+        return DecodingState(layers, max_seq_len)
+
+    @torch.no_grad()
+    def step(self, idx_BN: torch.Tensor, state: DecodingState) -> torch.Tensor:
+        """Logits `[B, n, padded_vocab_size]` of n more tokens, one or a prompt; updates the state."""
+        return self.lm_head(self.hidden(idx_BN, state))
+
+    def init_weights(self, seed: int) -> None:
+        """Weights of a fresh run, a function of the seed alone (models/init.py)."""
+        init_weights(self, seed)
+
+    def reset_parameters(self) -> None:
+        """Recomputes the constants, for a model that `to_empty` has brought from the meta device."""
+        self.reset_constants(self.cos.device)
+
+    def reset_constants(self, device: torch.device) -> None:
+        """Recomputes the RoPE tables and whatever constants the attentions have."""
+        self.cos, self.sin = self.rope_cache(device)
+        for block in self.transformer.h:
+            block.attn.reset_constants(device)
+
+    def rope_cache(self, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """LitGPT's tables, computed on the CPU wherever they go: the same bits on every device."""
+        device = device or torch.get_default_device()
+        cos, sin = super().rope_cache(torch.device("cpu"))
+        return cos.to(device), sin.to(device)
+
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """FLOPs per token of a training step at this sequence length: forward, and twice that backward.
+
+        Matrix products only: 2 per weight of a linear layer (`lm_head` in; the embedding is a look-up), and
+        what each layer's attention declares, causal attention counted once.
+        """
+        linear = sum(2 * m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        return 3 * (linear + sum(block.attn.flops_per_token(seq_len) for block in self.transformer.h))

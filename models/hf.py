@@ -1,0 +1,149 @@
+"""To and from Hugging Face's GPT-NeoX, Pythia's own format.
+
+The tensors are the same but for their names and the fused projection: Hugging Face interleaves q, k, v per
+head (`[H, 3, D]` rows), LitGPT stacks them (`[3, H, D]`). LitGPT's converters do both.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from litgpt.scripts import convert_hf_checkpoint, convert_lit_checkpoint
+
+from lingpt.models.attention import ATTENTIONS
+from lingpt.models.config import Config
+from lingpt.models.errors import ModelError
+from lingpt.models.files import read_json, read_pickle, read_tensors, write_json, write_tensors
+from lingpt.models.gpt import GPT
+from lingpt.models.weights import model_from_tensors
+
+# In the order of preference; each may come in shards, with `<name>.index.json` beside them.
+_WEIGHTS = {"model.safetensors": lambda path: read_tensors(path)[0], "pytorch_model.bin": read_pickle}
+
+# Buffers of older releases of `transformers`: constants, not weights.
+_CONSTANTS = (".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
+
+
+def is_hf_folder(folder: Path) -> bool:
+    """Is this a folder of `transformers`' GPT-NeoX?"""
+    config = folder / "config.json"
+    return config.is_file() and read_json(config).get("model_type") == "gpt_neox"
+
+
+def load_hf(
+    folder: str | Path,
+    *,
+    attention: str | list[str] = "softmax",
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> GPT:
+    """A GPT-NeoX folder (Pythia) as our model.
+
+    With another attention than softmax its weights are only a start (see `load_weights`), and the folder must
+    have every tensor of the mechanism. Raises ModelError for a folder that is none, or another architecture.
+    """
+    folder = Path(folder)
+    config, tensors = read_hf(folder)
+    config = Config.from_dict(config.to_dict() | {"attention": attention})
+    return model_from_tensors(config, tensors, str(folder), device, dtype)
+
+
+def export_hf(model: GPT, folder: str | Path) -> None:
+    """Writes `config.json` and `model.safetensors` that `transformers` loads as `GPTNeoXForCausalLM`.
+
+    Raises ModelError for an attention that a stock GPT-NeoX does not compute: under the same keys it would
+    load there, and run as softmax attention.
+    """
+    for name in model.config.attention_per_layer:
+        if not ATTENTIONS[name].hf_exportable:
+            raise ModelError(
+                f"a model with attention {name!r} cannot be exported: GPT-NeoX would run it as softmax"
+            )
+    tensors: dict[str, torch.Tensor] = {}
+    convert_lit_checkpoint.copy_weights_gpt_neox(model.config, tensors, model.state_dict())
+    write_tensors(Path(folder) / "model.safetensors", tensors, {"format": "pt"})
+    write_json(Path(folder) / "config.json", _to_hf_config(model))
+
+
+def read_hf(folder: Path) -> tuple[Config, dict[str, torch.Tensor]]:
+    """The configuration of a GPT-NeoX folder, and its tensors under LitGPT's keys."""
+    config = _from_hf_config(read_json(folder / "config.json"), folder)
+    tensors: dict[str, torch.Tensor] = {}
+    try:
+        convert_hf_checkpoint.copy_weights_gpt_neox(config, tensors, _read_weights(folder))
+    except KeyError as error:
+        raise ModelError(f"{folder} has a tensor {error} that is none of GPT-NeoX's") from error
+    return config, tensors
+
+
+def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    for name, read in _WEIGHTS.items():
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            shards = sorted(set(read_json(index)["weight_map"].values()))
+        elif (folder / name).is_file():
+            shards = [name]
+        else:
+            continue
+        tensors = {key: tensor for shard in shards for key, tensor in read(folder / shard).items()}
+        return {key: tensor for key, tensor in tensors.items() if not key.endswith(_CONSTANTS)}
+    raise ModelError(f"no weights in {folder}: looked for {' and '.join(_WEIGHTS)}")
+
+
+def _from_hf_config(hf: dict[str, Any], folder: Path) -> Config:
+    if hf.get("model_type") != "gpt_neox":
+        raise ModelError(f"{folder} is a {hf.get('model_type')} model, not a gpt_neox (Pythia) one")
+    rope = hf.get("rope_parameters") or {}  # transformers 5; before, keys of their own
+    if hf.get("hidden_act", "gelu") != "gelu" or hf.get("tie_word_embeddings") or hf.get("rope_scaling"):
+        raise ModelError(
+            f"{folder} is a variant of GPT-NeoX that is not supported (activation, tied or scaled)"
+        )
+    try:
+        return Config(
+            name=Path(hf.get("_name_or_path") or folder.resolve()).name,
+            block_size=hf["max_position_embeddings"],
+            vocab_size=hf["vocab_size"],
+            padded_vocab_size=hf["vocab_size"],
+            n_layer=hf["num_hidden_layers"],
+            n_embd=hf["hidden_size"],
+            n_head=hf["num_attention_heads"],
+            intermediate_size=hf["intermediate_size"],
+            norm_eps=hf.get("layer_norm_eps", 1e-5),
+            rotary_percentage=rope.get("partial_rotary_factor", hf.get("rotary_pct", 0.25)),
+            rope_base=int(rope.get("rope_theta", hf.get("rotary_emb_base", 10000))),
+            parallel_residual=hf.get("use_parallel_residual", True),
+            bias=hf.get("attention_bias", True),
+            attention="softmax",
+        )
+    except KeyError as error:
+        raise ModelError(f"{folder / 'config.json'} lacks {error}") from error
+
+
+def _to_hf_config(model: GPT) -> dict[str, Any]:
+    config = model.config
+    return {
+        "model_type": "gpt_neox",
+        "architectures": ["GPTNeoXForCausalLM"],
+        "dtype": str(model.lm_head.weight.dtype).removeprefix("torch."),
+        "max_position_embeddings": config.block_size,
+        "vocab_size": config.padded_vocab_size,
+        "num_hidden_layers": config.n_layer,
+        "hidden_size": config.n_embd,
+        "num_attention_heads": config.n_head,
+        "intermediate_size": config.intermediate_size,
+        "layer_norm_eps": config.norm_eps,
+        "use_parallel_residual": config.parallel_residual,
+        "attention_bias": config.bias,
+        "hidden_act": "gelu",
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        # Said twice: transformers 5 reads the first where it is given alone, and `rotary_pct` over it.
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": float(config.rope_base),
+            "partial_rotary_factor": config.rotary_percentage,
+        },
+        "rotary_pct": config.rotary_percentage,
+        "rotary_emb_base": config.rope_base,
+    }

@@ -1,0 +1,56 @@
+"""How the weights start: GPT-NeoX's scheme, as Pythia was trained (`small_init` and `wang_init` of gpt-neox).
+
+Each parameter draws from a generator of its own, seeded by (seed, name), on the CPU in fp32: a seed gives the
+same weights on any device and in any order, and what two attentions share starts equal.
+"""
+
+import hashlib
+import math
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from lingpt.models.attention import Attention
+
+if TYPE_CHECKING:
+    from lingpt.models.config import Config
+
+
+@torch.no_grad()
+def init_weights(model: nn.Module, seed: int) -> None:
+    """Sets every parameter of a `GPT`; one that no rule covers is a bug, and an error."""
+    to_draw = []
+    for module_name, module in model.named_modules():
+        constants = module.own_parameters() if isinstance(module, Attention) else {}
+        for name, parameter in module.named_parameters(recurse=False):
+            full_name = f"{module_name}.{name}"
+            if name in constants:
+                parameter.fill_(constants[name])
+            elif isinstance(module, nn.LayerNorm):
+                parameter.fill_(1.0 if name == "weight" else 0.0)
+            elif isinstance(module, nn.Linear) and name == "bias":
+                parameter.zero_()
+            elif isinstance(module, nn.Linear | nn.Embedding):
+                to_draw.append((parameter, _std(full_name, parameter, model.config), seed, full_name))
+            else:
+                raise NotImplementedError(f"no initialisation is declared for {full_name}")
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # 1.4 B normals take a core half a minute
+        list(pool.map(_draw, *zip(*to_draw, strict=True)))
+
+
+def _std(name: str, weight: torch.Tensor, config: "Config") -> float:
+    """`wang_init`, 2/(L√d), for what writes to the residual stream; `small_init`, √(2/(5d)), for the rest."""
+    if name.endswith((".attn.proj.weight", ".mlp.proj.weight")):
+        return 2.0 / (config.n_layer * math.sqrt(config.n_embd))
+    return math.sqrt(2.0 / (5.0 * weight.shape[1]))  # what a linear layer reads, what an embedding gives
+
+
+@torch.no_grad()
+def _draw(parameter: nn.Parameter, std: float, seed: int, name: str) -> None:
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:4], "little"))
+    normal = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+    parameter.copy_(normal.normal_(0.0, std, generator=generator))

@@ -1,0 +1,64 @@
+"""How much memory a training step takes: an estimate, made before anything is allocated."""
+
+import torch
+
+from lingpt.models.config import Config
+from lingpt.models.errors import ModelError, unknown
+from lingpt.models.gpt import GPT
+
+# Bytes of a weight (with the copy that autocast makes of it), of its gradient and of an activation.
+_BYTES = {
+    "32-true": (4, 4, 4),
+    "bf16-mixed": (4 + 2, 4, 2),
+    "16-mixed": (4 + 2, 4, 2),
+    "bf16-true": (2, 2, 2),
+    "16-true": (2, 2, 2),
+}
+_OPTIMIZER_STATES = {"adamw": 2, "sgd": 0}  # per weight, in the weight's own dtype
+
+
+def memory_estimate(
+    config: Config,
+    micro_batch_size: int,
+    seq_len: int,
+    precision: str = "bf16-mixed",
+    optimizer: str = "adamw",
+    loss_chunk_tokens: int | None = None,
+) -> dict[str, int]:
+    """Bytes on one device at the peak of a step, by what they hold, and their `total`.
+
+    An estimate: what each layer keeps for its backward pass, counted (eager mode, no recomputation). The
+    allocator's fragments, workspaces and DDP's buckets come on top; compiled blocks keep less.
+
+    Args:
+        precision: Fabric's name (`32-true`, `bf16-mixed`, `bf16-true`, …).
+        loss_chunk_tokens: tokens whose logits exist at a time; None for all of the micro-batch.
+    """
+    if precision not in _BYTES:
+        raise unknown("precision", precision, _BYTES)
+    if optimizer not in _OPTIMIZER_STATES:
+        raise unknown("optimizer", optimizer, _OPTIMIZER_STATES)
+    if seq_len > config.block_size:
+        raise ModelError(f"sequences of {seq_len} tokens exceed the block size {config.block_size}")
+    with torch.device("meta"):
+        model = GPT(config)
+    weight, gradient, activation = _BYTES[precision]
+    stored = 2 if precision in ("bf16-true", "16-true") else 4
+    tokens, n_weights = micro_batch_size * seq_len, model.num_parameters()
+    logits_tokens = min(tokens, loss_chunk_tokens or tokens)
+    kept = sum(block.attn.saved_per_token() for block in model.transformer.h)
+    kept += (
+        config.n_layer * 2 * (config.n_embd + config.intermediate_size)
+    )  # both norms' outputs; around GELU
+    residual = (config.n_layer + 1) * config.n_embd  # each layer's input, in the weights' dtype
+    estimate = {
+        "parameters": n_weights * weight,
+        "gradients": n_weights * gradient,
+        "optimizer": n_weights * stored * _OPTIMIZER_STATES[optimizer],
+        "activations": tokens * (kept * activation + residual * stored),
+        # as computed, their fp32 log-probabilities, and the gradients of both
+        "logits": logits_tokens
+        * config.padded_vocab_size
+        * (2 * 4 + (0 if activation == 4 else 2 * activation)),
+    }
+    return estimate | {"total": sum(estimate.values())}

@@ -1,0 +1,43 @@
+"""A model out of tensors: exactly its own, or an error that names the first one that is not."""
+
+import torch
+
+from lingpt.models.config import Config
+from lingpt.models.errors import ModelError
+from lingpt.models.gpt import GPT
+
+
+def model_from_tensors(
+    config: Config,
+    tensors: dict[str, torch.Tensor],
+    source: str,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> GPT:
+    """A model that holds these tensors; ModelError, naming `source`, where they are not exactly its own."""
+    with torch.device("meta"):
+        model = GPT(config)
+    check_same_tensors(model.state_dict(), tensors, f"{source} does not hold a {config.name!r}")
+    model.load_state_dict(tensors, assign=True)
+    model.reset_constants(torch.device(device))
+    return model.to(device=device, dtype=dtype)
+
+
+def check_same_tensors(
+    own: dict[str, torch.Tensor],
+    given: dict[str, torch.Tensor],
+    complaint: str,
+    *,
+    optional: str | None = None,
+) -> None:
+    """ModelError, `complaint` and the first tensor that is missing, surplus or of another shape.
+
+    Names that contain `optional` may be missing or surplus.
+    """
+    for name in [*own, *(name for name in given if name not in own)]:
+        if name in own and name in given:
+            if own[name].shape != given[name].shape:
+                shapes = f"{list(given[name].shape)}, not {list(own[name].shape)}"
+                raise ModelError(f"{complaint}: {name} is {shapes}")
+        elif optional is None or optional not in name:
+            raise ModelError(f"{complaint}: {name} {'is missing' if name in own else 'has no place in it'}")

@@ -1,0 +1,232 @@
+"""The command line: help without PyTorch, and every mistake answered with one line and an exit code."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lingpt.cli import main as cli
+from lingpt.cli.main import main
+from lingpt.train import read_metrics
+
+LINGPT = [str(Path(sys.executable).with_name("lingpt"))]
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch, tmp_path_factory) -> Path:
+    """A working folder with a small corpus, and the arguments of a run on it in `tiny.yaml`."""
+    monkeypatch.chdir(tmp_path)
+    cache = tmp_path_factory.getbasetemp() / "cli-cache"
+    rows = [
+        json.dumps({"text": f"number {i} is followed by number {i + 1} and so on " * 4}) for i in range(300)
+    ]
+    (tmp_path / "corpus.jsonl").write_text("\n".join(rows))
+    recipe = {
+        "model": {"name": "demo"},
+        "data": {"source": "corpus.jsonl", "seq_len": 32, "cache_dir": str(cache), "val_fraction": 0.1},
+        "train": {
+            "max_steps": 4, "global_batch_size": 8, "micro_batch_size": 4, "warmup_steps": 2,
+            "eval_interval": 2, "eval_tokens": 160, "save_interval": 2, "sample_tokens": 8,
+            "wandb": False, "accelerator": "cpu",
+        },
+    }  # fmt: skip
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
+    return tmp_path
+
+
+def complaint(capsys, *argv: str, code: int = 2) -> str:
+    """Runs a command that must fail; returns its one line."""
+    assert main(argv) == code
+    err = capsys.readouterr().err
+    line = err.strip().splitlines()[-1]
+    assert "Traceback" not in err and line.startswith("lingpt: ")
+    assert sum(part.startswith("lingpt: ") for part in err.splitlines()) == 1
+    return line
+
+
+def test_help_lists_the_verbs_without_pytorch():
+    code = "import sys; from lingpt.cli.main import main; main(['--help']); assert 'torch' not in sys.modules"
+    out = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    for verb in ("train", "data", "eval", "curves", "kernels", "bench"):
+        assert f"\n  {verb} " in out
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_every_verb_has_its_help(verb, capsys):
+    assert main([verb, "--help"]) == 0
+    assert f"lingpt {verb}" in capsys.readouterr().out
+
+
+def test_trains_draws_and_goes_on(project, capsys):
+    """The whole way of a user: train, curves, and the same command again."""
+    assert main(["train", "--config", "tiny.yaml"]) == 0
+    out = capsys.readouterr().out
+    run = project / "runs/demo-ours"
+    assert "new run" in out and "validation loss" in out and "runs/demo-ours/curves.png" in out
+    resolved = yaml.safe_load((run / "config.yaml").read_text())
+    assert resolved["train"]["max_steps"] == 4 and resolved["train"]["beta2"] == 0.95
+    assert main(["curves", "runs/demo-ours", "--out", "both.png"]) == 0
+    assert (project / "both.png").exists() and json.loads((project / "both.json").read_text())["runs"]
+    # An override wins wherever it stands.
+    assert main(["train", "--train.max_steps", "6", "--config", "tiny.yaml"]) == 0
+    assert "step-00000004, step 4 of 6" in capsys.readouterr().out
+    assert read_metrics(run)[-1]["step"] == 6
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["trian"], "unknown verb 'trian' (did you mean 'train'?)"),
+        (["train", "--config", "demmo"], "no recipe 'demmo' (did you mean 'demo'?)"),
+        (["train", "--config", "tiny.yaml", "--train.max_stepz", "3"], "did you mean 'train.max_steps'?"),
+        (["train", "--config", "wrong-key.yaml"], "(did you mean 'train.learning_rate'?)"),
+        (["train", "--config", "wrong-group.yaml"], "unknown key 'trian.seed' (did you mean 'train.seed'?)"),
+        (["train", "--config", "broken.yaml"], "broken.yaml is no YAML"),
+        (["train", "--config", "tiny.yaml", "--train.max_steps", "many"], "train.max_steps"),
+        (["train", "--config", "tiny.yaml", "--model.name", "pythia-1.4"], "did you mean 'pythia-1.4b'"),
+        (["train", "--config", "tiny.yaml", "--model.attention", "our"], "did you mean 'ours'"),
+        (["train", "--config", "tiny.yaml", "--data.source", "nowhere/*.jsonl"], "nowhere"),
+        (["train", "--config", "tiny.yaml", "--data.seq_len", "512"], "block size 256 of demo"),
+        (["train", "--config", "tiny.yaml", "--train.micro_batch_size", "3"], "1, 2, 4, 8 would divide"),
+        (["train", "--config", "tiny.yaml", "--train.precision", "fp8"], "unknown precision 'fp8'"),
+        (["train", "--config", "tiny.yaml", "--train.init_from", "nowhere"], "nowhere"),
+        (["train", "--config", "tiny.yaml", "--train.resume", "nowhere"], "no checkpoint nowhere"),
+        (["train", "--config", "tiny.yaml", "--model.vocab_size", "100"], "vocab"),
+        (["curves", "nowhere"], "no losses in nowhere"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line(project, capsys, argv, line):
+    (project / "wrong-key.yaml").write_text("train:\n  learning_rat: 1e-3\n")
+    (project / "wrong-group.yaml").write_text("trian:\n  seed: 1\n")
+    (project / "broken.yaml").write_text("train:\n  seed: [1\n")
+    assert line in complaint(capsys, *argv)
+
+
+def test_another_config_under_the_same_name(project, capsys):
+    assert main(["train", "--config", "tiny.yaml", "--train.max_steps", "1"]) == 0
+    capsys.readouterr()
+    line = complaint(capsys, "train", "--config", "tiny.yaml", "--train.learning_rate", "0.5")
+    assert "train.learning_rate: 0.001 → 0.5" in line and "--train.name" in line
+
+
+def test_a_line_of_the_corpus_that_is_not_json(project, capsys):
+    (project / "bad.jsonl").write_text('{"text": "one"}\n{"text": \n')
+    assert "bad.jsonl" in (
+        line := complaint(capsys, "train", "--config", "tiny.yaml", "--data.source", "bad.jsonl")
+    )
+    assert "2" in line
+
+
+def test_pythia_1b_without_a_gpu_says_what_it_needs(project, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    line = complaint(capsys, "train", "--config", "pythia-1.4b")
+    assert "needs a GPU" in line and "40 GB or more" in line and "dry_run" in line
+    assert not (project / "runs").exists()
+    assert "no CUDA device" in complaint(capsys, "train", "--config", "demo", "--train.accelerator", "cuda")
+
+
+def test_dry_run_of_pythia_1b_needs_no_gpu_no_network_and_no_memory(project, capsys, monkeypatch):
+    """Every number a user decides by, and nothing left behind."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("the network was used"))
+    assert main(["train", "--config", "pythia-1.4b", "--train.dry_run", "true"]) == 0
+    out = capsys.readouterr().out
+    assert "1,414,647,808 parameters" in out and "GFLOP per token" in out
+    assert "1,431 steps, 3 B tokens" in out and "at 40% MFU" in out and "checkpoint" in out
+    rows = {row.split("  ")[0].strip(): row for row in out.splitlines() if " GB  " in row}
+    assert "fits" in rows["RTX A6000"] and "does not fit" in rows["A100 40GB"] and "H200" in rows
+    assert list(project.glob("runs/*")) == []
+
+
+def test_a_full_disk_is_one_line(project, capsys, monkeypatch):
+    def full(*_args, **_kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/demo-ours/metrics.jsonl")
+
+    monkeypatch.setattr("lingpt.train.trackers.Metrics.write", full)
+    assert "the disk is full writing runs/demo-ours/metrics.jsonl" in complaint(
+        capsys, "train", "--config", "tiny.yaml"
+    )
+
+
+def test_a_bug_keeps_its_traceback(project, monkeypatch):
+    """Only a user's mistakes become one line; LINGPT_TRACEBACK shows what is behind these."""
+    monkeypatch.setattr("lingpt.train.loop.Run.step", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["train", "--config", "tiny.yaml"])
+    monkeypatch.setenv("LINGPT_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="unknown verb"):
+        main(["trian"])
+
+
+def test_ctrl_c_while_preparing_is_130_and_no_traceback(project, capsys, monkeypatch):
+    def interrupted(*_args, **_kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lingpt.train.loop.prepare", interrupted)
+    assert "interrupted" in complaint(capsys, "train", "--config", "tiny.yaml", code=130)
+
+
+def command(project: Path, *argv: str) -> subprocess.Popen:
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
+        env.pop(name, None)
+    return subprocess.Popen(
+        [*LINGPT, "train", "--config", "tiny.yaml", *argv],
+        cwd=project, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_leaves_and_says_how_to_go_on(project, number, capsys):
+    """A real process, a real signal: exit 130, one line with the command, a checkpoint to go on from."""
+    process = command(project, "--train.max_steps", "100000", "--train.save_interval", "100000")
+    metrics = project / "runs/demo-ours/metrics.jsonl"
+    for _ in range(1200):
+        if metrics.exists() and metrics.stat().st_size:
+            break
+        time.sleep(0.1)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    line = err.strip().splitlines()[-1]
+    assert "stopped and saved at step" in line and "lingpt train --config tiny.yaml" in line
+    assert "Traceback" not in err
+    step = read_metrics(metrics.parent)[-1]["step"]
+    assert main(["train", "--config", "tiny.yaml", "--train.max_steps", str(step + 2)]) == 0
+    assert f"step {step} of {step + 2}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "rel"), [("cpu", 1e-5), pytest.param("cuda", 1e-3, marks=pytest.mark.multigpu)]
+)
+def test_two_processes_give_the_losses_of_one(project, accelerator, rel):
+    """DDP: training and validation losses, on validation blocks that do not divide by two."""
+    where = ["--train.accelerator", accelerator, "--train.precision", "32-true"]
+    several = [*where, "--train.devices", "2", "--train.micro_batch_size", "2"]
+    one = ["--config", "tiny.yaml", "--train.name", "one", "--train.devices", "1", *where]
+    assert main(["train", *one]) == 0
+    process = command(project, "--train.name", "two", *several)
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    assert out.count("validation loss") == 1, "more than one process speaks"
+    one, two = (read_metrics(project / f"runs/{name}") for name in ("one", "two"))
+    assert [(line["kind"], line["step"], line["tokens"]) for line in one] == [
+        (line["kind"], line["step"], line["tokens"]) for line in two
+    ]
+    for a, b in zip(one, two, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=rel), (a, b)
+    # What one process began, two go on with: the order of the samples does not depend on the devices.
+    process = command(project, "--train.name", "one", "--train.max_steps", "6", *several)
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0 and "step 4 of 6" in out, err
+    assert read_metrics(project / "runs/one")[-1]["step"] == 6

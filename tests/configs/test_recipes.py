@@ -1,0 +1,60 @@
+"""Every shipped YAML is loaded against the dataclasses, and says what the paper's recipe says."""
+
+import jsonargparse
+import pytest
+
+from lingpt.cli.recipe import configure_recipe, recipe_from
+from lingpt.configs import FOLDER, recipe_names, recipe_path
+from lingpt.train import Recipe
+from lingpt.train.config import check
+from lingpt.train.loop import model_config
+from lingpt.train.machine import fits, memory_needed
+
+PYTHIA = ["pythia-14m", "pythia-70m", "pythia-160m", "pythia-410m", "pythia-1.4b"]
+
+
+def load(name: str) -> Recipe:
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    configure_recipe(parser)
+    return recipe_from(parser.instantiate_classes(parser.parse_args(["--config", name])))
+
+
+def recipes() -> list[str]:
+    """The files that `lingpt train` reads; a study's own YAML has no `model`."""
+    return [name for name in recipe_names() if "\nmodel:" in "\n" + recipe_path(name).read_text()]
+
+
+def test_the_recipes_of_the_readme_ship():
+    assert {"demo", *PYTHIA} <= set(recipes())
+    assert {path.stem for path in FOLDER.glob("*.yaml")} == set(recipe_names())
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_loads_makes_a_model_and_divides(name):
+    recipe = load(name)
+    assert recipe.model.name == name, "a recipe is named after its model"
+    assert model_config(recipe).block_size >= recipe.data.seq_len
+    devices = recipe.train.devices
+    for world_size in (1, 2, 4, 8) if devices == "auto" else (devices,):
+        check(recipe, world_size)
+
+
+@pytest.mark.parametrize("name", PYTHIA)
+def test_pythia_recipes_are_the_papers(name):
+    """3 B tokens of Wiki-40B at N = 8192, 256 sequences a step; the micro-batch fits an A6000."""
+    recipe = load(name)
+    t = recipe.train
+    assert (recipe.data.source, recipe.data.tokenizer, recipe.data.seq_len) == (
+        "wiki40b",
+        f"EleutherAI/{name}",
+        8192,
+    )
+    assert (t.global_batch_size, t.max_tokens, t.learning_rate, t.min_learning_rate) == (
+        256,
+        3 * 10**9,
+        1e-3,
+        5e-5,
+    )
+    assert (t.warmup_steps, t.weight_decay, t.beta1, t.beta2, t.grad_clip) == (100, 0.1, 0.9, 0.95, 1.0)
+    need = memory_needed(model_config(recipe), recipe, "bf16-mixed")["total"]
+    assert fits(need, 48e9)

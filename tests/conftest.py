@@ -1,0 +1,28 @@
+"""What every test may use: real data where it is at hand, and skips that say their name."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+os.environ.setdefault("WANDB_MODE", "offline")
+os.environ.setdefault("WANDB_SILENT", "true")
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """The folder named by LINGPT_TEST_DATA: Wikipedia articles, the NeoX tokenizer, benchmark splits."""
+    folder = os.environ.get("LINGPT_TEST_DATA")
+    if not folder or not Path(folder).is_dir():
+        pytest.skip("real data: LINGPT_TEST_DATA names no folder")
+    return Path(folder)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """GPU tests are skipped by name on a machine without the GPUs they need."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for item in items:
+        need = 2 if "multigpu" in item.keywords else 1 if "gpu" in item.keywords else 0
+        if gpus < need:
+            item.add_marker(pytest.mark.skip(reason=f"needs {need} CUDA device(s), found {gpus}"))

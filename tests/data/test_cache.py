@@ -1,0 +1,311 @@
+"""The token cache: what is in it, when it is found again, and that no half of one ever passes for whole."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+
+from lingpt.data import Blocks, DataConfig, DataError, Tokenizer, prepare
+from lingpt.data.cache import split_by_content
+from lingpt.data.corpus import Document
+from lingpt.data.tokens import Encoded, encode_documents, token_dtype
+
+
+@pytest.fixture
+def config(write_jsonl, texts, tokenizer_path, tmp_path: Path) -> DataConfig:
+    """400 documents, and a validation file of 5."""
+    source, val = write_jsonl(texts(400), "train.jsonl"), write_jsonl(texts(5, seed=1), "val.jsonl")
+    return DataConfig(
+        str(source), tokenizer_path, seq_len=32, val_source=str(val), cache_dir=str(tmp_path / "cache")
+    )
+
+
+def entries(config: DataConfig) -> list[str]:
+    """What the cache's folder shows: entries, and anything left over, but no locks."""
+    folder = Path(config.cache_dir) / "tokens"
+    return sorted(p.name for p in folder.iterdir() if not p.name.endswith(".lock")) if folder.exists() else []
+
+
+def run_python(code: str, *args: str, **options) -> subprocess.Popen:
+    command = [sys.executable, "-c", code, *args]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+PREPARE = """
+import sys
+from lingpt.data import DataConfig, DataError, cache, prepare
+source, tokenizer, val, folder = sys.argv[1:]
+config = DataConfig(source, tokenizer, 32, val_source=val, cache_dir=folder)
+"""
+
+
+def arguments(config: DataConfig) -> list[str]:
+    return [config.source, config.tokenizer, config.val_source, config.cache_dir]
+
+
+@pytest.mark.parametrize("rows", [61, 1 << 20])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_the_stream_is_every_document_and_its_end(config, texts, tokenizer, monkeypatch, rows, workers):
+    """Documents in order, each tokenised as a whole, whatever the threads and wherever record batches end."""
+    monkeypatch.setattr("lingpt.data.stream.ROWS", rows)
+    monkeypatch.setattr("lingpt.data.tokens.BATCH_CHARACTERS", 1000)
+    config.num_workers = workers
+    dataset = prepare(config, progress=False)
+    expected = [i for text in texts(400) for i in [*tokenizer.encode(text), tokenizer.eos_id]]
+    assert dataset.train.stream(0, 10**9).tolist() == expected
+    assert dataset.train.stream(50, 60).tolist() == expected[50:60]
+    assert dataset.cache.manifest["train"] == {
+        "documents": 400,
+        "tokens": len(expected),
+        "bytes": sum(len(t.encode()) for t in texts(400)),
+    }
+
+
+def test_blocks_make_every_token_a_target_once(config):
+    """A block's last token is the next one's first; only a remainder shorter than a block is unused."""
+    train = prepare(config, progress=False).train
+    stream = train.stream(0, 10**9)
+    assert len(train) == (len(stream) - 1) // 32 and train.num_tokens == 32 * len(train)
+    assert train[0].shape == (33,) and train[0].dtype.is_signed and train[0].element_size() == 8
+    targets = np.concatenate([block[1:].numpy() for block in train])
+    assert np.array_equal(targets, stream[1 : 1 + train.num_tokens])
+    assert all(train[i][-1] == train[i + 1][0] for i in range(len(train) - 1))
+    assert train.gather([3, 0, 3]).tolist() == [train[i].tolist() for i in (3, 0, 3)]
+    with pytest.raises(IndexError):
+        train[len(train)]
+
+
+def test_blocks_pickle_as_a_path(config):
+    """Worker processes map the file again instead of receiving its content."""
+    train = prepare(config, progress=False).train
+    pickled = pickle.dumps(train)
+    assert len(pickled) < 1000 and pickle.loads(pickled)[5].tolist() == train[5].tolist()
+
+
+def test_it_is_a_memory_mapped_datasets_table(config):
+    """`datasets` opens it, in two bytes a token; reading blocks copies nothing beforehand."""
+    import datasets
+
+    train = prepare(config, progress=False).train
+    table = datasets.Dataset.from_file(str(train.path))
+    assert table.features == {"token": datasets.Value("uint16")} and len(table) == train.stream_length
+    assert not train._chunks[0].flags.owndata and not train._chunks[0].flags.writeable
+
+
+def test_large_vocabularies_get_four_bytes(tokenizer_path, write_jsonl, tmp_path: Path):
+    """An id of 2^16 or more must not wrap around."""
+    assert token_dtype(1 << 16) == np.uint16 and token_dtype((1 << 16) + 1) == np.int32
+    raw = tokenizers.Tokenizer.from_file(tokenizer_path)
+    raw.add_tokens([f"<{i}>" for i in range(66000)])
+    large = Tokenizer(raw, "large")
+    (encoded,) = encode_documents([Document("<65999>", 0)], large, 1)
+    assert encoded.ids.tolist() == [320 + 65999, 0]
+    source = write_jsonl(["<65999> " * 50] * 2 + ["<1> " * 50], "large.jsonl")
+    config = DataConfig(
+        str(source), str(large.save(tmp_path / "large")), 16, cache_dir=str(tmp_path / "cache")
+    )
+    assert 320 + 65999 in prepare(config, progress=False).train.stream(0, 100)
+
+
+def test_the_same_data_is_tokenised_once(config, monkeypatch):
+    """A second run, another sequence length and a copied file find the same entry; no document is read."""
+    first = prepare(config, progress=False)
+    monkeypatch.setattr("lingpt.data.cache.encode_documents", lambda *_: pytest.fail("tokenised again"))
+    assert prepare(config, progress=False).fingerprint == first.fingerprint
+    config.seq_len = 64
+    longer = prepare(config, progress=False)
+    assert longer.cache.folder == first.cache.folder and longer.fingerprint != first.fingerprint
+    copy = Path(config.source).with_name("copy.jsonl")
+    copy.write_bytes(Path(config.source).read_bytes())
+    config.source, config.seq_len = str(copy), 32
+    again = prepare(config, progress=False)
+    assert again.fingerprint == first.fingerprint and again.describe()["source"] == str(copy)
+
+
+@pytest.mark.parametrize("change", ["a document", "the tokenizer", "the validation", "the split"])
+def test_what_decides_the_tokens_makes_another_entry(config, write_jsonl, texts, tokenizer, change):
+    """Nothing stale is ever read."""
+    before = prepare(config, progress=False).fingerprint
+    if change == "a document":
+        write_jsonl([*texts(399), "other"], "train.jsonl")
+    elif change == "the validation":
+        write_jsonl(texts(5, seed=2), "val.jsonl")
+    elif change == "the tokenizer":
+        raw = tokenizers.Tokenizer.from_str(tokenizer.raw.to_str())
+        raw.add_tokens(["river"])
+        config.tokenizer = str(Tokenizer(raw, "").save(Path(config.cache_dir) / "other"))
+    else:
+        config.val_source = None
+    assert prepare(config, progress=False).fingerprint != before
+    assert len(entries(config)) == 2
+
+
+@pytest.mark.parametrize("moment", ["while tokenising", "before the rename"])
+def test_a_killed_preparation_leaves_nothing_that_passes_for_whole(config, moment):
+    """SIGKILL at the worst moments; the next run starts over, and clears what is left."""
+    stop = {
+        "while tokenising": (
+            "real = cache.encode_documents\n"
+            "def slow(*args):\n"
+            "    for n, document in enumerate(real(*args)):\n"
+            "        if n == 100: print('now', flush=True); import time; time.sleep(60)\n"
+            "        yield document\n"
+            "cache.encode_documents = slow\n"
+        ),
+        "before the rename": (
+            "def stop(folder): print('now', flush=True); import time; time.sleep(60)\n"
+            "cache.sync_folder = stop\n"
+        ),
+    }[moment]
+    process = run_python(PREPARE + stop + "prepare(config)", *arguments(config))
+    assert process.stdout.readline() == "now\n"
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    (left_over,) = entries(config)
+    assert left_over.startswith(".")
+    dataset = prepare(config, progress=False)
+    assert entries(config) == [dataset.cache.folder.name]
+    assert dataset.cache.manifest["train"]["documents"] == 400
+
+
+def test_two_processes_at_once_do_the_work_once(config):
+    """The ranks of a run, or two runs: one tokenises, the others wait and read."""
+    code = PREPARE + (
+        "made, real = [], cache._make\n"
+        "cache._make = lambda *args: (made.append(1), real(*args))\n"
+        "print(prepare(config, progress=False).fingerprint, len(made))"
+    )
+    processes = [run_python(code, *arguments(config)) for _ in range(2)]
+    results = [process.communicate()[0].split() for process in processes]
+    assert len({fingerprint for fingerprint, _ in results}) == 1
+    assert sorted(made for _, made in results) == ["0", "1"]
+    assert len(entries(config)) == 1
+
+
+def test_a_full_disk_is_one_line(config):
+    """Files may not grow beyond 64 KB: one clear line, and nothing stays behind."""
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))\n"
+        + PREPARE
+        + "try: prepare(config)\nexcept DataError as error: print(error)"
+    )
+    out, err = run_python(code, *arguments(config)).communicate()
+    assert out.startswith(f"cannot write to {config.cache_dir}") and "--data.cache_dir" in out
+    assert out.count("\n") == 1 and err == "" and entries(config) == []
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(config, tmp_path: Path):
+    """Here the folder's name belongs to a file."""
+    (tmp_path / "cache").write_text("")
+    with pytest.raises(DataError, match=r"cannot write to .*cache.*--data\.cache_dir"):
+        prepare(config, progress=False)
+
+
+def test_a_bad_line_leaves_nothing(config):
+    """The line is named after most of the work is done."""
+    with open(config.source, "a") as file:
+        file.write("oops\n")
+    with pytest.raises(DataError, match=r"train\.jsonl, line 401 is not JSON"):
+        prepare(config, progress=False)
+    assert entries(config) == []
+
+
+def test_an_interruption_leaves_nothing(config, monkeypatch):
+    """Ctrl-C while tokenising."""
+
+    def interrupted(documents, *_):
+        yield Encoded(np.zeros(3, np.uint16), 3, 0, 0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lingpt.data.cache.encode_documents", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(config, progress=False)
+    assert entries(config) == []
+
+
+@pytest.mark.parametrize("damage", ["cut off", "empty", "other tokens"])
+def test_a_damaged_entry_is_named(config, damage):
+    """A cache that someone copied badly: which folder to delete."""
+    folder = prepare(config, progress=False).cache.folder
+    content = (folder / "train.arrow").read_bytes()
+    harmed = {"cut off": content[:1000], "empty": b"", "other tokens": (folder / "val.arrow").read_bytes()}
+    (folder / "train.arrow").write_bytes(harmed[damage])
+    with pytest.raises(DataError, match=f"delete {folder} and run again"):
+        prepare(config, progress=False)
+
+
+def test_tokenising_leaves_the_environment_alone(config, monkeypatch):
+    """Tokenizers' own parallelism is off only meanwhile."""
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    prepare(config, progress=False)
+    assert "TOKENIZERS_PARALLELISM" not in os.environ
+
+
+class Sink:
+    """Stands in for a StreamWriter: remembers the digests it was given."""
+
+    def __init__(self) -> None:
+        self.digests: list[int] = []
+
+    @property
+    def documents(self) -> int:
+        return len(self.digests)
+
+    def add(self, document: Encoded) -> None:
+        self.digests.append(document.digest)
+
+
+def split(digests: list[int], fraction: float | None) -> tuple[list[int], list[int]]:
+    train, val = Sink(), Sink()
+    split_by_content((Encoded(np.zeros(1), 1, d, 0) for d in digests), fraction, train, val)
+    return train.digests, val.digests
+
+
+def test_the_split_depends_on_content_alone():
+    """Order and neighbours play no part; every document lands on exactly one side; equal ones on the same."""
+    rng = np.random.default_rng(0)
+    digests = rng.integers(0, 2**64, 5000, dtype=np.uint64).tolist()
+    train, val = split(digests + digests[:100], 0.01)
+    assert sorted(train + val) == sorted(digests + digests[:100]) and not set(train) & set(val)
+    assert set(val) == {d for d in digests if d < 0.01 * 2**64} and 30 <= len(val) <= 75
+    assert set(split(digests[::-1], 0.01)[1]) == set(val)
+
+
+@pytest.mark.parametrize("digests", [[5, 3, 9], [9, 5, 3], [3, 5, 9]])
+def test_at_least_one_document_is_held_out(digests):
+    """A small corpus has a validation split too: the document of the lowest hash."""
+    train, val = split([d << 60 for d in digests], 1e-9)
+    assert val == [3 << 60] and sorted(train) == [5 << 60, 9 << 60]
+
+
+def test_with_its_own_validation_all_is_for_training():
+    assert split([5, 3, 9], None) == ([5, 3, 9], [])
+
+
+def test_too_few_documents_to_split(write_jsonl, tokenizer_path, tmp_path: Path):
+    """One document cannot be both; the message says what to give."""
+    config = DataConfig(str(write_jsonl(["only one"])), tokenizer_path, 4, cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(DataError, match=r"holds only 1 document\(s\), too few.*--data.val_source"):
+        prepare(config, progress=False)
+
+
+def test_no_documents(write_jsonl, tokenizer_path, tmp_path: Path):
+    """A file of blank lines is a path with no documents."""
+    config = DataConfig(str(write_jsonl([])), tokenizer_path, 4, cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(DataError, match="holds no documents"):
+        prepare(config, progress=False)
+
+
+def test_blocks_of_an_empty_stream(tmp_path: Path):
+    """No tokens, no blocks, no crash."""
+    from lingpt.data.stream import StreamWriter
+
+    with StreamWriter(tmp_path / "x.arrow", np.dtype(np.uint16)):
+        pass
+    assert len(Blocks(tmp_path / "x.arrow", 8)) == 0

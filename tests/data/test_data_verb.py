@@ -1,0 +1,50 @@
+"""`lingpt data`, as a user types it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lingpt.cli.main import main
+from lingpt.data import bench
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("LINGPT_CACHE", str(tmp_path / "cache"))
+
+
+def test_it_reports_what_was_prepared(write_jsonl, texts, tokenizer_path, capsys):
+    """Source, counts, split, cache path, time, and how the text begins."""
+    source = str(write_jsonl(texts(300), "mine.jsonl"))
+    assert (
+        main(["data", "--data.source", source, "--data.tokenizer", tokenizer_path, "--data.seq_len=32"]) == 0
+    )
+    facts, sample = capsys.readouterr().out.split("\n\nit begins:\n")
+    report = dict(line.split(maxsplit=1) for line in facts.splitlines())
+    assert report["source"] == source and report["split"] == "held out: the documents of the lowest hashes"
+    documents = [int(report[name].split()[0]) for name in ("train", "val")]
+    assert sum(documents) == 300 and min(documents) > 0
+    assert Path(report["cache"]).is_dir() and report["took"].endswith(" s")
+    assert any(text.startswith(sample.strip()[:30]) for text in texts(300))
+
+
+def test_a_bad_line_is_one_line_and_exit_code_2(tmp_path: Path, capsys):
+    """File, line number, no traceback."""
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"text": "fine"}\n{"body": "no text"}\n')
+    assert main(["data", "--data.source", str(path), "--data.vocab_size", "300"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith(f'lingpt: {path}, line 2 has no "text"')
+
+
+def test_the_benchmark_writes_what_it_prints(write_jsonl, texts, tokenizer_path, tmp_path: Path, capsys):
+    """Both speeds come from a clock, and the ratio from both."""
+    out = tmp_path / "bench.json"
+    source = str(write_jsonl(texts(500)))
+    bench.main(["--source", source, "--tokenizer", tokenizer_path, "--repeats", "1", "--out", str(out)])
+    result = json.loads(out.read_text())
+    assert json.loads(capsys.readouterr().out) == result
+    speeds = result["cache_megabytes_per_second"], result["encode_batch_megabytes_per_second"]
+    assert min(speeds) > 0 and result["ratio"] == pytest.approx(speeds[0] / speeds[1])
+    assert result["documents"] == 500 and len(result["seconds_wall_and_processor"]["cache"]) == 1

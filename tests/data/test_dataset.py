@@ -1,0 +1,84 @@
+"""`prepare`: mistakes are caught before any work, and a dataset describes itself."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from lingpt.data import Batches, DataConfig, DataError, prepare
+
+
+@pytest.fixture
+def config(write_jsonl, texts, tokenizer_path, tmp_path: Path) -> DataConfig:
+    source = write_jsonl(texts(300), "corpus.jsonl.xz")
+    return DataConfig(str(source), tokenizer_path, 32, cache_dir=str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"seq_len": 0}, "seq_len 0: a sample has at least one token"),
+        ({"val_fraction": 0.0}, "val_fraction 0.0: give a fraction between 0 and 1"),
+        ({"val_fraction": 1.5}, "val_fraction 1.5"),
+        ({"num_workers": 0}, "num_workers 0: give at least 1"),
+        ({"seq_len": 10**6}, "the train split of .* has .* tokens, too few .*: give more text, or lower"),
+        (
+            {"seq_len": 3000},
+            "the val split of .* too few .*: raise --data.val_fraction, give --data.val_source",
+        ),
+    ],
+)
+def test_values_that_cannot_be_meant(config, change, message):
+    """One line, with what to change."""
+    for name, value in change.items():
+        setattr(config, name, value)
+    with pytest.raises(DataError, match=message) as error:
+        prepare(config, progress=False)
+    assert "\n" not in str(error.value)
+
+
+def test_a_tokenizer_too_large_for_the_model_is_refused_before_any_work(config):
+    """320 tokens do not fit 319 rows; nothing is read or written."""
+    with pytest.raises(DataError, match=r"has 320 tokens, added ones included.*only 319"):
+        prepare(config, padded_vocab_size=319, progress=False)
+    assert not Path(config.cache_dir).exists()
+    prepare(config, padded_vocab_size=320, progress=False)
+
+
+def test_a_dataset_describes_itself(config):
+    """All that a run must record to say what it was trained on; plain JSON."""
+    dataset = prepare(config, progress=False)
+    about = json.loads(json.dumps(dataset.describe()))
+    assert (
+        about["source"] == config.source and about["split"] == "held out: the documents of the lowest hashes"
+    )
+    assert about["train"]["documents"] + about["val"]["documents"] == 300 and about["val"]["documents"] >= 1
+    assert about["train"]["blocks"] == len(dataset.train) and about["fingerprint"] == dataset.fingerprint
+    assert about["val_fraction"] == 0.005 and about["tokenizer_hash"] == dataset.tokenizer.hash
+    assert dataset.bytes_per_token == about["val"]["bytes"] / about["val"]["tokens"]
+    assert 1 < dataset.bytes_per_token < 10
+
+
+def test_batches_over_a_real_dataset(config):
+    """The samples of a step are the blocks at its indices."""
+    dataset = prepare(config, progress=False)
+    batches = Batches(dataset.train, seed=0, global_batch_size=6)
+    samples = batches.get(2, [4, 1])
+    assert samples.tolist() == [dataset.train[batches.indices(2)[p]].tolist() for p in (4, 1)]
+
+
+def test_the_cache_folder_comes_from_the_environment(config, tmp_path: Path, monkeypatch):
+    """`LINGPT_CACHE` where the configuration names none."""
+    monkeypatch.setenv("LINGPT_CACHE", str(tmp_path / "elsewhere"))
+    config.cache_dir = None
+    assert prepare(config, progress=False).cache.folder.is_relative_to(tmp_path / "elsewhere")
+
+
+def test_bits_per_byte_can_be_formed(config):
+    """A uniform model needs log2(V) bits a token, whatever the units on the way."""
+    dataset = prepare(config, progress=False)
+    nats = math.log(dataset.tokenizer.vocab_size)
+    bits_per_byte = nats / (dataset.bytes_per_token * math.log(2))
+    about = dataset.describe()["val"]
+    assert bits_per_byte * about["bytes"] == pytest.approx(math.log2(320) * about["tokens"])

@@ -1,0 +1,146 @@
+"""JSONL: every compression reads the same, and whatever is wrong has a file and a line number."""
+
+import gzip
+import json
+import lzma
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from lingpt.data import DataError
+from lingpt.data.jsonl import find_files, jsonl_corpus, read_documents
+
+COMPRESS = {
+    "a.jsonl": lambda data: data,
+    "a.jsonl.gz": gzip.compress,
+    "a.gz": gzip.compress,
+    "a.jsonl.xz": lzma.compress,
+    "a.jsonl.zst": zstandard.compress,
+}
+
+
+def rows(texts: list[str]) -> bytes:
+    return "".join(json.dumps({"text": t}, ensure_ascii=False) + "\n" for t in texts).encode()
+
+
+@pytest.mark.parametrize("name", COMPRESS)
+def test_every_compression_reads_the_same(tmp_path: Path, texts, name):
+    """A file is its documents, whichever way it is compressed; the bar ends at the file's size."""
+    expected = texts(3000)
+    (tmp_path / name).write_bytes(COMPRESS[name](rows(expected)))
+    documents = list(read_documents(tmp_path / name))
+    assert [d.text for d in documents] == expected
+    assert sum(d.advance for d in documents) == (tmp_path / name).stat().st_size
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.xz", "a.jsonl.zst"])
+def test_files_joined_from_parts_are_read_to_the_end(tmp_path: Path, texts, name):
+    """`cat a.zst b.zst` is a valid file; many readers stop after the first part."""
+    first, second = texts(200, seed=1), texts(200, seed=2)
+    (tmp_path / name).write_bytes(COMPRESS[name](rows(first)) + COMPRESS[name](rows(second)))
+    assert [d.text for d in read_documents(tmp_path / name)] == first + second
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.xz", "a.jsonl.zst"])
+@pytest.mark.parametrize("harm", ["cut off", "not compressed", "flipped"])
+def test_damaged_files_are_refused(tmp_path: Path, texts, name, harm):
+    """A half-downloaded file must not pass for a shorter one."""
+    whole = COMPRESS[name](rows(texts(3000)))
+    damaged = {"cut off": whole[:-40], "not compressed": rows(texts(3)), "flipped": b"\0\0\0\0" + whole[4:]}[
+        harm
+    ]
+    (tmp_path / name).write_bytes(damaged)
+    with pytest.raises(DataError, match=r"a\.jsonl\..* is damaged or cut off after line \d+"):
+        list(read_documents(tmp_path / name))
+
+
+BAD_LINES = {
+    "not json": (b"{text: 1}", "is not JSON"),
+    "cut off": (b'{"text": "abc', "is not JSON"),
+    "a list": (b'["text"]', "is no JSON object"),
+    "a string": (b'"text"', "is no JSON object"),
+    "no text": (b'{"title": "x"}', 'has no "text"'),
+    "null": (b'{"text": null}', "has a text that is no string"),
+    "a number": (b'{"text": 3}', "has a text that is no string"),
+    "empty": (b'{"text": ""}', "has an empty text"),
+    "blank": (b'{"text": " \\n"}', "has an empty text"),
+    "latin-1": ('{"text": "caf\xe9"}'.encode("latin-1"), "is not UTF-8"),
+    "half a surrogate": (b'{"text": "\\ud83d"}', "has half a surrogate pair"),
+    "a huge number": (b'{"text": "x", "n": ' + b"9" * 5000 + b"}", "is not JSON"),
+}
+
+
+@pytest.mark.parametrize("line, fault", BAD_LINES.values(), ids=BAD_LINES.keys())
+def test_a_bad_line_is_named(tmp_path: Path, line, fault):
+    """One line that says file, line number, fault and what a line should be."""
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")
+    with pytest.raises(DataError) as error:
+        list(read_documents(path))
+    assert str(error.value).startswith(f"{path}, line 3 {fault}")
+    assert "\n" not in str(error.value) and 'non-empty string "text"' in str(error.value)
+
+
+def test_harmless_things_are_read(tmp_path: Path):
+    """A byte-order mark, Windows line ends, blank lines and no newline at the end are no mistakes."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n\r\n  \n{"text": "two", "id": 7}')
+    assert [d.text for d in read_documents(path)] == ["one", "two"]
+
+
+def test_paths_folders_and_globs(write_jsonl, tmp_path: Path):
+    """All three name the same files, in one order; other files of a folder are not touched."""
+    files = [write_jsonl(["x"], f"folder/{n}") for n in ("a.jsonl", "b.jsonl.xz")]
+    (tmp_path / "folder" / "README.md").write_text("no data")
+    assert find_files(str(tmp_path / "folder")) == files
+    assert find_files(str(tmp_path / "folder" / "*.jsonl*")) == files
+    assert find_files(str(tmp_path / "**" / "*.jsonl*")) == files
+    assert find_files(str(files[0])) == files[:1]
+
+
+@pytest.mark.parametrize("source", ["nowhere.jsonl", "empty", "nothing-*.jsonl", "wiki40B"])
+def test_a_path_with_no_documents_is_refused(tmp_path: Path, monkeypatch, source):
+    """The message names the source and what would do."""
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        DataError, match=rf"no documents.*{source.replace('*', '.')}|{source} holds no.*: give a file"
+    ):
+        jsonl_corpus(source)
+
+
+def test_files_named_by_split_are_kept_apart(write_jsonl, tmp_path: Path):
+    """A folder with train, validation and test files must not train on what it is judged by."""
+    for name in ("train-1.jsonl", "train-2.jsonl", "validation.jsonl", "test.jsonl", "testimony.jsonl"):
+        write_jsonl([name], f"wiki/{name}")
+    corpus = jsonl_corpus(str(tmp_path / "wiki"))
+    assert [d.text for d in corpus.train.read()] == ["testimony.jsonl", "train-1.jsonl", "train-2.jsonl"]
+    assert [d.text for d in corpus.val.read()] == ["validation.jsonl"]
+    assert corpus.rule == "held out by name: validation.jsonl; left alone: test.jsonl"
+
+
+def test_a_single_file_is_trained_on_whatever_its_name(write_jsonl):
+    """Who names one file means it."""
+    corpus = jsonl_corpus(str(write_jsonl(["x"], "validation.jsonl")))
+    assert corpus.val is None and [d.text for d in corpus.train.read()] == ["x"]
+
+
+def test_val_source_is_never_trained_on(write_jsonl, tmp_path: Path):
+    """A glob may well match the validation file too."""
+    write_jsonl(["a"], "a.jsonl")
+    val = write_jsonl(["b"], "b.jsonl")
+    corpus = jsonl_corpus(str(tmp_path / "*.jsonl"), str(val))
+    assert [d.text for d in corpus.train.read()] == ["a"]
+    assert [d.text for d in corpus.val.read()] == ["b"]
+    with pytest.raises(DataError, match="no file that is not in"):
+        jsonl_corpus(str(val), str(val))
+
+
+def test_the_hash_follows_content_not_names_or_dates(write_jsonl, tmp_path: Path):
+    """A moved or touched file is the same data; a changed byte is not."""
+    before = jsonl_corpus(str(write_jsonl(["a", "b"], "x.jsonl"))).content_hash
+    assert jsonl_corpus(str(write_jsonl(["a", "b"], "moved/y.jsonl"))).content_hash == before
+    assert jsonl_corpus(str(write_jsonl(["a", "c"], "x.jsonl"))).content_hash != before
+    val = str(write_jsonl(["v"], "v.jsonl"))
+    assert jsonl_corpus(str(tmp_path / "moved"), val).content_hash != before

@@ -1,0 +1,77 @@
+"""Guards the verb: the defaults come from configs/table2.yaml, and every mistake of a user is one line."""
+
+import pytest
+import yaml
+
+from lingpt.cli.main import main
+from lingpt.configs import recipe_path
+
+from .conftest import write_run
+
+pytestmark = pytest.mark.usefixtures("no_network")
+
+
+@pytest.fixture
+def runs(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("EVAL_DATA", raising=False)
+    for attention in ("ours", "softmax", "gla"):
+        write_run(tmp_path / "runs", f"demo-{attention}", attention, tokenizer)
+    return tmp_path / "runs"
+
+
+def test_eval(runs, eval_data, capsys, monkeypatch):
+    """Every attention of the model, scored and put into Table 2; EVAL_DATA in the environment is enough."""
+    monkeypatch.setenv("EVAL_DATA", str(eval_data))
+    assert main(["eval", "--tasks", "arc_easy", "piqa", "--limit", "4", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    for attention, row in (("softmax", "Regular Attention"), ("gla", "Gated LA"), ("ours", "Our LA")):
+        assert (runs / f"demo-{attention}" / "eval" / "step-00000010.json").is_file()
+        paper, ours = out.split(row)[1].splitlines()[:2]
+        assert "paper" in paper and f"demo-{attention}, step 10" in ours and "±" in ours
+
+
+def test_defaults_are_table_2(runs, eval_data, capsys):
+    """With no --tasks: the paper's benchmarks, MMLU with no and with five examples."""
+    assert main(["eval", "--data", str(eval_data), "--runs", str(runs / "demo-ours"), "--device", "cpu"]) == 0
+    asked = yaml.safe_load(recipe_path("table2").read_text())["tasks"]
+    assert asked == ["arc_easy", "arc_challenge", "piqa", "mmlu", "mmlu:5"]
+    row = next(
+        line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("demo-ours, step")
+    )
+    assert row.count("±") == 6 and "–" not in row
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "dema"], "no run of dema with a checkpoint in runs: did you mean 'demo'?"),
+        (["--out", "nowhere"], "no run with a checkpoint in nowhere: train one first"),
+        (["--runs", "runs/nope"], "no run at runs/nope"),
+        (["--tasks", "piqa", "--num_fewshot", "5"], "piqa_train.jsonl"),
+        (["--tasks", "arc_eazy"], "did you mean 'arc_easy'?"),
+        (["--data", "nowhere"], "no folder nowhere"),
+        (["--device", "cuda:99"], "use --device auto"),
+        (["--batch_tokens", "0"], "batch_tokens is 0"),
+        (["--tusks", "piqa"], "tusks"),
+        (["--config", "table3"], "table3"),
+        (["--limit", "some"], "limit"),
+    ],
+)
+def test_mistakes_are_one_line(runs, eval_data, capsys, arguments, message):
+    assert main(["eval", "--data", str(eval_data), *arguments]) == 2
+    err = capsys.readouterr().err.strip()
+    assert err.startswith("lingpt: ") and message in err and "\n" not in err
+
+
+def test_no_network_and_no_data(runs, capsys, monkeypatch):
+    """The hub out of reach: what failed, and EVAL_DATA as the way out."""
+    import datasets
+
+    def offline(*args, **kwargs):
+        raise ConnectionError("no route to host\nand a long story")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    assert main(["eval", "--tasks", "piqa", "--device", "cpu"]) == 2
+    err = capsys.readouterr().err.strip()
+    assert "cannot load baber/piqa" in err and "EVAL_DATA" in err and "\n" not in err

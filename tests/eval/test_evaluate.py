@@ -1,0 +1,184 @@
+"""Guards the whole way from a run's checkpoint to scores on disk, with no network."""
+
+import json
+import math
+
+import pytest
+
+from lingpt.eval import EvalError, evaluate, find_checkpoints
+from lingpt.eval.harness import find_device, parse_task
+
+from .conftest import write_run
+
+pytestmark = pytest.mark.usefixtures("no_network")
+QUIET = {"device": "cpu", "say": lambda line: None}
+
+
+@pytest.fixture
+def checkpoint(tmp_path, tokenizer):
+    return find_checkpoints(write_run(tmp_path, "demo-ours", "ours", tokenizer).parent)[0]
+
+
+def on_disk(checkpoint):
+    return json.loads((checkpoint.run / "eval" / f"step-{checkpoint.step:08d}.json").read_text())
+
+
+def test_scores_are_written(checkpoint, eval_data):
+    """Accuracy, its standard error, its normalised form, and everything needed to know what they are of."""
+    results = evaluate(checkpoint, ["arc_easy", "piqa"], data=eval_data, **QUIET)
+    assert results == on_disk(checkpoint)
+    assert results["checkpoint"] == {
+        "run": "demo-ours",
+        "path": str(checkpoint.folder),
+        "model": "demo",
+        "attention": "ours",
+        "step": 10,
+        "weights": checkpoint.weights,
+    }
+    entry = results["scores"]["arc_easy (0-shot)"]
+    p, n = entry["metrics"]["acc"], entry["documents"]
+    assert n == 9 and p * 9 == pytest.approx(round(p * 9))
+    assert entry["metrics"]["acc_stderr"] == pytest.approx(math.sqrt(p * (1 - p) / (n - 1)))
+    assert {"acc_norm", "acc_norm_stderr"} < entry["metrics"].keys()
+    assert entry["data"].keys() == {"from", "arc_easy_test.jsonl"}
+    assert (entry["version"], entry["dtype"], entry["limit"], entry["complete"]) == (
+        1.0,
+        "float32",
+        None,
+        False,
+    )
+    assert len(entry["prompts"]) == 64 and entry["versions"]["lm_eval"] and entry["max_length"] == 64
+
+
+def test_accuracy_is_right(checkpoint, eval_data):
+    """Recomputed from the model alone: the answer with the highest log-likelihood, also per byte."""
+    import torch
+
+    from lingpt.data import load_tokenizer
+    from lingpt.models import load_model
+
+    metrics = evaluate(checkpoint, ["piqa"], data=eval_data, **QUIET)["scores"]["piqa (0-shot)"]["metrics"]
+    model, tokenizer = load_model(checkpoint.folder), load_tokenizer(checkpoint.folder)
+    right, right_norm, rows = 0, 0, [json.loads(line) for line in (eval_data / "piqa_valid.jsonl").open()]
+    for row in rows:
+        context, scores = tokenizer.encode(f"Question: {row['goal']}\nAnswer:"), []
+        for answer in (row["sol1"], row["sol2"]):
+            tokens = tokenizer.encode(f"Question: {row['goal']}\nAnswer: {answer}")
+            with torch.no_grad():
+                logprob = model(torch.tensor([tokens]))[0].log_softmax(-1)
+            scores.append(sum(logprob[i - 1, tokens[i]].item() for i in range(len(context), len(tokens))))
+        right += scores.index(max(scores)) == row["label"]
+        per_byte = [s / len(a) for s, a in zip(scores, (row["sol1"], row["sol2"]), strict=True)]
+        right_norm += per_byte.index(max(per_byte)) == row["label"]
+    assert (metrics["acc"], metrics["acc_norm"]) == (right / len(rows), right_norm / len(rows))
+
+
+def test_mmlu_is_weighted_by_size(checkpoint, eval_data):
+    """The group is the mean over questions, not over subjects; its 57 parts are kept."""
+    entry = evaluate(checkpoint, ["mmlu:2"], data=eval_data, **QUIET)["scores"]["mmlu (2-shot)"]
+    subjects = entry["subtasks"]
+    sizes = {name: 3 if name in ("mmlu_abstract_algebra", "mmlu_anatomy") else 2 for name in subjects}
+    assert len(subjects) == 57 and entry["documents"] == sum(sizes.values()) == 116
+    right = sum(subjects[name]["acc"] * size for name, size in sizes.items())
+    assert entry["metrics"]["acc"] == pytest.approx(right / 116)
+
+
+def test_what_is_there_is_not_computed_again(checkpoint, eval_data, monkeypatch):
+    """The same weights, task, limit, dtype and data: kept. Any of them different, or redo: computed."""
+    ran = []
+    from lingpt.eval import harness
+
+    run_task = harness.run_task
+    monkeypatch.setattr(harness, "run_task", lambda *args: ran.append(args[1:3]) or run_task(*args))
+
+    def again(tasks=("piqa",), **options):
+        ran.clear()
+        said = []
+        evaluate(checkpoint, list(tasks), data=eval_data, device="cpu", say=said.append, **options)
+        return len(ran), " ".join(said)
+
+    assert again()[0] == 1
+    count, said = again()
+    assert count == 0 and "already there" in said
+    assert again(redo=True)[0] == 1
+    assert again(limit=2)[0] == 1 and again(limit=2)[0] == 0
+    assert again()[0] == 0  # the limited score stands beside the full one
+    assert again(tasks=("piqa", "arc_easy", "arc_easy:2"))[0] == 2
+    assert again(dtype="bfloat16")[0] == 1
+    assert on_disk(checkpoint)["scores"].keys() == {
+        "piqa (0-shot)", "piqa (0-shot, first 2)", "arc_easy (0-shot)", "arc_easy (2-shot)",
+    }  # fmt: skip
+
+
+def test_changed_data_and_changed_weights_are_computed_again(checkpoint, eval_data, tmp_path):
+    """A file with other rows is another measurement; scores of other weights at the same step are dropped."""
+    import shutil
+
+    from lingpt.models import save_model
+
+    from .conftest import tiny_model
+
+    copy = tmp_path / "data"
+    shutil.copytree(eval_data, copy)
+    evaluate(checkpoint, ["piqa", "arc_easy"], data=copy, **QUIET)
+    file = copy / "piqa_valid.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:4]))
+    assert evaluate(checkpoint, ["piqa"], data=copy, **QUIET)["scores"]["piqa (0-shot)"]["documents"] == 4
+    save_model(tiny_model("ours", seed=99), checkpoint.folder)
+    results = evaluate(checkpoint.folder, ["piqa"], data=copy, **QUIET)
+    assert results["scores"].keys() == {"piqa (0-shot)"}
+
+
+def test_nothing_half_written(checkpoint, eval_data, monkeypatch):
+    """Interrupted in the second task: the first one's score is on disk, whole, and no file aside is left."""
+    from lingpt.eval import harness
+
+    run_task = harness.run_task
+
+    def interrupted(lm, name, *args):
+        if name == "arc_easy":
+            raise KeyboardInterrupt
+        return run_task(lm, name, *args)
+
+    monkeypatch.setattr(harness, "run_task", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(checkpoint, ["piqa", "arc_easy"], data=eval_data, **QUIET)
+    assert on_disk(checkpoint)["scores"].keys() == {"piqa (0-shot)"}
+    assert [file.name for file in (checkpoint.run / "eval").iterdir()] == ["step-00000010.json"]
+
+
+def test_quiet(checkpoint, eval_data, capfd):
+    """No warnings, no bars where stderr is no terminal: one line a task."""
+    evaluate(checkpoint, ["arc_easy:2", "piqa"], data=eval_data, device="cpu")
+    out, err = capfd.readouterr()
+    assert err == ""
+    assert [line.split(": ")[:2] for line in out.splitlines()] == [
+        ["demo-ours step 10", "arc_easy (2-shot)"],
+        ["demo-ours step 10", "piqa (0-shot)"],
+    ]
+
+
+def test_mistakes(checkpoint, eval_data):
+    """Each is one line that says how to mend it, before a model is loaded."""
+    for options, message in [
+        ({"tasks": ["mmlu:five"]}, "after the colon"),
+        ({"limit": 0}, "limit is 0"),
+        ({"dtype": "int8"}, "unknown dtype"),
+        ({"device": "cuda:99"}, "use --device auto"),
+        ({"num_fewshot": -1}, "num_fewshot is -1"),
+        ({"tasks": ["arc_eazy"]}, "did you mean 'arc_easy'"),
+    ]:
+        with pytest.raises(EvalError, match=message):
+            evaluate(checkpoint, **{"tasks": ["piqa"], "data": eval_data, **QUIET} | options)
+    assert parse_task("mmlu:5") == ("mmlu", 5) and parse_task("mmlu", 3) == ("mmlu", 3)
+    assert find_device("cpu").type == "cpu"
+
+
+def test_real_benchmarks(checkpoint, real_data):
+    """A few real questions of each benchmark through a tiny model: the counts and shots are right."""
+    tasks = ["arc_easy", "arc_challenge:5", "piqa", "mmlu:5", "lambada_openai", "openbookqa"]
+    scores = evaluate(checkpoint, tasks, data=real_data / "eval", limit=2, **QUIET)["scores"]
+    assert [entry["documents"] for entry in scores.values()] == [2, 2, 2, 114, 2, 2]
+    assert all(not entry["complete"] for entry in scores.values())
+    assert all(0 <= entry["metrics"]["acc"] <= 1 for entry in scores.values())
+    assert scores["mmlu (5-shot, first 2)"]["truncated"] == 4 * 114

@@ -1,0 +1,133 @@
+"""Guards the choice of what is evaluated: newest, whole, and as the attention it was trained with."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+
+from lingpt.eval import Checkpoint, EvalError, evaluate, find_checkpoints
+from lingpt.eval.runs import is_whole
+from lingpt.models import ModelError
+
+from .conftest import tiny_model, write_run
+
+
+def age(run, seconds):
+    """Makes every file of a run look that old."""
+    for file in run.rglob("*"):
+        os.utime(file, (1_700_000_000 - seconds,) * 2)
+
+
+def test_newest_run_of_each_attention(tmp_path, tokenizer):
+    """One run an attention, the one whose checkpoint was written last, at its highest step; hybrids apart."""
+    for name, attention, seconds in [
+        ("old", "ours", 300),
+        ("new", "ours", 100),
+        ("softmax", "softmax", 200),
+        ("hybrid", ["softmax", "ours"], 400),
+        ("turned", ["ours", "softmax"], 400),
+    ]:
+        age(write_run(tmp_path, name, attention, tokenizer, steps=(20, 100, 3)), seconds)
+    found = find_checkpoints(tmp_path, "demo")
+    assert [(c.run.name, c.label, c.step) for c in found] == [
+        ("new", "ours", 100),
+        ("turned", "ours+softmax", 100),
+        ("softmax", "softmax", 100),
+        ("hybrid", "softmax+ours", 100),
+    ]
+    assert found[3].attention == ("softmax", "ours")
+
+
+def test_the_model_defaults_to_the_newest_run(tmp_path, tokenizer):
+    """Without --model, the model trained last; a name that has no run gets the nearest."""
+    age(write_run(tmp_path, "a", "ours", tokenizer, model="pythia-14m"), 10)
+    age(write_run(tmp_path, "b", "ours", tokenizer, model="demo"), 20)
+    assert [c.model for c in find_checkpoints(tmp_path)] == ["pythia-14m"]
+    with pytest.raises(EvalError, match=r"no run of pythia-70m .*did you mean 'pythia-14m'"):
+        find_checkpoints(tmp_path, "pythia-70m")
+    with pytest.raises(EvalError, match="train one first"):
+        find_checkpoints(tmp_path / "nowhere")
+
+
+def test_runs_by_name(tmp_path, tokenizer):
+    """--runs takes runs in their order, several of one attention, and single checkpoints."""
+    a, b = (write_run(tmp_path, name, "ours", tokenizer, steps=(1, 2)) for name in "ab")
+    found = find_checkpoints(tmp_path, runs=[b, a / "checkpoints" / "step-00000001"])
+    assert [(c.run.name, c.step) for c in found] == [("b", 2), ("a", 1)]
+    (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(EvalError, match="no whole checkpoint yet"):
+        find_checkpoints(tmp_path, runs=[tmp_path / "empty"])
+    with pytest.raises(EvalError, match="no run at"):
+        find_checkpoints(tmp_path, runs=[tmp_path / "nowhere"])
+
+
+def cut(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+BROKEN = {
+    "cut off": cut,
+    "header only": lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 8),
+    "empty": lambda folder: (folder / "model.safetensors").write_bytes(b""),
+    "no tokenizer": lambda folder: (folder / "tokenizer.json").unlink(),
+    "half a tokenizer": lambda folder: (folder / "tokenizer.json").write_text('{"version": "1.0",'),
+    "no config": lambda folder: (folder / "config.json").unlink(),
+    "half a config": lambda folder: (folder / "config.json").write_text('{"n_layer": 2,'),
+    "aside": lambda folder: folder.rename(folder.with_name(folder.name + ".tmp")),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_half_written_checkpoint_is_never_chosen(how, tmp_path, tokenizer):
+    """However the newest one was left, the one before it is taken."""
+    run = write_run(tmp_path, "run", "ours", tokenizer, steps=(10, 20))
+    newest = run / "checkpoints" / "step-00000020"
+    assert is_whole(newest)
+    BROKEN[how](newest)
+    assert find_checkpoints(tmp_path)[0].step == 10
+    if newest.exists():
+        with pytest.raises(EvalError, match="no whole checkpoint"):
+            Checkpoint.open(newest)
+
+
+def test_fingerprint_and_dtype(tmp_path, tokenizer):
+    """Another training at the same step is told apart; a copy is not; the dtype is that of the weights."""
+    from lingpt.models import save_model
+
+    one, two = (write_run(tmp_path, name, "ours", tokenizer, steps=(5,)) for name in ("one", "two"))
+    first, second = (find_checkpoints(tmp_path, runs=[run])[0] for run in (one, two))
+    assert first.weights == second.weights and first.dtype == "float32"
+    model = tiny_model("ours", seed=5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1e-6 * torch.rand_like(parameter))
+    save_model(model, second.folder)
+    assert find_checkpoints(tmp_path, runs=[two])[0].weights != first.weights
+    save_model(model.bfloat16(), second.folder)
+    assert find_checkpoints(tmp_path, runs=[two])[0].dtype == "bfloat16"
+
+
+def test_attention_mismatch_is_refused(tmp_path, tokenizer, eval_data):
+    """A checkpoint put into the run of another attention (same keys, same shapes) is not scored as that."""
+    ours = write_run(tmp_path, "ours", "ours", tokenizer)
+    softmax = write_run(tmp_path, "softmax", "softmax", tokenizer)
+    folder = softmax / "checkpoints" / "step-00000010"
+    shutil.rmtree(folder)
+    shutil.copytree(ours / "checkpoints" / "step-00000010", folder)
+    with pytest.raises(ModelError, match="trained with attention 'ours', not 'softmax'"):
+        evaluate(folder, ["piqa"], data=eval_data, device="cpu")
+    assert not (softmax / "eval").exists()
+    config = json.loads((folder / "config.json").read_text()) | {"attention": "softmax"}
+    (folder / "config.json").write_text(json.dumps(config))  # the weights still say what they are
+    with pytest.raises(ModelError, match="weights were trained with"):
+        evaluate(folder, ["piqa"], data=eval_data, device="cpu")
+
+
+def test_a_run_that_does_not_say_what_it_is(tmp_path, tokenizer):
+    run = write_run(tmp_path, "run", "ours", tokenizer)
+    (run / "config.yaml").write_text("model: {name: demo}")
+    with pytest.raises(EvalError, match="does not say which model"):
+        find_checkpoints(tmp_path)

@@ -1,0 +1,192 @@
+"""Guards that local files change where the rows come from and nothing else: the same prompts and counts."""
+
+import json
+from functools import lru_cache
+from pathlib import Path
+
+import datasets
+import lm_eval.tasks
+import pytest
+from lm_eval.defaults import DEFAULT_OTHER_SEED
+from lm_eval.tasks import TaskManager
+
+from lingpt.eval import EvalError
+from lingpt.eval.tasks.benchmark import load_tasks
+from lingpt.eval.tasks.sources import sources
+
+STOCK = Path(lm_eval.tasks.__file__).parent
+CASES = [("arc_easy", 0), ("arc_easy", 5), ("arc_challenge", 3), ("piqa", 0), ("mmlu", 5)]
+pytestmark = pytest.mark.usefixtures("no_network")
+
+
+def requests(tasks, limit=None):
+    """Everything a model would be asked, by task."""
+    for task in tasks.values():
+        task.build_all_requests(limit=limit)
+    return {name: [instance.args for instance in task.instances] for name, task in tasks.items()}
+
+
+@lru_cache
+def read(file):
+    return [json.loads(line) for line in file.open(encoding="utf-8")]
+
+
+def stock_tasks(name, num_fewshot, data, monkeypatch):
+    """lm-eval's own task objects, with `datasets.load_dataset` answering from the rows as the hub would."""
+
+    def load_dataset(path, name=None, **kwargs):
+        splits = {
+            "allenai/ai2_arc": {"train": "train", "test": "test"},
+            "baber/piqa": {"validation": "valid"},
+            "cais/mmlu": {"dev": "dev", "test": "test"},
+        }[path]
+        stem = {"ARC-Easy": "arc_easy", "ARC-Challenge": "arc_challenge"}.get(name, path.split("/")[1])
+        found = {}
+        for split, suffix in splits.items():
+            rows = read(data / f"{stem}_{suffix}.jsonl")
+            rows = [row for row in rows if row.get("subject", name) == name or stem != "mmlu"]
+            found[split] = datasets.Dataset.from_list(rows)
+        found.setdefault("train", datasets.Dataset.from_list(rows))  # PIQA's pool of examples, not drawn from
+        return datasets.DatasetDict(found)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    folders = [STOCK / folder for folder in ("arc", "piqa", "mmlu/default")]
+    tasks = TaskManager(include_defaults=False, include_path=folders).load(name)["tasks"]
+    for task in tasks.values():
+        task.set_config("num_fewshot", num_fewshot)
+        task.set_fewshot_seed(DEFAULT_OTHER_SEED)
+    return tasks
+
+
+@pytest.mark.parametrize(("name", "num_fewshot"), CASES)
+def test_prompts_are_the_stock_tasks(name, num_fewshot, eval_data, monkeypatch):
+    """Byte for byte what lm-eval's own task builds from the same rows, examples and their order included."""
+    found = requests(load_tasks(name, num_fewshot, eval_data)["tasks"])
+    assert found == requests(stock_tasks(name, num_fewshot, eval_data, monkeypatch))
+
+
+@pytest.mark.parametrize(
+    ("name", "num_fewshot"), [("arc_easy", 0), ("arc_challenge", 5), ("piqa", 0), ("mmlu", 5)]
+)
+def test_prompts_of_the_real_data(name, num_fewshot, real_data, monkeypatch):
+    """The same on the first documents of the real benchmarks."""
+    data = real_data / "eval"
+    found = requests(load_tasks(name, num_fewshot, data)["tasks"], limit=3)
+    assert found == requests(stock_tasks(name, num_fewshot, data, monkeypatch), limit=3)
+
+
+def test_prompts_by_heart(real_data):
+    """The first ARC-Easy and MMLU requests, written out: a change in lm-eval or in the files is seen."""
+    arc = load_tasks("arc_easy", 0, real_data / "eval")["tasks"]["arc_easy"]
+    arc.build_all_requests(limit=1)
+    question = "Which statement best explains why photosynthesis is the foundation of most food webs?"
+    assert arc.instances[0].args == (
+        f"Question: {question}\nAnswer:",
+        " Sunlight is the source of energy for nearly all ecosystems.",
+    )
+    mmlu = load_tasks("mmlu_abstract_algebra", 0, real_data / "eval")["tasks"]["mmlu_abstract_algebra"]
+    mmlu.build_all_requests(limit=1)
+    assert mmlu.instances[1].args == (
+        "The following are multiple choice questions (with answers) about abstract algebra.\n\n"
+        "Find the degree for the given field extension Q(sqrt(2), sqrt(3), sqrt(18)) over Q.\n"
+        "A. 0\nB. 4\nC. 2\nD. 6\nAnswer:",
+        " B",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("arc_easy", 2376), ("arc_challenge", 1172), ("piqa", 1838), ("mmlu", 14042)]
+)
+def test_official_counts(name, count, real_data):
+    """Every document of the benchmark is there, in MMLU's case under 57 subjects."""
+    tasks = load_tasks(name, 0, real_data / "eval")["tasks"]
+    assert sum(len(task.eval_docs) for task in tasks.values()) == count
+    assert len(tasks) == (57 if name == "mmlu" else 1)
+    assert all(task.complete for task in tasks.values())
+
+
+def test_an_incomplete_file_is_known(eval_data):
+    """A file shorter than the official split is usable, and its scores are marked."""
+    assert not load_tasks("arc_easy", 0, eval_data)["tasks"]["arc_easy"].complete
+
+
+def test_requests_are_built_once_for_all_checkpoints(eval_data):
+    """The second checkpoint gets the same questions, none of the first one's answers, at no cost."""
+    task = load_tasks("arc_easy", 5, eval_data)["tasks"]["arc_easy"]
+    first = requests({"arc_easy": task})
+    task.instances[0].resps.append("the first checkpoint's")
+    again = load_tasks("arc_easy", 5, eval_data)["tasks"]["arc_easy"]
+    assert again is task
+    instances = task.instances
+    assert requests({"arc_easy": again}) == first
+    assert task.instances is instances and not instances[0].resps
+    shorter = requests({"arc_easy": again}, limit=2)  # another limit: built anew, from the same seed
+    assert shorter["arc_easy"] == first["arc_easy"][:8]
+
+
+def test_missing_files_are_named(eval_data, tmp_path):
+    """The split evaluated, and with shots the one examples come from: PIQA here is zero-shot only."""
+    with pytest.raises(EvalError, match=r"piqa_train\.jsonl \(the train split\)"):
+        load_tasks("piqa", 5, eval_data)
+    with pytest.raises(EvalError, match=r"arc_easy_test\.jsonl \(the test split\)"):
+        load_tasks("arc_easy", 0, tmp_path)
+    with pytest.raises(EvalError, match="no folder"):
+        load_tasks("arc_easy", 0, tmp_path / "nowhere")
+
+
+def test_bad_lines_are_named(tmp_path):
+    """Not JSON, a field missing, nothing at all: file and line, and how to tell."""
+    file = tmp_path / "piqa_valid.jsonl"
+    good = json.dumps({"goal": "g", "sol1": "a", "sol2": "b", "label": 0})
+    for text, message in [
+        (good + '\n{"goal": "cut o', r"piqa_valid\.jsonl:2: not JSON"),
+        (good + '\n\n{"goal": "g", "sol1": "a", "label": 0}\n', r"piqa_valid\.jsonl:3: no 'sol2'"),
+        ("\n", "is empty"),
+    ]:
+        file.write_text(text)
+        with pytest.raises(EvalError, match=message):
+            load_tasks("piqa", 0, tmp_path)
+
+
+def test_unknown_tasks(eval_data):
+    """The nearest name, and what has no local files."""
+    with pytest.raises(EvalError, match="did you mean 'arc_easy'"):
+        load_tasks("arc_eazy", 0, eval_data)
+    with pytest.raises(EvalError, match="no local files for a task 'hellaswag'"):
+        load_tasks("hellaswag", 0, eval_data)
+
+
+def test_no_network_says_how_to_mend(monkeypatch):
+    """Without EVAL_DATA and without the hub: one line that names EVAL_DATA."""
+
+    def offline(*args, **kwargs):
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    with pytest.raises(EvalError, match=r"ai2_arc from the Hugging Face hub \(no route to host\).*EVAL_DATA"):
+        load_tasks("arc_easy", 0, None)
+
+
+def test_the_hub_path_is_the_stock_task(eval_data, monkeypatch):
+    """Without EVAL_DATA rows come from `datasets.load_dataset`, and the prompts are the stock task's."""
+    expected = requests(stock_tasks("arc_challenge", 2, eval_data, monkeypatch))
+    tasks = load_tasks("arc_challenge", 2, None)["tasks"]
+    assert requests(tasks) == expected
+    assert tasks["arc_challenge"].complete
+
+
+def test_every_source_belongs_to_a_stock_task():
+    """sources.yaml names data sets as the stock YAML does, with splits that these have."""
+    from lingpt.eval.tasks.benchmark import COVERED
+
+    index = TaskManager(include_defaults=False, include_path=COVERED).task_index
+    stock = {
+        f"{e.cfg['dataset_path']}/{e.cfg.get('dataset_name')}": e.cfg
+        for e in index.values()
+        if "dataset_path" in (e.cfg or {})
+    }
+    for name, source in sources().items():
+        tasks = [cfg for key, cfg in stock.items() if key == name or key.startswith(f"{name}/")]
+        assert tasks, name
+        keys = ("training_split", "validation_split", "test_split", "fewshot_split")
+        assert set(source.splits) <= {cfg.get(key) for cfg in tasks for key in keys}

@@ -1,0 +1,343 @@
+"""The benchmark on a CPU: peers right for their own function, wrong ones found out, plots, targets."""
+
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lingpt.cli.main import main
+from lingpt.kernels.bench import (
+    DEFAULT_PEERS,
+    PEERS,
+    SWEEPS,
+    Results,
+    Row,
+    Shape,
+    bars_table,
+    draw,
+    run_bench,
+)
+from lingpt.kernels.bench.bars import BARS
+from lingpt.kernels.bench.measure import TAIL, Clock, measure
+from lingpt.kernels.bench.selftest import SHAPES, self_test
+from lingpt.kernels.bench.shapes import BATCH_1, CUMSUM, REFERENCE
+from lingpt.kernels.bench.traffic import parse_counts
+from lingpt.kernels.errors import KernelError
+
+CPU = torch.device("cpu")
+ON_CPU = ("ours-chunkwise", "torch-cumsum", "sdpa-math")
+TINY = {"training": (Shape(2, 65, 2, 16),), "sweep-n": (Shape(2, 65, 2, 16), Shape(2, 130, 2, 16))}
+
+
+def naive(x: dict, weights) -> torch.Tensor:
+    """o_i = Σ_{j≤i} w_ij v_j in float64, w from `weights(q, k, age)`, [B, H, N, N]."""
+    q, k, v = (x[name].transpose(1, 2) for name in "qkv")
+    age = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
+    return ((weights(q, k, age) * (age >= 0)) @ v).transpose(1, 2)
+
+
+def test_names_of_peers_and_sweeps() -> None:
+    """Guards: everything that the tables compare with is in the registry and runs by default."""
+    wanted = {
+        "ours",
+        "torch-cumsum",
+        "fla-linear",
+        "fla-linear-norm",
+        "fla-fused-linear",
+        "fla-lightning",
+        "fla-gla",
+    }
+    assert wanted | {"sdpa-flash", "sdpa-cudnn"} <= set(DEFAULT_PEERS) <= set(PEERS)
+    assert {REFERENCE, BATCH_1, CUMSUM} <= set(SWEEPS["training"])
+    assert min(SWEEPS["sweep-n"]).N <= 1100 and max(SWEEPS["sweep-n"]).N == 300_000
+
+
+@pytest.mark.parametrize("name", ["fla-linear", "fla-fused-linear", "fla-lightning", "fla-linear-norm"])
+def test_oracles_of_peers_that_need_a_gpu(name: str) -> None:
+    """Guards: what those peers are held to is their definition, written out here as a quadratic sum."""
+    x = PEERS[name].inputs(Shape(2, 70, 3, 16), torch.float64, CPU)
+    x = {key: value.detach().double() for key, value in x.items()}
+    decay = x.get("log_decay", torch.zeros(3, dtype=torch.float64))[:, None, None]
+    expected = naive(x, lambda q, k, age: (q @ k.mT) * torch.exp(decay * age.clamp(min=0)))
+    if name == "fla-linear-norm":
+        expected = expected / naive(x | {"v": torch.ones_like(x["v"])}, lambda q, k, age: q @ k.mT)
+        assert (x["q"] >= 0).all() and (x["k"] >= 0).all()
+    torch.testing.assert_close(PEERS[name].oracle(x), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_oracle_of_softmax_takes_the_last_rows() -> None:
+    """Guards: the rows before the tail are not needed, and the mask starts in the right place."""
+    x = PEERS["sdpa-math"].inputs(Shape(2, 40, 3, 16), torch.float64, CPU)
+    whole = PEERS["sdpa-math"].call(x)
+    tail = PEERS["sdpa-math"].oracle(x | {"q": x["q"][:, -7:]})
+    torch.testing.assert_close(tail, whole[:, -7:], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize("N", [1, 65, TAIL + 50])
+def test_a_peer_on_the_cpu_is_timed_and_right(name: str, N: int) -> None:
+    """Guards: every PyTorch peer computes its function, forward and backward, in a row that says so."""
+    row = measure(PEERS[name], Shape(2, N, 3, 16), torch.float32, Clock(CPU), seconds=0.01)
+    gradients = (
+        {"o", "dv"} if N == 1 else {"o", "dq", "dk", "dv"}
+    )  # one token: dq = dk = 0, no relative error
+    assert all(row.errors[key] < 1e-5 for key in gradients) and set(row.errors) == {"o", "dq", "dk", "dv"}
+    assert N == 1 or row.status == "ok"
+    assert row.forward_ms > 0 and row.backward_ms > 0 and row.both_ms > 0 and row.repeats >= 3
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize("where", ["first", "last", "gradient", "nan"])
+def test_a_wrong_result_is_found_out(name: str, where: str) -> None:
+    """Guards: a wrong head, the last batch and head (offsets), a wrong gradient and NaN are not "ok"."""
+
+    def call(x: dict) -> torch.Tensor:
+        o = PEERS[name].call(x)
+        spoil = torch.ones_like(o)
+        outermost = -1 if where == "last" else 0
+        spoil[outermost, -8:, outermost] = 1.5
+        if where == "gradient":
+            return o + (x["k"] * 0.1 - (x["k"] * 0.1).detach())
+        return o * (spoil * torch.nan if where == "nan" else spoil)
+
+    wrong = dataclasses.replace(PEERS[name], call=call)
+    row = measure(wrong, Shape(3, 66, 4, 16), torch.float32, Clock(CPU), seconds=0.01)
+    assert row.status == "wrong" and "is off by" in row.reason
+    assert (row.errors["o"] < 1e-5) == (where == "gradient")
+    assert where != "gradient" or (row.errors["dk"] > row.tolerance and "dk" in row.reason)
+
+
+def test_what_a_peer_does_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: a peer that is missing, runs out of memory or breaks does not end the run; the row says why."""
+
+    def out_of_memory(x: dict) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def broken(x: dict) -> torch.Tensor:
+        raise ValueError("head_dim 16 not supported\nmore")
+
+    shape, clock, peer = Shape(1, 8, 1, 16), Clock(CPU), PEERS["sdpa-math"]
+    rows = [
+        measure(p, shape, torch.float32, clock)
+        for p in (
+            PEERS["fla-gla"],
+            dataclasses.replace(peer, call=out_of_memory),
+            dataclasses.replace(peer, call=broken),
+        )
+    ]
+    assert [row.status for row in rows] == ["skipped", "oom", "error"]
+    assert "CUDA" in rows[0].reason and rows[2].reason == "ValueError: head_dim 16 not supported"
+
+
+def test_a_run_keeps_its_rows_and_comes_back_from_disk(tmp_path: Path) -> None:
+    """Guards: a shape of two sweeps is measured once, the file holds everything, head included."""
+    results = run_bench(peers=ON_CPU, device="cpu", dtype=torch.float32, sweeps=TINY, progress=False)
+    assert len(results.rows) == len(ON_CPU) * 2 and {row.status for row in results.rows} == {"ok"}
+    results.save(tmp_path / "a" / "results.json")
+    again = Results.load(tmp_path / "a" / "results.json")
+    assert again == results and again.rows[0].shape.N == 65
+    assert {"card", "driver", "versions", "source_hash", "date"} <= set(again.environment)
+    assert again.copy_bandwidth > 1e8
+
+
+def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    """Guards: `append` measures what lacks or was skipped, keeps the rest, refuses another source's rows."""
+    options = {"device": "cpu", "dtype": torch.float32, "sweeps": TINY, "progress": False}
+    path = tmp_path / "results.json"
+    options |= {"save_to": path, "append": True}
+    run_bench(peers=("sdpa-math",), only=("training",), **options)
+    kept = Results.load(path).rows[0]
+    run_bench(peers=("sdpa-math", "ours-chunkwise"), budget=0, **options)
+    whole = run_bench(peers=("sdpa-math", "ours-chunkwise"), **options)
+    assert kept in whole.rows and len(whole.rows) == 4 and {row.status for row in whole.rows} == {"ok"}
+    assert Results.load(path) == whole
+    whole.environment["source_hash"] = "another"
+    whole.save(path)
+    with pytest.raises(KernelError, match="another source_hash"):
+        run_bench(peers=("sdpa-math",), **options)
+
+
+def test_time_is_bounded() -> None:
+    """Guards: a spent budget and a shape that would take too long are rows that say so, and cost nothing."""
+    spent = run_bench(peers=ON_CPU, device="cpu", dtype=torch.float32, sweeps=TINY, budget=0, progress=False)
+    assert all("budget" in row.reason and row.status == "skipped" for row in spent.rows)
+    grown = {"training": (Shape(1, 64, 1, 16), Shape(1, 10**9, 1, 16))}
+    run = run_bench(peers=("sdpa-math",), device="cpu", dtype=torch.float32, sweeps=grown, progress=False)
+    assert run.rows[0].status == "ok" and "would take about" in run.rows[1].reason
+
+
+@pytest.mark.parametrize("names", [{"peers": ["fla"]}, {"only": ["trainnig"]}])
+def test_an_unknown_name_lists_the_known(names: dict) -> None:
+    with pytest.raises(KernelError, match=r"unknown (peer|sweep) .*: there are "):
+        run_bench(**names, device="cpu", progress=False)
+
+
+def made_up(scale: float = 1.0) -> Results:
+    """Results of a card that does not exist: ours at `scale` × the floor, peers slower by known factors."""
+    slower = {"ours": scale, "ours-decay": scale * 1.02, "ours-packed": scale, "torch-cumsum": 90.0}
+    slower |= {"fla-linear": 3.0, "fla-fused-linear": 4.0, "fla-lightning": 3.5, "fla-linear-norm": 8.0}
+    slower |= {"fla-gla": 12.0, "sdpa-flash": 25.0, "sdpa-cudnn": 13.0}
+    env = {"card": "a made-up card", "driver": "CUDA 13.0", "nvrtc": "13.0", "versions": {"torch": "2"}}
+    results = Results(env | {"source_hash": "0", "date": "2026-01-01"}, 4e12)
+    for shape in dict.fromkeys(s for sweep in SWEEPS.values() for s in sweep):
+        for name, factor in slower.items():
+            growth = shape.N / 8192 if PEERS[name].quadratic else 1
+            forward, backward = (factor * growth * results.floor_ms(shape, units) for units in (4, 8))
+            row = Row(
+                name, shape, "bfloat16", forward_ms=forward, backward_ms=backward, both_ms=forward + backward
+            )
+            row.forward_memory, row.both_memory = 1.1, 4.4
+            if name == "torch-cumsum" and shape not in (CUMSUM, *SWEEPS["sweep-n"][:2]):
+                row = Row(name, shape, "bfloat16", "oom", "out of memory")
+            if PEERS[name].quadratic and shape.N > 70_000:
+                row = Row(name, shape, "bfloat16", "skipped", "would take about 9 s a call")
+            results.rows.append(row)
+    return results
+
+
+def column(table: str, what: str, index: int) -> str:
+    line = next(line for line in table.splitlines() if what in line)
+    return line.split("|")[index].strip()
+
+
+def test_targets_are_computed_from_the_rows() -> None:
+    """Guards: each row holds the ratio that it names, judged against the right side of its bar."""
+    table = bars_table(made_up())
+    assert len(table.splitlines()) == len(BARS) + 4
+    for what, reached, verdict in (
+        ("4 U floor", "1.00×", "aim met"),
+        ("8 U floor", "1.00×", "aim met"),
+        ("FLA GLA", "12.00× / 12.00×", "aim met"),
+        ("FLA normalised", "8.00× / 8.00×", "aim met"),
+        ("without normaliser", "3.00× / 3.00×", "aim met"),
+        ("N=131072", "1.00× / 1.00×", "met"),
+        ("decay", "1.02× / 1.02×", "met"),
+        ("do, forward |", "1.10 U", "met"),
+        ("forward + backward", "4.40 U", "met"),
+        ("cumulative sums", "90.00×", "met"),
+    ):
+        assert (column(table, what, 4), column(table, what, 5)) == (reached, verdict), what
+    slow = bars_table(made_up(scale=4.0))
+    assert column(slow, "4 U floor", 5) == column(slow, "FLA GLA", 5) == "**not met**"
+    assert column(slow, "FLA GLA", 4) == "3.00× / 3.00×"
+
+
+def test_no_ratio_of_a_wrong_result() -> None:
+    """Guards: "a speed-up is never reported on a red gate", of ours or of the peer."""
+    results = made_up()
+    for row in results.rows:
+        if row.peer in ("fla-gla", "ours-decay") and row.shape == REFERENCE:
+            row.status, row.reason = "wrong", "o is off by 1.0e+00"
+    table = bars_table(results)
+    assert "not measured" in column(table, "FLA GLA", 4) and "off by 1" in column(table, "decay", 4)
+    for row in results.rows:
+        row.status = "wrong" if row.peer == "ours" else row.status
+    assert sum("not measured" in line for line in bars_table(results).splitlines()) == len(BARS)
+
+
+def test_the_self_test_judges() -> None:
+    """Guards: `lingpt kernels test` passes a right operator at every length, fails a wrong or missing one."""
+    checks = self_test(("ours-chunkwise",), "cpu")
+    assert len(checks) == len(SHAPES) * 2 and all(check.passed and 0 < check.worst < 1e-2 for check in checks)
+    assert not checks[0]._replace(worst=math.nan).passed and not checks[0]._replace(worst=0.1).passed
+    missing = self_test(("ours",), "cpu")
+    assert not any(check.passed for check in missing) and "CUDA" in missing[0].reason
+
+
+def test_plots_hold_every_right_peer(tmp_path: Path) -> None:
+    """Guards: the three plots are drawn from the results alone, as pictures of a size to read."""
+    from matplotlib.image import imread
+
+    paths = draw(made_up(scale=1.4), tmp_path)
+    assert [path.name for path in paths] == ["sweep-n.png", "sweep-d.png", "traffic.png"]
+    for path in paths:
+        picture = imread(path)
+        assert picture.shape[1] > 1000 and picture.std() > 0.05
+    assert draw(Results(made_up().environment, 4e12), tmp_path / "empty") == []
+
+
+def test_bytes_are_summed_over_kernels() -> None:
+    """Guards: the profiler's table is found below its chatter, and both directions of DRAM count."""
+    output = (
+        "==PROF== Connected to process 7\n==PROF== Disconnected\n"
+        '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"\n'
+        '"0","scan","dram__bytes_read.sum","byte","402,653,184"\n'
+        '"0","scan","dram__bytes_write.sum","byte","134217728"\n'
+        '"1","other","dram__bytes_read.sum","byte","16"\n"1","other","sm__cycles.sum","cycle","99"\n'
+    )
+    assert parse_counts(output) == 402653184 + 134217728 + 16
+    assert parse_counts("==ERROR== no permission\n") == 0
+
+
+def test_the_command_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Guards: `lingpt bench` from the command line to the files, and drawing again without measuring."""
+    out = str(tmp_path / "out")
+    assert main(["bench", "--device", "cpu", "--peers", "ours-chunkwise", "fla-gla", "--out", out]) == 0
+    shown = capsys.readouterr().out
+    assert "fla-gla" in shown and "needs a CUDA device" in shown and "bars.md" in shown
+    rows = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
+    assert {row["peer"] for row in rows if row["status"] == "ok"} == {"ours-chunkwise"}
+    assert main(["bench", "--redraw", "--out", out]) == 0
+    assert main(["bench", "--redraw", "--out", str(tmp_path / "none")]) == 2
+    assert "run `lingpt bench` first" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+@pytest.mark.parametrize("command", [["bench"], ["kernels", "test"], ["kernels", "frobnicate"]])
+def test_mistakes_get_one_line(command: list[str], capsys: pytest.CaptureFixture) -> None:
+    """Guards: no GPU or no such action is told in a line, with exit code 2."""
+    assert main(command) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("lingpt: ") and err.count("\n") == 1
+
+
+def test_kernels_are_listed_and_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Guards: `lingpt kernels` shows each kernel and architecture, compiled or not, with its figures."""
+    pytest.importorskip("cuda.core")
+    from lingpt.kernels.linear.cuda import launch
+    from lingpt.kernels.linear.cuda.compile import KernelSpec
+
+    source = tmp_path / "noop.cu"
+    source.write_text('extern "C" __global__ void noop(float* x) { x[threadIdx.x] = WIDTH; }')
+    spec = KernelSpec(str(source), ("noop",), {"WIDTH": 64}, architectures=("sm_80", "sm_90a"))
+    monkeypatch.setattr(launch, "specs", lambda: [spec])
+    monkeypatch.setenv("LINGPT_CACHE", str(tmp_path))
+    assert main(["kernels", "compile", "--arch", "sm_90a"]) == 0
+    assert "noop" in capsys.readouterr().out
+    assert main(["kernels", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[2:] for line in lines[1:3]] == [["sm_80", "not", "compiled"], ["sm_90a", "cached"]]
+    assert main(["kernels", "compile", "--arch", "sm_75"]) == 2
+    assert "there are kernels for sm_80, sm_90a" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", DEFAULT_PEERS)
+def test_a_peer_on_the_gpu_is_timed_and_right(name: str) -> None:
+    """Guards: each peer that is installed computes its own function, with its memory and its graph."""
+    shape = Shape(2, 1024, 4, 64)
+    row = measure(PEERS[name], shape, torch.bfloat16, Clock(torch.device("cuda")), limit=120, graphs=True)
+    if row.status == "skipped":
+        pytest.skip(f"{name}: {row.reason}")
+    assert row.status == "ok", row.reason
+    assert row.forward_memory >= 1 and row.both_memory >= row.forward_memory and math.isfinite(row.both_ms)
+
+
+@pytest.mark.parametrize("action", ["list", "compile"])
+def test_without_a_compiler_the_kernels_verb_says_how_to_get_one(monkeypatch, capsys, action) -> None:
+    """Guards: an installation without the extras cuda12 and cuda13 gets a line, not a traceback."""
+    from lingpt.kernels.linear.cuda import compile as nvrtc
+
+    def missing() -> tuple[int, int]:
+        raise KernelError("the CUDA kernels need a compiler that is not installed")
+
+    monkeypatch.setattr(nvrtc, "_nvrtc_version", missing)
+    monkeypatch.setitem(sys.modules, "cuda.pathfinder", None)
+    assert main(["kernels", action]) == 2
+    assert "a compiler that is not installed" in capsys.readouterr().err

@@ -1,0 +1,251 @@
+"""The compiler, with no GPU: headers from pip, every architecture, the cache, the report of ptxas."""
+
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from lingpt.kernels.errors import KernelError
+from lingpt.kernels.linear.cuda import compile as nvrtc
+
+ARCHITECTURES = [*nvrtc.ARCHITECTURES, "sm_100a", "sm_120"]
+
+TENSOR_CORES = r"""
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include "tile.cuh"
+
+template <int ROWS, bool ADD>
+__global__ void multiply(const __nv_bfloat16* a, const __nv_bfloat16* b, float* c) {
+    __shared__ float tile[ROWS * SCALE];
+    const unsigned* x = reinterpret_cast<const unsigned*>(a) + threadIdx.x * 4;
+    const unsigned* y = reinterpret_cast<const unsigned*>(b) + threadIdx.x * 2;
+    float d[4] = {};
+    mma(d, x, y);
+    for (int i = 0; i < 4; i++) tile[(threadIdx.x * 4 + i) % ROWS] = d[i];
+    __syncthreads();
+    c[threadIdx.x] = tile[threadIdx.x % ROWS] + (ADD ? __bfloat162float(a[0]) : 0.f);
+}
+"""
+TILE = r"""
+#pragma once
+__device__ inline void mma(float* d, const unsigned* x, const unsigned* y) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+                 "{%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(y[0]), "r"(y[1]));
+}
+"""
+SPILLS = r"""
+extern "C" __global__ void __launch_bounds__(1024) spills(const float* a, float* c) {
+    float x[96];
+    for (int i = 0; i < 96; i++) x[i] = a[i * 1024 + threadIdx.x];
+    __syncthreads();
+    for (int r = 0; r < 8; r++)
+        #pragma unroll
+        for (int i = 0; i < 96; i++) x[i] = x[i] * x[(i * 7 + 5) % 96] + x[(i + 31) % 96];
+    for (int i = 0; i < 96; i++) c[i * 1024 + threadIdx.x] = x[i];
+}
+"""
+NAME = "multiply<64, true>"
+
+
+@pytest.fixture(autouse=True)
+def compiler() -> None:
+    pytest.importorskip("cuda.core", reason="the CUDA compiler is not installed (extras cuda12, cuda13)")
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LINGPT_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "tile.cuh").write_text(TILE)
+    path = tmp_path / "multiply.cu"
+    path.write_text(TENSOR_CORES)
+    return path
+
+
+def build(source: Path, arch: str = "sm_80", names: tuple[str, ...] = (NAME,), scale: int = 1):
+    return nvrtc.compile_kernels(source, arch, {"SCALE": scale}, names)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_tensor_cores_and_headers_compile_for_every_architecture(source: Path, arch: str) -> None:
+    """Guards: pip's headers are found, templates get their names, the report has figures that can be true."""
+    module = build(source, arch)
+    assert module.cubin[:4] == b"\x7fELF" and module.symbols[NAME].encode() in module.cubin
+    used = module.resources[NAME]
+    assert 8 <= used.registers <= 64 and used.spills == 0 and used.shared == 64 * 4
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_spills_are_seen(source: Path, arch: str) -> None:
+    """Guards: the check can fail: 96 live values do not fit the 64 registers that 1024 threads leave."""
+    source.write_text(SPILLS)
+    used = build(source, arch, ("spills",)).resources["spills"]
+    assert used.registers <= 64 and used.spill_stores > 0 and used.spill_loads > 0 and used.stack > 0
+
+
+def test_spills_of_a_function_count_for_its_kernel() -> None:
+    """Guards: `ptxas` reports functions that were not inlined apart, under the kernel that calls them."""
+    log = (
+        "ptxas info    : Compiling entry function 'k' for 'sm_90a'\n"
+        "ptxas info    : Function properties for k\n"
+        "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
+        "ptxas info    : Function properties for helper\n"
+        "    8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads\n"
+        "ptxas info    : Used 40 registers, used 1 barriers, 8 bytes cumulative stack size, 2048 bytes smem\n"
+    )
+    assert nvrtc.parse_ptxas_report(log) == {"k": nvrtc.Resources(40, 8, 4, 12, 2048)}
+
+
+def test_the_cache_serves_the_same_and_notices_every_change(source: Path) -> None:
+    """Guards: a second start compiles nothing; a changed source, include, define or architecture does not."""
+    first, again = build(source), build(source)
+    assert first.seconds > 0 and again.seconds == 0
+    assert (again.cubin, again.symbols, again.resources) == (first.cubin, first.symbols, first.resources)
+    source.with_name("tile.cuh").write_text(TILE + "// changed\n")
+    assert build(source).seconds > 0
+    source.write_text(TENSOR_CORES.replace("ADD ?", "!ADD ?"))
+    assert build(source).seconds > 0
+    assert build(source, scale=2).seconds > 0
+    assert build(source, "sm_86").seconds > 0
+    assert len(list(nvrtc.cache_folder().glob("*.cubin"))) == 5
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-100], lambda b: b"", lambda b: b[:-1] + bytes([b[-1] ^ 1])])
+def test_a_damaged_cache_file_is_compiled_again(source: Path, damage) -> None:
+    """Guards: a file cut short by a full disk, or a flipped bit, never reaches the GPU."""
+    first = build(source)
+    first.path.write_bytes(damage(first.path.read_bytes()))
+    again = build(source)
+    assert again.seconds > 0 and again.cubin == first.cubin
+    assert build(source).seconds == 0
+
+
+def test_many_at_once_leave_one_whole_file(source: Path) -> None:
+    """Guards: processes that start together do not corrupt the cache and leave no half-written file."""
+    script = (
+        "import sys; from lingpt.kernels.linear.cuda.compile import compile_kernels as c;"
+        f"print(len(c(sys.argv[1], 'sm_80', {{'SCALE': 1}}, ['{NAME}']).cubin))"
+    )
+    command = [sys.executable, "-c", script, str(source)]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    threads = [threading.Thread(target=build, args=(source,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sizes = {int(process.communicate(timeout=60)[0]) for process in started}
+    module = build(source)
+    assert sizes == {len(module.cubin)} and module.seconds == 0
+    assert list(nvrtc.cache_folder().iterdir()) == [module.path]
+
+
+def test_an_unwritable_cache_warns_and_works(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: a read-only home costs a second at every start, not the run."""
+    source.with_name("file").write_text("")
+    monkeypatch.setenv("LINGPT_CACHE", str(source.with_name("file")))
+    with pytest.warns(UserWarning, match="compiled again at every start"):
+        assert build(source).cubin[:4] == b"\x7fELF"
+
+
+def test_broken_source_shows_the_compilers_words(source: Path) -> None:
+    """Guards: whoever edits a kernel sees file, line and message."""
+    source.write_text("__global__ void k() { undeclared = 1; }")
+    with pytest.raises(RuntimeError, match=r'(?s)multiply.cu.*sm_80.*"undeclared" is undefined'):
+        build(source, names=("k",))
+
+
+@pytest.mark.parametrize("arch, words", [("sm_999", "does not know sm_999"), ("hopper", "is no CUDA arch")])
+def test_an_unknown_architecture_is_one_line(source: Path, arch: str, words: str) -> None:
+    with pytest.raises(KernelError, match=words):
+        build(source, arch)
+
+
+def test_a_missing_compiler_names_the_extra(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: without cuda-core the answer is what to install, for torch's own CUDA version."""
+    nvrtc._nvrtc_version.cache_clear()
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    monkeypatch.setattr(nvrtc.torch.version, "cuda", "12.8")
+    with pytest.raises(KernelError, match=r"pip install 'lingpt\[cuda12\]'"):
+        build(source)
+
+
+def test_a_driver_too_old_for_the_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: a CUDA 12 driver is told apart before it is given a cubin of CUDA 13."""
+    from cuda.bindings import driver
+
+    monkeypatch.setattr(driver, "cuDriverGetVersion", lambda: (0, 12040))
+    assert nvrtc._driver_for((12, 9)) is driver
+    with pytest.raises(KernelError, match=r"runs CUDA up to 12.4, .* CUDA 13: .*lingpt\[cuda12\]"):
+        nvrtc._driver_for((13, 0))
+
+
+def test_arguments_lie_where_a_kernel_reads_them() -> None:
+    """Guards: each pointer handed to the driver points at its value, whatever sizes stand before it."""
+    import ctypes
+
+    arguments = nvrtc.PackedArguments("Pif128sqP")
+    values = (2**40 + 7, -3, 0.5, bytes(range(128)), -(2**50), 0)
+    address = arguments.pack(*values)
+    pointers = (ctypes.c_void_p * len(values)).from_address(address)
+    u64, i64 = ctypes.c_uint64, ctypes.c_int64
+    kinds = (u64, ctypes.c_int32, ctypes.c_float, ctypes.c_char * 128, i64, u64)
+    read = [kind.from_address(pointer) for kind, pointer in zip(kinds, pointers, strict=True)]
+    assert [x.raw if hasattr(x, "raw") else x.value for x in read] == list(values)
+
+
+def test_the_hash_is_of_substance(tmp_path: Path) -> None:
+    """Guards: comments and blank space leave a GPU record valid; any other change makes it stale."""
+    kernel, launcher = tmp_path / "k.cu", tmp_path / "__init__.py"
+
+    def written(cuda: str, python: str = "x = 1\n") -> str:
+        kernel.write_text(cuda)
+        launcher.write_text(python)
+        return nvrtc.source_hash(tmp_path)
+
+    base = written('int a = 1; const char* s = "// kept"; // note')
+    commented = '/* new\n note */ int a=1;\n\nconst char* s = "// kept";'
+    assert written(commented, '"""Doc."""\n\n# why\nx = 1\n') == base
+    assert written('int a = 2; const char* s = "// kept";') != base
+    assert written('int a = 1; const char* s = "// other";') != base
+    assert written('int a = 1; const char* s = "// kept";', "x = 2\n") != base
+
+
+@pytest.mark.slow
+def test_our_kernels_compile_without_spills() -> None:
+    """Guards: every kernel a user can meet compiles for its architectures, its values in registers; no remark
+    of the compiler says that it had to serialise a warpgroup product."""
+    from lingpt.kernels.linear.cuda.launch import specs
+
+    cells = [(spec, arch) for spec in specs() for arch in spec.architectures]
+    assert {arch for _, arch in cells} >= set(nvrtc.ARCHITECTURES)
+    with ThreadPoolExecutor(2) as pool:
+        modules = list(pool.map(lambda cell: cell[0].compile(cell[1]), cells))
+    for (spec, _), module in zip(cells, modules, strict=True):
+        assert set(module.resources) == set(spec.names)  # the report holds every kernel
+    used = [(module.arch, name, use) for module in modules for name, use in module.resources.items()]
+    assert not [f"{name} on {arch}: {use}" for arch, name, use in used if use.spills]
+    assert not [remark for module in modules for remark in module.remarks]
+
+
+@pytest.mark.gpu
+def test_a_compiled_kernel_runs(source: Path) -> None:
+    """Guards: load, packed arguments and dynamic shared memory above 48 KB, on torch's stream."""
+    import torch
+
+    source.write_text(r"""
+        extern "C" __global__ void fill(float* out, float value, int n) {
+            extern __shared__ float tile[];
+            tile[16000 + threadIdx.x] = value + n;
+            __syncthreads();
+            if (threadIdx.x < n) out[threadIdx.x] = tile[16000 + threadIdx.x];
+        }""")
+    module = nvrtc.compile_kernels(source, nvrtc.native_arch(), {}, ["fill"])
+    out = torch.zeros(32, device="cuda")
+    fill = module.load({"fill": "Pfi"})["fill"]
+    fill((1, 1, 1), (32, 1, 1), 65536, torch.cuda.current_stream().cuda_stream, out.data_ptr(), 0.5, 20)
+    assert out.tolist() == [20.5] * 20 + [0.0] * 12

@@ -1,0 +1,174 @@
+"""Gated linear attention: definition, chunkwise form, recurrence and fla-core's kernel are one function."""
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+from torch.library import opcheck
+from torch.utils.flop_counter import FlopCounterMode
+
+from lingpt.kernels import KernelError, gated_linear_attention, gated_linear_attention_flops
+from lingpt.kernels.gated import CHUNK, SUBCHUNK
+
+AROUND_CHUNKS = (1, SUBCHUNK - 1, SUBCHUNK, SUBCHUNK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 5)
+
+
+def inputs(N, B=2, H=3, Dk=5, Dv=7, strength=1.0, dtype=torch.float64):
+    """q, k, v, ln of gates of about σ(·)^strength, and a state."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, gate = (torch.randn(B, N, H, Dk, generator=generator, dtype=torch.float64) for _ in range(3))
+    v = torch.randn(B, N, H, Dv, generator=generator, dtype=torch.float64)
+    state = torch.randn(B, H, Dk, Dv, generator=generator, dtype=torch.float64)
+    log_gate = strength * torch.nn.functional.logsigmoid(gate)
+    return *(x.to(dtype) for x in (q, k, v, log_gate)), state.to(torch.promote_types(dtype, torch.float32))
+
+
+def by_hand(q, k, v, log_gate, scale):
+    """One head: the recurrence as the paper writes it (eq. 3)."""
+    S, rows = torch.zeros(q.shape[-1], v.shape[-1], dtype=q.dtype), []
+    for t in range(len(q)):
+        S = log_gate[t].exp()[:, None] * S + torch.outer(k[t], v[t])
+        rows.append(scale * q[t] @ S)
+    return torch.stack(rows)
+
+
+def test_the_reference_is_the_definition():
+    q, k, v, log_gate, _ = inputs(9)
+    o = gated_linear_attention(q, k, v, log_gate, backend="reference")
+    expected = by_hand(q[1, :, 2], k[1, :, 2], v[1, :, 2], log_gate[1, :, 2], 5**-0.5)
+    torch.testing.assert_close(o[1, :, 2], expected)
+
+
+@pytest.mark.parametrize("backend", ["chunkwise", "recurrent"])
+@pytest.mark.parametrize("N", AROUND_CHUNKS)
+@pytest.mark.parametrize("with_state", [False, True])
+@pytest.mark.parametrize("strength", [1 / 16, 30.0])
+def test_every_form_equals_the_reference_in_float64(backend, N, with_state, strength):
+    *tensors, state = inputs(N, strength=strength)
+    options = dict(initial_state=state if with_state else None, return_state=True, scale=0.7)
+    expected = gated_linear_attention(*tensors, backend="reference", **options)
+    result = gated_linear_attention(*tensors, backend=backend, **options)
+    for x, y in zip(result, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("N", [3, SUBCHUNK + 1, CHUNK + 2])
+@pytest.mark.parametrize("strength", [1 / 16, 3.0])
+def test_gradcheck_of_everything_at_once(N, strength):
+    *tensors, state = inputs(N, B=1, H=2, Dk=2, Dv=3, strength=strength)
+
+    def f(q, k, v, log_gate, state):
+        return gated_linear_attention(
+            q, k, v, log_gate, initial_state=state, return_state=True, backend="chunkwise"
+        )
+
+    assert gradcheck(f, [x.requires_grad_() for x in (*tensors, state)], fast_mode=N > 3)
+
+
+def test_gates_that_shut_do_not_overflow():
+    """exp(−G) of a chunk would be e^3200 here; fp32 ends at e^88, and rounds G itself to some 1e-4."""
+    *tensors, _ = inputs(200, dtype=torch.float32)
+    tensors[3] = tensors[3] - 100.0
+    tensors[3][:, ::2] = -1e-3
+    leaves = [x.requires_grad_() for x in tensors]
+    o = gated_linear_attention(*leaves, backend="chunkwise")
+    exact = gated_linear_attention(*(x.detach().double() for x in tensors), backend="reference")
+    torch.testing.assert_close(o.double(), exact, rtol=3e-3, atol=3e-3)
+    assert all(x.isfinite().all() for x in torch.autograd.grad(o.sum(), leaves))
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunkwise", "recurrent"])
+def test_pieces_with_the_state_carried_equal_the_whole(backend):
+    *tensors, _ = inputs(100)
+    whole, end = gated_linear_attention(*tensors, return_state=True, backend=backend)
+    state, outputs = None, []
+    for piece in (slice(0, 1), slice(1, 67), slice(67, 67), slice(67, 100)):
+        parts = (x[:, piece] for x in tensors)
+        o, state = gated_linear_attention(*parts, initial_state=state, return_state=True, backend=backend)
+        outputs.append(o)
+    torch.testing.assert_close(torch.cat(outputs, 1), whole)
+    torch.testing.assert_close(state, end)
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunkwise", "recurrent"])
+def test_low_precision_keeps_its_state_in_fp32(backend):
+    *tensors, state = inputs(100, dtype=torch.bfloat16)
+    o, end = gated_linear_attention(*tensors, initial_state=state, return_state=True, backend=backend)
+    doubles = [x.double() for x in (*tensors, state)]
+    exact, exact_end = gated_linear_attention(*doubles[:4], initial_state=doubles[4], return_state=True)
+    assert o.dtype == torch.bfloat16 and end.dtype == torch.float32
+    assert (o.double() - exact).norm() / exact.norm() < 4e-3  # bf16 rounds to 2⁻⁹
+    torch.testing.assert_close(end.double(), exact_end, rtol=1e-4, atol=1e-4)
+
+
+def test_opcheck():
+    *tensors, state = inputs(70, dtype=torch.float32)
+    leaves = [x.requires_grad_() for x in (*tensors, state)]
+    opcheck(torch.ops.lingpt.gated_linear_attention_fwd, (*leaves, 0.5))
+    opcheck(torch.ops.lingpt.gated_linear_attention_fwd, (*leaves[:4], None, 0.5))
+
+
+def test_compiles_into_one_graph_under_autocast_with_equal_results():
+    *tensors, _ = inputs(70, dtype=torch.float32)
+    leaves = [x.requires_grad_() for x in tensors]
+
+    def f(*leaves):
+        with torch.autocast("cpu", torch.bfloat16):
+            return gated_linear_attention(*leaves).square().sum()
+
+    eager, graph = f(*leaves), torch.compile(f, fullgraph=True, backend="aot_eager")(*leaves)
+    torch.testing.assert_close(graph, eager)
+    for x, y in zip(torch.autograd.grad(graph, leaves), torch.autograd.grad(eager, leaves), strict=True):
+        torch.testing.assert_close(x, y)
+    exact = gated_linear_attention(*(x.detach().double() for x in leaves)).square().sum()
+    torch.testing.assert_close(eager.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_flops():
+    *tensors, _ = inputs(70, dtype=torch.float32)
+    with FlopCounterMode(display=False) as counter:
+        o = gated_linear_attention(*(x.requires_grad_() for x in tensors))
+        assert counter.get_total_flops() == gated_linear_attention_flops(2, 70, 3, 5, 7)
+        o.sum().backward()
+    assert counter.get_total_flops() == 3 * gated_linear_attention_flops(2, 70, 3, 5, 7)
+    # By hand, per token and head: kvᵀ and qS of 2·Dk·Dv each, qkᵀ and its product with v over 64/2 tokens.
+    assert gated_linear_attention_flops(1, 128, 1, 16, 32) == 128 * (4 * 16 * 32 + 32 * 2 * 16 + 32 * 2 * 32)
+
+
+WRONG = {
+    "gate's shape": (lambda q, k, v, g, s: gated_linear_attention(q, k, v, g[..., :1]), "log_gate"),
+    "length": (lambda q, k, v, g, s: gated_linear_attention(q, k, v[:, 1:], g), "must be"),
+    "dtype": (lambda q, k, v, g, s: gated_linear_attention(q, k.float(), v, g), "dtype"),
+    "device": (lambda q, k, v, g, s: gated_linear_attention(q, k, v, g.to("meta")), "device"),
+    "state": (lambda q, k, v, g, s: gated_linear_attention(q, k, v, g, initial_state=s.mT), "initial_state"),
+    "state's dtype": (
+        lambda q, k, v, g, s: gated_linear_attention(q, k, v, g, initial_state=s.float()),
+        "initial_state",
+    ),
+    "backend": (lambda q, k, v, g, s: gated_linear_attention(q, k, v, g, backend="cuda"), "unknown backend"),
+    "fla on a CPU": (lambda q, k, v, g, s: gated_linear_attention(q, k, v, g, backend="fla"), "fla"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_mistake_gets_one_line(name):
+    call, message = WRONG[name]
+    with pytest.raises(KernelError, match=message) as error:
+        call(*inputs(5))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strength", [1 / 16, 1.0])
+def test_fla_s_kernel_equals_the_chunkwise_form(strength):
+    pytest.importorskip("fla")
+    *tensors, state = inputs(300, H=4, Dk=64, Dv=128, strength=strength, dtype=torch.bfloat16)
+    leaves = [x.cuda().requires_grad_() for x in (*tensors, state)]
+    results = {}
+    for backend in ("fla", "chunkwise"):
+        o, end = gated_linear_attention(
+            *leaves[:4], initial_state=leaves[4], return_state=True, backend=backend
+        )
+        gradients = torch.autograd.grad(o.float().square().sum() + end.square().sum(), leaves)
+        results[backend] = (o, end, *gradients)
+    for name, x, y in zip(("o", "state", "dq", "dk", "dv", "dg", "dstate"), *results.values(), strict=True):
+        assert (x.double() - y.double()).norm() / y.double().norm() < 2e-2, name

@@ -1,0 +1,321 @@
+"""The operator as PyTorch and users meet it: library, compiler, FLOPs, precision, dispatch, errors."""
+
+import warnings
+
+import pytest
+import torch
+from torch.library import opcheck
+from torch.utils.flop_counter import FlopCounterMode
+
+from lingpt.kernels import (
+    KernelError,
+    LinearAttentionState,
+    linear_attention,
+    linear_attention_flops,
+    linear_attention_qkv,
+)
+from lingpt.kernels.linear import chunkwise, dispatch
+
+B, N, H, D = 2, 70, 2, 8
+
+
+def tensors(requires_grad=False, dtype=torch.float32, shape=(B, N, H, D)):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_(requires_grad) for _ in range(3)]
+
+
+def state(requires_grad=False):
+    q, k, v = tensors()
+    parts = linear_attention(q, k, v, return_state=True)[1]
+    return LinearAttentionState(*(x.detach().clone().requires_grad_(requires_grad) for x in parts))
+
+
+def rope(R=4):
+    angle = torch.arange(N)[:, None] * torch.ones(R)
+    return angle.cos(), angle.sin()
+
+
+# torch.library and torch.compile
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["all arguments", "none optional"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_opcheck(full, causal):
+    b, log_decay = torch.ones(H, requires_grad=True), torch.full((H,), -0.1) if causal else None
+    optional = (b, 1.0, log_decay, *state(True)) if full else (None, 0.5, *(None,) * 5)
+    q, k, v = tensors(True)
+    opcheck(torch.ops.lingpt.linear_attention_fwd, (q, k, v, *optional, True, causal, full, "auto"))
+    if causal:
+        qkv = torch.stack((q, k, v), 2).detach().requires_grad_()
+        opcheck(
+            torch.ops.lingpt.linear_attention_qkv_fwd, (qkv, *rope(), *optional, True, True, full, "auto")
+        )
+
+
+@pytest.mark.parametrize("backend", ["auto", "chunkwise"])
+@pytest.mark.parametrize("with_state", [False, True])
+def test_compiles_into_one_graph_with_equal_results(backend, with_state):
+    def block(qkv, cos, sin, b, *parts):
+        initial = LinearAttentionState(*parts) if parts else None
+        options = dict(initial_state=initial, return_state=True, log_decay=(-0.1, -0.2), backend=backend)
+        o, end = linear_attention_qkv(2 * qkv, cos, sin, b, **options)
+        o, end = linear_attention(o, o, o, b, initial_state=end, return_state=True, backend=backend)
+        return (o * end.z.sum()).sum()
+
+    parts = state(True) if with_state else ()
+    inputs = torch.stack(tensors(), 2).requires_grad_(), *rope(), torch.ones(H, requires_grad=True), *parts
+    wanted = [x for x in inputs if x.requires_grad]
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    eager, graph = block(*inputs), compiled(*inputs)
+    torch.testing.assert_close(graph, eager)
+    gradients = torch.autograd.grad(graph, wanted), torch.autograd.grad(eager, wanted)
+    for x, y in zip(*gradients, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_meta_tensors_have_shapes():
+    q = torch.empty(B, N, H, D, device="meta", dtype=torch.bfloat16)
+    o, end = linear_attention(q, q, q, return_state=True)
+    assert (o.shape, o.dtype) == (q.shape, q.dtype)
+    assert end.S.shape == (B, H, D, D) and end.S.dtype == torch.float32
+
+
+# FLOPs
+
+
+def test_flops_count_causal_products_once_and_the_backward_twice():
+    # By hand, per token and head: k̂vᵀ and q̂S of 2·D² each; q̂k̂ᵀ and wv over (64 + 0)/2 tokens of 2·D each.
+    assert linear_attention_flops(1, 128, 1, 32) == 128 * (4 * 32**2 + 2 * 2 * 32 * 32)
+    assert linear_attention_flops(1, 128, 1, 32, causal=False) == 128 * 4 * 32**2
+    assert linear_attention_flops(3, 128, 5, 32) == 15 * linear_attention_flops(1, 128, 1, 32)
+
+    q, k, v = tensors(True)
+    qkv = torch.stack((q, k, v), 2).detach().requires_grad_()
+    calls = (
+        (lambda: linear_attention(q, k, v), True),
+        (lambda: linear_attention(q, k, v, causal=False), False),
+        (lambda: linear_attention_qkv(qkv, *rope()), True),
+    )
+    for call, causal in calls:
+        with FlopCounterMode(display=False) as counter:
+            o = call()
+            forward = counter.get_total_flops()
+            o.sum().backward()
+        assert forward == linear_attention_flops(B, N, H, D, causal)
+        assert counter.get_total_flops() == 3 * forward
+
+
+# Precision
+
+
+def test_autocast_does_not_lower_what_is_inside():
+    q, k, v = tensors(True)
+    exact = linear_attention(*(x.detach().double() for x in (q, k, v)))
+    for backend in ("reference", "chunkwise", "recurrent"):
+        with torch.autocast("cpu", torch.bfloat16):
+            o = linear_attention(q, k, v, backend=backend)
+            (dq,) = torch.autograd.grad(o.sum(), q)
+        torch.testing.assert_close(o.double(), exact, rtol=1e-5, atol=1e-5)
+        assert dq.dtype == torch.float32
+
+
+@pytest.mark.parametrize("asked", ["highest", "high", "medium"])
+def test_the_user_s_matmul_precision_is_left_as_it_was(asked):
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(asked)
+        q, k, v = tensors()
+        o = linear_attention(q, k, v)
+        assert torch.get_float32_matmul_precision() == asked
+    finally:
+        torch.set_float32_matmul_precision(before)
+    torch.testing.assert_close(
+        o.double(), linear_attention(*(x.double() for x in (q, k, v))), rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("asked", ["highest", "high"])
+def test_fp32_on_a_gpu_is_true_fp32(asked):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 500, 4, 64, generator=generator).cuda() for _ in range(3))
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(asked)
+        o = linear_attention(q, k, v)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    exact = linear_attention(*(x.double() for x in (q, k, v)), backend="reference")
+    assert (o.double() - exact).abs().max() < 1e-5  # TF32 is off by some 1e-3
+
+
+# Dispatch: a stand-in for the CUDA kernel, which the dispatch must call on what it supports
+
+
+class Kernel:
+    """Computes with the chunkwise form, and counts."""
+
+    def __init__(self, reason=None):
+        self.reason, self.forwards, self.backwards = reason, 0, 0
+
+    def is_supported(self, dtype, head_dim, device):
+        return self.reason
+
+    def forward(self, q, k, v, b, log_decay, cos, sin, initial_state, normalize_qk, return_state):
+        self.forwards += 1
+        return chunkwise.forward(q, k, v, b, log_decay, cos, sin, initial_state, normalize_qk, True)
+
+    def backward(
+        self, q, k, v, b, log_decay, cos, sin, o, stats, initial_state, do, dstate, normalize_qk, out
+    ):
+        self.backwards += 1
+        assert do.is_contiguous() and all(x.is_contiguous() for x in dstate or ())
+        return chunkwise.backward(
+            q, k, v, b, log_decay, cos, sin, o, stats, initial_state, do, dstate, normalize_qk, True, out
+        )
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """The stand-in in the CUDA kernel's place, told that CPU tensors are its own."""
+    kernel = Kernel()
+    monkeypatch.setattr(dispatch, "cuda", lambda: kernel)
+    monkeypatch.setattr(dispatch, "why_no_kernel", kernel.is_supported)
+    monkeypatch.setattr(dispatch, "warn_once", lambda reason: warnings.warn(reason, stacklevel=2))
+    return kernel
+
+
+def test_the_kernel_runs_forward_and_backward_where_it_can(kernel):
+    q, k, v = tensors(True, torch.bfloat16)
+    b = torch.ones(H, requires_grad=True)
+    o, end = linear_attention(q, k, v, b, return_state=True, backend="cuda")
+    (o.sum() + end.S.sum()).backward()  # gradients expanded from one number
+    qkv = torch.stack(tensors(dtype=torch.bfloat16, shape=(B, N, H, 16)), 2).requires_grad_()
+    linear_attention_qkv(qkv, *rope(16), log_decay=[-0.1] * H, backend="cuda").sum().backward()
+    assert (kernel.forwards, kernel.backwards) == (2, 2)
+    initial = dict(initial_state=state(), backend="cuda")
+    linear_attention(q, k, v, **initial).sum().backward()
+    assert (kernel.forwards, kernel.backwards) == (3, 3)
+    linear_attention(q, k, v, backend="chunkwise")
+    assert kernel.forwards == 3
+
+
+def test_what_the_kernel_cannot_run_is_refused_by_cuda(kernel):
+    q, k, v = tensors()
+    with pytest.raises(KernelError, match="causal only"):
+        linear_attention(q, k, v, causal=False, backend="cuda")
+    with pytest.raises(KernelError, match="last dimension"):
+        linear_attention(q.mT.contiguous().mT, k, v, backend="cuda")
+    with pytest.raises(KernelError, match="multiple of 16 dimensions, not 4"):
+        linear_attention_qkv(torch.stack((q, k, v), 2), *rope(), backend="cuda")
+    kernel.reason = "no kernel for head_dim 17"
+    with pytest.raises(KernelError, match="head_dim 17"):
+        linear_attention(q, k, v, backend="cuda")
+    assert kernel.forwards == 0
+
+
+def test_cuda_is_refused_on_a_cpu_and_auto_says_nothing():
+    q, k, v = tensors(dtype=torch.bfloat16)
+    with pytest.raises(KernelError, match="tensors are on cpu"):
+        linear_attention(q, k, v, backend="cuda")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        linear_attention(q, k, v)
+
+
+@pytest.mark.gpu
+def test_auto_falls_back_with_one_warning_and_cuda_raises():
+    q, k, v = (x.cuda() for x in tensors(dtype=torch.bfloat16, shape=(1, 5, 2, 7)))
+    with pytest.warns(UserWarning, match="chunkwise"):
+        linear_attention(q, k, v)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        linear_attention(q, k, v)
+    with pytest.raises(KernelError):
+        linear_attention(q, k, v, backend="cuda")
+
+
+# Errors: one line each, before any work
+
+
+def changed(**parts):
+    return state()._replace(**parts)
+
+
+WRONG = {
+    "rank": (lambda q, k, v: linear_attention(q[0], k[0], v[0]), "shape"),
+    "shapes": (lambda q, k, v: linear_attention(q, k[:, 1:], v), "shape"),
+    "heads": (lambda q, k, v: linear_attention(q, k[:, :, :1], v[:, :, :1]), "shape"),
+    "value width": (lambda q, k, v: linear_attention(q, k, v[..., :4]), "shape"),
+    "dtypes": (lambda q, k, v: linear_attention(q, k.double(), v), "dtype"),
+    "integers": (lambda q, k, v: linear_attention(q.int(), k.int(), v.int()), "dtype"),
+    "devices": (lambda q, k, v: linear_attention(q, k.to("meta"), v), "device"),
+    "b too large": (lambda q, k, v: linear_attention(q, k, v, 1.5), "at most 1"),
+    "b no number": (lambda q, k, v: linear_attention(q, k, v, float("nan")), "at most 1"),
+    "b's shape": (lambda q, k, v: linear_attention(q, k, v, torch.ones(H + 1)), "b must be"),
+    "b's dtype": (lambda q, k, v: linear_attention(q, k, v, torch.ones(H).int()), "b must be"),
+    "b's device": (lambda q, k, v: linear_attention(q, k, v, torch.ones(H, device="meta")), "b must be"),
+    "growth": (lambda q, k, v: linear_attention(q, k, v, log_decay=[0.1] * H), "log_decay"),
+    "decay's shape": (lambda q, k, v: linear_attention(q, k, v, log_decay=torch.zeros(H, 1)), "log_decay"),
+    "decay's length": (lambda q, k, v: linear_attention(q, k, v, log_decay=[-0.1]), "log_decay"),
+    "decay, not causal": (
+        lambda q, k, v: linear_attention(q, k, v, log_decay=[-0.1] * H, causal=False),
+        "causal",
+    ),
+    "recurrent, not causal": (
+        lambda q, k, v: linear_attention(q, k, v, causal=False, backend="recurrent"),
+        "causal",
+    ),
+    "backend": (lambda q, k, v: linear_attention(q, k, v, backend="triton"), "unknown backend 'triton'"),
+    "state's shape": (
+        lambda q, k, v: linear_attention(q, k, v, initial_state=changed(z=torch.ones(B, H))),
+        r"\.z",
+    ),
+    "state's dtype": (
+        lambda q, k, v: linear_attention(q, k, v, initial_state=changed(n=torch.ones(B, H).bfloat16())),
+        r"\.n",
+    ),
+    "state's length": (lambda q, k, v: linear_attention(q, k, v, initial_state=state()[:3]), "initial_state"),
+    "qkv's shape": (lambda q, k, v: linear_attention_qkv(q, *rope()), "qkv must be"),
+    "cos's length": (
+        lambda q, k, v: linear_attention_qkv(torch.stack((q, k, v), 2), *(x[1:] for x in rope())),
+        "cos and sin",
+    ),
+    "odd rotation": (
+        lambda q, k, v: linear_attention_qkv(torch.stack((q, k, v), 2), *rope(3)),
+        "cos and sin",
+    ),
+    "wide rotation": (
+        lambda q, k, v: linear_attention_qkv(torch.stack((q, k, v), 2), *rope(10)),
+        "cos and sin",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_mistake_gets_one_line(name, monkeypatch):
+    call, message = WRONG[name]
+    given = tensors()
+    initial = state()
+    monkeypatch.setattr(dispatch, "forward", None)  # no work may begin
+    monkeypatch.setitem(globals(), "state", lambda: initial)
+    with pytest.raises(KernelError, match=message) as error:
+        call(*given)
+    assert "\n" not in str(error.value)
+
+
+def test_a_large_number_b_is_the_caller_s_risk_without_norms():
+    q, k, v = tensors()
+    o = linear_attention(0.1 * q, 0.1 * k, v, 3.0, normalize_qk=False)
+    torch.testing.assert_close(o, linear_attention(0.1 * q, 0.3 * k, v, 1.0, normalize_qk=False))
+
+
+def test_the_import_is_light():
+    """Importing the operators pulls in neither the CUDA compiler nor a model library."""
+    import subprocess
+    import sys
+
+    heavy = "['cuda.core', 'litgpt', 'lightning', 'transformers', 'triton', 'fla']"
+    program = f"import sys, lingpt.kernels; print([m for m in {heavy} if m in sys.modules])"
+    run = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"

@@ -1,0 +1,113 @@
+"""The packed form: RoPE as LitGPT does it, the same function as the separate one, one gradient buffer."""
+
+import pytest
+import torch
+from litgpt.model import apply_rope, build_rope_cache
+from torch.autograd import gradcheck
+
+from lingpt.kernels import LinearAttentionState, linear_attention, linear_attention_qkv
+from lingpt.kernels.linear.rope import rotate, rotate_backward
+
+
+def packed(N, B=2, H=3, D=8, R=4, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    cos, sin = build_rope_cache(N, R)
+    qkv = torch.randn(B, N, 3, H, D, generator=generator, dtype=dtype).requires_grad_()
+    return qkv, cos.to(dtype), sin.to(dtype)
+
+
+def separately(qkv, cos, sin, *args, **options):
+    """LitGPT's rotation and the separate form."""
+    R = cos.shape[-1]
+    q, k, v = qkv.unbind(2)
+    q, k = (
+        torch.cat(
+            (apply_rope(x[..., :R].transpose(1, 2), cos[None], sin[None]).transpose(1, 2), x[..., R:]), -1
+        )
+        for x in (q, k)
+    )
+    return linear_attention(q, k, v, *args, **options)
+
+
+@pytest.mark.parametrize("R", [0, 4, 8])
+def test_rotation_is_litgpt_s_and_its_backward_the_transpose(R):
+    qkv, cos, sin = packed(7, R=R) if R else (*packed(7)[:1], torch.empty(7, 0), torch.empty(7, 0))
+    x = qkv.detach()[:, :, 0].requires_grad_()
+    turned = rotate(x, cos, sin)
+    if R:
+        expected = apply_rope(x[..., :R].transpose(1, 2), cos[None], sin[None]).transpose(1, 2)
+        torch.testing.assert_close(turned[..., :R], expected)
+    torch.testing.assert_close(turned[..., R:], x[..., R:])
+    dy = torch.randn_like(x)
+    torch.testing.assert_close(rotate_backward(dy, cos, sin), torch.autograd.grad(turned, x, dy)[0])
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunkwise", "recurrent"])
+@pytest.mark.parametrize("N", [0, 1, 70])
+@pytest.mark.parametrize("decay", [False, True])
+def test_packed_equals_separate(backend, N, decay):
+    qkv, cos, sin = packed(N)
+    b = torch.tensor([0.5, 1.0, -0.9], dtype=torch.float64).requires_grad_()
+    options = dict(log_decay=[-0.1, 0.0, -0.5] if decay else None, return_state=True)
+    o, state = linear_attention_qkv(qkv, cos, sin, b, backend=backend, **options)
+    o_expected, state_expected = separately(qkv, cos, sin, b, backend="reference", **options)
+    for x, y in zip((o, *state), (o_expected, *state_expected), strict=True):
+        torch.testing.assert_close(x, y)
+    if N:
+        do = torch.randn_like(o)
+        ours, expected = (torch.autograd.grad(x, (qkv, b), do) for x in (o, o_expected))
+        for x, y in zip(ours, expected, strict=True):
+            torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("normalize_qk", [True, False])
+def test_gradcheck_with_states(normalize_qk):
+    B, N, H, D = 1, 5, 2, 4
+    qkv, cos, sin = packed(N, B, H, D, R=2)
+    state = [torch.rand(s, dtype=torch.float64) for s in ((B, H, D, D), (B, H, D), (B, H, D))]
+    state.append(torch.full((B, H), 30.0, dtype=torch.float64))
+    b = torch.tensor([0.5, 0.9], dtype=torch.float64)
+
+    def f(qkv, b, *state):
+        options = dict(
+            normalize_qk=normalize_qk, initial_state=LinearAttentionState(*state), return_state=True
+        )
+        o, final = linear_attention_qkv(qkv, cos, sin, b, backend="chunkwise", **options)
+        return o, *final
+
+    assert gradcheck(f, [x.requires_grad_() for x in (qkv, b, *state)])
+
+
+def test_decoding_a_prompt_and_then_tokens_equals_the_whole():
+    qkv, cos, sin = packed(30)
+    whole = linear_attention_qkv(qkv, cos, sin)
+    o, state = linear_attention_qkv(qkv[:, :20], cos[:20], sin[:20], return_state=True)
+    outputs = [o]
+    for t in range(20, 30):
+        at = slice(t, t + 1)
+        o, state = linear_attention_qkv(qkv[:, at], cos[at], sin[at], initial_state=state, return_state=True)
+        outputs.append(o)
+    torch.testing.assert_close(torch.cat(outputs, 1), whole)
+
+
+def test_backward_is_one_operator_with_one_buffer():
+    """No split or unbind is left for autograd to undo by concatenation: qkv's gradient comes out as it is."""
+    qkv, cos, sin = packed(70, dtype=torch.bfloat16)
+    o = linear_attention_qkv(qkv, cos, sin)
+    assert [node for node, _ in o.grad_fn.next_functions if node is not None] == [
+        torch.autograd.graph.get_gradient_edge(qkv).node
+    ]
+    (dqkv,) = torch.autograd.grad(o.sum(), qkv)
+    assert dqkv.is_contiguous() and dqkv.dtype == torch.bfloat16
+
+
+def test_bf16_is_as_close_as_its_rounding():
+    qkv, cos, sin = packed(200, dtype=torch.float32)
+    low = qkv.detach().bfloat16().requires_grad_()
+    exact = low.detach().double().requires_grad_()
+    o = linear_attention_qkv(low, cos, sin)
+    o_exact = separately(exact, cos.double(), sin.double(), backend="reference")
+    do = torch.randn_like(o)
+    (d,), (d_exact,) = torch.autograd.grad(o, low, do), torch.autograd.grad(o_exact, exact, do.double())
+    for x, y in ((o, o_exact), (d, d_exact)):
+        assert (x.double() - y).norm() / y.norm() < 5e-3

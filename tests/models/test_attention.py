@@ -1,0 +1,110 @@
+"""Each mechanism against its definition, written out token by token in float64."""
+
+import math
+
+import pytest
+import torch
+from litgpt.model import apply_rope
+
+from lingpt.kernels import LinearAttentionState
+from lingpt.models import GPT, Config
+from lingpt.models.attention.ours_decay import log_decay
+
+
+@pytest.mark.parametrize("name", ["ours", "ours-decay"])
+@pytest.mark.parametrize("learnable_b", [False, True])
+def test_ours_is_its_formula(small, name, learnable_b):
+    """o_i = Σ w_ij v_j / Σ w_ij, w_ij = (1 + b q̂_i·k̂_j) γ^(i−j), q and k rotated and of unit length."""
+    model = small(name, learnable_b=learnable_b).double()
+    layer, H, D, N = model.transformer.h[0].attn, 4, 16, 23
+    torch.nn.init.normal_(layer.qkv.bias, generator=torch.Generator().manual_seed(2))
+    b = torch.ones(H, dtype=torch.float64)
+    if learnable_b:
+        b = torch.tensor([1.0, 0.5, -0.25, 0.0], dtype=torch.float64)
+        layer.b_offset.data = b - 1.0
+    x = torch.randn(2, N, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    cos, sin = model.cos[:N], model.sin[:N]
+    q, k, v = (t.view(2, N, H, D).transpose(1, 2) for t in layer.qkv(x).chunk(3, dim=-1))
+    R = cos.shape[-1]
+    q, k = (torch.cat((apply_rope(t[..., :R], cos[None], sin[None]), t[..., R:]), dim=-1) for t in (q, k))
+    q, k = (t / t.norm(dim=-1, keepdim=True) for t in (q, k))
+    gamma = 1 - 2 ** (-5 - 8 * torch.arange(H) / H) if name == "ours-decay" else torch.ones(H)
+    distance = (torch.arange(N)[:, None] - torch.arange(N)).double()
+    shrunk = b.view(H, 1, 1) * (1 - 2**-6)  # how the operator keeps the normaliser away from zero
+    weights = (
+        (1 + shrunk * (q @ k.mT)) * gamma.double().view(H, 1, 1) ** distance.clamp(min=0) * (distance >= 0)
+    )
+    expected = layer.proj((weights @ v / weights.sum(-1, keepdim=True)).transpose(1, 2).reshape(2, N, 64))
+    torch.testing.assert_close(layer(x, cos, sin), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_decay_is_retnets():
+    """γ_h = 1 − 2^(−5 − 8h/H): the first head remembers about 32 tokens, the last thousands."""
+    gamma = log_decay(16).double().exp()
+    expected = torch.tensor([1 - 2 ** (-5 - 8 * h / 16) for h in range(16)], dtype=torch.float64)
+    torch.testing.assert_close(1 - gamma, 1 - expected, rtol=1e-5, atol=0)
+
+
+def test_learnable_b_starts_as_the_fixed_one(small, tokens):
+    """Learning b changes nothing before the first step."""
+    assert torch.equal(small("ours", learnable_b=True)(tokens), small("ours")(tokens))
+
+
+def test_learnable_b_is_held_at_the_edge_and_can_return(small, tokens):
+    """|b| ≤ 1 whatever the optimiser does, and the gradient beyond the edge is that at the edge."""
+    model = small("ours", learnable_b=True)
+    layers = [block.attn for block in model.transformer.h]
+    gradients = []
+    for offset in (0.0, 0.75):
+        for layer in layers:
+            layer.b_offset.data.fill_(offset)
+        assert all(torch.equal(layer.b(), torch.ones(4)) for layer in layers)
+        model.zero_grad()
+        model(tokens).square().mean().backward()
+        gradients.append(layers[0].b_offset.grad.clone())
+    assert gradients[0].abs().min() > 0
+    assert torch.equal(*gradients)
+    layers[0].b_offset.data.fill_(-7.0)
+    assert torch.equal(layers[0].b(), -torch.ones(4))
+
+
+def test_gla_is_its_recurrence(small):
+    """§4.4 of the paper, token by token: S_t = diag(α_t) S_{t−1} + k_tᵀ v_t, o_t = q_t S_t."""
+    model = small("gla", gla_n_head=2).double()
+    layer, H, N = model.transformer.h[0].attn, 2, 19
+    for parameter in (layer.qkvr.bias, layer.gate_up.bias, layer.gate_up.weight):
+        torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(2))
+    x = torch.randn(2, N, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    q, k, v, r = layer.qkvr(x).split((32, 32, 64, 64), dim=-1)
+    alpha = torch.sigmoid(layer.gate_up(layer.gate_down(x))) ** (1 / 16)
+    q, k, alpha, v = (t.view(2, N, H, -1) for t in (q / math.sqrt(16), k, alpha, v))
+    S, heads = torch.zeros(2, H, 16, 32, dtype=torch.float64), []
+    for t in range(N):
+        S = alpha[:, t, :, :, None] * S + k[:, t, :, :, None] * v[:, t, :, None, :]
+        heads.append(torch.einsum("bhk,bhkv->bhv", q[:, t], S))
+    o = layer.norm(torch.stack(heads, dim=1)).flatten(2)
+    expected = layer.proj(r * torch.sigmoid(r) * o)
+    torch.testing.assert_close(layer(x, model.cos[:N], model.sin[:N]), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["pythia-70m", "pythia-160m", "pythia-410m", "pythia-1.4b"])
+def test_gla_has_the_parameters_of_softmax(name):
+    """Within 2 %: a comparison of attentions is not one of sizes."""
+    with torch.device("meta"):
+        gla, softmax = (GPT(Config.from_name(name, attention=a)).num_parameters() for a in ("gla", "softmax"))
+    assert gla == pytest.approx(softmax, rel=0.02)
+
+
+@torch.no_grad()
+def test_recurrent_states_do_not_grow(small, tokens):
+    """The point of linear attention: decoding memory that does not depend on the length, kept in fp32."""
+    for name in ("ours", "ours-decay", "gla"):
+        model, sizes = small(name).bfloat16(), []
+        state = model.new_state(2)
+        for piece in tokens[:, :60].split((5, 54, 1), dim=1):
+            model.step(piece, state)
+            value = state.layers[0].value
+            parts = value if isinstance(value, LinearAttentionState) else [value]
+            assert all(part.dtype == torch.float32 for part in parts)
+            sizes.append(sum(part.numel() for part in parts))
+        assert len(set(sizes)) == 1

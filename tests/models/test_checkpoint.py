@@ -1,0 +1,223 @@
+"""Model folders: whole or not at all, never another attention; an honest report of what a new run took."""
+
+import errno
+import json
+import resource
+import shutil
+
+import litgpt
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from lingpt.models import ModelError, export_hf, load_model, load_weights, save_model
+
+
+def test_a_model_comes_back(small, tokens, tmp_path, attention):
+    """Same configuration, same bits, same logits, parameters that still train."""
+    model = small(attention, learnable_b=True)
+    save_model(model, tmp_path / "step-1")
+    again = load_model(tmp_path / "step-1")
+    assert again.config == model.config
+    assert torch.equal(again(tokens), model(tokens))
+    assert all(parameter.requires_grad for parameter in again.parameters())
+    assert load_model(tmp_path / "step-1", attention=attention).config == model.config
+
+
+def test_dtype_and_block_size_can_be_chosen(small, tokens, tmp_path):
+    """Evaluation in bf16, and at other lengths than the model was trained with."""
+    model = small("ours-decay")
+    save_model(model, tmp_path)
+    half = load_model(tmp_path, dtype=torch.bfloat16)
+    assert torch.equal(half(tokens), model.bfloat16()(tokens))
+    long = load_model(tmp_path, block_size=300)
+    assert long(tokens.repeat(1, 4)).shape[1] == 280
+    save_model(half, tmp_path)
+    assert {p.dtype for p in load_model(tmp_path).parameters()} == {torch.bfloat16}
+
+
+def test_others_may_read_a_model(small, tmp_path):
+    """Guards: a run on a shared disk is readable by its other users, whatever safetensors writes with."""
+    save_model(small("ours"), tmp_path)
+    assert {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {
+        "model.safetensors": 0o644,
+        "config.json": 0o644,
+    }
+
+
+def test_another_attention_is_refused(small, tmp_path):
+    """Same keys, other function: `ours` weights never run as softmax, by request or by an edited file."""
+    save_model(small("ours"), tmp_path)
+    with pytest.raises(ModelError, match="trained with attention 'ours', not 'softmax'"):
+        load_model(tmp_path, attention="softmax")
+    with pytest.raises(ModelError, match="not \\['ours', 'ours', 'gla'\\]"):
+        load_model(tmp_path, attention=["ours", "ours", "gla"])
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"attention": "softmax"}))
+    with pytest.raises(
+        ModelError, match="says attention 'softmax', but the weights were trained with \"ours\""
+    ):
+        load_model(tmp_path)
+
+
+def damage_nothing_there(folder):
+    shutil.rmtree(folder)
+
+
+def damage_truncated_weights(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def damage_truncated_config(folder):
+    path = folder / "config.json"
+    path.write_text(path.read_text()[:50])
+
+
+def damage_other_weights(folder):
+    save_file({"x": torch.ones(1)}, folder / "model.safetensors")
+
+
+def damage_missing_tensor(folder):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["transformer.h.1.mlp.fc.bias"]
+    save_file(tensors, path, metadata={"lingpt.attention": '"ours"'})
+
+
+def damage_other_size(folder):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"n_embd": 32, "head_size": 8}))
+
+
+def damage_unknown_key(folder):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"colour": "red"}))
+
+
+def damage_foreign_config(folder):
+    (folder / "config.json").write_text('{"model_type": "gpt_neox"}')
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (damage_nothing_there, "no model in .*: it has no config.json"),
+        (damage_truncated_weights, "model.safetensors is missing, damaged"),
+        (damage_truncated_config, "config.json is damaged or no JSON"),
+        (damage_other_weights, "weights were trained with one that they do not name"),
+        (damage_missing_tensor, "transformer.h.1.mlp.fc.bias is missing"),
+        (damage_other_size, r"does not hold a 'small': lm_head.weight is \[128, 64\], not \[128, 32\]"),
+        (damage_unknown_key, "unknown key 'colour'"),
+        (damage_foreign_config, "no LinGPT model folder"),
+    ],
+)
+def test_a_damaged_folder_is_one_line(small, tmp_path, damage, message):
+    """Whatever happened to a folder, loading says what is wrong with which file, in one line."""
+    folder = tmp_path / "model"
+    save_model(small("ours"), folder)
+    damage(folder)
+    with pytest.raises(ModelError, match=message) as error:
+        load_model(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_a_full_disk_leaves_the_old_model(small, tokens, tmp_path):
+    """A save that fails half-way (at the process's file size limit) leaves the last one whole, no remains."""
+    old, new = small("ours", seed=1), small("ours", seed=2)
+    save_model(old, tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(ModelError, match=r"cannot write .*model\.safetensors.*") as error:
+            save_model(new, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "\n" not in str(error.value)
+    assert str(errno.EFBIG) in str(error.value) or "large" in str(error.value).lower()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    assert torch.equal(load_model(tmp_path)(tokens), old(tokens))
+
+
+def test_a_folder_that_is_a_file_is_one_line(small, tmp_path):
+    """A path that cannot be a folder is said, not traced."""
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(ModelError, match="cannot write"):
+        save_model(small(), tmp_path / "taken")
+
+
+def write_litgpt_folder(model, folder):
+    fields = {k: v for k, v in model.config.to_dict().items() if k in litgpt.Config.__dataclass_fields__}
+    folder.mkdir()
+    (folder / "model_config.yaml").write_text(yaml.safe_dump(fields))
+    torch.save({"model": model.state_dict()}, folder / "lit_model.pth")
+
+
+@pytest.mark.parametrize("write", [save_model, export_hf, write_litgpt_folder], ids=["ours", "hf", "litgpt"])
+def test_a_run_starts_from_softmax_weights(small, tokens, tmp_path, write):
+    """Pythia's weights under `ours`: every tensor taken, none new, the attention that of the new run."""
+    source, model = small("softmax", seed=1), small("ours", seed=2)
+    write(source, tmp_path / "source")
+    report = load_weights(model, tmp_path / "source")
+    assert report.taken == list(model.state_dict())
+    assert (report.new, report.unused) == ([], [])
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), source.parameters(), strict=True))
+    assert model.config.attention == "ours"
+    assert (model(tokens) - source(tokens)).abs().max() > 1e-2
+
+
+def test_the_report_says_what_is_new_and_unused(small, tmp_path):
+    """From `ours` with a learnt b to `gla`: its own tensors start fresh, the others' are named as left."""
+    source, model = small("ours", seed=1, learnable_b=True), small("gla", seed=2)
+    fresh = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    save_model(source, tmp_path)
+    report = load_weights(model, tmp_path)
+    own = model.state_dict()
+    assert all(torch.equal(own[name], source.state_dict()[name]) for name in report.taken)
+    assert all(torch.equal(own[name], fresh[name]) for name in report.new)
+    assert set(report.taken) | set(report.new) == set(own)
+    assert "transformer.h.0.attn.qkvr.weight" in report.new
+    assert "transformer.h.2.attn.b_offset" in report.unused
+    lines = str(report).splitlines()
+    assert "LinGPT model with attention 'ours'" in lines[0]
+    assert "transformer.h.*.attn.b_offset ×3" in lines[3]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"n_layer": 2}, "n_layer is 3, not 2"),
+        ({"intermediate_size": 128}, r"transformer.h.0.mlp.fc.weight is \[256, 64\], not \[128, 64\]"),
+        ({"bias": False}, "bias has no place"),
+        ({"vocab_size": 200}, r"lm_head.weight is \[128, 64\], not \[256, 64\]"),
+        ({"n_head": 8}, "n_head is 4, not 8"),
+        ({"rotary_percentage": 0.5}, "rotary_percentage is 0.25, not 0.5"),
+    ],
+)
+@pytest.mark.parametrize("write", [save_model, export_hf, write_litgpt_folder], ids=["ours", "hf", "litgpt"])
+def test_another_model_is_refused(small, tmp_path, write, overrides, message):
+    """Another size is an error, and nothing is taken; heads and rotation leave no trace in the shapes."""
+    write(small("softmax", seed=1), tmp_path / "source")
+    model = small("ours", seed=2, **overrides)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ModelError, match=message):
+        load_weights(model, tmp_path / "source")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_damaged_litgpt_checkpoints_are_one_line(small, tmp_path):
+    """Truncated, or code in a pickle's place: said, never run."""
+    folder = tmp_path / "source"
+    write_litgpt_folder(small("softmax"), folder)
+    weights = folder / "lit_model.pth"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ModelError, match=r"lit_model\.pth is missing, damaged") as error:
+        load_weights(small(), folder)
+    assert "\n" not in str(error.value)
+    torch.save({"model": print}, weights)
+    with pytest.raises(ModelError, match=r"lit_model\.pth"):
+        load_weights(small(), folder)
+    (folder / "model_config.yaml").unlink()
+    with pytest.raises(ModelError, match=r"no readable model_config\.yaml"):
+        load_weights(small(), folder)

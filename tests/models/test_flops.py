@@ -1,0 +1,59 @@
+"""FLOPs as the model declares them: what MFU and every time estimate stand on."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from lingpt.models import GPT, Config
+
+
+def counted(model: GPT, seq_len: int) -> float:
+    """FLOPs per token of forward and backward, as PyTorch counts the operations that ran."""
+    idx = torch.zeros(2, seq_len, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(idx).sum().backward()
+    return counter.get_total_flops() / idx.numel()
+
+
+@pytest.mark.parametrize("name", ["ours", "ours-decay", "gla"])
+@pytest.mark.parametrize("seq_len", [64, 96])
+def test_linear_attention_declares_what_runs(small, name, seq_len):
+    """An operator without a formula counts as zero, and MFU lies."""
+    model = small(name)
+    assert model.flops_per_token(seq_len) == counted(model, seq_len)
+
+
+@pytest.mark.parametrize("seq_len", [64, 96])
+def test_causal_softmax_counts_once(small, seq_len):
+    """PyTorch counts the whole N × N square; a causal model needs half of it, or MFU exceeds 100 %."""
+    model = small("softmax")
+    half = 3 * model.config.n_layer * 2 * seq_len * model.config.n_embd  # q·k and p·v over half of the square
+    assert model.flops_per_token(seq_len) + half == counted(model, seq_len)
+
+
+def test_a_hybrid_is_the_sum_of_its_layers(small):
+    """Each layer counts its own attention."""
+    pure = [small(name).flops_per_token(96) for name in ("softmax", "ours", "gla")]
+    assert 3 * small(["softmax", "ours", "gla"]).flops_per_token(96) == sum(pure)
+
+
+def test_pythia_1_4b_is_about_six_flops_a_parameter():
+    """The rule of thumb, 6 per parameter without the embedding; and only softmax grows with the length."""
+    with torch.device("meta"):
+        ours, softmax = (GPT(Config.from_name("pythia-1.4b", attention=a)) for a in ("ours", "softmax"))
+    n_weights = ours.num_parameters() - 50304 * 2048
+    assert 6 * n_weights < ours.flops_per_token(8192) < 6.5 * n_weights
+    assert ours.flops_per_token(8192) == ours.flops_per_token(2048)
+    assert softmax.flops_per_token(8192) - softmax.flops_per_token(2048) == 3 * 24 * 2 * (8192 - 2048) * 2048
+
+
+@pytest.mark.gpu
+def test_the_cuda_path_counts_the_same(small):
+    """MFU must not depend on the backend that runs."""
+    model = small("ours").cuda().bfloat16()
+    idx = torch.zeros(2, 96, dtype=torch.long, device="cuda")
+    with FlopCounterMode(display=False) as counter:
+        F.cross_entropy(model(idx).flatten(0, 1), idx.flatten()).backward()
+    assert counter.get_total_flops() / idx.numel() == model.flops_per_token(96)

@@ -1,0 +1,68 @@
+"""Generation: the same text as without a state, reproducible, and its limits said in one line."""
+
+import pytest
+import torch
+
+from lingpt.models import ModelError, generate
+
+
+@torch.no_grad()
+def test_greedy_text_is_that_of_the_full_forward(small, tokens, attention):
+    """The state is an optimisation: recomputing everything for each token gives the same tokens."""
+    model = small(attention)
+    expected = tokens[:, :10]
+    for _ in range(8):
+        expected = torch.cat([expected, model(expected)[:, -1:].argmax(dim=-1)], dim=1)
+    assert torch.equal(generate(model, tokens[:, :10], 8, temperature=0), expected)
+
+
+def test_the_seed_decides_the_text(small, tokens):
+    """Samples in a run's folder can be made again, whatever torch's global generator has done."""
+    model, prompt = small(), tokens[:, :5]
+    first = generate(model, prompt, 20, seed=5)
+    torch.manual_seed(99)
+    assert torch.equal(first, generate(model, prompt, 20, seed=5))
+    assert not torch.equal(first, generate(model, prompt, 20, seed=6))
+
+
+def test_top_k_draws_from_the_k_likeliest(small, tokens):
+    """k = 1 is greedy, however hot; a larger k stays among its likeliest."""
+    model, prompt = small(), tokens[:, :5]
+    greedy = generate(model, prompt, 10, temperature=0)
+    assert torch.equal(generate(model, prompt, 10, temperature=9.0, top_k=1), greedy)
+    likeliest = model(prompt)[:, -1].topk(3).indices
+    drawn = torch.cat(
+        [generate(model, prompt, 1, temperature=9.0, top_k=3, seed=s)[:, -1:] for s in range(40)], 1
+    )
+    for row in range(2):
+        assert set(drawn[row].tolist()) == set(likeliest[row].tolist())
+
+
+def test_temperature_flattens(small, tokens):
+    """Cold draws are the likeliest token, hot ones are many."""
+    model, prompt = small(), tokens[:1, :5].expand(200, -1)
+    cold, hot = (generate(model, prompt, 1, temperature=t)[:, -1].unique().numel() for t in (1e-3, 10.0))
+    assert cold == 1
+    assert hot > 50
+
+
+def test_ends_at_the_end_of_text(small, tokens):
+    """A row that has ended stays ended while the others go on; all ended is the end."""
+    model, prompt = small(), tokens[:, :5]
+    free = generate(model, prompt, 10, temperature=0)
+    eos_id = free[0, 6].item()  # what the first row says second
+    ended = generate(model, prompt, 10, temperature=0, eos_id=eos_id)
+    assert torch.equal(ended[0, :7], free[0, :7])
+    assert (ended[0, 6:] == eos_id).all()
+    if eos_id not in free[1, 5:]:
+        assert torch.equal(ended[1], free[1])
+    assert generate(model, prompt[:1], 10, temperature=0, eos_id=eos_id).shape[1] == 7
+
+
+def test_limits_are_one_line(small, tokens):
+    """Text beyond the block size is refused before the first token, an empty prompt too."""
+    with pytest.raises(ModelError, match="70 tokens and 27 new ones exceed block size 96"):
+        generate(small(), tokens, 27)
+    assert generate(small(), tokens, 26).shape == (2, 96)
+    with pytest.raises(ModelError, match="at least one token"):
+        generate(small(), tokens[:, :0], 3)

@@ -1,0 +1,95 @@
+"""To and from `transformers`: the same logits, and no export of what GPT-NeoX would compute otherwise."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lingpt.models import ModelError, export_hf, load_hf
+
+
+@pytest.fixture(params=[(0.25, True), (1.0, False)], ids=["pythia", "full-rotary-sequential"])
+def hf_model(request):
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    rotary_pct, parallel = request.param
+    config = GPTNeoXConfig(
+        vocab_size=128, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=256,
+        max_position_embeddings=96, rotary_pct=rotary_pct, use_parallel_residual=parallel, eos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = GPTNeoXForCausalLM(config).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.1)  # zero biases would hide a permutation of them
+    return model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layout", ["safetensors", "bin", "sharded"])
+def test_softmax_has_transformers_logits(hf_model, tokens, tmp_path, layout):
+    """Stock Pythia folders of every age load, and compute what `transformers` does, within 1e-5 in fp32."""
+    if layout == "bin":
+        hf_model.config.save_pretrained(tmp_path)
+        old = {
+            "gpt_neox.layers.0.attention.rotary_emb.inv_freq": torch.ones(2)
+        }  # what old releases saved too
+        torch.save(hf_model.state_dict() | old, tmp_path / "pytorch_model.bin")
+    else:
+        hf_model.save_pretrained(tmp_path, max_shard_size="200KB" if layout == "sharded" else "1GB")
+    assert (tmp_path / "model.safetensors.index.json").exists() == (layout == "sharded")
+    model = load_hf(tmp_path)
+    torch.testing.assert_close(model(tokens), hf_model(tokens).logits, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_our_softmax_models_run_in_transformers(small, tokens, tmp_path):
+    """An exported folder gives our logits there; read back, our tensors to the bit."""
+    from transformers import AutoModelForCausalLM
+
+    model = small("softmax", rotary_percentage=0.5)
+    torch.nn.init.normal_(model.transformer.h[1].attn.qkv.bias)
+    export_hf(model, tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert type(theirs).__name__ == "GPTNeoXForCausalLM"
+    torch.testing.assert_close(theirs(tokens).logits, model(tokens), rtol=0, atol=1e-5)
+    again = load_hf(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert again.config.rotary_percentage == 0.5
+
+
+@pytest.mark.parametrize("attention", ["ours", "ours-decay", "gla", ["softmax", "softmax", "ours"]])
+def test_another_attention_is_not_exported(small, tmp_path, attention):
+    """Under GPT-NeoX's keys it would load there and be scored as softmax attention."""
+    with pytest.raises(ModelError, match="cannot be exported"):
+        export_hf(small(attention), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_stock_weights_under_another_attention(hf_model, tokens, tmp_path):
+    """`ours` has softmax's tensors, `gla` has not: the one loads, the other says what is missing."""
+    hf_model.save_pretrained(tmp_path)
+    assert load_hf(tmp_path, attention="ours").config.attention == "ours"
+    with pytest.raises(ModelError, match=r"attn\.qkvr\.weight is missing"):
+        load_hf(tmp_path, attention="gla")
+
+
+def test_damaged_folders_are_one_line(small, tmp_path):
+    """What is missing or foreign is named."""
+    export_hf(small("softmax"), tmp_path)
+    weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    save_file(load_file(weights) | {"gpt_neox.layers.0.adapter": torch.ones(1)}, weights)
+    with pytest.raises(ModelError, match=r"gpt_neox\.layers"):
+        load_hf(tmp_path)
+    weights.unlink()
+    with pytest.raises(ModelError, match="no weights in"):
+        load_hf(tmp_path)
+    config.write_text(json.dumps({"model_type": "gpt_neox"}))
+    with pytest.raises(ModelError, match="lacks 'max_position_embeddings'"):
+        load_hf(tmp_path)
+    config.write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(ModelError, match="llama"):
+        load_hf(tmp_path)
+    with pytest.raises(ModelError, match="cannot read"):
+        load_hf(tmp_path / "nowhere")

@@ -1,0 +1,63 @@
+"""The memory estimate of a dry run, against what a step really keeps."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lingpt.models import Config, ModelError, memory_estimate
+
+
+def kept_for_backward(model, idx) -> int:
+    """Bytes that autograd keeps for backward, each storage once, parameters and constants apart."""
+    storages, permanent = (
+        {},
+        {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())},
+    )
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in permanent:
+            storages[storage.data_ptr()] = storage  # held, so that no address is used twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        hidden = model.hidden(idx)
+        loss = F.mse_loss(hidden, torch.zeros_like(hidden))
+    del loss
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+@pytest.mark.parametrize("name", ["softmax", "ours", "ours-decay", "gla"])
+def test_activations_are_what_autograd_keeps(small, name):
+    """Too low and a run dies where a dry run promised room; too high and a card that would do is refused."""
+    model = small(name, n_embd=128)
+    estimate = memory_estimate(model.config, micro_batch_size=4, seq_len=96, precision="32-true")
+    idx = torch.zeros(4, 96, dtype=torch.long)
+    assert estimate["activations"] == pytest.approx(kept_for_backward(model, idx), rel=0.15)
+
+
+def test_weights_gradients_and_adamw_are_counted(small):
+    """fp32: 4 + 4 + 8 bytes a parameter; bf16-true half of that."""
+    n = small("ours").num_parameters()
+    for precision, size in (("32-true", 4), ("bf16-true", 2)):
+        estimate = memory_estimate(small("ours").config, 1, 32, precision)
+        parts = [estimate[part] for part in ("parameters", "gradients", "optimizer")]
+        assert parts == [n * size, n * size, 2 * n * size]
+        assert estimate["total"] == sum(value for part, value in estimate.items() if part != "total")
+
+
+def test_a_loss_in_chunks_needs_fewer_logits():
+    """At 50304 words the logits of a long batch are as large as the model."""
+    config = Config.from_name("pythia-70m")
+    whole, chunked = (memory_estimate(config, 8, 2048, loss_chunk_tokens=c) for c in (None, 1024))
+    assert whole["logits"] == 16 * chunked["logits"] > whole["parameters"]
+    assert whole["activations"] == chunked["activations"]
+
+
+def test_mistakes_are_one_line():
+    """A dry run names what it cannot estimate."""
+    config = Config.from_name("demo")
+    with pytest.raises(ModelError, match="did you mean 'bf16-mixed'"):
+        memory_estimate(config, 1, 64, "bf16mixed")
+    with pytest.raises(ModelError, match="exceed the block size 256"):
+        memory_estimate(config, 1, 512)

@@ -1,0 +1,92 @@
+"""`make` is thin: each target is one line over the command, and that line parses to what was asked."""
+
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import jsonargparse
+import pytest
+
+from lingpt.cli import curves, data, evaluate, train
+
+ROOT = Path(__file__).parent.parent
+VERBS = {"train": train, "data": data, "eval": evaluate, "curves": curves}
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+
+
+def make(*words: str) -> str:
+    """What make prints; without the variables that it inherits where `make test` started these tests."""
+    env = {"PATH": os.environ["PATH"]}
+    command = ["make", *words]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout
+
+
+def dry(*words: str) -> str:
+    """What the target would run in the present environment."""
+    return make("-n", "--no-print-directory", "VENV=", *words)
+
+
+def parsed(*words: str) -> dict:
+    """The target's options as its verb's own parser understands them, flat."""
+    program, verb, *options = shlex.split(dry(*words))
+    assert program == "lingpt"
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    VERBS[verb].configure(parser)
+    return vars(parser.parse_args(options).as_flat())
+
+
+def test_train_with_nothing_is_the_demo():
+    args = parsed("train")
+    assert (args["model.name"], args["model.attention"], args["train.dry_run"]) == ("demo", "ours", False)
+
+
+def test_every_variable_of_train_reaches_its_option():
+    args = parsed(
+        *(
+            "train",
+            "MODEL=pythia-160m",
+            "ATTN=gla",
+            "DATA=/my data/*.jsonl.gz",
+            "TOKENIZER=/tok",
+            "DEVICES=8",
+        ),
+        *("RESUME=never", "NAME=one", "DRY=1", "ARGS=--train.max_steps 100 --train.seed 3"),
+    )
+    wanted = {
+        "model.name": "pythia-160m", "model.attention": "gla", "data.source": "/my data/*.jsonl.gz",
+        "data.tokenizer": "/tok", "train.devices": 8, "train.resume": "never", "train.name": "one",
+        "train.dry_run": True, "train.max_steps": 100, "train.seed": 3,
+    }  # fmt: skip
+    assert {key: args[key] for key in wanted} == wanted
+
+
+def test_hybrids_and_dry_0():
+    args = parsed("train", "ATTN=[ours, softmax]", "DRY=0")
+    assert args["model.attention"] == ["ours", "softmax"] and args["train.dry_run"] is False
+
+
+def test_data_takes_the_recipe_and_eval_the_runs():
+    assert parsed("data", "MODEL=pythia-70m", "DATA=x.jsonl")["data.source"] == "x.jsonl"
+    args = parsed("eval", "RUNS=runs/a runs/b", "EVAL_DATA=/some where", "ARGS=--limit 5")
+    assert (args["runs"], args["data"], args["limit"]) == (["runs/a", "runs/b"], "/some where", 5)
+    assert parsed("eval")["model"] is None, "without MODEL the newest run's model is meant"
+    assert parsed("curves", "RUNS=runs/a runs/b")["runs"] == ["runs/a", "runs/b"]
+
+
+def test_help_lists_every_target():
+    lines = make("help")
+    for target in ("train", "data", "eval", "curves", "bench", "test", "test-gpu", "check", "release-check"):
+        assert f"\n  {target} " in lines
+        assert dry(target).strip()
+
+
+def test_an_environment_is_made_once_and_by_the_constraints():
+    """Guards: what is installed on first use is the tested set, and a changed pyproject.toml is noticed."""
+    assert not dry("install").strip().startswith("python"), "VENV= makes no environment"
+    lines = make("-n", "VENV=/nonexistent", "CUDA=13", "TORCH_INDEX=https://index", "curves")
+    assert "pip install torch -c constraints.txt --index-url 'https://index'" in lines
+    assert "-e '.[dev,cuda13,gla]' -c constraints.txt" in lines
+    assert lines.rstrip().endswith("/nonexistent/bin/lingpt curves")

@@ -1,0 +1,141 @@
+"""Checkpoints: whole or not there, the last k, and the right one to go on from."""
+
+import errno
+import json
+import os
+
+import pytest
+import torch
+
+from lingpt.models import load_model
+from lingpt.train import TrainError, checkpoint, read_metrics, train
+from lingpt.train.checkpoint import checkpoints, manifest
+
+
+def names(folder) -> list[str]:
+    return [path.name for path in checkpoints(folder)]
+
+
+def test_keeps_the_newest_k(make_recipe):
+    folder = train(make_recipe(save_interval=1, keep_checkpoints=2))
+    assert names(folder) == ["step-00000005", "step-00000006"]
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == names(folder), (
+        "something else is left"
+    )
+
+
+def test_a_checkpoint_is_a_model_folder_with_its_tokenizer(make_recipe):
+    newest = checkpoints(train(make_recipe()))[-1]
+    assert load_model(newest, attention="ours").num_parameters() > 0
+    assert (newest / "tokenizer.json").is_file()
+    assert {"model.safetensors", "config.json", "tokenizer.json", "train_state.pt"} <= manifest(newest)[
+        "files"
+    ].keys()
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "train_state.pt", "manifest.json"])
+def test_a_truncated_newest_is_passed_over(make_recipe, capsys, file):
+    """Whatever file a dying machine cut short, resume takes the one before and says so."""
+    folder = train(make_recipe())
+    newest = checkpoints(folder)[-1] / file
+    with open(newest, "r+b") as stream:
+        stream.truncate(newest.stat().st_size // 2)
+    assert names(folder) == ["step-00000003"]
+    train(make_recipe())
+    out = capsys.readouterr().out
+    assert "step-00000006 is not whole" in out and "step-00000003, step 3 of 6" in out
+    assert names(folder) == ["step-00000003", "step-00000006"], "the broken one was not replaced"
+
+
+def test_a_missing_file_makes_it_not_whole(make_recipe):
+    folder = train(make_recipe())
+    (checkpoints(folder)[-1] / "tokenizer.json").unlink()
+    assert names(folder) == ["step-00000003"]
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), RuntimeError("write failed")]
+)
+def test_a_full_disk_is_one_line_and_leaves_the_older_ones(make_recipe, monkeypatch, error):
+    """PyTorch's own writer turns a full disk into a RuntimeError; both must end the same way."""
+    folder = train(make_recipe(max_steps=3))
+    save = torch.save
+
+    def full(state, file):
+        save({"half": 1}, file)
+        raise error
+
+    monkeypatch.setattr(checkpoint.torch, "save", full)
+    with pytest.raises(
+        TrainError, match=r"step 6 could not be written .*step-00000003 is intact.*free some space"
+    ):
+        train(make_recipe())
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["step-00000003"]
+    monkeypatch.undo()
+    train(make_recipe())
+    assert names(folder)[-1] == "step-00000006"
+
+
+def test_a_killed_save_leaves_nothing_that_passes_for_whole(make_recipe):
+    folder = train(make_recipe(max_steps=3))
+    partial = folder / "checkpoints/.step-00000006.partial"
+    partial.mkdir()
+    (partial / "model.safetensors").write_bytes(b"half")
+    train(make_recipe())
+    assert not partial.exists() and names(folder) == ["step-00000003", "step-00000006"]
+
+
+def test_another_config_is_refused_by_name(make_recipe):
+    train(make_recipe())
+    with pytest.raises(TrainError, match=r"learning_rate: 0.001 → 0.002.*another --train.name.*resume never"):
+        train(make_recipe(learning_rate=2e-3))
+    recipe = make_recipe(name="demo-ours")
+    recipe.model.attention = "softmax"
+    with pytest.raises(TrainError, match=r"model.attention: ours → softmax"):
+        train(recipe)
+
+
+def test_longer_is_allowed(make_recipe):
+    folder = train(make_recipe(max_steps=3))
+    train(make_recipe(max_steps=5, eval_interval=1, micro_batch_size=2))
+    assert names(folder)[-1] == "step-00000005"
+
+
+def test_never_starts_anew_and_loses_nothing(make_recipe, capsys):
+    folder = train(make_recipe(max_steps=3))
+    train(make_recipe(max_steps=3, resume="never", learning_rate=2e-3))
+    assert (folder.parent / "demo-ours.old-1/checkpoints/step-00000003/manifest.json").exists()
+    assert "is now" in capsys.readouterr().out
+    assert max(line.get("lr", 0) for line in read_metrics(folder)) > 1e-3
+
+
+def test_a_checkpoint_by_its_path(make_recipe):
+    """Goes back to step 3; the newer one is kept aside and not found by `auto` any more."""
+    folder = train(make_recipe())
+    train(make_recipe(resume=str(folder / "checkpoints/step-00000003"), max_steps=4))
+    assert names(folder) == ["step-00000003", "step-00000004"]
+    assert (folder / "checkpoints/abandoned-step-00000006").is_dir()
+
+
+def test_a_checkpoint_that_does_not_fit(make_recipe, tmp_path):
+    """Of another attention, not there, not whole: each its own line."""
+    source = train(make_recipe()) / "checkpoints/step-00000006"
+    recipe = make_recipe(resume=str(source))
+    recipe.model.attention = "softmax"
+    with pytest.raises(TrainError, match=r"is a checkpoint of attention 'ours', not 'softmax'.*init_from"):
+        train(recipe)
+    with pytest.raises(TrainError, match="no checkpoint"):
+        train(make_recipe(resume=str(tmp_path / "nowhere")))
+    (source / "config.json").unlink()
+    with pytest.raises(TrainError, match="not whole"):
+        train(make_recipe(resume=str(source)))
+
+
+def test_other_data_is_refused(make_recipe):
+    """The same file name with other text in it would train on other samples without a word."""
+    folder = train(make_recipe(max_steps=3))
+    path = checkpoints(folder)[-1] / "manifest.json"
+    told = json.loads(path.read_text())
+    path.write_text(json.dumps(told | {"data_fingerprint": "0123456789abcdef"}))
+    with pytest.raises(TrainError, match="other data"):
+        train(make_recipe())

@@ -1,0 +1,102 @@
+"""Curves: drawn from metrics.jsonl alone, and a table whose numbers can be checked by hand."""
+
+import json
+
+import numpy as np
+import pytest
+import yaml
+
+from lingpt.train import TrainError, draw_curves, format_table
+from lingpt.train.curves import COLOURS, labels, read_curve, smooth
+
+
+def write_run(folder, attention, seconds_per_step, val, model="demo"):
+    """A run with validation losses `{step: loss}` and training losses on the line through them."""
+    folder.mkdir(parents=True)
+    config = {"model": {"name": model, "attention": attention}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    steps = sorted(val)
+    losses = np.interp(range(1, steps[-1] + 1), steps, [val[s] for s in steps])
+    lines = []
+    for step, loss in enumerate(losses, 1):
+        clock = {"step": step, "tokens": step, "train_time": step * seconds_per_step}
+        lines.append({"kind": "train", **clock, "loss": float(loss)})
+        if step in val:
+            lines.append({"kind": "val", **clock, "loss": val[step]})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_time_to_loss_by_hand(tmp_path):
+    """`a` falls 4 → 2 over steps 10 … 20 at 2 s a step; `b` needs twice the steps at 1 s: the same times."""
+    a = write_run(tmp_path / "a", "ours", 2.0, {10: 4.0, 20: 2.0})
+    b = write_run(tmp_path / "b", "softmax", 1.0, {10: 4.0, 30: 3.0, 50: 2.0})
+    rows = draw_curves([a, b], tmp_path / "out.png")
+    assert [row["loss"] for row in rows] == [3.6, 3.2, 2.8, 2.4, 2.0]
+    row = rows[1]
+    assert row["runs"]["ours"] == {"time": pytest.approx(28.0), "step": pytest.approx(14.0), "ratio": 1.0}
+    assert row["runs"]["softmax"]["step"] == pytest.approx(26.0)
+    assert row["runs"]["softmax"]["ratio"] == pytest.approx(26 / 28)
+    table = format_table(rows)
+    assert "3.20" in table and "28.0 s" in table and "0.93×" in table
+
+
+def test_only_losses_that_all_reach(tmp_path):
+    a = write_run(tmp_path / "a", "ours", 1.0, {10: 4.0, 20: 2.0})
+    b = write_run(tmp_path / "b", "gla", 1.0, {10: 4.5, 20: 3.1})
+    rows = draw_curves([a, b], tmp_path / "out.png")
+    assert rows and all(3.1 <= row["loss"] <= 4.0 for row in rows)
+    never = write_run(tmp_path / "c", "softmax", 1.0, {10: 9.0, 20: 8.0})
+    assert draw_curves([a, never], tmp_path / "out.png") == []
+    assert "too few" in format_table([])
+
+
+def test_the_picture_has_both_panels_and_one_colour_an_attention(tmp_path, monkeypatch):
+    """Loss against time and against step; one attention has one colour, its runs differ in dashes."""
+    from matplotlib.figure import Figure
+
+    kept = []
+    save = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *a, **k: (kept.append(figure), save(figure, *a, **k))
+    )
+    runs = [write_run(tmp_path / n, "ours", 1.0, {10: 4.0, 40: 3.0}) for n in ("x", "y")]
+    draw_curves([*runs, write_run(tmp_path / "z", "softmax", 9.0, {10: 4.0, 40: 3.0})], tmp_path / "out.png")
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    time_panel, step_panel = kept[0].axes
+    assert "minutes" in time_panel.get_xlabel() and step_panel.get_xlabel() == "step"
+    assert time_panel.get_ylabel() == "loss (nats per token)"
+    texts = [text.get_text() for text in step_panel.get_legend().get_texts()]
+    assert [text.split()[0] for text in texts] == ["x", "y", "z"]
+    drawn = [(line.get_color(), line.get_linestyle()) for line in step_panel.get_legend().get_lines()]
+    assert drawn == [(COLOURS["ours"], "-"), (COLOURS["ours"], "--"), (COLOURS["softmax"], "-")]
+    points = [line for line in time_panel.lines if line.get_marker() == "o" and len(line.get_xdata())]
+    np.testing.assert_allclose(points[-1].get_xdata(), [90 / 60, 360 / 60])
+
+
+def test_labels_are_attentions_only_where_these_tell_runs_apart(tmp_path):
+    a = read_curve(write_run(tmp_path / "a", "ours", 1.0, {2: 4.0, 4: 3.0}))
+    b = read_curve(write_run(tmp_path / "b", ["ours", "softmax"], 1.0, {2: 4.0, 4: 3.0}))
+    c = read_curve(write_run(tmp_path / "c", "gla", 1.0, {2: 4.0, 4: 3.0}, model="pythia-70m"))
+    assert labels([a, b]) == ["ours", "ours+softmax"]
+    assert labels([a, c]) == ["a", "c"]
+
+
+def test_smoothing_keeps_a_constant_and_follows_a_fall():
+    np.testing.assert_allclose(smooth(np.full(500, 3.0)), 3.0)
+    falling = np.linspace(5, 3, 500)
+    assert np.abs(smooth(falling) - falling).max() < 0.1
+
+
+def test_a_crash_mid_line_and_null_losses_are_passed_over(tmp_path):
+    run = write_run(tmp_path / "a", "ours", 1.0, {2: 4.0, 4: 3.0})
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"kind": "train", "step": 5, "tokens": 5, "train_time": 5.0, "loss": null}\n{"kind": "tr')
+    assert len(read_curve(run).train) == 4
+
+
+def test_a_folder_without_losses_is_one_line(tmp_path):
+    with pytest.raises(TrainError, match="no losses in"):
+        draw_curves([tmp_path], tmp_path / "out.png")
+    with pytest.raises(TrainError, match="no runs to draw"):
+        draw_curves([], tmp_path / "out.png")

@@ -1,0 +1,228 @@
+"""The loop: exact accumulation, exact resume, an honest clock, and an end that loses nothing."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from lingpt.data import prepare
+from lingpt.train import TrainError, loop, read_metrics, train
+from lingpt.train.machine import choose_machine
+
+
+def start(recipe) -> loop.Run:
+    """A run that has begun but not trained."""
+    machine, config = choose_machine(recipe.train), loop.model_config(recipe)
+    dataset = prepare(recipe.data, progress=False)
+    recipe.run_folder.mkdir(parents=True, exist_ok=True)
+    return loop.Run(recipe, machine, config, dataset, loop.make_fabric(machine), None)
+
+
+def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(folder / f"checkpoints/step-{step:08d}/model.safetensors")
+
+
+def without_clock(folder: Path) -> list[dict]:
+    clock = {"train_time", "tokens_per_second"}
+    return [{k: v for k, v in line.items() if k not in clock} for line in read_metrics(folder)]
+
+
+def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Sends the process a SIGINT in the middle of an optimiser step."""
+    original = loop.Run.step
+
+    def step_and_interrupt(self, stop):
+        if self.progress.step == step - 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(self, stop)
+
+    monkeypatch.setattr(loop.Run, "step", step_and_interrupt)
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 8])
+def test_accumulation_gives_the_loss_and_gradients_of_one_large_batch(make_recipe, micro_batch_size):
+    """Against a plain mean over all tokens of the global batch, however it is cut."""
+    run = start(make_recipe(micro_batch_size=micro_batch_size, grad_clip=1e9))
+    run.optimizer.step = lambda: None
+    line = run.step(loop.Stop())
+    gradients = {name: p.grad.clone() for name, p in run.gpt.named_parameters()}
+    run.gpt.zero_grad()
+    block = run.batches.get(0, range(8))
+    expected = F.cross_entropy(run.gpt(block[:, :-1]).flatten(0, 1), block[:, 1:].flatten())
+    expected.backward()
+    assert line["loss"] == pytest.approx(expected.item(), rel=1e-6)
+    for name, p in run.gpt.named_parameters():
+        torch.testing.assert_close(gradients[name], p.grad, rtol=1e-4, atol=1e-7)
+
+
+def test_clips_to_the_norm_and_reports_the_one_before(make_recipe):
+    run = start(make_recipe(grad_clip=1e-3))
+    run.optimizer.step = lambda: None
+    line = run.step(loop.Stop())
+    after = torch.nn.utils.get_total_norm([p.grad for p in run.gpt.parameters()])
+    assert line["grad_norm"] > 0.1 and after.item() == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_resume_is_bitwise_equal_to_never_having_stopped(make_recipe, monkeypatch):
+    """Stopped by a signal at a step that saves nothing by itself: weights, optimizer, every number."""
+    whole = train(make_recipe(name="whole"))
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, step=4)
+        with pytest.raises(KeyboardInterrupt, match=r"stopped and saved at step 4 of 6.*goes on"):
+            train(make_recipe(name="parts"))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "the handler was left behind"
+    parts = train(make_recipe(name="parts"))
+    for name, tensor in weights(whole, 6).items():
+        assert torch.equal(tensor, weights(parts, 6)[name]), name
+    states = [torch.load(f / "checkpoints/step-00000006/train_state.pt") for f in (whole, parts)]
+    for index, moments in states[0]["optimizer"]["state"].items():
+        assert all(torch.equal(v, states[1]["optimizer"]["state"][index][k]) for k, v in moments.items())
+    assert torch.equal(states[0]["random"][0]["torch"], states[1]["random"][0]["torch"])
+    assert without_clock(whole) == without_clock(parts)
+    assert [line["step"] for line in read_metrics(parts) if line["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
+
+
+def test_resume_says_what_it_found_and_cuts_lines_after_the_checkpoint(make_recipe, monkeypatch, capsys):
+    """A crash after step 5 leaves lines 4 and 5 beyond the checkpoint of step 3: not written twice."""
+
+    def crash(self, stop):
+        if self.progress.step == 5:
+            raise RuntimeError("power cut")
+        return original(self, stop)
+
+    original = loop.Run.step
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Run, "step", crash)
+        with pytest.raises(RuntimeError):
+            train(make_recipe())
+    assert "new run" in capsys.readouterr().out
+    folder = make_recipe().run_folder
+    times = [line["train_time"] for line in read_metrics(folder)]
+    train(make_recipe())
+    assert "step-00000003, step 3 of 6" in capsys.readouterr().out
+    lines = [line for line in read_metrics(folder) if line["kind"] == "train"]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert lines[3]["train_time"] > lines[2]["train_time"] == times[2], "the clock does not go on"
+    train(make_recipe())
+    assert "nothing to train" in capsys.readouterr().out
+
+
+def test_the_clock_stands_while_validating_and_saving(make_recipe, monkeypatch):
+    def slow(self):
+        time.sleep(0.5)
+        return 1.0
+
+    monkeypatch.setattr(loop.Run, "validate", slow)
+    began = time.perf_counter()
+    folder = train(make_recipe(eval_interval=1))
+    wall = time.perf_counter() - began
+    assert read_metrics(folder)[-1]["train_time"] < wall - 6 * 0.5
+
+
+def test_validation_is_the_mean_over_the_same_tokens_every_time(make_recipe):
+    run = start(make_recipe(eval_tokens=7 * 32, micro_batch_size=4))
+    block = torch.stack([run.dataset.val[i] for i in range(7)])
+    with torch.no_grad():
+        expected = F.cross_entropy(run.gpt(block[:, :-1]).flatten(0, 1), block[:, 1:].flatten()).item()
+    assert run.validate() == pytest.approx(expected, rel=1e-6)
+    assert run.validate() == run.validate()
+
+
+def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(make_recipe, monkeypatch):
+    poison(monkeypatch, steps={2})
+    folder = train(make_recipe(save_interval=1, keep_checkpoints=9))
+    assert all(torch.equal(t, weights(folder, 2)[n]) for n, t in weights(folder, 1).items())
+    assert not all(torch.equal(t, weights(folder, 3)[n]) for n, t in weights(folder, 2).items())
+    line = next(line for line in read_metrics(folder) if line["step"] == 2)
+    assert line["loss"] is None and line["skipped"] is True
+    assert json.loads((folder / "checkpoints/step-00000006/manifest.json").read_text())["skipped"] == 1
+
+
+def test_a_run_that_diverged_ends_with_one_line(make_recipe, monkeypatch):
+    poison(monkeypatch, steps=range(4, 99))
+    with pytest.raises(
+        TrainError, match=r"not finite for 10 steps up to step 13; the newest .*step-00000012"
+    ):
+        train(make_recipe(max_steps=50, save_interval=3, keep_checkpoints=99, eval_interval=50))
+
+
+def poison(monkeypatch, steps) -> None:
+    """Makes the loss of these (1-based) steps infinite."""
+    original = loop.Run.step
+
+    def poisoned(self, stop):
+        self.poisoned = self.progress.step + 1 in steps
+        return original(self, stop)
+
+    def loss(hidden, weight, targets):
+        value = exact(hidden, weight, targets)
+        return value * float("inf") if poisoned_now() else value
+
+    runs = []
+    exact, init = loop.cross_entropy_sum, loop.Run.__init__
+
+    def remember(self, *args):
+        init(self, *args)
+        runs.append(self)
+
+    def poisoned_now():
+        return getattr(runs[-1], "poisoned", False) and torch.is_grad_enabled()
+
+    monkeypatch.setattr(loop.Run, "__init__", remember)
+    monkeypatch.setattr(loop.Run, "step", poisoned)
+    monkeypatch.setattr(loop, "cross_entropy_sum", loss)
+
+
+def test_a_run_records_what_it_is_made_of(make_recipe):
+    folder = train(make_recipe(sample_tokens=8))
+    environment = json.loads((folder / "environment.json").read_text())
+    assert environment["versions"]["torch"] and environment["command"] and environment["hardware"]["name"]
+    assert environment["data"]["fingerprint"]
+    assert (folder / "samples.txt").read_text().count("⟨…⟩") == 2
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    line = read_metrics(folder)[0]
+    assert line.keys() == {
+        "kind", "step", "tokens", "train_time", "loss", "lr", "grad_norm", "tokens_per_second", "mfu",
+    }  # fmt: skip
+    assert line["tokens"] == 8 * 32
+
+
+def test_init_from_another_attention_says_what_it_took(make_recipe, capsys):
+    """`softmax` starts from `ours`: the same keys, another model; the report names what was taken."""
+    source = train(make_recipe()) / "checkpoints/step-00000006"
+    recipe = make_recipe(init_from=str(source), max_steps=1, learning_rate=1e-12, min_learning_rate=1e-12)
+    recipe.model.attention = "softmax"
+    folder = train(recipe)
+    assert "taken" in capsys.readouterr().out
+    taken = weights(folder, 1)["lm_head.weight"]
+    torch.testing.assert_close(taken, load_file(source / "model.safetensors")["lm_head.weight"])
+    assert (
+        json.loads((folder / "checkpoints/step-00000001/config.json").read_text())["attention"] == "softmax"
+    )
+
+
+@pytest.mark.parametrize("attention", ["ours", "ours-decay", "softmax", "gla"])
+def test_one_compilation_serves_all_layers(make_recipe, attention):
+    """Something that differs by layer would compile each anew, and past PyTorch's limit none at all."""
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    recipe = make_recipe()
+    recipe.model.attention = attention
+    gpt, counter = loop.GPT.create(recipe.model.config(), seed=0), CompileCounter()
+    keys = set(gpt.state_dict())
+    loop.compile_blocks(gpt, backend=counter, fullgraph=True)
+    gpt(torch.zeros(2, 32, dtype=torch.long))
+    assert counter.frame_count == 1
+    assert set(gpt.state_dict()) == keys
+
+
+def test_out_of_memory_says_what_to_lower(make_recipe):
+    with pytest.raises(TrainError, match=r"--train.micro_batch_size 2"), loop.out_of_memory(make_recipe()):
+        raise torch.OutOfMemoryError("CUDA out of memory")

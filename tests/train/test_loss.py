@@ -1,0 +1,75 @@
+"""The loss in pieces is the plain cross-entropy, and so are its gradients."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lingpt.train.loss import cross_entropy_sum
+
+
+def tensors(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(3, 7, 16, generator=generator, dtype=dtype)
+    weight = torch.randn(29, 16, generator=generator, dtype=dtype)
+    targets = torch.randint(29, (3, 7), generator=generator)
+    return hidden.requires_grad_(), weight.requires_grad_(), targets
+
+
+def plain(hidden, weight, targets):
+    return F.cross_entropy((hidden @ weight.T).flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+@pytest.mark.parametrize("rows", [1, 4, 20, 21, 100, None])
+def test_equals_plain_cross_entropy_whatever_the_pieces(rows):
+    """A piece boundary anywhere, the last piece short, one piece for all: loss and both gradients agree."""
+    hidden, weight, targets = tensors()
+    expected = plain(hidden, weight, targets)
+    expected_grads = torch.autograd.grad(expected * 0.37, (hidden, weight))
+    loss = cross_entropy_sum(hidden, weight, targets, rows)
+    grads = torch.autograd.grad(loss * 0.37, (hidden, weight))  # an upstream gradient that is not 1
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(grads, expected_grads)
+
+
+def test_without_gradients_it_is_the_same_number():
+    """Validation takes another path: it must not drift from the training loss."""
+    hidden, weight, targets = tensors(torch.float32)
+    with torch.no_grad():
+        loss = cross_entropy_sum(hidden, weight, targets, 4)
+    torch.testing.assert_close(loss, cross_entropy_sum(hidden, weight, targets, 4).detach())
+
+
+def test_under_autocast_products_are_bf16_and_the_softmax_fp32():
+    """The error is that of rounding operands to bf16, no more: twice the plain form's under autocast."""
+    hidden, weight, targets = tensors(torch.float32)
+    exact = plain(hidden, weight, targets)
+    exact_grads = torch.autograd.grad(exact, (hidden, weight))
+    with torch.autocast("cpu", torch.bfloat16):
+        low = plain(hidden, weight, targets)
+        ours = cross_entropy_sum(hidden, weight, targets, 4)
+    assert ours.dtype == torch.float32
+    assert (ours - exact).abs() <= 2 * (low - exact).abs() + 1e-3
+    low_grads = torch.autograd.grad(low, (hidden, weight))
+    ours_grads = torch.autograd.grad(ours, (hidden, weight))
+    for ours_grad, low_grad, exact_grad in zip(ours_grads, low_grads, exact_grads, strict=True):
+        assert ours_grad.dtype == torch.float32
+        assert (ours_grad - exact_grad).abs().max() <= 2 * (low_grad - exact_grad).abs().max() + 1e-3
+        assert not torch.equal(ours_grad, exact_grad), "autocast had no effect"
+
+
+def test_never_holds_all_logits():
+    """The largest tensor of the forward pass is a piece's logits, not the sequence's."""
+    hidden, weight, targets = tensors()
+    largest = 0
+
+    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            out = function(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                largest = max(largest, out.numel())
+            return out
+
+    with Largest():
+        cross_entropy_sum(hidden, weight, targets, rows=2).backward()
+    assert largest == weight.numel() < targets.numel() * weight.shape[0]

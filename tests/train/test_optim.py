@@ -1,0 +1,43 @@
+"""The schedule is a pure function with the recipe's numbers in it; decay falls on matrices alone."""
+
+import math
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from lingpt.train import TrainConfig
+from lingpt.train.optim import learning_rate, make_optimizer
+
+
+def test_schedule_warms_up_peaks_falls_and_ends_at_the_minimum():
+    config = TrainConfig(learning_rate=1e-3, min_learning_rate=5e-5, warmup_steps=100)
+    rates = [learning_rate(step, 1431, config) for step in range(1431)]
+    assert math.isclose(rates[0], 1e-5)
+    assert rates[99] == max(rates) == 1e-3
+    assert math.isclose(rates[-1], 5e-5)
+    assert all(a <= b for a, b in pairwise(rates[:100]))
+    assert all(a >= b for a, b in pairwise(rates[100:]))
+    middle = (100 + 1430) // 2
+    assert math.isclose(rates[middle], (1e-3 + 5e-5) / 2, rel_tol=1e-3)
+
+
+def test_a_run_shorter_than_its_warm_up_still_reaches_the_peak():
+    config = TrainConfig(learning_rate=1e-3, warmup_steps=100)
+    assert max(learning_rate(step, 50, config) for step in range(50)) == 1e-3
+    assert learning_rate(0, 1, config) > 0
+
+
+def test_decay_on_matrices_only():
+    """One step with zero gradients moves what decays, and nothing else."""
+    model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 3), nn.LayerNorm(3))
+    nn.init.constant_(model[1].bias, 1.0)
+    optimizer = make_optimizer(model, TrainConfig(learning_rate=0.1, weight_decay=0.5))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == {"0.weight", "1.weight"}
+    torch.testing.assert_close(model[1].weight, before["1.weight"] * (1 - 0.1 * 0.5))
+    assert all(group["betas"] == (0.9, 0.95) for group in optimizer.param_groups)

@@ -1,0 +1,41 @@
+"""MFU is the model's FLOPs over the peak of the right device, or nothing at all."""
+
+import pytest
+
+from lingpt.train.throughput import known_device, mfu, peak_flops
+
+
+@pytest.mark.parametrize(
+    ("cuda_name", "name", "bf16"),
+    [
+        ("NVIDIA H200", "H200", 989e12),
+        ("NVIDIA H100 80GB HBM3", "H100 SXM", 989e12),
+        ("NVIDIA H100 PCIe", "H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", "A100 80GB", 312e12),
+        ("NVIDIA A100 80GB PCIe", "A100 80GB", 312e12),
+        ("NVIDIA A100-SXM4-40GB", "A100 40GB", 312e12),
+        ("NVIDIA RTX A6000", "RTX A6000", 154.8e12),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada", 364e12),
+        ("NVIDIA L40S", "L40S", 362e12),
+        ("NVIDIA L4", "L4", 121e12),
+        ("NVIDIA A10", "A10", 125e12),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090", 165.2e12),
+    ],
+)
+def test_devices_by_their_cuda_names(cuda_name, name, bf16):
+    """`A10` must not answer for an A100, nor `L4` for an L40S."""
+    assert known_device(cuda_name).name == name
+    assert peak_flops(cuda_name, "bf16-mixed") == peak_flops(cuda_name, "bf16-true") == bf16
+    assert 0 < peak_flops(cuda_name, "32-true") < bf16
+
+
+def test_unknown_devices_have_no_peak_and_no_mfu():
+    """A wrong number is worse than none."""
+    assert peak_flops("CPU (2 cores)", "32-true") is None
+    assert peak_flops("Quadro Something", "bf16-mixed") is None
+    assert mfu(1e5, 8e9, None) is None
+
+
+def test_mfu_counts_all_devices():
+    assert mfu(100_000, 4e9, 1e15) == pytest.approx(0.4)
+    assert mfu(100_000, 4e9, 1e15, n_device=8) == pytest.approx(0.05)

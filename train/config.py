@@ -1,0 +1,189 @@
+"""What a run is made of: `Recipe` = the model, the data, and how to train the one on the other."""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from lingpt.data import DataConfig
+from lingpt.models import ModelArgs
+
+
+class TrainError(ValueError):
+    """A run that cannot start or go on as asked; the message says how to mend it."""
+
+
+@dataclass
+class TrainConfig:
+    """How to train. Batches are counted in sequences of `data.seq_len` tokens, steps in optimiser steps.
+
+    Args:
+        name: the run's folder under `out_dir`; by default `<model>-<attention>`.
+        out_dir: where runs live.
+        max_steps: optimiser steps; or give `max_tokens`, rounded up to whole steps.
+        max_tokens: tokens to train on, where `max_steps` is not given.
+        global_batch_size: sequences an optimiser step, over all devices.
+        micro_batch_size: sequences a device takes at once; the rest is accumulated, exactly.
+        learning_rate: the peak, reached after `warmup_steps`, then a cosine down to `min_learning_rate`.
+        min_learning_rate: where the cosine ends, at the last step.
+        warmup_steps: steps of linear warm-up.
+        weight_decay: AdamW's, on matrices only (not on biases, norms, or a learnable b).
+        beta1: AdamW's.
+        beta2: AdamW's.
+        grad_clip: the largest norm of the gradient over all parameters.
+        seed: of the initial weights and of the order of the samples.
+        precision: `auto` is bf16-mixed where the device has bf16 tensor cores, else 32-true; or one of
+            32-true, bf16-mixed, bf16-true.
+        compile: torch.compile of the blocks: on a GPU (`auto`), always or never.
+        accelerator: `auto`, `cpu` or `cuda`.
+        devices: processes on this machine, one a GPU; `auto` takes every GPU, or one CPU process.
+        num_nodes: machines (started by torchrun or SLURM).
+        eval_interval: steps between validations; the last step is always validated.
+        eval_tokens: validation tokens, the same ones every time; 0 for all there are.
+        save_interval: steps between checkpoints; the last step is always saved.
+        keep_checkpoints: how many of the newest are kept.
+        log_interval: steps between training lines in metrics.jsonl.
+        resume: `auto` goes on with the newest whole checkpoint of the run, `never` starts anew (the old run
+            is moved aside), a checkpoint folder goes on from that one.
+        init_from: start a new run from these weights: a Hugging Face Pythia folder, or a model folder.
+        wandb: also track in Weights & Biases, offline unless logged in.
+        wandb_project: its project.
+        sample_tokens: tokens of text to generate at the end; 0 for none.
+        dry_run: print what would happen, and stop.
+    """
+
+    name: str | None = None
+    out_dir: str = "runs"
+    max_steps: int | None = None
+    max_tokens: int | None = None
+    global_batch_size: int = 256
+    micro_batch_size: int = 4
+    learning_rate: float = 1e-3
+    min_learning_rate: float = 5e-5
+    warmup_steps: int = 100
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    grad_clip: float = 1.0
+    seed: int = 0
+    precision: str = "auto"
+    compile: Literal["auto", "always", "never"] = "auto"
+    accelerator: Literal["auto", "cpu", "cuda"] = "auto"
+    devices: int | Literal["auto"] = "auto"
+    num_nodes: int = 1
+    eval_interval: int = 100
+    eval_tokens: int = 1_000_000
+    save_interval: int = 500
+    keep_checkpoints: int = 2
+    log_interval: int = 1
+    resume: str = "auto"
+    init_from: str | None = None
+    wandb: bool = True
+    wandb_project: str = "lingpt"
+    sample_tokens: int = 160
+    dry_run: bool = False
+
+
+# May change when a run goes on: how long, how often, on what, where. The losses stay comparable.
+MAY_CHANGE = {
+    "train.name", "train.out_dir", "train.max_steps", "train.max_tokens", "train.micro_batch_size",
+    "train.compile", "train.accelerator", "train.devices", "train.num_nodes", "train.eval_interval",
+    "train.save_interval", "train.keep_checkpoints", "train.log_interval", "train.resume", "train.init_from",
+    "train.wandb", "train.wandb_project", "train.sample_tokens", "train.dry_run", "data.cache_dir",
+    "data.num_workers",
+}  # fmt: skip
+
+
+@dataclass
+class Recipe:
+    """Everything that defines a run."""
+
+    model: ModelArgs = field(default_factory=ModelArgs)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    @property
+    def attention(self) -> str:
+        """The attention as one word; a hybrid's distinct mechanisms joined by `+`."""
+        attention = self.model.attention
+        return attention if isinstance(attention, str) else "+".join(dict.fromkeys(attention))
+
+    @property
+    def run_name(self) -> str:
+        return self.train.name or f"{self.model.name}-{self.attention}"
+
+    @property
+    def run_folder(self) -> Path:
+        return Path(self.train.out_dir) / self.run_name
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.train.global_batch_size * self.data.seq_len
+
+    @property
+    def total_steps(self) -> int:
+        """Optimiser steps of the whole run; TrainError where the recipe does not say."""
+        if self.train.max_steps is not None:
+            return self.train.max_steps
+        if self.train.max_tokens is None:
+            raise TrainError("how long to train? give --train.max_steps or --train.max_tokens")
+        return -(-self.train.max_tokens // self.tokens_per_step)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def check(recipe: Recipe, world_size: int) -> None:
+    """Refuses numbers that make no run: TrainError, before any work."""
+    t = recipe.train
+    positive = ("global_batch_size", "micro_batch_size", "keep_checkpoints", "log_interval", "eval_interval")
+    for name in (*positive, "save_interval", "num_nodes"):
+        if getattr(t, name) < 1:
+            raise TrainError(f"train.{name} is {getattr(t, name)}; it must be at least 1")
+    for name in ("learning_rate", "grad_clip"):
+        if not getattr(t, name) > 0:
+            raise TrainError(f"train.{name} is {getattr(t, name)}; it must be above 0")
+    if recipe.total_steps < 1:
+        raise TrainError("no step to train: raise train.max_steps or train.max_tokens above 0")
+    if t.eval_tokens and t.eval_tokens < recipe.data.seq_len:
+        raise TrainError(
+            f"train.eval_tokens is {t.eval_tokens}, less than one sequence of {recipe.data.seq_len}"
+        )
+    if t.global_batch_size % (t.micro_batch_size * world_size):
+        raise TrainError(_what_divides(t.global_batch_size, t.micro_batch_size, world_size))
+
+
+def _what_divides(batch: int, micro: int, world_size: int) -> str:
+    over = f"micro_batch_size {micro} × {world_size} device{'s' if world_size > 1 else ''}"
+    if batch % world_size:
+        mend = (
+            f"use a global batch that is a multiple of {world_size}, or a number of devices that divides it"
+        )
+    else:
+        share = batch // world_size
+        sizes = [str(m) for m in range(1, share + 1) if share % m == 0]
+        sizes = sizes if len(sizes) <= 8 else [*sizes[:7], "…", sizes[-1]]
+        mend = f"--train.micro_batch_size {', '.join(sizes)} would divide"
+    return f"global_batch_size {batch} does not divide by {over}: {mend}"
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """`key: old → new` for each key that a resumed run must keep and in which the configs differ."""
+    old, new = flatten(old), flatten(new)
+    keys = sorted((old.keys() | new.keys()) - MAY_CHANGE)
+    missing = "not there"
+    return [
+        f"{k}: {old.get(k, missing)} → {new.get(k, missing)}"
+        for k in keys
+        if old.get(k, missing) != new.get(k, missing)
+    ]
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"a": {"b": 1}}` → `{"a.b": 1}`."""
+    flat = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -1,0 +1,216 @@
+"""Loss curves of several runs in one picture, and how long each took to a loss: the paper's figure 5.
+
+Drawn from `metrics.jsonl` (and `config.yaml` for the names) alone.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from lingpt.train.config import TrainError
+from lingpt.train.trackers import METRICS, read_metrics
+
+# Okabe and Ito's palette: told apart with any colour vision. An attention always has the same one.
+COLOURS = {"ours": "#D55E00", "ours-decay": "#0072B2", "softmax": "#000000", "gla": "#009E73"}
+SPARE_COLOURS = ("#CC79A7", "#E69F00", "#56B4E9")
+DASHES = ("-", "--", ":", "-.")  # further runs of the same attention
+N_TARGETS = 5
+
+
+@dataclass
+class Curve:
+    """A run's numbers: `train` and `val` are arrays of (step, train_time, loss), one row a point."""
+
+    name: str
+    model: str
+    attention: str
+    train: np.ndarray
+    val: np.ndarray
+
+
+def read_curve(run_folder: str | Path) -> Curve:
+    """A run's losses. Raises TrainError where the folder holds none."""
+    folder = Path(run_folder)
+    points: dict[str, list] = {"train": [], "val": []}
+    for line in read_metrics(folder):
+        if line.get("kind") in points and line.get("loss") is not None:
+            points[line["kind"]].append((line["step"], line["train_time"], line["loss"]))
+    if not points["train"] and not points["val"]:
+        raise TrainError(f"no losses in {folder}: it is no run folder, or its {METRICS} is empty")
+    config = folder / "config.yaml"
+    model = yaml.safe_load(config.read_text())["model"] if config.exists() else {}
+    attention = model.get("attention", folder.name)
+    attention = attention if isinstance(attention, str) else "+".join(dict.fromkeys(attention))
+    arrays = {kind: np.array(rows, dtype=float).reshape(-1, 3) for kind, rows in points.items()}
+    return Curve(folder.name, model.get("name", ""), attention, **arrays)
+
+
+def draw_curves(run_folders: list[str | Path], out_png: str | Path) -> list[dict[str, Any]]:
+    """Draws loss against wall-clock and against step into `out_png`; returns the table of `time_to_loss`."""
+    if not run_folders:
+        raise TrainError("no runs to draw: name their folders, such as runs/demo-ours runs/demo-softmax")
+    curves = [read_curve(folder) for folder in run_folders]
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no global state, no display
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.4), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, 2, sharey=True)
+    unit, seconds = _time_unit(max(_last(c, 1) for c in curves))
+    for panel, column, scale in ((panels[0], 1, seconds), (panels[1], 0, 1)):
+        for (colour, dash), label, curve in zip(_styles(curves), labels(curves), curves, strict=True):
+            _draw(panel, curve, column, scale, colour, dash, label)
+    panels[0].set_xlabel(f"training time ({unit})")
+    panels[0].set_ylabel("loss (nats per token)")
+    panels[1].set_xlabel("step")
+    panels[1].legend(
+        frameon=False,
+        title="○ validation, its last value   — training, smoothed",
+        alignment="left",
+        title_fontsize=9,
+    )
+    _limits(panels[0], curves)
+    for panel in panels:
+        panel.grid(alpha=0.25, linewidth=0.6)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.set_xlim(left=0)
+    models = sorted({c.model for c in curves if c.model})
+    figure.suptitle(" and ".join(models), x=0.01, ha="left", fontsize=11, fontweight="bold")
+    Path(out_png).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out_png)
+    return time_to_loss(curves)
+
+
+def _draw(panel, curve: Curve, column: int, scale: float, colour: str, dash: str, label: str) -> None:
+    style = {"color": colour, "linestyle": dash, "linewidth": 1.6}
+    point = {"marker": "o", "markersize": 5, "markerfacecolor": "white", "markeredgewidth": 1.4}
+    if len(curve.train):
+        x = curve.train[:, column] / scale
+        panel.plot(x, curve.train[:, 2], color=colour, alpha=0.15, linewidth=0.7)
+        panel.plot(x, smooth(curve.train[:, 2]), **style)
+    own_line = {} if not len(curve.train) else {"linewidth": 0}
+    panel.plot(curve.val[:, column] / scale, curve.val[:, 2], **style | point | own_line)
+    final = f"  {curve.val[-1, 2]:.3f}" if len(curve.val) else ""
+    panel.plot([], [], **style, **point, label=label + final)
+
+
+def smooth(loss: np.ndarray) -> np.ndarray:
+    """Exponential moving average over 1/50 of the curve, corrected at its start (Kingma and Ba 2015)."""
+    keep = 1 - 1 / max(1.0, len(loss) / 50)
+    mean, out = 0.0, np.empty(len(loss))
+    for i, value in enumerate(loss):
+        mean = keep * mean + (1 - keep) * value
+        out[i] = mean / (1 - keep ** (i + 1))
+    return out
+
+
+def labels(curves: list[Curve]) -> list[str]:
+    """The attention's name where it tells the runs apart, else the run's."""
+    attentions = [c.attention for c in curves]
+    one_model = len({c.model for c in curves}) == 1
+    return attentions if one_model and len(set(attentions)) == len(curves) else [c.name for c in curves]
+
+
+def _styles(curves: list[Curve]) -> list[tuple[str, str]]:
+    others = sorted({c.attention for c in curves} - COLOURS.keys())
+    colours = COLOURS | {name: SPARE_COLOURS[i % len(SPARE_COLOURS)] for i, name in enumerate(others)}
+    seen: dict[str, int] = {}
+    styles = []
+    for curve in curves:
+        turn = seen[curve.attention] = seen.get(curve.attention, -1) + 1
+        styles.append((colours[curve.attention], DASHES[turn % len(DASHES)]))
+    return styles
+
+
+def _limits(panel, curves: list[Curve]) -> None:
+    """Leaves the first fall out of the picture: what matters is below the loss at a tenth of the run."""
+    tops, bottoms = [], []
+    for c in curves:
+        loss = smooth(c.train[:, 2]) if len(c.train) else c.val[:, 2]
+        tops.append(loss[len(loss) // 10])
+        bottoms.append(min(loss.min(), c.val[:, 2].min() if len(c.val) else math.inf))
+    room = max(max(tops) - min(bottoms), 0.1)
+    panel.set_ylim(min(bottoms) - 0.05 * room, max(tops) + 0.05 * room)
+
+
+def _time_unit(longest: float) -> tuple[str, float]:
+    return next(
+        ((u, s) for u, s in (("hours", 3600.0), ("minutes", 60.0)) if longest >= 2 * s), ("seconds", 1.0)
+    )
+
+
+def _last(curve: Curve, column: int) -> float:
+    return max(float(points[-1, column]) for points in (curve.train, curve.val) if len(points))
+
+
+def time_to_loss(curves: list[Curve]) -> list[dict[str, Any]]:
+    """When each run first reached the losses that all of them reach: `{loss, runs: {label: …}}`.
+
+    On validation losses where every run has two or more, else on the smoothed training losses; linear between
+    points. A run's entry is {time, step, ratio}.
+    `ratio` is the time over the first run's: below 1 is faster.
+    """
+    measured = all(len(c.val) >= 2 for c in curves)
+    tables = []
+    for c in curves:
+        points = c.val if measured else np.column_stack([c.train[:, :2], smooth(c.train[:, 2])])
+        tables.append(points)
+    if any(len(points) < 2 for points in tables):
+        return []
+    low, high = max(p[:, 2].min() for p in tables), min(p[0, 2] for p in tables)
+    rows = []
+    for loss in _targets(low, high):
+        reached = [_first_reach(points, loss) for points in tables]
+        first = reached[0][1]
+        rows.append(
+            {
+                "loss": loss,
+                "runs": {
+                    label: {"time": time, "step": step, "ratio": time / first if first else None}
+                    for label, (step, time) in zip(labels(curves), reached, strict=True)
+                },
+            }
+        )
+    return rows
+
+
+def _targets(low: float, high: float) -> list[float]:
+    """Losses, two decimals, evenly from near `high` down to the lowest that all reach."""
+    lowest = math.ceil(low * 100) / 100
+    if lowest > high:
+        return []
+    found = [round(lowest + (high - lowest) * i / N_TARGETS, 2) for i in range(N_TARGETS)]
+    return sorted({loss for loss in found if low <= loss <= high}, reverse=True)
+
+
+def _first_reach(points: np.ndarray, loss: float) -> tuple[float, float]:
+    """(step, time) at which the piecewise linear curve first comes down to `loss`."""
+    i = int(np.argmax(points[:, 2] <= loss))
+    if i == 0:
+        return float(points[0, 0]), float(points[0, 1])
+    before, after = points[i - 1], points[i]
+    part = (before[2] - loss) / (before[2] - after[2])
+    step, time = before[:2] + part * (after[:2] - before[:2])
+    return float(step), float(time)
+
+
+def format_table(rows: list[dict[str, Any]]) -> str:
+    """The table of `time_to_loss` as text."""
+    if not rows:
+        return "time to loss: too few points that all runs share"
+    names = list(rows[0]["runs"])
+    width = max(24, *(len(name) + 2 for name in names))
+    lines = ["time to loss (seconds of training, step, × the first run's time)"]
+    lines.append(f"{'loss':>7}" + "".join(f"{name:>{width}}" for name in names))
+    for row in rows:
+        cells = []
+        for name in names:
+            run = row["runs"][name]
+            ratio = f" {run['ratio']:5.2f}×" if run["ratio"] is not None else ""
+            cells.append(f"{run['time']:8.1f} s {run['step']:6.0f}{ratio}")
+        lines.append(f"{row['loss']:7.2f}" + "".join(f"{cell:>{width}}" for cell in cells))
+    return "\n".join(lines)

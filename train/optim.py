@@ -1,0 +1,32 @@
+"""AdamW as Pythia's recipe has it, and the learning rate as a pure function of the step."""
+
+import math
+
+import torch
+from torch import nn
+
+from lingpt.train.config import TrainConfig
+
+
+def learning_rate(step: int, total_steps: int, config: TrainConfig) -> float:
+    """The rate of optimiser step `step` (0-based): linear warm-up to the peak, then a cosine to the minimum.
+
+    A run too short for its warm-up warms up over a tenth of its steps. The last step has the minimum.
+    """
+    warmup = min(config.warmup_steps, max(1, total_steps // 10))
+    if step < warmup:
+        return config.learning_rate * (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, total_steps - 1 - warmup))
+    span = config.learning_rate - config.min_learning_rate
+    return config.min_learning_rate + span * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW, fused on a GPU; matrices decay; biases, norms and a learnable b (fewer dimensions) don't."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    fused = all(p.is_cuda for p in parameters)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=fused)

@@ -1,0 +1,65 @@
+"""How fast a device could compute at most, and which part of that a run reaches (MFU).
+
+Peaks are dense (no sparsity), in FLOP/s; bf16 on tensor cores with fp32 accumulation, fp32 on the ordinary
+cores (PyTorch's default: no TF32). Source: NVIDIA's data sheets and architecture white papers. MFU (model
+FLOPs utilisation) as in Chowdhery et al. 2022 ("PaLM", appendix B), with causal attention counted once.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of accelerator: its peak rates in FLOP/s, its memory in bytes, and the name CUDA gives it."""
+
+    name: str
+    pattern: str
+    bf16: float
+    fp32: float
+    memory: float
+
+
+_GB = 1e9
+DEVICES = (  # the first whose pattern is part of the device's name; so the longer patterns come first
+    Device("B200", "B200", 2250e12, 75e12, 180 * _GB),
+    Device("H200", "H200", 989e12, 67e12, 141 * _GB),
+    Device("H100 NVL", "H100 NVL", 835e12, 60e12, 94 * _GB),
+    Device("H100 PCIe", "H100 PCIe", 756e12, 51e12, 80 * _GB),
+    Device("H100 SXM", "H100", 989e12, 67e12, 80 * _GB),
+    Device("A100 80GB", "A100-SXM4-80GB", 312e12, 19.5e12, 80 * _GB),
+    Device("A100 80GB", "A100 80GB", 312e12, 19.5e12, 80 * _GB),
+    Device("A100 40GB", "A100", 312e12, 19.5e12, 40 * _GB),
+    Device("RTX 6000 Ada", "RTX 6000 Ada", 364e12, 91.1e12, 48 * _GB),
+    Device("L40S", "L40S", 362e12, 91.6e12, 48 * _GB),
+    Device("L4", "L4", 121e12, 30.3e12, 24 * _GB),
+    Device("RTX A6000", "A6000", 154.8e12, 38.7e12, 48 * _GB),
+    Device("A10", "A10", 125e12, 31.2e12, 24 * _GB),
+    Device("RTX 5090", "RTX 5090", 209.5e12, 104.8e12, 32 * _GB),
+    Device("RTX 4090", "RTX 4090", 165.2e12, 82.6e12, 24 * _GB),
+    Device("RTX 3090", "RTX 3090", 71e12, 35.6e12, 24 * _GB),
+)
+
+
+def known_device(name: str) -> Device | None:
+    """The device with this CUDA name (`torch.cuda.get_device_name()`), or None."""
+    words = name.replace("-", " ").split()
+    for device in DEVICES:
+        pattern = device.pattern.replace("-", " ").split()
+        if any(words[i : i + len(pattern)] == pattern for i in range(len(words))):
+            return device
+    return None
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """Peak FLOP/s of one device at one of Fabric's precisions, or None where it is not known."""
+    device = known_device(device_name)
+    if device is None:
+        return None
+    return {"bf16": device.bf16, "16": device.bf16, "32": device.fp32}.get(precision.split("-")[0])
+
+
+def mfu(
+    tokens_per_second: float, flops_per_token: float, peak: float | None, n_device: int = 1
+) -> float | None:
+    """The part of the devices' peak that went into the model's own FLOPs: 0 … 1, or None without a peak."""
+    return tokens_per_second * flops_per_token / (peak * n_device) if peak else None
