@@ -382,6 +382,9 @@ class Run:
             tracker.close()
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             self.fabric.barrier()
+            # DDP's reducer must not be the last to hold the group: it would destroy it with the GIL held, and
+            # gloo's thread, which is waited for there, may be waiting for the GIL.
+            del self.model
             torch.distributed.destroy_process_group()
 
 

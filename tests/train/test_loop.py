@@ -223,6 +223,22 @@ def test_one_compilation_serves_all_layers(make_recipe, attention):
     assert set(gpt.state_dict()) == keys
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads through /proc")
+def test_closing_ends_the_process_group_where_it_is_said(make_recipe):
+    """Held by DDP, it would end later, with the GIL: now and then gloo's thread waited for that, for ever."""
+
+    def gloo_threads() -> int:
+        names = (path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
+        return sum(name.startswith("pt_gloo") for name in names)
+
+    run = start(make_recipe())
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    run.model = torch.nn.parallel.DistributedDataParallel(run.model)
+    assert gloo_threads()
+    run.close()
+    assert not gloo_threads()
+
+
 def test_out_of_memory_says_what_to_lower(make_recipe):
     with pytest.raises(TrainError, match=r"--train.micro_batch_size 2"), loop.out_of_memory(make_recipe()):
         raise torch.OutOfMemoryError("CUDA out of memory")
