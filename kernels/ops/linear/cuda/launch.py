@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import struct
 
 import torch
@@ -21,6 +22,8 @@ THREADS = 128
 MODES = {"FWD": 0, "DQ": 1, "DK": 2, "DV": 3}
 TAGS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 HEAD_DIMS = (64, 128)
+PORTABLE, GROUPS, ROLES = range(3)  # enum Walk of scan.cu
+HOPPER_WALK = GROUPS
 
 # struct Params of scan.cu: five Rows, 17 pointers, five ints, three floats.
 _PARAMS = struct.Struct("@" + "Pqqi4x" * 5 + "P" * 17 + "5i3f")
@@ -37,39 +40,42 @@ class Variant:
     blocks: int  # a multiprocessor, at least: bounds the registers
     decay: bool
     rope: int  # dimensions of q and k that are rotated
-    hopper: bool  # with warpgroup products
+    walk: int  # PORTABLE, GROUPS or ROLES
 
-    @property
+    @functools.cached_property
     def threads(self) -> int:
-        """Of a block of a scan: on Hopper a warpgroup for every 64 columns."""
-        return 2 * self.head_dim if self.hopper else THREADS
+        """Of a block of a scan: on Hopper a warpgroup for every 64 columns, and two more with roles."""
+        return {PORTABLE: THREADS, GROUPS: 2 * self.head_dim, ROLES: 2 * self.head_dim + 256}[self.walk]
 
-    @property
+    @functools.cached_property
     def shared(self) -> int:
-        """Dynamic shared memory of a scan, bytes (Shared<D, C, HOPPER>::BYTES)."""
+        """Dynamic shared memory of a scan, bytes (Shared::BYTES, the largest HopperShared::BYTES)."""
         C, D = self.chunk, self.head_dim
-        stages = 1 if self.hopper and D == 128 else 2
-        operand = C * 128 + (D * D * 2 if self.hopper else 0)
+        if self.walk == ROLES:
+            return 227584 if D == 128 else 98816
+        stages = 1 if self.walk == GROUPS and D == 128 else 2
+        operand = C * 128 + (D * D * 2 if self.walk == GROUPS else 0)
         rows = C * (24 + 20 + 10 + 20)
         return stages * 6 * C * D + operand + rows + 14 * D + 56
 
-    def name(self, kernel: str, mode: str) -> str:
-        flags = ", ".join(str(x).lower() for x in (self.decay, self.rope, self.hopper, self.blocks))
-        return f"{kernel}<{self.tag}, {self.head_dim}, {self.chunk}, {MODES[mode]}, {flags}>"
-
     @property
-    def names(self) -> tuple[str, ...]:
-        decay = str(self.decay).lower()
-        return (
-            *(self.name("scan", mode) for mode in MODES),
-            *(self.name("states", mode) for mode in ("FWD", "DK")),
-            *(f"prefix<{self.head_dim}, {reverse}, {decay}>" for reverse in ("false", "true")),
-            f"row_products<{self.tag}, {self.head_dim}>",
-        )
+    def names(self) -> dict[tuple[str, str | None], str]:
+        """(kernel, mode) → its instance in C++; row_products has no mode."""
+        D, decay = self.head_dim, str(self.decay).lower()
+        flags = ", ".join(str(x).lower() for x in (self.decay, self.rope, self.walk, self.blocks))
+        names = {
+            (kernel, mode): f"{kernel}<{self.tag}, {D}, {self.chunk}, {MODES[mode]}, {flags}>"
+            for kernel, modes in (("scan", MODES), ("states", ("FWD", "DK")))
+            for mode in modes
+        }
+        names["prefix", "FWD"] = f"prefix<{D}, false, {decay}>"
+        names["prefix", "DK"] = f"prefix<{D}, true, {decay}>"
+        names["row_products", None] = f"row_products<{self.tag}, {D}>"
+        return names
 
     def spec(self, *architectures: str) -> KernelSpec:
-        defines = {"HOPPER_BUILD": 1} if self.hopper else {}
-        return KernelSpec(SOURCE, self.names, defines, architectures=architectures)
+        defines = {"HOPPER_BUILD": 1} if self.walk else {}
+        return KernelSpec(SOURCE, tuple(self.names.values()), defines, architectures=architectures)
 
 
 def variant(arch: str, dtype: torch.dtype, head_dim: int, decay: bool, rope: int) -> Variant:
@@ -77,11 +83,13 @@ def variant(arch: str, dtype: torch.dtype, head_dim: int, decay: bool, rope: int
 
     `rope`: a multiple of 16 up to head_dim, or 0. Hopper's warpgroups rotate within 64 columns at most.
     """
-    hopper = arch == "sm_90a" and rope <= 64
     small = arch in ("sm_86", "sm_89", "sm_120")  # 99 KB a block
     chunk = 32 if small and head_dim == 128 else 64
+    walk = HOPPER_WALK if arch == "sm_90a" and rope <= 64 else PORTABLE
     blocks = 1 if small else 2 if head_dim == 128 else 3
-    return Variant(TAGS[dtype], head_dim, chunk, blocks, decay, rope, hopper)
+    if walk == ROLES:
+        blocks -= 1
+    return Variant(TAGS[dtype], head_dim, chunk, blocks, decay, rope, walk)
 
 
 def specs() -> list[KernelSpec]:
@@ -95,15 +103,28 @@ def specs() -> list[KernelSpec]:
 
 
 @functools.cache
-def _kernels(build: Variant, arch: str) -> dict[str, Kernel]:
-    signatures = {name: _PARAMS_CODE for name in build.names}
-    signatures[build.names[-1]] = _PARAMS_CODE + "Pq"
-    return build.spec(arch).compile(arch).load(signatures)
+def _kernels(build: Variant, arch: str) -> dict[tuple[str, str | None], Kernel]:
+    """By kernel and mode, as `build.names`."""
+    names = build.names
+    signatures = {name: _PARAMS_CODE for name in names.values()}
+    signatures[names["row_products", None]] = _PARAMS_CODE + "Pq"
+    kernels = build.spec(arch).compile(arch).load(signatures)
+    return {key: kernels[name] for key, name in names.items()}
 
 
 @functools.cache
 def _card(device: torch.device) -> tuple[str, int]:
     return native_arch(device), torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _prepare(
+    device: torch.device, dtype: torch.dtype, head_dim: int, decay: bool, rope: int
+) -> tuple[Variant, dict[tuple[str, str | None], Kernel], int]:
+    """The build, its kernels, and how many of its blocks the card runs at once."""
+    arch, processors = _card(device)
+    build = variant(arch, dtype, head_dim, decay, rope)
+    return build, _kernels(build, arch), processors * build.blocks
 
 
 @functools.lru_cache(maxsize=1024)
@@ -130,20 +151,18 @@ class _Call:
     def __init__(self, q: Tensor, b, log_decay, cos, sin, normalize: bool) -> None:
         self.B, self.N, self.H, self.D = q.shape
         self.device = q.device
-        self.arch, processors = _card(q.device)
         rope = 0 if cos is None else cos.shape[1]
-        self.build = variant(self.arch, q.dtype, self.D, log_decay is not None, rope)
-        self.kernels = _kernels(self.build, self.arch)
+        self.build, self.kernels, slots = _prepare(q.device, q.dtype, self.D, log_decay is not None, rope)
         self.stream = torch.cuda.current_stream(q.device).cuda_stream
-        slots = processors * self.build.blocks
         self.segments, self.segment_len = split(self.B * self.H, self.N, self.build.chunk, slots)
         shrink = B_SHRINK if normalize else 1.0
-        self.b = (b * shrink).float() if isinstance(b, Tensor) else None
-        self.b_value = 0.0 if isinstance(b, Tensor) else b * shrink
-        self.log_decay = log_decay
-        self.cos, self.sin = (_aligned(x.float().contiguous()) if rope else None for x in (cos, sin))
-        self.normalize = normalize
-        self.range = 2.0 ** (self.N.bit_length() // 2) if q.dtype == torch.float16 else 1.0
+        b, b_value = ((b * shrink).float(), 0.0) if isinstance(b, Tensor) else (None, b * shrink)
+        cos, sin = (_aligned(x.float().contiguous()) if rope else None for x in (cos, sin))
+        self.options = b, log_decay, cos, sin  # kept here until the kernels are launched
+        self.option_pointers = [_pointer(x) for x in self.options]
+        range_ = 2.0 ** (self.N.bit_length() // 2) if q.dtype == torch.float16 else 1.0
+        sizes = self.N, self.H, self.segments, self.segment_len
+        self.numbers = (*sizes, int(normalize), b_value, range_, 1 / range_)
 
     def scratch_size(self) -> int:
         """fp32 numbers: a state for every segment but the first."""
@@ -152,47 +171,39 @@ class _Call:
     def params(
         self, a, b, c, unit, y, *, stats, e=None, initial=None, final=None, scratch=None, db=None
     ) -> bytes:
-        rows = [x for tensor in (a, b, c, unit, y) for x in _rows(tensor)]
         g, row_bytes = stats.data_ptr(), 4 * self.B * self.H * self.N
-        states = [_pointer(x) for state in (initial, final) for x in (state or (None,) * 4)[:3]]
+        *initial, n_initial = _state_pointers(initial)
+        *final, _ = _state_pointers(final)
         return _PARAMS.pack(
-            *rows,
+            *(*_rows(a), *_rows(b), *_rows(c), *_rows(unit), *_rows(y)),
             *(g, g + row_bytes, g + 2 * row_bytes),
-            *map(_pointer, (e, self.b, self.log_decay, self.cos, self.sin)),
-            *states,
-            *map(_pointer, (scratch, initial[3] if initial else None, db)),
-            *(self.N, self.H, self.segments, self.segment_len),
-            *(int(self.normalize), self.b_value, self.range, 1 / self.range),
+            *(_pointer(e), *self.option_pointers),
+            *(*initial, *final, _pointer(scratch), n_initial, _pointer(db)),
+            *self.numbers,
         )
 
     def scan(self, mode: str, params: bytes) -> None:
-        kernel = self.kernels[self.build.name("scan", mode)]
-        kernel(
-            (self.segments, self.B * self.H, 1),
-            (self.build.threads, 1, 1),
-            self.build.shared,
-            self.stream,
-            params,
-        )
+        grid = (self.segments, self.B * self.H, 1)
+        block = (self.build.threads, 1, 1)
+        self.kernels["scan", mode](grid, block, self.build.shared, self.stream, params)
 
     def states(self, mode: str, params: bytes) -> None:
         """The state before every segment but the first, into the scratch."""
         if self.segments == 1:
             return
-        kernel = self.kernels[self.build.name("states", mode)]
         grid = (self.segments - 1, self.B * self.H, 1)
-        kernel(grid, (self.build.threads, 1, 1), self.build.shared, self.stream, params)
-        reverse = mode == "DK"
-        kernel = self.kernels[f"prefix<{self.D}, {str(reverse).lower()}, {str(self.build.decay).lower()}>"]
+        block = (self.build.threads, 1, 1)
+        self.kernels["states", mode](grid, block, self.build.shared, self.stream, params)
         grid = (-(-(self.D * self.D + 2 * self.D) // THREADS), self.B * self.H, 1)
-        kernel(grid, (THREADS, 1, 1), 0, self.stream, params)
+        self.kernels["prefix", mode](grid, (THREADS, 1, 1), 0, self.stream, params)
 
     def row_products(self, params: bytes, e: Tensor) -> None:
         rows = self.B * self.N * self.H
         if rows == 0:
             return
         grid = (-(-rows * (self.D // 8) // THREADS), 1, 1)
-        self.kernels[self.build.names[-1]](grid, (THREADS, 1, 1), 0, self.stream, params, e.data_ptr(), rows)
+        kernel = self.kernels["row_products", None]
+        kernel(grid, (THREADS, 1, 1), 0, self.stream, params, e.data_ptr(), rows)
 
 
 def forward(q, k, v, b, log_decay, cos, sin, initial_state, normalize_qk, return_state):
@@ -254,10 +265,9 @@ def _stats_and_scratch(call: _Call) -> tuple[Tensor, Tensor]:
     The backward pass starts from the same states: what saves stats for it saves them too, and computing them
     again would read k and v once more.
     """
-    shape = (3, call.B, call.H, call.N)
-    memory = torch.empty(3 * call.B * call.H * call.N + call.scratch_size(), device=call.device)
-    stats, scratch = memory.split([memory.numel() - call.scratch_size(), call.scratch_size()])
-    return stats.view(shape), scratch
+    sizes = 3 * call.B * call.H * call.N, call.scratch_size()
+    stats, scratch = torch.empty(sum(sizes), device=call.device).split_with_sizes(sizes)
+    return stats.view(3, call.B, call.H, call.N), scratch
 
 
 def _scratch_behind(stats: Tensor, call: _Call) -> Tensor | None:
@@ -285,8 +295,9 @@ def _empty_state(B: int, H: int, D: int, device) -> LinearAttentionState:
 
 def _aligned(x: Tensor) -> Tensor:
     """The kernels read 16 bytes at a time: rows that start elsewhere (a slice of odd width) are copied."""
-    odd = x.data_ptr() % 16 or x.stride(-1) != 1 or any(s % 8 for s in x.stride()[:-1])
-    return x.contiguous().clone() if odd else x
+    *strides, last = x.stride()
+    odd = x.data_ptr() % 16 or last != 1 or math.gcd(*strides) % 8
+    return x.clone(memory_format=torch.contiguous_format) if odd else x
 
 
 def _pointer(x: Tensor | None) -> int:
@@ -294,4 +305,12 @@ def _pointer(x: Tensor | None) -> int:
 
 
 def _rows(x: Tensor | None) -> tuple[int, int, int, int]:
-    return (0, 0, 0, 0) if x is None else (x.data_ptr(), x.stride(0), x.stride(2), x.stride(1))
+    """struct Rows: data, and strides of batch, head and token."""
+    if x is None:
+        return 0, 0, 0, 0
+    batch, token, head, _ = x.stride()
+    return x.data_ptr(), batch, head, token
+
+
+def _state_pointers(state: LinearAttentionState | None) -> list[int]:
+    return [0] * 4 if state is None else [x.data_ptr() for x in state]

@@ -63,6 +63,25 @@ __device__ __forceinline__ u32 multiply<fp16>(u32 x, u32 y) {
   return r;
 }
 
+// x as a sum of 16-bit numbers, `stride` apart: tensor cores then multiply by all of x.
+template <typename T, int PARTS>
+__device__ __forceinline__ void split(u16* to, int stride, float x) {
+#pragma unroll
+  for (int i = 0; i < PARTS; i++) {
+    u32 part = pack<T>(x, 0.f);
+    to[i * stride] = u16(part);
+    x -= unpack<T>(part).x;
+  }
+}
+
+// RoPE on two columns and their partners.
+template <typename T>
+__device__ __forceinline__ void rotate_pair(u32& x, u32& y, float2 cos, float2 sin) {
+  float2 u = unpack<T>(x), w = unpack<T>(y);
+  x = pack<T>(u.x * cos.x - w.x * sin.x, u.y * cos.y - w.y * sin.y);
+  y = pack<T>(w.x * cos.x + u.x * sin.x, w.y * cos.y + u.y * sin.y);
+}
+
 // --------------------------------------------------------------------------------------------- tensor cores
 // d[16×8] += a[16×16]·b[16×8]. With g = lane/4, t = lane%4 a lane holds
 //   a: rows g, g+8, columns 2t.. and 2t+8..   b: columns (n) g, rows (k) 2t.. and 2t+8..   d: rows g, g+8, columns 2t..

@@ -80,6 +80,19 @@ struct Facts {
   static constexpr bool ROPE_A = MODE == FWD || MODE == DV;
   static constexpr bool ROPE_B = MODE == FWD || MODE == DV;
   static constexpr bool ROPE_C = MODE == DQ || MODE == DK;
+
+  // fp16: powers of two on both sides of (1) that keep 16-bit operands away from overflow and underflow.
+  static __device__ __forceinline__ float scale_sigma(float range, float inverse_range) {
+    return MODE == FWD || MODE == DQ ? inverse_range : range;
+  }
+  static __device__ __forceinline__ float scale_tau(float range, float inverse_range) {
+    return MODE == FWD ? 1.f : scale_sigma(range, inverse_range);
+  }
+  static __device__ __forceinline__ float scale_rho(float range) {
+    return MODE == FWD ? range : MODE == DQ ? range * range : 1.f;
+  }
+  static __device__ __forceinline__ float scale_kappa(float range) { return MODE == DQ ? range * range : 1.f; }
+  static __device__ __forceinline__ float scale_y(float inverse_range) { return MODE == FWD ? 1.f : inverse_range; }
 };
 
 template <int D, int C, bool HOPPER>
@@ -182,16 +195,13 @@ struct Scan {
     return i < 2 * HALF ? (i / 2) + (i % 2) * HALF : i;
   }
 
-  // fp16: powers of two on both sides of (1) that keep 16-bit operands away from overflow and underflow.
   __device__ __forceinline__ float range() const { return T::NARROW ? p.range : 1.f; }
   __device__ __forceinline__ float inverse_range() const { return T::NARROW ? p.inverse_range : 1.f; }
-  __device__ __forceinline__ float scale_sigma() const { return MODE == FWD || MODE == DQ ? inverse_range() : range(); }
-  __device__ __forceinline__ float scale_tau() const { return MODE == FWD ? 1.f : scale_sigma(); }
-  __device__ __forceinline__ float scale_rho() const {
-    return MODE == FWD ? range() : MODE == DQ ? range() * range() : 1.f;
-  }
-  __device__ __forceinline__ float scale_kappa() const { return MODE == DQ ? range() * range() : 1.f; }
-  __device__ __forceinline__ float scale_y() const { return MODE == FWD ? 1.f : inverse_range(); }
+  __device__ __forceinline__ float scale_sigma() const { return F::scale_sigma(range(), inverse_range()); }
+  __device__ __forceinline__ float scale_tau() const { return F::scale_tau(range(), inverse_range()); }
+  __device__ __forceinline__ float scale_rho() const { return F::scale_rho(range()); }
+  __device__ __forceinline__ float scale_kappa() const { return F::scale_kappa(range()); }
+  __device__ __forceinline__ float scale_y() const { return F::scale_y(inverse_range()); }
 
   // ------------------------------------------------------------------------------------------- loading
   __device__ __forceinline__ u32 tile(int stage, int which) const {
@@ -242,15 +252,10 @@ struct Scan {
       i64 at = i64(token(position + row)) * ROPE + piece * 8 + 4 * half;
       float4 cos = *reinterpret_cast<const float4*>(p.cos + at), sin = *reinterpret_cast<const float4*>(p.sin + at);
       uint2 x = *lo, y = *hi;
-      rotate_pair(x.x, y.x, make_float2(cos.x, cos.y), make_float2(sin.x, sin.y));
-      rotate_pair(x.y, y.y, make_float2(cos.z, cos.w), make_float2(sin.z, sin.w));
+      rotate_pair<T>(x.x, y.x, make_float2(cos.x, cos.y), make_float2(sin.x, sin.y));
+      rotate_pair<T>(x.y, y.y, make_float2(cos.z, cos.w), make_float2(sin.z, sin.w));
       *lo = x, *hi = y;
     }
-  }
-  static __device__ __forceinline__ void rotate_pair(u32& x, u32& y, float2 cos, float2 sin) {
-    float2 u = unpack<T>(x), w = unpack<T>(y);
-    x = pack<T>(u.x * cos.x - w.x * sin.x, u.y * cos.y - w.y * sin.y);
-    y = pack<T>(w.x * cos.x + u.x * sin.x, w.y * cos.y + u.y * sin.y);
   }
 
   // ----------------------------------------------------------------------------- per-token coefficients
@@ -272,22 +277,12 @@ struct Scan {
     float decay = tid < len ? power(len - 1 - tid) : 0.f;
     float s = sigma[tid] * decay;
     if (T::NARROW && F::VALUE_ROWS) s = fminf(s, 2048.f);  // 1/‖k‖ of a row of (almost) zeros times v stays finite
-    split<1>(sigma_end + tid, C, s);
-    split<2>(tau_parts + tid, C, (MODE == FWD ? 1.f : tau[tid]) * decay);
-    if (STATES || MODE == FWD) split<2>(zeta_parts + tid, C, MODE == FWD ? s : zeta[tid] * decay);
+    split<T, 1>(sigma_end + tid, C, s);
+    split<T, 2>(tau_parts + tid, C, (MODE == FWD ? 1.f : tau[tid]) * decay);
+    if (STATES || MODE == FWD) split<T, 2>(zeta_parts + tid, C, MODE == FWD ? s : zeta[tid] * decay);
   }
 
   // ------------------------------------------------------------------------------ fragments of the tiles
-  // x as a sum of 16-bit numbers, `stride` apart: tensor cores then multiply by all of x.
-  template <int PARTS>
-  static __device__ __forceinline__ void split(u16* to, int stride, float x) {
-#pragma unroll
-    for (int i = 0; i < PARTS; i++) {
-      u32 part = pack<T>(x, 0.f);
-      to[i * stride] = u16(part);
-      x -= unpack<T>(part).x;
-    }
-  }
   // Part g of two neighbours (lanes with g ≥ PARTS: 0): column (row) g of an operand.
   template <int PARTS>
   __device__ __forceinline__ u32 part(const u16* from, int stride, int i) const {
@@ -370,7 +365,7 @@ struct Scan {
     for (int i = tid; i < D; i += THREADS) {
       c_sum[i] = b_sum[i] = 0.f;
       if (MODE == DQ && i < C) along_sum()[i] = 0.f;
-      split<3>(b_parts + i, D, 0.f);
+      split<T, 3>(b_parts + i, D, 0.f);
     }
   }
   __device__ __forceinline__ int state_row(int i, int half) const { return 8 * own_tile(2 * i + half) + g; }
@@ -403,7 +398,7 @@ struct Scan {
     for (int i = tid; i < D; i += THREADS) {
       c_sum[i] = F::VALUE_ROWS ? sv * v[i] : sk * k[i];
       b_sum[i] = F::VALUE_ROWS ? sk * k[i] : sv * v[i];
-      split<3>(b_parts + i, D, b_sum[i]);
+      split<T, 3>(b_parts + i, D, b_sum[i]);
     }
   }
   // The state, Σ τ c and Σ ζ b to global memory, scaled; after a barrier behind the sums.
@@ -1207,25 +1202,39 @@ struct Scan {
   }
 };
 
-// ------------------------------------------------------------------------------------------------- kernels
-// Grid (segments, B·H); Shared<D, C, HOPPER>::BYTES of dynamic shared memory.
-template <typename T, int D, int C, int MODE, bool DECAY, int ROPE, bool HOPPER, int BLOCKS>
-__global__ void __launch_bounds__(HOPPER ? 2 * D : THREADS, BLOCKS) scan(const __grid_constant__ Params p) {
-  extern __shared__ __align__(1024) char smem[];
-  Scan<T, D, C, MODE, DECAY, ROPE, HOPPER, false> walk(p, smem);
 #ifdef HOPPER_BUILD
-  if constexpr (HOPPER)
-    walk.run_group();
+#include "hopper.cuh"
+#endif
+
+// ------------------------------------------------------------------------------------------------- kernels
+enum Walk { PORTABLE = 0, GROUPS = 1, ROLES = 2 };  // run, run_group, HopperScan::run
+template <int WALK, int D>
+constexpr int BLOCK = WALK == ROLES ? 2 * D + 256 : WALK == GROUPS ? 2 * D : THREADS;
+
+// Grid (segments, B·H); Shared<D, C, HOPPER>::BYTES of dynamic shared memory.
+template <typename T, int D, int C, int MODE, bool DECAY, int ROPE, int WALK, int BLOCKS>
+__global__ void __launch_bounds__(BLOCK<WALK, D>, BLOCKS) scan(const __grid_constant__ Params p) {
+  extern __shared__ __align__(1024) char smem[];
+#ifdef HOPPER_BUILD
+  if constexpr (WALK == ROLES)
+    HopperScan<T, D, MODE, DECAY, ROPE, false>(p, smem).run();
+  else if constexpr (WALK == GROUPS)
+    Scan<T, D, C, MODE, DECAY, ROPE, true, false>(p, smem).run_group();
   else
 #endif
-    walk.run();
+    Scan<T, D, C, MODE, DECAY, ROPE, false, false>(p, smem).run();
 }
 
 // Grid (segments − 1, B·H). MODE: FWD, or DK for the adjoint.
-template <typename T, int D, int C, int MODE, bool DECAY, int ROPE, bool HOPPER, int BLOCKS>
-__global__ void __launch_bounds__(HOPPER ? 2 * D : THREADS, BLOCKS) states(const __grid_constant__ Params p) {
+template <typename T, int D, int C, int MODE, bool DECAY, int ROPE, int WALK, int BLOCKS>
+__global__ void __launch_bounds__(BLOCK<WALK, D>, BLOCKS) states(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char smem[];
-  Scan<T, D, C, MODE, DECAY, ROPE, HOPPER, true>(p, smem).run_states();
+#ifdef HOPPER_BUILD
+  if constexpr (WALK == ROLES)
+    HopperScan<T, D, MODE, DECAY, ROPE, true>(p, smem).run();
+  else
+#endif
+    Scan<T, D, C, MODE, DECAY, ROPE, WALK == GROUPS, true>(p, smem).run_states();
 }
 
 // Scratch: what each segment adds → the state before the next one. Grid (⌈(D·D + 2D)/THREADS⌉, B·H).

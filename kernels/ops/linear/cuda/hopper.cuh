@@ -1,0 +1,812 @@
+// The walk of scan.cu on Hopper (sm_90a): roles instead of phases. Included by scan.cu, whose names it uses.
+//
+//     producers   four warps: asynchronous copies of a chunk's tiles into a ring of stages
+//     rows        four warps: what belongs to a token alone. RoPE in place, norms, the normaliser's part from before
+//                 the chunk, (1)'s coefficients, and Σ ζ b
+//     consumers   a warpgroup for every 64 columns of y and c: the products, y, and the state
+//
+// Each stage passes three barriers: full (tiles have landed), ready (rows are done with it), empty (consumers are).
+//
+// Y is made transposed, columns of c by tokens: the state, whose rows are columns of c, then goes from accumulators to
+// operands without leaving registers. Per chunk a consumer group issues
+//
+//     X = A Bᵀ                  and  Yᵀ = state Aᵀ          (both at once)
+//     W from X → 16 bits → shared memory; Yᵀ scaled
+//     Yᵀ += Cᵀ Wᵀ               and  state += (σ C)ᵀ B      (both at once; y is finished and stored under the latter)
+#pragma once
+#include "wgmma.cuh"
+
+// --------------------------------------------------------------------------------------------------- barriers
+__device__ __forceinline__ void barrier_init(u32 barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Arrives when the thread's copies so far have landed.
+__device__ __forceinline__ void barrier_arrive_after_copies(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+// A barrier of some of the block's warps.
+__device__ __forceinline__ void sync_some(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+template <int REGISTERS>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+template <int REGISTERS>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+// What an accumulator holds is there only after the wait: nothing that reads it may move before this.
+template <int M>
+__device__ __forceinline__ void settle(float (&d)[M][4]) {
+#pragma unroll
+  for (int i = 0; i < M; i++) asm volatile("" : "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])::"memory");
+}
+template <int PENDING>
+__device__ __forceinline__ void warpgroup_wait_for() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// ---------------------------------------------------------------------------------------------- shared memory
+template <int D, int TILES, bool STAGING>
+struct HopperShared {  // byte offsets; tiles first: swizzled, aligned to 1024
+  static constexpr int C = 64, GROUPS = D / 64;
+  static constexpr int PANEL = C * 128;  // 64 columns of a tile
+  static constexpr int TILE = GROUPS * PANEL, STAGE = TILES * TILE;
+  static constexpr int STAGES = D == 64 && TILES == 4 ? 2 : 3;
+  static constexpr int WEIGHTS = STAGES * STAGE;              // W, one of each group
+  static constexpr int OUT = WEIGHTS + GROUPS * PANEL;        // y on its way out, where no tile is free for it
+  static constexpr int COEFFICIENTS = OUT + (STAGING ? GROUPS * PANEL : 0);
+  // of a stage: σ τ ρ κ, the last two decayed from the chunk's start, and 1/‖x‖ or the normaliser's part from before;
+  // decayed to the chunk's end: σ in 16 bits, τ in two such
+  static constexpr int STAGE_COEFFICIENTS = 7 * C * 4 + 3 * C * 2;
+  static constexpr int SUMS = COEFFICIENTS + STAGES * STAGE_COEFFICIENTS;  // Σ ζ b, then a part of each warp
+  static constexpr int PARTIAL = SUMS + 5 * D * 4;   // x̂·y: two chunks, a part of each consumer warp
+  static constexpr int SCALES = PARTIAL + (TILES == 4 ? 2 * 4 * GROUPS * C * 4 : 0);  // two numbers a token and group
+  static constexpr int POWERS = SCALES + GROUPS * C * 8;
+  static constexpr int HEADS = POWERS + (C + 4) * 4;
+  static constexpr int BARRIERS = HEADS + 5 * 8;
+  static constexpr int BYTES = BARRIERS + 3 * STAGES * 8;
+};
+
+// --------------------------------------------------------------------------------------------------- the walk
+template <typename T, int D, int MODE, bool DECAY, int ROPE, bool STATES>
+struct HopperScan {
+  using F = Facts<MODE>;
+  static constexpr int C = 64, GROUPS = D / 64, CONSUMERS = 128 * GROUPS, ROWS = 128, PRODUCERS = 128;
+  static constexpr int KS = D / 16, CS = C / 16;  // steps of 16 along D and along a chunk
+  static constexpr bool PROJECTS = F::PROJECTS && !STATES;
+  static constexpr bool SUMS_B = MODE == FWD || STATES;
+  static constexpr int FIRST = STATES ? 1 : 0, TILES = STATES ? 2 : PROJECTS ? 4 : 3;
+  using L = HopperShared<D, TILES, !PROJECTS && !STATES>;
+  static_assert(ROPE <= 64, "columns that rotate together must be in one group");
+  enum { ROWS_BARRIER = 1, CONSUMERS_BARRIER = 2, GROUP_BARRIER = 3 };
+
+  const Params& p;
+  char* smem;
+  u32 base;
+  int tid, warp, lane, g, t;  // g, t: the lane's row and column pair in a tensor-core tile
+  int bh, segment, begin, end;
+  float log2_decay;
+  float* powers;
+
+  struct Coefficients {
+    float *sigma, *tau, *rho, *kappa, *past_rho, *past_kappa, *row;
+    u16 *sigma_end, *tau_parts;
+  };
+  struct Ring {  // a place in the ring of stages
+    int stage = 0;
+    u32 phase = 0;
+    __device__ __forceinline__ void next() {
+      if (++stage == L::STAGES) stage = 0, phase ^= 1;
+    }
+  };
+
+  __device__ __forceinline__ HopperScan(const Params& params, char* shared) : p(params), smem(shared) {
+    base = shared_address(smem);
+    forget_addresses();
+    bh = blockIdx.y, segment = blockIdx.x;
+    begin = segment * p.segment_len, end = min(begin + p.segment_len, p.N);
+    powers = reinterpret_cast<float*>(smem + L::POWERS);
+    int batch = bh / p.H, h = bh % p.H;
+    if (tid < 5) {  // every tensor's row of this head at position 0
+      const Rows& x = (&p.a)[tid];
+      u16* first = static_cast<u16*>(x.data) + batch * x.batch + h * x.head;
+      reinterpret_cast<u16**>(smem + L::HEADS)[tid] = first + (F::REVERSE ? i64(p.N - 1) * x.token : 0);
+    }
+    log2_decay = DECAY ? p.log_decay[h] * 1.4426950408889634f : 0.f;
+    if (DECAY && tid <= C) powers[tid] = exp2f(log2_decay * tid);
+    if (tid == 0) {
+      for (int i = 0; i < L::STAGES; i++) {
+        barrier_init(full(i), PRODUCERS);
+        barrier_init(ready(i), ROWS);
+        barrier_init(empty(i), 4 * GROUPS);
+      }
+    }
+    __syncthreads();
+  }
+  __device__ __forceinline__ void run() {
+    if (warp < 4 * GROUPS) {
+      take_registers<D == 128 ? 192 : 144>();  // of 128 and 80 at launch
+      consume();
+    } else if (warp < 4 * GROUPS + 4) {
+      give_registers<D == 128 ? 88 : 64>();
+      rows();
+    } else {
+      give_registers<D == 128 ? 40 : 32>();
+      produce();
+    }
+  }
+
+  // Keeps the compiler from carrying every address it can compute from the lane through the whole walk, in registers
+  // that it does not have: called between the phases of a chunk, which find their place anew.
+  __device__ __forceinline__ void forget_addresses() {
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid));
+    asm volatile("" : "+r"(base));
+    warp = u32(tid) / 32, lane = u32(tid) % 32, g = lane / 4, t = lane % 4;
+  }
+
+  // ------------------------------------------------------------------------------------------- places
+  __device__ __forceinline__ u32 full(int stage) const { return base + L::BARRIERS + 8 * stage; }
+  __device__ __forceinline__ u32 ready(int stage) const { return full(L::STAGES + stage); }
+  __device__ __forceinline__ u32 empty(int stage) const { return full(2 * L::STAGES + stage); }
+  __device__ __forceinline__ u32 tile(int stage, int which) const {
+    return base + stage * L::STAGE + (which - FIRST) * L::TILE;
+  }
+  __device__ __forceinline__ Coefficients coefficients(int stage) const {
+    float* x = reinterpret_cast<float*>(smem + L::COEFFICIENTS + stage * L::STAGE_COEFFICIENTS);
+    u16* y = reinterpret_cast<u16*>(x + 7 * C);
+    return {x, x + C, x + 2 * C, x + 3 * C, x + 4 * C, x + 5 * C, x + 6 * C, y, y + C};
+  }
+  __device__ __forceinline__ float* b_sum() const { return reinterpret_cast<float*>(smem + L::SUMS); }
+  __device__ __forceinline__ int token(int position) const { return F::REVERSE ? p.N - 1 - position : position; }
+  __device__ __forceinline__ i64 stat(int position) const { return i64(bh) * p.N + token(position); }  // of [BH, N]
+  __device__ __forceinline__ float coefficient() const { return p.coefficient ? p.coefficient[bh % p.H] : p.b_value; }
+  __device__ __forceinline__ float power(int i) const { return DECAY ? powers[i] : 1.f; }
+  // Row `position` of tensor a, b, c, unit or y (0 … 4).
+  __device__ __forceinline__ u16* row(int tensor, int position) const {
+    const Rows& x = (&p.a)[tensor];
+    return read_pointer(base + L::HEADS + 8 * tensor) + i64(position) * (F::REVERSE ? -x.token : x.token);
+  }
+
+  // ------------------------------------------------------------------------------------------- the producer
+  __device__ __forceinline__ void produce() {
+    Ring ring;
+    for (int position = begin; position < end; position += C, ring.next()) {
+      barrier_wait(empty(ring.stage), ring.phase ^ 1);
+#pragma unroll
+      for (int which = FIRST; which < FIRST + TILES; which++) load_tile(tile(ring.stage, which), which, position);
+      barrier_arrive_after_copies(full(ring.stage));
+    }
+    copy_commit();
+    copy_wait<0>();
+  }
+  __device__ __forceinline__ void load_tile(u32 dst, int tensor, int position) const {
+    constexpr int PIECES = D / 8, STEP = PRODUCERS / PIECES;  // rows that are copied at once: a multiple of 8
+    int first = (tid % PRODUCERS) / PIECES, piece = tid % PIECES;
+    const u16* src = row(tensor, position + first) + 8 * piece;
+    i64 step = (F::REVERSE ? -STEP : STEP) * i64((&p.a)[tensor].token);
+    int left = p.N - position - first;
+    dst += place<C>(first, piece);
+#pragma unroll
+    for (int i = 0; i < C; i += STEP, src += step) copy16(dst + i * 128, src, i < left);
+  }
+
+  // ------------------------------------------------------------------------------------------- the rows
+  __device__ __forceinline__ void rows() {
+    float n = tokens_before(), chunk_tokens = 0.f;
+    if (MODE == FWD && DECAY)
+      for (int i = 0; i < C; i++) chunk_tokens += powers[i];
+    if (SUMS_B) load_sums(tid % ROWS);
+    Stats next = MODE == FWD ? Stats{} : stats(begin, tid % ROWS);
+    Ring ring;
+    for (int position = begin; position < end; position += C, ring.next()) {
+      forget_addresses();
+      const int thread = tid % ROWS, len = min(C, p.N - position);
+      Coefficients c = coefficients(ring.stage);
+      barrier_wait(empty(ring.stage), ring.phase ^ 1);  // the coefficients' old readers, too, are done
+      if (MODE != FWD) {
+        write_coefficients(c, next, len, thread);
+        next = stats(position + C, thread);
+      }
+      barrier_wait(full(ring.stage), ring.phase);
+      if (ROPE) rotate_tiles(ring.stage, position, thread);
+      if (SUMS_B) {
+        if (ROPE || MODE != FWD) sync_some(ROWS_BARRIER, ROWS);  // rows are rotated, ζ is written
+        walk_rows(c, ring.stage, position, len, n);
+      }
+      fence_shared();  // what was copied and rotated, for the consumers' products
+      barrier_arrive(ready(ring.stage));
+      if (SUMS_B) add_sums(len, thread);
+      if (MODE == FWD) n = DECAY ? n * power(C) + chunk_tokens : n + C;
+    }
+    if (SUMS_B) store_sums(tid % ROWS);
+  }
+  // The (decayed) count of tokens before this segment.
+  __device__ __forceinline__ float tokens_before() const {
+    if (MODE != FWD) return 0.f;
+    float n0 = p.n_initial ? p.n_initial[bh] : 0.f;
+    float x = DECAY ? log2_decay * 0.6931471805599453f : 0.f;
+    if (x == 0.f) return n0 + float(begin);
+    return n0 * expf(x * float(begin)) + expm1f(x * float(begin)) / expm1f(x);
+  }
+
+  // What the forward pass saved of a token.
+  struct Stats {
+    float g, e, r, unit;  // r: 1/‖·‖ of what σ scales (k for DQ, q for DK and DV); unit: of what is projected, or of k
+  };
+  __device__ __forceinline__ Stats stats(int position, int thread) const {
+    Stats s = {0.f, 0.f, 0.f, 0.f};
+    if (thread >= C || position + thread >= p.N) return s;
+    i64 i = stat(position + thread);
+    s.g = p.g[i], s.r = (MODE == DQ ? p.rk : p.rq)[i], s.unit = (MODE == DQ ? p.rq : p.rk)[i];
+    if (MODE != DV) s.e = p.e[i];
+    return s;
+  }
+  // σ, τ, ρ, κ of a token, from what was saved. Rows past the end count nothing.
+  __device__ __forceinline__ void write_coefficients(const Coefficients& c, const Stats& s, int len, int i) const {
+    if (i >= C) return;
+    bool ok = i < len;
+    float inverse = ok ? 1.f / s.g : 0.f, scale_tau = F::scale_tau(range(), inverse_range());
+    float sigma = F::scale_sigma(range(), inverse_range()) * (MODE == DQ ? s.r : coefficient() * s.r * inverse);
+    float tau = scale_tau * (MODE == DQ ? s.r : MODE == DK ? -coefficient() * s.e * s.r : inverse);
+    float rho = F::scale_rho(range()) * (MODE == DQ ? inverse : MODE == DV ? s.unit : 1.f);
+    float kappa = F::scale_kappa(range()) * (MODE == DQ ? -s.e : 1.f);
+    float decay = ok ? power(len - 1 - i) : 0.f, past = power(i + 1);
+    c.sigma[i] = sigma, c.tau[i] = tau, c.rho[i] = rho, c.kappa[i] = kappa;
+    c.past_rho[i] = rho * past, c.past_kappa[i] = kappa * past;
+    c.row[i] = STATES ? scale_tau * inverse * decay : s.unit;  // of the adjoint: ζ, for Σ do/g
+    write_end(c, i, sigma * decay, tau * decay);
+  }
+  // σ and τ decayed to the chunk's end, as factors for tensor cores.
+  __device__ __forceinline__ void write_end(const Coefficients& c, int i, float sigma, float tau) const {
+    split<T, 1>(c.sigma_end + i, C, sigma);
+    split<T, 2>(c.tau_parts + i, C, tau);
+  }
+
+  // Eight lanes a row: D/64 pieces of eight columns each.
+  __device__ __forceinline__ void read_row(float (&x)[GROUPS][8], u32 tile_address, int row) const {
+#pragma unroll
+    for (int k = 0; k < GROUPS; k++) {
+      uint4 words = read16(tile_address + place<C>(row, lane % 8 + 8 * k));
+      float2 a = unpack<T>(words.x), b = unpack<T>(words.y), c = unpack<T>(words.z), d = unpack<T>(words.w);
+      x[k][0] = a.x, x[k][1] = a.y, x[k][2] = b.x, x[k][3] = b.y;
+      x[k][4] = c.x, x[k][5] = c.y, x[k][6] = d.x, x[k][7] = d.y;
+    }
+  }
+  static __device__ __forceinline__ float sum_over_row(float x) {
+#pragma unroll
+    for (int d = 1; d < 8; d *= 2) x += __shfl_xor_sync(FULL, x, d);
+    return x;
+  }
+  __device__ __forceinline__ float reciprocal_norm(const float (&x)[GROUPS][8]) const {  // NORM_EPS of common.py
+    float sum = 0.f;
+#pragma unroll
+    for (int k = 0; k < GROUPS; k++)
+#pragma unroll
+      for (int i = 0; i < 8; i++) sum += x[k][i] * x[k][i];
+    sum = sum_over_row(sum);
+    return p.normalize ? rsqrtf(sum + 1e-12f) : 1.f;
+  }
+  // This warp's 16 rows of a chunk. Forward: norms, coefficients and the normaliser's part from before. Then what they
+  // add to Σ ζ b.
+  __device__ __forceinline__ void walk_rows(const Coefficients& c, int stage, int position, int len, float n) const {
+    const int first = 16 * (warp % 4) + lane / 8;
+    float x[GROUPS][8], add[GROUPS][8];
+    if (MODE == FWD && !STATES) {
+      float (&z)[GROUPS][8] = add;
+      read_sums(z, b_sum());
+#pragma unroll
+      for (int i = 0; i < 16; i += 4) {
+        read_row(x, tile(stage, A), first + i);
+        float inner = 0.f, rq = reciprocal_norm(x);
+#pragma unroll
+        for (int k = 0; k < GROUPS; k++)
+#pragma unroll
+          for (int j = 0; j < 8; j++) inner += x[k][j] * z[k][j];
+        inner = sum_over_row(inner);
+        if (lane % 8 == 0) write_query(c, first + i, position, rq, inner, n);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < GROUPS; k++)
+#pragma unroll
+      for (int j = 0; j < 8; j++) add[k][j] = 0.f;
+#pragma unroll
+    for (int i = 0; i < 16; i += 4) {
+      read_row(x, tile(stage, B), first + i);
+      float zeta;
+      if (MODE == FWD) {
+        float rk = reciprocal_norm(x);
+        zeta = key_weight(rk, first + i, len);
+        if (lane % 8 == 0) write_key(c, first + i, position, rk, zeta, len);
+      } else {
+        zeta = c.row[first + i];
+      }
+#pragma unroll
+      for (int k = 0; k < GROUPS; k++)
+#pragma unroll
+        for (int j = 0; j < 8; j++) add[k][j] += zeta * x[k][j];
+    }
+    write_part(add);
+  }
+  __device__ __forceinline__ void write_query(const Coefficients& c, int i, int position, float rq, float inner,
+                                              float n) const {
+    float rho = coefficient() * rq * F::scale_rho(range()), past = power(i + 1);
+    c.rho[i] = rho, c.past_rho[i] = rho * past, c.past_kappa[i] = past;
+    c.row[i] = past * (n + rho * inner);
+    if (position + i < p.N) p.rq[stat(position + i)] = rq;
+  }
+  __device__ __forceinline__ float key_weight(float rk, int i, int len) const {  // σ at the chunk's end
+    float s = i < len ? rk * F::scale_sigma(range(), inverse_range()) * power(len - 1 - i) : 0.f;
+    return T::NARROW ? fminf(s, 2048.f) : s;  // 1/‖k‖ of a row of (almost) zeros times v stays finite
+  }
+  __device__ __forceinline__ void write_key(const Coefficients& c, int i, int position, float rk, float zeta,
+                                            int len) const {
+    bool ok = i < len;
+    c.sigma[i] = ok ? rk * F::scale_sigma(range(), inverse_range()) : 0.f;
+    write_end(c, i, zeta, ok ? power(len - 1 - i) : 0.f);
+    if (!STATES && ok) p.rk[stat(position + i)] = rk;
+  }
+
+  // Σ ζ b, a number a column: what the four warps found, onto what was there.
+  __device__ __forceinline__ void read_sums(float (&z)[GROUPS][8], const float* from) const {
+#pragma unroll
+    for (int k = 0; k < GROUPS; k++) {
+      const float4* at = reinterpret_cast<const float4*>(from + 8 * (lane % 8) + 64 * k);
+      float4 a = at[0], b = at[1];
+      z[k][0] = a.x, z[k][1] = a.y, z[k][2] = a.z, z[k][3] = a.w;
+      z[k][4] = b.x, z[k][5] = b.y, z[k][6] = b.z, z[k][7] = b.w;
+    }
+  }
+  __device__ __forceinline__ void write_part(float (&add)[GROUPS][8]) const {
+#pragma unroll
+    for (int k = 0; k < GROUPS; k++)
+#pragma unroll
+      for (int j = 0; j < 8; j++) {
+        add[k][j] += __shfl_xor_sync(FULL, add[k][j], 8);
+        add[k][j] += __shfl_xor_sync(FULL, add[k][j], 16);
+      }
+    if (lane >= 8) return;
+    float* to = b_sum() + (1 + warp % 4) * D;
+#pragma unroll
+    for (int k = 0; k < GROUPS; k++) {
+      float4* at = reinterpret_cast<float4*>(to + 8 * lane + 64 * k);
+      at[0] = make_float4(add[k][0], add[k][1], add[k][2], add[k][3]);
+      at[1] = make_float4(add[k][4], add[k][5], add[k][6], add[k][7]);
+    }
+  }
+  __device__ __forceinline__ void add_sums(int len, int thread) const {
+    sync_some(ROWS_BARRIER, ROWS);
+    if (thread < D) {
+      float* z = b_sum() + thread;
+      *z = *z * power(len) + ((z[D] + z[2 * D]) + (z[3 * D] + z[4 * D]));
+    }
+    sync_some(ROWS_BARRIER, ROWS);
+  }
+  __device__ __forceinline__ void load_sums(int thread) const {
+    const Initial from = initial();
+    if (thread < D) b_sum()[thread] = from.b ? from.scale_b * from.b[thread] : 0.f;
+    sync_some(ROWS_BARRIER, ROWS);
+  }
+  __device__ __forceinline__ void store_sums(int thread) const {
+    const Final to = final();
+    if (thread < D && to.b) to.b[thread] = to.scale_b * b_sum()[thread];
+  }
+
+  // RoPE in place, on the leading columns of a tile that has landed; rounded as a model in 16 bits would.
+  __device__ __forceinline__ void rotate_tiles(int stage, int position, int thread) const {
+    if (F::ROPE_A && !STATES) rotate(tile(stage, A), position, thread);
+    if (F::ROPE_B) rotate(tile(stage, B), position, thread);
+    if (F::ROPE_C) rotate(tile(stage, C_), position, thread);
+    if (PROJECTS) rotate(tile(stage, UNIT), position, thread);
+  }
+  __device__ __forceinline__ void rotate(u32 tile_address, int position, int thread) const {
+    constexpr int HALF = ROPE ? ROPE / 16 : 1;  // pieces; a thread takes four columns of one and of its partner
+    for (int i = thread; i < C * HALF * 2; i += ROWS) {
+      int row = u32(i) / (2 * HALF), piece = u32(i) / 2 % HALF, half = i % 2;
+      if (position + row >= p.N) continue;
+      char* tile = smem + (tile_address - base) + 8 * half;
+      uint2* lo = reinterpret_cast<uint2*>(tile + place<C>(row, piece));
+      uint2* hi = reinterpret_cast<uint2*>(tile + place<C>(row, piece + HALF));
+      i64 at = i64(token(position + row)) * ROPE + piece * 8 + 4 * half;
+      float4 cos = *reinterpret_cast<const float4*>(p.cos + at), sin = *reinterpret_cast<const float4*>(p.sin + at);
+      uint2 x = *lo, y = *hi;
+      rotate_pair<T>(x.x, y.x, make_float2(cos.x, cos.y), make_float2(sin.x, sin.y));
+      rotate_pair<T>(x.y, y.y, make_float2(cos.z, cos.w), make_float2(sin.z, sin.w));
+      *lo = x, *hi = y;
+    }
+  }
+
+  __device__ __forceinline__ float range() const { return T::NARROW ? p.range : 1.f; }
+  __device__ __forceinline__ float inverse_range() const { return T::NARROW ? p.inverse_range : 1.f; }
+
+  // ---------------------------------------------------------------------------------- states in and out
+  struct Initial {  // [D, D], Σ τ c and Σ ζ b, each times its scale; null: zero
+    const float *S, *c, *b;
+    float scale, scale_c, scale_b;
+  };
+  __device__ __forceinline__ Initial initial() const {
+    const float *S, *k, *v;
+    float s = 1.f, sk = 1.f, sv = 1.f;
+    if (STATES) return {nullptr, nullptr, nullptr, 1.f, 1.f, 1.f};
+    if (segment) {  // what `states` and `prefix` left
+      S = p.scratch + (i64(bh) * (p.segments - 1) + segment - 1) * (D * D + 2 * D);
+      k = S + D * D, v = k + D;
+    } else {
+      if (!p.initial.S) return {nullptr, nullptr, nullptr, 1.f, 1.f, 1.f};
+      S = p.initial.S + i64(bh) * D * D, k = p.initial.k + bh * D, v = p.initial.v + bh * D;
+      float undo = F::REVERSE && DECAY ? exp2f(-log2_decay) : 1.f;  // see final()
+      s = F::scale_sigma(range(), inverse_range()) * undo, sv = F::scale_tau(range(), inverse_range()) * undo;
+      sk = MODE == FWD ? s : sv;
+    }
+    if (F::VALUE_ROWS) return {S, v, k, s, sv, sk};
+    return {S, k, v, s, sk, sv};
+  }
+  struct Final {
+    float *S, *c, *b;
+    float scale, scale_c, scale_b;
+  };
+  // The last segment leaves the final state. In reverse the state belongs to the last token walked, token 0, and its
+  // adjoint to the one before: one more decay (and one less on the way in). `states` leaves what its segment adds.
+  __device__ __forceinline__ Final final() const {
+    if (STATES) {
+      float* S = p.scratch + (i64(bh) * (p.segments - 1) + segment) * (D * D + 2 * D);
+      float *k = S + D * D, *v = k + D;
+      return {S, F::VALUE_ROWS ? v : k, F::VALUE_ROWS ? k : v, 1.f, 1.f, 1.f};
+    }
+    if (segment != p.segments - 1 || MODE == DQ) return {nullptr, nullptr, nullptr, 0.f, 0.f, 0.f};
+    float more = F::REVERSE ? power(1) : 1.f, s = more / F::scale_sigma(range(), inverse_range());
+    float st = more / F::scale_tau(range(), inverse_range());
+    float* S = p.final.S ? p.final.S + i64(bh) * D * D : nullptr;
+    float* k = p.final.k ? p.final.k + bh * D : nullptr;
+    float* v = p.final.v ? p.final.v + bh * D : nullptr;
+    if (MODE == FWD) return {S, v, k, s, st, s};
+    if (MODE == DK) return {S, k, nullptr, s, st, 0.f};
+    return {nullptr, v, nullptr, s, st, 0.f};
+  }
+  static __device__ __forceinline__ int at(int row, int column) {
+    return F::VALUE_ROWS ? column * D + row : row * D + column;
+  }
+
+  // ------------------------------------------------------------------------------------------- the consumers
+  __device__ __forceinline__ int group() const { return GROUPS == 1 ? 0 : warp / 4; }
+  // A warp's 16 columns of y and c, two tiles of eight. With RoPE on them, columns that rotate together are in one lane.
+  __device__ __forceinline__ int own_tile(int half) const {
+    constexpr int HALF = F::PROJECTS ? ROPE / 16 : 0;
+    int i = 2 * warp + half;
+    return i < 2 * HALF ? i / 2 + half * HALF : i;
+  }
+  template <int R>
+  static __device__ __forceinline__ Descriptor k_columns(u32 address, int k) {  // 16 columns from 16k, K-contiguous
+    return descriptor(address + (k / 4) * R * 128 + (k % 4) * 32, 0);
+  }
+  static __device__ __forceinline__ Descriptor k_rows(u32 address, int s) {  // 16 rows from 16s, K the rows
+    return descriptor(address + s * 2048, C * 128);
+  }
+  // Four tiles of eight tokens by eight columns, tokens 16s … 16s+15 of this warp's columns, transposed: fragments of
+  // Cᵀ, and the places of Yᵀ's.
+  __device__ __forceinline__ u32 own_place(u32 tile_address, int s, int token, int half) const {
+    return tile_address + place<C>(token, own_tile(half)) + s * 2048;
+  }
+
+  __device__ __forceinline__ void consume() {
+    float state[D / 8][4], c_sum[2];
+    load_state(state, c_sum);
+    float along = 0.f;  // DQ: Σ q̂·y of this thread's tokens
+    Ring ring;
+    for (int position = begin; position < end; position += C, ring.next()) {
+      forget_addresses();
+      const int stage = ring.stage, len = min(C, p.N - position);
+      const Coefficients c = coefficients(stage);
+      barrier_wait(ready(stage), ring.phase);
+      if constexpr (STATES) {
+        u32 raw[CS][4];
+        read_own(raw, tile(stage, C_));
+        update(state, c_sum, raw, c, stage, len);
+      } else {
+        float y[8][4];
+        u32 raw[CS][4];
+        forget_addresses();
+        output_before(y, state, c_sum, c, stage, position);
+        forget_addresses();
+        read_own(raw, tile(stage, C_));
+        warpgroup_arrive();
+#pragma unroll
+        for (int s = 0; s < CS; s++) Warpgroup<T, 0, 8>::mma(y, raw[s], k_columns<C>(weights(), s), 1);
+        warpgroup_commit();
+        update(state, c_sum, raw, c, stage, len);
+        warpgroup_wait_for<1>();
+        settle(y);
+        forget_addresses();
+        if constexpr (PROJECTS)
+          project(y, c, stage, position, along);
+        else
+          finish(y, position);
+      }
+      warpgroup_wait_for<0>();
+      settle(state);
+      __syncwarp();
+      if (lane == 0) barrier_arrive(empty(stage));
+    }
+    store_state(state, c_sum);
+    if (MODE == DQ && !STATES && group() == 0) store_db(along);
+  }
+  __device__ __forceinline__ u32 weights() const { return base + L::WEIGHTS + group() * L::PANEL; }
+  __device__ __forceinline__ void sync_group() const { sync_some(GROUP_BARRIER + group(), 128); }
+
+  __device__ __forceinline__ void load_state(float (&state)[D / 8][4], float (&c_sum)[2]) const {
+    const Initial from = initial();
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      int row = 8 * own_tile(half) + g;
+      c_sum[half] = from.c ? from.scale_c * from.c[row] : 0.f;
+#pragma unroll
+      for (int j = 0; j < D / 8; j++)
+#pragma unroll
+        for (int x = 0; x < 2; x++)
+          state[j][2 * half + x] = from.S ? from.scale * from.S[at(row, 8 * j + 2 * t + x)] : 0.f;
+    }
+  }
+  __device__ __forceinline__ void store_state(const float (&state)[D / 8][4], const float (&c_sum)[2]) const {
+    const Final to = final();
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      int row = 8 * own_tile(half) + g;
+      if (to.c && t == 0) to.c[row] = to.scale_c * c_sum[half];
+      if (to.S)
+#pragma unroll
+        for (int j = 0; j < D / 8; j++)
+#pragma unroll
+          for (int x = 0; x < 2; x++) to.S[at(row, 8 * j + 2 * t + x)] = to.scale * state[j][2 * half + x];
+    }
+  }
+
+  // Yᵀ of what came before the chunk, and W in shared memory.
+  __device__ __forceinline__ void output_before(float (&y)[8][4], const float (&state)[D / 8][4],
+                                                const float (&c_sum)[2], const Coefficients& c, int stage,
+                                                int position) const {
+    float x[8][4];
+    u32 rounded[KS][4];
+#pragma unroll
+    for (int k = 0; k < KS; k++)
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        rounded[k][i] = pack<T>(state[2 * k + i / 2][2 * (i % 2)], state[2 * k + i / 2][2 * (i % 2) + 1]);
+    warpgroup_arrive();
+#pragma unroll
+    for (int k = 0; k < KS; k++)
+      Warpgroup<T, 0, 8>::mma(x, k_columns<C>(tile(stage, A), k), k_columns<C>(tile(stage, B), k), k > 0);
+    warpgroup_commit();
+#pragma unroll
+    for (int k = 0; k < KS; k++) Warpgroup<T, 0, 8>::mma(y, rounded[k], k_columns<C>(tile(stage, A), k), k > 0);
+    warpgroup_commit();
+    warpgroup_wait_for<1>();
+    settle(x);
+    weigh(x, c, position);
+    fence_shared();
+    warpgroup_wait_for<0>();
+    settle(y);
+#pragma unroll
+    for (int n = 0; n < 8; n++) {  // two tokens
+      float2 rho = *reinterpret_cast<float2*>(c.past_rho + 8 * n + 2 * t);
+      float2 kappa = *reinterpret_cast<float2*>(c.past_kappa + 8 * n + 2 * t);
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        y[n][2 * half] = rho.x * y[n][2 * half] + kappa.x * c_sum[half];
+        y[n][2 * half + 1] = rho.y * y[n][2 * half + 1] + kappa.y * c_sum[half];
+      }
+    }
+    sync_group();  // all of W is there
+  }
+
+  // W of this warp's 16 rows from X, into shared memory; forward also the normalisers.
+  __device__ __forceinline__ void weigh(const float (&x)[8][4], const Coefficients& c, int position) const {
+    const int first = 16 * (warp % 4) + g;
+    float rho[2] = {c.rho[first], c.rho[first + 8]}, kappa[2] = {1.f, 1.f}, sum[2] = {0.f, 0.f};
+    if (MODE != FWD) kappa[0] = c.kappa[first], kappa[1] = c.kappa[first + 8];
+    u32 to = weights() + place<C>(16 * (warp % 4) + lane % 16, lane / 16);
+#pragma unroll
+    for (int n = 0; n < 8; n += 2) {
+      u32 pairs[4];
+#pragma unroll
+      for (int m = 0; m < 2; m++) {
+        int j = 8 * (n + m) + 2 * t;
+        float2 sigma = *reinterpret_cast<float2*>(c.sigma + j);
+        float2 tau = MODE == FWD ? make_float2(1.f, 1.f) : *reinterpret_cast<float2*>(c.tau + j);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          int row = first + 8 * half;
+          float w0 = rho[half] * sigma.x * x[n + m][2 * half] + kappa[half] * tau.x;
+          float w1 = rho[half] * sigma.y * x[n + m][2 * half + 1] + kappa[half] * tau.y;
+          if (DECAY) w0 *= powers[max(row - j, 0)], w1 *= powers[max(row - j - 1, 0)];
+          u32 pair = pack<T>(j <= row ? w0 : 0.f, j + 1 <= row ? w1 : 0.f);
+          pairs[2 * m + half] = pair;
+          float2 rounded = unpack<T>(pair);
+          sum[half] += rounded.x + rounded.y;  // the normaliser adds what the tensor cores multiply by
+        }
+      }
+      stmatrix(to ^ (n << 4), pairs[0], pairs[1], pairs[2], pairs[3]);
+    }
+#pragma unroll
+    for (int half = 0; half < (MODE == FWD ? 2 : 0); half++) {
+      int row = first + 8 * half;
+      sum[half] += __shfl_xor_sync(FULL, sum[half], 1);
+      sum[half] += __shfl_xor_sync(FULL, sum[half], 2);
+      float normaliser = sum[half] + c.row[row];
+      if (t == 0) {
+        scales()[row] = 1.f / normaliser;
+        if (group() == 0 && position + row < p.N) p.g[stat(position + row)] = normaliser;
+      }
+    }
+  }
+  __device__ __forceinline__ float* scales() const {
+    return reinterpret_cast<float*>(smem + L::SCALES) + group() * 2 * C;
+  }
+
+  __device__ __forceinline__ void read_own(u32 (&r)[CS][4], u32 tile_address) const {
+    u32 from = own_place(tile_address, 0, lane % 16, lane / 16);
+#pragma unroll
+    for (int s = 0; s < CS; s++) ldmatrix_trans(r[s], from + s * 2048);
+#pragma unroll
+    for (int s = 0; s < CS; s++) {  // from (column tile, token tile) order to that of a left operand
+      u32 x = r[s][1];
+      r[s][1] = r[s][2], r[s][2] = x;
+    }
+  }
+
+  // state += (σ C)ᵀ B, issued and not waited for; Σ τ c; both decayed to the chunk's end.
+  __device__ __forceinline__ void update(float (&state)[D / 8][4], float (&c_sum)[2], const u32 (&raw)[CS][4],
+                                         const Coefficients& c, int stage, int len) const {
+    if (DECAY) {
+      float decay = power(len);
+#pragma unroll
+      for (int j = 0; j < D / 8; j++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) state[j][i] *= decay;
+    }
+    u32 left[CS][4];
+    float sum[4] = {};
+#pragma unroll
+    for (int s = 0; s < CS; s++) {
+      int j = 16 * s + 2 * t;
+      u32 near = *reinterpret_cast<u32*>(c.sigma_end + j), far = *reinterpret_cast<u32*>(c.sigma_end + j + 8);
+      const u16* tau = c.tau_parts + (g % 2) * C + j;  // τ and what rounding it left over, in alternate columns
+      mma<T>(sum, raw[s][0], raw[s][1], raw[s][2], raw[s][3], *reinterpret_cast<const u32*>(tau),
+             *reinterpret_cast<const u32*>(tau + 8));
+      left[s][0] = multiply<T>(raw[s][0], near), left[s][1] = multiply<T>(raw[s][1], near);
+      left[s][2] = multiply<T>(raw[s][2], far), left[s][3] = multiply<T>(raw[s][3], far);
+    }
+    warpgroup_arrive();
+#pragma unroll
+    for (int s = 0; s < CS; s++) Warpgroup<T, 1, D / 8>::mma(state, left[s], k_rows(tile(stage, B), s), 1);
+    warpgroup_commit();
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      c_sum[half] = c_sum[half] * power(len) + (sum[2 * half] + sum[2 * half + 1]);
+  }
+
+  // FWD: o = y/g; DV: dv = y.
+  __device__ __forceinline__ void finish(float (&y)[8][4], int position) const {
+    u32 out = base + L::OUT + group() * L::PANEL;
+    float scale = F::scale_y(inverse_range());
+    u32 to = out + place<C>(lane % 8 + 8 * (lane / 16), (own_tile((lane / 8) % 2)) % 8);
+#pragma unroll
+    for (int n = 0; n < 8; n += 2) {
+      u32 pairs[4];
+#pragma unroll
+      for (int m = 0; m < 2; m++) {
+        float2 r = make_float2(scale, scale);
+        if (MODE == FWD) r = *reinterpret_cast<float2*>(scales() + 8 * (n + m) + 2 * t);
+        pairs[2 * m] = pack<T>(y[n + m][0] * r.x, y[n + m][1] * r.y);
+        pairs[2 * m + 1] = pack<T>(y[n + m][2] * r.x, y[n + m][3] * r.y);
+      }
+      stmatrix_trans(to + n * 1024, pairs[0], pairs[1], pairs[2], pairs[3]);
+    }
+    store(out, position);
+  }
+  // A group's 64 columns of y from a panel in shared memory that its warps have written.
+  __device__ __forceinline__ void store(u32 panel, int position) const {
+    sync_group();
+    int thread = tid % 128, row = thread / 8, piece = thread % 8;
+    u16* to = this->row(Y, position + row) + 64 * group() + 8 * piece;
+    i64 step = (F::REVERSE ? -16 : 16) * i64(p.y.token);
+#pragma unroll
+    for (int i = 0; i < C; i += 16, to += step) {
+      uint4 v = read16(panel + place<C>(row, piece) + i * 128);
+      if (position + row + i < p.N) *reinterpret_cast<uint4*>(to) = v;
+    }
+  }
+
+  // DQ, DK: through the norm, dx = r (y − x̂ (x̂·y)), and through RoPE; b and r as the table says.
+  __device__ __forceinline__ void project(float (&y)[8][4], const Coefficients& c, int stage, int position,
+                                          float& along_sum) const {
+    u32 x[CS][4];
+    read_own(x, tile(stage, UNIT));
+    dots(x, y, position);
+    sync_some(CONSUMERS_BARRIER, CONSUMERS);
+    int thread = tid % 128;
+    if (thread < C) {
+      const float* from = partial(position) + thread;
+      float dot = 0.f;
+#pragma unroll
+      for (int i = 0; i < 4 * GROUPS; i++) dot += from[i * C];
+      float norm = c.row[thread], scale = F::scale_y(inverse_range());
+      float out = (MODE == DQ ? coefficient() : 1.f) * norm * scale;
+      *reinterpret_cast<float2*>(scales() + 2 * thread) = make_float2(out, p.normalize ? norm * norm * dot : 0.f);
+      along_sum += norm * dot * scale;  // rows past the end have norm 0
+    }
+    sync_group();
+    u32 panel = tile(stage, UNIT) + group() * L::PANEL;
+    u32 to = panel + place<C>(lane % 8 + 8 * (lane / 16), own_tile((lane / 8) % 2) % 8);
+#pragma unroll
+    for (int n = 0; n < 8; n += 2) {
+      u32 pairs[4];
+#pragma unroll
+      for (int m = 0; m < 2; m++) {  // two tokens: what to scale by, and how far to go back along x
+        float4 s = *reinterpret_cast<float4*>(scales() + 2 * (8 * (n + m) + 2 * t));
+        float2 lo = unpack<T>(x[n / 2][2 * m]), hi = unpack<T>(x[n / 2][2 * m + 1]);
+        lo = make_float2(s.x * (y[n + m][0] - s.y * lo.x), s.z * (y[n + m][1] - s.w * lo.y));
+        hi = make_float2(s.x * (y[n + m][2] - s.y * hi.x), s.z * (y[n + m][3] - s.w * hi.y));
+        if (ROPE && warp < ROPE / 16) rotate_back(lo, hi, position + 8 * (n + m) + 2 * t);
+        pairs[2 * m] = pack<T>(lo.x, lo.y), pairs[2 * m + 1] = pack<T>(hi.x, hi.y);
+      }
+      stmatrix_trans(to + n * 1024, pairs[0], pairs[1], pairs[2], pairs[3]);
+    }
+    store(panel, position);
+  }
+  __device__ __forceinline__ float* partial(int position) const {  // of even and of odd chunks
+    return reinterpret_cast<float*>(smem + L::PARTIAL) + (position / C % 2) * 4 * GROUPS * C;
+  }
+  // x·y of every token over this warp's columns.
+  __device__ __forceinline__ void dots(const u32 (&x)[CS][4], const float (&y)[8][4], int position) const {
+    float d[8][2];
+#pragma unroll
+    for (int n = 0; n < 8; n++) {
+      float2 lo = unpack<T>(x[n / 2][2 * (n % 2)]), hi = unpack<T>(x[n / 2][2 * (n % 2) + 1]);
+      d[n][0] = lo.x * y[n][0] + hi.x * y[n][2], d[n][1] = lo.y * y[n][1] + hi.y * y[n][3];
+    }
+    // Sums over g: each step halves the tokens a lane is left with, in the end two.
+#pragma unroll
+    for (int half = 4; half > 0; half /= 2)
+#pragma unroll
+      for (int n = 0; n < half; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          bool upper = g & half;
+          float keep = upper ? d[n + half][i] : d[n][i], give = upper ? d[n][i] : d[n + half][i];
+          d[n][i] = keep + __shfl_xor_sync(FULL, give, 4 * half);
+        }
+    *reinterpret_cast<float2*>(partial(position) + warp * C + 8 * g + 2 * t) = make_float2(d[0][0], d[0][1]);
+  }
+  // The transpose of RoPE: two tokens' numbers in two columns that rotate together.
+  __device__ __forceinline__ void rotate_back(float2& lo, float2& hi, int position) const {
+    int column = 8 * own_tile(0) + g;
+    i64 first = i64(token(min(position, p.N - 1))) * ROPE + column;
+    i64 second = i64(token(min(position + 1, p.N - 1))) * ROPE + column;
+    float2 cos = make_float2(p.cos[first], p.cos[second]), sin = make_float2(p.sin[first], p.sin[second]);
+    float2 u = lo, w = hi;
+    lo = make_float2(u.x * cos.x + w.x * sin.x, u.y * cos.y + w.y * sin.y);
+    hi = make_float2(w.x * cos.x - u.x * sin.x, w.y * cos.y - u.y * sin.y);
+  }
+  __device__ __forceinline__ void store_db(float sum) const {
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(FULL, sum, d);
+    if (lane == 0) scales()[warp] = sum;
+    sync_group();
+    if (tid == 0) p.db[bh * p.segments + segment] = scales()[0] + scales()[1];
+  }
+};
