@@ -2,7 +2,7 @@
 //
 //     producers   four warps: asynchronous copies of a chunk's tiles into a ring of stages
 //     rows        four warps: what belongs to a token alone. RoPE in place, norms, the normaliser's part from before
-//                 the chunk, (1)'s coefficients, and Σ ζ b
+//                 the chunk, (1)'s coefficients, Σ ζ b, and in DQ e, which DK and DV read
 //     consumers   a warpgroup for every 64 columns of y and c: the products, y, and the state
 //
 // Each stage passes three barriers: full (tiles have landed), ready (rows are done with it), empty (consumers are).
@@ -78,7 +78,7 @@ struct HopperShared {  // byte offsets; tiles first: swizzled, aligned to 1024
   static constexpr int SCALES = PARTIAL + (TILES == 4 ? 2 * 4 * GROUPS * C * 4 : 0);  // two numbers a token and group
   static constexpr int POWERS = SCALES + GROUPS * C * 8;
   static constexpr int HEADS = POWERS + (C + 4) * 4;
-  static constexpr int BARRIERS = HEADS + 5 * 8;
+  static constexpr int BARRIERS = HEADS + 6 * 8;
   static constexpr int BYTES = BARRIERS + 3 * STAGES * 8;
 };
 
@@ -90,6 +90,7 @@ struct HopperScan {
   static constexpr int KS = D / 16, CS = C / 16;  // steps of 16 along D and along a chunk
   static constexpr bool PROJECTS = F::PROJECTS && !STATES;
   static constexpr bool SUMS_B = MODE == FWD || STATES;
+  static constexpr bool FINDS_E = MODE == DQ;
   static constexpr int FIRST = STATES ? 1 : 0, TILES = STATES ? 2 : PROJECTS ? 4 : 3;
   using L = HopperShared<D, TILES, !PROJECTS && !STATES>;
   static_assert(ROPE <= 64, "columns that rotate together must be in one group");
@@ -99,7 +100,7 @@ struct HopperScan {
   char* smem;
   u32 base;
   int tid, warp, lane, g, t;  // g, t: the lane's row and column pair in a tensor-core tile
-  int bh, segment, begin, end;
+  int segment, bh, begin, end;
   float log2_decay;
   float* powers;
 
@@ -115,14 +116,15 @@ struct HopperScan {
     }
   };
 
-  __device__ __forceinline__ HopperScan(const Params& params, char* shared) : p(params), smem(shared) {
+  __device__ __forceinline__ HopperScan(const Params& params, char* shared, int segment_)
+      : p(params), smem(shared), segment(segment_) {
     base = shared_address(smem);
     forget_addresses();
-    bh = blockIdx.y, segment = blockIdx.x;
+    bh = blockIdx.y;
     begin = segment * p.segment_len, end = min(begin + p.segment_len, p.N);
     powers = reinterpret_cast<float*>(smem + L::POWERS);
     int batch = bh / p.H, h = bh % p.H;
-    if (tid < 5) {  // every tensor's row of this head at position 0
+    if (tid < 6) {  // every tensor's row of this head at position 0
       const Rows& x = (&p.a)[tid];
       u16* first = static_cast<u16*>(x.data) + batch * x.batch + h * x.head;
       reinterpret_cast<u16**>(smem + L::HEADS)[tid] = first + (F::REVERSE ? i64(p.N - 1) * x.token : 0);
@@ -176,7 +178,7 @@ struct HopperScan {
   __device__ __forceinline__ i64 stat(int position) const { return i64(bh) * p.N + token(position); }  // of [BH, N]
   __device__ __forceinline__ float coefficient() const { return p.coefficient ? p.coefficient[bh % p.H] : p.b_value; }
   __device__ __forceinline__ float power(int i) const { return DECAY ? powers[i] : 1.f; }
-  // Row `position` of tensor a, b, c, unit or y (0 … 4).
+  // Row `position` of tensor a, b, c, unit, y or o (0 … 5).
   __device__ __forceinline__ u16* row(int tensor, int position) const {
     const Rows& x = (&p.a)[tensor];
     return read_pointer(base + L::HEADS + 8 * tensor) + i64(position) * (F::REVERSE ? -x.token : x.token);
@@ -218,11 +220,18 @@ struct HopperScan {
       const int thread = tid % ROWS, len = min(C, p.N - position);
       Coefficients c = coefficients(ring.stage);
       barrier_wait(empty(ring.stage), ring.phase ^ 1);  // the coefficients' old readers, too, are done
-      if (MODE != FWD) {
-        write_coefficients(c, next, len, thread);
-        next = stats(position + C, thread);
-      }
+      uint4 o[4][GROUPS];
+      if (FINDS_E) read_outputs(o, position);
+      if (MODE != FWD && !FINDS_E) write_coefficients(c, next, len, thread);
       barrier_wait(full(ring.stage), ring.phase);
+      if (FINDS_E) {
+        row_products(o, tile(ring.stage, A), c.row);
+        sync_some(ROWS_BARRIER, ROWS);
+        next.e = next.g != 0.f ? c.row[thread % C] / next.g : 0.f;
+        if (thread < len) p.e[stat(position + thread)] = next.e;
+        write_coefficients(c, next, len, thread);
+      }
+      if (MODE != FWD) next = stats(position + C, thread);
       if (ROPE) rotate_tiles(ring.stage, position, thread);
       if (SUMS_B) {
         if (ROPE || MODE != FWD) sync_some(ROWS_BARRIER, ROWS);  // rows are rotated, ζ is written
@@ -253,7 +262,7 @@ struct HopperScan {
     if (thread >= C || position + thread >= p.N) return s;
     i64 i = stat(position + thread);
     s.g = p.g[i], s.r = (MODE == DQ ? p.rk : p.rq)[i], s.unit = (MODE == DQ ? p.rq : p.rk)[i];
-    if (MODE != DV) s.e = p.e[i];
+    if (MODE == DK) s.e = p.e[i];
     return s;
   }
   // σ, τ, ρ, κ of a token, from what was saved. Rows past the end count nothing.
@@ -278,14 +287,13 @@ struct HopperScan {
   }
 
   // Eight lanes a row: D/64 pieces of eight columns each.
+  static __device__ __forceinline__ void unpack8(float (&x)[8], uint4 words) {
+    float2 a = unpack<T>(words.x), b = unpack<T>(words.y), c = unpack<T>(words.z), d = unpack<T>(words.w);
+    x[0] = a.x, x[1] = a.y, x[2] = b.x, x[3] = b.y, x[4] = c.x, x[5] = c.y, x[6] = d.x, x[7] = d.y;
+  }
   __device__ __forceinline__ void read_row(float (&x)[GROUPS][8], u32 tile_address, int row) const {
 #pragma unroll
-    for (int k = 0; k < GROUPS; k++) {
-      uint4 words = read16(tile_address + place<C>(row, lane % 8 + 8 * k));
-      float2 a = unpack<T>(words.x), b = unpack<T>(words.y), c = unpack<T>(words.z), d = unpack<T>(words.w);
-      x[k][0] = a.x, x[k][1] = a.y, x[k][2] = b.x, x[k][3] = b.y;
-      x[k][4] = c.x, x[k][5] = c.y, x[k][6] = d.x, x[k][7] = d.y;
-    }
+    for (int k = 0; k < GROUPS; k++) unpack8(x[k], read16(tile_address + place<C>(row, lane % 8 + 8 * k)));
   }
   static __device__ __forceinline__ float sum_over_row(float x) {
 #pragma unroll
@@ -300,6 +308,33 @@ struct HopperScan {
       for (int i = 0; i < 8; i++) sum += x[k][i] * x[k][i];
     sum = sum_over_row(sum);
     return p.normalize ? rsqrtf(sum + 1e-12f) : 1.f;
+  }
+  // do·o of this warp's 16 rows; o comes straight from global memory, asked for before the wait for the tiles.
+  __device__ __forceinline__ void read_outputs(uint4 (&o)[4][GROUPS], int position) const {
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+#pragma unroll
+      for (int k = 0; k < GROUPS; k++) {
+        int at = position + 16 * (warp % 4) + lane / 8 + 4 * i;
+        const uint4* from = reinterpret_cast<const uint4*>(row(O, at)) + lane % 8 + 8 * k;
+        o[i][k] = at < p.N ? *from : make_uint4(0, 0, 0, 0);
+      }
+  }
+  __device__ __forceinline__ void row_products(const uint4 (&o)[4][GROUPS], u32 tile_address, float* to) const {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      int row = 16 * (warp % 4) + lane / 8 + 4 * i;
+      float x[GROUPS][8], y[8], sum = 0.f;
+      read_row(x, tile_address, row);
+#pragma unroll
+      for (int k = 0; k < GROUPS; k++) {
+        unpack8(y, o[i][k]);
+#pragma unroll
+        for (int j = 0; j < 8; j++) sum += x[k][j] * y[j];
+      }
+      sum = sum_over_row(sum);
+      if (lane % 8 == 0) to[row] = sum;
+    }
   }
   // This warp's 16 rows of a chunk. Forward: norms, coefficients and the normaliser's part from before. Then what they
   // add to Σ ζ b.

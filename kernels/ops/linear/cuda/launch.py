@@ -1,7 +1,8 @@
 """Launches scan.cu: which kernels a pass takes, on what grid, with which pointers. The maths is told there.
 
 Forward: `states` and `prefix` (where a sequence is split into segments), then one scan.
-Backward: `row_products` for e, then a scan each for dq, dk and dv, after the states of their direction.
+Backward: `row_products` for e, then a scan each for dq, dk and dv, after the states of their direction. With
+roles dq's scan finds e, and dk and dv share a launch.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 import struct
 
 import torch
@@ -23,10 +25,11 @@ MODES = {"FWD": 0, "DQ": 1, "DK": 2, "DV": 3}
 TAGS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 HEAD_DIMS = (64, 128)
 PORTABLE, GROUPS, ROLES = range(3)  # enum Walk of scan.cu
-HOPPER_WALK = GROUPS
+# The walk with roles has been compiled and emulated, but no GPU has run it: it must be asked for.
+HOPPER_WALK = ROLES if os.environ.get("LINGPT_HOPPER") == "roles" else GROUPS
 
-# struct Params of scan.cu: five Rows, 17 pointers, five ints, three floats.
-_PARAMS = struct.Struct("@" + "Pqqi4x" * 5 + "P" * 17 + "5i3f")
+# struct Params of scan.cu: six Rows, 17 pointers, five ints, three floats.
+_PARAMS = struct.Struct("@" + "Pqqi4x" * 6 + "P" * 17 + "5i3f")
 _PARAMS_CODE = f"{_PARAMS.size}s"
 
 
@@ -52,7 +55,7 @@ class Variant:
         """Dynamic shared memory of a scan, bytes (Shared::BYTES, the largest HopperShared::BYTES)."""
         C, D = self.chunk, self.head_dim
         if self.walk == ROLES:
-            return 227584 if D == 128 else 98816
+            return 227592 if D == 128 else 98824
         stages = 1 if self.walk == GROUPS and D == 128 else 2
         operand = C * 128 + (D * D * 2 if self.walk == GROUPS else 0)
         rows = C * (24 + 20 + 10 + 20)
@@ -63,11 +66,14 @@ class Variant:
         """(kernel, mode) → its instance in C++; row_products has no mode."""
         D, decay = self.head_dim, str(self.decay).lower()
         flags = ", ".join(str(x).lower() for x in (self.decay, self.rope, self.walk, self.blocks))
+        scans = ("FWD", "DQ") if self.walk == ROLES else MODES
         names = {
             (kernel, mode): f"{kernel}<{self.tag}, {D}, {self.chunk}, {MODES[mode]}, {flags}>"
-            for kernel, modes in (("scan", MODES), ("states", ("FWD", "DK")))
+            for kernel, modes in (("scan", scans), ("states", ("FWD", "DK")))
             for mode in modes
         }
+        if self.walk == ROLES:
+            names["scan_pair", None] = f"scan_pair<{self.tag}, {D}, {decay}, {self.rope}, {self.blocks}>"
         names["prefix", "FWD"] = f"prefix<{D}, false, {decay}>"
         names["prefix", "DK"] = f"prefix<{D}, true, {decay}>"
         names["row_products", None] = f"row_products<{self.tag}, {D}>"
@@ -108,6 +114,8 @@ def _kernels(build: Variant, arch: str) -> dict[tuple[str, str | None], Kernel]:
     names = build.names
     signatures = {name: _PARAMS_CODE for name in names.values()}
     signatures[names["row_products", None]] = _PARAMS_CODE + "Pq"
+    if build.walk == ROLES:
+        signatures[names["scan_pair", None]] = 2 * _PARAMS_CODE
     kernels = build.spec(arch).compile(arch).load(signatures)
     return {key: kernels[name] for key, name in names.items()}
 
@@ -152,33 +160,40 @@ class _Call:
         self.B, self.N, self.H, self.D = q.shape
         self.device = q.device
         rope = 0 if cos is None else cos.shape[1]
-        self.build, self.kernels, slots = _prepare(q.device, q.dtype, self.D, log_decay is not None, rope)
+        self.build, self.kernels, self.slots = _prepare(
+            q.device, q.dtype, self.D, log_decay is not None, rope
+        )
         self.stream = torch.cuda.current_stream(q.device).cuda_stream
-        self.segments, self.segment_len = split(self.B * self.H, self.N, self.build.chunk, slots)
         shrink = B_SHRINK if normalize else 1.0
         b, b_value = ((b * shrink).float(), 0.0) if isinstance(b, Tensor) else (None, b * shrink)
         cos, sin = (_aligned(x.float().contiguous()) if rope else None for x in (cos, sin))
         self.options = b, log_decay, cos, sin  # kept here until the kernels are launched
         self.option_pointers = [_pointer(x) for x in self.options]
         range_ = 2.0 ** (self.N.bit_length() // 2) if q.dtype == torch.float16 else 1.0
-        sizes = self.N, self.H, self.segments, self.segment_len
-        self.numbers = (*sizes, int(normalize), b_value, range_, 1 / range_)
+        self.numbers = int(normalize), b_value, range_, 1 / range_
+        self.cut(1)
+
+    def cut(self, walks: int) -> None:
+        """Cuts the sequences into the segments with which `walks` scans at once fill the card."""
+        heads = walks * self.B * self.H
+        self.segments, self.segment_len = split(heads, self.N, self.build.chunk, self.slots)
 
     def scratch_size(self) -> int:
         """fp32 numbers: a state for every segment but the first."""
         return self.B * self.H * (self.segments - 1) * (self.D * self.D + 2 * self.D)
 
     def params(
-        self, a, b, c, unit, y, *, stats, e=None, initial=None, final=None, scratch=None, db=None
+        self, a, b, c, unit, y, o=None, *, stats, e=None, initial=None, final=None, scratch=None, db=None
     ) -> bytes:
         g, row_bytes = stats.data_ptr(), 4 * self.B * self.H * self.N
         *initial, n_initial = _state_pointers(initial)
         *final, _ = _state_pointers(final)
         return _PARAMS.pack(
-            *(*_rows(a), *_rows(b), *_rows(c), *_rows(unit), *_rows(y)),
+            *(*_rows(a), *_rows(b), *_rows(c), *_rows(unit), *_rows(y), *_rows(o)),
             *(g, g + row_bytes, g + 2 * row_bytes),
             *(_pointer(e), *self.option_pointers),
             *(*initial, *final, _pointer(scratch), n_initial, _pointer(db)),
+            *(self.N, self.H, self.segments, self.segment_len),
             *self.numbers,
         )
 
@@ -186,6 +201,16 @@ class _Call:
         grid = (self.segments, self.B * self.H, 1)
         block = (self.build.threads, 1, 1)
         self.kernels["scan", mode](grid, block, self.build.shared, self.stream, params)
+
+    def scan_pair(self, dk: bytes, dv: bytes) -> None:
+        """The scans of dk and dv: with roles side by side, as both read k, q and do."""
+        if self.build.walk != ROLES:
+            self.scan("DK", dk)
+            self.scan("DV", dv)
+            return
+        grid = (2 * self.segments, self.B * self.H, 1)
+        block = (self.build.threads, 1, 1)
+        self.kernels["scan_pair", None](grid, block, self.build.shared, self.stream, dk, dv)
 
     def states(self, mode: str, params: bytes) -> None:
         """The state before every segment but the first, into the scratch."""
@@ -236,19 +261,24 @@ def backward(q, k, v, b, log_decay, cos, sin, o, stats, initial_state, do, dstat
         call = _Call(q, b, log_decay, cos, sin, normalize_qk)
         db = torch.empty(B, H, call.segments, device=q.device)
         shared = dict(stats=stats, e=e)
-        call.row_products(call.params(do, None, None, None, o, **shared), e)
+        if call.build.walk != ROLES:  # there dq's scan finds e, reading do only once
+            call.row_products(call.params(do, None, None, None, o, **shared), e)
         states = _scratch_behind(stats, call)  # the forward pass left them, unless it was another backend's
         if states is None:
             states = torch.empty(call.scratch_size(), device=q.device)
             call.states(
                 "FWD", call.params(None, k, v, None, None, **shared, initial=initial_state, scratch=states)
             )
-        call.scan("DQ", call.params(do, v, k, q, dq, **shared, initial=initial_state, db=db, scratch=states))
-        shared["scratch"] = torch.empty(call.scratch_size(), device=q.device)
-        params = call.params(v, do, q, k, dk, **shared, initial=dstate, final=d_initial)
+        params = call.params(do, v, k, q, dq, o, **shared, initial=initial_state, db=db, scratch=states)
+        call.scan("DQ", params)
+        if call.build.walk == ROLES:
+            call.cut(2)
+        shared |= dict(
+            scratch=torch.empty(call.scratch_size(), device=q.device), initial=dstate, final=d_initial
+        )
+        params = call.params(v, do, q, k, dk, **shared)
         call.states("DK", params)
-        call.scan("DK", params)
-        call.scan("DV", call.params(k, q, do, None, dv, **shared, initial=dstate, final=d_initial))
+        call.scan_pair(params, call.params(k, q, do, None, dv, **shared))
     if d_initial is not None:
         decay = torch.zeros(H, device=q.device) if log_decay is None else log_decay.float()
         weights = torch.exp(decay[:, None] * torch.arange(1, N + 1, device=q.device))

@@ -39,7 +39,7 @@
 #endif
 
 enum Mode { FWD = 0, DQ = 1, DK = 2, DV = 3 };
-enum Tensor { A = 0, B = 1, C_ = 2, UNIT = 3, Y = 4 };
+enum Tensor { A = 0, B = 1, C_ = 2, UNIT = 3, Y = 4, O = 5 };
 
 constexpr int THREADS = 128;  // of a block of the portable scans, `prefix` and `row_products`
 
@@ -54,9 +54,9 @@ struct State {  // fp32: S [BH, D, D] key by value, key vector [BH, D], value ve
 };
 
 struct Params {
-  Rows a, b, c, unit, y;           // unit: q for DQ, k for DK
+  Rows a, b, c, unit, y, o;        // unit: q for DQ, k for DK; o: where DQ computes e
   float *g, *rq, *rk;              // [BH, N]: written by FWD, read by the others
-  const float* e;                  // [BH, N]
+  float* e;                        // [BH, N]
   const float* coefficient;        // b per head [H], or null: b_value
   const float* log_decay;          // [H], natural logarithm, with DECAY
   const float *cos, *sin;          // [N, rope], with ROPE
@@ -1012,6 +1012,7 @@ struct Scan {
         project_group(tile_a, y, position);
       } else {
         store_group(y, inverse, position);
+        __syncthreads();  // everybody has read Σ τ c, which the update writes
       }
       forget_addresses();
       update_group<MODE == FWD>(stage, len);
@@ -1217,7 +1218,7 @@ __global__ void __launch_bounds__(BLOCK<WALK, D>, BLOCKS) scan(const __grid_cons
   extern __shared__ __align__(1024) char smem[];
 #ifdef HOPPER_BUILD
   if constexpr (WALK == ROLES)
-    HopperScan<T, D, MODE, DECAY, ROPE, false>(p, smem).run();
+    HopperScan<T, D, MODE, DECAY, ROPE, false>(p, smem, blockIdx.x).run();
   else if constexpr (WALK == GROUPS)
     Scan<T, D, C, MODE, DECAY, ROPE, true, false>(p, smem).run_group();
   else
@@ -1231,11 +1232,24 @@ __global__ void __launch_bounds__(BLOCK<WALK, D>, BLOCKS) states(const __grid_co
   extern __shared__ __align__(1024) char smem[];
 #ifdef HOPPER_BUILD
   if constexpr (WALK == ROLES)
-    HopperScan<T, D, MODE, DECAY, ROPE, true>(p, smem).run();
+    HopperScan<T, D, MODE, DECAY, ROPE, true>(p, smem, blockIdx.x).run();
   else
 #endif
     Scan<T, D, C, MODE, DECAY, ROPE, WALK == GROUPS, true>(p, smem).run_states();
 }
+
+#ifdef HOPPER_BUILD
+// dk and dv side by side, at once: what both read comes from device memory once. Grid (2·segments, B·H).
+template <typename T, int D, bool DECAY, int ROPE, int BLOCKS>
+__global__ void __launch_bounds__(BLOCK<ROLES, D>, BLOCKS)
+    scan_pair(const __grid_constant__ Params dk, const __grid_constant__ Params dv) {
+  extern __shared__ __align__(1024) char smem[];
+  if (blockIdx.x % 2 == 0)
+    HopperScan<T, D, DK, DECAY, ROPE, false>(dk, smem, blockIdx.x / 2).run();
+  else
+    HopperScan<T, D, DV, DECAY, ROPE, false>(dv, smem, blockIdx.x / 2).run();
+}
+#endif
 
 // Scratch: what each segment adds → the state before the next one. Grid (⌈(D·D + 2D)/THREADS⌉, B·H).
 template <int D, bool REVERSE, bool DECAY>
