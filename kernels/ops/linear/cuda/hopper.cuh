@@ -5,6 +5,8 @@
 //                 the chunk, (1)'s coefficients, Σ ζ b, and in DQ e, which DK and DV read
 //     consumers   a warpgroup for every 64 columns of y and c: the products, y, and the state
 //
+// A block has all columns of a head, or (WHOLE) 64 of them: few long sequences then fill the card without being cut.
+//
 // Each stage passes three barriers: full (tiles have landed), ready (rows are done with it), empty (consumers are).
 //
 // Y is made transposed, columns of c by tokens: the state, whose rows are columns of c, then goes from accumulators to
@@ -61,12 +63,13 @@ __device__ __forceinline__ void warpgroup_wait_for() {
 }
 
 // ---------------------------------------------------------------------------------------------- shared memory
-template <int D, int TILES, bool STAGING>
+template <int D, int GROUPS, int WHOLE_TILES, bool STAGING>
 struct HopperShared {  // byte offsets; tiles first: swizzled, aligned to 1024
-  static constexpr int C = 64, GROUPS = D / 64;
+  static constexpr int C = 64;
   static constexpr int PANEL = C * 128;  // 64 columns of a tile
-  static constexpr int TILE = GROUPS * PANEL, STAGE = TILES * TILE;
-  static constexpr int STAGES = D == 64 && TILES == 4 ? 2 : 3;
+  static constexpr int TILE = D / 64 * PANEL, STAGE = WHOLE_TILES * TILE + GROUPS * PANEL;
+  static constexpr bool PROJECTS = WHOLE_TILES == 3;
+  static constexpr int STAGES = GROUPS < D / 64 ? 4 : D == 64 && PROJECTS ? 2 : 3;
   static constexpr int WEIGHTS = STAGES * STAGE;              // W, one of each group
   static constexpr int OUT = WEIGHTS + GROUPS * PANEL;        // y on its way out, where no tile is free for it
   static constexpr int COEFFICIENTS = OUT + (STAGING ? GROUPS * PANEL : 0);
@@ -75,7 +78,7 @@ struct HopperShared {  // byte offsets; tiles first: swizzled, aligned to 1024
   static constexpr int STAGE_COEFFICIENTS = 7 * C * 4 + 3 * C * 2;
   static constexpr int SUMS = COEFFICIENTS + STAGES * STAGE_COEFFICIENTS;  // Σ ζ b, then a part of each warp
   static constexpr int PARTIAL = SUMS + 5 * D * 4;   // x̂·y: two chunks, a part of each consumer warp
-  static constexpr int SCALES = PARTIAL + (TILES == 4 ? 2 * 4 * GROUPS * C * 4 : 0);  // two numbers a token and group
+  static constexpr int SCALES = PARTIAL + (PROJECTS ? 2 * 4 * GROUPS * C * 4 : 0);  // two numbers a token and group
   static constexpr int POWERS = SCALES + GROUPS * C * 8;
   static constexpr int HEADS = POWERS + (C + 4) * 4;
   static constexpr int BARRIERS = HEADS + 6 * 8;
@@ -83,16 +86,19 @@ struct HopperShared {  // byte offsets; tiles first: swizzled, aligned to 1024
 };
 
 // --------------------------------------------------------------------------------------------------- the walk
-template <typename T, int D, int MODE, bool DECAY, int ROPE, bool STATES>
+// STATES: only what a segment adds to the state. WHOLE: 64 columns of y, uncut; the states before the segments are left
+// in the scratch on the way.
+template <typename T, int D, int MODE, bool DECAY, int ROPE, bool STATES, bool WHOLE = false>
 struct HopperScan {
   using F = Facts<MODE>;
-  static constexpr int C = 64, GROUPS = D / 64, CONSUMERS = 128 * GROUPS, ROWS = 128, PRODUCERS = 128;
+  static constexpr int C = 64, PANELS = D / 64, GROUPS = WHOLE ? 1 : PANELS;  // of 64 columns: a row, this block's of c and y
+  static constexpr int CONSUMERS = 128 * GROUPS, ROWS = 128, PRODUCERS = 128;
   static constexpr int KS = D / 16, CS = C / 16;  // steps of 16 along D and along a chunk
   static constexpr bool PROJECTS = F::PROJECTS && !STATES;
   static constexpr bool SUMS_B = MODE == FWD || STATES;
   static constexpr bool FINDS_E = MODE == DQ;
-  static constexpr int FIRST = STATES ? 1 : 0, TILES = STATES ? 2 : PROJECTS ? 4 : 3;
-  using L = HopperShared<D, TILES, !PROJECTS && !STATES>;
+  using L = HopperShared<D, GROUPS, STATES ? 1 : PROJECTS ? 3 : 2, !PROJECTS && !STATES>;
+  static_assert(!WHOLE || MODE == FWD, "the others project a whole row, or read what another walk left");
   static_assert(ROPE <= 64, "columns that rotate together must be in one group");
   enum { ROWS_BARRIER = 1, CONSUMERS_BARRIER = 2, GROUP_BARRIER = 3 };
 
@@ -100,13 +106,21 @@ struct HopperScan {
   char* smem;
   u32 base;
   int tid, warp, lane, g, t;  // g, t: the lane's row and column pair in a tensor-core tile
-  int segment, bh, begin, end;
+  int segment, part, bh, begin, end;  // part: the columns of c and y are those from 64·GROUPS·part
   float log2_decay;
   float* powers;
 
   struct Coefficients {
     float *sigma, *tau, *rho, *kappa, *past_rho, *past_kappa, *row;
     u16 *sigma_end, *tau_parts;
+  };
+  struct Initial {  // [D, D], Σ τ c and Σ ζ b, each to be read times its scale; null: zero
+    const float *S, *c, *b;
+    float scale, scale_c, scale_b;
+  };
+  struct Final {  // the same, to be written
+    float *S, *c, *b;
+    float scale, scale_c, scale_b;
   };
   struct Ring {  // a place in the ring of stages
     int stage = 0;
@@ -116,17 +130,18 @@ struct HopperScan {
     }
   };
 
-  __device__ __forceinline__ HopperScan(const Params& params, char* shared, int segment_)
-      : p(params), smem(shared), segment(segment_) {
+  __device__ __forceinline__ HopperScan(const Params& params, char* shared, int segment_, int part_ = 0)
+      : p(params), smem(shared), segment(segment_), part(part_) {
     base = shared_address(smem);
     forget_addresses();
     bh = blockIdx.y;
-    begin = segment * p.segment_len, end = min(begin + p.segment_len, p.N);
+    begin = WHOLE ? 0 : segment * p.segment_len, end = WHOLE ? p.N : min(begin + p.segment_len, p.N);
     powers = reinterpret_cast<float*>(smem + L::POWERS);
     int batch = bh / p.H, h = bh % p.H;
     if (tid < 6) {  // every tensor's row of this head at position 0
       const Rows& x = (&p.a)[tid];
       u16* first = static_cast<u16*>(x.data) + batch * x.batch + h * x.head;
+      if (tid == C_ || tid == Y) first += first_column();
       reinterpret_cast<u16**>(smem + L::HEADS)[tid] = first + (F::REVERSE ? i64(p.N - 1) * x.token : 0);
     }
     log2_decay = DECAY ? p.log_decay[h] * 1.4426950408889634f : 0.f;
@@ -142,7 +157,7 @@ struct HopperScan {
   }
   __device__ __forceinline__ void run() {
     if (warp < 4 * GROUPS) {
-      take_registers<D == 128 ? 192 : 144>();  // of 128 and 80 at launch
+      take_registers<WHOLE ? 240 : D == 128 ? 192 : 144>();  // of 168, 128 and 80 at launch
       consume();
     } else if (warp < 4 * GROUPS + 4) {
       give_registers<D == 128 ? 88 : 64>();
@@ -165,9 +180,13 @@ struct HopperScan {
   __device__ __forceinline__ u32 full(int stage) const { return base + L::BARRIERS + 8 * stage; }
   __device__ __forceinline__ u32 ready(int stage) const { return full(L::STAGES + stage); }
   __device__ __forceinline__ u32 empty(int stage) const { return full(2 * L::STAGES + stage); }
+  // In the order A, B, UNIT, C: only the last may have fewer columns. `states` has no A.
   __device__ __forceinline__ u32 tile(int stage, int which) const {
-    return base + stage * L::STAGE + (which - FIRST) * L::TILE;
+    constexpr int WITH_A = STATES ? 0 : 1, UNITS = PROJECTS ? 1 : 0;
+    int before = which == A ? 0 : which == B ? WITH_A : which == UNIT ? WITH_A + 1 : WITH_A + 1 + UNITS;
+    return base + stage * L::STAGE + before * L::TILE;
   }
+  __device__ __forceinline__ int first_column() const { return WHOLE ? 64 * part : 0; }
   __device__ __forceinline__ Coefficients coefficients(int stage) const {
     float* x = reinterpret_cast<float*>(smem + L::COEFFICIENTS + stage * L::STAGE_COEFFICIENTS);
     u16* y = reinterpret_cast<u16*>(x + 7 * C);
@@ -189,15 +208,18 @@ struct HopperScan {
     Ring ring;
     for (int position = begin; position < end; position += C, ring.next()) {
       barrier_wait(empty(ring.stage), ring.phase ^ 1);
-#pragma unroll
-      for (int which = FIRST; which < FIRST + TILES; which++) load_tile(tile(ring.stage, which), which, position);
+      if (!STATES) load_tile<PANELS>(tile(ring.stage, A), A, position);
+      load_tile<PANELS>(tile(ring.stage, B), B, position);
+      load_tile<GROUPS>(tile(ring.stage, C_), C_, position);
+      if (PROJECTS) load_tile<PANELS>(tile(ring.stage, UNIT), UNIT, position);
       barrier_arrive_after_copies(full(ring.stage));
     }
     copy_commit();
     copy_wait<0>();
   }
+  template <int COLUMNS>  // of 64
   __device__ __forceinline__ void load_tile(u32 dst, int tensor, int position) const {
-    constexpr int PIECES = D / 8, STEP = PRODUCERS / PIECES;  // rows that are copied at once: a multiple of 8
+    constexpr int PIECES = 8 * COLUMNS, STEP = PRODUCERS / PIECES;  // rows that are copied at once: a multiple of 8
     int first = (tid % PRODUCERS) / PIECES, piece = tid % PIECES;
     const u16* src = row(tensor, position + first) + 8 * piece;
     i64 step = (F::REVERSE ? -STEP : STEP) * i64((&p.a)[tensor].token);
@@ -219,8 +241,9 @@ struct HopperScan {
       forget_addresses();
       const int thread = tid % ROWS, len = min(C, p.N - position);
       Coefficients c = coefficients(ring.stage);
+      if (leaves_state(position)) store_sums(thread, scratch(position / p.segment_len - 1));
       barrier_wait(empty(ring.stage), ring.phase ^ 1);  // the coefficients' old readers, too, are done
-      uint4 o[4][GROUPS];
+      uint4 o[4][PANELS];
       if (FINDS_E) read_outputs(o, position);
       if (MODE != FWD && !FINDS_E) write_coefficients(c, next, len, thread);
       barrier_wait(full(ring.stage), ring.phase);
@@ -242,7 +265,7 @@ struct HopperScan {
       if (SUMS_B) add_sums(len, thread);
       if (MODE == FWD) n = DECAY ? n * power(C) + chunk_tokens : n + C;
     }
-    if (SUMS_B) store_sums(tid % ROWS);
+    if (SUMS_B) store_sums(tid % ROWS, final());
   }
   // The (decayed) count of tokens before this segment.
   __device__ __forceinline__ float tokens_before() const {
@@ -291,43 +314,43 @@ struct HopperScan {
     float2 a = unpack<T>(words.x), b = unpack<T>(words.y), c = unpack<T>(words.z), d = unpack<T>(words.w);
     x[0] = a.x, x[1] = a.y, x[2] = b.x, x[3] = b.y, x[4] = c.x, x[5] = c.y, x[6] = d.x, x[7] = d.y;
   }
-  __device__ __forceinline__ void read_row(float (&x)[GROUPS][8], u32 tile_address, int row) const {
+  __device__ __forceinline__ void read_row(float (&x)[PANELS][8], u32 tile_address, int row) const {
 #pragma unroll
-    for (int k = 0; k < GROUPS; k++) unpack8(x[k], read16(tile_address + place<C>(row, lane % 8 + 8 * k)));
+    for (int k = 0; k < PANELS; k++) unpack8(x[k], read16(tile_address + place<C>(row, lane % 8 + 8 * k)));
   }
   static __device__ __forceinline__ float sum_over_row(float x) {
 #pragma unroll
     for (int d = 1; d < 8; d *= 2) x += __shfl_xor_sync(FULL, x, d);
     return x;
   }
-  __device__ __forceinline__ float reciprocal_norm(const float (&x)[GROUPS][8]) const {  // NORM_EPS of common.py
+  __device__ __forceinline__ float reciprocal_norm(const float (&x)[PANELS][8]) const {  // NORM_EPS of common.py
     float sum = 0.f;
 #pragma unroll
-    for (int k = 0; k < GROUPS; k++)
+    for (int k = 0; k < PANELS; k++)
 #pragma unroll
       for (int i = 0; i < 8; i++) sum += x[k][i] * x[k][i];
     sum = sum_over_row(sum);
     return p.normalize ? rsqrtf(sum + 1e-12f) : 1.f;
   }
   // do·o of this warp's 16 rows; o comes straight from global memory, asked for before the wait for the tiles.
-  __device__ __forceinline__ void read_outputs(uint4 (&o)[4][GROUPS], int position) const {
+  __device__ __forceinline__ void read_outputs(uint4 (&o)[4][PANELS], int position) const {
 #pragma unroll
     for (int i = 0; i < 4; i++)
 #pragma unroll
-      for (int k = 0; k < GROUPS; k++) {
+      for (int k = 0; k < PANELS; k++) {
         int at = position + 16 * (warp % 4) + lane / 8 + 4 * i;
         const uint4* from = reinterpret_cast<const uint4*>(row(O, at)) + lane % 8 + 8 * k;
         o[i][k] = at < p.N ? *from : make_uint4(0, 0, 0, 0);
       }
   }
-  __device__ __forceinline__ void row_products(const uint4 (&o)[4][GROUPS], u32 tile_address, float* to) const {
+  __device__ __forceinline__ void row_products(const uint4 (&o)[4][PANELS], u32 tile_address, float* to) const {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       int row = 16 * (warp % 4) + lane / 8 + 4 * i;
-      float x[GROUPS][8], y[8], sum = 0.f;
+      float x[PANELS][8], y[8], sum = 0.f;
       read_row(x, tile_address, row);
 #pragma unroll
-      for (int k = 0; k < GROUPS; k++) {
+      for (int k = 0; k < PANELS; k++) {
         unpack8(y, o[i][k]);
 #pragma unroll
         for (int j = 0; j < 8; j++) sum += x[k][j] * y[j];
@@ -340,16 +363,16 @@ struct HopperScan {
   // add to Σ ζ b.
   __device__ __forceinline__ void walk_rows(const Coefficients& c, int stage, int position, int len, float n) const {
     const int first = 16 * (warp % 4) + lane / 8;
-    float x[GROUPS][8], add[GROUPS][8];
+    float x[PANELS][8], add[PANELS][8];
     if (MODE == FWD && !STATES) {
-      float (&z)[GROUPS][8] = add;
+      float (&z)[PANELS][8] = add;
       read_sums(z, b_sum());
 #pragma unroll
       for (int i = 0; i < 16; i += 4) {
         read_row(x, tile(stage, A), first + i);
         float inner = 0.f, rq = reciprocal_norm(x);
 #pragma unroll
-        for (int k = 0; k < GROUPS; k++)
+        for (int k = 0; k < PANELS; k++)
 #pragma unroll
           for (int j = 0; j < 8; j++) inner += x[k][j] * z[k][j];
         inner = sum_over_row(inner);
@@ -357,7 +380,7 @@ struct HopperScan {
       }
     }
 #pragma unroll
-    for (int k = 0; k < GROUPS; k++)
+    for (int k = 0; k < PANELS; k++)
 #pragma unroll
       for (int j = 0; j < 8; j++) add[k][j] = 0.f;
 #pragma unroll
@@ -372,7 +395,7 @@ struct HopperScan {
         zeta = c.row[first + i];
       }
 #pragma unroll
-      for (int k = 0; k < GROUPS; k++)
+      for (int k = 0; k < PANELS; k++)
 #pragma unroll
         for (int j = 0; j < 8; j++) add[k][j] += zeta * x[k][j];
     }
@@ -383,7 +406,7 @@ struct HopperScan {
     float rho = coefficient() * rq * F::scale_rho(range()), past = power(i + 1);
     c.rho[i] = rho, c.past_rho[i] = rho * past, c.past_kappa[i] = past;
     c.row[i] = past * (n + rho * inner);
-    if (position + i < p.N) p.rq[stat(position + i)] = rq;
+    if (part == 0 && position + i < p.N) p.rq[stat(position + i)] = rq;
   }
   __device__ __forceinline__ float key_weight(float rk, int i, int len) const {  // σ at the chunk's end
     float s = i < len ? rk * F::scale_sigma(range(), inverse_range()) * power(len - 1 - i) : 0.f;
@@ -394,22 +417,22 @@ struct HopperScan {
     bool ok = i < len;
     c.sigma[i] = ok ? rk * F::scale_sigma(range(), inverse_range()) : 0.f;
     write_end(c, i, zeta, ok ? power(len - 1 - i) : 0.f);
-    if (!STATES && ok) p.rk[stat(position + i)] = rk;
+    if (!STATES && part == 0 && ok) p.rk[stat(position + i)] = rk;
   }
 
   // Σ ζ b, a number a column: what the four warps found, onto what was there.
-  __device__ __forceinline__ void read_sums(float (&z)[GROUPS][8], const float* from) const {
+  __device__ __forceinline__ void read_sums(float (&z)[PANELS][8], const float* from) const {
 #pragma unroll
-    for (int k = 0; k < GROUPS; k++) {
+    for (int k = 0; k < PANELS; k++) {
       const float4* at = reinterpret_cast<const float4*>(from + 8 * (lane % 8) + 64 * k);
       float4 a = at[0], b = at[1];
       z[k][0] = a.x, z[k][1] = a.y, z[k][2] = a.z, z[k][3] = a.w;
       z[k][4] = b.x, z[k][5] = b.y, z[k][6] = b.z, z[k][7] = b.w;
     }
   }
-  __device__ __forceinline__ void write_part(float (&add)[GROUPS][8]) const {
+  __device__ __forceinline__ void write_part(float (&add)[PANELS][8]) const {
 #pragma unroll
-    for (int k = 0; k < GROUPS; k++)
+    for (int k = 0; k < PANELS; k++)
 #pragma unroll
       for (int j = 0; j < 8; j++) {
         add[k][j] += __shfl_xor_sync(FULL, add[k][j], 8);
@@ -418,7 +441,7 @@ struct HopperScan {
     if (lane >= 8) return;
     float* to = b_sum() + (1 + warp % 4) * D;
 #pragma unroll
-    for (int k = 0; k < GROUPS; k++) {
+    for (int k = 0; k < PANELS; k++) {
       float4* at = reinterpret_cast<float4*>(to + 8 * lane + 64 * k);
       at[0] = make_float4(add[k][0], add[k][1], add[k][2], add[k][3]);
       at[1] = make_float4(add[k][4], add[k][5], add[k][6], add[k][7]);
@@ -437,9 +460,8 @@ struct HopperScan {
     if (thread < D) b_sum()[thread] = from.b ? from.scale_b * from.b[thread] : 0.f;
     sync_some(ROWS_BARRIER, ROWS);
   }
-  __device__ __forceinline__ void store_sums(int thread) const {
-    const Final to = final();
-    if (thread < D && to.b) to.b[thread] = to.scale_b * b_sum()[thread];
+  __device__ __forceinline__ void store_sums(int thread, const Final& to) const {
+    if (part == 0 && thread < D && to.b) to.b[thread] = to.scale_b * b_sum()[thread];
   }
 
   // RoPE in place, on the leading columns of a tile that has landed; rounded as a model in 16 bits would.
@@ -470,15 +492,11 @@ struct HopperScan {
   __device__ __forceinline__ float inverse_range() const { return T::NARROW ? p.inverse_range : 1.f; }
 
   // ---------------------------------------------------------------------------------- states in and out
-  struct Initial {  // [D, D], Σ τ c and Σ ζ b, each times its scale; null: zero
-    const float *S, *c, *b;
-    float scale, scale_c, scale_b;
-  };
   __device__ __forceinline__ Initial initial() const {
     const float *S, *k, *v;
     float s = 1.f, sk = 1.f, sv = 1.f;
     if (STATES) return {nullptr, nullptr, nullptr, 1.f, 1.f, 1.f};
-    if (segment) {  // what `states` and `prefix` left
+    if (!WHOLE && segment) {  // what `states` and `prefix` left
       S = p.scratch + (i64(bh) * (p.segments - 1) + segment - 1) * (D * D + 2 * D);
       k = S + D * D, v = k + D;
     } else {
@@ -491,19 +509,20 @@ struct HopperScan {
     if (F::VALUE_ROWS) return {S, v, k, s, sv, sk};
     return {S, k, v, s, sk, sv};
   }
-  struct Final {
-    float *S, *c, *b;
-    float scale, scale_c, scale_b;
-  };
   // The last segment leaves the final state. In reverse the state belongs to the last token walked, token 0, and its
   // adjoint to the one before: one more decay (and one less on the way in). `states` leaves what its segment adds.
+  __device__ __forceinline__ Final scratch(int i) const {
+    float* S = p.scratch + (i64(bh) * (p.segments - 1) + i) * (D * D + 2 * D);
+    float *k = S + D * D, *v = k + D;
+    return {S, F::VALUE_ROWS ? v : k, F::VALUE_ROWS ? k : v, 1.f, 1.f, 1.f};
+  }
+  // WHOLE: is this where a segment begins, whose state is to be left behind?
+  __device__ __forceinline__ bool leaves_state(int position) const {
+    return WHOLE && position && position % p.segment_len == 0;
+  }
   __device__ __forceinline__ Final final() const {
-    if (STATES) {
-      float* S = p.scratch + (i64(bh) * (p.segments - 1) + segment) * (D * D + 2 * D);
-      float *k = S + D * D, *v = k + D;
-      return {S, F::VALUE_ROWS ? v : k, F::VALUE_ROWS ? k : v, 1.f, 1.f, 1.f};
-    }
-    if (segment != p.segments - 1 || MODE == DQ) return {nullptr, nullptr, nullptr, 0.f, 0.f, 0.f};
+    if (STATES) return scratch(segment);
+    if ((!WHOLE && segment != p.segments - 1) || MODE == DQ) return {nullptr, nullptr, nullptr, 0.f, 0.f, 0.f};
     float more = F::REVERSE ? power(1) : 1.f, s = more / F::scale_sigma(range(), inverse_range());
     float st = more / F::scale_tau(range(), inverse_range());
     float* S = p.final.S ? p.final.S + i64(bh) * D * D : nullptr;
@@ -525,6 +544,7 @@ struct HopperScan {
     int i = 2 * warp + half;
     return i < 2 * HALF ? i / 2 + half * HALF : i;
   }
+  __device__ __forceinline__ int state_row(int half) const { return first_column() + 8 * own_tile(half) + g; }
   template <int R>
   static __device__ __forceinline__ Descriptor k_columns(u32 address, int k) {  // 16 columns from 16k, K-contiguous
     return descriptor(address + (k / 4) * R * 128 + (k % 4) * 32, 0);
@@ -547,6 +567,7 @@ struct HopperScan {
       forget_addresses();
       const int stage = ring.stage, len = min(C, p.N - position);
       const Coefficients c = coefficients(stage);
+      if (leaves_state(position)) store_state(state, c_sum, scratch(position / p.segment_len - 1));
       barrier_wait(ready(stage), ring.phase);
       if constexpr (STATES) {
         u32 raw[CS][4];
@@ -577,7 +598,7 @@ struct HopperScan {
       __syncwarp();
       if (lane == 0) barrier_arrive(empty(stage));
     }
-    store_state(state, c_sum);
+    store_state(state, c_sum, final());
     if (MODE == DQ && !STATES && group() == 0) store_db(along);
   }
   __device__ __forceinline__ u32 weights() const { return base + L::WEIGHTS + group() * L::PANEL; }
@@ -587,7 +608,7 @@ struct HopperScan {
     const Initial from = initial();
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      int row = 8 * own_tile(half) + g;
+      int row = state_row(half);
       c_sum[half] = from.c ? from.scale_c * from.c[row] : 0.f;
 #pragma unroll
       for (int j = 0; j < D / 8; j++)
@@ -596,11 +617,11 @@ struct HopperScan {
           state[j][2 * half + x] = from.S ? from.scale * from.S[at(row, 8 * j + 2 * t + x)] : 0.f;
     }
   }
-  __device__ __forceinline__ void store_state(const float (&state)[D / 8][4], const float (&c_sum)[2]) const {
-    const Final to = final();
+  __device__ __forceinline__ void store_state(const float (&state)[D / 8][4], const float (&c_sum)[2],
+                                              const Final& to) const {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      int row = 8 * own_tile(half) + g;
+      int row = state_row(half);
       if (to.c && t == 0) to.c[row] = to.scale_c * c_sum[half];
       if (to.S)
 #pragma unroll
@@ -684,7 +705,7 @@ struct HopperScan {
       float normaliser = sum[half] + c.row[row];
       if (t == 0) {
         scales()[row] = 1.f / normaliser;
-        if (group() == 0 && position + row < p.N) p.g[stat(position + row)] = normaliser;
+        if (part == 0 && group() == 0 && position + row < p.N) p.g[stat(position + row)] = normaliser;
       }
     }
   }

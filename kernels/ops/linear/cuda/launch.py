@@ -74,6 +74,8 @@ class Variant:
         }
         if self.walk == ROLES:
             names["scan_pair", None] = f"scan_pair<{self.tag}, {D}, {decay}, {self.rope}, {self.blocks}>"
+        if self.walk == ROLES and D == 128:
+            names["scan_whole", None] = f"scan_whole<{self.tag}, {D}, {decay}, {self.rope}>"
         names["prefix", "FWD"] = f"prefix<{D}, false, {decay}>"
         names["prefix", "DK"] = f"prefix<{D}, true, {decay}>"
         names["row_products", None] = f"row_products<{self.tag}, {D}>"
@@ -202,6 +204,21 @@ class _Call:
         block = (self.build.threads, 1, 1)
         self.kernels["scan", mode](grid, block, self.build.shared, self.stream, params)
 
+    def goes_whole(self) -> bool:
+        """Whether blocks of 64 columns fill the card without a cut, where blocks of whole heads would not."""
+        blocks = self.B * self.H * (self.D // 64)
+        return (
+            ("scan_whole", None) in self.kernels
+            and self.segments > 1
+            and 3 * blocks > 2 * self.slots >= 2 * blocks
+        )
+
+    def scan_whole(self, params: bytes) -> None:
+        """The forward scan of uncut sequences. It leaves the states before the segments, too."""
+        grid = (self.D // 64, self.B * self.H, 1)
+        block = (256 + THREADS, 1, 1)
+        self.kernels["scan_whole", None](grid, block, self.build.shared, self.stream, params)
+
     def scan_pair(self, dk: bytes, dv: bytes) -> None:
         """The scans of dk and dv: with roles side by side, as both read k, q and do."""
         if self.build.walk != ROLES:
@@ -243,8 +260,11 @@ def forward(q, k, v, b, log_decay, cos, sin, initial_state, normalize_qk, return
         params = call.params(
             q, k, v, None, o, stats=stats, initial=initial_state, final=final, scratch=scratch
         )
-        call.states("FWD", params)
-        call.scan("FWD", params)
+        if call.goes_whole():
+            call.scan_whole(params)
+        else:
+            call.states("FWD", params)
+            call.scan("FWD", params)
     if return_state:
         final.n.copy_(_count(initial_state, log_decay, B, N, H, q.device))
     return o, stats, final

@@ -1239,6 +1239,13 @@ __global__ void __launch_bounds__(BLOCK<WALK, D>, BLOCKS) states(const __grid_co
 }
 
 #ifdef HOPPER_BUILD
+// The forward scan of whole sequences, 64 columns of o a block. Grid (D/64, B·H).
+template <typename T, int D, bool DECAY, int ROPE>
+__global__ void __launch_bounds__(384, 1) scan_whole(const __grid_constant__ Params p) {
+  extern __shared__ __align__(1024) char smem[];
+  HopperScan<T, D, FWD, DECAY, ROPE, false, true>(p, smem, 0, blockIdx.x).run();
+}
+
 // dk and dv side by side, at once: what both read comes from device memory once. Grid (2·segments, B·H).
 template <typename T, int D, bool DECAY, int ROPE, int BLOCKS>
 __global__ void __launch_bounds__(BLOCK<ROLES, D>, BLOCKS)
