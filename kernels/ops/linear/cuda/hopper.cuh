@@ -76,8 +76,8 @@ struct HopperShared {  // byte offsets; tiles first: swizzled, aligned to 1024
   // of a stage: σ τ ρ κ, the last two decayed from the chunk's start, and 1/‖x‖ or the normaliser's part from before;
   // decayed to the chunk's end: σ in 16 bits, τ in two such
   static constexpr int STAGE_COEFFICIENTS = 7 * C * 4 + 3 * C * 2;
-  static constexpr int SUMS = COEFFICIENTS + STAGES * STAGE_COEFFICIENTS;  // Σ ζ b, then a part of each warp
-  static constexpr int PARTIAL = SUMS + 5 * D * 4;   // x̂·y: two chunks, a part of each consumer warp
+  static constexpr int SUMS = COEFFICIENTS + STAGES * STAGE_COEFFICIENTS;  // Σ ζ b in 32 and in 3 × 16 bits; ζ in 2 × 16
+  static constexpr int PARTIAL = SUMS + 10 * D + 4 * C;  // x̂·y: two chunks, a part of each consumer warp
   static constexpr int SCALES = PARTIAL + (PROJECTS ? 2 * 4 * GROUPS * C * 4 : 0);  // two numbers a token and group
   static constexpr int POWERS = SCALES + GROUPS * C * 8;
   static constexpr int HEADS = POWERS + (C + 4) * 4;
@@ -150,7 +150,7 @@ struct HopperScan {
       for (int i = 0; i < L::STAGES; i++) {
         barrier_init(full(i), PRODUCERS);
         barrier_init(ready(i), ROWS);
-        barrier_init(empty(i), 4 * GROUPS);
+        barrier_init(empty(i), 4 * GROUPS + (SUMS_B ? 4 : 0));
       }
     }
     __syncthreads();
@@ -192,7 +192,6 @@ struct HopperScan {
     u16* y = reinterpret_cast<u16*>(x + 7 * C);
     return {x, x + C, x + 2 * C, x + 3 * C, x + 4 * C, x + 5 * C, x + 6 * C, y, y + C};
   }
-  __device__ __forceinline__ float* b_sum() const { return reinterpret_cast<float*>(smem + L::SUMS); }
   __device__ __forceinline__ int token(int position) const { return F::REVERSE ? p.N - 1 - position : position; }
   __device__ __forceinline__ i64 stat(int position) const { return i64(bh) * p.N + token(position); }  // of [BH, N]
   __device__ __forceinline__ float coefficient() const { return p.coefficient ? p.coefficient[bh % p.H] : p.b_value; }
@@ -239,31 +238,38 @@ struct HopperScan {
     Ring ring;
     for (int position = begin; position < end; position += C, ring.next()) {
       forget_addresses();
-      const int thread = tid % ROWS, len = min(C, p.N - position);
-      Coefficients c = coefficients(ring.stage);
+      const int thread = tid % ROWS, stage = ring.stage, len = min(C, p.N - position);
+      Coefficients c = coefficients(stage);
       if (leaves_state(position)) store_sums(thread, scratch(position / p.segment_len - 1));
-      barrier_wait(empty(ring.stage), ring.phase ^ 1);  // the coefficients' old readers, too, are done
+      barrier_wait(empty(stage), ring.phase ^ 1);  // the coefficients' old readers, too, are done
       uint4 o[4][PANELS];
       if (FINDS_E) read_outputs(o, position);
       if (MODE != FWD && !FINDS_E) write_coefficients(c, next, len, thread);
-      barrier_wait(full(ring.stage), ring.phase);
+      barrier_wait(full(stage), ring.phase);
+      if (ROPE) rotate_tiles(stage, position, thread);
+      if (MODE == FWD) {
+        if (ROPE) sync_some(ROWS_BARRIER, ROWS);
+        if (!STATES) query_rows(c, tile(stage, A), position, n);
+        key_rows(c, tile(stage, B), position, len);
+        n = DECAY ? n * power(C) + chunk_tokens : n + C;
+      }
       if (FINDS_E) {
-        row_products(o, tile(ring.stage, A), c.row);
+        row_products(o, tile(stage, A), c.row);
         sync_some(ROWS_BARRIER, ROWS);
         next.e = next.g != 0.f ? c.row[thread % C] / next.g : 0.f;
         if (thread < len) p.e[stat(position + thread)] = next.e;
         write_coefficients(c, next, len, thread);
       }
       if (MODE != FWD) next = stats(position + C, thread);
-      if (ROPE) rotate_tiles(ring.stage, position, thread);
-      if (SUMS_B) {
-        if (ROPE || MODE != FWD) sync_some(ROWS_BARRIER, ROWS);  // rows are rotated, ζ is written
-        walk_rows(c, ring.stage, position, len, n);
-      }
       fence_shared();  // what was copied and rotated, for the consumers' products
-      barrier_arrive(ready(ring.stage));
-      if (SUMS_B) add_sums(len, thread);
-      if (MODE == FWD) n = DECAY ? n * power(C) + chunk_tokens : n + C;
+      barrier_arrive(ready(stage));
+      if (SUMS_B) {
+        sync_some(ROWS_BARRIER, ROWS);  // ζ is written, and rows are rotated
+        add_sums(tile(stage, B), len);
+        __syncwarp();
+        if (lane == 0) barrier_arrive(empty(stage));
+        sync_some(ROWS_BARRIER, ROWS);
+      }
     }
     if (SUMS_B) store_sums(tid % ROWS, final());
   }
@@ -300,45 +306,88 @@ struct HopperScan {
     float decay = ok ? power(len - 1 - i) : 0.f, past = power(i + 1);
     c.sigma[i] = sigma, c.tau[i] = tau, c.rho[i] = rho, c.kappa[i] = kappa;
     c.past_rho[i] = rho * past, c.past_kappa[i] = kappa * past;
-    c.row[i] = STATES ? scale_tau * inverse * decay : s.unit;  // of the adjoint: ζ, for Σ do/g
-    write_end(c, i, sigma * decay, tau * decay);
+    c.row[i] = s.unit;
+    write_end(c, i, sigma * decay, tau * decay, scale_tau * inverse * decay);  // ζ: of the adjoint, for Σ do/g
   }
-  // σ and τ decayed to the chunk's end, as factors for tensor cores.
-  __device__ __forceinline__ void write_end(const Coefficients& c, int i, float sigma, float tau) const {
+  // σ, τ and ζ decayed to the chunk's end, as factors for tensor cores.
+  __device__ __forceinline__ void write_end(const Coefficients& c, int i, float sigma, float tau, float zeta) const {
     split<T, 1>(c.sigma_end + i, C, sigma);
     split<T, 2>(c.tau_parts + i, C, tau);
+    if (SUMS_B) split<T, 2>(zeta_parts() + i, C, zeta);
   }
 
-  // Eight lanes a row: D/64 pieces of eight columns each.
-  static __device__ __forceinline__ void unpack8(float (&x)[8], uint4 words) {
-    float2 a = unpack<T>(words.x), b = unpack<T>(words.y), c = unpack<T>(words.z), d = unpack<T>(words.w);
-    x[0] = a.x, x[1] = a.y, x[2] = b.x, x[3] = b.y, x[4] = c.x, x[5] = c.y, x[6] = d.x, x[7] = d.y;
+  // A warp has 16 rows, whose products with themselves, on the tensor cores' diagonal, are the squared norms.
+  __device__ __forceinline__ int first_row() const { return 16 * (warp % 4); }
+  __device__ __forceinline__ u32 own_rows(u32 tile_address, int k) const {  // of columns 16k … 16k+15
+    u32 address = tile_address + place<C>(first_row() + lane % 16, lane / 16);
+    return (address ^ ((k % 4) << 5)) + (k / 4) * L::PANEL;
   }
-  __device__ __forceinline__ void read_row(float (&x)[PANELS][8], u32 tile_address, int row) const {
-#pragma unroll
-    for (int k = 0; k < PANELS; k++) unpack8(x[k], read16(tile_address + place<C>(row, lane % 8 + 8 * k)));
+  // 1/‖row‖ (NORM_EPS of common.py) of rows g (x) and g + 8 (y), in lanes t == g/2.
+  __device__ __forceinline__ float2 reciprocal_norms(const float (&lo)[4], const float (&hi)[4]) const {
+    if (!p.normalize) return make_float2(1.f, 1.f);
+    return make_float2(rsqrtf((g & 1 ? lo[1] : lo[0]) + 1e-12f), rsqrtf((g & 1 ? hi[3] : hi[2]) + 1e-12f));
   }
-  static __device__ __forceinline__ float sum_over_row(float x) {
+  // Forward: ρ and the normaliser's part from before the chunk, of this warp's queries.
+  __device__ __forceinline__ void query_rows(const Coefficients& c, u32 tile_address, int position, float n) const {
+    float lo[4] = {}, hi[4] = {}, inner[4] = {};
 #pragma unroll
-    for (int d = 1; d < 8; d *= 2) x += __shfl_xor_sync(FULL, x, d);
-    return x;
+    for (int k = 0; k < KS; k++) {
+      u32 x[4];
+      ldmatrix(x, own_rows(tile_address, k));
+      mma<T>(lo, x[0], x[1], x[2], x[3], x[0], x[2]);
+      mma<T>(hi, x[0], x[1], x[2], x[3], x[1], x[3]);
+      const u16* z = b_parts() + 16 * k + 2 * t + (g < 3 ? g : 0) * D;  // Σ k̂ as three 16-bit numbers, in columns
+      u32 near = *reinterpret_cast<const u32*>(z), far = *reinterpret_cast<const u32*>(z + 8);
+      mma<T>(inner, x[0], x[1], x[2], x[3], g < 3 ? near : 0, g < 3 ? far : 0);
+    }
+    float2 r = reciprocal_norms(lo, hi);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      float dot = inner[2 * half] + inner[2 * half + 1];
+      dot += __shfl_xor_sync(FULL, dot, 1);
+      dot += __shfl_xor_sync(FULL, dot, 2);
+      int i = first_row() + g + 8 * half;
+      float rq = half ? r.y : r.x, rho = coefficient() * rq * F::scale_rho(range()), past = power(i + 1);
+      if (t != g >> 1) continue;
+      c.rho[i] = rho, c.past_rho[i] = rho * past, c.past_kappa[i] = past;
+      c.row[i] = past * (n + rho * dot);
+      if (part == 0 && position + i < p.N) p.rq[stat(position + i)] = rq;
+    }
   }
-  __device__ __forceinline__ float reciprocal_norm(const float (&x)[PANELS][8]) const {  // NORM_EPS of common.py
-    float sum = 0.f;
+  // Forward: σ of this warp's keys.
+  __device__ __forceinline__ void key_rows(const Coefficients& c, u32 tile_address, int position, int len) const {
+    float lo[4] = {}, hi[4] = {};
 #pragma unroll
-    for (int k = 0; k < PANELS; k++)
+    for (int k = 0; k < KS; k++) {
+      u32 x[4];
+      ldmatrix(x, own_rows(tile_address, k));
+      mma<T>(lo, x[0], x[1], x[2], x[3], x[0], x[2]);
+      mma<T>(hi, x[0], x[1], x[2], x[3], x[1], x[3]);
+    }
+    float2 r = reciprocal_norms(lo, hi);
+    if (t != g >> 1) return;
 #pragma unroll
-      for (int i = 0; i < 8; i++) sum += x[k][i] * x[k][i];
-    sum = sum_over_row(sum);
-    return p.normalize ? rsqrtf(sum + 1e-12f) : 1.f;
+    for (int half = 0; half < 2; half++) {
+      int i = first_row() + g + 8 * half;
+      bool ok = i < len;
+      float rk = half ? r.y : r.x, sigma = ok ? rk * F::scale_sigma(range(), inverse_range()) : 0.f;
+      float decay = ok ? power(len - 1 - i) : 0.f, end = sigma * decay;
+      if (T::NARROW) end = fminf(end, 2048.f);  // 1/‖k‖ of a row of (almost) zeros times v stays finite
+      c.sigma[i] = sigma;
+      write_end(c, i, end, decay, end);
+      if (!STATES && part == 0 && ok) p.rk[stat(position + i)] = rk;
+    }
   }
-  // do·o of this warp's 16 rows; o comes straight from global memory, asked for before the wait for the tiles.
+
+  // do·o of this warp's rows, eight lanes a row; o comes straight from global memory, asked for before the wait for
+  // the tiles.
+  __device__ __forceinline__ int eighth_row(int i) const { return first_row() + lane / 8 + 4 * i; }
   __device__ __forceinline__ void read_outputs(uint4 (&o)[4][PANELS], int position) const {
 #pragma unroll
     for (int i = 0; i < 4; i++)
 #pragma unroll
       for (int k = 0; k < PANELS; k++) {
-        int at = position + 16 * (warp % 4) + lane / 8 + 4 * i;
+        int at = position + eighth_row(i);
         const uint4* from = reinterpret_cast<const uint4*>(row(O, at)) + lane % 8 + 8 * k;
         o[i][k] = at < p.N ? *from : make_uint4(0, 0, 0, 0);
       }
@@ -346,118 +395,67 @@ struct HopperScan {
   __device__ __forceinline__ void row_products(const uint4 (&o)[4][PANELS], u32 tile_address, float* to) const {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      int row = 16 * (warp % 4) + lane / 8 + 4 * i;
-      float x[PANELS][8], y[8], sum = 0.f;
-      read_row(x, tile_address, row);
+      float sum = 0.f;
 #pragma unroll
       for (int k = 0; k < PANELS; k++) {
-        unpack8(y, o[i][k]);
-#pragma unroll
-        for (int j = 0; j < 8; j++) sum += x[k][j] * y[j];
-      }
-      sum = sum_over_row(sum);
-      if (lane % 8 == 0) to[row] = sum;
-    }
-  }
-  // This warp's 16 rows of a chunk. Forward: norms, coefficients and the normaliser's part from before. Then what they
-  // add to Σ ζ b.
-  __device__ __forceinline__ void walk_rows(const Coefficients& c, int stage, int position, int len, float n) const {
-    const int first = 16 * (warp % 4) + lane / 8;
-    float x[PANELS][8], add[PANELS][8];
-    if (MODE == FWD && !STATES) {
-      float (&z)[PANELS][8] = add;
-      read_sums(z, b_sum());
-#pragma unroll
-      for (int i = 0; i < 16; i += 4) {
-        read_row(x, tile(stage, A), first + i);
-        float inner = 0.f, rq = reciprocal_norm(x);
-#pragma unroll
-        for (int k = 0; k < PANELS; k++)
-#pragma unroll
-          for (int j = 0; j < 8; j++) inner += x[k][j] * z[k][j];
-        inner = sum_over_row(inner);
-        if (lane % 8 == 0) write_query(c, first + i, position, rq, inner, n);
-      }
-    }
-#pragma unroll
-    for (int k = 0; k < PANELS; k++)
-#pragma unroll
-      for (int j = 0; j < 8; j++) add[k][j] = 0.f;
-#pragma unroll
-    for (int i = 0; i < 16; i += 4) {
-      read_row(x, tile(stage, B), first + i);
-      float zeta;
-      if (MODE == FWD) {
-        float rk = reciprocal_norm(x);
-        zeta = key_weight(rk, first + i, len);
-        if (lane % 8 == 0) write_key(c, first + i, position, rk, zeta, len);
-      } else {
-        zeta = c.row[first + i];
+        uint4 x = read16(tile_address + place<C>(eighth_row(i), lane % 8 + 8 * k));
+        sum += product(x.x, o[i][k].x) + product(x.y, o[i][k].y) + product(x.z, o[i][k].z) + product(x.w, o[i][k].w);
       }
 #pragma unroll
-      for (int k = 0; k < PANELS; k++)
-#pragma unroll
-        for (int j = 0; j < 8; j++) add[k][j] += zeta * x[k][j];
+      for (int d = 1; d < 8; d *= 2) sum += __shfl_xor_sync(FULL, sum, d);
+      if (lane % 8 == 0) to[eighth_row(i)] = sum;
     }
-    write_part(add);
   }
-  __device__ __forceinline__ void write_query(const Coefficients& c, int i, int position, float rq, float inner,
-                                              float n) const {
-    float rho = coefficient() * rq * F::scale_rho(range()), past = power(i + 1);
-    c.rho[i] = rho, c.past_rho[i] = rho * past, c.past_kappa[i] = past;
-    c.row[i] = past * (n + rho * inner);
-    if (part == 0 && position + i < p.N) p.rq[stat(position + i)] = rq;
-  }
-  __device__ __forceinline__ float key_weight(float rk, int i, int len) const {  // σ at the chunk's end
-    float s = i < len ? rk * F::scale_sigma(range(), inverse_range()) * power(len - 1 - i) : 0.f;
-    return T::NARROW ? fminf(s, 2048.f) : s;  // 1/‖k‖ of a row of (almost) zeros times v stays finite
-  }
-  __device__ __forceinline__ void write_key(const Coefficients& c, int i, int position, float rk, float zeta,
-                                            int len) const {
-    bool ok = i < len;
-    c.sigma[i] = ok ? rk * F::scale_sigma(range(), inverse_range()) : 0.f;
-    write_end(c, i, zeta, ok ? power(len - 1 - i) : 0.f);
-    if (!STATES && part == 0 && ok) p.rk[stat(position + i)] = rk;
+  static __device__ __forceinline__ float product(u32 x, u32 y) {
+    float2 u = unpack<T>(x), w = unpack<T>(y);
+    return u.x * w.x + u.y * w.y;
   }
 
-  // Σ ζ b, a number a column: what the four warps found, onto what was there.
-  __device__ __forceinline__ void read_sums(float (&z)[PANELS][8], const float* from) const {
+  // Σ ζ b, a number a column, and the same as three 16-bit numbers; ζ of the chunk as two.
+  __device__ __forceinline__ float* b_sum() const { return reinterpret_cast<float*>(smem + L::SUMS); }
+  __device__ __forceinline__ u16* b_parts() const { return reinterpret_cast<u16*>(b_sum() + D); }
+  __device__ __forceinline__ u16* zeta_parts() const { return b_parts() + 3 * D; }
+  // Adds a chunk's, on the tensor cores; a warp has a quarter of the columns.
+  __device__ __forceinline__ void add_sums(u32 tile_address, int len) const {
+    constexpr int PAIRS = D / 64;  // of 8-column tiles
+    float sum[2 * PAIRS][4] = {};
 #pragma unroll
-    for (int k = 0; k < PANELS; k++) {
-      const float4* at = reinterpret_cast<const float4*>(from + 8 * (lane % 8) + 64 * k);
-      float4 a = at[0], b = at[1];
-      z[k][0] = a.x, z[k][1] = a.y, z[k][2] = a.z, z[k][3] = a.w;
-      z[k][4] = b.x, z[k][5] = b.y, z[k][6] = b.z, z[k][7] = b.w;
-    }
-  }
-  __device__ __forceinline__ void write_part(float (&add)[PANELS][8]) const {
+    for (int s = 0; s < CS; s++) {
+      const u16* zeta = zeta_parts() + 16 * s + 2 * t + (g < 2 ? g : 0) * C;
+      u32 near = g < 2 ? *reinterpret_cast<const u32*>(zeta) : 0, far = g < 2 ? *reinterpret_cast<const u32*>(zeta + 8) : 0;
 #pragma unroll
-    for (int k = 0; k < PANELS; k++)
-#pragma unroll
-      for (int j = 0; j < 8; j++) {
-        add[k][j] += __shfl_xor_sync(FULL, add[k][j], 8);
-        add[k][j] += __shfl_xor_sync(FULL, add[k][j], 16);
+      for (int i = 0; i < PAIRS; i++) {
+        u32 r[4];
+        ldmatrix_trans(r, tile_address + place<C>(16 * s + lane % 16, 2 * (PAIRS * (warp % 4) + i) + lane / 16));
+        mma<T>(sum[2 * i], near, 0, far, 0, r[0], r[1]);
+        mma<T>(sum[2 * i + 1], near, 0, far, 0, r[2], r[3]);
       }
-    if (lane >= 8) return;
-    float* to = b_sum() + (1 + warp % 4) * D;
+    }
 #pragma unroll
-    for (int k = 0; k < PANELS; k++) {
-      float4* at = reinterpret_cast<float4*>(to + 8 * lane + 64 * k);
-      at[0] = make_float4(add[k][0], add[k][1], add[k][2], add[k][3]);
-      at[1] = make_float4(add[k][4], add[k][5], add[k][6], add[k][7]);
+    for (int i = 0; i < 2 * PAIRS; i++) {
+      float2 both = make_float2(sum[i][0] + __shfl_down_sync(FULL, sum[i][0], 4),
+                                sum[i][1] + __shfl_down_sync(FULL, sum[i][1], 4));
+      if (g == 0) write_sums(8 * (2 * PAIRS * (warp % 4) + i) + 2 * t, both, power(len));
     }
   }
-  __device__ __forceinline__ void add_sums(int len, int thread) const {
-    sync_some(ROWS_BARRIER, ROWS);
-    if (thread < D) {
-      float* z = b_sum() + thread;
-      *z = *z * power(len) + ((z[D] + z[2 * D]) + (z[3 * D] + z[4 * D]));
+  __device__ __forceinline__ void write_sums(int column, float2 sum, float decay) const {
+    float2* at = reinterpret_cast<float2*>(b_sum() + column);
+    sum = make_float2(at->x * decay + sum.x, at->y * decay + sum.y);
+    *at = sum;
+#pragma unroll
+    for (int i = 0; i < 3; i++) {
+      u32 rounded = pack<T>(sum.x, sum.y);
+      *reinterpret_cast<u32*>(b_parts() + i * D + column) = rounded;
+      float2 back = unpack<T>(rounded);
+      sum.x -= back.x, sum.y -= back.y;
     }
-    sync_some(ROWS_BARRIER, ROWS);
   }
   __device__ __forceinline__ void load_sums(int thread) const {
     const Initial from = initial();
-    if (thread < D) b_sum()[thread] = from.b ? from.scale_b * from.b[thread] : 0.f;
+    if (thread < D) {
+      b_sum()[thread] = from.b ? from.scale_b * from.b[thread] : 0.f;
+      split<T, 3>(b_parts() + thread, D, b_sum()[thread]);
+    }
     sync_some(ROWS_BARRIER, ROWS);
   }
   __device__ __forceinline__ void store_sums(int thread, const Final& to) const {

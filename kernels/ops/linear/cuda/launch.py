@@ -55,7 +55,7 @@ class Variant:
         """Dynamic shared memory of a scan, bytes (Shared::BYTES, the largest HopperShared::BYTES)."""
         C, D = self.chunk, self.head_dim
         if self.walk == ROLES:
-            return 227592 if D == 128 else 98824
+            return 226568 if D == 128 else 98440
         stages = 1 if self.walk == GROUPS and D == 128 else 2
         operand = C * 128 + (D * D * 2 if self.walk == GROUPS else 0)
         rows = C * (24 + 20 + 10 + 20)
