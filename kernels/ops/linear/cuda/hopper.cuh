@@ -51,6 +51,13 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
+// 1/x to one unit in the last place, without a branch for what is no normal number.
+__device__ __forceinline__ float reciprocal(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+
 // What an accumulator holds is there only after the wait: nothing that reads it may move before this.
 template <int M>
 __device__ __forceinline__ void settle(float (&d)[M][4]) {
@@ -107,7 +114,7 @@ struct HopperScan {
   u32 base;
   int tid, warp, lane, g, t;  // g, t: the lane's row and column pair in a tensor-core tile
   int segment, part, bh, begin, end;  // part: the columns of c and y are those from 64·GROUPS·part
-  float log2_decay;
+  float b, log2_decay;
   float* powers;
 
   struct Coefficients {
@@ -144,6 +151,7 @@ struct HopperScan {
       if (tid == C_ || tid == Y) first += first_column();
       reinterpret_cast<u16**>(smem + L::HEADS)[tid] = first + (F::REVERSE ? i64(p.N - 1) * x.token : 0);
     }
+    b = p.coefficient ? p.coefficient[h] : p.b_value;
     log2_decay = DECAY ? p.log_decay[h] * 1.4426950408889634f : 0.f;
     if (DECAY && tid <= C) powers[tid] = exp2f(log2_decay * tid);
     if (tid == 0) {
@@ -194,7 +202,6 @@ struct HopperScan {
   }
   __device__ __forceinline__ int token(int position) const { return F::REVERSE ? p.N - 1 - position : position; }
   __device__ __forceinline__ i64 stat(int position) const { return i64(bh) * p.N + token(position); }  // of [BH, N]
-  __device__ __forceinline__ float coefficient() const { return p.coefficient ? p.coefficient[bh % p.H] : p.b_value; }
   __device__ __forceinline__ float power(int i) const { return DECAY ? powers[i] : 1.f; }
   // Row `position` of tensor a, b, c, unit, y or o (0 … 5).
   __device__ __forceinline__ u16* row(int tensor, int position) const {
@@ -298,9 +305,9 @@ struct HopperScan {
   __device__ __forceinline__ void write_coefficients(const Coefficients& c, const Stats& s, int len, int i) const {
     if (i >= C) return;
     bool ok = i < len;
-    float inverse = ok ? 1.f / s.g : 0.f, scale_tau = F::scale_tau(range(), inverse_range());
-    float sigma = F::scale_sigma(range(), inverse_range()) * (MODE == DQ ? s.r : coefficient() * s.r * inverse);
-    float tau = scale_tau * (MODE == DQ ? s.r : MODE == DK ? -coefficient() * s.e * s.r : inverse);
+    float inverse = ok ? reciprocal(s.g) : 0.f, scale_tau = F::scale_tau(range(), inverse_range());
+    float sigma = F::scale_sigma(range(), inverse_range()) * (MODE == DQ ? s.r : b * s.r * inverse);
+    float tau = scale_tau * (MODE == DQ ? s.r : MODE == DK ? -b * s.e * s.r : inverse);
     float rho = F::scale_rho(range()) * (MODE == DQ ? inverse : MODE == DV ? s.unit : 1.f);
     float kappa = F::scale_kappa(range()) * (MODE == DQ ? -s.e : 1.f);
     float decay = ok ? power(len - 1 - i) : 0.f, past = power(i + 1);
@@ -347,7 +354,7 @@ struct HopperScan {
       dot += __shfl_xor_sync(FULL, dot, 1);
       dot += __shfl_xor_sync(FULL, dot, 2);
       int i = first_row() + g + 8 * half;
-      float rq = half ? r.y : r.x, rho = coefficient() * rq * F::scale_rho(range()), past = power(i + 1);
+      float rq = half ? r.y : r.x, rho = b * rq * F::scale_rho(range()), past = power(i + 1);
       if (t != g >> 1) continue;
       c.rho[i] = rho, c.past_rho[i] = rho * past, c.past_kappa[i] = past;
       c.row[i] = past * (n + rho * dot);
@@ -702,7 +709,7 @@ struct HopperScan {
       sum[half] += __shfl_xor_sync(FULL, sum[half], 2);
       float normaliser = sum[half] + c.row[row];
       if (t == 0) {
-        scales()[row] = 1.f / normaliser;
+        scales()[row] = reciprocal(normaliser);
         if (part == 0 && group() == 0 && position + row < p.N) p.g[stat(position + row)] = normaliser;
       }
     }
@@ -799,7 +806,7 @@ struct HopperScan {
 #pragma unroll
       for (int i = 0; i < 4 * GROUPS; i++) dot += from[i * C];
       float norm = c.row[thread], scale = F::scale_y(inverse_range());
-      float out = (MODE == DQ ? coefficient() : 1.f) * norm * scale;
+      float out = (MODE == DQ ? b : 1.f) * norm * scale;
       *reinterpret_cast<float2*>(scales() + 2 * thread) = make_float2(out, p.normalize ? norm * norm * dot : 0.f);
       along_sum += norm * dot * scale;  // rows past the end have norm 0
     }
