@@ -21,11 +21,13 @@
 //     Y = ρ A·state + κ Σ τ c + W C
 //     state = γ^C state + (σ C)ᵀ B
 //
-// There are two walks, of one algorithm:
+// There are three walks, of one algorithm:
 //     run         from sm_80 on: four warps and mma.sync. A warp has 16 rows of X and W and all columns, then D/4
 //                 columns of Y and all rows; the state goes from accumulators to operands without leaving registers.
 //     run_group   sm_90a: a warpgroup of four warps for every 64 columns of Y, and wgmma. A warp has the same 16 rows of
 //                 X, W and Y; the state passes through shared memory, rounded, and results leave through it.
+//     HopperScan  sm_90a, in hopper.cuh: warps with roles, which loading, rows and products overlap through. Compiled and
+//                 emulated; no GPU has run it yet, and launch.py takes it only where it is asked for.
 //
 // Operands of the tensor cores are raw rows of q, k, v, do; norms and normalisers are applied in fp32. Sums over
 // tokens and the normaliser are fp32. Nothing is added atomically: the same inputs give the same bits.

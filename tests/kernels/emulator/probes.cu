@@ -1,0 +1,251 @@
+// Small kernels, right and wrong, on which test_emulated.py tries the emulator itself. One block each.
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned long long u64;
+
+extern __shared__ __align__(1024) u16 tiles[];  // dynamic
+__device__ __forceinline__ u32 address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+__device__ __forceinline__ void fence_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred p;\nwait:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra done;\nbra wait;\n"
+      "done:\n}\n" ::"r"(barrier), "r"(parity) : "memory");
+}
+__device__ __forceinline__ void copy16(u32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\ncp.async.commit_group;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+
+// ------------------------------------------------------------------------------------------------ what a thread does
+extern "C" __global__ void integers(const int* a, const int* b, int* out) {
+  int i = threadIdx.x, x = a[i], y = b[i];
+  u32 ux = x, uy = y;
+  long long wide = (long long)x * y;
+  int permuted;
+  asm("prmt.b32 %0, %1, %2, 0x9361;" : "=r"(permuted) : "r"(x), "r"(y));
+  int found[] = {x / y, x % y, int(ux / uy), int(ux % uy), __mulhi(x, y), int(__umulhi(ux, uy)),
+                 int(wide >> 20), int(wide / 12345), __popc(x), __clz(x), int(__brev(ux)),
+                 int(__funnelshift_l(ux, uy, x)), permuted, x >> (y & 63), x << (y & 31),
+                 min(x, y), int(max(ux, uy)), __shfl_xor_sync(0xffffffffu, x, 5), __shfl_up_sync(0xffffffffu, x, 3),
+                 __shfl_down_sync(0xffffffffu, x, 2, 8), __shfl_sync(0xffffffffu, x, i * 7),
+                 int(__ballot_sync(0xffffffffu, x > y)), (x & y) | (~x ^ (y | 5)), __reduce_add_sync(0xffffffffu, x)};
+#pragma unroll
+  for (int k = 0; k < 24; k++) out[k * blockDim.x + i] = found[k];
+}
+extern "C" __global__ void floats(const float* a, const float* b, float* out) {
+  int i = threadIdx.x, T = blockDim.x;
+  float x = a[i], y = b[i];
+  out[i] = __fmaf_rn(x, y, 1.f / 3.f), out[T + i] = __fmaf_rd(x, y, 1.f / 3.f), out[2 * T + i] = x / y;
+  out[3 * T + i] = fminf(x, y), out[4 * T + i] = __float2int_rn(x), out[5 * T + i] = __float2int_rd(x);
+  out[6 * T + i] = exp2f(y), out[7 * T + i] = rsqrtf(x * x), out[8 * T + i] = x < y ? x : -y;
+  u32 pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(x), "f"(y));
+  out[9 * T + i] = __uint_as_float(pair), out[10 * T + i] = __uint_as_float(pair & 0xffff0000u);
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(x), "f"(y));
+  out[11 * T + i] = __uint_as_float(pair);
+}
+// Lanes take different ways, for different times, and meet again in the shuffle.
+extern "C" __global__ void branches(int* out) {
+  int i = threadIdx.x, x = 0;
+  for (int k = 0; k < i % 7; k++) {
+    if (k % 2) x += k; else if (i % 3 == 0) continue; else x -= 1;
+    if (x > 5) break;
+  }
+  out[i] = x + 1000 * __shfl_xor_sync(0xffffffffu, x, 1);
+  if (i % 32 < 4) out[i] += __shfl_xor_sync(0xfu, x, 2);
+}
+
+// --------------------------------------------------------------------------------------------------- memory and races
+extern "C" __global__ void past_the_end(const int* a, int* out, int shift) { out[threadIdx.x] = a[threadIdx.x + shift]; }
+extern "C" __global__ void crooked(const char* a, int* out) {
+  out[threadIdx.x] = *reinterpret_cast<const int*>(a + 4 * threadIdx.x + (threadIdx.x == 9));
+}
+extern "C" __global__ void turn_round(const int* a, int* out, int sync) {
+  __shared__ int tile[128];
+  tile[threadIdx.x] = a[threadIdx.x];
+  if (sync) __syncthreads();
+  out[threadIdx.x] = tile[127 - threadIdx.x];
+}
+extern "C" __global__ void overwrite(const int* a, int* out, int sync) {  // a read, and then a write elsewhere
+  __shared__ int tile[128];
+  tile[threadIdx.x] = a[threadIdx.x];
+  __syncthreads();
+  out[threadIdx.x] = tile[127 - threadIdx.x];
+  if (sync) asm volatile("bar.sync 3, 128;" ::: "memory");
+  tile[threadIdx.x] = 0;
+}
+extern "C" __global__ void unwritten(float* out) {
+  __shared__ float tile[32];
+  if (threadIdx.x < 16) tile[threadIdx.x] = 1.f;
+  __syncwarp();
+  out[threadIdx.x] = tile[threadIdx.x];
+}
+extern "C" __global__ void impatient(const int* a, int* out, int wait) {  // cp.async
+  __shared__ __align__(16) int tile[128];
+  copy16(address(tile + 4 * threadIdx.x), a + 4 * threadIdx.x);
+  if (wait) copy_wait();
+  out[threadIdx.x] = tile[4 * threadIdx.x];
+}
+extern "C" __global__ void stuck(int* out, int early) {
+  if (threadIdx.x < early) return;
+  __syncthreads();
+  out[threadIdx.x] = 1;
+}
+extern "C" __global__ void hand_over(const int* a, int* out, int arrivals) {  // warp 0 writes, the others wait
+  __shared__ int tile[32];
+  __shared__ u64 barrier;
+  if (threadIdx.x == 0) barrier_init(address(&barrier), arrivals);
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    tile[threadIdx.x] = a[threadIdx.x];
+    barrier_arrive(address(&barrier));
+  } else {
+    barrier_wait(address(&barrier), 0);
+    out[threadIdx.x - 32] = tile[threadIdx.x % 32];
+  }
+}
+extern "C" __global__ void polled(int* out) {  // mbarrier.test_wait, and a state that arriving returns
+  __shared__ u64 barrier;
+  if (threadIdx.x == 0) barrier_init(address(&barrier), 64);
+  __syncthreads();
+  u64 state;
+  asm volatile("mbarrier.arrive.shared::cta.b64 %0, [%1];" : "=l"(state) : "r"(address(&barrier)) : "memory");
+  u32 done = 0, tries = 0;
+  while (!done) {
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.test_wait.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
+        : "=r"(done) : "r"(address(&barrier)), "l"(state) : "memory");
+    tries++;
+  }
+  out[threadIdx.x] = tries;
+}
+
+// -------------------------------------------------------------------------------------------------------- tensor cores
+// c[16×8] = a[16×16]·b[16×8] of one warp, bf16; the operands in shared memory, row by row.
+extern "C" __global__ void multiply(const u16* a, const u16* b, float* c, u16* back) {
+  __shared__ __align__(16) u16 left[256], right[128], out[64];
+  for (int i = threadIdx.x; i < 256; i += 32) left[i] = a[i];
+  for (int i = threadIdx.x; i < 128; i += 32) right[i] = b[i];
+  __syncwarp();
+  u32 x[4], y[2];
+  int lane = threadIdx.x;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address(left + lane % 16 * 16 + lane / 16 * 8)) : "memory");
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];"
+               : "=r"(y[0]), "=r"(y[1]) : "r"(address(right + lane % 16 * 8)) : "memory");
+  float d[4] = {};
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(y[0]), "r"(y[1]));
+  for (int i = 0; i < 4; i++) c[(lane / 4 + 8 * (i / 2)) * 8 + lane % 4 * 2 + i % 2] = d[i];
+  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(address(out + lane % 8 * 8)), "r"(x[0])
+               : "memory");
+  __syncwarp();
+  for (int i = lane; i < 64; i += 32) back[i] = out[i];
+}
+
+// d[64×64] = a·bᵀ of one warpgroup, 64 deep. a: [64 rows, 64], b: [64 columns, 64], or the transpose of either.
+// `mistake`: 1 no fence.proxy.async, 2 the accumulators are read before the wait, 3 an operand is overwritten.
+__device__ __forceinline__ u32 swizzled(u32 row, u32 column) { return row * 64 + (column ^ (row % 8 * 8)); }
+__device__ __forceinline__ u64 descriptor(u32 at) {
+  return u64(at >> 4) | u64(8192 >> 4) << 16 | u64(1024 >> 4) << 32 | 1ull << 62;
+}
+#define FOUR(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define SIXTEEN(d, i) FOUR(d, i), FOUR(d, i + 4), FOUR(d, i + 8), FOUR(d, i + 12)
+#define PRODUCT(TRANSPOSED)                                                                                          \
+  asm volatile(                                                                                                      \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                                                                   \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
+      "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, %32, %33, p, 1, 1, " TRANSPOSED ";\n}\n"    \
+      : SIXTEEN(d, 0), SIXTEEN(d, 16)                                                                                \
+      : "l"(x), "l"(y), "r"(int(k > 0)))
+
+template <bool TRANSPOSED>
+__device__ __forceinline__ void group_product(const u16* a, const u16* b, float* c, int mistake) {
+  u16 *left = tiles, *right = tiles + 4096;
+  for (int i = threadIdx.x; i < 4096; i += 128) left[swizzled(i / 64, i % 64)] = a[i], right[swizzled(i / 64, i % 64)] = b[i];
+  if (mistake != 1) fence_proxy();
+  __syncthreads();
+  float d[32], early = 0.f;
+  for (int i = 0; i < 32; i++) d[i] = 0.f;
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    u64 x = descriptor(address(left) + k * (TRANSPOSED ? 2048 : 32)), y = descriptor(address(right) + k * (TRANSPOSED ? 2048 : 32));
+    if (TRANSPOSED) PRODUCT("1, 1"); else PRODUCT("0, 0");
+  }
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  if (mistake == 2) asm volatile("mov.f32 %0, %1;" : "=f"(early) : "f"(d[0]));
+  if (mistake == 3) right[threadIdx.x] = 0;
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  for (int i = 0; i < 32; i++) asm volatile("" : "+f"(d[i])::"memory");
+  if (mistake == 2) d[0] = early;
+  int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
+  for (int i = 0; i < 32; i++) c[(row + i / 2 % 2 * 8) * 64 + i / 4 * 8 + lane % 4 * 2 + i % 2] = d[i];
+}
+
+// --------------------------------------------------------------------------------------------------------- bulk copies
+struct __align__(64) Map { char bytes[128]; };
+
+#ifdef HOPPER
+extern "C" __global__ void group_multiply(const u16* a, const u16* b, float* c, int mistake) { group_product<false>(a, b, c, mistake); }
+extern "C" __global__ void group_multiply_transposed(const u16* a, const u16* b, float* c, int mistake) { group_product<true>(a, b, c, mistake); }
+
+// A box [rows, 64] of bf16 from (row, column) of one tensor to (0, 0) of another, through swizzled shared memory, which
+// is also written out as it lies. `mistake`: 1 no wait for the copy, 2 no wait for the second copy's reads, 3 the box is
+// changed in between, with no fence.
+extern "C" __global__ void move_box(const __grid_constant__ Map from, const __grid_constant__ Map to, u16* raw, int row, int column,
+                                    int rows, int mistake) {
+  __shared__ u64 barrier;
+  if (threadIdx.x == 0) barrier_init(address(&barrier), 1);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    barrier_expect(address(&barrier), rows * 128);
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+                 ::"r"(address(tiles)), "l"(&from), "r"(column), "r"(row), "r"(address(&barrier)) : "memory");
+  }
+  if (mistake != 1) barrier_wait(address(&barrier), 0);
+  for (int i = threadIdx.x; i < rows * 64; i += blockDim.x) raw[i] = tiles[i];
+  if (mistake == 3) tiles[threadIdx.x] = 0;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];\ncp.async.bulk.commit_group;"
+                 ::"l"(&to), "r"(0), "r"(0), "r"(address(tiles)) : "memory");
+    if (mistake != 2) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  }
+}
+// 512 bytes there and back, and cp.async that arrives by itself.
+extern "C" __global__ void move_bytes(const int* a, int* out, int* other) {
+  __shared__ __align__(128) int tile[128], second[128];
+  __shared__ u64 barriers[2];
+  u32 copied = address(barriers), stored = address(barriers + 1);
+  if (threadIdx.x == 0) barrier_init(copied, 1), barrier_init(stored, 32);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    barrier_expect(copied, 512);
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], 512, [%2];"
+                 ::"r"(address(tile)), "l"(a), "r"(copied) : "memory");
+  }
+  if (threadIdx.x >= 32) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(address(second + 4 * (threadIdx.x - 32))), "l"(a + 4 * (threadIdx.x - 32)) : "memory");
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(stored) : "memory");
+  }
+  barrier_wait(stored, 0);
+  for (int i = threadIdx.x; i < 128; i += 64) other[i] = second[i];
+  barrier_wait(copied, 0);
+  if (threadIdx.x == 0)
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], 512;\ncp.async.bulk.commit_group;\n"
+                 "cp.async.bulk.wait_group 0;" ::"l"(out), "r"(address(tile)) : "memory");
+}
+#endif

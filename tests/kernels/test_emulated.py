@@ -1,0 +1,523 @@
+"""The CUDA kernels themselves, on the emulator: no GPU, and every access and race watched.
+
+First small probes of the emulator, right and wrong (emulator/probes.cu), then forward and backward of
+lingpt.kernels.linear.cuda.launch on CPU tensors, against float64 and the bar of test_linear_cuda.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import types
+from pathlib import Path
+
+import emulator
+import numpy as np
+import pytest
+import torch
+from emulator import DeadlockError, LaunchError, MemcheckError, Memory, ProxyError, RaceError, TensorMap
+from test_linear_cuda import exactly, quantised, relative
+
+from lingpt.kernels import LinearAttentionState
+from lingpt.kernels.linear.cuda import compile as nvrtc
+from lingpt.kernels.linear.cuda import launch
+from lingpt.kernels.linear.rope import rotate, rotate_backward
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler() -> None:
+    pytest.importorskip("cuda.core", reason="the CUDA compiler is not installed (extras cuda12, cuda13)")
+
+
+# The emulator itself
+
+PROBES = Path(emulator.__file__).with_name("probes.cu")
+PORTABLE = (
+    "integers", "floats", "branches", "past_the_end", "crooked", "turn_round", "overwrite", "unwritten",
+    "impatient", "stuck", "hand_over", "polled", "multiply",
+)  # fmt: skip
+HOPPER = ("group_multiply", "group_multiply_transposed", "move_box", "move_bytes")
+
+
+@pytest.fixture(scope="module")
+def probes() -> emulator.Module:
+    return emulator.compile_ptx(PROBES, "sm_90a", {"HOPPER": 1}, PORTABLE + HOPPER)
+
+
+def start(
+    probes: emulator.Module, name: str, *arguments, threads: int = 128, shared: int = 0, **options
+) -> None:
+    """One block; tensors become pointers to registered memory."""
+    codes = {torch.Tensor: "P", int: "i", bytes: "128s"}
+    values = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments]
+    kernel = probes.kernel(name, "".join(codes[type(x)] for x in arguments), **options)
+    with Memory(arguments):
+        kernel((1, 1, 1), (threads, 1, 1), shared, 0, *values)
+
+
+def ints(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.int32)
+
+
+def test_integers(probes) -> None:
+    """Guards: division to zero, products' high halves, shifts beyond the width, bits, bytes and lanes."""
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(-(2**31), 2**31, (2, 64))
+    x[:20], y[:20] = rng.integers(-100, 100, (2, 20))
+    y[y == 0] = 7
+    out = ints(24, 64)
+    start(probes, "integers", *(torch.from_numpy(v.astype(np.int32)) for v in (x, y)), out, threads=64)
+    for thread in range(64):
+        want = _integers(thread, x.tolist(), y.tolist())
+        assert [v & MASK for v in out[:, thread].tolist()] == [v & MASK for v in want], thread
+
+
+MASK = 0xFFFFFFFF
+
+
+def _integers(i: int, xs: list[int], ys: list[int]) -> list[int]:
+    """What the probe computes, in Python's integers."""
+    x, y, warp = xs[i], ys[i], i - i % 32
+    ux, uy, lanes = x & MASK, y & MASK, range(warp, warp + 32)
+
+    def quotient(a: int, b: int) -> int:
+        return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+
+    return [
+        quotient(x, y), x - y * quotient(x, y), ux // uy, ux % uy, x * y >> 32, ux * uy >> 32, x * y >> 20,
+        quotient(x * y, 12345), ux.bit_count(), 32 - ux.bit_length(), int(f"{ux:032b}"[::-1], 2),
+        (uy << 32 | ux) << (ux & 31) >> 32, _permuted(uy << 32 | ux, 0x9361), x >> min(uy & 63, 31),
+        ux << (y & 31), min(x, y), max(ux, uy), xs[i ^ 5], xs[i if i % 32 < 3 else i - 3],
+        xs[i if i % 8 > 5 else i + 2], xs[warp + i * 7 % 32],
+        sum(1 << n for n, lane in enumerate(lanes) if xs[lane] > ys[lane]),
+        (x & y) | (~x ^ (y | 5)), sum(xs[lane] for lane in lanes),
+    ]  # fmt: skip
+
+
+def _permuted(eight: int, selector: int) -> int:
+    """`prmt`: four of eight bytes; with bit 3 of a choice, the byte's sign."""
+    result = 0
+    for n in range(4):
+        choice = selector >> 4 * n & 0xF
+        byte = eight >> 8 * (choice & 7) & 0xFF
+        result |= (255 * (byte >> 7) if choice & 8 else byte) << 8 * n
+    return result
+
+
+def test_floats(probes) -> None:
+    """Guards: one rounding, in the right direction; NaN; conversions, to 16 bits as PyTorch makes them."""
+    x, y = torch.randn(2, 64, generator=torch.Generator().manual_seed(0)) * 10
+    x[0], y[1], x[2] = float("nan"), float("nan"), 70000.0
+    out = torch.zeros(12, 64)
+    start(probes, "floats", x, y, out, threads=64)
+    exact = x.double() * y.double() + np.float32(1 / 3)
+    assert torch.equal(out[0], exact.float()) or torch.allclose(out[0], exact.float(), 0, 0, equal_nan=True)
+    down = out[1].double() <= exact
+    assert (down | exact.isnan()).all() and ((exact - out[1]) < exact.abs() * 2.0**-23).logical_or(
+        exact.isnan()
+    ).all()
+    whole = torch.nan_to_num(x)
+    comparisons = {
+        2: x / y, 3: torch.fmin(x, y), 4: whole.round(), 5: whole.floor(), 6: torch.exp2(y.double()).float(),
+        7: 1 / x.abs(), 8: torch.where(x < y, x, -y),
+    }  # fmt: skip
+    for n, want in comparisons.items():
+        torch.testing.assert_close(out[n], want, rtol=2e-7, atol=0, equal_nan=True)
+    for n, dtype in ((9, BF16), (11, FP16)):
+        pairs = out[n].view(dtype).view(64, 2)
+        for column, want in ((0, y), (1, x)):
+            torch.testing.assert_close(pairs[:, column], want.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+def test_threads_part_and_meet(probes) -> None:
+    """Guards: loops of different lengths, `continue` and `break`; a shuffle that names part of a warp."""
+    out = ints(64)
+    start(probes, "branches", out, threads=64)
+    x = []
+    for i in range(64):
+        value = 0
+        for k in range(i % 7):
+            if k % 2:
+                value += k
+            elif i % 3 == 0:
+                continue
+            else:
+                value -= 1
+            if value > 5:
+                break
+        x.append(value)
+    want = [x[i] + 1000 * x[i ^ 1] + (x[i ^ 2] if i % 32 < 4 else 0) for i in range(64)]
+    assert out.tolist() == want
+
+
+def test_an_access_out_of_bounds_is_found(probes) -> None:
+    """Guards: memcheck names kernel, line, thread and address; the last element is still fine."""
+    a, out = torch.arange(128, dtype=torch.int32), ints(128)
+    start(probes, "past_the_end", a, out, 0)
+    assert torch.equal(a, out)
+    with pytest.raises(MemcheckError, match=r"past_the_end.*probes.cu:\d+.*thread 127: 4 bytes .* byte 512"):
+        start(probes, "past_the_end", a, out, 1)
+    with pytest.raises(MemcheckError, match=r"thread 9: .* not a multiple of 4"):
+        start(probes, "crooked", torch.arange(129, dtype=torch.int32), out)
+    with pytest.raises(MemcheckError, match="thread 0"), Memory(a):
+        dead = torch.zeros(128, dtype=torch.int32).data_ptr()
+        probes.kernel("past_the_end", "PPi")((1, 1, 1), (128, 1, 1), 0, 0, a.data_ptr(), dead, 0)
+
+
+def test_a_missing_barrier_is_a_race(probes) -> None:
+    """Guards: a read behind a write, and a write behind a read, both between warps, without a barrier."""
+    a, out = torch.arange(128, dtype=torch.int32), ints(128)
+    for name, verb in (
+        ("turn_round", r"reads .* a write of warp"),
+        ("overwrite", r"writes .* a read of warp"),
+    ):
+        start(probes, name, a, out, 1)
+        assert torch.equal(out, a.flip(0))
+        with pytest.raises(RaceError, match=rf"(?s)probes.cu:\d+.*{verb} \d.*probes.cu:\d+"):
+            start(probes, name, a, out, 0)
+        start(probes, name, a, out, 0, racecheck=False)
+
+
+def test_what_nobody_wrote_is_nan(probes) -> None:
+    """Guards: a read of shared memory before any write shows in the result."""
+    out = torch.zeros(32)
+    start(probes, "unwritten", out, threads=32)
+    assert out[:16].eq(1).all() and out[16:].isnan().all()
+
+
+def test_a_copy_lands_when_it_is_waited_for(probes) -> None:
+    """Guards: what cp.async brings is not there before the wait, for the thread that ordered it either."""
+    a, out = torch.arange(128, dtype=torch.int32), ints(32)
+    start(probes, "impatient", a, out, 1, threads=32)
+    assert torch.equal(out, a[::4])
+    with pytest.raises(RaceError, match="still in flight"):
+        start(probes, "impatient", a, out, 0, threads=32)
+    start(probes, "impatient", a, out, 0, threads=32, racecheck=False)
+    assert out.eq(-1).all()
+
+
+def test_a_deadlock_says_who_waits_where(probes) -> None:
+    """Guards: a barrier that some threads never reach; an mbarrier with an arrival too few."""
+    a, out = torch.arange(32, dtype=torch.int32), ints(96)
+    start(probes, "stuck", ints(128), 0)
+    with pytest.raises(DeadlockError, match=r"(?s)warps 1 2 3 wait at a barrier.*warps 0 have returned"):
+        start(probes, "stuck", ints(128), 32)
+    start(probes, "hand_over", a, out, 32)
+    assert torch.equal(out, a.repeat(3))
+    with pytest.raises(
+        DeadlockError, match=r"(?s)warps 1 2 3 wait for an mbarrier.* 33 arrivals 1 are to come"
+    ):
+        start(probes, "hand_over", a, out, 33)
+
+
+def test_polling_gives_way(probes) -> None:
+    """Guards: a loop around mbarrier.test_wait does not starve those that it waits for."""
+    out = ints(64)
+    start(probes, "polled", out, threads=64)
+    assert (out >= 1).all()
+
+
+def matrices(*shapes: tuple[int, int]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(BF16) for shape in shapes]
+
+
+def test_fragments_make_a_matrix_product(probes) -> None:
+    """Guards: ldmatrix (.trans), mma and stmatrix (.trans) against a plain product."""
+    a, b = matrices((16, 16), (16, 8))
+    c, back = torch.zeros(16, 8), torch.zeros(8, 8, dtype=BF16)
+    start(probes, "multiply", a, b, c, back, threads=32)
+    torch.testing.assert_close(c, a.float() @ b.float())
+    assert torch.equal(back, a[:8, :8].T)
+
+
+def test_a_warpgroups_product(probes) -> None:
+    """Guards: descriptors with the 128-byte swizzle, both ways round; results only behind the wait."""
+    (a, b), c = matrices((64, 64), (64, 64)), torch.zeros(64, 64)
+    start(probes, "group_multiply", a, b, c, 0, shared=16384)
+    torch.testing.assert_close(c, a.float() @ b.float().T)
+    start(probes, "group_multiply_transposed", a, b, c, 0, shared=16384)
+    torch.testing.assert_close(c, a.float().T @ b.float())
+    with pytest.raises(ProxyError, match=r"no fence\.proxy\.async"):
+        start(probes, "group_multiply", a, b, c, 1, shared=16384)
+    with pytest.raises(RaceError, match=r"writes .* still in flight"):
+        start(probes, "group_multiply", a, b, c, 3, shared=16384)
+    start(probes, "group_multiply", a, b, c, 2, shared=16384)
+    first = torch.zeros(64, 64, dtype=torch.bool)  # each thread's first accumulator
+    first.view(4, 2, 8, 64)[:, 0, :, :8:2] = True
+    assert torch.equal(c.isnan(), first)
+
+
+def test_bulk_copies_of_boxes(probes) -> None:
+    """Guards: TMA's swizzle, zeros beyond the tensor, which a store leaves alone; waits; the proxies."""
+    rows, row, column = 24, 90, 32
+    (x,), to = matrices((100, 72)), torch.zeros(20, 64, dtype=BF16)
+    maps = [TensorMap.of(t, (64, rows)).pack() for t in (x, to)]
+    raw = torch.zeros(rows, 64, dtype=BF16)
+
+    def move(mistake: int) -> None:
+        with Memory(x, to, raw):
+            kernel = probes.kernel("move_box", "128s128sPiiii")
+            kernel((1, 1, 1), (64, 1, 1), 4096, 0, *maps, raw.data_ptr(), row, column, rows, mistake)
+
+    move(0)
+    box = torch.zeros(rows, 64, dtype=BF16)
+    box[:10, :40] = x[90:, 32:]
+    pieces = box.view(rows, 8, 8)
+    order = torch.arange(8) ^ (torch.arange(rows) % 8)[:, None]
+    assert torch.equal(raw.view(rows, 8, 8), pieces.gather(1, order[..., None].expand(-1, -1, 8)))
+    assert torch.equal(to, box[:20])
+    with pytest.raises(RaceError, match="still in flight"):
+        move(1)
+    with pytest.raises(LaunchError, match="before its bulk copies have read"):
+        move(2)
+    with pytest.raises(ProxyError):
+        move(3)
+
+
+def test_bulk_copies_of_bytes(probes) -> None:
+    """Guards: plain bulk copies both ways, and cp.async that arrives at an mbarrier by itself."""
+    a, out, other = torch.arange(128, dtype=torch.int32), ints(128), ints(128)
+    start(probes, "move_bytes", a, out, other, threads=64)
+    assert torch.equal(out, a) and torch.equal(other, a)
+
+
+# The kernels
+
+
+@dataclasses.dataclass(frozen=True)
+class Build:
+    arch: str
+    D: int
+    dtype: torch.dtype = BF16
+    decay: bool = False
+    rope: int = 0
+    walk: str = ""  # a name of launch.py's, or its choice
+
+    def __str__(self) -> str:
+        options = (
+            ["decay"] * self.decay + [f"rope{self.rope}"] * bool(self.rope) + [self.walk] * bool(self.walk)
+        )
+        return "-".join([self.arch, launch.TAGS[self.dtype], str(self.D), *options])
+
+
+ARCHS = ("sm_80", "sm_90a")
+PLAIN = [Build(arch, 64) for arch in ARCHS]
+ROTATED = [Build(arch, 64, BF16, decay=True, rope=16) for arch in ARCHS]
+WIDE = [Build(arch, 128, FP16, decay=True, rope=32) for arch in ARCHS]
+ROLES = [dataclasses.replace(build, walk="ROLES") for build in (PLAIN[1], ROTATED[1], WIDE[1])]
+BUILDS = [
+    *PLAIN,
+    *ROTATED,
+    *WIDE,
+    *ROLES,
+    Build("sm_86", 128, BF16, decay=True, rope=32),
+    Build("sm_90a", 128),
+]
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch):
+    """launch.py on CPU tensors: `emulated(build)` makes the machine the build's."""
+
+    def pretend(build: Build) -> None:
+        monkeypatch.setattr(launch, "_card", lambda device: (build.arch, 132))
+        if build.walk:
+            monkeypatch.setattr(launch, "HOPPER_WALK", getattr(launch, build.walk))
+        monkeypatch.setattr(nvrtc.KernelSpec, "compile", compiled)
+        stream = types.SimpleNamespace(cuda_stream=0)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+        forget()
+
+    yield pretend
+    monkeypatch.undo()
+    forget()
+
+
+def forget() -> None:
+    """What launch.py has cached of the machine."""
+    for function in vars(launch).values():
+        getattr(function, "cache_clear", lambda: None)()
+
+
+def compiled(spec: nvrtc.KernelSpec, arch: str) -> emulator.Module:
+    return module(spec.source, arch, tuple(spec.defines.items()), spec.names)
+
+
+@functools.lru_cache(maxsize=3)  # a module's kernels hold some 10 MB each
+def module(source: str, arch: str, defines: tuple, names: tuple) -> emulator.Module:
+    return emulator.compile_ptx(source, arch, dict(defines), names)
+
+
+def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def inputs(build: Build, B: int, N: int, H: int) -> list[torch.Tensor]:
+    """q, k, v and do: signed and random, rounded to the dtype."""
+    return [randn(B, N, H, build.D, seed=i, dtype=build.dtype) for i in range(4)]
+
+
+def options(build: Build, B: int, N: int, H: int) -> dict:
+    """b per head, a decay, rotations, an initial state, as of 50 tokens, and the final one's gradient."""
+    D, shapes = build.D, [(B, H, build.D, build.D), (B, H, build.D), (B, H, build.D), (B, H)]
+    S, z, c, dS, dz, dc, dn = (randn(*s, seed=10 + i) for i, s in enumerate(shapes[:3] + shapes))
+    found = dict(
+        b=torch.linspace(-0.5, 1, H),
+        initial=LinearAttentionState(0.9 * S, 0.9 * z, 7 * c, torch.full((B, H), 50.0)),
+        dstate=LinearAttentionState(*(0.02 * x for x in (dS, dz, dc, dn))),
+    )
+    if build.decay:
+        found["log_decay"] = torch.tensor([-0.05, 0.0])[:H]
+    if build.rope:
+        angle = torch.arange(N)[:, None] / 100 ** (torch.arange(build.rope // 2) * 2 / D)
+        found["cos"], found["sin"] = (f(angle).repeat(1, 2) for f in (torch.cos, torch.sin))
+    return found
+
+
+def run(
+    q, k, v, do, dstate=None, b=1.0, initial=None, log_decay=None, cos=None, sin=None,
+    normalize_qk=True, out=None,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """launch.forward and launch.backward: everything that comes out, by name."""
+    out = out or tuple(torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
+    with Memory(q, k, v, do, dstate, b, initial, log_decay, cos, sin, out):
+        o, stats, final = launch.forward(q, k, v, b, log_decay, cos, sin, initial, normalize_qk, True)
+        args = q, k, v, b, log_decay, cos, sin, o, stats, initial, do, dstate, normalize_qk, out
+        db, d_initial = launch.backward(*args)
+    found = dict(zip("Szcn", final, strict=True)) | dict(zip(("dq", "dk", "dv"), out, strict=True)) | {"o": o}
+    found |= {"db": db} if db is not None else {}
+    return found | (
+        dict(zip(("dS", "dz", "dc", "dn"), d_initial, strict=True)) if d_initial is not None else {}
+    )
+
+
+def turned(form, build: Build, x, cos=None, sin=None, **options) -> dict[str, torch.Tensor]:
+    """`exactly` or `quantised`, with RoPE in front and its transpose behind."""
+    q, k, v, do = x
+    if not build.rope:
+        return form(q, k, v, do, **options)
+    exact = form is exactly
+    dtype = torch.float64 if exact else build.dtype
+    wide = torch.float64 if exact else torch.float32
+    q, k = (rotate(x.to(wide), cos, sin).to(dtype) for x in (q, k))
+    found = form(q, k, v, do, **options)
+    back = {name: rotate_backward(found[name].to(wide), cos, sin).to(dtype) for name in ("dq", "dk")}
+    return found | back
+
+
+def too_far(ours: dict, exact: dict, bar: dict) -> dict[str, float]:
+    """Results whose error, RMS or maximum, is above twice the bar's, and by how much."""
+    worst = {}
+    for name, truth in exact.items():
+        scale = truth.square().mean().sqrt()
+        errors = [(y[name].double() - truth) / scale for y in (ours, bar)]
+        few = truth.numel() < 16  # numbers per head: a ratio of their errors would mean nothing
+        for kind, size in (("RMS", lambda e: e.square().mean().sqrt()), ("max", lambda e: e.abs().max())):
+            own, limit = (size(e).item() for e in errors)
+            worst[f"{name} {kind}"] = own / max(2 * limit, 2e-2 if few else 2.0**-16)
+    return {name: round(2 * ratio, 2) for name, ratio in worst.items() if not ratio <= 1}
+
+
+@pytest.mark.parametrize("build", BUILDS, ids=str)
+def test_everything_at_once(build: Build, emulated) -> None:
+    """Guards: each build, forward and backward, with all options: states and their gradients, b per head."""
+    emulated(build)
+    x, settings = inputs(build, 1, 130, 2), options(build, 1, 130, 2)
+    ours = run(*x, **settings)
+    settings.setdefault("log_decay", None)
+    exact, bar = (turned(form, build, x, **settings) for form in (exactly, quantised))
+    assert not too_far(ours, exact, bar)
+
+
+@pytest.mark.parametrize("build", [*ROTATED, WIDE[1], ROLES[2]], ids=str)
+def test_segments(build: Build, emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: the states before segments, by `states` and `prefix`, in both directions."""
+    emulated(build)
+    B, N, H = 1, 180, 2
+    x, settings = inputs(build, B, N, H), options(build, B, N, H)
+    monkeypatch.setattr(
+        launch, "split", lambda batch_heads, length, chunk, slots: (-(-length // chunk), chunk)
+    )
+    ours = run(*x, **settings)
+    exact, bar = (turned(form, build, x, **settings) for form in (exactly, quantised))
+    assert not too_far(ours, exact, bar)
+
+
+@pytest.mark.parametrize("build", [*PLAIN, ROLES[0]], ids=str)
+def test_segments_that_split_chooses(build: Build, emulated) -> None:
+    """Guards: the launcher's own choice for a long sequence; the backward pass reuses the states."""
+    emulated(build)
+    x = inputs(build, 1, 600, 1)
+    assert launch.split(1, 600, 64, 132)[0] > 1
+    ours, exact = run(*x), exactly(*x)
+    for name in ("o", "S", "z", "c", "dq", "dk", "dv"):
+        assert relative(ours[name], exact[name]) < 8e-3, name
+
+
+@pytest.mark.parametrize("N", [1, 63, 64, 65])
+@pytest.mark.parametrize("build", PLAIN, ids=str)
+def test_lengths_around_a_chunk(build: Build, N: int, emulated) -> None:
+    """Guards: rows beyond the end are neither read nor written, and count nothing."""
+    emulated(build)
+    x = inputs(build, 2, N, 1)
+    ours, exact = run(*x), exactly(*x)
+    for name in ("o", "S", "z", "c", "dv") if N == 1 else ("o", "S", "z", "c", "dq", "dk", "dv"):
+        assert relative(ours[name], exact[name]) < 8e-3, name
+    assert torch.equal(ours["n"], torch.full((2, 1), float(N)))
+    if N == 1:
+        assert torch.equal(ours["o"], x[2]) and max(ours["dq"].abs().max(), ours["dk"].abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("build", PLAIN, ids=str)
+def test_views_of_a_projection(build: Build, emulated) -> None:
+    """Guards: strides; a row read or written beyond the fused q, k and v would be an error; the same bits."""
+    emulated(build)
+    *_, do = x = inputs(build, 1, 70, 2)
+    qkv, dqkv = torch.stack(x[:3], 2), torch.zeros(1, 70, 3, 2, 64, dtype=BF16)
+    base = run(*x)
+    ours = run(*qkv.unbind(2), do, out=dqkv.unbind(2))
+    assert all(torch.equal(ours[name], base[name]) for name in base)
+    assert torch.equal(dqkv.unbind(2)[2], base["dv"])
+
+
+@pytest.mark.parametrize("build", PLAIN, ids=str)
+def test_rows_of_zeros(build: Build, emulated) -> None:
+    """Guards: no direction means weight 1 for everything; the others' gradients do not hear of it."""
+    emulated(build)
+    q, k, v, do = inputs(build, 1, 100, 1)
+    q[:, 10:20], k[:, 15:30] = 0, 0
+    q[:, 70:], k[:, 90:] = 0, 0
+    ours, exact = (form(q, k, v, do) for form in (run, exactly))
+    assert all(x.isfinite().all() for x in ours.values())
+    for name, rows in (("o", None), ("dv", None), ("dq", q), ("dk", k)):
+        some = slice(None) if rows is None else rows.abs().sum(-1) > 0
+        assert relative(ours[name][some], exact[name][some]) < 8e-3, name
+
+
+@pytest.mark.parametrize("build", PLAIN, ids=str)
+def test_q_opposite_to_k(build: Build, emulated) -> None:
+    """Guards: weights of almost nothing, g near zero at the first token: finite, exact, still an average."""
+    emulated(build)
+    _, k, v, do = inputs(build, 1, 100, 1)
+    ours, exact = (form(-k, k, v, do) for form in (run, exactly))
+    assert all(x.isfinite().all() for x in ours.values())
+    assert ours["o"].abs().max() <= v.abs().max() * (1 + torch.finfo(BF16).eps)
+    assert relative(ours["o"], exact["o"]) < 5e-3 and relative(ours["dv"], exact["dv"]) < 1e-2
+    for name in ("dq", "dk"):
+        assert relative(ours[name], exact[name]) < 2e-2, name
+
+
+@pytest.mark.parametrize("build", PLAIN, ids=str)
+def test_rows_as_they_are(build: Build, emulated) -> None:
+    """Guards: normalize_qk=False, norms and b's shrinking out of the way."""
+    emulated(build)
+    q, k, v, do = inputs(build, 1, 100, 1)
+    q, k, b = 0.25 * q, 0.25 * k, torch.full((1,), 0.5)
+    ours, exact = (form(q, k, v, do, normalize_qk=False, b=b) for form in (run, exactly))
+    for name in ("o", "S", "z", "c", "dq", "dk", "dv", "db"):
+        assert relative(ours[name], exact[name]) < 1e-2, name
