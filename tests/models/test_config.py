@@ -55,7 +55,7 @@ def test_a_mistake_is_one_line(arguments: dict, message: str):
 def test_other_architectures_are_refused():
     """Grouped queries and the like would be ignored by the attentions here, silently."""
     with pytest.raises(ModelError, match="n_query_groups"):
-        Config.from_name("demo", n_query_groups=2)
+        Config.from_name("demo", n_query_groups=1)
     with pytest.raises(ModelError, match="norm_class_name"):
         Config.from_name("demo", norm_class_name="RMSNorm")
     with pytest.raises(ModelError, match="unknown key 'colour'"):
