@@ -8,7 +8,8 @@ import litgpt.config
 from lingpt.models.attention import ATTENTIONS
 from lingpt.models.errors import ModelError, unknown
 
-# Tiny, Pythia in every other respect: trains on a laptop's CPU in minutes. Heads of 64, as the CUDA kernel has them.
+# Tiny, Pythia in every other respect: trains on a laptop's CPU in minutes. Heads of 64: the CUDA kernel
+# takes those.
 DEMO = {
     "name": "demo",
     "block_size": 256,

@@ -16,7 +16,7 @@ import emulator
 import numpy as np
 import pytest
 import torch
-from emulator import DeadlockError, LaunchError, MemcheckError, Memory, ProxyError, RaceError, TensorMap
+from emulator import DeadlockError, MemcheckError, Memory, ProxyError, RaceError
 from test_linear_cuda import exactly, quantised, relative
 
 from lingpt.kernels import LinearAttentionState
@@ -35,27 +35,19 @@ def compiler() -> None:
 # The emulator itself
 
 PROBES = Path(emulator.__file__).with_name("probes.cu")
-PORTABLE = (
-    "integers", "floats", "branches", "past_the_end", "crooked", "turn_round", "overwrite", "unwritten",
-    "impatient", "stuck", "hand_over", "polled", "multiply",
-)  # fmt: skip
-HOPPER = ("group_multiply", "group_multiply_transposed", "move_box", "move_bytes")
 
 
 @pytest.fixture(scope="module")
 def probes() -> emulator.Module:
-    return emulator.compile_ptx(PROBES, "sm_90a", {"HOPPER": 1}, PORTABLE + HOPPER)
+    return emulator.Module(PROBES, "sm_90a", {})
 
 
-def start(
-    probes: emulator.Module, name: str, *arguments, threads: int = 128, shared: int = 0, **options
-) -> None:
+def start(probes: emulator.Module, name: str, *arguments, threads: int = 128, shared: int = 0) -> None:
     """One block; tensors become pointers to registered memory."""
-    codes = {torch.Tensor: "P", int: "i", bytes: "128s"}
+    signature = "".join("P" if isinstance(x, torch.Tensor) else "i" for x in arguments)
     values = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments]
-    kernel = probes.kernel(name, "".join(codes[type(x)] for x in arguments), **options)
     with Memory(arguments):
-        kernel((1, 1, 1), (threads, 1, 1), shared, 0, *values)
+        probes.kernel(name, signature)((1, 1, 1), (threads, 1, 1), shared, 0, *values)
 
 
 def ints(*shape: int) -> torch.Tensor:
@@ -63,12 +55,12 @@ def ints(*shape: int) -> torch.Tensor:
 
 
 def test_integers(probes) -> None:
-    """Guards: division to zero, products' high halves, shifts beyond the width, bits, bytes and lanes."""
+    """Guards: division to zero, products' high halves, shifts beyond the width, lanes."""
     rng = np.random.default_rng(0)
     x, y = rng.integers(-(2**31), 2**31, (2, 64))
     x[:20], y[:20] = rng.integers(-100, 100, (2, 20))
     y[y == 0] = 7
-    out = ints(24, 64)
+    out = ints(16, 64)
     start(probes, "integers", *(torch.from_numpy(v.astype(np.int32)) for v in (x, y)), out, threads=64)
     for thread in range(64):
         want = _integers(thread, x.tolist(), y.tolist())
@@ -81,30 +73,13 @@ MASK = 0xFFFFFFFF
 def _integers(i: int, xs: list[int], ys: list[int]) -> list[int]:
     """What the probe computes, in Python's integers."""
     x, y, warp = xs[i], ys[i], i - i % 32
-    ux, uy, lanes = x & MASK, y & MASK, range(warp, warp + 32)
-
-    def quotient(a: int, b: int) -> int:
-        return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
-
+    ux, uy = x & MASK, y & MASK
+    quotient = abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1)
     return [
-        quotient(x, y), x - y * quotient(x, y), ux // uy, ux % uy, x * y >> 32, ux * uy >> 32, x * y >> 20,
-        quotient(x * y, 12345), ux.bit_count(), 32 - ux.bit_length(), int(f"{ux:032b}"[::-1], 2),
-        (uy << 32 | ux) << (ux & 31) >> 32, _permuted(uy << 32 | ux, 0x9361), x >> min(uy & 63, 31),
-        ux << (y & 31), min(x, y), max(ux, uy), xs[i ^ 5], xs[i if i % 32 < 3 else i - 3],
-        xs[i if i % 8 > 5 else i + 2], xs[warp + i * 7 % 32],
-        sum(1 << n for n, lane in enumerate(lanes) if xs[lane] > ys[lane]),
-        (x & y) | (~x ^ (y | 5)), sum(xs[lane] for lane in lanes),
+        quotient, x - y * quotient, ux // uy, ux % uy, x * y >> 32, ux * uy >> 32, x * y >> 20,
+        (uy << 32 | ux) << (ux & 31) >> 32, x >> min(uy & 63, 31), ux << (y & 31), min(x, y), max(ux, uy),
+        xs[i ^ 5], xs[i if i % 8 > 5 else i + 2], xs[warp + i * 7 % 32], (x & y) | (~x ^ (y | 5)),
     ]  # fmt: skip
-
-
-def _permuted(eight: int, selector: int) -> int:
-    """`prmt`: four of eight bytes; with bit 3 of a choice, the byte's sign."""
-    result = 0
-    for n in range(4):
-        choice = selector >> 4 * n & 0xF
-        byte = eight >> 8 * (choice & 7) & 0xFF
-        result |= (255 * (byte >> 7) if choice & 8 else byte) << 8 * n
-    return result
 
 
 def test_floats(probes) -> None:
@@ -133,7 +108,7 @@ def test_floats(probes) -> None:
 
 
 def test_threads_part_and_meet(probes) -> None:
-    """Guards: loops of different lengths, `continue` and `break`; a shuffle that names part of a warp."""
+    """Guards: loops of different lengths, `continue` and `break`, before a shuffle of the warp."""
     out = ints(64)
     start(probes, "branches", out, threads=64)
     x = []
@@ -149,8 +124,7 @@ def test_threads_part_and_meet(probes) -> None:
             if value > 5:
                 break
         x.append(value)
-    want = [x[i] + 1000 * x[i ^ 1] + (x[i ^ 2] if i % 32 < 4 else 0) for i in range(64)]
-    assert out.tolist() == want
+    assert out.tolist() == [x[i] + 1000 * x[i ^ 1] for i in range(64)]
 
 
 def test_an_access_out_of_bounds_is_found(probes) -> None:
@@ -178,7 +152,6 @@ def test_a_missing_barrier_is_a_race(probes) -> None:
         assert torch.equal(out, a.flip(0))
         with pytest.raises(RaceError, match=rf"(?s)probes.cu:\d+.*{verb} \d.*probes.cu:\d+"):
             start(probes, name, a, out, 0)
-        start(probes, name, a, out, 0, racecheck=False)
 
 
 def test_what_nobody_wrote_is_nan(probes) -> None:
@@ -188,15 +161,20 @@ def test_what_nobody_wrote_is_nan(probes) -> None:
     assert out[:16].eq(1).all() and out[16:].isnan().all()
 
 
-def test_a_copy_lands_when_it_is_waited_for(probes) -> None:
-    """Guards: what cp.async brings is not there before the wait, for the thread that ordered it either."""
+def test_a_copy_is_there_for_those_who_wait(probes) -> None:
+    """Guards: what cp.async brings may not be read before the wait, by the thread that ordered it either;
+    an mbarrier passes a copy on only where the copy itself arrives at it.
+    """
     a, out = torch.arange(128, dtype=torch.int32), ints(32)
     start(probes, "impatient", a, out, 1, threads=32)
     assert torch.equal(out, a[::4])
     with pytest.raises(RaceError, match="still in flight"):
         start(probes, "impatient", a, out, 0, threads=32)
-    start(probes, "impatient", a, out, 0, threads=32, racecheck=False)
-    assert out.eq(-1).all()
+    out = ints(128)
+    start(probes, "delivered", a, out, 0, threads=64)
+    assert torch.equal(out, a)
+    with pytest.raises(RaceError, match="still in flight"):
+        start(probes, "delivered", a, out, 1, threads=64)
 
 
 def test_a_deadlock_says_who_waits_where(probes) -> None:
@@ -211,13 +189,6 @@ def test_a_deadlock_says_who_waits_where(probes) -> None:
         DeadlockError, match=r"(?s)warps 1 2 3 wait for an mbarrier.* 33 arrivals 1 are to come"
     ):
         start(probes, "hand_over", a, out, 33)
-
-
-def test_polling_gives_way(probes) -> None:
-    """Guards: a loop around mbarrier.test_wait does not starve those that it waits for."""
-    out = ints(64)
-    start(probes, "polled", out, threads=64)
-    assert (out >= 1).all()
 
 
 def matrices(*shapes: tuple[int, int]) -> list[torch.Tensor]:
@@ -251,40 +222,6 @@ def test_a_warpgroups_product(probes) -> None:
     assert torch.equal(c.isnan(), first)
 
 
-def test_bulk_copies_of_boxes(probes) -> None:
-    """Guards: TMA's swizzle, zeros beyond the tensor, which a store leaves alone; waits; the proxies."""
-    rows, row, column = 24, 90, 32
-    (x,), to = matrices((100, 72)), torch.zeros(20, 64, dtype=BF16)
-    maps = [TensorMap.of(t, (64, rows)).pack() for t in (x, to)]
-    raw = torch.zeros(rows, 64, dtype=BF16)
-
-    def move(mistake: int) -> None:
-        with Memory(x, to, raw):
-            kernel = probes.kernel("move_box", "128s128sPiiii")
-            kernel((1, 1, 1), (64, 1, 1), 4096, 0, *maps, raw.data_ptr(), row, column, rows, mistake)
-
-    move(0)
-    box = torch.zeros(rows, 64, dtype=BF16)
-    box[:10, :40] = x[90:, 32:]
-    pieces = box.view(rows, 8, 8)
-    order = torch.arange(8) ^ (torch.arange(rows) % 8)[:, None]
-    assert torch.equal(raw.view(rows, 8, 8), pieces.gather(1, order[..., None].expand(-1, -1, 8)))
-    assert torch.equal(to, box[:20])
-    with pytest.raises(RaceError, match="still in flight"):
-        move(1)
-    with pytest.raises(LaunchError, match="before its bulk copies have read"):
-        move(2)
-    with pytest.raises(ProxyError):
-        move(3)
-
-
-def test_bulk_copies_of_bytes(probes) -> None:
-    """Guards: plain bulk copies both ways, and cp.async that arrives at an mbarrier by itself."""
-    a, out, other = torch.arange(128, dtype=torch.int32), ints(128), ints(128)
-    start(probes, "move_bytes", a, out, other, threads=64)
-    assert torch.equal(out, a) and torch.equal(other, a)
-
-
 # The kernels
 
 
@@ -309,14 +246,8 @@ PLAIN = [Build(arch, 64) for arch in ARCHS]
 ROTATED = [Build(arch, 64, BF16, decay=True, rope=16) for arch in ARCHS]
 WIDE = [Build(arch, 128, FP16, decay=True, rope=32) for arch in ARCHS]
 ROLES = [dataclasses.replace(build, walk="ROLES") for build in (PLAIN[1], ROTATED[1], WIDE[1])]
-BUILDS = [
-    *PLAIN,
-    *ROTATED,
-    *WIDE,
-    *ROLES,
-    Build("sm_86", 128, BF16, decay=True, rope=32),
-    Build("sm_90a", 128),
-]
+ONCE = [Build("sm_86", 128, BF16, decay=True, rope=32), Build("sm_90a", 128), WIDE[0], ROLES[1]]
+AGAIN = [*PLAIN, *ROTATED, WIDE[1], ROLES[0], ROLES[2]]  # in other tests, too
 
 
 @pytest.fixture
@@ -348,9 +279,10 @@ def compiled(spec: nvrtc.KernelSpec, arch: str) -> emulator.Module:
     return module(spec.source, arch, tuple(spec.defines.items()), spec.names)
 
 
-@functools.lru_cache(maxsize=3)  # a module's kernels hold some 10 MB each
+@functools.lru_cache(maxsize=len(AGAIN))  # a module's kernels hold some 10 MB each
 def module(source: str, arch: str, defines: tuple, names: tuple) -> emulator.Module:
-    return emulator.compile_ptx(source, arch, dict(defines), names)
+    """`names` tell builds apart."""
+    return emulator.Module(source, arch, dict(defines))
 
 
 def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -423,7 +355,7 @@ def too_far(ours: dict, exact: dict, bar: dict) -> dict[str, float]:
     return {name: round(2 * ratio, 2) for name, ratio in worst.items() if not ratio <= 1}
 
 
-@pytest.mark.parametrize("build", BUILDS, ids=str)
+@pytest.mark.parametrize("build", [*ONCE, *AGAIN], ids=str)
 def test_everything_at_once(build: Build, emulated) -> None:
     """Guards: each build, forward and backward, with all options: states and their gradients, b per head."""
     emulated(build)
@@ -452,8 +384,8 @@ def test_segments(build: Build, emulated, monkeypatch: pytest.MonkeyPatch) -> No
 def test_segments_that_split_chooses(build: Build, emulated) -> None:
     """Guards: the launcher's own choice for a long sequence; the backward pass reuses the states."""
     emulated(build)
-    x = inputs(build, 1, 600, 1)
-    assert launch.split(1, 600, 64, 132)[0] > 1
+    x = inputs(build, 1, 520, 1)
+    assert launch.split(1, 520, 64, 132)[0] > 1
     ours, exact = run(*x), exactly(*x)
     for name in ("o", "S", "z", "c", "dq", "dk", "dv"):
         assert relative(ours[name], exact[name]) < 8e-3, name

@@ -1,21 +1,20 @@
 """Runs PTX on numpy: the project's own CUDA kernels, where there is no GPU.
 
-    module = compile_ptx("scan.cu", "sm_90a", {"HOPPER_BUILD": 1}, ["prefix<64, false, false>"])
+    module = Module("scan.cu", "sm_90a", {"HOPPER_BUILD": 1})
     kernel = module.kernel("prefix<64, false, false>", "328s")
     with Memory(q, k, v):                       # and every tensor that PyTorch makes in here
         kernel((blocks, 1, 1), (128, 1, 1), shared_bytes, 0, *arguments)
 
 NVRTC compiles, with the project's options. Global memory is the host's: pointers are `data_ptr()`s of CPU
 tensors, and an access outside of what `Memory` knows is an error. Shared memory is watched for races, for
-reads of what is still in flight, and for ordinary writes that reach wgmma or a bulk copy without
-fence.proxy.async.
+reads of what is still in flight, and for ordinary writes that reach wgmma without fence.proxy.async.
 Whatever is asynchronous happens at the latest moment that is legal. faults.py lists the errors.
 
 It is stricter than the hardware: a thread that has returned does not count at a barrier; wgmma needs
 wgmma.fence behind every wait that leaves nothing in flight.
 
-Not here: local memory (a stack), calls, clusters of more than a block, wgmma without the 128-byte swizzle,
-races between lanes of one warp and between blocks, 16-bit atomics.
+Here is what the kernels use, and little more; the rest raises UnknownInstruction. Not seen are races between
+lanes of one warp and between blocks.
 """
 
 from __future__ import annotations
@@ -26,14 +25,15 @@ import os
 import re
 import struct
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from . import access, bulk, scalar, tensor  # noqa: F401  (they register their instructions)
-from .bulk import TensorMap
+from lingpt.kernels.linear.cuda.compile import SOURCE_FOLDER, _check, _header_folder, _Request
+
+from . import access, control, mbarrier, scalar, tensor  # noqa: F401  (they register their instructions)
 from .faults import (
     DeadlockError,
     EmulatorError,
@@ -57,109 +57,94 @@ __all__ = [
     "Module",
     "ProxyError",
     "RaceError",
-    "TensorMap",
     "UnknownInstruction",
-    "compile_ptx",
 ]
 
 MOST_SHARED = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_120": 99}  # KB a block
 
 
 class Module:
-    """Parsed PTX. `symbols` maps names as asked for to those in the PTX."""
+    """A source for an architecture. Its kernels are compiled one by one, when they are first launched."""
 
-    def __init__(self, text: str, symbols: Mapping[str, str], arch: str) -> None:
-        self.text, self.symbols, self.arch = text, dict(symbols), arch
-        self._parsed = Text(text)
+    def __init__(self, source: str | Path, arch: str, defines: Mapping[str, Any]) -> None:
+        self.source, self.arch, self.defines = str(source), arch, dict(defines)
+        self._texts: dict[str, Text] = {}
         self._kernels: dict[tuple, EmulatedKernel] = {}
 
-    def kernel(
-        self, name: str, signature: str, *, memory: Memory | None = None, racecheck: bool = True
-    ) -> EmulatedKernel:
-        """To be called as compile.Kernel is. `memory`: what it may touch, else that of the `with`."""
-        key = name, signature, memory, racecheck
+    def kernel(self, name: str, signature: str) -> EmulatedKernel:
+        """To be called as compile.Kernel is, in a `with Memory(…)`."""
+        key = name, signature
         if key not in self._kernels:
-            kernel = self._parsed.kernel(self.symbols.get(name, name))
-            self._kernels[key] = EmulatedKernel(kernel, name, signature, self.arch, memory, racecheck)
+            self._kernels[key] = EmulatedKernel(self, name, signature)
         return self._kernels[key]
 
     def load(self, signatures: Mapping[str, str]) -> dict[str, EmulatedKernel]:
         """As CompiledModule.load."""
         return {name: self.kernel(name, signature) for name, signature in signatures.items()}
 
+    def parsed(self, name: str) -> Kernel:
+        """An instance of a template is compiled alone; `extern "C"` kernels of a file all come at once."""
+        template = name if "<" in name else ""
+        if template not in self._texts:
+            request = _Request(self.source, self.arch, self.defines, (template,) if template else (), {})
+            self._texts[template] = Text(_ptx(request))
+        text = self._texts[template]
+        return text.kernel(text.symbol or name)
+
 
 class EmulatedKernel:
     """`kernel(grid, block, shared, stream, *arguments)` runs all blocks, one after the other."""
 
-    def __init__(
-        self, kernel: Kernel, name: str, signature: str, arch: str, memory: Memory | None, racecheck: bool
-    ) -> None:
-        self.name, self.kernel, self.memory, self.racecheck = name, kernel, memory, racecheck
+    def __init__(self, module: Module, name: str, signature: str) -> None:
+        self.module, self.name = module, name
         self.codes = re.findall(r"\d*s|[a-zA-Z]", signature)
-        self.most_shared = 1024 * MOST_SHARED.get(arch.rstrip("af"), 227)
+        self.most_shared = 1024 * MOST_SHARED[module.arch.rstrip("a")]
         self._machines: dict[tuple, Machine] = {}
 
+    @functools.cached_property
+    def kernel(self) -> Kernel:
+        return self.module.parsed(self.name)
+
     def __call__(self, grid: tuple, block: tuple, shared: int, stream: int, *arguments: Any) -> None:
-        threads = int(np.prod(block))
-        if not 1 <= threads <= self.kernel.max_threads or min(grid) < 1:
-            raise LaunchError(f"{self.name}: grid {grid}, {threads} of {self.kernel.max_threads} threads")
-        memory = self.memory or (Memory.active[-1] if Memory.active else None)
-        if memory is None:
+        threads, *flat = block
+        if not 1 <= threads <= self.kernel.max_threads or threads % 32 or flat != [1, 1] or min(grid) < 1:
+            raise LaunchError(f"{self.name}: grid {grid}, block {block} of {self.kernel.max_threads} threads")
+        if not Memory.active:
             raise LaunchError(f"{self.name}: no Memory says what it may touch")
-        machine = self._machine(tuple(block), shared)
+        machine = self._machine(threads, shared)
         if machine.shared_size > self.most_shared:
             size = f"{machine.shared_size} bytes of shared memory"
             raise LaunchError(f"{self.name}: {size}; there are {self.most_shared}")
         self._fill_parameters(machine, arguments)
-        constants = [(data.ctypes.data, data.nbytes) for data in machine.global_data]
-        machine.memory = GlobalMemory(memory.ranges() + constants)
+        machine.memory = GlobalMemory(Memory.active[-1].ranges())
         for z, y, x in np.ndindex(*reversed(grid)):
             machine.run((x, y, z), tuple(grid))
 
-    def _machine(self, block: tuple, shared: int) -> Machine:
-        if (block, shared) not in self._machines:
-            self._machines[block, shared] = Machine(self.kernel, block, shared, self.racecheck)
-        return self._machines[block, shared]
+    def _machine(self, threads: int, shared: int) -> Machine:
+        if (threads, shared) not in self._machines:
+            self._machines[threads, shared] = Machine(self.kernel, threads, shared)
+        return self._machines[threads, shared]
 
     def _fill_parameters(self, machine: Machine, arguments: tuple) -> None:
         places = list(self.kernel.parameters.values())
-        sizes = [struct.calcsize(code) for code in self.codes]
-        if sizes != [size for _, size in places] or len(arguments) != len(places):
-            found = [size for _, size in places]
-            raise LaunchError(
-                f"{self.name}: {len(arguments)} arguments of {sizes} bytes for parameters of {found}"
-            )
+        sizes, found = [struct.calcsize(code) for code in self.codes], [size for _, size in places]
+        if sizes != found or len(arguments) != len(places):
+            given = f"{len(arguments)} arguments of {sizes} bytes"
+            raise LaunchError(f"{self.name}: {given} for parameters of {found}")
         for (offset, size), code, value in zip(places, self.codes, arguments, strict=True):
-            start = machine.parameter_start + offset
-            machine.parameters[start : start + size] = np.frombuffer(struct.pack(code, value), np.uint8)
+            machine.parameters[offset : offset + size] = np.frombuffer(struct.pack(code, value), np.uint8)
 
 
-def compile_ptx(
-    source: str | Path, arch: str, defines: Mapping[str, Any], names: Iterable[str], **options: Any
-) -> Module:
-    """As compile_kernels: a file of the kernels' folder or a path, and C++ names of kernels.
-
-    `options`: those of `cuda.core.ProgramOptions` that are flags with a value. The text is kept in the folder
-    of compiled kernels.
-    """
-    definitions = tuple(sorted(defines.items()))
-    return Module(*_compiled(str(source), arch, definitions, tuple(names), tuple(options.items())), arch)
-
-
-@functools.lru_cache(maxsize=64)
-def _compiled(source: str, arch: str, defines: tuple, names: tuple, options: tuple) -> tuple[str, dict]:
-    from lingpt.kernels.linear.cuda import compile as nvrtc
-
-    request = nvrtc._Request(source, arch, dict(defines), names, dict(options))
+def _ptx(request: _Request) -> str:
+    """Kept in the folder of compiled kernels."""
     path = request.cache_file().with_suffix(".ptx")
     marker = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
     path = path.with_name(f"{path.stem}-{marker}.ptx")
     if path.is_file():
-        text = path.read_text()
-    else:
-        text = _run_nvrtc(request)
-        _keep(path, text)
-    return text, dict(line.split("\t") for line in re.findall(r"^//symbol (.*)$", text, re.MULTILINE))
+        return path.read_text()
+    text = _run_nvrtc(request)
+    _keep(path, text)
+    return text
 
 
 def _keep(path: Path, text: str) -> None:
@@ -174,17 +159,14 @@ def _keep(path: Path, text: str) -> None:
         pass
 
 
-def _run_nvrtc(request: Any) -> str:
-    """PTX, in front of it the names. NVRTC itself is called: cuda.core asks the driver about PTX."""
+def _run_nvrtc(request: _Request) -> str:
+    """PTX, behind it the symbol of what was asked for. NVRTC itself: cuda.core asks the driver about PTX."""
     from cuda.bindings import nvrtc
-
-    from lingpt.kernels.linear.cuda.compile import SOURCE_FOLDER, _check, _header_folder
 
     path = SOURCE_FOLDER / request.source
     options = [f"--gpu-architecture={request.arch}", "--std=c++17", "-lineinfo"]
     options += [f"-I{path.parent}", f"-I{_header_folder()}"]
     options += [f"-D{name}={value}" for name, value in request.defines.items()]
-    options += [f"--{name.replace('_', '-')}={str(value).lower()}" for name, value in request.options.items()]
     program = _check(nvrtc.nvrtcCreateProgram(path.read_bytes(), path.name.encode(), 0, [], []))
     for name in request.names:
         _check(nvrtc.nvrtcAddNameExpression(program, name.encode()))
@@ -195,6 +177,5 @@ def _run_nvrtc(request: Any) -> str:
         raise RuntimeError(f"{path.name} does not compile for {request.arch}: {log.decode()}")
     text = b" " * _check(nvrtc.nvrtcGetPTXSize(program))
     _check((*nvrtc.nvrtcGetPTX(program, text), None))
-    lowered = [_check(nvrtc.nvrtcGetLoweredName(program, name.encode())).decode() for name in request.names]
-    symbols = "".join(f"//symbol {n}\t{s}\n" for n, s in zip(request.names, lowered, strict=True))
-    return symbols + text.decode().rstrip("\0")
+    symbols = [_check(nvrtc.nvrtcGetLoweredName(program, name.encode())).decode() for name in request.names]
+    return text.decode().rstrip("\0") + "".join(f"//symbol {symbol}\n" for symbol in symbols)

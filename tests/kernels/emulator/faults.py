@@ -14,7 +14,7 @@ class RaceError(EmulatorError):
 
 
 class ProxyError(EmulatorError):
-    """Ordinary writes that reach the async proxy (wgmma, bulk copies) without fence.proxy.async."""
+    """Ordinary writes that reach the async proxy (wgmma) without fence.proxy.async."""
 
 
 class DeadlockError(EmulatorError):

@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 from .faults import MemcheckError
 
 SHARED_START = 1024  # where shared memory begins: address 0 is in nobody's hands, as on Hopper
-SHARED_WINDOW = 1 << 60  # generic addresses of shared memory: above all of the host's
 UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 
 
@@ -128,13 +127,12 @@ class SharedMemory:
     def clear(self) -> None:
         self.bytes.fill(0xFF)
 
-    def check(self, address: np.ndarray, size: int, lanes: np.ndarray, align: int | None = None) -> None:
-        align = align or size
-        good = (address >= SHARED_START) & (address + size <= self.end) & (address % align == 0)
+    def check(self, address: np.ndarray, size: int, lanes: np.ndarray) -> None:
+        good = (address >= SHARED_START) & (address + size <= self.end) & (address % size == 0)
         if not good.all():
             i = int(np.argmin(good))
             bounds = f"outside {SHARED_START:#x} … {self.end:#x}"
-            why = f"not a multiple of {align}" if address[i] % align else bounds
+            why = f"not a multiple of {size}" if address[i] % size else bounds
             raise MemcheckError(
                 f"thread {int(lanes[i])}: {size} bytes at shared address {int(address[i]):#x}: {why}"
             )

@@ -8,13 +8,9 @@ __device__ __forceinline__ u32 address(const void* p) { return static_cast<u32>(
 __device__ __forceinline__ void fence_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   asm volatile(
@@ -22,7 +18,8 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
       "done:\n}\n" ::"r"(barrier), "r"(parity) : "memory");
 }
 __device__ __forceinline__ void copy16(u32 to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\ncp.async.commit_group;" ::"r"(to), "l"(from) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\ncp.async.commit_group;" ::"r"(to), "l"(from), "r"(16)
+               : "memory");
 }
 __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
 
@@ -31,16 +28,12 @@ extern "C" __global__ void integers(const int* a, const int* b, int* out) {
   int i = threadIdx.x, x = a[i], y = b[i];
   u32 ux = x, uy = y;
   long long wide = (long long)x * y;
-  int permuted;
-  asm("prmt.b32 %0, %1, %2, 0x9361;" : "=r"(permuted) : "r"(x), "r"(y));
-  int found[] = {x / y, x % y, int(ux / uy), int(ux % uy), __mulhi(x, y), int(__umulhi(ux, uy)),
-                 int(wide >> 20), int(wide / 12345), __popc(x), __clz(x), int(__brev(ux)),
-                 int(__funnelshift_l(ux, uy, x)), permuted, x >> (y & 63), x << (y & 31),
-                 min(x, y), int(max(ux, uy)), __shfl_xor_sync(0xffffffffu, x, 5), __shfl_up_sync(0xffffffffu, x, 3),
-                 __shfl_down_sync(0xffffffffu, x, 2, 8), __shfl_sync(0xffffffffu, x, i * 7),
-                 int(__ballot_sync(0xffffffffu, x > y)), (x & y) | (~x ^ (y | 5)), __reduce_add_sync(0xffffffffu, x)};
+  int found[] = {x / y, x % y, int(ux / uy), int(ux % uy), __mulhi(x, y), int(__umulhi(ux, uy)), int(wide >> 20),
+                 int((u64(uy) << 32 | ux) << (x & 31) >> 32), x >> (y & 63), x << (y & 31), min(x, y), int(max(ux, uy)),
+                 __shfl_xor_sync(0xffffffffu, x, 5), __shfl_down_sync(0xffffffffu, x, 2, 8),
+                 __shfl_sync(0xffffffffu, x, i * 7), (x & y) | (~x ^ (y | 5))};
 #pragma unroll
-  for (int k = 0; k < 24; k++) out[k * blockDim.x + i] = found[k];
+  for (int k = 0; k < 16; k++) out[k * blockDim.x + i] = found[k];
 }
 extern "C" __global__ void floats(const float* a, const float* b, float* out) {
   int i = threadIdx.x, T = blockDim.x;
@@ -62,7 +55,6 @@ extern "C" __global__ void branches(int* out) {
     if (x > 5) break;
   }
   out[i] = x + 1000 * __shfl_xor_sync(0xffffffffu, x, 1);
-  if (i % 32 < 4) out[i] += __shfl_xor_sync(0xfu, x, 2);
 }
 
 // --------------------------------------------------------------------------------------------------- memory and races
@@ -114,20 +106,19 @@ extern "C" __global__ void hand_over(const int* a, int* out, int arrivals) {  //
     out[threadIdx.x - 32] = tile[threadIdx.x % 32];
   }
 }
-extern "C" __global__ void polled(int* out) {  // mbarrier.test_wait, and a state that arriving returns
+extern "C" __global__ void delivered(const int* a, int* out, int early) {  // cp.async that arrives by itself
+  __shared__ __align__(16) int tile[128];
   __shared__ u64 barrier;
-  if (threadIdx.x == 0) barrier_init(address(&barrier), 64);
+  if (threadIdx.x == 0) barrier_init(address(&barrier), 32);
   __syncthreads();
-  u64 state;
-  asm volatile("mbarrier.arrive.shared::cta.b64 %0, [%1];" : "=l"(state) : "r"(address(&barrier)) : "memory");
-  u32 done = 0, tries = 0;
-  while (!done) {
-    asm volatile(
-        "{\n.reg .pred p;\nmbarrier.test_wait.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
-        : "=r"(done) : "r"(address(&barrier)), "l"(state) : "memory");
-    tries++;
+  if (threadIdx.x < 32) {
+    copy16(address(tile + 4 * threadIdx.x), a + 4 * threadIdx.x);
+    if (early) barrier_arrive(address(&barrier));
+    else asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address(&barrier)) : "memory");
+  } else {
+    barrier_wait(address(&barrier), 0);
+    for (int i = threadIdx.x - 32; i < 128; i += 32) out[i] = tile[i];
   }
-  out[threadIdx.x] = tries;
 }
 
 // -------------------------------------------------------------------------------------------------------- tensor cores
@@ -195,57 +186,5 @@ __device__ __forceinline__ void group_product(const u16* a, const u16* b, float*
   for (int i = 0; i < 32; i++) c[(row + i / 2 % 2 * 8) * 64 + i / 4 * 8 + lane % 4 * 2 + i % 2] = d[i];
 }
 
-// --------------------------------------------------------------------------------------------------------- bulk copies
-struct __align__(64) Map { char bytes[128]; };
-
-#ifdef HOPPER
 extern "C" __global__ void group_multiply(const u16* a, const u16* b, float* c, int mistake) { group_product<false>(a, b, c, mistake); }
 extern "C" __global__ void group_multiply_transposed(const u16* a, const u16* b, float* c, int mistake) { group_product<true>(a, b, c, mistake); }
-
-// A box [rows, 64] of bf16 from (row, column) of one tensor to (0, 0) of another, through swizzled shared memory, which
-// is also written out as it lies. `mistake`: 1 no wait for the copy, 2 no wait for the second copy's reads, 3 the box is
-// changed in between, with no fence.
-extern "C" __global__ void move_box(const __grid_constant__ Map from, const __grid_constant__ Map to, u16* raw, int row, int column,
-                                    int rows, int mistake) {
-  __shared__ u64 barrier;
-  if (threadIdx.x == 0) barrier_init(address(&barrier), 1);
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    barrier_expect(address(&barrier), rows * 128);
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-                 ::"r"(address(tiles)), "l"(&from), "r"(column), "r"(row), "r"(address(&barrier)) : "memory");
-  }
-  if (mistake != 1) barrier_wait(address(&barrier), 0);
-  for (int i = threadIdx.x; i < rows * 64; i += blockDim.x) raw[i] = tiles[i];
-  if (mistake == 3) tiles[threadIdx.x] = 0;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];\ncp.async.bulk.commit_group;"
-                 ::"l"(&to), "r"(0), "r"(0), "r"(address(tiles)) : "memory");
-    if (mistake != 2) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-  }
-}
-// 512 bytes there and back, and cp.async that arrives by itself.
-extern "C" __global__ void move_bytes(const int* a, int* out, int* other) {
-  __shared__ __align__(128) int tile[128], second[128];
-  __shared__ u64 barriers[2];
-  u32 copied = address(barriers), stored = address(barriers + 1);
-  if (threadIdx.x == 0) barrier_init(copied, 1), barrier_init(stored, 32);
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    barrier_expect(copied, 512);
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], 512, [%2];"
-                 ::"r"(address(tile)), "l"(a), "r"(copied) : "memory");
-  }
-  if (threadIdx.x >= 32) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(address(second + 4 * (threadIdx.x - 32))), "l"(a + 4 * (threadIdx.x - 32)) : "memory");
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(stored) : "memory");
-  }
-  barrier_wait(stored, 0);
-  for (int i = threadIdx.x; i < 128; i += 64) other[i] = second[i];
-  barrier_wait(copied, 0);
-  if (threadIdx.x == 0)
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], 512;\ncp.async.bulk.commit_group;\n"
-                 "cp.async.bulk.wait_group 0;" ::"l"(out), "r"(address(tile)) : "memory");
-}
-#endif

@@ -11,9 +11,8 @@ import numpy as np
 
 from .faults import UnknownInstruction
 
-WIDTHS = {"pred": 1, "b8": 8, "u8": 8, "s8": 8, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "bf16": 16}
-WIDTHS |= {f"{kind}32": 32 for kind in "busf"} | {"f16x2": 32, "bf16x2": 32}
-WIDTHS |= {f"{kind}64": 64 for kind in "busf"}
+WIDTHS = {f"{kind}{bits}": bits for kind in "busf" for bits in (8, 16, 32, 64)}
+WIDTHS |= {"pred": 1, "bf16": 16, "f16x2": 32, "bf16x2": 32}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,7 +39,6 @@ class Immediate:
 class Address:
     base: Any
     offset: int
-    coordinates: tuple = ()  # of a tensor map
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,10 +65,10 @@ class Instruction:
     text: str
     line: int  # in the PTX
     source: str  # "scan.cu:512", or nothing where the compiler does not say
+    parts: list[str] = dataclasses.field(init=False)  # of the opcode
 
-    @property
-    def parts(self) -> list[str]:
-        return self.opcode.split(".")
+    def __post_init__(self) -> None:
+        self.parts = self.opcode.split(".")
 
     def __str__(self) -> str:
         text = " ".join(self.text.split())
@@ -80,13 +78,11 @@ class Instruction:
 
 @dataclasses.dataclass(slots=True)
 class Variable:
-    """In shared, global or constant memory. `data`: what it starts with; size 0: dynamic shared memory."""
+    """In shared memory; size 0: what a launch adds."""
 
     name: str
-    space: str
     align: int
     size: int
-    data: bytes = b""
 
 
 @dataclasses.dataclass
@@ -96,7 +92,7 @@ class Kernel:
     code: list[Instruction]
     labels: dict[str, int]
     registers: dict[int, int]  # width → how many
-    variables: list[Variable]  # the module's and its own
+    shared: list[Variable]  # the module's and its own
     max_threads: int
 
     @property
@@ -108,6 +104,8 @@ class Text:
     """The PTX of a module; kernels are parsed when they are asked for."""
 
     def __init__(self, text: str) -> None:
+        symbol = re.search(r"^//symbol (.*)$", text, re.MULTILINE)
+        self.symbol = symbol[1] if symbol else None
         # Comments go, line breaks stay: positions still tell the line.
         self.text = re.sub(r"//[^\n]*", lambda m: " " * len(m[0]), text)
         self.newlines = [m.start() for m in re.finditer("\n", self.text)]
@@ -120,7 +118,7 @@ class Text:
         for start, stop in bodies:
             top, end = top + self.text[end:start], stop
         statements = re.split(r"[;\n]", top + self.text[end:])
-        self.variables = [parse_variable(s) for s in statements if _declares(s)]
+        self.shared = [v for v in map(_shared_variable, statements) if v]
 
     def kernel(self, name: str) -> Kernel:
         match = self.entries[name]
@@ -140,35 +138,24 @@ def _closing(text: str, start: int) -> int:
     raise ValueError("PTX ends within braces")
 
 
-def _declares(statement: str) -> bool:
-    return bool(re.match(r"\s*(\.(extern|visible|weak)\s+)*\.(shared|global|const)\b", statement))
-
-
-def parse_variable(statement: str) -> Variable:
-    declaration, _, value = statement.partition("=")
-    m = re.search(r"\.(\w+)\s+([\w$]+)\s*((?:\[\d*\]\s*)*)$", declaration.strip())
-    kind, name, dimensions = m[1], m[2], re.findall(r"\[(\d*)\]", m[3])
-    space = re.search(r"\.(shared|global|const)\b", declaration)[1]
-    align = re.search(r"\.align\s+(\d+)", declaration)
-    width = WIDTHS[kind] // 8
-    size = int(np.prod([int(d or 0) for d in dimensions], initial=1)) * width
-    numbers = re.findall(r"0[fd][0-9A-Fa-f]+|-?\w+", value)
-    data = b"".join(int(immediate_bits(n, width)).to_bytes(width, "little") for n in numbers)
-    return Variable(name, space, int(align[1]) if align else width, size, data.ljust(size, b"\0"))
+def _shared_variable(statement: str) -> Variable | None:
+    m = re.match(
+        r"\s*(?:\.(?:extern|visible|weak)\s+)*\.shared\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)(\[\d*\])?\s*$",
+        statement,
+    )
+    if m is None:
+        return None
+    width = WIDTHS[m[2]] // 8
+    return Variable(m[3], int(m[1] or width), width * int((m[4] or "[1]")[1:-1] or 0))
 
 
 def immediate_bits(text: str, width: int) -> int:
-    """A number of PTX as the raw bits of `width` bytes."""
-    if text[:2] in ("0f", "0F"):
-        bits, own = int(text[2:], 16), np.uint32
-    elif text[:2] in ("0d", "0D"):
-        bits, own = int(text[2:], 16), np.uint64
-    else:
+    """A number of PTX as the raw bits of `width` bytes; `0f…` are the bits of an fp32."""
+    if text[:2] not in ("0f", "0F"):
         return int(text.rstrip("U"), 0) & ((1 << 8 * width) - 1)
-    if np.dtype(own).itemsize == width:
-        return bits
-    value = np.array(bits, own).view(f"f{np.dtype(own).itemsize}").astype(f"f{width}")
-    return int(value.view(f"u{width}"))
+    if width != 4:
+        raise UnknownInstruction("an fp32 as something wider or narrower")
+    return int(text[2:], 16)
 
 
 class _Body:
@@ -182,20 +169,18 @@ class _Body:
     )
 
     def __init__(self, text: Text, match: re.Match, end: int) -> None:
-        self.text, self.scopes, self.labels, self.pending = text, [{}], [{}], []
+        self.text, self.scopes, self.pending = text, [{}], []
         self.counts = {1: 0, 16: 0, 32: 0, 64: 0}
         self.code: list[Instruction] = []
         self.targets: dict[str, int] = {}
         self.source, self.scope_number, self.scope_path = "", 0, [0]
-        self.variables = list(text.variables)
+        self.shared = list(text.shared)
         parameters = _parameters(match[2])
         self._statements(match.end(), end)
         limit = re.search(r"\.(?:maxntid|reqntid)\s+([\d, ]+)", match[3])
         threads = int(np.prod([int(x) for x in limit[1].split(",")])) if limit else 1024
         registers = {bits: max(count, 1) for bits, count in self.counts.items()}
-        self.kernel = Kernel(
-            match[1], parameters, self.code, self.targets, registers, self.variables, threads
-        )
+        self.kernel = Kernel(match[1], parameters, self.code, self.targets, registers, self.shared, threads)
 
     def _statements(self, position: int, end: int) -> None:
         blank = re.compile(r"\s*")
@@ -225,22 +210,24 @@ class _Body:
             for name in names.split(","):
                 self._declare(kind, name.strip())
         elif text.startswith(".shared"):
-            self.variables.append(parse_variable(text))
+            self.shared.append(_shared_variable(text))
         elif text.startswith(".pragma"):
             pass
         elif text.startswith("."):
             raise UnknownInstruction(f"PTX line {self.text.line(position)}: {text.strip()}")
         else:
-            m = re.match(r"(?:@(!?)([\w%$]+)\s+)?([\w.:]+)\s*(.*)", text, re.DOTALL)
-            guard = self._operand(m[2]) if m[2] else None
-            guard = Inverted(guard) if m[1] else guard
-            label = m[3].startswith("bra")
-            operands = (m[4].strip(),) if label else tuple(map(self._operand, split_operands(m[4])))
-            line = self.text.line(position)
-            code = Instruction(len(self.code), m[3], operands, guard, text, line, self.source)
-            if label:
-                self.pending.append((code, tuple(self.scope_path)))
-            self.code.append(code)
+            self._instruction(text, self.text.line(position))
+
+    def _instruction(self, text: str, line: int) -> None:
+        m = re.match(r"(?:@(!?)([\w%$]+)\s+)?([\w.:]+)\s*(.*)", text, re.DOTALL)
+        guard = self._operand(m[2]) if m[2] else None
+        guard = Inverted(guard) if m[1] else guard
+        branches = m[3].startswith("bra")
+        operands = (m[4].strip(),) if branches else tuple(map(self._operand, split_operands(m[4])))
+        code = Instruction(len(self.code), m[3], operands, guard, text, line, self.source)
+        if branches:
+            self.pending.append((code, tuple(self.scope_path)))
+        self.code.append(code)
 
     def _declare(self, kind: str, name: str) -> None:
         bits = max(WIDTHS[kind], 16) if kind != "pred" else 1
@@ -272,14 +259,14 @@ class _Body:
         return None if text == "_" else Name(text)
 
     def _address(self, text: str) -> Address:
-        base, *rest = split_operands(text)
-        m = re.fullmatch(r"([^+\s]+?)\s*(?:\+\s*(-?\w+))?", base)
-        coordinates = self._operand(rest[0]) if rest else ()
-        return Address(self._operand(m[1]), int(m[2] or "0", 0), coordinates)
+        m = re.fullmatch(r"([^+\s]+?)\s*(?:\+\s*(-?\w+))?", text.strip())
+        return Address(self._operand(m[1]), int(m[2] or "0", 0))
 
 
 def split_operands(text: str) -> list[str]:
     """At the commas that are in no braces."""
+    if "{" not in text and "[" not in text:
+        return [x.strip() for x in text.split(",")] if text else []
     found, depth, start = [], 0, 0
     for m in re.finditer(r"[{}\[\],]", text):
         if m[0] == "," and depth == 0:

@@ -1,4 +1,4 @@
-"""Instructions that a thread executes on its registers, and exchanges between the lanes of a warp."""
+"""Instructions that a thread executes on its registers, and the exchange between the lanes of a warp."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from collections.abc import Callable
 
 import numpy as np
 
+from .control import require_full
 from .faults import UnknownInstruction
-from .machine import DTYPES, Machine, Mask, Operation, builds
-from .memory import SHARED_WINDOW
-from .ptx import Instruction, Inverted, Name, Pair, Reg
+from .machine import BOOL, DTYPES, F32, U32, U64, Machine, Mask, Operation, builds
+from .ptx import Instruction, Pair, Reg
 
 HALVES = {"f16", "bf16", "f16x2", "bf16x2"}
-BOOL, U32, U64 = np.dtype(bool), np.dtype("u4"), np.dtype("u8")
 
 
 # 16-bit numbers
@@ -47,14 +46,16 @@ def _type(code: Instruction) -> str:
     return next(p for p in reversed(code.parts) if p in DTYPES)
 
 
+def _check_plain(code: Instruction) -> None:
+    """Rounding to nearest, no saturation, no carry."""
+    if {"rm", "rp", "rz", "sat", "cc"} & set(code.parts):
+        raise UnknownInstruction("this rounding, saturation or carry")
+
+
 def elementwise(m: Machine, code: Instruction, function: Callable, dtype: np.dtype) -> Operation:
     """d = function(a, …) for a numpy ufunc."""
-    d = m.register(code.operands[0], dtype)
-    sources = [m.source(x, dtype) for x in code.operands[1:]]
-    if len(sources) == 1:
-        return lambda mask: function(sources[0], out=d, where=mask)
-    a, b = sources
-    return lambda mask: function(a, b, out=d, where=mask)
+    d, *sources = m.register(code.operands[0], dtype), *(m.source(x, dtype) for x in code.operands[1:])
+    return lambda mask: function(*sources, out=d, where=mask)
 
 
 def computed(d: np.ndarray, function: Callable[[], np.ndarray]) -> Operation:
@@ -65,8 +66,7 @@ def computed(d: np.ndarray, function: Callable[[], np.ndarray]) -> Operation:
 def _halves(m: Machine, code: Instruction, function: Callable) -> Operation:
     """On 16-bit floats or pairs of them: in float64, rounded once."""
     kind = _type(code)
-    dtype, count = DTYPES[kind], 2 if kind.endswith("x2") else 1
-    d = m.register(code.operands[0], dtype if count == 2 else np.dtype("u2"))
+    d = m.register(code.operands[0], DTYPES[kind])
     sources = [m.source(x, d.dtype) for x in code.operands[1:]]
 
     def compute() -> np.ndarray:
@@ -83,106 +83,77 @@ BITWISE = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "n
 LOGICAL = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor, "not": np.logical_not}
 
 
-@builds("add", "sub", "neg", "abs")
+@builds(*ARITHMETIC)
 def _add(m: Machine, code: Instruction) -> Operation:
+    _check_plain(code)
     kind, function = _type(code), ARITHMETIC[code.parts[0]]
-    if "cc" in code.parts or "sat" in code.parts:
-        raise UnknownInstruction("carry and saturation")
-    if kind in HALVES:
-        return _halves(m, code, function)
-    return elementwise(m, code, function, DTYPES[kind])
+    return _halves(m, code, function) if kind in HALVES else elementwise(m, code, function, DTYPES[kind])
 
 
 @builds("min", "max")
 def _min(m: Machine, code: Instruction) -> Operation:
     kind, low = _type(code), code.parts[0] == "min"
-    if "NaN" in code.parts or kind[0] in "us":
-        function = np.minimum if low else np.maximum
-    else:
-        function = np.fmin if low else np.fmax
-    if kind in HALVES:
-        return _halves(m, code, function)
-    return elementwise(m, code, function, DTYPES[kind])
+    if "NaN" in code.parts or kind in HALVES:
+        raise UnknownInstruction("of 16-bit floats, or that keeps a NaN")
+    return elementwise(m, code, np.fmin if low else np.fmax, DTYPES[kind])
 
 
-@builds("and", "or", "xor", "not")
+@builds(*BITWISE)
 def _bitwise(m: Machine, code: Instruction) -> Operation:
     dtype = DTYPES[_type(code)]
     return elementwise(m, code, (LOGICAL if dtype == BOOL else BITWISE)[code.parts[0]], dtype)
 
 
-def _product(kind: str, part: str) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    """lo, hi or wide, of integers."""
+def _product(kind: str, part: str) -> tuple[Callable[[np.ndarray, np.ndarray], np.ndarray], np.dtype]:
+    """The lower half, the upper one or both of a product of integers; and its type."""
     dtype = DTYPES[kind]
     if part == "lo":
-        return lambda a, b: a * b
-    if dtype.itemsize == 8:
-        bits = np.frompyfunc(lambda a, b: (int(a) * int(b)) >> 64, 2, 1)
-        return lambda a, b: bits(a, b).astype(dtype)
+        return np.multiply, dtype
     twice = np.dtype(f"{dtype.kind}{2 * dtype.itemsize}")
     if part == "wide":
-        return lambda a, b: a.astype(twice) * b.astype(twice)
-    return lambda a, b: (a.astype(twice) * b.astype(twice) >> (8 * dtype.itemsize)).astype(dtype)
-
-
-def _widths(code: Instruction) -> tuple[str, np.dtype]:
-    """lo, hi or wide; and the type of the result."""
-    part = next(p for p in code.parts if p in ("lo", "hi", "wide"))
-    dtype = DTYPES[_type(code)]
-    return part, np.dtype(f"{dtype.kind}{2 * dtype.itemsize}") if part == "wide" else dtype
+        return lambda a, b: np.multiply(a, b, dtype=twice), twice
+    return lambda a, b: (np.multiply(a, b, dtype=twice) >> 8 * dtype.itemsize).astype(dtype), dtype
 
 
 @builds("mul")
 def _mul(m: Machine, code: Instruction) -> Operation:
+    _check_plain(code)
     kind = _type(code)
     if kind in HALVES:
         return _halves(m, code, np.multiply)
-    if kind[0] == "f":
-        return elementwise(m, code, np.multiply, DTYPES[kind])
-    part, result = _widths(code)
-    if part == "lo":
-        return elementwise(m, code, np.multiply, DTYPES[kind])
-    product, d = _product(kind, part), m.register(code.operands[0], result)
+    if kind == "f32":
+        return elementwise(m, code, np.multiply, F32)
+    product, result = _product(kind, code.parts[1])
     a, b = (m.source(x, DTYPES[kind]) for x in code.operands[1:])
-    return computed(d, lambda: product(a, b))
+    return computed(m.register(code.operands[0], result), lambda: product(a, b))
 
 
-@builds("mad", "fma")
+@builds("mad")
 def _mad(m: Machine, code: Instruction) -> Operation:
+    _check_plain(code)
     kind = _type(code)
-    if kind in HALVES:
-        return _halves(m, code, lambda a, b, c: a * b + c)
-    if kind[0] == "f":
-        return _fma(m, code, kind)
-    part, result = _widths(code)
-    product, d = _product(kind, part), m.register(code.operands[0], result)
+    product, result = _product(kind, code.parts[1])
     a, b = (m.source(x, DTYPES[kind]) for x in code.operands[1:3])
     c = m.source(code.operands[3], result)
-    return computed(d, lambda: product(a, b) + c)
+    return computed(m.register(code.operands[0], result), lambda: product(a, b) + c)
 
 
-def _fma(m: Machine, code: Instruction, kind: str) -> Operation:
+@builds("fma")
+def _fma(m: Machine, code: Instruction) -> Operation:
     """The product of two fp32 numbers is exact in float64."""
-    d = m.register(code.operands[0], DTYPES[kind])
-    a, b, c = (m.source(x, DTYPES[kind]) for x in code.operands[1:])
+    kind, down = _type(code), code.parts[1] == "rm"
+    if code.parts[1] not in ("rn", "rm") or "sat" in code.parts or (down and kind in HALVES):
+        raise UnknownInstruction("this rounding or saturation")
+    if kind in HALVES:
+        return _halves(m, code, lambda a, b, c: a * b + c)
+    a, b, c = (m.source(x, F32) for x in code.operands[1:])
 
     def compute() -> np.ndarray:
         exact = a.astype(np.float64) * b + c
-        return _rounded(exact, d.dtype, code.parts)
+        near = exact.astype(np.float32)
+        return np.where(near > exact, np.nextafter(near, np.float32(-np.inf)), near) if down else near
 
-    return computed(d, compute)
-
-
-def _rounded(x: np.ndarray, dtype: np.dtype, parts: list[str]) -> np.ndarray:
-    """float64 → a narrower float, in the direction that the opcode says."""
-    near = x.astype(dtype)
-    if "rm" in parts:
-        return np.where(near > x, np.nextafter(near, dtype.type(-np.inf)), near)
-    if "rp" in parts:
-        return np.where(near < x, np.nextafter(near, dtype.type(np.inf)), near)
-    if "rz" in parts:
-        return np.where(np.abs(near.astype(x.dtype)) > np.abs(x), np.nextafter(near, dtype.type(0)), near)
-    return near
+    return computed(m.register(code.operands[0], F32), compute)
 
 
 def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -191,41 +162,35 @@ def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 @builds("div", "rem")
 def _div(m: Machine, code: Instruction) -> Operation:
-    kind = _type(code)
-    if kind[0] == "f":
-        return elementwise(m, code, np.divide, DTYPES[kind])
+    _check_plain(code)
+    dtype = DTYPES[_type(code)]
+    if dtype == F32:
+        return elementwise(m, code, np.divide, dtype)
     if code.parts[0] == "rem":
-        return elementwise(m, code, np.fmod, DTYPES[kind])
-    a, b = (m.source(x, DTYPES[kind]) for x in code.operands[1:])
-    return computed(m.register(code.operands[0], DTYPES[kind]), lambda: _quotient(a, b))
+        return elementwise(m, code, np.fmod, dtype)
+    a, b = (m.source(x, dtype) for x in code.operands[1:])
+    return computed(m.register(code.operands[0], dtype), lambda: _quotient(a, b))
 
 
 FUNCTIONS = {
-    "ex2": np.exp2,
-    "lg2": np.log2,
-    "sin": np.sin,
-    "cos": np.cos,
-    "tanh": np.tanh,
-    "sqrt": np.sqrt,
-    "rsqrt": lambda x: 1 / np.sqrt(x),
-    "rcp": lambda x: 1 / x,
-}
+    "ex2": np.exp2, "lg2": np.log2, "sqrt": np.sqrt,
+    "rsqrt": lambda x: 1 / np.sqrt(x), "rcp": np.reciprocal,
+}  # fmt: skip
 
 
 @builds(*FUNCTIONS)
 def _function(m: Machine, code: Instruction) -> Operation:
     """Of one fp32 number, rounded to nearest: more exact than the hardware's `.approx`."""
-    kind, function = _type(code), FUNCTIONS[code.parts[0]]
-    if kind in HALVES:
-        return _halves(m, code, function)
-    d, a = (m.register(code.operands[0], DTYPES[kind]), m.source(code.operands[1], DTYPES[kind]))
-    return computed(d, lambda: function(a.astype(np.float64)))
+    _check_plain(code)
+    function, a = FUNCTIONS[code.parts[0]], m.source(code.operands[1], DTYPES[_type(code)])
+    if a.dtype != F32:
+        raise UnknownInstruction("of fp32 only")
+    return computed(m.register(code.operands[0], F32), lambda: function(a.astype(np.float64)))
 
 
 @builds("copysign")
 def _copysign(m: Machine, code: Instruction) -> Operation:
-    dtype = DTYPES[_type(code)]
-    d, (sign, a) = m.register(code.operands[0], dtype), (m.source(x, dtype) for x in code.operands[1:])
+    d, (sign, a) = m.register(code.operands[0], F32), (m.source(x, F32) for x in code.operands[1:])
     return computed(d, lambda: np.copysign(a, sign))
 
 
@@ -234,121 +199,32 @@ def _copysign(m: Machine, code: Instruction) -> Operation:
 
 @builds("shl", "shr")
 def _shift(m: Machine, code: Instruction) -> Operation:
+    """By the width or more: zeros, or copies of the sign."""
     dtype = DTYPES[_type(code)]
-    bits = 8 * dtype.itemsize
-    left, d = code.parts[0] == "shl", m.register(code.operands[0], dtype)
+    left, most = code.parts[0] == "shl", 8 * dtype.itemsize - 1
+    shift, d = np.left_shift if left else np.right_shift, m.register(code.operands[0], dtype)
     a, by = m.source(code.operands[1], dtype), m.source(code.operands[2], U32)
-    shift = np.left_shift if left else np.right_shift
-    if not isinstance(code.operands[2], Reg) and by[0] < bits:
+    if not isinstance(code.operands[2], Reg) and by[0] <= most:
         amount = by.astype(dtype)
         return lambda mask: shift(a, amount, out=d, where=mask)
-    most = np.uint32(bits - 1)
 
     def compute() -> np.ndarray:
-        shifted = shift(a, np.minimum(by, most).astype(dtype))
-        beyond = a >> dtype.type(bits - 1) if dtype.kind == "i" and not left else dtype.type(0)
-        return np.where(by > most, beyond, shifted)
+        beyond = a >> dtype.type(most) if dtype.kind == "i" and not left else dtype.type(0)
+        return np.where(by > most, beyond, shift(a, np.minimum(by, most).astype(dtype)))
 
     return computed(d, compute)
-
-
-@builds("shf")
-def _funnel(m: Machine, code: Instruction) -> Operation:
-    d = m.register(code.operands[0], U32)
-    low, high, by = (m.source(x, U32) for x in code.operands[1:])
-    left, clamp = "l" in code.parts, "clamp" in code.parts
-
-    def compute() -> np.ndarray:
-        amount = (np.minimum(by, 32) if clamp else by & 31).astype(np.uint64)
-        both = high.astype(np.uint64) << np.uint64(32) | low
-        if left:
-            return (both << amount >> np.uint64(32)) & np.uint64(0xFFFFFFFF)
-        return (both >> amount) & np.uint64(0xFFFFFFFF)
-
-    return computed(d, compute)
-
-
-@builds("bfe")
-def _extract(m: Machine, code: Instruction) -> Operation:
-    dtype = DTYPES[_type(code)]
-    bits = 8 * dtype.itemsize
-    d, a = m.register(code.operands[0], dtype), m.source(code.operands[1], dtype)
-    position, length = (m.source(x, U32) for x in code.operands[2:])
-
-    def extract(a: int, position: int, length: int) -> int:
-        position, length = position & 0xFF, length & 0xFF
-        field = (int(a) >> position) & ((1 << length) - 1)  # `a` is extended by its sign
-        if dtype.kind == "i" and length:
-            top = min(position + length - 1, bits - 1)
-            if int(a) >> top & 1:
-                field |= -1 << length
-        return field
-
-    extracts = np.frompyfunc(extract, 3, 1)
-    return computed(d, lambda: extracts(a, position, length).astype(dtype))
 
 
 @builds("bfi")
 def _insert(m: Machine, code: Instruction) -> Operation:
+    """`length` low bits of a, put into b at `position`; both are numbers in the code."""
     dtype = DTYPES[_type(code)]
-    d, (a, b) = m.register(code.operands[0], dtype), (m.source(x, dtype) for x in code.operands[1:3])
-    position, length = (m.source(x, U32) for x in code.operands[3:])
-
-    def insert(a: int, b: int, position: int, length: int) -> int:
-        field = (((1 << (length & 0xFF)) - 1) << (position & 0xFF)) & ((1 << 8 * dtype.itemsize) - 1)
-        return int(b) & ~field | (int(a) << (position & 0xFF)) & field
-
-    inserts = np.frompyfunc(insert, 4, 1)
-    return computed(d, lambda: inserts(a, b, position, length).astype(dtype))
-
-
-@builds("popc", "clz", "brev")
-def _count(m: Machine, code: Instruction) -> Operation:
-    dtype = DTYPES[_type(code)]
-    bits = 8 * dtype.itemsize
-    function = {
-        "popc": lambda x: int(x).bit_count(),
-        "clz": lambda x: bits - int(x).bit_length(),
-        "brev": lambda x: int(f"{int(x):0{bits}b}"[::-1], 2),
-    }[code.parts[0]]
-    d = m.register(code.operands[0], dtype if code.parts[0] == "brev" else U32)
-    a, counts = m.source(code.operands[1], dtype), np.frompyfunc(function, 1, 1)
-    return computed(d, lambda: counts(a).astype(d.dtype))
-
-
-@builds("lop3")
-def _lop3(m: Machine, code: Instruction) -> Operation:
-    d = m.register(code.operands[0], U32)
-    a, b, c, table = (m.source(x, U32) for x in code.operands[1:])
-
-    def compute() -> np.ndarray:
-        result = np.zeros(m.T, np.uint32)
-        for i in range(8):
-            if int(table[0]) >> i & 1:
-                result |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
-        return result
-
-    return computed(d, compute)
-
-
-@builds("prmt")
-def _permute(m: Machine, code: Instruction) -> Operation:
-    if len(code.parts) > 2:
-        raise UnknownInstruction("prmt has its general form only")
-    d = m.register(code.operands[0], U32)
-    a, b, selector = (m.source(x, U32) for x in code.operands[1:])
-
-    def compute() -> np.ndarray:
-        both = b.astype(np.uint64) << np.uint64(32) | a
-        result = np.zeros(m.T, np.uint64)
-        for i in range(4):
-            choice = (selector >> np.uint32(4 * i)).astype(np.uint64)
-            byte = both >> (np.uint64(8) * (choice & np.uint64(7))) & np.uint64(0xFF)
-            sign = np.where(byte & np.uint64(0x80), np.uint64(0xFF), np.uint64(0))
-            result |= np.where(choice & np.uint64(8), sign, byte) << np.uint64(8 * i)
-        return result
-
-    return computed(d, compute)
+    a, b = (m.source(x, dtype) for x in code.operands[1:3])
+    position, length = (int(x.text) for x in code.operands[3:])
+    field = dtype.type(((1 << length) - 1) << position)
+    return computed(
+        m.register(code.operands[0], dtype), lambda: b & ~field | a << dtype.type(position) & field
+    )
 
 
 # Comparisons, choices, moves and conversions
@@ -359,51 +235,23 @@ COMPARISONS = {
 }  # fmt: skip
 
 
-def _comparison(name: str, floats: bool) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    """Ordered ones are false, unordered ones (`ltu`) true, for a NaN."""
-    if name in ("num", "nan"):
-        wanted = name == "nan"
-        return lambda a, b: (np.isnan(a) | np.isnan(b)) == wanted
-    if floats and name == "ne":
-        return lambda a, b: (a != b) & ~(np.isnan(a) | np.isnan(b))
-    if floats and name in ("equ", "neu", "ltu", "leu", "gtu", "geu"):
-        ordered = COMPARISONS[name[:2]]
-        return lambda a, b: ordered(a, b) | np.isnan(a) | np.isnan(b)
-    return COMPARISONS[name]
-
-
 @builds("setp")
 def _setp(m: Machine, code: Instruction) -> Operation:
-    kind = _type(code)
-    if kind in HALVES:
-        raise UnknownInstruction("comparisons of 16-bit floats")
-    name = "n" + code.parts[1] if code.parts[1] in ("um", "an") else code.parts[1]
-    compare = _comparison(name, kind[0] == "f")
-    combine = next((LOGICAL[p] for p in code.parts[2:] if p in LOGICAL), None)
-    dtype, first = DTYPES[kind], code.operands[0]
-    targets = [first.first, first.second] if isinstance(first, Pair) else [first]
-    p, *q = (m.register(x, BOOL) for x in targets if x is not None)
-    a, b = (m.source(x, dtype) for x in code.operands[1:3])
-    if combine is None and not q and name in COMPARISONS and compare is COMPARISONS[name]:
+    """Of floats, `lt` and the like are false for a NaN, `ltu` and the like are true."""
+    _, name, *between, kind = code.parts
+    if kind in HALVES or set(between) - {"ftz"}:
+        raise UnknownInstruction("of 16-bit floats, or together with another predicate")
+    p, (a, b) = m.register(code.operands[0], BOOL), (m.source(x, DTYPES[kind]) for x in code.operands[1:])
+    if kind != "f32" or name in ("eq", "lt", "le", "gt", "ge"):
+        compare = COMPARISONS[name]
         return lambda mask: compare(a, b, out=p, where=mask)
-    other = _predicate(m, code.operands[3]) if combine else None
+    compare, unordered = COMPARISONS[name[:2]], name.endswith("u")
 
-    def setp(mask: Mask) -> None:
-        result = compare(a, b)
-        opposite = ~result
-        np.copyto(p, combine(result, other()) if combine else result, where=mask)
-        if q:
-            np.copyto(q[0], combine(opposite, other()) if combine else opposite, where=mask)
+    def compute() -> np.ndarray:
+        nan = np.isnan(a) | np.isnan(b)
+        return compare(a, b) | nan if unordered else compare(a, b) & ~nan
 
-    return setp
-
-
-def _predicate(m: Machine, operand) -> Callable[[], np.ndarray]:
-    if isinstance(operand, Inverted):
-        register = m.register(operand.register, BOOL)
-        return lambda: ~register
-    source = m.source(operand, BOOL)
-    return lambda: source.copy()
+    return computed(p, compute)
 
 
 @builds("selp")
@@ -417,24 +265,23 @@ def _selp(m: Machine, code: Instruction) -> Operation:
 @builds("mov")
 def _mov(m: Machine, code: Instruction) -> Operation:
     """Also between a register and a vector of its parts: parts of registers are views."""
-    kind = _type(code)
-    to, source = code.operands
-    if kind == "pred":
-        value = _predicate(m, source)
-        return computed(m.register(to, BOOL), value)
+    dtype, (to, source) = DTYPES[_type(code)], code.operands
     if not isinstance(to, tuple) and not isinstance(source, tuple):
-        d, a = m.register(to, DTYPES[kind]), m.source(source, DTYPES[kind])
+        d, a = m.register(to, dtype), m.source(source, dtype)
         return lambda mask: np.copyto(d, a, where=mask)
-    parts = to if isinstance(to, tuple) else source
-    dtype = np.dtype(f"u{DTYPES[kind].itemsize // len(parts)}")
-    row = m.registers[(source if parts is to else to).bits][(source if parts is to else to).row]
-    whole = [row.view(dtype)[i :: len(parts)] for i in range(len(parts))]
-    pairs = [(w, m.source(x, dtype)) for w, x in zip(whole, parts, strict=True) if x is not None]
-    if parts is to:
-        pairs = [(d, a) for a, d in pairs]
+    apart = isinstance(to, tuple)
+    parts, whole = (to, source) if apart else (source, to)
+    small = np.dtype(f"u{dtype.itemsize // len(parts)}")
+    row = m.register(whole, dtype).view(small)
+    places = [row[i :: len(parts)] for i in range(len(parts))]
+    moves = [
+        (m.register(x, small), place) if apart else (place, m.source(x, small))
+        for x, place in zip(parts, places, strict=True)
+        if x is not None
+    ]
 
     def move(mask: Mask) -> None:
-        for d, a in pairs:
+        for d, a in moves:
             np.copyto(d, a, where=mask)
 
     return move
@@ -442,13 +289,11 @@ def _mov(m: Machine, code: Instruction) -> Operation:
 
 @builds("cvta")
 def _cvta(m: Machine, code: Instruction) -> Operation:
-    """Generic addresses are the host's, but for shared memory, which has a window above them."""
+    """A generic address is the host's, as one of global memory is."""
+    if code.opcode != "cvta.to.global.u64":
+        raise UnknownInstruction("generic addresses of other memory than global")
     d, a = m.register(code.operands[0], U64), m.source(code.operands[1], U64)
-    if "local" in code.parts:
-        raise UnknownInstruction("local memory (a stack)")
-    window = np.uint64(SHARED_WINDOW if "shared" in code.parts else 0)
-    function = np.subtract if "to" in code.parts else np.add
-    return lambda mask: function(a, window, out=d, where=mask)
+    return lambda mask: np.copyto(d, a, where=mask)
 
 
 ROUND = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
@@ -456,59 +301,51 @@ ROUND = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 @builds("cvt")
 def _cvt(m: Machine, code: Instruction) -> Operation:
-    to, source = [p for p in code.parts if p in DTYPES]
-    parts = code.parts
-    if to in ("f16x2", "bf16x2"):
-        d, (high, low) = (
-            m.register(code.operands[0], U32),
-            (m.source(x, np.dtype("f4")) for x in code.operands[1:]),
-        )
-        if "rn" not in parts or "relu" in parts or "satfinite" in parts:
-            raise UnknownInstruction("pairs are rounded to nearest")
+    to, source = (p for p in code.parts if p in DTYPES)
+    modifiers = [p for p in code.parts[1:] if p not in (to, source, "ftz")]
+    if to in ("f16x2", "bf16x2") and modifiers == ["rn"]:
+        high, low = (m.source(x, F32) for x in code.operands[1:])
+        d = m.register(code.operands[0], U32)
         return computed(d, lambda: narrow(low, to) | narrow(high, to).astype(np.uint32) << 16)
-    half_in, half_out = source in HALVES, to in HALVES
-    d = m.register(code.operands[0], np.dtype("u2") if half_out else _extended(code.operands[0], to))
-    a = m.source(code.operands[1], np.dtype("u2") if half_in else DTYPES[source])
-    convert = _conversion("f32" if half_in else source, "f32" if half_out else to, parts)
-
-    def compute() -> np.ndarray:
-        x = convert(widen(np.ascontiguousarray(a), source) if half_in else a)
-        return narrow(x, to) if half_out else x
-
-    return computed(d, compute)
+    d, a = _extended(m, code.operands[0], to), m.source(code.operands[1], DTYPES[source])
+    convert = _conversion(source, to, modifiers)
+    return computed(d, lambda: convert(a))
 
 
-def _extended(register: Reg, kind: str) -> np.dtype:
+def _extended(m: Machine, register: Reg, kind: str) -> np.ndarray:
     """A register may be wider than what it gets: that is extended by its kind of integer."""
     dtype = DTYPES[kind]
-    return dtype if dtype.kind == "f" else np.dtype(f"{dtype.kind}{max(register.bits // 8, dtype.itemsize)}")
+    if dtype != F32 and kind not in HALVES:
+        dtype = np.dtype(f"{dtype.kind}{max(register.bits // 8, dtype.itemsize)}")
+    return m.register(register, dtype)
 
 
-def _conversion(source: str, to: str, parts: list[str]) -> Callable[[np.ndarray], np.ndarray]:
-    dtype = DTYPES[to]
-    rounding = next((ROUND[p] for p in parts if p in ROUND), None)
-    if to[0] in "usb" and source[0] == "f":
-        bounds = np.iinfo(dtype)
-
-        def to_integer(x: np.ndarray) -> np.ndarray:
-            x = (rounding or np.trunc)(x.astype(np.float64))
-            inside = np.clip(np.nan_to_num(x, nan=0.0), float(bounds.min), float(bounds.max))
-            top = inside >= float(bounds.max)
-            return np.where(top, bounds.max, np.where(top, 0, inside).astype(dtype))
-
-        return to_integer
-    if to[0] in "usb":
-        if "sat" in parts:
-            bounds = np.iinfo(dtype)
-            return lambda x: np.clip(x.astype(object), bounds.min, bounds.max).astype(dtype)
+def _conversion(source: str, to: str, modifiers: list[str]) -> Callable[[np.ndarray], np.ndarray]:
+    dtype, integers = DTYPES[to], (source[0] in "us", to[0] in "us")
+    modifier, *more = modifiers or [""]
+    if more:
+        raise UnknownInstruction("with two modifiers")
+    if all(integers) and modifier == "":
         return lambda x: x.astype(dtype)
+    if integers[0] and to == "f32" and modifier == "rn":
+        return lambda x: x.astype(np.float64)
+    if source in HALVES and to == "f32" and modifier == "":
+        return lambda x: widen(np.ascontiguousarray(x), source)
+    if source == "f32" and to in HALVES and modifier == "rn":
+        return lambda x: narrow(x, to)
+    if source == to == "f32" and modifier == "sat":
+        return lambda x: np.clip(np.nan_to_num(x, nan=0.0), 0, 1)
+    if source == "f32" and integers[1] and modifier in ROUND:
+        return lambda x: _to_integer(ROUND[modifier](x.astype(np.float64)), dtype)
+    raise UnknownInstruction("this conversion")
 
-    def to_float(x: np.ndarray) -> np.ndarray:
-        wide = x.astype(np.float64) if source != "f64" else x
-        y = rounding(wide).astype(dtype) if rounding else _rounded(wide, dtype, parts)
-        return np.clip(np.nan_to_num(y, nan=0.0), 0, 1).astype(dtype) if "sat" in parts else y
 
-    return to_float
+def _to_integer(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The nearest that there is; 0 for a NaN."""
+    bounds = np.iinfo(dtype)
+    inside = np.clip(np.nan_to_num(x, nan=0.0), float(bounds.min), float(bounds.max))
+    top = inside >= float(bounds.max)
+    return np.where(top, bounds.max, np.where(top, 0, inside).astype(dtype))
 
 
 # Between lanes
@@ -516,111 +353,31 @@ def _conversion(source: str, to: str, parts: list[str]) -> Callable[[np.ndarray]
 
 @builds("shfl")
 def _shfl(m: Machine, code: Instruction) -> Operation:
-    mode = next(p for p in code.parts if p in ("up", "down", "bfly", "idx"))
-    first = code.operands[0]
-    pair = isinstance(first, Pair)
-    d = m.register(first.first if pair else first, U32)
-    p = m.register(first.second, BOOL) if pair else None
+    """`d|p`: p, where it is given, is whether the lane that d comes from is in the segment."""
+    mode, first = code.parts[2], code.operands[0]
+    sources = {"down": np.add, "bfly": np.bitwise_xor}
+    if mode not in (*sources, "idx"):
+        raise UnknownInstruction("this shuffle")
+    to, predicate = (first.first, first.second) if isinstance(first, Pair) else (first, None)
+    d, p = m.register(to, U32), None if predicate is None else m.register(predicate, BOOL)
     a, b, c, members = (m.source(x, U32) for x in code.operands[1:])
     lane, base = m.lane_of, 32 * m.warp_of
 
     def shuffle(mask: Mask) -> None:
-        m.require_lanes(mask, members)
+        require_full(members, mask)
+        m.whole_warps(mask)
         by, segment, clamp = (x.astype(np.int64) & 31 for x in (b, c >> np.uint32(8), c))
         low = lane & segment
-        high = low | (clamp & ~segment)
-        if mode == "idx":
-            source = low | (by & ~segment)
-        else:
-            source = {"up": lane - by, "down": lane + by, "bfly": lane ^ by}[mode]
-        inside = source >= high if mode == "up" else source <= high
-        source = base + np.where(inside, source, lane)
-        np.copyto(d, a[source], where=mask)
+        source = low | (by & ~segment) if mode == "idx" else sources[mode](lane, by)
+        inside = source <= (low | clamp & ~segment)
+        np.copyto(d, a[base + np.where(inside, source, lane)], where=mask)
         if p is not None:
             np.copyto(p, inside, where=mask)
 
     return shuffle
 
 
-@builds("vote")
-def _vote(m: Machine, code: Instruction) -> Operation:
-    mode = next(x for x in code.parts if x in ("ballot", "any", "all", "uni"))
-    p = _predicate(m, code.operands[1])
-    members = m.source(code.operands[2], U32)
-    bits = 1 << np.arange(32)
-    d = m.register(code.operands[0], U32 if mode == "ballot" else BOOL)
-
-    def vote(mask: Mask) -> None:
-        m.require_lanes(mask, members)
-        named = (members.astype(np.int64) >> m.lane_of & 1).astype(bool)
-        ayes = np.repeat(((p() & named).reshape(-1, 32) * bits).sum(1), 32)
-        everyone = members.astype(np.int64)
-        results = {"ballot": ayes, "any": ayes != 0, "all": ayes == everyone}
-        results["uni"] = results["all"] | (ayes == 0)
-        np.copyto(d, results[mode], where=mask, casting="unsafe")
-
-    return vote
-
-
-@builds("redux")
-def _redux(m: Machine, code: Instruction) -> Operation:
-    functions = {"add": np.add, "min": np.minimum, "max": np.maximum, **BITWISE}
-    function, dtype = next(functions[p] for p in code.parts if p in functions), DTYPES[_type(code)]
-    d, a = m.register(code.operands[0], dtype), m.source(code.operands[1], dtype)
-    members = m.source(code.operands[2], U32)
-
-    def reduce(mask: Mask) -> None:
-        m.require_lanes(mask, members)
-        if (members != 0xFFFFFFFF).any():
-            raise UnknownInstruction("redux of a part of a warp")
-        np.copyto(d, np.repeat(function.reduce(a.reshape(-1, 32), axis=1, dtype=dtype), 32), where=mask)
-
-    return reduce
-
-
-@builds("elect")
-def _elect(m: Machine, code: Instruction) -> Operation:
-    first, members = code.operands[0], m.source(code.operands[1], U32)
-    d = m.register(first.first, U32) if isinstance(first.first, Reg) else None
-    p = m.register(first.second, BOOL)
-
-    def elect(mask: Mask) -> None:
-        m.require_lanes(mask, members)
-        bits = members.astype(np.int64)
-        leader = np.frompyfunc(lambda x: (x & -x).bit_length() - 1, 1, 1)(bits).astype(np.int64)
-        np.copyto(p, m.lane_of == leader, where=mask)
-        if d is not None:
-            np.copyto(d, leader, where=mask, casting="unsafe")
-
-    return elect
-
-
-@builds("activemask")
-def _activemask(m: Machine, code: Instruction) -> Operation:
-    d = m.register(code.operands[0], U32)
-
-    def active(mask: Mask) -> None:
-        here = np.ones(m.T, bool) if mask is True else mask
-        bits = (here.reshape(-1, 32) * (1 << np.arange(32))).sum(1)
-        np.copyto(d, np.repeat(bits, 32), where=mask, casting="unsafe")
-
-    return active
-
-
-# Hints: nothing to do
-
-
-@builds("membar", "nanosleep", "griddepcontrol", "setmaxnreg", "prefetch", "applypriority", "discard")
+@builds("setmaxnreg")
 def _nothing(m: Machine, code: Instruction) -> Operation:
+    """How many registers a warpgroup has makes no difference here."""
     return lambda mask: None
-
-
-@builds("mapa")
-def _mapa(m: Machine, code: Instruction) -> Operation:
-    """An address in the only block of the cluster."""
-    dtype = DTYPES[_type(code)]
-    source = m.source(code.operands[1], dtype)
-    if isinstance(code.operands[1], Name):
-        raise UnknownInstruction("mapa of a variable")
-    d = m.register(code.operands[0], dtype)
-    return lambda mask: np.copyto(d, source, where=mask)

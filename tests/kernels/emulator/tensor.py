@@ -13,38 +13,27 @@ import numpy as np
 
 from .access import units
 from .faults import LaunchError, UnknownInstruction
-from .machine import Component, Machine, Mask, Operation, builds
+from .machine import BOOL, F32, U32, U64, Component, Machine, Mask, Operation, builds
 from .ptx import Instruction
-from .scalar import BOOL, U32, U64, widen
-
-F32 = np.dtype("f4")
-
-
-def whole_warps(m: Machine, mask: Mask) -> np.ndarray:
-    """The warps that execute. The scheduler brings them whole; a predicate must not take them apart."""
-    if mask is True:
-        return np.arange(m.warps)
-    counts = mask.reshape(-1, 32).sum(1)
-    if ((counts != 0) & (counts != 32)).any():
-        raise LaunchError("part of a warp executes an aligned instruction")
-    return np.flatnonzero(counts)
+from .scalar import widen
 
 
 def matrix_shape(code: Instruction) -> tuple[int, bool]:
     """How many 8×8 matrices; whether they are transposed."""
-    if "m8n8" not in code.parts or "b16" not in code.parts:
+    form = re.fullmatch(r"(?:ld|st)matrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16", code.opcode)
+    if form is None:
         raise UnknownInstruction("matrices other than 8×8 of 16 bits")
-    return next(int(p[1]) for p in code.parts if p in ("x1", "x2", "x4")), "trans" in code.parts
+    return int(form[1]), form[2] is not None
 
 
 @builds("ldmatrix")
 def _ldmatrix(m: Machine, code: Instruction) -> Operation:
     count, transposed = matrix_shape(code)
-    registers = [m.register(x, U32).reshape(m.warps, 32) for x in _tuple(code.operands[0])]
+    registers = [m.register(x, U32).reshape(m.warps, 32) for x in code.operands[0]]
     addresses = m.addresses(code.operands[1])
 
     def ldmatrix(mask: Mask) -> None:
-        warps = whole_warps(m, mask)
+        warps = m.whole_warps(mask)
         rows, lanes = _matrix_rows(m, warps, count, addresses)
         m.race.read(units(rows, 16), m.warp_of[lanes], code.index)
         x = m.shared.load(rows, 2, 8).reshape(len(warps), count, 8, 8)
@@ -59,20 +48,16 @@ def _ldmatrix(m: Machine, code: Instruction) -> Operation:
 def _stmatrix(m: Machine, code: Instruction) -> Operation:
     count, transposed = matrix_shape(code)
     addresses = m.addresses(code.operands[0])
-    registers = [m.register(x, U32).reshape(m.warps, 32) for x in _tuple(code.operands[1])]
+    registers = [m.register(x, U32).reshape(m.warps, 32) for x in code.operands[1]]
 
     def stmatrix(mask: Mask) -> None:
-        warps = whole_warps(m, mask)
+        warps = m.whole_warps(mask)
         rows, lanes = _matrix_rows(m, warps, count, addresses)
         x = np.stack([r[warps] for r in registers], axis=1).view(np.uint16).reshape(len(warps), count, 8, 8)
         m.race.write(units(rows, 16), m.warp_of[lanes], code.index)
         m.shared.store(rows, (x.swapaxes(2, 3) if transposed else x).reshape(-1, 8))
 
     return stmatrix
-
-
-def _tuple(operand) -> tuple:
-    return operand if isinstance(operand, tuple) else (operand,)
 
 
 def _matrix_rows(m: Machine, warps: np.ndarray, count: int, addresses) -> tuple[np.ndarray, np.ndarray]:
@@ -95,7 +80,7 @@ def _mma(m: Machine, code: Instruction) -> Operation:
     whole = np.empty((m.warps, 3, 8, 2, 4), np.uint32)  # 8×8 blocks side by side: two of a, one of b
 
     def mma(mask: Mask) -> None:
-        whole_warps(m, mask)
+        m.whole_warps(mask)
         whole[:, 0, :, 0], whole[:, 0, :, 1] = a[0], a[2]
         whole[:, 1, :, 0], whole[:, 1, :, 1] = a[1], a[3]
         whole[:, 2, :, 0], whole[:, 2, :, 1] = b[0], b[1]
@@ -121,9 +106,13 @@ class Product:
     a_is_shared: bool
     b: np.ndarray
     accumulate: bool
-    scales: tuple[float, float]
     kind: str
     by: int
+
+    @property
+    def operands(self) -> list[np.ndarray]:
+        """Those in shared memory: [1, units]."""
+        return [x.reshape(1, -1) for x in ((self.a, self.b) if self.a_is_shared else (self.b,))]
 
 
 class Warpgroups(Component):
@@ -143,7 +132,7 @@ class Warpgroups(Component):
             raise LaunchError("the kernel ends with wgmma that nobody waited for")
 
     def members(self, mask: Mask) -> list[int]:
-        warps = whole_warps(self.m, mask)
+        warps = self.m.whole_warps(mask)
         groups, counts = np.unique(warps // 4, return_counts=True)
         if (counts != 4).any():
             raise LaunchError("part of a warpgroup executes wgmma")
@@ -154,10 +143,8 @@ class Warpgroups(Component):
         if not self.fenced[group]:
             raise LaunchError("a wgmma without wgmma.fence in front of it, or behind the last wait")
         warps = np.arange(4 * group, 4 * group + 4)
-        for operand in (product.a, product.b) if product.a_is_shared else (product.b,):
-            flat = operand.reshape(1, -1)
-            m.race.check_read(np.repeat(flat, 4, 0), warps, product.by)
-            m.race.start_read(flat, product.by)
+        for operand in product.operands:
+            m.race.start_product(operand, warps, product.by)
         rows, lanes = list(product.registers), slice(128 * group, 128 * group + 128)
         if product.registers not in self.values[group]:
             self.values[group][product.registers] = _from_fragment(self.accumulators[rows, lanes])
@@ -174,8 +161,8 @@ class Warpgroups(Component):
         while len(self.groups[group]) > leave:
             for product in self.groups[group].pop(0):
                 values[product.registers] = self._compute(product, values[product.registers])
-                for operand in (product.a, product.b) if product.a_is_shared else (product.b,):
-                    self.m.race.end_products(operand.reshape(1, -1), group, product.by)
+                for operand in product.operands:
+                    self.m.race.end_product(operand, group, product.by)
         busy = {p.registers for products in (*self.groups[group], self.open[group]) for p in products}
         for registers in [r for r in values if r not in busy]:
             self.accumulators[list(registers), lanes] = _to_fragment(values.pop(registers))
@@ -185,8 +172,7 @@ class Warpgroups(Component):
         memory = self.m.shared.views[2]
         a = widen(memory[product.a], product.kind) if product.a_is_shared else product.a
         b = widen(memory[product.b], product.kind)
-        result = (product.scales[0] * a) @ (product.scales[1] * b).T
-        return d + result if product.accumulate else result
+        return d + a @ b.T if product.accumulate else a @ b.T
 
 
 def _to_fragment(d: np.ndarray) -> np.ndarray:
@@ -229,20 +215,19 @@ def _wgmma(m: Machine, code: Instruction) -> Operation:
     if "mma_async" in code.parts:
         return _mma_async(m, code, groups)
 
-    def fence(mask: Mask) -> None:
-        for group in groups.members(mask):
-            groups.fenced[group] = True
+    def fence(group: int) -> None:
+        groups.fenced[group] = True
 
-    def commit(mask: Mask) -> None:
-        for group in groups.members(mask):
-            groups.commit(group)
+    def wait(group: int) -> None:
+        groups.wait(group, int(code.operands[0].text))
 
-    def wait(mask: Mask) -> None:
-        for group in groups.members(mask):
-            groups.wait(group, leave)
+    step = {"fence": fence, "commit_group": groups.commit, "wait_group": wait}[code.parts[1]]
 
-    leave = int(code.operands[0].text) if code.operands else 0
-    return {"fence": fence, "commit_group": commit, "wait_group": wait}[code.parts[1]]
+    def each(mask: Mask) -> None:
+        for group in groups.members(mask):
+            step(group)
+
+    return each
 
 
 def _mma_async(m: Machine, code: Instruction, groups: Warpgroups) -> Operation:
@@ -253,38 +238,45 @@ def _mma_async(m: Machine, code: Instruction, groups: Warpgroups) -> Operation:
     d, a, b, scale_d, *flags = code.operands
     scale_a, scale_b, *transposed = (int(x.text) for x in flags)
     registers = tuple(x.row for x in d)
-    if len(registers) != n // 2:
-        raise UnknownInstruction(f"{len(registers)} accumulators for n = {n}")
-    from_registers = isinstance(a, tuple)
-    trans_a, trans_b = (False, *transposed) if from_registers else transposed
+    if len(registers) != n // 2 or (scale_a, scale_b) != (1, 1):
+        raise UnknownInstruction(f"{len(registers)} accumulators for n = {n}, or a scale but 1")
     accumulate = m.source(scale_d, BOOL)
-    a_source = [m.register(x, U32) for x in a] if from_registers else m.source(a, U64)
-    b_source = m.source(b, U64)
-
-    def operand(source: np.ndarray, group: int, outer: int, trans: bool) -> np.ndarray:
-        value = source[128 * group : 128 * group + 128]
-        if (value != value[0]).any():
-            raise LaunchError("the threads of a warpgroup give different descriptors")
-        found = operand_units(int(value[0]), outer, bool(trans))
-        ends = np.array([found.min(), found.max()]) * 2
-        m.shared.check(ends, 2, np.array([128 * group] * 2))
-        return found
+    if isinstance(a, tuple):
+        (trans_b,) = transposed
+        a_registers = [m.register(x, U32) for x in a]
+    else:
+        trans_a, trans_b = transposed
+        a_descriptor = m.source(a, U64)
+    b_descriptor = m.source(b, U64)
 
     def mma_async(mask: Mask) -> None:
         for group in groups.members(mask):
             lanes = slice(128 * group, 128 * group + 128)
-            if from_registers:
-                left = _left([r[lanes] for r in a_source], kind)
+            if isinstance(a, tuple):
+                left = _left([r[lanes] for r in a_registers], kind)
             else:
-                left = operand(a_source, group, 64, trans_a)
-            add = accumulate[lanes]
-            if (add != add[0]).any():
-                raise LaunchError("the threads of a warpgroup disagree on scale-d")
-            right = operand(b_source, group, n, trans_b)
-            shape = registers, left, not from_registers, right, bool(add[0])
-            groups.start(group, Product(*shape, (float(scale_a), float(scale_b)), kind, code.index))
+                left = _shared_operand(m, a_descriptor[lanes], group, 64, trans_a)
+            right = _shared_operand(m, b_descriptor[lanes], group, n, trans_b)
+            add = _agreed(accumulate[lanes], "scale-d")
+            groups.start(
+                group, Product(registers, left, not isinstance(a, tuple), right, add, kind, code.index)
+            )
 
     return mma_async
+
+
+def _agreed(values: np.ndarray, what: str) -> bool | int:
+    """What all threads of a warpgroup say."""
+    if (values != values[0]).any():
+        raise LaunchError(f"the threads of a warpgroup disagree on {what}")
+    return values[0].item()
+
+
+def _shared_operand(m: Machine, descriptors: np.ndarray, group: int, outer: int, trans: int) -> np.ndarray:
+    found = operand_units(_agreed(descriptors, "a descriptor"), outer, bool(trans))
+    ends = np.array([found.min(), found.max()]) * 2
+    m.shared.check(ends, 2, np.array([128 * group] * 2))
+    return found
 
 
 def _left(registers: list[np.ndarray], kind: str) -> np.ndarray:
