@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
@@ -16,6 +17,8 @@ PACKAGES = ("lingpt", "torch", "triton", "fla-core", "cuda-core", "cuda-bindings
 
 def environment(device: torch.device | None = None) -> dict:
     """Card, driver, versions, source hash and date, for the head of a file of results."""
+    # A walk that was asked for is part of the name: no record of it passes for one of the default.
+    walk = os.environ.get("LINGPT_HOPPER")
     cuda = torch.cuda.is_available() and (device is None or device.type == "cuda")
     return {
         "card": torch.cuda.get_device_name(device) if cuda else f"CPU ({platform.machine()})",
@@ -24,7 +27,7 @@ def environment(device: torch.device | None = None) -> dict:
         "nvrtc": _nvrtc(),
         "python": platform.python_version(),
         "versions": {name: found for name in PACKAGES if (found := _version(name))},
-        "source_hash": source_hash(),
+        "source_hash": source_hash() + (f" LINGPT_HOPPER={walk}" if walk else ""),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
 

@@ -380,6 +380,23 @@ def test_segments(build: Build, emulated, monkeypatch: pytest.MonkeyPatch) -> No
     assert not too_far(ours, exact, bar)
 
 
+@pytest.mark.parametrize("build", [ROLES[2]], ids=str)
+def test_uncut_sequences(build: Build, emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: the forward scan of 64 columns a block, which leaves the states before segments for dq's."""
+    emulated(build)
+    B, N, H = 1, 180, 2
+    x, settings = inputs(build, B, N, H), options(build, B, N, H)
+    monkeypatch.setattr(launch, "_card", lambda device: (build.arch, 5))
+    monkeypatch.setattr(launch, "split", lambda heads, length, chunk, slots: (-(-length // chunk), chunk))
+    launched, scan_whole = [], launch._Call.scan_whole
+    monkeypatch.setattr(
+        launch._Call, "scan_whole", lambda call, params: (launched.append(call), scan_whole(call, params))
+    )
+    ours = run(*x, **settings)
+    exact, bar = (turned(form, build, x, **settings) for form in (exactly, quantised))
+    assert launched and not too_far(ours, exact, bar)
+
+
 @pytest.mark.parametrize("build", [*PLAIN, ROLES[0]], ids=str)
 def test_segments_that_split_chooses(build: Build, emulated) -> None:
     """Guards: the launcher's own choice for a long sequence; the backward pass reuses the states."""

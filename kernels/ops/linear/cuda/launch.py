@@ -63,7 +63,7 @@ class Variant:
 
     @property
     def names(self) -> dict[tuple[str, str | None], str]:
-        """(kernel, mode) → its instance in C++; row_products has no mode."""
+        """(kernel, mode) → its instance in C++; some have no mode."""
         D, decay = self.head_dim, str(self.decay).lower()
         flags = ", ".join(str(x).lower() for x in (self.decay, self.rope, self.walk, self.blocks))
         scans = ("FWD", "DQ") if self.walk == ROLES else MODES
@@ -74,11 +74,12 @@ class Variant:
         }
         if self.walk == ROLES:
             names["scan_pair", None] = f"scan_pair<{self.tag}, {D}, {decay}, {self.rope}, {self.blocks}>"
-        if self.walk == ROLES and D == 128:
-            names["scan_whole", None] = f"scan_whole<{self.tag}, {D}, {decay}, {self.rope}>"
+            if D == 128:
+                names["scan_whole", None] = f"scan_whole<{self.tag}, {D}, {decay}, {self.rope}>"
+        else:
+            names["row_products", None] = f"row_products<{self.tag}, {D}>"
         names["prefix", "FWD"] = f"prefix<{D}, false, {decay}>"
         names["prefix", "DK"] = f"prefix<{D}, true, {decay}>"
-        names["row_products", None] = f"row_products<{self.tag}, {D}>"
         return names
 
     def spec(self, *architectures: str) -> KernelSpec:
@@ -114,10 +115,8 @@ def specs() -> list[KernelSpec]:
 def _kernels(build: Variant, arch: str) -> dict[tuple[str, str | None], Kernel]:
     """By kernel and mode, as `build.names`."""
     names = build.names
-    signatures = {name: _PARAMS_CODE for name in names.values()}
-    signatures[names["row_products", None]] = _PARAMS_CODE + "Pq"
-    if build.walk == ROLES:
-        signatures[names["scan_pair", None]] = 2 * _PARAMS_CODE
+    codes = {"scan_pair": 2 * _PARAMS_CODE, "row_products": _PARAMS_CODE + "Pq"}
+    signatures = {name: codes.get(kernel, _PARAMS_CODE) for (kernel, _), name in names.items()}
     kernels = build.spec(arch).compile(arch).load(signatures)
     return {key: kernels[name] for key, name in names.items()}
 
