@@ -64,18 +64,14 @@ __device__ __forceinline__ void settle(float (&d)[M][4]) {
 #pragma unroll
   for (int i = 0; i < M; i++) asm volatile("" : "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])::"memory");
 }
-template <int PENDING>
-__device__ __forceinline__ void warpgroup_wait_for() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
 
 // ---------------------------------------------------------------------------------------------- shared memory
-template <int D, int GROUPS, int WHOLE_TILES, bool STAGING>
-struct HopperShared {  // byte offsets; tiles first: swizzled, aligned to 1024
+template <int D, int GROUPS, int ROW_TILES, bool STAGING>
+struct HopperShared {  // byte offsets; tiles first: swizzled, aligned to 1024. ROW_TILES: of whole rows, beside c's
   static constexpr int C = 64;
   static constexpr int PANEL = C * 128;  // 64 columns of a tile
-  static constexpr int TILE = D / 64 * PANEL, STAGE = WHOLE_TILES * TILE + GROUPS * PANEL;
-  static constexpr bool PROJECTS = WHOLE_TILES == 3;
+  static constexpr int TILE = D / 64 * PANEL, STAGE = ROW_TILES * TILE + GROUPS * PANEL;
+  static constexpr bool PROJECTS = ROW_TILES == 3;
   static constexpr int STAGES = GROUPS < D / 64 ? 4 : D == 64 && PROJECTS ? 2 : 3;
   static constexpr int WEIGHTS = STAGES * STAGE;              // W, one of each group
   static constexpr int OUT = WEIGHTS + GROUPS * PANEL;        // y on its way out, where no tile is free for it
@@ -90,6 +86,7 @@ struct HopperShared {  // byte offsets; tiles first: swizzled, aligned to 1024
   static constexpr int HEADS = POWERS + (C + 4) * 4;
   static constexpr int BARRIERS = HEADS + 6 * 8;
   static constexpr int BYTES = BARRIERS + 3 * STAGES * 8;
+  static_assert(BYTES <= (D == 128 ? 226568 : 98440), "what launch.py gives a block (Variant.shared)");
 };
 
 // --------------------------------------------------------------------------------------------------- the walk
@@ -97,7 +94,7 @@ struct HopperShared {  // byte offsets; tiles first: swizzled, aligned to 1024
 // in the scratch on the way.
 template <typename T, int D, int MODE, bool DECAY, int ROPE, bool STATES, bool WHOLE = false>
 struct HopperScan {
-  using F = Facts<MODE>;
+  using F = Facts<T, MODE>;
   static constexpr int C = 64, PANELS = D / 64, GROUPS = WHOLE ? 1 : PANELS;  // of 64 columns: a row, this block's of c and y
   static constexpr int CONSUMERS = 128 * GROUPS, ROWS = 128, PRODUCERS = 128;
   static constexpr int KS = D / 16, CS = C / 16;  // steps of 16 along D and along a chunk
@@ -121,14 +118,13 @@ struct HopperScan {
     float *sigma, *tau, *rho, *kappa, *past_rho, *past_kappa, *row;
     u16 *sigma_end, *tau_parts;
   };
-  struct Initial {  // [D, D], Σ τ c and Σ ζ b, each to be read times its scale; null: zero
-    const float *S, *c, *b;
+  template <typename POINTER>
+  struct Ends {  // where S [D, D], Σ τ c and Σ ζ b come from or go to, each times its scale; null: zero, nowhere
+    POINTER S, c, b;
     float scale, scale_c, scale_b;
   };
-  struct Final {  // the same, to be written
-    float *S, *c, *b;
-    float scale, scale_c, scale_b;
-  };
+  using Source = Ends<const float*>;
+  using Target = Ends<float*>;
   struct Ring {  // a place in the ring of stages
     int stage = 0;
     u32 phase = 0;
@@ -200,7 +196,7 @@ struct HopperScan {
     u16* y = reinterpret_cast<u16*>(x + 7 * C);
     return {x, x + C, x + 2 * C, x + 3 * C, x + 4 * C, x + 5 * C, x + 6 * C, y, y + C};
   }
-  __device__ __forceinline__ int token(int position) const { return F::REVERSE ? p.N - 1 - position : position; }
+  __device__ __forceinline__ int token(int position) const { return F::token(p, position); }
   __device__ __forceinline__ i64 stat(int position) const { return i64(bh) * p.N + token(position); }  // of [BH, N]
   __device__ __forceinline__ float power(int i) const { return DECAY ? powers[i] : 1.f; }
   // Row `position` of tensor a, b, c, unit, y or o (0 … 5).
@@ -237,7 +233,7 @@ struct HopperScan {
 
   // ------------------------------------------------------------------------------------------- the rows
   __device__ __forceinline__ void rows() {
-    float n = tokens_before(), chunk_tokens = 0.f;
+    float n = MODE == FWD ? tokens_before<DECAY>(p, bh, log2_decay, begin) : 0.f, chunk_tokens = 0.f;
     if (MODE == FWD && DECAY)
       for (int i = 0; i < C; i++) chunk_tokens += powers[i];
     if (SUMS_B) load_sums(tid % ROWS);
@@ -280,15 +276,6 @@ struct HopperScan {
     }
     if (SUMS_B) store_sums(tid % ROWS, final());
   }
-  // The (decayed) count of tokens before this segment.
-  __device__ __forceinline__ float tokens_before() const {
-    if (MODE != FWD) return 0.f;
-    float n0 = p.n_initial ? p.n_initial[bh] : 0.f;
-    float x = DECAY ? log2_decay * 0.6931471805599453f : 0.f;
-    if (x == 0.f) return n0 + float(begin);
-    return n0 * expf(x * float(begin)) + expm1f(x * float(begin)) / expm1f(x);
-  }
-
   // What the forward pass saved of a token.
   struct Stats {
     float g, e, r, unit;  // r: 1/‖·‖ of what σ scales (k for DQ, q for DK and DV); unit: of what is projected, or of k
@@ -305,11 +292,11 @@ struct HopperScan {
   __device__ __forceinline__ void write_coefficients(const Coefficients& c, const Stats& s, int len, int i) const {
     if (i >= C) return;
     bool ok = i < len;
-    float inverse = ok ? reciprocal(s.g) : 0.f, scale_tau = F::scale_tau(range(), inverse_range());
-    float sigma = F::scale_sigma(range(), inverse_range()) * (MODE == DQ ? s.r : b * s.r * inverse);
+    float inverse = ok ? reciprocal(s.g) : 0.f, scale_tau = F::scale_tau(p);
+    float sigma = F::scale_sigma(p) * (MODE == DQ ? s.r : b * s.r * inverse);
     float tau = scale_tau * (MODE == DQ ? s.r : MODE == DK ? -b * s.e * s.r : inverse);
-    float rho = F::scale_rho(range()) * (MODE == DQ ? inverse : MODE == DV ? s.unit : 1.f);
-    float kappa = F::scale_kappa(range()) * (MODE == DQ ? -s.e : 1.f);
+    float rho = F::scale_rho(p) * (MODE == DQ ? inverse : MODE == DV ? s.unit : 1.f);
+    float kappa = F::scale_kappa(p) * (MODE == DQ ? -s.e : 1.f);
     float decay = ok ? power(len - 1 - i) : 0.f, past = power(i + 1);
     c.sigma[i] = sigma, c.tau[i] = tau, c.rho[i] = rho, c.kappa[i] = kappa;
     c.past_rho[i] = rho * past, c.past_kappa[i] = kappa * past;
@@ -329,11 +316,6 @@ struct HopperScan {
     u32 address = tile_address + place<C>(first_row() + lane % 16, lane / 16);
     return (address ^ ((k % 4) << 5)) + (k / 4) * L::PANEL;
   }
-  // 1/‖row‖ (NORM_EPS of common.py) of rows g (x) and g + 8 (y), in lanes t == g/2.
-  __device__ __forceinline__ float2 reciprocal_norms(const float (&lo)[4], const float (&hi)[4]) const {
-    if (!p.normalize) return make_float2(1.f, 1.f);
-    return make_float2(rsqrtf((g & 1 ? lo[1] : lo[0]) + 1e-12f), rsqrtf((g & 1 ? hi[3] : hi[2]) + 1e-12f));
-  }
   // Forward: ρ and the normaliser's part from before the chunk, of this warp's queries.
   __device__ __forceinline__ void query_rows(const Coefficients& c, u32 tile_address, int position, float n) const {
     float lo[4] = {}, hi[4] = {}, inner[4] = {};
@@ -341,20 +323,19 @@ struct HopperScan {
     for (int k = 0; k < KS; k++) {
       u32 x[4];
       ldmatrix(x, own_rows(tile_address, k));
-      mma<T>(lo, x[0], x[1], x[2], x[3], x[0], x[2]);
-      mma<T>(hi, x[0], x[1], x[2], x[3], x[1], x[3]);
+      add_squares<T>(lo, hi, x);
       const u16* z = b_parts() + 16 * k + 2 * t + (g < 3 ? g : 0) * D;  // Σ k̂ as three 16-bit numbers, in columns
       u32 near = *reinterpret_cast<const u32*>(z), far = *reinterpret_cast<const u32*>(z + 8);
       mma<T>(inner, x[0], x[1], x[2], x[3], g < 3 ? near : 0, g < 3 ? far : 0);
     }
-    float2 r = reciprocal_norms(lo, hi);
+    float2 r = reciprocal_norms(lo, hi, g, p.normalize);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       float dot = inner[2 * half] + inner[2 * half + 1];
       dot += __shfl_xor_sync(FULL, dot, 1);
       dot += __shfl_xor_sync(FULL, dot, 2);
       int i = first_row() + g + 8 * half;
-      float rq = half ? r.y : r.x, rho = b * rq * F::scale_rho(range()), past = power(i + 1);
+      float rq = half ? r.y : r.x, rho = b * rq * F::scale_rho(p), past = power(i + 1);
       if (t != g >> 1) continue;
       c.rho[i] = rho, c.past_rho[i] = rho * past, c.past_kappa[i] = past;
       c.row[i] = past * (n + rho * dot);
@@ -368,16 +349,15 @@ struct HopperScan {
     for (int k = 0; k < KS; k++) {
       u32 x[4];
       ldmatrix(x, own_rows(tile_address, k));
-      mma<T>(lo, x[0], x[1], x[2], x[3], x[0], x[2]);
-      mma<T>(hi, x[0], x[1], x[2], x[3], x[1], x[3]);
+      add_squares<T>(lo, hi, x);
     }
-    float2 r = reciprocal_norms(lo, hi);
+    float2 r = reciprocal_norms(lo, hi, g, p.normalize);
     if (t != g >> 1) return;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       int i = first_row() + g + 8 * half;
       bool ok = i < len;
-      float rk = half ? r.y : r.x, sigma = ok ? rk * F::scale_sigma(range(), inverse_range()) : 0.f;
+      float rk = half ? r.y : r.x, sigma = ok ? rk * F::scale_sigma(p) : 0.f;
       float decay = ok ? power(len - 1 - i) : 0.f, end = sigma * decay;
       if (T::NARROW) end = fminf(end, 2048.f);  // 1/‖k‖ of a row of (almost) zeros times v stays finite
       c.sigma[i] = sigma;
@@ -406,16 +386,12 @@ struct HopperScan {
 #pragma unroll
       for (int k = 0; k < PANELS; k++) {
         uint4 x = read16(tile_address + place<C>(eighth_row(i), lane % 8 + 8 * k));
-        sum += product(x.x, o[i][k].x) + product(x.y, o[i][k].y) + product(x.z, o[i][k].z) + product(x.w, o[i][k].w);
+        sum += dot<T>(x.x, o[i][k].x) + dot<T>(x.y, o[i][k].y) + dot<T>(x.z, o[i][k].z) + dot<T>(x.w, o[i][k].w);
       }
 #pragma unroll
       for (int d = 1; d < 8; d *= 2) sum += __shfl_xor_sync(FULL, sum, d);
       if (lane % 8 == 0) to[eighth_row(i)] = sum;
     }
-  }
-  static __device__ __forceinline__ float product(u32 x, u32 y) {
-    float2 u = unpack<T>(x), w = unpack<T>(y);
-    return u.x * w.x + u.y * w.y;
   }
 
   // Σ ζ b, a number a column, and the same as three 16-bit numbers; ζ of the chunk as two.
@@ -449,27 +425,21 @@ struct HopperScan {
     float2* at = reinterpret_cast<float2*>(b_sum() + column);
     sum = make_float2(at->x * decay + sum.x, at->y * decay + sum.y);
     *at = sum;
-#pragma unroll
-    for (int i = 0; i < 3; i++) {
-      u32 rounded = pack<T>(sum.x, sum.y);
-      *reinterpret_cast<u32*>(b_parts() + i * D + column) = rounded;
-      float2 back = unpack<T>(rounded);
-      sum.x -= back.x, sum.y -= back.y;
-    }
+    split<T, 3>(b_parts() + column, D, sum);
   }
   __device__ __forceinline__ void load_sums(int thread) const {
-    const Initial from = initial();
+    const Source from = initial();
     if (thread < D) {
       b_sum()[thread] = from.b ? from.scale_b * from.b[thread] : 0.f;
       split<T, 3>(b_parts() + thread, D, b_sum()[thread]);
     }
     sync_some(ROWS_BARRIER, ROWS);
   }
-  __device__ __forceinline__ void store_sums(int thread, const Final& to) const {
+  __device__ __forceinline__ void store_sums(int thread, const Target& to) const {
     if (part == 0 && thread < D && to.b) to.b[thread] = to.scale_b * b_sum()[thread];
   }
 
-  // RoPE in place, on the leading columns of a tile that has landed; rounded as a model in 16 bits would.
+  // RoPE in place, of the tiles that it concerns.
   __device__ __forceinline__ void rotate_tiles(int stage, int position, int thread) const {
     if (F::ROPE_A && !STATES) rotate(tile(stage, A), position, thread);
     if (F::ROPE_B) rotate(tile(stage, B), position, thread);
@@ -477,46 +447,24 @@ struct HopperScan {
     if (PROJECTS) rotate(tile(stage, UNIT), position, thread);
   }
   __device__ __forceinline__ void rotate(u32 tile_address, int position, int thread) const {
-    constexpr int HALF = ROPE ? ROPE / 16 : 1;  // pieces; a thread takes four columns of one and of its partner
-    for (int i = thread; i < C * HALF * 2; i += ROWS) {
-      int row = u32(i) / (2 * HALF), piece = u32(i) / 2 % HALF, half = i % 2;
-      if (position + row >= p.N) continue;
-      char* tile = smem + (tile_address - base) + 8 * half;
-      uint2* lo = reinterpret_cast<uint2*>(tile + place<C>(row, piece));
-      uint2* hi = reinterpret_cast<uint2*>(tile + place<C>(row, piece + HALF));
-      i64 at = i64(token(position + row)) * ROPE + piece * 8 + 4 * half;
-      float4 cos = *reinterpret_cast<const float4*>(p.cos + at), sin = *reinterpret_cast<const float4*>(p.sin + at);
-      uint2 x = *lo, y = *hi;
-      rotate_pair<T>(x.x, y.x, make_float2(cos.x, cos.y), make_float2(sin.x, sin.y));
-      rotate_pair<T>(x.y, y.y, make_float2(cos.z, cos.w), make_float2(sin.z, sin.w));
-      *lo = x, *hi = y;
-    }
+    F::template rotate<C, ROPE, ROWS>(p, smem, tile_address - base, position, thread);
   }
 
-  __device__ __forceinline__ float range() const { return T::NARROW ? p.range : 1.f; }
-  __device__ __forceinline__ float inverse_range() const { return T::NARROW ? p.inverse_range : 1.f; }
-
   // ---------------------------------------------------------------------------------- states in and out
-  __device__ __forceinline__ Initial initial() const {
-    const float *S, *k, *v;
-    float s = 1.f, sk = 1.f, sv = 1.f;
+  __device__ __forceinline__ Source initial() const {
     if (STATES) return {nullptr, nullptr, nullptr, 1.f, 1.f, 1.f};
     if (!WHOLE && segment) {  // what `states` and `prefix` left
-      S = p.scratch + (i64(bh) * (p.segments - 1) + segment - 1) * (D * D + 2 * D);
-      k = S + D * D, v = k + D;
-    } else {
-      if (!p.initial.S) return {nullptr, nullptr, nullptr, 1.f, 1.f, 1.f};
-      S = p.initial.S + i64(bh) * D * D, k = p.initial.k + bh * D, v = p.initial.v + bh * D;
-      float undo = F::REVERSE && DECAY ? exp2f(-log2_decay) : 1.f;  // see final()
-      s = F::scale_sigma(range(), inverse_range()) * undo, sv = F::scale_tau(range(), inverse_range()) * undo;
-      sk = MODE == FWD ? s : sv;
+      Target left = scratch(segment - 1);
+      return {left.S, left.c, left.b, 1.f, 1.f, 1.f};
     }
+    if (!p.initial.S) return {nullptr, nullptr, nullptr, 1.f, 1.f, 1.f};
+    const float *S = p.initial.S + i64(bh) * D * D, *k = p.initial.k + bh * D, *v = p.initial.v + bh * D;
+    float undo = F::REVERSE && DECAY ? exp2f(-log2_decay) : 1.f;  // see final()
+    float s = F::scale_sigma(p) * undo, sv = F::scale_tau(p) * undo, sk = MODE == FWD ? s : sv;
     if (F::VALUE_ROWS) return {S, v, k, s, sv, sk};
     return {S, k, v, s, sk, sv};
   }
-  // The last segment leaves the final state. In reverse the state belongs to the last token walked, token 0, and its
-  // adjoint to the one before: one more decay (and one less on the way in). `states` leaves what its segment adds.
-  __device__ __forceinline__ Final scratch(int i) const {
+  __device__ __forceinline__ Target scratch(int i) const {  // the state before segment i + 1
     float* S = p.scratch + (i64(bh) * (p.segments - 1) + i) * (D * D + 2 * D);
     float *k = S + D * D, *v = k + D;
     return {S, F::VALUE_ROWS ? v : k, F::VALUE_ROWS ? k : v, 1.f, 1.f, 1.f};
@@ -525,11 +473,13 @@ struct HopperScan {
   __device__ __forceinline__ bool leaves_state(int position) const {
     return WHOLE && position && position % p.segment_len == 0;
   }
-  __device__ __forceinline__ Final final() const {
+  // The last segment leaves the final state. In reverse the state belongs to the last token walked, token 0, and its
+  // adjoint to the one before: one more decay (and one less on the way in). `states` leaves what its segment adds.
+  __device__ __forceinline__ Target final() const {
     if (STATES) return scratch(segment);
     if ((!WHOLE && segment != p.segments - 1) || MODE == DQ) return {nullptr, nullptr, nullptr, 0.f, 0.f, 0.f};
-    float more = F::REVERSE ? power(1) : 1.f, s = more / F::scale_sigma(range(), inverse_range());
-    float st = more / F::scale_tau(range(), inverse_range());
+    float more = F::REVERSE ? power(1) : 1.f, s = more / F::scale_sigma(p);
+    float st = more / F::scale_tau(p);
     float* S = p.final.S ? p.final.S + i64(bh) * D * D : nullptr;
     float* k = p.final.k ? p.final.k + bh * D : nullptr;
     float* v = p.final.v ? p.final.v + bh * D : nullptr;
@@ -550,18 +500,6 @@ struct HopperScan {
     return i < 2 * HALF ? i / 2 + half * HALF : i;
   }
   __device__ __forceinline__ int state_row(int half) const { return first_column() + 8 * own_tile(half) + g; }
-  template <int R>
-  static __device__ __forceinline__ Descriptor k_columns(u32 address, int k) {  // 16 columns from 16k, K-contiguous
-    return descriptor(address + (k / 4) * R * 128 + (k % 4) * 32, 0);
-  }
-  static __device__ __forceinline__ Descriptor k_rows(u32 address, int s) {  // 16 rows from 16s, K the rows
-    return descriptor(address + s * 2048, C * 128);
-  }
-  // Four tiles of eight tokens by eight columns, tokens 16s … 16s+15 of this warp's columns, transposed: fragments of
-  // Cᵀ, and the places of Yᵀ's.
-  __device__ __forceinline__ u32 own_place(u32 tile_address, int s, int token, int half) const {
-    return tile_address + place<C>(token, own_tile(half)) + s * 2048;
-  }
 
   __device__ __forceinline__ void consume() {
     float state[D / 8][4], c_sum[2];
@@ -590,7 +528,7 @@ struct HopperScan {
         for (int s = 0; s < CS; s++) Warpgroup<T, 0, 8>::mma(y, raw[s], k_columns<C>(weights(), s), 1);
         warpgroup_commit();
         update(state, c_sum, raw, c, stage, len);
-        warpgroup_wait_for<1>();
+        warpgroup_wait<1>();
         settle(y);
         forget_addresses();
         if constexpr (PROJECTS)
@@ -598,7 +536,7 @@ struct HopperScan {
         else
           finish(y, position);
       }
-      warpgroup_wait_for<0>();
+      warpgroup_wait();
       settle(state);
       __syncwarp();
       if (lane == 0) barrier_arrive(empty(stage));
@@ -610,7 +548,7 @@ struct HopperScan {
   __device__ __forceinline__ void sync_group() const { sync_some(GROUP_BARRIER + group(), 128); }
 
   __device__ __forceinline__ void load_state(float (&state)[D / 8][4], float (&c_sum)[2]) const {
-    const Initial from = initial();
+    const Source from = initial();
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       int row = state_row(half);
@@ -623,7 +561,7 @@ struct HopperScan {
     }
   }
   __device__ __forceinline__ void store_state(const float (&state)[D / 8][4], const float (&c_sum)[2],
-                                              const Final& to) const {
+                                              const Target& to) const {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       int row = state_row(half);
@@ -655,11 +593,11 @@ struct HopperScan {
 #pragma unroll
     for (int k = 0; k < KS; k++) Warpgroup<T, 0, 8>::mma(y, rounded[k], k_columns<C>(tile(stage, A), k), k > 0);
     warpgroup_commit();
-    warpgroup_wait_for<1>();
+    warpgroup_wait<1>();
     settle(x);
     weigh(x, c, position);
     fence_shared();
-    warpgroup_wait_for<0>();
+    warpgroup_wait();
     settle(y);
 #pragma unroll
     for (int n = 0; n < 8; n++) {  // two tokens
@@ -718,8 +656,9 @@ struct HopperScan {
     return reinterpret_cast<float*>(smem + L::SCALES) + group() * 2 * C;
   }
 
+  // Tiles of eight tokens by eight of this warp's columns, transposed: fragments of Cᵀ, and in the places of Yᵀ's.
   __device__ __forceinline__ void read_own(u32 (&r)[CS][4], u32 tile_address) const {
-    u32 from = own_place(tile_address, 0, lane % 16, lane / 16);
+    u32 from = tile_address + place<C>(lane % 16, own_tile(lane / 16));
 #pragma unroll
     for (int s = 0; s < CS; s++) ldmatrix_trans(r[s], from + s * 2048);
 #pragma unroll
@@ -753,7 +692,7 @@ struct HopperScan {
     }
     warpgroup_arrive();
 #pragma unroll
-    for (int s = 0; s < CS; s++) Warpgroup<T, 1, D / 8>::mma(state, left[s], k_rows(tile(stage, B), s), 1);
+    for (int s = 0; s < CS; s++) Warpgroup<T, 1, D / 8>::mma(state, left[s], k_rows<C>(tile(stage, B), s), 1);
     warpgroup_commit();
 #pragma unroll
     for (int half = 0; half < 2; half++)
@@ -763,7 +702,7 @@ struct HopperScan {
   // FWD: o = y/g; DV: dv = y.
   __device__ __forceinline__ void finish(float (&y)[8][4], int position) const {
     u32 out = base + L::OUT + group() * L::PANEL;
-    float scale = F::scale_y(inverse_range());
+    float scale = F::scale_y(p);
     u32 to = out + place<C>(lane % 8 + 8 * (lane / 16), (own_tile((lane / 8) % 2)) % 8);
 #pragma unroll
     for (int n = 0; n < 8; n += 2) {
@@ -805,7 +744,7 @@ struct HopperScan {
       float dot = 0.f;
 #pragma unroll
       for (int i = 0; i < 4 * GROUPS; i++) dot += from[i * C];
-      float norm = c.row[thread], scale = F::scale_y(inverse_range());
+      float norm = c.row[thread], scale = F::scale_y(p);
       float out = (MODE == DQ ? b : 1.f) * norm * scale;
       *reinterpret_cast<float2*>(scales() + 2 * thread) = make_float2(out, p.normalize ? norm * norm * dot : 0.f);
       along_sum += norm * dot * scale;  // rows past the end have norm 0
@@ -859,9 +798,7 @@ struct HopperScan {
     i64 first = i64(token(min(position, p.N - 1))) * ROPE + column;
     i64 second = i64(token(min(position + 1, p.N - 1))) * ROPE + column;
     float2 cos = make_float2(p.cos[first], p.cos[second]), sin = make_float2(p.sin[first], p.sin[second]);
-    float2 u = lo, w = hi;
-    lo = make_float2(u.x * cos.x + w.x * sin.x, u.y * cos.y + w.y * sin.y);
-    hi = make_float2(w.x * cos.x - u.x * sin.x, w.y * cos.y - u.y * sin.y);
+    ::rotate_back(lo, hi, cos, sin);
   }
   __device__ __forceinline__ void store_db(float sum) const {
 #pragma unroll

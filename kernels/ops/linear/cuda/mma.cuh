@@ -74,12 +74,37 @@ __device__ __forceinline__ void split(u16* to, int stride, float x) {
   }
 }
 
+// The same of two neighbours.
+template <typename T, int PARTS>
+__device__ __forceinline__ void split(u16* to, int stride, float2 x) {
+#pragma unroll
+  for (int i = 0; i < PARTS; i++) {
+    u32 part = pack<T>(x.x, x.y);
+    *reinterpret_cast<u32*>(to + i * stride) = part;
+    float2 back = unpack<T>(part);
+    x.x -= back.x, x.y -= back.y;
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ float dot(u32 x, u32 y) {
+  float2 u = unpack<T>(x), w = unpack<T>(y);
+  return u.x * w.x + u.y * w.y;
+}
+
 // RoPE on two columns and their partners.
 template <typename T>
 __device__ __forceinline__ void rotate_pair(u32& x, u32& y, float2 cos, float2 sin) {
   float2 u = unpack<T>(x), w = unpack<T>(y);
   x = pack<T>(u.x * cos.x - w.x * sin.x, u.y * cos.y - w.y * sin.y);
   y = pack<T>(w.x * cos.x + u.x * sin.x, w.y * cos.y + u.y * sin.y);
+}
+
+// The transpose of RoPE, in fp32.
+__device__ __forceinline__ void rotate_back(float2& x, float2& y, float2 cos, float2 sin) {
+  float2 u = x, w = y;
+  x = make_float2(u.x * cos.x + w.x * sin.x, u.y * cos.y + w.y * sin.y);
+  y = make_float2(w.x * cos.x - u.x * sin.x, w.y * cos.y - u.y * sin.y);
 }
 
 // --------------------------------------------------------------------------------------------- tensor cores
@@ -100,6 +125,14 @@ __device__ __forceinline__ void mma<fp16>(float (&d)[4], u32 a0, u32 a1, u32 a2,
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Products of 16 rows x, a left operand, with themselves: rows g's squares are on the diagonals, lo of the first eight and
+// hi of the others.
+template <typename T>
+__device__ __forceinline__ void add_squares(float (&lo)[4], float (&hi)[4], const u32 (&x)[4]) {
+  mma<T>(lo, x[0], x[1], x[2], x[3], x[0], x[2]);
+  mma<T>(hi, x[0], x[1], x[2], x[3], x[1], x[3]);
 }
 
 // Four 8×8 tiles of 16-bit numbers from shared memory; lanes 8i … 8i+7 give the row addresses of tile i.

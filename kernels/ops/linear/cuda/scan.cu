@@ -73,7 +73,7 @@ struct Params {
 };
 
 // ------------------------------------------------------------------------------------------- per-mode facts
-template <int MODE>
+template <typename T, int MODE>
 struct Facts {
   static constexpr bool REVERSE = MODE == DK || MODE == DV;
   // The state's rows are value columns (FWD, DV) or key columns (DQ, DK) of S [key, value].
@@ -83,19 +83,61 @@ struct Facts {
   static constexpr bool ROPE_B = MODE == FWD || MODE == DV;
   static constexpr bool ROPE_C = MODE == DQ || MODE == DK;
 
+  static __device__ __forceinline__ int token(const Params& p, int position) {
+    return REVERSE ? p.N - 1 - position : position;
+  }
+
   // fp16: powers of two on both sides of (1) that keep 16-bit operands away from overflow and underflow.
-  static __device__ __forceinline__ float scale_sigma(float range, float inverse_range) {
-    return MODE == FWD || MODE == DQ ? inverse_range : range;
+  static __device__ __forceinline__ float range(const Params& p) { return T::NARROW ? p.range : 1.f; }
+  static __device__ __forceinline__ float inverse_range(const Params& p) { return T::NARROW ? p.inverse_range : 1.f; }
+  static __device__ __forceinline__ float scale_sigma(const Params& p) {
+    return MODE == FWD || MODE == DQ ? inverse_range(p) : range(p);
   }
-  static __device__ __forceinline__ float scale_tau(float range, float inverse_range) {
-    return MODE == FWD ? 1.f : scale_sigma(range, inverse_range);
+  static __device__ __forceinline__ float scale_tau(const Params& p) { return MODE == FWD ? 1.f : scale_sigma(p); }
+  static __device__ __forceinline__ float scale_rho(const Params& p) {
+    return MODE == FWD ? range(p) : MODE == DQ ? range(p) * range(p) : 1.f;
   }
-  static __device__ __forceinline__ float scale_rho(float range) {
-    return MODE == FWD ? range : MODE == DQ ? range * range : 1.f;
+  static __device__ __forceinline__ float scale_kappa(const Params& p) {
+    return MODE == DQ ? range(p) * range(p) : 1.f;
   }
-  static __device__ __forceinline__ float scale_kappa(float range) { return MODE == DQ ? range * range : 1.f; }
-  static __device__ __forceinline__ float scale_y(float inverse_range) { return MODE == FWD ? 1.f : inverse_range; }
+  static __device__ __forceinline__ float scale_y(const Params& p) { return MODE == FWD ? 1.f : inverse_range(p); }
+
+  // RoPE in place by THREADS threads, on the leading columns of a tile of C rows that has landed; rounded as a model in
+  // 16 bits would.
+  template <int C, int ROPE, int THREADS>
+  static __device__ __forceinline__ void rotate(const Params& p, char* smem, u32 offset, int position, int thread) {
+    constexpr int HALF = ROPE ? ROPE / 16 : 1;  // pieces; a thread takes four columns of one and of its partner
+    for (int i = thread; i < C * HALF * 2; i += THREADS) {
+      int row = u32(i) / (2 * HALF), piece = u32(i) / 2 % HALF, half = i % 2;
+      if (position + row >= p.N) continue;
+      char* tile = smem + offset + 8 * half;
+      uint2* lo = reinterpret_cast<uint2*>(tile + place<C>(row, piece));
+      uint2* hi = reinterpret_cast<uint2*>(tile + place<C>(row, piece + HALF));
+      i64 at = i64(token(p, position + row)) * ROPE + piece * 8 + 4 * half;
+      float4 cos = *reinterpret_cast<const float4*>(p.cos + at), sin = *reinterpret_cast<const float4*>(p.sin + at);
+      uint2 x = *lo, y = *hi;
+      rotate_pair<T>(x.x, y.x, make_float2(cos.x, cos.y), make_float2(sin.x, sin.y));
+      rotate_pair<T>(x.y, y.y, make_float2(cos.z, cos.w), make_float2(sin.z, sin.w));
+      *lo = x, *hi = y;
+    }
+  }
 };
+
+// 1/‖row‖ (NORM_EPS of common.py) from the squares of 16 rows (add_squares); valid in lanes t == g/2, rows g (x) and
+// g + 8 (y).
+__device__ __forceinline__ float2 reciprocal_norms(const float (&lo)[4], const float (&hi)[4], int g, int normalize) {
+  if (!normalize) return make_float2(1.f, 1.f);
+  return make_float2(rsqrtf((g & 1 ? lo[1] : lo[0]) + 1e-12f), rsqrtf((g & 1 ? hi[3] : hi[2]) + 1e-12f));
+}
+
+// The (decayed) count of tokens before position `begin`.
+template <bool DECAY>
+__device__ __forceinline__ float tokens_before(const Params& p, int bh, float log2_decay, int begin) {
+  float n0 = p.n_initial ? p.n_initial[bh] : 0.f;
+  float x = DECAY ? log2_decay * 0.6931471805599453f : 0.f;
+  if (x == 0.f) return n0 + float(begin);
+  return n0 * expf(x * float(begin)) + expm1f(x * float(begin)) / expm1f(x);
+}
 
 template <int D, int C, bool HOPPER>
 struct Shared {  // byte offsets; tiles first: swizzled, aligned to 1024
@@ -117,7 +159,7 @@ struct Shared {  // byte offsets; tiles first: swizzled, aligned to 1024
 // ------------------------------------------------------------------------------------------------- the scan
 template <typename T, int D, int C, int MODE, bool DECAY, int ROPE, bool HOPPER, bool STATES>
 struct Scan {
-  using F = Facts<MODE>;
+  using F = Facts<T, MODE>;
   using L = Shared<D, C, HOPPER>;
   // Hopper: a warpgroup of four warps for every 64 columns of y.
   static constexpr int WARPS = HOPPER ? D / 16 : 4, THREADS = 32 * WARPS;
@@ -177,7 +219,7 @@ struct Scan {
   }
   __device__ __forceinline__ int end() const { return min((seg() + 1) * p.segment_len, p.N); }
   __device__ __forceinline__ int token(int position) const {
-    return F::REVERSE ? p.N - 1 - position : position;
+    return F::token(p, position);
   }
   __device__ __forceinline__ float coefficient() const {  // b
     return __uint_as_float(read4(base + L::POWERS + (C + 3) * 4));
@@ -196,14 +238,6 @@ struct Scan {
     constexpr int HALF = F::PROJECTS && !HOPPER ? ROPE / 16 : 0;
     return i < 2 * HALF ? (i / 2) + (i % 2) * HALF : i;
   }
-
-  __device__ __forceinline__ float range() const { return T::NARROW ? p.range : 1.f; }
-  __device__ __forceinline__ float inverse_range() const { return T::NARROW ? p.inverse_range : 1.f; }
-  __device__ __forceinline__ float scale_sigma() const { return F::scale_sigma(range(), inverse_range()); }
-  __device__ __forceinline__ float scale_tau() const { return F::scale_tau(range(), inverse_range()); }
-  __device__ __forceinline__ float scale_rho() const { return F::scale_rho(range()); }
-  __device__ __forceinline__ float scale_kappa() const { return F::scale_kappa(range()); }
-  __device__ __forceinline__ float scale_y() const { return F::scale_y(inverse_range()); }
 
   // ------------------------------------------------------------------------------------------- loading
   __device__ __forceinline__ u32 tile(int stage, int which) const {
@@ -242,22 +276,8 @@ struct Scan {
     copy4(dst + 2 * C * 4, (MODE == DV ? p.rk : p.e) + i, ok);
   }
 
-  // RoPE in place, on the leading columns of a tile that has landed; rounded as a model in 16 bits would.
   __device__ __forceinline__ void rotate(u32 tile_address, int position) const {
-    constexpr int HALF = ROPE ? ROPE / 16 : 1;  // pieces; a thread takes four columns of one and of its partner
-    for (int i = tid; i < C * HALF * 2; i += THREADS) {
-      int row = u32(i) / (2 * HALF), piece = u32(i) / 2 % HALF, half = i % 2;
-      if (position + row >= p.N) continue;
-      char* tile = smem + (tile_address - base) + 8 * half;
-      uint2* lo = reinterpret_cast<uint2*>(tile + place<C>(row, piece));
-      uint2* hi = reinterpret_cast<uint2*>(tile + place<C>(row, piece + HALF));
-      i64 at = i64(token(position + row)) * ROPE + piece * 8 + 4 * half;
-      float4 cos = *reinterpret_cast<const float4*>(p.cos + at), sin = *reinterpret_cast<const float4*>(p.sin + at);
-      uint2 x = *lo, y = *hi;
-      rotate_pair<T>(x.x, y.x, make_float2(cos.x, cos.y), make_float2(sin.x, sin.y));
-      rotate_pair<T>(x.y, y.y, make_float2(cos.z, cos.w), make_float2(sin.z, sin.w));
-      *lo = x, *hi = y;
-    }
+    F::template rotate<C, ROPE, THREADS>(p, smem, tile_address - base, position, tid);
   }
 
   // ----------------------------------------------------------------------------- per-token coefficients
@@ -267,11 +287,11 @@ struct Scan {
     const float* stats = reinterpret_cast<const float*>(smem + L::STATS) + stage * 3 * C + tid;
     bool ok = position + tid < p.N;
     float r = ok ? stats[0] : 0.f, inverse = ok ? 1.f / stats[C] : 0.f, last = ok ? stats[2 * C] : 0.f;
-    sigma[tid] = scale_sigma() * (MODE == DQ ? r : coefficient() * r * inverse);
-    tau[tid] = scale_tau() * (MODE == DQ ? r : MODE == DK ? -coefficient() * last * r : inverse);
-    rho[tid] = scale_rho() * (MODE == DQ ? inverse : MODE == DV ? last : 1.f);
-    kappa[tid] = scale_kappa() * (MODE == DQ ? -last : 1.f);
-    if (STATES) zeta[tid] = scale_tau() * inverse;  // of the adjoint: Σ do/g
+    sigma[tid] = F::scale_sigma(p) * (MODE == DQ ? r : coefficient() * r * inverse);
+    tau[tid] = F::scale_tau(p) * (MODE == DQ ? r : MODE == DK ? -coefficient() * last * r : inverse);
+    rho[tid] = F::scale_rho(p) * (MODE == DQ ? inverse : MODE == DV ? last : 1.f);
+    kappa[tid] = F::scale_kappa(p) * (MODE == DQ ? -last : 1.f);
+    if (STATES) zeta[tid] = F::scale_tau(p) * inverse;  // of the adjoint: Σ do/g
   }
   // The same, decayed to the end of a chunk of `len` tokens; after a barrier behind σ and τ.
   __device__ __forceinline__ void coefficients_at_end(int len) const {
@@ -336,22 +356,17 @@ struct Scan {
   }
 
   // --------------------------------------------------------------------------------------------- norms
-  // 1/‖row‖ (NORM_EPS of common.py) of 16 rows from the diagonal of their products; valid in lanes t == g/2, rows g (x) and g+8 (y).
-  __device__ __forceinline__ float2 reciprocal_norms(const float (&lo)[4], const float (&hi)[4]) const {
-    if (!p.normalize) return make_float2(1.f, 1.f);
-    return make_float2(rsqrtf((g & 1 ? lo[1] : lo[0]) + 1e-12f), rsqrtf((g & 1 ? hi[3] : hi[2]) + 1e-12f));
-  }
   // σ of the rows of k that this warp owns (forward), into shared memory.
   template <bool SAVE>
   __device__ __forceinline__ void key_norms(const float (&lo)[4], const float (&hi)[4], int position) const {
-    float2 r = reciprocal_norms(lo, hi);
+    float2 r = reciprocal_norms(lo, hi, g, p.normalize);
     if (t != g >> 1) return;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       int row = 16 * warp + g + 8 * half;
       float value = half ? r.y : r.x;
       bool ok = position + row < p.N;
-      sigma[row] = ok ? value * scale_sigma() : 0.f;
+      sigma[row] = ok ? value * F::scale_sigma(p) : 0.f;
       if (SAVE && ok) p.rk[stat(position + row)] = value;
     }
   }
@@ -387,8 +402,8 @@ struct Scan {
       if (!p.initial.S) return;
       S = p.initial.S + i64(bh()) * D * D, k = p.initial.k + bh() * D, v = p.initial.v + bh() * D;
       float undo = F::REVERSE && DECAY ? exp2f(-log2_decay) : 1.f;  // see store_state
-      s = scale_sigma() * undo;
-      sk = (MODE == FWD ? scale_sigma() : scale_tau()) * undo, sv = scale_tau() * undo;
+      s = F::scale_sigma(p) * undo;
+      sk = (MODE == FWD ? F::scale_sigma(p) : F::scale_tau(p)) * undo, sv = F::scale_tau(p) * undo;
     }
 #pragma unroll
     for (int i = 0; i < MT; i++)
@@ -421,7 +436,7 @@ struct Scan {
   // The last segment leaves the final state. In reverse the state belongs to the last token walked, token 0, and its
   // adjoint to the one before: one more decay (and one less on the way in).
   __device__ __forceinline__ void store_final() {
-    float more = F::REVERSE ? power(1) : 1.f, s = more / scale_sigma(), st = more / scale_tau();
+    float more = F::REVERSE ? power(1) : 1.f, s = more / F::scale_sigma(p), st = more / F::scale_tau(p);
     float* S = p.final.S ? p.final.S + i64(bh()) * D * D : nullptr;
     float* k = p.final.k ? p.final.k + bh() * D : nullptr;
     float* v = p.final.v ? p.final.v + bh() * D : nullptr;
@@ -495,14 +510,7 @@ struct Scan {
         float2* at = reinterpret_cast<float2*>(b_sum + column);
         sum = make_float2(at->x * decay + sum.x, at->y * decay + sum.y);
         *at = sum;
-        if (MODE == FWD)
-#pragma unroll
-          for (int part = 0; part < 3; part++) {
-            u32 rounded = pack<T>(sum.x, sum.y);
-            *reinterpret_cast<u32*>(b_parts + part * D + column) = rounded;
-            float2 back = unpack<T>(rounded);
-            sum.x -= back.x, sum.y -= back.y;
-          }
+        if (MODE == FWD) split<T, 3>(b_parts + column, D, sum);
       }
     }
   }
@@ -529,8 +537,7 @@ struct Scan {
           rows_right(r, tile_b, warp, k);
           mma<T>(k_lo, r[0], r[2], r[1], r[3], r[0], r[1]);
           mma<T>(k_hi, r[0], r[2], r[1], r[3], r[2], r[3]);
-          mma<T>(q_lo, left[0], left[1], left[2], left[3], left[0], left[2]);
-          mma<T>(q_hi, left[0], left[1], left[2], left[3], left[1], left[3]);
+          add_squares<T>(q_lo, q_hi, left);
           mma<T>(zq, left[0], left[1], left[2], left[3], part<3>(b_parts, D, 16 * k + 2 * t),
                  part<3>(b_parts, D, 16 * k + 2 * t + 8));
         }
@@ -540,14 +547,14 @@ struct Scan {
     __syncthreads();  // σ (and τ, ρ, κ) of the whole chunk are there
     coefficients_at_end(len);
     if (!mine) return;
-    float2 r = reciprocal_norms(q_lo, q_hi);
+    float2 r = reciprocal_norms(q_lo, q_hi, g, p.normalize);
     int source = (lane & ~3u) | (g >> 1);
     r.x = __shfl_sync(FULL, r.x, source), r.y = __shfl_sync(FULL, r.y, source);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       int row = 16 * warp + g + 8 * half;
       float rq = half ? r.y : r.x;
-      float rho_i = MODE == FWD ? coefficient() * rq * scale_rho() : rho[row];
+      float rho_i = MODE == FWD ? coefficient() * rq * F::scale_rho(p) : rho[row];
       float kappa_i = MODE == FWD ? 1.f : kappa[row];
       float sum = 0.f;
 #pragma unroll
@@ -676,7 +683,7 @@ struct Scan {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         int row = 16 * m + g + 8 * half;
-        float scale = MODE == FWD ? kappa[row] : scale_y();
+        float scale = MODE == FWD ? kappa[row] : F::scale_y(p);
 #pragma unroll
         for (int n = 0; n < NT; n++)
           write4(own_word(tile(stage, 0), row, n), pack<T>(y[m][n][2 * half] * scale, y[m][n][2 * half + 1] * scale));
@@ -688,9 +695,7 @@ struct Scan {
   __device__ __forceinline__ void rotate_back(float2& lo, float2& hi, int position, int column) const {
     i64 at = i64(token(min(position, p.N - 1))) * ROPE + column;
     float2 cos = *reinterpret_cast<const float2*>(p.cos + at), sin = *reinterpret_cast<const float2*>(p.sin + at);
-    float2 u = lo, w = hi;
-    lo = make_float2(u.x * cos.x + w.x * sin.x, u.y * cos.y + w.y * sin.y);
-    hi = make_float2(w.x * cos.x - u.x * sin.x, w.y * cos.y - u.y * sin.y);
+    ::rotate_back(lo, hi, cos, sin);
   }
 
   // DQ: Σ q̂·y of row i of every chunk, in place of ζ, which only FWD and `states` need.
@@ -734,9 +739,9 @@ struct Scan {
       float4 d = *reinterpret_cast<float4*>(partial + row * WARPS);
       float dot = (d.x + d.y) + (d.z + d.w);
       float norm = r[stat(min(at, p.N - 1))];
-      float out = (MODE == DQ ? coefficient() : 1.f) * norm * scale_y();
+      float out = (MODE == DQ ? coefficient() : 1.f) * norm * F::scale_y(p);
       float along = p.normalize ? norm * norm * dot : 0.f;
-      if (MODE == DQ && at < p.N && warp == 0 && t == 0) along_sum()[row] += norm * dot * scale_y();
+      if (MODE == DQ && at < p.N && warp == 0 && t == 0) along_sum()[row] += norm * dot * F::scale_y(p);
 #pragma unroll
       for (int n = 0; n < NT; n += 2) {
         u32 first = own_word(tile_unit, row, n), second = own_word(tile_unit, row, n + 1);
@@ -762,15 +767,6 @@ struct Scan {
   __device__ __forceinline__ int group() const { return WARPS == 4 ? 0 : warp / 4; }
   __device__ __forceinline__ int group_row() const { return 16 * (warp % 4); }  // the first of this warp's 16 tokens
 
-  // Sixteen columns from 16k of a tile of ROWS rows, K-contiguous; 16 rows from 16s of a tile of tokens, K the rows.
-  template <int ROWS>
-  static __device__ __forceinline__ unsigned long long k_columns(u32 address, int k) {
-    return descriptor(address + (k / 4) * ROWS * 128 + (k % 4) * 32, 0);
-  }
-  static __device__ __forceinline__ unsigned long long k_rows(u32 address, int s) {
-    return descriptor(address + s * 2048, C * 128);
-  }
-
   // The state, rounded, as an operand: [column of c][column of b].
   __device__ __forceinline__ void write_state() const {
     u32 at = base + L::OPERAND + place<D>(64 * group() + group_row() + lane % 16, lane / 16);
@@ -789,11 +785,10 @@ struct Scan {
     for (int k = 0; k < KS; k++) {
       u32 x[4];
       rows_left(x, tile_a, warp % 4, k);
-      mma<T>(lo, x[0], x[1], x[2], x[3], x[0], x[2]);
-      mma<T>(hi, x[0], x[1], x[2], x[3], x[1], x[3]);
+      add_squares<T>(lo, hi, x);
       mma<T>(zq, x[0], x[1], x[2], x[3], part<3>(b_parts, D, 16 * k + 2 * t), part<3>(b_parts, D, 16 * k + 2 * t + 8));
     }
-    float2 r = reciprocal_norms(lo, hi);
+    float2 r = reciprocal_norms(lo, hi, g, p.normalize);
     int source = (lane & ~3u) | (g >> 1);
     rq[0] = __shfl_sync(FULL, r.x, source), rq[1] = __shfl_sync(FULL, r.y, source);
 #pragma unroll
@@ -875,7 +870,7 @@ struct Scan {
 #pragma unroll
     for (int s = 0; s < CS; s++)
 #pragma unroll
-      for (int i = 0; i < MT; i++) Group<1, D / 8>::mma(state[i], left[s][i], k_rows(tile_b, s), 1);
+      for (int i = 0; i < MT; i++) Group<1, D / 8>::mma(state[i], left[s][i], k_rows<C>(tile_b, s), 1);
     warpgroup_commit();
     if (WITH_B_SUM)
 #pragma unroll
@@ -897,7 +892,7 @@ struct Scan {
   __device__ __forceinline__ void run_group() {
     load<true>(0, begin);
     load_state();
-    float n = MODE == FWD ? tokens_before() : 0.f, chunk_tokens = 0.f;
+    float n = MODE == FWD ? tokens_before<DECAY>(p, bh(), log2_decay, begin) : 0.f, chunk_tokens = 0.f;
     if (MODE == FWD && DECAY) {
       __syncthreads();
       for (int i = 0; i < C; i++) chunk_tokens += powers[i];
@@ -939,7 +934,7 @@ struct Scan {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         int row = group_row() + g + 8 * half;
-        rho_[half] = MODE == FWD ? coefficient() * rq[half] * scale_rho() : rho[row];
+        rho_[half] = MODE == FWD ? coefficient() * rq[half] * F::scale_rho(p) : rho[row];
         kappa_[half] = MODE == FWD ? 1.f : kappa[row];
       }
       {
@@ -962,7 +957,7 @@ struct Scan {
       for (int k = 0; k < KS; k++)
         Group<0, 8>::mma(y, k_columns<C>(tile_a, k), k_columns<D>(base + L::OPERAND + group() * 8192, k), k > 0);
       warpgroup_commit();
-      float inverse[2] = {scale_y(), scale_y()};
+      float inverse[2] = {F::scale_y(p), F::scale_y(p)};
       if (MODE == FWD)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -1001,7 +996,7 @@ struct Scan {
       warpgroup_arrive();
 #pragma unroll
       for (int s = 0; s < CS; s++)
-        Group<1, 8>::mma(y, k_columns<C>(base + L::WEIGHTS, s), k_rows(tile_c + group() * C * 128, s), 1);
+        Group<1, 8>::mma(y, k_columns<C>(base + L::WEIGHTS, s), k_rows<C>(tile_c + group() * C * 128, s), 1);
       warpgroup_commit();
       warpgroup_wait();
       if (F::PROJECTS) {
@@ -1078,9 +1073,9 @@ struct Scan {
     for (int half = 0; half < 2; half++) {
       int row = group_row() + g + 8 * half, at = position + row;
       float dot = partial[row] + (WARPS > 4 ? partial[C + row] : 0.f);
-      float norm = r[stat(min(at, p.N - 1))], out = (MODE == DQ ? coefficient() : 1.f) * norm * scale_y();
+      float norm = r[stat(min(at, p.N - 1))], out = (MODE == DQ ? coefficient() : 1.f) * norm * F::scale_y(p);
       float along = p.normalize ? norm * norm * dot : 0.f;
-      if (MODE == DQ && at < p.N && group() == 0 && t == 0) along_sum()[row] += norm * dot * scale_y();
+      if (MODE == DQ && at < p.N && group() == 0 && t == 0) along_sum()[row] += norm * dot * F::scale_y(p);
 #pragma unroll
       for (int j = 0; j < 8; j++) {
         float2 u = unpack<T>(read4(word(tile_unit, row, j)));
@@ -1121,7 +1116,7 @@ struct Scan {
   __device__ __forceinline__ void run() {
     load<true>(0, begin);
     load_state();
-    float n = MODE == FWD ? tokens_before() : 0.f, chunk_tokens = 0.f;
+    float n = MODE == FWD ? tokens_before<DECAY>(p, bh(), log2_decay, begin) : 0.f, chunk_tokens = 0.f;
     if (MODE == FWD && DECAY) {
       __syncthreads();
       for (int i = 0; i < C; i++) chunk_tokens += powers[i];
@@ -1150,13 +1145,6 @@ struct Scan {
     __syncthreads();
     if (seg() == p.segments - 1) store_final();
     if (MODE == DQ) store_db();
-  }
-  // The (decayed) count of tokens before this segment.
-  __device__ __forceinline__ float tokens_before() const {
-    float n0 = p.n_initial ? p.n_initial[bh()] : 0.f;
-    float x = DECAY ? log2_decay * 0.6931471805599453f : 0.f;
-    if (x == 0.f) return n0 + float(begin);
-    return n0 * expf(x * float(begin)) + expm1f(x * float(begin)) / expm1f(x);
   }
 
   // What this segment adds to the state: FWD's S, Σ k̂, Σ v; DK's and DV's adjoints of them.
@@ -1294,10 +1282,7 @@ __global__ void __launch_bounds__(THREADS) row_products(const __grid_constant__ 
                                               n * p.a.token + h * p.a.head + piece * 8);
     u32 xs[4] = {x.x, x.y, x.z, x.w}, ds[4] = {d.x, d.y, d.z, d.w};
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
-      float2 u = unpack<T>(xs[k]), v = unpack<T>(ds[k]);
-      sum += u.x * v.x + u.y * v.y;
-    }
+    for (int k = 0; k < 4; k++) sum += dot<T>(xs[k], ds[k]);
   }
 #pragma unroll
   for (int d = 1; d < LANES; d *= 2) sum += __shfl_xor_sync(FULL, sum, d);

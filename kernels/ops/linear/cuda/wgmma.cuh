@@ -11,11 +11,24 @@ __device__ __forceinline__ Descriptor descriptor(u32 address, u32 panel) {
   return Descriptor((address & 0x3ffff) >> 4) | Descriptor(panel >> 4) << 16 | Descriptor(1024 >> 4) << 32 | 1ull << 62;
 }
 
+// Sixteen columns from 16k of a tile of ROWS rows, K-contiguous; 16 rows from 16s, K the rows.
+template <int ROWS>
+__device__ __forceinline__ Descriptor k_columns(u32 address, int k) {
+  return descriptor(address + (k / 4) * ROWS * 128 + (k % 4) * 32, 0);
+}
+template <int ROWS>
+__device__ __forceinline__ Descriptor k_rows(u32 address, int s) {
+  return descriptor(address + s * 2048, ROWS * 128);
+}
+
 // Ordinary writes to shared memory become visible to warpgroup products (before a barrier).
 __device__ __forceinline__ void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void warpgroup_arrive() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void warpgroup_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void warpgroup_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+template <int PENDING = 0>
+__device__ __forceinline__ void warpgroup_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
 
 // Four 8×8 tiles to shared memory; lanes 8i … 8i+7 give the row addresses of tile i.
 __device__ __forceinline__ void stmatrix(u32 address, u32 a, u32 b, u32 c, u32 d) {
