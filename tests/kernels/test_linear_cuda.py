@@ -459,6 +459,17 @@ def test_another_stream() -> None:
 
 
 @gpu
+def test_a_thread_that_has_not_used_cuda_yet() -> None:
+    """Such are autograd's, where the backward pass may be the first to launch: no context is current there."""
+    q, k, v, _ = inputs(1, 100, 1, 128, BF16)
+    here = linear_attention(q, k, v, backend="cuda")
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(1) as pool:
+        there = pool.submit(linear_attention, q, k, v, backend="cuda").result()
+    assert torch.equal(here, there)
+
+
+@gpu
 def test_a_cuda_graph_replays_it() -> None:
     """Guards: forward and backward are captured, and replay computes with what the inputs hold by then."""
     x, fresh = inputs(1, 4100, 2, 64, BF16), inputs(1, 4100, 2, 64, BF16, seed=1)

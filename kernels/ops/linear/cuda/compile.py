@@ -125,6 +125,8 @@ class Kernel:
         self._shared_limits: dict[int, int] = {}  # device → bytes allowed so far
 
     def __call__(self, grid: tuple, block: tuple, shared: int, stream: int, *arguments: Any) -> None:
+        if not hasattr(_this_thread, "has_context"):
+            _bind_context(self._driver)
         if shared > DEFAULT_SHARED_LIMIT:
             self._allow_shared(shared)
         address = self._arguments.pack(*arguments)
@@ -139,6 +141,18 @@ class Kernel:
             handle = _check(self._driver.cuCtxGetDevice())
             _check(self._driver.cuKernelSetAttribute(attribute, shared, self._kernel, handle))
             self._shared_limits[device] = shared
+
+
+_this_thread = threading.local()
+
+
+def _bind_context(driver: Any) -> None:
+    """Gives this thread a current context, if CUDA's runtime has not done so yet: PyTorch, whose device is 0
+    where nothing else was asked for, may not have called it in a thread of autograd's before our first launch."""
+    if not int(_check(driver.cuCtxGetCurrent())):
+        device = _check(driver.cuDeviceGet(torch.cuda.current_device()))
+        _check(driver.cuCtxSetCurrent(_check(driver.cuDevicePrimaryCtxRetain(device))))
+    _this_thread.has_context = True
 
 
 class PackedArguments(threading.local):
