@@ -9,7 +9,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from lingpt.kernels.linear.cuda import launch
 from lingpt.kernels.linear.cuda.compile import source_hash
 
 PACKAGES = ("lingpt", "torch", "triton", "fla-core", "cuda-core", "cuda-bindings")
@@ -17,8 +16,6 @@ PACKAGES = ("lingpt", "torch", "triton", "fla-core", "cuda-core", "cuda-bindings
 
 def environment(device: torch.device | None = None) -> dict:
     """Card, driver, versions, source hash and date, for the head of a file of results."""
-    # A walk that was asked for is part of the name: no record of it passes for one of the default.
-    walk = " with roles" if launch.HOPPER_WALK == launch.ROLES else ""
     cuda = torch.cuda.is_available() and (device is None or device.type == "cuda")
     return {
         "card": torch.cuda.get_device_name(device) if cuda else f"CPU ({platform.machine()})",
@@ -27,7 +24,7 @@ def environment(device: torch.device | None = None) -> dict:
         "nvrtc": _nvrtc(),
         "python": platform.python_version(),
         "versions": {name: found for name in PACKAGES if (found := _version(name))},
-        "source_hash": source_hash() + walk,
+        "source_hash": source_hash(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
 

@@ -1,20 +1,21 @@
 // The walk of scan.cu on Hopper (sm_90a): roles instead of phases. Included by scan.cu, whose names it uses.
 //
-//     producers   four warps: asynchronous copies of a chunk's tiles into a ring of stages
-//     rows        four warps: what belongs to a token alone. RoPE in place, norms, the normaliser's part from before
-//                 the chunk, (1)'s coefficients, Σ ζ b, and in DQ e, which DK and DV read
-//     consumers   a warpgroup for every 64 columns of y and c: the products, y, and the state
+//     rows        a warpgroup: what belongs to a token alone. RoPE in place, norms, the normaliser's part from before
+//                 the chunk, (1)'s coefficients, in DQ e, which DK and DV read; and the sums Σ τ c and Σ ζ b
+//     weights     a warpgroup: W from X = A Bᵀ, in 16 bits, into shared memory, and the normaliser. It also copies: tiles
+//                 into a ring of stages, asynchronously, and what is left there of y out
+//     outputs     a warpgroup for every 64 columns of y and c: y, and the state
 //
 // A block has all columns of a head, or (WHOLE) 64 of them: few long sequences then fill the card without being cut.
 //
-// Each stage passes three barriers: full (tiles have landed), ready (rows are done with it), empty (consumers are).
+// Each stage passes three barriers: full (tiles have landed), ready (rows are done with it), empty (outputs and rows are,
+// and y can go out). A fourth says that W is there; it has two places, so weights are a chunk ahead of outputs.
 //
 // Y is made transposed, columns of c by tokens: the state, whose rows are columns of c, then goes from accumulators to
-// operands without leaving registers. Per chunk a consumer group issues
+// operands without leaving registers. Per chunk a group of outputs issues
 //
-//     X = A Bᵀ                  and  Yᵀ = state Aᵀ          (both at once)
-//     W from X → 16 bits → shared memory; Yᵀ scaled
-//     Yᵀ += Cᵀ Wᵀ               and  state += (σ C)ᵀ B      (both at once; y is finished and stored under the latter)
+//     Yᵀ = state Aᵀ, scaled
+//     Yᵀ += Cᵀ Wᵀ               and  state += (σ C)ᵀ B      (both at once; y is finished under the latter)
 #pragma once
 #include "wgmma.cuh"
 
@@ -73,20 +74,21 @@ struct HopperShared {  // byte offsets; tiles first: swizzled, aligned to 1024. 
   static constexpr int TILE = D / 64 * PANEL, STAGE = ROW_TILES * TILE + GROUPS * PANEL;
   static constexpr bool PROJECTS = ROW_TILES == 3;
   static constexpr int STAGES = GROUPS < D / 64 ? 4 : D == 64 && PROJECTS ? 2 : 3;
-  static constexpr int WEIGHTS = STAGES * STAGE;              // W, one of each group
-  static constexpr int OUT = WEIGHTS + GROUPS * PANEL;        // y on its way out, where no tile is free for it
-  static constexpr int COEFFICIENTS = OUT + (STAGING ? GROUPS * PANEL : 0);
-  // of a stage: σ τ ρ κ, the last two decayed from the chunk's start, and 1/‖x‖ or the normaliser's part from before;
-  // decayed to the chunk's end: σ in 16 bits, τ in two such
-  static constexpr int STAGE_COEFFICIENTS = 7 * C * 4 + 3 * C * 2;
-  static constexpr int SUMS = COEFFICIENTS + STAGES * STAGE_COEFFICIENTS;  // Σ ζ b in 32 and in 3 × 16 bits; ζ in 2 × 16
-  static constexpr int PARTIAL = SUMS + 10 * D + 4 * C;  // x̂·y: two chunks, a part of each consumer warp
-  static constexpr int SCALES = PARTIAL + (PROJECTS ? 2 * 4 * GROUPS * C * 4 : 0);  // two numbers a token and group
+  static constexpr int WEIGHTS = STAGES * STAGE;              // W of two chunks
+  static constexpr int OUT = WEIGHTS + 2 * PANEL;             // y of two chunks on its way out, where no tile is free for it
+  static constexpr int COEFFICIENTS = OUT + (STAGING ? 2 * GROUPS * PANEL : 0);
+  // of a stage: σ τ ρ κ; 1/‖x‖ or the normaliser's part from before; decayed to the chunk's end τ, ζ and (16 bits) σ; then
+  // Σ τ c from before, a number a column
+  static constexpr int STAGE_COEFFICIENTS = 7 * C * 4 + C * 2 + GROUPS * 64 * 4;
+  static constexpr int SUMS = COEFFICIENTS + STAGES * STAGE_COEFFICIENTS;  // Σ ζ b as three 16-bit numbers
+  static constexpr int PARTIAL = SUMS + 6 * D;  // x̂·y: two chunks, a part of each output warp
+  // FWD: 1/g, two chunks; where a row is projected two numbers a token and group
+  static constexpr int SCALES = PARTIAL + (PROJECTS ? 2 * 4 * GROUPS * C * 4 : 0);
   static constexpr int POWERS = SCALES + GROUPS * C * 8;
   static constexpr int HEADS = POWERS + (C + 4) * 4;
   static constexpr int BARRIERS = HEADS + 6 * 8;
-  static constexpr int BYTES = BARRIERS + 3 * STAGES * 8;
-  static_assert(BYTES <= (D == 128 ? 226568 : 98440), "what launch.py gives a block (Variant.shared)");
+  static constexpr int BYTES = BARRIERS + (3 * STAGES + 2) * 8;
+  static_assert(BYTES <= (D == 128 ? 226584 : 114328), "what launch.py gives a block (Variant.shared)");
 };
 
 // --------------------------------------------------------------------------------------------------- the walk
@@ -96,7 +98,7 @@ template <typename T, int D, int MODE, bool DECAY, int ROPE, bool STATES, bool W
 struct HopperScan {
   using F = Facts<T, MODE>;
   static constexpr int C = 64, PANELS = D / 64, GROUPS = WHOLE ? 1 : PANELS;  // of 64 columns: a row, this block's of c and y
-  static constexpr int CONSUMERS = 128 * GROUPS, ROWS = 128, PRODUCERS = 128;
+  static constexpr int OUTPUTS = 128 * GROUPS, ROWS = 128, WEIGHTS = 128;  // threads
   static constexpr int KS = D / 16, CS = C / 16;  // steps of 16 along D and along a chunk
   static constexpr bool PROJECTS = F::PROJECTS && !STATES;
   static constexpr bool SUMS_B = MODE == FWD || STATES;
@@ -104,7 +106,7 @@ struct HopperScan {
   using L = HopperShared<D, GROUPS, STATES ? 1 : PROJECTS ? 3 : 2, !PROJECTS && !STATES>;
   static_assert(!WHOLE || MODE == FWD, "the others project a whole row, or read what another walk left");
   static_assert(ROPE <= 64, "columns that rotate together must be in one group");
-  enum { ROWS_BARRIER = 1, CONSUMERS_BARRIER = 2, GROUP_BARRIER = 3 };
+  enum { ROWS_BARRIER = 1, OUTPUTS_BARRIER = 2, GROUP_BARRIER = 3 };
 
   const Params& p;
   char* smem;
@@ -115,8 +117,9 @@ struct HopperScan {
   float* powers;
 
   struct Coefficients {
-    float *sigma, *tau, *rho, *kappa, *past_rho, *past_kappa, *row;
-    u16 *sigma_end, *tau_parts;
+    float *sigma, *tau, *rho, *kappa, *row, *tau_end, *zeta_end;
+    u16* sigma_end;
+    float* c_sum;
   };
   template <typename POINTER>
   struct Ends {  // where S [D, D], Σ τ c and Σ ζ b come from or go to, each times its scale; null: zero, nowhere
@@ -125,11 +128,11 @@ struct HopperScan {
   };
   using Source = Ends<const float*>;
   using Target = Ends<float*>;
-  struct Ring {  // a place in the ring of stages
+  struct Ring {  // a place in a ring, of stages or of W's two
     int stage = 0;
     u32 phase = 0;
-    __device__ __forceinline__ void next() {
-      if (++stage == L::STAGES) stage = 0, phase ^= 1;
+    __device__ __forceinline__ void next(int stages = L::STAGES) {
+      if (++stage == stages) stage = 0, phase ^= 1;
     }
   };
 
@@ -152,23 +155,24 @@ struct HopperScan {
     if (DECAY && tid <= C) powers[tid] = exp2f(log2_decay * tid);
     if (tid == 0) {
       for (int i = 0; i < L::STAGES; i++) {
-        barrier_init(full(i), PRODUCERS);
+        barrier_init(full(i), WEIGHTS);
         barrier_init(ready(i), ROWS);
-        barrier_init(empty(i), 4 * GROUPS + (SUMS_B ? 4 : 0));
+        barrier_init(empty(i), 4 * GROUPS + 4);
       }
+      for (int i = 0; i < 2; i++) barrier_init(weighed(i), 4);
     }
     __syncthreads();
   }
   __device__ __forceinline__ void run() {
     if (warp < 4 * GROUPS) {
-      take_registers<WHOLE ? 240 : D == 128 ? 192 : 144>();  // of 168, 128 and 80 at launch
-      consume();
+      take_registers<WHOLE ? 240 : D == 128 ? 168 : 128>();  // of 168, 128 and 80 at launch
+      outputs();
     } else if (warp < 4 * GROUPS + 4) {
-      give_registers<D == 128 ? 88 : 64>();
+      give_registers<WHOLE ? 128 : D == 128 ? 88 : 48>();
       rows();
     } else {
-      give_registers<D == 128 ? 40 : 32>();
-      produce();
+      give_registers<WHOLE ? 128 : D == 128 ? 88 : 64>();
+      weights();
     }
   }
 
@@ -184,6 +188,14 @@ struct HopperScan {
   __device__ __forceinline__ u32 full(int stage) const { return base + L::BARRIERS + 8 * stage; }
   __device__ __forceinline__ u32 ready(int stage) const { return full(L::STAGES + stage); }
   __device__ __forceinline__ u32 empty(int stage) const { return full(2 * L::STAGES + stage); }
+  __device__ __forceinline__ u32 weighed(int parity) const { return full(3 * L::STAGES + parity); }
+  __device__ __forceinline__ u32 place_of_weights(int parity) const { return base + L::WEIGHTS + parity * L::PANEL; }
+  // Of a chunk's y, on its way out: where its rows of x̂ were, if they were there.
+  __device__ __forceinline__ u32 place_of_y(int stage, int parity) const {
+    return PROJECTS ? tile(stage, UNIT) : base + L::OUT + parity * GROUPS * L::PANEL;
+  }
+  __device__ __forceinline__ float* scales() const { return reinterpret_cast<float*>(smem + L::SCALES); }
+  __device__ __forceinline__ float* group_scales() const { return scales() + group() * 2 * C; }
   // In the order A, B, UNIT, C: only the last may have fewer columns. `states` has no A.
   __device__ __forceinline__ u32 tile(int stage, int which) const {
     constexpr int WITH_A = STATES ? 0 : 1, UNITS = PROJECTS ? 1 : 0;
@@ -194,7 +206,8 @@ struct HopperScan {
   __device__ __forceinline__ Coefficients coefficients(int stage) const {
     float* x = reinterpret_cast<float*>(smem + L::COEFFICIENTS + stage * L::STAGE_COEFFICIENTS);
     u16* y = reinterpret_cast<u16*>(x + 7 * C);
-    return {x, x + C, x + 2 * C, x + 3 * C, x + 4 * C, x + 5 * C, x + 6 * C, y, y + C};
+    float* z = reinterpret_cast<float*>(y + C);
+    return {x, x + C, x + 2 * C, x + 3 * C, x + 4 * C, x + 5 * C, x + 6 * C, y, z};
   }
   __device__ __forceinline__ int token(int position) const { return F::token(p, position); }
   __device__ __forceinline__ i64 stat(int position) const { return i64(bh) * p.N + token(position); }  // of [BH, N]
@@ -205,24 +218,56 @@ struct HopperScan {
     return read_pointer(base + L::HEADS + 8 * tensor) + i64(position) * (F::REVERSE ? -x.token : x.token);
   }
 
-  // ------------------------------------------------------------------------------------------- the producer
-  __device__ __forceinline__ void produce() {
-    Ring ring;
-    for (int position = begin; position < end; position += C, ring.next()) {
-      barrier_wait(empty(ring.stage), ring.phase ^ 1);
-      if (!STATES) load_tile<PANELS>(tile(ring.stage, A), A, position);
-      load_tile<PANELS>(tile(ring.stage, B), B, position);
-      load_tile<GROUPS>(tile(ring.stage, C_), C_, position);
-      if (PROJECTS) load_tile<PANELS>(tile(ring.stage, UNIT), UNIT, position);
-      barrier_arrive_after_copies(full(ring.stage));
+  // --------------------------------------------------------------------------------------------- the weights
+  __device__ __forceinline__ void weights() {
+    if (!STATES) clear_above_diagonal();
+    Ring ring, behind, ahead;  // this chunk, the one before, and the one whose tiles take the latter's place
+    behind.stage = L::STAGES - 1, behind.phase = 1;
+    for (int i = 0; i < L::STAGES - 1; i++, ahead.next()) load(ahead.stage, begin + i * C);
+    int parity = 0;
+    for (int position = begin; position < end + C; position += C, parity ^= 1) {
+      forget_addresses();
+      if (!STATES && position < end) {
+        barrier_wait(ready(ring.stage), ring.phase);
+        weigh(ring.stage, position, parity);
+        fence_shared();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(weighed(parity));
+      }
+      barrier_wait(empty(behind.stage), behind.phase);
+      if (!STATES && position > begin) store(place_of_y(behind.stage, parity ^ 1), position - C);
+      load(ahead.stage, position + (L::STAGES - 1) * C);
+      ring.next(), behind.next(), ahead.next();
     }
     copy_commit();
     copy_wait<0>();
   }
+  __device__ __forceinline__ void load(int stage, int position) const {
+    if (position >= end) return;
+    if (!STATES) load_tile<PANELS>(tile(stage, A), A, position);
+    load_tile<PANELS>(tile(stage, B), B, position);
+    load_tile<GROUPS>(tile(stage, C_), C_, position);
+    if (PROJECTS) load_tile<PANELS>(tile(stage, UNIT), UNIT, position);
+    barrier_arrive_after_copies(full(stage));
+  }
+  // A thread reads the places that it will copy to: what comes next need not wait for other threads.
+  __device__ __forceinline__ void store(u32 src, int position) const {
+    constexpr int PIECES = 8 * GROUPS, STEP = WEIGHTS / PIECES;
+    int first = (tid % WEIGHTS) / PIECES, piece = tid % PIECES;
+    u16* dst = row(Y, position + first) + 8 * piece;
+    i64 step = (F::REVERSE ? -STEP : STEP) * i64(p.y.token);
+    int left = p.N - position - first;
+    src += place<C>(first, piece);
+#pragma unroll
+    for (int i = 0; i < C; i += STEP, dst += step) {
+      uint4 x = read16(src + i * 128);
+      if (i < left) *reinterpret_cast<uint4*>(dst) = x;
+    }
+  }
   template <int COLUMNS>  // of 64
   __device__ __forceinline__ void load_tile(u32 dst, int tensor, int position) const {
-    constexpr int PIECES = 8 * COLUMNS, STEP = PRODUCERS / PIECES;  // rows that are copied at once: a multiple of 8
-    int first = (tid % PRODUCERS) / PIECES, piece = tid % PIECES;
+    constexpr int PIECES = 8 * COLUMNS, STEP = WEIGHTS / PIECES;  // rows that are copied at once: a multiple of 8
+    int first = (tid % WEIGHTS) / PIECES, piece = tid % PIECES;
     const u16* src = row(tensor, position + first) + 8 * piece;
     i64 step = (F::REVERSE ? -STEP : STEP) * i64((&p.a)[tensor].token);
     int left = p.N - position - first;
@@ -231,20 +276,104 @@ struct HopperScan {
     for (int i = 0; i < C; i += STEP, src += step) copy16(dst + i * 128, src, i < left);
   }
 
-  // ------------------------------------------------------------------------------------------- the rows
+  // W of this warp's 16 rows, into shared memory; forward also the normalisers. What is above the diagonal stays zero.
+  __device__ __forceinline__ void weigh(int stage, int position, int parity) const {
+    float x[8][4];
+    warpgroup_arrive();
+#pragma unroll
+    for (int k = 0; k < KS; k++)
+      Warpgroup<T, 0, 8>::mma(x, k_columns<C>(tile(stage, A), k), k_columns<C>(tile(stage, B), k), k > 0);
+    warpgroup_commit();
+    const Coefficients c = coefficients(stage);
+    const int first = first_row() + g;
+    Weights w = {{1.f, 1.f}, {1.f, 1.f}, {0.f, 0.f}};
+    if (HAS_RHO) w.rho[0] = c.rho[first], w.rho[1] = c.rho[first + 8];
+    if (HAS_KAPPA) w.kappa[0] = c.kappa[first], w.kappa[1] = c.kappa[first + 8];
+    warpgroup_wait();
+    settle(x);
+#pragma unroll
+    for (int tile = 0; tile < 4; tile++) {  // of 16 × 16
+      if (tile < warp % 4) weigh_tile<false>(w, x, c, tile, parity);
+      if (tile == warp % 4) weigh_tile<true>(w, x, c, tile, parity);
+    }
+#pragma unroll
+    for (int half = 0; half < (MODE == FWD ? 2 : 0); half++) {
+      int row = first + 8 * half;
+      w.sum[half] += __shfl_xor_sync(FULL, w.sum[half], 1);
+      w.sum[half] += __shfl_xor_sync(FULL, w.sum[half], 2);
+      float normaliser = w.sum[half] + c.row[row];
+      if (t == 0) {
+        scales()[parity * C + row] = reciprocal(normaliser);
+        if (part == 0 && position + row < p.N) p.g[stat(position + row)] = normaliser;
+      }
+    }
+  }
+  struct Weights {  // of a thread's two rows: what W is made of, and the sums of what became of it
+    float rho[2], kappa[2], sum[2];
+  };
+  template <bool DIAGONAL>
+  __device__ __forceinline__ void weigh_tile(Weights& w, const float (&x)[8][4], const Coefficients& c, int tile,
+                                             int parity) const {
+    const int row = g, last = first_row() + g - 16 * tile - 15;  // last: from the tile's last column to the first row
+    float past[2] = {1.f, 1.f};
+    if (DECAY && !DIAGONAL) past[0] = powers[last], past[1] = powers[last + 8];
+    u32 pairs[4];
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+      int j = 8 * m + 2 * t;
+      float2 sigma = *reinterpret_cast<float2*>(c.sigma + 16 * tile + j), tau = make_float2(1.f, 1.f);
+      if (HAS_TAU) tau = *reinterpret_cast<float2*>(c.tau + 16 * tile + j);
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        int i = row + 8 * half;
+        float w0 = weight(w, half, sigma.x, tau.x, x[2 * tile + m][2 * half]);
+        float w1 = weight(w, half, sigma.y, tau.y, x[2 * tile + m][2 * half + 1]);
+        if (DECAY && DIAGONAL) w0 *= powers[max(i - j, 0)], w1 *= powers[max(i - j - 1, 0)];
+        if (DECAY && !DIAGONAL) w0 *= past[half] * powers[15 - j], w1 *= past[half] * powers[14 - j];
+        if (DIAGONAL) w0 = j <= i ? w0 : 0.f, w1 = j + 1 <= i ? w1 : 0.f;
+        u32 pair = pack<T>(w0, w1);
+        pairs[2 * m + half] = pair;
+        float2 rounded = unpack<T>(pair);
+        if (MODE == FWD) w.sum[half] += rounded.x + rounded.y;  // the normaliser adds what the tensor cores multiply by
+      }
+    }
+    stmatrix(weights_at(parity, tile), pairs[0], pairs[1], pairs[2], pairs[3]);
+  }
+  // Which factors of w are neither one nor another: DQ's τ is its σ.
+  static constexpr bool HAS_RHO = MODE != DK, HAS_KAPPA = MODE == DQ, HAS_TAU = F::REVERSE;
+  __device__ __forceinline__ float weight(const Weights& w, int half, float sigma, float tau, float x) const {
+    if (MODE == DQ) return sigma * (w.rho[half] * x + w.kappa[half]);
+    return w.rho[half] * sigma * x + tau;
+  }
+  // Where this lane's row of 16 × 16 of this warp's weights is.
+  __device__ __forceinline__ u32 weights_at(int parity, int tile) const {
+    return place_of_weights(parity) + (place<C>(first_row() + lane % 16, lane / 16) ^ (tile << 5));
+  }
+  __device__ __forceinline__ void clear_above_diagonal() const {
+#pragma unroll
+    for (int tile = 1; tile < 4; tile++)
+#pragma unroll
+      for (int parity = 0; parity < 2; parity++)
+        if (tile > warp % 4) stmatrix(weights_at(parity, tile), 0, 0, 0, 0);
+  }
+
+  // ------------------------------------------------------------------------------------------------ the rows
   __device__ __forceinline__ void rows() {
     float n = MODE == FWD ? tokens_before<DECAY>(p, bh, log2_decay, begin) : 0.f, chunk_tokens = 0.f;
     if (MODE == FWD && DECAY)
       for (int i = 0; i < C; i++) chunk_tokens += powers[i];
-    if (SUMS_B) load_sums(tid % ROWS);
+    Sums sums = initial_sums();
+    if (INNER) sync_some(ROWS_BARRIER, ROWS);
     Stats next = MODE == FWD ? Stats{} : stats(begin, tid % ROWS);
+    Leave leave = {p.segment_len, 0};
     Ring ring;
     for (int position = begin; position < end; position += C, ring.next()) {
       forget_addresses();
       const int thread = tid % ROWS, stage = ring.stage, len = min(C, p.N - position);
       Coefficients c = coefficients(stage);
-      if (leaves_state(position)) store_sums(thread, scratch(position / p.segment_len - 1));
+      if (leaves_state(leave, position)) store_sums(sums, scratch(leave.index++));
       barrier_wait(empty(stage), ring.phase ^ 1);  // the coefficients' old readers, too, are done
+      c.c_sum[own_column<64 * GROUPS>()] = sums.c;
       uint4 o[4][PANELS];
       if (FINDS_E) read_outputs(o, position);
       if (MODE != FWD && !FINDS_E) write_coefficients(c, next, len, thread);
@@ -252,8 +381,7 @@ struct HopperScan {
       if (ROPE) rotate_tiles(stage, position, thread);
       if (MODE == FWD) {
         if (ROPE) sync_some(ROWS_BARRIER, ROWS);
-        if (!STATES) query_rows(c, tile(stage, A), position, n);
-        key_rows(c, tile(stage, B), position, len);
+        token_rows(c, stage, position, len, n);
         n = DECAY ? n * power(C) + chunk_tokens : n + C;
       }
       if (FINDS_E) {
@@ -264,17 +392,19 @@ struct HopperScan {
         write_coefficients(c, next, len, thread);
       }
       if (MODE != FWD) next = stats(position + C, thread);
-      fence_shared();  // what was copied and rotated, for the consumers' products
+      fence_shared();  // what was copied and rotated, for the warpgroups' products
       barrier_arrive(ready(stage));
-      if (SUMS_B) {
-        sync_some(ROWS_BARRIER, ROWS);  // ζ is written, and rows are rotated
-        add_sums(tile(stage, B), len);
-        __syncwarp();
-        if (lane == 0) barrier_arrive(empty(stage));
+      sync_some(ROWS_BARRIER, ROWS);  // τ and ζ are written, and rows are rotated
+      sums.c = sums.c * power(len) + column_sum<64 * GROUPS>(tile(stage, C_), c.tau_end);
+      if (SUMS_B) sums.b = sums.b * power(len) + column_sum<D>(tile(stage, B), c.zeta_end);
+      __syncwarp();
+      if (lane == 0) barrier_arrive(empty(stage));
+      if (INNER) {
+        split<T, 3>(b_parts() + own_column<D>(), D, sums.b);
         sync_some(ROWS_BARRIER, ROWS);
       }
     }
-    if (SUMS_B) store_sums(tid % ROWS, final());
+    store_sums(sums, final());
   }
   // What the forward pass saved of a token.
   struct Stats {
@@ -297,17 +427,16 @@ struct HopperScan {
     float tau = scale_tau * (MODE == DQ ? s.r : MODE == DK ? -b * s.e * s.r : inverse);
     float rho = F::scale_rho(p) * (MODE == DQ ? inverse : MODE == DV ? s.unit : 1.f);
     float kappa = F::scale_kappa(p) * (MODE == DQ ? -s.e : 1.f);
-    float decay = ok ? power(len - 1 - i) : 0.f, past = power(i + 1);
+    float decay = ok ? power(len - 1 - i) : 0.f;
     c.sigma[i] = sigma, c.tau[i] = tau, c.rho[i] = rho, c.kappa[i] = kappa;
-    c.past_rho[i] = rho * past, c.past_kappa[i] = kappa * past;
     c.row[i] = s.unit;
     write_end(c, i, sigma * decay, tau * decay, scale_tau * inverse * decay);  // ζ: of the adjoint, for Σ do/g
   }
-  // σ, τ and ζ decayed to the chunk's end, as factors for tensor cores.
+  // σ, τ and ζ decayed to the chunk's end; σ as a factor for tensor cores.
   __device__ __forceinline__ void write_end(const Coefficients& c, int i, float sigma, float tau, float zeta) const {
     split<T, 1>(c.sigma_end + i, C, sigma);
-    split<T, 2>(c.tau_parts + i, C, tau);
-    if (SUMS_B) split<T, 2>(zeta_parts() + i, C, zeta);
+    c.tau_end[i] = tau;
+    if (SUMS_B) c.zeta_end[i] = zeta;
   }
 
   // A warp has 16 rows, whose products with themselves, on the tensor cores' diagonal, are the squared norms.
@@ -316,53 +445,47 @@ struct HopperScan {
     u32 address = tile_address + place<C>(first_row() + lane % 16, lane / 16);
     return (address ^ ((k % 4) << 5)) + (k / 4) * L::PANEL;
   }
-  // Forward: ρ and the normaliser's part from before the chunk, of this warp's queries.
-  __device__ __forceinline__ void query_rows(const Coefficients& c, u32 tile_address, int position, float n) const {
-    float lo[4] = {}, hi[4] = {}, inner[4] = {};
+  // Forward: of this warp's queries ρ and the normaliser's part from before the chunk, of its keys σ.
+  __device__ __forceinline__ void token_rows(const Coefficients& c, int stage, int position, int len, float n) const {
+    float q[2][4] = {}, k[2][4] = {}, inner[4] = {};
 #pragma unroll
-    for (int k = 0; k < KS; k++) {
+    for (int i = 0; i < KS; i++) {
       u32 x[4];
-      ldmatrix(x, own_rows(tile_address, k));
-      add_squares<T>(lo, hi, x);
-      const u16* z = b_parts() + 16 * k + 2 * t + (g < 3 ? g : 0) * D;  // Σ k̂ as three 16-bit numbers, in columns
-      u32 near = *reinterpret_cast<const u32*>(z), far = *reinterpret_cast<const u32*>(z + 8);
-      mma<T>(inner, x[0], x[1], x[2], x[3], g < 3 ? near : 0, g < 3 ? far : 0);
+      if (INNER) {
+        ldmatrix(x, own_rows(tile(stage, A), i));
+        add_squares<T>(q[0], q[1], x);
+        const u16* z = b_parts() + 16 * i + 2 * t + (g < 3 ? g : 0) * D;  // Σ k̂ as three 16-bit numbers, in columns
+        u32 near = *reinterpret_cast<const u32*>(z), far = *reinterpret_cast<const u32*>(z + 8);
+        mma<T>(inner, x[0], x[1], x[2], x[3], g < 3 ? near : 0, g < 3 ? far : 0);
+      }
+      ldmatrix(x, own_rows(tile(stage, B), i));
+      add_squares<T>(k[0], k[1], x);
     }
-    float2 r = reciprocal_norms(lo, hi, g, p.normalize);
+    // Lanes t = 0, 1 finish queries g and g + 8, lanes 2, 3 keys.
+    float square[2], dot[2];
+    const int diagonal = lane & ~3 | g >> 1;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      float dot = inner[2 * half] + inner[2 * half + 1];
-      dot += __shfl_xor_sync(FULL, dot, 1);
-      dot += __shfl_xor_sync(FULL, dot, 2);
-      int i = first_row() + g + 8 * half;
-      float rq = half ? r.y : r.x, rho = b * rq * F::scale_rho(p), past = power(i + 1);
-      if (t != g >> 1) continue;
-      c.rho[i] = rho, c.past_rho[i] = rho * past, c.past_kappa[i] = past;
-      c.row[i] = past * (n + rho * dot);
-      if (part == 0 && position + i < p.N) p.rq[stat(position + i)] = rq;
+      float of_q = __shfl_sync(FULL, g & 1 ? q[half][2 * half + 1] : q[half][2 * half], diagonal);
+      float of_k = __shfl_sync(FULL, g & 1 ? k[half][2 * half + 1] : k[half][2 * half], diagonal);
+      square[half] = t < 2 ? of_q : of_k;
+      dot[half] = inner[2 * half] + inner[2 * half + 1];
+      dot[half] += __shfl_xor_sync(FULL, dot[half], 1);
+      dot[half] += __shfl_xor_sync(FULL, dot[half], 2);
     }
-  }
-  // Forward: σ of this warp's keys.
-  __device__ __forceinline__ void key_rows(const Coefficients& c, u32 tile_address, int position, int len) const {
-    float lo[4] = {}, hi[4] = {};
-#pragma unroll
-    for (int k = 0; k < KS; k++) {
-      u32 x[4];
-      ldmatrix(x, own_rows(tile_address, k));
-      add_squares<T>(lo, hi, x);
-    }
-    float2 r = reciprocal_norms(lo, hi, g, p.normalize);
-    if (t != g >> 1) return;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      int i = first_row() + g + 8 * half;
-      bool ok = i < len;
-      float rk = half ? r.y : r.x, sigma = ok ? rk * F::scale_sigma(p) : 0.f;
-      float decay = ok ? power(len - 1 - i) : 0.f, end = sigma * decay;
+    const int i = first_row() + g + 8 * (t % 2);
+    const bool ok = i < len;
+    const float r = reciprocal_norm(t % 2 ? square[1] : square[0], p.normalize);
+    if (INNER && part == 0 && ok) (t < 2 ? p.rq : p.rk)[stat(position + i)] = r;
+    if (t >= 2) {
+      float sigma = ok ? r * F::scale_sigma(p) : 0.f, decay = ok ? power(len - 1 - i) : 0.f, end = sigma * decay;
       if (T::NARROW) end = fminf(end, 2048.f);  // 1/‖k‖ of a row of (almost) zeros times v stays finite
       c.sigma[i] = sigma;
       write_end(c, i, end, decay, end);
-      if (!STATES && part == 0 && ok) p.rk[stat(position + i)] = rk;
+    } else if (INNER) {
+      float rho = b * r * F::scale_rho(p);
+      c.rho[i] = rho;
+      c.row[i] = power(i + 1) * (n + rho * (t % 2 ? dot[1] : dot[0]));
     }
   }
 
@@ -394,49 +517,60 @@ struct HopperScan {
     }
   }
 
-  // Σ ζ b, a number a column, and the same as three 16-bit numbers; ζ of the chunk as two.
-  __device__ __forceinline__ float* b_sum() const { return reinterpret_cast<float*>(smem + L::SUMS); }
-  __device__ __forceinline__ u16* b_parts() const { return reinterpret_cast<u16*>(b_sum() + D); }
-  __device__ __forceinline__ u16* zeta_parts() const { return b_parts() + 3 * D; }
-  // Adds a chunk's, on the tensor cores; a warp has a quarter of the columns.
-  __device__ __forceinline__ void add_sums(u32 tile_address, int len) const {
-    constexpr int PAIRS = D / 64;  // of 8-column tiles
-    float sum[2 * PAIRS][4] = {};
+  // Σ τ c and Σ ζ b of everything so far, of this lane's column of c and of b.
+  struct Sums {
+    float c, b;
+  };
+  static constexpr bool INNER = MODE == FWD && !STATES;  // Σ ζ b is needed on the way, times queries
+  __device__ __forceinline__ u16* b_parts() const { return reinterpret_cast<u16*>(smem + L::SUMS); }
+  __device__ __forceinline__ Sums initial_sums() const {
+    const Source from = initial();
+    Sums sums = {from.c ? from.scale_c * from.c[first_column() + own_column<64 * GROUPS>()] : 0.f,
+                 from.b ? from.scale_b * from.b[own_column<D>()] : 0.f};
+    if (INNER) split<T, 3>(b_parts() + own_column<D>(), D, sums.b);
+    return sums;
+  }
+  __device__ __forceinline__ void store_sums(const Sums& sums, const Target& to) const {
+    if (to.c) to.c[first_column() + own_column<64 * GROUPS>()] = to.scale_c * sums.c;
+    if (part == 0 && to.b) to.b[own_column<D>()] = to.scale_b * sums.b;
+  }
+  // Of the columns of a tile a warp has a quarter, and of those a lane one (with 64 columns, two lanes have the same).
+  template <int COLUMNS>
+  __device__ __forceinline__ int own_column() const {
+    constexpr int PIECES = COLUMNS / 32;
+    int row = lane / PIECES;
+    return (warp % 4 * PIECES + lane % PIECES) * 8 + row % 2 * 4 + row / 2 % 2 * 2 + row / 4 % 2;
+  }
+  // Σ weight · row of a tile. A lane reads pieces of eight columns in every LANES-th row: eight neighbours those of eight
+  // rows' that lie in different banks. Then each step halves the columns that a lane is left with.
+  template <int COLUMNS>
+  __device__ __forceinline__ float column_sum(u32 tile_address, const float* weight) const {
+    constexpr int PIECES = COLUMNS / 32, LANES = 32 / PIECES, SPREAD = 8 / PIECES;
+    int lane_row = lane / PIECES;
+    int row = lane_row % SPREAD * PIECES + lane_row / SPREAD % PIECES + lane_row / 8 * 8;
+    u32 from = tile_address + place<C>(row, warp % 4 * PIECES + lane % PIECES);
+    float sum[8] = {};
 #pragma unroll
-    for (int s = 0; s < CS; s++) {
-      const u16* zeta = zeta_parts() + 16 * s + 2 * t + (g < 2 ? g : 0) * C;
-      u32 near = g < 2 ? *reinterpret_cast<const u32*>(zeta) : 0, far = g < 2 ? *reinterpret_cast<const u32*>(zeta + 8) : 0;
+    for (int i = 0; i < C; i += LANES) {
+      uint4 x = read16(from + i * 128);
+      float w = weight[row + i];
+      u32 pairs[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-      for (int i = 0; i < PAIRS; i++) {
-        u32 r[4];
-        ldmatrix_trans(r, tile_address + place<C>(16 * s + lane % 16, 2 * (PAIRS * (warp % 4) + i) + lane / 16));
-        mma<T>(sum[2 * i], near, 0, far, 0, r[0], r[1]);
-        mma<T>(sum[2 * i + 1], near, 0, far, 0, r[2], r[3]);
+      for (int k = 0; k < 4; k++) {
+        float2 both = unpack<T>(pairs[k]);
+        sum[2 * k] += w * both.x, sum[2 * k + 1] += w * both.y;
       }
     }
 #pragma unroll
-    for (int i = 0; i < 2 * PAIRS; i++) {
-      float2 both = make_float2(sum[i][0] + __shfl_down_sync(FULL, sum[i][0], 4),
-                                sum[i][1] + __shfl_down_sync(FULL, sum[i][1], 4));
-      if (g == 0) write_sums(8 * (2 * PAIRS * (warp % 4) + i) + 2 * t, both, power(len));
-    }
-  }
-  __device__ __forceinline__ void write_sums(int column, float2 sum, float decay) const {
-    float2* at = reinterpret_cast<float2*>(b_sum() + column);
-    sum = make_float2(at->x * decay + sum.x, at->y * decay + sum.y);
-    *at = sum;
-    split<T, 3>(b_parts() + column, D, sum);
-  }
-  __device__ __forceinline__ void load_sums(int thread) const {
-    const Source from = initial();
-    if (thread < D) {
-      b_sum()[thread] = from.b ? from.scale_b * from.b[thread] : 0.f;
-      split<T, 3>(b_parts() + thread, D, b_sum()[thread]);
-    }
-    sync_some(ROWS_BARRIER, ROWS);
-  }
-  __device__ __forceinline__ void store_sums(int thread, const Target& to) const {
-    if (part == 0 && thread < D && to.b) to.b[thread] = to.scale_b * b_sum()[thread];
+    for (int half = 4, bit = PIECES; half > 0; half /= 2, bit *= 2)
+#pragma unroll
+      for (int k = 0; k < half; k++) {
+        bool upper = lane & bit;
+        float keep = upper ? sum[k + half] : sum[k], give = upper ? sum[k] : sum[k + half];
+        sum[k] = keep + __shfl_xor_sync(FULL, give, bit);
+      }
+    if (LANES > 8) sum[0] += __shfl_xor_sync(FULL, sum[0], 16);
+    return sum[0];
   }
 
   // RoPE in place, of the tiles that it concerns.
@@ -469,9 +603,13 @@ struct HopperScan {
     float *k = S + D * D, *v = k + D;
     return {S, F::VALUE_ROWS ? v : k, F::VALUE_ROWS ? k : v, 1.f, 1.f, 1.f};
   }
-  // WHOLE: is this where a segment begins, whose state is to be left behind?
-  __device__ __forceinline__ bool leaves_state(int position) const {
-    return WHOLE && position && position % p.segment_len == 0;
+  struct Leave {  // WHOLE: where the next segment begins, before which the state is left behind
+    int position, index;
+  };
+  __device__ __forceinline__ bool leaves_state(Leave& leave, int position) const {
+    if (!WHOLE || position != leave.position) return false;
+    leave.position += p.segment_len;
+    return true;
   }
   // The last segment leaves the final state. In reverse the state belongs to the last token walked, token 0, and its
   // adjoint to the one before: one more decay (and one less on the way in). `states` leaves what its segment adds.
@@ -491,7 +629,7 @@ struct HopperScan {
     return F::VALUE_ROWS ? column * D + row : row * D + column;
   }
 
-  // ------------------------------------------------------------------------------------------- the consumers
+  // --------------------------------------------------------------------------------------------- the outputs
   __device__ __forceinline__ int group() const { return GROUPS == 1 ? 0 : warp / 4; }
   // A warp's 16 columns of y and c, two tiles of eight. With RoPE on them, columns that rotate together are in one lane.
   __device__ __forceinline__ int own_tile(int half) const {
@@ -499,86 +637,72 @@ struct HopperScan {
     int i = 2 * warp + half;
     return i < 2 * HALF ? i / 2 + half * HALF : i;
   }
-  __device__ __forceinline__ int state_row(int half) const { return first_column() + 8 * own_tile(half) + g; }
+  __device__ __forceinline__ int own_row(int half) const { return 8 * own_tile(half) + g; }  // of the state: a column of c
+  __device__ __forceinline__ int state_row(int half) const { return first_column() + own_row(half); }
 
-  __device__ __forceinline__ void consume() {
-    float state[D / 8][4], c_sum[2];
-    load_state(state, c_sum);
+  __device__ __forceinline__ void outputs() {
+    float state[D / 8][4];
+    load_state(state);
     float along = 0.f;  // DQ: Σ q̂·y of this thread's tokens
-    Ring ring;
-    for (int position = begin; position < end; position += C, ring.next()) {
+    Leave leave = {p.segment_len, 0};
+    Ring ring, w;
+    for (int position = begin; position < end; position += C, ring.next(), w.next(2)) {
       forget_addresses();
-      const int stage = ring.stage, len = min(C, p.N - position);
+      const int stage = ring.stage, parity = w.stage, len = min(C, p.N - position);
       const Coefficients c = coefficients(stage);
-      if (leaves_state(position)) store_state(state, c_sum, scratch(position / p.segment_len - 1));
+      if (leaves_state(leave, position)) store_state(state, scratch(leave.index++));
       barrier_wait(ready(stage), ring.phase);
-      if constexpr (STATES) {
-        u32 raw[CS][4];
-        read_own(raw, tile(stage, C_));
-        update(state, c_sum, raw, c, stage, len);
-      } else {
-        float y[8][4];
-        u32 raw[CS][4];
-        forget_addresses();
-        output_before(y, state, c_sum, c, stage, position);
-        forget_addresses();
-        read_own(raw, tile(stage, C_));
-        warpgroup_arrive();
+      u32 own[CS][4], left[CS][4];
+      float y[8][4];
+      if (!STATES) multiply_state(y, state, stage);
+      decay_state(state, len);
+      forget_addresses();
+      read_own(own, tile(stage, C_));
+      if (!STATES) scale_past(y, c);
+      weigh_own(left, own, c);
+      if (!STATES) barrier_wait(weighed(parity), w.phase);
+      warpgroup_arrive();
 #pragma unroll
-        for (int s = 0; s < CS; s++) Warpgroup<T, 0, 8>::mma(y, raw[s], k_columns<C>(weights(), s), 1);
-        warpgroup_commit();
-        update(state, c_sum, raw, c, stage, len);
-        warpgroup_wait<1>();
-        settle(y);
-        forget_addresses();
-        if constexpr (PROJECTS)
-          project(y, c, stage, position, along);
-        else
-          finish(y, position);
-      }
+      for (int s = 0; s < (STATES ? 0 : CS); s++)
+        Warpgroup<T, 0, 8>::mma(y, own[s], k_columns<C>(place_of_weights(parity), s), 1);
+      warpgroup_commit();
+#pragma unroll
+      for (int s = 0; s < CS; s++) Warpgroup<T, 1, D / 8>::mma(state, left[s], k_rows<C>(tile(stage, B), s), 1);
+      warpgroup_commit();
+      if constexpr (PROJECTS) project(y, c, stage, parity, position, along);
+      if constexpr (!PROJECTS && !STATES) finish(y, stage, parity);
       warpgroup_wait();
       settle(state);
       __syncwarp();
       if (lane == 0) barrier_arrive(empty(stage));
     }
-    store_state(state, c_sum, final());
+    store_state(state, final());
     if (MODE == DQ && !STATES && group() == 0) store_db(along);
   }
-  __device__ __forceinline__ u32 weights() const { return base + L::WEIGHTS + group() * L::PANEL; }
   __device__ __forceinline__ void sync_group() const { sync_some(GROUP_BARRIER + group(), 128); }
 
-  __device__ __forceinline__ void load_state(float (&state)[D / 8][4], float (&c_sum)[2]) const {
+  __device__ __forceinline__ void load_state(float (&state)[D / 8][4]) const {
     const Source from = initial();
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      int row = state_row(half);
-      c_sum[half] = from.c ? from.scale_c * from.c[row] : 0.f;
+    for (int half = 0; half < 2; half++)
 #pragma unroll
       for (int j = 0; j < D / 8; j++)
 #pragma unroll
         for (int x = 0; x < 2; x++)
-          state[j][2 * half + x] = from.S ? from.scale * from.S[at(row, 8 * j + 2 * t + x)] : 0.f;
-    }
+          state[j][2 * half + x] = from.S ? from.scale * from.S[at(state_row(half), 8 * j + 2 * t + x)] : 0.f;
   }
-  __device__ __forceinline__ void store_state(const float (&state)[D / 8][4], const float (&c_sum)[2],
-                                              const Target& to) const {
+  __device__ __forceinline__ void store_state(const float (&state)[D / 8][4], const Target& to) const {
+    if (!to.S) return;
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      int row = state_row(half);
-      if (to.c && t == 0) to.c[row] = to.scale_c * c_sum[half];
-      if (to.S)
+    for (int half = 0; half < 2; half++)
 #pragma unroll
-        for (int j = 0; j < D / 8; j++)
+      for (int j = 0; j < D / 8; j++)
 #pragma unroll
-          for (int x = 0; x < 2; x++) to.S[at(row, 8 * j + 2 * t + x)] = to.scale * state[j][2 * half + x];
-    }
+        for (int x = 0; x < 2; x++) to.S[at(state_row(half), 8 * j + 2 * t + x)] = to.scale * state[j][2 * half + x];
   }
 
-  // Yᵀ of what came before the chunk, and W in shared memory.
-  __device__ __forceinline__ void output_before(float (&y)[8][4], const float (&state)[D / 8][4],
-                                                const float (&c_sum)[2], const Coefficients& c, int stage,
-                                                int position) const {
-    float x[8][4];
+  // Yᵀ of what came before the chunk: issued, and not waited for.
+  __device__ __forceinline__ void multiply_state(float (&y)[8][4], const float (&state)[D / 8][4], int stage) const {
     u32 rounded[KS][4];
 #pragma unroll
     for (int k = 0; k < KS; k++)
@@ -587,73 +711,27 @@ struct HopperScan {
         rounded[k][i] = pack<T>(state[2 * k + i / 2][2 * (i % 2)], state[2 * k + i / 2][2 * (i % 2) + 1]);
     warpgroup_arrive();
 #pragma unroll
-    for (int k = 0; k < KS; k++)
-      Warpgroup<T, 0, 8>::mma(x, k_columns<C>(tile(stage, A), k), k_columns<C>(tile(stage, B), k), k > 0);
-    warpgroup_commit();
-#pragma unroll
     for (int k = 0; k < KS; k++) Warpgroup<T, 0, 8>::mma(y, rounded[k], k_columns<C>(tile(stage, A), k), k > 0);
     warpgroup_commit();
-    warpgroup_wait<1>();
-    settle(x);
-    weigh(x, c, position);
-    fence_shared();
+  }
+  // It, waited for: γ^(i+1) (ρ y + κ Σ τ c).
+  __device__ __forceinline__ void scale_past(float (&y)[8][4], const Coefficients& c) const {
+    const float c_sum[2] = {c.c_sum[own_row(0)], c.c_sum[own_row(1)]}, step = power(8);
+    float past[2] = {power(2 * t + 1), power(2 * t + 2)};
     warpgroup_wait();
     settle(y);
 #pragma unroll
     for (int n = 0; n < 8; n++) {  // two tokens
-      float2 rho = *reinterpret_cast<float2*>(c.past_rho + 8 * n + 2 * t);
-      float2 kappa = *reinterpret_cast<float2*>(c.past_kappa + 8 * n + 2 * t);
+      float2 rho = make_float2(1.f, 1.f), kappa = rho;
+      if (HAS_RHO) rho = *reinterpret_cast<float2*>(c.rho + 8 * n + 2 * t);
+      if (HAS_KAPPA) kappa = *reinterpret_cast<float2*>(c.kappa + 8 * n + 2 * t);
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        y[n][2 * half] = rho.x * y[n][2 * half] + kappa.x * c_sum[half];
-        y[n][2 * half + 1] = rho.y * y[n][2 * half + 1] + kappa.y * c_sum[half];
+        y[n][2 * half] = past[0] * (rho.x * y[n][2 * half] + kappa.x * c_sum[half]);
+        y[n][2 * half + 1] = past[1] * (rho.y * y[n][2 * half + 1] + kappa.y * c_sum[half]);
       }
+      past[0] *= step, past[1] *= step;
     }
-    sync_group();  // all of W is there
-  }
-
-  // W of this warp's 16 rows from X, into shared memory; forward also the normalisers.
-  __device__ __forceinline__ void weigh(const float (&x)[8][4], const Coefficients& c, int position) const {
-    const int first = 16 * (warp % 4) + g;
-    float rho[2] = {c.rho[first], c.rho[first + 8]}, kappa[2] = {1.f, 1.f}, sum[2] = {0.f, 0.f};
-    if (MODE != FWD) kappa[0] = c.kappa[first], kappa[1] = c.kappa[first + 8];
-    u32 to = weights() + place<C>(16 * (warp % 4) + lane % 16, lane / 16);
-#pragma unroll
-    for (int n = 0; n < 8; n += 2) {
-      u32 pairs[4];
-#pragma unroll
-      for (int m = 0; m < 2; m++) {
-        int j = 8 * (n + m) + 2 * t;
-        float2 sigma = *reinterpret_cast<float2*>(c.sigma + j);
-        float2 tau = MODE == FWD ? make_float2(1.f, 1.f) : *reinterpret_cast<float2*>(c.tau + j);
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          int row = first + 8 * half;
-          float w0 = rho[half] * sigma.x * x[n + m][2 * half] + kappa[half] * tau.x;
-          float w1 = rho[half] * sigma.y * x[n + m][2 * half + 1] + kappa[half] * tau.y;
-          if (DECAY) w0 *= powers[max(row - j, 0)], w1 *= powers[max(row - j - 1, 0)];
-          u32 pair = pack<T>(j <= row ? w0 : 0.f, j + 1 <= row ? w1 : 0.f);
-          pairs[2 * m + half] = pair;
-          float2 rounded = unpack<T>(pair);
-          sum[half] += rounded.x + rounded.y;  // the normaliser adds what the tensor cores multiply by
-        }
-      }
-      stmatrix(to ^ (n << 4), pairs[0], pairs[1], pairs[2], pairs[3]);
-    }
-#pragma unroll
-    for (int half = 0; half < (MODE == FWD ? 2 : 0); half++) {
-      int row = first + 8 * half;
-      sum[half] += __shfl_xor_sync(FULL, sum[half], 1);
-      sum[half] += __shfl_xor_sync(FULL, sum[half], 2);
-      float normaliser = sum[half] + c.row[row];
-      if (t == 0) {
-        scales()[row] = reciprocal(normaliser);
-        if (part == 0 && group() == 0 && position + row < p.N) p.g[stat(position + row)] = normaliser;
-      }
-    }
-  }
-  __device__ __forceinline__ float* scales() const {
-    return reinterpret_cast<float*>(smem + L::SCALES) + group() * 2 * C;
   }
 
   // Tiles of eight tokens by eight of this warp's columns, transposed: fragments of Cᵀ, and in the places of Yᵀ's.
@@ -668,76 +746,61 @@ struct HopperScan {
     }
   }
 
-  // state += (σ C)ᵀ B, issued and not waited for; Σ τ c; both decayed to the chunk's end.
-  __device__ __forceinline__ void update(float (&state)[D / 8][4], float (&c_sum)[2], const u32 (&raw)[CS][4],
-                                         const Coefficients& c, int stage, int len) const {
-    if (DECAY) {
-      float decay = power(len);
-#pragma unroll
-      for (int j = 0; j < D / 8; j++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) state[j][i] *= decay;
-    }
-    u32 left[CS][4];
-    float sum[4] = {};
+  // σ C, σ decayed to the chunk's end: what the state gains is (σ C)ᵀ B.
+  __device__ __forceinline__ void weigh_own(u32 (&left)[CS][4], const u32 (&own)[CS][4], const Coefficients& c) const {
 #pragma unroll
     for (int s = 0; s < CS; s++) {
-      int j = 16 * s + 2 * t;
-      u32 near = *reinterpret_cast<u32*>(c.sigma_end + j), far = *reinterpret_cast<u32*>(c.sigma_end + j + 8);
-      const u16* tau = c.tau_parts + (g % 2) * C + j;  // τ and what rounding it left over, in alternate columns
-      mma<T>(sum, raw[s][0], raw[s][1], raw[s][2], raw[s][3], *reinterpret_cast<const u32*>(tau),
-             *reinterpret_cast<const u32*>(tau + 8));
-      left[s][0] = multiply<T>(raw[s][0], near), left[s][1] = multiply<T>(raw[s][1], near);
-      left[s][2] = multiply<T>(raw[s][2], far), left[s][3] = multiply<T>(raw[s][3], far);
+      const u16* sigma = c.sigma_end + 16 * s + 2 * t;
+      u32 near = *reinterpret_cast<const u32*>(sigma), far = *reinterpret_cast<const u32*>(sigma + 8);
+      left[s][0] = multiply<T>(own[s][0], near), left[s][1] = multiply<T>(own[s][1], near);
+      left[s][2] = multiply<T>(own[s][2], far), left[s][3] = multiply<T>(own[s][3], far);
     }
-    warpgroup_arrive();
+  }
+  __device__ __forceinline__ void decay_state(float (&state)[D / 8][4], int len) const {
+    if (!DECAY) return;
+    float decay = power(len);
 #pragma unroll
-    for (int s = 0; s < CS; s++) Warpgroup<T, 1, D / 8>::mma(state, left[s], k_rows<C>(tile(stage, B), s), 1);
-    warpgroup_commit();
+    for (int j = 0; j < D / 8; j++)
 #pragma unroll
-    for (int half = 0; half < 2; half++)
-      c_sum[half] = c_sum[half] * power(len) + (sum[2 * half] + sum[2 * half + 1]);
+      for (int i = 0; i < 4; i++) state[j][i] *= decay;
   }
 
+  // This lane's row of this warp's two tiles of y, in the places of the first eight tokens.
+  __device__ __forceinline__ u32 own_place_of_y(int stage, int parity) const {
+    return place_of_y(stage, parity) + group() * L::PANEL +
+           place<C>(lane % 8 + 8 * (lane / 16), own_tile((lane / 8) % 2) % 8);
+  }
   // FWD: o = y/g; DV: dv = y.
-  __device__ __forceinline__ void finish(float (&y)[8][4], int position) const {
-    u32 out = base + L::OUT + group() * L::PANEL;
+  __device__ __forceinline__ void finish(float (&y)[8][4], int stage, int parity) {
+    warpgroup_wait<1>();
+    settle(y);
+    forget_addresses();
     float scale = F::scale_y(p);
-    u32 to = out + place<C>(lane % 8 + 8 * (lane / 16), (own_tile((lane / 8) % 2)) % 8);
+    u32 to = own_place_of_y(stage, parity);
 #pragma unroll
     for (int n = 0; n < 8; n += 2) {
       u32 pairs[4];
 #pragma unroll
       for (int m = 0; m < 2; m++) {
         float2 r = make_float2(scale, scale);
-        if (MODE == FWD) r = *reinterpret_cast<float2*>(scales() + 8 * (n + m) + 2 * t);
+        if (MODE == FWD) r = *reinterpret_cast<float2*>(scales() + parity * C + 8 * (n + m) + 2 * t);
         pairs[2 * m] = pack<T>(y[n + m][0] * r.x, y[n + m][1] * r.y);
         pairs[2 * m + 1] = pack<T>(y[n + m][2] * r.x, y[n + m][3] * r.y);
       }
       stmatrix_trans(to + n * 1024, pairs[0], pairs[1], pairs[2], pairs[3]);
     }
-    store(out, position);
-  }
-  // A group's 64 columns of y from a panel in shared memory that its warps have written.
-  __device__ __forceinline__ void store(u32 panel, int position) const {
-    sync_group();
-    int thread = tid % 128, row = thread / 8, piece = thread % 8;
-    u16* to = this->row(Y, position + row) + 64 * group() + 8 * piece;
-    i64 step = (F::REVERSE ? -16 : 16) * i64(p.y.token);
-#pragma unroll
-    for (int i = 0; i < C; i += 16, to += step) {
-      uint4 v = read16(panel + place<C>(row, piece) + i * 128);
-      if (position + row + i < p.N) *reinterpret_cast<uint4*>(to) = v;
-    }
   }
 
   // DQ, DK: through the norm, dx = r (y − x̂ (x̂·y)), and through RoPE; b and r as the table says.
-  __device__ __forceinline__ void project(float (&y)[8][4], const Coefficients& c, int stage, int position,
-                                          float& along_sum) const {
+  __device__ __forceinline__ void project(float (&y)[8][4], const Coefficients& c, int stage, int parity, int position,
+                                          float& along_sum) {
     u32 x[CS][4];
     read_own(x, tile(stage, UNIT));
+    warpgroup_wait<1>();
+    settle(y);
+    forget_addresses();
     dots(x, y, position);
-    sync_some(CONSUMERS_BARRIER, CONSUMERS);
+    sync_some(OUTPUTS_BARRIER, OUTPUTS);
     int thread = tid % 128;
     if (thread < C) {
       const float* from = partial(position) + thread;
@@ -746,18 +809,17 @@ struct HopperScan {
       for (int i = 0; i < 4 * GROUPS; i++) dot += from[i * C];
       float norm = c.row[thread], scale = F::scale_y(p);
       float out = (MODE == DQ ? b : 1.f) * norm * scale;
-      *reinterpret_cast<float2*>(scales() + 2 * thread) = make_float2(out, p.normalize ? norm * norm * dot : 0.f);
+      *reinterpret_cast<float2*>(group_scales() + 2 * thread) = make_float2(out, p.normalize ? norm * norm * dot : 0.f);
       along_sum += norm * dot * scale;  // rows past the end have norm 0
     }
     sync_group();
-    u32 panel = tile(stage, UNIT) + group() * L::PANEL;
-    u32 to = panel + place<C>(lane % 8 + 8 * (lane / 16), own_tile((lane / 8) % 2) % 8);
+    u32 to = own_place_of_y(stage, parity);
 #pragma unroll
     for (int n = 0; n < 8; n += 2) {
       u32 pairs[4];
 #pragma unroll
       for (int m = 0; m < 2; m++) {  // two tokens: what to scale by, and how far to go back along x
-        float4 s = *reinterpret_cast<float4*>(scales() + 2 * (8 * (n + m) + 2 * t));
+        float4 s = *reinterpret_cast<float4*>(group_scales() + 2 * (8 * (n + m) + 2 * t));
         float2 lo = unpack<T>(x[n / 2][2 * m]), hi = unpack<T>(x[n / 2][2 * m + 1]);
         lo = make_float2(s.x * (y[n + m][0] - s.y * lo.x), s.z * (y[n + m][1] - s.w * lo.y));
         hi = make_float2(s.x * (y[n + m][2] - s.y * hi.x), s.z * (y[n + m][3] - s.w * hi.y));
@@ -766,7 +828,6 @@ struct HopperScan {
       }
       stmatrix_trans(to + n * 1024, pairs[0], pairs[1], pairs[2], pairs[3]);
     }
-    store(panel, position);
   }
   __device__ __forceinline__ float* partial(int position) const {  // of even and of odd chunks
     return reinterpret_cast<float*>(smem + L::PARTIAL) + (position / C % 2) * 4 * GROUPS * C;
@@ -803,6 +864,7 @@ struct HopperScan {
   __device__ __forceinline__ void store_db(float sum) const {
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(FULL, sum, d);
+    sync_group();  // the last chunk's scales have been read
     if (lane == 0) scales()[warp] = sum;
     sync_group();
     if (tid == 0) p.db[bh * p.segments + segment] = scales()[0] + scales()[1];

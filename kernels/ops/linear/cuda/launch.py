@@ -1,8 +1,8 @@
 """Launches scan.cu: which kernels a pass takes, on what grid, with which pointers. The maths is told there.
 
 Forward: `states` and `prefix` (where a sequence is split into segments), then one scan.
-Backward: `row_products` for e, then a scan each for dq, dk and dv, after the states of their direction. With
-roles dq's scan finds e, and dk and dv share a launch.
+Backward: `row_products` for e, then a scan each for dq, dk and dv, after the states of their direction. On
+Hopper dq's scan finds e, and dk and dv share a launch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import os
 import struct
 
 import torch
@@ -24,9 +23,7 @@ THREADS = 128
 MODES = {"FWD": 0, "DQ": 1, "DK": 2, "DV": 3}
 TAGS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 HEAD_DIMS = (64, 128)
-PORTABLE, GROUPS, ROLES = range(3)  # enum Walk of scan.cu
-# The walk with roles has been compiled and emulated, but no GPU has run it: it must be asked for.
-HOPPER_WALK = ROLES if os.environ.get("LINGPT_HOPPER") == "roles" else GROUPS
+PORTABLE, HOPPER = range(2)  # enum Walk of scan.cu
 
 # struct Params of scan.cu: six Rows, 17 pointers, five ints, three floats.
 _PARAMS = struct.Struct("@" + "Pqqi4x" * 6 + "P" * 17 + "5i3f")
@@ -43,36 +40,34 @@ class Variant:
     blocks: int  # a multiprocessor, at least: bounds the registers
     decay: bool
     rope: int  # dimensions of q and k that are rotated
-    walk: int  # PORTABLE, GROUPS or ROLES
+    walk: int  # PORTABLE or HOPPER
 
     @functools.cached_property
     def threads(self) -> int:
-        """Of a block of a scan: on Hopper a warpgroup for every 64 columns, and two more with roles."""
-        return {PORTABLE: THREADS, GROUPS: 2 * self.head_dim, ROLES: 2 * self.head_dim + 256}[self.walk]
+        """Of a block of a scan: on Hopper a warpgroup for every 64 columns, and two more."""
+        return 2 * self.head_dim + 256 if self.walk == HOPPER else THREADS
 
     @functools.cached_property
     def shared(self) -> int:
         """Dynamic shared memory of a scan, bytes (Shared::BYTES, the largest HopperShared::BYTES)."""
         C, D = self.chunk, self.head_dim
-        if self.walk == ROLES:
-            return 226568 if D == 128 else 98440
-        stages = 1 if self.walk == GROUPS and D == 128 else 2
-        operand = C * 128 + (D * D * 2 if self.walk == GROUPS else 0)
-        rows = C * (24 + 20 + 10 + 20)
-        return stages * 6 * C * D + operand + rows + 14 * D + 56
+        if self.walk == HOPPER:
+            return 226584 if D == 128 else 114328
+        tiles, weights, rows = 2 * 6 * C * D, C * 128, C * (24 + 20 + 10 + 20)
+        return tiles + weights + rows + 14 * D + 56
 
     @property
     def names(self) -> dict[tuple[str, str | None], str]:
         """(kernel, mode) → its instance in C++; some have no mode."""
         D, decay = self.head_dim, str(self.decay).lower()
         flags = ", ".join(str(x).lower() for x in (self.decay, self.rope, self.walk, self.blocks))
-        scans = ("FWD", "DQ") if self.walk == ROLES else MODES
+        scans = ("FWD", "DQ") if self.walk == HOPPER else MODES
         names = {
             (kernel, mode): f"{kernel}<{self.tag}, {D}, {self.chunk}, {MODES[mode]}, {flags}>"
             for kernel, modes in (("scan", scans), ("states", ("FWD", "DK")))
             for mode in modes
         }
-        if self.walk == ROLES:
+        if self.walk == HOPPER:
             names["scan_pair", None] = f"scan_pair<{self.tag}, {D}, {decay}, {self.rope}, {self.blocks}>"
             if D == 128:
                 names["scan_whole", None] = f"scan_whole<{self.tag}, {D}, {decay}, {self.rope}>"
@@ -83,7 +78,7 @@ class Variant:
         return names
 
     def spec(self, *architectures: str) -> KernelSpec:
-        defines = {"HOPPER_BUILD": 1} if self.walk else {}
+        defines = {"HOPPER_BUILD": 1} if self.walk == HOPPER else {}
         return KernelSpec(SOURCE, tuple(self.names.values()), defines, architectures=architectures)
 
 
@@ -94,9 +89,9 @@ def variant(arch: str, dtype: torch.dtype, head_dim: int, decay: bool, rope: int
     """
     small = arch in ("sm_86", "sm_89", "sm_120")  # 99 KB a block
     chunk = 32 if small and head_dim == 128 else 64
-    walk = HOPPER_WALK if arch == "sm_90a" and rope <= 64 else PORTABLE
+    walk = HOPPER if arch == "sm_90a" and rope <= 64 else PORTABLE
     blocks = 1 if small else 2 if head_dim == 128 else 3
-    if walk == ROLES:
+    if walk == HOPPER:
         blocks -= 1
     return Variant(TAGS[dtype], head_dim, chunk, blocks, decay, rope, walk)
 
@@ -219,8 +214,8 @@ class _Call:
         self.kernels["scan_whole", None](grid, block, self.build.shared, self.stream, params)
 
     def scan_pair(self, dk: bytes, dv: bytes) -> None:
-        """The scans of dk and dv: with roles side by side, as both read k, q and do."""
-        if self.build.walk != ROLES:
+        """The scans of dk and dv: on Hopper side by side, as both read k, q and do."""
+        if self.build.walk != HOPPER:
             self.scan("DK", dk)
             self.scan("DV", dv)
             return
@@ -280,7 +275,7 @@ def backward(q, k, v, b, log_decay, cos, sin, o, stats, initial_state, do, dstat
         call = _Call(q, b, log_decay, cos, sin, normalize_qk)
         db = torch.empty(B, H, call.segments, device=q.device)
         shared = dict(stats=stats, e=e)
-        if call.build.walk != ROLES:  # there dq's scan finds e, reading do only once
+        if call.build.walk != HOPPER:  # there dq's scan finds e, reading do only once
             call.row_products(call.params(do, None, None, None, o, **shared), e)
         states = _scratch_behind(stats, call)  # the forward pass left them, unless it was another backend's
         if states is None:
@@ -290,7 +285,7 @@ def backward(q, k, v, b, log_decay, cos, sin, o, stats, initial_state, do, dstat
             )
         params = call.params(do, v, k, q, dq, o, **shared, initial=initial_state, db=db, scratch=states)
         call.scan("DQ", params)
-        if call.build.walk == ROLES:
+        if call.build.walk == HOPPER:
             call.cut(2)
         shared |= dict(
             scratch=torch.empty(call.scratch_size(), device=q.device), initial=dstate, final=d_initial

@@ -21,13 +21,11 @@
 //     Y = ρ A·state + κ Σ τ c + W C
 //     state = γ^C state + (σ C)ᵀ B
 //
-// There are three walks, of one algorithm:
-//     run         from sm_80 on: four warps and mma.sync. A warp has 16 rows of X and W and all columns, then D/4
+// There are two walks, of one algorithm:
+//     Scan        from sm_80 on: four warps and mma.sync. A warp has 16 rows of X and W and all columns, then D/4
 //                 columns of Y and all rows; the state goes from accumulators to operands without leaving registers.
-//     run_group   sm_90a: a warpgroup of four warps for every 64 columns of Y, and wgmma. A warp has the same 16 rows of
-//                 X, W and Y; the state passes through shared memory, rounded, and results leave through it.
-//     HopperScan  sm_90a, in hopper.cuh: warps with roles, which loading, rows and products overlap through. Compiled and
-//                 emulated; no GPU has run it yet, and launch.py takes it only where it is asked for.
+//     HopperScan  sm_90a, in hopper.cuh: wgmma, and warps with roles, so that loading, what belongs to single tokens,
+//                 and the products overlap.
 //
 // Operands of the tensor cores are raw rows of q, k, v, do; norms and normalisers are applied in fp32. Sums over
 // tokens and the normaliser are fp32. Nothing is added atomically: the same inputs give the same bits.
@@ -36,9 +34,6 @@
 // and every scan starts from what came before it. A scratch state is S [D, D] (key, value), then two vectors [D].
 
 #include "mma.cuh"
-#ifdef HOPPER_BUILD
-#include "wgmma.cuh"
-#endif
 
 enum Mode { FWD = 0, DQ = 1, DK = 2, DV = 3 };
 enum Tensor { A = 0, B = 1, C_ = 2, UNIT = 3, Y = 4, O = 5 };
@@ -123,11 +118,13 @@ struct Facts {
   }
 };
 
-// 1/‖row‖ (NORM_EPS of common.py) from the squares of 16 rows (add_squares); valid in lanes t == g/2, rows g (x) and
-// g + 8 (y).
+// 1/‖row‖ from its square (NORM_EPS of common.py).
+__device__ __forceinline__ float reciprocal_norm(float square, int normalize) {
+  return normalize ? rsqrtf(square + 1e-12f) : 1.f;
+}
+// The same of 16 rows from add_squares; valid in lanes t == g/2, rows g (x) and g + 8 (y).
 __device__ __forceinline__ float2 reciprocal_norms(const float (&lo)[4], const float (&hi)[4], int g, int normalize) {
-  if (!normalize) return make_float2(1.f, 1.f);
-  return make_float2(rsqrtf((g & 1 ? lo[1] : lo[0]) + 1e-12f), rsqrtf((g & 1 ? hi[3] : hi[2]) + 1e-12f));
+  return make_float2(reciprocal_norm(g & 1 ? lo[1] : lo[0], normalize), reciprocal_norm(g & 1 ? hi[3] : hi[2], normalize));
 }
 
 // The (decayed) count of tokens before position `begin`.
@@ -139,14 +136,12 @@ __device__ __forceinline__ float tokens_before(const Params& p, int bh, float lo
   return n0 * expf(x * float(begin)) + expm1f(x * float(begin)) / expm1f(x);
 }
 
-template <int D, int C, bool HOPPER>
+template <int D, int C>
 struct Shared {  // byte offsets; tiles first: swizzled, aligned to 1024
   static constexpr int TILE = C * D * 2;
-  static constexpr int STAGES = HOPPER && D == 128 ? 1 : 2;
   static constexpr int STAGE = 3 * TILE;
-  static constexpr int WEIGHTS = STAGES * STAGE;                  // W
-  static constexpr int OPERAND = WEIGHTS + C * 128;               // Hopper: the state in 16 bits
-  static constexpr int STATS = OPERAND + (HOPPER ? D * D * 2 : 0);  // two stages of three rows of C floats
+  static constexpr int WEIGHTS = 2 * STAGE;               // W
+  static constexpr int STATS = WEIGHTS + C * 128;         // two stages of three rows of C floats
   static constexpr int COEFFICIENTS = STATS + 6 * C * 4;  // σ τ ρ κ ζ (DQ: Σ q̂·y)
   static constexpr int PARTS = COEFFICIENTS + 5 * C * 4;  // decayed to the chunk's end: σ in 16 bits, τ and ζ in two such
   static constexpr int SUMS = PARTS + 5 * C * 2;          // Σ τ c and Σ ζ b; the latter also as three 16-bit numbers
@@ -157,12 +152,11 @@ struct Shared {  // byte offsets; tiles first: swizzled, aligned to 1024
 };
 
 // ------------------------------------------------------------------------------------------------- the scan
-template <typename T, int D, int C, int MODE, bool DECAY, int ROPE, bool HOPPER, bool STATES>
+template <typename T, int D, int C, int MODE, bool DECAY, int ROPE, bool STATES>
 struct Scan {
   using F = Facts<T, MODE>;
-  using L = Shared<D, C, HOPPER>;
-  // Hopper: a warpgroup of four warps for every 64 columns of y.
-  static constexpr int WARPS = HOPPER ? D / 16 : 4, THREADS = 32 * WARPS;
+  using L = Shared<D, C>;
+  static constexpr int WARPS = THREADS / 32;
   static constexpr int PIECES = D / 8;         // 16-byte pieces of a row
   static constexpr int KS = D / 16;            // steps of 16 along D
   static constexpr int CS = C / 16;            // steps of 16 along a chunk
@@ -233,11 +227,6 @@ struct Scan {
     return i64((unsigned long long)u32(bh()) * u32(p.N)) + token(position);
   }
   __device__ __forceinline__ float power(int i) const { return DECAY ? powers[i] : 1.f; }
-  // With RoPE, columns that rotate together are neighbours in this order of the 8-column tiles of a row.
-  __device__ __forceinline__ int column_tile(int i) const {
-    constexpr int HALF = F::PROJECTS && !HOPPER ? ROPE / 16 : 0;
-    return i < 2 * HALF ? (i / 2) + (i % 2) * HALF : i;
-  }
 
   // ------------------------------------------------------------------------------------------- loading
   __device__ __forceinline__ u32 tile(int stage, int which) const {
@@ -327,11 +316,6 @@ struct Scan {
   static __device__ __forceinline__ u32 step(u32 address, int s, int k) {
     return (address ^ ((k % 4) << 5)) + (k / 4) * C * 128 + s * 2048;
   }
-  // The same by 8-column tiles: from tile 0 (or 1) to tile j (j + 1, j even) of a tile of ROWS rows.
-  template <int ROWS>
-  static __device__ __forceinline__ u32 step8(u32 address, int j) {
-    return (address ^ ((j % 8) << 4)) + (j / 8) * ROWS * 128;
-  }
   __device__ __forceinline__ void rows_left(u32 (&r)[4], u32 address, int s, int k) const {
     // Rows 16s … 16s+15 of columns 16k … 16k+15, as the left operand.
     ldmatrix(r, step(address + place<C>(lane % 16, lane / 16), s, k));
@@ -350,9 +334,12 @@ struct Scan {
     int piece = lane / 16 ? own_tile(2 * i + 1) : own_tile(2 * i);
     ldmatrix_trans(r, address + place<C>(lane % 16, piece) + s * 2048);
   }
-  // The i-th of the 8-column tiles whose part of the state this warp holds.
-  __device__ __forceinline__ int own_tile(int i) const {
-    return HOPPER ? 8 * (warp / 4) + 2 * (warp % 4) + i % 2 : column_tile(warp * NT + i);
+  // The n-th of the 8-column tiles whose part of the state this warp holds. With RoPE on them, tiles that rotate
+  // together are neighbours.
+  __device__ __forceinline__ int own_tile(int n) const {
+    constexpr int HALF = F::PROJECTS ? ROPE / 16 : 0;
+    int i = warp * NT + n;
+    return i < 2 * HALF ? i / 2 + (i % 2) * HALF : i;
   }
 
   // --------------------------------------------------------------------------------------------- norms
@@ -505,7 +492,7 @@ struct Scan {
     for (int i = 0; i < (STATES || MODE == FWD ? NT : 0); i++) {
       float2 sum = make_float2(bsum[i][0] + __shfl_down_sync(FULL, bsum[i][0], 4),
                                bsum[i][1] + __shfl_down_sync(FULL, bsum[i][1], 4));
-      int column = 8 * (HOPPER ? own_tile(i) : warp * NT + i) + 2 * t;
+      int column = 8 * (warp * NT + i) + 2 * t;
       if (g == 0) {
         float2* at = reinterpret_cast<float2*>(b_sum + column);
         sum = make_float2(at->x * decay + sum.x, at->y * decay + sum.y);
@@ -567,7 +554,7 @@ struct Scan {
         if (DECAY) w0 *= powers[max(row - j, 0)], w1 *= powers[max(row - j - 1, 0)];
         w0 = j <= row ? w0 : 0.f, w1 = j + 1 <= row ? w1 : 0.f;
         u32 w = pack<T>(w0, w1);
-        write4(word(base + L::WEIGHTS, row, n), w);
+        write4((base + L::WEIGHTS + place<C>(row, 0) + 4 * t) ^ (n << 4), w);
         float2 rounded = unpack<T>(w);
         sum += rounded.x + rounded.y;  // the normaliser adds what the tensor cores multiply by
       }
@@ -652,26 +639,21 @@ struct Scan {
     }
   }
 
-  // The output's rows `first` … `first` + ROWS − 1 from a tile in shared memory that this warp has written, in 16-byte
-  // pieces: TILES of them a row, `piece` this lane's (its number is lane % TILES).
-  template <int ROWS, int TILES>
-  __device__ __forceinline__ void store(u32 tile_address, int first, int piece, int position) const {
-    constexpr int STEP = 32 / TILES;  // rows that a warp stores at once
-    int row = first + lane / TILES;
+  // This warp's columns of the output from a tile in shared memory that it has written, a 16-byte piece a lane.
+  __device__ __forceinline__ void store(u32 tile_address, int position) const {
+    constexpr int STEP = 32 / NT;  // rows that a warp stores at once
+    int piece = own_tile(lane % NT), row = lane / NT;
     u32 from = tile_address + place<C>(row, piece);
     u16* to = this->row(Y, position + row) + 8 * piece;
     i64 step = (F::REVERSE ? -STEP : STEP) * i64(p.y.token);
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < ROWS / STEP; i++, to += step) {
+    for (int i = 0; i < C / STEP; i++, to += step) {
       uint4 v = read16((from ^ (((i * STEP) % 8) << 4)) + i * STEP * 128);
       if (position + row + i * STEP < p.N) *reinterpret_cast<uint4*>(to) = v;
     }
   }
-  // This lane's two columns of 8-column tile j of a row (row % 8 == g).
-  __device__ __forceinline__ u32 word(u32 tile_address, int row, int j) const {
-    return step8<C>(tile_address + place<C>(row, 0) + 4 * t, j);
-  }
+  // This lane's two columns of the n-th of this warp's tiles (row % 8 == g).
   __device__ __forceinline__ u32 own_word(u32 tile_address, int row, int n) const {
     return tile_address + place<C>(row, own_tile(n)) + 4 * t;
   }
@@ -688,7 +670,7 @@ struct Scan {
         for (int n = 0; n < NT; n++)
           write4(own_word(tile(stage, 0), row, n), pack<T>(y[m][n][2 * half] * scale, y[m][n][2 * half + 1] * scale));
       }
-    store<C, NT>(tile(stage, 0), 0, own_tile(lane % NT), position);
+    store(tile(stage, 0), position);
   }
 
   // The transpose of RoPE on two columns of two tiles that rotate together.
@@ -754,357 +736,10 @@ struct Scan {
         write4(first, pack<T>(lo.x, lo.y)), write4(second, pack<T>(hi.x, hi.y));
       }
     }
-    store<C, NT>(tile_unit, 0, own_tile(lane % NT), position);
+    store(tile_unit, position);
   }
 
-  // ------------------------------------------------------------------------------- the same on Hopper (sm_90a)
-  // Four warps are a warpgroup, and each group has 64 columns of y and c and their rows of the state. X, W and Y lie row by
-  // row over the warps of a group: what belongs to a token stays in one quad of lanes. W (a share of its columns each) and
-  // the state pass through shared memory.
-#ifdef HOPPER_BUILD
-  template <int COLUMNS, int M>
-  using Group = Warpgroup<T, COLUMNS, M>;
-  __device__ __forceinline__ int group() const { return WARPS == 4 ? 0 : warp / 4; }
-  __device__ __forceinline__ int group_row() const { return 16 * (warp % 4); }  // the first of this warp's 16 tokens
-
-  // The state, rounded, as an operand: [column of c][column of b].
-  __device__ __forceinline__ void write_state() const {
-    u32 at = base + L::OPERAND + place<D>(64 * group() + group_row() + lane % 16, lane / 16);
-#pragma unroll
-    for (int j = 0; j < D / 8; j += 2) {
-      const float(&x)[4] = state[0][j];
-      const float(&y)[4] = state[0][j + 1];
-      stmatrix(step8<D>(at, j), pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(y[0], y[1]), pack<T>(y[2], y[3]));
-    }
-  }
-
-  // 1/‖q‖ and q·Σ k̂ of this warp's rows g and g + 8.
-  __device__ __forceinline__ void query_norms(u32 tile_a, float (&rq)[2], float (&inner)[2]) const {
-    float lo[4] = {}, hi[4] = {}, zq[4] = {};
-#pragma unroll
-    for (int k = 0; k < KS; k++) {
-      u32 x[4];
-      rows_left(x, tile_a, warp % 4, k);
-      add_squares<T>(lo, hi, x);
-      mma<T>(zq, x[0], x[1], x[2], x[3], part<3>(b_parts, D, 16 * k + 2 * t), part<3>(b_parts, D, 16 * k + 2 * t + 8));
-    }
-    float2 r = reciprocal_norms(lo, hi, g, p.normalize);
-    int source = (lane & ~3u) | (g >> 1);
-    rq[0] = __shfl_sync(FULL, r.x, source), rq[1] = __shfl_sync(FULL, r.y, source);
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      inner[half] = zq[2 * half] + zq[2 * half + 1];
-      inner[half] += __shfl_xor_sync(FULL, inner[half], 1);
-      inner[half] += __shfl_xor_sync(FULL, inner[half], 2);
-    }
-  }
-
-  // W of this warp's rows and this group's share of the columns from X, into shared memory; forward also its rows' sums.
-  static constexpr int SHARE = C / (8 * (HOPPER ? D / 64 : 1));  // 8-column tiles
-  __device__ __forceinline__ void weigh(float (&x)[SHARE][4], const float (&rho_)[2], const float (&kappa_)[2]) const {
-    float sum[2] = {0.f, 0.f};
-    u32 to = base + L::WEIGHTS + place<C>(group_row() + lane % 16, lane / 16);
-#pragma unroll
-    for (int n = 0; n < SHARE; n += 2) {
-      u32 pairs[4];
-#pragma unroll
-      for (int m = 0; m < 2; m++) {
-        int j = 8 * (SHARE * group() + n + m) + 2 * t;
-        float2 s = *reinterpret_cast<float2*>(sigma + j);
-        float2 ta = MODE == FWD ? make_float2(1.f, 1.f) : *reinterpret_cast<float2*>(tau + j);
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          int row = group_row() + g + 8 * half;
-          float w0 = rho_[half] * s.x * x[n + m][2 * half] + kappa_[half] * ta.x;
-          float w1 = rho_[half] * s.y * x[n + m][2 * half + 1] + kappa_[half] * ta.y;
-          if (DECAY) w0 *= powers[max(row - j, 0)], w1 *= powers[max(row - j - 1, 0)];
-          u32 pair = pack<T>(j <= row ? w0 : 0.f, j + 1 <= row ? w1 : 0.f);
-          pairs[2 * m + half] = pair;
-          if (MODE == FWD) {
-            float2 rounded = unpack<T>(pair);
-            sum[half] += rounded.x + rounded.y;  // the normaliser adds what the tensor cores multiply by
-          }
-        }
-      }
-      stmatrix(step8<C>(to, SHARE * group() + n), pairs[0], pairs[1], pairs[2], pairs[3]);
-    }
-    if (MODE == FWD)
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        sum[half] += __shfl_xor_sync(FULL, sum[half], 1);
-        sum[half] += __shfl_xor_sync(FULL, sum[half], 2);
-        if (t == 0) partial[group() * C + group_row() + g + 8 * half] = sum[half];
-      }
-  }
-
-  // The state's update. Everything it reads was there before the last barrier.
-  template <bool WITH_B_SUM>
-  __device__ __forceinline__ void update_group(int stage, int len) {
-    u32 tile_b = tile(stage, 1), tile_c = tile(stage, 2);
-    if (DECAY) {
-      float decay = power(len);
-#pragma unroll
-      for (int i = 0; i < MT; i++)
-#pragma unroll
-        for (int j = 0; j < D / 8; j++)
-#pragma unroll
-          for (int x = 0; x < 4; x++) state[i][j][x] *= decay;
-    }
-    float csum[MT][4] = {}, bsum[NT][4] = {};
-    u32 left[CS][MT][4];
-#pragma unroll
-    for (int s = 0; s < CS; s++) {
-      int j = 16 * s + 2 * t;
-      u32 near = *reinterpret_cast<u32*>(sigma_end + j), far = *reinterpret_cast<u32*>(sigma_end + j + 8);
-      u32 tau0 = part<2>(tau_parts, C, j), tau1 = part<2>(tau_parts, C, j + 8);
-#pragma unroll
-      for (int i = 0; i < MT; i++) {
-        u32 r[4];
-        own_columns(r, tile_c, s, i);
-        mma<T>(csum[i], r[0], r[2], r[1], r[3], tau0, tau1);
-        left[s][i][0] = multiply<T>(r[0], near), left[s][i][1] = multiply<T>(r[2], near);
-        left[s][i][2] = multiply<T>(r[1], far), left[s][i][3] = multiply<T>(r[3], far);
-      }
-    }
-    warpgroup_arrive();
-#pragma unroll
-    for (int s = 0; s < CS; s++)
-#pragma unroll
-      for (int i = 0; i < MT; i++) Group<1, D / 8>::mma(state[i], left[s][i], k_rows<C>(tile_b, s), 1);
-    warpgroup_commit();
-    if (WITH_B_SUM)
-#pragma unroll
-      for (int s = 0; s < CS; s++) {
-        int j = 16 * s + 2 * t;
-        u32 zeta0 = part<2>(zeta_parts, C, j), zeta1 = part<2>(zeta_parts, C, j + 8);
-#pragma unroll
-        for (int i = 0; i < MT; i++) {
-          u32 r[4];
-          own_columns(r, tile_b, s, i);
-          mma<T>(bsum[2 * i], zeta0, 0, zeta1, 0, r[0], r[1]);
-          mma<T>(bsum[2 * i + 1], zeta0, 0, zeta1, 0, r[2], r[3]);
-        }
-      }
-    add_sums(csum, bsum, power(len));
-    warpgroup_wait();
-  }
-
-  __device__ __forceinline__ void run_group() {
-    load<true>(0, begin);
-    load_state();
-    float n = MODE == FWD ? tokens_before<DECAY>(p, bh(), log2_decay, begin) : 0.f, chunk_tokens = 0.f;
-    if (MODE == FWD && DECAY) {
-      __syncthreads();
-      for (int i = 0; i < C; i++) chunk_tokens += powers[i];
-    }
-    int stage = 0;
-    for (int position = begin; position < end(); position += C) {
-      forget_addresses();
-      int len = min(C, p.N - position);
-      u32 tile_a = tile(stage, 0), tile_b = tile(stage, 1), tile_c = tile(stage, 2);
-      copy_wait<0>();
-      fence_shared();
-      __syncthreads();
-      if (L::STAGES == 2) load<true>(stage ^ 1, position + C);
-      if (ROPE) {
-        rotate_tiles(stage, position, true);
-        fence_shared();
-        __syncthreads();
-      }
-      coefficients(stage, position);
-      // Norms, the normaliser's part from before the chunk, and the state's operand.
-      write_state();
-      forget_addresses();
-      float rq[2], rho_[2], kappa_[2], inner[2];
-      if (MODE == FWD) query_norms(tile_a, rq, inner);
-      if (MODE == FWD && group() == 0) {
-        float lo[4] = {}, hi[4] = {};
-#pragma unroll
-        for (int k = 0; k < KS; k++) {
-          u32 r[4];
-          rows_right(r, tile_b, warp % 4, k);
-          mma<T>(lo, r[0], r[2], r[1], r[3], r[0], r[1]);
-          mma<T>(hi, r[0], r[2], r[1], r[3], r[2], r[3]);
-        }
-        key_norms<true>(lo, hi, position);
-      }
-      fence_shared();
-      __syncthreads();  // σ, τ, ρ, κ and the state's operand are there
-      coefficients_at_end(len);
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        int row = group_row() + g + 8 * half;
-        rho_[half] = MODE == FWD ? coefficient() * rq[half] * F::scale_rho(p) : rho[row];
-        kappa_[half] = MODE == FWD ? 1.f : kappa[row];
-      }
-      {
-        float x[SHARE][4];
-        warpgroup_arrive();
-#pragma unroll
-        for (int k = 0; k < KS; k++)
-          Group<0, SHARE>::mma(x, k_columns<C>(tile_a, k), k_columns<C>(tile_b + group() * 4096, k), k > 0);
-        warpgroup_commit();
-        warpgroup_wait();
-        weigh(x, rho_, kappa_);
-      }
-      forget_addresses();
-      fence_shared();
-      __syncthreads();  // W is there, and what coefficients_at_end wrote
-      // Y = A·state
-      float y[8][4];
-      warpgroup_arrive();
-#pragma unroll
-      for (int k = 0; k < KS; k++)
-        Group<0, 8>::mma(y, k_columns<C>(tile_a, k), k_columns<D>(base + L::OPERAND + group() * 8192, k), k > 0);
-      warpgroup_commit();
-      float inverse[2] = {F::scale_y(p), F::scale_y(p)};
-      if (MODE == FWD)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          int row = group_row() + g + 8 * half;
-          float sum = partial[row] + (WARPS > 4 ? partial[C + row] : 0.f);
-          float normaliser = sum + power(row + 1) * (n + rho_[half] * inner[half]);
-          inverse[half] = 1.f / normaliser;
-          if (t == 0 && group() == 0 && position + row < p.N) {
-            p.g[stat(position + row)] = normaliser;
-            p.rq[stat(position + row)] = rq[half];
-          }
-        }
-      warpgroup_wait();
-      __syncthreads();  // the tile of a is free
-      if (F::PROJECTS)
-        load_tile(tile_a, UNIT, position);
-      else if (L::STAGES == 1 && position + C < end())
-        load_tile(tile_a, A, position + C);
-      copy_commit();
-      forget_addresses();
-      // ρ, κ, then W C
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        float decay = power(group_row() + g + 8 * half + 1);
-        rho_[half] *= decay, kappa_[half] *= decay;
-      }
-#pragma unroll
-      for (int j = 0; j < 8; j++) {
-        float2 c = *reinterpret_cast<float2*>(c_sum + 64 * group() + 8 * j + 2 * t);
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          y[j][2 * half] = rho_[half] * y[j][2 * half] + kappa_[half] * c.x;
-          y[j][2 * half + 1] = rho_[half] * y[j][2 * half + 1] + kappa_[half] * c.y;
-        }
-      }
-      warpgroup_arrive();
-#pragma unroll
-      for (int s = 0; s < CS; s++)
-        Group<1, 8>::mma(y, k_columns<C>(base + L::WEIGHTS, s), k_rows<C>(tile_c + group() * C * 128, s), 1);
-      warpgroup_commit();
-      warpgroup_wait();
-      if (F::PROJECTS) {
-        copy_wait<0>();
-        __syncthreads();
-        if (ROPE) {
-          rotate(tile_a, position);
-          __syncthreads();
-        }
-        project_group(tile_a, y, position);
-      } else {
-        store_group(y, inverse, position);
-        __syncthreads();  // everybody has read Σ τ c, which the update writes
-      }
-      forget_addresses();
-      update_group<MODE == FWD>(stage, len);
-      forget_addresses();
-      if (MODE == FWD) n = DECAY ? n * power(C) + chunk_tokens : n + C;
-      if (L::STAGES == 1) {
-        __syncthreads();
-        load_rest(position + C);
-      } else {
-        stage ^= 1;
-      }
-    }
-    __syncthreads();
-    if (seg() == p.segments - 1) store_final();
-    if (MODE == DQ) store_db();
-  }
-  // With one stage: the next chunk's tiles, but for a's where it was fetched early.
-  __device__ __forceinline__ void load_rest(int position) const {
-    if (position < end()) {
-      if (F::PROJECTS) load_tile(tile(0, 0), A, position);
-      load_tile(tile(0, 1), B, position);
-      load_tile(tile(0, 2), C_, position);
-      load_stats(0, position);
-    }
-    copy_commit();
-  }
-
-  // Rows g and g + 8 of y, scaled, to global memory by way of the state's operand, which is free.
-  __device__ __forceinline__ void store_group(const float (&y)[8][4], const float (&scale)[2], int position) const {
-    u32 to = base + L::OPERAND + group() * C * 128 + place<C>(group_row() + lane % 16, lane / 16);
-#pragma unroll
-    for (int j = 0; j < 8; j += 2)
-      stmatrix(step8<C>(to, j), pack<T>(y[j][0] * scale[0], y[j][1] * scale[0]),
-               pack<T>(y[j][2] * scale[1], y[j][3] * scale[1]), pack<T>(y[j + 1][0] * scale[0], y[j + 1][1] * scale[0]),
-               pack<T>(y[j + 1][2] * scale[1], y[j + 1][3] * scale[1]));
-    store<16, 8>(base + L::OPERAND, group_row(), 8 * group() + lane % 8, position);
-  }
-
-  // project() where a row's 64 columns lie in one quad: columns 8j + 2t, 8j + 2t + 1 of the group's a lane.
-  __device__ __forceinline__ void project_group(u32 tile_unit, float (&y)[8][4], int position) const {
-    const float* r = MODE == DQ ? p.rq : p.rk;
-    tile_unit += group() * C * 128;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      int row = group_row() + g + 8 * half;
-      float dot = 0.f;
-#pragma unroll
-      for (int j = 0; j < 8; j++) {
-        float2 u = unpack<T>(read4(word(tile_unit, row, j)));
-        dot += u.x * y[j][2 * half] + u.y * y[j][2 * half + 1];
-      }
-      dot += __shfl_xor_sync(FULL, dot, 1);
-      dot += __shfl_xor_sync(FULL, dot, 2);
-      if (t == 0) partial[group() * C + row] = dot;
-    }
-    if (WARPS > 4)
-      __syncthreads();
-    else
-      __syncwarp();
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      int row = group_row() + g + 8 * half, at = position + row;
-      float dot = partial[row] + (WARPS > 4 ? partial[C + row] : 0.f);
-      float norm = r[stat(min(at, p.N - 1))], out = (MODE == DQ ? coefficient() : 1.f) * norm * F::scale_y(p);
-      float along = p.normalize ? norm * norm * dot : 0.f;
-      if (MODE == DQ && at < p.N && group() == 0 && t == 0) along_sum()[row] += norm * dot * F::scale_y(p);
-#pragma unroll
-      for (int j = 0; j < 8; j++) {
-        float2 u = unpack<T>(read4(word(tile_unit, row, j)));
-        y[j][2 * half] = out * (y[j][2 * half] - along * u.x);
-        y[j][2 * half + 1] = out * (y[j][2 * half + 1] - along * u.y);
-      }
-      constexpr int HALF = ROPE / 16;
-      static_assert(HALF <= 4, "columns that rotate together must be in one group");
-      if (group() == 0)
-#pragma unroll
-        for (int j = 0; j < HALF; j++) {
-          float2 lo = make_float2(y[j][2 * half], y[j][2 * half + 1]);
-          float2 hi = make_float2(y[j + HALF][2 * half], y[j + HALF][2 * half + 1]);
-          rotate_back(lo, hi, at, 8 * j + 2 * t);
-          y[j][2 * half] = lo.x, y[j][2 * half + 1] = lo.y;
-          y[j + HALF][2 * half] = hi.x, y[j + HALF][2 * half + 1] = hi.y;
-        }
-    }
-    const float one[2] = {1.f, 1.f};
-    store_group(y, one, position);
-  }
-#endif
-
-  // ------------------------------------------------------------------------------------------ the two walks
-  static __device__ __forceinline__ void fence() {  // what threads wrote, warpgroup products may read after a barrier
-#ifdef HOPPER_BUILD
-    if (HOPPER) fence_shared();
-#endif
-  }
+  // ----------------------------------------------------------------------------------------------- the walk
   __device__ __forceinline__ void rotate_tiles(int stage, int position, bool with_a) const {
     if (!ROPE) return;
     if (with_a && F::ROPE_A) rotate(tile(stage, 0), position);
@@ -1155,13 +790,9 @@ struct Scan {
     for (int position = begin; position < end(); position += C, stage ^= 1) {
       forget_addresses();
       copy_wait<0>();
-      fence();
       __syncthreads();
       load<false>(stage ^ 1, position + C);
-      if (ROPE) {
-        rotate_tiles(stage, position, false);
-        fence();
-      }
+      rotate_tiles(stage, position, false);
       coefficients(stage, position);
       if (MODE == FWD && warp < CS) {
         float lo[4] = {}, hi[4] = {};
@@ -1179,12 +810,7 @@ struct Scan {
       coefficients_at_end(len);
       __syncthreads();
       forget_addresses();
-#ifdef HOPPER_BUILD
-      if constexpr (HOPPER)
-        update_group<true>(stage, len);
-      else
-#endif
-        update<true>(stage, len);
+      update<true>(stage, len);
     }
     __syncthreads();
     float* S = p.scratch + (i64(bh()) * (p.segments - 1) + seg()) * (D * D + 2 * D);
@@ -1198,22 +824,20 @@ struct Scan {
 #endif
 
 // ------------------------------------------------------------------------------------------------- kernels
-enum Walk { PORTABLE = 0, GROUPS = 1, ROLES = 2 };  // run, run_group, HopperScan::run
+enum Walk { PORTABLE = 0, HOPPER = 1 };  // Scan, HopperScan
 template <int WALK, int D>
-constexpr int BLOCK = WALK == ROLES ? 2 * D + 256 : WALK == GROUPS ? 2 * D : THREADS;
+constexpr int BLOCK = WALK == HOPPER ? 2 * D + 256 : THREADS;
 
-// Grid (segments, B·H); Shared<D, C, HOPPER>::BYTES of dynamic shared memory.
+// Grid (segments, B·H); Variant.shared of launch.py says how much dynamic shared memory.
 template <typename T, int D, int C, int MODE, bool DECAY, int ROPE, int WALK, int BLOCKS>
 __global__ void __launch_bounds__(BLOCK<WALK, D>, BLOCKS) scan(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char smem[];
 #ifdef HOPPER_BUILD
-  if constexpr (WALK == ROLES)
+  if constexpr (WALK == HOPPER)
     HopperScan<T, D, MODE, DECAY, ROPE, false>(p, smem, blockIdx.x).run();
-  else if constexpr (WALK == GROUPS)
-    Scan<T, D, C, MODE, DECAY, ROPE, true, false>(p, smem).run_group();
   else
 #endif
-    Scan<T, D, C, MODE, DECAY, ROPE, false, false>(p, smem).run();
+    Scan<T, D, C, MODE, DECAY, ROPE, false>(p, smem).run();
 }
 
 // Grid (segments − 1, B·H). MODE: FWD, or DK for the adjoint.
@@ -1221,11 +845,11 @@ template <typename T, int D, int C, int MODE, bool DECAY, int ROPE, int WALK, in
 __global__ void __launch_bounds__(BLOCK<WALK, D>, BLOCKS) states(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char smem[];
 #ifdef HOPPER_BUILD
-  if constexpr (WALK == ROLES)
+  if constexpr (WALK == HOPPER)
     HopperScan<T, D, MODE, DECAY, ROPE, true>(p, smem, blockIdx.x).run();
   else
 #endif
-    Scan<T, D, C, MODE, DECAY, ROPE, WALK == GROUPS, true>(p, smem).run_states();
+    Scan<T, D, C, MODE, DECAY, ROPE, true>(p, smem).run_states();
 }
 
 #ifdef HOPPER_BUILD
@@ -1238,7 +862,7 @@ __global__ void __launch_bounds__(384, 1) scan_whole(const __grid_constant__ Par
 
 // dk and dv side by side, at once: what both read comes from device memory once. Grid (2·segments, B·H).
 template <typename T, int D, bool DECAY, int ROPE, int BLOCKS>
-__global__ void __launch_bounds__(BLOCK<ROLES, D>, BLOCKS)
+__global__ void __launch_bounds__(BLOCK<HOPPER, D>, BLOCKS)
     scan_pair(const __grid_constant__ Params dk, const __grid_constant__ Params dv) {
   extern __shared__ __align__(1024) char smem[];
   if (blockIdx.x % 2 == 0)

@@ -43,16 +43,16 @@ __device__ __forceinline__ void stmatrix_trans(u32 address, u32 a, u32 b, u32 c,
                : "memory");
 }
 
-// d[64×8M] = a·b, or d += a·b where `add` is not 0; M is 4, 8 or 16. Operands in shared memory: COLUMNS = 0 if K is
-// contiguous, 1 if K is the tile's rows. Or a in registers, laid out as in mma(). Warp w has rows 16w … 16w+15 of d and
-// of an a in registers.
-template <typename T, int B_COLUMNS, int M, int A_COLUMNS = 0>
+// d[64×8M] = a·b, or d += a·b where `add` is not 0; M is 8 or 16. b in shared memory: COLUMNS = 0 if K is contiguous, 1
+// if K is the tile's rows. a in shared memory, K contiguous, or in registers, laid out as in mma(). Warp w has rows
+// 16w … 16w+15 of d and of an a in registers.
+template <typename T, int COLUMNS, int M>
 struct Warpgroup;
 
 // The instruction names every number of d, so each M has a text of its own. D_M: those names; TILES_M(0): the operands
 // they stand for; O0 … O6: the names of the operands after d.
-#define D_4 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
-#define D_8 D_4 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define D_8 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"                                                    \
+  ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define D_16 D_8 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"                                    \
   ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define TILE(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
@@ -65,29 +65,26 @@ struct Warpgroup;
   "wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE "." TYPE " {" D "}, " A ", " B ", p, 1, 1, " FLAGS ";\n}\n"
 
 #define WARPGROUP(T, TYPE, M, N, O0, O1, O2, O3, O4, O5, O6)                                                           \
-  template <int B_COLUMNS, int A_COLUMNS>                                                                              \
-  struct Warpgroup<T, B_COLUMNS, M, A_COLUMNS> {                                                                       \
+  template <int COLUMNS>                                                                                               \
+  struct Warpgroup<T, COLUMNS, M> {                                                                                    \
     static __device__ __forceinline__ void mma(float (&d)[M][4], Descriptor a, Descriptor b, int add) {                \
-      asm volatile(WGMMA(TYPE, N, D_##M, O0, O1, O2, O3 ", " O4)                                                       \
+      asm volatile(WGMMA(TYPE, N, D_##M, O0, O1, O2, "0, " O3)                                                         \
                    : TILES_##M(0)                                                                                      \
-                   : "l"(a), "l"(b), "r"(add), "n"(A_COLUMNS), "n"(B_COLUMNS));                                        \
+                   : "l"(a), "l"(b), "r"(add), "n"(COLUMNS));                                                          \
     }                                                                                                                  \
     static __device__ __forceinline__ void mma(float (&d)[M][4], const u32 (&a)[4], Descriptor b, int add) {           \
-      static_assert(A_COLUMNS == 0, "registers hold rows");                                                            \
       asm volatile(WGMMA(TYPE, N, D_##M, "{" O0 "," O1 "," O2 "," O3 "}", O4, O5, O6)                                  \
                    : TILES_##M(0)                                                                                      \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(B_COLUMNS));                    \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(COLUMNS));                      \
     }                                                                                                                  \
   };
 #define WARPGROUPS(T, TYPE)                                                                                            \
-  WARPGROUP(T, TYPE, 4, "32", "%16", "%17", "%18", "%19", "%20", "%21", "%22")                                         \
   WARPGROUP(T, TYPE, 8, "64", "%32", "%33", "%34", "%35", "%36", "%37", "%38")                                         \
   WARPGROUP(T, TYPE, 16, "128", "%64", "%65", "%66", "%67", "%68", "%69", "%70")
 
 WARPGROUPS(bf16, "bf16")
 WARPGROUPS(fp16, "f16")
 
-#undef D_4
 #undef D_8
 #undef D_16
 #undef TILE
