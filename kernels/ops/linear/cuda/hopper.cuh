@@ -113,8 +113,8 @@ struct HopperScan {
   u32 base;
   int tid, warp, lane, g, t;  // g, t: the lane's row and column pair in a tensor-core tile
   int segment, part, bh, begin, end;  // part: the columns of c and y are those from 64·GROUPS·part
-  float b, log2_decay;
-  float* powers;
+  float log2_decay;
+  float* powers;  // γ⁰ … γ⁶⁴, and b
 
   struct Coefficients {
     float *sigma, *tau, *rho, *kappa, *row, *tau_end, *zeta_end;
@@ -128,13 +128,19 @@ struct HopperScan {
   };
   using Source = Ends<const float*>;
   using Target = Ends<float*>;
-  struct Ring {  // a place in a ring, of stages or of W's two
-    int stage = 0;
-    u32 phase = 0;
-    __device__ __forceinline__ void next(int stages = L::STAGES) {
-      if (++stage == stages) stage = 0, phase ^= 1;
+  template <int SIZE>
+  struct Ring {  // the place of chunk 0, or of the one before it, in a ring; and how often, mod 2, the ring was passed
+    static constexpr bool POWER = (SIZE & SIZE - 1) == 0;
+    int i;
+    u32 passed;
+    __device__ __forceinline__ Ring(int chunk) : i(POWER || !chunk ? chunk : SIZE - 1), passed(chunk & 1) {}
+    __device__ __forceinline__ int stage() const { return POWER ? i & SIZE - 1 : i; }
+    __device__ __forceinline__ u32 phase() const { return POWER ? i / u32(SIZE) & 1 : passed; }
+    __device__ __forceinline__ void next() {
+      if (++i == SIZE && !POWER) i = 0, passed ^= 1;
     }
   };
+  using Stages = Ring<L::STAGES>;
 
   __device__ __forceinline__ HopperScan(const Params& params, char* shared, int segment_, int part_ = 0)
       : p(params), smem(shared), segment(segment_), part(part_) {
@@ -150,7 +156,7 @@ struct HopperScan {
       if (tid == C_ || tid == Y) first += first_column();
       reinterpret_cast<u16**>(smem + L::HEADS)[tid] = first + (F::REVERSE ? i64(p.N - 1) * x.token : 0);
     }
-    b = p.coefficient ? p.coefficient[h] : p.b_value;
+    if (tid == C + 1) powers[tid] = p.coefficient ? p.coefficient[h] : p.b_value;
     log2_decay = DECAY ? p.log_decay[h] * 1.4426950408889634f : 0.f;
     if (DECAY && tid <= C) powers[tid] = exp2f(log2_decay * tid);
     if (tid == 0) {
@@ -212,6 +218,7 @@ struct HopperScan {
   __device__ __forceinline__ int token(int position) const { return F::token(p, position); }
   __device__ __forceinline__ i64 stat(int position) const { return i64(bh) * p.N + token(position); }  // of [BH, N]
   __device__ __forceinline__ float power(int i) const { return DECAY ? powers[i] : 1.f; }
+  __device__ __forceinline__ float b() const { return powers[C + 1]; }
   // Row `position` of tensor a, b, c, unit, y or o (0 … 5).
   __device__ __forceinline__ u16* row(int tensor, int position) const {
     const Rows& x = (&p.a)[tensor];
@@ -221,23 +228,22 @@ struct HopperScan {
   // --------------------------------------------------------------------------------------------- the weights
   __device__ __forceinline__ void weights() {
     if (!STATES) clear_above_diagonal();
-    Ring ring, behind, ahead;  // this chunk, the one before, and the one whose tiles take the latter's place
-    behind.stage = L::STAGES - 1, behind.phase = 1;
-    for (int i = 0; i < L::STAGES - 1; i++, ahead.next()) load(ahead.stage, begin + i * C);
-    int parity = 0;
-    for (int position = begin; position < end + C; position += C, parity ^= 1) {
+    for (int i = 0; i < L::STAGES - 1; i++) load(i, begin + i * C);
+    Stages ring(0), behind(-1);  // of this chunk and the one before, whose place the next tiles take
+    Ring<2> w(0);
+    for (int position = begin; position < end + C; position += C, ring.next(), behind.next(), w.next()) {
       forget_addresses();
+      const int parity = w.stage();
       if (!STATES && position < end) {
-        barrier_wait(ready(ring.stage), ring.phase);
-        weigh(ring.stage, position, parity);
+        barrier_wait(ready(ring.stage()), ring.phase());
+        weigh(ring.stage(), position, parity);
         fence_shared();
         __syncwarp();
         if (lane == 0) barrier_arrive(weighed(parity));
       }
-      barrier_wait(empty(behind.stage), behind.phase);
-      if (!STATES && position > begin) store(place_of_y(behind.stage, parity ^ 1), position - C);
-      load(ahead.stage, position + (L::STAGES - 1) * C);
-      ring.next(), behind.next(), ahead.next();
+      barrier_wait(empty(behind.stage()), behind.phase());
+      if (!STATES && position > begin) store(place_of_y(behind.stage(), parity ^ 1), position - C);
+      load(behind.stage(), position + (L::STAGES - 1) * C);
     }
     copy_commit();
     copy_wait<0>();
@@ -277,20 +283,21 @@ struct HopperScan {
   }
 
   // W of this warp's 16 rows, into shared memory; forward also the normalisers. What is above the diagonal stays zero.
-  __device__ __forceinline__ void weigh(int stage, int position, int parity) const {
+  __device__ __forceinline__ void weigh(int stage, int position, int parity) {
     float x[8][4];
     warpgroup_arrive();
 #pragma unroll
     for (int k = 0; k < KS; k++)
       Warpgroup<T, 0, 8>::mma(x, k_columns<C>(tile(stage, A), k), k_columns<C>(tile(stage, B), k), k > 0);
     warpgroup_commit();
+    warpgroup_wait();
+    settle(x);
+    forget_addresses();
     const Coefficients c = coefficients(stage);
     const int first = first_row() + g;
     Weights w = {{1.f, 1.f}, {1.f, 1.f}, {0.f, 0.f}};
     if (HAS_RHO) w.rho[0] = c.rho[first], w.rho[1] = c.rho[first + 8];
     if (HAS_KAPPA) w.kappa[0] = c.kappa[first], w.kappa[1] = c.kappa[first + 8];
-    warpgroup_wait();
-    settle(x);
 #pragma unroll
     for (int tile = 0; tile < 4; tile++) {  // of 16 × 16
       if (tile < warp % 4) weigh_tile<false>(w, x, c, tile, parity);
@@ -366,18 +373,18 @@ struct HopperScan {
     if (INNER) sync_some(ROWS_BARRIER, ROWS);
     Stats next = MODE == FWD ? Stats{} : stats(begin, tid % ROWS);
     Leave leave = {p.segment_len, 0};
-    Ring ring;
+    Stages ring(0);
     for (int position = begin; position < end; position += C, ring.next()) {
       forget_addresses();
-      const int thread = tid % ROWS, stage = ring.stage, len = min(C, p.N - position);
+      const int thread = tid % ROWS, stage = ring.stage(), len = min(C, p.N - position);
       Coefficients c = coefficients(stage);
       if (leaves_state(leave, position)) store_sums(sums, scratch(leave.index++));
-      barrier_wait(empty(stage), ring.phase ^ 1);  // the coefficients' old readers, too, are done
+      barrier_wait(empty(stage), ring.phase() ^ 1);  // the coefficients' old readers, too, are done
       c.c_sum[own_column<64 * GROUPS>()] = sums.c;
       uint4 o[4][PANELS];
       if (FINDS_E) read_outputs(o, position);
       if (MODE != FWD && !FINDS_E) write_coefficients(c, next, len, thread);
-      barrier_wait(full(stage), ring.phase);
+      barrier_wait(full(stage), ring.phase());
       if (ROPE) rotate_tiles(stage, position, thread);
       if (MODE == FWD) {
         if (ROPE) sync_some(ROWS_BARRIER, ROWS);
@@ -385,6 +392,7 @@ struct HopperScan {
         n = DECAY ? n * power(C) + chunk_tokens : n + C;
       }
       if (FINDS_E) {
+        forget_addresses();
         row_products(o, tile(stage, A), c.row);
         sync_some(ROWS_BARRIER, ROWS);
         next.e = next.g != 0.f ? c.row[thread % C] / next.g : 0.f;
@@ -423,8 +431,8 @@ struct HopperScan {
     if (i >= C) return;
     bool ok = i < len;
     float inverse = ok ? reciprocal(s.g) : 0.f, scale_tau = F::scale_tau(p);
-    float sigma = F::scale_sigma(p) * (MODE == DQ ? s.r : b * s.r * inverse);
-    float tau = scale_tau * (MODE == DQ ? s.r : MODE == DK ? -b * s.e * s.r : inverse);
+    float sigma = F::scale_sigma(p) * (MODE == DQ ? s.r : b() * s.r * inverse);
+    float tau = scale_tau * (MODE == DQ ? s.r : MODE == DK ? -b() * s.e * s.r : inverse);
     float rho = F::scale_rho(p) * (MODE == DQ ? inverse : MODE == DV ? s.unit : 1.f);
     float kappa = F::scale_kappa(p) * (MODE == DQ ? -s.e : 1.f);
     float decay = ok ? power(len - 1 - i) : 0.f;
@@ -483,7 +491,7 @@ struct HopperScan {
       c.sigma[i] = sigma;
       write_end(c, i, end, decay, end);
     } else if (INNER) {
-      float rho = b * r * F::scale_rho(p);
+      float rho = b() * r * F::scale_rho(p);
       c.rho[i] = rho;
       c.row[i] = power(i + 1) * (n + rho * (t % 2 ? dot[1] : dot[0]));
     }
@@ -575,13 +583,12 @@ struct HopperScan {
 
   // RoPE in place, of the tiles that it concerns.
   __device__ __forceinline__ void rotate_tiles(int stage, int position, int thread) const {
-    if (F::ROPE_A && !STATES) rotate(tile(stage, A), position, thread);
-    if (F::ROPE_B) rotate(tile(stage, B), position, thread);
-    if (F::ROPE_C) rotate(tile(stage, C_), position, thread);
-    if (PROJECTS) rotate(tile(stage, UNIT), position, thread);
-  }
-  __device__ __forceinline__ void rotate(u32 tile_address, int position, int thread) const {
-    F::template rotate<C, ROPE, ROWS>(p, smem, tile_address - base, position, thread);
+    if constexpr (STATES)
+      F::template rotate<C, ROPE, ROWS, 1>(p, smem, {tile(stage, F::ROPE_B ? B : C_) - base}, position, thread);
+    else
+      F::template rotate<C, ROPE, ROWS, 2>(p, smem,
+                                           {tile(stage, PROJECTS ? C_ : A) - base, tile(stage, PROJECTS ? UNIT : B) - base},
+                                           position, thread);
   }
 
   // ---------------------------------------------------------------------------------- states in and out
@@ -645,13 +652,14 @@ struct HopperScan {
     load_state(state);
     float along = 0.f;  // DQ: Σ q̂·y of this thread's tokens
     Leave leave = {p.segment_len, 0};
-    Ring ring, w;
-    for (int position = begin; position < end; position += C, ring.next(), w.next(2)) {
+    Stages ring(0);
+    Ring<2> w(0);
+    for (int position = begin; position < end; position += C, ring.next(), w.next()) {
       forget_addresses();
-      const int stage = ring.stage, parity = w.stage, len = min(C, p.N - position);
+      const int stage = ring.stage(), parity = w.stage(), len = min(C, p.N - position);
       const Coefficients c = coefficients(stage);
       if (leaves_state(leave, position)) store_state(state, scratch(leave.index++));
-      barrier_wait(ready(stage), ring.phase);
+      barrier_wait(ready(stage), ring.phase());
       u32 own[CS][4], left[CS][4];
       float y[8][4];
       if (!STATES) multiply_state(y, state, stage);
@@ -660,7 +668,7 @@ struct HopperScan {
       read_own(own, tile(stage, C_));
       if (!STATES) scale_past(y, c);
       weigh_own(left, own, c);
-      if (!STATES) barrier_wait(weighed(parity), w.phase);
+      if (!STATES) barrier_wait(weighed(parity), w.phase());
       warpgroup_arrive();
 #pragma unroll
       for (int s = 0; s < (STATES ? 0 : CS); s++)
@@ -799,16 +807,16 @@ struct HopperScan {
     warpgroup_wait<1>();
     settle(y);
     forget_addresses();
-    dots(x, y, position);
+    dots(x, y, parity);
     sync_some(OUTPUTS_BARRIER, OUTPUTS);
     int thread = tid % 128;
     if (thread < C) {
-      const float* from = partial(position) + thread;
+      const float* from = partial(parity) + thread;
       float dot = 0.f;
 #pragma unroll
       for (int i = 0; i < 4 * GROUPS; i++) dot += from[i * C];
       float norm = c.row[thread], scale = F::scale_y(p);
-      float out = (MODE == DQ ? b : 1.f) * norm * scale;
+      float out = (MODE == DQ ? b() : 1.f) * norm * scale;
       *reinterpret_cast<float2*>(group_scales() + 2 * thread) = make_float2(out, p.normalize ? norm * norm * dot : 0.f);
       along_sum += norm * dot * scale;  // rows past the end have norm 0
     }
@@ -829,29 +837,32 @@ struct HopperScan {
       stmatrix_trans(to + n * 1024, pairs[0], pairs[1], pairs[2], pairs[3]);
     }
   }
-  __device__ __forceinline__ float* partial(int position) const {  // of even and of odd chunks
-    return reinterpret_cast<float*>(smem + L::PARTIAL) + (position / C % 2) * 4 * GROUPS * C;
+  __device__ __forceinline__ float* partial(int parity) const {
+    return reinterpret_cast<float*>(smem + L::PARTIAL) + parity * 4 * GROUPS * C;
   }
   // x·y of every token over this warp's columns.
-  __device__ __forceinline__ void dots(const u32 (&x)[CS][4], const float (&y)[8][4], int position) const {
-    float d[8][2];
-#pragma unroll
-    for (int n = 0; n < 8; n++) {
-      float2 lo = unpack<T>(x[n / 2][2 * (n % 2)]), hi = unpack<T>(x[n / 2][2 * (n % 2) + 1]);
-      d[n][0] = lo.x * y[n][0] + hi.x * y[n][2], d[n][1] = lo.y * y[n][1] + hi.y * y[n][3];
-    }
+  __device__ __forceinline__ void dots(const u32 (&x)[CS][4], const float (&y)[8][4], int parity) const {
+    float d[4][2];
+    auto part = [](float2 pair, int i) { return i ? pair.y : pair.x; };
+    auto dot = [&](int n, int i) {
+      return part(unpack<T>(x[n / 2][2 * (n % 2)]), i) * y[n][i] + part(unpack<T>(x[n / 2][2 * (n % 2) + 1]), i) * y[n][2 + i];
+    };
     // Sums over g: each step halves the tokens a lane is left with, in the end two.
+    auto halve = [&](float low, float high, int bit) {
+      bool upper = g & bit;
+      return (upper ? high : low) + __shfl_xor_sync(FULL, upper ? low : high, 4 * bit);
+    };
 #pragma unroll
-    for (int half = 4; half > 0; half /= 2)
+    for (int n = 0; n < 4; n++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) d[n][i] = halve(dot(n, i), dot(n + 4, i), 4);
+#pragma unroll
+    for (int half = 2; half > 0; half /= 2)
 #pragma unroll
       for (int n = 0; n < half; n++)
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-          bool upper = g & half;
-          float keep = upper ? d[n + half][i] : d[n][i], give = upper ? d[n][i] : d[n + half][i];
-          d[n][i] = keep + __shfl_xor_sync(FULL, give, 4 * half);
-        }
-    *reinterpret_cast<float2*>(partial(position) + warp * C + 8 * g + 2 * t) = make_float2(d[0][0], d[0][1]);
+        for (int i = 0; i < 2; i++) d[n][i] = halve(d[n][i], d[n + half][i], half);
+    *reinterpret_cast<float2*>(partial(parity) + warp * C + 8 * g + 2 * t) = make_float2(d[0][0], d[0][1]);
   }
   // The transpose of RoPE: two tokens' numbers in two columns that rotate together.
   __device__ __forceinline__ void rotate_back(float2& lo, float2& hi, int position) const {

@@ -97,23 +97,27 @@ struct Facts {
   }
   static __device__ __forceinline__ float scale_y(const Params& p) { return MODE == FWD ? 1.f : inverse_range(p); }
 
-  // RoPE in place by THREADS threads, on the leading columns of a tile of C rows that has landed; rounded as a model in
-  // 16 bits would.
-  template <int C, int ROPE, int THREADS>
-  static __device__ __forceinline__ void rotate(const Params& p, char* smem, u32 offset, int position, int thread) {
+  // RoPE in place by THREADS threads, on the leading columns of tiles of C rows of the same tokens, which have landed;
+  // rounded as a model in 16 bits would.
+  template <int C, int ROPE, int THREADS, int TILES>
+  static __device__ __forceinline__ void rotate(const Params& p, char* smem, const u32 (&tiles)[TILES], int position,
+                                                int thread) {
     constexpr int HALF = ROPE ? ROPE / 16 : 1;  // pieces; a thread takes four columns of one and of its partner
     for (int i = thread; i < C * HALF * 2; i += THREADS) {
       int row = u32(i) / (2 * HALF), piece = u32(i) / 2 % HALF, half = i % 2;
       if (position + row >= p.N) continue;
-      char* tile = smem + offset + 8 * half;
-      uint2* lo = reinterpret_cast<uint2*>(tile + place<C>(row, piece));
-      uint2* hi = reinterpret_cast<uint2*>(tile + place<C>(row, piece + HALF));
       i64 at = i64(token(p, position + row)) * ROPE + piece * 8 + 4 * half;
       float4 cos = *reinterpret_cast<const float4*>(p.cos + at), sin = *reinterpret_cast<const float4*>(p.sin + at);
-      uint2 x = *lo, y = *hi;
-      rotate_pair<T>(x.x, y.x, make_float2(cos.x, cos.y), make_float2(sin.x, sin.y));
-      rotate_pair<T>(x.y, y.y, make_float2(cos.z, cos.w), make_float2(sin.z, sin.w));
-      *lo = x, *hi = y;
+#pragma unroll
+      for (int k = 0; k < TILES; k++) {
+        char* tile = smem + tiles[k] + 8 * half;
+        uint2* lo = reinterpret_cast<uint2*>(tile + place<C>(row, piece));
+        uint2* hi = reinterpret_cast<uint2*>(tile + place<C>(row, piece + HALF));
+        uint2 x = *lo, y = *hi;
+        rotate_pair<T>(x.x, y.x, make_float2(cos.x, cos.y), make_float2(sin.x, sin.y));
+        rotate_pair<T>(x.y, y.y, make_float2(cos.z, cos.w), make_float2(sin.z, sin.w));
+        *lo = x, *hi = y;
+      }
     }
   }
 };
@@ -266,7 +270,7 @@ struct Scan {
   }
 
   __device__ __forceinline__ void rotate(u32 tile_address, int position) const {
-    F::template rotate<C, ROPE, THREADS>(p, smem, tile_address - base, position, tid);
+    F::template rotate<C, ROPE, THREADS, 1>(p, smem, {tile_address - base}, position, tid);
   }
 
   // ----------------------------------------------------------------------------- per-token coefficients
