@@ -80,15 +80,16 @@ struct HopperShared {  // byte offsets; tiles first: swizzled, aligned to 1024. 
   // of a stage: σ τ ρ κ; 1/‖x‖ or the normaliser's part from before; decayed to the chunk's end τ, ζ and (16 bits) σ; then
   // Σ τ c from before, a number a column
   static constexpr int STAGE_COEFFICIENTS = 7 * C * 4 + C * 2 + GROUPS * 64 * 4;
-  static constexpr int SUMS = COEFFICIENTS + STAGES * STAGE_COEFFICIENTS;  // Σ ζ b as three 16-bit numbers
+  // FWD: Σ ζ b as three 16-bit numbers; DQ: Σ q̂·y by token of a chunk
+  static constexpr int SUMS = COEFFICIENTS + STAGES * STAGE_COEFFICIENTS;
   static constexpr int PARTIAL = SUMS + 6 * D;  // x̂·y: two chunks, a part of each output warp
   // FWD: 1/g, two chunks; where a row is projected two numbers a token and group
   static constexpr int SCALES = PARTIAL + (PROJECTS ? 2 * 4 * GROUPS * C * 4 : 0);
   static constexpr int POWERS = SCALES + GROUPS * C * 8;
-  static constexpr int HEADS = POWERS + (C + 4) * 4;
+  static constexpr int HEADS = POWERS + (16 + C + 4) * 4;
   static constexpr int BARRIERS = HEADS + 6 * 8;
   static constexpr int BYTES = BARRIERS + (3 * STAGES + 2) * 8;
-  static_assert(BYTES <= (D == 128 ? 226584 : 114328), "what launch.py gives a block (Variant.shared)");
+  static_assert(BYTES <= (D == 128 ? 226648 : 114392), "what launch.py gives a block (Variant.shared)");
 };
 
 // --------------------------------------------------------------------------------------------------- the walk
@@ -102,7 +103,8 @@ struct HopperScan {
   static constexpr int KS = D / 16, CS = C / 16;  // steps of 16 along D and along a chunk
   static constexpr bool PROJECTS = F::PROJECTS && !STATES;
   static constexpr bool SUMS_B = MODE == FWD || STATES;
-  static constexpr bool FINDS_E = MODE == DQ;
+  static constexpr bool FINDS_E = MODE == DQ, SUMS_DB = MODE == DQ && !STATES;
+  static constexpr bool COPIES_OUT = MODE != FWD && !STATES;  // weights do; FWD's have enough to do, and outputs less
   using L = HopperShared<D, GROUPS, STATES ? 1 : PROJECTS ? 3 : 2, !PROJECTS && !STATES>;
   static_assert(!WHOLE || MODE == FWD, "the others project a whole row, or read what another walk left");
   static_assert(ROPE <= 64, "columns that rotate together must be in one group");
@@ -112,9 +114,8 @@ struct HopperScan {
   char* smem;
   u32 base;
   int tid, warp, lane, g, t;  // g, t: the lane's row and column pair in a tensor-core tile
-  int segment, part, bh, begin, end;  // part: the columns of c and y are those from 64·GROUPS·part
   float log2_decay;
-  float* powers;  // γ⁰ … γ⁶⁴, and b
+  float* powers;  // 16 zeros, γ⁰ … γ⁶⁴, b
 
   struct Coefficients {
     float *sigma, *tau, *rho, *kappa, *row, *tau_end, *zeta_end;
@@ -129,11 +130,10 @@ struct HopperScan {
   using Source = Ends<const float*>;
   using Target = Ends<float*>;
   template <int SIZE>
-  struct Ring {  // the place of chunk 0, or of the one before it, in a ring; and how often, mod 2, the ring was passed
+  struct Ring {  // a chunk's place in a ring, and how often, mod 2, the ring was passed
     static constexpr bool POWER = (SIZE & SIZE - 1) == 0;
-    int i;
-    u32 passed;
-    __device__ __forceinline__ Ring(int chunk) : i(POWER || !chunk ? chunk : SIZE - 1), passed(chunk & 1) {}
+    int i = 0;
+    u32 passed = 0;
     __device__ __forceinline__ int stage() const { return POWER ? i & SIZE - 1 : i; }
     __device__ __forceinline__ u32 phase() const { return POWER ? i / u32(SIZE) & 1 : passed; }
     __device__ __forceinline__ void next() {
@@ -142,14 +142,12 @@ struct HopperScan {
   };
   using Stages = Ring<L::STAGES>;
 
-  __device__ __forceinline__ HopperScan(const Params& params, char* shared, int segment_, int part_ = 0)
-      : p(params), smem(shared), segment(segment_), part(part_) {
+  __device__ __forceinline__ HopperScan(const Params& params, char* shared)
+      : p(params), smem(shared) {
     base = shared_address(smem);
     forget_addresses();
-    bh = blockIdx.y;
-    begin = WHOLE ? 0 : segment * p.segment_len, end = WHOLE ? p.N : min(begin + p.segment_len, p.N);
-    powers = reinterpret_cast<float*>(smem + L::POWERS);
-    int batch = bh / p.H, h = bh % p.H;
+    powers = reinterpret_cast<float*>(smem + L::POWERS) + 16;
+    int batch = bh() / p.H, h = bh() % p.H;
     if (tid < 6) {  // every tensor's row of this head at position 0
       const Rows& x = (&p.a)[tid];
       u16* first = static_cast<u16*>(x.data) + batch * x.batch + h * x.head;
@@ -158,7 +156,7 @@ struct HopperScan {
     }
     if (tid == C + 1) powers[tid] = p.coefficient ? p.coefficient[h] : p.b_value;
     log2_decay = DECAY ? p.log_decay[h] * 1.4426950408889634f : 0.f;
-    if (DECAY && tid <= C) powers[tid] = exp2f(log2_decay * tid);
+    if (DECAYS_PAST && tid < 16 + C + 1) powers[tid - 16] = tid < 16 ? 0.f : exp2f(log2_decay * (tid - 16));
     if (tid == 0) {
       for (int i = 0; i < L::STAGES; i++) {
         barrier_init(full(i), WEIGHTS);
@@ -169,15 +167,20 @@ struct HopperScan {
     }
     __syncthreads();
   }
+  // Registers of a thread: at launch 168, 128 or 80.
+  static constexpr int FEW = F::REVERSE && !STATES ? 8 : 0;  // what DK's and DV's rows leave to their weights
+  static constexpr int OUTPUT_REGISTERS = WHOLE ? 240 : D == 128 ? 176 : 128;
+  static constexpr int ROW_REGISTERS = WHOLE ? 128 : D == 128 ? 88 : 48 - FEW;
+  static constexpr int WEIGHT_REGISTERS = WHOLE ? 128 : D == 128 ? 72 : 64 + FEW;
   __device__ __forceinline__ void run() {
     if (warp < 4 * GROUPS) {
-      take_registers<WHOLE ? 240 : D == 128 ? 168 : 128>();  // of 168, 128 and 80 at launch
+      take_registers<OUTPUT_REGISTERS>();
       outputs();
     } else if (warp < 4 * GROUPS + 4) {
-      give_registers<WHOLE ? 128 : D == 128 ? 88 : 48>();
+      give_registers<ROW_REGISTERS>();
       rows();
     } else {
-      give_registers<WHOLE ? 128 : D == 128 ? 88 : 64>();
+      give_registers<WEIGHT_REGISTERS>();
       weights();
     }
   }
@@ -191,6 +194,15 @@ struct HopperScan {
   }
 
   // ------------------------------------------------------------------------------------------- places
+  __device__ __forceinline__ int bh() const { return blockIdx.y; }
+  __device__ __forceinline__ int segment() const { return WHOLE ? 0 : blockIdx.x; }
+  __device__ __forceinline__ int part() const { return WHOLE ? blockIdx.x : 0; }  // columns of c and y: those from 64·part
+  __device__ __forceinline__ int begin() const { return WHOLE ? 0 : segment() * p.segment_len; }
+  __device__ __forceinline__ int end() const {
+    int x = WHOLE ? p.N : min(begin() + p.segment_len, p.N);
+    asm volatile("" : "+r"(x));  // found anew, not carried in a register
+    return x;
+  }
   __device__ __forceinline__ u32 full(int stage) const { return base + L::BARRIERS + 8 * stage; }
   __device__ __forceinline__ u32 ready(int stage) const { return full(L::STAGES + stage); }
   __device__ __forceinline__ u32 empty(int stage) const { return full(2 * L::STAGES + stage); }
@@ -208,7 +220,7 @@ struct HopperScan {
     int before = which == A ? 0 : which == B ? WITH_A : which == UNIT ? WITH_A + 1 : WITH_A + 1 + UNITS;
     return base + stage * L::STAGE + before * L::TILE;
   }
-  __device__ __forceinline__ int first_column() const { return WHOLE ? 64 * part : 0; }
+  __device__ __forceinline__ int first_column() const { return WHOLE ? 64 * part() : 0; }
   __device__ __forceinline__ Coefficients coefficients(int stage) const {
     float* x = reinterpret_cast<float*>(smem + L::COEFFICIENTS + stage * L::STAGE_COEFFICIENTS);
     u16* y = reinterpret_cast<u16*>(x + 7 * C);
@@ -216,7 +228,7 @@ struct HopperScan {
     return {x, x + C, x + 2 * C, x + 3 * C, x + 4 * C, x + 5 * C, x + 6 * C, y, z};
   }
   __device__ __forceinline__ int token(int position) const { return F::token(p, position); }
-  __device__ __forceinline__ i64 stat(int position) const { return i64(bh) * p.N + token(position); }  // of [BH, N]
+  __device__ __forceinline__ i64 stat(int position) const { return i64(bh()) * p.N + token(position); }  // of [BH, N]
   __device__ __forceinline__ float power(int i) const { return DECAY ? powers[i] : 1.f; }
   __device__ __forceinline__ float b() const { return powers[C + 1]; }
   // Row `position` of tensor a, b, c, unit, y or o (0 … 5).
@@ -228,58 +240,72 @@ struct HopperScan {
   // --------------------------------------------------------------------------------------------- the weights
   __device__ __forceinline__ void weights() {
     if (!STATES) clear_above_diagonal();
-    for (int i = 0; i < L::STAGES - 1; i++) load(i, begin + i * C);
-    Stages ring(0), behind(-1);  // of this chunk and the one before, whose place the next tiles take
-    Ring<2> w(0);
-    for (int position = begin; position < end + C; position += C, ring.next(), behind.next(), w.next()) {
+    Stages ring, behind;  // of this chunk and the one before, whose place the next tiles take
+    Ring<2> w;
+    for (int position = begin() - (L::STAGES - 1) * C; position < end() + C; position += C, behind.next()) {
       forget_addresses();
       const int parity = w.stage();
-      if (!STATES && position < end) {
-        barrier_wait(ready(ring.stage()), ring.phase());
-        weigh(ring.stage(), position, parity);
-        fence_shared();
-        __syncwarp();
-        if (lane == 0) barrier_arrive(weighed(parity));
+      if (position >= begin()) {
+        if (!STATES && position < end()) {
+          barrier_wait(ready(ring.stage()), ring.phase());
+          weigh(ring.stage(), position, parity);
+          fence_shared();
+          __syncwarp();
+          if (lane == 0) barrier_arrive(weighed(parity));
+        }
+        barrier_wait(empty(behind.stage()), behind.phase() ^ 1);
+        ring.next(), w.next();
       }
-      barrier_wait(empty(behind.stage()), behind.phase());
-      if (!STATES && position > begin) store(place_of_y(behind.stage(), parity ^ 1), position - C);
-      load(behind.stage(), position + (L::STAGES - 1) * C);
+      const int next = position + (L::STAGES - 1) * C;
+      if (next < end()) load(behind.stage(), next, false);
+      if (COPIES_OUT && position > begin())
+        copy_out<GROUPS>(place_of_y(behind.stage(), parity ^ 1), row(Y, position - C), position - C);
+      if (next < end()) {
+        if (PROJECTS) load(behind.stage(), next, true);  // where y was
+        barrier_arrive_after_copies(full(behind.stage()));
+      }
     }
     copy_commit();
     copy_wait<0>();
   }
-  __device__ __forceinline__ void load(int stage, int position) const {
-    if (position >= end) return;
-    if (!STATES) load_tile<PANELS>(tile(stage, A), A, position);
-    load_tile<PANELS>(tile(stage, B), B, position);
-    load_tile<GROUPS>(tile(stage, C_), C_, position);
-    if (PROJECTS) load_tile<PANELS>(tile(stage, UNIT), UNIT, position);
-    barrier_arrive_after_copies(full(stage));
+  __device__ __forceinline__ void load(int stage, int position, bool unit) const {
+    if (position + C <= p.N)
+      load_tiles<true>(stage, position, unit);
+    else
+      load_tiles<false>(stage, position, unit);
   }
-  // A thread reads the places that it will copy to: what comes next need not wait for other threads.
-  __device__ __forceinline__ void store(u32 src, int position) const {
-    constexpr int PIECES = 8 * GROUPS, STEP = WEIGHTS / PIECES;
-    int first = (tid % WEIGHTS) / PIECES, piece = tid % PIECES;
-    u16* dst = row(Y, position + first) + 8 * piece;
-    i64 step = (F::REVERSE ? -STEP : STEP) * i64(p.y.token);
-    int left = p.N - position - first;
-    src += place<C>(first, piece);
-#pragma unroll
-    for (int i = 0; i < C; i += STEP, dst += step) {
-      uint4 x = read16(src + i * 128);
-      if (i < left) *reinterpret_cast<uint4*>(dst) = x;
-    }
+  template <bool FULL>
+  __device__ __forceinline__ void load_tiles(int stage, int position, bool unit) const {
+    if (unit) return load_tile<PANELS, FULL>(tile(stage, UNIT), UNIT, position);
+    if (!STATES) load_tile<PANELS, FULL>(tile(stage, A), A, position);
+    load_tile<PANELS, FULL>(tile(stage, B), B, position);
+    load_tile<GROUPS, FULL>(tile(stage, C_), C_, position);
   }
-  template <int COLUMNS>  // of 64
+  // COLUMNS of 64 by 128 threads, rows that are copied at once a multiple of 8. Copied out, a thread reads the places that
+  // it will copy to: what comes next need not wait for other threads.
+  template <int COLUMNS, bool FULL>
   __device__ __forceinline__ void load_tile(u32 dst, int tensor, int position) const {
-    constexpr int PIECES = 8 * COLUMNS, STEP = WEIGHTS / PIECES;  // rows that are copied at once: a multiple of 8
-    int first = (tid % WEIGHTS) / PIECES, piece = tid % PIECES;
+    constexpr int PIECES = 8 * COLUMNS, STEP = 128 / PIECES, UNROLL = FULL ? C / STEP : 1;
+    const int first = u32(tid) % 128 / PIECES, piece = u32(tid) % PIECES;
     const u16* src = row(tensor, position + first) + 8 * piece;
     i64 step = (F::REVERSE ? -STEP : STEP) * i64((&p.a)[tensor].token);
     int left = p.N - position - first;
     dst += place<C>(first, piece);
+#pragma unroll UNROLL
+    for (int i = 0; i < C; i += STEP, src += step) copy16(dst + i * 128, src, FULL || i < left);
+  }
+  template <int COLUMNS>
+  __device__ __forceinline__ void copy_out(u32 src, u16* dst, int position) const {
+    constexpr int PIECES = 8 * COLUMNS, STEP = 128 / PIECES;
+    const int first = u32(tid) % 128 / PIECES, piece = u32(tid) % PIECES;
+    i64 token = F::REVERSE ? -i64(p.y.token) : p.y.token;
+    int left = p.N - position - first;
+    dst += first * token + 8 * piece, src += place<C>(first, piece);
 #pragma unroll
-    for (int i = 0; i < C; i += STEP, src += step) copy16(dst + i * 128, src, i < left);
+    for (int i = 0; i < C; i += STEP, dst += STEP * token) {
+      uint4 x = read16(src + i * 128);
+      if (i < left) *reinterpret_cast<uint4*>(dst) = x;
+    }
   }
 
   // W of this warp's 16 rows, into shared memory; forward also the normalisers. What is above the diagonal stays zero.
@@ -299,10 +325,8 @@ struct HopperScan {
     if (HAS_RHO) w.rho[0] = c.rho[first], w.rho[1] = c.rho[first + 8];
     if (HAS_KAPPA) w.kappa[0] = c.kappa[first], w.kappa[1] = c.kappa[first + 8];
 #pragma unroll
-    for (int tile = 0; tile < 4; tile++) {  // of 16 × 16
-      if (tile < warp % 4) weigh_tile<false>(w, x, c, tile, parity);
-      if (tile == warp % 4) weigh_tile<true>(w, x, c, tile, parity);
-    }
+    for (int tile = 0; tile < 4; tile++)  // of 16 × 16
+      if (tile <= warp % 4) weigh_tile(w, x, c, tile, parity);
 #pragma unroll
     for (int half = 0; half < (MODE == FWD ? 2 : 0); half++) {
       int row = first + 8 * half;
@@ -311,33 +335,26 @@ struct HopperScan {
       float normaliser = w.sum[half] + c.row[row];
       if (t == 0) {
         scales()[parity * C + row] = reciprocal(normaliser);
-        if (part == 0 && position + row < p.N) p.g[stat(position + row)] = normaliser;
+        if (part() == 0 && position + row < p.N) p.g[stat(position + row)] = normaliser;
       }
     }
   }
   struct Weights {  // of a thread's two rows: what W is made of, and the sums of what became of it
     float rho[2], kappa[2], sum[2];
   };
-  template <bool DIAGONAL>
   __device__ __forceinline__ void weigh_tile(Weights& w, const float (&x)[8][4], const Coefficients& c, int tile,
                                              int parity) const {
-    const int row = g, last = first_row() + g - 16 * tile - 15;  // last: from the tile's last column to the first row
-    float past[2] = {1.f, 1.f};
-    if (DECAY && !DIAGONAL) past[0] = powers[last], past[1] = powers[last + 8];
+    const int ahead = first_row() + g - 16 * tile - 2 * t;  // of the lane's first row against its first column
     u32 pairs[4];
 #pragma unroll
     for (int m = 0; m < 2; m++) {
-      int j = 8 * m + 2 * t;
-      float2 sigma = *reinterpret_cast<float2*>(c.sigma + 16 * tile + j), tau = make_float2(1.f, 1.f);
-      if (HAS_TAU) tau = *reinterpret_cast<float2*>(c.tau + 16 * tile + j);
+      int j = 16 * tile + 8 * m + 2 * t;
+      float2 sigma = *reinterpret_cast<float2*>(c.sigma + j), tau = make_float2(1.f, 1.f);
+      if (HAS_TAU) tau = *reinterpret_cast<float2*>(c.tau + j);
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        int i = row + 8 * half;
-        float w0 = weight(w, half, sigma.x, tau.x, x[2 * tile + m][2 * half]);
-        float w1 = weight(w, half, sigma.y, tau.y, x[2 * tile + m][2 * half + 1]);
-        if (DECAY && DIAGONAL) w0 *= powers[max(i - j, 0)], w1 *= powers[max(i - j - 1, 0)];
-        if (DECAY && !DIAGONAL) w0 *= past[half] * powers[15 - j], w1 *= past[half] * powers[14 - j];
-        if (DIAGONAL) w0 = j <= i ? w0 : 0.f, w1 = j + 1 <= i ? w1 : 0.f;
+        float w0 = weight(w, half, sigma.x, tau.x, x[2 * tile + m][2 * half], ahead + 8 * (half - m));
+        float w1 = weight(w, half, sigma.y, tau.y, x[2 * tile + m][2 * half + 1], ahead + 8 * (half - m) - 1);
         u32 pair = pack<T>(w0, w1);
         pairs[2 * m + half] = pair;
         float2 rounded = unpack<T>(pair);
@@ -348,9 +365,10 @@ struct HopperScan {
   }
   // Which factors of w are neither one nor another: DQ's τ is its σ.
   static constexpr bool HAS_RHO = MODE != DK, HAS_KAPPA = MODE == DQ, HAS_TAU = F::REVERSE;
-  __device__ __forceinline__ float weight(const Weights& w, int half, float sigma, float tau, float x) const {
-    if (MODE == DQ) return sigma * (w.rho[half] * x + w.kappa[half]);
-    return w.rho[half] * sigma * x + tau;
+  // w of a pair of tokens, one so far ahead of the other.
+  __device__ __forceinline__ float weight(const Weights& w, int half, float sigma, float tau, float x, int ahead) const {
+    float y = MODE == DQ ? sigma * (w.rho[half] * x + w.kappa[half]) : w.rho[half] * sigma * x + tau;
+    return DECAY ? y * powers[ahead] : ahead >= 0 ? y : 0.f;
   }
   // Where this lane's row of 16 × 16 of this warp's weights is.
   __device__ __forceinline__ u32 weights_at(int parity, int tile) const {
@@ -366,15 +384,17 @@ struct HopperScan {
 
   // ------------------------------------------------------------------------------------------------ the rows
   __device__ __forceinline__ void rows() {
-    float n = MODE == FWD ? tokens_before<DECAY>(p, bh, log2_decay, begin) : 0.f, chunk_tokens = 0.f;
+    float n = MODE == FWD ? tokens_before<DECAY>(p, bh(), log2_decay, begin()) : 0.f, chunk_tokens = 0.f;
     if (MODE == FWD && DECAY)
       for (int i = 0; i < C; i++) chunk_tokens += powers[i];
     Sums sums = initial_sums();
     if (INNER) sync_some(ROWS_BARRIER, ROWS);
-    Stats next = MODE == FWD ? Stats{} : stats(begin, tid % ROWS);
+    Stats next = MODE == FWD ? Stats{} : stats(begin(), tid % ROWS);
+    Turns turns;
+    if (TURNS_AHEAD) read_angles(turns, begin(), tid % ROWS);
     Leave leave = {p.segment_len, 0};
-    Stages ring(0);
-    for (int position = begin; position < end; position += C, ring.next()) {
+    Stages ring;
+    for (int position = begin(); position < end(); position += C, ring.next()) {
       forget_addresses();
       const int thread = tid % ROWS, stage = ring.stage(), len = min(C, p.N - position);
       Coefficients c = coefficients(stage);
@@ -385,7 +405,7 @@ struct HopperScan {
       if (FINDS_E) read_outputs(o, position);
       if (MODE != FWD && !FINDS_E) write_coefficients(c, next, len, thread);
       barrier_wait(full(stage), ring.phase());
-      if (ROPE) rotate_tiles(stage, position, thread);
+      if (ROPE) rotate_tiles(stage, position, thread, turns);
       if (MODE == FWD) {
         if (ROPE) sync_some(ROWS_BARRIER, ROWS);
         token_rows(c, stage, position, len, n);
@@ -402,7 +422,9 @@ struct HopperScan {
       if (MODE != FWD) next = stats(position + C, thread);
       fence_shared();  // what was copied and rotated, for the warpgroups' products
       barrier_arrive(ready(stage));
+      if (TURNS_AHEAD) read_angles(turns, position + C, thread);
       sync_some(ROWS_BARRIER, ROWS);  // τ and ζ are written, and rows are rotated
+      forget_addresses();
       sums.c = sums.c * power(len) + column_sum<64 * GROUPS>(tile(stage, C_), c.tau_end);
       if (SUMS_B) sums.b = sums.b * power(len) + column_sum<D>(tile(stage, B), c.zeta_end);
       __syncwarp();
@@ -455,18 +477,21 @@ struct HopperScan {
   }
   // Forward: of this warp's queries ρ and the normaliser's part from before the chunk, of its keys σ.
   __device__ __forceinline__ void token_rows(const Coefficients& c, int stage, int position, int len, float n) const {
+    const int i = first_row() + g + 8 * (t % 2);  // the query or key that this lane finishes
+    const bool ok = i < len;
+    const float past = power(i + 1), future = power(max(len - 1 - i, 0));
     float q[2][4] = {}, k[2][4] = {}, inner[4] = {};
 #pragma unroll
-    for (int i = 0; i < KS; i++) {
+    for (int s = 0; s < KS; s++) {
       u32 x[4];
       if (INNER) {
-        ldmatrix(x, own_rows(tile(stage, A), i));
+        ldmatrix(x, own_rows(tile(stage, A), s));
         add_squares<T>(q[0], q[1], x);
-        const u16* z = b_parts() + 16 * i + 2 * t + (g < 3 ? g : 0) * D;  // Σ k̂ as three 16-bit numbers, in columns
+        const u16* z = b_parts() + 16 * s + 2 * t + (g < 3 ? g : 0) * D;  // Σ k̂ as three 16-bit numbers, in columns
         u32 near = *reinterpret_cast<const u32*>(z), far = *reinterpret_cast<const u32*>(z + 8);
         mma<T>(inner, x[0], x[1], x[2], x[3], g < 3 ? near : 0, g < 3 ? far : 0);
       }
-      ldmatrix(x, own_rows(tile(stage, B), i));
+      ldmatrix(x, own_rows(tile(stage, B), s));
       add_squares<T>(k[0], k[1], x);
     }
     // Lanes t = 0, 1 finish queries g and g + 8, lanes 2, 3 keys.
@@ -481,19 +506,17 @@ struct HopperScan {
       dot[half] += __shfl_xor_sync(FULL, dot[half], 1);
       dot[half] += __shfl_xor_sync(FULL, dot[half], 2);
     }
-    const int i = first_row() + g + 8 * (t % 2);
-    const bool ok = i < len;
     const float r = reciprocal_norm(t % 2 ? square[1] : square[0], p.normalize);
-    if (INNER && part == 0 && ok) (t < 2 ? p.rq : p.rk)[stat(position + i)] = r;
+    if (INNER && part() == 0 && ok) (t < 2 ? p.rq : p.rk)[stat(position + i)] = r;
     if (t >= 2) {
-      float sigma = ok ? r * F::scale_sigma(p) : 0.f, decay = ok ? power(len - 1 - i) : 0.f, end = sigma * decay;
+      float sigma = ok ? r * F::scale_sigma(p) : 0.f, decay = ok ? future : 0.f, end = sigma * decay;
       if (T::NARROW) end = fminf(end, 2048.f);  // 1/‖k‖ of a row of (almost) zeros times v stays finite
       c.sigma[i] = sigma;
       write_end(c, i, end, decay, end);
     } else if (INNER) {
       float rho = b() * r * F::scale_rho(p);
       c.rho[i] = rho;
-      c.row[i] = power(i + 1) * (n + rho * (t % 2 ? dot[1] : dot[0]));
+      c.row[i] = past * (n + rho * (t % 2 ? dot[1] : dot[0]));
     }
   }
 
@@ -540,7 +563,7 @@ struct HopperScan {
   }
   __device__ __forceinline__ void store_sums(const Sums& sums, const Target& to) const {
     if (to.c) to.c[first_column() + own_column<64 * GROUPS>()] = to.scale_c * sums.c;
-    if (part == 0 && to.b) to.b[own_column<D>()] = to.scale_b * sums.b;
+    if (part() == 0 && to.b) to.b[own_column<D>()] = to.scale_b * sums.b;
   }
   // Of the columns of a tile a warp has a quarter, and of those a lane one (with 64 columns, two lanes have the same).
   template <int COLUMNS>
@@ -581,32 +604,46 @@ struct HopperScan {
     return sum[0];
   }
 
-  // RoPE in place, of the tiles that it concerns.
-  __device__ __forceinline__ void rotate_tiles(int stage, int position, int thread) const {
-    if constexpr (STATES)
-      F::template rotate<C, ROPE, ROWS, 1>(p, smem, {tile(stage, F::ROPE_B ? B : C_) - base}, position, thread);
-    else
-      F::template rotate<C, ROPE, ROWS, 2>(p, smem,
-                                           {tile(stage, PROJECTS ? C_ : A) - base, tile(stage, PROJECTS ? UNIT : B) - base},
-                                           position, thread);
+  // RoPE in place, of the tiles that it concerns. A thread has ROPE/16 pieces of each tile; a model's few have their angles
+  // read a chunk ahead.
+  static constexpr int PIECES = ROPE / 16;
+  static constexpr bool TURNS_AHEAD = ROPE && PIECES <= D / 64 && (D == 128 || MODE == FWD);
+  struct Turns {
+    typename F::Angles of[TURNS_AHEAD ? PIECES : 1];
+  };
+  __device__ __forceinline__ void read_angles(Turns& turns, int position, int thread) const {
+#pragma unroll
+    for (int k = 0; k < PIECES; k++) turns.of[k] = F::template angles<ROPE>(p, position, thread + k * ROWS);
+  }
+  __device__ __forceinline__ void rotate_tiles(int stage, int position, int thread, const Turns& turns) const {
+    constexpr int UNROLL = TURNS_AHEAD ? PIECES : 1;
+    char* first = smem + (tile(stage, F::ROPE_B && !STATES ? A : F::ROPE_B ? B : C_) - base);
+    char* second = smem + (tile(stage, F::ROPE_B ? B : UNIT) - base);
+#pragma unroll UNROLL
+    for (int k = 0; k < PIECES; k++) {
+      int i = thread + k * ROWS;
+      typename F::Angles angles = TURNS_AHEAD ? turns.of[TURNS_AHEAD ? k : 0] : F::template angles<ROPE>(p, position, i);
+      F::template rotate<C, ROPE>(first, i, angles);
+      if (!STATES) F::template rotate<C, ROPE>(second, i, angles);
+    }
   }
 
   // ---------------------------------------------------------------------------------- states in and out
   __device__ __forceinline__ Source initial() const {
     if (STATES) return {nullptr, nullptr, nullptr, 1.f, 1.f, 1.f};
-    if (!WHOLE && segment) {  // what `states` and `prefix` left
-      Target left = scratch(segment - 1);
+    if (!WHOLE && segment()) {  // what `states` and `prefix` left
+      Target left = scratch(segment() - 1);
       return {left.S, left.c, left.b, 1.f, 1.f, 1.f};
     }
     if (!p.initial.S) return {nullptr, nullptr, nullptr, 1.f, 1.f, 1.f};
-    const float *S = p.initial.S + i64(bh) * D * D, *k = p.initial.k + bh * D, *v = p.initial.v + bh * D;
+    const float *S = p.initial.S + i64(bh()) * D * D, *k = p.initial.k + bh() * D, *v = p.initial.v + bh() * D;
     float undo = F::REVERSE && DECAY ? exp2f(-log2_decay) : 1.f;  // see final()
     float s = F::scale_sigma(p) * undo, sv = F::scale_tau(p) * undo, sk = MODE == FWD ? s : sv;
     if (F::VALUE_ROWS) return {S, v, k, s, sv, sk};
     return {S, k, v, s, sk, sv};
   }
   __device__ __forceinline__ Target scratch(int i) const {  // the state before segment i + 1
-    float* S = p.scratch + (i64(bh) * (p.segments - 1) + i) * (D * D + 2 * D);
+    float* S = scratch_state<D>(p, bh(), i);
     float *k = S + D * D, *v = k + D;
     return {S, F::VALUE_ROWS ? v : k, F::VALUE_ROWS ? k : v, 1.f, 1.f, 1.f};
   }
@@ -621,13 +658,13 @@ struct HopperScan {
   // The last segment leaves the final state. In reverse the state belongs to the last token walked, token 0, and its
   // adjoint to the one before: one more decay (and one less on the way in). `states` leaves what its segment adds.
   __device__ __forceinline__ Target final() const {
-    if (STATES) return scratch(segment);
-    if ((!WHOLE && segment != p.segments - 1) || MODE == DQ) return {nullptr, nullptr, nullptr, 0.f, 0.f, 0.f};
+    if (STATES) return scratch(segment());
+    if ((!WHOLE && segment() != p.segments - 1) || MODE == DQ) return {nullptr, nullptr, nullptr, 0.f, 0.f, 0.f};
     float more = F::REVERSE ? power(1) : 1.f, s = more / F::scale_sigma(p);
     float st = more / F::scale_tau(p);
-    float* S = p.final.S ? p.final.S + i64(bh) * D * D : nullptr;
-    float* k = p.final.k ? p.final.k + bh * D : nullptr;
-    float* v = p.final.v ? p.final.v + bh * D : nullptr;
+    float* S = p.final.S ? p.final.S + i64(bh()) * D * D : nullptr;
+    float* k = p.final.k ? p.final.k + bh() * D : nullptr;
+    float* v = p.final.v ? p.final.v + bh() * D : nullptr;
     if (MODE == FWD) return {S, v, k, s, st, s};
     if (MODE == DK) return {S, k, nullptr, s, st, 0.f};
     return {nullptr, v, nullptr, s, st, 0.f};
@@ -650,13 +687,13 @@ struct HopperScan {
   __device__ __forceinline__ void outputs() {
     float state[D / 8][4];
     load_state(state);
-    float along = 0.f;  // DQ: Σ q̂·y of this thread's tokens
+    if (SUMS_DB && tid < C) along()[tid] = 0.f;
     Leave leave = {p.segment_len, 0};
-    Stages ring(0);
-    Ring<2> w(0);
-    for (int position = begin; position < end; position += C, ring.next(), w.next()) {
+    Stages ring;
+    Ring<2> w;
+    for (; begin() + C * w.i < end(); ring.next(), w.next()) {
       forget_addresses();
-      const int stage = ring.stage(), parity = w.stage(), len = min(C, p.N - position);
+      const int position = begin() + C * w.i, stage = ring.stage(), parity = w.stage(), len = min(C, p.N - position);
       const Coefficients c = coefficients(stage);
       if (leaves_state(leave, position)) store_state(state, scratch(leave.index++));
       barrier_wait(ready(stage), ring.phase());
@@ -677,15 +714,19 @@ struct HopperScan {
 #pragma unroll
       for (int s = 0; s < CS; s++) Warpgroup<T, 1, D / 8>::mma(state, left[s], k_rows<C>(tile(stage, B), s), 1);
       warpgroup_commit();
-      if constexpr (PROJECTS) project(y, c, stage, parity, position, along);
+      if constexpr (PROJECTS) project(y, stage, parity, position);
       if constexpr (!PROJECTS && !STATES) finish(y, stage, parity);
+      if (!COPIES_OUT && !STATES) {
+        sync_group();
+        copy_out<1>(place_of_y(stage, parity) + group() * L::PANEL, row(Y, position) + 64 * group(), position);
+      }
       warpgroup_wait();
       settle(state);
       __syncwarp();
       if (lane == 0) barrier_arrive(empty(stage));
     }
     store_state(state, final());
-    if (MODE == DQ && !STATES && group() == 0) store_db(along);
+    if (SUMS_DB && warp < 2) store_db();
   }
   __device__ __forceinline__ void sync_group() const { sync_some(GROUP_BARRIER + group(), 128); }
 
@@ -722,10 +763,12 @@ struct HopperScan {
     for (int k = 0; k < KS; k++) Warpgroup<T, 0, 8>::mma(y, rounded[k], k_columns<C>(tile(stage, A), k), k > 0);
     warpgroup_commit();
   }
-  // It, waited for: γ^(i+1) (ρ y + κ Σ τ c).
-  __device__ __forceinline__ void scale_past(float (&y)[8][4], const Coefficients& c) const {
-    const float c_sum[2] = {c.c_sum[own_row(0)], c.c_sum[own_row(1)]}, step = power(8);
-    float past[2] = {power(2 * t + 1), power(2 * t + 2)};
+  // It, waited for: γ^(i+1) (ρ y + κ Σ τ c). Where registers are fewest, a product with γ = 1 leads ptxas to an order of
+  // instructions that needs no more than there are.
+  static constexpr bool DECAYS_PAST = DECAY || (D == 64 && ROPE && HAS_KAPPA);
+  __device__ __forceinline__ void scale_past(float (&y)[8][4], const Coefficients& c) {
+    const float c_sum[2] = {c.c_sum[own_row(0)], c.c_sum[own_row(1)]}, step = DECAYS_PAST ? powers[8] : 1.f;
+    float past[2] = {DECAYS_PAST ? powers[2 * t + 1] : 1.f, DECAYS_PAST ? powers[2 * t + 2] : 1.f};
     warpgroup_wait();
     settle(y);
 #pragma unroll
@@ -744,14 +787,13 @@ struct HopperScan {
 
   // Tiles of eight tokens by eight of this warp's columns, transposed: fragments of Cᵀ, and in the places of Yᵀ's.
   __device__ __forceinline__ void read_own(u32 (&r)[CS][4], u32 tile_address) const {
-    u32 from = tile_address + place<C>(lane % 16, own_tile(lane / 16));
 #pragma unroll
-    for (int s = 0; s < CS; s++) ldmatrix_trans(r[s], from + s * 2048);
-#pragma unroll
-    for (int s = 0; s < CS; s++) {  // from (column tile, token tile) order to that of a left operand
-      u32 x = r[s][1];
-      r[s][1] = r[s][2], r[s][2] = x;
-    }
+    for (int s = 0; s < CS; s++) read_own(r[s], tile_address, s);
+  }
+  __device__ __forceinline__ void read_own(u32 (&r)[4], u32 tile_address, int s) const {
+    ldmatrix_trans(r, tile_address + place<C>(lane % 16, own_tile(lane / 16)) + s * 2048);
+    u32 x = r[1];  // from (column tile, token tile) order to that of a left operand
+    r[1] = r[2], r[2] = x;
   }
 
   // σ C, σ decayed to the chunk's end: what the state gains is (σ C)ᵀ B.
@@ -800,14 +842,19 @@ struct HopperScan {
   }
 
   // DQ, DK: through the norm, dx = r (y − x̂ (x̂·y)), and through RoPE; b and r as the table says.
-  __device__ __forceinline__ void project(float (&y)[8][4], const Coefficients& c, int stage, int parity, int position,
-                                          float& along_sum) {
+  __device__ __forceinline__ void project(float (&y)[8][4], int stage, int parity, int position) {
     u32 x[CS][4];
-    read_own(x, tile(stage, UNIT));
+    if (!AGAIN) read_own(x, tile(stage, UNIT));
     warpgroup_wait<1>();
     settle(y);
     forget_addresses();
-    dots(x, y, parity);
+    dots(x, y, stage, parity);
+    Turn turns[BATCH];
+    if (ROPE) {
+      warpgroup_wait();  // frees registers
+      forget_addresses();
+      if (BATCH > 1) read_turns(turns, position, 0);
+    }
     sync_some(OUTPUTS_BARRIER, OUTPUTS);
     int thread = tid % 128;
     if (thread < C) {
@@ -815,23 +862,28 @@ struct HopperScan {
       float dot = 0.f;
 #pragma unroll
       for (int i = 0; i < 4 * GROUPS; i++) dot += from[i * C];
-      float norm = c.row[thread], scale = F::scale_y(p);
+      float norm = coefficients(stage).row[thread], scale = F::scale_y(p);
       float out = (MODE == DQ ? b() : 1.f) * norm * scale;
       *reinterpret_cast<float2*>(group_scales() + 2 * thread) = make_float2(out, p.normalize ? norm * norm * dot : 0.f);
-      along_sum += norm * dot * scale;  // rows past the end have norm 0
+      if (SUMS_DB && tid < C) along()[tid] += norm * dot * scale;  // rows past the end have norm 0
     }
     sync_group();
     u32 to = own_place_of_y(stage, parity);
 #pragma unroll
     for (int n = 0; n < 8; n += 2) {
+      if (AGAIN) read_own(x[n / 2], tile(stage, UNIT), n / 2);
       u32 pairs[4];
 #pragma unroll
       for (int m = 0; m < 2; m++) {  // two tokens: what to scale by, and how far to go back along x
+        if (ROPE && (n + m > 0 || BATCH == 1) && (n + m) % BATCH == 0) read_turns(turns, position, 8 * (n + m));
         float4 s = *reinterpret_cast<float4*>(group_scales() + 2 * (8 * (n + m) + 2 * t));
         float2 lo = unpack<T>(x[n / 2][2 * m]), hi = unpack<T>(x[n / 2][2 * m + 1]);
         lo = make_float2(s.x * (y[n + m][0] - s.y * lo.x), s.z * (y[n + m][1] - s.w * lo.y));
         hi = make_float2(s.x * (y[n + m][2] - s.y * hi.x), s.z * (y[n + m][3] - s.w * hi.y));
-        if (ROPE && warp < ROPE / 16) rotate_back(lo, hi, position + 8 * (n + m) + 2 * t);
+        if (ROPE && warp < ROPE / 16) {
+          const Turn& turn = turns[(n + m) % BATCH];
+          ::rotate_back(lo, hi, turn.cos, turn.sin);
+        }
         pairs[2 * m] = pack<T>(lo.x, lo.y), pairs[2 * m + 1] = pack<T>(hi.x, hi.y);
       }
       stmatrix_trans(to + n * 1024, pairs[0], pairs[1], pairs[2], pairs[3]);
@@ -841,7 +893,7 @@ struct HopperScan {
     return reinterpret_cast<float*>(smem + L::PARTIAL) + parity * 4 * GROUPS * C;
   }
   // x·y of every token over this warp's columns.
-  __device__ __forceinline__ void dots(const u32 (&x)[CS][4], const float (&y)[8][4], int parity) const {
+  __device__ __forceinline__ void dots(u32 (&x)[CS][4], const float (&y)[8][4], int stage, int parity) const {
     float d[4][2];
     auto part = [](float2 pair, int i) { return i ? pair.y : pair.x; };
     auto dot = [&](int n, int i) {
@@ -853,9 +905,12 @@ struct HopperScan {
       return (upper ? high : low) + __shfl_xor_sync(FULL, upper ? low : high, 4 * bit);
     };
 #pragma unroll
-    for (int n = 0; n < 4; n++)
+    for (int n = 0; n < 4; n++) {
+      if (AGAIN && n % 2 == 0)
+        for (int s = n / 2; s < CS; s += 2) read_own(x[s], tile(stage, UNIT), s);
 #pragma unroll
       for (int i = 0; i < 2; i++) d[n][i] = halve(dot(n, i), dot(n + 4, i), 4);
+    }
 #pragma unroll
     for (int half = 2; half > 0; half /= 2)
 #pragma unroll
@@ -864,20 +919,34 @@ struct HopperScan {
         for (int i = 0; i < 2; i++) d[n][i] = halve(d[n][i], d[n + half][i], half);
     *reinterpret_cast<float2*>(partial(parity) + warp * C + 8 * g + 2 * t) = make_float2(d[0][0], d[0][1]);
   }
-  // The transpose of RoPE: two tokens' numbers in two columns that rotate together.
-  __device__ __forceinline__ void rotate_back(float2& lo, float2& hi, int position) const {
-    int column = 8 * own_tile(0) + g;
-    i64 first = i64(token(min(position, p.N - 1))) * ROPE + column;
-    i64 second = i64(token(min(position + 1, p.N - 1))) * ROPE + column;
-    float2 cos = make_float2(p.cos[first], p.cos[second]), sin = make_float2(p.sin[first], p.sin[second]);
-    ::rotate_back(lo, hi, cos, sin);
+  // The angles of two tokens in the two columns of this lane that rotate together: for so many pairs of tokens at once
+  // that the wait for them is short, or hidden behind the barriers before their use.
+  struct Turn {
+    float2 cos, sin;
+  };
+  static constexpr int BATCH = D == 128 ? 4 : 1;
+  static constexpr bool AGAIN = ROPE || D == 64;  // x̂ is read anew, as registers are few
+  __device__ __forceinline__ void read_turns(Turn (&turns)[BATCH], int position, int token_in_chunk) const {
+    if (warp >= ROPE / 16) return;
+    const int first = position + token_in_chunk + 2 * t, left = p.N - first;
+    const i64 at = i64(token(first)) * ROPE + 8 * own_tile(0) + g;
+#pragma unroll
+    for (int n = 0; n < BATCH; n++) {
+      auto read = [&](const float* x, int i) {
+        return i < left ? x[at + i * (F::REVERSE ? -ROPE : ROPE)] : 0.f;
+      };
+      turns[n].cos = make_float2(read(p.cos, 8 * n), read(p.cos, 8 * n + 1));
+      turns[n].sin = make_float2(read(p.sin, 8 * n), read(p.sin, 8 * n + 1));
+    }
   }
-  __device__ __forceinline__ void store_db(float sum) const {
+  // DQ: Σ q̂·y, the gradient of b, by token of a chunk; in the end of all.
+  __device__ __forceinline__ float* along() const { return reinterpret_cast<float*>(smem + L::SUMS); }
+  __device__ __forceinline__ void store_db() const {
+    float sum = along()[tid];
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(FULL, sum, d);
-    sync_group();  // the last chunk's scales have been read
-    if (lane == 0) scales()[warp] = sum;
-    sync_group();
-    if (tid == 0) p.db[bh * p.segments + segment] = scales()[0] + scales()[1];
+    if (lane == 0) along()[tid] = sum;
+    sync_some(OUTPUTS_BARRIER, C);
+    if (tid == 0) p.db[bh() * p.segments + segment()] = along()[0] + along()[32];
   }
 };

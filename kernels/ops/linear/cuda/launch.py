@@ -25,8 +25,10 @@ TAGS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 HEAD_DIMS = (64, 128)
 PORTABLE, HOPPER = range(2)  # enum Walk of scan.cu
 
-# struct Params of scan.cu: six Rows, 17 pointers, five ints, three floats.
-_PARAMS = struct.Struct("@" + "Pqqi4x" * 6 + "P" * 17 + "5i3f")
+# struct Params of scan.cu: six Rows, 17 pointers, six ints, three floats.
+_PARAMS = struct.Struct("@" + "Pqqi4x" * 6 + "P" * 17 + "6i3f4x")
+_CUT = struct.Struct("@3i")  # in it: segments, segment_len, parts
+_CUT_AT = struct.calcsize("@" + "Pqqi4x" * 6 + "P" * 17 + "2i")
 _PARAMS_CODE = f"{_PARAMS.size}s"
 
 
@@ -52,7 +54,7 @@ class Variant:
         """Dynamic shared memory of a scan, bytes (Shared::BYTES, the largest HopperShared::BYTES)."""
         C, D = self.chunk, self.head_dim
         if self.walk == HOPPER:
-            return 226584 if D == 128 else 114328
+            return 226648 if D == 128 else 114392
         tiles, weights, rows = 2 * 6 * C * D, C * 128, C * (24 + 20 + 10 + 20)
         return tiles + weights + rows + 14 * D + 56
 
@@ -149,6 +151,14 @@ def split(batch_heads: int, seq_len: int, chunk: int, slots: int) -> tuple[int, 
     return best
 
 
+@functools.lru_cache(maxsize=1024)
+def parts_of(segments: int, chunks: int, slots: int) -> int:
+    """Into how many parts `states` cuts each of so many segments of so many chunks, to fill a card's `slots`."""
+    return max(
+        (n for n in range(1, chunks // 4 + 1) if chunks % n == 0 and n * segments <= slots), default=1
+    )
+
+
 class _Call:
     """What the kernels of one pass share: shapes, options, the build and the grid."""
 
@@ -171,12 +181,15 @@ class _Call:
 
     def cut(self, walks: int) -> None:
         """Cuts the sequences into the segments with which `walks` scans at once fill the card."""
-        heads = walks * self.B * self.H
-        self.segments, self.segment_len = split(heads, self.N, self.build.chunk, self.slots)
+        heads, chunk = self.B * self.H, self.build.chunk
+        self.segments, self.segment_len = split(walks * heads, self.N, chunk, self.slots)
+        self.parts = 1
+        if self.segments > 1 and not (walks == 1 and self.goes_whole()):
+            self.parts = parts_of(heads * (self.segments - 1), self.segment_len // chunk, self.slots)
 
     def scratch_size(self) -> int:
-        """fp32 numbers: a state for every segment but the first."""
-        return self.B * self.H * (self.segments - 1) * (self.D * self.D + 2 * self.D)
+        """fp32 numbers: a state for every part of every segment but the last."""
+        return self.B * self.H * (self.segments - 1) * self.parts * (self.D * self.D + 2 * self.D)
 
     def params(
         self, a, b, c, unit, y, o=None, *, stats, e=None, initial=None, final=None, scratch=None, db=None
@@ -189,7 +202,7 @@ class _Call:
             *(g, g + row_bytes, g + 2 * row_bytes),
             *(_pointer(e), *self.option_pointers),
             *(*initial, *final, _pointer(scratch), n_initial, _pointer(db)),
-            *(self.N, self.H, self.segments, self.segment_len),
+            *(self.N, self.H, self.segments, self.segment_len, self.parts),
             *self.numbers,
         )
 
@@ -219,7 +232,8 @@ class _Call:
             self.scan("DK", dk)
             self.scan("DV", dv)
             return
-        grid = (2 * self.segments, self.B * self.H, 1)
+        # All of dk first: two multiprocessors share a cache of instructions, which holds one of the two codes.
+        grid = (self.segments, self.B * self.H, 2)
         block = (self.build.threads, 1, 1)
         self.kernels["scan_pair", None](grid, block, self.build.shared, self.stream, dk, dv)
 
@@ -227,7 +241,10 @@ class _Call:
         """The state before every segment but the first, into the scratch."""
         if self.segments == 1:
             return
-        grid = (self.segments - 1, self.B * self.H, 1)
+        parts = (self.segments - 1) * self.parts
+        cut = _CUT.pack(parts + 1, self.segment_len // self.parts, 1)  # every part is a segment here
+        params = params[:_CUT_AT] + cut + params[_CUT_AT + _CUT.size :]
+        grid = (parts, self.B * self.H, 1)
         block = (self.build.threads, 1, 1)
         self.kernels["states", mode](grid, block, self.build.shared, self.stream, params)
         grid = (-(-(self.D * self.D + 2 * self.D) // THREADS), self.B * self.H, 1)

@@ -58,10 +58,11 @@ struct Params {
   const float* log_decay;          // [H], natural logarithm, with DECAY
   const float *cos, *sin;          // [N, rope], with ROPE
   State initial, final;            // of the whole scan
-  float* scratch;                  // [BH, segments − 1, D·D + 2D]: the states before segments 1, 2, …
+  float* scratch;                  // [BH, (segments − 1)·parts, D·D + 2D]: the states behind parts of segments 0, 1, …
   const float* n_initial;          // [BH] or null
   float* db;                       // [BH, segments]: DQ's sums of q̂·y
-  int N, H, segments, segment_len;    // segment_len: tokens, a multiple of the chunk
+  int N, H, segments, segment_len;  // segment_len: tokens, a multiple of the chunk
+  int parts;                        // of a segment: what `states` walks at once
   int normalize;
   float b_value;
   float range, inverse_range;      // fp16: a power of two that keeps 16-bit operands in range; bf16: 1
@@ -97,30 +98,38 @@ struct Facts {
   }
   static __device__ __forceinline__ float scale_y(const Params& p) { return MODE == FWD ? 1.f : inverse_range(p); }
 
-  // RoPE in place by THREADS threads, on the leading columns of tiles of C rows of the same tokens, which have landed;
-  // rounded as a model in 16 bits would.
-  template <int C, int ROPE, int THREADS, int TILES>
-  static __device__ __forceinline__ void rotate(const Params& p, char* smem, const u32 (&tiles)[TILES], int position,
-                                                int thread) {
-    constexpr int HALF = ROPE ? ROPE / 16 : 1;  // pieces; a thread takes four columns of one and of its partner
-    for (int i = thread; i < C * HALF * 2; i += THREADS) {
-      int row = u32(i) / (2 * HALF), piece = u32(i) / 2 % HALF, half = i % 2;
-      if (position + row >= p.N) continue;
-      i64 at = i64(token(p, position + row)) * ROPE + piece * 8 + 4 * half;
-      float4 cos = *reinterpret_cast<const float4*>(p.cos + at), sin = *reinterpret_cast<const float4*>(p.sin + at);
-#pragma unroll
-      for (int k = 0; k < TILES; k++) {
-        char* tile = smem + tiles[k] + 8 * half;
-        uint2* lo = reinterpret_cast<uint2*>(tile + place<C>(row, piece));
-        uint2* hi = reinterpret_cast<uint2*>(tile + place<C>(row, piece + HALF));
-        uint2 x = *lo, y = *hi;
-        rotate_pair<T>(x.x, y.x, make_float2(cos.x, cos.y), make_float2(sin.x, sin.y));
-        rotate_pair<T>(x.y, y.y, make_float2(cos.z, cos.w), make_float2(sin.z, sin.w));
-        *lo = x, *hi = y;
-      }
-    }
+  // RoPE in place, on the leading columns of tiles of C rows that have landed; rounded as a model in 16 bits would.
+  // Piece i of C·ROPE/8 is four columns of a row and the four that rotate with them.
+  struct Angles {
+    float4 cos, sin;
+  };
+  template <int ROPE>
+  static __device__ __forceinline__ Angles angles(const Params& p, int position, int i) {
+    constexpr int HALF = ROPE ? ROPE / 16 : 1;
+    int row = min(position + i / (2 * HALF), p.N - 1);  // a row past the end is zero
+    i64 at = i64(token(p, row)) * ROPE + i % (2 * HALF) * 4;
+    return {*reinterpret_cast<const float4*>(p.cos + at), *reinterpret_cast<const float4*>(p.sin + at)};
+  }
+  template <int C, int ROPE>
+  static __device__ __forceinline__ void rotate(char* tile, int i, const Angles& angles) {
+    constexpr int HALF = ROPE ? ROPE / 16 : 1;
+    int row = i / (2 * HALF), piece = i / 2 % HALF;
+    tile += i % 2 * 8;
+    uint2* lo = reinterpret_cast<uint2*>(tile + place<C>(row, piece));
+    uint2* hi = reinterpret_cast<uint2*>(tile + place<C>(row, piece + HALF));
+    uint2 x = *lo, y = *hi;
+    const float4 &cos = angles.cos, &sin = angles.sin;
+    rotate_pair<T>(x.x, y.x, make_float2(cos.x, cos.y), make_float2(sin.x, sin.y));
+    rotate_pair<T>(x.y, y.y, make_float2(cos.z, cos.w), make_float2(sin.z, sin.w));
+    *lo = x, *hi = y;
   }
 };
+
+// The state behind a segment.
+template <int D>
+__device__ __forceinline__ float* scratch_state(const Params& p, int bh, int segment) {
+  return p.scratch + (i64(bh) * (p.segments - 1) * p.parts + (segment + 1) * p.parts - 1) * (D * D + 2 * D);
+}
 
 // 1/‖row‖ from its square (NORM_EPS of common.py).
 __device__ __forceinline__ float reciprocal_norm(float square, int normalize) {
@@ -270,7 +279,8 @@ struct Scan {
   }
 
   __device__ __forceinline__ void rotate(u32 tile_address, int position) const {
-    F::template rotate<C, ROPE, THREADS, 1>(p, smem, {tile_address - base}, position, tid);
+    for (int i = tid; i < C * ROPE / 8; i += THREADS)
+      F::template rotate<C, ROPE>(smem + (tile_address - base), i, F::template angles<ROPE>(p, position, i));
   }
 
   // ----------------------------------------------------------------------------- per-token coefficients
@@ -387,7 +397,7 @@ struct Scan {
     const float *S, *k, *v;
     float s = 1.f, sk = 1.f, sv = 1.f;
     if (seg()) {
-      S = p.scratch + (i64(bh()) * (p.segments - 1) + seg() - 1) * (D * D + 2 * D);
+      S = scratch_state<D>(p, bh(), seg() - 1);
       k = S + D * D, v = k + D;
     } else {
       if (!p.initial.S) return;
@@ -817,7 +827,7 @@ struct Scan {
       update<true>(stage, len);
     }
     __syncthreads();
-    float* S = p.scratch + (i64(bh()) * (p.segments - 1) + seg()) * (D * D + 2 * D);
+    float* S = scratch_state<D>(p, bh(), seg());
     float *k = S + D * D, *v = k + D;
     store_state(S, F::VALUE_ROWS ? v : k, F::VALUE_ROWS ? k : v, 1.f, 1.f, 1.f);
   }
@@ -838,19 +848,19 @@ __global__ void __launch_bounds__(BLOCK<WALK, D>, BLOCKS) scan(const __grid_cons
   extern __shared__ __align__(1024) char smem[];
 #ifdef HOPPER_BUILD
   if constexpr (WALK == HOPPER)
-    HopperScan<T, D, MODE, DECAY, ROPE, false>(p, smem, blockIdx.x).run();
+    HopperScan<T, D, MODE, DECAY, ROPE, false>(p, smem).run();
   else
 #endif
     Scan<T, D, C, MODE, DECAY, ROPE, false>(p, smem).run();
 }
 
-// Grid (segments − 1, B·H). MODE: FWD, or DK for the adjoint.
+// Grid (segments − 1, B·H); every part of a segment is a segment here. MODE: FWD, or DK for the adjoint.
 template <typename T, int D, int C, int MODE, bool DECAY, int ROPE, int WALK, int BLOCKS>
 __global__ void __launch_bounds__(BLOCK<WALK, D>, BLOCKS) states(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char smem[];
 #ifdef HOPPER_BUILD
   if constexpr (WALK == HOPPER)
-    HopperScan<T, D, MODE, DECAY, ROPE, true>(p, smem, blockIdx.x).run();
+    HopperScan<T, D, MODE, DECAY, ROPE, true>(p, smem).run();
   else
 #endif
     Scan<T, D, C, MODE, DECAY, ROPE, true>(p, smem).run_states();
@@ -861,18 +871,18 @@ __global__ void __launch_bounds__(BLOCK<WALK, D>, BLOCKS) states(const __grid_co
 template <typename T, int D, bool DECAY, int ROPE>
 __global__ void __launch_bounds__(384, 1) scan_whole(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char smem[];
-  HopperScan<T, D, FWD, DECAY, ROPE, false, true>(p, smem, 0, blockIdx.x).run();
+  HopperScan<T, D, FWD, DECAY, ROPE, false, true>(p, smem).run();
 }
 
-// dk and dv side by side, at once: what both read comes from device memory once. Grid (2·segments, B·H).
+// dk and dv side by side, at once: what both read may come from device memory once. Grid (segments, B·H, 2).
 template <typename T, int D, bool DECAY, int ROPE, int BLOCKS>
 __global__ void __launch_bounds__(BLOCK<HOPPER, D>, BLOCKS)
     scan_pair(const __grid_constant__ Params dk, const __grid_constant__ Params dv) {
   extern __shared__ __align__(1024) char smem[];
-  if (blockIdx.x % 2 == 0)
-    HopperScan<T, D, DK, DECAY, ROPE, false>(dk, smem, blockIdx.x / 2).run();
+  if (blockIdx.z == 0)
+    HopperScan<T, D, DK, DECAY, ROPE, false>(dk, smem).run();
   else
-    HopperScan<T, D, DV, DECAY, ROPE, false>(dv, smem, blockIdx.x / 2).run();
+    HopperScan<T, D, DV, DECAY, ROPE, false>(dv, smem).run();
 }
 #endif
 

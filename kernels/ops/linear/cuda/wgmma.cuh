@@ -7,18 +7,19 @@
 //   Rows are the operand's outer dimension (K contiguous): eight-row groups are 1024 bytes apart.
 //   Columns are (K is the rows): the same, and `panel` bytes from 64 columns to the next.
 typedef unsigned long long Descriptor;
-__device__ __forceinline__ Descriptor descriptor(u32 address, u32 panel) {
-  return Descriptor((address & 0x3ffff) >> 4) | Descriptor(panel >> 4) << 16 | Descriptor(1024 >> 4) << 32 | 1ull << 62;
+__device__ __forceinline__ Descriptor descriptor(u32 address, u32 panel, u32 offset) {
+  u32 low = ((address & 0x3ffff) >> 4 | panel >> 4 << 16) + (offset >> 4);  // one addition for each of a tile's
+  return Descriptor(1024 >> 4 | 1 << 30) << 32 | low;
 }
 
 // Sixteen columns from 16k of a tile of ROWS rows, K-contiguous; 16 rows from 16s, K the rows.
 template <int ROWS>
 __device__ __forceinline__ Descriptor k_columns(u32 address, int k) {
-  return descriptor(address + (k / 4) * ROWS * 128 + (k % 4) * 32, 0);
+  return descriptor(address, 0, (k / 4) * ROWS * 128 + (k % 4) * 32);
 }
 template <int ROWS>
 __device__ __forceinline__ Descriptor k_rows(u32 address, int s) {
-  return descriptor(address + s * 2048, ROWS * 128);
+  return descriptor(address, ROWS * 128, s * 2048);
 }
 
 // Ordinary writes to shared memory become visible to warpgroup products (before a barrier).
