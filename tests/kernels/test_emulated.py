@@ -360,15 +360,17 @@ def test_everything_at_once(build: Build, emulated) -> None:
     assert not too_far(ours, exact, bar)
 
 
+@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("build", [*ROTATED, WIDE[1]], ids=str)
-def test_segments(build: Build, emulated, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards: the states before segments, by `states` and `prefix`, in both directions."""
+def test_segments(build: Build, parts: int, emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: the states before segments, by `states` (in parts) and `prefix`, in both directions."""
     emulated(build)
-    B, N, H = 1, 180, 2
+    B, N, H = 1, 60 + 120 * parts, 2
     x, settings = inputs(build, B, N, H), options(build, B, N, H)
     monkeypatch.setattr(
-        launch, "split", lambda batch_heads, length, chunk, slots: (-(-length // chunk), chunk)
+        launch, "split", lambda heads, length, chunk, slots: (-(-length // (parts * chunk)), parts * chunk)
     )
+    monkeypatch.setattr(launch, "parts_of", lambda segments, chunks, slots: parts)
     ours = run(*x, **settings)
     exact, bar = (turned(form, build, x, **settings) for form in (exactly, quantised))
     assert not too_far(ours, exact, bar)

@@ -460,7 +460,7 @@ def test_another_stream() -> None:
 
 @gpu
 def test_a_thread_that_has_not_used_cuda_yet() -> None:
-    """Such are autograd's, where the backward pass may be the first to launch: no context is current there."""
+    """Such are autograd's, where the backward pass may be the first to launch: there is no context yet."""
     q, k, v, _ = inputs(1, 100, 1, 128, BF16)
     here = linear_attention(q, k, v, backend="cuda")
     torch.cuda.synchronize()

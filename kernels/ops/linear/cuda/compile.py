@@ -147,8 +147,10 @@ _this_thread = threading.local()
 
 
 def _bind_context(driver: Any) -> None:
-    """Gives this thread a current context, if CUDA's runtime has not done so yet: PyTorch, whose device is 0
-    where nothing else was asked for, may not have called it in a thread of autograd's before our first launch."""
+    """Gives this thread a current context, if CUDA's runtime has not done so yet.
+
+    In a thread of autograd's, and on device 0, our launch may be the first that asks for one.
+    """
     if not int(_check(driver.cuCtxGetCurrent())):
         device = _check(driver.cuDeviceGet(torch.cuda.current_device()))
         _check(driver.cuCtxSetCurrent(_check(driver.cuDevicePrimaryCtxRetain(device))))

@@ -153,10 +153,8 @@ def split(batch_heads: int, seq_len: int, chunk: int, slots: int) -> tuple[int, 
 
 @functools.lru_cache(maxsize=1024)
 def parts_of(segments: int, chunks: int, slots: int) -> int:
-    """Into how many parts `states` cuts each of so many segments of so many chunks, to fill a card's `slots`."""
-    return max(
-        (n for n in range(1, chunks // 4 + 1) if chunks % n == 0 and n * segments <= slots), default=1
-    )
+    """Into how many parts `states` cuts so many segments of so many chunks each, to fill a card's `slots`."""
+    return max((n for n in range(1, chunks // 4 + 1) if chunks % n == 0 and n * segments <= slots), default=1)
 
 
 class _Call:
@@ -232,7 +230,7 @@ class _Call:
             self.scan("DK", dk)
             self.scan("DV", dv)
             return
-        # All of dk first: two multiprocessors share a cache of instructions, which holds one of the two codes.
+        # All of dk first: two multiprocessors share a cache of instructions, which holds only one's code.
         grid = (self.segments, self.B * self.H, 2)
         block = (self.build.threads, 1, 1)
         self.kernels["scan_pair", None](grid, block, self.build.shared, self.stream, dk, dv)
