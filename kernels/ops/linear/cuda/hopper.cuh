@@ -123,7 +123,7 @@ struct HopperScan {
     float* c_sum;
   };
   template <typename POINTER>
-  struct Ends {  // where S [D, D], Σ τ c and Σ ζ b come from or go to, each times its scale; null: zero, nowhere
+  struct Ends {  // where S [D, D], Σ τ c and Σ ζ b come from or go to, each times its scale
     POINTER S, c, b;
     float scale, scale_c, scale_b;
   };
@@ -142,8 +142,7 @@ struct HopperScan {
   };
   using Stages = Ring<L::STAGES>;
 
-  __device__ __forceinline__ HopperScan(const Params& params, char* shared)
-      : p(params), smem(shared) {
+  __device__ __forceinline__ HopperScan(const Params& params, char* shared) : p(params), smem(shared) {
     base = shared_address(smem);
     forget_addresses();
     powers = reinterpret_cast<float*>(smem + L::POWERS) + 16;
@@ -170,8 +169,8 @@ struct HopperScan {
   // Registers of a thread: at launch 168, 128 or 80.
   static constexpr int FEW = F::REVERSE && !STATES ? 8 : 0;  // what DK's and DV's rows leave to their weights
   static constexpr int OUTPUT_REGISTERS = WHOLE ? 240 : D == 128 ? 176 : 128;
-  static constexpr int ROW_REGISTERS = WHOLE ? 128 : D == 128 ? 88 : 48 - FEW;
-  static constexpr int WEIGHT_REGISTERS = WHOLE ? 128 : D == 128 ? 72 : 64 + FEW;
+  static constexpr int ROW_REGISTERS = WHOLE ? 128 : (D == 128 ? 88 : 48) - FEW;
+  static constexpr int WEIGHT_REGISTERS = WHOLE ? 128 : (D == 128 ? 72 : 64) + FEW;
   __device__ __forceinline__ void run() {
     if (warp < 4 * GROUPS) {
       take_registers<OUTPUT_REGISTERS>();
@@ -434,7 +433,7 @@ struct HopperScan {
         sync_some(ROWS_BARRIER, ROWS);
       }
     }
-    store_sums(sums, final());
+    if (has_final()) store_sums(sums, final());
   }
   // What the forward pass saved of a token.
   struct Stats {
@@ -555,15 +554,18 @@ struct HopperScan {
   static constexpr bool INNER = MODE == FWD && !STATES;  // Σ ζ b is needed on the way, times queries
   __device__ __forceinline__ u16* b_parts() const { return reinterpret_cast<u16*>(smem + L::SUMS); }
   __device__ __forceinline__ Sums initial_sums() const {
-    const Source from = initial();
-    Sums sums = {from.c ? from.scale_c * from.c[first_column() + own_column<64 * GROUPS>()] : 0.f,
-                 from.b ? from.scale_b * from.b[own_column<D>()] : 0.f};
+    Sums sums = {0.f, 0.f};
+    if (has_initial()) {
+      const Source from = initial();
+      sums.c = from.scale_c * from.c[first_column() + own_column<64 * GROUPS>()];
+      if (SUMS_B) sums.b = from.scale_b * from.b[own_column<D>()];
+    }
     if (INNER) split<T, 3>(b_parts() + own_column<D>(), D, sums.b);
     return sums;
   }
   __device__ __forceinline__ void store_sums(const Sums& sums, const Target& to) const {
-    if (to.c) to.c[first_column() + own_column<64 * GROUPS>()] = to.scale_c * sums.c;
-    if (part() == 0 && to.b) to.b[own_column<D>()] = to.scale_b * sums.b;
+    to.c[first_column() + own_column<64 * GROUPS>()] = to.scale_c * sums.c;
+    if (SUMS_B && part() == 0) to.b[own_column<D>()] = to.scale_b * sums.b;
   }
   // Of the columns of a tile a warp has a quarter, and of those a lane one (with 64 columns, two lanes have the same).
   template <int COLUMNS>
@@ -629,13 +631,13 @@ struct HopperScan {
   }
 
   // ---------------------------------------------------------------------------------- states in and out
+  // No pointer here may be null, and tested: ptxas 13.0 was seen to test one before its zero was there.
+  __device__ __forceinline__ bool has_initial() const { return !STATES && ((!WHOLE && segment()) || p.initial.S); }
   __device__ __forceinline__ Source initial() const {
-    if (STATES) return {nullptr, nullptr, nullptr, 1.f, 1.f, 1.f};
     if (!WHOLE && segment()) {  // what `states` and `prefix` left
       Target left = scratch(segment() - 1);
       return {left.S, left.c, left.b, 1.f, 1.f, 1.f};
     }
-    if (!p.initial.S) return {nullptr, nullptr, nullptr, 1.f, 1.f, 1.f};
     const float *S = p.initial.S + i64(bh()) * D * D, *k = p.initial.k + bh() * D, *v = p.initial.v + bh() * D;
     float undo = F::REVERSE && DECAY ? exp2f(-log2_decay) : 1.f;  // see final()
     float s = F::scale_sigma(p) * undo, sv = F::scale_tau(p) * undo, sk = MODE == FWD ? s : sv;
@@ -657,17 +659,15 @@ struct HopperScan {
   }
   // The last segment leaves the final state. In reverse the state belongs to the last token walked, token 0, and its
   // adjoint to the one before: one more decay (and one less on the way in). `states` leaves what its segment adds.
+  __device__ __forceinline__ bool has_final() const {
+    return STATES || ((WHOLE || segment() == p.segments - 1) && MODE != DQ && p.final.S);
+  }
   __device__ __forceinline__ Target final() const {
     if (STATES) return scratch(segment());
-    if ((!WHOLE && segment() != p.segments - 1) || MODE == DQ) return {nullptr, nullptr, nullptr, 0.f, 0.f, 0.f};
-    float more = F::REVERSE ? power(1) : 1.f, s = more / F::scale_sigma(p);
-    float st = more / F::scale_tau(p);
-    float* S = p.final.S ? p.final.S + i64(bh()) * D * D : nullptr;
-    float* k = p.final.k ? p.final.k + bh() * D : nullptr;
-    float* v = p.final.v ? p.final.v + bh() * D : nullptr;
-    if (MODE == FWD) return {S, v, k, s, st, s};
-    if (MODE == DK) return {S, k, nullptr, s, st, 0.f};
-    return {nullptr, v, nullptr, s, st, 0.f};
+    float more = F::REVERSE ? power(1) : 1.f, s = more / F::scale_sigma(p), st = more / F::scale_tau(p);
+    float *S = p.final.S + i64(bh()) * D * D, *k = p.final.k + bh() * D, *v = p.final.v + bh() * D;
+    if (F::VALUE_ROWS) return {S, v, k, s, st, s};
+    return {S, k, v, s, st, s};
   }
   static __device__ __forceinline__ int at(int row, int column) {
     return F::VALUE_ROWS ? column * D + row : row * D + column;
@@ -725,12 +725,17 @@ struct HopperScan {
       __syncwarp();
       if (lane == 0) barrier_arrive(empty(stage));
     }
-    store_state(state, final());
+    if (has_final() && MODE != DV) store_state(state, final());
     if (SUMS_DB && warp < 2) store_db();
   }
   __device__ __forceinline__ void sync_group() const { sync_some(GROUP_BARRIER + group(), 128); }
 
   __device__ __forceinline__ void load_state(float (&state)[D / 8][4]) const {
+#pragma unroll
+    for (int j = 0; j < D / 8; j++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) state[j][i] = 0.f;
+    if (!has_initial()) return;
     const Source from = initial();
 #pragma unroll
     for (int half = 0; half < 2; half++)
@@ -738,10 +743,9 @@ struct HopperScan {
       for (int j = 0; j < D / 8; j++)
 #pragma unroll
         for (int x = 0; x < 2; x++)
-          state[j][2 * half + x] = from.S ? from.scale * from.S[at(state_row(half), 8 * j + 2 * t + x)] : 0.f;
+          state[j][2 * half + x] = from.scale * from.S[at(state_row(half), 8 * j + 2 * t + x)];
   }
   __device__ __forceinline__ void store_state(const float (&state)[D / 8][4], const Target& to) const {
-    if (!to.S) return;
 #pragma unroll
     for (int half = 0; half < 2; half++)
 #pragma unroll
