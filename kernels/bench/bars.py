@@ -84,7 +84,8 @@ def _faster(peers: tuple[str, ...], shape: Shape, fields: tuple[str, ...] = DIRE
 
     def ratio(results: Results, field: str) -> float:
         name = field.replace("_ms", "_graph_ms") if graph else field
-        times = [t for peer in peers if (row := results.row(peer, shape)) and (t := getattr(row, name))]
+        rows = [row for row in results.rows if row.peer in peers and row.shape == shape and row.right(name)]
+        times = [t for row in rows if (t := getattr(row, name))]
         if not times:
             raise Missing(f"none of {', '.join(peers)} at {shape}")
         return min(times) / _value(results, "ours", shape, name)

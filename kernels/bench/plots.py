@@ -62,7 +62,7 @@ def _draw_sweep(results: Results, axis: str, fixed: dict[str, int], path: Path) 
             points = sorted(
                 (getattr(r.shape, axis), _value(r, field))
                 for r in rows
-                if r.peer == peer and r.status == "ok" and getattr(r, field)
+                if r.peer == peer and r.right(field) and getattr(r, field)
             )
             if points:
                 panel.plot(*zip(*points, strict=True), label=PEERS[peer].title, **style(peer))
@@ -110,10 +110,15 @@ def _ticks(panel: Axes, axis: str, values: list[int]) -> None:
 def _caption(figure, rows: list, axis: str) -> None:
     """What is missing from the lines, and why: a line that ends early would mislead otherwise."""
     lines = []
-    for status, word in (("oom", "out of memory"), ("wrong", "wrong result"), ("error", "failed")):
-        for peer in dict.fromkeys(r.peer for r in rows if r.status == status):
-            where = sorted(getattr(r.shape, axis) for r in rows if (r.peer, r.status) == (peer, status))
-            lines.append(f"{PEERS[peer].title}: {word} at {axis} = {', '.join(map(str, where))}")
+    words = {"oom": "out of memory", "wrong": "wrong result", "error": "failed"}
+    found: dict[tuple[str, str], list[int]] = {}
+    for r in rows:
+        if r.status in words:
+            half_right = r.status == "wrong" and r.right("forward_ms")
+            word = "wrong gradient" if half_right else words[r.status]
+            found.setdefault((PEERS[r.peer].title, word), []).append(getattr(r.shape, axis))
+    for (title, word), where in found.items():
+        lines.append(f"{title}: {word} at {axis} = {', '.join(map(str, sorted(where)))}")
     if any(r.status == "skipped" and r.reason.startswith("would take") for r in rows):
         lines.append("lines that end early: the next point would take longer than the run allows")
     if lines:

@@ -234,6 +234,12 @@ def test_no_ratio_of_a_wrong_result() -> None:
             row.status, row.reason = "wrong", "o is off by 1.0e+00"
     table = bars_table(results)
     assert "not measured" in column(table, "FLA GLA", 4) and "off by 1" in column(table, "decay", 4)
+    cumsum = next(row for row in results.rows if (row.peer, row.shape) == ("torch-cumsum", CUMSUM))
+    cumsum.status, cumsum.tolerance, cumsum.errors = "wrong", 2e-2, {"o": 1e-3, "dk": 1.0}
+    assert cumsum.right("forward_ms") and not cumsum.right("backward_ms")
+    assert (
+        column(bars_table(results), "cumulative sums", 4) == "90.00×"
+    )  # of its forward pass, which is right
     for row in results.rows:
         row.status = "wrong" if row.peer == "ours" else row.status
     assert sum("not measured" in line for line in bars_table(results).splitlines()) == len(BARS)
