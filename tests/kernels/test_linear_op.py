@@ -311,11 +311,15 @@ def test_a_large_number_b_is_the_caller_s_risk_without_norms():
 
 
 def test_the_import_is_light():
-    """Importing the operators pulls in neither the CUDA compiler nor a model library."""
+    """Importing the operators pulls in neither the CUDA compiler nor a model library, beside torch's own."""
     import subprocess
     import sys
 
     heavy = "['cuda.core', 'litgpt', 'lightning', 'transformers', 'triton', 'fla']"
-    program = f"import sys, lingpt.kernels; print([m for m in {heavy} if m in sys.modules])"
+    program = f"""
+import sys, torch.utils.flop_counter
+before = set(sys.modules)
+import lingpt.kernels
+print([m for m in {heavy} if m in sys.modules and m not in before])"""
     run = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"

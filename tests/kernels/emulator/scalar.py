@@ -335,6 +335,8 @@ def _conversion(source: str, to: str, modifiers: list[str]) -> Callable[[np.ndar
         return lambda x: narrow(x, to)
     if source == to == "f32" and modifier == "sat":
         return lambda x: np.clip(np.nan_to_num(x, nan=0.0), 0, 1)
+    if source == to == "f32" and modifier in ROUND:
+        return ROUND[modifier]
     if source == "f32" and integers[1] and modifier in ROUND:
         return lambda x: _to_integer(ROUND[modifier](x.astype(np.float64)), dtype)
     raise UnknownInstruction("this conversion")
