@@ -84,8 +84,8 @@ def _faster(peers: tuple[str, ...], shape: Shape, fields: tuple[str, ...] = DIRE
 
     def ratio(results: Results, field: str) -> float:
         name = field.replace("_ms", "_graph_ms") if graph else field
-        rows = [row for row in results.rows if row.peer in peers and row.shape == shape and row.right(name)]
-        times = [t for row in rows if (t := getattr(row, name))]
+        rows = (results.row(peer, shape, name) for peer in peers)
+        times = [t for row in rows if row and (t := getattr(row, name))]
         if not times:
             raise Missing(f"none of {', '.join(peers)} at {shape}")
         return min(times) / _value(results, "ours", shape, name)

@@ -28,9 +28,9 @@ class Results:
         default_factory=dict
     )  # peer → direction → bytes, by counters
 
-    def row(self, peer: str, shape: Shape) -> Row | None:
-        """The peer's row at this shape, if it was timed and its result is right."""
-        return next((r for r in self.rows if (r.peer, r.shape, r.status) == (peer, shape, "ok")), None)
+    def row(self, peer: str, shape: Shape, field: str = "both_ms") -> Row | None:
+        """The peer's row at this shape, if what `field` timed is right (by default forward and backward)."""
+        return next((r for r in self.rows if (r.peer, r.shape) == (peer, shape) and r.right(field)), None)
 
     def floor_ms(self, shape: Shape, units: int) -> float:
         """The time of moving `units` × U at the copy bandwidth."""

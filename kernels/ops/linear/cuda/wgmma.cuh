@@ -8,7 +8,7 @@
 //   Columns are (K is the rows): the same, and `panel` bytes from 64 columns to the next.
 typedef unsigned long long Descriptor;
 __device__ __forceinline__ Descriptor descriptor(u32 address, u32 panel, u32 offset) {
-  u32 low = ((address & 0x3ffff) >> 4 | panel >> 4 << 16) + (offset >> 4);  // one addition for each of a tile's
+  u32 low = ((address & 0x3ffff) >> 4 | panel >> 4 << 16) + (offset >> 4);  // of a tile only the sum differs
   return Descriptor(1024 >> 4 | 1 << 30) << 32 | low;
 }
 
