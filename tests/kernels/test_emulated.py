@@ -222,6 +222,53 @@ def test_a_warpgroups_product(probes) -> None:
     assert torch.equal(c.isnan(), first)
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("form", range(3), ids=["registers", "rows", "columns"])
+def test_a_narrow_product(probes, form: int, dtype: torch.dtype) -> None:
+    """Guards: eight columns, a in registers, K-contiguous or transposed; of shared memory, the operands are
+    watched, and nothing else.
+    """
+    a, b = (x.to(dtype) for x in matrices((64, 128), (8, 128)))
+    c, given = torch.zeros(64, 8), a.T.contiguous() if form == 2 else a
+    size = 9216 if form else 1024  # numbers of 16 bits: b, a behind it
+
+    def narrow(first: int, end: int, fence: int = 1, poked=slice(0)) -> None:
+        places = torch.zeros(size, dtype=torch.int16)
+        places[poked] = 1
+        name = f"narrow<{form}, {str(dtype is FP16).lower()}>"
+        start(probes, name, given, b, c, first, end, fence, places, shared=2 * size)
+
+    def exact(first: int, end: int) -> torch.Tensor:
+        k = slice(16 * first, 16 * end)
+        return (a[:, k].double() @ b[:, k].double().T).float()
+
+    narrow(0, 8)
+    torch.testing.assert_close(c, exact(0, 8))
+    with pytest.raises(ProxyError, match=r"no fence\.proxy\.async"):
+        narrow(0, 8, fence=0)
+    with pytest.raises(MemcheckError, match=r"probes\.cu.*2 bytes at shared address .* outside"):
+        narrow(8, 9)
+    for step in (2, 7):
+        operands = [_tile(8, 128)[:, 16 * step : 16 * step + 16]]
+        if form:
+            left = _tile(64, 128) if form == 1 else _tile(128, 64).T
+            operands.append(1024 + left[:, 16 * step : 16 * step + 16])
+        others = torch.ones(size, dtype=torch.bool)
+        for x in operands:
+            others[x] = False
+        narrow(step, step + 1, poked=others)
+        torch.testing.assert_close(c, exact(step, step + 1))
+        for place in (int(x[i, k]) for x in operands for i in (0, -1) for k in (0, -1)):
+            with pytest.raises(RaceError, match=r"writes .* still in flight"):
+                narrow(step, step + 1, poked=place)
+
+
+def _tile(rows: int, columns: int) -> torch.Tensor:
+    """[rows, columns]: where the numbers of a tile lie, panels of 64 columns with the 128-byte swizzle."""
+    row, column = torch.arange(rows)[:, None], torch.arange(columns)
+    return column // 64 * rows * 64 + row * 64 + (column % 64 ^ row % 8 * 8)
+
+
 # The kernels
 
 

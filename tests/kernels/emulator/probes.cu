@@ -188,3 +188,46 @@ __device__ __forceinline__ void group_product(const u16* a, const u16* b, float*
 
 extern "C" __global__ void group_multiply(const u16* a, const u16* b, float* c, int mistake) { group_product<false>(a, b, c, mistake); }
 extern "C" __global__ void group_multiply_transposed(const u16* a, const u16* b, float* c, int mistake) { group_product<true>(a, b, c, mistake); }
+
+// d[64×8] = a·bᵀ of one warpgroup, from step `first` to `end` of 16 of K's 128. b: [8, 128], two atoms, one behind the
+// other. a: [64, 128] in registers (A = 0) or in two panels behind b (1), or its transpose [128, 64] there (2).
+// `poked`: the places of shared memory that are overwritten before the wait.
+#define NARROW(TYPE, A, B, ADD, FLAGS, ...)                                                                               \
+  asm volatile(                                                                                                           \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, " ADD ", 0;\n"                                                                    \
+      "wgmma.mma_async.sync.aligned.m64n8k16.f32." TYPE "." TYPE " {%0,%1,%2,%3}, " A ", " B ", p, 1, 1, " FLAGS ";\n}\n" \
+      : FOUR(d, 0) : __VA_ARGS__, "l"(y), "r"(int(k > first)))
+#define NARROW_REGISTERS(TYPE) \
+  NARROW(TYPE, "{%4,%5,%6,%7}", "%8", "%9", "0", "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]))
+#define NARROW_SHARED(TYPE, TRANSPOSED) NARROW(TYPE, "%4", "%5", "%6", TRANSPOSED ", 0", "l"(at))
+
+template <int A, bool HALF>
+__global__ void narrow(const u16* a, const u16* b, float* c, int first, int end, int fence, const u16* poked) {
+  u16 *left = tiles + 1024, *right = tiles;
+  int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
+  for (int i = threadIdx.x; i < 1024; i += 128) right[i % 128 / 64 * 512 + swizzled(i / 128, i % 64)] = b[i];
+  if (A == 1) for (int i = threadIdx.x; i < 8192; i += 128) left[i % 128 / 64 * 4096 + swizzled(i / 128, i % 64)] = a[i];
+  if (A == 2) for (int i = threadIdx.x; i < 8192; i += 128) left[swizzled(i / 64, i % 64)] = a[i];
+  if (fence) fence_proxy();
+  __syncthreads();
+  float d[4] = {};
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll 1
+  for (int k = first; k < end; k++) {
+    u64 y = descriptor(address(right) + k / 4 * 1024 + k % 4 * 32);
+    if (A == 0) {
+      u32 x[4];
+      for (int i = 0; i < 4; i++)
+        x[i] = *reinterpret_cast<const u32*>(a + (row + i % 2 * 8) * 128 + k % 8 * 16 + i / 2 * 8 + lane % 4 * 2);
+      if (HALF) NARROW_REGISTERS("f16"); else NARROW_REGISTERS("bf16");
+    } else {
+      u64 at = descriptor(address(left) + (A == 2 ? k * 2048 : k / 4 * 8192 + k % 4 * 32));
+      if (A == 1 && HALF) NARROW_SHARED("f16", "0"); else if (A == 1) NARROW_SHARED("bf16", "0");
+      if (A == 2 && HALF) NARROW_SHARED("f16", "1"); else if (A == 2) NARROW_SHARED("bf16", "1");
+    }
+  }
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  for (int i = threadIdx.x; i < (A ? 9216 : 1024); i += 128) if (poked[i]) tiles[i] = 0;
+  asm volatile("wgmma.wait_group.sync.aligned 0;" : FOUR(d, 0) :: "memory");
+  for (int i = 0; i < 4; i++) c[(row + i / 2 * 8) * 8 + lane % 4 * 2 + i % 2] = d[i];
+}

@@ -1,12 +1,13 @@
 // The walk of scan.cu on Hopper (sm_90a): roles instead of phases. Included by scan.cu, whose names it uses.
 //
-//     rows        a warpgroup: what belongs to a token alone. RoPE in place, norms, the normaliser's part from before
-//                 the chunk, (1)'s coefficients, in DQ e, which DK and DV read; and the sums Σ τ c and Σ ζ b
+//     rows        a warpgroup: what belongs to a token alone. RoPE in place, norms, (1)'s coefficients, in DQ e, which DK
+//                 and DV read; and, on tensor cores, the sums Σ τ c and Σ ζ b
 //     weights     a warpgroup: W from X = A Bᵀ, in 16 bits, into shared memory, and the normaliser. It also copies: tiles
 //                 into a ring of stages, asynchronously, and what is left there of y out
 //     outputs     a warpgroup for every 64 columns of y and c: y, and the state
 //
-// A block has all columns of a head, or (WHOLE) 64 of them: few long sequences then fill the card without being cut.
+// A block has all columns of a head, or (WHOLE) 64 of them: few long sequences then fill the card without being cut, and
+// a warpgroup of its own copies.
 //
 // Each stage passes three barriers: full (tiles have landed), ready (rows are done with it), empty (outputs and rows are,
 // and y can go out). A fourth says that W is there; it has two places, so weights are a chunk ahead of outputs.
@@ -67,29 +68,33 @@ __device__ __forceinline__ void settle(float (&d)[M][4]) {
 }
 
 // ---------------------------------------------------------------------------------------------- shared memory
-template <int D, int GROUPS, int ROW_TILES, bool STAGING>
-struct HopperShared {  // byte offsets; tiles first: swizzled, aligned to 1024. ROW_TILES: of whole rows, beside c's
+// ROW_TILES: of whole rows, beside c's; VECTORS: a number a token; STAGING: y has no tile to go to; INNER: Σ ζ b is needed
+// on the way.
+template <int D, int GROUPS, int ROW_TILES, int VECTORS, bool STAGING, bool INNER>
+struct HopperShared {  // byte offsets; tiles first: swizzled, aligned to 1024
   static constexpr int C = 64;
   static constexpr int PANEL = C * 128;  // 64 columns of a tile
+  static constexpr int EIGHT_ROWS = 8 * 128;
   static constexpr int TILE = D / 64 * PANEL, STAGE = ROW_TILES * TILE + GROUPS * PANEL;
   static constexpr bool PROJECTS = ROW_TILES == 3;
   static constexpr int STAGES = GROUPS < D / 64 ? 4 : D == 64 && PROJECTS ? 2 : 3;
-  static constexpr int WEIGHTS = STAGES * STAGE;              // W of two chunks
-  static constexpr int OUT = WEIGHTS + 2 * PANEL;             // y of two chunks on its way out, where no tile is free for it
-  static constexpr int COEFFICIENTS = OUT + (STAGING ? 2 * GROUPS * PANEL : 0);
-  // of a stage: σ τ ρ κ; 1/‖x‖ or the normaliser's part from before; decayed to the chunk's end τ, ζ and (16 bits) σ; then
-  // Σ τ c from before, a number a column
-  static constexpr int STAGE_COEFFICIENTS = 7 * C * 4 + C * 2 + GROUPS * 64 * 4;
-  // FWD: Σ ζ b as three 16-bit numbers; DQ: Σ q̂·y by token of a chunk
-  static constexpr int SUMS = COEFFICIENTS + STAGES * STAGE_COEFFICIENTS;
-  static constexpr int PARTIAL = SUMS + 6 * D;  // x̂·y: two chunks, a part of each output warp
-  // FWD: 1/g, two chunks; where a row is projected two numbers a token and group
-  static constexpr int SCALES = PARTIAL + (PROJECTS ? 2 * 4 * GROUPS * C * 4 : 0);
-  static constexpr int POWERS = SCALES + GROUPS * C * 8;
+  static constexpr int WEIGHTS = STAGES * STAGE;  // W of two chunks
+  static constexpr int OUT = WEIGHTS + 2 * PANEL;  // y of two chunks on its way out
+  // τ and ζ decayed to the chunk's end as two 16-bit numbers each, four rows of 64 tokens; of two chunks, then zeros
+  static constexpr int ENDS = OUT + (STAGING ? 2 * GROUPS * PANEL : 0);
+  // Σ ζ b from before as three 16-bit numbers, three rows of 64 columns, of every stage; five rows of zeros
+  static constexpr int KEYS = ENDS + 3 * EIGHT_ROWS;
+  static constexpr int COEFFICIENTS = KEYS + (INNER ? STAGES * D / 64 * EIGHT_ROWS : 0);
+  // of a stage: the vectors; σ decayed to the chunk's end, 16 bits; Σ τ c from before, a number a column
+  static constexpr int STAGE_COEFFICIENTS = VECTORS * C * 4 + C * 2 + GROUPS * 64 * 4;
+  static constexpr int ALONG = COEFFICIENTS + STAGES * STAGE_COEFFICIENTS;  // DQ: Σ q̂·y by token of a chunk
+  static constexpr int PARTIAL = ALONG + C * 4;  // where a row is projected, x̂·y: two chunks, a part of each output warp
+  static constexpr int SCALES = PARTIAL + (PROJECTS ? 2 * 4 * GROUPS * C * 4 : 0);  // and two numbers a token and group
+  static constexpr int POWERS = SCALES + (PROJECTS ? GROUPS * C * 8 : 0);
   static constexpr int HEADS = POWERS + (16 + C + 4) * 4;
   static constexpr int BARRIERS = HEADS + 6 * 8;
   static constexpr int BYTES = BARRIERS + (3 * STAGES + 2) * 8;
-  static_assert(BYTES <= (D == 128 ? 226648 : 114392), "what launch.py gives a block (Variant.shared)");
+  static_assert(BYTES <= (D == 128 ? 232448 : 115712), "what launch.py gives a block (Variant.shared)");
 };
 
 // --------------------------------------------------------------------------------------------------- the walk
@@ -99,13 +104,21 @@ template <typename T, int D, int MODE, bool DECAY, int ROPE, bool STATES, bool W
 struct HopperScan {
   using F = Facts<T, MODE>;
   static constexpr int C = 64, PANELS = D / 64, GROUPS = WHOLE ? 1 : PANELS;  // of 64 columns: a row, this block's of c and y
-  static constexpr int OUTPUTS = 128 * GROUPS, ROWS = 128, WEIGHTS = 128;  // threads
+  static constexpr int OUTPUTS = 128 * GROUPS, ROWS = 128, COPIERS = 128;  // threads
   static constexpr int KS = D / 16, CS = C / 16;  // steps of 16 along D and along a chunk
   static constexpr bool PROJECTS = F::PROJECTS && !STATES;
   static constexpr bool SUMS_B = MODE == FWD || STATES;
   static constexpr bool FINDS_E = MODE == DQ, SUMS_DB = MODE == DQ && !STATES;
-  static constexpr bool COPIES_OUT = MODE != FWD && !STATES;  // weights do; FWD's have enough to do, and outputs less
-  using L = HopperShared<D, GROUPS, STATES ? 1 : PROJECTS ? 3 : 2, !PROJECTS && !STATES>;
+  static constexpr bool INNER = MODE == FWD && !STATES;  // Σ ζ b is needed on the way, times queries
+  // Which vectors a token has beside σ. Others' factors of W are one or another's: DQ's τ is its σ.
+  static constexpr bool HAS_RHO = MODE != DK, HAS_KAPPA = MODE == DQ, HAS_TAU = F::REVERSE, HAS_ROW = MODE != DV;
+  static constexpr int VECTORS = STATES ? 0 : 1 + HAS_RHO + HAS_KAPPA + HAS_TAU + HAS_ROW;
+  // Where y goes, on its way out: a tile that nobody needs any more, unless another group's outputs may.
+  static constexpr int Y_TILE = PROJECTS ? UNIT : A;
+  static constexpr bool STAGING = !PROJECTS && !STATES && GROUPS > 1;
+  // Who copies it: whoever copies tiles in, but FWD's weights have enough to do, and outputs less.
+  static constexpr bool COPIES_OUT = (MODE != FWD && !STATES) || WHOLE;
+  using L = HopperShared<D, GROUPS, STATES ? 1 : PROJECTS ? 3 : 2, VECTORS, STAGING, INNER>;
   static_assert(!WHOLE || MODE == FWD, "the others project a whole row, or read what another walk left");
   static_assert(ROPE <= 64, "columns that rotate together must be in one group");
   enum { ROWS_BARRIER = 1, OUTPUTS_BARRIER = 2, GROUP_BARRIER = 3 };
@@ -118,7 +131,8 @@ struct HopperScan {
   float* powers;  // 16 zeros, γ⁰ … γ⁶⁴, b
 
   struct Coefficients {
-    float *sigma, *tau, *rho, *kappa, *row, *tau_end, *zeta_end;
+    float *sigma, *tau, *rho, *kappa;
+    float* row;  // DQ, DK: 1/‖x‖; FWD: the normaliser's part that all keys before share, then 1/g
     u16* sigma_end;
     float* c_sum;
   };
@@ -135,6 +149,7 @@ struct HopperScan {
     int i = 0;
     u32 passed = 0;
     __device__ __forceinline__ int stage() const { return POWER ? i & SIZE - 1 : i; }
+    __device__ __forceinline__ int before() const { return POWER ? i - 1 & SIZE - 1 : i ? i - 1 : SIZE - 1; }
     __device__ __forceinline__ u32 phase() const { return POWER ? i / u32(SIZE) & 1 : passed; }
     __device__ __forceinline__ void next() {
       if (++i == SIZE && !POWER) i = 0, passed ^= 1;
@@ -158,19 +173,23 @@ struct HopperScan {
     if (DECAYS_PAST && tid < 16 + C + 1) powers[tid - 16] = tid < 16 ? 0.f : exp2f(log2_decay * (tid - 16));
     if (tid == 0) {
       for (int i = 0; i < L::STAGES; i++) {
-        barrier_init(full(i), WEIGHTS);
+        barrier_init(full(i), COPIERS);
         barrier_init(ready(i), ROWS);
         barrier_init(empty(i), 4 * GROUPS + 4);
       }
       for (int i = 0; i < 2; i++) barrier_init(weighed(i), 4);
     }
+    for (int i = L::ENDS + 16 * tid; i < L::COEFFICIENTS; i += 16 * blockDim.x)
+      *reinterpret_cast<uint4*>(smem + i) = make_uint4(0, 0, 0, 0);
+    fence_shared();
     __syncthreads();
   }
-  // Registers of a thread: at launch 168, 128 or 80.
-  static constexpr int FEW = F::REVERSE && !STATES ? 8 : 0;  // what DK's and DV's rows leave to their weights
+  // Registers of a thread: at launch 128 or 80.
+  static constexpr int FEW = F::REVERSE && !STATES && D == 64 ? 8 : 0;  // what DK's and DV's rows leave to their weights
   static constexpr int OUTPUT_REGISTERS = WHOLE ? 240 : D == 128 ? 176 : 128;
-  static constexpr int ROW_REGISTERS = WHOLE ? 128 : (D == 128 ? 88 : 48) - FEW;
-  static constexpr int WEIGHT_REGISTERS = WHOLE ? 128 : (D == 128 ? 72 : 64) + FEW;
+  static constexpr int ROW_REGISTERS = WHOLE ? 112 : (D == 128 ? 88 : 48) - FEW;
+  static constexpr int WEIGHT_REGISTERS = WHOLE ? 112 : (D == 128 ? 72 : 64) + FEW;
+  static constexpr int COPIER_REGISTERS = 40;
   __device__ __forceinline__ void run() {
     if (warp < 4 * GROUPS) {
       take_registers<OUTPUT_REGISTERS>();
@@ -178,9 +197,12 @@ struct HopperScan {
     } else if (warp < 4 * GROUPS + 4) {
       give_registers<ROW_REGISTERS>();
       rows();
-    } else {
+    } else if (!WHOLE || warp < 4 * GROUPS + 8) {
       give_registers<WEIGHT_REGISTERS>();
-      weights();
+      weights<!STATES, !WHOLE>();
+    } else {
+      give_registers<COPIER_REGISTERS>();
+      weights<false, true>();
     }
   }
 
@@ -207,10 +229,11 @@ struct HopperScan {
   __device__ __forceinline__ u32 empty(int stage) const { return full(2 * L::STAGES + stage); }
   __device__ __forceinline__ u32 weighed(int parity) const { return full(3 * L::STAGES + parity); }
   __device__ __forceinline__ u32 place_of_weights(int parity) const { return base + L::WEIGHTS + parity * L::PANEL; }
-  // Of a chunk's y, on its way out: where its rows of x̂ were, if they were there.
   __device__ __forceinline__ u32 place_of_y(int stage, int parity) const {
-    return PROJECTS ? tile(stage, UNIT) : base + L::OUT + parity * GROUPS * L::PANEL;
+    return STAGING ? base + L::OUT + parity * GROUPS * L::PANEL : tile(stage, Y_TILE);
   }
+  __device__ __forceinline__ int keys(int stage) const { return L::KEYS + stage * PANELS * L::EIGHT_ROWS; }  // offsets
+  __device__ __forceinline__ int ends(int parity) const { return L::ENDS + parity * L::EIGHT_ROWS; }
   __device__ __forceinline__ float* scales() const { return reinterpret_cast<float*>(smem + L::SCALES); }
   __device__ __forceinline__ float* group_scales() const { return scales() + group() * 2 * C; }
   // In the order A, B, UNIT, C: only the last may have fewer columns. `states` has no A.
@@ -222,9 +245,9 @@ struct HopperScan {
   __device__ __forceinline__ int first_column() const { return WHOLE ? 64 * part() : 0; }
   __device__ __forceinline__ Coefficients coefficients(int stage) const {
     float* x = reinterpret_cast<float*>(smem + L::COEFFICIENTS + stage * L::STAGE_COEFFICIENTS);
-    u16* y = reinterpret_cast<u16*>(x + 7 * C);
-    float* z = reinterpret_cast<float*>(y + C);
-    return {x, x + C, x + 2 * C, x + 3 * C, x + 4 * C, x + 5 * C, x + 6 * C, y, z};
+    float *tau = x + C, *rho = tau + HAS_TAU * C, *kappa = rho + HAS_RHO * C, *row = kappa + HAS_KAPPA * C;
+    u16* end = reinterpret_cast<u16*>(x + VECTORS * C);
+    return {x, tau, rho, kappa, row, end, reinterpret_cast<float*>(end + C)};
   }
   __device__ __forceinline__ int token(int position) const { return F::token(p, position); }
   __device__ __forceinline__ i64 stat(int position) const { return i64(bh()) * p.N + token(position); }  // of [BH, N]
@@ -237,15 +260,17 @@ struct HopperScan {
   }
 
   // --------------------------------------------------------------------------------------------- the weights
+  // Chunk by chunk: W of this one; then the one before, when all are done with it: y out, and the next tiles in.
+  template <bool WEIGHS, bool COPIES>
   __device__ __forceinline__ void weights() {
-    if (!STATES) clear_above_diagonal();
-    Stages ring, behind;  // of this chunk and the one before, whose place the next tiles take
+    if (WEIGHS) clear_above_diagonal();
+    Stages ring, behind;  // of this chunk and the one before
     Ring<2> w;
     for (int position = begin() - (L::STAGES - 1) * C; position < end() + C; position += C, behind.next()) {
       forget_addresses();
       const int parity = w.stage();
       if (position >= begin()) {
-        if (!STATES && position < end()) {
+        if (WEIGHS && position < end()) {
           barrier_wait(ready(ring.stage()), ring.phase());
           weigh(ring.stage(), position, parity);
           fence_shared();
@@ -255,28 +280,29 @@ struct HopperScan {
         barrier_wait(empty(behind.stage()), behind.phase() ^ 1);
         ring.next(), w.next();
       }
+      if (!COPIES) continue;
       const int next = position + (L::STAGES - 1) * C;
       if (next < end()) load(behind.stage(), next, false);
       if (COPIES_OUT && position > begin())
         copy_out<GROUPS>(place_of_y(behind.stage(), parity ^ 1), row(Y, position - C), position - C);
       if (next < end()) {
-        if (PROJECTS) load(behind.stage(), next, true);  // where y was
+        load(behind.stage(), next, true);
         barrier_arrive_after_copies(full(behind.stage()));
       }
     }
-    copy_commit();
-    copy_wait<0>();
+    if (COPIES) copy_commit(), copy_wait<0>();
   }
-  __device__ __forceinline__ void load(int stage, int position, bool unit) const {
+  // All tiles but the one that y may be in, or that.
+  __device__ __forceinline__ void load(int stage, int position, bool last) const {
     if (position + C <= p.N)
-      load_tiles<true>(stage, position, unit);
+      load_tiles<true>(stage, position, last);
     else
-      load_tiles<false>(stage, position, unit);
+      load_tiles<false>(stage, position, last);
   }
   template <bool FULL>
-  __device__ __forceinline__ void load_tiles(int stage, int position, bool unit) const {
-    if (unit) return load_tile<PANELS, FULL>(tile(stage, UNIT), UNIT, position);
-    if (!STATES) load_tile<PANELS, FULL>(tile(stage, A), A, position);
+  __device__ __forceinline__ void load_tiles(int stage, int position, bool last) const {
+    if (last) return STATES ? void() : load_tile<PANELS, FULL>(tile(stage, Y_TILE), Y_TILE, position);
+    if (PROJECTS) load_tile<PANELS, FULL>(tile(stage, A), A, position);
     load_tile<PANELS, FULL>(tile(stage, B), B, position);
     load_tile<GROUPS, FULL>(tile(stage, C_), C_, position);
   }
@@ -303,20 +329,24 @@ struct HopperScan {
 #pragma unroll
     for (int i = 0; i < C; i += STEP, dst += STEP * token) {
       uint4 x = read16(src + i * 128);
-      if (i < left) *reinterpret_cast<uint4*>(dst) = x;
+      if (i < left) store16(dst, x);
     }
   }
 
   // W of this warp's 16 rows, into shared memory; forward also the normalisers. What is above the diagonal stays zero.
   __device__ __forceinline__ void weigh(int stage, int position, int parity) {
-    float x[8][4];
+    float x[8][4], past[1][4];
     warpgroup_arrive();
 #pragma unroll
     for (int k = 0; k < KS; k++)
       Warpgroup<T, 0, 8>::mma(x, k_columns<C>(tile(stage, A), k), k_columns<C>(tile(stage, B), k), k > 0);
+#pragma unroll
+    for (int k = 0; k < (INNER ? KS : 0); k++)
+      Warpgroup<T, 0, 1>::mma(past, k_columns<C>(tile(stage, A), k), k_columns<8>(base + keys(stage), k), k > 0);
     warpgroup_commit();
     warpgroup_wait();
     settle(x);
+    settle(past);
     forget_addresses();
     const Coefficients c = coefficients(stage);
     const int first = first_row() + g;
@@ -329,11 +359,12 @@ struct HopperScan {
 #pragma unroll
     for (int half = 0; half < (MODE == FWD ? 2 : 0); half++) {
       int row = first + 8 * half;
+      w.sum[half] += power(row + 1) * w.rho[half] * (past[0][2 * half] + past[0][2 * half + 1]);
       w.sum[half] += __shfl_xor_sync(FULL, w.sum[half], 1);
       w.sum[half] += __shfl_xor_sync(FULL, w.sum[half], 2);
-      float normaliser = w.sum[half] + c.row[row];
       if (t == 0) {
-        scales()[parity * C + row] = reciprocal(normaliser);
+        float normaliser = w.sum[half] + c.row[row];
+        c.row[row] = reciprocal(normaliser);
         if (part() == 0 && position + row < p.N) p.g[stat(position + row)] = normaliser;
       }
     }
@@ -362,8 +393,6 @@ struct HopperScan {
     }
     stmatrix(weights_at(parity, tile), pairs[0], pairs[1], pairs[2], pairs[3]);
   }
-  // Which factors of w are neither one nor another: DQ's τ is its σ.
-  static constexpr bool HAS_RHO = MODE != DK, HAS_KAPPA = MODE == DQ, HAS_TAU = F::REVERSE;
   // w of a pair of tokens, one so far ahead of the other.
   __device__ __forceinline__ float weight(const Weights& w, int half, float sigma, float tau, float x, int ahead) const {
     float y = MODE == DQ ? sigma * (w.rho[half] * x + w.kappa[half]) : w.rho[half] * sigma * x + tau;
@@ -386,69 +415,75 @@ struct HopperScan {
     float n = MODE == FWD ? tokens_before<DECAY>(p, bh(), log2_decay, begin()) : 0.f, chunk_tokens = 0.f;
     if (MODE == FWD && DECAY)
       for (int i = 0; i < C; i++) chunk_tokens += powers[i];
-    Sums sums = initial_sums();
-    if (INNER) sync_some(ROWS_BARRIER, ROWS);
-    Stats next = MODE == FWD ? Stats{} : stats(begin(), tid % ROWS);
+    Sums sums;
+    forget_addresses();
+    load_sums(sums);
+    Stats next = MODE == FWD ? Stats{} : stats(begin());
     Turns turns;
-    if (TURNS_AHEAD) read_angles(turns, begin(), tid % ROWS);
+    if (TURNS_AHEAD) read_angles(turns, begin());
     Leave leave = {p.segment_len, 0};
+    add_nothing(sums);
     Stages ring;
     for (int position = begin(); position < end(); position += C, ring.next()) {
       forget_addresses();
-      const int thread = tid % ROWS, stage = ring.stage(), len = min(C, p.N - position);
+      const int stage = ring.stage(), len = min(C, p.N - position);
+      const int parity = u32(position - begin()) / C % 2;
       Coefficients c = coefficients(stage);
-      if (leaves_state(leave, position)) store_sums(sums, scratch(leave.index++));
       barrier_wait(empty(stage), ring.phase() ^ 1);  // the coefficients' old readers, too, are done
-      c.c_sum[own_column<64 * GROUPS>()] = sums.c;
       uint4 o[4][PANELS];
       if (FINDS_E) read_outputs(o, position);
-      if (MODE != FWD && !FINDS_E) write_coefficients(c, next, len, thread);
+      if (MODE != FWD && !FINDS_E) write_coefficients(c, next, len, thread(), parity);
       barrier_wait(full(stage), ring.phase());
-      if (ROPE) rotate_tiles(stage, position, thread, turns);
+      if (ROPE) rotate_tiles(stage, position, turns);
       if (MODE == FWD) {
         if (ROPE) sync_some(ROWS_BARRIER, ROWS);
-        token_rows(c, stage, position, len, n);
+        token_rows(c, stage, position, len, n, parity);
         n = DECAY ? n * power(C) + chunk_tokens : n + C;
       }
       if (FINDS_E) {
         forget_addresses();
         row_products(o, tile(stage, A), c.row);
         sync_some(ROWS_BARRIER, ROWS);
-        next.e = next.g != 0.f ? c.row[thread % C] / next.g : 0.f;
-        if (thread < len) p.e[stat(position + thread)] = next.e;
-        write_coefficients(c, next, len, thread);
+        next.e = next.g != 0.f ? c.row[thread() % C] / next.g : 0.f;
+        if (thread() < len) p.e[stat(position + thread())] = next.e;
+        write_coefficients(c, next, len, thread(), parity);
       }
-      if (MODE != FWD) next = stats(position + C, thread);
-      fence_shared();  // what was copied and rotated, for the warpgroups' products
+      if (MODE != FWD) next = stats(position + C);
+      finish_sums(sums);
+      if (position > begin()) leave_stage(ring.before());
+      if (leaves_state(leave, position)) store_sums(sums, scratch(leave.index++));
+      write_sums(sums, stage);
+      fence_shared();  // what was copied, rotated and written, for the warpgroups' products
       barrier_arrive(ready(stage));
-      if (TURNS_AHEAD) read_angles(turns, position + C, thread);
+      if (TURNS_AHEAD) read_angles(turns, position + C);
       sync_some(ROWS_BARRIER, ROWS);  // τ and ζ are written, and rows are rotated
       forget_addresses();
-      sums.c = sums.c * power(len) + column_sum<64 * GROUPS>(tile(stage, C_), c.tau_end);
-      if (SUMS_B) sums.b = sums.b * power(len) + column_sum<D>(tile(stage, B), c.zeta_end);
-      __syncwarp();
-      if (lane == 0) barrier_arrive(empty(stage));
-      if (INNER) {
-        split<T, 3>(b_parts() + own_column<D>(), D, sums.b);
-        sync_some(ROWS_BARRIER, ROWS);
-      }
+      add_to_sums(sums, stage, parity, len);
     }
+    forget_addresses();
+    finish_sums(sums);
+    if (begin() < end()) leave_stage(ring.before());
     if (has_final()) store_sums(sums, final());
+  }
+  __device__ __forceinline__ int thread() const { return u32(tid) % ROWS; }
+  __device__ __forceinline__ void leave_stage(int stage) const {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(empty(stage));
   }
   // What the forward pass saved of a token.
   struct Stats {
     float g, e, r, unit;  // r: 1/‖·‖ of what σ scales (k for DQ, q for DK and DV); unit: of what is projected, or of k
   };
-  __device__ __forceinline__ Stats stats(int position, int thread) const {
+  __device__ __forceinline__ Stats stats(int position) const {
     Stats s = {0.f, 0.f, 0.f, 0.f};
-    if (thread >= C || position + thread >= p.N) return s;
-    i64 i = stat(position + thread);
+    if (thread() >= C || position + thread() >= p.N) return s;
+    i64 i = stat(position + thread());
     s.g = p.g[i], s.r = (MODE == DQ ? p.rk : p.rq)[i], s.unit = (MODE == DQ ? p.rq : p.rk)[i];
     if (MODE == DK) s.e = p.e[i];
     return s;
   }
   // σ, τ, ρ, κ of a token, from what was saved. Rows past the end count nothing.
-  __device__ __forceinline__ void write_coefficients(const Coefficients& c, const Stats& s, int len, int i) const {
+  __device__ __forceinline__ void write_coefficients(const Coefficients& c, const Stats& s, int len, int i, int parity) const {
     if (i >= C) return;
     bool ok = i < len;
     float inverse = ok ? reciprocal(s.g) : 0.f, scale_tau = F::scale_tau(p);
@@ -457,15 +492,31 @@ struct HopperScan {
     float rho = F::scale_rho(p) * (MODE == DQ ? inverse : MODE == DV ? s.unit : 1.f);
     float kappa = F::scale_kappa(p) * (MODE == DQ ? -s.e : 1.f);
     float decay = ok ? power(len - 1 - i) : 0.f;
-    c.sigma[i] = sigma, c.tau[i] = tau, c.rho[i] = rho, c.kappa[i] = kappa;
-    c.row[i] = s.unit;
-    write_end(c, i, sigma * decay, tau * decay, scale_tau * inverse * decay);  // ζ: of the adjoint, for Σ do/g
+    if (!STATES) {
+      c.sigma[i] = sigma;
+      if (HAS_TAU) c.tau[i] = tau;
+      if (HAS_RHO) c.rho[i] = rho;
+      if (HAS_KAPPA) c.kappa[i] = kappa;
+      if (HAS_ROW) c.row[i] = s.unit;
+    }
+    write_end(c, parity, i, sigma * decay, tau * decay, scale_tau * inverse * decay);  // ζ: of the adjoint, for Σ do/g
   }
-  // σ, τ and ζ decayed to the chunk's end; σ as a factor for tensor cores.
-  __device__ __forceinline__ void write_end(const Coefficients& c, int i, float sigma, float tau, float zeta) const {
+  // σ, τ and ζ decayed to the chunk's end, as factors for tensor cores.
+  __device__ __forceinline__ void write_end(const Coefficients& c, int parity, int i, float sigma, float tau,
+                                            float zeta) const {
     split<T, 1>(c.sigma_end + i, C, sigma);
-    c.tau_end[i] = tau;
-    if (SUMS_B) c.zeta_end[i] = zeta;
+    split_down<2>(ends(parity), 0, i, tau);
+    if (SUMS_B) split_down<2>(ends(parity), 2, i, zeta);
+  }
+  // x as a sum of 16-bit numbers in a column of eight rows of 64, from row `first`.
+  template <int PARTS>
+  __device__ __forceinline__ void split_down(int eight_rows, int first, int column, float x) const {
+#pragma unroll
+    for (int i = 0; i < PARTS; i++) {
+      u32 part = pack<T>(x, 0.f);
+      *reinterpret_cast<u16*>(smem + eight_rows + place<8>(first + i, column / 8) + column % 8 * 2) = u16(part);
+      x -= unpack<T>(part).x;
+    }
   }
 
   // A warp has 16 rows, whose products with themselves, on the tensor cores' diagonal, are the squared norms.
@@ -474,48 +525,42 @@ struct HopperScan {
     u32 address = tile_address + place<C>(first_row() + lane % 16, lane / 16);
     return (address ^ ((k % 4) << 5)) + (k / 4) * L::PANEL;
   }
-  // Forward: of this warp's queries ρ and the normaliser's part from before the chunk, of its keys σ.
-  __device__ __forceinline__ void token_rows(const Coefficients& c, int stage, int position, int len, float n) const {
+  // Forward: of this warp's queries ρ and the normaliser's part that all keys before share, of its keys σ.
+  __device__ __forceinline__ void token_rows(const Coefficients& c, int stage, int position, int len, float n,
+                                             int parity) const {
     const int i = first_row() + g + 8 * (t % 2);  // the query or key that this lane finishes
     const bool ok = i < len;
     const float past = power(i + 1), future = power(max(len - 1 - i, 0));
-    float q[2][4] = {}, k[2][4] = {}, inner[4] = {};
+    float q[2][4] = {}, k[2][4] = {};
 #pragma unroll
     for (int s = 0; s < KS; s++) {
       u32 x[4];
-      if (INNER) {
+      if (!STATES) {
         ldmatrix(x, own_rows(tile(stage, A), s));
         add_squares<T>(q[0], q[1], x);
-        const u16* z = b_parts() + 16 * s + 2 * t + (g < 3 ? g : 0) * D;  // Σ k̂ as three 16-bit numbers, in columns
-        u32 near = *reinterpret_cast<const u32*>(z), far = *reinterpret_cast<const u32*>(z + 8);
-        mma<T>(inner, x[0], x[1], x[2], x[3], g < 3 ? near : 0, g < 3 ? far : 0);
       }
       ldmatrix(x, own_rows(tile(stage, B), s));
       add_squares<T>(k[0], k[1], x);
     }
     // Lanes t = 0, 1 finish queries g and g + 8, lanes 2, 3 keys.
-    float square[2], dot[2];
+    float square[2];
     const int diagonal = lane & ~3 | g >> 1;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       float of_q = __shfl_sync(FULL, g & 1 ? q[half][2 * half + 1] : q[half][2 * half], diagonal);
       float of_k = __shfl_sync(FULL, g & 1 ? k[half][2 * half + 1] : k[half][2 * half], diagonal);
       square[half] = t < 2 ? of_q : of_k;
-      dot[half] = inner[2 * half] + inner[2 * half + 1];
-      dot[half] += __shfl_xor_sync(FULL, dot[half], 1);
-      dot[half] += __shfl_xor_sync(FULL, dot[half], 2);
     }
     const float r = reciprocal_norm(t % 2 ? square[1] : square[0], p.normalize);
-    if (INNER && part() == 0 && ok) (t < 2 ? p.rq : p.rk)[stat(position + i)] = r;
+    if (!STATES && part() == 0 && ok) (t < 2 ? p.rq : p.rk)[stat(position + i)] = r;
     if (t >= 2) {
       float sigma = ok ? r * F::scale_sigma(p) : 0.f, decay = ok ? future : 0.f, end = sigma * decay;
       if (T::NARROW) end = fminf(end, 2048.f);  // 1/‖k‖ of a row of (almost) zeros times v stays finite
-      c.sigma[i] = sigma;
-      write_end(c, i, end, decay, end);
-    } else if (INNER) {
-      float rho = b() * r * F::scale_rho(p);
-      c.rho[i] = rho;
-      c.row[i] = past * (n + rho * (t % 2 ? dot[1] : dot[0]));
+      if (!STATES) c.sigma[i] = sigma;
+      write_end(c, parity, i, end, decay, end);
+    } else if (!STATES) {
+      c.rho[i] = b() * r * F::scale_rho(p);
+      c.row[i] = past * n;
     }
   }
 
@@ -547,63 +592,86 @@ struct HopperScan {
     }
   }
 
-  // Σ τ c and Σ ζ b of everything so far, of this lane's column of c and of b.
+  // Σ τ c and Σ ζ b of everything so far: tiles, their rows turned to columns, times τ and ζ. Of 64 columns a warp has 16,
+  // a lane two rows' sums: of c lanes t = 0, of b lanes t = 1, those of the first and of the second 16-bit numbers.
   struct Sums {
-    float c, b;
+    float c[GROUPS][1][4], b[SUMS_B ? PANELS : 1][1][4];
   };
-  static constexpr bool INNER = MODE == FWD && !STATES;  // Σ ζ b is needed on the way, times queries
-  __device__ __forceinline__ u16* b_parts() const { return reinterpret_cast<u16*>(smem + L::SUMS); }
-  __device__ __forceinline__ Sums initial_sums() const {
-    Sums sums = {0.f, 0.f};
-    if (has_initial()) {
-      const Source from = initial();
-      sums.c = from.scale_c * from.c[first_column() + own_column<64 * GROUPS>()];
-      if (SUMS_B) sums.b = from.scale_b * from.b[own_column<D>()];
+  __device__ __forceinline__ int column(int panel, int half) const { return 64 * panel + first_row() + g + 8 * half; }
+  __device__ __forceinline__ void add_to_sums(Sums& sums, int stage, int parity, int len) const {
+    auto add = [&](float (&sum)[1][4], u32 panel) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) sum[0][i] *= power(len);
+#pragma unroll
+      for (int s = 0; s < CS; s++)
+        Warpgroup<T, 0, 1, 1>::mma(sum, k_rows<C>(panel, s), k_columns<8>(base + ends(parity), s), 1);
+    };
+    warpgroup_arrive();
+#pragma unroll
+    for (int i = 0; i < GROUPS; i++) add(sums.c[i], tile(stage, C_) + i * L::PANEL);
+#pragma unroll
+    for (int i = 0; i < (SUMS_B ? PANELS : 0); i++) add(sums.b[i], tile(stage, B) + i * L::PANEL);
+    warpgroup_commit();
+  }
+  // Before the first chunk: ptxas lets products run on around a loop only if some do on every way into it.
+  __device__ __forceinline__ void add_nothing(Sums& sums) const {
+    const Descriptor zeros = k_rows<C>(base + ends(1), 0), more = k_columns<8>(base + ends(2), 0);
+    warpgroup_arrive();
+#pragma unroll
+    for (int i = 0; i < GROUPS; i++) Warpgroup<T, 0, 1, 1>::mma(sums.c[i], zeros, more, 1);
+#pragma unroll
+    for (int i = 0; i < (SUMS_B ? PANELS : 0); i++) Warpgroup<T, 0, 1, 1>::mma(sums.b[i], zeros, more, 1);
+    warpgroup_commit();
+  }
+  __device__ __forceinline__ void finish_sums(Sums& sums) const {
+    warpgroup_wait();
+#pragma unroll
+    for (int i = 0; i < GROUPS; i++) settle(sums.c[i]);
+#pragma unroll
+    for (int i = 0; i < (SUMS_B ? PANELS : 0); i++) settle(sums.b[i]);
+  }
+  // For the chunk in a stage.
+  __device__ __forceinline__ void write_sums(const Sums& sums, int stage) const {
+    if (STATES) return;
+    float* to = coefficients(stage).c_sum;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+#pragma unroll
+      for (int i = 0; i < GROUPS; i++)
+        if (t == 0) to[column(i, half)] = sums.c[i][0][2 * half] + sums.c[i][0][2 * half + 1];
+#pragma unroll
+      for (int i = 0; i < (INNER ? PANELS : 0); i++)
+        if (t == 1)
+          split_down<3>(keys(stage) + i * L::EIGHT_ROWS, 0, column(0, half),
+                        sums.b[i][0][2 * half] + sums.b[i][0][2 * half + 1]);
     }
-    if (INNER) split<T, 3>(b_parts() + own_column<D>(), D, sums.b);
-    return sums;
+  }
+  __device__ __forceinline__ void load_sums(Sums& sums) const {
+    sums = {};
+    if (!has_initial()) return;
+    const Source from = initial();
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+#pragma unroll
+      for (int i = 0; i < GROUPS; i++)
+        if (t == 0) sums.c[i][0][2 * half] = from.scale_c * from.c[first_column() + column(i, half)];
+#pragma unroll
+      for (int i = 0; i < (SUMS_B ? PANELS : 0); i++)
+        if (t == 1) sums.b[i][0][2 * half] = from.scale_b * from.b[column(i, half)];
+    }
   }
   __device__ __forceinline__ void store_sums(const Sums& sums, const Target& to) const {
-    to.c[first_column() + own_column<64 * GROUPS>()] = to.scale_c * sums.c;
-    if (SUMS_B && part() == 0) to.b[own_column<D>()] = to.scale_b * sums.b;
-  }
-  // Of the columns of a tile a warp has a quarter, and of those a lane one (with 64 columns, two lanes have the same).
-  template <int COLUMNS>
-  __device__ __forceinline__ int own_column() const {
-    constexpr int PIECES = COLUMNS / 32;
-    int row = lane / PIECES;
-    return (warp % 4 * PIECES + lane % PIECES) * 8 + row % 2 * 4 + row / 2 % 2 * 2 + row / 4 % 2;
-  }
-  // Σ weight · row of a tile. A lane reads pieces of eight columns in every LANES-th row: eight neighbours those of eight
-  // rows' that lie in different banks. Then each step halves the columns that a lane is left with.
-  template <int COLUMNS>
-  __device__ __forceinline__ float column_sum(u32 tile_address, const float* weight) const {
-    constexpr int PIECES = COLUMNS / 32, LANES = 32 / PIECES, SPREAD = 8 / PIECES;
-    int lane_row = lane / PIECES;
-    int row = lane_row % SPREAD * PIECES + lane_row / SPREAD % PIECES + lane_row / 8 * 8;
-    u32 from = tile_address + place<C>(row, warp % 4 * PIECES + lane % PIECES);
-    float sum[8] = {};
 #pragma unroll
-    for (int i = 0; i < C; i += LANES) {
-      uint4 x = read16(from + i * 128);
-      float w = weight[row + i];
-      u32 pairs[4] = {x.x, x.y, x.z, x.w};
+    for (int half = 0; half < 2; half++) {
 #pragma unroll
-      for (int k = 0; k < 4; k++) {
-        float2 both = unpack<T>(pairs[k]);
-        sum[2 * k] += w * both.x, sum[2 * k + 1] += w * both.y;
-      }
+      for (int i = 0; i < GROUPS; i++)
+        if (t == 0)
+          to.c[first_column() + column(i, half)] = to.scale_c * (sums.c[i][0][2 * half] + sums.c[i][0][2 * half + 1]);
+#pragma unroll
+      for (int i = 0; i < (SUMS_B ? PANELS : 0); i++)
+        if (t == 1 && part() == 0)
+          to.b[column(i, half)] = to.scale_b * (sums.b[i][0][2 * half] + sums.b[i][0][2 * half + 1]);
     }
-#pragma unroll
-    for (int half = 4, bit = PIECES; half > 0; half /= 2, bit *= 2)
-#pragma unroll
-      for (int k = 0; k < half; k++) {
-        bool upper = lane & bit;
-        float keep = upper ? sum[k + half] : sum[k], give = upper ? sum[k] : sum[k + half];
-        sum[k] = keep + __shfl_xor_sync(FULL, give, bit);
-      }
-    if (LANES > 8) sum[0] += __shfl_xor_sync(FULL, sum[0], 16);
-    return sum[0];
   }
 
   // RoPE in place, of the tiles that it concerns. A thread has ROPE/16 pieces of each tile; a model's few have their angles
@@ -613,17 +681,17 @@ struct HopperScan {
   struct Turns {
     typename F::Angles of[TURNS_AHEAD ? PIECES : 1];
   };
-  __device__ __forceinline__ void read_angles(Turns& turns, int position, int thread) const {
+  __device__ __forceinline__ void read_angles(Turns& turns, int position) const {
 #pragma unroll
-    for (int k = 0; k < PIECES; k++) turns.of[k] = F::template angles<ROPE>(p, position, thread + k * ROWS);
+    for (int k = 0; k < PIECES; k++) turns.of[k] = F::template angles<ROPE>(p, position, thread() + k * ROWS);
   }
-  __device__ __forceinline__ void rotate_tiles(int stage, int position, int thread, const Turns& turns) const {
+  __device__ __forceinline__ void rotate_tiles(int stage, int position, const Turns& turns) const {
     constexpr int UNROLL = TURNS_AHEAD ? PIECES : 1;
     char* first = smem + (tile(stage, F::ROPE_B && !STATES ? A : F::ROPE_B ? B : C_) - base);
     char* second = smem + (tile(stage, F::ROPE_B ? B : UNIT) - base);
 #pragma unroll UNROLL
     for (int k = 0; k < PIECES; k++) {
-      int i = thread + k * ROWS;
+      int i = thread() + k * ROWS;
       typename F::Angles angles = TURNS_AHEAD ? turns.of[TURNS_AHEAD ? k : 0] : F::template angles<ROPE>(p, position, i);
       F::template rotate<C, ROPE>(first, i, angles);
       if (!STATES) F::template rotate<C, ROPE>(second, i, angles);
@@ -837,7 +905,7 @@ struct HopperScan {
 #pragma unroll
       for (int m = 0; m < 2; m++) {
         float2 r = make_float2(scale, scale);
-        if (MODE == FWD) r = *reinterpret_cast<float2*>(scales() + parity * C + 8 * (n + m) + 2 * t);
+        if (MODE == FWD) r = *reinterpret_cast<float2*>(coefficients(stage).row + 8 * (n + m) + 2 * t);
         pairs[2 * m] = pack<T>(y[n + m][0] * r.x, y[n + m][1] * r.y);
         pairs[2 * m + 1] = pack<T>(y[n + m][2] * r.x, y[n + m][3] * r.y);
       }
@@ -928,7 +996,7 @@ struct HopperScan {
   struct Turn {
     float2 cos, sin;
   };
-  static constexpr int BATCH = D == 128 ? 4 : 1;
+  static constexpr int BATCH = D == 64 ? 1 : MODE == DQ ? 2 : 4;
   static constexpr bool AGAIN = ROPE || D == 64;  // x̂ is read anew, as registers are few
   __device__ __forceinline__ void read_turns(Turn (&turns)[BATCH], int position, int token_in_chunk) const {
     if (warp >= ROPE / 16) return;
@@ -944,7 +1012,7 @@ struct HopperScan {
     }
   }
   // DQ: Σ q̂·y, the gradient of b, by token of a chunk; in the end of all.
-  __device__ __forceinline__ float* along() const { return reinterpret_cast<float*>(smem + L::SUMS); }
+  __device__ __forceinline__ float* along() const { return reinterpret_cast<float*>(smem + L::ALONG); }
   __device__ __forceinline__ void store_db() const {
     float sum = along()[tid];
 #pragma unroll

@@ -51,10 +51,10 @@ class Variant:
 
     @functools.cached_property
     def shared(self) -> int:
-        """Dynamic shared memory of a scan, bytes (Shared::BYTES, the largest HopperShared::BYTES)."""
+        """Dynamic shared memory of a scan, bytes: Shared::BYTES; on Hopper all that one or two blocks can have."""
         C, D = self.chunk, self.head_dim
         if self.walk == HOPPER:
-            return 226648 if D == 128 else 114392
+            return 232448 if D == 128 else 115712
         tiles, weights, rows = 2 * 6 * C * D, C * 128, C * (24 + 20 + 10 + 20)
         return tiles + weights + rows + 14 * D + 56
 
@@ -221,7 +221,7 @@ class _Call:
     def scan_whole(self, params: bytes) -> None:
         """The forward scan of uncut sequences. It leaves the states before the segments, too."""
         grid = (self.D // 64, self.B * self.H, 1)
-        block = (256 + THREADS, 1, 1)
+        block = (4 * THREADS, 1, 1)
         self.kernels["scan_whole", None](grid, block, self.build.shared, self.stream, params)
 
     def scan_pair(self, dk: bytes, dv: bytes) -> None:

@@ -664,7 +664,7 @@ struct Scan {
 #pragma unroll
     for (int i = 0; i < C / STEP; i++, to += step) {
       uint4 v = read16((from ^ (((i * STEP) % 8) << 4)) + i * STEP * 128);
-      if (position + row + i * STEP < p.N) *reinterpret_cast<uint4*>(to) = v;
+      if (position + row + i * STEP < p.N) store16(to, v);
     }
   }
   // This lane's two columns of the n-th of this warp's tiles (row % 8 == g).
@@ -869,7 +869,7 @@ __global__ void __launch_bounds__(BLOCK<WALK, D>, BLOCKS) states(const __grid_co
 #ifdef HOPPER_BUILD
 // The forward scan of whole sequences, 64 columns of o a block. Grid (D/64, B·H).
 template <typename T, int D, bool DECAY, int ROPE>
-__global__ void __launch_bounds__(384, 1) scan_whole(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(512, 1) scan_whole(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char smem[];
   HopperScan<T, D, FWD, DECAY, ROPE, false, true>(p, smem).run();
 }
