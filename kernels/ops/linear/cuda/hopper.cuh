@@ -159,7 +159,7 @@ struct HopperScan {
 
   __device__ __forceinline__ HopperScan(const Params& params, char* shared) : p(params), smem(shared) {
     base = shared_address(smem);
-    forget_addresses();
+    find_thread();
     powers = reinterpret_cast<float*>(smem + L::POWERS) + 16;
     int batch = bh() / p.H, h = bh() % p.H;
     if (tid < 6) {  // every tensor's row of this head at position 0
@@ -206,12 +206,15 @@ struct HopperScan {
     }
   }
 
-  // Keeps the compiler from carrying every address it can compute from the lane through the whole walk, in registers
-  // that it does not have: called between the phases of a chunk, which find their place anew.
-  __device__ __forceinline__ void forget_addresses() {
+  __device__ __forceinline__ void find_thread() {
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid));
     asm volatile("" : "+r"(base));
     warp = u32(tid) / 32, lane = u32(tid) % 32, g = lane / 4, t = lane % 4;
+  }
+  // Keeps the compiler from carrying every address it can compute from the lane through the whole walk, in registers
+  // that it does not have: called between the phases of a chunk, which find their place anew.
+  __device__ __forceinline__ void forget_addresses() {
+    if (!WHOLE) find_thread();
   }
 
   // ------------------------------------------------------------------------------------------- places
@@ -519,49 +522,44 @@ struct HopperScan {
     }
   }
 
-  // A warp has 16 rows, whose products with themselves, on the tensor cores' diagonal, are the squared norms.
+  // A warp's rows of a chunk, or columns of a panel.
   __device__ __forceinline__ int first_row() const { return 16 * (warp % 4); }
-  __device__ __forceinline__ u32 own_rows(u32 tile_address, int k) const {  // of columns 16k … 16k+15
-    u32 address = tile_address + place<C>(first_row() + lane % 16, lane / 16);
-    return (address ^ ((k % 4) << 5)) + (k / 4) * L::PANEL;
-  }
-  // Forward: of this warp's queries ρ and the normaliser's part that all keys before share, of its keys σ.
+  // Forward, a row a thread: of queries ρ and the normaliser's part that all keys before share, of keys σ. `states` needs
+  // keys alone, and has two threads for each.
+  static constexpr int A_ROW = STATES ? 2 : 1;
   __device__ __forceinline__ void token_rows(const Coefficients& c, int stage, int position, int len, float n,
                                              int parity) const {
-    const int i = first_row() + g + 8 * (t % 2);  // the query or key that this lane finishes
-    const bool ok = i < len;
-    const float past = power(i + 1), future = power(max(len - 1 - i, 0));
-    float q[2][4] = {}, k[2][4] = {};
-#pragma unroll
-    for (int s = 0; s < KS; s++) {
-      u32 x[4];
-      if (!STATES) {
-        ldmatrix(x, own_rows(tile(stage, A), s));
-        add_squares<T>(q[0], q[1], x);
-      }
-      ldmatrix(x, own_rows(tile(stage, B), s));
-      add_squares<T>(k[0], k[1], x);
-    }
-    // Lanes t = 0, 1 finish queries g and g + 8, lanes 2, 3 keys.
-    float square[2];
-    const int diagonal = lane & ~3 | g >> 1;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      float of_q = __shfl_sync(FULL, g & 1 ? q[half][2 * half + 1] : q[half][2 * half], diagonal);
-      float of_k = __shfl_sync(FULL, g & 1 ? k[half][2 * half + 1] : k[half][2 * half], diagonal);
-      square[half] = t < 2 ? of_q : of_k;
-    }
-    const float r = reciprocal_norm(t % 2 ? square[1] : square[0], p.normalize);
-    if (!STATES && part() == 0 && ok) (t < 2 ? p.rq : p.rk)[stat(position + i)] = r;
-    if (t >= 2) {
-      float sigma = ok ? r * F::scale_sigma(p) : 0.f, decay = ok ? future : 0.f, end = sigma * decay;
+    const int i = thread() / A_ROW % C;
+    const bool ok = i < len, key = STATES || thread() >= C;
+    float square = squared_norm(tile(stage, key ? B : A), i, thread() % A_ROW);
+    if (A_ROW == 2) square += __shfl_xor_sync(FULL, square, 1);
+    const float r = reciprocal_norm(square, p.normalize);
+    if (!STATES && part() == 0 && ok) (key ? p.rk : p.rq)[stat(position + i)] = r;
+    if (key) {
+      float sigma = ok ? r * F::scale_sigma(p) : 0.f, decay = ok ? power(len - 1 - i) : 0.f, end = sigma * decay;
       if (T::NARROW) end = fminf(end, 2048.f);  // 1/‖k‖ of a row of (almost) zeros times v stays finite
       if (!STATES) c.sigma[i] = sigma;
-      write_end(c, parity, i, end, decay, end);
-    } else if (!STATES) {
+      if (thread() % A_ROW == 0) write_end(c, parity, i, end, decay, end);
+    } else {
       c.rho[i] = b() * r * F::scale_rho(p);
-      c.row[i] = past * n;
+      c.row[i] = power(i + 1) * n;
     }
+  }
+  // Of a row of a tile, all of it or one half. Eight threads that read at once read eight rows, or halves of four.
+  __device__ __forceinline__ float squared_norm(u32 tile_address, int row, int half) const {
+    float sum[4] = {};
+#pragma unroll
+    for (int i = 0; i < D / 8 / A_ROW; i++) {
+      int piece = A_ROW == 1 ? i : i / 4 * 8 + half * 4 + i % 4;
+      uint4 x = read16(tile_address + place<C>(row, piece));
+      u32 pairs[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        float2 both = unpack<T>(pairs[k]);
+        sum[k] += both.x * both.x, sum[k] += both.y * both.y;
+      }
+    }
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
   }
 
   // do·o of this warp's rows, eight lanes a row; o comes straight from global memory, asked for before the wait for
@@ -630,21 +628,23 @@ struct HopperScan {
 #pragma unroll
     for (int i = 0; i < (SUMS_B ? PANELS : 0); i++) settle(sums.b[i]);
   }
-  // For the chunk in a stage.
+  // For the chunk in a stage. Of Σ ζ b's columns, each of four lanes takes one.
   __device__ __forceinline__ void write_sums(const Sums& sums, int stage) const {
     if (STATES) return;
     float* to = coefficients(stage).c_sum;
+    float mine = 0.f;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
 #pragma unroll
       for (int i = 0; i < GROUPS; i++)
         if (t == 0) to[column(i, half)] = sums.c[i][0][2 * half] + sums.c[i][0][2 * half + 1];
 #pragma unroll
-      for (int i = 0; i < (INNER ? PANELS : 0); i++)
-        if (t == 1)
-          split_down<3>(keys(stage) + i * L::EIGHT_ROWS, 0, column(0, half),
-                        sums.b[i][0][2 * half] + sums.b[i][0][2 * half + 1]);
+      for (int i = 0; i < (INNER ? PANELS : 0); i++) {
+        float sum = __shfl_sync(FULL, sums.b[i][0][2 * half] + sums.b[i][0][2 * half + 1], lane & ~3 | 1);
+        if (t == 2 * i + half) mine = sum;
+      }
     }
+    if (INNER && t < 2 * PANELS) split_down<3>(keys(stage) + t / 2 * L::EIGHT_ROWS, 0, column(0, t % 2), mine);
   }
   __device__ __forceinline__ void load_sums(Sums& sums) const {
     sums = {};
