@@ -359,14 +359,16 @@ struct HopperScan {
 #pragma unroll
     for (int tile = 0; tile < 4; tile++)  // of 16 × 16
       if (tile <= warp % 4) weigh_tile(w, x, c, tile, parity);
+    if (MODE == FWD) {  // of four lanes, the first finishes one row and the second the other
 #pragma unroll
-    for (int half = 0; half < (MODE == FWD ? 2 : 0); half++) {
-      int row = first + 8 * half;
-      w.sum[half] += power(row + 1) * w.rho[half] * (past[0][2 * half] + past[0][2 * half + 1]);
-      w.sum[half] += __shfl_xor_sync(FULL, w.sum[half], 1);
-      w.sum[half] += __shfl_xor_sync(FULL, w.sum[half], 2);
-      if (t == 0) {
-        float normaliser = w.sum[half] + c.row[row];
+      for (int half = 0; half < 2; half++)
+        w.sum[half] += power(first + 8 * half + 1) * w.rho[half] * (past[0][2 * half] + past[0][2 * half + 1]);
+      const bool second = t % 2;
+      float sum = (second ? w.sum[1] : w.sum[0]) + __shfl_xor_sync(FULL, second ? w.sum[0] : w.sum[1], 1);
+      sum += __shfl_xor_sync(FULL, sum, 2);
+      if (t < 2) {
+        const int row = first + 8 * second;
+        float normaliser = sum + c.row[row];
         c.row[row] = reciprocal(normaliser);
         if (part() == 0 && position + row < p.N) p.g[stat(position + row)] = normaliser;
       }
