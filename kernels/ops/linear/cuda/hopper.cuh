@@ -199,10 +199,10 @@ struct HopperScan {
       rows();
     } else if (!WHOLE || warp < 4 * GROUPS + 8) {
       give_registers<WEIGHT_REGISTERS>();
-      weights<!STATES, !WHOLE>();
+      weigh_and_copy<!STATES, !WHOLE>();
     } else {
       give_registers<COPIER_REGISTERS>();
-      weights<false, true>();
+      weigh_and_copy<false, true>();
     }
   }
 
@@ -265,7 +265,7 @@ struct HopperScan {
   // --------------------------------------------------------------------------------------------- the weights
   // Chunk by chunk: W of this one; then the one before, when all are done with it: y out, and the next tiles in.
   template <bool WEIGHS, bool COPIES>
-  __device__ __forceinline__ void weights() {
+  __device__ __forceinline__ void weigh_and_copy() {
     if (WEIGHS) clear_above_diagonal();
     Stages ring, behind;  // of this chunk and the one before
     Ring<2> w;

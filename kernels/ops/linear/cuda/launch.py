@@ -23,12 +23,11 @@ THREADS = 128
 MODES = {"FWD": 0, "DQ": 1, "DK": 2, "DV": 3}
 TAGS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 HEAD_DIMS = (64, 128)
-PORTABLE, HOPPER = range(2)  # enum Walk of scan.cu
 
 # struct Params of scan.cu: six Rows, 17 pointers, six ints, three floats.
-_PARAMS = struct.Struct("@" + "Pqqi4x" * 6 + "P" * 17 + "6i3f4x")
-_CUT = struct.Struct("@3i")  # in it: segments, segment_len, parts
-_CUT_AT = struct.calcsize("@" + "Pqqi4x" * 6 + "P" * 17 + "2i")
+_BEFORE_CUT, _CUT = "@" + "Pqqi4x" * 6 + "P" * 17 + "2i", struct.Struct("@3i")  # segments, segment_len, parts
+_CUT_AT = struct.calcsize(_BEFORE_CUT)
+_PARAMS = struct.Struct(_BEFORE_CUT + "3ii3f4x")
 _PARAMS_CODE = f"{_PARAMS.size}s"
 
 
@@ -42,18 +41,18 @@ class Variant:
     blocks: int  # a multiprocessor, at least: bounds the registers
     decay: bool
     rope: int  # dimensions of q and k that are rotated
-    walk: int  # PORTABLE or HOPPER
+    hopper: bool  # the walk of hopper.cuh
 
     @functools.cached_property
     def threads(self) -> int:
         """Of a block of a scan: on Hopper a warpgroup for every 64 columns, and two more."""
-        return 2 * self.head_dim + 256 if self.walk == HOPPER else THREADS
+        return 2 * self.head_dim + 256 if self.hopper else THREADS
 
     @functools.cached_property
     def shared(self) -> int:
-        """Dynamic shared memory of a scan, bytes: Shared::BYTES; on Hopper all that one or two blocks can have."""
+        """Dynamic shared memory of a scan, bytes: Shared::BYTES; on Hopper all that `blocks` can have."""
         C, D = self.chunk, self.head_dim
-        if self.walk == HOPPER:
+        if self.hopper:
             return 232448 if D == 128 else 115712
         tiles, weights, rows = 2 * 6 * C * D, C * 128, C * (24 + 20 + 10 + 20)
         return tiles + weights + rows + 14 * D + 56
@@ -62,14 +61,14 @@ class Variant:
     def names(self) -> dict[tuple[str, str | None], str]:
         """(kernel, mode) → its instance in C++; some have no mode."""
         D, decay = self.head_dim, str(self.decay).lower()
-        flags = ", ".join(str(x).lower() for x in (self.decay, self.rope, self.walk, self.blocks))
-        scans = ("FWD", "DQ") if self.walk == HOPPER else MODES
+        flags = ", ".join(str(x).lower() for x in (self.decay, self.rope, self.blocks))
+        scans = ("FWD", "DQ") if self.hopper else MODES
         names = {
             (kernel, mode): f"{kernel}<{self.tag}, {D}, {self.chunk}, {MODES[mode]}, {flags}>"
             for kernel, modes in (("scan", scans), ("states", ("FWD", "DK")))
             for mode in modes
         }
-        if self.walk == HOPPER:
+        if self.hopper:
             names["scan_pair", None] = f"scan_pair<{self.tag}, {D}, {decay}, {self.rope}, {self.blocks}>"
             if D == 128:
                 names["scan_whole", None] = f"scan_whole<{self.tag}, {D}, {decay}, {self.rope}>"
@@ -80,7 +79,7 @@ class Variant:
         return names
 
     def spec(self, *architectures: str) -> KernelSpec:
-        defines = {"HOPPER_BUILD": 1} if self.walk == HOPPER else {}
+        defines = {"HOPPER_BUILD": 1} if self.hopper else {}
         return KernelSpec(SOURCE, tuple(self.names.values()), defines, architectures=architectures)
 
 
@@ -91,11 +90,11 @@ def variant(arch: str, dtype: torch.dtype, head_dim: int, decay: bool, rope: int
     """
     small = arch in ("sm_86", "sm_89", "sm_120")  # 99 KB a block
     chunk = 32 if small and head_dim == 128 else 64
-    walk = HOPPER if arch == "sm_90a" and rope <= 64 else PORTABLE
+    hopper = arch == "sm_90a" and rope <= 64
     blocks = 1 if small else 2 if head_dim == 128 else 3
-    if walk == HOPPER:
+    if hopper:
         blocks -= 1
-    return Variant(TAGS[dtype], head_dim, chunk, blocks, decay, rope, walk)
+    return Variant(TAGS[dtype], head_dim, chunk, blocks, decay, rope, hopper)
 
 
 def specs() -> list[KernelSpec]:
@@ -226,7 +225,7 @@ class _Call:
 
     def scan_pair(self, dk: bytes, dv: bytes) -> None:
         """The scans of dk and dv: on Hopper side by side, as both read k, q and do."""
-        if self.build.walk != HOPPER:
+        if not self.build.hopper:
             self.scan("DK", dk)
             self.scan("DV", dv)
             return
@@ -290,7 +289,7 @@ def backward(q, k, v, b, log_decay, cos, sin, o, stats, initial_state, do, dstat
         call = _Call(q, b, log_decay, cos, sin, normalize_qk)
         db = torch.empty(B, H, call.segments, device=q.device)
         shared = dict(stats=stats, e=e)
-        if call.build.walk != HOPPER:  # there dq's scan finds e, reading do only once
+        if not call.build.hopper:  # there dq's scan finds e, reading do only once
             call.row_products(call.params(do, None, None, None, o, **shared), e)
         states = _scratch_behind(stats, call)  # the forward pass left them, unless it was another backend's
         if states is None:
@@ -300,7 +299,7 @@ def backward(q, k, v, b, log_decay, cos, sin, o, stats, initial_state, do, dstat
             )
         params = call.params(do, v, k, q, dq, o, **shared, initial=initial_state, db=db, scratch=states)
         call.scan("DQ", params)
-        if call.build.walk == HOPPER:
+        if call.build.hopper:
             call.cut(2)
         shared |= dict(
             scratch=torch.empty(call.scratch_size(), device=q.device), initial=dstate, final=d_initial

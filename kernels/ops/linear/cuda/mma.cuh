@@ -172,7 +172,7 @@ __device__ __forceinline__ u16* read_pointer(u32 address) {
 }
 // To global memory. As one instruction: the compiler was seen to split an assignment of uint4 into four.
 __device__ __forceinline__ void store16(void* to, const uint4& x) {
-  asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+  asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w));
 }
 __device__ __forceinline__ void write4(u32 address, u32 x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");

@@ -656,7 +656,7 @@ struct Scan {
   // This warp's columns of the output from a tile in shared memory that it has written, a 16-byte piece a lane.
   __device__ __forceinline__ void store(u32 tile_address, int position) const {
     constexpr int STEP = 32 / NT;  // rows that a warp stores at once
-    int piece = own_tile(lane % NT), row = lane / NT;
+    int piece = own_tile(lane % NT), row = lane / NT, left = p.N - position - row;
     u32 from = tile_address + place<C>(row, piece);
     u16* to = this->row(Y, position + row) + 8 * piece;
     i64 step = (F::REVERSE ? -STEP : STEP) * i64(p.y.token);
@@ -664,7 +664,7 @@ struct Scan {
 #pragma unroll
     for (int i = 0; i < C / STEP; i++, to += step) {
       uint4 v = read16((from ^ (((i * STEP) % 8) << 4)) + i * STEP * 128);
-      if (position + row + i * STEP < p.N) store16(to, v);
+      if (i * STEP < left) store16(to, v);
     }
   }
   // This lane's two columns of the n-th of this warp's tiles (row % 8 == g).
@@ -765,10 +765,12 @@ struct Scan {
   __device__ __forceinline__ void run() {
     load<true>(0, begin);
     load_state();
-    float n = MODE == FWD ? tokens_before<DECAY>(p, bh(), log2_decay, begin) : 0.f, chunk_tokens = 0.f;
+    float n = MODE == FWD ? tokens_before<DECAY>(p, bh(), log2_decay, begin) : 0.f;
     if (MODE == FWD && DECAY) {
       __syncthreads();
+      float chunk_tokens = 0.f;
       for (int i = 0; i < C; i++) chunk_tokens += powers[i];
+      if (tid == 0) powers[C + 1] = chunk_tokens;
     }
     int stage = 0;
     for (int position = begin; position < end(); position += C, stage ^= 1) {
@@ -783,13 +785,14 @@ struct Scan {
       float y[CS][NT][4];
       forget_addresses();
       outputs(stage, position, y);
+      forget_addresses();
       if constexpr (F::PROJECTS)
         project(stage, y, position);
       else
         finish(stage, y, position);
       forget_addresses();
       update<MODE == FWD>(stage, len);
-      if (MODE == FWD) n = DECAY ? n * power(C) + chunk_tokens : n + C;
+      if (MODE == FWD) n = DECAY ? n * power(C) + powers[C + 1] : n + C;
     }
     __syncthreads();
     if (seg() == p.segments - 1) store_final();
@@ -838,32 +841,34 @@ struct Scan {
 #endif
 
 // ------------------------------------------------------------------------------------------------- kernels
-enum Walk { PORTABLE = 0, HOPPER = 1 };  // Scan, HopperScan
-template <int WALK, int D>
-constexpr int BLOCK = WALK == HOPPER ? 2 * D + 256 : THREADS;
+#ifdef HOPPER_BUILD
+template <int D>
+constexpr int BLOCK = 2 * D + 256;
+#else
+template <int D>
+constexpr int BLOCK = THREADS;
+#endif
 
 // Grid (segments, B·H); Variant.shared of launch.py says how much dynamic shared memory.
-template <typename T, int D, int C, int MODE, bool DECAY, int ROPE, int WALK, int BLOCKS>
-__global__ void __launch_bounds__(BLOCK<WALK, D>, BLOCKS) scan(const __grid_constant__ Params p) {
+template <typename T, int D, int C, int MODE, bool DECAY, int ROPE, int BLOCKS>
+__global__ void __launch_bounds__(BLOCK<D>, BLOCKS) scan(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char smem[];
 #ifdef HOPPER_BUILD
-  if constexpr (WALK == HOPPER)
-    HopperScan<T, D, MODE, DECAY, ROPE, false>(p, smem).run();
-  else
+  HopperScan<T, D, MODE, DECAY, ROPE, false>(p, smem).run();
+#else
+  Scan<T, D, C, MODE, DECAY, ROPE, false>(p, smem).run();
 #endif
-    Scan<T, D, C, MODE, DECAY, ROPE, false>(p, smem).run();
 }
 
 // Grid (segments − 1, B·H); every part of a segment is a segment here. MODE: FWD, or DK for the adjoint.
-template <typename T, int D, int C, int MODE, bool DECAY, int ROPE, int WALK, int BLOCKS>
-__global__ void __launch_bounds__(BLOCK<WALK, D>, BLOCKS) states(const __grid_constant__ Params p) {
+template <typename T, int D, int C, int MODE, bool DECAY, int ROPE, int BLOCKS>
+__global__ void __launch_bounds__(BLOCK<D>, BLOCKS) states(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char smem[];
 #ifdef HOPPER_BUILD
-  if constexpr (WALK == HOPPER)
-    HopperScan<T, D, MODE, DECAY, ROPE, true>(p, smem).run();
-  else
+  HopperScan<T, D, MODE, DECAY, ROPE, true>(p, smem).run();
+#else
+  Scan<T, D, C, MODE, DECAY, ROPE, true>(p, smem).run_states();
 #endif
-    Scan<T, D, C, MODE, DECAY, ROPE, true>(p, smem).run_states();
 }
 
 #ifdef HOPPER_BUILD
@@ -876,7 +881,7 @@ __global__ void __launch_bounds__(512, 1) scan_whole(const __grid_constant__ Par
 
 // dk and dv side by side, at once: what both read may come from device memory once. Grid (segments, B·H, 2).
 template <typename T, int D, bool DECAY, int ROPE, int BLOCKS>
-__global__ void __launch_bounds__(BLOCK<HOPPER, D>, BLOCKS)
+__global__ void __launch_bounds__(BLOCK<D>, BLOCKS)
     scan_pair(const __grid_constant__ Params dk, const __grid_constant__ Params dv) {
   extern __shared__ __align__(1024) char smem[];
   if (blockIdx.z == 0)
