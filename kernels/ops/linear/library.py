@@ -68,7 +68,8 @@ def _forward(*args):
     return o, stats, *(state if s.return_state else _nothing(q, 4))
 
 
-def _backward(*args):
+def _gradients(*args):
+    """Of the inputs, of b and of the four parts of the initial state; None where nothing was asked for."""
     q, k, v, cos, sin = _split(args[:3])
     s, (o, stats, do, *dstate) = Settings(*args[3:-7]), args[-7:]
     gradients = _like_inputs(args[:3])
@@ -76,8 +77,12 @@ def _backward(*args):
         q, k, v, s.coefficient, s.log_decay, cos, sin, o, stats, s.initial_state, do, _state(*dstate),
         s.normalize_qk, s.causal, _split((*gradients, cos, sin))[:3], s.backend,
     )  # fmt: skip
-    db = _nothing(q, 1) if s.b is None else [db]
-    return *gradients, *db, *(_nothing(q, 4) if s.S is None else dinitial)
+    return *gradients, None if s.b is None else db, *((None,) * 4 if s.S is None else dinitial)
+
+
+def _backward(*args):
+    q = _split(args[:3])[0]
+    return tuple(_nothing(q, 1)[0] if x is None else x for x in _gradients(*args))
 
 
 def _like_inputs(x: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
@@ -162,8 +167,11 @@ def _define_autograd(forward_name: str, backward_name: str, forward, backward) -
     class Forward(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *args):
-            with torch._C._AutoDispatchBelowAutograd():
-                results = forward(*args)
+            if _nobody_listens(args[0]):
+                results = _forward(*args)
+            else:
+                with torch._C._AutoDispatchBelowAutograd():
+                    results = forward(*args)
             s = Settings(*args[3:])
             ctx.save_for_backward(*args[:3], s.b, *s[2:7], *results[:2])
             ctx.settings = s._replace(b=None, log_decay=None, S=None, z=None, c=None, n=None)
@@ -176,7 +184,8 @@ def _define_autograd(forward_name: str, backward_name: str, forward, backward) -
             *x, b, log_decay, S, z, c, n, o, stats = ctx.saved_tensors
             s = ctx.settings._replace(b=b, log_decay=log_decay, S=S, z=z, c=c, n=n)
             do = torch.zeros_like(o) if do is None else do
-            *dx, db, dS, dz, dc, dn = backward(*x, *s, o, stats, do, *_complete(dstate, o, s.return_state))
+            run = _gradients if _nobody_listens(do) and not torch.is_grad_enabled() else backward
+            *dx, db, dS, dz, dc, dn = run(*x, *s, o, stats, do, *_complete(dstate, o, s.return_state))
             dx += [None] * (3 - len(dx))  # cos and sin
             dinitial = (None,) * 4 if S is None else (dS, dz, dc, dn)
             return *dx, None if b is None else db, None, None, *dinitial, None, None, None, None
@@ -193,6 +202,14 @@ def _define_autograd(forward_name: str, backward_name: str, forward, backward) -
 
     _library.impl(forward_name, Forward.apply, "Autograd")
     _library.impl(backward_name, Backward.apply, "Autograd")
+
+
+def _nobody_listens(x: Tensor) -> bool:
+    """Whether going through the dispatcher once more would only cost time: real tensors, and no mode that
+    wants to see the operator (a FLOP counter, a tracer).
+    """
+    real = type(x) is Tensor and not x.is_meta and not torch._is_functional_tensor(x)
+    return real and not torch._C._len_torch_dispatch_stack()
 
 
 def _complete(dstate, o: Tensor, returned: bool) -> tuple[Tensor | None, ...]:

@@ -80,10 +80,11 @@ struct HopperShared {  // byte offsets; tiles first: swizzled, aligned to 1024
   static constexpr int STAGES = GROUPS < D / 64 ? 4 : D == 64 && PROJECTS ? 2 : 3;
   static constexpr int WEIGHTS = STAGES * STAGE;  // W of two chunks
   static constexpr int OUT = WEIGHTS + 2 * PANEL;  // y of two chunks on its way out
-  // τ and ζ decayed to the chunk's end as two 16-bit numbers each, four rows of 64 tokens; of two chunks, then zeros
+  // τ and ζ decayed to the chunk's end as two 16-bit numbers each, four rows of 64 tokens; of two chunks (`states`: of every
+  // stage), then zeros
   static constexpr int ENDS = OUT + (STAGING ? 2 * GROUPS * PANEL : 0);
   // Σ ζ b from before as three 16-bit numbers, three rows of 64 columns, of every stage; five rows of zeros
-  static constexpr int KEYS = ENDS + 3 * EIGHT_ROWS;
+  static constexpr int KEYS = ENDS + ((ROW_TILES == 1 ? STAGES : 2) + 1) * EIGHT_ROWS;
   static constexpr int COEFFICIENTS = KEYS + (INNER ? STAGES * D / 64 * EIGHT_ROWS : 0);
   // of a stage: the vectors; σ decayed to the chunk's end, 16 bits; Σ τ c from before, a number a column
   static constexpr int STAGE_COEFFICIENTS = VECTORS * C * 4 + C * 2 + GROUPS * 64 * 4;
@@ -214,7 +215,7 @@ struct HopperScan {
   // Keeps the compiler from carrying every address it can compute from the lane through the whole walk, in registers
   // that it does not have: called between the phases of a chunk, which find their place anew.
   __device__ __forceinline__ void forget_addresses() {
-    if (!WHOLE) find_thread();
+    if (!WHOLE && !STATES) find_thread();
   }
 
   // ------------------------------------------------------------------------------------------- places
@@ -422,17 +423,17 @@ struct HopperScan {
       for (int i = 0; i < C; i++) chunk_tokens += powers[i];
     Sums sums;
     forget_addresses();
-    load_sums(sums);
+    if (!STATES) load_sums(sums);
     Stats next = MODE == FWD ? Stats{} : stats(begin());
     Turns turns;
     if (TURNS_AHEAD) read_angles(turns, begin());
     Leave leave = {p.segment_len, 0};
-    add_nothing(sums);
+    if (!STATES) add_nothing(sums);
     Stages ring;
     for (int position = begin(); position < end(); position += C, ring.next()) {
       forget_addresses();
       const int stage = ring.stage(), len = min(C, p.N - position);
-      const int parity = u32(position - begin()) / C % 2;
+      const int parity = STATES ? stage : u32(position - begin()) / C % 2;  // of τ and ζ
       Coefficients c = coefficients(stage);
       barrier_wait(empty(stage), ring.phase() ^ 1);  // the coefficients' old readers, too, are done
       uint4 o[4][PANELS];
@@ -454,18 +455,28 @@ struct HopperScan {
         write_coefficients(c, next, len, thread(), parity);
       }
       if (MODE != FWD) next = stats(position + C);
-      finish_sums(sums);
-      if (position > begin()) leave_stage(ring.before());
-      if (leaves_state(leave, position)) store_sums(sums, scratch(leave.index++));
-      write_sums(sums, stage);
+      if (!STATES) {
+        finish_sums(sums);
+        if (position > begin()) leave_stage(ring.before());
+        if (leaves_state(leave, position)) store_sums(sums, scratch(leave.index++));
+        write_sums(sums, stage);
+      }
       fence_shared();  // what was copied, rotated and written, for the warpgroups' products
       barrier_arrive(ready(stage));
       if (TURNS_AHEAD) read_angles(turns, position + C);
+      if (STATES) {
+        leave_stage(stage);
+        continue;
+      }
       sync_some(ROWS_BARRIER, ROWS);  // τ and ζ are written, and rows are rotated
       forget_addresses();
-      add_to_sums(sums, stage, parity, len);
+      decay_sums(sums, len);
+      warpgroup_arrive();
+      add_to_sums(sums, stage, parity);
+      warpgroup_commit();
     }
     forget_addresses();
+    if (STATES) return;
     finish_sums(sums);
     if (begin() < end()) leave_stage(ring.before());
     if (has_final()) store_sums(sums, final());
@@ -593,46 +604,58 @@ struct HopperScan {
   }
 
   // Σ τ c and Σ ζ b of everything so far: tiles, their rows turned to columns, times τ and ζ. Of 64 columns a warp has 16,
-  // a lane two rows' sums: of c lanes t = 0, of b lanes t = 1, those of the first and of the second 16-bit numbers.
+  // a lane two rows' sums: of c lanes t = 0, of b lanes t = 1, those of the first and of the second 16-bit numbers. Rows
+  // keep them, as what they find of a chunk needs them; for `states`, the outputs do, each group of its own columns.
+  static constexpr int C_PANELS = STATES ? 1 : GROUPS, B_PANELS = STATES ? 1 : SUMS_B ? PANELS : 0;
   struct Sums {
-    float c[GROUPS][1][4], b[SUMS_B ? PANELS : 1][1][4];
+    float c[C_PANELS][1][4], b[B_PANELS ? B_PANELS : 1][1][4];
   };
-  __device__ __forceinline__ int column(int panel, int half) const { return 64 * panel + first_row() + g + 8 * half; }
-  __device__ __forceinline__ void add_to_sums(Sums& sums, int stage, int parity, int len) const {
+  __device__ __forceinline__ int first_panel() const { return STATES ? group() : 0; }
+  __device__ __forceinline__ int column(int panel, int half) const {
+    return 64 * (first_panel() + panel) + first_row() + g + 8 * half;
+  }
+  // Products only: between warpgroup_arrive and warpgroup_commit.
+  __device__ __forceinline__ void add_to_sums(Sums& sums, int stage, int parity) const {
     auto add = [&](float (&sum)[1][4], u32 panel) {
-#pragma unroll
-      for (int i = 0; i < 4; i++) sum[0][i] *= power(len);
 #pragma unroll
       for (int s = 0; s < CS; s++)
         Warpgroup<T, 0, 1, 1>::mma(sum, k_rows<C>(panel, s), k_columns<8>(base + ends(parity), s), 1);
     };
-    warpgroup_arrive();
 #pragma unroll
-    for (int i = 0; i < GROUPS; i++) add(sums.c[i], tile(stage, C_) + i * L::PANEL);
+    for (int i = 0; i < C_PANELS; i++) add(sums.c[i], tile(stage, C_) + (first_panel() + i) * L::PANEL);
 #pragma unroll
-    for (int i = 0; i < (SUMS_B ? PANELS : 0); i++) add(sums.b[i], tile(stage, B) + i * L::PANEL);
-    warpgroup_commit();
+    for (int i = 0; i < B_PANELS; i++) add(sums.b[i], tile(stage, B) + (first_panel() + i) * L::PANEL);
+  }
+  __device__ __forceinline__ void decay_sums(Sums& sums, int len) const {
+    if (!DECAY) return;
+    const float decay = power(len);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+#pragma unroll
+      for (int k = 0; k < C_PANELS; k++) sums.c[k][0][i] *= decay;
+#pragma unroll
+      for (int k = 0; k < B_PANELS; k++) sums.b[k][0][i] *= decay;
+    }
   }
   // Before the first chunk: ptxas lets products run on around a loop only if some do on every way into it.
   __device__ __forceinline__ void add_nothing(Sums& sums) const {
     const Descriptor zeros = k_rows<C>(base + ends(1), 0), more = k_columns<8>(base + ends(2), 0);
     warpgroup_arrive();
 #pragma unroll
-    for (int i = 0; i < GROUPS; i++) Warpgroup<T, 0, 1, 1>::mma(sums.c[i], zeros, more, 1);
+    for (int i = 0; i < C_PANELS; i++) Warpgroup<T, 0, 1, 1>::mma(sums.c[i], zeros, more, 1);
 #pragma unroll
-    for (int i = 0; i < (SUMS_B ? PANELS : 0); i++) Warpgroup<T, 0, 1, 1>::mma(sums.b[i], zeros, more, 1);
+    for (int i = 0; i < B_PANELS; i++) Warpgroup<T, 0, 1, 1>::mma(sums.b[i], zeros, more, 1);
     warpgroup_commit();
   }
   __device__ __forceinline__ void finish_sums(Sums& sums) const {
     warpgroup_wait();
 #pragma unroll
-    for (int i = 0; i < GROUPS; i++) settle(sums.c[i]);
+    for (int i = 0; i < C_PANELS; i++) settle(sums.c[i]);
 #pragma unroll
-    for (int i = 0; i < (SUMS_B ? PANELS : 0); i++) settle(sums.b[i]);
+    for (int i = 0; i < B_PANELS; i++) settle(sums.b[i]);
   }
   // For the chunk in a stage. Of Σ ζ b's columns, each of four lanes takes one.
   __device__ __forceinline__ void write_sums(const Sums& sums, int stage) const {
-    if (STATES) return;
     float* to = coefficients(stage).c_sum;
     float mine = 0.f;
 #pragma unroll
@@ -641,7 +664,7 @@ struct HopperScan {
       for (int i = 0; i < GROUPS; i++)
         if (t == 0) to[column(i, half)] = sums.c[i][0][2 * half] + sums.c[i][0][2 * half + 1];
 #pragma unroll
-      for (int i = 0; i < (INNER ? PANELS : 0); i++) {
+      for (int i = 0; i < (INNER ? B_PANELS : 0); i++) {
         float sum = __shfl_sync(FULL, sums.b[i][0][2 * half] + sums.b[i][0][2 * half + 1], lane & ~3 | 1);
         if (t == 2 * i + half) mine = sum;
       }
@@ -655,10 +678,10 @@ struct HopperScan {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
 #pragma unroll
-      for (int i = 0; i < GROUPS; i++)
+      for (int i = 0; i < C_PANELS; i++)
         if (t == 0) sums.c[i][0][2 * half] = from.scale_c * from.c[first_column() + column(i, half)];
 #pragma unroll
-      for (int i = 0; i < (SUMS_B ? PANELS : 0); i++)
+      for (int i = 0; i < B_PANELS; i++)
         if (t == 1) sums.b[i][0][2 * half] = from.scale_b * from.b[column(i, half)];
     }
   }
@@ -666,11 +689,11 @@ struct HopperScan {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
 #pragma unroll
-      for (int i = 0; i < GROUPS; i++)
+      for (int i = 0; i < C_PANELS; i++)
         if (t == 0)
           to.c[first_column() + column(i, half)] = to.scale_c * (sums.c[i][0][2 * half] + sums.c[i][0][2 * half + 1]);
 #pragma unroll
-      for (int i = 0; i < (SUMS_B ? PANELS : 0); i++)
+      for (int i = 0; i < B_PANELS; i++)
         if (t == 1 && part() == 0)
           to.b[column(i, half)] = to.scale_b * (sums.b[i][0][2 * half] + sums.b[i][0][2 * half + 1]);
     }
@@ -756,6 +779,7 @@ struct HopperScan {
 
   __device__ __forceinline__ void outputs() {
     float state[D / 8][4];
+    Sums sums = {};
     load_state(state);
     if (SUMS_DB && tid < C) along()[tid] = 0.f;
     Leave leave = {p.segment_len, 0};
@@ -771,6 +795,7 @@ struct HopperScan {
       float y[8][4];
       if (!STATES) multiply_state(y, state, stage);
       decay_state(state, len);
+      if (STATES) decay_sums(sums, len);
       forget_addresses();
       read_own(own, tile(stage, C_));
       if (!STATES) scale_past(y, c);
@@ -783,6 +808,7 @@ struct HopperScan {
       warpgroup_commit();
 #pragma unroll
       for (int s = 0; s < CS; s++) Warpgroup<T, 1, D / 8>::mma(state, left[s], k_rows<C>(tile(stage, B), s), 1);
+      if (STATES) add_to_sums(sums, stage, stage);
       warpgroup_commit();
       if constexpr (PROJECTS) project(y, stage, parity, position);
       if constexpr (!PROJECTS && !STATES) finish(y, stage, parity);
@@ -792,9 +818,10 @@ struct HopperScan {
       }
       warpgroup_wait();
       settle(state);
-      __syncwarp();
-      if (lane == 0) barrier_arrive(empty(stage));
+      if (STATES) finish_sums(sums);
+      leave_stage(stage);
     }
+    if (STATES) store_sums(sums, final());
     if (has_final() && MODE != DV) store_state(state, final());
     if (SUMS_DB && warp < 2) store_db();
   }
