@@ -1,7 +1,7 @@
 // The walk of scan.cu on Hopper (sm_90a): roles instead of phases. Included by scan.cu, whose names it uses.
 //
 //     rows        a warpgroup: what belongs to a token alone. RoPE in place, norms, (1)'s coefficients, in DQ e, which DK
-//                 and DV read; and, on tensor cores, the sums Σ τ c and Σ ζ b
+//                 and DV read; and, on tensor cores, the sums Σ τ c and Σ ζ b (in `states`, outputs find them)
 //     weights     a warpgroup: W from X = A Bᵀ, in 16 bits, into shared memory, and the normaliser. It also copies: tiles
 //                 into a ring of stages, asynchronously, and what is left there of y out
 //     outputs     a warpgroup for every 64 columns of y and c: y, and the state
