@@ -12,6 +12,7 @@ import torch
 from lingpt.kernels.linear.cuda.compile import source_hash
 
 PACKAGES = ("lingpt", "torch", "triton", "fla-core", "cuda-core", "cuda-bindings")
+CONTEXT_GIB = 1.5  # more than a process's own share outside of PyTorch's allocator
 
 
 def environment(device: torch.device | None = None) -> dict:
@@ -27,6 +28,15 @@ def environment(device: torch.device | None = None) -> dict:
         "source_hash": source_hash(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
+
+
+def not_alone(device: torch.device) -> str | None:
+    """A line if another process holds memory of this card: it may compute there, and spoil every timing."""
+    free, total = torch.cuda.mem_get_info(device)
+    others = (total - free - torch.cuda.memory_reserved(device)) / 2**30
+    if others < CONTEXT_GIB:
+        return None
+    return f"another process holds {others:.1f} GiB of this card: end it, or the timings may be wrong"
 
 
 def _version(package: str) -> str | None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from lingpt.kernels.bench.environment import environment
+from lingpt.kernels.bench.environment import environment, not_alone
 from lingpt.kernels.bench.measure import Clock, Row, measure
 from lingpt.kernels.bench.peers import DEFAULT_PEERS, PEERS, Peer
 from lingpt.kernels.bench.shapes import CUMSUM, QUICK, SWEEPS, Shape
@@ -96,6 +97,8 @@ def run_bench(
     if device.index is not None:
         torch.cuda.set_device(device)
     clock = Clock(device)
+    if clock.cuda and (line := not_alone(device)):
+        warnings.warn(line, stacklevel=2)
     results = _kept(save_to, device) if append and save_to and save_to.is_file() else None
     if results is None:
         results = Results(environment(device), clock.copy_bandwidth(1 << 30 if clock.cuda else 1 << 24))

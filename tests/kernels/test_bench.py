@@ -22,6 +22,7 @@ from lingpt.kernels.bench import (
     run_bench,
 )
 from lingpt.kernels.bench.bars import BARS
+from lingpt.kernels.bench.environment import not_alone
 from lingpt.kernels.bench.measure import TAIL, Clock, measure
 from lingpt.kernels.bench.selftest import SHAPES, self_test
 from lingpt.kernels.bench.shapes import BATCH_1, CUMSUM, REFERENCE
@@ -159,6 +160,17 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     whole.save(path)
     with pytest.raises(KernelError, match="another source_hash"):
         run_bench(peers=("sdpa-math",), **options)
+
+
+def test_a_card_that_others_use_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: memory of another process is seen, our own and a context's share are not taken for it."""
+    gib = 2**30
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 20 * gib)
+    for used, line in ((21, None), (24, "another process holds 4.0 GiB")):
+        free = (140 - used) * gib
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 140 * gib))
+        found = not_alone(torch.device("cuda"))
+        assert found is line or line in found
 
 
 def test_time_is_bounded() -> None:
