@@ -249,9 +249,8 @@ def test_no_ratio_of_a_wrong_result() -> None:
     cumsum = next(row for row in results.rows if (row.peer, row.shape) == ("torch-cumsum", CUMSUM))
     cumsum.status, cumsum.tolerance, cumsum.errors = "wrong", 2e-2, {"o": 1e-3, "dk": 1.0}
     assert cumsum.right("forward_ms") and not cumsum.right("backward_ms")
-    assert (
-        column(bars_table(results), "cumulative sums", 4) == "90.00×"
-    )  # of its forward pass, which is right
+    # of its forward pass, which is right
+    assert column(bars_table(results), "cumulative sums", 4) == "90.00×"
     for row in results.rows:
         row.status = "wrong" if row.peer == "ours" else row.status
     assert sum("not measured" in line for line in bars_table(results).splitlines()) == len(BARS)
