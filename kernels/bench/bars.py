@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lingpt.kernels.bench.runner import Results
-from lingpt.kernels.bench.shapes import BATCH_1, CUMSUM, REFERENCE, Shape
+from lingpt.kernels.bench.shapes import BATCH_1, CUMSUM, REFERENCE, SWEEPS, Shape
 
 UNNORMALISED = ("fla-linear", "fla-fused-linear", "fla-lightning")
 FLA = (*UNNORMALISED, "fla-linear-norm", "fla-gla")
@@ -39,12 +39,22 @@ def bars_table(results: Results) -> str:
     lines = [
         f"{env['card']}, driver {env['driver']}, NVRTC {env['nvrtc']}, {sources}; "
         f"kernels {env['source_hash']}, {env['date']}. The memory copies at "
-        f"{results.copy_bandwidth / 1e12:.2f} TB/s in this run. bf16, H = 16, D = 128; medians, L2 flushed.",
+        f"{results.copy_bandwidth / 1e12:.2f} TB/s in this run. bf16, H = 16, D = 128; "
+        f"{_medians(results)}, L2 flushed.",
         "",
         "| | bar | aim | reached | |",
         "|---|---|---|---|---|",
     ]
     return "\n".join([*lines, *(_line(bar, results) for bar in BARS)]) + "\n"
+
+
+def _medians(results: Results) -> str:
+    """What the times of the training shapes are, and over how many rounds, if that is more than one."""
+    rounds = [row.rounds for row in results.rows if row.shape in SWEEPS["training"] and row.rounds]
+    few, most = min(rounds, default=1), max(rounds, default=1)
+    if most == 1:
+        return "medians"
+    return f"medians over {most if few == most else f'{few} to {most}'} interleaved rounds"
 
 
 def _line(bar: Bar, results: Results) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -17,11 +17,13 @@ TAIL = (
     256  # rows of a softmax that its oracle computes: the last ones, whose keys' gradients they alone decide
 )
 LONG = 65536  # from here on the oracle takes one slice, not four
+TIMES = ("forward_ms", "backward_ms", "both_ms", "forward_graph_ms", "backward_graph_ms")
 
 
 @dataclass
 class Row:
-    """What came of one peer at one shape. Times are medians in ms, memory is in U (one [B, N, H, D] tensor).
+    """What came of one peer at one shape. Times are in ms: the median of a round's runs, and over several
+    rounds the median of theirs. Memory is in U (one [B, N, H, D] tensor).
 
     status: "ok"; "wrong" (timed, but its result is not its function's: no ratio is drawn from it); "oom";
     "skipped" (`reason` says why); "error".
@@ -41,7 +43,8 @@ class Row:
     forward_memory: float | None = None  # peak beyond the inputs and do
     both_memory: float | None = None
     forward_flops: int = 0
-    repeats: int = 0
+    repeats: int = 0  # runs of each time in a round
+    rounds: int = 0  # that went into the times; 0: not timed
     errors: dict[str, float] = field(default_factory=dict)  # relative RMS of o and of each gradient
     tolerance: float = 0.0
 
@@ -56,7 +59,8 @@ class Row:
 
     @classmethod
     def from_dict(cls, fields: dict) -> Row:
-        return cls(**(fields | {"shape": Shape(**fields["shape"])}))
+        before_rounds = {"rounds": int(fields["both_ms"] is not None)}  # older files: one, if timed
+        return cls(**(before_rounds | fields | {"shape": Shape(**fields["shape"])}))
 
 
 class Clock:
@@ -141,15 +145,45 @@ def measure(
     graphs: bool = False,
     seconds: float = 0.15,
 ) -> Row:
-    """Never raises for what the peer does. `limit`: most seconds to spend, `seconds`: to aim for."""
+    """Never raises for what the peer does. `limit`: most seconds to spend, `seconds`: to aim for.
+
+    This is the first round; `measure_again` gives more, and `over_rounds` makes one row of them.
+    """
     row = Row(peer.name, shape, str(dtype).removeprefix("torch."), tolerance=peer.tolerance)
     row.forward_flops = peer.flops(shape)
     reason = peer.available(shape, dtype, clock.device)
     if reason is not None:
         row.status, row.reason = "skipped", reason
         return row
+    return _filled(
+        row, peer, dtype, clock, lambda call: _first_round(row, call, clock, limit, graphs, seconds)
+    )
+
+
+def measure_again(first: Row, peer: Peer, dtype: torch.dtype, clock: Clock) -> Row:
+    """A later round of what `first` timed: the times alone, on inputs made anew, in a row of their own."""
+    row = Row(first.peer, first.shape, first.dtype, repeats=first.repeats)
+    graphs = first.forward_graph_ms is not None
+    return _filled(row, peer, dtype, clock, lambda call: _round(row, call, clock, graphs))
+
+
+def over_rounds(rows: list[Row]) -> Row:
+    """The first round's row, with each time the median over the rounds. A later round in which anything
+    failed does not count, and `reason` says so."""
+    first, *later = rows
+    if not later:
+        return first
+    whole = [first, *(row for row in later if row.rounds and not row.graph)]
+    lost = [f"round {n}: {row.reason or row.graph}" for n, row in enumerate(later, 2) if row not in whole]
+    times = {name: [getattr(row, name) for row in whole] for name in TIMES}
+    medians = {name: statistics.median(ms) for name, ms in times.items() if None not in ms}
+    return replace(first, rounds=len(whole), reason="; ".join(filter(None, [first.reason, *lost])), **medians)
+
+
+def _filled(row: Row, peer: Peer, dtype: torch.dtype, clock: Clock, work: Callable[[Call], None]) -> Row:
+    """The row, which `work` fills from a call on new inputs; what that raises becomes the row's status."""
     try:
-        _measure(row, Call(peer, shape, dtype, clock.device), clock, limit, graphs, seconds)
+        work(Call(peer, row.shape, dtype, clock.device))
     except torch.OutOfMemoryError:
         row.status, row.reason = "oom", "out of memory"
     except Exception as error:  # a peer that cannot take this shape is a row, not the end of the run
@@ -160,7 +194,8 @@ def measure(
     return row
 
 
-def _measure(row: Row, call: Call, clock: Clock, limit: float, graphs: bool, seconds: float) -> None:
+def _first_round(row: Row, call: Call, clock: Clock, limit: float, graphs: bool, seconds: float) -> None:
+    """Compiles, measures memory and correctness, finds how many runs fit, and times them."""
     start = time.perf_counter()
     call.both()  # compiles, autotunes
     if clock.cuda:
@@ -175,14 +210,20 @@ def _measure(row: Row, call: Call, clock: Clock, limit: float, graphs: bool, sec
     once = sum(clock.time(call.both)) / 1e3
     left = max(limit - (time.perf_counter() - start), 0.0)
     row.repeats = int(max(3, min(50, seconds / once, left / (3 * once))))
+    _round(row, call, clock, graphs, check=True)
+
+
+def _round(row: Row, call: Call, clock: Clock, graphs: bool, check: bool = False) -> None:
+    """The times, after two runs that are not timed; `check`: whether the graphs' replays are right."""
     clock.time(call.both, repeats=2)
     row.forward_ms = statistics.median(clock.time(call.forward, call.clear, row.repeats))
     call.clear()
     row.backward_ms = statistics.median(clock.time(call.backward, call.forward, row.repeats))
     row.both_ms = statistics.median(clock.time(call.both, call.clear, row.repeats))
+    row.rounds = 1
     call.clear()
     if graphs and clock.cuda:
-        _graphs(row, call, clock)
+        _graphs(row, call, clock, check)
 
 
 def _nan_last(x: float) -> float:
@@ -200,7 +241,7 @@ def _memory(row: Row, call: Call, device: torch.device) -> None:
     row.both_memory = (torch.cuda.max_memory_allocated(device) - base) / unit
 
 
-def _graphs(row: Row, call: Call, clock: Clock) -> None:
+def _graphs(row: Row, call: Call, clock: Clock, check: bool) -> None:
     """Replays of CUDA graphs: the same work without Python. Backward is captured after its forward."""
     stream = torch.cuda.Stream(clock.device)
     try:
@@ -215,8 +256,7 @@ def _graphs(row: Row, call: Call, clock: Clock) -> None:
             call.backward()
         forward.replay()
         backward.replay()
-        found = errors(call, row.shape)
-        if not all(error <= row.tolerance for error in found.values()):
+        if check and not all(error <= row.tolerance for error in errors(call, row.shape).values()):
             row.graph = "a replay gives another result"
             return
         row.forward_graph_ms = statistics.median(clock.time(forward.replay, repeats=row.repeats))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,10 +13,12 @@ from pathlib import Path
 import torch
 
 from lingpt.kernels.bench.environment import environment, not_alone
-from lingpt.kernels.bench.measure import Clock, Row, measure
+from lingpt.kernels.bench.measure import Clock, Row, measure, measure_again, over_rounds
 from lingpt.kernels.bench.peers import DEFAULT_PEERS, PEERS, Peer
 from lingpt.kernels.bench.shapes import CUMSUM, QUICK, SWEEPS, Shape
 from lingpt.kernels.errors import KernelError
+
+ROUNDS = 3  # of a training shape, whose peers' times are compared as ratios
 
 
 @dataclass
@@ -40,6 +43,12 @@ class Results:
     def has(self, peer: str, shape: Shape) -> bool:
         """Whether this cell is done, whatever came of it; what was skipped may be tried again."""
         return any((r.peer, r.shape) == (peer, shape) and r.status != "skipped" for r in self.rows)
+
+    def keep(self, row: Row) -> None:
+        """Takes the row in, in the place of an earlier one of this cell."""
+        cells = [(r.peer, r.shape) for r in self.rows]
+        index = cells.index((row.peer, row.shape)) if (row.peer, row.shape) in cells else len(cells)
+        self.rows[index : index + 1] = [row]
 
     def save(self, path: Path) -> None:
         head = {
@@ -78,9 +87,15 @@ def run_bench(
     """Measures `peers` (names; default: all but the slow PyTorch ones) on the sweeps named in `only` (all).
 
     `quick` takes fewer shapes; `budget` is in seconds, and what does not fit is recorded as skipped; `limit`
-    is the most that one peer may take at one shape, predicted from its smaller ones. A shape of two sweeps is
-    measured once. The results go to `save_to` after every row; `append` keeps the rows that are there, if
-    they are of this card, these versions and this source.
+    is the most that one peer may take at one shape in a round, predicted from its smaller ones. A shape of
+    two sweeps is measured once. The results go to `save_to` after every row; `append` keeps the rows that are
+    there, if they are of this card, these versions and this source.
+
+    Hosts and clocks drift, by 5 % to twofold within a minute. So the training shapes, where peers are
+    compared, are timed in ROUNDS rounds, each over all peers, which puts the same drift into every peer; once
+    the budget is spent, no further round of a peer begins. Rows kept by `append` are not timed again: a ratio
+    is best drawn from two rows of one run.
+
     Raises KernelError for a name that does not exist and for a machine without the device.
     """
     from tqdm import tqdm
@@ -92,7 +107,7 @@ def run_bench(
         )
     sweeps = sweeps or (QUICK if quick else SWEEPS)
     chosen = [PEERS[name] for name in _known(peers, PEERS, "peer") or DEFAULT_PEERS]
-    graphed = set(sweeps.get("training", ()))
+    training = set(sweeps.get("training", ()))
     shapes = list(dict.fromkeys(s for name in _known(only, sweeps, "sweep") or sweeps for s in sweeps[name]))
     if device.index is not None:
         torch.cuda.set_device(device)
@@ -103,26 +118,40 @@ def run_bench(
     if results is None:
         results = Results(environment(device), clock.copy_bandwidth(1 << 30 if clock.cuda else 1 << 24))
     deadline = time.perf_counter() + budget
-    cells = [(shape, peer) for shape in shapes for peer in chosen if not results.has(peer.name, shape)]
-    cells = [(shape, peer) for shape, peer in cells if shape in graphed or not peer.training_only]
-    for shape, peer in (bar := tqdm(cells, desc="bench", unit="cell", disable=None if progress else True)):
-        bar.set_postfix_str(f"{peer.name} {shape}")
-        predicted = _predict(results.rows, peer, shape)
-        reason = None
-        if time.perf_counter() > deadline:
-            reason = f"the budget of {budget:.0f} s is spent"
-        elif (
-            predicted is not None and 8 * predicted > limit
-        ):  # one to warm, one to size, two, three to time and more
-            reason = f"would take about {predicted:.1f} s a call, the limit is {limit:.0f} s in all"
-        if reason is None:
-            row = measure(peer, shape, dtype, clock, limit=limit, graphs=shape in graphed and shape != CUMSUM)
-        else:
+    cells = _in_rounds(shapes, chosen, training, results)
+    found: dict[tuple[str, Shape], list[Row]] = defaultdict(list)  # a row a round
+    bar = tqdm(cells, desc="bench", unit="timing", disable=None if progress else True)
+    for n, shape, peer in bar:
+        bar.set_postfix_str(f"{peer.name} {shape} round {n}")
+        rows = found[peer.name, shape]
+        spent = f"the budget of {budget:.0f} s is spent" if time.perf_counter() > deadline else None
+        if n > 1 and (spent or not rows[-1].rounds):  # never timed, or failed since
+            continue
+        if n > 1:
+            row = measure_again(rows[0], peer, dtype, clock)
+        elif reason := spent or _too_slow(results.rows, peer, shape, limit):
             row = Row(peer.name, shape, str(dtype).removeprefix("torch."), "skipped", reason)
-        results.rows = [r for r in results.rows if (r.peer, r.shape) != (peer.name, shape)] + [row]
+        else:
+            graphs = shape in training and shape != CUMSUM
+            row = measure(peer, shape, dtype, clock, limit=limit, graphs=graphs)
+        rows.append(row)
+        results.keep(over_rounds(rows))
         if save_to is not None:
             results.save(save_to)
     return results
+
+
+def _in_rounds(
+    shapes: list[Shape], peers: list[Peer], training: set[Shape], done: Results
+) -> list[tuple[int, Shape, Peer]]:
+    """Round, shape and peer of all that is to be measured: at a shape, every peer before the next round."""
+    return [
+        (n, shape, peer)
+        for shape in shapes
+        for n in range(1, 1 + (ROUNDS if shape in training else 1))
+        for peer in peers
+        if (shape in training or not peer.training_only) and not done.has(peer.name, shape)
+    ]
 
 
 def _kept(path: Path, device: torch.device) -> Results:
@@ -135,11 +164,19 @@ def _kept(path: Path, device: torch.device) -> Results:
 
 
 def _known(names: Iterable[str], known: Iterable[str], what: str) -> list[str]:
-    names = list(names)
+    names = list(dict.fromkeys(names))
     for name in names:
         if name not in known:
             raise KernelError(f"unknown {what} {name!r}: there are {', '.join(known)}")
     return names
+
+
+def _too_slow(rows: list[Row], peer: Peer, shape: Shape, limit: float) -> str | None:
+    """Why the peer is not tried at this shape, going by the shapes that it was timed at."""
+    predicted = _predict(rows, peer, shape)
+    if predicted is None or 8 * predicted <= limit:  # one to warm, one to size, two, three to time and more
+        return None
+    return f"would take about {predicted:.1f} s a call, the limit is {limit:.0f} s in all"
 
 
 def _predict(rows: list[Row], peer: Peer, shape: Shape) -> float | None:

@@ -4,7 +4,9 @@ import dataclasses
 import json
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,10 +22,12 @@ from lingpt.kernels.bench import (
     bars_table,
     draw,
     run_bench,
+    runner,
 )
+from lingpt.kernels.bench import measure as measuring
 from lingpt.kernels.bench.bars import BARS
 from lingpt.kernels.bench.environment import not_alone
-from lingpt.kernels.bench.measure import TAIL, Clock, measure
+from lingpt.kernels.bench.measure import TAIL, Clock, measure, measure_again
 from lingpt.kernels.bench.selftest import SHAPES, self_test
 from lingpt.kernels.bench.shapes import BATCH_1, CUMSUM, REFERENCE
 from lingpt.kernels.bench.traffic import parse_counts
@@ -138,6 +142,7 @@ def test_a_run_keeps_its_rows_and_comes_back_from_disk(tmp_path: Path) -> None:
     """Guards: a shape of two sweeps is measured once, the file holds everything, head included."""
     results = run_bench(peers=ON_CPU, device="cpu", dtype=torch.float32, sweeps=TINY, progress=False)
     assert len(results.rows) == len(ON_CPU) * 2 and {row.status for row in results.rows} == {"ok"}
+    assert [row.rounds for row in results.rows] == [3] * len(ON_CPU) + [1] * len(ON_CPU)
     results.save(tmp_path / "a" / "results.json")
     again = Results.load(tmp_path / "a" / "results.json")
     assert again == results and again.rows[0].shape.N == 65
@@ -160,6 +165,115 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     whole.save(path)
     with pytest.raises(KernelError, match="another source_hash"):
         run_bench(peers=("sdpa-math",), **options)
+
+
+Turn = tuple[str, int, int]  # a peer's, at N, in round
+
+
+def made_up_rounds(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Row, int], None]) -> list[Turn]:
+    """Rounds of 5, 1 and 2 ms and replays of half that, each after `spoil(row, n)`; the list notes turns."""
+    turns: list[Turn] = []
+
+    def one_round(row: Row, call, clock: Clock, graphs: bool, check: bool = False) -> None:
+        n = 1 + sum(turn[:2] == (row.peer, row.shape.N) for turn in turns)
+        turns.append((row.peer, row.shape.N, n))
+        assert check == (n == 1)
+        spoil(row, n)
+        row.forward_ms = row.backward_ms = row.both_ms = (5.0, 1.0, 2.0)[n - 1]
+        row.rounds = 1
+        if graphs and not row.graph:
+            row.forward_graph_ms = row.backward_graph_ms = row.both_ms / 2
+
+    monkeypatch.setattr(measuring, "_round", one_round)
+    return turns
+
+
+def run_in_rounds(*peers: str, **options) -> list[Row]:
+    return run_bench(
+        peers=peers, device="cpu", dtype=torch.float32, sweeps=TINY, progress=False, **options
+    ).rows
+
+
+def test_training_shapes_are_timed_in_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: at a training shape all peers have their turn before the next round, elsewhere there is one;
+    a time is the median of the rounds', replays included, and the rest of the row is the first round's."""
+    turns = made_up_rounds(monkeypatch, lambda row, n: None)
+    rows = run_in_rounds(*ON_CPU)
+    assert turns == [(name, 65, n) for n in (1, 2, 3) for name in ON_CPU] + [(n, 130, 1) for n in ON_CPU]
+    for row in rows[:3]:
+        assert (row.forward_ms, row.backward_ms, row.both_ms, row.rounds) == (2, 2, 2, 3)
+        assert row.forward_graph_ms == row.backward_graph_ms == 1
+        assert row.status == "ok" and row.reason == "" and row.errors and row.repeats >= 3
+    assert [(row.both_ms, row.rounds, row.forward_graph_ms) for row in rows[3:]] == [(5, 1, None)] * 3
+
+
+@pytest.mark.parametrize(
+    ("failing", "graph", "counted", "begun", "ms"),
+    [(2, False, 1, 2, 5), (3, False, 2, 3, 3), (2, True, 2, 3, 3.5)],
+)
+def test_a_later_round_that_fails(
+    monkeypatch, tmp_path: Path, failing: int, graph: bool, counted: int, begun: int, ms: float
+) -> None:
+    """Guards: what earlier rounds found stays, the row says what happened, the other peer is not touched."""
+
+    def spoil(row: Row, n: int) -> None:
+        if (row.peer, n) == ("sdpa-math", failing):
+            if not graph:
+                raise ValueError("broken\nmore")
+            row.graph = "ValueError: broken"
+
+    turns = made_up_rounds(monkeypatch, spoil)
+    path = tmp_path / "results.json"
+    spoilt, other = run_in_rounds("sdpa-math", "ours-chunkwise", only=["training"], save_to=path)
+    assert (spoilt.status, spoilt.reason) == ("ok", f"round {failing}: ValueError: broken")
+    assert (spoilt.rounds, spoilt.both_ms, spoilt.forward_graph_ms) == (counted, ms, ms / 2)
+    assert spoilt.errors and spoilt.graph == "" and (other.rounds, other.both_ms, other.reason) == (3, 2, "")
+    assert [turn[0] for turn in turns].count("sdpa-math") == begun
+    assert Results.load(path).rows == [spoilt, other]
+
+
+def test_what_the_first_round_did_not_time_has_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: rows that are skipped, out of memory or in error stay as they are, in their place."""
+
+    def spoil(row: Row, n: int) -> None:
+        if row.peer == "sdpa-math":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    turns = made_up_rounds(monkeypatch, spoil)
+    rows = run_in_rounds("fla-gla", "sdpa-math", "ours-chunkwise", only=["training"])
+    assert [(row.status, row.rounds) for row in rows] == [("skipped", 0), ("oom", 0), ("ok", 3)]
+    assert [turn[0] for turn in turns].count("sdpa-math") == 1 and rows[1].reason == "out of memory"
+
+
+@pytest.mark.parametrize(("budget", "rounds"), [(1.5, [1, 1]), (2.5, [2, 1]), (3.5, [2, 2]), (9, [3, 3])])
+def test_no_round_begins_after_the_deadline(monkeypatch, budget: float, rounds: list[int]) -> None:
+    """Guards: of two peers whose rounds take a second each, what fits is timed and nothing found is lost."""
+    turns = made_up_rounds(monkeypatch, lambda row, n: None)
+    monkeypatch.setattr(runner, "time", SimpleNamespace(perf_counter=lambda: float(len(turns))))
+    rows = run_in_rounds("sdpa-math", "ours-chunkwise", only=["training"], budget=budget)
+    assert [row.rounds for row in rows] == rounds and len(turns) == sum(rounds)
+    assert [(row.status, row.reason) for row in rows] == [("ok", "")] * 2
+    assert [row.both_ms for row in rows] == [{1: 5, 2: 3, 3: 2}[n] for n in rounds]
+
+
+def test_rows_of_before_there_were_rounds(tmp_path: Path) -> None:
+    """Guards: a file without the field loads and gives its table, as do the results in this repository."""
+    results = made_up()
+    results.save(tmp_path / "results.json")
+    fields = json.loads((tmp_path / "results.json").read_text())
+    for row in fields["rows"]:
+        del row["rounds"]
+    (tmp_path / "results.json").write_text(json.dumps(fields))
+    old = Results.load(tmp_path / "results.json")
+    assert all(row.rounds == (row.both_ms is not None) for row in old.rows)
+    assert bars_table(old) == bars_table(results) and "D = 128; medians, L2" in bars_table(old)
+    for path in (Path(__file__).parents[2] / "docs/results/kernels").rglob("results.json"):
+        assert "medians" in bars_table(Results.load(path))
+    for row in old.rows:
+        row.rounds *= 3
+    assert "medians over 3 interleaved rounds" in bars_table(old)
+    old.row("ours", REFERENCE).rounds = 2
+    assert "medians over 2 to 3 interleaved rounds" in bars_table(old)
 
 
 def test_a_card_that_others_use_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,11 +453,15 @@ def test_kernels_are_listed_and_compiled(
 def test_a_peer_on_the_gpu_is_timed_and_right(name: str) -> None:
     """Guards: each peer that is installed computes its own function, with its memory and its graph."""
     shape = Shape(2, 1024, 4, 64)
-    row = measure(PEERS[name], shape, torch.bfloat16, Clock(torch.device("cuda")), limit=120, graphs=True)
+    clock = Clock(torch.device("cuda"))
+    row = measure(PEERS[name], shape, torch.bfloat16, clock, limit=120, graphs=True)
     if row.status == "skipped":
         pytest.skip(f"{name}: {row.reason}")
     assert row.status == "ok", row.reason
     assert row.forward_memory >= 1 and row.both_memory >= row.forward_memory and math.isfinite(row.both_ms)
+    again = measure_again(row, PEERS[name], torch.bfloat16, clock)
+    assert (again.status, again.reason, again.graph, again.rounds) == ("ok", "", "", 1)
+    assert (again.forward_graph_ms is None) == (row.forward_graph_ms is None)
 
 
 @pytest.mark.parametrize("action", ["list", "compile"])
