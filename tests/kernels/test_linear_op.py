@@ -4,7 +4,10 @@ import warnings
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lingpt.kernels import (
@@ -14,7 +17,7 @@ from lingpt.kernels import (
     linear_attention_flops,
     linear_attention_qkv,
 )
-from lingpt.kernels.linear import chunkwise, dispatch
+from lingpt.kernels.linear import chunkwise, dispatch, library
 
 B, N, H, D = 2, 70, 2, 8
 
@@ -78,6 +81,130 @@ def test_meta_tensors_have_shapes():
     o, end = linear_attention(q, q, q, return_state=True)
     assert (o.shape, o.dtype) == (q.shape, q.dtype)
     assert end.S.shape == (B, H, D, D) and end.S.dtype == torch.float32
+
+
+# The way past the dispatcher: nobody who could see the operator notices it
+
+
+PLAIN = library.Settings(None, 1.0, None, None, None, None, None, True, True, False, "auto")
+
+
+def operator(q, k, v):
+    """linear_attention(q, k, v), by the operator."""
+    return torch.ops.lingpt.linear_attention_fwd.default(q, k, v, *PLAIN)[0]
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["all arguments", "none optional"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_direct_way_gives_the_operator_s_bits(full, packed):
+    b, parts = torch.full((H,), 0.5, requires_grad=True), state(True)
+    optional = (b, 1.0, torch.full((H,), -0.1), *parts) if full else (None, 0.5, *(None,) * 5)
+    settings = library.Settings(*optional, True, True, full, "auto")
+    x = tensors(True)
+    inputs = (torch.stack(x, 2), *rope()) if packed else x
+    attend = library.attend_qkv if packed else library.attend
+    name = "linear_attention_qkv_fwd" if packed else "linear_attention_fwd"
+
+    direct = attend(inputs, settings)
+    whole = getattr(torch.ops.lingpt, name).default(*inputs, *settings)
+    if not full:
+        assert direct[2:] == (None,) * 4 and all(x.numel() == 0 for x in whole[2:])
+    wanted = [*x, b, *parts] if full else x
+    found = []
+    for o, stats, *end in (direct, whole):
+        loss = o.square().sum() + (sum(x.square().sum() for x in end) if full else 0)
+        found.append((o, stats, *end[: 4 * full], *torch.autograd.grad(loss, wanted)))
+        assert o.requires_grad and not stats.requires_grad
+    for ours, expected in zip(*found, strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_modes_tracers_and_the_profiler_see_the_operator():
+    q, k, v = tensors(True)
+
+    class Functions(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    for mode, passes in ((Functions, ["fwd"]), (Operators, ["fwd", "bwd"])):
+        seen = []
+        with mode():
+            linear_attention(q, k, v).sum().backward()
+        assert [x for x in seen if "lingpt" in x] == [f"lingpt.linear_attention_{x}.default" for x in passes]
+
+    with torch.profiler.profile() as profile:
+        linear_attention(q, k, v)
+    assert [x.count for x in profile.key_averages() if x.key == "lingpt::linear_attention_fwd"] == [1]
+
+    def call(q, k, v):
+        return linear_attention(q, k, v)
+
+    for pre_dispatch in (False, True):
+        graph = make_fx(call, pre_dispatch=pre_dispatch)(*tensors()).graph
+        assert "lingpt.linear_attention_fwd.default" in [str(node.target) for node in graph.nodes]
+    graph = torch.jit.trace(call, tensors()).graph
+    assert "lingpt::linear_attention_fwd" in [node.kind() for node in graph.nodes()]
+
+
+def test_transforms_do_to_it_what_they_do_to_the_operator():
+    def outcome(transform, attention):
+        try:
+            return transform(attention)
+        except RuntimeError as error:
+            return str(error)
+
+    q, k, v = tensors()
+    batches = [torch.stack((x, -x, 2 * x)) for x in (q, k, v)]
+    for transform in (
+        lambda attention: torch.func.grad(lambda q: attention(q, k, v).sum())(q),
+        lambda attention: torch.func.vjp(lambda q: attention(q, k, v), q)[0],
+        lambda attention: torch.vmap(attention)(*batches),
+        lambda attention: torch.vmap(lambda q: attention(q, k, v))(batches[0]),
+        lambda attention: torch.vmap(torch.func.grad(lambda q: attention(q, k, v).sum()))(batches[0]),
+        lambda attention: torch.func.functionalize(attention)(q, k, v),
+    ):
+        ours, expected = outcome(transform, linear_attention), outcome(transform, operator)
+        assert type(ours) is type(expected)
+        assert torch.equal(ours, expected) if isinstance(ours, torch.Tensor) else ours == expected
+
+
+def test_a_backward_may_be_mapped():
+    q, k, v = tensors(True)
+    o = linear_attention(q, k, v)
+    do = torch.stack((o, o.square())).detach()
+    mapped = torch.vmap(lambda do: torch.autograd.grad(o, q, do, retain_graph=True)[0])(do)
+    expected = [torch.autograd.grad(o, q, x, retain_graph=True)[0] for x in do]
+    assert torch.equal(mapped, torch.stack(expected))
+
+
+@pytest.mark.parametrize("place", range(4), ids=["q", "k", "v", "b"])
+def test_a_subclass_of_tensor_is_heeded_wherever_it_comes(place):
+    class Ours(torch.Tensor):
+        pass
+
+    x = [*tensors(), torch.ones(H)]
+    x[place] = x[place].as_subclass(Ours)
+    assert type(linear_attention(*x)) is Ours
+
+
+def test_without_gradients_and_with_parameters():
+    q, k, v = tensors()
+    expected = linear_attention(q, k, v)
+    p = torch.nn.Parameter(q)
+    o = linear_attention(p, k, v)
+    assert torch.equal(o, expected) and o.requires_grad
+    assert library.attend((p, k, v), PLAIN)[2:] == (None,) * 4  # the direct way
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            o, end = linear_attention(p, k, v, return_state=True)
+        assert torch.equal(o, expected) and not o.requires_grad and not end.S.requires_grad
+    assert not expected.requires_grad
 
 
 # FLOPs

@@ -92,14 +92,15 @@ def runs_on_cuda(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, causal: bo
     Decided inside the operators, where torch.compile does not look. Raises KernelError where "cuda" cannot
     be had; "auto" says so once, except for dtypes that nobody expects on tensor cores.
     """
-    if backend == "chunkwise" or (backend == "auto" and q.device.type != "cuda"):
+    if backend == "chunkwise" or (backend == "auto" and not q.is_cuda):
         return False
-    reason = why_no_kernel(q.dtype, q.shape[-1], q.device)
+    B, _, H, D = q.shape
+    reason = why_no_kernel(q.dtype, D, q.device)
     if reason is None and not causal:
         reason = "it is causal only"
     if reason is None and not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
         reason = "the last dimension of q, k and v must be contiguous"
-    if reason is None and q.shape[0] * q.shape[2] > 65535:
+    if reason is None and B * H > 65535:
         reason = "batch size × heads is above 65,535"
     if reason is None and cos is not None and cos.shape[1] % 16:
         reason = f"it rotates a multiple of 16 dimensions, not {cos.shape[1]}"

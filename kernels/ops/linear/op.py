@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lingpt.kernels.errors import KernelError
 from lingpt.kernels.linear.common import LinearAttentionState, state_dtype, state_shapes
-from lingpt.kernels.linear.library import Settings
+from lingpt.kernels.linear.library import Settings, attend, attend_qkv
 from lingpt.kernels.linear.recurrent import linear_attention_recurrent
 from lingpt.kernels.linear.reference import linear_attention_reference
 from lingpt.kernels.linear.rope import rotate
@@ -69,7 +69,7 @@ def linear_attention(
     s = _settings(q, b, log_decay, normalize_qk, causal, initial_state, return_state, backend)
     if s.backend in ("reference", "recurrent"):
         return _in_plain_pytorch(q, k, v, s)
-    o, _, *state = torch.ops.lingpt.linear_attention_fwd(q, k, v, *s)
+    o, _, *state = attend((q, k, v), s)
     return (o, LinearAttentionState(*state)) if return_state else o
 
 
@@ -97,13 +97,12 @@ def linear_attention_qkv(
         o [B, N, H, D] in qkv's dtype; with `return_state`, (o, state).
     """
     _check_packed(qkv, cos, sin)
-    q = qkv.select(2, 0)
-    s = _settings(q, b, log_decay, normalize_qk, True, initial_state, return_state, backend)
+    s = _settings(qkv, b, log_decay, normalize_qk, True, initial_state, return_state, backend)
     if s.backend in ("reference", "recurrent"):
         q, k, v = qkv.unbind(2)
         q, k = (rotate(x.to(state_dtype(x.dtype)), cos, sin) for x in (q, k))
         return _in_plain_pytorch(q, k, v, s)
-    o, _, *state = torch.ops.lingpt.linear_attention_qkv_fwd(qkv, cos, sin, *s)
+    o, _, *state = attend_qkv((qkv, cos, sin), s)
     return (o, LinearAttentionState(*state)) if return_state else o
 
 
@@ -124,38 +123,37 @@ def _in_plain_pytorch(q: Tensor, k: Tensor, v: Tensor, s: Settings):
 # the GPU and break a graph.
 
 
-def _settings(q, b, log_decay, normalize_qk, causal, initial_state, return_state, backend) -> Settings:
-    """Everything but the tensors, checked against q [B, N, H, D], and as the operators take it."""
-    b_tensor, b_number = (
-        (_per_head(b, q, "b"), 1.0) if isinstance(b, Tensor) else (None, _number(b, normalize_qk))
-    )
-    log_decay = _decay(log_decay, q, causal)
-    state = _state(initial_state, q)
-    backend = _backend(backend, q, causal, initial_state is not None)
-    return Settings(b_tensor, b_number, log_decay, *state, normalize_qk, causal, return_state, backend)
+def _settings(like, b, log_decay, normalize_qk, causal, initial_state, return_state, backend) -> Settings:
+    """Everything but the tensors, as the operators take it; checked against q [B, N, H, D] or qkv."""
+    number = 1.0 if isinstance(b, Tensor) else _number(b, normalize_qk)
+    b = _per_head(b, like, "b") if isinstance(b, Tensor) else None
+    log_decay = _decay(log_decay, like, causal)
+    state = _state(initial_state, like)
+    backend = _backend(backend, like, causal, initial_state is not None)
+    return Settings(b, number, log_decay, *state, normalize_qk, causal, return_state, backend)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if q.ndim != 4 or k.shape != q.shape or v.shape != q.shape:
-        shapes = f"{list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
+    shape, dtype, device = q.shape, q.dtype, q.device
+    if len(shape) != 4 or k.shape != shape or v.shape != shape:
+        shapes = f"{list(shape)}, {list(k.shape)}, {list(v.shape)}"
         raise KernelError(f"q, k and v must have one shape [B, N, H, D]; got {shapes}")
-    if not q.is_floating_point() or k.dtype != q.dtype or v.dtype != q.dtype:
-        raise KernelError(
-            f"q, k and v must have one floating-point dtype; got {q.dtype}, {k.dtype}, {v.dtype}"
-        )
-    if k.device != q.device or v.device != q.device:
-        raise KernelError(f"q, k and v must be on one device; got {q.device}, {k.device}, {v.device}")
+    if not dtype.is_floating_point or k.dtype != dtype or v.dtype != dtype:
+        raise KernelError(f"q, k and v must have one floating-point dtype; got {dtype}, {k.dtype}, {v.dtype}")
+    if k.device != device or v.device != device:
+        raise KernelError(f"q, k and v must be on one device; got {device}, {k.device}, {v.device}")
 
 
 def _check_packed(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
-    if qkv.ndim != 5 or qkv.shape[2] != 3 or not qkv.is_floating_point():
-        raise KernelError(f"qkv must be floating point [B, N, 3, H, D]; got {qkv.dtype} {list(qkv.shape)}")
-    N, D = qkv.shape[1], qkv.shape[-1]
-    if cos.shape != sin.shape or cos.ndim != 2 or cos.shape[0] != N or cos.shape[1] % 2 or cos.shape[1] > D:
-        shapes = f"{list(cos.shape)} and {list(sin.shape)}"
+    shape, rope, device = qkv.shape, cos.shape, qkv.device
+    if len(shape) != 5 or shape[2] != 3 or not qkv.is_floating_point():
+        raise KernelError(f"qkv must be floating point [B, N, 3, H, D]; got {qkv.dtype} {list(shape)}")
+    N, D = shape[1], shape[-1]
+    if sin.shape != rope or len(rope) != 2 or rope[0] != N or rope[1] % 2 or rope[1] > D:
+        shapes = f"{list(rope)} and {list(sin.shape)}"
         raise KernelError(f"cos and sin must be [N = {N}, R], R even and at most D = {D}; got {shapes}")
-    if cos.device != qkv.device or sin.device != qkv.device:
-        devices = f"{qkv.device}, {cos.device}, {sin.device}"
+    if cos.device != device or sin.device != device:
+        devices = f"{device}, {cos.device}, {sin.device}"
         raise KernelError(f"qkv, cos and sin must be on one device; got {devices}")
 
 
@@ -165,15 +163,15 @@ def _number(b: float, normalize_qk: bool) -> float:
     return float(b)
 
 
-def _per_head(x: Tensor, q: Tensor, name: str) -> Tensor:
+def _per_head(x: Tensor, like: Tensor, name: str) -> Tensor:
     """A tensor [H] in the dtype of the sums."""
-    if x.shape != q.shape[2:3] or not x.is_floating_point() or x.device != q.device:
+    if x.shape != like.shape[-2:-1] or not x.is_floating_point() or x.device != like.device:
         got = f"{x.dtype} {list(x.shape)} on {x.device}"
-        raise KernelError(f"{name} must be floating point [H = {q.shape[2]}] on {q.device}; got {got}")
-    return x.to(state_dtype(q.dtype))
+        raise KernelError(f"{name} must be floating point [H = {like.shape[-2]}] on {like.device}; got {got}")
+    return x.to(state_dtype(like.dtype))
 
 
-def _decay(log_decay: Tensor | Sequence[float] | None, q: Tensor, causal: bool) -> Tensor | None:
+def _decay(log_decay: Tensor | Sequence[float] | None, like: Tensor, causal: bool) -> Tensor | None:
     if log_decay is None:
         return None
     if not causal:
@@ -181,32 +179,32 @@ def _decay(log_decay: Tensor | Sequence[float] | None, q: Tensor, causal: bool) 
     if not isinstance(log_decay, Tensor):
         if not all(x <= 0 for x in log_decay):
             raise KernelError(f"log_decay must be at most 0 in every head; got {list(log_decay)}")
-        log_decay = torch.tensor(log_decay, dtype=state_dtype(q.dtype), device=q.device)
-    return _per_head(log_decay.detach(), q, "log_decay")
+        log_decay = torch.tensor(log_decay, dtype=state_dtype(like.dtype), device=like.device)
+    return _per_head(log_decay.detach(), like, "log_decay")
 
 
-def _state(state: LinearAttentionState | None, q: Tensor) -> tuple[Tensor | None, ...]:
+def _state(state: LinearAttentionState | None, like: Tensor) -> tuple[Tensor | None, ...]:
     if state is None:
         return (None,) * 4
     if len(state) != 4:
         raise KernelError(
             f"initial_state must be a LinearAttentionState (S, z, c, n); got {len(state)} parts"
         )
-    B, _, H, D = q.shape
-    dtype = state_dtype(q.dtype)
-    for name, x, shape in zip("Szcn", state, state_shapes(B, H, D), strict=True):
-        if x.shape != shape or x.dtype != dtype or x.device != q.device:
+    shapes = state_shapes(like.shape[0], *like.shape[-2:])
+    dtype, device = state_dtype(like.dtype), like.device
+    for name, x, shape in zip("Szcn", state, shapes, strict=True):
+        if x.shape != shape or x.dtype != dtype or x.device != device:
             got = f"{x.dtype} {list(x.shape)} on {x.device}"
-            raise KernelError(f"initial_state.{name} must be {dtype} {list(shape)} on {q.device}; got {got}")
+            raise KernelError(f"initial_state.{name} must be {dtype} {list(shape)} on {device}; got {got}")
     return tuple(state)
 
 
-def _backend(backend: str, q: Tensor, causal: bool, has_state: bool) -> str:
+def _backend(backend: str, like: Tensor, causal: bool, has_state: bool) -> str:
     """`backend`, where "auto" may turn out to be "recurrent"; the rest is decided in dispatch.py."""
     if backend not in BACKENDS:
         raise KernelError(f"unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
     if backend == "recurrent" and not causal:
         raise KernelError("the recurrent backend is causal; causal=False needs 'chunkwise' or 'reference'")
-    if backend == "auto" and causal and has_state and q.shape[1] == 1 and q.device.type == "cpu":
+    if backend == "auto" and causal and has_state and like.shape[1] == 1 and like.device.type == "cpu":
         return "recurrent"
     return backend
