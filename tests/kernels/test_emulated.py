@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import types
 from pathlib import Path
 
 import emulator
@@ -300,9 +299,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch):
     def pretend(build: Build) -> None:
         monkeypatch.setattr(launch, "_card", lambda device: (build.arch, 132))
         monkeypatch.setattr(nvrtc.KernelSpec, "compile", compiled)
-        stream = types.SimpleNamespace(cuda_stream=0)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
-        monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+        monkeypatch.setattr(launch, "_stream", lambda device: 0)
+        monkeypatch.setattr(launch, "_on", lambda device: contextlib.nullcontext())
         forget()
 
     yield pretend
@@ -431,10 +429,8 @@ def test_uncut_sequences(build: Build, emulated, monkeypatch: pytest.MonkeyPatch
     x, settings = inputs(build, B, N, H), options(build, B, N, H)
     monkeypatch.setattr(launch, "_card", lambda device: (build.arch, 5))
     monkeypatch.setattr(launch, "split", lambda heads, length, chunk, slots: (-(-length // chunk), chunk))
-    launched, scan_whole = [], launch._Call.scan_whole
-    monkeypatch.setattr(
-        launch._Call, "scan_whole", lambda call, params: (launched.append(call), scan_whole(call, params))
-    )
+    launched, whole = [], launch.Plan._whole
+    monkeypatch.setattr(launch.Plan, "_whole", lambda plan: launched.append(plan) or whole(plan))
     ours = run(*x, **settings)
     exact, bar = (turned(form, build, x, **settings) for form in (exactly, quantised))
     assert launched and not too_far(ours, exact, bar)
@@ -475,6 +471,20 @@ def test_views_of_a_projection(build: Build, emulated) -> None:
     ours = run(*qkv.unbind(2), do, out=dqkv.unbind(2))
     assert all(torch.equal(ours[name], base[name]) for name in base)
     assert torch.equal(dqkv.unbind(2)[2], base["dv"])
+
+
+@pytest.mark.parametrize("build", PLAIN, ids=str)
+def test_default_dtype(build: Build, emulated) -> None:
+    """Guards: Fabric's "bf16-true" changes the default dtype around a model's forward; sums stay fp32."""
+    emulated(build)
+    x, settings = inputs(build, 1, 520, 1), options(build, 1, 520, 1)
+    base = run(*x, **settings)
+    torch.set_default_dtype(BF16)
+    try:
+        ours = run(*x, **settings)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(ours[name], base[name]) for name in base)
 
 
 @pytest.mark.parametrize("build", PLAIN, ids=str)

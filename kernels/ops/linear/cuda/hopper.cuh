@@ -105,7 +105,7 @@ template <typename T, int D, int MODE, bool DECAY, int ROPE, bool STATES, bool W
 struct HopperScan {
   using F = Facts<T, MODE>;
   static constexpr int C = 64, PANELS = D / 64, GROUPS = WHOLE ? 1 : PANELS;  // of 64 columns: a row, this block's of c and y
-  static constexpr int OUTPUTS = 128 * GROUPS, ROWS = 128, COPIERS = 128;  // threads
+  static constexpr int OUTPUTS = 128 * GROUPS, ROWS = 128, WEIGHTS = 128, COPIERS = 128;  // threads
   static constexpr int KS = D / 16, CS = C / 16;  // steps of 16 along D and along a chunk
   static constexpr bool PROJECTS = F::PROJECTS && !STATES;
   static constexpr bool SUMS_B = MODE == FWD || STATES;
@@ -137,13 +137,12 @@ struct HopperScan {
     u16* sigma_end;
     float* c_sum;
   };
-  template <typename POINTER>
-  struct Ends {  // where S [D, D], Σ τ c and Σ ζ b come from or go to, each times its scale
-    POINTER S, c, b;
-    float scale, scale_c, scale_b;
+  // Powers of γ by how far a lane's rows of W are ahead of its columns: γ^(ahead + 8 − 8i) and γ^(ahead + 7 − 8i). Kept
+  // where registers are enough.
+  static constexpr bool KEEPS_DECAYS = DECAY && WHOLE;
+  struct Decays {
+    float2 of[KEEPS_DECAYS ? 9 : 1];
   };
-  using Source = Ends<const float*>;
-  using Target = Ends<float*>;
   template <int SIZE>
   struct Ring {  // a chunk's place in a ring, and how often, mod 2, the ring was passed
     static constexpr bool POWER = (SIZE & SIZE - 1) == 0;
@@ -164,10 +163,9 @@ struct HopperScan {
     powers = reinterpret_cast<float*>(smem + L::POWERS) + 16;
     int batch = bh() / p.H, h = bh() % p.H;
     if (tid < 6) {  // every tensor's row of this head at position 0
-      const Rows& x = (&p.a)[tid];
-      u16* first = static_cast<u16*>(x.data) + batch * x.batch + h * x.head;
-      if (tid == C_ || tid == Y) first += first_column();
-      reinterpret_cast<u16**>(smem + L::HEADS)[tid] = first + (F::REVERSE ? i64(p.N - 1) * x.token : 0);
+      u16* first = rows_of_head(p, tid, batch, h) + (tid == C_ || tid == Y ? first_column() : 0);
+      i64 last = F::REVERSE ? (p.N - 1) * p.strides[tid].token : 0;
+      reinterpret_cast<u16**>(smem + L::HEADS)[tid] = first + last;
     }
     if (tid == C + 1) powers[tid] = p.coefficient ? p.coefficient[h] : p.b_value;
     log2_decay = DECAY ? p.log_decay[h] * 1.4426950408889634f : 0.f;
@@ -176,9 +174,9 @@ struct HopperScan {
       for (int i = 0; i < L::STAGES; i++) {
         barrier_init(full(i), COPIERS);
         barrier_init(ready(i), ROWS);
-        barrier_init(empty(i), 4 * GROUPS + 4);
+        barrier_init(empty(i), OUTPUTS + ROWS);
       }
-      for (int i = 0; i < 2; i++) barrier_init(weighed(i), 4);
+      for (int i = 0; i < 2; i++) barrier_init(weighed(i), WEIGHTS);
     }
     for (int i = L::ENDS + 16 * tid; i < L::COEFFICIENTS; i += 16 * blockDim.x)
       *reinterpret_cast<uint4*>(smem + i) = make_uint4(0, 0, 0, 0);
@@ -237,9 +235,10 @@ struct HopperScan {
     return STAGING ? base + L::OUT + parity * GROUPS * L::PANEL : tile(stage, Y_TILE);
   }
   __device__ __forceinline__ int keys(int stage) const { return L::KEYS + stage * PANELS * L::EIGHT_ROWS; }  // offsets
-  __device__ __forceinline__ int ends(int parity) const { return L::ENDS + parity * L::EIGHT_ROWS; }
-  __device__ __forceinline__ float* scales() const { return reinterpret_cast<float*>(smem + L::SCALES); }
-  __device__ __forceinline__ float* group_scales() const { return scales() + group() * 2 * C; }
+  __device__ __forceinline__ int ends(int slot) const { return L::ENDS + slot * L::EIGHT_ROWS; }
+  __device__ __forceinline__ float* group_scales() const {
+    return reinterpret_cast<float*>(smem + L::SCALES) + group() * 2 * C;
+  }
   // In the order A, B, UNIT, C: only the last may have fewer columns. `states` has no A.
   __device__ __forceinline__ u32 tile(int stage, int which) const {
     constexpr int WITH_A = STATES ? 0 : 1, UNITS = PROJECTS ? 1 : 0;
@@ -259,7 +258,7 @@ struct HopperScan {
   __device__ __forceinline__ float b() const { return powers[C + 1]; }
   // Row `position` of tensor a, b, c, unit, y or o (0 … 5).
   __device__ __forceinline__ u16* row(int tensor, int position) const {
-    const Rows& x = (&p.a)[tensor];
+    const Strides& x = p.strides[tensor];
     return read_pointer(base + L::HEADS + 8 * tensor) + i64(position) * (F::REVERSE ? -x.token : x.token);
   }
 
@@ -268,6 +267,8 @@ struct HopperScan {
   template <bool WEIGHS, bool COPIES>
   __device__ __forceinline__ void weigh_and_copy() {
     if (WEIGHS) clear_above_diagonal();
+    Decays decays;
+    if (WEIGHS) read_decays(decays);
     Stages ring, behind;  // of this chunk and the one before
     Ring<2> w;
     for (int position = begin() - (L::STAGES - 1) * C; position < end() + C; position += C, behind.next()) {
@@ -276,10 +277,9 @@ struct HopperScan {
       if (position >= begin()) {
         if (WEIGHS && position < end()) {
           barrier_wait(ready(ring.stage()), ring.phase());
-          weigh(ring.stage(), position, parity);
+          weigh(ring.stage(), position, parity, decays);
           fence_shared();
-          __syncwarp();
-          if (lane == 0) barrier_arrive(weighed(parity));
+          barrier_arrive(weighed(parity));
         }
         barrier_wait(empty(behind.stage()), behind.phase() ^ 1);
         ring.next(), w.next();
@@ -317,7 +317,7 @@ struct HopperScan {
     constexpr int PIECES = 8 * COLUMNS, STEP = 128 / PIECES, UNROLL = FULL ? C / STEP : 1;
     const int first = u32(tid) % 128 / PIECES, piece = u32(tid) % PIECES;
     const u16* src = row(tensor, position + first) + 8 * piece;
-    i64 step = (F::REVERSE ? -STEP : STEP) * i64((&p.a)[tensor].token);
+    i64 step = (F::REVERSE ? -STEP : STEP) * p.strides[tensor].token;
     int left = p.N - position - first;
     dst += place<C>(first, piece);
 #pragma unroll UNROLL
@@ -327,7 +327,7 @@ struct HopperScan {
   __device__ __forceinline__ void copy_out(u32 src, u16* dst, int position) const {
     constexpr int PIECES = 8 * COLUMNS, STEP = 128 / PIECES;
     const int first = u32(tid) % 128 / PIECES, piece = u32(tid) % PIECES;
-    i64 token = F::REVERSE ? -i64(p.y.token) : p.y.token;
+    i64 token = F::REVERSE ? -p.strides[Y].token : p.strides[Y].token;
     int left = p.N - position - first;
     dst += first * token + 8 * piece, src += place<C>(first, piece);
 #pragma unroll
@@ -338,7 +338,7 @@ struct HopperScan {
   }
 
   // W of this warp's 16 rows, into shared memory; forward also the normalisers. What is above the diagonal stays zero.
-  __device__ __forceinline__ void weigh(int stage, int position, int parity) {
+  __device__ __forceinline__ void weigh(int stage, int position, int parity, const Decays& decays) {
     float x[8][4], past[1][4];
     warpgroup_arrive();
 #pragma unroll
@@ -359,7 +359,7 @@ struct HopperScan {
     if (HAS_KAPPA) w.kappa[0] = c.kappa[first], w.kappa[1] = c.kappa[first + 8];
 #pragma unroll
     for (int tile = 0; tile < 4; tile++)  // of 16 × 16
-      if (tile <= warp % 4) weigh_tile(w, x, c, tile, parity);
+      if (tile <= warp % 4) weigh_tile(w, x, c, tile, parity, decays);
     if (MODE == FWD) {  // of four lanes, the first finishes one row and the second the other
 #pragma unroll
       for (int half = 0; half < 2; half++)
@@ -378,9 +378,21 @@ struct HopperScan {
   struct Weights {  // of a thread's two rows: what W is made of, and the sums of what became of it
     float rho[2], kappa[2], sum[2];
   };
+  __device__ __forceinline__ int ahead() const { return first_row() + g - 2 * t; }  // of the first column
+  __device__ __forceinline__ void read_decays(Decays& decays) const {
+#pragma unroll
+    for (int i = 0; i < (KEEPS_DECAYS ? 9 : 0); i++) {
+      auto read = [&](int by) { return powers[max(by, -1)]; };
+      decays.of[i] = make_float2(read(ahead() + 8 - 8 * i), read(ahead() + 7 - 8 * i));
+    }
+  }
+  __device__ __forceinline__ float2 decays_of(const Decays& decays, int tile, int below) const {  // 8·below rows on
+    if (KEEPS_DECAYS) return decays.of[1 + 2 * tile - below];
+    const float* first = powers + ahead() - 16 * tile + 8 * below;
+    return DECAY ? make_float2(first[0], first[-1]) : make_float2(1.f, 1.f);
+  }
   __device__ __forceinline__ void weigh_tile(Weights& w, const float (&x)[8][4], const Coefficients& c, int tile,
-                                             int parity) const {
-    const int ahead = first_row() + g - 16 * tile - 2 * t;  // of the lane's first row against its first column
+                                             int parity, const Decays& decays) const {
     u32 pairs[4];
 #pragma unroll
     for (int m = 0; m < 2; m++) {
@@ -389,8 +401,10 @@ struct HopperScan {
       if (HAS_TAU) tau = *reinterpret_cast<float2*>(c.tau + j);
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        float w0 = weight(w, half, sigma.x, tau.x, x[2 * tile + m][2 * half], ahead + 8 * (half - m));
-        float w1 = weight(w, half, sigma.y, tau.y, x[2 * tile + m][2 * half + 1], ahead + 8 * (half - m) - 1);
+        float2 decay = decays_of(decays, tile, half - m);
+        int by = ahead() - 16 * tile + 8 * (half - m);
+        float w0 = weight(w, half, sigma.x, tau.x, x[2 * tile + m][2 * half], by, decay.x);
+        float w1 = weight(w, half, sigma.y, tau.y, x[2 * tile + m][2 * half + 1], by - 1, decay.y);
         u32 pair = pack<T>(w0, w1);
         pairs[2 * m + half] = pair;
         float2 rounded = unpack<T>(pair);
@@ -399,10 +413,11 @@ struct HopperScan {
     }
     stmatrix(weights_at(parity, tile), pairs[0], pairs[1], pairs[2], pairs[3]);
   }
-  // w of a pair of tokens, one so far ahead of the other.
-  __device__ __forceinline__ float weight(const Weights& w, int half, float sigma, float tau, float x, int ahead) const {
+  // w of a pair of tokens, one so far ahead of the other; its decay is zero if it is behind.
+  __device__ __forceinline__ float weight(const Weights& w, int half, float sigma, float tau, float x, int ahead,
+                                          float decay) const {
     float y = MODE == DQ ? sigma * (w.rho[half] * x + w.kappa[half]) : w.rho[half] * sigma * x + tau;
-    return DECAY ? y * powers[ahead] : ahead >= 0 ? y : 0.f;
+    return DECAY ? y * decay : ahead >= 0 ? y : 0.f;
   }
   // Where this lane's row of 16 × 16 of this warp's weights is.
   __device__ __forceinline__ u32 weights_at(int parity, int tile) const {
@@ -418,9 +433,8 @@ struct HopperScan {
 
   // ------------------------------------------------------------------------------------------------ the rows
   __device__ __forceinline__ void rows() {
-    float n = MODE == FWD ? tokens_before<DECAY>(p, bh(), log2_decay, begin()) : 0.f, chunk_tokens = 0.f;
-    if (MODE == FWD && DECAY)
-      for (int i = 0; i < C; i++) chunk_tokens += powers[i];
+    float n = MODE == FWD ? tokens_before<DECAY>(p, bh(), log2_decay, begin()) : 0.f;
+    const float chunk_tokens = MODE == FWD ? count<DECAY>(log2_decay, C) : 0.f;
     Sums sums;
     forget_addresses();
     if (!STATES) load_sums(sums);
@@ -433,59 +447,37 @@ struct HopperScan {
     for (int position = begin(); position < end(); position += C, ring.next()) {
       forget_addresses();
       const int stage = ring.stage(), len = min(C, p.N - position);
-      const int parity = STATES ? stage : u32(position - begin()) / C % 2;  // of τ and ζ
-      Coefficients c = coefficients(stage);
+      const int slot = STATES ? stage : u32(position - begin()) / C % 2;  // of τ and ζ
       barrier_wait(empty(stage), ring.phase() ^ 1);  // the coefficients' old readers, too, are done
-      uint4 o[4][PANELS];
-      if (FINDS_E) read_outputs(o, position);
-      if (MODE != FWD && !FINDS_E) write_coefficients(c, next, len, thread(), parity);
-      barrier_wait(full(stage), ring.phase());
-      if (ROPE) rotate_tiles(stage, position, turns);
-      if (MODE == FWD) {
-        if (ROPE) sync_some(ROWS_BARRIER, ROWS);
-        token_rows(c, stage, position, len, n, parity);
-        n = DECAY ? n * power(C) + chunk_tokens : n + C;
-      }
-      if (FINDS_E) {
-        forget_addresses();
-        row_products(o, tile(stage, A), c.row);
-        sync_some(ROWS_BARRIER, ROWS);
-        next.e = next.g != 0.f ? c.row[thread() % C] / next.g : 0.f;
-        if (thread() < len) p.e[stat(position + thread())] = next.e;
-        write_coefficients(c, next, len, thread(), parity);
-      }
-      if (MODE != FWD) next = stats(position + C);
+      token_numbers(ring, slot, position, len, n, next, turns);
+      if (MODE == FWD) n = DECAY ? n * power(C) + chunk_tokens : n + C;
       if (!STATES) {
         finish_sums(sums);
-        if (position > begin()) leave_stage(ring.before());
+        if (position > begin()) barrier_arrive(empty(ring.before()));
         if (leaves_state(leave, position)) store_sums(sums, scratch(leave.index++));
         write_sums(sums, stage);
       }
       fence_shared();  // what was copied, rotated and written, for the warpgroups' products
       barrier_arrive(ready(stage));
       if (TURNS_AHEAD) read_angles(turns, position + C);
-      if (STATES) {
-        leave_stage(stage);
-        continue;
-      }
-      sync_some(ROWS_BARRIER, ROWS);  // τ and ζ are written, and rows are rotated
-      forget_addresses();
-      decay_sums(sums, len);
-      warpgroup_arrive();
-      add_to_sums(sums, stage, parity);
-      warpgroup_commit();
+      if (STATES)
+        barrier_arrive(empty(stage));
+      else
+        start_sums(sums, stage, slot, len);
     }
     forget_addresses();
     if (STATES) return;
     finish_sums(sums);
-    if (begin() < end()) leave_stage(ring.before());
+    if (begin() < end()) barrier_arrive(empty(ring.before()));
     if (has_final()) store_sums(sums, final());
   }
   __device__ __forceinline__ int thread() const { return u32(tid) % ROWS; }
-  __device__ __forceinline__ void leave_stage(int stage) const {
-    __syncwarp();
-    if (lane == 0) barrier_arrive(empty(stage));
-  }
+  // For RoPE a thread has ROPE/16 pieces of each tile; a model's few have their angles read a chunk ahead.
+  static constexpr int PIECES = ROPE / 16;
+  static constexpr bool TURNS_AHEAD = ROPE && PIECES <= D / 64 && (D == 128 || MODE == FWD);
+  struct Turns {
+    typename F::Angles of[TURNS_AHEAD ? PIECES : 1];
+  };
   // What the forward pass saved of a token.
   struct Stats {
     float g, e, r, unit;  // r: 1/‖·‖ of what σ scales (k for DQ, q for DK and DV); unit: of what is projected, or of k
@@ -498,8 +490,32 @@ struct HopperScan {
     if (MODE == DK) s.e = p.e[i];
     return s;
   }
+  // What belongs to the chunk's single tokens, into shared memory; `next`: what was saved of them, then of the next ones.
+  __device__ __forceinline__ void token_numbers(const Stages& ring, int slot, int position, int len, float n, Stats& next,
+                                                const Turns& turns) {
+    const int stage = ring.stage();
+    const Coefficients c = coefficients(stage);
+    uint4 o[4][PANELS];
+    if (FINDS_E) read_outputs(o, position);
+    if (MODE != FWD && !FINDS_E) write_coefficients(c, next, len, thread(), slot);
+    barrier_wait(full(stage), ring.phase());
+    if (ROPE) rotate_tiles(stage, position, turns);
+    if (MODE == FWD) {
+      if (ROPE) sync_some(ROWS_BARRIER, ROWS);
+      token_rows(c, stage, position, len, n, slot);
+    }
+    if (FINDS_E) {
+      forget_addresses();
+      row_products(o, tile(stage, A), c.row);
+      sync_some(ROWS_BARRIER, ROWS);
+      next.e = next.g != 0.f ? c.row[thread() % C] / next.g : 0.f;
+      if (thread() < len) p.e[stat(position + thread())] = next.e;
+      write_coefficients(c, next, len, thread(), slot);
+    }
+    if (MODE != FWD) next = stats(position + C);
+  }
   // σ, τ, ρ, κ of a token, from what was saved. Rows past the end count nothing.
-  __device__ __forceinline__ void write_coefficients(const Coefficients& c, const Stats& s, int len, int i, int parity) const {
+  __device__ __forceinline__ void write_coefficients(const Coefficients& c, const Stats& s, int len, int i, int slot) const {
     if (i >= C) return;
     bool ok = i < len;
     float inverse = ok ? reciprocal(s.g) : 0.f, scale_tau = F::scale_tau(p);
@@ -515,24 +531,17 @@ struct HopperScan {
       if (HAS_KAPPA) c.kappa[i] = kappa;
       if (HAS_ROW) c.row[i] = s.unit;
     }
-    write_end(c, parity, i, sigma * decay, tau * decay, scale_tau * inverse * decay);  // ζ: of the adjoint, for Σ do/g
+    write_end(c, slot, i, sigma * decay, tau * decay, scale_tau * inverse * decay);  // ζ: of the adjoint, for Σ do/g
   }
   // σ, τ and ζ decayed to the chunk's end, as factors for tensor cores.
-  __device__ __forceinline__ void write_end(const Coefficients& c, int parity, int i, float sigma, float tau,
-                                            float zeta) const {
-    split<T, 1>(c.sigma_end + i, C, sigma);
-    split_down<2>(ends(parity), 0, i, tau);
-    if (SUMS_B) split_down<2>(ends(parity), 2, i, zeta);
+  __device__ __forceinline__ void write_end(const Coefficients& c, int slot, int i, float sigma, float tau, float zeta) const {
+    split<T, 1>([&](int) { return c.sigma_end + i; }, sigma);
+    split<T, 2>([&](int part) { return down(ends(slot), part, i); }, tau);
+    if (SUMS_B) split<T, 2>([&](int part) { return down(ends(slot), 2 + part, i); }, zeta);
   }
-  // x as a sum of 16-bit numbers in a column of eight rows of 64, from row `first`.
-  template <int PARTS>
-  __device__ __forceinline__ void split_down(int eight_rows, int first, int column, float x) const {
-#pragma unroll
-    for (int i = 0; i < PARTS; i++) {
-      u32 part = pack<T>(x, 0.f);
-      *reinterpret_cast<u16*>(smem + eight_rows + place<8>(first + i, column / 8) + column % 8 * 2) = u16(part);
-      x -= unpack<T>(part).x;
-    }
+  // Of eight rows of 64 numbers of 16 bits, one in a row.
+  __device__ __forceinline__ u16* down(int eight_rows, int row, int column) const {
+    return reinterpret_cast<u16*>(smem + eight_rows + place<8>(row, column / 8)) + column % 8;
   }
 
   // A warp's rows of a chunk, or columns of a panel.
@@ -541,7 +550,7 @@ struct HopperScan {
   // keys alone, and has two threads for each.
   static constexpr int A_ROW = STATES ? 2 : 1;
   __device__ __forceinline__ void token_rows(const Coefficients& c, int stage, int position, int len, float n,
-                                             int parity) const {
+                                             int slot) const {
     const int i = thread() / A_ROW % C;
     const bool ok = i < len, key = STATES || thread() >= C;
     float square = squared_norm(tile(stage, key ? B : A), i, thread() % A_ROW);
@@ -552,7 +561,7 @@ struct HopperScan {
       float sigma = ok ? r * F::scale_sigma(p) : 0.f, decay = ok ? power(len - 1 - i) : 0.f, end = sigma * decay;
       if (T::NARROW) end = fminf(end, 2048.f);  // 1/‖k‖ of a row of (almost) zeros times v stays finite
       if (!STATES) c.sigma[i] = sigma;
-      if (thread() % A_ROW == 0) write_end(c, parity, i, end, decay, end);
+      if (thread() % A_ROW == 0) write_end(c, slot, i, end, decay, end);
     } else {
       c.rho[i] = b() * r * F::scale_rho(p);
       c.row[i] = power(i + 1) * n;
@@ -614,45 +623,53 @@ struct HopperScan {
   __device__ __forceinline__ int column(int panel, int half) const {
     return 64 * (first_panel() + panel) + first_row() + g + 8 * half;
   }
+  // use(sum, tensor, panel) for each.
+  template <typename USE>
+  __device__ __forceinline__ void each(Sums& sums, USE use) const {
+#pragma unroll
+    for (int i = 0; i < C_PANELS; i++) use(sums.c[i], C_, first_panel() + i);
+#pragma unroll
+    for (int i = 0; i < B_PANELS; i++) use(sums.b[i], B, first_panel() + i);
+  }
   // Products only: between warpgroup_arrive and warpgroup_commit.
-  __device__ __forceinline__ void add_to_sums(Sums& sums, int stage, int parity) const {
-    auto add = [&](float (&sum)[1][4], u32 panel) {
+  __device__ __forceinline__ void add_to_sums(Sums& sums, int stage, int slot) const {
+    each(sums, [&](float(&sum)[1][4], int tensor, int panel) {
 #pragma unroll
       for (int s = 0; s < CS; s++)
-        Warpgroup<T, 0, 1, 1>::mma(sum, k_rows<C>(panel, s), k_columns<8>(base + ends(parity), s), 1);
-    };
-#pragma unroll
-    for (int i = 0; i < C_PANELS; i++) add(sums.c[i], tile(stage, C_) + (first_panel() + i) * L::PANEL);
-#pragma unroll
-    for (int i = 0; i < B_PANELS; i++) add(sums.b[i], tile(stage, B) + (first_panel() + i) * L::PANEL);
-  }
-  __device__ __forceinline__ void decay_sums(Sums& sums, int len) const {
-    if (!DECAY) return;
-    const float decay = power(len);
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-#pragma unroll
-      for (int k = 0; k < C_PANELS; k++) sums.c[k][0][i] *= decay;
-#pragma unroll
-      for (int k = 0; k < B_PANELS; k++) sums.b[k][0][i] *= decay;
-    }
+        Warpgroup<T, 0, 1, 1>::mma(sum, k_rows<C>(tile(stage, tensor) + panel * L::PANEL, s),
+                                   k_columns<8>(base + ends(slot), s), 1);
+    });
   }
   // Before the first chunk: ptxas lets products run on around a loop only if some do on every way into it.
   __device__ __forceinline__ void add_nothing(Sums& sums) const {
     const Descriptor zeros = k_rows<C>(base + ends(1), 0), more = k_columns<8>(base + ends(2), 0);
     warpgroup_arrive();
-#pragma unroll
-    for (int i = 0; i < C_PANELS; i++) Warpgroup<T, 0, 1, 1>::mma(sums.c[i], zeros, more, 1);
-#pragma unroll
-    for (int i = 0; i < B_PANELS; i++) Warpgroup<T, 0, 1, 1>::mma(sums.b[i], zeros, more, 1);
+    each(sums, [&](float(&sum)[1][4], int, int) { Warpgroup<T, 0, 1, 1>::mma(sum, zeros, more, 1); });
     warpgroup_commit();
+  }
+  __device__ __forceinline__ void start_sums(Sums& sums, int stage, int slot, int len) {
+    sync_some(ROWS_BARRIER, ROWS);  // τ and ζ are written, and rows are rotated
+    forget_addresses();
+    decay_sums(sums, len);
+    warpgroup_arrive();
+    add_to_sums(sums, stage, slot);
+    warpgroup_commit();
+  }
+  __device__ __forceinline__ void decay_sums(Sums& sums, int len) const {
+    if (!DECAY) return;
+    const float decay = power(len);
+    each(sums, [&](float(&sum)[1][4], int, int) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) sum[0][i] *= decay;
+    });
   }
   __device__ __forceinline__ void finish_sums(Sums& sums) const {
     warpgroup_wait();
-#pragma unroll
-    for (int i = 0; i < C_PANELS; i++) settle(sums.c[i]);
-#pragma unroll
-    for (int i = 0; i < B_PANELS; i++) settle(sums.b[i]);
+    each(sums, [&](float(&sum)[1][4], int, int) { settle(sum); });
+  }
+  // Of a lane's two rows of a sum, one: its first and its second part.
+  static __device__ __forceinline__ float whole(const float (&sum)[1][4], int half) {
+    return sum[0][2 * half] + sum[0][2 * half + 1];
   }
   // For the chunk in a stage. Of Σ ζ b's columns, each of four lanes takes one.
   __device__ __forceinline__ void write_sums(const Sums& sums, int stage) const {
@@ -662,14 +679,17 @@ struct HopperScan {
     for (int half = 0; half < 2; half++) {
 #pragma unroll
       for (int i = 0; i < GROUPS; i++)
-        if (t == 0) to[column(i, half)] = sums.c[i][0][2 * half] + sums.c[i][0][2 * half + 1];
+        if (t == 0) to[column(i, half)] = whole(sums.c[i], half);
 #pragma unroll
       for (int i = 0; i < (INNER ? B_PANELS : 0); i++) {
-        float sum = __shfl_sync(FULL, sums.b[i][0][2 * half] + sums.b[i][0][2 * half + 1], lane & ~3 | 1);
+        float sum = __shfl_sync(FULL, whole(sums.b[i], half), lane & ~3 | 1);
         if (t == 2 * i + half) mine = sum;
       }
     }
-    if (INNER && t < 2 * PANELS) split_down<3>(keys(stage) + t / 2 * L::EIGHT_ROWS, 0, column(0, t % 2), mine);
+    if (INNER && t < 2 * PANELS) {
+      int panel = keys(stage) + t / 2 * L::EIGHT_ROWS;
+      split<T, 3>([&](int part) { return down(panel, part, column(0, t % 2)); }, mine);
+    }
   }
   __device__ __forceinline__ void load_sums(Sums& sums) const {
     sums = {};
@@ -690,22 +710,14 @@ struct HopperScan {
     for (int half = 0; half < 2; half++) {
 #pragma unroll
       for (int i = 0; i < C_PANELS; i++)
-        if (t == 0)
-          to.c[first_column() + column(i, half)] = to.scale_c * (sums.c[i][0][2 * half] + sums.c[i][0][2 * half + 1]);
+        if (t == 0) to.c[first_column() + column(i, half)] = to.scale_c * whole(sums.c[i], half);
 #pragma unroll
       for (int i = 0; i < B_PANELS; i++)
-        if (t == 1 && part() == 0)
-          to.b[column(i, half)] = to.scale_b * (sums.b[i][0][2 * half] + sums.b[i][0][2 * half + 1]);
+        if (t == 1 && part() == 0) to.b[column(i, half)] = to.scale_b * whole(sums.b[i], half);
     }
   }
 
-  // RoPE in place, of the tiles that it concerns. A thread has ROPE/16 pieces of each tile; a model's few have their angles
-  // read a chunk ahead.
-  static constexpr int PIECES = ROPE / 16;
-  static constexpr bool TURNS_AHEAD = ROPE && PIECES <= D / 64 && (D == 128 || MODE == FWD);
-  struct Turns {
-    typename F::Angles of[TURNS_AHEAD ? PIECES : 1];
-  };
+  // RoPE in place, of the tiles that it concerns.
   __device__ __forceinline__ void read_angles(Turns& turns, int position) const {
 #pragma unroll
     for (int k = 0; k < PIECES; k++) turns.of[k] = F::template angles<ROPE>(p, position, thread() + k * ROWS);
@@ -727,20 +739,12 @@ struct HopperScan {
   // No pointer here may be null, and tested: ptxas 13.0 was seen to test one before its zero was there.
   __device__ __forceinline__ bool has_initial() const { return !STATES && ((!WHOLE && segment()) || p.initial.S); }
   __device__ __forceinline__ Source initial() const {
-    if (!WHOLE && segment()) {  // what `states` and `prefix` left
-      Target left = scratch(segment() - 1);
-      return {left.S, left.c, left.b, 1.f, 1.f, 1.f};
-    }
-    const float *S = p.initial.S + i64(bh()) * D * D, *k = p.initial.k + bh() * D, *v = p.initial.v + bh() * D;
-    float undo = F::REVERSE && DECAY ? exp2f(-log2_decay) : 1.f;  // see final()
-    float s = F::scale_sigma(p) * undo, sv = F::scale_tau(p) * undo, sk = MODE == FWD ? s : sv;
-    if (F::VALUE_ROWS) return {S, v, k, s, sv, sk};
-    return {S, k, v, s, sk, sv};
+    if (WHOLE || !segment()) return F::template initial<D>(p, bh(), log2_decay);
+    Target left = F::template before_segment<D>(p, bh(), segment());
+    return {left.S, left.c, left.b, 1.f, 1.f, 1.f};
   }
   __device__ __forceinline__ Target scratch(int i) const {  // the state before segment i + 1
-    float* S = scratch_state<D>(p, bh(), i);
-    float *k = S + D * D, *v = k + D;
-    return {S, F::VALUE_ROWS ? v : k, F::VALUE_ROWS ? k : v, 1.f, 1.f, 1.f};
+    return F::template before_segment<D>(p, bh(), i + 1);
   }
   struct Leave {  // WHOLE: where the next segment begins, before which the state is left behind
     int position, index;
@@ -750,17 +754,12 @@ struct HopperScan {
     leave.position += p.segment_len;
     return true;
   }
-  // The last segment leaves the final state. In reverse the state belongs to the last token walked, token 0, and its
-  // adjoint to the one before: one more decay (and one less on the way in). `states` leaves what its segment adds.
+  // The last segment leaves the final state; `states` what its segment adds.
   __device__ __forceinline__ bool has_final() const {
     return STATES || ((WHOLE || segment() == p.segments - 1) && MODE != DQ && p.final.S);
   }
   __device__ __forceinline__ Target final() const {
-    if (STATES) return scratch(segment());
-    float more = F::REVERSE ? power(1) : 1.f, s = more / F::scale_sigma(p), st = more / F::scale_tau(p);
-    float *S = p.final.S + i64(bh()) * D * D, *k = p.final.k + bh() * D, *v = p.final.v + bh() * D;
-    if (F::VALUE_ROWS) return {S, v, k, s, st, s};
-    return {S, k, v, s, st, s};
+    return STATES ? scratch(segment()) : F::template final<D>(p, bh(), log2_decay);
   }
   static __device__ __forceinline__ int at(int row, int column) {
     return F::VALUE_ROWS ? column * D + row : row * D + column;
@@ -790,6 +789,7 @@ struct HopperScan {
       const int position = begin() + C * w.i, stage = ring.stage(), parity = w.stage(), len = min(C, p.N - position);
       const Coefficients c = coefficients(stage);
       if (leaves_state(leave, position)) store_state(state, scratch(leave.index++));
+      barrier_wait(full(stage), ring.phase());  // `ready` implies it, but racecheck follows one barrier, not two
       barrier_wait(ready(stage), ring.phase());
       u32 own[CS][4], left[CS][4];
       float y[8][4];
@@ -819,7 +819,7 @@ struct HopperScan {
       warpgroup_wait();
       settle(state);
       if (STATES) finish_sums(sums);
-      leave_stage(stage);
+      barrier_arrive(empty(stage));
     }
     if (STATES) store_sums(sums, final());
     if (has_final() && MODE != DV) store_state(state, final());

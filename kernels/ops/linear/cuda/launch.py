@@ -7,10 +7,14 @@ Hopper dq's scan finds e, and dk and dv share a launch.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
 import struct
+from itertools import accumulate
+from operator import add, itemgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,11 +28,23 @@ MODES = {"FWD": 0, "DQ": 1, "DK": 2, "DV": 3}
 TAGS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 HEAD_DIMS = (64, 128)
 
-# struct Params of scan.cu: six Rows, 17 pointers, six ints, three floats.
-_BEFORE_CUT, _CUT = "@" + "Pqqi4x" * 6 + "P" * 17 + "2i", struct.Struct("@3i")  # segments, segment_len, parts
-_CUT_AT = struct.calcsize(_BEFORE_CUT)
-_PARAMS = struct.Struct(_BEFORE_CUT + "3ii3f4x")
-_PARAMS_CODE = f"{_PARAMS.size}s"
+# The tensors of a pass (forward has the first four), and which of them are a, b, c, unit, y and o of scan.cu.
+TENSORS = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
+ROLES = {
+    "FWD": ("q", "k", "v", None, "o", None),
+    "DQ": ("do", "v", "k", "q", "dq", "o"),
+    "DK": ("v", "do", "q", "k", "dk", None),
+    "DV": ("k", "q", "do", None, "dv", None),
+    "row_products": ("do", None, None, None, "o", None),
+}
+_in_role = {
+    mode: itemgetter(*(TENSORS.index(name) if name else -1 for name in names))
+    for mode, names in ROLES.items()
+}
+
+# struct Params of scan.cu: 23 pointers, which every call has its own; strides, six ints, three floats.
+_POINTERS, _REST = struct.Struct("@23P"), struct.Struct("@18q6i3f4x")
+_PARAMS_CODE = f"{_POINTERS.size + _REST.size}s"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +127,9 @@ def specs() -> list[KernelSpec]:
 def _kernels(build: Variant, arch: str) -> dict[tuple[str, str | None], Kernel]:
     """By kernel and mode, as `build.names`."""
     names = build.names
-    codes = {"scan_pair": 2 * _PARAMS_CODE, "row_products": _PARAMS_CODE + "Pq"}
-    signatures = {name: codes.get(kernel, _PARAMS_CODE) for (kernel, _), name in names.items()}
+    signatures = {
+        name: _PARAMS_CODE * (2 if kernel == "scan_pair" else 1) for (kernel, _), name in names.items()
+    }
     kernels = build.spec(arch).compile(arch).load(signatures)
     return {key: kernels[name] for key, name in names.items()}
 
@@ -153,126 +170,186 @@ def split(batch_heads: int, seq_len: int, chunk: int, slots: int) -> tuple[int, 
 @functools.lru_cache(maxsize=1024)
 def parts_of(segments: int, chunks: int, slots: int) -> int:
     """Into how many parts `states` cuts so many segments of so many chunks each, to fill a card's `slots`."""
-    return max((n for n in range(1, chunks // 4 + 1) if chunks % n == 0 and n * segments <= slots), default=1)
+    fitting = (n for n in range(1, chunks // 4 + 1) if chunks % n == 0 and n * segments <= slots)
+    return max(fitting, default=1) if segments else 1
+
+
+class Cut(NamedTuple):
+    """Sequences as `segments` of `segment_len` tokens; `states` walks `parts` of a segment at once."""
+
+    segments: int
+    segment_len: int
+    parts: int
+
+    def of_states(self) -> Cut:
+        """What `states` walks: every part but the last segment's, each a segment to it."""
+        return Cut((self.segments - 1) * self.parts + 1, self.segment_len // self.parts, 1)
+
+
+class Launch:
+    """A kernel with its grid and its struct Params (the pair's: two of them) but for the pointers."""
+
+    def __init__(self, kernel: Kernel, grid: tuple[int, int, int], threads: int, shared: int, *rest: bytes):
+        self.kernel, self.grid, self.block, self.shared, self.rest = (
+            kernel,
+            grid,
+            (threads, 1, 1),
+            shared,
+            rest,
+        )
+
+    def __call__(self, stream: int, *pointers: bytes) -> None:
+        self.kernel(self.grid, self.block, self.shared, stream, *map(add, pointers, self.rest))
+
+
+class Plan:
+    """What shapes, strides and options decide of a pass: its launches, and how large its scratch is.
+
+    `strides`: of TENSORS, forward of the first four; `b`: a number, None for a tensor. Looked up in a call,
+    not made: a short one's larger share is the host's, and autograd's thread runs it on cold caches.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        shape: tuple[int, int, int, int],
+        strides: tuple[tuple[int, int, int, int], ...],
+        decay: bool,
+        rope: int,
+        b: float | None,
+        normalize: bool,
+    ) -> None:
+        self.B, self.N, self.H, self.D = shape
+        self.strides = dict(zip(TENSORS, strides, strict=False))
+        range_ = 2.0 ** (self.N.bit_length() // 2) if dtype == torch.float16 else 1.0
+        self.numbers = int(normalize), b or 0.0, range_, 1 / range_
+        self.build, self.kernels, self.slots = _prepare(device, dtype, self.D, decay, rope)
+        self.cut = self._cut(1)
+        self.goes_whole = self._goes_whole()
+        if self.goes_whole:  # its one walk leaves a state a segment
+            self.cut = self.cut._replace(parts=1)
+        self.pair_cut = self._cut(2) if self.build.hopper else self.cut  # of the scans of dk and dv
+        self.states = self._states("FWD", self.cut)
+        if "do" in self.strides:
+            self._plan_backward()
+        else:
+            self.forward = [self._whole()] if self.goes_whole else [*self.states, self._scan("FWD", self.cut)]
+
+    def _plan_backward(self) -> None:
+        self.dq, self.pair_states = self._scan("DQ", self.cut), self._states("DK", self.pair_cut)
+        if self.build.hopper:  # dk and dv side by side, as both read k, q and do; dq's scan finds e
+            self.pair = self._pair()
+        else:
+            self.row_products = self._row_products()
+            self.dk, self.dv = self._scan("DK", self.cut), self._scan("DV", self.cut)
+
+    def scratch_size(self, cut: Cut) -> int:
+        """fp32 numbers: a state for every part of every segment but the last."""
+        return self.B * self.H * (cut.segments - 1) * cut.parts * (self.D * self.D + 2 * self.D)
+
+    def _cut(self, walks: int) -> Cut:
+        """The segments with which `walks` scans at once fill the card."""
+        heads, chunk = self.B * self.H, self.build.chunk
+        segments, segment_len = split(walks * heads, self.N, chunk, self.slots)
+        return Cut(segments, segment_len, parts_of(heads * (segments - 1), segment_len // chunk, self.slots))
+
+    def _goes_whole(self) -> bool:
+        """Whether blocks of 64 columns fill the card without a cut, where blocks of whole heads would not."""
+        blocks = self.B * self.H * (self.D // 64)
+        there = ("scan_whole", None) in self.kernels and self.cut.segments > 1
+        return there and 3 * blocks > 2 * self.slots >= 2 * blocks
+
+    def _scan(self, mode: str, cut: Cut) -> Launch:
+        return self._launch("scan", mode, cut.segments, self._rest(mode, cut))
+
+    def _whole(self) -> Launch:
+        """The forward scan of uncut sequences. It leaves the states before the segments, too."""
+        return self._launch(
+            "scan_whole", None, self.D // 64, self._rest("FWD", self.cut), threads=4 * THREADS
+        )
+
+    def _pair(self) -> Launch:
+        # All of dk first: two multiprocessors share a cache of instructions, which holds only one's code.
+        rests = self._rest("DK", self.pair_cut), self._rest("DV", self.pair_cut)
+        return self._launch("scan_pair", None, self.pair_cut.segments, *rests, deep=2)
+
+    def _states(self, mode: str, cut: Cut) -> list[Launch]:
+        """The state before every segment but the first, into the scratch."""
+        if cut.segments == 1:
+            return []
+        walked, numbers = cut.of_states(), self.D * self.D + 2 * self.D
+        rest = self._rest(mode, walked)
+        return [
+            self._launch("states", mode, walked.segments - 1, rest),
+            self._launch("prefix", mode, -(-numbers // THREADS), rest, threads=THREADS, shared=0),
+        ]
+
+    def _row_products(self) -> Launch:
+        grid = -(-self.N * self.H * (self.D // 8) // THREADS), self.B, 1
+        return Launch(
+            self.kernels["row_products", None], grid, THREADS, 0, self._rest("row_products", self.cut)
+        )
+
+    def _launch(
+        self, kernel: str, mode: str | None, wide: int, *rest: bytes, deep=1, threads=None, shared=None
+    ) -> Launch:
+        """On `wide` × B·H × `deep` blocks; a scan's threads and shared memory, if nothing else is said."""
+        threads = threads or self.build.threads
+        shared = self.build.shared if shared is None else shared
+        return Launch(self.kernels[kernel, mode], (wide, self.B * self.H, deep), threads, shared, *rest)
+
+    def _rest(self, mode: str, cut: Cut) -> bytes:
+        """struct Params behind its pointers."""
+        strides = [self.strides.get(name, (0, 0, 0, 0)) for name in ROLES[mode]]
+        rows = [x for batch, token, head, _ in strides for x in (batch, head, token)]
+        return _REST.pack(*rows, self.N, self.H, *cut, *self.numbers)
+
+
+_plan = functools.lru_cache(maxsize=1024)(Plan)
 
 
 class _Call:
-    """What the kernels of one pass share: shapes, options, the build and the grid."""
+    """A pass over these tensors (in the order of TENSORS): its plan, its stream, its pointers."""
 
-    def __init__(self, q: Tensor, b, log_decay, cos, sin, normalize: bool) -> None:
-        self.B, self.N, self.H, self.D = q.shape
-        self.device = q.device
+    def __init__(self, tensors: tuple[Tensor, ...], b, log_decay, cos, sin, normalize: bool) -> None:
+        q, shrink = tensors[0], B_SHRINK if normalize else 1.0
+        b, number = ((b * shrink).float(), None) if isinstance(b, Tensor) else (None, b * shrink)
         rope = 0 if cos is None else cos.shape[1]
-        self.build, self.kernels, self.slots = _prepare(
-            q.device, q.dtype, self.D, log_decay is not None, rope
-        )
-        self.stream = torch.cuda.current_stream(q.device).cuda_stream
-        shrink = B_SHRINK if normalize else 1.0
-        b, b_value = ((b * shrink).float(), 0.0) if isinstance(b, Tensor) else (None, b * shrink)
-        cos, sin = (_aligned(x.float().contiguous()) if rope else None for x in (cos, sin))
+        cos, sin = (_aligned(x.float().contiguous()) for x in (cos, sin)) if rope else (None, None)
+        strides = tuple([x.stride() for x in tensors])
+        decay = log_decay is not None
+        self.plan = _plan(q.device, q.dtype, q.shape, strides, decay, rope, number, normalize)
+        self.stream = _stream(q.device)
         self.options = b, log_decay, cos, sin  # kept here until the kernels are launched
-        self.option_pointers = [_pointer(x) for x in self.options]
-        range_ = 2.0 ** (self.N.bit_length() // 2) if q.dtype == torch.float16 else 1.0
-        self.numbers = int(normalize), b_value, range_, 1 / range_
-        self.cut(1)
+        self._options = [_pointer(x) for x in self.options]
+        self._tensors = [x.data_ptr() for x in tensors] + [0]
+        self._row = 4 * q.shape[0] * q.shape[1] * q.shape[2]
 
-    def cut(self, walks: int) -> None:
-        """Cuts the sequences into the segments with which `walks` scans at once fill the card."""
-        heads, chunk = self.B * self.H, self.build.chunk
-        self.segments, self.segment_len = split(walks * heads, self.N, chunk, self.slots)
-        self.parts = 1
-        if self.segments > 1 and not (walks == 1 and self.goes_whole()):
-            self.parts = parts_of(heads * (self.segments - 1), self.segment_len // chunk, self.slots)
-
-    def scratch_size(self) -> int:
-        """fp32 numbers: a state for every part of every segment but the last."""
-        return self.B * self.H * (self.segments - 1) * self.parts * (self.D * self.D + 2 * self.D)
-
-    def params(
-        self, a, b, c, unit, y, o=None, *, stats, e=None, initial=None, final=None, scratch=None, db=None
-    ) -> bytes:
-        g, row_bytes = stats.data_ptr(), 4 * self.B * self.H * self.N
+    def pointers(self, mode: str, stats: int, *, e=0, initial=None, final=None, scratch=0, db=0) -> bytes:
+        """Of struct Params; addresses, and states."""
         *initial, n_initial = _state_pointers(initial)
         *final, _ = _state_pointers(final)
-        return _PARAMS.pack(
-            *(*_rows(a), *_rows(b), *_rows(c), *_rows(unit), *_rows(y), *_rows(o)),
-            *(g, g + row_bytes, g + 2 * row_bytes),
-            *(_pointer(e), *self.option_pointers),
-            *(*initial, *final, _pointer(scratch), n_initial, _pointer(db)),
-            *(self.N, self.H, self.segments, self.segment_len, self.parts),
-            *self.numbers,
+        stats = stats, stats + self._row, stats + 2 * self._row, e
+        return _POINTERS.pack(
+            *_in_role[mode](self._tensors), *stats, *self._options, *initial, *final, scratch, n_initial, db
         )
-
-    def scan(self, mode: str, params: bytes) -> None:
-        grid = (self.segments, self.B * self.H, 1)
-        block = (self.build.threads, 1, 1)
-        self.kernels["scan", mode](grid, block, self.build.shared, self.stream, params)
-
-    def goes_whole(self) -> bool:
-        """Whether blocks of 64 columns fill the card without a cut, where blocks of whole heads would not."""
-        blocks = self.B * self.H * (self.D // 64)
-        return (
-            ("scan_whole", None) in self.kernels
-            and self.segments > 1
-            and 3 * blocks > 2 * self.slots >= 2 * blocks
-        )
-
-    def scan_whole(self, params: bytes) -> None:
-        """The forward scan of uncut sequences. It leaves the states before the segments, too."""
-        grid = (self.D // 64, self.B * self.H, 1)
-        block = (4 * THREADS, 1, 1)
-        self.kernels["scan_whole", None](grid, block, self.build.shared, self.stream, params)
-
-    def scan_pair(self, dk: bytes, dv: bytes) -> None:
-        """The scans of dk and dv: on Hopper side by side, as both read k, q and do."""
-        if not self.build.hopper:
-            self.scan("DK", dk)
-            self.scan("DV", dv)
-            return
-        # All of dk first: two multiprocessors share a cache of instructions, which holds only one's code.
-        grid = (self.segments, self.B * self.H, 2)
-        block = (self.build.threads, 1, 1)
-        self.kernels["scan_pair", None](grid, block, self.build.shared, self.stream, dk, dv)
-
-    def states(self, mode: str, params: bytes) -> None:
-        """The state before every segment but the first, into the scratch."""
-        if self.segments == 1:
-            return
-        parts = (self.segments - 1) * self.parts
-        cut = _CUT.pack(parts + 1, self.segment_len // self.parts, 1)  # every part is a segment here
-        params = params[:_CUT_AT] + cut + params[_CUT_AT + _CUT.size :]
-        grid = (parts, self.B * self.H, 1)
-        block = (self.build.threads, 1, 1)
-        self.kernels["states", mode](grid, block, self.build.shared, self.stream, params)
-        grid = (-(-(self.D * self.D + 2 * self.D) // THREADS), self.B * self.H, 1)
-        self.kernels["prefix", mode](grid, (THREADS, 1, 1), 0, self.stream, params)
-
-    def row_products(self, params: bytes, e: Tensor) -> None:
-        rows = self.B * self.N * self.H
-        if rows == 0:
-            return
-        grid = (-(-rows * (self.D // 8) // THREADS), 1, 1)
-        kernel = self.kernels["row_products", None]
-        kernel(grid, (THREADS, 1, 1), 0, self.stream, params, e.data_ptr(), rows)
 
 
 def forward(q, k, v, b, log_decay, cos, sin, initial_state, normalize_qk, return_state):
     """→ o [B, N, H, D]; stats [3, B, H, N] fp32: the normaliser, 1/‖q‖, 1/‖k‖; the final state or None."""
-    q, k, v = map(_aligned, (q, k, v))
+    q, k, v = _aligned(q), _aligned(k), _aligned(v)
     B, N, H, D = q.shape
-    o = torch.empty(B, N, H, D, dtype=q.dtype, device=q.device)
-    final = _empty_state(B, H, D, q.device) if return_state else None
-    with torch.cuda.device(q.device):
-        call = _Call(q, b, log_decay, cos, sin, normalize_qk)
-        stats, scratch = _stats_and_scratch(call)
-        params = call.params(
-            q, k, v, None, o, stats=stats, initial=initial_state, final=final, scratch=scratch
-        )
-        if call.goes_whole():
-            call.scan_whole(params)
-        else:
-            call.states("FWD", params)
-            call.scan("FWD", params)
+    with _on(q.device):
+        o = torch.empty(B, N, H, D, dtype=q.dtype, device=q.device)
+        call = _Call((q, k, v, o), b, log_decay, cos, sin, normalize_qk)
+        stats = _stats(call.plan, q.device)
+        final = _empty_state(B, H, D, q.device) if return_state else None
+        g = stats.data_ptr()
+        ends = dict(initial=initial_state, final=final, scratch=g + 4 * stats.numel())
+        pointers = call.pointers("FWD", g, **ends)
+        for launch in call.plan.forward:
+            launch(call.stream, pointers)
     if return_state:
         final.n.copy_(_count(initial_state, log_decay, B, N, H, q.device))
     return o, stats, final
@@ -280,65 +357,82 @@ def forward(q, k, v, b, log_decay, cos, sin, initial_state, normalize_qk, return
 
 def backward(q, k, v, b, log_decay, cos, sin, o, stats, initial_state, do, dstate, normalize_qk, out):
     """Writes dq, dk and dv into `out`; → (db [H] or None, gradient of the initial state or None)."""
-    q, k, v, o, do = map(_aligned, (q, k, v, o, do))
-    dq, dk, dv = out
+    tensors = _aligned(q), _aligned(k), _aligned(v), _aligned(o), _aligned(do), *out
     B, N, H, D = q.shape
-    e = torch.empty(B, H, N, device=q.device)
-    d_initial = _empty_state(B, H, D, q.device) if initial_state is not None else None
-    with torch.cuda.device(q.device):
-        call = _Call(q, b, log_decay, cos, sin, normalize_qk)
-        db = torch.empty(B, H, call.segments, device=q.device)
-        shared = dict(stats=stats, e=e)
-        if not call.build.hopper:  # there dq's scan finds e, reading do only once
-            call.row_products(call.params(do, None, None, None, o, **shared), e)
-        states = _scratch_behind(stats, call)  # the forward pass left them, unless it was another backend's
-        if states is None:
-            states = torch.empty(call.scratch_size(), device=q.device)
-            call.states(
-                "FWD", call.params(None, k, v, None, None, **shared, initial=initial_state, scratch=states)
-            )
-        params = call.params(do, v, k, q, dq, o, **shared, initial=initial_state, db=db, scratch=states)
-        call.scan("DQ", params)
-        if call.build.hopper:
-            call.cut(2)
-        shared |= dict(
-            scratch=torch.empty(call.scratch_size(), device=q.device), initial=dstate, final=d_initial
-        )
-        params = call.params(v, do, q, k, dk, **shared)
-        call.states("DK", params)
-        call.scan_pair(params, call.params(k, q, do, None, dv, **shared))
+    with _on(q.device):
+        call = _Call(tensors, b, log_decay, cos, sin, normalize_qk)
+        plan, stream, g = call.plan, call.stream, stats.data_ptr()
+        states = _states_behind(stats, plan)  # the forward pass left them, unless it was another backend's
+        sizes = plan.scratch_size(plan.pair_cut), B * H * N, B * H * plan.cut.segments
+        sizes = *sizes, 0 if states else plan.scratch_size(plan.cut)
+        work = torch.empty(sum(sizes), dtype=torch.float32, device=q.device)
+        scratch, e, db, own_states, _ = (work.data_ptr() + 4 * at for at in accumulate(sizes, initial=0))
+        d_initial = None if initial_state is None else _empty_state(B, H, D, q.device)
+        if not plan.build.hopper:
+            plan.row_products(stream, call.pointers("row_products", g, e=e))
+        if not states:
+            states = own_states
+            pointers = call.pointers("FWD", g, initial=initial_state, scratch=states)
+            for launch in plan.states:
+                launch(stream, pointers)
+        plan.dq(stream, call.pointers("DQ", g, e=e, initial=initial_state, scratch=states, db=db))
+        ends = dict(e=e, initial=dstate, final=d_initial, scratch=scratch)
+        dk, dv = call.pointers("DK", g, **ends), call.pointers("DV", g, **ends)
+        for launch in plan.pair_states:
+            launch(stream, dk)
+        if plan.build.hopper:
+            plan.pair(stream, dk, dv)
+        else:
+            plan.dk(stream, dk)
+            plan.dv(stream, dv)
+    _, e, db, _ = work.split_with_sizes(sizes) if d_initial or isinstance(b, Tensor) else (None,) * 4
     if d_initial is not None:
-        decay = torch.zeros(H, device=q.device) if log_decay is None else log_decay.float()
-        weights = torch.exp(decay[:, None] * torch.arange(1, N + 1, device=q.device))
-        dn = -(e * weights).sum(-1)
-        d_initial.n.copy_(dn if dstate is None else dn + dstate.n * torch.exp(decay * N))
+        _finish_initial(d_initial, e.view(B, H, N), log_decay, dstate)
     if not isinstance(b, Tensor):
         return None, d_initial
-    return db.sum((0, 2)) * (B_SHRINK if normalize_qk else 1.0), d_initial
+    return db.view(B, H, -1).sum((0, 2)) * (B_SHRINK if normalize_qk else 1.0), d_initial
 
 
-def _stats_and_scratch(call: _Call) -> tuple[Tensor, Tensor]:
-    """stats [3, B, H, N], and behind them in the same memory the states before the segments.
+def _finish_initial(d_initial: LinearAttentionState, e: Tensor, log_decay: Tensor | None, dstate) -> None:
+    """The gradient of the initial count of tokens, [B, H]: −Σ e γ^(i+1), and what the final count's adds."""
+    _, H, N = e.shape
+    decay = e.new_zeros(H) if log_decay is None else log_decay.float()
+    dn = -(e * torch.exp(decay[:, None] * torch.arange(1, N + 1, device=e.device))).sum(-1)
+    d_initial.n.copy_(dn if dstate is None else dn + dstate.n * torch.exp(decay * N))
+
+
+def _stats(plan: Plan, device: torch.device) -> Tensor:
+    """stats [3, B, H, N], and behind them in the same memory room for the states before the segments.
 
     The backward pass starts from the same states: what saves stats for it saves them too, and computing them
     again would read k and v once more.
     """
-    sizes = 3 * call.B * call.H * call.N, call.scratch_size()
-    stats, scratch = torch.empty(sum(sizes), device=call.device).split_with_sizes(sizes)
-    return stats.view(3, call.B, call.H, call.N), scratch
+    B, H, N = plan.B, plan.H, plan.N
+    memory = torch.empty(3 * B * H * N + plan.scratch_size(plan.cut), dtype=torch.float32, device=device)
+    return memory.as_strided((3, B, H, N), (B * H * N, H * N, N, 1))
 
 
-def _scratch_behind(stats: Tensor, call: _Call) -> Tensor | None:
-    """What `_stats_and_scratch` put there, if these stats are its."""
-    size, start = call.scratch_size(), stats.storage_offset() + stats.numel()
-    if not stats.is_contiguous() or stats.untyped_storage().nbytes() != 4 * (start + size):
-        return None
-    return stats.as_strided((size,), (1,), start)
+def _states_behind(stats: Tensor, plan: Plan) -> int:
+    """The address of the states that forward left there, if these stats are `_stats`'; else 0."""
+    end = stats.storage_offset() + stats.numel() + plan.scratch_size(plan.cut)
+    ours = stats.is_contiguous() and stats.untyped_storage().nbytes() == 4 * end
+    return stats.data_ptr() + 4 * stats.numel() if ours else 0
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager:
+    """Makes the device current, if it isn't."""
+    is_current = torch.cuda.current_device() == device.index
+    return contextlib.nullcontext() if is_current else torch.cuda.device(device)
+
+
+def _stream(device: torch.device) -> int:
+    """The handle of PyTorch's stream, as Inductor finds it: a Stream object costs ten times as much."""
+    return torch._C._cuda_getCurrentRawStream(device.index)
 
 
 def _count(initial_state, log_decay, B, N, H, device) -> Tensor:
     """The (decayed) number of tokens seen, [B, H]."""
-    n = torch.zeros(B, H, device=device) if initial_state is None else initial_state.n
+    n = torch.zeros(B, H, dtype=torch.float32, device=device) if initial_state is None else initial_state.n
     if log_decay is None:
         return n + N
     x = log_decay.double()
@@ -348,26 +442,22 @@ def _count(initial_state, log_decay, B, N, H, device) -> Tensor:
 
 def _empty_state(B: int, H: int, D: int, device) -> LinearAttentionState:
     shapes = ((B, H, D, D), (B, H, D), (B, H, D), (B, H))
-    return LinearAttentionState(*(torch.empty(shape, device=device) for shape in shapes))
+    return LinearAttentionState(*(torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes))
 
 
 def _aligned(x: Tensor) -> Tensor:
     """The kernels read 16 bytes at a time: rows that start elsewhere (a slice of odd width) are copied."""
-    *strides, last = x.stride()
-    odd = x.data_ptr() % 16 or last != 1 or math.gcd(*strides) % 8
-    return x.clone(memory_format=torch.contiguous_format) if odd else x
+    fits = x.data_ptr() % 16 == 0 and _strides_fit(x.stride())
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+
+@functools.lru_cache(maxsize=1024)
+def _strides_fit(strides: tuple[int, ...]) -> bool:
+    return strides[-1] == 1 and math.gcd(*strides[:-1]) % 8 == 0
 
 
 def _pointer(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
-
-
-def _rows(x: Tensor | None) -> tuple[int, int, int, int]:
-    """struct Rows: data, and strides of batch, head and token."""
-    if x is None:
-        return 0, 0, 0, 0
-    batch, token, head, _ = x.stride()
-    return x.data_ptr(), batch, head, token
 
 
 def _state_pointers(state: LinearAttentionState | None) -> list[int]:

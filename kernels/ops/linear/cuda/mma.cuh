@@ -63,15 +63,19 @@ __device__ __forceinline__ u32 multiply<fp16>(u32 x, u32 y) {
   return r;
 }
 
-// x as a sum of 16-bit numbers, `stride` apart: tensor cores then multiply by all of x.
-template <typename T, int PARTS>
-__device__ __forceinline__ void split(u16* to, int stride, float x) {
+// x as a sum of 16-bit numbers, part i at place(i): tensor cores then multiply by all of x.
+template <typename T, int PARTS, typename PLACE>
+__device__ __forceinline__ void split(PLACE place, float x) {
 #pragma unroll
   for (int i = 0; i < PARTS; i++) {
     u32 part = pack<T>(x, 0.f);
-    to[i * stride] = u16(part);
+    *place(i) = u16(part);
     x -= unpack<T>(part).x;
   }
+}
+template <typename T, int PARTS>
+__device__ __forceinline__ void split(u16* to, int stride, float x) {
+  split<T, PARTS>([&](int i) { return to + i * stride; }, x);
 }
 
 // The same of two neighbours.

@@ -40,18 +40,16 @@ enum Tensor { A = 0, B = 1, C_ = 2, UNIT = 3, Y = 4, O = 5 };
 
 constexpr int THREADS = 128;  // of a block of the portable scans, `prefix` and `row_products`
 
-struct Rows {  // [B, N, H, D], the last dimension contiguous; strides in elements
-  void* data;
-  i64 batch, head;
-  int token;
+struct Strides {  // of [B, N, H, D], in elements; the last dimension is contiguous
+  i64 batch, head, token;
 };
 
 struct State {  // fp32: S [BH, D, D] key by value, key vector [BH, D], value vector [BH, D]; any may be null
   float *S, *k, *v;
 };
 
-struct Params {
-  Rows a, b, c, unit, y, o;        // unit: q for DQ, k for DK; o: where DQ computes e
+struct Params {  // pointers, which every call has its own, then what follows from shapes and options
+  void* tensors[6];                // a, b, c, unit (q for DQ, k for DK), y, o (where DQ computes e)
   float *g, *rq, *rk;              // [BH, N]: written by FWD, read by the others
   float* e;                        // [BH, N]
   const float* coefficient;        // b per head [H], or null: b_value
@@ -61,12 +59,33 @@ struct Params {
   float* scratch;                  // [BH, (segments − 1)·parts, D·D + 2D]: the states behind parts of segments 0, 1, …
   const float* n_initial;          // [BH] or null
   float* db;                       // [BH, segments]: DQ's sums of q̂·y
+  Strides strides[6];              // of the tensors
   int N, H, segments, segment_len;  // segment_len: tokens, a multiple of the chunk
   int parts;                        // of a segment: what `states` walks at once
   int normalize;
   float b_value;
   float range, inverse_range;      // fp16: a power of two that keeps 16-bit operands in range; bf16: 1
 };
+
+// Where a head of a sequence begins in one of the tensors.
+__device__ __forceinline__ u16* rows_of_head(const Params& p, int tensor, int batch, int h) {
+  return static_cast<u16*>(p.tensors[tensor]) + batch * p.strides[tensor].batch + h * p.strides[tensor].head;
+}
+
+// The state behind a segment.
+template <int D>
+__device__ __forceinline__ float* scratch_state(const Params& p, int bh, int segment) {
+  return p.scratch + (i64(bh) * (p.segments - 1) * p.parts + (segment + 1) * p.parts - 1) * (D * D + 2 * D);
+}
+
+// Where S [D, D], Σ τ c and Σ ζ b come from or go to, each times its scale.
+template <typename POINTER>
+struct Ends {
+  POINTER S, c, b;
+  float scale, scale_c, scale_b;
+};
+using Source = Ends<const float*>;
+using Target = Ends<float*>;
 
 // ------------------------------------------------------------------------------------------- per-mode facts
 template <typename T, int MODE>
@@ -98,6 +117,30 @@ struct Facts {
   }
   static __device__ __forceinline__ float scale_y(const Params& p) { return MODE == FWD ? 1.f : inverse_range(p); }
 
+  // States in and out: what `states` and `prefix` leave before a segment, and the caller's. In reverse the caller's
+  // belongs to the last token walked, token 0, and its adjoint to the one before: one more decay on the way out, and one
+  // less on the way in.
+  template <int D>
+  static __device__ __forceinline__ Target before_segment(const Params& p, int bh, int segment) {
+    float* S = scratch_state<D>(p, bh, segment - 1);
+    float *k = S + D * D, *v = k + D;
+    return {S, VALUE_ROWS ? v : k, VALUE_ROWS ? k : v, 1.f, 1.f, 1.f};
+  }
+  template <int D>
+  static __device__ __forceinline__ Source initial(const Params& p, int bh, float log2_decay) {
+    const float *S = p.initial.S + i64(bh) * D * D, *k = p.initial.k + bh * D, *v = p.initial.v + bh * D;
+    float undo = REVERSE ? exp2f(-log2_decay) : 1.f;
+    float s = scale_sigma(p) * undo, sv = scale_tau(p) * undo, sk = MODE == FWD ? s : sv;
+    if (VALUE_ROWS) return {S, v, k, s, sv, sk};
+    return {S, k, v, s, sk, sv};
+  }
+  template <int D>
+  static __device__ __forceinline__ Target final(const Params& p, int bh, float log2_decay) {
+    float *S = p.final.S + i64(bh) * D * D, *k = p.final.k + bh * D, *v = p.final.v + bh * D;
+    float more = REVERSE ? exp2f(log2_decay) : 1.f, s = more / scale_sigma(p), st = more / scale_tau(p);
+    return {S, VALUE_ROWS ? v : k, VALUE_ROWS ? k : v, s, st, s};
+  }
+
   // RoPE in place, on the leading columns of tiles of C rows that have landed; rounded as a model in 16 bits would.
   // Piece i of C·ROPE/8 is four columns of a row and the four that rotate with them.
   struct Angles {
@@ -125,12 +168,6 @@ struct Facts {
   }
 };
 
-// The state behind a segment.
-template <int D>
-__device__ __forceinline__ float* scratch_state(const Params& p, int bh, int segment) {
-  return p.scratch + (i64(bh) * (p.segments - 1) * p.parts + (segment + 1) * p.parts - 1) * (D * D + 2 * D);
-}
-
 // 1/‖row‖ from its square (NORM_EPS of common.py).
 __device__ __forceinline__ float reciprocal_norm(float square, int normalize) {
   return normalize ? rsqrtf(square + 1e-12f) : 1.f;
@@ -140,13 +177,17 @@ __device__ __forceinline__ float2 reciprocal_norms(const float (&lo)[4], const f
   return make_float2(reciprocal_norm(g & 1 ? lo[1] : lo[0], normalize), reciprocal_norm(g & 1 ? hi[3] : hi[2], normalize));
 }
 
-// The (decayed) count of tokens before position `begin`.
+// Σ γ^i over i < n: the decayed count of n tokens.
+template <bool DECAY>
+__device__ __forceinline__ float count(float log2_decay, int n) {
+  float x = DECAY ? log2_decay * 0.6931471805599453f : 0.f;
+  return x == 0.f ? float(n) : expm1f(x * float(n)) / expm1f(x);
+}
+// Of the tokens before position `begin`.
 template <bool DECAY>
 __device__ __forceinline__ float tokens_before(const Params& p, int bh, float log2_decay, int begin) {
   float n0 = p.n_initial ? p.n_initial[bh] : 0.f;
-  float x = DECAY ? log2_decay * 0.6931471805599453f : 0.f;
-  if (x == 0.f) return n0 + float(begin);
-  return n0 * expf(x * float(begin)) + expm1f(x * float(begin)) / expm1f(x);
+  return (DECAY ? n0 * exp2f(log2_decay * float(begin)) : n0) + count<DECAY>(log2_decay, begin);
 }
 
 template <int D, int C>
@@ -194,9 +235,8 @@ struct Scan {
     base = shared_address(smem);
     int batch = bh() / p.H, h = bh() % p.H;
     if (tid < 5) {  // every tensor's row of this head at position 0: five pointers fewer in registers
-      const Rows& x = (&p.a)[tid];
-      u16* first = static_cast<u16*>(x.data) + batch * x.batch + h * x.head;
-      reinterpret_cast<u16**>(smem + L::HEADS)[tid] = first + (F::REVERSE ? i64(p.N - 1) * x.token : 0);
+      i64 last = F::REVERSE ? (p.N - 1) * p.strides[tid].token : 0;
+      reinterpret_cast<u16**>(smem + L::HEADS)[tid] = rows_of_head(p, tid, batch, h) + last;
     }
     __syncthreads();
     begin = seg() * p.segment_len;
@@ -211,6 +251,7 @@ struct Scan {
     powers = reinterpret_cast<float*>(smem + L::POWERS);
     if (DECAY)
       for (int i = tid; i <= C; i += THREADS) powers[i] = exp2f(log2_decay * i);
+    if (DECAY && MODE == FWD && tid == 0) powers[C + 1] = count<DECAY>(log2_decay, C);
   }
 
   // Head, segment and its end, read anew where they are needed: registers are short.
@@ -233,7 +274,7 @@ struct Scan {
   }
   // Row `position` of tensor a, b, c, unit or y (0 … 4).
   __device__ __forceinline__ u16* row(int tensor, int position) const {
-    const Rows& x = (&p.a)[tensor];
+    const Strides& x = p.strides[tensor];
     return read_pointer(base + L::HEADS + 8 * tensor) + i64(position) * (F::REVERSE ? -x.token : x.token);
   }
   __device__ __forceinline__ i64 stat(int position) const {  // of [BH, N]
@@ -250,7 +291,7 @@ struct Scan {
     constexpr int ROWS = THREADS / PIECES;
     int row = u32(tid) / PIECES, piece = u32(tid) % PIECES;
     const u16* src = this->row(tensor, position + row) + 8 * piece;
-    i64 step = (F::REVERSE ? -ROWS : ROWS) * i64((&p.a)[tensor].token);
+    i64 step = (F::REVERSE ? -ROWS : ROWS) * p.strides[tensor].token;
     dst += place<C>(row, piece);  // ROWS is a multiple of 8: the same for every step
 #pragma unroll
     for (int i = 0; i < C / ROWS; i++, src += step) {
@@ -391,20 +432,13 @@ struct Scan {
     return F::VALUE_ROWS ? column * D + row : row * D + column;
   }
 
-  // The state before this segment: the caller's, or what `states` and `prefix` left.
   __device__ __forceinline__ void load_state() {
     clear();
-    const float *S, *k, *v;
-    float s = 1.f, sk = 1.f, sv = 1.f;
+    if (!seg() && !p.initial.S) return;
+    Source from = F::template initial<D>(p, bh(), log2_decay);
     if (seg()) {
-      S = scratch_state<D>(p, bh(), seg() - 1);
-      k = S + D * D, v = k + D;
-    } else {
-      if (!p.initial.S) return;
-      S = p.initial.S + i64(bh()) * D * D, k = p.initial.k + bh() * D, v = p.initial.v + bh() * D;
-      float undo = F::REVERSE && DECAY ? exp2f(-log2_decay) : 1.f;  // see store_state
-      s = F::scale_sigma(p) * undo;
-      sk = (MODE == FWD ? F::scale_sigma(p) : F::scale_tau(p)) * undo, sv = F::scale_tau(p) * undo;
+      Target left = F::template before_segment<D>(p, bh(), seg());
+      from = {left.S, left.c, left.b, 1.f, 1.f, 1.f};
     }
 #pragma unroll
     for (int i = 0; i < MT; i++)
@@ -412,38 +446,26 @@ struct Scan {
       for (int j = 0; j < D / 8; j++)
 #pragma unroll
         for (int x = 0; x < 4; x++)
-          state[i][j][x] = s * S[at(state_row(i, x / 2), 8 * j + 2 * t + x % 2)];
+          state[i][j][x] = from.scale * from.S[at(state_row(i, x / 2), 8 * j + 2 * t + x % 2)];
     for (int i = tid; i < D; i += THREADS) {
-      c_sum[i] = F::VALUE_ROWS ? sv * v[i] : sk * k[i];
-      b_sum[i] = F::VALUE_ROWS ? sk * k[i] : sv * v[i];
+      c_sum[i] = from.scale_c * from.c[i], b_sum[i] = from.scale_b * from.b[i];
       split<T, 3>(b_parts + i, D, b_sum[i]);
     }
   }
-  // The state, Σ τ c and Σ ζ b to global memory, scaled; after a barrier behind the sums.
-  __device__ __forceinline__ void store_state(float* S, float* from_c, float* from_b, float s, float sc, float sb) {
-    if (S)
+  // To global memory; after a barrier behind the sums.
+  __device__ __forceinline__ void store_state(const Target& to) {
+    if (MODE != DV)
 #pragma unroll
       for (int i = 0; i < MT; i++)
 #pragma unroll
         for (int j = 0; j < D / 8; j++)
 #pragma unroll
           for (int x = 0; x < 4; x++)
-            S[at(state_row(i, x / 2), 8 * j + 2 * t + x % 2)] = s * state[i][j][x];
+            to.S[at(state_row(i, x / 2), 8 * j + 2 * t + x % 2)] = to.scale * state[i][j][x];
     for (int i = tid; i < D; i += THREADS) {
-      if (from_c) from_c[i] = sc * c_sum[i];
-      if (from_b) from_b[i] = sb * b_sum[i];
+      to.c[i] = to.scale_c * c_sum[i];
+      if (STATES || MODE == FWD) to.b[i] = to.scale_b * b_sum[i];
     }
-  }
-  // The last segment leaves the final state. In reverse the state belongs to the last token walked, token 0, and its
-  // adjoint to the one before: one more decay (and one less on the way in).
-  __device__ __forceinline__ void store_final() {
-    float more = F::REVERSE ? power(1) : 1.f, s = more / F::scale_sigma(p), st = more / F::scale_tau(p);
-    float* S = p.final.S ? p.final.S + i64(bh()) * D * D : nullptr;
-    float* k = p.final.k ? p.final.k + bh() * D : nullptr;
-    float* v = p.final.v ? p.final.v + bh() * D : nullptr;
-    if (MODE == FWD) store_state(S, v, k, s, st, s);
-    if (MODE == DK) store_state(S, k, nullptr, s, st, 0.f);
-    if (MODE == DV) store_state(nullptr, v, nullptr, s, st, 0.f);
   }
 
   // state += (σ C)ᵀ B, Σ τ c and (forward and `states`) Σ ζ b, everything decayed to the chunk's end.
@@ -659,7 +681,7 @@ struct Scan {
     int piece = own_tile(lane % NT), row = lane / NT, left = p.N - position - row;
     u32 from = tile_address + place<C>(row, piece);
     u16* to = this->row(Y, position + row) + 8 * piece;
-    i64 step = (F::REVERSE ? -STEP : STEP) * i64(p.y.token);
+    i64 step = (F::REVERSE ? -STEP : STEP) * p.strides[Y].token;
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < C / STEP; i++, to += step) {
@@ -766,12 +788,6 @@ struct Scan {
     load<true>(0, begin);
     load_state();
     float n = MODE == FWD ? tokens_before<DECAY>(p, bh(), log2_decay, begin) : 0.f;
-    if (MODE == FWD && DECAY) {
-      __syncthreads();
-      float chunk_tokens = 0.f;
-      for (int i = 0; i < C; i++) chunk_tokens += powers[i];
-      if (tid == 0) powers[C + 1] = chunk_tokens;
-    }
     int stage = 0;
     for (int position = begin; position < end(); position += C, stage ^= 1) {
       forget_addresses();
@@ -795,7 +811,7 @@ struct Scan {
       if (MODE == FWD) n = DECAY ? n * power(C) + powers[C + 1] : n + C;
     }
     __syncthreads();
-    if (seg() == p.segments - 1) store_final();
+    if (MODE != DQ && seg() == p.segments - 1 && p.final.S) store_state(F::template final<D>(p, bh(), log2_decay));
     if (MODE == DQ) store_db();
   }
 
@@ -830,9 +846,7 @@ struct Scan {
       update<true>(stage, len);
     }
     __syncthreads();
-    float* S = scratch_state<D>(p, bh(), seg());
-    float *k = S + D * D, *v = k + D;
-    store_state(S, F::VALUE_ROWS ? v : k, F::VALUE_ROWS ? k : v, 1.f, 1.f, 1.f);
+    store_state(F::template before_segment<D>(p, bh(), seg() + 1));
   }
 };
 
@@ -910,27 +924,25 @@ __global__ void __launch_bounds__(THREADS) prefix(const __grid_constant__ Params
   for (int s = 0; s < p.segments - 1; s++, at += SIZE) *at = sum = sum * decay + *at;
 }
 
-// e = (do·o)/g of every token. y: o, a: do. D/8 lanes a row; grid ⌈rows · D/8 / THREADS⌉, rows = B·N·H.
+// e = (do·o)/g of every token. y: o, a: do. D/8 lanes a row; grid (⌈N·H · D/8 / THREADS⌉, B).
 template <typename T, int D>
-__global__ void __launch_bounds__(THREADS) row_products(const __grid_constant__ Params p, float* e, i64 rows) {
+__global__ void __launch_bounds__(THREADS) row_products(const __grid_constant__ Params p) {
   constexpr int LANES = D / 8;
-  i64 row = (i64(blockIdx.x) * THREADS + threadIdx.x) / LANES;  // (batch, token, head)
-  int piece = threadIdx.x % LANES;
-  i64 h = row % p.H, n = row / p.H % p.N, batch = row / p.H / p.N;
+  i64 row = (i64(blockIdx.x) * THREADS + threadIdx.x) / LANES, n = row / p.H;  // (token, head)
+  int piece = threadIdx.x % LANES, h = row % p.H, batch = blockIdx.y;
   float sum = 0.f;
-  if (row < rows) {
-    uint4 x = *reinterpret_cast<const uint4*>(static_cast<const u16*>(p.y.data) + batch * p.y.batch +
-                                              n * p.y.token + h * p.y.head + piece * 8);
-    uint4 d = *reinterpret_cast<const uint4*>(static_cast<const u16*>(p.a.data) + batch * p.a.batch +
-                                              n * p.a.token + h * p.a.head + piece * 8);
-    u32 xs[4] = {x.x, x.y, x.z, x.w}, ds[4] = {d.x, d.y, d.z, d.w};
-#pragma unroll
-    for (int k = 0; k < 4; k++) sum += dot<T>(xs[k], ds[k]);
+  if (n < p.N) {
+    auto read = [&](int tensor) {
+      const u16* from = rows_of_head(p, tensor, batch, h) + n * p.strides[tensor].token + piece * 8;
+      return *reinterpret_cast<const uint4*>(from);
+    };
+    uint4 x = read(Y), d = read(A);
+    sum = dot<T>(x.x, d.x) + dot<T>(x.y, d.y) + dot<T>(x.z, d.z) + dot<T>(x.w, d.w);
   }
 #pragma unroll
   for (int d = 1; d < LANES; d *= 2) sum += __shfl_xor_sync(FULL, sum, d);
-  if (piece == 0 && row < rows) {
-    i64 at = (batch * p.H + h) * p.N + n;
-    e[at] = sum / p.g[at];
+  if (piece == 0 && n < p.N) {
+    i64 at = (i64(batch) * p.H + h) * p.N + n;
+    p.e[at] = sum / p.g[at];
   }
 }
