@@ -103,6 +103,14 @@ def _faster(peers: tuple[str, ...], shape: Shape, fields: tuple[str, ...] = DIRE
     return lambda results: [ratio(results, field) for field in fields]
 
 
+def _empty_node(results: Results) -> list[float]:
+    """Of eager calls at B = 1, what PyTorch's autograd takes on this host without doing anything."""
+    if not results.empty_node_ms:
+        raise Missing("an empty autograd node")
+    nodes = zip(results.empty_node_ms, DIRECTIONS, strict=True)
+    return [node / _value(results, "ours", BATCH_1, direction) for node, direction in nodes]
+
+
 def _per_token(N: int) -> Callable[[Results], list[float]]:
     shape = Shape(1, N, 16, 128)
     tokens = (REFERENCE.B * REFERENCE.N) / (shape.B * shape.N)
@@ -128,6 +136,7 @@ BARS = (
     Bar("faster than the fastest FLA linear attention without normaliser, each", 1.6, 2.5,
         _faster(UNNORMALISED, REFERENCE), True),
     Bar("B=1 N=8192, faster than the fastest FLA, each (eager)", 1.8, 3, _faster(FLA, BATCH_1), True),
+    Bar("the same: an empty autograd node's share of ours, each", None, None, _empty_node, format="{:.0%}"),
     Bar("the same, both replayed from CUDA graphs", None, None, _faster(FLA, BATCH_1, graph=True), True),
     Bar("time per token, B=1 N=32768, of that of B=4 N=8192, each", 1.15, None, _per_token(32768)),
     Bar("time per token, B=1 N=131072, of that of B=4 N=8192, each", 1.15, None, _per_token(131072)),

@@ -31,6 +31,7 @@ class Results:
     bytes_moved: dict[str, dict[str, float]] = field(
         default_factory=dict
     )  # peer → direction → bytes, by counters
+    empty_node_ms: list[float] = field(default_factory=list)  # autograd doing nothing: forward, backward
 
     def row(self, peer: str, shape: Shape, field: str = "both_ms") -> Row | None:
         """The peer's row at this shape, if what `field` timed is right (by default forward and backward)."""
@@ -55,6 +56,7 @@ class Results:
             "environment": self.environment,
             "copy_bandwidth": self.copy_bandwidth,
             "bytes_moved": self.bytes_moved,
+            "empty_node_ms": self.empty_node_ms,
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(path.name + ".part")
@@ -117,6 +119,7 @@ def run_bench(
     results = _kept(save_to, device) if append and save_to and save_to.is_file() else None
     if results is None:
         results = Results(environment(device), clock.copy_bandwidth(1 << 30 if clock.cuda else 1 << 24))
+        results.empty_node_ms = list(clock.empty_node())
     deadline = time.perf_counter() + budget
     cells = _in_rounds(shapes, chosen, training, results)
     found: dict[tuple[str, Shape], list[Row]] = defaultdict(list)  # a row a round

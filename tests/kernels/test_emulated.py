@@ -421,11 +421,25 @@ def test_segments(build: Build, parts: int, emulated, monkeypatch: pytest.Monkey
     assert not too_far(ours, exact, bar)
 
 
+@pytest.mark.parametrize("build", [PLAIN[1], ROTATED[1], WIDE[1]], ids=str)
+def test_stages_filled_again(build: Build, emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: on Hopper each place of the rings, filled again while others may read: segments of 6 chunks."""
+    emulated(build)
+    B, N, H = 1, 2 * 6 * 64 - 20, 1
+    x, settings = inputs(build, B, N, H), options(build, B, N, H)
+    monkeypatch.setattr(launch, "split", lambda heads, length, chunk, slots: (2, 6 * chunk))
+    monkeypatch.setattr(launch, "parts_of", lambda segments, chunks, slots: 1)
+    ours = run(*x, **settings)
+    settings.setdefault("log_decay", None)
+    exact, bar = (turned(form, build, x, **settings) for form in (exactly, quantised))
+    assert not too_far(ours, exact, bar)
+
+
 @pytest.mark.parametrize("build", [WIDE[1]], ids=str)
 def test_uncut_sequences(build: Build, emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: the forward scan of 64 columns a block, which leaves the states before segments for dq's."""
     emulated(build)
-    B, N, H = 1, 180, 2
+    B, N, H = 1, 436, 2  # seven chunks: each of four stages is filled again
     x, settings = inputs(build, B, N, H), options(build, B, N, H)
     monkeypatch.setattr(launch, "_card", lambda device: (build.arch, 5))
     monkeypatch.setattr(launch, "split", lambda heads, length, chunk, slots: (-(-length // chunk), chunk))

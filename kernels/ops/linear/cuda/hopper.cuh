@@ -92,7 +92,8 @@ struct HopperShared {  // byte offsets; tiles first: swizzled, aligned to 1024
   static constexpr int PARTIAL = ALONG + C * 4;  // where a row is projected, x̂·y: two chunks, a part of each output warp
   static constexpr int SCALES = PARTIAL + (PROJECTS ? 2 * 4 * GROUPS * C * 4 : 0);  // and two numbers a token and group
   static constexpr int POWERS = SCALES + (PROJECTS ? GROUPS * C * 8 : 0);
-  static constexpr int HEADS = POWERS + (16 + C + 4) * 4;
+  static constexpr int TABLE = 16 + C + 5;  // powers: from one table to its copy, odd, so that one of them has a pair aligned
+  static constexpr int HEADS = POWERS + (2 * TABLE - 2) * 4;
   static constexpr int BARRIERS = HEADS + 6 * 8;
   static constexpr int BYTES = BARRIERS + (3 * STAGES + 2) * 8;
   static_assert(BYTES <= (D == 128 ? 232448 : 115712), "what launch.py gives a block (Variant.shared)");
@@ -129,7 +130,7 @@ struct HopperScan {
   u32 base;
   int tid, warp, lane, g, t;  // g, t: the lane's row and column pair in a tensor-core tile
   float log2_decay;
-  float* powers;  // 16 zeros, γ⁰ … γ⁶⁴, b
+  float* powers;  // 16 zeros, γ⁰ … γ⁶⁴, b; with decay again
 
   struct Coefficients {
     float *sigma, *tau, *rho, *kappa;
@@ -139,7 +140,7 @@ struct HopperScan {
   };
   // Powers of γ by how far a lane's rows of W are ahead of its columns: γ^(ahead + 8 − 8i) and γ^(ahead + 7 − 8i). Kept
   // where registers are enough.
-  static constexpr bool KEEPS_DECAYS = DECAY && WHOLE;
+  static constexpr bool KEEPS_DECAYS = DECAY && D == 128 && !STATES;
   struct Decays {
     float2 of[KEEPS_DECAYS ? 9 : 1];
   };
@@ -169,7 +170,11 @@ struct HopperScan {
     }
     if (tid == C + 1) powers[tid] = p.coefficient ? p.coefficient[h] : p.b_value;
     log2_decay = DECAY ? p.log_decay[h] * 1.4426950408889634f : 0.f;
-    if (DECAYS_PAST && tid < 16 + C + 1) powers[tid - 16] = tid < 16 ? 0.f : exp2f(log2_decay * (tid - 16));
+    if (DECAYS_PAST && tid < 16 + C + 1) {
+      float power = tid < 16 ? 0.f : exp2f(log2_decay * (tid - 16));
+      powers[tid - 16] = power;
+      if (DECAY) powers[tid - 16 + L::TABLE] = power;
+    }
     if (tid == 0) {
       for (int i = 0; i < L::STAGES; i++) {
         barrier_init(full(i), COPIERS);
@@ -183,11 +188,12 @@ struct HopperScan {
     fence_shared();
     __syncthreads();
   }
-  // Registers of a thread: at launch 128 or 80.
-  static constexpr int FEW = F::REVERSE && !STATES && D == 64 ? 8 : 0;  // what DK's and DV's rows leave to their weights
-  static constexpr int OUTPUT_REGISTERS = WHOLE ? 240 : D == 128 ? 176 : 128;
-  static constexpr int ROW_REGISTERS = WHOLE ? 112 : (D == 128 ? 88 : 48) - FEW;
-  static constexpr int WEIGHT_REGISTERS = WHOLE ? 112 : (D == 128 ? 72 : 64) + FEW;
+  // Registers of a thread: at launch 128 or 80. What weights need more, others leave to them: at D = 64 rows, to keep
+  // decays rows in reverse and else outputs.
+  static constexpr int FEW = F::REVERSE && !STATES && D == 64 ? 8 : 0, KEPT = KEEPS_DECAYS ? 16 : 0;
+  static constexpr int OUTPUT_REGISTERS = WHOLE ? 240 : D == 64 ? 128 : F::REVERSE ? 176 : 176 - KEPT / 2;
+  static constexpr int ROW_REGISTERS = WHOLE ? 112 : D == 64 ? 48 - FEW : F::REVERSE ? 88 - KEPT : 88;
+  static constexpr int WEIGHT_REGISTERS = WHOLE ? 112 : D == 64 ? 64 + FEW : 72 + KEPT;
   static constexpr int COPIER_REGISTERS = 40;
   __device__ __forceinline__ void run() {
     if (warp < 4 * GROUPS) {
@@ -305,18 +311,23 @@ struct HopperScan {
   }
   template <bool FULL>
   __device__ __forceinline__ void load_tiles(int stage, int position, bool last) const {
-    if (last) return STATES ? void() : load_tile<PANELS, FULL>(tile(stage, Y_TILE), Y_TILE, position);
+    if (last) {
+#pragma unroll
+      for (int panel = 0; panel < (STATES ? 0 : PANELS); panel += GROUPS)
+        load_tile<GROUPS, FULL>(tile(stage, Y_TILE) + panel * L::PANEL, Y_TILE, position, 64 * panel);
+      return;
+    }
     if (PROJECTS) load_tile<PANELS, FULL>(tile(stage, A), A, position);
     load_tile<PANELS, FULL>(tile(stage, B), B, position);
     load_tile<GROUPS, FULL>(tile(stage, C_), C_, position);
   }
   // COLUMNS of 64 by 128 threads, rows that are copied at once a multiple of 8. Copied out, a thread reads the places that
-  // it will copy to: what comes next need not wait for other threads.
+  // it will copy to (so both take as many columns): what comes next need not wait for other threads.
   template <int COLUMNS, bool FULL>
-  __device__ __forceinline__ void load_tile(u32 dst, int tensor, int position) const {
+  __device__ __forceinline__ void load_tile(u32 dst, int tensor, int position, int from_column = 0) const {
     constexpr int PIECES = 8 * COLUMNS, STEP = 128 / PIECES, UNROLL = FULL ? C / STEP : 1;
     const int first = u32(tid) % 128 / PIECES, piece = u32(tid) % PIECES;
-    const u16* src = row(tensor, position + first) + 8 * piece;
+    const u16* src = row(tensor, position + first) + from_column + 8 * piece;
     i64 step = (F::REVERSE ? -STEP : STEP) * p.strides[tensor].token;
     int left = p.N - position - first;
     dst += place<C>(first, piece);
@@ -388,8 +399,10 @@ struct HopperScan {
   }
   __device__ __forceinline__ float2 decays_of(const Decays& decays, int tile, int below) const {  // 8·below rows on
     if (KEEPS_DECAYS) return decays.of[1 + 2 * tile - below];
-    const float* first = powers + ahead() - 16 * tile + 8 * below;
-    return DECAY ? make_float2(first[0], first[-1]) : make_float2(1.f, 1.f);
+    if (!DECAY) return make_float2(1.f, 1.f);
+    const float* second = powers + (g % 2 ? 0 : L::TABLE) + ahead() - 16 * tile + 8 * below - 1;
+    float2 pair = *reinterpret_cast<const float2*>(second);
+    return make_float2(pair.y, pair.x);
   }
   __device__ __forceinline__ void weigh_tile(Weights& w, const float (&x)[8][4], const Coefficients& c, int tile,
                                              int parity, const Decays& decays) const {
@@ -870,19 +883,30 @@ struct HopperScan {
   __device__ __forceinline__ void scale_past(float (&y)[8][4], const Coefficients& c) {
     const float c_sum[2] = {c.c_sum[own_row(0)], c.c_sum[own_row(1)]}, step = DECAYS_PAST ? powers[8] : 1.f;
     float past[2] = {DECAYS_PAST ? powers[2 * t + 1] : 1.f, DECAYS_PAST ? powers[2 * t + 2] : 1.f};
-    warpgroup_wait();
-    settle(y);
-#pragma unroll
-    for (int n = 0; n < 8; n++) {  // two tokens
+    float scale[8][2], shift[8][4];
+    auto find = [&](int n) {  // of two tokens
       float2 rho = make_float2(1.f, 1.f), kappa = rho;
       if (HAS_RHO) rho = *reinterpret_cast<float2*>(c.rho + 8 * n + 2 * t);
       if (HAS_KAPPA) kappa = *reinterpret_cast<float2*>(c.kappa + 8 * n + 2 * t);
+      scale[n][0] = past[0] * rho.x, scale[n][1] = past[1] * rho.y;
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        y[n][2 * half] = past[0] * (rho.x * y[n][2 * half] + kappa.x * c_sum[half]);
-        y[n][2 * half + 1] = past[1] * (rho.y * y[n][2 * half + 1] + kappa.y * c_sum[half]);
+        shift[n][2 * half] = past[0] * kappa.x * c_sum[half];
+        shift[n][2 * half + 1] = past[1] * kappa.y * c_sum[half];
       }
       past[0] *= step, past[1] *= step;
+    };
+    if (WHOLE) {
+#pragma unroll
+      for (int n = 0; n < 8; n++) find(n);
+    }
+    warpgroup_wait();
+    settle(y);
+#pragma unroll
+    for (int n = 0; n < 8; n++) {
+      if (!WHOLE) find(n);
+#pragma unroll
+      for (int i = 0; i < 4; i++) y[n][i] = scale[n][i % 2] * y[n][i] + shift[n][i];
     }
   }
 
