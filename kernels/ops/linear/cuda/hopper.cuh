@@ -24,6 +24,7 @@
 __device__ __forceinline__ void barrier_init(u32 barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
+// Every thread arrives for itself: as fast as one lane behind __syncwarp, and racecheck can follow it.
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -130,7 +131,7 @@ struct HopperScan {
   u32 base;
   int tid, warp, lane, g, t;  // g, t: the lane's row and column pair in a tensor-core tile
   float log2_decay;
-  float* powers;  // 16 zeros, γ⁰ … γ⁶⁴, b; with decay again
+  float* powers;  // 16 zeros, γ⁰ … γ⁶⁴, b; with decay the zeros and powers again
 
   struct Coefficients {
     float *sigma, *tau, *rho, *kappa;
