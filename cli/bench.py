@@ -69,7 +69,7 @@ def _measure(args: Namespace):
 
     cpu, path = args.device == "cpu", Path(args.out) / "results.json"
     if not cpu and args.warm != "skip":
-        for cell, error in warm_up(args.peers).items():
+        for cell, error in warm_up(args.peers, args.only).items():
             print(f"not compiled: {cell}: {error}")
         if args.warm == "only":
             return None

@@ -10,13 +10,14 @@ from dataclasses import asdict, dataclass, field, replace
 import torch
 from torch import Tensor
 
-from lingpt.kernels.bench.peers import Peer
+from lingpt.kernels.bench.peers import PEERS, Peer
 from lingpt.kernels.bench.shapes import Shape
 
 TAIL = (
     256  # rows of a softmax that its oracle computes: the last ones, whose keys' gradients they alone decide
 )
 LONG = 65536  # from here on the oracle takes one slice, not four
+TURNS = 25  # of a variant and its base
 TIMES = ("forward_ms", "backward_ms", "both_ms", "forward_graph_ms", "backward_graph_ms")
 
 
@@ -37,6 +38,8 @@ class Row:
     forward_ms: float | None = None
     backward_ms: float | None = None
     both_ms: float | None = None  # forward and backward, one after the other
+    by_round: dict[str, list[float]] = field(default_factory=dict)  # the times of each round, by field
+    beside: list[float] = field(default_factory=list)  # a variant's forward and backward, of its base's
     forward_graph_ms: float | None = None  # replayed from a CUDA graph
     backward_graph_ms: float | None = None
     graph: str = ""  # why there is no replay
@@ -202,7 +205,9 @@ def over_rounds(rows: list[Row]) -> Row:
     lost = [f"round {n}: {row.reason or row.graph}" for n, row in enumerate(later, 2) if row not in whole]
     times = {name: [getattr(row, name) for row in whole] for name in TIMES}
     medians = {name: statistics.median(ms) for name, ms in times.items() if None not in ms}
-    return replace(first, rounds=len(whole), reason="; ".join(filter(None, [first.reason, *lost])), **medians)
+    by_round = {name: times[name] for name in medians}
+    reason = "; ".join(filter(None, [first.reason, *lost]))
+    return replace(first, rounds=len(whole), by_round=by_round, reason=reason, **medians)
 
 
 def _filled(row: Row, peer: Peer, dtype: torch.dtype, clock: Clock, work: Callable[[Call], None]) -> Row:
@@ -234,8 +239,11 @@ def _first_round(row: Row, call: Call, clock: Clock, limit: float, graphs: bool,
 
     once = sum(clock.time(call.both)) / 1e3
     left = max(limit - (time.perf_counter() - start), 0.0)
-    row.repeats = int(max(3, min(200, seconds / once, left / (3 * once))))
+    row.repeats = int(max(3, min(50, seconds / once, left / (3 * once))))
     _round(row, call, clock, graphs, check=True)
+    if row.forward_graph_ms is not None and call.peer.variant_of is not None:
+        base = Call(PEERS[call.peer.variant_of], row.shape, call.do.dtype, clock.device)
+        row.beside = _beside(call, base, clock)
 
 
 def _round(row: Row, call: Call, clock: Clock, graphs: bool, check: bool = False) -> None:
@@ -267,18 +275,9 @@ def _memory(row: Row, call: Call, device: torch.device) -> None:
 
 
 def _graphs(row: Row, call: Call, clock: Clock, check: bool) -> None:
-    """Replays of CUDA graphs: the same work without Python. Backward is captured after its forward."""
-    stream = torch.cuda.Stream(clock.device)
+    """Replays of CUDA graphs: the same work without Python."""
     try:
-        stream.wait_stream(torch.cuda.current_stream(clock.device))
-        with torch.cuda.stream(stream):
-            call.both()
-        torch.cuda.current_stream(clock.device).wait_stream(stream)
-        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(forward, stream=stream):
-            call.forward()
-        with torch.cuda.graph(backward, stream=stream, pool=forward.pool()):
-            call.backward()
+        forward, backward = _capture(call, clock)
         forward.replay()
         backward.replay()
         if check and not all(error <= row.tolerance for error in errors(call, row.shape).values()):
@@ -292,6 +291,36 @@ def _graphs(row: Row, call: Call, clock: Clock, check: bool) -> None:
         row.graph = f"{type(error).__name__}: {error}".splitlines()[0][:200]
     finally:
         call.clear()
+
+
+def _capture(call: Call, clock: Clock) -> tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph]:
+    """Graphs of forward and, captured after it, of backward."""
+    stream = torch.cuda.Stream(clock.device)
+    stream.wait_stream(torch.cuda.current_stream(clock.device))
+    with torch.cuda.stream(stream):
+        call.both()
+    torch.cuda.current_stream(clock.device).wait_stream(stream)
+    forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(forward, stream=stream):
+        call.forward()
+    with torch.cuda.graph(backward, stream=stream, pool=forward.pool()):
+        call.backward()
+    return forward, backward
+
+
+def _beside(call: Call, base: Call, clock: Clock) -> list[float]:
+    """The times of forward and of backward, of those of `base`: replays of both, a few at a time in turn.
+
+    A few per cent between two kernels are less than what clocks drift from one row to the next.
+    """
+    graphs = [_capture(x, clock) for x in (call, base)]
+    ratios: tuple[list[float], list[float]] = [], []
+    for _ in range(TURNS):
+        times = [(clock.time(f.replay, repeats=5), clock.time(b.replay, f.replay, 5)) for f, b in graphs]
+        for found, ours, others in zip(ratios, *times, strict=True):
+            found.append(statistics.median(ours) / statistics.median(others))
+    call.clear()
+    return [statistics.median(found) for found in ratios]
 
 
 # Correctness

@@ -45,6 +45,7 @@ class Peer:
     tolerance: float = 2e-2  # relative RMS error of bf16; results beyond it are no results
     autotunes: bool = False  # for minutes, on a cold cache
     training_only: bool = False  # a variant: measured at the training shapes, not swept
+    variant_of: str | None = None  # the peer that it is also timed beside, in turn
 
     def available(
         self,
@@ -231,7 +232,7 @@ def _make() -> dict[str, Peer]:
     peers = [
         Peer("ours", "ours", _random, _ours("cuda"), _oracle_ours, **ours),
         Peer("ours-decay", "ours, with decay", _decayed, _ours("cuda"), _oracle_ours, training_only=True,
-             **ours),
+             variant_of="ours", **ours),
         Peer("ours-packed", "ours, packed qkv with RoPE", _packed,
              lambda x: linear_attention_qkv(**x, backend="cuda"), _oracle_packed,
              training_only=True, **ours),

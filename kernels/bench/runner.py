@@ -18,7 +18,7 @@ from lingpt.kernels.bench.peers import DEFAULT_PEERS, PEERS, Peer
 from lingpt.kernels.bench.shapes import CUMSUM, QUICK, SWEEPS, Shape
 from lingpt.kernels.errors import KernelError
 
-ROUNDS = 3  # of a training shape, whose peers' times are compared as ratios
+ROUNDS = 5  # of a training shape, whose peers' times are compared as ratios
 
 
 @dataclass
