@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lingpt.kernels.bench.measure import Row
 from lingpt.kernels.bench.peers import PEERS
 from lingpt.kernels.bench.runner import Results
 from lingpt.kernels.bench.shapes import REFERENCE, Shape
@@ -21,16 +23,24 @@ PANELS = (
 
 
 def draw(results: Results, folder: Path) -> list[Path]:
-    """Draws what the results hold and returns the paths: `sweep-n.png`, `sweep-d.png`, `traffic.png`."""
+    """Draws what the results hold: `sweep-n.png`, `sweep-d.png`, `traffic.png`, `bytes.png`; their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
     for name, axis, fixed in (("sweep-n", "N", {"H": 16, "D": 128}), ("sweep-d", "D", {"H": 16, "N": 4096})):
         path = folder / f"{name}.png"
         if _draw_sweep(results, axis, fixed, path):
             drawn.append(path)
-    path = folder / "traffic.png"
-    if _draw_traffic(results, path):
-        drawn.append(path)
+    for name, moved, label in (
+        (
+            "traffic",
+            _in_the_time,
+            "time × copy bandwidth / least possible bytes (an upper bound)",
+        ),
+        ("bytes", _counted, "bytes to and from DRAM, counted by the GPU / least possible"),
+    ):
+        path = folder / f"{name}.png"
+        if _draw_over_least(results, moved, label, path):
+            drawn.append(path)
     return drawn
 
 
@@ -127,39 +137,35 @@ def _caption(figure, rows: list, axis: str) -> None:
         figure.supxlabel("\n".join(textwrap.wrap("; ".join(lines), 190)), fontsize=6.5, color="dimgrey")
 
 
-def _draw_traffic(results: Results, path: Path) -> bool:
-    """Bytes moved over the least that the peer's own operator must move, at the shape of the bars.
+def _in_the_time(results: Results, row: Row, direction: str) -> float | None:
+    """Bytes that a copy moves in the row's time: for a kernel bound by something else, a loose bound."""
+    return getattr(row, f"{direction}_ms") / 1e3 * results.copy_bandwidth
 
-    Counted by the profiler where it was asked for, else the bytes that the copy bandwidth would have moved in
-    the time taken: an upper bound of the bytes, and for a kernel bound by something else a loose one.
-    """
-    rows = [row for peer in PEERS if (row := results.row(peer, REFERENCE))]
+
+def _counted(results: Results, row: Row, direction: str) -> float | None:
+    return results.bytes_moved.get(row.peer, {}).get(direction)
+
+
+def _draw_over_least(
+    results: Results, moved: Callable[[Results, Row, str], float | None], label: str, path: Path
+) -> bool:
+    """Bytes moved over the least that the peer's own operator must move, at the shape of the bars."""
+    rows = [row for peer in PEERS if (row := results.row(peer, REFERENCE)) and moved(results, row, "forward")]
     if not rows:
         return False
-    counted = bool(results.bytes_moved)
     figure, panels = _figure(2, width=5.5, height=0.4 * len(rows) + 1.6)
     for panel, direction, index in zip(panels, ("forward", "backward"), (0, 1), strict=True):
-        bars = []
-        for row in rows:
-            least = PEERS[row.peer].least[index] * row.shape.unit_bytes()
-            moved = results.bytes_moved.get(row.peer, {}).get(direction)
-            if not counted:
-                moved = getattr(row, f"{direction}_ms") / 1e3 * results.copy_bandwidth
-            if moved:
-                bars.append((moved / least, row.peer))
-        bars.sort(reverse=True)
-        colours = [style(peer)["color"] for _, peer in bars]
-        drawn = panel.barh(
-            [PEERS[peer].title for _, peer in bars], [ratio for ratio, _ in bars], color=colours
+        least = {row.peer: PEERS[row.peer].least[index] * row.shape.unit_bytes() for row in rows}
+        bars = sorted(
+            ((moved(results, row, direction) / least[row.peer], row.peer) for row in rows), reverse=True
         )
+        ratios, peers = zip(*bars, strict=True)
+        colours = [style(peer)["color"] for peer in peers]
+        drawn = panel.barh([PEERS[peer].title for peer in peers], ratios, color=colours)
         panel.bar_label(drawn, fmt="%.2f×", padding=3, fontsize=8)
         panel.axvline(1, color="grey", linestyle=":")
-        panel.set(title=direction, xlim=(0, 1.15 * max((ratio for ratio, _ in bars), default=1)))
-    label = (
-        "DRAM bytes counted / least possible" if counted else "time × copy bandwidth / least possible bytes"
-    )
-    note = "" if counted else " (an upper bound of the traffic)"
-    figure.supxlabel(label + note, fontsize=9)
+        panel.set(title=direction, xlim=(0, 1.2 * max(ratios)))
+    figure.supxlabel(label, fontsize=9)
     figure.suptitle(f"{REFERENCE}, {rows[0].dtype}, {results.environment['card']}", fontsize=11)
     figure.savefig(path, dpi=130)
     return True

@@ -415,11 +415,14 @@ def test_the_self_test_judges() -> None:
 
 
 def test_plots_hold_every_right_peer(tmp_path: Path) -> None:
-    """Guards: the three plots are drawn from the results alone, as pictures of a size to read."""
+    """Guards: the plots come from the results alone, bytes where they were counted; of a size to read."""
     from matplotlib.image import imread
 
-    paths = draw(made_up(scale=1.4), tmp_path)
-    assert [path.name for path in paths] == ["sweep-n.png", "sweep-d.png", "traffic.png"]
+    results, names = made_up(scale=1.4), ["sweep-n.png", "sweep-d.png", "traffic.png"]
+    assert [path.name for path in draw(results, tmp_path)] == names
+    results.bytes_moved = {name: {"forward": 5e8, "backward": 2e9} for name in ("ours", "fla-linear")}
+    paths = draw(results, tmp_path)
+    assert [path.name for path in paths] == [*names, "bytes.png"]
     for path in paths:
         picture = imread(path)
         assert picture.shape[1] > 1000 and picture.std() > 0.05
