@@ -113,6 +113,17 @@ def test_resume_says_what_it_found_and_cuts_lines_after_the_checkpoint(make_reci
     assert "nothing to train" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("attention", ["ours", "ours-decay", "softmax", "gla"])
+def test_weights_in_bf16_train_like_those_in_fp32(make_recipe, attention):
+    """In "bf16-true" the default dtype is bf16 while a model runs: sums that rely on it would show."""
+    losses = []
+    for precision in ("bf16-true", "32-true"):
+        recipe = make_recipe(precision=precision, name=precision)
+        recipe.model.attention = attention
+        losses.append([line["loss"] for line in read_metrics(train(recipe)) if line["kind"] == "train"])
+    assert losses[0] == pytest.approx(losses[1], abs=0.1) and losses[0][-1] < losses[0][0] - 1
+
+
 def test_the_clock_stands_while_validating_and_saving(make_recipe, monkeypatch):
     def slow(self):
         time.sleep(0.5)
