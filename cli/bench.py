@@ -28,8 +28,8 @@ def configure(parser: ArgumentParser) -> None:
     )
     add("--append", action="store_true", help="keep the rows of --out, measure what lacks")
     add("--quick", action="store_true", help="fewer shapes")
-    add("--budget", type=float, default=600.0, help="seconds; what does not fit is recorded as skipped")
-    add("--limit", type=float, default=6.0, help="most seconds for one peer at one shape")
+    add("--budget", type=float, default=1200.0, help="seconds; what does not fit is recorded as skipped")
+    add("--limit", type=float, default=6.0, help="most seconds for a round of one peer at one shape")
     add("--warm", type=str, default="first", help="compile peers in parallel: first, only (and stop) or skip")
     add(
         "--ncu",

@@ -77,7 +77,7 @@ def run_bench(
     peers: Iterable[str] = (),
     *,
     quick: bool = False,
-    budget: float = 600.0,
+    budget: float = 1200.0,
     limit: float = 6.0,
     device: str | torch.device = "cuda",
     dtype: torch.dtype = torch.bfloat16,
