@@ -173,7 +173,7 @@ def measure(
     graphs: bool = False,
     seconds: float = 0.15,
 ) -> Row:
-    """Never raises for what the peer does. `limit`: most seconds to spend, `seconds`: to aim for.
+    """Never raises for what the peer does. `seconds`: to aim for; `limit`: the most, compiling apart.
 
     This is the first round; `measure_again` gives more, and `over_rounds` makes one row of them.
     """
@@ -226,10 +226,11 @@ def _filled(row: Row, peer: Peer, dtype: torch.dtype, clock: Clock, work: Callab
 
 def _first_round(row: Row, call: Call, clock: Clock, limit: float, graphs: bool, seconds: float) -> None:
     """Compiles, measures memory and correctness, finds how many runs fit, and times them."""
-    start = time.perf_counter()
-    call.both()  # compiles, autotunes
+    call.both()  # compiles, autotunes: no time of measuring
     if clock.cuda:
         torch.cuda.synchronize(clock.device)
+    start = time.perf_counter()
+    if clock.cuda:
         _memory(row, call, clock.device)
     row.errors = errors(call, row.shape)
     if not all(error <= row.tolerance for error in row.errors.values()):
