@@ -38,8 +38,6 @@ class Row:
     forward_ms: float | None = None
     backward_ms: float | None = None
     both_ms: float | None = None  # forward and backward, one after the other
-    by_round: dict[str, list[float]] = field(default_factory=dict)  # the times of each round, by field
-    beside: list[float] = field(default_factory=list)  # a variant's forward and backward, of its base's
     forward_graph_ms: float | None = None  # replayed from a CUDA graph
     backward_graph_ms: float | None = None
     graph: str = ""  # why there is no replay
@@ -48,6 +46,8 @@ class Row:
     forward_flops: int = 0
     repeats: int = 0  # runs of each time in a round
     rounds: int = 0  # that went into the times; 0: not timed
+    by_round: dict[str, list[float]] = field(default_factory=dict)  # the times of each, if several
+    beside: list[float] = field(default_factory=list)  # a variant's forward and backward, of its base's
     errors: dict[str, float] = field(default_factory=dict)  # relative RMS of o and of each gradient
     tolerance: float = 0.0
 
@@ -227,10 +227,9 @@ def _filled(row: Row, peer: Peer, dtype: torch.dtype, clock: Clock, work: Callab
 def _first_round(row: Row, call: Call, clock: Clock, limit: float, graphs: bool, seconds: float) -> None:
     """Compiles, measures memory and correctness, finds how many runs fit, and times them."""
     call.both()  # compiles, autotunes: no time of measuring
-    if clock.cuda:
-        torch.cuda.synchronize(clock.device)
     start = time.perf_counter()
     if clock.cuda:
+        torch.cuda.synchronize(clock.device)
         _memory(row, call, clock.device)
     row.errors = errors(call, row.shape)
     if not all(error <= row.tolerance for error in row.errors.values()):
@@ -242,13 +241,10 @@ def _first_round(row: Row, call: Call, clock: Clock, limit: float, graphs: bool,
     left = max(limit - (time.perf_counter() - start), 0.0)
     row.repeats = int(max(3, min(50, seconds / once, left / (3 * once))))
     _round(row, call, clock, graphs, check=True)
-    if row.forward_graph_ms is not None and call.peer.variant_of is not None:
-        base = Call(PEERS[call.peer.variant_of], row.shape, call.do.dtype, clock.device)
-        row.beside = _beside(call, base, clock)
 
 
 def _round(row: Row, call: Call, clock: Clock, graphs: bool, check: bool = False) -> None:
-    """The times, after two runs that are not timed; `check`: whether the graphs' replays are right."""
+    """The times, after two runs that are not timed; `check`, in the first round: see `_graphs`."""
     clock.time(call.both, repeats=2)
     row.forward_ms = statistics.median(clock.time(call.forward, call.clear, row.repeats))
     call.clear()
@@ -276,9 +272,12 @@ def _memory(row: Row, call: Call, device: torch.device) -> None:
 
 
 def _graphs(row: Row, call: Call, clock: Clock, check: bool) -> None:
-    """Replays of CUDA graphs: the same work without Python."""
+    """Replays of CUDA graphs: the same work without Python.
+
+    `check`: whether they are right, and a variant's beside its base's.
+    """
     try:
-        forward, backward = _capture(call, clock)
+        forward, backward = graphs = _capture(call, clock)
         forward.replay()
         backward.replay()
         if check and not all(error <= row.tolerance for error in errors(call, row.shape).values()):
@@ -286,6 +285,9 @@ def _graphs(row: Row, call: Call, clock: Clock, check: bool) -> None:
             return
         row.forward_graph_ms = statistics.median(clock.time(forward.replay, repeats=row.repeats))
         row.backward_graph_ms = statistics.median(clock.time(backward.replay, forward.replay, row.repeats))
+        if check and call.peer.variant_of is not None:
+            base = Call(PEERS[call.peer.variant_of], row.shape, call.do.dtype, clock.device)
+            row.beside = _beside(graphs, _capture(base, clock), clock)
     except torch.OutOfMemoryError:
         row.graph = "out of memory"
     except Exception as error:
@@ -294,7 +296,10 @@ def _graphs(row: Row, call: Call, clock: Clock, check: bool) -> None:
         call.clear()
 
 
-def _capture(call: Call, clock: Clock) -> tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph]:
+Graphs = tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph]  # of forward and of backward
+
+
+def _capture(call: Call, clock: Clock) -> Graphs:
     """Graphs of forward and, captured after it, of backward."""
     stream = torch.cuda.Stream(clock.device)
     stream.wait_stream(torch.cuda.current_stream(clock.device))
@@ -309,18 +314,19 @@ def _capture(call: Call, clock: Clock) -> tuple[torch.cuda.CUDAGraph, torch.cuda
     return forward, backward
 
 
-def _beside(call: Call, base: Call, clock: Clock) -> list[float]:
+def _beside(graphs: Graphs, base: Graphs, clock: Clock) -> list[float]:
     """The times of forward and of backward, of those of `base`: replays of both, a few at a time in turn.
 
     A few per cent between two kernels are less than what clocks drift from one row to the next.
     """
-    graphs = [_capture(x, clock) for x in (call, base)]
     ratios: tuple[list[float], list[float]] = [], []
     for _ in range(TURNS):
-        times = [(clock.time(f.replay, repeats=5), clock.time(b.replay, f.replay, 5)) for f, b in graphs]
+        times = [
+            (clock.time(forward.replay, repeats=5), clock.time(backward.replay, forward.replay, 5))
+            for forward, backward in (graphs, base)
+        ]
         for found, ours, others in zip(ratios, *times, strict=True):
             found.append(statistics.median(ours) / statistics.median(others))
-    call.clear()
     return [statistics.median(found) for found in ratios]
 
 

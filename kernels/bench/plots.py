@@ -31,11 +31,7 @@ def draw(results: Results, folder: Path) -> list[Path]:
         if _draw_sweep(results, axis, fixed, path):
             drawn.append(path)
     for name, moved, label in (
-        (
-            "traffic",
-            _in_the_time,
-            "time × copy bandwidth / least possible bytes (an upper bound)",
-        ),
+        ("traffic", _in_the_time, "time × copy bandwidth / least possible bytes (an upper bound)"),
         ("bytes", _counted, "bytes to and from DRAM, counted by the GPU / least possible"),
     ):
         path = folder / f"{name}.png"
@@ -137,7 +133,7 @@ def _caption(figure, rows: list, axis: str) -> None:
         figure.supxlabel("\n".join(textwrap.wrap("; ".join(lines), 190)), fontsize=6.5, color="dimgrey")
 
 
-def _in_the_time(results: Results, row: Row, direction: str) -> float | None:
+def _in_the_time(results: Results, row: Row, direction: str) -> float:
     """Bytes that a copy moves in the row's time: for a kernel bound by something else, a loose bound."""
     return getattr(row, f"{direction}_ms") / 1e3 * results.copy_bandwidth
 
@@ -156,10 +152,8 @@ def _draw_over_least(
     figure, panels = _figure(2, width=5.5, height=0.4 * len(rows) + 1.6)
     for panel, direction, index in zip(panels, ("forward", "backward"), (0, 1), strict=True):
         least = {row.peer: PEERS[row.peer].least[index] * row.shape.unit_bytes() for row in rows}
-        bars = sorted(
-            ((moved(results, row, direction) / least[row.peer], row.peer) for row in rows), reverse=True
-        )
-        ratios, peers = zip(*bars, strict=True)
+        bars = [(moved(results, row, direction) / least[row.peer], row.peer) for row in rows]
+        ratios, peers = zip(*sorted(bars, reverse=True), strict=True)
         colours = [style(peer)["color"] for peer in peers]
         drawn = panel.barh([PEERS[peer].title for peer in peers], ratios, color=colours)
         panel.bar_label(drawn, fmt="%.2f×", padding=3, fontsize=8)

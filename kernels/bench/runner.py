@@ -108,9 +108,9 @@ def run_bench(
             "the benchmark needs a CUDA device, and there is none here (--device cpu measures PyTorch's)"
         )
     sweeps = sweeps or (QUICK if quick else SWEEPS)
-    chosen = [PEERS[name] for name in _known(peers, PEERS, "peer") or DEFAULT_PEERS]
+    chosen = [PEERS[name] for name in known(peers, PEERS, "peer") or DEFAULT_PEERS]
     training = set(sweeps.get("training", ()))
-    shapes = list(dict.fromkeys(s for name in _known(only, sweeps, "sweep") or sweeps for s in sweeps[name]))
+    shapes = list(dict.fromkeys(s for name in known(only, sweeps, "sweep") or sweeps for s in sweeps[name]))
     if device.index is not None:
         torch.cuda.set_device(device)
     clock = Clock(device)
@@ -166,11 +166,12 @@ def _kept(path: Path, device: torch.device) -> Results:
     return results
 
 
-def _known(names: Iterable[str], known: Iterable[str], what: str) -> list[str]:
+def known(names: Iterable[str], there: Iterable[str], what: str) -> list[str]:
+    """Each of the names once; KernelError for one that is not there."""
     names = list(dict.fromkeys(names))
     for name in names:
-        if name not in known:
-            raise KernelError(f"unknown {what} {name!r}: there are {', '.join(known)}")
+        if name not in there:
+            raise KernelError(f"unknown {what} {name!r}: there are {', '.join(there)}")
     return names
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from lingpt.kernels.bench.peers import DEFAULT_PEERS, PEERS
+from lingpt.kernels.bench.runner import known
 from lingpt.kernels.bench.shapes import SWEEPS, Shape
 
 WARM_N = 1024  # kernels depend on B = 1 or not, on H and on D; not on N, as long as 16 divides it
@@ -23,13 +24,14 @@ def warm_up(
     peers: Iterable[str] = (), only: Iterable[str] = (), workers: int | None = None, progress: bool = True
 ) -> dict[str, str]:
     """Runs every peer that autotunes once at each kind of shape of the sweeps named in `only` (all); returns
-    what failed, by "peer shape"."""
+    what failed, by "peer shape". Raises KernelError for a name that does not exist."""
     from tqdm import tqdm
 
+    peers, sweeps = known(peers, PEERS, "peer"), known(only, SWEEPS, "sweep")
     names = [
         name for name in peers or DEFAULT_PEERS if PEERS[name].autotunes and PEERS[name].available() is None
     ]
-    kinds = {Shape(min(s.B, 2), WARM_N, s.H, s.D) for name in only or SWEEPS for s in SWEEPS.get(name, ())}
+    kinds = {Shape(min(s.B, 2), WARM_N, s.H, s.D) for name in sweeps or SWEEPS for s in SWEEPS[name]}
     cells = [(name, shape) for name in names for shape in sorted(kinds)]
     failed = {}
     with ThreadPoolExecutor(workers or os.cpu_count()) as pool:

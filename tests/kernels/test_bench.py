@@ -24,6 +24,7 @@ from lingpt.kernels.bench import (
     draw,
     run_bench,
     runner,
+    warm_up,
 )
 from lingpt.kernels.bench import measure as measuring
 from lingpt.kernels.bench.bars import BARS
@@ -303,6 +304,8 @@ def test_time_is_bounded() -> None:
 def test_an_unknown_name_lists_the_known(names: dict) -> None:
     with pytest.raises(KernelError, match=r"unknown (peer|sweep) .*: there are "):
         run_bench(**names, device="cpu", progress=False)
+    with pytest.raises(KernelError, match=r"unknown (peer|sweep) .*: there are "):
+        warm_up(**names)
 
 
 def made_up(scale: float = 1.0) -> Results:
@@ -370,21 +373,18 @@ def test_ratios_are_of_a_round() -> None:
 
 
 def test_a_variant_is_timed_in_turn_with_its_base(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards: the ratio is right however the clock drifts: here everything takes 1 % longer each time."""
+    """Guards: where each run takes 1 % longer, the ratio is off by what passes within a turn, not by more."""
     drift = itertools.count()
-    graphs = {"ours": (2.0, 4.0), "ours-decay": (2.1, 4.4)}
-
-    def capture(call, clock: Clock):
-        return [SimpleNamespace(replay=lambda ms=ms: ms) for ms in graphs[call.peer.name]]
+    graphs, base = (
+        tuple(SimpleNamespace(replay=lambda ms=ms: ms) for ms in times) for times in ((2.1, 4.4), (2.0, 4.0))
+    )
 
     def time(self, work, before=None, repeats=1) -> list[float]:
         return [work() * 1.01 ** next(drift) for _ in range(repeats)]
 
-    monkeypatch.setattr(measuring, "_capture", capture)
     monkeypatch.setattr(Clock, "time", time)
-    call, base = (SimpleNamespace(peer=PEERS[name], clear=lambda: None) for name in ("ours-decay", "ours"))
     per_turn = 1.01 ** (2 * 5)  # the base comes two spans of five later
-    found = measuring._beside(call, base, Clock(CPU))
+    found = measuring._beside(graphs, base, Clock(CPU))
     assert found == pytest.approx([2.1 / 2 / per_turn, 4.4 / 4 / per_turn])
 
 
