@@ -86,7 +86,7 @@ def _measure(args: Namespace):
         sweeps={"training": tuple(Shape(*shape) for shape in TINY)} if cpu else None,
     )
     if args.ncu:
-        results.bytes_moved = count_bytes(args.peers or DEFAULT_PEERS)
+        results.bytes_moved |= count_bytes(args.peers or DEFAULT_PEERS)
         results.save(path)
     return results
 

@@ -86,10 +86,13 @@ def _value(results: Results, peer: str, shape: Shape, field: str) -> float:
     return value
 
 
-def _ratio(results: Results, peer: str, other: str, shape: Shape, field: str) -> float:
+Cell = tuple[str, Shape]  # a peer at a shape
+
+
+def _ratio(results: Results, cell: Cell, base_cell: Cell, field: str) -> float:
     """Of two times: the median of the rounds' ratios, as clocks drift less within a round than between."""
-    value, base = _value(results, peer, shape, field), _value(results, other, shape, field)
-    rounds = [results.row(name, shape, field).by_round.get(field, []) for name in (peer, other)]
+    value, base = _value(results, *cell, field), _value(results, *base_cell, field)
+    rounds = [results.row(*x, field).by_round.get(field, []) for x in (cell, base_cell)]
     if len(rounds[0]) == len(rounds[1]) > 1:
         return statistics.median(x / y for x, y in zip(*rounds, strict=True))
     return value / base
@@ -108,7 +111,7 @@ def _faster(peers: tuple[str, ...], shape: Shape, fields: tuple[str, ...] = DIRE
         there = [peer for peer in peers if (row := results.row(peer, shape, name)) and getattr(row, name)]
         if not there:
             raise Missing(f"none of {', '.join(peers)} at {shape}")
-        return min(_ratio(results, peer, "ours", shape, name) for peer in there)
+        return min(_ratio(results, (peer, shape), ("ours", shape), name) for peer in there)
 
     return lambda results: [ratio(results, field) for field in fields]
 
@@ -124,13 +127,11 @@ def _empty_node(results: Results) -> list[float]:
 def _per_token(N: int) -> Callable[[Results], list[float]]:
     shape = Shape(1, N, 16, 128)
     tokens = (REFERENCE.B * REFERENCE.N) / (shape.B * shape.N)
-    return lambda r: [
-        _value(r, "ours", shape, d) * tokens / _value(r, "ours", REFERENCE, d) for d in DIRECTIONS
-    ]
+    return lambda r: [tokens * _ratio(r, ("ours", shape), ("ours", REFERENCE), d) for d in DIRECTIONS]
 
 
 def _of_plain(peer: str) -> Callable[[Results], list[float]]:
-    return lambda r: [_ratio(r, peer, "ours", REFERENCE, direction) for direction in DIRECTIONS]
+    return lambda r: [_ratio(r, (peer, REFERENCE), ("ours", REFERENCE), d) for d in DIRECTIONS]
 
 
 def _beside(results: Results) -> list[float]:

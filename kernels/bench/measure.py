@@ -17,7 +17,6 @@ TAIL = (
     256  # rows of a softmax that its oracle computes: the last ones, whose keys' gradients they alone decide
 )
 LONG = 65536  # from here on the oracle takes one slice, not four
-TURNS = 25  # of a variant and its base
 TIMES = ("forward_ms", "backward_ms", "both_ms", "forward_graph_ms", "backward_graph_ms")
 
 
@@ -287,7 +286,7 @@ def _graphs(row: Row, call: Call, clock: Clock, check: bool) -> None:
         row.backward_graph_ms = statistics.median(clock.time(backward.replay, forward.replay, row.repeats))
         if check and call.peer.variant_of is not None:
             base = Call(PEERS[call.peer.variant_of], row.shape, call.do.dtype, clock.device)
-            row.beside = _beside(graphs, _capture(base, clock), clock)
+            row.beside = _beside(graphs, _capture(base, clock), clock, turns=max(1, row.repeats // 2))
     except torch.OutOfMemoryError:
         row.graph = "out of memory"
     except Exception as error:
@@ -314,13 +313,13 @@ def _capture(call: Call, clock: Clock) -> Graphs:
     return forward, backward
 
 
-def _beside(graphs: Graphs, base: Graphs, clock: Clock) -> list[float]:
+def _beside(graphs: Graphs, base: Graphs, clock: Clock, turns: int) -> list[float]:
     """The times of forward and of backward, of those of `base`: replays of both, a few at a time in turn.
 
     A few per cent between two kernels are less than what clocks drift from one row to the next.
     """
     ratios: tuple[list[float], list[float]] = [], []
-    for _ in range(TURNS):
+    for _ in range(turns):
         times = [
             (clock.time(forward.replay, repeats=5), clock.time(backward.replay, forward.replay, 5))
             for forward, backward in (graphs, base)

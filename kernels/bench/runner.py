@@ -18,7 +18,7 @@ from lingpt.kernels.bench.peers import DEFAULT_PEERS, PEERS, Peer
 from lingpt.kernels.bench.shapes import CUMSUM, QUICK, SWEEPS, Shape
 from lingpt.kernels.errors import KernelError
 
-ROUNDS = 5  # of a training shape, whose peers' times are compared as ratios
+ROUNDS = 5  # of the training shapes, whose times are compared as ratios
 
 
 @dataclass
@@ -93,10 +93,10 @@ def run_bench(
     two sweeps is measured once. The results go to `save_to` after every row; `append` keeps the rows that are
     there, if they are of this card, these versions and this source.
 
-    Hosts and clocks drift, by 5 % to twofold within a minute. So the training shapes, where peers are
-    compared, are timed in ROUNDS rounds, each over all peers, which puts the same drift into every peer; once
-    the budget is spent, no further round of a peer begins. Rows kept by `append` are not timed again: a ratio
-    is best drawn from two rows of one run.
+    Hosts and clocks drift, by 5 % to twofold within a minute. So the training shapes, which are compared, are
+    timed in ROUNDS rounds, each over all of them and all peers: ratios are drawn within a round, and no row
+    has the bad minute alone. Once the budget is spent, no further timing begins. Rows kept by `append` are
+    not timed again: a ratio is best drawn from two rows of one run.
 
     Raises KernelError for a name that does not exist and for a machine without the device.
     """
@@ -147,11 +147,12 @@ def run_bench(
 def _in_rounds(
     shapes: list[Shape], peers: list[Peer], training: set[Shape], done: Results
 ) -> list[tuple[int, Shape, Peer]]:
-    """Round, shape and peer of all that is to be measured: at a shape, every peer before the next round."""
+    """Round, shape and peer of what is to be measured: all rounds of the training shapes, then the rest."""
+    rounds = [(n, shape) for n in range(1, 1 + ROUNDS) for shape in shapes if shape in training]
+    once = [(1, shape) for shape in shapes if shape not in training]
     return [
         (n, shape, peer)
-        for shape in shapes
-        for n in range(1, 1 + (ROUNDS if shape in training else 1))
+        for n, shape in rounds + once
         for peer in peers
         if (shape in training or not peer.training_only) and not done.has(peer.name, shape)
     ]

@@ -193,13 +193,12 @@ def made_up_rounds(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Row, int], 
 
 
 def run_in_rounds(*peers: str, **options) -> list[Row]:
-    return run_bench(
-        peers=peers, device="cpu", dtype=torch.float32, sweeps=TINY, progress=False, **options
-    ).rows
+    options = {"sweeps": TINY, "progress": False} | options
+    return run_bench(peers=peers, device="cpu", dtype=torch.float32, **options).rows
 
 
 def test_training_shapes_are_timed_in_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards: at a training shape all peers have their turn before the next round, elsewhere there is one;
+    """Guards: all peers have their turn before the next round, at other shapes there is one round;
     a time is the median of the rounds', replays included, and the rest of the row is the first round's."""
     turns = made_up_rounds(monkeypatch, lambda row, n: None)
     rows = run_in_rounds(*ON_CPU)
@@ -209,6 +208,14 @@ def test_training_shapes_are_timed_in_rounds(monkeypatch: pytest.MonkeyPatch) ->
         assert row.forward_graph_ms == row.backward_graph_ms == 1
         assert row.status == "ok" and row.reason == "" and row.errors and row.repeats >= 3
     assert [(row.both_ms, row.rounds, row.forward_graph_ms) for row in rows[3:]] == [(5, 1, None)] * 3
+
+
+def test_a_round_is_over_all_training_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: ratios of two shapes come from one round, and a bad minute is no one shape's."""
+    turns = made_up_rounds(monkeypatch, lambda row, n: None)
+    sweeps = {"sweep-n": (Shape(1, 9, 1, 8),), "training": (Shape(1, 33, 1, 8), Shape(1, 17, 1, 8))}
+    run_in_rounds("sdpa-math", sweeps=sweeps)
+    assert [turn[1:] for turn in turns] == [(N, n) for n in (1, 2, 3) for N in (33, 17)] + [(9, 1)]
 
 
 @pytest.mark.parametrize(
@@ -364,12 +371,15 @@ def test_targets_are_computed_from_the_rows() -> None:
 
 
 def test_ratios_are_of_a_round() -> None:
-    """Guards: where a machine halves its speed between rounds, each round's two peers are compared."""
+    """Guards: where a machine halves its speed between rounds, what is compared is of one round."""
     results = made_up()
     for name, times in (("ours", [1.0, 2.0, 2.0]), ("fla-gla", [10.0, 12.0, 24.0])):
         row = results.row(name, REFERENCE)
         row.by_round = {field: times for field in ("forward_ms", "backward_ms")}
     assert column(bars_table(results), "FLA GLA", 4) == "10.00× / 10.00×"
+    long = results.row("ours", Shape(1, 131072, 16, 128))
+    long.by_round = {field: [4.4, 8.4, 8.0] for field in ("forward_ms", "backward_ms")}
+    assert column(bars_table(results), "N=131072", 4) == "1.05× / 1.05×"
 
 
 def test_a_variant_is_timed_in_turn_with_its_base(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,7 +394,7 @@ def test_a_variant_is_timed_in_turn_with_its_base(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(Clock, "time", time)
     per_turn = 1.01 ** (2 * 5)  # the base comes two spans of five later
-    found = measuring._beside(graphs, base, Clock(CPU))
+    found = measuring._beside(graphs, base, Clock(CPU), turns=25)
     assert found == pytest.approx([2.1 / 2 / per_turn, 4.4 / 4 / per_turn])
 
 

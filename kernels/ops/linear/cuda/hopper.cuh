@@ -131,7 +131,7 @@ struct HopperScan {
   u32 base;
   int tid, warp, lane, g, t;  // g, t: the lane's row and column pair in a tensor-core tile
   float log2_decay;
-  float* powers;  // 16 zeros, γ⁰ … γ⁶⁴, b; with decay the zeros and powers again
+  float* powers;  // 16 zeros, γ⁰ … γ⁶⁴, b; where weights read pairs of powers, the zeros and powers again
 
   struct Coefficients {
     float *sigma, *tau, *rho, *kappa;
@@ -174,7 +174,7 @@ struct HopperScan {
     if (DECAYS_PAST && tid < 16 + C + 1) {
       float power = tid < 16 ? 0.f : exp2f(log2_decay * (tid - 16));
       powers[tid - 16] = power;
-      if (DECAY) powers[tid - 16 + L::TABLE] = power;
+      if (DECAY && !KEEPS_DECAYS) powers[tid - 16 + L::TABLE] = power;
     }
     if (tid == 0) {
       for (int i = 0; i < L::STAGES; i++) {
@@ -751,11 +751,9 @@ struct HopperScan {
 
   // ---------------------------------------------------------------------------------- states in and out
   // No pointer here may be null, and tested: ptxas 13.0 was seen to test one before its zero was there.
-  __device__ __forceinline__ bool has_initial() const { return !STATES && ((!WHOLE && segment()) || p.initial.S); }
+  __device__ __forceinline__ bool has_initial() const { return !STATES && (segment() || p.initial.S); }
   __device__ __forceinline__ Source initial() const {
-    if (WHOLE || !segment()) return F::template initial<D>(p, bh(), log2_decay);
-    Target left = F::template before_segment<D>(p, bh(), segment());
-    return {left.S, left.c, left.b, 1.f, 1.f, 1.f};
+    return F::template initial<D>(p, bh(), segment(), log2_decay);
   }
   __device__ __forceinline__ Target scratch(int i) const {  // the state before segment i + 1
     return F::template before_segment<D>(p, bh(), i + 1);

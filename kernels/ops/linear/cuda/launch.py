@@ -186,17 +186,15 @@ class Cut(NamedTuple):
         return Cut((self.segments - 1) * self.parts + 1, self.segment_len // self.parts, 1)
 
 
+@dataclasses.dataclass(frozen=True)
 class Launch:
-    """A kernel with its grid and its struct Params (the pair's: two of them) but for the pointers."""
+    """A kernel with its grid, and `rest`: its struct Params (the pair's: two) behind their pointers."""
 
-    def __init__(self, kernel: Kernel, grid: tuple[int, int, int], threads: int, shared: int, *rest: bytes):
-        self.kernel, self.grid, self.block, self.shared, self.rest = (
-            kernel,
-            grid,
-            (threads, 1, 1),
-            shared,
-            rest,
-        )
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared: int
+    rest: tuple[bytes, ...]
 
     def __call__(self, stream: int, *pointers: bytes) -> None:
         self.kernel(self.grid, self.block, self.shared, stream, *map(add, pointers, self.rest))
@@ -265,9 +263,8 @@ class Plan:
 
     def _whole(self) -> Launch:
         """The forward scan of uncut sequences. It leaves the states before the segments, too."""
-        return self._launch(
-            "scan_whole", None, self.D // 64, self._rest("FWD", self.cut), threads=4 * THREADS
-        )
+        rest = self._rest("FWD", self.cut)
+        return self._launch("scan_whole", None, self.D // 64, rest, threads=4 * THREADS)
 
     def _pair(self) -> Launch:
         # All of dk first: two multiprocessors share a cache of instructions, which holds only one's code.
@@ -286,18 +283,17 @@ class Plan:
         ]
 
     def _row_products(self) -> Launch:
+        kernel, rest = self.kernels["row_products", None], self._rest("row_products", self.cut)
         grid = -(-self.N * self.H * (self.D // 8) // THREADS), self.B, 1
-        return Launch(
-            self.kernels["row_products", None], grid, THREADS, 0, self._rest("row_products", self.cut)
-        )
+        return Launch(kernel, grid, (THREADS, 1, 1), 0, (rest,))
 
     def _launch(
         self, kernel: str, mode: str | None, wide: int, *rest: bytes, deep=1, threads=None, shared=None
     ) -> Launch:
         """On `wide` × B·H × `deep` blocks; a scan's threads and shared memory, if nothing else is said."""
-        threads = threads or self.build.threads
+        grid, block = (wide, self.B * self.H, deep), (threads or self.build.threads, 1, 1)
         shared = self.build.shared if shared is None else shared
-        return Launch(self.kernels[kernel, mode], (wide, self.B * self.H, deep), threads, shared, *rest)
+        return Launch(self.kernels[kernel, mode], grid, block, shared, rest)
 
     def _rest(self, mode: str, cut: Cut) -> bytes:
         """struct Params behind its pointers."""
@@ -385,12 +381,14 @@ def backward(q, k, v, b, log_decay, cos, sin, o, stats, initial_state, do, dstat
         else:
             plan.dk(stream, dk)
             plan.dv(stream, dv)
-    _, e, db, _ = work.split_with_sizes(sizes) if d_initial or isinstance(b, Tensor) else (None,) * 4
+    if d_initial is None and not isinstance(b, Tensor):
+        return None, None
+    _, rows_e, sums_db, _ = work.split_with_sizes(sizes)
     if d_initial is not None:
-        _finish_initial(d_initial, e.view(B, H, N), log_decay, dstate)
+        _finish_initial(d_initial, rows_e.view(B, H, N), log_decay, dstate)
     if not isinstance(b, Tensor):
         return None, d_initial
-    return db.view(B, H, -1).sum((0, 2)) * (B_SHRINK if normalize_qk else 1.0), d_initial
+    return sums_db.view(B, H, -1).sum((0, 2)) * (B_SHRINK if normalize_qk else 1.0), d_initial
 
 
 def _finish_initial(d_initial: LinearAttentionState, e: Tensor, log_decay: Tensor | None, dstate) -> None:

@@ -127,7 +127,11 @@ struct Facts {
     return {S, VALUE_ROWS ? v : k, VALUE_ROWS ? k : v, 1.f, 1.f, 1.f};
   }
   template <int D>
-  static __device__ __forceinline__ Source initial(const Params& p, int bh, float log2_decay) {
+  static __device__ __forceinline__ Source initial(const Params& p, int bh, int segment, float log2_decay) {
+    if (segment) {
+      Target left = before_segment<D>(p, bh, segment);
+      return {left.S, left.c, left.b, left.scale, left.scale_c, left.scale_b};
+    }
     const float *S = p.initial.S + i64(bh) * D * D, *k = p.initial.k + bh * D, *v = p.initial.v + bh * D;
     float undo = REVERSE ? exp2f(-log2_decay) : 1.f;
     float s = scale_sigma(p) * undo, sv = scale_tau(p) * undo, sk = MODE == FWD ? s : sv;
@@ -435,11 +439,7 @@ struct Scan {
   __device__ __forceinline__ void load_state() {
     clear();
     if (!seg() && !p.initial.S) return;
-    Source from = F::template initial<D>(p, bh(), log2_decay);
-    if (seg()) {
-      Target left = F::template before_segment<D>(p, bh(), seg());
-      from = {left.S, left.c, left.b, 1.f, 1.f, 1.f};
-    }
+    Source from = F::template initial<D>(p, bh(), seg(), log2_decay);
 #pragma unroll
     for (int i = 0; i < MT; i++)
 #pragma unroll
