@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lingpt.kernels.bench.runner import Results
-from lingpt.kernels.bench.shapes import BATCH_1, CUMSUM, REFERENCE, SWEEPS, Shape
+from lingpt.kernels.bench.shapes import BATCH_1, CUMSUM, LONG, REFERENCE, SWEEPS, Shape
 
 UNNORMALISED = ("fla-linear", "fla-fused-linear", "fla-lightning")
 FLA = (*UNNORMALISED, "fla-linear-norm", "fla-gla")
@@ -124,21 +124,23 @@ def _empty_node(results: Results) -> list[float]:
     return [node / _value(results, "ours", BATCH_1, direction) for node, direction in nodes]
 
 
-def _per_token(N: int) -> Callable[[Results], list[float]]:
-    shape = Shape(1, N, 16, 128)
-    tokens = (REFERENCE.B * REFERENCE.N) / (shape.B * shape.N)
-    return lambda r: [tokens * _ratio(r, ("ours", shape), ("ours", REFERENCE), d) for d in DIRECTIONS]
+def _eager(cell: Cell) -> Callable[[Results], list[float]]:
+    """A cell's times over those of ours at REFERENCE, for as many tokens."""
+    tokens = REFERENCE.B * REFERENCE.N / (cell[1].B * cell[1].N)
+    return lambda results: [tokens * _ratio(results, cell, ("ours", REFERENCE), d) for d in DIRECTIONS]
 
 
-def _of_plain(peer: str) -> Callable[[Results], list[float]]:
-    return lambda r: [_ratio(r, (peer, REFERENCE), ("ours", REFERENCE), d) for d in DIRECTIONS]
+def _in_turn(cell: Cell) -> Callable[[Results], list[float]]:
+    """The same of replays in turn with it."""
+    tokens = REFERENCE.B * REFERENCE.N / (cell[1].B * cell[1].N)
 
+    def ratios(results: Results) -> list[float]:
+        _value(results, *cell, "forward_graph_ms")
+        found = results.row(*cell).beside
+        if not found:
+            raise Missing(f"{cell[0]} at {cell[1]} in turn with ours at {REFERENCE}")
+        return [tokens * ratio for ratio in found]
 
-def _beside(results: Results) -> list[float]:
-    _value(results, "ours-decay", REFERENCE, "forward_graph_ms")
-    ratios = results.row("ours-decay", REFERENCE).beside
-    if not ratios:
-        raise Missing(f"ours-decay in turn with ours at {REFERENCE}")
     return ratios
 
 
@@ -158,10 +160,15 @@ BARS = (
     Bar("the same, both replayed from CUDA graphs", None, None, _faster(FLA, BATCH_1, graph=True), True),
     Bar("there, eager: an empty autograd node's share of ours, each", None, None, _empty_node,
         format="{:.0%}"),
-    Bar("time per token, B=1 N=32768, of that of B=4 N=8192, each", 1.15, None, _per_token(32768)),
-    Bar("time per token, B=1 N=131072, of that of B=4 N=8192, each", 1.15, None, _per_token(131072)),
-    Bar("with a decay per head, of the time without, each (replays in turn)", 1.05, None, _beside),
-    Bar("the same, eager", None, None, _of_plain("ours-decay")),
+    Bar("time per token, B=1 N=32768, of that of B=4 N=8192, each (replays in turn)", 1.15, None,
+        _in_turn(("ours", LONG[0]))),
+    Bar("the same, eager", None, None, _eager(("ours", LONG[0]))),
+    Bar("time per token, B=1 N=131072, of that of B=4 N=8192, each (replays in turn)", 1.15, None,
+        _in_turn(("ours", LONG[1]))),
+    Bar("the same, eager", None, None, _eager(("ours", LONG[1]))),
+    Bar("with a decay per head, of the time without, each (replays in turn)", 1.05, None,
+        _in_turn(("ours-decay", REFERENCE))),
+    Bar("the same, eager", None, None, _eager(("ours-decay", REFERENCE))),
     Bar("peak memory beyond inputs and do, forward", 1.15, None, _memory("forward_memory"),
         format="{:.2f} U"),
     Bar("peak memory beyond inputs and do, forward + backward", 4.5, None, _memory("both_memory"),

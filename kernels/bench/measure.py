@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from lingpt.kernels.bench.peers import PEERS, Peer
-from lingpt.kernels.bench.shapes import Shape
+from lingpt.kernels.bench.shapes import LONG, REFERENCE, Shape
 
 TAIL = (
     256  # rows of a softmax that its oracle computes: the last ones, whose keys' gradients they alone decide
 )
-LONG = 65536  # from here on the oracle takes one slice, not four
+ONE_SLICE = 65536  # tokens, from which on the oracle takes one slice, not four
 TIMES = ("forward_ms", "backward_ms", "both_ms", "forward_graph_ms", "backward_graph_ms")
 
 
@@ -46,7 +46,7 @@ class Row:
     repeats: int = 0  # runs of each time in a round
     rounds: int = 0  # that went into the times; 0: not timed
     by_round: dict[str, list[float]] = field(default_factory=dict)  # the times of each, if several
-    beside: list[float] = field(default_factory=list)  # a variant's forward and backward, of its base's
+    beside: list[float] = field(default_factory=list)  # forward and backward, of those of `_base`, in turn
     errors: dict[str, float] = field(default_factory=dict)  # relative RMS of o and of each gradient
     tolerance: float = 0.0
 
@@ -273,7 +273,7 @@ def _memory(row: Row, call: Call, device: torch.device) -> None:
 def _graphs(row: Row, call: Call, clock: Clock, check: bool) -> None:
     """Replays of CUDA graphs: the same work without Python.
 
-    `check`: whether they are right, and a variant's beside its base's.
+    `check`: whether they are right, and those of `_base` beside them.
     """
     try:
         forward, backward = graphs = _capture(call, clock)
@@ -284,9 +284,9 @@ def _graphs(row: Row, call: Call, clock: Clock, check: bool) -> None:
             return
         row.forward_graph_ms = statistics.median(clock.time(forward.replay, repeats=row.repeats))
         row.backward_graph_ms = statistics.median(clock.time(backward.replay, forward.replay, row.repeats))
-        if check and call.peer.variant_of is not None:
-            base = Call(PEERS[call.peer.variant_of], row.shape, call.do.dtype, clock.device)
-            row.beside = _beside(graphs, _capture(base, clock), clock, turns=max(1, row.repeats // 2))
+        if check and (base := _base(call.peer, row.shape)) is not None:
+            graphs_of_base = _capture(Call(*base, call.do.dtype, clock.device), clock)
+            row.beside = _beside(graphs, graphs_of_base, clock, turns=max(1, row.repeats // 2))
     except torch.OutOfMemoryError:
         row.graph = "out of memory"
     except Exception as error:
@@ -313,10 +313,17 @@ def _capture(call: Call, clock: Clock) -> Graphs:
     return forward, backward
 
 
+def _base(peer: Peer, shape: Shape) -> tuple[Peer, Shape] | None:
+    """What a cell is also timed in turn with: a variant with its base, our long sequences with REFERENCE."""
+    if peer.variant_of is not None:
+        return PEERS[peer.variant_of], shape
+    return (peer, REFERENCE) if peer.ours and shape in LONG else None
+
+
 def _beside(graphs: Graphs, base: Graphs, clock: Clock, turns: int) -> list[float]:
     """The times of forward and of backward, of those of `base`: replays of both, a few at a time in turn.
 
-    A few per cent between two kernels are less than what clocks drift from one row to the next.
+    A few per cent between two cells are less than what clocks drift from one to the next.
     """
     ratios: tuple[list[float], list[float]] = [], []
     for _ in range(turns):
@@ -335,7 +342,9 @@ def _beside(graphs: Graphs, base: Graphs, clock: Clock, turns: int) -> list[floa
 def errors(call: Call, shape: Shape) -> dict[str, float]:
     """Relative RMS errors of o and of the gradients against the peer's oracle in float64, on up to four
     (batch, head) slices, the outermost: a wrong offset shows in the last."""
-    batches, heads = ([-1], [-1]) if shape.N >= LONG else (sorted({0, shape.B - 1}), sorted({0, shape.H - 1}))
+    batches, heads = (
+        ([-1], [-1]) if shape.N >= ONE_SLICE else (sorted({0, shape.B - 1}), sorted({0, shape.H - 1}))
+    )
     take = lambda x: _slice(x.detach(), batches, heads)  # noqa: E731
     exact = {name: take(x).double().requires_grad_(x.requires_grad) for name, x in call.inputs.items()}
     o, do = take(call.o), take(call.do).double()
