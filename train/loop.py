@@ -121,6 +121,8 @@ def compile_blocks(gpt: GPT, **options: Any) -> None:
 def make_fabric(machine: Machine) -> Fabric:
     """Fabric over the machine's devices: DDP as soon as there are two processes."""
     several = machine.world_size > 1
+    if several:  # Fabric builds DDP on a stream of its own, and autograd's last nodes stay there: harmless
+        torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
     # The buffers are constants: no need to broadcast them at every forward. PyTorch 2.13 renamed the option.
     known = inspect.signature(DistributedDataParallel).parameters
     no_broadcast = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"

@@ -36,16 +36,17 @@ class Missing(LookupError):
 def bars_table(results: Results) -> str:
     """The targets as a Markdown table; "each" in a row means forward / backward."""
     env = results.environment
+    driver = f"driver {env['driver']}, " if env["driver"] else ""
     sources = ", ".join(f"{name} {number}" for name, number in env["versions"].items())
-    lines = [
-        f"{env['card']}, driver {env['driver']}, NVRTC {env['nvrtc']}, {sources}; "
+    head = (
+        f"{env['card']}, {driver}NVRTC {env['nvrtc']}, {sources}; "
         f"kernels {env['source_hash']}, {env['date']}. The memory copies at "
-        f"{results.copy_bandwidth / 1e12:.2f} TB/s in this run. bf16, H = 16, D = 128; "
-        f"{_medians(results)}, L2 flushed.",
-        "",
-        "| | bar | aim | reached | |",
-        "|---|---|---|---|---|",
-    ]
+        f"{results.copy_bandwidth / 1e12:.2f} TB/s in this run. "
+    )
+    if not any(row.shape in SWEEPS["training"] for row in results.rows):
+        return head + "No target was measured: they are set at the training shapes, on a CUDA device.\n"
+    conditions = f"bf16, H = 16, D = 128; {_medians(results)}, L2 flushed."
+    lines = [head + conditions, "", "| | bar | aim | reached | |", "|---|---|---|---|---|"]
     return "\n".join([*lines, *(_line(bar, results) for bar in BARS)]) + "\n"
 
 

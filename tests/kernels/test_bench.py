@@ -473,6 +473,7 @@ def test_the_command_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture) -> 
     assert main(["bench", "--device", "cpu", "--peers", "ours-chunkwise", "fla-gla", "--out", out]) == 0
     shown = capsys.readouterr().out
     assert "fla-gla" in shown and "needs a CUDA device" in shown and "bars.md" in shown
+    assert "No target was measured" in shown and "| bar |" not in shown and "None" not in shown
     rows = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
     assert {row["peer"] for row in rows if row["status"] == "ok"} == {"ours-chunkwise"}
     assert main(["bench", "--redraw", "--out", out]) == 0
