@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lingpt.kernels.bench.measure import Row
 from lingpt.kernels.bench.runner import Results
 from lingpt.kernels.bench.shapes import BATCH_1, CUMSUM, LONG, REFERENCE, SWEEPS, Shape
 
@@ -43,16 +44,17 @@ def bars_table(results: Results) -> str:
         f"kernels {env['source_hash']}, {env['date']}. The memory copies at "
         f"{results.copy_bandwidth / 1e12:.2f} TB/s in this run. "
     )
-    if not any(row.shape in SWEEPS["training"] for row in results.rows):
+    training = [row for row in results.rows if row.shape in SWEEPS["training"]]
+    if not training:
         return head + "No target was measured: they are set at the training shapes, on a CUDA device.\n"
-    conditions = f"bf16, H = 16, D = 128; {_medians(results)}, L2 flushed."
+    conditions = f"bf16, H = 16, D = 128; {_medians(training)}, L2 flushed."
     lines = [head + conditions, "", "| | bar | aim | reached | |", "|---|---|---|---|---|"]
     return "\n".join([*lines, *(_line(bar, results) for bar in BARS)]) + "\n"
 
 
-def _medians(results: Results) -> str:
-    """What the times of the training shapes are, and over how many rounds, if that is more than one."""
-    rounds = [row.rounds for row in results.rows if row.shape in SWEEPS["training"] and row.rounds]
+def _medians(rows: list[Row]) -> str:
+    """What the times of these rows are, and over how many rounds, if that is more than one."""
+    rounds = [row.rounds for row in rows if row.rounds]
     few, most = min(rounds, default=1), max(rounds, default=1)
     if most == 1:
         return "medians"
@@ -78,25 +80,29 @@ def _verdict(bar: Bar, values: list[float]) -> str:
     return "aim met" if bar.aim is not None and bar.met(values, bar.aim) else "met"
 
 
-def _value(results: Results, peer: str, shape: Shape, field: str) -> float:
-    row = results.row(peer, shape, field)
-    value = getattr(row, field) if row else None
-    if value is None:
-        found = next((r for r in results.rows if (r.peer, r.shape) == (peer, shape)), None)
-        raise Missing(f"{peer} at {shape}: {(found.reason or found.graph) if found else 'no row'}")
-    return value
-
-
 Cell = tuple[str, Shape]  # a peer at a shape
+
+
+def _row(results: Results, cell: Cell, field: str) -> Row:
+    """The cell's row, with a right number in `field`."""
+    row = results.row(*cell, field)
+    if row is None or getattr(row, field) is None:
+        found = next((r for r in results.rows if r.cell == cell), None)
+        raise Missing(f"{cell[0]} at {cell[1]}: {(found.reason or found.graph) if found else 'no row'}")
+    return row
+
+
+def _value(results: Results, peer: str, shape: Shape, field: str) -> float:
+    return getattr(_row(results, (peer, shape), field), field)
 
 
 def _ratio(results: Results, cell: Cell, base_cell: Cell, field: str) -> float:
     """Of two times: the median of the rounds' ratios, as clocks drift less within a round than between."""
-    value, base = _value(results, *cell, field), _value(results, *base_cell, field)
-    rounds = [results.row(*x, field).by_round.get(field, []) for x in (cell, base_cell)]
+    row, base = (_row(results, x, field) for x in (cell, base_cell))
+    rounds = row.by_round.get(field, []), base.by_round.get(field, [])
     if len(rounds[0]) == len(rounds[1]) > 1:
         return statistics.median(x / y for x, y in zip(*rounds, strict=True))
-    return value / base
+    return getattr(row, field) / getattr(base, field)
 
 
 def _floor(direction: str, units: int) -> Callable[[Results], list[float]]:
@@ -108,7 +114,7 @@ def _faster(peers: tuple[str, ...], shape: Shape, fields: tuple[str, ...] = DIRE
 
     def ratio(results: Results, field: str) -> float:
         name = field.replace("_ms", "_graph_ms") if graph else field
-        _value(results, "ours", shape, name)
+        _row(results, ("ours", shape), name)
         there = [peer for peer in peers if (row := results.row(peer, shape, name)) and getattr(row, name)]
         if not there:
             raise Missing(f"none of {', '.join(peers)} at {shape}")
@@ -125,22 +131,24 @@ def _empty_node(results: Results) -> list[float]:
     return [node / _value(results, "ours", BATCH_1, direction) for node, direction in nodes]
 
 
+def _per_token(ratio: float, shape: Shape) -> float:
+    """The ratio of a time at `shape` to one at REFERENCE, for as many tokens."""
+    return ratio * (REFERENCE.B * REFERENCE.N) / (shape.B * shape.N)
+
+
 def _eager(cell: Cell) -> Callable[[Results], list[float]]:
-    """A cell's times over those of ours at REFERENCE, for as many tokens."""
-    tokens = REFERENCE.B * REFERENCE.N / (cell[1].B * cell[1].N)
-    return lambda results: [tokens * _ratio(results, cell, ("ours", REFERENCE), d) for d in DIRECTIONS]
+    """A cell's times per token over those of ours at REFERENCE."""
+    return lambda r: [_per_token(_ratio(r, cell, ("ours", REFERENCE), d), cell[1]) for d in DIRECTIONS]
 
 
 def _in_turn(cell: Cell) -> Callable[[Results], list[float]]:
     """The same of replays in turn with it."""
-    tokens = REFERENCE.B * REFERENCE.N / (cell[1].B * cell[1].N)
 
     def ratios(results: Results) -> list[float]:
-        _value(results, *cell, "forward_graph_ms")
-        found = results.row(*cell).beside
-        if not found:
-            raise Missing(f"{cell[0]} at {cell[1]} in turn with ours at {REFERENCE}")
-        return [tokens * ratio for ratio in found]
+        row = _row(results, cell, "both_ms")
+        if not row.beside:
+            raise Missing(row.graph or f"{cell[0]} at {cell[1]} in turn with ours at {REFERENCE}")
+        return [_per_token(ratio, cell[1]) for ratio in row.beside]
 
     return ratios
 

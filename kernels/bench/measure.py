@@ -50,6 +50,10 @@ class Row:
     errors: dict[str, float] = field(default_factory=dict)  # relative RMS of o and of each gradient
     tolerance: float = 0.0
 
+    @property
+    def cell(self) -> tuple[str, Shape]:
+        return self.peer, self.shape
+
     def right(self, field: str) -> bool:
         """Whether what `field` timed is its function: a wrong gradient tells nothing of a forward pass."""
         if self.status == "wrong" and field.startswith("forward"):

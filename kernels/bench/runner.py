@@ -35,7 +35,7 @@ class Results:
 
     def row(self, peer: str, shape: Shape, field: str = "both_ms") -> Row | None:
         """The peer's row at this shape, if what `field` timed is right (by default forward and backward)."""
-        return next((r for r in self.rows if (r.peer, r.shape) == (peer, shape) and r.right(field)), None)
+        return next((r for r in self.rows if r.cell == (peer, shape) and r.right(field)), None)
 
     def floor_ms(self, shape: Shape, units: int) -> float:
         """The time of moving `units` × U at the copy bandwidth."""
@@ -43,12 +43,11 @@ class Results:
 
     def has(self, peer: str, shape: Shape) -> bool:
         """Whether this cell is done, whatever came of it; what was skipped may be tried again."""
-        return any((r.peer, r.shape) == (peer, shape) and r.status != "skipped" for r in self.rows)
+        return any(r.cell == (peer, shape) and r.status != "skipped" for r in self.rows)
 
     def keep(self, row: Row) -> None:
         """Takes the row in, in the place of an earlier one of this cell."""
-        cells = [(r.peer, r.shape) for r in self.rows]
-        index = cells.index((row.peer, row.shape)) if (row.peer, row.shape) in cells else len(cells)
+        index = next((i for i, r in enumerate(self.rows) if r.cell == row.cell), len(self.rows))
         self.rows[index : index + 1] = [row]
 
     def save(self, path: Path) -> None:

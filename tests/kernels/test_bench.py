@@ -353,9 +353,8 @@ def test_targets_are_computed_from_the_rows() -> None:
     """Guards: each row holds the ratio that it names, judged against the right side of its bar."""
     table = bars_table(made_up())
     assert len(table.splitlines()) == len(BARS) + 4
-    assert table.index("1.03× / 1.06×") < table.index(
-        "| 1.02× / 1.02× | reported"
-    )  # decay, and the same eager
+    # Decay, and the same eager.
+    assert table.index("1.03× / 1.06×") < table.index("| 1.02× / 1.02× | reported")
     for what, reached, verdict in (
         ("4 U floor", "1.00×", "aim met"),
         ("8 U floor", "1.00×", "aim met"),
@@ -420,6 +419,9 @@ def test_no_ratio_of_a_wrong_result() -> None:
             row.status, row.reason = "wrong", "o is off by 1.0e+00"
     table = bars_table(results)
     assert "not measured" in column(table, "FLA GLA", 4) and "off by 1" in column(table, "decay", 4)
+    decay = next(row for row in results.rows if (row.peer, row.shape) == ("ours-decay", REFERENCE))
+    decay.reason, decay.tolerance, decay.errors = "dk is off", 2e-2, {"o": 1e-3, "dk": 1.0}
+    assert "dk is off" in column(bars_table(results), "decay", 4)
     cumsum = next(row for row in results.rows if (row.peer, row.shape) == ("torch-cumsum", CUMSUM))
     cumsum.status, cumsum.tolerance, cumsum.errors = "wrong", 2e-2, {"o": 1e-3, "dk": 1.0}
     assert cumsum.right("forward_ms") and not cumsum.right("backward_ms")
