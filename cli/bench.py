@@ -45,11 +45,11 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> None:
-    from lingpt.kernels import KernelError
+    from lingpt.common.errors import UserError
     from lingpt.kernels.bench import Results, bars_table, draw
 
     if args.warm not in ("first", "only", "skip"):
-        raise KernelError(f"--warm is first, only or skip, not {args.warm!r}")
+        raise UserError(f"--warm is first, only or skip, not {args.warm!r}")
     out = Path(args.out)
     results = Results.load(out / "results.json") if args.redraw else _measure(args)
     if results is None:

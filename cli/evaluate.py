@@ -40,10 +40,11 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> None:
-    from lingpt.eval import EvalError, evaluate, find_checkpoints, results_path, score_table, table2
+    from lingpt.common.errors import UserError
+    from lingpt.eval import evaluate, find_checkpoints, results_path, score_table, table2
 
     if not args.tasks:
-        raise EvalError("no task to evaluate: give --tasks, for example --tasks arc_easy piqa")
+        raise UserError("no task to evaluate: give --tasks, for example --tasks arc_easy piqa")
     checkpoints = find_checkpoints(args.out, args.model, args.runs)
     results = [
         evaluate(

@@ -30,18 +30,18 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> None:
-    from lingpt.kernels import KernelError
+    from lingpt.common.errors import UserError
 
     if args.action not in ACTIONS:
-        raise KernelError(f"unknown action {args.action!r}: there are {', '.join(ACTIONS)}")
+        raise UserError(f"unknown action {args.action!r}: there are {', '.join(ACTIONS)}")
     action = {"list": _list, "compile": _compile, "test": _test, "release-check": _release_check}[args.action]
     action(args)
 
 
 def _specs() -> list:
-    """(spec, architecture) of every kernel; KernelError where there is no compiler."""
-    from lingpt.kernels.linear.cuda.compile import compiler_version
-    from lingpt.kernels.linear.cuda.launch import specs
+    """(spec, architecture) of every kernel; UserError where there is no compiler."""
+    from lingpt.kernels.linear_attention.cuda.compile import compiler_version
+    from lingpt.kernels.linear_attention.cuda.launch import specs
 
     compiler_version()
     return [(spec, arch) for spec in specs() for arch in spec.architectures]
@@ -50,13 +50,13 @@ def _specs() -> list:
 def _here() -> str | None:
     import torch
 
-    from lingpt.kernels.linear.cuda.compile import native_arch
+    from lingpt.kernels.linear_attention.cuda.compile import native_arch
 
     return native_arch() if torch.cuda.is_available() else None
 
 
 def _list(args: Namespace) -> None:
-    from lingpt.kernels.linear.cuda.compile import cache_folder, source_hash
+    from lingpt.kernels.linear_attention.cuda.compile import cache_folder, source_hash
 
     here, specs = _here(), _specs()
     print(f"kernels {source_hash()}, cache {cache_folder()}, this machine: {here or 'no CUDA device'}")
@@ -71,13 +71,13 @@ def _list(args: Namespace) -> None:
 def _compile(args: Namespace) -> None:
     from tqdm import tqdm
 
-    from lingpt.kernels import KernelError
+    from lingpt.common.errors import UserError
 
     specs = _specs()
     known = sorted({arch for _, arch in specs})
     wanted = args.arch or ([here] if (here := _here()) in known else known)
     if unknown := [arch for arch in wanted if arch not in known]:
-        raise KernelError(
+        raise UserError(
             f"no kernel for {', '.join(unknown)}: there are kernels for {', '.join(known) or 'none'}"
         )
     cells = [(spec, arch) for spec, arch in specs if arch in wanted]
@@ -101,11 +101,11 @@ def _compile(args: Namespace) -> None:
 def _test(args: Namespace) -> None:
     import torch
 
-    from lingpt.kernels import KernelError
+    from lingpt.common.errors import UserError
     from lingpt.kernels.bench.selftest import self_test
 
     if not torch.cuda.is_available():
-        raise KernelError(
+        raise UserError(
             "there is no CUDA device here to test the kernels on; `lingpt kernels compile` needs none"
         )
     checks = self_test()

@@ -19,7 +19,7 @@ from importlib.metadata import version
 
 import jsonargparse
 
-from lingpt.cli.errors import UsageError, nearest
+from lingpt.common.errors import UserError, nearest
 
 VERBS = {  # verb: (module, what it does)
     "train": ("lingpt.cli.train", "train a model, or go on with a run"),
@@ -28,14 +28,6 @@ VERBS = {  # verb: (module, what it does)
     "curves": ("lingpt.cli.curves", "draw the loss curves of runs, and the table of time-to-loss"),
     "kernels": ("lingpt.cli.kernels", "list, compile and test the CUDA kernels"),
     "bench": ("lingpt.cli.bench", "measure the kernels against their peers"),
-}
-
-ERRORS = {  # package: its class of user errors; looked up only once the package has been imported
-    "lingpt.kernels": "KernelError",
-    "lingpt.models": "ModelError",
-    "lingpt.data": "DataError",
-    "lingpt.train": "TrainError",
-    "lingpt.eval": "EvalError",
 }
 
 
@@ -70,7 +62,7 @@ def _dispatch(argv: list[str]) -> int:
         return 0
     verb, *rest = argv
     if verb not in VERBS:
-        raise UsageError(f"unknown verb {verb!r}{nearest(verb, VERBS)}; `lingpt --help` lists them")
+        raise UserError(f"unknown verb {verb!r}{nearest(verb, VERBS)}; `lingpt --help` lists them")
     module = importlib.import_module(VERBS[verb][0])
     parser = jsonargparse.ArgumentParser(
         prog=f"lingpt {verb}", description=module.HELP, exit_on_error=False, allow_abbrev=False
@@ -79,7 +71,7 @@ def _dispatch(argv: list[str]) -> int:
     try:
         args = parser.parse_args(_config_first(rest))
     except argparse.ArgumentError as error:
-        raise UsageError(_explain(parser, str(error))) from error
+        raise UserError(_explain(parser, str(error))) from error
     except SystemExit as done:  # --help, --print_config
         return int(done.code or 0)
     module.run(parser.instantiate_classes(args))
@@ -124,15 +116,11 @@ def _explain(parser: jsonargparse.ArgumentParser, message: str) -> str:
 
 def user_message(error: BaseException) -> str | None:
     """The line to show for `error`, or None where it is a bug of ours and deserves its traceback."""
-    if isinstance(error, UsageError):
-        return str(error)
+    if isinstance(error, UserError):
+        return " ".join(str(error).split())
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" writing {error.filename}" if error.filename else ""
         return f"the disk is full{where}: free some space and run the same command again"
-    for package, name in ERRORS.items():
-        known = getattr(sys.modules.get(package), name, None)
-        if known is not None and isinstance(error, known):
-            return " ".join(str(error).split())
     return None
 
 

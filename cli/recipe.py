@@ -5,7 +5,7 @@ import os
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 
-from lingpt.cli.errors import UsageError, nearest
+from lingpt.common.errors import UserError, nearest
 from lingpt.configs import recipe_names, recipe_path
 from lingpt.data import DataConfig
 from lingpt.models import ModelArgs
@@ -20,13 +20,13 @@ class RecipeFile(ActionConfigFile):
 
 
 def find_recipe(name: str) -> str:
-    """The path of a recipe given as a file or as a shipped name; UsageError names the nearest."""
+    """The path of a recipe given as a file or as a shipped name; UserError names the nearest."""
     if os.path.isfile(name):
         return name
     shipped = recipe_path(name)
     if shipped is None:
         known = training_recipes()
-        raise UsageError(
+        raise UserError(
             f"no recipe {name!r}{nearest(name, known)}; it is a file or one of: {', '.join(known)}"
         )
     return str(shipped)
@@ -38,14 +38,14 @@ def training_recipes() -> list[str]:
 
 
 def _readable(path: str) -> str:
-    """`path`, once it is known to hold YAML with keys; UsageError names the file and the line."""
+    """`path`, once it is known to hold YAML with keys; UserError names the file and the line."""
     try:
         with open(path) as file:
             content = yaml.safe_load(file)
     except yaml.MarkedYAMLError as error:
-        raise UsageError(f"{path} is no YAML: {error.problem}, line {error.problem_mark.line + 1}") from error
+        raise UserError(f"{path} is no YAML: {error.problem}, line {error.problem_mark.line + 1}") from error
     if not isinstance(content, dict):
-        raise UsageError(f"{path} is no recipe: it has no keys `model`, `data`, `train`")
+        raise UserError(f"{path} is no recipe: it has no keys `model`, `data`, `train`")
     return path
 
 

@@ -2,7 +2,6 @@
 
 from lingpt.data.batches import Batches
 from lingpt.data.dataset import DataConfig, Dataset, prepare
-from lingpt.data.errors import DataError
 from lingpt.data.ngram import bigram_loss
 from lingpt.data.stream import Blocks
 from lingpt.data.tokenizer import Tokenizer, load_tokenizer
@@ -11,7 +10,6 @@ __all__ = [
     "Batches",
     "Blocks",
     "DataConfig",
-    "DataError",
     "Dataset",
     "Tokenizer",
     "bigram_loss",

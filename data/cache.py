@@ -19,8 +19,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from lingpt.common.errors import UserError
 from lingpt.data.corpus import Corpus, Split
-from lingpt.data.errors import DataError
 from lingpt.data.storage import disk_errors, sync, sync_folder
 from lingpt.data.stream import Blocks, StreamWriter
 from lingpt.data.tokenizer import Tokenizer
@@ -37,10 +37,10 @@ class TokenCache:
         self.manifest: dict = json.loads((folder / "manifest.json").read_text())
 
     def blocks(self, split: str, seq_len: int) -> Blocks:
-        """The stream `train` or `val` as blocks. Raises `DataError` if it was tampered with."""
+        """The stream `train` or `val` as blocks. Raises `UserError` if it was tampered with."""
         blocks, tokens = Blocks(self.folder / f"{split}.arrow", seq_len), self.manifest[split]["tokens"]
         if blocks.stream_length != tokens:
-            raise DataError(
+            raise UserError(
                 f"{blocks.path} has {blocks.stream_length} tokens and should have {tokens}: "
                 f"delete {self.folder} and run again"
             )
@@ -59,7 +59,7 @@ def token_cache(
     """The entry of `corpus` under `tokenizer`, made now if it is not there.
 
     Raises:
-        DataError: from the corpus; or a split got no documents; or the disk cannot be written
+        UserError: from the corpus; or a split got no documents; or the disk cannot be written
     """
     fraction = None if corpus.val else val_fraction
     decides = json.dumps([FORMAT, corpus.content_hash, tokenizer.hash, fraction])
@@ -180,14 +180,14 @@ def split_by_content(
 
 def _check_filled(corpus: Corpus, train: StreamWriter, val: StreamWriter) -> None:
     if not train.documents + val.documents:
-        raise DataError(f"{corpus.name} holds no documents: give JSONL with a text on every line")
+        raise UserError(f"{corpus.name} holds no documents: give JSONL with a text on every line")
     if not train.documents:
-        raise DataError(
+        raise UserError(
             f"{corpus.name} holds only {val.documents} document(s), too few to hold one out for validation: "
             "give more, or documents to validate on with --data.val_source"
         )
     if not val.documents:
-        raise DataError(
+        raise UserError(
             f"the validation files of {corpus.name} hold no documents: give others as --data.val_source"
         )
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from lingpt.common.errors import UserError
 from lingpt.data.cache import TokenCache, token_cache
 from lingpt.data.corpus import Corpus
 from lingpt.data.embedded import embedded_corpus
-from lingpt.data.errors import DataError
 from lingpt.data.jsonl import jsonl_corpus, with_val_files
 from lingpt.data.storage import default_cache_dir
 from lingpt.data.stream import Blocks
@@ -45,13 +45,13 @@ class DataConfig:
     cache_dir: str | None = None
 
     def check(self) -> None:
-        """Raises `DataError` for values that cannot be meant."""
+        """Raises `UserError` for values that cannot be meant."""
         if self.seq_len < 1:
-            raise DataError(f"--data.seq_len {self.seq_len}: a sample has at least one token")
+            raise UserError(f"--data.seq_len {self.seq_len}: a sample has at least one token")
         if not 0 < self.val_fraction < 1:
-            raise DataError(f"--data.val_fraction {self.val_fraction}: give a fraction between 0 and 1")
+            raise UserError(f"--data.val_fraction {self.val_fraction}: give a fraction between 0 and 1")
         if self.num_workers is not None and self.num_workers < 1:
-            raise DataError(f"--data.num_workers {self.num_workers}: give at least 1")
+            raise UserError(f"--data.num_workers {self.num_workers}: give at least 1")
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def prepare(config: DataConfig, *, padded_vocab_size: int | None = None, progres
         progress: show a bar, on a terminal
 
     Raises:
-        DataError: one line that says what is wrong and how to mend it
+        UserError: one line that says what is wrong and how to mend it
     """
     config.check()
     cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
@@ -124,7 +124,7 @@ def prepare(config: DataConfig, *, padded_vocab_size: int | None = None, progres
 
 
 def open_corpus(source: str, val_source: str | None = None) -> Corpus:
-    """The corpus that `source` names, validated on `val_source` if given. Raises `DataError`."""
+    """The corpus that `source` names, validated on `val_source` if given. Raises `UserError`."""
     if source not in _NAMED:
         return jsonl_corpus(source, val_source)
     corpus = _NAMED[source]()
@@ -138,7 +138,7 @@ def _blocks(cache: TokenCache, split: str, seq_len: int) -> Blocks:
     blocks = cache.blocks(split, seq_len)
     if not len(blocks):
         more = "give more text" if split == "train" else "raise --data.val_fraction, give --data.val_source"
-        raise DataError(
+        raise UserError(
             f"the {split} split of {cache.manifest['source']} has {blocks.stream_length} tokens, too few for "
             f"one block of seq_len + 1 = {seq_len + 1}: {more}, or lower --data.seq_len"
         )

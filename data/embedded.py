@@ -10,8 +10,8 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+from lingpt.common.errors import UserError
 from lingpt.data.corpus import Corpus, Document, Split
-from lingpt.data.errors import DataError
 
 # Modules of Python 3.11 to 3.14; a module that this Python lacks is left out (the hash tells).
 VAL_MODULES = """
@@ -47,7 +47,7 @@ TRAIN_MODULES = """
 
 
 def embedded_corpus() -> Corpus:
-    """The embedded corpus of this Python. Raises `DataError` where the library's source is not installed."""
+    """The embedded corpus of this Python. Raises `UserError` where the library's source is not installed."""
     train, val = _sources(TRAIN_MODULES.split()), _sources(VAL_MODULES.split())
     digest = hashlib.sha256()
     for text in [*train, "", *val]:
@@ -69,7 +69,7 @@ def _sources(modules: list[str]) -> list[str]:
     )
     found = [path for pair in candidates for path in pair if path.is_file()]
     if 2 * len(found) < len(modules):
-        raise DataError(
+        raise UserError(
             f"the source of Python's standard library is not in {library} ({len(found)} of "
             f"{len(modules)} modules found): give text of your own with DATA=<jsonl>"
         )

@@ -5,12 +5,12 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lingpt.data.errors import DataError
+from lingpt.common.errors import UserError
 
 
 @contextmanager
 def hub_errors(what: str, mend: str) -> Iterator[None]:
-    """Around a download of `what`: a failure becomes a `DataError` that says `mend`.
+    """Around a download of `what`: a failure becomes a `UserError` that says `mend`.
 
     No network shows itself as many classes of error, some of them wrong (huggingface_hub 1.3 raises
     RuntimeError about a closed client on the second try), so whatever is neither "not there" nor a full disk
@@ -30,15 +30,15 @@ def hub_errors(what: str, mend: str) -> Iterator[None]:
     except (
         LocalEntryNotFoundError
     ):  # a subclass of EntryNotFoundError that means: not in the cache, and no network
-        raise DataError(_unreachable(what, "no network", mend)) from None
+        raise UserError(_unreachable(what, "no network", mend)) from None
     except (DatasetNotFoundError, RepositoryNotFoundError, EntryNotFoundError, HFValidationError):
-        raise DataError(
+        raise UserError(
             f"{what} is neither a path nor on the hub: check the name, log in if it is private, or {mend}"
         ) from None
     except (OSError, RuntimeError, ValueError, *_http_errors()) as error:
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
             raise
-        raise DataError(_unreachable(what, hub_reason(error), mend)) from None
+        raise UserError(_unreachable(what, hub_reason(error), mend)) from None
 
 
 def _unreachable(what: str, why: str, mend: str) -> str:

@@ -18,8 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
+from lingpt.common.errors import UserError
 from lingpt.data.corpus import Corpus, Document, Split
-from lingpt.data.errors import DataError
 
 SUFFIXES = (".jsonl", ".gz", ".xz", ".zst")
 _SPLIT_NAME = re.compile(r"(train|validation|valid|val|dev|test)(?![a-z])")
@@ -33,7 +33,7 @@ def jsonl_corpus(source: str, val_source: str | None = None) -> Corpus:
     on.
 
     Raises:
-        DataError: no such files
+        UserError: no such files
     """
     files = find_files(source)
     train, val, test = _by_name(files)
@@ -48,7 +48,7 @@ def jsonl_corpus(source: str, val_source: str | None = None) -> Corpus:
     if test:
         rule += f"; left alone: {_names(test)}"
     if not train:
-        raise DataError(
+        raise UserError(
             f"{source} has no file that is not in {val_source} too: give other text to train or validate on"
         )
     content_hash = hashlib.sha256(json.dumps([_hash_files(train), _hash_files(val)]).encode()).hexdigest()
@@ -63,7 +63,7 @@ def with_val_files(corpus: Corpus, val_source: str) -> Corpus:
 
 
 def find_files(source: str) -> list[Path]:
-    """The files that `source` names, sorted. Raises `DataError` if there are none."""
+    """The files that `source` names, sorted. Raises `UserError` if there are none."""
     path = Path(source).expanduser()
     if path.is_file():
         return [path]
@@ -75,7 +75,7 @@ def find_files(source: str) -> list[Path]:
             if path.is_dir()
             else f"there are no documents at {source}"
         )
-        raise DataError(
+        raise UserError(
             f"{where} ({', '.join(SUFFIXES)}): give a file, folder or glob of JSONL, or embedded, or wiki40b"
         )
     return files
@@ -118,7 +118,7 @@ def read_documents(path: Path) -> Iterator[Document]:
     """The documents of one file, blank lines left out; progress is in bytes on disk.
 
     Raises:
-        DataError: naming file and line
+        UserError: naming file and line
     """
     number, position = 0, 0
     with _readable(path) as file:
@@ -130,7 +130,7 @@ def read_documents(path: Path) -> Iterator[Document]:
                 before, position = position, file.tell()
                 yield Document(text, position - before)
         except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
-            raise DataError(
+            raise UserError(
                 f"{path} is damaged or cut off after line {number} ({error}): fetch it again"
             ) from None
 
@@ -139,7 +139,7 @@ def _readable(path: Path) -> BinaryIO:
     try:
         return path.open("rb")
     except OSError as error:
-        raise DataError(f"cannot read {path} ({error.strerror}): check its permissions") from None
+        raise UserError(f"cannot read {path} ({error.strerror}): check its permissions") from None
 
 
 def _decompressed(file: BinaryIO, path: Path) -> BinaryIO:
@@ -184,7 +184,7 @@ class _ZstandardFile(io.RawIOBase):
 
 
 def _text(line: bytes, where: str) -> str:
-    """The `text` of one line. Raises `DataError` that begins with `where`."""
+    """The `text` of one line. Raises `UserError` that begins with `where`."""
     try:
         row = json.loads(line.decode("utf-8-sig"))
         text = row.get("text") if isinstance(row, dict) else None
@@ -207,4 +207,4 @@ def _text(line: bytes, where: str) -> str:
             fault = 'has no "text"'
         else:
             fault = "has an empty text" if isinstance(text, str) else "has a text that is no string"
-    raise DataError(f'{where} {fault}: every line must be a JSON object with a non-empty string "text"')
+    raise UserError(f'{where} {fault}: every line must be a JSON object with a non-empty string "text"')

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from lingpt.data.errors import DataError
+from lingpt.common.errors import UserError
 
 
 def default_cache_dir() -> Path:
@@ -17,18 +17,18 @@ def default_cache_dir() -> Path:
 
 @contextlib.contextmanager
 def disk_errors(folder: Path) -> Iterator[None]:
-    """Around writing in `folder`: a full, read-only or failing disk becomes one `DataError`."""
+    """Around writing in `folder`: a full, read-only or failing disk becomes one `UserError`."""
     try:
         yield
     except OSError as error:
-        raise DataError(
+        raise UserError(
             f"cannot write to {folder} ({error.strerror or error}), and nothing half-written was kept: "
             "free some space, or choose another place with --data.cache_dir or LINGPT_CACHE"
         ) from None
 
 
 def write_aside(path: Path, content: bytes) -> None:
-    """Writes a small file whole or not at all. Raises `DataError` where the disk does not let it."""
+    """Writes a small file whole or not at all. Raises `UserError` where the disk does not let it."""
     with disk_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lingpt.data.errors import DataError
+from lingpt.common.errors import UserError
 from lingpt.data.storage import disk_errors, sync
 from lingpt.data.tokens import Encoded
 
@@ -32,7 +32,7 @@ class Blocks:
         try:
             column = datasets.Dataset.from_file(str(path)).data.column("token")
         except (OSError, pa.ArrowException) as error:
-            raise DataError(
+            raise UserError(
                 f"{path} is no token cache ({error}): delete {self.path.parent} and run again"
             ) from None
         self._chunks = [chunk.to_numpy(zero_copy_only=True) for chunk in column.chunks]
@@ -80,7 +80,7 @@ class Blocks:
 class StreamWriter:
     """Writes documents, one after another, in record batches of exactly `ROWS` tokens; a context manager.
 
-    Raises `DataError` where the disk does not let it. Only after a clean exit is the file whole and on the
+    Raises `UserError` where the disk does not let it. Only after a clean exit is the file whole and on the
     disk.
     """
 

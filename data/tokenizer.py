@@ -9,8 +9,8 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from lingpt.common.errors import UserError
 from lingpt.data.embedded import embedded_corpus
-from lingpt.data.errors import DataError
 from lingpt.data.hub import hub_errors
 from lingpt.data.storage import write_aside
 
@@ -25,11 +25,11 @@ class Tokenizer:
     """
 
     def __init__(self, raw: tokenizers.Tokenizer, name: str) -> None:
-        """Raises `DataError` if `raw` has no end-of-text token."""
+        """Raises `UserError` if `raw` has no end-of-text token."""
         self.raw, self.name = raw, name
         eos_id = raw.token_to_id(END_OF_TEXT)
         if eos_id is None:
-            raise DataError(
+            raise UserError(
                 f"the tokenizer {name} has no token {END_OF_TEXT}, which must separate the documents: "
                 "take one that has it (GPT-NeoX's, GPT-2's)"
             )
@@ -64,9 +64,9 @@ class Tokenizer:
         return copy
 
     def check_fits(self, padded_vocab_size: int) -> None:
-        """Raises `DataError` unless every id is a row of the model's embedding."""
+        """Raises `UserError` unless every id is a row of the model's embedding."""
         if self.vocab_size > padded_vocab_size:
-            raise DataError(
+            raise UserError(
                 f"the tokenizer {self.name} has {self.vocab_size} tokens, added ones included, and the "
                 f"model's vocabulary only {padded_vocab_size}: take the model's own tokenizer"
             )
@@ -89,23 +89,23 @@ def load_tokenizer(source: str | os.PathLike) -> Tokenizer:
     """The tokenizer at `source`: a `tokenizer.json`, a folder that holds one, or a name on the hub.
 
     Raises:
-        DataError: not found, not readable, or without an end-of-text token
+        UserError: not found, not readable, or without an end-of-text token
     """
     path = Path(source).expanduser()
     if path.is_dir():
         path = path / "tokenizer.json"
         if not path.exists():
-            raise DataError(
+            raise UserError(
                 f"the folder {source} holds no tokenizer.json: give one that does, or a name on the hub"
             )
     elif not path.exists():
         path = _from_hub(str(source))
     try:
         return _from_string(path.read_text(encoding="utf-8"), str(source))
-    except DataError:
+    except UserError:
         raise
     except Exception as error:  # `tokenizers` raises a bare Exception for what it cannot parse
-        raise DataError(
+        raise UserError(
             f"{path} is no tokenizer.json ({error}): give one in the format of `tokenizers`"
         ) from None
 
@@ -121,7 +121,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """A byte-level BPE as GPT-2's (Radford et al. 2019), `<|endoftext|>` its id 0; it can encode any text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     if vocab_size <= len(alphabet):
-        raise DataError(
+        raise UserError(
             f"--data.vocab_size {vocab_size} is too small: {len(alphabet)} bytes and {END_OF_TEXT} come first"
         )
     raw = tokenizers.Tokenizer(models.BPE())

@@ -19,8 +19,8 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from lingpt.common.errors import UserError
 from lingpt.data.corpus import Corpus, Document, Split
-from lingpt.data.errors import DataError
 from lingpt.data.hub import hub_errors
 
 if TYPE_CHECKING:
@@ -35,14 +35,14 @@ _MEND = "train on text of your own with DATA=<jsonl>, or on DATA=embedded"
 
 
 def wiki40b_corpus() -> Corpus:
-    """Wiki-40B with its own training and validation splits. Raises `DataError`."""
+    """Wiki-40B with its own training and validation splits. Raises `UserError`."""
     import datasets
 
     with hub_errors(f"Wiki-40B ({HUB_NAME}, {HUB_CONFIG})", _MEND):
         splits = datasets.load_dataset(HUB_NAME, HUB_CONFIG)
     for name in ("train", "validation"):
         if name not in splits or not set(splits[name].column_names) >= _FIELDS:
-            raise DataError(
+            raise UserError(
                 f"this copy of {HUB_NAME} has no {name} split with {', '.join(sorted(_FIELDS))}: {_MEND}"
             )
     return Corpus(
@@ -72,12 +72,12 @@ def _split(rows: "datasets.Dataset") -> Split:
 
 
 def clean(text: str, wikidata_id: str) -> str:
-    """One article as plain text. Raises `DataError` naming the document if it has unknown markup."""
+    """One article as plain text. Raises `UserError` naming the document if it has unknown markup."""
     if text.startswith(("b'", 'b"')):
         text = _decode_repr(text, wikidata_id)
     for marker in _MARKER.findall(text.replace("_NEWLINE_", "\n")):
         if marker not in _KNOWN:
-            raise DataError(
+            raise UserError(
                 f"the Wiki-40B document {wikidata_id} has unknown markup {marker} (known: _NEWLINE_, "
                 f"{', '.join(_KNOWN)}), so this copy of the data set has another format: {_MEND}"
             )
@@ -90,7 +90,7 @@ def _decode_repr(text: str, wikidata_id: str) -> str:
     try:
         return ast.literal_eval(text).decode()
     except (ValueError, SyntaxError):  # a UnicodeDecodeError is a ValueError
-        raise DataError(
+        raise UserError(
             f"the Wiki-40B document {wikidata_id} begins like the repr of bytes but is none, "
             f"so this copy of the data set has another format: {_MEND}"
         ) from None

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from lingpt.eval.errors import EvalError
 from lingpt.eval.harness import evaluate
 from lingpt.eval.results import results_path
 from lingpt.eval.runs import Checkpoint, find_checkpoints
@@ -10,7 +9,6 @@ from lingpt.eval.table2 import score_table, table2
 
 __all__ = [
     "Checkpoint",
-    "EvalError",
     "LinGPTLM",
     "evaluate",
     "find_checkpoints",

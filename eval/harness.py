@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lingpt.eval.errors import EvalError
+from lingpt.common.errors import UserError
 from lingpt.eval.results import add_score, load_results, task_key
 from lingpt.eval.runs import Checkpoint
 
@@ -48,15 +48,15 @@ def evaluate(
         redo: compute again what the run's eval/ already holds for these weights, this data and limit.
         say: takes a line on each task.
 
-    Each score is written when its task is done, so an interruption loses one task. EvalError for whatever the
-    user can mend; ModelError where the checkpoint is not of the attention that its run says.
+    Each score is written when its task is done, so an interruption loses one task. UserError for whatever the
+    user can mend; UserError where the checkpoint is not of the attention that its run says.
     """
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = Checkpoint.open(checkpoint)
     if limit is not None and limit < 1:
-        raise EvalError(f"limit is {limit}; it must be at least 1 (or leave it out)")
+        raise UserError(f"limit is {limit}; it must be at least 1 (or leave it out)")
     if dtype not in (None, *DTYPES):
-        raise EvalError(f"unknown dtype {dtype!r}: one of {', '.join(DTYPES)}")
+        raise UserError(f"unknown dtype {dtype!r}: one of {', '.join(DTYPES)}")
     data, where = Path(data) if data else None, find_device(device)
     results, lm = load_results(checkpoint), None
     for name, shots in [parse_task(task, num_fewshot) for task in tasks]:
@@ -77,21 +77,21 @@ def parse_task(task: str, num_fewshot: int = 0) -> tuple[str, int]:
     """`mmlu:5` → `("mmlu", 5)`; `mmlu` → `("mmlu", num_fewshot)`."""
     name, colon, shots = task.partition(":")
     if colon and not shots.isdecimal():
-        raise EvalError(f"task {task!r}: after the colon stands the number of examples, as in {name}:5")
+        raise UserError(f"task {task!r}: after the colon stands the number of examples, as in {name}:5")
     if num_fewshot < 0:
-        raise EvalError(f"num_fewshot is {num_fewshot}; it must be at least 0")
+        raise UserError(f"num_fewshot is {num_fewshot}; it must be at least 0")
     return name, int(shots) if colon else num_fewshot
 
 
 def find_device(name: str) -> torch.device:
-    """`auto` is the first GPU, or the CPU; EvalError for a device that is not there."""
+    """`auto` is the first GPU, or the CPU; UserError for a device that is not there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(0, device=name)
         return torch.device(name)
     except (RuntimeError, AssertionError) as error:
-        raise EvalError(f"device {name!r}: {str(error).splitlines()[0]}; use --device auto") from error
+        raise UserError(f"device {name!r}: {str(error).splitlines()[0]}; use --device auto") from error
 
 
 def load_lm(checkpoint: Checkpoint, device: torch.device, dtype: str | None, batch_tokens: int) -> Any:
@@ -110,7 +110,7 @@ def load_lm(checkpoint: Checkpoint, device: torch.device, dtype: str | None, bat
 
 
 def describe_data(name: str, num_fewshot: int, data: Path | None) -> dict[str, str]:
-    """What a task is measured on: SHA-256 of each file, or the hub. EvalError where a file is missing."""
+    """What a task is measured on: SHA-256 of each file, or the hub. UserError where a file is missing."""
     if data is None:
         return {"from": "hub"}
     from lingpt.eval.tasks.benchmark import load_tasks

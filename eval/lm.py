@@ -21,8 +21,8 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
+from lingpt.common.errors import UserError
 from lingpt.data import Tokenizer
-from lingpt.eval.errors import EvalError
 from lingpt.models import GPT
 
 # (context tokens, tokens to score after it)
@@ -58,7 +58,7 @@ class LinGPTLM(TemplateLM):
     ) -> None:
         super().__init__()
         if batch_tokens < 1:
-            raise EvalError(f"batch_tokens is {batch_tokens}; a batch needs at least one token")
+            raise UserError(f"batch_tokens is {batch_tokens}; a batch needs at least one token")
         self.model = model.eval()
         self.text_tokenizer = tokenizer
         self.batch_tokens = batch_tokens
@@ -104,7 +104,7 @@ class LinGPTLM(TemplateLM):
             whole = whole if whole[:1] == [self.prefix_token_id] else [self.prefix_token_id, *whole]
             head, tail = whole[:1], whole[1:]
         if not tail:
-            raise EvalError(f"nothing to score: {continuation!r} adds no token after {context[-40:]!r}")
+            raise UserError(f"nothing to score: {continuation!r} adds no token after {context[-40:]!r}")
         return head, tail
 
     # ------------------------------------------------------------------ scoring
@@ -185,7 +185,7 @@ class LinGPTLM(TemplateLM):
                 for h, t in zip(hidden.split(LOGITS_AT_ONCE), target.split(LOGITS_AT_ONCE), strict=True)
             ]
         except torch.OutOfMemoryError as error:
-            raise EvalError(
+            raise UserError(
                 f"out of memory with a batch of {idx.numel()} tokens: lower --batch_tokens"
             ) from error
         logprob, best = (torch.cat(part).cpu() for part in zip(*parts, strict=True))
@@ -224,15 +224,15 @@ class LinGPTLM(TemplateLM):
         return answers
 
     def _generation_options(self, options: dict[str, Any]) -> tuple[tuple[str, ...], int]:
-        """Stop sequences and the number of new tokens; EvalError for sampling, which is not supported."""
+        """Stop sequences and the number of new tokens; UserError for sampling, which is not supported."""
         options = normalize_gen_kwargs(options, MAX_NEW_TOKENS)
         if options["do_sample"]:
-            raise EvalError(
+            raise UserError(
                 "this task asks for sampled text (do_sample); only greedy generation is supported"
             )
         new = options["max_gen_toks"]
         if new >= self.max_length:
-            raise EvalError(
+            raise UserError(
                 f"{new} new tokens leave no room for a context: the model's block size is {self.max_length}"
             )
         eos = self.text_tokenizer.decode([self.eot_token_id])

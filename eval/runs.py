@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from lingpt.eval.errors import EvalError
+from lingpt.common.errors import UserError
 
 STEP = re.compile(r"step-(\d+)")
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -35,11 +35,11 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: str | Path) -> "Checkpoint":
-        """The checkpoint `runs/<name>/checkpoints/step-XXXXXXXX`; EvalError where it is not whole."""
+        """The checkpoint `runs/<name>/checkpoints/step-XXXXXXXX`; UserError where it is not whole."""
         folder = Path(folder)
         step, run = STEP.fullmatch(folder.name), folder.parent.parent
         if step is None or not is_whole(folder):
-            raise EvalError(
+            raise UserError(
                 f"{folder} is no whole checkpoint (step-XXXXXXXX with model, config and tokenizer)"
             )
         return cls(folder, run, int(step[1]), *_trained_as(run))
@@ -87,13 +87,13 @@ def find_checkpoints(
         model: the newest run of each attention of this model; by default the model of the newest run of all.
         runs: these runs instead (or checkpoint folders of theirs), all of them.
 
-    Raises EvalError where there is nothing to evaluate, saying what there is.
+    Raises UserError where there is nothing to evaluate, saying what there is.
     """
     if runs := list(runs):
         return [_newest_or_error(Path(run)) for run in runs]
     found = sorted(_newest_of_each_run(Path(root)), key=lambda c: _time(c.folder), reverse=True)
     if not found:
-        raise EvalError(f"no run with a checkpoint in {root}: train one first (lingpt train), or give --runs")
+        raise UserError(f"no run with a checkpoint in {root}: train one first (lingpt train), or give --runs")
     models = list(dict.fromkeys(checkpoint.model for checkpoint in found))
     model = model or models[0]
     if model not in models:
@@ -101,7 +101,7 @@ def find_checkpoints(
         hint = (
             f"did you mean {nearest[0]!r}?" if nearest else f"there are runs of {', '.join(sorted(models))}"
         )
-        raise EvalError(f"no run of {model} with a checkpoint in {root}: {hint}")
+        raise UserError(f"no run of {model} with a checkpoint in {root}: {hint}")
     newest: dict[Any, Checkpoint] = {}
     for checkpoint in found:
         if checkpoint.model == model:
@@ -125,10 +125,10 @@ def _newest_or_error(path: Path) -> Checkpoint:
     if STEP.fullmatch(path.name):
         return Checkpoint.open(path)
     if not path.is_dir():
-        raise EvalError(f"no run at {path}")
+        raise UserError(f"no run at {path}")
     checkpoint = _newest(path)
     if checkpoint is None:
-        raise EvalError(f"{path} has no whole checkpoint yet: let it train on to its first one")
+        raise UserError(f"{path} has no whole checkpoint yet: let it train on to its first one")
     return checkpoint
 
 
@@ -155,7 +155,7 @@ def _trained_as(run: Path) -> tuple[str, str | tuple[str, ...]]:
         model = yaml.safe_load(file.read_text(encoding="utf-8"))["model"]
         name, attention = model["name"], model["attention"]
     except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
-        raise EvalError(
+        raise UserError(
             f"{file} does not say which model the run trained ({type(error).__name__}: {error})"
         ) from error
     return name, attention if isinstance(attention, str) else tuple(attention)

@@ -3,7 +3,6 @@
 from lingpt.models.attention import ATTENTIONS, Attention
 from lingpt.models.checkpoint import LoadReport, load_model, load_weights, save_model
 from lingpt.models.config import MODELS, Config, ModelArgs
-from lingpt.models.errors import ModelError
 from lingpt.models.generate import generate
 from lingpt.models.gpt import GPT, Block, DecodingState
 from lingpt.models.hf import export_hf, load_hf
@@ -19,7 +18,6 @@ __all__ = [
     "DecodingState",
     "LoadReport",
     "ModelArgs",
-    "ModelError",
     "export_hf",
     "generate",
     "load_hf",

@@ -14,8 +14,8 @@ from pathlib import Path
 import litgpt.config
 import torch
 
+from lingpt.common.errors import UserError
 from lingpt.models.config import Config
-from lingpt.models.errors import ModelError
 from lingpt.models.files import read_json, read_pickle, read_tensors, write_json, write_tensors
 from lingpt.models.gpt import GPT
 from lingpt.models.hf import is_hf_folder, read_hf
@@ -30,7 +30,7 @@ _ARCHITECTURE += ("rotary_percentage", "rope_base", "rope_condense_ratio")
 
 
 def save_model(model: GPT, folder: str | Path) -> None:
-    """Writes the model's folder, each file aside and then renamed. Raises ModelError where it cannot."""
+    """Writes the model's folder, each file aside and then renamed. Raises UserError where it cannot."""
     folder, attention = Path(folder), json.dumps(model.config.attention)
     write_tensors(folder / WEIGHTS, model.state_dict(), {"format": "pt", _ATTENTION: attention})
     write_json(folder / CONFIG, {"model_type": "lingpt", **model.config.to_dict()})
@@ -47,7 +47,7 @@ def load_model(
     """The model of a folder, with the attention it was trained with.
 
     Args:
-        attention: what the caller takes it to be; another than the model's is a ModelError.
+        attention: what the caller takes it to be; another than the model's is a UserError.
         block_size: another longest sequence than it was trained with (no weight depends on it).
         device, dtype: where and as what it is wanted; on the CPU and as it was saved by default.
     """
@@ -55,12 +55,12 @@ def load_model(
     config = _read_config(folder)
     tensors, metadata = read_tensors(folder / WEIGHTS, device)
     if metadata.get(_ATTENTION) != json.dumps(config.attention):
-        raise ModelError(
+        raise UserError(
             f"{folder}: {CONFIG} says attention {config.attention!r}, but the weights were trained with "
             f"{metadata.get(_ATTENTION, 'one that they do not name')}: restore the file that belongs to them"
         )
     if attention is not None and _per_layer(attention, config) != config.attention_per_layer:
-        raise ModelError(
+        raise UserError(
             f"{folder} was trained with attention {config.attention!r}, not {attention!r}: "
             "ask for that, or start a new run from its weights with init_from"
         )
@@ -94,14 +94,14 @@ def load_weights(model: GPT, path: str | Path) -> LoadReport:
         path: a Hugging Face GPT-NeoX folder (Pythia), a LitGPT one (`lit_model.pth`), or a model folder
             of ours with any attention.
 
-    Only attention layers may differ. Raises ModelError for a source of another size or architecture.
+    Only attention layers may differ. Raises UserError for a source of another size or architecture.
     """
     folder = Path(path)
     source, tensors, kind = _read_any(folder)
     own, complaint = model.state_dict(), f"{folder} is another model than {model.config.name!r}"
     for name in _ARCHITECTURE:
         if getattr(source, name) != getattr(model.config, name):
-            raise ModelError(
+            raise UserError(
                 f"{complaint}: {name} is {getattr(source, name)}, not {getattr(model.config, name)}"
             )
     check_same_tensors(own, tensors, complaint, optional=".attn.")
@@ -121,7 +121,7 @@ def _read_any(folder: Path) -> tuple[litgpt.config.Config, dict[str, torch.Tenso
         try:
             config = litgpt.config.Config.from_checkpoint(folder)
         except (FileNotFoundError, ValueError, TypeError) as error:
-            raise ModelError(f"{folder} has no readable model_config.yaml: {error}") from error
+            raise UserError(f"{folder} has no readable model_config.yaml: {error}") from error
         return config, read_pickle(folder / "lit_model.pth"), "LitGPT checkpoint"
     if is_hf_folder(folder):
         return *read_hf(folder), "Hugging Face GPT-NeoX"
@@ -131,10 +131,10 @@ def _read_any(folder: Path) -> tuple[litgpt.config.Config, dict[str, torch.Tenso
 
 def _read_config(folder: Path) -> Config:
     if not (folder / CONFIG).is_file():
-        raise ModelError(f"no model in {folder}: it has no {CONFIG}")
+        raise UserError(f"no model in {folder}: it has no {CONFIG}")
     values = read_json(folder / CONFIG)
     if values.pop("model_type", None) != "lingpt":
-        raise ModelError(
+        raise UserError(
             f"{folder} is no LinGPT model folder; other folders can start a new run with init_from"
         )
     return Config.from_dict(values)

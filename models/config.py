@@ -5,8 +5,8 @@ from typing import Any, Self
 
 import litgpt.config
 
+from lingpt.common.errors import UserError, unknown
 from lingpt.models.attention import ATTENTIONS
-from lingpt.models.errors import ModelError, unknown
 
 # Tiny, Pythia in every other respect: trains on a laptop's CPU in minutes. Heads of 64: the CUDA kernel
 # takes those.
@@ -55,7 +55,7 @@ class Config(litgpt.config.Config):
     learnable_b: `ours` and `ours-decay` learn their coefficient b per head instead of keeping it at 1.
     gla_n_head: number of heads of `gla` layers (the paper's 4, whatever the model's `n_head`).
 
-    Raises ModelError for an unknown attention, a list of the wrong length, or an architecture that is not
+    Raises UserError for an unknown attention, a list of the wrong length, or an architecture that is not
     GPT-NeoX's (grouped queries, sliding windows and other variants that LitGPT has and Pythia has not).
     """
 
@@ -69,23 +69,23 @@ class Config(litgpt.config.Config):
             if name not in ATTENTIONS:
                 raise unknown("attention", name, ATTENTIONS)
         if len(self.attention_per_layer) != self.n_layer:
-            raise ModelError(
+            raise UserError(
                 f"attention lists {len(self.attention)} layers, but {self.name!r} has {self.n_layer}: "
                 "give one name, or one per layer"
             )
         for field, value in (_GPT_NEOX | {"n_query_groups": self.n_head}).items():
             if getattr(self, field) != value:
-                raise ModelError(
+                raise UserError(
                     f"{field}={getattr(self, field)!r} is no GPT-NeoX model: it must be {value!r}"
                 )
         for name in set(self.attention_per_layer):
             ATTENTIONS[name].check(self)
         if self.n_embd != self.n_head * self.head_size:
-            raise ModelError(
+            raise UserError(
                 f"n_embd={self.n_embd} is not n_head={self.n_head} times head_size={self.head_size}"
             )
         if self.block_size < 1:
-            raise ModelError(f"block_size={self.block_size}: it must be at least 1")
+            raise UserError(f"block_size={self.block_size}: it must be at least 1")
 
     @property
     def attention_per_layer(self) -> list[str]:
@@ -103,7 +103,7 @@ class Config(litgpt.config.Config):
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """The inverse of `to_dict`; keys that are no field are an error."""
         if surplus := values.keys() - {field.name for field in fields(cls)}:
-            raise ModelError(f"unknown key {sorted(surplus)[0]!r} in the model's configuration")
+            raise UserError(f"unknown key {sorted(surplus)[0]!r} in the model's configuration")
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
@@ -134,6 +134,6 @@ class ModelArgs:
     padded_vocab_size: int | None = None
 
     def config(self) -> Config:
-        """Raises ModelError where the names or numbers make no model."""
+        """Raises UserError where the names or numbers make no model."""
         given = {key: value for key, value in vars(self).items() if value is not None}
         return Config.from_name(**given)

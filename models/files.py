@@ -1,4 +1,4 @@
-"""A model's files, tensors and JSON: written whole or not at all, every failure one ModelError."""
+"""A model's files, tensors and JSON: written whole or not at all, every failure one UserError."""
 
 import json
 import os
@@ -11,18 +11,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from lingpt.models.errors import ModelError
+from lingpt.common.errors import UserError
 
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror}") from error
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:  # neither UTF-8 nor JSON
-        raise ModelError(f"{path} is damaged or no JSON: {error}") from error
+        raise UserError(f"{path} is damaged or no JSON: {error}") from error
     if not isinstance(values, dict):
-        raise ModelError(f"{path} holds no JSON object")
+        raise UserError(f"{path} holds no JSON object")
     return values
 
 
@@ -34,7 +34,7 @@ def read_tensors(
         with safe_open(path, framework="pt", device=str(device)) as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path} is missing, damaged, or no safetensors file: {error}") from error
+        raise UserError(f"{path} is missing, damaged, or no safetensors file: {error}") from error
 
 
 def read_pickle(path: Path) -> dict[str, torch.Tensor]:
@@ -43,7 +43,7 @@ def read_pickle(path: Path) -> dict[str, torch.Tensor]:
         values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         reason = str(error).splitlines()[0] if str(error) else "empty"
-        raise ModelError(f"{path} is missing, damaged, or no PyTorch checkpoint: {reason}") from error
+        raise UserError(f"{path} is missing, damaged, or no PyTorch checkpoint: {reason}") from error
     return values.get("model", values)  # LitGPT's own trainer wraps the weights
 
 
@@ -69,7 +69,7 @@ def _write_aside(path: Path, write: Callable[[Path], Any]) -> None:
         aside.replace(path)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ModelError(f"cannot write {path}: {reason}; what was there before is untouched") from error
+        raise UserError(f"cannot write {path}: {reason}; what was there before is untouched") from error
     finally:
         if aside.exists():
             aside.unlink()

@@ -2,7 +2,7 @@
 
 import torch
 
-from lingpt.models.errors import ModelError
+from lingpt.common.errors import UserError
 from lingpt.models.gpt import GPT
 
 
@@ -25,13 +25,13 @@ def generate(
         eos_id: a row that has drawn this token goes on with it; when all rows have, generation ends.
         seed: of the draws, made on the CPU: the same logits give the same text on any device.
 
-    Raises ModelError for an empty prompt, or where prompt and continuation exceed the block size.
+    Raises UserError for an empty prompt, or where prompt and continuation exceed the block size.
     """
     B, N = idx_BN.shape
     if N == 0:
-        raise ModelError("nothing to continue: give a prompt of at least one token")
+        raise UserError("nothing to continue: give a prompt of at least one token")
     if N + max_new_tokens > model.max_seq_length:
-        raise ModelError(
+        raise UserError(
             f"a prompt of {N} tokens and {max_new_tokens} new ones exceed block size {model.max_seq_length}: "
             "shorten one of them"
         )

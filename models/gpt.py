@@ -13,10 +13,10 @@ import litgpt.model
 import torch
 from torch import nn
 
+from lingpt.common.errors import UserError
 from lingpt.models.attention import ATTENTIONS
 from lingpt.models.attention.base import Fp32Constants
 from lingpt.models.config import Config
-from lingpt.models.errors import ModelError
 from lingpt.models.init import init_weights
 
 
@@ -47,7 +47,7 @@ class GPT(Fp32Constants, litgpt.model.GPT):
     """A causal language model, `[B, N]` token ids → `[B, N, padded_vocab_size]` logits.
 
     The constructor leaves PyTorch's default weights; `init_weights(seed)` sets those a run starts from.
-    Raises ModelError where a sequence is longer than the model's block size.
+    Raises UserError where a sequence is longer than the model's block size.
     """
 
     def __init__(self, config: Config) -> None:
@@ -85,7 +85,7 @@ class GPT(Fp32Constants, litgpt.model.GPT):
         start = state.position if state is not None else 0
         end = start + idx_BN.shape[1]
         if end > self.max_seq_length:
-            raise ModelError(
+            raise UserError(
                 f"a sequence of {end} tokens, but the model's block size is {self.max_seq_length}: "
                 "shorten it, or build the model with a larger block_size"
             )

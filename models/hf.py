@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from litgpt.scripts import convert_hf_checkpoint, convert_lit_checkpoint
 
+from lingpt.common.errors import UserError
 from lingpt.models.attention import ATTENTIONS
 from lingpt.models.config import Config
-from lingpt.models.errors import ModelError
 from lingpt.models.files import read_json, read_pickle, read_tensors, write_json, write_tensors
 from lingpt.models.gpt import GPT
 from lingpt.models.weights import model_from_tensors
@@ -40,7 +40,7 @@ def load_hf(
     """A GPT-NeoX folder (Pythia) as our model.
 
     With another attention than softmax its weights are only a start (see `load_weights`), and the folder must
-    have every tensor of the mechanism. Raises ModelError for a folder that is none, or another architecture.
+    have every tensor of the mechanism. Raises UserError for a folder that is none, or another architecture.
     """
     folder = Path(folder)
     config, tensors = read_hf(folder)
@@ -51,12 +51,12 @@ def load_hf(
 def export_hf(model: GPT, folder: str | Path) -> None:
     """Writes `config.json` and `model.safetensors` that `transformers` loads as `GPTNeoXForCausalLM`.
 
-    Raises ModelError for an attention that a stock GPT-NeoX does not compute: under the same keys it would
+    Raises UserError for an attention that a stock GPT-NeoX does not compute: under the same keys it would
     load there, and run as softmax attention.
     """
     for name in model.config.attention_per_layer:
         if not ATTENTIONS[name].hf_exportable:
-            raise ModelError(
+            raise UserError(
                 f"a model with attention {name!r} cannot be exported: GPT-NeoX would run it as softmax"
             )
     tensors: dict[str, torch.Tensor] = {}
@@ -72,7 +72,7 @@ def read_hf(folder: Path) -> tuple[Config, dict[str, torch.Tensor]]:
     try:
         convert_hf_checkpoint.copy_weights_gpt_neox(config, tensors, _read_weights(folder))
     except KeyError as error:
-        raise ModelError(f"{folder} has a tensor {error} that is none of GPT-NeoX's") from error
+        raise UserError(f"{folder} has a tensor {error} that is none of GPT-NeoX's") from error
     return config, tensors
 
 
@@ -87,15 +87,15 @@ def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
             continue
         tensors = {key: tensor for shard in shards for key, tensor in read(folder / shard).items()}
         return {key: tensor for key, tensor in tensors.items() if not key.endswith(_CONSTANTS)}
-    raise ModelError(f"no weights in {folder}: looked for {' and '.join(_WEIGHTS)}")
+    raise UserError(f"no weights in {folder}: looked for {' and '.join(_WEIGHTS)}")
 
 
 def _from_hf_config(hf: dict[str, Any], folder: Path) -> Config:
     if hf.get("model_type") != "gpt_neox":
-        raise ModelError(f"{folder} is a {hf.get('model_type')} model, not a gpt_neox (Pythia) one")
+        raise UserError(f"{folder} is a {hf.get('model_type')} model, not a gpt_neox (Pythia) one")
     rope = hf.get("rope_parameters") or {}  # transformers 5; before, keys of their own
     if hf.get("hidden_act", "gelu") != "gelu" or hf.get("tie_word_embeddings") or hf.get("rope_scaling"):
-        raise ModelError(
+        raise UserError(
             f"{folder} is a variant of GPT-NeoX that is not supported (activation, tied or scaled)"
         )
     try:
@@ -116,7 +116,7 @@ def _from_hf_config(hf: dict[str, Any], folder: Path) -> Config:
             attention="softmax",
         )
     except KeyError as error:
-        raise ModelError(f"{folder / 'config.json'} lacks {error}") from error
+        raise UserError(f"{folder / 'config.json'} lacks {error}") from error
 
 
 def _to_hf_config(model: GPT) -> dict[str, Any]:

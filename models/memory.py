@@ -2,8 +2,8 @@
 
 import torch
 
+from lingpt.common.errors import UserError, unknown
 from lingpt.models.config import Config
-from lingpt.models.errors import ModelError, unknown
 from lingpt.models.gpt import GPT
 
 # Bytes of a weight (with the copy that autocast makes of it), of its gradient and of an activation.
@@ -39,7 +39,7 @@ def memory_estimate(
     if optimizer not in _OPTIMIZER_STATES:
         raise unknown("optimizer", optimizer, _OPTIMIZER_STATES)
     if seq_len > config.block_size:
-        raise ModelError(f"sequences of {seq_len} tokens exceed the block size {config.block_size}")
+        raise UserError(f"sequences of {seq_len} tokens exceed the block size {config.block_size}")
     with torch.device("meta"):
         model = GPT(config)
     weight, gradient, activation = _BYTES[precision]

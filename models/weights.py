@@ -2,8 +2,8 @@
 
 import torch
 
+from lingpt.common.errors import UserError
 from lingpt.models.config import Config
-from lingpt.models.errors import ModelError
 from lingpt.models.gpt import GPT
 
 
@@ -14,7 +14,7 @@ def model_from_tensors(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
 ) -> GPT:
-    """A model that holds these tensors; ModelError, naming `source`, where they are not exactly its own."""
+    """A model that holds these tensors; UserError, naming `source`, where they are not exactly its own."""
     with torch.device("meta"):
         model = GPT(config)
     check_same_tensors(model.state_dict(), tensors, f"{source} does not hold a {config.name!r}")
@@ -30,7 +30,7 @@ def check_same_tensors(
     *,
     optional: str | None = None,
 ) -> None:
-    """ModelError, `complaint` and the first tensor that is missing, surplus or of another shape.
+    """UserError, `complaint` and the first tensor that is missing, surplus or of another shape.
 
     Names that contain `optional` may be missing or surplus.
     """
@@ -38,6 +38,6 @@ def check_same_tensors(
         if name in own and name in given:
             if own[name].shape != given[name].shape:
                 shapes = f"{list(given[name].shape)}, not {list(own[name].shape)}"
-                raise ModelError(f"{complaint}: {name} is {shapes}")
+                raise UserError(f"{complaint}: {name} is {shapes}")
         elif optional is None or optional not in name:
-            raise ModelError(f"{complaint}: {name} {'is missing' if name in own else 'has no place in it'}")
+            raise UserError(f"{complaint}: {name} {'is missing' if name in own else 'has no place in it'}")

@@ -1,8 +1,8 @@
 """Training: the recipe, the loop, checkpoints, trackers, curves."""
 
-from lingpt.train.config import Recipe, TrainConfig, TrainError
+from lingpt.train.config import Recipe, TrainConfig
 from lingpt.train.curves import draw_curves, format_table
 from lingpt.train.loop import train
 from lingpt.train.trackers import read_metrics
 
-__all__ = ["Recipe", "TrainConfig", "TrainError", "draw_curves", "format_table", "read_metrics", "train"]
+__all__ = ["Recipe", "TrainConfig", "draw_curves", "format_table", "read_metrics", "train"]

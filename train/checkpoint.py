@@ -17,8 +17,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lingpt.models import GPT, ModelError, save_model
-from lingpt.train.config import TrainError
+from lingpt.common.errors import UserError
+from lingpt.models import GPT, save_model
 
 MANIFEST, STATE = "manifest.json", "train_state.pt"
 
@@ -57,7 +57,7 @@ def save(
 ) -> Path:
     """Writes the checkpoint of step `told["step"]`, then removes all but the newest `keep`.
 
-    state: for `train_state.pt`. told: for the manifest. Raises TrainError where it cannot be written; then
+    state: for `train_state.pt`. told: for the manifest. Raises UserError where it cannot be written; then
     nothing of it is left and the older ones are untouched.
     """
     folder = run_folder / "checkpoints"
@@ -80,12 +80,12 @@ def save(
             shutil.rmtree(final)
         aside.rename(final)
         _sync(folder)
-    except (OSError, RuntimeError, ModelError) as error:  # a full disk is a RuntimeError to PyTorch's writer
+    except (OSError, RuntimeError, UserError) as error:  # a full disk is a RuntimeError to PyTorch's writer
         shutil.rmtree(aside, ignore_errors=True)
         older = checkpoints(run_folder)
         left = f"{older[-1]} is intact" if older else "no older one exists"
         reason = _reason(error)
-        raise TrainError(
+        raise UserError(
             f"the checkpoint of step {told['step']} could not be written ({reason}); nothing of it is left "
             f"and {left}: "
             f"free some space on the disk of {folder}, then run the same command again to go on"

@@ -4,12 +4,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from lingpt.common.errors import UserError
 from lingpt.data import DataConfig
 from lingpt.models import ModelArgs
-
-
-class TrainError(ValueError):
-    """A run that cannot start or go on as asked; the message says how to mend it."""
 
 
 @dataclass
@@ -121,11 +118,11 @@ class Recipe:
 
     @property
     def total_steps(self) -> int:
-        """Optimiser steps of the whole run; TrainError where the recipe does not say."""
+        """Optimiser steps of the whole run; UserError where the recipe does not say."""
         if self.train.max_steps is not None:
             return self.train.max_steps
         if self.train.max_tokens is None:
-            raise TrainError("how long to train? give --train.max_steps or --train.max_tokens")
+            raise UserError("how long to train? give --train.max_steps or --train.max_tokens")
         return -(-self.train.max_tokens // self.tokens_per_step)
 
     def to_dict(self) -> dict[str, Any]:
@@ -133,23 +130,23 @@ class Recipe:
 
 
 def check(recipe: Recipe, world_size: int) -> None:
-    """Refuses numbers that make no run: TrainError, before any work."""
+    """Refuses numbers that make no run: UserError, before any work."""
     t = recipe.train
     positive = ("global_batch_size", "micro_batch_size", "keep_checkpoints", "log_interval", "eval_interval")
     for name in (*positive, "save_interval", "num_nodes"):
         if getattr(t, name) < 1:
-            raise TrainError(f"train.{name} is {getattr(t, name)}; it must be at least 1")
+            raise UserError(f"train.{name} is {getattr(t, name)}; it must be at least 1")
     for name in ("learning_rate", "grad_clip"):
         if not getattr(t, name) > 0:
-            raise TrainError(f"train.{name} is {getattr(t, name)}; it must be above 0")
+            raise UserError(f"train.{name} is {getattr(t, name)}; it must be above 0")
     if recipe.total_steps < 1:
-        raise TrainError("no step to train: raise train.max_steps or train.max_tokens above 0")
+        raise UserError("no step to train: raise train.max_steps or train.max_tokens above 0")
     if t.eval_tokens and t.eval_tokens < recipe.data.seq_len:
-        raise TrainError(
+        raise UserError(
             f"train.eval_tokens is {t.eval_tokens}, less than one sequence of {recipe.data.seq_len}"
         )
     if t.global_batch_size % (t.micro_batch_size * world_size):
-        raise TrainError(_what_divides(t.global_batch_size, t.micro_batch_size, world_size))
+        raise UserError(_what_divides(t.global_batch_size, t.micro_batch_size, world_size))
 
 
 def _what_divides(batch: int, micro: int, world_size: int) -> str:

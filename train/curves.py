@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from lingpt.train.config import TrainError
+from lingpt.common.errors import UserError
 from lingpt.train.trackers import METRICS, read_metrics
 
 # Okabe and Ito's palette: told apart with any colour vision. An attention always has the same one.
@@ -33,14 +33,14 @@ class Curve:
 
 
 def read_curve(run_folder: str | Path) -> Curve:
-    """A run's losses. Raises TrainError where the folder holds none."""
+    """A run's losses. Raises UserError where the folder holds none."""
     folder = Path(run_folder)
     points: dict[str, list] = {"train": [], "val": []}
     for line in read_metrics(folder):
         if line.get("kind") in points and line.get("loss") is not None:
             points[line["kind"]].append((line["step"], line["train_time"], line["loss"]))
     if not points["train"] and not points["val"]:
-        raise TrainError(f"no losses in {folder}: it is no run folder, or its {METRICS} is empty")
+        raise UserError(f"no losses in {folder}: it is no run folder, or its {METRICS} is empty")
     config = folder / "config.yaml"
     model = yaml.safe_load(config.read_text())["model"] if config.exists() else {}
     attention = model.get("attention", folder.name)
@@ -52,7 +52,7 @@ def read_curve(run_folder: str | Path) -> Curve:
 def draw_curves(run_folders: list[str | Path], out_png: str | Path) -> list[dict[str, Any]]:
     """Draws loss against wall-clock and against step into `out_png`; returns the table of `time_to_loss`."""
     if not run_folders:
-        raise TrainError("no runs to draw: name their folders, such as runs/demo-ours runs/demo-softmax")
+        raise UserError("no runs to draw: name their folders, such as runs/demo-ours runs/demo-softmax")
     curves = [read_curve(folder) for folder in run_folders]
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # no global state, no display
     from matplotlib.figure import Figure

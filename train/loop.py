@@ -30,10 +30,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
+from lingpt.common.errors import UserError
 from lingpt.data import Batches, Dataset, bigram_loss, prepare
 from lingpt.models import GPT, Config, generate, load_model, load_weights
 from lingpt.train import checkpoint, run_folder
-from lingpt.train.config import Recipe, TrainError, check
+from lingpt.train.config import Recipe, check
 from lingpt.train.curves import draw_curves
 from lingpt.train.loss import cross_entropy_sum
 from lingpt.train.machine import Machine, check_machine, choose_machine, duration
@@ -70,7 +71,7 @@ class Progress:
 def train(recipe: Recipe) -> Path:
     """Trains, or goes on with, the run that `recipe` describes; returns its folder.
 
-    Raises TrainError (or the models' and the data's errors) for what the user can mend, and
+    Raises UserError (or the models' and the data's errors) for what the user can mend, and
     KeyboardInterrupt, with the line to show, where a signal stopped the run.
     """
     machine = choose_machine(recipe.train)
@@ -105,7 +106,7 @@ def model_config(recipe: Recipe) -> Config:
     """The model's config, once the sequence is known to fit it."""
     config = recipe.model.config()
     if recipe.data.seq_len > config.block_size:
-        raise TrainError(
+        raise UserError(
             f"data.seq_len {recipe.data.seq_len} is longer than the block size {config.block_size} of "
             f"{recipe.model.name}: lower it, or raise --model.block_size"
         )
@@ -210,7 +211,7 @@ class Run:
                 self.progress.train_time += time.perf_counter() - began
                 skipped_in_a_row = skipped_in_a_row + 1 if line.get("skipped") else 0
                 if skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
-                    raise TrainError(self._diverged())
+                    raise UserError(self._diverged())
                 step, last = self.progress.step, self.progress.step == total
                 if step % t.log_interval == 0 or last or stop.requested:
                     seconds = self.progress.train_time - logged.train_time
@@ -309,7 +310,7 @@ class Run:
         return range(min(wanted, len(self.dataset.val)))
 
     def save(self) -> None:
-        """Writes a checkpoint; where that fails, every rank raises TrainError."""
+        """Writes a checkpoint; where that fails, every rank raises UserError."""
         random = checkpoint.random_states()
         told = {
             **asdict(self.progress),
@@ -438,7 +439,7 @@ def stop_signals() -> Iterator[Stop]:
 
 @contextlib.contextmanager
 def out_of_memory(recipe: Recipe) -> Iterator[None]:
-    """Turns a GPU's running out of memory into a TrainError that says what to lower."""
+    """Turns a GPU's running out of memory into a UserError that says what to lower."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -446,20 +447,20 @@ def out_of_memory(recipe: Recipe) -> Iterator[None]:
         mend = (
             f"--train.micro_batch_size {micro // 2}" if micro > 1 else "a smaller model or shorter sequences"
         )
-        raise TrainError(f"the GPU's memory is too small for micro-batches of {micro}: try {mend}") from error
+        raise UserError(f"the GPU's memory is too small for micro-batches of {micro}: try {mend}") from error
 
 
 def on_rank_zero(fabric: Fabric, function) -> Any:
-    """`function()` on rank zero, its result or its TrainError on all ranks: none is left waiting."""
+    """`function()` on rank zero, its result or its UserError on all ranks: none is left waiting."""
     result = error = None
     if fabric.is_global_zero:
         try:
             result = function()
-        except TrainError as failed:
+        except UserError as failed:
             error = str(failed)
     result, error = fabric.broadcast((result, error))
     if error is not None:
-        raise TrainError(error)
+        raise UserError(error)
     return result
 
 

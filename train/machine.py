@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from lingpt.common.errors import UserError
 from lingpt.models import GPT, Config, memory_estimate
-from lingpt.train.config import Recipe, TrainConfig, TrainError
+from lingpt.train.config import Recipe, TrainConfig
 from lingpt.train.loss import PIECE_ELEMENTS
 from lingpt.train.throughput import DEVICES, peak_flops
 
@@ -38,15 +39,15 @@ class Machine:
 
 
 def choose_machine(config: TrainConfig) -> Machine:
-    """What `config` asks for, on this machine. Raises TrainError where it is not there."""
+    """What `config` asks for, on this machine. Raises UserError where it is not there."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     accelerator = ("cuda" if gpus else "cpu") if config.accelerator == "auto" else config.accelerator
     if accelerator == "cuda" and not gpus:
-        raise TrainError("--train.accelerator cuda, but PyTorch finds no CUDA device: use cpu or auto")
+        raise UserError("--train.accelerator cuda, but PyTorch finds no CUDA device: use cpu or auto")
     devices = (gpus if accelerator == "cuda" else 1) if config.devices == "auto" else config.devices
     if devices < 1 or (accelerator == "cuda" and devices > gpus):
         has = f"this machine has {gpus} GPUs" if accelerator == "cuda" else "give at least 1"
-        raise TrainError(f"--train.devices {devices}, but {has}")
+        raise UserError(f"--train.devices {devices}, but {has}")
     if accelerator == "cuda":
         card = torch.cuda.get_device_properties(0)
         name, memory, bf16 = card.name, card.total_memory, card.major >= 8
@@ -55,7 +56,7 @@ def choose_machine(config: TrainConfig) -> Machine:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     precision = ("bf16-mixed" if bf16 else "32-true") if config.precision == "auto" else config.precision
     if precision not in PRECISIONS:
-        raise TrainError(f"unknown precision {precision!r}: use auto, {', '.join(PRECISIONS)}")
+        raise UserError(f"unknown precision {precision!r}: use auto, {', '.join(PRECISIONS)}")
     return Machine(accelerator, devices, config.num_nodes, precision, name, memory)
 
 
@@ -101,7 +102,7 @@ def check_machine(machine: Machine, config: Config, recipe: Recipe) -> None:
         if too_large
         else f"about {duration(days * 86400)}"
     )
-    raise TrainError(
+    raise UserError(
         f"{recipe.model.name} needs a GPU: this machine has none, and on its {os.cpu_count()} cores the "
         f"run would need "
         f"{reason}; it needs one with {math.ceil(on_gpu / 1e9)} GB or more (such as {card.name}: about "

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import yaml
 
+from lingpt.common.errors import UserError
 from lingpt.train.checkpoint import broken, checkpoints, clear_leftovers, manifest
-from lingpt.train.config import Recipe, TrainError, differences
+from lingpt.train.config import Recipe, differences
 from lingpt.train.machine import Machine, duration
 
 CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
@@ -28,7 +29,7 @@ _PACKAGES = (
 def claim(recipe: Recipe, fingerprint: str, say) -> Path | None:
     """Makes the run's folder its own, and returns the checkpoint to go on from (None: from the start).
 
-    Raises TrainError where the folder holds another run, or the checkpoint to go on from does not fit.
+    Raises UserError where the folder holds another run, or the checkpoint to go on from does not fit.
     """
     folder, resume = recipe.run_folder, recipe.train.resume
     if resume == "never":
@@ -48,7 +49,7 @@ def claim(recipe: Recipe, fingerprint: str, say) -> Path | None:
         told = manifest(found)
         _check_same(recipe, told["config"], f"{found} is of a run with another config")
         if told["data_fingerprint"] != fingerprint:
-            raise TrainError(
+            raise UserError(
                 f"{found} was trained on other data (fingerprint {told['data_fingerprint']}, now "
                 f"{fingerprint}): restore "
                 "the corpus and the tokenizer it had, or start another run with another --train.name"
@@ -64,7 +65,7 @@ def claim(recipe: Recipe, fingerprint: str, say) -> Path | None:
 
 def _check_same(recipe: Recipe, old: dict[str, Any], complaint: str) -> None:
     if differ := differences(old, recipe.to_dict()):
-        raise TrainError(
+        raise UserError(
             f"{complaint} ({'; '.join(differ)}): choose another --train.name, or start anew with "
             f"--train.resume never "
             "(the old run is moved aside)"
@@ -73,16 +74,16 @@ def _check_same(recipe: Recipe, old: dict[str, Any], complaint: str) -> None:
 
 def _check_checkpoint(path: Path, recipe: Recipe) -> Path:
     if not path.is_dir():
-        raise TrainError(
+        raise UserError(
             f"no checkpoint {path} to resume from: give a folder runs/<name>/checkpoints/step-…, or auto"
         )
     told = manifest(path)
     if told is None:
-        raise TrainError(f"the checkpoint {path} is not whole: resume from an older one, or auto")
+        raise UserError(f"the checkpoint {path} is not whole: resume from an older one, or auto")
     for key in ("name", "attention"):
         was, now = told["config"]["model"][key], getattr(recipe.model, key)
         if was != now:
-            raise TrainError(
+            raise UserError(
                 f"{path} is a checkpoint of {key} {was!r}, not {now!r}: ask for that, or start a new run "
                 f"from its "
                 f"weights with --train.init_from {path}"

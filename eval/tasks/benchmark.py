@@ -1,7 +1,6 @@
 """lm-eval's stock tasks, with one thing replaced: where the rows come from."""
 
 import contextlib
-import difflib
 import io
 import logging
 from collections.abc import Callable
@@ -14,8 +13,8 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.defaults import DEFAULT_OTHER_SEED
 from lm_eval.tasks import TaskManager
 
+from lingpt.common.errors import UserError, nearest
 from lingpt.data.hub import hub_reason
-from lingpt.eval.errors import EvalError
 from lingpt.eval.tasks.sources import Source, find_source, read_rows, read_split, split_file
 
 STOCK = Path(lm_eval.tasks.__file__).parent
@@ -50,11 +49,11 @@ class Benchmark(ConfigurableTask):
 
     @property
     def source(self) -> Source:
-        """The local files of this task's data set; EvalError where none are known."""
+        """The local files of this task's data set; UserError where none are known."""
         source = find_source(self.config.dataset_path, self.config.dataset_name)
         for split in self.splits:
             if source is None or split not in source.splits:
-                raise EvalError(
+                raise UserError(
                     f"{self.config.task}: no local file is known for its {split} split: unset EVAL_DATA"
                 )
         return source
@@ -79,7 +78,7 @@ class Benchmark(ConfigurableTask):
         try:
             super().download(dataset_kwargs, **kwargs)
         except Exception as error:  # each library below has its own ways to be offline
-            raise EvalError(
+            raise UserError(
                 f"{self.config.task}: cannot load {self.DATASET_PATH} from the Hugging Face hub "
                 f"({hub_reason(error)}). Without network, set EVAL_DATA (or --data) to a folder with the "
                 "benchmark's JSONL files"
@@ -138,12 +137,12 @@ class Benchmark(ConfigurableTask):
 def load_tasks(name: str, num_fewshot: int = 0, data: Path | None = None) -> dict[str, Any]:
     """The stock task, group or tag `name` with `num_fewshot` examples, as `TaskManager.load` returns it.
 
-    With `data`, rows come from the JSONL files there and the network is never asked. EvalError for a name
+    With `data`, rows come from the JSONL files there and the network is never asked. UserError for a name
     that lm-eval does not have, a file that is missing, a hub out of reach.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     if data is not None and not data.is_dir():
-        raise EvalError(f"EVAL_DATA: no folder {data}")
+        raise UserError(f"EVAL_DATA: no folder {data}")
     stamp = (
         tuple((f.name, f.stat().st_mtime_ns, f.stat().st_size) for f in sorted(data.glob("*.jsonl")))
         if data
@@ -165,19 +164,14 @@ def _load(name: str, num_fewshot: int, data: str | None, stamp: tuple) -> dict[s
             if entry.name in manager.all_subtasks:  # without a path, lm-eval takes the config from memory
                 entry.cfg, entry.yaml_path = {**entry.cfg, **overrides}, None
     elif data is not None:
-        raise EvalError(
-            f"no local files for a task {name!r}{_nearest(name, manager.all_tasks)}: unset EVAL_DATA"
+        raise UserError(
+            f"no local files for a task {name!r}{nearest(name, manager.all_tasks)}: unset EVAL_DATA"
         )
     else:
         manager = TaskManager()
         if name not in manager.all_tasks:
-            raise EvalError(f"lm-eval has no task {name!r}{_nearest(name, manager.all_tasks)}")
+            raise UserError(f"lm-eval has no task {name!r}{nearest(name, manager.all_tasks)}")
     loaded = manager.load(name)
     for task in loaded["tasks"].values():
         task.set_config("num_fewshot", num_fewshot)
     return loaded
-
-
-def _nearest(word: str, known: list[str]) -> str:
-    match = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f" (did you mean {match[0]!r}?)" if match else ""

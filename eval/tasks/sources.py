@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from lingpt.eval.errors import EvalError
+from lingpt.common.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -55,23 +55,23 @@ def find_source(path: str, name: str | None) -> Source | None:
 
 
 def split_file(folder: Path, source: Source, split: str) -> Path:
-    """The file of a split; EvalError where it is not there."""
+    """The file of a split; UserError where it is not there."""
     file = folder / source.splits[split].file
     if not file.is_file():
-        raise EvalError(
+        raise UserError(
             f"{folder} has no {file.name} (the {split} split): put it there, or leave EVAL_DATA unset"
         )
     return file
 
 
 def read_split(folder: Path, source: Source, split: str, name: str | None) -> list[dict[str, Any]]:
-    """Rows of `split`, of the configuration `name` where several share a file; EvalError where one is bad."""
+    """Rows of `split`, of the configuration `name` where several share a file; UserError where one is bad."""
     file = split_file(folder, source, split)
     rows = read_rows(file, source.fields)
     if source.select is not None:
         rows = [row for row in rows if row[source.select] == name]
         if not rows:
-            raise EvalError(f"{file} has no row whose {source.select} is {name!r}")
+            raise UserError(f"{file} has no row whose {source.select} is {name!r}")
     return list(rows)
 
 
@@ -91,15 +91,15 @@ def _read(file: Path, fields: Sequence[str], mtime: int, size: int) -> list[dict
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
-                raise EvalError(
+                raise UserError(
                     f"{file}:{number}: not JSON ({error.msg}); the file may be cut off"
                 ) from error
             missing = [field for field in fields if not isinstance(row, dict) or row.get(field) is None]
             if missing:
-                raise EvalError(f"{file}:{number}: no {missing[0]!r}; a line needs {', '.join(fields)}")
+                raise UserError(f"{file}:{number}: no {missing[0]!r}; a line needs {', '.join(fields)}")
             rows.append(row)
     if not rows:
-        raise EvalError(f"{file} is empty")
+        raise UserError(f"{file} is empty")
     return rows
 
 

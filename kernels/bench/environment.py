@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from lingpt.kernels.linear.cuda.compile import source_hash
+from lingpt.kernels.linear_attention.cuda.compile import source_hash
 
 PACKAGES = ("lingpt", "torch", "triton", "fla-core", "cuda-core", "cuda-bindings")
 CONTEXT_GIB = 1.5  # more than a process's own share outside of PyTorch's allocator

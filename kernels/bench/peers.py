@@ -14,13 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize, scaled_dot_product_attention
 
-from lingpt.kernels import (
-    gated_linear_attention,
-    linear_attention,
-    linear_attention_flops,
-    linear_attention_qkv,
-)
 from lingpt.kernels.bench.shapes import Shape
+from lingpt.kernels.gated_linear_attention import gated_linear_attention
+from lingpt.kernels.linear_attention import linear_attention, linear_attention_flops, linear_attention_qkv
 
 Inputs = dict[
     str, Tensor
@@ -76,7 +72,7 @@ def _fla(shape: Shape | None, dtype: torch.dtype, device: torch.device) -> str |
 
 
 def _our_kernel(shape: Shape | None, dtype: torch.dtype, device: torch.device) -> str | None:
-    from lingpt.kernels.linear import cuda
+    from lingpt.kernels.linear_attention import cuda
 
     if not hasattr(cuda, "is_supported"):
         return "the CUDA kernel is not built"

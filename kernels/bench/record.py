@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from lingpt.kernels.linear.cuda.compile import source_hash
+from lingpt.kernels.linear_attention.cuda.compile import source_hash
 
 RECORD = Path("docs/results/kernels/gpu-tests.json")
 AGAIN = "run `make test-gpu` on a machine with a GPU"

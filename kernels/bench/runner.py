@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
+from lingpt.common.errors import UserError
 from lingpt.kernels.bench.environment import environment, not_alone
 from lingpt.kernels.bench.measure import Clock, Row, measure, measure_again, over_rounds
 from lingpt.kernels.bench.peers import DEFAULT_PEERS, PEERS, Peer
 from lingpt.kernels.bench.shapes import CUMSUM, QUICK, SWEEPS, Shape
-from lingpt.kernels.errors import KernelError
 
 ROUNDS = 5  # of the training shapes, whose times are compared as ratios
 
@@ -67,7 +67,7 @@ class Results:
         try:
             fields = json.loads(Path(path).read_text())
         except FileNotFoundError:
-            raise KernelError(f"no results at {path}: run `lingpt bench` first") from None
+            raise UserError(f"no results at {path}: run `lingpt bench` first") from None
         return cls(**(fields | {"rows": [Row.from_dict(row) for row in fields["rows"]]}))
 
 
@@ -97,13 +97,13 @@ def run_bench(
     has the bad minute alone. Once the budget is spent, no further timing begins. Rows kept by `append` are
     not timed again: a ratio is best drawn from two rows of one run.
 
-    Raises KernelError for a name that does not exist and for a machine without the device.
+    Raises UserError for a name that does not exist and for a machine without the device.
     """
     from tqdm import tqdm
 
     device = torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise KernelError(
+        raise UserError(
             "the benchmark needs a CUDA device, and there is none here (--device cpu measures PyTorch's)"
         )
     sweeps = sweeps or (QUICK if quick else SWEEPS)
@@ -162,16 +162,16 @@ def _kept(path: Path, device: torch.device) -> Results:
     results, now = Results.load(path), environment(device)
     differ = [key for key in now if key != "date" and results.environment.get(key) != now[key]]
     if differ:
-        raise KernelError(f"{path} is of another {', '.join(differ)}: measure anew, without --append")
+        raise UserError(f"{path} is of another {', '.join(differ)}: measure anew, without --append")
     return results
 
 
 def known(names: Iterable[str], there: Iterable[str], what: str) -> list[str]:
-    """Each of the names once; KernelError for one that is not there."""
+    """Each of the names once; UserError for one that is not there."""
     names = list(dict.fromkeys(names))
     for name in names:
         if name not in there:
-            raise KernelError(f"unknown {what} {name!r}: there are {', '.join(there)}")
+            raise UserError(f"unknown {what} {name!r}: there are {', '.join(there)}")
     return names
 
 

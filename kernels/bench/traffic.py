@@ -9,19 +9,19 @@ import subprocess
 import sys
 from collections.abc import Iterable
 
+from lingpt.common.errors import UserError
 from lingpt.kernels.bench.peers import PEERS
 from lingpt.kernels.bench.shapes import REFERENCE, Shape
-from lingpt.kernels.errors import KernelError
 
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 
 
 def count_bytes(peers: Iterable[str], shape: Shape = REFERENCE) -> dict[str, dict[str, float]]:
-    """Peer → "forward", "backward" → bytes, of the peers that run here; KernelError where `ncu` cannot."""
+    """Peer → "forward", "backward" → bytes, of the peers that run here; UserError where `ncu` cannot."""
     from tqdm import tqdm
 
     if shutil.which("ncu") is None:
-        raise KernelError(
+        raise UserError(
             "counting bytes needs NVIDIA's profiler `ncu` on the PATH; without --ncu they are estimated"
         )
     names = [name for name in peers if PEERS[name].available(shape) is None]
@@ -41,7 +41,7 @@ def _profile(peer: str, shape: Shape, direction: str) -> float:
     total = parse_counts(ran.stdout)
     if ran.returncode or not total:
         last = (ran.stdout + ran.stderr).strip().splitlines()[-1:]
-        raise KernelError(f"ncu counted nothing for {peer} {direction}: {' '.join(last)}")
+        raise UserError(f"ncu counted nothing for {peer} {direction}: {' '.join(last)}")
     return total
 
 

@@ -24,7 +24,7 @@ def warm_up(
     peers: Iterable[str] = (), only: Iterable[str] = (), workers: int | None = None, progress: bool = True
 ) -> dict[str, str]:
     """Runs every peer that autotunes once at each kind of shape of the sweeps named in `only` (all); returns
-    what failed, by "peer shape". Raises KernelError for a name that does not exist."""
+    what failed, by "peer shape". Raises UserError for a name that does not exist."""
     from tqdm import tqdm
 
     peers, sweeps = known(peers, PEERS, "peer"), known(only, SWEEPS, "sweep")

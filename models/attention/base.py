@@ -34,7 +34,7 @@ class Attention(Fp32Constants):
 
     @classmethod
     def check(cls, config: "Config") -> None:
-        """Raises ModelError for a configuration that the mechanism cannot be built from."""
+        """Raises UserError for a configuration that the mechanism cannot be built from."""
 
     def forward(
         self, x_BNC: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor, state: Any = None

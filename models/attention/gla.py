@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lingpt.kernels import gated_linear_attention, gated_linear_attention_flops
+from lingpt.common.errors import UserError
+from lingpt.kernels.gated_linear_attention import gated_linear_attention, gated_linear_attention_flops
 from lingpt.models.attention.base import Attention, RecurrentState
-from lingpt.models.errors import ModelError
 
 if TYPE_CHECKING:
     from lingpt.models.config import Config
@@ -37,7 +37,7 @@ class GLAAttention(Attention):
     @classmethod
     def check(cls, config: "Config") -> None:
         if config.gla_n_head < 1 or (config.n_embd // 2) % config.gla_n_head:
-            raise ModelError(f"gla_n_head={config.gla_n_head} must divide n_embd/2={config.n_embd // 2}")
+            raise UserError(f"gla_n_head={config.gla_n_head} must divide n_embd/2={config.n_embd // 2}")
 
     def forward(
         self,

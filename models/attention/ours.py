@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from lingpt.kernels import linear_attention_flops, linear_attention_qkv
+from lingpt.kernels.linear_attention import linear_attention_flops, linear_attention_qkv
 from lingpt.models.attention.base import QKVAttention, RecurrentState
 
 if TYPE_CHECKING:

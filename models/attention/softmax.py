@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from lingpt.common.errors import UserError
 from lingpt.models.attention.base import QKVAttention
-from lingpt.models.errors import ModelError
 
 
 def rotate(x_BNHD: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor) -> torch.Tensor:
@@ -33,7 +33,7 @@ class KVCache:
         """Adds N tokens and returns all keys and values so far, in the dtype of those given."""
         start, self.length = self.length, self.length + k_BHND.shape[2]
         if self.length > self.k.shape[2]:
-            raise ModelError(
+            raise UserError(
                 f"decoding {self.length} tokens with a cache of {self.k.shape[2]}: raise max_seq_len"
             )
         self.k[:, :, start : self.length] = k_BHND

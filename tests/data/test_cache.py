@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import tokenizers
 
-from lingpt.data import Blocks, DataConfig, DataError, Tokenizer, prepare
+from lingpt.common.errors import UserError
+from lingpt.data import Blocks, DataConfig, Tokenizer, prepare
 from lingpt.data.cache import split_by_content
 from lingpt.data.corpus import Document
 from lingpt.data.tokens import Encoded, encode_documents, token_dtype
@@ -39,7 +40,8 @@ def run_python(code: str, *args: str, **options) -> subprocess.Popen:
 
 PREPARE = """
 import sys
-from lingpt.data import DataConfig, DataError, cache, prepare
+from lingpt.common.errors import UserError
+from lingpt.data import DataConfig, cache, prepare
 source, tokenizer, val, folder = sys.argv[1:]
 config = DataConfig(source, tokenizer, 32, val_source=val, cache_dir=folder)
 """
@@ -193,7 +195,7 @@ def test_a_full_disk_is_one_line(config):
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))\n"
         + PREPARE
-        + "try: prepare(config)\nexcept DataError as error: print(error)"
+        + "try: prepare(config)\nexcept UserError as error: print(error)"
     )
     out, err = run_python(code, *arguments(config)).communicate()
     assert out.startswith(f"cannot write to {config.cache_dir}") and "--data.cache_dir" in out
@@ -203,7 +205,7 @@ def test_a_full_disk_is_one_line(config):
 def test_a_cache_that_cannot_be_written_is_one_line(config, tmp_path: Path):
     """Here the folder's name belongs to a file."""
     (tmp_path / "cache").write_text("")
-    with pytest.raises(DataError, match=r"cannot write to .*cache.*--data\.cache_dir"):
+    with pytest.raises(UserError, match=r"cannot write to .*cache.*--data\.cache_dir"):
         prepare(config, progress=False)
 
 
@@ -211,7 +213,7 @@ def test_a_bad_line_leaves_nothing(config):
     """The line is named after most of the work is done."""
     with open(config.source, "a") as file:
         file.write("oops\n")
-    with pytest.raises(DataError, match=r"train\.jsonl, line 401 is not JSON"):
+    with pytest.raises(UserError, match=r"train\.jsonl, line 401 is not JSON"):
         prepare(config, progress=False)
     assert entries(config) == []
 
@@ -236,7 +238,7 @@ def test_a_damaged_entry_is_named(config, damage):
     content = (folder / "train.arrow").read_bytes()
     harmed = {"cut off": content[:1000], "empty": b"", "other tokens": (folder / "val.arrow").read_bytes()}
     (folder / "train.arrow").write_bytes(harmed[damage])
-    with pytest.raises(DataError, match=f"delete {folder} and run again"):
+    with pytest.raises(UserError, match=f"delete {folder} and run again"):
         prepare(config, progress=False)
 
 
@@ -291,14 +293,14 @@ def test_with_its_own_validation_all_is_for_training():
 def test_too_few_documents_to_split(write_jsonl, tokenizer_path, tmp_path: Path):
     """One document cannot be both; the message says what to give."""
     config = DataConfig(str(write_jsonl(["only one"])), tokenizer_path, 4, cache_dir=str(tmp_path / "cache"))
-    with pytest.raises(DataError, match=r"holds only 1 document\(s\), too few.*--data.val_source"):
+    with pytest.raises(UserError, match=r"holds only 1 document\(s\), too few.*--data.val_source"):
         prepare(config, progress=False)
 
 
 def test_no_documents(write_jsonl, tokenizer_path, tmp_path: Path):
     """A file of blank lines is a path with no documents."""
     config = DataConfig(str(write_jsonl([])), tokenizer_path, 4, cache_dir=str(tmp_path / "cache"))
-    with pytest.raises(DataError, match="holds no documents"):
+    with pytest.raises(UserError, match="holds no documents"):
         prepare(config, progress=False)
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lingpt.data import Batches, DataConfig, DataError, prepare
+from lingpt.common.errors import UserError
+from lingpt.data import Batches, DataConfig, prepare
 
 
 @pytest.fixture
@@ -33,14 +34,14 @@ def test_values_that_cannot_be_meant(config, change, message):
     """One line, with what to change."""
     for name, value in change.items():
         setattr(config, name, value)
-    with pytest.raises(DataError, match=message) as error:
+    with pytest.raises(UserError, match=message) as error:
         prepare(config, progress=False)
     assert "\n" not in str(error.value)
 
 
 def test_a_tokenizer_too_large_for_the_model_is_refused_before_any_work(config):
     """320 tokens do not fit 319 rows; nothing is read or written."""
-    with pytest.raises(DataError, match=r"has 320 tokens, added ones included.*only 319"):
+    with pytest.raises(UserError, match=r"has 320 tokens, added ones included.*only 319"):
         prepare(config, padded_vocab_size=319, progress=False)
     assert not Path(config.cache_dir).exists()
     prepare(config, padded_vocab_size=320, progress=False)

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from lingpt.data import DataConfig, DataError, embedded, prepare
+from lingpt.common.errors import UserError
+from lingpt.data import DataConfig, embedded, prepare
 from lingpt.data.embedded import TRAIN_MODULES, VAL_MODULES, embedded_corpus
 
 
@@ -34,7 +35,7 @@ def test_another_python_is_another_corpus(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(embedded.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     assert embedded_corpus().content_hash != before
     monkeypatch.setattr(embedded.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "nowhere")})
-    with pytest.raises(DataError, match=r"source of Python's standard library is not in .* DATA=<jsonl>"):
+    with pytest.raises(UserError, match=r"source of Python's standard library is not in .* DATA=<jsonl>"):
         embedded_corpus()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from lingpt.data import DataError
+from lingpt.common.errors import UserError
 from lingpt.data.jsonl import find_files, jsonl_corpus, read_documents
 
 COMPRESS = {
@@ -51,7 +51,7 @@ def test_damaged_files_are_refused(tmp_path: Path, texts, name, harm):
         harm
     ]
     (tmp_path / name).write_bytes(damaged)
-    with pytest.raises(DataError, match=r"a\.jsonl\..* is damaged or cut off after line \d+"):
+    with pytest.raises(UserError, match=r"a\.jsonl\..* is damaged or cut off after line \d+"):
         list(read_documents(tmp_path / name))
 
 
@@ -76,7 +76,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line, fault):
     """One line that says file, line number, fault and what a line should be."""
     path = tmp_path / "bad.jsonl"
     path.write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")
-    with pytest.raises(DataError) as error:
+    with pytest.raises(UserError) as error:
         list(read_documents(path))
     assert str(error.value).startswith(f"{path}, line 3 {fault}")
     assert "\n" not in str(error.value) and 'non-empty string "text"' in str(error.value)
@@ -105,7 +105,7 @@ def test_a_path_with_no_documents_is_refused(tmp_path: Path, monkeypatch, source
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
-        DataError, match=rf"no documents.*{source.replace('*', '.')}|{source} holds no.*: give a file"
+        UserError, match=rf"no documents.*{source.replace('*', '.')}|{source} holds no.*: give a file"
     ):
         jsonl_corpus(source)
 
@@ -133,7 +133,7 @@ def test_val_source_is_never_trained_on(write_jsonl, tmp_path: Path):
     corpus = jsonl_corpus(str(tmp_path / "*.jsonl"), str(val))
     assert [d.text for d in corpus.train.read()] == ["a"]
     assert [d.text for d in corpus.val.read()] == ["b"]
-    with pytest.raises(DataError, match="no file that is not in"):
+    with pytest.raises(UserError, match="no file that is not in"):
         jsonl_corpus(str(val), str(val))
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lingpt.data import DataConfig, DataError, bigram_loss, load_tokenizer, prepare
+from lingpt.common.errors import UserError
+from lingpt.data import DataConfig, bigram_loss, load_tokenizer, prepare
 from lingpt.data.bench import measure
 from lingpt.data.jsonl import read_documents
 
@@ -45,7 +46,7 @@ def test_every_document_comes_back(wiki, real_data: Path):
 
 def test_a_model_too_small_for_neox_is_refused(real_data: Path):
     """The base vocabulary of 50,254 would fit; with the added tokens it does not."""
-    with pytest.raises(DataError, match="50277 tokens, added ones included"):
+    with pytest.raises(UserError, match="50277 tokens, added ones included"):
         load_tokenizer(real_data / "tokenizer" / "tokenizer.json").check_fits(50276)
 
 

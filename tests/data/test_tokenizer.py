@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from lingpt.data import DataError, Tokenizer, load_tokenizer
+from lingpt.common.errors import UserError
+from lingpt.data import Tokenizer, load_tokenizer
 from lingpt.data.tokenizer import embedded_tokenizer, train_bpe
 
 ANY_TEXT = "naïve 水 🙂\u200d\n\n\tdef f():\r\n  x = '\\u0000'\x00 ﷽ e\u0301 <|endoftext|> end"
@@ -37,7 +38,7 @@ def test_added_tokens_count(tokenizer_path):
     grown = Tokenizer(raw, "grown")
     assert grown.vocab_size == raw.get_vocab_size(with_added_tokens=False) + 8 == 328
     grown.check_fits(328)
-    with pytest.raises(DataError, match=r"grown has 328 tokens, added ones included.*only 327"):
+    with pytest.raises(UserError, match=r"grown has 328 tokens, added ones included.*only 327"):
         grown.check_fits(327)
 
 
@@ -52,19 +53,19 @@ def test_saved_and_loaded_it_is_the_same(tokenizer, tmp_path: Path):
 def test_what_is_no_tokenizer_is_refused(tmp_path: Path, monkeypatch):
     """Each with the path and the mend."""
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(DataError, match=r"tokenizer\.json is no tokenizer\.json"):
+    with pytest.raises(UserError, match=r"tokenizer\.json is no tokenizer\.json"):
         load_tokenizer(tmp_path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"holds no tokenizer\.json"):
+    with pytest.raises(UserError, match=r"holds no tokenizer\.json"):
         load_tokenizer(tmp_path / "empty")
-    with pytest.raises(DataError, match="neither a path nor on the hub"):
+    with pytest.raises(UserError, match="neither a path nor on the hub"):
         load_tokenizer(str(tmp_path / "nowhere" / "tokenizer.json"))
 
 
 def test_a_tokenizer_without_end_of_text_is_refused(tmp_path: Path):
     """Nothing could separate the documents."""
     tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(DataError, match=r"has no token <\|endoftext\|>"):
+    with pytest.raises(UserError, match=r"has no token <\|endoftext\|>"):
         load_tokenizer(tmp_path)
 
 
@@ -82,7 +83,7 @@ def test_the_bpe_is_deterministic(tokenizer, tmp_path: Path):
 
 
 def test_too_small_a_vocabulary_is_refused():
-    with pytest.raises(DataError, match="vocab_size 256 is too small"):
+    with pytest.raises(UserError, match="vocab_size 256 is too small"):
         train_bpe(["text"], 256)
 
 

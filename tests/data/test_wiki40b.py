@@ -12,7 +12,8 @@ from pathlib import Path
 import datasets
 import pytest
 
-from lingpt.data import DataConfig, DataError, prepare, wiki40b
+from lingpt.common.errors import UserError
+from lingpt.data import DataConfig, prepare, wiki40b
 from lingpt.data.wiki40b import clean, wiki40b_corpus
 
 FEATURES = datasets.Features(
@@ -88,12 +89,12 @@ def test_an_article_may_begin_with_b():
 )
 def test_unknown_markup_is_an_error_that_names_the_document(text):
     """Silently training on markup is the failure that the specification rules out."""
-    with pytest.raises(DataError, match=r"document Q42 has unknown markup _(START|END)_[A-Z_]+_ \(known"):
+    with pytest.raises(UserError, match=r"document Q42 has unknown markup _(START|END)_[A-Z_]+_ \(known"):
         clean(text, "Q42")
 
 
 def test_a_broken_repr_is_an_error_that_names_the_document():
-    with pytest.raises(DataError, match="document Q7 begins like the repr of bytes"):
+    with pytest.raises(UserError, match="document Q7 begins like the repr of bytes"):
         clean("b'\\n_START_ARTICLE_", "Q7")
 
 
@@ -126,7 +127,7 @@ def test_other_rows_are_another_cache(hub_copy):
 
 def test_another_schema_is_refused(hub_copy):
     hub_copy(["x"], datasets.Features({name: datasets.Value("string") for name in ("id", "body", "v")}))
-    with pytest.raises(DataError, match="has no train split with text, version_id, wikidata_id"):
+    with pytest.raises(UserError, match="has no train split with text, version_id, wikidata_id"):
         wiki40b_corpus()
 
 
@@ -138,10 +139,10 @@ def test_another_schema_is_refused(hub_copy):
 def test_no_network_is_one_line(tmp_path: Path, tokenizer_path, environment):
     """In a process of its own, as the hub's settings are read at import: one line that says what to do."""
     code = (
-        "import sys; from lingpt.data import DataConfig, DataError, prepare\n"
+        "import sys; from lingpt.data import DataConfig, UserError, prepare\n"
         "for config in (DataConfig('wiki40b', sys.argv[1]), DataConfig(tokenizer='EleutherAI/pythia-70m')):\n"
         "    try: prepare(config)\n"
-        "    except DataError as error: print(error)\n"
+        "    except UserError as error: print(error)\n"
     )
     env = {
         **os.environ,

@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from lingpt.eval import EvalError, evaluate, find_checkpoints
+from lingpt.common.errors import UserError
+from lingpt.eval import evaluate, find_checkpoints
 from lingpt.eval.harness import find_device, parse_task
 
 from .conftest import write_run
@@ -168,7 +169,7 @@ def test_mistakes(checkpoint, eval_data):
         ({"num_fewshot": -1}, "num_fewshot is -1"),
         ({"tasks": ["arc_eazy"]}, "did you mean 'arc_easy'"),
     ]:
-        with pytest.raises(EvalError, match=message):
+        with pytest.raises(UserError, match=message):
             evaluate(checkpoint, **{"tasks": ["piqa"], "data": eval_data, **QUIET} | options)
     assert parse_task("mmlu:5") == ("mmlu", 5) and parse_task("mmlu", 3) == ("mmlu", 3)
     assert find_device("cpu").type == "cpu"

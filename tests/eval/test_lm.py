@@ -7,8 +7,9 @@ import torch
 import transformers
 from lm_eval.api.instance import Instance
 
+from lingpt.common.errors import UserError
 from lingpt.data import load_tokenizer
-from lingpt.eval import EvalError, LinGPTLM
+from lingpt.eval import LinGPTLM
 from lingpt.models import export_hf
 
 from .conftest import BLOCK_SIZE, sentence, tiny_model
@@ -214,11 +215,11 @@ def test_exported_model_scores_the_same_in_hflm(tokenizer, tmp_path):
 def test_mistakes(softmax_model, tokenizer):
     """Sampling, no room for a context, nothing to score, no batch: one line each."""
     lm = LinGPTLM(softmax_model, tokenizer, progress=False)
-    with pytest.raises(EvalError, match="greedy"):
+    with pytest.raises(UserError, match="greedy"):
         lm.generate_until(instances("generate_until", [("a", {"do_sample": True, "temperature": 1.0})]))
-    with pytest.raises(EvalError, match="block size is 64"):
+    with pytest.raises(UserError, match="block size is 64"):
         lm.generate_until(instances("generate_until", [("a", {"max_gen_toks": 64})]))
-    with pytest.raises(EvalError, match="nothing to score"):
+    with pytest.raises(UserError, match="nothing to score"):
         lm.loglikelihood(instances("loglikelihood", [("stone", "")]))
-    with pytest.raises(EvalError, match="batch_tokens"):
+    with pytest.raises(UserError, match="batch_tokens"):
         LinGPTLM(softmax_model, tokenizer, batch_tokens=0)

@@ -7,9 +7,9 @@ import shutil
 import pytest
 import torch
 
-from lingpt.eval import Checkpoint, EvalError, evaluate, find_checkpoints
+from lingpt.common.errors import UserError
+from lingpt.eval import Checkpoint, evaluate, find_checkpoints
 from lingpt.eval.runs import is_whole
-from lingpt.models import ModelError
 
 from .conftest import tiny_model, write_run
 
@@ -45,9 +45,9 @@ def test_the_model_defaults_to_the_newest_run(tmp_path, tokenizer):
     age(write_run(tmp_path, "a", "ours", tokenizer, model="pythia-14m"), 10)
     age(write_run(tmp_path, "b", "ours", tokenizer, model="demo"), 20)
     assert [c.model for c in find_checkpoints(tmp_path)] == ["pythia-14m"]
-    with pytest.raises(EvalError, match=r"no run of pythia-70m .*did you mean 'pythia-14m'"):
+    with pytest.raises(UserError, match=r"no run of pythia-70m .*did you mean 'pythia-14m'"):
         find_checkpoints(tmp_path, "pythia-70m")
-    with pytest.raises(EvalError, match="train one first"):
+    with pytest.raises(UserError, match="train one first"):
         find_checkpoints(tmp_path / "nowhere")
 
 
@@ -57,9 +57,9 @@ def test_runs_by_name(tmp_path, tokenizer):
     found = find_checkpoints(tmp_path, runs=[b, a / "checkpoints" / "step-00000001"])
     assert [(c.run.name, c.step) for c in found] == [("b", 2), ("a", 1)]
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(EvalError, match="no whole checkpoint yet"):
+    with pytest.raises(UserError, match="no whole checkpoint yet"):
         find_checkpoints(tmp_path, runs=[tmp_path / "empty"])
-    with pytest.raises(EvalError, match="no run at"):
+    with pytest.raises(UserError, match="no run at"):
         find_checkpoints(tmp_path, runs=[tmp_path / "nowhere"])
 
 
@@ -89,7 +89,7 @@ def test_a_half_written_checkpoint_is_never_chosen(how, tmp_path, tokenizer):
     BROKEN[how](newest)
     assert find_checkpoints(tmp_path)[0].step == 10
     if newest.exists():
-        with pytest.raises(EvalError, match="no whole checkpoint"):
+        with pytest.raises(UserError, match="no whole checkpoint"):
             Checkpoint.open(newest)
 
 
@@ -117,17 +117,17 @@ def test_attention_mismatch_is_refused(tmp_path, tokenizer, eval_data):
     folder = softmax / "checkpoints" / "step-00000010"
     shutil.rmtree(folder)
     shutil.copytree(ours / "checkpoints" / "step-00000010", folder)
-    with pytest.raises(ModelError, match="trained with attention 'ours', not 'softmax'"):
+    with pytest.raises(UserError, match="trained with attention 'ours', not 'softmax'"):
         evaluate(folder, ["piqa"], data=eval_data, device="cpu")
     assert not (softmax / "eval").exists()
     config = json.loads((folder / "config.json").read_text()) | {"attention": "softmax"}
     (folder / "config.json").write_text(json.dumps(config))  # the weights still say what they are
-    with pytest.raises(ModelError, match="weights were trained with"):
+    with pytest.raises(UserError, match="weights were trained with"):
         evaluate(folder, ["piqa"], data=eval_data, device="cpu")
 
 
 def test_a_run_that_does_not_say_what_it_is(tmp_path, tokenizer):
     run = write_run(tmp_path, "run", "ours", tokenizer)
     (run / "config.yaml").write_text("model: {name: demo}")
-    with pytest.raises(EvalError, match="does not say which model"):
+    with pytest.raises(UserError, match="does not say which model"):
         find_checkpoints(tmp_path)

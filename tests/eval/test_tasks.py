@@ -10,7 +10,7 @@ import pytest
 from lm_eval.defaults import DEFAULT_OTHER_SEED
 from lm_eval.tasks import TaskManager
 
-from lingpt.eval import EvalError
+from lingpt.common.errors import UserError
 from lingpt.eval.tasks.benchmark import load_tasks
 from lingpt.eval.tasks.sources import sources
 
@@ -126,11 +126,11 @@ def test_requests_are_built_once_for_all_checkpoints(eval_data):
 
 def test_missing_files_are_named(eval_data, tmp_path):
     """The split evaluated, and with shots the one examples come from: PIQA here is zero-shot only."""
-    with pytest.raises(EvalError, match=r"piqa_train\.jsonl \(the train split\)"):
+    with pytest.raises(UserError, match=r"piqa_train\.jsonl \(the train split\)"):
         load_tasks("piqa", 5, eval_data)
-    with pytest.raises(EvalError, match=r"arc_easy_test\.jsonl \(the test split\)"):
+    with pytest.raises(UserError, match=r"arc_easy_test\.jsonl \(the test split\)"):
         load_tasks("arc_easy", 0, tmp_path)
-    with pytest.raises(EvalError, match="no folder"):
+    with pytest.raises(UserError, match="no folder"):
         load_tasks("arc_easy", 0, tmp_path / "nowhere")
 
 
@@ -144,15 +144,15 @@ def test_bad_lines_are_named(tmp_path):
         ("\n", "is empty"),
     ]:
         file.write_text(text)
-        with pytest.raises(EvalError, match=message):
+        with pytest.raises(UserError, match=message):
             load_tasks("piqa", 0, tmp_path)
 
 
 def test_unknown_tasks(eval_data):
     """The nearest name, and what has no local files."""
-    with pytest.raises(EvalError, match="did you mean 'arc_easy'"):
+    with pytest.raises(UserError, match="did you mean 'arc_easy'"):
         load_tasks("arc_eazy", 0, eval_data)
-    with pytest.raises(EvalError, match="no local files for a task 'hellaswag'"):
+    with pytest.raises(UserError, match="no local files for a task 'hellaswag'"):
         load_tasks("hellaswag", 0, eval_data)
 
 
@@ -163,7 +163,7 @@ def test_no_network_says_how_to_mend(monkeypatch):
         raise ConnectionError("no route to host")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
-    with pytest.raises(EvalError, match=r"ai2_arc from the Hugging Face hub \(no route to host\).*EVAL_DATA"):
+    with pytest.raises(UserError, match=r"ai2_arc from the Hugging Face hub \(no route to host\).*EVAL_DATA"):
         load_tasks("arc_easy", 0, None)
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lingpt.cli.main import main
+from lingpt.common.errors import UserError
 from lingpt.kernels.bench import (
     DEFAULT_PEERS,
     PEERS,
@@ -34,7 +35,6 @@ from lingpt.kernels.bench.selftest import SHAPES, self_test
 from lingpt.kernels.bench.shapes import BATCH_1, CUMSUM, LONG, REFERENCE
 from lingpt.kernels.bench.traffic import parse_counts
 from lingpt.kernels.bench.warm import WARM_N
-from lingpt.kernels.errors import KernelError
 
 CPU = torch.device("cpu")
 ON_CPU = ("ours-chunkwise", "torch-cumsum", "sdpa-math")
@@ -166,7 +166,7 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert Results.load(path) == whole
     whole.environment["source_hash"] = "another"
     whole.save(path)
-    with pytest.raises(KernelError, match="another source_hash"):
+    with pytest.raises(UserError, match="another source_hash"):
         run_bench(peers=("sdpa-math",), **options)
 
 
@@ -309,9 +309,9 @@ def test_time_is_bounded() -> None:
 
 @pytest.mark.parametrize("names", [{"peers": ["fla"]}, {"only": ["trainnig"]}])
 def test_an_unknown_name_lists_the_known(names: dict) -> None:
-    with pytest.raises(KernelError, match=r"unknown (peer|sweep) .*: there are "):
+    with pytest.raises(UserError, match=r"unknown (peer|sweep) .*: there are "):
         run_bench(**names, device="cpu", progress=False)
-    with pytest.raises(KernelError, match=r"unknown (peer|sweep) .*: there are "):
+    with pytest.raises(UserError, match=r"unknown (peer|sweep) .*: there are "):
         warm_up(**names)
 
 
@@ -497,8 +497,8 @@ def test_kernels_are_listed_and_compiled(
 ) -> None:
     """Guards: `lingpt kernels` shows each kernel and architecture, compiled or not, with its figures."""
     pytest.importorskip("cuda.core")
-    from lingpt.kernels.linear.cuda import launch
-    from lingpt.kernels.linear.cuda.compile import KernelSpec
+    from lingpt.kernels.linear_attention.cuda import launch
+    from lingpt.kernels.linear_attention.cuda.compile import KernelSpec
 
     source = tmp_path / "noop.cu"
     source.write_text('extern "C" __global__ void noop(float* x) { x[threadIdx.x] = WIDTH; }')
@@ -534,10 +534,10 @@ def test_a_peer_on_the_gpu_is_timed_and_right(name: str) -> None:
 @pytest.mark.parametrize("action", ["list", "compile"])
 def test_without_a_compiler_the_kernels_verb_says_how_to_get_one(monkeypatch, capsys, action) -> None:
     """Guards: an installation without the extras cuda12 and cuda13 gets a line, not a traceback."""
-    from lingpt.kernels.linear.cuda import compile as nvrtc
+    from lingpt.kernels.linear_attention.cuda import compile as nvrtc
 
     def missing() -> tuple[int, int]:
-        raise KernelError("the CUDA kernels need a compiler that is not installed")
+        raise UserError("the CUDA kernels need a compiler that is not installed")
 
     monkeypatch.setattr(nvrtc, "_nvrtc_version", missing)
     monkeypatch.setitem(sys.modules, "cuda.pathfinder", None)

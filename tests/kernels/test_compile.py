@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lingpt.kernels.errors import KernelError
-from lingpt.kernels.linear.cuda import compile as nvrtc
+from lingpt.common.errors import UserError
+from lingpt.kernels.linear_attention.cuda import compile as nvrtc
 
 ARCHITECTURES = [*nvrtc.ARCHITECTURES, "sm_100a", "sm_120"]
 
@@ -128,7 +128,7 @@ def test_a_damaged_cache_file_is_compiled_again(source: Path, damage) -> None:
 def test_many_at_once_leave_one_whole_file(source: Path) -> None:
     """Guards: processes that start together do not corrupt the cache and leave no half-written file."""
     script = (
-        "import sys; from lingpt.kernels.linear.cuda.compile import compile_kernels as c;"
+        "import sys; from lingpt.kernels.linear_attention.cuda.compile import compile_kernels as c;"
         f"print(len(c(sys.argv[1], 'sm_80', {{'SCALE': 1}}, ['{NAME}']).cubin))"
     )
     command = [sys.executable, "-c", script, str(source)]
@@ -161,7 +161,7 @@ def test_broken_source_shows_the_compilers_words(source: Path) -> None:
 
 @pytest.mark.parametrize("arch, words", [("sm_999", "does not know sm_999"), ("hopper", "is no CUDA arch")])
 def test_an_unknown_architecture_is_one_line(source: Path, arch: str, words: str) -> None:
-    with pytest.raises(KernelError, match=words):
+    with pytest.raises(UserError, match=words):
         build(source, arch)
 
 
@@ -170,7 +170,7 @@ def test_a_missing_compiler_names_the_extra(source: Path, monkeypatch: pytest.Mo
     nvrtc._nvrtc_version.cache_clear()
     monkeypatch.setitem(sys.modules, "cuda.core", None)
     monkeypatch.setattr(nvrtc.torch.version, "cuda", "12.8")
-    with pytest.raises(KernelError, match=r"pip install 'lingpt\[cuda12\]'"):
+    with pytest.raises(UserError, match=r"pip install 'lingpt\[cuda12\]'"):
         build(source)
 
 
@@ -180,7 +180,7 @@ def test_a_driver_too_old_for_the_compiler_is_one_line(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(driver, "cuDriverGetVersion", lambda: (0, 12040))
     assert nvrtc._driver_for((12, 9)) is driver
-    with pytest.raises(KernelError, match=r"runs CUDA up to 12.4, .* CUDA 13: .*lingpt\[cuda12\]"):
+    with pytest.raises(UserError, match=r"runs CUDA up to 12.4, .* CUDA 13: .*lingpt\[cuda12\]"):
         nvrtc._driver_for((13, 0))
 
 
@@ -219,7 +219,7 @@ def test_the_hash_is_of_substance(tmp_path: Path) -> None:
 def test_our_kernels_compile_without_spills() -> None:
     """Guards: every kernel a user can meet compiles for its architectures, its values in registers; no remark
     of the compiler says that it had to serialise a warpgroup product."""
-    from lingpt.kernels.linear.cuda import launch
+    from lingpt.kernels.linear_attention.cuda import launch
 
     cells = [(spec, arch) for spec in launch.specs() for arch in spec.architectures]
     assert {arch for _, arch in cells} >= set(nvrtc.ARCHITECTURES)

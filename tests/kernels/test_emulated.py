@@ -1,7 +1,7 @@
 """The CUDA kernels themselves, on the emulator: no GPU, and every access and race watched.
 
 First small probes of the emulator, right and wrong (emulator/probes.cu), then forward and backward of
-lingpt.kernels.linear.cuda.launch on CPU tensors, against float64 and the bar of test_linear_cuda.py.
+lingpt.kernels.linear_attention.cuda.launch on CPU tensors, against float64 and the bar of test_linear_cuda.py.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import dataclasses
 import functools
 from pathlib import Path
 
-import emulator
 import numpy as np
 import pytest
 import torch
-from emulator import DeadlockError, MemcheckError, Memory, ProxyError, RaceError
 from test_linear_cuda import exactly, quantised, relative
 
-from lingpt.kernels import LinearAttentionState
-from lingpt.kernels.linear.cuda import compile as nvrtc
-from lingpt.kernels.linear.cuda import launch
-from lingpt.kernels.linear.rope import rotate, rotate_backward
+from lingpt.kernels import emulator
+from lingpt.kernels.emulator import DeadlockError, MemcheckError, Memory, ProxyError, RaceError
+from lingpt.kernels.linear_attention import LinearAttentionState
+from lingpt.kernels.linear_attention.cuda import compile as nvrtc
+from lingpt.kernels.linear_attention.cuda import launch
+from lingpt.kernels.linear_attention.rope import rotate, rotate_backward
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

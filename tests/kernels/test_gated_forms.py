@@ -6,8 +6,13 @@ from torch.autograd import gradcheck
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
-from lingpt.kernels import KernelError, gated_linear_attention, gated_linear_attention_flops
-from lingpt.kernels.gated import CHUNK, SUBCHUNK
+from lingpt.common.errors import UserError
+from lingpt.kernels.gated_linear_attention import (
+    CHUNK,
+    SUBCHUNK,
+    gated_linear_attention,
+    gated_linear_attention_flops,
+)
 
 AROUND_CHUNKS = (1, SUBCHUNK - 1, SUBCHUNK, SUBCHUNK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 5)
 
@@ -152,7 +157,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_mistake_gets_one_line(name):
     call, message = WRONG[name]
-    with pytest.raises(KernelError, match=message) as error:
+    with pytest.raises(UserError, match=message) as error:
         call(*inputs(5))
     assert "\n" not in str(error.value)
 

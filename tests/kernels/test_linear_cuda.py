@@ -12,9 +12,14 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from lingpt.kernels import KernelError, LinearAttentionState, linear_attention, linear_attention_qkv
-from lingpt.kernels.linear import dispatch
-from lingpt.kernels.linear.common import B_SHRINK, reciprocal_norm, true_fp32
+from lingpt.common.errors import UserError
+from lingpt.kernels.linear_attention import (
+    LinearAttentionState,
+    dispatch,
+    linear_attention,
+    linear_attention_qkv,
+)
+from lingpt.kernels.linear_attention.common import B_SHRINK, reciprocal_norm, true_fp32
 
 BF16, FP16 = torch.bfloat16, torch.float16
 SEPARATE = [(dtype, D, decay, 0) for dtype in (BF16, FP16) for D in (64, 128) for decay in (False, True)]
@@ -29,8 +34,8 @@ def compiled() -> None:
     """Every build that is met below, all at once: one after the other they would take minutes."""
     if not torch.cuda.is_available():
         return
-    from lingpt.kernels.linear.cuda import compile as nvrtc
-    from lingpt.kernels.linear.cuda.launch import variant
+    from lingpt.kernels.linear_attention.cuda import compile as nvrtc
+    from lingpt.kernels.linear_attention.cuda.launch import variant
 
     arch = nvrtc.native_arch()
     builds = [variant(arch, *build).spec(arch) for build in (*ROTATED[::-1], *SEPARATE)]
@@ -167,8 +172,8 @@ SHAPES = [(2, 63, 32), (2, 64, 32), (2, 65, 32), (8, 600, 64), (1, 1000, 8), (1,
 
 
 def segments(B: int, N: int, H: int, D: int) -> int:
-    from lingpt.kernels.linear.cuda import compile as nvrtc
-    from lingpt.kernels.linear.cuda.launch import split, variant
+    from lingpt.kernels.linear_attention.cuda import compile as nvrtc
+    from lingpt.kernels.linear_attention.cuda.launch import split, variant
 
     build = variant(nvrtc.native_arch(), BF16, D, False, 0)
     processors = torch.cuda.get_device_properties(0).multi_processor_count
@@ -578,8 +583,8 @@ def test_memory() -> None:
 @gpu
 def test_the_first_call_and_the_next_start(tmp_path, monkeypatch) -> None:
     """Guards: under 30 s on a cold cache for everything that pythia-1.4b needs, under 1 s on a warm one."""
-    from lingpt.kernels.linear.cuda import compile as nvrtc
-    from lingpt.kernels.linear.cuda import launch
+    from lingpt.kernels.linear_attention.cuda import compile as nvrtc
+    from lingpt.kernels.linear_attention.cuda import launch
 
     monkeypatch.setenv("LINGPT_CACHE", str(tmp_path))
     arch, seconds = nvrtc.native_arch(), []
@@ -625,7 +630,7 @@ NO_KERNEL = {
 @pytest.mark.parametrize("name", NO_KERNEL)
 def test_without_a_kernel_auto_says_so_once_and_cuda_refuses(name, monkeypatch) -> None:
     """Guards: a fallback is right, and never silent; a refusal is a line, before any launch."""
-    from lingpt.kernels.linear.cuda.compile import Kernel
+    from lingpt.kernels.linear_attention.cuda.compile import Kernel
 
     call, reason = NO_KERNEL[name]
     expected = call(backend="chunkwise")
@@ -636,7 +641,7 @@ def test_without_a_kernel_auto_says_so_once_and_cuda_refuses(name, monkeypatch) 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         call()
-    with pytest.raises(KernelError, match=reason) as error:
+    with pytest.raises(UserError, match=reason) as error:
         call(backend="cuda")
     assert "\n" not in str(error.value)
 
@@ -648,7 +653,7 @@ def test_fp32_stays_on_the_chunkwise_backend() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(linear_attention(*x), linear_attention(*x, backend="chunkwise"))
-    with pytest.raises(KernelError, match="bf16 and fp16"):
+    with pytest.raises(UserError, match="bf16 and fp16"):
         linear_attention(*x, backend="cuda")
 
 
@@ -666,10 +671,10 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_told_before_any_launch(name, monkeypatch) -> None:
     """Guards: the same checks hold in front of the kernel."""
-    from lingpt.kernels.linear.cuda.compile import Kernel
+    from lingpt.kernels.linear_attention.cuda.compile import Kernel
 
     q, k, v, _ = inputs(1, 20, 2, 64, BF16)
     monkeypatch.setattr(Kernel, "__call__", None)
     call, message = MISTAKES[name]
-    with pytest.raises(KernelError, match=message):
+    with pytest.raises(UserError, match=message):
         call(q, k, v)

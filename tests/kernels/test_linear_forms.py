@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from lingpt.kernels import LinearAttentionState, linear_attention
-from lingpt.kernels.linear.chunkwise import CHUNK
-from lingpt.kernels.linear.common import B_SHRINK
+from lingpt.kernels.linear_attention import LinearAttentionState, linear_attention
+from lingpt.kernels.linear_attention.chunkwise import CHUNK
+from lingpt.kernels.linear_attention.common import B_SHRINK
 
 AROUND_A_CHUNK = (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 7)
 
@@ -195,7 +195,7 @@ def test_a_strong_decay_underflows_to_nothing_and_not_to_nan():
 
 
 def test_one_token_with_a_state_decodes_recurrently_on_a_cpu(monkeypatch):
-    from lingpt.kernels.linear import op
+    from lingpt.kernels.linear_attention import op
 
     called = []
     recurrent = op.linear_attention_recurrent

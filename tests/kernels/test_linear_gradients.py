@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from lingpt.kernels import LinearAttentionState, linear_attention
-from lingpt.kernels.linear.chunkwise import CHUNK
+from lingpt.kernels.linear_attention import LinearAttentionState, linear_attention
+from lingpt.kernels.linear_attention.chunkwise import CHUNK
 
 
 def leaf(*shape, seed, dtype=torch.float64, factor=1.0, offset=0.0):

@@ -10,14 +10,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from lingpt.kernels import (
-    KernelError,
+from lingpt.common.errors import UserError
+from lingpt.kernels.linear_attention import (
     LinearAttentionState,
+    chunkwise,
+    dispatch,
+    library,
     linear_attention,
     linear_attention_flops,
     linear_attention_qkv,
 )
-from lingpt.kernels.linear import chunkwise, dispatch, library
 
 B, N, H, D = 2, 70, 2, 8
 
@@ -329,21 +331,21 @@ def test_the_kernel_runs_forward_and_backward_where_it_can(kernel):
 
 def test_what_the_kernel_cannot_run_is_refused_by_cuda(kernel):
     q, k, v = tensors()
-    with pytest.raises(KernelError, match="causal only"):
+    with pytest.raises(UserError, match="causal only"):
         linear_attention(q, k, v, causal=False, backend="cuda")
-    with pytest.raises(KernelError, match="last dimension"):
+    with pytest.raises(UserError, match="last dimension"):
         linear_attention(q.mT.contiguous().mT, k, v, backend="cuda")
-    with pytest.raises(KernelError, match="multiple of 16 dimensions, not 4"):
+    with pytest.raises(UserError, match="multiple of 16 dimensions, not 4"):
         linear_attention_qkv(torch.stack((q, k, v), 2), *rope(), backend="cuda")
     kernel.reason = "no kernel for head_dim 17"
-    with pytest.raises(KernelError, match="head_dim 17"):
+    with pytest.raises(UserError, match="head_dim 17"):
         linear_attention(q, k, v, backend="cuda")
     assert kernel.forwards == 0
 
 
 def test_cuda_is_refused_on_a_cpu_and_auto_says_nothing():
     q, k, v = tensors(dtype=torch.bfloat16)
-    with pytest.raises(KernelError, match="tensors are on cpu"):
+    with pytest.raises(UserError, match="tensors are on cpu"):
         linear_attention(q, k, v, backend="cuda")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -358,7 +360,7 @@ def test_auto_falls_back_with_one_warning_and_cuda_raises():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         linear_attention(q, k, v)
-    with pytest.raises(KernelError):
+    with pytest.raises(UserError):
         linear_attention(q, k, v, backend="cuda")
 
 
@@ -426,7 +428,7 @@ def test_a_mistake_gets_one_line(name, monkeypatch):
     initial = state()
     monkeypatch.setattr(dispatch, "forward", None)  # no work may begin
     monkeypatch.setitem(globals(), "state", lambda: initial)
-    with pytest.raises(KernelError, match=message) as error:
+    with pytest.raises(UserError, match=message) as error:
         call(*given)
     assert "\n" not in str(error.value)
 

@@ -5,8 +5,8 @@ import torch
 from litgpt.model import apply_rope, build_rope_cache
 from torch.autograd import gradcheck
 
-from lingpt.kernels import LinearAttentionState, linear_attention, linear_attention_qkv
-from lingpt.kernels.linear.rope import rotate, rotate_backward
+from lingpt.kernels.linear_attention import LinearAttentionState, linear_attention, linear_attention_qkv
+from lingpt.kernels.linear_attention.rope import rotate, rotate_backward
 
 
 def packed(N, B=2, H=3, D=8, R=4, dtype=torch.float64, seed=0):

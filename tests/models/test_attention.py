@@ -6,7 +6,7 @@ import pytest
 import torch
 from litgpt.model import apply_rope
 
-from lingpt.kernels import LinearAttentionState
+from lingpt.kernels.linear_attention import LinearAttentionState
 from lingpt.models import GPT, Config
 from lingpt.models.attention.ours_decay import log_decay
 

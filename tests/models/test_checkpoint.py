@@ -11,7 +11,8 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from lingpt.models import ModelError, export_hf, load_model, load_weights, save_model
+from lingpt.common.errors import UserError
+from lingpt.models import export_hf, load_model, load_weights, save_model
 
 
 def test_a_model_comes_back(small, tokens, tmp_path, attention):
@@ -49,14 +50,14 @@ def test_others_may_read_a_model(small, tmp_path):
 def test_another_attention_is_refused(small, tmp_path):
     """Same keys, other function: `ours` weights never run as softmax, by request or by an edited file."""
     save_model(small("ours"), tmp_path)
-    with pytest.raises(ModelError, match="trained with attention 'ours', not 'softmax'"):
+    with pytest.raises(UserError, match="trained with attention 'ours', not 'softmax'"):
         load_model(tmp_path, attention="softmax")
-    with pytest.raises(ModelError, match="not \\['ours', 'ours', 'gla'\\]"):
+    with pytest.raises(UserError, match="not \\['ours', 'ours', 'gla'\\]"):
         load_model(tmp_path, attention=["ours", "ours", "gla"])
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"attention": "softmax"}))
     with pytest.raises(
-        ModelError, match="says attention 'softmax', but the weights were trained with \"ours\""
+        UserError, match="says attention 'softmax', but the weights were trained with \"ours\""
     ):
         load_model(tmp_path)
 
@@ -118,7 +119,7 @@ def test_a_damaged_folder_is_one_line(small, tmp_path, damage, message):
     folder = tmp_path / "model"
     save_model(small("ours"), folder)
     damage(folder)
-    with pytest.raises(ModelError, match=message) as error:
+    with pytest.raises(UserError, match=message) as error:
         load_model(folder)
     assert "\n" not in str(error.value)
 
@@ -130,7 +131,7 @@ def test_a_full_disk_leaves_the_old_model(small, tokens, tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
-        with pytest.raises(ModelError, match=r"cannot write .*model\.safetensors.*") as error:
+        with pytest.raises(UserError, match=r"cannot write .*model\.safetensors.*") as error:
             save_model(new, tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -143,7 +144,7 @@ def test_a_full_disk_leaves_the_old_model(small, tokens, tmp_path):
 def test_a_folder_that_is_a_file_is_one_line(small, tmp_path):
     """A path that cannot be a folder is said, not traced."""
     (tmp_path / "taken").write_text("")
-    with pytest.raises(ModelError, match="cannot write"):
+    with pytest.raises(UserError, match="cannot write"):
         save_model(small(), tmp_path / "taken")
 
 
@@ -201,7 +202,7 @@ def test_another_model_is_refused(small, tmp_path, write, overrides, message):
     write(small("softmax", seed=1), tmp_path / "source")
     model = small("ours", seed=2, **overrides)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(UserError, match=message):
         load_weights(model, tmp_path / "source")
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
@@ -212,12 +213,12 @@ def test_damaged_litgpt_checkpoints_are_one_line(small, tmp_path):
     write_litgpt_folder(small("softmax"), folder)
     weights = folder / "lit_model.pth"
     weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(ModelError, match=r"lit_model\.pth is missing, damaged") as error:
+    with pytest.raises(UserError, match=r"lit_model\.pth is missing, damaged") as error:
         load_weights(small(), folder)
     assert "\n" not in str(error.value)
     torch.save({"model": print}, weights)
-    with pytest.raises(ModelError, match=r"lit_model\.pth"):
+    with pytest.raises(UserError, match=r"lit_model\.pth"):
         load_weights(small(), folder)
     (folder / "model_config.yaml").unlink()
-    with pytest.raises(ModelError, match=r"no readable model_config\.yaml"):
+    with pytest.raises(UserError, match=r"no readable model_config\.yaml"):
         load_weights(small(), folder)

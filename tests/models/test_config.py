@@ -5,7 +5,8 @@ import json
 import litgpt.config
 import pytest
 
-from lingpt.models import MODELS, Config, ModelArgs, ModelError
+from lingpt.common.errors import UserError
+from lingpt.models import MODELS, Config, ModelArgs
 
 
 def test_pythia_has_litgpts_sizes():
@@ -47,16 +48,16 @@ def test_config_survives_json():
 )
 def test_a_mistake_is_one_line(arguments: dict, message: str):
     """A wrong name or number names its remedy, in one line, before any model is built."""
-    with pytest.raises(ModelError, match=message) as error:
+    with pytest.raises(UserError, match=message) as error:
         ModelArgs(**arguments).config()
     assert "\n" not in str(error.value)
 
 
 def test_other_architectures_are_refused():
     """Grouped queries and the like would be ignored by the attentions here, silently."""
-    with pytest.raises(ModelError, match="n_query_groups"):
+    with pytest.raises(UserError, match="n_query_groups"):
         Config.from_name("demo", n_query_groups=1)
-    with pytest.raises(ModelError, match="norm_class_name"):
+    with pytest.raises(UserError, match="norm_class_name"):
         Config.from_name("demo", norm_class_name="RMSNorm")
-    with pytest.raises(ModelError, match="unknown key 'colour'"):
+    with pytest.raises(UserError, match="unknown key 'colour'"):
         Config.from_dict({"colour": 1})

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from lingpt.models import ModelError, generate
+from lingpt.common.errors import UserError
+from lingpt.models import generate
 
 
 @torch.no_grad()
@@ -61,8 +62,8 @@ def test_ends_at_the_end_of_text(small, tokens):
 
 def test_limits_are_one_line(small, tokens):
     """Text beyond the block size is refused before the first token, an empty prompt too."""
-    with pytest.raises(ModelError, match="70 tokens and 27 new ones exceed block size 96"):
+    with pytest.raises(UserError, match="70 tokens and 27 new ones exceed block size 96"):
         generate(small(), tokens, 27)
     assert generate(small(), tokens, 26).shape == (2, 96)
-    with pytest.raises(ModelError, match="at least one token"):
+    with pytest.raises(UserError, match="at least one token"):
         generate(small(), tokens[:, :0], 3)

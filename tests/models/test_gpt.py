@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounter
 
-from lingpt.models import ATTENTIONS, GPT, Config, ModelError
+from lingpt.common.errors import UserError
+from lingpt.models import ATTENTIONS, GPT, Config
 
 
 def litgpt_twin(model: GPT) -> litgpt.GPT:
@@ -109,11 +110,11 @@ def test_hidden_is_what_the_head_reads(small, tokens):
 def test_longer_than_the_block_size_is_an_error(small, tokens, attention):
     """One line that says both lengths, in training and in decoding."""
     model = small(attention, block_size=64)
-    with pytest.raises(ModelError, match="70 tokens, but the model's block size is 64"):
+    with pytest.raises(UserError, match="70 tokens, but the model's block size is 64"):
         model(tokens)
     state = model.new_state(2)
     model.step(tokens[:, :60], state)
-    with pytest.raises(ModelError, match="70 tokens"):
+    with pytest.raises(UserError, match="70 tokens"):
         model.step(tokens[:, 60:], state)
 
 
@@ -121,7 +122,7 @@ def test_longer_than_the_block_size_is_an_error(small, tokens, attention):
 def test_a_cache_that_is_too_short_is_an_error(small, tokens):
     """Keys beyond the cache are refused, not dropped."""
     model = small("softmax")
-    with pytest.raises(ModelError, match="raise max_seq_len"):
+    with pytest.raises(UserError, match="raise max_seq_len"):
         model.step(tokens, model.new_state(2, max_seq_len=50))
 
 

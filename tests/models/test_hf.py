@@ -6,7 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lingpt.models import ModelError, export_hf, load_hf
+from lingpt.common.errors import UserError
+from lingpt.models import export_hf, load_hf
 
 
 @pytest.fixture(params=[(0.25, True), (1.0, False)], ids=["pythia", "full-rotary-sequential"])
@@ -62,7 +63,7 @@ def test_our_softmax_models_run_in_transformers(small, tokens, tmp_path):
 @pytest.mark.parametrize("attention", ["ours", "ours-decay", "gla", ["softmax", "softmax", "ours"]])
 def test_another_attention_is_not_exported(small, tmp_path, attention):
     """Under GPT-NeoX's keys it would load there and be scored as softmax attention."""
-    with pytest.raises(ModelError, match="cannot be exported"):
+    with pytest.raises(UserError, match="cannot be exported"):
         export_hf(small(attention), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -71,7 +72,7 @@ def test_stock_weights_under_another_attention(hf_model, tokens, tmp_path):
     """`ours` has softmax's tensors, `gla` has not: the one loads, the other says what is missing."""
     hf_model.save_pretrained(tmp_path)
     assert load_hf(tmp_path, attention="ours").config.attention == "ours"
-    with pytest.raises(ModelError, match=r"attn\.qkvr\.weight is missing"):
+    with pytest.raises(UserError, match=r"attn\.qkvr\.weight is missing"):
         load_hf(tmp_path, attention="gla")
 
 
@@ -80,16 +81,16 @@ def test_damaged_folders_are_one_line(small, tmp_path):
     export_hf(small("softmax"), tmp_path)
     weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"
     save_file(load_file(weights) | {"gpt_neox.layers.0.adapter": torch.ones(1)}, weights)
-    with pytest.raises(ModelError, match=r"gpt_neox\.layers"):
+    with pytest.raises(UserError, match=r"gpt_neox\.layers"):
         load_hf(tmp_path)
     weights.unlink()
-    with pytest.raises(ModelError, match="no weights in"):
+    with pytest.raises(UserError, match="no weights in"):
         load_hf(tmp_path)
     config.write_text(json.dumps({"model_type": "gpt_neox"}))
-    with pytest.raises(ModelError, match="lacks 'max_position_embeddings'"):
+    with pytest.raises(UserError, match="lacks 'max_position_embeddings'"):
         load_hf(tmp_path)
     config.write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(ModelError, match="llama"):
+    with pytest.raises(UserError, match="llama"):
         load_hf(tmp_path)
-    with pytest.raises(ModelError, match="cannot read"):
+    with pytest.raises(UserError, match="cannot read"):
         load_hf(tmp_path / "nowhere")

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lingpt.models import Config, ModelError, memory_estimate
+from lingpt.common.errors import UserError
+from lingpt.models import Config, memory_estimate
 
 
 def kept_for_backward(model, idx) -> int:
@@ -57,7 +58,7 @@ def test_a_loss_in_chunks_needs_fewer_logits():
 def test_mistakes_are_one_line():
     """A dry run names what it cannot estimate."""
     config = Config.from_name("demo")
-    with pytest.raises(ModelError, match="did you mean 'bf16-mixed'"):
+    with pytest.raises(UserError, match="did you mean 'bf16-mixed'"):
         memory_estimate(config, 1, 64, "bf16mixed")
-    with pytest.raises(ModelError, match="exceed the block size 256"):
+    with pytest.raises(UserError, match="exceed the block size 256"):
         memory_estimate(config, 1, 512)

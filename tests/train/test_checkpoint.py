@@ -7,8 +7,9 @@ import os
 import pytest
 import torch
 
+from lingpt.common.errors import UserError
 from lingpt.models import load_model
-from lingpt.train import TrainError, checkpoint, read_metrics, train
+from lingpt.train import checkpoint, read_metrics, train
 from lingpt.train.checkpoint import checkpoints, manifest
 
 
@@ -67,7 +68,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_older_ones(make_recipe, monkeypa
 
     monkeypatch.setattr(checkpoint.torch, "save", full)
     with pytest.raises(
-        TrainError, match=r"step 6 could not be written .*step-00000003 is intact.*free some space"
+        UserError, match=r"step 6 could not be written .*step-00000003 is intact.*free some space"
     ):
         train(make_recipe())
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["step-00000003"]
@@ -87,11 +88,11 @@ def test_a_killed_save_leaves_nothing_that_passes_for_whole(make_recipe):
 
 def test_another_config_is_refused_by_name(make_recipe):
     train(make_recipe())
-    with pytest.raises(TrainError, match=r"learning_rate: 0.001 → 0.002.*another --train.name.*resume never"):
+    with pytest.raises(UserError, match=r"learning_rate: 0.001 → 0.002.*another --train.name.*resume never"):
         train(make_recipe(learning_rate=2e-3))
     recipe = make_recipe(name="demo-ours")
     recipe.model.attention = "softmax"
-    with pytest.raises(TrainError, match=r"model.attention: ours → softmax"):
+    with pytest.raises(UserError, match=r"model.attention: ours → softmax"):
         train(recipe)
 
 
@@ -122,12 +123,12 @@ def test_a_checkpoint_that_does_not_fit(make_recipe, tmp_path):
     source = train(make_recipe()) / "checkpoints/step-00000006"
     recipe = make_recipe(resume=str(source))
     recipe.model.attention = "softmax"
-    with pytest.raises(TrainError, match=r"is a checkpoint of attention 'ours', not 'softmax'.*init_from"):
+    with pytest.raises(UserError, match=r"is a checkpoint of attention 'ours', not 'softmax'.*init_from"):
         train(recipe)
-    with pytest.raises(TrainError, match="no checkpoint"):
+    with pytest.raises(UserError, match="no checkpoint"):
         train(make_recipe(resume=str(tmp_path / "nowhere")))
     (source / "config.json").unlink()
-    with pytest.raises(TrainError, match="not whole"):
+    with pytest.raises(UserError, match="not whole"):
         train(make_recipe(resume=str(source)))
 
 
@@ -137,5 +138,5 @@ def test_other_data_is_refused(make_recipe):
     path = checkpoints(folder)[-1] / "manifest.json"
     told = json.loads(path.read_text())
     path.write_text(json.dumps(told | {"data_fingerprint": "0123456789abcdef"}))
-    with pytest.raises(TrainError, match="other data"):
+    with pytest.raises(UserError, match="other data"):
         train(make_recipe())

@@ -4,9 +4,10 @@ import dataclasses
 
 import pytest
 
+from lingpt.common.errors import UserError
 from lingpt.data import DataConfig
 from lingpt.models import ModelArgs
-from lingpt.train import Recipe, TrainConfig, TrainError
+from lingpt.train import Recipe, TrainConfig
 from lingpt.train.config import MAY_CHANGE, check, differences, flatten
 
 
@@ -17,7 +18,7 @@ def recipe(**train) -> Recipe:
 def test_steps_are_whole_and_cover_the_tokens():
     assert recipe(max_steps=None, max_tokens=3_000_000_000, global_batch_size=256).total_steps == 45777
     assert recipe(max_steps=7, max_tokens=10**12).total_steps == 7
-    with pytest.raises(TrainError, match=r"max_steps or --train.max_tokens"):
+    with pytest.raises(UserError, match=r"max_steps or --train.max_tokens"):
         _ = recipe(max_steps=None).total_steps
 
 
@@ -39,7 +40,7 @@ def test_steps_are_whole_and_cover_the_tokens():
 )
 def test_numbers_that_make_no_run(train, world_size, message):
     """Nothing is floored in silence; the message names what would do."""
-    with pytest.raises(TrainError, match=message):
+    with pytest.raises(UserError, match=message):
         check(recipe(**train), world_size)
 
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import yaml
 
-from lingpt.train import TrainError, draw_curves, format_table
+from lingpt.common.errors import UserError
+from lingpt.train import draw_curves, format_table
 from lingpt.train.curves import COLOURS, labels, read_curve, smooth
 
 
@@ -96,7 +97,7 @@ def test_a_crash_mid_line_and_null_losses_are_passed_over(tmp_path):
 
 
 def test_a_folder_without_losses_is_one_line(tmp_path):
-    with pytest.raises(TrainError, match="no losses in"):
+    with pytest.raises(UserError, match="no losses in"):
         draw_curves([tmp_path], tmp_path / "out.png")
-    with pytest.raises(TrainError, match="no runs to draw"):
+    with pytest.raises(UserError, match="no runs to draw"):
         draw_curves([], tmp_path / "out.png")

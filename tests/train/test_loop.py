@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
+from lingpt.common.errors import UserError
 from lingpt.data import prepare
-from lingpt.train import TrainError, loop, read_metrics, train
+from lingpt.train import loop, read_metrics, train
 from lingpt.train.machine import choose_machine
 
 
@@ -157,9 +158,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(make_recipe, m
 
 def test_a_run_that_diverged_ends_with_one_line(make_recipe, monkeypatch):
     poison(monkeypatch, steps=range(4, 99))
-    with pytest.raises(
-        TrainError, match=r"not finite for 10 steps up to step 13; the newest .*step-00000012"
-    ):
+    with pytest.raises(UserError, match=r"not finite for 10 steps up to step 13; the newest .*step-00000012"):
         train(make_recipe(max_steps=50, save_interval=3, keep_checkpoints=99, eval_interval=50))
 
 
@@ -251,5 +250,5 @@ def test_closing_ends_the_process_group_where_it_is_said(make_recipe):
 
 
 def test_out_of_memory_says_what_to_lower(make_recipe):
-    with pytest.raises(TrainError, match=r"--train.micro_batch_size 2"), loop.out_of_memory(make_recipe()):
+    with pytest.raises(UserError, match=r"--train.micro_batch_size 2"), loop.out_of_memory(make_recipe()):
         raise torch.OutOfMemoryError("CUDA out of memory")

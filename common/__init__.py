@@ -1,0 +1,1 @@
+"""The ground floor: what several folders need and none of them owns. Imports nothing of LinGPT."""

@@ -1,0 +1,103 @@
+"""Files and folders that are written whole or not at all: under another name first, then on disk, then renamed.
+
+Whoever opens a path finds what was there before or what is there now, never a part of it, whenever the writer
+is killed. A failing disk is an OSError here; `write_errors` makes it a line for the user.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lingpt.common.errors import UserError
+
+PARTIAL = ".partial"  # the suffix of what is not whole yet
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary file beside `path` to write to; it takes `path`'s place if the block ends without an error."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PARTIAL)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        temporary.chmod(0o644)  # mkstemp's 0600 would hide it from other users of a shared folder
+        sync(temporary)
+        temporary.replace(path)
+        sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)
+
+
+def write_text(path: Path, text: str) -> None:
+    write_bytes(path, text.encode())
+
+
+def write_json(path: Path, value: Any, indent: int = 1) -> None:
+    """`value` as JSON in UTF-8; what JSON does not know becomes a string."""
+    write_text(path, json.dumps(value, indent=indent, ensure_ascii=False, default=str) + "\n")
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A temporary folder beside `path` to fill with files; it becomes `path`, which must not exist, if the block
+    ends without an error."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=PARTIAL))
+    try:
+        yield temporary
+        temporary.chmod(0o755)
+        for file in (*temporary.iterdir(), temporary):
+            sync(file)
+        temporary.rename(path)
+        sync(path.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def remove_partial(folder: Path, name: str) -> None:
+    """Removes what killed writers of `name` (a glob) left in `folder`. Only for who knows that none is at work."""
+    for path in folder.glob(f".{name}*{PARTIAL}"):
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Brings a file's content, or a folder's names, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def write_errors(path: Path, mend: str = "free some space, or choose another place") -> Iterator[None]:
+    """Around writing `path`: a full, read-only or failing disk becomes one UserError that says `mend`."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UserError(
+            f"cannot write {path} ({reason}), and nothing half-written was kept: {mend}"
+        ) from error
+
+
+def read_json(path: Path) -> Any:
+    """UserError, naming the file, where it cannot be read or is no JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:  # neither UTF-8 nor JSON
+        raise UserError(f"{path} is damaged or no JSON: {error}") from error

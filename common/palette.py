@@ -1,0 +1,20 @@
+"""One colour for each attention in every picture: Okabe and Ito's palette, told apart with any colour vision."""
+
+from collections.abc import Iterable
+
+COLOURS = {
+    "ours": "#D55E00",  # vermilion
+    "ours-decay": "#0072B2",  # blue
+    "softmax": "#000000",
+    "gla": "#009E73",  # bluish green
+}
+SPARE_COLOURS = ("#CC79A7", "#E69F00", "#56B4E9", "#999999", "#8C510A", "#5E4FA2", "#1B7837")
+
+
+def colours(names: Iterable[str]) -> dict[str, str]:
+    """A colour for each name: its own, or, in the order of the names, a spare one."""
+    names = list(dict.fromkeys(names))
+    spare = [name for name in names if name not in COLOURS]
+    return {
+        name: COLOURS.get(name) or SPARE_COLOURS[spare.index(name) % len(SPARE_COLOURS)] for name in names
+    }

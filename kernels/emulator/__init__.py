@@ -1,0 +1,180 @@
+"""Runs PTX on numpy: the project's own CUDA kernels, where there is no GPU.
+
+    module = Module("scan.cu", "sm_90a", {"HOPPER_BUILD": 1})
+    kernel = module.kernel("prefix<64, false, false>", "328s")
+    with Memory(q, k, v):                       # and every tensor that PyTorch makes in here
+        kernel((blocks, 1, 1), (128, 1, 1), shared_bytes, 0, *arguments)
+
+NVRTC compiles, with the project's options. Global memory is the host's: pointers are `data_ptr()`s of CPU
+tensors, and an access outside of what `Memory` knows is an error. Shared memory is watched for races, for
+reads of what is still in flight, and for ordinary writes that reach wgmma without fence.proxy.async.
+Whatever is asynchronous happens at the latest moment that is legal. faults.py lists the errors.
+
+It is stricter than the hardware: a thread that has returned does not count at a barrier; wgmma needs
+wgmma.fence behind every wait that leaves nothing in flight.
+
+Here is what the kernels use, and little more; the rest raises UnknownInstruction. Not seen are races between
+lanes of one warp and between blocks.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+import struct
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lingpt.kernels.emulator import access, control, mbarrier, scalar, tensor  # noqa: F401  (they register their instructions)
+from lingpt.kernels.emulator.faults import (
+    DeadlockError,
+    EmulatorError,
+    LaunchError,
+    MemcheckError,
+    ProxyError,
+    RaceError,
+    UnknownInstruction,
+)
+from lingpt.kernels.emulator.machine import Machine
+from lingpt.kernels.emulator.memory import GlobalMemory, Memory
+from lingpt.kernels.emulator.ptx import Kernel, Text
+from lingpt.kernels.linear_attention.cuda.compile import SOURCE_FOLDER, _check, _header_folder, _Request
+
+__all__ = [
+    "DeadlockError",
+    "EmulatedKernel",
+    "EmulatorError",
+    "LaunchError",
+    "MemcheckError",
+    "Memory",
+    "Module",
+    "ProxyError",
+    "RaceError",
+    "UnknownInstruction",
+]
+
+MOST_SHARED = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_120": 99}  # KB a block
+
+
+class Module:
+    """A source for an architecture. Its kernels are compiled one by one, when they are first launched."""
+
+    def __init__(self, source: str | Path, arch: str, defines: Mapping[str, Any]) -> None:
+        self.source, self.arch, self.defines = str(source), arch, dict(defines)
+        self._texts: dict[str, Text] = {}
+        self._kernels: dict[tuple, EmulatedKernel] = {}
+
+    def kernel(self, name: str, signature: str) -> EmulatedKernel:
+        """To be called as compile.Kernel is, in a `with Memory(…)`."""
+        key = name, signature
+        if key not in self._kernels:
+            self._kernels[key] = EmulatedKernel(self, name, signature)
+        return self._kernels[key]
+
+    def load(self, signatures: Mapping[str, str]) -> dict[str, EmulatedKernel]:
+        """As CompiledModule.load."""
+        return {name: self.kernel(name, signature) for name, signature in signatures.items()}
+
+    def parsed(self, name: str) -> Kernel:
+        """An instance of a template is compiled alone; `extern "C"` kernels of a file all come at once."""
+        template = name if "<" in name else ""
+        if template not in self._texts:
+            request = _Request(self.source, self.arch, self.defines, (template,) if template else (), {})
+            self._texts[template] = Text(_ptx(request))
+        text = self._texts[template]
+        return text.kernel(text.symbol or name)
+
+
+class EmulatedKernel:
+    """`kernel(grid, block, shared, stream, *arguments)` runs all blocks, one after the other."""
+
+    def __init__(self, module: Module, name: str, signature: str) -> None:
+        self.module, self.name = module, name
+        self.codes = re.findall(r"\d*s|[a-zA-Z]", signature)
+        self.most_shared = 1024 * MOST_SHARED[module.arch.rstrip("a")]
+        self._machines: dict[tuple, Machine] = {}
+
+    @functools.cached_property
+    def kernel(self) -> Kernel:
+        return self.module.parsed(self.name)
+
+    def __call__(self, grid: tuple, block: tuple, shared: int, stream: int, *arguments: Any) -> None:
+        threads, *flat = block
+        if not 1 <= threads <= self.kernel.max_threads or threads % 32 or flat != [1, 1] or min(grid) < 1:
+            raise LaunchError(f"{self.name}: grid {grid}, block {block} of {self.kernel.max_threads} threads")
+        if not Memory.active:
+            raise LaunchError(f"{self.name}: no Memory says what it may touch")
+        machine = self._machine(threads, shared)
+        if machine.shared_size > self.most_shared:
+            size = f"{machine.shared_size} bytes of shared memory"
+            raise LaunchError(f"{self.name}: {size}; there are {self.most_shared}")
+        self._fill_parameters(machine, arguments)
+        machine.memory = GlobalMemory(Memory.active[-1].ranges())
+        for z, y, x in np.ndindex(*reversed(grid)):
+            machine.run((x, y, z), tuple(grid))
+
+    def _machine(self, threads: int, shared: int) -> Machine:
+        if (threads, shared) not in self._machines:
+            self._machines[threads, shared] = Machine(self.kernel, threads, shared)
+        return self._machines[threads, shared]
+
+    def _fill_parameters(self, machine: Machine, arguments: tuple) -> None:
+        places = list(self.kernel.parameters.values())
+        sizes, found = [struct.calcsize(code) for code in self.codes], [size for _, size in places]
+        if sizes != found or len(arguments) != len(places):
+            given = f"{len(arguments)} arguments of {sizes} bytes"
+            raise LaunchError(f"{self.name}: {given} for parameters of {found}")
+        for (offset, size), code, value in zip(places, self.codes, arguments, strict=True):
+            machine.parameters[offset : offset + size] = np.frombuffer(struct.pack(code, value), np.uint8)
+
+
+def _ptx(request: _Request) -> str:
+    """Kept in the folder of compiled kernels."""
+    path = request.cache_file().with_suffix(".ptx")
+    marker = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
+    path = path.with_name(f"{path.stem}-{marker}.ptx")
+    if path.is_file():
+        return path.read_text()
+    text = _run_nvrtc(request)
+    _keep(path, text)
+    return text
+
+
+def _keep(path: Path, text: str) -> None:
+    """Written aside and renamed; a folder that cannot be written costs the next run a compilation."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, aside = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.replace(aside, path)
+    except OSError:
+        pass
+
+
+def _run_nvrtc(request: _Request) -> str:
+    """PTX, behind it the symbol of what was asked for. NVRTC itself: cuda.core asks the driver about PTX."""
+    from cuda.bindings import nvrtc
+
+    path = SOURCE_FOLDER / request.source
+    options = [f"--gpu-architecture={request.arch}", "--std=c++17", "-lineinfo"]
+    options += [f"-I{path.parent}", f"-I{_header_folder()}"]
+    options += [f"-D{name}={value}" for name, value in request.defines.items()]
+    program = _check(nvrtc.nvrtcCreateProgram(path.read_bytes(), path.name.encode(), 0, [], []))
+    for name in request.names:
+        _check(nvrtc.nvrtcAddNameExpression(program, name.encode()))
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
+    if status:
+        log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise RuntimeError(f"{path.name} does not compile for {request.arch}: {log.decode()}")
+    text = b" " * _check(nvrtc.nvrtcGetPTXSize(program))
+    _check((*nvrtc.nvrtcGetPTX(program, text), None))
+    symbols = [_check(nvrtc.nvrtcGetLoweredName(program, name.encode())).decode() for name in request.names]
+    return text.decode().rstrip("\0") + "".join(f"//symbol {symbol}\n" for symbol in symbols)

@@ -1,0 +1,289 @@
+"""PTX text → kernels as lists of instructions with their operands resolved to registers."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import re
+from typing import Any
+
+import numpy as np
+
+from lingpt.kernels.emulator.faults import UnknownInstruction
+
+WIDTHS = {f"{kind}{bits}": bits for kind in "busf" for bits in (8, 16, 32, 64)}
+WIDTHS |= {"pred": 1, "bf16": 16, "f16x2": 32, "bf16x2": 32}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reg:
+    """A virtual register: its width (1 for a predicate) and its row among those of that width."""
+
+    bits: int
+    row: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Name:
+    """A special register, a parameter or a variable."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Immediate:
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Address:
+    base: Any
+    offset: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pair:
+    """`d|p`: a result and a predicate."""
+
+    first: Any
+    second: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Inverted:
+    """`!p`."""
+
+    register: Any
+
+
+@dataclasses.dataclass(slots=True)
+class Instruction:
+    index: int
+    opcode: str
+    operands: tuple
+    guard: Any  # a predicate, an Inverted one, or None
+    text: str
+    line: int  # in the PTX
+    source: str  # "scan.cu:512", or nothing where the compiler does not say
+    parts: list[str] = dataclasses.field(init=False)  # of the opcode
+
+    def __post_init__(self) -> None:
+        self.parts = self.opcode.split(".")
+
+    def __str__(self) -> str:
+        text = " ".join(self.text.split())
+        where = f" ({self.source})" if self.source else ""
+        return f"PTX line {self.line}{where}: {text if len(text) < 120 else text[:117] + '…'}"
+
+
+@dataclasses.dataclass(slots=True)
+class Variable:
+    """In shared memory; size 0: what a launch adds."""
+
+    name: str
+    align: int
+    size: int
+
+
+@dataclasses.dataclass
+class Kernel:
+    name: str
+    parameters: dict[str, tuple[int, int]]  # name → offset, size
+    code: list[Instruction]
+    labels: dict[str, int]
+    registers: dict[int, int]  # width → how many
+    shared: list[Variable]  # the module's and its own
+    max_threads: int
+
+    @property
+    def parameter_bytes(self) -> int:
+        return max((offset + size for offset, size in self.parameters.values()), default=0)
+
+
+class Text:
+    """The PTX of a module; kernels are parsed when they are asked for."""
+
+    def __init__(self, text: str) -> None:
+        symbol = re.search(r"^//symbol (.*)$", text, re.MULTILINE)
+        self.symbol = symbol[1] if symbol else None
+        # Comments go, line breaks stay: positions still tell the line.
+        self.text = re.sub(r"//[^\n]*", lambda m: " " * len(m[0]), text)
+        self.newlines = [m.start() for m in re.finditer("\n", self.text)]
+        files = re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', self.text, re.MULTILINE)
+        self.files = {number: path.rsplit("/", 1)[-1] for number, path in files}
+        entry = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)([^{;]*)\{", re.DOTALL)
+        self.entries = {m[1]: m for m in entry.finditer(self.text)}
+        bodies = [(m.start(), _closing(self.text, m.end())) for m in self.entries.values()]
+        top, end = "", 0
+        for start, stop in bodies:
+            top, end = top + self.text[end:start], stop
+        statements = re.split(r"[;\n]", top + self.text[end:])
+        self.shared = [v for v in map(_shared_variable, statements) if v]
+
+    def kernel(self, name: str) -> Kernel:
+        match = self.entries[name]
+        return _Body(self, match, _closing(self.text, match.end())).kernel
+
+    def line(self, position: int) -> int:
+        return bisect.bisect_left(self.newlines, position) + 1
+
+
+def _closing(text: str, start: int) -> int:
+    """The end of what an open brace before `start` begins."""
+    depth = 1
+    for m in re.compile("[{}]").finditer(text, start):
+        depth += 1 if m[0] == "{" else -1
+        if depth == 0:
+            return m.start()
+    raise ValueError("PTX ends within braces")
+
+
+def _shared_variable(statement: str) -> Variable | None:
+    m = re.match(
+        r"\s*(?:\.(?:extern|visible|weak)\s+)*\.shared\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)(\[\d*\])?\s*$",
+        statement,
+    )
+    if m is None:
+        return None
+    width = WIDTHS[m[2]] // 8
+    return Variable(m[3], int(m[1] or width), width * int((m[4] or "[1]")[1:-1] or 0))
+
+
+def immediate_bits(text: str, width: int) -> int:
+    """A number of PTX as the raw bits of `width` bytes; `0f…` are the bits of an fp32."""
+    if text[:2] not in ("0f", "0F"):
+        return int(text.rstrip("U"), 0) & ((1 << 8 * width) - 1)
+    if width != 4:
+        raise UnknownInstruction("an fp32 as something wider or narrower")
+    return int(text[2:], 16)
+
+
+class _Body:
+    """Parses one kernel. Scopes (`{ … }` of inline assembly) have registers and labels of their own."""
+
+    statement = re.compile(
+        r"(?P<loc>\.loc\s+(?P<file>\d+)\s+(?P<number>\d+)[^\n]*)"
+        r"|(?P<brace>[{}])"
+        r"|(?P<label>[\w$%]+)\s*:(?!:)"
+        r"|(?P<text>[^;]*?(?:\{[^}]*\}[^;]*?)*);"
+    )
+
+    def __init__(self, text: Text, match: re.Match, end: int) -> None:
+        self.text, self.scopes, self.pending = text, [{}], []
+        self.counts = {1: 0, 16: 0, 32: 0, 64: 0}
+        self.code: list[Instruction] = []
+        self.targets: dict[str, int] = {}
+        self.source, self.scope_number, self.scope_path = "", 0, [0]
+        self.shared = list(text.shared)
+        parameters = _parameters(match[2])
+        self._statements(match.end(), end)
+        limit = re.search(r"\.(?:maxntid|reqntid)\s+([\d, ]+)", match[3])
+        threads = int(np.prod([int(x) for x in limit[1].split(",")])) if limit else 1024
+        registers = {bits: max(count, 1) for bits, count in self.counts.items()}
+        self.kernel = Kernel(match[1], parameters, self.code, self.targets, registers, self.shared, threads)
+
+    def _statements(self, position: int, end: int) -> None:
+        blank = re.compile(r"\s*")
+        while (position := blank.match(self.text.text, position).end()) < end:
+            m = self.statement.match(self.text.text, position, end)
+            if m is None:
+                raise UnknownInstruction(f"PTX line {self.text.line(position)} is no statement")
+            position = m.end()
+            if m["loc"]:
+                self.source = f"{self.text.files.get(m['file'], '?')}:{m['number']}"
+            elif m["brace"] == "{":
+                self.scope_number += 1
+                self.scopes.append({})
+                self.scope_path.append(self.scope_number)
+            elif m["brace"] == "}":
+                self.scopes.pop()
+                self.scope_path.pop()
+            elif m["label"]:
+                self.targets[f"{m['label']}@{self.scope_path[-1]}"] = len(self.code)
+            elif m["text"]:
+                self._statement(m["text"], m.start())
+        self._resolve_labels()
+
+    def _statement(self, text: str, position: int) -> None:
+        if text.startswith(".reg"):
+            kind, names = re.match(r"\.reg\s*\.(\w+)\s+(.*)", text, re.DOTALL).groups()
+            for name in names.split(","):
+                self._declare(kind, name.strip())
+        elif text.startswith(".shared"):
+            self.shared.append(_shared_variable(text))
+        elif text.startswith(".pragma"):
+            pass
+        elif text.startswith("."):
+            raise UnknownInstruction(f"PTX line {self.text.line(position)}: {text.strip()}")
+        else:
+            self._instruction(text, self.text.line(position))
+
+    def _instruction(self, text: str, line: int) -> None:
+        m = re.match(r"(?:@(!?)([\w%$]+)\s+)?([\w.:]+)\s*(.*)", text, re.DOTALL)
+        guard = self._operand(m[2]) if m[2] else None
+        guard = Inverted(guard) if m[1] else guard
+        branches = m[3].startswith("bra")
+        operands = (m[4].strip(),) if branches else tuple(map(self._operand, split_operands(m[4])))
+        code = Instruction(len(self.code), m[3], operands, guard, text, line, self.source)
+        if branches:
+            self.pending.append((code, tuple(self.scope_path)))
+        self.code.append(code)
+
+    def _declare(self, kind: str, name: str) -> None:
+        bits = max(WIDTHS[kind], 16) if kind != "pred" else 1
+        family = re.fullmatch(r"(.*)<(\d+)>", name)
+        names = [f"{family[1]}{i}" for i in range(int(family[2]))] if family else [name]
+        first = self.counts[bits]
+        self.scopes[-1].update((n, Reg(bits, first + i)) for i, n in enumerate(names))
+        self.counts[bits] += len(names)
+
+    def _resolve_labels(self) -> None:
+        for code, path in self.pending:
+            names = [f"{code.operands[0]}@{scope}" for scope in reversed(path)]
+            code.operands = (next(self.targets[name] for name in names if name in self.targets),)
+
+    def _operand(self, text: str) -> Any:
+        for scope in reversed(self.scopes):
+            if text in scope:
+                return scope[text]
+        if text.startswith("{"):
+            return tuple(map(self._operand, split_operands(text[1:-1])))
+        if text.startswith("["):
+            return self._address(text[1:-1])
+        if "|" in text:
+            return Pair(*(self._operand(x.strip()) for x in text.split("|")))
+        if text.startswith("!"):
+            return Inverted(self._operand(text[1:].strip()))
+        if re.fullmatch(r"-?\d\w*", text):
+            return Immediate(text)
+        return None if text == "_" else Name(text)
+
+    def _address(self, text: str) -> Address:
+        m = re.fullmatch(r"([^+\s]+?)\s*(?:\+\s*(-?\w+))?", text.strip())
+        return Address(self._operand(m[1]), int(m[2] or "0", 0))
+
+
+def split_operands(text: str) -> list[str]:
+    """At the commas that are in no braces."""
+    if "{" not in text and "[" not in text:
+        return [x.strip() for x in text.split(",")] if text else []
+    found, depth, start = [], 0, 0
+    for m in re.finditer(r"[{}\[\],]", text):
+        if m[0] == "," and depth == 0:
+            found.append(text[start : m.start()].strip())
+            start = m.end()
+        elif m[0] != ",":
+            depth += 1 if m[0] in "{[" else -1
+    last = text[start:].strip()
+    return [*found, last] if last else found
+
+
+def _parameters(text: str) -> dict[str, tuple[int, int]]:
+    """Name → offset and size in the buffer that a launch fills."""
+    found, end = {}, 0
+    for m in re.finditer(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([^\[,\s]+)(?:\[(\d+)\])?", text):
+        width = WIDTHS[m[2]] // 8
+        size, align = width * int(m[4] or 1), int(m[1] or width)
+        offset = -(-end // align) * align
+        found[m[3]], end = (offset, size), offset + size
+    return found

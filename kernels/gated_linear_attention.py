@@ -1,0 +1,334 @@
+"""Gated linear attention (Yang et al., 2024), the mechanism that the linear kernel is compared with.
+
+    S_t = diag(α_t) S_{t−1} + k_t v_tᵀ,    o_t = scale · S_tᵀ q_t                                     (eq. 3)
+
+with a gate α_t ∈ (0, 1] for every key dimension. Four forms of one function: the definition, a chunkwise one
+in plain PyTorch (any device, analytical backward), the recurrence for decoding, and fla-core's Triton kernel.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from lingpt.common.errors import UserError
+from lingpt.kernels.linear_attention.common import state_dtype, true_fp32
+
+CHUNK, SUBCHUNK = 64, 16
+BACKENDS = ("auto", "reference", "chunkwise", "recurrent", "fla")
+_HAS_FLA = importlib.util.find_spec("fla") is not None
+
+
+def gated_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_gate: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Causal attention through a state that every key dimension forgets at its own, data-dependent rate.
+
+    Args:
+        q, k: [B, N, H, Dk]; v: [B, N, H, Dv], of one dtype and device.
+        log_gate: ln α, [B, N, H, Dk], finite and ≤ 0 (values are not checked); any floating-point dtype.
+        scale: factor on q; None means Dk^−0.5.
+        initial_state: [B, H, Dk, Dv], fp32 (float64 for float64 inputs): what an earlier piece returned.
+        return_state: return the state after the last token as well.
+        backend: one of
+            "reference"  the definition, quadratic, float64 inside;
+            "chunkwise"  plain PyTorch on any device, with an analytical backward;
+            "recurrent"  token by token, for decoding;
+            "fla"        fla-core's chunk_gla, CUDA only (under torch.compile it breaks the graph);
+            "auto"       recurrent for one token with a state; fla for bf16 and fp16 on CUDA where it is
+                         installed; else chunkwise.
+
+    Returns:
+        o [B, N, H, Dv] in q's dtype; with `return_state`, (o, state). Gradients reach every tensor argument.
+
+    Raises:
+        UserError: for wrong shapes, dtypes or devices, or a backend that cannot run here, before any work.
+    """
+    _check(q, k, v, log_gate, initial_state)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    backend = _choose(backend, q, initial_state)
+    if backend == "chunkwise":
+        o, state = torch.ops.lingpt.gated_linear_attention_fwd(q, k, v, log_gate, initial_state, scale)
+    else:
+        form = {"reference": _reference, "recurrent": _recurrent, "fla": _fla}[backend]
+        o, state = form(q, k, v, log_gate, initial_state, scale)
+    return (o, state) if return_state else o
+
+
+def gated_linear_attention_flops(B: int, N: int, H: int, Dk: int, Dv: int) -> int:
+    """FLOPs of the forward pass: the matrix products of the chunkwise form, causal ones counted once.
+
+    Per token and head 4·Dk·Dv across chunks (q·S, and k vᵀ into S), and 2·C·(Dk + Dv) / 2 within chunks of
+    C = 64 tokens. The gates' element-wise work is not counted. The backward pass counts twice that.
+    """
+    return B * N * H * (4 * Dk * Dv + min(N, CHUNK) * (Dk + Dv))
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, state: Tensor | None) -> None:
+    if q.ndim != 4 or k.shape != q.shape or log_gate.shape != q.shape or v.shape[:-1] != q.shape[:-1]:
+        names = ("q", "k", "v", "log_gate")
+        shapes = ", ".join(f"{n} {list(x.shape)}" for n, x in zip(names, (q, k, v, log_gate), strict=True))
+        raise UserError(f"q, k and log_gate must be [B, N, H, Dk] and v [B, N, H, Dv]; got {shapes}")
+    if not q.is_floating_point() or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise UserError(f"q, k and v must have one floating-point dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
+    if not log_gate.is_floating_point():
+        raise UserError(f"log_gate must be floating point; got {log_gate.dtype}")
+    if any(x.device != q.device for x in (k, v, log_gate)):
+        raise UserError(f"all inputs must be on q's device, {q.device}")
+    shape, dtype = (q.shape[0], q.shape[2], q.shape[3], v.shape[3]), state_dtype(q.dtype)
+    if state is not None and (state.shape != shape or state.dtype != dtype or state.device != q.device):
+        raise UserError(
+            f"initial_state must be {dtype} {list(shape)} on {q.device};"
+            f" got {state.dtype} {list(state.shape)} on {state.device}"
+        )
+
+
+def _choose(backend: str, q: Tensor, initial_state: Tensor | None) -> str:
+    if backend not in BACKENDS:
+        raise UserError(f"unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
+    if backend == "fla":
+        if not _HAS_FLA:
+            raise UserError("backend='fla' needs fla-core: pip install 'lingpt[gla]'")
+        if q.device.type != "cuda":
+            raise UserError(f"backend='fla' needs CUDA tensors; these are on {q.device}")
+    if backend != "auto":
+        return backend
+    if initial_state is not None and q.shape[1] == 1:
+        return "recurrent"
+    if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16) or q.shape[1] == 0:
+        return "chunkwise"
+    if not _HAS_FLA and not torch.compiler.is_compiling():
+        warnings.warn(
+            "gated_linear_attention runs on the slower chunkwise backend: fla-core is not installed",
+            stacklevel=3,
+        )
+    return "fla" if _HAS_FLA else "chunkwise"
+
+
+def _reference(q, k, v, log_gate, initial_state, scale):
+    """o_i = scale Σ_{j≤i} (Σ_d q_id k_jd exp(G_id − G_jd)) v_j, G the running sum of log_gate; in float64.
+
+    The oracle of the other forms. Memory O(N²·Dk).
+    """
+    q64, k64, v64, G = (x.double().transpose(1, 2) for x in (q, k, v, log_gate))  # [B, H, N, ·]
+    G, N = G.cumsum(2), q.shape[1]
+    causal = torch.ones(N, N, dtype=torch.bool, device=q.device).tril()[:, :, None]
+    fade = (G[:, :, :, None] - G[:, :, None]).where(causal, float("-inf")).exp()  # [B, H, i, j, Dk]
+    scores = scale * torch.einsum("bhid,bhjd,bhijd->bhij", q64, k64, fade)
+    o = scores @ v64
+    left = (G[:, :, -1:] - G).exp()
+    state = (left * k64).mT @ v64
+    if initial_state is not None:
+        o = o + scale * (q64 * G.exp()) @ initial_state.double()
+        state = state + (G[:, :, -1, :, None].exp() if N else 1) * initial_state.double()
+    return o.transpose(1, 2).to(q.dtype), state.to(state_dtype(q.dtype))
+
+
+def _recurrent(q, k, v, log_gate, initial_state, scale):
+    """The recurrence itself; element-wise products and sums, exact in fp32 under autocast and TF32 too."""
+    dtype, (B, N, H, Dk) = state_dtype(q.dtype), q.shape
+    qs, ks, vs, gate = scale * q.to(dtype), k.to(dtype), v.to(dtype), log_gate.to(dtype).exp()
+    state = initial_state if initial_state is not None else qs.new_zeros(B, H, Dk, v.shape[-1])
+    outputs = []
+    for t in range(N):
+        state = gate[:, t, :, :, None] * state + ks[:, t, :, :, None] * vs[:, t, :, None]
+        outputs.append((qs[:, t, :, :, None] * state).sum(-2))
+    o = torch.stack(outputs, dim=1).to(q.dtype) if outputs else torch.empty_like(v)
+    return o, state
+
+
+@torch.compiler.disable  # its kernels are tuned when first called, which a graph cannot hold
+def _fla(q, k, v, log_gate, initial_state, scale):
+    from fla.ops.gla import chunk_gla
+
+    return chunk_gla(q, k, v, log_gate, scale=scale, initial_state=initial_state, output_final_state=True)
+
+
+# The chunkwise form. With G the running sum of log_gate within a chunk, token j weighs exp(G_i − G_j) in
+# row i, per key dimension. That is no product of a row's and a column's factor that fp32 could hold:
+# exp(−G_j) overflows. So every exponent below is a difference that is ≤ 0 (section 4.3 of the paper,
+# "secondary-level chunking"):
+#   across chunks       exp(G_i) from the chunk's start, exp(G_C − G_j) to its end;
+#   across sub-chunks   exp(G_i − R) · exp(R − G_j), R being G just before the row's sub-chunk;
+#   within a sub-chunk  exp(G_i − G_j) itself, one column at a time, so that memory stays O(N·Dk).
+
+torch.library.define(
+    "lingpt::gated_linear_attention_fwd",
+    "(Tensor q, Tensor k, Tensor v, Tensor log_gate, Tensor? state, float scale) -> (Tensor, Tensor)",
+)
+torch.library.define(
+    "lingpt::gated_linear_attention_bwd",
+    "(Tensor q, Tensor k, Tensor v, Tensor log_gate, Tensor? state, float scale, Tensor do, Tensor? dfinal)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+@torch.library.impl("lingpt::gated_linear_attention_fwd", "default")
+def _fwd(q, k, v, log_gate, state, scale):
+    with torch.no_grad(), true_fp32(q.device):
+        Q, K, V, G = _chunks(q, k, v, log_gate, scale)
+        before, final = _states(K, V, G, state)
+        o = _scores(Q, K, G) @ V + (Q * G.exp()) @ before
+        return _tokens(o, q.shape[1]).to(q.dtype).contiguous(), final
+
+
+@torch.library.impl("lingpt::gated_linear_attention_bwd", "default")
+def _bwd(q, k, v, log_gate, state, scale, do, dfinal):
+    with torch.no_grad(), true_fp32(q.device):
+        Q, K, V, G = _chunks(q, k, v, log_gate, scale)
+        dO = _to_chunks(do.to(Q.dtype), Q.shape[3])
+        before, final = _states(K, V, G, state)
+        after, dinitial = _adjoints(Q, dO, G, dfinal)
+
+        from_start, to_end = G.exp(), (G[..., -1:, :] - G).exp()
+        dQ, dK = _scores_backward((dO @ V.mT).tril_(), Q, K, G)
+        dQ += from_start * (dO @ before.mT)
+        dK += to_end * (V @ after.mT)
+        dV = _scores(Q, K, G).mT @ dO + (K * to_end) @ after
+
+        # G_i enters as a factor of q_i, −G_j as one of k_j, and the last G as one of the returned state.
+        dG = _tokens(Q * dQ - K * dK, q.shape[1])
+        if dfinal is not None and q.shape[1]:
+            dG[:, -1] += (final * dfinal).sum(-1)
+        dlog_gate = dG.flip(1).cumsum(1).flip(1)
+
+        N = q.shape[1]
+        gradients = (_tokens(scale * dQ, N), _tokens(dK, N), _tokens(dV, N), dlog_gate)
+        inputs = (q, k, v, log_gate)
+        dinitial = dinitial if state is not None else Q.new_empty(0)
+        return *(g.to(x.dtype).contiguous() for g, x in zip(gradients, inputs, strict=True)), dinitial
+
+
+def _chunks(q, k, v, log_gate, scale):
+    """scale·q, k and v in chunks, and G. Zeros (and gates of 1) fill up the last chunk."""
+    dtype, N = state_dtype(q.dtype), q.shape[1]
+    C = min(CHUNK, SUBCHUNK * max(1, -(-N // SUBCHUNK)))
+    Q, K, V, gates = (_to_chunks(x.to(dtype), C) for x in (q, k, v, log_gate))
+    return Q * scale, K, V, gates.cumsum(3)
+
+
+def _to_chunks(x: Tensor, C: int) -> Tensor:
+    """[B, N, H, D] → [B, H, chunks, C, D]."""
+    B, N, H, D = x.shape
+    chunks = -(-N // C)
+    padded = x.new_zeros(B, H, chunks * C, D)
+    padded[:, :, :N] = x.transpose(1, 2)
+    return padded.unflatten(2, (chunks, C))
+
+
+def _tokens(x: Tensor, N: int) -> Tensor:
+    """[B, H, chunks, C, D] → [B, N, H, D], a view."""
+    return x.flatten(2, 3)[:, :, :N].transpose(1, 2)
+
+
+def _states(K: Tensor, V: Tensor, G: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The state before each chunk [B, H, chunks, Dk, Dv], and after the last."""
+    last = G[..., -1:, :]
+    sums, whole = (K * (last - G).exp()).mT @ V, last.exp().mT  # [.., Dk, Dv], [.., Dk, 1]
+    state = torch.zeros_like(sums[:, :, :1].sum(2)) if initial is None else initial.clone()
+    for chunk in range(sums.shape[2]):
+        own = sums[:, :, chunk].clone()
+        sums[:, :, chunk] = state
+        state = own + whole[:, :, chunk] * state
+    return sums, state
+
+
+def _adjoints(Q: Tensor, dO: Tensor, G: Tensor, dfinal: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The gradient of the state after each chunk, and that of the initial state."""
+    sums, whole = (Q * G.exp()).mT @ dO, G[..., -1:, :].exp().mT
+    adjoint = torch.zeros_like(sums[:, :, :1].sum(2)) if dfinal is None else dfinal.clone()
+    for chunk in reversed(range(sums.shape[2])):
+        own = sums[:, :, chunk].clone()
+        sums[:, :, chunk] = adjoint
+        adjoint = own + whole[:, :, chunk] * adjoint
+    return sums, adjoint
+
+
+def _scores(Q: Tensor, K: Tensor, G: Tensor) -> Tensor:
+    """A_ij = Σ_d q_id k_jd exp(G_id − G_jd) for j ≤ i within each chunk, else 0: [B, H, chunks, C, C]."""
+    C, c = Q.shape[-2], SUBCHUNK
+    A = Q.new_zeros(*Q.shape[:-1], C)
+    for start in range(0, C, c):
+        rows = slice(start, start + c)
+        q, k, g = Q[..., rows, :], K[..., rows, :], G[..., rows, :]
+        if start:
+            R = G[..., start - 1 : start, :]
+            A[..., rows, :start] = (q * (g - R).exp()) @ (
+                K[..., :start, :] * (R - G[..., :start, :]).exp()
+            ).mT
+        for j in range(c):
+            fade = (g[..., j:, :] - g[..., j : j + 1, :]).exp()
+            A[..., start + j : start + c, start + j] = (q[..., j:, :] * k[..., j : j + 1, :] * fade).sum(-1)
+    return A
+
+
+def _scores_backward(dA: Tensor, Q: Tensor, K: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of Q and K, given that of `_scores` (zero above the diagonal)."""
+    C, c = Q.shape[-2], SUBCHUNK
+    dQ, dK = torch.zeros_like(Q), torch.zeros_like(K)
+    for start in range(0, C, c):
+        rows = slice(start, start + c)
+        q, k, g, dq, dk = (x[..., rows, :] for x in (Q, K, G, dQ, dK))
+        if start:
+            R, da = G[..., start - 1 : start, :], dA[..., rows, :start]
+            row_fade, column_fade = (g - R).exp(), (R - G[..., :start, :]).exp()
+            dq += row_fade * (da @ (K[..., :start, :] * column_fade))
+            dK[..., :start, :] += column_fade * (da.mT @ (q * row_fade))
+        for j in range(c):
+            fade = (g[..., j:, :] - g[..., j : j + 1, :]).exp()
+            weighted = dA[..., start + j : start + c, start + j, None] * fade
+            dq[..., j:, :] += weighted * k[..., j : j + 1, :]
+            dk[..., j, :] += (weighted * q[..., j:, :]).sum(-2)
+    return dQ, dK
+
+
+@torch.library.register_fake("lingpt::gated_linear_attention_fwd")
+def _(q, k, v, log_gate, state, scale):
+    B, _, H, Dk = q.shape
+    return v.new_empty(v.shape), v.new_empty(B, H, Dk, v.shape[-1], dtype=state_dtype(q.dtype))
+
+
+@torch.library.register_fake("lingpt::gated_linear_attention_bwd")
+def _(q, k, v, log_gate, state, scale, do, dfinal):
+    dstate = q.new_empty(0 if state is None else state.shape, dtype=state_dtype(q.dtype))
+    return *(x.new_empty(x.shape) for x in (q, k, v, log_gate)), dstate
+
+
+def _save(ctx, inputs, output) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, do, dfinal):
+    q, k, v, log_gate, state = ctx.saved_tensors
+    do = torch.zeros_like(v) if do is None else do
+    *gradients, dstate = torch.ops.lingpt.gated_linear_attention_bwd(
+        q, k, v, log_gate, state, ctx.scale, do, dfinal
+    )
+    return *gradients, None if state is None else dstate, None
+
+
+torch.library.register_autograd("lingpt::gated_linear_attention_fwd", _backward, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.lingpt.gated_linear_attention_fwd)
+def _fwd_flops(q_shape, k_shape, v_shape, *args, out_shape=None, **kwargs) -> int:
+    return gated_linear_attention_flops(*q_shape, v_shape[-1])
+
+
+@register_flop_formula(torch.ops.lingpt.gated_linear_attention_bwd)
+def _bwd_flops(q_shape, k_shape, v_shape, *args, out_shape=None, **kwargs) -> int:
+    return 2 * gated_linear_attention_flops(*q_shape, v_shape[-1])

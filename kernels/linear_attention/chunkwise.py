@@ -1,0 +1,292 @@
+"""Linear attention chunk by chunk in plain PyTorch, forward and backward: any device, memory linear in N.
+
+The normaliser is one more column. With the rows
+
+    q' = [b q̂, 1],   k' = [k̂, 1],   v' = [v, 1]          of width E = D + 1
+
+a weight is 1 + b q̂ᵢ·k̂ⱼ = q'ᵢ·k'ⱼ, so numerator and normaliser are one sum, and S' = Σ k'ⱼ v'ⱼᵀ is the
+whole state: S, z, c and n are its four blocks. With h' = [do/g, −(do·o)/g], the gradient of that sum, the
+backward pass is three more sums of the same form ("Unifying Forward & Backward Propagation", Qin et al.):
+
+    [uᵢ, gᵢ] = Σ_{j≤i} γ^(i−j) (q'ᵢ·k'ⱼ) v'ⱼ              dq'ᵢ = Σ_{j≤i} γ^(i−j) (h'ᵢ·v'ⱼ) k'ⱼ
+         dk'ⱼ = Σ_{i≥j} γ^(i−j) (v'ⱼ·h'ᵢ) q'ᵢ             dv'ⱼ = Σ_{i≥j} γ^(i−j) (k'ⱼ·q'ᵢ) h'ᵢ
+
+Each splits into products of [C, E] matrices under a triangular mask within a chunk of C tokens, and
+products with the state before the chunk (the sums over j ≤ i) or its adjoint after the chunk (the sums over
+i ≥ j). The rows lie in chunks, [B, H, chunks, C, E], so that one batched product serves every chunk of
+every head; what fills up the last chunk is zero and adds nothing. Without a causal mask the whole sequence
+is one chunk.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lingpt.kernels.linear_attention.common import (
+    LinearAttentionState,
+    effective,
+    per_head,
+    reciprocal_norm,
+    state_dtype,
+    true_fp32,
+)
+from lingpt.kernels.linear_attention.rope import rotate, rotate_backward
+
+CHUNK = 64
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    b: float | Tensor,
+    log_decay: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    initial_state: LinearAttentionState | None,
+    normalize_qk: bool,
+    causal: bool,
+) -> tuple[Tensor, Tensor, LinearAttentionState]:
+    """o [B, N, H, D] in q's dtype; stats [3, B, H, N]: g, 1/‖q‖, 1/‖k‖; the state after the last token.
+
+    q and k are first rotated by cos and sin, where those are given. No graph is recorded.
+    """
+    with torch.no_grad(), true_fp32(q.device):
+        N, C = q.shape[1], _chunk_size(q, causal)
+        o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        b = _coefficient(b, normalize_qk, q.dtype)
+        q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+        stats = q.new_ones(3, *q.shape[:1], *q.shape[2:0:-1])
+        g, q_r, k_r = _per_token(stats)
+        if normalize_qk:
+            q_r[:], k_r[:] = reciprocal_norm(q), reciprocal_norm(k)
+        Q, K, V = _to_chunks(q, q_r * b, 1, C), _to_chunks(k, k_r, 1, C), _to_chunks(v, None, 1, C)
+        decay = _Decay.of(log_decay, N, C, Q.dtype)
+        before, final = _states(K, V, initial_state, decay)
+
+        if causal:
+            U = _bmm(_masked(_bmm(Q, K.mT), decay), V)
+            _add_bmm(U, _times(Q, decay and decay.from_start), before)
+        else:
+            U = Q @ final[:, :, None]
+
+        U = _to_tokens(U, N)
+        g[:] = U[..., -1:]
+        torch.div(U[..., :-1], U[..., -1:], out=o)
+        return o, stats, _unpack(final)
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    b: float | Tensor,
+    log_decay: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    o: Tensor,
+    stats: Tensor,
+    initial_state: LinearAttentionState | None,
+    do: Tensor,
+    dstate: LinearAttentionState | None,
+    normalize_qk: bool,
+    causal: bool,
+    out: tuple[Tensor, Tensor, Tensor],
+) -> tuple[Tensor | None, LinearAttentionState]:
+    """Writes dq, dk and dv into `out` (any strides); returns db [H] (None for a number) and the initial
+    state's.
+
+    Takes what `forward` took and gave, the gradient of o and, where there is one, that of the final state.
+    """
+    with torch.no_grad(), true_fp32(q.device):
+        N, C = q.shape[1], _chunk_size(q, causal)
+        learnable, b = isinstance(b, Tensor), _coefficient(b, normalize_qk, q.dtype)
+        q, k, do = _rotated(q, cos, sin), _rotated(k, cos, sin), do.to(stats.dtype)
+        g, q_r, k_r = _per_token(stats)
+        Q, K, V = _to_chunks(q, q_r * b, 1, C), _to_chunks(k, k_r, 1, C), _to_chunks(v, None, 1, C)
+        e = torch.linalg.vecdot(do, o.to(do.dtype)) / g[..., 0]
+        G = _to_chunks(do, 1 / g, -e, C)
+        decay = _Decay.of(log_decay, N, C, Q.dtype)
+        before, final = _states(K, V, initial_state, decay)
+        after, initial = _adjoints(Q, G, dstate, decay)
+
+        if causal:
+            P, dP = _masked(_bmm(Q, K.mT), decay), _masked(_bmm(G, V.mT), decay)
+            dQ, dK, dV = _bmm(dP, K), _bmm(dP.mT, Q), _bmm(P.mT, G)
+            _add_bmm(dQ, _times(G, decay and decay.from_start), before.mT)
+            _add_bmm(dK, _times(V, decay and decay.to_end), after.mT)
+            _add_bmm(dV, _times(K, decay and decay.to_end), after)
+        else:
+            whole, from_all = final[:, :, None], initial[:, :, None]
+            dQ, dK, dV = G @ whole.mT, V @ from_all.mT, K @ from_all
+
+        dQ, dK, dV = (_to_tokens(x, N)[..., :-1] for x in (dQ, dK, dV))
+        dq, dk, dv = out
+        along_q = _input_gradient(dQ, q, b, q_r, normalize_qk, cos, sin, dq)
+        _input_gradient(dK, k, 1.0, k_r, normalize_qk, cos, sin, dk)
+        dv.copy_(dV)
+        db = effective(along_q.sum((0, 1)), normalize_qk) if learnable else None
+        return db, _unpack(initial)
+
+
+# The inputs: coefficient, rotation, norms, and their gradients.
+
+
+def _coefficient(b: float | Tensor, normalize_qk: bool, dtype: torch.dtype) -> float | Tensor:
+    """The coefficient in use, a number or [1, 1, H, 1]."""
+    return per_head(effective(b, normalize_qk), ndim=4, dim=2, dtype=state_dtype(dtype))
+
+
+def _rotated(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+    """x [B, N, H, D] in fp32 (float64), rotated."""
+    x = x.to(state_dtype(x.dtype))
+    return x if cos is None else rotate(x, cos, sin)
+
+
+def _per_token(stats: Tensor) -> tuple[Tensor, ...]:
+    """Views of g, 1/‖q‖ and 1/‖k‖ (1 where rows are not normalised), [B, N, H, 1] each."""
+    return stats.transpose(2, 3).unsqueeze(-1).unbind()
+
+
+def _input_gradient(
+    d: Tensor,
+    x: Tensor,
+    b: float | Tensor,
+    r: Tensor,
+    normalized: bool,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    out: Tensor,
+) -> Tensor:
+    """Writes the gradient of what was rotated to x, given that of b x̂, x̂ = r x; returns x̂·d [B, N, H].
+
+    With dx̂ = b d, the gradient of x is r (dx̂ − x̂ (x̂·dx̂)) = r b (d − r² (x·d) x).
+    """
+    along = torch.linalg.vecdot(x, d).unsqueeze(-1) * r
+    if normalized:
+        d = torch.addcmul(d, x, along * r, value=-1)
+    if cos is None:
+        torch.mul(d, r * b, out=out)
+    else:
+        out.copy_(rotate_backward(d * (r * b), cos, sin))
+    return along.squeeze(-1)
+
+
+# Chunks.
+
+
+def _chunk_size(q: Tensor, causal: bool) -> int:
+    N = q.shape[1]
+    return max(1, min(CHUNK, N) if causal else N)
+
+
+def _to_chunks(x: Tensor, scale: float | Tensor | None, last: float | Tensor, C: int) -> Tensor:
+    """[B, N, H, D] → [B, H, chunks, C, D + 1]: the rows `scale`·x and one more column, `last` [B, N, H]."""
+    B, N, H, D = x.shape
+    chunks = -(-N // C)
+    buffer = torch.empty(B, H, chunks * C, D + 1, dtype=state_dtype(x.dtype), device=x.device)
+    buffer[:, :, N:] = 0
+    rows = buffer[:, :, :N].transpose(1, 2)
+    if scale is None:
+        rows[..., :-1] = x
+    else:
+        torch.mul(x, scale, out=rows[..., :-1])
+    rows[..., -1] = last
+    return buffer.unflatten(2, (chunks, C))
+
+
+def _to_tokens(x: Tensor, N: int) -> Tensor:
+    """[B, H, chunks, C, E] → [B, N, H, E], a view."""
+    return x.flatten(2, 3)[:, :, :N].transpose(1, 2)
+
+
+def _bmm(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b over [B, H, chunks]."""
+    return torch.bmm(a.flatten(0, 2), b.flatten(0, 2)).unflatten(0, a.shape[:3])
+
+
+def _add_bmm(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, in place."""
+    total.flatten(0, 2).baddbmm_(a.flatten(0, 2), b.flatten(0, 2))
+
+
+class _Decay(NamedTuple):
+    """Powers of γ, [H, chunks, C, ·] or what broadcasts to it."""
+
+    within: Tensor  # γ^(i−j) for j ≤ i, else 0                              [H, 1, C, C]
+    from_start: Tensor  # γ^(t+1), from before the chunk to its token t      [H, 1, C, 1]
+    to_end: Tensor  # γ^(L−1−t), from token t to the end of the chunk's L    [H, chunks, C, 1]
+    whole: Tensor  # γ^L                                                     [H, chunks, 1, 1]
+
+    @classmethod
+    def of(cls, log_decay: Tensor | None, N: int, C: int, dtype: torch.dtype) -> _Decay | None:
+        if log_decay is None:
+            return None
+        log_decay = log_decay.to(dtype).view(-1, 1, 1, 1)
+        t = torch.arange(C, device=log_decay.device)
+        length = (N - C * torch.arange(-(-N // C), device=log_decay.device)).clamp(max=C)[:, None, None]
+        age = t[:, None] - t
+        return cls(
+            within=torch.exp(log_decay * age.clamp(min=0)) * (age >= 0),
+            from_start=torch.exp(log_decay * (t[:, None] + 1)),
+            to_end=torch.exp(log_decay * (length - 1 - t[:, None]).clamp(min=0)),
+            whole=torch.exp(log_decay * length),
+        )
+
+
+def _times(x: Tensor, factor: Tensor | None) -> Tensor:
+    return x if factor is None else x * factor
+
+
+def _masked(scores: Tensor, decay: _Decay | None) -> Tensor:
+    """The causal part of a chunk's scores [.., C, C], decayed; in place."""
+    return scores.tril_() if decay is None else scores.mul_(decay.within)
+
+
+# States: S' of width E = D + 1, and its adjoint.
+
+
+def _states(
+    K: Tensor, V: Tensor, initial: LinearAttentionState | None, decay: _Decay | None
+) -> tuple[Tensor, Tensor]:
+    """S' before each chunk [B, H, chunks, E, E] and after the last one [B, H, E, E]."""
+    sums = _bmm(_times(K, decay and decay.to_end).mT, V)
+    state = _pack(initial, sums)
+    for chunk in range(sums.shape[2]):
+        state = _carry(sums[:, :, chunk], state, decay, chunk)
+    return sums, state
+
+
+def _adjoints(
+    Q: Tensor, G: Tensor, dfinal: LinearAttentionState | None, decay: _Decay | None
+) -> tuple[Tensor, Tensor]:
+    """The gradient of S' after each chunk [B, H, chunks, E, E] and that before the first one [B, H, E, E]."""
+    sums = _bmm(_times(Q, decay and decay.from_start).mT, G)
+    adjoint = _pack(dfinal, sums)
+    for chunk in reversed(range(sums.shape[2])):
+        adjoint = _carry(sums[:, :, chunk], adjoint, decay, chunk)
+    return sums, adjoint
+
+
+def _carry(own: Tensor, state: Tensor, decay: _Decay | None, chunk: int) -> Tensor:
+    """Carries `state` across a chunk whose own sum is `own`; what came in takes that sum's place."""
+    carried = own + state if decay is None else torch.addcmul(own, decay.whole[:, chunk], state)
+    own.copy_(state)
+    return carried
+
+
+def _pack(state: LinearAttentionState | None, like: Tensor) -> Tensor:
+    """The four sums as the blocks of S' = Σ [k̂, 1] [v, 1]ᵀ; zero for None. `like` is [B, H, .., E, E]."""
+    packed = like.new_zeros(*like.shape[:2], *like.shape[-2:])
+    if state is not None:
+        packed[..., :-1, :-1], packed[..., :-1, -1] = state.S, state.z
+        packed[..., -1, :-1], packed[..., -1, -1] = state.c, state.n
+    return packed
+
+
+def _unpack(packed: Tensor) -> LinearAttentionState:
+    blocks = packed[..., :-1, :-1], packed[..., :-1, -1], packed[..., -1, :-1], packed[..., -1, -1]
+    return LinearAttentionState(*(x.clone(memory_format=torch.contiguous_format) for x in blocks))

@@ -1,0 +1,208 @@
+"""Linear attention for its users: what may be asked, and which form answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lingpt.common.errors import UserError
+from lingpt.kernels.linear_attention.common import LinearAttentionState, state_dtype, state_shapes
+from lingpt.kernels.linear_attention.library import Settings, attend, attend_qkv
+from lingpt.kernels.linear_attention.recurrent import linear_attention_recurrent
+from lingpt.kernels.linear_attention.reference import linear_attention_reference
+from lingpt.kernels.linear_attention.rope import rotate
+
+BACKENDS = ("auto", "reference", "chunkwise", "recurrent", "cuda")
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    b: float | Tensor = 1.0,
+    *,
+    log_decay: Tensor | Sequence[float] | None = None,
+    normalize_qk: bool = True,
+    causal: bool = True,
+    initial_state: LinearAttentionState | None = None,
+    return_state: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, LinearAttentionState]:
+    """Normalised linear attention with the kernel f(x) = 1 + b·x.
+
+    o_i = Σ_j w_ij v_j / Σ_j w_ij over j ≤ i, w_ij = (1 + b q̂_i·k̂_j) γ^(i−j), with unit rows q̂ and k̂.
+
+    No weight is negative for |b| ≤ 1, so o is a convex combination of the values. To keep it one in floating
+    point, for q = −k too, the coefficient in use is b·(1 − 2⁻⁶), and norms are √(‖x‖² + 10⁻¹²): a row of
+    zeros gives weight 1 to everything. State and normaliser are summed in fp32.
+
+    Args:
+        q, k, v: [B, N, H, D] of one dtype (bf16, fp16, fp32, float64) and device; strided views are fine.
+        b: a number, |b| ≤ 1, or a tensor [H], which gets a gradient and whose values are not checked.
+        log_decay: ln γ per head, [H], each ≤ 0 (unchecked in a tensor), without a gradient; None means γ = 1.
+            Needs `causal`.
+        normalize_qk: False takes q, k and b as they are. The normaliser may then come near zero or change
+            sign, and o be anything: that is the caller's risk.
+        causal: False sums over all j.
+        initial_state: what an earlier piece of the sequence returned; fp32 (float64 for float64 inputs). It
+            gets gradients, as q, k and v do.
+        return_state: return the state after the last token as well.
+        backend: one of
+            "reference"  the definition, quadratic;
+            "chunkwise"  plain PyTorch on any device, with an analytical backward;
+            "recurrent"  token by token, for decoding;
+            "cuda"       bf16 and fp16 on tensor cores;
+            "auto"       the CUDA kernel where there is one, else chunkwise, with one warning where a GPU was
+                         to be expected to do better; recurrent for one token with a state on a CPU.
+
+    Returns:
+        o [B, N, H, D] in q's dtype; with `return_state`, (o, state).
+
+    Raises:
+        UserError: for wrong shapes, dtypes or devices, or numbers out of range, before any work.
+
+    Source: "Linear Attention Optimized GPU Kernel Implementation", eq. 5 and 22 with a = 1; RetNet's decay.
+    """
+    _check_tensors(q, k, v)
+    s = _settings(q, b, log_decay, normalize_qk, causal, initial_state, return_state, backend)
+    if s.backend in ("reference", "recurrent"):
+        return _in_plain_pytorch(q, k, v, s)
+    o, _, *state = attend((q, k, v), s)
+    return (o, LinearAttentionState(*state)) if return_state else o
+
+
+def linear_attention_qkv(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    b: float | Tensor = 1.0,
+    *,
+    log_decay: Tensor | Sequence[float] | None = None,
+    normalize_qk: bool = True,
+    initial_state: LinearAttentionState | None = None,
+    return_state: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, LinearAttentionState]:
+    """Causal `linear_attention` of a fused projection, with RoPE inside; its backward writes one buffer.
+
+    Args:
+        qkv: [B, N, 3, H, D]: q, k and v of each token.
+        cos, sin: [N, R], R even and at most D: the leading R dimensions of q and k are rotated as LitGPT does
+            (`litgpt.model.build_rope_cache`). Slice them at the first token's position when decoding.
+        The rest is as in `linear_attention`.
+
+    Returns:
+        o [B, N, H, D] in qkv's dtype; with `return_state`, (o, state).
+    """
+    _check_packed(qkv, cos, sin)
+    s = _settings(qkv, b, log_decay, normalize_qk, True, initial_state, return_state, backend)
+    if s.backend in ("reference", "recurrent"):
+        q, k, v = qkv.unbind(2)
+        q, k = (rotate(x.to(state_dtype(x.dtype)), cos, sin) for x in (q, k))
+        return _in_plain_pytorch(q, k, v, s)
+    o, _, *state = attend_qkv((qkv, cos, sin), s)
+    return (o, LinearAttentionState(*state)) if return_state else o
+
+
+def _in_plain_pytorch(q: Tensor, k: Tensor, v: Tensor, s: Settings):
+    """The two forms that autograd differentiates."""
+    if s.backend == "reference":
+        o, state = linear_attention_reference(
+            q, k, v, s.coefficient, s.log_decay, s.normalize_qk, s.causal, s.initial_state
+        )
+    else:
+        o, state = linear_attention_recurrent(
+            q, k, v, s.coefficient, s.log_decay, s.normalize_qk, s.initial_state
+        )
+    return (o, state) if s.return_state else o
+
+
+# Validation: shapes, dtypes and Python numbers only. A tensor's values are never read: that would wait for
+# the GPU and break a graph.
+
+
+def _settings(like, b, log_decay, normalize_qk, causal, initial_state, return_state, backend) -> Settings:
+    """Everything but the tensors, as the operators take it; checked against q [B, N, H, D] or qkv."""
+    number = 1.0 if isinstance(b, Tensor) else _number(b, normalize_qk)
+    b = _per_head(b, like, "b") if isinstance(b, Tensor) else None
+    log_decay = _decay(log_decay, like, causal)
+    state = _state(initial_state, like)
+    backend = _backend(backend, like, causal, initial_state is not None)
+    return Settings(b, number, log_decay, *state, normalize_qk, causal, return_state, backend)
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    shape, dtype, device = q.shape, q.dtype, q.device
+    if len(shape) != 4 or k.shape != shape or v.shape != shape:
+        shapes = f"{list(shape)}, {list(k.shape)}, {list(v.shape)}"
+        raise UserError(f"q, k and v must have one shape [B, N, H, D]; got {shapes}")
+    if not dtype.is_floating_point or k.dtype != dtype or v.dtype != dtype:
+        raise UserError(f"q, k and v must have one floating-point dtype; got {dtype}, {k.dtype}, {v.dtype}")
+    if k.device != device or v.device != device:
+        raise UserError(f"q, k and v must be on one device; got {device}, {k.device}, {v.device}")
+
+
+def _check_packed(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
+    shape, rope, device = qkv.shape, cos.shape, qkv.device
+    if len(shape) != 5 or shape[2] != 3 or not qkv.is_floating_point():
+        raise UserError(f"qkv must be floating point [B, N, 3, H, D]; got {qkv.dtype} {list(shape)}")
+    N, D = shape[1], shape[-1]
+    if sin.shape != rope or len(rope) != 2 or rope[0] != N or rope[1] % 2 or rope[1] > D:
+        shapes = f"{list(rope)} and {list(sin.shape)}"
+        raise UserError(f"cos and sin must be [N = {N}, R], R even and at most D = {D}; got {shapes}")
+    if cos.device != device or sin.device != device:
+        devices = f"{device}, {cos.device}, {sin.device}"
+        raise UserError(f"qkv, cos and sin must be on one device; got {devices}")
+
+
+def _number(b: float, normalize_qk: bool) -> float:
+    if normalize_qk and not -1.0 <= b <= 1.0:
+        raise UserError(f"|b| must be at most 1 with normalize_qk, or weights turn negative; got {b}")
+    return float(b)
+
+
+def _per_head(x: Tensor, like: Tensor, name: str) -> Tensor:
+    """A tensor [H] in the dtype of the sums."""
+    if x.shape != like.shape[-2:-1] or not x.is_floating_point() or x.device != like.device:
+        got = f"{x.dtype} {list(x.shape)} on {x.device}"
+        raise UserError(f"{name} must be floating point [H = {like.shape[-2]}] on {like.device}; got {got}")
+    return x.to(state_dtype(like.dtype))
+
+
+def _decay(log_decay: Tensor | Sequence[float] | None, like: Tensor, causal: bool) -> Tensor | None:
+    if log_decay is None:
+        return None
+    if not causal:
+        raise UserError("log_decay needs causal=True: a decay runs from the past to the present")
+    if not isinstance(log_decay, Tensor):
+        if not all(x <= 0 for x in log_decay):
+            raise UserError(f"log_decay must be at most 0 in every head; got {list(log_decay)}")
+        log_decay = torch.tensor(log_decay, dtype=state_dtype(like.dtype), device=like.device)
+    return _per_head(log_decay.detach(), like, "log_decay")
+
+
+def _state(state: LinearAttentionState | None, like: Tensor) -> tuple[Tensor | None, ...]:
+    if state is None:
+        return (None,) * 4
+    if len(state) != 4:
+        raise UserError(f"initial_state must be a LinearAttentionState (S, z, c, n); got {len(state)} parts")
+    shapes = state_shapes(like.shape[0], *like.shape[-2:])
+    dtype, device = state_dtype(like.dtype), like.device
+    for name, x, shape in zip("Szcn", state, shapes, strict=True):
+        if x.shape != shape or x.dtype != dtype or x.device != device:
+            got = f"{x.dtype} {list(x.shape)} on {x.device}"
+            raise UserError(f"initial_state.{name} must be {dtype} {list(shape)} on {device}; got {got}")
+    return tuple(state)
+
+
+def _backend(backend: str, like: Tensor, causal: bool, has_state: bool) -> str:
+    """`backend`, where "auto" may turn out to be "recurrent"; the rest is decided in dispatch.py."""
+    if backend not in BACKENDS:
+        raise UserError(f"unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
+    if backend == "recurrent" and not causal:
+        raise UserError("the recurrent backend is causal; causal=False needs 'chunkwise' or 'reference'")
+    if backend == "auto" and causal and has_state and like.shape[1] == 1 and like.device.type == "cpu":
+        return "recurrent"
+    return backend
