@@ -2,7 +2,7 @@
 
 from lingpt.data.batches import Batches
 from lingpt.data.dataset import DataConfig, Dataset, prepare
-from lingpt.data.ngram import bigram_loss
+from lingpt.data.ngram import baseline_loss, bigram_loss
 from lingpt.data.stream import Blocks
 from lingpt.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -12,6 +12,7 @@ __all__ = [
     "DataConfig",
     "Dataset",
     "Tokenizer",
+    "baseline_loss",
     "bigram_loss",
     "load_tokenizer",
     "prepare",

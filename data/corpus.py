@@ -29,7 +29,7 @@ class Corpus:
 
     `content_hash` changes whenever a document of either split may have changed. A source without a validation
     split (`val is None`) has a fraction of its documents held out (`cache.split_by_content`). `rule` says it
-    in words.
+    in words. `bigram_baseline`: so small that a run also reports the loss of a bigram model, which takes a second.
     """
 
     name: str
@@ -37,3 +37,4 @@ class Corpus:
     train: Split
     val: Split | None
     rule: str
+    bigram_baseline: bool = False

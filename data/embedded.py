@@ -58,6 +58,7 @@ def embedded_corpus() -> Corpus:
         train=_split(train),
         val=_split(val),
         rule=f"held out: the modules {', '.join(VAL_MODULES.split())}",
+        bigram_baseline=True,
     )
 
 

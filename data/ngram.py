@@ -1,8 +1,13 @@
-"""The bar that a trained model must pass: an interpolated bigram model of the same tokens."""
+"""The baseline that a trained model must beat: an interpolated bigram model of the same tokens."""
 
 import numpy as np
 
 from lingpt.data.dataset import Dataset
+
+
+def baseline_loss(dataset: Dataset, num_blocks: int | None = None) -> float | None:
+    """`bigram_loss` of a corpus that asks for it (`Corpus.bigram_baseline`), None of the others."""
+    return bigram_loss(dataset, num_blocks=num_blocks) if dataset.corpus.bigram_baseline else None
 
 
 def bigram_loss(

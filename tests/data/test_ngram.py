@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lingpt.data import DataConfig, bigram_loss, prepare
+from lingpt.data import DataConfig, baseline_loss, bigram_loss, prepare
 
 
 @pytest.fixture
@@ -61,3 +61,10 @@ def test_it_can_be_asked_of_fewer_blocks(dataset):
 def test_it_beats_guessing(dataset):
     """These texts have few successors a token, so a bigram model must find them."""
     assert bigram_loss(dataset) < 0.7 * math.log(dataset.tokenizer.vocab_size)
+
+
+def test_only_a_corpus_that_asks_for_it_has_a_baseline(dataset, tmp_path: Path):
+    """A run reports it where it is cheap: the embedded corpus has it, files do not."""
+    assert baseline_loss(dataset) is None
+    embedded = prepare(DataConfig(seq_len=64, vocab_size=300, cache_dir=str(tmp_path)), progress=False)
+    assert baseline_loss(embedded, 10) == bigram_loss(embedded, num_blocks=10)
