@@ -18,6 +18,11 @@ from lingpt.common.errors import UserError
 PARTIAL = ".partial"  # the suffix of what is not whole yet
 
 
+def cache_dir() -> Path:
+    """Where tokens and compiled kernels are kept: `$LINGPT_CACHE`, else `~/.cache/lingpt`."""
+    return Path(os.environ.get("LINGPT_CACHE") or "~/.cache/lingpt").expanduser()
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary file beside `path` to write to; it takes `path`'s place if the block ends without an error."""
@@ -82,14 +87,14 @@ def sync(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def write_errors(path: Path, mend: str = "free some space, or choose another place") -> Iterator[None]:
-    """Around writing `path`: a full, read-only or failing disk becomes one UserError that says `mend`."""
+def write_errors(path: Path, fix: str = "free some space, or choose another place") -> Iterator[None]:
+    """Around writing `path`: a full, read-only or failing disk becomes one UserError that says how to `fix` it."""
     try:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
         raise UserError(
-            f"cannot write {path} ({reason}), and nothing half-written was kept: {mend}"
+            f"cannot write to {path} ({reason}), and nothing half-written was kept: {fix}"
         ) from error
 
 
