@@ -37,6 +37,7 @@ from typing import Any
 import torch
 
 from lingpt.common.errors import UserError
+from lingpt.common.files import cache_dir
 
 SOURCE_FOLDER = Path(__file__).parent
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a")  # A100; A6000 and A10; L40 and RTX 4090; H100 and H200
@@ -206,8 +207,7 @@ def native_arch(device: int | torch.device | None = None) -> str:
 
 def cache_folder() -> Path:
     """`$LINGPT_CACHE/kernels`, or `~/.cache/lingpt/kernels`."""
-    root = os.environ.get("LINGPT_CACHE")
-    return (Path(root) if root else Path.home() / ".cache" / "lingpt") / "kernels"
+    return cache_dir() / "kernels"
 
 
 def source_hash(folder: Path = SOURCE_FOLDER) -> str:
