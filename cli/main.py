@@ -118,6 +118,9 @@ def user_message(error: BaseException) -> str | None:
     """The line to show for `error`, or None where it is a bug of ours and deserves its traceback."""
     if isinstance(error, UserError):
         return " ".join(str(error).split())
+    if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("lingpt"):
+        install = "in LinGPT's folder, pip install -e '.[train]' (for `lingpt eval`: '.[eval]')"
+        return f"{error.name} is not installed: {install}"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" writing {error.filename}" if error.filename else ""
         return f"the disk is full{where}: free some space and run the same command again"

@@ -9,6 +9,7 @@ import sys
 import tomllib
 import zipfile
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from importlib.metadata import packages_distributions, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,106 +18,163 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import lingpt
+
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-SETUPTOOLS = PROJECT["tool"]["setuptools"]
-FOLDERS = ("kernels", "models", "data", "train", "eval", "configs", "cli")
+PACKAGES = PROJECT["tool"]["setuptools"]["packages"]
+FOLDERS = ("common", "kernels", "models", "data", "train", "eval", "configs", "cli")
+BARE_NAMES = (*FOLDERS, "tests")
 SHIPPED = (".py", ".yaml", ".cu", ".cuh", ".h", ".json")
 
 # What a folder may import of the others; nothing reaches back.
 MAY_IMPORT = {
-    "kernels": set(),
-    "configs": set(),
-    "models": {"kernels"},
-    "data": set(),
-    "train": {"kernels", "models", "data"},
-    "eval": {"kernels", "models", "data"},
+    "common": set(),
+    "kernels": {"common"},
+    "configs": {"common"},
+    "models": {"common", "kernels"},
+    "data": {"common"},
+    "train": {"common", "kernels", "models", "data"},
+    "eval": {"common", "kernels", "models", "data"},
     "cli": set(FOLDERS),
 }
-
-
-def folder_of(package: str) -> Path:
-    """Where `pyproject.toml` maps a package: the longest mapped prefix decides."""
-    prefix, rest = package, []
-    while prefix not in SETUPTOOLS["package-dir"]:
-        prefix, _, name = prefix.rpartition(".")
-        rest.insert(0, name)
-    return ROOT.joinpath(SETUPTOOLS["package-dir"][prefix], *rest)
+# What only the extras `train` and `eval` bring, and what these bring in turn.
+HEAVY = ("litgpt", "lightning", "datasets", "lm_eval", "wandb", "transformers", "tokenizers", "matplotlib")
 
 
 def sources(*suffixes: str) -> list[Path]:
-    """Our files of these kinds, as git knows them; all there are where there is no git."""
-    listed = subprocess.run(["git", "-C", ROOT, "ls-files", "-z", *FOLDERS], capture_output=True, text=True)
+    """Our files of these kinds, as git knows them or will; all there are where there is no git."""
+    command = ["git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run([*command, "__init__.py", *FOLDERS], capture_output=True, text=True)
     paths = [ROOT / name for name in listed.stdout.split("\0") if name]
-    paths = paths or [path for folder in FOLDERS for path in (ROOT / folder).rglob("*")]
+    paths = paths or [ROOT / "__init__.py", *(path for name in FOLDERS for path in (ROOT / name).rglob("*"))]
     return sorted(path for path in paths if path.suffix in suffixes and path.is_file())
 
 
-# -- the package map ----------------------------------------------------------------------------------------
+def module_name(path: Path) -> str:
+    """`lingpt.X.Y` of X/Y.py, and of X/Y/__init__.py."""
+    return ".".join(["lingpt", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__")
 
 
-def test_every_listed_package_has_its_folder_and_every_folder_its_package():
+def clone(folder: Path) -> Path:
+    """A copy of what is shipped, and of what builds it: building leaves files behind."""
+    for path in [*sources(*SHIPPED), *(ROOT / name for name in ("pyproject.toml", "README.md", "LICENSE"))]:
+        target = folder / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+    return folder
+
+
+def python(*arguments: str | Path, cwd: Path = ROOT, path: tuple[Path | str, ...] = ()) -> str:
+    """What a new interpreter prints; its PYTHONPATH is `path` alone."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    if path:
+        environment["PYTHONPATH"] = os.pathsep.join(map(str, path))
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def build(kind: str, source: Path, out: Path) -> zipfile.ZipFile:
+    """The wheel, or the editable wheel, that setuptools makes of `source`."""
+    pytest.importorskip("setuptools", minversion="77", reason="the dev extra brings setuptools")
+    code = f"import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
+    out.mkdir()
+    python("-P", "-c", code, out, cwd=source)
+    (wheel,) = out.glob("*.whl")
+    return zipfile.ZipFile(wheel)
+
+
+# -- the repository is the package --------------------------------------------------------------------------
+
+
+def test_the_packages_are_the_folders_with_source():
     """Guards: a new subpackage that is in the editable install and missing from the wheel."""
-    mapped = {folder_of(package): package for package in SETUPTOOLS["packages"]}
-    assert all((folder / "__init__.py").is_file() for folder in mapped), "a listed package has no folder"
-    assert {path.parent for path in sources(".py")} == set(mapped)
+    assert PROJECT["tool"]["setuptools"]["package-dir"] == {"lingpt": "."}
+    listed = {package: ROOT.joinpath(*package.split(".")[1:]) for package in PACKAGES}
+    assert len(listed) == len(PACKAGES)
+    assert set(listed.values()) == {path.parent for path in sources(".py", ".cu", ".cuh")}
+    no_init = {package for package, folder in listed.items() if not (folder / "__init__.py").is_file()}
+    assert no_init == {"lingpt.kernels"}, "without __init__.py on purpose: see the next tests"
 
 
-def test_kernels_is_no_package_at_the_root():
-    """Guards: Hugging Face's `kernels`, which transformers imports, wins a bare import even from the root."""
-    assert not (ROOT / "kernels" / "__init__.py").exists() and not (ROOT / "lingpt").exists()
+def test_a_bare_import_of_kernels_from_the_root_finds_hugging_faces_or_nothing(tmp_path):
+    """Guards: transformers imports `kernels`, and means Hugging Face's, which wins over a folder without
+    __init__.py even from here."""
+    show = "import kernels; print(kernels.__file__)"
+    assert python("-c", show) == "None\n" or find_spec("kernels"), "a namespace with nothing in it"
+    theirs = tmp_path / "kernels" / "__init__.py"
+    theirs.parent.mkdir()
+    theirs.touch()
+    assert python("-c", show, path=(tmp_path,)) == f"{theirs}\n"
 
 
 def test_bare_names_never_find_this_repository_under_pytest():
-    for name in FOLDERS:
-        spec = find_spec(name)
+    for name in BARE_NAMES:
+        spec = find_spec(name) if name not in sys.modules else None  # pytest's own `tests` holds no module
         assert spec is None or not inside(spec.origin, *(spec.submodule_search_locations or [])), name
+        assert not inside(getattr(sys.modules.get(name), "__file__", None)), name
 
 
 @pytest.mark.parametrize("how", ["safe path", "console script"])
 def test_bare_names_never_find_this_repository_from_the_root(how, tmp_path):
     code = (
         "import lingpt.configs, importlib.util as u\n"
-        f"specs = [u.find_spec(name) for name in {FOLDERS}]\n"
+        f"specs = [u.find_spec(name) for name in {BARE_NAMES}]\n"
         "for s in filter(None, specs): print(s.origin, *(s.submodule_search_locations or []), sep='\\n')"
     )
     script = tmp_path / "script"  # as pip's: sys.path starts with the script's folder, not with this one
     script.write_text(code)
-    command = [sys.executable, "-P", "-c", code] if how == "safe path" else [sys.executable, str(script)]
-    clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    told = subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, check=True)
-    assert not inside(*told.stdout.split("\n")), told.stdout
+    found = python("-P", "-c", code) if how == "safe path" else python(script)
+    assert not inside(*found.split("\n")), found
 
 
 def inside(*paths: str | None) -> bool:
     """Whether any of the paths is one of this repository's top-level folders, or below it."""
-    ours = [ROOT / folder for folder in FOLDERS]
+    ours = [ROOT / name for name in BARE_NAMES]
     return any(path and Path(path).is_relative_to(folder) for path in paths for folder in ours)
+
+
+SCRIPT = """
+import lingpt, torch
+from lingpt import linear_attention
+q, k, v = (torch.randn(1, 8, 2, 16, requires_grad=True) for _ in range(3))
+linear_attention(q, k, v).sum().backward()
+assert q.grad is not None
+print(lingpt.__file__)
+"""
+# `python -S` with this path has the dependencies and no installed lingpt: editable installs are .pth files.
+DEPENDENCIES = tuple(path for path in sys.path if path.endswith("-packages"))
+
+
+def test_a_script_next_to_a_clone_named_lingpt_needs_no_install(tmp_path):
+    folder = clone(tmp_path / "lingpt")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    printed = python("-S", tmp_path / "script.py", cwd=tmp_path.parent, path=DEPENDENCIES)
+    assert printed == f"{folder / '__init__.py'}\n"
+
+
+def test_a_script_next_to_a_clone_of_another_name_finds_the_editable_install(tmp_path):
+    folder, site = clone(tmp_path / "My-clone 2"), tmp_path / "site"
+    build("editable", folder, tmp_path / "wheel").extractall(site)
+    (tmp_path / "script.py").write_text(f"import site; site.addsitedir({str(site)!r})\n{SCRIPT}")
+    printed = python("-S", tmp_path / "script.py", cwd=tmp_path.parent, path=(site, *DEPENDENCIES))
+    assert printed == f"{folder / '__init__.py'}\n"
 
 
 # -- the wheel ----------------------------------------------------------------------------------------------
 
 
 def test_the_wheel_holds_every_source_recipe_and_kernel(tmp_path):
-    """Guards: YAML and CUDA files forgotten in package-data. Built from a copy: it leaves a folder."""
-    pytest.importorskip("setuptools", minversion="77", reason="the dev extra brings setuptools")
-    source = tmp_path / "source"
-    files = sources(*SHIPPED)
-    for path in [*files, *(ROOT / name for name in ("pyproject.toml", "README.md", "LICENSE"))]:
-        (source / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, source / path.relative_to(ROOT))
-    build = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
-    command = [sys.executable, "-P", "-c", build, str(tmp_path)]
-    done = subprocess.run(command, cwd=source, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    (wheel,) = tmp_path.glob("*.whl")
-    mapped = {folder_of(package): package.replace(".", "/") for package in SETUPTOOLS["packages"]}
-    wanted = {f"{mapped[path.parent]}/{path.name}" for path in files}
-    names = set(zipfile.ZipFile(wheel).namelist())
+    """Guards: YAML and CUDA files forgotten in package-data, and files that are no part of the package."""
+    names = set(build("wheel", clone(tmp_path / "source"), tmp_path / "wheel").namelist())
     metadata = {name for name in names if ".dist-info/" in name}
+    wanted = {f"lingpt/{path.relative_to(ROOT).as_posix()}" for path in sources(*SHIPPED)}
     assert names - metadata == wanted
-    assert {"lingpt/configs/demo.yaml", "lingpt/eval/tasks/sources.yaml"} <= wanted
-    assert any(name.startswith("lingpt/kernels/linear/cuda/") and name.endswith(".cu") for name in wanted)
+    assert {"lingpt/__init__.py", "lingpt/configs/demo.yaml", "lingpt/eval/tasks/sources.yaml"} <= wanted
+    cuda = "lingpt/kernels/linear_attention/cuda/"
+    assert {".cu", ".cuh", ".py"} <= {Path(name).suffix for name in wanted if name.startswith(cuda)}
     assert any(name.endswith("licenses/LICENSE") for name in metadata)
 
 
@@ -130,31 +188,123 @@ def test_the_version_is_written_once():
 # -- the dependencies ---------------------------------------------------------------------------------------
 
 
-def imports(path: Path) -> Iterator[tuple[str, list[str], int]]:
-    """(module, names, line) of every import in a file, those inside functions too."""
-    for node in ast.walk(ast.parse(path.read_text())):
+def trees(*folders: str) -> Iterator[tuple[Path, ast.Module]]:
+    """(path, syntax tree) of the Python files of these folders, of all without any."""
+    for path in sources(".py"):
+        if not folders or path.relative_to(ROOT).parts[0] in folders:
+            yield path, ast.parse(path.read_text())
+
+
+def imports(tree: ast.AST, lazy: bool = True) -> Iterator[tuple[str, list[str], int]]:
+    """(module, names, line) of every import in a file; without `lazy`, of those that run when it is."""
+    for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, [], node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
+            assert node.level == 0 and node.module, f"line {node.lineno}: imports are absolute"
             yield node.module, [alias.name for alias in node.names], node.lineno
+        elif lazy or not (isinstance(node, ast.FunctionDef) or for_type_checkers(node)):
+            yield from imports(node, lazy)
+
+
+def for_type_checkers(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
 def requirements(extra: str | None = None) -> dict[str, Requirement]:
+    """The distributions of the base, or of an extra with the extras of ours that it brings."""
     project = PROJECT["project"]
-    lines = project["optional-dependencies"][extra] if extra else project["dependencies"]
-    return {canonicalize_name(Requirement(line).name): Requirement(line) for line in lines}
+    needs = {}
+    for line in project["optional-dependencies"][extra] if extra else project["dependencies"]:
+        need = Requirement(line)
+        if need.name == "lingpt":
+            needs |= {name: found for inner in need.extras for name, found in requirements(inner).items()}
+        else:
+            needs[canonicalize_name(need.name)] = need
+    return needs
+
+
+def distributions(trees: Iterator[tuple[Path, ast.Module]], lazy: bool = True) -> dict[str, set[str]]:
+    """Whom an imported top-level module may come from, for all that is neither ours nor Python's."""
+    tops = {module.partition(".")[0] for _, tree in trees for module, _, _ in imports(tree, lazy)}
+    known = {"fla": ["fla-core"], "cuda": ["cuda-core", "cuda-bindings"]} | packages_distributions()
+    return {
+        top: {canonicalize_name(name) for name in known[top]}
+        for top in tops - {*sys.stdlib_module_names, "lingpt"}
+    }
 
 
 def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
     """Guards: a package that only another one's dependencies bring, and one that nothing needs any more."""
-    tops = {module.partition(".")[0] for path in sources(".py") for module, _, _ in imports(path)}
-    tops -= {*sys.stdlib_module_names, "lingpt"}
-    known = packages_distributions() | {"fla": ["fla-core"], "cuda": ["cuda-core", "cuda-bindings"]}
-    imported = {top: {canonicalize_name(name) for name in known[top]} for top in tops}
-    declared = {name for extra in (None, "cuda13", "gla") for name in requirements(extra)}
-    assert not {top: names for top, names in imported.items() if not names & declared}
-    assert set(requirements()) <= set().union(*imported.values())
+    imported = distributions(trees())
+    declared = requirements() | requirements("eval")
+    everywhere = declared | requirements("cuda13") | requirements("gla")
+    assert not {top: names for top, names in imported.items() if not names & set(everywhere)}
+    assert set(declared) <= set().union(*imported.values())
+    needs_eval = set(requirements("eval")) - set(requirements("train"))
+    beyond = distributions(trees(*set(FOLDERS) - {"eval"}))
+    assert not {top for top, names in beyond.items() if names & needs_eval}, "needed outside of eval/"
+
+
+def test_the_operator_imports_only_the_base():
+    """Guards: an install without an extra that cannot import the operator."""
+    needs = distributions(trees("__init__.py", "common", "kernels"), lazy=False)
+    assert not {top: names for top, names in needs.items() if not names & set(requirements())}
+
+
+REFUSE = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {names}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Refuse())
+"""
+
+
+def without(names: tuple[str, ...], code: str) -> str:
+    """What `code` prints in an interpreter that has none of the packages `names`."""
+    return python("-P", "-c", REFUSE.format(names=names) + code)
+
+
+def test_the_operator_needs_no_extra():
+    """Forward and backward on a CPU, and the doors of the command that need no model."""
+    without(
+        HEAVY,
+        """
+import torch
+from lingpt import gated_linear_attention, linear_attention, linear_attention_qkv
+from lingpt.cli.main import main
+q, k, v = (torch.randn(2, 100, 2, 16, requires_grad=True) for _ in range(3))
+linear_attention(q, k, v).sum().backward()
+gated_linear_attention(q, k, v, -torch.ones(2, 100, 2, 16)).sum().backward()
+assert all(x.grad.isfinite().all() and x.grad.abs().sum() for x in (q, k, v))
+assert main(["kernels", "--help"]) == main(["bench", "--help"]) == 0
+""",
+    )
+
+
+@pytest.mark.parametrize("verb", ["train", "data", "curves"])
+def test_a_verb_without_its_extra_says_which_one_it_needs(verb):
+    """Guards: a traceback as the answer to `lingpt train` after an install without an extra."""
+    code = f"from lingpt.cli.main import main; sys.stderr = sys.stdout; print(main([{verb!r}]))"
+    line, code = without(HEAVY, code).splitlines()
+    assert code == "2" and re.match(r"lingpt: \w+ is not installed: .*\[train\]", line), line
+
+
+def test_the_package_and_the_help_need_no_pytorch():
+    printed = without(
+        ("torch", "numpy", *HEAVY),
+        "import lingpt; from lingpt.cli.main import main; main(['--help']); print(dir(lingpt))",
+    )
+    assert "usage: lingpt" in printed and "linear_attention" in printed
+
+
+def test_every_public_name_of_the_package_is_there():
+    for name in lingpt.__all__:
+        assert getattr(lingpt, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'linear_atention'"):
+        lingpt.linear_atention  # noqa: B018
 
 
 def test_constraints_pin_every_dependency_within_its_bounds():
@@ -174,14 +324,23 @@ def test_constraints_pin_every_dependency_within_its_bounds():
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_imports_point_one_way(folder):
-    """kernels ← models ← train, eval; data ← train, eval; the command line on top."""
-    for path in sources(".py"):
-        if path.relative_to(ROOT).parts[0] != folder:
-            continue
-        for module, names, line in imports(path):
+    """common ← kernels ← models ← train, eval; common ← data ← train, eval; the command line on top."""
+    for path, tree in trees(folder):
+        for module, names, line in imports(tree):
             if module == "lingpt" or module.startswith("lingpt."):
-                other = module.split(".")[1]
                 where = f"{path.relative_to(ROOT)}:{line}"
+                assert module != "lingpt", f"{where} imports from the top: name the module"
+                other = module.split(".")[1]
                 assert other == folder or other in MAY_IMPORT[folder], f"{where} imports lingpt.{other}"
                 private = [name for name in [*module.split("."), *names] if re.match(r"_(?!_)", name)]
                 assert other == folder or not private, f"{where} imports {private} of lingpt.{other}"
+
+
+def test_modules_import_one_another_in_no_circle():
+    """Imports inside functions and for type checkers count, too: a circle put off is still a circle."""
+    names = {module_name(path) for path in sources(".py")}
+    graph: dict[str, set[str]] = {}
+    for path, tree in trees():
+        found = [(module, f"{module}.{name}") for module, whats, _ in imports(tree) for name in whats or [""]]
+        graph[module_name(path)] = {inner if inner in names else module for module, inner in found} & names
+    TopologicalSorter(graph).prepare()  # CycleError names the circle
