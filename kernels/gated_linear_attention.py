@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from lingpt.common.errors import UserError
-from lingpt.kernels.linear_attention.common import state_dtype, true_fp32
+from lingpt.kernels.operator import Operator, Outputs
+from lingpt.kernels.precision import state_dtype, true_fp32
 
 CHUNK, SUBCHUNK = 64, 16
 BACKENDS = ("auto", "reference", "chunkwise", "recurrent", "fla")
@@ -60,7 +61,7 @@ def gated_linear_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     backend = _choose(backend, q, initial_state)
     if backend == "chunkwise":
-        o, state = torch.ops.lingpt.gated_linear_attention_fwd(q, k, v, log_gate, initial_state, scale)
+        o, state = _attend(Call(q, k, v, log_gate, initial_state, scale))
     else:
         form = {"reference": _reference, "recurrent": _recurrent, "fla": _fla}[backend]
         o, state = form(q, k, v, log_gate, initial_state, scale)
@@ -164,32 +165,32 @@ def _fla(q, k, v, log_gate, initial_state, scale):
 #   across sub-chunks   exp(G_i − R) · exp(R − G_j), R being G just before the row's sub-chunk;
 #   within a sub-chunk  exp(G_i − G_j) itself, one column at a time, so that memory stays O(N·Dk).
 
-torch.library.define(
-    "lingpt::gated_linear_attention_fwd",
-    "(Tensor q, Tensor k, Tensor v, Tensor log_gate, Tensor? state, float scale) -> (Tensor, Tensor)",
-)
-torch.library.define(
-    "lingpt::gated_linear_attention_bwd",
-    "(Tensor q, Tensor k, Tensor v, Tensor log_gate, Tensor? state, float scale, Tensor do, Tensor? dfinal)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
+
+class Call(NamedTuple):
+    """The arguments of the chunkwise form, checked (kernels/operator.py)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_gate: Tensor
+    state: Tensor | None
+    scale: float
 
 
-@torch.library.impl("lingpt::gated_linear_attention_fwd", "default")
-def _fwd(q, k, v, log_gate, state, scale):
-    with torch.no_grad(), true_fp32(q.device):
-        Q, K, V, G = _chunks(q, k, v, log_gate, scale)
-        before, final = _states(K, V, G, state)
+def _forward(call: Call) -> Outputs:
+    with torch.no_grad(), true_fp32(call.q.device):
+        Q, K, V, G = _chunks(call)
+        before, final = _states(K, V, G, call.state)
         o = _scores(Q, K, G) @ V + (Q * G.exp()) @ before
-        return _tokens(o, q.shape[1]).to(q.dtype).contiguous(), final
+        return _tokens(o, call.q.shape[1]).to(call.q.dtype).contiguous(), final
 
 
-@torch.library.impl("lingpt::gated_linear_attention_bwd", "default")
-def _bwd(q, k, v, log_gate, state, scale, do, dfinal):
-    with torch.no_grad(), true_fp32(q.device):
-        Q, K, V, G = _chunks(q, k, v, log_gate, scale)
-        dO = _to_chunks(do.to(Q.dtype), Q.shape[3])
-        before, final = _states(K, V, G, state)
+def _backward(call: Call, saved: tuple[Tensor, ...], gradients: Outputs) -> Outputs:
+    do, dfinal = gradients
+    with torch.no_grad(), true_fp32(call.q.device):
+        N, (Q, K, V, G) = call.q.shape[1], _chunks(call)
+        dO = torch.zeros_like(V) if do is None else _to_chunks(do.to(Q.dtype), Q.shape[3])
+        before, final = _states(K, V, G, call.state)
         after, dinitial = _adjoints(Q, dO, G, dfinal)
 
         from_start, to_end = G.exp(), (G[..., -1:, :] - G).exp()
@@ -199,24 +200,22 @@ def _bwd(q, k, v, log_gate, state, scale, do, dfinal):
         dV = _scores(Q, K, G).mT @ dO + (K * to_end) @ after
 
         # G_i enters as a factor of q_i, −G_j as one of k_j, and the last G as one of the returned state.
-        dG = _tokens(Q * dQ - K * dK, q.shape[1])
-        if dfinal is not None and q.shape[1]:
+        dG = _tokens(Q * dQ - K * dK, N)
+        if dfinal is not None and N:
             dG[:, -1] += (final * dfinal).sum(-1)
         dlog_gate = dG.flip(1).cumsum(1).flip(1)
 
-        N = q.shape[1]
-        gradients = (_tokens(scale * dQ, N), _tokens(dK, N), _tokens(dV, N), dlog_gate)
-        inputs = (q, k, v, log_gate)
-        dinitial = dinitial if state is not None else Q.new_empty(0)
-        return *(g.to(x.dtype).contiguous() for g, x in zip(gradients, inputs, strict=True)), dinitial
+        found = (_tokens(call.scale * dQ, N), _tokens(dK, N), _tokens(dV, N), dlog_gate)
+        own = (g.to(x.dtype).contiguous() for g, x in zip(found, call[:4], strict=True))
+        return *own, dinitial if call.state is not None else None
 
 
-def _chunks(q, k, v, log_gate, scale):
+def _chunks(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """scale·q, k and v in chunks, and G. Zeros (and gates of 1) fill up the last chunk."""
-    dtype, N = state_dtype(q.dtype), q.shape[1]
+    dtype, N = state_dtype(call.q.dtype), call.q.shape[1]
     C = min(CHUNK, SUBCHUNK * max(1, -(-N // SUBCHUNK)))
-    Q, K, V, gates = (_to_chunks(x.to(dtype), C) for x in (q, k, v, log_gate))
-    return Q * scale, K, V, gates.cumsum(3)
+    Q, K, V, gates = (_to_chunks(x.to(dtype), C) for x in call[:4])
+    return Q * call.scale, K, V, gates.cumsum(3)
 
 
 def _to_chunks(x: Tensor, C: int) -> Tensor:
@@ -294,41 +293,24 @@ def _scores_backward(dA: Tensor, Q: Tensor, K: Tensor, G: Tensor) -> tuple[Tenso
     return dQ, dK
 
 
-@torch.library.register_fake("lingpt::gated_linear_attention_fwd")
-def _(q, k, v, log_gate, state, scale):
-    B, _, H, Dk = q.shape
-    return v.new_empty(v.shape), v.new_empty(B, H, Dk, v.shape[-1], dtype=state_dtype(q.dtype))
+def _fake_forward(call: Call) -> Outputs:
+    B, _, H, Dk = call.q.shape
+    state = call.v.new_empty(B, H, Dk, call.v.shape[-1], dtype=state_dtype(call.q.dtype))
+    return call.v.new_empty(call.v.shape), state
 
 
-@torch.library.register_fake("lingpt::gated_linear_attention_bwd")
-def _(q, k, v, log_gate, state, scale, do, dfinal):
-    dstate = q.new_empty(0 if state is None else state.shape, dtype=state_dtype(q.dtype))
-    return *(x.new_empty(x.shape) for x in (q, k, v, log_gate)), dstate
+def _flops(shapes: Any) -> int:
+    (B, N, H, Dk), Dv = shapes.q, shapes.v[-1]
+    return gated_linear_attention_flops(B, N, H, Dk, Dv)
 
 
-def _save(ctx, inputs, output) -> None:
-    *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, do, dfinal):
-    q, k, v, log_gate, state = ctx.saved_tensors
-    do = torch.zeros_like(v) if do is None else do
-    *gradients, dstate = torch.ops.lingpt.gated_linear_attention_bwd(
-        q, k, v, log_gate, state, ctx.scale, do, dfinal
-    )
-    return *gradients, None if state is None else dstate, None
-
-
-torch.library.register_autograd("lingpt::gated_linear_attention_fwd", _backward, setup_context=_save)
-
-
-@register_flop_formula(torch.ops.lingpt.gated_linear_attention_fwd)
-def _fwd_flops(q_shape, k_shape, v_shape, *args, out_shape=None, **kwargs) -> int:
-    return gated_linear_attention_flops(*q_shape, v_shape[-1])
-
-
-@register_flop_formula(torch.ops.lingpt.gated_linear_attention_bwd)
-def _bwd_flops(q_shape, k_shape, v_shape, *args, out_shape=None, **kwargs) -> int:
-    return 2 * gated_linear_attention_flops(*q_shape, v_shape[-1])
+_attend = Operator(
+    "gated_linear_attention",
+    Call,
+    forward=_forward,
+    fake_forward=_fake_forward,
+    backward=_backward,
+    flops=_flops,
+    gradients_of=("q", "k", "v", "log_gate", "state"),
+    outputs=("o", "state"),
+).register()

@@ -4,9 +4,9 @@ from lingpt import linear_attention
 o = linear_attention(q, k, v)        # [B, N, H, D] each
 """
 
-from lingpt.kernels.linear_attention.common import LinearAttentionState
 from lingpt.kernels.linear_attention.library import linear_attention_flops
 from lingpt.kernels.linear_attention.op import linear_attention, linear_attention_qkv
+from lingpt.kernels.linear_attention.state import LinearAttentionState
 
 __all__ = [
     "LinearAttentionState",

@@ -25,49 +25,36 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lingpt.kernels.linear_attention.common import (
-    LinearAttentionState,
-    effective,
-    per_head,
-    reciprocal_norm,
-    state_dtype,
-    true_fp32,
-)
+from lingpt.kernels.linear_attention.call import Call
+from lingpt.kernels.linear_attention.numerics import effective_b, per_head, reciprocal_norm
 from lingpt.kernels.linear_attention.rope import rotate, rotate_backward
+from lingpt.kernels.linear_attention.state import LinearAttentionState
+from lingpt.kernels.precision import state_dtype, true_fp32
 
 CHUNK = 64
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    b: float | Tensor,
-    log_decay: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    initial_state: LinearAttentionState | None,
-    normalize_qk: bool,
-    causal: bool,
-) -> tuple[Tensor, Tensor, LinearAttentionState]:
-    """o [B, N, H, D] in q's dtype; stats [3, B, H, N]: g, 1/‖q‖, 1/‖k‖; the state after the last token.
+def why_not(call: Call) -> str | None:
+    """It serves every call."""
+    return None
 
-    q and k are first rotated by cos and sin, where those are given. No graph is recorded.
-    """
-    with torch.no_grad(), true_fp32(q.device):
-        N, C = q.shape[1], _chunk_size(q, causal)
-        o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        b = _coefficient(b, normalize_qk, q.dtype)
-        q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
-        stats = q.new_ones(3, *q.shape[:1], *q.shape[2:0:-1])
+
+def forward(call: Call) -> tuple[Tensor, Tensor, LinearAttentionState | None]:
+    """o, stats and the final state, as `backends.Backend` has it. No graph is recorded."""
+    with torch.no_grad(), true_fp32(call.device):
+        (q, k, v), (B, N, H, D), C = call.views, call.shape, _chunk_size(call)
+        o = torch.empty(B, N, H, D, dtype=q.dtype, device=q.device)
+        b = _coefficient(call)
+        q, k = _rotated(q, call), _rotated(k, call)
+        stats = q.new_ones(3, B, H, N)
         g, q_r, k_r = _per_token(stats)
-        if normalize_qk:
+        if call.normalize_qk:
             q_r[:], k_r[:] = reciprocal_norm(q), reciprocal_norm(k)
         Q, K, V = _to_chunks(q, q_r * b, 1, C), _to_chunks(k, k_r, 1, C), _to_chunks(v, None, 1, C)
-        decay = _Decay.of(log_decay, N, C, Q.dtype)
-        before, final = _states(K, V, initial_state, decay)
+        decay = _Decay.of(call.log_decay, N, C, Q.dtype)
+        before, final = _states(K, V, call.initial_state, decay)
 
-        if causal:
+        if call.causal:
             U = _bmm(_masked(_bmm(Q, K.mT), decay), V)
             _add_bmm(U, _times(Q, decay and decay.from_start), before)
         else:
@@ -76,44 +63,31 @@ def forward(
         U = _to_tokens(U, N)
         g[:] = U[..., -1:]
         torch.div(U[..., :-1], U[..., -1:], out=o)
-        return o, stats, _unpack(final)
+        return o, stats, _unpack(final) if call.return_state else None
 
 
 def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    b: float | Tensor,
-    log_decay: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
+    call: Call,
     o: Tensor,
     stats: Tensor,
-    initial_state: LinearAttentionState | None,
     do: Tensor,
     dstate: LinearAttentionState | None,
-    normalize_qk: bool,
-    causal: bool,
-    out: tuple[Tensor, Tensor, Tensor],
-) -> tuple[Tensor | None, LinearAttentionState]:
-    """Writes dq, dk and dv into `out` (any strides); returns db [H] (None for a number) and the initial
-    state's.
-
-    Takes what `forward` took and gave, the gradient of o and, where there is one, that of the final state.
-    """
-    with torch.no_grad(), true_fp32(q.device):
-        N, C = q.shape[1], _chunk_size(q, causal)
-        learnable, b = isinstance(b, Tensor), _coefficient(b, normalize_qk, q.dtype)
-        q, k, do = _rotated(q, cos, sin), _rotated(k, cos, sin), do.to(stats.dtype)
+    out: tuple[Tensor, ...],
+) -> tuple[Tensor | None, LinearAttentionState | None]:
+    """Writes dq, dk and dv into `out`; returns the gradients of b and of the initial state."""
+    with torch.no_grad(), true_fp32(call.device):
+        (q, k, v), N, C = call.views, call.shape[1], _chunk_size(call)
+        b = _coefficient(call)
+        q, k, do = _rotated(q, call), _rotated(k, call), do.to(stats.dtype)
         g, q_r, k_r = _per_token(stats)
         Q, K, V = _to_chunks(q, q_r * b, 1, C), _to_chunks(k, k_r, 1, C), _to_chunks(v, None, 1, C)
         e = torch.linalg.vecdot(do, o.to(do.dtype)) / g[..., 0]
         G = _to_chunks(do, 1 / g, -e, C)
-        decay = _Decay.of(log_decay, N, C, Q.dtype)
-        before, final = _states(K, V, initial_state, decay)
+        decay = _Decay.of(call.log_decay, N, C, Q.dtype)
+        before, final = _states(K, V, call.initial_state, decay)
         after, initial = _adjoints(Q, G, dstate, decay)
 
-        if causal:
+        if call.causal:
             P, dP = _masked(_bmm(Q, K.mT), decay), _masked(_bmm(G, V.mT), decay)
             dQ, dK, dV = _bmm(dP, K), _bmm(dP.mT, Q), _bmm(P.mT, G)
             _add_bmm(dQ, _times(G, decay and decay.from_start), before.mT)
@@ -125,25 +99,26 @@ def backward(
 
         dQ, dK, dV = (_to_tokens(x, N)[..., :-1] for x in (dQ, dK, dV))
         dq, dk, dv = out
-        along_q = _input_gradient(dQ, q, b, q_r, normalize_qk, cos, sin, dq)
-        _input_gradient(dK, k, 1.0, k_r, normalize_qk, cos, sin, dk)
+        along_q = _input_gradient(call, dQ, q, b, q_r, dq)
+        _input_gradient(call, dK, k, 1.0, k_r, dk)
         dv.copy_(dV)
-        db = effective(along_q.sum((0, 1)), normalize_qk) if learnable else None
-        return db, _unpack(initial)
+        db = None if call.b is None else effective_b(along_q.sum((0, 1)), call.normalize_qk)
+        return db, None if call.S is None else _unpack(initial)
 
 
 # The inputs: coefficient, rotation, norms, and their gradients.
 
 
-def _coefficient(b: float | Tensor, normalize_qk: bool, dtype: torch.dtype) -> float | Tensor:
+def _coefficient(call: Call) -> float | Tensor:
     """The coefficient in use, a number or [1, 1, H, 1]."""
-    return per_head(effective(b, normalize_qk), ndim=4, dim=2, dtype=state_dtype(dtype))
+    b = effective_b(call.coefficient, call.normalize_qk)
+    return per_head(b, ndim=4, dim=2, dtype=state_dtype(call.dtype))
 
 
-def _rotated(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
-    """x [B, N, H, D] in fp32 (float64), rotated."""
+def _rotated(x: Tensor, call: Call) -> Tensor:
+    """x [B, N, H, D] in fp32 (float64), rotated where the call has RoPE."""
     x = x.to(state_dtype(x.dtype))
-    return x if cos is None else rotate(x, cos, sin)
+    return x if call.cos is None or call.sin is None else rotate(x, call.cos, call.sin)
 
 
 def _per_token(stats: Tensor) -> tuple[Tensor, ...]:
@@ -151,36 +126,27 @@ def _per_token(stats: Tensor) -> tuple[Tensor, ...]:
     return stats.transpose(2, 3).unsqueeze(-1).unbind()
 
 
-def _input_gradient(
-    d: Tensor,
-    x: Tensor,
-    b: float | Tensor,
-    r: Tensor,
-    normalized: bool,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    out: Tensor,
-) -> Tensor:
+def _input_gradient(call: Call, d: Tensor, x: Tensor, b: float | Tensor, r: Tensor, out: Tensor) -> Tensor:
     """Writes the gradient of what was rotated to x, given that of b x̂, x̂ = r x; returns x̂·d [B, N, H].
 
     With dx̂ = b d, the gradient of x is r (dx̂ − x̂ (x̂·dx̂)) = r b (d − r² (x·d) x).
     """
     along = torch.linalg.vecdot(x, d).unsqueeze(-1) * r
-    if normalized:
+    if call.normalize_qk:
         d = torch.addcmul(d, x, along * r, value=-1)
-    if cos is None:
+    if call.cos is None or call.sin is None:
         torch.mul(d, r * b, out=out)
     else:
-        out.copy_(rotate_backward(d * (r * b), cos, sin))
+        out.copy_(rotate_backward(d * (r * b), call.cos, call.sin))
     return along.squeeze(-1)
 
 
 # Chunks.
 
 
-def _chunk_size(q: Tensor, causal: bool) -> int:
-    N = q.shape[1]
-    return max(1, min(CHUNK, N) if causal else N)
+def _chunk_size(call: Call) -> int:
+    N = call.shape[1]
+    return max(1, min(CHUNK, N) if call.causal else N)
 
 
 def _to_chunks(x: Tensor, scale: float | Tensor | None, last: float | Tensor, C: int) -> Tensor:

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from lingpt.common.errors import UserError
-from lingpt.kernels.linear_attention.common import LinearAttentionState, state_dtype, state_shapes
-from lingpt.kernels.linear_attention.library import Settings, attend, attend_qkv
-from lingpt.kernels.linear_attention.recurrent import linear_attention_recurrent
-from lingpt.kernels.linear_attention.reference import linear_attention_reference
-from lingpt.kernels.linear_attention.rope import rotate
+from lingpt.kernels.linear_attention import recurrent, reference
+from lingpt.kernels.linear_attention.call import Call
+from lingpt.kernels.linear_attention.library import attend
+from lingpt.kernels.linear_attention.state import LinearAttentionState, state_shapes
+from lingpt.kernels.precision import state_dtype
 
 BACKENDS = ("auto", "reference", "chunkwise", "recurrent", "cuda")
+_DIFFERENTIATED = {"reference": reference, "recurrent": recurrent}  # by autograd; the others have a backward
 
 
 def linear_attention(
@@ -66,11 +67,15 @@ def linear_attention(
     Source: "Linear Attention Optimized GPU Kernel Implementation", eq. 5 and 22 with a = 1; RetNet's decay.
     """
     _check_tensors(q, k, v)
-    s = _settings(q, b, log_decay, normalize_qk, causal, initial_state, return_state, backend)
-    if s.backend in ("reference", "recurrent"):
-        return _in_plain_pytorch(q, k, v, s)
-    o, _, *state = attend((q, k, v), s)
-    return (o, LinearAttentionState(*state)) if return_state else o
+    S, z, c, n = _state(initial_state, q)
+    return _run(
+        Call(
+            q=q, k=k, v=v, b=_b_tensor(b, q), b_value=_b_value(b, normalize_qk),
+            log_decay=_decay(log_decay, q, causal), S=S, z=z, c=c, n=n,
+            normalize_qk=normalize_qk, causal=causal, return_state=return_state,
+            backend=_backend(backend, q, causal, initial_state is not None),
+        )
+    )  # fmt: skip
 
 
 def linear_attention_qkv(
@@ -97,40 +102,27 @@ def linear_attention_qkv(
         o [B, N, H, D] in qkv's dtype; with `return_state`, (o, state).
     """
     _check_packed(qkv, cos, sin)
-    s = _settings(qkv, b, log_decay, normalize_qk, True, initial_state, return_state, backend)
-    if s.backend in ("reference", "recurrent"):
-        q, k, v = qkv.unbind(2)
-        q, k = (rotate(x.to(state_dtype(x.dtype)), cos, sin) for x in (q, k))
-        return _in_plain_pytorch(q, k, v, s)
-    o, _, *state = attend_qkv((qkv, cos, sin), s)
-    return (o, LinearAttentionState(*state)) if return_state else o
+    S, z, c, n = _state(initial_state, qkv)
+    return _run(
+        Call(
+            qkv=qkv, cos=cos, sin=sin, b=_b_tensor(b, qkv), b_value=_b_value(b, normalize_qk),
+            log_decay=_decay(log_decay, qkv), S=S, z=z, c=c, n=n,
+            normalize_qk=normalize_qk, return_state=return_state,
+            backend=_backend(backend, qkv, True, initial_state is not None),
+        )
+    )  # fmt: skip
 
 
-def _in_plain_pytorch(q: Tensor, k: Tensor, v: Tensor, s: Settings):
-    """The two forms that autograd differentiates."""
-    if s.backend == "reference":
-        o, state = linear_attention_reference(
-            q, k, v, s.coefficient, s.log_decay, s.normalize_qk, s.causal, s.initial_state
-        )
-    else:
-        o, state = linear_attention_recurrent(
-            q, k, v, s.coefficient, s.log_decay, s.normalize_qk, s.initial_state
-        )
-    return (o, state) if s.return_state else o
+def _run(call: Call) -> Tensor | tuple[Tensor, LinearAttentionState]:
+    if call.backend in _DIFFERENTIATED:
+        o, state = _DIFFERENTIATED[call.backend].forward(call)
+        return (o, state) if call.return_state else o
+    o, _, *parts = attend(call)
+    return (o, LinearAttentionState(*parts)) if call.return_state else o
 
 
 # Validation: shapes, dtypes and Python numbers only. A tensor's values are never read: that would wait for
 # the GPU and break a graph.
-
-
-def _settings(like, b, log_decay, normalize_qk, causal, initial_state, return_state, backend) -> Settings:
-    """Everything but the tensors, as the operators take it; checked against q [B, N, H, D] or qkv."""
-    number = 1.0 if isinstance(b, Tensor) else _number(b, normalize_qk)
-    b = _per_head(b, like, "b") if isinstance(b, Tensor) else None
-    log_decay = _decay(log_decay, like, causal)
-    state = _state(initial_state, like)
-    backend = _backend(backend, like, causal, initial_state is not None)
-    return Settings(b, number, log_decay, *state, normalize_qk, causal, return_state, backend)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -157,7 +149,13 @@ def _check_packed(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
         raise UserError(f"qkv, cos and sin must be on one device; got {devices}")
 
 
-def _number(b: float, normalize_qk: bool) -> float:
+def _b_tensor(b: float | Tensor, like: Tensor) -> Tensor | None:
+    return _per_head(b, like, "b") if isinstance(b, Tensor) else None
+
+
+def _b_value(b: float | Tensor, normalize_qk: bool) -> float:
+    if isinstance(b, Tensor):
+        return 1.0
     if normalize_qk and not -1.0 <= b <= 1.0:
         raise UserError(f"|b| must be at most 1 with normalize_qk, or weights turn negative; got {b}")
     return float(b)
@@ -171,7 +169,7 @@ def _per_head(x: Tensor, like: Tensor, name: str) -> Tensor:
     return x.to(state_dtype(like.dtype))
 
 
-def _decay(log_decay: Tensor | Sequence[float] | None, like: Tensor, causal: bool) -> Tensor | None:
+def _decay(log_decay: Tensor | Sequence[float] | None, like: Tensor, causal: bool = True) -> Tensor | None:
     if log_decay is None:
         return None
     if not causal:
@@ -198,7 +196,7 @@ def _state(state: LinearAttentionState | None, like: Tensor) -> tuple[Tensor | N
 
 
 def _backend(backend: str, like: Tensor, causal: bool, has_state: bool) -> str:
-    """`backend`, where "auto" may turn out to be "recurrent"; the rest is decided in dispatch.py."""
+    """`backend`, where "auto" may turn out to be "recurrent"; the rest is decided in backends.py."""
     if backend not in BACKENDS:
         raise UserError(f"unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
     if backend == "recurrent" and not causal:

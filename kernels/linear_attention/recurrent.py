@@ -5,39 +5,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lingpt.kernels.linear_attention.common import (
-    LinearAttentionState,
-    effective,
-    per_head,
-    reciprocal_norm,
-    state_dtype,
-)
+from lingpt.kernels.linear_attention.call import Call
+from lingpt.kernels.linear_attention.numerics import effective_b, per_head, reciprocal_norm
+from lingpt.kernels.linear_attention.rope import rotate
+from lingpt.kernels.linear_attention.state import LinearAttentionState
+from lingpt.kernels.precision import state_dtype
 
 
-def linear_attention_recurrent(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    b: float | Tensor = 1.0,
-    log_decay: Tensor | None = None,
-    normalize_qk: bool = True,
-    initial_state: LinearAttentionState | None = None,
-) -> tuple[Tensor, LinearAttentionState]:
-    """S ← γS + k̂vᵀ, likewise z, c and n; then o = (c + b Sᵀq̂) / (n + b z·q̂). Arguments as in
-    `linear_attention`.
+def forward(call: Call) -> tuple[Tensor, LinearAttentionState]:
+    """S ← γS + k̂vᵀ, likewise z, c and n; then o = (c + b Sᵀq̂) / (n + b z·q̂). Returns o and the final state.
 
     Differentiable by autograd, which keeps a state a token: meant for inference. Written in elementwise
     products and sums: they are exact in fp32 under autocast and where TF32 is allowed, and a matrix-vector
     product is bound by memory anyway.
     """
-    dtype, (B, N, H, D) = state_dtype(q.dtype), q.shape
-    q_hat, k_hat, values = (x.to(dtype) for x in (q, k, v))
-    if normalize_qk:
+    dtype, (B, N, H, D) = state_dtype(call.dtype), call.shape
+    q_hat, k_hat, values = (x.to(dtype) for x in call.views)
+    if call.cos is not None and call.sin is not None:
+        q_hat, k_hat = rotate(q_hat, call.cos, call.sin), rotate(k_hat, call.cos, call.sin)
+    if call.normalize_qk:
         q_hat, k_hat = q_hat * reciprocal_norm(q_hat), k_hat * reciprocal_norm(k_hat)
-    q_hat = per_head(effective(b, normalize_qk), ndim=4, dim=2, dtype=dtype) * q_hat
+    b = effective_b(call.coefficient, call.normalize_qk)
+    q_hat = per_head(b, ndim=4, dim=2, dtype=dtype) * q_hat
 
-    state = initial_state or LinearAttentionState.zeros(B, H, D, device=q.device, dtype=dtype)
-    fade = None if log_decay is None else log_decay.exp()
+    state = call.initial_state or LinearAttentionState.zeros(B, H, D, device=call.device, dtype=dtype)
+    fade = None if call.log_decay is None else call.log_decay.exp()
     outputs = []
     for t in range(N):
         if fade is not None:
@@ -48,5 +40,5 @@ def linear_attention_recurrent(
         u = state.c + (q_t[..., None] * state.S).sum(-2)
         g = state.n + (q_t * state.z).sum(-1)
         outputs.append(u / g[..., None])
-    o = torch.stack(outputs, dim=1).to(v.dtype) if outputs else torch.empty_like(v)
-    return o, state
+    o = torch.stack(outputs, dim=1) if outputs else torch.empty_like(values)
+    return o.to(call.dtype), state

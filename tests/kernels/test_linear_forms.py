@@ -5,7 +5,7 @@ import torch
 
 from lingpt.kernels.linear_attention import LinearAttentionState, linear_attention
 from lingpt.kernels.linear_attention.chunkwise import CHUNK
-from lingpt.kernels.linear_attention.common import B_SHRINK
+from lingpt.kernels.linear_attention.numerics import B_SHRINK
 
 AROUND_A_CHUNK = (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 7)
 
@@ -195,13 +195,10 @@ def test_a_strong_decay_underflows_to_nothing_and_not_to_nan():
 
 
 def test_one_token_with_a_state_decodes_recurrently_on_a_cpu(monkeypatch):
-    from lingpt.kernels.linear_attention import op
+    from lingpt.kernels.linear_attention import recurrent
 
-    called = []
-    recurrent = op.linear_attention_recurrent
-    monkeypatch.setattr(
-        op, "linear_attention_recurrent", lambda *a, **k: called.append(1) or recurrent(*a, **k)
-    )
+    called, forward = [], recurrent.forward
+    monkeypatch.setattr(recurrent, "forward", lambda call: called.append(1) or forward(call))
     q, k, v = inputs(1)
     linear_attention(q, k, v)
     assert not called

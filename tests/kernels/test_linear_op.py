@@ -13,13 +13,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from lingpt.common.errors import UserError
 from lingpt.kernels.linear_attention import (
     LinearAttentionState,
+    backends,
     chunkwise,
-    dispatch,
     library,
     linear_attention,
     linear_attention_flops,
     linear_attention_qkv,
 )
+from lingpt.kernels.linear_attention.call import Call
+from lingpt.kernels.linear_attention.cuda import backend
 
 B, N, H, D = 2, 70, 2, 8
 
@@ -35,6 +37,14 @@ def state(requires_grad=False):
     return LinearAttentionState(*(x.detach().clone().requires_grad_(requires_grad) for x in parts))
 
 
+def all_options(causal=True):
+    """Every optional field of a Call, as tensors that get gradients where they can."""
+    log_decay = torch.full((H,), -0.1) if causal else None
+    parts = dict(zip("Szcn", state(True), strict=True))
+    b = torch.full((H,), 0.5, requires_grad=True)
+    return {"b": b, "log_decay": log_decay, "return_state": True, **parts}
+
+
 def rope(R=4):
     angle = torch.arange(N)[:, None] * torch.ones(R)
     return angle.cos(), angle.sin()
@@ -46,15 +56,13 @@ def rope(R=4):
 @pytest.mark.parametrize("full", [True, False], ids=["all arguments", "none optional"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_opcheck(full, causal):
-    b, log_decay = torch.ones(H, requires_grad=True), torch.full((H,), -0.1) if causal else None
-    optional = (b, 1.0, log_decay, *state(True)) if full else (None, 0.5, *(None,) * 5)
+    optional = all_options(causal) if full else {"b_value": 0.5}
     q, k, v = tensors(True)
-    opcheck(torch.ops.lingpt.linear_attention_fwd, (q, k, v, *optional, True, causal, full, "auto"))
+    opcheck(torch.ops.lingpt.linear_attention_fwd, Call(q=q, k=k, v=v, causal=causal, **optional))
     if causal:
         qkv = torch.stack((q, k, v), 2).detach().requires_grad_()
-        opcheck(
-            torch.ops.lingpt.linear_attention_qkv_fwd, (qkv, *rope(), *optional, True, True, full, "auto")
-        )
+        cos, sin = rope()
+        opcheck(torch.ops.lingpt.linear_attention_fwd, Call(qkv=qkv, cos=cos, sin=sin, **optional))
 
 
 @pytest.mark.parametrize("backend", ["auto", "chunkwise"])
@@ -88,30 +96,26 @@ def test_meta_tensors_have_shapes():
 # The way past the dispatcher: nobody who could see the operator notices it
 
 
-PLAIN = library.Settings(None, 1.0, None, None, None, None, None, True, True, False, "auto")
-
-
 def operator(q, k, v):
     """linear_attention(q, k, v), by the operator."""
-    return torch.ops.lingpt.linear_attention_fwd.default(q, k, v, *PLAIN)[0]
+    return torch.ops.lingpt.linear_attention_fwd.default(*Call(q=q, k=k, v=v))[0]
 
 
 @pytest.mark.parametrize("full", [True, False], ids=["all arguments", "none optional"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_direct_way_gives_the_operator_s_bits(full, packed):
-    b, parts = torch.full((H,), 0.5, requires_grad=True), state(True)
-    optional = (b, 1.0, torch.full((H,), -0.1), *parts) if full else (None, 0.5, *(None,) * 5)
-    settings = library.Settings(*optional, True, True, full, "auto")
-    x = tensors(True)
-    inputs = (torch.stack(x, 2), *rope()) if packed else x
-    attend = library.attend_qkv if packed else library.attend
-    name = "linear_attention_qkv_fwd" if packed else "linear_attention_fwd"
+    x, options = tensors(True), all_options() if full else {"b_value": 0.5}
+    cos, sin = rope()
+    inputs = (
+        {"qkv": torch.stack(x, 2), "cos": cos, "sin": sin} if packed else dict(zip("qkv", x, strict=True))
+    )
+    call = Call(**inputs, **options)
 
-    direct = attend(inputs, settings)
-    whole = getattr(torch.ops.lingpt, name).default(*inputs, *settings)
+    direct = library.attend(call)
+    whole = torch.ops.lingpt.linear_attention_fwd.default(*call)
     if not full:
         assert direct[2:] == (None,) * 4 and all(x.numel() == 0 for x in whole[2:])
-    wanted = [*x, b, *parts] if full else x
+    wanted = [*x, *(y for y in options.values() if isinstance(y, torch.Tensor) and y.requires_grad)]
     found = []
     for o, stats, *end in (direct, whole):
         loss = o.square().sum() + (sum(x.square().sum() for x in end) if full else 0)
@@ -201,7 +205,7 @@ def test_without_gradients_and_with_parameters():
     p = torch.nn.Parameter(q)
     o = linear_attention(p, k, v)
     assert torch.equal(o, expected) and o.requires_grad
-    assert library.attend((p, k, v), PLAIN)[2:] == (None,) * 4  # the direct way
+    assert library.attend(Call(q=p, k=k, v=v))[2:] == (None,) * 4  # past the dispatcher
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             o, end = linear_attention(p, k, v, return_state=True)
@@ -287,30 +291,26 @@ class Kernel:
     def __init__(self, reason=None):
         self.reason, self.forwards, self.backwards = reason, 0, 0
 
-    def is_supported(self, dtype, head_dim, device):
-        return self.reason
+    def why_not(self, call):
+        return self.reason or backend.why_not(call)
 
-    def forward(self, q, k, v, b, log_decay, cos, sin, initial_state, normalize_qk, return_state):
+    def forward(self, call):
         self.forwards += 1
-        return chunkwise.forward(q, k, v, b, log_decay, cos, sin, initial_state, normalize_qk, True)
+        return chunkwise.forward(call)
 
-    def backward(
-        self, q, k, v, b, log_decay, cos, sin, o, stats, initial_state, do, dstate, normalize_qk, out
-    ):
+    def backward(self, call, o, stats, do, dstate, out):
         self.backwards += 1
-        assert do.is_contiguous() and all(x.is_contiguous() for x in dstate or ())
-        return chunkwise.backward(
-            q, k, v, b, log_decay, cos, sin, o, stats, initial_state, do, dstate, normalize_qk, True, out
-        )
+        return chunkwise.backward(call, o, stats, do, dstate, out)
 
 
 @pytest.fixture
 def kernel(monkeypatch):
     """The stand-in in the CUDA kernel's place, told that CPU tensors are its own."""
     kernel = Kernel()
-    monkeypatch.setattr(dispatch, "cuda", lambda: kernel)
-    monkeypatch.setattr(dispatch, "why_no_kernel", kernel.is_supported)
-    monkeypatch.setattr(dispatch, "warn_once", lambda reason: warnings.warn(reason, stacklevel=2))
+    monkeypatch.setattr(backends, "cuda", lambda: kernel)
+    monkeypatch.setattr(backends, "_why_not_cuda", kernel.why_not)
+    monkeypatch.setattr(backend, "why_unsupported", lambda dtype, head_dim, device: None)
+    monkeypatch.setattr(backends, "warn_once", lambda reason: warnings.warn(reason, stacklevel=2))
     return kernel
 
 
@@ -426,7 +426,7 @@ def test_a_mistake_gets_one_line(name, monkeypatch):
     call, message = WRONG[name]
     given = tensors()
     initial = state()
-    monkeypatch.setattr(dispatch, "forward", None)  # no work may begin
+    monkeypatch.setattr(library, "choose", None)  # no work may begin
     monkeypatch.setitem(globals(), "state", lambda: initial)
     with pytest.raises(UserError, match=message) as error:
         call(*given)
@@ -448,7 +448,7 @@ def test_the_import_is_light():
     program = f"""
 import sys, torch.utils.flop_counter
 before = set(sys.modules)
-import lingpt.kernels
+import lingpt.kernels.linear_attention, lingpt.kernels.gated_linear_attention
 print([m for m in {heavy} if m in sys.modules and m not in before])"""
     run = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"

@@ -1,0 +1,82 @@
+"""Which backend answers a call: the CUDA kernel where it can, else the chunkwise form in plain PyTorch.
+
+Decided inside the operator, where torch.compile does not look. The two other forms, reference and recurrent,
+are differentiated by autograd and are called by op.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lingpt.common.errors import UserError
+from lingpt.kernels.linear_attention import chunkwise
+from lingpt.kernels.linear_attention.call import Call
+from lingpt.kernels.linear_attention.state import LinearAttentionState
+
+
+class Backend(Protocol):
+    """A module that computes both passes of a call.
+
+    stats [3, B, H, N], fp32 (float64): the normaliser g = Σ w, 1/‖q‖ and 1/‖k‖ (the norms have no meaning
+    without normalize_qk). Backward needs only these and o, so that one backend's backward pass can follow
+    the forward pass of another.
+    """
+
+    def why_not(self, call: Call) -> str | None:
+        """None where the backend can serve this call, else the reason why not, for a user."""
+
+    def forward(self, call: Call) -> tuple[Tensor, Tensor, LinearAttentionState | None]:
+        """o [B, N, H, D] in the inputs' dtype, stats, and the final state if `call.return_state`."""
+
+    def backward(
+        self,
+        call: Call,
+        o: Tensor,
+        stats: Tensor,
+        do: Tensor,
+        dstate: LinearAttentionState | None,
+        out: tuple[Tensor, ...],
+    ) -> tuple[Tensor | None, LinearAttentionState | None]:
+        """Writes dq, dk and dv into `out`, whose last dimension is contiguous; returns the gradients of b [H]
+        (None for a number) and of the initial state (None where there is none).
+
+        do, dstate: the gradients of o and of the final state (None where it has none).
+        """
+
+
+def choose(call: Call) -> Backend:
+    """The backend for `call.backend` "cuda", "chunkwise" or "auto".
+
+    Raises UserError where "cuda" cannot serve the call; "auto" says so once, except for dtypes that nobody
+    expects on tensor cores.
+    """
+    if call.backend == "chunkwise" or (call.backend == "auto" and call.device.type != "cuda"):
+        return chunkwise
+    reason = _why_not_cuda(call)
+    if reason is not None and call.backend == "cuda":
+        raise UserError(f"backend='cuda' cannot run this: {reason}")
+    if reason is not None and call.dtype in (torch.bfloat16, torch.float16):
+        warn_once(reason)
+    empty = call.inputs[0].numel() == 0  # the chunkwise form knows what nothing gives
+    return chunkwise if reason is not None or empty else cuda()
+
+
+def _why_not_cuda(call: Call) -> str | None:
+    return cuda().why_not(call) if call.device.type == "cuda" else f"the tensors are on {call.device.type}"
+
+
+@functools.cache
+def cuda() -> Backend:
+    """Imported when a CUDA tensor first arrives."""
+    return importlib.import_module("lingpt.kernels.linear_attention.cuda")
+
+
+@functools.cache
+def warn_once(reason: str) -> None:
+    warnings.warn(f"linear_attention runs on the slower chunkwise backend: {reason}", stacklevel=2)

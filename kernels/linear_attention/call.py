@@ -1,0 +1,70 @@
+"""One call of the operator is one object, which the schema, autograd and every backend take."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lingpt.kernels.linear_attention.state import LinearAttentionState
+
+
+class Call(NamedTuple):
+    """The arguments of `linear_attention` or of `linear_attention_qkv`, checked; op.py makes it.
+
+    The operator's schema is made of these fields (kernels/operator.py): tensors first.
+    """
+
+    qkv: Tensor | None = None  # [B, N, 3, H, D], the fused projection; then q, k and v are None
+    q: Tensor | None = None  # [B, N, H, D], as k and v
+    k: Tensor | None = None
+    v: Tensor | None = None
+    cos: Tensor | None = None  # [N, R]; None: q and k are not rotated
+    sin: Tensor | None = None
+    b: Tensor | None = None
+    log_decay: Tensor | None = None  # [H] in fp32 (float64); None: no decay
+    S: Tensor | None = None  # the initial state; None: zeros
+    z: Tensor | None = None
+    c: Tensor | None = None
+    n: Tensor | None = None
+    b_value: float = 1.0
+    normalize_qk: bool = True
+    causal: bool = True
+    return_state: bool = False
+    backend: str = "auto"
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """q, k and v, or qkv alone."""
+        return (self.q, self.k, self.v) if self.qkv is None else (self.qkv,)  # type: ignore[return-value]
+
+    @property
+    def views(self) -> tuple[Tensor, ...]:
+        """q, k and v, [B, N, H, D] each; of a fused projection, strided views."""
+        return self.inputs if self.qkv is None else self.qkv.unbind(2)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """B, N, H, D."""
+        shape = self.inputs[0].shape
+        return shape[0], shape[1], shape[-2], shape[-1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.inputs[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.inputs[0].device
+
+    @property
+    def coefficient(self) -> float | Tensor:
+        """b, a number or [H]; not yet shrunk (numerics.effective_b)."""
+        return self.b_value if self.b is None else self.b
+
+    @property
+    def initial_state(self) -> LinearAttentionState | None:
+        if self.S is None or self.z is None or self.c is None or self.n is None:
+            return None
+        return LinearAttentionState(self.S, self.z, self.c, self.n)

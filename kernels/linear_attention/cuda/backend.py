@@ -1,0 +1,234 @@
+"""The CUDA backend: serves a Call with the kernels that launch.py plans, as `backends.Backend` has it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from lingpt.common.errors import UserError
+from lingpt.kernels.linear_attention.call import Call
+from lingpt.kernels.linear_attention.cuda.compile import compiler_version
+from lingpt.kernels.linear_attention.cuda.launch import HEAD_DIMS, POINTERS, TAGS, Plan, in_role, make_plan
+from lingpt.kernels.linear_attention.numerics import effective_b
+from lingpt.kernels.linear_attention.state import LinearAttentionState
+from lingpt.kernels.torch_internals import raw_stream
+
+MAX_BATCH_HEADS = 65535  # CUDA's limit on the grid's second dimension
+
+
+def why_not(call: Call) -> str | None:
+    """None where the kernels can serve this call, else the reason why not, for a user."""
+    B, _, H, D = call.shape
+    if reason := why_unsupported(call.dtype, D, call.device):
+        return reason
+    if not call.causal:
+        return "it is causal only"
+    if any(x.stride(-1) != 1 for x in call.inputs):
+        return "the last dimension of q, k and v must be contiguous"
+    if B * H > MAX_BATCH_HEADS:
+        return "batch size × heads is above 65,535"
+    if call.cos is not None and call.cos.shape[1] % 16:
+        return f"it rotates a multiple of 16 dimensions, not {call.cos.shape[1]}"
+    return None
+
+
+@functools.cache
+def why_unsupported(dtype: torch.dtype, head_dim: int, device: torch.device) -> str | None:
+    """None where kernels run for this dtype, head_dim and card, else the reason why not."""
+    if dtype not in TAGS:
+        return f"it takes bf16 and fp16, not {dtype}"
+    if head_dim not in HEAD_DIMS:
+        return f"it takes a head_dim of {' or '.join(map(str, HEAD_DIMS))}, not {head_dim}"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "it needs an Ampere card (compute capability 8.0) or a newer one"
+    try:
+        compiler_version()
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def forward(call: Call) -> tuple[Tensor, Tensor, LinearAttentionState | None]:
+    """o, stats and the final state."""
+    q, k, v = (_aligned(x) for x in call.views)
+    B, N, H, D = call.shape
+    with _current_device(call.device):
+        o = torch.empty(B, N, H, D, dtype=call.dtype, device=call.device)
+        run = _Pass(call, (q, k, v, o))
+        stats = _stats(run.plan, call.device)
+        initial, final = _contiguous(call.initial_state), None
+        if call.return_state:
+            final = LinearAttentionState.empty(B, H, D, device=call.device)
+        g = stats.data_ptr()
+        pointers = run.pointers("FWD", g, initial=initial, final=final, scratch=g + 4 * stats.numel())
+        for launch in run.plan.forward:
+            launch(run.stream, pointers)
+    if final is not None:
+        final.n.copy_(_token_count(call))
+    return o, stats, final
+
+
+def backward(
+    call: Call,
+    o: Tensor,
+    stats: Tensor,
+    do: Tensor,
+    dstate: LinearAttentionState | None,
+    out: tuple[Tensor, ...],
+) -> tuple[Tensor | None, LinearAttentionState | None]:
+    """Writes dq, dk and dv into `out`; returns the gradients of b and of the initial state."""
+    q, k, v = (_aligned(x) for x in call.views)
+    (B, N, H, D), initial, dstate = call.shape, _contiguous(call.initial_state), _contiguous(dstate)
+    with _current_device(call.device):
+        run = _Pass(call, (q, k, v, _aligned(o), _aligned(do.contiguous()), *out))
+        plan, stream, g = run.plan, run.stream, stats.data_ptr()
+        states = _states_behind(stats, plan)  # the forward pass left them, unless it was another backend's
+        sizes = (
+            plan.scratch_size(plan.pair_cut),
+            B * H * N,
+            B * H * plan.cut.segments,
+            0 if states else plan.scratch_size(plan.cut),
+        )
+        work = torch.empty(sum(sizes), dtype=torch.float32, device=call.device)
+        scratch, e, db, own_states, _ = (work.data_ptr() + 4 * at for at in accumulate(sizes, initial=0))
+        d_initial = None if initial is None else LinearAttentionState.empty(B, H, D, device=call.device)
+        if not plan.build.hopper:
+            plan.row_products(stream, run.pointers("row_products", g, e=e))
+        if not states:
+            states = own_states
+            pointers = run.pointers("FWD", g, initial=initial, scratch=states)
+            for launch in plan.states:
+                launch(stream, pointers)
+        plan.dq(stream, run.pointers("DQ", g, e=e, initial=initial, scratch=states, db=db))
+        dk, dv = (
+            run.pointers(mode, g, e=e, initial=dstate, final=d_initial, scratch=scratch)
+            for mode in ("DK", "DV")
+        )
+        for launch in plan.pair_states:
+            launch(stream, dk)
+        if plan.build.hopper:
+            plan.pair(stream, dk, dv)
+        else:
+            plan.dk(stream, dk)
+            plan.dv(stream, dv)
+    if d_initial is None and call.b is None:
+        return None, None
+    _, e_per_token, db_per_segment, _ = work.split_with_sizes(sizes)
+    if d_initial is not None:
+        d_initial.n.copy_(_count_gradient(call, e_per_token.view(B, H, N), dstate))
+    if call.b is None:
+        return None, d_initial
+    return effective_b(db_per_segment.view(B, H, -1).sum((0, 2)), call.normalize_qk), d_initial
+
+
+class _Pass:
+    """A pass of a call over these tensors (in the order of launch.TENSORS): its plan, stream and pointers."""
+
+    def __init__(self, call: Call, tensors: tuple[Tensor, ...]) -> None:
+        b = effective_b(call.coefficient, call.normalize_qk)
+        b_tensor, b_value = (b.float(), None) if isinstance(b, Tensor) else (None, b)
+        cos, sin = (None if x is None else _aligned(x.float().contiguous()) for x in (call.cos, call.sin))
+        self.plan = make_plan(
+            call.device,
+            call.dtype,
+            tensors[0].shape,
+            tuple([x.stride() for x in tensors]),
+            call.log_decay is not None,
+            0 if cos is None else cos.shape[1],
+            b_value,
+            call.normalize_qk,
+        )
+        self.stream = raw_stream(call.device)
+        self._options = b_tensor, call.log_decay, cos, sin  # kept here until the kernels are launched
+        self._option_pointers = [_pointer(x) for x in self._options]
+        self._tensors = [x.data_ptr() for x in tensors] + [0]
+        self._row = 4 * math.prod(tensors[0].shape[:3])  # bytes of one of the stats
+
+    def pointers(
+        self,
+        mode: str,
+        stats: int,
+        *,
+        e: int = 0,
+        initial: LinearAttentionState | None = None,
+        final: LinearAttentionState | None = None,
+        scratch: int = 0,
+        db: int = 0,
+    ) -> bytes:
+        """Those of struct Params; `stats`, `e`, `scratch` and `db` are addresses."""
+        *initial_sums, n_initial = _state_pointers(initial)
+        *final_sums, _ = _state_pointers(final)
+        rows = stats, stats + self._row, stats + 2 * self._row, e
+        states = *initial_sums, *final_sums, scratch, n_initial, db
+        return POINTERS.pack(*in_role[mode](self._tensors), *rows, *self._option_pointers, *states)
+
+
+def _stats(plan: Plan, device: torch.device) -> Tensor:
+    """stats [3, B, H, N], and behind them in the same memory room for the states before the segments.
+
+    The backward pass starts from the same states: what saves stats for it saves them too, and computing them
+    again would read k and v once more.
+    """
+    B, H, N = plan.B, plan.H, plan.N
+    memory = torch.empty(3 * B * H * N + plan.scratch_size(plan.cut), dtype=torch.float32, device=device)
+    return memory.as_strided((3, B, H, N), (B * H * N, H * N, N, 1))
+
+
+def _states_behind(stats: Tensor, plan: Plan) -> int:
+    """The address of the states that forward left there, if these stats are `_stats`'; else 0."""
+    end = stats.storage_offset() + stats.numel() + plan.scratch_size(plan.cut)
+    ours = stats.is_contiguous() and stats.untyped_storage().nbytes() == 4 * end
+    return stats.data_ptr() + 4 * stats.numel() if ours else 0
+
+
+def _token_count(call: Call) -> Tensor:
+    """The final state's (decayed) number of tokens, [B, H]."""
+    B, N, H, _ = call.shape
+    n = torch.zeros(B, H, dtype=torch.float32, device=call.device) if call.n is None else call.n
+    if call.log_decay is None:
+        return n + N
+    x = call.log_decay.double()
+    geometric = torch.where(x == 0, N, torch.expm1(x * N) / torch.expm1(x))
+    return n * torch.exp(x * N).float() + geometric.float()
+
+
+def _count_gradient(call: Call, e: Tensor, dstate: LinearAttentionState | None) -> Tensor:
+    """The gradient of the initial number of tokens, [B, H]: −Σ e γ^(i+1) and the final number's part."""
+    _, H, N = e.shape
+    decay = e.new_zeros(H) if call.log_decay is None else call.log_decay.float()
+    dn = -(e * torch.exp(decay[:, None] * torch.arange(1, N + 1, device=e.device))).sum(-1)
+    return dn if dstate is None else dn + dstate.n * torch.exp(decay * N)
+
+
+def _current_device(device: torch.device) -> contextlib.AbstractContextManager:
+    """Makes the device current, if it isn't."""
+    is_current = torch.cuda.current_device() == device.index
+    return contextlib.nullcontext() if is_current else torch.cuda.device(device)
+
+
+def _contiguous(state: LinearAttentionState | None) -> LinearAttentionState | None:
+    return None if state is None else LinearAttentionState(*(x.contiguous() for x in state))
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """The kernels read 16 bytes at a time: rows that start elsewhere (a slice of odd width) are copied."""
+    fits = x.data_ptr() % 16 == 0 and _strides_fit(x.stride())
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+
+@functools.lru_cache(maxsize=1024)
+def _strides_fit(strides: tuple[int, ...]) -> bool:
+    return strides[-1] == 1 and math.gcd(*strides[:-1]) % 8 == 0
+
+
+def _pointer(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def _state_pointers(state: LinearAttentionState | None) -> list[int]:
+    return [0] * 4 if state is None else [x.data_ptr() for x in state]

@@ -1,0 +1,37 @@
+"""The constants of the definition, which every backend shares, and small helpers of the PyTorch forms."""
+
+from typing import overload
+
+import torch
+from torch import Tensor
+
+# The norm of x is sqrt(‖x‖² + NORM_EPS): a row of zeros stays zeros, so it gives weight 1 to everything.
+NORM_EPS = 1e-12
+
+# With unit q and k a weight 1 + b·q̂·k̂ may be as small as 1 − |b|: nothing at all for q = −k, b = 1, where
+# rounding alone would decide the normaliser's sign. So the coefficient in use is b·B_SHRINK, which keeps
+# every weight of |b| ≤ 1 at 2⁻⁶ or more, in every form, forward and backward.
+B_SHRINK = 1.0 - 2.0**-6
+
+
+@overload
+def effective_b(b: Tensor, normalize_qk: bool) -> Tensor: ...
+@overload
+def effective_b(b: float | Tensor, normalize_qk: bool) -> float | Tensor: ...
+def effective_b(b: float | Tensor, normalize_qk: bool) -> float | Tensor:
+    """The coefficient in use: shrunk where q and k are unit rows (see B_SHRINK), else b itself."""
+    return b * B_SHRINK if normalize_qk else b
+
+
+def per_head(x: float | Tensor, ndim: int, dim: int, dtype: torch.dtype) -> float | Tensor:
+    """[H] made to broadcast along dimension `dim` of a tensor with `ndim` dimensions; a number stays one."""
+    if not isinstance(x, Tensor):
+        return x
+    shape = [1] * ndim
+    shape[dim] = -1
+    return x.to(dtype).view(shape)
+
+
+def reciprocal_norm(x: Tensor) -> Tensor:
+    """1/‖x‖ over the last dimension, which is kept."""
+    return (torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() + NORM_EPS).rsqrt()

@@ -1,0 +1,31 @@
+"""In which precision the PyTorch forms compute, whatever a training run allows around them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums are kept in, and what the PyTorch forms compute in: fp32, or float64 for float64 inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@contextmanager
+def true_fp32(device: torch.device) -> Iterator[None]:
+    """fp32 products in fp32: no autocast, no TF32 (CUDA), no bf16 (oneDNN), whatever the caller allows.
+
+    The sums over a long sequence live in these products, and a training run commonly allows TF32 for speed.
+    """
+    backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    matmul = backend.matmul
+    before = matmul.fp32_precision
+    if before != "ieee":
+        matmul.fp32_precision = "ieee"
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        if before != "ieee":
+            matmul.fp32_precision = before
