@@ -4,16 +4,11 @@ No loader state exists, so resuming is exact at any step, and devices only decid
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
 
-
-class Blocks(Protocol):
-    def __len__(self) -> int: ...
-
-    def gather(self, indices: Sequence[int]) -> torch.Tensor: ...
+from lingpt.data.stream import Blocks
 
 
 class Batches:

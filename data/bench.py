@@ -1,4 +1,4 @@
-"""How fast a corpus becomes a token cache, beside bare `tokenizers.encode_batch` on the same texts and cores.
+"""How fast a corpus becomes a token cache, compared with a bare `tokenizers.encode_batch` of the same texts.
 
     python -m lingpt.data.bench --source 'wiki/*.jsonl.xz' --tokenizer tokenizer.json --out bench.json
 
@@ -17,10 +17,10 @@ from pathlib import Path
 
 import tokenizers
 
+from lingpt.common.files import cache_dir, write_json
 from lingpt.data.cache import token_cache
 from lingpt.data.corpus import Corpus, Document, Split
 from lingpt.data.dataset import open_corpus
-from lingpt.data.storage import default_cache_dir, write_aside
 from lingpt.data.tokenizer import Tokenizer, embedded_tokenizer, load_tokenizer
 from lingpt.data.tokens import available_cores
 
@@ -34,14 +34,11 @@ def main(argv: Sequence[str] | None = None) -> dict:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args(argv)
-    if args.tokenizer:
-        tokenizer = load_tokenizer(args.tokenizer)
-    else:
-        tokenizer = embedded_tokenizer(2048, default_cache_dir())
+    tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else embedded_tokenizer(2048, cache_dir())
     result = measure(args.source, tokenizer, int(args.megabytes * 1e6), args.repeats)
     print(json.dumps(result, indent=2))
     if args.out:
-        write_aside(args.out, json.dumps(result, indent=2).encode())
+        write_json(args.out, result, indent=2)
     return result
 
 
@@ -49,7 +46,7 @@ def measure(source: str, tokenizer: Tokenizer, max_bytes: int, repeats: int) -> 
     """MB/s of reading, of the bare call and of the cache, and the ratio of the latter two.
 
     The two alternate and the best of each counts: what else the machine does can only slow them down.
-    Processor time (of all threads) is beside it, on a busy machine the better witness.
+    Processor time (of all threads) is measured too: on a busy machine it is the better evidence.
     """
     start = time.perf_counter()
     documents, num_bytes = _first(open_corpus(source), max_bytes)

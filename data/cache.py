@@ -4,29 +4,29 @@
 
 The key is a hash of all that decides the tokens: the documents, the tokenizer, the split, the format's
 version. The sequence length is not part of it: the cache holds streams of tokens, and blocks are views of
-them. An entry is written under another name, brought to the disk and renamed, so what has the right name is
-whole. A lock lets one process work while the others (the ranks of a run, say) wait for its entry.
+them. An entry is a folder that is written whole or not at all. A lock lets one process work while the others
+(the ranks of a run, say) wait for its entry.
 """
 
 import hashlib
 import json
-import shutil
 import sys
-import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 from tqdm import tqdm
 
 from lingpt.common.errors import UserError
+from lingpt.common.files import new_folder, read_json, remove_partial, write_errors
 from lingpt.data.corpus import Corpus, Split
-from lingpt.data.storage import disk_errors, sync, sync_folder
 from lingpt.data.stream import Blocks, StreamWriter
 from lingpt.data.tokenizer import Tokenizer
 from lingpt.data.tokens import Encoded, encode_documents, token_dtype
 
 FORMAT = 1  # raise it when the same documents would give other files
+MANIFEST = "manifest.json"
+WRITE_ADVICE = "free some space, or choose another place with --data.cache_dir or LINGPT_CACHE"
 
 
 class TokenCache:
@@ -34,7 +34,7 @@ class TokenCache:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.manifest: dict = json.loads((folder / "manifest.json").read_text())
+        self.manifest: dict = read_json(folder / MANIFEST)
 
     def blocks(self, split: str, seq_len: int) -> Blocks:
         """The stream `train` or `val` as blocks. Raises `UserError` if it was tampered with."""
@@ -56,7 +56,7 @@ def token_cache(
     num_workers: int | None = None,
     progress: bool = True,
 ) -> TokenCache:
-    """The entry of `corpus` under `tokenizer`, made now if it is not there.
+    """The entry of `corpus` under `tokenizer`, made now if it does not exist.
 
     Raises:
         UserError: from the corpus; or a split got no documents; or the disk cannot be written
@@ -65,7 +65,7 @@ def token_cache(
     decides = json.dumps([FORMAT, corpus.content_hash, tokenizer.hash, fraction])
     folder = cache_dir / "tokens" / hashlib.sha256(decides.encode()).hexdigest()[:32]
     if not folder.exists():
-        with _lock(folder, progress):
+        with write_errors(folder.parent, WRITE_ADVICE), _lock(folder, progress):
             if not folder.exists():
                 _make(folder, corpus, tokenizer, fraction, num_workers, progress)
     return TokenCache(folder)
@@ -76,15 +76,14 @@ def _lock(folder: Path, progress: bool) -> Iterator[None]:
     """Only one process at a time makes `folder`; the system takes the lock from a process that dies."""
     import filelock
 
-    with disk_errors(folder.parent):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = filelock.FileLock(folder.parent / f".{folder.name}.lock")
-        try:
-            lock.acquire(blocking=False)
-        except filelock.Timeout:
-            if progress:
-                print("waiting for another process that prepares the same data", file=sys.stderr)
-            lock.acquire()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(folder.parent / f".{folder.name}.lock")
+    try:
+        lock.acquire(blocking=False)
+    except filelock.Timeout:
+        if progress:
+            print("waiting for another process that prepares the same data", file=sys.stderr)
+        lock.acquire()
     try:
         yield
     finally:
@@ -99,16 +98,12 @@ def _make(
     num_workers: int | None,
     progress: bool,
 ) -> None:
-    # The lock is ours, so these are of processes that were killed.
-    for left_over in folder.parent.glob(f".{folder.name}-*"):
-        shutil.rmtree(left_over, ignore_errors=True)
-    with disk_errors(folder.parent):
-        aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
-    try:
-        dtype = token_dtype(tokenizer.vocab_size)
+    remove_partial(folder.parent, folder.name)  # the lock is ours, so these are of processes that were killed
+    dtype = token_dtype(tokenizer.vocab_size)
+    with new_folder(folder) as partial:
         with (
-            StreamWriter(aside / "train.arrow", dtype) as train,
-            StreamWriter(aside / "val.arrow", dtype) as val,
+            StreamWriter(partial / "train.arrow", dtype) as train,
+            StreamWriter(partial / "val.arrow", dtype) as val,
         ):
             with closing(_encode(corpus.train, "train", tokenizer, num_workers, progress)) as documents:
                 split_by_content(documents, fraction, train, val)
@@ -129,15 +124,12 @@ def _make(
             "train": train.counts(),
             "val": val.counts(),
         }
-        _seal(aside, folder, manifest)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
+        (partial / MANIFEST).write_text(json.dumps(manifest, indent=2))
 
 
 def _encode(
     split: Split, name: str, tokenizer: Tokenizer, num_workers: int | None, progress: bool
-) -> Iterator[Encoded]:
+) -> Generator[Encoded]:
     """The encoded documents of `split`, under a progress bar."""
     hidden = None if progress else True  # None: hidden where stderr is no terminal
     bar = tqdm(
@@ -159,8 +151,8 @@ def split_by_content(
     """Holds out the documents whose hash lies in the lowest `fraction`; with None all are for training.
 
     Equal texts stay together and the order of documents plays no part. If the fraction holds out none, the
-    document of the lowest hash is. That takes one pass only, because the lowest so far is kept back: it
-    enters the training stream when a lower one, or the end, comes.
+    document of the lowest hash is. One pass is enough, because the lowest so far is held back: it enters the
+    training stream when a lower one, or the end, comes.
     """
     threshold, lowest = None if fraction is None else fraction * 2**64, None
     for document in documents:
@@ -190,15 +182,3 @@ def _check_filled(corpus: Corpus, train: StreamWriter, val: StreamWriter) -> Non
         raise UserError(
             f"the validation files of {corpus.name} hold no documents: give others as --data.val_source"
         )
-
-
-def _seal(aside: Path, folder: Path, manifest: dict) -> None:
-    """Brings everything in `aside` to the disk, then gives it its right name."""
-    with disk_errors(folder.parent):
-        with open(aside / "manifest.json", "wb") as file:
-            file.write(json.dumps(manifest, indent=2).encode())
-            sync(file)
-        aside.chmod(0o755)  # mkdtemp's 0700 would hide it from other users of a shared cache
-        sync_folder(aside)
-        aside.rename(folder)
-        sync_folder(folder.parent)

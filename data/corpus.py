@@ -16,7 +16,7 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class Split:
-    """Documents in a fixed order; `read` starts anew on every call."""
+    """Documents in a fixed order; `read` starts again on every call."""
 
     read: Callable[[], Iterator[Document]]
     total: int | None  # in `unit`, for the progress bar
@@ -29,7 +29,7 @@ class Corpus:
 
     `content_hash` changes whenever a document of either split may have changed. A source without a validation
     split (`val is None`) has a fraction of its documents held out (`cache.split_by_content`). `rule` says it
-    in words. `bigram_baseline`: so small that a run also reports the loss of a bigram model, which takes a second.
+    in words. With `bigram_baseline` a run also reports the loss of a bigram model (`ngram.baseline_loss`).
     """
 
     name: str

@@ -5,15 +5,17 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from lingpt.common.errors import UserError
-from lingpt.data.cache import TokenCache, token_cache
+from lingpt.common.files import cache_dir, write_errors
+from lingpt.data.cache import WRITE_ADVICE, TokenCache, token_cache
 from lingpt.data.corpus import Corpus
 from lingpt.data.embedded import embedded_corpus
 from lingpt.data.jsonl import jsonl_corpus, with_val_files
-from lingpt.data.storage import default_cache_dir
 from lingpt.data.stream import Blocks
 from lingpt.data.tokenizer import Tokenizer, embedded_tokenizer, load_tokenizer
+from lingpt.data.tokens import token_dtype
 from lingpt.data.wiki40b import wiki40b_corpus
 
 
@@ -99,21 +101,22 @@ def prepare(config: DataConfig, *, padded_vocab_size: int | None = None, progres
         progress: show a bar, on a terminal
 
     Raises:
-        UserError: one line that says what is wrong and how to mend it
+        UserError: one line that says what is wrong and how to fix it
     """
     config.check()
-    cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
+    folder = Path(config.cache_dir).expanduser() if config.cache_dir else cache_dir()
     if config.tokenizer:
         tokenizer = load_tokenizer(config.tokenizer)
     else:
-        tokenizer = embedded_tokenizer(config.vocab_size, cache_dir)
+        with write_errors(folder, WRITE_ADVICE):
+            tokenizer = embedded_tokenizer(config.vocab_size, folder)
     if padded_vocab_size is not None:
         tokenizer.check_fits(padded_vocab_size)
     corpus = open_corpus(config.source, config.val_source)
     cache = token_cache(
         corpus,
         tokenizer,
-        cache_dir,
+        folder,
         val_fraction=config.val_fraction,
         num_workers=config.num_workers,
         progress=progress,
@@ -123,15 +126,32 @@ def prepare(config: DataConfig, *, padded_vocab_size: int | None = None, progres
     return Dataset(train, val, tokenizer, fingerprint[:16], corpus, cache)
 
 
+class NamedCorpus(NamedTuple):
+    """A corpus that `--data.source` can name; whatever else stands there is a path."""
+
+    open: Callable[[], Corpus]
+    cache_size: Callable[[int], str]  # of its token cache, from the bytes of a token
+
+
+CORPORA = {
+    "embedded": NamedCorpus(embedded_corpus, lambda token_bytes: "a few MB"),
+    "wiki40b": NamedCorpus(wiki40b_corpus, lambda token_bytes: f"about {2.2 * token_bytes:.0f} GB (English)"),
+}
+
+
 def open_corpus(source: str, val_source: str | None = None) -> Corpus:
     """The corpus that `source` names, validated on `val_source` if given. Raises `UserError`."""
-    if source not in _NAMED:
-        return jsonl_corpus(source, val_source)
-    corpus = _NAMED[source]()
+    if source not in CORPORA:
+        return jsonl_corpus(source, val_source, named=CORPORA)
+    corpus = CORPORA[source].open()
     return with_val_files(corpus, val_source) if val_source else corpus
 
 
-_NAMED: dict[str, Callable[[], Corpus]] = {"embedded": embedded_corpus, "wiki40b": wiki40b_corpus}
+def cache_size(source: str, vocab_size: int) -> str:
+    """How large the token cache of `source` gets, in words, as far as that is known before reading it."""
+    token_bytes = token_dtype(vocab_size).itemsize
+    known = CORPORA.get(source)
+    return known.cache_size(token_bytes) if known else f"{token_bytes} bytes a token of the corpus"
 
 
 def _blocks(cache: TokenCache, split: str, seq_len: int) -> Blocks:

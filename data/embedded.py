@@ -13,7 +13,7 @@ from pathlib import Path
 from lingpt.common.errors import UserError
 from lingpt.data.corpus import Corpus, Document, Split
 
-# Modules of Python 3.11 to 3.14; a module that this Python lacks is left out (the hash tells).
+# Modules of Python 3.11 to 3.14; a module that this Python lacks is left out (the hash then differs).
 VAL_MODULES = """
     calendar cmd fractions ftplib heapq pprint statistics string textwrap uuid
 """

@@ -12,7 +12,7 @@ import json
 import lzma
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ SUFFIXES = (".jsonl", ".gz", ".xz", ".zst")
 _SPLIT_NAME = re.compile(r"(train|validation|valid|val|dev|test)(?![a-z])")
 
 
-def jsonl_corpus(source: str, val_source: str | None = None) -> Corpus:
+def jsonl_corpus(source: str, val_source: str | None = None, named: Iterable[str] = ()) -> Corpus:
     """The documents of the files that `source` names: a path, a folder or a glob.
 
     Where several files match and one is named `train*`, names tell the splits: `validation*`, `valid*`,
@@ -33,9 +33,9 @@ def jsonl_corpus(source: str, val_source: str | None = None) -> Corpus:
     on.
 
     Raises:
-        UserError: no such files
+        UserError: no such files; `named` are the sources that are no files, for its advice
     """
-    files = find_files(source)
+    files = find_files(source, named)
     train, val, test = _by_name(files)
     rule = "held out: the documents of the lowest hashes"
     if val_source:
@@ -62,22 +62,18 @@ def with_val_files(corpus: Corpus, val_source: str) -> Corpus:
     return replace(corpus, content_hash=content_hash, val=_split(files), rule=f"held out: {val_source}")
 
 
-def find_files(source: str) -> list[Path]:
-    """The files that `source` names, sorted. Raises `UserError` if there are none."""
+def find_files(source: str, named: Iterable[str] = ()) -> list[Path]:
+    """The files that `source` names, sorted; a `UserError` that offers `named` too if there are none."""
     path = Path(source).expanduser()
     if path.is_file():
         return [path]
     matches = path.iterdir() if path.is_dir() else map(Path, glob.glob(str(path), recursive=True))
     files = sorted(p for p in matches if p.is_file() and p.name.endswith(SUFFIXES))
     if not files:
-        where = (
-            f"the folder {source} holds no documents"
-            if path.is_dir()
-            else f"there are no documents at {source}"
-        )
-        raise UserError(
-            f"{where} ({', '.join(SUFFIXES)}): give a file, folder or glob of JSONL, or embedded, or wiki40b"
-        )
+        holds = f"the folder {source} holds no documents"
+        where = holds if path.is_dir() else f"there are no documents at {source}"
+        give = ", or ".join(["a file, folder or glob of JSONL", *named])
+        raise UserError(f"{where} ({', '.join(SUFFIXES)}): give {give}")
     return files
 
 

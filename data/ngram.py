@@ -6,7 +6,7 @@ from lingpt.data.dataset import Dataset
 
 
 def baseline_loss(dataset: Dataset, num_blocks: int | None = None) -> float | None:
-    """`bigram_loss` of a corpus that asks for it (`Corpus.bigram_baseline`), None of the others."""
+    """`bigram_loss` where the corpus asks for it (`Corpus.bigram_baseline`), else None."""
     return bigram_loss(dataset, num_blocks=num_blocks) if dataset.corpus.bigram_baseline else None
 
 

@@ -10,9 +10,9 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from lingpt.common.errors import UserError
+from lingpt.common.files import write_text
 from lingpt.data.embedded import embedded_corpus
 from lingpt.data.hub import hub_errors
-from lingpt.data.storage import write_aside
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -72,9 +72,9 @@ class Tokenizer:
             )
 
     def save(self, folder: str | os.PathLike) -> Path:
-        """Writes `tokenizer.json` into `folder` and returns its path."""
+        """Writes `tokenizer.json` into `folder` and returns its path. OSError where it cannot be written."""
         path = Path(folder) / "tokenizer.json"
-        write_aside(path, self.raw.to_str(pretty=True).encode())
+        write_text(path, self.raw.to_str(pretty=True))
         return path
 
     def __reduce__(self) -> tuple:
@@ -135,7 +135,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def embedded_tokenizer(vocab_size: int, cache_dir: Path) -> Tokenizer:
-    """The BPE of the embedded corpus's training modules: trained once, in seconds, then cached."""
+    """The BPE of the embedded corpus's training modules: trained once, in seconds, then cached.
+
+    Raises OSError where the cache cannot be written.
+    """
     corpus = embedded_corpus()
     key = hashlib.sha256(f"{corpus.content_hash} {vocab_size} {tokenizers.__version__}".encode()).hexdigest()
     folder = cache_dir / "tokenizers" / key[:32]

@@ -1,5 +1,6 @@
 """`DRY=1`: what a run would be, before anything is built, downloaded or allocated."""
 
+from lingpt.data import cache_size
 from lingpt.models import GPT, Config
 from lingpt.train.config import Recipe
 from lingpt.train.machine import STATED_MFU, Machine, duration, fits, memory_needed, run_flops
@@ -28,6 +29,7 @@ def format_plan(recipe: Recipe, machine: Machine, config: Config) -> str:
     parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in need.items() if name != "total")
     weights = 2 if precision == "bf16-true" else 4
     one = n * weights * 3
+    cache = cache_size(recipe.data.source, config.padded_vocab_size)
     accumulated = t.global_batch_size // (t.micro_batch_size * machine.world_size)
     lines = [
         f"{recipe.run_name}: {recipe.model.name} with {recipe.attention}; nothing is trained, this is a "
@@ -45,9 +47,8 @@ def format_plan(recipe: Recipe, machine: Machine, config: Config) -> str:
         f"memory     {need['total'] / 1e9:.1f} GB a device at micro-batch {t.micro_batch_size}, "
         f"{precision}, estimated "
         f"(GB: {parts})",
-        f"disk       {one / 1e9:.2g} GB a checkpoint, {one * (t.keep_checkpoints + 1) / 1e9:.2g} GB at "
-        f"most while saving "
-        f"(keep {t.keep_checkpoints}); token cache {_cache(recipe, config)}",
+        f"disk       {one / 1e9:.2g} GB a checkpoint, {one * (t.keep_checkpoints + 1) / 1e9:.2g} GB at most "
+        f"while saving (keep {t.keep_checkpoints}); token cache {cache}",
         f"here       {_here(machine, need['total'])}",
         "",
         f"{'device':<12} {'memory':>7}  {'at micro-batch ' + str(t.micro_batch_size):<17} "
@@ -101,10 +102,3 @@ def _here(machine: Machine, need: int) -> str:
 
 def _verdict(need: float, memory: float) -> str:
     return "fits" if fits(need, memory) else "does not fit"
-
-
-def _cache(recipe: Recipe, config: Config) -> str:
-    """Tokens are kept as 16 bits where the vocabulary allows."""
-    size = 2 if config.padded_vocab_size <= 2**16 else 4
-    known = {"embedded": "a few MB", "wiki40b": f"about {2.2 * size:.0f} GB (English)"}
-    return known.get(recipe.data.source, f"{size} bytes a token of the corpus")

@@ -161,8 +161,9 @@ def test_a_killed_preparation_leaves_nothing_that_passes_for_whole(config, momen
             "cache.encode_documents = slow\n"
         ),
         "before the rename": (
-            "def stop(folder): print('now', flush=True); import time; time.sleep(60)\n"
-            "cache.sync_folder = stop\n"
+            "from lingpt.common import files\n"
+            "def stop(path): print('now', flush=True); import time; time.sleep(60)\n"
+            "files.sync = stop\n"
         ),
     }[moment]
     process = run_python(PREPARE + stop + "prepare(config)", *arguments(config))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lingpt.common.errors import UserError
-from lingpt.data import Batches, DataConfig, prepare
+from lingpt.data import Batches, DataConfig, cache_size, prepare
 
 
 @pytest.fixture
@@ -83,3 +83,22 @@ def test_bits_per_byte_can_be_formed(config):
     bits_per_byte = nats / (dataset.bytes_per_token * math.log(2))
     about = dataset.describe()["val"]
     assert bits_per_byte * about["bytes"] == pytest.approx(math.log2(320) * about["tokens"])
+
+
+def test_the_cache_size_is_known_of_the_named_corpora():
+    """What `--plan` prints before anything is read; of files, what a token takes: two bytes, or four."""
+    assert cache_size("embedded", 2048) == "a few MB"
+    assert cache_size("wiki40b", 50304) == "about 4 GB (English)"
+    assert cache_size("wiki40b", 100_000) == "about 9 GB (English)"
+    assert cache_size("mine.jsonl", 1 << 16) == "2 bytes a token of the corpus"
+    assert cache_size("mine.jsonl", (1 << 16) + 1) == "4 bytes a token of the corpus"
+
+
+def test_a_source_that_does_not_exist(config, tmp_path: Path):
+    """The line offers files and the named corpora; documents to validate on can only be files."""
+    config.source = str(tmp_path / "nowhere.jsonl")
+    with pytest.raises(UserError, match=r"a file, folder or glob of JSONL, or embedded, or wiki40b$"):
+        prepare(config, progress=False)
+    config.source, config.val_source = "embedded", "nowhere.jsonl"
+    with pytest.raises(UserError, match=r"a file, folder or glob of JSONL$"):
+        prepare(config, progress=False)

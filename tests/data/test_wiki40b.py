@@ -139,7 +139,9 @@ def test_another_schema_is_refused(hub_copy):
 def test_no_network_is_one_line(tmp_path: Path, tokenizer_path, environment):
     """In a process of its own, as the hub's settings are read at import: one line that says what to do."""
     code = (
-        "import sys; from lingpt.data import DataConfig, UserError, prepare\n"
+        "import sys\n"
+        "from lingpt.common.errors import UserError\n"
+        "from lingpt.data import DataConfig, prepare\n"
         "for config in (DataConfig('wiki40b', sys.argv[1]), DataConfig(tokenizer='EleutherAI/pythia-70m')):\n"
         "    try: prepare(config)\n"
         "    except UserError as error: print(error)\n"
