@@ -98,6 +98,14 @@ def write_errors(path: Path, fix: str = "free some space, or choose another plac
         ) from error
 
 
+def read_json_object(path: Path) -> dict[str, Any]:
+    """`read_json` of a file that holds an object; UserError where it holds anything else."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds no JSON object")
+    return value
+
+
 def read_json(path: Path) -> Any:
     """UserError, naming the file, where it cannot be read or is no JSON."""
     try:

@@ -1,8 +1,8 @@
 """Model folders, and two ways of reading one.
 
-A folder holds `model.safetensors` and `config.json`; the attention stands in both, since weights under the
-same keys would load as another attention without a sound. `load_model` gives back what was saved, or refuses;
-`load_weights` starts a new run from other weights on purpose, and reports what it took.
+The attention stands in both files of a folder: under the same keys, weights would otherwise load silently as
+another attention. `load_model` gives back what was saved, or refuses; `load_weights` starts a new run from
+other weights on purpose, and reports what it took.
 """
 
 import json
@@ -15,25 +15,27 @@ import litgpt.config
 import torch
 
 from lingpt.common.errors import UserError
+from lingpt.common.files import read_json_object
 from lingpt.models.config import Config
-from lingpt.models.files import read_json, read_pickle, read_tensors, write_json, write_tensors
 from lingpt.models.gpt import GPT
 from lingpt.models.hf import is_hf_folder, read_hf
+from lingpt.models.model_folder import CONFIG, WEIGHTS, read_pickle, read_tensors, write_model_folder
 from lingpt.models.weights import check_same_tensors, model_from_tensors
 
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _ATTENTION = "lingpt.attention"  # key in the metadata of the weights
 
 # The sizes, and what decides how weights are used but leaves no trace in their shapes.
-_ARCHITECTURE = ("n_layer", "n_embd", "n_head", "parallel_residual", "norm_eps")
-_ARCHITECTURE += ("rotary_percentage", "rope_base", "rope_condense_ratio")
+_ARCHITECTURE = (
+    "n_layer", "n_embd", "n_head", "parallel_residual", "norm_eps",
+    "rotary_percentage", "rope_base", "rope_condense_ratio",
+)  # fmt: skip
 
 
 def save_model(model: GPT, folder: str | Path) -> None:
-    """Writes the model's folder, each file aside and then renamed. Raises UserError where it cannot."""
-    folder, attention = Path(folder), json.dumps(model.config.attention)
-    write_tensors(folder / WEIGHTS, model.state_dict(), {"format": "pt", _ATTENTION: attention})
-    write_json(folder / CONFIG, {"model_type": "lingpt", **model.config.to_dict()})
+    """Writes the model's folder, each file whole or not at all. Raises UserError where it cannot."""
+    config = {"model_type": "lingpt", **model.config.to_dict()}
+    metadata = {_ATTENTION: json.dumps(model.config.attention)}
+    write_model_folder(Path(folder), config, model.state_dict(), metadata)
 
 
 def load_model(
@@ -132,7 +134,7 @@ def _read_any(folder: Path) -> tuple[litgpt.config.Config, dict[str, torch.Tenso
 def _read_config(folder: Path) -> Config:
     if not (folder / CONFIG).is_file():
         raise UserError(f"no model in {folder}: it has no {CONFIG}")
-    values = read_json(folder / CONFIG)
+    values = read_json_object(folder / CONFIG)
     if values.pop("model_type", None) != "lingpt":
         raise UserError(
             f"{folder} is no LinGPT model folder; other folders can start a new run with init_from"

@@ -1,4 +1,4 @@
-"""What a model is: LitGPT's `Config` with one more word, the attention, and the names that a user may say."""
+"""What a model is: LitGPT's `Config`, the attention with its options, and the names that a user may give."""
 
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
@@ -6,7 +6,7 @@ from typing import Any, Self
 import litgpt.config
 
 from lingpt.common.errors import UserError, unknown
-from lingpt.models.attention import ATTENTIONS
+from lingpt.models.attention import ATTENTIONS, with_options
 
 # Tiny, Pythia in every other respect: trains on a laptop's CPU in minutes. Heads of 64: the CUDA kernel
 # takes those.
@@ -19,7 +19,7 @@ DEMO = {
     "n_embd": 128,
     "n_head": 2,
 }
-MODELS = {"demo": DEMO}
+MODELS: dict[str, dict[str, Any]] = {"demo": DEMO}
 MODELS |= {
     name: config for name, config in litgpt.config.name_to_config.items() if name.startswith("pythia-")
 }
@@ -48,20 +48,18 @@ _GPT_NEOX = {
 
 
 @dataclass
+@with_options
 class Config(litgpt.config.Config):
-    """LitGPT's `Config` and the attention.
-
-    attention: one name of `ATTENTIONS`, or a list with one per layer (a hybrid).
-    learnable_b: `ours` and `ours-decay` learn their coefficient b per head instead of keeping it at 1.
-    gla_n_head: number of heads of `gla` layers (the paper's 4, whatever the model's `n_head`).
+    """LitGPT's `Config`, the attention, and every attention's options.
 
     Raises UserError for an unknown attention, a list of the wrong length, or an architecture that is not
     GPT-NeoX's (grouped queries, sliding windows and other variants that LitGPT has and Pythia has not).
+
+    Args:
+        attention: one name of `ATTENTIONS`, or a list with one per layer (a hybrid).
     """
 
     attention: str | list[str] = "ours"
-    learnable_b: bool = False
-    gla_n_head: int = 4
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,7 +77,7 @@ class Config(litgpt.config.Config):
                     f"{field}={getattr(self, field)!r} is no GPT-NeoX model: it must be {value!r}"
                 )
         for name in set(self.attention_per_layer):
-            ATTENTIONS[name].check(self)
+            ATTENTIONS[name].check(self, **self.attention_options(name))
         if self.n_embd != self.n_head * self.head_size:
             raise UserError(
                 f"n_embd={self.n_embd} is not n_head={self.n_head} times head_size={self.head_size}"
@@ -91,6 +89,10 @@ class Config(litgpt.config.Config):
     def attention_per_layer(self) -> list[str]:
         """One attention name for each layer."""
         return [self.attention] * self.n_layer if isinstance(self.attention, str) else list(self.attention)
+
+    def attention_options(self, name: str) -> dict[str, Any]:
+        """What this configuration says of the options that an attention declares."""
+        return {option: getattr(self, option) for option in ATTENTIONS[name].options()}
 
     @classmethod
     def from_name(cls, name: str, **overrides: Any) -> Self:
@@ -112,6 +114,7 @@ class Config(litgpt.config.Config):
 
 
 @dataclass
+@with_options
 class ModelArgs:
     """The model as a recipe names it.
 
@@ -119,8 +122,6 @@ class ModelArgs:
         name: `demo` or a Pythia model (`pythia-14m` … `pythia-12b`).
         attention: one of the attentions, or a list with one per layer.
         block_size: longest sequence, in tokens; None keeps the model's own (2048 for most Pythia models).
-        learnable_b: learn the coefficient b of `ours` per head instead of keeping it at 1.
-        gla_n_head: number of heads of `gla`.
         vocab_size: size of the vocabulary; None keeps the model's own. Padded as the model pads its own.
         padded_vocab_size: rows of the embedding; None derives it from vocab_size.
     """
@@ -128,8 +129,6 @@ class ModelArgs:
     name: str = "demo"
     attention: str | list[str] = "ours"
     block_size: int | None = None
-    learnable_b: bool = False
-    gla_n_head: int = 4
     vocab_size: int | None = None
     padded_vocab_size: int | None = None
 

@@ -40,9 +40,7 @@ def generate(
     ended = torch.zeros(B, 1, dtype=torch.bool, device=idx_BN.device)
     tokens = [idx_BN]
     for _ in range(max_new_tokens):
-        last_hidden_BC = model.hidden(tokens[-1], state)[
-            :, -1
-        ]  # of a long prompt, one row of logits is enough
+        last_hidden_BC = model.hidden(tokens[-1], state)[:, -1]  # of a prompt, only its last logits
         new = sample(model.lm_head(last_hidden_BC), temperature, top_k, generator).to(idx_BN.device)
         if eos_id is not None:
             new = torch.where(ended, eos_id, new)

@@ -7,7 +7,7 @@ Notable:
 """
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import litgpt.model
 import torch
@@ -34,7 +34,8 @@ class Block(litgpt.model.Block):
 
     def __init__(self, config: Config, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
-        self.attn = ATTENTIONS[config.attention_per_layer[layer_idx]](config, layer_idx)
+        name = config.attention_per_layer[layer_idx]
+        self.attn = ATTENTIONS[name](config, layer_idx, **config.attention_options(name))
 
     def forward(
         self, x_BNC: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor, state: Any = None
@@ -50,8 +51,12 @@ class GPT(Fp32Constants, litgpt.model.GPT):
     Raises UserError where a sequence is longer than the model's block size.
     """
 
+    config: Config
+    cos: torch.Tensor
+    sin: torch.Tensor
+
     def __init__(self, config: Config) -> None:
-        nn.Module.__init__(self)  # LitGPT's own constructor would build its blocks
+        nn.Module.__init__(self)  # not LitGPT's constructor, which would build its blocks
         self.config = config
         self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=config.lm_head_bias)
         self.transformer = nn.ModuleDict(
@@ -63,6 +68,10 @@ class GPT(Fp32Constants, litgpt.model.GPT):
         )
         self.mask_cache = None
         self.max_seq_length = config.block_size  # LitGPT's setter fills `cos` and `sin` [block_size, R]
+
+    @property
+    def blocks(self) -> list[Block]:
+        return cast("list[Block]", list(self.transformer["h"].children()))
 
     @classmethod
     def create(
@@ -90,16 +99,16 @@ class GPT(Fp32Constants, litgpt.model.GPT):
                 "shorten it, or build the model with a larger block_size"
             )
         cos_NR, sin_NR = self.cos[start:end], self.sin[start:end]
-        x_BNC = self.transformer.wte(idx_BN)
+        x_BNC = self.transformer["wte"](idx_BN)
         if state is None:
-            for block in self.transformer.h:
+            for block in self.blocks:
                 x_BNC = block(x_BNC, cos_NR, sin_NR)
         else:
-            for block, layer_state in zip(self.transformer.h, state.layers, strict=True):
-                # Past a compiled call, if there is one: it would compile anew for each length.
+            for block, layer_state in zip(self.blocks, state.layers, strict=True):
+                # `forward`, not a compiled call, which would compile again for each length.
                 x_BNC = block.forward(x_BNC, cos_NR, sin_NR, layer_state)
             state.position = end
-        return self.transformer.ln_f(x_BNC)
+        return self.transformer["ln_f"](x_BNC)
 
     def new_state(
         self,
@@ -111,9 +120,7 @@ class GPT(Fp32Constants, litgpt.model.GPT):
         """An empty decoding state for sequences of up to `max_seq_len` tokens (the block size by default)."""
         max_seq_len = max_seq_len or self.max_seq_length
         device, dtype = device or self.lm_head.weight.device, dtype or self.lm_head.weight.dtype
-        layers = [
-            block.attn.new_state(batch_size, max_seq_len, device, dtype) for block in self.transformer.h
-        ]
+        layers = [block.attn.new_state(batch_size, max_seq_len, device, dtype) for block in self.blocks]
         return DecodingState(layers, max_seq_len)
 
     @torch.no_grad()
@@ -123,7 +130,7 @@ class GPT(Fp32Constants, litgpt.model.GPT):
 
     def init_weights(self, seed: int) -> None:
         """Weights of a fresh run, a function of the seed alone (models/init.py)."""
-        init_weights(self, seed)
+        init_weights(self, self.config, seed)
 
     def reset_parameters(self) -> None:
         """Recomputes the constants, for a model that `to_empty` has brought from the meta device."""
@@ -132,7 +139,7 @@ class GPT(Fp32Constants, litgpt.model.GPT):
     def reset_constants(self, device: torch.device) -> None:
         """Recomputes the RoPE tables and whatever constants the attentions have."""
         self.cos, self.sin = self.rope_cache(device)
-        for block in self.transformer.h:
+        for block in self.blocks:
             block.attn.reset_constants(device)
 
     def rope_cache(self, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -151,4 +158,4 @@ class GPT(Fp32Constants, litgpt.model.GPT):
         what each layer's attention declares, causal attention counted once.
         """
         linear = sum(2 * m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        return 3 * (linear + sum(block.attn.flops_per_token(seq_len) for block in self.transformer.h))
+        return 3 * (linear + sum(block.attn.flops_per_token(seq_len) for block in self.blocks))

@@ -11,14 +11,15 @@ import torch
 from litgpt.scripts import convert_hf_checkpoint, convert_lit_checkpoint
 
 from lingpt.common.errors import UserError
+from lingpt.common.files import read_json_object
 from lingpt.models.attention import ATTENTIONS
 from lingpt.models.config import Config
-from lingpt.models.files import read_json, read_pickle, read_tensors, write_json, write_tensors
 from lingpt.models.gpt import GPT
+from lingpt.models.model_folder import CONFIG, WEIGHTS, read_pickle, read_tensors, write_model_folder
 from lingpt.models.weights import model_from_tensors
 
-# In the order of preference; each may come in shards, with `<name>.index.json` beside them.
-_WEIGHTS = {"model.safetensors": lambda path: read_tensors(path)[0], "pytorch_model.bin": read_pickle}
+# In the order of preference; each may come in shards, with `<name>.index.json` next to them.
+_WEIGHTS = {WEIGHTS: lambda path: read_tensors(path)[0], "pytorch_model.bin": read_pickle}
 
 # Buffers of older releases of `transformers`: constants, not weights.
 _CONSTANTS = (".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
@@ -26,8 +27,8 @@ _CONSTANTS = (".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias
 
 def is_hf_folder(folder: Path) -> bool:
     """Is this a folder of `transformers`' GPT-NeoX?"""
-    config = folder / "config.json"
-    return config.is_file() and read_json(config).get("model_type") == "gpt_neox"
+    config = folder / CONFIG
+    return config.is_file() and read_json_object(config).get("model_type") == "gpt_neox"
 
 
 def load_hf(
@@ -61,13 +62,12 @@ def export_hf(model: GPT, folder: str | Path) -> None:
             )
     tensors: dict[str, torch.Tensor] = {}
     convert_lit_checkpoint.copy_weights_gpt_neox(model.config, tensors, model.state_dict())
-    write_tensors(Path(folder) / "model.safetensors", tensors, {"format": "pt"})
-    write_json(Path(folder) / "config.json", _to_hf_config(model))
+    write_model_folder(Path(folder), _to_hf_config(model), tensors, metadata={})
 
 
 def read_hf(folder: Path) -> tuple[Config, dict[str, torch.Tensor]]:
     """The configuration of a GPT-NeoX folder, and its tensors under LitGPT's keys."""
-    config = _from_hf_config(read_json(folder / "config.json"), folder)
+    config = _from_hf_config(read_json_object(folder / CONFIG), folder)
     tensors: dict[str, torch.Tensor] = {}
     try:
         convert_hf_checkpoint.copy_weights_gpt_neox(config, tensors, _read_weights(folder))
@@ -80,7 +80,7 @@ def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
     for name, read in _WEIGHTS.items():
         index = folder / f"{name}.index.json"
         if index.is_file():
-            shards = sorted(set(read_json(index)["weight_map"].values()))
+            shards = sorted(set(read_json_object(index)["weight_map"].values()))
         elif (folder / name).is_file():
             shards = [name]
         else:
@@ -116,7 +116,7 @@ def _from_hf_config(hf: dict[str, Any], folder: Path) -> Config:
             attention="softmax",
         )
     except KeyError as error:
-        raise UserError(f"{folder / 'config.json'} lacks {error}") from error
+        raise UserError(f"{folder / CONFIG} lacks {error}") from error
 
 
 def _to_hf_config(model: GPT) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def _to_hf_config(model: GPT) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "bos_token_id": 0,
         "eos_token_id": 0,
-        # Said twice: transformers 5 reads the first where it is given alone, and `rotary_pct` over it.
+        # Given twice: transformers 5 reads the first where it is given alone, and `rotary_pct` over it.
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": float(config.rope_base),

@@ -8,20 +8,17 @@ import hashlib
 import math
 import os
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from lingpt.models.attention import Attention
-
-if TYPE_CHECKING:
-    from lingpt.models.config import Config
+from lingpt.models.config import Config
 
 
 @torch.no_grad()
-def init_weights(model: nn.Module, seed: int) -> None:
-    """Sets every parameter of a `GPT`; one that no rule covers is a bug, and an error."""
+def init_weights(model: nn.Module, config: Config, seed: int) -> None:
+    """Sets every parameter of a `GPT`. NotImplementedError names one that no rule covers."""
     to_draw = []
     for module_name, module in model.named_modules():
         constants = module.own_parameters() if isinstance(module, Attention) else {}
@@ -34,14 +31,14 @@ def init_weights(model: nn.Module, seed: int) -> None:
             elif isinstance(module, nn.Linear) and name == "bias":
                 parameter.zero_()
             elif isinstance(module, nn.Linear | nn.Embedding):
-                to_draw.append((parameter, _std(full_name, parameter, model.config), seed, full_name))
+                to_draw.append((parameter, _std(full_name, parameter, config), seed, full_name))
             else:
                 raise NotImplementedError(f"no initialisation is declared for {full_name}")
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # 1.4 B normals take a core half a minute
         list(pool.map(_draw, *zip(*to_draw, strict=True)))
 
 
-def _std(name: str, weight: torch.Tensor, config: "Config") -> float:
+def _std(name: str, weight: torch.Tensor, config: Config) -> float:
     """`wang_init`, 2/(L√d), for what writes to the residual stream; `small_init`, √(2/(5d)), for the rest."""
     if name.endswith((".attn.proj.weight", ".mlp.proj.weight")):
         return 2.0 / (config.n_layer * math.sqrt(config.n_embd))

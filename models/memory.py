@@ -46,19 +46,17 @@ def memory_estimate(
     stored = 2 if precision in ("bf16-true", "16-true") else 4
     tokens, n_weights = micro_batch_size * seq_len, model.num_parameters()
     logits_tokens = min(tokens, loss_chunk_tokens or tokens)
-    kept = sum(block.attn.saved_per_token() for block in model.transformer.h)
-    kept += (
-        config.n_layer * 2 * (config.n_embd + config.intermediate_size)
-    )  # both norms' outputs; around GELU
+    kept = sum(block.attn.saved_per_token() for block in model.blocks)
+    # of each block: the outputs of both norms, the input and the output of GELU
+    kept += config.n_layer * 2 * (config.n_embd + config.intermediate_size)
     residual = (config.n_layer + 1) * config.n_embd  # each layer's input, in the weights' dtype
+    # a logit as computed, its fp32 log-probability, and the gradients of both
+    logit = 2 * 4 + (0 if activation == 4 else 2 * activation)
     estimate = {
         "parameters": n_weights * weight,
         "gradients": n_weights * gradient,
         "optimizer": n_weights * stored * _OPTIMIZER_STATES[optimizer],
         "activations": tokens * (kept * activation + residual * stored),
-        # as computed, their fp32 log-probabilities, and the gradients of both
-        "logits": logits_tokens
-        * config.padded_vocab_size
-        * (2 * 4 + (0 if activation == 4 else 2 * activation)),
+        "logits": logits_tokens * config.padded_vocab_size * logit,
     }
     return estimate | {"total": sum(estimate.values())}

@@ -3,16 +3,15 @@
 Shapes: B batch, N tokens, C = n_embd, H heads, D head dimension, R rotated dimensions.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
+import litgpt
 import torch
 from litgpt.model import CausalSelfAttention
 from torch import nn
-
-if TYPE_CHECKING:
-    from lingpt.models.config import Config
 
 
 class Fp32Constants(nn.Module):
@@ -22,19 +21,31 @@ class Fp32Constants(nn.Module):
         before = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, constant in before.items():
-            if constant is not None and self._buffers[name].dtype != constant.dtype:
-                self._buffers[name] = constant.to(self._buffers[name].device)
+            moved = self._buffers[name]
+            if constant is not None and moved is not None and moved.dtype != constant.dtype:
+                self._buffers[name] = constant.to(moved.device)
         return self
 
 
 class Attention(Fp32Constants):
-    """One layer's causal mixing of tokens: its subclass declares everything that depends on the mechanism."""
+    """One layer's causal mixing of tokens: its subclass declares everything that depends on the mechanism.
+
+    Its constructor takes LitGPT's configuration of the model, the layer's index and, by keyword only, the
+    mechanism's options, each `name: Annotated[type, "help"] = default`. A recipe sets them as `model.<name>`.
+    The linear layer that writes to the residual stream is called `proj`: initialisation goes by that name.
+    """
 
     hf_exportable: ClassVar[bool] = False  # can a stock GPT-NeoX compute the same from the same tensors?
 
     @classmethod
-    def check(cls, config: "Config") -> None:
-        """Raises UserError for a configuration that the mechanism cannot be built from."""
+    def options(cls) -> dict[str, inspect.Parameter]:
+        """The keyword-only parameters of the constructor, by name."""
+        parameters = inspect.signature(cls).parameters
+        return {name: p for name, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
+
+    @classmethod
+    def check(cls, config: litgpt.Config, *args: Any, **options: Any) -> None:
+        """Raises UserError for a configuration and options that the mechanism cannot be built from."""
 
     def forward(
         self, x_BNC: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor, state: Any = None
@@ -64,6 +75,10 @@ class Attention(Fp32Constants):
 
 class QKVAttention(CausalSelfAttention, Attention):
     """A mechanism on LitGPT's projections, `qkv` and `proj`: keeps the keys, replaces the forward."""
+
+    config: litgpt.Config
+    qkv: nn.Linear
+    proj: nn.Linear
 
     def packed_qkv(self, x_BNC: torch.Tensor) -> torch.Tensor:
         """`[B, N, 3, H, D]`, a view of the projection's output."""

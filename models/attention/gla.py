@@ -7,8 +7,9 @@
 No rotary embeddings, as in the paper. One projection, `qkvr`, gives q, k, v and r, with Pythia's biases.
 """
 
-from typing import TYPE_CHECKING
+from typing import Annotated
 
+import litgpt
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -17,17 +18,20 @@ from lingpt.common.errors import UserError
 from lingpt.kernels.gated_linear_attention import gated_linear_attention, gated_linear_attention_flops
 from lingpt.models.attention.base import Attention, RecurrentState
 
-if TYPE_CHECKING:
-    from lingpt.models.config import Config
-
 GATE_RANK = 16
 GATE_TEMPERATURE = 16.0
 
 
 class GLAAttention(Attention):
-    def __init__(self, config: "Config", layer_idx: int) -> None:
+    def __init__(
+        self,
+        config: litgpt.Config,
+        layer_idx: int,
+        *,
+        gla_n_head: Annotated[int, "number of heads of `gla`, whatever the model's own."] = 4,
+    ) -> None:
         super().__init__()
-        self.n_head, self.d_k, self.d_v = config.gla_n_head, config.n_embd // 2, config.n_embd
+        self.n_head, self.d_k, self.d_v = gla_n_head, config.n_embd // 2, config.n_embd
         self.qkvr = nn.Linear(config.n_embd, 2 * self.d_k + 2 * self.d_v, bias=config.bias)
         self.gate_down = nn.Linear(config.n_embd, GATE_RANK, bias=False)
         self.gate_up = nn.Linear(GATE_RANK, self.d_k, bias=True)
@@ -35,9 +39,9 @@ class GLAAttention(Attention):
         self.proj = nn.Linear(self.d_v, config.n_embd, bias=config.bias)
 
     @classmethod
-    def check(cls, config: "Config") -> None:
-        if config.gla_n_head < 1 or (config.n_embd // 2) % config.gla_n_head:
-            raise UserError(f"gla_n_head={config.gla_n_head} must divide n_embd/2={config.n_embd // 2}")
+    def check(cls, config: litgpt.Config, *, gla_n_head: int) -> None:
+        if gla_n_head < 1 or (config.n_embd // 2) % gla_n_head:
+            raise UserError(f"gla_n_head={gla_n_head} must divide n_embd/2={config.n_embd // 2}")
 
     def forward(
         self,

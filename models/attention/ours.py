@@ -6,16 +6,14 @@ The paper's `a + b·x` has one coefficient too many: under the normaliser only b
 are Pythia's, inside the operator, which reads the fused projection as it is: no transpose, split or copy.
 """
 
-from typing import TYPE_CHECKING
+from typing import Annotated
 
+import litgpt
 import torch
 from torch import nn
 
 from lingpt.kernels.linear_attention import linear_attention_flops, linear_attention_qkv
 from lingpt.models.attention.base import QKVAttention, RecurrentState
-
-if TYPE_CHECKING:
-    from lingpt.models.config import Config
 
 
 class OursAttention(QKVAttention):
@@ -24,10 +22,21 @@ class OursAttention(QKVAttention):
     Stored as an offset so that b starts at exactly 1 and small steps are not lost in bf16.
     """
 
-    def __init__(self, config: "Config", layer_idx: int) -> None:
+    log_decay: torch.Tensor | None  # none here; a buffer, so that it moves with the model where there is one
+
+    def __init__(
+        self,
+        config: litgpt.Config,
+        layer_idx: int,
+        *,
+        learnable_b: Annotated[
+            bool, "learn the coefficient b of `ours` and `ours-decay` per head instead of keeping it at 1."
+        ] = False,
+    ) -> None:
         super().__init__(config, layer_idx)
-        self.b_offset = nn.Parameter(torch.zeros(config.n_head)) if config.learnable_b else None
-        self.log_decay: torch.Tensor | None = None
+        self.b_offset = nn.Parameter(torch.zeros(config.n_head)) if learnable_b else None
+        self.register_buffer("log_decay", None, persistent=False)
+        self.reset_constants(torch.get_default_device())
 
     def b(self) -> float | torch.Tensor:
         """The coefficient: 1.0, or `[H]` in fp32 within [-1, 1].

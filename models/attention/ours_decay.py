@@ -4,23 +4,12 @@ A token m positions back weighs `(1 + b q̂·k̂) γ^m`: the first heads look at
 thousands. The decay is no parameter: the state-dict keys are those of `ours`.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from lingpt.models.attention.ours import OursAttention
 
-if TYPE_CHECKING:
-    from lingpt.models.config import Config
-
 
 class OursDecayAttention(OursAttention):
-    def __init__(self, config: "Config", layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
-        del self.log_decay  # a plain None in `ours`, a buffer here
-        self.register_buffer("log_decay", None, persistent=False)
-        self.reset_constants(torch.get_default_device())
-
     def reset_constants(self, device: torch.device) -> None:
         self.log_decay = log_decay(self.config.n_head).to(device)
 

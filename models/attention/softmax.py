@@ -13,8 +13,8 @@ from lingpt.common.errors import UserError
 from lingpt.models.attention.base import QKVAttention
 
 
-def rotate(x_BNHD: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor) -> torch.Tensor:
-    """RoPE on the leading R dimensions, halves split as in LitGPT; computed in the tables' dtype."""
+def apply_rope(x_BNHD: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor) -> torch.Tensor:
+    """LitGPT's `apply_rope` on the leading R dimensions. It computes in the tables' dtype, kernels in x's."""
     half = cos_NR.shape[-1] // 2
     cos, sin = cos_NR[:, None, :half], sin_NR[:, None, :half]  # both halves of the tables are the same
     x1, x2, rest = x_BNHD.split((half, half, x_BNHD.shape[-1] - 2 * half), dim=-1)
@@ -52,7 +52,7 @@ class SoftmaxAttention(QKVAttention):
         B, N, C = x_BNC.shape
         H, D = self.config.n_head, self.config.head_size
         qk, v = self.packed_qkv(x_BNC).view(B, N, 3 * H, D).split((2 * H, H), dim=2)
-        q, k = rotate(qk, cos_NR, sin_NR).split(H, dim=2)
+        q, k = apply_rope(qk, cos_NR, sin_NR).split(H, dim=2)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # views [B, H, N, D], SDPA's order
         mask = None
         if state is not None:
@@ -74,4 +74,5 @@ class SoftmaxAttention(QKVAttention):
         self, batch_size: int, max_seq_len: int, device: torch.device, dtype: torch.dtype
     ) -> KVCache:
         shape = (batch_size, self.config.n_head, max_seq_len, self.config.head_size)
-        return KVCache(*(torch.zeros(shape, device=device, dtype=dtype) for _ in "kv"))
+        k, v = (torch.zeros(shape, device=device, dtype=dtype) for _ in "kv")
+        return KVCache(k, v)

@@ -1,0 +1,52 @@
+"""A model's folder, `config.json` and `model.safetensors`, ours and Hugging Face's alike.
+
+Each file is written whole or not at all; every failure is one UserError that names the file.
+"""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from lingpt.common.errors import UserError
+from lingpt.common.files import replacing, write_errors, write_json
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+
+
+def write_model_folder(
+    folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], metadata: dict[str, str]
+) -> None:
+    """metadata: of the safetensors file, next to its format."""
+    tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    with write_errors(folder / WEIGHTS), replacing(folder / WEIGHTS) as temporary:
+        try:
+            save_file(tensors, temporary, metadata={"format": "pt"} | metadata)
+        except SafetensorError as error:  # a full disk is no OSError to it
+            raise OSError(str(error)) from error
+    with write_errors(folder / CONFIG):
+        write_json(folder / CONFIG, config, indent=2)
+
+
+def read_tensors(
+    path: Path, device: torch.device | str = "cpu"
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors of a safetensors file, and its metadata."""
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is missing, damaged, or no safetensors file: {error}") from error
+
+
+def read_pickle(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a file that `torch.save` wrote; code in it is never run."""
+    try:
+        values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines()[0] if str(error) else "empty"
+        raise UserError(f"{path} is missing, damaged, or no PyTorch checkpoint: {reason}") from error
+    return values.get("model", values)  # LitGPT's own trainer wraps the weights
