@@ -1,10 +1,13 @@
 """What every test may use: real data where it is at hand, and skips that say their name."""
 
+import functools
 import os
 from pathlib import Path
 
 import pytest
 import torch
+
+from lingpt.common.errors import UserError
 
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("WANDB_SILENT", "true")
@@ -20,9 +23,23 @@ def real_data() -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """GPU tests are skipped by name on a machine without the GPUs they need."""
+    """Tests are skipped by name on a machine without the GPUs, or the CUDA compiler, that they need."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
         need = 2 if "multigpu" in item.keywords else 1 if "gpu" in item.keywords else 0
         if gpus < need:
             item.add_marker(pytest.mark.skip(reason=f"needs {need} CUDA device(s), found {gpus}"))
+        if item.get_closest_marker("nvrtc") and (reason := no_compiler()):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@functools.cache
+def no_compiler() -> str | None:
+    """Why there is no CUDA compiler; None where there is one."""
+    from lingpt.kernels.linear_attention.cuda.compile import compiler_version
+
+    try:
+        compiler_version()
+    except UserError as error:
+        return str(error)
+    return None

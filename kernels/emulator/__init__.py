@@ -20,18 +20,15 @@ lanes of one warp and between blocks.
 from __future__ import annotations
 
 import functools
-import hashlib
-import os
 import re
 import struct
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lingpt.kernels.emulator import access, control, mbarrier, scalar, tensor  # noqa: F401  (they register their instructions)
+from lingpt.kernels.emulator import access, control, copies, mbarrier, scalar, tensor  # noqa: F401  (registers instructions)
 from lingpt.kernels.emulator.faults import (
     DeadlockError,
     EmulatorError,
@@ -43,8 +40,8 @@ from lingpt.kernels.emulator.faults import (
 )
 from lingpt.kernels.emulator.machine import Machine
 from lingpt.kernels.emulator.memory import GlobalMemory, Memory
-from lingpt.kernels.emulator.ptx import Kernel, Text
-from lingpt.kernels.linear_attention.cuda.compile import SOURCE_FOLDER, _check, _header_folder, _Request
+from lingpt.kernels.emulator.ptx import Kernel, Ptx
+from lingpt.kernels.linear_attention.cuda.compile import compile_ptx
 
 __all__ = [
     "DeadlockError",
@@ -67,8 +64,8 @@ class Module:
 
     def __init__(self, source: str | Path, arch: str, defines: Mapping[str, Any]) -> None:
         self.source, self.arch, self.defines = str(source), arch, dict(defines)
-        self._texts: dict[str, Text] = {}
         self._kernels: dict[tuple, EmulatedKernel] = {}
+        self._c_kernels: Ptx | None = None
 
     def kernel(self, name: str, signature: str) -> EmulatedKernel:
         """To be called as compile.Kernel is, in a `with Memory(…)`."""
@@ -83,12 +80,13 @@ class Module:
 
     def parsed(self, name: str) -> Kernel:
         """An instance of a template is compiled alone; `extern "C"` kernels of a file all come at once."""
-        template = name if "<" in name else ""
-        if template not in self._texts:
-            request = _Request(self.source, self.arch, self.defines, (template,) if template else (), {})
-            self._texts[template] = Text(_ptx(request))
-        text = self._texts[template]
-        return text.kernel(text.symbol or name)
+        if "<" in name:
+            text, symbols = compile_ptx(self.source, self.arch, self.defines, [name])
+            return Ptx(text).kernel(symbols[name])
+        if self._c_kernels is None:
+            text, _ = compile_ptx(self.source, self.arch, self.defines, [])
+            self._c_kernels = Ptx(text)
+        return self._c_kernels.kernel(name)
 
 
 class EmulatedKernel:
@@ -132,49 +130,3 @@ class EmulatedKernel:
             raise LaunchError(f"{self.name}: {given} for parameters of {found}")
         for (offset, size), code, value in zip(places, self.codes, arguments, strict=True):
             machine.parameters[offset : offset + size] = np.frombuffer(struct.pack(code, value), np.uint8)
-
-
-def _ptx(request: _Request) -> str:
-    """Kept in the folder of compiled kernels."""
-    path = request.cache_file().with_suffix(".ptx")
-    marker = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
-    path = path.with_name(f"{path.stem}-{marker}.ptx")
-    if path.is_file():
-        return path.read_text()
-    text = _run_nvrtc(request)
-    _keep(path, text)
-    return text
-
-
-def _keep(path: Path, text: str) -> None:
-    """Written aside and renamed; a folder that cannot be written costs the next run a compilation."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, aside = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.replace(aside, path)
-    except OSError:
-        pass
-
-
-def _run_nvrtc(request: _Request) -> str:
-    """PTX, behind it the symbol of what was asked for. NVRTC itself: cuda.core asks the driver about PTX."""
-    from cuda.bindings import nvrtc
-
-    path = SOURCE_FOLDER / request.source
-    options = [f"--gpu-architecture={request.arch}", "--std=c++17", "-lineinfo"]
-    options += [f"-I{path.parent}", f"-I{_header_folder()}"]
-    options += [f"-D{name}={value}" for name, value in request.defines.items()]
-    program = _check(nvrtc.nvrtcCreateProgram(path.read_bytes(), path.name.encode(), 0, [], []))
-    for name in request.names:
-        _check(nvrtc.nvrtcAddNameExpression(program, name.encode()))
-    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
-    if status:
-        log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
-        nvrtc.nvrtcGetProgramLog(program, log)
-        raise RuntimeError(f"{path.name} does not compile for {request.arch}: {log.decode()}")
-    text = b" " * _check(nvrtc.nvrtcGetPTXSize(program))
-    _check((*nvrtc.nvrtcGetPTX(program, text), None))
-    symbols = [_check(nvrtc.nvrtcGetLoweredName(program, name.encode())).decode() for name in request.names]
-    return text.decode().rstrip("\0") + "".join(f"//symbol {symbol}\n" for symbol in symbols)

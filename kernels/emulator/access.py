@@ -1,15 +1,11 @@
-"""Loads and stores, the fence between the proxies, and the copies of `cp.async`."""
+"""Loads and stores, and the fence between the proxies."""
 
 from __future__ import annotations
-
-import dataclasses
-import re
-from collections.abc import Callable
 
 import numpy as np
 
 from lingpt.kernels.emulator.faults import MemcheckError, UnknownInstruction
-from lingpt.kernels.emulator.machine import DTYPES, U32, Component, Machine, Mask, Operation, builds
+from lingpt.kernels.emulator.machine import DTYPES, Machine, Mask, Operation, builds
 from lingpt.kernels.emulator.ptx import Instruction, Reg
 
 
@@ -108,110 +104,3 @@ def _fence(m: Machine, code: Instruction) -> Operation:
     if not code.opcode.startswith("fence.proxy.async"):
         raise UnknownInstruction("of fences, fence.proxy.async is known")
     return lambda mask: m.race.fence(np.unique(m.warp_of[m.lanes(mask)]))
-
-
-# cp.async: what is copied lands when the thread waits for it, and not before
-
-
-@dataclasses.dataclass
-class Copy:
-    """Of one instruction: the threads, where to, what, and in which of each thread's groups.
-
-    `clock`: of the thread's warp when it passed the copy on to an mbarrier, or −1.
-    """
-
-    lanes: np.ndarray
-    address: np.ndarray
-    data: np.ndarray
-    group: np.ndarray
-    clock: np.ndarray
-    by: int
-
-    def split(self, chosen: np.ndarray) -> tuple[Copy, Copy]:
-        arrays = self.lanes, self.address, self.data, self.group, self.clock
-        return tuple(Copy(*(x[part] for x in arrays), self.by) for part in (chosen, ~chosen))
-
-
-class Copies(Component):
-    """The cp.async of a block that have not landed. Those that nobody waits for do no harm."""
-
-    def reset(self) -> None:
-        self.pending: list[Copy] = []
-        self.committed = np.zeros(self.m.T, np.int64)  # groups of every thread
-
-    def start(self, lanes: np.ndarray, address: np.ndarray, data: np.ndarray, by: int) -> None:
-        size = data.shape[1]
-        self.m.shared.check(address, size, lanes)
-        self.m.race.start_write(units(address, size), self.m.warp_of[lanes], by)
-        self.pending.append(Copy(lanes, address, data, self.committed[lanes], np.full(len(lanes), -1), by))
-
-    def wait(self, mask: Mask, leave: int) -> None:
-        """All groups of these threads but the last `leave`."""
-        done = np.where(mask, self.committed - leave, -1)
-        self.land(lambda copy: copy.group < done[copy.lanes])
-
-    def pass_on(self, lanes: np.ndarray) -> Callable[[], None]:
-        """An mbarrier will tell of all copies of these threads so far. Returns what makes them land."""
-        clock = self.m.race.clock[self.m.warp_of]
-        for copy in self.pending:
-            mine = np.isin(copy.lanes, lanes) & (copy.clock < 0)
-            copy.clock[mine] = clock[copy.lanes[mine]]
-
-        def passed_on(copy: Copy) -> np.ndarray:
-            return np.isin(copy.lanes, lanes) & (copy.clock >= 0) & (copy.clock <= clock[copy.lanes])
-
-        return lambda: self.land(passed_on)
-
-    def land(self, chosen: Callable[[Copy], np.ndarray]) -> None:
-        m, left = self.m, []
-        for copy in self.pending:
-            now, later = copy.split(chosen(copy))
-            if len(now.lanes):
-                size, warps = now.data.shape[1], m.warp_of[now.lanes]
-                m.shared.bytes[now.address[:, None] + np.arange(size)] = now.data
-                clock = np.where(now.clock < 0, m.race.clock[warps], now.clock)
-                m.race.end_write(units(now.address, size), warps, now.by, clock)
-            if len(later.lanes):
-                left.append(later)
-        self.pending = left
-
-
-@builds("cp")
-def _cp(m: Machine, code: Instruction) -> Operation:
-    from . import mbarrier
-
-    copies = m.component(Copies)
-    if code.opcode == "cp.async.commit_group":
-
-        def commit(mask: Mask) -> None:
-            copies.committed[m.lanes(mask)] += 1
-
-        return commit
-    if code.opcode == "cp.async.wait_group":
-        leave = int(code.operands[0].text)
-        return lambda mask: copies.wait(mask, leave)
-    if code.opcode.startswith("cp.async.mbarrier.arrive.noinc."):
-        return mbarrier.build_copy_arrival(m, code)
-    if re.fullmatch(r"cp\.async\.c[ag]\.shared\.global", code.opcode):
-        return _copy(m, code, copies)
-    raise UnknownInstruction("this form of cp")
-
-
-def _copy(m: Machine, code: Instruction, copies: Copies) -> Operation:
-    """Of `count` bytes, zeros behind them up to `size`."""
-    target, source, (size, count) = *map(m.addresses, code.operands[:2]), code.operands[2:]
-    size, counts = int(size.text), m.source(count, U32)
-
-    def copy(mask: Mask) -> None:
-        lanes = m.lanes(mask)
-        data, wanted, address = np.zeros((len(lanes), size), np.uint8), counts[lanes], source(lanes)
-        for n in np.unique(wanted).tolist():
-            if n > size:
-                raise MemcheckError(f"cp.async of {n} bytes where {size} have room")
-            if n:
-                here = wanted == n
-                m.memory.check(address[here].astype(np.uint64), n, size, lanes[here])
-                data[here, :n] = m.memory.views[1][(address[here] - m.memory.base)[:, None] + np.arange(n)]
-        copies.start(lanes, target(lanes), data, code.index)
-
-    return copy

@@ -30,7 +30,7 @@ def _bra(m: Machine, code: Instruction) -> Operation:
         elif not taken.any():
             m.goto(mask, behind)
         else:
-            mask = m.part(mask)
+            mask = m.diverge(mask)
             m.pc[mask] = behind
             m.pc[taken] = target
 
@@ -40,13 +40,13 @@ def _bra(m: Machine, code: Instruction) -> Operation:
 @builds("ret")
 def _ret(m: Machine, code: Instruction) -> Operation:
     def leave(mask: Mask) -> None:
-        m.status[m.part(mask)] = EXIT
+        m.status[m.diverge(mask)] = EXIT
 
     return leave
 
 
 class Barriers(Component):
-    """Those at which somebody waits: number → the threads."""
+    """The threads that wait at each barrier, by its number."""
 
     def reset(self) -> None:
         self.waiting: dict[int, np.ndarray] = {}
@@ -73,8 +73,7 @@ class Barriers(Component):
 def _bar(m: Machine, code: Instruction) -> Operation:
     """bar.sync, of the block or of a number of threads; bar.warp.sync, of whole warps."""
     if code.opcode == "bar.warp.sync":
-        full = m.source(code.operands[0], U32)
-        return lambda mask: (require_full(full, mask), m.whole_warps(mask), m.goto(mask, code.index + 1))
+        return _warp_barrier(m, code)
     if code.opcode != "bar.sync":
         raise UnknownInstruction("of barriers, bar.sync is known")
     number, count, *_ = (*code.operands, Immediate(str(m.T)))
@@ -85,10 +84,21 @@ def _bar(m: Machine, code: Instruction) -> Operation:
             m.race.meet(np.arange(m.warps))
             m.goto(mask, code.index + 1)
             return
-        mask = m.part(mask)
+        mask = m.diverge(mask)
         m.pc[mask], m.status[mask] = code.index, BARRIER
         for which in np.unique(numbers[mask]):
             barriers.arrive(int(which), mask & (numbers == which), counts)
+
+    return barrier
+
+
+def _warp_barrier(m: Machine, code: Instruction) -> Operation:
+    members = m.source(code.operands[0], U32)
+
+    def barrier(mask: Mask) -> None:
+        require_full(members, mask)
+        m.whole_warps(mask)
+        m.goto(mask, code.index + 1)
 
     return barrier
 

@@ -2,7 +2,7 @@
 
 Every register is a row of one number a thread. An instruction becomes a function of the mask of threads that
 execute it: True for all, or an array of bool. Threads at the smallest program counter run first, together,
-which brings together again what an `if` took apart; a run goes to the end of a straight piece of code.
+so that those who diverged at an `if` converge again behind it; they run to the end of a basic block.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from lingpt.kernels.emulator.race import Race
 Mask = Any  # True, or bool [threads]
 Operation = Callable[[Mask], None]
 
-RUN, GATHER, BARRIER, MBARRIER, EXIT = range(5)
-WAITS = {GATHER: "for their warps", BARRIER: "at a barrier", MBARRIER: "for an mbarrier"}
-MOST_STEPS = 5_000_000  # pieces of code that a block may execute
+RUN, CONVERGE, BARRIER, MBARRIER, EXIT = range(5)
+WAITS = {CONVERGE: "for their warps", BARRIER: "at a barrier", MBARRIER: "for an mbarrier"}
+MOST_STEPS = 5_000_000  # basic blocks that a block of threads may execute
 
 DTYPES = {f"{kind}{bits}": np.dtype(f"u{bits // 8}") for kind in "bu" for bits in (8, 16, 32, 64)}
 DTYPES |= {f"s{bits}": np.dtype(f"i{bits // 8}") for bits in (8, 16, 32, 64)}
@@ -42,7 +42,7 @@ DTYPES |= {"f16": np.dtype("u2"), "bf16": np.dtype("u2"), "f16x2": np.dtype("u4"
 BOOL, U32, U64, F32 = (DTYPES[kind] for kind in ("pred", "u32", "u64", "f32"))
 
 BUILDERS: dict[str, Callable[[Machine, Instruction], Operation]] = {}
-ENDS = ("bra", "ret", "bar", "mbarrier.try_wait")  # of a straight piece of code
+ENDS = ("bra", "ret", "bar", "mbarrier.try_wait")  # a basic block
 ALIGNED = {"mma", "ldmatrix", "stmatrix", "bar", "shfl"}  # whole warps execute it, or nobody
 
 
@@ -75,14 +75,14 @@ class Component:
 
 
 @dataclasses.dataclass
-class Piece:
-    """Straight code: from a label or behind a branch to the next of them."""
+class BasicBlock:
+    """Straight code: from a label, or behind a branch, to the next of them."""
 
     operations: list[Operation]
     first: int  # index of the first instruction
     after: int  # and of the one behind the last
     end: Operation | None  # a branch or wait, which sets the program counter
-    together: int  # threads that must come at once: 1, 32 (a warp) or 128 (a warpgroup)
+    at_once: int  # threads that must execute it together: 1, 32 (a warp) or 128 (a warpgroup)
 
 
 class Machine:
@@ -99,12 +99,13 @@ class Machine:
         self.parameters = np.zeros(kernel.parameter_bytes, np.uint8)
         self.constants: dict[tuple, np.ndarray] = {}
         self.grid_registers: list[tuple[str, np.ndarray]] = []
-        self.memory: GlobalMemory | None = None
+        self.memory = GlobalMemory([])  # set by every launch
         self._place_variables(shared)
         self.shared = SharedMemory(self.shared_size)
         self.race = Race(self.warps, self.shared.end, self.describe)
         self.components: list[Component] = []
-        self.async_events: list[Callable[[], None]] = []  # copies in flight that nobody but a wait makes land
+        # Each completes copies in flight that report to an mbarrier.
+        self.async_events: list[Callable[[], None]] = []
         self._bind()
 
     # Addresses and operands
@@ -153,7 +154,8 @@ class Machine:
             value = np.zeros(self.T, dtype)  # filled in for every block
             self.grid_registers.append((name, value))
             return value
-        known = {"%tid.x": self.all_lanes, "%ntid.x": self.T, "%laneid": self.lane_of} | self.symbols
+        known: dict[str, Any] = {"%tid.x": self.all_lanes, "%ntid.x": self.T, "%laneid": self.lane_of}
+        known |= self.symbols
         if name not in known:
             raise UnknownInstruction(f"{name} is unknown")
         return np.broadcast_to(known[name], self.T).astype(dtype)
@@ -183,14 +185,14 @@ class Machine:
             if ends(instruction):
                 starts.add(instruction.index + 1)
         bounds = itertools.pairwise(sorted(starts))
-        self.pieces = {first: self._piece(code[first:after]) for first, after in bounds}
+        self.basic_blocks = {first: self._basic_block(code[first:after]) for first, after in bounds}
 
-    def _piece(self, code: list[Instruction]) -> Piece:
+    def _basic_block(self, code: list[Instruction]) -> BasicBlock:
         straight, end = (code[:-1], self._bound(code[-1])) if ends(code[-1]) else (code, None)
         operations = [self._bound(instruction) for instruction in straight]
         words = {instruction.parts[0] for instruction in code}
-        together = 128 if "wgmma" in words else 32 if words & ALIGNED else 1
-        return Piece(operations, code[0].index, code[-1].index + 1, end, together)
+        at_once = 128 if "wgmma" in words else 32 if words & ALIGNED else 1
+        return BasicBlock(operations, code[0].index, code[-1].index + 1, end, at_once)
 
     def _bound(self, instruction: Instruction) -> Operation:
         try:
@@ -237,7 +239,7 @@ class Machine:
         return self.all_lanes if mask is True else np.flatnonzero(mask)
 
     def whole_warps(self, mask: Mask) -> np.ndarray:
-        """The warps that execute. The scheduler brings them whole; a predicate must not take them apart."""
+        """The warps that execute. The scheduler runs them whole; a predicate must not split them."""
         if mask is True:
             return np.arange(self.warps)
         counts = mask.reshape(-1, 32).sum(1)
@@ -260,7 +262,7 @@ class Machine:
         self.race.clear()
         self.async_events.clear()
         self.pc, self.status = np.zeros(self.T, np.int64), np.full(self.T, RUN, np.int8)
-        self.together: int | None = 0  # all threads run as one, from this instruction; None: they are apart
+        self.converged: int | None = 0  # all threads are at this instruction; None: see self.pc
         self.where = f"{self.kernel.name}, block {ctaid}"
         for component in self.components:
             component.reset()
@@ -271,8 +273,8 @@ class Machine:
 
     def _loop(self) -> None:
         for _ in range(MOST_STEPS):
-            if self.together is not None:
-                self._execute(self.pieces[self.together], True)
+            if self.converged is not None:
+                self._execute(self.basic_blocks[self.converged], True)
                 continue
             running = self.status == RUN
             if not running.any():
@@ -282,45 +284,41 @@ class Machine:
                 continue
             at = int(self.pc[running].min())
             mask = running & (self.pc == at)
-            piece = self.pieces[at]
+            block = self.basic_blocks[at]
             if mask.all():
-                self.together = at
+                self.converged = at
                 continue
-            if piece.together > 1:
-                mask = self._gather(at, piece.together)
+            if block.at_once > 1:
+                mask = self._converge(at, block.at_once)
             if mask.any():
-                self._execute(piece, mask)
+                self._execute(block, mask)
         raise DeadlockError(f"{self.where}: no end after {MOST_STEPS} steps")
 
-    def _gather(self, at: int, size: int) -> np.ndarray:
+    def _converge(self, at: int, size: int) -> np.ndarray:
         """The threads at `at` whose warps (warpgroups) are there as a whole; the others wait."""
-        here = (self.pc == at) & ((self.status == RUN) | (self.status == GATHER))
+        here = (self.pc == at) & ((self.status == RUN) | (self.status == CONVERGE))
         end = self.T // size * size
         mask = np.zeros(self.T, bool)
         mask[:end] = np.repeat(here[:end].reshape(-1, size).all(1), size)
-        self.status[here] = GATHER
+        self.status[here] = CONVERGE
         self.status[mask] = RUN
         return mask
 
-    def _execute(self, piece: Piece, mask: Mask) -> None:
-        operation = None
+    def _execute(self, block: BasicBlock, mask: Mask) -> None:
+        index = block.first
         try:
-            for operation in piece.operations:
+            for operation in block.operations:
                 operation(mask)
-            operation = piece.end
-            if operation is None:
-                self.goto(mask, piece.after)
+                index += 1
+            if block.end is None:
+                self.goto(mask, block.after)
             else:
-                operation(mask)
+                block.end(mask)
         except EmulatorError as error:
-            if operation is piece.end:
-                index = piece.after - 1
-            else:
-                index = piece.first + piece.operations.index(operation)
             raise type(error)(f"{self.where}: {self.describe(index)}: {error}") from None
 
     def _unblock(self) -> None:
-        """Nobody runs: something in flight lands, at the latest moment."""
+        """Nobody runs: the oldest copy in flight completes, at the latest moment."""
         if not self.async_events:
             self._deadlock()
         self.async_events.pop(0)()
@@ -337,27 +335,28 @@ class Machine:
             lines.append(f"{_threads(gone)} have returned")
         raise DeadlockError(f"{self.where}: nobody can go on:\n  " + "\n  ".join(lines))
 
-    # What the end of a piece does with its threads
+    # What the end of a basic block does with its threads
 
     def goto(self, mask: Mask, target: int) -> None:
         if mask is True:
-            self.together = target
+            self.converged = target
         else:
             self.pc[mask] = target
 
-    def part(self, mask: Mask) -> np.ndarray:
+    def diverge(self, mask: Mask) -> np.ndarray:
         """The mask as an array; from here on threads have program counters of their own."""
-        if mask is True:
-            self.pc[:], self.together = self.together, None
-            return np.ones(self.T, bool)
-        return mask
+        if self.converged is None:
+            return mask
+        self.pc[:] = self.converged
+        self.converged = None
+        return np.ones(self.T, bool)
 
     def wake(self, status: int) -> None:
         self.status[self.status == status] = RUN
 
 
 def ends(instruction: Instruction) -> bool:
-    """Whether a straight piece of code ends with it."""
+    """Whether a basic block ends with it."""
     return instruction.opcode.startswith(ENDS)
 
 

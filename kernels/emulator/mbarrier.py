@@ -7,7 +7,7 @@ import dataclasses
 
 import numpy as np
 
-from lingpt.kernels.emulator.access import Copies, units
+from lingpt.kernels.emulator.access import units
 from lingpt.kernels.emulator.faults import LaunchError, MemcheckError, UnknownInstruction
 from lingpt.kernels.emulator.machine import BOOL, MBARRIER, U32, Component, Machine, Mask, Operation, builds
 from lingpt.kernels.emulator.ptx import Instruction
@@ -15,16 +15,18 @@ from lingpt.kernels.emulator.ptx import Instruction
 
 @dataclasses.dataclass
 class Mbarrier:
-    """`phase` counts the completed ones; `message` is what those who arrived have passed on so far."""
+    """`phase` counts those completed; `message` is what the arrivals of this one have passed on."""
 
     expected: int
     pending: int
     message: np.ndarray
     phase: int = 0
-    passed: np.ndarray | None = None  # the message at the last completion
+    completed: np.ndarray | None = None  # the message of the last phase that is
 
 
 class Mbarriers(Component):
+    """A block's, by their address."""
+
     def reset(self) -> None:
         self.at: dict[int, Mbarrier] = {}
 
@@ -51,7 +53,7 @@ class Mbarriers(Component):
         barrier.pending -= count
         if barrier.pending == 0:
             barrier.phase += 1
-            barrier.pending, barrier.passed = barrier.expected, barrier.message.copy()
+            barrier.pending, barrier.completed = barrier.expected, barrier.message.copy()
             self.m.wake(MBARRIER)
 
     def arriving(self, lanes: np.ndarray, addresses: np.ndarray) -> list[tuple[int, Mbarrier, int]]:
@@ -106,9 +108,9 @@ def _wait(m: Machine, code: Instruction, barriers: Mbarriers) -> Operation:
         for warp in warps:
             barrier = barriers.find(address, warp)
         done = barrier.phase & 1 != parity & 1
-        if done and barrier.passed is not None:
+        if done and barrier.completed is not None:
             for warp in warps:
-                m.race.receive(warp, barrier.passed)
+                m.race.receive(warp, barrier.completed)
         return done
 
     def wait(mask: Mask) -> None:
@@ -121,32 +123,8 @@ def _wait(m: Machine, code: Instruction, barriers: Mbarriers) -> Operation:
         if done.all():
             m.goto(mask, code.index + 1)
             return
-        mask, late = m.part(mask), lanes[~done]
+        mask, late = m.diverge(mask), lanes[~done]
         m.pc[mask] = code.index + 1
         m.pc[late], m.status[late] = code.index, MBARRIER
 
     return wait
-
-
-def build_copy_arrival(m: Machine, code: Instruction) -> Operation:
-    """cp.async.mbarrier.arrive.noinc: arrives when the thread's cp.async so far have landed.
-
-    It passes on what its warp knew when it executed this, not what it has learned since.
-    """
-    barriers, copies, addresses = m.component(Mbarriers), m.component(Copies), m.addresses(code.operands[0])
-
-    def arrive(mask: Mask) -> None:
-        lanes = m.lanes(mask).copy()
-        arriving, land = barriers.arriving(lanes, addresses(lanes)), copies.pass_on(lanes)
-        messages = [m.race.message() for _ in arriving]
-        for (warp, _, _), message in zip(arriving, messages, strict=True):
-            m.race.send(warp, message)
-
-        def landed() -> None:
-            land()
-            for (_, barrier, count), message in zip(arriving, messages, strict=True):
-                barriers.arrive(barrier, message, count)
-
-        m.async_events.append(landed)
-
-    return arrive

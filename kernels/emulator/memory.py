@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from lingpt.kernels.emulator.faults import MemcheckError
 
-SHARED_START = 1024  # where shared memory begins: address 0 is in nobody's hands, as on Hopper
+SHARED_START = 1024  # where shared memory begins: address 0 is nobody's, as on Hopper
 UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 
 
@@ -30,7 +30,7 @@ class Memory(TorchDispatchMode):
         self.add(*tensors)
 
     def add(self, *tensors: Any) -> None:
-        """Registers tensors, also in tuples and lists; whatever else there is (None) is passed over."""
+        """Registers tensors, also in tuples and lists; anything else (None) is ignored."""
         for x in tree_leaves(tensors):
             if isinstance(x, torch.Tensor) and x.untyped_storage().nbytes():
                 storage = x.untyped_storage()
@@ -68,7 +68,7 @@ class _Span:
 
 
 class GlobalMemory:
-    """Checked reads and writes at the host's addresses. Made anew for every launch."""
+    """Checked reads and writes at the host's addresses. Every launch has its own."""
 
     def __init__(self, ranges: list[tuple[int, int]]) -> None:
         ranges = sorted(ranges)
@@ -80,13 +80,13 @@ class GlobalMemory:
 
     def load(self, address: np.ndarray, size: int, count: int, lanes: np.ndarray) -> np.ndarray:
         """[threads, count] elements of `size` bytes, raw."""
-        return self.views[size][self._place(address, size, count, lanes)]
+        return self.views[size][self._indices(address, size, count, lanes)]
 
     def store(self, address: np.ndarray, values: np.ndarray, lanes: np.ndarray) -> None:
         size = values.dtype.itemsize
-        self.views[size][self._place(address, size, values.shape[1], lanes)] = values
+        self.views[size][self._indices(address, size, values.shape[1], lanes)] = values
 
-    def _place(self, address: np.ndarray, size: int, count: int, lanes: np.ndarray) -> np.ndarray:
+    def _indices(self, address: np.ndarray, size: int, count: int, lanes: np.ndarray) -> np.ndarray:
         address = address.astype(np.uint64, copy=False)
         self.check(address, size * count, size * count, lanes)
         first = (address - np.uint64(self.base)).astype(np.int64) // size

@@ -100,36 +100,33 @@ class Kernel:
         return max((offset + size for offset, size in self.parameters.values()), default=0)
 
 
-class Text:
+class Ptx:
     """The PTX of a module; kernels are parsed when they are asked for."""
 
     def __init__(self, text: str) -> None:
-        symbol = re.search(r"^//symbol (.*)$", text, re.MULTILINE)
-        self.symbol = symbol[1] if symbol else None
-        # Comments go, line breaks stay: positions still tell the line.
+        # Comments become blanks of their length, so that positions still give the line.
         self.text = re.sub(r"//[^\n]*", lambda m: " " * len(m[0]), text)
         self.newlines = [m.start() for m in re.finditer("\n", self.text)]
         files = re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', self.text, re.MULTILINE)
         self.files = {number: path.rsplit("/", 1)[-1] for number, path in files}
         entry = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)([^{;]*)\{", re.DOTALL)
         self.entries = {m[1]: m for m in entry.finditer(self.text)}
-        bodies = [(m.start(), _closing(self.text, m.end())) for m in self.entries.values()]
-        top, end = "", 0
-        for start, stop in bodies:
-            top, end = top + self.text[end:start], stop
-        statements = re.split(r"[;\n]", top + self.text[end:])
+        outside, end = "", 0  # of the kernels
+        for m in self.entries.values():
+            outside, end = outside + self.text[end : m.start()], _closing_brace(self.text, m.end())
+        statements = re.split(r"[;\n]", outside + self.text[end:])
         self.shared = [v for v in map(_shared_variable, statements) if v]
 
     def kernel(self, name: str) -> Kernel:
         match = self.entries[name]
-        return _Body(self, match, _closing(self.text, match.end())).kernel
+        return _KernelParser(self, match, _closing_brace(self.text, match.end())).kernel
 
     def line(self, position: int) -> int:
         return bisect.bisect_left(self.newlines, position) + 1
 
 
-def _closing(text: str, start: int) -> int:
-    """The end of what an open brace before `start` begins."""
+def _closing_brace(text: str, start: int) -> int:
+    """Where the brace that is open at `start` is closed."""
     depth = 1
     for m in re.compile("[{}]").finditer(text, start):
         depth += 1 if m[0] == "{" else -1
@@ -158,23 +155,26 @@ def immediate_bits(text: str, width: int) -> int:
     return int(text[2:], 16)
 
 
-class _Body:
+class _KernelParser:
     """Parses one kernel. Scopes (`{ … }` of inline assembly) have registers and labels of their own."""
 
     statement = re.compile(
-        r"(?P<loc>\.loc\s+(?P<file>\d+)\s+(?P<number>\d+)[^\n]*)"
+        r"\s*(?:(?P<loc>\.loc\s+(?P<file>\d+)\s+(?P<number>\d+)[^\n]*)"
         r"|(?P<brace>[{}])"
         r"|(?P<label>[\w$%]+)\s*:(?!:)"
-        r"|(?P<text>[^;]*?(?:\{[^}]*\}[^;]*?)*);"
+        r"|(?P<text>[^;]*?(?:\{[^}]*\}[^;]*?)*);)"
     )
 
-    def __init__(self, text: Text, match: re.Match, end: int) -> None:
-        self.text, self.scopes, self.pending = text, [{}], []
-        self.counts = {1: 0, 16: 0, 32: 0, 64: 0}
+    def __init__(self, ptx: Ptx, match: re.Match[str], end: int) -> None:
+        self.ptx = ptx
+        self.scopes: list[dict[str, Reg]] = [{}]
+        self.scope_number, self.scope_path = 0, [0]
+        self.counts = {1: 0, 16: 0, 32: 0, 64: 0}  # registers of each width
         self.code: list[Instruction] = []
         self.targets: dict[str, int] = {}
-        self.source, self.scope_number, self.scope_path = "", 0, [0]
-        self.shared = list(text.shared)
+        self.branches: list[tuple[Instruction, tuple[int, ...]]] = []  # whose labels are not resolved yet
+        self.source = ""
+        self.shared = list(ptx.shared)
         parameters = _parameters(match[2])
         self._statements(match.end(), end)
         limit = re.search(r"\.(?:maxntid|reqntid)\s+([\d, ]+)", match[3])
@@ -183,14 +183,14 @@ class _Body:
         self.kernel = Kernel(match[1], parameters, self.code, self.targets, registers, self.shared, threads)
 
     def _statements(self, position: int, end: int) -> None:
-        blank = re.compile(r"\s*")
-        while (position := blank.match(self.text.text, position).end()) < end:
-            m = self.statement.match(self.text.text, position, end)
+        end = len(self.ptx.text[:end].rstrip())
+        while position < end:
+            m = self.statement.match(self.ptx.text, position, end)
             if m is None:
-                raise UnknownInstruction(f"PTX line {self.text.line(position)} is no statement")
+                raise UnknownInstruction(f"PTX line {self.ptx.line(position)} is no statement")
             position = m.end()
             if m["loc"]:
-                self.source = f"{self.text.files.get(m['file'], '?')}:{m['number']}"
+                self.source = f"{self.ptx.files.get(m['file'], '?')}:{m['number']}"
             elif m["brace"] == "{":
                 self.scope_number += 1
                 self.scopes.append({})
@@ -201,32 +201,31 @@ class _Body:
             elif m["label"]:
                 self.targets[f"{m['label']}@{self.scope_path[-1]}"] = len(self.code)
             elif m["text"]:
-                self._statement(m["text"], m.start())
+                self._statement(m["text"], self.ptx.line(m.start("text")))
         self._resolve_labels()
 
-    def _statement(self, text: str, position: int) -> None:
-        if text.startswith(".reg"):
-            kind, names = re.match(r"\.reg\s*\.(\w+)\s+(.*)", text, re.DOTALL).groups()
-            for name in names.split(","):
-                self._declare(kind, name.strip())
-        elif text.startswith(".shared"):
-            self.shared.append(_shared_variable(text))
-        elif text.startswith(".pragma"):
-            pass
-        elif text.startswith("."):
-            raise UnknownInstruction(f"PTX line {self.text.line(position)}: {text.strip()}")
-        else:
-            self._instruction(text, self.text.line(position))
+    def _statement(self, text: str, line: int) -> None:
+        if registers := re.match(r"\.reg\s*\.(\w+)\s+(.*)", text, re.DOTALL):
+            for name in registers[2].split(","):
+                self._declare(registers[1], name.strip())
+        elif variable := _shared_variable(text):
+            self.shared.append(variable)
+        elif not text.startswith("."):
+            self._instruction(text, line)
+        elif not text.startswith(".pragma"):
+            raise UnknownInstruction(f"PTX line {line}: {text.strip()}")
 
     def _instruction(self, text: str, line: int) -> None:
         m = re.match(r"(?:@(!?)([\w%$]+)\s+)?([\w.:]+)\s*(.*)", text, re.DOTALL)
+        if m is None:
+            raise UnknownInstruction(f"PTX line {line}: {text.strip()}")
         guard = self._operand(m[2]) if m[2] else None
         guard = Inverted(guard) if m[1] else guard
         branches = m[3].startswith("bra")
         operands = (m[4].strip(),) if branches else tuple(map(self._operand, split_operands(m[4])))
         code = Instruction(len(self.code), m[3], operands, guard, text, line, self.source)
         if branches:
-            self.pending.append((code, tuple(self.scope_path)))
+            self.branches.append((code, tuple(self.scope_path)))
         self.code.append(code)
 
     def _declare(self, kind: str, name: str) -> None:
@@ -238,7 +237,7 @@ class _Body:
         self.counts[bits] += len(names)
 
     def _resolve_labels(self) -> None:
-        for code, path in self.pending:
+        for code, path in self.branches:
             names = [f"{code.operands[0]}@{scope}" for scope in reversed(path)]
             code.operands = (next(self.targets[name] for name in names if name in self.targets),)
 
@@ -259,8 +258,8 @@ class _Body:
         return None if text == "_" else Name(text)
 
     def _address(self, text: str) -> Address:
-        m = re.fullmatch(r"([^+\s]+?)\s*(?:\+\s*(-?\w+))?", text.strip())
-        return Address(self._operand(m[1]), int(m[2] or "0", 0))
+        base, _, offset = text.partition("+")
+        return Address(self._operand(base.strip()), int(offset.strip() or "0", 0))
 
 
 def split_operands(text: str) -> list[str]:

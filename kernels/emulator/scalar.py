@@ -172,7 +172,7 @@ def _div(m: Machine, code: Instruction) -> Operation:
     return computed(m.register(code.operands[0], dtype), lambda: _quotient(a, b))
 
 
-FUNCTIONS = {
+FUNCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "ex2": np.exp2, "lg2": np.log2, "sqrt": np.sqrt,
     "rsqrt": lambda x: 1 / np.sqrt(x), "rcp": np.reciprocal,
 }  # fmt: skip

@@ -257,7 +257,7 @@ def _mma_async(m: Machine, code: Instruction, groups: Warpgroups) -> Operation:
             else:
                 left = _shared_operand(m, a_descriptor[lanes], group, 64, trans_a)
             right = _shared_operand(m, b_descriptor[lanes], group, n, trans_b)
-            add = _agreed(accumulate[lanes], "scale-d")
+            add = bool(_agreed(accumulate[lanes], "scale-d"))
             groups.start(
                 group, Product(registers, left, not isinstance(a, tuple), right, add, kind, code.index)
             )

@@ -53,11 +53,6 @@ extern "C" __global__ void __launch_bounds__(1024) spills(const float* a, float*
 NAME = "multiply<64, true>"
 
 
-@pytest.fixture(autouse=True)
-def compiler() -> None:
-    pytest.importorskip("cuda.core", reason="the CUDA compiler is not installed (extras cuda12, cuda13)")
-
-
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("LINGPT_CACHE", str(tmp_path / "cache"))
@@ -71,6 +66,7 @@ def build(source: Path, arch: str = "sm_80", names: tuple[str, ...] = (NAME,), s
     return nvrtc.compile_kernels(source, arch, {"SCALE": scale}, names)
 
 
+@pytest.mark.nvrtc
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_tensor_cores_and_headers_compile_for_every_architecture(source: Path, arch: str) -> None:
     """Guards: pip's headers are found, templates get their names, the report has figures that can be true."""
@@ -80,6 +76,7 @@ def test_tensor_cores_and_headers_compile_for_every_architecture(source: Path, a
     assert 8 <= used.registers <= 64 and used.spills == 0 and used.shared == 64 * 4
 
 
+@pytest.mark.nvrtc
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_spills_are_seen(source: Path, arch: str) -> None:
     """Guards: the check can fail: 96 live values do not fit the 64 registers that 1024 threads leave."""
@@ -101,6 +98,7 @@ def test_spills_of_a_function_count_for_its_kernel() -> None:
     assert nvrtc.parse_ptxas_report(log) == {"k": nvrtc.Resources(40, 8, 4, 12, 2048)}
 
 
+@pytest.mark.nvrtc
 def test_the_cache_serves_the_same_and_notices_every_change(source: Path) -> None:
     """Guards: a second start compiles nothing; a changed source, include, define or architecture does not."""
     first, again = build(source), build(source)
@@ -115,6 +113,7 @@ def test_the_cache_serves_the_same_and_notices_every_change(source: Path) -> Non
     assert len(list(nvrtc.cache_folder().glob("*.cubin"))) == 5
 
 
+@pytest.mark.nvrtc
 @pytest.mark.parametrize("damage", [lambda b: b[:-100], lambda b: b"", lambda b: b[:-1] + bytes([b[-1] ^ 1])])
 def test_a_damaged_cache_file_is_compiled_again(source: Path, damage) -> None:
     """Guards: a file cut short by a full disk, or a flipped bit, never reaches the GPU."""
@@ -125,6 +124,7 @@ def test_a_damaged_cache_file_is_compiled_again(source: Path, damage) -> None:
     assert build(source).seconds == 0
 
 
+@pytest.mark.nvrtc
 def test_many_at_once_leave_one_whole_file(source: Path) -> None:
     """Guards: processes that start together do not corrupt the cache and leave no half-written file."""
     script = (
@@ -144,6 +144,7 @@ def test_many_at_once_leave_one_whole_file(source: Path) -> None:
     assert list(nvrtc.cache_folder().iterdir()) == [module.path]
 
 
+@pytest.mark.nvrtc
 def test_an_unwritable_cache_warns_and_works(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: a read-only home costs a second at every start, not the run."""
     source.with_name("file").write_text("")
@@ -152,6 +153,7 @@ def test_an_unwritable_cache_warns_and_works(source: Path, monkeypatch: pytest.M
         assert build(source).cubin[:4] == b"\x7fELF"
 
 
+@pytest.mark.nvrtc
 def test_broken_source_shows_the_compilers_words(source: Path) -> None:
     """Guards: whoever edits a kernel sees file, line and message."""
     source.write_text("__global__ void k() { undeclared = 1; }")
@@ -159,6 +161,7 @@ def test_broken_source_shows_the_compilers_words(source: Path) -> None:
         build(source, names=("k",))
 
 
+@pytest.mark.nvrtc
 @pytest.mark.parametrize("arch, words", [("sm_999", "does not know sm_999"), ("hopper", "is no CUDA arch")])
 def test_an_unknown_architecture_is_one_line(source: Path, arch: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
@@ -174,6 +177,7 @@ def test_a_missing_compiler_names_the_extra(source: Path, monkeypatch: pytest.Mo
         build(source)
 
 
+@pytest.mark.nvrtc
 def test_a_driver_too_old_for_the_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: a CUDA 12 driver is told apart before it is given a cubin of CUDA 13."""
     from cuda.bindings import driver
@@ -215,6 +219,7 @@ def test_the_hash_is_of_substance(tmp_path: Path) -> None:
     assert written('int a = 1; const char* s = "// kept";', "x = 2\n") != base
 
 
+@pytest.mark.nvrtc
 @pytest.mark.slow
 def test_our_kernels_compile_without_spills() -> None:
     """Guards: every kernel a user can meet compiles for its architectures, its values in registers; no remark
@@ -232,6 +237,7 @@ def test_our_kernels_compile_without_spills() -> None:
     assert not [remark for module in modules for remark in module.remarks]
 
 
+@pytest.mark.nvrtc
 @pytest.mark.gpu
 def test_a_compiled_kernel_runs(source: Path) -> None:
     """Guards: load, packed arguments and dynamic shared memory above 48 KB, on torch's stream."""

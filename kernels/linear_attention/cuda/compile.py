@@ -199,6 +199,22 @@ def compile_kernels(
     return module
 
 
+def compile_ptx(
+    source: str | Path, arch: str, defines: Mapping[str, Any], names: Iterable[str]
+) -> tuple[str, dict[str, str]]:
+    """The PTX of `source` with its line numbers, and the mangled name of each of `names`: for the emulator.
+
+    Cached, and raises, as `compile_kernels`. Kernels that are extern "C" are there without being asked for.
+    """
+    request = _Request(source, arch, defines, tuple(names), {"lineinfo": True})
+    path = request.cache_file().with_suffix(".ptx")
+    module = _read_cached(path, arch)
+    if module is None:
+        module = request.compile_ptx()
+        _write_cached(path, module)
+    return module.cubin.decode(), module.symbols
+
+
 def native_arch(device: int | torch.device | None = None) -> str:
     """The architecture of a CUDA device, with the suffix that unlocks wgmma and TMA on Hopper: "sm_90a"."""
     major, minor = torch.cuda.get_device_capability(device)
@@ -314,6 +330,34 @@ class _Request:
         text, seconds = log.getvalue().replace("\0", ""), time.perf_counter() - start
         return CompiledModule(self.arch, bytes(built.code), symbols, text, seconds, None)
 
+    def compile_ptx(self) -> CompiledModule:
+        """PTX in the cubin's place. By NVRTC itself: cuda.core asks the driver, and there may be none."""
+        _check_arch(self.arch)
+        from cuda.bindings import nvrtc
+
+        path = SOURCE_FOLDER / self.source
+        flags = [f"--gpu-architecture={self.arch}", "--std=c++17", "-lineinfo"]
+        flags += [f"-I{path.parent}", f"-I{_header_folder()}"]
+        flags += [f"-D{name}={value}" for name, value in self.defines.items()]
+        start = time.perf_counter()
+        program = _check(nvrtc.nvrtcCreateProgram(path.read_bytes(), path.name.encode(), 0, [], []))
+        for name in self.names:
+            _check(nvrtc.nvrtcAddNameExpression(program, name.encode()))
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
+        log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
+        _check(nvrtc.nvrtcGetProgramLog(program, log))
+        text = log.decode().replace("\0", "")
+        if status:
+            raise RuntimeError(f"{path.name} does not compile for {self.arch}: {text}")
+        symbols = {
+            name: _check(nvrtc.nvrtcGetLoweredName(program, name.encode())).decode() for name in self.names
+        }
+        ptx = b" " * _check(nvrtc.nvrtcGetPTXSize(program))
+        _check(nvrtc.nvrtcGetPTX(program, ptx))
+        _check(nvrtc.nvrtcDestroyProgram(program))
+        seconds = time.perf_counter() - start
+        return CompiledModule(self.arch, ptx.rstrip(b"\0"), symbols, text, seconds, None)
+
 
 def _write_cached(path: Path, module: CompiledModule) -> Path | None:
     """Written aside and renamed, so that another process sees the whole file or none."""
@@ -382,10 +426,11 @@ def compiler_version() -> tuple[int, int]:
 
 def _compiler_identity() -> list:
     """What changes when the compiler or its headers are updated: versions and file sizes."""
+    version = _nvrtc_version()
     from cuda.pathfinder import load_nvidia_dynamic_lib
 
     files = [Path(load_nvidia_dynamic_lib("nvrtc").abs_path), _header_folder() / "cuda_bf16.hpp"]
-    return [*_nvrtc_version(), *(file.stat().st_size for file in files)]
+    return [*version, *(file.stat().st_size for file in files)]
 
 
 def _header_folder() -> Path:

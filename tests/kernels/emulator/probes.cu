@@ -1,4 +1,4 @@
-// Small kernels, right and wrong, on which test_emulated.py tries the emulator itself. One block each.
+// Small kernels, right and wrong, on which the emulator itself is tested. One block each.
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned long long u64;
@@ -23,7 +23,7 @@ __device__ __forceinline__ void copy16(u32 to, const void* from) {
 }
 __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
 
-// ------------------------------------------------------------------------------------------------ what a thread does
+// ------------------------------------------------------------------------------- registers (test_scalar, test_control)
 extern "C" __global__ void integers(const int* a, const int* b, int* out) {
   int i = threadIdx.x, x = a[i], y = b[i];
   u32 ux = x, uy = y;
@@ -47,7 +47,7 @@ extern "C" __global__ void floats(const float* a, const float* b, float* out) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(x), "f"(y));
   out[11 * T + i] = __uint_as_float(pair);
 }
-// Lanes take different ways, for different times, and meet again in the shuffle.
+// Lanes diverge, for different times, and converge again at the shuffle.
 extern "C" __global__ void branches(int* out) {
   int i = threadIdx.x, x = 0;
   for (int k = 0; k < i % 7; k++) {
@@ -57,12 +57,12 @@ extern "C" __global__ void branches(int* out) {
   out[i] = x + 1000 * __shfl_xor_sync(0xffffffffu, x, 1);
 }
 
-// --------------------------------------------------------------------------------------------------- memory and races
+// --------------------------------------------------------- memory (test_memory, test_race, test_copies, test_mbarrier)
 extern "C" __global__ void past_the_end(const int* a, int* out, int shift) { out[threadIdx.x] = a[threadIdx.x + shift]; }
-extern "C" __global__ void crooked(const char* a, int* out) {
+extern "C" __global__ void misaligned(const char* a, int* out) {
   out[threadIdx.x] = *reinterpret_cast<const int*>(a + 4 * threadIdx.x + (threadIdx.x == 9));
 }
-extern "C" __global__ void turn_round(const int* a, int* out, int sync) {
+extern "C" __global__ void reverse(const int* a, int* out, int sync) {
   __shared__ int tile[128];
   tile[threadIdx.x] = a[threadIdx.x];
   if (sync) __syncthreads();
@@ -76,19 +76,19 @@ extern "C" __global__ void overwrite(const int* a, int* out, int sync) {  // a r
   if (sync) asm volatile("bar.sync 3, 128;" ::: "memory");
   tile[threadIdx.x] = 0;
 }
-extern "C" __global__ void unwritten(float* out) {
+extern "C" __global__ void read_unwritten(float* out) {
   __shared__ float tile[32];
   if (threadIdx.x < 16) tile[threadIdx.x] = 1.f;
   __syncwarp();
   out[threadIdx.x] = tile[threadIdx.x];
 }
-extern "C" __global__ void impatient(const int* a, int* out, int wait) {  // cp.async
+extern "C" __global__ void copy(const int* a, int* out, int wait) {  // by cp.async
   __shared__ __align__(16) int tile[128];
   copy16(address(tile + 4 * threadIdx.x), a + 4 * threadIdx.x);
   if (wait) copy_wait();
   out[threadIdx.x] = tile[4 * threadIdx.x];
 }
-extern "C" __global__ void stuck(int* out, int early) {
+extern "C" __global__ void leave_early(int* out, int early) {
   if (threadIdx.x < early) return;
   __syncthreads();
   out[threadIdx.x] = 1;
@@ -106,7 +106,7 @@ extern "C" __global__ void hand_over(const int* a, int* out, int arrivals) {  //
     out[threadIdx.x - 32] = tile[threadIdx.x % 32];
   }
 }
-extern "C" __global__ void delivered(const int* a, int* out, int early) {  // cp.async that arrives by itself
+extern "C" __global__ void copy_arrives(const int* a, int* out, int early) {  // cp.async that arrives at an mbarrier by itself
   __shared__ __align__(16) int tile[128];
   __shared__ u64 barrier;
   if (threadIdx.x == 0) barrier_init(address(&barrier), 32);
@@ -121,7 +121,7 @@ extern "C" __global__ void delivered(const int* a, int* out, int early) {  // cp
   }
 }
 
-// -------------------------------------------------------------------------------------------------------- tensor cores
+// ------------------------------------------------------------------------------------------ tensor cores (test_tensor)
 // c[16×8] = a[16×16]·b[16×8] of one warp, bf16; the operands in shared memory, row by row.
 extern "C" __global__ void multiply(const u16* a, const u16* b, float* c, u16* back) {
   __shared__ __align__(16) u16 left[256], right[128], out[64];
@@ -189,9 +189,9 @@ __device__ __forceinline__ void group_product(const u16* a, const u16* b, float*
 extern "C" __global__ void group_multiply(const u16* a, const u16* b, float* c, int mistake) { group_product<false>(a, b, c, mistake); }
 extern "C" __global__ void group_multiply_transposed(const u16* a, const u16* b, float* c, int mistake) { group_product<true>(a, b, c, mistake); }
 
-// d[64×8] = a·bᵀ of one warpgroup, from step `first` to `end` of 16 of K's 128. b: [8, 128], two atoms, one behind the
-// other. a: [64, 128] in registers (A = 0) or in two panels behind b (1), or its transpose [128, 64] there (2).
-// `poked`: the places of shared memory that are overwritten before the wait.
+// d[64×8] = a·bᵀ of one warpgroup, from step `first` to `end` of 16 of K's 128. b: [8, 128], two swizzle atoms, one behind
+// the other. a: [64, 128] in registers (A = 0) or in two panels behind b (1), or its transpose [128, 64] there (2).
+// `poked`: which numbers of shared memory are overwritten before the wait.
 #define NARROW(TYPE, A, B, ADD, FLAGS, ...)                                                                               \
   asm volatile(                                                                                                           \
       "{\n.reg .pred p;\nsetp.ne.b32 p, " ADD ", 0;\n"                                                                    \
