@@ -1,4 +1,4 @@
-"""`lingpt data`: prepares a recipe's data and says what it is."""
+"""`lingpt data`: prepares a recipe's data and describes it."""
 
 import time
 

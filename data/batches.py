@@ -32,15 +32,15 @@ class Batches:
 
     def _blocks_at(self, step: int, positions: Sequence[int]) -> np.ndarray:
         sample = step * self.global_batch_size + np.asarray(positions, dtype=np.int64)
-        epoch, place = np.divmod(sample, len(self.blocks))
-        return permute(place, len(self.blocks), self.seed, epoch)
+        epoch, index = np.divmod(sample, len(self.blocks))
+        return permute(index, len(self.blocks), self.seed, epoch)
 
 
-def permute(place: np.ndarray, n: int, seed: int, epoch: np.ndarray) -> np.ndarray:
-    """Sends each `place` in 0..n-1 to one of 0..n-1, one to one for each (seed, epoch); int64."""
+def permute(index: np.ndarray, n: int, seed: int, epoch: np.ndarray) -> np.ndarray:
+    """Sends each `index` in 0..n-1 to one of 0..n-1, one to one for each (seed, epoch); int64."""
     half = max(1, ((n - 1).bit_length() + 1) // 2)
-    key = _mix(_mix(np.full(place.shape, seed % 2**64, dtype=np.uint64)) + epoch.astype(np.uint64))
-    x = _feistel(place.astype(np.uint64), key, half)
+    key = _mix(_mix(np.full(index.shape, seed % 2**64, dtype=np.uint64)) + epoch.astype(np.uint64))
+    x = _feistel(index.astype(np.uint64), key, half)
     while (outside := x >= n).any():  # 4^half < 4n, so a few turns suffice
         x[outside] = _feistel(x[outside], key[outside], half)
     return x.astype(np.int64)

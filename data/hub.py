@@ -9,14 +9,15 @@ from lingpt.common.errors import UserError
 
 
 @contextmanager
-def hub_errors(what: str, mend: str) -> Iterator[None]:
-    """Around a download of `what`: a failure becomes a `UserError` that says `mend`.
+def hub_errors(what: str, fix: str) -> Iterator[None]:
+    """Around a download of `what`: a failure becomes a `UserError` that says how to `fix` it.
 
-    No network shows itself as many classes of error, some of them wrong (huggingface_hub 1.3 raises
-    RuntimeError about a closed client on the second try), so whatever is neither "not there" nor a full disk
-    counts as it.
+    Without a network many classes of error are raised, some of them wrong (huggingface_hub 1.3 raises
+    RuntimeError about a closed client on the second try), so whatever is neither "not found" nor a full disk
+    counts as no network.
     """
     from datasets.exceptions import DatasetNotFoundError
+    from httpx import HTTPError
     from huggingface_hub.errors import (
         EntryNotFoundError,
         HFValidationError,
@@ -27,42 +28,35 @@ def hub_errors(what: str, mend: str) -> Iterator[None]:
     try:
         with _quiet("huggingface_hub"):
             yield
-    except (
-        LocalEntryNotFoundError
-    ):  # a subclass of EntryNotFoundError that means: not in the cache, and no network
-        raise UserError(_unreachable(what, "no network", mend)) from None
+    # A subclass of EntryNotFoundError that means: not in the cache, and no network.
+    except LocalEntryNotFoundError:
+        raise UserError(_unreachable(what, "no network", fix)) from None
     except (DatasetNotFoundError, RepositoryNotFoundError, EntryNotFoundError, HFValidationError):
         raise UserError(
-            f"{what} is neither a path nor on the hub: check the name, log in if it is private, or {mend}"
+            f"{what} is neither a path nor on the hub: check the name, log in if it is private, or {fix}"
         ) from None
-    except (OSError, RuntimeError, ValueError, *_http_errors()) as error:
+    except (OSError, RuntimeError, ValueError, HTTPError) as error:
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
             raise
-        raise UserError(_unreachable(what, hub_reason(error), mend)) from None
+        raise UserError(_unreachable(what, hub_reason(error), fix)) from None
 
 
-def _unreachable(what: str, why: str, mend: str) -> str:
+def _unreachable(what: str, why: str, fix: str) -> str:
     return (
         f"{what} is not in this machine's cache and cannot be had from the Hugging Face hub ({why}): "
-        f"go online (and unset HF_HUB_OFFLINE), or {mend}"
+        f"go online (and unset HF_HUB_OFFLINE), or {fix}"
     )
 
 
-def _http_errors() -> tuple[type[Exception], ...]:
-    import httpx
-
-    return (httpx.HTTPError,)
-
-
 def hub_reason(error: Exception) -> str:
-    """Why the hub did not answer, in a line. What huggingface_hub 1.3 ends its retries with hides it."""
+    """Why the hub did not answer, in a line. What huggingface_hub 1.3 raises after its retries hides it."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return "no network" if "the client has been closed" in lines[0] else lines[0][:160]
 
 
 @contextmanager
 def _quiet(name: str) -> Iterator[None]:
-    """Without the log lines of every retry: the error says it."""
+    """Without the log lines of every retry: the error is enough."""
     logger = logging.getLogger(name)
     before = logger.level
     logger.setLevel(logging.ERROR)

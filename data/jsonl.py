@@ -16,10 +16,15 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
+
+import zstandard
 
 from lingpt.common.errors import UserError
 from lingpt.data.corpus import Corpus, Document, Split
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 SUFFIXES = (".jsonl", ".gz", ".xz", ".zst")
 _SPLIT_NAME = re.compile(r"(train|validation|valid|val|dev|test)(?![a-z])")
@@ -28,7 +33,7 @@ _SPLIT_NAME = re.compile(r"(train|validation|valid|val|dev|test)(?![a-z])")
 def jsonl_corpus(source: str, val_source: str | None = None, named: Iterable[str] = ()) -> Corpus:
     """The documents of the files that `source` names: a path, a folder or a glob.
 
-    Where several files match and one is named `train*`, names tell the splits: `validation*`, `valid*`,
+    Where several files match and one is named `train*`, names decide the splits: `validation*`, `valid*`,
     `val*` or `dev*` is held out and `test*` left alone. Files of `val_source` are held out and never trained
     on.
 
@@ -131,49 +136,56 @@ def read_documents(path: Path) -> Iterator[Document]:
             ) from None
 
 
-def _readable(path: Path) -> BinaryIO:
+def _readable(path: Path) -> io.BufferedReader:
     try:
         return path.open("rb")
     except OSError as error:
         raise UserError(f"cannot read {path} ({error.strerror}): check its permissions") from None
 
 
-def _decompressed(file: BinaryIO, path: Path) -> BinaryIO:
-    openers = {".gz": lambda f: gzip.GzipFile(fileobj=f), ".xz": lzma.LZMAFile, ".zst": _ZstandardFile}
-    return openers.get(path.suffix, lambda f: f)(file)
+def _decompressed(file: io.BufferedReader, path: Path) -> io.BufferedIOBase | io.RawIOBase:
+    match path.suffix:
+        case ".gz":
+            return gzip.GzipFile(fileobj=file)
+        case ".xz":
+            return lzma.LZMAFile(file)
+        case ".zst":
+            return _ZstandardFile(file)
+        case _:
+            return file
 
 
 class _ZstandardFile(io.RawIOBase):
     """Decompresses frame after frame. (`zstandard`'s own reader takes a cut-off file for a whole one.)"""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file, self._frame, self._ready = file, None, memoryview(b"")
+        self._file, self._ready = file, memoryview(b"")
+        self._frame: zstandard.ZstdDecompressionObj | None = None
 
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: memoryview) -> int:
+    def readinto(self, buffer: "WriteableBuffer") -> int:
         while not self._ready:
             if not self._decompress_more():
                 return 0
-        count = min(len(buffer), len(self._ready))
-        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        target = memoryview(buffer)
+        count = min(len(target), len(self._ready))
+        target[:count], self._ready = self._ready[:count], self._ready[count:]
         return count
 
     def _decompress_more(self) -> bool:
-        import zstandard
-
-        between_frames = self._frame is None or self._frame.eof
-        rest = self._frame.unused_data if between_frames and self._frame else b""
+        frame, rest = self._frame, b""
+        if frame is not None and frame.eof:
+            rest, frame = frame.unused_data, None
         data = rest or self._file.read(1 << 17)
         if not data:
-            if between_frames:
+            if frame is None:
                 return False
             raise EOFError("a Zstandard frame ends early")
-        if between_frames:
-            self._frame = zstandard.ZstdDecompressor().decompressobj()
+        self._frame = frame = frame or zstandard.ZstdDecompressor().decompressobj()
         try:
-            self._ready = memoryview(self._frame.decompress(data))
+            self._ready = memoryview(frame.decompress(data))
         except zstandard.ZstdError as error:
             raise EOFError(str(error)) from None
         return True
@@ -191,10 +203,8 @@ def _text(line: bytes, where: str) -> str:
         fault = "is not UTF-8"
     except UnicodeEncodeError:
         fault = "has half a surrogate pair in its text"
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # JSONDecodeError is a ValueError; so is a number of 5000 digits
+    # JSONDecodeError is a ValueError; so is a number of 5000 digits.
+    except (ValueError, RecursionError) as error:
         fault = f"is not JSON ({error})"
     else:
         if not isinstance(row, dict):

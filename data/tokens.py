@@ -9,7 +9,7 @@ its tokens.
 import hashlib
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import islice
@@ -41,7 +41,7 @@ def available_cores() -> int:
 
 def encode_documents(
     documents: Iterable[Document], tokenizer: Tokenizer, num_workers: int | None = None
-) -> Iterator[Encoded]:
+) -> Generator[Encoded]:
     """Every document's tokens, in the documents' order, on `num_workers` threads (by default one a core).
 
     At most three batches a thread are in flight, so memory does not grow with the corpus.

@@ -31,19 +31,19 @@ CLEANING = 1  # raise it when the same rows would give other text
 _FIELDS = {"wikidata_id", "text", "version_id"}
 _KNOWN = ("_START_ARTICLE_", "_START_SECTION_", "_START_PARAGRAPH_")
 _MARKER = re.compile(r"(?<![A-Za-z0-9])_(?:START|END)_[A-Z_]*[A-Z]_(?![A-Za-z0-9])")
-_MEND = "train on text of your own with DATA=<jsonl>, or on DATA=embedded"
+_ADVICE = "train on text of your own with DATA=<jsonl>, or on DATA=embedded"
 
 
 def wiki40b_corpus() -> Corpus:
     """Wiki-40B with its own training and validation splits. Raises `UserError`."""
     import datasets
 
-    with hub_errors(f"Wiki-40B ({HUB_NAME}, {HUB_CONFIG})", _MEND):
+    with hub_errors(f"Wiki-40B ({HUB_NAME}, {HUB_CONFIG})", _ADVICE):
         splits = datasets.load_dataset(HUB_NAME, HUB_CONFIG)
     for name in ("train", "validation"):
         if name not in splits or not set(splits[name].column_names) >= _FIELDS:
             raise UserError(
-                f"this copy of {HUB_NAME} has no {name} split with {', '.join(sorted(_FIELDS))}: {_MEND}"
+                f"this copy of {HUB_NAME} has no {name} split with {', '.join(sorted(_FIELDS))}: {_ADVICE}"
             )
     return Corpus(
         name="wiki40b",
@@ -79,7 +79,7 @@ def clean(text: str, wikidata_id: str) -> str:
         if marker not in _KNOWN:
             raise UserError(
                 f"the Wiki-40B document {wikidata_id} has unknown markup {marker} (known: _NEWLINE_, "
-                f"{', '.join(_KNOWN)}), so this copy of the data set has another format: {_MEND}"
+                f"{', '.join(_KNOWN)}), so this copy of the data set has another format: {_ADVICE}"
             )
     lines = (line for line in text.split("\n") if line.strip() not in _KNOWN)
     parts = (line.replace("_NEWLINE_", "\n").strip() for line in lines)
@@ -92,5 +92,5 @@ def _decode_repr(text: str, wikidata_id: str) -> str:
     except (ValueError, SyntaxError):  # a UnicodeDecodeError is a ValueError
         raise UserError(
             f"the Wiki-40B document {wikidata_id} begins like the repr of bytes but is none, "
-            f"so this copy of the data set has another format: {_MEND}"
+            f"so this copy of the data set has another format: {_ADVICE}"
         ) from None

@@ -1,4 +1,4 @@
-"""The bigram bar: what it computes, against a slow and obvious computation."""
+"""The bigram baseline: what it computes, against a slow and obvious computation."""
 
 import math
 from collections import Counter
@@ -51,7 +51,7 @@ def test_it_is_the_interpolated_model(dataset):
 
 
 def test_it_can_be_asked_of_fewer_blocks(dataset):
-    """Training may validate on the first blocks only: the bar is then of the same targets."""
+    """Training may validate on the first blocks only: the baseline is then of the same targets."""
     p = slow_model(dataset.train.stream(0, 10**9).tolist(), dataset.tokenizer.vocab_size)
     block = dataset.val[0].tolist()
     slow = -sum(math.log(p(w, v)) for v, w in pairwise(block)) / 16

@@ -58,7 +58,7 @@ def test_the_wikipedia_folder_keeps_its_splits(real_data: Path):
     assert jsonl_corpus(str(real_data / "enwiki")).rule == rule
 
 
-def test_the_bigram_bar_is_plausible(wiki):
+def test_the_bigram_baseline_is_plausible(wiki):
     """With 0.39 M tokens: better than unigrams (about 7.5 nats), far from a trained model (under 5)."""
     assert 5.5 < bigram_loss(wiki) < 7.2
 
