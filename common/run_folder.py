@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lingpt.common.errors import UserError
+from lingpt.common.files import write_json
 
 CONFIG, ENVIRONMENT, METRICS = "config.yaml", "environment.json", "metrics.jsonl"
 CHECKPOINTS, EVAL = "checkpoints", "eval"
@@ -38,6 +39,11 @@ def checkpoint_step(folder: Path) -> int | None:
     """The step in a checkpoint's name; None for a folder that is not named as one."""
     match = _STEP.fullmatch(folder.name)
     return int(match[1]) if match else None
+
+
+def scores_file(run: Path, step: int) -> Path:
+    """Where the scores of the checkpoint of `step` are kept."""
+    return run / EVAL / f"step-{step:08d}.json"
 
 
 def checkpoints(run: Path) -> list[Path]:
@@ -65,6 +71,12 @@ def read_manifest(checkpoint: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return manifest if whole else None
+
+
+def write_manifest(checkpoint: Path, values: dict[str, Any]) -> None:
+    """Makes `checkpoint` whole: `values`, and the size of every file that is in it by now."""
+    files = {path.name: path.stat().st_size for path in sorted(checkpoint.iterdir()) if path.name != MANIFEST}
+    write_json(checkpoint / MANIFEST, {**values, "files": files})
 
 
 def read_config(run: Path) -> dict[str, Any]:
