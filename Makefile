@@ -46,7 +46,7 @@ eval: $(READY) ## score checkpoints, print the paper's Table 2: MODEL= or RUNS="
 curves: $(READY) ## loss curves of runs in one picture: RUNS="runs/a runs/b" (default: all)
 	$(BIN)lingpt curves $(strip $(RUNS) $(ARGS))
 
-bench: $(READY) ## measure the kernels against their peers (GPU; ARGS="--device cpu" for a taste)
+bench: $(READY) ## measure the kernels against the baselines (GPU; ARGS="--device cpu" for a taste)
 	$(BIN)lingpt bench $(ARGS)
 
 test: $(READY) ## all tests that this machine can run; LINGPT_TEST_DATA=folder adds those on real data

@@ -1,10 +1,14 @@
-"""`lingpt bench`: measures the kernels against their peers; writes JSON, plots and the table of targets."""
+"""`lingpt bench`: measures the kernels against the baselines; writes JSON, plots and the table of targets."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser, Namespace
 
-HELP = "Measure linear attention against its peers: time, memory, correctness, plots."
+if TYPE_CHECKING:
+    from lingpt.kernels.bench import Results, Row
+
+HELP = "Measure linear attention against the baselines: time, memory, correctness, plots."
 
 TINY = ((2, 128, 2, 32), (2, 512, 2, 32), (2, 512, 2, 64))  # what a CPU can do
 
@@ -13,40 +17,29 @@ def configure(parser: ArgumentParser) -> None:
     """Options of the benchmark."""
     add = parser.add_argument
     add("--only", type=str, default=[], nargs="*", help="training, sweep-n, sweep-d (default: all)")
-    add(
-        "--peers",
-        type=str,
-        default=[],
-        nargs="*",
-        help="names (default: all; an unknown name lists them)",
-    )
-    add(
-        "--out",
-        type=str,
-        default="docs/results/kernels",
-        help="folder of results.json, bars.md and the plots",
-    )
-    add("--append", action="store_true", help="keep the rows of --out, measure what lacks")
+    names = "names, ours and the baselines' (default: all; an unknown name lists them)"
+    add("--implementations", type=str, default=[], nargs="*", help=names)
+    folder = "folder of results.json, targets.md and the plots"
+    add("--out", type=str, default="docs/results/kernels", help=folder)
+    add("--append", action="store_true", help="keep the rows of --out, measure those that are missing")
     add("--quick", action="store_true", help="fewer shapes")
     add("--budget", type=float, default=1200.0, help="seconds; what does not fit is recorded as skipped")
-    add("--limit", type=float, default=6.0, help="most seconds for a round of one peer at one shape")
-    add("--warm", type=str, default="first", help="compile peers in parallel: first, only (and stop) or skip")
-    add(
-        "--ncu",
-        action="store_true",
-        help="count the bytes moved with NVIDIA's profiler, which must be installed",
-    )
-    add("--device", type=str, default="cuda", help="cuda, cuda:1 … or cpu (tiny shapes, PyTorch's peers)")
-    add(
-        "--redraw",
-        action="store_true",
-        help="measure nothing: plots and table from the results.json in --out",
-    )
+    limit = "most seconds for a round of one implementation at one shape"
+    add("--limit", type=float, default=6.0, help=limit)
+    warm = "compile Triton kernels in parallel: first, only (and stop) or skip"
+    add("--warm", type=str, default="first", help=warm)
+    ncu = "count the bytes moved with NVIDIA's profiler, which must be installed"
+    add("--ncu", action="store_true", help=ncu)
+    device = "cuda, cuda:1 … or cpu (tiny shapes, implementations in PyTorch)"
+    add("--device", type=str, default="cuda", help=device)
+    redraw = "measure nothing: plots and table from the results.json in --out"
+    add("--redraw", action="store_true", help=redraw)
 
 
 def run(args: Namespace) -> None:
     from lingpt.common.errors import UserError
-    from lingpt.kernels.bench import Results, bars_table, draw
+    from lingpt.common.files import write_text
+    from lingpt.kernels.bench import Results, draw, targets_table
 
     if args.warm not in ("first", "only", "skip"):
         raise UserError(f"--warm is first, only or skip, not {args.warm!r}")
@@ -54,28 +47,29 @@ def run(args: Namespace) -> None:
     results = Results.load(out / "results.json") if args.redraw else _measure(args)
     if results is None:
         return
-    table = bars_table(results)
-    (out / "bars.md").write_text(table)
+    table = targets_table(results)
+    write_text(out / "targets.md", table)
     print(_summary(results), table, sep="\n\n")
-    print("\n".join(f"wrote {path}" for path in [out / "results.json", out / "bars.md", *draw(results, out)]))
+    written = [out / "results.json", out / "targets.md", *draw(results, out)]
+    print("\n".join(f"wrote {path}" for path in written))
 
 
-def _measure(args: Namespace):
-    """Results, or None if only the peers' compiling was asked for."""
+def _measure(args: Namespace) -> "Results | None":
+    """Results, or None if only the kernels' compiling was asked for."""
     import torch
 
-    from lingpt.kernels.bench import DEFAULT_PEERS, PEERS, Shape, run_bench, warm_up
+    from lingpt.kernels.bench import DEFAULT_IMPLEMENTATIONS, IMPLEMENTATIONS, Shape, run_bench, warm_up
     from lingpt.kernels.bench.traffic import count_bytes
 
     cpu, path = args.device == "cpu", Path(args.out) / "results.json"
     if not cpu and args.warm != "skip":
-        for cell, error in warm_up(args.peers, args.only).items():
+        for cell, error in warm_up(args.implementations, args.only).items():
             print(f"not compiled: {cell}: {error}")
         if args.warm == "only":
             return None
     results = run_bench(
         args.only,
-        args.peers or (PEERS if cpu else DEFAULT_PEERS),
+        args.implementations or (IMPLEMENTATIONS if cpu else DEFAULT_IMPLEMENTATIONS),
         quick=args.quick,
         budget=args.budget,
         limit=args.limit,
@@ -86,27 +80,29 @@ def _measure(args: Namespace):
         sweeps={"training": tuple(Shape(*shape) for shape in TINY)} if cpu else None,
     )
     if args.ncu:
-        results.bytes_moved |= count_bytes(args.peers or DEFAULT_PEERS)
+        results.bytes_moved |= count_bytes(args.implementations or DEFAULT_IMPLEMENTATIONS)
         results.save(path)
     return results
 
 
-def _summary(results) -> str:
-    """A line a row: what was measured, or why not; peers that cannot run here come in one line each."""
-    from lingpt.kernels.bench import PEERS
+def _summary(results: "Results") -> str:
+    """A line a row: what was measured, or why not; what cannot run here at all comes in one line each."""
+    from lingpt.kernels.bench import IMPLEMENTATIONS
 
     device = "cpu" if results.environment["card"].startswith("CPU") else "cuda"
-    names = dict.fromkeys(row.peer for row in results.rows)
-    absent = {name: reason for name in names if (reason := PEERS[name].available(device=device))}
-    lines = [f"{'peer':<18}{'shape':<28}{'fwd ms':>9}{'bwd ms':>9}{'mem U':>7}{'error':>9}  "]
-    for row in results.rows:
-        if row.peer in absent:
-            continue
-        times = "".join(
-            f"{ms:9.3f}" if ms is not None else f"{'–':>9}" for ms in (row.forward_ms, row.backward_ms)
-        )
-        memory = f"{row.both_memory:7.1f}" if row.both_memory is not None else f"{'–':>7}"
-        error = f"{max(row.errors.values()):9.1e}" if row.errors else f"{'–':>9}"
-        status = "" if row.status == "ok" else f"{row.status}: {row.reason}"
-        lines.append(f"{row.peer:<18}{row.shape!s:<28}{times}{memory}{error}  {status}".rstrip())
-    return "\n".join(lines + [f"{name:<18}skipped: {reason}" for name, reason in absent.items()])
+    names = dict.fromkeys(row.implementation for row in results.rows)
+    absent = {name: reason for name in names if (reason := IMPLEMENTATIONS[name].why_not(device=device))}
+    head = f"{'implementation':<18}{'shape':<28}{'fwd ms':>9}{'bwd ms':>9}{'mem U':>7}{'error':>9}"
+    lines = [_line(row) for row in results.rows if row.implementation not in absent]
+    return "\n".join([head, *lines, *(f"{name:<18}skipped: {reason}" for name, reason in absent.items())])
+
+
+def _line(row: "Row") -> str:
+    def cell(value: float | None, width: int, format: str) -> str:
+        return f"{'–' if value is None else f'{value:{format}}':>{width}}"
+
+    worst = max(row.errors.values(), default=None)
+    numbers = cell(row.forward_ms, 9, ".3f") + cell(row.backward_ms, 9, ".3f")
+    numbers += cell(row.both_memory, 7, ".1f") + cell(worst, 9, ".1e")
+    status = "" if row.status == "ok" else f"{row.status}: {row.reason}"
+    return f"{row.implementation:<18}{row.shape!s:<28}{numbers}  {status}".rstrip()

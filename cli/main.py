@@ -27,7 +27,7 @@ VERBS = {  # verb: (module, what it does)
     "eval": ("lingpt.cli.evaluate", "score checkpoints with lm-eval"),
     "curves": ("lingpt.cli.curves", "draw the loss curves of runs, and the table of time-to-loss"),
     "kernels": ("lingpt.cli.kernels", "list, compile and test the CUDA kernels"),
-    "bench": ("lingpt.cli.bench", "measure the kernels against their peers"),
+    "bench": ("lingpt.cli.bench", "measure the kernels against the baselines"),
 }
 
 

@@ -7,8 +7,9 @@ COLOURS = {
     "ours-decay": "#0072B2",  # blue
     "softmax": "#000000",
     "gla": "#009E73",  # bluish green
+    "sdpa-cudnn": "#999999",  # softmax by another library
 }
-SPARE_COLOURS = ("#CC79A7", "#E69F00", "#56B4E9", "#999999", "#8C510A", "#5E4FA2", "#1B7837")
+SPARE_COLOURS = ("#CC79A7", "#E69F00", "#56B4E9", "#8C510A", "#5E4FA2", "#1B7837")
 
 
 def colours(names: Iterable[str]) -> dict[str, str]:

@@ -1,26 +1,25 @@
-"""Our kernels against their peers, as data: peers and shapes by name, one runner, JSON, plots from it."""
+"""Our kernels against the baselines, as data: names for both and for shapes, one runner, JSON, plots."""
 
-from lingpt.kernels.bench.bars import bars_table
-from lingpt.kernels.bench.measure import Row
-from lingpt.kernels.bench.peers import DEFAULT_PEERS, PEERS, Peer
+from lingpt.kernels.bench.implementations import DEFAULT_IMPLEMENTATIONS, IMPLEMENTATIONS, Implementation
 from lingpt.kernels.bench.plots import draw
-from lingpt.kernels.bench.record import RECORD, staleness
-from lingpt.kernels.bench.runner import Results, run_bench
+from lingpt.kernels.bench.record import staleness
+from lingpt.kernels.bench.results import Results, Row
+from lingpt.kernels.bench.runner import run_bench
 from lingpt.kernels.bench.shapes import SWEEPS, Shape
+from lingpt.kernels.bench.targets import targets_table
 from lingpt.kernels.bench.warm import warm_up
 
 __all__ = [
-    "DEFAULT_PEERS",
-    "PEERS",
-    "RECORD",
+    "DEFAULT_IMPLEMENTATIONS",
+    "IMPLEMENTATIONS",
     "SWEEPS",
-    "Peer",
+    "Implementation",
     "Results",
     "Row",
     "Shape",
-    "bars_table",
     "draw",
     "run_bench",
     "staleness",
+    "targets_table",
     "warm_up",
 ]

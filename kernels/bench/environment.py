@@ -1,4 +1,4 @@
-"""What a result was got on: the card, its driver, the versions, the kernels' source."""
+"""Where a result comes from: the card, its driver, the versions, the kernels' source."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import datetime
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ PACKAGES = ("lingpt", "torch", "triton", "fla-core", "cuda-core", "cuda-bindings
 CONTEXT_GIB = 1.5  # more than a process's own share outside of PyTorch's allocator
 
 
-def environment(device: torch.device | None = None) -> dict:
+def environment(device: torch.device | None = None) -> dict[str, Any]:
     """Card, driver, versions, source hash and date, for the head of a file of results."""
     cuda = torch.cuda.is_available() and (device is None or device.type == "cuda")
     return {
@@ -24,14 +25,14 @@ def environment(device: torch.device | None = None) -> dict:
         "cuda": torch.version.cuda,
         "nvrtc": _nvrtc(),
         "python": platform.python_version(),
-        "versions": {name: found for name in PACKAGES if (found := _version(name))},
+        "versions": {name: number for name in PACKAGES if (number := _version(name))},
         "source_hash": source_hash(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
 
 
-def not_alone(device: torch.device) -> str | None:
-    """A line if another process holds memory of this card: it may compute there, and spoil every timing."""
+def used_by_others(device: torch.device) -> str | None:
+    """A line if another process holds memory of this card: it may compute there and falsify every timing."""
     free, total = torch.cuda.mem_get_info(device)
     others = (total - free - torch.cuda.memory_reserved(device)) / 2**30
     if others < CONTEXT_GIB:
@@ -49,7 +50,7 @@ def _version(package: str) -> str | None:
 
 
 def _driver() -> str | None:
-    """The driver's version, as `nvidia-smi` says it."""
+    """The driver's version, as `nvidia-smi` reports it."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]

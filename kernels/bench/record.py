@@ -4,22 +4,26 @@ As a pytest plugin it counts the tests marked `gpu` and writes them with the has
 
     pytest -m gpu -p lingpt.kernels.bench.record --gpu-record docs/results/kernels/gpu-tests.json
 
-`staleness` says why a record does not speak for the source at hand (None: it does).
+`staleness` gives the reason why a record is not one of this source (None: it is).
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from lingpt.common.files import write_json
 from lingpt.kernels.linear_attention.cuda.compile import source_hash
 
-RECORD = Path("docs/results/kernels/gpu-tests.json")
+if TYPE_CHECKING:
+    import pytest
+
 AGAIN = "run `make test-gpu` on a machine with a GPU"
 
 
 def staleness(path: Path, current: str | None = None) -> str | None:
-    """Why the record at `path` says nothing of the source (hash `current`, by default that of the tree)."""
+    """Why the record at `path` is not one of the source with hash `current` (by default the tree's)."""
     current = current or source_hash()
     try:
         record = json.loads(path.read_text())
@@ -31,20 +35,20 @@ def staleness(path: Path, current: str | None = None) -> str | None:
     if recorded != current:
         return f"stale GPU record (kernels {recorded}, the tree has {current}): {AGAIN}"
     if failed or not passed:
-        return f"the GPU record has {passed} tests passed and {failed} failed: mend them and {AGAIN}"
+        return f"the GPU record has {passed} tests passed and {failed} failed: fix them and {AGAIN}"
     return None
 
 
 # The plugin
 
 
-def pytest_addoption(parser) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--gpu-record", metavar="PATH", help="write what became of the tests marked gpu to this JSON"
+        "--gpu-record", metavar="PATH", help="write the outcomes of the tests marked gpu to this JSON"
     )
 
 
-def pytest_configure(config) -> None:
+def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--gpu-record")
     if path and not hasattr(config, "workerinput"):  # with xdist, the workers report to the controller
         config.pluginmanager.register(Recorder(Path(path)), "gpu-record")
@@ -57,18 +61,17 @@ class Recorder:
         self.path = path
         self.outcomes: dict[str, str] = {}
 
-    def pytest_runtest_logreport(self, report) -> None:
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if "gpu" not in report.keywords and "multigpu" not in report.keywords:
             return
         if report.outcome != "passed" or report.when == "call":
             worse = self.outcomes.get(report.nodeid) == "failed"
             self.outcomes[report.nodeid] = "failed" if worse else report.outcome
 
-    def pytest_sessionfinish(self, session) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
         from lingpt.kernels.bench.environment import environment
 
         counts = {word: list(self.outcomes.values()).count(word) for word in ("passed", "failed", "skipped")}
         if counts["passed"] + counts["failed"] == 0:
-            return  # nothing ran: leave the record of a machine that has a GPU alone
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(environment() | counts, indent=1) + "\n")
+            return  # nothing ran: keep the record of a machine that has a GPU
+        write_json(self.path, environment() | counts)

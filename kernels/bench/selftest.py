@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 
-from lingpt.kernels.bench.measure import Call, errors
-from lingpt.kernels.bench.peers import PEERS
+from lingpt.kernels.bench.call import Call
+from lingpt.kernels.bench.correctness import relative_errors
+from lingpt.kernels.bench.implementations import IMPLEMENTATIONS
 from lingpt.kernels.bench.shapes import Shape
 
 SHAPES = tuple(Shape(2, N, 3, D) for D in (64, 128) for N in (1, 63, 64, 257, 2048))
 DTYPES = (torch.bfloat16, torch.float16)
+OURS = ("ours", "ours-decay", "ours-packed")
 
 
 class Check(NamedTuple):
@@ -29,22 +32,19 @@ class Check(NamedTuple):
         return not self.reason and self.worst <= self.limit
 
 
-def self_test(
-    peers: tuple[str, ...] = ("ours", "ours-decay", "ours-packed"), device: str = "cuda"
-) -> list[Check]:
+def self_test(names: tuple[str, ...] = OURS, device: str = "cuda") -> list[Check]:
     """Forward and backward of every form at short, odd and chunk-sized lengths."""
-    cells = [(name, dtype, shape) for name in peers for dtype in DTYPES for shape in SHAPES]
+    cells = [(name, dtype, shape) for name in names for dtype in DTYPES for shape in SHAPES]
     return [_check(name, shape, dtype, torch.device(device)) for name, dtype, shape in cells]
 
 
 def _check(name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> Check:
-    peer = PEERS[name]
-    reason = peer.available(shape, dtype, device)
-    if reason:
-        return Check(name, shape, dtype, float("nan"), peer.tolerance, reason)
-    call = Call(peer, shape, dtype, device)
+    implementation = IMPLEMENTATIONS[name]
+    if reason := implementation.why_not(shape, dtype, device):
+        return Check(name, shape, dtype, math.nan, implementation.tolerance, reason)
+    call = Call(implementation, shape, dtype, device)
     call.both()
     # dq and dk of a single token are zero, where a relative error means nothing
-    found = errors(call, shape)
-    worst = max(error for key, error in found.items() if shape.N > 1 or key in ("o", "dv"))
-    return Check(name, shape, dtype, worst, peer.tolerance, "")
+    errors = relative_errors(call)
+    worst = max(error for key, error in errors.items() if shape.N > 1 or key in ("o", "dv"))
+    return Check(name, shape, dtype, worst, implementation.tolerance, "")

@@ -21,9 +21,9 @@ class Shape(NamedTuple):
         return self.B * self.N * self.H * self.D * item_size
 
 
-REFERENCE = Shape(4, 8192, 16, 128)  # where the bars are set
+REFERENCE = Shape(4, 8192, 16, 128)  # where the targets are set
 BATCH_1 = Shape(1, 8192, 16, 128)
-LONG = Shape(1, 32768, 16, 128), Shape(1, 131072, 16, 128)  # held to REFERENCE's time per token
+LONG = Shape(1, 32768, 16, 128), Shape(1, 131072, 16, 128)  # their target: REFERENCE's time per token
 CUMSUM = Shape(1, 4096, 16, 128)  # the default-PyTorch form needs B·N·H·D² numbers
 
 SWEEPS: dict[str, tuple[Shape, ...]] = {

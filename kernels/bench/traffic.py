@@ -10,29 +10,32 @@ import sys
 from collections.abc import Iterable
 
 from lingpt.common.errors import UserError
-from lingpt.kernels.bench.peers import PEERS
+from lingpt.kernels.bench.implementations import IMPLEMENTATIONS
 from lingpt.kernels.bench.shapes import REFERENCE, Shape
 
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 
 
-def count_bytes(peers: Iterable[str], shape: Shape = REFERENCE) -> dict[str, dict[str, float]]:
-    """Peer → "forward", "backward" → bytes, of the peers that run here; UserError where `ncu` cannot."""
+def count_bytes(names: Iterable[str], shape: Shape = REFERENCE) -> dict[str, dict[str, float]]:
+    """Implementation → "forward", "backward" → bytes, of those of `names` that run here.
+
+    UserError where `ncu` is missing or counts nothing.
+    """
     from tqdm import tqdm
 
     if shutil.which("ncu") is None:
         raise UserError(
             "counting bytes needs NVIDIA's profiler `ncu` on the PATH; without --ncu they are estimated"
         )
-    names = [name for name in peers if PEERS[name].available(shape) is None]
+    names = [name for name in names if IMPLEMENTATIONS[name].why_not(shape) is None]
     counted: dict[str, dict[str, float]] = {}
-    for name in tqdm(names, desc="count", unit="peer", disable=None):
+    for name in tqdm(names, desc="count", unit="implementation", disable=None):
         counted[name] = {direction: _profile(name, shape, direction) for direction in ("forward", "backward")}
     return counted
 
 
-def _profile(peer: str, shape: Shape, direction: str) -> float:
-    call = f"run_once({peer!r}, {tuple(shape)}, {direction!r})"
+def _profile(name: str, shape: Shape, direction: str) -> float:
+    call = f"run_once({name!r}, {tuple(shape)}, {direction!r})"
     script = f"from lingpt.kernels.bench.traffic import run_once; {call}"
     # Caches are left as they are between kernels: what one leaves for the next in L2 is no traffic.
     options = ["--csv", "--print-units", "base", "--cache-control", "none", "--profile-from-start", "off"]
@@ -41,7 +44,7 @@ def _profile(peer: str, shape: Shape, direction: str) -> float:
     total = parse_counts(ran.stdout)
     if ran.returncode or not total:
         last = (ran.stdout + ran.stderr).strip().splitlines()[-1:]
-        raise UserError(f"ncu counted nothing for {peer} {direction}: {' '.join(last)}")
+        raise UserError(f"ncu counted nothing for {name} {direction}: {' '.join(last)}")
     return total
 
 
@@ -55,16 +58,16 @@ def parse_counts(output: str) -> float:
     )
 
 
-def run_once(peer: str, shape: tuple[int, int, int, int], direction: str) -> None:
+def run_once(name: str, shape: tuple[int, int, int, int], direction: str) -> None:
     """In the profiled process: everything once to compile and tune, then one direction with counters on."""
     import torch
 
-    from lingpt.kernels.bench.measure import Call
+    from lingpt.kernels.bench.call import Call
 
-    call = Call(PEERS[peer], Shape(*shape), torch.bfloat16, torch.device("cuda"))
+    call = Call(IMPLEMENTATIONS[name], Shape(*shape), torch.bfloat16, torch.device("cuda"))
     call.both()
     call.forward()
-    torch.empty(256 << 20, dtype=torch.int8, device="cuda").zero_()  # nothing of the inputs is left in L2
+    torch.empty(256 << 20, dtype=torch.int8, device="cuda").zero_()  # flushes the inputs from L2
     torch.cuda.synchronize()
     torch.cuda.cudart().cudaProfilerStart()
     call.forward() if direction == "forward" else call.backward()

@@ -1,7 +1,7 @@
-"""Compiles what Triton peers need before the clock starts, in parallel processes that share one cache.
+"""Compiles what Triton kernels need before the clock starts, in parallel processes that share one cache.
 
 They autotune for minutes on a cold cache. Here only the compiling is shared, never a choice of configuration:
-what is timed beside other processes would choose badly. So FLA's cache of choices is off here, and the
+with other processes at work it would be a bad one. So FLA's cache of choices is off here, and the
 benchmark tunes again, alone, on compiled kernels.
 """
 
@@ -13,26 +13,31 @@ import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-from lingpt.kernels.bench.peers import DEFAULT_PEERS, PEERS
-from lingpt.kernels.bench.runner import known
+from lingpt.kernels.bench.implementations import DEFAULT_IMPLEMENTATIONS, IMPLEMENTATIONS
+from lingpt.kernels.bench.runner import check_names
 from lingpt.kernels.bench.shapes import SWEEPS, Shape
 
 WARM_N = 1024  # kernels depend on B = 1 or not, on H and on D; not on N, as long as 16 divides it
 
 
 def warm_up(
-    peers: Iterable[str] = (), only: Iterable[str] = (), workers: int | None = None, progress: bool = True
+    implementations: Iterable[str] = (),
+    only: Iterable[str] = (),
+    workers: int | None = None,
+    progress: bool = True,
 ) -> dict[str, str]:
-    """Runs every peer that autotunes once at each kind of shape of the sweeps named in `only` (all); returns
-    what failed, by "peer shape". Raises UserError for a name that does not exist."""
+    """Runs every implementation that autotunes once at each kind of shape of the sweeps named in `only`
+    (default: all); returns the errors, by "implementation shape".
+
+    Raises UserError for a name that does not exist.
+    """
     from tqdm import tqdm
 
-    peers, sweeps = known(peers, PEERS, "peer"), known(only, SWEEPS, "sweep")
-    names = [
-        name for name in peers or DEFAULT_PEERS if PEERS[name].autotunes and PEERS[name].available() is None
-    ]
-    kinds = {Shape(min(s.B, 2), WARM_N, s.H, s.D) for name in sweeps or SWEEPS for s in SWEEPS[name]}
-    cells = [(name, shape) for name in names for shape in sorted(kinds)]
+    names = check_names(implementations, IMPLEMENTATIONS, "implementation") or DEFAULT_IMPLEMENTATIONS
+    sweeps = check_names(only, SWEEPS, "sweep") or SWEEPS
+    autotuned = [i for i in map(IMPLEMENTATIONS.__getitem__, names) if i.autotunes and i.why_not() is None]
+    kinds = {Shape(min(s.B, 2), WARM_N, s.H, s.D) for name in sweeps for s in SWEEPS[name]}
+    cells = [(implementation.name, shape) for implementation in autotuned for shape in sorted(kinds)]
     failed = {}
     with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
         done = pool.map(lambda cell: _warm_in_process(*cell), cells)
@@ -44,19 +49,19 @@ def warm_up(
     return failed
 
 
-def _warm_in_process(peer: str, shape: Shape) -> str | None:
+def _warm_in_process(name: str, shape: Shape) -> str | None:
     """None if it worked, else the last line of the error."""
-    script = f"from lingpt.kernels.bench.warm import warm_one; warm_one({peer!r}, {tuple(shape)})"
+    script = f"from lingpt.kernels.bench.warm import warm_one; warm_one({name!r}, {tuple(shape)})"
     environment = os.environ | {"FLA_CACHE_RESULTS": "0", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
     return None if ran.returncode == 0 else (ran.stderr.strip().splitlines() or ["no message"])[-1]
 
 
-def warm_one(peer: str, shape: tuple[int, int, int, int]) -> None:
+def warm_one(name: str, shape: tuple[int, int, int, int]) -> None:
     """One forward and backward in this process."""
     import torch
 
-    from lingpt.kernels.bench.measure import Call
+    from lingpt.kernels.bench.call import Call
 
-    Call(PEERS[peer], Shape(*shape), torch.bfloat16, torch.device("cuda")).both()
+    Call(IMPLEMENTATIONS[name], Shape(*shape), torch.bfloat16, torch.device("cuda")).both()
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""The benchmark on a CPU: peers right for their own function, wrong ones found out, plots, targets."""
+"""The benchmark on a CPU: correct implementations pass, wrong ones are detected; rounds, plots, targets."""
 
 import dataclasses
 import itertools
@@ -15,29 +15,34 @@ import torch
 from lingpt.cli.main import main
 from lingpt.common.errors import UserError
 from lingpt.kernels.bench import (
-    DEFAULT_PEERS,
-    PEERS,
+    DEFAULT_IMPLEMENTATIONS,
+    IMPLEMENTATIONS,
     SWEEPS,
     Results,
     Row,
     Shape,
-    bars_table,
     draw,
     run_bench,
     runner,
+    targets_table,
     warm_up,
 )
 from lingpt.kernels.bench import measure as measuring
-from lingpt.kernels.bench.bars import BARS
-from lingpt.kernels.bench.environment import not_alone
-from lingpt.kernels.bench.measure import TAIL, Clock, measure, measure_again
+from lingpt.kernels.bench.clock import Clock
+from lingpt.kernels.bench.correctness import TAIL
+from lingpt.kernels.bench.environment import used_by_others
+from lingpt.kernels.bench.graphs import Graphs, base_of, interleaved_ratios
+from lingpt.kernels.bench.measure import measure, measure_again
+from lingpt.kernels.bench.results import OLD_FIELDS
 from lingpt.kernels.bench.selftest import SHAPES, self_test
 from lingpt.kernels.bench.shapes import BATCH_1, CUMSUM, LONG, REFERENCE
+from lingpt.kernels.bench.targets import TARGETS
 from lingpt.kernels.bench.traffic import parse_counts
 from lingpt.kernels.bench.warm import WARM_N
 
 CPU = torch.device("cpu")
 ON_CPU = ("ours-chunkwise", "torch-cumsum", "sdpa-math")
+ON_A_CPU = {"device": "cpu", "dtype": torch.float32, "progress": False}
 TINY = {"training": (Shape(2, 65, 2, 16),), "sweep-n": (Shape(2, 65, 2, 16), Shape(2, 130, 2, 16))}
 
 
@@ -48,7 +53,7 @@ def naive(x: dict, weights) -> torch.Tensor:
     return ((weights(q, k, age) * (age >= 0)) @ v).transpose(1, 2)
 
 
-def test_names_of_peers_and_sweeps() -> None:
+def test_names_of_implementations_and_sweeps() -> None:
     """Guards: everything that the tables compare with is in the registry and runs by default."""
     wanted = {
         "ours",
@@ -59,37 +64,37 @@ def test_names_of_peers_and_sweeps() -> None:
         "fla-lightning",
         "fla-gla",
     }
-    assert wanted | {"sdpa-flash", "sdpa-cudnn"} <= set(DEFAULT_PEERS) <= set(PEERS)
+    assert wanted | {"sdpa-flash", "sdpa-cudnn"} <= set(DEFAULT_IMPLEMENTATIONS) <= set(IMPLEMENTATIONS)
     assert {REFERENCE, BATCH_1, CUMSUM} <= set(SWEEPS["training"])
     assert min(SWEEPS["sweep-n"]).N <= 1100 and max(SWEEPS["sweep-n"]).N == 300_000
 
 
 @pytest.mark.parametrize("name", ["fla-linear", "fla-fused-linear", "fla-lightning", "fla-linear-norm"])
-def test_oracles_of_peers_that_need_a_gpu(name: str) -> None:
-    """Guards: what those peers are held to is their definition, written out here as a quadratic sum."""
-    x = PEERS[name].inputs(Shape(2, 70, 3, 16), torch.float64, CPU)
+def test_oracles_of_baselines_that_need_a_gpu(name: str) -> None:
+    """Guards: what those baselines are held to is their definition, written out here as a quadratic sum."""
+    x = IMPLEMENTATIONS[name].inputs(Shape(2, 70, 3, 16), torch.float64, CPU)
     x = {key: value.detach().double() for key, value in x.items()}
     decay = x.get("log_decay", torch.zeros(3, dtype=torch.float64))[:, None, None]
     expected = naive(x, lambda q, k, age: (q @ k.mT) * torch.exp(decay * age.clamp(min=0)))
     if name == "fla-linear-norm":
         expected = expected / naive(x | {"v": torch.ones_like(x["v"])}, lambda q, k, age: q @ k.mT)
         assert (x["q"] >= 0).all() and (x["k"] >= 0).all()
-    torch.testing.assert_close(PEERS[name].oracle(x), expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(IMPLEMENTATIONS[name].oracle(x), expected, rtol=1e-9, atol=1e-9)
 
 
 def test_oracle_of_softmax_takes_the_last_rows() -> None:
     """Guards: the rows before the tail are not needed, and the mask starts in the right place."""
-    x = PEERS["sdpa-math"].inputs(Shape(2, 40, 3, 16), torch.float64, CPU)
-    whole = PEERS["sdpa-math"].call(x)
-    tail = PEERS["sdpa-math"].oracle(x | {"q": x["q"][:, -7:]})
+    x = IMPLEMENTATIONS["sdpa-math"].inputs(Shape(2, 40, 3, 16), torch.float64, CPU)
+    whole = IMPLEMENTATIONS["sdpa-math"].call(x)
+    tail = IMPLEMENTATIONS["sdpa-math"].oracle(x | {"q": x["q"][:, -7:]})
     torch.testing.assert_close(tail, whole[:, -7:], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ON_CPU)
 @pytest.mark.parametrize("N", [1, 65, TAIL + 50])
-def test_a_peer_on_the_cpu_is_timed_and_right(name: str, N: int) -> None:
-    """Guards: every PyTorch peer computes its function, forward and backward, in a row that says so."""
-    row = measure(PEERS[name], Shape(2, N, 3, 16), torch.float32, Clock(CPU), seconds=0.01)
+def test_an_implementation_on_the_cpu_is_timed_and_correct(name: str, N: int) -> None:
+    """Guards: each one in PyTorch computes its function, forward and backward, and its row says so."""
+    row = measure(IMPLEMENTATIONS[name], Shape(2, N, 3, 16), torch.float32, Clock(CPU), seconds=0.01)
     gradients = (
         {"o", "dv"} if N == 1 else {"o", "dq", "dk", "dv"}
     )  # one token: dq = dk = 0, no relative error
@@ -100,11 +105,11 @@ def test_a_peer_on_the_cpu_is_timed_and_right(name: str, N: int) -> None:
 
 @pytest.mark.parametrize("name", ON_CPU)
 @pytest.mark.parametrize("where", ["first", "last", "gradient", "nan"])
-def test_a_wrong_result_is_found_out(name: str, where: str) -> None:
+def test_a_wrong_result_is_detected(name: str, where: str) -> None:
     """Guards: a wrong head, the last batch and head (offsets), a wrong gradient and NaN are not "ok"."""
 
     def call(x: dict) -> torch.Tensor:
-        o = PEERS[name].call(x)
+        o = IMPLEMENTATIONS[name].call(x)
         spoil = torch.ones_like(o)
         outermost = -1 if where == "last" else 0
         spoil[outermost, -8:, outermost] = 1.5
@@ -112,15 +117,15 @@ def test_a_wrong_result_is_found_out(name: str, where: str) -> None:
             return o + (x["k"] * 0.1 - (x["k"] * 0.1).detach())
         return o * (spoil * torch.nan if where == "nan" else spoil)
 
-    wrong = dataclasses.replace(PEERS[name], call=call)
+    wrong = dataclasses.replace(IMPLEMENTATIONS[name], call=call)
     row = measure(wrong, Shape(3, 66, 4, 16), torch.float32, Clock(CPU), seconds=0.01)
     assert row.status == "wrong" and "is off by" in row.reason
     assert (row.errors["o"] < 1e-5) == (where == "gradient")
     assert where != "gradient" or (row.errors["dk"] > row.tolerance and "dk" in row.reason)
 
 
-def test_what_a_peer_does_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards: a peer that is missing, runs out of memory or breaks does not end the run; the row says why."""
+def test_what_an_implementation_does_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: one that is missing, runs out of memory or breaks does not end the run; the row says why."""
 
     def out_of_memory(x: dict) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -128,13 +133,13 @@ def test_what_a_peer_does_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(x: dict) -> torch.Tensor:
         raise ValueError("head_dim 16 not supported\nmore")
 
-    shape, clock, peer = Shape(1, 8, 1, 16), Clock(CPU), PEERS["sdpa-math"]
+    shape, clock, softmax = Shape(1, 8, 1, 16), Clock(CPU), IMPLEMENTATIONS["sdpa-math"]
     rows = [
-        measure(p, shape, torch.float32, clock)
-        for p in (
-            PEERS["fla-gla"],
-            dataclasses.replace(peer, call=out_of_memory),
-            dataclasses.replace(peer, call=broken),
+        measure(implementation, shape, torch.float32, clock)
+        for implementation in (
+            IMPLEMENTATIONS["fla-gla"],
+            dataclasses.replace(softmax, call=out_of_memory),
+            dataclasses.replace(softmax, call=broken),
         )
     ]
     assert [row.status for row in rows] == ["skipped", "oom", "error"]
@@ -143,7 +148,7 @@ def test_what_a_peer_does_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_run_keeps_its_rows_and_comes_back_from_disk(tmp_path: Path) -> None:
     """Guards: a shape of two sweeps is measured once, the file holds everything, head included."""
-    results = run_bench(peers=ON_CPU, device="cpu", dtype=torch.float32, sweeps=TINY, progress=False)
+    results = run_bench(implementations=ON_CPU, sweeps=TINY, **ON_A_CPU)
     assert len(results.rows) == len(ON_CPU) * 2 and {row.status for row in results.rows} == {"ok"}
     assert [row.rounds for row in results.rows] == [runner.ROUNDS] * len(ON_CPU) + [1] * len(ON_CPU)
     results.save(tmp_path / "a" / "results.json")
@@ -155,22 +160,21 @@ def test_a_run_keeps_its_rows_and_comes_back_from_disk(tmp_path: Path) -> None:
 
 def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     """Guards: `append` measures what lacks or was skipped, keeps the rest, refuses another source's rows."""
-    options = {"device": "cpu", "dtype": torch.float32, "sweeps": TINY, "progress": False}
     path = tmp_path / "results.json"
-    options |= {"save_to": path, "append": True}
-    run_bench(peers=("sdpa-math",), only=("training",), **options)
+    options = ON_A_CPU | {"sweeps": TINY, "save_to": path, "append": True}
+    run_bench(implementations=("sdpa-math",), only=("training",), **options)
     kept = Results.load(path).rows[0]
-    run_bench(peers=("sdpa-math", "ours-chunkwise"), budget=0, **options)
-    whole = run_bench(peers=("sdpa-math", "ours-chunkwise"), **options)
+    run_bench(implementations=("sdpa-math", "ours-chunkwise"), budget=0, **options)
+    whole = run_bench(implementations=("sdpa-math", "ours-chunkwise"), **options)
     assert kept in whole.rows and len(whole.rows) == 4 and {row.status for row in whole.rows} == {"ok"}
     assert Results.load(path) == whole
     whole.environment["source_hash"] = "another"
     whole.save(path)
     with pytest.raises(UserError, match="another source_hash"):
-        run_bench(peers=("sdpa-math",), **options)
+        run_bench(implementations=("sdpa-math",), **options)
 
 
-Turn = tuple[str, int, int]  # a peer's, at N, in round
+Turn = tuple[str, int, int]  # of an implementation, at N, in round
 
 
 def made_up_rounds(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Row, int], None]) -> list[Turn]:
@@ -179,26 +183,25 @@ def made_up_rounds(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Row, int], 
     monkeypatch.setattr(runner, "ROUNDS", 3)
 
     def one_round(row: Row, call, clock: Clock, graphs: bool, check: bool = False) -> None:
-        n = 1 + sum(turn[:2] == (row.peer, row.shape.N) for turn in turns)
-        turns.append((row.peer, row.shape.N, n))
+        n = 1 + sum(turn[:2] == (row.implementation, row.shape.N) for turn in turns)
+        turns.append((row.implementation, row.shape.N, n))
         assert check == (n == 1)
         spoil(row, n)
         row.forward_ms = row.backward_ms = row.both_ms = (5.0, 1.0, 2.0)[n - 1]
         row.rounds = 1
-        if graphs and not row.graph:
+        if graphs and not row.graph_reason:
             row.forward_graph_ms = row.backward_graph_ms = row.both_ms / 2
 
-    monkeypatch.setattr(measuring, "_round", one_round)
+    monkeypatch.setattr(measuring, "time_round", one_round)
     return turns
 
 
-def run_in_rounds(*peers: str, **options) -> list[Row]:
-    options = {"sweeps": TINY, "progress": False} | options
-    return run_bench(peers=peers, device="cpu", dtype=torch.float32, **options).rows
+def run_in_rounds(*names: str, **options) -> list[Row]:
+    return run_bench(implementations=names, **({"sweeps": TINY} | ON_A_CPU | options)).rows
 
 
 def test_training_shapes_are_timed_in_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards: all peers have their turn before the next round, at other shapes there is one round;
+    """Guards: all implementations have their turn before the next round, at other shapes there is one round;
     a time is the median of the rounds', replays included, and the rest of the row is the first round's."""
     turns = made_up_rounds(monkeypatch, lambda row, n: None)
     rows = run_in_rounds(*ON_CPU)
@@ -225,20 +228,21 @@ def test_a_round_is_over_all_training_shapes(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_later_round_that_fails(
     monkeypatch, tmp_path: Path, failing: int, graph: bool, counted: int, begun: int, ms: float
 ) -> None:
-    """Guards: what earlier rounds found stays, the row says what happened, the other peer is not touched."""
+    """Guards: what earlier rounds found stays, the row says what happened, the other row is not touched."""
 
     def spoil(row: Row, n: int) -> None:
-        if (row.peer, n) == ("sdpa-math", failing):
+        if (row.implementation, n) == ("sdpa-math", failing):
             if not graph:
                 raise ValueError("broken\nmore")
-            row.graph = "ValueError: broken"
+            row.graph_reason = "ValueError: broken"
 
     turns = made_up_rounds(monkeypatch, spoil)
     path = tmp_path / "results.json"
     spoilt, other = run_in_rounds("sdpa-math", "ours-chunkwise", only=["training"], save_to=path)
     assert (spoilt.status, spoilt.reason) == ("ok", f"round {failing}: ValueError: broken")
     assert (spoilt.rounds, spoilt.both_ms, spoilt.forward_graph_ms) == (counted, ms, ms / 2)
-    assert spoilt.errors and spoilt.graph == "" and (other.rounds, other.both_ms, other.reason) == (3, 2, "")
+    assert spoilt.errors and spoilt.graph_reason == ""
+    assert (other.rounds, other.both_ms, other.reason) == (3, 2, "")
     assert [turn[0] for turn in turns].count("sdpa-math") == begun
     assert Results.load(path).rows == [spoilt, other]
 
@@ -247,7 +251,7 @@ def test_what_the_first_round_did_not_time_has_no_other(monkeypatch: pytest.Monk
     """Guards: rows that are skipped, out of memory or in error stay as they are, in their place."""
 
     def spoil(row: Row, n: int) -> None:
-        if row.peer == "sdpa-math":
+        if row.implementation == "sdpa-math":
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     turns = made_up_rounds(monkeypatch, spoil)
@@ -258,7 +262,7 @@ def test_what_the_first_round_did_not_time_has_no_other(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(("budget", "rounds"), [(1.5, [1, 1]), (2.5, [2, 1]), (3.5, [2, 2]), (9, [3, 3])])
 def test_no_round_begins_after_the_deadline(monkeypatch, budget: float, rounds: list[int]) -> None:
-    """Guards: of two peers whose rounds take a second each, what fits is timed and nothing found is lost."""
+    """Guards: of two implementations, a second a round, what fits is timed and nothing found is lost."""
     turns = made_up_rounds(monkeypatch, lambda row, n: None)
     monkeypatch.setattr(runner, "time", SimpleNamespace(perf_counter=lambda: float(len(turns))))
     rows = run_in_rounds("sdpa-math", "ours-chunkwise", only=["training"], budget=budget)
@@ -267,24 +271,26 @@ def test_no_round_begins_after_the_deadline(monkeypatch, budget: float, rounds: 
     assert [row.both_ms for row in rows] == [{1: 5, 2: 3, 3: 2}[n] for n in rounds]
 
 
-def test_rows_of_before_there_were_rounds(tmp_path: Path) -> None:
-    """Guards: a file without the field loads and gives its table, as do the results in this repository."""
+def test_rows_of_older_files(tmp_path: Path) -> None:
+    """Guards: a file without rounds, with older names of fields, loads and gives its table, as do the results
+    in this repository."""
     results = made_up()
     results.save(tmp_path / "results.json")
     fields = json.loads((tmp_path / "results.json").read_text())
     for row in fields["rows"]:
         del row["rounds"]
+        row |= {old: row.pop(name) for old, name in OLD_FIELDS.items()}
     (tmp_path / "results.json").write_text(json.dumps(fields))
     old = Results.load(tmp_path / "results.json")
     assert all(row.rounds == (row.both_ms is not None) for row in old.rows)
-    assert bars_table(old) == bars_table(results) and "D = 128; medians, L2" in bars_table(old)
+    assert targets_table(old) == targets_table(results) and "D = 128; medians, L2" in targets_table(old)
     for path in (Path(__file__).parents[2] / "docs/results/kernels").rglob("results.json"):
-        assert "medians" in bars_table(Results.load(path))
+        assert "medians" in targets_table(Results.load(path))
     for row in old.rows:
         row.rounds *= 3
-    assert "medians over 3 interleaved rounds" in bars_table(old)
+    assert "medians over 3 interleaved rounds" in targets_table(old)
     old.row("ours", REFERENCE).rounds = 2
-    assert "medians over 2 to 3 interleaved rounds" in bars_table(old)
+    assert "medians over 2 to 3 interleaved rounds" in targets_table(old)
 
 
 def test_a_card_that_others_use_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,29 +300,29 @@ def test_a_card_that_others_use_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
     for used, line in ((21, None), (24, "another process holds 4.0 GiB")):
         free = (140 - used) * gib
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 140 * gib))
-        found = not_alone(torch.device("cuda"))
+        found = used_by_others(torch.device("cuda"))
         assert found is line or line in found
 
 
 def test_time_is_bounded() -> None:
     """Guards: a spent budget and a shape that would take too long are rows that say so, and cost nothing."""
-    spent = run_bench(peers=ON_CPU, device="cpu", dtype=torch.float32, sweeps=TINY, budget=0, progress=False)
+    spent = run_bench(implementations=ON_CPU, sweeps=TINY, budget=0, **ON_A_CPU)
     assert all("budget" in row.reason and row.status == "skipped" for row in spent.rows)
     grown = {"training": (Shape(1, 64, 1, 16), Shape(1, 10**9, 1, 16))}
-    run = run_bench(peers=("sdpa-math",), device="cpu", dtype=torch.float32, sweeps=grown, progress=False)
+    run = run_bench(implementations=("sdpa-math",), sweeps=grown, **ON_A_CPU)
     assert run.rows[0].status == "ok" and "would take about" in run.rows[1].reason
 
 
-@pytest.mark.parametrize("names", [{"peers": ["fla"]}, {"only": ["trainnig"]}])
+@pytest.mark.parametrize("names", [{"implementations": ["fla"]}, {"only": ["trainnig"]}])
 def test_an_unknown_name_lists_the_known(names: dict) -> None:
-    with pytest.raises(UserError, match=r"unknown (peer|sweep) .*: there are "):
+    with pytest.raises(UserError, match=r"unknown (implementation|sweep) .*: there are "):
         run_bench(**names, device="cpu", progress=False)
-    with pytest.raises(UserError, match=r"unknown (peer|sweep) .*: there are "):
+    with pytest.raises(UserError, match=r"unknown (implementation|sweep) .*: there are "):
         warm_up(**names)
 
 
 def made_up(scale: float = 1.0) -> Results:
-    """Results of a card that does not exist: ours at `scale` × the floor, peers slower by known factors."""
+    """Results of a card that does not exist: ours at `scale` × the floor, baselines known factors slower."""
     slower = {"ours": scale, "ours-decay": scale * 1.02, "ours-packed": scale, "torch-cumsum": 90.0}
     slower |= {"fla-linear": 3.0, "fla-fused-linear": 4.0, "fla-lightning": 3.5, "fla-linear-norm": 8.0}
     slower |= {"fla-gla": 12.0, "sdpa-flash": 25.0, "sdpa-cudnn": 13.0}
@@ -324,20 +330,20 @@ def made_up(scale: float = 1.0) -> Results:
     results = Results(env | {"source_hash": "0", "date": "2026-01-01"}, 4e12)
     for shape in dict.fromkeys(s for sweep in SWEEPS.values() for s in sweep):
         for name, factor in slower.items():
-            growth = shape.N / 8192 if PEERS[name].quadratic else 1
+            growth = shape.N / 8192 if IMPLEMENTATIONS[name].quadratic else 1
             forward, backward = (factor * growth * results.floor_ms(shape, units) for units in (4, 8))
             row = Row(
                 name, shape, "bfloat16", forward_ms=forward, backward_ms=backward, both_ms=forward + backward
             )
             row.forward_memory, row.both_memory = 1.1, 4.4
             if name == "ours-decay":
-                row.forward_graph_ms, row.beside = forward, [1.03, 1.06]
+                row.forward_graph_ms, row.ratio_to_base = forward, [1.03, 1.06]
             if name == "ours" and shape in LONG:
                 tokens = shape.B * shape.N / (REFERENCE.B * REFERENCE.N)
-                row.forward_graph_ms, row.beside = forward, [1.1 * tokens, 1.2 * tokens]
+                row.forward_graph_ms, row.ratio_to_base = forward, [1.1 * tokens, 1.2 * tokens]
             if name == "torch-cumsum" and shape not in (CUMSUM, *SWEEPS["sweep-n"][:2]):
                 row = Row(name, shape, "bfloat16", "oom", "out of memory")
-            if PEERS[name].quadratic and shape.N > 70_000:
+            if IMPLEMENTATIONS[name].quadratic and shape.N > 70_000:
                 row = Row(name, shape, "bfloat16", "skipped", "would take about 9 s a call")
             results.rows.append(row)
     results.empty_node_ms = [results.floor_ms(BATCH_1, units) / 4 for units in (4, 8)]
@@ -350,9 +356,9 @@ def column(table: str, what: str, index: int) -> str:
 
 
 def test_targets_are_computed_from_the_rows() -> None:
-    """Guards: each row holds the ratio that it names, judged against the right side of its bar."""
-    table = bars_table(made_up())
-    assert len(table.splitlines()) == len(BARS) + 4
+    """Guards: each row holds the ratio that it names, judged against the right side of its bound."""
+    table = targets_table(made_up())
+    assert len(table.splitlines()) == len(TARGETS) + 4
     # Decay, and the same eager.
     assert table.index("1.03× / 1.06×") < table.index("| 1.02× / 1.02× | reported")
     for what, reached, verdict in (
@@ -370,7 +376,7 @@ def test_targets_are_computed_from_the_rows() -> None:
         ("cumulative sums", "90.00×", "met"),
     ):
         assert (column(table, what, 4), column(table, what, 5)) == (reached, verdict), what
-    slow = bars_table(made_up(scale=4.0))
+    slow = targets_table(made_up(scale=4.0))
     assert column(slow, "4 U floor", 5) == column(slow, "FLA GLA", 5) == "**not met**"
     assert column(slow, "FLA GLA", 4) == "3.00× / 3.00×"
 
@@ -381,17 +387,18 @@ def test_ratios_are_of_a_round() -> None:
     for name, times in (("ours", [1.0, 2.0, 2.0]), ("fla-gla", [10.0, 12.0, 24.0])):
         row = results.row(name, REFERENCE)
         row.by_round = {field: times for field in ("forward_ms", "backward_ms")}
-    assert column(bars_table(results), "FLA GLA", 4) == "10.00× / 10.00×"
+    assert column(targets_table(results), "FLA GLA", 4) == "10.00× / 10.00×"
     long = results.row("ours", LONG[0])
     long.by_round = {field: [1.1, 2.1, 2.0] for field in ("forward_ms", "backward_ms")}
-    assert column(bars_table(results), "the same, eager", 4) == "1.05× / 1.05×"
+    assert column(targets_table(results), "the same, eager", 4) == "1.05× / 1.05×"
 
 
-def test_a_variant_is_timed_in_turn_with_its_base(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variant_is_interleaved_with_its_base(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: where each run takes 1 % longer, the ratio is off by what passes within a turn, not by more."""
     drift = itertools.count()
     graphs, base = (
-        tuple(SimpleNamespace(replay=lambda ms=ms: ms) for ms in times) for times in ((2.1, 4.4), (2.0, 4.0))
+        Graphs(*(SimpleNamespace(replay=lambda ms=ms: ms) for ms in times))
+        for times in ((2.1, 4.4), (2.0, 4.0))
     )
 
     def time(self, work, before=None, repeats=1) -> list[float]:
@@ -399,41 +406,41 @@ def test_a_variant_is_timed_in_turn_with_its_base(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(Clock, "time", time)
     per_turn = 1.01 ** (2 * 5)  # the base comes two spans of five later
-    found = measuring._beside(graphs, base, Clock(CPU), turns=25)
+    found = interleaved_ratios(graphs, base, Clock(CPU), turns=25)
     assert found == pytest.approx([2.1 / 2 / per_turn, 4.4 / 4 / per_turn])
 
 
-def test_what_is_timed_in_turn() -> None:
+def test_what_is_interleaved() -> None:
     """Guards: a variant with its base at its own shape, our long sequences with the reference, no other."""
-    ours, decay = PEERS["ours"], PEERS["ours-decay"]
-    assert measuring._base(decay, LONG[0]) == (ours, LONG[0])
-    assert [measuring._base(ours, shape) for shape in (LONG[1], BATCH_1)] == [(ours, REFERENCE), None]
-    assert measuring._base(PEERS["fla-linear"], LONG[0]) is None
+    ours, decay = IMPLEMENTATIONS["ours"], IMPLEMENTATIONS["ours-decay"]
+    assert base_of(decay, LONG[0]) == (ours, LONG[0])
+    assert [base_of(ours, shape) for shape in (LONG[1], BATCH_1)] == [(ours, REFERENCE), None]
+    assert base_of(IMPLEMENTATIONS["fla-linear"], LONG[0]) is None
 
 
 def test_no_ratio_of_a_wrong_result() -> None:
-    """Guards: "a speed-up is never reported on a red gate", of ours or of the peer."""
+    """Guards: "a speed-up is never reported on a red gate", of ours or of the baseline."""
     results = made_up()
     for row in results.rows:
-        if row.peer in ("fla-gla", "ours-decay") and row.shape == REFERENCE:
+        if row.implementation in ("fla-gla", "ours-decay") and row.shape == REFERENCE:
             row.status, row.reason = "wrong", "o is off by 1.0e+00"
-    table = bars_table(results)
+    table = targets_table(results)
     assert "not measured" in column(table, "FLA GLA", 4) and "off by 1" in column(table, "decay", 4)
-    decay = next(row for row in results.rows if (row.peer, row.shape) == ("ours-decay", REFERENCE))
+    decay = next(row for row in results.rows if (row.implementation, row.shape) == ("ours-decay", REFERENCE))
     decay.reason, decay.tolerance, decay.errors = "dk is off", 2e-2, {"o": 1e-3, "dk": 1.0}
-    assert "dk is off" in column(bars_table(results), "decay", 4)
-    cumsum = next(row for row in results.rows if (row.peer, row.shape) == ("torch-cumsum", CUMSUM))
+    assert "dk is off" in column(targets_table(results), "decay", 4)
+    cumsum = next(row for row in results.rows if (row.implementation, row.shape) == ("torch-cumsum", CUMSUM))
     cumsum.status, cumsum.tolerance, cumsum.errors = "wrong", 2e-2, {"o": 1e-3, "dk": 1.0}
-    assert cumsum.right("forward_ms") and not cumsum.right("backward_ms")
-    # of its forward pass, which is right
-    assert column(bars_table(results), "cumulative sums", 4) == "90.00×"
+    assert cumsum.is_correct("forward_ms") and not cumsum.is_correct("backward_ms")
+    # of its forward pass, which is correct
+    assert column(targets_table(results), "cumulative sums", 4) == "90.00×"
     for row in results.rows:
-        row.status = "wrong" if row.peer == "ours" else row.status
-    assert sum("not measured" in line for line in bars_table(results).splitlines()) == len(BARS)
+        row.status = "wrong" if row.implementation == "ours" else row.status
+    assert sum("not measured" in line for line in targets_table(results).splitlines()) == len(TARGETS)
 
 
 def test_the_self_test_judges() -> None:
-    """Guards: `lingpt kernels test` passes a right operator at every length, fails a wrong or missing one."""
+    """Guards: `lingpt kernels test` passes a correct operator at every length, no wrong or missing one."""
     checks = self_test(("ours-chunkwise",), "cpu")
     assert len(checks) == len(SHAPES) * 2 and all(check.passed and 0 < check.worst < 1e-2 for check in checks)
     assert not checks[0]._replace(worst=math.nan).passed and not checks[0]._replace(worst=0.1).passed
@@ -441,7 +448,7 @@ def test_the_self_test_judges() -> None:
     assert not any(check.passed for check in missing) and "CUDA" in missing[0].reason
 
 
-def test_plots_hold_every_right_peer(tmp_path: Path) -> None:
+def test_plots_hold_every_correct_implementation(tmp_path: Path) -> None:
     """Guards: the plots come from the results alone, bytes where they were counted; of a size to read."""
     from matplotlib.image import imread
 
@@ -472,12 +479,13 @@ def test_bytes_are_summed_over_kernels() -> None:
 def test_the_command_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Guards: `lingpt bench` from the command line to the files, and drawing again without measuring."""
     out = str(tmp_path / "out")
-    assert main(["bench", "--device", "cpu", "--peers", "ours-chunkwise", "fla-gla", "--out", out]) == 0
+    names = ["--implementations", "ours-chunkwise", "fla-gla"]
+    assert main(["bench", "--device", "cpu", *names, "--out", out]) == 0
     shown = capsys.readouterr().out
-    assert "fla-gla" in shown and "needs a CUDA device" in shown and "bars.md" in shown
-    assert "No target was measured" in shown and "| bar |" not in shown and "None" not in shown
+    assert "fla-gla" in shown and "needs a CUDA device" in shown and "targets.md" in shown
+    assert "No target was measured" in shown and "| required |" not in shown and "None" not in shown
     rows = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
-    assert {row["peer"] for row in rows if row["status"] == "ok"} == {"ours-chunkwise"}
+    assert {row["implementation"] for row in rows if row["status"] == "ok"} == {"ours-chunkwise"}
     assert main(["bench", "--redraw", "--out", out]) == 0
     assert main(["bench", "--redraw", "--out", str(tmp_path / "none")]) == 2
     assert "run `lingpt bench` first" in capsys.readouterr().err
@@ -486,7 +494,7 @@ def test_the_command_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture) -> 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 @pytest.mark.parametrize("command", [["bench"], ["kernels", "test"], ["kernels", "frobnicate"]])
 def test_mistakes_get_one_line(command: list[str], capsys: pytest.CaptureFixture) -> None:
-    """Guards: no GPU or no such action is told in a line, with exit code 2."""
+    """Guards: no GPU or no such action is reported in one line, with exit code 2."""
     assert main(command) == 2
     err = capsys.readouterr().err
     assert err.startswith("lingpt: ") and err.count("\n") == 1
@@ -515,20 +523,21 @@ def test_kernels_are_listed_and_compiled(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", DEFAULT_PEERS)
-def test_a_peer_on_the_gpu_is_timed_and_right(name: str) -> None:
-    """Guards: each peer that is installed computes its own function, with its memory and its graph."""
-    shape = Shape(2, WARM_N, 16, 128)  # of the bars' kind: what Triton compiles here, a benchmark need not
+@pytest.mark.parametrize("name", DEFAULT_IMPLEMENTATIONS)
+def test_an_implementation_on_the_gpu_is_timed_and_correct(name: str) -> None:
+    """Guards: each one that is installed computes its own function, with its memory and its graph."""
+    shape = Shape(2, WARM_N, 16, 128)  # of the targets' kind: what Triton compiles here, a benchmark need not
     clock = Clock(torch.device("cuda"))
-    row = measure(PEERS[name], shape, torch.bfloat16, clock, limit=120, graphs=True)
+    row = measure(IMPLEMENTATIONS[name], shape, torch.bfloat16, clock, limit=120, graphs=True)
     if row.status == "skipped":
         pytest.skip(f"{name}: {row.reason}")
     assert row.status == "ok", row.reason
     assert row.forward_memory >= 1 and row.both_memory >= row.forward_memory and math.isfinite(row.both_ms)
-    again = measure_again(row, PEERS[name], torch.bfloat16, clock)
-    assert (again.status, again.reason, again.graph, again.rounds) == ("ok", "", "", 1)
+    again = measure_again(row, IMPLEMENTATIONS[name], torch.bfloat16, clock)
+    assert (again.status, again.reason, again.graph_reason, again.rounds) == ("ok", "", "", 1)
     assert (again.forward_graph_ms is None) == (row.forward_graph_ms is None)
-    assert len(row.beside) == (2 if PEERS[name].variant_of else 0) and all(0.5 < x < 3 for x in row.beside)
+    assert len(row.ratio_to_base) == (2 if IMPLEMENTATIONS[name].variant_of else 0)
+    assert all(0.5 < x < 3 for x in row.ratio_to_base)
 
 
 @pytest.mark.parametrize("action", ["list", "compile"])

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from lingpt.cli.kernels import RECORD
 from lingpt.cli.main import main
-from lingpt.kernels.bench import RECORD, staleness
+from lingpt.kernels.bench import staleness
 
 pytest_plugins = ["pytester"]
 

@@ -1,7 +1,9 @@
-"""Every attention that is measured, by name: its inputs, its call, and what is right for it in float64.
+"""Every attention that is measured, by name: its inputs, its call, and what is correct for it in float64.
 
-A peer is held to its *own* function (a softmax is no worse for not being linear attention), on the very
-tensors that were timed: `oracle` recomputes, in float64, some (batch, head) slices of them.
+Each is held to its *own* function (a softmax is no worse for not being linear attention), on the very tensors
+that were timed: `oracle` recomputes, in float64, some (batch, head) slices of them.
+
+To add one: an entry of IMPLEMENTATIONS, at the end of this file.
 """
 
 from __future__ import annotations
@@ -17,39 +19,42 @@ from torch.nn.functional import logsigmoid, normalize, scaled_dot_product_attent
 from lingpt.kernels.bench.shapes import Shape
 from lingpt.kernels.gated_linear_attention import gated_linear_attention
 from lingpt.kernels.linear_attention import linear_attention, linear_attention_flops, linear_attention_qkv
+from lingpt.kernels.linear_attention.cuda import why_unsupported
+from lingpt.kernels.linear_attention.numerics import B_SHRINK
 
-Inputs = dict[
-    str, Tensor
-]  # q, k, v … [B, N, H, D]; qkv [B, N, 3, H, D]; per-head values [H]; cos and sin [N, R]
-
-B_IN_USE = 1 - 2.0**-6  # linear_attention's own coefficient for b = 1 (its docstring says why)
+# By name: q, k, v … [B, N, H, D]; qkv [B, N, 3, H, D]; per-head values [H]; cos and sin [N, R]
+Inputs = dict[str, Tensor]
+MakeInputs = Callable[[Shape, torch.dtype, torch.device], Inputs]
+Attention = Callable[[Inputs], Tensor]
+Need = Callable[[Shape | None, torch.dtype, torch.device], str | None]  # None where it is met, else why not
 
 
 @dataclass(frozen=True)
-class Peer:
+class Implementation:
     """One attention under a name. `call` takes the inputs, `oracle` float64 slices of them."""
 
     name: str
     title: str
-    inputs: Callable[[Shape, torch.dtype, torch.device], Inputs]
-    call: Callable[[Inputs], Tensor]
-    oracle: Callable[[Inputs], Tensor]
-    needs: tuple[Callable[[Shape | None, torch.dtype, torch.device], str | None], ...] = ()
-    least: tuple[int, int] = (4, 8)  # tensors of U bytes that forward and backward must read or write
+    inputs: MakeInputs
+    call: Attention
+    oracle: Attention
+    needs: tuple[Need, ...] = ()
+    min_traffic: tuple[int, int] = (4, 8)  # tensors of U bytes that forward and backward must read or write
     quadratic: bool = False  # in N: time grows with its square
     ours: bool = False
-    tolerance: float = 2e-2  # relative RMS error of bf16; results beyond it are no results
+    tolerance: float = 2e-2  # relative RMS error of bf16; beyond it a result is wrong
     autotunes: bool = False  # for minutes, on a cold cache
     training_only: bool = False  # a variant: measured at the training shapes, not swept
-    variant_of: str | None = None  # the peer that it is also timed beside, in turn
+    variant_of: str | None = None  # the implementation that its replays are interleaved with
+    colour_of: str | None = None  # whose colour in common/palette.py it takes; None: that of its own name
 
-    def available(
+    def why_not(
         self,
         shape: Shape | None = None,
         dtype: torch.dtype = torch.bfloat16,
         device: str | torch.device = "cuda",
     ) -> str | None:
-        """None where the peer runs here, else why not."""
+        """None where it runs here, else the reason why not."""
         device = torch.device(device)
         return next((reason for need in self.needs if (reason := need(shape, dtype, device))), None)
 
@@ -59,24 +64,20 @@ class Peer:
         return 2 * B * H * N * N * D if self.quadratic else linear_attention_flops(B, N, H, D)
 
 
-# What a peer needs
+# What an implementation needs
 
 
-def _cuda(shape: Shape | None, dtype: torch.dtype, device: torch.device) -> str | None:
+def _cuda_device(shape: Shape | None, dtype: torch.dtype, device: torch.device) -> str | None:
     return None if device.type == "cuda" and torch.cuda.is_available() else "needs a CUDA device"
 
 
-def _fla(shape: Shape | None, dtype: torch.dtype, device: torch.device) -> str | None:
-    found = importlib.util.find_spec("fla") is not None
-    return None if found else "fla-core is not installed: pip install 'lingpt[gla]'"
+def _fla_package(shape: Shape | None, dtype: torch.dtype, device: torch.device) -> str | None:
+    installed = importlib.util.find_spec("fla") is not None
+    return None if installed else "fla-core is not installed: pip install 'lingpt[gla]'"
 
 
 def _our_kernel(shape: Shape | None, dtype: torch.dtype, device: torch.device) -> str | None:
-    from lingpt.kernels.linear_attention import cuda
-
-    if not hasattr(cuda, "is_supported"):
-        return "the CUDA kernel is not built"
-    return cuda.is_supported(dtype, shape.D if shape else 128, device)
+    return why_unsupported(dtype, shape.D if shape else 128, device)
 
 
 # Inputs: signed random numbers, a fixed seed, gradients asked of what gets one in training
@@ -131,11 +132,28 @@ def _lightning(shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs
     return _random(shape, dtype, device) | {"log_decay": -8 / shape.H * head}
 
 
-# Calls
+# Calls of ours; with backend "chunkwise" they are oracles, too, in the dtype they are given (float64)
 
 
-def _ours(backend: str) -> Callable[[Inputs], Tensor]:
-    return lambda x: linear_attention(**x, backend=backend)
+def _ours(backend: str) -> Attention:
+    def call(x: Inputs) -> Tensor:
+        decay = x.get("log_decay")
+        return _output(linear_attention(x["q"], x["k"], x["v"], log_decay=decay, backend=backend))
+
+    return call
+
+
+def _ours_packed(backend: str) -> Attention:
+    return lambda x: _output(linear_attention_qkv(x["qkv"], x["cos"], x["sin"], backend=backend))
+
+
+def _output(o: object) -> Tensor:
+    """o of an operator that returns (o, state) only where it is asked for the state."""
+    assert isinstance(o, Tensor)
+    return o
+
+
+# Calls of the baselines
 
 
 def _cumsum(x: Inputs) -> Tensor:
@@ -148,12 +166,12 @@ def _cumsum(x: Inputs) -> Tensor:
     S = (k.unsqueeze(-1) * v.unsqueeze(-2)).cumsum(1, dtype=dtype)  # [B, N, H, D, D]
     z, c = k.cumsum(1, dtype=dtype), v.cumsum(1, dtype=dtype)
     n = torch.arange(1, q.shape[1] + 1, device=q.device).view(1, -1, 1, 1)
-    u = c + B_IN_USE * (q.to(dtype).unsqueeze(-2) @ S).squeeze(-2)
-    g = n + B_IN_USE * (q * z).sum(-1, keepdim=True)
+    u = c + B_SHRINK * (q.to(dtype).unsqueeze(-2) @ S).squeeze(-2)
+    g = n + B_SHRINK * (q * z).sum(-1, keepdim=True)
     return (u / g).to(x["q"].dtype)
 
 
-def _fla_linear(function: str, normalize: bool) -> Callable[[Inputs], Tensor]:
+def _fla_linear(function: str, normalize: bool) -> Attention:
     def call(x: Inputs) -> Tensor:
         from fla.ops import linear_attn
 
@@ -174,7 +192,7 @@ def _fla_gla(x: Inputs) -> Tensor:
     return chunk_gla(x["q"], x["k"], x["v"], x["g"])[0]
 
 
-def _sdpa(backend: str) -> Callable[[Inputs], Tensor]:
+def _sdpa(backend: str) -> Attention:
     def call(x: Inputs) -> Tensor:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -185,22 +203,14 @@ def _sdpa(backend: str) -> Callable[[Inputs], Tensor]:
     return call
 
 
-# Oracles, in the dtype they are given (float64)
-
-
-def _oracle_ours(x: Inputs) -> Tensor:
-    return linear_attention(**x, backend="chunkwise")
-
-
-def _oracle_packed(x: Inputs) -> Tensor:
-    return linear_attention_qkv(**x, backend="chunkwise")
+# Oracles of the baselines
 
 
 def _oracle_linear(x: Inputs) -> Tensor:
     """Linear attention without normaliser: the gated form with gates of one, or of the heads' decays."""
     q, k, v = x["q"], x["k"], x["v"]
     gate = x["log_decay"][:, None].expand_as(q) if "log_decay" in x else torch.zeros_like(q)
-    return gated_linear_attention(q, k, v, gate, scale=1.0, backend="chunkwise")
+    return _output(gated_linear_attention(q, k, v, gate, scale=1.0, backend="chunkwise"))
 
 
 def _oracle_normalised(x: Inputs) -> Tensor:
@@ -208,7 +218,7 @@ def _oracle_normalised(x: Inputs) -> Tensor:
 
 
 def _oracle_gated(x: Inputs) -> Tensor:
-    return gated_linear_attention(x["q"], x["k"], x["v"], x["g"], backend="chunkwise")
+    return _output(gated_linear_attention(x["q"], x["k"], x["v"], x["g"], backend="chunkwise"))
 
 
 def _oracle_softmax(x: Inputs) -> Tensor:
@@ -220,33 +230,38 @@ def _oracle_softmax(x: Inputs) -> Tensor:
     return (scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v).transpose(1, 2)
 
 
-def _make() -> dict[str, Peer]:
-    ours, fla = {"needs": (_cuda, _our_kernel), "ours": True}, {"needs": (_cuda, _fla), "autotunes": True}
-    softmax = {"oracle": _oracle_softmax, "quadratic": True, "inputs": _random}
-    cuda = (_cuda,)
-    chunk, fused = "chunk_linear_attn", "fused_chunk_linear_attn"
-    peers = [
-        Peer("ours", "ours", _random, _ours("cuda"), _oracle_ours, **ours),
-        Peer("ours-decay", "ours, with decay", _decayed, _ours("cuda"), _oracle_ours, training_only=True,
-             variant_of="ours", **ours),
-        Peer("ours-packed", "ours, packed qkv with RoPE", _packed,
-             lambda x: linear_attention_qkv(**x, backend="cuda"), _oracle_packed,
-             training_only=True, **ours),
-        Peer("ours-chunkwise", "ours, chunkwise PyTorch", _random, _ours("chunkwise"), _oracle_ours),
-        Peer("torch-cumsum", "PyTorch, cumulative sums", _random, _cumsum, _oracle_ours),
-        Peer("fla-linear", "FLA linear", _random, _fla_linear(chunk, False), _oracle_linear, **fla),
-        Peer("fla-linear-norm", "FLA linear, normalised", _positive, _fla_linear(chunk, True),
-             _oracle_normalised, **fla),
-        Peer("fla-fused-linear", "FLA fused linear", _random, _fla_linear(fused, False), _oracle_linear,
-             **fla),
-        Peer("fla-lightning", "FLA lightning", _lightning, _fla_lightning, _oracle_linear, **fla),
-        Peer("fla-gla", "FLA GLA", _gated, _fla_gla, _oracle_gated, least=(5, 10), **fla),
-        Peer("sdpa-flash", "FlashAttention-2 (SDPA)", call=_sdpa("FLASH_ATTENTION"), needs=cuda, **softmax),
-        Peer("sdpa-cudnn", "cuDNN attention (SDPA)", call=_sdpa("CUDNN_ATTENTION"), needs=cuda, **softmax),
-        Peer("sdpa-math", "softmax in PyTorch (SDPA)", call=_sdpa("MATH"), **softmax),
-    ]  # fmt: skip
-    return {peer.name: peer for peer in peers}
+# The registry
 
+_OUR_KERNEL, _FLA = (_cuda_device, _our_kernel), (_cuda_device, _fla_package)
 
-PEERS = _make()
-DEFAULT_PEERS = tuple(name for name in PEERS if name not in ("sdpa-math", "ours-chunkwise"))
+_ALL = (
+    Implementation("ours", "ours", _random, _ours("cuda"), _ours("chunkwise"), _OUR_KERNEL, ours=True),
+    Implementation("ours-decay", "ours, with decay", _decayed, _ours("cuda"), _ours("chunkwise"), _OUR_KERNEL,
+                   ours=True, training_only=True, variant_of="ours"),
+    Implementation("ours-packed", "ours, packed qkv with RoPE", _packed, _ours_packed("cuda"),
+                   _ours_packed("chunkwise"), _OUR_KERNEL, ours=True, training_only=True, colour_of="ours"),
+    Implementation("ours-chunkwise", "ours, chunkwise PyTorch", _random, _ours("chunkwise"),
+                   _ours("chunkwise"), colour_of="ours"),
+    Implementation("torch-cumsum", "PyTorch, cumulative sums", _random, _cumsum, _ours("chunkwise")),
+    Implementation("fla-linear", "FLA linear", _random, _fla_linear("chunk_linear_attn", False),
+                   _oracle_linear, _FLA, autotunes=True),
+    Implementation("fla-linear-norm", "FLA linear, normalised", _positive,
+                   _fla_linear("chunk_linear_attn", True), _oracle_normalised, _FLA, autotunes=True),
+    Implementation("fla-fused-linear", "FLA fused linear", _random,
+                   _fla_linear("fused_chunk_linear_attn", False), _oracle_linear, _FLA, autotunes=True),
+    Implementation("fla-lightning", "FLA lightning", _lightning, _fla_lightning, _oracle_linear, _FLA,
+                   autotunes=True),
+    Implementation("fla-gla", "FLA GLA", _gated, _fla_gla, _oracle_gated, _FLA, autotunes=True,
+                   min_traffic=(5, 10), colour_of="gla"),
+    Implementation("sdpa-flash", "FlashAttention-2 (SDPA)", _random, _sdpa("FLASH_ATTENTION"),
+                   _oracle_softmax, (_cuda_device,), quadratic=True, colour_of="softmax"),
+    Implementation("sdpa-cudnn", "cuDNN attention (SDPA)", _random, _sdpa("CUDNN_ATTENTION"),
+                   _oracle_softmax, (_cuda_device,), quadratic=True),
+    Implementation("sdpa-math", "softmax in PyTorch (SDPA)", _random, _sdpa("MATH"), _oracle_softmax,
+                   quadratic=True, colour_of="softmax"),
+)  # fmt: skip
+
+IMPLEMENTATIONS = {implementation.name: implementation for implementation in _ALL}
+DEFAULT_IMPLEMENTATIONS = tuple(
+    name for name in IMPLEMENTATIONS if name not in ("sdpa-math", "ours-chunkwise")
+)

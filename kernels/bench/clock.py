@@ -1,0 +1,84 @@
+"""Times: of any work on a device, of a large copy, and of what autograd takes for itself."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+
+class Clock:
+    """Times work: by events on CUDA, with the L2 cache flushed before each, by the wall clock elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.cuda = device.type == "cuda"
+        # Larger than any L2; writing it also gives the host time to queue the launch that is timed.
+        self._flush = torch.empty(256 << 20, dtype=torch.int8, device=device) if self.cuda else None
+
+    def time(
+        self, work: Callable[[], object], before: Callable[[], object] | None = None, repeats: int = 1
+    ) -> list[float]:
+        """Milliseconds of each of `repeats` runs of `work`; `before` runs untimed ahead of each."""
+        spans = []
+        for _ in range(repeats):
+            if before is not None:
+                before()
+            spans.append(self._span(work))
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+        return [milliseconds() for milliseconds in spans]
+
+    def _span(self, work: Callable[[], object]) -> Callable[[], float]:
+        """Runs `work`; what it returns gives the milliseconds, once the device has finished."""
+        if self._flush is None:
+            began = time.perf_counter()
+            work()
+            milliseconds = (time.perf_counter() - began) * 1e3
+            return lambda: milliseconds
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._flush.zero_()
+        start.record()
+        work()
+        end.record()
+        return partial(start.elapsed_time, end)
+
+    def median(
+        self, work: Callable[[], object], before: Callable[[], object] | None = None, repeats: int = 1
+    ) -> float:
+        return statistics.median(self.time(work, before, repeats))
+
+    def copy_bandwidth(self, size: int = 1 << 30) -> float:
+        """Bytes a second of a large copy, read and written both counted: what the memory gives now."""
+        source = torch.randint(0, 127, (size,), dtype=torch.int8, device=self.device)
+        target = torch.empty_like(source)
+        self.time(lambda: target.copy_(source), repeats=3)
+        return 2 * size / (self.median(lambda: target.copy_(source), repeats=20) / 1e3)
+
+    def empty_node(self) -> tuple[float, float]:
+        """Milliseconds of a forward and a backward that do nothing: autograd's part of an eager call."""
+        x = torch.zeros(1, device=self.device, requires_grad=True)
+        do = torch.ones(1, device=self.device)
+        output: list[Tensor] = []
+
+        def forward() -> None:
+            output[:] = [_EmptyNode.apply(x)]
+
+        def backward() -> None:
+            torch.autograd.grad(output[0], x, do)
+
+        return self.median(forward, repeats=50), self.median(backward, forward, repeats=50)
+
+
+class _EmptyNode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, do: Tensor) -> Tensor:
+        return do
