@@ -15,6 +15,8 @@ BIN := $(if $(VENV),$(VENV)/bin/)
 READY := $(if $(VENV),$(VENV)/.ready)
 PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 
+CUDA_SOURCES = $(sort $(shell find kernels tests -name '*.cu' -o -name '*.cuh'))
+
 # `$(call opt,--key,$(VALUE))` is `--key 'VALUE'`, or nothing where VALUE is empty.
 opt = $(if $(strip $(2)),$(1) '$(strip $(2))')
 RECIPE = --config '$(or $(MODEL),demo)' $(strip $(call opt,--model.attention,$(ATTN)) \
@@ -23,7 +25,8 @@ RUN = $(strip $(call opt,--train.devices,$(DEVICES)) $(call opt,--train.resume,$
 	$(call opt,--train.name,$(NAME)) $(if $(filter-out 0,$(DRY)),--train.dry_run true))
 
 .DEFAULT_GOAL := help
-.PHONY: help install train data eval curves bench test test-gpu check format release-check
+.PHONY: help install train data eval curves bench test test-gpu check check-lint check-format check-types format \
+	release-check
 .SUFFIXES:
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 
@@ -55,13 +58,23 @@ test: $(READY) ## all tests that this machine can run; LINGPT_TEST_DATA=folder a
 test-gpu: $(READY) ## the GPU tests, and their record in docs/results/kernels
 	$(BIN)pytest -m gpu -p lingpt.kernels.bench.record --gpu-record docs/results/kernels/gpu-tests.json $(ARGS)
 
-check: $(READY) ## lint, and formatting
+check: check-lint check-format check-types ## lint, formatting, types (`make -k check` shows all that fails)
+
+check-lint: $(READY)
 	$(BIN)ruff check .
+
+check-format: $(READY)
 	$(BIN)ruff format --check .
+	$(BIN)clang-format --dry-run -Werror $(CUDA_SOURCES)
+
+check-types: $(READY) # the link: mypy sees the package under its own name, whatever the clone's is
+	@mkdir -p .types && ln -sfn .. .types/lingpt
+	$(BIN)mypy
 
 format: $(READY) ## put the source in shape
 	$(BIN)ruff check --fix .
 	$(BIN)ruff format .
+	$(BIN)clang-format -i $(CUDA_SOURCES)
 
 release-check: $(READY) ## does the record of the GPU tests speak for this source?
 	$(BIN)lingpt kernels release-check

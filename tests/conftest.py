@@ -2,6 +2,7 @@
 
 import functools
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,10 @@ from lingpt.common.errors import UserError
 
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("WANDB_SILENT", "true")
+
+# `python -m pytest` puts the root on the path: bare names such as `data` would find our folders.
+ROOT = Path(__file__).parent.parent
+sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != ROOT]
 
 
 @pytest.fixture(scope="session")
