@@ -98,14 +98,6 @@ def write_errors(path: Path, fix: str = "free some space, or choose another plac
         ) from error
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """`read_json` of a file that holds an object; UserError where it holds anything else."""
-    value = read_json(path)
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds no JSON object")
-    return value
-
-
 def read_json(path: Path) -> Any:
     """UserError, naming the file, where it cannot be read or is no JSON."""
     try:
@@ -114,3 +106,11 @@ def read_json(path: Path) -> Any:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:  # neither UTF-8 nor JSON
         raise UserError(f"{path} is damaged or no JSON: {error}") from error
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """`read_json` of a file that holds an object; UserError where it holds anything else."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds no JSON object")
+    return value

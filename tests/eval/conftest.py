@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from lingpt.common.files import write_json
+from lingpt.common.run_folder import CONFIG, checkpoint_folder, write_manifest
 from lingpt.data import Tokenizer
 from lingpt.data.tokenizer import train_bpe
-from lingpt.models import GPT, Config, load_hf, save_model
+from lingpt.models import ATTENTIONS, GPT, Config, load_hf, save_model
 
 BLOCK_SIZE = 64
 WORDS = [
@@ -68,7 +70,7 @@ def softmax_model(hf_folder) -> GPT:
     return load_hf(hf_folder)
 
 
-@pytest.fixture(scope="session", params=["ours", "gla"])
+@pytest.fixture(scope="session", params=[name for name in ATTENTIONS if name != "softmax"])
 def linear_model(request) -> GPT:
     return tiny_model(request.param)
 
@@ -88,14 +90,22 @@ def write_run(
 ) -> Path:
     """A run folder as training leaves it: its configuration and a checkpoint per step."""
     run = root / name
-    run.mkdir(parents=True)
-    (run / "config.yaml").write_text(json.dumps({"model": {"name": model, "attention": attention}}))
+    write_config(run, model, attention)
     for step in steps:
-        folder = run / "checkpoints" / f"step-{step:08d}"
-        folder.mkdir(parents=True)
-        save_model(tiny_model(attention, seed=step), folder)
-        tokenizer.save(folder)
+        write_checkpoint(checkpoint_folder(run, step), tiny_model(attention, seed=step), tokenizer)
     return run
+
+
+def write_config(run: Path, model: str, attention: str | list[str]) -> None:
+    """What evaluation reads of a run's resolved recipe."""
+    write_json(run / CONFIG, {"model": {"name": model, "attention": attention}})
+
+
+def write_checkpoint(folder: Path, model: GPT, tokenizer: Tokenizer) -> None:
+    """A whole checkpoint, less the state that only training needs."""
+    save_model(model, folder)
+    tokenizer.save(folder)
+    write_manifest(folder, {})
 
 
 @pytest.fixture(scope="session")

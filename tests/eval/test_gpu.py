@@ -9,14 +9,14 @@ import torch
 from lm_eval.api.instance import Instance
 
 from lingpt.eval import LinGPTLM, evaluate
-from lingpt.models import GPT, ModelArgs, save_model
+from lingpt.models import ATTENTIONS, GPT, ModelArgs, save_model
 
 from .conftest import sentence, tiny_model
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("attention", ["softmax", "ours", "ours-decay", "gla"])
+@pytest.mark.parametrize("attention", ATTENTIONS)
 def test_gpu_scores_are_the_cpus(attention, tokenizer):
     """fp32, every attention, batches of several lengths."""
     rng = random.Random(0)

@@ -1,6 +1,7 @@
 """A model small enough for every test, with any attention."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,26 @@ SMALL |= {"vocab_size": 120, "padding_multiple": 64}
 HYBRID = ["softmax", "ours", "gla"]
 
 
+def switched(name: str) -> dict[str, bool]:
+    """The options of an attention that are switches, each turned to what is not its default."""
+    options = ATTENTIONS[name].options().items()
+    return {option: not o.default for option, o in options if isinstance(o.default, bool)}
+
+
+VARIANTS = {name: {"attention": name} for name in ATTENTIONS}
+VARIANTS |= {f"{n}-switched": {"attention": n} | switched(n) for n in ATTENTIONS if switched(n)}
+VARIANTS |= {"hybrid": {"attention": HYBRID} | {o: v for n in HYBRID for o, v in switched(n).items()}}
+
+
 @pytest.fixture(params=[*ATTENTIONS, HYBRID], ids=[*ATTENTIONS, "hybrid"])
 def attention(request: pytest.FixtureRequest) -> str | list[str]:
     """Every mechanism, and a model with a different one in each layer."""
+    return request.param
+
+
+@pytest.fixture(params=VARIANTS.values(), ids=VARIANTS)
+def variant(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """As `attention`, and each mechanism with its options switched, too: `small(**variant)`."""
     return request.param
 
 

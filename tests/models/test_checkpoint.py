@@ -12,18 +12,18 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from lingpt.common.errors import UserError
-from lingpt.models import export_hf, load_model, load_weights, save_model
+from lingpt.models import ATTENTIONS, export_hf, load_model, load_weights, save_model
 
 
-def test_a_model_comes_back(small, tokens, tmp_path, attention):
+def test_a_model_comes_back(small, tokens, tmp_path, variant):
     """Same configuration, same bits, same logits, parameters that still train."""
-    model = small(attention, learnable_b=True)
+    model = small(**variant)
     save_model(model, tmp_path / "step-1")
     again = load_model(tmp_path / "step-1")
     assert again.config == model.config
     assert torch.equal(again(tokens), model(tokens))
     assert all(parameter.requires_grad for parameter in again.parameters())
-    assert load_model(tmp_path / "step-1", attention=attention).config == model.config
+    assert load_model(tmp_path / "step-1", attention=variant["attention"]).config == model.config
 
 
 def test_dtype_and_block_size_can_be_chosen(small, tokens, tmp_path):
@@ -60,6 +60,20 @@ def test_another_attention_is_refused(small, tmp_path):
         UserError, match="says attention 'softmax', but the weights were trained with \"ours\""
     ):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_no_attention_loads_as_another(small, tmp_path, name):
+    """Neither a caller nor a changed config.json makes the weights of one mechanism run as another."""
+    save_model(small(name), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for other in ATTENTIONS.keys() - {name}:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(UserError, match=f"trained with attention '{name}', not '{other}'"):
+            load_model(tmp_path, attention=other)
+        (tmp_path / "config.json").write_text(json.dumps(config | {"attention": other}))
+        with pytest.raises(UserError, match=f'weights were trained with "{name}"'):
+            load_model(tmp_path)
 
 
 def damage_nothing_there(folder):

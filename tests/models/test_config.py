@@ -1,12 +1,15 @@
 """Names and numbers that make a model, and those that make none."""
 
+import dataclasses
 import json
+from typing import get_args
 
+import jsonargparse
 import litgpt.config
 import pytest
 
 from lingpt.common.errors import UserError
-from lingpt.models import MODELS, Config, ModelArgs
+from lingpt.models import ATTENTIONS, MODELS, Config, ModelArgs
 
 
 def test_pythia_has_litgpts_sizes():
@@ -51,6 +54,34 @@ def test_a_mistake_is_one_line(arguments: dict, message: str):
     with pytest.raises(UserError, match=message) as error:
         ModelArgs(**arguments).config()
     assert "\n" not in str(error.value)
+
+
+def test_every_option_of_an_attention_can_be_set():
+    """What a mechanism declares in its own file is a field of recipes and configurations, with its help."""
+    parser = jsonargparse.ArgumentParser()
+    parser.add_class_arguments(ModelArgs, "model")
+    text = " ".join(parser.format_help().split())
+    declared = [option for attention in ATTENTIONS.values() for option in attention.options().items()]
+    assert {"learnable_b", "gla_n_head"} <= {name for name, _ in declared}
+    for name, option in declared:
+        expected, explanation = get_args(option.annotation)
+        assert f"--model.{name}" in text and explanation in text, name
+        for made in (ModelArgs(), Config.from_name("demo")):
+            assert getattr(made, name) == option.default
+            assert isinstance(option.default, expected)
+    args = parser.instantiate_classes(parser.parse_args(["--model.learnable_b=true", "--model.gla_n_head=2"]))
+    values = args.model.config().to_dict()
+    assert (values["learnable_b"], values["gla_n_head"]) == (True, 2)
+
+
+def test_an_option_has_one_meaning():
+    """Attentions may share an option, declared alike; none takes a name that means something else."""
+    declared = {}
+    for attention in ATTENTIONS.values():
+        for name, option in attention.options().items():
+            assert declared.setdefault(name, option) == option
+    taken = {field.name for field in dataclasses.fields(litgpt.config.Config)}
+    assert not declared.keys() & (taken | {"attention", "name"})
 
 
 def test_other_architectures_are_refused():

@@ -17,20 +17,14 @@ def counted(model: GPT, seq_len: int) -> float:
     return counter.get_total_flops() / idx.numel()
 
 
-@pytest.mark.parametrize("name", ["ours", "ours-decay", "gla"])
 @pytest.mark.parametrize("seq_len", [64, 96])
-def test_linear_attention_declares_what_runs(small, name, seq_len):
-    """An operator without a formula counts as zero, and MFU lies."""
-    model = small(name)
-    assert model.flops_per_token(seq_len) == counted(model, seq_len)
-
-
-@pytest.mark.parametrize("seq_len", [64, 96])
-def test_causal_softmax_counts_once(small, seq_len):
-    """PyTorch counts the whole N × N square; a causal model needs half of it, or MFU exceeds 100 %."""
-    model = small("softmax")
-    half = 3 * model.config.n_layer * 2 * seq_len * model.config.n_embd  # q·k and p·v over half of the square
-    assert model.flops_per_token(seq_len) + half == counted(model, seq_len)
+def test_an_attention_declares_what_runs(small, variant, seq_len):
+    """An operator without a formula counts as zero, and MFU lies. Of softmax PyTorch counts the whole N × N
+    square; a causal model needs half of it, or MFU exceeds 100 %."""
+    model = small(**variant)
+    half = 3 * 2 * seq_len * model.config.n_embd  # q·k and p·v over half of the square, forward and backward
+    softmax_layers = model.config.attention_per_layer.count("softmax")
+    assert model.flops_per_token(seq_len) + softmax_layers * half == counted(model, seq_len)
 
 
 def test_a_hybrid_is_the_sum_of_its_layers(small):

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lingpt.common.errors import UserError
-from lingpt.models import export_hf, load_hf
+from lingpt.models import ATTENTIONS, export_hf, load_hf
 
 
 @pytest.fixture(params=[(0.25, True), (1.0, False)], ids=["pythia", "full-rotary-sequential"])
@@ -45,11 +45,12 @@ def test_softmax_has_transformers_logits(hf_model, tokens, tmp_path, layout):
 
 
 @torch.no_grad()
-def test_our_softmax_models_run_in_transformers(small, tokens, tmp_path):
+@pytest.mark.parametrize("name", [name for name in ATTENTIONS if ATTENTIONS[name].hf_exportable])
+def test_our_softmax_models_run_in_transformers(small, tokens, tmp_path, name):
     """An exported folder gives our logits there; read back, our tensors to the bit."""
     from transformers import AutoModelForCausalLM
 
-    model = small("softmax", rotary_percentage=0.5)
+    model = small(name, rotary_percentage=0.5)
     torch.nn.init.normal_(model.transformer.h[1].attn.qkv.bias)
     export_hf(model, tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
@@ -60,7 +61,9 @@ def test_our_softmax_models_run_in_transformers(small, tokens, tmp_path):
     assert again.config.rotary_percentage == 0.5
 
 
-@pytest.mark.parametrize("attention", ["ours", "ours-decay", "gla", ["softmax", "softmax", "ours"]])
+@pytest.mark.parametrize(
+    "attention", [*(name for name in ATTENTIONS if name != "softmax"), ["softmax", "softmax", "ours"]]
+)
 def test_another_attention_is_not_exported(small, tmp_path, attention):
     """Under GPT-NeoX's keys it would load there and be scored as softmax attention."""
     with pytest.raises(UserError, match="cannot be exported"):

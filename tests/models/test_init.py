@@ -6,30 +6,34 @@ import pytest
 import torch
 from torch import nn
 
-from lingpt.models import GPT, Config
+from lingpt.models import ATTENTIONS, GPT, Attention, Config
 
 
-@pytest.mark.parametrize("name", ["softmax", "ours", "ours-decay", "gla"])
-def test_every_parameter_starts_as_gpt_neox_has_it(name):
-    """small_init √(2/5d), wang_init 2/(L√d) for what writes to the residual stream, biases 0, norms 1."""
-    model = GPT(Config.from_name("demo", attention=name, learnable_b=True))
+def test_every_parameter_starts_as_gpt_neox_has_it(variant):
+    """small_init √(2/5d), wang_init 2/(L√d) for what writes to the residual stream, biases 0, norms 1.
+
+    A parameter of the mechanism's own starts at the constant that the mechanism declares.
+    """
+    model = GPT(Config.from_name("demo", n_layer=3, **variant))
     model.init_weights(0)
-    L, d = 4, 128
+    L, d = 3, 128
     checked = set()
     for module_name, module in model.named_modules():
         for parameter_name, parameter in module.named_parameters(recurse=False):
             checked.add(full_name := f"{module_name}.{parameter_name}")
+            own = module.own_parameters() if isinstance(module, Attention) else {}
             if isinstance(module, nn.LayerNorm):
                 assert (parameter == (1 if parameter_name == "weight" else 0)).all(), full_name
             elif parameter_name in ("bias", "b_offset"):
                 assert not parameter.any(), full_name
+            elif parameter_name in own:
+                assert (parameter == own[parameter_name]).all(), full_name
             else:
                 if full_name.endswith(("attn.proj.weight", "mlp.proj.weight")):
                     std = 2 / (L * math.sqrt(d))
-                elif full_name.endswith("gate_up.weight"):
-                    std = math.sqrt(2 / (5 * 16))  # reads the gate's 16 dimensions
-                else:
-                    std = math.sqrt(2 / (5 * d))
+                else:  # of the dimensions that it reads: 16 in the gate of `gla`, d elsewhere
+                    assert parameter.shape[1] == (16 if full_name.endswith("gate_up.weight") else d)
+                    std = math.sqrt(2 / (5 * parameter.shape[1]))
                 n = parameter.numel()
                 assert parameter.std().item() == pytest.approx(std, rel=4 / math.sqrt(2 * n)), full_name
                 assert abs(parameter.mean().item()) < 4 * std / math.sqrt(n), full_name
@@ -52,14 +56,13 @@ def test_the_seed_decides_the_weights(small, attention):
 
 def test_attentions_share_their_start(small):
     """What two attentions have in common starts equal: their curves differ by the attention alone."""
-    softmax, gla = small("softmax").state_dict(), small("gla").state_dict()
-    for name in ("ours", "ours-decay"):
-        ours = small(name).state_dict()
-        assert list(ours) == list(softmax)
-        assert all(torch.equal(ours[key], softmax[key]) for key in softmax)
-    shared = softmax.keys() & gla.keys()
-    assert {"lm_head.weight", "transformer.h.0.attn.proj.weight", "transformer.h.2.mlp.fc.weight"} <= shared
-    assert all(torch.equal(gla[key], softmax[key]) for key in shared)
+    weights = {name: small(name).state_dict() for name in ATTENTIONS}
+    assert list(weights["ours"]) == list(weights["ours-decay"]) == list(weights["softmax"])
+    for own in weights.values():
+        shared = own.keys() & weights["softmax"].keys()
+        assert {"lm_head.weight", "transformer.h.0.attn.proj.weight"} <= shared
+        assert "transformer.h.2.mlp.fc.weight" in shared
+        assert all(torch.equal(own[key], weights["softmax"][key]) for key in shared)
 
 
 def test_create_is_the_same_model(small, tokens):

@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from lingpt.models import ATTENTIONS
 from lingpt.train import read_metrics, train
 
 
@@ -11,7 +12,7 @@ from lingpt.train import read_metrics, train
 @pytest.mark.parametrize(
     ("attention", "precision", "tolerance"),
     [
-        *((attention, "bf16-mixed", 0.05) for attention in ("ours", "ours-decay", "softmax", "gla")),
+        *((attention, "bf16-mixed", 0.05) for attention in ATTENTIONS),
         # Weights in bf16, too; and the default dtype is bf16 while the model runs.
         *((attention, "bf16-true", 0.15) for attention in ("ours", "ours-decay")),
     ],

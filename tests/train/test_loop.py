@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from lingpt.common.errors import UserError
 from lingpt.data import prepare
+from lingpt.models import ATTENTIONS
 from lingpt.train import loop, read_metrics, train
 from lingpt.train.machine import choose_machine
 
@@ -114,7 +115,7 @@ def test_resume_says_what_it_found_and_cuts_lines_after_the_checkpoint(make_reci
     assert "nothing to train" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("attention", ["ours", "ours-decay", "softmax", "gla"])
+@pytest.mark.parametrize("attention", ATTENTIONS)
 def test_weights_in_bf16_train_like_those_in_fp32(make_recipe, attention):
     """In "bf16-true" the default dtype is bf16 while a model runs: sums that rely on it would show."""
     losses = []
@@ -217,7 +218,7 @@ def test_init_from_another_attention_says_what_it_took(make_recipe, capsys):
     )
 
 
-@pytest.mark.parametrize("attention", ["ours", "ours-decay", "softmax", "gla"])
+@pytest.mark.parametrize("attention", ATTENTIONS)
 def test_one_compilation_serves_all_layers(make_recipe, attention):
     """Something that differs by layer would compile each anew, and past PyTorch's limit none at all."""
     from torch._dynamo.testing import CompileCounter
