@@ -13,37 +13,29 @@ from lingpt.kernels.gated_linear_attention import (
     gated_linear_attention,
     gated_linear_attention_flops,
 )
+from lingpt.tests.oracles import GATED_FORMS, gated_by_definition, randn, relative
 
 AROUND_CHUNKS = (1, SUBCHUNK - 1, SUBCHUNK, SUBCHUNK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 5)
 
 
 def inputs(N, B=2, H=3, Dk=5, Dv=7, strength=1.0, dtype=torch.float64):
     """q, k, v, ln of gates of about σ(·)^strength, and a state."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, gate = (torch.randn(B, N, H, Dk, generator=generator, dtype=torch.float64) for _ in range(3))
-    v = torch.randn(B, N, H, Dv, generator=generator, dtype=torch.float64)
-    state = torch.randn(B, H, Dk, Dv, generator=generator, dtype=torch.float64)
+    q, k, gate = (randn(B, N, H, Dk, seed=seed, dtype=torch.float64) for seed in range(3))
+    v, state = (
+        randn(B, N, H, Dv, seed=3, dtype=torch.float64),
+        randn(B, H, Dk, Dv, seed=4, dtype=torch.float64),
+    )
     log_gate = strength * torch.nn.functional.logsigmoid(gate)
     return *(x.to(dtype) for x in (q, k, v, log_gate)), state.to(torch.promote_types(dtype, torch.float32))
-
-
-def by_hand(q, k, v, log_gate, scale):
-    """One head: the recurrence as the paper writes it (eq. 3)."""
-    S, rows = torch.zeros(q.shape[-1], v.shape[-1], dtype=q.dtype), []
-    for t in range(len(q)):
-        S = log_gate[t].exp()[:, None] * S + torch.outer(k[t], v[t])
-        rows.append(scale * q[t] @ S)
-    return torch.stack(rows)
 
 
 def test_the_reference_is_the_definition():
     q, k, v, log_gate, _ = inputs(9)
     o = gated_linear_attention(q, k, v, log_gate, backend="reference")
-    expected = by_hand(q[1, :, 2], k[1, :, 2], v[1, :, 2], log_gate[1, :, 2], 5**-0.5)
-    torch.testing.assert_close(o[1, :, 2], expected)
+    torch.testing.assert_close(o, gated_by_definition(q, k, v, log_gate.exp(), scale=5**-0.5))
 
 
-@pytest.mark.parametrize("backend", ["chunkwise", "recurrent"])
+@pytest.mark.parametrize("backend", [form for form in GATED_FORMS if form != "reference"])
 @pytest.mark.parametrize("N", AROUND_CHUNKS)
 @pytest.mark.parametrize("with_state", [False, True])
 @pytest.mark.parametrize("strength", [1 / 16, 30.0])
@@ -81,7 +73,7 @@ def test_gates_that_shut_do_not_overflow():
     assert all(x.isfinite().all() for x in torch.autograd.grad(o.sum(), leaves))
 
 
-@pytest.mark.parametrize("backend", ["reference", "chunkwise", "recurrent"])
+@pytest.mark.parametrize("backend", GATED_FORMS)
 def test_pieces_with_the_state_carried_equal_the_whole(backend):
     *tensors, _ = inputs(100)
     whole, end = gated_linear_attention(*tensors, return_state=True, backend=backend)
@@ -94,14 +86,14 @@ def test_pieces_with_the_state_carried_equal_the_whole(backend):
     torch.testing.assert_close(state, end)
 
 
-@pytest.mark.parametrize("backend", ["reference", "chunkwise", "recurrent"])
+@pytest.mark.parametrize("backend", GATED_FORMS)
 def test_low_precision_keeps_its_state_in_fp32(backend):
     *tensors, state = inputs(100, dtype=torch.bfloat16)
     o, end = gated_linear_attention(*tensors, initial_state=state, return_state=True, backend=backend)
     doubles = [x.double() for x in (*tensors, state)]
     exact, exact_end = gated_linear_attention(*doubles[:4], initial_state=doubles[4], return_state=True)
     assert o.dtype == torch.bfloat16 and end.dtype == torch.float32
-    assert (o.double() - exact).norm() / exact.norm() < 4e-3  # bf16 rounds to 2⁻⁹
+    assert relative(o, exact) < 4e-3  # bf16 rounds to 2⁻⁹
     torch.testing.assert_close(end.double(), exact_end, rtol=1e-4, atol=1e-4)
 
 
@@ -176,4 +168,4 @@ def test_fla_s_kernel_equals_the_chunkwise_form(strength):
         gradients = torch.autograd.grad(o.float().square().sum() + end.square().sum(), leaves)
         results[backend] = (o, end, *gradients)
     for name, x, y in zip(("o", "state", "dq", "dk", "dv", "dg", "dstate"), *results.values(), strict=True):
-        assert (x.double() - y.double()).norm() / y.double().norm() < 2e-2, name
+        assert relative(x, y.double()) < 2e-2, name

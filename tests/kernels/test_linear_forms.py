@@ -5,20 +5,19 @@ import torch
 
 from lingpt.kernels.linear_attention import LinearAttentionState, linear_attention
 from lingpt.kernels.linear_attention.chunkwise import CHUNK
-from lingpt.kernels.linear_attention.numerics import B_SHRINK
+from lingpt.tests import oracles
+from lingpt.tests.oracles import FORMS, by_definition, relative
 
 AROUND_A_CHUNK = (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 7)
 
 
-def inputs(N, B=2, H=3, D=8, dtype=torch.float64, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(B, N, H, D, generator=generator, dtype=dtype) for _ in range(3)]
+def inputs(N, B=2, H=3, D=8, dtype=torch.float64):
+    """q, k and v."""
+    return oracles.inputs(B, N, H, D, dtype)[:3]
 
 
-def some_state(B=2, H=3, D=8, dtype=torch.float64, normalize_qk=True):
-    q, k, v = inputs(20, B, H, D, dtype, seed=1)
-    k = k if normalize_qk else 0.05 * k
-    return linear_attention(q, k, v, normalize_qk=normalize_qk, return_state=True, backend="reference")[1]
+def some_state(normalize_qk=True):
+    return oracles.some_state(2, 3, 8, torch.float64, normalize_qk=normalize_qk)
 
 
 def assert_same(result, expected, **tolerance):
@@ -28,24 +27,14 @@ def assert_same(result, expected, **tolerance):
         torch.testing.assert_close(x, y, **tolerance)
 
 
-def by_hand(q, k, v, b, gamma):
-    """One head, token by token, straight from the definition's two sums."""
-    q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
-    rows = []
-    for i in range(len(q)):
-        w = torch.stack([(1 + b * B_SHRINK * q[i] @ k[j]) * gamma ** (i - j) for j in range(i + 1)])
-        rows.append(w @ v[: i + 1] / w.sum())
-    return torch.stack(rows)
+def test_the_reference_is_the_definition():
+    q, k, v = inputs(9)
+    b, gamma = (torch.tensor(x, dtype=torch.float64) for x in ([0.8, 1.0, -0.5], [1.0, 0.7, 0.2]))
+    o = linear_attention(q, k, v, b, log_decay=gamma.log(), backend="reference")
+    torch.testing.assert_close(o, by_definition(q, k, v, b, gamma))
 
 
-@pytest.mark.parametrize("gamma", [1.0, 0.7])
-def test_the_reference_is_the_definition(gamma):
-    q, k, v = inputs(9, B=1, H=1)
-    o = linear_attention(q, k, v, 0.8, log_decay=torch.tensor([gamma]).double().log(), backend="reference")
-    torch.testing.assert_close(o[0, :, 0], by_hand(q[0, :, 0], k[0, :, 0], v[0, :, 0], 0.8, gamma))
-
-
-@pytest.mark.parametrize("backend", ["chunkwise", "recurrent"])
+@pytest.mark.parametrize("backend", [form for form in FORMS if form != "reference"])
 @pytest.mark.parametrize("N", AROUND_A_CHUNK)
 @pytest.mark.parametrize("decay", [False, True])
 @pytest.mark.parametrize("with_state", [False, True])
@@ -77,7 +66,7 @@ def test_without_a_causal_mask_every_token_sees_all(N, with_state):
     torch.testing.assert_close(result[0][:, -1], causal[:, -1])
 
 
-@pytest.mark.parametrize("backend", ["chunkwise", "recurrent", "reference"])
+@pytest.mark.parametrize("backend", FORMS)
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 5e-6), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)]
 )
@@ -93,7 +82,7 @@ def test_low_precision_is_rounded_once_and_no_more(backend, dtype, tolerance):
         torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("backend", ["reference", "chunkwise", "recurrent"])
+@pytest.mark.parametrize("backend", FORMS)
 @pytest.mark.parametrize("decay", [False, True])
 def test_pieces_with_the_state_carried_equal_the_whole(backend, decay):
     q, k, v = inputs(150)
@@ -125,7 +114,7 @@ def test_the_count_is_the_number_of_tokens():
     assert linear_attention(q, k, v, return_state=True)[1].n.unique().tolist() == [70]
 
 
-@pytest.mark.parametrize("backend", ["reference", "chunkwise", "recurrent"])
+@pytest.mark.parametrize("backend", FORMS)
 @pytest.mark.parametrize("with_state", [False, True])
 def test_no_tokens_leave_the_state_as_it_was(backend, with_state):
     q, k, v = inputs(0)
@@ -140,10 +129,8 @@ def test_no_tokens_leave_the_state_as_it_was(backend, with_state):
 def opposite_and_zero_rows(N, dtype):
     """q = −k in head 0 (g would be 0 at the first token); zero rows of q, k and both in heads 1, 2 and 3."""
     q, k, v = inputs(N, H=4, dtype=dtype)
-    q[:, :, 0] = -k[:, :, 0]
-    k[:, 1:, 0] = k[
-        :, :1, 0
-    ]  # every key the same and every query against it: each weight is the smallest there is
+    # Every key the same and every query against it: each weight is the smallest there is.
+    k[:, 1:, 0] = k[:, :1, 0]
     q[:, :, 0] = -k[:, :, 0]
     q[:, ::3, 1] = 0
     k[:, ::2, 2] = 0
@@ -152,7 +139,7 @@ def opposite_and_zero_rows(N, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("backend", ["reference", "chunkwise", "recurrent"])
+@pytest.mark.parametrize("backend", FORMS)
 def test_rows_without_direction_or_against_it_stay_within_the_values(backend, dtype):
     q, k, v = opposite_and_zero_rows(130, dtype)
     exact = linear_attention(*(x.double() for x in (q, k, v)), backend="reference")
@@ -169,13 +156,12 @@ def test_rows_without_direction_or_against_it_stay_within_the_values(backend, dt
 
 def test_a_long_sequence_does_not_drift():
     """The state is summed in fp32: a count in bf16 would stop at 256."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 32768, 1, 16, generator=generator) + mean for mean in (0.3, 0.3, 1.0))
-    q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
+    x = inputs(32768, B=1, H=1, D=16, dtype=torch.float32)
+    q, k, v = ((y + mean).bfloat16() for y, mean in zip(x, (0.3, 0.3, 1.0), strict=True))
     o = linear_attention(q, k, v)[:, -2048:].double()
     state = linear_attention(*(x[:, :-2048].double() for x in (q, k, v)), return_state=True)[1]
     exact = linear_attention(*(x[:, -2048:].double() for x in (q, k, v)), initial_state=state)
-    assert (o - exact).norm() / exact.norm() < 3e-3
+    assert relative(o, exact) < 3e-3
 
 
 def test_strided_views_are_taken_as_they_are():

@@ -6,11 +6,11 @@ from torch.autograd import gradcheck
 
 from lingpt.kernels.linear_attention import LinearAttentionState, linear_attention
 from lingpt.kernels.linear_attention.chunkwise import CHUNK
+from lingpt.tests.oracles import FORMS, randn
 
 
 def leaf(*shape, seed, dtype=torch.float64, factor=1.0, offset=0.0):
-    generator = torch.Generator().manual_seed(seed)
-    return (factor * torch.randn(shape, generator=generator, dtype=dtype) + offset).requires_grad_()
+    return (factor * randn(*shape, seed=seed, dtype=dtype) + offset).requires_grad_()
 
 
 def leaves(N, B=1, H=2, D=2, dtype=torch.float64, normalize_qk=True):
@@ -78,14 +78,14 @@ def test_gradients_equal_autograd_through_the_definition(dtype, decay, causal):
         o, final = linear_attention(
             q, k, v, b, initial_state=LinearAttentionState(*state), backend=backend, **options
         )
-        parts = [(leaf(*x.shape, seed=9, dtype=dtype).detach() * x).sum() for x in (o, *final)]
+        parts = [(randn(*x.shape, seed=9, dtype=dtype) * x).sum() for x in (o, *final)]
         gradients[backend] = torch.autograd.grad(sum(parts), (q, k, v, b, *state))
     tolerance = 1e-10 if dtype == torch.float64 else 2e-4
     for ours, autograd in zip(gradients["chunkwise"], gradients["reference"], strict=True):
         torch.testing.assert_close(ours, autograd, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("backend", ["reference", "chunkwise", "recurrent"])
+@pytest.mark.parametrize("backend", FORMS)
 def test_gradients_of_zero_and_opposite_rows_are_finite_and_the_same(backend):
     q, k, v, b, _ = leaves(CHUNK + 3, H=3, D=4, dtype=torch.float32)
     with torch.no_grad():
@@ -94,7 +94,7 @@ def test_gradients_of_zero_and_opposite_rows_are_finite_and_the_same(backend):
         q[:, ::2, 1] = 0
         k[:, ::3, 1] = 0
         q[:, :, 2] = k[:, :, 2] = 0
-    do = leaf(*q.shape, seed=9, dtype=torch.float32).detach()
+    do = randn(*q.shape, seed=9)
     o = linear_attention(q, k, v, b, backend=backend)
     gradients = torch.autograd.grad(o, (q, k, v, b), do)
     doubles = [x.detach().double().requires_grad_() for x in (q, k, v, b)]

@@ -2,47 +2,37 @@
 
 import pytest
 import torch
-from litgpt.model import apply_rope, build_rope_cache
+from litgpt.model import build_rope_cache
 from torch.autograd import gradcheck
 
 from lingpt.kernels.linear_attention import LinearAttentionState, linear_attention, linear_attention_qkv
 from lingpt.kernels.linear_attention.rope import rotate, rotate_backward
+from lingpt.tests.oracles import FORMS, randn, relative, rotated
 
 
-def packed(N, B=2, H=3, D=8, R=4, dtype=torch.float64, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    cos, sin = build_rope_cache(N, R)
-    qkv = torch.randn(B, N, 3, H, D, generator=generator, dtype=dtype).requires_grad_()
-    return qkv, cos.to(dtype), sin.to(dtype)
+def packed(N, B=2, H=3, D=8, R=4, dtype=torch.float64):
+    """qkv, cos and sin."""
+    cos, sin = build_rope_cache(N, R) if R else (torch.empty(N, 0),) * 2
+    return randn(B, N, 3, H, D, seed=0, dtype=dtype).requires_grad_(), cos.to(dtype), sin.to(dtype)
 
 
 def separately(qkv, cos, sin, *args, **options):
     """LitGPT's rotation and the separate form."""
-    R = cos.shape[-1]
     q, k, v = qkv.unbind(2)
-    q, k = (
-        torch.cat(
-            (apply_rope(x[..., :R].transpose(1, 2), cos[None], sin[None]).transpose(1, 2), x[..., R:]), -1
-        )
-        for x in (q, k)
-    )
-    return linear_attention(q, k, v, *args, **options)
+    return linear_attention(rotated(q, cos, sin), rotated(k, cos, sin), v, *args, **options)
 
 
 @pytest.mark.parametrize("R", [0, 4, 8])
 def test_rotation_is_litgpt_s_and_its_backward_the_transpose(R):
-    qkv, cos, sin = packed(7, R=R) if R else (*packed(7)[:1], torch.empty(7, 0), torch.empty(7, 0))
+    qkv, cos, sin = packed(7, R=R)
     x = qkv.detach()[:, :, 0].requires_grad_()
     turned = rotate(x, cos, sin)
-    if R:
-        expected = apply_rope(x[..., :R].transpose(1, 2), cos[None], sin[None]).transpose(1, 2)
-        torch.testing.assert_close(turned[..., :R], expected)
-    torch.testing.assert_close(turned[..., R:], x[..., R:])
+    torch.testing.assert_close(turned, rotated(x, cos, sin) if R else x)
     dy = torch.randn_like(x)
     torch.testing.assert_close(rotate_backward(dy, cos, sin), torch.autograd.grad(turned, x, dy)[0])
 
 
-@pytest.mark.parametrize("backend", ["reference", "chunkwise", "recurrent"])
+@pytest.mark.parametrize("backend", FORMS)
 @pytest.mark.parametrize("N", [0, 1, 70])
 @pytest.mark.parametrize("decay", [False, True])
 def test_packed_equals_separate(backend, N, decay):
@@ -110,4 +100,4 @@ def test_bf16_is_as_close_as_its_rounding():
     do = torch.randn_like(o)
     (d,), (d_exact,) = torch.autograd.grad(o, low, do), torch.autograd.grad(o_exact, exact, do.double())
     for x, y in ((o, o_exact), (d, d_exact)):
-        assert (x.double() - y).norm() / y.norm() < 5e-3
+        assert relative(x, y) < 5e-3

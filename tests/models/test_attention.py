@@ -1,14 +1,12 @@
 """Each mechanism against its definition, written out token by token in float64."""
 
-import math
-
 import pytest
 import torch
-from litgpt.model import apply_rope
 from torch.utils._pytree import tree_leaves
 
 from lingpt.models import ATTENTIONS, GPT, Config
 from lingpt.models.attention.ours_decay import log_decay
+from lingpt.tests.oracles import by_definition, gated_by_definition, rotated
 
 
 @pytest.mark.parametrize("name", ["ours", "ours-decay"])
@@ -16,7 +14,7 @@ from lingpt.models.attention.ours_decay import log_decay
 def test_ours_is_its_formula(small, name, learnable_b):
     """o_i = Σ w_ij v_j / Σ w_ij, w_ij = (1 + b q̂_i·k̂_j) γ^(i−j), q and k rotated and of unit length."""
     model = small(name, learnable_b=learnable_b).double()
-    layer, H, D, N = model.transformer.h[0].attn, 4, 16, 23
+    layer, H, N = model.transformer.h[0].attn, 4, 23
     torch.nn.init.normal_(layer.qkv.bias, generator=torch.Generator().manual_seed(2))
     b = torch.ones(H, dtype=torch.float64)
     if learnable_b:
@@ -24,16 +22,10 @@ def test_ours_is_its_formula(small, name, learnable_b):
         layer.b_offset.data = b - 1.0
     x = torch.randn(2, N, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     cos, sin = model.cos[:N], model.sin[:N]
-    q, k, v = (t.view(2, N, H, D).transpose(1, 2) for t in layer.qkv(x).chunk(3, dim=-1))
-    R = cos.shape[-1]
-    q, k = (torch.cat((apply_rope(t[..., :R], cos[None], sin[None]), t[..., R:]), dim=-1) for t in (q, k))
-    q, k = (t / t.norm(dim=-1, keepdim=True) for t in (q, k))
+    q, k, v = (t.view(2, N, H, -1) for t in layer.qkv(x).chunk(3, dim=-1))
     gamma = 1 - 2 ** (-5 - 8 * torch.arange(H) / H) if name == "ours-decay" else torch.ones(H)
-    distance = (torch.arange(N)[:, None] - torch.arange(N)).double()
-    shrunk = b.view(H, 1, 1) * (1 - 2**-6)  # how the operator keeps the normaliser away from zero
-    decay = gamma.double().view(H, 1, 1) ** distance.clamp(min=0)
-    weights = (1 + shrunk * (q @ k.mT)) * decay * (distance >= 0)
-    expected = layer.proj((weights @ v / weights.sum(-1, keepdim=True)).transpose(1, 2).reshape(2, N, 64))
+    o = by_definition(rotated(q, cos, sin), rotated(k, cos, sin), v, b, gamma.double())
+    expected = layer.proj(o.flatten(2))
     torch.testing.assert_close(layer(x, cos, sin), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -76,12 +68,8 @@ def test_gla_is_its_recurrence(small):
     x = torch.randn(2, N, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     q, k, v, r = layer.qkvr(x).split((32, 32, 64, 64), dim=-1)
     alpha = torch.sigmoid(layer.gate_up(layer.gate_down(x))) ** (1 / 16)
-    q, k, alpha, v = (t.view(2, N, H, -1) for t in (q / math.sqrt(16), k, alpha, v))
-    S, heads = torch.zeros(2, H, 16, 32, dtype=torch.float64), []
-    for t in range(N):
-        S = alpha[:, t, :, :, None] * S + k[:, t, :, :, None] * v[:, t, :, None, :]
-        heads.append(torch.einsum("bhk,bhkv->bhv", q[:, t], S))
-    o = layer.norm(torch.stack(heads, dim=1)).flatten(2)
+    q, k, v, alpha = (t.view(2, N, H, -1) for t in (q, k, v, alpha))
+    o = layer.norm(gated_by_definition(q, k, v, alpha, scale=16**-0.5)).flatten(2)
     expected = layer.proj(r * torch.sigmoid(r) * o)
     torch.testing.assert_close(layer(x, model.cos[:N], model.sin[:N]), expected, rtol=1e-5, atol=1e-6)
 

@@ -1,0 +1,245 @@
+"""What tests of attention compare with: definitions written out, kernels' accuracy, and random inputs.
+
+Written apart from the product's code wherever an error in it would otherwise agree with itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lingpt.kernels import gated_linear_attention as gated
+from lingpt.kernels.linear_attention import LinearAttentionState, linear_attention, op
+from lingpt.kernels.linear_attention.numerics import B_SHRINK, reciprocal_norm
+from lingpt.kernels.precision import true_fp32
+
+# The backends that run on any device.
+FORMS = tuple(name for name in op.BACKENDS if name not in ("auto", "cuda"))
+GATED_FORMS = tuple(name for name in gated.BACKENDS if name not in ("auto", "fla"))
+
+
+# Inputs
+
+
+def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    """Normal numbers, drawn in fp32 (float64) and rounded to the dtype."""
+    drawn = torch.float64 if dtype == torch.float64 else torch.float32
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=drawn, device=device).to(dtype)
+
+
+def inputs(
+    B: int, N: int, H: int, D: int, dtype: torch.dtype, seed: int = 0, device: str = "cpu"
+) -> list[Tensor]:
+    """q, k, v and the gradient of o: [B, N, H, D] each."""
+    return [randn(B, N, H, D, seed=4 * seed + i, dtype=dtype, device=device) for i in range(4)]
+
+
+def some_state(
+    B: int, H: int, D: int, dtype: torch.dtype = torch.float32, seed: int = 99, device: str = "cpu", **options
+) -> LinearAttentionState:
+    """What 50 tokens leave; `options` go to `linear_attention`."""
+    q, k, v, _ = (x.to(dtype) for x in inputs(B, 50, H, D, torch.bfloat16, seed, device))
+    if options.get("normalize_qk") is False:
+        k = 0.05 * k
+    state = linear_attention(q, k, v, return_state=True, backend="reference", **options)[1]
+    return LinearAttentionState(*(x.contiguous() for x in state))
+
+
+# Definitions
+
+
+def by_definition(q: Tensor, k: Tensor, v: Tensor, b: Tensor | float, gamma: Tensor) -> Tensor:
+    """o_i = Σ_j w_ij v_j / Σ_j w_ij over j ≤ i, w_ij = (1 + b q̂_i·k̂_j) γ_{j+1} ⋯ γ_i, token by token.
+
+    q, k, v and o: [B, N, H, D]; b: [H] or a number; γ: [H] or [B, N, H]. b is shrunk by 2⁻⁶, which keeps
+    every weight positive.
+    """
+    q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
+    gamma, now = gamma.expand(q.shape[:3]), torch.ones_like(q[:, :1, :, 0])
+    fade, rows = now[:, :0], []  # [B, j, H]
+    for i in range(q.shape[1]):
+        fade = torch.cat((fade * gamma[:, i : i + 1], now), 1)
+        w = fade * (1 + b * (1 - 2**-6) * (q[:, i : i + 1] * k[:, : i + 1]).sum(-1))
+        rows.append((w[..., None] * v[:, : i + 1]).sum(1) / w.sum(1)[..., None])
+    return torch.stack(rows, 1)
+
+
+def gated_by_definition(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, scale: float) -> Tensor:
+    """S_t = diag(α_t) S_{t−1} + k_t v_tᵀ, o_t = scale · S_tᵀ q_t: Yang et al. (2024), eq. 3, token by token.
+
+    q, k, gate: [B, N, H, Dk]; v and o: [B, N, H, Dv].
+    """
+    B, N, H, Dk = q.shape
+    S, rows = q.new_zeros(B, H, Dk, v.shape[-1]), []
+    for t in range(N):
+        S = gate[:, t, :, :, None] * S + k[:, t, :, :, None] * v[:, t, :, None, :]
+        rows.append(scale * torch.einsum("bhk,bhkv->bhv", q[:, t], S))
+    return torch.stack(rows, 1)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The leading dimensions of x [B, N, H, D] rotated by LitGPT; cos, sin: [N, R]."""
+    from litgpt.model import apply_rope
+
+    R = cos.shape[-1]
+    turned = apply_rope(x[..., :R].transpose(1, 2), cos[None], sin[None]).transpose(1, 2)
+    return torch.cat((turned, x[..., R:]), -1)
+
+
+# Both passes of linear attention, by name: o, the final state S, z, c, n, the gradients dq, dk, dv, db, dS …
+
+
+def forward_backward(
+    q, k, v, do, dstate=None, b=1.0, initial=None, backend="auto", **options
+) -> dict[str, Tensor]:
+    """By the public operator. `dstate`: the gradient of the final state; db is of a tensor b."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    names = ["dq", "dk", "dv"]
+    if isinstance(b, Tensor):
+        b = b.detach().requires_grad_()
+        leaves.append(b)
+        names.append("db")
+    if initial is not None:
+        initial = LinearAttentionState(*(x.detach().requires_grad_() for x in initial))
+        leaves += initial
+        names += ["dS", "dz", "dc", "dn"]
+    o, state = linear_attention(
+        *leaves[:3], b, initial_state=initial, return_state=True, backend=backend, **options
+    )
+    results, cotangents = [o], [do]
+    if dstate is not None:
+        results += state
+        cotangents += dstate
+    gradients = torch.autograd.grad(results, leaves, cotangents)
+    return dict(zip(("o", "S", "z", "c", "n", *names), (o, *state, *gradients), strict=True))
+
+
+def in_float64(
+    q, k, v, do, dstate=None, b=1.0, initial=None, backend="reference", log_decay=None, **options
+) -> dict[str, Tensor]:
+    """The exact results."""
+    q, k, v, do = (x.double() for x in (q, k, v, do))
+    dstate, initial = (None if s is None else [x.double() for x in s] for s in (dstate, initial))
+    b = b.double() if isinstance(b, Tensor) else b
+    log_decay = None if log_decay is None else log_decay.double()
+    return forward_backward(q, k, v, do, dstate, b, initial, backend, log_decay=log_decay, **options)
+
+
+def quantised(q, k, v, do, dstate, b, initial, log_decay=None) -> dict[str, Tensor]:
+    """What the dtype of q allows: the quadratic form, with the gradients of docs/kernel.md written out.
+
+    Rounded: q̂, k̂, h = do/g and the matrices S that enter a product, and each result once. In fp32: sums,
+    weights, normaliser, norms. e = do·o/g is of the rounded o, which is what a backward pass is given.
+    """
+    dtype = q.dtype
+
+    def rounded(x: Tensor) -> Tensor:
+        return x.to(dtype).float()
+
+    with torch.no_grad(), true_fp32(q.device):
+        q, k, v, do = (x.float().transpose(1, 2) for x in (q, k, v, do))  # [B, H, N, D]
+        rq, rk = reciprocal_norm(q), reciprocal_norm(k)
+        Q, K, coefficient = rounded(q * rq), rounded(k * rk), (b * B_SHRINK).view(-1, 1, 1)
+        fade = _fade(torch.zeros_like(b) if log_decay is None else log_decay, q.shape[2])
+        o, g, end = _quantised_forward(Q, K, v, coefficient, fade, initial, rounded)
+        along, dK, dV, d_initial = _quantised_backward(
+            Q, K, v, coefficient, fade, initial, rounded, rounded(do / g), (do * o).sum(-1, True) / g, dstate
+        )
+        dq, dk = (
+            rounded(r * (d - x * r * ((x * r) * d).sum(-1, keepdim=True)))
+            for x, r, d in ((q, rq, coefficient * along), (k, rk, dK))
+        )
+        db = B_SHRINK * (q * rq * along).sum((0, 2, 3))
+        tokens = [x.transpose(1, 2) for x in (o, dq, dk, rounded(dV))]
+    names = "S", "z", "c", "n", "o", "dq", "dk", "dv", "db", "dS", "dz", "dc", "dn"
+    return dict(zip(names, (*end, *tokens, db, *d_initial), strict=True))
+
+
+class Fade(NamedTuple):
+    """What is left of a weight, by its age: of token j in row i, of the state before, at the end."""
+
+    within: Tensor  # [H, N, N], zeros above the diagonal
+    since: Tensor  # [H, N, 1], of the initial state in row i
+    left: Tensor  # [H, N, 1], of token j at the end
+    whole: Tensor  # [H], of the initial state at the end
+
+    def of_state(self, x: Tensor) -> Tensor:
+        """A part of the initial state, [B, H, …], at the end."""
+        return self.whole.view(-1, *[1] * (x.ndim - 2)) * x
+
+
+def _fade(log_decay: Tensor, N: int) -> Fade:
+    i, rate = torch.arange(N, device=log_decay.device), log_decay[:, None]
+    age = i[:, None] - i
+    within = torch.exp(rate[..., None] * age.clamp(min=0)) * (age >= 0)
+    since, left = (torch.exp(rate * t)[..., None] for t in (i + 1, N - 1 - i))
+    return Fade(within, since, left, torch.exp(log_decay * N))
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    """z and c as [B, H, 1, D]."""
+    return x[:, :, None] if x.ndim == 3 else x
+
+
+def _quantised_forward(
+    Q: Tensor, K: Tensor, v: Tensor, coefficient: Tensor, fade: Fade, initial, rounded: Callable
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """o, g and the final state; [B, H, N, D]."""
+    S, z, c, n = map(_as_rows, initial)
+    w = (1 + coefficient * (Q @ K.mT)) * fade.within
+    g = w.sum(-1, keepdim=True) + fade.since * (n[..., None, None] + coefficient * (Q @ z.mT))
+    o = rounded((w @ v + fade.since * (c + coefficient * (Q @ rounded(S)))) / g)
+    left = fade.left
+    sums = (left * K).mT @ v, (left * K).sum(2), (left * v).sum(2), left.sum((1, 2)).expand(Q.shape[:2])
+    return o, g, [x + fade.of_state(old) for x, old in zip(sums, initial, strict=True)]
+
+
+def _quantised_backward(
+    Q: Tensor, K: Tensor, v: Tensor, coefficient: Tensor, fade: Fade, initial, rounded: Callable,
+    h: Tensor, e: Tensor, dstate,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """dq̂ / b, dk̂, dv and the gradient of the initial state."""
+    (S, z, _, _), (dS, dz, dc, _) = map(_as_rows, initial), map(_as_rows, dstate)
+    w = (1 + coefficient * (Q @ K.mT)) * fade.within
+    dw = (h @ v.mT - e) * fade.within
+    along = dw @ K + fade.since * (h @ rounded(S).mT - e * z)
+    dK = coefficient * (dw.mT @ Q) + fade.left * (v @ rounded(dS).mT + dz)
+    dV = w.mT @ h + fade.left * (K @ rounded(dS) + dc)
+    d_initial = [
+        coefficient * ((fade.since * Q).mT @ h),
+        -(coefficient * fade.since * e * Q).sum(2),
+        (fade.since * h).sum(2),
+        -(fade.since * e).sum((2, 3)),
+    ]
+    return along, dK, dV, [x + fade.of_state(d) for x, d in zip(d_initial, dstate, strict=True)]
+
+
+# Errors
+
+
+def relative(x: Tensor, exact: Tensor) -> float:
+    """The RMS error over the RMS."""
+    return ((x.double() - exact).norm() / exact.norm()).item()
+
+
+def errors(x: Tensor, exact: Tensor) -> Tensor:
+    """Of every number, relative to the RMS of the exact ones."""
+    return ((x.double() - exact) / exact.square().mean().sqrt()).flatten()
+
+
+def above_twice(ours: Tensor, quantised: Tensor, floor: float = 2.0**-16) -> dict[str, float]:
+    """Where our errors (RMS, maximum) are above twice those of the quantised form, and how many times them.
+
+    `floor` is always allowed. Where operands need no rounding (c; n is no product at all), the two differ in
+    the order of summation alone.
+    """
+    found = {}
+    for kind, size in (("RMS", lambda x: x.square().mean().sqrt()), ("max", lambda x: x.abs().max())):
+        ratio = size(ours).item() / max(size(quantised).item(), floor / 2)
+        if not ratio <= 2:
+            found[kind] = round(ratio, 2)
+    return found
