@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lingpt.common.errors import UserError
 from lingpt.kernels.linear_attention import chunkwise
-from lingpt.kernels.linear_attention.call import Call
+from lingpt.kernels.linear_attention.call import Call, OptionGradients
 from lingpt.kernels.linear_attention.state import LinearAttentionState
 
 
@@ -42,9 +42,8 @@ class Backend(Protocol):
         do: Tensor,
         dstate: LinearAttentionState | None,
         out: tuple[Tensor, ...],
-    ) -> tuple[Tensor | None, LinearAttentionState | None]:
-        """Writes dq, dk and dv into `out`, whose last dimension is contiguous; returns the gradients of b [H]
-        (None for a number) and of the initial state (None where there is none).
+    ) -> OptionGradients:
+        """Writes dq, dk and dv into `out`, whose last dimension is contiguous; returns the other gradients.
 
         do, dstate: the gradients of o and of the final state (None where it has none).
         """

@@ -23,7 +23,8 @@ class Call(NamedTuple):
     cos: Tensor | None = None  # [N, R]; None: q and k are not rotated
     sin: Tensor | None = None
     b: Tensor | None = None
-    log_decay: Tensor | None = None  # [H] in fp32 (float64); None: no decay
+    log_decay: Tensor | None = None  # [H] in fp32 (float64), a constant per head; None: no such decay
+    log_gate: Tensor | None = None  # [B, N, H] in fp32 (float64), each token's own decay; None: no gate
     S: Tensor | None = None  # the initial state; None: zeros
     z: Tensor | None = None
     c: Tensor | None = None
@@ -68,3 +69,11 @@ class Call(NamedTuple):
         if self.S is None or self.z is None or self.c is None or self.n is None:
             return None
         return LinearAttentionState(self.S, self.z, self.c, self.n)
+
+
+class OptionGradients(NamedTuple):
+    """What a backward pass returns next to dq, dk and dv; None where the call has no such tensor."""
+
+    b: Tensor | None = None  # [H]
+    log_gate: Tensor | None = None  # [B, N, H]
+    initial_state: LinearAttentionState | None = None

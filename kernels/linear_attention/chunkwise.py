@@ -25,8 +25,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lingpt.kernels.linear_attention.call import Call
-from lingpt.kernels.linear_attention.numerics import effective_b, per_head, reciprocal_norm
+from lingpt.kernels.linear_attention.call import Call, OptionGradients
+from lingpt.kernels.linear_attention.numerics import LOG_ZERO, effective_b, per_head, reciprocal_norm
 from lingpt.kernels.linear_attention.rope import rotate, rotate_backward
 from lingpt.kernels.linear_attention.state import LinearAttentionState
 from lingpt.kernels.precision import state_dtype, true_fp32
@@ -51,7 +51,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor, LinearAttentionState | None]:
         if call.normalize_qk:
             q_r[:], k_r[:] = reciprocal_norm(q), reciprocal_norm(k)
         Q, K, V = _to_chunks(q, q_r * b, 1, C), _to_chunks(k, k_r, 1, C), _to_chunks(v, None, 1, C)
-        decay = _Decay.of(call.log_decay, N, C, Q.dtype)
+        decay = _Decay.of(call, C)
         before, final = _states(K, V, call.initial_state, decay)
 
         if call.causal:
@@ -73,8 +73,8 @@ def backward(
     do: Tensor,
     dstate: LinearAttentionState | None,
     out: tuple[Tensor, ...],
-) -> tuple[Tensor | None, LinearAttentionState | None]:
-    """Writes dq, dk and dv into `out`; returns the gradients of b and of the initial state."""
+) -> OptionGradients:
+    """Writes dq, dk and dv into `out`; returns the other gradients."""
     with torch.no_grad(), true_fp32(call.device):
         (q, k, v), N, C = call.views, call.shape[1], _chunk_size(call)
         b = _coefficient(call)
@@ -83,7 +83,7 @@ def backward(
         Q, K, V = _to_chunks(q, q_r * b, 1, C), _to_chunks(k, k_r, 1, C), _to_chunks(v, None, 1, C)
         e = torch.linalg.vecdot(do, o.to(do.dtype)) / g[..., 0]
         G = _to_chunks(do, 1 / g, -e, C)
-        decay = _Decay.of(call.log_decay, N, C, Q.dtype)
+        decay = _Decay.of(call, C)
         before, final = _states(K, V, call.initial_state, decay)
         after, initial = _adjoints(Q, G, dstate, decay)
 
@@ -97,13 +97,14 @@ def backward(
             whole, from_all = final[:, :, None], initial[:, :, None]
             dQ, dK, dV = G @ whole.mT, V @ from_all.mT, K @ from_all
 
+        dlog_gate = _gate_gradient(call, K, dK, final, dstate)
         dQ, dK, dV = (_to_tokens(x, N)[..., :-1] for x in (dQ, dK, dV))
         dq, dk, dv = out
         along_q = _input_gradient(call, dQ, q, b, q_r, dq)
         _input_gradient(call, dK, k, 1.0, k_r, dk)
         dv.copy_(dV)
         db = None if call.b is None else effective_b(along_q.sum((0, 1)), call.normalize_qk)
-        return db, None if call.S is None else _unpack(initial)
+        return OptionGradients(db, dlog_gate, None if call.S is None else _unpack(initial))
 
 
 # The inputs: coefficient, rotation, norms, and their gradients.
@@ -141,6 +142,23 @@ def _input_gradient(call: Call, d: Tensor, x: Tensor, b: float | Tensor, r: Tens
     return along.squeeze(-1)
 
 
+def _gate_gradient(
+    call: Call, K: Tensor, dK: Tensor, final: Tensor, dstate: LinearAttentionState | None
+) -> Tensor | None:
+    """The gradient of log_gate [B, N, H].
+
+    That of G_j is −k'_j·dk'_j: what row j adds, q'_j·dq'_j, is zero, as e is there to make it so. G_N also
+    scales the final state. log_gate_t is in every G_j with j ≥ t.
+    """
+    if call.log_gate is None:
+        return None
+    dG = -_to_tokens((K * dK).sum(-1, keepdim=True), call.shape[1]).squeeze(-1)  # [B, N, H]
+    if dstate is not None and dG.shape[1]:
+        dG[:, -1] += (final * _pack(dstate, final)).sum((-2, -1))
+    gradient = dG.flip(1).cumsum(1).flip(1)
+    return gradient.masked_fill_(call.log_gate <= LOG_ZERO[gradient.dtype], 0.0)
+
+
 # Chunks.
 
 
@@ -164,6 +182,15 @@ def _to_chunks(x: Tensor, scale: float | Tensor | None, last: float | Tensor, C:
     return buffer.unflatten(2, (chunks, C))
 
 
+def _pad_to_chunks(x: Tensor, C: int) -> Tensor:
+    """[B, N, H, E] → [B, H, chunks, C, E]; zeros fill up the last chunk."""
+    B, N, H, E = x.shape
+    chunks = -(-N // C)
+    buffer = x.new_zeros(B, H, chunks * C, E)
+    buffer[:, :, :N] = x.transpose(1, 2)
+    return buffer.unflatten(2, (chunks, C))
+
+
 def _to_tokens(x: Tensor, N: int) -> Tensor:
     """[B, H, chunks, C, E] → [B, N, H, E], a view."""
     return x.flatten(2, 3)[:, :, :N].transpose(1, 2)
@@ -180,18 +207,43 @@ def _add_bmm(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 class _Decay(NamedTuple):
-    """Powers of γ, [H, chunks, C, ·] or what broadcasts to it."""
+    """What is left of token j in row i: exp(G_i − G_j), G being the running sum of the chunk's log decays.
 
-    within: Tensor  # γ^(i−j) for j ≤ i, else 0                              [H, 1, C, C]
-    from_start: Tensor  # γ^(t+1), from before the chunk to its token t      [H, 1, C, 1]
-    to_end: Tensor  # γ^(L−1−t), from token t to the end of the chunk's L    [H, chunks, C, 1]
-    whole: Tensor  # γ^L                                                     [H, chunks, 1, 1]
+    [B, H, chunks, C, ·] or what broadcasts to it.
+    """
+
+    within: Tensor  # from token j to token i ≥ j of a chunk, else 0           [.., C, C]
+    from_start: Tensor  # from before the chunk to its token t                 [.., C, 1]
+    to_end: Tensor  # from token t to the end of the chunk                     [.., C, 1]
+    whole: Tensor  # from before the chunk to its end                          [.., 1, 1]
 
     @classmethod
-    def of(cls, log_decay: Tensor | None, N: int, C: int, dtype: torch.dtype) -> _Decay | None:
-        if log_decay is None:
-            return None
-        log_decay = log_decay.to(dtype).view(-1, 1, 1, 1)
+    def of(cls, call: Call, C: int) -> _Decay | None:
+        if call.log_gate is not None:
+            return cls._of_gates(call.log_gate, C)
+        if call.log_decay is not None:
+            return cls._of_constants(call.log_decay, call.shape[1], C)
+        return None
+
+    @classmethod
+    def _of_gates(cls, log_gate: Tensor, C: int) -> _Decay:
+        """Of [B, N, H]. Only differences of G within a chunk are exponentiated, and none above 0."""
+        dtype = log_gate.dtype
+        gates = _pad_to_chunks(log_gate.clamp(min=LOG_ZERO[dtype]).unsqueeze(-1), C)
+        G = gates.cumsum(3, dtype=torch.float64)  # [B, H, chunks, C, 1]; steep gates make it large
+        causal = torch.ones(C, C, dtype=torch.bool, device=G.device).tril()
+        last = G[..., -1:, :]
+        return cls(
+            within=(G - G.mT).to(dtype).masked_fill_(~causal, float("-inf")).exp_(),
+            from_start=G.to(dtype).exp(),
+            to_end=(last - G).to(dtype).exp(),
+            whole=last.to(dtype).exp(),
+        )
+
+    @classmethod
+    def _of_constants(cls, log_decay: Tensor, N: int, C: int) -> _Decay:
+        """Of [H]: powers of γ."""
+        log_decay = log_decay.view(1, -1, 1, 1, 1)
         t = torch.arange(C, device=log_decay.device)
         length = (N - C * torch.arange(-(-N // C), device=log_decay.device)).clamp(max=C)[:, None, None]
         age = t[:, None] - t
@@ -239,7 +291,7 @@ def _adjoints(
 
 def _carry(own: Tensor, state: Tensor, decay: _Decay | None, chunk: int) -> Tensor:
     """Carries `state` across a chunk whose own sum is `own`; what came in takes that sum's place."""
-    carried = own + state if decay is None else torch.addcmul(own, decay.whole[:, chunk], state)
+    carried = own + state if decay is None else torch.addcmul(own, decay.whole[:, :, chunk], state)
     own.copy_(state)
     return carried
 

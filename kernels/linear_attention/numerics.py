@@ -13,6 +13,10 @@ NORM_EPS = 1e-12
 # every weight of |b| ≤ 1 at 2⁻⁶ or more, in every form, forward and backward.
 B_SHRINK = 1.0 - 2.0**-6
 
+# ln of a decay that counts as 0: exp of it is 0. A smaller one, −inf (a reset) among them, is replaced by it:
+# −inf − (−inf) is no number, and the smaller the running sums of a chunk, the more exact their differences.
+LOG_ZERO = {torch.float32: -104.0, torch.float64: -1000.0}
+
 
 @overload
 def effective_b(b: Tensor, normalize_qk: bool) -> Tensor: ...

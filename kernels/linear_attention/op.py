@@ -33,7 +33,7 @@ def linear_attention(
 ) -> Tensor | tuple[Tensor, LinearAttentionState]:
     """Normalised linear attention with the kernel f(x) = 1 + b·x.
 
-    o_i = Σ_j w_ij v_j / Σ_j w_ij over j ≤ i, w_ij = (1 + b q̂_i·k̂_j) γ^(i−j), with unit rows q̂ and k̂.
+    o_i = Σ_j w_ij v_j / Σ_j w_ij over j ≤ i, w_ij = (1 + b q̂_i·k̂_j) γ_{j+1} ⋯ γ_i, q̂ and k̂ being unit rows.
 
     No weight is negative for |b| ≤ 1, so o is a convex combination of the values. To keep it one in floating
     point, for q = −k too, the coefficient in use is b·(1 − 2⁻⁶), and norms are √(‖x‖² + 10⁻¹²): a row of
@@ -42,8 +42,11 @@ def linear_attention(
     Args:
         q, k, v: [B, N, H, D] of one dtype (bf16, fp16, fp32, float64) and device; strided views are fine.
         b: a number, |b| ≤ 1, or a tensor [H], which gets a gradient and whose values are not checked.
-        log_decay: ln γ per head, [H], each ≤ 0 (unchecked in a tensor), without a gradient; None means γ = 1.
-            Needs `causal`.
+        log_decay: ln γ ≤ 0 (unchecked in a tensor: above 0 the past grows, and may overflow); None is γ = 1.
+            Needs `causal`. Its shape decides:
+            [H]        a constant per head, without a gradient;
+            [B, N, H]  each token's own, with a gradient: what came before token t fades by γ_t. −inf is a
+                       reset: nothing before that token weighs anything, exactly.
         normalize_qk: False takes q, k and b as they are. The normaliser may then come near zero or change
             sign, and o be anything: that is the caller's risk.
         causal: False sums over all j.
@@ -67,11 +70,11 @@ def linear_attention(
     Source: "Linear Attention Optimized GPU Kernel Implementation", eq. 5 and 22 with a = 1; RetNet's decay.
     """
     _check_tensors(q, k, v)
-    S, z, c, n = _state(initial_state, q)
+    (decay, gate), (S, z, c, n) = _decay(log_decay, q, causal), _state(initial_state, q)
     return _run(
         Call(
             q=q, k=k, v=v, b=_b_tensor(b, q), b_value=_b_value(b, normalize_qk),
-            log_decay=_decay(log_decay, q, causal), S=S, z=z, c=c, n=n,
+            log_decay=decay, log_gate=gate, S=S, z=z, c=c, n=n,
             normalize_qk=normalize_qk, causal=causal, return_state=return_state,
             backend=_backend(backend, q, causal, initial_state is not None),
         )
@@ -102,11 +105,11 @@ def linear_attention_qkv(
         o [B, N, H, D] in qkv's dtype; with `return_state`, (o, state).
     """
     _check_packed(qkv, cos, sin)
-    S, z, c, n = _state(initial_state, qkv)
+    (decay, gate), (S, z, c, n) = _decay(log_decay, qkv), _state(initial_state, qkv)
     return _run(
         Call(
             qkv=qkv, cos=cos, sin=sin, b=_b_tensor(b, qkv), b_value=_b_value(b, normalize_qk),
-            log_decay=_decay(log_decay, qkv), S=S, z=z, c=c, n=n,
+            log_decay=decay, log_gate=gate, S=S, z=z, c=c, n=n,
             normalize_qk=normalize_qk, return_state=return_state,
             backend=_backend(backend, qkv, True, initial_state is not None),
         )
@@ -169,16 +172,27 @@ def _per_head(x: Tensor, like: Tensor, name: str) -> Tensor:
     return x.to(state_dtype(like.dtype))
 
 
-def _decay(log_decay: Tensor | Sequence[float] | None, like: Tensor, causal: bool = True) -> Tensor | None:
+def _decay(
+    log_decay: Tensor | Sequence[float] | None, like: Tensor, causal: bool = True
+) -> tuple[Tensor | None, Tensor | None]:
+    """A constant per head [H] and each token's own [B, N, H], at most one of them, in the sums' dtype."""
     if log_decay is None:
-        return None
+        return None, None
     if not causal:
         raise UserError("log_decay needs causal=True: a decay runs from the past to the present")
     if not isinstance(log_decay, Tensor):
         if not all(x <= 0 for x in log_decay):
             raise UserError(f"log_decay must be at most 0 in every head; got {list(log_decay)}")
         log_decay = torch.tensor(log_decay, dtype=state_dtype(like.dtype), device=like.device)
-    return _per_head(log_decay.detach(), like, "log_decay")
+    per_token = (*like.shape[:2], like.shape[-2])
+    if log_decay.shape not in (per_token[2:], per_token) or not log_decay.is_floating_point():
+        shapes = f"[H = {per_token[2]}] or [B, N, H] = {list(per_token)}"
+        got = f"{log_decay.dtype} {list(log_decay.shape)}"
+        raise UserError(f"log_decay must be floating point {shapes}; got {got}")
+    if log_decay.device != like.device:
+        raise UserError(f"log_decay must be on {like.device}; got {log_decay.device}")
+    log_decay = log_decay.to(state_dtype(like.dtype))
+    return (log_decay.detach(), None) if log_decay.ndim == 1 else (None, log_decay)
 
 
 def _state(state: LinearAttentionState | None, like: Tensor) -> tuple[Tensor | None, ...]:

@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 from lingpt.kernels.linear_attention.call import Call
-from lingpt.kernels.linear_attention.numerics import effective_b, per_head, reciprocal_norm
+from lingpt.kernels.linear_attention.numerics import LOG_ZERO, effective_b, per_head, reciprocal_norm
 from lingpt.kernels.linear_attention.rope import rotate
 from lingpt.kernels.linear_attention.state import LinearAttentionState
 from lingpt.kernels.precision import state_dtype, true_fp32
 
 
 def forward(call: Call) -> tuple[Tensor, LinearAttentionState]:
-    """o_i = Σ_j w_ij v_j / Σ_j w_ij with w_ij = (1 + b q̂_i·k̂_j) γ^(i−j) over j ≤ i (all j where not causal);
-    and the final state.
+    """o_i = Σ_j w_ij v_j / Σ_j w_ij with w_ij = (1 + b q̂_i·k̂_j) exp(G_i − G_j) over j ≤ i (all j where not
+    causal), G the running sum of the log decays; and the final state.
 
     Any dtype and device, differentiable by autograd; fp32 inside (float64 for float64 inputs). Memory O(N²).
     """
@@ -27,33 +27,49 @@ def forward(call: Call) -> tuple[Tensor, LinearAttentionState]:
         if call.normalize_qk:
             q_hat, k_hat = q_hat * reciprocal_norm(q_hat), k_hat * reciprocal_norm(k_hat)
         b = per_head(effective_b(call.coefficient, call.normalize_qk), ndim=4, dim=1, dtype=dtype)
-        decay = q.new_zeros(H) if call.log_decay is None else call.log_decay
-        position = torch.arange(N, device=call.device)
+        G, total = _running_log_decay(call)
 
         # Token j's weight in row i.
         w = 1 + b * (q_hat @ k_hat.mT)  # [B, H, N, N]
         if call.causal:
-            age = position[:, None] - position
-            w = w * torch.exp(decay[:, None, None] * age.clamp(min=0)) * (age >= 0)
+            causal = torch.ones(N, N, dtype=torch.bool, device=call.device).tril()
+            w = w * (G - G.mT).masked_fill(~causal, float("-inf")).exp().to(dtype)
         u, g = w @ values, w.sum(-1, keepdim=True)
 
-        # What came before the first token: it weighs γ^(i+1) in row i.
-        since = torch.exp(decay[:, None] * (position + 1))[..., None]  # [H, N, 1]
+        # What came before the first token weighs exp(G_i) in row i.
+        from_start = G.exp().to(dtype)
         if call.initial_state is not None:
             S, z, c, n = call.initial_state
-            u = u + since * (c[:, :, None] + b * (q_hat @ S))
-            g = g + since * (n[:, :, None, None] + b * (q_hat @ z[..., None]))
+            u = u + from_start * (c[:, :, None] + b * (q_hat @ S))
+            g = g + from_start * (n[:, :, None, None] + b * (q_hat @ z[..., None]))
 
-        # The sums at the end: token j weighs γ^(N−1−j), the initial state γ^N.
-        left = torch.exp(decay[:, None] * (N - 1 - position))[..., None]  # [H, N, 1]
+        # The sums at the end: token j weighs exp(G_N − G_j), the initial state exp(G_N).
+        to_end = (total - G).exp().to(dtype)
         state = LinearAttentionState(
-            S=(left * k_hat).mT @ values,
-            z=(left * k_hat).sum(2),
-            c=(left * values).sum(2),
-            n=left.sum((1, 2)).expand(B, H),
+            S=(to_end * k_hat).mT @ values,
+            z=(to_end * k_hat).sum(2),
+            c=(to_end * values).sum(2),
+            n=to_end.sum((2, 3)).expand(B, H),
         )
         if call.initial_state is not None:
-            faded = torch.exp(decay * N)
-            pairs = zip(state, call.initial_state, strict=True)
-            state = LinearAttentionState(*(x + per_head(faded, x.ndim, 1, dtype) * old for x, old in pairs))
+            whole = total.exp().to(dtype).flatten(1)  # [B or 1, H]
+            state = LinearAttentionState(
+                *(
+                    x + whole.view(*whole.shape, *[1] * (x.ndim - 2)) * old
+                    for x, old in zip(state, call.initial_state, strict=True)
+                )
+            )
         return (u / g).transpose(1, 2).to(call.dtype), state
+
+
+def _running_log_decay(call: Call) -> tuple[Tensor, Tensor]:
+    """G_i = Σ_{t ≤ i} of the log decays, [B or 1, H, N, 1], and G_N, [B or 1, H, 1, 1]; in float64, as its
+    differences are what counts."""
+    _, N, H, _ = call.shape
+    if call.log_gate is not None:
+        steps = call.log_gate.double().clamp(min=LOG_ZERO[torch.float64]).transpose(1, 2)
+    elif call.log_decay is not None:
+        steps = call.log_decay.double()[None, :, None].expand(1, H, N)
+    else:
+        steps = torch.zeros(1, H, N, dtype=torch.float64, device=call.device)
+    return steps.cumsum(2).unsqueeze(-1), steps.sum(2)[..., None, None]

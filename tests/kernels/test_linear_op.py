@@ -65,6 +65,15 @@ def test_opcheck(full, causal):
         opcheck(torch.ops.lingpt.linear_attention_fwd, Call(qkv=qkv, cos=cos, sin=sin, **optional))
 
 
+def test_opcheck_with_a_decay_of_each_token_s_own():
+    q, k, v = tensors(True)
+    gate = torch.full((B, N, H), -0.2, requires_grad=True)
+    opcheck(
+        torch.ops.lingpt.linear_attention_fwd,
+        Call(q=q, k=k, v=v, **all_options() | {"log_decay": None, "log_gate": gate}),
+    )
+
+
 @pytest.mark.parametrize("backend", ["auto", "chunkwise"])
 @pytest.mark.parametrize("with_state", [False, True])
 def test_compiles_into_one_graph_with_equal_results(backend, with_state):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lingpt.common.errors import UserError
-from lingpt.kernels.linear_attention.call import Call
+from lingpt.kernels.linear_attention.call import Call, OptionGradients
 from lingpt.kernels.linear_attention.cuda.compile import compiler_version
 from lingpt.kernels.linear_attention.cuda.launch import HEAD_DIMS, POINTERS, TAGS, Plan, in_role, make_plan
 from lingpt.kernels.linear_attention.numerics import effective_b
@@ -32,6 +32,8 @@ def why_not(call: Call) -> str | None:
         return "the last dimension of q, k and v must be contiguous"
     if B * H > MAX_BATCH_HEADS:
         return "batch size × heads is above 65,535"
+    if call.log_gate is not None:
+        return "it has no decay of each token's own yet"
     if call.cos is not None and call.cos.shape[1] % 16:
         return f"it rotates a multiple of 16 dimensions, not {call.cos.shape[1]}"
     return None
@@ -80,7 +82,7 @@ def backward(
     do: Tensor,
     dstate: LinearAttentionState | None,
     out: tuple[Tensor, ...],
-) -> tuple[Tensor | None, LinearAttentionState | None]:
+) -> OptionGradients:
     """Writes dq, dk and dv into `out`; returns the gradients of b and of the initial state."""
     q, k, v = (_aligned(x) for x in call.views)
     (B, N, H, D), initial, dstate = call.shape, _contiguous(call.initial_state), _contiguous(dstate)
@@ -117,13 +119,14 @@ def backward(
             plan.dk(stream, dk)
             plan.dv(stream, dv)
     if d_initial is None and call.b is None:
-        return None, None
+        return OptionGradients()
     _, e_per_token, db_per_segment, _ = work.split_with_sizes(sizes)
     if d_initial is not None:
         d_initial.n.copy_(_count_gradient(call, e_per_token.view(B, H, N), dstate))
-    if call.b is None:
-        return None, d_initial
-    return effective_b(db_per_segment.view(B, H, -1).sum((0, 2)), call.normalize_qk), d_initial
+    db = None
+    if call.b is not None:
+        db = effective_b(db_per_segment.view(B, H, -1).sum((0, 2)), call.normalize_qk)
+    return OptionGradients(b=db, initial_state=d_initial)
 
 
 class _Pass:

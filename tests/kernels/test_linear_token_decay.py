@@ -1,0 +1,218 @@
+"""A decay of each token's own, log_decay [B, N, H]: every form against the definition, gradients, resets."""
+
+import pytest
+import torch
+
+from lingpt.common.errors import UserError
+from lingpt.kernels.linear_attention import (
+    LinearAttentionState,
+    linear_attention,
+    linear_attention_qkv,
+)
+from lingpt.kernels.linear_attention.chunkwise import CHUNK
+
+B, H, D = 2, 3, 8
+LENGTHS = (1, 5, CHUNK, CHUNK + 1, 3 * CHUNK + 7)
+RESET = float("-inf")
+
+
+def inputs(N, dtype=torch.float64, seed=0):
+    """q, k, v and gates like a model's: log σ(x), around −0.7."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(B, N, H, D, generator=generator, dtype=torch.float64) for _ in range(3))
+    gate = torch.nn.functional.logsigmoid(torch.randn(B, N, H, generator=generator, dtype=torch.float64))
+    return q.to(dtype), k.to(dtype), v.to(dtype), gate
+
+
+def some_state(seed=9):
+    q, k, v, gate = inputs(11, seed=seed)
+    return linear_attention(q, k, v, log_decay=gate, return_state=True)[1]
+
+
+def assert_same(found, expected, **tolerance):
+    (o, state), (o_expected, state_expected) = found, expected
+    for x, y in zip((o, *state), (o_expected, *state_expected), strict=True):
+        torch.testing.assert_close(x, y, **tolerance)
+
+
+def by_hand(q, k, v, gate, b=1 - 2**-6):
+    """o_i, token by token, by products of the decays themselves."""
+    q, k = q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True)
+    o = torch.zeros_like(v)
+    for i in range(q.shape[1]):
+        w = torch.stack([gate[:, j + 1 : i + 1].exp().prod(1) for j in range(i + 1)], 1)  # [B, j, H]
+        w = w * (1 + b * (q[:, i, None] * k[:, : i + 1]).sum(-1))
+        o[:, i] = (w[..., None] * v[:, : i + 1]).sum(1) / w.sum(1)[..., None]
+    return o
+
+
+def test_the_reference_is_the_definition():
+    q, k, v, gate = inputs(23)
+    gate[:, 7] = RESET
+    o = linear_attention(q, k, v, log_decay=gate, backend="reference")
+    torch.testing.assert_close(o, by_hand(q, k, v, gate))
+
+
+@pytest.mark.parametrize("backend", ["chunkwise", "recurrent"])
+@pytest.mark.parametrize("with_state", [False, True])
+@pytest.mark.parametrize("N", LENGTHS)
+def test_every_form_equals_the_reference(backend, N, with_state):
+    q, k, v, gate = inputs(N)
+    options = dict(log_decay=gate, initial_state=some_state() if with_state else None, return_state=True)
+    found, expected = (linear_attention(q, k, v, 0.7, backend=x, **options) for x in (backend, "reference"))
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunkwise", "recurrent"])
+def test_equal_gates_are_a_constant_decay(backend):
+    q, k, v, _ = inputs(2 * CHUNK + 3)
+    constant = torch.tensor([-0.3, -0.01, 0.0], dtype=torch.float64)
+    options = dict(return_state=True, backend=backend)
+    found = linear_attention(q, k, v, log_decay=constant.expand(B, q.shape[1], H), **options)
+    assert_same(found, linear_attention(q, k, v, log_decay=constant, **options))
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunkwise", "recurrent"])
+@pytest.mark.parametrize("at", [0, 3, CHUNK - 1, CHUNK, CHUNK + 30])
+def test_a_reset_is_a_new_beginning_exactly(backend, at):
+    """Guards: packed documents are kept apart: nothing before a −inf weighs anything, and there is no NaN."""
+    q, k, v, gate = inputs(2 * CHUNK + 9)
+    gate[:, at] = RESET
+    options = dict(return_state=True, backend=backend)
+    o, state = linear_attention(q, k, v, log_decay=gate, initial_state=some_state(), **options)
+    rest = [x[:, at:] for x in (q, k, v)]
+    o_rest, state_rest = linear_attention(*rest, log_decay=gate[:, at:], **options)
+    assert_same((o[:, at:], state), (o_rest, state_rest))
+    v_before = v.clone()
+    v_before[:, :at] = 1e3
+    o_other, _ = linear_attention(q, k, v_before, log_decay=gate, **options)
+    assert torch.equal(o_other[:, at:], linear_attention(q, k, v, log_decay=gate, **options)[0][:, at:])
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunkwise", "recurrent"])
+def test_gradients_at_a_reset_are_zero_and_finite(backend):
+    q, k, v, gate = (x.requires_grad_() for x in inputs(CHUNK + 20))
+    resets = torch.zeros_like(gate)
+    resets[:, [0, 9, 10, CHUNK]] = RESET
+    o = linear_attention(q, k, v, log_decay=gate + resets, backend=backend)
+    gradients = torch.autograd.grad(o.square().sum(), (q, k, v, gate))
+    assert all(x.isfinite().all() for x in gradients)
+    assert torch.equal(gradients[3][resets == RESET], torch.zeros_like(gate)[resets == RESET])
+    assert gradients[3].abs().sum() > 0
+
+
+@pytest.mark.parametrize("value", [0.0, -1e-4, -20.0, -1000.0])
+def test_flat_and_steep_gates(value):
+    """Only differences within a chunk are exponentiated: no overflow, whatever the sum over the sequence."""
+    q, k, v, _ = (x.float() for x in inputs(5 * CHUNK))
+    gate = torch.full(q.shape[:3], value)
+    gate[:, ::7] = -0.1
+    o, state = linear_attention(q, k, v, log_decay=gate, return_state=True, backend="chunkwise")
+    exact = linear_attention(*(x.double() for x in (q, k, v)), log_decay=gate.double(), return_state=True)
+    assert_same((o, state), (exact[0].float(), LinearAttentionState(*(x.float() for x in exact[1]))))
+
+
+def test_a_long_sequence_of_small_decays_does_not_drift():
+    """G itself reaches −100: sums that start again in every chunk keep its differences exact."""
+    N = 100_000
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, N, 1, 4, generator=generator) for _ in range(3))
+    gate = torch.full((1, N, 1), -1e-3)
+    o = linear_attention(q, k, v + 1, log_decay=gate)
+    exact = linear_attention(q.double(), k.double(), v.double() + 1, log_decay=gate.double())
+    assert (o - exact).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("backend", ["chunkwise", "recurrent"])
+def test_pieces_with_the_state_carried_equal_the_whole(backend):
+    q, k, v, gate = inputs(2 * CHUNK + 5)
+    whole = linear_attention(q, k, v, log_decay=gate, return_state=True, backend="reference")
+    state, outputs = None, []
+    for piece in (slice(0, 50), slice(50, 51), slice(51, None)):
+        x = (q[:, piece], k[:, piece], v[:, piece])
+        options = dict(log_decay=gate[:, piece], initial_state=state, return_state=True, backend=backend)
+        o, state = linear_attention(*x, **options)
+        outputs.append(o)
+    assert_same((torch.cat(outputs, 1), state), whole)
+
+
+@pytest.mark.parametrize("with_state", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_equal_autograd_through_the_definition(packed, with_state):
+    """All of them: q, k, v, b, the gates, the initial state, from o and from the final state."""
+    N = 2 * CHUNK + 11
+    q, k, v, gate = inputs(N)
+    gate[:, 40] = RESET
+    leaves = [q, k, v, gate, torch.tensor([0.9, -0.5, 0.2], dtype=torch.float64)]
+    leaves = [x.detach().requires_grad_() for x in (*leaves, *(some_state() if with_state else ()))]
+    angle = torch.arange(N)[:, None] * torch.tensor([1.0, 0.1]).repeat(2)
+    weights = [torch.randn_like(x) for x in (q, *some_state())]
+
+    def gradients(backend):
+        q, k, v, gate, b, *parts = leaves
+        options = dict(log_decay=gate, return_state=True, backend=backend)
+        options["initial_state"] = LinearAttentionState(*parts) if parts else None
+        if packed:
+            o, state = linear_attention_qkv(torch.stack((q, k, v), 2), angle.cos(), angle.sin(), b, **options)
+        else:
+            o, state = linear_attention(q, k, v, b, **options)
+        loss = sum((w * x).sum() for w, x in zip(weights, (o, *state), strict=True))
+        return torch.autograd.grad(loss, leaves)
+
+    for found, expected in zip(gradients("chunkwise"), gradients("reference"), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("N", [1, 5, CHUNK + 2])
+def test_gradcheck(N):
+    q, k, v, gate = (
+        x[:1, :, :1, :2].requires_grad_() for x in inputs(N) if x.ndim == 4 or x.unsqueeze_(-1).ndim
+    )
+
+    def attention(q, k, v, gate):
+        return linear_attention(q, k, v, log_decay=gate[..., 0], backend="chunkwise")
+
+    assert torch.autograd.gradcheck(attention, (q, k, v, gate), fast_mode=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_inputs_keep_fp32_gates(dtype):
+    q, k, v, gate = inputs(200)
+    low, gate32 = [x.to(dtype) for x in (q, k, v)], gate.float().requires_grad_()
+    o = linear_attention(*low, log_decay=gate32)
+    assert o.dtype == dtype
+    o.float().sum().backward()
+    assert gate32.grad.dtype == torch.float32
+    exact = linear_attention(*(x.double() for x in low), log_decay=gate)
+    torch.testing.assert_close(o.double(), exact, rtol=2**-7, atol=1e-3)
+
+
+def test_one_graph():
+    q, k, v, gate = (x.float().requires_grad_() for x in inputs(70))
+
+    def block(q, k, v, x):
+        o, state = linear_attention(q, k, v, log_decay=torch.nn.functional.logsigmoid(x), return_state=True)
+        return o.sum() + state.S.square().sum()
+
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    found, expected = (torch.autograd.grad(f(q, k, v, gate), (q, gate)) for f in (compiled, block))
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize(
+    ("log_decay", "message"),
+    [
+        (torch.zeros(B, 5, H + 1), r"\[B, N, H\] = \[2, 5, 3\]"),
+        (torch.zeros(B, 4, H), r"\[B, N, H\] = \[2, 5, 3\]"),
+        (torch.zeros(5, H), "log_decay must be"),
+        (torch.zeros(B, 5, H, dtype=torch.int32), "floating point"),
+        (torch.zeros(B, 5, H, device="meta"), "log_decay must be on cpu"),
+    ],
+)
+def test_a_mistake_is_one_line(log_decay, message):
+    q, k, v, _ = inputs(5)
+    with pytest.raises(UserError, match=message):
+        linear_attention(q, k, v, log_decay=log_decay)
+    with pytest.raises(UserError, match="causal"):
+        linear_attention(q, k, v, log_decay=torch.zeros(B, 5, H), causal=False)
