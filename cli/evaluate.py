@@ -6,7 +6,7 @@ from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 
 from lingpt.configs import recipe_path
 
-HELP = "Score checkpoints with lm-eval, and print the paper's Table 2 with ours beside it."
+HELP = "Score checkpoints with lm-eval, and print the paper's Table 2 with ours next to it."
 
 
 class EvalFile(ActionConfigFile):

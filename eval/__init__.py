@@ -1,4 +1,4 @@
-"""Evaluation: lm-eval's benchmarks on our checkpoints, and the paper's Table 2 beside them."""
+"""Evaluation: lm-eval's benchmarks on our checkpoints, and the paper's Table 2 next to them."""
 
 from typing import Any
 

@@ -32,7 +32,7 @@ def evaluate(
     device: str = "auto",
     dtype: str | None = None,
     redo: bool = False,
-    say: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Scores `checkpoint` on `tasks` and returns all that is known of it (`results.load_results`).
 
@@ -46,10 +46,10 @@ def evaluate(
         device: `auto`, or PyTorch's name of one.
         dtype: to compute in, the checkpoint's own by default.
         redo: compute again what the run's eval/ already holds for these weights, this data and limit.
-        say: takes a line on each task.
+        log: takes a line on each task.
 
     Each score is written when its task is done, so an interruption loses one task. UserError for whatever the
-    user can mend; UserError where the checkpoint is not of the attention that its run says.
+    user can fix; also where the checkpoint is not of the attention that its run was configured with.
     """
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = Checkpoint.open(checkpoint)
@@ -64,12 +64,12 @@ def evaluate(
         source = describe_data(name, shots, data)
         known = results["scores"].get(key)
         if known and not redo and (known["data"], known["dtype"]) == (source, dtype or checkpoint.dtype):
-            say(f"{prefix}: {key}: {summary(known)} (already there; --redo computes it again)")
+            log(f"{prefix}: {key}: {summary(known)} (computed before; --redo computes it again)")
             continue
         lm = lm or load_lm(checkpoint, where, dtype, batch_tokens)
         entry = run_task(lm, name, shots, data, limit) | {"data": source, "dtype": dtype or checkpoint.dtype}
         results = add_score(checkpoint, key, entry)
-        say(f"{prefix}: {key}: {summary(entry)} ({work(entry)})")
+        log(f"{prefix}: {key}: {summary(entry)} ({work(entry)})")
     return results
 
 
@@ -84,7 +84,7 @@ def parse_task(task: str, num_fewshot: int = 0) -> tuple[str, int]:
 
 
 def find_device(name: str) -> torch.device:
-    """`auto` is the first GPU, or the CPU; UserError for a device that is not there."""
+    """`auto` is the first GPU, or the CPU; UserError for one that does not exist."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -6,7 +6,7 @@ the log-likelihoods equal its own on the same weights (`tests/eval/test_lm.py`).
 - Requests that feed the model the same tokens share a row: the four one-letter answers of an MMLU question
   cost one forward pass.
 - Rows are sorted by length and cut into batches of at most `batch_tokens` tokens, padding included. Padding
-  stands on the right, where causal attention cannot see it, so a score does not depend on its batch.
+  is on the right, where causal attention cannot see it, so a score does not depend on its batch.
 - Only the positions that are scored go through `lm_head`: over 50,304 words it is most of a small model.
 """
 
@@ -124,7 +124,8 @@ class LinGPTLM(TemplateLM):
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """log P of each whole text, in disjoint windows of `max_length`, the first one after end-of-text."""
-        windows, owner = [], []
+        windows: list[Pair] = []
+        owner: list[int] = []
         texts = self.text_tokenizer.encode_batch([request.args[0] for request in requests])
         for i, tokens in enumerate(texts):
             pieces = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
@@ -169,7 +170,9 @@ class LinGPTLM(TemplateLM):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """For every token scored: the index of its pair, its log-probability, is it the arg-max?"""
         length = len(batch[0])  # the longest: rows come sorted
-        owners, positions, targets = [], [], []
+        owners: list[int] = []
+        positions: list[int] = []
+        targets: list[int] = []
         for b, row in enumerate(batch):
             for i, tokens in rows[row]:
                 end = b * length + len(row)

@@ -1,11 +1,12 @@
-"""The paper's Table 2 with our scores beside it, and a plain table of every score."""
+"""The paper's Table 2 with our scores next to it, and a plain table of every score."""
 
 from collections.abc import Sequence
 from typing import Any
 
+from lingpt.common.run_folder import attention_label
 from lingpt.eval.results import task_key
 
-# Column heading and the task (with its number of examples) that stands under it. Two columns are headed
+# Column heading and the task (with its number of examples) under it. Two columns are headed
 # ARC-E in the only copy of the paper at hand, which does not say how they differ.
 COLUMNS = (
     ("MMLU (0-shot)", "mmlu", 0),
@@ -27,6 +28,7 @@ NOTES = (
     "Accuracy in per cent, ± one standard error; – not evaluated.",
     "The paper heads two columns ARC-E without saying how they differ; our one ARC-Easy score is in both.",
 )
+PARTIAL_NOTE = "* on part of the benchmark only (--limit, or a file that is not complete)."
 
 
 def table2(results: Sequence[dict[str, Any]], markdown: bool = False) -> str:
@@ -36,7 +38,7 @@ def table2(results: Sequence[dict[str, Any]], markdown: bool = False) -> str:
         results: what `evaluate` returned for each checkpoint.
         markdown: a Markdown table instead of one for the terminal.
     """
-    rows, partial = [], False
+    rows = []
     for attention, (name, values) in PAPER.items():
         rows.append([name, "paper, Pythia-1.4B", *(f"{value:.2f}" for value in values)])
         rows += [["", *_our_row(result)] for result in results if _label(result) == attention]
@@ -45,10 +47,7 @@ def table2(results: Sequence[dict[str, Any]], markdown: bool = False) -> str:
             rows.append([_label(result), *_our_row(result)])
     rows.append(["Chance", "", *(str(value) for value in CHANCE)])
     partial = any("*" in cell for row in rows for cell in row[2:])
-    notes = [
-        *NOTES,
-        *(["* on part of the benchmark only (--limit, or a file that is not complete)."] if partial else []),
-    ]
+    notes = NOTES + ((PARTIAL_NOTE,) if partial else ())
     head = ["Mechanism", "Run", *(heading for heading, _, _ in COLUMNS)]
     return _render(head, rows, markdown) + "\n\n" + "\n".join(notes)
 
@@ -84,8 +83,7 @@ def _score(metrics: dict[str, float | None], metric: str) -> str:
 
 
 def _label(result: dict[str, Any]) -> str:
-    attention = result["checkpoint"]["attention"]
-    return attention if isinstance(attention, str) else "+".join(dict.fromkeys(attention))
+    return attention_label(result["checkpoint"]["attention"])
 
 
 def _run(result: dict[str, Any]) -> str:

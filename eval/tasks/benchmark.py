@@ -15,11 +15,11 @@ from lm_eval.tasks import TaskManager
 
 from lingpt.common.errors import UserError, nearest
 from lingpt.data.hub import hub_reason
-from lingpt.eval.tasks.sources import Source, find_source, read_rows, read_split, split_file
+from lingpt.eval.tasks.sources import Source, find_source, read_rows, read_split, sources, split_file
 
 STOCK = Path(lm_eval.tasks.__file__).parent
 # Folders of stock tasks that `sources.yaml` covers. Indexing all 13,000 of lm-eval's takes ten seconds.
-COVERED = [STOCK / folder for folder in ("arc", "piqa", "mmlu/default", "openbookqa", "lambada")]
+COVERED = list(dict.fromkeys(STOCK / source.tasks for source in sources().values()))
 
 
 class Benchmark(ConfigurableTask):
@@ -51,16 +51,18 @@ class Benchmark(ConfigurableTask):
     def source(self) -> Source:
         """The local files of this task's data set; UserError where none are known."""
         source = find_source(self.config.dataset_path, self.config.dataset_name)
-        for split in self.splits:
-            if source is None or split not in source.splits:
-                raise UserError(
-                    f"{self.config.task}: no local file is known for its {split} split: unset EVAL_DATA"
-                )
+        unknown = [split for split in self.splits if source is None or split not in source.splits]
+        if source is None or unknown:
+            raise UserError(
+                f"{self.config.task}: no local file is known for its {unknown[0]} split: unset EVAL_DATA"
+            )
         return source
 
     @property
     def files(self) -> list[Path]:
-        """The files that this task reads."""
+        """The local files that this task reads; none where its rows come from the hub."""
+        if self.folder is None:
+            return []
         return [split_file(self.folder, self.source, split) for split in self.splits]
 
     @property
@@ -73,7 +75,7 @@ class Benchmark(ConfigurableTask):
 
     def download(self, dataset_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if self.folder is not None:
-            self.dataset = self._read_local()
+            self.dataset = self._read_local(self.folder)
             return
         try:
             super().download(dataset_kwargs, **kwargs)
@@ -84,12 +86,12 @@ class Benchmark(ConfigurableTask):
                 "benchmark's JSONL files"
             ) from error
 
-    def _read_local(self) -> Any:
+    def _read_local(self, folder: Path) -> Any:
         """The splits in use as a `DatasetDict` in memory."""
         from datasets import Dataset, DatasetDict
 
         name = self.config.dataset_name
-        rows = {split: read_split(self.folder, self.source, split, name) for split in self.splits}
+        rows = {split: read_split(folder, self.source, split, name) for split in self.splits}
         return DatasetDict({split: Dataset.from_list(part) for split, part in rows.items()})
 
     def fewshot_docs(self) -> Any:
@@ -121,7 +123,7 @@ class Benchmark(ConfigurableTask):
         return self._once("target", doc, doc_to_target, super().doc_to_target)
 
     def _once(self, kind: str, doc: dict, template: Any, render: Callable[[dict, Any], Any]) -> Any:
-        """Renders an example once: lm-eval compiles the template anew for each question it stands before.
+        """Renders an example once: lm-eval compiles the template again for each question that it precedes.
 
         Only examples come with a template of their own (`fewshot_config`); they live as long as the task, so
         that their identity is a key.

@@ -19,7 +19,7 @@ from lingpt.common.errors import UserError
 
 
 @dataclass(frozen=True)
-class Split:
+class SplitFile:
     """One split of a data set: its file in `EVAL_DATA` and its official number of rows."""
 
     file: str
@@ -28,10 +28,14 @@ class Split:
 
 @dataclass(frozen=True)
 class Source:
-    """A hub data set as local files. `select` is the field that names the hub configuration, if any."""
+    """A hub data set as local files, and lm-eval's folder of the tasks on it.
 
+    `select` is the field that names the hub configuration, if any.
+    """
+
+    tasks: str
     fields: tuple[str, ...]
-    splits: dict[str, Split]
+    splits: dict[str, SplitFile]
     select: str | None = None
 
 
@@ -41,8 +45,9 @@ def sources() -> dict[str, Source]:
     text = (resources.files("lingpt.eval.tasks") / "sources.yaml").read_text(encoding="utf-8")
     return {
         name: Source(
+            tasks=entry["tasks"],
             fields=tuple(entry["fields"]),
-            splits={split: Split(**value) for split, value in entry["splits"].items()},
+            splits={split: SplitFile(**value) for split, value in entry["splits"].items()},
             select=entry.get("select"),
         )
         for name, entry in yaml.safe_load(text).items()
@@ -55,7 +60,7 @@ def find_source(path: str, name: str | None) -> Source | None:
 
 
 def split_file(folder: Path, source: Source, split: str) -> Path:
-    """The file of a split; UserError where it is not there."""
+    """The file of a split; UserError where it does not exist."""
     file = folder / source.splits[split].file
     if not file.is_file():
         raise UserError(
@@ -104,5 +109,5 @@ def _read(file: Path, fields: Sequence[str], mtime: int, size: int) -> list[dict
 
 
 def file_hash(file: Path) -> str:
-    """SHA-256 of a data file, so that a score says what it was measured on."""
+    """SHA-256 of a data file, so that a score records what it was measured on."""
     return hashlib.sha256(file.read_bytes()).hexdigest()

@@ -12,7 +12,7 @@ from lingpt.eval.harness import find_device, parse_task
 from .conftest import write_run
 
 pytestmark = pytest.mark.usefixtures("no_network")
-QUIET = {"device": "cpu", "say": lambda line: None}
+QUIET = {"device": "cpu", "log": lambda line: None}
 
 
 @pytest.fixture
@@ -94,16 +94,16 @@ def test_what_is_there_is_not_computed_again(checkpoint, eval_data, monkeypatch)
 
     def again(tasks=("piqa",), **options):
         ran.clear()
-        said = []
-        evaluate(checkpoint, list(tasks), data=eval_data, device="cpu", say=said.append, **options)
-        return len(ran), " ".join(said)
+        lines = []
+        evaluate(checkpoint, list(tasks), data=eval_data, device="cpu", log=lines.append, **options)
+        return len(ran), " ".join(lines)
 
     assert again()[0] == 1
-    count, said = again()
-    assert count == 0 and "already there" in said
+    count, printed = again()
+    assert count == 0 and "computed before; --redo computes it again" in printed
     assert again(redo=True)[0] == 1
     assert again(limit=2)[0] == 1 and again(limit=2)[0] == 0
-    assert again()[0] == 0  # the limited score stands beside the full one
+    assert again()[0] == 0  # the limited score is kept next to the full one
     assert again(tasks=("piqa", "arc_easy", "arc_easy:2"))[0] == 2
     assert again(dtype="bfloat16")[0] == 1
     assert on_disk(checkpoint)["scores"].keys() == {
@@ -131,7 +131,7 @@ def test_changed_data_and_changed_weights_are_computed_again(checkpoint, eval_da
 
 
 def test_nothing_half_written(checkpoint, eval_data, monkeypatch):
-    """Interrupted in the second task: the first one's score is on disk, whole, and no file aside is left."""
+    """Interrupted in the second task: the first one's score is on disk, whole, and no other file is left."""
     from lingpt.eval import harness
 
     run_task = harness.run_task
@@ -160,7 +160,7 @@ def test_quiet(checkpoint, eval_data, capfd):
 
 
 def test_mistakes(checkpoint, eval_data):
-    """Each is one line that says how to mend it, before a model is loaded."""
+    """Each is one line that says how to fix it, before a model is loaded."""
     for options, message in [
         ({"tasks": ["mmlu:five"]}, "after the colon"),
         ({"limit": 0}, "limit is 0"),

@@ -1,17 +1,18 @@
 """Guards that a GPU gives the scores of the CPU, and fast enough."""
 
 import random
-import shutil
 import time
 
 import pytest
 import torch
 from lm_eval.api.instance import Instance
 
+from lingpt.common.run_folder import checkpoint_folder
+from lingpt.data import load_tokenizer
 from lingpt.eval import LinGPTLM, evaluate
-from lingpt.models import ATTENTIONS, GPT, ModelArgs, save_model
+from lingpt.models import ATTENTIONS, GPT, ModelArgs
 
-from .conftest import sentence, tiny_model
+from .conftest import sentence, tiny_model, write_checkpoint, write_config
 
 pytestmark = pytest.mark.gpu
 
@@ -32,12 +33,11 @@ def test_gpu_scores_are_the_cpus(attention, tokenizer):
 @pytest.mark.parametrize("attention", ["softmax", "ours"])
 def test_arc_easy_takes_less_than_a_minute(attention, real_data, tmp_path):
     """pythia-70m on all 2,376 questions."""
-    folder = tmp_path / "run" / "checkpoints" / "step-00000001"
+    folder = checkpoint_folder(tmp_path / "run", 1)
     model = GPT(ModelArgs("pythia-70m", attention=attention).config())
     model.init_weights(0)
-    save_model(model, folder)
-    shutil.copy(real_data / "tokenizer" / "tokenizer.json", folder)
-    (tmp_path / "run" / "config.yaml").write_text(f"model: {{name: pythia-70m, attention: {attention}}}")
+    write_config(tmp_path / "run", "pythia-70m", attention)
+    write_checkpoint(folder, model, load_tokenizer(real_data / "tokenizer"))
     start = time.monotonic()
     entry = evaluate(folder, ["arc_easy"], data=real_data / "eval")["scores"]["arc_easy (0-shot)"]
     assert entry["documents"] == 2376 and entry["complete"]

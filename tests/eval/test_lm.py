@@ -136,12 +136,12 @@ def test_scores_do_not_depend_on_the_batch(linear_model, tokenizer, batch_tokens
 
 
 def test_padding_does_not_leak(linear_model, tokenizer):
-    """A short row scores the same alone and beside a row four times as long."""
+    """A short row scores the same alone and next to a row four times as long."""
     lm = LinGPTLM(linear_model, tokenizer, batch_tokens=4096, progress=False)
     short, long = ("the sun", " rain"), (sentence(random.Random(5), 20), " stone")
     alone = lm.loglikelihood(instances("loglikelihood", [short]))[0][0]
-    beside = lm.loglikelihood(instances("loglikelihood", [long, short]))[1][0]
-    assert alone == pytest.approx(beside, abs=1e-5)
+    batched = lm.loglikelihood(instances("loglikelihood", [long, short]))[1][0]
+    assert alone == pytest.approx(batched, abs=1e-5)
 
 
 def test_a_shared_context_is_computed_once(softmax_model, tokenizer, monkeypatch):

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from lingpt.common.errors import UserError
+from lingpt.common.run_folder import read_manifest, write_manifest
 from lingpt.eval import Checkpoint, evaluate, find_checkpoints
-from lingpt.eval.runs import is_whole
 
-from .conftest import tiny_model, write_run
+from .conftest import tiny_model, write_checkpoint, write_run
 
 
 def age(run, seconds):
@@ -73,6 +73,8 @@ BROKEN = {
     "header only": lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 8),
     "empty": lambda folder: (folder / "model.safetensors").write_bytes(b""),
     "no tokenizer": lambda folder: (folder / "tokenizer.json").unlink(),
+    "no manifest": lambda folder: (folder / "manifest.json").unlink(),
+    "half a manifest": lambda folder: (folder / "manifest.json").write_text('{"files": {'),
     "half a tokenizer": lambda folder: (folder / "tokenizer.json").write_text('{"version": "1.0",'),
     "no config": lambda folder: (folder / "config.json").unlink(),
     "half a config": lambda folder: (folder / "config.json").write_text('{"n_layer": 2,'),
@@ -85,7 +87,7 @@ def test_a_half_written_checkpoint_is_never_chosen(how, tmp_path, tokenizer):
     """However the newest one was left, the one before it is taken."""
     run = write_run(tmp_path, "run", "ours", tokenizer, steps=(10, 20))
     newest = run / "checkpoints" / "step-00000020"
-    assert is_whole(newest)
+    assert read_manifest(newest) is not None
     BROKEN[how](newest)
     assert find_checkpoints(tmp_path)[0].step == 10
     if newest.exists():
@@ -94,9 +96,7 @@ def test_a_half_written_checkpoint_is_never_chosen(how, tmp_path, tokenizer):
 
 
 def test_fingerprint_and_dtype(tmp_path, tokenizer):
-    """Another training at the same step is told apart; a copy is not; the dtype is that of the weights."""
-    from lingpt.models import save_model
-
+    """Another training at the same step has another fingerprint, a copy the same; the dtype is the weights'."""
     one, two = (write_run(tmp_path, name, "ours", tokenizer, steps=(5,)) for name in ("one", "two"))
     first, second = (find_checkpoints(tmp_path, runs=[run])[0] for run in (one, two))
     assert first.weights == second.weights and first.dtype == "float32"
@@ -104,10 +104,19 @@ def test_fingerprint_and_dtype(tmp_path, tokenizer):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1e-6 * torch.rand_like(parameter))
-    save_model(model, second.folder)
+    write_checkpoint(second.folder, model, tokenizer)
     assert find_checkpoints(tmp_path, runs=[two])[0].weights != first.weights
-    save_model(model.bfloat16(), second.folder)
+    write_checkpoint(second.folder, model.bfloat16(), tokenizer)
     assert find_checkpoints(tmp_path, runs=[two])[0].dtype == "bfloat16"
+
+
+def test_damaged_weights_are_one_line(tmp_path, tokenizer, eval_data):
+    """A file of the right size with other content, as a failing disk leaves it."""
+    run = write_run(tmp_path, "run", "ours", tokenizer)
+    file = run / "checkpoints" / "step-00000010" / "model.safetensors"
+    file.write_bytes(b"\xff" * file.stat().st_size)
+    with pytest.raises(UserError, match=r"model\.safetensors is damaged"):
+        evaluate(find_checkpoints(tmp_path)[0], ["piqa"], data=eval_data, device="cpu")
 
 
 def test_attention_mismatch_is_refused(tmp_path, tokenizer, eval_data):
@@ -121,7 +130,8 @@ def test_attention_mismatch_is_refused(tmp_path, tokenizer, eval_data):
         evaluate(folder, ["piqa"], data=eval_data, device="cpu")
     assert not (softmax / "eval").exists()
     config = json.loads((folder / "config.json").read_text()) | {"attention": "softmax"}
-    (folder / "config.json").write_text(json.dumps(config))  # the weights still say what they are
+    (folder / "config.json").write_text(json.dumps(config))  # the weights still name their attention
+    write_manifest(folder, {})
     with pytest.raises(UserError, match="weights were trained with"):
         evaluate(folder, ["piqa"], data=eval_data, device="cpu")
 

@@ -120,7 +120,7 @@ def test_requests_are_built_once_for_all_checkpoints(eval_data):
     instances = task.instances
     assert requests({"arc_easy": again}) == first
     assert task.instances is instances and not instances[0].resps
-    shorter = requests({"arc_easy": again}, limit=2)  # another limit: built anew, from the same seed
+    shorter = requests({"arc_easy": again}, limit=2)  # another limit: built again, from the same seed
     assert shorter["arc_easy"] == first["arc_easy"][:8]
 
 
@@ -156,7 +156,7 @@ def test_unknown_tasks(eval_data):
         load_tasks("hellaswag", 0, eval_data)
 
 
-def test_no_network_says_how_to_mend(monkeypatch):
+def test_no_network_says_how_to_fix_it(monkeypatch):
     """Without EVAL_DATA and without the hub: one line that names EVAL_DATA."""
 
     def offline(*args, **kwargs):
