@@ -123,10 +123,10 @@ def backward(
     _, e_per_token, db_per_segment, _ = work.split_with_sizes(sizes)
     if d_initial is not None:
         d_initial.n.copy_(_count_gradient(call, e_per_token.view(B, H, N), dstate))
-    db = None
-    if call.b is not None:
-        db = effective_b(db_per_segment.view(B, H, -1).sum((0, 2)), call.normalize_qk)
-    return OptionGradients(b=db, initial_state=d_initial)
+    if call.b is None:
+        return OptionGradients(initial_state=d_initial)
+    b_gradient = effective_b(db_per_segment.view(B, H, -1).sum((0, 2)), call.normalize_qk)
+    return OptionGradients(b=b_gradient, initial_state=d_initial)
 
 
 class _Pass:
