@@ -96,7 +96,7 @@ def test_a_half_written_checkpoint_is_never_chosen(how, tmp_path, tokenizer):
 
 
 def test_fingerprint_and_dtype(tmp_path, tokenizer):
-    """Another training at the same step has another fingerprint, a copy the same; the dtype is the weights'."""
+    """Another training at the same step has another fingerprint, a copy the same; dtype is the weights'."""
     one, two = (write_run(tmp_path, name, "ours", tokenizer, steps=(5,)) for name in ("one", "two"))
     first, second = (find_checkpoints(tmp_path, runs=[run])[0] for run in (one, two))
     assert first.weights == second.weights and first.dtype == "float32"
