@@ -45,16 +45,9 @@ def test_train_with_nothing_is_the_demo():
 
 def test_every_variable_of_train_reaches_its_option():
     args = parsed(
-        *(
-            "train",
-            "MODEL=pythia-160m",
-            "ATTN=gla",
-            "DATA=/my data/*.jsonl.gz",
-            "TOKENIZER=/tok",
-            "DEVICES=8",
-        ),
-        *("RESUME=never", "NAME=one", "DRY=1", "ARGS=--train.max_steps 100 --train.seed 3"),
-    )
+        "train", "MODEL=pythia-160m", "ATTN=gla", "DATA=/my data/*.jsonl.gz", "TOKENIZER=/tok", "DEVICES=8",
+        "RESUME=never", "NAME=one", "DRY=1", "ARGS=--train.max_steps 100 --train.seed 3",
+    )  # fmt: skip
     wanted = {
         "model.name": "pythia-160m", "model.attention": "gla", "data.source": "/my data/*.jsonl.gz",
         "data.tokenizer": "/tok", "train.devices": 8, "train.resume": "never", "train.name": "one",
@@ -81,6 +74,17 @@ def test_help_lists_every_target():
     for target in ("train", "data", "eval", "curves", "bench", "test", "test-gpu", "check", "release-check"):
         assert f"\n  {target} " in lines
         assert dry(target).strip()
+
+
+def test_check_runs_every_tool_on_every_source():
+    """Guards: CUDA files that clang-format never sees; a package that mypy knows by the clone's name."""
+    lines = dry("check").splitlines()
+    assert [line.split()[0] for line in lines] == ["ruff", "ruff", "clang-format", "mkdir", "mypy"]
+    cuda = {
+        path.relative_to(ROOT) for suffix in ("*.cu", "*.cuh") for path in ROOT.glob(f"[kt]*/**/{suffix}")
+    }
+    assert {Path(word) for word in lines[2].split() if ".cu" in word} == cuda != set()
+    assert "ln -sfn .. .types/lingpt" in lines[3]
 
 
 def test_an_environment_is_made_once_and_by_the_constraints():

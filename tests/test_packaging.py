@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from graphlib import TopologicalSorter
 from importlib.metadata import packages_distributions, version
 from importlib.util import find_spec
@@ -44,7 +44,7 @@ HEAVY = ("litgpt", "lightning", "datasets", "lm_eval", "wandb", "transformers", 
 
 def sources(*suffixes: str) -> list[Path]:
     """Our files of these kinds, as git knows them or will; all there are where there is no git."""
-    command = ["git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run([*command, "__init__.py", *FOLDERS], capture_output=True, text=True)
     paths = [ROOT / name for name in listed.stdout.split("\0") if name]
     paths = paths or [ROOT / "__init__.py", *(path for name in FOLDERS for path in (ROOT / name).rglob("*"))]
@@ -195,26 +195,31 @@ def trees(*folders: str) -> Iterator[tuple[Path, ast.Module]]:
             yield path, ast.parse(path.read_text())
 
 
-def imports(tree: ast.AST, lazy: bool = True) -> Iterator[tuple[str, list[str], int]]:
-    """(module, names, line) of every import in a file; without `lazy`, of those that run when it is."""
+def imports(tree: ast.AST, leave_out: Callable = lambda node: False) -> Iterator[tuple[str, list[str], int]]:
+    """(module, names, line) of every import in a file, those inside functions too."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, [], node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0 and node.module, f"line {node.lineno}: imports are absolute"
             yield node.module, [alias.name for alias in node.names], node.lineno
-        elif lazy or not (isinstance(node, ast.FunctionDef) or for_type_checkers(node)):
-            yield from imports(node, lazy)
+        elif not leave_out(node):
+            yield from imports(node, leave_out)
 
 
 def for_type_checkers(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
+def put_off(node: ast.AST) -> bool:
+    """Whether importing the file leaves this out."""
+    return isinstance(node, ast.FunctionDef) or for_type_checkers(node)
+
+
 def requirements(extra: str | None = None) -> dict[str, Requirement]:
     """The distributions of the base, or of an extra with the extras of ours that it brings."""
     project = PROJECT["project"]
-    needs = {}
+    needs: dict[str, Requirement] = {}
     for line in project["optional-dependencies"][extra] if extra else project["dependencies"]:
         need = Requirement(line)
         if need.name == "lingpt":
@@ -224,14 +229,14 @@ def requirements(extra: str | None = None) -> dict[str, Requirement]:
     return needs
 
 
-def distributions(trees: Iterator[tuple[Path, ast.Module]], lazy: bool = True) -> dict[str, set[str]]:
+def distributions(
+    trees: Iterator[tuple[Path, ast.Module]], leave_out: Callable = for_type_checkers
+) -> dict[str, set[str]]:
     """Whom an imported top-level module may come from, for all that is neither ours nor Python's."""
-    tops = {module.partition(".")[0] for _, tree in trees for module, _, _ in imports(tree, lazy)}
-    known = {"fla": ["fla-core"], "cuda": ["cuda-core", "cuda-bindings"]} | packages_distributions()
-    return {
-        top: {canonicalize_name(name) for name in known[top]}
-        for top in tops - {*sys.stdlib_module_names, "lingpt"}
-    }
+    tops = {module.partition(".")[0] for _, tree in trees for module, _, _ in imports(tree, leave_out)}
+    known = {"fla": ["fla-core"], "cuda": ["cuda-core", "cuda-bindings"], **packages_distributions()}
+    ours = {*sys.stdlib_module_names, "lingpt"}
+    return {top: {canonicalize_name(name) for name in known[top]} for top in tops - ours}
 
 
 def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
@@ -248,7 +253,7 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
 
 def test_the_operator_imports_only_the_base():
     """Guards: an install without an extra that cannot import the operator."""
-    needs = distributions(trees("__init__.py", "common", "kernels"), lazy=False)
+    needs = distributions(trees("__init__.py", "common", "kernels"), leave_out=put_off)
     assert not {top: names for top, names in needs.items() if not names & set(requirements())}
 
 
