@@ -8,6 +8,7 @@ import pytest
 
 from lingpt.common.errors import UserError
 from lingpt.data import Batches, DataConfig, cache_size, prepare
+from lingpt.data.dataset import CORPORA
 
 
 @pytest.fixture
@@ -97,7 +98,7 @@ def test_the_cache_size_is_known_of_the_named_corpora():
 def test_a_source_that_does_not_exist(config, tmp_path: Path):
     """The line offers files and the named corpora; documents to validate on can only be files."""
     config.source = str(tmp_path / "nowhere.jsonl")
-    with pytest.raises(UserError, match=r"a file, folder or glob of JSONL, or embedded, or wiki40b$"):
+    with pytest.raises(UserError, match=rf"a file, folder or glob of JSONL, or {', or '.join(CORPORA)}$"):
         prepare(config, progress=False)
     config.source, config.val_source = "embedded", "nowhere.jsonl"
     with pytest.raises(UserError, match=r"a file, folder or glob of JSONL$"):
