@@ -4,41 +4,40 @@ import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser, Namespace
+
+if TYPE_CHECKING:
+    from lingpt.kernels.linear_attention.cuda.compile import CompiledModule, KernelSpec
 
 HELP = "List, compile and test the CUDA kernels."
 
 RECORD = "docs/results/kernels/gpu-tests.json"
-ACTIONS = ("list", "compile", "test", "release-check")
 
 
 def configure(parser: ArgumentParser) -> None:
     """One action, and what it takes."""
-    parser.add_argument(
-        "action",
-        type=str,
-        help="list (what there is, cached or not), compile (ahead of time; needs no GPU), test (against "
-        "float64 on this GPU), release-check (is the record of the GPU tests that of this source?)",
+    action = (
+        "list (what there is, cached or not), compile (ahead of time; needs no GPU), test (against float64 "
+        "on this GPU), release-check (is the record of the GPU tests that of this source?)"
     )
-    parser.add_argument(
-        "--arch", type=str, default=[], nargs="*", help="sm_80 sm_90a …; default: this GPU's, else all"
-    )
-    parser.add_argument(
-        "--record", type=str, default="docs/results/kernels/gpu-tests.json", help="for release-check"
-    )
+    parser.add_argument("action", type=str, help=action)
+    arch = "sm_80 sm_90a …; default: this GPU's, else all"
+    parser.add_argument("--arch", type=str, default=[], nargs="*", help=arch)
+    parser.add_argument("--record", type=str, default=RECORD, help="for release-check")
 
 
 def run(args: Namespace) -> None:
     from lingpt.common.errors import UserError
 
-    if args.action not in ACTIONS:
-        raise UserError(f"unknown action {args.action!r}: there are {', '.join(ACTIONS)}")
-    action = {"list": _list, "compile": _compile, "test": _test, "release-check": _release_check}[args.action]
-    action(args)
+    actions = {"list": _list, "compile": _compile, "test": _test, "release-check": _release_check}
+    if args.action not in actions:
+        raise UserError(f"unknown action {args.action!r}: there are {', '.join(actions)}")
+    actions[args.action](args)
 
 
-def _specs() -> list:
+def _specs() -> "list[tuple[KernelSpec, str]]":
     """(spec, architecture) of every kernel; UserError where there is no compiler."""
     from lingpt.kernels.linear_attention.cuda.compile import compiler_version
     from lingpt.kernels.linear_attention.cuda.launch import specs
@@ -65,7 +64,19 @@ def _list(args: Namespace) -> None:
         build = f"{spec.source} {spec.names[0]}"  # its first kernel's template arguments tell builds apart
         print(f"{build:<56} {arch:<8} {cached:<13}{'← this GPU' if arch == here else ''}".rstrip())
     if here and here not in {arch for _, arch in specs}:
-        print(f"{here} has no kernel: linear_attention runs its chunkwise PyTorch form here")
+        print(f"{here}: {_unlisted()}")
+
+
+def _unlisted() -> str:
+    """What happens on this GPU, whose architecture is not compiled ahead."""
+    import torch
+
+    from lingpt.kernels.linear_attention.cuda import why_unsupported
+    from lingpt.kernels.linear_attention.cuda.launch import HEAD_DIMS
+
+    if reason := why_unsupported(torch.bfloat16, HEAD_DIMS[0], torch.device("cuda")):
+        return f"no kernel ({reason}); linear_attention runs its chunkwise PyTorch form here"
+    return "its kernels are compiled when they are first called"
 
 
 def _compile(args: Namespace) -> None:
@@ -77,25 +88,27 @@ def _compile(args: Namespace) -> None:
     known = sorted({arch for _, arch in specs})
     wanted = args.arch or ([here] if (here := _here()) in known else known)
     if unknown := [arch for arch in wanted if arch not in known]:
-        raise UserError(
-            f"no kernel for {', '.join(unknown)}: there are kernels for {', '.join(known) or 'none'}"
-        )
+        names = ", ".join(known) or "none"
+        raise UserError(f"no kernel for {', '.join(unknown)}: there are kernels for {names}")
     cells = [(spec, arch) for spec, arch in specs if arch in wanted]
-    lines, spilled = [], False
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # the compiler runs outside Python's lock
-        modules = pool.map(lambda cell: cell[0].compile(cell[1]), cells)
-        modules = list(tqdm(modules, total=len(cells), desc="compile", disable=None))
-    for (_, arch), module in zip(cells, modules, strict=True):
-        took = f"{module.seconds:.1f} s" if module.seconds else "cached"
-        for name, used in module.resources.items():
-            spilled |= used.spills > 0
-            figures = f"{used.registers:>5}{used.stack:>7}{used.spills:>8}{used.shared:>8}"
-            lines.append(f"{name:<52} {arch:<8}{figures}  {took}")
-        lines += [f"  {remark}" for remark in module.remarks]
+        compiled = pool.map(lambda cell: cell[0].compile(cell[1]), cells)
+        modules = list(tqdm(compiled, total=len(cells), desc="compile", disable=None))
     print(f"{'kernel':<52} {'arch':<8}{'regs':>5}{'stack':>7}{'spills':>8}{'shared':>8}  time")
-    print("\n".join(lines))
-    if spilled:
-        print("registers spill to memory: slow, but right")
+    for module in modules:
+        print("\n".join(_figures(module)))
+    if any(used.spills for module in modules for used in module.resources.values()):
+        print("registers spill to memory: slow, but correct")
+
+
+def _figures(module: "CompiledModule") -> list[str]:
+    """A line for each kernel of the module, and what the compiler remarked."""
+    seconds = f"{module.seconds:.1f} s" if module.seconds else "cached"
+    lines = []
+    for name, used in module.resources.items():
+        figures = f"{used.registers:>5}{used.stack:>7}{used.spills:>8}{used.shared:>8}"
+        lines.append(f"{name:<52} {module.arch:<8}{figures}  {seconds}")
+    return lines + [f"  {remark}" for remark in module.remarks]
 
 
 def _test(args: Namespace) -> None:
@@ -105,16 +118,14 @@ def _test(args: Namespace) -> None:
     from lingpt.kernels.bench.selftest import self_test
 
     if not torch.cuda.is_available():
-        raise UserError(
-            "there is no CUDA device here to test the kernels on; `lingpt kernels compile` needs none"
-        )
+        message = "there is no CUDA device here to test the kernels on; `lingpt kernels compile` needs none"
+        raise UserError(message)
     checks = self_test()
     for check in checks:
         dtype = str(check.dtype).removeprefix("torch.")
         result = check.reason or f"{check.worst:.1e} (limit {check.limit:.0e})"
-        print(
-            f"{'ok  ' if check.passed else 'FAIL'} {check.name:<12} {check.shape!s:<24} {dtype:<9} {result}"
-        )
+        verdict = "ok  " if check.passed else "FAIL"
+        print(f"{verdict} {check.name:<12} {check.shape!s:<24} {dtype:<9} {result}")
     failed = sum(not check.passed for check in checks)
     print(f"{len(checks) - failed} passed, {failed} failed on {torch.cuda.get_device_name()}")
     if failed:

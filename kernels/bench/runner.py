@@ -55,17 +55,14 @@ def run_bench(
 
     device = _usable_device(device)
     sweeps = sweeps or (QUICK if quick else SWEEPS)
-    names = check_names(implementations, IMPLEMENTATIONS, "implementation") or DEFAULT_IMPLEMENTATIONS
+    chosen, shapes = choose_implementations(implementations), choose_shapes(only, sweeps)
     training = set(sweeps.get("training", ()))
-    shapes = list(
-        dict.fromkeys(s for name in check_names(only, sweeps, "sweep") or sweeps for s in sweeps[name])
-    )
     clock = Clock(device)
     if clock.cuda and (line := used_by_others(device)):
         warnings.warn(line, stacklevel=2)
     results = _load(save_to, device) if append and save_to and save_to.is_file() else _new_results(clock)
     deadline = time.perf_counter() + budget
-    schedule = _schedule(shapes, [IMPLEMENTATIONS[name] for name in names], training, results)
+    schedule = _schedule(shapes, chosen, training, results)
     rounds: dict[Cell, list[Row]] = defaultdict(list)  # of each cell, a row a round
     timings = tqdm(schedule, desc="bench", unit="timing", disable=None if progress else True)
     for n, shape, implementation in timings:
@@ -93,9 +90,8 @@ def _usable_device(name: str | torch.device) -> torch.device:
     """The device, made the current one; UserError where there is none."""
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            "the benchmark needs a CUDA device, and there is none here (--device cpu measures PyTorch's)"
-        )
+        hint = "--device cpu measures PyTorch's"
+        raise UserError(f"the benchmark needs a CUDA device, and there is none here ({hint})")
     if device.index is not None:
         torch.cuda.set_device(device)
     return device
@@ -131,7 +127,19 @@ def _schedule(
     ]
 
 
-def check_names(names: Iterable[str], known: Collection[str], what: str) -> list[str]:
+def choose_implementations(names: Iterable[str]) -> list[Implementation]:
+    """By name, by default DEFAULT_IMPLEMENTATIONS; UserError for a name that does not exist."""
+    names = _check_names(names, IMPLEMENTATIONS, "implementation") or DEFAULT_IMPLEMENTATIONS
+    return [IMPLEMENTATIONS[name] for name in names]
+
+
+def choose_shapes(only: Iterable[str], sweeps: dict[str, tuple[Shape, ...]]) -> list[Shape]:
+    """The shapes of the sweeps named in `only` (default: all), each once; UserError for an unknown name."""
+    names = _check_names(only, sweeps, "sweep") or sweeps
+    return list(dict.fromkeys(shape for name in names for shape in sweeps[name]))
+
+
+def _check_names(names: Iterable[str], known: Collection[str], what: str) -> list[str]:
     """Each of the names once; UserError for one that is not known."""
     names = list(dict.fromkeys(names))
     for name in names:

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-from lingpt.kernels.bench.implementations import DEFAULT_IMPLEMENTATIONS, IMPLEMENTATIONS
-from lingpt.kernels.bench.runner import check_names
+from lingpt.kernels.bench.implementations import IMPLEMENTATIONS
+from lingpt.kernels.bench.runner import choose_implementations, choose_shapes
 from lingpt.kernels.bench.shapes import SWEEPS, Shape
 
 WARM_N = 1024  # kernels depend on B = 1 or not, on H and on D; not on N, as long as 16 divides it
@@ -33,20 +33,14 @@ def warm_up(
     """
     from tqdm import tqdm
 
-    names = check_names(implementations, IMPLEMENTATIONS, "implementation") or DEFAULT_IMPLEMENTATIONS
-    sweeps = check_names(only, SWEEPS, "sweep") or SWEEPS
-    autotuned = [i for i in map(IMPLEMENTATIONS.__getitem__, names) if i.autotunes and i.why_not() is None]
-    kinds = {Shape(min(s.B, 2), WARM_N, s.H, s.D) for name in sweeps for s in SWEEPS[name]}
-    cells = [(implementation.name, shape) for implementation in autotuned for shape in sorted(kinds)]
-    failed = {}
+    chosen, shapes = choose_implementations(implementations), choose_shapes(only, SWEEPS)
+    names = [i.name for i in chosen if i.autotunes and i.why_not() is None]
+    kinds = sorted({Shape(min(s.B, 2), WARM_N, s.H, s.D) for s in shapes})
+    cells = [(name, shape) for name in names for shape in kinds]
     with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
-        done = pool.map(lambda cell: _warm_in_process(*cell), cells)
-        for (name, shape), error in tqdm(
-            zip(cells, done, strict=True), total=len(cells), desc="warm", disable=None if progress else True
-        ):
-            if error:
-                failed[f"{name} {shape}"] = error
-    return failed
+        ran = pool.map(lambda cell: _warm_in_process(*cell), cells)
+        errors = list(tqdm(ran, total=len(cells), desc="warm", disable=None if progress else True))
+    return {f"{name} {shape}": error for (name, shape), error in zip(cells, errors, strict=True) if error}
 
 
 def _warm_in_process(name: str, shape: Shape) -> str | None:

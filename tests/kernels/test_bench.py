@@ -522,6 +522,26 @@ def test_kernels_are_listed_and_compiled(
     assert "there are kernels for sm_80, sm_90a" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("capability", "words"),
+    [
+        ((7, 5), "sm_75: no kernel (it needs an Ampere card"),
+        ((99, 9), "sm_999: its kernels are compiled when"),
+    ],
+)
+def test_the_list_agrees_with_the_operator(monkeypatch, capsys, capability: tuple, words: str) -> None:
+    """Guards: "no kernel" is said of a card on which linear_attention takes another form, and of no other."""
+    pytest.importorskip("cuda.core")
+    from lingpt.kernels.linear_attention import cuda
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(cuda, "why_unsupported", cuda.why_unsupported.__wrapped__)  # nothing cached of it
+    assert main(["kernels", "list"]) == 0
+    shown = capsys.readouterr().out
+    assert words in shown and "← this GPU" not in shown
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", DEFAULT_IMPLEMENTATIONS)
 def test_an_implementation_on_the_gpu_is_timed_and_correct(name: str) -> None:
