@@ -14,6 +14,7 @@ import torch
 
 from lingpt.cli.main import main
 from lingpt.common.errors import UserError
+from lingpt.common.palette import COLOURS
 from lingpt.kernels.bench import (
     DEFAULT_IMPLEMENTATIONS,
     IMPLEMENTATIONS,
@@ -33,6 +34,7 @@ from lingpt.kernels.bench.correctness import TAIL
 from lingpt.kernels.bench.environment import used_by_others
 from lingpt.kernels.bench.graphs import Graphs, base_of, interleaved_ratios
 from lingpt.kernels.bench.measure import measure, measure_again
+from lingpt.kernels.bench.plots import style
 from lingpt.kernels.bench.results import OLD_FIELDS
 from lingpt.kernels.bench.selftest import SHAPES, self_test
 from lingpt.kernels.bench.shapes import BATCH_1, CUMSUM, LONG, REFERENCE
@@ -461,6 +463,14 @@ def test_plots_hold_every_correct_implementation(tmp_path: Path) -> None:
         picture = imread(path)
         assert picture.shape[1] > 1000 and picture.std() > 0.05
     assert draw(Results(made_up().environment, 4e12), tmp_path / "empty") == []
+
+
+def test_an_attention_has_one_colour() -> None:
+    """Guards: ours, GLA and softmax look as in the loss curves, and no two attentions look the same."""
+    drawn = {"ours": "ours", "ours-decay": "ours-decay", "fla-gla": "gla", "sdpa-flash": "softmax"}
+    assert {name: style(name)["color"] for name in drawn} == {n: COLOURS[a] for n, a in drawn.items()}
+    attentions = {i.colour_of or name for name, i in IMPLEMENTATIONS.items()}
+    assert len({style(name)["color"] for name in IMPLEMENTATIONS}) == len(attentions)
 
 
 def test_bytes_are_summed_over_kernels() -> None:
