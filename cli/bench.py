@@ -37,6 +37,8 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> None:
+    import matplotlib  # noqa: F401  (the plots come last: what they need is asked for first)
+
     from lingpt.common.errors import UserError
     from lingpt.common.files import write_text
     from lingpt.kernels.bench import Results, draw, targets_table

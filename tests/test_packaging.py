@@ -289,7 +289,7 @@ assert main(["kernels", "--help"]) == main(["bench", "--help"]) == 0
     )
 
 
-@pytest.mark.parametrize("verb", ["train", "data", "curves"])
+@pytest.mark.parametrize("verb", ["train", "data", "curves", "bench"])
 def test_a_verb_without_its_extra_says_which_one_it_needs(verb):
     """Guards: a traceback as the answer to `lingpt train` after an install without an extra."""
     code = f"from lingpt.cli.main import main; sys.stderr = sys.stdout; print(main([{verb!r}]))"
