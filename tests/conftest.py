@@ -10,6 +10,8 @@ import torch
 
 from lingpt.common.errors import UserError
 
+pytest.register_assert_rewrite("lingpt.tests.oracles")
+
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("WANDB_SILENT", "true")
 

@@ -243,3 +243,39 @@ def above_twice(ours: Tensor, quantised: Tensor, floor: float = 2.0**-16) -> dic
         if not ratio <= 2:
             found[kind] = round(ratio, 2)
     return found
+
+
+# Edges that a kernel must get right, wherever it runs. `run` is the kernel's forward_backward; N ≥ 80
+
+
+def check_rows_of_zeros(run: Callable, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> None:
+    """No direction means weight 1 for everything; other rows' gradients do not change by it."""
+    N = q.shape[1]
+    for x, start in ((q, 10), (k, 15)):
+        x[:, start : start + 10] = 0
+    q[:, N // 2 :], k[:, 3 * N // 4 :] = 0, 0
+    ours, exact = (form(q, k, v, do) for form in (run, in_float64))
+    assert all(x.isfinite().all() for x in ours.values())
+    for name, rows in (("o", None), ("dv", None), ("dq", q), ("dk", k)):
+        some = slice(None) if rows is None else rows.abs().sum(-1) > 0
+        assert relative(ours[name][some], exact[name][some]) < 8e-3, name
+    means = v.double().cumsum(1)[:, 10:15] / torch.arange(11, 16, device=v.device).view(-1, 1, 1)
+    torch.testing.assert_close(ours["o"][:, 10:15].double(), means, rtol=1e-2, atol=1e-2)
+
+
+def check_q_opposite_to_k(run: Callable, k: Tensor, v: Tensor, do: Tensor) -> None:
+    """Weights of almost nothing, g near zero at the first token: finite, exact, still an average."""
+    ours, exact = (form(-k, k, v, do) for form in (run, in_float64))
+    assert all(x.isfinite().all() for x in ours.values())
+    assert ours["o"].abs().max() <= v.abs().max() * (1 + torch.finfo(v.dtype).eps)
+    assert relative(ours["o"], exact["o"]) < 5e-3 and relative(ours["dv"], exact["dv"]) < 1e-2
+    for name in ("dq", "dk"):
+        assert relative(ours[name], exact[name]) < 2e-2, name
+
+
+def check_rows_as_they_are(run: Callable, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> None:
+    """normalize_qk=False: norms, and b's shrinking, are out of the way."""
+    b = torch.full(q.shape[2:3], 0.5, device=q.device)
+    ours, exact = (form(q / 4, k / 4, v, do, normalize_qk=False, b=b) for form in (run, in_float64))
+    for name in ("o", "S", "z", "c", "dq", "dk", "dv", "db"):
+        assert relative(ours[name], exact[name]) < 1e-2, name

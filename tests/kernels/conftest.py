@@ -1,6 +1,19 @@
-"""Makes `import emulator` work here: pytest's importlib mode puts no folder of tests on the path."""
+"""Fixtures of the tests of the CUDA kernel."""
 
-import sys
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
-sys.path.insert(0, str(Path(__file__).parent))
+import pytest
+
+from lingpt.tests.kernels.on_gpu import ROTATED, SEPARATE
+
+
+@pytest.fixture(scope="session")
+def compiled_builds() -> None:
+    """Every build that the GPU tests meet, all at once: one after the other they would take minutes."""
+    from lingpt.kernels.linear_attention.cuda import compile as nvrtc
+    from lingpt.kernels.linear_attention.cuda.launch import variant
+
+    arch = nvrtc.native_arch()
+    builds = [variant(arch, *build).spec(arch) for build in (*ROTATED[::-1], *SEPARATE)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda spec: spec.compile(arch), builds))

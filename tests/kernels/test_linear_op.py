@@ -22,6 +22,7 @@ from lingpt.kernels.linear_attention import (
 )
 from lingpt.kernels.linear_attention.call import Call
 from lingpt.kernels.linear_attention.cuda import backend
+from lingpt.tests.oracles import FORMS
 
 B, N, H, D = 2, 70, 2, 8
 
@@ -253,9 +254,9 @@ def test_flops_count_causal_products_once_and_the_backward_twice():
 def test_autocast_does_not_lower_what_is_inside():
     q, k, v = tensors(True)
     exact = linear_attention(*(x.detach().double() for x in (q, k, v)))
-    for backend in ("reference", "chunkwise", "recurrent"):
+    for form in FORMS:
         with torch.autocast("cpu", torch.bfloat16):
-            o = linear_attention(q, k, v, backend=backend)
+            o = linear_attention(q, k, v, backend=form)
             (dq,) = torch.autograd.grad(o.sum(), q)
         torch.testing.assert_close(o.double(), exact, rtol=1e-5, atol=1e-5)
         assert dq.dtype == torch.float32
