@@ -57,9 +57,10 @@ def targets_table(results: Results) -> str:
     """The targets as a Markdown table; "each" in a row means forward / backward."""
     env = results.environment
     driver = f"driver {env['driver']}, " if env["driver"] else ""
+    nvrtc = f"NVRTC {env['nvrtc']}, " if env["nvrtc"] else ""
     sources = ", ".join(f"{name} {number}" for name, number in env["versions"].items())
     head = (
-        f"{env['card']}, {driver}NVRTC {env['nvrtc']}, {sources}; "
+        f"{env['card']}, {driver}{nvrtc}{sources}; "
         f"kernels {env['source_hash']}, {env['date']}. The memory copies at "
         f"{results.copy_bandwidth / 1e12:.2f} TB/s in this run. "
     )

@@ -510,11 +510,11 @@ def test_mistakes_get_one_line(command: list[str], capsys: pytest.CaptureFixture
     assert err.startswith("lingpt: ") and err.count("\n") == 1
 
 
+@pytest.mark.nvrtc
 def test_kernels_are_listed_and_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """Guards: `lingpt kernels` shows each kernel and architecture, compiled or not, with its figures."""
-    pytest.importorskip("cuda.core")
     from lingpt.kernels.linear_attention.cuda import launch
     from lingpt.kernels.linear_attention.cuda.compile import KernelSpec
 
@@ -532,6 +532,7 @@ def test_kernels_are_listed_and_compiled(
     assert "there are kernels for sm_80, sm_90a" in capsys.readouterr().err
 
 
+@pytest.mark.nvrtc
 @pytest.mark.parametrize(
     ("capability", "words"),
     [
@@ -541,7 +542,6 @@ def test_kernels_are_listed_and_compiled(
 )
 def test_the_list_agrees_with_the_operator(monkeypatch, capsys, capability: tuple, words: str) -> None:
     """Guards: "no kernel" is said of a card on which linear_attention takes another form, and of no other."""
-    pytest.importorskip("cuda.core")
     from lingpt.kernels.linear_attention import cuda
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
