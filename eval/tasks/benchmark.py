@@ -12,14 +12,13 @@ import lm_eval.tasks
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.defaults import DEFAULT_OTHER_SEED
 from lm_eval.tasks import TaskManager
+from lm_eval.tasks._yaml_loader import load_yaml
 
 from lingpt.common.errors import UserError, nearest
 from lingpt.data.hub import hub_reason
 from lingpt.eval.tasks.sources import Source, find_source, read_rows, read_split, sources, split_file
 
 STOCK = Path(lm_eval.tasks.__file__).parent
-# Folders of stock tasks that `sources.yaml` covers. Indexing all 13,000 of lm-eval's takes ten seconds.
-COVERED = list(dict.fromkeys(STOCK / source.tasks for source in sources().values()))
 
 
 class Benchmark(ConfigurableTask):
@@ -156,15 +155,21 @@ def load_tasks(name: str, num_fewshot: int = 0, data: Path | None = None) -> dic
     return loaded
 
 
+def covered() -> list[Path]:
+    """The folders of stock tasks that `sources.yaml` names. Indexing all 13,000 tasks takes ten seconds."""
+    return list(dict.fromkeys(STOCK / source.tasks for source in sources().values()))
+
+
 @lru_cache(maxsize=16)
 def _load(name: str, num_fewshot: int, data: str | None, stamp: tuple) -> dict[str, Any]:
     """`load_tasks`, once for all checkpoints; `stamp` changes when a file of `data` does."""
-    manager = TaskManager(include_defaults=False, include_path=COVERED, metadata={"eval_data": data})
+    manager = TaskManager(include_defaults=False, include_path=covered(), metadata={"eval_data": data})
     if name in manager.all_tasks:
         overrides = {"class": Benchmark, "num_fewshot": num_fewshot}
         for entry in manager.task_index.values():
-            if entry.name in manager.all_subtasks:  # without a path, lm-eval takes the config from memory
-                entry.cfg, entry.yaml_path = {**entry.cfg, **overrides}, None
+            # Without a path, lm-eval takes the config from memory; its index leaves `!function` unresolved.
+            if entry.name in manager.all_subtasks:
+                entry.cfg, entry.yaml_path = {**load_yaml(entry.yaml_path), **overrides}, None
     elif data is not None:
         raise UserError(
             f"no local files for a task {name!r}{nearest(name, manager.all_tasks)}: unset EVAL_DATA"

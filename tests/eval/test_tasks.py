@@ -11,8 +11,8 @@ from lm_eval.defaults import DEFAULT_OTHER_SEED
 from lm_eval.tasks import TaskManager
 
 from lingpt.common.errors import UserError
-from lingpt.eval.tasks.benchmark import load_tasks
-from lingpt.eval.tasks.sources import sources
+from lingpt.eval.tasks.benchmark import covered, load_tasks
+from lingpt.eval.tasks.sources import Source, SplitFile, sources
 
 STOCK = Path(lm_eval.tasks.__file__).parent
 CASES = [("arc_easy", 0), ("arc_easy", 5), ("arc_challenge", 3), ("piqa", 0), ("mmlu", 5)]
@@ -175,11 +175,25 @@ def test_the_hub_path_is_the_stock_task(eval_data, monkeypatch):
     assert tasks["arc_challenge"].complete
 
 
+def test_another_data_set_is_one_entry(tmp_path, monkeypatch):
+    """Also where the stock task builds its prompts with Python functions, as WinoGrande's does."""
+    entry = Source(
+        tasks="winogrande",
+        fields=("sentence", "option1", "option2", "answer"),
+        splits={"validation": SplitFile("winogrande.jsonl", 1)},
+    )
+    monkeypatch.setitem(sources(), "allenai/winogrande/winogrande_xl", entry)
+    row = {"sentence": "Birds sing when _ is warm.", "option1": "rain", "option2": "stone", "answer": "2"}
+    (tmp_path / "winogrande.jsonl").write_text(json.dumps(row))
+    found = requests(load_tasks("winogrande", 0, tmp_path)["tasks"])
+    assert found == {
+        "winogrande": [("Birds sing when rain", " is warm."), ("Birds sing when stone", " is warm.")]
+    }
+
+
 def test_every_source_belongs_to_a_stock_task():
     """sources.yaml names data sets as the stock YAML does, with splits that these have."""
-    from lingpt.eval.tasks.benchmark import COVERED
-
-    index = TaskManager(include_defaults=False, include_path=COVERED).task_index
+    index = TaskManager(include_defaults=False, include_path=covered()).task_index
     stock = {
         f"{e.cfg['dataset_path']}/{e.cfg.get('dataset_name')}": e.cfg
         for e in index.values()
