@@ -91,7 +91,7 @@ class Config(litgpt.config.Config):
         return [self.attention] * self.n_layer if isinstance(self.attention, str) else list(self.attention)
 
     def attention_options(self, name: str) -> dict[str, Any]:
-        """What this configuration says of the options that an attention declares."""
+        """The values here of the options that an attention declares."""
         return {option: getattr(self, option) for option in ATTENTIONS[name].options()}
 
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -81,6 +82,18 @@ def linear_attention(
     )  # fmt: skip
 
 
+@overload
+def linear_attention_qkv(
+    qkv: Tensor, cos: Tensor, sin: Tensor, b: float | Tensor = ..., *,
+    log_decay: Tensor | Sequence[float] | None = ..., normalize_qk: bool = ...,
+    initial_state: LinearAttentionState | None = ..., return_state: Literal[False] = ..., backend: str = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def linear_attention_qkv(
+    qkv: Tensor, cos: Tensor, sin: Tensor, b: float | Tensor = ..., *,
+    log_decay: Tensor | Sequence[float] | None = ..., normalize_qk: bool = ...,
+    initial_state: LinearAttentionState | None = ..., return_state: Literal[True], backend: str = ...,
+) -> tuple[Tensor, LinearAttentionState]: ...  # fmt: skip
 def linear_attention_qkv(
     qkv: Tensor,
     cos: Tensor,

@@ -22,7 +22,7 @@ class OursAttention(QKVAttention):
     Stored as an offset so that b starts at exactly 1 and small steps are not lost in bf16.
     """
 
-    log_decay: torch.Tensor | None  # none here; a buffer, so that it moves with the model where there is one
+    log_decay: torch.Tensor | None  # None in `ours`; a buffer that moves with the model in `ours-decay`
 
     def __init__(
         self,

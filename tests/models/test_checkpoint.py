@@ -156,7 +156,7 @@ def test_a_full_disk_leaves_the_old_model(small, tokens, tmp_path):
 
 
 def test_a_folder_that_is_a_file_is_one_line(small, tmp_path):
-    """A path that cannot be a folder is said, not traced."""
+    """A path that cannot be a folder is an error for the user, without a traceback."""
     (tmp_path / "taken").write_text("")
     with pytest.raises(UserError, match="cannot write"):
         save_model(small(), tmp_path / "taken")
@@ -222,7 +222,7 @@ def test_another_model_is_refused(small, tmp_path, write, overrides, message):
 
 
 def test_damaged_litgpt_checkpoints_are_one_line(small, tmp_path):
-    """Truncated, or code in a pickle's place: said, never run."""
+    """Truncated, or a pickle with code in it: an error, and the code is never run."""
     folder = tmp_path / "source"
     write_litgpt_folder(small("softmax"), folder)
     weights = folder / "lit_model.pth"

@@ -1,4 +1,4 @@
-"""Generation: the same text as without a state, reproducible, and its limits said in one line."""
+"""Generation: the same text as without a state, reproducible, and each limit is an error of one line."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def test_ends_at_the_end_of_text(small, tokens):
     """A row that has ended stays ended while the others go on; all ended is the end."""
     model, prompt = small(), tokens[:, :5]
     free = generate(model, prompt, 10, temperature=0)
-    eos_id = free[0, 6].item()  # what the first row says second
+    eos_id = free[0, 6].item()  # the second new token of the first row
     ended = generate(model, prompt, 10, temperature=0, eos_id=eos_id)
     assert torch.equal(ended[0, :7], free[0, :7])
     assert (ended[0, 6:] == eos_id).all()

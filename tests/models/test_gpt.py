@@ -110,7 +110,7 @@ def test_hidden_is_what_the_head_reads(small, tokens):
 
 
 def test_longer_than_the_block_size_is_an_error(small, tokens, attention):
-    """One line that says both lengths, in training and in decoding."""
+    """One line with both lengths, in training and in decoding."""
     model = small(attention, block_size=64)
     with pytest.raises(UserError, match="70 tokens, but the model's block size is 64"):
         model(tokens)
