@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lingpt.common.errors import UserError
-from lingpt.eval.results import add_score, load_results, task_key
+from lingpt.eval.results import add_score, load_results, percent, task_key
 from lingpt.eval.runs import Checkpoint
 
 PACKAGES = ("lingpt", "lm_eval", "torch", "datasets", "tokenizers")
@@ -179,18 +179,14 @@ def summary(entry: dict[str, Any]) -> str:
     shown = []
     for metric, value in entry["metrics"].items():
         if not metric.endswith("_stderr") and value is not None:
-            scale, error = (
-                (100, entry["metrics"].get(f"{metric}_stderr")) if metric.startswith("acc") else (1, None)
-            )
-            shown.append(
-                f"{metric} {scale * value:.2f}" + (f" ± {scale * error:.2f}" if error is not None else "")
-            )
+            text = percent(entry["metrics"], metric) if metric.startswith("acc") else f"{value:.2f}"
+            shown.append(f"{metric} {text}")
     return ", ".join(shown)
 
 
 def work(entry: dict[str, Any]) -> str:
     """`2376 documents, 20 s`, and how many requests did not fit the model's block size."""
-    cut = entry["truncated"]
-    return f"{entry['documents']} documents, {entry['seconds']:.0f} s" + (
-        f", {cut} requests cut to {entry['max_length']} tokens" if cut else ""
-    )
+    text = f"{entry['documents']} documents, {entry['seconds']:.0f} s"
+    if cut := entry["truncated"]:
+        text += f", {cut} requests cut to {entry['max_length']} tokens"
+    return text

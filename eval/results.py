@@ -8,6 +8,8 @@ from lingpt.common.files import read_json, write_errors, write_json
 from lingpt.common.run_folder import scores_file
 from lingpt.eval.runs import Checkpoint
 
+DASH = "–"  # what was not evaluated, in tables
+
 
 def results_path(checkpoint: Checkpoint) -> Path:
     return scores_file(checkpoint.run, checkpoint.step)
@@ -16,6 +18,14 @@ def results_path(checkpoint: Checkpoint) -> Path:
 def task_key(task: str, num_fewshot: int, limit: int | None = None) -> str:
     """`arc_easy (0-shot)`, or `arc_easy (0-shot, first 100)`: a limited score never replaces a full one."""
     return f"{task} ({num_fewshot}-shot{f', first {limit}' if limit else ''})"
+
+
+def percent(metrics: dict[str, float | None], metric: str) -> str:
+    """`25.10 ± 0.88`: an accuracy and its standard error in per cent; `–` where it was not computed."""
+    value, error = metrics.get(metric), metrics.get(f"{metric}_stderr")
+    if value is None:
+        return DASH
+    return f"{100 * value:.2f}" + (f" ± {100 * error:.2f}" if error is not None else "")
 
 
 def load_results(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lingpt.common.run_folder import attention_label
-from lingpt.eval.results import task_key
+from lingpt.eval.results import DASH, percent, task_key
 
 # Column heading and the task (with its number of examples) under it. Two columns are headed
 # ARC-E in the only copy of the paper at hand, which does not say how they differ.
@@ -23,7 +23,6 @@ PAPER = {
     "ours": ("Our LA", (21.16, 25.90, 68.63, 32.43, 59.95, 59.08)),
 }
 CHANCE = (25, 25, 50, 25, 25, 25)  # a few ARC questions have three or five answers
-DASH = "–"
 NOTES = (
     "Accuracy in per cent, ± one standard error; – not evaluated.",
     "The paper heads two columns ARC-E without saying how they differ; our one ARC-Easy score is in both.",
@@ -57,7 +56,7 @@ def score_table(results: Sequence[dict[str, Any]], markdown: bool = False) -> st
     rows = []
     for result in sorted(results, key=_label):
         for key, entry in result["scores"].items():
-            metrics = [_score(entry["metrics"], metric) for metric in ("acc", "acc_norm")]
+            metrics = [percent(entry["metrics"], metric) for metric in ("acc", "acc_norm")]
             rows.append([_label(result), _run(result), key, *metrics, str(entry["documents"])])
     return _render(["Attention", "Run", "Task", "acc", "acc_norm", "Documents"], rows, markdown)
 
@@ -72,14 +71,7 @@ def _cell(scores: dict[str, Any], task: str, num_fewshot: int) -> str:
     if not matching:
         return DASH
     best = scores.get(task_key(task, num_fewshot)) or max(matching, key=lambda entry: entry["documents"])
-    return _score(best["metrics"], "acc") + ("" if best["complete"] else "*")
-
-
-def _score(metrics: dict[str, float | None], metric: str) -> str:
-    value, error = metrics.get(metric), metrics.get(f"{metric}_stderr")
-    if value is None:
-        return DASH
-    return f"{100 * value:.2f}" + (f" ± {100 * error:.2f}" if error is not None else "")
+    return percent(best["metrics"], "acc") + ("" if best["complete"] else "*")
 
 
 def _label(result: dict[str, Any]) -> str:

@@ -15,21 +15,8 @@ from lingpt.data.tokenizer import train_bpe
 from lingpt.models import ATTENTIONS, GPT, Config, load_hf, save_model
 
 BLOCK_SIZE = 64
-WORDS = [
-    "the",
-    "sun",
-    "warms",
-    "stone",
-    "cold",
-    "water",
-    "runs",
-    "under",
-    "old",
-    "bridges",
-    "birds",
-    "sing",
-    "rain",
-]
+SENTENCE = "the sun warms stone cold water runs under old bridges birds sing rain"
+WORDS = SENTENCE.split()
 
 
 def sentence(rng: random.Random, words: int) -> str:

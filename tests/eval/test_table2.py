@@ -44,16 +44,8 @@ RESULTS = [
 def test_the_papers_values():
     """Table 2 as it stands in the paper, column by column, two of them headed ARC-E."""
     rows = cells(table2([], markdown=True))
-    assert rows[0] == [
-        "Mechanism",
-        "Run",
-        "MMLU (0-shot)",
-        "MMLU (5-shot)",
-        "PIQA",
-        "ARC-C",
-        "ARC-E",
-        "ARC-E",
-    ]
+    tasks = ["MMLU (0-shot)", "MMLU (5-shot)", "PIQA", "ARC-C", "ARC-E", "ARC-E"]
+    assert rows[0] == ["Mechanism", "Run", *tasks]
     assert rows[2:5] == [
         ["Regular Attention", "paper, Pythia-1.4B", "22.10", "23.04", "69.18", "33.83", "61.12", "60.34"],
         ["Gated LA", "paper, Pythia-1.4B", "21.15", "22.27", "65.38", "30.52", "57.73", "58.12"],
