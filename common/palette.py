@@ -1,15 +1,16 @@
-"""One colour for each attention in every picture: Okabe and Ito's palette, told apart with any colour vision."""
+"""One colour for each attention in all pictures: Okabe and Ito's palette, for any colour vision."""
 
 from collections.abc import Iterable
 
 COLOURS = {
     "ours": "#D55E00",  # vermilion
     "ours-decay": "#0072B2",  # blue
+    "ours-gated": "#CC79A7",  # reddish purple
     "softmax": "#000000",
     "gla": "#009E73",  # bluish green
     "sdpa-cudnn": "#999999",  # softmax by another library
 }
-SPARE_COLOURS = ("#CC79A7", "#E69F00", "#56B4E9", "#8C510A", "#5E4FA2", "#1B7837")
+SPARE_COLOURS = ("#B2182B", "#E69F00", "#56B4E9", "#8C510A", "#5E4FA2", "#1B7837")
 
 
 def colours(names: Iterable[str]) -> dict[str, str]:

@@ -25,7 +25,7 @@ def init_weights(model: nn.Module, config: Config, seed: int) -> None:
         for name, parameter in module.named_parameters(recurse=False):
             full_name = f"{module_name}.{name}"
             if name in constants:
-                parameter.fill_(constants[name])
+                parameter.copy_(torch.as_tensor(constants[name]))
             elif isinstance(module, nn.LayerNorm):
                 parameter.fill_(1.0 if name == "weight" else 0.0)
             elif isinstance(module, nn.Linear) and name == "bias":

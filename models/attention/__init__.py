@@ -6,11 +6,13 @@ from lingpt.models.attention.base import Attention
 from lingpt.models.attention.gla import GLAAttention
 from lingpt.models.attention.ours import OursAttention
 from lingpt.models.attention.ours_decay import OursDecayAttention
+from lingpt.models.attention.ours_gated import OursGatedAttention
 from lingpt.models.attention.softmax import SoftmaxAttention
 
 ATTENTIONS: dict[str, type[Attention]] = {
     "ours": OursAttention,
     "ours-decay": OursDecayAttention,
+    "ours-gated": OursGatedAttention,
     "softmax": SoftmaxAttention,
     "gla": GLAAttention,
 }

@@ -39,9 +39,12 @@ class Attention(Fp32Constants):
 
     @classmethod
     def options(cls) -> dict[str, inspect.Parameter]:
-        """The keyword-only parameters of the constructor, by name."""
-        parameters = inspect.signature(cls).parameters
-        return {name: p for name, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
+        """The keyword-only parameters of the constructors, by name; a subclass has its base's."""
+        found: dict[str, inspect.Parameter] = {}
+        for base in reversed(cls.__mro__):
+            parameters = inspect.signature(base.__init__).parameters if "__init__" in vars(base) else {}
+            found |= {n: p for n, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
+        return found
 
     @classmethod
     def check(cls, config: litgpt.Config, *args: Any, **options: Any) -> None:
@@ -65,8 +68,8 @@ class Attention(Fp32Constants):
         """What decoding carries from token to token, empty; the layer's forward updates it in place."""
         raise NotImplementedError
 
-    def own_parameters(self) -> dict[str, float]:
-        """Parameters that are neither linear layers nor norms, with the constant that each starts at."""
+    def own_parameters(self) -> dict[str, float | torch.Tensor]:
+        """Parameters that are neither linear layers nor norms, with the constants that each starts at."""
         return {}
 
     def reset_constants(self, device: torch.device) -> None:
@@ -91,3 +94,4 @@ class RecurrentState:
     """A decoding state that does not grow: what the operator returned last, None at the start."""
 
     value: Any = None
+    conv: torch.Tensor | None = None  # the last tokens that a short convolution has seen

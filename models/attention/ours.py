@@ -4,20 +4,28 @@
 
 The paper's `a + b·x` has one coefficient too many: under the normaliser only b/a counts. Rotary embeddings
 are Pythia's, inside the operator, which reads the fused projection as it is: no transpose, split or copy.
+
+Its options are not the paper's; `ours-decay` and `ours-gated` have them too:
+
+    learnable_b     b per head is learned
+    output_gate     y = W_O (silu(x W_r) ⊙ LayerNorm_head(o)), as in GLA (arXiv 2312.06635)
+    short_conv      a causal convolution of width 4 over q, k and v (short_conv.py)
 """
 
 from typing import Annotated
 
 import litgpt
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from lingpt.kernels.linear_attention import linear_attention_flops, linear_attention_qkv
 from lingpt.models.attention.base import QKVAttention, RecurrentState
+from lingpt.models.attention.short_conv import identity_filter, short_convolution
 
 
 class OursAttention(QKVAttention):
-    """LitGPT's parameters and keys; `learnable_b` adds `attn.b_offset` `[H]`, b = 1 + b_offset, at first 0.
+    """LitGPT's parameters and keys. `learnable_b` adds `attn.b_offset` `[H]`, b = 1 + b_offset, at first 0.
 
     Stored as an offset so that b starts at exactly 1 and small steps are not lost in bf16.
     """
@@ -30,11 +38,16 @@ class OursAttention(QKVAttention):
         layer_idx: int,
         *,
         learnable_b: Annotated[
-            bool, "learn the coefficient b of `ours` and `ours-decay` per head instead of keeping it at 1."
+            bool, "learn the coefficient b of `ours*` per head instead of keeping it at 1."
         ] = False,
+        output_gate: Annotated[bool, "a gate and a norm on the output of `ours*`, as GLA has them."] = False,
+        short_conv: Annotated[bool, "a causal convolution of width 4 over q, k and v of `ours*`."] = False,
     ) -> None:
         super().__init__(config, layer_idx)
         self.b_offset = nn.Parameter(torch.zeros(config.n_head)) if learnable_b else None
+        self.conv = nn.Parameter(identity_filter(3 * config.n_embd)) if short_conv else None  # [4, 3C]
+        self.gate_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias) if output_gate else None
+        self.norm = nn.LayerNorm(config.head_size or 1, eps=config.norm_eps) if output_gate else None
         self.register_buffer("log_decay", None, persistent=False)
         self.reset_constants(torch.get_default_device())
 
@@ -49,6 +62,10 @@ class OursAttention(QKVAttention):
         b = 1.0 + self.b_offset.float()
         return b + (b.clamp(-1.0, 1.0) - b).detach()
 
+    def decay(self, x_BNC: torch.Tensor) -> torch.Tensor | None:
+        """The operator's log_decay: None, a constant per head `[H]`, or each token's own `[B, N, H]`."""
+        return self.log_decay
+
     def forward(
         self,
         x_BNC: torch.Tensor,
@@ -57,25 +74,39 @@ class OursAttention(QKVAttention):
         state: RecurrentState | None = None,
     ) -> torch.Tensor:
         qkv_BN3HD = self.packed_qkv(x_BNC)
+        if self.conv is not None:
+            convolved, last = short_convolution(qkv_BN3HD.flatten(2), self.conv, state and state.conv)
+            qkv_BN3HD = convolved.view_as(qkv_BN3HD)
+            if state is not None:
+                state.conv = last
         if state is None:
-            o_BNHD = linear_attention_qkv(qkv_BN3HD, cos_NR, sin_NR, self.b(), log_decay=self.log_decay)
+            o_BNHD = linear_attention_qkv(qkv_BN3HD, cos_NR, sin_NR, self.b(), log_decay=self.decay(x_BNC))
         else:
             o_BNHD, state.value = linear_attention_qkv(
                 qkv_BN3HD, cos_NR, sin_NR, self.b(),
-                log_decay=self.log_decay, initial_state=state.value, return_state=True,
+                log_decay=self.decay(x_BNC), initial_state=state.value, return_state=True,
             )  # fmt: skip
-        return self.proj(o_BNHD.flatten(2))
+        if self.gate_proj is None or self.norm is None:
+            return self.proj(o_BNHD.flatten(2))
+        return self.proj(F.silu(self.gate_proj(x_BNC)) * self.norm(o_BNHD).flatten(2))
 
     def flops_per_token(self, seq_len: int) -> int:
         return linear_attention_flops(1, seq_len, self.config.n_head, self.config.head_size) // seq_len
 
     def saved_per_token(self) -> int:
-        return 4 * self.config.n_embd + 2 * self.config.n_head  # qkv, o, and the normaliser in fp32
+        C, H = self.config.n_embd, self.config.n_head
+        saved = 4 * C + 2 * H  # qkv, o, and the normaliser in fp32
+        if self.conv is not None:
+            saved += 3 * C  # what is convolved
+        if self.gate_proj is not None:
+            saved += 4 * C  # the gate, its silu, the norm's output, and their product
+        return saved
 
     def new_state(
         self, batch_size: int, max_seq_len: int, device: torch.device, dtype: torch.dtype
     ) -> RecurrentState:
         return RecurrentState()
 
-    def own_parameters(self) -> dict[str, float]:
-        return {} if self.b_offset is None else {"b_offset": 0.0}
+    def own_parameters(self) -> dict[str, float | torch.Tensor]:
+        own: dict[str, float | torch.Tensor] = {} if self.b_offset is None else {"b_offset": 0.0}
+        return own if self.conv is None else own | {"conv": identity_filter(3 * self.config.n_embd)}
