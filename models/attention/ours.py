@@ -75,7 +75,8 @@ class OursAttention(QKVAttention):
     ) -> torch.Tensor:
         qkv_BN3HD = self.packed_qkv(x_BNC)
         if self.conv is not None:
-            convolved, last = short_convolution(qkv_BN3HD.flatten(2), self.conv, state and state.conv)
+            before = None if state is None else state.conv
+            convolved, last = short_convolution(qkv_BN3HD.flatten(2), self.conv, before)
             qkv_BN3HD = convolved.view_as(qkv_BN3HD)
             if state is not None:
                 state.conv = last
