@@ -30,6 +30,13 @@ VERBS = {  # verb: (module, what it does)
     "bench": ("lingpt.cli.bench", "measure the kernels against the baselines"),
 }
 
+# package: the extra of pyproject.toml that installs it
+EXTRAS = dict.fromkeys(
+    ("datasets", "filelock", "httpx", "huggingface_hub", "lightning", "litgpt", "matplotlib", "pyarrow",
+     "safetensors", "tokenizers", "wandb", "zstandard"),
+    "train",
+) | {"lm_eval": "eval"}  # fmt: skip
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one verb and returns the exit code; `argv` defaults to the process's own."""
@@ -118,6 +125,13 @@ def user_message(error: BaseException) -> str | None:
     """The line to show for `error`, or None where it is a bug of ours and deserves its traceback."""
     if isinstance(error, UserError):
         return " ".join(str(error).split())
+    if isinstance(error, ModuleNotFoundError):
+        package = (error.name or "").partition(".")[0]
+        return (
+            f"{package} is not installed: pip install 'lingpt[{EXTRAS[package]}]'"
+            if package in EXTRAS
+            else None
+        )
     if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("lingpt"):
         install = "in LinGPT's folder, pip install -e '.[train]' (for `lingpt eval`: '.[eval]')"
         return f"{error.name} is not installed: {install}"

@@ -1,11 +1,11 @@
 """What `lingpt train` and `lingpt data` share: `--config` and `--model.*`, `--data.*`, `--train.*`."""
 
-import os
+from pathlib import Path
 
-import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 
 from lingpt.common.errors import UserError, nearest
+from lingpt.common.files import read_yaml
 from lingpt.configs import recipe_names, recipe_path
 from lingpt.data import DataConfig
 from lingpt.models import ModelArgs
@@ -16,37 +16,26 @@ class RecipeFile(ActionConfigFile):
     """`--config`: a YAML file, or the name of a recipe that ships with LinGPT."""
 
     def __call__(self, parser, cfg, values, option_string=None):
-        super().__call__(parser, cfg, _readable(find_recipe(values)), option_string)
+        super().__call__(parser, cfg, str(find_recipe(values)), option_string)
 
 
-def find_recipe(name: str) -> str:
-    """The path of a recipe given as a file or as a shipped name; UserError names the nearest."""
-    if os.path.isfile(name):
-        return name
-    shipped = recipe_path(name)
-    if shipped is None:
+def find_recipe(name: str) -> Path:
+    """The path of a recipe given as a file or as a shipped name. UserError where it is no recipe."""
+    path = Path(name) if Path(name).is_file() else recipe_path(name)
+    if path is None:
         known = training_recipes()
         raise UserError(
             f"no recipe {name!r}{nearest(name, known)}; it is a file or one of: {', '.join(known)}"
         )
-    return str(shipped)
+    if not isinstance(read_yaml(path), dict):
+        raise UserError(f"{path} is no recipe: it has no keys `model`, `data`, `train`")
+    return path
 
 
 def training_recipes() -> list[str]:
     """The shipped recipes that say what to train (not the evaluation's defaults)."""
-    return [name for name in recipe_names() if "model" in yaml.safe_load(recipe_path(name).read_text())]
-
-
-def _readable(path: str) -> str:
-    """`path`, once it is known to hold YAML with keys; UserError names the file and the line."""
-    try:
-        with open(path) as file:
-            content = yaml.safe_load(file)
-    except yaml.MarkedYAMLError as error:
-        raise UserError(f"{path} is no YAML: {error.problem}, line {error.problem_mark.line + 1}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} is no recipe: it has no keys `model`, `data`, `train`")
-    return path
+    paths = {name: recipe_path(name) for name in recipe_names()}
+    return [name for name, path in paths.items() if path and "model" in read_yaml(path)]
 
 
 def configure_recipe(parser: ArgumentParser) -> None:

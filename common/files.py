@@ -1,4 +1,4 @@
-"""Files and folders that are written whole or not at all: under another name first, then on disk, then renamed.
+"""Files and folders written whole or not at all: under a temporary name, synced to the disk, then renamed.
 
 Whoever opens a path finds what was there before or what is there now, never a part of it, whenever the writer
 is killed. A failing disk is an OSError here; `write_errors` makes it a line for the user.
@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from lingpt.common.errors import UserError
 
 PARTIAL = ".partial"  # the suffix of what is not whole yet
@@ -25,7 +27,7 @@ def cache_dir() -> Path:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file beside `path` to write to; it takes `path`'s place if the block ends without an error."""
+    """A temporary file in `path`'s folder; it takes `path`'s place if the block ends without an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PARTIAL)
     os.close(handle)
@@ -56,8 +58,10 @@ def write_json(path: Path, value: Any, indent: int = 1) -> None:
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder beside `path` to fill with files; it becomes `path`, which must not exist, if the block
-    ends without an error."""
+    """A temporary folder to fill with files; it becomes `path` if the block ends without an error.
+
+    `path` must not exist by then. Subfolders are not synced.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=PARTIAL))
     try:
@@ -72,7 +76,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def remove_partial(folder: Path, name: str) -> None:
-    """Removes what killed writers of `name` (a glob) left in `folder`. Only for who knows that none is at work."""
+    """Removes what killed writers of `name…` left in `folder`. No writer may be at work."""
     for path in folder.glob(f".{name}*{PARTIAL}"):
         shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
@@ -88,7 +92,7 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def write_errors(path: Path, fix: str = "free some space, or choose another place") -> Iterator[None]:
-    """Around writing `path`: a full, read-only or failing disk becomes one UserError that says how to `fix` it."""
+    """Around writing `path`: a full, read-only or failing disk becomes one UserError that ends with `fix`."""
     try:
         yield
     except OSError as error:
@@ -114,3 +118,13 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path} holds no JSON object")
     return value
+
+
+def read_yaml(path: Path) -> Any:
+    """UserError, naming the file, where it cannot be read or is no YAML."""
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is no YAML: {' '.join(str(error).split())}") from error

@@ -4,7 +4,10 @@
         config.yaml                  the resolved recipe
         environment.json             versions, hardware, git revision; of earlier starts too
         metrics.jsonl                the losses, a JSON object a line
-        checkpoints/step-00000300/   model.safetensors, config.json, tokenizer.json, train_state.pt, manifest.json
+        checkpoints/step-00000300/
+            model.safetensors, config.json, tokenizer.json
+            train_state.pt           optimizer and random states
+            manifest.json            progress, recipe, fingerprint of the data, the size of every file
         eval/step-00000300.json      scores
         samples.txt, curves.png, wandb/
 
@@ -18,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from lingpt.common.errors import UserError
-from lingpt.common.files import write_json
+from lingpt.common.files import read_yaml, write_json
 
 CONFIG, ENVIRONMENT, METRICS = "config.yaml", "environment.json", "metrics.jsonl"
-CHECKPOINTS, EVAL = "checkpoints", "eval"
+SAMPLES, CURVES = "samples.txt", "curves.png"
+CHECKPOINTS, EVAL, WANDB = "checkpoints", "eval", "wandb"
 WEIGHTS, TRAIN_STATE, MANIFEST = "model.safetensors", "train_state.pt", "manifest.json"
 _STEP = re.compile(r"step-(\d+)")
 
@@ -51,6 +55,12 @@ def checkpoints(run: Path) -> list[Path]:
     return [folder for folder in _named_checkpoints(run) if read_manifest(folder) is not None]
 
 
+def newest_checkpoint(run: Path) -> Path | None:
+    """The run's whole checkpoint with the highest step; None where it has none."""
+    whole = checkpoints(run)
+    return whole[-1] if whole else None
+
+
 def broken_checkpoints(run: Path) -> list[Path]:
     """Folders that carry a checkpoint's name and are not whole."""
     return [folder for folder in _named_checkpoints(run) if read_manifest(folder) is None]
@@ -62,8 +72,7 @@ def _named_checkpoints(run: Path) -> list[Path]:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any] | None:
-    """The checkpoint's manifest: progress, recipe, data fingerprint, and the size of every file. None where the
-    checkpoint is not whole."""
+    """The checkpoint's manifest; None where the checkpoint is not whole."""
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text())
         sizes = manifest["files"].items()
@@ -81,23 +90,15 @@ def write_manifest(checkpoint: Path, values: dict[str, Any]) -> None:
 
 def read_config(run: Path) -> dict[str, Any]:
     """The run's resolved recipe. UserError, naming the file, where it cannot be read."""
-    import yaml
-
-    path = run / CONFIG
-    try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is damaged or no YAML: {' '.join(str(error).split())}") from error
+    config = read_yaml(run / CONFIG)
     if not isinstance(config, dict):
-        raise UserError(f"{path} does not hold a run's recipe")
+        raise UserError(f"{run / CONFIG} does not hold a run's recipe")
     return config
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """The run's lines, oldest first; a last line that a crash cut short is left out."""
-    path = Path(run) / METRICS
+    path = run / METRICS
     lines = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:

@@ -31,11 +31,14 @@ _ARCHITECTURE = (
 )  # fmt: skip
 
 
-def save_model(model: GPT, folder: str | Path) -> None:
-    """Writes the model's folder, each file whole or not at all. Raises UserError where it cannot."""
+def save_model(model: GPT, folder: str | Path, weights: dict[str, torch.Tensor] | None = None) -> None:
+    """Writes the model's folder, each file whole or not at all. Raises UserError where it cannot.
+
+    weights: the model's state dict, where it has been gathered already (sharded training).
+    """
     config = {"model_type": "lingpt", **model.config.to_dict()}
     metadata = {_ATTENTION: json.dumps(model.config.attention)}
-    write_model_folder(Path(folder), config, model.state_dict(), metadata)
+    write_model_folder(Path(folder), config, weights or model.state_dict(), metadata)
 
 
 def load_model(

@@ -3,6 +3,5 @@
 from lingpt.train.config import Recipe, TrainConfig
 from lingpt.train.curves import draw_curves, format_table
 from lingpt.train.loop import train
-from lingpt.train.trackers import read_metrics
 
-__all__ = ["Recipe", "TrainConfig", "draw_curves", "format_table", "read_metrics", "train"]
+__all__ = ["Recipe", "TrainConfig", "draw_curves", "format_table", "train"]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lingpt.common.errors import UserError
+from lingpt.common.run_folder import attention_label
 from lingpt.data import DataConfig
 from lingpt.models import ModelArgs
 
@@ -39,8 +40,8 @@ class TrainConfig:
         save_interval: steps between checkpoints; the last step is always saved.
         keep_checkpoints: how many of the newest are kept.
         log_interval: steps between training lines in metrics.jsonl.
-        resume: `auto` goes on with the newest whole checkpoint of the run, `never` starts anew (the old run
-            is moved aside), a checkpoint folder goes on from that one.
+        resume: `auto` goes on with the newest whole checkpoint of the run, `never` starts from scratch (the
+            old run is moved aside), a checkpoint folder goes on from that one.
         init_from: start a new run from these weights: a Hugging Face Pythia folder, or a model folder.
         wandb: also track in Weights & Biases, offline unless logged in.
         wandb_project: its project.
@@ -99,14 +100,12 @@ class Recipe:
     train: TrainConfig = field(default_factory=TrainConfig)
 
     @property
-    def attention(self) -> str:
-        """The attention as one word; a hybrid's distinct mechanisms joined by `+`."""
-        attention = self.model.attention
-        return attention if isinstance(attention, str) else "+".join(dict.fromkeys(attention))
+    def attention_label(self) -> str:
+        return attention_label(self.model.attention)
 
     @property
     def run_name(self) -> str:
-        return self.train.name or f"{self.model.name}-{self.attention}"
+        return self.train.name or f"{self.model.name}-{self.attention_label}"
 
     @property
     def run_folder(self) -> Path:
@@ -124,6 +123,10 @@ class Recipe:
         if self.train.max_tokens is None:
             raise UserError("how long to train? give --train.max_steps or --train.max_tokens")
         return -(-self.train.max_tokens // self.tokens_per_step)
+
+    def validation_blocks(self, available: int) -> int:
+        """How many of the `available` validation blocks, the first ones, are validated on."""
+        return min(self.train.eval_tokens // self.data.seq_len or available, available)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -152,15 +155,13 @@ def check(recipe: Recipe, world_size: int) -> None:
 def _what_divides(batch: int, micro: int, world_size: int) -> str:
     over = f"micro_batch_size {micro} × {world_size} device{'s' if world_size > 1 else ''}"
     if batch % world_size:
-        mend = (
-            f"use a global batch that is a multiple of {world_size}, or a number of devices that divides it"
-        )
+        fix = f"use a global batch that is a multiple of {world_size}, or a number of devices that divides it"
     else:
         share = batch // world_size
         sizes = [str(m) for m in range(1, share + 1) if share % m == 0]
         sizes = sizes if len(sizes) <= 8 else [*sizes[:7], "…", sizes[-1]]
-        mend = f"--train.micro_batch_size {', '.join(sizes)} would divide"
-    return f"global_batch_size {batch} does not divide by {over}: {mend}"
+        fix = f"--train.micro_batch_size {', '.join(sizes)} would divide"
+    return f"global_batch_size {batch} does not divide by {over}: {fix}"
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
@@ -177,7 +178,7 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """`{"a": {"b": 1}}` → `{"a.b": 1}`."""
-    flat = {}
+    flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
             flat |= flatten(value, f"{prefix}{key}.")

@@ -4,19 +4,18 @@ Drawn from `metrics.jsonl` (and `config.yaml` for the names) alone.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from lingpt.common.errors import UserError
-from lingpt.train.trackers import METRICS, read_metrics
+from lingpt.common.files import replacing, write_errors
+from lingpt.common.palette import colours
+from lingpt.common.run_folder import CONFIG, METRICS, attention_label, read_config, read_metrics
 
-# Okabe and Ito's palette: told apart with any colour vision. An attention always has the same one.
-COLOURS = {"ours": "#D55E00", "ours-decay": "#0072B2", "softmax": "#000000", "gla": "#009E73"}
-SPARE_COLOURS = ("#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("-", "--", ":", "-.")  # further runs of the same attention
 N_TARGETS = 5
 
@@ -41,15 +40,13 @@ def read_curve(run_folder: str | Path) -> Curve:
             points[line["kind"]].append((line["step"], line["train_time"], line["loss"]))
     if not points["train"] and not points["val"]:
         raise UserError(f"no losses in {folder}: it is no run folder, or its {METRICS} is empty")
-    config = folder / "config.yaml"
-    model = yaml.safe_load(config.read_text())["model"] if config.exists() else {}
-    attention = model.get("attention", folder.name)
-    attention = attention if isinstance(attention, str) else "+".join(dict.fromkeys(attention))
+    model = read_config(folder).get("model", {}) if (folder / CONFIG).exists() else {}
+    attention = attention_label(model.get("attention", folder.name))
     arrays = {kind: np.array(rows, dtype=float).reshape(-1, 3) for kind, rows in points.items()}
     return Curve(folder.name, model.get("name", ""), attention, **arrays)
 
 
-def draw_curves(run_folders: list[str | Path], out_png: str | Path) -> list[dict[str, Any]]:
+def draw_curves(run_folders: Sequence[str | Path], out_png: str | Path) -> list[dict[str, Any]]:
     """Draws loss against wall-clock and against step into `out_png`; returns the table of `time_to_loss`."""
     if not run_folders:
         raise UserError("no runs to draw: name their folders, such as runs/demo-ours runs/demo-softmax")
@@ -80,8 +77,9 @@ def draw_curves(run_folders: list[str | Path], out_png: str | Path) -> list[dict
         panel.set_xlim(left=0)
     models = sorted({c.model for c in curves if c.model})
     figure.suptitle(" and ".join(models), x=0.01, ha="left", fontsize=11, fontweight="bold")
-    Path(out_png).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out_png)
+    out = Path(out_png)
+    with write_errors(out), replacing(out) as temporary:
+        figure.savefig(temporary, format=out.suffix[1:] or "png")
     return time_to_loss(curves)
 
 
@@ -99,13 +97,13 @@ def _draw(panel, curve: Curve, column: int, scale: float, colour: str, dash: str
 
 
 def smooth(loss: np.ndarray) -> np.ndarray:
-    """Exponential moving average over 1/50 of the curve, corrected at its start (Kingma and Ba 2015)."""
-    keep = 1 - 1 / max(1.0, len(loss) / 50)
-    mean, out = 0.0, np.empty(len(loss))
-    for i, value in enumerate(loss):
-        mean = keep * mean + (1 - keep) * value
-        out[i] = mean / (1 - keep ** (i + 1))
-    return out
+    """Centred moving average over 1/50 of the curve; at the ends, over the part of the window that is there.
+
+    Centred, it does not lag: an average of the past alone lies above a falling loss, and so above the
+    validation's.
+    """
+    window = np.ones(1 + 2 * (len(loss) // 100))
+    return np.convolve(loss, window, "same") / np.convolve(np.ones(len(loss)), window, "same")
 
 
 def labels(curves: list[Curve]) -> list[str]:
@@ -116,13 +114,12 @@ def labels(curves: list[Curve]) -> list[str]:
 
 
 def _styles(curves: list[Curve]) -> list[tuple[str, str]]:
-    others = sorted({c.attention for c in curves} - COLOURS.keys())
-    colours = COLOURS | {name: SPARE_COLOURS[i % len(SPARE_COLOURS)] for i, name in enumerate(others)}
+    colour = colours(sorted({c.attention for c in curves}))
     seen: dict[str, int] = {}
     styles = []
     for curve in curves:
         turn = seen[curve.attention] = seen.get(curve.attention, -1) + 1
-        styles.append((colours[curve.attention], DASHES[turn % len(DASHES)]))
+        styles.append((colour[curve.attention], DASHES[turn % len(DASHES)]))
     return styles
 
 

@@ -8,8 +8,23 @@ backward pass has nothing left to compute, so that the FLOPs are those of the pl
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+
+from lingpt.models import GPT
 
 PIECE_ELEMENTS = 2**26  # logits at a time: 256 MB in fp32
+
+
+class NextTokenLoss(nn.Module):
+    """`[B, N+1]` token ids → the sum over B·N targets of −log p(token | the ones before), nats."""
+
+    def __init__(self, gpt: GPT) -> None:
+        super().__init__()
+        self.gpt = gpt
+
+    def forward(self, block_BN1: torch.Tensor) -> torch.Tensor:
+        hidden_BNC = self.gpt.hidden(block_BN1[:, :-1])
+        return cross_entropy_sum(hidden_BNC, self.gpt.lm_head.weight, block_BN1[:, 1:])
 
 
 def cross_entropy_sum(

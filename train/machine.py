@@ -1,8 +1,11 @@
 """What a run will run on: devices, precision, and whether the machine can carry it at all."""
 
+import contextlib
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 
@@ -12,7 +15,8 @@ from lingpt.train.config import Recipe, TrainConfig
 from lingpt.train.loss import PIECE_ELEMENTS
 from lingpt.train.throughput import DEVICES, peak_flops
 
-PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+Precision = Literal["32-true", "bf16-mixed", "bf16-true"]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 STATED_MFU = 0.4  # for estimates of how long a run takes
 _CPU_CORE_FLOPS = 5e10  # what a core reaches in fp32, generously
 _PATIENCE_DAYS = 7.0
@@ -25,7 +29,7 @@ class Machine:
     accelerator: str
     devices: int
     num_nodes: int
-    precision: str
+    precision: Precision
     name: str
     memory: int
 
@@ -54,15 +58,16 @@ def choose_machine(config: TrainConfig) -> Machine:
     else:
         name, bf16 = f"CPU ({os.cpu_count()} cores)", False
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    precision = ("bf16-mixed" if bf16 else "32-true") if config.precision == "auto" else config.precision
-    if precision not in PRECISIONS:
-        raise UserError(f"unknown precision {precision!r}: use auto, {', '.join(PRECISIONS)}")
-    return Machine(accelerator, devices, config.num_nodes, precision, name, memory)
+    wanted = ("bf16-mixed" if bf16 else "32-true") if config.precision == "auto" else config.precision
+    for precision in PRECISIONS:
+        if precision == wanted:
+            return Machine(accelerator, devices, config.num_nodes, precision, name, memory)
+    raise UserError(f"unknown precision {wanted!r}: use auto, {', '.join(PRECISIONS)}")
 
 
 def memory_needed(
     config: Config, recipe: Recipe, precision: str, micro_batch_size: int | None = None
-) -> dict:
+) -> dict[str, int]:
     """Bytes a device needs at the peak of a step, by what they hold, and their `total`."""
     return memory_estimate(
         config,
@@ -97,19 +102,29 @@ def check_machine(machine: Machine, config: Config, recipe: Recipe) -> None:
         return
     on_gpu = memory_needed(config, recipe, "bf16-mixed", 1)["total"]
     card = min((d for d in DEVICES if fits(on_gpu, d.memory)), key=lambda d: d.memory, default=DEVICES[0])
-    reason = (
-        f"{need / 1e9:.0f} GB of memory, and it has {machine.memory / 1e9:.0f}"
-        if too_large
-        else f"about {duration(days * 86400)}"
-    )
+    time_on_card = duration(flops / (card.bf16 * STATED_MFU))
+    reason = f"about {duration(days * 86400)}"
+    if too_large:
+        reason = f"{need / 1e9:.0f} GB of memory, and it has {machine.memory / 1e9:.0f}"
     raise UserError(
-        f"{recipe.model.name} needs a GPU: this machine has none, and on its {os.cpu_count()} cores the "
-        f"run would need "
-        f"{reason}; it needs one with {math.ceil(on_gpu / 1e9)} GB or more (such as {card.name}: about "
-        f"{duration(flops / (card.bf16 * STATED_MFU))} at {STATED_MFU:.0%} MFU); `--train.dry_run true` "
-        f"shows the plan, "
-        "and the recipe `demo` trains here"
+        f"{recipe.model.name} needs a GPU: this machine has none, and on its {os.cpu_count()} cores the run "
+        f"would need {reason}; it needs one with {math.ceil(on_gpu / 1e9)} GB or more (such as {card.name}: "
+        f"about {time_on_card} at {STATED_MFU:.0%} MFU); `--train.dry_run true` shows the plan, and the "
+        "recipe `demo` trains here"
     )
+
+
+@contextlib.contextmanager
+def out_of_memory(micro_batch_size: int) -> Iterator[None]:
+    """Turns a GPU's running out of memory into a UserError that says what to lower."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        smaller = f"--train.micro_batch_size {micro_batch_size // 2}"
+        fix = smaller if micro_batch_size > 1 else "a smaller model or shorter sequences"
+        raise UserError(
+            f"the GPU's memory is too small for micro-batches of {micro_batch_size}: try {fix}"
+        ) from error
 
 
 def duration(seconds: float) -> str:

@@ -1,5 +1,7 @@
 """`DRY=1`: what a run would be, before anything is built, downloaded or allocated."""
 
+import torch
+
 from lingpt.data import cache_size
 from lingpt.models import GPT, Config
 from lingpt.train.config import Recipe
@@ -11,53 +13,44 @@ SHOWN = ("RTX A6000", "A100 40GB", "A100 80GB", "H100 SXM", "H200")
 
 def format_plan(recipe: Recipe, machine: Machine, config: Config) -> str:
     """The plan as text: parameters, FLOPs, memory, tokens, steps, disk, and how long on known devices."""
-    import torch
-
     with torch.device("meta"):
         gpt = GPT(config)
-    t, n = recipe.train, gpt.num_parameters()
-    precision = (
-        machine.precision
-        if machine.accelerator == "cuda"
-        else "bf16-mixed"
-        if t.precision == "auto"
-        else t.precision
-    )
+    t, data, world_size = recipe.train, recipe.data, machine.world_size
+    on_gpu = "bf16-mixed" if t.precision == "auto" else t.precision
+    precision = machine.precision if machine.accelerator == "cuda" else on_gpu
     tokens = recipe.total_steps * recipe.tokens_per_step
     flops = run_flops(config, recipe)
     need = memory_needed(config, recipe, precision)
     parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in need.items() if name != "total")
-    weights = 2 if precision == "bf16-true" else 4
-    one = n * weights * 3
-    cache = cache_size(recipe.data.source, config.padded_vocab_size)
-    accumulated = t.global_batch_size // (t.micro_batch_size * machine.world_size)
+    checkpoint = gpt.num_parameters() * (2 if precision == "bf16-true" else 4) * 3  # AdamW has two moments
+    most = checkpoint * (t.keep_checkpoints + 1)
+    accumulated = t.global_batch_size // (t.micro_batch_size * world_size)
+    about = {
+        "model": f"{gpt.num_parameters():,} parameters; {gpt.flops_per_token(data.seq_len) / 1e9:.3g} GFLOP "
+        "per token (forward and backward)",
+        "data": f"{data.source}, sequences of {data.seq_len:,} tokens, tokenizer "
+        f"{data.tokenizer or 'of the embedded corpus'}",
+        "batch": f"{t.global_batch_size} sequences = {recipe.tokens_per_step:,} tokens a step: {world_size} "
+        f"device{'s' if world_size > 1 else ''} × micro-batch {t.micro_batch_size} × {accumulated} "
+        "accumulated",
+        "run": f"{recipe.total_steps:,} steps, {tokens / 1e9:.3g} B tokens, {flops:.3g} FLOP",
+        "memory": f"{need['total'] / 1e9:.1f} GB a device at micro-batch {t.micro_batch_size}, {precision}, "
+        f"estimated (GB: {parts})",
+        "disk": f"{checkpoint / 1e9:.2g} GB a checkpoint, {most / 1e9:.2g} GB at most while saving (keep "
+        f"{t.keep_checkpoints}); token cache {cache_size(data.source, config.padded_vocab_size)}",
+        "here": _here(machine, need["total"]),
+    }
+    micro_batch = f"at micro-batch {t.micro_batch_size}"
+    shown = [next(device for device in DEVICES if device.name == name) for name in SHOWN]
     lines = [
-        f"{recipe.run_name}: {recipe.model.name} with {recipe.attention}; nothing is trained, this is a "
-        f"dry run",
+        f"{recipe.run_name}: {recipe.model.name} with {recipe.attention_label}; nothing is trained, this is "
+        "a dry run",
         "",
-        f"model      {n:,} parameters; {gpt.flops_per_token(recipe.data.seq_len) / 1e9:.3g} GFLOP per token "
-        "(forward and backward)",
-        f"data       {recipe.data.source}, sequences of {recipe.data.seq_len:,} tokens, tokenizer "
-        f"{recipe.data.tokenizer or 'of the embedded corpus'}",
-        f"batch      {t.global_batch_size} sequences = {recipe.tokens_per_step:,} tokens a step: "
-        f"{machine.world_size} "
-        f"device{'s' if machine.world_size > 1 else ''} × micro-batch {t.micro_batch_size} × {accumulated} "
-        f"accumulated",
-        f"run        {recipe.total_steps:,} steps, {tokens / 1e9:.3g} B tokens, {flops:.3g} FLOP",
-        f"memory     {need['total'] / 1e9:.1f} GB a device at micro-batch {t.micro_batch_size}, "
-        f"{precision}, estimated "
-        f"(GB: {parts})",
-        f"disk       {one / 1e9:.2g} GB a checkpoint, {one * (t.keep_checkpoints + 1) / 1e9:.2g} GB at most "
-        f"while saving (keep {t.keep_checkpoints}); token cache {cache}",
-        f"here       {_here(machine, need['total'])}",
+        *(f"{name:<10} {text}" for name, text in about.items()),
         "",
-        f"{'device':<12} {'memory':>7}  {'at micro-batch ' + str(t.micro_batch_size):<17} "
-        f"{'largest micro-batch':<20} "
-        f"{'1 device':>10} {'8 devices':>10}   at {STATED_MFU:.0%} MFU",
-    ]
-    lines += [
-        _row(device, recipe, machine.world_size, config, precision, need["total"], flops)
-        for device in _shown()
+        f"{'device':<12} {'memory':>7}  {micro_batch:<17} {'largest micro-batch':<20} {'1 device':>10} "
+        f"{'8 devices':>10}   at {STATED_MFU:.0%} MFU",
+        *(_row(device, recipe, world_size, config, precision, need["total"], flops) for device in shown),
     ]
     if rate := tokens_per_second(STATED_MFU, flops / tokens, machine):
         lines += ["", f"here: {rate / 1e3:.1f} k tokens/s at {STATED_MFU:.0%} MFU, {duration(tokens / rate)}"]
@@ -68,10 +61,6 @@ def tokens_per_second(used: float, flops_per_token: float, machine: Machine) -> 
     """Tokens/s of this machine at an MFU of `used`, or None where its peak is not known."""
     full = mfu(1.0, flops_per_token, machine.peak, machine.world_size)
     return used / full if full else None
-
-
-def _shown() -> list[Device]:
-    return [next(d for d in DEVICES if d.name == name) for name in SHOWN]
 
 
 def _row(

@@ -3,10 +3,12 @@
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,9 +17,16 @@ import yaml
 
 from lingpt.cli import main as cli
 from lingpt.cli.main import main
-from lingpt.train import read_metrics
+from lingpt.common.run_folder import read_metrics
 
-LINGPT = [str(Path(sys.executable).with_name("lingpt"))]
+ROOT = Path(cli.__file__).parent.parent
+# Ctrl-C interrupts the command, also where the tests were started with SIGINT ignored, in the background.
+LAUNCH = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+LINGPT = [sys.executable, "-P", "-c", LAUNCH, str(Path(sys.executable).with_name("lingpt"))]
 
 
 @pytest.fixture
@@ -158,6 +167,25 @@ def test_a_full_disk_is_one_line(project, capsys, monkeypatch):
     )
 
 
+def test_a_missing_package_is_one_line_with_its_extra(capsys, monkeypatch):
+    def import_module(name):
+        raise ModuleNotFoundError("No module named 'lm_eval'", name="lm_eval.api")
+
+    monkeypatch.setattr(cli.importlib, "import_module", import_module)
+    assert complaint(capsys, "eval") == "lingpt: lm_eval is not installed: pip install 'lingpt[eval]'"
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "lingpt.cli.train", None)
+    with pytest.raises(ModuleNotFoundError):  # a file of ours that is missing is a bug
+        main(["train"])
+
+
+@pytest.mark.parametrize("extra", ["train", "eval"])
+def test_the_extras_are_those_of_pyproject(extra):
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    packages = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in extras[extra]} - {"lingpt"}
+    assert packages == {package for package, name in cli.EXTRAS.items() if name == extra}
+
+
 def test_a_bug_keeps_its_traceback(project, monkeypatch):
     """Only a user's mistakes become one line; LINGPT_TRACEBACK shows what is behind these."""
     monkeypatch.setattr("lingpt.train.loop.Run.step", lambda *_: 1 / 0)
@@ -186,10 +214,18 @@ def command(project: Path, *argv: str) -> subprocess.Popen:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_leaves_and_says_how_to_go_on(project, number, capsys):
+@pytest.mark.parametrize(
+    ("number", "options"),
+    [
+        (signal.SIGINT, []),
+        (signal.SIGTERM, []),
+        # Only the first of the two gets it: the other one stops at the same step.
+        (signal.SIGTERM, ["--train.devices", "2", "--train.micro_batch_size", "2"]),
+    ],
+)
+def test_a_signal_saves_leaves_and_says_how_to_go_on(project, number, options, capsys):
     """A real process, a real signal: exit 130, one line with the command, a checkpoint to go on from."""
-    process = command(project, "--train.max_steps", "100000", "--train.save_interval", "100000")
+    process = command(project, "--train.max_steps", "100000", "--train.save_interval", "100000", *options)
     metrics = project / "runs/demo-ours/metrics.jsonl"
     for _ in range(1200):
         if metrics.exists() and metrics.stat().st_size:

@@ -2,7 +2,8 @@
 
 import json
 import random
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,23 +12,9 @@ from lingpt.data import DataConfig
 from lingpt.models import ModelArgs
 from lingpt.train import Recipe, TrainConfig
 
-WORDS = [
-    "the",
-    "cat",
-    "sat",
-    "on",
-    "a",
-    "mat",
-    "while",
-    "one",
-    "dog",
-    "ran",
-    "home",
-    "and",
-    "sang",
-    "of",
-    "rain",
-]
+WORDS = (
+    "the", "cat", "sat", "on", "a", "mat", "while", "one", "dog", "ran", "home", "and", "sang", "of", "rain",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -71,3 +58,11 @@ def make_recipe(corpus: DataConfig, tmp_path: Path) -> Callable[..., Recipe]:
         return Recipe(ModelArgs(name="demo", attention="ours"), corpus, config)
 
     return make
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT interrupts, also where the tests run in the background and were started with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from lingpt.common.errors import UserError
+from lingpt.common.run_folder import checkpoints, read_manifest, read_metrics
 from lingpt.models import load_model
-from lingpt.train import checkpoint, read_metrics, train
-from lingpt.train.checkpoint import checkpoints, manifest
+from lingpt.train import checkpoint, train
 
 
 def names(folder) -> list[str]:
@@ -29,9 +29,8 @@ def test_a_checkpoint_is_a_model_folder_with_its_tokenizer(make_recipe):
     newest = checkpoints(train(make_recipe()))[-1]
     assert load_model(newest, attention="ours").num_parameters() > 0
     assert (newest / "tokenizer.json").is_file()
-    assert {"model.safetensors", "config.json", "tokenizer.json", "train_state.pt"} <= manifest(newest)[
-        "files"
-    ].keys()
+    files = read_manifest(newest)["files"]
+    assert {"model.safetensors", "config.json", "tokenizer.json", "train_state.pt"} <= files.keys()
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "train_state.pt", "manifest.json"])
@@ -77,9 +76,11 @@ def test_a_full_disk_is_one_line_and_leaves_the_older_ones(make_recipe, monkeypa
     assert names(folder)[-1] == "step-00000006"
 
 
-def test_a_killed_save_leaves_nothing_that_passes_for_whole(make_recipe):
+@pytest.mark.parametrize("name", [".step-00000006.partial", ".step-00000006.x1y2z3.partial"])
+def test_a_killed_save_leaves_nothing_that_passes_for_whole(make_recipe, name):
+    """Neither this version's, nor an older one's."""
     folder = train(make_recipe(max_steps=3))
-    partial = folder / "checkpoints/.step-00000006.partial"
+    partial = folder / "checkpoints" / name
     partial.mkdir()
     (partial / "model.safetensors").write_bytes(b"half")
     train(make_recipe())
@@ -102,7 +103,7 @@ def test_longer_is_allowed(make_recipe):
     assert names(folder)[-1] == "step-00000005"
 
 
-def test_never_starts_anew_and_loses_nothing(make_recipe, capsys):
+def test_never_starts_from_scratch_and_loses_nothing(make_recipe, capsys):
     folder = train(make_recipe(max_steps=3))
     train(make_recipe(max_steps=3, resume="never", learning_rate=2e-3))
     assert (folder.parent / "demo-ours.old-1/checkpoints/step-00000003/manifest.json").exists()
@@ -136,7 +137,7 @@ def test_other_data_is_refused(make_recipe):
     """The same file name with other text in it would train on other samples without a word."""
     folder = train(make_recipe(max_steps=3))
     path = checkpoints(folder)[-1] / "manifest.json"
-    told = json.loads(path.read_text())
-    path.write_text(json.dumps(told | {"data_fingerprint": "0123456789abcdef"}))
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps(manifest | {"data_fingerprint": "0123456789abcdef"}))
     with pytest.raises(UserError, match="other data"):
         train(make_recipe())

@@ -7,8 +7,9 @@ import pytest
 import yaml
 
 from lingpt.common.errors import UserError
+from lingpt.common.palette import COLOURS
 from lingpt.train import draw_curves, format_table
-from lingpt.train.curves import COLOURS, labels, read_curve, smooth
+from lingpt.train.curves import labels, read_curve, smooth
 
 
 def write_run(folder, attention, seconds_per_step, val, model="demo"):
@@ -87,6 +88,15 @@ def test_smoothing_keeps_a_constant_and_follows_a_fall():
     np.testing.assert_allclose(smooth(np.full(500, 3.0)), 3.0)
     falling = np.linspace(5, 3, 500)
     assert np.abs(smooth(falling) - falling).max() < 0.1
+
+
+def test_smoothing_does_not_lag_and_takes_noise_away():
+    """Of a line it is the line, but where the window is cut off; of noise, a fraction, also at the ends."""
+    falling = np.linspace(5, 3, 500)
+    np.testing.assert_allclose(smooth(falling)[5:-5], falling[5:-5])
+    noise = np.random.default_rng(0).normal(size=5000)
+    assert smooth(noise).std() < 0.2 and np.abs(smooth(noise)[[0, -1]]).max() < 0.5
+    assert len(smooth(noise[:3])) == 3
 
 
 def test_a_crash_mid_line_and_null_losses_are_passed_over(tmp_path):

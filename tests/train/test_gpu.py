@@ -4,8 +4,9 @@ import time
 
 import pytest
 
+from lingpt.common.run_folder import read_metrics
 from lingpt.models import ATTENTIONS
-from lingpt.train import read_metrics, train
+from lingpt.train import train
 
 
 @pytest.mark.gpu

@@ -12,18 +12,20 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from lingpt.common.errors import UserError
+from lingpt.common.run_folder import read_metrics
 from lingpt.data import prepare
 from lingpt.models import ATTENTIONS
-from lingpt.train import loop, read_metrics, train
+from lingpt.train import loop, loss, train
 from lingpt.train.machine import choose_machine
+from lingpt.train.parallel import Parallel
+from lingpt.train.signals import Stop
 
 
 def start(recipe) -> loop.Run:
     """A run that has begun but not trained."""
-    machine, config = choose_machine(recipe.train), loop.model_config(recipe)
-    dataset = prepare(recipe.data, progress=False)
+    machine, dataset = choose_machine(recipe.train), prepare(recipe.data, progress=False)
     recipe.run_folder.mkdir(parents=True, exist_ok=True)
-    return loop.Run(recipe, machine, config, dataset, loop.make_fabric(machine), None)
+    return loop.Run(recipe, machine, recipe.model.config(), dataset, Parallel(machine), None)
 
 
 def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -52,7 +54,7 @@ def test_accumulation_gives_the_loss_and_gradients_of_one_large_batch(make_recip
     """Against a plain mean over all tokens of the global batch, however it is cut."""
     run = start(make_recipe(micro_batch_size=micro_batch_size, grad_clip=1e9))
     run.optimizer.step = lambda: None
-    line = run.step(loop.Stop())
+    line = run.step(Stop())
     gradients = {name: p.grad.clone() for name, p in run.gpt.named_parameters()}
     run.gpt.zero_grad()
     block = run.batches.get(0, range(8))
@@ -66,11 +68,12 @@ def test_accumulation_gives_the_loss_and_gradients_of_one_large_batch(make_recip
 def test_clips_to_the_norm_and_reports_the_one_before(make_recipe):
     run = start(make_recipe(grad_clip=1e-3))
     run.optimizer.step = lambda: None
-    line = run.step(loop.Stop())
+    line = run.step(Stop())
     after = torch.nn.utils.get_total_norm([p.grad for p in run.gpt.parameters()])
     assert line["grad_norm"] > 0.1 and after.item() == pytest.approx(1e-3, rel=1e-3)
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_resume_is_bitwise_equal_to_never_having_stopped(make_recipe, monkeypatch):
     """Stopped by a signal at a step that saves nothing by itself: weights, optimizer, every number."""
     whole = train(make_recipe(name="whole"))
@@ -113,6 +116,21 @@ def test_resume_says_what_it_found_and_cuts_lines_after_the_checkpoint(make_reci
     assert lines[3]["train_time"] > lines[2]["train_time"] == times[2], "the clock does not go on"
     train(make_recipe())
     assert "nothing to train" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_a_signal_between_steps_is_agreed_on_in_the_next_step(make_recipe, monkeypatch):
+    """A rank that left at once, with the signal in its validation, would leave the others waiting for it."""
+    original = loop.Run.validate
+
+    def validate_and_interrupt(self):
+        if self.progress.step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(self)
+
+    monkeypatch.setattr(loop.Run, "validate", validate_and_interrupt)
+    with pytest.raises(KeyboardInterrupt, match=r"stopped and saved at step 4 of 6"):
+        train(make_recipe())
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
@@ -171,12 +189,12 @@ def poison(monkeypatch, steps) -> None:
         self.poisoned = self.progress.step + 1 in steps
         return original(self, stop)
 
-    def loss(hidden, weight, targets):
+    def cross_entropy_sum(hidden, weight, targets):
         value = exact(hidden, weight, targets)
         return value * float("inf") if poisoned_now() else value
 
     runs = []
-    exact, init = loop.cross_entropy_sum, loop.Run.__init__
+    exact, init = loss.cross_entropy_sum, loop.Run.__init__
 
     def remember(self, *args):
         init(self, *args)
@@ -187,7 +205,7 @@ def poison(monkeypatch, steps) -> None:
 
     monkeypatch.setattr(loop.Run, "__init__", remember)
     monkeypatch.setattr(loop.Run, "step", poisoned)
-    monkeypatch.setattr(loop, "cross_entropy_sum", loss)
+    monkeypatch.setattr(loss, "cross_entropy_sum", cross_entropy_sum)
 
 
 def test_a_run_records_what_it_is_made_of(make_recipe):
@@ -218,22 +236,6 @@ def test_init_from_another_attention_says_what_it_took(make_recipe, capsys):
     )
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS)
-def test_one_compilation_serves_all_layers(make_recipe, attention):
-    """Something that differs by layer would compile each anew, and past PyTorch's limit none at all."""
-    from torch._dynamo.testing import CompileCounter
-
-    torch._dynamo.reset()
-    recipe = make_recipe()
-    recipe.model.attention = attention
-    gpt, counter = loop.GPT.create(recipe.model.config(), seed=0), CompileCounter()
-    keys = set(gpt.state_dict())
-    loop.compile_blocks(gpt, backend=counter, fullgraph=True)
-    gpt(torch.zeros(2, 32, dtype=torch.long))
-    assert counter.frame_count == 1
-    assert set(gpt.state_dict()) == keys
-
-
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads through /proc")
 def test_closing_ends_the_process_group_where_it_is_said(make_recipe):
     """Held by DDP, it would end later, with the GIL: now and then gloo's thread waited for that, for ever."""
@@ -248,8 +250,3 @@ def test_closing_ends_the_process_group_where_it_is_said(make_recipe):
     assert gloo_threads()
     run.close()
     assert not gloo_threads()
-
-
-def test_out_of_memory_says_what_to_lower(make_recipe):
-    with pytest.raises(UserError, match=r"--train.micro_batch_size 2"), loop.out_of_memory(make_recipe()):
-        raise torch.OutOfMemoryError("CUDA out of memory")

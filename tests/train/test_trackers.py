@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lingpt.common.run_folder import read_metrics
 from lingpt.train import trackers, train
 
 
@@ -57,8 +58,8 @@ def test_the_offline_record_has_losses_group_and_step_metric(make_recipe, logged
     assert steps["train/loss"] == steps["val/loss"] == "train_time"
     logged = [history(r) for part in records for r in part if r.HasField("history")]
     losses = [row["train/loss"] for row in logged if "train/loss" in row]
-    told = [line for line in trackers.read_metrics(folder) if line["kind"] == "train"]
-    assert losses == pytest.approx([line["loss"] for line in told])
+    written = [line for line in read_metrics(folder) if line["kind"] == "train"]
+    assert losses == pytest.approx([line["loss"] for line in written])
     assert all("train_time" in row for row in logged) and any("val/loss" in row for row in logged)
 
 
@@ -91,7 +92,7 @@ def test_wandb_failing_does_not_end_the_run(make_recipe, monkeypatch, capsys):
     monkeypatch.setattr(wandb, "init", fail)
     folder = train(make_recipe(wandb=True, max_steps=2))
     assert "wandb does not start (no service)" in capsys.readouterr().out
-    assert trackers.read_metrics(folder)[-1]["step"] == 2
+    assert read_metrics(folder)[-1]["step"] == 2
 
 
 def test_numbers_that_are_not_finite_stay_valid_json(tmp_path):

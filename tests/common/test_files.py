@@ -1,0 +1,67 @@
+"""Files: whole or not at all, whenever the writer fails."""
+
+import errno
+import os
+
+import pytest
+
+from lingpt.common.errors import UserError
+from lingpt.common.files import (
+    new_folder,
+    read_json,
+    read_yaml,
+    remove_partial,
+    replacing,
+    write_errors,
+    write_json,
+    write_text,
+)
+
+
+def test_a_file_is_replaced_whole_or_stays(tmp_path):
+    path = tmp_path / "new" / "file.json"
+    write_json(path, {"é": path})
+    assert read_json(path) == {"é": str(path)} and path.stat().st_mode & 0o777 == 0o644
+    with pytest.raises(RuntimeError), replacing(path) as temporary:
+        temporary.write_text("half")
+        raise RuntimeError("killed")
+    assert read_json(path) == {"é": str(path)}
+    assert os.listdir(path.parent) == ["file.json"], "something is left"
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path):
+    with pytest.raises(RuntimeError), new_folder(tmp_path / "folder") as folder:
+        (folder / "a").write_text("half")
+        raise RuntimeError("killed")
+    assert os.listdir(tmp_path) == []
+    with new_folder(tmp_path / "folder") as folder:
+        (folder / "a").write_text("all")
+        assert os.listdir(tmp_path) == [folder.name] != ["folder"]
+    assert (tmp_path / "folder/a").read_text() == "all" and os.listdir(tmp_path) == ["folder"]
+
+
+def test_what_killed_writers_left_is_removed_and_nothing_else(tmp_path):
+    for name in (".step-1.partial", ".step-2.a8.partial", ".other.partial", "step-1"):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".step-3.partial").touch()
+    remove_partial(tmp_path, "step-")
+    assert sorted(os.listdir(tmp_path)) == [".other.partial", "step-1"]
+
+
+def test_a_failing_disk_is_one_line(tmp_path):
+    line = r"cannot write to .*file \(No space left on device\).*: buy a disk"
+    with pytest.raises(UserError, match=line), write_errors(tmp_path / "file", "buy a disk"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(("read", "text"), [(read_json, "{"), (read_yaml, "a: [1\n")])
+def test_what_cannot_be_read_is_one_line_with_the_file(tmp_path, read, text):
+    with pytest.raises(UserError, match=r"cannot read .*nowhere: No such file"):
+        read(tmp_path / "nowhere")
+    write_text(tmp_path / "broken", text)
+    with pytest.raises(UserError, match=r"broken is .*no (JSON|YAML)") as error:
+        read(tmp_path / "broken")
+    assert "\n" not in str(error.value)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(UserError, match=r"binary is"):
+        read(tmp_path / "binary")

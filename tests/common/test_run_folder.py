@@ -1,0 +1,57 @@
+"""A run's folder: what counts as a checkpoint, and in which order."""
+
+import pytest
+
+from lingpt.common.errors import UserError
+from lingpt.common.run_folder import (
+    attention_label,
+    broken_checkpoints,
+    checkpoint_folder,
+    checkpoint_step,
+    checkpoints,
+    newest_checkpoint,
+    read_config,
+    read_manifest,
+    read_metrics,
+    write_manifest,
+)
+
+
+def write_checkpoint(run, step):
+    folder = checkpoint_folder(run, step)
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"12345678")
+    write_manifest(folder, {"step": step})
+    return folder
+
+
+def test_whole_checkpoints_are_found_in_the_order_of_their_steps(tmp_path):
+    """Steps of more digits than the names have come last; other folders are not looked at."""
+    assert checkpoints(tmp_path) == [] and newest_checkpoint(tmp_path) is None
+    folders = [write_checkpoint(tmp_path, step) for step in (300, 2_000_000_000, 5)]
+    (tmp_path / "checkpoints/abandoned-step-00000400").mkdir()
+    (tmp_path / "checkpoints/.step-00000500.partial").mkdir()
+    assert [checkpoint_step(folder) for folder in checkpoints(tmp_path)] == [5, 300, 2_000_000_000]
+    assert newest_checkpoint(tmp_path) == folders[1] and read_manifest(folders[1])["step"] == 2_000_000_000
+    assert checkpoint_step(tmp_path) is None
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"files": 3}', '{"files": {"model.safetensors": 7}}'])
+def test_a_checkpoint_with_another_manifest_is_broken(tmp_path, text):
+    folder = write_checkpoint(tmp_path, 5)
+    (folder / "manifest.json").write_text(text)
+    assert checkpoints(tmp_path) == [] and broken_checkpoints(tmp_path) == [folder]
+
+
+def test_labels():
+    assert attention_label("ours") == "ours"
+    assert attention_label(["ours", "softmax", "ours"]) == "ours+softmax"
+
+
+def test_metrics_end_where_a_crash_cut_them_and_a_config_has_keys(tmp_path):
+    assert read_metrics(tmp_path) == []
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
+    (tmp_path / "config.yaml").write_text("- 1\n")
+    with pytest.raises(UserError, match=r"config.yaml does not hold a run's recipe"):
+        read_config(tmp_path)

@@ -1,0 +1,81 @@
+"""What a run was made with, recorded in its folder at each start."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from lingpt.common.files import read_json, write_errors, write_json, write_text
+from lingpt.common.run_folder import CONFIG, ENVIRONMENT
+from lingpt.train.config import Recipe
+from lingpt.train.machine import Machine
+
+_PACKAGES = (
+    "lingpt", "torch", "lightning", "litgpt", "transformers", "datasets", "tokenizers", "lm-eval", "wandb",
+    "numpy", "cuda-core", "fla-core",
+)  # fmt: skip
+
+
+def record_start(recipe: Recipe, machine: Machine, data: dict[str, Any]) -> None:
+    """Writes the resolved recipe and the environment; earlier starts of the same run stay in the latter.
+
+    data: what the dataset says of itself. Raises UserError where the folder cannot be written.
+    """
+    folder = recipe.run_folder
+    path, earlier = folder / ENVIRONMENT, []
+    if path.exists():
+        before = read_json(path)
+        earlier = [*before.pop("earlier", []), before]
+    hardware = asdict(machine) | {"world_size": machine.world_size}
+    with write_errors(folder, "free some space, or choose another place with --train.out_dir"):
+        write_text(folder / CONFIG, yaml.safe_dump(recipe.to_dict(), sort_keys=False, allow_unicode=True))
+        write_json(path, {**environment(), "hardware": hardware, "data": data, "earlier": earlier})
+
+
+def environment() -> dict[str, Any]:
+    """When, with what, from which source, and by which command."""
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu_count": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "cuda": torch.version.cuda,
+        "versions": {package: _version(package) for package in _PACKAGES},
+        "git": git_revision(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def git_revision() -> dict[str, Any] | None:
+    """Revision of LinGPT's source and whether it has changes, or None outside a git checkout."""
+    root = Path(__file__).resolve().parent.parent
+    git = ["git", "-C", str(root)]
+    try:
+        if Path(_output([*git, "rev-parse", "--show-toplevel"])) != root:
+            return None
+        return {
+            "revision": _output([*git, "rev-parse", "HEAD"]),
+            "dirty": bool(_output([*git, "status", "--porcelain"])),
+        }
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _output(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()

@@ -1,0 +1,42 @@
+"""The model that a run trains: new, from other weights, or from the checkpoint that the run goes on from."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lingpt.common.errors import UserError
+from lingpt.models import GPT, Config, load_model, load_weights
+from lingpt.train.config import Recipe
+from lingpt.train.parallel import print_rank0
+
+
+def model_config(recipe: Recipe) -> Config:
+    """The model's config, once the sequence is known to fit it."""
+    config = recipe.model.config()
+    if recipe.data.seq_len > config.block_size:
+        raise UserError(
+            f"data.seq_len {recipe.data.seq_len} is longer than the block size {config.block_size} of "
+            f"{recipe.model.name}: lower it, or raise --model.block_size"
+        )
+    return config
+
+
+def make_model(recipe: Recipe, config: Config, checkpoint: Path | None, device: torch.device) -> GPT:
+    """The model on `device`, its blocks compiled where the recipe asks for that; the same on every rank."""
+    t = recipe.train
+    if checkpoint:
+        gpt = load_model(checkpoint, attention=recipe.model.attention, device=device)
+    else:
+        gpt = GPT.create(config, t.seed, device)
+        if t.init_from:
+            print_rank0(f"init_from: {load_weights(gpt, t.init_from)}")
+    if t.compile == "always" or (t.compile == "auto" and device.type == "cuda"):
+        compile_blocks(gpt)
+    return gpt
+
+
+def compile_blocks(gpt: GPT, **options: Any) -> None:
+    """torch.compile, block by block and in place: one compilation serves all layers, and no key changes."""
+    for block in gpt.blocks:
+        block.compile(dynamic=False, **options)

@@ -1,0 +1,172 @@
+"""The processes of a run: the one place that knows how many there are, and how they work together.
+
+Every process runs the same loop and makes the same calls of `Parallel` and of the wrapped module, in the same
+order, because most of them wait for all the others. Each process holds the whole model now (DDP). Sharding it
+(FSDP2) is another strategy and another `wrap`, `clip_gradients`, `whole_state` and `load_optimizer`; the loop
+stays as it is.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+
+from lingpt.common.errors import UserError
+from lingpt.train.machine import Machine
+
+T = TypeVar("T")
+
+
+class Parallel:
+    """One process's view of them all. Making it starts the others."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.fabric = Fabric(
+            accelerator=machine.accelerator,
+            devices=machine.devices,
+            num_nodes=machine.num_nodes,
+            strategy=_ddp() if machine.world_size > 1 else "auto",
+            precision=machine.precision,
+        )
+        self.fabric.launch()
+
+    @property
+    def rank(self) -> int:
+        return self.fabric.global_rank
+
+    @property
+    def world_size(self) -> int:
+        return self.fabric.world_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.fabric.device
+
+    def seed(self, seed: int) -> None:
+        """Seeds the global random generators, each rank's with another seed."""
+        self.fabric.seed_everything(seed + self.rank, verbose=False)
+
+    # -- the model ------------------------------------------------------------------------------------------
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """`module` over all processes, in the run's precision. Its optimizer is made after this."""
+        return self.fabric.setup_module(module)
+
+    def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        wrapped = self.fabric.setup_optimizers(optimizer)
+        assert isinstance(wrapped, torch.optim.Optimizer)
+        return wrapped
+
+    def accumulate(self, module: nn.Module, enabled: bool) -> AbstractContextManager:
+        """Around a forward and a backward pass whose gradients stay on this rank, where it is enabled."""
+        return self.fabric.no_backward_sync(module, enabled=enabled and self.world_size > 1)
+
+    def backward(self, loss_sum: torch.Tensor, count: int) -> None:
+        """Adds this rank's part of the gradient of (the sum of all ranks' `loss_sum`) / `count`."""
+        # DDP takes the mean over ranks; the factor makes it the sum.
+        self.fabric.backward(loss_sum * (self.world_size / count))
+
+    def clip_gradients(self, module: nn.Module, max_norm: float) -> torch.Tensor:
+        """Scales the gradients down to `max_norm` over all parameters; returns the norm before, a scalar."""
+        return nn.utils.clip_grad_norm_(module.parameters(), max_norm)
+
+    def whole_state(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
+        """Weights and optimizer state as if there were one process, for rank zero to write."""
+        return module.state_dict(), optimizer.state_dict()
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: dict) -> None:
+        """Sets the optimizer to a state of `whole_state`."""
+        optimizer.load_state_dict(state)
+
+    def autocast(self) -> AbstractContextManager:
+        """The run's precision, for a module that is not wrapped."""
+        return self.fabric.autocast()
+
+    # -- the data -------------------------------------------------------------------------------------------
+
+    def pieces(self, n: int, size: int) -> Iterator[tuple[range, bool]]:
+        """This rank's share of `n` items in pieces of `size`, and whether a piece counts.
+
+        Every rank gets as many pieces, since all must make the same calls. Where the items run out, that is
+        the first piece of all once more (a shape that is compiled already), and it does not count.
+        """
+        rounds = -(-n // (size * self.world_size))
+        for i in range(rounds):
+            start = (self.rank * rounds + i) * size
+            piece = range(n)[start : start + size]
+            yield piece or range(n)[:size], bool(piece)
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.device.type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)
+
+    # -- agreement ------------------------------------------------------------------------------------------
+
+    def sum(self, *values: torch.Tensor | float) -> list[float]:
+        """Each value summed over all ranks, in float64. Waits for the device."""
+        own = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in values]
+        return self.fabric.strategy.all_reduce(torch.stack(own), reduce_op="sum").tolist()
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's `value`, by rank."""
+        if self.world_size == 1:
+            return [value]
+        everyone = [value] * self.world_size
+        dist.all_gather_object(everyone, value)
+        return everyone
+
+    def on_rank_zero(self, function: Callable[[], T]) -> T:
+        """`function()` on rank zero; its result, or its UserError, on all ranks: none is left waiting."""
+        result, error = None, None
+        if self.rank == 0:
+            try:
+                result = function()
+            except UserError as failed:
+                error = str(failed)
+        result, error = self.fabric.broadcast((result, error))
+        if error is not None:
+            raise UserError(error)
+        return result
+
+    def close(self) -> None:
+        """Ends the group of processes. Nobody may hold the wrapped module any more.
+
+        DDP's reducer must not be the last to hold the group: it would destroy it with the GIL held, and
+        gloo's thread, which is waited for there, may be waiting for the GIL.
+        """
+        if dist.is_available() and dist.is_initialized():
+            self.fabric.barrier()
+            dist.destroy_process_group()
+
+
+def _ddp() -> DDPStrategy:
+    # Fabric builds DDP on a stream of its own, and autograd's last nodes stay there: harmless.
+    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+    # The buffers are constants: no need to broadcast them at every forward. PyTorch 2.13 renamed the option.
+    known = inspect.signature(DistributedDataParallel).parameters
+    broadcast = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    options: dict[str, Any] = {broadcast: False, "gradient_as_bucket_view": True}
+    return DDPStrategy(**options)
+
+
+def print_rank0(message: str, end: str = "\n") -> None:
+    """To stdout, around the progress bar, from the first process alone; also before there are others."""
+    if rank_zero_only.rank == 0:
+        tqdm.write(message, end=end)
+        sys.stdout.flush()
+
+
+def progress_bar(iterable: Iterable[T] | None = None, **options: Any) -> tqdm:
+    """tqdm's, drawn by the first process alone, and only on a terminal."""
+    return tqdm(iterable, disable=None if rank_zero_only.rank == 0 else True, **options)

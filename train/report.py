@@ -1,0 +1,88 @@
+"""What a run tells its user: when it starts, while it trains, when it stops, and what came out."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lingpt.common.files import write_errors, write_text
+from lingpt.common.run_folder import CURVES, SAMPLES, newest_checkpoint, read_metrics
+from lingpt.data import Dataset, baseline_loss
+from lingpt.models import GPT, generate, load_model
+from lingpt.train.config import Recipe
+from lingpt.train.curves import draw_curves
+from lingpt.train.machine import Machine, duration
+from lingpt.train.parallel import Parallel, print_rank0
+
+
+def describe(recipe: Recipe, machine: Machine, gpt: GPT, steps: int) -> str:
+    """Model, devices, and what is left to train."""
+    return (
+        f"{recipe.model.name} with {recipe.attention_label}: {gpt.num_parameters() / 1e6:.1f} M parameters "
+        f"on {machine.world_size} × {machine.name}, {machine.precision}; {steps} steps of "
+        f"{recipe.tokens_per_step:,} tokens"
+    )
+
+
+def postfix(line: dict[str, Any]) -> str:
+    """What the progress bar shows of a step."""
+    used = f" · MFU {line['mfu']:.0%}" if line["mfu"] is not None else ""
+    return f"loss {line['loss']:.3f} · {line['tokens_per_second'] / 1e3:.1f} k tokens/s{used}"
+
+
+def diverged(run: Path, step: int, skipped: int) -> str:
+    newest = newest_checkpoint(run)
+    left = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
+    return (
+        f"the loss or the gradient was not finite for {skipped} steps up to step {step}; {left}: lower "
+        "--train.learning_rate, or try --train.precision 32-true, under another --train.name"
+    )
+
+
+def stopped(step: int, total_steps: int) -> str:
+    command = shlex.join(["lingpt", *sys.argv[1:]])
+    return f"stopped and saved at step {step} of {total_steps}; the same command goes on: {command}"
+
+
+def final_report(recipe: Recipe, dataset: Dataset, parallel: Parallel, train_time: float) -> None:
+    """Samples, the validation loss, the curves. From the run's folder, so that rank zero needs no other rank.
+
+    train_time: seconds of training in all.
+    """
+    run, t = recipe.run_folder, recipe.train
+    checkpoint = newest_checkpoint(run)
+    if t.sample_tokens and checkpoint:
+        text = sample_text(load_model(checkpoint, device=parallel.device), dataset, t.sample_tokens, parallel)
+        with write_errors(run / SAMPLES):
+            write_text(run / SAMPLES, text)
+        print_rank0(f"\n{text}\n")
+    validations = [line for line in read_metrics(run) if line["kind"] == "val" and line["loss"] is not None]
+    if validations:
+        last = validations[-1]
+        text = f"validation loss {last['loss']:.4f} nats/token after {last['step']} steps"
+        bigram = baseline_loss(dataset, recipe.validation_blocks(len(dataset.val)))
+        if bigram is not None:
+            text += f"; an interpolated bigram model of the same tokens: {bigram:.4f}"
+        print_rank0(text)
+    draw_curves([run], run / CURVES)
+    print_rank0(f"training took {duration(train_time)}\nrun   {run}\nplot  {run / CURVES}")
+
+
+@torch.no_grad()
+def sample_text(gpt: GPT, dataset: Dataset, max_tokens: int, parallel: Parallel) -> str:
+    """Two samples: a continuation of the first validation tokens, and a document from its beginning."""
+    tokenizer = dataset.tokenizer
+    max_tokens = min(max_tokens, gpt.max_seq_length - 1)
+    opening = dataset.val[0][: max(1, min(32, gpt.max_seq_length - max_tokens))]
+
+    def complete(prompt: torch.Tensor) -> str:
+        with parallel.autocast():
+            ids = generate(gpt, prompt[None].to(parallel.device), max_tokens, temperature=0.8, top_k=50)
+        return tokenizer.decode(ids[0, len(prompt) :].tolist())
+
+    return (
+        f"--- continued ---\n{tokenizer.decode(opening.tolist())}⟨…⟩{complete(opening)}\n"
+        f"--- from the beginning ---\n⟨…⟩{complete(torch.tensor([tokenizer.eos_id]))}"
+    )
