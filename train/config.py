@@ -165,8 +165,11 @@ def _what_divides(batch: int, micro: int, world_size: int) -> str:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """`key: old → new` for each key that a resumed run must keep and in which the configs differ."""
-    old, new = flatten(old), flatten(new)
+    """`key: old → new` for each key that a resumed run must keep and in which the configs differ.
+
+    A key that `old` lacks has its default: the option is newer than the run.
+    """
+    old, new = flatten(Recipe().to_dict()) | flatten(old), flatten(new)
     keys = sorted((old.keys() | new.keys()) - MAY_CHANGE)
     missing = "not there"
     return [

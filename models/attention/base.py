@@ -42,8 +42,9 @@ class Attention(Fp32Constants):
         """The keyword-only parameters of the constructors, by name; a subclass has its base's."""
         found: dict[str, inspect.Parameter] = {}
         for base in reversed(cls.__mro__):
-            parameters = inspect.signature(base.__init__).parameters if "__init__" in vars(base) else {}
-            found |= {n: p for n, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
+            if "__init__" in vars(base):
+                parameters = inspect.signature(vars(base)["__init__"]).parameters
+                found |= {n: p for n, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
         return found
 
     @classmethod

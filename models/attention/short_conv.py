@@ -4,6 +4,8 @@ Linear attention compares a query with single tokens. A few taps bring a key to 
 decides associative recall.
 """
 
+import functools
+
 import torch
 
 WIDTH = 4
@@ -25,7 +27,8 @@ def short_convolution(
     if before is None:
         before = x_BNC.new_zeros(x_BNC.shape[0], K - 1, x_BNC.shape[2])
     padded = torch.cat((before, x_BNC), dim=1)
-    y = sum(weight_KC[k].float() * padded[:, k : k + N].float() for k in range(K))
+    taps = [weight_KC[k].float() * padded[:, k : k + N].float() for k in range(K)]
+    y = functools.reduce(torch.add, taps)
     return y.to(x_BNC.dtype), padded[:, N:]
 
 

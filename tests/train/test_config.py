@@ -57,6 +57,15 @@ def test_differences_name_what_must_stay_and_pass_over_what_may_change():
     assert differences(old, recipe(learning_rate=0.5).to_dict()) == ["train.learning_rate: 0.001 → 0.5"]
 
 
+def test_a_run_from_before_an_option_existed_had_its_default():
+    old = recipe().to_dict()
+    del old["model"]["output_gate"]
+    assert differences(old, recipe().to_dict()) == []
+    changed = recipe().to_dict()
+    changed["model"]["output_gate"] = True
+    assert differences(old, changed) == ["model.output_gate: False → True"]
+
+
 def test_what_may_change_exists():
     """A key renamed in the dataclasses must not stay allowed under its old name."""
     assert flatten(recipe().to_dict()).keys() >= MAY_CHANGE
