@@ -15,7 +15,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
+from importlib.metadata import requires, version
 
 import jsonargparse
 
@@ -29,13 +29,6 @@ VERBS = {  # verb: (module, what it does)
     "kernels": ("lingpt.cli.kernels", "list, compile and test the CUDA kernels"),
     "bench": ("lingpt.cli.bench", "measure the kernels against the baselines"),
 }
-
-# package: the extra of pyproject.toml that installs it
-EXTRAS = dict.fromkeys(
-    ("datasets", "filelock", "httpx", "huggingface_hub", "lightning", "litgpt", "matplotlib", "pyarrow",
-     "safetensors", "tokenizers", "wandb", "zstandard"),
-    "train",
-) | {"lm_eval": "eval"}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -126,18 +119,21 @@ def user_message(error: BaseException) -> str | None:
     if isinstance(error, UserError):
         return " ".join(str(error).split())
     if isinstance(error, ModuleNotFoundError):
-        package = (error.name or "").partition(".")[0]
-        return (
-            f"{package} is not installed: pip install 'lingpt[{EXTRAS[package]}]'"
-            if package in EXTRAS
-            else None
-        )
-    if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("lingpt"):
-        install = "in LinGPT's folder, pip install -e '.[train]' (for `lingpt eval`: '.[eval]')"
-        return f"{error.name} is not installed: {install}"
+        package = str(error.name).partition(".")[0]
+        extra = _extra_with(package)
+        return f"{package} is not installed: pip install 'lingpt[{extra}]'" if extra else None
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" writing {error.filename}" if error.filename else ""
         return f"the disk is full{where}: free some space and run the same command again"
+    return None
+
+
+def _extra_with(package: str) -> str | None:
+    """The extra of pyproject.toml that brings `package`, where one does."""
+    name = re.escape(package.replace("_", "-"))
+    for need in requires("lingpt") or []:
+        if found := re.match(rf"{name}(?![\w\[-]).*extra == .(\w+)", need):
+            return found[1]
     return None
 
 

@@ -3,12 +3,10 @@
 import errno
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,6 @@ from lingpt.cli import main as cli
 from lingpt.cli.main import main
 from lingpt.common.run_folder import read_metrics
 
-ROOT = Path(cli.__file__).parent.parent
 # Ctrl-C interrupts the command, also where the tests were started with SIGINT ignored, in the background.
 LAUNCH = """
 import os, signal, sys
@@ -177,13 +174,6 @@ def test_a_missing_package_is_one_line_with_its_extra(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "lingpt.cli.train", None)
     with pytest.raises(ModuleNotFoundError):  # a file of ours that is missing is a bug
         main(["train"])
-
-
-@pytest.mark.parametrize("extra", ["train", "eval"])
-def test_the_extras_are_those_of_pyproject(extra):
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    packages = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in extras[extra]} - {"lingpt"}
-    assert packages == {package for package, name in cli.EXTRAS.items() if name == extra}
 
 
 def test_a_bug_keeps_its_traceback(project, monkeypatch):
