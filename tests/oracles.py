@@ -226,6 +226,13 @@ def relative(x: Tensor, exact: Tensor) -> float:
     return ((x.double() - exact).norm() / exact.norm()).item()
 
 
+def assert_same(result: tuple, expected: tuple, **tolerance: float) -> None:
+    """Two (o, final state)."""
+    (o, state), (o_expected, state_expected) = result, expected
+    for x, y in zip((o, *state), (o_expected, *state_expected), strict=True):
+        torch.testing.assert_close(x, y, **tolerance)
+
+
 def errors(x: Tensor, exact: Tensor) -> Tensor:
     """Of every number, relative to the RMS of the exact ones."""
     return ((x.double() - exact) / exact.square().mean().sqrt()).flatten()

@@ -6,7 +6,7 @@ import torch
 from lingpt.kernels.linear_attention import LinearAttentionState, linear_attention
 from lingpt.kernels.linear_attention.chunkwise import CHUNK
 from lingpt.tests import oracles
-from lingpt.tests.oracles import FORMS, by_definition, relative
+from lingpt.tests.oracles import FORMS, assert_same, by_definition, relative
 
 AROUND_A_CHUNK = (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 7)
 
@@ -18,13 +18,6 @@ def inputs(N, B=2, H=3, D=8, dtype=torch.float64):
 
 def some_state(normalize_qk=True):
     return oracles.some_state(2, 3, 8, torch.float64, normalize_qk=normalize_qk)
-
-
-def assert_same(result, expected, **tolerance):
-    (o, state), (o_expected, state_expected) = result, expected
-    torch.testing.assert_close(o, o_expected, **tolerance)
-    for x, y in zip(state, state_expected, strict=True):
-        torch.testing.assert_close(x, y, **tolerance)
 
 
 def test_the_reference_is_the_definition():

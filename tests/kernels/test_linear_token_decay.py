@@ -10,50 +10,32 @@ from lingpt.kernels.linear_attention import (
     linear_attention_qkv,
 )
 from lingpt.kernels.linear_attention.chunkwise import CHUNK
+from lingpt.tests import oracles
+from lingpt.tests.oracles import FORMS, assert_same, by_definition, randn
 
 B, H, D = 2, 3, 8
 LENGTHS = (1, 5, CHUNK, CHUNK + 1, 3 * CHUNK + 7)
 RESET = float("-inf")
 
 
-def inputs(N, dtype=torch.float64, seed=0):
+def inputs(N):
     """q, k, v and gates like a model's: log σ(x), around −0.7."""
-    generator = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(B, N, H, D, generator=generator, dtype=torch.float64) for _ in range(3))
-    gate = torch.nn.functional.logsigmoid(torch.randn(B, N, H, generator=generator, dtype=torch.float64))
-    return q.to(dtype), k.to(dtype), v.to(dtype), gate
+    q, k, v, _ = oracles.inputs(B, N, H, D, torch.float64)
+    return q, k, v, torch.nn.functional.logsigmoid(randn(B, N, H, seed=4, dtype=torch.float64))
 
 
-def some_state(seed=9):
-    q, k, v, gate = inputs(11, seed=seed)
-    return linear_attention(q, k, v, log_decay=gate, return_state=True)[1]
-
-
-def assert_same(found, expected, **tolerance):
-    (o, state), (o_expected, state_expected) = found, expected
-    for x, y in zip((o, *state), (o_expected, *state_expected), strict=True):
-        torch.testing.assert_close(x, y, **tolerance)
-
-
-def by_hand(q, k, v, gate, b=1 - 2**-6):
-    """o_i, token by token, by products of the decays themselves."""
-    q, k = q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True)
-    o = torch.zeros_like(v)
-    for i in range(q.shape[1]):
-        w = torch.stack([gate[:, j + 1 : i + 1].exp().prod(1) for j in range(i + 1)], 1)  # [B, j, H]
-        w = w * (1 + b * (q[:, i, None] * k[:, : i + 1]).sum(-1))
-        o[:, i] = (w[..., None] * v[:, : i + 1]).sum(1) / w.sum(1)[..., None]
-    return o
+def some_state():
+    return oracles.some_state(B, H, D, torch.float64)
 
 
 def test_the_reference_is_the_definition():
     q, k, v, gate = inputs(23)
     gate[:, 7] = RESET
     o = linear_attention(q, k, v, log_decay=gate, backend="reference")
-    torch.testing.assert_close(o, by_hand(q, k, v, gate))
+    torch.testing.assert_close(o, by_definition(q, k, v, 1.0, gate.exp()))
 
 
-@pytest.mark.parametrize("backend", ["chunkwise", "recurrent"])
+@pytest.mark.parametrize("backend", [form for form in FORMS if form != "reference"])
 @pytest.mark.parametrize("with_state", [False, True])
 @pytest.mark.parametrize("N", LENGTHS)
 def test_every_form_equals_the_reference(backend, N, with_state):
@@ -63,7 +45,7 @@ def test_every_form_equals_the_reference(backend, N, with_state):
     assert_same(found, expected)
 
 
-@pytest.mark.parametrize("backend", ["reference", "chunkwise", "recurrent"])
+@pytest.mark.parametrize("backend", FORMS)
 def test_equal_gates_are_a_constant_decay(backend):
     q, k, v, _ = inputs(2 * CHUNK + 3)
     constant = torch.tensor([-0.3, -0.01, 0.0], dtype=torch.float64)
@@ -72,7 +54,7 @@ def test_equal_gates_are_a_constant_decay(backend):
     assert_same(found, linear_attention(q, k, v, log_decay=constant, **options))
 
 
-@pytest.mark.parametrize("backend", ["reference", "chunkwise", "recurrent"])
+@pytest.mark.parametrize("backend", FORMS)
 @pytest.mark.parametrize("at", [0, 3, CHUNK - 1, CHUNK, CHUNK + 30])
 def test_a_reset_is_a_new_beginning_exactly(backend, at):
     """Guards: packed documents are kept apart: nothing before a −inf weighs anything, and there is no NaN."""
@@ -89,7 +71,7 @@ def test_a_reset_is_a_new_beginning_exactly(backend, at):
     assert torch.equal(o_other[:, at:], linear_attention(q, k, v, log_decay=gate, **options)[0][:, at:])
 
 
-@pytest.mark.parametrize("backend", ["reference", "chunkwise", "recurrent"])
+@pytest.mark.parametrize("backend", FORMS)
 def test_gradients_at_a_reset_are_zero_and_finite(backend):
     q, k, v, gate = (x.requires_grad_() for x in inputs(CHUNK + 20))
     resets = torch.zeros_like(gate)
@@ -115,15 +97,14 @@ def test_flat_and_steep_gates(value):
 def test_a_long_sequence_of_small_decays_does_not_drift():
     """G itself reaches −100: sums that start again in every chunk keep its differences exact."""
     N = 100_000
-    generator = torch.Generator().manual_seed(3)
-    q, k, v = (torch.randn(1, N, 1, 4, generator=generator) for _ in range(3))
+    q, k, v, _ = oracles.inputs(1, N, 1, 4, torch.float32)
     gate = torch.full((1, N, 1), -1e-3)
     o = linear_attention(q, k, v + 1, log_decay=gate)
     exact = linear_attention(q.double(), k.double(), v.double() + 1, log_decay=gate.double())
     assert (o - exact).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("backend", ["chunkwise", "recurrent"])
+@pytest.mark.parametrize("backend", [form for form in FORMS if form != "reference"])
 def test_pieces_with_the_state_carried_equal_the_whole(backend):
     q, k, v, gate = inputs(2 * CHUNK + 5)
     whole = linear_attention(q, k, v, log_decay=gate, return_state=True, backend="reference")

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from lingpt.kernels.linear_attention.numerics import B_SHRINK
 from lingpt.models import ATTENTIONS, GPT, Config
 from lingpt.models.attention.ours_decay import log_decay
 from lingpt.models.attention.ours_gated import decay_bias
@@ -46,22 +45,11 @@ def test_ours_gated_is_its_formula(small, options):
         qkv = torch.stack([layer.conv[k] * earlier[:, k : k + N] for k in range(4)]).sum(0)
     q, k, v = (t.view(2, N, 4, -1) for t in qkv.chunk(3, dim=-1))
     gate = torch.sigmoid(x @ layer.decay_proj.weight.T + layer.decay_bias)  # γ_t, [B, N, H]
-    o = by_definition_gated(rotated(q, cos, sin), rotated(k, cos, sin), v, gate)
+    o = by_definition(rotated(q, cos, sin), rotated(k, cos, sin), v, 1.0, gate)
     if options:
         r = torch.nn.functional.silu(layer.gate_proj(x))
         o = r.view_as(o) * torch.nn.functional.layer_norm(o, (16,), layer.norm.weight, layer.norm.bias)
     torch.testing.assert_close(layer(x, cos, sin), layer.proj(o.flatten(2)), rtol=1e-5, atol=1e-6)
-
-
-def by_definition_gated(q, k, v, gate):
-    """o_i = Σ w_ij v_j / Σ w_ij, w_ij = (1 + b q̂_i·k̂_j) γ_{j+1} ⋯ γ_i, token by token."""
-    q, k = q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True)
-    rows = []
-    for i in range(q.shape[1]):
-        fade = torch.stack([gate[:, j + 1 : i + 1].prod(1) for j in range(i + 1)], 1)
-        w = (1 + B_SHRINK * (q[:, i, None] * k[:, : i + 1]).sum(-1)) * fade  # [B, j, H]
-        rows.append((w[..., None] * v[:, : i + 1]).sum(1) / w.sum(1)[..., None])
-    return torch.stack(rows, 1)
 
 
 def test_gates_start_at_retnets_decays():
