@@ -10,6 +10,7 @@ import jsonargparse
 import pytest
 
 from lingpt.cli import curves, data, evaluate, train
+from lingpt.models import ATTENTIONS
 
 ROOT = Path(__file__).parent.parent
 VERBS = {"train": train, "data": data, "eval": evaluate, "curves": curves}
@@ -74,6 +75,12 @@ def test_help_lists_every_target():
     for target in ("train", "data", "eval", "curves", "bench", "test", "test-gpu", "check", "release-check"):
         assert f"\n  {target} " in lines
         assert dry(target).strip()
+
+
+def test_every_attention_is_named_to_the_reader():
+    readme = (ROOT / "README.md").read_text()
+    assert f"ATTN={'|'.join(ATTENTIONS)} " in make("help")
+    assert all(f"`{name}`" in readme for name in ATTENTIONS)
 
 
 def test_check_runs_every_tool_on_every_source():
