@@ -5,16 +5,16 @@
     with Memory(q, k, v):                       # and every tensor that PyTorch makes in here
         kernel((blocks, 1, 1), (128, 1, 1), shared_bytes, 0, *arguments)
 
-NVRTC compiles, with the project's options. Global memory is the host's: pointers are `data_ptr()`s of CPU
-tensors, and an access outside of what `Memory` knows is an error. Shared memory is watched for races, for
-reads of what is still in flight, and for ordinary writes that reach wgmma without fence.proxy.async.
-Whatever is asynchronous happens at the latest moment that is legal. faults.py lists the errors.
+NVRTC compiles. Global memory is the host's: pointers are `data_ptr()`s of CPU tensors, and an access outside
+of the tensors in `Memory` is an error. Shared memory is watched for races, for reads of what is still in
+flight, and for ordinary writes that reach wgmma without fence.proxy.async. Asynchronous copies and products
+complete at the latest moment that is legal. faults.py lists the errors.
 
 It is stricter than the hardware: a thread that has returned does not count at a barrier; wgmma needs
 wgmma.fence behind every wait that leaves nothing in flight.
 
-Here is what the kernels use, and little more; the rest raises UnknownInstruction. Not seen are races between
-lanes of one warp and between blocks.
+It implements what the project's kernels use, and little more; the rest raises UnknownInstruction. It does not
+see races between lanes of one warp, nor between blocks.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class EmulatedKernel:
         if not 1 <= threads <= self.kernel.max_threads or threads % 32 or flat != [1, 1] or min(grid) < 1:
             raise LaunchError(f"{self.name}: grid {grid}, block {block} of {self.kernel.max_threads} threads")
         if not Memory.active:
-            raise LaunchError(f"{self.name}: no Memory says what it may touch")
+            raise LaunchError(f"{self.name}: launch it in a `with Memory(…)` of what it may touch")
         machine = self._machine(threads, shared)
         if machine.shared_size > self.most_shared:
             size = f"{machine.shared_size} bytes of shared memory"

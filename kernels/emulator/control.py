@@ -63,7 +63,7 @@ class Barriers(Component):
         if arrived > expected[0]:
             raise LaunchError(f"barrier {number}: {arrived} threads arrive, {expected[0]} are expected")
         if arrived == expected[0]:
-            m.race.meet(np.unique(m.warp_of[here]))
+            m.race.barrier(np.unique(m.warp_of[here]))
             m.pc[here] += 1
             m.status[here] = RUN
             del self.waiting[number]
@@ -81,7 +81,7 @@ def _bar(m: Machine, code: Instruction) -> Operation:
 
     def barrier(mask: Mask) -> None:
         if mask is True and (counts == m.T).all() and (numbers == numbers[0]).all() and not barriers.waiting:
-            m.race.meet(np.arange(m.warps))
+            m.race.barrier(np.arange(m.warps))
             m.goto(mask, code.index + 1)
             return
         mask = m.diverge(mask)

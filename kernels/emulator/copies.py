@@ -36,7 +36,7 @@ class Copy:
 
 
 class Copies(Component):
-    """The cp.async of a block that are in flight. Those that nobody waits for do no harm."""
+    """A block's cp.async in flight. Those that are never waited for do no harm."""
 
     def reset(self) -> None:
         self.pending: list[Copy] = []

@@ -2,7 +2,7 @@
 
 
 class EmulatorError(Exception):
-    """A kernel did what it must not do, or what the emulator does not know."""
+    """A kernel did what it must not do, or what the emulator does not implement."""
 
 
 class MemcheckError(EmulatorError):

@@ -42,8 +42,8 @@ DTYPES |= {"f16": np.dtype("u2"), "bf16": np.dtype("u2"), "f16x2": np.dtype("u4"
 BOOL, U32, U64, F32 = (DTYPES[kind] for kind in ("pred", "u32", "u64", "f32"))
 
 BUILDERS: dict[str, Callable[[Machine, Instruction], Operation]] = {}
-ENDS = ("bra", "ret", "bar", "mbarrier.try_wait")  # a basic block
-ALIGNED = {"mma", "ldmatrix", "stmatrix", "bar", "shfl"}  # whole warps execute it, or nobody
+ENDS = ("bra", "ret", "bar", "mbarrier.try_wait")  # what a basic block ends with
+ALIGNED = {"mma", "ldmatrix", "stmatrix", "bar", "shfl"}  # executed by whole warps only
 
 
 def builds(*names: str):
@@ -130,7 +130,7 @@ class Machine:
         return row.view(dtype)[:: row.itemsize // dtype.itemsize or 1]
 
     def source(self, operand: Any, dtype: np.dtype) -> np.ndarray:
-        """[threads] of whatever can be read: a live view, or a constant."""
+        """[threads] of anything that can be read: a live view, or a constant."""
         if isinstance(operand, Reg):
             return self.register(operand, dtype)
         key = operand, dtype.str
@@ -318,7 +318,7 @@ class Machine:
             raise type(error)(f"{self.where}: {self.describe(index)}: {error}") from None
 
     def _unblock(self) -> None:
-        """Nobody runs: the oldest copy in flight completes, at the latest moment."""
+        """No thread runs: the oldest copy in flight completes, at the latest moment."""
         if not self.async_events:
             self._deadlock()
         self.async_events.pop(0)()
@@ -333,7 +333,7 @@ class Machine:
         gone = np.flatnonzero(self.status == EXIT)
         if len(gone):
             lines.append(f"{_threads(gone)} have returned")
-        raise DeadlockError(f"{self.where}: nobody can go on:\n  " + "\n  ".join(lines))
+        raise DeadlockError(f"{self.where}: no thread can go on:\n  " + "\n  ".join(lines))
 
     # What the end of a basic block does with its threads
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from lingpt.kernels.emulator.faults import MemcheckError
 
-SHARED_START = 1024  # where shared memory begins: address 0 is nobody's, as on Hopper
+SHARED_START = 1024  # where shared memory begins: nothing is at address 0, as on Hopper
 UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 
 
@@ -116,7 +116,7 @@ class GlobalMemory:
 
 
 class SharedMemory:
-    """A block's. Filled with 0xFF, so that what nobody wrote is a NaN."""
+    """A block's. Filled with 0xFF, so that what was never written is a NaN."""
 
     def __init__(self, size: int) -> None:
         self.end = SHARED_START + size

@@ -24,7 +24,7 @@ class Race:
     def __init__(self, warps: int, size: int, describe: Callable[[int], str]) -> None:
         self.warps, self.describe = warps, describe
         units = -(-size // 2)
-        # Actors: the warps, whatever is in flight, the warpgroups' products.
+        # Actors: the warps, all that is in flight, the warpgroups' products.
         self.groups = warps + 1
         self.actors = self.groups + -(-warps // 4)
         self.writer = np.zeros(units, np.int16)
@@ -44,26 +44,26 @@ class Race:
         self.products = 0
         self.tick(np.arange(self.warps))
 
-    # What orders
+    # Synchronisation
 
     def tick(self, warps: np.ndarray | int) -> None:
-        """What these warps do from now on is not known to whoever learns from what they did so far."""
+        """What these warps do from now on is unknown to a warp that learns what they did so far."""
         self.clock[warps] += TICK
         self.knows[warps, warps] = self.clock[warps] + TICK - 1
 
     def message(self) -> np.ndarray:
-        """What a barrier passes on before anybody has arrived: nothing."""
+        """What an mbarrier passes on before the first arrival: nothing."""
         return np.zeros((2, self.actors), np.int64)
 
     def send(self, warp: int, message: np.ndarray) -> None:
-        """An arrival: what the warp knows is added to what a barrier passes on."""
+        """An arrival: what the warp knows is added to what the mbarrier passes on."""
         np.maximum(message, self.bounds[:, warp], out=message)
         self.tick(warp)
 
     def receive(self, warp: int, message: np.ndarray) -> None:
         np.maximum(self.bounds[:, warp], message, out=self.bounds[:, warp])
 
-    def meet(self, warps: np.ndarray) -> None:
+    def barrier(self, warps: np.ndarray) -> None:
         """A barrier among these warps."""
         self.bounds[:, warps] = self.bounds[:, warps].max(1, keepdims=True)
         self.tick(warps)
@@ -77,7 +77,7 @@ class Race:
         self.fenced[warps] = np.maximum(self.fenced[warps], self.knows[warps])
         self.tick(warps)
 
-    # What is ordered. `units`: [n, k] indices of two bytes; `warps`: [n] who; `by`: the instruction
+    # Accesses. `units`: [n, k] indices of two bytes; `warps`: [n] who; `by`: the instruction
 
     def read(self, units: np.ndarray, warps: np.ndarray, by: int) -> None:
         self.check_written(units, warps)
@@ -91,7 +91,7 @@ class Race:
             self._report_write(clash, units, warps, "writes")
 
     def start_write(self, units: np.ndarray, warps: np.ndarray, by: int) -> None:
-        """A cp.async: nobody may touch these bytes until `end_write`."""
+        """A cp.async: no warp may touch these bytes until `end_write`."""
         self._check_write(units, warps)
         self.writer[units] = self.warps
         self.written[units] = IN_FLIGHT | by
@@ -102,7 +102,7 @@ class Race:
         self.written[units] = clock[:, None] | by
 
     def start_product(self, units: np.ndarray, warps: np.ndarray, by: int) -> None:
-        """The async proxy reads for these warps: nobody may write these bytes until `end_product`."""
+        """The async proxy reads for these warps: no warp may write these bytes until `end_product`."""
         everyone = np.repeat(units, len(warps), 0)
         self.check_written(everyone, warps)
         self._check_fenced(everyone, warps)

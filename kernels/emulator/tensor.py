@@ -116,7 +116,7 @@ class Product:
 
 
 class Warpgroups(Component):
-    """The products of a block that nobody has waited for."""
+    """The products of a block that have not been waited for."""
 
     def reset(self) -> None:
         self.count = self.m.T // 128
@@ -129,7 +129,7 @@ class Warpgroups(Component):
 
     def finish(self) -> None:
         if any(self.open) or any(self.groups):
-            raise LaunchError("the kernel ends with wgmma that nobody waited for")
+            raise LaunchError("the kernel ends with wgmma that was not waited for")
 
     def members(self, mask: Mask) -> list[int]:
         warps = self.m.whole_warps(mask)
@@ -266,7 +266,7 @@ def _mma_async(m: Machine, code: Instruction, groups: Warpgroups) -> Operation:
 
 
 def _agreed(values: np.ndarray, what: str) -> bool | int:
-    """What all threads of a warpgroup say."""
+    """The value that all threads of a warpgroup agree on."""
     if (values != values[0]).any():
         raise LaunchError(f"the threads of a warpgroup disagree on {what}")
     return values[0].item()

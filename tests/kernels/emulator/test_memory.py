@@ -1,4 +1,4 @@
-"""Global memory that a launch may touch, and shared memory that nobody wrote."""
+"""Global memory that a launch may touch, and shared memory that was never written."""
 
 import pytest
 import torch

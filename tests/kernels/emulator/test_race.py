@@ -43,7 +43,7 @@ def test_what_orders_a_write_and_what_follows(race: Race, second: str, order: st
         race.send(0, message)
     race.write(UNITS, warp(0), by=1)
     if order == "a barrier":
-        race.meet(np.array([0, 1]))
+        race.barrier(np.array([0, 1]))
     if order == "a message":
         race.send(0, message)
     race.receive(1, message)
@@ -60,11 +60,11 @@ def test_a_write_waits_for_every_reader(race: Race) -> None:
     """Guards: two readers, of which only one has been waited for; the units next to them are free."""
     for reader in (1, 2):
         race.read(UNITS, warp(reader), by=reader)
-    race.meet(np.array([0, 1]))
+    race.barrier(np.array([0, 1]))
     race.write(UNITS + 4, warp(0), by=3)
     with pytest.raises(RaceError, match="a read of warp 2"):
         race.write(UNITS, warp(0), by=3)
-    race.meet(np.array([0, 2]))
+    race.barrier(np.array([0, 2]))
     race.write(UNITS, warp(0), by=3)
 
 
@@ -93,10 +93,10 @@ def test_the_async_proxy_needs_a_fence_behind_the_write(race: Race, fence: str) 
     race.write(UNITS, warp(0), by=1)
     if fence == "by the writer":
         race.fence(warp(0))
-    race.meet(WARPS)
+    race.barrier(WARPS)
     if fence == "by a reader":
         race.fence(warp(3))
-        race.meet(WARPS)
+        race.barrier(WARPS)
     if fence in ("by the writer", "by a reader"):
         race.start_product(UNITS, WARPS, by=2)
         return
