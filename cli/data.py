@@ -26,10 +26,12 @@ def run(args: Namespace) -> None:
 def report(dataset: Dataset, seconds: float) -> str:
     """What a person wants to know of their data, on a screen."""
     about = dataset.describe()
+    empty = sum(about.get("empty_documents", {}).values())
     rows = [
         ("source", about["source"]),
         ("tokenizer", f"{about['tokenizer']}, {about['vocab_size']:,} tokens"),
         *((name, _counts(about[name])) for name in ("train", "val")),
+        *((("left out", f"{empty:,} empty documents"),) if empty else ()),
         ("split", about["split"]),
         ("blocks", f"of {about['seq_len']:,} tokens and the next one"),
         ("bytes/token", f"{dataset.bytes_per_token:.2f} (validation)"),

@@ -5,40 +5,64 @@
 The key is a hash of all that decides the tokens: the documents, the tokenizer, the split, the format's
 version. The sequence length is not part of it: the cache holds streams of tokens, and blocks are views of
 them. An entry is a folder that is written whole or not at all. A lock lets one process work while the others
-(the ranks of a run, say) wait for its entry.
+(the ranks of a run, say) wait for its entry. The manifest has checksums, its own and those of the tokens,
+which are checked as they are read; entries from before there were any are read without.
 """
 
 import hashlib
 import json
 import sys
+import zlib
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
 from lingpt.common.errors import UserError
-from lingpt.common.files import new_folder, read_json, remove_partial, write_errors
-from lingpt.data.corpus import Corpus, Split
+from lingpt.common.files import new_folder, read_json_object, remove_partial, write_errors
+from lingpt.data.corpus import Corpus, Document, Split
 from lingpt.data.stream import Blocks, StreamWriter
 from lingpt.data.tokenizer import Tokenizer
 from lingpt.data.tokens import Encoded, encode_documents, token_dtype
 
 FORMAT = 1  # raise it when the same documents would give other files
 MANIFEST = "manifest.json"
+COUNTED = ("documents", "tokens", "bytes")  # what a split's entry in the manifest says
 WRITE_ADVICE = "free some space, or choose another place with --data.cache_dir or LINGPT_CACHE"
 
 
 class TokenCache:
-    """An entry of the cache: the token streams of both splits, and the manifest that describes them."""
+    """An entry of the cache: the token streams of both splits, and the manifest that describes them.
+
+    Raises UserError, naming the folder to delete, where the manifest is damaged.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.manifest: dict = read_json(folder / MANIFEST)
+        try:
+            self.manifest: dict[str, Any] = read_json_object(folder / MANIFEST)
+        except UserError as error:
+            raise UserError(f"{error}: delete {folder} and run again") from None
+        self._checksums: dict[str, list[int]] | None = self.manifest.pop("checksums", None)
+        if not self._manifest_is_whole():
+            raise UserError(f"{folder / MANIFEST} is damaged: delete {folder} and run again")
+
+    def _manifest_is_whole(self) -> bool:
+        if self._checksums is not None or "checksum" in self.manifest:
+            return self.manifest.pop("checksum", None) == _checksum(self.manifest, self._checksums)
+        splits = [self.manifest.get("train"), self.manifest.get("val")]  # of before there were checksums
+        return all(
+            isinstance(split, dict) and all(type(split.get(key)) is int for key in COUNTED)
+            for split in splits
+        ) and all(isinstance(self.manifest.get(key), str) for key in ("source", "split"))
 
     def blocks(self, split: str, seq_len: int) -> Blocks:
         """The stream `train` or `val` as blocks. Raises `UserError` if it was tampered with."""
-        blocks, tokens = Blocks(self.folder / f"{split}.arrow", seq_len), self.manifest[split]["tokens"]
+        checksums = self._checksums and self._checksums[split]
+        blocks = Blocks(self.folder / f"{split}.arrow", seq_len, checksums)
+        tokens = self.manifest[split]["tokens"]
         if blocks.stream_length != tokens:
             raise UserError(
                 f"{blocks.path} has {blocks.stream_length} tokens and should have {tokens}: "
@@ -99,20 +123,24 @@ def _make(
     progress: bool,
 ) -> None:
     remove_partial(folder.parent, folder.name)  # the lock is ours, so these are of processes that were killed
-    dtype = token_dtype(tokenizer.vocab_size)
+    dtype, empty = token_dtype(tokenizer.vocab_size), {"train": 0, "val": 0}
     with new_folder(folder) as partial:
         with (
             StreamWriter(partial / "train.arrow", dtype) as train,
             StreamWriter(partial / "val.arrow", dtype) as val,
         ):
-            with closing(_encode(corpus.train, "train", tokenizer, num_workers, progress)) as documents:
+            with closing(
+                _encode(corpus.train, "train", tokenizer, num_workers, progress, empty)
+            ) as documents:
                 split_by_content(documents, fraction, train, val)
             if corpus.val:
-                with closing(_encode(corpus.val, "val", tokenizer, num_workers, progress)) as documents:
+                with closing(
+                    _encode(corpus.val, "val", tokenizer, num_workers, progress, empty)
+                ) as documents:
                     for document in documents:
                         val.add(document)
         _check_filled(corpus, train, val)
-        manifest = {
+        manifest: dict[str, Any] = {
             "format": FORMAT,
             "source": corpus.name,
             "split": corpus.rule,
@@ -123,14 +151,29 @@ def _make(
             "dtype": dtype.name,
             "train": train.counts(),
             "val": val.counts(),
+            "empty_documents": empty,
         }
-        (partial / MANIFEST).write_text(json.dumps(manifest, indent=2))
+        checksums = {"train": train.checksums, "val": val.checksums}
+        own = {"checksums": checksums, "checksum": _checksum(manifest, checksums)}
+        (partial / MANIFEST).write_text(json.dumps({**manifest, **own}, indent=1))
+    if progress and (skipped := sum(empty.values())):
+        print(f"{corpus.name}: {skipped:,} empty document(s) skipped", file=sys.stderr)
+
+
+def _checksum(manifest: dict[str, Any], checksums: dict[str, list[int]] | None) -> int:
+    """Of a manifest without its own checksum."""
+    return zlib.crc32(json.dumps([manifest, checksums], sort_keys=True).encode())
 
 
 def _encode(
-    split: Split, name: str, tokenizer: Tokenizer, num_workers: int | None, progress: bool
+    split: Split,
+    name: str,
+    tokenizer: Tokenizer,
+    num_workers: int | None,
+    progress: bool,
+    empty: dict[str, int],
 ) -> Generator[Encoded]:
-    """The encoded documents of `split`, under a progress bar."""
+    """The encoded documents of `split`, under a progress bar; those without a text are counted in `empty`."""
     hidden = None if progress else True  # None: hidden where stderr is no terminal
     bar = tqdm(
         total=split.total,
@@ -139,7 +182,16 @@ def _encode(
         desc=f"tokenising {name}",
         disable=hidden,
     )
-    with bar, closing(encode_documents(split.read(), tokenizer, num_workers)) as documents:
+
+    def with_text() -> Iterator[Document]:
+        for document in split.read():
+            if document.text:
+                yield document
+            else:
+                empty[name] += 1
+                bar.update(document.advance)
+
+    with bar, closing(encode_documents(with_text(), tokenizer, num_workers)) as documents:
         for document in documents:
             yield document
             bar.update(document.advance)

@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 
 class Document(NamedTuple):
-    text: str  # non-empty, encodable as UTF-8
+    text: (
+        str  # encodable as UTF-8; a document whose text is empty is skipped and counted when it is tokenised
+    )
     advance: int  # what reading it moved the progress bar by, in the split's unit
 
 

@@ -34,7 +34,8 @@ class DataConfig:
         val_fraction: share of the documents held out where the source has no validation split, at least one
         vocab_size: tokens of the embedded corpus's BPE
         num_workers: threads that tokenise; by default one a core
-        cache_dir: where tokens are cached; by default $LINGPT_CACHE, else ~/.cache/lingpt
+        cache_dir: where tokens are cached, and hashes of the source's files (by path, size and time of
+            change); by default $LINGPT_CACHE, else ~/.cache/lingpt
     """
 
     source: str = "embedded"
@@ -112,7 +113,7 @@ def prepare(config: DataConfig, *, padded_vocab_size: int | None = None, progres
             tokenizer = embedded_tokenizer(config.vocab_size, folder)
     if padded_vocab_size is not None:
         tokenizer.check_fits(padded_vocab_size)
-    corpus = open_corpus(config.source, config.val_source)
+    corpus = open_corpus(config.source, config.val_source, folder)
     cache = token_cache(
         corpus,
         tokenizer,
@@ -139,12 +140,15 @@ CORPORA = {
 }
 
 
-def open_corpus(source: str, val_source: str | None = None) -> Corpus:
-    """The corpus that `source` names, validated on `val_source` if given. Raises `UserError`."""
+def open_corpus(source: str, val_source: str | None = None, cache_dir: Path | None = None) -> Corpus:
+    """The corpus that `source` names, validated on `val_source` if given. Raises `UserError`.
+
+    cache_dir: where the hashes of files are remembered, if given.
+    """
     if source not in CORPORA:
-        return jsonl_corpus(source, val_source, named=CORPORA)
+        return jsonl_corpus(source, val_source, named=CORPORA, cache_dir=cache_dir)
     corpus = CORPORA[source].open()
-    return with_val_files(corpus, val_source) if val_source else corpus
+    return with_val_files(corpus, val_source, cache_dir) if val_source else corpus
 
 
 def cache_size(source: str, vocab_size: int) -> str:

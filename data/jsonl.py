@@ -13,7 +13,6 @@ import lzma
 import re
 import zlib
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -22,6 +21,7 @@ import zstandard
 
 from lingpt.common.errors import UserError
 from lingpt.data.corpus import Corpus, Document, Split
+from lingpt.data.file_hashes import file_hashes
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -30,12 +30,14 @@ SUFFIXES = (".jsonl", ".gz", ".xz", ".zst")
 _SPLIT_NAME = re.compile(r"(train|validation|valid|val|dev|test)(?![a-z])")
 
 
-def jsonl_corpus(source: str, val_source: str | None = None, named: Iterable[str] = ()) -> Corpus:
+def jsonl_corpus(
+    source: str, val_source: str | None = None, named: Iterable[str] = (), cache_dir: Path | None = None
+) -> Corpus:
     """The documents of the files that `source` names: a path, a folder or a glob.
 
     Where several files match and one is named `train*`, names decide the splits: `validation*`, `valid*`,
     `val*` or `dev*` is held out and `test*` left alone. Files of `val_source` are held out and never trained
-    on.
+    on. The files' hashes are remembered in `cache_dir`, if given.
 
     Raises:
         UserError: no such files; `named` are the sources that are no files, for its advice
@@ -56,14 +58,18 @@ def jsonl_corpus(source: str, val_source: str | None = None, named: Iterable[str
         raise UserError(
             f"{source} has no file that is not in {val_source} too: give other text to train or validate on"
         )
-    content_hash = hashlib.sha256(json.dumps([_hash_files(train), _hash_files(val)]).encode()).hexdigest()
+    hashes = file_hashes([*train, *val], cache_dir)
+    parts = [hashes[: len(train)], hashes[len(train) :]]
+    content_hash = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     return Corpus(source, content_hash, _split(train), _split(val) if val else None, rule)
 
 
-def with_val_files(corpus: Corpus, val_source: str) -> Corpus:
+def with_val_files(corpus: Corpus, val_source: str, cache_dir: Path | None = None) -> Corpus:
     """`corpus` with the JSONL of `val_source` for validation."""
     files = find_files(val_source)
-    content_hash = hashlib.sha256(f"{corpus.content_hash} {_hash_files(files)}".encode()).hexdigest()
+    content_hash = hashlib.sha256(
+        f"{corpus.content_hash} {file_hashes(files, cache_dir)}".encode()
+    ).hexdigest()
     return replace(corpus, content_hash=content_hash, val=_split(files), rule=f"held out: {val_source}")
 
 
@@ -96,17 +102,6 @@ def _names(files: list[Path]) -> str:
     return ", ".join(f.name for f in files)
 
 
-def _hash_files(files: list[Path]) -> list[str]:
-    """The SHA-256 of each file as it lies on disk, several at a time."""
-
-    def sha256(path: Path) -> str:
-        with _readable(path) as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-
-    with ThreadPoolExecutor() as pool:
-        return list(pool.map(sha256, files))
-
-
 def _split(files: list[Path]) -> Split:
     def read() -> Iterator[Document]:
         for path in files:
@@ -116,7 +111,8 @@ def _split(files: list[Path]) -> Split:
 
 
 def read_documents(path: Path) -> Iterator[Document]:
-    """The documents of one file, blank lines left out; progress is in bytes on disk.
+    """The documents of one file, blank lines left out; a text of spaces alone is empty. Progress is in bytes
+    on disk.
 
     Raises:
         UserError: naming file and line
@@ -192,13 +188,13 @@ class _ZstandardFile(io.RawIOBase):
 
 
 def _text(line: bytes, where: str) -> str:
-    """The `text` of one line. Raises `UserError` that begins with `where`."""
+    """The `text` of one line, "" if it is nothing but spaces. Raises `UserError` that begins with `where`."""
     try:
         row = json.loads(line.decode("utf-8-sig"))
         text = row.get("text") if isinstance(row, dict) else None
-        if isinstance(text, str) and text.strip():
+        if isinstance(text, str):
             text.encode()
-            return text
+            return text if text.strip() else ""
     except UnicodeDecodeError:
         fault = "is not UTF-8"
     except UnicodeEncodeError:
@@ -212,5 +208,5 @@ def _text(line: bytes, where: str) -> str:
         elif "text" not in row:
             fault = 'has no "text"'
         else:
-            fault = "has an empty text" if isinstance(text, str) else "has a text that is no string"
+            fault = "has a text that is no string"
     raise UserError(f'{where} {fault}: every line must be a JSON object with a non-empty string "text"')

@@ -1,9 +1,11 @@
 """A stream of token ids in one Arrow file: written document by document, read as blocks through a memory map.
 
-The file is a `datasets` table with one column, `token`, and a token a row.
+The file is a `datasets` table with one column, `token`, and a token a row. The writer computes a CRC-32 of
+each record batch; a reader that is given them checks a record batch once, when it first reads from it.
 """
 
 import contextlib
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,22 +22,31 @@ class Blocks:
     """A stream of tokens as blocks of `seq_len + 1`; the last token of a block is the first of the next.
 
     So every token but the first is a target once; what is left over at the end and fills no block is not
-    used. Nothing is copied until it is asked for, and pickling passes the path alone.
+    used. Nothing is copied until it is asked for, and pickling passes no tokens.
+
+    checksums: `StreamWriter.checksums` of the file; without them (an older cache's) nothing is checked.
+    Raises UserError for a file that is none, and for a damaged record batch when it is first read.
     """
 
-    def __init__(self, path: str | Path, seq_len: int) -> None:
-        import datasets
+    def __init__(self, path: str | Path, seq_len: int, checksums: Sequence[int] | None = None) -> None:
         import pyarrow as pa
 
-        self.path, self.seq_len = Path(path), seq_len
+        self.path, self.seq_len, self._checksums = Path(path), seq_len, checksums
         try:
-            column = datasets.Dataset.from_file(str(path)).data.column("token")
-        except (OSError, pa.ArrowException) as error:
-            raise UserError(
-                f"{path} is no token cache ({error}): delete {self.path.parent} and run again"
-            ) from None
-        self._chunks = [chunk.to_numpy(zero_copy_only=True) for chunk in column.chunks]
-        self.stream_length = len(column)
+            self._chunks = _map(self.path)
+        except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+            reason = " ".join(str(error).split())
+            raise self._damaged(f"is no token cache ({reason})") from None
+        lengths = [len(chunk) for chunk in self._chunks]
+        if any(length != ROWS for length in lengths[:-1]) or lengths[-1:] > [ROWS]:
+            raise self._damaged(f"has a record batch that is not of {ROWS} tokens")
+        if checksums is not None and len(checksums) != len(lengths):
+            raise self._damaged(f"has {len(lengths)} record batches and should have {len(checksums)}")
+        self.stream_length = sum(lengths)
+        self._checked = [checksums is None] * len(lengths)
+
+    def _damaged(self, fault: str) -> UserError:
+        return UserError(f"{self.path} {fault}: delete {self.path.parent} and run again")
 
     def __len__(self) -> int:
         return max(0, self.stream_length - 1) // self.seq_len
@@ -68,12 +79,34 @@ class Blocks:
         done = 0
         while done < len(out):
             chunk, offset = divmod(start + done, ROWS)
+            if not self._checked[chunk]:
+                self._check(chunk)
             piece = self._chunks[chunk][offset : offset + len(out) - done]
             out[done : done + len(piece)] = piece
             done += len(piece)
 
+    def _check(self, chunk: int) -> None:
+        if self._checksums is not None and zlib.crc32(self._chunks[chunk]) != self._checksums[chunk]:
+            first = chunk * ROWS
+            last = first + len(self._chunks[chunk]) - 1
+            raise self._damaged(f"is damaged (its tokens {first} to {last} are not those that were written)")
+        self._checked[chunk] = True
+
     def __reduce__(self) -> tuple:
-        return Blocks, (self.path, self.seq_len)
+        return Blocks, (self.path, self.seq_len, self._checksums)
+
+
+def _map(path: Path) -> list[np.ndarray]:
+    """The file's record batches, mapped and not read."""
+    import datasets
+
+    column = datasets.Dataset.from_file(str(path)).data.column("token")
+    for chunk in column.chunks:
+        chunk.validate()  # of the header alone: no buffer is shorter than what it is said to hold
+    chunks = [chunk.to_numpy(zero_copy_only=True) for chunk in column.chunks]
+    if any(chunk.dtype not in (np.uint16, np.int32) for chunk in chunks):
+        raise ValueError("its tokens are no integers of 16 or 32 bits")
+    return chunks
 
 
 class StreamWriter:
@@ -86,6 +119,7 @@ class StreamWriter:
         import pyarrow as pa
 
         self.path, self.documents, self.tokens, self.bytes = path, 0, 0, 0
+        self.checksums: list[int] = []  # CRC-32 of each record batch's tokens
         self._buffer, self._filled = np.empty(ROWS, dtype=dtype), 0
         self._schema = pa.schema([("token", pa.from_numpy_dtype(dtype))])
 
@@ -115,6 +149,7 @@ class StreamWriter:
         import pyarrow as pa
 
         tokens = pa.array(self._buffer[: self._filled])
+        self.checksums.append(zlib.crc32(self._buffer[: self._filled]))
         self._arrow.write_batch(pa.record_batch([tokens], schema=self._schema))
         self._filled = 0
 

@@ -99,6 +99,11 @@ def load_tokenizer(source: str | os.PathLike) -> Tokenizer:
                 f"the folder {source} holds no tokenizer.json: give one that does, or a name on the hub"
             )
     elif not path.exists():
+        if not _may_be_on_hub(str(source)):
+            raise UserError(
+                f"there is no tokenizer at {source}: give the path of a tokenizer.json, a folder that holds "
+                "one, or a name on the hub"
+            )
         path = _from_hub(str(source))
     try:
         return _from_string(path.read_text(encoding="utf-8"), str(source))
@@ -108,6 +113,11 @@ def load_tokenizer(source: str | os.PathLike) -> Tokenizer:
         raise UserError(
             f"{path} is no tokenizer.json ({error}): give one in the format of `tokenizers`"
         ) from None
+
+
+def _may_be_on_hub(name: str) -> bool:
+    """Whether it looks like `owner/name`; all else is a path."""
+    return name.count("/") <= 1 and not name.startswith(("/", ".", "~")) and not name.endswith(".json")
 
 
 def _from_hub(name: str) -> Path:

@@ -1,10 +1,12 @@
 """The token cache: what is in it, when it is found again, and that no half of one ever passes for whole."""
 
+import json
 import os
 import pickle
 import signal
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -162,7 +164,8 @@ def test_a_killed_preparation_leaves_nothing_that_passes_for_whole(config, momen
         ),
         "before the rename": (
             "from lingpt.common import files\n"
-            "def stop(path): print('now', flush=True); import time; time.sleep(60)\n"
+            "def stop(path):\n"
+            "    if 'tokens' in path.parts: print('now', flush=True); import time; time.sleep(60)\n"
             "files.sync = stop\n"
         ),
     }[moment]
@@ -230,6 +233,87 @@ def test_an_interruption_leaves_nothing(config, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         prepare(config, progress=False)
     assert entries(config) == []
+
+
+@pytest.mark.parametrize("where", range(0, 8000, 500))
+def test_a_flipped_bit_is_noticed_when_its_tokens_are_read(config, monkeypatch, where):
+    """In the tokens, or in Arrow's headers between them: the folder to delete, once; or all is as it was."""
+    monkeypatch.setattr("lingpt.data.stream.ROWS", 1000)
+    dataset = prepare(config, progress=False)
+    folder, whole = dataset.cache.folder, dataset.train.stream(0, 10**9)
+    content = bytearray((folder / "train.arrow").read_bytes())
+    content[where + 700] ^= 16
+    (folder / "train.arrow").write_bytes(content)
+    try:
+        damaged = prepare(config, progress=False).train
+        assert np.array_equal(damaged.stream(0, 10**9), whole), "padding"
+    except UserError as error:
+        assert str(error).endswith(f"delete {folder} and run again") and "\n" not in str(error)
+
+
+def test_a_record_batch_is_checked_once_and_only_when_it_is_read(config, monkeypatch):
+    """What is damaged elsewhere stops nobody who does not read it; a checked batch costs nothing again."""
+    monkeypatch.setattr("lingpt.data.stream.ROWS", 1000)
+    dataset = prepare(config, progress=False)
+    content = bytearray(dataset.train.path.read_bytes())
+    last = content.rindex(
+        dataset.train.stream(dataset.train.stream_length - 20, 10**9).astype("<u2").tobytes()
+    )
+    content[last] ^= 1
+    dataset.train.path.write_bytes(content)
+    train, checked = prepare(config, progress=False).train, []
+    real = zlib.crc32
+    monkeypatch.setattr("lingpt.data.stream.zlib.crc32", lambda data: (checked.append(1), real(data))[1])
+    for _ in range(3):
+        train.stream(100, 200)
+    assert checked == [1]
+    again = pickle.loads(pickle.dumps(train))
+    for blocks in (train, again):
+        with pytest.raises(UserError, match=r"train.arrow is damaged \(its tokens \d+000 to \d+ are not"):
+            blocks.stream(0, 10**9)
+
+
+def test_a_cache_from_before_there_were_checksums_is_read(config):
+    """With the manifest that was written then."""
+    dataset = prepare(config, progress=False)
+    manifest = json.loads((dataset.cache.folder / "manifest.json").read_text())
+    for key in ("checksums", "checksum", "empty_documents"):
+        del manifest[key]
+    (dataset.cache.folder / "manifest.json").write_text(json.dumps(manifest, indent=2))
+    again = prepare(config, progress=False)
+    assert again.fingerprint == dataset.fingerprint and again.describe()["train"]["documents"] == 400
+    assert np.array_equal(again.train.stream(0, 10**9), dataset.train.stream(0, 10**9))
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("damage", ["", "{", "[]", "{}", '{"train": 3}', b"\xff\xfe", "a digit", "gone"])
+def test_a_damaged_manifest_is_named(config, damage, old):
+    folder = prepare(config, progress=False).cache.folder
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    if old:
+        del manifest["checksums"], manifest["checksum"]
+    if damage == "a digit":
+        manifest["val"]["bytes" if not old else "tokens"] += 1
+        damage = json.dumps(manifest)
+    path.unlink() if damage == "gone" else path.write_bytes(
+        damage if isinstance(damage, bytes) else damage.encode()
+    )
+    with pytest.raises(UserError, match=f"delete {folder} and run again"):
+        prepare(config, progress=False)
+
+
+def test_empty_documents_are_skipped_and_counted_once(write_jsonl, texts, tokenizer_path, tmp_path, capsys):
+    """One line in a million must not stop a day of tokenising; what is cached is the same without them."""
+    source = write_jsonl(["", *texts(40), " \n", *texts(40, seed=1)])
+    config = DataConfig(str(source), tokenizer_path, 32, cache_dir=str(tmp_path / "cache"))
+    dataset = prepare(config)
+    assert capsys.readouterr().err.strip() == f"{source}: 2 empty document(s) skipped"
+    assert dataset.describe()["empty_documents"] == {"train": 2, "val": 0}
+    config.source = str(write_jsonl([*texts(40), *texts(40, seed=1)], "without.jsonl"))
+    without = prepare(config)
+    assert capsys.readouterr().err == ""
+    assert without.train.stream(0, 10**9).tolist() == dataset.train.stream(0, 10**9).tolist()
 
 
 @pytest.mark.parametrize("damage", ["cut off", "empty", "other tokens"])

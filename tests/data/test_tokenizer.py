@@ -59,7 +59,16 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path, monkeypatch):
     with pytest.raises(UserError, match=r"holds no tokenizer\.json"):
         load_tokenizer(tmp_path / "empty")
     with pytest.raises(UserError, match="neither a path nor on the hub"):
-        load_tokenizer(str(tmp_path / "nowhere" / "tokenizer.json"))
+        load_tokenizer("so..no-name/of-the-hub")
+
+
+@pytest.mark.parametrize("path", ["/no/where/tokenizer.json", "~/no/where", "./no-where", "a/b/c", "x.json"])
+def test_a_path_with_no_tokenizer_is_not_looked_for_on_the_hub(monkeypatch, path):
+    """Guards: advice to log in, for a typo in a path."""
+    monkeypatch.setattr("lingpt.data.tokenizer._from_hub", lambda name: pytest.fail("asked the hub"))
+    with pytest.raises(UserError, match=f"there is no tokenizer at {path}: give the path") as error:
+        load_tokenizer(path)
+    assert "log in" not in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_tokenizer_without_end_of_text_is_refused(tmp_path: Path):

@@ -1,0 +1,73 @@
+"""SHA-256 of a corpus's files, remembered: gigabytes are not read again at every start of every process.
+
+    <cache_dir>/file-hashes.json     {path: [size, time of last change of the content, of the file, SHA-256]}
+
+A file that has its size and both times (in ns) from when it was hashed is taken to be the same; whatever
+writes to a file sets the second one, and nobody can set it back. A file that changed within the last seconds
+is not remembered: it could change once more within the clock's resolution.
+"""
+
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from lingpt.common.errors import UserError
+from lingpt.common.files import read_json_object, write_text
+
+NAME = "file-hashes.json"
+SETTLED = 2.0  # seconds: file systems keep times to 2 s at the coarsest (FAT)
+
+Stamp = list[int]  # size, mtime and ctime
+
+
+def file_hashes(files: Sequence[Path], cache_dir: Path | None) -> list[str]:
+    """The SHA-256 of each file as it lies on disk, several at a time; remembered in `cache_dir`, if given.
+
+    Raises UserError, naming the file, where one cannot be read. A cache that cannot be written is no error.
+    """
+    known = _read(cache_dir / NAME) if cache_dir else {}
+    new: dict[str, list] = {}
+
+    def sha256(path: Path) -> str:
+        name = str(path.resolve())
+        try:
+            stamp = _stamp(path)
+            if name in known and known[name][:-1] == stamp:
+                return known[name][-1]
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if _stamp(path) == stamp and time.time() - max(stamp[1:]) / 1e9 > SETTLED:
+                new[name] = [*stamp, digest]
+        except OSError as error:
+            raise UserError(f"cannot read {path} ({error.strerror}): check its permissions") from None
+        return digest
+
+    with ThreadPoolExecutor() as pool:
+        hashes = list(pool.map(sha256, files))
+    if cache_dir and new:
+        kept = {name: entry for name, entry in known.items() if Path(name).exists()}
+        with contextlib.suppress(OSError):
+            write_text(cache_dir / NAME, json.dumps(kept | new, indent=0))
+    return hashes
+
+
+def _stamp(path: Path) -> Stamp:
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+
+
+def _read(path: Path) -> dict[str, list]:
+    """What is remembered; nothing where the file is missing or damaged."""
+    try:
+        entries = read_json_object(path)
+    except UserError:
+        return {}
+    return {name: entry for name, entry in entries.items() if _is_entry(entry)}
+
+
+def _is_entry(entry: object) -> bool:
+    return isinstance(entry, list) and len(entry) == 4 and isinstance(entry[3], str) and len(entry[3]) == 64
