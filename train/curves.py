@@ -99,8 +99,7 @@ def _draw(panel, curve: Curve, column: int, scale: float, colour: str, dash: str
 def smooth(loss: np.ndarray) -> np.ndarray:
     """Centred moving average over 1/50 of the curve; at the ends, over the part of the window that is there.
 
-    Centred, it does not lag: an average of the past alone lies above a falling loss, and so above the
-    validation's.
+    Centred, it does not lag: an average of the past alone would lie above a falling loss.
     """
     window = np.ones(1 + 2 * (len(loss) // 100))
     return np.convolve(loss, window, "same") / np.convolve(np.ones(len(loss)), window, "same")

@@ -6,7 +6,9 @@ order, because most of them wait for all the others. Each process holds the whol
 stays as it is.
 """
 
+import contextlib
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -17,12 +19,14 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.fabric.wrappers import _FabricModule as WrappedModule
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from lingpt.common.errors import UserError
 from lingpt.train.machine import Machine
+from lingpt.train.watch import Watch, connection_lost
 
 T = TypeVar("T")
 
@@ -31,6 +35,7 @@ class Parallel:
     """One process's view of them all. Making it starts the others."""
 
     def __init__(self, machine: Machine) -> None:
+        self.watch, self._error_of_all = Watch(), None
         self.fabric = Fabric(
             accelerator=machine.accelerator,
             devices=machine.devices,
@@ -39,6 +44,32 @@ class Parallel:
             precision=machine.precision,
         )
         self.fabric.launch()
+        self.watch.take(getattr(self.fabric.strategy.launcher, "procs", []))
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Around what the processes do together: where one dies or fails, one line, and the end of all.
+
+        Raises UserError with the line in the main process; the others leave.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if self.world_size == 1:
+                raise
+            lost = connection_lost(error)
+            if self.watch.children:
+                died = self.watch.who_died() if lost else None
+                self.watch.end_children()
+                if died:
+                    raise UserError(died) from error
+            elif lost:
+                self.watch.leave()
+            elif isinstance(error, UserError) and error is not self._error_of_all:
+                print(
+                    f"lingpt: process {self.rank}: {error}", file=sys.stderr
+                )  # the main one does not know it
+            raise
 
     @property
     def rank(self) -> int:
@@ -58,7 +89,7 @@ class Parallel:
 
     # -- the model ------------------------------------------------------------------------------------------
 
-    def wrap(self, module: nn.Module) -> nn.Module:
+    def wrap(self, module: nn.Module) -> WrappedModule:
         """`module` over all processes, in the run's precision. Its optimizer is made after this."""
         return self.fabric.setup_module(module)
 
@@ -67,7 +98,7 @@ class Parallel:
         assert isinstance(wrapped, torch.optim.Optimizer)
         return wrapped
 
-    def accumulate(self, module: nn.Module, enabled: bool) -> AbstractContextManager:
+    def accumulate(self, module: WrappedModule, enabled: bool) -> AbstractContextManager:
         """Around a forward and a backward pass whose gradients stay on this rank, where it is enabled."""
         return self.fabric.no_backward_sync(module, enabled=enabled and self.world_size > 1)
 
@@ -118,6 +149,10 @@ class Parallel:
         own = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in values]
         return self.fabric.strategy.all_reduce(torch.stack(own), reduce_op="sum").tolist()
 
+    def any(self, value: bool) -> bool:
+        """Whether `value` holds on any rank."""
+        return value if self.world_size == 1 else self.sum(value)[0] > 0
+
     def gather(self, value: T) -> list[T]:
         """Every rank's `value`, by rank."""
         if self.world_size == 1:
@@ -128,15 +163,16 @@ class Parallel:
 
     def on_rank_zero(self, function: Callable[[], T]) -> T:
         """`function()` on rank zero; its result, or its UserError, on all ranks: none is left waiting."""
-        result, error = None, None
+        outcome: list[T | UserError] = []
         if self.rank == 0:
             try:
-                result = function()
-            except UserError as failed:
-                error = str(failed)
-        result, error = self.fabric.broadcast((result, error))
-        if error is not None:
-            raise UserError(error)
+                outcome.append(function())
+            except UserError as error:
+                outcome.append(error)
+        (result,) = self.fabric.broadcast(outcome)
+        if isinstance(result, UserError):
+            self._error_of_all = result
+            raise result
         return result
 
     def close(self) -> None:
@@ -147,6 +183,7 @@ class Parallel:
         """
         if dist.is_available() and dist.is_initialized():
             self.fabric.barrier()
+            self.watch.stop()
             dist.destroy_process_group()
 
 
@@ -162,11 +199,22 @@ def _ddp() -> DDPStrategy:
 
 def print_rank0(message: str, end: str = "\n") -> None:
     """To stdout, around the progress bar, from the first process alone; also before there are others."""
-    if rank_zero_only.rank == 0:
+    if not _is_rank_zero():
+        return
+    try:
         tqdm.write(message, end=end)
         sys.stdout.flush()
+    except OSError:  # nobody reads it any more (a closed terminal, `| head`): no reason to end a run
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def progress_bar(iterable: Iterable[T] | None = None, **options: Any) -> tqdm:
     """tqdm's, drawn by the first process alone, and only on a terminal."""
-    return tqdm(iterable, disable=None if rank_zero_only.rank == 0 else True, **options)
+    return tqdm(iterable, disable=None if _is_rank_zero() else True, **options)
+
+
+def _is_rank_zero() -> bool:
+    """Fabric's answer, which it has from the environment before it launches the processes."""
+    return getattr(rank_zero_only, "rank", 0) == 0
