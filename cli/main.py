@@ -3,23 +3,27 @@
 Verbs are imported lazily, so that `lingpt --help` needs no PyTorch. A verb's file exposes `HELP` (one line),
 `configure(parser)` and `run(args)`; dataclass groups arrive in `args` as instances.
 
-Exit codes: 0 done, 2 a mistake of the user or of the machine (one line on stderr), 130 interrupted.
+Exit codes: 0 done, 2 a mistake of the user or of the machine (one line on stderr), 128 + n ended by signal n
+(130 Ctrl-C, 143 SIGTERM).
 `LINGPT_TRACEBACK=1` shows the traceback behind the line.
 """
 
 import argparse
+import contextlib
 import errno
 import importlib
 import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from importlib.metadata import requires, version
+from types import FrameType
 
 import jsonargparse
 
-from lingpt.common.errors import UserError, nearest
+from lingpt.common.errors import Interrupted, UserError, nearest
 
 VERBS = {  # verb: (module, what it does)
     "train": ("lingpt.cli.train", "train a model, or go on with a run"),
@@ -38,10 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     # made a step of the demo ten times slower on two cores; threads that sleep, twice.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
-        return _dispatch(argv)
+        with _signals_interrupt():
+            return _dispatch(argv)
     except KeyboardInterrupt as stop:
         _complain(str(stop) or "interrupted; nothing was left half-written")
-        return 128 + signal.SIGINT
+        return 128 + (stop.number if isinstance(stop, Interrupted) else signal.SIGINT)
     except BrokenPipeError:  # `lingpt … | head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
@@ -51,6 +56,28 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         _complain(message)
         return 2
+
+
+@contextlib.contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """While inside, the signals that would kill at once interrupt as Ctrl-C does: what is half-written goes.
+
+    One that is ignored stays ignored (nohup), and only a main thread has handlers.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise Interrupted(number)
+
+    kill = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    here = threading.current_thread() is threading.main_thread()
+    numbers = [n for n in kill if here and signal.getsignal(n) == signal.SIG_DFL]
+    try:
+        for number in numbers:
+            signal.signal(number, interrupt)
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _dispatch(argv: list[str]) -> int:

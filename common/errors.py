@@ -1,7 +1,12 @@
-"""The one class of errors that a user can fix, and the nearest name to one that does not exist."""
+"""The one class of errors that a user can fix, the end by a signal, and the known name nearest to another."""
 
 import difflib
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class UserError(ValueError):
@@ -9,6 +14,32 @@ class UserError(ValueError):
 
     The command line prints the line; every other exception is a bug and keeps its traceback.
     """
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal ended the command. The message is the line to show; 128 + `number` is the exit code."""
+
+    def __init__(self, number: int, message: str = "") -> None:
+        super().__init__(message)
+        self.number = number
+
+
+def skipping_sick(function: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """`function` of each item. Those it refuses with a UserError are named on stderr; the others go on.
+
+    Where it refuses them all, the first error is raised.
+    """
+    results, errors = [], []
+    for item in items:
+        try:
+            results.append(function(item))
+        except UserError as error:
+            errors.append(error)
+    if errors and not results:
+        raise errors[0]
+    for line in dict.fromkeys(map(str, errors)):
+        print(f"left out: {line}", file=sys.stderr)
+    return results
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:

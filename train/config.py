@@ -21,9 +21,13 @@ class TrainConfig:
         max_tokens: tokens to train on, where `max_steps` is not given.
         global_batch_size: sequences an optimiser step, over all devices.
         micro_batch_size: sequences a device takes at once; the rest is accumulated, exactly.
-        learning_rate: the peak, reached after `warmup_steps`, then a cosine down to `min_learning_rate`.
-        min_learning_rate: where the cosine ends, at the last step.
+        learning_rate: the peak, reached after `warmup_steps`.
+        min_learning_rate: where the schedule ends, at the last step.
         warmup_steps: steps of linear warm-up.
+        schedule: after the warm-up, `cosine` falls from the peak to the minimum over the whole run; `wsd`
+            (warm-up, stable, decay) stays at the peak and falls over the last `decay_steps`: a run can be
+            extended from the checkpoint where its decay began, which is kept.
+        decay_steps: of `wsd`; by default a fifth of all steps.
         weight_decay: AdamW's, on matrices only (not on biases, norms, or a learnable b).
         beta1: AdamW's.
         beta2: AdamW's.
@@ -31,6 +35,7 @@ class TrainConfig:
         seed: of the initial weights and of the order of the samples.
         precision: `auto` is bf16-mixed where the device has bf16 tensor cores, else 32-true; or one of
             32-true, bf16-mixed, bf16-true.
+        deterministic: two runs of a seed on the same device are equal, bit by bit; slower on a GPU.
         compile: torch.compile of the blocks: on a GPU (`auto`), always or never.
         accelerator: `auto`, `cpu` or `cuda`.
         devices: processes on this machine, one a GPU; `auto` takes every GPU, or one CPU process.
@@ -58,12 +63,15 @@ class TrainConfig:
     learning_rate: float = 1e-3
     min_learning_rate: float = 5e-5
     warmup_steps: int = 100
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    decay_steps: int | None = None
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
     grad_clip: float = 1.0
     seed: int = 0
     precision: str = "auto"
+    deterministic: bool = False
     compile: Literal["auto", "always", "never"] = "auto"
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
     devices: int | Literal["auto"] = "auto"
@@ -84,6 +92,7 @@ class TrainConfig:
 # May change when a run goes on: how long, how often, on what, where. The losses stay comparable.
 MAY_CHANGE = {
     "train.name", "train.out_dir", "train.max_steps", "train.max_tokens", "train.micro_batch_size",
+    "train.decay_steps", "train.deterministic",
     "train.compile", "train.accelerator", "train.devices", "train.num_nodes", "train.eval_interval",
     "train.save_interval", "train.keep_checkpoints", "train.log_interval", "train.resume", "train.init_from",
     "train.wandb", "train.wandb_project", "train.sample_tokens", "train.dry_run", "data.cache_dir",
@@ -124,12 +133,24 @@ class Recipe:
             raise UserError("how long to train? give --train.max_steps or --train.max_tokens")
         return -(-self.train.max_tokens // self.tokens_per_step)
 
+    @property
+    def decay_start(self) -> int | None:
+        """How many steps are done when `wsd` begins to decay; None for a schedule without a plateau."""
+        if self.train.schedule != "wsd":
+            return None
+        return max(0, self.total_steps - decay_steps(self.train, self.total_steps))
+
     def validation_blocks(self, available: int) -> int:
         """How many of the `available` validation blocks, the first ones, are validated on."""
         return min(self.train.eval_tokens // self.data.seq_len or available, available)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def decay_steps(config: TrainConfig, total_steps: int) -> int:
+    """Steps of `wsd`'s decay: a fifth of all, as in Hägele et al. 2024, where the recipe does not say."""
+    return max(1, total_steps // 5) if config.decay_steps is None else config.decay_steps
 
 
 def check(recipe: Recipe, world_size: int) -> None:
@@ -142,6 +163,8 @@ def check(recipe: Recipe, world_size: int) -> None:
     for name in ("learning_rate", "grad_clip"):
         if not getattr(t, name) > 0:
             raise UserError(f"train.{name} is {getattr(t, name)}; it must be above 0")
+    if t.decay_steps is not None and not 1 <= t.decay_steps <= recipe.total_steps:
+        raise UserError(f"train.decay_steps is {t.decay_steps}; it must be 1 to {recipe.total_steps}")
     if recipe.total_steps < 1:
         raise UserError("no step to train: raise train.max_steps or train.max_tokens above 0")
     if t.eval_tokens and t.eval_tokens < recipe.data.seq_len:

@@ -5,19 +5,25 @@ import math
 import torch
 from torch import nn
 
-from lingpt.train.config import TrainConfig
+from lingpt.train.config import TrainConfig, decay_steps
 
 
 def learning_rate(step: int, total_steps: int, config: TrainConfig) -> float:
-    """The rate of optimiser step `step` (0-based): linear warm-up to the peak, then a cosine to the minimum.
+    """The rate of optimiser step `step` (0-based): linear warm-up to the peak, then the schedule's way down.
 
     A run too short for its warm-up warms up over a tenth of its steps. The last step has the minimum.
+    `wsd` decays with 1 − √progress (Hägele et al. 2024, "Scaling laws and compute-optimal training beyond
+    fixed training durations").
     """
     warmup = min(config.warmup_steps, max(1, total_steps // 10))
     if step < warmup:
         return config.learning_rate * (step + 1) / warmup
-    progress = min(1.0, (step - warmup) / max(1, total_steps - 1 - warmup))
     span = config.learning_rate - config.min_learning_rate
+    if config.schedule == "wsd":
+        decay = decay_steps(config, total_steps)
+        done = min(1.0, max(0, step - (total_steps - 1 - decay)) / decay)
+        return config.min_learning_rate + span * (1 - math.sqrt(done))
+    progress = min(1.0, (step - warmup) / max(1, total_steps - 1 - warmup))
     return config.min_learning_rate + span * 0.5 * (1 + math.cos(math.pi * progress))
 
 

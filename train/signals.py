@@ -1,12 +1,19 @@
-"""Ctrl-C and SIGTERM: asked once, a run finishes its step and saves; asked twice, it ends at once."""
+"""Signals that end a run: it finishes its step, saves, and ends; Ctrl-C twice leaves at once."""
 
 import contextlib
+import os
 import signal
+import stat
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 
 from lingpt.train.parallel import print_rank0
+
+# Ctrl-C; what schedulers send before they kill (SLURM's --signal=USR1, say); and a terminal that is gone.
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+SAME_REQUEST = 1.0  # seconds: a launcher passes on what the terminal has sent to everyone already
 
 
 @dataclass
@@ -14,35 +21,55 @@ class Stop:
     """Whether the run is to end.
 
     requested: a signal has come to this process. agreed: all processes know of it and end at the same step;
-    one that left on its own request would leave the others waiting for it.
+    one that left on its own request would leave the others waiting for it. Nothing takes either back.
+    number: the signal.
     """
 
     requested: bool = False
     agreed: bool = False
+    number: int = 0
 
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[Stop]:
-    """While inside, the first SIGINT or SIGTERM sets `requested`; a second one acts as it always does.
+    """While inside, a signal of `NUMBERS` sets `requested`, and a second Ctrl-C acts as it always does.
 
-    A signal that is ignored stays ignored: shells start a script's background jobs that way.
+    The other signals only ask, however often: they come from machines, which have SIGKILL for the rest, and a
+    second one would kill the save that the first one asked for. A signal that is ignored stays ignored:
+    shells start a script's background jobs that way, and nohup.
     """
-    stop = Stop()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    stop, since = Stop(), 0.0
+    handlers = {number: signal.getsignal(number) for number in NUMBERS}
     handlers = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
 
-    def restore() -> None:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
     def request(number: int, frame: FrameType | None) -> None:
-        stop.requested = True
-        restore()
-        print_rank0("stopping: the step is finished and saved first; once more to leave at once")
+        nonlocal since
+        again = stop.requested and number == signal.SIGINT
+        if again and time.monotonic() - since > SAME_REQUEST:
+            raise KeyboardInterrupt
+        if not stop.requested:
+            stop.requested, stop.number, since = True, number, time.monotonic()
+            leave_closed_terminal()
+            # A handler may have interrupted a write to the same stream, which must not be entered twice.
+            with contextlib.suppress(RuntimeError):
+                print_rank0(
+                    "stopping: the step is finished and saved first; Ctrl-C once more to leave at once"
+                )
 
     try:
         for number in handlers:
             signal.signal(number, request)
         yield stop
     finally:
-        restore()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def leave_closed_terminal() -> None:
+    """Where the terminal is gone, output goes nowhere; an error in writing it would end the run unsaved."""
+    for stream in (1, 2):
+        with contextlib.suppress(OSError):
+            if stat.S_ISCHR(os.fstat(stream).st_mode) and not os.isatty(stream):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, stream)
+                os.close(nowhere)

@@ -1,0 +1,108 @@
+"""The processes of a machine watch each other: where one dies, the others end within seconds, with one line.
+
+A process that waits for a dead one waits for as long as the process group's timeout (NCCL), or fails with a
+traceback of its own (gloo). The main process, which Lightning starts the others from, sees them end; the
+others, and those of torchrun and SLURM, see their parent go. (Lightning's own observer kills the main process
+with SIGKILL, and so without a word.)
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+from torch.distributed import DistError
+
+EVERY = 0.5  # seconds between looks
+GRACE = 5.0  # seconds for a process to end by itself, and say why
+_LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Socket Timeout",
+    "recvValue",
+)
+GOES_ON = "the run ends, and the same command goes on from its newest checkpoint"
+
+
+def connection_lost(error: BaseException) -> bool:
+    """Whether `error` is what a process gets that waits for one that has died."""
+    gloo = isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST)
+    return gloo or isinstance(error, DistError)
+
+
+class Watch:
+    """Watches this process's parent, where it is one of several, and then its children, if it starts any."""
+
+    def __init__(self) -> None:
+        self.children: list[subprocess.Popen] = []
+        self._stopped = threading.Event()
+        self._died: str | None = None
+        self._parent, self._has_parent = os.getppid(), "LOCAL_RANK" in os.environ
+        if self._has_parent:
+            threading.Thread(target=self._watch_parent, name="watch-parent", daemon=True).start()
+
+    def take(self, launched: list[subprocess.Popen]) -> None:
+        """Watches the processes that Lightning `launched`, which leaves its own observer none."""
+        self.children, launched[:] = list(launched), []
+        if self.children:
+            threading.Thread(target=self._watch_children, name="watch-children", daemon=True).start()
+
+    def stop(self) -> None:
+        """From here on everyone may end."""
+        self._stopped.set()
+
+    def who_died(self, wait: float = GRACE) -> str | None:
+        """The line on the first process that died, if one does within `wait` seconds."""
+        until = time.monotonic() + wait
+        while self.children and not self._died and time.monotonic() < until:
+            time.sleep(0.05)
+        return self._died
+
+    def end_children(self) -> None:
+        self.stop()
+        for child in self.children:
+            child.kill()
+
+    def leave(self) -> None:
+        """Ends a process that cannot go on, in silence, once its parent has had the time to say why."""
+        time.sleep(GRACE if self._has_parent else 0)
+        self._exit(1)
+
+    def _watch_parent(self) -> None:
+        while not self._stopped.wait(EVERY):
+            if os.getppid() != self._parent:
+                speaker = "0" if "TORCHELASTIC_RUN_ID" in os.environ else "1"  # Lightning's 0 was the parent
+                if os.environ["LOCAL_RANK"] == speaker:
+                    _say(f"the main process (pid {self._parent}) has died: {GOES_ON}")
+                self._exit(1)
+
+    def _watch_children(self) -> None:
+        while not self._stopped.wait(EVERY):
+            for number, child in enumerate(self.children, start=1):
+                if child.poll():
+                    who = f"process {number} of {len(self.children) + 1} (pid {child.pid})"
+                    self._died = f"{who} {_ending(child.returncode)}: {GOES_ON}"
+                    # The main thread may be about to end with a line of its own, or wait in vain.
+                    if not self._stopped.wait(GRACE):
+                        _say(self._died)
+                        self.end_children()
+                        self._exit(2)
+                    return
+
+    def _exit(self, code: int) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)  # the main thread waits in a collective, deaf to everything
+
+
+def _ending(code: int) -> str:
+    return (
+        f"was killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with {code}"
+    )
+
+
+def _say(line: str) -> None:
+    print(f"lingpt: {line}", file=sys.stderr, flush=True)
