@@ -14,15 +14,18 @@ HELP = "Draw the loss curves of runs into one PNG, and print how long each took 
 def configure(parser: ArgumentParser) -> None:
     parser.add_argument("runs", nargs="*", type=str, help="run folders; by default all of runs/")
     parser.add_argument(
+        "--baseline", type=str | None, help="the run that times are relative to; by default the first"
+    )
+    parser.add_argument(
         "--out", type=str, default="curves.png", help="the picture; the table goes next to it as JSON"
     )
 
 
 def run(args: Namespace) -> None:
     folders = args.runs or sorted(str(path.parent) for path in Path("runs").glob(f"*/{METRICS}"))
-    rows = draw_curves(folders, args.out)
+    rows = draw_curves(folders, args.out, args.baseline)
     table = Path(args.out).with_suffix(".json")
     with write_errors(table):
         write_json(table, {"runs": folders, "time_to_loss": rows})
-    print(format_table(rows))
+    print(format_table(rows, args.baseline) if args.baseline else format_table(rows))
     print(f"\nplot   {args.out}\ntable  {table}")

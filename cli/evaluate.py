@@ -1,6 +1,8 @@
 """`lingpt eval`: scores the newest checkpoint of each attention of a model and prints the paper's Table 2."""
 
 import os
+from pathlib import Path
+from typing import Any
 
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 
@@ -40,14 +42,14 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> None:
-    from lingpt.common.errors import UserError
-    from lingpt.eval import evaluate, find_checkpoints, results_path, score_table, table2
+    from lingpt.common.errors import UserError, skipping_sick
+    from lingpt.eval import Checkpoint, evaluate, find_checkpoints, results_path, score_table, table2
 
     if not args.tasks:
         raise UserError("no task to evaluate: give --tasks, for example --tasks arc_easy piqa")
-    checkpoints = find_checkpoints(args.out, args.model, args.runs)
-    results = [
-        evaluate(
+
+    def scored(checkpoint: Checkpoint) -> tuple[dict[str, Any], Path]:
+        scores = evaluate(
             checkpoint,
             args.tasks,
             num_fewshot=args.num_fewshot,
@@ -58,9 +60,11 @@ def run(args: Namespace) -> None:
             dtype=args.dtype,
             redo=args.redo,
         )
-        for checkpoint in checkpoints
-    ]
+        return scores, results_path(checkpoint)
+
+    done = skipping_sick(scored, find_checkpoints(args.out, args.model, args.runs))
+    results = [scores for scores, _ in done]
     print("\n" + score_table(results, args.markdown))
     print("\nTable 2 of the paper, and ours\n")
     print(table2(results, args.markdown))
-    print("\nWritten: " + ", ".join(str(results_path(checkpoint)) for checkpoint in checkpoints))
+    print("\nWritten: " + ", ".join(str(path) for _, path in done))

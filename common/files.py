@@ -5,6 +5,8 @@ is killed. A failing disk is an OSError here; `write_errors` makes it a line for
 """
 
 import contextlib
+import errno
+import hashlib
 import json
 import os
 import shutil
@@ -88,6 +90,30 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def file_sha256(path: Path) -> str:
+    """The SHA-256 of a file's content, in hexadecimal. Lets other threads run."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def set_aside(path: Path, prefix: str) -> Path:
+    """Renames `path` to `<prefix>-<its name>`, with a number where that is taken; returns the new path."""
+    aside, number = path.with_name(f"{prefix}-{path.name}"), 1
+    while aside.exists():
+        number += 1
+        aside = path.with_name(f"{prefix}-{path.name}.{number}")
+    return path.rename(aside)
+
+
+def disk_fix(error: OSError, path: Path) -> str:
+    """What a user does about a disk that does not take `path`."""
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return f"make {path} writable"
+    if error.errno in (None, errno.ENOSPC, errno.EDQUOT):
+        return f"free some space on the disk of {path}"
+    return f"check the disk of {path}"
 
 
 @contextlib.contextmanager

@@ -7,27 +7,31 @@
         checkpoints/step-00000300/
             model.safetensors, config.json, tokenizer.json
             train_state.pt           optimizer and random states
-            manifest.json            progress, recipe, fingerprint of the data, the size of every file
+            manifest.json            progress, recipe, fingerprint of the data, size and SHA-256 of every file
         eval/step-00000300.json      scores
         samples.txt, curves.png, wandb/
+        .lock                        host and process that train here now
 
 A checkpoint is whole when its manifest, which is written last, is there and every file has the size it names.
+The manifest also has the SHA-256 of every file, and of itself; those of older versions have none.
 """
 
+import hashlib
 import json
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lingpt.common.errors import UserError
-from lingpt.common.files import read_yaml, write_json
+from lingpt.common.files import file_sha256, read_yaml, write_json
 
 CONFIG, ENVIRONMENT, METRICS = "config.yaml", "environment.json", "metrics.jsonl"
 SAMPLES, CURVES = "samples.txt", "curves.png"
-CHECKPOINTS, EVAL, WANDB = "checkpoints", "eval", "wandb"
+CHECKPOINTS, EVAL, WANDB, LOCK = "checkpoints", "eval", "wandb", ".lock"
 WEIGHTS, TRAIN_STATE, MANIFEST = "model.safetensors", "train_state.pt", "manifest.json"
-_STEP = re.compile(r"step-(\d+)")
+_STEP = re.compile(r"step-([0-9]{8,})")
 
 
 def attention_label(attention: str | Sequence[str]) -> str:
@@ -40,9 +44,10 @@ def checkpoint_folder(run: Path, step: int) -> Path:
 
 
 def checkpoint_step(folder: Path) -> int | None:
-    """The step in a checkpoint's name; None for a folder that is not named as one."""
+    """The step in a checkpoint's name; None for a folder that is not named exactly as we name them."""
     match = _STEP.fullmatch(folder.name)
-    return int(match[1]) if match else None
+    step = int(match[1]) if match else None
+    return step if step is not None and checkpoint_folder(Path(), step).name == folder.name else None
 
 
 def scores_file(run: Path, step: int) -> Path:
@@ -52,7 +57,7 @@ def scores_file(run: Path, step: int) -> Path:
 
 def checkpoints(run: Path) -> list[Path]:
     """The run's whole checkpoints, oldest first."""
-    return [folder for folder in _named_checkpoints(run) if read_manifest(folder) is not None]
+    return [folder for folder in named_checkpoints(run) if read_manifest(folder) is not None]
 
 
 def newest_checkpoint(run: Path) -> Path | None:
@@ -63,29 +68,62 @@ def newest_checkpoint(run: Path) -> Path | None:
 
 def broken_checkpoints(run: Path) -> list[Path]:
     """Folders that carry a checkpoint's name and are not whole."""
-    return [folder for folder in _named_checkpoints(run) if read_manifest(folder) is None]
+    return [folder for folder in named_checkpoints(run) if read_manifest(folder) is None]
 
 
-def _named_checkpoints(run: Path) -> list[Path]:
+def named_checkpoints(run: Path) -> list[Path]:
+    """Folders that carry a checkpoint's name, whole or not, oldest first; copies under other names are not."""
     steps = [(step, f) for f in (run / CHECKPOINTS).glob("*") if (step := checkpoint_step(f)) is not None]
     return [folder for _, folder in sorted(steps)]
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any] | None:
-    """The checkpoint's manifest; None where the checkpoint is not whole."""
+    """The checkpoint's manifest; None where the checkpoint is not whole, or a copy under another's name."""
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text())
         sizes = manifest["files"].items()
         whole = all((checkpoint / name).stat().st_size == size for name, size in sizes)
+        whole &= manifest.get("checksum") in (None, _checksum(manifest))
+        whole &= (
+            None in (steps := (checkpoint_step(checkpoint), manifest.get("step"))) or len(set(steps)) == 1
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return manifest if whole else None
 
 
 def write_manifest(checkpoint: Path, values: dict[str, Any]) -> None:
-    """Makes `checkpoint` whole: `values`, and the size of every file that is in it by now."""
-    files = {path.name: path.stat().st_size for path in sorted(checkpoint.iterdir()) if path.name != MANIFEST}
-    write_json(checkpoint / MANIFEST, {**values, "files": files})
+    """Makes `checkpoint` whole: `values`, and the size and SHA-256 of every file that is in it by now."""
+    files = [path for path in sorted(checkpoint.iterdir()) if path.name != MANIFEST]
+    manifest = {
+        **{key: value for key, value in values.items() if key != "checksum"},
+        "files": {path.name: path.stat().st_size for path in files},
+        "sha256": {path.name: file_sha256(path) for path in files},
+    }
+    write_json(checkpoint / MANIFEST, manifest | {"checksum": _checksum(manifest)})
+
+
+def _checksum(manifest: dict[str, Any]) -> str:
+    """SHA-256 of the manifest's own values, however they are laid out."""
+    values = {key: value for key, value in manifest.items() if key != "checksum"}
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def damage(checkpoint: Path) -> str | None:
+    """What is wrong with the checkpoint, as `is …`; None where every file is as it was written.
+
+    Reads all of it, where its manifest has checksums.
+    """
+    manifest = read_manifest(checkpoint)
+    if manifest is None:
+        return "is not whole"
+    for name, checksum in manifest.get("sha256", {}).items():
+        try:
+            if file_sha256(checkpoint / name) != checksum:
+                return f"is damaged ({name} does not match its checksum)"
+        except OSError as error:
+            return f"is not readable ({name}: {error.strerror})"
+    return None
 
 
 def read_config(run: Path) -> dict[str, Any]:
@@ -96,13 +134,43 @@ def read_config(run: Path) -> dict[str, Any]:
     return config
 
 
+def read_model(run: Path) -> tuple[str, str | tuple[str, ...]]:
+    """The name of the model that the run trains, and its attention (one, or one per layer), of its recipe.
+
+    UserError, naming the file, where it cannot be read or does not say.
+    """
+    match read_config(run).get("model"):
+        case {"name": str(name), "attention": str(attention)}:
+            return name, attention
+        case {"name": str(name), "attention": [*layers]} if all(isinstance(layer, str) for layer in layers):
+            return name, tuple(layers)
+    raise UserError(f"{run / CONFIG} does not say which model the run trained: it is damaged, or no run's")
+
+
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The run's lines, oldest first; a last line that a crash cut short is left out."""
+    """The run's lines, oldest first: objects with a `step`.
+
+    A last line that a crash cut short is left out; damaged ones before it are, too, and stderr names them.
+    UserError where the file is there and cannot be read.
+    """
     path = run / METRICS
-    lines = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            lines.append(json.loads(line))
-        except ValueError:
-            break
-    return lines
+    try:
+        content = path.read_bytes() if path.exists() else b""
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    *whole, last = content.split(b"\n")
+    lines = [_metrics_line(line) for line in (*whole, last)]
+    damaged = [str(number) for number, line in enumerate(whole, 1) if line and lines[number - 1] is None]
+    if damaged:
+        numbers = ", ".join(damaged if len(damaged) <= 8 else [*damaged[:8], f"… ({len(damaged)} in all)"])
+        print(f"{path} is damaged, and these lines of it are left out: {numbers}", file=sys.stderr)
+    return [line for line in lines if line is not None]
+
+
+def _metrics_line(line: bytes) -> dict[str, Any] | None:
+    """None where it is damaged."""
+    try:
+        values = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    return values if isinstance(values, dict) and type(values.get("step")) is int else None

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from lingpt.common.errors import UserError, suggestion
+from lingpt.common.errors import UserError, skipping_sick, suggestion
 from lingpt.common.run_folder import (
     CONFIG,
     WEIGHTS,
     attention_label,
     checkpoint_step,
     checkpoints,
-    read_config,
     read_manifest,
+    read_model,
 )
 
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -42,11 +42,11 @@ class Checkpoint:
         """The checkpoint `runs/<name>/checkpoints/step-XXXXXXXX`; UserError where it is not whole."""
         folder = Path(folder)
         step, run = checkpoint_step(folder), folder.parent.parent
-        if step is None or read_manifest(folder) is None:
+        if step is None or read_manifest(folder) is None or not (folder / WEIGHTS).is_file():
             raise UserError(
                 f"{folder} is no whole checkpoint (step-XXXXXXXX with a manifest and all the files it lists)"
             )
-        return cls(folder, run, step, *_trained_as(run))
+        return cls(folder, run, step, *read_model(run))
 
     @property
     def label(self) -> str:
@@ -90,11 +90,13 @@ def find_checkpoints(
         model: the newest run of each attention of this model; by default the model of the newest run of all.
         runs: these runs instead (or checkpoint folders of theirs), all of them.
 
-    Raises UserError where nothing can be evaluated, naming what can.
+    A run that cannot be read is named on stderr, and the others go on. Raises UserError where nothing can be
+    evaluated, naming what can.
     """
     if runs := list(runs):
-        return [_newest_or_error(Path(run)) for run in runs]
-    found = sorted(_newest_of_each_run(Path(root)), key=_time, reverse=True)
+        return skipping_sick(_newest_or_error, [Path(run) for run in runs])
+    trained = [path.parent for path in sorted(Path(root).glob(f"*/{CONFIG}")) if checkpoints(path.parent)]
+    found = sorted(skipping_sick(_newest_or_error, trained), key=_time, reverse=True)
     if not found:
         raise UserError(f"no run with a checkpoint in {root}: train one first (lingpt train), or give --runs")
     models = list(dict.fromkeys(checkpoint.model for checkpoint in found))
@@ -118,24 +120,6 @@ def _newest_or_error(path: Path) -> Checkpoint:
     if not whole:
         raise UserError(f"{path} has no whole checkpoint yet: let it train on to its first one")
     return Checkpoint.open(whole[-1])
-
-
-def _newest_of_each_run(root: Path) -> Iterator[Checkpoint]:
-    for config in sorted(root.glob(f"*/{CONFIG}")):
-        if whole := checkpoints(config.parent):
-            yield Checkpoint.open(whole[-1])
-
-
-def _trained_as(run: Path) -> tuple[str, str | tuple[str, ...]]:
-    """Model and attention from the run's resolved configuration."""
-    try:
-        model = read_config(run)["model"]
-        name, attention = model["name"], model["attention"]
-    except (KeyError, TypeError) as error:
-        raise UserError(
-            f"{run / CONFIG} does not say which model the run trained ({type(error).__name__}: {error})"
-        ) from error
-    return name, attention if isinstance(attention, str) else tuple(attention)
 
 
 @contextmanager

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from lingpt.common.errors import UserError
+from lingpt.common.errors import UserError, skipping_sick, unknown
 from lingpt.common.files import replacing, write_errors
 from lingpt.common.palette import colours
-from lingpt.common.run_folder import CONFIG, METRICS, attention_label, read_config, read_metrics
+from lingpt.common.run_folder import CONFIG, METRICS, attention_label, read_metrics, read_model
 
 DASHES = ("-", "--", ":", "-.")  # further runs of the same attention
 N_TARGETS = 5
@@ -32,25 +32,52 @@ class Curve:
 
 
 def read_curve(run_folder: str | Path) -> Curve:
-    """A run's losses. Raises UserError where the folder holds none."""
+    """A run's losses. Raises UserError where the folder holds none, or its recipe is damaged."""
     folder = Path(run_folder)
-    points: dict[str, list] = {"train": [], "val": []}
+    points: dict[str, list[tuple[float, ...]]] = {"train": [], "val": []}
     for line in read_metrics(folder):
-        if line.get("kind") in points and line.get("loss") is not None:
-            points[line["kind"]].append((line["step"], line["train_time"], line["loss"]))
+        if line.get("kind") in ("train", "val"):
+            point = tuple(line.get(key) for key in ("step", "train_time", "loss"))
+            if all(type(number) in (int, float) and math.isfinite(number) for number in point):
+                points[line["kind"]].append(point)
     if not points["train"] and not points["val"]:
         raise UserError(f"no losses in {folder}: it is no run folder, or its {METRICS} is empty")
-    model = read_config(folder).get("model", {}) if (folder / CONFIG).exists() else {}
-    attention = attention_label(model.get("attention", folder.name))
+    model, attention = read_model(folder) if (folder / CONFIG).exists() else ("", folder.name)
     arrays = {kind: np.array(rows, dtype=float).reshape(-1, 3) for kind, rows in points.items()}
-    return Curve(folder.name, model.get("name", ""), attention, **arrays)
+    return Curve(folder.name, model, attention_label(attention), **arrays)
 
 
-def draw_curves(run_folders: Sequence[str | Path], out_png: str | Path) -> list[dict[str, Any]]:
-    """Draws loss against wall-clock and against step into `out_png`; returns the table of `time_to_loss`."""
+def read_curves(run_folders: Sequence[str | Path]) -> list[Curve]:
+    """The losses of the runs that have any; the others are named on stderr. UserError where none has."""
     if not run_folders:
         raise UserError("no runs to draw: name their folders, such as runs/demo-ours runs/demo-softmax")
-    curves = [read_curve(folder) for folder in run_folders]
+    return skipping_sick(read_curve, run_folders)
+
+
+def draw_curves(
+    run_folders: Sequence[str | Path], out_png: str | Path, baseline: str | None = None
+) -> list[dict[str, Any]]:
+    """Draws loss against wall-clock and against step into `out_png`; returns the table of `time_to_loss`.
+
+    baseline: the run, or its attention, that the times are relative to; by default the first.
+    """
+    curves = read_curves(run_folders)
+    base = _find(curves, baseline) if baseline else 0
+    draw(curves, Path(out_png))
+    return time_to_loss(curves, base)
+
+
+def _find(curves: list[Curve], name: str) -> int:
+    """The index of the run that `name` means: by its label in the table, its name, or its folder's path."""
+    known = labels(curves)
+    for names in (known, [curve.name for curve in curves]):
+        if names.count(Path(name).name) == 1:
+            return names.index(Path(name).name)
+    raise unknown("baseline", name, known)
+
+
+def draw(curves: list[Curve], out: Path) -> None:
+    """Draws loss against wall-clock and against step into `out`: UserError for a format that is none."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # no global state, no display
     from matplotlib.figure import Figure
 
@@ -77,10 +104,10 @@ def draw_curves(run_folders: Sequence[str | Path], out_png: str | Path) -> list[
         panel.set_xlim(left=0)
     models = sorted({c.model for c in curves if c.model})
     figure.suptitle(" and ".join(models), x=0.01, ha="left", fontsize=11, fontweight="bold")
-    out = Path(out_png)
+    if (kind := out.suffix[1:].lower() or "png") not in (known := figure.canvas.get_supported_filetypes()):
+        raise UserError(f"cannot draw a .{kind}: end --out in one of .{', .'.join(sorted(known))}")
     with write_errors(out), replacing(out) as temporary:
-        figure.savefig(temporary, format=out.suffix[1:] or "png")
-    return time_to_loss(curves)
+        figure.savefig(temporary, format=kind)
 
 
 def _draw(panel, curve: Curve, column: int, scale: float, colour: str, dash: str, label: str) -> None:
@@ -143,30 +170,29 @@ def _last(curve: Curve, column: int) -> float:
     return max(float(points[-1, column]) for points in (curve.train, curve.val) if len(points))
 
 
-def time_to_loss(curves: list[Curve]) -> list[dict[str, Any]]:
+def time_to_loss(curves: list[Curve], baseline: int = 0) -> list[dict[str, Any]]:
     """When each run first reached the losses that all of them reach: `{loss, runs: {label: …}}`.
 
     On validation losses where every run has two or more, else on the smoothed training losses; linear between
     points. A run's entry is {time, step, ratio}.
-    `ratio` is the time over the first run's: below 1 is faster.
+    `ratio` is the time over that of the run number `baseline`: below 1 is faster.
     """
     measured = all(len(c.val) >= 2 for c in curves)
-    tables = []
-    for c in curves:
-        points = c.val if measured else np.column_stack([c.train[:, :2], smooth(c.train[:, 2])])
-        tables.append(points)
+    tables = [c.val if measured else c.train for c in curves]
     if any(len(points) < 2 for points in tables):
         return []
+    if not measured:
+        tables = [np.column_stack([points[:, :2], smooth(points[:, 2])]) for points in tables]
     low, high = max(p[:, 2].min() for p in tables), min(p[0, 2] for p in tables)
     rows = []
     for loss in _targets(low, high):
         reached = [_first_reach(points, loss) for points in tables]
-        first = reached[0][1]
+        base = reached[baseline][1]
         rows.append(
             {
                 "loss": loss,
                 "runs": {
-                    label: {"time": time, "step": step, "ratio": time / first if first else None}
+                    label: {"time": time, "step": step, "ratio": time / base if base else None}
                     for label, (step, time) in zip(labels(curves), reached, strict=True)
                 },
             }
@@ -194,13 +220,13 @@ def _first_reach(points: np.ndarray, loss: float) -> tuple[float, float]:
     return float(step), float(time)
 
 
-def format_table(rows: list[dict[str, Any]]) -> str:
-    """The table of `time_to_loss` as text."""
+def format_table(rows: list[dict[str, Any]], baseline: str = "the first run") -> str:
+    """The table of `time_to_loss` as text; `baseline` says in words what the ratios are relative to."""
     if not rows:
         return "time to loss: too few points that all runs share"
     names = list(rows[0]["runs"])
     width = max(24, *(len(name) + 2 for name in names))
-    lines = ["time to loss (seconds of training, step, × the first run's time)"]
+    lines = [f"time to loss (seconds of training, step, × {baseline}'s time)"]
     lines.append(f"{'loss':>7}" + "".join(f"{name:>{width}}" for name in names))
     for row in rows:
         cells = []

@@ -6,7 +6,7 @@ is named by file and number.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib import resources
@@ -16,6 +16,33 @@ from typing import Any
 import yaml
 
 from lingpt.common.errors import UserError
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, list) and len(value) > 1 and all(isinstance(text, str) for text in value)
+
+
+def _labelled(value: Any) -> bool:
+    if not isinstance(value, dict) or not (_texts(value.get("text")) and _texts(value.get("label"))):
+        return False
+    return len(value["text"]) == len(value["label"])
+
+
+# What a field may be: a test of its value (and its row, whose other fields are tested before), and the words.
+KINDS: dict[str, tuple[Callable[[Any, dict[str, Any]], bool], str]] = {
+    "text": (lambda value, row: isinstance(value, str), "a string"),
+    "texts": (lambda value, row: _texts(value), "a list of two or more strings"),
+    "labelled texts": (
+        lambda value, row: _labelled(value),
+        '{"text": […], "label": […]}, two or more of each',
+    ),
+    "label of choices": (lambda value, row: value in row["choices"]["label"], "one of the choices' labels"),
+    "index of choices": (
+        lambda value, row: type(value) is int and 0 <= value < len(row["choices"]),
+        "the number of a choice, the first one's 0",
+    ),
+    "0 or 1": (lambda value, row: type(value) is int and value in (0, 1), "0 or 1"),
+}
 
 
 @dataclass(frozen=True)
@@ -30,11 +57,12 @@ class SplitFile:
 class Source:
     """A hub data set as local files, and lm-eval's folder of the tasks on it.
 
+    `fields`: what a row must have, each of one of `KINDS`; a field follows those that its kind looks at.
     `select` is the field that names the hub configuration, if any.
     """
 
     tasks: str
-    fields: tuple[str, ...]
+    fields: dict[str, str]
     splits: dict[str, SplitFile]
     select: str | None = None
 
@@ -46,7 +74,7 @@ def sources() -> dict[str, Source]:
     return {
         name: Source(
             tasks=entry["tasks"],
-            fields=tuple(entry["fields"]),
+            fields=entry["fields"],
             splits={split: SplitFile(**value) for split, value in entry["splits"].items()},
             select=entry.get("select"),
         )
@@ -80,32 +108,43 @@ def read_split(folder: Path, source: Source, split: str, name: str | None) -> li
     return list(rows)
 
 
-def read_rows(file: Path, fields: Sequence[str]) -> list[dict[str, Any]]:
-    """Every row of a file, checked to have `fields`; read once while the file stays as it is."""
+def read_rows(file: Path, fields: dict[str, str]) -> list[dict[str, Any]]:
+    """Every row of a file, checked to have `fields` of their kinds; read once while the file stays as it is.
+
+    UserError, naming file and line, where one has not.
+    """
     stat = file.stat()
-    return _read(file, fields, stat.st_mtime_ns, stat.st_size)
+    return _read(file, tuple(fields.items()), stat.st_mtime_ns, stat.st_size)
 
 
 @lru_cache(maxsize=16)
-def _read(file: Path, fields: Sequence[str], mtime: int, size: int) -> list[dict[str, Any]]:
-    rows = []
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UserError(
-                    f"{file}:{number}: not JSON ({error.msg}); the file may be cut off"
-                ) from error
-            missing = [field for field in fields if not isinstance(row, dict) or row.get(field) is None]
-            if missing:
-                raise UserError(f"{file}:{number}: no {missing[0]!r}; a line needs {', '.join(fields)}")
-            rows.append(row)
+def _read(file: Path, fields: tuple[tuple[str, str], ...], mtime: int, size: int) -> list[dict[str, Any]]:
+    try:
+        lines = file.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}") from error
+    named = enumerate(lines, start=1)
+    rows = [_row(line, f"{file}:{number}", dict(fields)) for number, line in named if line.strip()]
     if not rows:
         raise UserError(f"{file} is empty")
     return rows
+
+
+def _row(line: bytes, where: str, fields: dict[str, str]) -> dict[str, Any]:
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        reason = getattr(error, "msg", None) or str(error)
+        raise UserError(f"{where}: not JSON ({reason}); the file may be cut off") from error
+    for field, kind in fields.items():
+        value = row.get(field) if isinstance(row, dict) else None
+        if value is None:
+            raise UserError(f"{where}: no {field!r}; a line needs {', '.join(fields)}")
+        fits, words = KINDS[kind]
+        if not fits(value, row):
+            shown = json.dumps(value, ensure_ascii=False)[:40]
+            raise UserError(f"{where}: {field!r} is {shown}; it must be {words}")
+    return row
 
 
 def file_hash(file: Path) -> str:

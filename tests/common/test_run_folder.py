@@ -55,3 +55,9 @@ def test_metrics_end_where_a_crash_cut_them_and_a_config_has_keys(tmp_path):
     (tmp_path / "config.yaml").write_text("- 1\n")
     with pytest.raises(UserError, match=r"config.yaml does not hold a run's recipe"):
         read_config(tmp_path)
+
+
+def test_metrics_that_cannot_be_read_are_one_line(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(UserError, match=r"cannot read .*metrics.jsonl: Is a directory"):
+        read_metrics(tmp_path)

@@ -75,3 +75,16 @@ def test_no_network_and_no_data(runs, capsys, monkeypatch):
     assert main(["eval", "--tasks", "piqa", "--device", "cpu"]) == 2
     err = capsys.readouterr().err.strip()
     assert "cannot load baber/piqa" in err and "EVAL_DATA" in err and "\n" not in err
+
+
+def test_a_run_with_damaged_weights_is_named_and_the_others_are_scored(runs, eval_data, capsys):
+    """Its damage shows when it is loaded: the other runs' scores come anyway."""
+    file = runs / "demo-gla" / "checkpoints" / "step-00000010" / "model.safetensors"
+    file.write_bytes(b"\xff" * file.stat().st_size)
+    assert main(["eval", "--tasks", "piqa", "--data", str(eval_data), "--device", "cpu"]) == 0
+    out, err = capsys.readouterr()
+    assert (
+        err.strip()
+        == f"left out: {file.relative_to(runs.parent)} is damaged: " + err.split(": ", 2)[2].strip()
+    )
+    assert "demo-ours, step 10" in out and "demo-softmax, step 10" in out and "demo-gla, step" not in out

@@ -141,3 +141,16 @@ def test_a_run_that_does_not_say_what_it_is(tmp_path, tokenizer):
     (run / "config.yaml").write_text("model: {name: demo}")
     with pytest.raises(UserError, match="does not say which model"):
         find_checkpoints(tmp_path)
+
+
+def test_a_sick_run_is_named_and_the_others_are_found(tmp_path, tokenizer, capsys):
+    """Guards: one cut config.yaml that no run can be evaluated for."""
+    runs = {name: write_run(tmp_path, name, a, tokenizer) for name, a in (("a", "ours"), ("c", "gla"))}
+    for name, text in (("b", "model: {name: demo, att"), ("d", "model: [1]"), ("e", "\0\1")):
+        (write_run(tmp_path, name, "softmax", tokenizer) / "config.yaml").write_text(text)
+    assert {c.run for c in find_checkpoints(tmp_path)} == set(runs.values())
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split("/config.yaml")[0] for line in lines] == [f"left out: {tmp_path}/{n}" for n in "bde"]
+    assert [c.run.name for c in find_checkpoints(tmp_path, runs=[tmp_path / n for n in "bca"])] == ["c", "a"]
+    with pytest.raises(UserError, match=r"b/config.yaml is no YAML"):
+        find_checkpoints(tmp_path, runs=[tmp_path / "b"])

@@ -148,6 +148,39 @@ def test_bad_lines_are_named(tmp_path):
             load_tasks("piqa", 0, tmp_path)
 
 
+PIQA = {"goal": "g", "sol1": "a", "sol2": "b", "label": 0}
+ARC = {"question": "q", "choices": {"text": ["a", "b"], "label": ["A", "B"]}, "answerKey": "A"}
+MMLU = {"question": "q", "subject": "anatomy", "choices": ["a", "b"], "answer": 0}
+WRONG = [
+    ("piqa_valid", "piqa", PIQA, {"label": 7}, "'label' is 7; it must be 0 or 1"),
+    ("piqa_valid", "piqa", PIQA, {"label": True}, "'label' is true"),
+    ("piqa_valid", "piqa", PIQA, {"label": "0"}, "'label' is \"0\""),
+    ("piqa_valid", "piqa", PIQA, {"goal": ["g"]}, "'goal' is .*; it must be a string"),
+    ("arc_easy_test", "arc_easy", ARC, {"choices": ["a", "b"]}, "'choices' is .*; it must be {\"text\""),
+    ("arc_easy_test", "arc_easy", ARC, {"choices": {"text": ["a", "b"], "label": ["A"]}}, "'choices' is"),
+    ("arc_easy_test", "arc_easy", ARC, {"answerKey": "C"}, "it must be one of the choices' labels"),
+    ("arc_easy_test", "arc_easy", ARC, {"answerKey": {}}, "it must be one of the choices' labels"),
+    ("mmlu_test", "mmlu_anatomy", MMLU, {"answer": 2}, "'answer' is 2; it must be the number of a choice"),
+    ("mmlu_test", "mmlu_anatomy", MMLU, {"answer": -1}, "'answer' is -1"),
+    ("mmlu_test", "mmlu_anatomy", MMLU, {"choices": "ab"}, "'choices' is .*; it must be a list of two"),
+]
+
+
+@pytest.mark.parametrize(("name", "task", "row", "change", "message"), WRONG)
+def test_a_row_of_the_wrong_types_is_named(tmp_path, name, task, row, change, message):
+    """Guards: a label that no answer has, scored as wrong; a traceback of a template engine."""
+    (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row | change) + "\n")
+    with pytest.raises(UserError, match=rf"{name}\.jsonl:2: .*{message}") as error:
+        load_tasks(task, 0, tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_bytes_that_are_no_text_are_named(tmp_path):
+    (tmp_path / "piqa_valid.jsonl").write_bytes(json.dumps(PIQA).encode() + b"\n\xff\xfe\n")
+    with pytest.raises(UserError, match=r"piqa_valid\.jsonl:2: not JSON"):
+        load_tasks("piqa", 0, tmp_path)
+
+
 def test_unknown_tasks(eval_data):
     """The nearest name, and what has no local files."""
     with pytest.raises(UserError, match="did you mean 'arc_easy'"):
@@ -179,7 +212,7 @@ def test_another_data_set_is_one_entry(tmp_path, monkeypatch):
     """Also where the stock task builds its prompts with Python functions, as WinoGrande's does."""
     entry = Source(
         tasks="winogrande",
-        fields=("sentence", "option1", "option2", "answer"),
+        fields=dict.fromkeys(("sentence", "option1", "option2", "answer"), "text"),
         splits={"validation": SplitFile("winogrande.jsonl", 1)},
     )
     monkeypatch.setitem(sources(), "allenai/winogrande/winogrande_xl", entry)

@@ -111,3 +111,65 @@ def test_a_folder_without_losses_is_one_line(tmp_path):
         draw_curves([tmp_path], tmp_path / "out.png")
     with pytest.raises(UserError, match="no runs to draw"):
         draw_curves([], tmp_path / "out.png")
+
+
+def test_a_sick_run_is_named_and_the_others_are_drawn(tmp_path, capsys):
+    """Guards: one cut file anywhere in runs/ that nobody can draw curves for until it is found."""
+    well = [write_run(tmp_path / n, a, 1.0, {10: 4.0, 20: 2.0}) for n, a in (("a", "ours"), ("z", "gla"))]
+    sick = {n: write_run(tmp_path / n, "softmax", 1.0, {10: 4.0, 20: 2.0}) for n in ("b", "c", "d")}
+    (sick["b"] / "metrics.jsonl").write_text("")
+    (sick["c"] / "config.yaml").write_text("model: {name: demo, atten")
+    (sick["d"] / "config.yaml").write_text("model: 3")
+    rows = draw_curves([well[0], *sick.values(), well[1]], tmp_path / "out.png")
+    assert rows == draw_curves(well, tmp_path / "well.png") != []
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3 and all(line.startswith("left out: ") for line in lines)
+    for folder, line in zip(sick.values(), lines, strict=True):
+        assert str(folder) in line
+    with pytest.raises(UserError, match=r"config.yaml is no YAML"):
+        draw_curves([sick["c"]], tmp_path / "out.png")
+
+
+def test_damage_in_the_middle_is_named_and_costs_its_line_alone(tmp_path, capsys):
+    """Guards: all later history lost to one bad line."""
+    run = write_run(tmp_path / "a", "ours", 1.0, {10: 4.0, 20: 2.0})
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    lines[2:5] = [b"\0" * 40 + b"\n", b'{"kind": "train", "st\n', b"\xff[1]\n"]
+    lines[7] = b'{"kind": "train", "step": 8, "tokens": 8, "train_time": "soon", "loss": 3.0}\n'
+    (run / "metrics.jsonl").write_bytes(b"".join(lines))
+    curve = read_curve(run)
+    assert curve.train[:, 0].tolist() == [1, 2, *range(6, 8), *range(9, 21)] and len(curve.val) == 2
+    assert (
+        capsys.readouterr()
+        .err.strip()
+        .endswith("metrics.jsonl is damaged, and these lines of it are left out: 3, 4, 5")
+    )
+
+
+def test_a_baseline_by_choice(tmp_path):
+    """By its label, its name or its folder; by default the first."""
+    a = write_run(tmp_path / "a", "ours", 2.0, {10: 4.0, 20: 2.0})
+    b = write_run(tmp_path / "b", "softmax", 1.0, {10: 4.0, 30: 3.0, 50: 2.0})
+    ratio = draw_curves([a, b], tmp_path / "out.png")[1]["runs"]["softmax"]["ratio"]
+    for name in ("softmax", "b", str(b)):
+        rows = draw_curves([a, b], tmp_path / "out.png", baseline=name)
+        assert rows[1]["runs"]["ours"]["ratio"] == pytest.approx(1 / ratio)
+        assert rows[1]["runs"]["softmax"]["ratio"] == 1.0
+    assert "× softmax's time" in format_table(rows, "softmax")
+    with pytest.raises(UserError, match=r"unknown baseline 'softmix': did you mean 'softmax'"):
+        draw_curves([a, b], tmp_path / "other.png", baseline="softmix")
+    assert not (tmp_path / "other.png").exists()
+
+
+def test_a_picture_of_no_known_kind_is_one_line(tmp_path):
+    run = write_run(tmp_path / "a", "ours", 1.0, {10: 4.0, 20: 2.0})
+    with pytest.raises(UserError, match=r"cannot draw a \.xyz: end --out in one of .*\.png"):
+        draw_curves([run], tmp_path / "x.xyz")
+    draw_curves([run], tmp_path / "x.SVG")
+    assert b"<svg" in (tmp_path / "x.SVG").read_bytes()
+
+
+def test_a_run_with_a_validation_and_nothing_else_is_drawn(tmp_path):
+    run = write_run(tmp_path / "a", "ours", 1.0, {2: 4.0})
+    (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert draw_curves([run], tmp_path / "out.png") == []

@@ -105,3 +105,13 @@ def test_numbers_that_are_not_finite_stay_valid_json(tmp_path):
 
     line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
     assert line["loss"] is None and line["grad_norm"] is None
+
+
+def test_a_damaged_line_costs_a_resumed_run_that_line_alone(tmp_path, capsys):
+    """Guards: a resumed run that deletes all history after it."""
+    lines = [json.dumps({"kind": "train", "step": step, "loss": 1.0}) for step in range(1, 9)]
+    lines[3] = lines[3][:10]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    trackers.Metrics(tmp_path, 7).close()
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 5, 6, 7]
+    assert "left out: 4" in capsys.readouterr().err
