@@ -94,7 +94,7 @@ def test_the_packages_are_the_folders_with_source():
     assert PROJECT["tool"]["setuptools"]["package-dir"] == {"lingpt": "."}
     listed = {package: ROOT.joinpath(*package.split(".")[1:]) for package in PACKAGES}
     assert len(listed) == len(PACKAGES)
-    assert set(listed.values()) == {path.parent for path in sources(".py", ".cu", ".cuh")}
+    assert set(listed.values()) == {path.parent for path in sources(".py", ".cu")}
     no_init = {package for package, folder in listed.items() if not (folder / "__init__.py").is_file()}
     assert no_init == {"lingpt.kernels"}, "without __init__.py on purpose: see the next tests"
 

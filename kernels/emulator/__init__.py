@@ -1,7 +1,8 @@
 """Runs PTX on numpy: the project's own CUDA kernels, where there is no GPU.
 
-    module = Module("scan.cu", "sm_90a", {"HOPPER_BUILD": 1})
-    kernel = module.kernel("prefix<64, false, false>", "328s")
+    spec = kernel_build("sm_90a", torch.bfloat16, 64, decay=False, rope=0).spec("sm_90a")
+    module = Module(spec.source, "sm_90a", spec.defines)
+    kernel = module.kernel("prefix<64, false, false>", PARAMS_CODE)
     with Memory(q, k, v):                       # and every tensor that PyTorch makes in here
         kernel((blocks, 1, 1), (128, 1, 1), shared_bytes, 0, *arguments)
 

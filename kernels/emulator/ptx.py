@@ -64,7 +64,7 @@ class Instruction:
     guard: Any  # a predicate, an Inverted one, or None
     text: str
     line: int  # in the PTX
-    source: str  # "scan.cu:512", or nothing where the compiler does not say
+    source: str  # "linear_attention.cu:93", or nothing where the compiler does not say
     parts: list[str] = dataclasses.field(init=False)  # of the opcode
 
     def __post_init__(self) -> None:

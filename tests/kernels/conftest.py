@@ -11,9 +11,9 @@ from lingpt.tests.kernels.on_gpu import ROTATED, SEPARATE
 def compiled_builds() -> None:
     """Every build that the GPU tests meet, all at once: one after the other they would take minutes."""
     from lingpt.kernels.linear_attention.cuda import compile as nvrtc
-    from lingpt.kernels.linear_attention.cuda.launch import variant
+    from lingpt.kernels.linear_attention.cuda.launch import kernel_build
 
     arch = nvrtc.native_arch()
-    builds = [variant(arch, *build).spec(arch) for build in (*ROTATED[::-1], *SEPARATE)]
+    builds = [kernel_build(arch, *build).spec(arch) for build in (*ROTATED[::-1], *SEPARATE)]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda spec: spec.compile(arch), builds))

@@ -167,17 +167,19 @@ def test_everything_at_once(build: Build, emulated) -> None:
     assert not too_inexact(ours, build, x, options)
 
 
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("sub_segments", [1, 2])
 @pytest.mark.parametrize("build", [*ROTATED, WIDE[1]], ids=str)
-def test_segments(build: Build, parts: int, emulated, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards: the states before segments, by `states` (in parts) and `prefix`, in both directions."""
+def test_segments(build: Build, sub_segments: int, emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: the states before segments, by `states` (in sub-segments) and `prefix`, in both directions."""
+
+    def choose_segments(heads: int, length: int, chunk: int, slots: int) -> tuple[int, int]:
+        return -(-length // (sub_segments * chunk)), sub_segments * chunk
+
     emulated(build)
-    B, N, H = 1, 60 + 120 * parts, 2
+    B, N, H = 1, 60 + 120 * sub_segments, 2
     x, options = inputs(build, B, N, H), all_options(build, B, N, H)
-    monkeypatch.setattr(
-        launch, "split", lambda heads, length, chunk, slots: (-(-length // (parts * chunk)), parts * chunk)
-    )
-    monkeypatch.setattr(launch, "parts_of", lambda segments, chunks, slots: parts)
+    monkeypatch.setattr(launch, "choose_segments", choose_segments)
+    monkeypatch.setattr(launch, "choose_sub_segments", lambda segments, chunks, slots: sub_segments)
     ours = run(*x, **options)
     assert not too_inexact(ours, build, x, options)
 
@@ -188,32 +190,36 @@ def test_stages_filled_again(build: Build, emulated, monkeypatch: pytest.MonkeyP
     emulated(build)
     B, N, H = 1, 2 * 6 * 64 - 20, 1
     x, options = inputs(build, B, N, H), all_options(build, B, N, H)
-    monkeypatch.setattr(launch, "split", lambda heads, length, chunk, slots: (2, 6 * chunk))
-    monkeypatch.setattr(launch, "parts_of", lambda segments, chunks, slots: 1)
+    monkeypatch.setattr(launch, "choose_segments", lambda heads, length, chunk, slots: (2, 6 * chunk))
+    monkeypatch.setattr(launch, "choose_sub_segments", lambda segments, chunks, slots: 1)
     ours = run(*x, **options)
     assert not too_inexact(ours, build, x, options)
 
 
 @pytest.mark.parametrize("build", [WIDE[1]], ids=str)
-def test_uncut_sequences(build: Build, emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsegmented_sequences(build: Build, emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: the forward scan of 64 columns a block, which leaves the states before segments for dq's."""
     emulated(build)
     B, N, H = 1, 436, 2  # seven chunks: each of four stages is filled again
     x, options = inputs(build, B, N, H), all_options(build, B, N, H)
     monkeypatch.setattr(launch, "_card", lambda device: (build.arch, 5))
-    monkeypatch.setattr(launch, "split", lambda heads, length, chunk, slots: (-(-length // chunk), chunk))
-    launched, whole = [], launch.Plan._whole
-    monkeypatch.setattr(launch.Plan, "_whole", lambda plan: launched.append(plan) or whole(plan))
+    monkeypatch.setattr(
+        launch, "choose_segments", lambda heads, length, chunk, slots: (-(-length // chunk), chunk)
+    )
+    planned, unsegmented = [], launch.LaunchPlan._unsegmented
+    monkeypatch.setattr(
+        launch.LaunchPlan, "_unsegmented", lambda plan: planned.append(plan) or unsegmented(plan)
+    )
     ours = run(*x, **options)
-    assert launched and not too_inexact(ours, build, x, options)
+    assert planned and not too_inexact(ours, build, x, options)
 
 
 @pytest.mark.parametrize("build", PLAIN, ids=str)
-def test_segments_that_split_chooses(build: Build, emulated) -> None:
+def test_segments_that_the_launcher_chooses(build: Build, emulated) -> None:
     """Guards: the launcher's own choice for a long sequence; the backward pass reuses the states."""
     emulated(build)
     x = inputs(build, 1, 520, 1)
-    assert launch.split(1, 520, 64, 132)[0] > 1
+    assert launch.choose_segments(1, 520, 64, 132)[0] > 1
     ours, exact = run(*x), in_float64(*x)
     for name in ("o", "S", "z", "c", "dq", "dk", "dv"):
         assert relative(ours[name], exact[name]) < 8e-3, name

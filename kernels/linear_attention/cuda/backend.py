@@ -13,7 +13,14 @@ from torch import Tensor
 from lingpt.common.errors import UserError
 from lingpt.kernels.linear_attention.call import Call, OptionGradients
 from lingpt.kernels.linear_attention.cuda.compile import compiler_version
-from lingpt.kernels.linear_attention.cuda.launch import HEAD_DIMS, POINTERS, TAGS, Plan, in_role, make_plan
+from lingpt.kernels.linear_attention.cuda.launch import (
+    HEAD_DIMS,
+    POINTERS,
+    TAGS,
+    LaunchPlan,
+    make_plan,
+    operands_of,
+)
 from lingpt.kernels.linear_attention.numerics import effective_b
 from lingpt.kernels.linear_attention.state import LinearAttentionState
 from lingpt.kernels.torch_internals import raw_stream
@@ -91,15 +98,15 @@ def backward(
         plan, stream, g = run.plan, run.stream, stats.data_ptr()
         states = _states_behind(stats, plan)  # the forward pass left them, unless it was another backend's
         sizes = (
-            plan.scratch_size(plan.pair_cut),
+            plan.scratch_size(plan.reverse_segmentation),
             B * H * N,
-            B * H * plan.cut.segments,
-            0 if states else plan.scratch_size(plan.cut),
+            B * H * plan.segmentation.segments,
+            0 if states else plan.scratch_size(plan.segmentation),
         )
         work = torch.empty(sum(sizes), dtype=torch.float32, device=call.device)
         scratch, e, db, own_states, _ = (work.data_ptr() + 4 * at for at in accumulate(sizes, initial=0))
         d_initial = None if initial is None else LinearAttentionState.empty(B, H, D, device=call.device)
-        if not plan.build.hopper:
+        if not plan.build.sm90:
             plan.row_products(stream, run.pointers("row_products", g, e=e))
         if not states:
             states = own_states
@@ -111,10 +118,10 @@ def backward(
             run.pointers(mode, g, e=e, initial=dstate, final=d_initial, scratch=scratch)
             for mode in ("DK", "DV")
         )
-        for launch in plan.pair_states:
+        for launch in plan.reverse_states:
             launch(stream, dk)
-        if plan.build.hopper:
-            plan.pair(stream, dk, dv)
+        if plan.build.sm90:
+            plan.dk_dv(stream, dk, dv)
         else:
             plan.dk(stream, dk)
             plan.dv(stream, dv)
@@ -168,23 +175,24 @@ class _Pass:
         *final_sums, _ = _state_pointers(final)
         rows = stats, stats + self._row, stats + 2 * self._row, e
         states = *initial_sums, *final_sums, scratch, n_initial, db
-        return POINTERS.pack(*in_role[mode](self._tensors), *rows, *self._option_pointers, *states)
+        return POINTERS.pack(*operands_of[mode](self._tensors), *rows, *self._option_pointers, *states)
 
 
-def _stats(plan: Plan, device: torch.device) -> Tensor:
+def _stats(plan: LaunchPlan, device: torch.device) -> Tensor:
     """stats [3, B, H, N], and behind them in the same memory room for the states before the segments.
 
     The backward pass starts from the same states: what saves stats for it saves them too, and computing them
     again would read k and v once more.
     """
     B, H, N = plan.B, plan.H, plan.N
-    memory = torch.empty(3 * B * H * N + plan.scratch_size(plan.cut), dtype=torch.float32, device=device)
+    size = 3 * B * H * N + plan.scratch_size(plan.segmentation)
+    memory = torch.empty(size, dtype=torch.float32, device=device)
     return memory.as_strided((3, B, H, N), (B * H * N, H * N, N, 1))
 
 
-def _states_behind(stats: Tensor, plan: Plan) -> int:
+def _states_behind(stats: Tensor, plan: LaunchPlan) -> int:
     """The address of the states that forward left there, if these stats are `_stats`'; else 0."""
-    end = stats.storage_offset() + stats.numel() + plan.scratch_size(plan.cut)
+    end = stats.storage_offset() + stats.numel() + plan.scratch_size(plan.segmentation)
     ours = stats.is_contiguous() and stats.untyped_storage().nbytes() == 4 * end
     return stats.data_ptr() + 4 * stats.numel() if ours else 0
 

@@ -22,10 +22,8 @@ import dataclasses
 import functools
 import hashlib
 import json
-import os
 import re
 import struct
-import tempfile
 import threading
 import time
 import warnings
@@ -37,10 +35,11 @@ from typing import Any
 import torch
 
 from lingpt.common.errors import UserError
-from lingpt.common.files import cache_dir
+from lingpt.common.files import cache_dir, write_bytes
 
 SOURCE_FOLDER = Path(__file__).parent
-ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a")  # A100; A6000 and A10; L40 and RTX 4090; H100 and H200
+# A100; A6000 and A10; L40 and RTX 4090; H100 and H200; B200; RTX 5090 and RTX PRO 6000
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 DEFAULT_SHARED_LIMIT = 48 * 1024  # bytes a block gets without asking (CUDA C++ Programming Guide, 20.7)
 
 
@@ -230,14 +229,14 @@ def source_hash(folder: Path = SOURCE_FOLDER) -> str:
     """A hash of the CUDA source and of the Python that launches it, without comments, docstrings and blank
     space, so that only a change of substance makes a record of GPU tests stale."""
     digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
+    for path in sorted(folder.rglob("*")):
         if path.suffix in (".cu", ".cuh", ".h"):
             text = strip_cuda(path.read_text())
         elif path.suffix == ".py" and path.name != Path(__file__).name:
             text = strip_python(path.read_text())
         else:
             continue
-        digest.update(f"{path.name}\0{text}\0".encode())
+        digest.update(f"{path.relative_to(folder).as_posix()}\0{text}\0".encode())
     return digest.hexdigest()[:16]
 
 
@@ -283,7 +282,7 @@ class _Request:
     options: Mapping[str, Any]
 
     def files(self) -> dict[Path, bytes]:
-        """The source and every quoted include that lies beside it, found recursively; path → content."""
+        """The source and all that it includes in quotes, from the includer's folder or the source's own."""
         start = SOURCE_FOLDER / self.source  # an absolute path stays as it is
         found: dict[Path, bytes] = {}
         queue = [start]
@@ -293,7 +292,7 @@ class _Request:
                 continue
             found[path] = path.read_bytes()
             includes = re.findall(r'#\s*include\s*"([^"]+)"', found[path].decode())
-            queue += [path.parent / name for name in includes]
+            queue += [folder / name for name in includes for folder in (path.parent, start.parent)]
         return found
 
     def cache_file(self) -> Path:
@@ -360,19 +359,10 @@ class _Request:
 
 
 def _write_cached(path: Path, module: CompiledModule) -> Path | None:
-    """Written aside and renamed, so that another process sees the whole file or none."""
+    """The file, or None with a warning where it cannot be written."""
     body = json.dumps({"symbols": module.symbols, "log": module.log}).encode() + b"\n" + module.cubin
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, aside = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
-            os.chmod(aside, 0o644)  # mkstemp's 0600 would hide it from other users of a shared cache
-            os.replace(aside, path)
-        except BaseException:
-            os.unlink(aside)
-            raise
+        write_bytes(path, hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
     except OSError as error:
         reason = f"{path.parent}: {error.strerror}"
         warnings.warn(f"kernels are compiled again at every start: {reason}", stacklevel=2)
@@ -445,15 +435,30 @@ def _header_folder() -> Path:
     return Path(folder)
 
 
-def _check_arch(arch: str) -> None:
+def supported_architectures() -> tuple[str, ...]:
+    """Those of ARCHITECTURES that the installed compiler knows."""
+    known = _known_numbers()
+    return tuple(arch for arch in ARCHITECTURES if _number(arch) in known)
+
+
+def _known_numbers() -> list[int]:
     _nvrtc_version()
     from cuda.bindings import nvrtc
 
-    known = _check(nvrtc.nvrtcGetSupportedArchs())
-    number = re.fullmatch(r"sm_(\d+)[af]?", arch)
-    if number is None:
+    return _check(nvrtc.nvrtcGetSupportedArchs())
+
+
+def _number(arch: str) -> int:
+    """90 of sm_90a."""
+    match = re.fullmatch(r"sm_(\d+)[af]?", arch)
+    if match is None:
         raise UserError(f"{arch} is no CUDA architecture: write for example sm_80 or sm_90a")
-    if int(number[1]) not in known:
+    return int(match[1])
+
+
+def _check_arch(arch: str) -> None:
+    known = _known_numbers()
+    if _number(arch) not in known:
         version, names = ".".join(map(str, _nvrtc_version())), ", ".join(f"sm_{n}" for n in known)
         raise UserError(
             f"the CUDA {version} compiler does not know {arch}, only {names}: {_install_hint()} -U"

@@ -15,7 +15,9 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   asm volatile(
       "{\n.reg .pred p;\nwait:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra done;\nbra wait;\n"
-      "done:\n}\n" ::"r"(barrier), "r"(parity) : "memory");
+      "done:\n}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
 }
 __device__ __forceinline__ void copy16(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\ncp.async.commit_group;" ::"r"(to), "l"(from), "r"(16)
@@ -28,10 +30,22 @@ extern "C" __global__ void integers(const int* a, const int* b, int* out) {
   int i = threadIdx.x, x = a[i], y = b[i];
   u32 ux = x, uy = y;
   long long wide = (long long)x * y;
-  int found[] = {x / y, x % y, int(ux / uy), int(ux % uy), __mulhi(x, y), int(__umulhi(ux, uy)), int(wide >> 20),
-                 int((u64(uy) << 32 | ux) << (x & 31) >> 32), x >> (y & 63), x << (y & 31), min(x, y), int(max(ux, uy)),
-                 __shfl_xor_sync(0xffffffffu, x, 5), __shfl_down_sync(0xffffffffu, x, 2, 8),
-                 __shfl_sync(0xffffffffu, x, i * 7), (x & y) | (~x ^ (y | 5))};
+  int found[] = {x / y,
+                 x % y,
+                 int(ux / uy),
+                 int(ux % uy),
+                 __mulhi(x, y),
+                 int(__umulhi(ux, uy)),
+                 int(wide >> 20),
+                 int((u64(uy) << 32 | ux) << (x & 31) >> 32),
+                 x >> (y & 63),
+                 x << (y & 31),
+                 min(x, y),
+                 int(max(ux, uy)),
+                 __shfl_xor_sync(0xffffffffu, x, 5),
+                 __shfl_down_sync(0xffffffffu, x, 2, 8),
+                 __shfl_sync(0xffffffffu, x, i * 7),
+                 (x & y) | (~x ^ (y | 5))};
 #pragma unroll
   for (int k = 0; k < 16; k++) out[k * blockDim.x + i] = found[k];
 }
@@ -51,14 +65,21 @@ extern "C" __global__ void floats(const float* a, const float* b, float* out) {
 extern "C" __global__ void branches(int* out) {
   int i = threadIdx.x, x = 0;
   for (int k = 0; k < i % 7; k++) {
-    if (k % 2) x += k; else if (i % 3 == 0) continue; else x -= 1;
+    if (k % 2)
+      x += k;
+    else if (i % 3 == 0)
+      continue;
+    else
+      x -= 1;
     if (x > 5) break;
   }
   out[i] = x + 1000 * __shfl_xor_sync(0xffffffffu, x, 1);
 }
 
 // --------------------------------------------------------- memory (test_memory, test_race, test_copies, test_mbarrier)
-extern "C" __global__ void past_the_end(const int* a, int* out, int shift) { out[threadIdx.x] = a[threadIdx.x + shift]; }
+extern "C" __global__ void past_the_end(const int* a, int* out, int shift) {
+  out[threadIdx.x] = a[threadIdx.x + shift];
+}
 extern "C" __global__ void misaligned(const char* a, int* out) {
   out[threadIdx.x] = *reinterpret_cast<const int*>(a + 4 * threadIdx.x + (threadIdx.x == 9));
 }
@@ -106,15 +127,18 @@ extern "C" __global__ void hand_over(const int* a, int* out, int arrivals) {  //
     out[threadIdx.x - 32] = tile[threadIdx.x % 32];
   }
 }
-extern "C" __global__ void copy_arrives(const int* a, int* out, int early) {  // cp.async that arrives at an mbarrier by itself
+extern "C" __global__ void copy_arrives(const int* a, int* out,
+                                        int early) {  // cp.async that arrives at an mbarrier by itself
   __shared__ __align__(16) int tile[128];
   __shared__ u64 barrier;
   if (threadIdx.x == 0) barrier_init(address(&barrier), 32);
   __syncthreads();
   if (threadIdx.x < 32) {
     copy16(address(tile + 4 * threadIdx.x), a + 4 * threadIdx.x);
-    if (early) barrier_arrive(address(&barrier));
-    else asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address(&barrier)) : "memory");
+    if (early)
+      barrier_arrive(address(&barrier));
+    else
+      asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address(&barrier)) : "memory");
   } else {
     barrier_wait(address(&barrier), 0);
     for (int i = threadIdx.x - 32; i < 128; i += 32) out[i] = tile[i];
@@ -132,15 +156,20 @@ extern "C" __global__ void multiply(const u16* a, const u16* b, float* c, u16* b
   int lane = threadIdx.x;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(address(left + lane % 16 * 16 + lane / 16 * 8)) : "memory");
+               : "r"(address(left + lane % 16 * 16 + lane / 16 * 8))
+               : "memory");
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];"
-               : "=r"(y[0]), "=r"(y[1]) : "r"(address(right + lane % 16 * 8)) : "memory");
+               : "=r"(y[0]), "=r"(y[1])
+               : "r"(address(right + lane % 16 * 8))
+               : "memory");
   float d[4] = {};
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(y[0]), "r"(y[1]));
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(y[0]), "r"(y[1]));
   for (int i = 0; i < 4; i++) c[(lane / 4 + 8 * (i / 2)) * 8 + lane % 4 * 2 + i % 2] = d[i];
-  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(address(out + lane % 8 * 8)), "r"(x[0])
+  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(address(out + lane % 8 * 8)),
+               "r"(x[0])
                : "memory");
   __syncwarp();
   for (int i = lane; i < 64; i += 32) back[i] = out[i];
@@ -165,7 +194,8 @@ __device__ __forceinline__ u64 descriptor(u32 at) {
 template <bool TRANSPOSED>
 __device__ __forceinline__ void group_product(const u16* a, const u16* b, float* c, int mistake) {
   u16 *left = tiles, *right = tiles + 4096;
-  for (int i = threadIdx.x; i < 4096; i += 128) left[swizzled(i / 64, i % 64)] = a[i], right[swizzled(i / 64, i % 64)] = b[i];
+  for (int i = threadIdx.x; i < 4096; i += 128)
+    left[swizzled(i / 64, i % 64)] = a[i], right[swizzled(i / 64, i % 64)] = b[i];
   if (mistake != 1) fence_proxy();
   __syncthreads();
   float d[32], early = 0.f;
@@ -173,8 +203,12 @@ __device__ __forceinline__ void group_product(const u16* a, const u16* b, float*
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
   for (int k = 0; k < 4; k++) {
-    u64 x = descriptor(address(left) + k * (TRANSPOSED ? 2048 : 32)), y = descriptor(address(right) + k * (TRANSPOSED ? 2048 : 32));
-    if (TRANSPOSED) PRODUCT("1, 1"); else PRODUCT("0, 0");
+    u64 x = descriptor(address(left) + k * (TRANSPOSED ? 2048 : 32)),
+        y = descriptor(address(right) + k * (TRANSPOSED ? 2048 : 32));
+    if (TRANSPOSED)
+      PRODUCT("1, 1");
+    else
+      PRODUCT("0, 0");
   }
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
   if (mistake == 2) asm volatile("mov.f32 %0, %1;" : "=f"(early) : "f"(d[0]));
@@ -186,17 +220,23 @@ __device__ __forceinline__ void group_product(const u16* a, const u16* b, float*
   for (int i = 0; i < 32; i++) c[(row + i / 2 % 2 * 8) * 64 + i / 4 * 8 + lane % 4 * 2 + i % 2] = d[i];
 }
 
-extern "C" __global__ void group_multiply(const u16* a, const u16* b, float* c, int mistake) { group_product<false>(a, b, c, mistake); }
-extern "C" __global__ void group_multiply_transposed(const u16* a, const u16* b, float* c, int mistake) { group_product<true>(a, b, c, mistake); }
+extern "C" __global__ void group_multiply(const u16* a, const u16* b, float* c, int mistake) {
+  group_product<false>(a, b, c, mistake);
+}
+extern "C" __global__ void group_multiply_transposed(const u16* a, const u16* b, float* c, int mistake) {
+  group_product<true>(a, b, c, mistake);
+}
 
 // d[64×8] = a·bᵀ of one warpgroup, from step `first` to `end` of 16 of K's 128. b: [8, 128], two swizzle atoms, one behind
 // the other. a: [64, 128] in registers (A = 0) or in two panels behind b (1), or its transpose [128, 64] there (2).
 // `poked`: which numbers of shared memory are overwritten before the wait.
-#define NARROW(TYPE, A, B, ADD, FLAGS, ...)                                                                               \
-  asm volatile(                                                                                                           \
-      "{\n.reg .pred p;\nsetp.ne.b32 p, " ADD ", 0;\n"                                                                    \
-      "wgmma.mma_async.sync.aligned.m64n8k16.f32." TYPE "." TYPE " {%0,%1,%2,%3}, " A ", " B ", p, 1, 1, " FLAGS ";\n}\n" \
-      : FOUR(d, 0) : __VA_ARGS__, "l"(y), "r"(int(k > first)))
+#define NARROW(TYPE, A, B, ADD, FLAGS, ...)                                                           \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " ADD                                                \
+               ", 0;\n"                                                                               \
+               "wgmma.mma_async.sync.aligned.m64n8k16.f32." TYPE "." TYPE " {%0,%1,%2,%3}, " A ", " B \
+               ", p, 1, 1, " FLAGS ";\n}\n"                                                           \
+               : FOUR(d, 0)                                                                           \
+               : __VA_ARGS__, "l"(y), "r"(int(k > first)))
 #define NARROW_REGISTERS(TYPE) \
   NARROW(TYPE, "{%4,%5,%6,%7}", "%8", "%9", "0", "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]))
 #define NARROW_SHARED(TYPE, TRANSPOSED) NARROW(TYPE, "%4", "%5", "%6", TRANSPOSED ", 0", "l"(at))
@@ -206,8 +246,10 @@ __global__ void narrow(const u16* a, const u16* b, float* c, int first, int end,
   u16 *left = tiles + 1024, *right = tiles;
   int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
   for (int i = threadIdx.x; i < 1024; i += 128) right[i % 128 / 64 * 512 + swizzled(i / 128, i % 64)] = b[i];
-  if (A == 1) for (int i = threadIdx.x; i < 8192; i += 128) left[i % 128 / 64 * 4096 + swizzled(i / 128, i % 64)] = a[i];
-  if (A == 2) for (int i = threadIdx.x; i < 8192; i += 128) left[swizzled(i / 64, i % 64)] = a[i];
+  if (A == 1)
+    for (int i = threadIdx.x; i < 8192; i += 128) left[i % 128 / 64 * 4096 + swizzled(i / 128, i % 64)] = a[i];
+  if (A == 2)
+    for (int i = threadIdx.x; i < 8192; i += 128) left[swizzled(i / 64, i % 64)] = a[i];
   if (fence) fence_proxy();
   __syncthreads();
   float d[4] = {};
@@ -219,15 +261,25 @@ __global__ void narrow(const u16* a, const u16* b, float* c, int first, int end,
       u32 x[4];
       for (int i = 0; i < 4; i++)
         x[i] = *reinterpret_cast<const u32*>(a + (row + i % 2 * 8) * 128 + k % 8 * 16 + i / 2 * 8 + lane % 4 * 2);
-      if (HALF) NARROW_REGISTERS("f16"); else NARROW_REGISTERS("bf16");
+      if (HALF)
+        NARROW_REGISTERS("f16");
+      else
+        NARROW_REGISTERS("bf16");
     } else {
       u64 at = descriptor(address(left) + (A == 2 ? k * 2048 : k / 4 * 8192 + k % 4 * 32));
-      if (A == 1 && HALF) NARROW_SHARED("f16", "0"); else if (A == 1) NARROW_SHARED("bf16", "0");
-      if (A == 2 && HALF) NARROW_SHARED("f16", "1"); else if (A == 2) NARROW_SHARED("bf16", "1");
+      if (A == 1 && HALF)
+        NARROW_SHARED("f16", "0");
+      else if (A == 1)
+        NARROW_SHARED("bf16", "0");
+      if (A == 2 && HALF)
+        NARROW_SHARED("f16", "1");
+      else if (A == 2)
+        NARROW_SHARED("bf16", "1");
     }
   }
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-  for (int i = threadIdx.x; i < (A ? 9216 : 1024); i += 128) if (poked[i]) tiles[i] = 0;
-  asm volatile("wgmma.wait_group.sync.aligned 0;" : FOUR(d, 0) :: "memory");
+  for (int i = threadIdx.x; i < (A ? 9216 : 1024); i += 128)
+    if (poked[i]) tiles[i] = 0;
+  asm volatile("wgmma.wait_group.sync.aligned 0;" : FOUR(d, 0)::"memory");
   for (int i = 0; i < 4; i++) c[(row + i / 2 * 8) * 8 + lane % 4 * 2 + i % 2] = d[i];
 }

@@ -1,0 +1,106 @@
+// Normalised linear attention, forward and backward: the kernels. One chunkwise scan serves all four outputs; modes.cuh
+// has its sum, equation (1), and the table of what it sums in which mode.
+//
+// A block owns one head of one sequence, or a segment of it, and scans it in chunks of tokens. The running state
+// Σ σ_j c_j b_jᵀ stays in the fp32 accumulators of the tensor cores, its rows (the columns of c and y) shared out over
+// the warps. Within a chunk
+//
+//     X = A Bᵀ
+//     W = (1)'s weights, masked → 16 bits → shared memory
+//     Y = ρ A·state + κ Σ τ c + W C
+//     state = γ^chunk state + (σ C)ᵀ B
+//
+// There are two scans, of one algorithm:
+//     scan_sm80.cuh    from sm_80 on: four warps and mma.sync, all through the same phases
+//     scan_sm90.cuh    sm_90a (a build with SCAN_SM90): wgmma, and warpgroups with roles, so that loading, what belongs to
+//                      single tokens, and the products overlap
+// Both stand on params.cuh (what a launch passes), modes.cuh, segments.cuh (states in and out), rope.cuh and ptx/
+// (wrappers of instructions).
+//
+// Operands of the tensor cores are raw rows of q, k, v, do; norms and normalisers are applied in fp32. Sums over
+// tokens and the normaliser are fp32. Nothing is added atomically: the same inputs give the same bits.
+#ifdef SCAN_SM90
+#include "scan_sm90.cuh"
+template <typename T, int D, int CHUNK, int MODE, bool DECAY, int ROPE, bool STATES>
+using Scan = ScanSm90<ConfigSm90<T, D, MODE, DECAY, ROPE, STATES, false>>;
+#else
+#include "scan_sm80.cuh"
+template <typename T, int D, int CHUNK, int MODE, bool DECAY, int ROPE, bool STATES>
+using Scan = ScanSm80<T, D, CHUNK, MODE, DECAY, ROPE, STATES>;
+#endif
+
+// Grid (segments, B·H). BLOCKS: of a multiprocessor, at least.
+template <typename T, int D, int CHUNK, int MODE, bool DECAY, int ROPE, int BLOCKS>
+__global__ void __launch_bounds__(SCAN_THREADS, BLOCKS) scan(const __grid_constant__ Params p) {
+  extern __shared__ __align__(1024) char smem[];
+  Scan<T, D, CHUNK, MODE, DECAY, ROPE, false>(p, smem).run();
+}
+
+// Grid (segments − 1, B·H); every sub-segment is a segment here. MODE: FWD, or DK for the adjoint.
+template <typename T, int D, int CHUNK, int MODE, bool DECAY, int ROPE, int BLOCKS>
+__global__ void __launch_bounds__(SCAN_THREADS, BLOCKS) states(const __grid_constant__ Params p) {
+  extern __shared__ __align__(1024) char smem[];
+  Scan<T, D, CHUNK, MODE, DECAY, ROPE, true>(p, smem).run();
+}
+
+#ifdef SCAN_SM90
+// The forward scan of whole sequences, 64 columns of o a block, with a warpgroup more than `scan`. Grid (D/64, B·H).
+template <typename T, int D, bool DECAY, int ROPE>
+__global__ void __launch_bounds__(4 * WARPGROUP, 1) scan_unsegmented(const __grid_constant__ Params p) {
+  extern __shared__ __align__(1024) char smem[];
+  ScanSm90<ConfigSm90<T, D, FWD, DECAY, ROPE, false, true>>(p, smem).run();
+}
+
+// dk and dv at once: what both read may come from device memory once. Grid (segments, B·H, 2).
+template <typename T, int D, bool DECAY, int ROPE, int BLOCKS>
+__global__ void __launch_bounds__(SCAN_THREADS, BLOCKS)
+    scan_pair(const __grid_constant__ Params dk, const __grid_constant__ Params dv) {
+  extern __shared__ __align__(1024) char smem[];
+  constexpr int CHUNK = 64;
+  if (blockIdx.z == 0)
+    Scan<T, D, CHUNK, DK, DECAY, ROPE, false>(dk, smem).run();
+  else
+    Scan<T, D, CHUNK, DV, DECAY, ROPE, false>(dv, smem).run();
+}
+#endif
+
+// Scratch: what each segment adds → the state before the next one. Grid (⌈STATE_SIZE/THREADS⌉, B·H).
+template <int D, bool REVERSE, bool DECAY>
+__global__ void __launch_bounds__(THREADS) prefix(const __grid_constant__ Params p) {
+  constexpr int SIZE = STATE_SIZE<D>;
+  int i = blockIdx.x * THREADS + threadIdx.x;
+  i64 bh = blockIdx.y;
+  if (i >= SIZE) return;
+  float log_decay = DECAY ? p.log_decay[bh % p.H] : 0.f, decay = expf(log_decay * p.segment_len);
+  float sum = 0.f;
+  if (p.initial.S) {
+    float scale = REVERSE ? p.range * expf(-log_decay) : i < D * D + D ? p.inverse_range : 1.f;
+    sum = scale * (i < D * D       ? p.initial.S[bh * D * D + i]
+                   : i < D * D + D ? p.initial.k[bh * D + i - D * D]
+                                   : p.initial.v[bh * D + i - D * D - D]);
+  }
+  float* at = p.scratch + bh * (p.segments - 1) * SIZE + i;
+  for (int s = 0; s < p.segments - 1; s++, at += SIZE) *at = sum = sum * decay + *at;
+}
+
+// e = (do·o)/g of every token. y: o, a: do. D/8 lanes a row; grid (⌈N·H · D/8 / THREADS⌉, B).
+template <typename T, int D>
+__global__ void __launch_bounds__(THREADS) row_products(const __grid_constant__ Params p) {
+  constexpr int LANES = D / 8;
+  i64 row = (i64(blockIdx.x) * THREADS + threadIdx.x) / LANES, n = row / p.H;  // (token, head)
+  int piece = threadIdx.x % LANES, h = row % p.H, batch = blockIdx.y;
+  float sum = 0.f;
+  if (n < p.N) {
+    auto read = [&](int tensor) {
+      const u16* from = head_of(p, tensor, batch, h) + n * p.strides[tensor].token + piece * 8;
+      return *reinterpret_cast<const uint4*>(from);
+    };
+    uint4 x = read(Y), d = read(A);
+    sum = dot<T>(x, d);
+  }
+  sum = sum_lanes<LANES>(sum);
+  if (piece == 0 && n < p.N) {
+    i64 at = (i64(batch) * p.H + h) * p.N + n;
+    p.e[at] = sum / p.g[at];
+  }
+}

@@ -1,0 +1,101 @@
+// One sum, four outputs: what the modes of a scan are.
+//
+// With rows a, b, c of three tensors and scalars per token, every output is
+//
+//     y_i = Σ_{j≤i} γ^(i−j) (ρ_i σ_j (a_i·b_j) + κ_i τ_j) c_j                                            (1)
+//
+//            a   b   c    σ              τ           ρ           κ     order of tokens      then
+//     FWD    q   k   v    r_k            1           b r_q       1     first to last        o  = y / g
+//     DQ     do  v   k    r_k            r_k         1/g         −e    first to last        dq = b r_q (y − q̂ (q̂·y))
+//     DK     v   do  q    b r_q / g      −b e r_q    1           1     last to first        dk = r_k (y − k̂ (k̂·y))
+//     DV     k   q   do   b r_q / g      1/g         r_k         1     last to first        dv = y
+//
+// where r_x = 1/‖x‖, g is the normaliser and e = (do·o)/g (docs/kernel.md derives it from the paper's eq. 16–21). In
+// reverse j ≤ i counts from the end: a token's position is its place in its mode's order.
+#pragma once
+#include "params.cuh"
+#include "ptx/shared_memory.cuh"
+
+enum Mode { FWD, DQ, DK, DV };
+
+struct TokenStats {  // what (1) needs of a token
+  float inverse_g, e;
+  float r;     // 1/‖·‖ of the row that σ scales: k for FWD and DQ, q for DK and DV
+  float unit;  // 1/‖·‖ of the row that ρ or the projection scales: q for FWD and DQ, k for DK and DV
+};
+
+template <typename T, int MODE>
+struct ModeTraits {
+  static constexpr bool REVERSE = MODE == DK || MODE == DV;
+  // The state's rows are value columns (FWD, DV) or key columns (DQ, DK) of S [key, value].
+  static constexpr bool VALUE_ROWS = MODE == FWD || MODE == DV;
+  static constexpr bool PROJECTS = MODE == DQ || MODE == DK;  // ends in the gradient of a normalised row
+  // Which operands are q or k, that RoPE rotates.
+  static constexpr bool ROPE_A = MODE == FWD || MODE == DV;
+  static constexpr bool ROPE_B = MODE == FWD || MODE == DV;
+  static constexpr bool ROPE_C = MODE == DQ || MODE == DK;
+
+  static DEVICE int token(const Params& p, int position) { return REVERSE ? p.N - 1 - position : position; }
+  // Row `position` of a tensor of this head, from a table of the rows at position 0, in shared memory.
+  static DEVICE u16* row(const Params& p, u32 heads, int tensor, int position) {
+    const Strides& x = p.strides[tensor];
+    return ld_shared_pointer(heads + 8 * tensor) + i64(position) * (REVERSE ? -x.token : x.token);
+  }
+
+  // The table's σ, τ, ρ, κ of a token, scaled. Of the scan: p, and coefficient(), b of the head, read where it is
+  // needed.
+  template <typename SCAN>
+  static DEVICE float sigma(const SCAN& scan, const TokenStats& s) {
+    return scale_sigma(scan.p) * (REVERSE ? scan.coefficient() * s.r * s.inverse_g : s.r);
+  }
+  template <typename SCAN>
+  static DEVICE float tau(const SCAN& scan, const TokenStats& s) {
+    return scale_tau(scan.p) * (MODE == FWD  ? 1.f
+                                : MODE == DQ ? s.r
+                                : MODE == DK ? -scan.coefficient() * s.e * s.r
+                                             : s.inverse_g);
+  }
+  template <typename SCAN>
+  static DEVICE float rho(const SCAN& scan, const TokenStats& s) {
+    return scale_rho(scan.p) * (MODE == FWD  ? scan.coefficient() * s.unit
+                                : MODE == DQ ? s.inverse_g
+                                : MODE == DV ? s.unit
+                                             : 1.f);
+  }
+  template <typename SCAN>
+  static DEVICE float kappa(const SCAN& scan, const TokenStats& s) {
+    return scale_kappa(scan.p) * (MODE == DQ ? -s.e : 1.f);
+  }
+  // The factor of b in the sum that becomes the state's second vector: FWD's Σ k̂, the adjoint's Σ do/g.
+  template <typename SCAN>
+  static DEVICE float zeta(const SCAN& scan, const TokenStats& s) {
+    return MODE == FWD ? scale_sigma(scan.p) * s.r : scale_tau(scan.p) * s.inverse_g;
+  }
+  // σ decayed to the chunk's end, as a 16-bit operand: 1/‖k‖ of a row of (almost) zeros times v stays finite.
+  static DEVICE float limit_sigma(float sigma) { return T::NARROW && VALUE_ROWS ? fminf(sigma, LARGEST_SIGMA) : sigma; }
+
+  // DQ, DK: dx = out (y − along x), from 1/‖x‖ and x·y.
+  struct Projection {
+    float out, along;
+  };
+  template <typename SCAN>
+  static DEVICE Projection projection(const SCAN& scan, float norm, float dot) {
+    return {(MODE == DQ ? scan.coefficient() : 1.f) * norm * scale_y(scan.p),
+            scan.p.normalize ? norm * norm * dot : 0.f};
+  }
+
+  // fp16: powers of two on both sides of (1) that keep 16-bit operands away from overflow and underflow.
+  static constexpr float LARGEST_SIGMA = 2048.f;
+  static DEVICE float range(const Params& p) { return T::NARROW ? p.range : 1.f; }
+  static DEVICE float inverse_range(const Params& p) { return T::NARROW ? p.inverse_range : 1.f; }
+  static DEVICE float scale_sigma(const Params& p) { return REVERSE ? range(p) : inverse_range(p); }
+  static DEVICE float scale_tau(const Params& p) { return MODE == FWD ? 1.f : scale_sigma(p); }
+  static DEVICE float scale_rho(const Params& p) {
+    return MODE == FWD ? range(p) : MODE == DQ ? range(p) * range(p) : 1.f;
+  }
+  static DEVICE float scale_kappa(const Params& p) { return MODE == DQ ? range(p) * range(p) : 1.f; }
+  static DEVICE float scale_y(const Params& p) { return MODE == FWD ? 1.f : inverse_range(p); }
+};
+
+// 1/‖row‖ from its square. NORM_EPS is a define: numerics.py has it, for all backends.
+DEVICE float reciprocal_norm(float square, int normalize) { return normalize ? rsqrtf(square + NORM_EPS) : 1.f; }

@@ -1,0 +1,47 @@
+// What a launch passes: struct Params, which launch.py packs.
+#pragma once
+#include "ptx/numbers.cuh"
+
+constexpr int THREADS = 128;  // of a block of the sm_80 scan, of `prefix` and of `row_products`
+
+enum Operand { A, B, C, UNIT, Y, O };  // of Params::tensors
+
+struct State {  // fp32: S [BH, D, D] key by value, key vector [BH, D], value vector [BH, D]; any may be null
+  float *S, *k, *v;
+};
+
+struct Strides {  // of [B, N, H, D], in elements; the last dimension is contiguous
+  i64 batch, head, token;
+};
+
+struct Params {
+  // Pointers, which every call has its own.
+  void* tensors[6];          // a, b, c, unit (q for DQ, k for DK), y, o (where DQ computes e)
+  float *g, *rq, *rk;        // [BH, N]: written by FWD, read by the others
+  float* e;                  // [BH, N]
+  const float* coefficient;  // b per head [H], or null: b_value
+  const float* log_decay;    // [H], natural logarithm, with DECAY
+  const float *cos, *sin;    // [N, rope], with ROPE
+  State initial, final;      // of the whole sequence
+  float* scratch;  // [BH, (segments − 1)·sub_segments, STATE_SIZE]: the states after all sub-segments but the last's
+  const float* n_initial;  // [BH] or null
+  float* db;               // [BH, segments]: DQ's sums of q̂·y
+
+  // The layout, which follows from shapes, strides and options.
+  Strides strides[6];               // of the tensors
+  int N, H, segments, segment_len;  // segment_len: tokens, a multiple of the chunk
+  int sub_segments;                 // of a segment: `states` scans each in a block of its own
+  int normalize;
+  float b_value;
+  float range, inverse_range;  // fp16: a power of two that keeps 16-bit operands in range; bf16: 1
+};
+
+// Python's side of this, which launch.py hands to the compiler.
+static_assert(THREADS == LAUNCH_THREADS, "THREADS of launch.py");
+static_assert(__builtin_offsetof(Params, strides) == POINTERS_BYTES, "POINTERS of launch.py");
+static_assert(sizeof(Params) == POINTERS_BYTES + LAYOUT_BYTES, "LAYOUT of launch.py");
+
+// Where a head of a sequence begins in one of the tensors.
+DEVICE u16* head_of(const Params& p, int tensor, int batch, int h) {
+  return static_cast<u16*>(p.tensors[tensor]) + batch * p.strides[tensor].batch + h * p.strides[tensor].head;
+}

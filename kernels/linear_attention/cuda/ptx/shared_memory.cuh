@@ -1,0 +1,41 @@
+// Shared memory: 32-bit addresses, loads and stores that are one instruction each, and the swizzle of a tile.
+#pragma once
+#include "ptx/numbers.cuh"
+
+DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+
+DEVICE u32 ld_shared_b32(u32 address) {
+  u32 r;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(r) : "r"(address) : "memory");
+  return r;
+}
+DEVICE uint4 ld_shared_v4(u32 address) {
+  uint4 r;
+  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+               : "r"(address)
+               : "memory");
+  return r;
+}
+DEVICE u16* ld_shared_pointer(u32 address) {
+  u16* r;
+  asm volatile("ld.shared.b64 %0, [%1];" : "=l"(r) : "r"(address) : "memory");
+  return r;
+}
+DEVICE void st_shared_b32(u32 address, u32 x) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+// To global memory. As one instruction: the compiler was seen to split an assignment of uint4 into four.
+DEVICE void st_global_v4(void* to, const uint4& x) {
+  asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w));
+}
+
+// A tile of ROWS rows of 16-bit numbers: panels of 64 columns, one after the other, whose rows are 128 bytes.
+constexpr int PANEL_COLUMNS = 64, ROW_BYTES = 128;  // of a panel
+
+// The byte offset of 16-byte piece `piece` (eight columns) of row `row`. The exclusive or spreads the eight rows that
+// an ldmatrix reads at once over all banks; it is also the 128-byte swizzle that wgmma reads.
+template <int ROWS>
+DEVICE u32 swizzled(u32 row, u32 piece) {
+  return (piece / 8) * ROWS * ROW_BYTES + row * ROW_BYTES + (((piece % 8) ^ (row & 7)) << 4);
+}

@@ -1,0 +1,77 @@
+// The scan on Hopper (sm_90a): warpgroups with roles, which meet at a few barriers, instead of phases.
+//
+//     token stats  a warpgroup: what belongs to a token alone. RoPE in place, norms, (1)'s coefficients, in DQ e, which DK
+//                  and DV read; and, on tensor cores, the running sums Σ τ c and Σ ζ b (in `states`, outputs keep them)
+//     scores       a warpgroup: W from X = A Bᵀ, in 16 bits, into shared memory, and the normaliser. It also copies: tiles
+//                  into a ring of stages, asynchronously, and y out, which outputs leave there
+//     outputs      a warpgroup for every 64 columns of y and c: y, and the state
+//     copier       a warpgroup that only copies, in unsegmented scans
+//
+// A block has all columns of a head, or (UNSEGMENTED) 64 of them: few long sequences then fill the card without being
+// cut into segments.
+//
+// Each stage passes three barriers: full (tiles have landed), ready (token stats are done with it), empty (outputs and
+// token stats are, and y can go out). A fourth, scored, says that W is there; W has two places, so scores are a chunk
+// ahead of outputs.
+//
+// There is no TMA: cp.async copies straight from strided views, forwards or reversed, while TMA would need a tensor map
+// for every tensor and stride, which the host encodes at each new layout; it was not tried.
+#pragma once
+#include "scan_sm90_outputs.cuh"
+#include "scan_sm90_scores.cuh"
+#include "scan_sm90_token_stats.cuh"
+
+// Registers of a thread, by role. A block starts with the same number in every thread, and setmaxnreg moves them to the
+// outputs, which hold the state. No kernel spills with these budgets (tests/kernels/test_compile.py); what one role
+// needs more, another can spare.
+struct RegisterBudget {
+  int outputs, token_stats, scores, copier;
+};
+template <typename CONFIG>
+__device__ constexpr RegisterBudget register_budget() {
+  constexpr bool REVERSE = CONFIG::Traits::REVERSE;
+  // One group of outputs has room to find what scales the past before the wait for it.
+  if (CONFIG::UNSEGMENTED) return {240, 112, 112, 40};
+  if (CONFIG::D == 64) {
+    // Two blocks share a multiprocessor. The scores of dk and dv have a vector of τ, too: token stats leave them
+    // registers.
+    const int moved = REVERSE && !CONFIG::STATES ? 8 : 0;
+    return {128, 48 - moved, 64 + moved, 0};
+  }
+  // Scores that keep powers of γ get registers from token stats in reverse, where those compute no norms, else from
+  // outputs.
+  const int powers = CONFIG::KEEPS_POWERS ? 16 : 0;
+  if (REVERSE) return {176, 88 - powers, 72 + powers, 0};
+  return {176 - powers / 2, 88, 72 + powers, 0};
+}
+
+template <typename CONFIG>
+struct ScanSm90 {
+  static constexpr int GROUPS = CONFIG::GROUPS, WARPGROUPS = GROUPS + 2 + CONFIG::UNSEGMENTED;
+  static_assert(CONFIG::UNSEGMENTED || WARPGROUPS * WARPGROUP == SCAN_THREADS, "KernelBuild.threads of launch.py");
+  static constexpr RegisterBudget REGISTERS = register_budget<CONFIG>();
+  // A multiprocessor's 65536 over the threads of one block (D = 128) or of two, rounded down to eights.
+  static constexpr int AT_LAUNCH = CONFIG::D == 64 ? 80 : 128;
+  static constexpr int BUDGET =
+      GROUPS * REGISTERS.outputs + REGISTERS.token_stats + REGISTERS.scores + REGISTERS.copier;
+  static_assert(BUDGET <= WARPGROUPS * AT_LAUNCH, "a role would wait for ever for registers");
+
+  BlockSm90<CONFIG> block;
+
+  DEVICE ScanSm90(const Params& p, char* smem) : block(p, smem) {}
+  DEVICE void run() {
+    if (block.warp < 4 * GROUPS) {
+      increase_registers<REGISTERS.outputs>();
+      OutputsSm90<CONFIG>::run(block);
+    } else if (block.warp < 4 * GROUPS + 4) {
+      decrease_registers<REGISTERS.token_stats>();
+      TokenStatsSm90<CONFIG>::run(block);
+    } else if (!CONFIG::UNSEGMENTED || block.warp < 4 * GROUPS + 8) {
+      decrease_registers<REGISTERS.scores>();
+      ScoresSm90<CONFIG>::template run<!CONFIG::STATES, !CONFIG::UNSEGMENTED>(block);
+    } else {
+      decrease_registers<REGISTERS.copier>();
+      ScoresSm90<CONFIG>::template run<false, true>(block);
+    }
+  }
+};

@@ -1,0 +1,153 @@
+// What all roles of an sm_90a block share: its head and segment, addresses, barriers, and the tables of a head.
+#pragma once
+#include "ptx/mbarrier.cuh"
+#include "ptx/wgmma.cuh"
+#include "scan_sm90_layout.cuh"
+#include "segments.cuh"
+
+template <typename CONFIG>
+struct BlockSm90 {
+  using Traits = typename CONFIG::Traits;
+  using Shared = typename CONFIG::Shared;
+  using States = SegmentStates<typename CONFIG::T, CONFIG::MODE, CONFIG::D>;
+  using Stage = PipelineState<Shared::STAGES>;
+  static constexpr int D = CONFIG::D, CHUNK = CONFIG::CHUNK, GROUPS = CONFIG::GROUPS, PANELS = CONFIG::PANELS;
+  static constexpr bool DECAY = CONFIG::DECAY, STATES = CONFIG::STATES, UNSEGMENTED = CONFIG::UNSEGMENTED;
+
+  const Params& p;
+  char* smem;
+  u32 base;
+  int tid, warp, lane, g, t;  // g, t: the lane's row and column pair in a tensor-core tile
+  float log2_decay;
+  float* powers;  // 16 zeros, γ⁰ … γ⁶⁴, b; where scores read pairs of powers, the zeros and powers again
+
+  DEVICE BlockSm90(const Params& params, char* shared) : p(params), smem(shared) {
+    base = shared_address(smem);
+    find_thread();
+    powers = reinterpret_cast<float*>(smem + Shared::POWERS) + 16;
+    int batch = bh() / p.H, h = bh() % p.H;
+    if (tid < 6) {  // every tensor's row of this head at position 0
+      u16* first = head_of(p, tid, batch, h) + (tid == C || tid == Y ? first_column() : 0);
+      i64 last = Traits::REVERSE ? (p.N - 1) * p.strides[tid].token : 0;
+      reinterpret_cast<u16**>(smem + Shared::HEADS)[tid] = first + last;
+    }
+    if (tid == CHUNK + 1) powers[tid] = p.coefficient ? p.coefficient[h] : p.b_value;
+    log2_decay = DECAY ? p.log_decay[h] * LOG2_E : 0.f;
+    if (CONFIG::DECAYS_PAST && tid < 16 + CHUNK + 1) {
+      float power = tid < 16 ? 0.f : exp2f(log2_decay * (tid - 16));
+      powers[tid - 16] = power;
+      if (DECAY && !CONFIG::KEEPS_POWERS) powers[tid - 16 + Shared::POWERS_TABLE] = power;
+    }
+    if (tid == 0) {
+      for (int i = 0; i < Shared::STAGES; i++) {
+        mbarrier_init(full(i), WARPGROUP);
+        mbarrier_init(ready(i), WARPGROUP);
+        mbarrier_init(empty(i), GROUPS * WARPGROUP + WARPGROUP);
+      }
+      for (int i = 0; i < 2; i++) mbarrier_init(scored(i), WARPGROUP);
+    }
+    for (int i = Shared::END_COEFFICIENTS + 16 * tid; i < Shared::COEFFICIENTS; i += 16 * blockDim.x)
+      *reinterpret_cast<uint4*>(smem + i) = make_uint4(0, 0, 0, 0);
+    fence_shared();
+    __syncthreads();
+  }
+
+  DEVICE void find_thread() {
+    reload(tid, base);
+    warp = u32(tid) / 32, lane = u32(tid) % 32, g = lane / 4, t = lane % 4;
+  }
+  // Called between the phases of a chunk, which compute their addresses again, where registers are short.
+  DEVICE void forget_addresses() {
+    if (!UNSEGMENTED && !STATES) find_thread();
+  }
+
+  // ------------------------------------------------------------------------------------- head, segment, tokens
+  DEVICE int bh() const { return blockIdx.y; }
+  DEVICE int segment() const { return UNSEGMENTED ? 0 : blockIdx.x; }
+  DEVICE int panel() const { return UNSEGMENTED ? blockIdx.x : 0; }  // the first of c and y
+  DEVICE int first_column() const { return UNSEGMENTED ? PANEL_COLUMNS * panel() : 0; }
+  DEVICE int begin() const { return UNSEGMENTED ? 0 : segment() * p.segment_len; }
+  DEVICE int end() const {
+    int x = UNSEGMENTED ? p.N : min(begin() + p.segment_len, p.N);
+    asm volatile("" : "+r"(x));  // computed again, not carried in a register
+    return x;
+  }
+  DEVICE int token(int position) const { return Traits::token(p, position); }
+  DEVICE i64 stat(int position) const { return i64(bh()) * p.N + token(position); }  // of [BH, N]
+  DEVICE float power(int i) const { return DECAY ? powers[i] : 1.f; }
+  DEVICE float coefficient() const { return powers[CHUNK + 1]; }  // b
+  // Row `position` of tensor a, b, c, unit, y or o (0 … 5).
+  DEVICE u16* row(int tensor, int position) const { return Traits::row(p, base + Shared::HEADS, tensor, position); }
+
+  // --------------------------------------------------------------------------------------------------- threads
+  DEVICE int thread() const { return u32(tid) % WARPGROUP; }
+  DEVICE int group() const { return GROUPS == 1 ? 0 : warp / 4; }  // of outputs
+  // A warp's rows of a chunk, or columns of a panel.
+  DEVICE int first_row() const { return 16 * (warp % 4); }
+
+  // -------------------------------------------------------------------------------------------------- barriers
+  DEVICE u32 full(int stage) const { return base + Shared::BARRIERS + 8 * stage; }
+  DEVICE u32 ready(int stage) const { return full(Shared::STAGES + stage); }
+  DEVICE u32 empty(int stage) const { return full(2 * Shared::STAGES + stage); }
+  DEVICE u32 scored(int parity) const { return full(3 * Shared::STAGES + parity); }
+  enum { TOKEN_STATS_BARRIER = 1, OUTPUTS_BARRIER = 2, GROUP_BARRIER = 3 };
+  DEVICE void sync_token_stats() const { named_barrier_sync(TOKEN_STATS_BARRIER, WARPGROUP); }
+  DEVICE void sync_outputs(int threads = GROUPS * WARPGROUP) const { named_barrier_sync(OUTPUTS_BARRIER, threads); }
+  DEVICE void sync_group() const { named_barrier_sync(GROUP_BARRIER + group(), WARPGROUP); }
+
+  // --------------------------------------------------------------------------------------------- shared memory
+  // In the order A, B, UNIT, C: only the last may have fewer columns. `states` has no A.
+  DEVICE u32 tile(int stage, int which) const {
+    constexpr int WITH_A = STATES ? 0 : 1, WITH_UNIT = CONFIG::PROJECTS ? 1 : 0;
+    int before = which == A ? 0 : which == B ? WITH_A : which == UNIT ? WITH_A + 1 : WITH_A + 1 + WITH_UNIT;
+    return base + stage * Shared::STAGE + before * Shared::TILE;
+  }
+  DEVICE u32 scores_tile(int parity) const { return base + Shared::SCORES + parity * Shared::PANEL; }
+  DEVICE u32 y_tile(int stage, int parity) const {
+    return CONFIG::STAGES_Y ? base + Shared::Y_STAGING + parity * GROUPS * Shared::PANEL : tile(stage, CONFIG::Y_TILE);
+  }
+  // Offsets of tiles of eight rows of 16-bit numbers, and the address of a number there.
+  DEVICE int b_sums(int stage) const { return Shared::B_SUMS + stage * PANELS * Shared::EIGHT_ROWS; }
+  DEVICE int end_coefficients(int slot) const { return Shared::END_COEFFICIENTS + slot * Shared::EIGHT_ROWS; }
+  DEVICE u16* in_eight_rows(int tile, int row, int column) const {
+    return reinterpret_cast<u16*>(smem + tile + swizzled<8>(row, column / 8)) + column % 8;
+  }
+
+  struct Coefficients {
+    float *sigma, *tau, *rho, *kappa;
+    float* row;  // DQ, DK: 1/‖x‖; FWD: the normaliser's part that all keys before share, then 1/g
+    u16* sigma_end;
+    float* c_sum;
+  };
+  DEVICE Coefficients coefficients(int stage) const {
+    float* x = reinterpret_cast<float*>(smem + Shared::COEFFICIENTS + stage * Shared::STAGE_COEFFICIENTS);
+    float *tau = x + CHUNK, *rho = tau + CONFIG::HAS_TAU * CHUNK;
+    float *kappa = rho + CONFIG::HAS_RHO * CHUNK, *row = kappa + CONFIG::HAS_KAPPA * CHUNK;
+    u16* end = reinterpret_cast<u16*>(x + CONFIG::VECTORS * CHUNK);
+    return {x, tau, rho, kappa, row, end, reinterpret_cast<float*>(end + CHUNK)};
+  }
+  // DQ: Σ q̂·y, the gradient of b, by token of a chunk.
+  DEVICE float* db_sums() const { return reinterpret_cast<float*>(smem + Shared::DB_SUMS); }
+
+  // ---------------------------------------------------------------------------------------- states in and out
+  // No pointer here may be null, and tested: ptxas 13.0 was seen to test one before its zero was there.
+  DEVICE bool has_initial() const { return !STATES && (segment() || p.initial.S); }
+  DEVICE StateSource initial() const { return States::initial(p, bh(), segment(), log2_decay); }
+  DEVICE StateTarget before_segment(int i) const { return States::before_segment(p, bh(), i); }
+  // The last segment leaves the final state; `states` what its segment adds.
+  DEVICE bool has_final() const {
+    return STATES || ((UNSEGMENTED || segment() == p.segments - 1) && CONFIG::MODE != DQ && p.final.S);
+  }
+  DEVICE StateTarget final() const {
+    return STATES ? before_segment(segment() + 1) : States::final(p, bh(), log2_decay);
+  }
+  struct NextSegment {  // UNSEGMENTED: where the next segment begins, before which the state is left in the scratch
+    int position, index;
+  };
+  DEVICE NextSegment next_segment() const { return {p.segment_len, 0}; }
+  DEVICE bool enters(NextSegment& next, int position) const {
+    if (!UNSEGMENTED || position != next.position) return false;
+    next.position += p.segment_len;
+    return true;
+  }
+};

@@ -1,0 +1,61 @@
+// Copies of an sm_90a block: tiles in, asynchronously, and y out, by a warpgroup each.
+#pragma once
+#include "ptx/copy.cuh"
+#include "scan_sm90_block.cuh"
+
+template <typename CONFIG>
+struct CopiesSm90 {
+  using Traits = typename CONFIG::Traits;
+  using Shared = typename CONFIG::Shared;
+  using Block = BlockSm90<CONFIG>;
+  static constexpr int CHUNK = CONFIG::CHUNK, GROUPS = CONFIG::GROUPS, PANELS = CONFIG::PANELS;
+
+  // All tiles but the one that y may be in, or (last) that.
+  static DEVICE void load(const Block& block, int stage, int position, bool last) {
+    if (position + CHUNK <= block.p.N)
+      load_tiles<true>(block, stage, position, last);
+    else
+      load_tiles<false>(block, stage, position, last);
+  }
+  template <bool WHOLE_CHUNK>
+  static DEVICE void load_tiles(const Block& block, int stage, int position, bool last) {
+    constexpr int Y_TILE = CONFIG::Y_TILE;
+    if (last) {
+#pragma unroll
+      for (int panel = 0; panel < (CONFIG::STATES ? 0 : PANELS); panel += GROUPS)
+        load_tile<GROUPS, WHOLE_CHUNK>(block, block.tile(stage, Y_TILE) + panel * Shared::PANEL, Y_TILE, position,
+                                       PANEL_COLUMNS * panel);
+      return;
+    }
+    if (CONFIG::PROJECTS) load_tile<PANELS, WHOLE_CHUNK>(block, block.tile(stage, A), A, position);
+    load_tile<PANELS, WHOLE_CHUNK>(block, block.tile(stage, B), B, position);
+    load_tile<GROUPS, WHOLE_CHUNK>(block, block.tile(stage, C), C, position);
+  }
+  // COLUMNS of 64 by 128 threads, rows that are copied at once a multiple of 8. Copied out, a thread reads where it
+  // will copy to (so both take as many columns): what comes next need not wait for other threads.
+  template <int COLUMNS, bool WHOLE_CHUNK>
+  static DEVICE void load_tile(const Block& block, u32 dst, int tensor, int position, int from_column = 0) {
+    constexpr int PIECES = 8 * COLUMNS, STEP = WARPGROUP / PIECES, UNROLL = WHOLE_CHUNK ? CHUNK / STEP : 1;
+    const int first = u32(block.tid) % WARPGROUP / PIECES, piece = u32(block.tid) % PIECES;
+    const u16* src = block.row(tensor, position + first) + from_column + 8 * piece;
+    i64 step = (Traits::REVERSE ? -STEP : STEP) * block.p.strides[tensor].token;
+    int left = block.p.N - position - first;
+    dst += swizzled<CHUNK>(first, piece);
+#pragma unroll UNROLL
+    for (int i = 0; i < CHUNK; i += STEP, src += step) copy_async_16(dst + i * ROW_BYTES, src, WHOLE_CHUNK || i < left);
+  }
+  // y from a tile of COLUMNS of 64, to `dst` in its row `position`.
+  template <int COLUMNS>
+  static DEVICE void store_y(const Block& block, u32 src, u16* dst, int position) {
+    constexpr int PIECES = 8 * COLUMNS, STEP = WARPGROUP / PIECES;
+    const int first = u32(block.tid) % WARPGROUP / PIECES, piece = u32(block.tid) % PIECES;
+    i64 token = Traits::REVERSE ? -block.p.strides[Y].token : block.p.strides[Y].token;
+    int left = block.p.N - position - first;
+    dst += first * token + 8 * piece, src += swizzled<CHUNK>(first, piece);
+#pragma unroll
+    for (int i = 0; i < CHUNK; i += STEP, dst += STEP * token) {
+      uint4 x = ld_shared_v4(src + i * ROW_BYTES);
+      if (i < left) st_global_v4(dst, x);
+    }
+  }
+};

@@ -1,0 +1,84 @@
+// The sm_90a scan's choices, as constants, and where things are in its shared memory.
+#pragma once
+#include "modes.cuh"
+#include "ptx/shared_memory.cuh"
+
+constexpr int WARPGROUP = 128;  // threads
+
+template <typename CONFIG>
+struct SharedSm90;
+
+// STATES: only what a segment adds to the state. UNSEGMENTED: a block has 64 columns of y and a whole sequence, and
+// leaves the states before the segments in the scratch on the way.
+template <typename T_, int D_, int MODE_, bool DECAY_, int ROPE_, bool STATES_, bool UNSEGMENTED_>
+struct ConfigSm90 {
+  using T = T_;
+  using Traits = ModeTraits<T, MODE_>;
+  static constexpr int D = D_, MODE = MODE_, ROPE = ROPE_;
+  static constexpr bool DECAY = DECAY_, STATES = STATES_, UNSEGMENTED = UNSEGMENTED_;
+  static_assert(!UNSEGMENTED || MODE == FWD, "the others project a whole row, or read what another scan left");
+  static_assert(ROPE <= PANEL_COLUMNS, "columns that rotate together must be in one group");
+
+  static constexpr int CHUNK = 64;                                  // tokens
+  static constexpr int PANELS = D / PANEL_COLUMNS;                  // of a row
+  static constexpr int GROUPS = UNSEGMENTED ? 1 : PANELS;           // of outputs: panels of c and y that this block has
+  static constexpr int D_STEPS = D / 16, CHUNK_STEPS = CHUNK / 16;  // of a product along D and along a chunk
+
+  static constexpr bool PROJECTS = Traits::PROJECTS && !STATES;
+  static constexpr bool NORMALISES = MODE == FWD && !STATES;  // Σ ζ b is needed on the way, times queries
+  static constexpr bool SUMS_B = MODE == FWD || STATES;
+  static constexpr bool COMPUTES_E = MODE == DQ, COMPUTES_DB = MODE == DQ && !STATES;
+
+  // Which vectors, a number a token, a chunk has besides σ. The other factors of W are 1, or another of the mode's:
+  // DQ's τ is its σ.
+  static constexpr bool HAS_RHO = MODE != DK, HAS_KAPPA = MODE == DQ, HAS_TAU = Traits::REVERSE, HAS_ROW = MODE != DV;
+  static constexpr int VECTORS = STATES ? 0 : 1 + HAS_RHO + HAS_KAPPA + HAS_TAU + HAS_ROW;
+
+  // Which tile holds y on its way out: one that is no longer needed, unless another group's outputs may still read it.
+  static constexpr int Y_TILE = PROJECTS ? UNIT : A;
+  static constexpr bool STAGES_Y = !PROJECTS && !STATES && GROUPS > 1;
+  // Who copies y out: whoever copies tiles in, but FWD's scores have enough to do, and outputs less.
+  static constexpr bool COPIER_STORES_Y = (MODE != FWD && !STATES) || UNSEGMENTED;
+
+  // Scores keep powers of γ in registers where those are enough.
+  static constexpr bool KEEPS_POWERS = DECAY && D == 128 && !STATES;
+  // Where registers are fewest, a product with γ = 1 leads ptxas to an order of instructions that needs no more than
+  // there are.
+  static constexpr bool DECAYS_PAST = DECAY || (D == 64 && ROPE && HAS_KAPPA);
+
+  using Shared = SharedSm90<ConfigSm90>;
+};
+
+template <typename CONFIG>
+struct SharedSm90 {  // byte offsets; tiles first: swizzled, aligned to 1024
+  static constexpr int D = CONFIG::D, CHUNK = CONFIG::CHUNK, GROUPS = CONFIG::GROUPS, PANELS = CONFIG::PANELS;
+  static constexpr bool PROJECTS = CONFIG::PROJECTS;
+  static constexpr int PANEL = CHUNK * ROW_BYTES;  // 64 columns of a tile
+  static constexpr int EIGHT_ROWS = 8 * ROW_BYTES;
+  static constexpr int ROW_TILES = CONFIG::STATES ? 1 : PROJECTS ? 3 : 2;  // of whole rows: (a,) b(, unit); and c's
+  static constexpr int TILE = PANELS * PANEL, STAGE = ROW_TILES * TILE + GROUPS * PANEL;
+  static constexpr int STAGES = GROUPS < PANELS ? 4 : D == 64 && PROJECTS ? 2 : 3;
+
+  static constexpr int SCORES = STAGES * STAGE;         // W of two chunks
+  static constexpr int Y_STAGING = SCORES + 2 * PANEL;  // y of two chunks, where no tile can hold it
+  // τ and ζ decayed to the chunk's end as two 16-bit numbers each, four rows of 64 tokens; of two chunks (`states`: of
+  // every stage), then zeros
+  static constexpr int END_COEFFICIENTS = Y_STAGING + (CONFIG::STAGES_Y ? 2 * GROUPS * PANEL : 0);
+  // Σ ζ b from before as three 16-bit numbers, three rows of 64 columns, of every stage; five rows of zeros
+  static constexpr int B_SUMS = END_COEFFICIENTS + ((CONFIG::STATES ? STAGES : 2) + 1) * EIGHT_ROWS;
+  static constexpr int COEFFICIENTS = B_SUMS + (CONFIG::NORMALISES ? STAGES * PANELS * EIGHT_ROWS : 0);
+  // of a stage: the vectors; σ decayed to the chunk's end, 16 bits; Σ τ c from before, a number a column
+  static constexpr int STAGE_COEFFICIENTS = CONFIG::VECTORS * CHUNK * 4 + CHUNK * 2 + GROUPS * PANEL_COLUMNS * 4;
+  static constexpr int DB_SUMS = COEFFICIENTS + STAGES * STAGE_COEFFICIENTS;  // DQ: Σ q̂·y by token of a chunk
+  // where a row is projected: x̂·y of two chunks, a part of each output warp; and two numbers a token and group
+  static constexpr int PARTIAL_DOTS = DB_SUMS + CHUNK * 4;
+  static constexpr int PROJECTIONS = PARTIAL_DOTS + (PROJECTS ? 2 * 4 * GROUPS * CHUNK * 4 : 0);
+  static constexpr int POWERS = PROJECTIONS + (PROJECTS ? GROUPS * CHUNK * 8 : 0);
+  // From one table of powers to its copy: odd, so that in one of them a pair is aligned. A table has 16 zeros before
+  // it.
+  static constexpr int POWERS_TABLE = 16 + CHUNK + 5;
+  static constexpr int HEADS = POWERS + (2 * POWERS_TABLE - 2) * 4;
+  static constexpr int BARRIERS = HEADS + 6 * 8;
+  static constexpr int BYTES = BARRIERS + (3 * STAGES + 2) * 8;
+  static_assert(BYTES <= SHARED_BYTES, "what launch.py gives a block (KernelBuild.shared)");
+};

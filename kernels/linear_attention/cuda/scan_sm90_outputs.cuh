@@ -1,0 +1,340 @@
+// The role "outputs" of an sm_90a block, a warpgroup for every 64 columns of y and c: y, and the state.
+//
+// Y is made transposed, columns of c by tokens: the state, whose rows are columns of c, then goes from accumulators to
+// operands without leaving registers. Per chunk a group issues
+//
+//     Yᵀ = state Aᵀ, scaled
+//     Yᵀ += Cᵀ Wᵀ               and  state += (σ C)ᵀ B      (both at once; y is finished under the latter)
+#pragma once
+#include "ptx/mma.cuh"
+#include "rope.cuh"
+#include "scan_sm90_copies.cuh"
+#include "scan_sm90_running_sums.cuh"
+
+template <typename CONFIG>
+struct OutputsSm90 {
+  using T = typename CONFIG::T;
+  using Traits = typename CONFIG::Traits;
+  using Shared = typename CONFIG::Shared;
+  using Block = BlockSm90<CONFIG>;
+  using Copies = CopiesSm90<CONFIG>;
+  using Coefficients = typename Block::Coefficients;
+  static constexpr int D = CONFIG::D, CHUNK = CONFIG::CHUNK, MODE = CONFIG::MODE, ROPE = CONFIG::ROPE;
+  static constexpr int GROUPS = CONFIG::GROUPS, D_STEPS = CONFIG::D_STEPS, CHUNK_STEPS = CONFIG::CHUNK_STEPS;
+  static constexpr bool STATES = CONFIG::STATES, PROJECTS = CONFIG::PROJECTS, UNSEGMENTED = CONFIG::UNSEGMENTED;
+  static constexpr bool DECAYS_PAST = CONFIG::DECAYS_PAST;
+
+  static DEVICE void run(Block& block) {
+    float state[D / 8][4];
+    RunningSumsSm90<CONFIG> sums = {};
+    load_state(block, state);
+    if (CONFIG::COMPUTES_DB && block.tid < CHUNK) block.db_sums()[block.tid] = 0.f;
+    auto segment = block.next_segment();
+    typename Block::Stage current;
+    PipelineState<2> scored;
+    for (; block.begin() + CHUNK * scored.i < block.end(); current.advance(), scored.advance()) {
+      block.forget_addresses();
+      const int position = block.begin() + CHUNK * scored.i, stage = current.stage(), parity = scored.stage();
+      const int len = min(CHUNK, block.p.N - position);
+      const Coefficients c = block.coefficients(stage);
+      if (block.enters(segment, position)) store_state(block, state, block.before_segment(++segment.index));
+      mbarrier_wait(block.full(stage),
+                    current.phase());  // `ready` implies it, but racecheck follows one barrier, not two
+      mbarrier_wait(block.ready(stage), current.phase());
+      u32 own[CHUNK_STEPS][4], left[CHUNK_STEPS][4];
+      float y[8][4];
+      if (!STATES) multiply_state(block, y, state, stage);
+      decay_state(block, state, len);
+      if (STATES) sums.decay(block, len);
+      block.forget_addresses();
+      read_own(block, own, block.tile(stage, C));
+      if (!STATES) scale_past(block, y, c);
+      scale_own(block, left, own, c);
+      if (!STATES) mbarrier_wait(block.scored(parity), scored.phase());
+      warpgroup_arrive();
+#pragma unroll
+      for (int s = 0; s < (STATES ? 0 : CHUNK_STEPS); s++)
+        mma_ABt<T>(y, own[s], k_along_rows<CHUNK>(block.scores_tile(parity), s), 1);
+      warpgroup_commit();
+#pragma unroll
+      for (int s = 0; s < CHUNK_STEPS; s++)
+        mma_AB<T>(state, left[s], k_down_columns<CHUNK>(block.tile(stage, B), s), 1);
+      if (STATES) sums.add_chunk(block, stage, stage);
+      warpgroup_commit();
+      if constexpr (PROJECTS) project(block, y, stage, parity, position);
+      if constexpr (!PROJECTS && !STATES) scale(block, y, stage, parity);
+      if (!CONFIG::COPIER_STORES_Y && !STATES) {
+        block.sync_group();
+        Copies::template store_y<1>(block, block.y_tile(stage, parity) + block.group() * Shared::PANEL,
+                                    block.row(Y, position) + PANEL_COLUMNS * block.group(), position);
+      }
+      warpgroup_wait();
+      warpgroup_fence_operand(state);
+      if (STATES) sums.wait(block);
+      mbarrier_arrive(block.empty(stage));
+    }
+    if (STATES) sums.store(block, block.final());
+    if (block.has_final() && MODE != DV) store_state(block, state, block.final());
+    if (CONFIG::COMPUTES_DB && block.warp < 2) store_db(block);
+  }
+
+  // A warp's 16 columns of y and c, two tiles of eight. With RoPE on them, columns that rotate together are in one
+  // lane.
+  static DEVICE int own_tile(const Block& block, int half) {
+    constexpr int HALF = Traits::PROJECTS ? ROPE / 16 : 0;
+    int i = 2 * block.warp + half;
+    return i < 2 * HALF ? i / 2 + half * HALF : i;
+  }
+  static DEVICE int own_row(const Block& block, int half) {
+    return 8 * own_tile(block, half) + block.g;
+  }  // of the state: a column of c
+  static DEVICE int state_row(const Block& block, int half) { return block.first_column() + own_row(block, half); }
+
+  // --------------------------------------------------------------------------------------------------- state
+  static DEVICE void load_state(const Block& block, float (&state)[D / 8][4]) {
+#pragma unroll
+    for (int j = 0; j < D / 8; j++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) state[j][i] = 0.f;
+    if (!block.has_initial()) return;
+    const StateSource from = block.initial();
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+      for (int j = 0; j < D / 8; j++)
+#pragma unroll
+        for (int x = 0; x < 2; x++)
+          state[j][2 * half + x] =
+              from.scale * from.S[Block::States::element(state_row(block, half), 8 * j + 2 * block.t + x)];
+  }
+  static DEVICE void store_state(const Block& block, const float (&state)[D / 8][4], const StateTarget& to) {
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+      for (int j = 0; j < D / 8; j++)
+#pragma unroll
+        for (int x = 0; x < 2; x++)
+          to.S[Block::States::element(state_row(block, half), 8 * j + 2 * block.t + x)] =
+              to.scale * state[j][2 * half + x];
+  }
+  static DEVICE void decay_state(const Block& block, float (&state)[D / 8][4], int len) {
+    if (!CONFIG::DECAY) return;
+    float decay = block.power(len);
+#pragma unroll
+    for (int j = 0; j < D / 8; j++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) state[j][i] *= decay;
+  }
+
+  // Yᵀ of what came before the chunk: issued, and not waited for.
+  static DEVICE void multiply_state(const Block& block, float (&y)[8][4], const float (&state)[D / 8][4], int stage) {
+    u32 rounded[D_STEPS][4];
+#pragma unroll
+    for (int k = 0; k < D_STEPS; k++)
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        rounded[k][i] = pack<T>(state[2 * k + i / 2][2 * (i % 2)], state[2 * k + i / 2][2 * (i % 2) + 1]);
+    warpgroup_arrive();
+#pragma unroll
+    for (int k = 0; k < D_STEPS; k++) mma_ABt<T>(y, rounded[k], k_along_rows<CHUNK>(block.tile(stage, A), k), k > 0);
+    warpgroup_commit();
+  }
+  // It, waited for: γ^(i+1) (ρ y + κ Σ τ c).
+  static DEVICE void scale_past(Block& block, float (&y)[8][4], const Coefficients& c) {
+    const float c_sum[2] = {c.c_sum[own_row(block, 0)], c.c_sum[own_row(block, 1)]},
+                step = DECAYS_PAST ? block.powers[8] : 1.f;
+    float past[2] = {DECAYS_PAST ? block.powers[2 * block.t + 1] : 1.f,
+                     DECAYS_PAST ? block.powers[2 * block.t + 2] : 1.f};
+    float scale[8][2], shift[8][4];
+    auto find = [&](int n) {  // of two tokens
+      float2 rho = make_float2(1.f, 1.f), kappa = rho;
+      if (CONFIG::HAS_RHO) rho = *reinterpret_cast<float2*>(c.rho + 8 * n + 2 * block.t);
+      if (CONFIG::HAS_KAPPA) kappa = *reinterpret_cast<float2*>(c.kappa + 8 * n + 2 * block.t);
+      scale[n][0] = past[0] * rho.x, scale[n][1] = past[1] * rho.y;
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        shift[n][2 * half] = past[0] * kappa.x * c_sum[half];
+        shift[n][2 * half + 1] = past[1] * kappa.y * c_sum[half];
+      }
+      past[0] *= step, past[1] *= step;
+    };
+    if (UNSEGMENTED) {
+#pragma unroll
+      for (int n = 0; n < 8; n++) find(n);
+    }
+    warpgroup_wait();
+    warpgroup_fence_operand(y);
+#pragma unroll
+    for (int n = 0; n < 8; n++) {
+      if (!UNSEGMENTED) find(n);
+#pragma unroll
+      for (int i = 0; i < 4; i++) y[n][i] = scale[n][i % 2] * y[n][i] + shift[n][i];
+    }
+  }
+
+  // Tiles of eight tokens by eight of this warp's columns, transposed: fragments of Cᵀ, and where Yᵀ's are.
+  static DEVICE void read_own(const Block& block, u32 (&r)[CHUNK_STEPS][4], u32 tile_address) {
+#pragma unroll
+    for (int s = 0; s < CHUNK_STEPS; s++) read_own(block, r[s], tile_address, s);
+  }
+  static DEVICE void read_own(const Block& block, u32 (&r)[4], u32 tile_address, int s) {
+    ldmatrix_trans(
+        r, tile_address + swizzled<CHUNK>(block.lane % 16, own_tile(block, block.lane / 16)) + s * 16 * ROW_BYTES);
+    u32 x = r[1];  // from (column tile, token tile) order to that of a left operand
+    r[1] = r[2], r[2] = x;
+  }
+  // σ C, σ decayed to the chunk's end: what the state gains is (σ C)ᵀ B.
+  static DEVICE void scale_own(const Block& block, u32 (&left)[CHUNK_STEPS][4], const u32 (&own)[CHUNK_STEPS][4],
+                               const Coefficients& c) {
+#pragma unroll
+    for (int s = 0; s < CHUNK_STEPS; s++) {
+      const u16* sigma = c.sigma_end + 16 * s + 2 * block.t;
+      u32 near = *reinterpret_cast<const u32*>(sigma), far = *reinterpret_cast<const u32*>(sigma + 8);
+      left[s][0] = multiply<T>(own[s][0], near), left[s][1] = multiply<T>(own[s][1], near);
+      left[s][2] = multiply<T>(own[s][2], far), left[s][3] = multiply<T>(own[s][3], far);
+    }
+  }
+
+  // ------------------------------------------------------------------------------------------------- y, finished
+  // This lane's row of this warp's two tiles of y, of the first eight tokens.
+  static DEVICE u32 own_y(const Block& block, int stage, int parity) {
+    return block.y_tile(stage, parity) + block.group() * Shared::PANEL +
+           swizzled<CHUNK>(block.lane % 8 + 8 * (block.lane / 16), own_tile(block, (block.lane / 8) % 2) % 8);
+  }
+  // FWD: o = y/g; DV: dv = y.
+  static DEVICE void scale(Block& block, float (&y)[8][4], int stage, int parity) {
+    warpgroup_wait<1>();
+    warpgroup_fence_operand(y);
+    block.forget_addresses();
+    float scale = Traits::scale_y(block.p);
+    u32 to = own_y(block, stage, parity);
+#pragma unroll
+    for (int n = 0; n < 8; n += 2) {
+      u32 pairs[4];
+#pragma unroll
+      for (int m = 0; m < 2; m++) {
+        float2 r = make_float2(scale, scale);
+        if (MODE == FWD) r = *reinterpret_cast<float2*>(block.coefficients(stage).row + 8 * (n + m) + 2 * block.t);
+        pairs[2 * m] = pack<T>(y[n + m][0] * r.x, y[n + m][1] * r.y);
+        pairs[2 * m + 1] = pack<T>(y[n + m][2] * r.x, y[n + m][3] * r.y);
+      }
+      stmatrix_trans(to + n * 8 * ROW_BYTES, pairs[0], pairs[1], pairs[2], pairs[3]);
+    }
+  }
+
+  // DQ, DK: through the norm, dx = r (y − x̂ (x̂·y)), and through RoPE; b and r as the table says.
+  static DEVICE void project(Block& block, float (&y)[8][4], int stage, int parity, int position) {
+    u32 x[CHUNK_STEPS][4];
+    if (!READS_UNIT_TWICE) read_own(block, x, block.tile(stage, UNIT));
+    warpgroup_wait<1>();
+    warpgroup_fence_operand(y);
+    block.forget_addresses();
+    dots(block, x, y, stage, parity);
+    PairAngles angles[ANGLES];
+    if (ROPE) {
+      warpgroup_wait();  // frees registers
+      block.forget_addresses();
+      if (ANGLES > 1) read_angles(block, angles, position, 0);
+    }
+    block.sync_outputs();
+    if (int token = block.tid % WARPGROUP; token < CHUNK) write_projection(block, token, stage, parity);
+    block.sync_group();
+    u32 to = own_y(block, stage, parity);
+#pragma unroll
+    for (int n = 0; n < 8; n += 2) {
+      if (READS_UNIT_TWICE) read_own(block, x[n / 2], block.tile(stage, UNIT), n / 2);
+      u32 pairs[4];
+#pragma unroll
+      for (int m = 0; m < 2; m++) {  // two tokens: what to scale by, and how far to go back along x
+        if (ROPE && (n + m > 0 || ANGLES == 1) && (n + m) % ANGLES == 0)
+          read_angles(block, angles, position, 8 * (n + m));
+        float4 s = *reinterpret_cast<float4*>(group_projections(block) + 2 * (8 * (n + m) + 2 * block.t));
+        float2 lo = unpack<T>(x[n / 2][2 * m]), hi = unpack<T>(x[n / 2][2 * m + 1]);
+        lo = make_float2(s.x * (y[n + m][0] - s.y * lo.x), s.z * (y[n + m][1] - s.w * lo.y));
+        hi = make_float2(s.x * (y[n + m][2] - s.y * hi.x), s.z * (y[n + m][3] - s.w * hi.y));
+        if (ROPE && block.warp < ROPE / 16) {
+          const PairAngles& pair = angles[(n + m) % ANGLES];
+          rotate_back(lo, hi, pair.cos, pair.sin);
+        }
+        pairs[2 * m] = pack<T>(lo.x, lo.y), pairs[2 * m + 1] = pack<T>(hi.x, hi.y);
+      }
+      stmatrix_trans(to + n * 8 * ROW_BYTES, pairs[0], pairs[1], pairs[2], pairs[3]);
+    }
+  }
+  // A token's x·y from all warps' parts; its (out, along) for this group.
+  static DEVICE void write_projection(Block& block, int token, int stage, int parity) {
+    const Params& p = block.p;
+    const float* from = partial_dots(block, parity) + token;
+    float dot = 0.f;
+#pragma unroll
+    for (int i = 0; i < 4 * GROUPS; i++) dot += from[i * CHUNK];
+    float norm = block.coefficients(stage).row[token];
+    auto [out, along] = Traits::projection(block, norm, dot);
+    *reinterpret_cast<float2*>(group_projections(block) + 2 * token) = make_float2(out, along);
+    // rows past the end have norm 0
+    if (CONFIG::COMPUTES_DB && block.tid < CHUNK) block.db_sums()[block.tid] += norm * dot * Traits::scale_y(p);
+  }
+  static DEVICE float* group_projections(const Block& block) {
+    return reinterpret_cast<float*>(block.smem + Shared::PROJECTIONS) + block.group() * 2 * CHUNK;
+  }
+  static DEVICE float* partial_dots(const Block& block, int parity) {
+    return reinterpret_cast<float*>(block.smem + Shared::PARTIAL_DOTS) + parity * 4 * GROUPS * CHUNK;
+  }
+  // x·y of every token over this warp's columns.
+  static DEVICE void dots(const Block& block, u32 (&x)[CHUNK_STEPS][4], const float (&y)[8][4], int stage, int parity) {
+    float d[4][2];
+    auto part = [](float2 pair, int i) { return i ? pair.y : pair.x; };
+    auto dot = [&](int n, int i) {
+      return part(unpack<T>(x[n / 2][2 * (n % 2)]), i) * y[n][i] +
+             part(unpack<T>(x[n / 2][2 * (n % 2) + 1]), i) * y[n][2 + i];
+    };
+    // Sums over g: each step halves the tokens a lane is left with, in the end two.
+    auto halve = [&](float low, float high, int bit) {
+      bool upper = block.g & bit;
+      return (upper ? high : low) + __shfl_xor_sync(FULL_WARP, upper ? low : high, 4 * bit);
+    };
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+      if (READS_UNIT_TWICE && n % 2 == 0)
+        for (int s = n / 2; s < CHUNK_STEPS; s += 2) read_own(block, x[s], block.tile(stage, UNIT), s);
+#pragma unroll
+      for (int i = 0; i < 2; i++) d[n][i] = halve(dot(n, i), dot(n + 4, i), 4);
+    }
+#pragma unroll
+    for (int half = 2; half > 0; half /= 2)
+#pragma unroll
+      for (int n = 0; n < half; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) d[n][i] = halve(d[n][i], d[n + half][i], half);
+    *reinterpret_cast<float2*>(partial_dots(block, parity) + block.warp * CHUNK + 8 * block.g + 2 * block.t) =
+        make_float2(d[0][0], d[0][1]);
+  }
+  static constexpr bool READS_UNIT_TWICE = ROPE || D == 64;  // x̂ is not kept, as registers are few
+
+  // The angles of two tokens in the two columns of this lane that rotate together: for so many pairs of tokens at once
+  // that the wait for them is short, or hidden behind the barriers before their use.
+  static constexpr int ANGLES = D == 64 ? 1 : MODE == DQ ? 2 : 4;
+  struct PairAngles {
+    float2 cos, sin;
+  };
+  static DEVICE void read_angles(const Block& block, PairAngles (&angles)[ANGLES], int position, int token_in_chunk) {
+    if (block.warp >= ROPE / 16) return;
+    const Params& p = block.p;
+    const int first = position + token_in_chunk + 2 * block.t, left = p.N - first;
+    const i64 at = i64(block.token(first)) * ROPE + 8 * own_tile(block, 0) + block.g;
+#pragma unroll
+    for (int n = 0; n < ANGLES; n++) {
+      auto read = [&](const float* x, int i) { return i < left ? x[at + i * (Traits::REVERSE ? -ROPE : ROPE)] : 0.f; };
+      angles[n].cos = make_float2(read(p.cos, 8 * n), read(p.cos, 8 * n + 1));
+      angles[n].sin = make_float2(read(p.sin, 8 * n), read(p.sin, 8 * n + 1));
+    }
+  }
+
+  static DEVICE void store_db(const Block& block) {
+    float sum = sum_lanes<32>(block.db_sums()[block.tid]);
+    if (block.lane == 0) block.db_sums()[block.tid] = sum;
+    block.sync_outputs(CHUNK);
+    if (block.tid == 0)
+      block.p.db[block.bh() * block.p.segments + block.segment()] = block.db_sums()[0] + block.db_sums()[32];
+  }
+};

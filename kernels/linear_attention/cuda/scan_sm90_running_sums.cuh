@@ -1,0 +1,119 @@
+// Σ τ c and Σ ζ b of an sm_90a block, of everything so far, in a warpgroup's accumulators: tiles, their rows turned to
+// columns, times τ and ζ.
+//
+// Token stats keep them, as what they find of a chunk needs them; for `states`, the outputs do, each group of its own
+// columns. Of 64 columns a warp has 16, a lane two rows' sums: of c lanes t = 0, of b lanes t = 1, those of the first
+// and of the second 16-bit numbers.
+#pragma once
+#include "scan_sm90_block.cuh"
+
+template <typename CONFIG>
+struct RunningSumsSm90 {
+  using T = typename CONFIG::T;
+  using Shared = typename CONFIG::Shared;
+  using Block = BlockSm90<CONFIG>;
+  static constexpr int CHUNK = CONFIG::CHUNK, GROUPS = CONFIG::GROUPS, PANELS = CONFIG::PANELS;
+  static constexpr bool STATES = CONFIG::STATES, NORMALISES = CONFIG::NORMALISES;
+  static constexpr int C_PANELS = STATES ? 1 : GROUPS, B_PANELS = STATES ? 1 : CONFIG::SUMS_B ? PANELS : 0;
+
+  float c[C_PANELS][1][4], b[B_PANELS ? B_PANELS : 1][1][4];
+
+  DEVICE int first_panel(const Block& block) const { return STATES ? block.group() : 0; }
+  DEVICE int column(const Block& block, int panel, int half) const {
+    return PANEL_COLUMNS * (first_panel(block) + panel) + block.first_row() + block.g + 8 * half;
+  }
+  // use(sum, tensor, panel) for each.
+  template <typename USE>
+  DEVICE void each(const Block& block, USE use) {
+#pragma unroll
+    for (int i = 0; i < C_PANELS; i++) use(c[i], C, first_panel(block) + i);
+#pragma unroll
+    for (int i = 0; i < B_PANELS; i++) use(b[i], B, first_panel(block) + i);
+  }
+
+  // Products only: between warpgroup_arrive and warpgroup_commit.
+  DEVICE void add_chunk(const Block& block, int stage, int slot) {
+    each(block, [&](float (&sum)[1][4], int tensor, int panel) {
+#pragma unroll
+      for (int s = 0; s < CONFIG::CHUNK_STEPS; s++)
+        mma_AtBt<T>(sum, k_down_columns<CHUNK>(block.tile(stage, tensor) + panel * Shared::PANEL, s),
+                    k_along_rows<8>(block.base + block.end_coefficients(slot), s), 1);
+    });
+  }
+  // Before the first chunk: ptxas lets products run on around a loop only if some do on every way into it.
+  DEVICE void add_zeros(const Block& block) {
+    const Descriptor zeros = k_down_columns<CHUNK>(block.base + block.end_coefficients(1), 0);
+    const Descriptor more = k_along_rows<8>(block.base + block.end_coefficients(2), 0);
+    warpgroup_arrive();
+    each(block, [&](float (&sum)[1][4], int, int) { mma_AtBt<T>(sum, zeros, more, 1); });
+    warpgroup_commit();
+  }
+  DEVICE void start_chunk(Block& block, int stage, int slot, int len) {
+    block.sync_token_stats();  // τ and ζ are written, and rows are rotated
+    block.forget_addresses();
+    decay(block, len);
+    warpgroup_arrive();
+    add_chunk(block, stage, slot);
+    warpgroup_commit();
+  }
+  DEVICE void decay(const Block& block, int len) {
+    if (!CONFIG::DECAY) return;
+    const float decay = block.power(len);
+    each(block, [&](float (&sum)[1][4], int, int) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) sum[0][i] *= decay;
+    });
+  }
+  DEVICE void wait(const Block& block) {
+    warpgroup_wait();
+    each(block, [&](float (&sum)[1][4], int, int) { warpgroup_fence_operand(sum); });
+  }
+
+  // Of a lane's two rows of a sum, one: its first and its second part.
+  static DEVICE float total(const float (&sum)[1][4], int half) { return sum[0][2 * half] + sum[0][2 * half + 1]; }
+  // To shared memory, for the chunk in a stage. Of Σ ζ b's columns, each of four lanes takes one.
+  DEVICE void write(const Block& block, int stage) const {
+    float* to = block.coefficients(stage).c_sum;
+    float own = 0.f;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+#pragma unroll
+      for (int i = 0; i < GROUPS; i++)
+        if (block.t == 0) to[column(block, i, half)] = total(c[i], half);
+#pragma unroll
+      for (int i = 0; i < (NORMALISES ? B_PANELS : 0); i++) {
+        float sum = __shfl_sync(FULL_WARP, total(b[i], half), block.lane & ~3 | 1);
+        if (block.t == 2 * i + half) own = sum;
+      }
+    }
+    if (NORMALISES && block.t < 2 * PANELS) {
+      int panel = block.b_sums(stage) + block.t / 2 * Shared::EIGHT_ROWS;
+      split<T, 3>([&](int part) { return block.in_eight_rows(panel, part, column(block, 0, block.t % 2)); }, own);
+    }
+  }
+  DEVICE void load(const Block& block) {
+    *this = {};
+    if (!block.has_initial()) return;
+    const StateSource from = block.initial();
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+#pragma unroll
+      for (int i = 0; i < C_PANELS; i++)
+        if (block.t == 0) c[i][0][2 * half] = from.scale_c * from.c[block.first_column() + column(block, i, half)];
+#pragma unroll
+      for (int i = 0; i < B_PANELS; i++)
+        if (block.t == 1) b[i][0][2 * half] = from.scale_b * from.b[column(block, i, half)];
+    }
+  }
+  DEVICE void store(const Block& block, const StateTarget& to) const {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+#pragma unroll
+      for (int i = 0; i < C_PANELS; i++)
+        if (block.t == 0) to.c[block.first_column() + column(block, i, half)] = to.scale_c * total(c[i], half);
+#pragma unroll
+      for (int i = 0; i < B_PANELS; i++)
+        if (block.t == 1 && block.panel() == 0) to.b[column(block, i, half)] = to.scale_b * total(b[i], half);
+    }
+  }
+};

@@ -1,0 +1,167 @@
+// The role "scores" of an sm_90a block: W from X = A Bᵀ, once for all columns of y, and forward the normaliser. The
+// warpgroup also copies, unless a block of 64 columns has another for that.
+#pragma once
+#include "ptx/mma.cuh"
+#include "scan_sm90_copies.cuh"
+
+template <typename CONFIG>
+struct ScoresSm90 {
+  using T = typename CONFIG::T;
+  using Shared = typename CONFIG::Shared;
+  using Block = BlockSm90<CONFIG>;
+  using Copies = CopiesSm90<CONFIG>;
+  using Coefficients = typename Block::Coefficients;
+  static constexpr int CHUNK = CONFIG::CHUNK, MODE = CONFIG::MODE, D_STEPS = CONFIG::D_STEPS;
+  static constexpr bool DECAY = CONFIG::DECAY, KEEPS_POWERS = CONFIG::KEEPS_POWERS;
+
+  // Chunk by chunk: W of this one; then the one before, when all are done with it: y out, and the next tiles in.
+  template <bool SCORES, bool COPIES>
+  static DEVICE void run(Block& block) {
+    if (SCORES) clear_above_diagonal(block);
+    Powers powers;
+    if (SCORES) read_powers(block, powers);
+    typename Block::Stage current, previous;  // of this chunk and the one before
+    PipelineState<2> scored;
+    for (int position = block.begin() - (Shared::STAGES - 1) * CHUNK; position < block.end() + CHUNK;
+         position += CHUNK, previous.advance()) {
+      block.forget_addresses();
+      const int parity = scored.stage();
+      if (position >= block.begin()) {
+        if (SCORES && position < block.end()) {
+          mbarrier_wait(block.ready(current.stage()), current.phase());
+          compute(block, current.stage(), position, parity, powers);
+          fence_shared();
+          mbarrier_arrive(block.scored(parity));
+        }
+        mbarrier_wait(block.empty(previous.stage()), previous.phase() ^ 1);
+        current.advance(), scored.advance();
+      }
+      if (!COPIES) continue;
+      const int next = position + (Shared::STAGES - 1) * CHUNK;
+      if (next < block.end()) Copies::load(block, previous.stage(), next, false);
+      if (CONFIG::COPIER_STORES_Y && position > block.begin())
+        Copies::template store_y<CONFIG::GROUPS>(block, block.y_tile(previous.stage(), parity ^ 1),
+                                                 block.row(Y, position - CHUNK), position - CHUNK);
+      if (next < block.end()) {
+        Copies::load(block, previous.stage(), next, true);
+        mbarrier_arrive_after_copies(block.full(previous.stage()));
+      }
+    }
+    if (COPIES) copy_async_commit(), copy_async_wait<0>();
+  }
+
+  // Of a thread's two rows: what W is made of, and the sums of what became of it.
+  struct Rows {
+    float rho[2], kappa[2], sum[2];
+  };
+  // Powers of γ by how far a lane's rows of W are ahead of its columns: γ^(ahead + 8 − 8i) and γ^(ahead + 7 − 8i).
+  struct Powers {
+    float2 of[KEEPS_POWERS ? 9 : 1];
+  };
+
+  // W of this warp's 16 rows, into shared memory; forward also the normalisers. What is above the diagonal stays zero.
+  static DEVICE void compute(Block& block, int stage, int position, int parity, const Powers& powers) {
+    float x[8][4], past[1][4];
+    warpgroup_arrive();
+#pragma unroll
+    for (int k = 0; k < D_STEPS; k++)
+      mma_ABt<T>(x, k_along_rows<CHUNK>(block.tile(stage, A), k), k_along_rows<CHUNK>(block.tile(stage, B), k), k > 0);
+    // Forward: queries times Σ ζ b from before, whose three 16-bit parts are columns.
+#pragma unroll
+    for (int k = 0; k < (CONFIG::NORMALISES ? D_STEPS : 0); k++)
+      mma_ABt<T>(past, k_along_rows<CHUNK>(block.tile(stage, A), k),
+                 k_along_rows<8>(block.base + block.b_sums(stage), k), k > 0);
+    warpgroup_commit();
+    warpgroup_wait();
+    warpgroup_fence_operand(x);
+    warpgroup_fence_operand(past);
+    block.forget_addresses();
+    const Coefficients c = block.coefficients(stage);
+    const int first = block.first_row() + block.g;
+    Rows rows = {{1.f, 1.f}, {1.f, 1.f}, {0.f, 0.f}};
+    if (CONFIG::HAS_RHO) rows.rho[0] = c.rho[first], rows.rho[1] = c.rho[first + 8];
+    if (CONFIG::HAS_KAPPA) rows.kappa[0] = c.kappa[first], rows.kappa[1] = c.kappa[first + 8];
+#pragma unroll
+    for (int tile = 0; tile < 4; tile++)  // of 16 × 16
+      if (tile <= block.warp % 4) compute_tile(block, rows, x, c, tile, parity, powers);
+    if (MODE == FWD) normalisers(block, rows, past, c, position);
+  }
+  // Of four lanes, the first finishes one row and the second the other.
+  static DEVICE void normalisers(Block& block, Rows& rows, const float (&past)[1][4], const Coefficients& c,
+                                 int position) {
+    const int first = block.first_row() + block.g;
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      rows.sum[half] +=
+          block.power(first + 8 * half + 1) * rows.rho[half] * (past[0][2 * half] + past[0][2 * half + 1]);
+    const bool second = block.t % 2;
+    float sum =
+        (second ? rows.sum[1] : rows.sum[0]) + __shfl_xor_sync(FULL_WARP, second ? rows.sum[0] : rows.sum[1], 1);
+    sum += __shfl_xor_sync(FULL_WARP, sum, 2);
+    if (block.t < 2) {
+      const int row = first + 8 * second;
+      float normaliser = sum + c.row[row];
+      c.row[row] = reciprocal(normaliser);
+      if (block.panel() == 0 && position + row < block.p.N) block.p.g[block.stat(position + row)] = normaliser;
+    }
+  }
+
+  static DEVICE void compute_tile(const Block& block, Rows& rows, const float (&x)[8][4], const Coefficients& c,
+                                  int tile, int parity, const Powers& powers) {
+    u32 pairs[4];
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+      int j = 16 * tile + 8 * m + 2 * block.t;
+      float2 sigma = *reinterpret_cast<float2*>(c.sigma + j), tau = make_float2(1.f, 1.f);
+      if (CONFIG::HAS_TAU) tau = *reinterpret_cast<float2*>(c.tau + j);
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        float2 decay = powers_of(block, powers, tile, half - m);
+        int by = ahead(block) - 16 * tile + 8 * (half - m);
+        float w0 = score(rows, half, sigma.x, tau.x, x[2 * tile + m][2 * half], by, decay.x);
+        float w1 = score(rows, half, sigma.y, tau.y, x[2 * tile + m][2 * half + 1], by - 1, decay.y);
+        u32 pair = pack<T>(w0, w1);
+        pairs[2 * m + half] = pair;
+        float2 rounded = unpack<T>(pair);  // the normaliser adds what the tensor cores multiply by
+        if (MODE == FWD) rows.sum[half] += rounded.x + rounded.y;
+      }
+    }
+    stmatrix(address(block, parity, tile), pairs[0], pairs[1], pairs[2], pairs[3]);
+  }
+  // w of a pair of tokens, one so far ahead of the other; its decay is zero if it is behind.
+  static DEVICE float score(const Rows& rows, int half, float sigma, float tau, float x, int ahead, float decay) {
+    float y = MODE == DQ ? sigma * (rows.rho[half] * x + rows.kappa[half]) : rows.rho[half] * sigma * x + tau;
+    return DECAY ? y * decay : ahead >= 0 ? y : 0.f;
+  }
+
+  // How far this lane's first row is ahead of its first column.
+  static DEVICE int ahead(const Block& block) { return block.first_row() + block.g - 2 * block.t; }
+  static DEVICE void read_powers(const Block& block, Powers& powers) {
+#pragma unroll
+    for (int i = 0; i < (KEEPS_POWERS ? 9 : 0); i++) {
+      auto read = [&](int by) { return block.powers[max(by, -1)]; };
+      powers.of[i] = make_float2(read(ahead(block) + 8 - 8 * i), read(ahead(block) + 7 - 8 * i));
+    }
+  }
+  static DEVICE float2 powers_of(const Block& block, const Powers& powers, int tile, int below) {  // 8·below rows on
+    if (KEEPS_POWERS) return powers.of[1 + 2 * tile - below];
+    if (!DECAY) return make_float2(1.f, 1.f);
+    const float* second =
+        block.powers + (block.g % 2 ? 0 : Shared::POWERS_TABLE) + ahead(block) - 16 * tile + 8 * below - 1;
+    float2 pair = *reinterpret_cast<const float2*>(second);
+    return make_float2(pair.y, pair.x);
+  }
+
+  // Where this lane's row of 16 × 16 of this warp's scores is.
+  static DEVICE u32 address(const Block& block, int parity, int tile) {
+    return block.scores_tile(parity) +
+           (swizzled<CHUNK>(block.first_row() + block.lane % 16, block.lane / 16) ^ (tile << 5));
+  }
+  static DEVICE void clear_above_diagonal(const Block& block) {
+#pragma unroll
+    for (int tile = 1; tile < 4; tile++)
+#pragma unroll
+      for (int parity = 0; parity < 2; parity++)
+        if (tile > block.warp % 4) stmatrix(address(block, parity, tile), 0, 0, 0, 0);
+  }
+};

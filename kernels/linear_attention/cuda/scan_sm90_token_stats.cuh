@@ -1,0 +1,220 @@
+// The role "token stats" of an sm_90a block: what belongs to a token alone. RoPE in place, norms, (1)'s coefficients,
+// in DQ e, which DK and DV read; and it keeps the running sums (in `states`, outputs do).
+#pragma once
+#include "rope.cuh"
+#include "scan_sm90_running_sums.cuh"
+
+template <typename CONFIG>
+struct TokenStatsSm90 {
+  using T = typename CONFIG::T;
+  using Traits = typename CONFIG::Traits;
+  using Shared = typename CONFIG::Shared;
+  using Block = BlockSm90<CONFIG>;
+  using Coefficients = typename Block::Coefficients;
+  using Stage = typename Block::Stage;
+  static constexpr int D = CONFIG::D, CHUNK = CONFIG::CHUNK, PANELS = CONFIG::PANELS;
+  static constexpr int MODE = CONFIG::MODE, ROPE = CONFIG::ROPE;
+  static constexpr bool DECAY = CONFIG::DECAY, STATES = CONFIG::STATES, COMPUTES_E = CONFIG::COMPUTES_E;
+
+  // For RoPE a thread has ITEMS items of each tile; a model's few have their angles read a chunk ahead.
+  using R = Rope<T, MODE, ROPE>;
+  static constexpr int ITEMS = CHUNK * ROPE / 8 / WARPGROUP;
+  static constexpr bool READS_ANGLES_AHEAD = ROPE && ITEMS <= PANELS && (D == 128 || MODE == FWD);
+  struct ChunkAngles {
+    Angles of[READS_ANGLES_AHEAD ? ITEMS : 1];
+  };
+
+  static DEVICE void run(Block& block) {
+    const Params& p = block.p;
+    float n = MODE == FWD ? tokens_before<DECAY>(p, block.bh(), block.log2_decay, block.begin()) : 0.f;
+    const float chunk_tokens = MODE == FWD ? count_tokens<DECAY>(block.log2_decay, CHUNK) : 0.f;
+    RunningSumsSm90<CONFIG> sums;
+    block.forget_addresses();
+    if (!STATES) sums.load(block);
+    Saved next = MODE == FWD ? Saved{} : read_saved(block, block.begin());
+    ChunkAngles angles;
+    if (READS_ANGLES_AHEAD) read_angles(block, angles, block.begin());
+    auto segment = block.next_segment();
+    if (!STATES) sums.add_zeros(block);
+    Stage current;
+    for (int position = block.begin(); position < block.end(); position += CHUNK, current.advance()) {
+      block.forget_addresses();
+      const int stage = current.stage(), len = min(CHUNK, p.N - position);
+      const int slot = STATES ? stage : u32(position - block.begin()) / CHUNK % 2;  // of τ and ζ
+      mbarrier_wait(block.empty(stage), current.phase() ^ 1);  // the coefficients' old readers, too, are done
+      chunk(block, current, slot, position, len, n, next, angles);
+      if (MODE == FWD) n = DECAY ? n * block.power(CHUNK) + chunk_tokens : n + CHUNK;
+      if (!STATES) {
+        sums.wait(block);
+        if (position > block.begin()) mbarrier_arrive(block.empty(current.previous()));
+        if (block.enters(segment, position)) sums.store(block, block.before_segment(++segment.index));
+        sums.write(block, stage);
+      }
+      fence_shared();  // what was copied, rotated and written, for the warpgroups' products
+      mbarrier_arrive(block.ready(stage));
+      if (READS_ANGLES_AHEAD) read_angles(block, angles, position + CHUNK);
+      if (STATES)
+        mbarrier_arrive(block.empty(stage));
+      else
+        sums.start_chunk(block, stage, slot, len);
+    }
+    block.forget_addresses();
+    if (STATES) return;
+    sums.wait(block);
+    if (block.begin() < block.end()) mbarrier_arrive(block.empty(current.previous()));
+    if (block.has_final()) sums.store(block, block.final());
+  }
+
+  // What the forward pass saved of a token.
+  struct Saved {
+    float g, e, r, unit;  // r and unit as in TokenStats
+  };
+  static DEVICE Saved read_saved(const Block& block, int position) {
+    const Params& p = block.p;
+    Saved s = {0.f, 0.f, 0.f, 0.f};
+    if (block.thread() >= CHUNK || position + block.thread() >= p.N) return s;
+    i64 i = block.stat(position + block.thread());
+    s.g = p.g[i], s.r = (MODE == DQ ? p.rk : p.rq)[i], s.unit = (MODE == DQ ? p.rq : p.rk)[i];
+    if (MODE == DK) s.e = p.e[i];
+    return s;
+  }
+
+  // A chunk's numbers into shared memory; `next`: what was saved of its tokens, then of the next chunk's.
+  static DEVICE void chunk(Block& block, const Stage& current, int slot, int position, int len, float n, Saved& next,
+                           const ChunkAngles& angles) {
+    const int stage = current.stage();
+    const Coefficients c = block.coefficients(stage);
+    uint4 o[4][PANELS];
+    if (COMPUTES_E) read_o(block, o, position);
+    if (MODE != FWD && !COMPUTES_E) write_coefficients(block, c, next, len, block.thread(), slot);
+    mbarrier_wait(block.full(stage), current.phase());
+    if (ROPE) rotate_tiles(block, stage, position, angles);
+    if (MODE == FWD) {
+      if (ROPE) block.sync_token_stats();
+      norms(block, c, stage, position, len, n, slot);
+    }
+    if (COMPUTES_E) {
+      block.forget_addresses();
+      row_products(block, o, block.tile(stage, A), c.row);
+      block.sync_token_stats();
+      next.e = next.g != 0.f ? c.row[block.thread() % CHUNK] / next.g : 0.f;
+      if (block.thread() < len) block.p.e[block.stat(position + block.thread())] = next.e;
+      write_coefficients(block, c, next, len, block.thread(), slot);
+    }
+    if (MODE != FWD) next = read_saved(block, position + CHUNK);
+  }
+
+  // σ, τ, ρ, κ of a token, from what was saved. Rows past the end count nothing.
+  static DEVICE void write_coefficients(const Block& block, const Coefficients& c, const Saved& s, int len, int i,
+                                        int slot) {
+    if (i >= CHUNK) return;
+    const Params& p = block.p;
+    bool ok = i < len;
+    const TokenStats stats = {ok ? reciprocal(s.g) : 0.f, s.e, s.r, s.unit};
+    float sigma = Traits::sigma(block, stats), tau = Traits::tau(block, stats);
+    float rho = Traits::rho(block, stats), kappa = Traits::kappa(block, stats);
+    float decay = ok ? block.power(len - 1 - i) : 0.f;
+    if (!STATES) {
+      c.sigma[i] = sigma;
+      if (CONFIG::HAS_TAU) c.tau[i] = tau;
+      if (CONFIG::HAS_RHO) c.rho[i] = rho;
+      if (CONFIG::HAS_KAPPA) c.kappa[i] = kappa;
+      if (CONFIG::HAS_ROW) c.row[i] = s.unit;
+    }
+    write_end_coefficients(block, c, slot, i, sigma * decay, tau * decay, Traits::zeta(block, stats) * decay);
+  }
+  // σ, τ and ζ decayed to the chunk's end, as factors for tensor cores.
+  static DEVICE void write_end_coefficients(const Block& block, const Coefficients& c, int slot, int i, float sigma,
+                                            float tau, float zeta) {
+    split<T, 1>([&](int) { return c.sigma_end + i; }, sigma);
+    split<T, 2>([&](int part) { return block.in_eight_rows(block.end_coefficients(slot), part, i); }, tau);
+    if (CONFIG::SUMS_B)
+      split<T, 2>([&](int part) { return block.in_eight_rows(block.end_coefficients(slot), 2 + part, i); }, zeta);
+  }
+
+  // Forward, a row a thread: of queries ρ and the normaliser's part that all keys before share, of keys σ. `states`
+  // needs keys alone, and has two threads for each.
+  static constexpr int ROW_THREADS = STATES ? 2 : 1;
+  static DEVICE void norms(const Block& block, const Coefficients& c, int stage, int position, int len, float n,
+                           int slot) {
+    const Params& p = block.p;
+    const int i = block.thread() / ROW_THREADS % CHUNK;
+    const bool ok = i < len, key = STATES || block.thread() >= CHUNK;
+    float square = squared_norm(block, block.tile(stage, key ? B : A), i, block.thread() % ROW_THREADS);
+    if (ROW_THREADS == 2) square += __shfl_xor_sync(FULL_WARP, square, 1);
+    const float r = reciprocal_norm(square, p.normalize);
+    if (!STATES && block.panel() == 0 && ok) (key ? p.rk : p.rq)[block.stat(position + i)] = r;
+    const TokenStats stats = {0.f, 0.f, r, r};
+    if (key) {
+      float sigma = ok ? Traits::sigma(block, stats) : 0.f, decay = ok ? block.power(len - 1 - i) : 0.f;
+      float end = Traits::limit_sigma(sigma * decay);
+      if (!STATES) c.sigma[i] = sigma;
+      if (block.thread() % ROW_THREADS == 0) write_end_coefficients(block, c, slot, i, end, decay, end);
+    } else {
+      c.rho[i] = Traits::rho(block, stats);
+      c.row[i] = block.power(i + 1) * n;
+    }
+  }
+  // Of a row of a tile, all of it or one half. Eight threads that read at once read eight rows, or halves of four.
+  static DEVICE float squared_norm(const Block& block, u32 tile_address, int row, int half) {
+    float sum[4] = {};
+#pragma unroll
+    for (int i = 0; i < D / 8 / ROW_THREADS; i++) {
+      int piece = ROW_THREADS == 1 ? i : i / 4 * 8 + half * 4 + i % 4;
+      uint4 x = ld_shared_v4(tile_address + swizzled<CHUNK>(row, piece));
+      u32 pairs[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        float2 both = unpack<T>(pairs[k]);
+        sum[k] += both.x * both.x, sum[k] += both.y * both.y;
+      }
+    }
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+  }
+
+  // do·o of this warp's rows, eight lanes a row; o comes straight from global memory, asked for before the wait for
+  // the tiles.
+  static DEVICE int eight_lanes_row(const Block& block, int i) { return block.first_row() + block.lane / 8 + 4 * i; }
+  static DEVICE void read_o(const Block& block, uint4 (&o)[4][PANELS], int position) {
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+#pragma unroll
+      for (int k = 0; k < PANELS; k++) {
+        int at = position + eight_lanes_row(block, i);
+        const uint4* from = reinterpret_cast<const uint4*>(block.row(O, at)) + block.lane % 8 + 8 * k;
+        o[i][k] = at < block.p.N ? *from : make_uint4(0, 0, 0, 0);
+      }
+  }
+  static DEVICE void row_products(const Block& block, const uint4 (&o)[4][PANELS], u32 tile_address, float* to) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      float sum = 0.f;
+#pragma unroll
+      for (int k = 0; k < PANELS; k++) {
+        uint4 x = ld_shared_v4(tile_address + swizzled<CHUNK>(eight_lanes_row(block, i), block.lane % 8 + 8 * k));
+        sum += dot<T>(x, o[i][k]);
+      }
+      sum = sum_lanes<8>(sum);
+      if (block.lane % 8 == 0) to[eight_lanes_row(block, i)] = sum;
+    }
+  }
+
+  // RoPE in place, of the tiles that it concerns.
+  static DEVICE void read_angles(const Block& block, ChunkAngles& angles, int position) {
+#pragma unroll
+    for (int k = 0; k < ITEMS; k++) angles.of[k] = R::angles(block.p, position, block.thread() + k * WARPGROUP);
+  }
+  static DEVICE void rotate_tiles(const Block& block, int stage, int position, const ChunkAngles& ahead) {
+    constexpr int UNROLL = READS_ANGLES_AHEAD ? ITEMS : 1;
+    constexpr bool ROPE_B = Traits::ROPE_B;
+    char* first = block.smem + (block.tile(stage, ROPE_B && !STATES ? A : ROPE_B ? B : C) - block.base);
+    char* second = block.smem + (block.tile(stage, ROPE_B ? B : UNIT) - block.base);
+#pragma unroll UNROLL
+    for (int k = 0; k < ITEMS; k++) {
+      int i = block.thread() + k * WARPGROUP;
+      Angles angles = READS_ANGLES_AHEAD ? ahead.of[READS_ANGLES_AHEAD ? k : 0] : R::angles(block.p, position, i);
+      R::template rotate<CHUNK>(first, i, angles);
+      if (!STATES) R::template rotate<CHUNK>(second, i, angles);
+    }
+  }
+};

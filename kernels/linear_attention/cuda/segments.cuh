@@ -1,0 +1,71 @@
+// Segments of a sequence: the states before and after them, and how many tokens came before.
+//
+// `states` computes the state that each segment adds, `prefix` sums them in a fixed order, and every scan starts from
+// what came before its segment. A scratch state is S [D, D] (key, value), then two vectors [D], of keys and of values.
+#pragma once
+#include "modes.cuh"
+
+template <int D>
+constexpr int STATE_SIZE = D * D + 2 * D;  // of a scratch state, fp32 numbers
+
+// The state after a segment; of its sub-segments the last.
+template <int D>
+DEVICE float* scratch_state(const Params& p, int bh, int segment) {
+  return p.scratch + (i64(bh) * (p.segments - 1) * p.sub_segments + (segment + 1) * p.sub_segments - 1) * STATE_SIZE<D>;
+}
+
+// Where a state's S [D, D], Σ τ c and Σ ζ b come from or go to, each times its scale.
+template <typename POINTER>
+struct StateAt {
+  POINTER S, c, b;
+  float scale, scale_c, scale_b;
+};
+using StateSource = StateAt<const float*>;
+using StateTarget = StateAt<float*>;
+
+// States in and out of the scan of a mode: what `states` and `prefix` leave before a segment, and the caller's. In
+// reverse the caller's belongs to the last token scanned, token 0, and its adjoint to the one before: one more decay on
+// the way out, and one less on the way in.
+template <typename T, int MODE, int D>
+struct SegmentStates {
+  using Traits = ModeTraits<T, MODE>;
+  static_assert(STATE_SIZE<D> == LAUNCH_STATE_SIZE, "state_size of launch.py");
+
+  static DEVICE StateTarget before_segment(const Params& p, int bh, int segment) {
+    float* S = scratch_state<D>(p, bh, segment - 1);
+    float *k = S + D * D, *v = k + D;
+    return {S, Traits::VALUE_ROWS ? v : k, Traits::VALUE_ROWS ? k : v, 1.f, 1.f, 1.f};
+  }
+  static DEVICE StateSource initial(const Params& p, int bh, int segment, float log2_decay) {
+    if (segment) {
+      StateTarget left = before_segment(p, bh, segment);
+      return {left.S, left.c, left.b, left.scale, left.scale_c, left.scale_b};
+    }
+    const float *S = p.initial.S + i64(bh) * D * D, *k = p.initial.k + bh * D, *v = p.initial.v + bh * D;
+    float undo = Traits::REVERSE ? exp2f(-log2_decay) : 1.f;
+    float s = Traits::scale_sigma(p) * undo, sv = Traits::scale_tau(p) * undo, sk = MODE == FWD ? s : sv;
+    if (Traits::VALUE_ROWS) return {S, v, k, s, sv, sk};
+    return {S, k, v, s, sk, sv};
+  }
+  static DEVICE StateTarget final(const Params& p, int bh, float log2_decay) {
+    float *S = p.final.S + i64(bh) * D * D, *k = p.final.k + bh * D, *v = p.final.v + bh * D;
+    float more = Traits::REVERSE ? exp2f(log2_decay) : 1.f;
+    float s = more / Traits::scale_sigma(p), st = more / Traits::scale_tau(p);
+    return {S, Traits::VALUE_ROWS ? v : k, Traits::VALUE_ROWS ? k : v, s, st, s};
+  }
+  // Of S [key, value], from the row (a column of c) and the column (of b) of the state in registers.
+  static DEVICE int element(int row, int column) { return Traits::VALUE_ROWS ? column * D + row : row * D + column; }
+};
+
+// Σ γ^i over i < n: the decayed count of n tokens.
+template <bool DECAY>
+DEVICE float count_tokens(float log2_decay, int n) {
+  float x = DECAY ? log2_decay * LN_2 : 0.f;
+  return x == 0.f ? float(n) : expm1f(x * float(n)) / expm1f(x);
+}
+// Of the tokens before position `begin`.
+template <bool DECAY>
+DEVICE float tokens_before(const Params& p, int bh, float log2_decay, int begin) {
+  float n0 = p.n_initial ? p.n_initial[bh] : 0.f;
+  return (DECAY ? n0 * exp2f(log2_decay * float(begin)) : n0) + count_tokens<DECAY>(log2_decay, begin);
+}
