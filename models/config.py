@@ -24,6 +24,23 @@ MODELS |= {
     name: config for name, config in litgpt.config.name_to_config.items() if name.startswith("pythia-")
 }
 
+# What a model of one's own has where its recipe does not say: Pythia's. Three sizes have no default.
+OWN = {"block_size": 2048, "vocab_size": 50254, "padding_multiple": 128}
+NEEDED = ("n_layer", "n_embd", "n_head")
+
+# Least and most of each size. Beyond is a slip of the keyboard, and would take all memory before it is seen.
+_LIMITS = {
+    "block_size": (1, 1 << 24),
+    "vocab_size": (1, 1 << 24),
+    "padded_vocab_size": (1, 1 << 24),
+    "padding_multiple": (1, 1 << 16),
+    "n_layer": (1, 1 << 10),
+    "n_embd": (2, 1 << 17),
+    "n_head": (1, 1 << 16),
+    "intermediate_size": (1, 1 << 20),
+    "rope_base": (1, 1 << 40),
+}
+
 # The GPT-NeoX architecture in LitGPT's terms: what the attentions here assume of everything around them.
 _GPT_NEOX = {
     "norm_class_name": "LayerNorm",
@@ -62,6 +79,7 @@ class Config(litgpt.config.Config):
     attention: str | list[str] = "ours"
 
     def __post_init__(self) -> None:
+        self._check_sizes()
         super().__post_init__()
         for name in self.attention_per_layer:
             if name not in ATTENTIONS:
@@ -82,8 +100,28 @@ class Config(litgpt.config.Config):
             raise UserError(
                 f"n_embd={self.n_embd} is not n_head={self.n_head} times head_size={self.head_size}"
             )
-        if self.block_size < 1:
-            raise UserError(f"block_size={self.block_size}: it must be at least 1")
+        if self.rope_n_elem < 2 or self.rope_n_elem % 2:
+            raise UserError(
+                f"rotary_percentage={self.rotary_percentage} of head_size={self.head_size} rotates "
+                f"{self.rope_n_elem} dimensions: choose one that gives an even number, 2 or more"
+            )
+
+    def _check_sizes(self) -> None:
+        """What LitGPT takes for granted. UserError where a number makes no model."""
+        for name, (least, most) in _LIMITS.items():
+            value = getattr(self, name)
+            derived = value is None and name in ("padded_vocab_size", "intermediate_size")
+            if not derived and (type(value) is not int or not least <= value <= most):
+                raise UserError(f"{name}={value}: it must be a whole number from {least} to {most:,}")
+        for name in ("rotary_percentage", "norm_eps"):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0 < value <= 1:
+                raise UserError(f"{name}={value}: it must be above 0 and at most 1")
+        if self.n_embd % self.n_head:
+            raise UserError(f"n_embd={self.n_embd} must be a multiple of n_head={self.n_head}")
+        layers = self.attention if isinstance(self.attention, list) else [self.attention]
+        if not all(isinstance(name, str) for name in layers):
+            raise UserError(f"attention={self.attention!r}: give one name, or a list with one per layer")
 
     @property
     def attention_per_layer(self) -> list[str]:
@@ -96,10 +134,16 @@ class Config(litgpt.config.Config):
 
     @classmethod
     def from_name(cls, name: str, **overrides: Any) -> Self:
-        """The configuration of `demo` or of a Pythia model, with any field overridden."""
-        if name not in MODELS:
-            raise unknown("model", name, MODELS)
-        return cls(**(MODELS[name] | overrides))
+        """The configuration of `demo` or of a Pythia model, with any field overridden.
+
+        Under another name the sizes in `NEEDED` must be given; the others are Pythia's.
+        """
+        if name in MODELS:
+            return cls(**(MODELS[name] | overrides))
+        if missing := [size for size in NEEDED if size not in overrides]:
+            needs = ", ".join(f"model.{size}" for size in missing)
+            raise UserError(f"{unknown('model', name, MODELS)}; a model of your own needs {needs}")
+        return cls(**(OWN | {"name": name} | overrides))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
@@ -116,14 +160,25 @@ class Config(litgpt.config.Config):
 @dataclass
 @with_options
 class ModelArgs:
-    """The model as a recipe names it.
+    """The model as a recipe names it, and its sizes where they are not the named model's.
 
     Args:
-        name: `demo` or a Pythia model (`pythia-14m` … `pythia-12b`).
+        name: `demo` or a Pythia model (`pythia-14m` … `pythia-12b`), or one of your own, whose n_layer,
+            n_embd and n_head must then be given.
         attention: one of the attentions, or a list with one per layer.
         block_size: longest sequence, in tokens; None keeps the model's own (2048 for most Pythia models).
         vocab_size: size of the vocabulary; None keeps the model's own. Padded as the model pads its own.
         padded_vocab_size: rows of the embedding; None derives it from vocab_size.
+        padding_multiple: the embedding's rows are a multiple of it.
+        n_layer: layers.
+        n_embd: dimensions of the residual stream.
+        n_head: heads of the attention; they share n_embd.
+        intermediate_size: dimensions within the MLP; None is four times n_embd.
+        rotary_percentage: part of each head that is rotated by its position; Pythia's is 0.25.
+        rope_base: base of the rotation's frequencies; Pythia's is 10000.
+        parallel_residual: attention and MLP read the same input, as in Pythia; false is one after the other.
+        norm_eps: of the layer norms; Pythia's is 1e-5.
+        bias: the linear layers have biases, as Pythia's do.
     """
 
     name: str = "demo"
@@ -131,6 +186,16 @@ class ModelArgs:
     block_size: int | None = None
     vocab_size: int | None = None
     padded_vocab_size: int | None = None
+    padding_multiple: int | None = None
+    n_layer: int | None = None
+    n_embd: int | None = None
+    n_head: int | None = None
+    intermediate_size: int | None = None
+    rotary_percentage: float | None = None
+    rope_base: int | None = None
+    parallel_residual: bool | None = None
+    norm_eps: float | None = None
+    bias: bool | None = None
 
     def config(self) -> Config:
         """Raises UserError where the names or numbers make no model."""

@@ -11,12 +11,14 @@ import torch
 from litgpt.scripts import convert_hf_checkpoint, convert_lit_checkpoint
 
 from lingpt.common.errors import UserError
-from lingpt.common.files import read_json_object
+from lingpt.common.files import read_json_object, write_errors, write_json
 from lingpt.models.attention import ATTENTIONS
 from lingpt.models.config import Config
 from lingpt.models.gpt import GPT
 from lingpt.models.model_folder import CONFIG, WEIGHTS, read_pickle, read_tensors, write_model_folder
 from lingpt.models.weights import model_from_tensors
+
+TOKENIZER, END_OF_TEXT = "tokenizer.json", "<|endoftext|>"
 
 # In the order of preference; each may come in shards, with `<name>.index.json` next to them.
 _WEIGHTS = {WEIGHTS: lambda path: read_tensors(path)[0], "pytorch_model.bin": read_pickle}
@@ -49,20 +51,44 @@ def load_hf(
     return model_from_tensors(config, tensors, str(folder), device, dtype)
 
 
-def export_hf(model: GPT, folder: str | Path) -> None:
+def export_hf(model: GPT, folder: str | Path, tokenizer: str | Path | None = None) -> None:
     """Writes `config.json` and `model.safetensors` that `transformers` loads as `GPTNeoXForCausalLM`.
 
-    Raises UserError for an attention that a stock GPT-NeoX does not compute: under the same keys it would
-    load there, and run as softmax attention.
+    tokenizer: a `tokenizer.json`, or a folder that holds one, such as the model's checkpoint; with it
+    `AutoTokenizer` loads the same tokenizer from `folder`. (Without one it gives an empty tokenizer.)
+
+    Raises UserError for an attention that a stock GPT-NeoX does not compute (under the same keys it would
+    load there, and run as softmax attention), and for a file that is no tokenizer.
     """
     for name in model.config.attention_per_layer:
         if not ATTENTIONS[name].hf_exportable:
             raise UserError(
                 f"a model with attention {name!r} cannot be exported: GPT-NeoX would run it as softmax"
             )
+    values = _read_tokenizer(Path(tokenizer)) if tokenizer else None
+    eos_id = 0 if values is None else _end_of_text_id(values, str(tokenizer))
     tensors: dict[str, torch.Tensor] = {}
     convert_lit_checkpoint.copy_weights_gpt_neox(model.config, tensors, model.state_dict())
-    write_model_folder(Path(folder), _to_hf_config(model), tensors, metadata={})
+    write_model_folder(Path(folder), _to_hf_config(model, eos_id), tensors, metadata={})
+    if values is not None:
+        about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.config.block_size}
+        about |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
+        with write_errors(Path(folder)):
+            write_json(Path(folder) / TOKENIZER, values)
+            write_json(Path(folder) / "tokenizer_config.json", about)
+
+
+def _read_tokenizer(path: Path) -> dict[str, Any]:
+    return read_json_object(path / TOKENIZER if path.is_dir() else path)
+
+
+def _end_of_text_id(tokenizer: dict[str, Any], source: str) -> int:
+    """The id of the token that separates documents, in the content of a tokenizer.json."""
+    for token in tokenizer.get("added_tokens") or []:
+        match token:
+            case {"content": str(content), "id": int(id)} if content == END_OF_TEXT:
+                return id
+    raise UserError(f"{source} is no tokenizer.json with the token {END_OF_TEXT}: give the model's own")
 
 
 def read_hf(folder: Path) -> tuple[Config, dict[str, torch.Tensor]]:
@@ -119,7 +145,7 @@ def _from_hf_config(hf: dict[str, Any], folder: Path) -> Config:
         raise UserError(f"{folder / CONFIG} lacks {error}") from error
 
 
-def _to_hf_config(model: GPT) -> dict[str, Any]:
+def _to_hf_config(model: GPT, eos_id: int) -> dict[str, Any]:
     config = model.config
     return {
         "model_type": "gpt_neox",
@@ -136,8 +162,8 @@ def _to_hf_config(model: GPT) -> dict[str, Any]:
         "attention_bias": config.bias,
         "hidden_act": "gelu",
         "tie_word_embeddings": False,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
+        "bos_token_id": eos_id,
+        "eos_token_id": eos_id,
         # Given twice: transformers 5 reads the first where it is given alone, and `rotary_pct` over it.
         "rope_parameters": {
             "rope_type": "default",

@@ -40,8 +40,8 @@ class GLAAttention(Attention):
 
     @classmethod
     def check(cls, config: litgpt.Config, *, gla_n_head: int) -> None:
-        if gla_n_head < 1 or (config.n_embd // 2) % gla_n_head:
-            raise UserError(f"gla_n_head={gla_n_head} must divide n_embd/2={config.n_embd // 2}")
+        if gla_n_head < 1 or config.n_embd % (2 * gla_n_head):
+            raise UserError(f"gla_n_head={gla_n_head} must divide n_embd/2={config.n_embd / 2:g}")
 
     def forward(
         self,

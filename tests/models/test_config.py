@@ -31,6 +31,27 @@ def test_block_size_and_vocabulary_can_be_raised():
     assert ModelArgs("pythia-14m", padded_vocab_size=1024).config().padded_vocab_size == 1024
 
 
+def test_a_model_of_ones_own():
+    """Every size of the shape; what is not given is Pythia's."""
+    sizes = {"n_layer": 3, "n_embd": 96, "n_head": 3, "intermediate_size": 100, "rotary_percentage": 0.5}
+    sizes |= {"rope_base": 500, "parallel_residual": False, "norm_eps": 1e-6, "bias": False}
+    sizes |= {"block_size": 64, "vocab_size": 100, "padding_multiple": 32}
+    config = ModelArgs("mine", "ours", **sizes).config()
+    assert {key: getattr(config, key) for key in sizes} == sizes
+    assert (config.name, config.head_size, config.rope_n_elem, config.padded_vocab_size) == (
+        "mine",
+        32,
+        16,
+        128,
+    )
+    small = ModelArgs("mine", "ours", n_layer=6, n_embd=512, n_head=8).config().to_dict()
+    pythia = Config.from_name("pythia-70m").to_dict()
+    assert {key for key in small if small[key] != pythia[key]} <= {"name", "hf_config"}
+    assert ModelArgs("pythia-70m", n_layer=2).config().n_layer == 2
+    described = {f.name for f in dataclasses.fields(ModelArgs)}
+    assert all(f"\n        {name}: " in ModelArgs.__doc__ for name in described)
+
+
 def test_config_survives_json():
     """A saved configuration describes the same model, lists and all."""
     config = Config.from_name("demo", attention=["ours", "softmax", "gla", "ours-decay"], learnable_b=True)
@@ -47,6 +68,21 @@ def test_config_survives_json():
         ({"attention": ["ours", "softmax"]}, "lists 2 layers, but 'demo' has 4"),
         ({"attention": "gla", "gla_n_head": 5}, "gla_n_head=5 must divide"),
         ({"block_size": 0}, "block_size=0"),
+        ({"block_size": 10**8}, "block_size=100000000: it must be a whole number from 1 to 16,777,216"),
+        ({"name": "mine", "n_layer": 2}, r"needs model.n_embd, model.n_head$"),
+        ({"n_layer": 0}, "n_layer=0"),
+        ({"n_layer": 10**6}, "n_layer=1000000"),
+        ({"n_head": 0}, "n_head=0"),
+        ({"n_head": 3}, "n_embd=128 must be a multiple of n_head=3"),
+        ({"intermediate_size": -1}, "intermediate_size=-1"),
+        ({"vocab_size": 0}, "vocab_size=0"),
+        ({"padding_multiple": 0}, "padding_multiple=0"),
+        ({"rotary_percentage": 1.5}, "rotary_percentage=1.5: it must be above 0 and at most 1"),
+        ({"rotary_percentage": float("nan")}, "rotary_percentage=nan"),
+        ({"rotary_percentage": 0.05}, "rotates 3 dimensions: choose one that gives an even number"),
+        ({"rope_base": 0}, "rope_base=0"),
+        ({"norm_eps": 0.0}, "norm_eps=0.0"),
+        ({"attention": "gla", "gla_n_head": 0}, "gla_n_head=0"),
     ],
 )
 def test_a_mistake_is_one_line(arguments: dict, message: str):

@@ -7,6 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lingpt.common.errors import UserError
+from lingpt.data import load_tokenizer
+from lingpt.data.tokenizer import train_bpe
 from lingpt.models import ATTENTIONS, export_hf, load_hf
 
 
@@ -97,3 +99,33 @@ def test_damaged_folders_are_one_line(small, tmp_path):
         load_hf(tmp_path)
     with pytest.raises(UserError, match="cannot read"):
         load_hf(tmp_path / "nowhere")
+
+
+TEXT = "naïve 水 🙂\n\n\tdef f():\r\n  x = 1   <|endoftext|> the  end"
+
+
+@pytest.mark.parametrize("given", ["a checkpoint's folder", "a file", "NeoX's"])
+def test_the_tokenizer_is_exported_too(small, tmp_path, request, given):
+    """Guards: AutoTokenizer on an exported folder gives an empty tokenizer, without a word."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    if given == "NeoX's":
+        tokenizer = load_tokenizer(request.getfixturevalue("real_data") / "tokenizer")
+    else:
+        tokenizer = train_bpe(["the river ran slowly past old mills"] * 9, 300)
+    path = tokenizer.save(tmp_path / "from")
+    export_hf(small("softmax"), tmp_path / "out", path if given == "a file" else path.parent)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    ids = tokenizer.encode(TEXT)
+    assert theirs.encode(TEXT, add_special_tokens=False) == ids and theirs.decode(ids) == TEXT
+    eos = AutoConfig.from_pretrained(tmp_path / "out").eos_token_id
+    assert theirs.eos_token_id == eos == tokenizer.eos_id and theirs.model_max_length == 96
+
+
+@pytest.mark.parametrize("content", ["{}", "{", '{"added_tokens": []}'])
+def test_what_is_no_tokenizer_is_not_exported(small, tmp_path, content):
+    """One line, and no half of an export."""
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(UserError, match=r"tokenizer\.json"):
+        export_hf(small("softmax"), tmp_path / "out", tmp_path)
+    assert not (tmp_path / "out").exists()
