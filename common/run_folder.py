@@ -72,7 +72,7 @@ def broken_checkpoints(run: Path) -> list[Path]:
 
 
 def named_checkpoints(run: Path) -> list[Path]:
-    """Folders that carry a checkpoint's name, whole or not, oldest first; copies under other names are not."""
+    """Folders that carry a checkpoint's name, whole or not, oldest first; not copies under other names."""
     steps = [(step, f) for f in (run / CHECKPOINTS).glob("*") if (step := checkpoint_step(f)) is not None]
     return [folder for _, folder in sorted(steps)]
 

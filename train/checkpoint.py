@@ -5,8 +5,12 @@ A checkpoint is a model folder (`lingpt.models.load_model` reads it) with the to
 fingerprint.
 """
 
+import math
+import pickle
 import random
 import shutil
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +18,31 @@ import numpy as np
 import torch
 
 from lingpt.common.errors import UserError
-from lingpt.common.files import new_folder, remove_partial
+from lingpt.common.files import PARTIAL, disk_fix, new_folder, remove_partial, set_aside
 from lingpt.common.run_folder import (
     CHECKPOINTS,
     TRAIN_STATE,
     checkpoint_folder,
+    checkpoint_step,
     checkpoints,
+    damage,
     newest_checkpoint,
     read_manifest,
     write_manifest,
 )
 from lingpt.data import Tokenizer
 from lingpt.models import GPT, save_model
+
+_MANIFEST_KEYS = {"step", "tokens", "train_time", "skipped", "config", "data_fingerprint"}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Which checkpoints stay: the `newest` few, the one with the lowest validation loss, those of `steps`."""
+
+    newest: int
+    best: bool = False
+    steps: Collection[int] = ()
 
 
 def save(
@@ -35,9 +52,9 @@ def save(
     tokenizer: Tokenizer,
     state: dict[str, Any],
     manifest: dict[str, Any],
-    keep: int,
+    kept: Kept,
 ) -> Path:
-    """Writes the checkpoint of step `manifest["step"]`, then removes all but the newest `keep`.
+    """Writes the checkpoint of step `manifest["step"]`, then removes those that are not `kept`.
 
     weights: the whole model's. state: the train state. Raises UserError where it cannot be written; then
     nothing of it is left and the older ones are untouched.
@@ -45,8 +62,9 @@ def save(
     final = checkpoint_folder(run, manifest["step"])
     if read_manifest(final) is not None:
         return final
-    clear_leftovers(run)
     try:
+        final.parent.mkdir(exist_ok=True)  # not the run's own: where a disk is gone, it is not to be made
+        clear_leftovers(run)
         with new_folder(final) as folder:
             save_model(model, folder, weights)
             tokenizer.save(folder)
@@ -54,18 +72,42 @@ def save(
                 torch.save(state, file)
             write_manifest(folder, manifest)
             if final.exists():  # a broken one: whole ones are never written again
-                shutil.rmtree(final)
+                set_aside(final, "damaged")
     except (OSError, RuntimeError, UserError) as error:  # a full disk is a RuntimeError to PyTorch's writer
-        older = newest_checkpoint(run)
+        older, cause = newest_checkpoint(run), _os_error(error)
         left = f"{older} is intact" if older else "no older one exists"
         raise UserError(
-            f"the checkpoint of step {manifest['step']} could not be written ({_reason(error)}); nothing of "
-            f"it is left and {left}: free some space on the disk of {final.parent}, then run the same "
-            "command again to go on"
+            f"the checkpoint of step {manifest['step']} could not be written "
+            f"({cause.strerror or str(error).splitlines()[0]}); nothing of it is left and {left}: "
+            f"{disk_fix(cause, final.parent)}"
         ) from error
-    for old in checkpoints(run)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
+    if not manifest.get("skipped_in_a_row"):  # a run that may be diverging keeps all it has
+        rotate(run, kept)
     return final
+
+
+def rotate(run: Path, kept: Kept) -> None:
+    """Removes the run's whole checkpoints that are not `kept`."""
+    whole = checkpoints(run)
+    best = min(whole, key=val_loss, default=None) if kept.best else None
+    for old in whole[: -kept.newest]:
+        if old != best and checkpoint_step(old) not in kept.steps:
+            try:  # renamed first: one that is killed meanwhile leaves no half of a checkpoint
+                doomed = old.rename(old.with_name(f".{old.name}.old{PARTIAL}"))
+            except OSError:  # it is removed next time
+                continue
+            shutil.rmtree(doomed, ignore_errors=True)
+
+
+def val_loss(checkpoint: Path) -> float:
+    """The validation loss at the checkpoint's step; infinite where there was no validation."""
+    loss = (read_manifest(checkpoint) or {}).get("val_loss")
+    return loss if isinstance(loss, float) and not math.isnan(loss) else math.inf
+
+
+def best_loss(run: Path) -> float:
+    """The lowest validation loss of the run's checkpoints; infinite where there is none."""
+    return min(map(val_loss, checkpoints(run)), default=math.inf)
 
 
 def clear_leftovers(run: Path) -> None:
@@ -73,27 +115,44 @@ def clear_leftovers(run: Path) -> None:
     remove_partial(run / CHECKPOINTS, "step-")
 
 
-def _reason(error: BaseException) -> str:
-    """The system's own words, which PyTorch's writer hides behind an error of its own."""
+def _os_error(error: BaseException) -> OSError:
+    """The system's own error, which PyTorch's writer and ours hide behind others; an empty one for none."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror
+            return cause
         cause = cause.__cause__ or cause.__context__
-    return str(error).splitlines()[0]
+    return OSError()
 
 
 def load_manifest(checkpoint: Path) -> dict[str, Any]:
     """The manifest of a checkpoint to go on from. UserError where the checkpoint is not whole."""
     manifest = read_manifest(checkpoint)
-    if manifest is None:
+    if manifest is None or not isinstance(manifest.get("config"), dict) or _MANIFEST_KEYS - manifest.keys():
         raise UserError(f"the checkpoint {checkpoint} is not whole: resume from an older one, or auto")
     return manifest
 
 
 def load_state(checkpoint: Path) -> dict[str, Any]:
-    """The train state: `optimizer` and `random`, one entry a rank."""
-    return torch.load(checkpoint / TRAIN_STATE, map_location="cpu", weights_only=True, mmap=True)
+    """The train state: `optimizer` and `random`, one entry a rank. UserError where it is damaged."""
+    path = checkpoint / TRAIN_STATE
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines()[0] if str(error) else "it is empty"
+        raise UserError(f"{path} is damaged: {reason}") from error
+
+
+def why_unusable(checkpoint: Path) -> str | None:
+    """Why a run cannot go on from the checkpoint, as `is …`; None where it can. Reads all of it."""
+    if reason := damage(checkpoint):
+        return reason
+    try:  # those of older versions have no checksums
+        load_manifest(checkpoint)
+        load_state(checkpoint)
+    except UserError as error:
+        return f"is not usable ({error})"
+    return None
 
 
 def random_state() -> dict[str, Any]:

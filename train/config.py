@@ -43,7 +43,9 @@ class TrainConfig:
         eval_interval: steps between validations; the last step is always validated.
         eval_tokens: validation tokens, the same ones every time; 0 for all there are.
         save_interval: steps between checkpoints; the last step is always saved.
+        save_minutes: also save when this many minutes have passed since the last checkpoint; 0 for never.
         keep_checkpoints: how many of the newest are kept.
+        keep_best: also save when the validation loss is the lowest so far, and keep that checkpoint.
         log_interval: steps between training lines in metrics.jsonl.
         resume: `auto` goes on with the newest whole checkpoint of the run, `never` starts from scratch (the
             old run is moved aside), a checkpoint folder goes on from that one.
@@ -79,7 +81,9 @@ class TrainConfig:
     eval_interval: int = 100
     eval_tokens: int = 1_000_000
     save_interval: int = 500
+    save_minutes: float = 0.0
     keep_checkpoints: int = 2
+    keep_best: bool = False
     log_interval: int = 1
     resume: str = "auto"
     init_from: str | None = None
@@ -92,7 +96,7 @@ class TrainConfig:
 # May change when a run goes on: how long, how often, on what, where. The losses stay comparable.
 MAY_CHANGE = {
     "train.name", "train.out_dir", "train.max_steps", "train.max_tokens", "train.micro_batch_size",
-    "train.decay_steps", "train.deterministic",
+    "train.decay_steps", "train.deterministic", "train.save_minutes", "train.keep_best",
     "train.compile", "train.accelerator", "train.devices", "train.num_nodes", "train.eval_interval",
     "train.save_interval", "train.keep_checkpoints", "train.log_interval", "train.resume", "train.init_from",
     "train.wandb", "train.wandb_project", "train.sample_tokens", "train.dry_run", "data.cache_dir",
@@ -148,6 +152,19 @@ class Recipe:
         return asdict(self)
 
 
+def recipe_from_dict(values: dict[str, Any]) -> Recipe:
+    """The recipe of a run's config.yaml or manifest; UserError where it holds none.
+
+    What it lacks has its default: the option is newer than the run.
+    """
+    try:
+        return Recipe(
+            ModelArgs(**values["model"]), DataConfig(**values["data"]), TrainConfig(**values["train"])
+        )
+    except (KeyError, TypeError) as error:
+        raise UserError(f"the run's recipe is damaged, or of another version of LinGPT ({error})") from error
+
+
 def decay_steps(config: TrainConfig, total_steps: int) -> int:
     """Steps of `wsd`'s decay: a fifth of all, as in Hägele et al. 2024, where the recipe does not say."""
     return max(1, total_steps // 5) if config.decay_steps is None else config.decay_steps
@@ -165,6 +182,8 @@ def check(recipe: Recipe, world_size: int) -> None:
             raise UserError(f"train.{name} is {getattr(t, name)}; it must be above 0")
     if t.decay_steps is not None and not 1 <= t.decay_steps <= recipe.total_steps:
         raise UserError(f"train.decay_steps is {t.decay_steps}; it must be 1 to {recipe.total_steps}")
+    if not t.save_minutes >= 0:
+        raise UserError(f"train.save_minutes is {t.save_minutes}; it must be 0 (never) or more")
     if recipe.total_steps < 1:
         raise UserError("no step to train: raise train.max_steps or train.max_tokens above 0")
     if t.eval_tokens and t.eval_tokens < recipe.data.seq_len:

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 import yaml
 
-from lingpt.common.files import read_json, write_errors, write_json, write_text
+from lingpt.common.errors import UserError
+from lingpt.common.files import read_json_object, set_aside, write_errors, write_json, write_text
 from lingpt.common.run_folder import CONFIG, ENVIRONMENT
 from lingpt.train.config import Recipe
 from lingpt.train.machine import Machine
+from lingpt.train.parallel import print_rank0
 
 _PACKAGES = (
     "lingpt", "torch", "lightning", "litgpt", "transformers", "datasets", "tokenizers", "lm-eval", "wandb",
@@ -32,8 +34,12 @@ def record_start(recipe: Recipe, machine: Machine, data: dict[str, Any]) -> None
     folder = recipe.run_folder
     path, earlier = folder / ENVIRONMENT, []
     if path.exists():
-        before = read_json(path)
-        earlier = [*before.pop("earlier", []), before]
+        try:
+            before = read_json_object(path)
+            earlier = [*before.pop("earlier", []), before]
+        except (UserError, TypeError) as error:
+            with write_errors(path):
+                print_rank0(f"{error}; it is now {set_aside(path, 'damaged')}, and a new one is written")
     hardware = asdict(machine) | {"world_size": machine.world_size}
     with write_errors(folder, "free some space, or choose another place with --train.out_dir"):
         write_text(folder / CONFIG, yaml.safe_dump(recipe.to_dict(), sort_keys=False, allow_unicode=True))

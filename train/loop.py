@@ -6,8 +6,10 @@ Notable:
   run's clock goes on from where it was
 - what step s trains on is a pure function of (seed, s); on a CPU, a resumed run equals, bit by bit, one that
   never stopped
-- a step whose loss or gradient is not finite changes nothing and is counted; ten in a row end the run
-- Ctrl-C or SIGTERM: the step is finished, saved, and one line says how to go on; a second one leaves at once
+- a step whose loss or gradient is not finite changes nothing, is counted, and its blocks are logged; ten in a
+  row end the run, and the same command does not run into them again
+- Ctrl-C, SIGTERM and the like: the step is finished, saved, and one line says how to go on; in a validation,
+  which the same command then repeats, without waiting for its end
 """
 
 import gc
@@ -19,19 +21,29 @@ from typing import Any
 
 import torch
 
-from lingpt.common.errors import UserError
+from lingpt.common.errors import Interrupted, UserError
+from lingpt.common.run_folder import read_metrics
 from lingpt.data import Batches, Dataset, prepare
 from lingpt.models import Config
 from lingpt.train import checkpoint, report
+from lingpt.train.checkpoint_writer import CheckpointWriter
 from lingpt.train.config import Recipe, check
 from lingpt.train.environment import record_start
 from lingpt.train.loss import NextTokenLoss
-from lingpt.train.machine import Machine, check_machine, choose_machine, duration, out_of_memory
+from lingpt.train.machine import (
+    Machine,
+    check_machine,
+    choose_machine,
+    deterministic,
+    duration,
+    out_of_memory,
+)
 from lingpt.train.model import make_model, model_config
 from lingpt.train.optim import learning_rate, make_optimizer
 from lingpt.train.parallel import Parallel, print_rank0, progress_bar
 from lingpt.train.plan import format_plan
-from lingpt.train.resume import resume_or_create
+from lingpt.train.resume import give_back_name, resume_or_create
+from lingpt.train.run_lock import RunLock
 from lingpt.train.signals import Stop, stop_signals
 from lingpt.train.throughput import mfu
 from lingpt.train.trackers import Metrics, WandB
@@ -41,12 +53,16 @@ MAX_SKIPPED_IN_A_ROW = 10
 
 @dataclass
 class Progress:
-    """How far a run is: optimiser steps, tokens, seconds of training, and steps that were skipped."""
+    """How far a run is: optimiser steps, tokens, seconds of training, and steps that were skipped.
+
+    skipped_in_a_row: up to now, without one that was not.
+    """
 
     step: int = 0
     tokens: int = 0
     train_time: float = 0.0
     skipped: int = 0
+    skipped_in_a_row: int = 0
 
 
 def train(recipe: Recipe) -> Path:
@@ -55,6 +71,11 @@ def train(recipe: Recipe) -> Path:
     Raises UserError for what the user can fix, and KeyboardInterrupt, with the line to show, where a signal
     stopped the run.
     """
+    with deterministic(recipe.train.deterministic):
+        return _train(recipe)
+
+
+def _train(recipe: Recipe) -> Path:
     machine = choose_machine(recipe.train)
     config = model_config(recipe)
     check(recipe, machine.world_size)
@@ -64,21 +85,30 @@ def train(recipe: Recipe) -> Path:
     check_machine(machine, config, recipe)
     # Before the processes are launched: a long tokenisation would run into their timeouts.
     dataset = prepare(recipe.data, padded_vocab_size=config.padded_vocab_size)
-    parallel = Parallel(machine)
+    parallel, lock = Parallel(machine), RunLock(recipe.run_folder)
 
     def start() -> Path | None:
-        resume_from = resume_or_create(recipe, dataset.fingerprint)
+        resume_from = resume_or_create(recipe, dataset.fingerprint, lock)
         record_start(recipe, machine, dataset.describe())
         return resume_from
 
-    run = Run(recipe, machine, config, dataset, parallel, parallel.on_rank_zero(start))
-    with stop_signals() as stop, out_of_memory(recipe.train.micro_batch_size):
-        run.train(stop)
-    run.close()
-    if parallel.rank == 0:  # the others leave quietly: an exit code of theirs would kill this process
-        if run.progress.step < recipe.total_steps:
-            raise KeyboardInterrupt(report.stopped(run.progress.step, recipe.total_steps))
-        report.final_report(recipe, dataset, parallel, run.progress.train_time)
+    with lock:
+        with parallel.together(), out_of_memory(recipe.train.micro_batch_size):
+            resume_from = parallel.on_rank_zero(start)
+            try:
+                run = Run(recipe, machine, config, dataset, parallel, resume_from)
+                run.warm_up()
+                with run.writer, stop_signals() as stop:
+                    finished = run.train(stop)
+                    run.close()
+            except BaseException:
+                if parallel.rank == 0:
+                    give_back_name(recipe.run_folder)
+                raise
+        if parallel.rank == 0:  # the others leave quietly: an exit code of theirs would kill this process
+            if not finished:
+                raise Interrupted(stop.number, report.stopped(recipe, run.progress.step))
+            report.final_report(recipe, dataset, parallel, run.progress.train_time)
     return recipe.run_folder
 
 
@@ -107,46 +137,54 @@ class Run:
             parallel.load_optimizer(self.optimizer, state["optimizer"])
             if parallel.rank < len(state["random"]):  # a rank that is new keeps its seed
                 checkpoint.restore_random_state(state["random"][parallel.rank])
-            self.progress = Progress(**{key: manifest[key] for key in asdict(self.progress)})
+            self.progress = Progress(**{k: manifest.get(k, new) for k, new in asdict(self.progress).items()})
         self.batches = Batches(dataset.train, t.seed, t.global_batch_size)
+        self.writer, self.last_save, self.save_due = CheckpointWriter(), time.monotonic(), False
+        self.val_loss: float | None = None  # at this step
+        self.best = parallel.on_rank_zero(lambda: checkpoint.best_loss(self.folder))
         self.trackers: list[Metrics | WandB] = []
-        if parallel.rank == 0:
-            self.trackers.append(Metrics(self.folder, self.progress.step))
-            if t.wandb:
-                self.trackers.append(WandB(recipe))
+        parallel.on_rank_zero(self.open_trackers)
 
-    def train(self, stop: Stop) -> None:
-        """Optimiser steps until the last one, or until all ranks have agreed to stop."""
+    def open_trackers(self) -> None:
+        self.trackers.append(Metrics(self.folder, self.progress.step))
+        if self.recipe.train.wandb:
+            self.trackers.append(WandB(self.recipe))
+
+    def train(self, stop: Stop) -> bool:
+        """Optimiser steps to the last one, or until all ranks have agreed to stop; whether all is done."""
         t, total = self.recipe.train, self.recipe.total_steps
+        validated = not self.validation_was_left() or self.validate_and_log(stop)
         if self.progress.step >= total:
             at = f"the run is at step {self.progress.step} of {total}"
             print_rank0(f"nothing to train: {at} (raise --train.max_steps)")
-            return
+            return validated
         print_rank0(report.describe(self.recipe, self.machine, self.gpt, total - self.progress.step))
-        if self.parallel.device.type == "cuda":
-            self.warm_up()
-        skipped_in_a_row, logged = 0, replace(self.progress)
+        logged = replace(self.progress)
         with progress_bar(total=total, initial=self.progress.step, unit="step", desc=self.folder.name) as bar:
             while self.progress.step < total and not stop.agreed:
                 began = time.perf_counter()
                 line = self.step(stop)
                 self.progress.train_time += time.perf_counter() - began
                 step, last = self.progress.step, self.progress.step == total
-                skipped_in_a_row = skipped_in_a_row + 1 if line.get("skipped") else 0
-                if skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
-                    raise UserError(report.diverged(self.folder, step, skipped_in_a_row))
-                if step % t.log_interval == 0 or last or stop.agreed:
+                if step % t.log_interval == 0 or last or stop.agreed or line.get("skipped"):
                     line |= self.throughput(logged)
                     self.log("train", **line)
                     bar.set_postfix_str(report.postfix(line))
                     logged = replace(self.progress)
                 bar.update()
+                if self.progress.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+                    self.log("diverged", skipped=self.progress.skipped_in_a_row)
+                    self.parallel.on_rank_zero(self.diverged)
                 if step % t.eval_interval == 0 or last:
-                    val = self.validate()
-                    print_rank0(f"step {step}/{total} · loss {line['loss']:.4f} · validation {val:.4f}")
-                    self.log("val", loss=val)
-                if step % t.save_interval == 0 or last or stop.agreed:
+                    validated = self.validate_and_log(stop, line["loss"])
+                if self.is_best() or self.is_due() or last or stop.agreed:
                     self.save()
+        self.finish_saving()
+        return self.progress.step >= total and validated
+
+    def diverged(self) -> None:
+        self.writer.settle()
+        raise UserError(report.diverged(self.folder, self.progress.step, self.progress.skipped_in_a_row))
 
     def step(self, stop: Stop) -> dict[str, Any]:
         """One optimiser step on the next global batch; its loss, learning rate and gradient norm.
@@ -167,22 +205,33 @@ class Run:
                 parallel.backward(loss, tokens)
             loss_sum += loss.detach()
         norm = parallel.clip_gradients(self.gpt, t.grad_clip)
-        total, stops = parallel.sum(loss_sum, stop.requested)  # the step's one synchronisation
-        stop.agreed = stops > 0
+        # The step's one synchronisation.
+        total, stops, saves = parallel.sum(loss_sum, stop.requested, self.wants_save())
+        if stops:
+            self.agree(stop)
+        self.save_due, self.val_loss = saves > 0, None
         line = {"loss": total / tokens, "lr": rate, "grad_norm": norm.item()}
         if math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"]):
             self.optimizer.step()
+            self.progress.skipped_in_a_row = 0
         else:
-            line["skipped"] = True
+            line |= {"skipped": True, "blocks": self.batches.indices(self.progress.step)}
             self.progress.skipped += 1
+            self.progress.skipped_in_a_row += 1
             at = self.progress.step + 1
             print_rank0(f"step {at}: the loss or the gradient is not finite; the step is skipped")
         self.progress.step += 1
         self.progress.tokens += tokens
         return line
 
+    def agree(self, stop: Stop) -> None:
+        """All ranks know by now that one of them was asked to stop; they stop, for the same signal."""
+        stop.agreed, stop.number = True, max(self.parallel.gather(stop.number))
+
     def warm_up(self) -> None:
-        """Compiles and tunes before the clock starts: one micro-batch, whose gradient is dropped."""
+        """Compiles and tunes for a GPU before the clock starts: a micro-batch, its gradient is dropped."""
+        if self.parallel.device.type != "cuda" or self.progress.step >= self.recipe.total_steps:
+            return
         began, t = time.perf_counter(), self.recipe.train
         positions, _ = next(self.parallel.pieces(t.global_batch_size, t.micro_batch_size))
         with self.parallel.accumulate(self.model, enabled=True):
@@ -192,9 +241,34 @@ class Run:
         torch.cuda.synchronize()
         print_rank0(f"ready after {duration(time.perf_counter() - began)} of compiling")
 
+    def validation_was_left(self) -> bool:
+        """Whether the run goes on from a step whose validation a signal cut short."""
+        step, every = self.progress.step, self.recipe.train.eval_interval
+
+        def missing() -> bool:
+            lines = read_metrics(self.folder)
+            return not any(line.get("kind") == "val" and line["step"] == step for line in lines)
+
+        due = step > 0 and (step % every == 0 or step >= self.recipe.total_steps)
+        return due and self.parallel.on_rank_zero(missing)
+
+    def validate_and_log(self, stop: Stop, train_loss: float | None = None) -> bool:
+        """Whether it came to its end; it does not where all ranks have agreed to stop."""
+        val = self.validate(stop)
+        if val is None:
+            print_rank0("the validation is left for when the run goes on")
+            return False
+        shown = f" · loss {train_loss:.4f}" if train_loss is not None else ""
+        print_rank0(f"step {self.progress.step}/{self.recipe.total_steps}{shown} · validation {val:.4f}")
+        self.log("val", loss=val)
+        self.val_loss = val
+        return True
+
     @torch.no_grad()
-    def validate(self) -> float:
-        """Nats per token on the first validation blocks, the same ones every time."""
+    def validate(self, stop: Stop) -> float | None:
+        """Nats per token on the first validation blocks, always the same ones; None where it is stopped."""
+        if stop.agreed:
+            return None
         val, parallel = self.dataset.val, self.parallel
         loss_sum, tokens = torch.zeros((), dtype=torch.float64, device=parallel.device), 0
         batches = list(
@@ -205,23 +279,57 @@ class Run:
             if counts:
                 loss_sum += loss
                 tokens += len(blocks) * val.seq_len
+            if parallel.any(stop.requested):  # at each batch, since all of them may take long
+                self.agree(stop)
+                return None
         total, all_tokens = parallel.sum(loss_sum, tokens)
         return total / all_tokens
 
+    def wants_save(self) -> bool:
+        """Whether `save_minutes` are over, or too many saves have failed and everyone is to end."""
+        minutes = self.recipe.train.save_minutes
+        due = minutes > 0 and time.monotonic() - self.last_save >= 60 * minutes
+        return due or self.writer.gave_up
+
+    def is_due(self) -> bool:
+        """Whether a checkpoint is due at this step, by count, by time, or as what a run is extended from."""
+        step = self.progress.step
+        at = step % self.recipe.train.save_interval == 0 or step == self.recipe.decay_start
+        return at or self.save_due
+
+    def is_best(self) -> bool:
+        """Whether this step's validation loss is the lowest so far, and its checkpoint is to be kept."""
+        if self.val_loss is None or not self.val_loss < self.best:
+            return False
+        self.best = self.val_loss
+        return self.recipe.train.keep_best
+
     def save(self) -> None:
-        """Writes a checkpoint; where that fails, every rank raises UserError."""
+        """Has a checkpoint written in the background; every rank raises UserError after too many failures."""
+        self.last_save = time.monotonic()
         weights, optimizer = self.parallel.whole_state(self.gpt, self.optimizer)
         state = {"optimizer": optimizer, "random": self.parallel.gather(checkpoint.random_state())}
         manifest = {
             **asdict(self.progress),
+            "val_loss": self.val_loss,
             "config": self.recipe.to_dict(),
             "data_fingerprint": self.dataset.fingerprint,
             "world_size": self.parallel.world_size,
         }
-        tokenizer, keep = self.dataset.tokenizer, self.recipe.train.keep_checkpoints
-        self.parallel.on_rank_zero(
-            lambda: checkpoint.save(self.folder, self.gpt, weights, tokenizer, state, manifest, keep)
-        )
+        gpt, tokenizer = self.gpt, self.dataset.tokenizer
+        t, decay_start = self.recipe.train, self.recipe.decay_start
+        kept = checkpoint.Kept(t.keep_checkpoints, t.keep_best, () if decay_start is None else (decay_start,))
+
+        def write(copies: tuple[dict, dict]) -> None:
+            checkpoint.save(self.folder, gpt, copies[0], tokenizer, copies[1], manifest, kept)
+
+        with report.how_to_go_on(self.recipe):
+            self.parallel.on_rank_zero(lambda: self.writer.submit((weights, state), write))
+
+    def finish_saving(self) -> None:
+        """Waits for the last checkpoint; every rank raises UserError where it cannot be written."""
+        with report.how_to_go_on(self.recipe):
+            self.parallel.on_rank_zero(self.writer.finish)
 
     def throughput(self, since: Progress) -> dict[str, Any]:
         """Tokens a second, and the MFU, since then."""

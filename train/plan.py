@@ -23,7 +23,7 @@ def format_plan(recipe: Recipe, machine: Machine, config: Config) -> str:
     need = memory_needed(config, recipe, precision)
     parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in need.items() if name != "total")
     checkpoint = gpt.num_parameters() * (2 if precision == "bf16-true" else 4) * 3  # AdamW has two moments
-    most = checkpoint * (t.keep_checkpoints + 1)
+    most = checkpoint * (t.keep_checkpoints + t.keep_best + 1)
     accumulated = t.global_batch_size // (t.micro_batch_size * world_size)
     about = {
         "model": f"{gpt.num_parameters():,} parameters; {gpt.flops_per_token(data.seq_len) / 1e9:.3g} GFLOP "

@@ -1,14 +1,24 @@
 """What a run tells its user: when it starts, while it trains, when it stops, and what came out."""
 
+import contextlib
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lingpt.common.errors import UserError
 from lingpt.common.files import write_errors, write_text
-from lingpt.common.run_folder import CURVES, SAMPLES, newest_checkpoint, read_metrics
+from lingpt.common.run_folder import (
+    CURVES,
+    SAMPLES,
+    checkpoint_step,
+    checkpoints,
+    newest_checkpoint,
+    read_metrics,
+)
 from lingpt.data import Dataset, baseline_loss
 from lingpt.models import GPT, generate, load_model
 from lingpt.train.config import Recipe
@@ -33,17 +43,48 @@ def postfix(line: dict[str, Any]) -> str:
 
 
 def diverged(run: Path, step: int, skipped: int) -> str:
+    """Why the run has ended, and the ways from here; the same command would only do the same steps again."""
     newest = newest_checkpoint(run)
     left = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
+    good = [c for c in checkpoints(run) if (checkpoint_step(c) or 0) <= step - skipped]
+    weights = f" --train.init_from {good[-1]}" if good else ""
+    again = f"; --train.resume {good[-1]} tries once more" if good else ""
     return (
         f"the loss or the gradient was not finite for {skipped} steps up to step {step}; {left}: lower "
-        "--train.learning_rate, or try --train.precision 32-true, under another --train.name"
+        f"--train.learning_rate, or try --train.precision 32-true, under another --train.name{weights}; "
+        f"`lingpt replay {run} --step {step - skipped + 1}` shows the first of these steps{again}"
     )
 
 
-def stopped(step: int, total_steps: int) -> str:
-    command = shlex.join(["lingpt", *sys.argv[1:]])
-    return f"stopped and saved at step {step} of {total_steps}; the same command goes on: {command}"
+def stopped(recipe: Recipe, step: int) -> str:
+    return f"stopped and saved at step {step} of {recipe.total_steps}; {go_on(recipe)}"
+
+
+def go_on(recipe: Recipe) -> str:
+    """The command that goes on with the run from its newest checkpoint.
+
+    That is not the same one where this start was from scratch (`resume never`) or from a named checkpoint: it
+    would start over, or go back.
+    """
+    argv = sys.argv[1:]
+    if recipe.train.resume == "auto" or not newest_checkpoint(recipe.run_folder):
+        return f"the same command goes on: {shlex.join(['lingpt', *argv])}"
+    option = "--train.resume"
+    argv = [
+        word
+        for before, word in zip(["", *argv], argv, strict=False)
+        if option not in (before, word) and not word.startswith(f"{option}=")
+    ]
+    return f"this command goes on: {shlex.join(['lingpt', *argv, option, 'auto'])}"
+
+
+@contextlib.contextmanager
+def how_to_go_on(recipe: Recipe) -> Iterator[None]:
+    """A UserError of the block also says how the run goes on once its cause is gone."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{error}; then {go_on(recipe)}") from error
 
 
 def final_report(recipe: Recipe, dataset: Dataset, parallel: Parallel, train_time: float) -> None:

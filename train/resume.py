@@ -1,55 +1,173 @@
 """A new run, or an old one that goes on: what is in the run's folder decides, and it must fit the recipe."""
 
+import contextlib
+import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 from lingpt.common.errors import UserError
+from lingpt.common.files import set_aside, write_errors
 from lingpt.common.run_folder import (
     CONFIG,
-    broken_checkpoints,
+    ENVIRONMENT,
+    LOCK,
+    METRICS,
+    WANDB,
+    checkpoint_folder,
     checkpoint_step,
     checkpoints,
+    named_checkpoints,
     newest_checkpoint,
     read_config,
+    read_manifest,
+    read_metrics,
 )
-from lingpt.train.checkpoint import clear_leftovers, load_manifest
-from lingpt.train.config import Recipe, differences
+from lingpt.train.checkpoint import clear_leftovers, load_manifest, why_unusable
+from lingpt.train.config import Recipe, differences, recipe_from_dict
 from lingpt.train.machine import duration
+from lingpt.train.optim import learning_rate
 from lingpt.train.parallel import print_rank0
+from lingpt.train.report import diverged
+from lingpt.train.run_lock import RunLock
 
 
-def resume_or_create(recipe: Recipe, fingerprint: str) -> Path | None:
-    """The checkpoint that the recipe's run goes on from, or None for a new run.
+def resume_or_create(recipe: Recipe, fingerprint: str, lock: RunLock) -> Path | None:
+    """Takes the `lock` of the recipe's run; the checkpoint that the run goes on from, or None for a new run.
 
-    fingerprint: of the data. Raises UserError where the folder holds another run, or the checkpoint does not
-    fit.
+    fingerprint: of the data. Raises UserError where another process is at work in the folder, where it holds
+    another run, or where no checkpoint fits. A checkpoint that is damaged is passed over for the one before.
     """
     folder, resume = recipe.run_folder, recipe.train.resume
-    if resume == "never":
-        _move_aside(folder)
-    checkpoint = _given_checkpoint(Path(resume), recipe) if resume not in ("auto", "never") else None
-    if (folder / CONFIG).exists():
-        _check_same(recipe, read_config(folder), f"{folder} holds a run with another config")
-        for path in broken_checkpoints(folder):
-            print_rank0(f"resume: {path} is not whole and is passed over")
-        checkpoint = checkpoint or newest_checkpoint(folder)
-    if checkpoint is None:
-        print_rank0(f"new run: {folder}")
-    else:
-        manifest = load_manifest(checkpoint)
-        _check_same(recipe, manifest["config"], f"{checkpoint} is of a run with another config")
-        if (was := manifest["data_fingerprint"]) != fingerprint:
-            raise UserError(
-                f"{checkpoint} was trained on other data (fingerprint {was}, now {fingerprint}): restore the "
-                "corpus and the tokenizer it had, or start another run with another --train.name"
-            )
-        _abandon_newer(folder, manifest["step"])
-        print_rank0(
-            f"resume: {checkpoint}, step {manifest['step']} of {recipe.total_steps} "
-            f"({manifest['tokens'] / 1e6:.1f} M tokens, {duration(manifest['train_time'])} of training)"
-        )
-    clear_leftovers(folder)
+    lock.acquire()
+    with write_errors(folder, "free some space, make it writable, or choose another --train.out_dir"):
+        if resume == "never":
+            _move_aside(folder, lock)
+        given = _given_checkpoint(Path(resume), recipe) if resume not in ("auto", "never") else None
+        if has_begun(folder):
+            if config := _recorded_config(folder):
+                _check_same(recipe, config, f"{folder} holds a run with another config")
+            if given is None:
+                _check_not_diverged(folder)
+        checkpoint = given or _newest_usable(folder)
+        if checkpoint is None:
+            print_rank0(f"new run: {folder}")
+        else:
+            _go_on(recipe, checkpoint, fingerprint)
+        clear_leftovers(folder)
     return checkpoint
+
+
+def _go_on(recipe: Recipe, checkpoint: Path, fingerprint: str) -> None:
+    """Says where the run goes on, once recipe and data are known to be those of `checkpoint`."""
+    manifest = load_manifest(checkpoint)
+    _check_same(recipe, manifest["config"], f"{checkpoint} is of a run with another config")
+    if (was := manifest["data_fingerprint"]) != fingerprint:
+        raise UserError(
+            f"{checkpoint} was trained on other data (fingerprint {was}, now {fingerprint}): restore the "
+            "corpus and the tokenizer it had, or start another run with another --train.name"
+        )
+    _abandon_newer(recipe.run_folder, manifest["step"])
+    print_rank0(
+        f"resume: {checkpoint}, step {manifest['step']} of {recipe.total_steps} "
+        f"({manifest['tokens'] / 1e6:.1f} M tokens, {duration(manifest['train_time'])} of training)"
+    )
+    if jump := schedule_jump(recipe, manifest):
+        print_rank0(jump)
+
+
+def _recorded_config(folder: Path) -> dict[str, Any] | None:
+    """The recipe that the folder's run was started with; None for a new run.
+
+    From the newest checkpoint, which was written whole, before config.yaml: that may be cut, empty or gone.
+    """
+    newest = newest_checkpoint(folder)
+    config = (read_manifest(newest) or {}).get("config") if newest else None
+    if isinstance(config, dict):
+        return config
+    try:
+        config = read_config(folder) if (folder / CONFIG).exists() else None
+    except UserError as error:
+        print_rank0(f"resume: {error}; it is written again")
+        return None
+    sections = ("model", "data", "train")
+    if config is not None and not all(isinstance(config.get(section), dict) for section in sections):
+        print_rank0(f"resume: {folder / CONFIG} is cut short; it is written again")
+        return None
+    return config
+
+
+def _newest_usable(folder: Path) -> Path | None:
+    """The newest checkpoint that can be read; damaged ones after it are moved aside, each with a line.
+
+    None where the run has no checkpoint. UserError where it has some, and none can be read.
+    """
+    damaged: list[tuple[Path, str]] = []
+    for path in reversed(named_checkpoints(folder)):
+        if (reason := why_unusable(path)) is None:
+            break
+        damaged.append((path, reason))
+    else:
+        if damaged:
+            named = "; ".join(f"{path.name} {reason}" for path, reason in damaged)
+            raise UserError(
+                f"no checkpoint of {folder} can be read ({named}), and nothing was "
+                "changed: restore one from a copy, or start from scratch with "
+                "--train.resume never (the old run is moved aside)"
+            )
+        return None
+    for broken, reason in damaged:
+        aside = set_aside(broken, "damaged")
+        print_rank0(f"resume: {broken} {reason} and is passed over; it is now {aside.name}")
+    return path
+
+
+def has_begun(folder: Path) -> bool:
+    """Whether the run in `folder` has done a step that left a trace; until then its name is not taken."""
+    return bool(named_checkpoints(folder) or read_metrics(folder))
+
+
+def give_back_name(folder: Path) -> None:
+    """Removes what the start of a run has written, where no step came of it."""
+    if has_begun(folder):
+        return
+    for name in (CONFIG, ENVIRONMENT, METRICS):
+        (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(folder / WANDB, ignore_errors=True)
+    with contextlib.suppress(OSError):  # not empty: what else is in there is not ours
+        folder.rmdir()
+
+
+def _check_not_diverged(folder: Path) -> None:
+    """Refuses to do the same steps again that ended the run: they depend on nothing but the recipe."""
+    lines = read_metrics(folder)
+    if lines and lines[-1].get("kind") == "diverged":
+        raise UserError(diverged(folder, lines[-1]["step"], lines[-1].get("skipped", 0)))
+
+
+def schedule_jump(recipe: Recipe, manifest: dict[str, Any]) -> str | None:
+    """What another number of steps does to the learning rate where the run goes on; None for nothing."""
+    before, step = recipe_from_dict(manifest["config"]), manifest["step"]
+    if not 0 < step < recipe.total_steps or before.total_steps == recipe.total_steps:
+        return None
+    was = learning_rate(step - 1, before.total_steps, before.train)
+    now = learning_rate(step, recipe.total_steps, recipe.train)
+    would = learning_rate(step, before.total_steps, before.train)
+    if math.isclose(now, would):
+        return None
+    line = (
+        f"schedule: {before.total_steps} steps are now {recipe.total_steps}, and at step {step + 1} the "
+        f"learning rate goes from {was:.3g} to {now:.3g}"
+    )
+    start = before.decay_start
+    if start is None:
+        return f"{line}: the cosine is stretched (a run that is to be extended has --train.schedule wsd)"
+    if step <= start:
+        return line
+    return (
+        f"{line}: the decay is undone; to extend the run from where its decay began, use "
+        f"--train.resume {checkpoint_folder(recipe.run_folder, start)}"
+    )
 
 
 def _check_same(recipe: Recipe, old: dict[str, Any], complaint: str) -> None:
@@ -66,9 +184,11 @@ def _given_checkpoint(path: Path, recipe: Recipe) -> Path:
         raise UserError(
             f"no checkpoint {path} to resume from: give a folder runs/<name>/checkpoints/step-…, or auto"
         )
-    manifest = load_manifest(path)
+    if reason := why_unusable(path):
+        raise UserError(f"the checkpoint {path} {reason}: resume from another one, or auto")
+    model = load_manifest(path)["config"].get("model", {})
     for key in ("name", "attention"):
-        was, now = manifest["config"]["model"][key], getattr(recipe.model, key)
+        was, now = model.get(key), getattr(recipe.model, key)
         if was != now:
             raise UserError(
                 f"{path} is a checkpoint of {key} {was!r}, not {now!r}: ask for that, or start a new run "
@@ -77,13 +197,15 @@ def _given_checkpoint(path: Path, recipe: Recipe) -> Path:
     return path
 
 
-def _move_aside(folder: Path) -> None:
-    if not folder.exists():
+def _move_aside(folder: Path, lock: RunLock) -> None:
+    """Gives the run in `folder`, if there is one, another name, and takes the lock of the new folder."""
+    if not any(path.name != LOCK for path in folder.iterdir()):
         return
     number = 1
     while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():
         number += 1
     folder.rename(aside)
+    lock.acquire()
     print_rank0(f"the old run is now {aside}")
 
 
@@ -91,6 +213,5 @@ def _abandon_newer(folder: Path, step: int) -> None:
     """Checkpoints after the one resumed from are of a branch that is left: kept, but not found again."""
     for path in checkpoints(folder):
         if (checkpoint_step(path) or 0) > step:
-            aside = path.with_name(f"abandoned-{path.name}")
-            path.rename(aside)
+            aside = set_aside(path, "abandoned")
             print_rank0(f"resume: the newer {path.name} is now {aside}")

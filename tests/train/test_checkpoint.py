@@ -1,14 +1,13 @@
 """Checkpoints: whole or not there, the last k, and the right one to go on from."""
 
 import errno
-import json
 import os
 
 import pytest
 import torch
 
 from lingpt.common.errors import UserError
-from lingpt.common.run_folder import checkpoints, read_manifest, read_metrics
+from lingpt.common.run_folder import checkpoints, read_manifest, read_metrics, write_manifest
 from lingpt.models import load_model
 from lingpt.train import checkpoint, train
 
@@ -136,8 +135,7 @@ def test_a_checkpoint_that_does_not_fit(make_recipe, tmp_path):
 def test_other_data_is_refused(make_recipe):
     """The same file name with other text in it would train on other samples without a word."""
     folder = train(make_recipe(max_steps=3))
-    path = checkpoints(folder)[-1] / "manifest.json"
-    manifest = json.loads(path.read_text())
-    path.write_text(json.dumps(manifest | {"data_fingerprint": "0123456789abcdef"}))
+    newest = checkpoints(folder)[-1]
+    write_manifest(newest, read_manifest(newest) | {"data_fingerprint": "0123456789abcdef"})
     with pytest.raises(UserError, match="other data"):
         train(make_recipe())

@@ -1,0 +1,137 @@
+"""Checkpoints in the background: copied to the host's memory, and written while training goes on."""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+
+from lingpt.common.errors import UserError
+from lingpt.train.parallel import print_rank0
+
+MAX_FAILURES = 10  # in a row; then the run ends
+RETRY_SECONDS = 60.0  # between two tries while training goes on
+LAST_TRIES, LAST_PAUSE = 3, 1.0  # when the run ends and nothing is left to train meanwhile
+
+
+class CheckpointWriter:
+    """Writes one checkpoint at a time in a thread of its own, so that a step never waits for the disk.
+
+    What cannot be written is said in a line and tried again, every `RETRY_SECONDS` and with every newer
+    checkpoint, which takes its place. After `MAX_FAILURES` in a row the error is raised.
+    """
+
+    def __init__(self) -> None:
+        self._host = HostCopy()
+        self._thread: threading.Thread | None = None
+        self._hurry = threading.Event()
+        self._write: Callable[[], object] = lambda: None
+        self._failures = 0
+        self._error: UserError | None = None
+        self._bug: BaseException | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Lets the checkpoint in hand be written to its end, but for a user who leaves at once."""
+        self._hurry.set()
+        if self._thread and not (kind and issubclass(kind, KeyboardInterrupt)):
+            self._thread.join()
+
+    @property
+    def gave_up(self) -> bool:
+        return self._failures >= MAX_FAILURES
+
+    def submit(self, state: Any, write: Callable[[Any], object]) -> None:
+        """Copies `state`, a tree of tensors, and calls `write(copy)` in the background.
+
+        Waits for the checkpoint before this one, if it is still being written. Raises UserError where too
+        many in a row have failed.
+        """
+        self.settle()
+        if self._error and self.gave_up:
+            raise self._error
+        copy = self._host.take(state)
+        self._write = lambda: write(copy)
+        self._hurry.clear()
+        # A daemon: a user who leaves at once does not wait for it, and what is half-written is not kept.
+        self._thread = threading.Thread(target=self._write_until_done, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def settle(self) -> None:
+        """Waits until nothing is being written; a failed checkpoint is not tried again meanwhile."""
+        self._hurry.set()
+        if self._thread:
+            self._thread.join()
+            self._thread = None
+        if self._bug:
+            raise self._bug
+
+    def finish(self) -> None:
+        """Waits until the last checkpoint is written; UserError where a few more tries do not help."""
+        self.settle()
+        for _ in range(LAST_TRIES - 1):
+            if self._error:
+                time.sleep(LAST_PAUSE)
+                self._try()
+        self._write, self._host = lambda: None, HostCopy()
+        if self._bug:
+            raise self._bug
+        if self._error:
+            raise self._error
+
+    def _write_until_done(self) -> None:
+        while not self._try() and not self._bug and not self.gave_up:
+            print_rank0(
+                f"{self._error}; training goes on, and it is tried again "
+                f"(failure {self._failures} of {MAX_FAILURES} in a row)"
+            )
+            if self._hurry.wait(RETRY_SECONDS):
+                return
+
+    def _try(self) -> bool:
+        try:
+            self._write()
+        except UserError as error:
+            self._error, self._failures = error, self._failures + 1
+            return False
+        except BaseException as bug:
+            self._bug = bug
+            return False
+        self._error, self._failures = None, 0
+        return True
+
+
+class HostCopy:
+    """Copies trees of tensors to the host's memory, always to the same: pinned, where they are on a GPU."""
+
+    def __init__(self) -> None:
+        self._buffers: list[torch.Tensor] = []
+
+    def take(self, tree: Any) -> Any:
+        """`tree` (dicts, lists, tuples, tensors) with its tensors copied; valid until the next call."""
+        numbers = itertools.count()
+
+        def copy(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return self._buffer(next(numbers), value).copy_(value.detach(), non_blocking=True)
+            if isinstance(value, dict):
+                return {key: copy(part) for key, part in value.items()}
+            return type(value)(map(copy, value)) if isinstance(value, list | tuple) else value
+
+        copied = copy(tree)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return copied
+
+    def _buffer(self, number: int, like: torch.Tensor) -> torch.Tensor:
+        if number < len(self._buffers):
+            old = self._buffers[number]
+            if (old.shape, old.dtype, old.stride()) == (like.shape, like.dtype, like.stride()):
+                return old
+        new = torch.empty_like(like, device="cpu", requires_grad=False, pin_memory=like.is_cuda)
+        self._buffers[number : number + 1] = [new]
+        return new
