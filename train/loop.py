@@ -14,6 +14,7 @@ Notable:
 
 import gc
 import math
+import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -318,7 +319,9 @@ class Run:
         }
         gpt, tokenizer = self.gpt, self.dataset.tokenizer
         t, decay_start = self.recipe.train, self.recipe.decay_start
-        kept = checkpoint.Kept(t.keep_checkpoints, t.keep_best, () if decay_start is None else (decay_start,))
+        # While steps are skipped a new checkpoint is no better than the old ones: none of them goes.
+        keep = sys.maxsize if self.progress.skipped_in_a_row else t.keep_checkpoints
+        kept = checkpoint.Kept(keep, t.keep_best, () if decay_start is None else (decay_start,))
 
         def write(copies: tuple[dict, dict]) -> None:
             checkpoint.save(self.folder, gpt, copies[0], tokenizer, copies[1], manifest, kept)
@@ -343,10 +346,13 @@ class Run:
         for tracker in self.trackers:
             tracker.write({"kind": kind, **clocks, **values})
 
-    def close(self) -> None:
-        """Ends the trackers and the other processes, and frees the memory of model and optimizer."""
+    def close_trackers(self) -> None:
         for tracker in self.trackers:
             tracker.close()
+
+    def close(self) -> None:
+        """Ends the trackers and the other processes, and frees the memory of model and optimizer."""
+        self.parallel.on_rank_zero(self.close_trackers)
         del self.model, self.gpt, self.optimizer
         gc.collect()
         self.parallel.close()

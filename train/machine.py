@@ -115,6 +115,30 @@ def check_machine(machine: Machine, config: Config, recipe: Recipe) -> None:
 
 
 @contextlib.contextmanager
+def deterministic(enabled: bool) -> Iterator[None]:
+    """While inside, and where enabled, PyTorch computes everything in an order that is always the same.
+
+    The same device, processes, micro-batches and versions then give the same bits. Before CUDA starts.
+    """
+    if not enabled:
+        yield
+        return
+    before, cudnn = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn
+    flags, fill = (cudnn.deterministic, cudnn.benchmark), torch.utils.deterministic.fill_uninitialized_memory
+    # cuBLAS reads it when it starts; the processes that are launched later inherit it.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    try:
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # costs time; nobody reads such memory
+        cudnn.deterministic, cudnn.benchmark = True, False
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+        cudnn.deterministic, cudnn.benchmark = flags
+
+
+@contextlib.contextmanager
 def out_of_memory(micro_batch_size: int) -> Iterator[None]:
     """Turns a GPU's running out of memory into a UserError that says what to lower."""
     try:

@@ -129,7 +129,10 @@ def has_begun(folder: Path) -> bool:
 
 def give_back_name(folder: Path) -> None:
     """Removes what the start of a run has written, where no step came of it."""
-    if has_begun(folder):
+    try:
+        if has_begun(folder):
+            return
+    except UserError:  # it cannot be read
         return
     for name in (CONFIG, ENVIRONMENT, METRICS):
         (folder / name).unlink(missing_ok=True)

@@ -119,18 +119,23 @@ def test_resume_says_what_it_found_and_cuts_lines_after_the_checkpoint(make_reci
 
 
 @pytest.mark.usefixtures("ctrl_c")
-def test_a_signal_between_steps_is_agreed_on_in_the_next_step(make_recipe, monkeypatch):
-    """A rank that left at once, with the signal in its validation, would leave the others waiting for it."""
+def test_a_signal_in_a_validation_is_agreed_on_there(make_recipe, monkeypatch):
+    """A validation may take long: it is left, and comes first when the run goes on."""
     original = loop.Run.validate
 
-    def validate_and_interrupt(self):
+    def validate_and_interrupt(self, stop):
         if self.progress.step == 3:
             os.kill(os.getpid(), signal.SIGINT)
-        return original(self)
+        return original(self, stop)
 
-    monkeypatch.setattr(loop.Run, "validate", validate_and_interrupt)
-    with pytest.raises(KeyboardInterrupt, match=r"stopped and saved at step 4 of 6"):
-        train(make_recipe())
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Run, "validate", validate_and_interrupt)
+        with pytest.raises(KeyboardInterrupt, match=r"stopped and saved at step 3 of 6"):
+            train(make_recipe())
+    validated = [line["step"] for line in read_metrics(make_recipe().run_folder) if line["kind"] == "val"]
+    assert validated == []
+    parts, whole = train(make_recipe()), train(make_recipe(name="whole"))
+    assert without_clock(parts) == without_clock(whole), "the validation that was left is not made up for"
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
@@ -145,7 +150,7 @@ def test_weights_in_bf16_train_like_those_in_fp32(make_recipe, attention):
 
 
 def test_the_clock_stands_while_validating_and_saving(make_recipe, monkeypatch):
-    def slow(self):
+    def slow(self, stop):
         time.sleep(0.5)
         return 1.0
 
@@ -161,8 +166,8 @@ def test_validation_is_the_mean_over_the_same_tokens_every_time(make_recipe):
     block = torch.stack([run.dataset.val[i] for i in range(7)])
     with torch.no_grad():
         expected = F.cross_entropy(run.gpt(block[:, :-1]).flatten(0, 1), block[:, 1:].flatten()).item()
-    assert run.validate() == pytest.approx(expected, rel=1e-6)
-    assert run.validate() == run.validate()
+    assert run.validate(Stop()) == pytest.approx(expected, rel=1e-6)
+    assert run.validate(Stop()) == run.validate(Stop())
 
 
 def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(make_recipe, monkeypatch):

@@ -5,11 +5,13 @@ import signal
 
 import pytest
 
+from lingpt.train import signals
 from lingpt.train.signals import stop_signals
 
 
 @pytest.mark.usefixtures("ctrl_c")
-def test_the_first_asks_and_the_second_acts_as_ever(capsys):
+def test_the_first_asks_and_the_second_acts_as_ever(capsys, monkeypatch):
+    monkeypatch.setattr(signals, "SAME_REQUEST", 0.0)
     with pytest.raises(KeyboardInterrupt), stop_signals() as stop:
         assert not stop.requested
         os.kill(os.getpid(), signal.SIGINT)
