@@ -38,7 +38,9 @@ struct Params {
 
 // Python's side of this, which launch.py hands to the compiler.
 static_assert(THREADS == LAUNCH_THREADS, "THREADS of launch.py");
+#if __has_builtin(__builtin_offsetof)  // not in NVRTC 13.0
 static_assert(__builtin_offsetof(Params, strides) == POINTERS_BYTES, "POINTERS of launch.py");
+#endif
 static_assert(sizeof(Params) == POINTERS_BYTES + LAYOUT_BYTES, "LAYOUT of launch.py");
 
 // Where a head of a sequence begins in one of the tensors.
