@@ -18,9 +18,10 @@ import numpy as np
 import torch
 
 from lingpt.common.errors import UserError
-from lingpt.common.files import PARTIAL, disk_fix, new_folder, remove_partial, set_aside
+from lingpt.common.files import PARTIAL, disk_fix, new_folder, remove_partial, set_aside, sync
 from lingpt.common.run_folder import (
     CHECKPOINTS,
+    METRICS,
     TRAIN_STATE,
     checkpoint_folder,
     checkpoint_step,
@@ -65,6 +66,8 @@ def save(
     try:
         final.parent.mkdir(exist_ok=True)  # not the run's own: where a disk is gone, it is not to be made
         clear_leftovers(run)
+        if (run / METRICS).exists():  # on the disk, too, up to this step, when the power fails
+            sync(run / METRICS)
         with new_folder(final) as folder:
             save_model(model, folder, weights)
             tokenizer.save(folder)

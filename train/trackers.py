@@ -1,36 +1,75 @@
 """Where a run's numbers go: `metrics.jsonl`, always, and Weights & Biases, offline unless logged in."""
 
+import contextlib
 import json
 import math
 import netrc
 import os
+import re
 import uuid
 from pathlib import Path
 from typing import Any, Literal, cast
 from urllib.parse import urlparse
 
-from lingpt.common.files import write_text
+from lingpt.common.files import write_errors, write_text
 from lingpt.common.run_folder import METRICS, WANDB, read_metrics
 from lingpt.train.config import Recipe
 from lingpt.train.parallel import print_rank0
 
 
 class Metrics:
-    """Appends to `metrics.jsonl`. A resumed run first cuts what was written after the checkpoint's step."""
+    """Appends to `metrics.jsonl`. A resumed run first cuts what was written after the checkpoint's step.
+
+    A disk that takes nothing does not end training: the lines wait in memory, in their order.
+    """
 
     def __init__(self, run: Path, resumed_step: int) -> None:
+        self._path = run / METRICS
         kept = [line for line in read_metrics(run) if line["step"] <= resumed_step and resumed_step > 0]
-        write_text(run / METRICS, "".join(json.dumps(line) + "\n" for line in kept))
-        self._file = open(run / METRICS, "a")  # noqa: SIM115 (open as long as the run)
+        text = "".join(json.dumps(line) + "\n" for line in kept)
+        with write_errors(self._path):
+            write_text(self._path, text)
+        self._size = len(text.encode())  # what is in the file
+        self._waiting, self._failed = b"", False
 
     def write(self, line: dict[str, Any]) -> None:
         """One line, at once; numbers that are not finite become null (JSON has no NaN)."""
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
-        self._file.write(json.dumps(finite) + "\n")
-        self._file.flush()
+        self._waiting += (json.dumps(finite(line)) + "\n").encode()
+        try:
+            self._append()
+        except OSError as error:
+            if not self._failed:
+                reason = error.strerror or error
+                print_rank0(
+                    f"{self._path} cannot be written ({reason}); its lines wait, and training goes on"
+                )
+            self._failed = True
 
     def close(self) -> None:
-        self._file.close()
+        """UserError where lines are left that cannot be written."""
+        with write_errors(self._path):
+            self._append()
+
+    def _append(self) -> None:
+        """Writes what waits. Opens the file each time: its disk may have gone and come back."""
+        if not self._waiting:
+            return
+        handle = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
+        try:
+            self._size = min(self._size, os.fstat(handle).st_size)
+            while self._waiting:
+                written = os.pwrite(handle, self._waiting, self._size)
+                self._size, self._waiting = self._size + written, self._waiting[written:]
+        finally:
+            os.close(handle)
+        if self._failed:
+            print_rank0(f"{self._path} is written again")
+        self._failed = False
+
+
+def finite(line: dict[str, Any]) -> dict[str, Any]:
+    """The line with null for numbers that are not finite."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
 
 
 WandBMode = Literal["online", "offline", "disabled", "shared"]
@@ -58,6 +97,7 @@ def wandb_mode() -> WandBMode:
 class WandB:
     """A Weights & Biases run: grouped by model, the losses over training time, and one id for life.
 
+    It gets what metrics.jsonl has, each line at its step: a resumed run's lines again, unless it has them.
     Tracking must not end a run: where wandb fails, one line says so and metrics.jsonl goes on.
     """
 
@@ -78,7 +118,14 @@ class WandB:
                 dir=recipe.run_folder,
                 config=recipe.to_dict(),
                 mode=wandb_mode(),
-                settings=wandb.Settings(console="off", silent=True, init_timeout=30, x_disable_stats=True),
+                settings=wandb.Settings(
+                    console="off",
+                    silent=True,
+                    init_timeout=30,
+                    x_disable_stats=True,
+                    # A killed run's record holds all but its last second, not all but the last 15.
+                    x_transaction_log_flush_interval=1.0,
+                ),
             )
         except (wandb.errors.Error, OSError, TimeoutError) as error:
             reason = " ".join(str(error).split())
@@ -88,22 +135,47 @@ class WandB:
         for name in ("loss", "lr", "grad_norm", "tokens_per_second", "mfu"):
             self._run.define_metric(f"train/{name}", step_metric="train_time")
         self._run.define_metric("val/loss", step_metric="train_time")
+        for line in read_metrics(recipe.run_folder):
+            if line["step"] >= self._run.step:  # 0 offline; online, it goes on from what the server has
+                self.write(line)
 
     def write(self, line: dict[str, Any]) -> None:
         if self._run is None:
             return
         kind, clocks = line["kind"], ("step", "tokens", "train_time")
-        values = {f"{kind}/{k}": v for k, v in line.items() if k not in ("kind", *clocks) and v is not None}
-        self._run.log({**values, **{k: line[k] for k in clocks}})
+        known = {key: value for key, value in finite(line).items() if value is not None}
+        values = {f"{kind}/{key}": value for key, value in known.items() if key not in ("kind", *clocks)}
+        try:
+            self._run.log({**values, **{key: line[key] for key in clocks}}, step=line["step"])
+        except Exception as error:
+            self._give_up(error)
 
     def close(self) -> None:
-        if self._run is not None:
-            self._run.finish()
+        try:
+            if self._run is not None:
+                self._run.finish()
+        except Exception as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        """Whatever fails in wandb, or in the process that it runs next to this one."""
+        import wandb
+
+        self._run = None
+        with contextlib.suppress(Exception):  # or it would be tried at exit, with a traceback
+            wandb.teardown()
+        reason = " ".join(str(error).split()) or type(error).__name__
+        print_rank0(f"wandb has failed and is left out from here on ({reason}); {METRICS} has all numbers")
 
 
 def _run_id(folder: Path) -> str:
     """The id that this run has had from its first start on."""
     path = folder / "run_id"
-    if not path.exists():
-        write_text(path, uuid.uuid4().hex[:8])
-    return path.read_text().strip()
+    try:
+        known = path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        known = ""
+    if not re.fullmatch(r"[\w-]{1,64}", known):  # a new run, or a damaged file
+        known = uuid.uuid4().hex[:8]
+        write_text(path, known)
+    return known

@@ -1,14 +1,21 @@
 """Tracking: W&B's offline record holds the losses, their group and their clock; logged out, no network."""
 
+import errno
 import json
+import os
+import signal
 import struct
+import subprocess
+import sys
+import time
 import zlib
 from pathlib import Path
 
 import pytest
 
+from lingpt.common.errors import UserError
 from lingpt.common.run_folder import read_metrics
-from lingpt.train import trackers, train
+from lingpt.train import loop, trackers, train
 
 
 def read_offline_record(path: Path) -> list:
@@ -56,16 +63,113 @@ def test_the_offline_record_has_losses_group_and_step_metric(make_recipe, logged
     assert runs[0].run_group == "demo" and runs[0].display_name == "demo-ours" and runs[0].project == "lingpt"
     steps = {r.metric.name: r.metric.step_metric for r in records[0] if r.HasField("metric")}
     assert steps["train/loss"] == steps["val/loss"] == "train_time"
-    logged = [history(r) for part in records for r in part if r.HasField("history")]
+    logged = [history(r) for r in records[1] if r.HasField("history")]  # the newest record has it all
     losses = [row["train/loss"] for row in logged if "train/loss" in row]
     written = [line for line in read_metrics(folder) if line["kind"] == "train"]
     assert losses == pytest.approx([line["loss"] for line in written])
     assert all("train_time" in row for row in logged) and any("val/loss" in row for row in logged)
+    assert [row["_step"] for row in logged] == [row["step"] for row in logged] == [1, 2, 3, 4, 5]
 
 
 def history(record) -> dict:
     items = record.history.item
     return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+
+def test_the_record_of_a_killed_run_has_its_losses(make_recipe, logged_out, tmp_path):
+    """Killed with all that it started, as where a machine is taken away: only the last second is lost."""
+    recipe = make_recipe(wandb=True, max_steps=10**6, eval_interval=10**6, save_interval=10**6)
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe.to_dict()))
+    code = (
+        "import json, sys; from lingpt.train import train; from lingpt.train.config import recipe_from_dict; "
+        "train(recipe_from_dict(json.load(open(sys.argv[1]))))"
+    )
+    command = [sys.executable, "-P", "-c", code, str(tmp_path / "recipe.json")]
+    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: len(read_metrics(recipe.run_folder)) > 20)
+        sure = len(read_metrics(recipe.run_folder))
+        time.sleep(3)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    (record,) = recipe.run_folder.glob("wandb/offline-run-*/*.wandb")
+    logged = [history(r) for r in read_offline_record(record) if r.HasField("history")]
+    written = [line["loss"] for line in read_metrics(recipe.run_folder)]
+    assert len(logged) >= sure
+    assert [row["train/loss"] for row in logged] == pytest.approx(written[: len(logged)])
+
+
+def wait_until(condition, seconds=120):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it did not come to that"
+        time.sleep(0.1)
+
+
+def test_wandb_dying_does_not_end_the_run(make_recipe, logged_out, capsys, monkeypatch):
+    """Its own process is killed at step 3; the run goes on, and says so once."""
+    import psutil
+
+    original = loop.Run.step
+
+    def step(self, stop):
+        if self.progress.step == 2:
+            for child in psutil.Process().children(recursive=True):
+                if "wandb-core" in child.name():
+                    child.kill()
+                    child.wait()
+        return original(self, stop)
+
+    monkeypatch.setattr(loop.Run, "step", step)
+    folder = train(make_recipe(wandb=True))
+    assert read_metrics(folder)[-1]["step"] == 6
+    assert capsys.readouterr().out.count("wandb has failed and is left out") <= 1
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO])
+def test_metrics_wait_for_the_disk(tmp_path, monkeypatch, capsys, number):
+    """In their order, each once, also where half a line got through; said once, and when it is over."""
+    metrics, pwrite, full = trackers.Metrics(tmp_path, 0), os.pwrite, True
+
+    def half(handle, data, offset):
+        if full and offset > 60:
+            raise OSError(number, os.strerror(number))
+        return pwrite(handle, data[:20], offset)
+
+    monkeypatch.setattr(os, "pwrite", half)
+    for step in (1, 2, 3, 4, 5):
+        metrics.write({"kind": "train", "step": step, "loss": 1.0})
+    out = capsys.readouterr().out
+    assert out.count("cannot be written") == 1 and os.strerror(number) in out
+    with pytest.raises(UserError, match="cannot write to"):
+        metrics.close()
+    full = False
+    metrics.write({"kind": "train", "step": 6, "loss": 1.0})
+    metrics.close()
+    assert "written again" in capsys.readouterr().out
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_metrics_wait_for_a_folder_that_is_gone(tmp_path):
+    """Unmounted and mounted again; nothing is made in its place."""
+    run, away = tmp_path / "run", tmp_path / "away"
+    run.mkdir()
+    metrics = trackers.Metrics(run, 0)
+    metrics.write({"kind": "train", "step": 1})
+    run.rename(away)
+    metrics.write({"kind": "train", "step": 2})
+    assert not run.exists()
+    away.rename(run)
+    metrics.write({"kind": "train", "step": 3})
+    assert [line["step"] for line in read_metrics(run)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"a b/c"])
+def test_a_damaged_run_id_is_made_again(tmp_path, content):
+    (tmp_path / "run_id").write_bytes(content)
+    known = trackers._run_id(tmp_path)
+    assert len(known) == 8 and trackers._run_id(tmp_path) == known
 
 
 def test_mode_is_offline_unless_logged_in(logged_out, monkeypatch, tmp_path):
