@@ -20,6 +20,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from importlib.metadata import requires, version
 from types import FrameType
+from typing import Any, Literal, get_args, get_origin
 
 import jsonargparse
 
@@ -134,11 +135,45 @@ def _explain(parser: jsonargparse.ArgumentParser, message: str) -> str:
         or re.search(r"Unrecognized arguments: --(?P<key>[^\s=]+)", line)
     )
     if unknown is None:
-        return line
+        return _explain_value(parser, line)
     found = unknown.groupdict()
     key = f"{found['group']}.{found['key']}" if found.get("group") else found["key"]
     keys = set(parser.get_defaults(skip_validation=True).keys()) - {"config"}
     return f"unknown key {key!r}{nearest(key, keys)}; `{parser.prog} --help` lists the keys"
+
+
+def _explain_value(parser: jsonargparse.ArgumentParser, line: str) -> str:
+    """A complaint about a value, with what the key takes in place of the parser's types."""
+    options = {action.dest: action for action in parser._actions}
+    if missing := re.search(r'Key "(\S+)" is required', line):
+        return f"{parser.prog} needs <{missing[1]}>: {options[missing[1]].help}"
+    keys = [key for key in re.findall(r'[Pp]arser key "(\S+?)"', line) if key in options]
+    if not keys:
+        return line
+    key, (_, *given) = keys[-1], line.rsplit(" value: ", 1)
+    takes = _words_for(getattr(options[key], "_typehint", None))
+    if takes is None:
+        return f"--{key} takes a YAML file of its keys; or give them one by one, as --{key}.<key>"
+    was = f" is {given[-1][:80]}; it" if given else ""
+    return f"{key}{was} must be {takes}"
+
+
+def _words_for(kind: Any) -> str | None:
+    """What values a type takes, in words; None where it is no type of ours."""
+    words = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        list[str]: "a list",
+    }
+    if get_origin(kind) is Literal:
+        values = [str(value) for value in get_args(kind)]
+        return f"one of {', '.join(values)}" if len(values) > 1 else values[0]
+    if kind in words:
+        return words[kind]
+    parts = [_words_for(part) for part in get_args(kind) if part is not type(None)]
+    return " or ".join(filter(None, parts)) or None
 
 
 def user_message(error: BaseException) -> str | None:

@@ -1,15 +1,18 @@
 """What `lingpt train` and `lingpt data` share: `--config` and `--model.*`, `--data.*`, `--train.*`."""
 
+import contextlib
 from pathlib import Path
 
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 
 from lingpt.common.errors import UserError, nearest
 from lingpt.common.files import read_yaml
-from lingpt.configs import recipe_names, recipe_path
+from lingpt.common.run_folder import CONFIG, read_config
+from lingpt.configs import FOLDER, recipe_names, recipe_path
 from lingpt.data import DataConfig
 from lingpt.models import ModelArgs
 from lingpt.train import Recipe, TrainConfig
+from lingpt.train.config import differences
 
 
 class RecipeFile(ActionConfigFile):
@@ -27,8 +30,16 @@ def find_recipe(name: str) -> Path:
         raise UserError(
             f"no recipe {name!r}{nearest(name, known)}; it is a file or one of: {', '.join(known)}"
         )
-    if not isinstance(read_yaml(path), dict):
+    recipe = read_yaml(path)
+    if not isinstance(recipe, dict):
         raise UserError(f"{path} is no recipe: it has no keys `model`, `data`, `train`")
+    for key, value in recipe.items():
+        if (
+            not isinstance(key, str)
+            or not isinstance(value, dict)
+            or not all(isinstance(k, str) for k in value)
+        ):
+            raise UserError(f"{path}: {key!r} is no group of keys; a recipe has `model`, `data` and `train`")
     return path
 
 
@@ -49,5 +60,22 @@ def configure_recipe(parser: ArgumentParser) -> None:
 
 
 def recipe_from(args: Namespace) -> Recipe:
-    """The recipe that the parsed (and instantiated) arguments describe."""
-    return Recipe(model=args.model, data=args.data, train=args.train)
+    """The recipe that the parsed (and instantiated) arguments describe; a file of one's own names its run."""
+    recipe = Recipe(model=args.model, data=args.data, train=args.train)
+    for path in map(Path, args.get("config") or []):
+        if recipe.train.name is None and path.name != CONFIG and path.resolve().parent != FOLDER:
+            recipe.train.name = _name_of_own(recipe, path.stem)
+    return recipe
+
+
+def _name_of_own(recipe: Recipe, stem: str) -> str:
+    """`<stem>-<attention>…`; or the name of a run of this very recipe that is called as its model, as all were
+    before files named them.
+    """
+    name = recipe.default_name(stem)
+    before = Path(recipe.train.out_dir) / f"{recipe.model.name}-{recipe.attention_label}"
+    if (before / CONFIG).exists() and not (Path(recipe.train.out_dir) / name).exists():
+        with contextlib.suppress(UserError):
+            if not differences(read_config(before), recipe.to_dict()):
+                return before.name
+    return name

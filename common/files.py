@@ -134,7 +134,7 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:  # neither UTF-8 nor JSON
+    except (ValueError, RecursionError) as error:  # neither UTF-8 nor JSON
         raise UserError(f"{path} is damaged or no JSON: {error}") from error
 
 
@@ -152,5 +152,6 @@ def read_yaml(path: Path) -> Any:
         return yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+    # Neither UTF-8 nor YAML; a date of no calendar is a ValueError.
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} is no YAML: {' '.join(str(error).split())[:200]}") from error

@@ -1,5 +1,6 @@
 """What a run is made of: `Recipe` = the model, the data, and how to train the one on the other."""
 
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -7,7 +8,7 @@ from typing import Any, Literal
 from lingpt.common.errors import UserError
 from lingpt.common.run_folder import attention_label
 from lingpt.data import DataConfig
-from lingpt.models import ModelArgs
+from lingpt.models import ATTENTIONS, ModelArgs
 
 
 @dataclass
@@ -15,7 +16,8 @@ class TrainConfig:
     """How to train. Batches are counted in sequences of `data.seq_len` tokens, steps in optimiser steps.
 
     Args:
-        name: the run's folder under `out_dir`; by default `<model>-<attention>`.
+        name: the run's folder under `out_dir`; by default `<recipe>-<attention>` and those of the attention's
+            options that are not at their defaults. A recipe is called as its file, or else as its model.
         out_dir: where runs live.
         max_steps: optimiser steps; or give `max_tokens`, rounded up to whole steps.
         max_tokens: tokens to train on, where `max_steps` is not given.
@@ -118,7 +120,24 @@ class Recipe:
 
     @property
     def run_name(self) -> str:
-        return self.train.name or f"{self.model.name}-{self.attention_label}"
+        return self.train.name or self.default_name(self.model.name)
+
+    def default_name(self, of: str) -> str:
+        """`<of>-<attention>`, then the options of its attentions that are not at their defaults."""
+        chosen = self.model.attention
+        mechanisms = [
+            ATTENTIONS[name]
+            for name in ([chosen] if isinstance(chosen, str) else chosen)
+            if name in ATTENTIONS
+        ]
+        options = {name: option.default for a in mechanisms for name, option in a.options().items()}
+        given = {name: getattr(self.model, name) for name in options}
+        changed = [
+            name if value is True else f"{name}_{value}"
+            for name, value in given.items()
+            if value != options[name]
+        ]
+        return "-".join([of, self.attention_label, *changed])
 
     @property
     def run_folder(self) -> Path:
@@ -170,15 +189,48 @@ def decay_steps(config: TrainConfig, total_steps: int) -> int:
     return max(1, total_steps // 5) if config.decay_steps is None else config.decay_steps
 
 
+_RANGES = {  # least and most
+    "min_learning_rate": (0, 1000),
+    "warmup_steps": (0, 10**12),
+    "weight_decay": (0, 1000),
+    "eval_tokens": (0, 10**15),
+    "sample_tokens": (0, 10**9),
+    "seed": (0, 2**32 - 1),
+}
+_LARGEST_BATCH = 1 << 20  # sequences; beyond is a slip of the keyboard, and each is named by its number
+
+
+def _check_name(name: str) -> None:
+    """Refuses what is not the name of one folder: a run lies in `out_dir`, and nowhere else."""
+    if Path(name).name != name or name.startswith(".") or not name.isprintable() or len(name.encode()) > 200:
+        raise UserError(
+            f"the run's name {name[:80]!r} is no name of a folder: give one without '/' as --train.name "
+            "(--train.out_dir is where runs live)"
+        )
+
+
 def check(recipe: Recipe, world_size: int) -> None:
     """Refuses numbers that make no run: UserError, before any work."""
+    recipe.data.check()
+    _check_name(recipe.run_name)
     t = recipe.train
+    for name, (least, most) in _RANGES.items():
+        value = getattr(t, name)
+        if not least <= value <= most:
+            bound = f"at most {most:,}" if value > most else f"at least {least}"
+            raise UserError(f"train.{name} is {value}; it must be {bound}")
+    for name in ("beta1", "beta2"):
+        if not 0 <= getattr(t, name) < 1:
+            raise UserError(f"train.{name} is {getattr(t, name)}; it must be at least 0 and below 1")
     positive = ("global_batch_size", "micro_batch_size", "keep_checkpoints", "log_interval", "eval_interval")
     for name in (*positive, "save_interval", "num_nodes"):
         if getattr(t, name) < 1:
             raise UserError(f"train.{name} is {getattr(t, name)}; it must be at least 1")
+    if t.global_batch_size > _LARGEST_BATCH:
+        most = f"at most {_LARGEST_BATCH:,} sequences"
+        raise UserError(f"train.global_batch_size is {t.global_batch_size}; it must be {most}")
     for name in ("learning_rate", "grad_clip"):
-        if not getattr(t, name) > 0:
+        if not 0 < getattr(t, name) < math.inf:
             raise UserError(f"train.{name} is {getattr(t, name)}; it must be above 0")
     if t.decay_steps is not None and not 1 <= t.decay_steps <= recipe.total_steps:
         raise UserError(f"train.decay_steps is {t.decay_steps}; it must be 1 to {recipe.total_steps}")

@@ -77,11 +77,11 @@ def test_trains_draws_and_goes_on(project, capsys):
     """The whole way of a user: train, curves, and the same command again."""
     assert main(["train", "--config", "tiny.yaml"]) == 0
     out = capsys.readouterr().out
-    run = project / "runs/demo-ours"
-    assert "new run" in out and "validation loss" in out and "runs/demo-ours/curves.png" in out
+    run = project / "runs/tiny-ours"
+    assert "new run" in out and "validation loss" in out and "runs/tiny-ours/curves.png" in out
     resolved = yaml.safe_load((run / "config.yaml").read_text())
     assert resolved["train"]["max_steps"] == 4 and resolved["train"]["beta2"] == 0.95
-    assert main(["curves", "runs/demo-ours", "--out", "both.png"]) == 0
+    assert main(["curves", "runs/tiny-ours", "--out", "both.png"]) == 0
     assert (project / "both.png").exists() and json.loads((project / "both.json").read_text())["runs"]
     # An override wins wherever it stands.
     assert main(["train", "--train.max_steps", "6", "--config", "tiny.yaml"]) == 0
@@ -98,7 +98,21 @@ def test_trains_draws_and_goes_on(project, capsys):
         (["train", "--config", "wrong-key.yaml"], "(did you mean 'train.learning_rate'?)"),
         (["train", "--config", "wrong-group.yaml"], "unknown key 'trian.seed' (did you mean 'train.seed'?)"),
         (["train", "--config", "broken.yaml"], "broken.yaml is no YAML"),
-        (["train", "--config", "tiny.yaml", "--train.max_steps", "many"], "train.max_steps"),
+        (["train", "--config", "tiny.yaml", "--train.max_steps", "many"],
+         "train.max_steps is many; it must be a whole number"),
+        (["train", "--config", "tiny.yaml", "--train.devices", "x"], "it must be a whole number or auto"),
+        (["train", "--config", "tiny.yaml", "--train.compile", "maybe"], "one of auto, always, never"),
+        (["train", "--config", "tiny.yaml", "--train.beta1", "two"], "beta1 is two; it must be a number"),
+        (["train", "--config", "tiny.yaml", "--train.wandb", "x"], "train.wandb is x; it must be true or false"),
+        (["train", "--config", "tiny.yaml", "--model.attention", "{}"], "is {}; it must be text or a list"),
+        (["train", "--config", "tiny.yaml", "--train", "null"], "--train takes a YAML file of its keys"),
+        (["train", "--config", "tiny.yaml", "--train.name", "../../x"], "'../../x' is no name of a folder"),
+        (["train", "--config", "tiny.yaml", "--data.seq_len", "0"], "seq_len 0"),
+        (["train", "--config", "tiny.yaml", "--data.tokenizer", "/no/where"], "there is no tokenizer at"),
+        (["train", "--config", "binary.yaml"], "binary.yaml is no YAML"),
+        (["train", "--config", "null.yaml"], "'model' is no group of keys"),
+        (["train", "--config", "wrong-type.yaml"], "train.max_steps is ['many']; it must be a whole number"),
+        (["kernels"], "lingpt kernels needs <action>: list"),
         (["train", "--config", "tiny.yaml", "--model.name", "pythia-1.4"], "did you mean 'pythia-1.4b'"),
         (["train", "--config", "tiny.yaml", "--model.attention", "our"], "did you mean 'ours'"),
         (["train", "--config", "tiny.yaml", "--data.source", "nowhere/*.jsonl"], "nowhere"),
@@ -115,7 +129,40 @@ def test_a_mistake_is_one_line(project, capsys, argv, line):
     (project / "wrong-key.yaml").write_text("train:\n  learning_rat: 1e-3\n")
     (project / "wrong-group.yaml").write_text("trian:\n  seed: 1\n")
     (project / "broken.yaml").write_text("train:\n  seed: [1\n")
+    (project / "binary.yaml").write_bytes(b"\x89PNG\x00\x01\xff")
+    (project / "null.yaml").write_text("model: null\n")
+    (project / "wrong-type.yaml").write_text("train: {max_steps: [many]}\n")
     assert line in complaint(capsys, *argv)
+
+
+def test_a_recipe_of_ones_own_gives_sizes_and_names_its_run(project, capsys):
+    """Guards: `a YAML file of your own`, which could give no size and collided with the demo."""
+    recipe = yaml.safe_load((project / "tiny.yaml").read_text())
+    recipe["model"] = {"name": "mine", "n_layer": 1, "n_embd": 32, "n_head": 2, "rotary_percentage": 0.5}
+    recipe["model"] |= {"vocab_size": 2048, "intermediate_size": 48, "attention": ["ours"]}
+    (project / "my-model.yaml").write_text(yaml.safe_dump(recipe))
+    for name in ("my-model", "tiny"):
+        assert main(["train", "--config", f"{name}.yaml", "--train.max_steps", "1"]) == 0
+    assert sorted(run.name for run in (project / "runs").iterdir()) == ["my-model-ours", "tiny-ours"]
+    capsys.readouterr()
+    # The recipe that a run resolved to goes on with that run.
+    resolved = str(project / "runs/my-model-ours/config.yaml")
+    assert main(["train", "--config", resolved, "--train.max_steps", "2"]) == 0
+    assert "resume: runs/my-model-ours" in capsys.readouterr().out
+
+
+def test_a_run_from_before_files_named_runs_goes_on(project, capsys):
+    """It is called as its model; another recipe's run of that name is left alone."""
+    assert (
+        main(["train", "--config", "tiny.yaml", "--train.max_steps", "1", "--train.name", "demo-ours"]) == 0
+    )
+    config = project / "runs/demo-ours/config.yaml"
+    config.write_text(config.read_text().replace("name: demo-ours", "name: null"))
+    capsys.readouterr()
+    assert main(["train", "--config", "tiny.yaml", "--train.max_steps", "2"]) == 0
+    assert "resume: runs/demo-ours" in capsys.readouterr().out
+    assert main(["train", "--config", "tiny.yaml", "--train.max_steps", "1", "--train.seed", "1"]) == 0
+    assert "new run: runs/tiny-ours" in capsys.readouterr().out
 
 
 def test_another_config_under_the_same_name(project, capsys):
@@ -156,10 +203,10 @@ def test_dry_run_of_pythia_1b_needs_no_gpu_no_network_and_no_memory(project, cap
 
 def test_a_full_disk_is_one_line(project, capsys, monkeypatch):
     def full(*_args, **_kwargs):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/demo-ours/metrics.jsonl")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/tiny-ours/metrics.jsonl")
 
     monkeypatch.setattr("lingpt.train.trackers.Metrics.write", full)
-    assert "the disk is full writing runs/demo-ours/metrics.jsonl" in complaint(
+    assert "the disk is full writing runs/tiny-ours/metrics.jsonl" in complaint(
         capsys, "train", "--config", "tiny.yaml"
     )
 
@@ -216,7 +263,7 @@ def command(project: Path, *argv: str) -> subprocess.Popen:
 def test_a_signal_saves_leaves_and_says_how_to_go_on(project, number, options, capsys):
     """A real process, a real signal: exit 130, one line with the command, a checkpoint to go on from."""
     process = command(project, "--train.max_steps", "100000", "--train.save_interval", "100000", *options)
-    metrics = project / "runs/demo-ours/metrics.jsonl"
+    metrics = project / "runs/tiny-ours/metrics.jsonl"
     for _ in range(1200):
         if metrics.exists() and metrics.stat().st_size:
             break

@@ -6,7 +6,7 @@ import pytest
 
 from lingpt.common.errors import UserError
 from lingpt.data import DataConfig
-from lingpt.models import ModelArgs
+from lingpt.models import ATTENTIONS, ModelArgs
 from lingpt.train import Recipe, TrainConfig
 from lingpt.train.config import MAY_CHANGE, check, differences, flatten
 
@@ -36,6 +36,21 @@ def test_steps_are_whole_and_cover_the_tokens():
         ({"learning_rate": 0.0}, 1, "above 0"),
         ({"max_steps": 0}, 1, "no step to train"),
         ({"eval_tokens": 100}, 1, "less than one sequence"),
+        ({"beta1": 2.0}, 1, "train.beta1 is 2.0; it must be at least 0 and below 1"),
+        ({"beta2": 1.0}, 1, "train.beta2 is 1.0"),
+        ({"seed": -1}, 1, "train.seed is -1; it must be at least 0"),
+        ({"seed": 2**32}, 1, "train.seed is 4294967296; it must be at most 4,294,967,295"),
+        ({"weight_decay": -1.0}, 1, "train.weight_decay is -1.0"),
+        ({"warmup_steps": -5}, 1, "train.warmup_steps is -5"),
+        ({"sample_tokens": -4}, 1, "train.sample_tokens is -4"),
+        ({"eval_tokens": -4}, 1, "train.eval_tokens is -4"),
+        ({"min_learning_rate": float("nan")}, 1, "train.min_learning_rate is nan"),
+        ({"learning_rate": float("inf")}, 1, "train.learning_rate is inf"),
+        ({"global_batch_size": 10**12}, 1, "at most 1,048,576 sequences"),
+        ({"name": "../../x"}, 1, r"'../../x' is no name of a folder: .*--train.out_dir"),
+        ({"name": ".hidden"}, 1, "no name of a folder"),
+        ({"name": "a\0b"}, 1, "no name of a folder"),
+        ({"name": "x" * 300}, 1, "no name of a folder"),
     ],
 )
 def test_numbers_that_make_no_run(train, world_size, message):
@@ -49,6 +64,30 @@ def test_names():
     hybrid = Recipe(ModelArgs(attention=["ours", "ours", "softmax", "ours"]), DataConfig(), TrainConfig())
     assert hybrid.run_name == "demo-ours+softmax"
     assert recipe(name="mine").run_folder.as_posix() == "runs/mine"
+
+
+def test_a_sequence_of_no_tokens_is_one_line():
+    """Guards: a division by zero."""
+    with pytest.raises(UserError, match="seq_len 0"):
+        check(Recipe(ModelArgs(), DataConfig(seq_len=0), TrainConfig(max_tokens=100)), 1)
+
+
+def test_options_of_the_attention_are_in_the_name():
+    """Guards: a run with another b that is refused for its name, until one is found by hand."""
+
+    def name(*args, **options) -> str:
+        return Recipe(ModelArgs(*args, **options), DataConfig(), TrainConfig()).run_name
+
+    assert name("demo", "ours", learnable_b=True) == "demo-ours-learnable_b"
+    assert name("demo", "ours-gated", output_gate=True, short_conv=True).startswith("demo-ours-gated-")
+    assert name("demo", "gla", gla_n_head=2) == "demo-gla-gla_n_head_2"
+    assert name("demo", "softmax", gla_n_head=2, learnable_b=True) == "demo-softmax", "not its options"
+    hybrid = ["ours", "gla", "softmax", "ours"]
+    assert name("demo", hybrid, learnable_b=True, gla_n_head=2) == (
+        "demo-ours+gla+softmax-learnable_b-gla_n_head_2"
+    )
+    for attention in ATTENTIONS:
+        assert name("pythia-70m", attention) == f"pythia-70m-{attention}"
 
 
 def test_differences_name_what_must_stay_and_pass_over_what_may_change():
