@@ -45,6 +45,7 @@ from lingpt.kernels.emulator.ptx import Kernel, Ptx
 from lingpt.kernels.linear_attention.cuda.compile import compile_ptx
 
 __all__ = [
+    "MOST_SHARED",
     "DeadlockError",
     "EmulatedKernel",
     "EmulatorError",
@@ -57,7 +58,8 @@ __all__ = [
     "UnknownInstruction",
 ]
 
-MOST_SHARED = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_120": 99}  # KB a block
+# KB of shared memory a block (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability").
+MOST_SHARED = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99}
 
 
 class Module:

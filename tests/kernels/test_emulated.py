@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 
 import pytest
 import torch
@@ -59,6 +60,15 @@ ROTATED = [Build(arch, 64, BF16, decay=True, rope=16) for arch in ARCHS]
 WIDE = [Build(arch, 128, FP16, decay=True, rope=32) for arch in ARCHS]
 ONCE = [Build("sm_86", 128, BF16, decay=True, rope=32), Build("sm_90a", 128), WIDE[0]]
 AGAIN = [*PLAIN, *ROTATED, WIDE[1]]  # in other tests, too
+
+
+@pytest.mark.parametrize("arch", nvrtc.ARCHITECTURES)
+def test_every_build_fits_its_card(arch: str) -> None:
+    """Guards: a scan takes no more shared memory than a block can have, where it is not emulated too."""
+    most = 1024 * emulator.MOST_SHARED[arch.rstrip("a")]
+    for dtype, D, decay in itertools.product(launch.TAGS, launch.HEAD_DIMS, (False, True)):
+        for rope in (0, D // 4, D):
+            assert launch.kernel_build(arch, dtype, D, decay, rope).shared <= most, (dtype, D, decay, rope)
 
 
 @pytest.fixture
