@@ -31,6 +31,7 @@ VERBS = {  # verb: (module, what it does)
     "data": ("lingpt.cli.data", "prepare a corpus: tokenizer, token cache, statistics"),
     "eval": ("lingpt.cli.evaluate", "score checkpoints with lm-eval"),
     "curves": ("lingpt.cli.curves", "draw the loss curves of runs, and the table of time-to-loss"),
+    "replay": ("lingpt.cli.replay", "show what a step of a run was trained on"),
     "kernels": ("lingpt.cli.kernels", "list, compile and test the CUDA kernels"),
     "bench": ("lingpt.cli.bench", "measure the kernels against the baselines"),
 }

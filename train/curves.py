@@ -16,34 +16,43 @@ from lingpt.common.files import replacing, write_errors
 from lingpt.common.palette import colours
 from lingpt.common.run_folder import CONFIG, METRICS, attention_label, read_metrics, read_model
 
+SPIKE_WINDOW, SPIKE_SPREADS, LEAST_SPIKE = 50, 8.0, 0.1  # steps; spreads, and nats, above their median
 DASHES = ("-", "--", ":", "-.")  # further runs of the same attention
 N_TARGETS = 5
 
 
 @dataclass
 class Curve:
-    """A run's numbers: `train` and `val` are arrays of (step, train_time, loss), one row a point."""
+    """A run's numbers: `train` and `val` are arrays of (step, train_time, loss), one row a point.
+
+    skipped: the steps that changed nothing, since they were not finite; (step, train_time).
+    """
 
     name: str
     model: str
     attention: str
     train: np.ndarray
     val: np.ndarray
+    skipped: np.ndarray
 
 
 def read_curve(run_folder: str | Path) -> Curve:
     """A run's losses. Raises UserError where the folder holds none, or its recipe is damaged."""
     folder = Path(run_folder)
     points: dict[str, list[tuple[float, ...]]] = {"train": [], "val": []}
+    skipped: list[tuple[float, float]] = []
     for line in read_metrics(folder):
         if line.get("kind") in ("train", "val"):
             point = tuple(line.get(key) for key in ("step", "train_time", "loss"))
             if all(type(number) in (int, float) and math.isfinite(number) for number in point):
                 points[line["kind"]].append(point)
+        if line.get("skipped") is True and type(line.get("train_time")) in (int, float):
+            skipped.append((line["step"], line["train_time"]))
     if not points["train"] and not points["val"]:
         raise UserError(f"no losses in {folder}: it is no run folder, or its {METRICS} is empty")
     model, attention = read_model(folder) if (folder / CONFIG).exists() else ("", folder.name)
     arrays = {kind: np.array(rows, dtype=float).reshape(-1, 3) for kind, rows in points.items()}
+    arrays["skipped"] = np.array(skipped, dtype=float).reshape(-1, 2)
     return Curve(folder.name, model, attention_label(attention), **arrays)
 
 
@@ -93,7 +102,7 @@ def draw(curves: list[Curve], out: Path) -> None:
     panels[1].set_xlabel("step")
     panels[1].legend(
         frameon=False,
-        title="○ validation, its last value   — training, smoothed",
+        title=_legend_title(curves),
         alignment="left",
         title_fontsize=9,
     )
@@ -117,10 +126,29 @@ def _draw(panel, curve: Curve, column: int, scale: float, colour: str, dash: str
         x = curve.train[:, column] / scale
         panel.plot(x, curve.train[:, 2], color=colour, alpha=0.15, linewidth=0.7)
         panel.plot(x, smooth(curve.train[:, 2]), **style)
+    # On the panel's upper edge: a spike's loss may lie outside.
+    for marker, x in (("v", curve.train[spikes(curve.train[:, 2])]), ("x", curve.skipped)):
+        edge = {"transform": panel.get_xaxis_transform(), "linestyle": "", "color": colour}
+        if len(x):
+            panel.plot(x[:, column] / scale, np.full(len(x), 0.985), marker=marker, markersize=4, **edge)
     own_line = {} if not len(curve.train) else {"linewidth": 0}
     panel.plot(curve.val[:, column] / scale, curve.val[:, 2], **style | point | own_line)
     final = f"  {curve.val[-1, 2]:.3f}" if len(curve.val) else ""
     panel.plot([], [], **style, **point, label=label + final)
+
+
+def spikes(loss: np.ndarray) -> np.ndarray:
+    """Indices of the losses far above those of the steps before: 8 spreads over their median.
+
+    The spread is the median distance from the median, scaled to a normal distribution's deviation.
+    """
+    if len(loss) <= SPIKE_WINDOW:
+        return np.empty(0, dtype=int)
+    before = np.lib.stride_tricks.sliding_window_view(loss[:-1], SPIKE_WINDOW)
+    median = np.median(before, axis=1)
+    spread = 1.4826 * np.median(np.abs(before - median[:, None]), axis=1)
+    bound = median + np.maximum(SPIKE_SPREADS * spread, LEAST_SPIKE)
+    return SPIKE_WINDOW + np.flatnonzero(loss[SPIKE_WINDOW:] > bound)
 
 
 def smooth(loss: np.ndarray) -> np.ndarray:
@@ -147,6 +175,13 @@ def _styles(curves: list[Curve]) -> list[tuple[str, str]]:
         turn = seen[curve.attention] = seen.get(curve.attention, -1) + 1
         styles.append((colour[curve.attention], DASHES[turn % len(DASHES)]))
     return styles
+
+
+def _legend_title(curves: list[Curve]) -> str:
+    spiky = any(len(spikes(curve.train[:, 2])) for curve in curves)
+    skipped = any(len(curve.skipped) for curve in curves)
+    parts = ["○ validation, its last value", "— training, smoothed"]
+    return "   ".join(parts + ["▾ loss spike"] * spiky + ["× step skipped"] * skipped)
 
 
 def _limits(panel, curves: list[Curve]) -> None:

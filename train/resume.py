@@ -156,7 +156,7 @@ def schedule_jump(recipe: Recipe, manifest: dict[str, Any]) -> str | None:
     was = learning_rate(step - 1, before.total_steps, before.train)
     now = learning_rate(step, recipe.total_steps, recipe.train)
     would = learning_rate(step, before.total_steps, before.train)
-    if math.isclose(now, would):
+    if math.isclose(now, would) or math.isclose(now, was):
         return None
     line = (
         f"schedule: {before.total_steps} steps are now {recipe.total_steps}, and at step {step + 1} the "

@@ -9,7 +9,7 @@ import yaml
 from lingpt.common.errors import UserError
 from lingpt.common.palette import COLOURS
 from lingpt.train import draw_curves, format_table
-from lingpt.train.curves import labels, read_curve, smooth
+from lingpt.train.curves import labels, read_curve, smooth, spikes
 
 
 def write_run(folder, attention, seconds_per_step, val, model="demo"):
@@ -82,6 +82,32 @@ def test_labels_are_attentions_only_where_these_tell_runs_apart(tmp_path):
     c = read_curve(write_run(tmp_path / "c", "gla", 1.0, {2: 4.0, 4: 3.0}, model="pythia-70m"))
     assert labels([a, b]) == ["ours", "ours+softmax"]
     assert labels([a, c]) == ["a", "c"]
+
+
+def test_spikes_and_skipped_steps_are_marked(tmp_path, monkeypatch):
+    """A spike stands out of the noise before it; neither the first fall nor the noise is one."""
+    from matplotlib.figure import Figure
+
+    rng = np.random.default_rng(0)
+    loss = 3 + 5 * np.exp(-np.arange(400) / 40) + 0.05 * rng.normal(size=400)
+    assert spikes(loss).tolist() == []
+    loss[[200, 300]] += 2
+    assert spikes(loss).tolist() == [200, 300] and spikes(loss[:10]).tolist() == []
+    run = tmp_path / "a"
+    run.mkdir()
+    clock = [{"kind": "train", "step": i + 1, "tokens": 1, "train_time": 2.0 * i} for i in range(401)]
+    rows = [line | {"loss": float(x)} for line, x in zip(clock, loss, strict=False)]
+    rows.append(clock[-1] | {"loss": None, "skipped": True})
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    kept, save = [], Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *a, **k: (kept.append(figure), save(figure, *a, **k))
+    )
+    draw_curves([run], tmp_path / "out.png")
+    by_step = kept[0].axes[1]
+    marks = {line.get_marker(): list(line.get_xdata()) for line in by_step.lines if len(line.get_xdata())}
+    assert marks["v"] == [201, 301] and marks["x"] == [401]
+    assert "loss spike" in by_step.get_legend().get_title().get_text()
 
 
 def test_smoothing_keeps_a_constant_and_follows_a_fall():

@@ -13,11 +13,12 @@ from safetensors.torch import load_file
 
 from lingpt.common.errors import UserError
 from lingpt.common.run_folder import read_metrics
-from lingpt.data import prepare
+from lingpt.data import Batches, prepare
 from lingpt.models import ATTENTIONS
 from lingpt.train import loop, loss, train
 from lingpt.train.machine import choose_machine
 from lingpt.train.parallel import Parallel
+from lingpt.train.replay import replay
 from lingpt.train.signals import Stop
 
 
@@ -184,6 +185,118 @@ def test_a_run_that_diverged_ends_with_one_line(make_recipe, monkeypatch):
     poison(monkeypatch, steps=range(4, 99))
     with pytest.raises(UserError, match=r"not finite for 10 steps up to step 13; the newest .*step-00000012"):
         train(make_recipe(max_steps=50, save_interval=3, keep_checkpoints=99, eval_interval=50))
+
+
+def test_a_diverged_run_is_not_burnt_again(make_recipe, monkeypatch, capsys):
+    """The same command names the ways from here, and does no step; a named checkpoint insists."""
+    recipe = make_recipe(max_steps=50, save_interval=3, keep_checkpoints=1, eval_interval=50)
+    with monkeypatch.context() as patch:
+        poison(patch, steps=range(4, 99))
+        with pytest.raises(UserError, match="not finite for 10 steps"):
+            train(recipe)
+    folder, good = recipe.run_folder, recipe.run_folder / "checkpoints/step-00000003"
+    before = (folder / "metrics.jsonl").read_bytes()
+    with pytest.raises(UserError) as refused:
+        train(recipe)
+    for way in ("--train.learning_rate", f"--train.init_from {good}", f"lingpt replay {folder} --step 4"):
+        assert way in str(refused.value)
+    assert (folder / "metrics.jsonl").read_bytes() == before
+    assert good.exists(), "the last good checkpoint was rotated away by those of skipped steps"
+    recipe.train.resume, recipe.train.max_steps = str(good), 6
+    assert read_metrics(train(recipe))[-1]["step"] == 6
+
+
+def test_a_skipped_step_is_logged_and_can_be_replayed(make_recipe, monkeypatch):
+    """Whatever the log's interval: which blocks it had, and what they say."""
+    with monkeypatch.context() as patch:
+        poison(patch, steps={4})
+        folder = train(make_recipe(log_interval=100))
+    (line,) = [line for line in read_metrics(folder) if line.get("skipped")]
+    dataset = prepare(make_recipe().data, progress=False)
+    batches = Batches(dataset.train, make_recipe().train.seed, 8)
+    assert line["step"] == 4 and line["blocks"] == batches.indices(3)
+    text = replay(folder, 4, samples=2, device="cpu")
+    assert "weights of step-00000003" in text and "not finite, and skipped" in text
+    shown = [row for row in text.splitlines() if "position" in row]
+    position = int(shown[0].split("position ")[1].split(",")[0])
+    assert len(shown) == 2 and f"block {line['blocks'][position]}:" in shown[0]
+    words = " ".join(dataset.tokenizer.decode(batches.get(3, [position])[0].tolist()).split())
+    assert shown[0].split(": ")[1].removesuffix(" …") in words
+    with pytest.raises(UserError, match="no checkpoint before step 1"):
+        replay(folder, 1)
+
+
+def test_replay_gives_the_loss_and_the_norm_of_training(make_recipe):
+    folder = train(make_recipe(save_interval=4, grad_clip=1e-9))
+    line = next(line for line in read_metrics(folder) if line["step"] == 5)
+    text = replay(folder, 5, device="cpu")
+    loss, norm = (float(text.split(f"{name} ")[1].split()[0]) for name in ("loss", "gradient norm"))
+    assert loss == pytest.approx(line["loss"], abs=1e-4)
+    assert norm == pytest.approx(line["grad_norm"], rel=1e-3)
+
+
+def test_extending_a_run_says_what_its_learning_rate_does(make_recipe, capsys):
+    train(make_recipe())
+    train(make_recipe(max_steps=12))
+    out = capsys.readouterr().out
+    assert "6 steps are now 12, and at step 7 the learning rate goes from 5e-05 to" in out
+    assert "--train.schedule wsd" in out
+
+
+def test_a_run_of_warm_up_stable_decay_is_extended_bit_by_bit(make_recipe, capsys):
+    """From the checkpoint where the decay began, which is kept and which the message names."""
+    wsd = {"schedule": "wsd", "decay_steps": 2, "keep_checkpoints": 1, "save_interval": 100}
+    whole = train(make_recipe(name="whole", max_steps=9, **wsd))
+    folder = train(make_recipe(max_steps=6, **wsd))
+    start = folder / "checkpoints/step-00000004"
+    assert start.exists()
+    capsys.readouterr()
+    train(make_recipe(max_steps=9, resume=str(start), **wsd))
+    out = capsys.readouterr().out
+    assert "schedule:" not in out, "nothing jumps"
+    for name, tensor in weights(whole, 9).items():
+        assert torch.equal(tensor, weights(folder, 9)[name]), name
+    train(make_recipe(max_steps=12, **wsd))
+    out = capsys.readouterr().out
+    assert "the decay is undone" in out and "--train.resume" in out and "step-00000007" in out
+
+
+def test_a_run_that_fails_before_its_first_step_has_not_taken_its_name(make_recipe, monkeypatch):
+    """Another recipe may have it: nothing was trained that it could destroy."""
+
+    def fail(*_):
+        raise UserError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Run, "step", fail)
+        with pytest.raises(UserError, match="no memory"):
+            train(make_recipe())
+    assert not make_recipe().run_folder.exists()
+    with monkeypatch.context() as patch:  # as after kill -9
+        patch.setattr(loop, "give_back_name", lambda folder: None)
+        patch.setattr(loop.Run, "step", fail)
+        with pytest.raises(UserError, match="no memory"):
+            train(make_recipe())
+    assert (make_recipe().run_folder / "config.yaml").exists()
+    train(make_recipe(learning_rate=0.5))
+
+
+def test_deterministic_runs_of_a_seed_are_equal_bit_by_bit(make_recipe, monkeypatch):
+    """And PyTorch is told so while they train, and as before afterwards."""
+    asked = []
+    original = loop.Run.step
+
+    def step(self, stop):
+        asked.append(torch.are_deterministic_algorithms_enabled())
+        return original(self, stop)
+
+    monkeypatch.setattr(loop.Run, "step", step)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    one, two = (train(make_recipe(name=name, deterministic=True)) for name in ("one", "two"))
+    assert all(asked) and not torch.are_deterministic_algorithms_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert without_clock(one) == without_clock(two)
+    assert all(torch.equal(tensor, weights(two, 6)[name]) for name, tensor in weights(one, 6).items())
 
 
 def poison(monkeypatch, steps) -> None:

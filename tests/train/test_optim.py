@@ -22,6 +22,20 @@ def test_schedule_warms_up_peaks_falls_and_ends_at_the_minimum():
     assert math.isclose(rates[middle], (1e-3 + 5e-5) / 2, rel_tol=1e-3)
 
 
+def test_warm_up_stable_decay_can_be_extended():
+    """Until the decay begins, the rate does not depend on the number of steps; the cosine's always does."""
+    config = TrainConfig(
+        learning_rate=1e-3, min_learning_rate=5e-5, warmup_steps=100, schedule="wsd", decay_steps=200
+    )
+    rates = [learning_rate(step, 1000, config) for step in range(1000)]
+    assert math.isclose(rates[0], 1e-5) and rates[99:800] == [1e-3] * 701 and math.isclose(rates[-1], 5e-5)
+    assert all(a > b for a, b in pairwise(rates[799:]))
+    longer = [learning_rate(step, 3000, config) for step in range(3000)]
+    assert longer[:800] == rates[:800] and math.isclose(longer[-1], 5e-5)
+    config.decay_steps = None
+    assert learning_rate(799, 1000, config) == 1e-3 > learning_rate(800, 1000, config), "a fifth decays"
+
+
 def test_a_run_shorter_than_its_warm_up_still_reaches_the_peak():
     config = TrainConfig(learning_rate=1e-3, warmup_steps=100)
     assert max(learning_rate(step, 50, config) for step in range(50)) == 1e-3
