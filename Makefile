@@ -17,9 +17,10 @@ PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 
 CUDA_SOURCES = $(sort $(shell find kernels tests -name '*.cu' -o -name '*.cuh'))
 
-# `$(call opt,--key,$(VALUE))` is `--key 'VALUE'`, or nothing where VALUE is empty.
-opt = $(if $(strip $(2)),$(1) '$(strip $(2))')
-RECIPE = --config '$(or $(MODEL),demo)' $(strip $(call opt,--model.attention,$(ATTN)) \
+# `$(call opt,--key,$(VALUE))` is `--key 'VALUE'`, or nothing where VALUE is empty; a quote in it stays one.
+quoted = '$(subst ','\'',$(strip $(1)))'
+opt = $(if $(strip $(2)),$(1) $(call quoted,$(2)))
+RECIPE = --config $(call quoted,$(or $(MODEL),demo)) $(strip $(call opt,--model.attention,$(ATTN)) \
 	$(call opt,--data.source,$(DATA)) $(call opt,--data.tokenizer,$(TOKENIZER)))
 RUN = $(strip $(call opt,--train.devices,$(DEVICES)) $(call opt,--train.resume,$(RESUME)) \
 	$(call opt,--train.name,$(NAME)) $(if $(filter-out 0,$(DRY)),--train.dry_run true))

@@ -69,8 +69,8 @@ def recipe_from(args: Namespace) -> Recipe:
 
 
 def _name_of_own(recipe: Recipe, stem: str) -> str:
-    """`<stem>-<attention>…`; or the name of a run of this very recipe that is called as its model, as all were
-    before files named them.
+    """`<stem>-<attention>…`; or, from before files named runs, the name of a run of this very recipe that
+    is called as its model.
     """
     name = recipe.default_name(stem)
     before = Path(recipe.train.out_dir) / f"{recipe.model.name}-{recipe.attention_label}"

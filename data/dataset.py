@@ -12,9 +12,9 @@ from lingpt.common.files import cache_dir, write_errors
 from lingpt.data.cache import WRITE_ADVICE, TokenCache, token_cache
 from lingpt.data.corpus import Corpus
 from lingpt.data.embedded import embedded_corpus
-from lingpt.data.jsonl import jsonl_corpus, with_val_files
+from lingpt.data.jsonl import find_files, jsonl_corpus, with_val_files
 from lingpt.data.stream import Blocks
-from lingpt.data.tokenizer import Tokenizer, embedded_tokenizer, load_tokenizer
+from lingpt.data.tokenizer import Tokenizer, embedded_tokenizer, find_tokenizer, load_tokenizer
 from lingpt.data.tokens import token_dtype
 from lingpt.data.wiki40b import wiki40b_corpus
 
@@ -132,11 +132,16 @@ class NamedCorpus(NamedTuple):
 
     open: Callable[[], Corpus]
     cache_size: Callable[[int], str]  # of its token cache, from the bytes of a token
+    found: str  # where it is, in words
 
 
 CORPORA = {
-    "embedded": NamedCorpus(embedded_corpus, lambda token_bytes: "a few MB"),
-    "wiki40b": NamedCorpus(wiki40b_corpus, lambda token_bytes: f"about {2.2 * token_bytes:.0f} GB (English)"),
+    "embedded": NamedCorpus(embedded_corpus, lambda token_bytes: "a few MB", "found in this Python"),
+    "wiki40b": NamedCorpus(
+        wiki40b_corpus,
+        lambda token_bytes: f"about {2.2 * token_bytes:.0f} GB (English)",
+        "downloaded from the Hugging Face hub where this machine does not have it",
+    ),
 }
 
 
@@ -149,6 +154,23 @@ def open_corpus(source: str, val_source: str | None = None, cache_dir: Path | No
         return jsonl_corpus(source, val_source, named=CORPORA, cache_dir=cache_dir)
     corpus = CORPORA[source].open()
     return with_val_files(corpus, val_source, cache_dir) if val_source else corpus
+
+
+def availability(config: DataConfig) -> str:
+    """Whether what `config` names is there, in words, without reading or downloading it."""
+    try:
+        if config.source in CORPORA:
+            found = CORPORA[config.source].found
+        else:
+            files = find_files(config.source, CORPORA)
+            found = f"{len(files)} file(s), {sum(f.stat().st_size for f in files) / 1e6:,.1f} MB, found"
+        if config.val_source:
+            find_files(config.val_source)
+        if config.tokenizer:
+            find_tokenizer(config.tokenizer)
+    except (UserError, OSError) as error:
+        return f"NOT FOUND: {error}"
+    return found
 
 
 def cache_size(source: str, vocab_size: int) -> str:

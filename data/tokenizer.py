@@ -91,20 +91,7 @@ def load_tokenizer(source: str | os.PathLike) -> Tokenizer:
     Raises:
         UserError: not found, not readable, or without an end-of-text token
     """
-    path = Path(source).expanduser()
-    if path.is_dir():
-        path = path / "tokenizer.json"
-        if not path.exists():
-            raise UserError(
-                f"the folder {source} holds no tokenizer.json: give one that does, or a name on the hub"
-            )
-    elif not path.exists():
-        if not _may_be_on_hub(str(source)):
-            raise UserError(
-                f"there is no tokenizer at {source}: give the path of a tokenizer.json, a folder that holds "
-                "one, or a name on the hub"
-            )
-        path = _from_hub(str(source))
+    path = find_tokenizer(source) or _from_hub(str(source))
     try:
         return _from_string(path.read_text(encoding="utf-8"), str(source))
     except UserError:
@@ -113,6 +100,27 @@ def load_tokenizer(source: str | os.PathLike) -> Tokenizer:
         raise UserError(
             f"{path} is no tokenizer.json ({error}): give one in the format of `tokenizers`"
         ) from None
+
+
+def find_tokenizer(source: str | os.PathLike) -> Path | None:
+    """The `tokenizer.json` that `source` names, or None where it may be a name on the hub. UserError where
+    neither can be.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        path = path / "tokenizer.json"
+        if not path.exists():
+            raise UserError(
+                f"the folder {source} holds no tokenizer.json: give one that does, or a name on the hub"
+            )
+    elif not path.exists() and _may_be_on_hub(str(source)):
+        return None
+    elif not path.exists():
+        raise UserError(
+            f"there is no tokenizer at {source}: give the path of a tokenizer.json, a folder that holds "
+            "one, or a name on the hub"
+        )
+    return path
 
 
 def _may_be_on_hub(name: str) -> bool:

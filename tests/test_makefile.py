@@ -57,6 +57,12 @@ def test_every_variable_of_train_reaches_its_option():
     assert {key: args[key] for key in wanted} == wanted
 
 
+def test_a_quote_in_a_value_stays_a_quote():
+    """Guards: an unterminated string of the shell; a command of the shell's own."""
+    args = parsed("train", "DATA=it's.jsonl", "NAME=a';touch x;'b", "MODEL=demo", "ATTN=ours")
+    assert (args["data.source"], args["train.name"]) == ("it's.jsonl", "a';touch x;'b")
+
+
 def test_hybrids_and_dry_0():
     args = parsed("train", "ATTN=[ours, softmax]", "DRY=0")
     assert args["model.attention"] == ["ours", "softmax"] and args["train.dry_run"] is False

@@ -18,7 +18,7 @@ from lingpt.train.throughput import DEVICES, peak_flops
 Precision = Literal["32-true", "bf16-mixed", "bf16-true"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 STATED_MFU = 0.4  # for estimates of how long a run takes
-_CPU_CORE_FLOPS = 5e10  # what a core reaches in fp32, generously
+CPU_CORE_FLOPS = 5e10  # what a core reaches in fp32, generously
 _PATIENCE_DAYS = 7.0
 
 
@@ -96,7 +96,7 @@ def check_machine(machine: Machine, config: Config, recipe: Recipe) -> None:
         return
     need = memory_needed(config, recipe, machine.precision)["total"] * machine.devices
     flops = run_flops(config, recipe)
-    days = flops / (_CPU_CORE_FLOPS * (os.cpu_count() or 1)) / 86400
+    days = flops / (CPU_CORE_FLOPS * (os.cpu_count() or 1)) / 86400
     too_large, too_long = need > machine.memory, days > _PATIENCE_DAYS and recipe.train.accelerator == "auto"
     if not (too_large or too_long):
         return

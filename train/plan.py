@@ -1,11 +1,13 @@
 """`DRY=1`: what a run would be, before anything is built, downloaded or allocated."""
 
+import os
+
 import torch
 
-from lingpt.data import cache_size
+from lingpt.data import availability, cache_size
 from lingpt.models import GPT, Config
 from lingpt.train.config import Recipe
-from lingpt.train.machine import STATED_MFU, Machine, duration, fits, memory_needed, run_flops
+from lingpt.train.machine import CPU_CORE_FLOPS, STATED_MFU, Machine, duration, fits, memory_needed, run_flops
 from lingpt.train.throughput import DEVICES, Device, mfu
 
 SHOWN = ("RTX A6000", "A100 40GB", "A100 80GB", "H100 SXM", "H200")
@@ -29,7 +31,7 @@ def format_plan(recipe: Recipe, machine: Machine, config: Config) -> str:
         "model": f"{gpt.num_parameters():,} parameters; {gpt.flops_per_token(data.seq_len) / 1e9:.3g} GFLOP "
         "per token (forward and backward)",
         "data": f"{data.source}, sequences of {data.seq_len:,} tokens, tokenizer "
-        f"{data.tokenizer or 'of the embedded corpus'}",
+        f"{data.tokenizer or 'of the embedded corpus'}; {availability(data)}",
         "batch": f"{t.global_batch_size} sequences = {recipe.tokens_per_step:,} tokens a step: {world_size} "
         f"device{'s' if world_size > 1 else ''} × micro-batch {t.micro_batch_size} × {accumulated} "
         "accumulated",
@@ -54,6 +56,11 @@ def format_plan(recipe: Recipe, machine: Machine, config: Config) -> str:
     ]
     if rate := tokens_per_second(STATED_MFU, flops / tokens, machine):
         lines += ["", f"here: {rate / 1e3:.1f} k tokens/s at {STATED_MFU:.0%} MFU, {duration(tokens / rate)}"]
+    elif machine.accelerator == "cpu":
+        cores = (os.cpu_count() or 1) * machine.num_nodes
+        rate = CPU_CORE_FLOPS * cores / (flops / tokens)
+        speed = f"{CPU_CORE_FLOPS / 1e9:.0f} GFLOP/s a core"
+        lines += ["", f"here: about {rate / 1e3:.3g} k tokens/s at {speed}, {duration(tokens / rate)}"]
     return "\n".join(lines)
 
 

@@ -7,6 +7,7 @@ bad minute does not fall on one row alone.
 
 from __future__ import annotations
 
+import re
 import time
 import warnings
 from collections import defaultdict
@@ -88,6 +89,8 @@ def run_bench(
 
 def _usable_device(name: str | torch.device) -> torch.device:
     """The device, made the current one; UserError where there is none."""
+    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", str(name)):
+        raise UserError(f"unknown device {str(name)!r}: use cuda, cuda:1 … or cpu")
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         hint = "--device cpu measures PyTorch's"

@@ -172,6 +172,8 @@ def _b_tensor(b: float | Tensor, like: Tensor) -> Tensor | None:
 def _b_value(b: float | Tensor, normalize_qk: bool) -> float:
     if isinstance(b, Tensor):
         return 1.0
+    if not isinstance(b, (int, float)):
+        raise UserError(f"b must be a number or a tensor [H]; got {b!r}")
     if normalize_qk and not -1.0 <= b <= 1.0:
         raise UserError(f"|b| must be at most 1 with normalize_qk, or weights turn negative; got {b}")
     return float(b)

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -103,7 +104,7 @@ def test_trains_draws_and_goes_on(project, capsys):
         (["train", "--config", "tiny.yaml", "--train.devices", "x"], "it must be a whole number or auto"),
         (["train", "--config", "tiny.yaml", "--train.compile", "maybe"], "one of auto, always, never"),
         (["train", "--config", "tiny.yaml", "--train.beta1", "two"], "beta1 is two; it must be a number"),
-        (["train", "--config", "tiny.yaml", "--train.wandb", "x"], "train.wandb is x; it must be true or false"),
+        (["train", "--config", "tiny.yaml", "--train.wandb", "x"], "wandb is x; it must be true or false"),
         (["train", "--config", "tiny.yaml", "--model.attention", "{}"], "is {}; it must be text or a list"),
         (["train", "--config", "tiny.yaml", "--train", "null"], "--train takes a YAML file of its keys"),
         (["train", "--config", "tiny.yaml", "--train.name", "../../x"], "'../../x' is no name of a folder"),
@@ -123,6 +124,7 @@ def test_trains_draws_and_goes_on(project, capsys):
         (["train", "--config", "tiny.yaml", "--train.resume", "nowhere"], "no checkpoint nowhere"),
         (["train", "--config", "tiny.yaml", "--model.vocab_size", "100"], "vocab"),
         (["curves", "nowhere"], "no losses in nowhere"),
+        (["bench", "--device", "tpu"], "unknown device 'tpu': use cuda, cuda:1 … or cpu"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line(project, capsys, argv, line):
@@ -201,6 +203,16 @@ def test_dry_run_of_pythia_1b_needs_no_gpu_no_network_and_no_memory(project, cap
     assert list(project.glob("runs/*")) == []
 
 
+def test_dry_run_on_a_cpu_says_how_long_and_whether_the_data_are_there(project, capsys):
+    assert main(["train", "--config", "tiny.yaml", "--train.dry_run", "true"]) == 0
+    out = capsys.readouterr().out
+    assert "1 file(s), " in out
+    assert re.search(r"here: about [\d.]+ k tokens/s at 50 GFLOP/s a core, \d+ s", out)
+    nowhere = ["--data.source", "nowhere.jsonl"]
+    assert main(["train", "--config", "tiny.yaml", "--train.dry_run", "true", *nowhere]) == 0
+    assert "NOT FOUND: there are no documents at nowhere.jsonl" in capsys.readouterr().out
+
+
 def test_a_full_disk_is_one_line(project, capsys, monkeypatch):
     def full(*_args, **_kwargs):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/tiny-ours/metrics.jsonl")
@@ -241,6 +253,49 @@ def test_ctrl_c_while_preparing_is_130_and_no_traceback(project, capsys, monkeyp
     assert "interrupted" in complaint(capsys, "train", "--config", "tiny.yaml", code=130)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_while_preparing_interrupts_as_ctrl_c_does(project, capsys, monkeypatch, number):
+    """What is half-written goes; the default would kill at once. One that is ignored (nohup) stays ignored."""
+
+    def prepare(*_args, **_kwargs):
+        try:
+            os.kill(os.getpid(), number)
+        finally:
+            cleaned.append(number)
+        raise RuntimeError("not interrupted")
+
+    cleaned = []
+    monkeypatch.setattr("lingpt.train.loop.prepare", prepare)
+    assert "interrupted" in complaint(capsys, "train", "--config", "tiny.yaml", code=128 + number)
+    assert cleaned and signal.getsignal(number) == signal.SIG_DFL
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with pytest.raises(RuntimeError, match="not interrupted"):
+            main(["train", "--config", "tiny.yaml"])
+    finally:
+        signal.signal(number, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_tokenising_leaves_nothing_half_written(project, number):
+    (project / "corpus.jsonl").write_text(
+        "\n".join(json.dumps({"text": f"number {i} is followed by {i * i} " * 200}) for i in range(20_000))
+    )
+    process = command(project, "--data.cache_dir", "cache")
+    tokens = project / "cache/tokens"
+    for _ in range(1200):
+        if any(path.stat().st_size for path in tokens.glob(".*.partial/train.arrow")):
+            break
+        time.sleep(0.1)
+    process.send_signal(number)
+    began = time.monotonic()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number and "nothing was left half-written" in err, err
+    assert time.monotonic() - began < 10, "two seconds, but for a machine that is busy"
+    assert "Traceback" not in err and [p.name for p in tokens.glob("*") if p.suffix != ".lock"] == []
+    assert not (project / "runs").exists()
+
+
 def command(project: Path, *argv: str) -> subprocess.Popen:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
@@ -261,7 +316,7 @@ def command(project: Path, *argv: str) -> subprocess.Popen:
     ],
 )
 def test_a_signal_saves_leaves_and_says_how_to_go_on(project, number, options, capsys):
-    """A real process, a real signal: exit 130, one line with the command, a checkpoint to go on from."""
+    """A real process, a real signal: its exit code, one line with the command, a checkpoint to go on from."""
     process = command(project, "--train.max_steps", "100000", "--train.save_interval", "100000", *options)
     metrics = project / "runs/tiny-ours/metrics.jsonl"
     for _ in range(1200):
@@ -270,7 +325,7 @@ def test_a_signal_saves_leaves_and_says_how_to_go_on(project, number, options, c
         time.sleep(0.1)
     process.send_signal(number)
     _, err = process.communicate(timeout=120)
-    assert process.returncode == 130, err
+    assert process.returncode == 128 + number, err
     line = err.strip().splitlines()[-1]
     assert "stopped and saved at step" in line and "lingpt train --config tiny.yaml" in line
     assert "Traceback" not in err

@@ -2,12 +2,13 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lingpt.common.errors import UserError
-from lingpt.data import Batches, DataConfig, cache_size, prepare
+from lingpt.data import Batches, DataConfig, availability, cache_size, prepare
 from lingpt.data.dataset import CORPORA
 
 
@@ -93,6 +94,15 @@ def test_the_cache_size_is_known_of_the_named_corpora():
     assert cache_size("wiki40b", 100_000) == "about 9 GB (English)"
     assert cache_size("mine.jsonl", 1 << 16) == "2 bytes a token of the corpus"
     assert cache_size("mine.jsonl", (1 << 16) + 1) == "4 bytes a token of the corpus"
+
+
+def test_whether_the_data_exist_is_known_without_reading_them(config, monkeypatch):
+    """What a dry run prints: found, to be downloaded, or which of them is missing."""
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("the network was used"))
+    assert availability(config) == f"1 file(s), {Path(config.source).stat().st_size / 1e6:,.1f} MB, found"
+    assert "this Python" in availability(DataConfig()) and "hub" in availability(DataConfig("wiki40b"))
+    for change in ({"source": "nowhere/*.jsonl"}, {"val_source": "nowhere.gz"}, {"tokenizer": "/no/where"}):
+        assert availability(replace(config, **change)).startswith("NOT FOUND: there ")
 
 
 def test_a_source_that_does_not_exist(config, tmp_path: Path):
