@@ -1,0 +1,201 @@
+"""Checkpoints in the background: the bytes of ones written on the spot, and no failure lost or fatal."""
+
+import errno
+import os
+import threading
+import time
+
+import pytest
+import torch
+
+from lingpt.common.errors import UserError
+from lingpt.common.run_folder import checkpoints, read_manifest, read_metrics
+from lingpt.train import checkpoint, checkpoint_writer, loop, train
+from lingpt.train.checkpoint_writer import CheckpointWriter, HostCopy
+
+
+def names(folder) -> list[str]:
+    return [path.name for path in checkpoints(folder)]
+
+
+def test_the_bytes_are_those_of_a_checkpoint_written_on_the_spot(make_recipe, monkeypatch):
+    """Training goes on while the writer sleeps: what it then writes is still of the checkpoint's own step."""
+    write, step = checkpoint.save, loop.Run.step
+
+    def slow(*args):
+        time.sleep(0.5)
+        return write(*args)
+
+    trained_meanwhile = []
+
+    def watched(self, stop):
+        trained_meanwhile.append(any(t.name == "checkpoint" for t in threading.enumerate()))
+        return step(self, stop)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save", slow)
+        patch.setattr(loop.Run, "step", watched)
+        background = train(make_recipe(name="background"))
+    assert any(trained_meanwhile), "training waited"
+
+    def on_the_spot(self, state, write):
+        write(state)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointWriter, "submit", on_the_spot)
+        spot = train(make_recipe(name="spot"))
+    for number in (3, 6):
+        for file in ("model.safetensors", "train_state.pt", "tokenizer.json", "config.json"):
+            a, b = (folder / f"checkpoints/step-{number:08d}" / file for folder in (background, spot))
+            assert a.read_bytes() == b.read_bytes(), (number, file)
+
+
+def test_one_at_a_time_and_the_last_is_waited_for(make_recipe, monkeypatch):
+    write, running, most = checkpoint.save, [], []
+
+    def slow(*args):
+        running.append(1)
+        most.append(len(running))
+        time.sleep(0.2)
+        result = write(*args)
+        running.pop()
+        return result
+
+    monkeypatch.setattr(checkpoint, "save", slow)
+    folder = train(make_recipe(save_interval=1, keep_checkpoints=9))
+    assert most == [1] * 6 and not running
+    assert names(folder) == [f"step-{n:08d}" for n in range(1, 7)]
+
+
+def failing(monkeypatch, number: int, times: int) -> list[int]:
+    """Makes the first `times` checkpoints fail with this error; returns the list of attempts."""
+    attempts, save = [], torch.save
+
+    def full(state, file):
+        attempts.append(1)
+        if len(attempts) <= times:
+            save({"half": 1}, file)
+            raise OSError(number, os.strerror(number))
+        save(state, file)
+
+    monkeypatch.setattr(checkpoint.torch, "save", full)
+    return attempts
+
+
+@pytest.mark.parametrize(
+    "number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE]
+)
+def test_a_disk_that_fails_for_a_while_ends_nothing(make_recipe, monkeypatch, capsys, number):
+    """Said, the good checkpoint kept, tried again with the next one: the losses are those of any run."""
+    whole = train(make_recipe(name="whole"))
+    failing(monkeypatch, number, times=2)
+    folder = train(make_recipe(save_interval=1, keep_checkpoints=9))
+    out = capsys.readouterr().out
+    assert "step 1 could not be written" in out and os.strerror(number) in out
+    assert "failure 2 of 10 in a row" in out
+    assert names(folder) == [f"step-{n:08d}" for n in (3, 4, 5, 6)]
+    losses = [[line["loss"] for line in read_metrics(f)] for f in (whole, folder)]
+    assert losses[0] == losses[1]
+
+
+def test_it_is_tried_again_while_training_goes_on(make_recipe, monkeypatch):
+    monkeypatch.setattr(checkpoint_writer, "RETRY_SECONDS", 0.01)
+    failing(monkeypatch, errno.ENOSPC, times=3)
+    step = loop.Run.step
+
+    def slow(self, stop):
+        time.sleep(0.1)
+        return step(self, stop)
+
+    monkeypatch.setattr(loop.Run, "step", slow)
+    folder = train(make_recipe(max_steps=9, save_interval=4, keep_checkpoints=9))
+    assert names(folder)[0] == "step-00000004"
+
+
+def test_after_ten_failures_the_run_ends_with_the_way_on(make_recipe, monkeypatch):
+    """Not at the next save, which may be hours away, but within a step."""
+    folder = train(make_recipe(max_steps=3))
+    monkeypatch.setattr(checkpoint_writer, "RETRY_SECONDS", 0.001)
+    attempts = failing(monkeypatch, errno.EROFS, times=99)
+    line = r"step 4 could not .*Read-only file system.*step-00000003 is intact: make .* writable; .*goes on"
+    with pytest.raises(UserError, match=line):
+        train(make_recipe(max_steps=100_000, save_interval=4))
+    assert len(attempts) == checkpoint_writer.MAX_FAILURES
+    assert read_metrics(folder)[-1]["step"] < 1000
+    assert names(folder) == ["step-00000003"]
+
+
+def test_the_last_checkpoint_is_tried_three_times(make_recipe, monkeypatch):
+    attempts = failing(monkeypatch, errno.EIO, times=2)
+    assert names(train(make_recipe(max_steps=2))) == ["step-00000002"]
+    assert len(attempts) == 3
+
+
+def test_a_folder_that_is_gone_is_not_made_again(make_recipe, monkeypatch, capsys):
+    """An unmounted disk: a run that wrote on would fill the one below."""
+    folder, step = make_recipe().run_folder, loop.Run.step
+
+    def unmount(self, stop):
+        if self.progress.step == 4:
+            folder.rename(folder.with_name("unmounted"))
+        return step(self, stop)
+
+    monkeypatch.setattr(loop.Run, "step", unmount)
+    with pytest.raises(UserError, match=r"step 6 could not be written \(No such file.*check the disk"):
+        train(make_recipe())
+    assert not folder.exists()
+    assert names(folder.with_name("unmounted")) == ["step-00000003"]
+
+
+def test_a_bug_in_the_writer_surfaces(make_recipe, monkeypatch):
+    monkeypatch.setattr(checkpoint, "save", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(make_recipe())
+
+
+def test_a_crash_leaves_the_checkpoint_in_hand_whole(make_recipe, monkeypatch):
+    write, step = checkpoint.save, loop.Run.step
+
+    def slow(*args):
+        time.sleep(0.5)
+        return write(*args)
+
+    def crash(self, stop):
+        if self.progress.step == 3:
+            raise RuntimeError("a bug")
+        return step(self, stop)
+
+    monkeypatch.setattr(checkpoint, "save", slow)
+    monkeypatch.setattr(loop.Run, "step", crash)
+    with pytest.raises(RuntimeError, match="a bug"):
+        train(make_recipe())
+    assert names(make_recipe().run_folder) == ["step-00000003"]
+
+
+def test_copies_are_apart_and_their_memory_is_used_again():
+    host, tensor = HostCopy(), torch.arange(6.0).reshape(2, 3).t()
+    tree = {"a": [tensor, (1, "x")], 0: {"b": torch.tensor(3)}}
+    first = host.take(tree)
+    tensor.zero_()
+    assert first["a"][0].tolist() == [[0, 3], [1, 4], [2, 5]] and first["a"][1] == (1, "x")
+    second = host.take(tree)
+    assert second["a"][0].data_ptr() == first["a"][0].data_ptr() and second["a"][0].sum() == 0
+    assert host.take({"a": torch.ones(5, dtype=torch.int64)})["a"].tolist() == [1] * 5
+
+
+def test_by_time_too(make_recipe, monkeypatch):
+    """At each step that begins after the minutes are over, on all ranks alike."""
+    folder = train(make_recipe(save_interval=100, save_minutes=1e-9, keep_checkpoints=9))
+    assert names(folder) == [f"step-{n:08d}" for n in range(1, 7)]
+
+
+def test_the_best_is_kept(make_recipe, monkeypatch):
+    """Saved where the validation is at its lowest, whatever the interval, and never rotated."""
+    losses = {2: 5.0, 4: 3.0, 6: 4.0, 8: 3.5, 10: 2.0, 12: 2.5, 14: 2.6}
+    monkeypatch.setattr(loop.Run, "validate", lambda self, stop: losses[self.progress.step])
+    options = {"eval_interval": 2, "save_interval": 3, "keep_checkpoints": 1, "keep_best": True}
+    folder = train(make_recipe(max_steps=8, **options))
+    assert names(folder) == ["step-00000004", "step-00000008"]
+    assert read_manifest(checkpoints(folder)[0])["val_loss"] == 3.0
+    train(make_recipe(max_steps=14, **options))
+    assert names(folder) == ["step-00000010", "step-00000014"]

@@ -1,0 +1,152 @@
+"""Going on with a run: what is damaged in its folder is named and passed over; the rest is not touched."""
+
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lingpt.common.errors import UserError
+from lingpt.common.run_folder import checkpoints, read_config, read_manifest, read_metrics
+from lingpt.train import loop, report, train
+
+
+def names(folder) -> list[str]:
+    return [path.name for path in checkpoints(folder)]
+
+
+def flip_bit(path) -> None:
+    """One bit, in the middle."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"model:\n  name: de", b"\xff\xfe", b"- 1\n", b"model: {na"])
+def test_a_damaged_config_goes_on(make_recipe, capsys, content):
+    """Cut by a disk that was full: the newest checkpoint has the recipe too."""
+    folder = train(make_recipe(max_steps=3))
+    path = folder / "config.yaml"
+    path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(UserError, match=r"learning_rate: 0.001 → 0.5"):
+        train(make_recipe(learning_rate=0.5))
+    train(make_recipe())
+    assert "step 3 of 6" in capsys.readouterr().out
+    assert read_config(folder)["train"]["max_steps"] == 6
+    assert [line["step"] for line in read_metrics(folder) if line["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("content", [b"", b"model:\n  name: de", b"\xff\xfe"])
+def test_a_damaged_config_before_the_first_checkpoint(make_recipe, capsys, monkeypatch, content):
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Run, "save", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(make_recipe())
+    (make_recipe().run_folder / "config.yaml").write_bytes(content)
+    assert names(train(make_recipe()))[-1] == "step-00000006"
+    assert "it is written again" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", ["", '{"a": 1', "[]", '{"earlier": 3}', "\0"])
+def test_a_damaged_environment_goes_on(make_recipe, capsys, content):
+    folder = train(make_recipe(max_steps=3))
+    (folder / "environment.json").write_text(content)
+    train(make_recipe())
+    assert "step 3 of 6" in (out := capsys.readouterr().out) and "a new one is written" in out
+    assert json.loads((folder / "environment.json").read_text())["versions"]
+    assert (folder / "damaged-environment.json").read_text() == content
+
+
+@pytest.mark.parametrize(
+    "file", ["model.safetensors", "train_state.pt", "tokenizer.json", "config.json", "manifest.json"]
+)
+def test_a_flipped_bit_falls_back_to_the_one_before(make_recipe, capsys, file):
+    """And the run ends where it would have: the steps in between are trained again."""
+    folder = train(make_recipe())
+    good = load_file(folder / "checkpoints/step-00000006/model.safetensors")
+    flip_bit(folder / "checkpoints/step-00000006" / file)
+    train(make_recipe())
+    out = capsys.readouterr().out
+    assert "is passed over" in out and "step-00000003, step 3 of 6" in out
+    assert file == "manifest.json" or f"{file} does not match its checksum" in out
+    again = load_file(folder / "checkpoints/step-00000006/model.safetensors")
+    assert all(torch.equal(tensor, again[name]) for name, tensor in good.items())
+    assert (folder / "checkpoints/damaged-step-00000006").is_dir()
+
+
+def test_a_named_checkpoint_with_a_flipped_bit_is_refused(make_recipe):
+    path = train(make_recipe()) / "checkpoints/step-00000003"
+    flip_bit(path / "train_state.pt")
+    with pytest.raises(UserError, match=r"step-00000003 is damaged \(train_state.pt .*resume from another"):
+        train(make_recipe(resume=str(path)))
+
+
+def test_where_none_can_be_read_nothing_is_touched(make_recipe):
+    folder = train(make_recipe())
+    for path in checkpoints(folder):
+        flip_bit(path / "model.safetensors")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name[0] != "."}
+    with pytest.raises(UserError, match=r"step-00000006 is damaged.*step-00000003 is damaged.*resume never"):
+        train(make_recipe())
+    assert before == {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name[0] != "."}
+    assert names(train(make_recipe(max_steps=3, resume="never"))) == ["step-00000003"]
+
+
+def test_a_checkpoint_without_checksums_is_of_an_older_version(make_recipe, capsys):
+    """It goes on; a train state that does not read is passed over all the same."""
+    folder = train(make_recipe())
+    for path in checkpoints(folder):
+        manifest = read_manifest(path)
+        del manifest["sha256"], manifest["checksum"], manifest["val_loss"], manifest["skipped_in_a_row"]
+        (path / "manifest.json").write_text(json.dumps(manifest))
+    state = folder / "checkpoints/step-00000006/train_state.pt"
+    state.write_bytes(bytes(state.stat().st_size))
+    train(make_recipe(max_steps=7))
+    out = capsys.readouterr().out
+    assert "step-00000006 is not usable" in out and "step-00000003, step 3 of 7" in out
+
+
+@pytest.mark.parametrize("name", ["step-00000003-best", "step-00000009.backup", "step-9", "step-000000009"])
+def test_copies_are_neither_rotated_nor_resumed(make_recipe, capsys, name):
+    folder = train(make_recipe(max_steps=3))
+    shutil.copytree(folder / "checkpoints/step-00000003", copy := folder / "checkpoints" / name)
+    train(make_recipe(save_interval=1, keep_checkpoints=1))
+    assert "step-00000003, step 3 of 6" in capsys.readouterr().out
+    assert names(folder) == ["step-00000006"] and (copy / "model.safetensors").is_file()
+
+
+def test_a_copy_under_another_steps_name_is_not_of_that_step(make_recipe, capsys):
+    folder = train(make_recipe(max_steps=3))
+    shutil.copytree(folder / "checkpoints/step-00000003", folder / "checkpoints/step-00000005")
+    train(make_recipe())
+    assert "step-00000003, step 3 of 6" in capsys.readouterr().out
+
+
+def test_twice_from_the_same_old_checkpoint(make_recipe):
+    """Each branch that is left stays."""
+    folder = train(make_recipe())
+    old = str(folder / "checkpoints/step-00000003")
+    for _ in range(2):
+        train(make_recipe(resume=old))
+    aside = sorted(path.name for path in (folder / "checkpoints").glob("abandoned-*"))
+    assert aside == ["abandoned-step-00000006", "abandoned-step-00000006.2"]
+
+
+@pytest.mark.parametrize("resume", ["never", "named"])
+def test_the_command_that_goes_on_does(make_recipe, monkeypatch, resume):
+    """The same one would start over, or go back to the checkpoint that it names."""
+    folder = train(make_recipe())
+    where = "never" if resume == "never" else str(folder / "checkpoints/step-00000003")
+    for argv in (
+        ["--train.resume", where, "--config", "a b.yaml"],
+        [f"--train.resume={where}", "--config", "a b.yaml"],
+    ):
+        monkeypatch.setattr(sys, "argv", ["lingpt", "train", *argv])
+        expected = "lingpt train --config 'a b.yaml' --train.resume auto"
+        assert report.go_on(make_recipe(resume=where)) == f"this command goes on: {expected}"
+    monkeypatch.setattr(sys, "argv", ["lingpt", "train", "--config", "x.yaml"])
+    same = "the same command goes on: lingpt train --config x.yaml"
+    assert report.go_on(make_recipe()) == same
+    assert report.go_on(make_recipe(name="new", resume="never")) == same, "nothing to go on from yet"
