@@ -59,7 +59,8 @@ __all__ = [
 ]
 
 # KB of shared memory a block (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability").
-MOST_SHARED = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99}
+MOST_SHARED = dict.fromkeys(("sm_90", "sm_100", "sm_103"), 227) | {"sm_80": 163}
+MOST_SHARED |= dict.fromkeys(("sm_86", "sm_89", "sm_120", "sm_121"), 99)
 
 
 class Module:
