@@ -211,8 +211,9 @@ class Run:
         if stops:
             self.agree(stop)
         self.save_due, self.val_loss = saves > 0, None
-        line = {"loss": total / tokens, "lr": rate, "grad_norm": norm.item()}
-        if math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"]):
+        loss_mean, grad_norm = total / tokens, norm.item()
+        line: dict[str, Any] = {"loss": loss_mean, "lr": rate, "grad_norm": grad_norm}
+        if math.isfinite(loss_mean) and math.isfinite(grad_norm):
             self.optimizer.step()
             self.progress.skipped_in_a_row = 0
         else:

@@ -124,17 +124,15 @@ def deterministic(enabled: bool) -> Iterator[None]:
         yield
         return
     before, cudnn = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn
-    flags, fill = (cudnn.deterministic, cudnn.benchmark), torch.utils.deterministic.fill_uninitialized_memory
+    flags = cudnn.deterministic, cudnn.benchmark
     # cuBLAS reads it when it starts; the processes that are launched later inherit it.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     try:
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # costs time; nobody reads such memory
         cudnn.deterministic, cudnn.benchmark = True, False
         yield
     finally:
         torch.use_deterministic_algorithms(before)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
         cudnn.deterministic, cudnn.benchmark = flags
 
 

@@ -35,7 +35,8 @@ class Parallel:
     """One process's view of them all. Making it starts the others."""
 
     def __init__(self, machine: Machine) -> None:
-        self.watch, self._error_of_all = Watch(), None
+        self.watch = Watch()
+        self._error_of_all: UserError | None = None
         self.fabric = Fabric(
             accelerator=machine.accelerator,
             devices=machine.devices,
