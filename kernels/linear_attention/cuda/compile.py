@@ -40,6 +40,8 @@ from lingpt.common.files import cache_dir, write_bytes
 SOURCE_FOLDER = Path(__file__).parent
 # A100; A6000 and A10; L40 and RTX 4090; H100 and H200; B200; RTX 5090 and RTX PRO 6000
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
+# At its default of 5, the ptxas of CUDA 13.5 spills 16 bytes of dk's scan.
+PTXAS_OPTIONS = {arch: ("--register-usage-level=3",) for arch in ("sm_100", "sm_103")}
 DEFAULT_SHARED_LIMIT = 48 * 1024  # bytes a block gets without asking (CUDA C++ Programming Guide, 20.7)
 
 
@@ -254,7 +256,8 @@ def strip_python(text: str) -> str:
         body = getattr(node, "body", None)
         first = body[0] if isinstance(body, list) and body else None
         if isinstance(first, ast.Expr) and isinstance(getattr(first.value, "value", None), str):
-            lines[first.lineno - 1 : first.end_lineno] = [""] * (first.end_lineno - first.lineno + 1)
+            end = first.end_lineno or first.lineno
+            lines[first.lineno - 1 : end] = [""] * (end - first.lineno + 1)
     return "\n".join(line.rstrip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
 
 
@@ -263,11 +266,11 @@ def parse_ptxas_report(log: str) -> dict[str, Resources]:
     frame = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
     report = {}
     for section in re.split(r"Compiling entry function ", log)[1:]:
-        name = re.match(r"'(\S+)'", section)[1]
+        name = section.split("'")[1]
         stack, stores, loads = (sum(map(int, column)) for column in zip(*frame.findall(section), strict=True))
-        registers = re.search(r"Used (\d+) registers", section)
-        shared = re.search(r"(\d+)(?:\+\d+)? bytes smem", section)
-        report[name] = Resources(int(registers[1]), stack, stores, loads, int(shared[1]) if shared else 0)
+        registers = int(re.findall(r"Used (\d+) registers", section)[0])
+        shared = sum(int(size) for size in re.findall(r"(\d+)(?:\+\d+)? bytes smem", section)[:1])
+        report[name] = Resources(registers, stack, stores, loads, shared)
     return report
 
 
@@ -314,7 +317,8 @@ class _Request:
             std="c++17",
             include_path=[str(path.parent), str(_header_folder())],
             define_macro=[(name, str(value)) for name, value in self.defines.items()] or None,
-            ptxas_options=["-v"],  # the report that `resources` reads
+            # -v: the report that `resources` reads
+            ptxas_options=["-v", *PTXAS_OPTIONS.get(self.arch, ())],
             **self.options,
         )
         log = StringIO()
