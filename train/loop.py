@@ -327,13 +327,20 @@ class Run:
         def write(copies: tuple[dict, dict]) -> None:
             checkpoint.save(self.folder, gpt, copies[0], tokenizer, copies[1], manifest, kept)
 
-        with report.how_to_go_on(self.recipe):
-            self.parallel.on_rank_zero(lambda: self.writer.submit((weights, state), write))
+        def submit() -> None:
+            with report.how_to_go_on(self.recipe):
+                self.writer.submit((weights, state), write)
+
+        self.parallel.on_rank_zero(submit)
 
     def finish_saving(self) -> None:
         """Waits for the last checkpoint; every rank raises UserError where it cannot be written."""
-        with report.how_to_go_on(self.recipe):
-            self.parallel.on_rank_zero(self.writer.finish)
+
+        def finish() -> None:
+            with report.how_to_go_on(self.recipe):
+                self.writer.finish()
+
+        self.parallel.on_rank_zero(finish)
 
     def throughput(self, since: Progress) -> dict[str, Any]:
         """Tokens a second, and the MFU, since then."""
