@@ -120,7 +120,12 @@ class HostCopy:
                 return self._buffer(next(numbers), value).copy_(value.detach(), non_blocking=True)
             if isinstance(value, dict):
                 return {key: copy(part) for key, part in value.items()}
-            return type(value)(map(copy, value)) if isinstance(value, list | tuple) else value
+            if isinstance(value, list | tuple):
+                parts = [copy(part) for part in value]
+                # One tuple in two places (AdamW's betas) stays one, for its pickle to stay the same.
+                unchanged = all(new is old for new, old in zip(parts, value, strict=True))
+                return value if isinstance(value, tuple) and unchanged else type(value)(parts)
+            return value
 
         copied = copy(tree)
         if torch.cuda.is_available():

@@ -59,10 +59,10 @@ class RunLock:
         return self
 
     def __exit__(self, *_: object) -> None:
-        unused = self._handle >= 0 and os.listdir(self.folder) == [LOCK]
+        held = self._handle >= 0
         self.release()
-        if unused:  # refused before it began: the name is free
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if held and os.listdir(self.folder) == [LOCK]:  # refused before it began: the name is free
                 (self.folder / LOCK).unlink()
                 self.folder.rmdir()
 
