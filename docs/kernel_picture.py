@@ -1,6 +1,6 @@
-"""The picture in docs/kernel.md: who reads what, when, from where (Hopper's walk).
+"""The picture in docs/kernel.md: who reads what, when, from where (the sm_90a scan).
 
-`python docs/kernel_picture.py` writes docs/kernel.svg beside itself; with a path, it writes there, in the
+`python docs/kernel_picture.py` writes docs/kernel.svg in its own folder; with a path, it writes there, in the
 format that the suffix names.
 """
 
@@ -14,7 +14,7 @@ from matplotlib.path import Path as Points
 WIDTH, HEIGHT = 750, 640  # in points, counted from the upper left corner: 1000 pixels wide
 INK, LINE, ACCENT = "#222222", "#555555", "#b03a5b"
 DEVICE, SHARED, TILE = "#dbe7f3", "#e4f0dd", "#cbe2be"
-ROWS, WEIGHTS, OUTPUTS, STATE = "#f5dfe7", "#e6e0f3", "#fdf0de", "#f8d9b0"
+TOKEN_STATS, SCORES, OUTPUTS, STATE = "#f5dfe7", "#e6e0f3", "#fdf0de", "#f8d9b0"
 
 
 def box(x, y, width, height, colour, title="", *lines, left=False, edge=LINE, line=0.8):
@@ -53,7 +53,7 @@ def draw_places():
     rows = ("of a chunk of 64 tokens:", "strided views of the", "fused projection", "(dq, dk: also q or k)")
     box(12, 144, 130, 90, DEVICE, "rows a, b, c", *rows)
     box(12, 330, 130, 38, DEVICE, "y", "o, dq, dk or dv")
-    box(12, 386, 130, 52, DEVICE, "scratch", "state before a segment,", "if a sequence is cut")
+    box(12, 386, 130, 52, DEVICE, "scratch", "state before a segment,", "if there are several")
 
     for behind in (8, 4, 0):  # stages
         box(214 + behind, 86 + behind, 90, 214, SHARED)
@@ -63,14 +63,15 @@ def draw_places():
         box(226, 124 + 46 * i, 66, 38, TILE, f"tile {name}")
     box(338, 116, 94, 58, SHARED, "σ τ ρ κ", "Σ τ c, Σ ζ b", "of each stage")
     box(338, 207, 94, 58, SHARED, "W", "of two chunks,", "16-bit")
-    box(214, 330, 218, 38, SHARED, "y on its way out", "in the place of a used tile, or its own")
+    box(214, 330, 218, 38, SHARED, "y on its way out", "where a used tile was, or in its own place")
 
     x, width = 500, 238
     lines = "norms, σ τ ρ κ; for dq, also e", "RoPE of the tiles, in place", "running sums Σ τ c, Σ ζ b,"
-    box(x, 36, width, 94, ROWS, "rows: what belongs to single tokens", *lines, "in accumulators", left=True)
+    lines += ("in accumulators",)
+    box(x, 36, width, 94, TOKEN_STATS, "token stats: what single tokens need", *lines, left=True)
     lines = "1   X = A Bᵀ  (wgmma)", "2   W = γⁱ⁻ʲ (ρ σ X + κ τ), masked, rounded"
     lines += "     to 16 bits; forward: normaliser g", "also copies tiles in and, backward, y out"
-    box(x, 144, width, 94, WEIGHTS, "weights: once for all columns", *lines, left=True)
+    box(x, 144, width, 94, SCORES, "scores: once for all columns", *lines, left=True)
     lines = "3   Yᵀ = state Aᵀ, scaled, + κ Σ τ c", "4   Yᵀ += Cᵀ Wᵀ"
     lines += "5   o = Y / g,  dv = Y;  dq and dk: back", "     through the norm and RoPE"
     box(x, 252, width, 186, OUTPUTS, "outputs: a warpgroup per 64 columns", *lines, left=True)
@@ -103,28 +104,28 @@ def draw_time():
     text(738, 462, words, align="right")
     lanes = (
         ("copies", TILE, "full: tiles are there"),
-        ("rows", ROWS, "ready: rows are done"),
-        ("weights", WEIGHTS, "weighed: W is there"),
+        ("token stats", TOKEN_STATS, "ready: stats are done"),
+        ("scores", SCORES, "scored: W is there"),
         ("outputs", OUTPUTS, "empty: stage is free"),
     )
-    top, width, height, gap, step = 480, 112, 22, 26.5, 37
+    left, top, width, height, gap, step = 80, 480, 111, 22, 25.75, 37
     for lane, (role, colour, barrier) in enumerate(lanes):
         y = top + step * lane
         text(12, y + height / 2, role, 9, "left", weight="bold")
-        for turn in range(5):
-            x, chunk = 72 + (width + gap) * turn, turn + 3 - lane
+        for column in range(5):
+            x, chunk = left + (width + gap) * column, column + 3 - lane
             edge = {"edge": ACCENT, "line": 1.8} if chunk in (3, 7) else {"edge": "#bbbbbb"}
             box(x, y, width, height, colour, **edge)
             text(x + width / 2, y + height / 2, f"chunk i + {chunk}" if chunk else "chunk i", 9)
         # From the box of chunk i + 3 to the next lane's, from the last lane to the first.
-        right, start = 72 + (width + gap) * lane + width, y + height / 2
+        right, start = left + (width + gap) * lane + width, y + height / 2
         end = top + step * ((lane + 1) % 4) + height / 2
         middle = right + gap / 2
         arrow((right, start), (middle, start), (middle, end), (right + gap, end), colour=ACCENT)
         below = top + step * min(lane, 2) + (height + step) / 2
         text(middle + 5, below, barrier, align="left", color=ACCENT)
     text(12, 627, "time", 9, "left")
-    arrow((72, 627), (738, 627))
+    arrow((left, 627), (738, 627))
 
 
 def main():

@@ -7,11 +7,24 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from lingpt.common.errors import UserError
 from lingpt.kernels.linear_attention.cuda import compile as nvrtc
+from lingpt.kernels.linear_attention.cuda import launch
 
-ARCHITECTURES = [*nvrtc.ARCHITECTURES, "sm_100a", "sm_120"]
+# Shared memory that a block may have, KB (CUDA C++ Programming Guide).
+CARDS = {
+    "sm_80": 163,
+    "sm_86": 99,
+    "sm_89": 99,
+    "sm_90a": 227,
+    "sm_100": 227,
+    "sm_103": 227,
+    "sm_120": 99,
+    "sm_121": 99,
+}
+ARCHITECTURES = [*nvrtc.ARCHITECTURES, "sm_100a"]
 
 TENSOR_CORES = r"""
 #include <cuda_bf16.h>
@@ -106,11 +119,17 @@ def test_the_cache_serves_the_same_and_notices_every_change(source: Path) -> Non
     assert (again.cubin, again.symbols, again.resources) == (first.cubin, first.symbols, first.resources)
     source.with_name("tile.cuh").write_text(TILE + "// changed\n")
     assert build(source).seconds > 0
+    folder = source.with_name("folder")
+    folder.mkdir()
+    source.with_name("tile.cuh").write_text('#include "folder/tile.cuh"\n')
+    for text in (TILE, TILE + "// changed\n"):
+        (folder / "tile.cuh").write_text(text)
+        assert build(source).seconds > 0
     source.write_text(TENSOR_CORES.replace("ADD ?", "!ADD ?"))
     assert build(source).seconds > 0
     assert build(source, scale=2).seconds > 0
     assert build(source, "sm_86").seconds > 0
-    assert len(list(nvrtc.cache_folder().glob("*.cubin"))) == 5
+    assert len(list(nvrtc.cache_folder().glob("*.cubin"))) == 7
 
 
 @pytest.mark.nvrtc
@@ -217,6 +236,31 @@ def test_the_hash_is_of_substance(tmp_path: Path) -> None:
     assert written('int a = 2; const char* s = "// kept";') != base
     assert written('int a = 1; const char* s = "// other";') != base
     assert written('int a = 1; const char* s = "// kept";', "x = 2\n") != base
+    (tmp_path / "ptx").mkdir()
+    (tmp_path / "ptx" / "k.cuh").write_text("int b;")
+    assert written('int a = 1; const char* s = "// kept";') != base
+
+
+@pytest.mark.parametrize("head_dim", launch.HEAD_DIMS)
+@pytest.mark.parametrize("arch, kilobytes", [*CARDS.items()])
+def test_a_block_fits_every_card(arch: str, kilobytes: int, head_dim: int) -> None:
+    """Guards: a block that asks for more shared memory than the card gives one."""
+    assert launch.kernel_build(arch, torch.bfloat16, head_dim, False, 0).shared <= kilobytes * 1024
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize(
+    "define",
+    ["POINTERS_BYTES", "LAYOUT_BYTES", "SHARED_BYTES", "SCAN_THREADS", "LAUNCH_THREADS", "LAUNCH_STATE_SIZE"],
+)
+def test_what_python_packs_is_what_cuda_reads(define: str, tmp_path: Path, monkeypatch) -> None:
+    """Guards: a size that one side has changed and the other has not: the compiler refuses it."""
+    monkeypatch.setenv("LINGPT_CACHE", str(tmp_path))
+    for arch, smaller in (("sm_80", 8), ("sm_90a", 65536)):
+        build = launch.kernel_build(arch, torch.bfloat16, 64, False, 0)
+        wrong = build.defines | {define: build.defines[define] - smaller}
+        with pytest.raises(RuntimeError, match=r"static assertion failed .* of launch\.py"):
+            nvrtc.compile_kernels(launch.SOURCE, arch, wrong, [build.names["scan", "FWD"]])
 
 
 @pytest.mark.nvrtc
@@ -224,8 +268,6 @@ def test_the_hash_is_of_substance(tmp_path: Path) -> None:
 def test_our_kernels_compile_without_spills() -> None:
     """Guards: every kernel a user can meet compiles for its architectures, its values in registers; no remark
     of the compiler says that it had to serialise a warpgroup product."""
-    from lingpt.kernels.linear_attention.cuda import launch
-
     cells = [(spec, arch) for spec in launch.specs() for arch in spec.architectures]
     assert {arch for _, arch in cells} >= set(nvrtc.ARCHITECTURES)
     with ThreadPoolExecutor(2) as pool:
