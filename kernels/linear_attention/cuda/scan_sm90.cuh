@@ -14,6 +14,9 @@
 // token stats are, and y can go out). A fourth, scored, says that W is there; W has two places, so scores are a chunk
 // ahead of outputs.
 //
+// A role is a struct of functions on the block (scan_sm90_block.cuh): a thread runs one role's `run` from its first chunk
+// to its last.
+//
 // There is no TMA: cp.async copies straight from strided views, forwards or reversed, while TMA would need a tensor map
 // for every tensor and stride, which the host encodes at each new layout; it was not tried.
 #pragma once

@@ -78,16 +78,14 @@ struct OutputsSm90 {
     if (CONFIG::COMPUTES_DB && block.warp < 2) store_db(block);
   }
 
-  // A warp's 16 columns of y and c, two tiles of eight. With RoPE on them, columns that rotate together are in one
-  // lane.
+  // A warp's 16 columns of y and c, two tiles of eight. With RoPE on them, one lane has columns that rotate together.
   static DEVICE int own_tile(const Block& block, int half) {
     constexpr int HALF = Traits::PROJECTS ? ROPE / 16 : 0;
     int i = 2 * block.warp + half;
     return i < 2 * HALF ? i / 2 + half * HALF : i;
   }
-  static DEVICE int own_row(const Block& block, int half) {
-    return 8 * own_tile(block, half) + block.g;
-  }  // of the state: a column of c
+  // A row of the state, which is a column of c.
+  static DEVICE int own_row(const Block& block, int half) { return 8 * own_tile(block, half) + block.g; }
   static DEVICE int state_row(const Block& block, int half) { return block.first_column() + own_row(block, half); }
 
   // --------------------------------------------------------------------------------------------------- state

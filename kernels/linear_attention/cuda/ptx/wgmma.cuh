@@ -32,7 +32,7 @@ DEVICE void increase_registers() {
 typedef unsigned long long Descriptor;
 DEVICE Descriptor descriptor(u32 tile, u32 panel, u32 offset) {
   u32 low = ((tile & 0x3ffff) >> 4 | panel >> 4 << 16) + (offset >> 4);  // of a tile only the sum differs
-  return Descriptor(1024 >> 4 | 1 << 30) << 32 | low;
+  return Descriptor(1024 >> 4 | 1 << 30) << 32 | low;                    // eight rows further; 128-byte swizzle
 }
 // Of a tile of ROWS rows: columns 16k … 16k+15, where K runs along its rows; or rows 16k … 16k+15, where K runs down
 // its columns.
