@@ -60,7 +60,7 @@ class TokenCache:
 
     def blocks(self, split: str, seq_len: int) -> Blocks:
         """The stream `train` or `val` as blocks. Raises `UserError` if it was tampered with."""
-        checksums = self._checksums and self._checksums[split]
+        checksums = self._checksums[split] if self._checksums else None
         blocks = Blocks(self.folder / f"{split}.arrow", seq_len, checksums)
         tokens = self.manifest[split]["tokens"]
         if blocks.stream_length != tokens:

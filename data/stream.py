@@ -86,7 +86,7 @@ class Blocks:
             done += len(piece)
 
     def _check(self, chunk: int) -> None:
-        if self._checksums is not None and zlib.crc32(self._chunks[chunk]) != self._checksums[chunk]:
+        if self._checksums is not None and zlib.crc32(self._chunks[chunk].data) != self._checksums[chunk]:
             first = chunk * ROWS
             last = first + len(self._chunks[chunk]) - 1
             raise self._damaged(f"is damaged (its tokens {first} to {last} are not those that were written)")
@@ -149,7 +149,7 @@ class StreamWriter:
         import pyarrow as pa
 
         tokens = pa.array(self._buffer[: self._filled])
-        self.checksums.append(zlib.crc32(self._buffer[: self._filled]))
+        self.checksums.append(zlib.crc32(self._buffer[: self._filled].data))
         self._arrow.write_batch(pa.record_batch([tokens], schema=self._schema))
         self._filled = 0
 

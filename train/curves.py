@@ -43,9 +43,10 @@ def read_curve(run_folder: str | Path) -> Curve:
     skipped: list[tuple[float, float]] = []
     for line in read_metrics(folder):
         if line.get("kind") in ("train", "val"):
-            point = tuple(line.get(key) for key in ("step", "train_time", "loss"))
-            if all(type(number) in (int, float) and math.isfinite(number) for number in point):
-                points[line["kind"]].append(point)
+            point = [line.get(key) for key in ("step", "train_time", "loss")]
+            numbers = tuple(x for x in point if isinstance(x, int | float) and math.isfinite(x))
+            if len(numbers) == len(point):
+                points[line["kind"]].append(numbers)
         if line.get("skipped") is True and type(line.get("train_time")) in (int, float):
             skipped.append((line["step"], line["train_time"]))
     if not points["train"] and not points["val"]:
