@@ -228,7 +228,8 @@ def check(recipe: Recipe, world_size: int) -> None:
             raise UserError(f"train.{name} is {getattr(t, name)}; it must be at least 1")
     if t.global_batch_size > _LARGEST_BATCH:
         raise UserError(
-            f"train.global_batch_size is {t.global_batch_size}; it must be at most {_LARGEST_BATCH:,} sequences"
+            f"train.global_batch_size is {t.global_batch_size}; "
+            f"it must be at most {_LARGEST_BATCH:,} sequences"
         )
     for name in ("learning_rate", "grad_clip"):
         if not 0 < getattr(t, name) < math.inf:
