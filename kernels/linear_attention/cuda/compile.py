@@ -303,7 +303,8 @@ class _Request:
         for path, content in sorted(self.files().items()):
             digest.update(path.name.encode() + b"\0" + content + b"\0")
         settings = [self.arch, sorted(self.defines.items()), self.names, sorted(self.options.items())]
-        digest.update(json.dumps([*settings, *_compiler_identity()], default=str).encode())
+        settings += [PTXAS_OPTIONS.get(self.arch), *_compiler_identity()]
+        digest.update(json.dumps(settings, default=str).encode())
         return cache_folder() / f"{Path(self.source).stem}-{self.arch}-{digest.hexdigest()[:24]}.cubin"
 
     def compile(self) -> CompiledModule:

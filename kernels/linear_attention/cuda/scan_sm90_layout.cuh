@@ -80,5 +80,5 @@ struct SharedSm90 {  // byte offsets; tiles first: swizzled, aligned to 1024
   static constexpr int HEADS = POWERS + (2 * POWERS_TABLE - 2) * 4;
   static constexpr int BARRIERS = HEADS + 6 * 8;
   static constexpr int BYTES = BARRIERS + (3 * STAGES + 2) * 8;
-  static_assert(BYTES <= SHARED_BYTES, "KernelBuild.shared of launch.py");
+  static_assert(BYTES <= SHARED_BYTES, "what launch.py gives a block (KernelBuild.shared)");
 };
