@@ -302,8 +302,15 @@ class _Request:
         digest = hashlib.sha256()
         for path, content in sorted(self.files().items()):
             digest.update(path.name.encode() + b"\0" + content + b"\0")
-        settings = [self.arch, sorted(self.defines.items()), self.names, sorted(self.options.items())]
-        settings += [PTXAS_OPTIONS.get(self.arch), *_compiler_identity()]
+        defines, options = sorted(self.defines.items()), sorted(self.options.items())
+        settings = [
+            self.arch,
+            defines,
+            self.names,
+            options,
+            PTXAS_OPTIONS.get(self.arch),
+            *_compiler_identity(),
+        ]
         digest.update(json.dumps(settings, default=str).encode())
         return cache_folder() / f"{Path(self.source).stem}-{self.arch}-{digest.hexdigest()[:24]}.cubin"
 
