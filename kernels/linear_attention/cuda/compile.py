@@ -303,15 +303,8 @@ class _Request:
         for path, content in sorted(self.files().items()):
             digest.update(path.name.encode() + b"\0" + content + b"\0")
         defines, options = sorted(self.defines.items()), sorted(self.options.items())
-        settings = [
-            self.arch,
-            defines,
-            self.names,
-            options,
-            PTXAS_OPTIONS.get(self.arch),
-            *_compiler_identity(),
-        ]
-        digest.update(json.dumps(settings, default=str).encode())
+        settings = [self.arch, PTXAS_OPTIONS.get(self.arch), defines, self.names, options]
+        digest.update(json.dumps([*settings, *_compiler_identity()], default=str).encode())
         return cache_folder() / f"{Path(self.source).stem}-{self.arch}-{digest.hexdigest()[:24]}.cubin"
 
     def compile(self) -> CompiledModule:
