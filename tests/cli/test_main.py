@@ -289,7 +289,7 @@ def test_a_signal_while_tokenising_leaves_nothing_half_written(project, number):
     began = time.monotonic()
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number and "nothing was left half-written" in err, err
-    assert time.monotonic() - began < 10, "two seconds, but for a machine that is busy"
+    assert time.monotonic() - began < 30, "two seconds, but for a machine that is busy"
     assert "Traceback" not in err and [p.name for p in tokens.glob("*") if p.suffix != ".lock"] == []
     assert not (project / "runs").exists()
 
