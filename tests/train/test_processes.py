@@ -87,7 +87,7 @@ def start(tmp_path: Path, corpus, tmp_path_factory) -> Iterator[Callable[..., su
         process.wait()
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 120) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 400) -> None:
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until, "it did not come"
@@ -122,7 +122,7 @@ def test_each_signal_saves_and_has_its_exit_code(start, tmp_path, number):
     process = start(*LONG)
     wait_for(lambda: trains(tmp_path))
     process.send_signal(number)
-    code, err = end_of(process, 60)
+    code, err = end_of(process, 200)
     assert code == 128 + number and "stopped and saved at step" in err
     assert newest_checkpoint(tmp_path / "runs/run") is not None
 
@@ -135,11 +135,11 @@ def test_a_signal_in_a_long_validation(start, tmp_path, options):
     wait_for(batches.exists)
     process.send_signal(signal.SIGTERM)
     done = batches.stat().st_size
-    code, err = end_of(process, 60)
+    code, err = end_of(process, 200)
     assert code == 143 and "stopped and saved at step 2 of 4" in err, err
     assert batches.stat().st_size <= done + 2
     assert len(lines(err)) == 1 and "Traceback" not in err
-    code, err = end_of(start(*options, "--train.eval_tokens", "3200"), 120)
+    code, err = end_of(start(*options, "--train.eval_tokens", "3200"), 400)
     assert code == 0, err
     validated = [line["step"] for line in read_metrics(tmp_path / "runs/run") if line["kind"] == "val"]
     assert validated == [2, 4]
@@ -151,7 +151,7 @@ def test_ctrl_c_to_the_group(start, tmp_path, in_validation):
     process = start(*LONG, *TWO, hook=SLOW_VALIDATION if in_validation else "")
     wait_for(lambda: (tmp_path / "validating-1").exists() if in_validation else trains(tmp_path))
     os.killpg(process.pid, signal.SIGINT)
-    code, err = end_of(process, 60)
+    code, err = end_of(process, 200)
     assert code == 130 and "stopped and saved at step" in err, err
     assert len(lines(err)) == 1 and "Traceback" not in err
 
@@ -163,7 +163,7 @@ def test_a_process_that_is_killed_ends_the_others_with_one_line(start, tmp_path,
     pids = {"main": process.pid, "other": other(process)}
     os.kill(pids[who], signal.SIGKILL)
     began = time.monotonic()
-    code, err = end_of(process, 60)  # also the pipe's other writers
+    code, err = end_of(process, 200)  # also the pipe's other writers
     assert time.monotonic() - began < 30
     assert code == (-9 if who == "main" else 2), err
     assert "Traceback" not in err and len(lines(err)) == 1, err
@@ -189,7 +189,7 @@ Parallel.sum = sum
     process = start(*LONG, hook=hook)
     wait_for(lambda: trains(tmp_path))
     (tmp_path / "go").touch()
-    code, err = end_of(process, 60)
+    code, err = end_of(process, 200)
     assert code == 143 and "stopped and saved at step" in err, err
 
 
@@ -209,7 +209,7 @@ loop.Run.save = save
     process = start(*LONG, hook=hook)
     wait_for(lambda: trains(tmp_path))
     process.send_signal(signal.SIGINT)
-    code, err = end_of(process, 60)
+    code, err = end_of(process, 200)
     assert code == 130 and "stopped and saved at step" in err, err
     assert newest_checkpoint(tmp_path / "runs/run") is not None
 
