@@ -25,6 +25,7 @@ from typing import Any, Literal, get_args, get_origin
 import jsonargparse
 
 from lingpt.common.errors import Interrupted, UserError, nearest
+from lingpt.common.files import DISK_ERRORS, disk_fix
 
 VERBS = {  # verb: (module, what it does)
     "train": ("lingpt.cli.train", "train a model, or go on with a run"),
@@ -187,7 +188,9 @@ def user_message(error: BaseException) -> str | None:
         return f"{package} is not installed: pip install 'lingpt[{extra}]'" if extra else None
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" writing {error.filename}" if error.filename else ""
-        return f"the disk is full{where}: free some space and run the same command again"
+        return f"the disk is full{where}: free some space and start again"
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS and error.filename:
+        return f"{error.filename}: {error.strerror}; {disk_fix(error, error.filename)} and start again"
     return None
 
 

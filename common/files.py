@@ -19,6 +19,8 @@ import yaml
 
 from lingpt.common.errors import UserError
 
+# What a disk answers that is read-only, not ours, failing, or no longer there: no bug of ours.
+DISK_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ENODEV)
 PARTIAL = ".partial"  # the suffix of what is not whole yet
 
 
@@ -107,7 +109,7 @@ def set_aside(path: Path, prefix: str) -> Path:
     return path.rename(aside)
 
 
-def disk_fix(error: OSError, path: Path) -> str:
+def disk_fix(error: OSError, path: Path | str) -> str:
     """What a user does about a disk that does not take `path`."""
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         return f"make {path} writable"

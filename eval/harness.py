@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from lingpt.common.errors import UserError
+from lingpt.common.run_folder import check_undamaged
 from lingpt.eval.results import add_score, load_results, percent, task_key
 from lingpt.eval.runs import Checkpoint
 
@@ -100,6 +101,7 @@ def load_lm(checkpoint: Checkpoint, device: torch.device, dtype: str | None, bat
     from lingpt.eval.lm import LinGPTLM
     from lingpt.models import load_model
 
+    check_undamaged(checkpoint.folder)
     attention = checkpoint.attention if isinstance(checkpoint.attention, str) else list(checkpoint.attention)
     model = load_model(
         checkpoint.folder, attention=attention, device=device, dtype=getattr(torch, dtype) if dtype else None

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from lingpt.common.errors import UserError
+from lingpt.common.run_folder import check_undamaged
 from lingpt.models import GPT, Config, load_model, load_weights
 from lingpt.train.config import Recipe
 from lingpt.train.parallel import print_rank0
@@ -30,6 +31,7 @@ def make_model(recipe: Recipe, config: Config, checkpoint: Path | None, device: 
     else:
         gpt = GPT.create(config, t.seed, device)
         if t.init_from:
+            check_undamaged(Path(t.init_from))
             print_rank0(f"init_from: {load_weights(gpt, t.init_from)}")
     if t.compile == "always" or (t.compile == "auto" and device.type == "cuda"):
         compile_blocks(gpt)

@@ -224,6 +224,17 @@ def test_a_full_disk_is_one_line(project, capsys, monkeypatch):
     )
 
 
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE])
+def test_a_disk_that_fails_at_the_start_is_one_line(project, capsys, monkeypatch, number):
+    def fail(*_args, **_kwargs):
+        raise OSError(number, os.strerror(number), "runs/demo-ours/.lock")
+
+    monkeypatch.setattr("lingpt.train.loop.resume_or_create", fail)
+    assert f"runs/demo-ours/.lock: {os.strerror(number)}" in complaint(
+        capsys, "train", "--config", "tiny.yaml"
+    )
+
+
 def test_a_missing_package_is_one_line_with_its_extra(capsys, monkeypatch):
     def import_module(name):
         raise ModuleNotFoundError("No module named 'lm_eval'", name="lm_eval.api")

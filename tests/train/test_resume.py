@@ -84,6 +84,13 @@ def test_a_named_checkpoint_with_a_flipped_bit_is_refused(make_recipe):
         train(make_recipe(resume=str(path)))
 
 
+def test_weights_with_a_flipped_bit_start_no_run(make_recipe):
+    path = train(make_recipe()) / "checkpoints/step-00000006"
+    flip_bit(path / "model.safetensors")
+    with pytest.raises(UserError, match=r"model.safetensors does not match its checksum\): use another"):
+        train(make_recipe(name="other", init_from=str(path)))
+
+
 def test_where_none_can_be_read_nothing_is_touched(make_recipe):
     folder = train(make_recipe())
     for path in checkpoints(folder):
