@@ -6,6 +6,7 @@ from typing import Any
 
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 
+from lingpt.common.errors import UserError
 from lingpt.configs import recipe_path
 
 HELP = "Score checkpoints with lm-eval, and print the paper's Table 2 with ours next to it."
@@ -15,7 +16,10 @@ class EvalFile(ActionConfigFile):
     """`--config`: a YAML file, or the name of one that ships with LinGPT (`table2`)."""
 
     def __call__(self, parser, cfg, values, option_string=None):
-        super().__call__(parser, cfg, str(recipe_path(values) or values), option_string)
+        path = Path(values) if Path(values).is_file() else recipe_path(values)
+        if path is None:
+            raise UserError(f"no file {values!r}; --config takes a YAML file, or `table2`")
+        super().__call__(parser, cfg, str(path), option_string)
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -42,7 +46,7 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> None:
-    from lingpt.common.errors import UserError, skipping_sick
+    from lingpt.common.errors import skipping_sick
     from lingpt.eval import Checkpoint, evaluate, find_checkpoints, results_path, score_table, table2
 
     if not args.tasks:

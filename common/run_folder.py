@@ -129,7 +129,7 @@ def damage(checkpoint: Path) -> str | None:
 def check_undamaged(model: Path) -> None:
     """UserError where `model` is a checkpoint, and one of its files is not as it was written."""
     if (model / MANIFEST).exists() and (reason := damage(model)):
-        raise UserError(f"{model} {reason}: use another checkpoint, or a copy of this one")
+        raise UserError(f"{model} {reason}: use another checkpoint, or an undamaged copy of this one")
 
 
 def read_config(run: Path) -> dict[str, Any]:

@@ -107,13 +107,11 @@ def test_what_is_there_is_not_computed_again(checkpoint, eval_data, monkeypatch)
     }  # fmt: skip
 
 
-def test_changed_data_and_changed_weights_are_computed_again(checkpoint, eval_data, tmp_path):
+def test_changed_data_and_changed_weights_are_computed_again(checkpoint, tokenizer, eval_data, tmp_path):
     """A file with other rows is another measurement; scores of other weights at the same step are dropped."""
     import shutil
 
-    from lingpt.models import save_model
-
-    from .conftest import tiny_model
+    from .conftest import tiny_model, write_checkpoint
 
     copy = tmp_path / "data"
     shutil.copytree(eval_data, copy)
@@ -121,7 +119,7 @@ def test_changed_data_and_changed_weights_are_computed_again(checkpoint, eval_da
     file = copy / "piqa_valid.jsonl"
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:4]))
     assert evaluate(checkpoint, ["piqa"], data=copy, **QUIET)["scores"]["piqa (0-shot)"]["documents"] == 4
-    save_model(tiny_model("ours", seed=99), checkpoint.folder)
+    write_checkpoint(checkpoint.folder, tiny_model("ours", seed=99), tokenizer)
     results = evaluate(checkpoint.folder, ["piqa"], data=copy, **QUIET)
     assert results["scores"].keys() == {"piqa (0-shot)"}
 
