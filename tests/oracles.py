@@ -81,6 +81,41 @@ def gated_by_definition(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, scale: fl
     return torch.stack(rows, 1)
 
 
+# What linear attention is without its normaliser, with a = 0 and b = 1, under each one's own name.
+# q, k, v and o: [B, N, H, D]; γ: [H]; α: [B, N, H].
+
+
+def retention(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor) -> Tensor:
+    """(Q Kᵀ ⊙ D) V, D_nm = γ^(n−m) for n ≥ m: RetNet (arXiv 2307.08621), eq. 5, in parallel."""
+    n = torch.arange(q.shape[1], dtype=q.dtype)
+    D = (gamma[:, None, None] ** (n[:, None] - n).clamp(min=0)).tril()
+    return torch.einsum("bnhd,bmhd,hnm,bmhe->bnhe", q, k, D, v)
+
+
+def lightning_attention(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor) -> Tensor:
+    """kv_t = λ kv_{t−1} + k_t v_tᵀ, o_t = q_tᵀ kv_t: Lightning Attention-2 (arXiv 2401.04658), eq. 2."""
+    kv, rows = torch.zeros_like(q[:, 0, :, :, None] * v[:, 0, :, None]), []
+    for t in range(q.shape[1]):
+        kv = gamma[:, None, None] * kv + k[:, t, :, :, None] * v[:, t, :, None]
+        rows.append((q[:, t, :, :, None] * kv).sum(-2))
+    return torch.stack(rows, 1)
+
+
+def simple_gla(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor) -> Tensor:
+    """GLA whose gate is one number a head: FLA's simple GLA."""
+    return gated_by_definition(q, k, v, alpha[..., None].expand_as(k), scale=1.0)
+
+
+def ssd(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor) -> Tensor:
+    """M X, M_ji = C_jᵀ A_j ⋯ A_{i+1} B_i: Mamba-2's SSD (arXiv 2405.21060), eq. 3, 6; C, B, X = q, k, v."""
+    B, N, H, _ = q.shape
+    M = q.new_zeros(B, H, N, N)
+    for j in range(N):
+        for i in range(j + 1):
+            M[:, :, j, i] = (q[:, j] * k[:, i]).sum(-1) * alpha[:, i + 1 : j + 1].prod(1)
+    return torch.einsum("bhji,bihd->bjhd", M, v)
+
+
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The leading dimensions of x [B, N, H, D] rotated by LitGPT; cos, sin: [N, R]."""
     from litgpt.model import apply_rope

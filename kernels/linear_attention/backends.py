@@ -23,9 +23,9 @@ from lingpt.kernels.linear_attention.state import LinearAttentionState
 class Backend(Protocol):
     """A module that computes both passes of a call.
 
-    stats [3, B, H, N], fp32 (float64): the normaliser g = Σ w, 1/‖q‖ and 1/‖k‖ (the norms have no meaning
-    without normalize_qk). Backward needs only these and o, so that one backend's backward pass can follow
-    the forward pass of another.
+    stats [3, B, H, N], fp32 (float64): the normaliser g = Σ w, 1/‖q‖ and 1/‖k‖ (g has no meaning without
+    `normalize`, the norms none without `normalize_qk`). Backward needs only these and o, so that one
+    backend's backward pass can follow the forward pass of another.
     """
 
     def why_not(self, call: Call) -> str | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from lingpt.kernels.linear_attention.numerics import B_SHRINK
 from lingpt.kernels.linear_attention.state import LinearAttentionState
+
+T = TypeVar("T", float, Tensor, float | Tensor)
 
 
 class Call(NamedTuple):
@@ -22,6 +25,7 @@ class Call(NamedTuple):
     v: Tensor | None = None
     cos: Tensor | None = None  # [N, R]; None: q and k are not rotated
     sin: Tensor | None = None
+    a: Tensor | None = None  # [H], as b; a number is in a_value
     b: Tensor | None = None
     log_decay: Tensor | None = None  # [H] in fp32 (float64), a constant per head; None: no such decay
     log_gate: Tensor | None = None  # [B, N, H] in fp32 (float64), each token's own decay; None: no gate
@@ -29,7 +33,9 @@ class Call(NamedTuple):
     z: Tensor | None = None
     c: Tensor | None = None
     n: Tensor | None = None
+    a_value: float = 1.0
     b_value: float = 1.0
+    normalize: bool = True
     normalize_qk: bool = True
     causal: bool = True
     return_state: bool = False
@@ -60,9 +66,18 @@ class Call(NamedTuple):
         return self.inputs[0].device
 
     @property
+    def constant(self) -> float | Tensor:
+        """a, a number or [H]; 1 under the normaliser, where only b/a counts."""
+        return self.a_value if self.a is None else self.a
+
+    @property
     def coefficient(self) -> float | Tensor:
-        """b, a number or [H]; not yet shrunk (numerics.effective_b)."""
-        return self.b_value if self.b is None else self.b
+        """b, a number or [H], as it is used: shrunk where every weight must be positive."""
+        return self.shrink_b(self.b_value if self.b is None else self.b)
+
+    def shrink_b(self, b: T) -> T:
+        """b in use of a caller's b; also a caller's gradient of b of that of b in use."""
+        return b * B_SHRINK if self.normalize and self.normalize_qk else b
 
     @property
     def initial_state(self) -> LinearAttentionState | None:
@@ -74,6 +89,7 @@ class Call(NamedTuple):
 class OptionGradients(NamedTuple):
     """What a backward pass returns next to dq, dk and dv; None where the call has no such tensor."""
 
+    a: Tensor | None = None  # [H]
     b: Tensor | None = None  # [H]
     log_gate: Tensor | None = None  # [B, N, H]
     initial_state: LinearAttentionState | None = None

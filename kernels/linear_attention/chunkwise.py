@@ -11,6 +11,8 @@ backward pass is three more sums of the same form ("Unifying Forward & Backward 
     [uᵢ, gᵢ] = Σ_{j≤i} γ^(i−j) (q'ᵢ·k'ⱼ) v'ⱼ              dq'ᵢ = Σ_{j≤i} γ^(i−j) (h'ᵢ·v'ⱼ) k'ⱼ
          dk'ⱼ = Σ_{i≥j} γ^(i−j) (v'ⱼ·h'ᵢ) q'ᵢ             dv'ⱼ = Σ_{i≥j} γ^(i−j) (k'ⱼ·q'ᵢ) h'ᵢ
 
+Without the normaliser q' = [b q̂, a], v' = v and h' = do, and S and c are the state.
+
 Each splits into products of [C, E] matrices under a triangular mask within a chunk of C tokens, and
 products with the state before the chunk (the sums over j ≤ i) or its adjoint after the chunk (the sums over
 i ≥ j). The rows lie in chunks, [B, H, chunks, C, E], so that one batched product serves every chunk of
@@ -26,7 +28,7 @@ import torch
 from torch import Tensor
 
 from lingpt.kernels.linear_attention.call import Call, OptionGradients
-from lingpt.kernels.linear_attention.numerics import LOG_ZERO, effective_b, per_head, reciprocal_norm
+from lingpt.kernels.linear_attention.numerics import LOG_ZERO, per_head, reciprocal_norm
 from lingpt.kernels.linear_attention.rope import rotate, rotate_backward
 from lingpt.kernels.linear_attention.state import LinearAttentionState
 from lingpt.kernels.precision import state_dtype, true_fp32
@@ -44,13 +46,14 @@ def forward(call: Call) -> tuple[Tensor, Tensor, LinearAttentionState | None]:
     with torch.no_grad(), true_fp32(call.device):
         (q, k, v), (B, N, H, D), C = call.views, call.shape, _chunk_size(call)
         o = torch.empty(B, N, H, D, dtype=q.dtype, device=q.device)
-        b = _coefficient(call)
+        a, b = _coefficients(call)
         q, k = _rotated(q, call), _rotated(k, call)
         stats = q.new_ones(3, B, H, N)
         g, q_r, k_r = _per_token(stats)
         if call.normalize_qk:
             q_r[:], k_r[:] = reciprocal_norm(q), reciprocal_norm(k)
-        Q, K, V = _to_chunks(q, q_r * b, 1, C), _to_chunks(k, k_r, 1, C), _to_chunks(v, None, 1, C)
+        Q, K = _to_chunks(q, q_r * b, a, C), _to_chunks(k, k_r, 1, C)
+        V = _to_chunks(v, None, 1 if call.normalize else None, C)
         decay = _Decay.of(call, C)
         before, final = _states(K, V, call.initial_state, decay)
 
@@ -61,8 +64,11 @@ def forward(call: Call) -> tuple[Tensor, Tensor, LinearAttentionState | None]:
             U = Q @ final[:, :, None]
 
         U = _to_tokens(U, N)
-        g[:] = U[..., -1:]
-        torch.div(U[..., :-1], U[..., -1:], out=o)
+        if call.normalize:
+            g[:] = U[..., -1:]
+            torch.div(U[..., :-1], U[..., -1:], out=o)
+        else:
+            o.copy_(U)
         return o, stats, _unpack(final) if call.return_state else None
 
 
@@ -77,12 +83,15 @@ def backward(
     """Writes dq, dk and dv into `out`; returns the other gradients."""
     with torch.no_grad(), true_fp32(call.device):
         (q, k, v), N, C = call.views, call.shape[1], _chunk_size(call)
-        b = _coefficient(call)
+        a, b = _coefficients(call)
         q, k, do = _rotated(q, call), _rotated(k, call), do.to(stats.dtype)
         g, q_r, k_r = _per_token(stats)
-        Q, K, V = _to_chunks(q, q_r * b, 1, C), _to_chunks(k, k_r, 1, C), _to_chunks(v, None, 1, C)
-        e = torch.linalg.vecdot(do, o.to(do.dtype)) / g[..., 0]
-        G = _to_chunks(do, 1 / g, -e, C)
+        Q, K = _to_chunks(q, q_r * b, a, C), _to_chunks(k, k_r, 1, C)
+        if call.normalize:
+            e = torch.linalg.vecdot(do, o.to(do.dtype)) / g[..., 0]
+            V, G = _to_chunks(v, None, 1, C), _to_chunks(do, 1 / g, -e, C)
+        else:
+            V, G = _to_chunks(v, None, None, C), _to_chunks(do, None, None, C)
         decay = _Decay.of(call, C)
         before, final = _states(K, V, call.initial_state, decay)
         after, initial = _adjoints(Q, G, dstate, decay)
@@ -97,23 +106,24 @@ def backward(
             whole, from_all = final[:, :, None], initial[:, :, None]
             dQ, dK, dV = G @ whole.mT, V @ from_all.mT, K @ from_all
 
-        dlog_gate = _gate_gradient(call, K, dK, final, dstate)
-        dQ, dK, dV = (_to_tokens(x, N)[..., :-1] for x in (dQ, dK, dV))
+        dlog_gate = _gate_gradient(call, (Q, dQ), (K, dK), final, dstate)
+        da = None if call.a is None else dQ[..., -1].sum((0, 2, 3))
+        dQ, dK = (_to_tokens(x, N)[..., :-1] for x in (dQ, dK))
         dq, dk, dv = out
         along_q = _input_gradient(call, dQ, q, b, q_r, dq)
         _input_gradient(call, dK, k, 1.0, k_r, dk)
-        dv.copy_(dV)
-        db = None if call.b is None else effective_b(along_q.sum((0, 1)), call.normalize_qk)
-        return OptionGradients(db, dlog_gate, None if call.S is None else _unpack(initial))
+        dv.copy_(_to_tokens(dV, N)[..., : dv.shape[-1]])
+        db = None if call.b is None else call.shrink_b(along_q.sum((0, 1)))
+        return OptionGradients(da, db, dlog_gate, None if call.S is None else _unpack(initial))
 
 
-# The inputs: coefficient, rotation, norms, and their gradients.
+# The inputs: coefficients, rotation, norms, and their gradients.
 
 
-def _coefficient(call: Call) -> float | Tensor:
-    """The coefficient in use, a number or [1, 1, H, 1]."""
-    b = effective_b(call.coefficient, call.normalize_qk)
-    return per_head(b, ndim=4, dim=2, dtype=state_dtype(call.dtype))
+def _coefficients(call: Call) -> tuple[float | Tensor, float | Tensor]:
+    """a, a number or [1, 1, H], and b, a number or [1, 1, H, 1]."""
+    dtype = state_dtype(call.dtype)
+    return per_head(call.constant, 3, 2, dtype), per_head(call.coefficient, 4, 2, dtype)
 
 
 def _rotated(x: Tensor, call: Call) -> Tensor:
@@ -143,19 +153,26 @@ def _input_gradient(call: Call, d: Tensor, x: Tensor, b: float | Tensor, r: Tens
 
 
 def _gate_gradient(
-    call: Call, K: Tensor, dK: Tensor, final: Tensor, dstate: LinearAttentionState | None
+    call: Call,
+    rows: tuple[Tensor, Tensor],
+    columns: tuple[Tensor, Tensor],
+    final: Tensor,
+    dstate: LinearAttentionState | None,
 ) -> Tensor | None:
-    """The gradient of log_gate [B, N, H].
+    """The gradient of log_gate [B, N, H], from `rows` q', dq' and `columns` k', dk'.
 
-    That of G_j is −k'_j·dk'_j: what row j adds, q'_j·dq'_j, is zero, as e is there to make it so. G_N also
-    scales the final state. log_gate_t is in every G_j with j ≥ t.
+    That of G_j is q'_j·dq'_j − k'_j·dk'_j, and G_N also scales the final state; log_gate_t is in every G_j
+    with j ≥ t. What the tokens from t on have with each other is in both terms and must leave nothing in the
+    sum, however long: hence both, though under the normaliser the first is 0 (e makes it so) but for the
+    rounding of o; and float64.
     """
     if call.log_gate is None:
         return None
-    dG = -_to_tokens((K * dK).sum(-1, keepdim=True), call.shape[1]).squeeze(-1)  # [B, N, H]
+    dG = torch.linalg.vecdot(*rows) - torch.linalg.vecdot(*columns)  # [B, H, chunks, C]
+    dG = _to_tokens(dG.unsqueeze(-1), call.shape[1]).squeeze(-1).double()  # [B, N, H]
     if dstate is not None and dG.shape[1]:
         dG[:, -1] += (final * _pack(dstate, final)).sum((-2, -1))
-    gradient = dG.flip(1).cumsum(1).flip(1)
+    gradient = dG.flip(1).cumsum(1).flip(1).to(final.dtype)
     return gradient.masked_fill_(call.log_gate <= LOG_ZERO[gradient.dtype], 0.0)
 
 
@@ -167,18 +184,21 @@ def _chunk_size(call: Call) -> int:
     return max(1, min(CHUNK, N) if call.causal else N)
 
 
-def _to_chunks(x: Tensor, scale: float | Tensor | None, last: float | Tensor, C: int) -> Tensor:
-    """[B, N, H, D] → [B, H, chunks, C, D + 1]: the rows `scale`·x and one more column, `last` [B, N, H]."""
+def _to_chunks(x: Tensor, scale: float | Tensor | None, last: float | Tensor | None, C: int) -> Tensor:
+    """[B, N, H, D] → [B, H, chunks, C, D + 1]: the rows `scale`·x and one more column, `last` [B, N, H]; no
+    such column for None."""
     B, N, H, D = x.shape
     chunks = -(-N // C)
-    buffer = torch.empty(B, H, chunks * C, D + 1, dtype=state_dtype(x.dtype), device=x.device)
+    width = D if last is None else D + 1
+    buffer = torch.empty(B, H, chunks * C, width, dtype=state_dtype(x.dtype), device=x.device)
     buffer[:, :, N:] = 0
     rows = buffer[:, :, :N].transpose(1, 2)
     if scale is None:
-        rows[..., :-1] = x
+        rows[..., :D] = x
     else:
-        torch.mul(x, scale, out=rows[..., :-1])
-    rows[..., -1] = last
+        torch.mul(x, scale, out=rows[..., :D])
+    if last is not None:
+        rows[..., D] = last
     return buffer.unflatten(2, (chunks, C))
 
 
@@ -264,13 +284,13 @@ def _masked(scores: Tensor, decay: _Decay | None) -> Tensor:
     return scores.tril_() if decay is None else scores.mul_(decay.within)
 
 
-# States: S' of width E = D + 1, and its adjoint.
+# States: S', [E, E] with E = D + 1, without the normaliser [E, D], and its adjoint.
 
 
 def _states(
     K: Tensor, V: Tensor, initial: LinearAttentionState | None, decay: _Decay | None
 ) -> tuple[Tensor, Tensor]:
-    """S' before each chunk [B, H, chunks, E, E] and after the last one [B, H, E, E]."""
+    """S' before each chunk [B, H, chunks, E, ·] and after the last one [B, H, E, ·]."""
     sums = _bmm(_times(K, decay and decay.to_end).mT, V)
     state = _pack(initial, sums)
     for chunk in range(sums.shape[2]):
@@ -281,7 +301,7 @@ def _states(
 def _adjoints(
     Q: Tensor, G: Tensor, dfinal: LinearAttentionState | None, decay: _Decay | None
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of S' after each chunk [B, H, chunks, E, E] and that before the first one [B, H, E, E]."""
+    """The gradient of S' after each chunk [B, H, chunks, E, ·] and that before the first one [B, H, E, ·]."""
     sums = _bmm(_times(Q, decay and decay.from_start).mT, G)
     adjoint = _pack(dfinal, sums)
     for chunk in reversed(range(sums.shape[2])):
@@ -297,14 +317,20 @@ def _carry(own: Tensor, state: Tensor, decay: _Decay | None, chunk: int) -> Tens
 
 
 def _pack(state: LinearAttentionState | None, like: Tensor) -> Tensor:
-    """The four sums as the blocks of S' = Σ [k̂, 1] [v, 1]ᵀ; zero for None. `like` is [B, H, .., E, E]."""
+    """The sums as the blocks of S' = Σ [k̂, 1] v'ᵀ; zero for None. `like` is [B, H, .., E, ·], like S'."""
     packed = like.new_zeros(*like.shape[:2], *like.shape[-2:])
     if state is not None:
-        packed[..., :-1, :-1], packed[..., :-1, -1] = state.S, state.z
-        packed[..., -1, :-1], packed[..., -1, -1] = state.c, state.n
+        D = state.c.shape[-1]
+        packed[..., :D, :D], packed[..., D, :D] = state.S, state.c
+        if packed.shape[-1] > D:
+            packed[..., :D, D], packed[..., D, D] = state.z, state.n
     return packed
 
 
 def _unpack(packed: Tensor) -> LinearAttentionState:
-    blocks = packed[..., :-1, :-1], packed[..., :-1, -1], packed[..., -1, :-1], packed[..., -1, -1]
+    """The inverse; z and n are zeros without the normaliser."""
+    D = packed.shape[-2] - 1
+    if packed.shape[-1] == D:
+        packed = torch.nn.functional.pad(packed, (0, 1))
+    blocks = packed[..., :D, :D], packed[..., :D, D], packed[..., D, :D], packed[..., D, D]
     return LinearAttentionState(*(x.clone(memory_format=torch.contiguous_format) for x in blocks))

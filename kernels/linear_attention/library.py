@@ -46,7 +46,7 @@ def _backward(call: Call, saved: tuple[Tensor, ...], gradients: Outputs) -> Outp
     out = buffers if call.qkv is None else buffers[0].unbind(2)
     found = choose(call).backward(call, o, stats, do, _whole_state(call, dparts), out)
     dqkv_dq_dk_dv = (None, *buffers) if call.qkv is None else (*buffers, None, None, None)
-    return *dqkv_dq_dk_dv, found.b, found.log_gate, *(found.initial_state or _NO_STATE)
+    return *dqkv_dq_dk_dv, found.a, found.b, found.log_gate, *(found.initial_state or _NO_STATE)
 
 
 def _whole_state(call: Call, dparts: list[Tensor | None]) -> LinearAttentionState | None:
@@ -78,7 +78,7 @@ attend = Operator(
     fake_forward=_fake_forward,
     backward=_backward,
     flops=_flops,
-    gradients_of=("qkv", "q", "k", "v", "b", "log_gate", "S", "z", "c", "n"),
+    gradients_of=("qkv", "q", "k", "v", "a", "b", "log_gate", "S", "z", "c", "n"),
     outputs=("o", "stats", "S", "z", "c", "n"),
     saved=("o", "stats"),
     constant=("stats",),

@@ -1,7 +1,5 @@
 """The constants of the definition, which every backend shares, and small helpers of the PyTorch forms."""
 
-from typing import overload
-
 import torch
 from torch import Tensor
 
@@ -10,21 +8,12 @@ NORM_EPS = 1e-12
 
 # With unit q and k a weight 1 + b·q̂·k̂ may be as small as 1 − |b|: nothing at all for q = −k, b = 1, where
 # rounding alone would decide the normaliser's sign. So the coefficient in use is b·B_SHRINK, which keeps
-# every weight of |b| ≤ 1 at 2⁻⁶ or more, in every form, forward and backward.
+# every weight of |b| ≤ 1 at 2⁻⁶ or more, in every form, forward and backward (`Call.shrink_b`).
 B_SHRINK = 1.0 - 2.0**-6
 
 # ln of a decay that counts as 0: exp of it is 0. A smaller one, −inf (a reset) among them, is replaced by it:
 # −inf − (−inf) is no number, and the smaller the running sums of a chunk, the more exact their differences.
 LOG_ZERO = {torch.float32: -104.0, torch.float64: -1000.0}
-
-
-@overload
-def effective_b(b: Tensor, normalize_qk: bool) -> Tensor: ...
-@overload
-def effective_b(b: float | Tensor, normalize_qk: bool) -> float | Tensor: ...
-def effective_b(b: float | Tensor, normalize_qk: bool) -> float | Tensor:
-    """The coefficient in use: shrunk where q and k are unit rows (see B_SHRINK), else b itself."""
-    return b * B_SHRINK if normalize_qk else b
 
 
 def per_head(x: float | Tensor, ndim: int, dim: int, dtype: torch.dtype) -> float | Tensor:

@@ -25,14 +25,16 @@ def linear_attention(
     v: Tensor,
     b: float | Tensor = 1.0,
     *,
+    a: float | Tensor = 1.0,
     log_decay: Tensor | Sequence[float] | None = None,
+    normalize: bool = True,
     normalize_qk: bool = True,
     causal: bool = True,
     initial_state: LinearAttentionState | None = None,
     return_state: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, LinearAttentionState]:
-    """Normalised linear attention with the kernel f(x) = 1 + b·x.
+    """Linear attention with the kernel f(x) = 1 + b·x and a normaliser, or f(x) = a + b·x and none.
 
     o_i = Σ_j w_ij v_j / Σ_j w_ij over j ≤ i, w_ij = (1 + b q̂_i·k̂_j) γ_{j+1} ⋯ γ_i, q̂ and k̂ being unit rows.
 
@@ -40,16 +42,23 @@ def linear_attention(
     point, for q = −k too, the coefficient in use is b·(1 − 2⁻⁶), and norms are √(‖x‖² + 10⁻¹²): a row of
     zeros gives weight 1 to everything. State and normaliser are summed in fp32.
 
+    Without the normaliser o_i = Σ_j w_ij v_j, w_ij = (a + b q̂_i·k̂_j) γ_{j+1} ⋯ γ_i, with a and b as they are:
+    for what ends in a norm of each head's output, which takes any factor per token away. With a = 0, b = 1
+    it is RetNet's retention, lightning attention, simple GLA and Mamba-2's SSD.
+
     Args:
         q, k, v: [B, N, H, D] of one dtype (bf16, fp16, fp32, float64) and device; strided views are fine.
         b: a number, |b| ≤ 1, or a tensor [H], which gets a gradient and whose values are not checked.
+        a: with `normalize=False`, a number or a tensor [H], as b then: of any size and sign. With the
+            normaliser only b/a counts, and a is 1.
         log_decay: ln γ ≤ 0 (unchecked in a tensor: above 0 the past grows, and may overflow); None is γ = 1.
             Needs `causal`. Its shape decides:
             [H]        a constant per head, without a gradient;
             [B, N, H]  each token's own, with a gradient: what came before token t fades by γ_t. −inf is a
                        reset: nothing before that token weighs anything, exactly.
-        normalize_qk: False takes q, k and b as they are. The normaliser may then come near zero or change
-            sign, and o be anything: that is the caller's risk.
+        normalize: divide by the sum of the weights. False: z and n of a state are zeros and are not read.
+        normalize_qk: False takes q, k and b as they are. The normaliser, where there is one, may then come
+            near zero or change sign, and o be anything: that is the caller's risk.
         causal: False sums over all j.
         initial_state: what an earlier piece of the sequence returned; fp32 (float64 for float64 inputs). It
             gets gradients, as q, k and v do.
@@ -72,11 +81,12 @@ def linear_attention(
     """
     _check_tensors(q, k, v)
     (decay, gate), (S, z, c, n) = _decay(log_decay, q, causal), _state(initial_state, q)
+    _check_coefficients(a, b, normalize, normalize_qk)
     return _run(
         Call(
-            q=q, k=k, v=v, b=_b_tensor(b, q), b_value=_b_value(b, normalize_qk),
-            log_decay=decay, log_gate=gate, S=S, z=z, c=c, n=n,
-            normalize_qk=normalize_qk, causal=causal, return_state=return_state,
+            q=q, k=k, v=v, a=_tensor(a, q, "a"), b=_tensor(b, q, "b"),
+            a_value=_number(a), b_value=_number(b), log_decay=decay, log_gate=gate, S=S, z=z, c=c, n=n,
+            normalize=normalize, normalize_qk=normalize_qk, causal=causal, return_state=return_state,
             backend=_backend(backend, q, causal, initial_state is not None),
         )
     )  # fmt: skip
@@ -85,14 +95,16 @@ def linear_attention(
 @overload
 def linear_attention_qkv(
     qkv: Tensor, cos: Tensor, sin: Tensor, b: float | Tensor = ..., *,
-    log_decay: Tensor | Sequence[float] | None = ..., normalize_qk: bool = ...,
-    initial_state: LinearAttentionState | None = ..., return_state: Literal[False] = ..., backend: str = ...,
+    a: float | Tensor = ..., log_decay: Tensor | Sequence[float] | None = ..., normalize: bool = ...,
+    normalize_qk: bool = ..., initial_state: LinearAttentionState | None = ...,
+    return_state: Literal[False] = ..., backend: str = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def linear_attention_qkv(
     qkv: Tensor, cos: Tensor, sin: Tensor, b: float | Tensor = ..., *,
-    log_decay: Tensor | Sequence[float] | None = ..., normalize_qk: bool = ...,
-    initial_state: LinearAttentionState | None = ..., return_state: Literal[True], backend: str = ...,
+    a: float | Tensor = ..., log_decay: Tensor | Sequence[float] | None = ..., normalize: bool = ...,
+    normalize_qk: bool = ..., initial_state: LinearAttentionState | None = ...,
+    return_state: Literal[True], backend: str = ...,
 ) -> tuple[Tensor, LinearAttentionState]: ...  # fmt: skip
 def linear_attention_qkv(
     qkv: Tensor,
@@ -100,7 +112,9 @@ def linear_attention_qkv(
     sin: Tensor,
     b: float | Tensor = 1.0,
     *,
+    a: float | Tensor = 1.0,
     log_decay: Tensor | Sequence[float] | None = None,
+    normalize: bool = True,
     normalize_qk: bool = True,
     initial_state: LinearAttentionState | None = None,
     return_state: bool = False,
@@ -119,11 +133,12 @@ def linear_attention_qkv(
     """
     _check_packed(qkv, cos, sin)
     (decay, gate), (S, z, c, n) = _decay(log_decay, qkv), _state(initial_state, qkv)
+    _check_coefficients(a, b, normalize, normalize_qk)
     return _run(
         Call(
-            qkv=qkv, cos=cos, sin=sin, b=_b_tensor(b, qkv), b_value=_b_value(b, normalize_qk),
-            log_decay=decay, log_gate=gate, S=S, z=z, c=c, n=n,
-            normalize_qk=normalize_qk, return_state=return_state,
+            qkv=qkv, cos=cos, sin=sin, a=_tensor(a, qkv, "a"), b=_tensor(b, qkv, "b"),
+            a_value=_number(a), b_value=_number(b), log_decay=decay, log_gate=gate, S=S, z=z, c=c, n=n,
+            normalize=normalize, normalize_qk=normalize_qk, return_state=return_state,
             backend=_backend(backend, qkv, True, initial_state is not None),
         )
     )  # fmt: skip
@@ -165,18 +180,24 @@ def _check_packed(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
         raise UserError(f"qkv, cos and sin must be on one device; got {devices}")
 
 
-def _b_tensor(b: float | Tensor, like: Tensor) -> Tensor | None:
-    return _per_head(b, like, "b") if isinstance(b, Tensor) else None
-
-
-def _b_value(b: float | Tensor, normalize_qk: bool) -> float:
-    if isinstance(b, Tensor):
-        return 1.0
-    if not isinstance(b, (int, float)):
-        raise UserError(f"b must be a number or a tensor [H]; got {b!r}")
-    if normalize_qk and not -1.0 <= b <= 1.0:
+def _check_coefficients(a: float | Tensor, b: float | Tensor, normalize: bool, normalize_qk: bool) -> None:
+    for name, x in (("a", a), ("b", b)):
+        if not isinstance(x, (int, float, Tensor)):
+            raise UserError(f"{name} must be a number or a tensor [H]; got {x!r}")
+    if not normalize:
+        return
+    if isinstance(a, Tensor) or a != 1:
+        raise UserError("under the normaliser only b/a counts: leave a at 1, or pass normalize=False")
+    if normalize_qk and not isinstance(b, Tensor) and not -1.0 <= b <= 1.0:
         raise UserError(f"|b| must be at most 1 with normalize_qk, or weights turn negative; got {b}")
-    return float(b)
+
+
+def _number(x: float | Tensor) -> float:
+    return 1.0 if isinstance(x, Tensor) else float(x)
+
+
+def _tensor(x: float | Tensor, like: Tensor, name: str) -> Tensor | None:
+    return _per_head(x, like, name) if isinstance(x, Tensor) else None
 
 
 def _per_head(x: Tensor, like: Tensor, name: str) -> Tensor:

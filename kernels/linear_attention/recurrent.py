@@ -6,14 +6,15 @@ import torch
 from torch import Tensor
 
 from lingpt.kernels.linear_attention.call import Call
-from lingpt.kernels.linear_attention.numerics import effective_b, per_head, reciprocal_norm
+from lingpt.kernels.linear_attention.numerics import per_head, reciprocal_norm
 from lingpt.kernels.linear_attention.rope import rotate
 from lingpt.kernels.linear_attention.state import LinearAttentionState
 from lingpt.kernels.precision import state_dtype
 
 
 def forward(call: Call) -> tuple[Tensor, LinearAttentionState]:
-    """S ← γS + k̂vᵀ, likewise z, c and n; then o = (c + b Sᵀq̂) / (n + b z·q̂). Returns o and the final state.
+    """S ← γS + k̂vᵀ, likewise z, c and n; then o = (c + b Sᵀq̂) / (n + b z·q̂), and without the normaliser
+    o = a c + b Sᵀq̂. Returns o and the final state.
 
     Differentiable by autograd, which keeps a state a token: meant for inference. Written in elementwise
     products and sums: they are exact in fp32 under autocast and where TF32 is allowed, and a matrix-vector
@@ -25,10 +26,12 @@ def forward(call: Call) -> tuple[Tensor, LinearAttentionState]:
         q_hat, k_hat = rotate(q_hat, call.cos, call.sin), rotate(k_hat, call.cos, call.sin)
     if call.normalize_qk:
         q_hat, k_hat = q_hat * reciprocal_norm(q_hat), k_hat * reciprocal_norm(k_hat)
-    b = effective_b(call.coefficient, call.normalize_qk)
-    q_hat = per_head(b, ndim=4, dim=2, dtype=dtype) * q_hat
+    q_hat = per_head(call.coefficient, ndim=4, dim=2, dtype=dtype) * q_hat
+    a = per_head(call.constant, ndim=3, dim=1, dtype=dtype)
 
     state = call.initial_state or LinearAttentionState.zeros(B, H, D, device=call.device, dtype=dtype)
+    if not call.normalize:
+        state = state.without_normaliser()
     fade = None if call.log_decay is None else call.log_decay.exp()  # [H]
     gates = None if call.log_gate is None else call.log_gate.exp()  # [B, N, H]
     outputs = []
@@ -39,9 +42,12 @@ def forward(call: Call) -> tuple[Tensor, LinearAttentionState]:
             state = LinearAttentionState(*(gates[:, t].view(B, H, *[1] * (x.ndim - 2)) * x for x in state))
         S, z, c, n = state
         k_t, v_t, q_t = k_hat[:, t], values[:, t], q_hat[:, t]  # [B, H, D]
-        state = LinearAttentionState(S + k_t[..., None] * v_t[:, :, None], z + k_t, c + v_t, n + 1)
-        u = state.c + (q_t[..., None] * state.S).sum(-2)
-        g = state.n + (q_t * state.z).sum(-1)
-        outputs.append(u / g[..., None])
+        S, c = S + k_t[..., None] * v_t[:, :, None], c + v_t
+        u = a * c + (q_t[..., None] * S).sum(-2)
+        if call.normalize:
+            z, n = z + k_t, n + 1
+            u = u / (n + (q_t * z).sum(-1))[..., None]
+        state = LinearAttentionState(S, z, c, n)
+        outputs.append(u)
     o = torch.stack(outputs, dim=1) if outputs else torch.empty_like(values)
     return o.to(call.dtype), state

@@ -6,15 +6,16 @@ import torch
 from torch import Tensor
 
 from lingpt.kernels.linear_attention.call import Call
-from lingpt.kernels.linear_attention.numerics import LOG_ZERO, effective_b, per_head, reciprocal_norm
+from lingpt.kernels.linear_attention.numerics import LOG_ZERO, per_head, reciprocal_norm
 from lingpt.kernels.linear_attention.rope import rotate
 from lingpt.kernels.linear_attention.state import LinearAttentionState
 from lingpt.kernels.precision import state_dtype, true_fp32
 
 
 def forward(call: Call) -> tuple[Tensor, LinearAttentionState]:
-    """o_i = Σ_j w_ij v_j / Σ_j w_ij with w_ij = (1 + b q̂_i·k̂_j) exp(G_i − G_j) over j ≤ i (all j where not
-    causal), G the running sum of the log decays; and the final state.
+    """o_i = Σ_j w_ij v_j / Σ_j w_ij with w_ij = (a + b q̂_i·k̂_j) exp(G_i − G_j) over j ≤ i (all j where not
+    causal), G the running sum of the log decays; without the normaliser o_i = Σ_j w_ij v_j. Returns o and the
+    final state.
 
     Any dtype and device, differentiable by autograd; fp32 inside (float64 for float64 inputs). Memory O(N²).
     """
@@ -26,22 +27,25 @@ def forward(call: Call) -> tuple[Tensor, LinearAttentionState]:
         q_hat, k_hat, values = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, N, D]
         if call.normalize_qk:
             q_hat, k_hat = q_hat * reciprocal_norm(q_hat), k_hat * reciprocal_norm(k_hat)
-        b = per_head(effective_b(call.coefficient, call.normalize_qk), ndim=4, dim=1, dtype=dtype)
+        a, b = (per_head(x, ndim=4, dim=1, dtype=dtype) for x in (call.constant, call.coefficient))
         G, total = _running_log_decay(call)
 
         # Token j's weight in row i.
-        w = 1 + b * (q_hat @ k_hat.mT)  # [B, H, N, N]
+        w = a + b * (q_hat @ k_hat.mT)  # [B, H, N, N]
         if call.causal:
             causal = torch.ones(N, N, dtype=torch.bool, device=call.device).tril()
             w = w * (G - G.mT).masked_fill(~causal, float("-inf")).exp().to(dtype)
-        u, g = w @ values, w.sum(-1, keepdim=True)
+        o, g = w @ values, w.sum(-1, keepdim=True)
 
         # What came before the first token weighs exp(G_i) in row i.
         from_start = G.exp().to(dtype)
         if call.initial_state is not None:
             S, z, c, n = call.initial_state
-            u = u + from_start * (c[:, :, None] + b * (q_hat @ S))
+            o = o + from_start * (a * c[:, :, None] + b * (q_hat @ S))
             g = g + from_start * (n[:, :, None, None] + b * (q_hat @ z[..., None]))
+
+        if call.normalize:
+            o = o / g
 
         # The sums at the end: token j weighs exp(G_N − G_j), the initial state exp(G_N).
         to_end = (total - G).exp().to(dtype)
@@ -59,7 +63,9 @@ def forward(call: Call) -> tuple[Tensor, LinearAttentionState]:
                     for x, old in zip(state, call.initial_state, strict=True)
                 )
             )
-        return (u / g).transpose(1, 2).to(call.dtype), state
+        if not call.normalize:
+            state = state.without_normaliser()
+        return o.transpose(1, 2).to(call.dtype), state
 
 
 def _running_log_decay(call: Call) -> tuple[Tensor, Tensor]:

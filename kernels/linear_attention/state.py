@@ -12,7 +12,8 @@ class LinearAttentionState(NamedTuple):
     """All that linear attention remembers of the tokens it has seen; fp32 (float64 for float64 inputs).
 
     It adds up: the state of a sequence is the sum of the states of its pieces, each decayed to the end.
-    With a decay γ, token j of N counts γ^(N−1−j) in each of the sums.
+    With a decay γ, token j of N counts γ^(N−1−j) in each of the sums. z and n serve the normaliser: without
+    it (`normalize=False`) they are zeros and are not read.
     """
 
     S: Tensor  # Σ k̂ⱼ vⱼᵀ  [B, H, D, D], key index before value index
@@ -27,6 +28,10 @@ class LinearAttentionState(NamedTuple):
         """The state before the first token."""
         shapes = state_shapes(batch_size, n_head, head_dim)
         return cls(*(torch.zeros(shape, device=device, dtype=dtype) for shape in shapes))
+
+    def without_normaliser(self) -> LinearAttentionState:
+        """With zeros for z and n."""
+        return self._replace(z=torch.zeros_like(self.z), n=torch.zeros_like(self.n))
 
     @classmethod
     def empty(

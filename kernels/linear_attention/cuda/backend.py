@@ -21,7 +21,6 @@ from lingpt.kernels.linear_attention.cuda.launch import (
     make_plan,
     operands_of,
 )
-from lingpt.kernels.linear_attention.numerics import effective_b
 from lingpt.kernels.linear_attention.state import LinearAttentionState
 from lingpt.kernels.torch_internals import raw_stream
 
@@ -41,6 +40,8 @@ def why_not(call: Call) -> str | None:
         return "batch size × heads is above 65,535"
     if call.log_gate is not None:
         return "it has no decay of each token's own yet"
+    if not call.normalize:
+        return "it has no form without the normaliser (normalize=False) yet"
     if call.cos is not None and call.cos.shape[1] % 16:
         return f"it rotates a multiple of 16 dimensions, not {call.cos.shape[1]}"
     return None
@@ -132,7 +133,7 @@ def backward(
         d_initial.n.copy_(_count_gradient(call, e_per_token.view(B, H, N), dstate))
     if call.b is None:
         return OptionGradients(initial_state=d_initial)
-    b_gradient = effective_b(db_per_segment.view(B, H, -1).sum((0, 2)), call.normalize_qk)
+    b_gradient = call.shrink_b(db_per_segment.view(B, H, -1).sum((0, 2)))
     return OptionGradients(b=b_gradient, initial_state=d_initial)
 
 
@@ -140,7 +141,7 @@ class _Pass:
     """A pass of a call over these tensors (in the order of launch.TENSORS): its plan, stream and pointers."""
 
     def __init__(self, call: Call, tensors: tuple[Tensor, ...]) -> None:
-        b = effective_b(call.coefficient, call.normalize_qk)
+        b = call.coefficient
         b_tensor, b_value = (b.float(), None) if isinstance(b, Tensor) else (None, b)
         cos, sin = (None if x is None else _aligned(x.float().contiguous()) for x in (call.cos, call.sin))
         self.plan = make_plan(
