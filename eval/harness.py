@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import io
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -15,7 +16,7 @@ import torch
 
 from lingpt.common.errors import UserError
 from lingpt.common.run_folder import check_undamaged
-from lingpt.eval.results import add_score, load_results, percent, task_key
+from lingpt.eval.results import add_score, load_results, pack_bits, percent, task_key
 from lingpt.eval.runs import Checkpoint
 
 PACKAGES = ("lingpt", "lm_eval", "torch", "datasets", "tokenizers")
@@ -31,6 +32,7 @@ def evaluate(
     limit: int | None = None,
     batch_tokens: int = 16384,
     device: str = "auto",
+    devices: int = 1,
     dtype: str | None = None,
     redo: bool = False,
     log: Callable[[str], None] = print,
@@ -45,6 +47,8 @@ def evaluate(
         limit: only the first so many documents of each task (of each of MMLU's 57 subjects); None for all.
         batch_tokens: most tokens of a batch, padding included.
         device: `auto`, or PyTorch's name of one.
+        devices: how many share the questions, each with a copy of the model, from `device` on. The scores do
+            not depend on it.
         dtype: to compute in, the checkpoint's own by default.
         redo: compute again what the run's eval/ already holds for these weights, this data and limit.
         log: takes a line on each task.
@@ -58,7 +62,7 @@ def evaluate(
         raise UserError(f"limit is {limit}; it must be at least 1 (or leave it out)")
     if dtype not in (None, *DTYPES):
         raise UserError(f"unknown dtype {dtype!r}: one of {', '.join(DTYPES)}")
-    data, where = Path(data) if data else None, find_device(device)
+    data, where = Path(data) if data else None, find_devices(device, devices)
     results, lm = load_results(checkpoint), None
     for name, shots in [parse_task(task, num_fewshot) for task in tasks]:
         key, prefix = task_key(name, shots, limit), f"{checkpoint.run.name} step {checkpoint.step}"
@@ -95,20 +99,44 @@ def find_device(name: str) -> torch.device:
         raise UserError(f"device {name!r}: {str(error).splitlines()[0]}; use --device auto") from error
 
 
-def load_lm(checkpoint: Checkpoint, device: torch.device, dtype: str | None, batch_tokens: int) -> Any:
-    """The checkpoint as lm-eval sees it; refused where it is of another attention than its run's."""
+def find_devices(name: str, count: int) -> list[torch.device]:
+    """`count` devices from the one called `name` on, the CPU as often; UserError where they are not there."""
+    first = find_device(name)
+    if count < 1:
+        raise UserError(f"devices is {count}; it must be at least 1")
+    if first.type != "cuda":
+        return [first] * count
+    start, there = first.index or 0, torch.cuda.device_count()
+    if start + count > there:
+        raise UserError(f"--devices {count} from cuda:{start} on, but this machine has {there} GPUs")
+    return [torch.device("cuda", start + i) for i in range(count)]
+
+
+def load_lm(
+    checkpoint: Checkpoint,
+    devices: Sequence[torch.device],
+    dtype: str | None = None,
+    batch_tokens: int = 16384,
+    block_size: int | None = None,
+) -> Any:
+    """The checkpoint as lm-eval sees it; refused where it is of another attention than its run's.
+
+    block_size: to read more than it was trained with.
+    """
     from lingpt.data import load_tokenizer
     from lingpt.eval.lm import LinGPTLM
     from lingpt.models import load_model
 
     check_undamaged(checkpoint.folder)
     attention = checkpoint.attention if isinstance(checkpoint.attention, str) else list(checkpoint.attention)
-    model = load_model(
-        checkpoint.folder, attention=attention, device=device, dtype=getattr(torch, dtype) if dtype else None
-    )
+    wanted = getattr(torch, dtype) if dtype else None
+    models = [
+        load_model(checkpoint.folder, attention=attention, device=device, dtype=wanted, block_size=block_size)
+        for device in devices
+    ]
     tokenizer = load_tokenizer(checkpoint.folder)
-    tokenizer.check_fits(model.config.padded_vocab_size)
-    return LinGPTLM(model, tokenizer, batch_tokens=batch_tokens)
+    tokenizer.check_fits(models[0].config.padded_vocab_size)
+    return LinGPTLM(models, tokenizer, batch_tokens=batch_tokens)
 
 
 def describe_data(name: str, num_fewshot: int, data: Path | None) -> dict[str, str]:
@@ -128,10 +156,11 @@ def run_task(lm: Any, name: str, num_fewshot: int, data: Path | None, limit: int
 
     from lingpt.eval.tasks.benchmark import load_tasks
 
-    start, truncated = time.monotonic(), lm.truncated
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # its bootstraps would fork this process and its GPU
+    start, truncated, cut = time.monotonic(), lm.truncated, lm.cut_prompts
     loaded = load_tasks(name, num_fewshot, data)
     with contextlib.redirect_stdout(io.StringIO()):  # it announces its bootstraps
-        found = evaluator.evaluate(lm, loaded, limit=limit, log_samples=False, bootstrap_iters=1000)
+        found = evaluator.evaluate(lm, loaded, limit=limit, log_samples=True, bootstrap_iters=1000)
     parts = {task: metrics_of(found["results"][task]) for task in loaded["tasks"]}
     whole = metrics_of(found["groups"][name]) if name in found.get("groups", {}) else parts.get(name)
     counts = found["n-samples"]
@@ -145,11 +174,13 @@ def run_task(lm: Any, name: str, num_fewshot: int, data: Path | None, limit: int
             for part, task in loaded["tasks"].items()
         ),
         "metrics": whole or {},
+        "correct": correct_answers(found["samples"]),
         "subtasks": {} if list(parts) == [name] else parts,
         "version": found["versions"].get(name),
         "prompts": prompt_hash(loaded["tasks"]),
         "max_length": lm.max_length,
         "truncated": lm.truncated - truncated,
+        "cut_prompts": lm.cut_prompts - cut,
         "batch_tokens": lm.batch_tokens,
         "device": torch.cuda.get_device_name(lm.device) if lm.device.type == "cuda" else lm.device.type,
         "seconds": round(time.monotonic() - start, 1),
@@ -165,6 +196,16 @@ def metrics_of(found: dict[str, Any]) -> dict[str, float | None]:
         for key, value in found.items()
         if "," in key
     }
+
+
+def correct_answers(samples: dict[str, list[dict[str, Any]]]) -> dict[str, str]:
+    """Which questions were answered rightly, by accuracy: `results.pack_bits`, subtasks in order of name.
+
+    With the same `prompts`, two checkpoints' bits are of the same questions, one by one.
+    """
+    rows = [row for task in sorted(samples) for row in sorted(samples[task], key=lambda row: row["doc_id"])]
+    metrics = [metric for metric in ("acc", "acc_norm") if all(metric in row for row in rows)]
+    return {metric: pack_bits([bool(row[metric]) for row in rows]) for metric in metrics}
 
 
 def prompt_hash(tasks: dict[str, Any]) -> str:
@@ -189,6 +230,6 @@ def summary(entry: dict[str, Any]) -> str:
 def work(entry: dict[str, Any]) -> str:
     """`2376 documents, 20 s`, and how many requests did not fit the model's block size."""
     text = f"{entry['documents']} documents, {entry['seconds']:.0f} s"
-    if cut := entry["truncated"]:
-        text += f", {cut} requests cut to {entry['max_length']} tokens"
+    if cut := entry["cut_prompts"]:
+        text += f", {cut} prompts cut to {entry['max_length']} tokens"
     return text

@@ -10,8 +10,11 @@ the log-likelihoods equal its own on the same weights (`tests/eval/test_lm.py`).
 - Only the positions that are scored go through `lm_head`: over 50,304 words it is most of a small model.
 """
 
+import contextlib
+import queue
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -27,6 +30,10 @@ from lingpt.models import GPT
 
 # (context tokens, tokens to score after it)
 Pair = tuple[list[int], list[int]]
+# what a model reads → the (index of the pair, tokens to predict at its end) that it serves
+Rows = dict[tuple[int, ...], list[tuple[int, list[int]]]]
+# `LinGPTLM._score_batch`
+Scored = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]
 
 PAIRS_AT_ONCE = 4096  # texts tokenised at once: enough to keep every core busy
 LOGITS_AT_ONCE = 2048  # rows of [vocabulary] held in fp32: 0.4 GB at Pythia's vocabulary
@@ -37,7 +44,8 @@ class LinGPTLM(TemplateLM):
     """Scores and generates text with a `GPT`, in the dtype and on the device its weights are in.
 
     Args:
-        model: a `lingpt.models.GPT`; put into eval mode.
+        model: a `lingpt.models.GPT`; put into eval mode. Or the same model on several devices, which share
+            the batches: these, and so the scores, are the same whatever the number of devices.
         tokenizer: its `lingpt.data.Tokenizer`.
         batch_tokens: most tokens of a batch, padding included (a longer sequence is a batch of its own).
         max_length: most tokens of context, the model's block size by default.
@@ -45,11 +53,12 @@ class LinGPTLM(TemplateLM):
 
     Attributes:
         truncated: requests so far whose context was cut on the left to fit `max_length`.
+        cut_prompts: distinct contexts among those: a question's answers share theirs.
     """
 
     def __init__(
         self,
-        model: GPT,
+        model: GPT | Sequence[GPT],
         tokenizer: Tokenizer,
         *,
         batch_tokens: int = 16384,
@@ -59,12 +68,13 @@ class LinGPTLM(TemplateLM):
         super().__init__()
         if batch_tokens < 1:
             raise UserError(f"batch_tokens is {batch_tokens}; a batch needs at least one token")
-        self.model = model.eval()
+        self.models = [one.eval() for one in ([model] if isinstance(model, GPT) else model)]
+        self.model = model = self.models[0]
         self.text_tokenizer = tokenizer
         self.batch_tokens = batch_tokens
         self.max_length = min(max_length or model.config.block_size, model.config.block_size)
         self.progress = progress
-        self.truncated = 0
+        self.truncated = self.cut_prompts = 0
         weight = model.lm_head.weight
         self._device, self.dtype = weight.device, weight.dtype
 
@@ -112,7 +122,7 @@ class LinGPTLM(TemplateLM):
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """`(log P(continuation | context), is it what greedy decoding gives?)` of each request."""
         pairs = self.encode_pairs([request.args for request in requests])
-        return self._score(pairs, disable_tqdm)
+        return self.score(pairs, disable_tqdm)
 
     def _loglikelihood_tokens(
         self,
@@ -120,55 +130,83 @@ class LinGPTLM(TemplateLM):
         disable_tqdm: bool = False,
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
-        return self._score([(context, continuation) for _, context, continuation in requests], disable_tqdm)
+        return self.score([(context, continuation) for _, context, continuation in requests], disable_tqdm)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """log P of each whole text, in disjoint windows of `max_length`, the first one after end-of-text."""
+        texts = self.text_tokenizer.encode_batch([request.args[0] for request in requests])
+        return self.rolling(texts, disable_tqdm)
+
+    def rolling(self, texts: Sequence[list[int]], disable_tqdm: bool = False) -> list[float]:
+        """`loglikelihood_rolling` of texts that are tokens already."""
         windows: list[Pair] = []
         owner: list[int] = []
-        texts = self.text_tokenizer.encode_batch([request.args[0] for request in requests])
         for i, tokens in enumerate(texts):
             pieces = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
             windows += [make_disjoint_window(piece) for piece in pieces]
             owner += [i] * (len(windows) - len(owner))
-        totals = [0.0] * len(requests)
-        for i, (logprob, _) in zip(owner, self._score(windows, disable_tqdm), strict=True):
+        totals = [0.0] * len(texts)
+        for i, (logprob, _) in zip(owner, self.score(windows, disable_tqdm), strict=True):
             totals[i] += logprob
         return totals
 
     @torch.inference_mode()
-    def _score(self, pairs: Sequence[Pair], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+    def score(self, pairs: Sequence[Pair], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Sum of log-probabilities, and whether every token is the arg-max, of each pair's second half."""
         rows = self._rows(pairs)
         logprob = torch.zeros(len(pairs), dtype=torch.float64)
         greedy = torch.ones(len(pairs), dtype=torch.bool)
         with self._bar(len(pairs), disable_tqdm, "log-likelihoods") as bar:
-            for batch in _batches(sorted(rows, key=lambda row: (-len(row), row)), self.batch_tokens):
-                owner, per_token, is_best = self._score_batch(batch, rows)
+            batches = _batches(sorted(rows, key=lambda row: (-len(row), row)), self.batch_tokens)
+            for owner, per_token, is_best, served in self._shared(batches, rows):
                 logprob.index_add_(0, owner, per_token)
                 greedy[owner[~is_best]] = False
-                bar.update(sum(len(rows[row]) for row in batch))
+                bar.update(served)
         return list(zip(logprob.tolist(), greedy.tolist(), strict=True))
 
-    def _rows(self, pairs: Sequence[Pair]) -> dict[tuple[int, ...], list[tuple[int, list[int]]]]:
+    def _shared(self, batches: Iterable[list[tuple[int, ...]]], rows: Rows) -> Iterator[Scored]:
+        """The scores of all batches, in their order; each is computed by a model that has nothing to do."""
+        idle: queue.SimpleQueue[GPT] = queue.SimpleQueue()
+        for model in self.models:
+            idle.put(model)
+
+        def score(batch: list[tuple[int, ...]]) -> Scored:
+            model = idle.get()
+            try:
+                return self._score_batch(model, batch, rows)
+            finally:
+                idle.put(model)
+
+        if len(self.models) == 1:
+            yield from map(score, batches)
+            return
+        with ThreadPoolExecutor(len(self.models)) as threads:
+            yield from threads.map(score, batches)
+
+    def _rows(self, pairs: Sequence[Pair]) -> Rows:
         """Distinct model inputs, each with the `(index of the pair, tokens to predict at its end)` it serves.
 
         The input is cut on the left to `max_length`; a continuation longer than that is scored in pieces,
         each after as much of what precedes it as fits.
         """
         rows = defaultdict(list)
+        cut: set[tuple[int, ...]] = set()
         for i, (context, continuation) in enumerate(pairs):
-            self.truncated += len(context) + len(continuation) > self.max_length + 1
+            if len(context) + len(continuation) > self.max_length + 1:
+                self.truncated += 1
+                cut.add(tuple(context))
             for start in range(0, len(continuation), self.max_length):
                 piece = continuation[start : start + self.max_length]
                 seen = (context + continuation[: start + len(piece)])[-(self.max_length + 1) : -1]
                 rows[tuple(seen)].append((i, piece))
+        self.cut_prompts += len(cut)
         return rows
 
-    def _score_batch(
-        self, batch: list[tuple[int, ...]], rows: dict[tuple[int, ...], list[tuple[int, list[int]]]]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """For every token scored: the index of its pair, its log-probability, is it the arg-max?"""
+    @torch.inference_mode()  # which is a thread's own
+    def _score_batch(self, model: GPT, batch: list[tuple[int, ...]], rows: Rows) -> Scored:
+        """Of every token scored: the index of its pair, its log-probability, is it the arg-max? And how many
+        pairs these are."""
+        device = model.lm_head.weight.device
         length = len(batch[0])  # the longest: rows come sorted
         owners: list[int] = []
         positions: list[int] = []
@@ -179,27 +217,17 @@ class LinGPTLM(TemplateLM):
                 owners += [i] * len(tokens)
                 positions += range(end - len(tokens), end)
                 targets += tokens
-        idx = torch.tensor([row + (0,) * (length - len(row)) for row in batch], device=self.device)
+        idx = torch.tensor([row + (0,) * (length - len(row)) for row in batch])
         try:
-            hidden = self.model.hidden(idx).flatten(0, 1)[torch.tensor(positions, device=self.device)]
-            target = torch.tensor(targets, device=self.device)
-            parts = [
-                self._token_scores(h, t)
-                for h, t in zip(hidden.split(LOGITS_AT_ONCE), target.split(LOGITS_AT_ONCE), strict=True)
-            ]
+            with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+                hidden = model.hidden(idx.to(device)).flatten(0, 1)[torch.tensor(positions).to(device)]
+                logprob, best = token_scores(model, hidden, torch.tensor(targets).to(device))
+                logprob, best = logprob.cpu(), best.cpu()
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"out of memory with a batch of {idx.numel()} tokens: lower --batch_tokens"
             ) from error
-        logprob, best = (torch.cat(part).cpu() for part in zip(*parts, strict=True))
-        return torch.tensor(owners), logprob.double(), best
-
-    def _token_scores(self, hidden: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`hidden [n, C]`, `target [n]` → log-probabilities `[n]` in fp32 (or wider), `[n]` bool."""
-        logits = self.model.lm_head(hidden)
-        logits = logits.float() if logits.dtype.itemsize < 4 else logits
-        best = logits.argmax(-1) == target
-        return logits.gather(-1, target[:, None])[:, 0] - logits.logsumexp(-1), best
+        return torch.tensor(owners), logprob.double(), best, sum(len(rows[row]) for row in batch)
 
     # ------------------------------------------------------------------ generation
 
@@ -263,6 +291,20 @@ class LinGPTLM(TemplateLM):
 
     def _bar(self, total: int, disable: bool, what: str) -> tqdm:
         return tqdm(total=total, desc=what, unit="", disable=True if disable or not self.progress else None)
+
+
+def token_scores(model: GPT, hidden: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`hidden [n, C]`, `target [n]` → log-probabilities `[n]` in fp32 (or wider), is it the arg-max? `[n]`.
+
+    In pieces: the logits of all n would be the largest tensor by far.
+    """
+    parts = []
+    for h, t in zip(hidden.split(LOGITS_AT_ONCE), target.split(LOGITS_AT_ONCE), strict=True):
+        logits = model.lm_head(h)
+        logits = logits.float() if logits.dtype.itemsize < 4 else logits
+        parts.append((logits.gather(-1, t[:, None])[:, 0] - logits.logsumexp(-1), logits.argmax(-1) == t))
+    logprob, best = zip(*parts, strict=True)
+    return torch.cat(logprob), torch.cat(best)
 
 
 def _move_spaces(context: str, continuation: str) -> tuple[str, str]:

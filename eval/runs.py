@@ -62,6 +62,20 @@ class Checkpoint:
             return DTYPES.get(largest.get_dtype(), largest.get_dtype())
 
     @cached_property
+    def facts(self) -> dict[str, int | None]:
+        """Parameters, tokens and length that it was trained with, and the seed; None where it is not said."""
+        manifest = read_manifest(self.folder) or {}
+        recipe = manifest.get("config") or {}
+        with _weights(self.folder) as file:
+            sizes = [math.prod(file.get_slice(name).get_shape()) for name in file.keys()]  # noqa: SIM118
+        return {
+            "parameters": sum(sizes),
+            "tokens": manifest.get("tokens"),
+            "seq_len": (recipe.get("data") or {}).get("seq_len"),
+            "seed": (recipe.get("train") or {}).get("seed"),
+        }
+
+    @cached_property
     def weights(self) -> str:
         """A fingerprint of the weights: SHA-256 of each tensor's name, shape, dtype and middle row.
 

@@ -1,10 +1,18 @@
-"""The paper's Table 2 with our scores next to it, and a plain table of every score."""
+"""The paper's Table 2 with our scores next to it, and what a reader needs to trust them.
+
+Beside the accuracies: their length-normalised form where lm-eval has both, the paired differences to softmax
+over the same questions, chance, parameters and tokens of each run, and how many prompts did not fit.
+"""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from lingpt.common.files import write_errors, write_json, write_text
 from lingpt.common.run_folder import attention_label
+from lingpt.eval.paired import paired_difference
 from lingpt.eval.results import DASH, percent, task_key
+from lingpt.eval.tables import Table, draw_tables
 
 # Column heading and the task (with its number of examples) under it. Two columns are headed
 # ARC-E in the only copy of the paper at hand, which does not say how they differ.
@@ -22,71 +30,218 @@ PAPER = {
     "gla": ("Gated LA", (21.15, 22.27, 65.38, 30.52, 57.73, 58.12)),
     "ours": ("Our LA", (21.16, 25.90, 68.63, 32.43, 59.95, 59.08)),
 }
+PAPER_RUN = ("paper, Pythia-1.4B", "1.4 B", "3 B")
 CHANCE = (25, 25, 50, 25, 25, 25)  # a few ARC questions have three or five answers
 NOTES = (
     "Accuracy in per cent, ± one standard error; – not evaluated.",
     "The paper heads two columns ARC-E without saying how they differ; our one ARC-Easy score is in both.",
 )
 PARTIAL_NOTE = "* on part of the benchmark only (--limit, or a file that is not complete)."
+DIFFERENCE_NOTE = (
+    "Accuracy less that of the softmax run of the same model, in points, over the same questions; in "
+    "brackets the 95 % interval of a paired bootstrap. Where it holds 0, the two cannot be told apart."
+)
 
 
 def table2(results: Sequence[dict[str, Any]], markdown: bool = False) -> str:
-    """The paper's rows, each followed by our checkpoints of that attention, then our other attentions.
+    """The tables of `table2_tables` below each other.
 
     Args:
         results: what `evaluate` returned for each checkpoint.
-        markdown: a Markdown table instead of one for the terminal.
+        markdown: Markdown tables instead of those for the terminal.
     """
+    main, *others = table2_tables(results)
+    return "\n\n".join(
+        [main.text(markdown), *(f"{table.title}\n\n{table.text(markdown)}" for table in others)]
+    )
+
+
+def table2_tables(results: Sequence[dict[str, Any]]) -> list[Table]:
+    """Table 2; then, as far as there is something to show, normalised accuracies and paired differences."""
+    tables = [_accuracies(results), _normalised(results), _differences(results)]
+    return [table for table in tables if table.rows]
+
+
+def save_table2(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
+    """Writes table2.md, .json, .tex and .png into `folder`; returns their paths."""
+    tables, paths = (
+        table2_tables(results),
+        [folder / f"table2.{kind}" for kind in ("md", "json", "tex", "png")],
+    )
+    with write_errors(folder):
+        write_text(
+            paths[0], "".join(f"## {table.title}\n\n{table.text(markdown=True)}\n\n" for table in tables)
+        )
+        write_json(paths[1], table2_values(results))
+        write_text(paths[2], "\n\n".join(table.latex() for table in tables) + "\n")
+    draw_tables(tables, paths[3])
+    return paths
+
+
+def table2_values(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """All numbers of the tables, none rounded: of each run and column the metrics, and the difference."""
+    rows = []
+    for result in results:
+        cells = {}
+        for _, task, shots in dict.fromkeys(COLUMNS):
+            entry = best_entry(result["scores"], task, shots)
+            if entry:
+                kept = ("metrics", "documents", "complete", "max_length", "cut_prompts", "prompts", "date")
+                cells[task_key(task, shots)] = {key: entry.get(key) for key in kept} | {
+                    "less_softmax": difference(result, results, task, shots)
+                }
+        rows.append({"checkpoint": result["checkpoint"], "cells": cells})
+    keys = [_column_key(i) for i in range(len(COLUMNS))]
+    paper = {name: dict(zip(keys, values, strict=True)) for name, (_, values) in PAPER.items()}
+    return {"paper": paper, "chance": dict(zip(keys, CHANCE, strict=True)), "runs": rows}
+
+
+def _column_key(i: int) -> str:
+    """The column's task; the second of two that are headed alike says so."""
+    _, task, shots = COLUMNS[i]
+    again = " (second column)" if COLUMNS[i] in COLUMNS[:i] else ""
+    return f"{task_key(task, shots)}{again}"
+
+
+def _accuracies(results: Sequence[dict[str, Any]]) -> Table:
+    """The paper's rows, each followed by our checkpoints of that attention, then our other attentions."""
     rows = []
     for attention, (name, values) in PAPER.items():
-        rows.append([name, "paper, Pythia-1.4B", *(f"{value:.2f}" for value in values)])
-        rows += [["", *_our_row(result)] for result in results if _label(result) == attention]
-    for result in sorted(results, key=_label):
-        if _label(result) not in PAPER:
-            rows.append([_label(result), *_our_row(result)])
-    rows.append(["Chance", "", *(str(value) for value in CHANCE)])
-    partial = any("*" in cell for row in rows for cell in row[2:])
-    notes = NOTES + ((PARTIAL_NOTE,) if partial else ())
-    head = ["Mechanism", "Run", *(heading for heading, _, _ in COLUMNS)]
-    return _render(head, rows, markdown) + "\n\n" + "\n".join(notes)
+        rows.append([name, *PAPER_RUN, *(f"{value:.2f}" for value in values)])
+        rows += [["", *_our_row(result)] for result in results if label(result) == attention]
+    for result in sorted(results, key=label):
+        if label(result) not in PAPER:
+            rows.append([label(result), *_our_row(result)])
+    rows.append(["Chance", "", "", "", *(str(value) for value in CHANCE)])
+    partial = any("*" in cell for row in rows for cell in row[4:])
+    notes = [*NOTES, *([PARTIAL_NOTE] if partial else []), *_cut_notes(results)]
+    head = ["Mechanism", "Run", "Parameters", "Tokens", *(heading for heading, _, _ in COLUMNS)]
+    return Table("Table 2 of the paper, and ours", head, rows, notes)
+
+
+def _our_row(result: dict[str, Any]) -> list[str]:
+    return [*run_cells(result), *(_cell(result["scores"], task, shots) for _, task, shots in COLUMNS)]
+
+
+def run_cells(result: dict[str, Any]) -> list[str]:
+    """The run's name and step, its parameters and its tokens."""
+    about = result["checkpoint"]
+    return [_run(result), *(count(about.get(key)) for key in ("parameters", "tokens"))]
+
+
+def count(number: int | None) -> str:
+    """`162 M`, `1.4 B`."""
+    if number is None:
+        return DASH
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)
+
+
+def _normalised(results: Sequence[dict[str, Any]]) -> Table:
+    """Accuracy by log-likelihood per byte of the answer, of the tasks that lm-eval has it for."""
+    columns = [column for column in dict.fromkeys(COLUMNS) if column[1] != "mmlu"]
+    rows = []
+    for result in results:
+        cells = [_cell(result["scores"], task, shots, "acc_norm") for _, task, shots in columns]
+        if set(cells) != {DASH}:
+            rows.append([label(result), *run_cells(result), *cells])
+    head = ["Mechanism", "Run", "Parameters", "Tokens", *(heading for heading, _, _ in columns)]
+    title = "Length-normalised accuracy (acc_norm)"
+    return Table(
+        title,
+        head,
+        rows,
+        ["An answer's log-likelihood is divided by its bytes; per cent, ± one standard error."],
+    )
+
+
+def _differences(results: Sequence[dict[str, Any]]) -> Table:
+    columns = list(dict.fromkeys(COLUMNS))
+    rows = []
+    for result in results:
+        cells = [signed(difference(result, results, task, shots)) for _, task, shots in columns]
+        if set(cells) != {DASH}:
+            rows.append([label(result), _run(result), *cells])
+    head = ["Mechanism", "Run", *(heading for heading, _, _ in columns)]
+    return Table("Paired differences to softmax", head, rows, [DIFFERENCE_NOTE])
+
+
+def difference(
+    result: dict[str, Any], results: Sequence[dict[str, Any]], task: str, shots: int, metric: str = "acc"
+) -> tuple[float, ...] | None:
+    """`Difference` of a run to its softmax run on one task; None where there is no pair."""
+    softmax = softmax_of(result, results)
+    if softmax is None or softmax is result:
+        return None
+    a, b = (best_entry(r["scores"], task, shots) for r in (result, softmax))
+    return paired_difference(a, b, metric) if a and b else None
+
+
+def softmax_of(result: dict[str, Any], results: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The softmax run to compare with: of the same model; of several, that of the same seed and tokens."""
+
+    def likeness(other: dict[str, Any]) -> int:
+        return sum(about.get(key) == other["checkpoint"].get(key) for key in ("seed", "tokens", "seq_len"))
+
+    about = result["checkpoint"]
+    same = [
+        r for r in results if label(r) == "softmax" and r["checkpoint"].get("model") == about.get("model")
+    ]
+    return max(same, key=likeness, default=None)
+
+
+def signed(found: tuple[float, ...] | None) -> str:
+    """`+0.53 [−0.42, +1.47]`, in points of a per cent."""
+    if found is None:
+        return DASH
+    mean, low, high = (f"{100 * value:+.2f}".replace("-", "−") for value in found[:3])
+    return f"{mean} [{low}, {high}]"
+
+
+def _cut_notes(results: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each benchmark with prompts that did not fit, and how many of how many."""
+    found: dict[str, dict[str, None]] = {}
+    for heading, task, shots in dict.fromkeys(COLUMNS):
+        for result in results:
+            entry = best_entry(result["scores"], task, shots)
+            if entry and entry.get("cut_prompts"):
+                count, length = f"{entry['cut_prompts']:,} of {entry['documents']:,}", entry["max_length"]
+                found.setdefault(heading, {})[f"{count} prompts at {length:,} tokens"] = None
+    return [f"{heading}: {'; '.join(texts)} were cut on the left to fit." for heading, texts in found.items()]
 
 
 def score_table(results: Sequence[dict[str, Any]], markdown: bool = False) -> str:
     """Every score of every checkpoint: accuracy, length-normalised accuracy, number of documents."""
     rows = []
-    for result in sorted(results, key=_label):
+    for result in sorted(results, key=label):
         for key, entry in result["scores"].items():
             metrics = [percent(entry["metrics"], metric) for metric in ("acc", "acc_norm")]
-            rows.append([_label(result), _run(result), key, *metrics, str(entry["documents"])])
-    return _render(["Attention", "Run", "Task", "acc", "acc_norm", "Documents"], rows, markdown)
+            rows.append([label(result), _run(result), key, *metrics, str(entry["documents"])])
+    head = ["Attention", "Run", "Task", "acc", "acc_norm", "Documents"]
+    return Table("", head, rows).text(markdown)
 
 
-def _our_row(result: dict[str, Any]) -> list[str]:
-    return [_run(result), *(_cell(result["scores"], task, shots) for _, task, shots in COLUMNS)]
-
-
-def _cell(scores: dict[str, Any], task: str, num_fewshot: int) -> str:
-    """The score on the whole benchmark, or on the largest part of it that was evaluated (marked *)."""
+def best_entry(scores: dict[str, Any], task: str, num_fewshot: int) -> dict[str, Any] | None:
+    """The score on the whole benchmark, or on the largest part of it that was evaluated."""
     matching = [e for e in scores.values() if (e["task"], e["num_fewshot"]) == (task, num_fewshot)]
-    if not matching:
+    whole = scores.get(task_key(task, num_fewshot))
+    return whole or max(matching, key=lambda entry: entry["documents"], default=None)
+
+
+def _cell(scores: dict[str, Any], task: str, num_fewshot: int, metric: str = "acc") -> str:
+    """As `percent`; marked * where it is of part of the benchmark."""
+    best = best_entry(scores, task, num_fewshot)
+    if best is None or best["metrics"].get(metric) is None:
         return DASH
-    best = scores.get(task_key(task, num_fewshot)) or max(matching, key=lambda entry: entry["documents"])
-    return percent(best["metrics"], "acc") + ("" if best["complete"] else "*")
+    return percent(best["metrics"], metric) + ("" if best["complete"] else "*")
 
 
-def _label(result: dict[str, Any]) -> str:
+def label(result: dict[str, Any]) -> str:
+    """The attention, as one word."""
     return attention_label(result["checkpoint"]["attention"])
 
 
 def _run(result: dict[str, Any]) -> str:
     return f"{result['checkpoint']['run']}, step {result['checkpoint']['step']}"
-
-
-def _render(head: list[str], rows: list[list[str]], markdown: bool) -> str:
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    text = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in [head, *rows]]
-    rule = ["-" * width for width in widths]
-    lines = [text[0], rule, *text[1:]]
-    if markdown:
-        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return "\n".join("  ".join(line).rstrip() for line in lines)

@@ -160,6 +160,19 @@ def covered() -> list[Path]:
     return list(dict.fromkeys(STOCK / source.tasks for source in sources().values()))
 
 
+def local_tasks(data: Path) -> list[str]:
+    """The stock tasks whose zero-shot questions are in the folder `data`; of MMLU, the group alone."""
+    manager = TaskManager(include_defaults=False, include_path=covered())
+    found = set()
+    for entry in manager.task_index.values():
+        config = entry.cfg or {}
+        source = find_source(config.get("dataset_path", ""), config.get("dataset_name"))
+        split = config.get("test_split") or config.get("validation_split")
+        if source and split in source.splits and (data / source.splits[split].file).is_file():
+            found.add("mmlu" if source.select else entry.name)
+    return sorted(found)
+
+
 @lru_cache(maxsize=16)
 def _load(name: str, num_fewshot: int, data: str | None, stamp: tuple) -> dict[str, Any]:
     """`load_tasks`, once for all checkpoints; `stamp` changes when a file of `data` does."""
@@ -171,8 +184,10 @@ def _load(name: str, num_fewshot: int, data: str | None, stamp: tuple) -> dict[s
             if entry.name in manager.all_subtasks:
                 entry.cfg, entry.yaml_path = {**load_yaml(entry.yaml_path), **overrides}, None
     elif data is not None:
+        known = local_tasks(Path(data))
         raise UserError(
-            f"no local files for a task {name!r}{nearest(name, manager.all_tasks)}: unset EVAL_DATA"
+            f"no local files for a task {name!r}{nearest(name, known)}; {data} has those of "
+            f"{', '.join(known) or 'none'} (and of MMLU's subjects); unset EVAL_DATA to take it from the hub"
         )
     else:
         manager = TaskManager()

@@ -42,6 +42,21 @@ KINDS: dict[str, tuple[Callable[[Any, dict[str, Any]], bool], str]] = {
         "the number of a choice, the first one's 0",
     ),
     "0 or 1": (lambda value, row: type(value) is int and value in (0, 1), "0 or 1"),
+    "1 or 2": (lambda value, row: value in ("1", "2"), 'the string "1" or "2"'),
+}
+
+
+def _one_question(row: dict[str, Any]) -> dict[str, Any]:
+    """SIQA with context and question in one text: the stock prompt joins the two by the space that parts them
+    here, wherever that is."""
+    context, _, question = row["question"].rpartition(" ")
+    answers = dict(zip(("answerA", "answerB", "answerC"), row["choices"], strict=True))
+    return {"context": context, "question": question, **answers, "label": str(row["label"] + 1)}
+
+
+READERS: dict[str | None, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    None: lambda row: row,
+    "one_question": _one_question,
 }
 
 
@@ -58,13 +73,14 @@ class Source:
     """A hub data set as local files, and lm-eval's folder of the tasks on it.
 
     `fields`: what a row must have, each of one of `KINDS`; a field follows those that its kind looks at.
-    `select` is the field that names the hub configuration, if any.
+    `select` is the field that names the hub configuration, if any; `reader` is one of `READERS`.
     """
 
     tasks: str
     fields: dict[str, str]
     splits: dict[str, SplitFile]
     select: str | None = None
+    reader: str | None = None
 
 
 @cache
@@ -77,6 +93,7 @@ def sources() -> dict[str, Source]:
             fields=entry["fields"],
             splits={split: SplitFile(**value) for split, value in entry["splits"].items()},
             select=entry.get("select"),
+            reader=entry.get("reader"),
         )
         for name, entry in yaml.safe_load(text).items()
     }
@@ -105,7 +122,10 @@ def read_split(folder: Path, source: Source, split: str, name: str | None) -> li
         rows = [row for row in rows if row[source.select] == name]
         if not rows:
             raise UserError(f"{file} has no row whose {source.select} is {name!r}")
-    return list(rows)
+    try:
+        return [READERS[source.reader](row) for row in rows]
+    except ValueError as error:
+        raise UserError(f"{file} has a question of another number of answers ({error})") from error
 
 
 def read_rows(file: Path, fields: dict[str, str]) -> list[dict[str, Any]]:

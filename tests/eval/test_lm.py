@@ -1,5 +1,6 @@
 """Guards that our numbers are lm-eval's: equal to HFLM on the same weights, whatever the batch."""
 
+import copy
 import random
 
 import pytest
@@ -223,3 +224,13 @@ def test_mistakes(softmax_model, tokenizer):
         lm.loglikelihood(instances("loglikelihood", [("stone", "")]))
     with pytest.raises(UserError, match="batch_tokens"):
         LinGPTLM(softmax_model, tokenizer, batch_tokens=0)
+
+
+def test_several_devices_share_the_batches_and_change_no_bit(softmax_model, hf_folder):
+    """Three copies of a model on as many threads: every score, flag and count is that of one copy."""
+    tokenizer = load_tokenizer(hf_folder)
+    one = LinGPTLM(softmax_model, tokenizer, batch_tokens=256, progress=False)
+    three = LinGPTLM([copy.deepcopy(softmax_model) for _ in range(3)], tokenizer, batch_tokens=256)
+    requests = instances("loglikelihood", pairs())
+    assert three.loglikelihood(requests) == one.loglikelihood(requests)
+    assert (three.truncated, three.cut_prompts) == (one.truncated, one.cut_prompts) != (0, 0)

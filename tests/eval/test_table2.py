@@ -1,15 +1,21 @@
 """Guards Table 2: the paper's values as printed there, ours in the right cells, dashes elsewhere."""
 
+import json
+
+import numpy as np
 import pytest
 
 from lingpt.eval import score_table, table2
-from lingpt.eval.results import task_key
+from lingpt.eval.paired import bootstrap, paired_difference
+from lingpt.eval.results import pack_bits, task_key
+from lingpt.eval.table2 import save_table2, table2_tables
 
 
 def result(attention, scores, step=300):
     """`{(task, shots, limit): (acc, stderr)}` as `evaluate` returns it."""
     return {
-        "checkpoint": {"run": "pythia-70m-run", "attention": attention, "step": step},
+        "checkpoint": {"run": "pythia-70m-run", "attention": attention, "step": step}
+        | {"model": "pythia-70m", "parameters": 70_426_624, "tokens": 41_943_040, "seed": 0, "seq_len": 2048},
         "scores": {
             task_key(task, shots, limit): {
                 "task": task,
@@ -45,22 +51,23 @@ def test_the_papers_values():
     """Table 2 as it stands in the paper, column by column, two of them headed ARC-E."""
     rows = cells(table2([], markdown=True))
     tasks = ["MMLU (0-shot)", "MMLU (5-shot)", "PIQA", "ARC-C", "ARC-E", "ARC-E"]
-    assert rows[0] == ["Mechanism", "Run", *tasks]
+    assert rows[0] == ["Mechanism", "Run", "Parameters", "Tokens", *tasks]
+    paper = ["paper, Pythia-1.4B", "1.4 B", "3 B"]
     assert rows[2:5] == [
-        ["Regular Attention", "paper, Pythia-1.4B", "22.10", "23.04", "69.18", "33.83", "61.12", "60.34"],
-        ["Gated LA", "paper, Pythia-1.4B", "21.15", "22.27", "65.38", "30.52", "57.73", "58.12"],
-        ["Our LA", "paper, Pythia-1.4B", "21.16", "25.90", "68.63", "32.43", "59.95", "59.08"],
+        ["Regular Attention", *paper, "22.10", "23.04", "69.18", "33.83", "61.12", "60.34"],
+        ["Gated LA", *paper, "21.15", "22.27", "65.38", "30.52", "57.73", "58.12"],
+        ["Our LA", *paper, "21.16", "25.90", "68.63", "32.43", "59.95", "59.08"],
     ]
 
 
 def test_ours_stand_below_the_papers():
     """Each checkpoint under the paper's row of its attention; others after; a limited score marked."""
     rows = cells(table2(RESULTS, markdown=True))
-    run = "pythia-70m-run, step 300"
-    assert rows[3] == ["", run, "–", "25.00 ± 10.00", "60.00*", "–", "–", "–"]  # the larger part of PIQA
-    assert rows[6] == ["", run, "–", "24.53 ± 0.36", "–", "–", "37.12 ± 0.99", "37.12 ± 0.99"]
-    assert rows[7] == ["ours-decay", run, *"––––––"]
-    assert rows[8] == ["softmax+ours", run, "–", "–", "54.32 ± 1.16", "–", "–", "–"]
+    run = ["pythia-70m-run, step 300", "70.4 M", "41.9 M"]
+    assert rows[3] == ["", *run, "–", "25.00 ± 10.00", "60.00*", "–", "–", "–"]  # the larger part of PIQA
+    assert rows[6] == ["", *run, "–", "24.53 ± 0.36", "–", "–", "37.12 ± 0.99", "37.12 ± 0.99"]
+    assert rows[7] == ["ours-decay", *run, *"––––––"]
+    assert rows[8] == ["softmax+ours", *run, "–", "–", "54.32 ± 1.16", "–", "–", "–"]
     assert rows[9][0] == "Chance"
     assert "* on part of the benchmark" in table2(RESULTS)
     assert "* on part" not in table2(RESULTS[:1])
@@ -80,3 +87,48 @@ def test_every_score_is_listed():
     rows = cells(score_table(RESULTS, markdown=True))
     assert len(rows) == 2 + 6
     assert ["ours", "pythia-70m-run, step 300", "arc_easy (0-shot)", "37.12 ± 0.99", "–", "1000"] in rows
+
+
+def test_paired_differences_are_of_the_same_questions():
+    """By hand: of 8 questions one run alone gets 3, softmax alone 1; with other prompts there is no pair."""
+    bits = {"a": [1, 1, 1, 1, 0, 0, 1, 0], "b": [1, 0, 0, 0, 1, 0, 1, 0]}
+    entries = {
+        name: {"task": "piqa", "num_fewshot": 0, "documents": 8, "complete": True, "prompts": "p"}
+        | {
+            "correct": {"acc": pack_bits(b)},
+            "metrics": {"acc": sum(b) / 8, "acc_stderr": 0.1, "acc_norm": 0.5},
+        }
+        | {"cut_prompts": 3, "max_length": 64}
+        for name, b in bits.items()
+    }
+    ours, softmax = (result(attention, {}) for attention in ("ours", "softmax"))
+    ours["scores"], softmax["scores"] = ({task_key("piqa", 0): entries[n]} for n in "ab")
+    found = paired_difference(entries["a"], entries["b"])
+    assert (found.mean, found.questions) == (2 / 8, 8) and found.low < 0 < found.high
+    assert paired_difference(entries["a"], entries["b"] | {"prompts": "q"}) is None
+    main, normalised, paired = table2_tables([ours, softmax])
+    assert [row[0] for row in paired.rows] == ["ours"] and paired.rows[0][4].startswith("+25.00 [")
+    assert [row[4] for row in normalised.rows] == ["50.00", "50.00"]
+    assert any("3 of 8 prompts at 64 tokens were cut" in note for note in main.notes)
+
+
+def test_the_interval_is_the_bootstraps():
+    """Against a bootstrap over questions, drawn one by one."""
+    rng = np.random.default_rng(1)
+    a, b = rng.random(300) < 0.6, rng.random(300) < 0.5
+    found = bootstrap(a, b)
+    means = [(a[i].mean() - b[i].mean()) for i in rng.integers(0, 300, (4000, 300))]
+    np.testing.assert_allclose([found.low, found.high], np.percentile(means, [2.5, 97.5]), atol=0.012)
+    assert found.mean == pytest.approx(a.mean() - b.mean())
+
+
+def test_four_files(tmp_path):
+    """Markdown, JSON with every number, LaTeX that needs booktabs alone, and a picture."""
+    paths = save_table2(RESULTS, tmp_path)
+    assert [path.suffix for path in paths] == [".md", ".json", ".tex", ".png"]
+    values = json.loads(paths[1].read_text())
+    assert values["paper"]["ours"]["mmlu (5-shot)"] == 25.90 and len(values["runs"]) == len(RESULTS)
+    assert values["runs"][0]["cells"]["arc_easy (0-shot)"]["metrics"]["acc"] == 0.3712
+    tex = paths[2].read_text()
+    assert r"37.12 $\pm$ 0.99" in tex and r"\toprule" in tex and "%" not in tex.replace(r"\%", "")
+    assert paths[3].read_bytes().startswith(b"\x89PNG")

@@ -12,7 +12,7 @@ from lm_eval.tasks import TaskManager
 
 from lingpt.common.errors import UserError
 from lingpt.eval.tasks.benchmark import covered, load_tasks
-from lingpt.eval.tasks.sources import Source, SplitFile, sources
+from lingpt.eval.tasks.sources import sources
 
 STOCK = Path(lm_eval.tasks.__file__).parent
 CASES = [("arc_easy", 0), ("arc_easy", 5), ("arc_challenge", 3), ("piqa", 0), ("mmlu", 5)]
@@ -185,7 +185,7 @@ def test_unknown_tasks(eval_data):
     """The nearest name, and what has no local files."""
     with pytest.raises(UserError, match="did you mean 'arc_easy'"):
         load_tasks("arc_eazy", 0, eval_data)
-    with pytest.raises(UserError, match="no local files for a task 'hellaswag'"):
+    with pytest.raises(UserError, match=r"no local files for a task 'hellaswag'; .*arc_easy, mmlu, piqa"):
         load_tasks("hellaswag", 0, eval_data)
 
 
@@ -208,20 +208,25 @@ def test_the_hub_path_is_the_stock_task(eval_data, monkeypatch):
     assert tasks["arc_challenge"].complete
 
 
-def test_another_data_set_is_one_entry(tmp_path, monkeypatch):
-    """Also where the stock task builds its prompts with Python functions, as WinoGrande's does."""
-    entry = Source(
-        tasks="winogrande",
-        fields=dict.fromkeys(("sentence", "option1", "option2", "answer"), "text"),
-        splits={"validation": SplitFile("winogrande.jsonl", 1)},
-    )
-    monkeypatch.setitem(sources(), "allenai/winogrande/winogrande_xl", entry)
-    row = {"sentence": "Birds sing when _ is warm.", "option1": "rain", "option2": "stone", "answer": "2"}
-    (tmp_path / "winogrande.jsonl").write_text(json.dumps(row))
+def test_prompts_of_functions_and_of_converted_rows(tmp_path):
+    """WinoGrande's stock task builds its prompts in Python; SIQA's context and question come in one text."""
+    birds = {"sentence": "Birds sing when _ is warm.", "option1": "rain", "option2": "stone", "answer": "2"}
+    tracy = {"question": "Tracy ran. Why did she?", "choices": ["a", "b", "c"], "label": 2}
+    (tmp_path / "winogrande_validation.jsonl").write_text(json.dumps(birds))
+    (tmp_path / "social_iqa_validation.jsonl").write_text(json.dumps(tracy))
     found = requests(load_tasks("winogrande", 0, tmp_path)["tasks"])
-    assert found == {
-        "winogrande": [("Birds sing when rain", " is warm."), ("Birds sing when stone", " is warm.")]
-    }
+    assert found["winogrande"] == [
+        ("Birds sing when rain", " is warm."),
+        ("Birds sing when stone", " is warm."),
+    ]
+    task = load_tasks("social_iqa", 0, tmp_path)["tasks"]["social_iqa"]
+    assert requests({"s": task})["s"] == [("Q: Tracy ran. Why did she?\nA:", f" {x}") for x in "abc"]
+    assert task.doc_to_target(task.eval_docs[0]) == 2
+    (tmp_path / "social_iqa_validation.jsonl").write_text(
+        json.dumps(tracy | {"choices": ["a", "b", "c", "d"]})
+    )
+    with pytest.raises(UserError, match=r"social_iqa_validation\.jsonl has a question of another number"):
+        load_tasks("social_iqa", 0, tmp_path)
 
 
 def test_every_source_belongs_to_a_stock_task():
