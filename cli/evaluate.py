@@ -2,14 +2,17 @@
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 
 from lingpt.common.errors import UserError
 from lingpt.configs import recipe_path
 
-HELP = "Score checkpoints with lm-eval, and print the paper's Table 2 with ours next to it."
+if TYPE_CHECKING:
+    from lingpt.eval import Checkpoint
+
+HELP = "Score checkpoints, and print the paper's Table 2, or another suite's table, with ours in it."
 
 
 class EvalFile(ActionConfigFile):
@@ -33,42 +36,73 @@ def configure(parser: ArgumentParser) -> None:
         help="the newest run of each attention of this model (of the newest run's)",
     )
     add("--runs", nargs="+", default=[], help="these runs, or checkpoint folders, instead")
-    add("--tasks", nargs="+", default=[], help="names of lm-eval's tasks; `mmlu:5` asks for five examples")
+    suites = "table2 (the default), commonsense, language, recall; one or more"
+    add("--suite", nargs="+", default=["table2"], help=suites)
+    tasks = "of table2: names of lm-eval's tasks; `mmlu:5` asks for five examples"
+    add("--tasks", nargs="+", default=[], help=tasks)
+    texts = "of language and recall: name=path of JSONL that nobody trained on, or embedded"
+    add("--texts", nargs="+", default=["embedded"], help=texts)
+    longest = "training lengths that the loss by position goes up to"
+    add("--longest", type=int, default=8, help=longest)
     add("--num_fewshot", type=int, default=0, help="examples before each question, where a task does not say")
     add("--data", type=str | None, help="folder of benchmark JSONL instead of the hub (or set EVAL_DATA)")
     add("--limit", type=int | None, help="only the first so many documents of each task")
     add("--batch_tokens", type=int, default=16384, help="most tokens of a batch; lower it if memory runs out")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1")
+    add("--devices", type=int, default=1, help="so many GPUs share the questions, from --device on")
     add("--dtype", type=str | None, help="float32, bfloat16 or float16 (the checkpoint's own)")
     add("--out", default="runs", help="the folder of runs")
     add("--redo", action="store_true", help="compute again what a run's eval/ already holds")
+    add("--save", type=str | None, help="a folder for the tables: Markdown, JSON, LaTeX and PNG")
     add("--markdown", action="store_true", help="print Markdown tables")
 
 
 def run(args: Namespace) -> None:
     from lingpt.common.errors import skipping_sick
-    from lingpt.eval import Checkpoint, evaluate, find_checkpoints, results_path, score_table, table2
+    from lingpt.eval import find_checkpoints, results_path, score_table, table2
+    from lingpt.eval.suite_tables import suite_tables
+    from lingpt.eval.suites import check_suites
+    from lingpt.eval.texts import parse_texts
 
-    if not args.tasks:
+    check_suites(args.suite)
+    if "table2" in args.suite and not args.tasks:
         raise UserError("no task to evaluate: give --tasks, for example --tasks arc_easy piqa")
-
-    def scored(checkpoint: Checkpoint) -> tuple[dict[str, Any], Path]:
-        scores = evaluate(
-            checkpoint,
-            args.tasks,
-            num_fewshot=args.num_fewshot,
-            data=args.data or os.environ.get("EVAL_DATA"),
-            limit=args.limit,
-            batch_tokens=args.batch_tokens,
-            device=args.device,
-            dtype=args.dtype,
-            redo=args.redo,
-        )
-        return scores, results_path(checkpoint)
-
-    done = skipping_sick(scored, find_checkpoints(args.out, args.model, args.runs))
+    texts = parse_texts(args.texts)
+    found = find_checkpoints(args.out, args.model, args.runs)
+    done = skipping_sick(lambda one: (_score(args, one, texts), results_path(one)), found)
     results = [scores for scores, _ in done]
     print("\n" + score_table(results, args.markdown))
-    print("\nTable 2 of the paper, and ours\n")
-    print(table2(results, args.markdown))
+    if "table2" in args.suite:
+        print("\nTable 2 of the paper, and ours\n")
+        print(table2(results, args.markdown))
+    for table in suite_tables(results):
+        print(f"\n{table.title}\n\n{table.text(args.markdown)}")
+    if args.save:
+        _save(Path(args.save), results)
     print("\nWritten: " + ", ".join(str(path) for _, path in done))
+
+
+def _score(args: Namespace, checkpoint: "Checkpoint", texts: dict[str, str]) -> dict[str, Any]:
+    """The suites asked for, of one checkpoint; all that is known of it."""
+    from lingpt.eval import evaluate
+    from lingpt.eval.suites import commonsense_tasks, evaluate_texts
+
+    folder = args.data or os.environ.get("EVAL_DATA")
+    data = Path(folder) if folder else None
+    options = {key: args[key] for key in ("batch_tokens", "device", "devices", "dtype", "redo")}
+    tasks = list(args.tasks) if "table2" in args.suite else []
+    tasks += commonsense_tasks(data) if "commonsense" in args.suite else []
+    shots = {"num_fewshot": args.num_fewshot, "limit": args.limit}
+    results = evaluate(checkpoint, tasks, data=data, **shots, **options)
+    if {"language", "recall"} & set(args.suite):
+        results = evaluate_texts(checkpoint, args.suite, texts, longest=args.longest, **options)
+    return results
+
+
+def _save(folder: Path, results: list[dict[str, Any]]) -> None:
+    """Table 2 and the other suites' tables as files."""
+    from lingpt.eval.suite_tables import save_suites
+    from lingpt.eval.table2 import save_table2
+
+    written = [*save_table2(results, folder), *save_suites(results, folder)]
+    print("\nTables: " + ", ".join(str(path) for path in written))

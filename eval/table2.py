@@ -147,6 +147,8 @@ def _normalised(results: Sequence[dict[str, Any]]) -> Table:
         cells = [_cell(result["scores"], task, shots, "acc_norm") for _, task, shots in columns]
         if set(cells) != {DASH}:
             rows.append([label(result), *run_cells(result), *cells])
+    if rows:
+        rows.append(["Chance", "", "", "", *(str(CHANCE[COLUMNS.index(column)]) for column in columns)])
     head = ["Mechanism", "Run", "Parameters", "Tokens", *(heading for heading, _, _ in columns)]
     title = "Length-normalised accuracy (acc_norm)"
     return Table(

@@ -70,7 +70,7 @@ def draw_tables(tables: Sequence[Table], out: Path) -> None:
     widths = [[max(len(line[i]) for line in (t.head, *t.rows)) for i in range(len(t.head))] for t in tables]
     width = max(6.0, 0.068 * max(sum(w) + 3 * len(w) for w in widths))
     notes = [[part for note in t.notes for part in textwrap.wrap(note, int(width / 0.062))] for t in tables]
-    height = sum(row * (len(t.rows) + len(n) + 3.6) for t, n in zip(tables, notes, strict=True))
+    height = sum(row * (len(t.rows) + len(n) + 4.3) for t, n in zip(tables, notes, strict=True))
     figure = Figure(figsize=(width + 0.2, height), dpi=200)
     FigureCanvasAgg(figure)
     axes = figure.add_axes((0, 0, 1, 1))

@@ -108,7 +108,7 @@ def test_paired_differences_are_of_the_same_questions():
     assert paired_difference(entries["a"], entries["b"] | {"prompts": "q"}) is None
     main, normalised, paired = table2_tables([ours, softmax])
     assert [row[0] for row in paired.rows] == ["ours"] and paired.rows[0][4].startswith("+25.00 [")
-    assert [row[4] for row in normalised.rows] == ["50.00", "50.00"]
+    assert [row[4] for row in normalised.rows] == ["50.00", "50.00", "50"]
     assert any("3 of 8 prompts at 64 tokens were cut" in note for note in main.notes)
 
 

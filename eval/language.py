@@ -1,0 +1,113 @@
+"""How well a model knows a language, beyond choosing answers: bits per byte, and the loss by position.
+
+Bits per byte do not depend on the tokenizer; beside them stands what `xz` makes of the same bytes. The loss
+by position goes far past the length that the model was trained with (arXiv 2312.06635, figure 5).
+"""
+
+import itertools
+import lzma
+import math
+from typing import Any
+
+import torch
+
+from lingpt.common.errors import UserError
+from lingpt.eval.lm import LinGPTLM, token_scores
+from lingpt.eval.texts import Texts, prompts_hash, spans
+
+TOKENS = 1_000_000  # of a text that are scored
+PIECES = 32  # long pieces for the loss by position, one a document
+LONGEST = 8  # times the training length
+
+
+def bits_per_byte(lm: LinGPTLM, texts: Texts, tokens: int = TOKENS) -> dict[str, Any]:
+    """Bits per UTF-8 byte of the texts, in windows of the model's context.
+
+    Of each document the same number of tokens, at most, and a window at least; together about `tokens`. The
+    standard error is over documents.
+    """
+    share = max(lm.max_length, tokens // len(texts.documents))
+    parts, taken = [], 0
+    for document in texts.documents:
+        if taken < tokens:
+            parts += spans(document, lm.text_tokenizer, share, 1)
+            taken += len(parts[-1][0])
+    nats = [-total for total in lm.rolling([ids for ids, _ in parts])]
+    sizes = [len(text.encode()) for _, text in parts]
+    compressed = len(lzma.compress("\n".join(text for _, text in parts).encode(), preset=9))
+    value, error = ratio(nats, sizes)
+    to_bits = 1 / math.log(2)
+    return {
+        "documents": len(parts),
+        "metrics": {
+            "bits_per_byte": to_bits * value,
+            "bits_per_byte_stderr": to_bits * error if error is not None else None,
+            "loss": sum(nats) / taken,
+            "xz_bits_per_byte": 8 * compressed / sum(sizes),
+        },
+        "per_document": {"nats": [round(x, 2) for x in nats], "bytes": sizes},
+        "tokens": taken,
+        "prompts": prompts_hash((ids, []) for ids, _ in parts),
+    }
+
+
+def ratio(totals: list[float], sizes: list[int]) -> tuple[float, float | None]:
+    """Σ totals / Σ sizes, and its standard error over the items (linearised); None of a single one."""
+    n, value = len(totals), sum(totals) / sum(sizes)
+    if n < 2:
+        return value, None
+    squares = sum((total - value * size) ** 2 for total, size in zip(totals, sizes, strict=True))
+    return value, math.sqrt(n / (n - 1) * squares) / sum(sizes)
+
+
+@torch.inference_mode()
+def loss_by_position(lm: LinGPTLM, texts: Texts, train_length: int, pieces: int = PIECES) -> dict[str, Any]:
+    """Nats per token by position, in groups that double, up to the model's context or the longest text.
+
+    The model must have been loaded with as large a `block_size` as is asked for. From each document that is
+    long enough one piece, its beginning. The group that ends at `train_length` is what the others compare
+    with.
+    """
+    found = [ids for d in texts.documents for ids, _ in spans(d, lm.text_tokenizer, lm.max_length, 1)]
+    longest = max(map(len, found))
+    edges = _edges(train_length, min(longest, lm.max_length))
+    found = [ids[: edges[-1]] for ids in found if len(ids) >= edges[-1]][:pieces]
+    losses = torch.stack([_losses(lm, ids) for ids in found])
+    groups = []
+    for start, stop in itertools.pairwise(edges):
+        of_piece = losses[:, start:stop].mean(1)
+        error = of_piece.std().item() / math.sqrt(len(found)) if len(found) > 1 else None
+        groups.append({"from": start, "to": stop, "loss": of_piece.mean().item(), "stderr": error})
+    within = next(group for group in groups if group["to"] == train_length)
+    return {
+        "documents": len(found),
+        "metrics": {"loss_at_training_length": within["loss"], "loss_at_the_end": groups[-1]["loss"]},
+        "positions": groups,
+        "train_length": train_length,
+        "prompts": prompts_hash((ids, []) for ids in found),
+    }
+
+
+def _edges(train_length: int, longest: int) -> list[int]:
+    """0, N/16, N/8 … N, 2N …; UserError where the longest text does not reach N."""
+    edges, edge = [0], max(1, train_length // 16)
+    edges += [edge * 2**i for i in range(64) if edge * 2**i < train_length] + [train_length]
+    while edges[-1] * 2 <= longest:
+        edges.append(edges[-1] * 2)
+    if longest < train_length:
+        raise UserError(
+            f"the longest document has {longest:,} tokens, fewer than the training length {train_length:,}: "
+            "the loss by position needs longer texts"
+        )
+    return edges
+
+
+def _losses(lm: LinGPTLM, ids: list[int]) -> torch.Tensor:
+    """The loss of each token after those before it, the first after end-of-text: fp32 `[len(ids)]`."""
+    device = lm.model.lm_head.weight.device
+    tokens = torch.tensor([lm.eot_token_id, *ids], device=device)
+    try:
+        hidden = lm.model.hidden(tokens[None, :-1])[0]
+        return -token_scores(lm.model, hidden, tokens[1:])[0].float().cpu()
+    except torch.OutOfMemoryError as error:
+        raise UserError(f"out of memory with a text of {len(ids):,} tokens: lower --longest") from error

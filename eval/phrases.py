@@ -1,0 +1,118 @@
+"""Recall on real text: a phrase of a long text is asked for again at its end.
+
+The text is followed by the words that stood before one of its phrases; the model chooses between that phrase
+and three others of the same text. A phrase is two or three capitalised words in a row (a name, as a rule), or
+a long word, which occurs once. The same question without the text is the baseline: what the words alone give
+away.
+"""
+
+import random
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from lingpt.common.errors import UserError
+from lingpt.eval.lm import LinGPTLM, Pair
+from lingpt.eval.results import pack_bits
+from lingpt.eval.texts import Texts, prompts_hash, spans
+
+QUESTIONS, OF_A_DOCUMENT = 256, 8
+CHOICES, CUE_WORDS = 4, 8
+ROOM = 64  # tokens for the question behind the text
+NAME = re.compile(r"(?<=[a-z,;] )[A-Z][a-z]+(?: [A-Z][a-z]+){1,2}\b")
+WORD = re.compile(r"(?<=[a-z,;] )[a-z]{8,}\b")
+
+
+@dataclass(frozen=True)
+class Question:
+    """`text` has the answer, which is `choices[0]`, once, after the words of `cue`."""
+
+    text: str
+    cue: str
+    choices: tuple[str, ...]
+
+
+def recall_phrases(lm: LinGPTLM, texts: Texts, questions: int = QUESTIONS) -> dict[str, Any]:
+    """Accuracy with the text and without it, and how often greedy decoding gives the phrase itself.
+
+    Answers are compared by log-likelihood per byte. The text fills the model's context.
+    """
+    asked = make_questions(lm, texts, questions)
+    if len(asked) < 2:
+        raise UserError(
+            f"no questions on phrases can be made of {texts.name}: it needs longer texts of words"
+        )
+    with_text = _ask(lm, asked, [f"{q.text}\n\n{q.cue}" for q in asked])
+    alone = _ask(lm, asked, [q.cue for q in asked])
+    right = [answer.chosen == 0 for answer in with_text]
+    metrics: dict[str, float | None] = {}
+    for name, values in (
+        ("acc", right),
+        ("acc_alone", [answer.chosen == 0 for answer in alone]),
+        ("exact", [answer.greedy for answer in with_text]),
+    ):
+        mean = sum(values) / len(values)
+        metrics |= {name: mean, f"{name}_stderr": (mean * (1 - mean) / (len(values) - 1)) ** 0.5}
+    return {
+        "documents": len(asked),
+        "metrics": metrics,
+        "correct": {"acc": pack_bits(right)},
+        "prompts": prompts_hash((lm.tok_encode(q.text + q.cue), []) for q in asked),
+        "example": {"cue": asked[0].cue, "choices": list(asked[0].choices)},
+    }
+
+
+@dataclass(frozen=True)
+class _Answer:
+    chosen: int
+    greedy: bool
+
+
+def _ask(lm: LinGPTLM, asked: list[Question], contexts: list[str]) -> list[_Answer]:
+    texts = [(c, f" {choice}") for c, q in zip(contexts, asked, strict=True) for choice in q.choices]
+    pairs: list[Pair] = lm.encode_pairs(texts)
+    scores = lm.score(pairs)
+    answers = []
+    for i, question in enumerate(asked):
+        part = scores[CHOICES * i : CHOICES * (i + 1)]
+        per_byte = [score / len(c.encode()) for (score, _), c in zip(part, question.choices, strict=True)]
+        answers.append(_Answer(per_byte.index(max(per_byte)), part[0][1]))
+    return answers
+
+
+def make_questions(lm: LinGPTLM, texts: Texts, most: int = QUESTIONS) -> list[Question]:
+    """One question a piece of text, spread over the documents; the same for models of one context length."""
+    length = lm.max_length - min(ROOM, lm.max_length // 4)
+    found: list[list[Question]] = []
+    for number, document in enumerate(texts.documents):
+        pieces = [
+            text
+            for ids, text in spans(document, lm.text_tokenizer, length, OF_A_DOCUMENT)
+            if 2 * len(ids) >= length
+        ]
+        found.append([q for i, text in enumerate(pieces) if (q := ask_about(text, seed=1000 * number + i))])
+    turns = [q for turn in range(OF_A_DOCUMENT) for of in found for q in of[turn : turn + 1]]
+    return turns[:most]
+
+
+def ask_about(text: str, seed: int) -> Question | None:
+    """A question on a phrase of the first half of `text`; None where it has none."""
+    rng = random.Random(seed)
+    for pattern in (NAME, WORD):
+        matches = {m.group(): m for m in pattern.finditer(text) if text.count(m.group()) == 1}
+        early = [m for m in matches.values() if m.start() < len(text) // 2 and _cue(text, m)]
+        rng.shuffle(early)
+        for match in early:
+            phrase = match.group()
+            others = [p for p in sorted(matches) if p.count(" ") == phrase.count(" ") and p != phrase]
+            if len(others) >= CHOICES - 1:
+                return Question(text, _cue(text, match), (phrase, *rng.sample(others, CHOICES - 1)))
+    return None
+
+
+def _cue(text: str, match: re.Match[str]) -> str:
+    """The eight words before a phrase, of its own line, where these stand nowhere else; else nothing."""
+    line = text[: match.start()].rpartition("\n")[2]
+    words = line.split()
+    cue = line.rstrip()[-len(" ".join(words[-CUE_WORDS:])) :]
+    return cue if len(words) >= CUE_WORDS and text.count(cue) == 1 else ""

@@ -1,0 +1,143 @@
+"""The tables of the suites beside Table 2: `suites.py` measures what they show."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lingpt.common.files import write_errors, write_text
+from lingpt.eval.figures import draw_positions
+from lingpt.eval.paired import Difference, paired_difference
+from lingpt.eval.results import DASH, percent
+from lingpt.eval.suites import COMMONSENSE, Benchmark
+from lingpt.eval.table2 import best_entry, label, run_cells, signed, softmax_of
+from lingpt.eval.tables import Table, draw_tables
+
+
+def suite_tables(results: Sequence[dict[str, Any]]) -> list[Table]:
+    """Of every suite beside Table 2 that has been measured."""
+    tables = [_commonsense_table(results), _bits_table(results), _position_table(results)]
+    return [table for table in [*tables, _recall_table(results)] if table.rows]
+
+
+def save_suites(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
+    """Writes suites.md, .tex and .png, and positions.png and .svg, as far as there is something to show."""
+    tables = suite_tables(results)
+    if not tables:
+        return []
+    paths = [folder / f"suites.{kind}" for kind in ("md", "tex", "png")]
+    markdown = "\n\n".join(f"## {table.title}\n\n{table.text(markdown=True)}" for table in tables)
+    with write_errors(folder):
+        write_text(paths[0], markdown + "\n")
+        write_text(paths[1], "\n\n".join(table.latex() for table in tables) + "\n")
+    draw_tables(tables, paths[2])
+    return paths + draw_positions(results, folder)
+
+
+def _commonsense_table(results: Sequence[dict[str, Any]]) -> Table:
+    rows, columns = [], [b for b in COMMONSENSE if any(_benchmark(r, b) != DASH for r in results)]
+    for result in results:
+        cells = [_benchmark(result, benchmark) for benchmark in columns]
+        if set(cells) - {DASH}:
+            rows.append([label(result), *run_cells(result), *cells])
+    if rows:
+        rows.append(["Chance", "", "", "", *(benchmark.chance for benchmark in columns)])
+    head = ["Mechanism", "Run", "Parameters", "Tokens", *(benchmark.heading for benchmark in columns)]
+    notes = [
+        "Accuracy in per cent ± one standard error (OpenBookQA and HellaSwag: length-normalised), zero-shot; "
+        "LAMBADA's last word is right where greedy decoding gives it, its perplexity is per word."
+    ]
+    return Table("Commonsense", head, rows, notes)
+
+
+def _benchmark(result: dict[str, Any], benchmark: Benchmark) -> str:
+    entry = best_entry(result["scores"], benchmark.task, 0)
+    if entry is None or entry["metrics"].get(benchmark.metric) is None:
+        return DASH
+    star = "" if entry["complete"] else "*"
+    if benchmark.metric.startswith("acc"):
+        return percent(entry["metrics"], benchmark.metric) + star
+    value, error = entry["metrics"][benchmark.metric], entry["metrics"].get(f"{benchmark.metric}_stderr")
+    return f"{value:.3g}" + (f" ± {error:.2g}" if error else "") + star
+
+
+def _bits_table(results: Sequence[dict[str, Any]]) -> Table:
+    """Bits per byte, and the difference to softmax on the same documents."""
+    names = _texts_of(results, "bits_per_byte")
+    rows, xz = [], ["xz -9", "", "", ""]
+    for result in results:
+        cells = []
+        for name in names:
+            entry = result["scores"].get(f"bits_per_byte ({name})")
+            value, error = _bits(entry) if entry else (None, None)
+            cells.append(DASH if value is None else f"{value:.3f}" + (f" ± {error:.3f}" if error else ""))
+        if set(cells) - {DASH}:
+            rows.append([label(result), *run_cells(result), *cells])
+    for name in names:
+        entries = [r["scores"].get(f"bits_per_byte ({name})") for r in results]
+        found = next(entry["metrics"]["xz_bits_per_byte"] for entry in entries if entry)
+        xz.append(f"{found:.3f}")
+    head = ["Mechanism", "Run", "Parameters", "Tokens", *names]
+    notes = ["Bits per UTF-8 byte of held-out text, ± one standard error over documents; xz for comparison."]
+    return Table("Bits per byte", head, [*rows, xz] if rows else [], notes)
+
+
+def _bits(entry: dict[str, Any]) -> tuple[float, float | None]:
+    return entry["metrics"]["bits_per_byte"], entry["metrics"]["bits_per_byte_stderr"]
+
+
+def _position_table(results: Sequence[dict[str, Any]]) -> Table:
+    """Nats per token by position: one table for all texts, groups of positions as columns."""
+    found = [
+        (result, entry)
+        for result in results
+        for entry in result["scores"].values()
+        if entry["task"] == "loss_by_position"
+    ]
+    ends = sorted({group["to"] for _, entry in found for group in entry["positions"]})
+    rows = []
+    for result, entry in found:
+        losses = {group["to"]: f"{group['loss']:.3f}" for group in entry["positions"]}
+        cells = [losses.get(end, DASH) for end in ends]
+        rows.append([label(result), run_cells(result)[0], entry["texts"], *cells])
+    lengths = sorted({f"{entry['train_length']:,}" for _, entry in found})
+    notes = [
+        f"Nats per token at the positions up to each length (from the one before it on); trained at "
+        f"{' and '.join(lengths)} tokens. Beyond that a model that extrapolates does not get worse."
+    ]
+    return Table("Loss by position", ["Mechanism", "Run", "Text", *(f"≤ {e:,}" for e in ends)], rows, notes)
+
+
+def _recall_table(results: Sequence[dict[str, Any]]) -> Table:
+    names, rows = _texts_of(results, "recall_phrases"), []
+    for result in results:
+        for name in names:
+            key = f"recall_phrases ({name})"
+            if entry := result["scores"].get(key):
+                cells = [percent(entry["metrics"], metric) for metric in ("acc", "acc_alone", "exact")]
+                pair = signed(difference_to_softmax(result, results, key))
+                about = [label(result), run_cells(result)[0], name, str(entry["documents"])]
+                rows.append([*about, *cells, pair])
+    if rows:
+        rows.append(["Chance", "", "", "", "25", "25", "0", ""])
+    head = ["Mechanism", "Run", "Text", "Questions", "right of four", "without the text", "word for word"]
+    notes = [
+        "A phrase of a long text is asked for again at its end, by the eight words that stood before it: "
+        "chosen among four phrases of the text; the same without the text; given by greedy decoding."
+    ]
+    return Table("Recall of phrases", [*head, "to softmax"], rows, notes)
+
+
+def difference_to_softmax(
+    result: dict[str, Any], results: Sequence[dict[str, Any]], key: str
+) -> Difference | None:
+    """The paired difference on the score `key`; None where there is no pair."""
+    softmax = softmax_of(result, results)
+    if softmax is None or softmax is result:
+        return None
+    a, b = (r["scores"].get(key) for r in (result, softmax))
+    return paired_difference(a, b) if a and b else None
+
+
+def _texts_of(results: Sequence[dict[str, Any]], measure: str) -> list[str]:
+    entries = [entry for result in results for entry in result["scores"].values()]
+    return list(dict.fromkeys(entry["texts"] for entry in entries if entry["task"] == measure))

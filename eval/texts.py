@@ -1,0 +1,69 @@
+"""Held-out texts that a model is measured on: documents, their tokens, and the bytes that these stand for."""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from lingpt.common.errors import UserError
+from lingpt.common.files import file_sha256
+from lingpt.data import Tokenizer
+from lingpt.data.embedded import embedded_corpus
+from lingpt.data.jsonl import find_files, read_documents
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Documents under a name, in a fixed order. `data` is what they were read from, with hashes."""
+
+    name: str
+    documents: tuple[str, ...]
+    data: dict[str, str]
+
+
+def parse_texts(words: Iterable[str]) -> dict[str, str]:
+    """`["novels=texts/novels.jsonl.xz"]` → `{"novels": "texts/novels.jsonl.xz"}`; `embedded` stands for
+    itself.
+    """
+    pairs = [(word.partition("=")[0], word.partition("=")[2] or word) for word in words]
+    for name, source in pairs:
+        if not name or (source == name != "embedded"):
+            raise UserError(
+                f"--texts {name!r}: give name=path, such as novels=texts/novels.jsonl.xz, or embedded"
+            )
+    return dict(pairs)
+
+
+@lru_cache(maxsize=4)
+def read_texts(name: str, source: str) -> Texts:
+    """The documents of JSONL (a path, folder or glob), or of `embedded`, its validation modules.
+
+    UserError where they cannot be read. They must be text that nobody trained on: that is the caller's to
+    know.
+    """
+    if source == "embedded":
+        corpus = embedded_corpus()
+        documents = tuple(document.text for document in corpus.val.read()) if corpus.val else ()
+        return Texts(name, documents, {"from": "embedded", "hash": corpus.content_hash})
+    files = find_files(source, ["embedded"])
+    documents = tuple(d.text for file in files for d in read_documents(file) if d.text)
+    if not documents:
+        raise UserError(f"{source} holds no text to measure on")
+    return Texts(name, documents, {"from": "files"} | {Path(f).name: file_sha256(f) for f in files})
+
+
+def spans(text: str, tokenizer: Tokenizer, length: int, most: int) -> Iterator[tuple[list[int], str]]:
+    """Up to `most` pieces of `length` tokens, in their order, each with its text; the last is shorter."""
+    encoded = tokenizer.raw.encode(text, add_special_tokens=False)
+    for start in range(0, min(len(encoded.ids), length * most), length):
+        stop = min(start + length, len(encoded.ids))
+        yield encoded.ids[start:stop], text[encoded.offsets[start][0] : encoded.offsets[stop - 1][1]]
+
+
+def prompts_hash(pairs: Iterable[tuple[list[int], list[int]]]) -> str:
+    """SHA-256 of what is asked, token by token."""
+    digest = hashlib.sha256()
+    for pair in pairs:
+        digest.update(repr(pair).encode())
+    return digest.hexdigest()

@@ -1,0 +1,182 @@
+"""Guards the suites beside Table 2: each number against its definition, each with chance or a baseline."""
+
+import json
+import lzma
+import math
+
+import pytest
+import torch
+
+from lingpt.common.errors import UserError
+from lingpt.eval import LinGPTLM
+from lingpt.eval.language import bits_per_byte, loss_by_position, ratio
+from lingpt.eval.phrases import ask_about, make_questions, recall_phrases
+from lingpt.eval.results import unpack_bits
+from lingpt.eval.suite_tables import save_suites, suite_tables
+from lingpt.eval.suites import check_suites, commonsense_tasks, evaluate_texts
+from lingpt.eval.texts import Texts, parse_texts, read_texts, spans
+from lingpt.models import GPT, Config
+
+from .conftest import BLOCK_SIZE, sentence, tiny_model, write_run
+
+pytestmark = pytest.mark.usefixtures("no_network")
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """Six documents, of which five are longer than four training lengths; names among the words."""
+    import random
+
+    rng, rows = random.Random(5), []
+    for i in range(6):
+        names = [f"{a} {b}" for a in ("Anna", "Berta", "Clara", "Dora") for b in ("Kuhn", "Lang")]
+        rng.shuffle(names)
+        words = [f"{sentence(rng, 9)} and {name} {sentence(rng, 9)}" for name in names]
+        rows.append({"text": "\n".join(words if i else words[:1])})
+    path = tmp_path_factory.mktemp("texts") / "held-out.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"stories": str(path)}
+
+
+@pytest.fixture(scope="module")
+def lm(tokenizer):
+    return LinGPTLM(tiny_model("ours"), tokenizer, batch_tokens=512, progress=False)
+
+
+def test_bits_per_byte_is_the_loss_over_the_bytes(lm, texts, tokenizer):
+    """Against the model's logits, window by window; `xz` against Python's; the error against a jackknife."""
+    found = bits_per_byte(lm, read_texts("stories", texts["stories"]), tokens=10**6)
+    nats, size, parts = [], [], read_texts("stories", texts["stories"]).documents
+    for text in parts:
+        ids, total = [tokenizer.eos_id, *tokenizer.encode(text)], 0.0
+        for start in range(0, len(ids) - 1, BLOCK_SIZE):
+            end = min(start + BLOCK_SIZE, len(ids) - 1)  # the last window is as long as the others
+            with torch.no_grad():
+                logits = lm.model(torch.tensor([ids[max(0, end - BLOCK_SIZE) : end]]))[0, start - end :]
+            target = torch.tensor(ids[start + 1 : end + 1])
+            total += torch.nn.functional.cross_entropy(logits, target, reduction="sum").item()
+        nats.append(total)
+        size.append(len(text.encode()))
+    metrics = found["metrics"]
+    assert metrics["bits_per_byte"] == pytest.approx(sum(nats) / sum(size) / math.log(2), rel=1e-5)
+    assert found["documents"] == 6 and found["per_document"]["bytes"] == size
+    packed = lzma.compress("\n".join(parts).encode(), preset=9)
+    assert metrics["xz_bits_per_byte"] == 8 * len(packed) / sum(size)
+    left_out = [(sum(nats) - n) / (sum(size) - s) for n, s in zip(nats, size, strict=True)]
+    jackknife = math.sqrt(5 / 6 * sum((x - sum(left_out) / 6) ** 2 for x in left_out))
+    assert ratio(nats, size)[1] == pytest.approx(jackknife, rel=0.2)
+
+
+def test_the_loss_by_position_goes_past_the_training_length(texts, tokenizer):
+    """Groups that double; each is the mean of the model's own losses at these positions."""
+    config = Config.from_dict(tiny_model("ours").config.to_dict() | {"block_size": 128})
+    model = GPT(config)
+    model.load_state_dict(tiny_model("ours").state_dict())
+    lm = LinGPTLM(model, tokenizer, progress=False)
+    data = read_texts("stories", texts["stories"])
+    found = loss_by_position(lm, data, train_length=32, pieces=3)
+    groups = found["positions"]
+    assert [(g["from"], g["to"]) for g in groups] == [
+        (0, 2),
+        (2, 4),
+        (4, 8),
+        (8, 16),
+        (16, 32),
+        (32, 64),
+        (64, 128),
+    ]
+    pieces = [tokenizer.encode(text)[:128] for text in data.documents[1:4]]
+    ids = torch.tensor([[tokenizer.eos_id, *piece] for piece in pieces])
+    with torch.no_grad():
+        logits = model(ids[:, :-1])
+    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+    assert groups[-1]["loss"] == pytest.approx(losses[:, 64:].mean().item(), rel=1e-5)
+    assert found["metrics"]["loss_at_training_length"] == pytest.approx(
+        losses[:, 16:32].mean().item(), rel=1e-5
+    )
+    with pytest.raises(UserError, match="needs longer texts"):
+        loss_by_position(lm, Texts("short", ("the sun",), {}), train_length=32)
+
+
+def test_a_question_on_a_phrase():
+    """The phrase stands once, in the first half; the cue before it, once; the others are of the same text."""
+    lines = [f"the sun warms a stone cold water {i} runs under {name} and on" for i, name in enumerate(
+        ("Anna Kuhn", "Berta Lang", "Clara Kuhn", "Dora Lang", "Emma Weber", "Frieda Wolf"))]  # fmt: skip
+    text = "\n".join(lines)
+    question = ask_about(text, seed=3)
+    answer = question.choices[0]
+    assert f"{question.cue} {answer} " in text and text.count(question.cue) == text.count(answer) == 1
+    assert text.index(answer) < len(text) / 2 and len(question.cue.split()) == 8
+    assert len(set(question.choices)) == 4 and all(text.count(choice) == 1 for choice in question.choices)
+    assert ask_about(text, seed=3) == question
+    assert ask_about("no names and no rare words here at all " * 9, seed=0) is None
+
+
+def test_recall_is_found_by_a_model_that_copies(lm, texts, monkeypatch):
+    """A model that continues as the text did gets every question right, and none of them without the text."""
+    data = read_texts("stories", texts["stories"])
+    wide = LinGPTLM(lm.model, lm.text_tokenizer, progress=False)
+    wide.max_length = 320
+
+    def copy(pairs):
+        decode = wide.text_tokenizer.decode
+        asked = [(decode(context), decode(answer)) for context, answer in pairs]
+        known = [" ".join(c.split()[-8:]) + a in c for c, a in asked]
+        return [(0.0 if found else -10.0, found) for found in known]
+
+    monkeypatch.setattr(wide, "score", copy)
+    questions = make_questions(wide, data)
+    assert len(questions) >= 5
+    found = recall_phrases(wide, data)
+    assert (found["metrics"]["acc"], found["metrics"]["exact"]) == (1.0, 1.0)
+    assert found["metrics"]["acc_alone"] < 1 and found["documents"] == len(questions)
+    assert unpack_bits(found["correct"]["acc"], len(questions)).all()
+
+
+def test_what_a_run_gets(tmp_path, tokenizer, texts, capsys):
+    """Both suites on a run's checkpoint, kept, not measured again, and in tables and a figure."""
+    from lingpt.eval import find_checkpoints
+
+    for attention in ("ours", "softmax"):
+        write_run(tmp_path, f"demo-{attention}", attention, tokenizer)
+    lines, options = [], {"longest": 2, "device": "cpu"}
+    found = find_checkpoints(tmp_path)
+    results = [evaluate_texts(c, ["language", "recall"], texts, log=lines.append, **options) for c in found]
+    assert results[0]["scores"].keys() == {"bits_per_byte (stories)", "loss_by_position (stories)"}
+    assert sum("left out: no questions on phrases" in line for line in lines) == 2
+    lines.clear()
+    again = evaluate_texts(found[0], ["language"], texts, log=lines.append, **options)
+    assert again == results[0] and all("computed before" in line for line in lines)
+    tables = {table.title: table for table in suite_tables(results)}
+    assert [row[0] for row in tables["Bits per byte"].rows] == ["ours", "softmax", "xz -9"]
+    assert tables["Loss by position"].head[-2:] == [f"≤ {BLOCK_SIZE}", f"≤ {2 * BLOCK_SIZE}"]
+    paths = save_suites(results, tmp_path / "tables")
+    assert [p.name for p in paths] == [
+        "suites.md",
+        "suites.tex",
+        "suites.png",
+        "positions.png",
+        "positions.svg",
+    ]
+    assert b"<svg" in paths[-1].read_bytes()
+
+
+def test_mistakes(eval_data, tmp_path, capsys):
+    with pytest.raises(UserError, match="did you mean 'commonsense'"):
+        check_suites(["comonsense"])
+    with pytest.raises(UserError, match="give name=path"):
+        parse_texts(["novels"])
+    assert parse_texts(["embedded", "a=b=c"]) == {"embedded": "embedded", "a": "b=c"}
+    assert commonsense_tasks(eval_data) == [] and commonsense_tasks(None)[-1] == "hellaswag"
+    assert "has no file for openbookqa" in capsys.readouterr().err
+    (tmp_path / "x.jsonl").write_text('{"text": " "}\n')
+    with pytest.raises(UserError, match="holds no text"):
+        read_texts("x", str(tmp_path / "x.jsonl"))
+
+
+def test_pieces_are_the_text(tokenizer):
+    """Tokens and text of each piece belong together, whatever the bytes of a character."""
+    text = "the sun warms stöne – cold water"
+    pieces = list(spans(text, tokenizer, 5, 100))
+    assert "".join(part for _, part in pieces[:1]) in text and pieces[0][0] == tokenizer.encode(text)[:5]
+    assert [token for ids, _ in pieces for token in ids] == tokenizer.encode(text)
