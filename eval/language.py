@@ -27,7 +27,8 @@ def bits_per_byte(lm: LinGPTLM, texts: Texts, tokens: int = TOKENS) -> dict[str,
     standard error is over documents.
     """
     share = max(lm.max_length, tokens // len(texts.documents))
-    parts, taken = [], 0
+    parts: list[tuple[list[int], str]] = []
+    taken = 0
     for document in texts.documents:
         if taken < tokens:
             parts += spans(document, lm.text_tokenizer, share, 1)

@@ -91,9 +91,9 @@ def draw_tables(tables: Sequence[Table], out: Path) -> None:
                 axes.text(x, y, cell, fontsize=size, va="center")
         y += 0.7 * row
         axes.plot([0, width], [y, y], color="black", linewidth=1.2)
-        for line in lines:
+        for note in lines:
             y += row
-            axes.text(0, y, line, fontsize=size - 1, color="0.3", va="center")
+            axes.text(0, y, note, fontsize=size - 1, color="0.3", va="center")
         y += 0.6 * row
     save_figure(figure, out)
 
