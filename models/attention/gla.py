@@ -5,6 +5,7 @@
     y_t = (swish(x W_r + b_r) ⊙ LN(q_t S_t)) W_O
 
 No rotary embeddings, as in the paper. One projection, `qkvr`, gives q, k, v and r, with Pythia's biases.
+With `short_conv` a causal convolution of width 4 runs over q, k and v, the one that `ours*` have.
 """
 
 from typing import Annotated
@@ -17,6 +18,7 @@ from torch import nn
 from lingpt.common.errors import UserError
 from lingpt.kernels.gated_linear_attention import gated_linear_attention, gated_linear_attention_flops
 from lingpt.models.attention.base import Attention, RecurrentState
+from lingpt.models.attention.short_conv import SHORT_CONV_HELP, convolved, identity_filter
 
 GATE_RANK = 16
 GATE_TEMPERATURE = 16.0
@@ -29,17 +31,19 @@ class GLAAttention(Attention):
         layer_idx: int,
         *,
         gla_n_head: Annotated[int, "number of heads of `gla`, whatever the model's own."] = 4,
+        short_conv: Annotated[bool, SHORT_CONV_HELP] = False,
     ) -> None:
         super().__init__()
         self.n_head, self.d_k, self.d_v = gla_n_head, config.n_embd // 2, config.n_embd
         self.qkvr = nn.Linear(config.n_embd, 2 * self.d_k + 2 * self.d_v, bias=config.bias)
+        self.conv = nn.Parameter(identity_filter(2 * self.d_k + self.d_v)) if short_conv else None
         self.gate_down = nn.Linear(config.n_embd, GATE_RANK, bias=False)
         self.gate_up = nn.Linear(GATE_RANK, self.d_k, bias=True)
         self.norm = nn.LayerNorm(self.d_v // self.n_head, eps=config.norm_eps)
         self.proj = nn.Linear(self.d_v, config.n_embd, bias=config.bias)
 
     @classmethod
-    def check(cls, config: litgpt.Config, *, gla_n_head: int) -> None:
+    def check(cls, config: litgpt.Config, *, gla_n_head: int, **_: bool) -> None:
         if gla_n_head < 1 or config.n_embd % (2 * gla_n_head):
             raise UserError(f"gla_n_head={gla_n_head} must divide n_embd/2={config.n_embd / 2:g}")
 
@@ -50,8 +54,12 @@ class GLAAttention(Attention):
         sin_NR: torch.Tensor,
         state: RecurrentState | None = None,
     ) -> torch.Tensor:
-        *qkv, r = self.qkvr(x_BNC).split((self.d_k, self.d_k, self.d_v, self.d_v), dim=-1)
-        q, k, v = (t.unflatten(-1, (self.n_head, -1)) for t in qkv)  # [B, N, H, d_k/H or d_v/H]
+        qkv, r = self.qkvr(x_BNC).split((2 * self.d_k + self.d_v, self.d_v), dim=-1)
+        if self.conv is not None:
+            qkv = convolved(qkv, self.conv, state)
+        q, k, v = (  # [B, N, H, d_k/H or d_v/H]
+            t.unflatten(-1, (self.n_head, -1)) for t in qkv.split((self.d_k, self.d_k, self.d_v), dim=-1)
+        )
         log_gate = F.logsigmoid(self.gate_up(self.gate_down(x_BNC)).float()) / GATE_TEMPERATURE
         log_gate = log_gate.unflatten(-1, (self.n_head, -1))
         if state is None:
@@ -68,9 +76,13 @@ class GLAAttention(Attention):
 
     def saved_per_token(self) -> int:
         # qkvr, the gate before and after its logarithm (fp32), o, its norm, swish(r), their product
-        return 2 * (self.d_k + self.d_v) + 4 * self.d_k + 4 * self.d_v
+        saved = 2 * (self.d_k + self.d_v) + 4 * self.d_k + 4 * self.d_v
+        return saved if self.conv is None else saved + 2 * self.d_k + self.d_v  # and what is convolved
 
     def new_state(
         self, batch_size: int, max_seq_len: int, device: torch.device, dtype: torch.dtype
     ) -> RecurrentState:
         return RecurrentState()
+
+    def own_parameters(self) -> dict[str, float | torch.Tensor]:
+        return {"conv": identity_filter(2 * self.d_k + self.d_v)}

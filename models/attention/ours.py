@@ -7,11 +7,14 @@ are Pythia's, inside the operator, which reads the fused projection as it is: no
 
 Its options are not the paper's; `ours-decay` and `ours-gated` have them too:
 
-    learnable_b     b per head is learned
+    learnable_b     b per head is learned; without the normaliser a, too
     output_gate     y = W_O (silu(x W_r) ⊙ LayerNorm_head(o)), as in GLA (arXiv 2312.06635)
+    normalize       false, with output_gate: o_i = Σ_{j≤i} (a + b q̂_i·k̂_j) v_j. LayerNorm takes out any factor
+                    per token, the normaliser among them; a and b may then be of any size and sign
     short_conv      a causal convolution of width 4 over q, k and v (short_conv.py)
 """
 
+import functools
 from typing import Annotated
 
 import litgpt
@@ -19,15 +22,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lingpt.common.errors import UserError
 from lingpt.kernels.linear_attention import linear_attention_flops, linear_attention_qkv
 from lingpt.models.attention.base import QKVAttention, RecurrentState
-from lingpt.models.attention.short_conv import identity_filter, short_convolution
+from lingpt.models.attention.short_conv import SHORT_CONV_HELP, convolved, identity_filter
 
 
 class OursAttention(QKVAttention):
-    """LitGPT's parameters and keys. `learnable_b` adds `attn.b_offset` `[H]`, b = 1 + b_offset, at first 0.
+    """LitGPT's parameters and keys. `learnable_b` adds `attn.b_offset` `[H]`, b = 1 + b_offset, at first 0;
+    without the normaliser `attn.a_offset` alike.
 
-    Stored as an offset so that b starts at exactly 1 and small steps are not lost in bf16.
+    Stored as offsets so that a and b start at exactly 1 and small steps are not lost in bf16.
     """
 
     log_decay: torch.Tensor | None  # None in `ours`; a buffer that moves with the model in `ours-decay`
@@ -38,21 +43,39 @@ class OursAttention(QKVAttention):
         layer_idx: int,
         *,
         learnable_b: Annotated[
-            bool, "learn the coefficient b of `ours*` per head instead of keeping it at 1."
+            bool,
+            "learn the coefficient b of `ours*` per head (without `normalize` a, too) instead of using 1.",
         ] = False,
         output_gate: Annotated[bool, "a gate and a norm on the output of `ours*`, as GLA has them."] = False,
-        short_conv: Annotated[bool, "a causal convolution of width 4 over q, k and v of `ours*`."] = False,
+        normalize: Annotated[
+            bool,
+            "divide by the sum of the weights in `ours*`; false needs `output_gate`, whose norm will do.",
+        ] = True,
+        short_conv: Annotated[bool, SHORT_CONV_HELP] = False,
     ) -> None:
         super().__init__(config, layer_idx)
+        self.normalize = normalize
         self.b_offset = nn.Parameter(torch.zeros(config.n_head)) if learnable_b else None
+        self.a_offset = nn.Parameter(torch.zeros(config.n_head)) if learnable_b and not normalize else None
         self.conv = nn.Parameter(identity_filter(3 * config.n_embd)) if short_conv else None  # [4, 3C]
         self.gate_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias) if output_gate else None
         self.norm = nn.LayerNorm(config.head_size or 1, eps=config.norm_eps) if output_gate else None
         self.register_buffer("log_decay", None, persistent=False)
         self.reset_constants(torch.get_default_device())
 
+    @classmethod
+    def check(cls, config: litgpt.Config, *, normalize: bool, output_gate: bool, **_: bool) -> None:
+        if not normalize and not output_gate:
+            raise UserError(
+                "normalize=False needs output_gate=True: the output must be normalised by one of them"
+            )
+
+    def a(self) -> float | torch.Tensor:
+        """The constant: 1.0, or `[H]` in fp32, free."""
+        return 1.0 if self.a_offset is None else 1.0 + self.a_offset.float()
+
     def b(self) -> float | torch.Tensor:
-        """The coefficient: 1.0, or `[H]` in fp32 within [-1, 1].
+        """The coefficient: 1.0, or `[H]` in fp32: within [-1, 1], and without the normaliser free.
 
         Clamped forward, its gradient passed as it is: a step out of the interval is held at the edge and can
         come back, where the gradient of a plain clamp would be zero for ever.
@@ -60,6 +83,8 @@ class OursAttention(QKVAttention):
         if self.b_offset is None:
             return 1.0
         b = 1.0 + self.b_offset.float()
+        if not self.normalize:
+            return b
         return b + (b.clamp(-1.0, 1.0) - b).detach()
 
     def decay(self, x_BNC: torch.Tensor) -> torch.Tensor | None:
@@ -75,18 +100,15 @@ class OursAttention(QKVAttention):
     ) -> torch.Tensor:
         qkv_BN3HD = self.packed_qkv(x_BNC)
         if self.conv is not None:
-            before = None if state is None else state.conv
-            convolved, last = short_convolution(qkv_BN3HD.flatten(2), self.conv, before)
-            qkv_BN3HD = convolved.view_as(qkv_BN3HD)
-            if state is not None:
-                state.conv = last
+            qkv_BN3HD = convolved(qkv_BN3HD.flatten(2), self.conv, state).view_as(qkv_BN3HD)
+        attend = functools.partial(
+            linear_attention_qkv, qkv_BN3HD, cos_NR, sin_NR, self.b(),
+            a=self.a(), log_decay=self.decay(x_BNC), normalize=self.normalize,
+        )  # fmt: skip
         if state is None:
-            o_BNHD = linear_attention_qkv(qkv_BN3HD, cos_NR, sin_NR, self.b(), log_decay=self.decay(x_BNC))
+            o_BNHD = attend()
         else:
-            o_BNHD, state.value = linear_attention_qkv(
-                qkv_BN3HD, cos_NR, sin_NR, self.b(),
-                log_decay=self.decay(x_BNC), initial_state=state.value, return_state=True,
-            )  # fmt: skip
+            o_BNHD, state.value = attend(initial_state=state.value, return_state=True)
         if self.gate_proj is None or self.norm is None:
             return self.proj(o_BNHD.flatten(2))
         return self.proj(F.silu(self.gate_proj(x_BNC)) * self.norm(o_BNHD).flatten(2))
@@ -109,5 +131,4 @@ class OursAttention(QKVAttention):
         return RecurrentState()
 
     def own_parameters(self) -> dict[str, float | torch.Tensor]:
-        own: dict[str, float | torch.Tensor] = {} if self.b_offset is None else {"b_offset": 0.0}
-        return own if self.conv is None else own | {"conv": identity_filter(3 * self.config.n_embd)}
+        return {"a_offset": 0.0, "b_offset": 0.0, "conv": identity_filter(3 * self.config.n_embd)}

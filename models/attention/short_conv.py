@@ -8,7 +8,20 @@ import functools
 
 import torch
 
+from lingpt.models.attention.base import RecurrentState
+
 WIDTH = 4
+SHORT_CONV_HELP = "a causal convolution of width 4 over q, k and v of `ours*` and `gla`."
+
+
+def convolved(
+    x_BNC: torch.Tensor, weight_KC: torch.Tensor, state: RecurrentState | None = None
+) -> torch.Tensor:
+    """`short_convolution` of x, which continues what the decoding state has seen, and updates it."""
+    y_BNC, last = short_convolution(x_BNC, weight_KC, None if state is None else state.conv)
+    if state is not None:
+        state.conv = last
+    return y_BNC
 
 
 def short_convolution(

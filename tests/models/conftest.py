@@ -10,7 +10,7 @@ from lingpt.models import ATTENTIONS, GPT, Config
 
 SMALL = {"name": "small", "block_size": 96, "n_layer": 3, "n_embd": 64, "n_head": 4}
 SMALL |= {"vocab_size": 120, "padding_multiple": 64}
-HYBRID = ["softmax", "ours", "gla"]
+HYBRID = ["softmax", "ours-gated", "gla"]
 
 
 def switched(name: str) -> dict[str, bool]:
@@ -21,7 +21,7 @@ def switched(name: str) -> dict[str, bool]:
 
 VARIANTS = {name: {"attention": name} for name in ATTENTIONS}
 VARIANTS |= {f"{n}-switched": {"attention": n} | switched(n) for n in ATTENTIONS if switched(n)}
-VARIANTS |= {"hybrid": {"attention": HYBRID} | {o: v for n in HYBRID for o, v in switched(n).items()}}
+VARIANTS |= {"hybrid": {"attention": HYBRID, "output_gate": True, "short_conv": True}}
 
 
 @pytest.fixture(params=[*ATTENTIONS, HYBRID], ids=[*ATTENTIONS, "hybrid"])

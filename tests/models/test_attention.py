@@ -6,7 +6,7 @@ import torch
 from lingpt.models import ATTENTIONS, GPT, Config
 from lingpt.models.attention.ours_decay import log_decay
 from lingpt.models.attention.ours_gated import decay_bias
-from lingpt.tests.oracles import by_definition, gated_by_definition, rotated
+from lingpt.tests.oracles import by_definition, gated_by_definition, rotated, ssd
 
 
 @pytest.mark.parametrize("name", ["ours", "ours-decay"])
@@ -29,9 +29,14 @@ def test_ours_is_its_formula(small, name, learnable_b):
     torch.testing.assert_close(layer(x, cos, sin), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("options", [{}, {"output_gate": True, "short_conv": True}], ids=["plain", "options"])
+GATE_AND_CONV = {"output_gate": True, "short_conv": True}
+FREE = GATE_AND_CONV | {"normalize": False, "learnable_b": True}
+
+
+@pytest.mark.parametrize("options", [{}, GATE_AND_CONV, FREE], ids=["plain", "options", "free coefficients"])
 def test_ours_gated_is_its_formula(small, options):
-    """Each token's own decay in the weights; with its options the convolution before and the gate after."""
+    """Each token's own decay in the weights; with its options the convolution before and the gate after, and
+    a and b free where the gate's norm stands for the normaliser."""
     model = small("ours-gated", **options).double()
     layer, N = model.transformer.h[0].attn, 23
     generator = torch.Generator().manual_seed(2)
@@ -45,7 +50,14 @@ def test_ours_gated_is_its_formula(small, options):
         qkv = torch.stack([layer.conv[k] * earlier[:, k : k + N] for k in range(4)]).sum(0)
     q, k, v = (t.view(2, N, 4, -1) for t in qkv.chunk(3, dim=-1))
     gate = torch.sigmoid(x @ layer.decay_proj.weight.T + layer.decay_bias)  # γ_t, [B, N, H]
-    o = by_definition(rotated(q, cos, sin), rotated(k, cos, sin), v, 1.0, gate)
+    q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+    if options == FREE:
+        q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
+        values_alone = torch.ones_like(q[..., :1])
+        a, b = (1 + x[:, None] for x in (layer.a_offset, layer.b_offset))
+        o = a * ssd(values_alone, values_alone, v, gate) + b * ssd(q, k, v, gate)
+    else:
+        o = by_definition(q, k, v, 1.0, gate)
     if options:
         r = torch.nn.functional.silu(layer.gate_proj(x))
         o = r.view_as(o) * torch.nn.functional.layer_norm(o, (16,), layer.norm.weight, layer.norm.bias)
@@ -61,7 +73,7 @@ def test_gates_start_at_retnets_decays():
 
 def test_options_start_as_the_plain_attention(small, tokens):
     """The convolution's filter starts as the identity: it changes nothing before the first step."""
-    for name in ("ours", "ours-decay", "ours-gated"):
+    for name in ("ours", "ours-decay", "ours-gated", "gla"):
         assert torch.equal(small(name, short_conv=True)(tokens), small(name)(tokens))
 
 
@@ -72,9 +84,18 @@ def test_the_decay_is_retnets():
     torch.testing.assert_close(1 - gamma, 1 - expected, rtol=1e-5, atol=0)
 
 
-def test_learnable_b_starts_as_the_fixed_one(small, tokens):
+@pytest.mark.parametrize("options", [{}, {"output_gate": True, "normalize": False}], ids=["b", "a and b"])
+def test_learnable_b_starts_as_the_fixed_one(small, tokens, options):
     """Learning b changes nothing before the first step."""
-    assert torch.equal(small("ours", learnable_b=True)(tokens), small("ours")(tokens))
+    assert torch.equal(small("ours", learnable_b=True, **options)(tokens), small("ours", **options)(tokens))
+
+
+def test_free_coefficients_are_not_held(small):
+    """Without the normaliser no weight has to be positive."""
+    layer = small("ours", learnable_b=True, output_gate=True, normalize=False).transformer.h[0].attn
+    layer.a_offset.data.fill_(-4.0)
+    layer.b_offset.data.fill_(6.0)
+    assert torch.equal(layer.a(), torch.full((4,), -3.0)) and torch.equal(layer.b(), torch.full((4,), 7.0))
 
 
 def test_learnable_b_is_held_at_the_edge_and_can_return(small, tokens):
@@ -95,19 +116,39 @@ def test_learnable_b_is_held_at_the_edge_and_can_return(small, tokens):
     assert torch.equal(layers[0].b(), -torch.ones(4))
 
 
-def test_gla_is_its_recurrence(small):
+@pytest.mark.parametrize("short_conv", [False, True])
+def test_gla_is_its_recurrence(small, short_conv):
     """§4.4 of the paper, token by token: S_t = diag(α_t) S_{t−1} + k_tᵀ v_t, o_t = q_t S_t."""
-    model = small("gla", gla_n_head=2).double()
+    model = small("gla", gla_n_head=2, short_conv=short_conv).double()
     layer, H, N = model.transformer.h[0].attn, 2, 19
-    for parameter in (layer.qkvr.bias, layer.gate_up.bias, layer.gate_up.weight):
+    drawn = [layer.qkvr.bias, layer.gate_up.bias, layer.gate_up.weight, *([layer.conv] if short_conv else [])]
+    for parameter in drawn:
         torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(2))
     x = torch.randn(2, N, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    q, k, v, r = layer.qkvr(x).split((32, 32, 64, 64), dim=-1)
+    qkv, r = layer.qkvr(x).split((128, 64), dim=-1)
+    if short_conv:
+        earlier = torch.nn.functional.pad(qkv, (0, 0, 3, 0))
+        qkv = torch.stack([layer.conv[k] * earlier[:, k : k + N] for k in range(4)]).sum(0)
+    q, k, v = qkv.split((32, 32, 64), dim=-1)
     alpha = torch.sigmoid(layer.gate_up(layer.gate_down(x))) ** (1 / 16)
     q, k, v, alpha = (t.view(2, N, H, -1) for t in (q, k, v, alpha))
     o = layer.norm(gated_by_definition(q, k, v, alpha, scale=16**-0.5)).flatten(2)
     expected = layer.proj(r * torch.sigmoid(r) * o)
     torch.testing.assert_close(layer(x, model.cos[:N], model.sin[:N]), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_an_mlp_can_have_the_output_gate_s_parameters():
+    """So that a comparison is not one of sizes: an eighth more dimensions of the MLP, by a recipe alone."""
+    with torch.device("meta"):
+        gated, softmax, gla = (
+            GPT(Config.from_name("pythia-70m", attention=name, **options)).num_parameters()
+            for name, options in (
+                ("ours-gated", {"output_gate": True}),
+                ("softmax", {"intermediate_size": 4 * 512 + 256}),
+                ("gla", {"intermediate_size": 4 * 512 + 256}),
+            )
+        )
+    assert softmax == pytest.approx(gated, rel=1e-3) and gla == pytest.approx(gated, rel=1e-2)
 
 
 @pytest.mark.parametrize("name", ["pythia-70m", "pythia-160m", "pythia-410m", "pythia-1.4b"])

@@ -83,6 +83,7 @@ def test_config_survives_json():
         ({"rope_base": 0}, "rope_base=0"),
         ({"norm_eps": 0.0}, "norm_eps=0.0"),
         ({"attention": "gla", "gla_n_head": 0}, "gla_n_head=0"),
+        ({"attention": "ours-gated", "normalize": False}, "normalize=False needs output_gate=True"),
     ],
 )
 def test_a_mistake_is_one_line(arguments: dict, message: str):
