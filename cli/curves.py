@@ -8,7 +8,7 @@ from lingpt.common.files import write_errors, write_json
 from lingpt.common.run_folder import METRICS
 from lingpt.train import draw_curves, format_table
 
-HELP = "Draw the loss curves of runs into one PNG, and print how long each took to the losses that all reach."
+HELP = "Draw the loss curves of runs, and print how long each took to the losses that all of them reach."
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -16,6 +16,8 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--baseline", type=str | None, help="the run that times are relative to; by default the first"
     )
+    formats = "formats to write it in besides that of --out, such as svg pdf"
+    parser.add_argument("--formats", nargs="*", default=["svg"], help=formats)
     parser.add_argument(
         "--out", type=str, default="curves.png", help="the picture; the table goes next to it as JSON"
     )
@@ -23,7 +25,7 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> None:
     folders = args.runs or sorted(str(path.parent) for path in Path("runs").glob(f"*/{METRICS}"))
-    rows = draw_curves(folders, args.out, args.baseline)
+    rows = draw_curves(folders, args.out, args.baseline, args.formats)
     table = Path(args.out).with_suffix(".json")
     with write_errors(table):
         write_json(table, {"runs": folders, "time_to_loss": rows})

@@ -1,7 +1,8 @@
 """Training: the recipe, the loop, checkpoints, trackers, curves."""
 
 from lingpt.train.config import Recipe, TrainConfig
-from lingpt.train.curves import draw_curves, format_table
+from lingpt.train.curve_figure import draw_curves
+from lingpt.train.curves import format_table
 from lingpt.train.loop import train
 
 __all__ = ["Recipe", "TrainConfig", "draw_curves", "format_table", "train"]

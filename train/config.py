@@ -54,6 +54,7 @@ class TrainConfig:
         init_from: start a new run from these weights: a Hugging Face Pythia folder, or a model folder.
         wandb: also track in Weights & Biases, offline unless logged in.
         wandb_project: its project.
+        wandb_group: its group; by default the model's name.
         sample_tokens: tokens of text to generate at the end; 0 for none.
         dry_run: print what would happen, and stop.
     """
@@ -91,6 +92,7 @@ class TrainConfig:
     init_from: str | None = None
     wandb: bool = True
     wandb_project: str = "lingpt"
+    wandb_group: str | None = None
     sample_tokens: int = 160
     dry_run: bool = False
 
@@ -101,8 +103,8 @@ MAY_CHANGE = {
     "train.decay_steps", "train.deterministic", "train.save_minutes", "train.keep_best",
     "train.compile", "train.accelerator", "train.devices", "train.num_nodes", "train.eval_interval",
     "train.save_interval", "train.keep_checkpoints", "train.log_interval", "train.resume", "train.init_from",
-    "train.wandb", "train.wandb_project", "train.sample_tokens", "train.dry_run", "data.cache_dir",
-    "data.num_workers",
+    "train.wandb", "train.wandb_project", "train.wandb_group", "train.sample_tokens", "train.dry_run",
+    "data.cache_dir", "data.num_workers",
 }  # fmt: skip
 
 

@@ -1,31 +1,46 @@
-"""Loss curves of several runs in one picture, and how long each took to a loss: the paper's figure 5.
+"""The losses of runs, the mean over those that differ in their seed alone, and how long each took to a loss.
 
-Drawn from `metrics.jsonl` (and `config.yaml` for the names) alone.
+Read from `metrics.jsonl`, `config.yaml` and `environment.json` of the runs; `curve_figure.py` draws them.
 """
 
+import json
 import math
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lingpt.common.errors import UserError, skipping_sick, unknown
-from lingpt.common.files import replacing, write_errors
-from lingpt.common.palette import colours
-from lingpt.common.run_folder import CONFIG, METRICS, attention_label, read_metrics, read_model
+from lingpt.common.files import read_json_object
+from lingpt.common.run_folder import (
+    CONFIG,
+    ENVIRONMENT,
+    METRICS,
+    attention_label,
+    read_config,
+    read_metrics,
+    read_model,
+)
 
 SPIKE_WINDOW, SPIKE_SPREADS, LEAST_SPIKE = 50, 8.0, 0.1  # steps; spreads, and nats, above their median
-DASHES = ("-", "--", ":", "-.")  # further runs of the same attention
 N_TARGETS = 5
+# What may differ between runs that are the same but for their seed.
+_OWN = {
+    "seed", "name", "out_dir", "devices", "resume", "wandb", "wandb_group", "sample_tokens", "save_interval",
+}  # fmt: skip
 
 
 @dataclass
 class Curve:
-    """A run's numbers: `train` and `val` are arrays of (step, train_time, loss), one row a point.
+    """A run's numbers, or the mean of runs that differ in their seed alone.
 
+    train, val: arrays of (step, train_time, loss, tokens), one row a point.
     skipped: the steps that changed nothing, since they were not finite; (step, train_time).
+    config, hardware: of the run's recipe and record; empty where there is none.
+    runs: how many it is the mean of; `lowest` and `highest` are then the losses' bounds at each point.
     """
 
     name: str
@@ -34,6 +49,11 @@ class Curve:
     train: np.ndarray
     val: np.ndarray
     skipped: np.ndarray
+    config: dict[str, Any] = field(default_factory=dict)
+    hardware: dict[str, Any] = field(default_factory=dict)
+    runs: int = 1
+    lowest: dict[str, np.ndarray] = field(default_factory=dict)
+    highest: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 def read_curve(run_folder: str | Path) -> Curve:
@@ -46,15 +66,28 @@ def read_curve(run_folder: str | Path) -> Curve:
             point = [line.get(key) for key in ("step", "train_time", "loss")]
             numbers = tuple(x for x in point if isinstance(x, int | float) and math.isfinite(x))
             if len(numbers) == len(point):
-                points[line["kind"]].append(numbers)
+                tokens = line.get("tokens")
+                points[line["kind"]].append((*numbers, tokens if type(tokens) is int else math.nan))
         if line.get("skipped") is True and type(line.get("train_time")) in (int, float):
             skipped.append((line["step"], line["train_time"]))
     if not points["train"] and not points["val"]:
         raise UserError(f"no losses in {folder}: it is no run folder, or its {METRICS} is empty")
     model, attention = read_model(folder) if (folder / CONFIG).exists() else ("", folder.name)
-    arrays = {kind: np.array(rows, dtype=float).reshape(-1, 3) for kind, rows in points.items()}
+    arrays = {kind: np.array(rows, dtype=float).reshape(-1, 4) for kind, rows in points.items()}
     arrays["skipped"] = np.array(skipped, dtype=float).reshape(-1, 2)
-    return Curve(folder.name, model, attention_label(attention), **arrays)
+    config = read_config(folder) if (folder / CONFIG).exists() else {}
+    return Curve(
+        folder.name, model, attention_label(attention), **arrays, config=config, hardware=_hardware(folder)
+    )
+
+
+def _hardware(folder: Path) -> dict[str, Any]:
+    """What the run's record says of the machine; nothing where there is no readable one."""
+    try:
+        found = read_json_object(folder / ENVIRONMENT).get("hardware")
+    except UserError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def read_curves(run_folders: Sequence[str | Path]) -> list[Curve]:
@@ -64,78 +97,52 @@ def read_curves(run_folders: Sequence[str | Path]) -> list[Curve]:
     return skipping_sick(read_curve, run_folders)
 
 
-def draw_curves(
-    run_folders: Sequence[str | Path], out_png: str | Path, baseline: str | None = None
-) -> list[dict[str, Any]]:
-    """Draws loss against wall-clock and against step into `out_png`; returns the table of `time_to_loss`.
-
-    baseline: the run, or its attention, that the times are relative to; by default the first.
-    """
-    curves = read_curves(run_folders)
-    base = _find(curves, baseline) if baseline else 0
-    draw(curves, Path(out_png))
-    return time_to_loss(curves, base)
+def mean_over_seeds(curves: Sequence[Curve]) -> list[Curve]:
+    """One curve for runs that differ in their seed alone, in the order of the first of each."""
+    groups: dict[str, list[Curve]] = {}
+    for curve in curves:
+        groups.setdefault(_but_for_the_seed(curve), []).append(curve)
+    return [_mean(group) if len(group) > 1 else group[0] for group in groups.values()]
 
 
-def _find(curves: list[Curve], name: str) -> int:
+def _but_for_the_seed(curve: Curve) -> str:
+    """Equal for runs of one recipe and hardware, whatever their seed; a run that names none is alone."""
+    train = curve.config.get("train")
+    if not isinstance(train, dict) or "seed" not in train:
+        return f"{curve.name} {id(curve)}"
+    kept = {key: value for key, value in train.items() if key not in _OWN}
+    same = [curve.config.get("model"), curve.config.get("data"), kept, curve.hardware.get("name")]
+    return json.dumps(same, sort_keys=True, default=str)
+
+
+def _mean(group: list[Curve]) -> Curve:
+    """The mean at the steps that all have, of times and losses alike, and the losses' bounds."""
+    first, values, bounds = group[0], {}, {}
+    for kind in ("train", "val"):
+        tables = [getattr(curve, kind) for curve in group]
+        steps = set.intersection(*(set(table[:, 0]) for table in tables))
+        stack = np.stack([table[np.isin(table[:, 0], list(steps))] for table in tables])
+        values[kind] = stack.mean(0)
+        smoothed = np.stack([smooth(rows) if kind == "train" else rows for rows in stack[:, :, 2]])
+        bounds[kind] = smoothed.min(0), smoothed.max(0)
+    return replace(
+        first,
+        name=re.sub(r"-seed\d+$", "", first.name),
+        **values,
+        skipped=np.concatenate([curve.skipped for curve in group]),
+        runs=len(group),
+        lowest={kind: bound[0] for kind, bound in bounds.items()},
+        highest={kind: bound[1] for kind, bound in bounds.items()},
+    )
+
+
+def find_curve(curves: Sequence[Curve], name: str) -> int:
     """The index of the run that `name` means: by its label in the table, its name, or its folder's path."""
     known = labels(curves)
     for names in (known, [curve.name for curve in curves]):
         if names.count(Path(name).name) == 1:
             return names.index(Path(name).name)
     raise unknown("baseline", name, known)
-
-
-def draw(curves: list[Curve], out: Path) -> None:
-    """Draws loss against wall-clock and against step into `out`: UserError for a format that is none."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no global state, no display
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.4), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 2, sharey=True)
-    unit, seconds = _time_unit(max(_last(c, 1) for c in curves))
-    for panel, column, scale in ((panels[0], 1, seconds), (panels[1], 0, 1)):
-        for (colour, dash), label, curve in zip(_styles(curves), labels(curves), curves, strict=True):
-            _draw(panel, curve, column, scale, colour, dash, label)
-    panels[0].set_xlabel(f"training time ({unit})")
-    panels[0].set_ylabel("loss (nats per token)")
-    panels[1].set_xlabel("step")
-    panels[1].legend(
-        frameon=False,
-        title=_legend_title(curves),
-        alignment="left",
-        title_fontsize=9,
-    )
-    _limits(panels[0], curves)
-    for panel in panels:
-        panel.grid(alpha=0.25, linewidth=0.6)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.set_xlim(left=0)
-    models = sorted({c.model for c in curves if c.model})
-    figure.suptitle(" and ".join(models), x=0.01, ha="left", fontsize=11, fontweight="bold")
-    if (kind := out.suffix[1:].lower() or "png") not in (known := figure.canvas.get_supported_filetypes()):
-        raise UserError(f"cannot draw a .{kind}: end --out in one of .{', .'.join(sorted(known))}")
-    with write_errors(out), replacing(out) as temporary:
-        figure.savefig(temporary, format=kind)
-
-
-def _draw(panel, curve: Curve, column: int, scale: float, colour: str, dash: str, label: str) -> None:
-    style = {"color": colour, "linestyle": dash, "linewidth": 1.6}
-    point = {"marker": "o", "markersize": 5, "markerfacecolor": "white", "markeredgewidth": 1.4}
-    if len(curve.train):
-        x = curve.train[:, column] / scale
-        panel.plot(x, curve.train[:, 2], color=colour, alpha=0.15, linewidth=0.7)
-        panel.plot(x, smooth(curve.train[:, 2]), **style)
-    # On the panel's upper edge: a spike's loss may lie outside.
-    for marker, x in (("v", curve.train[spikes(curve.train[:, 2])]), ("x", curve.skipped)):
-        edge = {"transform": panel.get_xaxis_transform(), "linestyle": "", "color": colour}
-        if len(x):
-            panel.plot(x[:, column] / scale, np.full(len(x), 0.985), marker=marker, markersize=4, **edge)
-    own_line = {} if not len(curve.train) else {"linewidth": 0}
-    panel.plot(curve.val[:, column] / scale, curve.val[:, 2], **style | point | own_line)
-    final = f"  {curve.val[-1, 2]:.3f}" if len(curve.val) else ""
-    panel.plot([], [], **style, **point, label=label + final)
 
 
 def spikes(loss: np.ndarray) -> np.ndarray:
@@ -161,52 +168,14 @@ def smooth(loss: np.ndarray) -> np.ndarray:
     return np.convolve(loss, window, "same") / np.convolve(np.ones(len(loss)), window, "same")
 
 
-def labels(curves: list[Curve]) -> list[str]:
+def labels(curves: Sequence[Curve]) -> list[str]:
     """The attention's name where it tells the runs apart, else the run's."""
     attentions = [c.attention for c in curves]
     one_model = len({c.model for c in curves}) == 1
     return attentions if one_model and len(set(attentions)) == len(curves) else [c.name for c in curves]
 
 
-def _styles(curves: list[Curve]) -> list[tuple[str, str]]:
-    colour = colours(sorted({c.attention for c in curves}))
-    seen: dict[str, int] = {}
-    styles = []
-    for curve in curves:
-        turn = seen[curve.attention] = seen.get(curve.attention, -1) + 1
-        styles.append((colour[curve.attention], DASHES[turn % len(DASHES)]))
-    return styles
-
-
-def _legend_title(curves: list[Curve]) -> str:
-    spiky = any(len(spikes(curve.train[:, 2])) for curve in curves)
-    skipped = any(len(curve.skipped) for curve in curves)
-    parts = ["○ validation, its last value", "— training, smoothed"]
-    return "   ".join(parts + ["▾ loss spike"] * spiky + ["× step skipped"] * skipped)
-
-
-def _limits(panel, curves: list[Curve]) -> None:
-    """Leaves the first fall out of the picture: what matters is below the loss at a tenth of the run."""
-    tops, bottoms = [], []
-    for c in curves:
-        loss = smooth(c.train[:, 2]) if len(c.train) else c.val[:, 2]
-        tops.append(loss[len(loss) // 10])
-        bottoms.append(min(loss.min(), c.val[:, 2].min() if len(c.val) else math.inf))
-    room = max(max(tops) - min(bottoms), 0.1)
-    panel.set_ylim(min(bottoms) - 0.05 * room, max(tops) + 0.05 * room)
-
-
-def _time_unit(longest: float) -> tuple[str, float]:
-    return next(
-        ((u, s) for u, s in (("hours", 3600.0), ("minutes", 60.0)) if longest >= 2 * s), ("seconds", 1.0)
-    )
-
-
-def _last(curve: Curve, column: int) -> float:
-    return max(float(points[-1, column]) for points in (curve.train, curve.val) if len(points))
-
-
-def time_to_loss(curves: list[Curve], baseline: int = 0) -> list[dict[str, Any]]:
+def time_to_loss(curves: Sequence[Curve], baseline: int = 0) -> list[dict[str, Any]]:
     """When each run first reached the losses that all of them reach: `{loss, runs: {label: …}}`.
 
     On validation losses where every run has two or more, else on the smoothed training losses; linear between

@@ -22,7 +22,7 @@ from lingpt.common.run_folder import (
 from lingpt.data import Dataset, baseline_loss
 from lingpt.models import GPT, generate, load_model
 from lingpt.train.config import Recipe
-from lingpt.train.curves import draw_curves
+from lingpt.train.curve_figure import draw_curves
 from lingpt.train.machine import Machine, duration
 from lingpt.train.parallel import Parallel, print_rank0
 

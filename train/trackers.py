@@ -72,6 +72,8 @@ def finite(line: dict[str, Any]) -> dict[str, Any]:
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
 
 
+CLOCKS = ("step", "tokens", "train_time")
+PANELS = {"train_time": "loss over time", "tokens": "loss over tokens", "step": "loss over steps"}  # by axis
 WandBMode = Literal["online", "offline", "disabled", "shared"]
 
 
@@ -95,7 +97,10 @@ def wandb_mode() -> WandBMode:
 
 
 class WandB:
-    """A Weights & Biases run: grouped by model, the losses over training time, and one id for life.
+    """A Weights & Biases run: grouped by model, or with the study that it belongs to, and one id for life.
+
+    The losses stand there three times, over training time, tokens and steps: its panels are the paper's
+    figure 5.
 
     It gets what metrics.jsonl has, each line at its step: a resumed run's lines again, unless it has them.
     Tracking must not end a run: where wandb fails, one line says so and metrics.jsonl goes on.
@@ -111,7 +116,7 @@ class WandB:
             self._run = wandb.init(
                 project=recipe.train.wandb_project,
                 name=recipe.run_name,
-                group=recipe.model.name,
+                group=recipe.train.wandb_group or recipe.model.name,
                 tags=[recipe.attention_label],
                 id=_run_id(folder),
                 resume="allow",
@@ -131,7 +136,10 @@ class WandB:
             reason = " ".join(str(error).split())
             print_rank0(f"wandb does not start ({reason}); {METRICS} has all numbers")
             return
-        self._run.define_metric("train_time")
+        for clock in CLOCKS:
+            self._run.define_metric(clock)
+        for clock, panel in PANELS.items():
+            self._run.define_metric(f"{panel}/*", step_metric=clock)
         for name in ("loss", "lr", "grad_norm", "tokens_per_second", "mfu"):
             self._run.define_metric(f"train/{name}", step_metric="train_time")
         self._run.define_metric("val/loss", step_metric="train_time")
@@ -142,11 +150,13 @@ class WandB:
     def write(self, line: dict[str, Any]) -> None:
         if self._run is None:
             return
-        kind, clocks = line["kind"], ("step", "tokens", "train_time")
+        kind = line["kind"]
         known = {key: value for key, value in finite(line).items() if value is not None}
-        values = {f"{kind}/{key}": value for key, value in known.items() if key not in ("kind", *clocks)}
+        values = {f"{kind}/{key}": value for key, value in known.items() if key not in ("kind", *CLOCKS)}
+        if "loss" in known:
+            values |= {f"{panel}/{kind}": known["loss"] for panel in PANELS.values()}
         try:
-            self._run.log({**values, **{key: line[key] for key in clocks}}, step=line["step"])
+            self._run.log({**values, **{key: line[key] for key in CLOCKS}}, step=line["step"])
         except Exception as error:
             self._give_up(error)
 

@@ -9,7 +9,8 @@ import yaml
 from lingpt.common.errors import UserError
 from lingpt.common.palette import COLOURS
 from lingpt.train import draw_curves, format_table
-from lingpt.train.curves import labels, read_curve, smooth, spikes
+from lingpt.train.curve_figure import caption
+from lingpt.train.curves import labels, mean_over_seeds, read_curve, smooth, spikes
 
 
 def write_run(folder, attention, seconds_per_step, val, model="demo"):
@@ -65,8 +66,9 @@ def test_the_picture_has_both_panels_and_one_colour_an_attention(tmp_path, monke
     runs = [write_run(tmp_path / n, "ours", 1.0, {10: 4.0, 40: 3.0}) for n in ("x", "y")]
     draw_curves([*runs, write_run(tmp_path / "z", "softmax", 9.0, {10: 4.0, 40: 3.0})], tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
-    time_panel, step_panel = kept[0].axes
+    time_panel, token_panel, step_panel = kept[0].axes
     assert "minutes" in time_panel.get_xlabel() and step_panel.get_xlabel() == "step"
+    assert token_panel.get_xlabel() == "tokens"
     assert time_panel.get_ylabel() == "loss (nats per token)"
     texts = [text.get_text() for text in step_panel.get_legend().get_texts()]
     assert [text.split()[0] for text in texts] == ["x", "y", "z"]
@@ -104,10 +106,10 @@ def test_spikes_and_skipped_steps_are_marked(tmp_path, monkeypatch):
         Figure, "savefig", lambda figure, *a, **k: (kept.append(figure), save(figure, *a, **k))
     )
     draw_curves([run], tmp_path / "out.png")
-    by_step = kept[0].axes[1]
+    by_step = kept[0].axes[2]
     marks = {line.get_marker(): list(line.get_xdata()) for line in by_step.lines if len(line.get_xdata())}
     assert marks["v"] == [201, 301] and marks["x"] == [401]
-    assert "loss spike" in by_step.get_legend().get_title().get_text()
+    assert "▾ loss spike" in kept[0].texts[-1].get_text()
 
 
 def test_smoothing_keeps_a_constant_and_follows_a_fall():
@@ -199,3 +201,30 @@ def test_a_run_with_a_validation_and_nothing_else_is_drawn(tmp_path):
     run = write_run(tmp_path / "a", "ours", 1.0, {2: 4.0})
     (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert draw_curves([run], tmp_path / "out.png") == []
+
+
+def test_seeds_are_one_curve_with_a_band(tmp_path):
+    """The mean at the steps that both have, between the lowest and the highest; another rate stays apart."""
+    runs = []
+    for name, rate, seed, val in [
+        ("gla-seed0", 1e-3, 0, {10: 4.0, 20: 2.0}),
+        ("gla-seed1", 1e-3, 1, {10: 5.0, 20: 3.0, 25: 1.0}),
+        ("gla-fast", 3e-3, 0, {10: 4.0, 20: 2.0}),
+    ]:
+        run = write_run(tmp_path / name, "gla", 1.0 + seed, val)
+        config = yaml.safe_load((run / "config.yaml").read_text())
+        config |= {"data": {"source": "wiki/x.jsonl", "seq_len": 32}}
+        config |= {"train": {"seed": seed, "learning_rate": rate, "global_batch_size": 8}}
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+        machine = {"name": "NVIDIA H200", "world_size": 1, "precision": "bf16-mixed"}
+        (run / "environment.json").write_text(json.dumps({"hardware": machine}))
+        runs.append(run)
+    mean, alone = mean_over_seeds([read_curve(run) for run in runs])
+    assert (mean.name, mean.runs, alone.name, alone.runs) == ("gla", 2, "gla-fast", 1)
+    assert mean.val.tolist() == [[10, 15.0, 4.5, 10], [20, 30.0, 2.5, 20]] and len(mean.train) == 20
+    assert mean.lowest["val"].tolist() == [4.0, 2.0] and mean.highest["val"].tolist() == [5.0, 3.0]
+    text = caption([mean, alone])
+    assert "mean of 2 seeds, band from the lowest to the highest" in text
+    assert "x.jsonl; N = 32 tokens; 256 tokens a step; 1 × NVIDIA H200 a run, bf16-mixed" in text
+    draw_curves(runs, tmp_path / "out.png", formats=["svg", "pdf"])
+    assert (tmp_path / "out.pdf").read_bytes().startswith(b"%PDF") and (tmp_path / "out.svg").exists()

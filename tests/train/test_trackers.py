@@ -53,19 +53,32 @@ def logged_out(monkeypatch, tmp_path):
 def test_the_offline_record_has_losses_group_and_step_metric(make_recipe, logged_out, monkeypatch, capfd):
     """Logged out: no prompt, no network, and a record of losses over training time, grouped by model."""
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("wandb asked something"))
-    folder = train(make_recipe(wandb=True, max_steps=3))
-    train(make_recipe(wandb=True, max_steps=5))  # resumed: another file, the same run
+    folder = train(make_recipe(wandb=True, wandb_group="study-tiny", max_steps=3))
+    train(
+        make_recipe(wandb=True, wandb_group="study-tiny", max_steps=5)
+    )  # resumed: another file, the same run
     files = sorted(folder.glob("wandb/offline-run-*/*.wandb"))
     records = [read_offline_record(path) for path in files]
     assert len(records) == 2
     runs = [next(r.run for r in part if r.HasField("run")) for part in records]
     assert len({run.run_id for run in runs}) == 1, "the resumed run has another id"
-    assert runs[0].run_group == "demo" and runs[0].display_name == "demo-ours" and runs[0].project == "lingpt"
+    assert (
+        runs[0].run_group == "study-tiny"
+        and runs[0].display_name == "demo-ours"
+        and runs[0].project == "lingpt"
+    )
     steps = {r.metric.name: r.metric.step_metric for r in records[0] if r.HasField("metric")}
     assert steps["train/loss"] == steps["val/loss"] == "train_time"
+    globs = {r.metric.glob_name: r.metric.step_metric for r in records[0] if r.HasField("metric")}
+    clocks = {"time": "train_time", "tokens": "tokens", "steps": "step"}
+    axes = {f"loss over {name}/*": clock for name, clock in clocks.items()}
+    assert axes.items() <= globs.items(), "the panels of figure 5"
     logged = [history(r) for r in records[1] if r.HasField("history")]  # the newest record has it all
     losses = [row["train/loss"] for row in logged if "train/loss" in row]
     written = [line for line in read_metrics(folder) if line["kind"] == "train"]
+    for name in axes:
+        assert [row[name[:-1] + "train"] for row in logged if name[:-1] + "train" in row] == losses
+    assert logged[-1]["loss over time/val"] == logged[-1]["val/loss"]
     assert losses == pytest.approx([line["loss"] for line in written])
     assert all("train_time" in row for row in logged) and any("val/loss" in row for row in logged)
     assert [row["_step"] for row in logged] == [row["step"] for row in logged] == [1, 2, 3, 4, 5]

@@ -1,0 +1,187 @@
+"""Loss curves of several runs in one picture: against time, tokens and steps (the paper's figure 5)."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lingpt.common.errors import UserError
+from lingpt.common.files import replacing, write_errors
+from lingpt.common.palette import colours
+from lingpt.train.curves import (
+    Curve,
+    find_curve,
+    labels,
+    mean_over_seeds,
+    read_curves,
+    smooth,
+    spikes,
+    time_to_loss,
+)
+
+DASHES = ("-", "--", ":", "-.")  # further runs of the same attention
+STEP, TIME, LOSS, TOKENS = range(4)  # columns of a curve's points
+
+
+def draw_curves(
+    run_folders: Sequence[str | Path],
+    out: str | Path,
+    baseline: str | None = None,
+    formats: Sequence[str] = (),
+) -> list[dict[str, Any]]:
+    """Draws loss against time, tokens and steps into `out`; returns the table of `time_to_loss`.
+
+    Runs that differ in their seed alone are one curve, their mean, with a band from the lowest to the
+    highest.
+
+    Args:
+        baseline: the run, or its attention, that the times are relative to; by default the first.
+        formats: the same picture beside `out` with these suffixes, such as `svg`, `pdf`.
+    """
+    curves, out = mean_over_seeds(read_curves(run_folders)), Path(out)
+    base = find_curve(curves, baseline) if baseline else 0
+    draw(curves, [out, *(out.with_suffix(f".{suffix}") for suffix in formats)])
+    return time_to_loss(curves, base)
+
+
+def draw(curves: list[Curve], paths: Sequence[Path]) -> None:
+    """The picture in each of `paths`, whose suffixes are its formats: UserError for a format that is none."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no global state, no display
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4.6), dpi=200)
+    FigureCanvasAgg(figure)
+    known = figure.canvas.get_supported_filetypes()
+    for path in paths:
+        if (path.suffix[1:].lower() or "png") not in known:
+            kinds = ", .".join(sorted(known))
+            raise UserError(f"cannot draw a {path.suffix}: end --out in one of .{kinds}")
+    panels = figure.subplots(1, 3, sharey=True)
+    unit, seconds = _time_unit(max(_last(c, TIME) for c in curves))
+    tokens, size = _token_unit(max(_last(c, TOKENS) for c in curves))
+    axes = ((TIME, seconds, f"training time ({unit})"), (TOKENS, size, tokens), (STEP, 1, "step"))
+    for panel, (column, scale, name) in zip(panels, axes, strict=True):
+        for (colour, dash), label, curve in zip(_styles(curves), labels(curves), curves, strict=True):
+            _draw(panel, curve, column, scale, colour, dash, label)
+        panel.set_xlabel(name)
+        panel.grid(alpha=0.25, linewidth=0.6)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.set_xlim(left=0)
+    panels[0].set_ylabel("loss (nats per token)")
+    _limits(panels[0], curves)
+    rows = len(curves) + 1
+    panels[2].legend(frameon=False, fontsize=9 if rows < 8 else 7.5, loc="upper right")
+    models = sorted({c.model for c in curves if c.model})
+    figure.suptitle(" and ".join(models), x=0.01, y=0.985, ha="left", fontsize=11, fontweight="bold")
+    figure.text(0.01, 0.015, caption(curves), fontsize=8, color="0.25", ha="left", va="bottom")
+    figure.subplots_adjust(left=0.055, right=0.99, top=0.92, bottom=0.21, wspace=0.06)
+    for path in paths:
+        with write_errors(path), replacing(path) as temporary:
+            figure.savefig(temporary, format=path.suffix[1:].lower() or "png")
+
+
+def caption(curves: Sequence[Curve]) -> str:
+    """What the picture shows: the lines, the data and its length, the hardware, in two lines or three."""
+    marks = ["Lines: training loss, centred average", "circles: validation, the last one by its name"]
+    if seeds := sorted({c.runs for c in curves if c.runs > 1}):
+        count = " or ".join(map(str, seeds))
+        marks.append(f"mean of {count} seeds, band from the lowest to the highest")
+    if any(len(spikes(c.train[:, LOSS])) for c in curves if c.runs == 1):
+        marks.append("▾ loss spike")
+    if any(len(c.skipped) for c in curves):
+        marks.append("× step skipped")
+    data = [_one(c.config.get("data", {}).get("source") for c in curves)]
+    if length := _one(c.config.get("data", {}).get("seq_len") for c in curves):
+        data.append(f"N = {length} tokens")
+    if batch := _one(_batch(c) for c in curves):
+        data.append(f"{batch} tokens a step")
+    hardware = _one(_machine(c) for c in curves)
+    text = "; ".join(marks) + "."
+    about = "; ".join(filter(None, [*data, hardware]))
+    return f"{text}\n{about}." if about else text
+
+
+def _one(values) -> str:
+    """The values, each once, joined by `and`; numbers with separators."""
+    found = dict.fromkeys(value for value in values if value)
+    return " and ".join(f"{value:,}" if isinstance(value, int) else Path(str(value)).name for value in found)
+
+
+def _batch(curve: Curve) -> int | None:
+    size = curve.config.get("train", {}).get("global_batch_size")
+    length = curve.config.get("data", {}).get("seq_len")
+    return size * length if size and length else None
+
+
+def _machine(curve: Curve) -> str | None:
+    found = curve.hardware
+    if not found.get("name"):
+        return None
+    return f"{found.get('world_size', 1)} × {found['name']} a run, {found.get('precision')}".replace("/", "∕")
+
+
+def _draw(panel, curve: Curve, column: int, scale: float, colour: str, dash: str, label: str) -> None:
+    style = {"color": colour, "linestyle": dash, "linewidth": 1.6}
+    point = {"marker": "o", "markersize": 5, "markerfacecolor": "white", "markeredgewidth": 1.4}
+    if len(curve.train):
+        x = curve.train[:, column] / scale
+        if curve.runs == 1:
+            panel.plot(x, curve.train[:, LOSS], color=colour, alpha=0.15, linewidth=0.7)
+        panel.plot(x, smooth(curve.train[:, LOSS]), **style)
+    for kind in curve.lowest:
+        x = getattr(curve, kind)[:, column] / scale
+        bounds = curve.lowest[kind], curve.highest[kind]
+        panel.fill_between(x, *bounds, color=colour, alpha=0.2, linewidth=0)
+    # On the panel's upper edge: a spike's loss may lie outside.
+    if column in (STEP, TIME):
+        spiky = curve.train[spikes(curve.train[:, LOSS])] if curve.runs == 1 else curve.train[:0]
+        for marker, found in (("v", spiky), ("x", curve.skipped)):
+            edge = {"transform": panel.get_xaxis_transform(), "linestyle": "", "color": colour}
+            if len(found):
+                y = np.full(len(found), 0.985)
+                panel.plot(found[:, column] / scale, y, marker=marker, markersize=4, **edge)
+    own_line = {} if not len(curve.train) else {"linewidth": 0}
+    panel.plot(curve.val[:, column] / scale, curve.val[:, LOSS], **style | point | own_line)
+    final = f"  {curve.val[-1, LOSS]:.3f}" if len(curve.val) else ""
+    panel.plot([], [], **style, **point, label=label + final)
+
+
+def _styles(curves: list[Curve]) -> list[tuple[str, str]]:
+    colour = colours(sorted({c.attention for c in curves}))
+    seen: dict[str, int] = {}
+    styles = []
+    for curve in curves:
+        turn = seen[curve.attention] = seen.get(curve.attention, -1) + 1
+        styles.append((colour[curve.attention], DASHES[turn % len(DASHES)]))
+    return styles
+
+
+def _limits(panel, curves: list[Curve]) -> None:
+    """Leaves the first fall out of the picture: what matters is below the loss at a tenth of the run."""
+    tops, bottoms = [], []
+    for c in curves:
+        loss = smooth(c.train[:, LOSS]) if len(c.train) else c.val[:, LOSS]
+        tops.append(loss[len(loss) // 10])
+        bottoms.append(min(loss.min(), c.val[:, LOSS].min() if len(c.val) else math.inf))
+    room = max(max(tops) - min(bottoms), 0.1)
+    panel.set_ylim(min(bottoms) - 0.05 * room, max(tops) + 0.05 * room)
+
+
+def _time_unit(longest: float) -> tuple[str, float]:
+    return next(
+        ((u, s) for u, s in (("hours", 3600.0), ("minutes", 60.0)) if longest >= 2 * s), ("seconds", 1.0)
+    )
+
+
+def _token_unit(most: float) -> tuple[str, float]:
+    for name, size in (("billion tokens", 1e9), ("million tokens", 1e6), ("thousand tokens", 1e3)):
+        if most >= 2 * size:
+            return name, size
+    return "tokens", 1.0
+
+
+def _last(curve: Curve, column: int) -> float:
+    last = [float(points[-1, column]) for points in (curve.train, curve.val) if len(points)]
+    return max((x for x in last if not math.isnan(x)), default=0.0)
