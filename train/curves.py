@@ -73,12 +73,11 @@ def read_curve(run_folder: str | Path) -> Curve:
     if not points["train"] and not points["val"]:
         raise UserError(f"no losses in {folder}: it is no run folder, or its {METRICS} is empty")
     model, attention = read_model(folder) if (folder / CONFIG).exists() else ("", folder.name)
-    arrays = {kind: np.array(rows, dtype=float).reshape(-1, 4) for kind, rows in points.items()}
-    arrays["skipped"] = np.array(skipped, dtype=float).reshape(-1, 2)
+    train, val = (np.array(rows, dtype=float).reshape(-1, 4) for rows in points.values())
+    skips = np.array(skipped, dtype=float).reshape(-1, 2)
     config = read_config(folder) if (folder / CONFIG).exists() else {}
-    return Curve(
-        folder.name, model, attention_label(attention), **arrays, config=config, hardware=_hardware(folder)
-    )
+    label, hardware = attention_label(attention), _hardware(folder)
+    return Curve(folder.name, model, label, train, val, skips, config, hardware)
 
 
 def _hardware(folder: Path) -> dict[str, Any]:
@@ -117,7 +116,9 @@ def _but_for_the_seed(curve: Curve) -> str:
 
 def _mean(group: list[Curve]) -> Curve:
     """The mean at the steps that all have, of times and losses alike, and the losses' bounds."""
-    first, values, bounds = group[0], {}, {}
+    first = group[0]
+    values: dict[str, np.ndarray] = {}
+    bounds: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     for kind in ("train", "val"):
         tables = [getattr(curve, kind) for curve in group]
         steps = set.intersection(*(set(table[:, 0]) for table in tables))
@@ -128,7 +129,8 @@ def _mean(group: list[Curve]) -> Curve:
     return replace(
         first,
         name=re.sub(r"-seed\d+$", "", first.name),
-        **values,
+        train=values["train"],
+        val=values["val"],
         skipped=np.concatenate([curve.skipped for curve in group]),
         runs=len(group),
         lowest={kind: bound[0] for kind, bound in bounds.items()},
