@@ -106,5 +106,5 @@ def _line(row: "Row") -> str:
     worst = max(row.errors.values(), default=None)
     numbers = cell(row.forward_ms, 9, ".3f") + cell(row.backward_ms, 9, ".3f")
     numbers += cell(row.both_memory, 7, ".1f") + cell(worst, 9, ".1e")
-    status = "" if row.status == "ok" else f"{row.status}: {row.reason}"
+    status = row.reason if row.status == "ok" else f"{row.status}: {row.reason}"
     return f"{row.implementation:<18}{row.shape!s:<28}{numbers}  {status}".rstrip()

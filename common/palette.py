@@ -10,7 +10,17 @@ COLOURS = {
     "gla": "#009E73",  # bluish green
     "sdpa-cudnn": "#999999",  # softmax by another library
 }
-SPARE_COLOURS = ("#B2182B", "#E69F00", "#56B4E9", "#8C510A", "#5E4FA2", "#1B7837")
+SPARE_COLOURS = (
+    "#B2182B",
+    "#E69F00",
+    "#56B4E9",
+    "#8C510A",
+    "#5E4FA2",
+    "#1B7837",
+    "#F0E442",
+    "#666666",
+    "#3690C0",
+)
 
 
 def colours(names: Iterable[str]) -> dict[str, str]:

@@ -28,9 +28,11 @@ def relative_errors(call: Call) -> dict[str, float]:
     assert call.o is not None, "the errors are those of a call that ran"
     exact = {name: take(x).double().requires_grad_(x.requires_grad) for name, x in call.inputs.items()}
     expected = call.implementation.oracle(exact | {"q": tail(exact["q"])} if quadratic else exact)
+    errors = {"o": _relative_rms(tail(take(call.o)), expected.detach())}
+    if call.why_no_backward:
+        return errors
     leaves = [exact[name] for name in call.leaves]
     gradients = torch.autograd.grad(expected, leaves, tail(take(call.do).double()))
-    errors = {"o": _relative_rms(tail(take(call.o)), expected.detach())}
     for name, grad, gradient in zip(call.leaves, call.grads, gradients, strict=True):
         errors[f"d{name}"] = _relative_rms(tail(take(grad)), tail(gradient))
     return errors
@@ -44,10 +46,12 @@ def _outermost(shape: Shape) -> tuple[list[int], list[int]]:
 
 
 def _slice(x: Tensor, batches: list[int], heads: list[int]) -> Tensor:
-    """Of [B, N, H, D], [B, N, 3, H, D] or [H] the chosen batches and heads; [N, R] as it is."""
-    if x.ndim == 1:
-        return x[heads]
-    return x if x.ndim == 2 else x[batches][..., heads, :]
+    """Of [B, N, H, D], [B, N, 3, H, D], [B, N, H] or [H] the chosen batches and heads; [N, R] as it is."""
+    if x.ndim == 2:
+        return x
+    if x.ndim in (1, 3):
+        return (x[batches] if x.ndim == 3 else x)[..., heads]
+    return x[batches][..., heads, :]
 
 
 def _relative_rms(x: Tensor, exact: Tensor) -> float:

@@ -8,22 +8,25 @@ To add one: an entry of IMPLEMENTATIONS, at the end of this file.
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import importlib.util
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid, normalize, scaled_dot_product_attention
+from torch.nn.functional import normalize, scaled_dot_product_attention
 
+from lingpt.kernels.bench import inputs, oracles
+from lingpt.kernels.bench.inputs import Inputs
 from lingpt.kernels.bench.shapes import Shape
-from lingpt.kernels.gated_linear_attention import gated_linear_attention
 from lingpt.kernels.linear_attention import linear_attention, linear_attention_flops, linear_attention_qkv
-from lingpt.kernels.linear_attention.cuda import why_unsupported
+from lingpt.kernels.linear_attention.call import Call
+from lingpt.kernels.linear_attention.cuda import why_not, why_unsupported
 from lingpt.kernels.linear_attention.numerics import B_SHRINK
 
-# By name: q, k, v … [B, N, H, D]; qkv [B, N, 3, H, D]; per-head values [H]; cos and sin [N, R]
-Inputs = dict[str, Tensor]
 MakeInputs = Callable[[Shape, torch.dtype, torch.device], Inputs]
 Attention = Callable[[Inputs], Tensor]
 Need = Callable[[Shape | None, torch.dtype, torch.device], str | None]  # None where it is met, else why not
@@ -39,6 +42,7 @@ class Implementation:
     call: Attention
     oracle: Attention
     needs: tuple[Need, ...] = ()
+    backward_needs: tuple[Need, ...] = ()  # where they are not met, forward alone is measured
     min_traffic: tuple[int, int] = (4, 8)  # tensors of U bytes that forward and backward must read or write
     quadratic: bool = False  # in N: time grows with its square
     ours: bool = False
@@ -55,8 +59,16 @@ class Implementation:
         device: str | torch.device = "cuda",
     ) -> str | None:
         """None where it runs here, else the reason why not."""
-        device = torch.device(device)
-        return next((reason for need in self.needs if (reason := need(shape, dtype, device))), None)
+        return _first_reason(self.needs, shape, dtype, torch.device(device))
+
+    def why_no_backward(
+        self,
+        shape: Shape | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        device: str | torch.device = "cuda",
+    ) -> str | None:
+        """The same of its backward pass."""
+        return _first_reason(self.backward_needs, shape, dtype, torch.device(device))
 
     def flops(self, shape: Shape) -> int:
         """Of forward: matrix products only, causal ones counted once."""
@@ -67,80 +79,57 @@ class Implementation:
 # What an implementation needs
 
 
+def _first_reason(
+    needs: tuple[Need, ...], shape: Shape | None, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    return next((reason for need in needs if (reason := need(shape, dtype, device))), None)
+
+
 def _cuda_device(shape: Shape | None, dtype: torch.dtype, device: torch.device) -> str | None:
     return None if device.type == "cuda" and torch.cuda.is_available() else "needs a CUDA device"
 
 
-def _fla_package(shape: Shape | None, dtype: torch.dtype, device: torch.device) -> str | None:
-    installed = importlib.util.find_spec("fla") is not None
-    return None if installed else "fla-core is not installed: pip install 'lingpt[gla]'"
+def _package(module: str, name: str, install: str) -> Need:
+    def need(shape: Shape | None, dtype: torch.dtype, device: torch.device) -> str | None:
+        installed = importlib.util.find_spec(module) is not None
+        return None if installed else f"{name} is not installed: pip install {install}"
+
+    return need
+
+
+def _sound_scalar_gates(shape: Shape | None, dtype: torch.dtype, device: torch.device) -> str | None:
+    """FLA's gradients of scalar gates are wrong on Hopper before Triton 3.7.1 (its issues 640 and 984)."""
+    found = importlib.metadata.version("triton")
+    if torch.cuda.get_device_capability(device)[0] != 9 or _numbers(found) >= (3, 7, 1):
+        return None
+    return f"no backward pass: on Hopper it needs Triton 3.7.1 or newer, this is {found}"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
 
 
 def _our_kernel(shape: Shape | None, dtype: torch.dtype, device: torch.device) -> str | None:
     return why_unsupported(dtype, shape.D if shape else 128, device)
 
 
-# Inputs: signed random numbers, a fixed seed, gradients asked of what gets one in training
+def _our_gated_kernel(normalize: bool) -> Need:
+    def need(shape: Shape | None, dtype: torch.dtype, device: torch.device) -> str | None:
+        x = torch.empty(1, 1, 1, shape.D if shape else 128, dtype=dtype, device=device)
+        return why_not(Call(q=x, k=x, v=x, log_gate=x[..., 0].float(), normalize=normalize))
 
-
-def _random(shape: Shape, dtype: torch.dtype, device: torch.device, names: str = "qkv") -> Inputs:
-    generator = torch.Generator(device).manual_seed(20)
-    return {
-        name: torch.randn(shape, generator=generator, device=device, dtype=dtype).requires_grad_()
-        for name in names
-    }
-
-
-def _positive(shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
-    """Non-negative unit q and k: a normaliser without L2 norm and constant needs positive features."""
-    x = _random(shape, dtype, device)
-    with torch.no_grad():
-        return {
-            n: (normalize(t.abs(), dim=-1) if n in "qk" else t).detach().requires_grad_()
-            for n, t in x.items()
-        }
-
-
-def _decayed(shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
-    """RetNet-like decays γ = 1 − 2^(−5 − 8h/H), as `ours-decay` trains with."""
-    head = torch.arange(shape.H, device=device, dtype=torch.float32)
-    return _random(shape, dtype, device) | {"log_decay": torch.log1p(-torch.exp2(-5 - 8 * head / shape.H))}
-
-
-def _packed(shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
-    """The model's own call: a fused projection, and RoPE on a quarter of the dimensions as Pythia has it."""
-    B, N, H, D = shape
-    generator = torch.Generator(device).manual_seed(20)
-    qkv = torch.randn((B, N, 3, H, D), generator=generator, device=device, dtype=dtype)
-    R = D // 4
-    frequency = 10000.0 ** (-torch.arange(0, R, 2, device=device) / R)
-    angle = (torch.arange(N, device=device)[:, None] * frequency).repeat(1, 2)
-    return {"qkv": qkv.requires_grad_(), "cos": angle.cos(), "sin": angle.sin()}
-
-
-def _gated(shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
-    """GLA's gates, log σ(x)/16, in the model's dtype: half the traffic of fp32 gates, to its advantage."""
-    x = _random(shape, dtype, device, "qkvg")
-    with torch.no_grad():
-        x["g"] = (logsigmoid(x["g"]) / 16).detach().requires_grad_()
-    return x
-
-
-def _lightning(shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
-    """The decays that chunk_lightning_attn gives layer 0: for the oracle, the call makes them itself."""
-    head = torch.arange(shape.H, device=device, dtype=torch.float32)
-    return _random(shape, dtype, device) | {"log_decay": -8 / shape.H * head}
+    return need
 
 
 # Calls of ours; with backend "chunkwise" they are oracles, too, in the dtype they are given (float64)
 
 
-def _ours(backend: str) -> Attention:
-    def call(x: Inputs) -> Tensor:
-        decay = x.get("log_decay")
-        return _output(linear_attention(x["q"], x["k"], x["v"], log_decay=decay, backend=backend))
-
-    return call
+def _ours(backend: str, normalize: bool = True) -> Attention:
+    """Without the normaliser q·k alone (a = 0), of rows as they are: what simple GLA and SSD compute."""
+    attend = functools.partial(
+        linear_attention, a=float(normalize), normalize=normalize, normalize_qk=normalize, backend=backend
+    )
+    return lambda x: _output(attend(x["q"], x["k"], x["v"], log_decay=x.get("log_decay")))
 
 
 def _ours_packed(backend: str) -> Attention:
@@ -192,6 +181,33 @@ def _fla_gla(x: Inputs) -> Tensor:
     return chunk_gla(x["q"], x["k"], x["v"], x["g"])[0]
 
 
+def _fla_simple_gla(x: Inputs) -> Tensor:
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    return chunk_simple_gla(x["q"], x["k"], x["v"], x["log_decay"], scale=1.0)[0]
+
+
+def _fla_delta_rule(x: Inputs) -> Tensor:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    return chunk_gated_delta_rule(x["q"], x["k"], x["v"], x["log_decay"], x["beta"])[0]
+
+
+def _mamba2(x: Inputs) -> Tensor:
+    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+    return mamba_chunk_scan_combined(x["v"], x["dt"], x["A"], x["k"], x["q"], chunk_size=256)
+
+
+def _mlstm(x: Inputs) -> Tensor:
+    from mlstm_kernels.torch.chunkwise.triton_xl_chunk_siging import mlstm_siging_chunkwise__xl_chunk
+
+    q, k, v, i, f = (x[name].transpose(1, 2) for name in "qkvif")
+    dtype = x["q"].dtype
+    o = mlstm_siging_chunkwise__xl_chunk(q, k, v, i, f, normalize=False, autocast_kernel_dtype=dtype)
+    return o.transpose(1, 2)
+
+
 def _sdpa(backend: str) -> Attention:
     def call(x: Inputs) -> Tensor:
         from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -203,61 +219,52 @@ def _sdpa(backend: str) -> Attention:
     return call
 
 
-# Oracles of the baselines
-
-
-def _oracle_linear(x: Inputs) -> Tensor:
-    """Linear attention without normaliser: the gated form with gates of one, or of the heads' decays."""
-    q, k, v = x["q"], x["k"], x["v"]
-    gate = x["log_decay"][:, None].expand_as(q) if "log_decay" in x else torch.zeros_like(q)
-    return _output(gated_linear_attention(q, k, v, gate, scale=1.0, backend="chunkwise"))
-
-
-def _oracle_normalised(x: Inputs) -> Tensor:
-    return _oracle_linear(x) / (x["q"] * x["k"].cumsum(1)).sum(-1, keepdim=True)
-
-
-def _oracle_gated(x: Inputs) -> Tensor:
-    return _output(gated_linear_attention(x["q"], x["k"], x["v"], x["g"], backend="chunkwise"))
-
-
-def _oracle_softmax(x: Inputs) -> Tensor:
-    """Rows of q may be fewer than those of k: then they are the last."""
-    q, k, v = (x[n].transpose(1, 2) for n in "qkv")
-    rows, N = q.shape[2], k.shape[2]
-    scores = q @ k.mT * q.shape[-1] ** -0.5
-    mask = torch.ones(rows, N, device=q.device, dtype=torch.bool).tril(N - rows)
-    return (scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v).transpose(1, 2)
-
-
 # The registry
 
-_OUR_KERNEL, _FLA = (_cuda_device, _our_kernel), (_cuda_device, _fla_package)
+_OUR_KERNEL = (_cuda_device, _our_kernel)
+_FLA = (_cuda_device, _package("fla", "fla-core", "'lingpt[gla]'"))
+_MAMBA = (_cuda_device, _package("mamba_ssm", "mamba-ssm", "mamba-ssm"))
+_MLSTM = (_cuda_device, _package("mlstm_kernels", "mlstm-kernels", "mlstm-kernels"))
 
 _ALL = (
-    Implementation("ours", "ours", _random, _ours("cuda"), _ours("chunkwise"), _OUR_KERNEL, ours=True),
-    Implementation("ours-decay", "ours, with decay", _decayed, _ours("cuda"), _ours("chunkwise"), _OUR_KERNEL,
-                   ours=True, training_only=True, variant_of="ours"),
-    Implementation("ours-packed", "ours, packed qkv with RoPE", _packed, _ours_packed("cuda"),
+    Implementation("ours", "ours", inputs.random, _ours("cuda"), _ours("chunkwise"), _OUR_KERNEL, ours=True),
+    Implementation("ours-decay", "ours, with decay", inputs.decayed, _ours("cuda"), _ours("chunkwise"),
+                   _OUR_KERNEL, ours=True, training_only=True, variant_of="ours"),
+    Implementation("ours-gated", "ours, a decay of each token's own", inputs.token_decayed, _ours("cuda"),
+                   _ours("chunkwise"), (*_OUR_KERNEL, _our_gated_kernel(normalize=True)), ours=True,
+                   training_only=True, variant_of="ours"),
+    Implementation("ours-unnormalised", "the same, no normaliser (a = 0)", inputs.token_decayed,
+                   _ours("cuda", normalize=False), oracles.linear,
+                   (*_OUR_KERNEL, _our_gated_kernel(normalize=False)), ours=True, training_only=True,
+                   variant_of="ours", colour_of="ours-gated"),
+    Implementation("ours-packed", "ours, packed qkv with RoPE", inputs.packed, _ours_packed("cuda"),
                    _ours_packed("chunkwise"), _OUR_KERNEL, ours=True, training_only=True, colour_of="ours"),
-    Implementation("ours-chunkwise", "ours, chunkwise PyTorch", _random, _ours("chunkwise"),
+    Implementation("ours-chunkwise", "ours, chunkwise PyTorch", inputs.random, _ours("chunkwise"),
                    _ours("chunkwise"), colour_of="ours"),
-    Implementation("torch-cumsum", "PyTorch, cumulative sums", _random, _cumsum, _ours("chunkwise")),
-    Implementation("fla-linear", "FLA linear", _random, _fla_linear("chunk_linear_attn", False),
-                   _oracle_linear, _FLA, autotunes=True),
-    Implementation("fla-linear-norm", "FLA linear, normalised", _positive,
-                   _fla_linear("chunk_linear_attn", True), _oracle_normalised, _FLA, autotunes=True),
-    Implementation("fla-fused-linear", "FLA fused linear", _random,
-                   _fla_linear("fused_chunk_linear_attn", False), _oracle_linear, _FLA, autotunes=True),
-    Implementation("fla-lightning", "FLA lightning", _lightning, _fla_lightning, _oracle_linear, _FLA,
+    Implementation("torch-cumsum", "PyTorch, cumulative sums", inputs.random, _cumsum, _ours("chunkwise")),
+    Implementation("fla-linear", "FLA linear", inputs.random, _fla_linear("chunk_linear_attn", False),
+                   oracles.linear, _FLA, autotunes=True),
+    Implementation("fla-linear-norm", "FLA linear, normalised", inputs.positive,
+                   _fla_linear("chunk_linear_attn", True), oracles.normalised, _FLA, autotunes=True),
+    Implementation("fla-fused-linear", "FLA fused linear", inputs.random,
+                   _fla_linear("fused_chunk_linear_attn", False), oracles.linear, _FLA, autotunes=True),
+    Implementation("fla-lightning", "FLA lightning", inputs.lightning, _fla_lightning, oracles.linear, _FLA,
                    autotunes=True),
-    Implementation("fla-gla", "FLA GLA", _gated, _fla_gla, _oracle_gated, _FLA, autotunes=True,
+    Implementation("fla-gla", "FLA GLA", inputs.gated, _fla_gla, oracles.gated, _FLA, autotunes=True,
                    min_traffic=(5, 10), colour_of="gla"),
-    Implementation("sdpa-flash", "FlashAttention-2 (SDPA)", _random, _sdpa("FLASH_ATTENTION"),
-                   _oracle_softmax, (_cuda_device,), quadratic=True, colour_of="softmax"),
-    Implementation("sdpa-cudnn", "cuDNN attention (SDPA)", _random, _sdpa("CUDNN_ATTENTION"),
-                   _oracle_softmax, (_cuda_device,), quadratic=True),
-    Implementation("sdpa-math", "softmax in PyTorch (SDPA)", _random, _sdpa("MATH"), _oracle_softmax,
+    Implementation("fla-simple-gla", "FLA simple GLA", inputs.token_decayed, _fla_simple_gla, oracles.linear,
+                   _FLA, (_sound_scalar_gates,), autotunes=True, training_only=True),
+    Implementation("fla-delta-rule", "FLA Gated DeltaNet", inputs.delta_rule, _fla_delta_rule,
+                   oracles.delta_rule, _FLA, (_sound_scalar_gates,), autotunes=True, training_only=True),
+    Implementation("mamba2", "Mamba-2's SSD", inputs.mamba2, _mamba2, oracles.mamba2, _MAMBA,
+                   autotunes=True, training_only=True),
+    Implementation("mlstm", "mLSTM, sigmoid input gates", inputs.mlstm, _mlstm, oracles.mlstm, _MLSTM,
+                   training_only=True),
+    Implementation("sdpa-flash", "FlashAttention-2 (SDPA)", inputs.random, _sdpa("FLASH_ATTENTION"),
+                   oracles.softmax, (_cuda_device,), quadratic=True, colour_of="softmax"),
+    Implementation("sdpa-cudnn", "cuDNN attention (SDPA)", inputs.random, _sdpa("CUDNN_ATTENTION"),
+                   oracles.softmax, (_cuda_device,), quadratic=True),
+    Implementation("sdpa-math", "softmax in PyTorch (SDPA)", inputs.random, _sdpa("MATH"), oracles.softmax,
                    quadratic=True, colour_of="softmax"),
 )  # fmt: skip
 

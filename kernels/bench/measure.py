@@ -105,7 +105,7 @@ def _first_round(row: Row, call: Call, clock: Clock, limit: float, graphs: bool,
     if clock.cuda:
         torch.cuda.synchronize(clock.device)
         _measure_memory(row, call, clock.device)
-    row.errors = relative_errors(call)
+    row.errors, row.reason = relative_errors(call), call.why_no_backward or ""
     if not _within_tolerance(row.errors, row):
         worst = max(row.errors, key=lambda name: _nan_last(row.errors[name]))
         row.status, row.reason = "wrong", f"{worst} is off by {row.errors[worst]:.1e} (relative RMS)"
@@ -122,8 +122,9 @@ def time_round(row: Row, call: Call, clock: Clock, graphs: bool, check: bool = F
     clock.time(call.both, repeats=2)
     row.forward_ms = clock.median(call.forward, call.clear, row.repeats)
     call.clear()
-    row.backward_ms = clock.median(call.backward, call.forward, row.repeats)
-    row.both_ms = clock.median(call.both, call.clear, row.repeats)
+    if not call.why_no_backward:
+        row.backward_ms = clock.median(call.backward, call.forward, row.repeats)
+        row.both_ms = clock.median(call.both, call.clear, row.repeats)
     row.rounds = 1
     call.clear()
     if graphs and clock.cuda:
@@ -137,6 +138,8 @@ def _measure_memory(row: Row, call: Call, device: torch.device) -> None:
     torch.cuda.reset_peak_memory_stats(device)
     call.forward()
     row.forward_memory = (torch.cuda.max_memory_allocated(device) - base) / unit
+    if call.why_no_backward:
+        return
     call.backward()
     row.both_memory = (torch.cuda.max_memory_allocated(device) - base) / unit
 
@@ -150,7 +153,8 @@ def _time_graphs(row: Row, call: Call, clock: Clock, check: bool) -> None:
         if check and not _within_tolerance(relative_errors(call), row):
             row.graph_reason = "a replay gives another result"
             return
-        row.forward_graph_ms, row.backward_graph_ms = graphs.times(clock, row.repeats)
+        row.forward_graph_ms, backward = graphs.times(clock, row.repeats)
+        row.backward_graph_ms = None if call.why_no_backward else backward
         if check and (base := base_of(call.implementation, row.shape)) is not None:
             base_graphs = capture(Call(*base, call.do.dtype, clock.device), clock)
             turns = max(1, row.repeats // 2)

@@ -21,8 +21,8 @@ class Row:
     """One implementation at one shape. Times are in ms: the median of a round's runs, and over several rounds
     the median of theirs. Memory is in U (one [B, N, H, D] tensor).
 
-    status: "ok"; "wrong" (timed, but its result is not its function's: no ratio is drawn from it); "oom";
-    "skipped" (`reason` says why); "error".
+    status: "ok" (forward alone where `reason` tells of no backward pass); "wrong" (timed, but its result is
+    not its function's: no ratio is drawn from it); "oom"; "skipped" (`reason` says why); "error".
     """
 
     implementation: str
@@ -53,9 +53,10 @@ class Row:
 
     def is_correct(self, field: str) -> bool:
         """Whether what `field` timed is its function: a wrong gradient does not invalidate a forward time."""
-        if self.status == "wrong" and field.startswith("forward"):
+        forward = field.startswith("forward")
+        if self.status == "wrong" and forward:
             return self.errors.get("o", float("inf")) <= self.tolerance
-        return self.status == "ok"
+        return self.status == "ok" and (forward or self.backward_ms is not None)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"shape": self.shape._asdict()}

@@ -27,11 +27,16 @@ def count_bytes(names: Iterable[str], shape: Shape = REFERENCE) -> dict[str, dic
         raise UserError(
             "counting bytes needs NVIDIA's profiler `ncu` on the PATH; without --ncu they are estimated"
         )
-    names = [name for name in names if IMPLEMENTATIONS[name].why_not(shape) is None]
+    names = [name for name in names if _runs_both_ways(name, shape)]
     counted: dict[str, dict[str, float]] = {}
     for name in tqdm(names, desc="count", unit="implementation", disable=None):
         counted[name] = {direction: _profile(name, shape, direction) for direction in ("forward", "backward")}
     return counted
+
+
+def _runs_both_ways(name: str, shape: Shape) -> bool:
+    implementation = IMPLEMENTATIONS[name]
+    return implementation.why_not(shape) is None and implementation.why_no_backward(shape) is None
 
 
 def _profile(name: str, shape: Shape, direction: str) -> float:

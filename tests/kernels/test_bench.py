@@ -1,6 +1,7 @@
 """The benchmark on a CPU: correct implementations pass, wrong ones are detected; rounds, plots, targets."""
 
 import dataclasses
+import importlib.metadata
 import itertools
 import json
 import math
@@ -23,6 +24,7 @@ from lingpt.kernels.bench import (
     Row,
     Shape,
     draw,
+    inputs,
     run_bench,
     runner,
     targets_table,
@@ -33,7 +35,7 @@ from lingpt.kernels.bench.clock import Clock
 from lingpt.kernels.bench.correctness import TAIL
 from lingpt.kernels.bench.environment import used_by_others
 from lingpt.kernels.bench.graphs import Graphs, base_of, interleaved_ratios
-from lingpt.kernels.bench.measure import measure, measure_again
+from lingpt.kernels.bench.measure import measure, measure_again, over_rounds
 from lingpt.kernels.bench.plots import style
 from lingpt.kernels.bench.results import OLD_FIELDS
 from lingpt.kernels.bench.selftest import SHAPES, self_test
@@ -41,6 +43,7 @@ from lingpt.kernels.bench.shapes import BATCH_1, CUMSUM, LONG, REFERENCE
 from lingpt.kernels.bench.targets import TARGETS
 from lingpt.kernels.bench.traffic import parse_counts
 from lingpt.kernels.bench.warm import WARM_N
+from lingpt.tests.oracles import simple_gla
 
 CPU = torch.device("cpu")
 ON_CPU = ("ours-chunkwise", "torch-cumsum", "sdpa-math")
@@ -82,6 +85,73 @@ def test_oracles_of_baselines_that_need_a_gpu(name: str) -> None:
         expected = expected / naive(x | {"v": torch.ones_like(x["v"])}, lambda q, k, age: q @ k.mT)
         assert (x["q"] >= 0).all() and (x["k"] >= 0).all()
     torch.testing.assert_close(IMPLEMENTATIONS[name].oracle(x), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["ours-unnormalised", "fla-simple-gla", "mamba2", "mlstm"])
+def test_oracles_of_scalar_gates(name: str) -> None:
+    """Guards: they are one function, simple GLA's, of the same decays, whatever each calls them."""
+    shape = Shape(2, 70, 3, 16)
+    x = {n: t.detach().double() for n, t in IMPLEMENTATIONS[name].inputs(shape, torch.float64, CPU).items()}
+    log_decay, v, scale = x.get("log_decay"), x["v"], 1.0
+    if name == "mamba2":
+        log_decay, v = -x["dt"], v * x["dt"][..., None]
+    if name == "mlstm":
+        log_decay, v, scale = (
+            torch.nn.functional.logsigmoid(x["f"]),
+            v * torch.sigmoid(x["i"])[..., None],
+            0.25,
+        )
+    decays = inputs.token_decayed(shape, torch.float64, CPU)["log_decay"].detach().double()
+    torch.testing.assert_close(log_decay, decays, rtol=1e-5, atol=1e-7)
+    expected = scale * simple_gla(x["q"], x["k"], v, log_decay.exp())
+    torch.testing.assert_close(IMPLEMENTATIONS[name].oracle(x), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_oracle_of_the_delta_rule() -> None:
+    """Guards: the chunkwise form is the recurrence, S_t = γ S_{t−1} + β k (v − γ S_{t−1}ᵀ k)ᵀ."""
+    x = inputs.delta_rule(Shape(2, 150, 3, 16), torch.float64, CPU)
+    x = {name: t.detach().double() for name, t in x.items()}
+    S, rows = torch.zeros(2, 3, 16, 16, dtype=torch.float64), []
+    for t in range(150):
+        q, k, v, g, beta = (x[name][:, t] for name in ("q", "k", "v", "log_decay", "beta"))
+        S = g.exp()[..., None, None] * S
+        written = beta[..., None] * (v - (k[..., None] * S).sum(-2))
+        S = S + k[..., None] * written[:, :, None]
+        rows.append((q[..., None] * S).sum(-2) / 4)
+    found = IMPLEMENTATIONS["fla-delta-rule"].oracle(x)
+    torch.testing.assert_close(found, torch.stack(rows, 1), rtol=1e-9, atol=1e-9)
+
+
+def test_gates_are_checked_too() -> None:
+    """Guards: the slices that are checked of values of a token and head, [B, N, H]."""
+    name, backend = "ours-gated", IMPLEMENTATIONS["ours-chunkwise"]
+    gated = dataclasses.replace(IMPLEMENTATIONS[name], call=backend.call, needs=())
+    row = measure(gated, Shape(3, 66, 4, 16), torch.float32, Clock(CPU), seconds=0.01)
+    assert row.status == "ok" and row.errors["dlog_decay"] < 1e-4
+
+
+def test_without_a_backward_pass_forward_is_measured() -> None:
+    """Guards: what cannot run backward here is timed forward, and its row says why; no number is made up."""
+    forward_only = dataclasses.replace(
+        IMPLEMENTATIONS["ours-chunkwise"], backward_needs=(lambda *_: "no backward pass: too old",)
+    )
+    row = measure(forward_only, Shape(2, 65, 3, 16), torch.float32, Clock(CPU), seconds=0.01)
+    assert (row.status, row.reason, set(row.errors)) == ("ok", "no backward pass: too old", {"o"})
+    assert row.forward_ms > 0 and row.backward_ms is row.both_ms is None
+    assert row.is_correct("forward_ms") and not row.is_correct("backward_ms")
+    again = over_rounds([row, measure_again(row, forward_only, torch.float32, Clock(CPU))])
+    assert again.rounds == 2 and again.backward_ms is None and "forward_ms" in again.by_round
+
+
+@pytest.mark.parametrize(
+    ("triton", "why"), [("3.6.0", "needs Triton 3.7.1"), ("3.7.1", None), ("3.10.0", None)]
+)
+def test_fla_s_scalar_gates_need_a_triton_that_is_right(monkeypatch, triton: str, why: str | None) -> None:
+    """Guards: on Hopper an older Triton makes their gradients wrong."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: triton)
+    found = IMPLEMENTATIONS["fla-simple-gla"].why_no_backward()
+    assert found is None if why is None else why in found
 
 
 def test_oracle_of_softmax_takes_the_last_rows() -> None:
