@@ -1,14 +1,22 @@
 """What every test may use: real data where it is at hand, and skips that say their name."""
 
 import functools
+import json
 import os
+import random
 import sys
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from lingpt.common.errors import UserError
+
+if TYPE_CHECKING:
+    from lingpt.data import DataConfig
 
 pytest.register_assert_rewrite("lingpt.tests.oracles")
 
@@ -20,6 +28,11 @@ ROOT = Path(__file__).parent.parent
 sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != ROOT]
 
 
+WORDS = (
+    "the", "cat", "sat", "on", "a", "mat", "while", "one", "dog", "ran", "home", "and", "sang", "of", "rain",
+)  # fmt: skip
+
+
 @pytest.fixture(scope="session")
 def real_data() -> Path:
     """The folder named by LINGPT_TEST_DATA: Wikipedia articles, the NeoX tokenizer, benchmark splits."""
@@ -27,6 +40,34 @@ def real_data() -> Path:
     if not folder or not Path(folder).is_dir():
         pytest.skip("real data: LINGPT_TEST_DATA names no folder")
     return Path(folder)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> "DataConfig":
+    """400 short documents of random words, and a token cache that all tests share."""
+    from lingpt.data import DataConfig
+
+    folder = tmp_path_factory.mktemp("corpus")
+    rng = random.Random(0)
+    rows = [json.dumps({"text": " ".join(rng.choices(WORDS, k=80))}) for _ in range(400)]
+    (folder / "train.jsonl").write_text("\n".join(rows[:360]))
+    (folder / "val.jsonl").write_text("\n".join(rows[360:]))
+    return DataConfig(
+        source=str(folder / "train.jsonl"),
+        val_source=str(folder / "val.jsonl"),
+        seq_len=32,
+        num_workers=1,
+        cache_dir=str(folder / "cache"),
+    )
+
+
+@pytest.fixture
+def figures(request: pytest.FixtureRequest) -> Iterator[dict[str, float]]:
+    """What a test marked `fault` counts for the record of `make soak`: faults, and more; `most …` are maxima."""
+    counts: dict[str, float] = defaultdict(int)
+    if marker := request.node.get_closest_marker("fault"):
+        request.node.user_properties += [("fault", marker.args), ("figures", counts)]
+    yield counts
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,7 +1,5 @@
-"""A recipe that trains in a second: a small corpus of its own, the demo model, short sequences."""
+"""A recipe that trains in a second: the demo model on short sequences of a small corpus."""
 
-import json
-import random
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,27 +9,6 @@ import pytest
 from lingpt.data import DataConfig
 from lingpt.models import ModelArgs
 from lingpt.train import Recipe, TrainConfig
-
-WORDS = (
-    "the", "cat", "sat", "on", "a", "mat", "while", "one", "dog", "ran", "home", "and", "sang", "of", "rain",
-)  # fmt: skip
-
-
-@pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
-    """400 short documents of random words, and a token cache that all tests share."""
-    folder = tmp_path_factory.mktemp("corpus")
-    rng = random.Random(0)
-    rows = [json.dumps({"text": " ".join(rng.choices(WORDS, k=80))}) for _ in range(400)]
-    (folder / "train.jsonl").write_text("\n".join(rows[:360]))
-    (folder / "val.jsonl").write_text("\n".join(rows[360:]))
-    return DataConfig(
-        source=str(folder / "train.jsonl"),
-        val_source=str(folder / "val.jsonl"),
-        seq_len=32,
-        num_workers=1,
-        cache_dir=str(folder / "cache"),
-    )
 
 
 @pytest.fixture

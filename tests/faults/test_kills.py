@@ -1,0 +1,111 @@
+"""Processes that are killed, at any moment that matters: the same command goes on, as if nothing had been."""
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from lingpt.common.files import PARTIAL, file_sha256
+from lingpt.tests.faults.conftest import Undisturbed
+from lingpt.tests.faults.harness import TRAIN, TWO, Fault, Harness, Outcome, last_state, losses
+
+KILLS = 10  # of one run
+
+
+def assert_as_undisturbed(harness: Harness, expected: Undisturbed, outcome: Outcome) -> None:
+    """The run has ended well, with every loss and every bit of the one that nothing happened to."""
+    run = harness.folder / "runs/run"
+    assert outcome.code == 0, outcome.output
+    assert losses(run) == expected.losses
+    assert last_state(run) == expected.state
+    assert not list(run.rglob(f"*{PARTIAL}")), "what a killed process left is cleared away"
+
+
+@pytest.mark.rounds(1, 15)
+@pytest.mark.fault(
+    "`kill -9` in the middle of a call that writes to the run's folder",
+    "nothing is lost but the steps since the newest checkpoint; the same command goes on, bit by bit",
+)
+def test_killed_at_a_writing_call(harness, undisturbed, shimmed, figures, seed):
+    rng = random.Random(seed)
+    for _ in range(KILLS):
+        outcome = harness.run(*TRAIN, fault=Fault(rng.randint(1, undisturbed.calls * 2 // 3)))
+        assert "Traceback" not in outcome.output and not outcome.errors, outcome.output
+        if outcome.code == 0:
+            break
+        assert outcome.code == -signal.SIGKILL, outcome.output
+        figures["faults"] += 1
+    assert_as_undisturbed(harness, undisturbed, harness.run(*TRAIN))
+    figures["runs"] += 1
+
+
+@pytest.mark.rounds(0, 5)
+@pytest.mark.fault("`kill -9` at any other time", "the same")
+def test_killed_at_any_time(harness, undisturbed, figures, seed):
+    rng = random.Random(seed)
+    for _ in range(KILLS):
+        command = harness.start(*TRAIN)
+        time.sleep(rng.uniform(0, 4))
+        command.kill(command.pid)
+        outcome = command.end()
+        assert outcome.code in (-signal.SIGKILL, 0) and not outcome.errors, outcome.output
+        figures["faults"] += 1
+    assert_as_undisturbed(harness, undisturbed, harness.run(*TRAIN))
+    figures["runs"] += 1
+
+
+@pytest.mark.rounds(1, 10)
+@pytest.mark.fault(
+    "`kill -9` of one process of two",
+    "the other ends within a minute, with one line; the same command goes on, bit by bit",
+)
+def test_one_of_two_processes_is_killed(harness, undisturbed_two, figures, seed):
+    rng = random.Random(seed)
+    for _ in range(3):
+        command = harness.start(*TRAIN, *TWO)
+        command.wait_for(command.has_logged)
+        time.sleep(rng.uniform(0, 2))
+        if not (others := command.others()):
+            break
+        whom = rng.choice([command.pid, *others])
+        command.kill(whom)
+        killed = time.monotonic()
+        outcome = command.end()
+        seconds = time.monotonic() - killed
+        assert seconds < 60 and all(not Path(f"/proc/{pid}").exists() for pid in others)
+        if outcome.code == 0:
+            break
+        assert outcome.code == (-signal.SIGKILL if whom == command.pid else 2), outcome.output
+        assert len(outcome.errors) == 1 and "Traceback" not in outcome.output, outcome.output
+        told = "the main process" if whom == command.pid else "process 1 of 2"
+        assert told in outcome.errors[0] and "the same command goes on" in outcome.errors[0]
+        figures["faults"] += 1
+        figures["most seconds to end"] = max(figures["most seconds to end"], round(seconds, 1))
+    assert_as_undisturbed(harness, undisturbed_two, harness.run(*TRAIN, *TWO))
+    figures["runs"] += 1
+
+
+@pytest.mark.rounds(1, 20)
+@pytest.mark.fault(
+    "`kill -9` while the corpus is tokenised",
+    "half of a cache is never taken for a whole; the next start makes it",
+)
+def test_killed_while_tokenising(new_harness, corpus, tmp_path, shimmed, figures, seed):
+    harness = new_harness(tmp_path, **{"data.cache_dir": str(tmp_path / "cache"), "train.max_steps": 1})
+    rng = random.Random(seed)
+    for _ in range(2):
+        outcome = harness.run(*TRAIN, fault=Fault(rng.randint(1, 25), below="cache"))
+        assert outcome.code == -signal.SIGKILL and not outcome.errors, outcome.output
+        figures["faults"] += 1
+    outcome = harness.run(*TRAIN)
+    assert outcome.code == 0, outcome.output
+    assert token_files(tmp_path / "cache").items() <= token_files(Path(corpus.cache_dir)).items()
+    assert not list((tmp_path / "cache").rglob(f"*{PARTIAL}"))
+    figures["runs"] += 1
+
+
+def token_files(cache: Path) -> dict[str, str]:
+    files = cache.glob("tokens/*/*.arrow")
+    return {str(file.relative_to(cache)): file_sha256(file) for file in files}
