@@ -63,7 +63,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> "DataConfig":
 
 @pytest.fixture
 def figures(request: pytest.FixtureRequest) -> Iterator[dict[str, float]]:
-    """What a test marked `fault` counts for the record of `make soak`: faults, and more; `most …` are maxima."""
+    """What a test marked `fault` counts for the record of `make soak`; `most …` are maxima."""
     counts: dict[str, float] = defaultdict(int)
     if marker := request.node.get_closest_marker("fault"):
         request.node.user_properties += [("fault", marker.args), ("figures", counts)]

@@ -1,12 +1,13 @@
 """Runs the real command in a process of its own, and does to it what a machine may do.
 
 A process is forked from a server that has the packages in memory: starting takes a moment, and what runs is
-`lingpt.cli.main` with a command line. `shim.c` is preloaded: it kills or fails a process at one of its writing
-calls. Needs Linux, and a C compiler for the shim.
+`lingpt.cli.main` with a command line. `shim.c` is preloaded: it kills a process at one of its writing calls,
+or makes the call fail. Needs Linux, and a C compiler for the shim.
 """
 
 import contextlib
 import ctypes
+import hashlib
 import multiprocessing
 import os
 import shutil
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import safetensors.numpy
 import yaml
 
 from lingpt.common.files import file_sha256
@@ -40,7 +42,10 @@ sys.exit(main())
 
 @dataclass(frozen=True)
 class Fault:
-    """What the file system does at the `call`-th writing call below `below`: error numbers, or 0 for a kill."""
+    """What happens at writing calls below the folder `below`, from the `call`-th one on.
+
+    error: the number that the calls fail with; 0 kills the process.
+    """
 
     call: int
     times: int = 1
@@ -231,7 +236,10 @@ def losses(run: Path) -> dict[int, tuple[float, float]]:
 
 
 def last_state(run: Path) -> dict[str, str]:
-    """SHA-256 of the newest checkpoint's weights and train state."""
+    """Digests of the newest checkpoint's tensors and of its train state."""
     newest = newest_checkpoint(run)
     assert newest is not None
-    return {name: file_sha256(newest / name) for name in ("model.safetensors", TRAIN_STATE)}
+    # Not the file's: safetensors writes the entries of its header in any order.
+    tensors = safetensors.numpy.load_file(newest / "model.safetensors")
+    digests = {name: hashlib.sha256(tensor.tobytes()).hexdigest() for name, tensor in tensors.items()}
+    return {**digests, TRAIN_STATE: file_sha256(newest / TRAIN_STATE)}

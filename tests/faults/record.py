@@ -1,8 +1,8 @@
 """The record of the faults that were injected: what docs/reliability.md shows.
 
-As a pytest plugin it sums up the figures of the tests marked `fault` and writes them:
+As a pytest plugin it sums up the figures of the tests marked `fault` and writes them (`make soak`):
 
-    LINGPT_SOAK=1 pytest tests/faults -p lingpt.tests.faults.record --fault-record docs/results/reliability/faults.json
+    pytest tests/faults -p lingpt.tests.faults.record --fault-record docs/results/reliability/faults.json
 
 `table` makes the page's table of it.
 """

@@ -2,6 +2,7 @@
 
 import errno
 import random
+from pathlib import Path
 
 import pytest
 
@@ -40,5 +41,5 @@ def test_the_disk_fails_while_tokenising(new_harness, corpus, tmp_path, shimmed,
     assert "Traceback" not in outcome.output, (fault, outcome.output)
     assert outcome.code in (0, 2) and len(outcome.errors) == (outcome.code == 2), (fault, outcome.output)
     assert harness.run(*TRAIN).code == 0
-    assert token_files(tmp_path / "cache").items() <= token_files(corpus.cache_dir).items()
+    assert token_files(tmp_path / "cache").items() <= token_files(Path(corpus.cache_dir)).items()
     figures["runs"] += 1
