@@ -15,6 +15,8 @@ BIN := $(if $(VENV),$(VENV)/bin/)
 READY := $(if $(VENV),$(VENV)/.ready)
 PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 
+FAULT_RECORD ?= docs/results/reliability/faults.json#  of `make soak`
+
 CUDA_SOURCES = $(sort $(shell find kernels tests -name '*.cu' -o -name '*.cuh'))
 
 # `$(call opt,--key,$(VALUE))` is `--key 'VALUE'`, or nothing where VALUE is empty; a quote in it stays one.
@@ -26,7 +28,7 @@ RUN = $(strip $(call opt,--train.devices,$(DEVICES)) $(call opt,--train.resume,$
 	$(call opt,--train.name,$(NAME)) $(if $(filter-out 0,$(DRY)),--train.dry_run true))
 
 .DEFAULT_GOAL := help
-.PHONY: help install train data eval curves bench test test-gpu check check-lint check-format check-types format \
+.PHONY: help install train data eval curves bench test test-gpu soak check check-lint check-format check-types format \
 	release-check
 .SUFFIXES:
 MAKEFLAGS += --no-builtin-rules --no-print-directory
@@ -58,6 +60,10 @@ test: $(READY) ## all tests that this machine can run; LINGPT_TEST_DATA=folder a
 
 test-gpu: $(READY) ## the GPU tests, and their record in docs/results/kernels
 	$(BIN)pytest -m gpu -p lingpt.kernels.bench.record --gpu-record docs/results/kernels/gpu-tests.json $(ARGS)
+
+soak: $(READY) ## faults for an hour or two (kills, signals, failing disks, damage, odd input), and the record of it
+	LINGPT_SOAK=1 LINGPT_PROPERTY_EXAMPLES=1250 OMP_NUM_THREADS=1 $(BIN)pytest -n $(strip $(JOBS)) -m fault \
+		-p lingpt.tests.faults.record --fault-record $(FAULT_RECORD) $(ARGS)
 
 check: check-lint check-format check-types ## lint, formatting, types (`make -k check` shows all that fails)
 

@@ -7,8 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -288,23 +286,6 @@ def test_a_signal_while_preparing_interrupts_as_ctrl_c_does(project, capsys, mon
         signal.signal(number, before)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_tokenising_leaves_nothing_half_written(project, number):
-    (project / "corpus.jsonl").write_text(
-        "\n".join(json.dumps({"text": f"number {i} is followed by {i * i} " * 200}) for i in range(20_000))
-    )
-    process = command(project, "--data.cache_dir", "cache")
-    tokens = project / "cache/tokens"
-    wait_until(process, lambda: any(p.stat().st_size for p in tokens.glob(".*.partial/train.arrow")))
-    process.send_signal(number)
-    began = time.monotonic()
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + number and "nothing was left half-written" in err, err
-    assert time.monotonic() - began < 30, "two seconds, but for a machine that is busy"
-    assert "Traceback" not in err and [p.name for p in tokens.glob("*") if p.suffix != ".lock"] == []
-    assert not (project / "runs").exists()
-
-
 def command(project: Path, *argv: str) -> subprocess.Popen:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
@@ -313,39 +294,6 @@ def command(project: Path, *argv: str) -> subprocess.Popen:
         [*LINGPT, "train", "--config", "tiny.yaml", *argv],
         cwd=project, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-
-
-def wait_until(process: subprocess.Popen, condition: Callable[[], bool]) -> None:
-    """Until `condition`, or the process has ended: on a busy machine two processes take minutes to start."""
-    for _ in range(6000):
-        if condition() or process.poll() is not None:
-            return
-        time.sleep(0.1)
-
-
-@pytest.mark.parametrize(
-    ("number", "options"),
-    [
-        (signal.SIGINT, []),
-        (signal.SIGTERM, []),
-        # Only the first of the two gets it: the other one stops at the same step.
-        (signal.SIGTERM, ["--train.devices", "2", "--train.micro_batch_size", "2"]),
-    ],
-)
-def test_a_signal_saves_leaves_and_says_how_to_go_on(project, number, options, capsys):
-    """A real process, a real signal: its exit code, one line with the command, a checkpoint to go on from."""
-    process = command(project, "--train.max_steps", "100000", "--train.save_interval", "100000", *options)
-    metrics = project / "runs/tiny-ours/metrics.jsonl"
-    wait_until(process, lambda: metrics.exists() and metrics.stat().st_size > 0)
-    process.send_signal(number)
-    _, err = process.communicate(timeout=600)
-    assert process.returncode == 128 + number, err
-    line = err.strip().splitlines()[-1]
-    assert "stopped and saved at step" in line and "lingpt train --config tiny.yaml" in line
-    assert "Traceback" not in err
-    step = read_metrics(metrics.parent)[-1]["step"]
-    assert main(["train", "--config", "tiny.yaml", "--train.max_steps", str(step + 2)]) == 0
-    assert f"step {step} of {step + 2}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
