@@ -55,19 +55,23 @@ def is_plan_or_line(code: int, err: str) -> bool:
     return code == 0 or (code == 2 and err.startswith("lingpt: ") and err.strip().count("\n") == 0)
 
 
+@pytest.mark.fault("a recipe of any keys and values", "a plan, or one line")
 @examples(10)
 @given(RECIPES)
-def test_any_recipe_is_a_plan_or_a_line(recipe):
+def test_any_recipe_is_a_plan_or_a_line(figures, recipe):
+    figures["faults"] += 1
     recipe.setdefault("train", {}).setdefault("max_steps", 3)
     with tempfile.TemporaryDirectory() as folder:
         code, err = run(folder, yaml.safe_dump(recipe, allow_unicode=True).encode())
     assert is_plan_or_line(code, err), err
 
 
+@pytest.mark.fault("any bytes as a recipe", "one line")
 @examples(10)
 @given(st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
-def test_any_bytes_as_a_recipe_are_a_line(content):
+def test_any_bytes_as_a_recipe_are_a_line(figures, content):
     """(Or, if they happen to be YAML without keys, no recipe.)"""
+    figures["faults"] += 1
     with tempfile.TemporaryDirectory() as folder:
         code, err = run(folder, content)
     assert is_plan_or_line(code, err), err

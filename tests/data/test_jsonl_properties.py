@@ -5,6 +5,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,10 +21,12 @@ ROWS = st.fixed_dictionaries({"text": st.text() | JSON}, optional={"id": JSON}) 
 LINES = ROWS.map(lambda row: json.dumps(row).encode()) | st.binary(max_size=80)
 
 
+@pytest.mark.fault("JSONL of any bytes", "the documents, or one line that names the file and the line")
 @examples(30)
 @given(st.lists(LINES, max_size=6), st.sampled_from([".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst"]))
-def test_any_lines_are_documents_or_a_line_that_names_them(tmp_path_factory, lines, suffix):
+def test_any_lines_are_documents_or_a_line_that_names_them(figures, tmp_path_factory, lines, suffix):
     """Never another exception; a document is the `text` of its line."""
+    figures["faults"] += 1
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"x{suffix}"
         path.write_bytes(b"\n".join(lines))
@@ -33,12 +36,14 @@ def test_any_lines_are_documents_or_a_line_that_names_them(tmp_path_factory, lin
             assert [d.text for d in documents] == [text if text.strip() else "" for text in texts]
 
 
+@pytest.mark.fault("any damage to a token cache", "its tokens, or one line that says what to delete")
 @examples(12)
 @given(st.data())
 def test_a_cache_with_any_damage_gives_its_tokens_or_says_what_to_delete(
-    monkeypatch, write_jsonl, texts, tokenizer_path, data
+    figures, monkeypatch, write_jsonl, texts, tokenizer_path, data
 ):
     """Bytes changed, cut or put in, anywhere in any of its files."""
+    figures["faults"] += 1
     monkeypatch.setattr("lingpt.data.stream.ROWS", 1000)
     with tempfile.TemporaryDirectory() as folder:
         config = DataConfig(str(write_jsonl(texts(60))), tokenizer_path, 32, cache_dir=folder)

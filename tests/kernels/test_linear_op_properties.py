@@ -1,5 +1,6 @@
 """The operator with any arguments: what its definition says, or one line; never another error, never NaN."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,6 +21,7 @@ def tensor(shape, dtype, scale: float = 1.0) -> torch.Tensor:
     return values.to(dtype)
 
 
+@pytest.mark.fault("the operator, with any arguments", "a finite result, or one line")
 @examples(30)
 @given(
     SHAPES | GOOD,
@@ -28,7 +30,8 @@ def tensor(shape, dtype, scale: float = 1.0) -> torch.Tensor:
     DTYPES,
     st.sampled_from([1.0, 0.0, -1.0, 2.0, float("nan"), "x", None]),
 )
-def test_any_arguments_give_a_result_or_a_line(q_shape, v_shape, q_dtype, v_dtype, b):
+def test_any_arguments_give_a_result_or_a_line(figures, q_shape, v_shape, q_dtype, v_dtype, b):
+    figures["faults"] += 1
     q, k, v = tensor(q_shape, q_dtype), tensor(q_shape, q_dtype), tensor(v_shape, v_dtype)
     o = result_or_line(linear_attention, q, k, v, b)
     if o is not None:
@@ -36,10 +39,12 @@ def test_any_arguments_give_a_result_or_a_line(q_shape, v_shape, q_dtype, v_dtyp
         assert bool(o.isfinite().all())
 
 
+@pytest.mark.fault("the operator, at any size and scale", "what its definition says")
 @examples(30)
 @given(GOOD, st.sampled_from([1.0, 0.5, 0.0, -0.9]), st.sampled_from([0.1, 1.0, 1e4]), st.booleans())
-def test_any_sizes_and_scales_are_the_definition(shape, b, scale, alike):
+def test_any_sizes_and_scales_are_the_definition(figures, shape, b, scale, alike):
     """The weights 1 + b q·k of unit q and k, over their sum, token by token."""
+    figures["faults"] += 1
     q, v = tensor(shape, torch.float32, scale), tensor(shape, torch.float32)
     k = q if alike else q.flip(1)
     o = linear_attention(q, k, v, b)

@@ -4,13 +4,15 @@ import json
 import tempfile
 from pathlib import Path
 
+import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lingpt.common.run_folder import read_config, read_metrics, read_model
 from lingpt.tests.properties import examples, result_or_line
-from lingpt.train.curves import draw_curves, read_curve
+from lingpt.train.curve_figure import draw_curves
+from lingpt.train.curves import read_curve
 
 VALUES = st.none() | st.integers() | st.floats() | st.text(max_size=5) | st.lists(st.integers(), max_size=2)
 POINTS = st.fixed_dictionaries(
@@ -25,9 +27,11 @@ CONFIGS = (
 WELL = b'{"kind": "train", "step": 1, "train_time": 1.0, "loss": 2.0}', b"model: {name: m, attention: ours}"
 
 
+@pytest.mark.fault("a run folder with any metrics and config", "it is read, or named in one line")
 @examples(15)
 @given(st.lists(LINES, max_size=8), CONFIGS)
-def test_any_run_is_read_or_named(lines, config):
+def test_any_run_is_read_or_named(figures, lines, config):
+    figures["faults"] += 1
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder)
         (run / "metrics.jsonl").write_bytes(b"\n".join(lines))
@@ -38,9 +42,11 @@ def test_any_run_is_read_or_named(lines, config):
             result_or_line(read, run)
 
 
+@pytest.mark.fault("such a run next to a whole one", "the whole one is drawn")
 @examples(3)
 @given(st.lists(LINES, max_size=8), CONFIGS)
-def test_any_run_next_to_a_whole_one_does_not_stop_it(lines, config):
+def test_any_run_next_to_a_whole_one_does_not_stop_it(figures, lines, config):
+    figures["faults"] += 1
     with tempfile.TemporaryDirectory() as folder:
         sick, well = Path(folder) / "sick", Path(folder) / "well"
         for run, (content, about) in ((sick, (b"\n".join(lines), config)), (well, WELL)):
