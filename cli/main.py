@@ -104,6 +104,7 @@ def _dispatch(argv: list[str]) -> int:
         raise UserError(_explain(parser, str(error))) from error
     except SystemExit as done:  # --help, --print_config
         return int(done.code or 0)
+    _refuse_nulls(parser, args)
     module.run(parser.instantiate_classes(args))
     return 0
 
@@ -148,7 +149,9 @@ def _explain_value(parser: jsonargparse.ArgumentParser, line: str) -> str:
     """A complaint about a value, with what the key takes in place of the parser's types."""
     options = {action.dest: action for action in parser._actions}
     if missing := re.search(r'Key "(\S+)" is required', line):
-        return f"{parser.prog} needs <{missing[1]}>: {options[missing[1]].help}"
+        option = options[missing[1]]
+        name = option.option_strings[0] if option.option_strings else f"<{option.dest}>"
+        return f"{parser.prog} needs {name}: {option.help}"
     keys = [key for key in re.findall(r'[Pp]arser key "(\S+?)"', line) if key in options]
     if not keys:
         return line
@@ -158,6 +161,15 @@ def _explain_value(parser: jsonargparse.ArgumentParser, line: str) -> str:
         return f"--{key} takes a YAML file of its keys; or give them one by one, as --{key}.<key>"
     was = f" is {given[-1][:80]}; it" if given else ""
     return f"{key}{was} must be {takes}"
+
+
+def _refuse_nulls(parser: jsonargparse.ArgumentParser, args: jsonargparse.Namespace) -> None:
+    """The parser takes a null for a value of any type."""
+    for action in parser._actions:
+        kind = getattr(action, "_typehint", None)
+        words = _words_for(kind) if type(None) not in get_args(kind) else None
+        if words and action.default is not None and args.get(action.dest, action.default) is None:
+            raise UserError(f"{action.dest} is null; it must be {words}")
 
 
 def _words_for(kind: Any) -> str | None:

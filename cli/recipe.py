@@ -1,6 +1,7 @@
 """What `lingpt train` and `lingpt data` share: `--config` and `--model.*`, `--data.*`, `--train.*`."""
 
 import contextlib
+from dataclasses import fields, replace
 from pathlib import Path
 
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
@@ -10,7 +11,7 @@ from lingpt.common.files import read_yaml
 from lingpt.common.run_folder import CONFIG, read_config
 from lingpt.configs import FOLDER, recipe_names, recipe_path
 from lingpt.data import DataConfig
-from lingpt.models import ModelArgs
+from lingpt.models import ATTENTIONS, ModelArgs
 from lingpt.train import Recipe, TrainConfig
 from lingpt.train.config import differences
 
@@ -60,22 +61,52 @@ def configure_recipe(parser: ArgumentParser) -> None:
 
 
 def recipe_from(args: Namespace) -> Recipe:
-    """The recipe that the parsed (and instantiated) arguments describe; a file of one's own names its run."""
+    """The recipe that the parsed (and instantiated) arguments describe, and the name of its run."""
     recipe = Recipe(model=args.model, data=args.data, train=args.train)
-    for path in map(Path, args.get("config") or []):
-        if recipe.train.name is None and path.name != CONFIG and path.resolve().parent != FOLDER:
-            recipe.train.name = _name_of_own(recipe, path.stem)
+    if recipe.train.name is None:
+        files = [Path(path) for path in args.get("config") or []]
+        name = _run_name(recipe, files[0] if files else None)
+        recipe.train.name = None if name == recipe.run_name else name
     return recipe
 
 
-def _name_of_own(recipe: Recipe, stem: str) -> str:
-    """`<stem>-<attention>…`; or, from before files named runs, the name of a run of this very recipe that
-    is called as its model.
+def _run_name(recipe: Recipe, file: Path | None) -> str:
+    """`<recipe>-<attention>…`, and the sizes that the command line gives.
+
+    A run of this very recipe from before that, called as its model and attention, keeps its name.
     """
-    name = recipe.default_name(stem)
+    asked = _alone(file)
+    of = recipe.model.name
+    # Not the recipe that a run has resolved to: that one goes on with the run.
+    if file and file.resolve().parent != FOLDER and "name" not in read_yaml(file).get("train", {}):
+        of = file.stem if of == asked.model.name else f"{file.stem}-{of}"
+    name = "-".join([recipe.default_name(of), *_sizes_given(recipe.model, asked.model)])
     before = Path(recipe.train.out_dir) / f"{recipe.model.name}-{recipe.attention_label}"
     if (before / CONFIG).exists() and not (Path(recipe.train.out_dir) / name).exists():
         with contextlib.suppress(UserError):
             if not differences(read_config(before), recipe.to_dict()):
                 return before.name
     return name
+
+
+def _alone(file: Path | None) -> Recipe:
+    """The recipe of the file, without the command line."""
+    parser = ArgumentParser(exit_on_error=False)
+    configure_recipe(parser)
+    args = parser.instantiate_classes(parser.parse_args(["--config", str(file)] if file else []))
+    return Recipe(model=args.model, data=args.data, train=args.train)
+
+
+def _sizes_given(model: ModelArgs, asked: ModelArgs) -> list[str]:
+    """`n_layer_3` for each size that is not what `asked` has, or the model of its name."""
+    options = {option for attention in ATTENTIONS.values() for option in attention.options()}
+    sizes = [field.name for field in fields(ModelArgs) if field.name not in {"name", "attention", *options}]
+    differ = [size for size in sizes if getattr(model, size) != getattr(asked, size)]
+    if not differ:
+        return []
+    now, own = model.config(), None
+    with contextlib.suppress(UserError):  # a model of one's own whose sizes the command line gives
+        own = replace(asked, name=model.name, attention=model.attention).config()
+    return [
+        f"{size}_{getattr(now, size)}" for size in differ if getattr(now, size) != getattr(own, size, None)
+    ]

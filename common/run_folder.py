@@ -72,8 +72,16 @@ def broken_checkpoints(run: Path) -> list[Path]:
 
 
 def named_checkpoints(run: Path) -> list[Path]:
-    """Folders that carry a checkpoint's name, whole or not, oldest first; not copies under other names."""
-    steps = [(step, f) for f in (run / CHECKPOINTS).glob("*") if (step := checkpoint_step(f)) is not None]
+    """Folders that carry a checkpoint's name, whole or not, oldest first; not copies under other names.
+
+    UserError where they cannot be listed.
+    """
+    folder = run / CHECKPOINTS
+    try:  # glob would take a folder that cannot be read for an empty one
+        found = list(folder.iterdir()) if folder.exists() else []
+    except OSError as error:
+        raise UserError(f"cannot read {folder}: {error.strerror}") from error
+    steps = [(step, path) for path in found if (step := checkpoint_step(path)) is not None]
     return [folder for _, folder in sorted(steps)]
 
 

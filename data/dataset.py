@@ -18,6 +18,8 @@ from lingpt.data.tokenizer import Tokenizer, embedded_tokenizer, find_tokenizer,
 from lingpt.data.tokens import token_dtype
 from lingpt.data.wiki40b import wiki40b_corpus
 
+_LARGEST_BPE = 1 << 20  # tokens; its training takes memory for all of them before it begins
+
 
 @dataclass
 class DataConfig:
@@ -53,6 +55,11 @@ class DataConfig:
             raise UserError(f"--data.seq_len {self.seq_len}: a sample has at least one token")
         if not 0 < self.val_fraction < 1:
             raise UserError(f"--data.val_fraction {self.val_fraction}: give a fraction between 0 and 1")
+        if self.tokenizer is None and not 257 <= self.vocab_size <= _LARGEST_BPE:
+            raise UserError(
+                f"--data.vocab_size {self.vocab_size}: give 257 (every byte, and the end of a text) to "
+                f"{_LARGEST_BPE:,}"
+            )
         if self.num_workers is not None and self.num_workers < 1:
             raise UserError(f"--data.num_workers {self.num_workers}: give at least 1")
 

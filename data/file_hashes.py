@@ -10,6 +10,7 @@ is not remembered: it could change once more within the clock's resolution.
 import contextlib
 import hashlib
 import json
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +32,7 @@ def file_hashes(files: Sequence[Path], cache_dir: Path | None) -> list[str]:
     """
     known = _read(cache_dir / NAME) if cache_dir else {}
     new: dict[str, list] = {}
+    stop = threading.Event()
 
     def sha256(path: Path) -> str:
         name = str(path.resolve())
@@ -38,8 +40,7 @@ def file_hashes(files: Sequence[Path], cache_dir: Path | None) -> list[str]:
             stamp = _stamp(path)
             if name in known and known[name][:-1] == stamp:
                 return known[name][-1]
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            digest = _sha256(path, stop)
             if _stamp(path) == stamp and time.time() - max(stamp[1:]) / 1e9 > SETTLED:
                 new[name] = [*stamp, digest]
         except OSError as error:
@@ -47,12 +48,25 @@ def file_hashes(files: Sequence[Path], cache_dir: Path | None) -> list[str]:
         return digest
 
     with ThreadPoolExecutor() as pool:
-        hashes = list(pool.map(sha256, files))
+        try:
+            hashes = list(pool.map(sha256, files))
+        except BaseException:  # Ctrl-C does not wait for gigabytes
+            stop.set()
+            raise
     if cache_dir and new:
         kept = {name: entry for name, entry in known.items() if Path(name).exists()}
         with contextlib.suppress(OSError):
             write_text(cache_dir / NAME, json.dumps(kept | new, indent=0))
     return hashes
+
+
+def _sha256(path: Path, stop: threading.Event) -> str:
+    """Of the file's content; of part of it where `stop` is set meanwhile."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while not stop.is_set() and (piece := file.read(1 << 20)):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def _stamp(path: Path) -> Stamp:

@@ -109,8 +109,9 @@ def find_checkpoints(
     """
     if runs := list(runs):
         return skipping_sick(_newest_or_error, [Path(run) for run in runs])
-    trained = [path.parent for path in sorted(Path(root).glob(f"*/{CONFIG}")) if checkpoints(path.parent)]
-    found = sorted(skipping_sick(_newest_or_error, trained), key=_time, reverse=True)
+    every = [path.parent for path in sorted(Path(root).glob(f"*/{CONFIG}"))]
+    newest_of_each = skipping_sick(_newest, every)
+    found = sorted((c for c in newest_of_each if c is not None), key=_time, reverse=True)
     if not found:
         raise UserError(f"no run with a checkpoint in {root}: train one first (lingpt train), or give --runs")
     models = list(dict.fromkeys(checkpoint.model for checkpoint in found))
@@ -124,16 +125,21 @@ def find_checkpoints(
     return sorted(newest.values(), key=lambda checkpoint: checkpoint.label)
 
 
+def _newest(run: Path) -> Checkpoint | None:
+    """None for a run that has no whole checkpoint yet."""
+    whole = checkpoints(run)
+    return Checkpoint.open(whole[-1]) if whole else None
+
+
 def _newest_or_error(path: Path) -> Checkpoint:
     """The checkpoint that a `--runs` argument means."""
     if checkpoint_step(path) is not None:
         return Checkpoint.open(path)
     if not path.is_dir():
         raise UserError(f"no run at {path}")
-    whole = checkpoints(path)
-    if not whole:
+    if (newest := _newest(path)) is None:
         raise UserError(f"{path} has no whole checkpoint yet: let it train on to its first one")
-    return Checkpoint.open(whole[-1])
+    return newest
 
 
 @contextmanager

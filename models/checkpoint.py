@@ -19,7 +19,7 @@ from lingpt.common.files import read_json_object
 from lingpt.models.config import Config
 from lingpt.models.gpt import GPT
 from lingpt.models.hf import is_hf_folder, read_hf
-from lingpt.models.model_folder import CONFIG, WEIGHTS, read_pickle, read_tensors, write_model_folder
+from lingpt.models.model_folder import CONFIG, WEIGHTS, read_pickled_tensors, read_tensors, write_model_folder
 from lingpt.models.weights import check_same_tensors, model_from_tensors
 
 _ATTENTION = "lingpt.attention"  # key in the metadata of the weights
@@ -127,7 +127,7 @@ def _read_any(folder: Path) -> tuple[litgpt.config.Config, dict[str, torch.Tenso
             config = litgpt.config.Config.from_checkpoint(folder)
         except (FileNotFoundError, ValueError, TypeError) as error:
             raise UserError(f"{folder} has no readable model_config.yaml: {error}") from error
-        return config, read_pickle(folder / "lit_model.pth"), "LitGPT checkpoint"
+        return config, read_pickled_tensors(folder / "lit_model.pth"), "LitGPT checkpoint"
     if is_hf_folder(folder):
         return *read_hf(folder), "Hugging Face GPT-NeoX"
     config = _read_config(folder)

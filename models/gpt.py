@@ -145,7 +145,8 @@ class GPT(Fp32Constants, litgpt.model.GPT):
     def rope_cache(self, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """LitGPT's tables, computed on the CPU wherever they go: the same bits on every device."""
         device = device or torch.get_default_device()
-        cos, sin = super().rope_cache(torch.device("cpu"))
+        where = device if device.type == "meta" else torch.device("cpu")  # a plan costs no memory
+        cos, sin = super().rope_cache(where)
         return cos.to(device), sin.to(device)
 
     def num_parameters(self) -> int:

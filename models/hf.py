@@ -4,6 +4,7 @@ The tensors are the same but for their names and the fused projection: Hugging F
 head (`[H, 3, D]` rows), LitGPT stacks them (`[3, H, D]`). LitGPT's converters do both.
 """
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,13 @@ from lingpt.common.files import read_json_object, write_errors, write_json
 from lingpt.models.attention import ATTENTIONS
 from lingpt.models.config import Config
 from lingpt.models.gpt import GPT
-from lingpt.models.model_folder import CONFIG, WEIGHTS, read_pickle, read_tensors, write_model_folder
+from lingpt.models.model_folder import CONFIG, WEIGHTS, read_pickled_tensors, read_tensors, write_model_folder
 from lingpt.models.weights import model_from_tensors
 
 TOKENIZER, END_OF_TEXT = "tokenizer.json", "<|endoftext|>"
 
 # In the order of preference; each may come in shards, with `<name>.index.json` next to them.
-_WEIGHTS = {WEIGHTS: lambda path: read_tensors(path)[0], "pytorch_model.bin": read_pickle}
+_WEIGHTS = {WEIGHTS: lambda path: read_tensors(path)[0], "pytorch_model.bin": read_pickled_tensors}
 
 # Buffers of older releases of `transformers`: constants, not weights.
 _CONSTANTS = (".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
@@ -55,7 +56,8 @@ def export_hf(model: GPT, folder: str | Path, tokenizer: str | Path | None = Non
     """Writes `config.json` and `model.safetensors` that `transformers` loads as `GPTNeoXForCausalLM`.
 
     tokenizer: a `tokenizer.json`, or a folder that holds one, such as the model's checkpoint; with it
-    `AutoTokenizer` loads the same tokenizer from `folder`. (Without one it gives an empty tokenizer.)
+    `AutoTokenizer` loads the same tokenizer from `folder`. Without one it would give an empty tokenizer in
+    silence: a warning says so.
 
     Raises UserError for an attention that a stock GPT-NeoX does not compute (under the same keys it would
     load there, and run as softmax attention), and for a file that is no tokenizer.
@@ -66,6 +68,11 @@ def export_hf(model: GPT, folder: str | Path, tokenizer: str | Path | None = Non
                 f"a model with attention {name!r} cannot be exported: GPT-NeoX would run it as softmax"
             )
     values = _read_tokenizer(Path(tokenizer)) if tokenizer else None
+    if values is None:
+        warnings.warn(
+            f"{folder} gets no tokenizer, and AutoTokenizer makes an empty one of it: give export_hf one",
+            stacklevel=2,
+        )
     eos_id = 0 if values is None else _end_of_text_id(values, str(tokenizer))
     tensors: dict[str, torch.Tensor] = {}
     convert_lit_checkpoint.copy_weights_gpt_neox(model.config, tensors, model.state_dict())
@@ -106,7 +113,7 @@ def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
     for name, read in _WEIGHTS.items():
         index = folder / f"{name}.index.json"
         if index.is_file():
-            shards = sorted(set(read_json_object(index)["weight_map"].values()))
+            shards = _shards(index)
         elif (folder / name).is_file():
             shards = [name]
         else:
@@ -116,10 +123,20 @@ def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
     raise UserError(f"no weights in {folder}: looked for {' and '.join(_WEIGHTS)}")
 
 
+def _shards(index: Path) -> list[str]:
+    """The files that an index of weights names, all of them next to it."""
+    names = read_json_object(index).get("weight_map")
+    shards = list(names.values()) if isinstance(names, dict) else []
+    if not shards or not all(isinstance(name, str) and Path(name).name == name for name in shards):
+        raise UserError(f"{index} names no files of its folder: fetch it again")
+    return sorted(set(shards))
+
+
 def _from_hf_config(hf: dict[str, Any], folder: Path) -> Config:
     if hf.get("model_type") != "gpt_neox":
         raise UserError(f"{folder} is a {hf.get('model_type')} model, not a gpt_neox (Pythia) one")
-    rope = hf.get("rope_parameters") or {}  # transformers 5; before, keys of their own
+    rope = hf.get("rope_parameters")  # transformers 5; before, keys of their own
+    rope = rope if isinstance(rope, dict) else {}
     if hf.get("hidden_act", "gelu") != "gelu" or hf.get("tie_word_embeddings") or hf.get("rope_scaling"):
         raise UserError(
             f"{folder} is a variant of GPT-NeoX that is not supported (activation, tied or scaled)"
@@ -143,6 +160,10 @@ def _from_hf_config(hf: dict[str, Any], folder: Path) -> Config:
         )
     except KeyError as error:
         raise UserError(f"{folder / CONFIG} lacks {error}") from error
+    except UserError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{folder / CONFIG} has a value that is none of GPT-NeoX's: {error}") from error
 
 
 def _to_hf_config(model: GPT, eos_id: int) -> dict[str, Any]:

@@ -42,11 +42,22 @@ def read_tensors(
         raise UserError(f"{path} is missing, damaged, or no safetensors file: {error}") from error
 
 
-def read_pickle(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file that `torch.save` wrote; code in it is never run."""
+def read_pickle(path: Path) -> Any:
+    """What `torch.save` wrote: tensors and plain values. Code in the file is never run."""
     try:
-        values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        reason = str(error).splitlines()[0] if str(error) else "empty"
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # what damaged instructions lead to has no end: KeyError, UnicodeError, …
+        if isinstance(error, pickle.UnpicklingError):
+            reason = "it holds more than tensors and plain values, and no code in a file is run"
+        else:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{path} is missing, damaged, or no PyTorch checkpoint: {reason}") from error
-    return values.get("model", values)  # LitGPT's own trainer wraps the weights
+
+
+def read_pickled_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a file that `torch.save` wrote, by name."""
+    values = read_pickle(path)
+    values = values.get("model", values) if isinstance(values, dict) else {}  # LitGPT's trainer wraps them
+    if not values or not all(isinstance(value, torch.Tensor) for value in values.values()):
+        raise UserError(f"{path} holds no tensors by name: give the weights of a model")
+    return values

@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import random
+import signal
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -68,6 +69,14 @@ def figures(request: pytest.FixtureRequest) -> Iterator[dict[str, float]]:
     if marker := request.node.get_closest_marker("fault"):
         request.node.user_properties += [("fault", marker.args), ("figures", counts)]
     yield counts
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT interrupts, also where the tests run in the background and were started with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,7 +6,6 @@ fingerprint.
 """
 
 import math
-import pickle
 import random
 import shutil
 from collections.abc import Collection
@@ -33,6 +32,7 @@ from lingpt.common.run_folder import (
 )
 from lingpt.data import Tokenizer
 from lingpt.models import GPT, save_model
+from lingpt.models.model_folder import read_pickle
 
 _MANIFEST_KEYS = {"step", "tokens", "train_time", "skipped", "config", "data_fingerprint"}
 
@@ -138,12 +138,10 @@ def load_manifest(checkpoint: Path) -> dict[str, Any]:
 
 def load_state(checkpoint: Path) -> dict[str, Any]:
     """The train state: `optimizer` and `random`, one entry a rank. UserError where it is damaged."""
-    path = checkpoint / TRAIN_STATE
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-        reason = str(error).splitlines()[0] if str(error) else "it is empty"
-        raise UserError(f"{path} is damaged: {reason}") from error
+    state = read_pickle(checkpoint / TRAIN_STATE)
+    if not isinstance(state, dict) or not {"optimizer", "random"} <= state.keys():
+        raise UserError(f"{checkpoint / TRAIN_STATE} holds no train state")
+    return state
 
 
 def why_unusable(checkpoint: Path) -> str | None:

@@ -122,7 +122,7 @@ class Recipe:
 
     @property
     def run_name(self) -> str:
-        return self.train.name or self.default_name(self.model.name)
+        return self.default_name(self.model.name) if self.train.name is None else self.train.name
 
     def default_name(self, of: str) -> str:
         """`<of>-<attention>`, then the options of its attentions that are not at their defaults."""
@@ -204,7 +204,8 @@ _LARGEST_BATCH = 1 << 20  # sequences; beyond is a slip of the keyboard, and eac
 
 def _check_name(name: str) -> None:
     """Refuses what is not the name of one folder: a run lies in `out_dir`, and nowhere else."""
-    if Path(name).name != name or name.startswith(".") or not name.isprintable() or len(name.encode()) > 200:
+    one_name = name and Path(name).name == name and not name.startswith(".")
+    if not one_name or not name.isprintable() or len(name.encode()) > 200:
         raise UserError(
             f"the run's name {name[:80]!r} is no name of a folder: give one without '/' as --train.name "
             "(--train.out_dir is where runs live)"
@@ -236,6 +237,11 @@ def check(recipe: Recipe, world_size: int) -> None:
     for name in ("learning_rate", "grad_clip"):
         if not 0 < getattr(t, name) < math.inf:
             raise UserError(f"train.{name} is {getattr(t, name)}; it must be above 0")
+    if t.min_learning_rate > t.learning_rate:
+        raise UserError(
+            f"train.min_learning_rate is {t.min_learning_rate:g}, above the peak, train.learning_rate "
+            f"{t.learning_rate:g}: lower it"
+        )
     if t.decay_steps is not None and not 1 <= t.decay_steps <= recipe.total_steps:
         raise UserError(f"train.decay_steps is {t.decay_steps}; it must be 1 to {recipe.total_steps}")
     if not t.save_minutes >= 0:

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from lingpt.common.errors import UserError
-from lingpt.common.run_folder import checkpoint_step, checkpoints, read_config, read_metrics
+from lingpt.common.run_folder import check_undamaged, checkpoint_step, checkpoints, read_metrics
 from lingpt.data import Batches, prepare
 from lingpt.models import load_model
+from lingpt.train.checkpoint import load_manifest
 from lingpt.train.config import recipe_from_dict
 from lingpt.train.loss import NextTokenLoss
 
@@ -27,16 +28,23 @@ def replay(run: Path, step: int, samples: int = 8, device: str = "auto") -> str:
     """
     if step < 1:
         raise UserError(f"--step {step}: steps count from 1, as in metrics.jsonl")
-    recipe = recipe_from_dict(read_config(run))
     before = [path for path in checkpoints(run) if (checkpoint_step(path) or 0) < step]
     if not before:
         raise UserError(f"{run} has no checkpoint before step {step}: give a later one, or train it again")
+    check_undamaged(before[-1])
+    manifest = load_manifest(before[-1])
+    recipe = recipe_from_dict(manifest["config"])
     where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     try:
         torch.empty(0, device=where)
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device {device}: {str(error).splitlines()[0]}; use auto") from error
     dataset = prepare(recipe.data)
+    if dataset.fingerprint != manifest["data_fingerprint"]:
+        raise UserError(
+            f"{run} was trained on other data (fingerprint {manifest['data_fingerprint']}, now "
+            f"{dataset.fingerprint}): restore the corpus and the tokenizer it had"
+        )
     gpt = load_model(before[-1], device=torch.device(where), dtype=torch.float32)
     batches = Batches(dataset.train, recipe.train.seed, recipe.train.global_batch_size)
     model, tokens = NextTokenLoss(gpt), recipe.tokens_per_step

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 from urllib.parse import urlparse
 
-from lingpt.common.files import write_errors, write_text
+from lingpt.common.files import set_aside, write_errors, write_text
 from lingpt.common.run_folder import METRICS, WANDB, read_metrics
 from lingpt.train.config import Recipe
 from lingpt.train.parallel import print_rank0
@@ -25,9 +25,12 @@ class Metrics:
 
     def __init__(self, run: Path, resumed_step: int) -> None:
         self._path = run / METRICS
-        kept = [line for line in read_metrics(run) if line["step"] <= resumed_step and resumed_step > 0]
+        lines = read_metrics(run)
+        kept = [line for line in lines if line["step"] <= resumed_step and resumed_step > 0]
         text = "".join(json.dumps(line) + "\n" for line in kept)
         with write_errors(self._path):
+            if lines and not kept:  # of a start that came to no checkpoint, or whose checkpoints are gone
+                print_rank0(f"the metrics of the start before are now {set_aside(self._path, 'abandoned')}")
             write_text(self._path, text)
         self._size = len(text.encode())  # what is in the file
         self._waiting, self._failed = b"", False
@@ -128,6 +131,8 @@ class WandB:
                     silent=True,
                     init_timeout=30,
                     x_disable_stats=True,
+                    disable_git=True,  # a diff or a remote's URL may hold a password
+                    disable_code=True,
                     # A killed run's record holds all but its last second, not all but the last 15.
                     x_transaction_log_flush_interval=1.0,
                 ),

@@ -107,12 +107,18 @@ def test_trains_draws_and_goes_on(project, capsys):
         (["train", "--config", "tiny.yaml", "--model.attention", "{}"], "is {}; it must be text or a list"),
         (["train", "--config", "tiny.yaml", "--train", "null"], "--train takes a YAML file of its keys"),
         (["train", "--config", "tiny.yaml", "--train.name", "../../x"], "'../../x' is no name of a folder"),
+        (["train", "--config", "tiny.yaml", "--train.name", ""], "'' is no name of a folder"),
+        (["train", "--config", "tiny.yaml", "--train.beta1", "2"], "train.beta1 is 2.0; it must be"),
+        (["train", "--config", "tiny.yaml", "--train.weight_decay", "-1"], "weight_decay is -1.0; it must"),
+        (["train", "--config", "tiny.yaml", "--model.block_size", "100000000"], "a whole number from 1"),
+        (["train", "--config", "tiny.yaml", "--data.vocab_size", "10000000000"], "give 257 (every byte"),
         (["train", "--config", "tiny.yaml", "--data.seq_len", "0"], "seq_len 0"),
         (["train", "--config", "tiny.yaml", "--data.tokenizer", "/no/where"], "there is no tokenizer at"),
         (["train", "--config", "binary.yaml"], "binary.yaml is no YAML"),
         (["train", "--config", "null.yaml"], "'model' is no group of keys"),
         (["train", "--config", "wrong-type.yaml"], "train.max_steps is ['many']; it must be a whole number"),
         (["kernels"], "lingpt kernels needs <action>: list"),
+        (["replay", "runs/x"], "lingpt replay needs --step: the step"),
         (["train", "--config", "tiny.yaml", "--model.name", "pythia-1.4"], "did you mean 'pythia-1.4b'"),
         (["train", "--config", "tiny.yaml", "--model.attention", "our"], "did you mean 'ours'"),
         (["train", "--config", "tiny.yaml", "--data.source", "nowhere/*.jsonl"], "nowhere"),
@@ -150,6 +156,31 @@ def test_a_recipe_of_ones_own_gives_sizes_and_names_its_run(project, capsys):
     resolved = str(project / "runs/my-model-ours/config.yaml")
     assert main(["train", "--config", resolved, "--train.max_steps", "2"]) == 0
     assert "resume: runs/my-model-ours" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "name"),
+    [
+        ("", "tiny-ours"),
+        ("--model.n_layer 4", "tiny-ours"),  # the demo's own
+        ("--model.n_layer 3 --model.learnable_b true", "tiny-ours-learnable_b-n_layer_3"),
+        ("--model.n_embd 64 --model.n_head 1", "tiny-ours-n_embd_64-n_head_1"),  # nor what follows from it
+        ("--model.name pythia-14m", "tiny-pythia-14m-ours"),
+    ],
+)
+def test_a_size_of_the_command_line_is_in_the_runs_name(project, capsys, argv, name):
+    """Guards: `--model.n_layer 3` that is refused, since the demo's run has the name."""
+    assert main(["train", "--config", "tiny.yaml", "--train.dry_run", "true", *argv.split()]) == 0
+    assert capsys.readouterr().out.startswith(f"{name}: ")
+
+
+def test_a_size_of_the_recipe_is_not_in_the_runs_name(project, capsys):
+    """It is the recipe's own; the command line may change it, also back to the named model's."""
+    recipe = yaml.safe_load((project / "tiny.yaml").read_text()) | {"model": {"name": "demo", "n_layer": 3}}
+    (project / "config.yaml").write_text(yaml.safe_dump(recipe))  # called as a run's, and none
+    for argv, name in (([], "config-ours"), (["--model.n_layer", "null"], "config-ours-n_layer_4")):
+        assert main(["train", "--config", "config.yaml", "--train.dry_run", "true", *argv]) == 0
+        assert capsys.readouterr().out.startswith(f"{name}: ")
 
 
 def test_a_run_from_before_files_named_runs_goes_on(project, capsys):
@@ -195,6 +226,7 @@ def test_dry_run_of_pythia_1b_needs_no_gpu_no_network_and_no_memory(project, cap
     monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("the network was used"))
     assert main(["train", "--config", "pythia-1.4b", "--train.dry_run", "true"]) == 0
     out = capsys.readouterr().out
+    assert out.startswith("pythia-1.4b-ours: "), "the recipe's block size is its own, and not in the name"
     assert "1,414,647,808 parameters" in out and "GFLOP per token" in out
     assert "1,431 steps, 3 B tokens" in out and "at 40% MFU" in out and "checkpoint" in out
     rows = {row.split("  ")[0].strip(): row for row in out.splitlines() if " GB  " in row}

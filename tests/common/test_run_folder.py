@@ -1,5 +1,8 @@
 """A run's folder: what counts as a checkpoint, and in which order."""
 
+import errno
+import os
+
 import pytest
 
 from lingpt.common.errors import UserError
@@ -61,3 +64,15 @@ def test_metrics_that_cannot_be_read_are_one_line(tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(UserError, match=r"cannot read .*metrics.jsonl: Is a directory"):
         read_metrics(tmp_path)
+
+
+def test_checkpoints_that_cannot_be_listed_are_not_taken_for_none(tmp_path, monkeypatch):
+    """Guards: a run that starts over, and cuts its metrics, since its disk does not answer."""
+    write_checkpoint(tmp_path, 5)
+
+    def fail(_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(type(tmp_path), "iterdir", fail)
+    with pytest.raises(UserError, match=r"cannot read .*checkpoints: Input/output error"):
+        checkpoints(tmp_path)

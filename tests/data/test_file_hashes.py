@@ -2,6 +2,8 @@
 
 import hashlib
 import os
+import signal
+import threading
 import time
 from pathlib import Path
 
@@ -20,8 +22,10 @@ def settled(monkeypatch) -> None:
 @pytest.fixture
 def hashed(monkeypatch) -> list[str]:
     """The names of the files that were read to be hashed."""
-    names, real = [], hashlib.file_digest
-    monkeypatch.setattr(hashlib, "file_digest", lambda f, kind: (names.append(f.name), real(f, kind))[1])
+    names, real = [], file_hashes._sha256
+    monkeypatch.setattr(
+        file_hashes, "_sha256", lambda path, stop: (names.append(str(path)), real(path, stop))[1]
+    )
     return names
 
 
@@ -93,3 +97,16 @@ def test_what_is_gone_is_forgotten(settled, tmp_path: Path):
     file_hashes.file_hashes([tmp_path / "c"], cache)
     text = (cache / file_hashes.NAME).read_text()
     assert str(paths[1]) in text and str(tmp_path / "c") in text and str(paths[0]) not in text
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_does_not_wait_for_gigabytes(tmp_path: Path):
+    """Guards: a thread that is waited for until it has read its file to the end."""
+    path = tmp_path / "large.jsonl"
+    with path.open("wb") as file:
+        file.truncate(8 << 30)  # takes no room on the disk, and seconds to hash
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        file_hashes.file_hashes([path], None)
+    assert time.monotonic() - began < 2

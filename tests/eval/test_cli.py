@@ -1,10 +1,16 @@
 """Guards the verb: the defaults come from configs/table2.yaml, and every mistake of a user is one line."""
 
+import json
+import os
+import signal
+import time
+
 import pytest
 import yaml
 
 from lingpt.cli.main import main
 from lingpt.configs import recipe_path
+from lingpt.models import GPT
 
 from .conftest import write_run
 
@@ -75,6 +81,26 @@ def test_no_network_and_no_data(runs, capsys, monkeypatch):
     assert main(["eval", "--tasks", "piqa", "--device", "cpu"]) == 2
     err = capsys.readouterr().err.strip()
     assert "cannot load baber/piqa" in err and "EVAL_DATA" in err and "\n" not in err
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_ends_it_at_once(runs, eval_data, capsys, monkeypatch):
+    """In the middle of a task: lm-eval does not hold it back, and the tasks before are kept whole."""
+    asked, hidden = [], GPT.hidden
+
+    def slow(self, *args):
+        asked.append(time.monotonic())
+        if len(asked) == 30:
+            os.kill(os.getpid(), signal.SIGINT)
+        return hidden(self, *args)
+
+    monkeypatch.setattr(GPT, "hidden", slow)
+    argv = ["--tasks", "piqa", "mmlu", "--data", str(eval_data), "--batch_tokens", "64"]
+    assert main(["eval", *argv, "--runs", str(runs / "demo-ours"), "--device", "cpu"]) == 130
+    assert len(asked) == 30 and time.monotonic() - asked[-1] < 2
+    assert capsys.readouterr().err.strip() == "lingpt: interrupted; nothing was left half-written"
+    (scores,) = (runs / "demo-ours/eval").iterdir()
+    assert json.loads(scores.read_text())["scores"].keys() == {"piqa (0-shot)"}
 
 
 def test_a_run_with_damaged_weights_is_named_and_the_others_are_scored(runs, eval_data, capsys):

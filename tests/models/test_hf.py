@@ -91,6 +91,16 @@ def test_damaged_folders_are_one_line(small, tmp_path):
     weights.unlink()
     with pytest.raises(UserError, match="no weights in"):
         load_hf(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    for names in ({}, {"weight_map": 3}, {"weight_map": {"a": "../model.safetensors"}}):
+        index.write_text(json.dumps(names))
+        with pytest.raises(UserError, match="names no files of its folder"):
+            load_hf(tmp_path)
+    values = json.loads(config.read_text())
+    for value in ({"rope_theta": "much"}, {"rope_theta": []}):
+        config.write_text(json.dumps(values | {"rope_parameters": value}))
+        with pytest.raises(UserError, match="a value that is none of GPT-NeoX's"):
+            load_hf(tmp_path)
     config.write_text(json.dumps({"model_type": "gpt_neox"}))
     with pytest.raises(UserError, match="lacks 'max_position_embeddings'"):
         load_hf(tmp_path)
@@ -114,6 +124,8 @@ def test_the_tokenizer_is_exported_too(small, tmp_path, request, given):
     else:
         tokenizer = train_bpe(["the river ran slowly past old mills"] * 9, 300)
     path = tokenizer.save(tmp_path / "from")
+    with pytest.warns(UserWarning, match="gets no tokenizer"):
+        export_hf(small("softmax"), tmp_path / "none")
     export_hf(small("softmax"), tmp_path / "out", path if given == "a file" else path.parent)
     theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
     ids = tokenizer.encode(TEXT)

@@ -1,7 +1,6 @@
 """A recipe that trains in a second: the demo model on short sequences of a small corpus."""
 
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,11 +34,3 @@ def make_recipe(corpus: DataConfig, tmp_path: Path) -> Callable[..., Recipe]:
         return Recipe(ModelArgs(name="demo", attention="ours"), corpus, config)
 
     return make
-
-
-@pytest.fixture
-def ctrl_c() -> Iterator[None]:
-    """SIGINT interrupts, also where the tests run in the background and were started with it ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)

@@ -45,6 +45,8 @@ def test_steps_are_whole_and_cover_the_tokens():
         ({"sample_tokens": -4}, 1, "train.sample_tokens is -4"),
         ({"eval_tokens": -4}, 1, "train.eval_tokens is -4"),
         ({"min_learning_rate": float("nan")}, 1, "train.min_learning_rate is nan"),
+        ({"learning_rate": 1e-6}, 1, "min_learning_rate is 5e-05, above the peak, train.learning_rate 1e-06"),
+        ({"name": ""}, 1, "no name of a folder"),
         ({"learning_rate": float("inf")}, 1, "train.learning_rate is inf"),
         ({"global_batch_size": 10**12}, 1, "at most 1,048,576 sequences"),
         ({"name": "../../x"}, 1, r"'../../x' is no name of a folder: .*--train.out_dir"),

@@ -4,6 +4,8 @@ import json
 import os
 import signal
 import time
+import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -224,6 +226,12 @@ def test_a_skipped_step_is_logged_and_can_be_replayed(make_recipe, monkeypatch):
     assert shown[0].split(": ")[1].removesuffix(" …") in words
     with pytest.raises(UserError, match="no checkpoint before step 1"):
         replay(folder, 1)
+    (folder / "config.yaml").write_text("model: {na")  # the checkpoint has the recipe too
+    assert replay(folder, 4, samples=2, device="cpu") == text
+    corpus = make_recipe().data
+    monkeypatch.setattr("lingpt.train.replay.prepare", lambda data: prepare(replace(corpus, seq_len=16)))
+    with pytest.raises(UserError, match="was trained on other data"):
+        replay(folder, 4)
 
 
 def test_replay_gives_the_loss_and_the_norm_of_training(make_recipe):
@@ -338,6 +346,20 @@ def test_a_run_records_what_it_is_made_of(make_recipe):
         "kind", "step", "tokens", "train_time", "loss", "lr", "grad_norm", "tokens_per_second", "mfu",
     }  # fmt: skip
     assert line["tokens"] == 8 * 32
+
+
+def test_the_report_finds_the_memory_free(make_recipe, monkeypatch):
+    """Guards: a GPU that holds model and optimizer twice when the samples are made."""
+    kept, alive, init = [], [], loop.Run.__init__
+
+    def remember(self, *args):
+        init(self, *args)
+        kept.extend(weakref.ref(x) for x in (self.gpt, self.gpt.lm_head.weight, self.optimizer))
+
+    monkeypatch.setattr(loop.Run, "__init__", remember)
+    monkeypatch.setattr(loop.report, "final_report", lambda *_: alive.extend(ref() for ref in kept))
+    train(make_recipe(max_steps=1))
+    assert alive == [None] * 3
 
 
 def test_init_from_another_attention_says_what_it_took(make_recipe, capsys):

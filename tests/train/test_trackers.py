@@ -232,3 +232,33 @@ def test_a_damaged_line_costs_a_resumed_run_that_line_alone(tmp_path, capsys):
     trackers.Metrics(tmp_path, 7).close()
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 5, 6, 7]
     assert "left out: 4" in capsys.readouterr().err
+
+
+def test_what_a_start_without_a_checkpoint_logged_is_kept_aside(tmp_path, capsys):
+    """Its checkpoints may be gone, with a disk that is not mounted."""
+    before = json.dumps({"kind": "train", "step": 900, "loss": 1.0}) + "\n"
+    (tmp_path / "metrics.jsonl").write_text(before)
+    trackers.Metrics(tmp_path, 0).close()
+    assert "abandoned-metrics.jsonl" in capsys.readouterr().out and read_metrics(tmp_path) == []
+    assert (tmp_path / "abandoned-metrics.jsonl").read_text() == before
+    trackers.Metrics(tmp_path, 0).close()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_no_key_is_in_any_file_of_a_run(make_recipe, monkeypatch, tmp_path):
+    """Neither of the environment, nor what a repository around the run has not committed."""
+    secrets = {"WANDB_API_KEY": "0123456789abcdef" * 2 + "01234567", "HF_TOKEN": "hf_" + "Sekret" * 6}
+    for name, secret in secrets.items():
+        monkeypatch.setenv(name, secret)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.chdir(tmp_path)
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    (tmp_path / "password").write_text("none yet\n")
+    for command in (["init", "-q"], ["add", "password"], ["commit", "-qm", "x"]):
+        subprocess.run([*git, *command], check=True)
+    (tmp_path / "password").write_text(secrets.setdefault("diff", "correct horse battery staple"))
+    folder = train(make_recipe(wandb=True, max_steps=1))
+    assert list(folder.glob("wandb/offline-run-*/*.wandb"))
+    for path in folder.rglob("*"):
+        content = path.read_bytes() if path.is_file() else b""
+        assert [name for name, secret in secrets.items() if secret.encode() in content] == [], path
