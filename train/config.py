@@ -16,8 +16,9 @@ class TrainConfig:
     """How to train. Batches are counted in sequences of `data.seq_len` tokens, steps in optimiser steps.
 
     Args:
-        name: the run's folder under `out_dir`; by default `<recipe>-<attention>` and those of the attention's
-            options that are not at their defaults. A recipe is called as its file, or else as its model.
+        name: the run's folder under `out_dir`; by default `<recipe>-<attention>`, those of the attention's
+            options that are not at their defaults, and the model's sizes that the command line gives. A
+            recipe is called as its file, or else as its model.
         out_dir: where runs live.
         max_steps: optimiser steps; or give `max_tokens`, rounded up to whole steps.
         max_tokens: tokens to train on, where `max_steps` is not given.

@@ -66,13 +66,14 @@ def test_any_recipe_is_a_plan_or_a_line(figures, recipe):
     assert is_plan_or_line(code, err), err
 
 
-def test_a_null_where_a_value_belongs_is_a_line(tmp_path):
-    """Guards: a traceback for `seed: null`, as the parser takes a null for any type."""
-    for group, kind in KEYS.items():
-        optional = {field.name for field in fields(kind) if field.default is None}
-        for name in [field.name for field in fields(kind) if field.name not in optional]:
-            code, err = run(str(tmp_path), yaml.safe_dump({group: {name: None}}).encode())
-            assert code == 2 and err.startswith(f"lingpt: {group}.{name} is null; it must be "), (name, err)
+@pytest.mark.parametrize(
+    "key", ["model.name", "data.seq_len", "train.seed", "train.devices", "train.keep_best"]
+)
+def test_a_null_where_a_value_belongs_is_a_line(tmp_path, key):
+    """Guards: a traceback, as the parser takes a null for a value of any type."""
+    group, name = key.split(".")
+    code, err = run(str(tmp_path), yaml.safe_dump({group: {name: None}}).encode())
+    assert code == 2 and err.startswith(f"lingpt: {key} is null; it must be "), err
 
 
 @pytest.mark.fault("any bytes as a recipe", "one line")
