@@ -31,6 +31,8 @@ VERBS = {  # verb: (module, what it does)
     "train": ("lingpt.cli.train", "train a model, or go on with a run"),
     "data": ("lingpt.cli.data", "prepare a corpus: tokenizer, token cache, statistics"),
     "eval": ("lingpt.cli.evaluate", "score checkpoints with lm-eval"),
+    "study": ("lingpt.cli.study", "train and score several attentions: tables, figures and a page"),
+    "mqar": ("lingpt.cli.mqar", "train and score small models on associative recall"),
     "curves": ("lingpt.cli.curves", "draw the loss curves of runs, and the table of time-to-loss"),
     "replay": ("lingpt.cli.replay", "show what a step of a run was trained on"),
     "kernels": ("lingpt.cli.kernels", "list, compile and test the CUDA kernels"),

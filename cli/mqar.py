@@ -1,0 +1,131 @@
+"""`lingpt mqar`: trains small models on associative recall, side by side, and shows how much each recalls."""
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jsonargparse import ArgumentParser, Namespace
+
+if TYPE_CHECKING:
+    from lingpt.eval.mqar import Trial
+
+HELP = "Train small models on associative recall (MQAR), and show how much each attention recalls."
+RESULTS = "mqar.json"
+PER_CARD = 8  # processes that share a GPU: models this small leave most of it idle
+
+
+def configure(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    every = ["softmax", "gla", "ours", "ours-decay", "ours-gated"]
+    forms = "attentions; those with a short convolution are trained with it, too"
+    add("--attentions", type=list[str], default=every, help=forms)
+    add("--widths", type=list[int], default=[64, 128], help="of the models")
+    add(
+        "--pairs",
+        type=list[int],
+        default=[16, 32],
+        help="of key and value in a sequence; it is 8 times as long",
+    )
+    add("--rates", type=list[float], default=[1e-3, 3e-3, 1e-2], help="peak learning rates; the best counts")
+    add("--steps", type=int, default=4000, help="at most; training ends where all is right")
+    add("--batch_size", type=int, default=256, help="sequences a step")
+    add("--vocabulary", type=int, default=8192, help="half of it keys, half values")
+    add("--workers", type=int | None, help="processes (8 a GPU; 1 without one)")
+    add("--out", type=str, default="runs/mqar", help="folder of mqar.json, the table and the figure")
+
+
+def run(args: Namespace) -> None:
+    from lingpt.common.errors import UserError
+    from lingpt.common.files import write_errors, write_json
+    from lingpt.eval.mqar import make_trials
+    from lingpt.eval.mqar_results import mqar_table, save_mqar
+
+    if args.workers is not None and args.workers < 1:
+        raise UserError(f"--workers {args.workers}: give at least 1")
+    sizes = {"steps": args.steps, "batch_size": args.batch_size, "vocabulary": args.vocabulary}
+    trials = make_trials(args.attentions, args.widths, args.pairs, args.rates, **sizes)
+    path, failed = Path(args.out) / RESULTS, []
+    known = _known(path, trials)
+    left = [trial for trial in trials if trial.key not in known]
+    print(f"{len(trials)} models, {len(left)} to train; {path}")
+    for trial, result in _trained(left, args.workers):
+        if isinstance(result, Exception):
+            failed.append(f"{trial.key}: {' '.join(str(result).split())[:200]}")
+            print(f"failed: {failed[-1]}")
+            continue
+        known[trial.key] = result
+        with write_errors(path):
+            write_json(path, {"results": list(known.values())}, indent=1)
+        print(f"{trial.key}: accuracy {100 * result['accuracy']:.2f} after {result['trained_steps']} steps")
+    results = [known[trial.key] for trial in trials if trial.key in known]
+    if results:
+        table = mqar_table(results)
+        print(f"\n{table.text()}\n\nWritten: " + ", ".join(str(p) for p in save_mqar(results, path.parent)))
+    if failed:
+        raise UserError(
+            f"{len(failed)} of {len(trials)} models failed, the same command tries again: {failed[0]}"
+        )
+
+
+def _known(path: Path, trials: "list[Trial]") -> dict[str, dict[str, Any]]:
+    """Results of an earlier start with the same settings; a damaged file is kept aside."""
+    from dataclasses import asdict
+
+    from lingpt.common.errors import UserError
+    from lingpt.common.files import read_json_object, set_aside
+
+    if not path.exists():
+        return {}
+    try:
+        found = read_json_object(path)["results"]
+        same = [(t, r) for t in trials for r in found if asdict(t).items() <= r.items() and "accuracy" in r]
+    except (UserError, KeyError, TypeError, AttributeError):
+        print(f"{path} is damaged; it is kept as {set_aside(path, 'damaged').name}")
+        return {}
+    return {trial.key: result for trial, result in same}
+
+
+def _trained(trials: "list[Trial]", workers: int | None) -> "Iterator[tuple[Trial, Any]]":
+    """(trial, its result or the error), as they are done: in this process, or in several on all GPUs."""
+    import torch
+
+    from lingpt.eval.mqar import train_trial
+
+    cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    workers = min(workers or max(1, PER_CARD * cards), max(1, len(trials)))
+    if workers == 1:
+        for trial in trials:
+            try:
+                yield trial, train_trial(trial, "cuda" if cards else "cpu")
+            except Exception as error:
+                yield trial, error
+        return
+    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    devices = context.Queue()
+    for i in range(workers):
+        devices.put(f"cuda:{i % cards}" if cards else "cpu")
+    with ProcessPoolExecutor(workers, context, initializer=_take_device, initargs=(devices,)) as pool:
+        futures = {pool.submit(_train_here, trial): trial for trial in trials}
+        try:
+            for future in as_completed(futures):
+                error = future.exception()
+                yield futures[future], error or future.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _take_device(devices: Any) -> None:
+    """Of a worker process: the device that it keeps, and no more threads than its share."""
+    import torch
+
+    os.environ["LINGPT_MQAR_DEVICE"] = devices.get()
+    torch.set_num_threads(1)
+
+
+def _train_here(trial: "Trial") -> dict[str, Any]:
+    from lingpt.eval.mqar import train_trial
+
+    return train_trial(trial, os.environ["LINGPT_MQAR_DEVICE"])

@@ -1,0 +1,267 @@
+"""The page of a study: what was run, what came out, and what it cannot tell; from the runs' folders alone."""
+
+import re
+import shutil
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lingpt.cli.jobs import Failure
+from lingpt.cli.study_runs import StudyRun, chosen_rates
+from lingpt.common.errors import UserError
+from lingpt.common.files import read_json_object, write_errors, write_json, write_text
+from lingpt.common.run_folder import CONFIG, ENVIRONMENT, EVAL, METRICS, SAMPLES, read_metrics
+from lingpt.eval.results import DASH
+from lingpt.eval.study import Study
+from lingpt.eval.suite_tables import save_suites, suite_tables
+from lingpt.eval.table2 import count, save_table2, table2_tables
+from lingpt.eval.tables import Table
+from lingpt.train.curve_figure import caption, draw_curves
+from lingpt.train.curves import Curve, format_table, mean_over_seeds, read_curves, time_to_loss
+from lingpt.train.machine import duration
+
+PAGE, READING = "README.md", "reading.md"
+PAPER_TOKENS, PAPER_CARDS = 3_000_000_000, 8
+
+
+def write_page(
+    study: Study,
+    folder: Path,
+    tried: Sequence[StudyRun],
+    runs: Sequence[StudyRun],
+    failures: Sequence[Failure] = (),
+) -> Path:
+    """Writes tables, figures and README.md into the study's folder; returns the page's path.
+
+    Where the folder has a `reading.md`, a person's reading of the numbers, the page begins with it.
+    """
+    done = [run for run in runs if run.is_done()]
+    trouble = [text for run in runs if (text := run.trouble())]
+    trouble += [f"{failure.job} failed: {failure.reason}" for failure in failures]
+    results = [found for run in done if (found := _results(run, trouble))]
+    about = f"{study.about}\n\n" if study.about else ""
+    parts = [f"# Study {study.name}\n\n{about}{_what(study, runs)}"]
+    if trouble:
+        parts.append("## Not in the tables\n\n" + "\n".join(f"- {line}" for line in dict.fromkeys(trouble)))
+    if (folder / READING).exists():
+        parts.append((folder / READING).read_text(encoding="utf-8").strip())
+    if done:
+        parts += _training(study, folder, tried, done)
+    if results:
+        save_table2(results, folder)
+        save_suites(results, folder)
+        tables = table2_tables(results) if "table2" in study.suites else []
+        parts += [_section(table) for table in [*tables, *suite_tables(results)]]
+        if (folder / "positions.png").exists():
+            parts.append("![Loss by position](positions.png)")
+    parts += _mqar(folder)
+    parts.append(_limits(study, runs))
+    parts.append(_how(done))
+    with write_errors(folder / PAGE):
+        write_text(folder / PAGE, "\n\n".join(filter(None, parts)) + "\n")
+    return folder / PAGE
+
+
+def _section(table: Table) -> str:
+    return f"## {table.title}\n\n{table.text(markdown=True)}"
+
+
+def _results(run: StudyRun, trouble: list[str]) -> dict[str, Any] | None:
+    """The newest scores of a run, as `evaluate` wrote them; a damaged file is named in `trouble`."""
+    files = sorted((run.folder / EVAL).glob("step-*.json"))
+    if not files:
+        return None
+    try:
+        found = read_json_object(files[-1])
+    except UserError as error:
+        trouble.append(str(error))
+        return None
+    return found if found.get("scores") and found.get("checkpoint") else None
+
+
+def _what(study: Study, runs: Sequence[StudyRun]) -> str:
+    recipe = runs[0].recipe
+    seeds = f"{study.seeds} seeds" if study.seeds > 1 else "one seed"
+    rates = ", ".join(f"{rate:g}" for rate in study.rates)
+    differs = f"the attention, and its learning rate, the best of {rates}" if rates else "the attention alone"
+    size = f"{recipe.tokens_per_step:,} tokens a step, {recipe.total_steps:,} steps"
+    return (
+        f"{recipe.model.name}, {len(study.attentions)} rows, {seeds}, {count(study.tokens)} tokens each, "
+        f"N = {recipe.data.seq_len:,}, {size}; the same data in the same order, the same schedule. "
+        f"What differs is {differs}."
+    )
+
+
+def _training(study: Study, folder: Path, tried: Sequence[StudyRun], done: Sequence[StudyRun]) -> list[str]:
+    """The picture of the losses, their table, time to loss and the rates."""
+    folders = [run.folder for run in done]
+    curves = mean_over_seeds(read_curves(folders))
+    base = next((i for i, curve in enumerate(curves) if curve.attention == "softmax"), 0)
+    draw_curves(folders, folder / "curves.png", formats=["svg", "pdf"])
+    reached = time_to_loss(curves, base)
+    rows = _losses(study, done, curves, base)
+    with write_errors(folder / "summary.json"):
+        write_json(folder / "summary.json", {"rows": rows, "time_to_loss": reached})
+    note = caption(curves).replace("\n", " ")
+    parts = [f"## Loss\n\n![Loss against time, tokens and steps](curves.png)\n\n{note}"]
+    parts.append(_loss_table(rows, curves, base).text(markdown=True))
+    name = curves[base].name
+    parts.append(f"## Time to a loss\n\n```\n{format_table(reached, name)}\n```")
+    if tried:
+        parts.append(_section(_rates_table(study, tried)))
+    return parts
+
+
+def _losses(
+    study: Study, done: Sequence[StudyRun], curves: Sequence[Curve], base: int
+) -> list[dict[str, Any]]:
+    """The numbers of each row that has a finished run: losses, speed, and the loss at equal time."""
+    common = min(float(curve.val[-1, 1]) for curve in curves)
+    rows = []
+    for row in study.attentions:
+        mine = [run for run in done if run.row == row]
+        if not mine:
+            continue
+        curve = next(
+            c for c in curves if c.name in (row, mine[0].name, re.sub(r"-seed\d+$", "", mine[0].name))
+        )
+        losses = [run.loss for run in mine if run.loss is not None]
+        lines = [line for run in mine for line in read_metrics(run.folder) if line.get("kind") == "train"]
+        rows.append(
+            {
+                "row": row,
+                "attention": curve.attention,
+                "rate": mine[0].recipe.train.learning_rate,
+                "seeds": len(mine),
+                "losses": losses,
+                "loss": statistics.mean(losses),
+                "loss_at_equal_time": float(np.interp(common, curve.val[:, 1], curve.val[:, 2])),
+                "equal_time": common,
+                "train_time": float(curve.val[-1, 1]),
+                "tokens_per_second": statistics.median(line["tokens_per_second"] for line in lines),
+                "mfu": _median([line["mfu"] for line in lines if line.get("mfu") is not None]),
+                "cards": curve.hardware.get("world_size", 1),
+                "card": curve.hardware.get("name"),
+            }
+        )
+    return rows
+
+
+def _median(values: list[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def _loss_table(rows: list[dict[str, Any]], curves: Sequence[Curve], base: int) -> Table:
+    softmax = next((row for row in rows if row["attention"] == "softmax"), None)
+    body = []
+    for row in rows:
+        spread = (max(row["losses"]) - min(row["losses"])) / 2
+        loss = f"{row['loss']:.4f}" + (f" ± {spread:.4f}" if row["seeds"] > 1 else "")
+        less = f"{row['loss'] - softmax['loss']:+.4f}".replace("-", "−") if softmax else DASH
+        used = DASH if row["mfu"] is None else f"{100 * row['mfu']:.1f} %"
+        scale = PAPER_CARDS * row["tokens_per_second"] / row["cards"]
+        body.append(
+            [
+                row["row"], f"{row['rate']:g}", str(row["seeds"]), loss, less,
+                f"{row['loss_at_equal_time']:.4f}", duration(row["train_time"]),
+                f"{row['tokens_per_second']:,.0f}", used, duration(PAPER_TOKENS / scale),
+            ]
+        )  # fmt: skip
+    head = [
+        "Row", "Rate", "Seeds", "Validation loss", "less softmax's", "at equal time", "Training", "Tokens/s",
+        "MFU", "3 B tokens on 8 cards",
+    ]  # fmt: skip
+    equal = duration(rows[0]["equal_time"]) if rows else ""
+    notes = [
+        "Loss in nats per token of held-out text; ± half the range over seeds. Equal time: after "
+        f"{equal} of training, which all rows have had. Training time is without start-up, compiling, "
+        "validation and checkpoints. The last column: as if eight cards were eight times as fast as one."
+    ]
+    return Table("", head, body, notes)
+
+
+def _rates_table(study: Study, tried: Sequence[StudyRun]) -> Table:
+    chosen = chosen_rates(tried)
+    rows = []
+    for row in study.attentions:
+        losses = {run.options["train.learning_rate"]: run.loss for run in tried if run.row == row}
+        cells = [DASH if losses.get(r) is None else f"{losses[r]:.4f}" for r in study.rates]
+        rows.append([row, *cells, f"{chosen[row]:g}" if row in chosen else "the recipe's"])
+    head = ["Row", *(f"{rate:g}" for rate in study.rates), "Chosen"]
+    note = (
+        f"Validation loss after {count(study.rate_tokens)} tokens, one seed; – not finished, or not finite."
+    )
+    return Table("Learning rates", head, rows, [note])
+
+
+def _mqar(folder: Path) -> list[str]:
+    text = folder / "mqar" / "mqar.md"
+    if not text.exists():
+        return []
+    return [
+        "## Associative recall (MQAR)\n\n![MQAR](mqar/mqar.png)\n\n"
+        + text.read_text(encoding="utf-8").strip()
+    ]
+
+
+def _limits(study: Study, runs: Sequence[StudyRun]) -> str:
+    """What follows from the study's size alone."""
+    source = runs[0].recipe.data.source
+    lines = [
+        f"{count(study.tokens)} tokens a run; the paper's recipe has 3 B. What leads here may not lead there."
+    ]
+    if study.seeds == 1:
+        lines.append("One seed: differences smaller than what another seed would change mean nothing.")
+    else:
+        lines.append(f"{study.seeds} seeds: enough to see the order of the noise, not to measure it.")
+    if source != "wiki40b":
+        lines.append(f"The text is not Wiki-40B but {Path(source).name}.")
+    if not study.rates:
+        lines.append("The learning rate is the recipe's for all; none was tuned.")
+    if study.limit:
+        lines.append(f"Of each benchmark only the first {study.limit} documents were asked.")
+    return "## What these runs cannot tell\n\n" + "\n".join(f"- {line}" for line in lines)
+
+
+def _how(done: Sequence[StudyRun]) -> str:
+    """Machine, versions, source, from the records of the runs; restarts are said."""
+    records = {}
+    for run in done:
+        try:
+            records[run.name] = read_json_object(run.folder / ENVIRONMENT)
+        except UserError:
+            continue
+    if not records:
+        return ""
+    first = next(iter(records.values()))
+    versions = ", ".join(
+        f"{name} {version}" for name, version in first.get("versions", {}).items() if version
+    )
+    git = first.get("git") or {}
+    source = f"LinGPT at {git['revision'][:12]}" if git.get("revision") else "LinGPT outside of git"
+    lines = [f"{first['hardware']['name']}, {first['hardware']['precision']}; {versions}; {source}."]
+    again = [f"{name} ({len(found['earlier'])}×)" for name, found in records.items() if found.get("earlier")]
+    if again:
+        lines.append(f"Stopped and resumed: {', '.join(again)}; the losses go on as if they had not been.")
+    return "## How it was made\n\n" + "\n\n".join(
+        [*lines, "`lingpt study` wrote this page; `study.json` has the study."]
+    )
+
+
+def publish(folder: Path, target: Path, runs: Sequence[StudyRun]) -> Path:
+    """Copies the page, tables, figures and the runs' small files to `target`; no weights."""
+    names = [path for path in folder.iterdir() if path.is_file()]
+    names += list((folder / "mqar").glob("mqar.*"))
+    for run in runs:
+        names += [run.folder / name for name in (CONFIG, ENVIRONMENT, METRICS, SAMPLES)]
+        names += sorted((run.folder / EVAL).glob("step-*.json"))
+    with write_errors(target):
+        for path in names:
+            if path.is_file():
+                copy = target / path.relative_to(folder)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, copy)
+    return target

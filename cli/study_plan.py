@@ -1,0 +1,79 @@
+"""`lingpt study --dry_run`: what a study costs, before anything is trained: time, disk, card hours."""
+
+from collections.abc import Sequence
+
+import torch
+
+from lingpt.cli.jobs import Slot
+from lingpt.cli.study_runs import StudyRun
+from lingpt.data import availability
+from lingpt.eval.study import Study
+from lingpt.eval.table2 import count
+from lingpt.eval.tables import Table
+from lingpt.models import GPT
+from lingpt.train.machine import CPU_CORE_FLOPS, STATED_MFU, choose_machine, duration, run_flops
+from lingpt.train.model import model_config
+from lingpt.train.throughput import DEVICES, peak_flops
+
+TABLE2_TOKENS = 13e6  # of a GPT-NeoX tokenizer, MMLU's five examples included
+SUITE_TOKENS = 8e6  # of the other suites, in round figures
+H200 = next(device for device in DEVICES if device.name == "H200")
+
+
+def format_plan(
+    study: Study, rate: Sequence[StudyRun], runs: Sequence[StudyRun], slots: Sequence[Slot]
+) -> str:
+    """The plan as text: a line a row, then the whole."""
+    peak, device = _peak(slots)
+    rows, seconds, disk = [], {"rates": 0.0, "runs": 0.0, "scores": 0.0}, 0.0
+    for row in study.attentions:
+        mine, tried = ([run for run in of if run.row == row] for of in (runs, rate))
+        config = model_config(mine[0].recipe)
+        with torch.device("meta"):
+            parameters = GPT(config).num_parameters()
+        flops = [run_flops(config, run.recipe) for run in mine]
+        short = sum(run_flops(config, run.recipe) for run in tried)
+        steps, per_step = mine[0].recipe.total_steps, mine[0].recipe.tokens_per_step
+        scoring = flops[0] / (steps * per_step) / 3 * (TABLE2_TOKENS + SUITE_TOKENS) * len(mine)
+        left = sum(not run.is_done() for run in mine)
+        disk += len(mine) * 12 * parameters * (mine[0].recipe.train.keep_checkpoints + 1)
+        seconds["runs"] += sum(f for f, run in zip(flops, mine, strict=True) if not run.is_done()) / peak
+        seconds["rates"] += short * any(not run.is_done() for run in tried) / peak
+        seconds["scores"] += scoring / peak
+        hours = (sum(flops) + short) / (H200.bf16 * STATED_MFU) / 3600
+        done = f"{len(mine) - left} of {len(mine)}"
+        cells = [count(parameters), f"{steps:,} × {count(per_step)}", str(len(mine)), str(len(tried)), done]
+        rows.append([row, *cells, f"{hours:.3g}"])
+    head = ["Row", "Parameters", "Steps × tokens", "Runs", "Rate runs", "Done", "H200 hours"]
+    table = Table("", head, rows)
+    cards = sum(len(slot.gpus) or 1 for slot in slots)
+    each = len(slots[0].gpus) or 1
+    parts = ", ".join(f"{name} {duration(value / cards)}" for name, value in seconds.items() if value)
+    data = runs[0].recipe.data
+    hours = sum(float(row[-1]) for row in rows)
+    lines = [
+        f"study {study.name}: {len(rows)} rows, {study.seeds} seed{'s' if study.seeds > 1 else ''}, "
+        f"{count(study.tokens)} tokens each, N = {data.seq_len:,}; nothing is trained, this is a dry run",
+        "",
+        table.body(),
+        "",
+        f"data    {data.source}: {availability(data)}",
+        f"here    {cards} × {device}, {each} a run, {len(slots)} at once; what is left takes about "
+        f"{duration(sum(seconds.values()) / cards)} ({parts or 'nothing'})",
+        f"cost    {hours:.3g} card hours on H200s in all, at {STATED_MFU:.0%} of their peak: "
+        f"{duration(hours * 3600 / 8)} on eight",
+        f"disk    {disk / 1e9:.3g} GB of checkpoints at most; the rates' go when these are chosen",
+        f"scores  {', '.join(study.suites)}" + ("; MQAR" if study.mqar is not None else ""),
+        "Small models and short sequences reach less of the peak: the time is then longer.",
+    ]
+    return "\n".join(lines)
+
+
+def _peak(slots: Sequence[Slot]) -> tuple[float, str]:
+    """FLOP/s that one card, or one CPU process, of this machine is taken to reach, and its name."""
+    from lingpt.train import TrainConfig
+
+    if not slots[0].gpus:
+        return CPU_CORE_FLOPS, "CPU process"
+    machine = choose_machine(TrainConfig(devices=1))
+    return (peak_flops(machine.name, machine.precision) or H200.bf16) * STATED_MFU, machine.name

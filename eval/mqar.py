@@ -1,0 +1,204 @@
+"""Multi-query associative recall (MQAR): which value stood with this key? Generated, trained and scored.
+
+The task is that of Arora et al. 2023 ("Zoology", arXiv 2312.04927), which arXiv 2312.06635 §5.2 (figure 4)
+uses: a sequence begins with pairs of key and value; later each key comes again, once, and the model is to say
+its value. The gaps before it follow a power law; all other positions hold random tokens.
+
+Small models are trained on sequences that are never repeated, each form with every learning rate, and the
+best counts. The blocks are Pythia's, MLP included (Zoology's have none).
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from lingpt.common.errors import UserError
+from lingpt.models import ATTENTIONS, GPT, Config
+
+POWER = 0.01  # Zoology's exponent of the gaps
+TEST_SEED, TEST_BATCH = 2**31, 256
+EVERY = 250  # steps between looks at the accuracy
+ENOUGH = 0.999  # accuracy at which training ends
+
+
+class Batch(NamedTuple):
+    """tokens `[B, N]`; positions `[B, P]` of the queries in them; values `[B, P]`, what is asked for."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    values: torch.Tensor
+
+
+def make_batch(
+    size: int, pairs: int, length: int, vocabulary: int, seed: int, device: torch.device | str = "cpu"
+) -> Batch:
+    """`size` sequences, a function of the seed (and of the device's kind). Keys are from the lower half of
+    the vocabulary, values from the upper; none comes twice in a sequence's pairs.
+    """
+    half, room = vocabulary // 2, (length - 2 * pairs) // 2
+    if pairs < 1 or room < pairs or half <= pairs:
+        raise UserError(
+            f"{pairs} pairs need sequences of {4 * pairs} tokens and a vocabulary of {2 * pairs + 2}, at "
+            f"least; these are {length} and {vocabulary}"
+        )
+    random = torch.Generator(device).manual_seed(seed)
+    keys = _distinct(torch.zeros(size, half - 1, device=device), pairs, random) + 1
+    values = _distinct(torch.zeros(size, half, device=device), pairs, random) + half
+    gaps = torch.arange(1, room + 1, device=device).log() * (POWER - 1)
+    positions = 2 * pairs + 2 * _distinct(gaps.expand(size, room), pairs, random)
+    tokens = torch.randint(vocabulary, (size, length), generator=random, device=device)
+    tokens[:, : 2 * pairs] = torch.stack([keys, values], 2).flatten(1)
+    return Batch(tokens.scatter_(1, positions, keys), positions, values)
+
+
+def _distinct(logits: torch.Tensor, count: int, random: torch.Generator) -> torch.Tensor:
+    """`count` distinct columns of each row, with probabilities ∝ exp(logits): the Gumbel top-k trick."""
+    noise = torch.rand(logits.shape, generator=random, device=logits.device).clamp_min(1e-20)
+    return (logits - (-noise.log()).log()).topk(count, dim=1).indices
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One model to train: its form, its width, the pairs of a sequence, the peak learning rate."""
+
+    attention: str
+    short_conv: bool
+    width: int
+    pairs: int
+    rate: float
+    steps: int = 4000
+    batch_size: int = 256
+    vocabulary: int = 8192
+    heads: int = 2
+    layers: int = 2
+    seed: int = 0
+
+    @property
+    def form(self) -> str:
+        return self.attention + (" + conv" if self.short_conv else "")
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence: eight times the pairs, so that the queries are spread over three times as
+        many places."""
+        return 8 * self.pairs
+
+    @property
+    def key(self) -> str:
+        return f"{self.form}, width {self.width}, {self.pairs} pairs, rate {self.rate:g}"
+
+    def config(self) -> Config:
+        options: dict[str, Any] = {"short_conv": True} if self.short_conv else {}
+        if self.attention == "gla":
+            options["gla_n_head"] = self.heads
+        sizes = {"n_layer": self.layers, "n_embd": self.width, "n_head": self.heads}
+        return Config.from_name(
+            "mqar",
+            attention=self.attention,
+            block_size=self.length,
+            vocab_size=self.vocabulary,
+            **sizes,
+            **options,
+        )
+
+
+def make_trials(
+    attentions: list[str], widths: list[int], pairs: list[int], rates: list[float], **sizes: int
+) -> list[Trial]:
+    """Every combination; those attentions that have a short convolution, with it and without."""
+    forms = []
+    for name in attentions:
+        if name not in ATTENTIONS:
+            raise UserError(f"unknown attention {name!r}: there are {', '.join(ATTENTIONS)}")
+        forms += [
+            (name, conv) for conv in (False, True) if not conv or "short_conv" in ATTENTIONS[name].options()
+        ]
+    trials = [
+        Trial(name, conv, width, count, rate, **sizes)
+        for width in widths
+        for count in pairs
+        for name, conv in forms
+        for rate in rates
+    ]
+    for trial in trials:
+        trial.config()  # refused now
+        make_batch(1, trial.pairs, trial.length, trial.vocabulary, 0)
+    return trials
+
+
+def train_trial(
+    trial: Trial, device: str = "cpu", say: Callable[[str], None] | None = None
+) -> dict[str, Any]:
+    """Trains one model and scores it on 1,024 sequences that are not trained on.
+
+    Returns the trial, `accuracy` (per query), its standard error over sequences, the accuracies on the way,
+    steps and seconds. Ends early where all is right.
+    """
+    started, where = time.monotonic(), torch.device(device)
+    model = GPT.create(trial.config(), trial.seed, device=where)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=trial.rate, weight_decay=0.1, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_factor(step, trial.steps))
+    every, curve, found, step = min(EVERY, trial.steps), [], (0.0, 0.0), 0
+    for step in range(1, trial.steps + 1):
+        batch = make_batch(
+            trial.batch_size, trial.pairs, trial.length, trial.vocabulary, trial.seed * 10**7 + step, where
+        )
+        with torch.autocast("cuda", torch.bfloat16, enabled=where.type == "cuda"):
+            logits = answer(model, batch)
+        loss = F.cross_entropy(logits.float().flatten(0, 1), batch.values.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % every == 0 or step == trial.steps:
+            found = accuracy(model, trial, where)
+            curve.append([step, round(found[0], 5)])
+            if say is not None:
+                say(f"{trial.key}: step {step}, loss {loss.item():.3f}, accuracy {found[0]:.3f}")
+            if found[0] >= ENOUGH or not math.isfinite(loss.item()):
+                break
+    return {
+        **asdict(trial),
+        "form": trial.form,
+        "parameters": model.num_parameters(),
+        "accuracy": found[0],
+        "accuracy_stderr": found[1],
+        "curve": curve,
+        "trained_steps": step,
+        "seconds": round(time.monotonic() - started, 1),
+        "device": torch.cuda.get_device_name(where) if where.type == "cuda" else where.type,
+    }
+
+
+def rate_factor(step: int, steps: int) -> float:
+    """Linear warm-up over a tenth, then a cosine down to zero."""
+    warmup = max(1, steps // 10)
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+def answer(model: GPT, batch: Batch) -> torch.Tensor:
+    """Logits `[B, P, V]` at the queries alone."""
+    hidden = model.hidden(batch.tokens)
+    index = batch.positions[..., None].expand(-1, -1, hidden.shape[-1])
+    return model.lm_head(hidden.gather(1, index))
+
+
+@torch.no_grad()
+def accuracy(model: GPT, trial: Trial, device: torch.device, sequences: int = 1024) -> tuple[float, float]:
+    """The share of queries whose value is the arg-max, and its standard error over sequences."""
+    right = []
+    for part in range(0, sequences, TEST_BATCH):
+        size = min(TEST_BATCH, sequences - part)
+        batch = make_batch(size, trial.pairs, trial.length, trial.vocabulary, TEST_SEED + part, device)
+        with torch.autocast("cuda", torch.bfloat16, enabled=device.type == "cuda"):
+            right.append((answer(model, batch).argmax(-1) == batch.values).float().mean(1))
+    shares = torch.cat(right)
+    return shares.mean().item(), (shares.std() / math.sqrt(len(shares))).item()

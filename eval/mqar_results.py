@@ -1,0 +1,91 @@
+"""The table and the figure of MQAR, of the best learning rate of each form (arXiv 2312.06635, figure 4)."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lingpt.common.files import write_errors, write_text
+from lingpt.common.palette import colours
+from lingpt.eval.results import DASH, percent
+from lingpt.eval.tables import Table, draw_tables, save_figure
+
+
+def best(results: Sequence[dict[str, Any]], form: str, width: int, pairs: int) -> dict[str, Any] | None:
+    """The result of the best rate; None where there is none."""
+    found = [r for r in results if (r["form"], r["width"], r["pairs"]) == (form, width, pairs)]
+    return max(found, key=lambda r: r["accuracy"], default=None)
+
+
+def settings(results: Sequence[dict[str, Any]]) -> tuple[list[str], list[int], list[int]]:
+    """The forms, in their order, the widths and the numbers of pairs that there are results of."""
+    widths, pairs = (sorted({r[key] for r in results}) for key in ("width", "pairs"))
+    return list(dict.fromkeys(r["form"] for r in results)), widths, pairs
+
+
+def mqar_table(results: Sequence[dict[str, Any]]) -> Table:
+    """A row a form, a column for each width and number of pairs."""
+    forms, widths, pairs = settings(results)
+    columns = [(width, count) for count in pairs for width in widths]
+    rows = []
+    for form in forms:
+        found = [best(results, form, width, count) for width, count in columns]
+        cells = (DASH if f is None else f"{percent(f, 'accuracy')} ({f['rate']:g})" for f in found)
+        rows.append([form, *cells])
+    rows.append(["Chance", *(f"{100 / count:.2f}" for _, count in columns)])
+    head = ["Form", *(f"{count} pairs, width {width}" for width, count in columns)]
+    first = results[0]
+    rates = ", ".join(f"{rate:g}" for rate in sorted({r["rate"] for r in results}))
+    notes = [
+        f"Accuracy in per cent of queries ± one standard error, the best of the rates {rates} (in brackets). "
+        f"{first['layers']} layers, {first['heads']} heads, vocabulary {first['vocabulary']:,}, sequences of "
+        f"eight times the pairs, at most {first['steps']:,} steps of {first['batch_size']} sequences, none "
+        "twice; one seed. Chance is a guess among the values of the sequence."
+    ]
+    return Table("Associative recall (MQAR)", head, rows, notes)
+
+
+def save_mqar(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
+    """Writes mqar.md, mqar.tex, mqar-table.png and the figure mqar.png, mqar.svg."""
+    table = mqar_table(results)
+    paths = [folder / name for name in ("mqar.md", "mqar.tex", "mqar-table.png")]
+    with write_errors(folder):
+        write_text(paths[0], table.text(markdown=True) + "\n")
+        write_text(paths[1], table.latex() + "\n")
+    draw_tables([table], paths[2])
+    return paths + _draw(results, folder)
+
+
+def _draw(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    forms, widths, pairs = settings(results)
+    figure = Figure(figsize=(1.8 + 3.2 * len(pairs), 3.4), dpi=200, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, len(pairs), sharey=True, squeeze=False)[0]
+    colour = colours(dict.fromkeys(form.removesuffix(" + conv") for form in forms))
+    for panel, count in zip(panels, pairs, strict=True):
+        for form in forms:
+            found = [(width, r) for width in widths if (r := best(results, form, width, count))]
+            conv = form.endswith(" + conv")
+            style = {"color": colour[form.removesuffix(" + conv")], "linestyle": "--" if conv else "-"}
+            mark = {"marker": "s" if conv else "o", "markersize": 4.5, "linewidth": 1.5}
+            y = [100 * r["accuracy"] for _, r in found]
+            panel.plot([width for width, _ in found], y, label=form, **style, **mark)
+        panel.axhline(100 / count, color="0.5", linestyle=(0, (4, 3)), linewidth=0.9)
+        panel.text(widths[0], 100 / count + 1.5, "chance", fontsize=7.5, color="0.4")
+        panel.set_title(f"{count} pairs", loc="left", fontsize=10)
+        panel.set_xlabel("width")
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(widths, labels=[str(width) for width in widths])
+        panel.set_ylim(-3, 103)
+        panel.grid(alpha=0.25, linewidth=0.6)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("accuracy (%)")
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8
+    )
+    paths = [folder / "mqar.png", folder / "mqar.svg"]
+    for path in paths:
+        save_figure(figure, path)
+    return paths

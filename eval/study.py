@@ -1,0 +1,123 @@
+"""What a study is: several attentions, each with several seeds, trained alike and scored alike.
+
+A file `configs/study-<name>.yaml` says it; the fields of `Study` are its keys.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from lingpt.common.errors import UserError, nearest
+from lingpt.common.files import read_yaml
+
+STAGES = ("data", "rates", "runs", "mqar", "scores", "page")
+
+
+@dataclass(frozen=True)
+class Study:
+    """The keys of a study's file.
+
+    Args:
+        name: of its folder; by default the file's, without `study-`.
+        recipe: what every run starts from, a file or the name of one that ships.
+        tokens: that each run is trained on.
+        seeds: how many runs of each attention, with the seeds 0, 1, …
+        attentions: a name for each row → its options, as `lingpt train` takes them; the row's attention is
+            `model.attention`, by default its name.
+        options: of every run.
+        rates: peak learning rates; each attention gets the best of them by short runs. None: the recipe's.
+        rate_tokens: that each of the short runs is trained on.
+        rate_options: of the short runs.
+        cards_per_run: GPUs of one run; None for all, one run after the other.
+        suites: of `lingpt eval`.
+        tasks: of Table 2.
+        eval_data: folder of benchmark JSONL; None for the Hugging Face hub.
+        texts: name → JSONL that was not trained on, for the suites `language` and `recall`.
+        longest: the loss by position goes up to so many training lengths.
+        limit: only the first so many documents of each task.
+        mqar: also train and score the synthetic recall task: options of `lingpt mqar`.
+        stopped_halfway: a row whose first run is stopped halfway and goes on, which must not show.
+        about: a sentence for the page.
+    """
+
+    name: str
+    recipe: str
+    tokens: int
+    attentions: dict[str, dict[str, Any]]
+    seeds: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+    rates: tuple[float, ...] = ()
+    rate_tokens: int = 0
+    rate_options: dict[str, Any] = field(default_factory=dict)
+    cards_per_run: int | None = 1
+    suites: tuple[str, ...] = ("table2",)
+    tasks: tuple[str, ...] = ("arc_easy", "arc_challenge", "piqa", "mmlu", "mmlu:5")
+    eval_data: str | None = None
+    texts: dict[str, str] = field(default_factory=dict)
+    longest: int = 8
+    limit: int | None = None
+    mqar: dict[str, Any] | None = None
+    stopped_halfway: str | None = None
+    about: str = ""
+
+    def attention(self, row: str) -> str | list[str]:
+        return self.attentions[row].get("model.attention", row)
+
+    def run_names(self) -> list[tuple[str, str, int]]:
+        """(row, name of the run, seed) of every run, seed by seed: the first seed's are done first."""
+        return [(row, f"{row}-seed{seed}", seed) for seed in range(self.seeds) for row in self.attentions]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def read_study(path: Path, changes: Mapping[str, Any] | None = None) -> Study:
+    """The study of a file, with `changes` to its keys. UserError for what makes none."""
+    values = read_yaml(path)
+    if not isinstance(values, dict):
+        raise UserError(f"{path} is no study: it has no keys")
+    values = {"name": path.stem.removeprefix("study-")} | values | dict(changes or {})
+    known = [key.name for key in fields(Study)]
+    for key in values:
+        if key not in known:
+            raise UserError(
+                f"{path}: unknown key {key!r}{nearest(str(key), known)}; a study has {', '.join(known)}"
+            )
+    for key in ("recipe", "tokens", "attentions"):
+        if key not in values:
+            raise UserError(f"{path} is no study: it does not say `{key}`")
+    values["attentions"] = _rows(values["attentions"], path)
+    for key in ("rates", "suites", "tasks"):
+        if key in values:
+            values[key] = tuple(values[key])
+    study = Study(**values)
+    _check(study, path)
+    return study
+
+
+def _rows(attentions: Any, path: Path) -> dict[str, dict[str, Any]]:
+    """`[ours, gla]` and `{ours: {}, mine: {model.attention: ours}}` alike."""
+    if isinstance(attentions, list):
+        attentions = {name: {} for name in attentions}
+    if not isinstance(attentions, dict) or not attentions:
+        raise UserError(f"{path}: `attentions` is a list of names, or a name → options for each row")
+    rows = {str(name): options or {} for name, options in attentions.items()}
+    for name, options in rows.items():
+        if not isinstance(options, dict):
+            raise UserError(f"{path}: the options of {name!r} are `key: value`, as `lingpt train` takes them")
+    return rows
+
+
+def _check(study: Study, path: Path) -> None:
+    if type(study.seeds) is not int or study.seeds < 1:
+        raise UserError(f"{path}: seeds is {study.seeds}; it must be at least 1")
+    if type(study.tokens) is not int or study.tokens < 1:
+        raise UserError(f"{path}: tokens is {study.tokens}; it must be a whole number, at least 1")
+    if study.rates and study.rate_tokens < 1:
+        raise UserError(f"{path}: `rates` need `rate_tokens`, how long each is tried")
+    if study.stopped_halfway is not None and study.stopped_halfway not in study.attentions:
+        raise UserError(f"{path}: stopped_halfway is {study.stopped_halfway!r}, which is no row of it")
+    for name in study.attentions:
+        if Path(name).name != name or not name or name.startswith("."):
+            raise UserError(f"{path}: {name!r} cannot name a run's folder")

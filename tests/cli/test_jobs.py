@@ -1,0 +1,108 @@
+"""Guards the children of a study: side by side, each on its card, and what happens when one fails or dies."""
+
+import os
+import sys
+import time
+
+import pytest
+
+from lingpt.cli import jobs
+from lingpt.cli.jobs import Job, Slot, Stopped, find_slots, run_jobs
+from lingpt.common.errors import UserError
+
+# In place of `lingpt`: a Python without site-packages, started in no time, that runs its argument.
+CHILD = (sys.executable, "-S", "-c", "import os, sys, time, signal; exec(sys.argv[1])")
+GPUS = [Slot("GPU 0", (0,)), Slot("GPU 1", (1,))]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(jobs, "COMMAND", CHILD)
+    monkeypatch.setattr(jobs, "POLL", 0.01)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.fixture
+def job(tmp_path):
+    return lambda name, code, **more: Job(name, [code], tmp_path / f"{name}.log", **more)
+
+
+def test_side_by_side_each_on_its_card(job, tmp_path):
+    """Two wait for each other, on two cards; the third comes after."""
+    wait = "[time.sleep(0.01) for _ in iter(lambda: os.path.exists({1!r}), True)]"
+    meet = "open({0!r}, 'w'); " + wait
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    show = "; print('card', os.environ['CUDA_VISIBLE_DEVICES'])"
+    lines = []
+    found = run_jobs(
+        [job("x", meet.format(a, b) + show), job("y", meet.format(b, a) + show), job("z", "print('last')")],
+        GPUS,
+        say=lines.append,
+    )
+    assert found == []
+    assert {(tmp_path / f"{name}.log").read_text() for name in "xy"} == {"card 0\n", "card 1\n"}
+    assert (tmp_path / "z.log").read_text() == "last\n"
+
+
+def test_one_that_fails_does_not_end_the_others(job, tmp_path):
+    """A user's error is not tried again; a crash is, once, and its line names the log."""
+    lines = []
+    wrong = job("wrong", "print('lingpt: no file there', file=sys.stderr); sys.exit(2)")
+    crash, killed = job("crash", "raise RuntimeError('CUDA error')"), job("dead", "os.kill(os.getpid(), 9)")
+    found = run_jobs([wrong, crash, killed, job("well", "pass")], [Slot("CPU")], say=lines.append)
+    assert {(f.job, f.reason) for f in found} == {
+        ("wrong", "no file there"),
+        ("crash", "RuntimeError: CUDA error"),
+        ("dead", "ended by SIGKILL"),
+    }
+    assert (wrong.attempts, crash.attempts, killed.attempts) == (1, 2, 2)
+    assert any(line.startswith("well: done") for line in lines)
+
+
+def test_a_card_that_died_is_given_up(job, tmp_path):
+    """All that starts on card 0 crashes: the work is done on card 1, and nothing is lost."""
+    code = "sys.exit(1) if os.environ['CUDA_VISIBLE_DEVICES'] == '0' else time.sleep(0.05)"
+    lines = []
+    assert run_jobs([job(f"job{i}", code) for i in range(5)], GPUS, say=lines.append) == []
+    assert "GPU 0 is given up: two jobs in a row failed on it" in lines
+    assert sum(": done" in line for line in lines) == 5
+
+
+SAVES = (
+    "signal.signal(15, lambda *_: (print('saved', flush=True), sys.exit(143))); "
+    "print('on', flush=True); time.sleep(60)"
+)
+
+
+def test_the_end_of_the_time_lets_the_children_save(job, tmp_path):
+    first = job("first", SAVES)
+    with pytest.raises(Stopped):
+        run_jobs([first, job("second", "pass")], [Slot("CPU")], time.monotonic() + 0.8, lambda line: None)
+    assert first.log.read_text() == "on\nsaved\n" and not (tmp_path / "second.log").exists()
+
+
+def test_stopped_halfway_and_started_again(job, tmp_path):
+    """Stopped as by a signal when it says so, then started again by the same command."""
+    code = f"sys.exit() if 'saved' in open({str(tmp_path / 'half.log')!r}).read() else None; {SAVES}"
+    half, lines = job("half", code), []
+    half.interrupt = lambda: half.log.exists() and "on" in half.log.read_text()
+    assert run_jobs([half], [Slot("CPU")], say=lines.append) == []
+    assert half.log.read_text() == "on\nsaved\n" and half.attempts == 2
+    assert any("half: stopped" in line and "goes on" in line for line in lines)
+
+
+def test_slots(monkeypatch):
+    """One card a run, two, or all; no more than are there; what CUDA_VISIBLE_DEVICES allows is kept."""
+    import torch
+
+    assert [slot.name for slot in find_slots(2, 1)] == ["CPU process 0", "CPU process 1"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert [slot.gpus for slot in find_slots(None, 1)] == [(0,), (1,), (2,), (3,)]
+    assert [slot.gpus for slot in find_slots(None, 2)] == [(0, 1), (2, 3)]
+    assert [slot.gpus for slot in find_slots(2, None)] == [(0, 1)]
+    with pytest.raises(UserError, match="--devices 8, but this machine has 4 GPUs"):
+        find_slots(8, 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    assert Slot("GPU 1", (1,)).environment()["CUDA_VISIBLE_DEVICES"] == "7"
+    assert "CUDA_VISIBLE_DEVICES" in os.environ

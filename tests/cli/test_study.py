@@ -1,0 +1,224 @@
+"""Guards a study by one command: planned, trained, scored, shown; gone on with; and what does not stop it.
+
+The children run in this process, where a start costs nothing; test_jobs.py has the processes.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lingpt.cli import study as verb
+from lingpt.cli.jobs import Failure
+from lingpt.cli.main import main
+from lingpt.cli.study import studies
+from lingpt.cli.study_runs import chosen_rates, rate_runs, study_runs
+from lingpt.common.errors import UserError
+from lingpt.configs import recipe_path
+from lingpt.eval.study import read_study
+from lingpt.models import ATTENTIONS
+
+TINY = {
+    "recipe": "demo",
+    "tokens": 512,
+    "seeds": 2,
+    "attentions": {"softmax": {}, "mixed": {"model.attention": ["ours", "softmax"]}},
+    "options": {
+        "model.n_layer": 2, "model.n_embd": 64, "model.block_size": 32, "data.seq_len": 32,
+        "train.global_batch_size": 4, "train.micro_batch_size": 4, "train.warmup_steps": 1,
+        "train.eval_interval": 2, "train.eval_tokens": 128, "train.sample_tokens": 0,
+        "train.accelerator": "cpu", "train.wandb": False,
+    },
+    "rates": [1.0e-3, 3.0e-3],
+    "rate_tokens": 256,
+    "suites": ["language"],
+    "longest": 2,
+    "about": "A test.",
+}  # fmt: skip
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """Children in this process; each command that ran is in `ran`."""
+    ran = []
+
+    def run_jobs(jobs, slots, deadline=None, say=print):
+        failures = []
+        for job in jobs:
+            ran.append(job.name)
+            if main(job.arguments) != 0:
+                failures.append(Failure(job.name, "it failed"))
+        return failures
+
+    monkeypatch.setattr(verb, "run_jobs", run_jobs)
+    monkeypatch.chdir(tmp_path)
+    write(TINY)
+    return ran
+
+
+def write(values, name="study-tiny.yaml"):
+    Path(name).write_text(yaml.safe_dump(values))
+    return name
+
+
+def test_a_study_from_the_plan_to_the_page(here, tmp_path, capsys):
+    """Plan; rates; two runs of each of two rows at their rates; scores; the page. Again: none is trained."""
+    command = ["study", "--config", "study-tiny.yaml"]
+    assert main([*command, "--dry_run", "true"]) == 0
+    plan = capsys.readouterr().out
+    assert "2 rows, 2 seeds" in plan and "0 of 2" in plan and "card hours" in plan and not here
+    assert main(command) == 0
+    tried = [f"{row}-rate{rate}" for row in ("softmax", "mixed") for rate in ("0.001", "0.003")]
+    trained = ["softmax-seed0", "mixed-seed0", "softmax-seed1", "mixed-seed1"]
+    assert here == ["data", *tried, *trained, "scores"]
+    folder = Path("runs/study-tiny")
+    assert not any((folder / name / "checkpoints").exists() for name in tried)
+    config = yaml.safe_load((folder / "mixed-seed1" / "config.yaml").read_text())
+    study = read_study(Path("study-tiny.yaml"))
+    chosen = chosen_rates(rate_runs(study, folder, None))
+    assert config["train"]["learning_rate"] == chosen["mixed"] in study.rates
+    assert config["train"]["min_learning_rate"] == pytest.approx(chosen["mixed"] / 10)  # as in the recipe
+    assert (config["train"]["seed"], config["train"]["wandb_group"]) == (1, "study-tiny")
+    page = (folder / "README.md").read_text()
+    for words in ("mean of 2 seeds", "## Time to a loss", "## Learning rates", "## Bits per byte", "A test."):
+        assert words in page
+    assert "Not in the tables" not in page
+    for name in ("curves.png", "curves.svg", "curves.pdf", "positions.svg", "suites.tex", "summary.json"):
+        assert (folder / name).stat().st_size > 100
+    here.clear()
+    assert main([*command, "--publish", str(tmp_path / "docs")]) == 0
+    assert here == ["data", "scores"] and "computed before" in capsys.readouterr().out
+    kept = {path.name for path in (tmp_path / "docs" / "softmax-seed0").iterdir()}
+    assert kept == {"config.yaml", "environment.json", "metrics.jsonl", "eval"}
+
+
+def test_what_goes_wrong_is_named_and_the_rest_is_kept(here, capsys):
+    """A run missing, unfinished, diverged, of another attention; scores damaged: a line each."""
+    write(
+        TINY | {"rates": [], "seeds": 1, "suites": [], "attentions": ["softmax", "ours", "gla", "ours-decay"]}
+    )
+    assert main(["study", "--config", "study-tiny.yaml"]) == 0
+    folder = Path("runs/study-tiny")
+    damaged = folder / "softmax-seed0" / "eval" / "step-00000004.json"
+    damaged.parent.mkdir()
+    damaged.write_text("{")
+    lines = (folder / "ours-seed0" / "metrics.jsonl").read_text().splitlines()
+    (folder / "ours-seed0" / "metrics.jsonl").write_text("\n".join(lines[:2]) + "\n")
+    with (folder / "gla-seed0" / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "diverged", "step": 4, "tokens": 512, "train_time": 1.0, "skipped": 10}\n')
+    shutil.rmtree(folder / "ours-decay-seed0")
+    assert main(["study", "--config", "study-tiny.yaml", "--stages", "page"]) == 0
+    page = (folder / "README.md").read_text()
+    for line in (
+        "ours-seed0 is unfinished: step 2 of 4",
+        "gla-seed0 diverged at step 4",
+        "ours-decay-seed0 is missing",
+        "step-00000004.json is damaged",
+    ):
+        assert line in page
+    config = folder / "softmax-seed0" / "config.yaml"
+    config.write_text(config.read_text().replace("attention: softmax", "attention: gla"))
+    study = read_study(Path("study-tiny.yaml"))
+    softmax = study_runs(study, folder, {}, None)[0]
+    assert softmax.trouble() == "softmax-seed0 was trained with gla, and its row is softmax: it is left out"
+
+
+def test_a_failure_is_named_at_the_end(here, monkeypatch, capsys):
+    """The others are trained; the exit code and the last line say which was not."""
+    write(TINY | {"rates": [], "seeds": 1, "suites": []})
+    run_jobs = verb.run_jobs
+
+    def sick(jobs, slots, deadline=None, say=print):
+        well = [job for job in jobs if job.name != "mixed-seed0"]
+        missing = [Failure(job.name, "ended by SIGKILL") for job in jobs if job not in well]
+        return run_jobs(well, slots, deadline, say) + missing
+
+    monkeypatch.setattr(verb, "run_jobs", sick)
+    assert main(["study", "--config", "study-tiny.yaml"]) == 2
+    out, err = capsys.readouterr()
+    assert (
+        "1 failed, all else is kept, and the same command tries again: mixed-seed0: ended by SIGKILL" in err
+    )
+    assert "mixed-seed0 failed: ended by SIGKILL" in Path("runs/study-tiny/README.md").read_text()
+    assert Path("runs/study-tiny/softmax-seed0/checkpoints").is_dir() and "page " in out
+
+
+def test_another_study_in_the_same_folder_is_refused(here, capsys):
+    write(TINY | {"rates": [], "seeds": 1, "suites": []})
+    command = ["study", "--config", "study-tiny.yaml", "--stages", "page"]
+    assert main(command) == 0 and main([*command, "--seeds", "3"]) == 0
+    assert main([*command, "--tokens", "1024"]) == 2
+    assert (
+        "holds a study with another `tokens` (512, now 1024): give the new one a --name"
+        in capsys.readouterr().err
+    )
+    assert main([*command, "--tokens", "1024", "--name", "longer"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"token": 3}, "unknown key 'token': did you mean 'tokens'"),
+        ({"tokens": 0}, "tokens is 0"),
+        ({"seeds": 0}, "seeds is 0"),
+        ({"attentions": 3}, "`attentions` is a list of names"),
+        ({"attentions": ["ours/x"]}, "cannot name a run's folder"),
+        ({"attentions": ["softmx"]}, "unknown attention 'softmx'"),
+        ({"options": {"train.warm_up": 3}}, "warm_up"),
+        ({"rate_tokens": 0}, "`rates` need `rate_tokens`"),
+        ({"stopped_halfway": "gla"}, "which is no row of it"),
+    ],
+)
+def test_mistakes_in_the_file(here, capsys, change, message):
+    """One line, before anything is trained."""
+    write(TINY | change)
+    assert main(["study", "--config", "study-tiny.yaml"]) == 2
+    err = capsys.readouterr().err.strip()
+    assert message in err and "\n" not in err and not here
+
+
+def test_mistakes_on_the_command_line(here, capsys):
+    for words, message in [
+        (["--model", "pythia-14m"], "no study 'study-pythia-14m': did you mean 'study-pythia-1"),
+        (
+            ["--config", "study-tiny.yaml", "--attentions", "our"],
+            "unknown attention 'our': did you mean 'ours'",
+        ),
+        (["--config", "study-tiny.yaml", "--stages", "score"], "did you mean 'scores'"),
+        (["--config", "study-tiny.yaml", "--cards_per_run", "some"], "a number of GPUs, or `all`"),
+    ]:
+        assert main(["study", *words]) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", studies())
+def test_the_studies_that_ship(name, tmp_path):
+    """Each run's options make a recipe; a paper's own numbers; a hybrid has as many layers as its model."""
+    study = read_study(recipe_path(name))
+    for one in [
+        *study_runs(study, tmp_path, {}, 1)[: len(study.attentions)],
+        *rate_runs(study, tmp_path, 1)[:1],
+    ]:
+        assert one.recipe.model.config().attention_per_layer
+    first = study_runs(study, tmp_path, {}, 1)[0].recipe
+    if name == "study-pythia-1.4b":
+        assert (first.train.max_tokens, first.data.seq_len, first.data.source) == (3 * 10**9, 8192, "wiki40b")
+        assert (first.train.global_batch_size, first.train.learning_rate) == (256, 1e-3)
+    if name == "study-pythia-1.4b-short":
+        assert first.data.seq_len == 8192 and study.tokens >= 100e6
+        assert 250_000 <= first.tokens_per_step <= 500_000
+    if name == "study-pythia-160m":
+        assert first.data.seq_len == 2048 and study.tokens >= 250e6 and study.seeds == 2
+        assert set(ATTENTIONS) <= set(study.attentions) and len(study.rates) == 3
+
+
+def test_a_study_that_is_no_study(tmp_path):
+    (tmp_path / "study-x.yaml").write_text("recipe: demo\ntokens: 5\n")
+    with pytest.raises(UserError, match="does not say `attentions`"):
+        read_study(tmp_path / "study-x.yaml")
+    (tmp_path / "study-x.yaml").write_text("- 3\n")
+    with pytest.raises(UserError, match="is no study"):
+        read_study(tmp_path / "study-x.yaml")
+    assert json.dumps(read_study(recipe_path("study-demo")).to_dict())

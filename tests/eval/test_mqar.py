@@ -1,0 +1,94 @@
+"""Guards MQAR: the task is solvable, by recall alone; a model learns it; what is shown is what was found."""
+
+import json
+
+import pytest
+import torch
+
+from lingpt.cli.main import main
+from lingpt.common.errors import UserError
+from lingpt.eval.mqar import Trial, accuracy, make_batch, make_trials, rate_factor, train_trial
+from lingpt.eval.mqar_results import best, mqar_table, save_mqar
+from lingpt.models import GPT
+
+TINY = {"steps": 2, "batch_size": 32, "vocabulary": 32}
+
+
+def test_every_query_has_its_value_in_the_pairs():
+    """Keys and values do not repeat; each key comes again once, at an even place; the answer is its value."""
+    batch = make_batch(50, pairs=8, length=64, vocabulary=256, seed=3)
+    for tokens, positions, values in zip(*batch, strict=True):
+        keys, stored = tokens[:16:2], tokens[1:16:2]
+        assert len(set(keys.tolist())) == len(set(stored.tolist())) == len(set(positions.tolist())) == 8
+        assert keys.min() >= 1 and keys.max() < 128 <= stored.min() and stored.max() < 256
+        assert positions.min() >= 16 and positions.max() < 64 and not (positions % 2).any()
+        answers = dict(zip(keys.tolist(), stored.tolist(), strict=True))
+        assert [answers[tokens[p].item()] for p in positions] == values.tolist()
+    assert all(map(torch.equal, batch, make_batch(50, 8, 64, 256, seed=3)))
+    assert not torch.equal(batch.tokens, make_batch(50, 8, 64, 256, seed=4).tokens)
+
+
+def test_short_gaps_are_likelier():
+    """Zoology's power law: the gap g with a probability that falls as g^(0.01 − 1)."""
+    gaps = (make_batch(4000, 1, 34, 16, seed=0).positions[:, 0] - 2) // 2
+    share = torch.bincount(gaps, minlength=16) / 4000
+    wanted = torch.arange(1, 17) ** (0.01 - 1.0)
+    torch.testing.assert_close(share, wanted / wanted.sum(), atol=0.03, rtol=0)
+
+
+def test_a_small_model_learns_to_recall():
+    """Linear attention with the short convolution, seconds on a CPU: from chance to most of the queries."""
+    trial = Trial("ours", True, width=32, pairs=2, rate=3e-2, steps=75, batch_size=32, vocabulary=16)
+    fresh = accuracy(GPT.create(trial.config(), 0), trial, torch.device("cpu"))
+    found = train_trial(trial)
+    assert fresh[0] < 0.3 and found["accuracy"] > 0.75 and 0 < found["accuracy_stderr"] < 0.02
+    assert found["curve"] == [[75, round(found["accuracy"], 5)]] and found["form"] == "ours + conv"
+
+
+def test_the_rate_rises_and_falls():
+    factors = [rate_factor(step, 100) for step in range(100)]
+    assert factors[0] == 0.1 and max(factors) == factors[9] == 1.0 and factors[-1] < 0.001
+
+
+def test_forms():
+    """Those attentions that have a short convolution are trained with it, too."""
+    trials = make_trials(["softmax", "gla", "ours-gated"], [32], [2], [1e-3], **TINY)
+    forms = ["softmax", "gla", "gla + conv", "ours-gated", "ours-gated + conv"]
+    assert [trial.form for trial in trials] == forms
+    assert trials[-1].config().short_conv and trials[1].config().gla_n_head == 2
+    with pytest.raises(UserError, match="unknown attention 'sofmax'"):
+        make_trials(["sofmax"], [32], [2], [1e-3], **TINY)
+    with pytest.raises(UserError, match="20 pairs need"):
+        make_trials(["ours"], [32], [20], [1e-3], **TINY)
+
+
+def test_the_command_goes_on_and_draws(tmp_path, capsys, monkeypatch):
+    """Trained once each; the best rate counts; a damaged file is kept aside; a model that fails is named."""
+    from lingpt.eval import mqar
+
+    sizes = ["--widths=[16]", "--pairs=[2]", "--steps=2", "--batch_size=4", "--vocabulary=32", "--workers=1"]
+    command = ["mqar", "--attentions=[softmax, ours]", "--rates=[1e-3, 1e-2]", *sizes, "--out", str(tmp_path)]
+    assert main(command) == 0
+    assert "6 models, 6 to train" in capsys.readouterr().out
+    results = json.loads((tmp_path / "mqar.json").read_text())["results"]
+    assert [r["form"] for r in results] == ["softmax"] * 2 + ["ours"] * 2 + ["ours + conv"] * 2
+    trained = []
+    monkeypatch.setattr(mqar, "train_trial", lambda trial, device: trained.append(trial) or 1 / 0)
+    assert main(command) == 0 and not trained
+    assert main([*command[:2], "--rates=[1e-3, 1e-2, 0.1]", *command[3:]]) == 2
+    err = capsys.readouterr().err
+    assert (
+        len(trained) == 3 and "3 of 9 models failed, the same command tries again: softmax, width 16" in err
+    )
+    (tmp_path / "mqar.json").write_text("{")
+    assert main(command) == 2
+    assert "kept as damaged-mqar.json" in capsys.readouterr().out
+    results[0]["accuracy"], results[1]["accuracy"] = 0.25, 0.5
+    assert best(results, "softmax", 16, 2)["rate"] == 1e-2
+    rows = {row[0]: row[1] for row in mqar_table(results).rows}
+    assert (
+        rows["softmax"].startswith("50.00 ±")
+        and rows["softmax"].endswith("(0.01)")
+        and rows["Chance"] == "50.00"
+    )
+    assert {p.name for p in save_mqar(results, tmp_path)} >= {"mqar.md", "mqar.png", "mqar.svg"}
