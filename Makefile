@@ -28,7 +28,7 @@ RUN = $(strip $(call opt,--train.devices,$(DEVICES)) $(call opt,--train.resume,$
 	$(call opt,--train.name,$(NAME)) $(if $(filter-out 0,$(DRY)),--train.dry_run true))
 
 .DEFAULT_GOAL := help
-.PHONY: help install train data eval curves bench test test-gpu soak check check-lint check-format check-types format \
+.PHONY: help install train data eval study curves bench test test-gpu soak check check-lint check-format check-types format \
 	release-check
 .SUFFIXES:
 MAKEFLAGS += --no-builtin-rules --no-print-directory
@@ -48,6 +48,12 @@ data: $(READY) ## prepare a model's corpus and show it: MODEL= DATA= TOKENIZER=
 eval: $(READY) ## score checkpoints, print the paper's Table 2: MODEL= or RUNS="runs/a runs/b", EVAL_DATA=folder
 	$(BIN)lingpt eval $(strip $(call opt,--model,$(MODEL)) $(if $(RUNS),--runs $(RUNS)) \
 		$(call opt,--data,$(EVAL_DATA)) $(ARGS))
+
+study: $(READY) ## train and score several attentions: MODEL= TOKENS= ATTNS="softmax ours" SEEDS= DEVICES= DATA= TOKENIZER= EVAL_DATA= DRY=1
+	$(BIN)lingpt study $(strip $(call opt,--config,$(STUDY)) $(call opt,--model,$(MODEL)) $(call opt,--tokens,$(TOKENS)) \
+		$(if $(ATTNS),--attentions $(ATTNS)) $(call opt,--seeds,$(SEEDS)) $(call opt,--devices,$(DEVICES)) \
+		$(call opt,--source,$(DATA)) $(call opt,--tokenizer,$(TOKENIZER)) $(call opt,--eval_data,$(EVAL_DATA)) \
+		$(call opt,--name,$(NAME)) $(if $(filter-out 0,$(DRY)),--dry_run true) $(ARGS))
 
 curves: $(READY) ## loss curves of runs in one picture: RUNS="runs/a runs/b" (default: all)
 	$(BIN)lingpt curves $(strip $(RUNS) $(ARGS))

@@ -10,7 +10,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lingpt.cli.jobs import Failure, Job, Stopped, find_slots, run_jobs
+from lingpt.cli.jobs import Failure, Job, Stopped, find_slots, last_line, run_jobs
 from lingpt.common.errors import UserError, nearest
 from lingpt.configs import recipe_names, recipe_path
 
@@ -80,8 +80,8 @@ def run(args: Namespace) -> None:
         print(f"stopped after {args.minutes:g} minutes; the same command goes on")
     if work.on("page"):
         print(f"page    {write_page(study, folder, tried, runs, failures)}")
-        if args.publish:
-            print(f"copied  {publish(folder, Path(args.publish), runs)}")
+    if args.publish:
+        print(f"copied  {publish(folder, Path(args.publish), runs)}")
     if failures:
         named = "; ".join(f"{failure.job}: {failure.reason}" for failure in failures)
         raise UserError(
@@ -162,10 +162,15 @@ class _Work:
     def log(self, name: str) -> Path:
         return self.folder / "logs" / f"{name}.log"
 
+    def _job(self, name: str, arguments: list[str]) -> Job:
+        """One whose last line says how far it is."""
+        log = self.log(name)
+        return Job(name, arguments, log, lambda: last_line(log))
+
     def data(self, run: Any) -> None:
         """Tokenises once; the runs then share the cache. UserError where it fails: nothing else can begin."""
         arguments = ["data", *run.arguments[1:]]
-        if failures := self.jobs([Job("data", arguments, self.log("data"))], self.slots[:1]):
+        if failures := self.jobs([self._job("data", arguments)], self.slots[:1]):
             raise UserError(f"the data cannot be prepared: {failures[0].reason}")
 
     def rates(self, tried: list) -> list[Failure]:
@@ -197,7 +202,7 @@ class _Work:
             return []
         options = [f"--{key}={_word(value)}" for key, value in self.study.mqar.items()]
         arguments = ["mqar", "--out", str(self.folder / "mqar"), *options]
-        return self.jobs([Job("mqar", arguments, self.log("mqar"))], self.slots[:1])
+        return self.jobs([self._job("mqar", arguments)], self.slots[:1])
 
     def score(self, runs: list) -> list[Failure]:
         """One process a slot, with its share of the runs: the questions are built once in each."""
@@ -213,14 +218,13 @@ class _Work:
         options += ["--data", study.eval_data] if study.eval_data else []
         options += ["--limit", str(study.limit)] if study.limit else []
         jobs = []
-        for i, slot in enumerate(self.slots):
+        for i in range(len(self.slots)):
             if share := ready[i :: len(self.slots)]:
                 lists = {"runs": share, "suite": study.suites, "tasks": study.tasks}
                 lists |= {"texts": [f"{name}={path}" for name, path in study.texts.items()] or ["embedded"]}
                 words = [word for key, values in lists.items() for word in (f"--{key}", *values)]
                 name = f"scores-{i}" if len(self.slots) > 1 else "scores"
-                jobs.append(Job(name, ["eval", *words, *options], self.log(name)))
-                _ = slot
+                jobs.append(self._job(name, ["eval", *words, *options]))
         return self.jobs(jobs)
 
 

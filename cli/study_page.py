@@ -38,7 +38,8 @@ def write_page(
 
     Where the folder has a `reading.md`, a person's reading of the numbers, the page begins with it.
     """
-    done = [run for run in runs if run.is_done()]
+    rows = list(study.attentions)
+    done = sorted((run for run in runs if run.is_done()), key=lambda run: (rows.index(run.row), run.seed))
     trouble = [text for run in runs if (text := run.trouble())]
     trouble += [f"{failure.job} failed: {failure.reason}" for failure in failures]
     results = [found for run in done if (found := _results(run, trouble))]
@@ -51,9 +52,10 @@ def write_page(
     if done:
         parts += _training(study, folder, tried, done)
     if results:
-        save_table2(results, folder)
-        save_suites(results, folder)
         tables = table2_tables(results) if "table2" in study.suites else []
+        if tables:
+            save_table2(results, folder)
+        save_suites(results, folder)
         parts += [_section(table) for table in [*tables, *suite_tables(results)]]
         if (folder / "positions.png").exists():
             parts.append("![Loss by position](positions.png)")
@@ -138,7 +140,7 @@ def _losses(
                 "seeds": len(mine),
                 "losses": losses,
                 "loss": statistics.mean(losses),
-                "loss_at_equal_time": float(np.interp(common, curve.val[:, 1], curve.val[:, 2])),
+                "loss_at_equal_time": _at(curve, common),
                 "equal_time": common,
                 "train_time": float(curve.val[-1, 1]),
                 "tokens_per_second": statistics.median(line["tokens_per_second"] for line in lines),
@@ -148,6 +150,11 @@ def _losses(
             }
         )
     return rows
+
+
+def _at(curve: Curve, seconds: float) -> float | None:
+    """The validation loss after so much training, linear between validations; None of a single one."""
+    return float(np.interp(seconds, curve.val[:, 1], curve.val[:, 2])) if len(curve.val) > 1 else None
 
 
 def _median(values: list[float]) -> float | None:
@@ -161,23 +168,25 @@ def _loss_table(rows: list[dict[str, Any]], curves: Sequence[Curve], base: int) 
         spread = (max(row["losses"]) - min(row["losses"])) / 2
         loss = f"{row['loss']:.4f}" + (f" ± {spread:.4f}" if row["seeds"] > 1 else "")
         less = f"{row['loss'] - softmax['loss']:+.4f}".replace("-", "−") if softmax else DASH
+        equal = DASH if row["loss_at_equal_time"] is None else f"{row['loss_at_equal_time']:.4f}"
         used = DASH if row["mfu"] is None else f"{100 * row['mfu']:.1f} %"
-        scale = PAPER_CARDS * row["tokens_per_second"] / row["cards"]
+        seconds = PAPER_TOKENS / (PAPER_CARDS * row["tokens_per_second"] / row["cards"])
+        paper = DASH if "CPU" in str(row["card"]) else duration(seconds)
         body.append(
             [
                 row["row"], f"{row['rate']:g}", str(row["seeds"]), loss, less,
-                f"{row['loss_at_equal_time']:.4f}", duration(row["train_time"]),
-                f"{row['tokens_per_second']:,.0f}", used, duration(PAPER_TOKENS / scale),
+                equal, duration(row["train_time"]),
+                f"{row['tokens_per_second']:,.0f}", used, paper,
             ]
         )  # fmt: skip
     head = [
         "Row", "Rate", "Seeds", "Validation loss", "less softmax's", "at equal time", "Training", "Tokens/s",
         "MFU", "3 B tokens on 8 cards",
     ]  # fmt: skip
-    equal = duration(rows[0]["equal_time"]) if rows else ""
+    common = duration(rows[0]["equal_time"]) if rows else ""
     notes = [
         "Loss in nats per token of held-out text; ± half the range over seeds. Equal time: after "
-        f"{equal} of training, which all rows have had. Training time is without start-up, compiling, "
+        f"{common} of training, which all rows have had. Training time is without start-up, compiling, "
         "validation and checkpoints. The last column: as if eight cards were eight times as fast as one."
     ]
     return Table("", head, body, notes)

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,13 @@ class StudyRun:
     @cached_property
     def recipe(self) -> Recipe:
         """What these arguments mean; UserError where they mean nothing."""
-        parser = jsonargparse.ArgumentParser(exit_on_error=False, prog="lingpt train")
-        configure_recipe(parser)
+        parser = _parser()
         try:
-            return recipe_from(parser.instantiate_classes(parser.parse_args(self.arguments[1:])))
+            recipe = recipe_from(parser.instantiate_classes(parser.parse_args(self.arguments[1:])))
         except jsonargparse.ArgumentError as error:
             raise UserError(f"{self.row}: {' '.join(str(error).split())}") from error
+        recipe.model.config()  # an attention that there is not, or a list that is too short
+        return recipe
 
     @property
     def step(self) -> int:
@@ -80,6 +81,14 @@ class StudyRun:
         lines = [line for line in read_metrics(self.folder) if line.get("kind") == "train"]
         loss = f", loss {lines[-1]['loss']:.3f}" if lines and lines[-1].get("loss") is not None else ""
         return f"at step {self.step} of {self.recipe.total_steps}{loss}"
+
+
+@cache
+def _parser() -> jsonargparse.ArgumentParser:
+    """That of `lingpt train`."""
+    parser = jsonargparse.ArgumentParser(exit_on_error=False, prog="lingpt train")
+    configure_recipe(parser)
+    return parser
 
 
 def _word(value: Any) -> str:

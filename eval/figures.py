@@ -1,19 +1,25 @@
 """Figures of what evaluation measures: the loss by position."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from lingpt.common.palette import colours
 from lingpt.common.run_folder import attention_label
 from lingpt.eval.tables import save_figure
 
+DASHES = ("-", "--", ":", "-.")  # further rows of the same attention
+_SEED = re.compile(r"-seed\d+$")
+
 
 def draw_positions(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     """positions.png and .svg: the loss by position of every run, a panel a text; nothing where none was
     measured.
 
-    A group of positions is drawn at its end. The dashed line is the training length.
+    Runs that differ in their seed (`…-seed0`, `…-seed1`) are one line, their mean. A group of positions is
+    drawn at its end. The dashed line is the training length.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -32,19 +38,13 @@ def draw_positions(results: Sequence[dict[str, Any]], folder: Path) -> list[Path
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(names), squeeze=False)[0]
     colour = colours(sorted({attention_label(about["attention"]) for about, _ in entries}))
-    one_run_each = len({about["run"] for about, _ in entries}) == len(colour)
     for panel, name in zip(panels, names, strict=True):
         drawn = [(about, entry) for about, entry in entries if entry["texts"] == name]
         seen: dict[str, int] = {}
-        for about, entry in drawn:
-            label, groups = attention_label(about["attention"]), entry["positions"]
-            turn = seen[label] = seen.get(label, -1) + 1
-            x, y = [g["to"] for g in groups], [g["loss"] for g in groups]
-            style = {"color": colour[label], "linestyle": ("-", "--", ":", "-.")[turn % 4], "linewidth": 1.5}
-            panel.plot(x, y, marker="o", markersize=3, label=label if one_run_each else about["run"], **style)
-            if all(g["stderr"] is not None for g in groups):
-                low, high = ([g["loss"] + sign * g["stderr"] for g in groups] for sign in (-1, 1))
-                panel.fill_between(x, low, high, color=colour[label], alpha=0.12, linewidth=0)
+        for row, (attention, lines) in _mean_over_seeds(drawn).items():
+            turn = seen[attention] = seen.get(attention, -1) + 1
+            style = {"color": colour[attention], "linestyle": DASHES[turn % len(DASHES)], "linewidth": 1.5}
+            panel.plot(list(lines), list(lines.values()), marker="o", markersize=3, label=row, **style)
         for length in sorted({entry["train_length"] for _, entry in drawn}):
             panel.axvline(length, color="0.5", linestyle=(0, (4, 3)), linewidth=0.9)
         ticks = sorted({g["to"] for _, entry in drawn for g in entry["positions"]})
@@ -63,3 +63,16 @@ def draw_positions(results: Sequence[dict[str, Any]], folder: Path) -> list[Path
     for path in paths:
         save_figure(figure, path)
     return paths
+
+
+def _mean_over_seeds(drawn: Sequence[tuple[Any, Any]]) -> dict[str, tuple[str, dict[int, float]]]:
+    """Run, without its seed → (attention, position → mean loss)."""
+    groups: dict[str, list[tuple[str, dict[int, float]]]] = {}
+    for about, entry in drawn:
+        losses = {group["to"]: group["loss"] for group in entry["positions"]}
+        row = _SEED.sub("", about["run"])
+        groups.setdefault(row, []).append((attention_label(about["attention"]), losses))
+    return {
+        row: (found[0][0], {to: fmean(losses[to] for _, losses in found) for to in found[0][1]})
+        for row, found in groups.items()
+    }

@@ -9,11 +9,11 @@ from pathlib import Path
 import jsonargparse
 import pytest
 
-from lingpt.cli import curves, data, evaluate, train
+from lingpt.cli import curves, data, evaluate, study, train
 from lingpt.models import ATTENTIONS
 
 ROOT = Path(__file__).parent.parent
-VERBS = {"train": train, "data": data, "eval": evaluate, "curves": curves}
+VERBS = {"train": train, "data": data, "eval": evaluate, "curves": curves, "study": study}
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
@@ -74,6 +74,19 @@ def test_data_takes_the_recipe_and_eval_the_runs():
     assert (args["runs"], args["data"], args["limit"]) == (["runs/a", "runs/b"], "/some where", 5)
     assert parsed("eval")["model"] is None, "without MODEL the newest run's model is meant"
     assert parsed("curves", "RUNS=runs/a runs/b")["runs"] == ["runs/a", "runs/b"]
+
+
+def test_study_takes_its_variables():
+    args = parsed(
+        "study", "MODEL=pythia-1.4b", "TOKENS=1000", "ATTNS=softmax ours-gated", "SEEDS=2", "DEVICES=8",
+        "DRY=1", "DATA=a b.jsonl", "EVAL_DATA=/e", "ARGS=--texts novels=n.jsonl --minutes 9",
+    )  # fmt: skip
+    wanted = {
+        "model": "pythia-1.4b", "tokens": 1000, "attentions": ["softmax", "ours-gated"], "seeds": 2,
+        "devices": 8, "dry_run": True, "source": "a b.jsonl", "eval_data": "/e", "texts": ["novels=n.jsonl"],
+        "minutes": 9.0,
+    }  # fmt: skip
+    assert {key: args[key] for key in wanted} == wanted and parsed("study")["model"] == "demo"
 
 
 def test_help_lists_every_target():
