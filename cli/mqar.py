@@ -111,8 +111,8 @@ def _trained(trials: "list[Trial]", workers: int | None) -> "Iterator[tuple[Tria
         futures = {pool.submit(_train_here, trial): trial for trial in trials}
         try:
             for future in as_completed(futures):
-                error = future.exception()
-                yield futures[future], error or future.result()
+                failure = future.exception()
+                yield futures[future], failure or future.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 

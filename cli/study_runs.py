@@ -66,8 +66,8 @@ class StudyRun:
         if any(line.get("kind") == "diverged" for line in read_metrics(self.folder)[-2:]):
             return f"{self.name} diverged at step {self.step}: its loss was not finite"
         if (self.folder / CONFIG).exists():
-            wanted, found = self.recipe.model.attention, read_model(self.folder)[1]
-            found = found if isinstance(found, str) else list(found)
+            wanted, trained = self.recipe.model.attention, read_model(self.folder)[1]
+            found = trained if isinstance(trained, str) else list(trained)
             if found != wanted:
                 return f"{self.name} was trained with {found}, and its row is {wanted}: it is left out"
         if self.loss is None:
