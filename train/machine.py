@@ -101,16 +101,18 @@ def check_machine(machine: Machine, config: Config, recipe: Recipe) -> None:
     if not (too_large or too_long):
         return
     on_gpu = memory_needed(config, recipe, "bf16-mixed", 1)["total"]
-    card = min((d for d in DEVICES if fits(on_gpu, d.memory)), key=lambda d: d.memory, default=DEVICES[0])
-    time_on_card = duration(flops / (card.bf16 * STATED_MFU))
+    such = "which no card that is known here has"
+    if cards := [device for device in DEVICES if fits(on_gpu, device.memory)]:
+        card = min(cards, key=lambda device: device.memory)
+        time_on_card = duration(flops / (card.bf16 * STATED_MFU))
+        such = f"such as {card.name}: about {time_on_card} at {STATED_MFU:.0%} MFU"
     reason = f"about {duration(days * 86400)}"
     if too_large:
         reason = f"{need / 1e9:.0f} GB of memory, and it has {machine.memory / 1e9:.0f}"
     raise UserError(
         f"{recipe.model.name} needs a GPU: this machine has none, and on its {os.cpu_count()} cores the run "
-        f"would need {reason}; it needs one with {math.ceil(on_gpu / 1e9)} GB or more (such as {card.name}: "
-        f"about {time_on_card} at {STATED_MFU:.0%} MFU); `--train.dry_run true` shows the plan, and the "
-        "recipe `demo` trains here"
+        f"would need {reason}; it needs one with {math.ceil(on_gpu / 1e9)} GB or more ({such}); "
+        "`--train.dry_run true` shows the plan, and the recipe `demo` trains here"
     )
 
 

@@ -28,6 +28,8 @@ def replay(run: Path, step: int, samples: int = 8, device: str = "auto") -> str:
     """
     if step < 1:
         raise UserError(f"--step {step}: steps count from 1, as in metrics.jsonl")
+    if samples < 1:
+        raise UserError(f"--samples {samples}: show at least 1")
     before = [path for path in checkpoints(run) if (checkpoint_step(path) or 0) < step]
     if not before:
         raise UserError(f"{run} has no checkpoint before step {step}: give a later one, or train it again")

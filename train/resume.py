@@ -167,9 +167,12 @@ def schedule_jump(recipe: Recipe, manifest: dict[str, Any]) -> str | None:
         return f"{line}: the cosine is stretched (a run that is to be extended has --train.schedule wsd)"
     if step <= start:
         return line
+    began = checkpoint_folder(recipe.run_folder, start)
+    if read_manifest(began) is None:
+        return f"{line}: the decay is undone; there is no checkpoint from where it began, at step {start}"
     return (
         f"{line}: the decay is undone; to extend the run from where its decay began, use "
-        f"--train.resume {checkpoint_folder(recipe.run_folder, start)}"
+        f"--train.resume {began}"
     )
 
 

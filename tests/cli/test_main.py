@@ -111,6 +111,8 @@ def test_trains_draws_and_goes_on(project, capsys):
         (["train", "--config", "tiny.yaml", "--train.beta1", "2"], "train.beta1 is 2.0; it must be"),
         (["train", "--config", "tiny.yaml", "--train.weight_decay", "-1"], "weight_decay is -1.0; it must"),
         (["train", "--config", "tiny.yaml", "--model.block_size", "100000000"], "a whole number from 1"),
+        (["train", "--config", "tiny.yaml", "--model.block_size", "16000000", "--data.seq_len", "16000000",
+          "--train.eval_tokens", "0"], "which no card that is known here has"),
         (["train", "--config", "tiny.yaml", "--data.vocab_size", "10000000000"], "give 257 (every byte"),
         (["train", "--config", "tiny.yaml", "--data.seq_len", "0"], "seq_len 0"),
         (["train", "--config", "tiny.yaml", "--data.tokenizer", "/no/where"], "there is no tokenizer at"),

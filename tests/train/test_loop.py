@@ -21,6 +21,7 @@ from lingpt.train import loop, loss, train
 from lingpt.train.machine import choose_machine
 from lingpt.train.parallel import Parallel
 from lingpt.train.replay import replay
+from lingpt.train.resume import schedule_jump
 from lingpt.train.signals import Stop
 
 
@@ -226,6 +227,8 @@ def test_a_skipped_step_is_logged_and_can_be_replayed(make_recipe, monkeypatch):
     assert shown[0].split(": ")[1].removesuffix(" …") in words
     with pytest.raises(UserError, match="no checkpoint before step 1"):
         replay(folder, 1)
+    with pytest.raises(UserError, match="--samples 0: show at least 1"):
+        replay(folder, 4, samples=0)
     (folder / "config.yaml").write_text("model: {na")  # the checkpoint has the recipe too
     assert replay(folder, 4, samples=2, device="cpu") == text
     corpus = make_recipe().data
@@ -267,6 +270,10 @@ def test_a_run_of_warm_up_stable_decay_is_extended_bit_by_bit(make_recipe, capsy
     train(make_recipe(max_steps=12, **wsd))
     out = capsys.readouterr().out
     assert "the decay is undone" in out and "--train.resume" in out and "step-00000007" in out
+    from_the_start = {**wsd, "decay_steps": 4}
+    before = {"config": make_recipe(max_steps=4, **from_the_start).to_dict(), "step": 4}
+    line = schedule_jump(make_recipe(max_steps=6, **from_the_start), before)
+    assert "no checkpoint from where it began, at step 0" in line and "--train.resume" not in line
 
 
 def test_a_run_that_fails_before_its_first_step_has_not_taken_its_name(make_recipe, monkeypatch):
