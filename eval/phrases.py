@@ -83,15 +83,14 @@ def _ask(lm: LinGPTLM, asked: list[Question], contexts: list[str]) -> list[_Answ
 def make_questions(lm: LinGPTLM, texts: Texts, most: int = QUESTIONS) -> list[Question]:
     """One question a piece of text, spread over the documents; the same for models of one context length."""
     length = lm.max_length - min(ROOM, lm.max_length // 4)
+    each = min(OF_A_DOCUMENT, most // len(texts.documents) + 2)  # a piece may have no question
     found: list[list[Question]] = []
     for number, document in enumerate(texts.documents):
         pieces = [
-            text
-            for ids, text in spans(document, lm.text_tokenizer, length, OF_A_DOCUMENT)
-            if 2 * len(ids) >= length
+            text for ids, text in spans(document, lm.text_tokenizer, length, each) if 2 * len(ids) >= length
         ]
         found.append([q for i, text in enumerate(pieces) if (q := ask_about(text, seed=1000 * number + i))])
-    turns = [q for turn in range(OF_A_DOCUMENT) for of in found for q in of[turn : turn + 1]]
+    turns = [q for turn in range(each) for of in found for q in of[turn : turn + 1]]
     return turns[:most]
 
 

@@ -12,6 +12,8 @@ from lingpt.data import Tokenizer
 from lingpt.data.embedded import embedded_corpus
 from lingpt.data.jsonl import find_files, read_documents
 
+CHARACTERS = 12  # of a token, amply: 4 of English text
+
 
 @dataclass(frozen=True)
 class Texts:
@@ -55,6 +57,7 @@ def read_texts(name: str, source: str) -> Texts:
 
 def spans(text: str, tokenizer: Tokenizer, length: int, most: int) -> Iterator[tuple[list[int], str]]:
     """Up to `most` pieces of `length` tokens, in their order, each with its text; the last is shorter."""
+    text = text[: CHARACTERS * length * most]  # of a novel, what is needed and no more
     encoded = tokenizer.raw.encode(text, add_special_tokens=False)
     for start in range(0, min(len(encoded.ids), length * most), length):
         stop = min(start + length, len(encoded.ids))

@@ -37,6 +37,23 @@ def test_eval(runs, eval_data, capsys, monkeypatch):
         assert "paper" in paper and f"demo-{attention}, step 10" in ours and "±" in ours
 
 
+def test_suites_and_files(runs, eval_data, tmp_path, capsys):
+    """`--suite` measures what it names and nothing else; `--save` leaves the tables as files."""
+    words = " ".join(f"{word} stone water" for word in map(str, range(60)))
+    (tmp_path / "t.jsonl").write_text("\n".join(json.dumps({"text": f"{i} {words}"}) for i in range(3)))
+    suite = ["--suite", "language", "--texts", "words=t.jsonl", "--longest", "1", "--save", "tables"]
+    arguments = ["--runs", "runs/demo-ours", "runs/demo-softmax", "--device", "cpu", *suite]
+    assert main(["eval", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "Bits per byte" in out and "Loss by position" in out and "Regular Attention" not in out
+    assert {"suites.md", "positions.svg", "table2.json"} <= {
+        path.name for path in (tmp_path / "tables").iterdir()
+    }
+    assert json.loads((runs / "demo-ours" / "eval" / "step-00000010.json").read_text())["scores"].keys() == {
+        "bits_per_byte (words)", "loss_by_position (words)"
+    }  # fmt: skip
+
+
 def test_defaults_are_table_2(runs, eval_data, capsys):
     """With no --tasks: the paper's benchmarks, MMLU with no and with five examples."""
     assert main(["eval", "--data", str(eval_data), "--runs", str(runs / "demo-ours"), "--device", "cpu"]) == 0
@@ -60,6 +77,8 @@ def test_defaults_are_table_2(runs, eval_data, capsys):
         (["--device", "cuda:99"], "use --device auto"),
         (["--batch_tokens", "0"], "batch_tokens is 0"),
         (["--tusks", "piqa"], "tusks"),
+        (["--suite", "recal"], "did you mean 'recall'?"),
+        (["--suite", "language", "--texts", "novels=no.jsonl"], "there are no documents at no.jsonl"),
         (["--config", "table3"], "table3"),
         (["--limit", "some"], "limit"),
     ],

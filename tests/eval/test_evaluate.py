@@ -8,6 +8,7 @@ import pytest
 from lingpt.common.errors import UserError
 from lingpt.eval import evaluate, find_checkpoints
 from lingpt.eval.harness import find_device, parse_task
+from lingpt.eval.results import unpack_bits
 
 from .conftest import tiny_model, write_run
 
@@ -128,6 +129,30 @@ def test_changed_data_and_changed_weights_are_computed_again(checkpoint, tokeniz
     assert results["scores"].keys() == {"piqa (0-shot)"}
 
 
+def test_a_damaged_result_file_is_kept_aside(checkpoint, eval_data, capsys):
+    """Guards: a file that a person could still repair, written over."""
+    evaluate(checkpoint, ["piqa"], data=eval_data, **QUIET)
+    path = checkpoint.run / "eval" / "step-00000010.json"
+    for number, content in enumerate(
+        ('{"checkpoint": {', '{"checkpoint": {"weights": "x"}, "scores": {"a": 1}}')
+    ):
+        path.write_text(content)
+        scores = evaluate(checkpoint, ["piqa"], data=eval_data, **QUIET)["scores"]
+        aside = "damaged-step-00000010.json" + (".2" if number else "")
+        assert (path.parent / aside).read_text() == content and on_disk(checkpoint)["scores"] == scores
+        assert f"{path} is damaged; it is kept as {aside}" in capsys.readouterr().err
+
+
+def test_each_answer_is_kept(checkpoint, eval_data):
+    """As many as questions, and as many right as the accuracy says, also over MMLU's subjects."""
+    scores = evaluate(checkpoint, ["arc_easy", "mmlu:1"], data=eval_data, devices=2, **QUIET)["scores"]
+    for entry in scores.values():
+        for metric, packed in entry["correct"].items():
+            bits = unpack_bits(packed, entry["documents"])
+            assert len(bits) == entry["documents"] and bits.mean() == pytest.approx(entry["metrics"][metric])
+    assert scores["arc_easy (0-shot)"]["correct"].keys() == {"acc", "acc_norm"}
+
+
 def test_nothing_half_written(checkpoint, eval_data, monkeypatch):
     """Interrupted in the second task: the first one's score is on disk, whole, and no other file is left."""
     from lingpt.eval import harness
@@ -162,6 +187,7 @@ def test_mistakes(checkpoint, eval_data):
     for options, message in [
         ({"tasks": ["mmlu:five"]}, "after the colon"),
         ({"limit": 0}, "limit is 0"),
+        ({"devices": 0}, "devices is 0"),
         ({"dtype": "int8"}, "unknown dtype"),
         ({"device": "cuda:99"}, "use --device auto"),
         ({"num_fewshot": -1}, "num_fewshot is -1"),
