@@ -34,6 +34,7 @@ VERBS = {  # verb: (module, what it does)
     "study": ("lingpt.cli.study", "train and score several attentions: tables, figures and a page"),
     "mqar": ("lingpt.cli.mqar", "train and score small models on associative recall"),
     "curves": ("lingpt.cli.curves", "draw the loss curves of runs, and the table of time-to-loss"),
+    "export": ("lingpt.cli.export", "write a checkpoint's model as one file"),
     "replay": ("lingpt.cli.replay", "show what a step of a run was trained on"),
     "kernels": ("lingpt.cli.kernels", "list, compile and test the CUDA kernels"),
     "bench": ("lingpt.cli.bench", "measure the kernels against the baselines"),
@@ -219,7 +220,7 @@ def _extra_with(package: str) -> str | None:
 
 def _complain(message: str) -> None:
     """One line on stderr; of the processes of a multi-device run, one a machine speaks."""
-    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+    if int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0))) == 0:
         print(f"lingpt: {message}", file=sys.stderr)
 
 

@@ -10,6 +10,7 @@
             manifest.json            progress, recipe, fingerprint of the data, size and SHA-256 of every file
         eval/step-00000300.json      scores
         samples.txt, curves.png, wandb/
+        profile/                     trace.json.gz and summary.txt of --train.profile
         .lock                        host and process that train here now
 
 A checkpoint is whole when its manifest, which is written last, is there and every file has the size it names.
@@ -20,7 +21,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from lingpt.common.files import file_sha256, read_yaml, write_json
 CONFIG, ENVIRONMENT, METRICS = "config.yaml", "environment.json", "metrics.jsonl"
 SAMPLES, CURVES = "samples.txt", "curves.png"
 CHECKPOINTS, EVAL, WANDB, LOCK = "checkpoints", "eval", "wandb", ".lock"
+PROFILE = "profile"
 WEIGHTS, TRAIN_STATE, MANIFEST = "model.safetensors", "train_state.pt", "manifest.json"
 _STEP = re.compile(r"step-([0-9]{8,})")
 
@@ -100,13 +102,17 @@ def read_manifest(checkpoint: Path) -> dict[str, Any] | None:
     return manifest if whole else None
 
 
-def write_manifest(checkpoint: Path, values: dict[str, Any]) -> None:
-    """Makes `checkpoint` whole: `values`, and the size and SHA-256 of every file that is in it by now."""
+def write_manifest(checkpoint: Path, values: dict[str, Any], sha256: Mapping[str, str] | None = None) -> None:
+    """Makes `checkpoint` whole: `values`, and the size and SHA-256 of every file that is in it by now.
+
+    sha256: of files that need not be read for it, by name.
+    """
+    known = sha256 or {}
     files = [path for path in sorted(checkpoint.iterdir()) if path.name != MANIFEST]
     manifest = {
         **{key: value for key, value in values.items() if key != "checksum"},
         "files": {path.name: path.stat().st_size for path in files},
-        "sha256": {path.name: file_sha256(path) for path in files},
+        "sha256": {path.name: known.get(path.name) or file_sha256(path) for path in files},
     }
     write_json(checkpoint / MANIFEST, manifest | {"checksum": _checksum(manifest)})
 
@@ -124,7 +130,7 @@ def damage(checkpoint: Path) -> str | None:
     """
     manifest = read_manifest(checkpoint)
     if manifest is None:
-        return "is not whole"
+        return f"is not whole{_missing(checkpoint)}"
     for name, checksum in manifest.get("sha256", {}).items():
         try:
             if file_sha256(checkpoint / name) != checksum:
@@ -132,6 +138,16 @@ def damage(checkpoint: Path) -> str | None:
         except OSError as error:
             return f"is not readable ({name}: {error.strerror})"
     return None
+
+
+def _missing(checkpoint: Path) -> str:
+    """The first file that is not there, in brackets; nothing where the manifest itself cannot be read."""
+    try:
+        names = json.loads((checkpoint / MANIFEST).read_text())["files"]
+        gone = [str(name) for name in names if not (checkpoint / name).exists()]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    return f" ({gone[0]} is missing)" if gone else ""
 
 
 def check_undamaged(model: Path) -> None:

@@ -23,6 +23,7 @@ from lingpt.common.run_folder import (
     read_manifest,
     read_model,
 )
+from lingpt.models import SHARDS, is_sharded, sharded_dtype
 
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -42,7 +43,8 @@ class Checkpoint:
         """The checkpoint `runs/<name>/checkpoints/step-XXXXXXXX`; UserError where it is not whole."""
         folder = Path(folder)
         step, run = checkpoint_step(folder), folder.parent.parent
-        if step is None or read_manifest(folder) is None or not (folder / WEIGHTS).is_file():
+        has_weights = (folder / WEIGHTS).is_file() or is_sharded(folder)
+        if step is None or read_manifest(folder) is None or not has_weights:
             raise UserError(
                 f"{folder} is no whole checkpoint (step-XXXXXXXX with a manifest and all the files it lists)"
             )
@@ -56,6 +58,8 @@ class Checkpoint:
     @cached_property
     def dtype(self) -> str:
         """The dtype of the weights (of the largest tensor), as PyTorch names it."""
+        if is_sharded(self.folder):
+            return str(sharded_dtype(self.folder)).removeprefix("torch.")
         with _weights(self.folder) as file:
             tensors = [file.get_slice(name) for name in file.keys()]  # noqa: SIM118
             largest = max(tensors, key=lambda tensor: math.prod(tensor.get_shape()))
@@ -81,6 +85,9 @@ class Checkpoint:
 
         Tells apart any two trainings (every weight moves at every step) without reading gigabytes.
         """
+        if is_sharded(self.folder):
+            shards = (read_manifest(self.folder) or {}).get("sha256", {})
+            return hashlib.sha256(json.dumps(shards, sort_keys=True).encode()).hexdigest()
         digest = hashlib.sha256()
         with _weights(self.folder) as file:
             digest.update(json.dumps(file.metadata(), sort_keys=True).encode())
@@ -153,4 +160,5 @@ def _weights(folder: Path) -> Iterator[Any]:
 
 
 def _time(checkpoint: Checkpoint) -> int:
-    return (checkpoint.folder / WEIGHTS).stat().st_mtime_ns
+    weights = SHARDS if is_sharded(checkpoint.folder) else WEIGHTS
+    return (checkpoint.folder / weights).stat().st_mtime_ns

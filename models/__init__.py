@@ -1,17 +1,20 @@
 """Language models: LitGPT's GPT-NeoX (Pythia) with a choice of attention."""
 
 from lingpt.models.attention import ATTENTIONS, Attention
-from lingpt.models.checkpoint import LoadReport, load_model, load_weights, save_model
+from lingpt.models.checkpoint import LoadReport, load_model, load_weights, save_index, save_model
 from lingpt.models.config import MODELS, Config, ModelArgs
 from lingpt.models.generate import generate
 from lingpt.models.gpt import GPT, Block, DecodingState
 from lingpt.models.hf import export_hf, load_hf
 from lingpt.models.memory import memory_estimate
+from lingpt.models.shards import OPTIMIZER, SHARDS, is_sharded, read_shards, sharded_dtype, write_shards
 
 __all__ = [
     "ATTENTIONS",
     "GPT",
     "MODELS",
+    "OPTIMIZER",
+    "SHARDS",
     "Attention",
     "Block",
     "Config",
@@ -20,9 +23,14 @@ __all__ = [
     "ModelArgs",
     "export_hf",
     "generate",
+    "is_sharded",
     "load_hf",
     "load_model",
     "load_weights",
     "memory_estimate",
+    "read_shards",
+    "save_index",
     "save_model",
+    "sharded_dtype",
+    "write_shards",
 ]

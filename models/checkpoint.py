@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import litgpt.config
 import torch
@@ -20,6 +21,7 @@ from lingpt.models.config import Config
 from lingpt.models.gpt import GPT
 from lingpt.models.hf import is_hf_folder, read_hf
 from lingpt.models.model_folder import CONFIG, WEIGHTS, read_pickled_tensors, read_tensors, write_model_folder
+from lingpt.models.shards import is_sharded, read_sharded_weights, write_index
 from lingpt.models.weights import check_same_tensors, model_from_tensors
 
 _ATTENTION = "lingpt.attention"  # key in the metadata of the weights
@@ -36,9 +38,20 @@ def save_model(model: GPT, folder: str | Path, weights: dict[str, torch.Tensor] 
 
     weights: the model's state dict, where it has been gathered already (sharded training).
     """
-    config = {"model_type": "lingpt", **model.config.to_dict()}
-    metadata = {_ATTENTION: json.dumps(model.config.attention)}
-    write_model_folder(Path(folder), config, weights or model.state_dict(), metadata)
+    write_model_folder(Path(folder), _config_of(model), weights or model.state_dict(), _metadata(model))
+
+
+def save_index(model: GPT, folder: str | Path) -> None:
+    """Makes a folder that holds all shards of the model's weights (models/shards.py) a model folder."""
+    write_index(Path(folder), _config_of(model), _metadata(model))
+
+
+def _config_of(model: GPT) -> dict[str, Any]:
+    return {"model_type": "lingpt", **model.config.to_dict()}
+
+
+def _metadata(model: GPT) -> dict[str, str]:
+    return {_ATTENTION: json.dumps(model.config.attention)}
 
 
 def load_model(
@@ -58,7 +71,7 @@ def load_model(
     """
     folder, device = Path(folder), device or "cpu"
     config = _read_config(folder)
-    tensors, metadata = read_tensors(folder / WEIGHTS, device)
+    tensors, metadata = _read_weights(folder, device)
     if metadata.get(_ATTENTION) != json.dumps(config.attention):
         raise UserError(
             f"{folder}: {CONFIG} says attention {config.attention!r}, but the weights were trained with "
@@ -131,7 +144,16 @@ def _read_any(folder: Path) -> tuple[litgpt.config.Config, dict[str, torch.Tenso
     if is_hf_folder(folder):
         return *read_hf(folder), "Hugging Face GPT-NeoX"
     config = _read_config(folder)
-    return config, read_tensors(folder / WEIGHTS)[0], f"LinGPT model with attention {config.attention!r}"
+    return config, _read_weights(folder)[0], f"LinGPT model with attention {config.attention!r}"
+
+
+def _read_weights(
+    folder: Path, device: torch.device | str = "cpu"
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The weights, in one file or in shards, and their metadata."""
+    if is_sharded(folder):
+        return read_sharded_weights(folder, device)
+    return read_tensors(folder / WEIGHTS, device)
 
 
 def _read_config(folder: Path) -> Config:

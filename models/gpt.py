@@ -12,6 +12,7 @@ from typing import Any, Self, cast
 import litgpt.model
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lingpt.common.errors import UserError
 from lingpt.models.attention import ATTENTIONS
@@ -54,6 +55,7 @@ class GPT(Fp32Constants, litgpt.model.GPT):
     config: Config
     cos: torch.Tensor
     sin: torch.Tensor
+    recompute_blocks: bool = False  # activation checkpointing: of each block only the input is kept
 
     def __init__(self, config: Config) -> None:
         nn.Module.__init__(self)  # not LitGPT's constructor, which would build its blocks
@@ -102,7 +104,13 @@ class GPT(Fp32Constants, litgpt.model.GPT):
         x_BNC = self.transformer["wte"](idx_BN)
         if state is None:
             for block in self.blocks:
-                x_BNC = block(x_BNC, cos_NR, sin_NR)
+                if self.recompute_blocks and torch.is_grad_enabled():
+                    # There is no dropout: no random state to keep.
+                    x_BNC = checkpoint(
+                        block, x_BNC, cos_NR, sin_NR, use_reentrant=False, preserve_rng_state=False
+                    )
+                else:
+                    x_BNC = block(x_BNC, cos_NR, sin_NR)
         else:
             for block, layer_state in zip(self.blocks, state.layers, strict=True):
                 # `forward`, not a compiled call, which would compile again for each length.

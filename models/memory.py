@@ -24,15 +24,20 @@ def memory_estimate(
     precision: str = "bf16-mixed",
     optimizer: str = "adamw",
     loss_chunk_tokens: int | None = None,
+    sharded_over: int = 1,
+    activation_checkpointing: bool = False,
 ) -> dict[str, int]:
     """Bytes on one device at the peak of a step, by what they hold, and their `total`.
 
-    An estimate: what each layer keeps for its backward pass, counted (eager mode, no recomputation). The
-    allocator's fragments, workspaces and DDP's buckets come on top; compiled blocks keep less.
+    An estimate: what each layer keeps for its backward pass, counted (eager mode). The allocator's
+    fragments, workspaces and DDP's buckets come on top; compiled blocks keep less.
 
     Args:
         precision: Fabric's name (`32-true`, `bf16-mixed`, `bf16-true`, …).
         loss_chunk_tokens: tokens whose logits exist at a time; None for all of the micro-batch.
+        sharded_over: devices that share parameters, gradients and optimizer (FSDP2), each of which holds two
+            blocks and all that is in no block whole at a time.
+        activation_checkpointing: each block's input is kept, and one block's activations at a time.
     """
     if precision not in _BYTES:
         raise unknown("precision", precision, _BYTES)
@@ -46,16 +51,24 @@ def memory_estimate(
     stored = 2 if precision in ("bf16-true", "16-true") else 4
     tokens, n_weights = micro_batch_size * seq_len, model.num_parameters()
     logits_tokens = min(tokens, loss_chunk_tokens or tokens)
-    kept = sum(block.attn.saved_per_token() for block in model.blocks)
     # of each block: the outputs of both norms, the input and the output of GELU
-    kept += config.n_layer * 2 * (config.n_embd + config.intermediate_size)
+    of_block = [
+        block.attn.saved_per_token() + 2 * (config.n_embd + config.intermediate_size)
+        for block in model.blocks
+    ]
+    kept = max(of_block) if activation_checkpointing else sum(of_block)
+    sizes = sorted(sum(p.numel() for p in block.parameters()) for block in model.blocks)
+    whole = n_weights - sum(sizes[:-2])  # two blocks, and what is in none
+    copies = whole if activation_checkpointing and sharded_over > 1 else n_weights
     residual = (config.n_layer + 1) * config.n_embd  # each layer's input, in the weights' dtype
     # a logit as computed, its fp32 log-probability, and the gradients of both
     logit = 2 * 4 + (0 if activation == 4 else 2 * activation)
+    part = -(-n_weights // sharded_over)
+    whole = whole if sharded_over > 1 else 0
     estimate = {
-        "parameters": n_weights * weight,
-        "gradients": n_weights * gradient,
-        "optimizer": n_weights * stored * _OPTIMIZER_STATES[optimizer],
+        "parameters": (part + whole) * stored + copies * (weight - stored),
+        "gradients": (part + whole) * gradient,
+        "optimizer": part * stored * _OPTIMIZER_STATES[optimizer],
         "activations": tokens * (kept * activation + residual * stored),
         "logits": logits_tokens * config.padded_vocab_size * logit,
     }

@@ -2,22 +2,34 @@
 
 A checkpoint is a model folder (`lingpt.models.load_model` reads it) with the tokenizer, the train state
 (optimizer, random states of all ranks) and the manifest: how far the run was, its recipe, and the data's
-fingerprint.
+fingerprint. A sharded run's has weights and optimizer in shards, one file a process.
 """
 
+import contextlib
+import functools
 import math
 import random
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from lingpt.common.errors import UserError
-from lingpt.common.files import PARTIAL, disk_fix, new_folder, remove_partial, set_aside, sync
+from lingpt.common.files import (
+    PARTIAL,
+    disk_fix,
+    file_sha256,
+    new_folder,
+    remove_partial,
+    set_aside,
+    sync,
+)
 from lingpt.common.run_folder import (
     CHECKPOINTS,
     METRICS,
@@ -31,8 +43,11 @@ from lingpt.common.run_folder import (
     write_manifest,
 )
 from lingpt.data import Tokenizer
-from lingpt.models import GPT, save_model
+from lingpt.models import GPT, save_index, save_model, write_shards
 from lingpt.models.model_folder import read_pickle
+from lingpt.train.sharding import split
+
+T = TypeVar("T")
 
 _MANIFEST_KEYS = {"step", "tokens", "train_time", "skipped", "config", "data_fingerprint"}
 
@@ -63,30 +78,105 @@ def save(
     final = checkpoint_folder(run, manifest["step"])
     if read_manifest(final) is not None:
         return final
+    with new_checkpoint(run, manifest, kept) as folder:
+        save_model(model, folder, weights)
+        tokenizer.save(folder)
+        with open(folder / TRAIN_STATE, "wb") as file:
+            torch.save(state, file)
+        write_manifest(folder, manifest)
+    return final
+
+
+def save_shards(
+    run: Path,
+    model: GPT,
+    weights: dict[str, torch.Tensor],
+    tokenizer: Tokenizer,
+    state: dict[str, Any],
+    manifest: dict[str, Any],
+    kept: Kept,
+    group: dist.ProcessGroup,
+) -> None:
+    """`save` by all ranks of `group` together, each its own parts of the DTensors, on a disk they share.
+
+    Rank zero makes the folder, and names it once all shards are there. Where one rank fails, all raise the
+    same UserError.
+    """
+    final, rank = checkpoint_folder(run, manifest["step"]), dist.get_rank(group)
+    tensors, optimizer = split(state["optimizer"])
+    with contextlib.ExitStack() as stack:
+
+        def begin() -> Path | None:
+            if rank or read_manifest(final) is not None:
+                return None
+            return stack.enter_context(new_checkpoint(run, manifest, kept))
+
+        def write() -> dict[str, str]:
+            assert folder is not None
+            write_shards(folder, weights | tensors, group)
+            return {path.name: file_sha256(path) for path in folder.glob(f"shard-{rank + 1:05d}-*")}
+
+        def complete() -> None:
+            if rank == 0 and folder is not None:
+                save_index(model, folder)
+                tokenizer.save(folder)
+                with open(folder / TRAIN_STATE, "wb") as file:
+                    torch.save({**state, "optimizer": optimizer}, file)
+                write_manifest(folder, manifest, {name: sha for own in hashes for name, sha in own.items()})
+            stack.close()
+
+        together = functools.partial(_together, run, manifest["step"], group)
+        if folder := together(begin)[0]:
+            hashes = together(write)
+            together(complete)
+
+
+def _together(run: Path, step: int, group: dist.ProcessGroup, function: Callable[[], T]) -> list[T]:
+    """`function()` on every rank of `group`, each rank's result; where one fails, all raise its UserError."""
+    outcome: T | UserError
+    try:
+        outcome = function()
+    except (Exception, CheckpointException) as error:
+        outcome = error if isinstance(error, UserError) else not_written(run, step, error)
+    outcomes: list[T | UserError] = [outcome] * dist.get_world_size(group)
+    dist.all_gather_object(outcomes, outcome, group=group)
+    for failed in outcomes:
+        if isinstance(failed, UserError):
+            raise failed
+    return cast("list[T]", outcomes)
+
+
+@contextlib.contextmanager
+def new_checkpoint(run: Path, manifest: dict[str, Any], kept: Kept) -> Iterator[Path]:
+    """A folder to fill, which becomes the run's checkpoint of the manifest's step at the end of the block.
+
+    Raises UserError where the block or the disk fails.
+    """
+    final = checkpoint_folder(run, manifest["step"])
     try:
         final.parent.mkdir(exist_ok=True)  # not the run's own: where a disk is gone, it is not to be made
         clear_leftovers(run)
         if (run / METRICS).exists():  # on the disk, too, up to this step, when the power fails
             sync(run / METRICS)
         with new_folder(final) as folder:
-            save_model(model, folder, weights)
-            tokenizer.save(folder)
-            with open(folder / TRAIN_STATE, "wb") as file:
-                torch.save(state, file)
-            write_manifest(folder, manifest)
+            yield folder
             if final.exists():  # a broken one: whole ones are never written again
                 set_aside(final, "damaged")
     except (OSError, RuntimeError, UserError) as error:  # a full disk is a RuntimeError to PyTorch's writer
-        older, cause = newest_checkpoint(run), _os_error(error)
-        left = f"{older} is intact" if older else "no older one exists"
-        raise UserError(
-            f"the checkpoint of step {manifest['step']} could not be written "
-            f"({cause.strerror or str(error).splitlines()[0]}); nothing of it is left and {left}: "
-            f"{disk_fix(cause, final.parent)}"
-        ) from error
+        raise not_written(run, manifest["step"], error) from error
     if not manifest.get("skipped_in_a_row"):  # a run that may be diverging keeps all it has
         rotate(run, kept)
-    return final
+
+
+def not_written(run: Path, step: int, error: BaseException) -> UserError:
+    """The line on a checkpoint that could not be written."""
+    older, cause = newest_checkpoint(run), _os_error(error)
+    left = f"{older} is intact" if older else "no older one exists"
+    return UserError(
+        f"the checkpoint of step {step} could not be written "
+        f"({cause.strerror or str(error).splitlines()[0]}); nothing of it is left and {left}: "
+        f"{disk_fix(cause, run / CHECKPOINTS)}"
+    )
 
 
 def rotate(run: Path, kept: Kept) -> None:
@@ -122,6 +212,8 @@ def _os_error(error: BaseException) -> OSError:
     """The system's own error, which PyTorch's writer and ours hide behind others; an empty one for none."""
     cause: BaseException | None = error
     while cause is not None:
+        if isinstance(cause, CheckpointException):  # of several ranks: each with a traceback
+            cause, _ = next(iter(cause.failures.values()))
         if isinstance(cause, OSError) and cause.strerror:
             return cause
         cause = cause.__cause__ or cause.__context__

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from lingpt.common.errors import UserError
 from lingpt.train.parallel import print_rank0
@@ -21,10 +23,13 @@ class CheckpointWriter:
 
     What cannot be written is said in a line and tried again, every `RETRY_SECONDS` and with every newer
     checkpoint, which takes its place. After `MAX_FAILURES` in a row the error is raised.
+
+    mesh: where the state is sharded, and all processes write together, their mesh on the host. What fails is
+    then tried again with the next checkpoint only, which all of them reach.
     """
 
-    def __init__(self) -> None:
-        self._host = HostCopy()
+    def __init__(self, mesh: DeviceMesh | None = None) -> None:
+        self._mesh, self._host = mesh, HostCopy(mesh)
         self._thread: threading.Thread | None = None
         self._hurry = threading.Event()
         self._write: Callable[[], object] = lambda: None
@@ -77,7 +82,7 @@ class CheckpointWriter:
             if self._error:
                 time.sleep(LAST_PAUSE)
                 self._try()
-        self._write, self._host = lambda: None, HostCopy()
+        self._write, self._host = lambda: None, HostCopy(self._mesh)
         if self._bug:
             raise self._bug
         if self._error:
@@ -89,7 +94,7 @@ class CheckpointWriter:
                 f"{self._error}; training goes on, and it is tried again "
                 f"(failure {self._failures} of {MAX_FAILURES} in a row)"
             )
-            if self._hurry.wait(RETRY_SECONDS):
+            if self._mesh or self._hurry.wait(RETRY_SECONDS):
                 return
 
     def _try(self) -> bool:
@@ -106,16 +111,30 @@ class CheckpointWriter:
 
 
 class HostCopy:
-    """Copies trees of tensors to the host's memory, always to the same: pinned, where they are on a GPU."""
+    """Copies trees of tensors to the host's memory, always to the same: pinned, where they are on a GPU.
 
-    def __init__(self) -> None:
+    mesh: of the copies of DTensors.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None = None) -> None:
         self._buffers: list[torch.Tensor] = []
+        self._mesh = mesh
 
     def take(self, tree: Any) -> Any:
         """`tree` (dicts, lists, tuples, tensors) with its tensors copied; valid until the next call."""
         numbers = itertools.count()
 
         def copy(value: Any) -> Any:
+            if isinstance(value, DTensor):
+                local = copy(value.to_local())
+                return DTensor.from_local(
+                    local,
+                    self._mesh,
+                    value.placements,
+                    run_check=False,
+                    shape=value.shape,
+                    stride=value.stride(),
+                )
             if isinstance(value, torch.Tensor):
                 return self._buffer(next(numbers), value).copy_(value.detach(), non_blocking=True)
             if isinstance(value, dict):

@@ -41,8 +41,15 @@ class TrainConfig:
         deterministic: two runs of a seed on the same device are equal, bit by bit; slower on a GPU.
         compile: torch.compile of the blocks: on a GPU (`auto`), always or never.
         accelerator: `auto`, `cpu` or `cuda`.
-        devices: processes on this machine, one a GPU; `auto` takes every GPU, or one CPU process.
-        num_nodes: machines (started by torchrun or SLURM).
+        devices: processes on this machine, one a GPU; `auto` takes every GPU, or one CPU process, or what
+            torchrun or SLURM has started here.
+        num_nodes: machines; `auto` is what torchrun or SLURM has started.
+        strategy: how several devices share the work: `ddp`, each with the whole model; `fsdp`, each with a
+            part of parameters, gradients and optimizer (FSDP2); `auto` takes DDP where it fits the memory.
+        activation_checkpointing: keep each block's input only, and compute the block again in the backward
+            pass: less memory, a third more work.
+        timeout_minutes: how long one process waits for another before the run ends.
+        reduce_bf16: sum gradients over the devices in bf16: half the traffic, less exact.
         eval_interval: steps between validations; the last step is always validated.
         eval_tokens: validation tokens, the same ones every time; 0 for all there are.
         save_interval: steps between checkpoints; the last step is always saved.
@@ -57,6 +64,8 @@ class TrainConfig:
         wandb_project: its project.
         wandb_group: its group; by default the model's name.
         sample_tokens: tokens of text to generate at the end; 0 for none.
+        profile: record where the time of two steps goes, after the first two: a trace (Perfetto) and a table
+            in the run's folder.
         dry_run: print what would happen, and stop.
     """
 
@@ -81,7 +90,11 @@ class TrainConfig:
     compile: Literal["auto", "always", "never"] = "auto"
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
     devices: int | Literal["auto"] = "auto"
-    num_nodes: int = 1
+    num_nodes: int | Literal["auto"] = "auto"
+    strategy: Literal["auto", "ddp", "fsdp"] = "auto"
+    activation_checkpointing: bool = False
+    reduce_bf16: bool = False
+    timeout_minutes: float = 30.0
     eval_interval: int = 100
     eval_tokens: int = 1_000_000
     save_interval: int = 500
@@ -95,6 +108,7 @@ class TrainConfig:
     wandb_project: str = "lingpt"
     wandb_group: str | None = None
     sample_tokens: int = 160
+    profile: bool = False
     dry_run: bool = False
 
 
@@ -102,10 +116,11 @@ class TrainConfig:
 MAY_CHANGE = {
     "train.name", "train.out_dir", "train.max_steps", "train.max_tokens", "train.micro_batch_size",
     "train.decay_steps", "train.deterministic", "train.save_minutes", "train.keep_best",
-    "train.compile", "train.accelerator", "train.devices", "train.num_nodes", "train.eval_interval",
+    "train.compile", "train.accelerator", "train.devices", "train.num_nodes", "train.strategy",
+    "train.activation_checkpointing", "train.timeout_minutes", "train.eval_interval",
     "train.save_interval", "train.keep_checkpoints", "train.log_interval", "train.resume", "train.init_from",
-    "train.wandb", "train.wandb_project", "train.wandb_group", "train.sample_tokens", "train.dry_run",
-    "data.cache_dir", "data.num_workers",
+    "train.wandb", "train.wandb_project", "train.wandb_group", "train.sample_tokens", "train.profile",
+    "train.dry_run", "data.cache_dir", "data.num_workers",
 }  # fmt: skip
 
 
@@ -228,14 +243,14 @@ def check(recipe: Recipe, world_size: int) -> None:
             raise UserError(f"train.{name} is {getattr(t, name)}; it must be at least 0 and below 1")
     positive = ("global_batch_size", "micro_batch_size", "keep_checkpoints", "log_interval", "eval_interval")
     for name in (*positive, "save_interval", "num_nodes"):
-        if getattr(t, name) < 1:
+        if getattr(t, name) != "auto" and getattr(t, name) < 1:
             raise UserError(f"train.{name} is {getattr(t, name)}; it must be at least 1")
     if t.global_batch_size > _LARGEST_BATCH:
         raise UserError(
             f"train.global_batch_size is {t.global_batch_size}; "
             f"it must be at most {_LARGEST_BATCH:,} sequences"
         )
-    for name in ("learning_rate", "grad_clip"):
+    for name in ("learning_rate", "grad_clip", "timeout_minutes"):
         if not 0 < getattr(t, name) < math.inf:
             raise UserError(f"train.{name} is {getattr(t, name)}; it must be above 0")
     if t.min_learning_rate > t.learning_rate:

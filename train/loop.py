@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from lingpt.common.errors import Interrupted, UserError
-from lingpt.common.run_folder import read_metrics
+from lingpt.common.run_folder import PROFILE, read_metrics
 from lingpt.data import Batches, Dataset, prepare
 from lingpt.models import Config
 from lingpt.train import checkpoint, report
@@ -35,6 +35,7 @@ from lingpt.train.machine import (
     Machine,
     check_machine,
     choose_machine,
+    choose_strategy,
     deterministic,
     duration,
     out_of_memory,
@@ -43,6 +44,8 @@ from lingpt.train.model import make_model, model_config
 from lingpt.train.optim import learning_rate, make_optimizer
 from lingpt.train.parallel import Parallel, print_rank0, progress_bar
 from lingpt.train.plan import format_plan
+from lingpt.train.prefetch import Prefetch
+from lingpt.train.profile import Profiler, span
 from lingpt.train.resume import give_back_name, resume_or_create
 from lingpt.train.run_lock import RunLock
 from lingpt.train.signals import Stop, stop_signals
@@ -77,16 +80,19 @@ def train(recipe: Recipe) -> Path:
 
 
 def _train(recipe: Recipe) -> Path:
-    machine = choose_machine(recipe.train)
     config = model_config(recipe)
+    machine, why = choose_strategy(choose_machine(recipe.train), config, recipe)
     check(recipe, machine.world_size)
     if recipe.train.dry_run:
         print_rank0(format_plan(recipe, machine, config))
         return recipe.run_folder
     check_machine(machine, config, recipe)
+    if why:
+        print_rank0(why)
     # Before the processes are launched: a long tokenisation would run into their timeouts.
     dataset = prepare(recipe.data, padded_vocab_size=config.padded_vocab_size)
-    parallel, lock = Parallel(machine), RunLock(recipe.run_folder)
+    parallel = Parallel(machine, recipe.train.reduce_bf16, recipe.train.timeout_minutes)
+    lock = RunLock(recipe.run_folder)
 
     def start() -> Path | None:
         resume_from = resume_or_create(recipe, dataset.fingerprint, lock)
@@ -95,6 +101,8 @@ def _train(recipe: Recipe) -> Path:
 
     with lock:
         with parallel.together(), out_of_memory(recipe.train.micro_batch_size):
+            if differ := report.mixed(parallel.gather(parallel.device_name)):
+                print_rank0(differ)
             resume_from = parallel.on_rank_zero(start)
             try:
                 run = Run(recipe, machine, config, dataset, parallel, resume_from)
@@ -129,21 +137,25 @@ class Run:
         self.recipe, self.machine, self.dataset, self.parallel = recipe, machine, dataset, parallel
         self.folder, self.progress = recipe.run_folder, Progress()
         parallel.seed(t.seed)
-        self.gpt = make_model(recipe, config, resume_from, parallel.device)
+        self.gpt = make_model(recipe, config, resume_from, parallel.device, parallel.sharded)
         self.flops_per_token = self.gpt.flops_per_token(recipe.data.seq_len)
         self.model = parallel.wrap(NextTokenLoss(self.gpt))
         self.optimizer = parallel.wrap_optimizer(make_optimizer(self.gpt, t))
         if resume_from:
             manifest, state = checkpoint.load_manifest(resume_from), checkpoint.load_state(resume_from)
-            parallel.load_optimizer(self.optimizer, state["optimizer"])
+            parallel.load_optimizer(self.optimizer, state["optimizer"], resume_from)
             if parallel.rank < len(state["random"]):  # a rank that is new keeps its seed
                 checkpoint.restore_random_state(state["random"][parallel.rank])
             self.progress = Progress(**{k: manifest.get(k, new) for k, new in asdict(self.progress).items()})
         self.batches = Batches(dataset.train, t.seed, t.global_batch_size)
-        self.writer, self.last_save, self.save_due = CheckpointWriter(), time.monotonic(), False
+        micro_batches = [piece for piece, _ in parallel.pieces(t.global_batch_size, t.micro_batch_size)]
+        self.micro_batches = Prefetch(self.batches, micro_batches, parallel.device)
+        self.writer = CheckpointWriter(parallel.host_mesh)
+        self.last_save, self.save_due = time.monotonic(), False
         self.val_loss: float | None = None  # at this step
         self.best = parallel.on_rank_zero(lambda: checkpoint.best_loss(self.folder))
         self.trackers: list[Metrics | WandB] = []
+        self.profiler = Profiler(self.folder / PROFILE, t.profile and parallel.rank == 0)
         parallel.on_rank_zero(self.open_trackers)
 
     def open_trackers(self) -> None:
@@ -160,24 +172,27 @@ class Run:
             print_rank0(f"nothing to train: {at} (raise --train.max_steps)")
             return validated
         print_rank0(report.describe(self.recipe, self.machine, self.gpt, total - self.progress.step))
-        logged = replace(self.progress)
+        logged, speed = replace(self.progress), ""
         with progress_bar(total=total, initial=self.progress.step, unit="step", desc=self.folder.name) as bar:
             while self.progress.step < total and not stop.agreed:
                 began = time.perf_counter()
-                line = self.step(stop)
+                with span("step"):
+                    line = self.step(stop)
                 self.progress.train_time += time.perf_counter() - began
+                self.profiler.step()
                 step, last = self.progress.step, self.progress.step == total
                 if step % t.log_interval == 0 or last or stop.agreed or line.get("skipped"):
                     line |= self.throughput(logged)
                     self.log("train", **line)
-                    bar.set_postfix_str(report.postfix(line))
+                    speed = report.speed(line, self.recipe, step, self.parallel.peak_memory)
+                    bar.set_postfix_str(f"loss {line['loss']:.3f}{speed}")
                     logged = replace(self.progress)
                 bar.update()
                 if self.progress.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
                     self.log("diverged", skipped=self.progress.skipped_in_a_row)
                     self.parallel.on_rank_zero(self.diverged)
                 if step % t.eval_interval == 0 or last:
-                    validated = self.validate_and_log(stop, line["loss"])
+                    validated = self.validate_and_log(stop, f"loss {line['loss']:.4f} · ", speed)
                 if self.is_best() or self.is_due() or last or stop.agreed:
                     self.save()
         self.finish_saving()
@@ -198,23 +213,28 @@ class Run:
             group["lr"] = rate
         self.optimizer.zero_grad()
         loss_sum = torch.zeros((), dtype=torch.float64, device=parallel.device)
-        micro_batches = list(parallel.pieces(t.global_batch_size, t.micro_batch_size))
-        for i, (positions, _) in enumerate(micro_batches):
-            block = parallel.to_device(self.batches.get(self.progress.step, positions))
-            with parallel.accumulate(self.model, enabled=i < len(micro_batches) - 1):
-                loss = self.model(block)
-                parallel.backward(loss, tokens)
+        for i in range(len(self.micro_batches)):
+            with span("data"):
+                block = parallel.to_device(self.micro_batches.get(self.progress.step, i))
+            with parallel.accumulate(self.model, enabled=i < len(self.micro_batches) - 1):
+                with span("forward"):
+                    loss = self.model(block)
+                with span("backward"):
+                    parallel.backward(loss, tokens)
             loss_sum += loss.detach()
-        norm = parallel.clip_gradients(self.gpt, t.grad_clip)
+        with span("optimizer"):
+            norm = parallel.clip_gradients(self.gpt, t.grad_clip)
         # The step's one synchronisation.
-        total, stops, saves = parallel.sum(loss_sum, stop.requested, self.wants_save())
+        with span("communication"):
+            total, stops, saves = parallel.sum(loss_sum, stop.requested, self.wants_save())
         if stops:
             self.agree(stop)
         self.save_due, self.val_loss = saves > 0, None
         loss_mean, grad_norm = total / tokens, norm.item()
         line: dict[str, Any] = {"loss": loss_mean, "lr": rate, "grad_norm": grad_norm}
         if math.isfinite(loss_mean) and math.isfinite(grad_norm):
-            self.optimizer.step()
+            with span("optimizer"):
+                self.optimizer.step()
             self.progress.skipped_in_a_row = 0
         else:
             line |= {"skipped": True, "blocks": self.batches.indices(self.progress.step)}
@@ -234,10 +254,11 @@ class Run:
         """Compiles and tunes for a GPU before the clock starts: a micro-batch, its gradient is dropped."""
         if self.parallel.device.type != "cuda" or self.progress.step >= self.recipe.total_steps:
             return
-        began, t = time.perf_counter(), self.recipe.train
-        positions, _ = next(self.parallel.pieces(t.global_batch_size, t.micro_batch_size))
+        began = time.perf_counter()
+        if "gla" in self.gpt.config.attention_per_layer:
+            print_rank0(report.TUNING)
         with self.parallel.accumulate(self.model, enabled=True):
-            loss = self.model(self.parallel.to_device(self.batches.get(self.progress.step, positions)))
+            loss = self.model(self.parallel.to_device(self.micro_batches.get(self.progress.step, 0)))
             self.parallel.backward(loss, self.recipe.tokens_per_step)
         self.optimizer.zero_grad()
         torch.cuda.synchronize()
@@ -254,14 +275,18 @@ class Run:
         due = step > 0 and (step % every == 0 or step >= self.recipe.total_steps)
         return due and self.parallel.on_rank_zero(missing)
 
-    def validate_and_log(self, stop: Stop, train_loss: float | None = None) -> bool:
-        """Whether it came to its end; it does not where all ranks have agreed to stop."""
+    def validate_and_log(self, stop: Stop, trained: str = "", speed: str = "") -> bool:
+        """Whether it came to its end; it does not where all ranks have agreed to stop.
+
+        trained, speed: what the line says of training.
+        """
         val = self.validate(stop)
         if val is None:
             print_rank0("the validation is left for when the run goes on")
             return False
-        shown = f" · loss {train_loss:.4f}" if train_loss is not None else ""
-        print_rank0(f"step {self.progress.step}/{self.recipe.total_steps}{shown} · validation {val:.4f}")
+        print_rank0(
+            f"step {self.progress.step}/{self.recipe.total_steps} · {trained}validation {val:.4f}{speed}"
+        )
         self.log("val", loss=val)
         self.val_loss = val
         return True
@@ -309,7 +334,7 @@ class Run:
     def save(self) -> None:
         """Has a checkpoint written in the background; every rank raises UserError after too many failures."""
         self.last_save = time.monotonic()
-        weights, optimizer = self.parallel.whole_state(self.gpt, self.optimizer)
+        weights, optimizer = self.parallel.state(self.gpt, self.optimizer)
         state = {"optimizer": optimizer, "random": self.parallel.gather(checkpoint.random_state())}
         manifest = {
             **asdict(self.progress),
@@ -324,14 +349,17 @@ class Run:
         keep = sys.maxsize if self.progress.skipped_in_a_row else t.keep_checkpoints
         kept = checkpoint.Kept(keep, t.keep_best, () if decay_start is None else (decay_start,))
 
+        mesh = self.parallel.host_mesh
+
         def write(copies: tuple[dict, dict]) -> None:
-            checkpoint.save(self.folder, gpt, copies[0], tokenizer, copies[1], manifest, kept)
+            args = (self.folder, gpt, copies[0], tokenizer, copies[1], manifest, kept)
+            checkpoint.save_shards(*args, mesh.get_group()) if mesh else checkpoint.save(*args)
 
         def submit() -> None:
             with report.how_to_go_on(self.recipe):
                 self.writer.submit((weights, state), write)
 
-        self.parallel.on_rank_zero(submit)
+        self.parallel.on_writers(submit)
 
     def finish_saving(self) -> None:
         """Waits for the last checkpoint; every rank raises UserError where it cannot be written."""
@@ -340,7 +368,7 @@ class Run:
             with report.how_to_go_on(self.recipe):
                 self.writer.finish()
 
-        self.parallel.on_rank_zero(finish)
+        self.parallel.on_writers(finish)
 
     def throughput(self, since: Progress) -> dict[str, Any]:
         """Tokens a second, and the MFU, since then."""
@@ -361,6 +389,8 @@ class Run:
     def close(self) -> None:
         """Ends the trackers and the other processes, and frees the memory of model and optimizer."""
         self.parallel.on_rank_zero(self.close_trackers)
+        self.profiler.close()
+        self.micro_batches.close()
         del self.model, self.gpt, self.optimizer
         gc.collect()
         self.parallel.close()

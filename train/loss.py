@@ -9,6 +9,7 @@ backward pass has nothing left to compute, so that the FLOPs are those of the pl
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.profiler import record_function
 
 from lingpt.models import GPT
 
@@ -24,7 +25,8 @@ class NextTokenLoss(nn.Module):
 
     def forward(self, block_BN1: torch.Tensor) -> torch.Tensor:
         hidden_BNC = self.gpt.hidden(block_BN1[:, :-1])
-        return cross_entropy_sum(hidden_BNC, self.gpt.lm_head.weight, block_BN1[:, 1:])
+        with record_function("loss"):
+            return cross_entropy_sum(hidden_BNC, self.gpt.lm_head.weight, block_BN1[:, 1:])
 
 
 def cross_entropy_sum(

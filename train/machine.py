@@ -4,7 +4,7 @@ import contextlib
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from lingpt.common.errors import UserError
 from lingpt.models import GPT, Config, memory_estimate
 from lingpt.train.config import Recipe, TrainConfig
+from lingpt.train.launch import launched
 from lingpt.train.loss import PIECE_ELEMENTS
 from lingpt.train.throughput import DEVICES, peak_flops
 
@@ -24,7 +25,10 @@ _PATIENCE_DAYS = 7.0
 
 @dataclass(frozen=True)
 class Machine:
-    """The devices of a run. `peak` is one device's FLOP/s at `precision`, or None where it is not known."""
+    """The devices of a run. `peak` is one device's FLOP/s at `precision`, or None where it is not known.
+
+    strategy: how they share the model; `single` for one device.
+    """
 
     accelerator: str
     devices: int
@@ -32,10 +36,16 @@ class Machine:
     precision: Precision
     name: str
     memory: int
+    strategy: Literal["single", "ddp", "fsdp"] = "single"
 
     @property
     def world_size(self) -> int:
         return self.devices * self.num_nodes
+
+    @property
+    def sharded_over(self) -> int:
+        """Devices that share one model's parameters."""
+        return self.world_size if self.strategy == "fsdp" else 1
 
     @property
     def peak(self) -> float | None:
@@ -48,10 +58,12 @@ def choose_machine(config: TrainConfig) -> Machine:
     accelerator = ("cuda" if gpus else "cpu") if config.accelerator == "auto" else config.accelerator
     if accelerator == "cuda" and not gpus:
         raise UserError("--train.accelerator cuda, but PyTorch finds no CUDA device: use cpu or auto")
-    devices = (gpus if accelerator == "cuda" else 1) if config.devices == "auto" else config.devices
+    devices, num_nodes = _processes(config, gpus if accelerator == "cuda" else 1)
     if devices < 1 or (accelerator == "cuda" and devices > gpus):
         has = f"this machine has {gpus} GPUs" if accelerator == "cuda" else "give at least 1"
-        raise UserError(f"--train.devices {devices}, but {has}")
+        raise UserError(f"{devices} devices are asked for, but {has}: --train.devices says how many")
+    if accelerator == "cuda" and devices * num_nodes > 1 and not torch.distributed.is_nccl_available():
+        raise UserError("several GPUs need NCCL, which this PyTorch was built without: --train.devices 1")
     if accelerator == "cuda":
         card = torch.cuda.get_device_properties(0)
         name, memory, bf16 = card.name, card.total_memory, card.major >= 8
@@ -61,20 +73,75 @@ def choose_machine(config: TrainConfig) -> Machine:
     wanted = ("bf16-mixed" if bf16 else "32-true") if config.precision == "auto" else config.precision
     for precision in PRECISIONS:
         if precision == wanted:
-            return Machine(accelerator, devices, config.num_nodes, precision, name, memory)
+            return Machine(accelerator, devices, num_nodes, precision, name, memory)
     raise UserError(f"unknown precision {wanted!r}: use auto, {', '.join(PRECISIONS)}")
 
 
+def _processes(config: TrainConfig, there: int) -> tuple[int, int]:
+    """Processes on each machine, and machines: as the recipe says, or as a launcher has started them.
+
+    there: devices of this machine. Raises UserError where recipe and launcher disagree.
+    """
+    launcher = launched()
+    if launcher is None:
+        if config.num_nodes not in (1, "auto") and "NODE_RANK" not in os.environ:
+            raise UserError(
+                f"--train.num_nodes {config.num_nodes}, but nothing has started processes on the others: "
+                "start the run with torchrun or srun (docs/many-devices.md)"
+            )
+        nodes = 1 if config.num_nodes == "auto" else config.num_nodes
+        return (there if config.devices == "auto" else config.devices), nodes
+    devices = launcher.here if config.devices == "auto" else config.devices
+    nodes = launcher.machines if config.num_nodes == "auto" else config.num_nodes
+    if (devices, nodes) != (launcher.here, launcher.machines):
+        raise UserError(
+            f"{launcher.by} has started {launcher.here} processes a machine on {launcher.machines} machines, "
+            f"but the recipe asks for {devices} devices on {nodes}: leave out --train.devices and "
+            "--train.num_nodes, or start as many"
+        )
+    return devices, nodes
+
+
+def choose_strategy(machine: Machine, config: Config, recipe: Recipe) -> tuple[Machine, str | None]:
+    """`machine` with the strategy that the recipe asks for, or that its memory asks for, and why it is that.
+
+    None for the reason where there was no choice.
+    """
+    wanted, n = recipe.train.strategy, machine.world_size
+    if n == 1:
+        alone = "strategy: one device has nobody to share with: it trains as it is"
+        return machine, alone if wanted != "auto" else None
+    if wanted != "auto":
+        return replace(machine, strategy=wanted), None
+    # Processes on a CPU share its memory.
+    room = machine.memory / (machine.devices if machine.accelerator == "cpu" else 1)
+    ddp, fsdp = (memory_needed(config, recipe, machine.precision, over=over)["total"] for over in (1, n))
+    has = f"of {room / 1e9:.0f} GB"
+    if fits(ddp, room):
+        why = f"strategy: DDP, for the whole model fits each device (about {ddp / 1e9:.1f} GB {has})"
+        return replace(machine, strategy="ddp"), why
+    why = (
+        f"strategy: FSDP over {n} devices, for the whole model needs about {ddp / 1e9:.1f} GB {has} each, "
+        f"and a part {fsdp / 1e9:.1f} GB"
+    )
+    return replace(machine, strategy="fsdp"), why
+
+
 def memory_needed(
-    config: Config, recipe: Recipe, precision: str, micro_batch_size: int | None = None
+    config: Config, recipe: Recipe, precision: str, micro_batch_size: int | None = None, over: int = 1
 ) -> dict[str, int]:
-    """Bytes a device needs at the peak of a step, by what they hold, and their `total`."""
+    """Bytes a device needs at the peak of a step, by what they hold, and their `total`.
+
+    over: devices that the model is sharded over.
+    """
     return memory_estimate(
         config,
         micro_batch_size or recipe.train.micro_batch_size,
         recipe.data.seq_len,
         precision,
         loss_chunk_tokens=PIECE_ELEMENTS // config.padded_vocab_size,
+        sharded_over=over,
+        activation_checkpointing=recipe.train.activation_checkpointing,
     )
 
 
@@ -94,7 +161,8 @@ def check_machine(machine: Machine, config: Config, recipe: Recipe) -> None:
     """Refuses a model that this machine without a GPU cannot train in a week; `accelerator: cpu` insists."""
     if machine.accelerator != "cpu":
         return
-    need = memory_needed(config, recipe, machine.precision)["total"] * machine.devices
+    a_device = memory_needed(config, recipe, machine.precision, over=machine.sharded_over)["total"]
+    need = a_device * machine.devices
     flops = run_flops(config, recipe)
     days = flops / (CPU_CORE_FLOPS * (os.cpu_count() or 1)) / 86400
     too_large, too_long = need > machine.memory, days > _PATIENCE_DAYS and recipe.train.accelerator == "auto"

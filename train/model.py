@@ -23,8 +23,13 @@ def model_config(recipe: Recipe) -> Config:
     return config
 
 
-def make_model(recipe: Recipe, config: Config, checkpoint: Path | None, device: torch.device) -> GPT:
-    """The model on `device`, its blocks compiled where the recipe asks for that; the same on every rank."""
+def make_model(
+    recipe: Recipe, config: Config, checkpoint: Path | None, device: torch.device, sharded: bool = False
+) -> GPT:
+    """The model on `device`, its blocks compiled where the recipe asks for that; the same on every rank.
+
+    sharded: it will be, by `Parallel.wrap`; until then it is whole.
+    """
     t = recipe.train
     if checkpoint:
         gpt = load_model(checkpoint, attention=recipe.model.attention, device=device)
@@ -33,12 +38,19 @@ def make_model(recipe: Recipe, config: Config, checkpoint: Path | None, device: 
         if t.init_from:
             check_undamaged(Path(t.init_from))
             print_rank0(f"init_from: {load_weights(gpt, t.init_from)}")
+    gpt.recompute_blocks = t.activation_checkpointing
     if t.compile == "always" or (t.compile == "auto" and device.type == "cuda"):
-        compile_blocks(gpt)
+        compile_blocks(gpt, sharded)
     return gpt
 
 
-def compile_blocks(gpt: GPT, **options: Any) -> None:
-    """torch.compile, block by block and in place: one compilation serves all layers, and no key changes."""
+def compile_blocks(gpt: GPT, sharded: bool = False, **options: Any) -> None:
+    """torch.compile, block by block and in place: one compilation serves all layers, and no key changes.
+
+    sharded: `forward` alone, without the hooks in which FSDP2 gathers and divides parameters.
+    """
     for block in gpt.blocks:
-        block.compile(dynamic=False, **options)
+        if sharded:
+            block.forward = torch.compile(block.forward, dynamic=False, **options)  # type: ignore[method-assign]
+        else:
+            block.compile(dynamic=False, **options)

@@ -1,51 +1,87 @@
 """The processes of a run: the one place that knows how many there are, and how they work together.
 
 Every process runs the same loop and makes the same calls of `Parallel` and of the wrapped module, in the same
-order, because most of them wait for all the others. Each process holds the whole model now (DDP). Sharding it
-(FSDP2) is another strategy and another `wrap`, `clip_gradients`, `whole_state` and `load_optimizer`; the loop
-stays as it is.
+order, because most of them wait for all the others. Each process holds the whole model (DDP), or a part of it
+(FSDP2, train/sharding.py). Another strategy is another `wrap`, `clip_gradients`, `state` and
+`load_optimizer`; the loop stays as it is.
 """
 
 import contextlib
 import inspect
 import os
+import resource
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
-from lightning.fabric.strategies import DDPStrategy
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.wrappers import _FabricModule as WrappedModule
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from lingpt.common.errors import UserError
+from lingpt.train.launch import launched
 from lingpt.train.machine import Machine
+from lingpt.train.sharding import divided, joined, shard
 from lingpt.train.watch import Watch, connection_lost
 
 T = TypeVar("T")
 
+TIMEOUT_MINUTES = 30.0
+
 
 class Parallel:
-    """One process's view of them all. Making it starts the others."""
+    """One process's view of them all. Making it starts the others.
 
-    def __init__(self, machine: Machine) -> None:
-        self.watch = Watch()
+    reduce_bf16: gradients are summed over the processes in bf16. timeout_minutes: how long one process waits
+    for another.
+    """
+
+    def __init__(
+        self, machine: Machine, reduce_bf16: bool = False, timeout_minutes: float = TIMEOUT_MINUTES
+    ) -> None:
+        self.watch, self.sharded, self._reduce_bf16 = Watch(), machine.strategy == "fsdp", reduce_bf16
+        self._timeout = timedelta(minutes=timeout_minutes + 2)  # after `watch`, which says more
         self._error_of_all: UserError | None = None
         self.fabric = Fabric(
             accelerator=machine.accelerator,
             devices=machine.devices,
             num_nodes=machine.num_nodes,
-            strategy=_ddp() if machine.world_size > 1 else "auto",
+            strategy=self._strategy(machine),
             precision=machine.precision,
+            # In a job's shell, where nothing has started processes, SLURM is not the launcher.
+            plugins=[LightningEnvironment()] if "SLURM_NTASKS" in os.environ and not launched() else None,
         )
-        self.fabric.launch()
+        with _connection(machine):
+            self.fabric.launch()
         self.watch.take(getattr(self.fabric.strategy.launcher, "procs", []))
+        # Where checkpoints are written in shards: the processes' threads talk in a group of their own, which
+        # training does not use meanwhile.
+        self.host_mesh = (
+            DeviceMesh.from_group(dist.new_group(backend="gloo"), "cpu") if self.sharded else None
+        )
+
+    def _strategy(self, machine: Machine) -> DDPStrategy | ModelParallelStrategy | str:
+        if machine.strategy == "fsdp":
+            return ModelParallelStrategy(
+                lambda module, mesh: shard(module, mesh["data_parallel"], self._reduce_bf16),
+                data_parallel_size=machine.world_size,
+                tensor_parallel_size=1,
+                timeout=self._timeout,
+            )
+        return _ddp(self._timeout) if machine.strategy == "ddp" else "auto"
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -84,6 +120,17 @@ class Parallel:
     def device(self) -> torch.device:
         return self.fabric.device
 
+    @property
+    def device_name(self) -> str:
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+
+    @property
+    def peak_memory(self) -> int:
+        """The most bytes that this process has used so far: of the GPU's memory, or of the host's."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
     def seed(self, seed: int) -> None:
         """Seeds the global random generators, each rank's with another seed."""
         self.fabric.seed_everything(seed + self.rank, verbose=False)
@@ -92,7 +139,13 @@ class Parallel:
 
     def wrap(self, module: nn.Module) -> WrappedModule:
         """`module` over all processes, in the run's precision. Its optimizer is made after this."""
-        return self.fabric.setup_module(module)
+        wrapped = self.fabric.setup_module(module)
+        forward = wrapped._forward_module
+        if self._reduce_bf16 and isinstance(forward, DistributedDataParallel):
+            if self.device.type != "cuda":
+                raise UserError("--train.reduce_bf16 under DDP needs GPUs: leave it out, or use fsdp")
+            forward.register_comm_hook(None, bf16_compress_hook)
+        return wrapped
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         wrapped = self.fabric.setup_optimizers(optimizer)
@@ -100,25 +153,31 @@ class Parallel:
         return wrapped
 
     def accumulate(self, module: WrappedModule, enabled: bool) -> AbstractContextManager:
-        """Around a forward and a backward pass whose gradients stay on this rank, where it is enabled."""
-        return self.fabric.no_backward_sync(module, enabled=enabled and self.world_size > 1)
+        """Around a forward and a backward pass whose gradients may stay on this rank, where it is enabled.
+
+        Sharded gradients are summed in every pass: whole ones would need the memory that sharding saves.
+        """
+        self.watch.meets()
+        enabled = enabled and self.world_size > 1 and not self.sharded
+        return self.fabric.no_backward_sync(module, enabled=enabled) if enabled else contextlib.nullcontext()
 
     def backward(self, loss_sum: torch.Tensor, count: int) -> None:
         """Adds this rank's part of the gradient of (the sum of all ranks' `loss_sum`) / `count`."""
-        # DDP takes the mean over ranks; the factor makes it the sum.
+        # DDP and FSDP take the mean over ranks; the factor makes it the sum.
         self.fabric.backward(loss_sum * (self.world_size / count))
 
     def clip_gradients(self, module: nn.Module, max_norm: float) -> torch.Tensor:
         """Scales the gradients down to `max_norm` over all parameters; returns the norm before, a scalar."""
-        return nn.utils.clip_grad_norm_(module.parameters(), max_norm)
+        norm = nn.utils.clip_grad_norm_(module.parameters(), max_norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    def whole_state(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
-        """Weights and optimizer state as if there were one process, for rank zero to write."""
+    def state(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
+        """Weights and optimizer state, whole and for rank zero to write; or, sharded, DTensors."""
         return module.state_dict(), optimizer.state_dict()
 
-    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: dict) -> None:
-        """Sets the optimizer to a state of `whole_state`."""
-        optimizer.load_state_dict(state)
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: dict, checkpoint: Path) -> None:
+        """Sets the optimizer to the `state` of a checkpoint, of one process or of any number of them."""
+        optimizer.load_state_dict(divided(optimizer, joined(optimizer, state, checkpoint)))
 
     def autocast(self) -> AbstractContextManager:
         """The run's precision, for a module that is not wrapped."""
@@ -139,7 +198,7 @@ class Parallel:
             yield piece or range(n)[:size], bool(piece)
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and not tensor.is_pinned():
             tensor = tensor.pin_memory()
         return tensor.to(self.device, non_blocking=True)
 
@@ -147,6 +206,7 @@ class Parallel:
 
     def sum(self, *values: torch.Tensor | float) -> list[float]:
         """Each value summed over all ranks, in float64. Waits for the device."""
+        self.watch.meets()
         own = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in values]
         return self.fabric.strategy.all_reduce(torch.stack(own), reduce_op="sum").tolist()
 
@@ -158,6 +218,7 @@ class Parallel:
         """Every rank's `value`, by rank."""
         if self.world_size == 1:
             return [value]
+        self.watch.meets()
         everyone = [value] * self.world_size
         dist.all_gather_object(everyone, value)
         return everyone
@@ -170,11 +231,31 @@ class Parallel:
                 outcome.append(function())
             except UserError as error:
                 outcome.append(error)
+        self.watch.meets()
         (result,) = self.fabric.broadcast(outcome)
         if isinstance(result, UserError):
             self._error_of_all = result
             raise result
         return result
+
+    def everywhere(self, function: Callable[[], object]) -> None:
+        """`function()` on every rank; the first UserError of any is raised on all of them."""
+        outcome: UserError | None = None
+        try:
+            function()
+        except UserError as error:
+            outcome = error
+        for failed in self.gather(outcome):
+            if failed is not None:
+                self._error_of_all = failed
+                raise failed
+
+    def on_writers(self, function: Callable[[], object]) -> None:
+        """`function()` on the ranks that write checkpoints: rank zero, or, sharded, all of them."""
+        if self.sharded:
+            self.everywhere(function)
+        else:
+            self.on_rank_zero(function)
 
     def close(self) -> None:
         """Ends the group of processes. Nobody may hold the wrapped module any more.
@@ -188,14 +269,32 @@ class Parallel:
             dist.destroy_process_group()
 
 
-def _ddp() -> DDPStrategy:
+@contextlib.contextmanager
+def _connection(machine: Machine) -> Iterator[None]:
+    """Around the first time that the processes meet: UserError where they do not."""
+    try:
+        yield
+    except dist.DistError as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        if "EADDRINUSE" in str(error):
+            raise UserError(
+                f"the port of {where} is taken, by another run perhaps: choose another "
+                "(torchrun --master_port, or MASTER_PORT)"
+            ) from error
+        raise UserError(
+            f"the {machine.world_size} processes did not meet at {where}: are all of them started, with the "
+            f"same address and port, and may they connect? ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def _ddp(timeout: timedelta) -> DDPStrategy:
     # Fabric builds DDP on a stream of its own, and autograd's last nodes stay there: harmless.
     torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
     # The buffers are constants: no need to broadcast them at every forward. PyTorch 2.13 renamed the option.
     known = inspect.signature(DistributedDataParallel).parameters
     broadcast = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     options: dict[str, Any] = {broadcast: False, "gradient_as_bucket_view": True}
-    return DDPStrategy(**options)
+    return DDPStrategy(timeout=timeout, **options)
 
 
 def print_rank0(message: str, end: str = "\n") -> None:

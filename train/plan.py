@@ -22,7 +22,7 @@ def format_plan(recipe: Recipe, machine: Machine, config: Config) -> str:
     precision = machine.precision if machine.accelerator == "cuda" else on_gpu
     tokens = recipe.total_steps * recipe.tokens_per_step
     flops = run_flops(config, recipe)
-    need = memory_needed(config, recipe, precision)
+    need = memory_needed(config, recipe, precision, over=machine.sharded_over)
     parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in need.items() if name != "total")
     checkpoint = gpt.num_parameters() * (2 if precision == "bf16-true" else 4) * 3  # AdamW has two moments
     most = checkpoint * (t.keep_checkpoints + t.keep_best + 1)
@@ -52,7 +52,7 @@ def format_plan(recipe: Recipe, machine: Machine, config: Config) -> str:
         "",
         f"{'device':<12} {'memory':>7}  {micro_batch:<17} {'largest micro-batch':<20} {'1 device':>10} "
         f"{'8 devices':>10}   at {STATED_MFU:.0%} MFU",
-        *(_row(device, recipe, world_size, config, precision, need["total"], flops) for device in shown),
+        *(_row(device, recipe, machine, config, precision, need["total"], flops) for device in shown),
     ]
     if rate := tokens_per_second(STATED_MFU, flops / tokens, machine):
         lines += ["", f"here: {rate / 1e3:.1f} k tokens/s at {STATED_MFU:.0%} MFU, {duration(tokens / rate)}"]
@@ -71,14 +71,14 @@ def tokens_per_second(used: float, flops_per_token: float, machine: Machine) -> 
 
 
 def _row(
-    device: Device, recipe: Recipe, world_size: int, config: Config, precision: str, need: int, flops: float
+    device: Device, recipe: Recipe, machine: Machine, config: Config, precision: str, need: int, flops: float
 ) -> str:
-    t = recipe.train
-    share = t.global_batch_size // world_size
+    t, over = recipe.train, machine.sharded_over
+    share = t.global_batch_size // machine.world_size
     sizes = [m for m in range(1, share + 1) if share % m == 0]
     largest = 0
     for size in sizes:
-        if not fits(memory_needed(config, recipe, precision, size)["total"], device.memory):
+        if not fits(memory_needed(config, recipe, precision, size, over)["total"], device.memory):
             break
         largest = size
     peak = device.fp32 if precision.startswith("32") else device.bf16

@@ -36,10 +36,28 @@ def describe(recipe: Recipe, machine: Machine, gpt: GPT, steps: int) -> str:
     )
 
 
-def postfix(line: dict[str, Any]) -> str:
-    """What the progress bar shows of a step."""
+# FLA times every configuration of its kernels at the first call at a size, and keeps what it has found.
+TUNING = (
+    "gla: FLA tunes its kernels for this GPU and these sizes before the first step, minutes on a new "
+    "machine; the next start finds the results in Triton's cache (TRITON_CACHE_DIR, else ~/.triton/cache)"
+)
+
+
+def speed(line: dict[str, Any], recipe: Recipe, step: int, memory: int) -> str:
+    """Tokens a second, the MFU, the most memory that a device has used (bytes), and the time that is left."""
+    rate = line["tokens_per_second"]
     used = f" · MFU {line['mfu']:.0%}" if line["mfu"] is not None else ""
-    return f"loss {line['loss']:.3f} · {line['tokens_per_second'] / 1e3:.1f} k tokens/s{used}"
+    left = duration((recipe.total_steps - step) * recipe.tokens_per_step / max(rate, 1e-9))
+    return f" · {rate / 1e3:.1f} k tokens/s{used} · {memory / 1e9:.1f} GB · {left} left"
+
+
+def mixed(devices: list[str]) -> str | None:
+    """The line on devices that differ; None where they do not."""
+    names = sorted(set(devices))
+    if len(names) == 1:
+        return None
+    counted = ", ".join(f"{devices.count(name)} × {name}" for name in names)
+    return f"the devices differ ({counted}): every step waits for the slowest, and the MFU is not theirs"
 
 
 def diverged(run: Path, step: int, skipped: int) -> str:

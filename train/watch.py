@@ -4,16 +4,20 @@ A process that waits for a dead one waits for as long as the process group's tim
 traceback of its own (gloo). The main process, which Lightning starts the others from, sees them end; the
 others, and those of torchrun and SLURM, see their parent go. (Lightning's own observer kills the main process
 with SIGKILL, and so without a word.)
+
+One that lives and does not go on is found by counting: every process counts how often it has come to a point
+where all meet, and where others have waited there for too long, the one that is behind is named.
 """
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 
-from torch.distributed import DistError
+from torch.distributed import DistError, Store
 
 EVERY = 0.5  # seconds between looks
 GRACE = 5.0  # seconds for a process to end by itself, and say why
@@ -22,6 +26,7 @@ _LOST = (
     "Connection reset by peer",
     "Broken pipe",
     "Socket Timeout",
+    "Timed out waiting",
     "recvValue",
 )
 GOES_ON = "the run ends, and the same command goes on from its newest checkpoint"
@@ -40,6 +45,7 @@ class Watch:
         self.children: list[subprocess.Popen] = []
         self._stopped = threading.Event()
         self._died: str | None = None
+        self._met = 0
         self._parent, self._has_parent = os.getppid(), "LOCAL_RANK" in os.environ
         if self._has_parent:
             threading.Thread(target=self._watch_parent, name="watch-parent", daemon=True).start()
@@ -49,6 +55,20 @@ class Watch:
         self.children, launched[:] = list(launched), []
         if self.children:
             threading.Thread(target=self._watch_children, name="watch-children", daemon=True).start()
+
+    def meets(self) -> None:
+        """This process has come to a point where it may wait for the others."""
+        self._met += 1
+
+    def limit_waits(self, store: Store, rank: int, world_size: int, seconds: float) -> None:
+        """From here on ends a process that has waited for another one for `seconds`; rank zero says which.
+
+        store: of all processes.
+        """
+        watch = threading.Thread(
+            target=self._watch_others, args=(store, rank, world_size, seconds), name="watch-all", daemon=True
+        )
+        watch.start()
 
     def stop(self) -> None:
         """From here on everyone may end."""
@@ -91,6 +111,35 @@ class Watch:
                         self.end_children()
                         self._exit(2)
                     return
+
+    def _watch_others(self, store: Store, rank: int, world_size: int, seconds: float) -> None:
+        met, since = -1, time.monotonic()
+        while not self._stopped.wait(min(EVERY * 10, seconds / 10)):
+            if self._met != met:
+                met, since = self._met, time.monotonic()
+            try:
+                store.set(f"lingpt/{rank}", f"{met} {socket.gethostname()}")
+                if time.monotonic() - since < seconds:
+                    continue
+                told = [store.get(f"lingpt/{other}").decode().split() for other in range(world_size)]
+            except RuntimeError:  # the store is gone, and with it the process that keeps it
+                if not self._stopped.is_set():
+                    self.leave()
+                return
+            counts = [int(count) for count, _ in told]
+            if len(set(counts)) == 1:  # at work, all of them: one that waits is ahead of another
+                continue
+            late = counts.index(min(counts))
+            if rank:
+                self.leave()
+            else:
+                _say(
+                    f"process {late} of {world_size} (on {told[late][1]}) has kept the others waiting for "
+                    f"{seconds / 60:.3g} min (--train.timeout_minutes): {GOES_ON}"
+                )
+                self.end_children()
+                self._exit(2)
+            return
 
     def _exit(self, code: int) -> None:
         for stream in (sys.stdout, sys.stderr):

@@ -17,14 +17,6 @@ from lingpt.cli import main as cli
 from lingpt.cli.main import main
 from lingpt.common.run_folder import read_metrics
 
-# Ctrl-C interrupts the command, also where the tests were started with SIGINT ignored, in the background.
-LAUNCH = """
-import os, signal, sys
-signal.signal(signal.SIGINT, signal.SIG_DFL)
-os.execv(sys.argv[1], sys.argv[1:])
-"""
-LINGPT = [sys.executable, "-P", "-c", LAUNCH, str(Path(sys.executable).with_name("lingpt"))]
-
 
 @pytest.fixture
 def project(tmp_path, monkeypatch, tmp_path_factory) -> Path:
@@ -318,39 +310,3 @@ def test_a_signal_while_preparing_interrupts_as_ctrl_c_does(project, capsys, mon
             main(["train", "--config", "tiny.yaml"])
     finally:
         signal.signal(number, before)
-
-
-def command(project: Path, *argv: str) -> subprocess.Popen:
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
-        env.pop(name, None)
-    return subprocess.Popen(
-        [*LINGPT, "train", "--config", "tiny.yaml", *argv],
-        cwd=project, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("accelerator", "rel"), [("cpu", 1e-5), pytest.param("cuda", 1e-3, marks=pytest.mark.multigpu)]
-)
-def test_two_processes_give_the_losses_of_one(project, accelerator, rel):
-    """DDP: training and validation losses, on validation blocks that do not divide by two."""
-    where = ["--train.accelerator", accelerator, "--train.precision", "32-true"]
-    several = [*where, "--train.devices", "2", "--train.micro_batch_size", "2"]
-    one = ["--config", "tiny.yaml", "--train.name", "one", "--train.devices", "1", *where]
-    assert main(["train", *one]) == 0
-    process = command(project, "--train.name", "two", *several)
-    out, err = process.communicate(timeout=600)
-    assert process.returncode == 0, err
-    assert out.count("validation loss") == 1, "more than one process speaks"
-    one, two = (read_metrics(project / f"runs/{name}") for name in ("one", "two"))
-    assert [(line["kind"], line["step"], line["tokens"]) for line in one] == [
-        (line["kind"], line["step"], line["tokens"]) for line in two
-    ]
-    for a, b in zip(one, two, strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=rel), (a, b)
-    # What one process began, two go on with: the order of the samples does not depend on the devices.
-    process = command(project, "--train.name", "one", "--train.max_steps", "6", *several)
-    out, err = process.communicate(timeout=600)
-    assert process.returncode == 0 and "step 4 of 6" in out, err
-    assert read_metrics(project / "runs/one")[-1]["step"] == 6

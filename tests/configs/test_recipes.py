@@ -7,10 +7,11 @@ from lingpt.cli.recipe import configure_recipe, recipe_from, training_recipes
 from lingpt.configs import FOLDER, recipe_names
 from lingpt.train import Recipe
 from lingpt.train.config import check
-from lingpt.train.machine import fits, memory_needed
+from lingpt.train.machine import Machine, choose_strategy, fits, memory_needed
 from lingpt.train.model import model_config
 
 PYTHIA = ["pythia-14m", "pythia-70m", "pythia-160m", "pythia-410m", "pythia-1.4b"]
+LARGE = ["pythia-2.8b", "pythia-6.9b", "pythia-12b"]
 
 
 def load(name: str) -> Recipe:
@@ -20,7 +21,7 @@ def load(name: str) -> Recipe:
 
 
 def test_the_recipes_of_the_readme_ship():
-    assert {"demo", *PYTHIA} <= set(training_recipes())
+    assert {"demo", *PYTHIA, *LARGE} <= set(training_recipes())
     assert {path.stem for path in FOLDER.glob("*.yaml")} == set(recipe_names())
 
 
@@ -46,3 +47,31 @@ def test_pythia_recipes_are_the_papers(name):
     assert (t.warmup_steps, t.weight_decay, t.beta1, t.beta2, t.grad_clip) == (100, 0.1, 0.9, 0.95, 1.0)
     need = memory_needed(model_config(recipe), recipe, "bf16-mixed")["total"]
     assert fits(need, 48e9)
+
+
+@pytest.mark.parametrize(
+    ("name", "cards", "memory", "recompute", "strategy"),
+    [
+        ("pythia-1.4b", 2, 80e9, False, "ddp"),
+        ("pythia-2.8b", 2, 80e9, False, "ddp"),
+        ("pythia-2.8b", 4, 48e9, True, "fsdp"),
+        ("pythia-6.9b", 2, 80e9, True, "fsdp"),
+        ("pythia-6.9b", 2, 141e9, False, "fsdp"),
+        ("pythia-6.9b", 8, 80e9, False, "fsdp"),
+        ("pythia-12b", 2, 141e9, True, "fsdp"),
+        ("pythia-12b", 4, 80e9, True, "fsdp"),
+        ("pythia-12b", 4, 141e9, False, "fsdp"),
+    ],
+)
+def test_several_cards_share_what_one_cannot_hold(name, cards, memory, recompute, strategy):
+    """By the estimate, the large recipes fit the cards that they name, and `auto` shards where it must."""
+    recipe = load(name)
+    assert recipe.train.activation_checkpointing == (name in ("pythia-6.9b", "pythia-12b"))
+    recipe.train.activation_checkpointing = recompute
+    config = model_config(recipe)
+    machine, why = choose_strategy(
+        Machine("cuda", cards, 1, "bf16-mixed", "a card", int(memory)), config, recipe
+    )
+    assert machine.strategy == strategy and strategy.upper() in (why or "")
+    assert fits(memory_needed(config, recipe, "bf16-mixed", over=machine.sharded_over)["total"], memory)
+    assert fits(memory_needed(config, recipe, "32-true")["parameters"], memory), "whole, when it is made"

@@ -54,6 +54,23 @@ def test_a_loss_in_chunks_needs_fewer_logits():
     assert whole["activations"] == chunked["activations"]
 
 
+def test_shards_and_recomputed_blocks_need_less():
+    """FSDP divides what AdamW keeps; a recomputed block leaves its input: 12 B parameters on eight cards."""
+    config = Config.from_name("pythia-12b")
+    whole, shards, both = (
+        memory_estimate(config, 1, 2048, sharded_over=over, activation_checkpointing=recompute)
+        for over, recompute in ((1, False), (8, False), (8, True))
+    )
+    assert shards["optimizer"] == pytest.approx(whole["optimizer"] / 8, rel=1e-6)
+    assert whole["gradients"] / 8 < shards["gradients"] < whole["gradients"] / 4
+    assert shards["activations"] == whole["activations"]
+    # of every block its input in fp32, and of one block all
+    inputs = 4 * 2048 * config.n_embd * (config.n_layer + 1)
+    one = (whole["activations"] - inputs) / config.n_layer
+    assert both["activations"] == pytest.approx(inputs + one, rel=1e-6)
+    assert both["parameters"] < shards["parameters"] < whole["parameters"]
+
+
 def test_mistakes_are_one_line():
     """A dry run names what it cannot estimate."""
     config = Config.from_name("demo")

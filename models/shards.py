@@ -1,0 +1,104 @@
+"""A model folder in shards: every process writes its own part, and any number of processes reads them back.
+
+torch.distributed.checkpoint (DCP) in safetensors files, which hold no code; `shards.json` names the files.
+Next to the weights a checkpoint has other tensors there, each under a name with a prefix of its own.
+"""
+
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from lingpt.common.errors import UserError
+from lingpt.common.files import read_json_object, write_json
+from lingpt.models.model_folder import CONFIG
+
+SHARDS = "shards.json"
+OPTIMIZER = "optimizer."  # the prefix of the tensors that are no weights
+
+
+def write_shards(folder: Path, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Every rank of `group` calls it and writes its own parts of the DTensors among `tensors`.
+
+    A tensor that is on every rank is written once. Raises CheckpointException on all ranks where one fails.
+    """
+    writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    dcp.save(dict(tensors), storage_writer=writer, process_group=group)
+
+
+def write_index(folder: Path, config: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
+    """Makes the shards in `folder` a model folder: after all of them are written, by one rank."""
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    write_json(folder / CONFIG, config, indent=2)
+    write_json(folder / SHARDS, {"metadata": dict(metadata), "files": files})
+
+
+def is_sharded(folder: Path) -> bool:
+    return (folder / SHARDS).is_file()
+
+
+def read_shards(folder: Path, into: dict[str, torch.Tensor]) -> None:
+    """Fills the tensors `into` in place; of a DTensor, this rank's part. No process waits for another.
+
+    Raises UserError where a shard is missing or damaged, or where a tensor is not in them.
+    """
+    found = _described(folder)
+    try:
+        for name, tensor in into.items():
+            if name not in found:
+                raise UserError(f"{folder} does not hold {name}")
+            if found[name].size != tensor.shape:
+                raise UserError(f"{folder}: {name} is {list(found[name].size)}, not {list(tensor.shape)}")
+        with warnings.catch_warnings():  # that nobody else takes part is meant
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(into, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+    except (SafetensorError, OSError, CheckpointException) as error:
+        reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+        raise UserError(f"a shard of {folder} is damaged: {reason}") from error
+
+
+def read_sharded_weights(
+    folder: Path, device: torch.device | str = "cpu"
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The model's weights, whole, and the metadata of the folder."""
+    metadata = _index(folder)["metadata"]
+    tensors = {
+        name: torch.empty(tensor.size, dtype=tensor.properties.dtype, device=device)
+        for name, tensor in _described(folder).items()
+        if not name.startswith(OPTIMIZER)
+    }
+    read_shards(folder, tensors)
+    return tensors, metadata
+
+
+def sharded_dtype(folder: Path) -> torch.dtype:
+    """The dtype of the weights (of the largest tensor). UserError where a shard is missing."""
+    found = {name: value for name, value in _described(folder).items() if not name.startswith(OPTIMIZER)}
+    return max(found.values(), key=lambda tensor: tensor.size.numel()).properties.dtype
+
+
+def _described(folder: Path) -> dict[str, TensorStorageMetadata]:
+    """Shape and dtype of every tensor in the shards, by name. UserError where a shard is missing."""
+    for name in _index(folder)["files"]:
+        if not (folder / name).is_file():
+            raise UserError(f"the shard {folder / name} is missing: restore it, or use another checkpoint")
+    try:
+        described = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    except (SafetensorError, OSError, json.JSONDecodeError) as error:
+        raise UserError(f"a shard of {folder} is damaged: {error}") from error
+    return {name: value for name, value in described.items() if isinstance(value, TensorStorageMetadata)}
+
+
+def _index(folder: Path) -> dict[str, Any]:
+    index = read_json_object(folder / SHARDS)
+    if not isinstance(index.get("files"), list) or not isinstance(index.get("metadata"), dict):
+        raise UserError(f"{folder / SHARDS} is damaged: it names no shards")
+    return index

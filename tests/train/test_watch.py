@@ -1,0 +1,93 @@
+"""A process that keeps the others waiting is named, and where processes cannot meet, one line says why."""
+
+import socket
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from lingpt.common.errors import UserError
+from lingpt.train import TrainConfig
+from lingpt.train.machine import choose_machine, choose_strategy
+from lingpt.train.parallel import Parallel
+from lingpt.train.watch import Watch
+
+
+class Ended(Watch):
+    """One that notes how it would have ended its process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code, self.ended = None, threading.Event()
+
+    def _exit(self, code: int) -> None:
+        self.code = code
+        self.ended.set()
+
+
+def test_the_process_that_keeps_the_others_waiting_is_named(capsys):
+    """Two of three have come to a point where all meet; the third has not. While all work, nobody is late."""
+    store = dist.HashStore()
+    watches = [Ended() for _ in range(3)]
+    for rank, watch in enumerate(watches):
+        watch.meets()
+        watch.limit_waits(store, rank, 3, seconds=0.5)
+    time.sleep(1.0)
+    assert not any(watch.ended.is_set() for watch in watches), "all of them were at work"
+    for watch in watches[:2]:
+        watch.meets()
+    assert all(watch.ended.wait(20) for watch in watches)
+    assert [watch.code for watch in watches] == [2, 1, 1]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"process 2 of 3 (on {socket.gethostname()}) has kept the others waiting" in line
+
+
+def test_a_run_that_ends_is_not_watched(capsys):
+    watch, other = Ended(), Ended()
+    store = dist.HashStore()
+    for rank, one in enumerate((watch, other)):
+        one.limit_waits(store, rank, 2, seconds=0.2)
+    watch.meets()
+    for one in (watch, other):
+        one.stop()
+    time.sleep(0.5)
+    assert watch.code is None and other.code is None and not capsys.readouterr().err
+
+
+@pytest.fixture
+def torchrun(monkeypatch):
+    """The first of two processes of torchrun on this machine."""
+    env = {
+        "TORCHELASTIC_RUN_ID": "test",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "GROUP_RANK": "0",
+    }
+    env |= {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_port_that_is_taken_is_one_line(torchrun, monkeypatch, make_recipe):
+    recipe = make_recipe(strategy="fsdp")
+    machine, _ = choose_strategy(choose_machine(recipe.train), recipe.model.config(), recipe)
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        with pytest.raises(UserError, match=r"the port of 127.0.0.1:\d+ is taken.*--master_port"):
+            Parallel(machine)
+
+
+def test_other_numbers_than_the_launchers_are_refused(torchrun):
+    machine = choose_machine(TrainConfig(accelerator="cpu"))
+    assert (machine.devices, machine.num_nodes, machine.world_size) == (2, 1, 2)
+    with pytest.raises(UserError, match=r"torchrun has started 2 processes a machine .*4 devices"):
+        choose_machine(TrainConfig(accelerator="cpu", devices=4))
+
+
+def test_machines_that_nobody_has_started_are_refused():
+    with pytest.raises(UserError, match=r"num_nodes 2, but nothing has started.*torchrun or srun"):
+        choose_machine(TrainConfig(accelerator="cpu", num_nodes=2))

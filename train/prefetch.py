@@ -1,0 +1,52 @@
+"""Micro-batches, read in a thread while the ones before them are trained on: no step waits for the disk.
+
+What is read is a pure function of (seed, step, positions), as without it: the thread only reads earlier.
+"""
+
+import functools
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from lingpt.data import Batches
+
+AHEAD = 3  # micro-batches
+
+
+class Prefetch:
+    """The micro-batches of the steps, one after another, each `[micro-batch, seq_len + 1]` int64.
+
+    micro_batches: this rank's positions in the global batch, of each micro-batch of a step. device: where
+    they will go; for a GPU they lie in pinned memory, from which it copies while it computes.
+    """
+
+    def __init__(
+        self, batches: Batches, micro_batches: Sequence[Sequence[int]], device: torch.device
+    ) -> None:
+        self._batches, self._micro_batches, self._pin = batches, micro_batches, device.type == "cuda"
+        # Pinning is the business of the thread's own current GPU.
+        start = functools.partial(torch.cuda.set_device, device) if self._pin else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch", initializer=start)
+        self._coming: dict[int, Future[torch.Tensor]] = {}
+
+    def __len__(self) -> int:
+        """Micro-batches of a step."""
+        return len(self._micro_batches)
+
+    def get(self, step: int, number: int) -> torch.Tensor:
+        """Micro-batch `number` of `step`; those that follow it are begun."""
+        n = len(self)
+        first = step * n + number
+        self._coming = {at: future for at, future in self._coming.items() if at >= first}
+        for at in range(first, first + 1 + AHEAD):
+            if at not in self._coming:
+                self._coming[at] = self._thread.submit(self._read, *divmod(at, n))
+        return self._coming.pop(first).result()
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def _read(self, step: int, number: int) -> torch.Tensor:
+        block = self._batches.get(step, self._micro_batches[number])
+        return block.pin_memory() if self._pin else block

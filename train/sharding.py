@@ -1,0 +1,91 @@
+"""FSDP2: every process holds a part of each parameter, of its gradient and of its optimizer state.
+
+A block's parameters are gathered whole right before its forward and its backward pass, and its gradient is
+divided again right after, in every micro-batch: what a device holds whole is two blocks at a time, and the
+embeddings. All of it is fp32 (bf16 where the run's precision is bf16-true), and autocast casts as under DDP:
+the losses are those of DDP.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from lingpt.models import OPTIMIZER, Block, read_shards
+
+
+def shard(module: nn.Module, mesh: DeviceMesh, reduce_bf16: bool) -> nn.Module:
+    """Divides the parameters of `module` over the processes of `mesh`, in place, block by block."""
+    policy = MixedPrecisionPolicy(
+        reduce_dtype=torch.bfloat16 if reduce_bf16 else None, cast_forward_inputs=False
+    )
+    blocks: list[nn.Module] = [part for part in module.modules() if isinstance(part, Block)]
+    for part in (*blocks, module):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+    return module
+
+
+def split(state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """An optimizer's state dict as the DTensors in it, by name, and the rest, with None in their places."""
+    tensors: dict[str, torch.Tensor] = {}
+    rest: dict[int, dict[str, Any]] = {}
+    for index, values in state["state"].items():
+        tensors |= {_name(index, key): v for key, v in values.items() if isinstance(v, DTensor)}
+        rest[index] = {key: None if isinstance(v, DTensor) else v for key, v in values.items()}
+    return tensors, {**state, "state": rest}
+
+
+def joined(optimizer: torch.optim.Optimizer, state: dict[str, Any], shards: Path) -> dict[str, Any]:
+    """The inverse of `split`: with the tensors from the folder `shards`, divided as the parameters are now.
+
+    Raises UserError where a shard is missing or damaged.
+    """
+    parameters = _parameters(optimizer)
+    into = {
+        _name(index, key): torch.zeros_like(parameters[index], requires_grad=False)
+        for index, values in state["state"].items()
+        for key, value in values.items()
+        if value is None
+    }
+    if into:
+        read_shards(shards, into)
+    whole = {
+        index: {key: into.get(_name(index, key), value) for key, value in values.items()}
+        for index, values in state["state"].items()
+    }
+    return {**state, "state": whole}
+
+
+def divided(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state dict with its whole tensors divided as the parameters are."""
+    parameters = _parameters(optimizer)
+
+    def divide(index: int, value: Any) -> Any:
+        like = parameters[index]
+        if not isinstance(like, DTensor) or isinstance(value, DTensor) or not torch.is_tensor(value):
+            return value
+        if value.shape != like.shape:
+            return value
+        # No process sends: each takes its part of its own copy.
+        value = value.to(like.device_mesh.device_type)
+        return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+
+    parts = {
+        index: {key: divide(index, value) for key, value in values.items()}
+        for index, values in state["state"].items()
+    }
+    return {**state, "state": parts}
+
+
+def _name(index: int, key: str) -> str:
+    """Of one parameter's optimizer state, in the shards."""
+    return f"{OPTIMIZER}{index}.{key}"
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """By index, as in the optimizer's state dict."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
