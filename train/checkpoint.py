@@ -137,7 +137,7 @@ def _together(run: Path, step: int, group: dist.ProcessGroup, function: Callable
     try:
         outcome = function()
     except (Exception, CheckpointException) as error:
-        outcome = error if isinstance(error, UserError) else not_written(run, step, error)
+        outcome = not_written(run, step, error)
     outcomes: list[T | UserError] = [outcome] * dist.get_world_size(group)
     dist.all_gather_object(outcomes, outcome, group=group)
     for failed in outcomes:
@@ -168,11 +168,17 @@ def new_checkpoint(run: Path, manifest: dict[str, Any], kept: Kept) -> Iterator[
         rotate(run, kept)
 
 
-def not_written(run: Path, step: int, error: BaseException) -> UserError:
-    """The line on a checkpoint that could not be written."""
+class NotWritten(UserError):
+    """A checkpoint could not be written."""
+
+
+def not_written(run: Path, step: int, error: BaseException) -> NotWritten:
+    """The line on it; of several ranks, that of the one that failed first."""
+    if isinstance(error, NotWritten):
+        return error
     older, cause = newest_checkpoint(run), _os_error(error)
     left = f"{older} is intact" if older else "no older one exists"
-    return UserError(
+    return NotWritten(
         f"the checkpoint of step {step} could not be written "
         f"({cause.strerror or str(error).splitlines()[0]}); nothing of it is left and {left}: "
         f"{disk_fix(cause, run / CHECKPOINTS)}"

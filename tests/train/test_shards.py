@@ -1,0 +1,104 @@
+"""Checkpoints in shards, by a process alone: whole or not there, and read back into any layout."""
+
+import errno
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from lingpt.common.errors import UserError
+from lingpt.common.run_folder import checkpoints, damage
+from lingpt.data import prepare
+from lingpt.models import GPT, load_model
+from lingpt.train import checkpoint
+from lingpt.train.optim import make_optimizer
+from lingpt.train.sharding import divided, joined
+
+
+@pytest.fixture
+def mesh():
+    """Of one process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def trained(mesh, make_recipe):
+    """A model whose parameters are DTensors, its optimizer after a step, and how to save both."""
+    recipe = make_recipe()
+    run, gpt = recipe.run_folder, GPT.create(recipe.model.config(), 0)
+    run.mkdir(parents=True)
+    for module in gpt.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            part = distribute_tensor(parameter.data, mesh, [Shard(0)])
+            module.register_parameter(name, torch.nn.Parameter(part))
+    optimizer = make_optimizer(gpt, recipe.train)
+    for parameter in gpt.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    tokenizer = prepare(recipe.data, progress=False).tokenizer
+
+    def save(step: int) -> None:
+        state = {"optimizer": optimizer.state_dict(), "random": []}
+        checkpoint.save_shards(
+            run, gpt, gpt.state_dict(), tokenizer, state, {"step": step}, checkpoint.Kept(2), mesh.get_group()
+        )
+
+    return run, gpt, optimizer, save
+
+
+def test_what_was_sharded_comes_back_whole_or_sharded(trained, make_recipe):
+    run, gpt, optimizer, save = trained
+    save(1)
+    (folder,) = checkpoints(run)
+    assert damage(folder) is None
+    loaded = load_model(folder)
+    for (name, old), new in zip(gpt.named_parameters(), loaded.parameters(), strict=True):
+        torch.testing.assert_close(new, old.full_tensor(), rtol=0, atol=0, msg=name)
+    state = checkpoint.load_state(folder)["optimizer"]
+    own, whole = optimizer.state_dict()["state"], make_optimizer(loaded, make_recipe().train)
+    into_whole = joined(whole, state, folder)["state"]
+    into_parts = joined(optimizer, state, folder)["state"]
+    again = divided(optimizer, {"state": into_whole})["state"]  # what one process saved, sharded
+    for index, values in own.items():
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert not isinstance(into_whole[index][key], DTensor)
+            expected = values[key].full_tensor()
+            for got in (into_whole, into_parts, again):
+                value = got[index][key]
+                value = value.full_tensor() if isinstance(value, DTensor) else value
+                torch.testing.assert_close(value, expected, rtol=0, atol=0)
+        assert into_whole[index]["step"] == values["step"]
+
+
+def test_a_shard_that_cannot_be_written_is_one_line_and_leaves_nothing(trained, monkeypatch):
+    run, _, _, save = trained
+    save(1)
+
+    def full(*_args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoint, "write_shards", full)
+    with pytest.raises(
+        UserError, match=r"^the checkpoint of step 2 could not be written \(No space"
+    ) as raised:
+        save(2)
+    assert str(raised.value).count("could not be written") == 1 and "step-00000001 is intact" in str(
+        raised.value
+    )
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+def test_a_damaged_shard_is_named(trained):
+    run, _, _, save = trained
+    save(1)
+    (folder,) = checkpoints(run)
+    (shard,) = folder.glob("shard-*")
+    with open(shard, "r+b") as file:
+        file.truncate(shard.stat().st_size // 2)
+    with pytest.raises(UserError, match=r"a shard of .*step-00000001 is damaged"):
+        load_model(folder)
