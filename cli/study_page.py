@@ -87,11 +87,13 @@ def _results(run: StudyRun, trouble: list[str]) -> dict[str, Any] | None:
 def _what(study: Study, runs: Sequence[StudyRun]) -> str:
     recipe = runs[0].recipe
     seeds = f"{study.seeds} seeds" if study.seeds > 1 else "one seed"
+    number = len(study.attentions)
+    rows = f"{number} row{'s' if number > 1 else ''}"
     rates = ", ".join(f"{rate:g}" for rate in study.rates)
     differs = f"the attention, and its learning rate, the best of {rates}" if rates else "the attention alone"
     size = f"{recipe.tokens_per_step:,} tokens a step, {recipe.total_steps:,} steps"
     return (
-        f"{recipe.model.name}, {len(study.attentions)} rows, {seeds}, {count(study.tokens)} tokens each, "
+        f"{recipe.model.name}, {rows}, {seeds}, {count(study.tokens)} tokens each, "
         f"N = {recipe.data.seq_len:,}, {size}; the same data in the same order, the same schedule. "
         f"What differs is {differs}."
     )

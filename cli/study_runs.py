@@ -36,13 +36,10 @@ class StudyRun:
     @cached_property
     def recipe(self) -> Recipe:
         """What these arguments mean; UserError where they mean nothing."""
-        parser = _parser()
         try:
-            recipe = recipe_from(parser.instantiate_classes(parser.parse_args(self.arguments[1:])))
+            return _recipe(tuple(self.arguments[1:]))
         except jsonargparse.ArgumentError as error:
             raise UserError(f"{self.row}: {' '.join(str(error).split())}") from error
-        recipe.model.config()  # an attention that there is not, or a list that is too short
-        return recipe
 
     @property
     def step(self) -> int:
@@ -81,6 +78,15 @@ class StudyRun:
         lines = [line for line in read_metrics(self.folder) if line.get("kind") == "train"]
         loss = f", loss {lines[-1]['loss']:.3f}" if lines and lines[-1].get("loss") is not None else ""
         return f"at step {self.step} of {self.recipe.total_steps}{loss}"
+
+
+@cache
+def _recipe(arguments: tuple[str, ...]) -> Recipe:
+    """What `lingpt train` makes of its arguments; kept, since parsing takes a second."""
+    parser = _parser()
+    recipe = recipe_from(parser.instantiate_classes(parser.parse_args(list(arguments))))
+    recipe.model.config()  # an attention that there is not, or a list that is too short
+    return recipe
 
 
 @cache
