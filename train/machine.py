@@ -214,6 +214,7 @@ def out_of_memory(micro_batch_size: int) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         smaller = f"--train.micro_batch_size {micro_batch_size // 2}"
         fix = smaller if micro_batch_size > 1 else "a smaller model or shorter sequences"
+        fix += ", --train.activation_checkpointing true, or several GPUs with --train.strategy fsdp"
         raise UserError(
             f"the GPU's memory is too small for micro-batches of {micro_batch_size}: try {fix}"
         ) from error

@@ -75,6 +75,13 @@ def test_trains_draws_and_goes_on(project, capsys):
     assert resolved["train"]["max_steps"] == 4 and resolved["train"]["beta2"] == 0.95
     assert main(["curves", "runs/tiny-ours", "--out", "both.png"]) == 0
     assert (project / "both.png").exists() and json.loads((project / "both.json").read_text())["runs"]
+    newest = str(run / "checkpoints/step-00000004")
+    assert main(["export", newest, "exported"]) == 0 and "parameters" in capsys.readouterr().out
+    weights = [Path(folder, "model.safetensors").read_bytes() for folder in (newest, "exported")]
+    assert weights[0] == weights[1] and Path("exported/tokenizer.json").is_file()
+    assert "exported exists" in complaint(capsys, "export", newest, "exported")
+    assert "would run it as softmax" in complaint(capsys, "export", newest, "hf", "--hf")
+    assert not Path("hf").exists()
     # An override wins wherever it stands.
     assert main(["train", "--train.max_steps", "6", "--config", "tiny.yaml"]) == 0
     assert "step-00000004, step 4 of 6" in capsys.readouterr().out

@@ -72,7 +72,7 @@ def pair(folder: Path, *runs: tuple[Callable[[int], dict[str, str]], list[str]])
             for (launcher, argv), port in zip(runs, ports, strict=True)
         ]
         command = [sys.executable, "-P", "-c", RUNS, json.dumps(todo)]
-        env = {**clean, "OMP_NUM_THREADS": "1"}
+        env = {**clean, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": str(rank)}
         pipe = subprocess.PIPE
         started.append(subprocess.Popen(command, cwd=folder, env=env, stdout=pipe, stderr=pipe, text=True))
     try:
@@ -105,9 +105,10 @@ def test_two_processes_give_the_losses_of_one(make_recipe, tmp_path, accelerator
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe("two", 2).to_dict()))
     two = ["--train.micro_batch_size", "2", "--train.devices", "auto"]
     fsdp = [*two, "--train.strategy", "fsdp", "--train.activation_checkpointing", "true"]
+    here = 1 if accelerator == "cpu" else 2  # a GPU each: to NCCL they are two machines
     pair(
         tmp_path,
-        (lambda rank: torchrun(rank, 1), [*two, "--train.name", "one-ddp", "--train.max_steps", "4"]),
+        (lambda rank: torchrun(rank, here), [*two, "--train.name", "one-ddp", "--train.max_steps", "4"]),
         (lambda rank: torchrun(rank, 2), [*fsdp, "--train.name", "fsdp"]),
         (slurm, [*two, "--train.name", "fsdp", "--train.strategy", "ddp", "--train.max_steps", "4"]),
         (slurm, [*fsdp, "--train.name", "one-fsdp", "--train.max_steps", "4"]),
