@@ -68,7 +68,7 @@ test-gpu: $(READY) ## the GPU tests, and their record in docs/results/kernels
 	$(BIN)pytest -m gpu -p lingpt.kernels.bench.record --gpu-record docs/results/kernels/gpu-tests.json $(ARGS)
 
 soak: $(READY) ## faults for an hour or two (kills, signals, failing disks, damage, odd input), and the record of it
-	LINGPT_SOAK=1 LINGPT_PROPERTY_EXAMPLES=1250 OMP_NUM_THREADS=1 $(BIN)pytest -n $(strip $(JOBS)) -m fault \
+	LINGPT_SOAK=1 LINGPT_PROPERTY_FACTOR=72 OMP_NUM_THREADS=1 $(BIN)pytest -n $(strip $(JOBS)) -m fault \
 		-p lingpt.tests.faults.record --fault-record $(FAULT_RECORD) $(ARGS)
 
 check: check-lint check-format check-types ## lint, formatting, types (`make -k check` shows all that fails)

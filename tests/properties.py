@@ -1,7 +1,7 @@
 """What the property-based tests share: how many examples, and what a user may be told.
 
-`make test` takes a few examples of each; LINGPT_PROPERTY_EXAMPLES=10000 takes many. What fails is printed,
-with how to run it again.
+`make test` takes a few examples of each; LINGPT_PROPERTY_FACTOR=72, which `make soak` sets, as many times more.
+What fails is printed, with how to run it again.
 """
 
 import os
@@ -16,9 +16,9 @@ T = TypeVar("T")
 
 
 def examples(few: int) -> settings:
-    """`few` examples, or as many as LINGPT_PROPERTY_EXAMPLES says."""
+    """`few` examples, times LINGPT_PROPERTY_FACTOR."""
     return settings(
-        max_examples=int(os.environ.get("LINGPT_PROPERTY_EXAMPLES") or few),
+        max_examples=few * int(os.environ.get("LINGPT_PROPERTY_FACTOR", 1)),
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
         print_blob=True,

@@ -40,7 +40,7 @@ def damage(rng: random.Random, file: Path) -> str:
     return f"{file.name} {kind}"
 
 
-@pytest.mark.rounds(4, 100)
+@pytest.mark.rounds(3, 60)
 @pytest.mark.fault(
     "a flipped bit, a cut or an empty file anywhere in a run's folder",
     "the run goes on from what is whole, bit by bit, or refuses with one line that names the file",

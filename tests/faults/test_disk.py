@@ -13,7 +13,7 @@ ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES, errn
 TIMES = (1, 5, 1000)  # calls that fail in a row: a hiccup, a while, for good
 
 
-@pytest.mark.rounds(4, 100)
+@pytest.mark.rounds(3, 60)
 @pytest.mark.fault(
     "a writing call to the run's folder fails (full, quota, I/O error, read-only, permission, stale handle), "
     "once, for a while or for good",
@@ -30,7 +30,7 @@ def test_the_disk_fails(harness, undisturbed, shimmed, figures, seed):
     figures["runs"] += 1
 
 
-@pytest.mark.rounds(2, 40)
+@pytest.mark.rounds(1, 20)
 @pytest.mark.fault("the same while the corpus is tokenised", "one line; the next start makes the cache")
 def test_the_disk_fails_while_tokenising(new_harness, corpus, tmp_path, shimmed, figures, seed):
     harness = new_harness(tmp_path, **{"data.cache_dir": str(tmp_path / "cache"), "train.max_steps": 1})

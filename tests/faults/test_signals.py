@@ -50,7 +50,7 @@ def assert_saved(command: Command, outcome: Outcome, number: int, figures: dict[
     assert max(steps, default=0) - saved <= 1
 
 
-@pytest.mark.rounds(1, 12)
+@pytest.mark.rounds(1, 14)
 @pytest.mark.fault(
     "a signal that asks to end (Ctrl-C, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2), at any moment from the start on",
     "the step is finished and saved, the exit code is 128 + signal; the same command goes on, bit by bit",
@@ -70,7 +70,7 @@ def test_a_signal_at_any_time(harness, undisturbed, figures, seed):
     figures["runs"] += 1
 
 
-@pytest.mark.rounds(0, 16)
+@pytest.mark.rounds(0, 18)
 @pytest.mark.fault(
     "the same, over two processes: to the main one, to the other, or to both (as a terminal does)",
     "both end at the same step; otherwise the same",
