@@ -34,6 +34,7 @@ PRELOADED = [__name__, "lingpt.cli.main", "lingpt.cli.train", "lingpt.train.trac
 LAUNCHER = """\
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 exec(os.environ.get("HOOK", ""))
 from lingpt.cli.main import main
 sys.exit(main())
@@ -198,7 +199,8 @@ def _run(folder: Path, argv: tuple[str, ...], log: Path, fault: Fault | None, ho
     stream = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(stream, 1)
     os.dup2(stream, 2)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, where the tests run in the background
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and under nohup
     sys.argv = [str(folder / "lingpt"), *argv]
     arm = ctypes.CDLL(None).fault_arm
     fault = fault or Fault(call=sys.maxsize)
