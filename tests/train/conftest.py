@@ -34,3 +34,14 @@ def make_recipe(corpus: DataConfig, tmp_path: Path) -> Callable[..., Recipe]:
         return Recipe(ModelArgs(name="demo", attention="ours"), corpus, config)
 
     return make
+
+
+@pytest.fixture
+def picture() -> None:
+    """For a test that looks at the picture that a run ends with; it takes a second."""
+
+
+@pytest.fixture(autouse=True)
+def without_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "picture" not in request.fixturenames:
+        monkeypatch.setattr("lingpt.train.report.draw_curves", lambda *_: None)

@@ -341,7 +341,7 @@ def poison(monkeypatch, steps) -> None:
     monkeypatch.setattr(loss, "cross_entropy_sum", cross_entropy_sum)
 
 
-def test_a_run_records_what_it_is_made_of(make_recipe):
+def test_a_run_records_what_it_is_made_of(make_recipe, picture):
     folder = train(make_recipe(sample_tokens=8))
     environment = json.loads((folder / "environment.json").read_text())
     assert environment["versions"]["torch"] and environment["command"] and environment["hardware"]["name"]
