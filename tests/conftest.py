@@ -67,8 +67,9 @@ def figures(request: pytest.FixtureRequest) -> Iterator[dict[str, float]]:
     """What a test marked `fault` counts for the record of `make soak`; `most …` are maxima."""
     counts: dict[str, float] = defaultdict(int)
     if marker := request.node.get_closest_marker("fault"):
-        request.node.user_properties += [("fault", marker.args), ("figures", counts)]
+        request.node.user_properties.append(("fault", marker.args))
     yield counts
+    request.node.user_properties.append(("figures", dict(counts)))
 
 
 @pytest.fixture
