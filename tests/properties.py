@@ -1,7 +1,7 @@
 """What the property-based tests share: how many examples, and what a user may be told.
 
-`make test` takes a few examples of each; LINGPT_PROPERTY_FACTOR=72, as in `make soak`, takes 72 times as many.
-What fails is printed, with how to run it again.
+`make test` takes a few examples of each, `make soak` LINGPT_PROPERTY_FACTOR times as many. What fails is
+printed, with how to run it again.
 """
 
 import os

@@ -9,8 +9,10 @@ As a pytest plugin it sums up the figures of the tests marked `fault` and writes
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import sys
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,3 +83,7 @@ class Recorder:
             "torch": torch.__version__,
         }
         write_json(self.path, {"run": about, "tests": dict(sorted(self.tests.items()))})
+
+
+if __name__ == "__main__":
+    print(table(json.loads(Path(sys.argv[1]).read_text())))
