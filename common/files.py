@@ -79,8 +79,8 @@ def new_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def remove_partial(folder: Path, name: str) -> None:
-    """Removes what killed writers of `name…` left in `folder`. No writer may be at work."""
+def remove_partial(folder: Path, name: str = "") -> None:
+    """Removes what killed writers of `name…`, or of anything, left in `folder`. No writer may be at work."""
     for path in folder.glob(f".{name}*{PARTIAL}"):
         shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lingpt.common.errors import UserError
-from lingpt.common.files import set_aside, write_errors
+from lingpt.common.files import remove_partial, set_aside, write_errors
 from lingpt.common.run_folder import (
     CONFIG,
     ENVIRONMENT,
@@ -55,6 +55,7 @@ def resume_or_create(recipe: Recipe, fingerprint: str, lock: RunLock) -> Path | 
         else:
             _go_on(recipe, checkpoint, fingerprint)
         clear_leftovers(folder)
+        remove_partial(folder)
     return checkpoint
 
 

@@ -1,6 +1,7 @@
 """The record of the faults that were injected: what docs/reliability.md shows.
 
-As a pytest plugin it sums up the figures of the tests marked `fault` and writes them (`make soak`):
+As a pytest plugin it sums up the figures of the tests marked `fault` and writes them (`make soak`); the rows
+of tests that did not run stay:
 
     pytest tests/faults -p lingpt.tests.faults.record --fault-record docs/results/reliability/faults.json
 
@@ -35,7 +36,7 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-_COLUMNS = ("fault", "promise", "faults", "failed")
+_COLUMNS = ("fault", "promise", "faults", "failed", "run")
 
 
 # The plugin
@@ -82,7 +83,9 @@ class Recorder:
             "python": platform.python_version(),
             "torch": torch.__version__,
         }
-        write_json(self.path, {"run": about, "tests": dict(sorted(self.tests.items()))})
+        rows = json.loads(self.path.read_text())["tests"] if self.path.exists() else {}
+        rows |= {test: row | {"run": about} for test, row in self.tests.items()}
+        write_json(self.path, {"tests": dict(sorted(rows.items()))})
 
 
 if __name__ == "__main__":

@@ -158,3 +158,13 @@ def test_the_command_that_goes_on_does(make_recipe, monkeypatch, resume):
     same = "the same command goes on: lingpt train --config x.yaml"
     assert report.go_on(make_recipe()) == same
     assert report.go_on(make_recipe(name="new", resume="never")) == same, "nothing to go on from yet"
+
+
+def test_what_a_killed_process_left_is_cleared(make_recipe):
+    """Half-written files next to the run's own, as `kill -9` leaves them."""
+    folder = train(make_recipe(max_steps=2))
+    left = [folder / ".metrics.jsonl.x1y2z3.partial", folder / "checkpoints/.step-00000002.x1y2z3.partial"]
+    left[0].touch()
+    left[1].mkdir()
+    train(make_recipe(max_steps=2))
+    assert not any(path.exists() for path in left)
