@@ -28,6 +28,7 @@ from lingpt.common.run_folder import TRAIN_STATE, newest_checkpoint, read_metric
 
 SHIM = Path(__file__).with_name("shim.c")
 HANG = 300.0  # seconds after which a process counts as hung
+LINGER = 60.0  # seconds that the processes of a command may outlive it
 TRAIN = ("train", "--config", "tiny.yaml")
 TWO = ("--train.devices", "2", "--train.micro_batch_size", "2")
 PRELOADED = [__name__, "lingpt.cli.main", "lingpt.cli.train", "lingpt.train.trackers", "lingpt.train.curves"]
@@ -91,9 +92,13 @@ class Command:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
-    def send_group(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
+    def send_group(self, number: int) -> bool:
+        """To the command and all that it has started; whether there was anyone. 0 only asks."""
+        try:
             os.killpg(self.pid, number)
+        except ProcessLookupError:
+            return False
+        return True
 
     def kill(self, pid: int) -> None:
         """The command's own process, or one of `others`."""
@@ -122,8 +127,11 @@ class Command:
         return metrics.exists() and metrics.stat().st_mtime > self.since and metrics.stat().st_size > 0
 
     def end(self, seconds: float = HANG) -> Outcome:
+        """Waits for the process, and for those that it has started; what hangs is killed."""
         self.process.join(seconds)
-        code = self.process.exitcode
+        code, until = self.process.exitcode, time.monotonic() + LINGER
+        while code is not None and self.send_group(0) and time.monotonic() < until:
+            time.sleep(0.02)
         self.send_group(signal.SIGKILL)
         self.process.join()
         counted = self.log.with_suffix(".calls")
