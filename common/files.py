@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from lingpt.common.errors import UserError
 # What a disk answers that is read-only, not ours, failing, or no longer there: no bug of ours.
 DISK_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ENODEV)
 PARTIAL = ".partial"  # the suffix of what is not whole yet
+ABANDONED = 3600.0  # seconds after which a file of that suffix has no writer any more
 
 
 def cache_dir() -> Path:
@@ -31,8 +33,15 @@ def cache_dir() -> Path:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file in `path`'s folder; it takes `path`'s place if the block ends without an error."""
+    """A temporary file in `path`'s folder; it takes `path`'s place if the block ends without an error.
+
+    What killed writers of `path` left goes, once it is old enough to be nobody's.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(f".{path.name}.*{PARTIAL}"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > ABANDONED:
+                left.unlink()
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PARTIAL)
     os.close(handle)
     temporary = Path(name)

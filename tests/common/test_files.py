@@ -2,11 +2,13 @@
 
 import errno
 import os
+import time
 
 import pytest
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import (
+    ABANDONED,
     new_folder,
     read_json,
     read_yaml,
@@ -65,3 +67,13 @@ def test_what_cannot_be_read_is_one_line_with_the_file(tmp_path, read, text):
     (tmp_path / "binary").write_bytes(b"\xff\xfe\xfa")
     with pytest.raises(UserError, match=r"binary is"):
         read(tmp_path / "binary")
+
+
+def test_what_a_killed_writer_left_goes_later(tmp_path):
+    """Not at once: another process may be writing the same file."""
+    old, new = tmp_path / ".x.json.a1b2c3.partial", tmp_path / ".x.json.d4e5f6.partial"
+    for left, age in ((old, 2 * ABANDONED), (new, 0)):
+        left.touch()
+        os.utime(left, (time.time() - age,) * 2)
+    write_json(tmp_path / "x.json", {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == [new.name, "x.json"]
