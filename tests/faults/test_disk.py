@@ -32,7 +32,7 @@ def test_the_disk_fails(harness, undisturbed, shimmed, figures, seed):
 
 @pytest.mark.rounds(1, 20)
 @pytest.mark.fault("the same while the corpus is tokenised", "one line; the next start makes the cache")
-def test_the_disk_fails_while_tokenising(new_harness, corpus, tmp_path, shimmed, figures, seed):
+def test_the_disk_fails_while_tokenising(new_harness, undisturbed, corpus, tmp_path, shimmed, figures, seed):
     harness = new_harness(tmp_path, **{"data.cache_dir": str(tmp_path / "cache"), "train.max_steps": 1})
     rng = random.Random(seed)
     fault = Fault(rng.randint(1, 25), rng.choice(TIMES), rng.choice(ERRORS), below="cache")

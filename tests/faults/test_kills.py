@@ -102,7 +102,7 @@ def test_one_of_two_processes_is_killed(harness, undisturbed_two, figures, seed)
     "`kill -9` while the corpus is tokenised",
     "half of a cache is never taken for a whole; the next start makes it",
 )
-def test_killed_while_tokenising(new_harness, corpus, tmp_path, shimmed, figures, seed):
+def test_killed_while_tokenising(new_harness, undisturbed, corpus, tmp_path, shimmed, figures, seed):
     harness = new_harness(tmp_path, **{"data.cache_dir": str(tmp_path / "cache"), "train.max_steps": 1})
     rng = random.Random(seed)
     for _ in range(2):
