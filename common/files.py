@@ -38,10 +38,8 @@ def replacing(path: Path) -> Iterator[Path]:
     What killed writers of `path` left goes, once it is old enough to be nobody's.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    for left in path.parent.glob(f".{path.name}.*{PARTIAL}"):
-        with contextlib.suppress(OSError):
-            if time.time() - left.stat().st_mtime > ABANDONED:
-                left.unlink()
+    with contextlib.suppress(OSError):  # another user's, say: it is in nobody's way
+        remove_partial(path.parent, f"{path.name}.", older_than=ABANDONED)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PARTIAL)
     os.close(handle)
     temporary = Path(name)
@@ -88,10 +86,23 @@ def new_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def remove_partial(folder: Path, name: str = "") -> None:
-    """Removes what killed writers of `name…`, or of anything, left in `folder`. No writer may be at work."""
+def remove_partial(folder: Path, name: str = "", older_than: float = 0.0) -> None:
+    """Removes what killed writers of `name…`, or of anything, left in `folder`.
+
+    older_than: seconds; only what has not changed for so long. Without it no writer may be at work.
+    """
     for path in folder.glob(f".{name}*{PARTIAL}"):
+        if older_than and _age(path) <= older_than:
+            continue
         shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def _age(path: Path) -> float:
+    """Seconds since it was changed; 0 where it is gone by now."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def sync(path: Path) -> None:

@@ -157,7 +157,7 @@ class Parallel:
 
         Sharded gradients are summed in every pass: whole ones would need the memory that sharding saves.
         """
-        self.watch.meets()
+        self.watch.enter_collective()
         enabled = enabled and self.world_size > 1 and not self.sharded
         return self.fabric.no_backward_sync(module, enabled=enabled) if enabled else contextlib.nullcontext()
 
@@ -206,7 +206,7 @@ class Parallel:
 
     def sum(self, *values: torch.Tensor | float) -> list[float]:
         """Each value summed over all ranks, in float64. Waits for the device."""
-        self.watch.meets()
+        self.watch.enter_collective()
         own = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in values]
         return self.fabric.strategy.all_reduce(torch.stack(own), reduce_op="sum").tolist()
 
@@ -218,7 +218,7 @@ class Parallel:
         """Every rank's `value`, by rank."""
         if self.world_size == 1:
             return [value]
-        self.watch.meets()
+        self.watch.enter_collective()
         everyone = [value] * self.world_size
         dist.all_gather_object(everyone, value)
         return everyone
@@ -231,7 +231,7 @@ class Parallel:
                 outcome.append(function())
             except UserError as error:
                 outcome.append(error)
-        self.watch.meets()
+        self.watch.enter_collective()
         (result,) = self.fabric.broadcast(outcome)
         if isinstance(result, UserError):
             self._error_of_all = result

@@ -21,7 +21,7 @@ SKIPPED, STEPS = 2, 2  # steps of this start: those that still compile, and thos
 PARTS = ("data", "forward", "loss", "backward", "communication", "optimizer")
 TRACE, SUMMARY = "trace.json.gz", "summary.txt"
 
-span = record_function  # `with span("forward"):` names a part of a step; free of cost where nothing records
+span = record_function  # `with span("forward"):` names a part of a step, for the profiler
 
 
 class Profiler:

@@ -45,7 +45,7 @@ class Watch:
         self.children: list[subprocess.Popen] = []
         self._stopped = threading.Event()
         self._died: str | None = None
-        self._met = 0
+        self._entered = 0
         self._parent, self._has_parent = os.getppid(), "LOCAL_RANK" in os.environ
         if self._has_parent:
             threading.Thread(target=self._watch_parent, name="watch-parent", daemon=True).start()
@@ -56,9 +56,9 @@ class Watch:
         if self.children:
             threading.Thread(target=self._watch_children, name="watch-children", daemon=True).start()
 
-    def meets(self) -> None:
+    def enter_collective(self) -> None:
         """This process has come to a point where it may wait for the others."""
-        self._met += 1
+        self._entered += 1
 
     def limit_waits(self, store: Store, rank: int, world_size: int, seconds: float) -> None:
         """From here on ends a process that has waited for another one for `seconds`; rank zero says which.
@@ -113,20 +113,20 @@ class Watch:
                     return
 
     def _watch_others(self, store: Store, rank: int, world_size: int, seconds: float) -> None:
-        met, since = -1, time.monotonic()
+        entered, since = -1, time.monotonic()
         while not self._stopped.wait(min(EVERY * 10, seconds / 10)):
-            if self._met != met:
-                met, since = self._met, time.monotonic()
+            if self._entered != entered:
+                entered, since = self._entered, time.monotonic()
             try:
-                store.set(f"lingpt/{rank}", f"{met} {socket.gethostname()}")
+                store.set(f"lingpt/{rank}", f"{entered} {socket.gethostname()}")
                 if time.monotonic() - since < seconds:
                     continue
-                told = [store.get(f"lingpt/{other}").decode().split() for other in range(world_size)]
+                states = [store.get(f"lingpt/{other}").decode().split() for other in range(world_size)]
             except RuntimeError:  # the store is gone, and with it the process that keeps it
                 if not self._stopped.is_set():
                     self.leave()
                 return
-            counts = [int(count) for count, _ in told]
+            counts = [int(count) for count, _ in states]
             if len(set(counts)) == 1:  # at work, all of them: one that waits is ahead of another
                 continue
             late = counts.index(min(counts))
@@ -134,7 +134,7 @@ class Watch:
                 self.leave()
             else:
                 _say(
-                    f"process {late} of {world_size} (on {told[late][1]}) has kept the others waiting for "
+                    f"process {late} of {world_size} (on {states[late][1]}) has kept the others waiting for "
                     f"{seconds / 60:.3g} min (--train.timeout_minutes): {GOES_ON}"
                 )
                 self.end_children()

@@ -61,7 +61,6 @@ class Outcome:
 
     code: int | None
     output: str
-    seconds: float
     calls: int = 0
 
     @property
@@ -76,7 +75,6 @@ class Command:
     process: multiprocessing.process.BaseProcess
     folder: Path
     log: Path
-    began: float = field(default_factory=time.monotonic)
     since: float = field(default_factory=time.time)
 
     @property
@@ -88,9 +86,10 @@ class Command:
         assert self.process.pid is not None
         return self.process.pid
 
-    def send(self, number: int) -> None:
+    def send(self, number: int, pid: int | None = None) -> None:
+        """To the command's own process, or to one of `others`."""
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, number)
+            os.kill(pid or self.pid, number)
 
     def send_group(self, number: int) -> bool:
         """To the command and all that it has started; whether there was anyone. 0 only asks."""
@@ -99,11 +98,6 @@ class Command:
         except ProcessLookupError:
             return False
         return True
-
-    def kill(self, pid: int) -> None:
-        """The command's own process, or one of `others`."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
     def others(self) -> list[int]:
         """The processes that the command has started, to train with it."""
@@ -136,7 +130,7 @@ class Command:
         self.process.join()
         counted = self.log.with_suffix(".calls")
         calls = int(counted.read_text()) if counted.exists() else 0
-        return Outcome(code, self.log.read_text(), time.monotonic() - self.began, calls)
+        return Outcome(code, self.log.read_text(), calls)
 
 
 class Harness:

@@ -30,6 +30,16 @@ def finish(harness: Harness, expected: Undisturbed, outcome: Outcome, figures: d
     (harness.folder / "runs").rename(harness.folder / f"runs-{figures['runs']}")
 
 
+def count(harness: Harness, expected: Undisturbed, outcome: Outcome, figures: dict[str, float]) -> None:
+    """Checks that it was killed in silence; or, where it came to its end before, that it ended well."""
+    assert "Traceback" not in outcome.output and not outcome.errors, outcome.output
+    if outcome.code == 0:
+        finish(harness, expected, outcome, figures)
+    else:
+        assert outcome.code == -signal.SIGKILL, outcome.output
+        figures["faults"] += 1
+
+
 @pytest.mark.rounds(1, 16)
 @pytest.mark.fault(
     "`kill -9` in the middle of a call that writes to the run's folder",
@@ -39,12 +49,7 @@ def test_killed_at_a_writing_call(harness, undisturbed, shimmed, figures, seed):
     rng = random.Random(seed)
     for _ in range(KILLS if seed else 4):
         outcome = harness.run(*TRAIN, fault=Fault(rng.randint(1, undisturbed.calls * 2 // 3)))
-        assert "Traceback" not in outcome.output and not outcome.errors, outcome.output
-        if outcome.code == 0:  # it came to its end before that call: on with another run
-            finish(harness, undisturbed, outcome, figures)
-            continue
-        assert outcome.code == -signal.SIGKILL, outcome.output
-        figures["faults"] += 1
+        count(harness, undisturbed, outcome, figures)
     finish(harness, undisturbed, harness.run(*TRAIN), figures)
 
 
@@ -55,14 +60,9 @@ def test_killed_at_any_time(harness, undisturbed, figures, seed):
     for _ in range(KILLS):
         command = harness.start(*TRAIN)
         time.sleep(rng.uniform(0, 4))
-        command.kill(command.pid)
+        command.send(signal.SIGKILL)
         outcome = command.end()
-        assert "Traceback" not in outcome.output and not outcome.errors, outcome.output
-        if outcome.code == 0:
-            finish(harness, undisturbed, outcome, figures)
-            continue
-        assert outcome.code == -signal.SIGKILL, outcome.output
-        figures["faults"] += 1
+        count(harness, undisturbed, outcome, figures)
     finish(harness, undisturbed, harness.run(*TRAIN), figures)
 
 
@@ -80,7 +80,7 @@ def test_one_of_two_processes_is_killed(harness, undisturbed_two, figures, seed)
         if not (others := command.others()):
             break
         whom = rng.choice([command.pid, *others])
-        command.kill(whom)
+        command.send(signal.SIGKILL, whom)
         killed = time.monotonic()
         outcome = command.end()
         seconds = time.monotonic() - killed

@@ -87,8 +87,7 @@ def test_a_signal_to_two_processes(harness, undisturbed_two, figures, seed):
             command.send(number)
         if to != "main":
             for pid in others:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
+                command.send(number, pid)
         outcome = command.end()
         if outcome.code != 0:
             assert_saved(command, outcome, number, figures)

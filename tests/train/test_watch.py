@@ -31,12 +31,12 @@ def test_the_process_that_keeps_the_others_waiting_is_named(capsys):
     store = dist.HashStore()
     watches = [Ended() for _ in range(3)]
     for rank, watch in enumerate(watches):
-        watch.meets()
+        watch.enter_collective()
         watch.limit_waits(store, rank, 3, seconds=0.5)
     time.sleep(1.0)
     assert not any(watch.ended.is_set() for watch in watches), "all of them were at work"
     for watch in watches[:2]:
-        watch.meets()
+        watch.enter_collective()
     assert all(watch.ended.wait(20) for watch in watches)
     assert [watch.code for watch in watches] == [2, 1, 1]
     (line,) = capsys.readouterr().err.splitlines()
@@ -48,7 +48,7 @@ def test_a_run_that_ends_is_not_watched(capsys):
     store = dist.HashStore()
     for rank, one in enumerate((watch, other)):
         one.limit_waits(store, rank, 2, seconds=0.2)
-    watch.meets()
+    watch.enter_collective()
     for one in (watch, other):
         one.stop()
     time.sleep(0.5)
