@@ -70,7 +70,7 @@ def test_a_signal_at_any_time(harness, undisturbed, figures, seed):
     figures["runs"] += 1
 
 
-@pytest.mark.rounds(0, 18)
+@pytest.mark.rounds(0, 24)
 @pytest.mark.fault(
     "the same, over two processes: to the main one, to the other, or to both (as a terminal does)",
     "both end at the same step; otherwise the same",
