@@ -1,6 +1,7 @@
-"""All that the kernels use of PyTorch's private interface (`torch._C`), each with its reason.
+"""All that is used of PyTorch's private interface (`torch._C`), each with its reason.
 
-The operators must stay what they are without these: each saves host time in a call, nothing more.
+The operators must stay what they are without these: each saves host time in a call, nothing more; and
+`sdpa_choice` is for a record.
 """
 
 from collections.abc import Sequence
@@ -41,6 +42,15 @@ def is_unobserved(args: Sequence[Any]) -> bool:
     real = _PLAIN_TYPES.issuperset(map(type, args)) and not (first := next(tensors)).is_meta
     observed = torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
     return real and not observed and not torch._is_functional_tensor(first)
+
+
+def sdpa_choice(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """The number of the `SDPBackend` that causal `scaled_dot_product_attention` takes for `[B, H, N, D]`.
+
+    PyTorch has no public question for it, and its answer depends on the card and on cuDNN's version.
+    RuntimeError, after warnings that say why, where none of those that are enabled can run; or ERROR.
+    """
+    return torch._fused_sdp_choice(q, k, v, is_causal=True)
 
 
 def raw_stream(device: torch.device) -> int:

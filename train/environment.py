@@ -26,10 +26,11 @@ _PACKAGES = (
 )  # fmt: skip
 
 
-def record_start(recipe: Recipe, machine: Machine, data: dict[str, Any]) -> None:
+def record_start(recipe: Recipe, machine: Machine, data: dict[str, Any], kernels: dict[str, str]) -> None:
     """Writes the resolved recipe and the environment; earlier starts of the same run stay in the latter.
 
-    data: what the dataset says of itself. Raises UserError where the folder cannot be written.
+    data: what the dataset says of itself. kernels: `attention_kernels`. Raises UserError where the folder
+    cannot be written.
     """
     folder = recipe.run_folder
     path, earlier = folder / ENVIRONMENT, []
@@ -43,7 +44,8 @@ def record_start(recipe: Recipe, machine: Machine, data: dict[str, Any]) -> None
     hardware = asdict(machine) | {"world_size": machine.world_size}
     with write_errors(folder, "free some space, or choose another place with --train.out_dir"):
         write_text(folder / CONFIG, yaml.safe_dump(recipe.to_dict(), sort_keys=False, allow_unicode=True))
-        write_json(path, {**environment(), "hardware": hardware, "data": data, "earlier": earlier})
+        record = {**environment(), "hardware": hardware, "attention_kernels": kernels, "data": data}
+        write_json(path, record | {"earlier": earlier})
 
 
 def environment() -> dict[str, Any]:

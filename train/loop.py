@@ -40,7 +40,7 @@ from lingpt.train.machine import (
     duration,
     out_of_memory,
 )
-from lingpt.train.model import make_model, model_config
+from lingpt.train.model import attention_kernels, make_model, model_config
 from lingpt.train.optim import learning_rate, make_optimizer
 from lingpt.train.parallel import Parallel, print_rank0, progress_bar
 from lingpt.train.plan import format_plan
@@ -95,8 +95,9 @@ def _train(recipe: Recipe) -> Path:
     lock = RunLock(recipe.run_folder)
 
     def start() -> Path | None:
+        kernels = attention_kernels(config, parallel.device, machine.precision)
         resume_from = resume_or_create(recipe, dataset.fingerprint, lock)
-        record_start(recipe, machine, dataset.describe())
+        record_start(recipe, machine, dataset.describe(), kernels)
         return resume_from
 
     with lock:
@@ -171,7 +172,9 @@ class Run:
             at = f"the run is at step {self.progress.step} of {total}"
             print_rank0(f"nothing to train: {at} (raise --train.max_steps)")
             return validated
-        print_rank0(report.describe(self.recipe, self.machine, self.gpt, total - self.progress.step))
+        kernels = attention_kernels(self.gpt.config, self.parallel.device, self.machine.precision)
+        left = total - self.progress.step
+        print_rank0(report.describe(self.recipe, self.machine, self.gpt, kernels, left))
         logged, speed = replace(self.progress), ""
         with progress_bar(total=total, initial=self.progress.step, unit="step", desc=self.folder.name) as bar:
             while self.progress.step < total and not stop.agreed:

@@ -1,4 +1,5 @@
-"""The model that a run trains: new, from other weights, or from the checkpoint that the run goes on from."""
+"""The model that a run trains: new, from other weights, or from the checkpoint that the run goes on from; and
+the kernels that it trains with."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ import torch
 
 from lingpt.common.errors import UserError
 from lingpt.common.run_folder import check_undamaged
-from lingpt.models import GPT, Config, load_model, load_weights
+from lingpt.models import ATTENTIONS, GPT, Config, load_model, load_weights
 from lingpt.train.config import Recipe
 from lingpt.train.parallel import print_rank0
 
@@ -21,6 +22,19 @@ def model_config(recipe: Recipe) -> Config:
             f"{recipe.model.name}: lower it, or raise --model.block_size"
         )
     return config
+
+
+def attention_kernels(config: Config, device: torch.device, precision: str) -> dict[str, str]:
+    """`{"softmax": "flash"}`: which kernel trains each of the model's attentions that have several.
+
+    precision: Fabric's name. UserError where the kernel that the recipe names cannot run on this device.
+    """
+    dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
+    kernels = {
+        name: ATTENTIONS[name].kernel(config, device, dtype, **config.attention_options(name))
+        for name in dict.fromkeys(config.attention_per_layer)
+    }
+    return {name: kernel for name, kernel in kernels.items() if kernel}
 
 
 def make_model(

@@ -27,12 +27,13 @@ from lingpt.train.machine import Machine, duration
 from lingpt.train.parallel import Parallel, print_rank0
 
 
-def describe(recipe: Recipe, machine: Machine, gpt: GPT, steps: int) -> str:
-    """Model, devices, and what is left to train."""
+def describe(recipe: Recipe, machine: Machine, gpt: GPT, kernels: dict[str, str], steps: int) -> str:
+    """Model, devices, and what is left to train. kernels: by attention, of those that have several."""
+    by = f" ({', '.join(f'{name} by {kernel}' for name, kernel in kernels.items())})" if kernels else ""
     return (
-        f"{recipe.model.name} with {recipe.attention_label}: {gpt.num_parameters() / 1e6:.1f} M parameters "
-        f"on {machine.world_size} × {machine.name}, {machine.precision}; {steps} steps of "
-        f"{recipe.tokens_per_step:,} tokens"
+        f"{recipe.model.name} with {recipe.attention_label}{by}: "
+        f"{gpt.num_parameters() / 1e6:.1f} M parameters on {machine.world_size} × {machine.name}, "
+        f"{machine.precision}; {steps} steps of {recipe.tokens_per_step:,} tokens"
     )
 
 

@@ -51,6 +51,16 @@ class Attention(Fp32Constants):
     def check(cls, config: litgpt.Config, *args: Any, **options: Any) -> None:
         """Raises UserError for a configuration and options that the mechanism cannot be built from."""
 
+    @classmethod
+    def kernel(
+        cls, config: litgpt.Config, device: torch.device, dtype: torch.dtype, *args: Any, **options: Any
+    ) -> str | None:
+        """Which of its kernels training runs on this device; None for a mechanism that leaves no choice.
+
+        dtype: of the projections' output. UserError where the one that the options name cannot run.
+        """
+        return None
+
     def forward(
         self, x_BNC: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor, state: Any = None
     ) -> torch.Tensor:

@@ -1,16 +1,32 @@
 """Softmax attention with rotary embeddings, as in Pythia: `softmax(q·k / √D) v` through PyTorch's SDPA.
 
 LitGPT's `CausalSelfAttention` bit for bit in fp32 (tested), with one concatenation where it has four.
+
+SDPA is several kernels; which one it takes depends on the card and on cuDNN's version. `sdpa` names the one
+that training uses: `flash` is FlashAttention-2, the paper's baseline.
 """
 
+import contextlib
 import math
+import warnings
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
+import litgpt
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lingpt.common.errors import UserError
+from lingpt.common.errors import UserError, unknown
+from lingpt.kernels.torch_internals import sdpa_choice
 from lingpt.models.attention.base import QKVAttention
+
+SDPA = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
 
 
 def apply_rope(x_BNHD: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor) -> torch.Tensor:
@@ -42,9 +58,44 @@ class KVCache:
 
 
 class SoftmaxAttention(QKVAttention):
-    """LitGPT's parameters and keys; FlashAttention-2 where SDPA has it."""
+    """LitGPT's parameters and keys."""
 
     hf_exportable = True
+
+    def __init__(
+        self,
+        config: litgpt.Config,
+        layer_idx: int,
+        *,
+        sdpa: Annotated[
+            Literal["auto", "flash", "cudnn", "efficient", "math"],
+            "the kernel that trains `softmax`: `flash` is FlashAttention-2; `auto` leaves it to PyTorch.",
+        ] = "auto",
+    ) -> None:
+        super().__init__(config, layer_idx)
+        self.sdpa = sdpa
+
+    @classmethod
+    def check(cls, config: litgpt.Config, *, sdpa: str) -> None:
+        if sdpa not in ("auto", *SDPA):
+            raise unknown("sdpa", sdpa, ("auto", *SDPA))
+
+    @classmethod
+    def kernel(cls, config: litgpt.Config, device: torch.device, dtype: torch.dtype, *, sdpa: str) -> str:
+        assert config.head_size is not None
+        shape = 1, 128, config.n_head, config.head_size
+        with torch.enable_grad(), warnings.catch_warnings(record=True) as reasons, _only(sdpa):
+            warnings.simplefilter("always")
+            x = torch.zeros(shape, device=device, dtype=dtype, requires_grad=True).transpose(1, 2)
+            try:
+                chosen = sdpa_choice(x, x, x)
+            except RuntimeError:
+                chosen = SDPBackend.ERROR.value
+        for name, backend in SDPA.items():
+            if backend.value == chosen:
+                return name
+        where = f"on {device.type} in {str(dtype).removeprefix('torch.')} with heads of {config.head_size}"
+        raise UserError(f"model.sdpa {sdpa} cannot train {where}{_why(reasons)}: use another kernel, or auto")
 
     def forward(
         self, x_BNC: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor, state: KVCache | None = None
@@ -59,9 +110,11 @@ class SoftmaxAttention(QKVAttention):
             k, v = state.append(k, v)
             if 1 < N < k.shape[2]:  # SDPA's own causal mask starts at the first key, not at the first new one
                 mask = torch.ones(N, k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - N)
-        o = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, scale=1.0 / math.sqrt(D), is_causal=N > 1 and mask is None
-        )
+        # Elsewhere PyTorch chooses: a mask, a single query or another device is not every kernel's.
+        with _only(self.sdpa if self.training and state is None else "auto"):
+            o = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, scale=1.0 / math.sqrt(D), is_causal=N > 1 and mask is None
+            )
         return self.proj(o.transpose(1, 2).reshape(B, N, C))
 
     def flops_per_token(self, seq_len: int) -> int:
@@ -76,3 +129,15 @@ class SoftmaxAttention(QKVAttention):
         shape = (batch_size, self.config.n_head, max_seq_len, self.config.head_size)
         k, v = (torch.zeros(shape, device=device, dtype=dtype) for _ in "kv")
         return KVCache(k, v)
+
+
+def _only(sdpa: str) -> contextlib.AbstractContextManager:
+    """Around SDPA: the kernel of that name or none; for `auto` what PyTorch takes."""
+    return contextlib.nullcontext() if sdpa == "auto" else sdpa_kernel(SDPA[sdpa])
+
+
+def _why(reasons: list[warnings.WarningMessage]) -> str:
+    """` (…)` with what PyTorch has warned of, less its headings and what it says of the other kernels."""
+    lines = [str(reason.message).partition(" (Triggered internally")[0].strip() for reason in reasons]
+    own = [line for line in lines if "not used because" not in line and "runtime disabled" not in line]
+    return f" ({own[0].rstrip('.')})" if own else ""

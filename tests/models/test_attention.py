@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lingpt.common.errors import UserError
 from lingpt.models import ATTENTIONS, GPT, Config
 from lingpt.models.attention.ours_decay import log_decay
 from lingpt.models.attention.ours_gated import decay_bias
@@ -149,6 +150,41 @@ def test_an_mlp_can_have_the_output_gate_s_parameters():
             )
         )
     assert softmax == pytest.approx(gated, rel=1e-3) and gla == pytest.approx(gated, rel=1e-2)
+
+
+def test_softmax_trains_by_the_kernel_that_is_named(small, tokens):
+    """In the compiled block, and when the backward pass computes the block again."""
+    model = small("softmax", sdpa="math")
+    model.recompute_blocks = True
+    for block in model.blocks:
+        block.compile(dynamic=False, fullgraph=True, backend="aot_eager")
+    model(tokens)  # compiles
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        model(tokens).square().mean().backward()
+    ran = {event.key: event.count for event in profile.key_averages()}
+    flash = "aten::_scaled_dot_product_flash_attention_for_cpu"  # what PyTorch takes of itself
+    expected = {flash: 0, "aten::_softmax": 2 * 3, "aten::_softmax_backward_data": 3}  # of three layers
+    assert {name: ran.get(name, 0) for name in expected} == expected
+
+
+@torch.no_grad()
+def test_the_kernel_that_is_named_is_training_s_alone(small, tokens):
+    """A model that was trained by cuDNN is scored and decodes where there is none."""
+    model, cudnn = small("softmax").eval(), small("softmax", sdpa="cudnn")
+    state = cudnn.new_state(2)
+    parts = [cudnn.step(part, state) for part in tokens.split((50, 20), dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), model(tokens))
+    assert torch.equal(cudnn.eval()(tokens), model(tokens))
+
+
+def test_a_kernel_that_cannot_run_is_one_line(small):
+    config = small("softmax").config
+    kernel, cpu = ATTENTIONS["softmax"].kernel, torch.device("cpu")
+    assert kernel(config, cpu, torch.bfloat16, sdpa="auto") == "flash"
+    with pytest.raises(UserError, match=r"efficient cannot train on cpu in bfloat16 .* use another kernel"):
+        kernel(config, cpu, torch.bfloat16, sdpa="efficient")
+    with pytest.raises(UserError, match=r"unknown sdpa 'falsh': did you mean 'flash'"):
+        Config.from_name("demo", attention="softmax", sdpa="falsh")
 
 
 @pytest.mark.parametrize("name", ["pythia-70m", "pythia-160m", "pythia-410m", "pythia-1.4b"])

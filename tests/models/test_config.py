@@ -105,7 +105,8 @@ def test_every_option_of_an_attention_can_be_set():
         assert f"--model.{name}" in text and explanation in text, name
         for made in (ModelArgs(), Config.from_name("demo")):
             assert getattr(made, name) == option.default
-            assert isinstance(option.default, expected)
+            choices = get_args(expected)  # of a Literal
+            assert option.default in choices if choices else isinstance(option.default, expected)
     args = parser.instantiate_classes(parser.parse_args(["--model.learnable_b=true", "--model.gla_n_head=2"]))
     values = args.model.config().to_dict()
     assert (values["learnable_b"], values["gla_n_head"]) == (True, 2)

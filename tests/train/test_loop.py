@@ -341,11 +341,14 @@ def poison(monkeypatch, steps) -> None:
     monkeypatch.setattr(loss, "cross_entropy_sum", cross_entropy_sum)
 
 
-def test_a_run_records_what_it_is_made_of(make_recipe, picture):
-    folder = train(make_recipe(sample_tokens=8))
+def test_a_run_records_what_it_is_made_of(make_recipe, picture, capsys):
+    recipe = make_recipe(sample_tokens=8)
+    recipe.model.attention, recipe.model.sdpa = ["ours", "softmax", "ours", "ours"], "math"
+    folder = train(recipe)
+    assert "demo with ours+softmax (softmax by math):" in capsys.readouterr().out
     environment = json.loads((folder / "environment.json").read_text())
     assert environment["versions"]["torch"] and environment["command"] and environment["hardware"]["name"]
-    assert environment["data"]["fingerprint"]
+    assert environment["data"]["fingerprint"] and environment["attention_kernels"] == {"softmax": "math"}
     assert (folder / "samples.txt").read_text().count("⟨…⟩") == 2
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     line = read_metrics(folder)[0]
@@ -353,6 +356,14 @@ def test_a_run_records_what_it_is_made_of(make_recipe, picture):
         "kind", "step", "tokens", "train_time", "loss", "lr", "grad_norm", "tokens_per_second", "mfu",
     }  # fmt: skip
     assert line["tokens"] == 8 * 32
+
+
+def test_a_kernel_that_cannot_run_is_refused_before_there_is_a_run(make_recipe):
+    recipe = make_recipe()
+    recipe.model.attention, recipe.model.sdpa = "softmax", "cudnn"
+    with pytest.raises(UserError, match=r"model.sdpa cudnn cannot train on cpu in float32 with heads of 64"):
+        train(recipe)
+    assert not recipe.run_folder.exists()
 
 
 def test_the_report_finds_the_memory_free(make_recipe, monkeypatch):
