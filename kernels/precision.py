@@ -1,10 +1,12 @@
-"""In which precision the PyTorch forms compute, whatever a training run allows around them."""
+"""In which precision and order the PyTorch forms compute, whatever a training run allows around them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -29,3 +31,21 @@ def true_fp32(device: torch.device) -> Iterator[None]:
     finally:
         if before != "ieee":
             matmul.fp32_precision = before
+
+
+def running_sum(x: Tensor, dim: int) -> Tensor:
+    """`x.cumsum(dim)`, also on CUDA with deterministic algorithms, where PyTorch raises an error."""
+    if x.is_cuda and torch.are_deterministic_algorithms_enabled():
+        return running_sum_by_products(x, dim)
+    return x.cumsum(dim)
+
+
+def running_sum_by_products(x: Tensor, dim: int, block: int = 128) -> Tensor:
+    """The same from products with a triangle of ones, and a running sum of the blocks' totals."""
+    x = x.movedim(dim, -1)
+    blocks = F.pad(x, (0, -x.shape[-1] % block)).unflatten(-1, (-1, block))
+    sums = blocks @ torch.ones(block, block, dtype=x.dtype, device=x.device).triu()
+    if blocks.shape[-2] > 1:
+        totals = running_sum_by_products(sums[..., -1], -1, block)
+        sums = sums + F.pad(totals[..., :-1], (1, 0)).unsqueeze(-1)
+    return sums.flatten(-2)[..., : x.shape[-1]].movedim(-1, dim)

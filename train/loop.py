@@ -40,7 +40,7 @@ from lingpt.train.machine import (
     duration,
     out_of_memory,
 )
-from lingpt.train.model import attention_kernels, make_model, model_config
+from lingpt.train.model import attention_kernels, compiles, make_model, model_config
 from lingpt.train.optim import learning_rate, make_optimizer
 from lingpt.train.parallel import Parallel, print_rank0, progress_bar
 from lingpt.train.plan import format_plan
@@ -140,7 +140,7 @@ class Run:
         parallel.seed(t.seed)
         self.gpt = make_model(recipe, config, resume_from, parallel.device, parallel.sharded)
         self.flops_per_token = self.gpt.flops_per_token(recipe.data.seq_len)
-        self.model = parallel.wrap(NextTokenLoss(self.gpt))
+        self.model = parallel.wrap(NextTokenLoss(self.gpt, compiles(recipe, parallel.device)))
         self.optimizer = parallel.wrap_optimizer(make_optimizer(self.gpt, t))
         if resume_from:
             manifest, state = checkpoint.load_manifest(resume_from), checkpoint.load_state(resume_from)

@@ -3,8 +3,11 @@
 At N = 8192 and a vocabulary of 50,304 the fp32 logits of one sequence are 1.6 GB, and their gradient as much
 again. Here each piece of rows makes its logits, its loss and its part of the gradients, and forgets them: the
 backward pass has nothing left to compute, so that the FLOPs are those of the plain form (as in Hsu et al.
-2024, "Liger Kernel").
+2024, "Liger Kernel"). Compiled, a piece's logits are read once or twice and their gradient is written once,
+both in the products' dtype: the softmax in fp32 stays in registers.
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -13,65 +16,80 @@ from torch.profiler import record_function
 
 from lingpt.models import GPT
 
-PIECE_ELEMENTS = 2**26  # logits at a time: 256 MB in fp32
+PIECE_ELEMENTS = 2**27  # most logits at a time: 256 MB in bf16
+LossAndGradient = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def loss_and_gradient(logits_RV: torch.Tensor, targets_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of a piece's losses, in fp32 or better, and its gradient by the logits, in their dtype."""
+    log_p_RV = F.log_softmax(logits_RV, dim=-1, dtype=torch.promote_types(logits_RV.dtype, torch.float32))
+    loss = -log_p_RV.gather(-1, targets_R[:, None]).sum()
+    is_target_RV = targets_R[:, None] == torch.arange(logits_RV.shape[1], device=targets_R.device)
+    # softmax − onehot, by a comparison: a scattered write would bring the fp32 matrix to memory.
+    return loss, torch.where(is_target_RV, log_p_RV.expm1(), log_p_RV.exp()).to(logits_RV.dtype)
 
 
 class NextTokenLoss(nn.Module):
-    """`[B, N+1]` token ids → the sum over B·N targets of −log p(token | the ones before), nats."""
+    """`[B, N+1]` token ids → the sum over B·N targets of −log p(token | the ones before), nats.
 
-    def __init__(self, gpt: GPT) -> None:
+    compiled: by torch.compile, which fuses what is done with each piece's logits.
+    """
+
+    def __init__(self, gpt: GPT, compiled: bool = False) -> None:
         super().__init__()
         self.gpt = gpt
+        self.of_piece = torch.compile(loss_and_gradient, dynamic=False) if compiled else loss_and_gradient
 
     def forward(self, block_BN1: torch.Tensor) -> torch.Tensor:
         hidden_BNC = self.gpt.hidden(block_BN1[:, :-1])
         with record_function("loss"):
-            return cross_entropy_sum(hidden_BNC, self.gpt.lm_head.weight, block_BN1[:, 1:])
+            weight_VC = self.gpt.lm_head.weight
+            return cross_entropy_sum(hidden_BNC, weight_VC, block_BN1[:, 1:], of_piece=self.of_piece)
+
+
+def rows_per_piece(vocab_size: int) -> int:
+    """Tokens whose logits exist at a time: a power of two, so that pieces are alike and tiles are whole."""
+    return 1 << max(0, (PIECE_ELEMENTS // vocab_size).bit_length() - 1)
 
 
 def cross_entropy_sum(
-    hidden_BNC: torch.Tensor, weight_VC: torch.Tensor, targets_BN: torch.Tensor, rows: int | None = None
+    hidden_BNC: torch.Tensor,
+    weight_VC: torch.Tensor,
+    targets_BN: torch.Tensor,
+    rows: int | None = None,
+    of_piece: LossAndGradient = loss_and_gradient,
 ) -> torch.Tensor:
     """Sum over all tokens of −log p(target), nats, a scalar in fp32 (float64 for float64 inputs).
 
     hidden_BNC: what the last linear layer reads. weight_VC: its weight. targets_BN: int64 token ids.
-    rows: tokens a piece; by default as many as keep a piece's logits under 256 MB.
+    rows: tokens a piece; `rows_per_piece` by default. of_piece: `loss_and_gradient`, compiled or not.
     Products are in autocast's dtype where autocast is on, else in the inputs'; the softmax in fp32 or better.
     """
     hidden_TC, targets_T = hidden_BNC.flatten(0, -2), targets_BN.flatten()
-    rows = rows or max(1, PIECE_ELEMENTS // weight_VC.shape[0])
+    rows = rows or rows_per_piece(weight_VC.shape[0])
     device = hidden_TC.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_TC.dtype
     with torch.autocast(device, enabled=False):
         if torch.is_grad_enabled():
-            return _CrossEntropySum.apply(hidden_TC, weight_VC, targets_T, rows, dtype)
-        weight_VC = weight_VC.to(dtype)
+            return _CrossEntropySum.apply(hidden_TC, weight_VC, targets_T, rows, dtype, of_piece)
+        low_VC = weight_VC.to(dtype)
         pieces = zip(hidden_TC.to(dtype).split(rows), targets_T.split(rows), strict=True)
-        return sum(_piece(h, weight_VC, t)[0] for h, t in pieces)
-
-
-def _piece(hidden_RC: torch.Tensor, weight_VC: torch.Tensor, targets_R: torch.Tensor):
-    """Loss of a piece, and the log-probabilities it comes from."""
-    logits_RV = hidden_RC @ weight_VC.T
-    log_p_RV = F.log_softmax(logits_RV, dim=-1, dtype=torch.promote_types(logits_RV.dtype, torch.float32))
-    return F.nll_loss(log_p_RV, targets_R, reduction="sum"), log_p_RV
+        losses = [of_piece(hidden_RC @ low_VC.T, targets_R)[0] for hidden_RC, targets_R in pieces]
+        return torch.stack(losses).sum()
 
 
 class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_TC, weight_VC, targets_T, rows, dtype):
+    def forward(ctx, hidden_TC, weight_VC, targets_T, rows, dtype, of_piece):
         low_VC = weight_VC.to(dtype)
         total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=hidden_TC.device)
         d_hidden_TC = torch.empty_like(hidden_TC)
         d_weight_VC = torch.zeros_like(weight_VC)
         for start in range(0, hidden_TC.shape[0], rows):
             piece = slice(start, start + rows)
-            hidden_RC, targets_R = hidden_TC[piece].to(dtype), targets_T[piece]
-            loss, log_p_RV = _piece(hidden_RC, low_VC, targets_R)
+            hidden_RC = hidden_TC[piece].to(dtype)
+            loss, d_logits_RV = of_piece(hidden_RC @ low_VC.T, targets_T[piece])
             total += loss
-            d_logits_RV = log_p_RV.exp_()  # softmax − onehot, in place
-            d_logits_RV[torch.arange(len(targets_R), device=targets_R.device), targets_R] -= 1
-            d_logits_RV = d_logits_RV.to(dtype)
             d_hidden_TC[piece] = d_logits_RV @ low_VC
             d_weight_VC += d_logits_RV.T @ hidden_RC
         ctx.save_for_backward(d_hidden_TC, d_weight_VC)
@@ -81,4 +99,4 @@ class _CrossEntropySum(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_total):
         d_hidden_TC, d_weight_VC = ctx.saved_tensors
-        return d_hidden_TC * d_total, d_weight_VC * d_total, None, None, None
+        return d_hidden_TC * d_total, d_weight_VC * d_total, None, None, None, None

@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -13,7 +13,7 @@ from lingpt.common.errors import UserError
 from lingpt.models import GPT, Config, memory_estimate
 from lingpt.train.config import Recipe, TrainConfig
 from lingpt.train.launch import launched
-from lingpt.train.loss import PIECE_ELEMENTS
+from lingpt.train.loss import rows_per_piece
 from lingpt.train.throughput import DEVICES, peak_flops
 
 Precision = Literal["32-true", "bf16-mixed", "bf16-true"]
@@ -139,7 +139,7 @@ def memory_needed(
         micro_batch_size or recipe.train.micro_batch_size,
         recipe.data.seq_len,
         precision,
-        loss_chunk_tokens=PIECE_ELEMENTS // config.padded_vocab_size,
+        loss_chunk_tokens=rows_per_piece(config.padded_vocab_size),
         sharded_over=over,
         activation_checkpointing=recipe.train.activation_checkpointing,
     )
@@ -195,14 +195,19 @@ def deterministic(enabled: bool) -> Iterator[None]:
         return
     before, cudnn = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn
     flags = cudnn.deterministic, cudnn.benchmark
+    empty: Any = torch.utils.deterministic
+    fill = empty.fill_uninitialized_memory
     # cuBLAS reads it when it starts; the processes that are launched later inherit it.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     try:
         torch.use_deterministic_algorithms(True)
         cudnn.deterministic, cudnn.benchmark = True, False
+        # Nothing here reads memory that it has not written: filling every new tensor would only cost time.
+        empty.fill_uninitialized_memory = False
         yield
     finally:
         torch.use_deterministic_algorithms(before)
+        empty.fill_uninitialized_memory = fill
         cudnn.deterministic, cudnn.benchmark = flags
 
 

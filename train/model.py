@@ -53,9 +53,14 @@ def make_model(
             check_undamaged(Path(t.init_from))
             print_rank0(f"init_from: {load_weights(gpt, t.init_from)}")
     gpt.recompute_blocks = t.activation_checkpointing
-    if t.compile == "always" or (t.compile == "auto" and device.type == "cuda"):
+    if compiles(recipe, device):
         compile_blocks(gpt, sharded)
     return gpt
+
+
+def compiles(recipe: Recipe, device: torch.device) -> bool:
+    """Whether blocks and loss go through torch.compile."""
+    return recipe.train.compile == "always" or (recipe.train.compile == "auto" and device.type == "cuda")
 
 
 def compile_blocks(gpt: GPT, sharded: bool = False, **options: Any) -> None:

@@ -3,6 +3,8 @@
 import time
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from lingpt.common.run_folder import read_metrics
 from lingpt.models import ATTENTIONS
@@ -42,6 +44,29 @@ def test_the_clock_does_not_count_compiling(make_recipe):
     times = [line["train_time"] for line in read_metrics(folder) if line["kind"] == "train"]
     assert times[0] < 10 * (times[-1] - times[0]) / 9 + 0.1
     assert times[-1] < wall / 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_a_deterministic_run_has_the_same_bits_again(make_recipe, attention):
+    """Compiled, in bf16, and resumed in the middle: every loss and every weight, and no operation refuses."""
+    recipes = [
+        make_recipe(name=name, accelerator="cuda", devices=1, max_steps=6, deterministic=True)
+        for name in ("one", "two", "resumed")
+    ]
+    for recipe in recipes:
+        recipe.model.attention = attention
+        train(recipe)
+    recipes[2].train.resume = str(recipes[2].run_folder / "checkpoints/step-00000003")
+    train(recipes[2])
+    logged = [
+        [(line["loss"], line["grad_norm"]) for line in read_metrics(r.run_folder) if line["kind"] == "train"]
+        for r in recipes
+    ]
+    weights = [load_file(r.run_folder / "checkpoints/step-00000006/model.safetensors") for r in recipes]
+    for losses, tensors in zip(logged[1:], weights[1:], strict=True):
+        assert losses == logged[0]
+        assert all(torch.equal(tensor, weights[0][name]) for name, tensor in tensors.items())
 
 
 @pytest.mark.gpu

@@ -322,8 +322,8 @@ def poison(monkeypatch, steps) -> None:
         self.poisoned = self.progress.step + 1 in steps
         return original(self, stop)
 
-    def cross_entropy_sum(hidden, weight, targets):
-        value = exact(hidden, weight, targets)
+    def cross_entropy_sum(hidden, weight, targets, **options):
+        value = exact(hidden, weight, targets, **options)
         return value * float("inf") if poisoned_now() else value
 
     runs = []

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lingpt.train.loss import cross_entropy_sum
+from lingpt.train.loss import cross_entropy_sum, loss_and_gradient
 
 
 def tensors(dtype=torch.float64):
@@ -73,3 +73,14 @@ def test_never_holds_all_logits():
     with Largest():
         cross_entropy_sum(hidden, weight, targets, rows=2).backward()
     assert largest == weight.numel() < targets.numel() * weight.shape[0]
+
+
+def test_a_piece_compiles_to_one_graph():
+    """A graph break would bring the fp32 softmax to memory; and what it computes is the definition."""
+    logits = torch.tensor([[9.0, -9.0, 0.0], [0.0, 1.0, 2.0]])
+    targets = torch.tensor([0, 1])
+    compiled = torch.compile(loss_and_gradient, backend="eager", fullgraph=True)
+    loss, gradient = compiled(logits, targets)
+    p = logits.double().softmax(-1)
+    torch.testing.assert_close(loss.double(), -p[[0, 1], targets].log().sum(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(gradient.double(), p - F.one_hot(targets, 3), rtol=1e-5, atol=1e-6)
