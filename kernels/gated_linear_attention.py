@@ -21,7 +21,7 @@ from lingpt.kernels.precision import running_sum, state_dtype, true_fp32
 
 CHUNK, SUBCHUNK = 64, 16
 BACKENDS = ("auto", "reference", "chunkwise", "recurrent", "fla")
-_HAS_FLA = importlib.util.find_spec("fla") is not None
+HAS_FLA = importlib.util.find_spec("fla") is not None
 
 
 def gated_linear_attention(
@@ -63,7 +63,7 @@ def gated_linear_attention(
     if backend == "chunkwise":
         o, state = _attend(Call(q, k, v, log_gate, initial_state, scale))
     else:
-        form = {"reference": _reference, "recurrent": _recurrent, "fla": _fla}[backend]
+        form = {"reference": _reference, "recurrent": _recurrent, "fla": fla_attention}[backend]
         o, state = form(q, k, v, log_gate, initial_state, scale)
     return (o, state) if return_state else o
 
@@ -100,7 +100,7 @@ def _choose(backend: str, q: Tensor, initial_state: Tensor | None) -> str:
     if backend not in BACKENDS:
         raise UserError(f"unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
     if backend == "fla":
-        if not _HAS_FLA:
+        if not HAS_FLA:
             raise UserError("backend='fla' needs fla-core: pip install 'lingpt[gla]'")
         if q.device.type != "cuda":
             raise UserError(f"backend='fla' needs CUDA tensors; these are on {q.device}")
@@ -110,12 +110,12 @@ def _choose(backend: str, q: Tensor, initial_state: Tensor | None) -> str:
         return "recurrent"
     if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16) or q.shape[1] == 0:
         return "chunkwise"
-    if not _HAS_FLA and not torch.compiler.is_compiling():
+    if not HAS_FLA and not torch.compiler.is_compiling():
         warnings.warn(
             "gated_linear_attention runs on the slower chunkwise backend: fla-core is not installed",
             stacklevel=3,
         )
-    return "fla" if _HAS_FLA else "chunkwise"
+    return "fla" if HAS_FLA else "chunkwise"
 
 
 def _reference(q, k, v, log_gate, initial_state, scale):
@@ -151,7 +151,8 @@ def _recurrent(q, k, v, log_gate, initial_state, scale):
 
 
 @torch.compiler.disable  # its kernels are tuned when first called, which a graph cannot hold
-def _fla(q, k, v, log_gate, initial_state, scale):
+def fla_attention(q, k, v, log_gate, initial_state, scale):
+    """fla-core's `chunk_gla`: (o, state)."""
     from fla.ops.gla import chunk_gla
 
     return chunk_gla(q, k, v, log_gate, scale=scale, initial_state=initial_state, output_final_state=True)

@@ -40,7 +40,7 @@ from lingpt.train.machine import (
     duration,
     out_of_memory,
 )
-from lingpt.train.model import attention_kernels, compiles, make_model, model_config
+from lingpt.train.model import attention_kernels, begin_tuning, compiles, make_model, model_config
 from lingpt.train.optim import learning_rate, make_optimizer
 from lingpt.train.parallel import Parallel, print_rank0, progress_bar
 from lingpt.train.plan import format_plan
@@ -138,6 +138,9 @@ class Run:
         self.recipe, self.machine, self.dataset, self.parallel = recipe, machine, dataset, parallel
         self.folder, self.progress = recipe.run_folder, Progress()
         parallel.seed(t.seed)
+        self.tunings = (
+            begin_tuning(recipe, config, machine.precision, parallel.device) if parallel.first_here else []
+        )
         self.gpt = make_model(recipe, config, resume_from, parallel.device, parallel.sharded)
         self.flops_per_token = self.gpt.flops_per_token(recipe.data.seq_len)
         self.model = parallel.wrap(NextTokenLoss(self.gpt, compiles(recipe, parallel.device)))
@@ -258,8 +261,11 @@ class Run:
         if self.parallel.device.type != "cuda" or self.progress.step >= self.recipe.total_steps:
             return
         began = time.perf_counter()
-        if "gla" in self.gpt.config.attention_per_layer:
-            print_rank0(report.TUNING)
+        for tuning in self.tunings:
+            tuning.finish(print_rank0)
+        self.parallel.gather(
+            None
+        )  # the machine's other processes find in the cache what the first has chosen
         with self.parallel.accumulate(self.model, enabled=True):
             loss = self.model(self.parallel.to_device(self.micro_batches.get(self.progress.step, 0)))
             self.parallel.backward(loss, self.recipe.tokens_per_step)

@@ -8,6 +8,7 @@ import torch
 
 from lingpt.common.errors import UserError
 from lingpt.common.run_folder import check_undamaged
+from lingpt.kernels.gla_tuning import Tuning
 from lingpt.models import ATTENTIONS, GPT, Config, load_model, load_weights
 from lingpt.train.config import Recipe
 from lingpt.train.parallel import print_rank0
@@ -61,6 +62,18 @@ def make_model(
 def compiles(recipe: Recipe, device: torch.device) -> bool:
     """Whether blocks and loss go through torch.compile."""
     return recipe.train.compile == "always" or (recipe.train.compile == "auto" and device.type == "cuda")
+
+
+def begin_tuning(recipe: Recipe, config: Config, precision: str, device: torch.device) -> list[Tuning]:
+    """What is tuned for a GPU before the first step, begun: for each mechanism of the model that has such."""
+    if device.type != "cuda":
+        return []
+    with torch.device("meta"):
+        mechanisms = {type(block.attn): block.attn for block in GPT(config).blocks}.values()
+    dtype = torch.float32 if precision == "32-true" else torch.bfloat16
+    size = recipe.train.micro_batch_size, recipe.data.seq_len
+    begun = [attention.tuning(*size, dtype, device) for attention in mechanisms]
+    return [tuning for tuning in begun if tuning]
 
 
 def compile_blocks(gpt: GPT, sharded: bool = False, **options: Any) -> None:

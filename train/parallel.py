@@ -113,6 +113,11 @@ class Parallel:
         return self.fabric.global_rank
 
     @property
+    def first_here(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return self.fabric.local_rank == 0
+
+    @property
     def world_size(self) -> int:
         return self.fabric.world_size
 

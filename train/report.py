@@ -37,13 +37,6 @@ def describe(recipe: Recipe, machine: Machine, gpt: GPT, kernels: dict[str, str]
     )
 
 
-# FLA times every configuration of its kernels at the first call at a size, and keeps what it has found.
-TUNING = (
-    "gla: FLA tunes its kernels for this GPU and these sizes before the first step, minutes on a new "
-    "machine; the next start finds the results in Triton's cache (TRITON_CACHE_DIR, else ~/.triton/cache)"
-)
-
-
 def speed(line: dict[str, Any], recipe: Recipe, step: int, memory: int) -> str:
     """Tokens a second, the MFU, the most memory that a device has used (bytes), and the time that is left."""
     rate = line["tokens_per_second"]

@@ -13,6 +13,8 @@ import torch
 from litgpt.model import CausalSelfAttention
 from torch import nn
 
+from lingpt.kernels.gla_tuning import Tuning
+
 
 class Fp32Constants(nn.Module):
     """Keeps its buffers in fp32 when the model is cast: positions and decays need more than bf16's 8 bits."""
@@ -78,6 +80,12 @@ class Attention(Fp32Constants):
     def new_state(self, batch_size: int, max_seq_len: int, device: torch.device, dtype: torch.dtype) -> Any:
         """What decoding carries from token to token, empty; the layer's forward updates it in place."""
         raise NotImplementedError
+
+    def tuning(
+        self, batch_size: int, seq_len: int, dtype: torch.dtype, device: torch.device
+    ) -> Tuning | None:
+        """Begins to choose how the mechanism's kernels run at a size; None where nothing is to be chosen."""
+        return None
 
     def own_parameters(self) -> dict[str, float | torch.Tensor]:
         """Parameters that are neither linear layers nor norms, with the constants that each starts at."""

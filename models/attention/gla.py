@@ -17,6 +17,7 @@ from torch import nn
 
 from lingpt.common.errors import UserError
 from lingpt.kernels.gated_linear_attention import gated_linear_attention, gated_linear_attention_flops
+from lingpt.kernels.gla_tuning import Size, Tuning, tuning
 from lingpt.models.attention.base import Attention, RecurrentState
 from lingpt.models.attention.short_conv import SHORT_CONV_HELP, convolved, identity_filter
 
@@ -83,6 +84,12 @@ class GLAAttention(Attention):
         self, batch_size: int, max_seq_len: int, device: torch.device, dtype: torch.dtype
     ) -> RecurrentState:
         return RecurrentState()
+
+    def tuning(
+        self, batch_size: int, seq_len: int, dtype: torch.dtype, device: torch.device
+    ) -> Tuning | None:
+        H = self.n_head
+        return tuning(Size(batch_size, seq_len, H, self.d_k // H, self.d_v // H, dtype), device)
 
     def own_parameters(self) -> dict[str, float | torch.Tensor]:
         return {"conv": identity_filter(2 * self.d_k + self.d_v)}
