@@ -131,13 +131,18 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def forward_backward(
     q, k, v, do, dstate=None, b=1.0, initial=None, backend="auto", **options
 ) -> dict[str, Tensor]:
-    """By the public operator. `dstate`: the gradient of the final state; db is of a tensor b."""
+    """By the public operator. `dstate`: the gradient of the final state; db is of a tensor b, dlog_decay of each
+    token's own."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     names = ["dq", "dk", "dv"]
     if isinstance(b, Tensor):
         b = b.detach().requires_grad_()
         leaves.append(b)
         names.append("db")
+    if options.get("log_decay") is not None and options["log_decay"].ndim == 3:
+        options["log_decay"] = options["log_decay"].detach().requires_grad_()
+        leaves.append(options["log_decay"])
+        names.append("dlog_decay")
     if initial is not None:
         initial = LinearAttentionState(*(x.detach().requires_grad_() for x in initial))
         leaves += initial
@@ -189,30 +194,54 @@ def quantised(q, k, v, do, dstate, b, initial, log_decay=None) -> dict[str, Tens
             for x, r, d in ((q, rq, coefficient * along), (k, rk, dK))
         )
         db = B_SHRINK * (q * rq * along).sum((0, 2, 3))
+        gate = {}
+        if log_decay is not None and log_decay.ndim == 3:
+            e = (do * o).sum(-1, True) / g
+            gate["dlog_decay"] = _quantised_gate_gradient(
+                log_decay, K, v, rounded(do / g), e, dK, fade, end, dstate
+            )
         tokens = [x.transpose(1, 2) for x in (o, dq, dk, rounded(dV))]
     names = "S", "z", "c", "n", "o", "dq", "dk", "dv", "db", "dS", "dz", "dc", "dn"
-    return dict(zip(names, (*end, *tokens, db, *d_initial), strict=True))
+    return dict(zip(names, (*end, *tokens, db, *d_initial), strict=True)) | gate
 
 
 class Fade(NamedTuple):
     """What is left of a weight, by its age: of token j in row i, of the state before, at the end."""
 
-    within: Tensor  # [H, N, N], zeros above the diagonal
+    within: Tensor  # [H, N, N], zeros above the diagonal; of decays of tokens' own [B, H, N, N], and so on
     since: Tensor  # [H, N, 1], of the initial state in row i
     left: Tensor  # [H, N, 1], of token j at the end
     whole: Tensor  # [H], of the initial state at the end
 
     def of_state(self, x: Tensor) -> Tensor:
         """A part of the initial state, [B, H, …], at the end."""
-        return self.whole.view(-1, *[1] * (x.ndim - 2)) * x
+        return self.whole.view(*self.whole.shape, *[1] * (x.ndim - 2)) * x
 
 
 def _fade(log_decay: Tensor, N: int) -> Fade:
+    """Of [H] or [B, N, H]."""
+    if log_decay.ndim == 3:
+        G = log_decay.double().clamp(min=-200).cumsum(1).transpose(1, 2)[..., None]  # [B, H, N, 1]
+        last, causal = G[..., -1:, :], torch.ones(N, N, dtype=torch.bool, device=G.device).tril()
+        within = (G - G.mT).masked_fill(~causal, float("-inf"))
+        return Fade(*(x.exp().float() for x in (within, G, last - G, last.flatten(1))))
     i, rate = torch.arange(N, device=log_decay.device), log_decay[:, None]
     age = i[:, None] - i
     within = torch.exp(rate[..., None] * age.clamp(min=0)) * (age >= 0)
     since, left = (torch.exp(rate * t)[..., None] for t in (i + 1, N - 1 - i))
     return Fade(within, since, left, torch.exp(log_decay * N))
+
+
+def _quantised_gate_gradient(
+    log_decay: Tensor, K: Tensor, v: Tensor, h: Tensor, e: Tensor, dK: Tensor, fade: Fade, end, dstate
+) -> Tensor:
+    """[B, N, H]; zero at resets."""
+    _, _, dc, dn = map(_as_rows, dstate)
+    M, E = fade.within.mT @ h + fade.left * dc, fade.within.mT @ e - fade.left * dn[..., None, None]
+    dG = (E - (v * M + K * dK).sum(-1, True))[..., 0]  # [B, H, N]
+    dG[..., -1] += sum((x * dx).flatten(2).sum(-1) for x, dx in zip(end[:3], dstate[:3], strict=True)) + end[3] * dn
+    gradient = dG.flip(-1).cumsum(-1).flip(-1).transpose(1, 2)
+    return gradient.masked_fill(log_decay.isinf(), 0.0)
 
 
 def _as_rows(x: Tensor) -> Tensor:
@@ -229,7 +258,7 @@ def _quantised_forward(
     g = w.sum(-1, keepdim=True) + fade.since * (n[..., None, None] + coefficient * (Q @ z.mT))
     o = rounded((w @ v + fade.since * (c + coefficient * (Q @ rounded(S)))) / g)
     left = fade.left
-    sums = (left * K).mT @ v, (left * K).sum(2), (left * v).sum(2), left.sum((1, 2)).expand(Q.shape[:2])
+    sums = (left * K).mT @ v, (left * K).sum(2), (left * v).sum(2), left.sum((-2, -1)).expand(Q.shape[:2])
     return o, g, [x + fade.of_state(old) for x, old in zip(sums, initial, strict=True)]
 
 

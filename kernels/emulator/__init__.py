@@ -1,6 +1,6 @@
 """Runs PTX on numpy: the project's own CUDA kernels, where there is no GPU.
 
-    spec = kernel_build("sm_90a", torch.bfloat16, 64, decay=False, rope=0).spec("sm_90a")
+    spec = kernel_build("sm_90a", torch.bfloat16, 64, decay="NO_DECAY", rope=0).spec("sm_90a")
     module = Module(spec.source, "sm_90a", spec.defines)
     kernel = module.kernel("prefix<64, false, false>", PARAMS_CODE)
     with Memory(q, k, v):                       # and every tensor that PyTorch makes in here

@@ -46,27 +46,28 @@ class Build:
     arch: str
     D: int
     dtype: torch.dtype = BF16
-    decay: bool = False
+    decay: str = ""  # "head": a constant of each; "token": each one's own
     rope: int = 0
 
     def __str__(self) -> str:
-        options = ["decay"] * self.decay + [f"rope{self.rope}"] * bool(self.rope)
+        options = [f"{self.decay}-decay"] * bool(self.decay) + [f"rope{self.rope}"] * bool(self.rope)
         return "-".join([self.arch, launch.TAGS[self.dtype], str(self.D), *options])
 
 
 ARCHS = ("sm_80", "sm_90a")  # the two sources: a scan of mma, and Hopper's of wgmma
 PLAIN = [Build(arch, 64) for arch in ARCHS]
-ROTATED = [Build(arch, 64, BF16, decay=True, rope=16) for arch in ARCHS]
-WIDE = [Build(arch, 128, FP16, decay=True, rope=32) for arch in ARCHS]
-ONCE = [Build("sm_86", 128, BF16, decay=True, rope=32), Build("sm_90a", 128), WIDE[0]]
-AGAIN = [*PLAIN, *ROTATED, WIDE[1]]  # in other tests, too
+ROTATED = [Build(arch, 64, BF16, decay="head", rope=16) for arch in ARCHS]
+WIDE = [Build(arch, 128, FP16, decay="head", rope=32) for arch in ARCHS]
+GATED = [Build("sm_90a", 64, BF16, decay="token", rope=16), Build("sm_90a", 128, FP16, decay="token", rope=32)]
+ONCE = [Build("sm_86", 128, BF16, decay="head", rope=32), Build("sm_90a", 128), WIDE[0]]
+AGAIN = [*PLAIN, *ROTATED, WIDE[1], *GATED]  # in other tests, too
 
 
 @pytest.mark.parametrize("arch", nvrtc.ARCHITECTURES)
 def test_every_build_fits_its_card(arch: str) -> None:
     """Guards: a scan takes no more shared memory than a block can have, where it is not emulated too."""
     most = 1024 * emulator.MOST_SHARED[arch.rstrip("a")]
-    for dtype, D, decay in itertools.product(launch.TAGS, launch.HEAD_DIMS, (False, True)):
+    for dtype, D, decay in itertools.product(launch.TAGS, launch.HEAD_DIMS, launch.DECAYS):
         for rope in (0, D // 4, D):
             assert launch.kernel_build(arch, dtype, D, decay, rope).shared <= most, (dtype, D, decay, rope)
 
@@ -116,12 +117,23 @@ def all_options(build: Build, B: int, N: int, H: int) -> dict:
         initial=LinearAttentionState(0.9 * S, 0.9 * z, 7 * c, torch.full((B, H), 50.0)),
         dstate=LinearAttentionState(*(0.02 * x for x in (dS, dz, dc, dn))),
     )
-    if build.decay:
+    if build.decay == "head":
         options["log_decay"] = torch.tensor([-0.05, 0.0])[:H]
+    if build.decay == "token":
+        options["log_decay"] = token_decays(B, N, H)
     if build.rope:
         angle = torch.arange(N)[:, None] / 100 ** (torch.arange(build.rope // 2) * 2 / D)
         options["cos"], options["sin"] = (f(angle).repeat(1, 2) for f in (torch.cos, torch.sin))
     return options
+
+
+def token_decays(B: int, N: int, H: int) -> torch.Tensor:
+    """A model's, log σ(x + 2), with flat and steep ones, and resets: two in a row, at a chunk's first and last."""
+    gates = torch.nn.functional.logsigmoid(randn(B, N, H, seed=20) + 2)
+    gates[:, 5::17], gates[:, 9::37] = 0.0, -20.0
+    for reset in (30, 31, 64, 127, 190):
+        gates[:, reset : reset + 1] = float("-inf")
+    return gates
 
 
 def run(q, k, v, do, dstate=None, b=1.0, initial=None, out=None, **options) -> dict[str, torch.Tensor]:
@@ -130,10 +142,14 @@ def run(q, k, v, do, dstate=None, b=1.0, initial=None, out=None, **options) -> d
     with Memory(q, k, v, do, dstate, b, initial, *options.values(), out):
         options |= {"b": b} if isinstance(b, torch.Tensor) else {"b_value": b}
         options |= {} if initial is None else initial._asdict()
+        if options.get("log_decay") is not None and options["log_decay"].ndim == 3:
+            options["log_gate"] = options.pop("log_decay")
         call = Call(q=q, k=k, v=v, return_state=True, **options)
         o, stats, final = backend.forward(call)
         gradients = backend.backward(call, o, stats, do, dstate, out)
     results = {"o": o, **final._asdict(), **dict(zip(("dq", "dk", "dv"), out, strict=True))}
+    if gradients.log_gate is not None:
+        results["dlog_decay"] = gradients.log_gate
     if gradients.b is not None:
         results["db"] = gradients.b
     if gradients.initial_state is not None:
@@ -178,7 +194,7 @@ def test_everything_at_once(build: Build, emulated) -> None:
 
 
 @pytest.mark.parametrize("sub_segments", [1, 2])
-@pytest.mark.parametrize("build", [*ROTATED, WIDE[1]], ids=str)
+@pytest.mark.parametrize("build", [*ROTATED, WIDE[1], *GATED], ids=str)
 def test_segments(build: Build, sub_segments: int, emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: the states before segments, by `states` (in sub-segments) and `prefix`, in both directions."""
 
@@ -206,7 +222,7 @@ def test_stages_filled_again(build: Build, emulated, monkeypatch: pytest.MonkeyP
     assert not too_inexact(ours, build, x, options)
 
 
-@pytest.mark.parametrize("build", [WIDE[1]], ids=str)
+@pytest.mark.parametrize("build", [WIDE[1], GATED[1]], ids=str)
 def test_unsegmented_sequences(build: Build, emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: the forward scan of 64 columns a block, which leaves the states before segments for dq's."""
     emulated(build)

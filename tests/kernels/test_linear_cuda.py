@@ -32,7 +32,7 @@ def segments(B: int, N: int, H: int, D: int) -> int:
     from lingpt.kernels.linear_attention.cuda import compile as nvrtc
     from lingpt.kernels.linear_attention.cuda.launch import choose_segments, kernel_build
 
-    build = kernel_build(nvrtc.native_arch(), BF16, D, False, 0)
+    build = kernel_build(nvrtc.native_arch(), BF16, D, "NO_DECAY", 0)
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     return choose_segments(B * H, N, build.chunk, processors * build.blocks)[0]
 

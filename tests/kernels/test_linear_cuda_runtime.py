@@ -170,7 +170,7 @@ def test_the_first_call_and_the_next_start(tmp_path, monkeypatch) -> None:
 
     monkeypatch.setenv("LINGPT_CACHE", str(tmp_path))
     arch, seconds = nvrtc.native_arch(), []
-    build = launch.kernel_build(arch, BF16, 128, False, 32)
+    build = launch.kernel_build(arch, BF16, 128, "NO_DECAY", 32)
     for _ in range(2):
         start = time.perf_counter()
         launch.load_kernels.__wrapped__(build, arch)

@@ -12,15 +12,17 @@ from torch import Tensor
 
 from lingpt.common.errors import UserError
 from lingpt.kernels.linear_attention.call import Call, OptionGradients
-from lingpt.kernels.linear_attention.cuda.compile import compiler_version
+from lingpt.kernels.linear_attention.cuda.compile import compiler_version, native_arch
 from lingpt.kernels.linear_attention.cuda.launch import (
     HEAD_DIMS,
     POINTERS,
     TAGS,
     LaunchPlan,
+    has_token_decay,
     make_plan,
     operands_of,
 )
+from lingpt.kernels.linear_attention.numerics import LOG_ZERO
 from lingpt.kernels.linear_attention.state import LinearAttentionState
 from lingpt.kernels.torch_internals import raw_stream
 
@@ -38,12 +40,13 @@ def why_not(call: Call) -> str | None:
         return "the last dimension of q, k and v must be contiguous"
     if B * H > MAX_BATCH_HEADS:
         return "batch size × heads is above 65,535"
-    if call.log_gate is not None:
-        return "it has no decay of each token's own yet"
     if not call.normalize:
         return "it has no form without the normaliser (normalize=False) yet"
     if call.cos is not None and call.cos.shape[1] % 16:
         return f"it rotates a multiple of 16 dimensions, not {call.cos.shape[1]}"
+    rope = 0 if call.cos is None else call.cos.shape[1]
+    if call.log_gate is not None and not has_token_decay(native_arch(call.device), rope):
+        return "it has a decay of each token's own on Hopper alone, with at most 64 rotated dimensions"
     return None
 
 
@@ -74,11 +77,14 @@ def forward(call: Call) -> tuple[Tensor, Tensor, LinearAttentionState | None]:
         initial, final = _contiguous(call.initial_state), None
         if call.return_state:
             final = LinearAttentionState.empty(B, H, D, device=call.device)
-        g = stats.data_ptr()
-        pointers = run.pointers("FWD", g, initial=initial, final=final, scratch=g + 4 * stats.numel())
+        g, gates = stats.data_ptr(), _Gates(call)
+        states = dict(initial=initial, final=final, scratch=g + 4 * stats.numel())
+        pointers = run.pointers("FWD", g, **states, gates=gates.pointers(final and final.n))
+        if run.plan.gates:
+            run.plan.gates(run.stream, pointers)
         for launch in run.plan.forward:
             launch(run.stream, pointers)
-    if final is not None:
+    if final is not None and call.log_gate is None:
         final.n.copy_(_token_count(call))
     return o, stats, final
 
@@ -91,7 +97,7 @@ def backward(
     dstate: LinearAttentionState | None,
     out: tuple[Tensor, ...],
 ) -> OptionGradients:
-    """Writes dq, dk and dv into `out`; returns the gradients of b and of the initial state."""
+    """Writes dq, dk and dv into `out`; returns the other gradients."""
     q, k, v = (_aligned(x) for x in call.views)
     (B, N, H, D), initial, dstate = call.shape, _contiguous(call.initial_state), _contiguous(dstate)
     with _current_device(call.device):
@@ -109,16 +115,22 @@ def backward(
         d_initial = None if initial is None else LinearAttentionState.empty(B, H, D, device=call.device)
         if not plan.build.sm90:
             plan.row_products(stream, run.pointers("row_products", g, e=e))
+        gates, reverse_gates = _Gates(call), _Gates(call)
+        before = dict(initial=initial, scratch=states or own_states, gates=gates.pointers())
+        if plan.gates:
+            plan.gates(stream, run.pointers("FWD", g, **before))
         if not states:
-            states = own_states
-            pointers = run.pointers("FWD", g, initial=initial, scratch=states)
+            pointers = run.pointers("FWD", g, **before)
             for launch in plan.states:
                 launch(stream, pointers)
-        plan.dq(stream, run.pointers("DQ", g, e=e, initial=initial, scratch=states, db=db))
+        plan.dq(stream, run.pointers("DQ", g, e=e, db=db, **before))
+        d_count = reverse_gates.pointers(d_initial and d_initial.n)
         dk, dv = (
-            run.pointers(mode, g, e=e, initial=dstate, final=d_initial, scratch=scratch)
+            run.pointers(mode, g, e=e, initial=dstate, final=d_initial, scratch=scratch, gates=d_count)
             for mode in ("DK", "DV")
         )
+        if plan.reverse_gates:
+            plan.reverse_gates(stream, dk)
         for launch in plan.reverse_states:
             launch(stream, dk)
         if plan.build.sm90:
@@ -126,15 +138,14 @@ def backward(
         else:
             plan.dk(stream, dk)
             plan.dv(stream, dv)
-    if d_initial is None and call.b is None:
-        return OptionGradients()
     _, e_per_token, db_per_segment, _ = work.split_with_sizes(sizes)
-    if d_initial is not None:
+    if d_initial is not None and call.log_gate is None:
         d_initial.n.copy_(_count_gradient(call, e_per_token.view(B, H, N), dstate))
+    gate_gradient = _gate_gradient(call, reverse_gates.dG, initial, d_initial, dstate)
     if call.b is None:
-        return OptionGradients(initial_state=d_initial)
+        return OptionGradients(log_gate=gate_gradient, initial_state=d_initial)
     b_gradient = call.shrink_b(db_per_segment.view(B, H, -1).sum((0, 2)))
-    return OptionGradients(b=b_gradient, initial_state=d_initial)
+    return OptionGradients(b=b_gradient, log_gate=gate_gradient, initial_state=d_initial)
 
 
 class _Pass:
@@ -149,13 +160,14 @@ class _Pass:
             call.dtype,
             tensors[0].shape,
             tuple([x.stride() for x in tensors]),
-            call.log_decay is not None,
+            _kind_of_decay(call),
             0 if cos is None else cos.shape[1],
             b_value,
             call.normalize_qk,
         )
         self.stream = raw_stream(call.device)
-        self._options = b_tensor, call.log_decay, cos, sin  # kept here until the kernels are launched
+        log_decay = call.log_decay if call.log_gate is None else call.log_gate.float().contiguous()
+        self._options = b_tensor, log_decay, cos, sin  # kept here until the kernels are launched
         self._option_pointers = [_pointer(x) for x in self._options]
         self._tensors = [x.data_ptr() for x in tensors] + [0]
         self._row = 4 * math.prod(tensors[0].shape[:3])  # bytes of one of the stats
@@ -170,13 +182,58 @@ class _Pass:
         final: LinearAttentionState | None = None,
         scratch: int = 0,
         db: int = 0,
+        gates: tuple[int, int, int, int] = (0, 0, 0, 0),
     ) -> bytes:
-        """Those of struct Params; `stats`, `e`, `scratch` and `db` are addresses."""
+        """Those of struct Params; `stats`, `e`, `scratch`, `db` and `gates` are addresses."""
         *initial_sums, n_initial = _state_pointers(initial)
         *final_sums, _ = _state_pointers(final)
         rows = stats, stats + self._row, stats + 2 * self._row, e
         states = *initial_sums, *final_sums, scratch, n_initial, db
-        return POINTERS.pack(*operands_of[mode](self._tensors), *rows, *self._option_pointers, *states)
+        return POINTERS.pack(*operands_of[mode](self._tensors), *rows, *self._option_pointers, *states, *gates)
+
+
+class _Gates:
+    """What the kernel `gates` finds of a call's token decays for one direction, and dk's scan their gradient.
+
+    gamma, count, dG: [B, H, N] in the order of that direction (gates.cuh); without such a decay nothing.
+    """
+
+    def __init__(self, call: Call) -> None:
+        B, N, H, _ = call.shape
+        numbers = 0 if call.log_gate is None else B * H * N
+        self._memory = torch.empty(3, numbers, dtype=torch.float32, device=call.device)
+        self.dG = self._memory[2].view(B, H, -1)
+
+    def pointers(self, count_out: Tensor | None = None) -> tuple[int, int, int, int]:
+        """Those of struct Params."""
+        gamma, count, dG = (x.data_ptr() for x in self._memory)
+        return gamma, count, _pointer(count_out), dG
+
+
+def _kind_of_decay(call: Call) -> str:
+    return "PER_TOKEN" if call.log_gate is not None else "NO_DECAY" if call.log_decay is None else "PER_HEAD"
+
+
+def _gate_gradient(
+    call: Call,
+    dG: Tensor,
+    initial: LinearAttentionState | None,
+    d_initial: LinearAttentionState | None,
+    dstate: LinearAttentionState | None,
+) -> Tensor | None:
+    """The gradient of log_gate [B, N, H] from that of G_N, …, G_1 [B, H, N]: log_gate_t is in G_j for j ≥ t.
+
+    A final state's gradient dS adds ⟨dS, S⟩ to that of G_N. Nobody needs the final state for it: all gradients of
+    G add up to that of the first gate, ⟨dS₀, S₀⟩ of the initial state, which alone it scales.
+    """
+    if call.log_gate is None:
+        return None
+    if dstate is not None and dG.shape[2]:
+        dG[..., 0] -= dG.sum(-1)
+        if initial is not None and d_initial is not None:
+            dG[..., 0] += sum((x * dx).reshape(*dG.shape[:2], -1).sum(-1) for x, dx in zip(initial, d_initial, strict=True))
+    gradient = dG.cumsum(-1).flip(-1).transpose(1, 2)
+    return gradient.masked_fill(call.log_gate <= LOG_ZERO[torch.float32], 0.0)
 
 
 def _stats(plan: LaunchPlan, device: torch.device) -> Tensor:

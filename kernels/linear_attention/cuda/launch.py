@@ -2,7 +2,8 @@
 
 Forward: `states` and `prefix` (where sequences are cut into segments), then one scan.
 Backward: `row_products` for e, then a scan each for dq, dk and dv, after the states of their direction. On
-Hopper dq's scan finds e, and dk and dv share a launch.
+Hopper dq's scan finds e, and dk and dv share a launch. A decay of each token's own is summed up by `gates` first,
+in both directions.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from lingpt.kernels.linear_attention.cuda.compile import (
     native_arch,
     supported_architectures,
 )
-from lingpt.kernels.linear_attention.numerics import NORM_EPS
+from lingpt.kernels.linear_attention.numerics import LOG_ZERO, NORM_EPS
 
 SOURCE = "linear_attention.cu"
 TAGS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 HEAD_DIMS = (64, 128)
 MODES = ("FWD", "DQ", "DK", "DV")  # of a scan: modes.cuh has the table
+DECAYS = ("NO_DECAY", "PER_HEAD", "PER_TOKEN")  # a constant γ of each head, or a decay of each token's own
 THREADS = 128  # of a block of the sm_80 scan, of `prefix` and `row_products`; of an sm_90a warpgroup
+GATES_THREADS = 512  # of a block of `gates`
 
 # Shared memory, bytes (CUDA C++ Programming Guide, table of compute capabilities).
 SMALL_SHARED = ("sm_86", "sm_89", "sm_120", "sm_121")  # 99 KB a block; the others have 163 or 227
@@ -43,15 +46,16 @@ OPERANDS = {
     "DK": ("v", "do", "q", "k", "dk", None),
     "DV": ("k", "q", "do", None, "dv", None),
     "row_products": ("do", None, None, None, "o", None),
+    "gates": (None,) * 6,
 }
 operands_of = {
     mode: itemgetter(*(TENSORS.index(name) if name else -1 for name in names))
     for mode, names in OPERANDS.items()
 }
 
-# struct Params of params.cuh: 23 pointers, which are a call's own; then the layout, which all calls of a plan
+# struct Params of params.cuh: 27 pointers, which are a call's own; then the layout, which all calls of a plan
 # share: strides, six ints, three floats. The compiler checks the sizes (KernelBuild.defines).
-POINTERS, LAYOUT = struct.Struct("@23P"), struct.Struct("@18q6i3f4x")
+POINTERS, LAYOUT = struct.Struct("@27P"), struct.Struct("@18q6i3f4x")
 PARAMS_CODE = f"{POINTERS.size + LAYOUT.size}s"
 
 
@@ -68,7 +72,7 @@ class KernelBuild:
     head_dim: int
     chunk: int  # tokens
     blocks: int  # a multiprocessor, at least: bounds the registers
-    decay: bool
+    decay: str  # one of DECAYS
     rope: int  # dimensions of q and k that are rotated
     sm90: bool  # the scan of scan_sm90.cuh
 
@@ -89,10 +93,10 @@ class KernelBuild:
     @property
     def names(self) -> dict[tuple[str, str | None], str]:
         """(kernel, mode) → its instance in C++; some have no mode."""
-        D, decay = self.head_dim, str(self.decay).lower()
+        D, C, decay = self.head_dim, self.chunk, self.decay
         flags = f"{decay}, {self.rope}, {self.blocks}"
         names: dict[tuple[str, str | None], str] = {
-            (kernel, mode): f"{kernel}<{self.tag}, {D}, {self.chunk}, {mode}, {flags}>"
+            (kernel, mode): f"{kernel}<{self.tag}, {D}, {C}, {mode}, {flags}>"
             for kernel, modes in (("scan", MODES[: 2 if self.sm90 else 4]), ("states", ("FWD", "DK")))
             for mode in modes
         }
@@ -102,8 +106,10 @@ class KernelBuild:
                 names["scan_unsegmented", None] = f"scan_unsegmented<{self.tag}, {D}, {decay}, {self.rope}>"
         else:
             names["row_products", None] = f"row_products<{self.tag}, {D}>"
-        names["prefix", "FWD"] = f"prefix<{D}, false, {decay}>"
-        names["prefix", "DK"] = f"prefix<{D}, true, {decay}>"
+        for mode, reverse in (("FWD", "false"), ("DK", "true")):
+            names["prefix", mode] = f"prefix<{D}, {C}, {reverse}, {decay}>"
+            if decay == "PER_TOKEN":
+                names["gates", mode] = f"gates<{C}, {reverse}>"
         return names
 
     @property
@@ -117,17 +123,20 @@ class KernelBuild:
             "SCAN_THREADS": self.threads,
             "LAUNCH_THREADS": THREADS,
             "LAUNCH_STATE_SIZE": state_size(self.head_dim),
+            "LAUNCH_GATES_THREADS": GATES_THREADS,
             "NORM_EPS": f"{NORM_EPS}f",
+            "LOG_ZERO": f"{LOG_ZERO[torch.float32]}f",
         }
 
     def spec(self, *architectures: str) -> KernelSpec:
         return KernelSpec(SOURCE, tuple(self.names.values()), self.defines, architectures=architectures)
 
 
-def kernel_build(arch: str, dtype: torch.dtype, head_dim: int, decay: bool, rope: int) -> KernelBuild:
+def kernel_build(arch: str, dtype: torch.dtype, head_dim: int, decay: str, rope: int) -> KernelBuild:
     """The build for a card: chunks of 64 tokens where shared memory holds two stages of three tiles of them.
 
-    `rope`: a multiple of 16 up to head_dim, or 0. Hopper's warpgroups rotate within 64 columns at most.
+    `decay`: one of DECAYS. `rope`: a multiple of 16 up to head_dim, or 0. Hopper's warpgroups rotate within 64
+    columns at most.
     """
     small = arch in SMALL_SHARED
     chunk = 32 if small and head_dim == 128 else 64
@@ -143,10 +152,22 @@ def specs() -> list[KernelSpec]:
     builds: dict[KernelBuild, list[str]] = {}
     for arch in supported_architectures():
         for head_dim in HEAD_DIMS:
-            for decay, rope in ((False, 0), (False, head_dim // 4), (True, head_dim // 4)):
+            for decay, rope in _compiled_ahead(arch, head_dim):
                 build = kernel_build(arch, torch.bfloat16, head_dim, decay, rope)
                 builds.setdefault(build, []).append(arch)
     return [build.spec(*architectures) for build, architectures in builds.items()]
+
+
+def _compiled_ahead(arch: str, head_dim: int) -> list[tuple[str, int]]:
+    """(decay, rope)."""
+    model = head_dim // 4
+    gated = [("PER_TOKEN", model)] if has_token_decay(arch, model) else []
+    return [("NO_DECAY", 0), ("NO_DECAY", model), ("PER_HEAD", model), *gated]
+
+
+def has_token_decay(arch: str, rope: int) -> bool:
+    """Whether the scan for this card knows a decay of each token's own: that of sm_90a alone does."""
+    return kernel_build(arch, torch.bfloat16, HEAD_DIMS[0], "NO_DECAY", rope).sm90
 
 
 @functools.cache
@@ -233,7 +254,7 @@ class LaunchPlan:
         dtype: torch.dtype,
         shape: tuple[int, int, int, int],
         strides: tuple[tuple[int, int, int, int], ...],
-        decay: bool,
+        decay: str,
         rope: int,
         b: float | None,
         normalize: bool,
@@ -251,6 +272,7 @@ class LaunchPlan:
         if unsegmented:  # its one scan leaves a state a segment
             self.segmentation = self.segmentation._replace(sub_segments=1)
         self.states = self._states("FWD", self.segmentation)
+        self.gates = self._gates("FWD") if decay == "PER_TOKEN" else None
         if "do" in self._strides:
             self._plan_backward()
         elif unsegmented:
@@ -263,6 +285,7 @@ class LaunchPlan:
         self.reverse_segmentation = self._segmentation(scans=2) if self.build.sm90 else self.segmentation
         self.dq = self._scan("DQ", self.segmentation)
         self.reverse_states = self._states("DK", self.reverse_segmentation)
+        self.reverse_gates = self._gates("DK") if self.gates else None
         if self.build.sm90:  # dk and dv at once, as both read k, q and do; dq's scan finds e
             self.dk_dv = self._pair()
         else:
@@ -311,6 +334,11 @@ class LaunchPlan:
             self._launch("states", mode, for_states.segments - 1, layout),
             self._launch("prefix", mode, prefix_blocks, layout, threads=THREADS, shared=0),
         ]
+
+    def _gates(self, mode: str) -> Launch:
+        """A token's decays, summed up in the order of a mode."""
+        layout = self._layout("gates", self.segmentation)
+        return self._launch("gates", mode, 1, layout, threads=GATES_THREADS, shared=0)
 
     def _row_products(self) -> Launch:
         layout = self._layout("row_products", self.segmentation)

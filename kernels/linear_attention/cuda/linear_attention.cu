@@ -10,6 +10,8 @@
 //     Y = ρ A·state + κ Σ τ c + W C
 //     state = γ^chunk state + (σ C)ᵀ B
 //
+// A decay of each token's own (PER_TOKEN) takes the place of powers of γ: gates.cuh.
+//
 // There are two scans, of one algorithm:
 //     scan_sm80.cuh    from sm_80 on: four warps and mma.sync, all through the same phases
 //     scan_sm90.cuh    sm_90a (a build with SCAN_SM90): wgmma, and warpgroups with roles, so that loading, what belongs to
@@ -19,25 +21,26 @@
 //
 // Operands of the tensor cores are raw rows of q, k, v, do; norms and normalisers are applied in fp32. Sums over
 // tokens and the normaliser are fp32. Nothing is added atomically: the same inputs give the same bits.
+#include "gates.cuh"
 #ifdef SCAN_SM90
 #include "scan_sm90.cuh"
-template <typename T, int D, int CHUNK, int MODE, bool DECAY, int ROPE, bool STATES>
+template <typename T, int D, int CHUNK, int MODE, Decay DECAY, int ROPE, bool STATES>
 using Scan = ScanSm90<ConfigSm90<T, D, MODE, DECAY, ROPE, STATES, false>>;
 #else
 #include "scan_sm80.cuh"
-template <typename T, int D, int CHUNK, int MODE, bool DECAY, int ROPE, bool STATES>
-using Scan = ScanSm80<T, D, CHUNK, MODE, DECAY, ROPE, STATES>;
+template <typename T, int D, int CHUNK, int MODE, Decay DECAY, int ROPE, bool STATES>
+using Scan = ScanSm80<T, D, CHUNK, MODE, DECAY == PER_HEAD, ROPE, STATES>;
 #endif
 
 // Grid (segments, B·H). BLOCKS: of a multiprocessor, at least.
-template <typename T, int D, int CHUNK, int MODE, bool DECAY, int ROPE, int BLOCKS>
+template <typename T, int D, int CHUNK, int MODE, Decay DECAY, int ROPE, int BLOCKS>
 __global__ void __launch_bounds__(SCAN_THREADS, BLOCKS) scan(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char smem[];
   Scan<T, D, CHUNK, MODE, DECAY, ROPE, false>(p, smem).run();
 }
 
 // Grid (segments − 1, B·H); every sub-segment is a segment here. MODE: FWD, or DK for the adjoint.
-template <typename T, int D, int CHUNK, int MODE, bool DECAY, int ROPE, int BLOCKS>
+template <typename T, int D, int CHUNK, int MODE, Decay DECAY, int ROPE, int BLOCKS>
 __global__ void __launch_bounds__(SCAN_THREADS, BLOCKS) states(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char smem[];
   Scan<T, D, CHUNK, MODE, DECAY, ROPE, true>(p, smem).run();
@@ -45,14 +48,14 @@ __global__ void __launch_bounds__(SCAN_THREADS, BLOCKS) states(const __grid_cons
 
 #ifdef SCAN_SM90
 // The forward scan of whole sequences, 64 columns of o a block, with a warpgroup more than `scan`. Grid (D/64, B·H).
-template <typename T, int D, bool DECAY, int ROPE>
+template <typename T, int D, Decay DECAY, int ROPE>
 __global__ void __launch_bounds__(4 * WARPGROUP, 1) scan_unsegmented(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char smem[];
   ScanSm90<ConfigSm90<T, D, FWD, DECAY, ROPE, false, true>>(p, smem).run();
 }
 
 // dk and dv at once: what both read may come from device memory once. Grid (segments, B·H, 2).
-template <typename T, int D, bool DECAY, int ROPE, int BLOCKS>
+template <typename T, int D, Decay DECAY, int ROPE, int BLOCKS>
 __global__ void __launch_bounds__(SCAN_THREADS, BLOCKS)
     scan_pair(const __grid_constant__ Params dk, const __grid_constant__ Params dv) {
   extern __shared__ __align__(1024) char smem[];
@@ -65,13 +68,13 @@ __global__ void __launch_bounds__(SCAN_THREADS, BLOCKS)
 #endif
 
 // Scratch: what each segment adds → the state before the next one. Grid (⌈STATE_SIZE/THREADS⌉, B·H).
-template <int D, bool REVERSE, bool DECAY>
+template <int D, int CHUNK, bool REVERSE, Decay DECAY>
 __global__ void __launch_bounds__(THREADS) prefix(const __grid_constant__ Params p) {
   constexpr int SIZE = STATE_SIZE<D>;
   int i = blockIdx.x * THREADS + threadIdx.x;
   i64 bh = blockIdx.y;
   if (i >= SIZE) return;
-  float log_decay = DECAY ? p.log_decay[bh % p.H] : 0.f, decay = expf(log_decay * p.segment_len);
+  float log_decay = DECAY == PER_HEAD ? p.log_decay[bh % p.H] : 0.f, decay = expf(log_decay * p.segment_len);
   float sum = 0.f;
   if (p.initial.S) {
     float scale = REVERSE ? p.range * expf(-log_decay) : i < D * D + D ? p.inverse_range : 1.f;
@@ -80,7 +83,10 @@ __global__ void __launch_bounds__(THREADS) prefix(const __grid_constant__ Params
                                    : p.initial.v[bh * D + i - D * D - D]);
   }
   float* at = p.scratch + bh * (p.segments - 1) * SIZE + i;
-  for (int s = 0; s < p.segments - 1; s++, at += SIZE) *at = sum = sum * decay + *at;
+  for (int s = 0; s < p.segments - 1; s++, at += SIZE) {
+    if (DECAY == PER_TOKEN) decay = decay_of_segment<CHUNK>(p, bh, s);
+    *at = sum = sum * decay + *at;
+  }
 }
 
 // e = (do·o)/g of every token. y: o, a: do. D/8 lanes a row; grid (⌈N·H · D/8 / THREADS⌉, B).

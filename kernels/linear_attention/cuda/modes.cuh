@@ -12,6 +12,11 @@
 //
 // where r_x = 1/‖x‖, g is the normaliser and e = (do·o)/g (docs/kernel.md derives it from the paper's eq. 16–21). In
 // reverse j ≤ i counts from the end: a token's position is its place in its mode's order.
+//
+// With a decay of each token's own g_t, exp(G_i − G_j) takes the place of γ^(i−j), G_i = Σ_{t≤i} g_t (gates.cuh). DK then also
+// finds the gradient of G, from k̂·dk̂ and sums that it has:
+//
+//     dG_j = Σ_{i≥j} exp(G_i − G_j) e_i − v_j·Σ_{i≥j} exp(G_i − G_j) do_i/g_i − k̂_j·dk̂_j
 #pragma once
 #include "params.cuh"
 #include "ptx/shared_memory.cuh"

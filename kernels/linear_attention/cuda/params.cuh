@@ -4,6 +4,8 @@
 
 constexpr int THREADS = 128;  // of a block of the sm_80 scan, of `prefix` and of `row_products`
 
+enum Decay { NO_DECAY, PER_HEAD, PER_TOKEN };  // a constant γ of each head, or a decay of each token's own
+
 enum Operand { A, B, C, UNIT, Y, O };  // of Params::tensors
 
 struct State {  // fp32: S [BH, D, D] key by value, key vector [BH, D], value vector [BH, D]; any may be null
@@ -20,12 +22,16 @@ struct Params {
   float *g, *rq, *rk;        // [BH, N]: written by FWD, read by the others
   float* e;                  // [BH, N]
   const float* coefficient;  // b per head [H], or null: b_value
-  const float* log_decay;    // [H], natural logarithm, with DECAY
+  const float* log_decay;    // natural logarithm: [H] with PER_HEAD, [B, N, H] with PER_TOKEN
   const float *cos, *sin;    // [N, rope], with ROPE
   State initial, final;      // of the whole sequence
   float* scratch;  // [BH, (segments − 1)·sub_segments, STATE_SIZE]: the states after all sub-segments but the last's
   const float* n_initial;  // [BH] or null
   float* db;               // [BH, segments]: DQ's sums of q̂·y
+  // PER_TOKEN, by position: what gates.cuh finds before a scan, and DK's gradient of G
+  float *gamma, *count;             // [BH, N]
+  float* count_out;                 // [BH] or null
+  float* dG;                        // [BH, N]
 
   // The layout, which follows from shapes, strides and options.
   Strides strides[6];               // of the tensors

@@ -2,6 +2,7 @@
 #pragma once
 #include "ptx/mbarrier.cuh"
 #include "ptx/wgmma.cuh"
+#include "gates.cuh"
 #include "scan_sm90_layout.cuh"
 #include "segments.cuh"
 
@@ -12,7 +13,8 @@ struct BlockSm90 {
   using States = SegmentStates<typename CONFIG::T, CONFIG::MODE, CONFIG::D>;
   using Stage = PipelineState<Shared::STAGES>;
   static constexpr int D = CONFIG::D, CHUNK = CONFIG::CHUNK, GROUPS = CONFIG::GROUPS, PANELS = CONFIG::PANELS;
-  static constexpr bool DECAY = CONFIG::DECAY, STATES = CONFIG::STATES, UNSEGMENTED = CONFIG::UNSEGMENTED;
+  static constexpr Decay DECAY = CONFIG::DECAY;
+  static constexpr bool STATES = CONFIG::STATES, UNSEGMENTED = CONFIG::UNSEGMENTED;
 
   const Params& p;
   char* smem;
@@ -32,7 +34,7 @@ struct BlockSm90 {
       reinterpret_cast<u16**>(smem + Shared::HEADS)[tid] = first + last;
     }
     if (tid == CHUNK + 1) powers[tid] = p.coefficient ? p.coefficient[h] : p.b_value;
-    log2_decay = DECAY ? p.log_decay[h] * LOG2_E : 0.f;
+    log2_decay = DECAY == PER_HEAD ? p.log_decay[h] * LOG2_E : 0.f;
     if (CONFIG::DECAYS_PAST && tid < 16 + CHUNK + 1) {
       float power = tid < 16 ? 0.f : exp2f(log2_decay * (tid - 16));
       powers[tid - 16] = power;
@@ -74,7 +76,7 @@ struct BlockSm90 {
   }
   DEVICE int token(int position) const { return Traits::token(p, position); }
   DEVICE i64 stat(int position) const { return i64(bh()) * p.N + token(position); }  // of [BH, N]
-  DEVICE float power(int i) const { return DECAY ? powers[i] : 1.f; }
+  DEVICE float power(int i) const { return DECAY == PER_HEAD ? powers[i] : 1.f; }
   DEVICE float coefficient() const { return powers[CHUNK + 1]; }  // b
   // Row `position` of tensor a, b, c, unit, y or o (0 … 5).
   DEVICE u16* row(int tensor, int position) const { return Traits::row(p, base + Shared::HEADS, tensor, position); }
@@ -114,6 +116,8 @@ struct BlockSm90 {
   }
 
   struct Coefficients {
+    float *from_start, *gamma;  // PER_TOKEN: exp(Γ), and Γ in powers of two
+    float *inverse_g, *dG;      // COMPUTES_DG
     float *sigma, *tau, *rho, *kappa;
     float* row;  // DQ, DK: 1/‖x‖; FWD: the normaliser's part that all keys before share, then 1/g
     u16* sigma_end;
@@ -121,13 +125,26 @@ struct BlockSm90 {
   };
   DEVICE Coefficients coefficients(int stage) const {
     float* x = reinterpret_cast<float*>(smem + Shared::COEFFICIENTS + stage * Shared::STAGE_COEFFICIENTS);
-    float *tau = x + CHUNK, *rho = tau + CONFIG::HAS_TAU * CHUNK;
+    float *from_start = x, *gamma = from_start + CONFIG::HAS_FROM_START * CHUNK;
+    float *inverse_g = gamma + CONFIG::HAS_GAMMA * CHUNK, *dG = inverse_g + CONFIG::COMPUTES_DG * CHUNK;
+    float *sigma = dG + CONFIG::COMPUTES_DG * CHUNK;
+    float *tau = sigma + CHUNK, *rho = tau + CONFIG::HAS_TAU * CHUNK;
     float *kappa = rho + CONFIG::HAS_RHO * CHUNK, *row = kappa + CONFIG::HAS_KAPPA * CHUNK;
     u16* end = reinterpret_cast<u16*>(x + CONFIG::VECTORS * CHUNK);
-    return {x, tau, rho, kappa, row, end, reinterpret_cast<float*>(end + CHUNK)};
+    return {from_start, gamma, inverse_g, dG, sigma, tau, rho, kappa, row, end, reinterpret_cast<float*>(end + CHUNK)};
   }
   // DQ: Σ q̂·y, the gradient of b, by token of a chunk.
   DEVICE float* db_sums() const { return reinterpret_cast<float*>(smem + Shared::DB_SUMS); }
+
+  // COMPUTES_DG: Σ ζ b from before, a number a column.
+  DEVICE float* b_sum() const { return reinterpret_cast<float*>(smem + Shared::B_SUM); }
+  // What is left after a chunk of what came before it, of token `i` at the chunk's end, and of the former in row `i`.
+  DEVICE float whole(const Coefficients& c, int len) const {
+    return DECAY == PER_TOKEN ? c.from_start[CHUNK - 1] : power(len);
+  }
+  DEVICE float from_start(const Coefficients& c, int i) const {
+    return DECAY == PER_TOKEN ? c.from_start[i] : power(i + 1);
+  }
 
   // ---------------------------------------------------------------------------------------- states in and out
   // No pointer here may be null, and tested: ptxas 13.0 was seen to test one before its zero was there.
@@ -139,7 +156,8 @@ struct BlockSm90 {
     return STATES || ((UNSEGMENTED || segment() == p.segments - 1) && CONFIG::MODE != DQ && p.final.S);
   }
   DEVICE StateTarget final() const {
-    return STATES ? before_segment(segment() + 1) : States::final(p, bh(), log2_decay);
+    const bool own = DECAY == PER_TOKEN && Traits::REVERSE;
+    return STATES ? before_segment(segment() + 1) : States::final(p, bh(), own ? log2_gate(p, bh(), 0) : log2_decay);
   }
   struct NextSegment {  // UNSEGMENTED: where the next segment begins, before which the state is left in the scratch
     int position, index;

@@ -10,12 +10,13 @@ struct SharedSm90;
 
 // STATES: only what a segment adds to the state. UNSEGMENTED: a block has 64 columns of y and a whole sequence, and
 // leaves the states before the segments in the scratch on the way.
-template <typename T_, int D_, int MODE_, bool DECAY_, int ROPE_, bool STATES_, bool UNSEGMENTED_>
+template <typename T_, int D_, int MODE_, Decay DECAY_, int ROPE_, bool STATES_, bool UNSEGMENTED_>
 struct ConfigSm90 {
   using T = T_;
   using Traits = ModeTraits<T, MODE_>;
   static constexpr int D = D_, MODE = MODE_, ROPE = ROPE_;
-  static constexpr bool DECAY = DECAY_, STATES = STATES_, UNSEGMENTED = UNSEGMENTED_;
+  static constexpr Decay DECAY = DECAY_;
+  static constexpr bool STATES = STATES_, UNSEGMENTED = UNSEGMENTED_;
   static_assert(!UNSEGMENTED || MODE == FWD, "the others project a whole row, or read what another scan left");
   static_assert(ROPE <= PANEL_COLUMNS, "columns that rotate together must be in one group");
 
@@ -26,13 +27,17 @@ struct ConfigSm90 {
 
   static constexpr bool PROJECTS = Traits::PROJECTS && !STATES;
   static constexpr bool NORMALISES = MODE == FWD && !STATES;  // Σ ζ b is needed on the way, times queries
-  static constexpr bool SUMS_B = MODE == FWD || STATES;
   static constexpr bool COMPUTES_E = MODE == DQ, COMPUTES_DB = MODE == DQ && !STATES;
+  static constexpr bool COMPUTES_DG = DECAY == PER_TOKEN && MODE == DK && !STATES;  // needs Σ ζ b, too, times values
+  static constexpr bool SUMS_B = MODE == FWD || STATES || COMPUTES_DG;
 
   // Which vectors, a number a token, a chunk has besides σ. The other factors of W are 1, or another of the mode's:
   // DQ's τ is its σ.
   static constexpr bool HAS_RHO = MODE != DK, HAS_KAPPA = MODE == DQ, HAS_TAU = Traits::REVERSE, HAS_ROW = MODE != DV;
-  static constexpr int VECTORS = STATES ? 0 : 1 + HAS_RHO + HAS_KAPPA + HAS_TAU + HAS_ROW;
+  // With PER_TOKEN also exp(Γ), Γ, and where dG is found 1/g and what is known of it.
+  static constexpr bool HAS_FROM_START = DECAY == PER_TOKEN, HAS_GAMMA = HAS_FROM_START && !STATES;
+  static constexpr int VECTORS = HAS_FROM_START + HAS_GAMMA + 2 * COMPUTES_DG +
+                                 (STATES ? 0 : 1 + HAS_RHO + HAS_KAPPA + HAS_TAU + HAS_ROW);
 
   // Which tile holds y on its way out: one that is no longer needed, unless another group's outputs may still read it.
   static constexpr int Y_TILE = PROJECTS ? UNIT : A;
@@ -41,10 +46,10 @@ struct ConfigSm90 {
   static constexpr bool COPIER_STORES_Y = (MODE != FWD && !STATES) || UNSEGMENTED;
 
   // Scores keep powers of γ in registers where those are enough.
-  static constexpr bool KEEPS_POWERS = DECAY && D == 128 && !STATES;
+  static constexpr bool KEEPS_POWERS = DECAY == PER_HEAD && D == 128 && !STATES;
   // Where registers are fewest, a product with γ = 1 leads ptxas to an order of instructions that needs no more than
   // there are.
-  static constexpr bool DECAYS_PAST = DECAY || (D == 64 && ROPE && HAS_KAPPA);
+  static constexpr bool DECAYS_PAST = DECAY == PER_HEAD || (D == 64 && ROPE && HAS_KAPPA);
 
   using Shared = SharedSm90<ConfigSm90>;
 };
@@ -73,7 +78,8 @@ struct SharedSm90 {  // byte offsets; tiles first: swizzled, aligned to 1024
   // where a row is projected: x̂·y of two chunks, a part of each output warp; and two numbers a token and group
   static constexpr int PARTIAL_DOTS = DB_SUMS + CHUNK * 4;
   static constexpr int PROJECTIONS = PARTIAL_DOTS + (PROJECTS ? 2 * 4 * GROUPS * CHUNK * 4 : 0);
-  static constexpr int POWERS = PROJECTIONS + (PROJECTS ? GROUPS * CHUNK * 8 : 0);
+  static constexpr int B_SUM = PROJECTIONS + (PROJECTS ? GROUPS * CHUNK * 8 : 0);  // with dG: Σ ζ b from before
+  static constexpr int POWERS = B_SUM + (CONFIG::COMPUTES_DG ? D * 4 : 0);
   // From one table of powers to its copy: odd, so that in one of them a pair is aligned. A table has 16 zeros before
   // it.
   static constexpr int POWERS_TABLE = 16 + CHUNK + 5;

@@ -22,7 +22,7 @@ struct OutputsSm90 {
   static constexpr int D = CONFIG::D, CHUNK = CONFIG::CHUNK, MODE = CONFIG::MODE, ROPE = CONFIG::ROPE;
   static constexpr int GROUPS = CONFIG::GROUPS, D_STEPS = CONFIG::D_STEPS, CHUNK_STEPS = CONFIG::CHUNK_STEPS;
   static constexpr bool STATES = CONFIG::STATES, PROJECTS = CONFIG::PROJECTS, UNSEGMENTED = CONFIG::UNSEGMENTED;
-  static constexpr bool DECAYS_PAST = CONFIG::DECAYS_PAST;
+  static constexpr bool DECAYS_PAST = CONFIG::DECAYS_PAST, PER_TOKEN_DECAY = CONFIG::DECAY == PER_TOKEN;
 
   static DEVICE void run(Block& block) {
     float state[D / 8][4];
@@ -44,8 +44,8 @@ struct OutputsSm90 {
       u32 own[CHUNK_STEPS][4], left[CHUNK_STEPS][4];
       float y[8][4];
       if (!STATES) multiply_state(block, y, state, stage);
-      decay_state(block, state, len);
-      if (STATES) sums.decay(block, len);
+      decay_state(block, state, block.whole(c, len));
+      if (STATES) sums.decay(block, block.whole(c, len));
       block.forget_addresses();
       read_own(block, own, block.tile(stage, C));
       if (!STATES) scale_past(block, y, c);
@@ -115,9 +115,8 @@ struct OutputsSm90 {
           to.S[Block::States::element(state_row(block, half), 8 * j + 2 * block.t + x)] =
               to.scale * state[j][2 * half + x];
   }
-  static DEVICE void decay_state(const Block& block, float (&state)[D / 8][4], int len) {
+  static DEVICE void decay_state(const Block& block, float (&state)[D / 8][4], float decay) {
     if (!CONFIG::DECAY) return;
-    float decay = block.power(len);
 #pragma unroll
     for (int j = 0; j < D / 8; j++)
 #pragma unroll
@@ -148,13 +147,17 @@ struct OutputsSm90 {
       float2 rho = make_float2(1.f, 1.f), kappa = rho;
       if (CONFIG::HAS_RHO) rho = *reinterpret_cast<float2*>(c.rho + 8 * n + 2 * block.t);
       if (CONFIG::HAS_KAPPA) kappa = *reinterpret_cast<float2*>(c.kappa + 8 * n + 2 * block.t);
+      if (PER_TOKEN_DECAY) {
+        float2 left = *reinterpret_cast<float2*>(c.from_start + 8 * n + 2 * block.t);
+        past[0] = left.x * step, past[1] = left.y * step;  // γ = 1
+      }
       scale[n][0] = past[0] * rho.x, scale[n][1] = past[1] * rho.y;
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         shift[n][2 * half] = past[0] * kappa.x * c_sum[half];
         shift[n][2 * half + 1] = past[1] * kappa.y * c_sum[half];
       }
-      past[0] *= step, past[1] *= step;
+      if (!PER_TOKEN_DECAY) past[0] *= step, past[1] *= step;
     };
     if (UNSEGMENTED) {
 #pragma unroll
@@ -235,7 +238,7 @@ struct OutputsSm90 {
       if (ANGLES > 1) read_angles(block, angles, position, 0);
     }
     block.sync_outputs();
-    if (int token = block.tid % WARPGROUP; token < CHUNK) write_projection(block, token, stage, parity);
+    if (int token = block.tid % WARPGROUP; token < CHUNK) write_projection(block, token, stage, parity, position);
     block.sync_group();
     u32 to = own_y(block, stage, parity);
 #pragma unroll
@@ -260,7 +263,7 @@ struct OutputsSm90 {
     }
   }
   // A token's x·y from all warps' parts; its (out, along) for this group.
-  static DEVICE void write_projection(Block& block, int token, int stage, int parity) {
+  static DEVICE void write_projection(Block& block, int token, int stage, int parity, int position) {
     const Params& p = block.p;
     const float* from = partial_dots(block, parity) + token;
     float dot = 0.f;
@@ -271,6 +274,8 @@ struct OutputsSm90 {
     *reinterpret_cast<float2*>(group_projections(block) + 2 * token) = make_float2(out, along);
     // rows past the end have norm 0
     if (CONFIG::COMPUTES_DB && block.tid < CHUNK) block.db_sums()[block.tid] += norm * dot * Traits::scale_y(p);
+    if (CONFIG::COMPUTES_DG && block.tid < CHUNK && position + token < p.N)
+      p.dG[i64(block.bh()) * p.N + position + token] = block.coefficients(stage).dG[token] - norm * dot * Traits::scale_y(p);
   }
   static DEVICE float* group_projections(const Block& block) {
     return reinterpret_cast<float*>(block.smem + Shared::PROJECTIONS) + block.group() * 2 * CHUNK;

@@ -14,6 +14,7 @@ struct RunningSumsSm90 {
   using Block = BlockSm90<CONFIG>;
   static constexpr int CHUNK = CONFIG::CHUNK, GROUPS = CONFIG::GROUPS, PANELS = CONFIG::PANELS;
   static constexpr bool STATES = CONFIG::STATES, NORMALISES = CONFIG::NORMALISES;
+  static constexpr bool STORES_B = STATES || CONFIG::MODE == FWD;  // DV has what DK would
   static constexpr int C_PANELS = STATES ? 1 : GROUPS, B_PANELS = STATES ? 1 : CONFIG::SUMS_B ? PANELS : 0;
 
   float c[C_PANELS][1][4], b[B_PANELS ? B_PANELS : 1][1][4];
@@ -51,14 +52,13 @@ struct RunningSumsSm90 {
   DEVICE void start_chunk(Block& block, int stage, int slot, int len) {
     block.sync_token_stats();  // τ and ζ are written, and rows are rotated
     block.forget_addresses();
-    decay(block, len);
+    decay(block, block.whole(block.coefficients(stage), len));
     warpgroup_arrive();
     add_chunk(block, stage, slot);
     warpgroup_commit();
   }
-  DEVICE void decay(const Block& block, int len) {
+  DEVICE void decay(const Block& block, float decay) {
     if (!CONFIG::DECAY) return;
-    const float decay = block.power(len);
     each(block, [&](float (&sum)[1][4], int, int) {
 #pragma unroll
       for (int i = 0; i < 4; i++) sum[0][i] *= decay;
@@ -91,6 +91,14 @@ struct RunningSumsSm90 {
       split<T, 3>([&](int part) { return block.in_eight_rows(panel, part, column(block, 0, block.t % 2)); }, own);
     }
   }
+  // COMPUTES_DG: Σ ζ b to shared memory; it is read there before the next chunk's is written.
+  DEVICE void write_b(const Block& block) const {
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+      for (int i = 0; i < B_PANELS; i++)
+        if (block.t == 1) block.b_sum()[column(block, i, half)] = total(b[i], half);
+  }
   DEVICE void load(const Block& block) {
     *this = {};
     if (!block.has_initial()) return;
@@ -112,7 +120,7 @@ struct RunningSumsSm90 {
       for (int i = 0; i < C_PANELS; i++)
         if (block.t == 0) to.c[block.first_column() + column(block, i, half)] = to.scale_c * total(c[i], half);
 #pragma unroll
-      for (int i = 0; i < B_PANELS; i++)
+      for (int i = 0; i < (STORES_B ? B_PANELS : 0); i++)
         if (block.t == 1 && block.panel() == 0) to.b[column(block, i, half)] = to.scale_b * total(b[i], half);
     }
   }

@@ -12,7 +12,8 @@ struct ScoresSm90 {
   using Copies = CopiesSm90<CONFIG>;
   using Coefficients = typename Block::Coefficients;
   static constexpr int CHUNK = CONFIG::CHUNK, MODE = CONFIG::MODE, D_STEPS = CONFIG::D_STEPS;
-  static constexpr bool DECAY = CONFIG::DECAY, KEEPS_POWERS = CONFIG::KEEPS_POWERS;
+  static constexpr Decay DECAY = CONFIG::DECAY;
+  static constexpr bool KEEPS_POWERS = CONFIG::KEEPS_POWERS, COMPUTES_DG = CONFIG::COMPUTES_DG;
 
   // Chunk by chunk: W of this one; then the one before, when all are done with it: y out, and the next tiles in.
   template <bool SCORES, bool COPIES>
@@ -53,6 +54,7 @@ struct ScoresSm90 {
   // Of a thread's two rows: what W is made of, and the sums of what became of it.
   struct Rows {
     float rho[2], kappa[2], sum[2];
+    float gamma[2];  // PER_TOKEN
   };
   // Powers of γ by how far a lane's rows of W are ahead of its columns: γ^(ahead + 8 − 8i) and γ^(ahead + 7 − 8i).
   struct Powers {
@@ -78,13 +80,18 @@ struct ScoresSm90 {
     block.forget_addresses();
     const Coefficients c = block.coefficients(stage);
     const int first = block.first_row() + block.g;
-    Rows rows = {{1.f, 1.f}, {1.f, 1.f}, {0.f, 0.f}};
+    Rows rows = {{1.f, 1.f}, {1.f, 1.f}, {0.f, 0.f}, {0.f, 0.f}};
     if (CONFIG::HAS_RHO) rows.rho[0] = c.rho[first], rows.rho[1] = c.rho[first + 8];
     if (CONFIG::HAS_KAPPA) rows.kappa[0] = c.kappa[first], rows.kappa[1] = c.kappa[first + 8];
+    if (DECAY == PER_TOKEN) rows.gamma[0] = c.gamma[first], rows.gamma[1] = c.gamma[first + 8];
 #pragma unroll
     for (int tile = 0; tile < 4; tile++)  // of 16 × 16
       if (tile <= block.warp % 4) compute_tile(block, rows, x, c, tile, parity, powers);
     if (MODE == FWD) normalisers(block, rows, past, c, position);
+    if (COMPUTES_DG) {
+      float sum = sum_of_row(block, rows);
+      if (block.t < 2) c.dG[first + 8 * block.t] -= sum;
+    }
   }
   // Of four lanes, the first finishes one row and the second the other.
   static DEVICE void normalisers(Block& block, Rows& rows, const float (&past)[1][4], const Coefficients& c,
@@ -93,17 +100,22 @@ struct ScoresSm90 {
 #pragma unroll
     for (int half = 0; half < 2; half++)
       rows.sum[half] +=
-          block.power(first + 8 * half + 1) * rows.rho[half] * (past[0][2 * half] + past[0][2 * half + 1]);
-    const bool second = block.t % 2;
-    float sum =
-        (second ? rows.sum[1] : rows.sum[0]) + __shfl_xor_sync(FULL_WARP, second ? rows.sum[0] : rows.sum[1], 1);
-    sum += __shfl_xor_sync(FULL_WARP, sum, 2);
+          block.from_start(c, first + 8 * half) * rows.rho[half] * (past[0][2 * half] + past[0][2 * half + 1]);
+    const float sum = sum_of_row(block, rows);
     if (block.t < 2) {
-      const int row = first + 8 * second;
+      const int row = first + 8 * block.t;
       float normaliser = sum + c.row[row];
       c.row[row] = reciprocal(normaliser);
       if (block.panel() == 0 && position + row < block.p.N) block.p.g[block.stat(position + row)] = normaliser;
     }
+  }
+
+  // Of four lanes: the first row's sum in the first, the second row's in the second.
+  static DEVICE float sum_of_row(const Block& block, const Rows& rows) {
+    const bool second = block.t % 2;
+    float sum =
+        (second ? rows.sum[1] : rows.sum[0]) + __shfl_xor_sync(FULL_WARP, second ? rows.sum[0] : rows.sum[1], 1);
+    return sum + __shfl_xor_sync(FULL_WARP, sum, 2);
   }
 
   static DEVICE void compute_tile(const Block& block, Rows& rows, const float (&x)[8][4], const Coefficients& c,
@@ -114,12 +126,23 @@ struct ScoresSm90 {
       int j = 16 * tile + 8 * m + 2 * block.t;
       float2 sigma = *reinterpret_cast<float2*>(c.sigma + j), tau = make_float2(1.f, 1.f);
       if (CONFIG::HAS_TAU) tau = *reinterpret_cast<float2*>(c.tau + j);
+      float2 gamma = make_float2(0.f, 0.f), inverse_g = gamma;
+      if (DECAY == PER_TOKEN) gamma = *reinterpret_cast<float2*>(c.gamma + j);
+      if (COMPUTES_DG) inverse_g = *reinterpret_cast<float2*>(c.inverse_g + j);
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         float2 decay = powers_of(block, powers, tile, half - m);
         int by = ahead(block) - 16 * tile + 8 * (half - m);
-        float w0 = score(rows, half, sigma.x, tau.x, x[2 * tile + m][2 * half], by, decay.x);
-        float w1 = score(rows, half, sigma.y, tau.y, x[2 * tile + m][2 * half + 1], by - 1, decay.y);
+        if (DECAY == PER_TOKEN)
+          decay = make_float2(by >= 0 ? power_of_two(rows.gamma[half] - gamma.x) : 0.f,
+                              by >= 1 ? power_of_two(rows.gamma[half] - gamma.y) : 0.f);
+        float x0 = x[2 * tile + m][2 * half], x1 = x[2 * tile + m][2 * half + 1];
+        if (COMPUTES_DG) {
+          x0 *= inverse_g.x, x1 *= inverse_g.y;
+          rows.sum[half] += decay.x * x0, rows.sum[half] += decay.y * x1;
+        }
+        float w0 = score(rows, half, sigma.x, tau.x, x0, by, decay.x);
+        float w1 = score(rows, half, sigma.y, tau.y, x1, by - 1, decay.y);
         u32 pair = pack<T>(w0, w1);
         pairs[2 * m + half] = pair;
         float2 rounded = unpack<T>(pair);  // the normaliser adds what the tensor cores multiply by
@@ -145,7 +168,7 @@ struct ScoresSm90 {
   }
   static DEVICE float2 powers_of(const Block& block, const Powers& powers, int tile, int below) {  // 8·below rows on
     if (KEEPS_POWERS) return powers.of[1 + 2 * tile - below];
-    if (!DECAY) return make_float2(1.f, 1.f);
+    if (DECAY != PER_HEAD) return make_float2(1.f, 1.f);
     const float* second =
         block.powers + (block.g % 2 ? 0 : Shared::POWERS_TABLE) + ahead(block) - 16 * tile + 8 * below - 1;
     float2 pair = *reinterpret_cast<const float2*>(second);

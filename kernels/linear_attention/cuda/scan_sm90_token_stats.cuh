@@ -14,7 +14,8 @@ struct TokenStatsSm90 {
   using Stage = typename Block::Stage;
   static constexpr int D = CONFIG::D, CHUNK = CONFIG::CHUNK, PANELS = CONFIG::PANELS;
   static constexpr int MODE = CONFIG::MODE, ROPE = CONFIG::ROPE;
-  static constexpr bool DECAY = CONFIG::DECAY, STATES = CONFIG::STATES, COMPUTES_E = CONFIG::COMPUTES_E;
+  static constexpr Decay DECAY = CONFIG::DECAY;
+  static constexpr bool STATES = CONFIG::STATES, COMPUTES_E = CONFIG::COMPUTES_E, COMPUTES_DG = CONFIG::COMPUTES_DG;
 
   // For RoPE a thread has ITEMS items of each tile; a model's few have their angles read a chunk ahead.
   using R = Rope<T, MODE, ROPE>;
@@ -26,12 +27,14 @@ struct TokenStatsSm90 {
 
   static DEVICE void run(Block& block) {
     const Params& p = block.p;
-    float n = MODE == FWD ? tokens_before<DECAY>(p, block.bh(), block.log2_decay, block.begin()) : 0.f;
-    const float chunk_tokens = MODE == FWD ? count_tokens<DECAY>(block.log2_decay, CHUNK) : 0.f;
+    constexpr bool POWERS = DECAY == PER_HEAD, COUNTS = MODE == FWD && DECAY != PER_TOKEN;
+    float n = COUNTS ? tokens_before<POWERS>(p, block.bh(), block.log2_decay, block.begin()) : 0.f;
+    const float chunk_tokens = COUNTS ? count_tokens<POWERS>(block.log2_decay, CHUNK) : 0.f;
     RunningSumsSm90<CONFIG> sums;
     block.forget_addresses();
     if (!STATES) sums.load(block);
     Saved next = MODE == FWD ? Saved{} : read_saved(block, block.begin());
+    Gate gate = READS_GATES_AHEAD ? read_gate(block, block.begin()) : Gate{};
     ChunkAngles angles;
     if (READS_ANGLES_AHEAD) read_angles(block, angles, block.begin());
     auto segment = block.next_segment();
@@ -41,15 +44,18 @@ struct TokenStatsSm90 {
       block.forget_addresses();
       const int stage = current.stage(), len = min(CHUNK, p.N - position);
       const int slot = STATES ? stage : u32(position - block.begin()) / CHUNK % 2;  // of τ and ζ
+      if (!READS_GATES_AHEAD && !COMPUTES_E) gate = read_gate(block, position);
       mbarrier_wait(block.empty(stage), current.phase() ^ 1);  // the coefficients' old readers, too, are done
-      chunk(block, current, slot, position, len, n, next, angles);
-      if (MODE == FWD) n = DECAY ? n * block.power(CHUNK) + chunk_tokens : n + CHUNK;
+      chunk(block, current, slot, position, len, n, next, gate, angles);
+      if (COUNTS) n = DECAY ? n * block.power(CHUNK) + chunk_tokens : n + CHUNK;
       if (!STATES) {
         sums.wait(block);
         if (position > block.begin()) mbarrier_arrive(block.empty(current.previous()));
         if (block.enters(segment, position)) sums.store(block, block.before_segment(++segment.index));
         sums.write(block, stage);
+        if (COMPUTES_DG) start_dG(block, sums, stage, gate);
       }
+      if (READS_GATES_AHEAD) gate = read_gate(block, position + CHUNK);
       fence_shared();  // what was copied, rotated and written, for the warpgroups' products
       mbarrier_arrive(block.ready(stage));
       if (READS_ANGLES_AHEAD) read_angles(block, angles, position + CHUNK);
@@ -79,43 +85,68 @@ struct TokenStatsSm90 {
     return s;
   }
 
+  static constexpr bool READS_GATES_AHEAD = DECAY == PER_TOKEN && D == 128;  // registers are few
+  // PER_TOKEN: of a row's token Γ, that of the chunk's last token, and what gates.cuh counts.
+  struct Gate {
+    float gamma, last, count;
+  };
+  static DEVICE Gate read_gate(const Block& block, int position) {
+    const Params& p = block.p;
+    if (DECAY != PER_TOKEN || position >= p.N) return {0.f, 0.f, 0.f};
+    const i64 first = i64(block.bh()) * p.N;
+    const i64 row = first + min(position + row_of_thread(block), p.N - 1);
+    const bool counts = MODE == FWD ? !STATES : COMPUTES_DG;
+    return {p.gamma[row], p.gamma[first + min(position + CHUNK, p.N) - 1], counts ? p.count[row] : 0.f};
+  }
+  // Where rows past the end have the last one's Γ: what is left at the chunk's end of row `i`.
+  static DEVICE float to_end(const Block& block, const Gate& gate, int len, int i) {
+    return i >= len ? 0.f : DECAY == PER_TOKEN ? power_of_two(gate.last - gate.gamma) : block.power(len - 1 - i);
+  }
+  static DEVICE void write_gate(const Coefficients& c, const Gate& gate, int i) {
+    if (DECAY == PER_TOKEN) c.from_start[i] = power_of_two(gate.gamma);
+    if (CONFIG::HAS_GAMMA) c.gamma[i] = gate.gamma;
+  }
+
   // A chunk's numbers into shared memory; `next`: what was saved of its tokens, then of the next chunk's.
   static DEVICE void chunk(Block& block, const Stage& current, int slot, int position, int len, float n, Saved& next,
-                           const ChunkAngles& angles) {
+                           Gate& gate, const ChunkAngles& angles) {
     const int stage = current.stage();
     const Coefficients c = block.coefficients(stage);
     uint4 o[4][PANELS];
     if (COMPUTES_E) read_o(block, o, position);
-    if (MODE != FWD && !COMPUTES_E) write_coefficients(block, c, next, len, block.thread(), slot);
+    if (MODE != FWD && !COMPUTES_E) write_coefficients(block, c, next, gate, len, block.thread(), slot);
     mbarrier_wait(block.full(stage), current.phase());
     if (ROPE) rotate_tiles(block, stage, position, angles);
     if (MODE == FWD) {
       if (ROPE) block.sync_token_stats();
-      norms(block, c, stage, position, len, n, slot);
+      norms(block, c, stage, position, len, n, gate, slot);
     }
     if (COMPUTES_E) {
       block.forget_addresses();
       row_products(block, o, block.tile(stage, A), c.row);
+      if (!READS_GATES_AHEAD) gate = read_gate(block, position);
       block.sync_token_stats();
       next.e = next.g != 0.f ? c.row[block.thread() % CHUNK] / next.g : 0.f;
       if (block.thread() < len) block.p.e[block.stat(position + block.thread())] = next.e;
-      write_coefficients(block, c, next, len, block.thread(), slot);
+      write_coefficients(block, c, next, gate, len, block.thread(), slot);
     }
     if (MODE != FWD) next = read_saved(block, position + CHUNK);
   }
 
   // σ, τ, ρ, κ of a token, from what was saved. Rows past the end count nothing.
-  static DEVICE void write_coefficients(const Block& block, const Coefficients& c, const Saved& s, int len, int i,
-                                        int slot) {
+  static DEVICE void write_coefficients(const Block& block, const Coefficients& c, const Saved& s, const Gate& gate,
+                                        int len, int i, int slot) {
     if (i >= CHUNK) return;
     const Params& p = block.p;
     bool ok = i < len;
     const TokenStats stats = {ok ? reciprocal(s.g) : 0.f, s.e, s.r, s.unit};
     float sigma = Traits::sigma(block, stats), tau = Traits::tau(block, stats);
     float rho = Traits::rho(block, stats), kappa = Traits::kappa(block, stats);
-    float decay = ok ? block.power(len - 1 - i) : 0.f;
+    float decay = to_end(block, gate, len, i);
+    write_gate(c, gate, i);
+    if (COMPUTES_DG) c.inverse_g[i] = stats.inverse_g;
     if (!STATES) {
-      c.sigma[i] = sigma;
+      c.sigma[i] = COMPUTES_DG ? Traits::sigma(block, {1.f, s.e, s.r, s.unit}) : sigma;
       if (CONFIG::HAS_TAU) c.tau[i] = tau;
       if (CONFIG::HAS_RHO) c.rho[i] = rho;
       if (CONFIG::HAS_KAPPA) c.kappa[i] = kappa;
@@ -135,10 +166,11 @@ struct TokenStatsSm90 {
   // Forward, a row a thread: of queries ρ and the normaliser's part that all keys before share, of keys σ. `states`
   // needs keys alone, and has two threads for each.
   static constexpr int ROW_THREADS = STATES ? 2 : 1;
+  static DEVICE int row_of_thread(const Block& block) { return block.thread() / (MODE == FWD ? ROW_THREADS : 1) % CHUNK; }
   static DEVICE void norms(const Block& block, const Coefficients& c, int stage, int position, int len, float n,
-                           int slot) {
+                           const Gate& gate, int slot) {
     const Params& p = block.p;
-    const int i = block.thread() / ROW_THREADS % CHUNK;
+    const int i = row_of_thread(block);
     const bool ok = i < len, key = STATES || block.thread() >= CHUNK;
     float square = squared_norm(block, block.tile(stage, key ? B : A), i, block.thread() % ROW_THREADS);
     if (ROW_THREADS == 2) square += __shfl_xor_sync(FULL_WARP, square, 1);
@@ -146,13 +178,16 @@ struct TokenStatsSm90 {
     if (!STATES && block.panel() == 0 && ok) (key ? p.rk : p.rq)[block.stat(position + i)] = r;
     const TokenStats stats = {0.f, 0.f, r, r};
     if (key) {
-      float sigma = ok ? Traits::sigma(block, stats) : 0.f, decay = ok ? block.power(len - 1 - i) : 0.f;
+      float sigma = ok ? Traits::sigma(block, stats) : 0.f, decay = to_end(block, gate, len, i);
       float end = Traits::limit_sigma(sigma * decay);
       if (!STATES) c.sigma[i] = sigma;
-      if (block.thread() % ROW_THREADS == 0) write_end_coefficients(block, c, slot, i, end, decay, end);
+      if (block.thread() % ROW_THREADS == 0) {
+        write_end_coefficients(block, c, slot, i, end, decay, end);
+        write_gate(c, gate, i);
+      }
     } else {
       c.rho[i] = Traits::rho(block, stats);
-      c.row[i] = block.power(i + 1) * n;
+      c.row[i] = DECAY == PER_TOKEN ? gate.count : block.power(i + 1) * n;
     }
   }
   // Of a row of a tile, all of it or one half. Eight threads that read at once read eight rows, or halves of four.
@@ -170,6 +205,29 @@ struct TokenStatsSm90 {
       }
     }
     return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+  }
+
+  // dG without what belongs to the chunk and to dk: Σ e, less v times Σ ζ b from before. Two threads a row.
+  static DEVICE void start_dG(Block& block, const RunningSumsSm90<CONFIG>& sums, int stage, const Gate& gate) {
+    sums.write_b(block);
+    block.sync_token_stats();
+    const int i = row_of_thread(block), half = block.thread() / CHUNK;
+    float sum = 0.f;
+#pragma unroll 1
+    for (int piece = half; piece < D / 8; piece += 2) {
+      uint4 x = ld_shared_v4(block.tile(stage, A) + swizzled<CHUNK>(i, piece));
+      const float4* b = reinterpret_cast<const float4*>(block.b_sum() + 8 * piece);
+      float4 lo = b[0], hi = b[1];
+      float2 u = unpack<T>(x.x), w = unpack<T>(x.y);
+      sum += u.x * lo.x + u.y * lo.y + w.x * lo.z + w.y * lo.w;
+      u = unpack<T>(x.z), w = unpack<T>(x.w);
+      sum += u.x * hi.x + u.y * hi.y + w.x * hi.z + w.y * hi.w;
+    }
+    sum *= power_of_two(gate.gamma) * Traits::scale_y(block.p);
+    const Coefficients c = block.coefficients(stage);
+    if (half) c.dG[i] = sum;
+    block.sync_token_stats();
+    if (!half) c.dG[i] = gate.count - (c.dG[i] + sum);
   }
 
   // do·o of this warp's rows, eight lanes a row; o comes straight from global memory, asked for before the wait for

@@ -40,6 +40,13 @@ DEVICE float reciprocal(float x) {
   return r;
 }
 
+// 2^x, without a branch: 0 where that would be subnormal.
+DEVICE float power_of_two(float x) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+
 // ---------------------------------------------------------------------------------- pairs of 16-bit numbers
 // A register holds two neighbours, the first in its low half; rounding is to nearest even.
 template <typename T>
