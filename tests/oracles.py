@@ -49,6 +49,15 @@ def some_state(
     return LinearAttentionState(*(x.contiguous() for x in state))
 
 
+def token_decays(B: int, N: int, H: int, device: str = "cpu") -> Tensor:
+    """log σ(x + 2), like a model's; some flat, some steep, and resets: two in a row, a chunk's first and last."""
+    gates = torch.nn.functional.logsigmoid(randn(B, N, H, seed=20, device=device) + 2)
+    gates[:, 5::17], gates[:, 9::37] = 0.0, -20.0
+    for reset in (30, 31, 64, 127, 190):
+        gates[:, reset : reset + 1] = float("-inf")
+    return gates
+
+
 # Definitions
 
 
@@ -131,8 +140,8 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def forward_backward(
     q, k, v, do, dstate=None, b=1.0, initial=None, backend="auto", **options
 ) -> dict[str, Tensor]:
-    """By the public operator. `dstate`: the gradient of the final state; db is of a tensor b, dlog_decay of each
-    token's own."""
+    """By the public operator. `dstate`: the gradient of the final state; db is of a tensor b, dlog_decay of
+    decays of tokens' own."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     names = ["dq", "dk", "dv"]
     if isinstance(b, Tensor):
@@ -239,7 +248,8 @@ def _quantised_gate_gradient(
     _, _, dc, dn = map(_as_rows, dstate)
     M, E = fade.within.mT @ h + fade.left * dc, fade.within.mT @ e - fade.left * dn[..., None, None]
     dG = (E - (v * M + K * dK).sum(-1, True))[..., 0]  # [B, H, N]
-    dG[..., -1] += sum((x * dx).flatten(2).sum(-1) for x, dx in zip(end[:3], dstate[:3], strict=True)) + end[3] * dn
+    of_end = [(x * dx).flatten(2).sum(-1) for x, dx in zip(end[:3], dstate[:3], strict=True)]
+    dG[..., -1] += sum(of_end) + end[3] * dn
     gradient = dG.flip(-1).cumsum(-1).flip(-1).transpose(1, 2)
     return gradient.masked_fill(log_decay.isinf(), 0.0)
 

@@ -58,7 +58,10 @@ ARCHS = ("sm_80", "sm_90a")  # the two sources: a scan of mma, and Hopper's of w
 PLAIN = [Build(arch, 64) for arch in ARCHS]
 ROTATED = [Build(arch, 64, BF16, decay="head", rope=16) for arch in ARCHS]
 WIDE = [Build(arch, 128, FP16, decay="head", rope=32) for arch in ARCHS]
-GATED = [Build("sm_90a", 64, BF16, decay="token", rope=16), Build("sm_90a", 128, FP16, decay="token", rope=32)]
+GATED = [
+    Build("sm_90a", 64, BF16, decay="token", rope=16),
+    Build("sm_90a", 128, FP16, decay="token", rope=32),
+]
 ONCE = [Build("sm_86", 128, BF16, decay="head", rope=32), Build("sm_90a", 128), WIDE[0]]
 AGAIN = [*PLAIN, *ROTATED, WIDE[1], *GATED]  # in other tests, too
 
@@ -120,20 +123,11 @@ def all_options(build: Build, B: int, N: int, H: int) -> dict:
     if build.decay == "head":
         options["log_decay"] = torch.tensor([-0.05, 0.0])[:H]
     if build.decay == "token":
-        options["log_decay"] = token_decays(B, N, H)
+        options["log_decay"] = oracles.token_decays(B, N, H)
     if build.rope:
         angle = torch.arange(N)[:, None] / 100 ** (torch.arange(build.rope // 2) * 2 / D)
         options["cos"], options["sin"] = (f(angle).repeat(1, 2) for f in (torch.cos, torch.sin))
     return options
-
-
-def token_decays(B: int, N: int, H: int) -> torch.Tensor:
-    """A model's, log σ(x + 2), with flat and steep ones, and resets: two in a row, at a chunk's first and last."""
-    gates = torch.nn.functional.logsigmoid(randn(B, N, H, seed=20) + 2)
-    gates[:, 5::17], gates[:, 9::37] = 0.0, -20.0
-    for reset in (30, 31, 64, 127, 190):
-        gates[:, reset : reset + 1] = float("-inf")
-    return gates
 
 
 def run(q, k, v, do, dstate=None, b=1.0, initial=None, out=None, **options) -> dict[str, torch.Tensor]:

@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from lingpt.kernels.linear_attention import LinearAttentionState, linear_attention, linear_attention_qkv
-from lingpt.tests.kernels.on_gpu import BF16, FP16, SEPARATE, decays, inputs, randn, run, some_state
+from lingpt.tests.kernels.on_gpu import (
+    BF16,
+    FP16,
+    SEPARATE,
+    decays,
+    inputs,
+    log_decay,
+    randn,
+    run,
+    some_state,
+)
 from lingpt.tests.oracles import (
     above_twice,
     check_q_opposite_to_k,
@@ -63,7 +73,7 @@ def test_errors_are_at_most_twice_those_of_the_quantised_quadratic_form(dtype, D
         ]
         options = dict(
             dstate=dstate, b=torch.ones(H, device="cuda"), initial=some_state(B, H, D),
-            log_decay=decays(H) if decay else None,
+            log_decay=log_decay(decay, B, N, H),
         )  # fmt: skip
         ours, limit, exact = (form(*x, **options) for form in (run, quantised, in_float64))
         for name in exact:
@@ -174,13 +184,13 @@ def test_b_as_a_number_or_a_tensor() -> None:
 def test_pieces_make_the_whole() -> None:
     """Guards: the state carried from piece to piece, through odd lengths and one token at a time."""
     q, k, v, _ = inputs(2, 1001, 4, 64, BF16)
-    log_decay = decays(4)
-    whole, end = linear_attention(q, k, v, log_decay=log_decay, return_state=True, backend="cuda")
+    decay = decays(4)
+    whole, end = linear_attention(q, k, v, log_decay=decay, return_state=True, backend="cuda")
     outputs, state, start = [], None, 0
     for stop in (0, 1, 2, 65, 700, 1000, 1001):
         piece = (x[:, start:stop] for x in (q, k, v))
         o, state = linear_attention(
-            *piece, log_decay=log_decay, initial_state=state, return_state=True, backend="cuda"
+            *piece, log_decay=decay, initial_state=state, return_state=True, backend="cuda"
         )
         outputs.append(o)
         start = stop
@@ -210,7 +220,7 @@ def test_no_tokens() -> None:
 def test_one_token_is_its_own_average(dtype, D, decay, _) -> None:
     """Guards: N = 1: o = v and dv = do to the bit's rounding; nothing hangs on q and k."""
     q, k, v, do = inputs(3, 1, 5, D, dtype)
-    found = run(q, k, v, do, log_decay=decays(5) if decay else None)
+    found = run(q, k, v, do, log_decay=log_decay(decay, 3, 1, 5))
     torch.testing.assert_close(found["o"], v, rtol=torch.finfo(dtype).eps, atol=0)
     torch.testing.assert_close(found["dv"], do, rtol=torch.finfo(dtype).eps, atol=0)
     assert max(found["dq"].abs().max(), found["dk"].abs().max()) < 1e-4

@@ -189,7 +189,9 @@ class _Pass:
         *final_sums, _ = _state_pointers(final)
         rows = stats, stats + self._row, stats + 2 * self._row, e
         states = *initial_sums, *final_sums, scratch, n_initial, db
-        return POINTERS.pack(*operands_of[mode](self._tensors), *rows, *self._option_pointers, *states, *gates)
+        return POINTERS.pack(
+            *operands_of[mode](self._tensors), *rows, *self._option_pointers, *states, *gates
+        )
 
 
 class _Gates:
@@ -223,15 +225,17 @@ def _gate_gradient(
 ) -> Tensor | None:
     """The gradient of log_gate [B, N, H] from that of G_N, …, G_1 [B, H, N]: log_gate_t is in G_j for j ≥ t.
 
-    A final state's gradient dS adds ⟨dS, S⟩ to that of G_N. Nobody needs the final state for it: all gradients of
-    G add up to that of the first gate, ⟨dS₀, S₀⟩ of the initial state, which alone it scales.
+    A final state's gradient dS adds ⟨dS, S⟩ to that of G_N. It follows without S: all gradients of G add up to
+    that of the first gate, which scales the initial state alone: ⟨dS₀, S₀⟩.
     """
     if call.log_gate is None:
         return None
     if dstate is not None and dG.shape[2]:
         dG[..., 0] -= dG.sum(-1)
         if initial is not None and d_initial is not None:
-            dG[..., 0] += sum((x * dx).reshape(*dG.shape[:2], -1).sum(-1) for x, dx in zip(initial, d_initial, strict=True))
+            dG[..., 0] += sum(
+                (x * dx).reshape(*dG.shape[:2], -1).sum(-1) for x, dx in zip(initial, d_initial, strict=True)
+            )
     gradient = dG.cumsum(-1).flip(-1).transpose(1, 2)
     return gradient.masked_fill(call.log_gate <= LOG_ZERO[torch.float32], 0.0)
 

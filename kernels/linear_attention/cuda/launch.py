@@ -2,8 +2,8 @@
 
 Forward: `states` and `prefix` (where sequences are cut into segments), then one scan.
 Backward: `row_products` for e, then a scan each for dq, dk and dv, after the states of their direction. On
-Hopper dq's scan finds e, and dk and dv share a launch. A decay of each token's own is summed up by `gates` first,
-in both directions.
+Hopper dq's scan finds e, and dk and dv share a launch. `gates` first sums up decays of tokens' own, for each
+direction.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ class KernelBuild:
 def kernel_build(arch: str, dtype: torch.dtype, head_dim: int, decay: str, rope: int) -> KernelBuild:
     """The build for a card: chunks of 64 tokens where shared memory holds two stages of three tiles of them.
 
-    `decay`: one of DECAYS. `rope`: a multiple of 16 up to head_dim, or 0. Hopper's warpgroups rotate within 64
-    columns at most.
+    `decay`: one of DECAYS. `rope`: a multiple of 16 up to head_dim, or 0. Hopper's warpgroups rotate within
+    64 columns at most.
     """
     small = arch in SMALL_SHARED
     chunk = 32 if small and head_dim == 128 else 64
