@@ -223,10 +223,10 @@ def _gate_gradient(
     d_initial: LinearAttentionState | None,
     dstate: LinearAttentionState | None,
 ) -> Tensor | None:
-    """The gradient of log_gate [B, N, H] from that of G_N, …, G_1 [B, H, N]: log_gate_t is in G_j for j ≥ t.
+    """The gradient of log_gate [B, N, H] from that of G_N … G_1 [B, H, N]: log_gate_t is in G_j, j ≥ t.
 
-    A final state's gradient dS adds ⟨dS, S⟩ to that of G_N. It follows without S: all gradients of G add up to
-    that of the first gate, which scales the initial state alone: ⟨dS₀, S₀⟩.
+    A final state's gradient dS adds ⟨dS, S⟩ to that of G_N. It follows without S: all gradients of G add up
+    to that of the first gate, which scales the initial state alone: ⟨dS₀, S₀⟩.
     """
     if call.log_gate is None:
         return None
