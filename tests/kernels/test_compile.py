@@ -245,7 +245,7 @@ def test_the_hash_is_of_substance(tmp_path: Path) -> None:
 @pytest.mark.parametrize("arch, kilobytes", [*CARDS.items()])
 def test_a_block_fits_every_card(arch: str, kilobytes: int, head_dim: int) -> None:
     """Guards: a block that asks for more shared memory than the card gives one."""
-    assert launch.kernel_build(arch, torch.bfloat16, head_dim, False, 0).shared <= kilobytes * 1024
+    assert launch.kernel_build(arch, torch.bfloat16, head_dim, "NO_DECAY", 0).shared <= kilobytes * 1024
 
 
 @pytest.mark.nvrtc
@@ -257,7 +257,7 @@ def test_what_python_packs_is_what_cuda_reads(define: str, tmp_path: Path, monke
     """Guards: a size that one side has changed and the other has not: the compiler refuses it."""
     monkeypatch.setenv("LINGPT_CACHE", str(tmp_path))
     for arch, smaller in (("sm_80", 8), ("sm_90a", 65536)):
-        build = launch.kernel_build(arch, torch.bfloat16, 64, False, 0)
+        build = launch.kernel_build(arch, torch.bfloat16, 64, "NO_DECAY", 0)
         wrong = build.defines | {define: build.defines[define] - smaller}
         with pytest.raises(RuntimeError, match=r"static assertion failed .*launch\.py"):
             nvrtc.compile_kernels(launch.SOURCE, arch, wrong, [build.names["scan", "FWD"]])
