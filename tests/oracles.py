@@ -50,11 +50,12 @@ def some_state(
 
 
 def token_decays(B: int, N: int, H: int, device: str = "cpu") -> Tensor:
-    """log σ(x + 4); some flat, some steep, and resets: two in a row, a chunk's first and last."""
+    """log σ(x + 4); some flat, some steep, and resets: two in a row, a chunk's first and last, at once."""
     gates = torch.nn.functional.logsigmoid(randn(B, N, H, seed=20, device=device) + 4)
     gates[:, 5::17], gates[:, 9::37] = 0.0, -20.0
     for reset in (30, 31, 64, 127, 190):
         gates[:, reset : reset + 1] = float("-inf")
+    gates[:, :1, 1:] = float("-inf")  # before the first token of every head but one
     return gates
 
 

@@ -29,9 +29,9 @@ struct Params {
   const float* n_initial;  // [BH] or null
   float* db;               // [BH, segments]: DQ's sums of q̂·y
   // PER_TOKEN, by position: what gates.cuh finds before a scan, and DK's gradient of G
-  float *gamma, *count;             // [BH, N]
-  float* count_out;                 // [BH] or null
-  float* dG;                        // [BH, N]
+  float *gamma, *count;  // [BH, N]
+  float* count_out;      // [BH] or null
+  float* dG;             // [BH, N]
 
   // The layout, which follows from shapes, strides and options.
   Strides strides[6];               // of the tensors

@@ -1,8 +1,8 @@
 // What all roles of an sm_90a block share: its head and segment, addresses, barriers, and the tables of a head.
 #pragma once
+#include "gates.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/wgmma.cuh"
-#include "gates.cuh"
 #include "scan_sm90_layout.cuh"
 #include "segments.cuh"
 
@@ -127,7 +127,7 @@ struct BlockSm90 {
     float* x = reinterpret_cast<float*>(smem + Shared::COEFFICIENTS + stage * Shared::STAGE_COEFFICIENTS);
     float *from_start = x, *gamma = from_start + CONFIG::HAS_FROM_START * CHUNK;
     float *inverse_g = gamma + CONFIG::HAS_GAMMA * CHUNK, *dG = inverse_g + CONFIG::COMPUTES_DG * CHUNK;
-    float *sigma = dG + CONFIG::COMPUTES_DG * CHUNK;
+    float* sigma = dG + CONFIG::COMPUTES_DG * CHUNK;
     float *tau = sigma + CHUNK, *rho = tau + CONFIG::HAS_TAU * CHUNK;
     float *kappa = rho + CONFIG::HAS_RHO * CHUNK, *row = kappa + CONFIG::HAS_KAPPA * CHUNK;
     u16* end = reinterpret_cast<u16*>(x + CONFIG::VECTORS * CHUNK);

@@ -36,8 +36,8 @@ struct ConfigSm90 {
   static constexpr bool HAS_RHO = MODE != DK, HAS_KAPPA = MODE == DQ, HAS_TAU = Traits::REVERSE, HAS_ROW = MODE != DV;
   // With PER_TOKEN also exp(Γ), Γ, and where dG is found 1/g and what is known of it.
   static constexpr bool HAS_FROM_START = DECAY == PER_TOKEN, HAS_GAMMA = HAS_FROM_START && !STATES;
-  static constexpr int VECTORS = HAS_FROM_START + HAS_GAMMA + 2 * COMPUTES_DG +
-                                 (STATES ? 0 : 1 + HAS_RHO + HAS_KAPPA + HAS_TAU + HAS_ROW);
+  static constexpr int VECTORS =
+      HAS_FROM_START + HAS_GAMMA + 2 * COMPUTES_DG + (STATES ? 0 : 1 + HAS_RHO + HAS_KAPPA + HAS_TAU + HAS_ROW);
 
   // Which tile holds y on its way out: one that is no longer needed, unless another group's outputs may still read it.
   static constexpr int Y_TILE = PROJECTS ? UNIT : A;

@@ -275,7 +275,8 @@ struct OutputsSm90 {
     // rows past the end have norm 0
     if (CONFIG::COMPUTES_DB && block.tid < CHUNK) block.db_sums()[block.tid] += norm * dot * Traits::scale_y(p);
     if (CONFIG::COMPUTES_DG && block.tid < CHUNK && position + token < p.N)
-      p.dG[i64(block.bh()) * p.N + position + token] = block.coefficients(stage).dG[token] - norm * dot * Traits::scale_y(p);
+      p.dG[i64(block.bh()) * p.N + position + token] =
+          block.coefficients(stage).dG[token] - norm * dot * Traits::scale_y(p);
   }
   static DEVICE float* group_projections(const Block& block) {
     return reinterpret_cast<float*>(block.smem + Shared::PROJECTIONS) + block.group() * 2 * CHUNK;

@@ -166,7 +166,9 @@ struct TokenStatsSm90 {
   // Forward, a row a thread: of queries ρ and the normaliser's part that all keys before share, of keys σ. `states`
   // needs keys alone, and has two threads for each.
   static constexpr int ROW_THREADS = STATES ? 2 : 1;
-  static DEVICE int row_of_thread(const Block& block) { return block.thread() / (MODE == FWD ? ROW_THREADS : 1) % CHUNK; }
+  static DEVICE int row_of_thread(const Block& block) {
+    return block.thread() / (MODE == FWD ? ROW_THREADS : 1) % CHUNK;
+  }
   static DEVICE void norms(const Block& block, const Coefficients& c, int stage, int position, int len, float n,
                            const Gate& gate, int slot) {
     const Params& p = block.p;
