@@ -119,8 +119,8 @@ struct BlockSm90 {
     float *from_start, *gamma;  // PER_TOKEN: exp(Γ), and Γ in powers of two
     float *inverse_g, *dG;      // COMPUTES_DG
     float *sigma, *tau, *rho, *kappa;
-    float* row;  // DQ, DK: 1/‖x‖; FWD: the normaliser's part that all keys before share, then 1/g
-    u16* sigma_end;
+    float* row;      // DQ, DK: 1/‖x‖; FWD: the normaliser's part that all keys before share, then 1/g
+    u16* sigma_end;  // [SIGMA_PARTS][CHUNK]
     float* c_sum;
   };
   DEVICE Coefficients coefficients(int stage) const {
@@ -131,7 +131,8 @@ struct BlockSm90 {
     float *tau = sigma + CHUNK, *rho = tau + CONFIG::HAS_TAU * CHUNK;
     float *kappa = rho + CONFIG::HAS_RHO * CHUNK, *row = kappa + CONFIG::HAS_KAPPA * CHUNK;
     u16* end = reinterpret_cast<u16*>(x + CONFIG::VECTORS * CHUNK);
-    return {from_start, gamma, inverse_g, dG, sigma, tau, rho, kappa, row, end, reinterpret_cast<float*>(end + CHUNK)};
+    float* c_sum = reinterpret_cast<float*>(end + CONFIG::SIGMA_PARTS * CHUNK);
+    return {from_start, gamma, inverse_g, dG, sigma, tau, rho, kappa, row, end, c_sum};
   }
   // DQ: Σ q̂·y, the gradient of b, by token of a chunk.
   DEVICE float* db_sums() const { return reinterpret_cast<float*>(smem + Shared::DB_SUMS); }

@@ -39,6 +39,10 @@ struct ConfigSm90 {
   static constexpr int VECTORS =
       HAS_FROM_START + HAS_GAMMA + 2 * COMPUTES_DG + (STATES ? 0 : 1 + HAS_RHO + HAS_KAPPA + HAS_TAU + HAS_ROW);
 
+  // 16-bit numbers that σ decayed to the chunk's end is kept in. Where gates are steep a few tokens are all of a state, and
+  // the rounding of one's σ, the same in its whole row, would not average out.
+  static constexpr int SIGMA_PARTS = DECAY == PER_TOKEN ? 2 : 1;
+
   // Which tile holds y on its way out: one that is no longer needed, unless another group's outputs may still read it.
   static constexpr int Y_TILE = PROJECTS ? UNIT : A;
   static constexpr bool STAGES_Y = !PROJECTS && !STATES && GROUPS > 1;
@@ -72,8 +76,9 @@ struct SharedSm90 {  // byte offsets; tiles first: swizzled, aligned to 1024
   // Σ ζ b from before as three 16-bit numbers, three rows of 64 columns, of every stage; five rows of zeros
   static constexpr int B_SUMS = END_COEFFICIENTS + ((CONFIG::STATES ? STAGES : 2) + 1) * EIGHT_ROWS;
   static constexpr int COEFFICIENTS = B_SUMS + (CONFIG::NORMALISES ? STAGES * PANELS * EIGHT_ROWS : 0);
-  // of a stage: the vectors; σ decayed to the chunk's end, 16 bits; Σ τ c from before, a number a column
-  static constexpr int STAGE_COEFFICIENTS = CONFIG::VECTORS * CHUNK * 4 + CHUNK * 2 + GROUPS * PANEL_COLUMNS * 4;
+  // of a stage: the vectors; σ decayed to the chunk's end; Σ τ c from before, a number a column
+  static constexpr int STAGE_COEFFICIENTS =
+      CONFIG::VECTORS * CHUNK * 4 + CONFIG::SIGMA_PARTS * CHUNK * 2 + GROUPS * PANEL_COLUMNS * 4;
   static constexpr int DB_SUMS = COEFFICIENTS + STAGES * STAGE_COEFFICIENTS;  // DQ: Σ q̂·y by token of a chunk
   // where a row is projected: x̂·y of two chunks, a part of each output warp; and two numbers a token and group
   static constexpr int PARTIAL_DOTS = DB_SUMS + CHUNK * 4;

@@ -193,6 +193,14 @@ struct OutputsSm90 {
       u32 near = *reinterpret_cast<const u32*>(sigma), far = *reinterpret_cast<const u32*>(sigma + 8);
       left[s][0] = multiply<T>(own[s][0], near), left[s][1] = multiply<T>(own[s][1], near);
       left[s][2] = multiply<T>(own[s][2], far), left[s][3] = multiply<T>(own[s][3], far);
+      if (CONFIG::SIGMA_PARTS == 1) continue;
+      u32 near_rest = *reinterpret_cast<const u32*>(sigma + CHUNK),
+          far_rest = *reinterpret_cast<const u32*>(sigma + CHUNK + 8);
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        u32 x = own[s][i], rest = multiply<T>(x, i < 2 ? near_rest : far_rest);
+        left[s][i] = multiply_add<T>(x, i < 2 ? near : far, rest);
+      }
     }
   }
 

@@ -157,7 +157,7 @@ struct TokenStatsSm90 {
   // σ, τ and ζ decayed to the chunk's end, as factors for tensor cores.
   static DEVICE void write_end_coefficients(const Block& block, const Coefficients& c, int slot, int i, float sigma,
                                             float tau, float zeta) {
-    split<T, 1>([&](int) { return c.sigma_end + i; }, sigma);
+    split<T, CONFIG::SIGMA_PARTS>([&](int part) { return c.sigma_end + part * CHUNK + i; }, sigma);
     split<T, 2>([&](int part) { return block.in_eight_rows(block.end_coefficients(slot), part, i); }, tau);
     if (CONFIG::SUMS_B)
       split<T, 2>([&](int part) { return block.in_eight_rows(block.end_coefficients(slot), 2 + part, i); }, zeta);

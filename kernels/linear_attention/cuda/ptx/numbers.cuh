@@ -93,6 +93,22 @@ DEVICE u32 multiply<fp16>(u32 x, u32 y) {
   return r;
 }
 
+// x·y + z of pairs, rounded once.
+template <typename T>
+DEVICE u32 multiply_add(u32 x, u32 y, u32 z);
+template <>
+DEVICE u32 multiply_add<bf16>(u32 x, u32 y, u32 z) {
+  u32 r;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(x), "r"(y), "r"(z));
+  return r;
+}
+template <>
+DEVICE u32 multiply_add<fp16>(u32 x, u32 y, u32 z) {
+  u32 r;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(x), "r"(y), "r"(z));
+  return r;
+}
+
 template <typename T>
 DEVICE float dot(u32 x, u32 y) {
   float2 u = unpack<T>(x), w = unpack<T>(y);
