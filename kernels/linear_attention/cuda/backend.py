@@ -141,7 +141,7 @@ def backward(
     _, e_per_token, db_per_segment, _ = work.split_with_sizes(sizes)
     if d_initial is not None and call.log_gate is None:
         d_initial.n.copy_(_count_gradient(call, e_per_token.view(B, H, N), dstate))
-    gate_gradient = _gate_gradient(call, reverse_gates.dG, initial, d_initial, dstate)
+    gate_gradient = _gate_gradient(call, gates.dG, reverse_gates.dG, initial, d_initial, dstate)
     if call.b is None:
         return OptionGradients(log_gate=gate_gradient, initial_state=d_initial)
     b_gradient = call.shrink_b(db_per_segment.view(B, H, -1).sum((0, 2)))
@@ -195,7 +195,7 @@ class _Pass:
 
 
 class _Gates:
-    """What the kernel `gates` finds of a call's token decays for one direction, and dk's scan their gradient.
+    """What the kernel `gates` finds of a call's token decays for one direction, and dq's or dk's scan of dG.
 
     gamma, count, dG: [B, H, N] in the order of that direction (gates.cuh); without such a decay nothing.
     """
@@ -218,25 +218,28 @@ def _kind_of_decay(call: Call) -> str:
 
 def _gate_gradient(
     call: Call,
-    dG: Tensor,
+    rows: Tensor,
+    columns: Tensor,
     initial: LinearAttentionState | None,
     d_initial: LinearAttentionState | None,
     dstate: LinearAttentionState | None,
 ) -> Tensor | None:
-    """The gradient of log_gate [B, N, H] from that of G_N … G_1 [B, H, N]: log_gate_t is in G_j, j ≥ t.
+    """The gradient of log_gate [B, N, H], which is in G_i for i ≥ t, from that of G [B, H, N]: of its rows, and
+    of its columns, last to first (modes.cuh). Summed in float64.
 
     A final state's gradient dS adds ⟨dS, S⟩ to that of G_N. It follows without S: all gradients of G add up
     to that of the first gate, which scales the initial state alone: ⟨dS₀, S₀⟩.
     """
     if call.log_gate is None:
         return None
+    dG = rows.flip(-1).double() - columns
     if dstate is not None and dG.shape[2]:
         dG[..., 0] -= dG.sum(-1)
         if initial is not None and d_initial is not None:
             dG[..., 0] += sum(
                 (x * dx).reshape(*dG.shape[:2], -1).sum(-1) for x, dx in zip(initial, d_initial, strict=True)
             )
-    gradient = dG.cumsum(-1).flip(-1).transpose(1, 2)
+    gradient = dG.cumsum(-1).flip(-1).transpose(1, 2).float()
     return gradient.masked_fill(call.log_gate <= LOG_ZERO[torch.float32], 0.0)
 
 

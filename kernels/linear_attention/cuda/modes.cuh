@@ -13,10 +13,14 @@
 // where r_x = 1/‖x‖, g is the normaliser and e = (do·o)/g (docs/kernel.md derives it from the paper's eq. 16–21). In
 // reverse j ≤ i counts from the end: a token's position is its place in its mode's order.
 //
-// With a decay of each token's own g_t, exp(G_i − G_j) takes the place of γ^(i−j), G_i = Σ_{t≤i} g_t (gates.cuh). DK then also
-// finds the gradient of G, from k̂·dk̂ and sums that it has:
+// With a decay of each token's own g_t, exp(G_i − G_j) takes the place of γ^(i−j), G_i = Σ_{t≤i} g_t (gates.cuh). DQ and DK
+// then also find the gradient of G, from q̂·dq̂ and k̂·dk̂ and sums that they have, dG_i = row_i − column_i:
 //
-//     dG_j = Σ_{i≥j} exp(G_i − G_j) e_i − v_j·Σ_{i≥j} exp(G_i − G_j) do_i/g_i − k̂_j·dk̂_j
+//     row_i    = (do_i/g_i)·Σ_{j≤i} exp(G_i − G_j) v_j − e_i Σ_{j≤i} exp(G_i − G_j) + q̂_i·dq̂_i
+//     column_j = v_j·Σ_{i≥j} exp(G_i − G_j) do_i/g_i − Σ_{i≥j} exp(G_i − G_j) e_i + k̂_j·dk̂_j
+//
+// A row would be 0 but for the rounding of o, of which e is made. log_decay_t is in every G_i with i ≥ t, and what rows and
+// columns from t on share must leave nothing in that sum, however long.
 #pragma once
 #include "params.cuh"
 #include "ptx/shared_memory.cuh"
@@ -71,10 +75,10 @@ struct ModeTraits {
   static DEVICE float kappa(const SCAN& scan, const TokenStats& s) {
     return scale_kappa(scan.p) * (MODE == DQ ? -s.e : 1.f);
   }
-  // The factor of b in the sum that becomes the state's second vector: FWD's Σ k̂, the adjoint's Σ do/g.
+  // The factor of b in the sum that becomes the state's second vector: FWD's Σ k̂, DQ's Σ v, the adjoint's Σ do/g.
   template <typename SCAN>
   static DEVICE float zeta(const SCAN& scan, const TokenStats& s) {
-    return MODE == FWD ? scale_sigma(scan.p) * s.r : scale_tau(scan.p) * s.inverse_g;
+    return MODE == FWD ? scale_sigma(scan.p) * s.r : MODE == DQ ? 1.f : scale_tau(scan.p) * s.inverse_g;
   }
   // σ decayed to the chunk's end, as a 16-bit operand: 1/‖k‖ of a row of (almost) zeros times v stays finite.
   static DEVICE float limit_sigma(float sigma) { return T::NARROW && VALUE_ROWS ? fminf(sigma, LARGEST_SIGMA) : sigma; }

@@ -28,7 +28,7 @@ struct Params {
   float* scratch;  // [BH, (segments − 1)·sub_segments, STATE_SIZE]: the states after all sub-segments but the last's
   const float* n_initial;  // [BH] or null
   float* db;               // [BH, segments]: DQ's sums of q̂·y
-  // PER_TOKEN, by position: what gates.cuh finds before a scan, and DK's gradient of G
+  // PER_TOKEN, by position: what gates.cuh finds before a scan, and DQ's and DK's part of the gradient of G
   float *gamma, *count;  // [BH, N]
   float* count_out;      // [BH] or null
   float* dG;             // [BH, N]

@@ -126,7 +126,7 @@ struct BlockSm90 {
   DEVICE Coefficients coefficients(int stage) const {
     float* x = reinterpret_cast<float*>(smem + Shared::COEFFICIENTS + stage * Shared::STAGE_COEFFICIENTS);
     float *from_start = x, *gamma = from_start + CONFIG::HAS_FROM_START * CHUNK;
-    float *inverse_g = gamma + CONFIG::HAS_GAMMA * CHUNK, *dG = inverse_g + CONFIG::COMPUTES_DG * CHUNK;
+    float *inverse_g = gamma + CONFIG::HAS_GAMMA * CHUNK, *dG = inverse_g + CONFIG::HAS_INVERSE_G * CHUNK;
     float* sigma = dG + CONFIG::COMPUTES_DG * CHUNK;
     float *tau = sigma + CHUNK, *rho = tau + CONFIG::HAS_TAU * CHUNK;
     float *kappa = rho + CONFIG::HAS_RHO * CHUNK, *row = kappa + CONFIG::HAS_KAPPA * CHUNK;

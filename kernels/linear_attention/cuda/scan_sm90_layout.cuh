@@ -28,16 +28,17 @@ struct ConfigSm90 {
   static constexpr bool PROJECTS = Traits::PROJECTS && !STATES;
   static constexpr bool NORMALISES = MODE == FWD && !STATES;  // Σ ζ b is needed on the way, times queries
   static constexpr bool COMPUTES_E = MODE == DQ, COMPUTES_DB = MODE == DQ && !STATES;
-  static constexpr bool COMPUTES_DG = DECAY == PER_TOKEN && MODE == DK && !STATES;  // needs Σ ζ b, too, times values
+  static constexpr bool COMPUTES_DG = DECAY == PER_TOKEN && PROJECTS;  // needs Σ ζ b, too, times a
   static constexpr bool SUMS_B = MODE == FWD || STATES || COMPUTES_DG;
 
   // Which vectors, a number a token, a chunk has besides σ. The other factors of W are 1, or another of the mode's:
   // DQ's τ is its σ.
   static constexpr bool HAS_RHO = MODE != DK, HAS_KAPPA = MODE == DQ, HAS_TAU = Traits::REVERSE, HAS_ROW = MODE != DV;
-  // With PER_TOKEN also exp(Γ), Γ, and where dG is found 1/g and what is known of it.
+  // With PER_TOKEN also exp(Γ), Γ, and where dG is found what is known of it; DK then has 1/g apart from σ.
   static constexpr bool HAS_FROM_START = DECAY == PER_TOKEN, HAS_GAMMA = HAS_FROM_START && !STATES;
-  static constexpr int VECTORS =
-      HAS_FROM_START + HAS_GAMMA + 2 * COMPUTES_DG + (STATES ? 0 : 1 + HAS_RHO + HAS_KAPPA + HAS_TAU + HAS_ROW);
+  static constexpr bool HAS_INVERSE_G = COMPUTES_DG && MODE == DK;
+  static constexpr int VECTORS = HAS_FROM_START + HAS_GAMMA + HAS_INVERSE_G + COMPUTES_DG +
+                                 (STATES ? 0 : 1 + HAS_RHO + HAS_KAPPA + HAS_TAU + HAS_ROW);
 
   // 16-bit numbers that σ decayed to the chunk's end is kept in. Where gates are steep a few tokens are all of a state, and
   // the rounding of one's σ, the same in its whole row, would not average out.

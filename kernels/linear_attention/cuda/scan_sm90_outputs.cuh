@@ -282,9 +282,11 @@ struct OutputsSm90 {
     *reinterpret_cast<float2*>(group_projections(block) + 2 * token) = make_float2(out, along);
     // rows past the end have norm 0
     if (CONFIG::COMPUTES_DB && block.tid < CHUNK) block.db_sums()[block.tid] += norm * dot * Traits::scale_y(p);
-    if (CONFIG::COMPUTES_DG && block.tid < CHUNK && position + token < p.N)
-      p.dG[i64(block.bh()) * p.N + position + token] =
-          block.coefficients(stage).dG[token] - norm * dot * Traits::scale_y(p);
+    if (CONFIG::COMPUTES_DG && block.tid < CHUNK && position + token < p.N) {
+      float& dG = p.dG[i64(block.bh()) * p.N + position + token];
+      const float known = block.coefficients(stage).dG[token], along = norm * dot * Traits::scale_y(p);
+      dG = MODE == DQ ? known / Traits::scale_rho(p) + block.coefficient() * along : known + along;
+    }
   }
   static DEVICE float* group_projections(const Block& block) {
     return reinterpret_cast<float*>(block.smem + Shared::PROJECTIONS) + block.group() * 2 * CHUNK;

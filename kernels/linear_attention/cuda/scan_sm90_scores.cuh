@@ -90,7 +90,7 @@ struct ScoresSm90 {
     if (MODE == FWD) normalisers(block, rows, past, c, position);
     if (COMPUTES_DG) {
       float sum = sum_of_row(block, rows);
-      if (block.t < 2) c.dG[first + 8 * block.t] -= sum;
+      if (block.t < 2) c.dG[first + 8 * block.t] += sum;
     }
   }
   // Of four lanes, the first finishes one row and the second the other.
@@ -128,7 +128,7 @@ struct ScoresSm90 {
       if (CONFIG::HAS_TAU) tau = *reinterpret_cast<float2*>(c.tau + j);
       float2 gamma = make_float2(0.f, 0.f), inverse_g = gamma;
       if (DECAY == PER_TOKEN) gamma = *reinterpret_cast<float2*>(c.gamma + j);
-      if (COMPUTES_DG) inverse_g = *reinterpret_cast<float2*>(c.inverse_g + j);
+      if (CONFIG::HAS_INVERSE_G) inverse_g = *reinterpret_cast<float2*>(c.inverse_g + j);
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         float2 decay = powers_of(block, powers, tile, half - m);
@@ -137,9 +137,10 @@ struct ScoresSm90 {
           decay = make_float2(by >= 0 ? power_of_two(rows.gamma[half] - gamma.x) : 0.f,
                               by >= 1 ? power_of_two(rows.gamma[half] - gamma.y) : 0.f);
         float x0 = x[2 * tile + m][2 * half], x1 = x[2 * tile + m][2 * half + 1];
+        if (CONFIG::HAS_INVERSE_G) x0 *= inverse_g.x, x1 *= inverse_g.y;
         if (COMPUTES_DG) {
-          x0 *= inverse_g.x, x1 *= inverse_g.y;
-          rows.sum[half] += decay.x * x0, rows.sum[half] += decay.y * x1;
+          auto own = [&](float x) { return MODE == DQ ? rows.rho[half] * x + rows.kappa[half] : x; };
+          rows.sum[half] += decay.x * own(x0), rows.sum[half] += decay.y * own(x1);
         }
         float w0 = score(rows, half, sigma.x, tau.x, x0, by, decay.x);
         float w1 = score(rows, half, sigma.y, tau.y, x1, by - 1, decay.y);

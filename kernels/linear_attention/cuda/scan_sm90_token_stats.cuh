@@ -144,9 +144,9 @@ struct TokenStatsSm90 {
     float rho = Traits::rho(block, stats), kappa = Traits::kappa(block, stats);
     float decay = to_end(block, gate, len, i);
     write_gate(c, gate, i);
-    if (COMPUTES_DG) c.inverse_g[i] = stats.inverse_g;
+    if (CONFIG::HAS_INVERSE_G) c.inverse_g[i] = stats.inverse_g;
     if (!STATES) {
-      c.sigma[i] = COMPUTES_DG ? Traits::sigma(block, {1.f, s.e, s.r, s.unit}) : sigma;
+      c.sigma[i] = CONFIG::HAS_INVERSE_G ? Traits::sigma(block, {1.f, s.e, s.r, s.unit}) : sigma;
       if (CONFIG::HAS_TAU) c.tau[i] = tau;
       if (CONFIG::HAS_RHO) c.rho[i] = rho;
       if (CONFIG::HAS_KAPPA) c.kappa[i] = kappa;
@@ -209,7 +209,8 @@ struct TokenStatsSm90 {
     return (sum[0] + sum[1]) + (sum[2] + sum[3]);
   }
 
-  // dG without what belongs to the chunk and to dk: Σ e, less v times Σ ζ b from before. Two threads a row.
+  // A row of dG, or a column, without what belongs to the chunk and to dq or dk. DQ: do/g times Σ v from before, less e times
+  // its tokens, in ρ's units. DK: v times Σ do/g from before, less Σ e. Two threads a token.
   static DEVICE void start_dG(Block& block, const RunningSumsSm90<CONFIG>& sums, int stage, const Gate& gate) {
     sums.write_b(block);
     block.sync_token_stats();
@@ -225,11 +226,11 @@ struct TokenStatsSm90 {
       u = unpack<T>(x.z), w = unpack<T>(x.w);
       sum += u.x * hi.x + u.y * hi.y + w.x * hi.z + w.y * hi.w;
     }
-    sum *= power_of_two(gate.gamma) * Traits::scale_y(block.p);
     const Coefficients c = block.coefficients(stage);
+    sum *= power_of_two(gate.gamma) * (MODE == DQ ? c.rho[i] : Traits::scale_y(block.p));
     if (half) c.dG[i] = sum;
     block.sync_token_stats();
-    if (!half) c.dG[i] = gate.count - (c.dG[i] + sum);
+    if (!half) c.dG[i] += sum + (MODE == DQ ? c.kappa[i] : -1.f) * gate.count;
   }
 
   // do·o of this warp's rows, eight lanes a row; o comes straight from global memory, asked for before the wait for

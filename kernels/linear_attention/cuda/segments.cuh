@@ -43,7 +43,7 @@ struct SegmentStates {
     }
     const float *S = p.initial.S + i64(bh) * D * D, *k = p.initial.k + bh * D, *v = p.initial.v + bh * D;
     float undo = Traits::REVERSE ? exp2f(-log2_decay) : 1.f;
-    float s = Traits::scale_sigma(p) * undo, sv = Traits::scale_tau(p) * undo, sk = MODE == FWD ? s : sv;
+    float s = Traits::scale_sigma(p) * undo, sv = Traits::REVERSE ? s : 1.f, sk = s;
     if (Traits::VALUE_ROWS) return {S, v, k, s, sv, sk};
     return {S, k, v, s, sk, sv};
   }
