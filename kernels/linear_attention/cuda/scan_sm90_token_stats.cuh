@@ -53,7 +53,7 @@ struct TokenStatsSm90 {
         if (position > block.begin()) mbarrier_arrive(block.empty(current.previous()));
         if (block.enters(segment, position)) sums.store(block, block.before_segment(++segment.index));
         sums.write(block, stage);
-        if (COMPUTES_DG) start_dG(block, sums, stage, gate);
+        if (COMPUTES_DG) start_dG(block, sums, stage);
       }
       if (READS_GATES_AHEAD) gate = read_gate(block, position + CHUNK);
       fence_shared();  // what was copied, rotated and written, for the warpgroups' products
@@ -85,7 +85,9 @@ struct TokenStatsSm90 {
     return s;
   }
 
-  static constexpr bool READS_GATES_AHEAD = DECAY == PER_TOKEN && D == 128;  // registers are few
+  // Where registers are few, what comes straight from global memory is waited for.
+  static constexpr bool READS_GATES_AHEAD = DECAY == PER_TOKEN && D == 128;
+  static constexpr bool READS_O_AHEAD = COMPUTES_E && !(COMPUTES_DG && D == 64 && ROPE);
   // PER_TOKEN: of a row's token Γ, that of the chunk's last token, and what gates.cuh counts.
   struct Gate {
     float gamma, last, count;
@@ -113,7 +115,7 @@ struct TokenStatsSm90 {
     const int stage = current.stage();
     const Coefficients c = block.coefficients(stage);
     uint4 o[4][PANELS];
-    if (COMPUTES_E) read_o(block, o, position);
+    if (READS_O_AHEAD) read_o(block, o, position);
     if (MODE != FWD && !COMPUTES_E) write_coefficients(block, c, next, gate, len, block.thread(), slot);
     mbarrier_wait(block.full(stage), current.phase());
     if (ROPE) rotate_tiles(block, stage, position, angles);
@@ -123,6 +125,7 @@ struct TokenStatsSm90 {
     }
     if (COMPUTES_E) {
       block.forget_addresses();
+      if (!READS_O_AHEAD) read_o(block, o, position);
       row_products(block, o, block.tile(stage, A), c.row);
       if (!READS_GATES_AHEAD) gate = read_gate(block, position);
       block.sync_token_stats();
@@ -145,6 +148,7 @@ struct TokenStatsSm90 {
     float decay = to_end(block, gate, len, i);
     write_gate(c, gate, i);
     if (CONFIG::HAS_INVERSE_G) c.inverse_g[i] = stats.inverse_g;
+    if (COMPUTES_DG) c.dG[i] = (MODE == DQ ? kappa : -1.f) * gate.count;
     if (!STATES) {
       c.sigma[i] = CONFIG::HAS_INVERSE_G ? Traits::sigma(block, {1.f, s.e, s.r, s.unit}) : sigma;
       if (CONFIG::HAS_TAU) c.tau[i] = tau;
@@ -211,7 +215,7 @@ struct TokenStatsSm90 {
 
   // A row of dG, or a column, without what belongs to the chunk and to dq or dk. DQ: do/g times Σ v from before, less e times
   // its tokens, in ρ's units. DK: v times Σ do/g from before, less Σ e. Two threads a token.
-  static DEVICE void start_dG(Block& block, const RunningSumsSm90<CONFIG>& sums, int stage, const Gate& gate) {
+  static DEVICE void start_dG(Block& block, const RunningSumsSm90<CONFIG>& sums, int stage) {
     sums.write_b(block);
     block.sync_token_stats();
     const int i = row_of_thread(block), half = block.thread() / CHUNK;
@@ -227,10 +231,10 @@ struct TokenStatsSm90 {
       sum += u.x * hi.x + u.y * hi.y + w.x * hi.z + w.y * hi.w;
     }
     const Coefficients c = block.coefficients(stage);
-    sum *= power_of_two(gate.gamma) * (MODE == DQ ? c.rho[i] : Traits::scale_y(block.p));
-    if (half) c.dG[i] = sum;
+    sum *= c.from_start[i] * (MODE == DQ ? c.rho[i] : Traits::scale_y(block.p));
+    if (half) c.dG[i] += sum;
     block.sync_token_stats();
-    if (!half) c.dG[i] += sum + (MODE == DQ ? c.kappa[i] : -1.f) * gate.count;
+    if (!half) c.dG[i] += sum;
   }
 
   // do·o of this warp's rows, eight lanes a row; o comes straight from global memory, asked for before the wait for
