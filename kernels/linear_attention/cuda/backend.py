@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,7 +79,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor, LinearAttentionState | None]:
         if call.return_state:
             final = LinearAttentionState.empty(B, H, D, device=call.device)
         g, gates = stats.data_ptr(), _Gates(call)
-        states = dict(initial=initial, final=final, scratch=g + 4 * stats.numel())
+        states: dict[str, Any] = dict(initial=initial, final=final, scratch=g + 4 * stats.numel())
         pointers = run.pointers("FWD", g, **states, gates=gates.pointers(final and final.n))
         if run.plan.gates:
             run.plan.gates(run.stream, pointers)
@@ -116,7 +117,7 @@ def backward(
         if not plan.build.sm90:
             plan.row_products(stream, run.pointers("row_products", g, e=e))
         gates, reverse_gates = _Gates(call), _Gates(call)
-        before = dict(initial=initial, scratch=states or own_states, gates=gates.pointers())
+        before: dict[str, Any] = dict(initial=initial, scratch=states or own_states, gates=gates.pointers())
         if plan.gates:
             plan.gates(stream, run.pointers("FWD", g, **before))
         if not states:
@@ -224,8 +225,8 @@ def _gate_gradient(
     d_initial: LinearAttentionState | None,
     dstate: LinearAttentionState | None,
 ) -> Tensor | None:
-    """The gradient of log_gate [B, N, H], which is in G_i for i ≥ t, from that of G [B, H, N]: of its rows, and
-    of its columns, last to first (modes.cuh). Summed in float64.
+    """The gradient of log_gate [B, N, H], which is in G_i for i ≥ t, from that of G [B, H, N]: its rows, and
+    its columns, last to first (modes.cuh). Summed in float64.
 
     A final state's gradient dS adds ⟨dS, S⟩ to that of G_N. It follows without S: all gradients of G add up
     to that of the first gate, which scales the initial state alone: ⟨dS₀, S₀⟩.
