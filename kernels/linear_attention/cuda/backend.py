@@ -25,6 +25,7 @@ from lingpt.kernels.linear_attention.cuda.launch import (
 )
 from lingpt.kernels.linear_attention.numerics import LOG_ZERO
 from lingpt.kernels.linear_attention.state import LinearAttentionState
+from lingpt.kernels.precision import running_sum
 from lingpt.kernels.torch_internals import raw_stream
 
 MAX_BATCH_HEADS = 65535  # CUDA's limit on the grid's second dimension
@@ -48,6 +49,8 @@ def why_not(call: Call) -> str | None:
     rope = 0 if call.cos is None else call.cos.shape[1]
     if call.log_gate is not None and not has_token_decay(native_arch(call.device), rope):
         return "it has a decay of each token's own on Hopper alone, with at most 64 rotated dimensions"
+    if call.log_gate is not None and call.backend != "cuda":
+        return "a decay of each token's own has run on the emulator only: backend='cuda' tries it"
     return None
 
 
@@ -240,7 +243,7 @@ def _gate_gradient(
             dG[..., 0] += sum(
                 (x * dx).reshape(*dG.shape[:2], -1).sum(-1) for x, dx in zip(initial, d_initial, strict=True)
             )
-    gradient = dG.cumsum(-1).flip(-1).transpose(1, 2).float()
+    gradient = running_sum(dG, -1).flip(-1).transpose(1, 2).float()
     return gradient.masked_fill(call.log_gate <= LOG_ZERO[torch.float32], 0.0)
 
 
