@@ -38,6 +38,7 @@ VERBS = {  # verb: (module, what it does)
     "replay": ("lingpt.cli.replay", "show what a step of a run was trained on"),
     "kernels": ("lingpt.cli.kernels", "list, compile and test the CUDA kernels"),
     "bench": ("lingpt.cli.bench", "measure the kernels against the baselines"),
+    "bench train": ("lingpt.cli.bench_train", "time a whole training step of each attention"),
 }
 
 
@@ -94,6 +95,8 @@ def _dispatch(argv: list[str]) -> int:
         print(f"lingpt {version('lingpt')}")
         return 0
     verb, *rest = argv
+    if rest and f"{verb} {rest[0]}" in VERBS:
+        verb, rest = f"{verb} {rest[0]}", rest[1:]
     if verb not in VERBS:
         raise UserError(f"unknown verb {verb!r}{nearest(verb, VERBS)}; `lingpt --help` lists them")
     module = importlib.import_module(VERBS[verb][0])
@@ -113,7 +116,7 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _overview() -> str:
-    verbs = "\n".join(f"  {verb:<9} {line}" for verb, (_, line) in VERBS.items())
+    verbs = "\n".join(f"  {verb:<11} {line}" for verb, (_, line) in VERBS.items())
     return (
         "usage: lingpt <verb> [options]\n\n"
         "Trains Pythia language models with linear attention, and compares them with softmax and GLA.\n\n"

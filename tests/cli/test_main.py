@@ -62,7 +62,7 @@ def test_help_lists_the_verbs_without_pytorch():
 
 @pytest.mark.parametrize("verb", cli.VERBS)
 def test_every_verb_has_its_help(verb, capsys):
-    assert main([verb, "--help"]) == 0
+    assert main([*verb.split(), "--help"]) == 0
     assert f"lingpt {verb}" in capsys.readouterr().out
 
 

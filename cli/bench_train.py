@@ -1,0 +1,54 @@
+"""`lingpt bench train`: times a training step of each attention; writes JSON, a table and a plot."""
+
+from pathlib import Path
+
+from jsonargparse import ArgumentParser, Namespace
+
+HELP = "Time a whole training step of each attention, beside an identity in its place."
+
+
+def configure(parser: ArgumentParser) -> None:
+    """Options of the benchmark."""
+    add = parser.add_argument
+    models = "models (default: pythia-70m to -1.4b at N = 8192, and pythia-160m at all lengths)"
+    add("--models", type=str, default=[], nargs="*", help=models)
+    lengths = "sequence lengths, of all models (default: 2048 to 131072)"
+    add("--seq_lens", type=int, default=[], nargs="*", help=lengths)
+    names = "names (default: all; an unknown one lists them)"
+    add("--attentions", type=str, default=[], nargs="*", help=names)
+    add("--tokens", type=int, default=131072, help="of an optimiser step, at every length")
+    micro = "most tokens of a micro-batch (default: what the memory estimate allows)"
+    add("--micro_batch_tokens", type=int | None, help=micro)
+    add("--rounds", type=int, default=2, help="turns of each attention at a shape")
+    add("--budget", type=float, default=1500.0, help="seconds; what does not fit is recorded as skipped")
+    add("--accelerator", type=str, default="auto", help="auto, cpu or cuda")
+    folder = "folder of bench.json, bench.md and the plot"
+    add("--out", type=str, default="docs/results/training", help=folder)
+    add("--append", action="store_true", help="keep the rows of --out, measure those that are missing")
+    redraw = "measure nothing: table and plot from the bench.json in --out"
+    add("--redraw", action="store_true", help=redraw)
+
+
+def run(args: Namespace) -> None:
+    import matplotlib  # noqa: F401  (the plot comes last: what it needs is asked for first)
+
+    from lingpt.common.errors import UserError
+    from lingpt.common.files import write_text
+    from lingpt.train.bench import bench_steps
+    from lingpt.train.bench_results import Results, draw, table
+
+    if args.accelerator not in ("auto", "cpu", "cuda"):
+        raise UserError(f"--accelerator is auto, cpu or cuda, not {args.accelerator!r}")
+    out = Path(args.out)
+    path = out / "bench.json"
+    if args.redraw:
+        results = Results.load(path)
+    else:
+        options = ("tokens", "micro_batch_tokens", "rounds", "budget", "accelerator", "append")
+        results = bench_steps(
+            args.models, args.seq_lens, args.attentions, save_to=path, **{o: args[o] for o in options}
+        )
+    text = table(results)
+    write_text(out / "bench.md", text)
+    print(text)
+    print("\n".join(f"wrote {written}" for written in (path, out / "bench.md", *draw(results, out))))

@@ -1,0 +1,129 @@
+"""A training step of each attention: the rows, their file and table, and what happens to those that fail."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from lingpt.cli.main import main
+from lingpt.common.errors import UserError
+from lingpt.models import GPT, Config
+from lingpt.train import bench
+from lingpt.train.bench import Identity, Shape, bench_steps, choose_shapes
+from lingpt.train.bench_results import Results, Row, draw, table
+
+ON_A_CPU = {"tokens": 64, "accelerator": "cpu"}
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps a turn: one that warms up, one that is timed."""
+    for name, value in (("WARM_UP", 1), ("FEWEST", 1), ("SECONDS", 0.0)):
+        monkeypatch.setattr(bench, name, value)
+
+
+def test_every_attention_takes_its_turn(tmp_path: Path, monkeypatch, capsys):
+    """Two rounds over all attentions of a shape; one that cannot run, or breaks, is a row with its reason."""
+    turns, trained = [], bench.Trained
+
+    def broken(recipe, attention, parallel):
+        turns.append(attention)
+        if attention == "ours-gated":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return trained(recipe, attention, parallel)
+
+    monkeypatch.setattr(bench, "Trained", broken)
+    names = ["identity", "ours", "softmax-flash", "ours-gated", "softmax-cudnn"]
+    path = tmp_path / "bench.json"
+    results = bench_steps(["demo"], [16], names, save_to=path, **ON_A_CPU)
+    rounds = [*names[:4], *names[:3]]  # a kernel that is not there builds no model, what failed is left out
+    assert turns == rounds
+    assert [row.status for row in results.rows] == ["ok", "ok", "ok", "oom", "refused"]
+    refused = results.rows[4]
+    assert refused.ms is None and refused.reason.startswith("model.sdpa cudnn cannot train on cpu")
+    for row in results.rows[:3]:
+        assert (row.micro_batch_size, row.tokens, row.steps, len(row.by_round)) == (4, 64, 2, 2)
+        assert row.fastest_ms <= min(row.by_round) <= row.ms <= max(row.by_round)
+        assert row.tokens_per_second == pytest.approx(64e3 / row.ms)
+        assert row.mfu is None and row.peak_memory is None, "of a GPU alone"
+        assert (row.estimated_memory is None) == (row.attention == "identity")
+    assert results.rows[2].kernel == "flash"
+    assert Results.load(path) == results, "the file holds everything"
+    shares = [row["share_of_identity"] for row in json.loads(path.read_text())["rows"]]
+    assert shares[0] == 1.0 and 0 < shares[1] < 10 and shares[3] is None
+    text = table(results)
+    assert text.count("| demo | 16 | 4 |") == 5 and "| oom: out of memory |" in text
+    assert {line.count("|") for line in text.splitlines() if line.startswith("|")} == {12}
+    assert "demo N = 16, ours" in capsys.readouterr().out
+
+
+def test_a_benchmark_goes_on_where_it_stopped(tmp_path: Path):
+    """--append measures what the budget left out, keeps what is there, and refuses another machine's."""
+    path = tmp_path / "bench.json"
+    options = ON_A_CPU | {"save_to": path, "append": True, "rounds": 1}
+    kept = bench_steps(["demo"], [32], ["identity"], **options).rows[0]
+    skipped = bench_steps(["demo"], [32], ["identity", "ours"], budget=0, **options).rows
+    assert skipped[0] == kept and skipped[1].status == "skipped" and "budget of 0 s" in skipped[1].reason
+    whole = bench_steps(["demo"], [32], ["ours", "identity"], micro_batch_tokens=32, **options)
+    assert whole.rows[0] == kept and whole.rows[1].status == "ok" and whole.rows[1].micro_batch_size == 1
+    whole.environment["card"] = "another"
+    whole.save(path)
+    with pytest.raises(UserError, match="of another card"):
+        bench_steps(["demo"], [32], ["ours"], **options)
+
+
+def test_the_identity_mixes_nothing():
+    """o = v between the same linear layers, whatever the other tokens are, and no FLOPs but theirs."""
+    config = Config.from_name("demo", attention="softmax", n_layer=1)
+    softmax = GPT.create(config, seed=0).blocks[0].attn
+    identity, x = Identity(softmax), torch.randn(2, 5, 128)
+    values = torch.nn.functional.linear(x, softmax.qkv.weight[256:], softmax.qkv.bias[256:])
+    torch.testing.assert_close(identity(x, None, None), softmax.proj(values))
+    assert dict(identity.named_parameters()).keys() == dict(softmax.named_parameters()).keys()
+    assert identity.flops_per_token(100) == 0
+
+
+def made_up() -> Results:
+    """Three lengths of two attentions; ours is 2, 4 and 6 times faster than FlashAttention-2."""
+    rows = []
+    for n, factor in ((2048, 2.0), (4096, 4.0), (8192, 6.0)):
+        for name, ms in (("identity", 0.9), ("ours", 1.0), ("softmax-flash", factor)):
+            rounds = [100 * ms, 150 * ms]
+            row = Row("pythia-160m", n, name, ms=125 * ms, fastest_ms=100 * ms, by_round=rounds)
+            row.tokens_per_second, row.peak_memory, row.estimated_memory = 1e6, 2 * 10**9, 10**9
+            rows.append(row)
+    return Results({"card": "GPU", "precision": "bf16-mixed", "versions": {}, "date": "today"}, rows)
+
+
+def test_ratios_are_taken_within_a_round(tmp_path: Path, capsys):
+    """And the picture and the table come from the file alone."""
+    results = made_up()
+    ours = results.row("pythia-160m", 4096, "ours")
+    assert results.times_faster(ours, "softmax-flash") == pytest.approx(4.0)
+    assert results.times_faster(ours, "identity") == pytest.approx(0.9)
+    assert results.times_faster(ours, "gla") is None
+    assert "| 0.900 | 4.00 | 2.0 | 0.50 |" in table(results)
+    results.save(tmp_path / "bench.json")
+    assert main(["bench", "train", "--redraw", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "bench.md").read_text() == table(results)
+    assert (tmp_path / "speed-up.png").read_bytes().startswith(b"\x89PNG")
+    assert "softmax-flash" not in results.rows[0].line() and "speed-up.svg" in capsys.readouterr().out
+    results.rows = results.rows[:3]
+    assert draw(results, tmp_path / "one length") == [], "no line has two points"
+
+
+def test_shapes_and_mistakes(tmp_path: Path, capsys):
+    sizes = ("pythia-70m", "pythia-160m", "pythia-410m", "pythia-1.4b")
+    shapes = choose_shapes((), (), 131072)
+    assert shapes[:4] == [Shape(size, 8192) for size in sizes] and len(shapes) == 10
+    assert choose_shapes(["demo"], (), 8192) == [Shape("demo", 8192)]
+    for options, line in (
+        (["--models", "dmo"], "unknown model 'dmo': did you mean 'demo'?"),
+        (["--attentions", "softmax-flsh"], "did you mean 'softmax-flash'?"),
+        (["--seq_lens", "48", "--tokens", "64"], "--tokens 64 is no multiple of the length 48"),
+        (["--redraw", "--out", str(tmp_path)], "cannot read"),
+        (["--accelerator", "gpu"], "--accelerator is auto, cpu or cuda, not 'gpu'"),
+    ):
+        assert main(["bench", "train", *options]) == 2
+        assert line in capsys.readouterr().err

@@ -1,0 +1,294 @@
+"""`lingpt bench train`: the time of a whole training step of each attention, beside an identity in its place.
+
+What is timed is what trains: a run's model, compiled blocks, precision, loss, gradient clipping and
+optimizer, on random tokens and without a log. The identity keeps the linear layers before and after the
+mixing: its time over an attention's is the part of the step that is not spent on mixing.
+
+Notable:
+- at each shape the attentions take turns, in rounds: ratios are taken within a round, and a bad minute does
+  not fall on one of them alone; what a round compiled, the next one finds
+- one model is in memory at a time, and one size of the micro-batch serves all attentions of a shape
+- an attention that fails is a row with its reason, and the results are written after every turn
+"""
+
+import gc
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from lingpt.common.errors import UserError, unknown
+from lingpt.data import DataConfig
+from lingpt.kernels.bench.environment import environment, used_by_others
+from lingpt.kernels.gated_linear_attention import HAS_FLA
+from lingpt.models import MODELS, ModelArgs
+from lingpt.models.attention.base import QKVAttention
+from lingpt.train.bench_results import IDENTITY, Results, Row
+from lingpt.train.config import Recipe, TrainConfig
+from lingpt.train.loss import NextTokenLoss
+from lingpt.train.machine import Machine, choose_machine, fits, memory_needed
+from lingpt.train.model import attention_kernels, begin_tuning, compiles, make_model
+from lingpt.train.optim import make_optimizer
+from lingpt.train.parallel import Parallel, print_rank0
+from lingpt.train.throughput import mfu
+
+# What a recipe says of the model under each name that is compared.
+COMPARED: dict[str, dict[str, Any]] = {
+    IDENTITY: {"attention": "softmax"},  # whose linear layers it keeps
+    "ours": {"attention": "ours"},
+    "ours-gated": {"attention": "ours-gated"},
+    "ours-decay": {"attention": "ours-decay"},
+    "softmax-flash": {"attention": "softmax", "sdpa": "flash"},
+    "softmax-cudnn": {"attention": "softmax", "sdpa": "cudnn"},
+    "gla": {"attention": "gla"},
+}
+SIZES = ("pythia-70m", "pythia-160m", "pythia-410m", "pythia-1.4b")
+LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
+USUAL_LENGTH, SWEPT = 8192, "pythia-160m"  # every size at this length, and this size at every length
+TOKENS, ROUNDS = 131072, 2
+WARM_UP, FEWEST, SECONDS = 2, 3, 2.0  # steps that are not timed, and at least so many that are, for so long
+# Above the number of attentions: each is compiled once a shape. Beyond it PyTorch would go on in eager mode.
+COMPILED: dict[str, Any] = {"recompile_limit": 2 * len(COMPARED), "fail_on_recompile_limit_hit": True}
+
+
+@dataclass(frozen=True)
+class Shape:
+    model: str
+    seq_len: int
+
+
+class Identity(QKVAttention):
+    """Mixes nothing: o = v between the linear layers of the attention whose place it takes."""
+
+    def __init__(self, replaced: QKVAttention) -> None:
+        nn.Module.__init__(self)
+        self.config, self.qkv, self.proj = replaced.config, replaced.qkv, replaced.proj
+
+    def forward(
+        self, x_BNC: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor, state: Any = None
+    ) -> torch.Tensor:
+        return self.proj(self.qkv(x_BNC)[..., -x_BNC.shape[-1] :])
+
+    def flops_per_token(self, seq_len: int) -> int:
+        return 0
+
+
+class Trained:
+    """A model in training: the work of `Run.step` on the same random tokens, again and again."""
+
+    def __init__(self, recipe: Recipe, attention: str, parallel: Parallel) -> None:
+        self.recipe, self.parallel, config = recipe, parallel, recipe.model.config()
+        for tuning in begin_tuning(recipe, config, recipe.train.precision, parallel.device):
+            tuning.finish(print_rank0)
+        self.gpt = make_model(recipe, config, None, parallel.device)
+        if attention == IDENTITY:
+            for block in self.gpt.blocks:
+                assert isinstance(block.attn, QKVAttention)
+                block.attn = Identity(block.attn)
+        self.model = parallel.wrap(NextTokenLoss(self.gpt, compiles(recipe, parallel.device)))
+        self.optimizer = parallel.wrap_optimizer(make_optimizer(self.gpt, recipe.train))
+        shape = recipe.train.micro_batch_size, recipe.data.seq_len + 1
+        self.micro_batch = torch.randint(config.vocab_size, shape, device=parallel.device)
+
+    def step(self) -> None:
+        """One optimiser step. RuntimeError where its loss is not finite: what is timed must train."""
+        t, parallel, tokens = self.recipe.train, self.parallel, self.recipe.tokens_per_step
+        self.optimizer.zero_grad()
+        loss_sum = torch.zeros((), dtype=torch.float64, device=parallel.device)
+        for _ in range(t.global_batch_size // t.micro_batch_size):
+            loss = self.model(self.micro_batch)
+            parallel.backward(loss, tokens)
+            loss_sum += loss.detach()
+        norm = parallel.clip_gradients(self.gpt, t.grad_clip)
+        (total,) = parallel.sum(loss_sum)  # waits for the device, as in a run
+        if not math.isfinite(total) or not math.isfinite(norm.item()):
+            raise RuntimeError("the loss or the gradient is not finite")
+        self.optimizer.step()
+
+
+def bench_steps(
+    models: Sequence[str] = (),
+    seq_lens: Sequence[int] = (),
+    attentions: Sequence[str] = (),
+    *,
+    tokens: int = TOKENS,
+    micro_batch_tokens: int | None = None,
+    rounds: int = ROUNDS,
+    budget: float = 1500.0,
+    accelerator: Literal["auto", "cpu", "cuda"] = "auto",
+    save_to: Path | None = None,
+    append: bool = False,
+) -> Results:
+    """Times a training step of each of the `attentions` (names of COMPARED) at each model and length.
+
+    Args:
+        models, seq_lens: every one of the former at every one of the latter; by default, and for what is not
+            given, SIZES at USUAL_LENGTH, and SWEPT at all LENGTHS.
+        tokens: of an optimiser step, the same everywhere.
+        micro_batch_tokens: at most so many at once; by default as many as fit the memory by the estimate.
+        budget: seconds; once it is spent, no further turn begins, and what has had none is "skipped".
+        save_to: a JSON file, written after every turn.
+        append: keep what `save_to` holds, of this card and these versions, and measure what is missing.
+
+    Raises UserError for names and numbers that make no benchmark.
+    """
+    chosen, shapes = choose_attentions(attentions), choose_shapes(models, seq_lens, tokens)
+    if rounds < 1:
+        raise UserError(f"--rounds is {rounds}; it must be at least 1")
+    machine = choose_machine(TrainConfig(accelerator=accelerator, devices=1, num_nodes=1))
+    parallel = Parallel(machine)
+    parallel.seed(0)
+    if parallel.device.type == "cuda" and (line := used_by_others(parallel.device)):
+        warnings.warn(line, stacklevel=2)
+    here = environment(parallel.device) | {"precision": machine.precision}
+    results = Results.load(save_to, here) if append and save_to and save_to.is_file() else Results(here)
+    deadline = time.perf_counter() + budget
+    for shape in shapes:
+        todo = [name for name in chosen if not results.is_done(shape.model, shape.seq_len, name)]
+        torch.compiler.reset()
+        recipes = _recipes(shape, tokens, micro_batch_tokens, machine)
+        with torch._dynamo.config.patch(COMPILED):
+            for n in range(1, rounds + 1):
+                for name in todo:
+                    row = results.row(shape.model, shape.seq_len, name)
+                    spent = time.perf_counter() > deadline
+                    if n > 1 and (spent or row is None or row.status != "ok"):
+                        continue
+                    if row is None or n == 1:
+                        row = _new_row(name, recipes[name], machine)
+                    if spent:
+                        row.status, row.reason = "skipped", f"the budget of {budget:.0f} s is spent"
+                    else:
+                        row = _turn(row, recipes[name], machine, parallel)
+                        print_rank0(f"{row.line()}, round {n}")
+                    results.put(row)
+                    if save_to is not None:
+                        results.save(save_to)
+    return results
+
+
+def choose_attentions(names: Sequence[str]) -> list[str]:
+    """Each once, by default all of COMPARED; UserError for one that is not there."""
+    for name in names:
+        if name not in COMPARED:
+            raise unknown("attention", name, COMPARED)
+    return list(dict.fromkeys(names or COMPARED))
+
+
+def choose_shapes(models: Sequence[str], seq_lens: Sequence[int], tokens: int) -> list[Shape]:
+    """What `bench_steps` says of its arguments; UserError for a model or a length that makes no step."""
+    for model in models:
+        if model not in MODELS:
+            raise unknown("model", model, MODELS)
+    models = models or SIZES
+    shapes = [Shape(model, seq_len) for model in models for seq_len in seq_lens or (USUAL_LENGTH,)]
+    if SWEPT in models and not seq_lens:
+        shapes += [Shape(SWEPT, seq_len) for seq_len in LENGTHS]
+    for shape in shapes:
+        if shape.seq_len < 1 or tokens < 1 or tokens % shape.seq_len:
+            raise UserError(f"--tokens {tokens} is no multiple of the length {shape.seq_len}")
+    return list(dict.fromkeys(shapes))
+
+
+def _recipes(
+    shape: Shape, tokens: int, micro_batch_tokens: int | None, machine: Machine
+) -> dict[str, Recipe]:
+    """The recipe of each attention, all with the largest micro-batch that fits with the hungriest of them."""
+    sequences = tokens // shape.seq_len
+    train = TrainConfig(
+        global_batch_size=sequences,
+        micro_batch_size=1,
+        learning_rate=1e-5,  # of a first step of the warm-up
+        min_learning_rate=0.0,
+        precision=machine.precision,
+        max_steps=1,
+    )
+    data = DataConfig(seq_len=shape.seq_len)
+    recipes = {
+        name: Recipe(ModelArgs(name=shape.model, block_size=shape.seq_len, **model), data, train)
+        for name, model in COMPARED.items()
+    }
+    sizes = [size for size in range(sequences, 0, -1) if sequences % size == 0]
+    if micro_batch_tokens is not None:
+        fitting = (size for size in sizes if size * shape.seq_len <= micro_batch_tokens)
+    else:
+        hungriest = max(recipes.values(), key=lambda recipe: _estimate(recipe, machine, 1))
+        fitting = (size for size in sizes if fits(_estimate(hungriest, machine, size), machine.memory))
+    train = replace(train, micro_batch_size=next(fitting, 1))
+    return {name: replace(recipe, train=train) for name, recipe in recipes.items()}
+
+
+def _estimate(recipe: Recipe, machine: Machine, micro_batch_size: int) -> int:
+    return memory_needed(recipe.model.config(), recipe, machine.precision, micro_batch_size)["total"]
+
+
+def _new_row(attention: str, recipe: Recipe, machine: Machine) -> Row:
+    size = recipe.train.micro_batch_size
+    return Row(
+        recipe.model.name,
+        recipe.data.seq_len,
+        attention,
+        micro_batch_size=size,
+        tokens=recipe.tokens_per_step,
+        # The estimate knows no identity.
+        estimated_memory=_estimate(recipe, machine, size) if attention != IDENTITY else None,
+    )
+
+
+def _turn(row: Row, recipe: Recipe, machine: Machine, parallel: Parallel) -> Row:
+    """The row with another round; with the reason in it where that fails, which ends its rounds."""
+    try:
+        row = _timed(row, recipe, machine, parallel)
+    except torch.OutOfMemoryError:
+        row = replace(row, status="oom", reason="out of memory")
+    except UserError as error:
+        row = replace(row, status="refused", reason=str(error))
+    except Exception as error:  # one that cannot take this shape is a row, not the end of the benchmark
+        row = replace(row, status="error", reason=f"{type(error).__name__}: {error}".splitlines()[0][:300])
+    if parallel.device.type == "cuda":
+        gc.collect()  # the model and its wrappers refer to each other
+        torch.cuda.empty_cache()
+    return row
+
+
+def _timed(row: Row, recipe: Recipe, machine: Machine, parallel: Parallel) -> Row:
+    device, kernel = parallel.device, None
+    if row.attention == "gla" and device.type == "cuda" and not HAS_FLA:
+        raise UserError("fla-core is not installed: pip install 'lingpt[gla]'")
+    if row.attention != IDENTITY:
+        kernel = attention_kernels(recipe.model.config(), device, machine.precision)
+    began = time.perf_counter()
+    trained = Trained(recipe, row.attention, parallel)
+    trained.step()
+    first = time.perf_counter() - began
+    for _ in range(WARM_UP - 1):
+        trained.step()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    spans: list[float] = []
+    while len(spans) < FEWEST or sum(spans) < SECONDS:
+        began = time.perf_counter()
+        trained.step()
+        spans.append(time.perf_counter() - began)  # from one wait for the device to the next
+    by_round = [*row.by_round, 1e3 * statistics.median(spans)]
+    seconds = statistics.median(by_round) / 1e3
+    per_token = trained.gpt.flops_per_token(row.seq_len)
+    return replace(
+        row,
+        kernel=next(iter(kernel.values()), None) if kernel else None,
+        by_round=by_round,
+        fastest_ms=min(1e3 * min(spans), row.fastest_ms or math.inf),
+        steps=row.steps + len(spans),
+        first_step_seconds=row.first_step_seconds or first,
+        ms=1e3 * seconds,
+        tokens_per_second=row.tokens / seconds,
+        mfu=mfu(row.tokens / seconds, per_token, machine.peak),
+        peak_memory=parallel.peak_memory if device.type == "cuda" else None,
+    )

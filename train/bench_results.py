@@ -1,0 +1,194 @@
+"""What `lingpt bench train` found: a JSON file, a table, and a picture over the sequence length."""
+
+import statistics
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from lingpt.common.errors import UserError
+from lingpt.common.files import read_json_object, replacing, write_errors, write_json
+from lingpt.common.palette import COLOURS
+
+IDENTITY, FLASH = "identity", "softmax-flash"
+LINE_COLOURS = COLOURS | {
+    FLASH: COLOURS["softmax"],
+    "softmax-cudnn": COLOURS["sdpa-cudnn"],
+    IDENTITY: "#56B4E9",  # sky blue
+}
+COLUMNS = (
+    "model", "N", "micro-batch", "attention", "ms a step (fastest)", "k tokens/s", "MFU", "share", "× FA2",
+    "memory GB", "estimate",
+)  # fmt: skip
+
+
+@dataclass
+class Row:
+    """One attention in one model at one sequence length. Of times, the median over the rounds.
+
+    status: "ok", "oom", "refused" (a kernel or a package that is not there), "error", or "skipped" (the time
+    was over), each with its `reason`. A row of several rounds whose later one failed keeps its times.
+    """
+
+    model: str
+    seq_len: int
+    attention: str
+    status: str = "ok"
+    reason: str = ""
+    kernel: str | None = None  # that ran, of an attention that has several
+    micro_batch_size: int = 0  # sequences
+    tokens: int = 0  # of an optimiser step
+    ms: float | None = None  # of an optimiser step
+    fastest_ms: float | None = None
+    by_round: list[float] = field(default_factory=list)  # each round's median
+    steps: int = 0  # that were timed
+    first_step_seconds: float | None = None  # with making, compiling and tuning
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    peak_memory: int | None = None  # bytes on the card, once all is compiled
+    estimated_memory: int | None = None
+
+    def line(self) -> str:
+        """What a screen shows of it."""
+        what = f"{self.model} N = {self.seq_len}, {self.attention}"
+        if self.status != "ok" or self.ms is None:
+            return f"{what}: {self.status}: {self.reason}"
+        return f"{what}: {self.ms:.1f} ms, {(self.tokens_per_second or 0) / 1e3:.1f} k tokens/s"
+
+
+@dataclass
+class Results:
+    """Where it ran, and a row for each attention, model and length."""
+
+    environment: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+
+    def row(self, model: str, seq_len: int, attention: str) -> Row | None:
+        cell = model, seq_len, attention
+        return next((r for r in self.rows if (r.model, r.seq_len, r.attention) == cell), None)
+
+    def is_done(self, model: str, seq_len: int, attention: str) -> bool:
+        """Whether it was tried, with whatever outcome; what was skipped may be tried again."""
+        row = self.row(model, seq_len, attention)
+        return row is not None and row.status != "skipped"
+
+    def put(self, row: Row) -> None:
+        """Adds the row, or replaces the earlier one of its cell."""
+        earlier = self.row(row.model, row.seq_len, row.attention)
+        index = len(self.rows) if earlier is None else self.rows.index(earlier)
+        self.rows[index : index + 1] = [row]
+
+    def times_faster(self, row: Row, than: str) -> float | None:
+        """The time of `than` at the row's shape over the row's: the median of the rounds' ratios."""
+        other = self.row(row.model, row.seq_len, than)
+        if other is None or not other.by_round or not row.by_round:
+            return None
+        return statistics.median(a / b for a, b in zip(other.by_round, row.by_round, strict=False))
+
+    def save(self, path: Path) -> None:
+        rows = [asdict(row) | {"share_of_identity": self.times_faster(row, IDENTITY)} for row in self.rows]
+        with write_errors(path):
+            write_json(path, {"environment": self.environment, "rows": rows})
+
+    @classmethod
+    def load(cls, path: Path, here: dict[str, Any] | None = None) -> "Results":
+        """UserError where it is no such file, or, with `here`, of another environment."""
+        known = {field.name for field in fields(Row)}
+        try:
+            found = read_json_object(path)
+            rows = [Row(**{k: v for k, v in row.items() if k in known}) for row in found["rows"]]
+            results = cls(dict(found["environment"]), rows)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{path} holds no results of `lingpt bench train` ({error!r})") from error
+        differ = [k for k, v in (here or {}).items() if k != "date" and results.environment.get(k) != v]
+        if differ:
+            raise UserError(f"{path} is of another {', '.join(differ)}: measure again, without --append")
+        return results
+
+
+def table(results: Results) -> str:
+    """Markdown: a line a row, and under what it was measured."""
+    env = results.environment
+    versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
+    head = (
+        f"# A training step\n\n{env['card']}, {env['precision']}, {versions}; {env['date']}.\n\n"
+        "Share: the time of the identity over the attention's. × FA2: how many times faster than softmax by "
+        "FlashAttention-2. Memory: the most that was used, and the estimate over it.\n\n"
+        f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}\n"
+    )
+    return head + "\n".join(_line(row, results) for row in _sorted(results)) + "\n"
+
+
+def _sorted(results: Results) -> list[Row]:
+    """By model in the order of the rows, then by length."""
+    models = list(dict.fromkeys(row.model for row in results.rows))
+    return sorted(results.rows, key=lambda row: (models.index(row.model), row.seq_len))
+
+
+def _line(row: Row, results: Results) -> str:
+    cells = [row.model, str(row.seq_len), str(row.micro_batch_size or "–"), row.attention]
+    if row.kernel and row.kernel not in row.attention:
+        cells[-1] += f" ({row.kernel})"
+    if row.ms is None or row.tokens_per_second is None:
+        return f"| {' | '.join(cells)} | {row.status}: {row.reason.replace('|', '/')} | | | | | | |"
+    ratio = row.estimated_memory / row.peak_memory if row.estimated_memory and row.peak_memory else None
+    cells += [
+        f"{row.ms:.1f} ({row.fastest_ms:.1f})",
+        f"{row.tokens_per_second / 1e3:.1f}",
+        _number(row.mfu, ".3f"),
+        _number(results.times_faster(row, IDENTITY), ".3f"),
+        _number(results.times_faster(row, FLASH), ".2f"),
+        _number(row.peak_memory and row.peak_memory / 1e9, ".1f"),
+        _number(ratio, ".2f"),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _number(value: float | None, format: str) -> str:
+    return "–" if value is None else f"{value:{format}}"
+
+
+def draw(results: Results, folder: Path) -> list[Path]:
+    """How many times faster than FlashAttention-2 over N, a panel a model that has several lengths:
+    `speed-up.png` and `.svg` in the folder. Their paths; none where there is nothing to draw."""
+    panels = {model: lines for model in _models(results) if (lines := _speed_ups(results, model))}
+    if not panels:
+        return []
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4 * len(panels), 4.6), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for panel, (model, lines) in zip(axes, panels.items(), strict=True):
+        for name, points in lines.items():
+            x, y = zip(*points, strict=True)
+            style = "o:" if name == IDENTITY else "o-"
+            width = 2.5 if name.startswith("ours") else 1.3
+            panel.plot(x, y, style, label=name, color=LINE_COLOURS[name], linewidth=width, markersize=4)
+        ticks = sorted({n for points in lines.values() for n, _ in points})
+        panel.set(xscale="log", yscale="log", title=model, xlabel="N, tokens of a sequence")
+        panel.set_xticks(ticks, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in ticks])
+        low, high = panel.get_ylim()
+        marks = [y for y in (0.5, 0.7, 1, 1.5, 2, 3, 5, 7, 10, 15, 20, 30) if low <= y <= high]
+        panel.set_yticks(marks, [f"{y:g}×" for y in marks])
+        panel.minorticks_off()
+        panel.grid(True, alpha=0.3)
+    axes[0].set_ylabel("a training step, × as fast as by FlashAttention-2")
+    axes[0].legend(fontsize=8, frameon=False)
+    figure.suptitle(f"{results.environment['card']}, {results.environment['precision']}", fontsize=11)
+    paths = [folder / "speed-up.png", folder / "speed-up.svg"]
+    for path in paths:
+        with write_errors(path), replacing(path) as temporary:
+            figure.savefig(temporary, dpi=130, format=path.suffix[1:])
+    return paths
+
+
+def _models(results: Results) -> list[str]:
+    return list(dict.fromkeys(row.model for row in results.rows))
+
+
+def _speed_ups(results: Results, model: str) -> dict[str, list[tuple[int, float]]]:
+    """Of each attention, (N, times faster than FlashAttention-2), where there are two lengths or more."""
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for row in _sorted(results):
+        if row.model == model and (ratio := results.times_faster(row, FLASH)):
+            lines.setdefault(row.attention, []).append((row.seq_len, ratio))
+    return lines if any(len(points) > 1 for points in lines.values()) else {}
