@@ -59,7 +59,7 @@ def gated_linear_attention(
     """
     _check(q, k, v, log_gate, initial_state)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    backend = _choose(backend, q, initial_state)
+    backend = choose(backend, q, initial_state)
     if backend == "chunkwise":
         o, state = _attend(Call(q, k, v, log_gate, initial_state, scale))
     else:
@@ -96,7 +96,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, state: Tensor | No
         )
 
 
-def _choose(backend: str, q: Tensor, initial_state: Tensor | None) -> str:
+def choose(backend: str, q: Tensor, initial_state: Tensor | None) -> str:
+    """The backend that answers, for `auto` by what the machine has. UserError where it cannot run here."""
     if backend not in BACKENDS:
         raise UserError(f"unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
     if backend == "fla":

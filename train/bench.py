@@ -259,11 +259,11 @@ def _turn(row: Row, recipe: Recipe, machine: Machine, parallel: Parallel) -> Row
 
 
 def _timed(row: Row, recipe: Recipe, machine: Machine, parallel: Parallel) -> Row:
-    device, kernel = parallel.device, None
+    device, kernels = parallel.device, {}
     if row.attention == "gla" and device.type == "cuda" and not HAS_FLA:
         raise UserError("fla-core is not installed: pip install 'lingpt[gla]'")
     if row.attention != IDENTITY:
-        kernel = attention_kernels(recipe.model.config(), device, machine.precision)
+        kernels = attention_kernels(recipe.model.config(), device, machine.precision)
     began = time.perf_counter()
     trained = Trained(recipe, row.attention, parallel)
     trained.step()
@@ -282,7 +282,7 @@ def _timed(row: Row, recipe: Recipe, machine: Machine, parallel: Parallel) -> Ro
     per_token = trained.gpt.flops_per_token(row.seq_len)
     return replace(
         row,
-        kernel=next(iter(kernel.values()), None) if kernel else None,
+        kernel=next(iter(kernels.values()), None),
         by_round=by_round,
         fastest_ms=min(1e3 * min(spans), row.fastest_ms or math.inf),
         steps=row.steps + len(spans),

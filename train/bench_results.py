@@ -34,7 +34,7 @@ class Row:
     attention: str
     status: str = "ok"
     reason: str = ""
-    kernel: str | None = None  # that ran, of an attention that has several
+    kernel: str | None = None  # of the attention, that ran
     micro_batch_size: int = 0  # sequences
     tokens: int = 0  # of an optimiser step
     ms: float | None = None  # of an optimiser step

@@ -26,16 +26,15 @@ def model_config(recipe: Recipe) -> Config:
 
 
 def attention_kernels(config: Config, device: torch.device, precision: str) -> dict[str, str]:
-    """`{"softmax": "flash"}`: which kernel trains each of the model's attentions that have several.
+    """`{"ours": "cuda", "softmax": "flash"}`: which kernel trains each of the model's attentions.
 
     precision: Fabric's name. UserError where the kernel that the recipe names cannot run on this device.
     """
     dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
-    kernels = {
+    return {
         name: ATTENTIONS[name].kernel(config, device, dtype, **config.attention_options(name))
         for name in dict.fromkeys(config.attention_per_layer)
     }
-    return {name: kernel for name, kernel in kernels.items() if kernel}
 
 
 def make_model(

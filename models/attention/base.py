@@ -56,12 +56,12 @@ class Attention(Fp32Constants):
     @classmethod
     def kernel(
         cls, config: litgpt.Config, device: torch.device, dtype: torch.dtype, *args: Any, **options: Any
-    ) -> str | None:
-        """Which of its kernels training runs on this device; None for a mechanism that leaves no choice.
+    ) -> str:
+        """The name of the kernel that trains it on this device, for a run's record.
 
         dtype: of the projections' output. UserError where the one that the options name cannot run.
         """
-        return None
+        raise NotImplementedError
 
     def forward(
         self, x_BNC: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor, state: Any = None

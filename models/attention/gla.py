@@ -8,7 +8,7 @@ No rotary embeddings, as in the paper. One projection, `qkvr`, gives q, k, v and
 With `short_conv` a causal convolution of width 4 runs over q, k and v, the one that `ours*` have.
 """
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import litgpt
 import torch
@@ -16,7 +16,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from lingpt.common.errors import UserError
-from lingpt.kernels.gated_linear_attention import gated_linear_attention, gated_linear_attention_flops
+from lingpt.kernels.gated_linear_attention import (
+    choose,
+    gated_linear_attention,
+    gated_linear_attention_flops,
+)
 from lingpt.kernels.gla_tuning import Size, Tuning, tuning
 from lingpt.models.attention.base import Attention, RecurrentState
 from lingpt.models.attention.short_conv import SHORT_CONV_HELP, convolved, identity_filter
@@ -47,6 +51,12 @@ class GLAAttention(Attention):
     def check(cls, config: litgpt.Config, *, gla_n_head: int, **_: bool) -> None:
         if gla_n_head < 1 or config.n_embd % (2 * gla_n_head):
             raise UserError(f"gla_n_head={gla_n_head} must divide n_embd/2={config.n_embd / 2:g}")
+
+    @classmethod
+    def kernel(
+        cls, config: litgpt.Config, device: torch.device, dtype: torch.dtype, *args: Any, **options: Any
+    ) -> str:
+        return choose("auto", torch.empty(1, 1, 1, 1, device=device, dtype=dtype), None)
 
     def forward(
         self,

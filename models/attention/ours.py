@@ -15,7 +15,7 @@ Its options are not the paper's; `ours-decay` and `ours-gated` have them too:
 """
 
 import functools
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 
 import litgpt
 import torch
@@ -23,7 +23,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from lingpt.common.errors import UserError
-from lingpt.kernels.linear_attention import linear_attention_flops, linear_attention_qkv
+from lingpt.kernels.linear_attention import chunkwise, linear_attention_flops, linear_attention_qkv
+from lingpt.kernels.linear_attention.backends import choose
+from lingpt.kernels.linear_attention.call import Call
 from lingpt.models.attention.base import QKVAttention, RecurrentState
 from lingpt.models.attention.short_conv import SHORT_CONV_HELP, convolved, identity_filter
 
@@ -35,6 +37,7 @@ class OursAttention(QKVAttention):
     Stored as offsets so that a and b start at exactly 1 and small steps are not lost in bf16.
     """
 
+    token_decay: ClassVar[bool] = False  # does each token give a decay of its own?
     log_decay: torch.Tensor | None  # None in `ours`; a buffer that moves with the model in `ours-decay`
 
     def __init__(
@@ -69,6 +72,21 @@ class OursAttention(QKVAttention):
             raise UserError(
                 "normalize=False needs output_gate=True: the output must be normalised by one of them"
             )
+
+    @classmethod
+    def kernel(
+        cls, config: litgpt.Config, device: torch.device, dtype: torch.dtype, *args: Any, **options: Any
+    ) -> str:
+        """`cuda`, or `chunkwise`, which is PyTorch's."""
+        rope = torch.empty(1, config.rope_n_elem, device=device)
+        call = Call(
+            qkv=torch.empty(1, 1, 3, config.n_head, config.head_size or 1, device=device, dtype=dtype),
+            cos=rope,
+            sin=rope,
+            log_gate=torch.empty(1, 1, config.n_head, device=device) if cls.token_decay else None,
+            normalize=options["normalize"],
+        )
+        return "chunkwise" if choose(call) is chunkwise else "cuda"
 
     def a(self) -> float | torch.Tensor:
         """The constant: 1.0, or `[H]` in fp32, free."""

@@ -19,6 +19,8 @@ from lingpt.models.attention.ours_decay import log_decay
 class OursGatedAttention(OursAttention):
     """`ours` and, per head, `attn.decay_proj.weight` `[H, C]` and `attn.decay_bias` `[H]`."""
 
+    token_decay = True
+
     def __init__(self, config: litgpt.Config, layer_idx: int, **options: bool) -> None:
         super().__init__(config, layer_idx, **options)
         self.decay_proj = nn.Linear(config.n_embd, config.n_head, bias=False)

@@ -177,10 +177,13 @@ def test_the_kernel_that_is_named_is_training_s_alone(small, tokens):
     assert torch.equal(cudnn.eval()(tokens), model(tokens))
 
 
-def test_a_kernel_that_cannot_run_is_one_line(small):
+def test_a_kernel_has_its_name_or_one_line_why_it_cannot_run(small):
     config = small("softmax").config
     kernel, cpu = ATTENTIONS["softmax"].kernel, torch.device("cpu")
     assert kernel(config, cpu, torch.bfloat16, sdpa="auto") == "flash"
+    for name in ATTENTIONS.keys() - {"softmax"}:
+        options = config.attention_options(name)
+        assert ATTENTIONS[name].kernel(config, cpu, torch.bfloat16, **options) == "chunkwise"
     with pytest.raises(UserError, match=r"efficient cannot train on cpu in bfloat16 .* use another kernel"):
         kernel(config, cpu, torch.bfloat16, sdpa="efficient")
     with pytest.raises(UserError, match=r"unknown sdpa 'falsh': did you mean 'flash'"):

@@ -345,10 +345,11 @@ def test_a_run_records_what_it_is_made_of(make_recipe, picture, capsys):
     recipe = make_recipe(sample_tokens=8)
     recipe.model.attention, recipe.model.sdpa = ["ours", "softmax", "ours", "ours"], "math"
     folder = train(recipe)
-    assert "demo with ours+softmax (softmax by math):" in capsys.readouterr().out
+    assert "demo with ours+softmax (ours by chunkwise, softmax by math):" in capsys.readouterr().out
     environment = json.loads((folder / "environment.json").read_text())
     assert environment["versions"]["torch"] and environment["command"] and environment["hardware"]["name"]
-    assert environment["data"]["fingerprint"] and environment["attention_kernels"] == {"softmax": "math"}
+    assert environment["data"]["fingerprint"]
+    assert environment["attention_kernels"] == {"ours": "chunkwise", "softmax": "math"}
     assert (folder / "samples.txt").read_text().count("⟨…⟩") == 2
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     line = read_metrics(folder)[0]
