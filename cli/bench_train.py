@@ -10,7 +10,7 @@ HELP = "Time a whole training step of each attention, beside an identity in its 
 def configure(parser: ArgumentParser) -> None:
     """Options of the benchmark."""
     add = parser.add_argument
-    models = "models (default: pythia-70m to -1.4b at N = 8192, and pythia-160m at all lengths)"
+    models = "models (default: pythia-70m to -1.4b at N = 8192, and -160m and -1.4b at all lengths)"
     add("--models", type=str, default=[], nargs="*", help=models)
     lengths = "sequence lengths, of all models (default: 2048 to 131072)"
     add("--seq_lens", type=int, default=[], nargs="*", help=lengths)
@@ -36,6 +36,7 @@ def run(args: Namespace) -> None:
     from lingpt.common.files import write_text
     from lingpt.train.bench import bench_steps
     from lingpt.train.bench_results import Results, draw, table
+    from lingpt.train.bench_targets import targets_table
 
     if args.accelerator not in ("auto", "cpu", "cuda"):
         raise UserError(f"--accelerator is auto, cpu or cuda, not {args.accelerator!r}")
@@ -48,7 +49,7 @@ def run(args: Namespace) -> None:
         results = bench_steps(
             args.models, args.seq_lens, args.attentions, save_to=path, **{o: args[o] for o in options}
         )
-    text = table(results)
+    text = f"{table(results)}\n{targets_table(results)}"
     write_text(out / "bench.md", text)
     print(text)
     print("\n".join(f"wrote {written}" for written in (path, out / "bench.md", *draw(results, out))))

@@ -51,9 +51,10 @@ COMPARED: dict[str, dict[str, Any]] = {
 }
 SIZES = ("pythia-70m", "pythia-160m", "pythia-410m", "pythia-1.4b")
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
-USUAL_LENGTH, SWEPT = 8192, "pythia-160m"  # every size at this length, and this size at every length
+USUAL_LENGTH, SWEPT = 8192, ("pythia-160m", "pythia-1.4b")  # every size at this, and these at every length
 TOKENS, ROUNDS = 131072, 2
-WARM_UP, FEWEST, SECONDS = 2, 3, 2.0  # steps that are not timed, and at least so many that are, for so long
+# Steps that are not timed; how many are at least, and for how many seconds, unless that takes LONGEST.
+WARM_UP, FEWEST, SECONDS, LONGEST = 2, 3, 2.0, 15.0
 # Above the number of attentions: each is compiled once a shape. Beyond it PyTorch would go on in eager mode.
 COMPILED: dict[str, Any] = {"recompile_limit": 2 * len(COMPARED), "fail_on_recompile_limit_hit": True}
 
@@ -130,7 +131,7 @@ def bench_steps(
 
     Args:
         models, seq_lens: every one of the former at every one of the latter; by default, and for what is not
-            given, SIZES at USUAL_LENGTH, and SWEPT at all LENGTHS.
+            given, SIZES at USUAL_LENGTH, and those SWEPT at all LENGTHS.
         tokens: of an optimiser step, the same everywhere.
         micro_batch_tokens: at most so many at once; by default as many as fit the memory by the estimate.
         budget: seconds; once it is spent, no further turn begins, and what has had none is "skipped".
@@ -189,8 +190,8 @@ def choose_shapes(models: Sequence[str], seq_lens: Sequence[int], tokens: int) -
             raise unknown("model", model, MODELS)
     models = models or SIZES
     shapes = [Shape(model, seq_len) for model in models for seq_len in seq_lens or (USUAL_LENGTH,)]
-    if SWEPT in models and not seq_lens:
-        shapes += [Shape(SWEPT, seq_len) for seq_len in LENGTHS]
+    if not seq_lens:
+        shapes += [Shape(model, seq_len) for model in SWEPT if model in models for seq_len in LENGTHS]
     for shape in shapes:
         if shape.seq_len < 1 or tokens < 1 or tokens % shape.seq_len:
             raise UserError(f"--tokens {tokens} is no multiple of the length {shape.seq_len}")
@@ -273,7 +274,7 @@ def _timed(row: Row, recipe: Recipe, machine: Machine, parallel: Parallel) -> Ro
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     spans: list[float] = []
-    while len(spans) < FEWEST or sum(spans) < SECONDS:
+    while sum(spans) < (LONGEST if len(spans) < FEWEST else SECONDS):
         began = time.perf_counter()
         trained.step()
         spans.append(time.perf_counter() - began)  # from one wait for the device to the next

@@ -6,9 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lingpt.common.errors import UserError
 from lingpt.common.run_folder import read_metrics
-from lingpt.models import ATTENTIONS
+from lingpt.models import ATTENTIONS, GPT, Config
 from lingpt.train import train
+from lingpt.train.bench import bench_steps
 
 
 @pytest.mark.gpu
@@ -82,3 +84,40 @@ def test_resumes_on_a_gpu(make_recipe):
         for f in (whole, parts.run_folder)
     )
     assert a == pytest.approx(b, rel=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sdpa", ["flash", "cudnn", "efficient"])
+def test_softmax_trains_by_the_kernel_that_is_named(sdpa):
+    """Compiled, in bf16, with the blocks computed again; fp32, which two of them do not take, is refused."""
+    config = Config.from_name("demo", attention="softmax", sdpa=sdpa)
+    kernel, cuda = ATTENTIONS["softmax"].kernel, torch.device("cuda")
+    assert kernel(config, cuda, torch.bfloat16, sdpa=sdpa) == sdpa
+    assert kernel(config, cuda, torch.bfloat16, sdpa="auto") in ("flash", "cudnn")
+    if sdpa != "efficient":
+        with pytest.raises(UserError, match=rf"{sdpa} cannot train on cuda in float32 .* \(Expected query"):
+            kernel(config, cuda, torch.float32, sdpa=sdpa)
+    model = GPT.create(config, seed=0, device="cuda", dtype=torch.bfloat16)
+    model.recompute_blocks = True
+    for block in model.blocks:
+        block.compile(dynamic=False)
+    tokens = torch.randint(2048, (2, 256), device="cuda")
+    model(tokens)  # compiles
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        model(tokens).float().square().mean().backward()
+    ran = {event.key for event in profile.key_averages()}
+    names = {name: f"aten::_scaled_dot_product_{name}_attention" for name in ("flash", "cudnn", "efficient")}
+    assert {name for name, op in names.items() if op in ran} == {sdpa}
+    assert f"{names[sdpa]}_backward" in ran
+
+
+@pytest.mark.gpu
+def test_a_step_of_every_attention_is_timed():
+    """By the kernel that is named; a model leaves nothing of its memory behind."""
+    before = torch.cuda.memory_allocated()
+    names = ["identity", "ours", "softmax-flash", "softmax-cudnn"]
+    results = bench_steps(["demo"], [256], names, tokens=2048, accelerator="cuda", rounds=2)
+    assert [(row.attention, row.status) for row in results.rows] == [(name, "ok") for name in names]
+    assert [row.kernel for row in results.rows[2:]] == ["flash", "cudnn"]
+    assert all(row.peak_memory > before + 12e6 and row.steps > 10 for row in results.rows)
+    assert torch.cuda.memory_allocated() < before + 12e6, "a model of 1.3 M parameters, its gradient and Adam"

@@ -1,0 +1,86 @@
+"""What a training step is held to, beside what `lingpt bench train` has measured: from its results alone."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lingpt.train.bench_results import FLASH, IDENTITY, Results
+
+LARGE, SMALL = "pythia-1.4b", "pythia-160m"
+ESTIMATE = (0.9, 1.1)  # of the memory that is used
+
+
+@dataclass(frozen=True)
+class Target:
+    """A number to reach: at least `required`, and better `aim`."""
+
+    what: str
+    required: float
+    aim: float
+    reached: Callable[[Results], float | None]  # None where the results do not hold it
+
+    def line(self, results: Results) -> str:
+        """Its line of the table."""
+        value = self.reached(results)
+        if value is None:
+            reached, verdict = "–", "not measured"
+        else:
+            met = "aim met" if value >= self.aim else "met"
+            reached, verdict = f"{value:.3f}", met if value >= self.required else "**not met**"
+        return f"| {self.what} | ≥ {self.required:g} | ≥ {self.aim:g} | {reached} | {verdict} |"
+
+
+def _faster(model: str, seq_len: int, than: str, attention: str = "ours") -> Callable:
+    def reached(results: Results) -> float | None:
+        row = results.row(model, seq_len, attention)
+        return results.times_faster(row, than) if row else None
+
+    return reached
+
+
+def _mfu(model: str, seq_len: int) -> Callable:
+    def reached(results: Results) -> float | None:
+        row = results.row(model, seq_len, "ours")
+        return row.mfu if row else None
+
+    return reached
+
+
+def _long_against_short(results: Results) -> float | None:
+    long, short = (results.row(LARGE, n, "ours") for n in (65536, 2048))
+    if not (long and short and long.tokens_per_second and short.tokens_per_second):
+        return None
+    return long.tokens_per_second / short.tokens_per_second
+
+
+TARGETS = (
+    Target(f"{LARGE}, N = 8192: ours, share", 0.95, 0.97, _faster(LARGE, 8192, IDENTITY)),
+    Target("ours-gated, share", 0.95, 0.97, _faster(LARGE, 8192, IDENTITY, "ours-gated")),
+    Target("ours, MFU", 0.57, 0.60, _mfu(LARGE, 8192)),
+    Target("ours, × FlashAttention-2", 1.55, 1.65, _faster(LARGE, 8192, FLASH)),
+    Target("ours, × cuDNN", 1.33, 1.4, _faster(LARGE, 8192, "softmax-cudnn")),
+    Target("ours, × GLA", 1.3, 1.37, _faster(LARGE, 8192, "gla")),
+    Target(f"{LARGE}, N = 32768: ours, × FlashAttention-2", 3.2, 3.5, _faster(LARGE, 32768, FLASH)),
+    Target(f"{LARGE}, N = 65536: ours, tokens/s of those at 2048", 0.95, 1.0, _long_against_short),
+    Target(f"{SMALL}, N = 8192: ours, share", 0.85, 0.92, _faster(SMALL, 8192, IDENTITY)),
+    Target("ours, MFU", 0.43, 0.48, _mfu(SMALL, 8192)),
+)
+
+
+def targets_table(results: Results) -> str:
+    """Markdown: each target, and how near the memory's estimate is over all rows."""
+    ratios = [
+        row.estimated_memory / row.peak_memory
+        for row in results.rows
+        if row.estimated_memory and row.peak_memory
+    ]
+    low, high = ESTIMATE
+    estimate = "– | not measured"
+    if ratios:
+        met = low <= min(ratios) and max(ratios) <= high
+        estimate = f"{min(ratios):.2f} to {max(ratios):.2f} | {'met' if met else '**not met**'}"
+    lines = [
+        "| what | bar | aim | reached | |\n|---|---|---|---|---|",
+        *(target.line(results) for target in TARGETS),
+        f"| memory, estimate over use, all rows | {low:g} to {high:g} | | {estimate} |",
+    ]
+    return "\n".join(lines) + "\n"
