@@ -12,14 +12,15 @@ Notable:
 """
 
 import gc
+import itertools
 import math
 import statistics
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -59,8 +60,7 @@ WARM_UP, FEWEST, SECONDS, LONGEST = 2, 3, 2.0, 15.0
 COMPILED: dict[str, Any] = {"recompile_limit": 2 * len(COMPARED), "fail_on_recompile_limit_hit": True}
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     model: str
     seq_len: int
 
@@ -152,26 +152,24 @@ def bench_steps(
     results = Results.load(save_to, here) if append and save_to and save_to.is_file() else Results(here)
     deadline = time.perf_counter() + budget
     for shape in shapes:
-        todo = [name for name in chosen if not results.is_done(shape.model, shape.seq_len, name)]
+        todo = [name for name in chosen if not results.is_done(*shape, name)]
+        recipes = _recipes(shape, tokens, micro_batch_tokens, machine) if todo else {}
         torch.compiler.reset()
-        recipes = _recipes(shape, tokens, micro_batch_tokens, machine)
         with torch._dynamo.config.patch(COMPILED):
-            for n in range(1, rounds + 1):
-                for name in todo:
-                    row = results.row(shape.model, shape.seq_len, name)
-                    spent = time.perf_counter() > deadline
-                    if n > 1 and (spent or row is None or row.status != "ok"):
-                        continue
-                    if row is None or n == 1:
-                        row = _new_row(name, recipes[name], machine)
-                    if spent:
-                        row.status, row.reason = "skipped", f"the budget of {budget:.0f} s is spent"
-                    else:
-                        row = _turn(row, recipes[name], machine, parallel)
-                        print_rank0(f"{row.line()}, round {n}")
-                    results.put(row)
-                    if save_to is not None:
-                        results.save(save_to)
+            for n, name in itertools.product(range(1, rounds + 1), todo):
+                late = time.perf_counter() > deadline
+                row = _new_row(name, recipes[name], machine) if n == 1 else results.row(*shape, name)
+                assert row is not None
+                if n > 1 and (late or row.status != "ok"):
+                    continue
+                if late:
+                    row = replace(row, status="skipped", reason=f"the budget of {budget:.0f} s is spent")
+                else:
+                    row = _turn(row, recipes[name], machine, parallel)
+                    print_rank0(f"{row.line()}, round {n}")
+                results.put(row)
+                if save_to is not None:
+                    results.save(save_to)
     return results
 
 
