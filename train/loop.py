@@ -38,7 +38,9 @@ from lingpt.train.machine import (
     choose_strategy,
     deterministic,
     duration,
+    fits_here,
     out_of_memory,
+    too_small,
 )
 from lingpt.train.model import attention_kernels, begin_tuning, compiles, make_model, model_config
 from lingpt.train.optim import learning_rate, make_optimizer
@@ -89,6 +91,8 @@ def _train(recipe: Recipe) -> Path:
     check_machine(machine, config, recipe)
     if why:
         print_rank0(why)
+    if machine.accelerator == "cuda" and not fits_here(machine, config, recipe):
+        print_rank0(f"memory: {too_small(machine, config, recipe)}")
     # Before the processes are launched: a long tokenisation would run into their timeouts.
     dataset = prepare(recipe.data, padded_vocab_size=config.padded_vocab_size)
     parallel = Parallel(machine, recipe.train.reduce_bf16, recipe.train.timeout_minutes)
@@ -101,7 +105,7 @@ def _train(recipe: Recipe) -> Path:
         return resume_from
 
     with lock:
-        with parallel.together(), out_of_memory(recipe.train.micro_batch_size):
+        with parallel.together(), out_of_memory(machine, config, recipe):
             if differ := report.mixed(parallel.gather(parallel.device_name)):
                 print_rank0(differ)
             resume_from = parallel.on_rank_zero(start)

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -150,6 +150,12 @@ def fits(need: float, memory: float) -> bool:
     return need * 1.08 + 1e9 <= memory
 
 
+def fits_here(machine: Machine, config: Config, recipe: Recipe) -> bool:
+    """Whether the estimate of what each device needs is safe in what it has."""
+    need = memory_needed(config, recipe, machine.precision, over=machine.sharded_over)["total"]
+    return fits(need, machine.memory)
+
+
 def run_flops(config: Config, recipe: Recipe) -> float:
     """FLOPs of the whole run, from the model's own declaration."""
     with torch.device("meta"):
@@ -212,17 +218,67 @@ def deterministic(enabled: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def out_of_memory(micro_batch_size: int) -> Iterator[None]:
-    """Turns a GPU's running out of memory into a UserError that says what to lower."""
+def out_of_memory(machine: Machine, config: Config, recipe: Recipe) -> Iterator[None]:
+    """Turns a GPU's running out of memory into a UserError that says what was needed and what to change."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        smaller = f"--train.micro_batch_size {micro_batch_size // 2}"
-        fix = smaller if micro_batch_size > 1 else "a smaller model or shorter sequences"
-        fix += ", --train.activation_checkpointing true, or several GPUs with --train.strategy fsdp"
-        raise UserError(
-            f"the GPU's memory is too small for micro-batches of {micro_batch_size}: try {fix}"
-        ) from error
+        raise UserError(f"out of memory: {too_small(machine, config, recipe)}") from error
+
+
+def too_small(machine: Machine, config: Config, recipe: Recipe) -> str:
+    """What `recipe` needs of a device by the estimate, what the device has, and what would fit."""
+    need = memory_needed(config, recipe, machine.precision, over=machine.sharded_over)["total"]
+    others = " (does something else use it?)" if fits(need, machine.memory) else ""
+    return (
+        f"micro-batches of {recipe.train.micro_batch_size} need about {need / 1e9:.1f} GB by the estimate, "
+        f"and {machine.name} has {machine.memory / 1e9:.0f} GB{others}: "
+        f"try {what_fits(machine, config, recipe)}"
+    )
+
+
+def what_fits(machine: Machine, config: Config, recipe: Recipe) -> str:
+    """The options that make `recipe` fit `machine`'s devices, by the estimate.
+
+    A smaller micro-batch; or blocks that are computed again, with the largest that then fits; or more
+    devices.
+    """
+    t, over = recipe.train, machine.sharded_over
+    sizes = [size for size in micro_batch_sizes(recipe, machine.world_size) if size <= t.micro_batch_size]
+    recomputing = replace(recipe, train=replace(t, activation_checkpointing=True))
+    ways = [("", recipe, [size for size in sizes if size < t.micro_batch_size])]
+    if not t.activation_checkpointing:
+        ways.append((" --train.activation_checkpointing true", recomputing, sizes))
+    for option, changed, possible in ways:
+        if size := largest_that_fits(machine.memory, machine.precision, config, changed, possible, over):
+            need = memory_needed(config, changed, machine.precision, size, over)["total"]
+            return f"--train.micro_batch_size {size}{option} (about {need / 1e9:.1f} GB)"
+    for devices in (2, 4, 8, 16, 32, 64):
+        need = memory_needed(config, recomputing, machine.precision, 1, devices)["total"]
+        if devices > over and fits(need, machine.memory):
+            return (
+                f"{devices} such devices with --train.strategy fsdp --train.micro_batch_size 1 "
+                f"--train.activation_checkpointing true (about {need / 1e9:.1f} GB each)"
+            )
+    return "shorter sequences (--data.seq_len), or a smaller model"
+
+
+def micro_batch_sizes(recipe: Recipe, world_size: int) -> list[int]:
+    """Those that divide a device's share of the batch, ascending."""
+    share = recipe.train.global_batch_size // world_size
+    return [size for size in range(1, share + 1) if share % size == 0]
+
+
+def largest_that_fits(
+    memory: float, precision: str, config: Config, recipe: Recipe, sizes: Iterable[int], over: int = 1
+) -> int:
+    """The largest of the ascending micro-batch `sizes` that fits `memory` bytes by the estimate, or 0."""
+    largest = 0
+    for size in sizes:
+        if not fits(memory_needed(config, recipe, precision, size, over)["total"], memory):
+            break
+        largest = size
+    return largest
 
 
 def duration(seconds: float) -> str:

@@ -1,14 +1,23 @@
 """`DRY=1`: what a run would be, before anything is built, downloaded or allocated."""
 
-import os
-
 import torch
 
 from lingpt.data import availability, cache_size
 from lingpt.models import GPT, Config
 from lingpt.train.config import Recipe
-from lingpt.train.machine import CPU_CORE_FLOPS, STATED_MFU, Machine, duration, fits, memory_needed, run_flops
-from lingpt.train.throughput import DEVICES, Device, mfu
+from lingpt.train.machine import (
+    STATED_MFU,
+    Machine,
+    duration,
+    fits,
+    fits_here,
+    largest_that_fits,
+    memory_needed,
+    micro_batch_sizes,
+    run_flops,
+    too_small,
+)
+from lingpt.train.throughput import DEVICES, Device, measured_flops, mfu
 
 SHOWN = ("RTX A6000", "A100 40GB", "A100 80GB", "H100 SXM", "H200")
 
@@ -40,7 +49,7 @@ def format_plan(recipe: Recipe, machine: Machine, config: Config) -> str:
         f"estimated (GB: {parts})",
         "disk": f"{checkpoint / 1e9:.2g} GB a checkpoint, {most / 1e9:.2g} GB at most while saving (keep "
         f"{t.keep_checkpoints}); token cache {cache_size(data.source, config.padded_vocab_size)}",
-        "here": _here(machine, need["total"]),
+        "here": _here(machine, config, recipe),
     }
     micro_batch = f"at micro-batch {t.micro_batch_size}"
     shown = [next(device for device in DEVICES if device.name == name) for name in SHOWN]
@@ -54,14 +63,20 @@ def format_plan(recipe: Recipe, machine: Machine, config: Config) -> str:
         f"{'8 devices':>10}   at {STATED_MFU:.0%} MFU",
         *(_row(device, recipe, machine, config, precision, need["total"], flops) for device in shown),
     ]
-    if rate := tokens_per_second(STATED_MFU, flops / tokens, machine):
-        lines += ["", f"here: {rate / 1e3:.1f} k tokens/s at {STATED_MFU:.0%} MFU, {duration(tokens / rate)}"]
-    elif machine.accelerator == "cpu":
-        cores = (os.cpu_count() or 1) * machine.num_nodes
-        rate = CPU_CORE_FLOPS * cores / (flops / tokens)
-        speed = f"{CPU_CORE_FLOPS / 1e9:.0f} GFLOP/s a core"
-        lines += ["", f"here: about {rate / 1e3:.3g} k tokens/s at {speed}, {duration(tokens / rate)}"]
+    rate, basis = _speed(machine, flops / tokens)
+    lines += ["", f"here: about {rate / 1e3:.3g} k tokens/s at {basis}, {duration(tokens / rate)}"]
     return "\n".join(lines)
+
+
+def _speed(machine: Machine, flops_per_token: float) -> tuple[float, str]:
+    """Tokens/s of this machine at the stated MFU, and of what that is a part: a known peak, or a measured
+    one."""
+    if rate := tokens_per_second(STATED_MFU, flops_per_token, machine):
+        return rate, f"{STATED_MFU:.0%} MFU"
+    found = measured_flops(machine.accelerator, machine.precision)
+    devices = machine.world_size if machine.accelerator == "cuda" else machine.num_nodes
+    basis = f"{STATED_MFU:.0%} of what its matrix products reach ({found / 1e9:.3g} GFLOP/s, measured)"
+    return STATED_MFU * found * devices / flops_per_token, basis
 
 
 def tokens_per_second(used: float, flops_per_token: float, machine: Machine) -> float | None:
@@ -73,14 +88,8 @@ def tokens_per_second(used: float, flops_per_token: float, machine: Machine) -> 
 def _row(
     device: Device, recipe: Recipe, machine: Machine, config: Config, precision: str, need: int, flops: float
 ) -> str:
-    t, over = recipe.train, machine.sharded_over
-    share = t.global_batch_size // machine.world_size
-    sizes = [m for m in range(1, share + 1) if share % m == 0]
-    largest = 0
-    for size in sizes:
-        if not fits(memory_needed(config, recipe, precision, size, over)["total"], device.memory):
-            break
-        largest = size
+    sizes = micro_batch_sizes(recipe, machine.world_size)
+    largest = largest_that_fits(device.memory, precision, config, recipe, sizes, machine.sharded_over)
     peak = device.fp32 if precision.startswith("32") else device.bf16
     seconds = flops / (peak * STATED_MFU)
     return (
@@ -89,10 +98,12 @@ def _row(
     )
 
 
-def _here(machine: Machine, need: int) -> str:
+def _here(machine: Machine, config: Config, recipe: Recipe) -> str:
     if machine.accelerator == "cpu":
         return f"{machine.name}, no GPU"
-    verdict = _verdict(need, machine.memory)
+    verdict = "fits"
+    if not fits_here(machine, config, recipe):
+        verdict = f"does not fit: {too_small(machine, config, recipe)}"
     return f"{machine.devices} × {machine.name}, {machine.memory / 1e9:.0f} GB each: {verdict}"
 
 

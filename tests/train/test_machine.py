@@ -1,13 +1,65 @@
 """What a machine can carry, and the line where it cannot."""
 
+import re
+
 import pytest
 import torch
 
 from lingpt.common.errors import UserError
-from lingpt.train.machine import out_of_memory
+from lingpt.models import ModelArgs
+from lingpt.train import Recipe, TrainConfig
+from lingpt.train.machine import Machine, fits, memory_needed, out_of_memory, what_fits
+from lingpt.train.plan import format_plan
 
 
-@pytest.mark.parametrize(("size", "fix"), [(4, "--train.micro_batch_size 2"), (1, "a smaller model")])
-def test_out_of_memory_says_what_to_lower(size, fix):
-    with pytest.raises(UserError, match=f"micro-batches of {size}: try {fix}"), out_of_memory(size):
+def a_run(memory: float, micro_batch_size: int, **options) -> tuple[Machine, Recipe]:
+    """Pythia-1.4b at its own length on one device."""
+    recipe = Recipe(
+        model=ModelArgs(name="pythia-1.4b"),
+        train=TrainConfig(max_steps=10, global_batch_size=24, micro_batch_size=micro_batch_size, **options),
+    )
+    recipe.data.seq_len = 2048
+    return Machine("cuda", 1, 1, "bf16-mixed", "NVIDIA H100", int(memory)), recipe
+
+
+@pytest.mark.parametrize(
+    ("memory", "micro_batch_size", "fix"),
+    [
+        (80e9, 24, r"--train.micro_batch_size 12 \(about"),  # of those that divide 24
+        (32e9, 2, r"--train.micro_batch_size 2 --train.activation_checkpointing true \(about"),
+        (24e9, 1, r"2 such devices with --train.strategy fsdp"),
+        (2e9, 1, r"shorter sequences"),
+    ],
+)
+def test_out_of_memory_says_what_was_needed_and_what_fits(memory, micro_batch_size, fix):
+    """One line with the estimate, what the card has, and options that fit by the same estimate."""
+    machine, recipe = a_run(memory, micro_batch_size)
+    config = recipe.model.config()
+    with pytest.raises(UserError) as raised, out_of_memory(machine, config, recipe):
         raise torch.OutOfMemoryError("CUDA out of memory")
+    line = str(raised.value)
+    need = memory_needed(config, recipe, "bf16-mixed")["total"]
+    assert f"micro-batches of {micro_batch_size} need about {need / 1e9:.1f} GB" in line
+    assert f"NVIDIA H100 has {memory / 1e9:.0f} GB: try" in line and re.search(f"try {fix}", line)
+    if size := re.search(r"micro_batch_size (\d+) \(", line):
+        recipe.train.micro_batch_size = int(size[1])
+        assert fits(memory_needed(config, recipe, "bf16-mixed")["total"], memory)
+
+
+def test_where_the_estimate_fits_something_else_may_use_the_card():
+    """Then the next smaller micro-batch is the advice, all the same."""
+    machine, recipe = a_run(141e9, 4)
+    with (
+        pytest.raises(UserError, match=r"something else use it\?\): try --train.micro_batch_size 3 \("),
+        out_of_memory(machine, recipe.model.config(), recipe),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_a_dry_run_says_that_it_does_not_fit_and_what_would():
+    """Before anything is allocated; and how long it takes where it fits."""
+    machine, recipe = a_run(80e9, 24)
+    config = recipe.model.config()
+    plan = format_plan(recipe, machine, config)
+    assert "does not fit: micro-batches of 24 need about" in plan
+    assert what_fits(machine, config, recipe) in plan and "at 40% MFU" in plan
