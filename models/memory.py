@@ -26,11 +26,14 @@ def memory_estimate(
     loss_chunk_tokens: int | None = None,
     sharded_over: int = 1,
     activation_checkpointing: bool = False,
+    accumulates: bool = True,
 ) -> dict[str, int]:
     """Bytes on one device at the peak of a step, by what they hold, and their `total`.
 
-    An estimate: what each layer keeps for its backward pass, counted (eager mode). The allocator's
-    fragments, workspaces and DDP's buckets come on top; compiled blocks keep less.
+    An estimate: what each compiled block keeps for its backward pass, counted, at the moment when the loss
+    is computed. torch.compile keeps the inputs of matrix products and of attention, and computes again what
+    is cheap; eager mode keeps up to twice as much of an attention with a gate or a convolution. The
+    allocator's fragments, CUDA's context and workspaces come on top.
 
     Args:
         precision: Fabric's name (`32-true`, `bf16-mixed`, `bf16-true`, …).
@@ -38,6 +41,7 @@ def memory_estimate(
         sharded_over: devices that share parameters, gradients and optimizer (FSDP2), each of which holds two
             blocks and all that is in no block whole at a time.
         activation_checkpointing: each block's input is kept, and one block's activations at a time.
+        accumulates: whether gradients of earlier micro-batches are there while a later one is computed.
     """
     if precision not in _BYTES:
         raise unknown("precision", precision, _BYTES)
@@ -59,17 +63,26 @@ def memory_estimate(
     kept = max(of_block) if activation_checkpointing else sum(of_block)
     sizes = sorted(sum(p.numel() for p in block.parameters()) for block in model.blocks)
     whole = n_weights - sum(sizes[:-2])  # two blocks, and what is in none
-    copies = whole if activation_checkpointing and sharded_over > 1 else n_weights
+    embedding = config.padded_vocab_size * config.n_embd  # as many weights as the last layer has
+    copies = (whole if activation_checkpointing and sharded_over > 1 else n_weights) - embedding
     residual = (config.n_layer + 1) * config.n_embd  # each layer's input, in the weights' dtype
     # a logit as computed, its fp32 log-probability, and the gradients of both
     logit = 2 * 4 + (0 if activation == 4 else 2 * activation)
     part = -(-n_weights // sharded_over)
     whole = whole if sharded_over > 1 else 0
-    estimate = {
-        "parameters": (part + whole) * stored + copies * (weight - stored),
-        "gradients": (part + whole) * gradient,
-        "optimizer": part * stored * _OPTIMIZER_STATES[optimizer],
+    held = {
         "activations": tokens * (kept * activation + residual * stored),
         "logits": logits_tokens * config.padded_vocab_size * logit,
+        "loss": 2 * tokens * config.n_embd * stored,  # what the last layer reads, and its gradient
+    }
+    # Of those that are whole under sharding the embedding's comes last, when the activations are gone.
+    gradients = (part + max(0, whole - embedding)) * gradient
+    if not accumulates:  # then they come while the activations go
+        gradients = max(0, gradients - sum(held.values()))
+    estimate = {
+        "parameters": (part + whole) * stored + copies * (weight - stored),
+        "gradients": gradients,
+        "optimizer": part * stored * _OPTIMIZER_STATES[optimizer],
+        **held,
     }
     return estimate | {"total": sum(estimate.values())}

@@ -134,14 +134,16 @@ def memory_needed(
 
     over: devices that the model is sharded over.
     """
+    size = micro_batch_size or recipe.train.micro_batch_size
     return memory_estimate(
         config,
-        micro_batch_size or recipe.train.micro_batch_size,
+        size,
         recipe.data.seq_len,
         precision,
         loss_chunk_tokens=rows_per_piece(config.padded_vocab_size),
         sharded_over=over,
         activation_checkpointing=recipe.train.activation_checkpointing,
+        accumulates=recipe.train.global_batch_size > size,
     )
 
 

@@ -74,7 +74,9 @@ class Attention(Fp32Constants):
         raise NotImplementedError
 
     def saved_per_token(self) -> int:
-        """Elements per token kept for backward, from behind the norm to the projection's input inclusive."""
+        """Elements per token that a compiled block keeps for its backward pass, counted in the activations'
+        dtype: from behind the norm to the projection's input inclusive.
+        """
         raise NotImplementedError
 
     def new_state(self, batch_size: int, max_seq_len: int, device: torch.device, dtype: torch.dtype) -> Any:

@@ -86,8 +86,9 @@ class GLAAttention(Attention):
         return gated_linear_attention_flops(1, seq_len, H, self.d_k // H, self.d_v // H) // seq_len
 
     def saved_per_token(self) -> int:
-        # qkvr, the gate before and after its logarithm (fp32), o, its norm, swish(r), their product
-        saved = 2 * (self.d_k + self.d_v) + 4 * self.d_k + 4 * self.d_v
+        # qkvr; FLA's copies of q, k and v, its sum of the gates (fp32), the gate before its logarithm; o, and
+        # what `proj` reads
+        saved = 2 * (self.d_k + self.d_v) + (2 * self.d_k + self.d_v) + 3 * self.d_k + 2 * self.d_v
         return saved if self.conv is None else saved + 2 * self.d_k + self.d_v  # and what is convolved
 
     def new_state(

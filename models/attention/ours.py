@@ -140,7 +140,7 @@ class OursAttention(QKVAttention):
         if self.conv is not None:
             saved += 3 * C  # what is convolved
         if self.gate_proj is not None:
-            saved += 4 * C  # the gate, its silu, the norm's output, and their product
+            saved += 2 * C  # the gate before its silu, and what `proj` reads
         return saved
 
     def new_state(

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
+from torch import nn
 
 from lingpt.common.errors import UserError
 from lingpt.models import Config, memory_estimate
@@ -22,8 +22,7 @@ def kept_for_backward(model, idx) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        hidden = model.hidden(idx)
-        loss = F.mse_loss(hidden, torch.zeros_like(hidden))
+        loss = model.hidden(idx).sum()
     del loss
     return sum(storage.nbytes() for storage in storages.values())
 
@@ -34,6 +33,36 @@ def test_activations_are_what_autograd_keeps(small, variant):
     estimate = memory_estimate(model.config, micro_batch_size=4, seq_len=96, precision="32-true")
     idx = torch.zeros(4, 96, dtype=torch.long)
     assert estimate["activations"] == pytest.approx(kept_for_backward(model, idx), rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("attention", "options"),
+    [("softmax", {}), ("ours", {}), ("ours-gated", {"output_gate": True, "short_conv": True})],
+)
+def test_activations_are_what_compiled_blocks_keep(small, attention, options):
+    """What torch.compile keeps is what its partitioner says, on any device; autocast's copies of the weights
+    count as parameters."""
+    model = small(attention, n_embd=128, **options)
+    for block in model.blocks:
+        block.compile(dynamic=False, backend="aot_eager_decomp_partition")
+    estimate = memory_estimate(model.config, micro_batch_size=4, seq_len=96, precision="bf16-mixed")
+    with torch.autocast("cpu", torch.bfloat16):
+        kept = kept_for_backward(model, torch.zeros(4, 96, dtype=torch.long))
+    matrices = [m.weight for block in model.blocks for m in block.modules() if isinstance(m, nn.Linear)]
+    kept -= 2 * sum(weight.numel() for weight in matrices)
+    assert estimate["activations"] == pytest.approx(kept, rel=0.05)
+
+
+def test_gradients_stand_beside_the_activations_only_where_they_are_accumulated(small):
+    """In a step of one micro-batch they come while the activations go: the larger of the two counts."""
+    config = small("ours").config
+    few, many = (
+        [memory_estimate(config, size, 32, "32-true", accumulates=a) for a in (True, False)]
+        for size in (1, 64)
+    )
+    assert many[1]["gradients"] == 0 and few[1]["gradients"] > 0
+    assert few[0]["gradients"] == few[1]["total"] - few[1]["parameters"] - few[1]["optimizer"]
+    assert many[0]["total"] - many[1]["total"] == many[0]["gradients"]
 
 
 def test_weights_gradients_and_adamw_are_counted(small):
