@@ -7,7 +7,8 @@ for a shorter time, alone on the GPU. Triton's cache keeps the choices (FLA asks
 compiles and times nothing.
 
 The processes record what Triton would tune by one call at a short length, on CPU tensors and without a
-launch: no kernel depends on the length.
+launch: no kernel depends on the length. Of several processes that train on a machine the first tunes. With
+its first kernel inductor names another folder as Triton's cache: all of this, on every process, comes before.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ T = TypeVar("T")
 
 BRIEFLY = {"warmup": 5, "rep": 20}  # ms a configuration, a fifth of Triton's
 _SHORT_N = 128  # two chunks
-_MOST_PROCESSES = 32
+_MOST_PROCESSES = 16  # each may hold half a GB of the GPU's memory, for its CUDA context
 
 
 class Size(NamedTuple):
@@ -221,7 +222,8 @@ def serve(*size: Any) -> None:
     """Compiles the configurations whose numbers come in, the costly kernels (of the backward pass) first."""
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no reply
-    short = Size(*size)._replace(N=_SHORT_N)
+    asked = Size(*size)
+    short = asked._replace(N=min(asked.N, _SHORT_N))
     found = configurations(functools.partial(call, short, torch.device("cpu")))[::-1]
     print(len(found), file=replies)
     for line in sys.stdin:

@@ -265,17 +265,23 @@ class Run:
         if self.parallel.device.type != "cuda" or self.progress.step >= self.recipe.total_steps:
             return
         began = time.perf_counter()
-        for tuning in self.tunings:
-            tuning.finish(print_rank0)
-        self.parallel.gather(
-            None
-        )  # the machine's other processes find in the cache what the first has chosen
+        self.tune()
         with self.parallel.accumulate(self.model, enabled=True):
             loss = self.model(self.parallel.to_device(self.micro_batches.get(self.progress.step, 0)))
             self.parallel.backward(loss, self.recipe.tokens_per_step)
         self.optimizer.zero_grad()
         torch.cuda.synchronize()
         print_rank0(f"ready after {duration(time.perf_counter() - began)} of compiling")
+
+    def tune(self) -> None:
+        """The machine's first process tunes; then the others find what it has chosen in the cache."""
+        for tuning in self.tunings:
+            tuning.finish(print_rank0)
+        self.parallel.gather(None)
+        if not self.parallel.first_here:
+            config, precision = self.gpt.config, self.machine.precision
+            for tuning in begin_tuning(self.recipe, config, precision, self.parallel.device):
+                tuning.finish(print_rank0)
 
     def validation_was_left(self) -> bool:
         """Whether the run goes on from a step whose validation a signal cut short."""
