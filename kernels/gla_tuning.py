@@ -220,6 +220,8 @@ def _worker(size: Size) -> list[str]:
 
 def serve(*size: Any) -> None:
     """Compiles the configurations whose numbers come in, the costly kernels (of the backward pass) first."""
+    from triton.runtime import driver
+
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no reply
     asked = Size(*size)
@@ -228,16 +230,17 @@ def serve(*size: Any) -> None:
     print(len(found), file=replies)
     for line in sys.stdin:
         with contextlib.suppress(Exception):  # Triton will meet it again, and pass over the configuration
-            found[int(line)]()
+            kernel = found[int(line)]()
+            driver.active.launcher_cls(kernel.src, kernel.metadata)  # the C that launches it, compiled once
         print(line.strip(), file=replies)
 
 
-def configurations(calls: Callable[[], None]) -> list[Callable[[], object]]:
+def configurations(calls: Callable[[], None]) -> list[Callable[[], Any]]:
     """What `calls()` would tune: of each kernel that it meets, each configuration's compilation, not yet run.
 
     Launches nothing.
     """
-    found: list[Callable[[], object]] = []
+    found: list[Callable[[], Any]] = []
 
     def record(tuner: Any, *args: Any, **meta: Any) -> None:
         tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
