@@ -7,8 +7,7 @@ for a shorter time, alone on the GPU. Triton's cache keeps the choices (FLA asks
 compiles and times nothing.
 
 The processes record what Triton would tune by one call at a short length, on CPU tensors and without a
-launch: no kernel depends on the length. Of several processes that train on a machine the first tunes. With
-its first kernel inductor names another folder as Triton's cache: all of this, on every process, comes before.
+launch: no kernel depends on the length. Of several processes that train on a machine the first tunes.
 """
 
 from __future__ import annotations
@@ -56,6 +55,7 @@ class Tuning:
 
     def __init__(self, size: Size, device: torch.device) -> None:
         self.size, self.device = size, device
+        keep_triton_cache()
         self.needed = not is_tuned(functools.partial(call, size, device))
         if self.needed:
             self._compiled = _in_background(functools.partial(compile_in_processes, _worker(size)))
@@ -66,7 +66,7 @@ class Tuning:
             return
         say(
             "gla: FLA's kernels are compiled in parallel, then tuned, once for this GPU and these sizes; "
-            f"remembered in Triton's cache ({os.environ.get('TRITON_CACHE_DIR', '~/.triton/cache')})"
+            f"remembered in Triton's cache ({os.environ.get('TRITON_CACHE_DIR')})"
         )
         total = None
         try:
@@ -84,6 +84,13 @@ def tuning(size: Size, device: torch.device) -> Tuning | None:
     """Begins to tune for calls of `size` on `device`; None where FLA's kernels do not run."""
     tuned = HAS_FLA and device.type == "cuda" and size.dtype in (torch.bfloat16, torch.float16)
     return Tuning(size, device) if tuned else None
+
+
+def keep_triton_cache() -> None:
+    """Names Triton's cache for this process; inductor, with its first kernel, would name a temporary one."""
+    from triton import knobs
+
+    os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
 
 
 def call(size: Size, device: torch.device) -> None:

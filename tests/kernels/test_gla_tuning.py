@@ -4,6 +4,7 @@ Triton's autotuner is the real one, where Triton is installed; it needs no GPU f
 """
 
 import contextlib
+import os
 import sys
 from types import SimpleNamespace
 
@@ -44,6 +45,7 @@ def test_a_process_that_dies_says_why():
 def test_tunes_after_compiling_or_without_it(monkeypatch, fails):
     """Where the parallel compiling fails, one line says so, and Triton compiles by itself."""
     calls, lines = [], []
+    monkeypatch.setattr(gla_tuning, "keep_triton_cache", lambda: None)
     monkeypatch.setattr(gla_tuning, "is_tuned", lambda _: False)
     monkeypatch.setattr(
         gla_tuning, "timing_briefly", lambda total: calls.append(total) or contextlib.nullcontext()
@@ -87,6 +89,19 @@ def test_records_what_triton_would_tune_and_compiles_it():
     assert runs == [(16, True), (32, True), (64, True)]
     tuner.run(1)
     assert runs[-1] == (32, False)
+
+
+def test_triton_keeps_its_cache(monkeypatch):
+    """Where inductor names another folder for itself, the choices would be lost."""
+    knobs = pytest.importorskip("triton.knobs")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/before")
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    own = knobs.cache.dir
+    gla_tuning.keep_triton_cache()
+    assert os.environ["TRITON_CACHE_DIR"] == own
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/named")
+    gla_tuning.keep_triton_cache()
+    assert os.environ["TRITON_CACHE_DIR"] == "/named"
 
 
 def test_knows_what_is_tuned():
