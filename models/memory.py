@@ -66,8 +66,7 @@ def memory_estimate(
     embedding = config.padded_vocab_size * config.n_embd  # as many weights as the last layer has
     copies = (whole if activation_checkpointing and sharded_over > 1 else n_weights) - embedding
     residual = (config.n_layer + 1) * config.n_embd  # each layer's input, in the weights' dtype
-    # a logit as computed, its fp32 log-probability, and the gradients of both
-    logit = 2 * 4 + (0 if activation == 4 else 2 * activation)
+    logit = 2 * activation  # as computed, and its gradient: compiled, the loss writes nothing else
     part = -(-n_weights // sharded_over)
     whole = whole if sharded_over > 1 else 0
     held = {
