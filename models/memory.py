@@ -72,7 +72,9 @@ def memory_estimate(
     held = {
         "activations": tokens * (kept * activation + residual * stored),
         "logits": logits_tokens * config.padded_vocab_size * logit,
-        "loss": 2 * tokens * config.n_embd * stored,  # what the last layer reads, and its gradient
+        # What the last layer reads, and its gradient; and the gradient of that layer's weight, which the loss
+        # has long before the others'.
+        "loss": 2 * tokens * config.n_embd * stored + (embedding * gradient if sharded_over == 1 else 0),
     }
     # Of those that are whole under sharding the embedding's comes last, when the activations are gone.
     gradients = (part + max(0, whole - embedding)) * gradient
