@@ -23,10 +23,10 @@ LossAndGradient = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, tor
 def loss_and_gradient(logits_RV: torch.Tensor, targets_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum of a piece's losses, in fp32 or better, and its gradient by the logits, in their dtype."""
     log_p_RV = F.log_softmax(logits_RV, dim=-1, dtype=torch.promote_types(logits_RV.dtype, torch.float32))
-    loss = -log_p_RV.gather(-1, targets_R[:, None]).sum()
+    loss, p_RV = F.nll_loss(log_p_RV, targets_R, reduction="sum"), log_p_RV.exp()
     is_target_RV = targets_R[:, None] == torch.arange(logits_RV.shape[1], device=targets_R.device)
     # softmax − onehot, by a comparison: a scattered write would bring the fp32 matrix to memory.
-    return loss, torch.where(is_target_RV, log_p_RV.expm1(), log_p_RV.exp()).to(logits_RV.dtype)
+    return loss, torch.where(is_target_RV, p_RV - 1, p_RV).to(logits_RV.dtype)
 
 
 class NextTokenLoss(nn.Module):
