@@ -116,9 +116,8 @@ struct OutputsSm90 {
               to.scale * state[j][2 * half + x];
   }
   static DEVICE void decay_state(const Block& block, float (&state)[D / 8][4], float decay) {
-    if (!CONFIG::DECAY) return;
 #pragma unroll
-    for (int j = 0; j < D / 8; j++)
+    for (int j = 0; j < (CONFIG::DECAY ? D / 8 : 0); j++)
 #pragma unroll
       for (int i = 0; i < 4; i++) state[j][i] *= decay;
   }
