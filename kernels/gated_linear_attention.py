@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lingpt.common.errors import UserError
 from lingpt.kernels.operator import Operator, Outputs
-from lingpt.kernels.precision import running_sum, state_dtype, true_fp32
+from lingpt.kernels.precision import reverse_running_sum, running_sum, state_dtype, true_fp32
 
 CHUNK, SUBCHUNK = 64, 16
 BACKENDS = ("auto", "reference", "chunkwise", "recurrent", "fla")
@@ -205,7 +205,7 @@ def _backward(call: Call, saved: tuple[Tensor, ...], gradients: Outputs) -> Outp
         dG = _tokens(Q * dQ - K * dK, N)
         if dfinal is not None and N:
             dG[:, -1] += (final * dfinal).sum(-1)
-        dlog_gate = running_sum(dG.flip(1), 1).flip(1)
+        dlog_gate = reverse_running_sum(dG, 1)
 
         found = (_tokens(call.scale * dQ, N), _tokens(dK, N), _tokens(dV, N), dlog_gate)
         own = (g.to(x.dtype).contiguous() for g, x in zip(found, call[:4], strict=True))

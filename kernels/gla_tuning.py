@@ -31,7 +31,7 @@ from lingpt.kernels.gated_linear_attention import HAS_FLA, fla_attention
 
 T = TypeVar("T")
 
-BRIEFLY = {"warmup": 5, "rep": 20}  # ms a configuration, a fifth of Triton's
+SHORT_TIMING = {"warmup": 5, "rep": 20}  # ms a configuration, a fifth of Triton's
 _SHORT_N = 128  # two chunks
 _MOST_PROCESSES = 16  # each may hold half a GB of the GPU's memory, for its CUDA context
 
@@ -60,20 +60,20 @@ class Tuning:
         if self.needed:
             self._compiled = _in_background(functools.partial(compile_in_processes, _worker(size)))
 
-    def finish(self, say: Callable[[str], None]) -> None:
+    def finish(self, log: Callable[[str], None]) -> None:
         """Waits for the compiling, then tunes. Where compiling in parallel fails, Triton does all of it."""
         if not self.needed:
             return
-        say(
+        log(
             "gla: FLA's kernels are compiled in parallel, then tuned, once for this GPU and these sizes; "
             f"remembered in Triton's cache ({os.environ.get('TRITON_CACHE_DIR')})"
         )
         total = None
         try:
             total = self._compiled.result()
-            say(f"gla: {total} configurations are compiled; each is timed")
+            log(f"gla: {total} configurations are compiled; each is timed")
         except (OSError, RuntimeError, ValueError) as error:
-            say(f"gla: compiling in parallel failed ({error}): one after the other, which takes minutes")
+            log(f"gla: compiling in parallel failed ({error}): one after the other, which takes minutes")
         with timing_briefly(total):
             call(self.size, self.device)
         torch.cuda.empty_cache()
@@ -139,7 +139,7 @@ def timing_briefly(total: int | None = None) -> Iterator[None]:
 
         def briefly(tuner: Any, *args: Any, config: Any, **meta: Any) -> Any:
             if tuner._do_bench is None:  # the kernel has no clock of its own
-                tuner.do_bench = functools.partial(do_bench, **BRIEFLY)
+                tuner.do_bench = functools.partial(do_bench, **SHORT_TIMING)
             bar.update()
             return bench(tuner, *args, config=config, **meta)
 
@@ -178,28 +178,28 @@ def _feed(command: list[str], pieces: Iterator[int], bar: tqdm) -> int:
     found = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
     environment = os.environ | found | {"OMP_NUM_THREADS": "1"}
     with (
-        tempfile.TemporaryFile("w+") as said,
+        tempfile.TemporaryFile("w+") as stderr,
         subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True, env=environment
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment
         ) as worker,
     ):
-        orders, replies = worker.stdin, worker.stdout
-        assert orders and replies
+        stdin, stdout = worker.stdin, worker.stdout
+        assert stdin and stdout
 
         def reply() -> int:
-            if line := replies.readline():
+            if line := stdout.readline():
                 return int(line)
             worker.wait()
-            said.seek(0)
-            raise RuntimeError((said.read().strip().splitlines() or ["a process ended early"])[-1])
+            stderr.seek(0)
+            raise RuntimeError((stderr.read().strip().splitlines() or ["a process ended early"])[-1])
 
         bar.total = total = reply()
         while (piece := next(pieces)) < total:
             with contextlib.suppress(BrokenPipeError):  # the missing reply says more
-                os.write(orders.fileno(), b"%d\n" % piece)
+                os.write(stdin.fileno(), b"%d\n" % piece)
             reply()
             bar.update()
-        orders.close()
+        stdin.close()
     return total
 
 

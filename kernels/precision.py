@@ -40,6 +40,11 @@ def running_sum(x: Tensor, dim: int) -> Tensor:
     return x.cumsum(dim)
 
 
+def reverse_running_sum(x: Tensor, dim: int) -> Tensor:
+    """Σ_{j≥i} x_j, by `running_sum`."""
+    return running_sum(x.flip(dim), dim).flip(dim)
+
+
 def running_sum_by_products(x: Tensor, dim: int, block: int = 128) -> Tensor:
     """The same from products with a triangle of ones, and a running sum of the blocks' totals."""
     x = x.movedim(dim, -1)

@@ -34,7 +34,13 @@ from lingpt.models.attention.base import QKVAttention
 from lingpt.train.bench_results import IDENTITY, Results, Row
 from lingpt.train.config import Recipe, TrainConfig
 from lingpt.train.loss import NextTokenLoss
-from lingpt.train.machine import Machine, choose_machine, fits, memory_needed
+from lingpt.train.machine import (
+    Machine,
+    choose_machine,
+    largest_that_fits,
+    memory_needed,
+    micro_batch_sizes,
+)
 from lingpt.train.model import attention_kernels, begin_tuning, compiles, make_model
 from lingpt.train.optim import make_optimizer
 from lingpt.train.parallel import Parallel, print_rank0
@@ -54,8 +60,8 @@ SIZES = ("pythia-70m", "pythia-160m", "pythia-410m", "pythia-1.4b")
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
 USUAL_LENGTH, SWEPT = 8192, ("pythia-160m", "pythia-1.4b")  # every size at this, and these at every length
 TOKENS, ROUNDS = 131072, 2
-# Steps that are not timed; how many are at least, and for how many seconds, unless that takes LONGEST.
-WARM_UP, FEWEST, SECONDS, LONGEST = 2, 3, 2.0, 15.0
+# A turn is WARMUP_STEPS that are not timed, then MIN_STEPS or more for MIN_SECONDS, within MAX_SECONDS.
+WARMUP_STEPS, MIN_STEPS, MIN_SECONDS, MAX_SECONDS = 2, 3, 2.0, 15.0
 # Above the number of attentions: each is compiled once a shape. Beyond it PyTorch would go on in eager mode.
 COMPILED: dict[str, Any] = {"recompile_limit": 2 * len(COMPARED), "fail_on_recompile_limit_hit": True}
 
@@ -214,13 +220,14 @@ def _recipes(
         name: Recipe(ModelArgs(name=shape.model, block_size=shape.seq_len, **model), data, train)
         for name, model in COMPARED.items()
     }
-    sizes = [size for size in range(sequences, 0, -1) if sequences % size == 0]
+    hungriest = max(recipes.values(), key=lambda recipe: _estimate(recipe, machine, 1))
+    sizes = micro_batch_sizes(hungriest, machine.world_size)
     if micro_batch_tokens is not None:
-        fitting = (size for size in sizes if size * shape.seq_len <= micro_batch_tokens)
+        size = max((size for size in sizes if size * shape.seq_len <= micro_batch_tokens), default=1)
     else:
-        hungriest = max(recipes.values(), key=lambda recipe: _estimate(recipe, machine, 1))
-        fitting = (size for size in sizes if fits(_estimate(hungriest, machine, size), machine.memory))
-    train = replace(train, micro_batch_size=next(fitting, 1))
+        config = hungriest.model.config()
+        size = largest_that_fits(machine.memory, machine.precision, config, hungriest, sizes) or 1
+    train = replace(train, micro_batch_size=size)
     return {name: replace(recipe, train=train) for name, recipe in recipes.items()}
 
 
@@ -267,12 +274,12 @@ def _timed(row: Row, recipe: Recipe, machine: Machine, parallel: Parallel) -> Ro
     trained = Trained(recipe, row.attention, parallel)
     trained.step()
     first = time.perf_counter() - began
-    for _ in range(WARM_UP - 1):
+    for _ in range(WARMUP_STEPS - 1):
         trained.step()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     spans: list[float] = []
-    while sum(spans) < (LONGEST if len(spans) < FEWEST else SECONDS):
+    while sum(spans) < (MAX_SECONDS if len(spans) < MIN_STEPS else MIN_SECONDS):
         began = time.perf_counter()
         trained.step()
         spans.append(time.perf_counter() - began)  # from one wait for the device to the next

@@ -7,13 +7,13 @@ from typing import Any
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import read_json_object, replacing, write_errors, write_json
-from lingpt.common.palette import COLOURS
+from lingpt.common.palette import COLOURS, SPARE_COLOURS
 
 IDENTITY, FLASH = "identity", "softmax-flash"
 LINE_COLOURS = COLOURS | {
     FLASH: COLOURS["softmax"],
     "softmax-cudnn": COLOURS["sdpa-cudnn"],
-    IDENTITY: "#56B4E9",  # sky blue
+    IDENTITY: SPARE_COLOURS[2],
 }
 COLUMNS = (
     "model", "N", "micro-batch", "attention", "ms a step (fastest)", "k tokens/s", "MFU", "share", "× FA2",
@@ -120,7 +120,7 @@ def table(results: Results) -> str:
 
 def _sorted(results: Results) -> list[Row]:
     """By model in the order of the rows, then by length."""
-    models = list(dict.fromkeys(row.model for row in results.rows))
+    models = _models(results)
     return sorted(results.rows, key=lambda row: (models.index(row.model), row.seq_len))
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -272,15 +272,13 @@ def micro_batch_sizes(recipe: Recipe, world_size: int) -> list[int]:
 
 
 def largest_that_fits(
-    memory: float, precision: str, config: Config, recipe: Recipe, sizes: Iterable[int], over: int = 1
+    memory: float, precision: str, config: Config, recipe: Recipe, sizes: Sequence[int], over: int = 1
 ) -> int:
     """The largest of the ascending micro-batch `sizes` that fits `memory` bytes by the estimate, or 0."""
-    largest = 0
-    for size in sizes:
-        if not fits(memory_needed(config, recipe, precision, size, over)["total"], memory):
-            break
-        largest = size
-    return largest
+    for size in reversed(sizes):
+        if fits(memory_needed(config, recipe, precision, size, over)["total"], memory):
+            return size
+    return 0
 
 
 def duration(seconds: float) -> str:

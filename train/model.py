@@ -12,6 +12,7 @@ from lingpt.kernels.gla_tuning import Tuning
 from lingpt.models import ATTENTIONS, GPT, Config, load_model, load_weights
 from lingpt.train.config import Recipe
 from lingpt.train.parallel import print_rank0
+from lingpt.train.throughput import compute_dtype
 
 
 def model_config(recipe: Recipe) -> Config:
@@ -30,7 +31,7 @@ def attention_kernels(config: Config, device: torch.device, precision: str) -> d
 
     precision: Fabric's name. UserError where the kernel that the recipe names cannot run on this device.
     """
-    dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
+    dtype = compute_dtype(precision)
     return {
         name: ATTENTIONS[name].kernel(config, device, dtype, **config.attention_options(name))
         for name in dict.fromkeys(config.attention_per_layer)
@@ -69,9 +70,8 @@ def begin_tuning(recipe: Recipe, config: Config, precision: str, device: torch.d
         return []
     with torch.device("meta"):
         mechanisms = {type(block.attn): block.attn for block in GPT(config).blocks}.values()
-    dtype = torch.float32 if precision == "32-true" else torch.bfloat16
-    size = recipe.train.micro_batch_size, recipe.data.seq_len
-    begun = [attention.tuning(*size, dtype, device) for attention in mechanisms]
+    size = recipe.train.micro_batch_size, recipe.data.seq_len, compute_dtype(precision)
+    begun = [attention.tuning(*size, device) for attention in mechanisms]
     return [tuning for tuning in begun if tuning]
 
 

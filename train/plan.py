@@ -101,9 +101,8 @@ def _row(
 def _here(machine: Machine, config: Config, recipe: Recipe) -> str:
     if machine.accelerator == "cpu":
         return f"{machine.name}, no GPU"
-    verdict = "fits"
-    if not fits_here(machine, config, recipe):
-        verdict = f"does not fit: {too_small(machine, config, recipe)}"
+    fitting = fits_here(machine, config, recipe)
+    verdict = "fits" if fitting else f"does not fit: {too_small(machine, config, recipe)}"
     return f"{machine.devices} × {machine.name}, {machine.memory / 1e9:.0f} GB each: {verdict}"
 
 

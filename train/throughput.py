@@ -61,9 +61,14 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     return {"bf16": device.bf16, "16": device.bf16, "32": device.fp32}.get(precision.split("-")[0])
 
 
+def compute_dtype(precision: str) -> torch.dtype:
+    """Of matrix products, and of attention, in one of Fabric's precisions that are ours."""
+    return torch.bfloat16 if precision.startswith("bf16") else torch.float32
+
+
 def measured_flops(accelerator: str, precision: str) -> float:
     """FLOP/s that matrix products reach on this machine's first device, from 0.2 s of them."""
-    dtype = torch.float32 if precision.startswith("32") else torch.bfloat16
+    dtype = compute_dtype(precision)
     size = 4096 if accelerator == "cuda" else 512
     matrix = torch.ones(size, size, dtype=dtype, device=accelerator)
     out, count, began = matrix @ matrix, 0, time.perf_counter()

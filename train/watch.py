@@ -96,7 +96,7 @@ class Watch:
             if os.getppid() != self._parent:
                 speaker = "0" if "TORCHELASTIC_RUN_ID" in os.environ else "1"  # Lightning's 0 was the parent
                 if os.environ["LOCAL_RANK"] == speaker:
-                    _say(f"the main process (pid {self._parent}) has died: {GOES_ON}")
+                    _print_stderr(f"the main process (pid {self._parent}) has died: {GOES_ON}")
                 self._exit(1)
 
     def _watch_children(self) -> None:
@@ -107,7 +107,7 @@ class Watch:
                     self._died = f"{who} {_ending(child.returncode)}: {GOES_ON}"
                     # The main thread may be about to end with a line of its own, or wait in vain.
                     if not self._stopped.wait(GRACE):
-                        _say(self._died)
+                        _print_stderr(self._died)
                         self.end_children()
                         self._exit(2)
                     return
@@ -133,7 +133,7 @@ class Watch:
             if rank:
                 self.leave()
             else:
-                _say(
+                _print_stderr(
                     f"process {late} of {world_size} (on {states[late][1]}) has kept the others waiting for "
                     f"{seconds / 60:.3g} min (--train.timeout_minutes): {GOES_ON}"
                 )
@@ -153,5 +153,5 @@ def _ending(code: int) -> str:
     )
 
 
-def _say(line: str) -> None:
+def _print_stderr(line: str) -> None:
     print(f"lingpt: {line}", file=sys.stderr, flush=True)

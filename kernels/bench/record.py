@@ -19,7 +19,7 @@ from lingpt.kernels.linear_attention.cuda.compile import source_hash
 if TYPE_CHECKING:
     import pytest
 
-AGAIN = "run `make test-gpu` on a machine with a GPU"
+RUN_THEM = "run `make test-gpu` on a machine with a GPU"
 
 
 def staleness(path: Path, current: str | None = None) -> str | None:
@@ -29,13 +29,13 @@ def staleness(path: Path, current: str | None = None) -> str | None:
         record = json.loads(path.read_text())
         recorded, passed, failed = (record[key] for key in ("source_hash", "passed", "failed"))
     except FileNotFoundError:
-        return f"no GPU record at {path.name}: {AGAIN}"
+        return f"no GPU record at {path.name}: {RUN_THEM}"
     except (ValueError, KeyError, TypeError):
-        return f"unreadable GPU record {path.name}: {AGAIN}"
+        return f"unreadable GPU record {path.name}: {RUN_THEM}"
     if recorded != current:
-        return f"stale GPU record (kernels {recorded}, the tree has {current}): {AGAIN}"
+        return f"stale GPU record (kernels {recorded}, the tree has {current}): {RUN_THEM}"
     if failed or not passed:
-        return f"the GPU record has {passed} tests passed and {failed} failed: fix them and {AGAIN}"
+        return f"the GPU record has {passed} tests passed and {failed} failed: fix them and {RUN_THEM}"
     return None
 
 

@@ -31,7 +31,7 @@ from lingpt.kernels.linear_attention.call import Call, OptionGradients
 from lingpt.kernels.linear_attention.numerics import LOG_ZERO, per_head, reciprocal_norm
 from lingpt.kernels.linear_attention.rope import rotate, rotate_backward
 from lingpt.kernels.linear_attention.state import LinearAttentionState
-from lingpt.kernels.precision import running_sum, state_dtype, true_fp32
+from lingpt.kernels.precision import reverse_running_sum, running_sum, state_dtype, true_fp32
 
 CHUNK = 64
 
@@ -172,7 +172,7 @@ def _gate_gradient(
     dG = _to_tokens(dG.unsqueeze(-1), call.shape[1]).squeeze(-1).double()  # [B, N, H]
     if dstate is not None and dG.shape[1]:
         dG[:, -1] += (final * _pack(dstate, final)).sum((-2, -1))
-    gradient = running_sum(dG.flip(1), 1).flip(1).to(final.dtype)
+    gradient = reverse_running_sum(dG, 1).to(final.dtype)
     return gradient.masked_fill_(call.log_gate <= LOG_ZERO[gradient.dtype], 0.0)
 
 

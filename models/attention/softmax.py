@@ -84,7 +84,7 @@ class SoftmaxAttention(QKVAttention):
     def kernel(cls, config: litgpt.Config, device: torch.device, dtype: torch.dtype, *, sdpa: str) -> str:
         assert config.head_size is not None
         shape = 1, 128, config.n_head, config.head_size
-        with torch.enable_grad(), warnings.catch_warnings(record=True) as reasons, _only(sdpa):
+        with torch.enable_grad(), warnings.catch_warnings(record=True) as reasons, _forced_kernel(sdpa):
             warnings.simplefilter("always")
             x = torch.zeros(shape, device=device, dtype=dtype, requires_grad=True).transpose(1, 2)
             try:
@@ -95,7 +95,8 @@ class SoftmaxAttention(QKVAttention):
             if backend.value == chosen:
                 return name
         where = f"on {device.type} in {str(dtype).removeprefix('torch.')} with heads of {config.head_size}"
-        raise UserError(f"model.sdpa {sdpa} cannot train {where}{_why(reasons)}: use another kernel, or auto")
+        why = _reason(reasons)
+        raise UserError(f"model.sdpa {sdpa} cannot train {where}{why}: use another kernel, or auto")
 
     def forward(
         self, x_BNC: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor, state: KVCache | None = None
@@ -111,7 +112,7 @@ class SoftmaxAttention(QKVAttention):
             if 1 < N < k.shape[2]:  # SDPA's own causal mask starts at the first key, not at the first new one
                 mask = torch.ones(N, k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - N)
         # Elsewhere PyTorch chooses: a mask, a single query or another device is not every kernel's.
-        with _only(self.sdpa if self.training and state is None else "auto"):
+        with _forced_kernel(self.sdpa if self.training and state is None else "auto"):
             o = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, scale=1.0 / math.sqrt(D), is_causal=N > 1 and mask is None
             )
@@ -131,12 +132,12 @@ class SoftmaxAttention(QKVAttention):
         return KVCache(k, v)
 
 
-def _only(sdpa: str) -> contextlib.AbstractContextManager:
+def _forced_kernel(sdpa: str) -> contextlib.AbstractContextManager:
     """Around SDPA: the kernel of that name or none; for `auto` what PyTorch takes."""
     return contextlib.nullcontext() if sdpa == "auto" else sdpa_kernel(SDPA[sdpa])
 
 
-def _why(reasons: list[warnings.WarningMessage]) -> str:
+def _reason(reasons: list[warnings.WarningMessage]) -> str:
     """` (…)` with what PyTorch has warned of, less its headings and what it says of the other kernels."""
     lines = [str(reason.message).partition(" (Triggered internally")[0].strip() for reason in reasons]
     own = [line for line in lines if "not used because" not in line and "runtime disabled" not in line]

@@ -62,8 +62,8 @@ GATED = [
     Build("sm_90a", 64, BF16, decay="token", rope=16),
     Build("sm_90a", 128, FP16, decay="token", rope=32),
 ]
-ONCE = [Build("sm_86", 128, BF16, decay="head", rope=32), Build("sm_90a", 128), WIDE[0]]
-AGAIN = [*PLAIN, *ROTATED, WIDE[1], *GATED]  # in other tests, too
+EXTRA = [Build("sm_86", 128, BF16, decay="head", rope=32), Build("sm_90a", 128), WIDE[0]]
+COMMON = [*PLAIN, *ROTATED, WIDE[1], *GATED]  # in other tests, too
 
 
 @pytest.mark.parametrize("arch", nvrtc.ARCHITECTURES)
@@ -101,7 +101,7 @@ def compiled(spec: nvrtc.KernelSpec, arch: str) -> emulator.Module:
     return module(spec.source, arch, tuple(spec.defines.items()), spec.names)
 
 
-@functools.lru_cache(maxsize=len(AGAIN))  # a module's kernels hold some 10 MB each
+@functools.lru_cache(maxsize=len(COMMON))  # a module's kernels hold some 10 MB each
 def module(source: str, arch: str, defines: tuple, names: tuple) -> emulator.Module:
     """`names` tell builds apart."""
     return emulator.Module(source, arch, dict(defines))
@@ -178,7 +178,7 @@ def too_inexact(ours: dict, build: Build, x: list[torch.Tensor], options: dict) 
     return {name: worse for name, worse in found.items() if worse}
 
 
-@pytest.mark.parametrize("build", [*ONCE, *AGAIN], ids=str)
+@pytest.mark.parametrize("build", [*EXTRA, *COMMON], ids=str)
 def test_everything_at_once(build: Build, emulated) -> None:
     """Guards: each build, forward and backward, with all options: states and their gradients, b per head."""
     emulated(build)

@@ -20,7 +20,7 @@ ON_A_CPU = {"tokens": 64, "accelerator": "cpu"}
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps a turn: one that warms up, one that is timed."""
-    for name, value in (("WARM_UP", 1), ("FEWEST", 1), ("SECONDS", 0.0)):
+    for name, value in (("WARMUP_STEPS", 1), ("MIN_STEPS", 1), ("MIN_SECONDS", 0.0)):
         monkeypatch.setattr(bench, name, value)
 
 
