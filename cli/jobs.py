@@ -78,41 +78,41 @@ def run_jobs(
     jobs: Sequence[Job],
     slots: Sequence[Slot],
     deadline: float | None = None,
-    say: Callable[[str], None] = print,
+    report: Callable[[str], None] = print,
 ) -> list[Failure]:
     """Runs all jobs, each on a slot of its own while it runs; returns those that failed, with the reason.
 
     deadline: of `time.monotonic()`; when it is reached, what runs is stopped and `Stopped` is raised.
     """
     waiting, idle, running = deque(jobs), deque(slots), list[_Running]()
-    sick: dict[Slot, int] = dict.fromkeys(slots, 0)
+    failed_in_a_row: dict[Slot, int] = dict.fromkeys(slots, 0)
     failures: list[Failure] = []
-    told = time.monotonic()
+    last_status = time.monotonic()
     try:
         while waiting or running:
             while waiting and idle:
-                running.append(_start(waiting.popleft(), idle.popleft(), say))
+                running.append(_start(waiting.popleft(), idle.popleft(), report))
             time.sleep(POLL)
             for one in [one for one in running if one.process.poll() is not None or _to_stop(one)]:
                 running.remove(one)
                 minutes, code = (time.monotonic() - one.started) / 60, one.process.returncode
                 if one.interrupted:
-                    say(f"{one.job.name}: stopped {one.job.status()}, and goes on")
+                    report(f"{one.job.name}: stopped {one.job.status()}, and goes on")
                     waiting.appendleft(one.job)
                 elif code == 0:
-                    sick[one.slot] = 0
-                    say(f"{one.job.name}: done after {minutes:.1f} min")
+                    failed_in_a_row[one.slot] = 0
+                    report(f"{one.job.name}: done after {minutes:.1f} min")
                 else:
-                    _failed(one, code, waiting, sick, failures, say)
-                if sick[one.slot] < 2 or not (idle or running):
+                    _failed(one, code, waiting, failed_in_a_row, failures, report)
+                if failed_in_a_row[one.slot] < 2 or not (idle or running):
                     idle.append(one.slot)
                 else:
-                    say(f"{one.slot.name} is given up: two jobs in a row failed on it")
+                    report(f"{one.slot.name} is given up: two jobs in a row failed on it")
             if deadline is not None and time.monotonic() >= deadline:
                 raise Stopped
-            if time.monotonic() - told >= STATUS:
-                told = time.monotonic()
-                say(" · ".join(f"{one.job.name}{_with_space(one.job.status())}" for one in running))
+            if time.monotonic() - last_status >= STATUS:
+                last_status = time.monotonic()
+                report(" · ".join(f"{one.job.name}{_with_space(one.job.status())}" for one in running))
     finally:
         _stop(running)
     return failures
@@ -127,10 +127,10 @@ def _to_stop(one: _Running) -> bool:
     return True
 
 
-def _start(job: Job, slot: Slot, say: Callable[[str], None]) -> _Running:
+def _start(job: Job, slot: Slot, report: Callable[[str], None]) -> _Running:
     job.log.parent.mkdir(parents=True, exist_ok=True)
     job.attempts += 1
-    say(f"{job.name}: starts on {slot.name}")
+    report(f"{job.name}: starts on {slot.name}")
     with job.log.open("ab") as log:
         process = subprocess.Popen(
             [*COMMAND, *job.arguments],
@@ -147,21 +147,21 @@ def _failed(
     one: _Running,
     code: int,
     waiting: deque[Job],
-    sick: dict[Slot, int],
+    failed_in_a_row: dict[Slot, int],
     failures: list[Failure],
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> None:
     reason = last_line(one.job.log) or f"exit code {code}"
     if code == USER_ERROR:
-        sick[one.slot] = 0
+        failed_in_a_row[one.slot] = 0
     else:
-        sick[one.slot] += 1
+        failed_in_a_row[one.slot] += 1
         reason = f"ended by {signal.Signals(-code).name}" if code < 0 else reason
         if one.job.attempts < 2:
-            say(f"{one.job.name}: failed on {one.slot.name} ({reason}); it is tried once more")
+            report(f"{one.job.name}: failed on {one.slot.name} ({reason}); it is tried once more")
             waiting.append(one.job)
             return
-    say(f"{one.job.name}: failed: {reason} ({one.job.log})")
+    report(f"{one.job.name}: failed: {reason} ({one.job.log})")
     failures.append(Failure(one.job.name, reason))
 
 

@@ -10,7 +10,6 @@ best counts. The blocks are Pythia's, MLP included (Zoology's have none).
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -131,9 +130,7 @@ def make_trials(
     return trials
 
 
-def train_trial(
-    trial: Trial, device: str = "cpu", say: Callable[[str], None] | None = None
-) -> dict[str, Any]:
+def train_trial(trial: Trial, device: str = "cpu") -> dict[str, Any]:
     """Trains one model and scores it on 1,024 sequences that are not trained on.
 
     Returns the trial, `accuracy` (per query), its standard error over sequences, the accuracies on the way,
@@ -159,8 +156,6 @@ def train_trial(
         if step % every == 0 or step == trial.steps:
             found = accuracy(model, trial, where)
             curve.append([step, round(found[0], 5)])
-            if say is not None:
-                say(f"{trial.key}: step {step}, loss {loss.item():.3f}, accuracy {found[0]:.3f}")
             if found[0] >= ENOUGH or not math.isfinite(loss.item()):
                 break
     return {

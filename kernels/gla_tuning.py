@@ -60,20 +60,20 @@ class Tuning:
         if self.needed:
             self._compiled = _in_background(functools.partial(compile_in_processes, _worker(size)))
 
-    def finish(self, log: Callable[[str], None]) -> None:
+    def finish(self, report: Callable[[str], None]) -> None:
         """Waits for the compiling, then tunes. Where compiling in parallel fails, Triton does all of it."""
         if not self.needed:
             return
-        log(
+        report(
             "gla: FLA's kernels are compiled in parallel, then tuned, once for this GPU and these sizes; "
             f"remembered in Triton's cache ({os.environ.get('TRITON_CACHE_DIR')})"
         )
         total = None
         try:
             total = self._compiled.result()
-            log(f"gla: {total} configurations are compiled; each is timed")
+            report(f"gla: {total} configurations are compiled; each is timed")
         except (OSError, RuntimeError, ValueError) as error:
-            log(f"gla: compiling in parallel failed ({error}): one after the other, which takes minutes")
+            report(f"gla: compiling in parallel failed ({error}): one after the other, which takes minutes")
         with timing_briefly(total):
             call(self.size, self.device)
         torch.cuda.empty_cache()

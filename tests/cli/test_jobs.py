@@ -37,7 +37,7 @@ def test_side_by_side_each_on_its_card(job, tmp_path):
     found = run_jobs(
         [job("x", meet.format(a, b) + show), job("y", meet.format(b, a) + show), job("z", "print('last')")],
         GPUS,
-        say=lines.append,
+        report=lines.append,
     )
     assert found == []
     assert {(tmp_path / f"{name}.log").read_text() for name in "xy"} == {"card 0\n", "card 1\n"}
@@ -49,7 +49,7 @@ def test_one_that_fails_does_not_end_the_others(job, tmp_path):
     lines = []
     wrong = job("wrong", "print('lingpt: no file there', file=sys.stderr); sys.exit(2)")
     crash, killed = job("crash", "raise RuntimeError('CUDA error')"), job("dead", "os.kill(os.getpid(), 9)")
-    found = run_jobs([wrong, crash, killed, job("well", "pass")], [Slot("CPU")], say=lines.append)
+    found = run_jobs([wrong, crash, killed, job("well", "pass")], [Slot("CPU")], report=lines.append)
     assert {(f.job, f.reason) for f in found} == {
         ("wrong", "no file there"),
         ("crash", "RuntimeError: CUDA error"),
@@ -63,7 +63,7 @@ def test_a_card_that_died_is_given_up(job, tmp_path):
     """All that starts on card 0 crashes: the work is done on card 1, and nothing is lost."""
     code = "sys.exit(1) if os.environ['CUDA_VISIBLE_DEVICES'] == '0' else time.sleep(0.05)"
     lines = []
-    assert run_jobs([job(f"job{i}", code) for i in range(5)], GPUS, say=lines.append) == []
+    assert run_jobs([job(f"job{i}", code) for i in range(5)], GPUS, report=lines.append) == []
     assert "GPU 0 is given up: two jobs in a row failed on it" in lines
     assert sum(": done" in line for line in lines) == 5
 
@@ -86,7 +86,7 @@ def test_stopped_halfway_and_started_again(job, tmp_path):
     code = f"sys.exit() if 'saved' in open({str(tmp_path / 'half.log')!r}).read() else None; {SAVES}"
     half, lines = job("half", code), []
     half.interrupt = lambda: half.log.exists() and "on" in half.log.read_text()
-    assert run_jobs([half], [Slot("CPU")], say=lines.append) == []
+    assert run_jobs([half], [Slot("CPU")], report=lines.append) == []
     assert half.log.read_text() == "on\nsaved\n" and half.attempts == 2
     assert any("half: stopped" in line and "goes on" in line for line in lines)
 

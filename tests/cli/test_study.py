@@ -47,7 +47,7 @@ def here(tmp_path, monkeypatch):
     """Children in this process; each command that ran is in `ran`."""
     ran = []
 
-    def run_jobs(jobs, slots, deadline=None, say=print):
+    def run_jobs(jobs, slots, deadline=None, report=print):
         failures = []
         for job in jobs:
             ran.append(job.name)
@@ -164,10 +164,10 @@ def test_a_failure_is_named_at_the_end(here, monkeypatch, capsys):
     write(TINY | {"rates": [], "seeds": 1, "suites": []})
     run_jobs = verb.run_jobs
 
-    def sick(jobs, slots, deadline=None, say=print):
+    def sick(jobs, slots, deadline=None, report=print):
         well = [job for job in jobs if job.name != "mixed-seed0"]
         missing = [Failure(job.name, "ended by SIGKILL") for job in jobs if job not in well]
-        return run_jobs(well, slots, deadline, say) + missing
+        return run_jobs(well, slots, deadline, report) + missing
 
     monkeypatch.setattr(verb, "run_jobs", sick)
     assert main(["study", "--config", "study-tiny.yaml"]) == 2
