@@ -189,10 +189,11 @@ def _stop(running: Sequence[_Running]) -> None:
             one.process.wait()
 
 
-def find_slots(devices: int | None, each: int | None) -> list[Slot]:
+def find_slots(devices: int | None, each: int | None, sharing: int = 1) -> list[Slot]:
     """The places for jobs: of `devices` GPUs (all that are here by default), `each` a job, or all of them.
 
-    Without a GPU, `devices` processes on the CPU, one by default. UserError where the GPUs are not there.
+    `sharing` jobs are on the same GPUs at a time. Without a GPU, `devices` processes on the CPU, one by
+    default. UserError where the GPUs are not there.
     """
     import torch
 
@@ -206,4 +207,12 @@ def find_slots(devices: int | None, each: int | None) -> list[Slot]:
         raise UserError(f"--devices {count}, but this machine has {there} GPUs")
     each = count if each is None else min(each, count)
     groups = [tuple(range(start, start + each)) for start in range(0, count - each + 1, each)]
-    return [Slot(f"GPU {', '.join(map(str, group))}", group) for group in groups]
+    names = [f"GPU {', '.join(map(str, group))}" for group in groups]
+    if sharing == 1:
+        return [Slot(name, group) for name, group in zip(names, groups, strict=True)]
+    # A place on each card, then the second on each: few jobs are spread.
+    return [
+        Slot(f"{name}, place {place}", group)
+        for place in range(1, sharing + 1)
+        for name, group in zip(names, groups, strict=True)
+    ]

@@ -19,8 +19,9 @@ PER_CARD = 8  # processes that share a GPU: models this small leave most of it i
 
 def configure(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    every = ["softmax", "gla", "ours", "ours-decay", "ours-gated"]
-    forms = "attentions; those with a short convolution are trained with it, too"
+    every = ["softmax", "gla", "ours", "ours-decay", "ours-gated", "ours-gated+output_gate"]
+    every += ["ours-gated+output_gate+normalize=false+learnable_b"]
+    forms = "attentions, `+` their options; those with a short convolution are trained with it, too"
     add("--attentions", type=list[str], default=every, help=forms)
     add("--widths", type=list[int], default=[64, 128], help="of the models")
     add(
@@ -92,7 +93,7 @@ def _trained(trials: "list[Trial]", workers: int | None) -> "Iterator[tuple[Tria
     """(trial, its result or the error), as they are done: in this process, or in several on all GPUs."""
     import torch
 
-    from lingpt.eval.mqar import train_trial
+    from lingpt.eval.mqar import train_trial, tune
 
     cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
     workers = min(workers or max(1, PER_CARD * cards), max(1, len(trials)))
@@ -108,7 +109,12 @@ def _trained(trials: "list[Trial]", workers: int | None) -> "Iterator[tuple[Tria
     for i in range(workers):
         devices.put(f"cuda:{i % cards}" if cards else "cpu")
     with ProcessPoolExecutor(workers, context, initializer=_take_device, initargs=(devices,)) as pool:
-        futures = {pool.submit(_train_here, trial): trial for trial in trials}
+        # GLA last: its kernels are tuned meanwhile, once for each width.
+        tuned = [trial for trial in trials if cards and trial.attention.startswith("gla")]
+        futures = {pool.submit(_train_here, trial): trial for trial in trials if trial not in tuned}
+        for trial in {trial.width: trial for trial in tuned}.values():
+            tune(trial, torch.device("cuda", cards - 1))
+        futures |= {pool.submit(_train_here, trial): trial for trial in tuned}
         try:
             for future in as_completed(futures):
                 failure = future.exception()
@@ -121,8 +127,10 @@ def _take_device(devices: Any) -> None:
     """Of a worker process: the device that it keeps, and no more threads than its share."""
     import torch
 
-    os.environ["LINGPT_MQAR_DEVICE"] = devices.get()
+    device = os.environ["LINGPT_MQAR_DEVICE"] = devices.get()
     torch.set_num_threads(1)
+    if device != "cpu":
+        torch.cuda.set_device(device)
 
 
 def _train_here(trial: "Trial") -> dict[str, Any]:

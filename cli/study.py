@@ -10,7 +10,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lingpt.cli.jobs import Failure, Job, Stopped, find_slots, last_line, run_jobs
+from lingpt.cli.jobs import Failure, Job, Slot, Stopped, find_slots, last_line, run_jobs
 from lingpt.common.errors import UserError, nearest
 from lingpt.configs import recipe_names, recipe_path
 
@@ -54,7 +54,8 @@ def run(args: Namespace) -> None:
     for stage in args.stages:
         if stage not in STAGES:
             raise UserError(f"unknown stage {stage!r}{nearest(stage, STAGES)}; there are {', '.join(STAGES)}")
-    folder, slots = Path(args.out) / f"study-{study.name}", find_slots(args.devices, study.cards_per_run)
+    folder = Path(args.out) / f"study-{study.name}"
+    slots = find_slots(args.devices, study.cards_per_run, study.runs_per_card)
     cards = len(slots[0].gpus) or None
     tried = rate_runs(study, folder, cards)
     runs = study_runs(study, folder, chosen_rates(tried), cards)
@@ -202,7 +203,8 @@ class _Work:
             return []
         options = [f"--{key}={_word(value)}" for key, value in self.study.mqar.items()]
         arguments = ["mqar", "--out", str(self.folder / "mqar"), *options]
-        return self.jobs([self._job("mqar", arguments)], self.slots[:1])
+        cards = sorted({gpu for slot in self.slots for gpu in slot.gpus})
+        return self.jobs([self._job("mqar", arguments)], [Slot("all cards", tuple(cards))])
 
     def score(self, runs: list) -> list[Failure]:
         """One process a slot, with its share of the runs: the questions are built once in each."""

@@ -1,5 +1,6 @@
 """The page of a study: what was run, what came out, and what it cannot tell; from the runs' folders alone."""
 
+import math
 import re
 import shutil
 import statistics
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from lingpt.cli.jobs import Failure
 from lingpt.cli.study_runs import StudyRun, chosen_rates
@@ -19,9 +21,11 @@ from lingpt.eval.study import Study
 from lingpt.eval.suite_tables import save_suites, suite_tables
 from lingpt.eval.table2 import count, save_table2, table2_tables
 from lingpt.eval.tables import Table
+from lingpt.models import GPT
 from lingpt.train.curve_figure import caption, draw_curves
 from lingpt.train.curves import Curve, format_table, mean_over_seeds, read_curves, time_to_loss
 from lingpt.train.machine import duration
+from lingpt.train.model import model_config
 
 PAGE, READING = "README.md", "reading.md"
 PAPER_TOKENS, PAPER_CARDS = 3_000_000_000, 8
@@ -104,25 +108,29 @@ def _training(study: Study, folder: Path, tried: Sequence[StudyRun], done: Seque
     folders = [run.folder for run in done]
     curves = mean_over_seeds(read_curves(folders))
     base = next((i for i, curve in enumerate(curves) if curve.attention == "softmax"), 0)
-    draw_curves(folders, folder / "curves.png", formats=["svg", "pdf"])
+    drawn = [run.folder for run in done if run.row in (study.drawn or study.attentions)]
+    draw_curves(drawn or folders, folder / "curves.png", formats=["svg", "pdf"])
     reached = time_to_loss(curves, base)
-    rows = _losses(study, done, curves, base)
+    rows = _losses(study, done, curves)
     with write_errors(folder / "summary.json"):
         write_json(folder / "summary.json", {"rows": rows, "time_to_loss": reached})
     note = caption(curves).replace("\n", " ")
+    if study.runs_per_card > 1:
+        note += f" {study.runs_per_card} runs shared a GPU at a time: the times are not those of a run alone."
     parts = [f"## Loss\n\n![Loss against time, tokens and steps](curves.png)\n\n{note}"]
-    parts.append(_loss_table(rows, curves, base).text(markdown=True))
-    name = curves[base].name
-    parts.append(f"## Time to a loss\n\n```\n{format_table(reached, name)}\n```")
+    parts.append(_loss_table(study, rows).text(markdown=True))
+    if study.runs_per_card == 1:
+        table = format_table(reached, curves[base].name)
+        parts.append(f"## Time to a loss\n\n```\n{table}\n```")
     if tried:
         parts.append(_section(_rates_table(study, tried)))
     return parts
 
 
-def _losses(
-    study: Study, done: Sequence[StudyRun], curves: Sequence[Curve], base: int
-) -> list[dict[str, Any]]:
-    """The numbers of each row that has a finished run: losses, speed, and the loss at equal time."""
+def _losses(study: Study, done: Sequence[StudyRun], curves: Sequence[Curve]) -> list[dict[str, Any]]:
+    """The numbers of each row that has a finished run: losses, what they are less those of the rows in
+    `against`, speed, and the loss at equal time.
+    """
     common = min(float(curve.val[-1, 1]) for curve in curves)
     rows = []
     for row in study.attentions:
@@ -138,10 +146,12 @@ def _losses(
             {
                 "row": row,
                 "attention": curve.attention,
+                "parameters": _parameters(mine[0]),
                 "rate": mine[0].recipe.train.learning_rate,
                 "seeds": len(mine),
                 "losses": losses,
                 "loss": statistics.mean(losses),
+                "deviation": statistics.stdev(losses) if len(losses) > 1 else None,
                 "loss_at_equal_time": _at(curve, common),
                 "equal_time": common,
                 "train_time": float(curve.val[-1, 1]),
@@ -151,7 +161,24 @@ def _losses(
                 "card": curve.hardware.get("name"),
             }
         )
+    compared = study.against or tuple(row["row"] for row in rows if row["attention"] == "softmax")[:1]
+    for row in rows:
+        others = (other for other in rows if other["row"] in compared and other is not row)
+        row["less"] = {other["row"]: _difference(row["losses"], other["losses"]) for other in others}
     return rows
+
+
+def _difference(losses: Sequence[float], others: Sequence[float]) -> list[float | None]:
+    """Of the means, and its standard error: each row has a variance of its own (Welch); None of one seed."""
+    error = None
+    if len(losses) > 1 and len(others) > 1:
+        error = math.sqrt(sum(statistics.variance(x) / len(x) for x in (losses, others)))
+    return [statistics.mean(losses) - statistics.mean(others), error]
+
+
+def _parameters(run: StudyRun) -> int:
+    with torch.device("meta"):
+        return GPT(model_config(run.recipe)).num_parameters()
 
 
 def _at(curve: Curve, seconds: float) -> float | None:
@@ -163,35 +190,42 @@ def _median(values: list[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
-def _loss_table(rows: list[dict[str, Any]], curves: Sequence[Curve], base: int) -> Table:
-    softmax = next((row for row in rows if row["attention"] == "softmax"), None)
+def _loss_table(study: Study, rows: list[dict[str, Any]]) -> Table:
+    compared = list(dict.fromkeys(name for row in rows for name in row["less"]))
     body = []
     for row in rows:
-        spread = (max(row["losses"]) - min(row["losses"])) / 2
-        loss = f"{row['loss']:.4f}" + (f" ± {spread:.4f}" if row["seeds"] > 1 else "")
-        less = f"{row['loss'] - softmax['loss']:+.4f}".replace("-", "−") if softmax else DASH
-        equal = DASH if row["loss_at_equal_time"] is None else f"{row['loss_at_equal_time']:.4f}"
-        used = DASH if row["mfu"] is None else f"{100 * row['mfu']:.1f} %"
-        seconds = PAPER_TOKENS / (PAPER_CARDS * row["tokens_per_second"] / row["cards"])
-        paper = DASH if "CPU" in str(row["card"]) else duration(seconds)
-        body.append(
-            [
-                row["row"], f"{row['rate']:g}", str(row["seeds"]), loss, less,
-                equal, duration(row["train_time"]),
-                f"{row['tokens_per_second']:,.0f}", used, paper,
-            ]
-        )  # fmt: skip
-    head = [
-        "Row", "Rate", "Seeds", "Validation loss", "less softmax's", "at equal time", "Training", "Tokens/s",
-        "MFU", "3 B tokens on 8 cards",
-    ]  # fmt: skip
-    common = duration(rows[0]["equal_time"]) if rows else ""
-    notes = [
-        "Loss in nats per token of held-out text; ± half the range over seeds. Equal time: after "
-        f"{common} of training, which all rows have had. Training time is without start-up, compiling, "
-        "validation and checkpoints. The last column: as if eight cards were eight times as fast as one."
-    ]
+        loss = f"{row['loss']:.4f}" + ("" if row["deviation"] is None else f" ± {row['deviation']:.4f}")
+        less = [_signed(row["less"].get(name)) for name in compared]
+        cells = [row["row"], count(row["parameters"]), f"{row['rate']:g}", str(row["seeds"]), loss, *less]
+        body.append(cells + (_speed(row) if study.runs_per_card == 1 else []))
+    head = ["Row", "Parameters", "Rate", "Seeds", "Validation loss", *(f"less {name}'s" for name in compared)]
+    notes = ["Loss in nats per token of held-out text; ± the standard deviation over seeds."]
+    if any(row["deviation"] is not None for row in rows) and compared:
+        notes[0] += " Differences of means ± their standard error (Welch)."
+    if study.runs_per_card == 1:
+        head += ["at equal time", "Training", "Tokens/s", "MFU", "3 B tokens on 8 cards"]
+        common = duration(rows[0]["equal_time"]) if rows else ""
+        notes.append(
+            f"Equal time: after {common} of training, which all rows have had. Training time is without "
+            "start-up, compiling, validation and checkpoints. The last column: as if eight cards were eight "
+            "times as fast as one."
+        )
     return Table("", head, body, notes)
+
+
+def _signed(difference: list[float | None] | None) -> str:
+    if difference is None or difference[0] is None:
+        return DASH
+    text = f"{difference[0]:+.4f}".replace("-", "−")
+    return text if difference[1] is None else f"{text} ± {difference[1]:.4f}"
+
+
+def _speed(row: dict[str, Any]) -> list[str]:
+    equal = DASH if row["loss_at_equal_time"] is None else f"{row['loss_at_equal_time']:.4f}"
+    used = DASH if row["mfu"] is None else f"{100 * row['mfu']:.1f} %"
+    seconds = PAPER_TOKENS / (PAPER_CARDS * row["tokens_per_second"] / row["cards"])
+    paper = DASH if "CPU" in str(row["card"]) else duration(seconds)
+    return [equal, duration(row["train_time"]), f"{row['tokens_per_second']:,.0f}", used, paper]
 
 
 def _rates_table(study: Study, tried: Sequence[StudyRun]) -> Table:
@@ -227,7 +261,7 @@ def _limits(study: Study, runs: Sequence[StudyRun]) -> str:
     if study.seeds == 1:
         lines.append("One seed: differences smaller than what another seed would change mean nothing.")
     else:
-        lines.append(f"{study.seeds} seeds: enough to see the order of the noise, not to measure it.")
+        lines.append(f"{study.seeds} seeds: enough to see the order of the noise, not to measure it well.")
     if source != "wiki40b":
         lines.append(f"The text is not Wiki-40B but {Path(source).name}.")
     if not study.rates:

@@ -46,7 +46,7 @@ def format_plan(
         rows.append([row, *cells, f"{hours:.3g}"])
     head = ["Row", "Parameters", "Steps × tokens", "Runs", "Rate runs", "Done", "H200 hours"]
     table = Table("", head, rows)
-    cards = sum(len(slot.gpus) or 1 for slot in slots)
+    cards = len({gpu for slot in slots for gpu in slot.gpus}) or len(slots)
     each = len(slots[0].gpus) or 1
     parts = ", ".join(f"{name} {duration(value / cards)}" for name, value in seconds.items() if value)
     data = runs[0].recipe.data

@@ -63,7 +63,10 @@ def _distinct(logits: torch.Tensor, count: int, random: torch.Generator) -> torc
 
 @dataclass(frozen=True)
 class Trial:
-    """One model to train: its form, its width, the pairs of a sequence, the peak learning rate."""
+    """One model to train: its form, its width, the pairs of a sequence, the peak learning rate.
+
+    attention: one of `ATTENTIONS`, with options of its own if any: `ours-gated+output_gate+normalize=false`.
+    """
 
     attention: str
     short_conv: bool
@@ -92,18 +95,36 @@ class Trial:
         return f"{self.form}, width {self.width}, {self.pairs} pairs, rate {self.rate:g}"
 
     def config(self) -> Config:
-        options: dict[str, Any] = {"short_conv": True} if self.short_conv else {}
-        if self.attention == "gla":
+        """Raises UserError for an attention or an option that there is not."""
+        attention, options = parse_form(self.attention)
+        if self.short_conv:
+            options["short_conv"] = True
+        if attention == "gla":
             options["gla_n_head"] = self.heads
         sizes = {"n_layer": self.layers, "n_embd": self.width, "n_head": self.heads}
         return Config.from_name(
             "mqar",
-            attention=self.attention,
+            attention=attention,
             block_size=self.length,
             vocab_size=self.vocabulary,
             **sizes,
             **options,
         )
+
+
+def parse_form(form: str) -> tuple[str, dict[str, Any]]:
+    """`ours-gated+output_gate+normalize=false` → its attention, and its options, true where none is said."""
+    attention, *words = form.split("+")
+    if attention not in ATTENTIONS:
+        raise UserError(f"unknown attention {attention!r}: there are {', '.join(ATTENTIONS)}")
+    declared, options = ATTENTIONS[attention].options(), {}
+    known = [name for name, p in declared.items() if type(p.default) is bool and name != "short_conv"]
+    for word in words:
+        name, _, value = word.partition("=")
+        if name not in known or value not in ("", "true", "false"):
+            raise UserError(f"{form}: {word!r} is no option of {attention}: {', '.join(known) or 'none'}")
+        options[name] = value != "false"
+    return attention, options
 
 
 def make_trials(
@@ -112,11 +133,8 @@ def make_trials(
     """Every combination; those attentions that have a short convolution, with it and without."""
     forms = []
     for name in attentions:
-        if name not in ATTENTIONS:
-            raise UserError(f"unknown attention {name!r}: there are {', '.join(ATTENTIONS)}")
-        forms += [
-            (name, conv) for conv in (False, True) if not conv or "short_conv" in ATTENTIONS[name].options()
-        ]
+        has_conv = "short_conv" in ATTENTIONS[parse_form(name)[0]].options()
+        forms += [(name, conv) for conv in ((False, True) if has_conv else (False,))]
     trials = [
         Trial(name, conv, width, count, rate, **sizes)
         for width in widths
@@ -169,6 +187,14 @@ def train_trial(trial: Trial, device: str = "cpu") -> dict[str, Any]:
         "seconds": round(time.monotonic() - started, 1),
         "device": torch.cuda.get_device_name(where) if where.type == "cuda" else where.type,
     }
+
+
+def tune(trial: Trial, device: torch.device) -> None:
+    """Chooses how the attention's kernels run at this size; other processes then find it on disk."""
+    with torch.device("meta"):
+        attention = GPT(trial.config()).blocks[0].attn
+    if tuning := attention.tuning(trial.batch_size, trial.length, torch.bfloat16, device):
+        tuning.finish(print)
 
 
 def rate_factor(step: int, steps: int) -> float:

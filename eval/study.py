@@ -30,6 +30,11 @@ class Study:
         rate_tokens: that each of the short runs is trained on.
         rate_options: of the short runs.
         cards_per_run: GPUs of one run; None for all, one run after the other.
+        runs_per_card: how many runs share a GPU: small ones, whose start-up and gaps others then use. Their
+            times say nothing, and the page leaves them out.
+        row_by_row: all seeds of a row come before the next row; by default all rows' first seeds do.
+        against: rows that the page compares the others with; by default the first with softmax.
+        drawn: rows in the figure of the losses; by default all.
         suites: of `lingpt eval`.
         tasks: of Table 2.
         eval_data: folder of benchmark JSONL; None for the Hugging Face hub.
@@ -51,6 +56,10 @@ class Study:
     rate_tokens: int = 0
     rate_options: dict[str, Any] = field(default_factory=dict)
     cards_per_run: int | None = 1
+    runs_per_card: int = 1
+    row_by_row: bool = False
+    against: tuple[str, ...] = ()
+    drawn: tuple[str, ...] = ()
     suites: tuple[str, ...] = ("table2",)
     tasks: tuple[str, ...] = ("arc_easy", "arc_challenge", "piqa", "mmlu", "mmlu:5")
     eval_data: str | None = None
@@ -65,8 +74,9 @@ class Study:
         return self.attentions[row].get("model.attention", row)
 
     def run_names(self) -> list[tuple[str, str, int]]:
-        """(row, name of the run, seed) of every run, seed by seed: the first seed's are done first."""
-        return [(row, f"{row}-seed{seed}", seed) for seed in range(self.seeds) for row in self.attentions]
+        """(row, name of the run, seed) of every run, in the order in which they are trained."""
+        names = [(row, f"{row}-seed{seed}", seed) for row in self.attentions for seed in range(self.seeds)]
+        return names if self.row_by_row else sorted(names, key=lambda name: name[2])
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -88,7 +98,7 @@ def read_study(path: Path, changes: Mapping[str, Any] | None = None) -> Study:
         if key not in values:
             raise UserError(f"{path} is no study: it does not say `{key}`")
     values["attentions"] = _rows(values["attentions"], path)
-    for key in ("rates", "suites", "tasks"):
+    for key in ("rates", "suites", "tasks", "against", "drawn"):
         if key in values:
             values[key] = tuple(values[key])
     study = Study(**values)
@@ -112,12 +122,19 @@ def _rows(attentions: Any, path: Path) -> dict[str, dict[str, Any]]:
 def _check(study: Study, path: Path) -> None:
     if type(study.seeds) is not int or study.seeds < 1:
         raise UserError(f"{path}: seeds is {study.seeds}; it must be at least 1")
+    if type(study.runs_per_card) is not int or study.runs_per_card < 1:
+        raise UserError(f"{path}: runs_per_card is {study.runs_per_card}; it must be at least 1")
     if type(study.tokens) is not int or study.tokens < 1:
         raise UserError(f"{path}: tokens is {study.tokens}; it must be a whole number, at least 1")
     if study.rates and study.rate_tokens < 1:
         raise UserError(f"{path}: `rates` need `rate_tokens`, how long each is tried")
     if study.stopped_halfway is not None and study.stopped_halfway not in study.attentions:
         raise UserError(f"{path}: stopped_halfway is {study.stopped_halfway!r}, which is no row of it")
+    if study.runs_per_card > 1 and study.cards_per_run != 1:
+        raise UserError(f"{path}: runs_per_card {study.runs_per_card} is for runs on one card each")
+    for key in ("against", "drawn"):
+        if missing := [row for row in getattr(study, key) if row not in study.attentions]:
+            raise UserError(f"{path}: {key} names {missing[0]!r}, which is no row of it")
     for name in study.attentions:
         if Path(name).name != name or not name or name.startswith("."):
             raise UserError(f"{path}: {name!r} cannot name a run's folder")

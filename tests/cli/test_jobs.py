@@ -101,6 +101,8 @@ def test_slots(monkeypatch):
     assert [slot.gpus for slot in find_slots(None, 1)] == [(0,), (1,), (2,), (3,)]
     assert [slot.gpus for slot in find_slots(None, 2)] == [(0, 1), (2, 3)]
     assert [slot.gpus for slot in find_slots(2, None)] == [(0, 1)]
+    shared = find_slots(2, 1, sharing=2)
+    assert [(s.name, s.gpus) for s in shared[1:3]] == [("GPU 1, place 1", (1,)), ("GPU 0, place 2", (0,))]
     with pytest.raises(UserError, match="--devices 8, but this machine has 4 GPUs"):
         find_slots(8, 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")

@@ -4,6 +4,7 @@ The children run in this process, where a start costs nothing; test_jobs.py has 
 """
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -140,7 +141,7 @@ def test_what_goes_wrong_is_named_and_the_rest_is_shown(here):
         "step-00000004.json is damaged",
     ):
         assert f"- {line}" in page or line in page
-    assert "| softmax | 0.003 | 1     | 4.0000" in page and not here
+    assert re.search(r"\| softmax \| \S+ k +\| 0.003 \| 1     \| 4.0000", page) and not here
 
 
 def test_the_best_rate_is_chosen(here):
@@ -157,6 +158,33 @@ def test_the_best_rate_is_chosen(here):
     (folder / "softmax-rate0.003" / "metrics.jsonl").write_text(text.replace('"loss": 4.0', '"loss": 3.5'))
     assert chosen_rates(tried) == {"softmax": 3e-3}
     assert study_runs(study, folder, {"softmax": 3e-3}, None)[0].options["train.learning_rate"] == 3e-3
+
+
+def test_rows_are_compared_over_their_seeds(here):
+    """Mean, standard deviation, the difference to the named rows and its standard error; shared cards have no
+    speed, and what is not drawn is in the table all the same.
+    """
+    rows, keys = ["gla", "ours", "softmax"], {"against": ["softmax", "gla"], "drawn": ["gla", "ours"]}
+    write(TINY | {"rates": [], "seeds": 3, "attentions": rows, "runs_per_card": 2, "row_by_row": True} | keys)
+    folder = Path("runs/study-tiny")
+    for row, losses in {"softmax": (4.0, 4.1, 4.2), "gla": (3.9, 3.9, 4.2), "ours": (5.0, 5.0)}.items():
+        for seed, loss in enumerate(losses):
+            fake_run(folder / f"{row}-seed{seed}", row)
+            metrics = folder / f"{row}-seed{seed}" / "metrics.jsonl"
+            metrics.write_text(metrics.read_text().replace('"loss": 4.0', f'"loss": {loss}'))
+    study = read_study(Path("study-tiny.yaml"))
+    assert [name for _, name, _ in study.run_names()][:4] == [
+        *(f"gla-seed{i}" for i in range(3)),
+        "ours-seed0",
+    ]
+    assert main(["study", "--config", "study-tiny.yaml", "--stages", "page"]) == 0
+    page = (folder / "README.md").read_text()
+    assert "| 4.1000 ± 0.1000 | –                | +0.1000 ± 0.1155 |" in page  # √(0.01/3 + 0.03/3)
+    assert "| 4.0000 ± 0.1732 | −0.1000 ± 0.1155 | –                |" in page
+    assert "| 5.0000 ± 0.0000 | +0.9000 ± 0.0577 | +1.0000 ± 0.1000 |" in page
+    assert "Tokens/s" not in page and "2 runs shared a GPU" in page and "ours-seed2 is missing" in page
+    picture = (folder / "curves.svg").read_text()
+    assert "ours" in picture and "softmax" not in picture
 
 
 def test_a_failure_is_named_at_the_end(here, monkeypatch, capsys):
@@ -203,6 +231,9 @@ def test_another_study_in_the_same_folder_is_refused(here, capsys):
         ({"options": {"train.warm_up": 3}}, "warm_up"),
         ({"rate_tokens": 0}, "`rates` need `rate_tokens`"),
         ({"stopped_halfway": "gla"}, "which is no row of it"),
+        ({"against": ["gla"]}, "against names 'gla', which is no row of it"),
+        ({"runs_per_card": 0}, "runs_per_card is 0"),
+        ({"runs_per_card": 2, "cards_per_run": None}, "is for runs on one card each"),
     ],
 )
 def test_mistakes_in_the_file(here, capsys, change, message):
@@ -243,6 +274,16 @@ def test_the_studies_that_ship(name, tmp_path):
     if name == "study-pythia-1.4b-short":
         assert first.data.seq_len == 8192 and study.tokens >= 100e6
         assert 250_000 <= first.tokens_per_step <= 500_000
+    if name == "study-gate":  # the setting of the first runs, in all that decides a loss
+        runs = Path(__file__).parents[2] / "docs" / "results" / "first-runs" / "runs"
+        before = yaml.safe_load((runs / "pythia-70m-softmax" / "config.yaml").read_text())
+        where = {"out_dir", "name", "resume", "devices", "num_nodes", "max_tokens", "sample_tokens"}
+        same = set(before["train"]) - where
+        given = {**vars(first.train), "max_steps": first.total_steps}
+        assert {key: given[key] for key in same} == {key: before["train"][key] for key in same}
+        assert (first.data.seq_len, first.model.block_size, first.model.name) == (2048, 2048, "pythia-70m")
+        names = [run.name for run in study_runs(study, tmp_path, {}, 1)[:4]]
+        assert names == ["softmax-seed0", "softmax-seed1", "softmax-seed2", "gla-seed0"]
     if name == "study-pythia-160m":
         assert first.data.seq_len == 2048 and study.tokens >= 250e6 and study.seeds == 2
         assert set(ATTENTIONS) <= set(study.attentions) and len(study.rates) == 3

@@ -56,6 +56,18 @@ def test_forms():
     forms = ["softmax", "gla", "gla + conv", "ours-gated", "ours-gated + conv"]
     assert [trial.form for trial in trials] == forms
     assert trials[-1].config().short_conv and trials[1].config().gla_n_head == 2
+    free = make_trials(["ours-gated+output_gate+normalize=false"], [32], [2], [1e-3], **TINY)[1]
+    config = free.config()
+    assert (config.output_gate, config.normalize, config.short_conv) == (True, False, True)
+    assert free.form == "ours-gated+output_gate+normalize=false + conv"
+    for form, message in [
+        ("ours+gate", "'gate' is no option of ours: learnable_b"),
+        ("softmax+conv", ": none"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            make_trials([form], [32], [2], [1e-3], **TINY)
+    with pytest.raises(UserError, match="normalize=False needs output_gate"):
+        make_trials(["ours+normalize=false"], [32], [2], [1e-3], **TINY)
     with pytest.raises(UserError, match="unknown attention 'sofmax'"):
         make_trials(["sofmax"], [32], [2], [1e-3], **TINY)
     with pytest.raises(UserError, match="20 pairs need"):
