@@ -132,7 +132,7 @@ def _losses(study: Study, done: Sequence[StudyRun], curves: Sequence[Curve]) -> 
     `against`, speed, and the loss at equal time.
     """
     common = min(float(curve.val[-1, 1]) for curve in curves)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for row in study.attentions:
         mine = [run for run in done if run.row == row]
         if not mine:
@@ -161,10 +161,10 @@ def _losses(study: Study, done: Sequence[StudyRun], curves: Sequence[Curve]) -> 
                 "card": curve.hardware.get("name"),
             }
         )
-    compared = study.against or tuple(row["row"] for row in rows if row["attention"] == "softmax")[:1]
-    for row in rows:
-        others = (other for other in rows if other["row"] in compared and other is not row)
-        row["less"] = {other["row"]: _difference(row["losses"], other["losses"]) for other in others}
+    compared = study.against or tuple(one["row"] for one in rows if one["attention"] == "softmax")[:1]
+    for one in rows:
+        others = (other for other in rows if other["row"] in compared and other is not one)
+        one["less"] = {other["row"]: _difference(one["losses"], other["losses"]) for other in others}
     return rows
 
 
