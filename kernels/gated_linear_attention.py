@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lingpt.common.errors import UserError
 from lingpt.kernels.operator import Operator, Outputs
-from lingpt.kernels.precision import reverse_running_sum, running_sum, state_dtype, true_fp32
+from lingpt.kernels.precision import reverse_running_sum, state_dtype, true_fp32
 
 CHUNK, SUBCHUNK = 64, 16
 BACKENDS = ("auto", "reference", "chunkwise", "recurrent", "fla")
@@ -125,7 +125,7 @@ def _reference(q, k, v, log_gate, initial_state, scale):
     The oracle of the other forms. Memory O(N²·Dk).
     """
     q64, k64, v64, G = (x.double().transpose(1, 2) for x in (q, k, v, log_gate))  # [B, H, N, ·]
-    G, N = running_sum(G, 2), q.shape[1]
+    G, N = G.cumsum(2), q.shape[1]
     causal = torch.ones(N, N, dtype=torch.bool, device=q.device).tril()[:, :, None]
     fade = (G[:, :, :, None] - G[:, :, None]).where(causal, float("-inf")).exp()  # [B, H, i, j, Dk]
     scores = scale * torch.einsum("bhid,bhjd,bhijd->bhij", q64, k64, fade)
@@ -217,7 +217,7 @@ def _chunks(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dtype, N = state_dtype(call.q.dtype), call.q.shape[1]
     C = min(CHUNK, SUBCHUNK * max(1, -(-N // SUBCHUNK)))
     Q, K, V, gates = (_to_chunks(x.to(dtype), C) for x in call[:4])
-    return Q * call.scale, K, V, running_sum(gates, 3)
+    return Q * call.scale, K, V, gates.cumsum(3)
 
 
 def _to_chunks(x: Tensor, C: int) -> Tensor:

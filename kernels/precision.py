@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -33,24 +32,6 @@ def true_fp32(device: torch.device) -> Iterator[None]:
             matmul.fp32_precision = before
 
 
-def running_sum(x: Tensor, dim: int) -> Tensor:
-    """`x.cumsum(dim)`, also on CUDA with deterministic algorithms, where PyTorch raises an error."""
-    if x.is_cuda and torch.are_deterministic_algorithms_enabled():
-        return running_sum_by_products(x, dim)
-    return x.cumsum(dim)
-
-
 def reverse_running_sum(x: Tensor, dim: int) -> Tensor:
-    """Σ_{j≥i} x_j, by `running_sum`."""
-    return running_sum(x.flip(dim), dim).flip(dim)
-
-
-def running_sum_by_products(x: Tensor, dim: int, block: int = 128) -> Tensor:
-    """The same from products with a triangle of ones, and a running sum of the blocks' totals."""
-    x = x.movedim(dim, -1)
-    blocks = F.pad(x, (0, -x.shape[-1] % block)).unflatten(-1, (-1, block))
-    sums = blocks @ torch.ones(block, block, dtype=x.dtype, device=x.device).triu()
-    if blocks.shape[-2] > 1:
-        totals = running_sum_by_products(sums[..., -1], -1, block)
-        sums = sums + F.pad(totals[..., :-1], (1, 0)).unsqueeze(-1)
-    return sums.flatten(-2)[..., : x.shape[-1]].movedim(-1, dim)
+    """Σ_{j≥i} x_j along `dim`."""
+    return x.flip(dim).cumsum(dim).flip(dim)

@@ -32,6 +32,7 @@ from lingpt.kernels.gated_linear_attention import HAS_FLA
 from lingpt.models import MODELS, ModelArgs
 from lingpt.models.attention.base import QKVAttention
 from lingpt.train.bench_results import IDENTITY, Results, Row
+from lingpt.train.compilation import compiles
 from lingpt.train.config import Recipe, TrainConfig
 from lingpt.train.loss import NextTokenLoss
 from lingpt.train.machine import (
@@ -41,7 +42,7 @@ from lingpt.train.machine import (
     memory_needed,
     micro_batch_sizes,
 )
-from lingpt.train.model import attention_kernels, begin_tuning, compiles, make_model
+from lingpt.train.model import attention_kernels, begin_tuning, make_model
 from lingpt.train.optim import make_optimizer
 from lingpt.train.parallel import Parallel, print_rank0
 from lingpt.train.throughput import mfu

@@ -1,9 +1,10 @@
 """Checkpoints in the background: copied to the host's memory, and written while training goes on."""
 
+import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 import torch
@@ -49,6 +50,14 @@ class CheckpointWriter:
     @property
     def gave_up(self) -> bool:
         return self._failures >= MAX_FAILURES
+
+    def reserve(self, like: Sequence[torch.Tensor]) -> None:
+        """Takes the host's memory for a state of such tensors, in its order, before the first one comes.
+
+        In the background: to pin it takes seconds, for which the first checkpoint would stop training.
+        """
+        self._thread = threading.Thread(target=self._host.reserve, args=(like,), name="pinning", daemon=True)
+        self._thread.start()
 
     def submit(self, state: Any, write: Callable[[Any], object]) -> None:
         """Copies `state`, a tree of tensors, and calls `write(copy)` in the background.
@@ -120,6 +129,13 @@ class HostCopy:
         self._buffers: list[torch.Tensor] = []
         self._mesh = mesh
 
+    def reserve(self, like: Sequence[torch.Tensor]) -> None:
+        """Makes the memory for tensors like these, which `take` will meet in this order."""
+        device = like[0].device  # a thread has a current GPU of its own
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            for number, tensor in enumerate(like):
+                self._buffer(number, tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+
     def take(self, tree: Any) -> Any:
         """`tree` (dicts, lists, tuples, tensors) with its tensors copied; valid until the next call."""
         numbers = itertools.count()
@@ -159,3 +175,8 @@ class HostCopy:
         new = torch.empty_like(like, device="cpu", requires_grad=False, pin_memory=like.is_cuda)
         self._buffers[number : number + 1] = [new]
         return new
+
+
+def pinned_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """The pinned memory that copies of `tensors` take: PyTorch rounds each up to a power of two."""
+    return sum(1 << max(0, tensor.nbytes - 1).bit_length() for tensor in tensors)

@@ -28,6 +28,7 @@ from lingpt.data import Batches, Dataset, prepare
 from lingpt.models import Config
 from lingpt.train import checkpoint, report
 from lingpt.train.checkpoint_writer import CheckpointWriter
+from lingpt.train.compilation import compiles
 from lingpt.train.config import Recipe, check
 from lingpt.train.environment import record_start
 from lingpt.train.loss import NextTokenLoss
@@ -42,7 +43,7 @@ from lingpt.train.machine import (
     out_of_memory,
     too_small,
 )
-from lingpt.train.model import attention_kernels, begin_tuning, compiles, make_model, model_config
+from lingpt.train.model import attention_kernels, begin_tuning, make_model, model_config
 from lingpt.train.optim import learning_rate, make_optimizer
 from lingpt.train.parallel import Parallel, print_rank0, progress_bar
 from lingpt.train.plan import format_plan
@@ -265,6 +266,7 @@ class Run:
         if self.parallel.device.type != "cuda" or self.progress.step >= self.recipe.total_steps:
             return
         began = time.perf_counter()
+        self.parallel.on_writers(lambda: self.writer.reserve(self.saved_tensors()))
         self.tune()
         with self.parallel.accumulate(self.model, enabled=True):
             loss = self.model(self.parallel.to_device(self.micro_batches.get(self.progress.step, 0)))
@@ -379,6 +381,15 @@ class Run:
                 self.writer.submit((weights, state), write)
 
         self.parallel.on_writers(submit)
+
+    def saved_tensors(self) -> list[torch.Tensor]:
+        """Tensors like those that `save` will find, in its order, before AdamW has made its own."""
+        weights, _ = self.parallel.state(self.gpt, self.optimizer)
+        tensors = list(weights.values())
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:  # the count of its steps, and two moments
+                tensors += [torch.empty((), device=parameter.device), parameter, parameter]
+        return tensors
 
     def finish_saving(self) -> None:
         """Waits for the last checkpoint; every rank raises UserError where it cannot be written."""

@@ -15,6 +15,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from lingpt.models import GPT
+from lingpt.train.compilation import compile_options
 
 PIECE_ELEMENTS = 2**27  # most logits at a time: 256 MB in bf16
 LossAndGradient = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -38,7 +39,7 @@ class NextTokenLoss(nn.Module):
     def __init__(self, gpt: GPT, compiled: bool = False) -> None:
         super().__init__()
         self.gpt = gpt
-        self.of_piece = torch.compile(loss_and_gradient, dynamic=False) if compiled else loss_and_gradient
+        self.of_piece = torch.compile(loss_and_gradient, **compile_options()) if compiled else loss_and_gradient
 
     def forward(self, block_BN1: torch.Tensor) -> torch.Tensor:
         hidden_BNC = self.gpt.hidden(block_BN1[:, :-1])

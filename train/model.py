@@ -2,7 +2,6 @@
 the kernels that it trains with."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -10,6 +9,7 @@ from lingpt.common.errors import UserError
 from lingpt.common.run_folder import check_undamaged
 from lingpt.kernels.gla_tuning import Tuning
 from lingpt.models import ATTENTIONS, GPT, Config, load_model, load_weights
+from lingpt.train.compilation import compile_blocks, compiles
 from lingpt.train.config import Recipe
 from lingpt.train.parallel import print_rank0
 from lingpt.train.throughput import compute_dtype
@@ -59,11 +59,6 @@ def make_model(
     return gpt
 
 
-def compiles(recipe: Recipe, device: torch.device) -> bool:
-    """Whether blocks and loss go through torch.compile."""
-    return recipe.train.compile == "always" or (recipe.train.compile == "auto" and device.type == "cuda")
-
-
 def begin_tuning(recipe: Recipe, config: Config, precision: str, device: torch.device) -> list[Tuning]:
     """What is tuned for a GPU before the first step, begun: for each mechanism of the model that has such."""
     if device.type != "cuda":
@@ -73,15 +68,3 @@ def begin_tuning(recipe: Recipe, config: Config, precision: str, device: torch.d
     size = recipe.train.micro_batch_size, recipe.data.seq_len, compute_dtype(precision)
     begun = [attention.tuning(*size, device) for attention in mechanisms]
     return [tuning for tuning in begun if tuning]
-
-
-def compile_blocks(gpt: GPT, sharded: bool = False, **options: Any) -> None:
-    """torch.compile, block by block and in place: one compilation serves all layers, and no key changes.
-
-    sharded: `forward` alone, without the hooks in which FSDP2 gathers and divides parameters.
-    """
-    for block in gpt.blocks:
-        if sharded:
-            block.forward = torch.compile(block.forward, dynamic=False, **options)  # type: ignore[method-assign]
-        else:
-            block.compile(dynamic=False, **options)

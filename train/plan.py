@@ -4,6 +4,7 @@ import torch
 
 from lingpt.data import availability, cache_size
 from lingpt.models import GPT, Config
+from lingpt.train.checkpoint_writer import pinned_bytes
 from lingpt.train.config import Recipe
 from lingpt.train.machine import (
     STATED_MFU,
@@ -49,6 +50,8 @@ def format_plan(recipe: Recipe, machine: Machine, config: Config) -> str:
         f"estimated (GB: {parts})",
         "disk": f"{checkpoint / 1e9:.2g} GB a checkpoint, {most / 1e9:.2g} GB at most while saving (keep "
         f"{t.keep_checkpoints}); token cache {cache_size(data.source, config.padded_vocab_size)}",
+        "host": f"{_pinned(gpt, precision, machine) / 1e9:.2g} GB of pinned memory on a GPU's host, for the copy "
+        "of a checkpoint that is written while training goes on",
         "here": _here(machine, config, recipe),
     }
     micro_batch = f"at micro-batch {t.micro_batch_size}"
@@ -66,6 +69,12 @@ def format_plan(recipe: Recipe, machine: Machine, config: Config) -> str:
     rate, basis = _speed(machine, flops / tokens)
     lines += ["", f"here: about {rate / 1e3:.3g} k tokens/s at {basis}, {duration(tokens / rate)}"]
     return "\n".join(lines)
+
+
+def _pinned(gpt: GPT, precision: str, machine: Machine) -> int:
+    """Bytes, of each process that writes, for weights and AdamW's two moments."""
+    weights = [p.to(torch.bfloat16) if precision == "bf16-true" else p for p in gpt.parameters()]
+    return 3 * pinned_bytes(weights) // machine.sharded_over
 
 
 def _speed(machine: Machine, flops_per_token: float) -> tuple[float, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import statistics
 import time
@@ -133,15 +134,21 @@ def time_round(row: Row, call: Call, clock: Clock, graphs: bool, check: bool = F
 
 def _measure_memory(row: Row, call: Call, device: torch.device) -> None:
     """Peak memory beyond what is allocated before the call: inputs, do and the benchmark's own buffers."""
-    call.clear()
-    base, unit = torch.cuda.memory_allocated(device), row.shape.unit_bytes(call.do.element_size())
-    torch.cuda.reset_peak_memory_stats(device)
-    call.forward()
-    row.forward_memory = (torch.cuda.max_memory_allocated(device) - base) / unit
-    if call.why_no_backward:
-        return
-    call.backward()
-    row.both_memory = (torch.cuda.max_memory_allocated(device) - base) / unit
+    unit = row.shape.unit_bytes(call.do.element_size())
+    for _ in range(3):
+        call.clear()
+        gc.collect()
+        base = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        call.forward()
+        row.forward_memory = (torch.cuda.max_memory_allocated(device) - base) / unit
+        if not call.why_no_backward:
+            call.backward()
+            row.both_memory = (torch.cuda.max_memory_allocated(device) - base) / unit
+        call.clear()
+        # Autograd's thread frees the last graph of a run when it gets to it: perhaps within the next one.
+        if torch.cuda.memory_allocated(device) == base:
+            return
 
 
 def _time_graphs(row: Row, call: Call, clock: Clock, check: bool) -> None:

@@ -31,7 +31,7 @@ from lingpt.kernels.linear_attention.call import Call, OptionGradients
 from lingpt.kernels.linear_attention.numerics import LOG_ZERO, per_head, reciprocal_norm
 from lingpt.kernels.linear_attention.rope import rotate, rotate_backward
 from lingpt.kernels.linear_attention.state import LinearAttentionState
-from lingpt.kernels.precision import reverse_running_sum, running_sum, state_dtype, true_fp32
+from lingpt.kernels.precision import reverse_running_sum, state_dtype, true_fp32
 
 CHUNK = 64
 
@@ -250,7 +250,7 @@ class _Decay(NamedTuple):
         """Of [B, N, H]. Only differences of G within a chunk are exponentiated, and none above 0."""
         dtype = log_gate.dtype
         gates = _pad_to_chunks(log_gate.clamp(min=LOG_ZERO[dtype]).unsqueeze(-1), C)
-        G = running_sum(gates.double(), 3)  # [B, H, chunks, C, 1]; steep gates make it large
+        G = gates.double().cumsum(3)  # [B, H, chunks, C, 1]; steep gates make it large
         causal = torch.ones(C, C, dtype=torch.bool, device=G.device).tril()
         last = G[..., -1:, :]
         return cls(

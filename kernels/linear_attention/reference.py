@@ -9,7 +9,7 @@ from lingpt.kernels.linear_attention.call import Call
 from lingpt.kernels.linear_attention.numerics import LOG_ZERO, per_head, reciprocal_norm
 from lingpt.kernels.linear_attention.rope import rotate
 from lingpt.kernels.linear_attention.state import LinearAttentionState
-from lingpt.kernels.precision import running_sum, state_dtype, true_fp32
+from lingpt.kernels.precision import state_dtype, true_fp32
 
 
 def forward(call: Call) -> tuple[Tensor, LinearAttentionState]:
@@ -78,4 +78,4 @@ def _running_log_decay(call: Call) -> tuple[Tensor, Tensor]:
         steps = call.log_decay.double()[None, :, None].expand(1, H, N)
     else:
         steps = torch.zeros(1, H, N, dtype=torch.float64, device=call.device)
-    return running_sum(steps, 2).unsqueeze(-1), steps.sum(2)[..., None, None]
+    return steps.cumsum(2).unsqueeze(-1), steps.sum(2)[..., None, None]

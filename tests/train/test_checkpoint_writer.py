@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from lingpt.common.errors import UserError
 from lingpt.common.run_folder import checkpoints, read_manifest, read_metrics
 from lingpt.train import checkpoint, checkpoint_writer, loop, train
-from lingpt.train.checkpoint_writer import CheckpointWriter, HostCopy
+from lingpt.train.checkpoint_writer import CheckpointWriter, HostCopy, pinned_bytes
 
 
 def names(folder) -> list[str]:
@@ -203,3 +203,31 @@ def test_the_best_is_kept(make_recipe, monkeypatch):
     assert read_manifest(checkpoints(folder)[0])["val_loss"] == 3.0
     train(make_recipe(max_steps=14, **options))
     assert names(folder) == ["step-00000010", "step-00000014"]
+
+
+def test_memory_is_reserved_as_a_checkpoint_needs_it(make_recipe, monkeypatch):
+    """What is left to the first save is small: the random states."""
+    made, empty_like, save = [], torch.empty_like, loop.Run.save
+
+    def counted(like, **options):
+        if "pin_memory" in options:
+            made.append(like)
+        return empty_like(like, **options)
+
+    def reserved(self):
+        monkeypatch.setattr(checkpoint_writer.torch, "empty_like", counted)
+        self.writer.reserve(self.saved_tensors())
+        self.writer.settle()
+        assert sum(tensor.numel() for tensor in made) > 3 * self.gpt.num_parameters()
+        made.clear()
+        save(self)
+
+    monkeypatch.setattr(loop.Run, "save", reserved)
+    train(make_recipe(max_steps=1))
+    assert made and all(tensor.dtype == torch.uint8 for tensor in made)
+
+
+def test_pinned_memory_comes_in_powers_of_two():
+    sizes = {1: 4, 2: 8, 3: 16, 1024: 4096, 1025: 8192}
+    assert [pinned_bytes([torch.zeros(n)]) for n in sizes] == list(sizes.values())
+    assert pinned_bytes([torch.zeros(3), torch.zeros(5, dtype=torch.bfloat16)]) == 32

@@ -3,6 +3,7 @@
 One pair of processes does all of it, one run after another: starting them is what takes long.
 """
 
+import functools
 import json
 import os
 import shutil
@@ -51,11 +52,13 @@ def torchrun(rank: int, machines: int) -> dict[str, str]:
     }  # fmt: skip
 
 
-def slurm(rank: int) -> dict[str, str]:
-    """What `srun` sets for one of two tasks on two nodes."""
+def slurm(rank: int, machines: int) -> dict[str, str]:
+    """What `srun` sets for one of two tasks, on one node or on two."""
+    local = rank if machines == 1 else 0
     return {
-        "SLURM_NTASKS": "2", "SLURM_PROCID": str(rank), "SLURM_LOCALID": "0", "SLURM_NODEID": str(rank),
-        "SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "lingpt",
+        "SLURM_NTASKS": "2", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(local),
+        "SLURM_NODEID": str(rank - local), "SLURM_NNODES": str(machines),
+        "SLURM_NTASKS_PER_NODE": str(2 // machines), "SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "lingpt",
         "SLURM_NODELIST": "127.0.0.1", "MASTER_ADDR": "127.0.0.1",
     }  # fmt: skip
 
@@ -72,14 +75,16 @@ def pair(folder: Path, *runs: tuple[Callable[[int], dict[str, str]], list[str]])
             for (launcher, argv), port in zip(runs, ports, strict=True)
         ]
         command = [sys.executable, "-P", "-c", RUNS, json.dumps(todo)]
-        env = {**clean, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": str(rank)}
+        env = {**clean, "OMP_NUM_THREADS": "1"}
         pipe = subprocess.PIPE
         started.append(subprocess.Popen(command, cwd=folder, env=env, stdout=pipe, stderr=pipe, text=True))
     try:
-        for rank, process in enumerate(started):
-            out, err = process.communicate(timeout=600)
-            assert process.returncode == 0, err
-            assert out.count("validation loss") == (0 if rank else len(runs))
+        outputs = [process.communicate(timeout=600) for process in started]
+        codes = [process.returncode for process in started]
+        # The last lines first: a summary of failures shows no more of a message than how it begins.
+        said = "\n".join(line for output in outputs for text in output for line in text.splitlines()[:-21:-1])
+        assert codes == [0, 0], said
+        assert [out.count("validation loss") for out, _ in outputs] == [len(runs), 0], said
     finally:
         for process in started:
             process.kill()
@@ -105,13 +110,15 @@ def test_two_processes_give_the_losses_of_one(make_recipe, tmp_path, accelerator
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe("two", 2).to_dict()))
     two = ["--train.micro_batch_size", "2", "--train.devices", "auto"]
     fsdp = [*two, "--train.strategy", "fsdp", "--train.activation_checkpointing", "true"]
-    here = 1 if accelerator == "cpu" else 2  # a GPU each: to NCCL they are two machines
+    machines = 2 if accelerator == "cpu" else 1  # the two GPUs are in one
+    by_torchrun, by_slurm = (functools.partial(by, machines=machines) for by in (torchrun, slurm))
+    on_one = functools.partial(torchrun, machines=1)
     pair(
         tmp_path,
-        (lambda rank: torchrun(rank, here), [*two, "--train.name", "one-ddp", "--train.max_steps", "4"]),
-        (lambda rank: torchrun(rank, 2), [*fsdp, "--train.name", "fsdp"]),
-        (slurm, [*two, "--train.name", "fsdp", "--train.strategy", "ddp", "--train.max_steps", "4"]),
-        (slurm, [*fsdp, "--train.name", "one-fsdp", "--train.max_steps", "4"]),
+        (on_one, [*two, "--train.name", "one-ddp", "--train.max_steps", "4"]),
+        (by_torchrun, [*fsdp, "--train.name", "fsdp"]),
+        (by_slurm, [*two, "--train.name", "fsdp", "--train.strategy", "ddp", "--train.max_steps", "4"]),
+        (by_slurm, [*fsdp, "--train.name", "one-fsdp", "--train.max_steps", "4"]),
     )
     sharded = newest_checkpoint(one.with_name("one-fsdp"))
     assert sharded is not None and len(list(sharded.glob("shard-*.safetensors"))) == 2

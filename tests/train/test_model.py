@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lingpt.models import ATTENTIONS, GPT
-from lingpt.train.model import compile_blocks
+from lingpt.train.compilation import compile_blocks
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)

@@ -25,7 +25,6 @@ from lingpt.kernels.linear_attention.cuda.launch import (
 )
 from lingpt.kernels.linear_attention.numerics import LOG_ZERO
 from lingpt.kernels.linear_attention.state import LinearAttentionState
-from lingpt.kernels.precision import running_sum
 from lingpt.kernels.torch_internals import raw_stream
 
 MAX_BATCH_HEADS = 65535  # CUDA's limit on the grid's second dimension
@@ -243,7 +242,7 @@ def _gate_gradient(
             dG[..., 0] += sum(
                 (x * dx).reshape(*dG.shape[:2], -1).sum(-1) for x, dx in zip(initial, d_initial, strict=True)
             )
-    gradient = running_sum(dG, -1).flip(-1).transpose(1, 2).float()
+    gradient = dG.cumsum(-1).flip(-1).transpose(1, 2).float()
     return gradient.masked_fill(call.log_gate <= LOG_ZERO[torch.float32], 0.0)
 
 
