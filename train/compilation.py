@@ -16,9 +16,9 @@ def compiles(recipe: Recipe, device: torch.device) -> bool:
 def compile_options() -> dict[str, Any]:
     """What torch.compile is given here: sizes are fixed, and the same graph always gives the same kernels.
 
-    The latter where PyTorch is asked for deterministic algorithms. Otherwise Inductor chooses among block sizes by
-    timing them, in each process, and sums over other blocks round differently. It is said with the call, not in
-    Inductor's configuration: that may be a thread's own, and autograd's thread compiles the backward pass.
+    The latter where PyTorch is asked for deterministic algorithms. Otherwise Inductor chooses block sizes by
+    timing them, in each process, and sums over other blocks round differently. It is said with the call, not
+    in Inductor's configuration: that may be a thread's own, and autograd's thread compiles the backward pass.
     """
     options: dict[str, Any] = {"dynamic": False}
     if torch.are_deterministic_algorithms_enabled():

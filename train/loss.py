@@ -39,7 +39,9 @@ class NextTokenLoss(nn.Module):
     def __init__(self, gpt: GPT, compiled: bool = False) -> None:
         super().__init__()
         self.gpt = gpt
-        self.of_piece = torch.compile(loss_and_gradient, **compile_options()) if compiled else loss_and_gradient
+        self.of_piece: LossAndGradient = loss_and_gradient
+        if compiled:
+            self.of_piece = torch.compile(loss_and_gradient, **compile_options())
 
     def forward(self, block_BN1: torch.Tensor) -> torch.Tensor:
         hidden_BNC = self.gpt.hidden(block_BN1[:, :-1])

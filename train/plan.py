@@ -50,8 +50,8 @@ def format_plan(recipe: Recipe, machine: Machine, config: Config) -> str:
         f"estimated (GB: {parts})",
         "disk": f"{checkpoint / 1e9:.2g} GB a checkpoint, {most / 1e9:.2g} GB at most while saving (keep "
         f"{t.keep_checkpoints}); token cache {cache_size(data.source, config.padded_vocab_size)}",
-        "host": f"{_pinned(gpt, precision, machine) / 1e9:.2g} GB of pinned memory on a GPU's host, for the copy "
-        "of a checkpoint that is written while training goes on",
+        "host": f"{_pinned(gpt, precision, machine) / 1e9:.2g} GB of pinned memory beside a GPU: the copy of "
+        "a checkpoint that is written while training goes on",
         "here": _here(machine, config, recipe),
     }
     micro_batch = f"at micro-batch {t.micro_batch_size}"

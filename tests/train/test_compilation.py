@@ -16,7 +16,9 @@ def test_a_deterministic_run_s_kernels_are_not_chosen_by_timing(make_recipe, mon
 
     monkeypatch.setattr(torch, "compile", checked)
     for deterministic, options in ((False, None), (True, {"deterministic": True})):
-        recipe = make_recipe(name=f"{deterministic}", max_steps=1, compile="always", deterministic=deterministic)
+        recipe = make_recipe(
+            name=f"{deterministic}", max_steps=1, compile="always", deterministic=deterministic
+        )
         train(recipe)
         assert asked == [options] * (recipe.model.config().n_layer + 1)
         asked.clear()
