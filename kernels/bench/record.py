@@ -1,6 +1,7 @@
 """The record of the GPU tests, which CI cannot run: written where there is a GPU, checked everywhere.
 
-As a pytest plugin it counts the tests marked `gpu` and writes them with the hash of the kernels' source:
+As a pytest plugin it counts the tests marked `gpu` and writes them with the hash of the kernels' source (and
+the expression of `-k`, if some were left out):
 
     pytest -m gpu -p lingpt.kernels.bench.record --gpu-record docs/results/kernels/gpu-tests.json
 
@@ -74,4 +75,5 @@ class Recorder:
         counts = {word: list(self.outcomes.values()).count(word) for word in ("passed", "failed", "skipped")}
         if counts["passed"] + counts["failed"] == 0:
             return  # nothing ran: keep the record of a machine that has a GPU
-        write_json(self.path, environment() | counts)
+        selected = {"selected": keyword} if (keyword := session.config.option.keyword) else {}
+        write_json(self.path, environment() | counts | selected)

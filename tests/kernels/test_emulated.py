@@ -187,6 +187,15 @@ def test_everything_at_once(build: Build, emulated) -> None:
     assert not too_inexact(ours, build, x, options)
 
 
+@pytest.mark.parametrize("build", GATED, ids=str)
+def test_resets_in_the_only_chunk(build: Build, emulated) -> None:
+    """Guards: a sum's accuracy after a reset: the final state's c is summed up in fp32."""
+    emulated(build)
+    x, options = inputs(build, 1, 63, 2), all_options(build, 1, 63, 2)
+    ours = run(*x, **options)
+    assert not too_inexact(ours, build, x, options)
+
+
 @pytest.mark.parametrize("sub_segments", [1, 2])
 @pytest.mark.parametrize("build", [*ROTATED, *GATED], ids=str)
 def test_segments(build: Build, sub_segments: int, emulated, monkeypatch: pytest.MonkeyPatch) -> None:

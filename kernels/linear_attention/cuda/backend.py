@@ -48,8 +48,6 @@ def why_not(call: Call) -> str | None:
     rope = 0 if call.cos is None else call.cos.shape[1]
     if call.log_gate is not None and not has_token_decay(native_arch(call.device), rope):
         return "it has a decay of each token's own on Hopper alone, with at most 64 rotated dimensions"
-    if call.log_gate is not None and call.backend != "cuda":
-        return "a decay of each token's own has run on the emulator only: backend='cuda' tries it"
     return None
 
 
@@ -118,7 +116,7 @@ def backward(
         d_initial = None if initial is None else LinearAttentionState.empty(B, H, D, device=call.device)
         if not plan.build.sm90:
             plan.row_products(stream, run.pointers("row_products", g, e=e))
-        gates, reverse_gates = _Gates(call), _Gates(call)
+        gates, reverse_gates = _Gates(call, backward=True), _Gates(call, backward=True)
         before: dict[str, Any] = dict(initial=initial, scratch=states or own_states, gates=gates.pointers())
         if plan.gates:
             plan.gates(stream, run.pointers("FWD", g, **before))
@@ -141,10 +139,16 @@ def backward(
         else:
             plan.dk(stream, dk)
             plan.dv(stream, dv)
+        gate_gradient = None
+        if plan.gate_gradient:
+            log_gate = torch.empty(B, N, H, dtype=torch.float32, device=call.device)
+            total = torch.empty(B, H, dtype=torch.float32, device=call.device)
+            found = log_gate.data_ptr(), 0, reverse_gates.dG, total.data_ptr(), gates.dG
+            plan.gate_gradient(stream, run.pointers("gates", g, gates=found))
+            gate_gradient = _with_states(call, log_gate, total, initial, d_initial, dstate)
     _, e_per_token, db_per_segment, _ = work.split_with_sizes(sizes)
     if d_initial is not None and call.log_gate is None:
         d_initial.n.copy_(_count_gradient(call, e_per_token.view(B, H, N), dstate))
-    gate_gradient = _gate_gradient(call, gates.dG, reverse_gates.dG, initial, d_initial, dstate)
     if call.b is None:
         return OptionGradients(log_gate=gate_gradient, initial_state=d_initial)
     b_gradient = call.shrink_b(db_per_segment.view(B, H, -1).sum((0, 2)))
@@ -185,7 +189,7 @@ class _Pass:
         final: LinearAttentionState | None = None,
         scratch: int = 0,
         db: int = 0,
-        gates: tuple[int, int, int, int] = (0, 0, 0, 0),
+        gates: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0),
     ) -> bytes:
         """Those of struct Params; `stats`, `e`, `scratch`, `db` and `gates` are addresses."""
         *initial_sums, n_initial = _state_pointers(initial)
@@ -200,50 +204,48 @@ class _Pass:
 class _Gates:
     """What the kernel `gates` finds of a call's token decays for one direction, and dq's or dk's scan of dG.
 
-    gamma, count, dG: [B, H, N] in the order of that direction (gates.cuh); without such a decay nothing.
+    gamma, to_end, count, and backward two parts of dG: [B, H, N] in the order of that direction (gates.cuh);
+    without such a decay nothing.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, backward: bool = False) -> None:
         B, N, H, _ = call.shape
         numbers = 0 if call.log_gate is None else B * H * N
-        self._memory = torch.empty(3, numbers, dtype=torch.float32, device=call.device)
-        self.dG = self._memory[2].view(B, H, -1)
+        self._memory = torch.empty(5 if backward else 3, numbers, dtype=torch.float32, device=call.device)
+        self.dG = self._memory[3].data_ptr() if backward else 0
 
-    def pointers(self, count_out: Tensor | None = None) -> tuple[int, int, int, int]:
+    def pointers(self, count_out: Tensor | None = None) -> tuple[int, int, int, int, int]:
         """Those of struct Params."""
-        gamma, count, dG = (x.data_ptr() for x in self._memory)
-        return gamma, count, _pointer(count_out), dG
+        gamma, to_end, count = (self._memory[i].data_ptr() for i in range(3))
+        return gamma, to_end, count, _pointer(count_out), self.dG
 
 
 def _kind_of_decay(call: Call) -> str:
     return "PER_TOKEN" if call.log_gate is not None else "NO_DECAY" if call.log_decay is None else "PER_HEAD"
 
 
-def _gate_gradient(
+def _with_states(
     call: Call,
-    rows: Tensor,
-    columns: Tensor,
+    gradient: Tensor,
+    total: Tensor,
     initial: LinearAttentionState | None,
     d_initial: LinearAttentionState | None,
     dstate: LinearAttentionState | None,
-) -> Tensor | None:
-    """The gradient of log_gate [B, N, H], which is in G_i for i ≥ t, from that of G [B, H, N]: its rows, and
-    its columns, last to first (modes.cuh). Summed in float64.
+) -> Tensor:
+    """The gradient of log_gate [B, N, H] with what a final state's gradient dS adds, in place.
 
-    A final state's gradient dS adds ⟨dS, S⟩ to that of G_N. It follows without S: all gradients of G add up
-    to that of the first gate, which scales the initial state alone: ⟨dS₀, S₀⟩.
+    It adds ⟨dS, S⟩ to the gradient of G_N, and so to all gates'. That follows without S: all gradients of G
+    add up to that of the first gate, which scales the initial state alone: ⟨dS₀, S₀⟩. `total`, [B, H], is
+    what they add up to without it.
     """
-    if call.log_gate is None:
-        return None
-    dG = rows.flip(-1).double() - columns
-    if dstate is not None and dG.shape[2]:
-        dG[..., 0] -= dG.sum(-1)
-        if initial is not None and d_initial is not None:
-            dG[..., 0] += sum(
-                (x * dx).reshape(*dG.shape[:2], -1).sum(-1) for x, dx in zip(initial, d_initial, strict=True)
-            )
-    gradient = dG.cumsum(-1).flip(-1).transpose(1, 2).float()
-    return gradient.masked_fill(call.log_gate <= LOG_ZERO[torch.float32], 0.0)
+    if dstate is None:
+        return gradient
+    added = -total
+    if initial is not None and d_initial is not None:
+        pairs = zip(initial, d_initial, strict=True)
+        added += sum((x * dx).reshape(*total.shape, -1).sum(-1) for x, dx in pairs)
+    assert call.log_gate is not None
+    return gradient.add_(added.unsqueeze(1)).masked_fill_(call.log_gate <= LOG_ZERO[torch.float32], 0.0)
 
 
 def _stats(plan: LaunchPlan, device: torch.device) -> Tensor:

@@ -3,7 +3,7 @@
 Forward: `states` and `prefix` (where sequences are cut into segments), then one scan.
 Backward: `row_products` for e, then a scan each for dq, dk and dv, after the states of their direction. On
 Hopper dq's scan finds e, and dk and dv share a launch. `gates` first sums up decays of tokens' own, for each
-direction.
+direction; `gate_gradient` comes last.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HEAD_DIMS = (64, 128)
 MODES = ("FWD", "DQ", "DK", "DV")  # of a scan: modes.cuh has the table
 DECAYS = ("NO_DECAY", "PER_HEAD", "PER_TOKEN")  # a constant γ of each head, or a decay of each token's own
 THREADS = 128  # of a block of the sm_80 scan, of `prefix` and `row_products`; of an sm_90a warpgroup
-GATES_THREADS = 512  # of a block of `gates`
+GATES_THREADS = 512  # of a block of `gates` and of `gate_gradient`
 
 # Shared memory, bytes (CUDA C++ Programming Guide, table of compute capabilities).
 SMALL_SHARED = ("sm_86", "sm_89", "sm_120", "sm_121")  # 99 KB a block; the others have 163 or 227
@@ -53,9 +53,9 @@ operands_of = {
     for mode, names in OPERANDS.items()
 }
 
-# struct Params of params.cuh: 27 pointers, which are a call's own; then the layout, which all calls of a plan
+# struct Params of params.cuh: 28 pointers, which are a call's own; then the layout, which all calls of a plan
 # share: strides, six ints, three floats. The compiler checks the sizes (KernelBuild.defines).
-POINTERS, LAYOUT = struct.Struct("@27P"), struct.Struct("@18q6i3f4x")
+POINTERS, LAYOUT = struct.Struct("@28P"), struct.Struct("@18q6i3f4x")
 PARAMS_CODE = f"{POINTERS.size + LAYOUT.size}s"
 
 
@@ -110,6 +110,8 @@ class KernelBuild:
             names["prefix", mode] = f"prefix<{D}, {C}, {reverse}, {decay}>"
             if decay == "PER_TOKEN":
                 names["gates", mode] = f"gates<{C}, {reverse}>"
+        if decay == "PER_TOKEN":
+            names["gate_gradient", None] = f"gate_gradient<{GATES_THREADS}>"
         return names
 
     @property
@@ -286,6 +288,7 @@ class LaunchPlan:
         self.dq = self._scan("DQ", self.segmentation)
         self.reverse_states = self._states("DK", self.reverse_segmentation)
         self.reverse_gates = self._gates("DK") if self.gates else None
+        self.gate_gradient = self._gates(None) if self.gates else None
         if self.build.sm90:  # dk and dv at once, as both read k, q and do; dq's scan finds e
             self.dk_dv = self._pair()
         else:
@@ -335,10 +338,11 @@ class LaunchPlan:
             self._launch("prefix", mode, prefix_blocks, layout, threads=THREADS, shared=0),
         ]
 
-    def _gates(self, mode: str) -> Launch:
-        """A token's decays, summed up in the order of a mode."""
+    def _gates(self, mode: str | None) -> Launch:
+        """A token's decays, summed up in the order of a mode; without one, their gradient."""
         layout = self._layout("gates", self.segmentation)
-        return self._launch("gates", mode, 1, layout, threads=GATES_THREADS, shared=0)
+        kernel = "gates" if mode else "gate_gradient"
+        return self._launch(kernel, mode, 1, layout, threads=GATES_THREADS, shared=0)
 
     def _row_products(self) -> Launch:
         layout = self._layout("row_products", self.segmentation)

@@ -29,9 +29,9 @@ struct Params {
   const float* n_initial;  // [BH] or null
   float* db;               // [BH, segments]: DQ's sums of q̂·y
   // PER_TOKEN, by position: what gates.cuh finds before a scan, and DQ's and DK's part of the gradient of G
-  float *gamma, *count;  // [BH, N]
-  float* count_out;      // [BH] or null
-  float* dG;             // [BH, N]
+  float *gamma, *to_end, *count;  // [BH, N]
+  float* count_out;               // [BH] or null
+  float* dG;                      // [2, BH, N]: two addends of each, by outputs and by token stats
 
   // The layout, which follows from shapes, strides and options.
   Strides strides[6];               // of the tensors

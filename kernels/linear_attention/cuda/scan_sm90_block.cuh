@@ -109,7 +109,9 @@ struct BlockSm90 {
     return CONFIG::STAGES_Y ? base + Shared::Y_STAGING + parity * GROUPS * Shared::PANEL : tile(stage, CONFIG::Y_TILE);
   }
   // Offsets of tiles of eight rows of 16-bit numbers, and the address of a number there.
-  DEVICE int b_sums(int stage) const { return Shared::B_SUMS + stage * PANELS * Shared::EIGHT_ROWS; }
+  DEVICE int b_sums(int stage) const {
+    return Shared::B_SUMS + (CONFIG::NORMALISES ? stage * PANELS * Shared::EIGHT_ROWS : 0);
+  }
   DEVICE int end_coefficients(int slot) const { return Shared::END_COEFFICIENTS + slot * Shared::EIGHT_ROWS; }
   DEVICE u16* in_eight_rows(int tile, int row, int column) const {
     return reinterpret_cast<u16*>(smem + tile + swizzled<8>(row, column / 8)) + column % 8;
@@ -137,8 +139,6 @@ struct BlockSm90 {
   // DQ: Σ q̂·y, the gradient of b, by token of a chunk.
   DEVICE float* db_sums() const { return reinterpret_cast<float*>(smem + Shared::DB_SUMS); }
 
-  // COMPUTES_DG: Σ ζ b from before, a number a column.
-  DEVICE float* b_sum() const { return reinterpret_cast<float*>(smem + Shared::B_SUM); }
   // What is left after a chunk of what came before it, of token `i` at the chunk's end, and of the former in row `i`.
   DEVICE float whole(const Coefficients& c, int len) const {
     return DECAY == PER_TOKEN ? c.from_start[CHUNK - 1] : power(len);

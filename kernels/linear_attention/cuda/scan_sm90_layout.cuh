@@ -29,6 +29,7 @@ struct ConfigSm90 {
   static constexpr bool NORMALISES = MODE == FWD && !STATES;  // Σ ζ b is needed on the way, times queries
   static constexpr bool COMPUTES_E = MODE == DQ, COMPUTES_DB = MODE == DQ && !STATES;
   static constexpr bool COMPUTES_DG = DECAY == PER_TOKEN && PROJECTS;  // needs Σ ζ b, too, times a
+  static constexpr bool SPLITS_B = NORMALISES || COMPUTES_DG;          // for tensor cores
   static constexpr bool SUMS_B = MODE == FWD || STATES || COMPUTES_DG;
 
   // Which vectors, a number a token, a chunk has besides σ. The other factors of W are 1, or another of the mode's:
@@ -74,9 +75,10 @@ struct SharedSm90 {  // byte offsets; tiles first: swizzled, aligned to 1024
   // τ and ζ decayed to the chunk's end as two 16-bit numbers each, four rows of 64 tokens; of two chunks (`states`: of
   // every stage), then zeros
   static constexpr int END_COEFFICIENTS = Y_STAGING + (CONFIG::STAGES_Y ? 2 * GROUPS * PANEL : 0);
-  // Σ ζ b from before as three 16-bit numbers, three rows of 64 columns, of every stage; five rows of zeros
+  // Σ ζ b from before as three 16-bit numbers, three rows of 64 columns; five rows of zeros. For scores of every stage
   static constexpr int B_SUMS = END_COEFFICIENTS + ((CONFIG::STATES ? STAGES : 2) + 1) * EIGHT_ROWS;
-  static constexpr int COEFFICIENTS = B_SUMS + (CONFIG::NORMALISES ? STAGES * PANELS * EIGHT_ROWS : 0);
+  static constexpr int B_SUMS_SLOTS = CONFIG::NORMALISES ? STAGES : CONFIG::SPLITS_B;
+  static constexpr int COEFFICIENTS = B_SUMS + B_SUMS_SLOTS * PANELS * EIGHT_ROWS;
   // of a stage: the vectors; σ decayed to the chunk's end; Σ τ c from before, a number a column
   static constexpr int STAGE_COEFFICIENTS =
       CONFIG::VECTORS * CHUNK * 4 + CONFIG::SIGMA_PARTS * CHUNK * 2 + GROUPS * PANEL_COLUMNS * 4;
@@ -84,8 +86,7 @@ struct SharedSm90 {  // byte offsets; tiles first: swizzled, aligned to 1024
   // where a row is projected: x̂·y of two chunks, a part of each output warp; and two numbers a token and group
   static constexpr int PARTIAL_DOTS = DB_SUMS + CHUNK * 4;
   static constexpr int PROJECTIONS = PARTIAL_DOTS + (PROJECTS ? 2 * 4 * GROUPS * CHUNK * 4 : 0);
-  static constexpr int B_SUM = PROJECTIONS + (PROJECTS ? GROUPS * CHUNK * 8 : 0);  // with dG: Σ ζ b from before
-  static constexpr int POWERS = B_SUM + (CONFIG::COMPUTES_DG ? D * 4 : 0);
+  static constexpr int POWERS = PROJECTIONS + (PROJECTS ? GROUPS * CHUNK * 8 : 0);
   // From one table of powers to its copy: odd, so that in one of them a pair is aligned. A table has 16 zeros before
   // it.
   static constexpr int POWERS_TABLE = 16 + CHUNK + 5;

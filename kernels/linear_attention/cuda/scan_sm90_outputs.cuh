@@ -322,7 +322,8 @@ struct OutputsSm90 {
     *reinterpret_cast<float2*>(partial_dots(block, parity) + block.warp * CHUNK + 8 * block.g + 2 * block.t) =
         make_float2(d[0][0], d[0][1]);
   }
-  static constexpr bool READS_UNIT_TWICE = ROPE || D == 64;  // x̂ is not kept, as registers are few
+  static constexpr bool READS_UNIT_TWICE =
+      ROPE || D == 64 || (CONFIG::COMPUTES_DG && MODE == DK);  // x̂ is not kept, as registers are few
 
   // The angles of two tokens in the two columns of this lane that rotate together: for so many pairs of tokens at once
   // that the wait for them is short, or hidden behind the barriers before their use.

@@ -49,13 +49,21 @@ struct RunningSumsSm90 {
     each(block, [&](float (&sum)[1][4], int, int) { mma_AtBt<T>(sum, zeros, more, 1); });
     warpgroup_commit();
   }
-  DEVICE void start_chunk(Block& block, int stage, int slot, int len) {
+  // `a_b` (COMPUTES_DG), there when this returns: the chunk's a times Σ ζ b from before, whose three 16-bit parts are
+  // columns.
+  DEVICE void start_chunk(Block& block, int stage, int slot, int len, float (&a_b)[1][4]) {
     block.sync_token_stats();  // τ and ζ are written, and rows are rotated
     block.forget_addresses();
     decay(block, block.whole(block.coefficients(stage), len));
     warpgroup_arrive();
+#pragma unroll
+    for (int k = 0; k < (CONFIG::COMPUTES_DG ? CONFIG::D_STEPS : 0); k++)
+      mma_ABt<T>(a_b, k_along_rows<CHUNK>(block.tile(stage, A), k),
+                 k_along_rows<8>(block.base + block.b_sums(stage), k), k > 0);
+    if (CONFIG::COMPUTES_DG) warpgroup_commit();
     add_chunk(block, stage, slot);
     warpgroup_commit();
+    if (CONFIG::COMPUTES_DG) warpgroup_wait<1>(), warpgroup_fence_operand(a_b);
   }
   DEVICE void decay(const Block& block, float decay) {
     if (!CONFIG::DECAY) return;
@@ -81,23 +89,15 @@ struct RunningSumsSm90 {
       for (int i = 0; i < GROUPS; i++)
         if (block.t == 0) to[column(block, i, half)] = total(c[i], half);
 #pragma unroll
-      for (int i = 0; i < (NORMALISES ? B_PANELS : 0); i++) {
+      for (int i = 0; i < (CONFIG::SPLITS_B ? B_PANELS : 0); i++) {
         float sum = __shfl_sync(FULL_WARP, total(b[i], half), block.lane & ~3 | 1);
         if (block.t == 2 * i + half) own = sum;
       }
     }
-    if (NORMALISES && block.t < 2 * PANELS) {
+    if (CONFIG::SPLITS_B && block.t < 2 * PANELS) {
       int panel = block.b_sums(stage) + block.t / 2 * Shared::EIGHT_ROWS;
       split<T, 3>([&](int part) { return block.in_eight_rows(panel, part, column(block, 0, block.t % 2)); }, own);
     }
-  }
-  // COMPUTES_DG: Σ ζ b to shared memory; it is read there before the next chunk's is written.
-  DEVICE void write_b(const Block& block) const {
-#pragma unroll
-    for (int half = 0; half < 2; half++)
-#pragma unroll
-      for (int i = 0; i < B_PANELS; i++)
-        if (block.t == 1) block.b_sum()[column(block, i, half)] = total(b[i], half);
   }
   DEVICE void load(const Block& block) {
     *this = {};

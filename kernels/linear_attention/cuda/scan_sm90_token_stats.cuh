@@ -52,17 +52,20 @@ struct TokenStatsSm90 {
         sums.wait(block);
         if (position > block.begin()) mbarrier_arrive(block.empty(current.previous()));
         if (block.enters(segment, position)) sums.store(block, block.before_segment(++segment.index));
+        if (COMPUTES_DG && !COMPUTES_E) block.sync_token_stats();  // all have used the Σ ζ b of the chunk before
         sums.write(block, stage);
-        if (COMPUTES_DG) start_dG(block, sums, stage);
       }
       if (READS_GATES_AHEAD) gate = read_gate(block, position + CHUNK);
       fence_shared();  // what was copied, rotated and written, for the warpgroups' products
       mbarrier_arrive(block.ready(stage));
       if (READS_ANGLES_AHEAD) read_angles(block, angles, position + CHUNK);
-      if (STATES)
+      if (STATES) {
         mbarrier_arrive(block.empty(stage));
-      else
-        sums.start_chunk(block, stage, slot, len);
+        continue;
+      }
+      float a_b[1][4];
+      sums.start_chunk(block, stage, slot, len, a_b);
+      if (COMPUTES_DG) store_dG(block, a_b, stage, position);
     }
     block.forget_addresses();
     if (STATES) return;
@@ -88,21 +91,20 @@ struct TokenStatsSm90 {
   // Where registers are few, what comes straight from global memory is waited for.
   static constexpr bool READS_GATES_AHEAD = DECAY == PER_TOKEN && D == 128;
   static constexpr bool READS_O_AHEAD = COMPUTES_E && !(COMPUTES_DG && D == 64 && ROPE);
-  // PER_TOKEN: of a row's token Γ, that of the chunk's last token, and what gates.cuh counts.
+  // PER_TOKEN: what gates.cuh has of a row's token.
   struct Gate {
-    float gamma, last, count;
+    float gamma, to_end, count;
   };
   static DEVICE Gate read_gate(const Block& block, int position) {
     const Params& p = block.p;
     if (DECAY != PER_TOKEN || position >= p.N) return {0.f, 0.f, 0.f};
-    const i64 first = i64(block.bh()) * p.N;
-    const i64 row = first + min(position + row_of_thread(block), p.N - 1);
+    const i64 row = i64(block.bh()) * p.N + min(position + row_of_thread(block), p.N - 1);
     const bool counts = MODE == FWD ? !STATES : COMPUTES_DG;
-    return {p.gamma[row], p.gamma[first + min(position + CHUNK, p.N) - 1], counts ? p.count[row] : 0.f};
+    return {p.gamma[row], p.to_end[row], counts ? p.count[row] : 0.f};
   }
   // Where rows past the end have the last one's Γ: what is left at the chunk's end of row `i`.
   static DEVICE float to_end(const Block& block, const Gate& gate, int len, int i) {
-    return i >= len ? 0.f : DECAY == PER_TOKEN ? power_of_two(gate.last - gate.gamma) : block.power(len - 1 - i);
+    return i >= len ? 0.f : DECAY == PER_TOKEN ? power_of_two(gate.to_end) : block.power(len - 1 - i);
   }
   static DEVICE void write_gate(const Coefficients& c, const Gate& gate, int i) {
     if (DECAY == PER_TOKEN) c.from_start[i] = power_of_two(gate.gamma);
@@ -213,28 +215,17 @@ struct TokenStatsSm90 {
     return (sum[0] + sum[1]) + (sum[2] + sum[3]);
   }
 
-  // A row of dG, or a column, without what belongs to the chunk and to dq or dk. DQ: do/g times Σ v from before, less e times
-  // its tokens, in ρ's units. DK: v times Σ do/g from before, less Σ e. Two threads a token.
-  static DEVICE void start_dG(Block& block, const RunningSumsSm90<CONFIG>& sums, int stage) {
-    sums.write_b(block);
-    block.sync_token_stats();
-    const int i = row_of_thread(block), half = block.thread() / CHUNK;
-    float sum = 0.f;
-#pragma unroll 1
-    for (int piece = half; piece < D / 8; piece += 2) {
-      uint4 x = ld_shared_v4(block.tile(stage, A) + swizzled<CHUNK>(i, piece));
-      const float4* b = reinterpret_cast<const float4*>(block.b_sum() + 8 * piece);
-      float4 lo = b[0], hi = b[1];
-      float2 u = unpack<T>(x.x), w = unpack<T>(x.y);
-      sum += u.x * lo.x + u.y * lo.y + w.x * lo.z + w.y * lo.w;
-      u = unpack<T>(x.z), w = unpack<T>(x.w);
-      sum += u.x * hi.x + u.y * hi.y + w.x * hi.z + w.y * hi.w;
-    }
+  // What a chunk's rows of dG, or columns, have of the tokens before it. DQ: do/g times Σ v; DK: v times Σ do/g.
+  static DEVICE void store_dG(const Block& block, const float (&a_b)[1][4], int stage, int position) {
+    const Params& p = block.p;
+    const float first = RunningSumsSm90<CONFIG>::total(a_b, 0), second = RunningSumsSm90<CONFIG>::total(a_b, 1);
+    const bool odd = block.t % 2;  // of two rows of four lanes, one
+    const float sum = (odd ? second : first) + __shfl_xor_sync(FULL_WARP, odd ? first : second, 1);
+    const int row = block.first_row() + block.g + 8 * block.t;
+    if (block.t > 1 || position + row >= p.N) return;
     const Coefficients c = block.coefficients(stage);
-    sum *= c.from_start[i] * (MODE == DQ ? c.rho[i] : Traits::scale_y(block.p));
-    if (half) c.dG[i] += sum;
-    block.sync_token_stats();
-    if (!half) c.dG[i] += sum;
+    const float scale = MODE == DQ ? c.rho[row] / Traits::scale_rho(p) : Traits::scale_y(p);
+    p.dG[(i64(gridDim.y) + block.bh()) * p.N + position + row] = scale * c.from_start[row] * sum;
   }
 
   // do·o of this warp's rows, eight lanes a row; o comes straight from global memory, asked for before the wait for
