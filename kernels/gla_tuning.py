@@ -2,9 +2,9 @@
 
 At its first call at a size each of the kernels tries all of its configurations, 314 in all: Triton compiles
 one, times it, and goes on to the next, for minutes on one core. Here the same configurations are compiled
-first, in a process per core, into the disk cache that Triton looks in. Then they are timed as always, each
-for a shorter time, alone on the GPU. Triton's cache keeps the choices (FLA asks it to): the next start
-compiles and times nothing.
+first, in a process per core, into the disk cache that Triton looks in; those that take too long are left
+out. Then they are timed as always, each for a shorter time, alone on the GPU. Triton's cache keeps the
+choices (FLA asks it to): the next start compiles and times nothing.
 
 The processes record what Triton would tune by one call at a short length, on CPU tensors and without a
 launch: no kernel depends on the length. Of several processes that train on a machine the first tunes.
@@ -16,12 +16,14 @@ import contextlib
 import functools
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from threading import Thread
+from threading import Thread, Timer
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -32,6 +34,7 @@ from lingpt.kernels.gated_linear_attention import HAS_FLA, fla_attention
 T = TypeVar("T")
 
 SHORT_TIMING = {"warmup": 5, "rep": 20}  # ms a configuration, a fifth of Triton's
+COMPILE_SECONDS = 50.0  # what is not compiled by then is not tuned; 16 cores need less for all of it
 _SHORT_N = 128  # two chunks
 _MOST_PROCESSES = 16  # each may hold half a GB of the GPU's memory, for its CUDA context
 
@@ -58,7 +61,8 @@ class Tuning:
         keep_triton_cache()
         self.needed = not is_tuned(functools.partial(call, size, device))
         if self.needed:
-            self._compiled = _in_background(functools.partial(compile_in_processes, _worker(size)))
+            compile_all = functools.partial(compile_in_processes, _worker(size), others=same_cache())
+            self._compiled = _in_background(compile_all)
 
     def finish(self, report: Callable[[str], None]) -> None:
         """Waits for the compiling, then tunes. Where compiling in parallel fails, Triton does all of it."""
@@ -68,13 +72,15 @@ class Tuning:
             "gla: FLA's kernels are compiled in parallel, then tuned, once for this GPU and these sizes; "
             f"remembered in Triton's cache ({os.environ.get('TRITON_CACHE_DIR')})"
         )
-        total = None
+        total, left_out = None, 0
         try:
-            total = self._compiled.result()
-            report(f"gla: {total} configurations are compiled; each is timed")
+            compiled, total = self._compiled.result()
+            left_out = total - compiled
+            late = f" ({left_out} took longer than {COMPILE_SECONDS:.0f} s: left out)" if left_out else ""
+            report(f"gla: {compiled} of {total} configurations are compiled{late}; each is timed")
         except (OSError, RuntimeError, ValueError) as error:
             report(f"gla: compiling in parallel failed ({error}): one after the other, which takes minutes")
-        with timing_briefly(total):
+        with timing_briefly(total, left_out):
             call(self.size, self.device)
         torch.cuda.empty_cache()
         self.needed = False
@@ -91,6 +97,18 @@ def keep_triton_cache() -> None:
     from triton import knobs
 
     os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
+
+
+def same_cache() -> dict[str, str]:
+    """Environment variables with which another process finds in Triton's cache what this one looks for.
+
+    Entries are named after ptxas's version too, which a process asks for once; but inductor, with its first
+    kernel, names another ptxas for this process and those that it starts.
+    """
+    from triton.backends.nvidia.compiler import get_ptxas_version
+    from triton.runtime import driver
+
+    return {"TRITON_MOCK_PTX_VERSION": get_ptxas_version(driver.active.get_current_target().arch)}
 
 
 def call(size: Size, device: torch.device) -> None:
@@ -126,25 +144,48 @@ def is_tuned(calls: Callable[[], None]) -> bool:
 
 
 @contextlib.contextmanager
-def timing_briefly(total: int | None = None) -> Iterator[None]:
+def timing_briefly(total: int | None = None, left_out: int = 0) -> Iterator[None]:
     """While inside, Triton's autotuners time each configuration for a fifth of the time, behind a bar.
 
-    total: of configurations, where it is known.
+    total: of configurations, where it is known. left_out: of those as many are passed over as would have to
+    be compiled now; a kernel that has no other is compiled when it runs.
     """
     from triton.runtime.autotuner import Autotuner
     from triton.testing import do_bench
 
     bench = Autotuner._bench
     with tqdm(total=total, desc="gla: tuning", unit="config", leave=False, disable=None) as bar:
+        missing = iter(range(left_out))
 
         def briefly(tuner: Any, *args: Any, config: Any, **meta: Any) -> Any:
             if tuner._do_bench is None:  # the kernel has no clock of its own
                 tuner.do_bench = functools.partial(do_bench, **SHORT_TIMING)
             bar.update()
-            return bench(tuner, *args, config=config, **meta)
+            with _not_compiling(missing):
+                return bench(tuner, *args, config=config, **meta)
 
         with _replaced("_bench", briefly):
             yield
+
+
+@contextlib.contextmanager
+def _not_compiling(kernels: Iterator[int]) -> Iterator[None]:
+    """While inside, what Triton would compile fails, as long as there are `kernels`."""
+    from triton.compiler import ASTSource
+    from triton.runtime.errors import PTXASError
+
+    own = ASTSource.make_ir  # called for what the cache does not hold
+
+    def make_ir(source: Any, *args: Any, **options: Any) -> Any:
+        for _ in kernels:
+            raise PTXASError("not compiled in time")  # the autotuner goes on with the next configuration
+        return own(source, *args, **options)
+
+    ASTSource.make_ir = make_ir
+    try:
+        yield
+    finally:
+        ASTSource.make_ir = own
 
 
 @contextlib.contextmanager
@@ -160,47 +201,83 @@ def _replaced(method: str, by: Callable) -> Iterator[None]:
         setattr(Autotuner, method, own)
 
 
-def compile_in_processes(command: list[str], processes: int | None = None) -> int:
-    """Has `command`, in as many processes as there are cores, do all of its work; returns how much it is.
+def compile_in_processes(
+    command: list[str],
+    processes: int | None = None,
+    seconds: float = COMPILE_SECONDS,
+    others: dict[str, str] | None = None,
+) -> tuple[int, int]:
+    """Has `command`, in as many processes as there are cores, do its work for so many seconds at most.
 
     Each process writes how many pieces there are, then a line for each piece whose number it has read.
-    Raises RuntimeError, with the last line of its stderr, where one ends early.
+    others: environment variables of theirs. Returns how many pieces are done, and how many there are. Raises
+    RuntimeError, with the last line of its stderr, where one ends early.
     """
     processes = processes or min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
-    pieces = itertools.count()
+    pieces, deadline = itertools.count(), time.monotonic() + seconds
     with tqdm(desc="gla: compiling", unit="config", leave=False, disable=None) as bar:
-        fed = [_in_background(functools.partial(_feed, command, pieces, bar)) for _ in range(processes)]
-        return max(future.result() for future in fed)
+        feed = functools.partial(_feed, command, others or {}, pieces, deadline, bar)
+        results = [future.result() for future in [_in_background(feed) for _ in range(processes)]]
+    done, total = sum(done for done, _ in results), max(total for _, total in results)
+    if not total:
+        raise RuntimeError(f"no process was ready within {seconds:.0f} s")
+    return done, total
 
 
-def _feed(command: list[str], pieces: Iterator[int], bar: tqdm) -> int:
-    """Starts one process, and gives it one piece after the other until there are no more."""
+def _feed(
+    command: list[str], others: dict[str, str], pieces: Iterator[int], deadline: float, bar: tqdm
+) -> tuple[int, int]:
+    """Starts one process, and gives it one piece after the other until there are no more, or no more time."""
     found = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
-    environment = os.environ | found | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | found | {"OMP_NUM_THREADS": "1"} | others
+    done = total = 0
     with (
         tempfile.TemporaryFile("w+") as stderr,
         subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True,
+            env=environment, start_new_session=True,
         ) as worker,
-    ):
+        _ended_at(deadline, worker),
+    ):  # fmt: skip
         stdin, stdout = worker.stdin, worker.stdout
         assert stdin and stdout
 
-        def reply() -> int:
+        def reply() -> int | None:
             if line := stdout.readline():
                 return int(line)
             worker.wait()
+            if time.monotonic() >= deadline:
+                return None
             stderr.seek(0)
             raise RuntimeError((stderr.read().strip().splitlines() or ["a process ended early"])[-1])
 
-        bar.total = total = reply()
+        bar.total = total = reply() or 0
         while (piece := next(pieces)) < total:
             with contextlib.suppress(BrokenPipeError):  # the missing reply says more
                 os.write(stdin.fileno(), b"%d\n" % piece)
-            reply()
+            if reply() is None:
+                break
+            done += 1
             bar.update()
         stdin.close()
-    return total
+    return done, total
+
+
+@contextlib.contextmanager
+def _ended_at(deadline: float, process: subprocess.Popen) -> Iterator[None]:
+    """Ends the process, a leader of its session, and those that it has started, if it runs so long."""
+
+    def end() -> None:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+    timer = Timer(max(0.0, deadline - time.monotonic()), end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _in_background(function: Callable[[], T]) -> Future[T]:
@@ -226,14 +303,14 @@ def _worker(size: Size) -> list[str]:
 
 
 def serve(*size: Any) -> None:
-    """Compiles the configurations whose numbers come in, the costly kernels (of the backward pass) first."""
+    """Compiles the configurations whose numbers come in."""
     from triton.runtime import driver
 
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no reply
     asked = Size(*size)
     short = asked._replace(N=min(asked.N, _SHORT_N))
-    found = configurations(functools.partial(call, short, torch.device("cpu")))[::-1]
+    found = configurations(functools.partial(call, short, torch.device("cpu")))
     print(len(found), file=replies)
     for line in sys.stdin:
         with contextlib.suppress(Exception):  # Triton will meet it again, and pass over the configuration
@@ -245,16 +322,17 @@ def serve(*size: Any) -> None:
 def configurations(calls: Callable[[], None]) -> list[Callable[[], Any]]:
     """What `calls()` would tune: of each kernel that it meets, each configuration's compilation, not yet run.
 
-    Launches nothing.
+    Those of many warps first, the backward pass before the forward pass: few warps with a large tile have
+    the longest code, which takes the longest to compile and runs slowly. Launches nothing.
     """
-    found: list[Callable[[], Any]] = []
+    found: list[tuple[int, Callable[[], Any]]] = []
 
     def record(tuner: Any, *args: Any, **meta: Any) -> None:
         tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
         for config in tuner.prune_configs(meta):
             whole = {**meta, **config.all_kwargs(), "warmup": True}
-            found.append(functools.partial(tuner.fn.run, *args, **whole))
+            found.append((config.num_warps, functools.partial(tuner.fn.run, *args, **whole)))
 
     with _replaced("run", record):
         calls()
-    return found
+    return [compilation for _, compilation in sorted(reversed(found), key=lambda item: -item[0])]

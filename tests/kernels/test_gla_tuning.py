@@ -31,7 +31,7 @@ def command(each: str = "pass") -> list[str]:
 def test_processes_share_the_work(tmp_path):
     """Each piece is done once, and the number of all of them comes back."""
     done = tmp_path / "done"
-    assert compile_in_processes(command(f"open({str(done)!r}, 'a').write(line)"), 3) == 20
+    assert compile_in_processes(command(f"open({str(done)!r}, 'a').write(line)"), 3) == (20, 20)
     assert sorted(map(int, done.read_text().split())) == list(range(20))
 
 
@@ -41,52 +41,82 @@ def test_a_process_that_dies_says_why():
         compile_in_processes(command("sys.exit('no such kernel') if line == '7\\n' else None"), 2)
 
 
+def test_a_piece_that_takes_too_long_is_left_out():
+    """The process that has it ends with what it has started, and the others do the rest."""
+    hangs = "__import__('subprocess').run(['sleep', '600']) if line == '7\\n' else None"
+    assert compile_in_processes(command(hangs), 2, seconds=3.0) == (19, 20)
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_tunes_after_compiling_or_without_it(monkeypatch, fails):
     """Where the parallel compiling fails, one line says so, and Triton compiles by itself."""
     calls, lines = [], []
     monkeypatch.setattr(gla_tuning, "keep_triton_cache", lambda: None)
+    monkeypatch.setattr(gla_tuning, "same_cache", dict)
     monkeypatch.setattr(gla_tuning, "is_tuned", lambda _: False)
     monkeypatch.setattr(
-        gla_tuning, "timing_briefly", lambda total: calls.append(total) or contextlib.nullcontext()
+        gla_tuning, "timing_briefly", lambda *counts: calls.append(counts) or contextlib.nullcontext()
     )
     monkeypatch.setattr(gla_tuning, "call", lambda *_: calls.append("call"))
     monkeypatch.setattr(gla_tuning, "_worker", lambda _: command("sys.exit('full')" if fails else "pass"))
     tuning = Tuning(SIZE, torch.device("cpu"))
     for _ in range(2):
         tuning.finish(lines.append)
-    assert calls == [None if fails else 20, "call"], "once"
-    assert ("full" in lines[1]) == fails and ("20 configurations" in lines[1]) != fails
+    assert calls == [(None if fails else 20, 0), "call"], "once"
+    assert ("full" in lines[1]) == fails and ("20 of 20 configurations" in lines[1]) != fails
 
 
-def autotuned(configs: int = 3):
-    """Triton's Autotuner over a kernel that notes its runs; the second configuration is the fastest."""
+def test_says_how_many_are_left_out(monkeypatch):
+    """And as many may be missing where the others are timed."""
+    counts, lines = [], []
+    monkeypatch.setattr(gla_tuning, "keep_triton_cache", lambda: None)
+    monkeypatch.setattr(gla_tuning, "same_cache", dict)
+    monkeypatch.setattr(gla_tuning, "is_tuned", lambda _: False)
+    monkeypatch.setattr(gla_tuning, "compile_in_processes", lambda *_, **__: (17, 20))
+    monkeypatch.setattr(
+        gla_tuning, "timing_briefly", lambda *found: counts.append(found) or contextlib.nullcontext()
+    )
+    monkeypatch.setattr(gla_tuning, "call", lambda *_: None)
+    Tuning(SIZE, torch.device("cpu")).finish(lines.append)
+    assert counts == [(20, 3)]
+    assert "17 of 20 configurations are compiled (3 took longer than 50 s: left out)" in lines[1]
+
+
+def autotuned(configs: int = 3, compiled: tuple[int, ...] = (16, 32, 64)):
+    """Triton's Autotuner over a kernel that notes its runs; the second configuration is the fastest.
+
+    compiled: those BLOCKs that Triton would find in its cache.
+    """
     autotuner = pytest.importorskip("triton.runtime.autotuner")
 
     def kernel(x, BLOCK): ...
 
     runs: list[tuple[int, bool]] = []
-    stand_in = SimpleNamespace(
-        fn=kernel, run=lambda x, *, BLOCK, warmup=False, **_: runs.append((BLOCK, warmup))
-    )
+
+    def run(x, *, BLOCK, warmup=False, **_):
+        if BLOCK not in compiled:
+            pytest.importorskip("triton.compiler").ASTSource.make_ir(None)
+        runs.append((BLOCK, warmup))
+
+    stand_in = SimpleNamespace(fn=kernel, run=run)
 
     def bench(kernel_call, quantiles):
         kernel_call()
         return [abs(runs[-1][0] - 32)] * 3
 
-    options = [autotuner.Config({"BLOCK": 16 << i}) for i in range(configs)]
+    options = [autotuner.Config({"BLOCK": 16 << i}, num_warps=1 << i) for i in range(configs)]
     tuner = autotuner.Autotuner(stand_in, ["x", "BLOCK"], options, ["x"], None, None, do_bench=bench)
     return tuner, runs
 
 
 def test_records_what_triton_would_tune_and_compiles_it():
-    """One compilation a configuration, nothing launched, and the autotuner is as it was."""
+    """One compilation a configuration, many warps first, nothing launched, and the autotuner is as it was."""
     tuner, runs = autotuned()
     found = configurations(lambda: tuner.run(1))
     assert len(found) == 3 and runs == []
     for compile_it in found:
         compile_it()
-    assert runs == [(16, True), (32, True), (64, True)]
+    assert runs == [(64, True), (32, True), (16, True)]
     tuner.run(1)
     assert runs[-1] == (32, False)
 
@@ -113,3 +143,41 @@ def test_knows_what_is_tuned():
         calls()
     assert runs[-1] == (32, False) and len(runs) == 4
     assert is_tuned(calls) and len(runs) == 5
+
+
+def test_passes_over_what_was_not_compiled_in_time(monkeypatch):
+    """The next of those that are compiled takes its place. More than were left out are compiled."""
+    for left_out, chosen in ((1, 16), (0, 32)):
+        tuner, runs = autotuned(compiled=(16, 64))
+        compiled = []
+        monkeypatch.setattr("triton.compiler.ASTSource.make_ir", lambda _, done=compiled: done.append(1))
+        with gla_tuning.timing_briefly(3, left_out):
+            tuner.run(1)
+        assert runs[-1] == (chosen, False) and bool(compiled) == (left_out == 0)
+
+
+def test_a_kernel_of_which_nothing_is_compiled_is_compiled_when_it_runs(monkeypatch):
+    """By its first configuration."""
+    tuner, runs = autotuned(compiled=())
+    monkeypatch.setattr("triton.compiler.ASTSource.make_ir", lambda _: None)
+    with gla_tuning.timing_briefly(3, 3):
+        tuner.run(1)
+    assert runs == [(16, False)]
+
+
+def test_other_processes_look_for_the_same_entries(monkeypatch, tmp_path):
+    """Also once inductor has named another ptxas: this process has asked for the version before."""
+    compiler = pytest.importorskip("triton.backends.nvidia.compiler")
+    driver = pytest.importorskip("triton.runtime").driver
+    target = SimpleNamespace(get_current_target=lambda: SimpleNamespace(arch=90))
+    monkeypatch.setattr(type(driver), "active", target)
+    before = compiler.get_ptxas_version(90)
+    other = tmp_path / "ptxas"
+    other.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 99.0'\n")
+    other.chmod(0o755)
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(other))
+    version_in_another = compiler.get_ptxas_version.__wrapped__
+    assert version_in_another(90) != before
+    for name, value in gla_tuning.same_cache().items():
+        monkeypatch.setenv(name, value)
+    assert version_in_another(90) == before
