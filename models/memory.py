@@ -27,6 +27,7 @@ def memory_estimate(
     sharded_over: int = 1,
     activation_checkpointing: bool = False,
     accumulates: bool = True,
+    gathers_once: bool = False,
 ) -> dict[str, int]:
     """Bytes on one device at the peak of a step, by what they hold, and their `total`.
 
@@ -42,6 +43,7 @@ def memory_estimate(
             blocks and all that is in no block whole at a time.
         activation_checkpointing: each block's input is kept, and one block's activations at a time.
         accumulates: whether gradients of earlier micro-batches are there while a later one is computed.
+        gathers_once: under sharding, a device holds all parameters, and its own gradient, whole for a step.
     """
     if precision not in _BYTES:
         raise unknown("precision", precision, _BYTES)
@@ -62,22 +64,23 @@ def memory_estimate(
     ]
     kept = max(of_block) if activation_checkpointing else sum(of_block)
     sizes = sorted(sum(p.numel() for p in block.parameters()) for block in model.blocks)
-    whole = n_weights - sum(sizes[:-2])  # two blocks, and what is in none
+    at_once = n_weights - sum(sizes[:-2])  # two blocks, and what is in none
     embedding = config.padded_vocab_size * config.n_embd  # as many weights as the last layer has
-    copies = (whole if activation_checkpointing and sharded_over > 1 else n_weights) - embedding
+    copies = (at_once if activation_checkpointing and sharded_over > 1 else n_weights) - embedding
     residual = (config.n_layer + 1) * config.n_embd  # each layer's input, in the weights' dtype
     logit = 2 * activation  # as computed, and its gradient: compiled, the loss writes nothing else
     part = -(-n_weights // sharded_over)
-    whole = whole if sharded_over > 1 else 0
+    whole = (n_weights if gathers_once else at_once) if sharded_over > 1 else 0
+    keeps_gradient = sharded_over == 1 or (gathers_once and accumulates)  # whole, to the end of the step
     held = {
         "activations": tokens * (kept * activation + residual * stored),
         "logits": logits_tokens * config.padded_vocab_size * logit,
         # What the last layer reads, and its gradient; and the gradient of that layer's weight, which the loss
         # has long before the others'.
-        "loss": 2 * tokens * config.n_embd * stored + (embedding * gradient if sharded_over == 1 else 0),
+        "loss": 2 * tokens * config.n_embd * stored + (embedding * gradient if keeps_gradient else 0),
     }
     # Of those that are whole under sharding the embedding's comes last, when the activations are gone.
-    gradients = (part + max(0, whole - embedding)) * gradient
+    gradients = (n_weights if keeps_gradient else part + max(0, at_once - embedding)) * gradient
     if not accumulates:  # then they come while the activations go
         gradients = max(0, gradients - sum(held.values()))
     estimate = {

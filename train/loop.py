@@ -222,7 +222,7 @@ class Run:
         rate = learning_rate(self.progress.step, self.recipe.total_steps, t)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.zero_grad()
+        parallel.zero_gradients(self.optimizer)
         loss_sum = torch.zeros((), dtype=torch.float64, device=parallel.device)
         for i in range(len(self.micro_batches)):
             with span("data"):
@@ -262,16 +262,19 @@ class Run:
         stop.agreed, stop.number = True, max(self.parallel.gather(stop.number))
 
     def warm_up(self) -> None:
-        """Compiles and tunes for a GPU before the clock starts: a micro-batch, its gradient is dropped."""
+        """Compiles and tunes for a GPU before the clock starts: a micro-batch, its gradient is dropped.
+
+        As the last one of a step, so that the communication starts, too.
+        """
         if self.parallel.device.type != "cuda" or self.progress.step >= self.recipe.total_steps:
             return
         began = time.perf_counter()
         self.parallel.on_writers(lambda: self.writer.reserve(self.saved_tensors()))
         self.tune()
-        with self.parallel.accumulate(self.model, enabled=True):
+        with self.parallel.accumulate(self.model, enabled=False):
             loss = self.model(self.parallel.to_device(self.micro_batches.get(self.progress.step, 0)))
             self.parallel.backward(loss, self.recipe.tokens_per_step)
-        self.optimizer.zero_grad()
+        self.parallel.zero_gradients(self.optimizer)
         torch.cuda.synchronize()
         print_rank0(f"ready after {duration(time.perf_counter() - began)} of compiling")
 

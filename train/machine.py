@@ -27,7 +27,8 @@ _PATIENCE_DAYS = 7.0
 class Machine:
     """The devices of a run. `peak` is one device's FLOP/s at `precision`, or None where it is not known.
 
-    strategy: how they share the model; `single` for one device.
+    strategy: how they share the model; `single` for one device. gathers_once: under `fsdp`, each device has
+    the whole parameters, and sums its own gradient, for as long as a step takes.
     """
 
     accelerator: str
@@ -37,6 +38,7 @@ class Machine:
     name: str
     memory: int
     strategy: Literal["single", "ddp", "fsdp"] = "single"
+    gathers_once: bool = False
 
     @property
     def world_size(self) -> int:
@@ -111,10 +113,16 @@ def choose_strategy(machine: Machine, config: Config, recipe: Recipe) -> tuple[M
     if n == 1:
         alone = "strategy: one device has nobody to share with: it trains as it is"
         return machine, alone if wanted != "auto" else None
-    if wanted != "auto":
-        return replace(machine, strategy=wanted), None
     # Processes on a CPU share its memory.
     room = machine.memory / (machine.devices if machine.accelerator == "cpu" else 1)
+    # Where there is room, the devices communicate once a step; but FSDP2 would then sum the gradients of the
+    # micro-batches in bf16, too, where those of the devices are.
+    once = memory_needed(config, recipe, machine.precision, over=n, gathers_once=True)["total"]
+    sharded = replace(
+        machine, strategy="fsdp", gathers_once=fits(once, room) and not recipe.train.reduce_bf16
+    )
+    if wanted != "auto":
+        return sharded if wanted == "fsdp" else replace(machine, strategy=wanted), None
     ddp, fsdp = (memory_needed(config, recipe, machine.precision, over=over)["total"] for over in (1, n))
     has = f"of {room / 1e9:.0f} GB"
     if fits(ddp, room):
@@ -124,15 +132,20 @@ def choose_strategy(machine: Machine, config: Config, recipe: Recipe) -> tuple[M
         f"strategy: FSDP over {n} devices, for the whole model needs about {ddp / 1e9:.1f} GB {has} each, "
         f"and a part {fsdp / 1e9:.1f} GB"
     )
-    return replace(machine, strategy="fsdp"), why
+    return sharded, why
 
 
 def memory_needed(
-    config: Config, recipe: Recipe, precision: str, micro_batch_size: int | None = None, over: int = 1
+    config: Config,
+    recipe: Recipe,
+    precision: str,
+    micro_batch_size: int | None = None,
+    over: int = 1,
+    gathers_once: bool = False,
 ) -> dict[str, int]:
     """Bytes a device needs at the peak of a step, by what they hold, and their `total`.
 
-    over: devices that the model is sharded over.
+    over: devices that the model is sharded over. gathers_once: as `Machine` says.
     """
     size = micro_batch_size or recipe.train.micro_batch_size
     return memory_estimate(
@@ -144,6 +157,20 @@ def memory_needed(
         sharded_over=over,
         activation_checkpointing=recipe.train.activation_checkpointing,
         accumulates=recipe.train.global_batch_size > size,
+        gathers_once=gathers_once,
+    )
+
+
+def memory_here(
+    machine: Machine, config: Config, recipe: Recipe, precision: str | None = None
+) -> dict[str, int]:
+    """`memory_needed` of each device of `machine`, as it will train; at another `precision` where given."""
+    return memory_needed(
+        config,
+        recipe,
+        precision or machine.precision,
+        over=machine.sharded_over,
+        gathers_once=machine.gathers_once,
     )
 
 
@@ -154,8 +181,7 @@ def fits(need: float, memory: float) -> bool:
 
 def fits_here(machine: Machine, config: Config, recipe: Recipe) -> bool:
     """Whether the estimate of what each device needs is safe in what it has."""
-    need = memory_needed(config, recipe, machine.precision, over=machine.sharded_over)["total"]
-    return fits(need, machine.memory)
+    return fits(memory_here(machine, config, recipe)["total"], machine.memory)
 
 
 def run_flops(config: Config, recipe: Recipe) -> float:
@@ -169,8 +195,7 @@ def check_machine(machine: Machine, config: Config, recipe: Recipe) -> None:
     """Refuses a model that this machine without a GPU cannot train in a week; `accelerator: cpu` insists."""
     if machine.accelerator != "cpu":
         return
-    a_device = memory_needed(config, recipe, machine.precision, over=machine.sharded_over)["total"]
-    need = a_device * machine.devices
+    need = memory_here(machine, config, recipe)["total"] * machine.devices
     flops = run_flops(config, recipe)
     days = flops / (CPU_CORE_FLOPS * (os.cpu_count() or 1)) / 86400
     too_large, too_long = need > machine.memory, days > _PATIENCE_DAYS and recipe.train.accelerator == "auto"
@@ -230,7 +255,7 @@ def out_of_memory(machine: Machine, config: Config, recipe: Recipe) -> Iterator[
 
 def too_small(machine: Machine, config: Config, recipe: Recipe) -> str:
     """What `recipe` needs of a device by the estimate, what the device has, and what would fit."""
-    need = memory_needed(config, recipe, machine.precision, over=machine.sharded_over)["total"]
+    need = memory_here(machine, config, recipe)["total"]
     others = " (does something else use it?)" if fits(need, machine.memory) else ""
     return (
         f"micro-batches of {recipe.train.micro_batch_size} need about {need / 1e9:.1f} GB by the estimate, "

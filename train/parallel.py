@@ -34,7 +34,7 @@ from tqdm import tqdm
 from lingpt.common.errors import UserError
 from lingpt.train.launch import launched
 from lingpt.train.machine import Machine
-from lingpt.train.sharding import divided, joined, shard
+from lingpt.train.sharding import divided, joined, shard, stay_whole
 from lingpt.train.watch import Watch, connection_lost
 
 T = TypeVar("T")
@@ -53,6 +53,7 @@ class Parallel:
         self, machine: Machine, reduce_bf16: bool = False, timeout_minutes: float = TIMEOUT_MINUTES
     ) -> None:
         self.watch, self.sharded, self._reduce_bf16 = Watch(), machine.strategy == "fsdp", reduce_bf16
+        self._gathers_once, self._ddp = machine.gathers_once, machine.strategy == "ddp"
         self._timeout = timedelta(minutes=timeout_minutes + 2)  # after `watch`, which says more
         self._error_of_all: UserError | None = None
         self.fabric = Fabric(
@@ -76,7 +77,9 @@ class Parallel:
     def _strategy(self, machine: Machine) -> DDPStrategy | ModelParallelStrategy | str:
         if machine.strategy == "fsdp":
             return ModelParallelStrategy(
-                lambda module, mesh: shard(module, mesh["data_parallel"], self._reduce_bf16),
+                lambda module, mesh: shard(
+                    module, mesh["data_parallel"], self._reduce_bf16, self._gathers_once
+                ),
                 data_parallel_size=machine.world_size,
                 tensor_parallel_size=1,
                 timeout=self._timeout,
@@ -160,11 +163,18 @@ class Parallel:
     def accumulate(self, module: WrappedModule, enabled: bool) -> AbstractContextManager:
         """Around a forward and a backward pass whose gradients may stay on this rank, where it is enabled.
 
-        Sharded gradients are summed in every pass: whole ones would need the memory that sharding saves.
+        Sharded gradients are summed in every pass, unless there is the memory for whole ones.
         """
         self.watch.enter_collective()
-        enabled = enabled and self.world_size > 1 and not self.sharded
-        return self.fabric.no_backward_sync(module, enabled=enabled) if enabled else contextlib.nullcontext()
+        if self._gathers_once:
+            stay_whole(module._forward_module, enabled)
+        if enabled and self.world_size > 1 and not self.sharded:
+            return self.fabric.no_backward_sync(module)
+        return contextlib.nullcontext()
+
+    def zero_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Frees them; DDP's, which are views of its buckets, stay: others would take as much memory again."""
+        optimizer.zero_grad(set_to_none=not self._ddp)
 
     def backward(self, loss_sum: torch.Tensor, count: int) -> None:
         """Adds this rank's part of the gradient of (the sum of all ranks' `loss_sum`) / `count`."""
@@ -295,6 +305,9 @@ def _connection(machine: Machine) -> Iterator[None]:
 def _ddp(timeout: timedelta) -> DDPStrategy:
     # Fabric builds DDP on a stream of its own, and autograd's last nodes stay there: harmless.
     torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+    # Dynamo would cut each compiled block at the edges of DDP's buckets, for the sake of gradients that come
+    # early. Blocks are compiled one by one, and their gradients come early enough.
+    torch._dynamo.config.optimize_ddp = False
     # The buffers are constants: no need to broadcast them at every forward. PyTorch 2.13 renamed the option.
     known = inspect.signature(DistributedDataParallel).parameters
     broadcast = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"

@@ -13,6 +13,7 @@ from lingpt.train.machine import (
     fits,
     fits_here,
     largest_that_fits,
+    memory_here,
     memory_needed,
     micro_batch_sizes,
     run_flops,
@@ -32,7 +33,8 @@ def format_plan(recipe: Recipe, machine: Machine, config: Config) -> str:
     precision = machine.precision if machine.accelerator == "cuda" else on_gpu
     tokens = recipe.total_steps * recipe.tokens_per_step
     flops = run_flops(config, recipe)
-    need = memory_needed(config, recipe, precision, over=machine.sharded_over)
+    need = memory_here(machine, config, recipe, precision)
+    least = memory_needed(config, recipe, precision, over=machine.sharded_over)["total"]
     parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in need.items() if name != "total")
     checkpoint = gpt.num_parameters() * (2 if precision == "bf16-true" else 4) * 3  # AdamW has two moments
     most = checkpoint * (t.keep_checkpoints + t.keep_best + 1)
@@ -64,7 +66,7 @@ def format_plan(recipe: Recipe, machine: Machine, config: Config) -> str:
         "",
         f"{'device':<12} {'memory':>7}  {micro_batch:<17} {'largest micro-batch':<20} {'1 device':>10} "
         f"{'8 devices':>10}   at {STATED_MFU:.0%} MFU",
-        *(_row(device, recipe, machine, config, precision, need["total"], flops) for device in shown),
+        *(_row(device, recipe, machine, config, precision, least, flops) for device in shown),
     ]
     rate, basis = _speed(machine, flops / tokens)
     lines += ["", f"here: about {rate / 1e3:.3g} k tokens/s at {basis}, {duration(tokens / rate)}"]

@@ -2,8 +2,9 @@
 
 A block's parameters are gathered whole right before its forward and its backward pass, and its gradient is
 divided again right after, in every micro-batch: what a device holds whole is two blocks at a time, and the
-embeddings. All of it is fp32 (bf16 where the run's precision is bf16-true), and autocast casts as under DDP:
-the losses are those of DDP.
+embeddings. Where the memory allows it (`gathers_once`), parameters are gathered in a step's first micro-
+batch, gradients divided in its last, and whole until then. All of it is fp32 (bf16 where the run's precision
+is bf16-true), and autocast casts as under DDP: the losses are those of DDP.
 """
 
 from pathlib import Path
@@ -12,21 +13,28 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lingpt.models import OPTIMIZER, Block, read_shards
 
 
-def shard(module: nn.Module, mesh: DeviceMesh, reduce_bf16: bool) -> nn.Module:
+def shard(module: nn.Module, mesh: DeviceMesh, reduce_bf16: bool, gathers_once: bool) -> nn.Module:
     """Divides the parameters of `module` over the processes of `mesh`, in place, block by block."""
     policy = MixedPrecisionPolicy(
         reduce_dtype=torch.bfloat16 if reduce_bf16 else None, cast_forward_inputs=False
     )
     blocks: list[nn.Module] = [part for part in module.modules() if isinstance(part, Block)]
     for part in (*blocks, module):
-        fully_shard(part, mesh=mesh, mp_policy=policy)
+        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=False if gathers_once else None)
     return module
+
+
+def stay_whole(module: nn.Module, enabled: bool) -> None:
+    """Whether parameters and gradient of a sharded module stay whole after its next backward pass."""
+    assert isinstance(module, FSDPModule)
+    module.set_requires_gradient_sync(not enabled)
+    module.set_reshard_after_backward(not enabled)
 
 
 def split(state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

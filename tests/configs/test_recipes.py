@@ -7,7 +7,7 @@ from lingpt.cli.recipe import configure_recipe, recipe_from, training_recipes
 from lingpt.configs import FOLDER, recipe_names
 from lingpt.train import Recipe
 from lingpt.train.config import check
-from lingpt.train.machine import Machine, choose_strategy, fits, memory_needed
+from lingpt.train.machine import Machine, choose_strategy, fits, memory_here, memory_needed
 from lingpt.train.model import model_config
 
 PYTHIA = ["pythia-14m", "pythia-70m", "pythia-160m", "pythia-410m", "pythia-1.4b"]
@@ -61,6 +61,7 @@ def test_pythia_recipes_are_the_papers(name):
         ("pythia-12b", 2, 141e9, True, "fsdp"),
         ("pythia-12b", 4, 80e9, True, "fsdp"),
         ("pythia-12b", 4, 141e9, False, "fsdp"),
+        ("pythia-12b", 8, 141e9, True, "fsdp"),
     ],
 )
 def test_several_cards_share_what_one_cannot_hold(name, cards, memory, recompute, strategy):
@@ -75,3 +76,5 @@ def test_several_cards_share_what_one_cannot_hold(name, cards, memory, recompute
     assert machine.strategy == strategy and strategy.upper() in (why or "")
     assert fits(memory_needed(config, recipe, "bf16-mixed", over=machine.sharded_over)["total"], memory)
     assert fits(memory_needed(config, recipe, "32-true")["parameters"], memory), "whole, when it is made"
+    assert machine.gathers_once == ((name, cards) in (("pythia-2.8b", 4), ("pythia-12b", 8))), "with room"
+    assert fits(memory_here(machine, config, recipe)["total"], memory)

@@ -100,6 +100,23 @@ def test_shards_and_recomputed_blocks_need_less():
     assert both["parameters"] < shards["parameters"] < whole["parameters"]
 
 
+def test_shards_that_are_gathered_once_a_step_take_more():
+    """All weights in fp32 instead of those of two blocks, and a whole gradient where one is accumulated."""
+    config = Config.from_name("pythia-1.4b")
+
+    def estimate(**options) -> dict[str, int]:
+        return memory_estimate(config, 4, 2048, sharded_over=2, **options)
+
+    always, once = estimate(), estimate(gathers_once=True)
+    n = memory_estimate(config, 4, 2048)["gradients"] // 4
+    assert once["gradients"] == 4 * n and always["gradients"] < 3 * n
+    of_block = 12 * config.n_embd**2
+    assert once["parameters"] - always["parameters"] == pytest.approx(4 * 22 * of_block, rel=0.01)
+    assert once["optimizer"] == always["optimizer"]
+    one = [estimate(gathers_once=gathers, accumulates=False)["gradients"] for gathers in (True, False)]
+    assert one[0] == one[1], "divided while the activations go"
+
+
 def test_mistakes_are_one_line():
     """A dry run names what it cannot estimate."""
     config = Config.from_name("demo")

@@ -1,13 +1,20 @@
 """How the processes divide their work: nothing twice, nothing left out, as many calls on each."""
 
+import os
+from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
 from lingpt.common.errors import UserError
+from lingpt.models import GPT, Config
 from lingpt.train import TrainConfig
+from lingpt.train.loss import NextTokenLoss
 from lingpt.train.machine import choose_machine
+from lingpt.train.model import compile_blocks
 from lingpt.train.parallel import Parallel
 
 
@@ -47,3 +54,29 @@ def test_backward_is_of_the_mean(alone):
     for part in (1.0, 2.0):
         alone.backward(weight * part, count=4)
     assert weight.grad.item() == pytest.approx(3 / 4)
+
+
+@pytest.fixture
+def ddp() -> Iterator[Parallel]:
+    with mock.patch.dict(os.environ), mock.patch.object(torch._dynamo.config, "optimize_ddp", True):
+        parallel = Parallel(replace(choose_machine(TrainConfig(accelerator="cpu")), strategy="ddp"))
+        yield parallel
+        parallel.close()
+
+
+def test_ddp_leaves_blocks_and_gradients_whole(ddp):
+    """A compiled block is one graph, however small DDP's buckets are; and gradients stay where they lie in
+    them, for those of the next step would be as much memory again."""
+    gpt = GPT.create(Config.from_name("demo", attention="ours", n_embd=512, n_layer=2), seed=0)
+    graphs = []
+    compile_blocks(gpt, backend=lambda graph, _: graphs.append(graph) or graph)
+    model = ddp.wrap(NextTokenLoss(gpt))
+    model._forward_module.bucket_bytes_cap = torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
+    with ddp.accumulate(model, enabled=False):
+        ddp.backward(model(torch.zeros(1, 17, dtype=torch.long)), 16)
+    assert len(graphs) == 1
+    gradients = [parameter.grad for parameter in gpt.parameters()]
+    where = [gradient.data_ptr() for gradient in gradients if gradient is not None]
+    ddp.zero_gradients(torch.optim.SGD(gpt.parameters()))
+    assert where == [p.grad.data_ptr() for p in gpt.parameters() if p.grad is not None] and len(where) > 20
+    assert not any(gradient.any() for gradient in gradients)
