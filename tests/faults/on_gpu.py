@@ -222,8 +222,8 @@ def table(record: Mapping[str, Any]) -> str:
         lines.append(
             f"| a checkpoint in the background | {record['saving_model']} | steps at most 5 % longer "
             f"meanwhile | {row['median_slower']:+.1%} in the median, {row['mean_slower']:+.1%} in the mean, "
-            f"of {row['saving_steps']} steps of {row['ms']:.0f} ms; before it training stops for {stalls}, to "
-            f"copy {row['bytes'] / 1e9:.1f} GB to {row['pinned'] / 1e9:.1f} GB of pinned memory |"
+            f"of {row['saving_steps']} steps of {row['ms']:.0f} ms; training stops for {stalls}, to copy "
+            f"{row['bytes'] / 1e9:.1f} GB to {row['pinned'] / 1e9:.1f} GB of pinned memory |"
         )
     return "\n".join(lines)
 
