@@ -78,9 +78,10 @@ def forward(call: Call) -> tuple[Tensor, Tensor, LinearAttentionState | None]:
         initial, final = _contiguous(call.initial_state), None
         if call.return_state:
             final = LinearAttentionState.empty(B, H, D, device=call.device)
-        g, gates = stats.data_ptr(), _Gates(call)
-        states: dict[str, Any] = dict(initial=initial, final=final, scratch=g + 4 * stats.numel())
-        pointers = run.pointers("FWD", g, **states, gates=gates.pointers(final and final.n))
+        g = stats.data_ptr()
+        scratch = g + 4 * stats.numel()
+        gates = run.gates(scratch + 4 * run.plan.scratch_size(run.plan.segmentation), final and final.n)
+        pointers = run.pointers("FWD", g, initial=initial, final=final, scratch=scratch, gates=gates)
         if run.plan.gates:
             run.plan.gates(run.stream, pointers)
         for launch in run.plan.forward:
@@ -104,28 +105,31 @@ def backward(
     with _current_device(call.device):
         run = _Pass(call, (q, k, v, _aligned(o), _aligned(do.contiguous()), *out))
         plan, stream, g = run.plan, run.stream, stats.data_ptr()
-        states = _states_behind(stats, plan)  # the forward pass left them, unless it was another backend's
+        left = _left_behind(stats, plan)  # by the forward pass, unless it was another backend's
+        rows, states_size = B * H * N, plan.scratch_size(plan.segmentation)
         sizes = (
             plan.scratch_size(plan.reverse_segmentation),
-            B * H * N,
+            rows,
             B * H * plan.segmentation.segments,
-            0 if states else plan.scratch_size(plan.segmentation),
+            *((3 * rows, 2 * rows, 2 * rows, B * H) if plan.gates else (0, 0, 0, 0)),
+            0 if left else states_size + plan.gate_sums_size,
         )
         work = torch.empty(sum(sizes), dtype=torch.float32, device=call.device)
-        scratch, e, db, own_states, _ = (work.data_ptr() + 4 * at for at in accumulate(sizes, initial=0))
+        addresses = [work.data_ptr() + 4 * at for at in accumulate(sizes, initial=0)]
+        scratch, e, db, reverse_sums, row_dG, column_dG, total_dG, own, _ = addresses
         d_initial = None if initial is None else LinearAttentionState.empty(B, H, D, device=call.device)
         if not plan.build.sm90:
             plan.row_products(stream, run.pointers("row_products", g, e=e))
-        gates, reverse_gates = _Gates(call, backward=True), _Gates(call, backward=True)
-        before: dict[str, Any] = dict(initial=initial, scratch=states or own_states, gates=gates.pointers())
-        if plan.gates:
-            plan.gates(stream, run.pointers("FWD", g, **before))
-        if not states:
+        states = left or own
+        gates = run.gates(states + 4 * states_size, dG=row_dG)
+        before: dict[str, Any] = dict(initial=initial, scratch=states, gates=gates)
+        if not left:
             pointers = run.pointers("FWD", g, **before)
-            for launch in plan.states:
-                launch(stream, pointers)
+            for launch in (plan.gates, *plan.states):
+                if launch:
+                    launch(stream, pointers)
         plan.dq(stream, run.pointers("DQ", g, e=e, db=db, **before))
-        d_count = reverse_gates.pointers(d_initial and d_initial.n)
+        d_count = run.gates(reverse_sums, d_initial and d_initial.n, column_dG)
         dk, dv = (
             run.pointers(mode, g, e=e, initial=dstate, final=d_initial, scratch=scratch, gates=d_count)
             for mode in ("DK", "DV")
@@ -141,12 +145,12 @@ def backward(
             plan.dv(stream, dv)
         gate_gradient = None
         if plan.gate_gradient:
-            log_gate = torch.empty(B, N, H, dtype=torch.float32, device=call.device)
-            total = torch.empty(B, H, dtype=torch.float32, device=call.device)
-            found = log_gate.data_ptr(), 0, reverse_gates.dG, total.data_ptr(), gates.dG
+            gate_gradient = torch.empty(B, N, H, dtype=torch.float32, device=call.device)
+            found = gate_gradient.data_ptr(), 0, column_dG, total_dG, row_dG
             plan.gate_gradient(stream, run.pointers("gates", g, gates=found))
-            gate_gradient = _with_states(call, log_gate, total, initial, d_initial, dstate)
-    _, e_per_token, db_per_segment, _ = work.split_with_sizes(sizes)
+    _, e_per_token, db_per_segment, *_, total, _ = work.split_with_sizes(sizes)
+    if gate_gradient is not None and dstate is not None:
+        _add_states(call, gate_gradient, total.view(B, H), initial, d_initial, dstate)
     if d_initial is not None and call.log_gate is None:
         d_initial.n.copy_(_count_gradient(call, e_per_token.view(B, H, N), dstate))
     if call.b is None:
@@ -189,7 +193,7 @@ class _Pass:
         final: LinearAttentionState | None = None,
         scratch: int = 0,
         db: int = 0,
-        gates: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0),
+        gates: tuple[int, ...] = (0, 0, 0, 0, 0),
     ) -> bytes:
         """Those of struct Params; `stats`, `e`, `scratch`, `db` and `gates` are addresses."""
         *initial_sums, n_initial = _state_pointers(initial)
@@ -200,69 +204,55 @@ class _Pass:
             *operands_of[mode](self._tensors), *rows, *self._option_pointers, *states, *gates
         )
 
-
-class _Gates:
-    """What the kernel `gates` finds of a call's token decays for one direction, and dq's or dk's scan of dG.
-
-    gamma, to_end, count, and backward two parts of dG: [B, H, N] in the order of that direction (gates.cuh);
-    without such a decay nothing.
-    """
-
-    def __init__(self, call: Call, backward: bool = False) -> None:
-        B, N, H, _ = call.shape
-        numbers = 0 if call.log_gate is None else B * H * N
-        self._memory = torch.empty(5 if backward else 3, numbers, dtype=torch.float32, device=call.device)
-        self.dG = self._memory[3].data_ptr() if backward else 0
-
-    def pointers(self, count_out: Tensor | None = None) -> tuple[int, int, int, int, int]:
-        """Those of struct Params."""
-        gamma, to_end, count = (self._memory[i].data_ptr() for i in range(3))
-        return gamma, to_end, count, _pointer(count_out), self.dG
+    def gates(
+        self, sums: int, count_out: Tensor | None = None, dG: int = 0
+    ) -> tuple[int, int, int, int, int]:
+        """Pointers for `gates` and what reads its sums, three rows of `plan.gate_sums_size` (gates.cuh)."""
+        return sums, sums + self._row, sums + 2 * self._row, _pointer(count_out), dG
 
 
 def _kind_of_decay(call: Call) -> str:
     return "PER_TOKEN" if call.log_gate is not None else "NO_DECAY" if call.log_decay is None else "PER_HEAD"
 
 
-def _with_states(
+def _add_states(
     call: Call,
     gradient: Tensor,
     total: Tensor,
     initial: LinearAttentionState | None,
     d_initial: LinearAttentionState | None,
-    dstate: LinearAttentionState | None,
-) -> Tensor:
-    """The gradient of log_gate [B, N, H] with what a final state's gradient dS adds, in place.
+    dstate: LinearAttentionState,
+) -> None:
+    """Adds to the gradient of log_gate [B, N, H] what the final state's, dS, adds.
 
     It adds ⟨dS, S⟩ to the gradient of G_N, and so to all gates'. That follows without S: all gradients of G
     add up to that of the first gate, which scales the initial state alone: ⟨dS₀, S₀⟩. `total`, [B, H], is
     what they add up to without it.
     """
-    if dstate is None:
-        return gradient
     added = -total
     if initial is not None and d_initial is not None:
         pairs = zip(initial, d_initial, strict=True)
         added += sum((x * dx).reshape(*total.shape, -1).sum(-1) for x, dx in pairs)
     assert call.log_gate is not None
-    return gradient.add_(added.unsqueeze(1)).masked_fill_(call.log_gate <= LOG_ZERO[torch.float32], 0.0)
+    gradient.add_(added.unsqueeze(1)).masked_fill_(call.log_gate <= LOG_ZERO[torch.float32], 0.0)
 
 
 def _stats(plan: LaunchPlan, device: torch.device) -> Tensor:
-    """stats [3, B, H, N], and behind them in the same memory room for the states before the segments.
+    """stats [3, B, H, N], and behind them in the same memory room for the states before the segments and for
+    what `gates` finds.
 
-    The backward pass starts from the same states: what saves stats for it saves them too, and computing them
-    again would read k and v once more.
+    The backward pass starts from the same: what saves stats for it saves them too, and computing them again
+    would read k and v once more.
     """
     B, H, N = plan.B, plan.H, plan.N
-    size = 3 * B * H * N + plan.scratch_size(plan.segmentation)
+    size = 3 * B * H * N + plan.scratch_size(plan.segmentation) + plan.gate_sums_size
     memory = torch.empty(size, dtype=torch.float32, device=device)
     return memory.as_strided((3, B, H, N), (B * H * N, H * N, N, 1))
 
 
-def _states_behind(stats: Tensor, plan: LaunchPlan) -> int:
-    """The address of the states that forward left there, if these stats are `_stats`'; else 0."""
-    end = stats.storage_offset() + stats.numel() + plan.scratch_size(plan.segmentation)
+def _left_behind(stats: Tensor, plan: LaunchPlan) -> int:
+    """The address of what forward left there, if these stats are `_stats`'; else 0."""
+    end = stats.storage_offset() + stats.numel() + plan.scratch_size(plan.segmentation) + plan.gate_sums_size
     ours = stats.is_contiguous() and stats.untyped_storage().nbytes() == 4 * end
     return stats.data_ptr() + 4 * stats.numel() if ours else 0
 

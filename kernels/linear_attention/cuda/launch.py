@@ -300,6 +300,11 @@ class LaunchPlan:
         states = (segmentation.segments - 1) * segmentation.sub_segments
         return self.B * self.H * states * state_size(self.D)
 
+    @property
+    def gate_sums_size(self) -> int:
+        """fp32 numbers: Γ and two more of every token and head."""
+        return 3 * self.B * self.H * self.N if self.gates else 0
+
     def _segmentation(self, scans: int) -> Segmentation:
         """The segments with which so many scans at once fill the card."""
         heads, chunk = self.B * self.H, self.build.chunk
