@@ -103,13 +103,12 @@ def _first_round(row: Row, call: Call, clock: Clock, limit: float, graphs: bool,
     """Compiles, measures memory and correctness, finds how many runs fit, and times them."""
     call.both()  # compiles, autotunes: not counted against `limit`
     start = time.perf_counter()
-    if clock.cuda:
-        torch.cuda.synchronize(clock.device)
-        _measure_memory(row, call, clock.device)
     row.errors, row.reason = relative_errors(call), call.why_no_backward or ""
     if not _within_tolerance(row.errors, row):
         worst = max(row.errors, key=lambda name: _nan_last(row.errors[name]))
         row.status, row.reason = "wrong", f"{worst} is off by {row.errors[worst]:.1e} (relative RMS)"
+    if clock.cuda:
+        _measure_memory(row, call, clock.device)
     call.clear()
 
     once = sum(clock.time(call.both)) / 1e3
