@@ -191,7 +191,7 @@ def _median(values: list[float]) -> float | None:
 
 
 def _loss_table(study: Study, rows: list[dict[str, Any]]) -> Table:
-    compared = list(dict.fromkeys(name for row in rows for name in row["less"]))
+    compared = [row["row"] for row in rows if any(row["row"] in other["less"] for other in rows)]
     body = []
     for row in rows:
         loss = f"{row['loss']:.4f}" + ("" if row["deviation"] is None else f" ± {row['deviation']:.4f}")
