@@ -179,7 +179,8 @@ def run(argv: list[str]) -> int:
 
     def watched_train(self, stop):
         print(READY, flush=True)
-        sys.stdin.readline()
+        if not sys.stdin.readline():  # nobody waits any more
+            sys.exit(1)
         done = train(self, stop)
         found["names"] = [name for name, _ in self.gpt.named_parameters()]
         found["weights"] = bits(list(self.gpt.parameters()))
