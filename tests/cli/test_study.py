@@ -179,9 +179,9 @@ def test_rows_are_compared_over_their_seeds(here):
     ]
     assert main(["study", "--config", "study-tiny.yaml", "--stages", "page"]) == 0
     page = (folder / "README.md").read_text()
-    assert "| 4.1000 ± 0.1000 | –                | +0.1000 ± 0.1155 |" in page  # √(0.01/3 + 0.03/3)
-    assert "| 4.0000 ± 0.1732 | −0.1000 ± 0.1155 | –                |" in page
-    assert "| 5.0000 ± 0.0000 | +0.9000 ± 0.0577 | +1.0000 ± 0.1000 |" in page
+    assert "| 4.1000 ± 0.1000 | +0.1000 ± 0.1155 | –                |" in page  # √(0.01/3 + 0.03/3)
+    assert "| 4.0000 ± 0.1732 | –                | −0.1000 ± 0.1155 |" in page
+    assert "| 5.0000 ± 0.0000 | +1.0000 ± 0.1000 | +0.9000 ± 0.0577 |" in page
     assert "Tokens/s" not in page and "2 runs shared a GPU" in page and "ours-seed2 is missing" in page
     picture = (folder / "curves.svg").read_text()
     assert "ours" in picture and "softmax" not in picture
