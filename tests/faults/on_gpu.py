@@ -215,7 +215,8 @@ def table(record: Mapping[str, Any]) -> str:
     """Markdown: what was measured, and what came of it."""
     lines = ["| | model | promise | measured |", "|---|---|---|---|"]
     for attention, row in record["deterministic"].items():
-        same = row["difference"] or f"equal: all losses, gradients and weights of {row['steps']} steps"
+        all_of = f"{row['steps']} losses, the gradients of the first {COMPARED} steps, the weights at the end"
+        same = row["difference"] or f"equal: {all_of}"
         what = f"`--train.deterministic true`, {attention} | {record['model']} | two processes, the same bits"
         lines.append(f"| {what} | {same}; a step takes {row['ms']:.1f} ms, {row['cost']:+.0%} |")
     if row := record.get("saves"):
