@@ -17,9 +17,9 @@ from torch.profiler import record_function
 from lingpt.models import GPT
 from lingpt.train.compilation import compile_options
 
-# Most logits at a time: 512 MB in bf16. Each piece reads and writes the fp32 gradient of the whole weight,
-# and a small model's products fill a large GPU only with many rows.
+# Most logits at a time: 512 MB in bf16. Each piece reads and writes the fp32 gradient of the whole weight.
 PIECE_ELEMENTS = 2**28
+SMALL_EMBD = 1024  # up to here twice as many: a small model's products fill a large GPU only with many rows
 LossAndGradient = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -52,9 +52,10 @@ class NextTokenLoss(nn.Module):
             return cross_entropy_sum(hidden_BNC, weight_VC, block_BN1[:, 1:], of_piece=self.of_piece)
 
 
-def rows_per_piece(vocab_size: int) -> int:
+def rows_per_piece(vocab_size: int, n_embd: int) -> int:
     """Tokens whose logits exist at a time: a power of two, so that pieces are alike and tiles are whole."""
-    return 1 << max(0, (PIECE_ELEMENTS // vocab_size).bit_length() - 1)
+    elements = PIECE_ELEMENTS if n_embd > SMALL_EMBD else 2 * PIECE_ELEMENTS
+    return 1 << max(0, (elements // vocab_size).bit_length() - 1)
 
 
 def cross_entropy_sum(
@@ -71,7 +72,7 @@ def cross_entropy_sum(
     Products are in autocast's dtype where autocast is on, else in the inputs'; the softmax in fp32 or better.
     """
     hidden_TC, targets_T = hidden_BNC.flatten(0, -2), targets_BN.flatten()
-    rows = rows or rows_per_piece(weight_VC.shape[0])
+    rows = rows or rows_per_piece(*weight_VC.shape)
     device = hidden_TC.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_TC.dtype
     with torch.autocast(device, enabled=False):

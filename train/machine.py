@@ -153,7 +153,7 @@ def memory_needed(
         size,
         recipe.data.seq_len,
         precision,
-        loss_chunk_tokens=rows_per_piece(config.padded_vocab_size),
+        loss_chunk_tokens=rows_per_piece(config.padded_vocab_size, config.n_embd),
         sharded_over=over,
         activation_checkpointing=recipe.train.activation_checkpointing,
         accumulates=recipe.train.global_batch_size > size,
