@@ -93,7 +93,7 @@ def _trained(trials: "list[Trial]", workers: int | None) -> "Iterator[tuple[Tria
     """(trial, its result or the error), as they are done: in this process, or in several on all GPUs."""
     import torch
 
-    from lingpt.eval.mqar import train_trial, tune
+    from lingpt.eval.mqar import begin_tuning, train_trial
 
     cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
     workers = min(workers or max(1, PER_CARD * cards), max(1, len(trials)))
@@ -109,12 +109,15 @@ def _trained(trials: "list[Trial]", workers: int | None) -> "Iterator[tuple[Tria
     for i in range(workers):
         devices.put(f"cuda:{i % cards}" if cards else "cpu")
     with ProcessPoolExecutor(workers, context, initializer=_take_device, initargs=(devices,)) as pool:
-        # GLA last: its kernels are tuned meanwhile, once for each width.
-        tuned = [trial for trial in trials if cards and trial.attention.startswith("gla")]
-        futures = {pool.submit(_train_here, trial): trial for trial in trials if trial not in tuned}
-        for trial in {trial.width: trial for trial in tuned}.values():
-            tune(trial, torch.device("cuda", cards - 1))
-        futures |= {pool.submit(_train_here, trial): trial for trial in tuned}
+        # What has kernels to be tuned (GLA, once for each width) comes last, and they are tuned meanwhile.
+        sizes = {(trial.attention, trial.width): trial for trial in trials} if cards else {}
+        card = torch.device("cuda")
+        begun = {size: found for size, trial in sizes.items() if (found := begin_tuning(trial, card))}
+        last = [trial for trial in trials if (trial.attention, trial.width) in begun]
+        futures = {pool.submit(_train_here, trial): trial for trial in trials if trial not in last}
+        for tuning in begun.values():
+            tuning.finish(print)
+        futures |= {pool.submit(_train_here, trial): trial for trial in last}
         try:
             for future in as_completed(futures):
                 failure = future.exception()

@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from lingpt.common.errors import UserError
+from lingpt.kernels.gla_tuning import Tuning
 from lingpt.models import ATTENTIONS, GPT, Config
 
 POWER = 0.01  # Zoology's exponent of the gaps
@@ -189,12 +190,15 @@ def train_trial(trial: Trial, device: str = "cpu") -> dict[str, Any]:
     }
 
 
-def tune(trial: Trial, device: torch.device) -> None:
-    """Chooses how the attention's kernels run at this size; other processes then find it on disk."""
+def begin_tuning(trial: Trial, device: torch.device) -> Tuning | None:
+    """What must be chosen before the attention's kernels run at this size, begun; None where nothing must.
+
+    Other processes find the choices on disk.
+    """
     with torch.device("meta"):
         attention = GPT(trial.config()).blocks[0].attn
-    if tuning := attention.tuning(trial.batch_size, trial.length, torch.bfloat16, device):
-        tuning.finish(print)
+    tuning = attention.tuning(trial.batch_size, trial.length, torch.bfloat16, device)
+    return tuning if tuning and tuning.needed else None
 
 
 def rate_factor(step: int, steps: int) -> float:
