@@ -156,6 +156,38 @@ def test_passes_over_what_was_not_compiled_in_time(monkeypatch):
         assert runs[-1] == (chosen, False) and bool(compiled) == (left_out == 0)
 
 
+def test_what_is_far_slower_is_not_timed_again(monkeypatch):
+    """Than the fastest of the same call; the others have Triton's clock."""
+    now, benched, bench = [0.0], [], [2.0, 2.0, 2.0]
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = now[0]
+
+        def synchronize(self): ...
+
+        def elapsed_time(self, end):
+            return end.at - self.at
+
+    def runs(ms: float):
+        return lambda: now.__setitem__(0, now[0] + ms)
+
+    testing = pytest.importorskip("triton.testing")
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(testing, "do_bench", lambda kernel, quantiles, **_: benched.append(1) or bench)
+    clock, quantiles = gla_tuning._Clock(), (0.5, 0.2, 0.8)
+    call = {}
+    clock.times(call)
+    assert [clock(runs(ms), quantiles)[0] for ms in (2.5, 7.0, 5.0)] == [2.0, 7.0, 2.0]
+    clock.times(call)
+    assert clock(runs(7.0), quantiles) == [7.0] * 3
+    clock.times({})
+    assert clock(runs(7.0), quantiles)[0] == 2.0 and len(benched) == 3
+
+
 def test_a_kernel_of_which_nothing_is_compiled_is_compiled_when_it_runs(monkeypatch):
     """By its first configuration."""
     tuner, runs = autotuned(compiled=())
