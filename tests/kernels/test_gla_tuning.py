@@ -184,8 +184,12 @@ def test_what_is_far_slower_is_not_timed_again(monkeypatch):
     assert [clock(runs(ms), quantiles)[0] for ms in (2.5, 7.0, 5.0)] == [2.0, 7.0, 2.0]
     clock.times(call)
     assert clock(runs(7.0), quantiles) == [7.0] * 3
+    bench[0] = 0.1
+    assert clock(runs(2.5), quantiles)[0] == 0.1
+    assert [clock(runs(ms), quantiles)[0] for ms in (0.9, 1.1)] == [0.1, 1.1], "the host's time counts not"
+    bench[0] = 2.0
     clock.times({})
-    assert clock(runs(7.0), quantiles)[0] == 2.0 and len(benched) == 3
+    assert clock(runs(7.0), quantiles)[0] == 2.0 and len(benched) == 5
 
 
 def test_a_kernel_of_which_nothing_is_compiled_is_compiled_when_it_runs(monkeypatch):
