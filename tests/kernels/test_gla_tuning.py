@@ -186,7 +186,7 @@ def test_what_is_far_slower_is_not_timed_again(monkeypatch):
     assert clock(runs(7.0), quantiles) == [7.0] * 3
     bench[0] = 0.1
     assert clock(runs(2.5), quantiles)[0] == 0.1
-    assert [clock(runs(ms), quantiles)[0] for ms in (0.9, 1.1)] == [0.1, 1.1], "the host's time counts not"
+    assert [clock(runs(ms), quantiles)[0] for ms in (0.75, 1.25)] == [0.1, 1.25], "short: measured in full"
     bench[0] = 2.0
     clock.times({})
     assert clock(runs(7.0), quantiles)[0] == 2.0 and len(benched) == 5
