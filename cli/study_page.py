@@ -109,17 +109,19 @@ def _training(study: Study, folder: Path, tried: Sequence[StudyRun], done: Seque
     curves = mean_over_seeds(read_curves(folders))
     base = next((i for i, curve in enumerate(curves) if curve.attention == "softmax"), 0)
     drawn = [run.folder for run in done if run.row in (study.drawn or study.attentions)]
-    draw_curves(drawn or folders, folder / "curves.png", formats=["svg", "pdf"])
+    shared = study.runs_per_card > 1
+    draw_curves(drawn or folders, folder / "curves.png", formats=["svg", "pdf"], timed=not shared)
     reached = time_to_loss(curves, base)
     rows = _losses(study, done, curves)
     with write_errors(folder / "summary.json"):
         write_json(folder / "summary.json", {"rows": rows, "time_to_loss": reached})
     note = caption(curves).replace("\n", " ")
-    if study.runs_per_card > 1:
-        note += f" {study.runs_per_card} runs shared a GPU at a time: the times are not those of a run alone."
-    parts = [f"## Loss\n\n![Loss against time, tokens and steps](curves.png)\n\n{note}"]
+    if shared:
+        note += f" {study.runs_per_card} runs shared a GPU at a time: their times are left out."
+    axes = "tokens and steps" if shared else "time, tokens and steps"
+    parts = [f"## Loss\n\n![Loss against {axes}](curves.png)\n\n{note}"]
     parts.append(_loss_table(study, rows).text(markdown=True))
-    if study.runs_per_card == 1:
+    if not shared:
         table = format_table(reached, curves[base].name)
         parts.append(f"## Time to a loss\n\n```\n{table}\n```")
     if tried:

@@ -30,6 +30,7 @@ def draw_curves(
     out: str | Path,
     baseline: str | None = None,
     formats: Sequence[str] = (),
+    timed: bool = True,
 ) -> list[dict[str, Any]]:
     """Draws loss against time, tokens and steps into `out`; returns the table of `time_to_loss`.
 
@@ -39,14 +40,15 @@ def draw_curves(
     Args:
         baseline: the run, or its attention, that the times are relative to; by default the first.
         formats: the same picture beside `out` with these suffixes, such as `svg`, `pdf`.
+        timed: false leaves out the panel with the time, for runs whose times cannot be compared.
     """
     curves, out = mean_over_seeds(read_curves(run_folders)), Path(out)
     base = find_curve(curves, baseline) if baseline else 0
-    draw(curves, [out, *(out.with_suffix(f".{suffix}") for suffix in formats)])
+    draw(curves, [out, *(out.with_suffix(f".{suffix}") for suffix in formats)], timed)
     return time_to_loss(curves, base)
 
 
-def draw(curves: list[Curve], paths: Sequence[Path]) -> None:
+def draw(curves: list[Curve], paths: Sequence[Path], timed: bool = True) -> None:
     """The picture in each of `paths`, whose suffixes are its formats: UserError for a format that is none."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # no global state, no display
     from matplotlib.figure import Figure
@@ -58,10 +60,11 @@ def draw(curves: list[Curve], paths: Sequence[Path]) -> None:
         if (path.suffix[1:].lower() or "png") not in known:
             kinds = ", .".join(sorted(known))
             raise UserError(f"cannot draw a {path.suffix}: end --out in one of .{kinds}")
-    panels = figure.subplots(1, 3, sharey=True)
     unit, seconds = _time_unit(max(_last(c, TIME) for c in curves))
     tokens, size = _token_unit(max(_last(c, TOKENS) for c in curves))
-    axes = ((TIME, seconds, f"training time ({unit})"), (TOKENS, size, tokens), (STEP, 1, "step"))
+    axes = [(TIME, seconds, f"training time ({unit})"), (TOKENS, size, tokens), (STEP, 1, "step")]
+    axes = axes if timed else axes[1:]
+    panels = figure.subplots(1, len(axes), sharey=True)
     for panel, (column, scale, name) in zip(panels, axes, strict=True):
         for (colour, dash), label, curve in zip(_styles(curves), labels(curves), curves, strict=True):
             _draw(panel, curve, column, scale, colour, dash, label)
@@ -72,7 +75,7 @@ def draw(curves: list[Curve], paths: Sequence[Path]) -> None:
     panels[0].set_ylabel("loss (nats per token)")
     _limits(panels[0], curves)
     rows = len(curves) + 1
-    panels[2].legend(frameon=False, fontsize=9 if rows < 8 else 7.5, loc="upper right")
+    panels[-1].legend(frameon=False, fontsize=9 if rows < 8 else 7.5, loc="upper right")
     models = sorted({c.model for c in curves if c.model})
     figure.suptitle(" and ".join(models), x=0.01, y=0.985, ha="left", fontsize=11, fontweight="bold")
     figure.text(0.01, 0.015, caption(curves), fontsize=8, color="0.25", ha="left", va="bottom")

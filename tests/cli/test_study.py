@@ -184,7 +184,7 @@ def test_rows_are_compared_over_their_seeds(here):
     assert "| 5.0000 ± 0.0000 | +1.0000 ± 0.1000 | +0.9000 ± 0.0577 |" in page
     assert "Tokens/s" not in page and "2 runs shared a GPU" in page and "ours-seed2 is missing" in page
     picture = (folder / "curves.svg").read_text()
-    assert "ours" in picture and "softmax" not in picture
+    assert "ours" in picture and "softmax" not in picture and "training time" not in picture
 
 
 def test_a_failure_is_named_at_the_end(here, monkeypatch, capsys):
