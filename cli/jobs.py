@@ -207,12 +207,9 @@ def find_slots(devices: int | None, each: int | None, sharing: int = 1) -> list[
         raise UserError(f"--devices {count}, but this machine has {there} GPUs")
     each = count if each is None else min(each, count)
     groups = [tuple(range(start, start + each)) for start in range(0, count - each + 1, each)]
-    names = [f"GPU {', '.join(map(str, group))}" for group in groups]
-    if sharing == 1:
-        return [Slot(name, group) for name, group in zip(names, groups, strict=True)]
     # A place on each card, then the second on each: few jobs are spread.
     return [
-        Slot(f"{name}, place {place}", group)
+        Slot(f"GPU {', '.join(map(str, group))}" + (f", place {place}" if sharing > 1 else ""), group)
         for place in range(1, sharing + 1)
-        for name, group in zip(names, groups, strict=True)
+        for group in groups
     ]

@@ -62,7 +62,7 @@ class Tuning:
         keep_triton_cache()
         self.needed = not is_tuned(functools.partial(call, size, device))
         if self.needed:
-            compile_all = functools.partial(compile_in_processes, _worker(size), others=same_cache())
+            compile_all = functools.partial(compile_in_processes, _worker(size), extra_env=triton_cache_env())
             self._compiled = _in_background(compile_all)
 
     def finish(self, report: Callable[[str], None]) -> None:
@@ -100,7 +100,7 @@ def keep_triton_cache() -> None:
     os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
 
 
-def same_cache() -> dict[str, str]:
+def triton_cache_env() -> dict[str, str]:
     """Environment variables with which another process finds in Triton's cache what this one looks for.
 
     Entries are named after ptxas's version too, which a process asks for once; but inductor, with its first
@@ -241,18 +241,18 @@ def compile_in_processes(
     command: list[str],
     processes: int | None = None,
     seconds: float = COMPILE_SECONDS,
-    others: dict[str, str] | None = None,
+    extra_env: dict[str, str] | None = None,
 ) -> tuple[int, int]:
     """Has `command`, in as many processes as there are cores, do its work for so many seconds at most.
 
     Each process writes how many pieces there are, then a line for each piece whose number it has read.
-    others: environment variables of theirs. Returns how many pieces are done, and how many there are. Raises
-    RuntimeError, with the last line of its stderr, where one ends early.
+    extra_env: environment variables of theirs. Returns how many pieces are done, and how many there are.
+    Raises RuntimeError, with the last line of its stderr, where one ends early.
     """
     processes = processes or min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
     pieces, deadline = itertools.count(), time.monotonic() + seconds
     with tqdm(desc="gla: compiling", unit="config", leave=False, disable=None) as bar:
-        feed = functools.partial(_feed, command, others or {}, pieces, deadline, bar)
+        feed = functools.partial(_feed, command, extra_env or {}, pieces, deadline, bar)
         results = [future.result() for future in [_in_background(feed) for _ in range(processes)]]
     done, total = sum(done for done, _ in results), max(total for _, total in results)
     if not total:
@@ -261,11 +261,11 @@ def compile_in_processes(
 
 
 def _feed(
-    command: list[str], others: dict[str, str], pieces: Iterator[int], deadline: float, bar: tqdm
+    command: list[str], extra_env: dict[str, str], pieces: Iterator[int], deadline: float, bar: tqdm
 ) -> tuple[int, int]:
     """Starts one process, and gives it one piece after the other until there are no more, or no more time."""
     found = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
-    environment = os.environ | found | {"OMP_NUM_THREADS": "1"} | others
+    environment = os.environ | found | {"OMP_NUM_THREADS": "1"} | extra_env
     done = total = 0
     with (
         tempfile.TemporaryFile("w+") as stderr,

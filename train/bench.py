@@ -108,7 +108,7 @@ class Trained:
     def step(self) -> None:
         """One optimiser step. RuntimeError where its loss is not finite: what is timed must train."""
         t, parallel, tokens = self.recipe.train, self.parallel, self.recipe.tokens_per_step
-        self.optimizer.zero_grad()
+        parallel.zero_gradients(self.optimizer)
         loss_sum = torch.zeros((), dtype=torch.float64, device=parallel.device)
         for _ in range(t.global_batch_size // t.micro_batch_size):
             loss = self.model(self.micro_batch)

@@ -113,26 +113,26 @@ def choose_strategy(machine: Machine, config: Config, recipe: Recipe) -> tuple[M
     if n == 1:
         alone = "strategy: one device has nobody to share with: it trains as it is"
         return machine, alone if wanted != "auto" else None
+    if wanted == "ddp":
+        return replace(machine, strategy="ddp"), None
     # Processes on a CPU share its memory.
     room = machine.memory / (machine.devices if machine.accelerator == "cpu" else 1)
+    why = None
+    if wanted == "auto":
+        ddp, fsdp = (memory_needed(config, recipe, machine.precision, over=over)["total"] for over in (1, n))
+        has = f"of {room / 1e9:.0f} GB"
+        if fits(ddp, room):
+            why = f"strategy: DDP, for the whole model fits each device (about {ddp / 1e9:.1f} GB {has})"
+            return replace(machine, strategy="ddp"), why
+        why = (
+            f"strategy: FSDP over {n} devices, for the whole model needs about {ddp / 1e9:.1f} GB {has} "
+            f"each, and a part {fsdp / 1e9:.1f} GB"
+        )
     # Where there is room, the devices communicate once a step; but FSDP2 would then sum the gradients of the
     # micro-batches in bf16, too, where those of the devices are.
     once = memory_needed(config, recipe, machine.precision, over=n, gathers_once=True)["total"]
-    sharded = replace(
-        machine, strategy="fsdp", gathers_once=fits(once, room) and not recipe.train.reduce_bf16
-    )
-    if wanted != "auto":
-        return sharded if wanted == "fsdp" else replace(machine, strategy=wanted), None
-    ddp, fsdp = (memory_needed(config, recipe, machine.precision, over=over)["total"] for over in (1, n))
-    has = f"of {room / 1e9:.0f} GB"
-    if fits(ddp, room):
-        why = f"strategy: DDP, for the whole model fits each device (about {ddp / 1e9:.1f} GB {has})"
-        return replace(machine, strategy="ddp"), why
-    why = (
-        f"strategy: FSDP over {n} devices, for the whole model needs about {ddp / 1e9:.1f} GB {has} each, "
-        f"and a part {fsdp / 1e9:.1f} GB"
-    )
-    return sharded, why
+    gathers_once = fits(once, room) and not recipe.train.reduce_bf16
+    return replace(machine, strategy="fsdp", gathers_once=gathers_once), why
 
 
 def memory_needed(

@@ -52,7 +52,7 @@ def test_tunes_after_compiling_or_without_it(monkeypatch, fails):
     """Where the parallel compiling fails, one line says so, and Triton compiles by itself."""
     calls, lines = [], []
     monkeypatch.setattr(gla_tuning, "keep_triton_cache", lambda: None)
-    monkeypatch.setattr(gla_tuning, "same_cache", dict)
+    monkeypatch.setattr(gla_tuning, "triton_cache_env", dict)
     monkeypatch.setattr(gla_tuning, "is_tuned", lambda _: False)
     monkeypatch.setattr(
         gla_tuning, "timing_briefly", lambda *counts: calls.append(counts) or contextlib.nullcontext()
@@ -70,7 +70,7 @@ def test_says_how_many_are_left_out(monkeypatch):
     """And as many may be missing where the others are timed."""
     counts, lines = [], []
     monkeypatch.setattr(gla_tuning, "keep_triton_cache", lambda: None)
-    monkeypatch.setattr(gla_tuning, "same_cache", dict)
+    monkeypatch.setattr(gla_tuning, "triton_cache_env", dict)
     monkeypatch.setattr(gla_tuning, "is_tuned", lambda _: False)
     monkeypatch.setattr(gla_tuning, "compile_in_processes", lambda *_, **__: (17, 20))
     monkeypatch.setattr(
@@ -214,6 +214,6 @@ def test_other_processes_look_for_the_same_entries(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_PTXAS_PATH", str(other))
     version_in_another = compiler.get_ptxas_version.__wrapped__
     assert version_in_another(90) != before
-    for name, value in gla_tuning.same_cache().items():
+    for name, value in gla_tuning.triton_cache_env().items():
         monkeypatch.setenv(name, value)
     assert version_in_another(90) == before

@@ -75,7 +75,7 @@ struct SharedSm90 {  // byte offsets; tiles first: swizzled, aligned to 1024
   // τ and ζ decayed to the chunk's end as two 16-bit numbers each, four rows of 64 tokens; of two chunks (`states`: of
   // every stage), then zeros
   static constexpr int END_COEFFICIENTS = Y_STAGING + (CONFIG::STAGES_Y ? 2 * GROUPS * PANEL : 0);
-  // Σ ζ b from before as three 16-bit numbers, three rows of 64 columns; five rows of zeros. For scores of every stage
+  // Σ ζ b from before as three 16-bit numbers, three rows of 64 columns; five rows of zeros. FWD: of every stage
   static constexpr int B_SUMS = END_COEFFICIENTS + ((CONFIG::STATES ? STAGES : 2) + 1) * EIGHT_ROWS;
   static constexpr int B_SUMS_SLOTS = CONFIG::NORMALISES ? STAGES : CONFIG::SPLITS_B;
   static constexpr int COEFFICIENTS = B_SUMS + B_SUMS_SLOTS * PANELS * EIGHT_ROWS;
