@@ -42,6 +42,21 @@ T = TypeVar("T")
 TIMEOUT_MINUTES = 30.0
 
 
+def separate_gradients(module: nn.Module) -> None:
+    """Copies a gradient that lies in the memory of another parameter's.
+
+    Two biases that are added to the same sum have the same gradient, and a backward pass that Inductor has
+    compiled returns one buffer for both. The next micro-batch would be added to it twice, and the clipping
+    scale it twice.
+    """
+    seen = set()
+    for parameter in module.parameters():
+        if parameter.grad is not None and not isinstance(parameter.grad, DTensor):
+            if parameter.grad.data_ptr() in seen:
+                parameter.grad = parameter.grad.clone()
+            seen.add(parameter.grad.data_ptr())
+
+
 class Parallel:
     """One process's view of them all. Making it starts the others.
 
@@ -160,7 +175,8 @@ class Parallel:
         assert isinstance(wrapped, torch.optim.Optimizer)
         return wrapped
 
-    def accumulate(self, module: WrappedModule, enabled: bool) -> AbstractContextManager:
+    @contextlib.contextmanager
+    def accumulate(self, module: WrappedModule, enabled: bool) -> Iterator[None]:
         """Around a forward and a backward pass whose gradients may stay on this rank, where it is enabled.
 
         Sharded gradients are summed in every pass, unless there is the memory for whole ones.
@@ -168,9 +184,10 @@ class Parallel:
         self.watch.enter_collective()
         if self._gathers_once:
             stay_whole(module._forward_module, enabled)
-        if enabled and self.world_size > 1 and not self.sharded:
-            return self.fabric.no_backward_sync(module)
-        return contextlib.nullcontext()
+        stays_here = enabled and self.world_size > 1 and not self.sharded
+        with self.fabric.no_backward_sync(module) if stays_here else contextlib.nullcontext():
+            yield
+        separate_gradients(module)
 
     def zero_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Frees them; DDP's, which are views of its buckets, stay: others would take as much memory again."""

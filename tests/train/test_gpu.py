@@ -9,8 +9,12 @@ from safetensors.torch import load_file
 from lingpt.common.errors import UserError
 from lingpt.common.run_folder import read_metrics
 from lingpt.models import ATTENTIONS, GPT, Config
-from lingpt.train import train
+from lingpt.train import TrainConfig, train
 from lingpt.train.bench import bench_steps
+from lingpt.train.compilation import compile_blocks
+from lingpt.train.loss import NextTokenLoss
+from lingpt.train.machine import choose_machine
+from lingpt.train.parallel import Parallel
 
 
 @pytest.mark.gpu
@@ -69,6 +73,25 @@ def test_a_deterministic_run_has_the_same_bits_again(make_recipe, attention):
     for losses, tensors in zip(logged[1:], weights[1:], strict=True):
         assert losses == logged[0]
         assert all(torch.equal(tensor, weights[0][name]) for name, tensor in tensors.items())
+
+
+@pytest.mark.gpu
+def test_compiled_gradients_of_two_micro_batches_are_those_of_eager():
+    """Also those that Inductor returns in one buffer, of the biases that a block adds to the same sum."""
+    gradients = []
+    for compiled in (True, False):
+        parallel = Parallel(choose_machine(TrainConfig(accelerator="cuda", devices=1, precision="32-true")))
+        gpt = GPT.create(Config.from_name("demo", attention="softmax"), seed=0, device="cuda")
+        if compiled:
+            compile_blocks(gpt)
+        model = parallel.wrap(NextTokenLoss(gpt))
+        torch.manual_seed(0)
+        for i in range(2):
+            with parallel.accumulate(model, enabled=i == 0):
+                parallel.backward(model(torch.randint(2048, (4, 257), device="cuda")), 1024)
+        assert len({p.grad.data_ptr() for p in gpt.parameters()}) == len(list(gpt.parameters()))
+        gradients.append([p.grad for p in gpt.parameters()])
+    torch.testing.assert_close(*gradients, rtol=0.02, atol=1e-5)
 
 
 @pytest.mark.gpu

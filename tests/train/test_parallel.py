@@ -12,9 +12,9 @@ import torch
 from lingpt.common.errors import UserError
 from lingpt.models import GPT, Config
 from lingpt.train import TrainConfig
+from lingpt.train.compilation import compile_blocks
 from lingpt.train.loss import NextTokenLoss
 from lingpt.train.machine import choose_machine
-from lingpt.train.model import compile_blocks
 from lingpt.train.parallel import Parallel
 
 
@@ -54,6 +54,35 @@ def test_backward_is_of_the_mean(alone):
     for part in (1.0, 2.0):
         alone.backward(weight * part, count=4)
     assert weight.grad.item() == pytest.approx(3 / 4)
+
+
+class TwoBiases(torch.autograd.Function):
+    """x + a + b; both biases get the same gradient, in one buffer, as from Inductor's backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, a, b):
+        return x + a + b
+
+    @staticmethod
+    def backward(ctx, grad):
+        total = grad.sum(0, keepdim=True)
+        return grad, total.view(-1), total.view(-1)
+
+
+def test_gradients_in_one_buffer_are_accumulated_and_clipped_once(alone):
+    a, b = (torch.nn.Parameter(torch.zeros(4)) for _ in range(2))
+    module = torch.nn.ParameterList([a, b])
+    x = torch.randn(2, 5, 4)
+    TwoBiases.apply(x[0], a, b).square().sum().backward()
+    assert a.grad.data_ptr() == b.grad.data_ptr(), "autograd copies it by now"
+    a.grad = b.grad = None
+    for part in x:
+        with alone.accumulate(module, enabled=False):
+            alone.backward(TwoBiases.apply(part, a, b).square().sum(), count=1)
+    whole = 2 * x.sum((0, 1))
+    torch.testing.assert_close((a.grad, b.grad), (whole, whole))
+    alone.clip_gradients(module, 0.5)
+    assert torch.cat([a.grad, b.grad]).norm().item() == pytest.approx(0.5)
 
 
 @pytest.fixture
