@@ -35,9 +35,11 @@ def cache_dir() -> Path:
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary file in `path`'s folder; it takes `path`'s place if the block ends without an error.
 
-    What killed writers of `path` left goes, once it is old enough to be nobody's.
+    What killed writers of `path` left goes, once it is old enough to be nobody's. The folder is made where it
+    is missing, but for one of `new_folder`: that has gone with its disk.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.parent.suffix != PARTIAL:
+        path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(OSError):  # another user's, say: it is in nobody's way
         remove_partial(path.parent, f"{path.name}.", older_than=ABANDONED)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PARTIAL)

@@ -42,6 +42,14 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
     assert (tmp_path / "folder/a").read_text() == "all" and os.listdir(tmp_path) == ["folder"]
 
 
+def test_a_folder_that_goes_while_it_is_filled_is_not_made_again(tmp_path):
+    """An unmounted disk: its files would fill the one below."""
+    with pytest.raises(FileNotFoundError), new_folder(tmp_path / "disk/folder") as folder:
+        (tmp_path / "disk").rename(tmp_path / "unmounted")
+        write_json(folder / "file.json", {})
+    assert os.listdir(tmp_path) == ["unmounted"]
+
+
 def test_what_killed_writers_left_is_removed_and_nothing_else(tmp_path):
     for name in (".step-1.partial", ".step-2.a8.partial", ".other.partial", "step-1"):
         (tmp_path / name).mkdir()
