@@ -82,9 +82,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor, LinearAttentionState | None]:
         scratch = g + 4 * stats.numel()
         gates = run.gates(scratch + 4 * run.plan.scratch_size(run.plan.segmentation), final and final.n)
         pointers = run.pointers("FWD", g, initial=initial, final=final, scratch=scratch, gates=gates)
-        if run.plan.gates:
-            run.plan.gates(run.stream, pointers)
-        for launch in run.plan.forward:
+        for launch in (*run.plan.gates, *run.plan.forward):
             launch(run.stream, pointers)
     if final is not None and call.log_gate is None:
         final.n.copy_(_token_count(call))
@@ -111,12 +109,13 @@ def backward(
             plan.scratch_size(plan.reverse_segmentation),
             rows,
             B * H * plan.segmentation.segments,
-            *((3 * rows, 2 * rows, 2 * rows, B * H) if plan.gates else (0, 0, 0, 0)),
+            plan.gate_sums_size,
+            *((2 * rows, 2 * rows, B * H, plan.gate_totals_size) if plan.gates else (0, 0, 0, 0)),
             0 if left else states_size + plan.gate_sums_size,
         )
         work = torch.empty(sum(sizes), dtype=torch.float32, device=call.device)
         addresses = [work.data_ptr() + 4 * at for at in accumulate(sizes, initial=0)]
-        scratch, e, db, reverse_sums, row_dG, column_dG, total_dG, own, _ = addresses
+        scratch, e, db, reverse_sums, row_dG, column_dG, total_dG, totals, own, _ = addresses
         d_initial = None if initial is None else LinearAttentionState.empty(B, H, D, device=call.device)
         if not plan.build.sm90:
             plan.row_products(stream, run.pointers("row_products", g, e=e))
@@ -125,18 +124,15 @@ def backward(
         before: dict[str, Any] = dict(initial=initial, scratch=states, gates=gates)
         if not left:
             pointers = run.pointers("FWD", g, **before)
-            for launch in (plan.gates, *plan.states):
-                if launch:
-                    launch(stream, pointers)
+            for launch in (*plan.gates, *plan.states):
+                launch(stream, pointers)
         plan.dq(stream, run.pointers("DQ", g, e=e, db=db, **before))
         d_count = run.gates(reverse_sums, d_initial and d_initial.n, column_dG)
         dk, dv = (
             run.pointers(mode, g, e=e, initial=dstate, final=d_initial, scratch=scratch, gates=d_count)
             for mode in ("DK", "DV")
         )
-        if plan.reverse_gates:
-            plan.reverse_gates(stream, dk)
-        for launch in plan.reverse_states:
+        for launch in (*plan.reverse_gates, *plan.reverse_states):
             launch(stream, dk)
         if plan.build.sm90:
             plan.dk_dv(stream, dk, dv)
@@ -146,9 +142,10 @@ def backward(
         gate_gradient = None
         if plan.gate_gradient:
             gate_gradient = torch.empty(B, N, H, dtype=torch.float32, device=call.device)
-            found = gate_gradient.data_ptr(), 0, column_dG, total_dG, row_dG
-            plan.gate_gradient(stream, run.pointers("gates", g, gates=found))
-    _, e_per_token, db_per_segment, *_, total, _ = work.split_with_sizes(sizes)
+            found = gate_gradient.data_ptr(), 0, column_dG, totals, total_dG, row_dG
+            for launch in plan.gate_gradient:
+                launch(stream, run.pointers("gates", g, gates=found))
+    _, e_per_token, db_per_segment, *_, total, _, _ = work.split_with_sizes(sizes)
     if gate_gradient is not None and dstate is not None:
         _add_states(call, gate_gradient, total.view(B, H), initial, d_initial, dstate)
     if d_initial is not None and call.log_gate is None:
@@ -193,7 +190,7 @@ class _Pass:
         final: LinearAttentionState | None = None,
         scratch: int = 0,
         db: int = 0,
-        gates: tuple[int, ...] = (0, 0, 0, 0, 0),
+        gates: tuple[int, ...] = (0,) * 6,
     ) -> bytes:
         """Those of struct Params; `stats`, `e`, `scratch`, `db` and `gates` are addresses."""
         *initial_sums, n_initial = _state_pointers(initial)
@@ -207,8 +204,9 @@ class _Pass:
     def gates(
         self, sums: int, count_out: Tensor | None = None, dG: int = 0
     ) -> tuple[int, int, int, int, int]:
-        """Pointers for `gates` and what reads its sums, three rows of `plan.gate_sums_size` (gates.cuh)."""
-        return sums, sums + self._row, sums + 2 * self._row, _pointer(count_out), dG
+        """Pointers for `gates` and what reads its sums, of `plan.gate_sums_size` (gates.cuh)."""
+        rows = [sums + i * self._row for i in range(4)]  # Γ, two more, and those of chunks
+        return *rows, _pointer(count_out), dG
 
 
 def _kind_of_decay(call: Call) -> str:

@@ -30,7 +30,8 @@ HEAD_DIMS = (64, 128)
 MODES = ("FWD", "DQ", "DK", "DV")  # of a scan: modes.cuh has the table
 DECAYS = ("NO_DECAY", "PER_HEAD", "PER_TOKEN")  # a constant γ of each head, or a decay of each token's own
 THREADS = 128  # of a block of the sm_80 scan, of `prefix` and `row_products`; of an sm_90a warpgroup
-GATES_THREADS = 512  # of a block of `gates` and of `gate_gradient`
+GATES_THREADS = 256  # of a block of `gates`, `gate_counts` and `gate_gradient`
+GATES_SPAN = 4 * GATES_THREADS  # tokens of a block of the last
 
 # Shared memory, bytes (CUDA C++ Programming Guide, table of compute capabilities).
 SMALL_SHARED = ("sm_86", "sm_89", "sm_120", "sm_121")  # 99 KB a block; the others have 163 or 227
@@ -53,9 +54,9 @@ operands_of = {
     for mode, names in OPERANDS.items()
 }
 
-# struct Params of params.cuh: 28 pointers, which are a call's own; then the layout, which all calls of a plan
+# struct Params of params.cuh: 29 pointers, which are a call's own; then the layout, which all calls of a plan
 # share: strides, six ints, three floats. The compiler checks the sizes (KernelBuild.defines).
-POINTERS, LAYOUT = struct.Struct("@28P"), struct.Struct("@18q6i3f4x")
+POINTERS, LAYOUT = struct.Struct("@29P"), struct.Struct("@18q6i3f4x")
 PARAMS_CODE = f"{POINTERS.size + LAYOUT.size}s"
 
 
@@ -110,8 +111,10 @@ class KernelBuild:
             names["prefix", mode] = f"prefix<{D}, {C}, {reverse}, {decay}>"
             if decay == "PER_TOKEN":
                 names["gates", mode] = f"gates<{C}, {reverse}>"
+                names["gate_counts", mode] = f"gate_counts<{C}, {reverse}>"
         if decay == "PER_TOKEN":
-            names["gate_gradient", None] = f"gate_gradient<{GATES_THREADS}>"
+            names["gate_gradient", "TOTALS"] = "gate_gradient<true>"
+            names["gate_gradient", None] = "gate_gradient<false>"
         return names
 
     @property
@@ -126,6 +129,7 @@ class KernelBuild:
             "LAUNCH_THREADS": THREADS,
             "LAUNCH_STATE_SIZE": state_size(self.head_dim),
             "LAUNCH_GATES_THREADS": GATES_THREADS,
+            "LAUNCH_GATES_SPAN": GATES_SPAN,
             "NORM_EPS": f"{NORM_EPS}f",
             "LOG_ZERO": f"{LOG_ZERO[torch.float32]}f",
         }
@@ -274,7 +278,8 @@ class LaunchPlan:
         if unsegmented:  # its one scan leaves a state a segment
             self.segmentation = self.segmentation._replace(sub_segments=1)
         self.states = self._states("FWD", self.segmentation)
-        self.gates = self._gates("FWD") if decay == "PER_TOKEN" else None
+        self._gated = decay == "PER_TOKEN"
+        self.gates = self._gates("FWD")
         if "do" in self._strides:
             self._plan_backward()
         elif unsegmented:
@@ -287,8 +292,7 @@ class LaunchPlan:
         self.reverse_segmentation = self._segmentation(scans=2) if self.build.sm90 else self.segmentation
         self.dq = self._scan("DQ", self.segmentation)
         self.reverse_states = self._states("DK", self.reverse_segmentation)
-        self.reverse_gates = self._gates("DK") if self.gates else None
-        self.gate_gradient = self._gates(None) if self.gates else None
+        self.reverse_gates, self.gate_gradient = self._gates("DK"), self._gate_gradient()
         if self.build.sm90:  # dk and dv at once, as both read k, q and do; dq's scan finds e
             self.dk_dv = self._pair()
         else:
@@ -302,8 +306,18 @@ class LaunchPlan:
 
     @property
     def gate_sums_size(self) -> int:
-        """fp32 numbers: Γ and two more of every token and head."""
-        return 3 * self.B * self.H * self.N if self.gates else 0
+        """fp32 numbers: Γ and two more of every token and head, and two of every chunk."""
+        chunks = -(-self.N // self.build.chunk)
+        return self.B * self.H * (3 * self.N + 2 * chunks) if self._gated else 0
+
+    @property
+    def gate_totals_size(self) -> int:
+        """fp32 numbers: two of every block of `gate_gradient`."""
+        return 2 * self.B * self.H * self._spans if self._gated else 0
+
+    @property
+    def _spans(self) -> int:
+        return max(1, -(-self.N // GATES_SPAN))
 
     def _segmentation(self, scans: int) -> Segmentation:
         """The segments with which so many scans at once fill the card."""
@@ -343,11 +357,25 @@ class LaunchPlan:
             self._launch("prefix", mode, prefix_blocks, layout, threads=THREADS, shared=0),
         ]
 
-    def _gates(self, mode: str | None) -> Launch:
-        """A token's decays, summed up in the order of a mode; without one, their gradient."""
+    def _gates(self, mode: str) -> list[Launch]:
+        """A token's decays, summed up in the order of a mode."""
+        if not self._gated:
+            return []
+        layout, warps = self._layout("gates", self.segmentation), GATES_THREADS // 32
+        blocks = max(1, -(-self.N // (self.build.chunk * warps)))
+        return [
+            self._launch(kernel, mode, width, layout, threads=GATES_THREADS, shared=0)
+            for kernel, width in (("gates", blocks), ("gate_counts", 1))
+        ]
+
+    def _gate_gradient(self) -> list[Launch]:
+        if not self._gated:
+            return []
         layout = self._layout("gates", self.segmentation)
-        kernel = "gates" if mode else "gate_gradient"
-        return self._launch(kernel, mode, 1, layout, threads=GATES_THREADS, shared=0)
+        return [
+            self._launch("gate_gradient", mode, self._spans, layout, threads=GATES_THREADS, shared=0)
+            for mode in ("TOTALS", None)
+        ]
 
     def _row_products(self) -> Launch:
         layout = self._layout("row_products", self.segmentation)

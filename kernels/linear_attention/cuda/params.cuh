@@ -30,6 +30,7 @@ struct Params {
   float* db;               // [BH, segments]: DQ's sums of q̂·y
   // PER_TOKEN, by position: what gates.cuh finds before a scan, and DQ's and DK's part of the gradient of G
   float *gamma, *to_end, *count;  // [BH, N]
+  float* chunks;                  // [2, BH, chunks]
   float* count_out;               // [BH] or null
   float* dG;                      // [2, BH, N]: two addends of each, by outputs and by token stats
 

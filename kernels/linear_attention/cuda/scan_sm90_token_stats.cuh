@@ -100,7 +100,10 @@ struct TokenStatsSm90 {
     if (DECAY != PER_TOKEN || position >= p.N) return {0.f, 0.f, 0.f};
     const i64 row = i64(block.bh()) * p.N + min(position + row_of_thread(block), p.N - 1);
     const bool counts = MODE == FWD ? !STATES : COMPUTES_DG;
-    return {p.gamma[row], p.to_end[row], counts ? p.count[row] : 0.f};
+    const float gamma = p.gamma[row];
+    float count = counts ? Chunks<CHUNK>(p, block.bh()).count[position / CHUNK] * power_of_two(gamma) : 0.f;
+    if (counts && Traits::REVERSE) count += p.count[row];
+    return {gamma, p.to_end[row], count};
   }
   // Where rows past the end have the last one's Γ: what is left at the chunk's end of row `i`.
   static DEVICE float to_end(const Block& block, const Gate& gate, int len, int i) {
