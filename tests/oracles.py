@@ -141,14 +141,18 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def forward_backward(
     q, k, v, do, dstate=None, b=1.0, initial=None, backend="auto", **options
 ) -> dict[str, Tensor]:
-    """By the public operator. `dstate`: the gradient of the final state; db is of a tensor b, dlog_decay of
-    decays of tokens' own."""
+    """By the public operator. `dstate`: the gradient of the final state; da and db are of tensors a and b,
+    dlog_decay of decays of tokens' own."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     names = ["dq", "dk", "dv"]
     if isinstance(b, Tensor):
         b = b.detach().requires_grad_()
         leaves.append(b)
         names.append("db")
+    if isinstance(options.get("a"), Tensor):
+        options["a"] = options["a"].detach().requires_grad_()
+        leaves.append(options["a"])
+        names.append("da")
     if options.get("log_decay") is not None and options["log_decay"].ndim == 3:
         options["log_decay"] = options["log_decay"].detach().requires_grad_()
         leaves.append(options["log_decay"])
@@ -164,7 +168,9 @@ def forward_backward(
     if dstate is not None:
         results += state
         cotangents += dstate
-    gradients = torch.autograd.grad(results, leaves, cotangents)
+    found = [(x, dx) for x, dx in zip(results, cotangents, strict=True) if x.requires_grad]  # z and n may not
+    outputs, cotangents = zip(*found, strict=True)
+    gradients = torch.autograd.grad(outputs, leaves, cotangents, materialize_grads=True)
     return dict(zip(("o", "S", "z", "c", "n", *names), (o, *state, *gradients), strict=True))
 
 
@@ -175,17 +181,23 @@ def in_float64(
     q, k, v, do = (x.double() for x in (q, k, v, do))
     dstate, initial = (None if s is None else [x.double() for x in s] for s in (dstate, initial))
     b = b.double() if isinstance(b, Tensor) else b
+    options |= {"a": options["a"].double()} if isinstance(options.get("a"), Tensor) else {}
     log_decay = None if log_decay is None else log_decay.double()
     return forward_backward(q, k, v, do, dstate, b, initial, backend, log_decay=log_decay, **options)
 
 
-def quantised(q, k, v, do, dstate, b, initial, log_decay=None) -> dict[str, Tensor]:
+def quantised(
+    q, k, v, do, dstate, b, initial, log_decay=None, a=None, normalize=True
+) -> dict[str, Tensor]:  # fmt: skip
     """What the dtype of q allows: the quadratic form, with the gradients of docs/kernel.md written out.
 
     Rounded: q̂, k̂, h = do/g and the matrices S that enter a product, and each result once. In fp32: sums,
     weights, normaliser, norms. e = do·o/g is of the rounded o, which is what a backward pass is given.
+    Without the normaliser g = 1 and e = 0; a is [H] then.
     """
     dtype = q.dtype
+    if not normalize:
+        initial, dstate = (LinearAttentionState(*x).without_normaliser() for x in (initial, dstate))
 
     def rounded(x: Tensor) -> Tensor:
         return x.to(dtype).float()
@@ -193,26 +205,31 @@ def quantised(q, k, v, do, dstate, b, initial, log_decay=None) -> dict[str, Tens
     with torch.no_grad(), true_fp32(q.device):
         q, k, v, do = (x.float().transpose(1, 2) for x in (q, k, v, do))  # [B, H, N, D]
         rq, rk = reciprocal_norm(q), reciprocal_norm(k)
-        Q, K, coefficient = rounded(q * rq), rounded(k * rk), (b * B_SHRINK).view(-1, 1, 1)
+        shrink, constant = (B_SHRINK, 1.0) if normalize else (1.0, a.view(-1, 1, 1))
+        Q, K, coefficient = rounded(q * rq), rounded(k * rk), (b * shrink).view(-1, 1, 1)
         fade = _fade(torch.zeros_like(b) if log_decay is None else log_decay, q.shape[2])
-        o, g, end = _quantised_forward(Q, K, v, coefficient, fade, initial, rounded)
+        o, g, end = _quantised_forward(Q, K, v, constant, coefficient, fade, initial, rounded, normalize)
+        h, e = rounded(do / g), (do * o).sum(-1, True) / g if normalize else torch.zeros_like(g)
         along, dK, dV, d_initial = _quantised_backward(
-            Q, K, v, coefficient, fade, initial, rounded, rounded(do / g), (do * o).sum(-1, True) / g, dstate
+            Q, K, v, constant, coefficient, fade, initial, rounded, h, e, dstate
         )
         dq, dk = (
             rounded(r * (d - x * r * ((x * r) * d).sum(-1, keepdim=True)))
             for x, r, d in ((q, rq, coefficient * along), (k, rk, dK))
         )
-        db = B_SHRINK * (q * rq * along).sum((0, 2, 3))
-        gate = {}
+        db = shrink * (q * rq * along).sum((0, 2, 3))
+        more, row = {}, 0.0  # with the normaliser the row of G's gradient is 0
+        if not normalize:
+            of_constant = (do * (fade.within @ v + fade.since * initial.c[:, :, None])).sum(-1)  # [B, H, N]
+            more["da"] = of_constant.sum((0, 2))
+            row = constant[..., 0] * of_constant + coefficient[..., 0] * (q * rq * along).sum(-1)
         if log_decay is not None and log_decay.ndim == 3:
-            e = (do * o).sum(-1, True) / g
-            gate["dlog_decay"] = _quantised_gate_gradient(
-                log_decay, K, v, rounded(do / g), e, dK, fade, end, dstate
+            more["dlog_decay"] = _quantised_gate_gradient(
+                log_decay, K, v, constant * h, e, row, dK, fade, end, dstate
             )
         tokens = [x.transpose(1, 2) for x in (o, dq, dk, rounded(dV))]
     names = "S", "z", "c", "n", "o", "dq", "dk", "dv", "db", "dS", "dz", "dc", "dn"
-    return dict(zip(names, (*end, *tokens, db, *d_initial), strict=True)) | gate
+    return dict(zip(names, (*end, *tokens, db, *d_initial), strict=True)) | more
 
 
 class Fade(NamedTuple):
@@ -243,12 +260,13 @@ def _fade(log_decay: Tensor, N: int) -> Fade:
 
 
 def _quantised_gate_gradient(
-    log_decay: Tensor, K: Tensor, v: Tensor, h: Tensor, e: Tensor, dK: Tensor, fade: Fade, end, dstate
-) -> Tensor:
+    log_decay: Tensor, K: Tensor, v: Tensor, h: Tensor, e: Tensor, row: Tensor | float, dK: Tensor, fade: Fade,
+    end, dstate,
+) -> Tensor:  # fmt: skip
     """[B, N, H]; zero at resets."""
     _, _, dc, dn = map(_as_rows, dstate)
     M, E = fade.within.mT @ h + fade.left * dc, fade.within.mT @ e - fade.left * dn[..., None, None]
-    dG = (E - (v * M + K * dK).sum(-1, True))[..., 0]  # [B, H, N]
+    dG = row + (E - (v * M + K * dK).sum(-1, True))[..., 0]  # [B, H, N]
     of_end = [(x * dx).flatten(2).sum(-1) for x, dx in zip(end[:3], dstate[:3], strict=True)]
     dG[..., -1] += sum(of_end) + end[3] * dn
     gradient = dG.flip(-1).cumsum(-1).flip(-1).transpose(1, 2)
@@ -261,25 +279,29 @@ def _as_rows(x: Tensor) -> Tensor:
 
 
 def _quantised_forward(
-    Q: Tensor, K: Tensor, v: Tensor, coefficient: Tensor, fade: Fade, initial, rounded: Callable
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+    Q: Tensor, K: Tensor, v: Tensor, constant: Tensor | float, coefficient: Tensor, fade: Fade, initial,
+    rounded: Callable, normalize: bool,
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """o, g and the final state; [B, H, N, D]."""
     S, z, c, n = map(_as_rows, initial)
-    w = (1 + coefficient * (Q @ K.mT)) * fade.within
+    w = (constant + coefficient * (Q @ K.mT)) * fade.within
     g = w.sum(-1, keepdim=True) + fade.since * (n[..., None, None] + coefficient * (Q @ z.mT))
-    o = rounded((w @ v + fade.since * (c + coefficient * (Q @ rounded(S)))) / g)
+    g = g if normalize else torch.ones_like(g)
+    o = rounded((w @ v + fade.since * (constant * c + coefficient * (Q @ rounded(S)))) / g)
     left = fade.left
     sums = (left * K).mT @ v, (left * K).sum(2), (left * v).sum(2), left.sum((-2, -1)).expand(Q.shape[:2])
+    counted = (True, normalize, True, normalize)
+    sums = (x * used for x, used in zip(sums, counted, strict=True))
     return o, g, [x + fade.of_state(old) for x, old in zip(sums, initial, strict=True)]
 
 
 def _quantised_backward(
-    Q: Tensor, K: Tensor, v: Tensor, coefficient: Tensor, fade: Fade, initial, rounded: Callable,
-    h: Tensor, e: Tensor, dstate,
+    Q: Tensor, K: Tensor, v: Tensor, constant: Tensor | float, coefficient: Tensor, fade: Fade, initial,
+    rounded: Callable, h: Tensor, e: Tensor, dstate,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """dq̂ / b, dk̂, dv and the gradient of the initial state."""
     (S, z, _, _), (dS, dz, dc, _) = map(_as_rows, initial), map(_as_rows, dstate)
-    w = (1 + coefficient * (Q @ K.mT)) * fade.within
+    w = (constant + coefficient * (Q @ K.mT)) * fade.within
     dw = (h @ v.mT - e) * fade.within
     along = dw @ K + fade.since * (h @ rounded(S).mT - e * z)
     dK = coefficient * (dw.mT @ Q) + fade.left * (v @ rounded(dS).mT + dz)
@@ -287,7 +309,7 @@ def _quantised_backward(
     d_initial = [
         coefficient * ((fade.since * Q).mT @ h),
         -(coefficient * fade.since * e * Q).sum(2),
-        (fade.since * h).sum(2),
+        (constant * fade.since * h).sum(2),
         -(fade.since * e).sum((2, 3)),
     ]
     return along, dK, dV, [x + fade.of_state(d) for x, d in zip(d_initial, dstate, strict=True)]

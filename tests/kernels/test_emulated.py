@@ -130,22 +130,24 @@ def all_options(build: Build, B: int, N: int, H: int) -> dict:
     return options
 
 
-def run(q, k, v, do, dstate=None, b=1.0, initial=None, out=None, **options) -> dict[str, torch.Tensor]:
+def run(
+    q, k, v, do, dstate=None, b=1.0, initial=None, out=None, a=1.0, return_state=True, **options
+) -> dict[str, torch.Tensor]:  # fmt: skip
     """The CUDA backend's forward and backward: everything that comes out, by name."""
     out = out or tuple(torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
-    with Memory(q, k, v, do, dstate, b, initial, *options.values(), out):
+    with Memory(q, k, v, do, dstate, b, a, initial, *options.values(), out):
         options |= {"b": b} if isinstance(b, torch.Tensor) else {"b_value": b}
+        options |= {"a": a} if isinstance(a, torch.Tensor) else {"a_value": a}
         options |= {} if initial is None else initial._asdict()
         if options.get("log_decay") is not None and options["log_decay"].ndim == 3:
             options["log_gate"] = options.pop("log_decay")
-        call = Call(q=q, k=k, v=v, return_state=True, **options)
+        call = Call(q=q, k=k, v=v, return_state=return_state, **options)
         o, stats, final = backend.forward(call)
         gradients = backend.backward(call, o, stats, do, dstate, out)
-    results = {"o": o, **final._asdict(), **dict(zip(("dq", "dk", "dv"), out, strict=True))}
+    results = {"o": o, **(final._asdict() if final else {}), **dict(zip(("dq", "dk", "dv"), out, strict=True))}
     if gradients.log_gate is not None:
         results["dlog_decay"] = gradients.log_gate
-    if gradients.b is not None:
-        results["db"] = gradients.b
+    results |= {f"d{name}": x for name, x in (("a", gradients.a), ("b", gradients.b)) if x is not None}
     if gradients.initial_state is not None:
         results |= {f"d{name}": x for name, x in gradients.initial_state._asdict().items()}
     return results

@@ -19,7 +19,7 @@ from lingpt.kernels.linear_attention.cuda.launch import (
     POINTERS,
     TAGS,
     LaunchPlan,
-    has_token_decay,
+    has_every_form,
     make_plan,
     operands_of,
 )
@@ -41,14 +41,13 @@ def why_not(call: Call) -> str | None:
         return "the last dimension of q, k and v must be contiguous"
     if B * H > MAX_BATCH_HEADS:
         return "batch size × heads is above 65,535"
-    if not call.normalize:
-        return "it has no form without the normaliser (normalize=False) yet"
     if call.cos is not None and call.cos.shape[1] % 16:
         return f"it rotates a multiple of 16 dimensions, not {call.cos.shape[1]}"
     rope = 0 if call.cos is None else call.cos.shape[1]
-    if call.log_gate is not None and not has_token_decay(native_arch(call.device), rope):
-        return "it has a decay of each token's own on Hopper alone, with at most 64 rotated dimensions"
-    return None
+    if call.normalize and call.log_gate is None or has_every_form(native_arch(call.device), rope):
+        return None
+    form = "no form without the normaliser" if not call.normalize else "a decay of each token's own"
+    return f"it has {form} on Hopper alone, with at most 64 rotated dimensions"
 
 
 @functools.cache
@@ -75,16 +74,14 @@ def forward(call: Call) -> tuple[Tensor, Tensor, LinearAttentionState | None]:
         o = torch.empty(B, N, H, D, dtype=call.dtype, device=call.device)
         run = _Pass(call, (q, k, v, o))
         stats = _stats(run.plan, call.device)
-        initial, final = _contiguous(call.initial_state), None
-        if call.return_state:
-            final = LinearAttentionState.empty(B, H, D, device=call.device)
+        initial, final = _contiguous(call.initial_state), _new_state(call) if call.return_state else None
         g = stats.data_ptr()
         scratch = g + 4 * stats.numel()
         gates = run.gates(scratch + 4 * run.plan.scratch_size(run.plan.segmentation), final and final.n)
         pointers = run.pointers("FWD", g, initial=initial, final=final, scratch=scratch, gates=gates)
         for launch in (*run.plan.gates, *run.plan.forward):
             launch(run.stream, pointers)
-    if final is not None and call.log_gate is None:
+    if final is not None and call.normalize and call.log_gate is None:
         final.n.copy_(_token_count(call))
     return o, stats, final
 
@@ -109,14 +106,15 @@ def backward(
             plan.scratch_size(plan.reverse_segmentation),
             rows,
             B * H * plan.segmentation.segments,
+            plan.da_size,
             plan.gate_sums_size,
             *((2 * rows, 2 * rows, B * H, plan.gate_totals_size) if plan.gates else (0, 0, 0, 0)),
             0 if left else states_size + plan.gate_sums_size,
         )
         work = torch.empty(sum(sizes), dtype=torch.float32, device=call.device)
         addresses = [work.data_ptr() + 4 * at for at in accumulate(sizes, initial=0)]
-        scratch, e, db, reverse_sums, row_dG, column_dG, total_dG, totals, own, _ = addresses
-        d_initial = None if initial is None else LinearAttentionState.empty(B, H, D, device=call.device)
+        scratch, e, db, da, reverse_sums, row_dG, column_dG, total_dG, totals, own, _ = addresses
+        d_initial = None if initial is None else _new_state(call)
         if not plan.build.sm90:
             plan.row_products(stream, run.pointers("row_products", g, e=e))
         states = left or own
@@ -126,7 +124,7 @@ def backward(
             pointers = run.pointers("FWD", g, **before)
             for launch in (*plan.gates, *plan.states):
                 launch(stream, pointers)
-        plan.dq(stream, run.pointers("DQ", g, e=e, db=db, **before))
+        plan.dq(stream, run.pointers("DQ", g, e=e, db=db, da=da, **before))
         d_count = run.gates(reverse_sums, d_initial and d_initial.n, column_dG)
         dk, dv = (
             run.pointers(mode, g, e=e, initial=dstate, final=d_initial, scratch=scratch, gates=d_count)
@@ -145,23 +143,21 @@ def backward(
             found = gate_gradient.data_ptr(), 0, column_dG, totals, total_dG, row_dG
             for launch in plan.gate_gradient:
                 launch(stream, run.pointers("gates", g, gates=found))
-    _, e_per_token, db_per_segment, *_, total, _, _ = work.split_with_sizes(sizes)
+    _, e_per_token, db_per_segment, da_parts, *_, total, _, _ = work.split_with_sizes(sizes)
     if gate_gradient is not None and dstate is not None:
         _add_states(call, gate_gradient, total.view(B, H), initial, d_initial, dstate)
-    if d_initial is not None and call.log_gate is None:
+    if d_initial is not None and call.normalize and call.log_gate is None:
         d_initial.n.copy_(_count_gradient(call, e_per_token.view(B, H, N), dstate))
-    if call.b is None:
-        return OptionGradients(log_gate=gate_gradient, initial_state=d_initial)
-    b_gradient = call.shrink_b(db_per_segment.view(B, H, -1).sum((0, 2)))
-    return OptionGradients(b=b_gradient, log_gate=gate_gradient, initial_state=d_initial)
+    a_gradient = None if call.a is None else da_parts.view(B, H, -1).sum((0, 2))
+    b_gradient = None if call.b is None else call.shrink_b(db_per_segment.view(B, H, -1).sum((0, 2)))
+    return OptionGradients(a_gradient, b_gradient, gate_gradient, d_initial)
 
 
 class _Pass:
     """A pass of a call over these tensors (in the order of launch.TENSORS): its plan, stream and pointers."""
 
     def __init__(self, call: Call, tensors: tuple[Tensor, ...]) -> None:
-        b = call.coefficient
-        b_tensor, b_value = (b.float(), None) if isinstance(b, Tensor) else (None, b)
+        (a_tensor, a_value), (b_tensor, b_value) = map(_tensor_or_number, (call.constant, call.coefficient))
         cos, sin = (None if x is None else _aligned(x.float().contiguous()) for x in (call.cos, call.sin))
         self.plan = make_plan(
             call.device,
@@ -170,12 +166,14 @@ class _Pass:
             tuple([x.stride() for x in tensors]),
             _kind_of_decay(call),
             0 if cos is None else cos.shape[1],
+            _kind_of_weights(call),
+            a_value,
             b_value,
             call.normalize_qk,
         )
         self.stream = raw_stream(call.device)
         log_decay = call.log_decay if call.log_gate is None else call.log_gate.float().contiguous()
-        self._options = b_tensor, log_decay, cos, sin  # kept here until the kernels are launched
+        self._options = b_tensor, a_tensor, log_decay, cos, sin  # kept here until the kernels are launched
         self._option_pointers = [_pointer(x) for x in self._options]
         self._tensors = [x.data_ptr() for x in tensors] + [0]
         self._row = 4 * math.prod(tensors[0].shape[:3])  # bytes of one of the stats
@@ -190,13 +188,14 @@ class _Pass:
         final: LinearAttentionState | None = None,
         scratch: int = 0,
         db: int = 0,
+        da: int = 0,
         gates: tuple[int, ...] = (0,) * 6,
     ) -> bytes:
-        """Those of struct Params; `stats`, `e`, `scratch`, `db` and `gates` are addresses."""
+        """Those of struct Params; `stats`, `e`, `scratch`, `db`, `da` and `gates` are addresses."""
         *initial_sums, n_initial = _state_pointers(initial)
         *final_sums, _ = _state_pointers(final)
         rows = stats, stats + self._row, stats + 2 * self._row, e
-        states = *initial_sums, *final_sums, scratch, n_initial, db
+        states = *initial_sums, *final_sums, scratch, n_initial, db, da
         return POINTERS.pack(
             *operands_of[mode](self._tensors), *rows, *self._option_pointers, *states, *gates
         )
@@ -211,6 +210,18 @@ class _Pass:
 
 def _kind_of_decay(call: Call) -> str:
     return "PER_TOKEN" if call.log_gate is not None else "NO_DECAY" if call.log_decay is None else "PER_HEAD"
+
+
+def _kind_of_weights(call: Call) -> str:
+    """One of launch.WEIGHTS. PRODUCTS leaves Σ v out, which a state has even where a is 0."""
+    if call.normalize:
+        return "NORMALISED"
+    has_state = call.return_state or call.S is not None
+    return "PRODUCTS" if call.a is None and call.a_value == 0 and not has_state else "AFFINE"
+
+
+def _tensor_or_number(x: float | Tensor) -> tuple[Tensor | None, float | None]:
+    return (x.float(), None) if isinstance(x, Tensor) else (None, x)
 
 
 def _add_states(
@@ -233,6 +244,16 @@ def _add_states(
         added += sum((x * dx).reshape(*total.shape, -1).sum(-1) for x, dx in pairs)
     assert call.log_gate is not None
     gradient.add_(added.unsqueeze(1)).masked_fill_(call.log_gate <= LOG_ZERO[torch.float32], 0.0)
+
+
+def _new_state(call: Call) -> LinearAttentionState:
+    """To be written; without the normaliser the kernels leave z and n out."""
+    B, _, H, D = call.shape
+    state = LinearAttentionState.empty(B, H, D, device=call.device)
+    if not call.normalize:
+        state.z.zero_()
+        state.n.zero_()
+    return state
 
 
 def _stats(plan: LaunchPlan, device: torch.device) -> Tensor:

@@ -53,9 +53,9 @@ DEVICE Stretch append_lanes(Stretch x, int lane) {
 }
 
 // gamma: Γ. to_end: what the rest of the chunk adds to it, summed from the end, so that a reset before takes nothing from its
-// accuracy. count, in reverse: Σ exp(G_i − G_j) e_i over i ≥ j of the chunk. chunks: see there. A chunk a warp; grid
-// (⌈chunks / warps⌉, B·H).
-template <int CHUNK, bool REVERSE>
+// accuracy. count, in reverse: Σ exp(G_i − G_j) e_i over i ≥ j of the chunk. chunks: see there. COUNTS: with a normaliser, which
+// alone needs counts. A chunk a warp; grid (⌈chunks / warps⌉, B·H).
+template <int CHUNK, bool REVERSE, bool COUNTS>
 __global__ void __launch_bounds__(GATES_THREADS) gates(const __grid_constant__ Params p) {
   constexpr int WARPS = GATES_THREADS / 32, ITEMS = CHUNK / 32;  // of a lane
   const i64 bh = blockIdx.y, first_of_head = bh * p.N;
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(GATES_THREADS) gates(const __grid_constant__ P
     const int at = position + i, token = REVERSE ? p.N - 1 - at : at;
     const bool ok = at < p.N, decays = ok && (!REVERSE || at > 0);
     up_to[i].gamma = decays ? log2_gate(p, bh, REVERSE ? token + 1 : token) : 0.f;
-    up_to[i].count = !ok ? 0.f : REVERSE ? p.e[first_of_head + token] : 1.f;
+    up_to[i].count = !ok || !COUNTS ? 0.f : REVERSE ? p.e[first_of_head + token] : 1.f;
   }
   to_end[ITEMS - 1] = 0.f;
 #pragma unroll
@@ -91,7 +91,8 @@ __global__ void __launch_bounds__(GATES_THREADS) gates(const __grid_constant__ P
   const Stretch lanes = append_lanes(up_to[ITEMS - 1], lane);
   Stretch before = from_lane(lanes, lane - 1);
   if (lane == 0) before = {0.f, 0.f};
-  if (lane == 31) chunks.gamma[chunk] = lanes.gamma, chunks.count[chunk] = lanes.count;
+  if (lane == 31) chunks.gamma[chunk] = lanes.gamma;
+  if (COUNTS && lane == 31) chunks.count[chunk] = lanes.count;
 #pragma unroll
   for (int i = 0; i < ITEMS; i++) {
     if (position + i >= p.N) break;
@@ -99,7 +100,7 @@ __global__ void __launch_bounds__(GATES_THREADS) gates(const __grid_constant__ P
     x.append(up_to[i]);
     p.gamma[first_of_head + position + i] = x.gamma;
     p.to_end[first_of_head + position + i] = to_end[i] + after;
-    if (REVERSE) p.count[first_of_head + position + i] = x.count;
+    if (REVERSE && COUNTS) p.count[first_of_head + position + i] = x.count;
   }
 }
 
@@ -144,11 +145,11 @@ struct LongSum {
 DEVICE LongSum from_lane(LongSum x, int lane) { return {from_lane(x.high, lane), from_lane(x.low, lane)}; }
 
 // The gradient of a gate, which is in G_i for i ≥ t: Σ_{i≥t} dG_i, 0 at a reset. dG: what DQ left of the rows, count: what DK
-// left of the columns, two parts [2, BH, N] each, by position. First, TOTALS: chunks: the sum of a block's tokens, [BH, blocks]
+// left of the columns, PARTS [PARTS, BH, N] each, by position. First, TOTALS: chunks: the sum of a block's tokens, [BH, blocks]
 // twice, high and low. Then gamma: the gradient [B, N, H]; count_out: Σ dG_i. Grid (⌈N / GATES_SPAN⌉, B·H).
 constexpr int GATES_ITEMS = 4, GATES_SPAN = GATES_ITEMS * GATES_THREADS;
 static_assert(GATES_SPAN == LAUNCH_GATES_SPAN, "GATES_SPAN of launch.py");
-template <bool TOTALS>
+template <bool TOTALS, int PARTS>
 __global__ void __launch_bounds__(GATES_THREADS) gate_gradient(const __grid_constant__ Params p) {
   constexpr int WARPS = GATES_THREADS / 32;
   __shared__ LongSum warps[WARPS];
@@ -163,7 +164,10 @@ __global__ void __launch_bounds__(GATES_THREADS) gate_gradient(const __grid_cons
     const int at = position + i;
     const i64 row = first_of_head + p.N - 1 - at, column = first_of_head + at;
     dG[i] = 0.f;
-    if (at < p.N) dG[i] = (p.dG[row] - p.count[column]) + (p.dG[second_part + row] - p.count[second_part + column]);
+    if (at < p.N) {
+      dG[i] = p.dG[row] - p.count[column];
+      if (PARTS == 2) dG[i] += p.dG[second_part + row] - p.count[second_part + column];
+    }
     lanes.add({dG[i], 0.f});
   }
 #pragma unroll

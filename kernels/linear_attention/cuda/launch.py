@@ -3,7 +3,7 @@
 Forward: `states` and `prefix` (where sequences are cut into segments), then one scan.
 Backward: `row_products` for e, then a scan each for dq, dk and dv, after the states of their direction. On
 Hopper dq's scan finds e, and dk and dv share a launch. `gates` first sums up decays of tokens' own, for each
-direction; `gate_gradient` comes last.
+direction; `gate_gradient` comes last. Without the normaliser there is no e, and there are no counts of tokens.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ TAGS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 HEAD_DIMS = (64, 128)
 MODES = ("FWD", "DQ", "DK", "DV")  # of a scan: modes.cuh has the table
 DECAYS = ("NO_DECAY", "PER_HEAD", "PER_TOKEN")  # a constant γ of each head, or a decay of each token's own
+WEIGHTS = ("NORMALISED", "AFFINE", "PRODUCTS")  # (1 + b x)/g, a + b x, b x: params.cuh
 THREADS = 128  # of a block of the sm_80 scan, of `prefix` and `row_products`; of an sm_90a warpgroup
 GATES_THREADS = 256  # of a block of `gates`, `gate_counts` and `gate_gradient`
 GATES_SPAN = 4 * GATES_THREADS  # tokens of a block of the last
@@ -54,9 +55,9 @@ operands_of = {
     for mode, names in OPERANDS.items()
 }
 
-# struct Params of params.cuh: 29 pointers, which are a call's own; then the layout, which all calls of a plan
-# share: strides, six ints, three floats. The compiler checks the sizes (KernelBuild.defines).
-POINTERS, LAYOUT = struct.Struct("@29P"), struct.Struct("@18q6i3f4x")
+# struct Params of params.cuh: 31 pointers, which are a call's own; then the layout, which all calls of a plan
+# share: strides, six ints, four floats. The compiler checks the sizes (KernelBuild.defines).
+POINTERS, LAYOUT = struct.Struct("@31P"), struct.Struct("@18q6i4f")
 PARAMS_CODE = f"{POINTERS.size + LAYOUT.size}s"
 
 
@@ -76,6 +77,7 @@ class KernelBuild:
     decay: str  # one of DECAYS
     rope: int  # dimensions of q and k that are rotated
     sm90: bool  # the scan of scan_sm90.cuh
+    weights: str = "NORMALISED"  # one of WEIGHTS; the others on sm_90a alone
 
     @functools.cached_property
     def threads(self) -> int:
@@ -94,8 +96,9 @@ class KernelBuild:
     @property
     def names(self) -> dict[tuple[str, str | None], str]:
         """(kernel, mode) → its instance in C++; some have no mode."""
-        D, C, decay = self.head_dim, self.chunk, self.decay
-        flags = f"{decay}, {self.rope}, {self.blocks}"
+        D, C, decay, weights = self.head_dim, self.chunk, self.decay, self.weights
+        options = f"{decay}, {self.rope}, {weights}"
+        flags = f"{options}, {self.blocks}"
         names: dict[tuple[str, str | None], str] = {
             (kernel, mode): f"{kernel}<{self.tag}, {D}, {C}, {mode}, {flags}>"
             for kernel, modes in (("scan", MODES[: 2 if self.sm90 else 4]), ("states", ("FWD", "DK")))
@@ -104,18 +107,25 @@ class KernelBuild:
         if self.sm90:
             names["scan_pair", None] = f"scan_pair<{self.tag}, {D}, {flags}>"
             if D == 128:
-                names["scan_unsegmented", None] = f"scan_unsegmented<{self.tag}, {D}, {decay}, {self.rope}>"
+                names["scan_unsegmented", None] = f"scan_unsegmented<{self.tag}, {D}, {options}>"
         else:
             names["row_products", None] = f"row_products<{self.tag}, {D}>"
         for mode, reverse in (("FWD", "false"), ("DK", "true")):
-            names["prefix", mode] = f"prefix<{D}, {C}, {reverse}, {decay}>"
+            names["prefix", mode] = f"prefix<{D}, {C}, {reverse}, {decay}, {weights}>"
             if decay == "PER_TOKEN":
-                names["gates", mode] = f"gates<{C}, {reverse}>"
+                names["gates", mode] = f"gates<{C}, {reverse}, {str(self.has_counts).lower()}>"
+            if decay == "PER_TOKEN" and self.has_counts:
                 names["gate_counts", mode] = f"gate_counts<{C}, {reverse}>"
         if decay == "PER_TOKEN":
-            names["gate_gradient", "TOTALS"] = "gate_gradient<true>"
-            names["gate_gradient", None] = "gate_gradient<false>"
+            parts = 1 if weights == "PRODUCTS" else 2
+            names["gate_gradient", "TOTALS"] = f"gate_gradient<true, {parts}>"
+            names["gate_gradient", None] = f"gate_gradient<false, {parts}>"
         return names
+
+    @property
+    def has_counts(self) -> bool:
+        """Whether tokens are counted, as the normaliser needs them."""
+        return self.weights == "NORMALISED"
 
     @property
     def defines(self) -> dict[str, object]:
@@ -138,11 +148,13 @@ class KernelBuild:
         return KernelSpec(SOURCE, tuple(self.names.values()), self.defines, architectures=architectures)
 
 
-def kernel_build(arch: str, dtype: torch.dtype, head_dim: int, decay: str, rope: int) -> KernelBuild:
+def kernel_build(
+    arch: str, dtype: torch.dtype, head_dim: int, decay: str, rope: int, weights: str = "NORMALISED"
+) -> KernelBuild:
     """The build for a card: chunks of 64 tokens where shared memory holds two stages of three tiles of them.
 
     `decay`: one of DECAYS. `rope`: a multiple of 16 up to head_dim, or 0. Hopper's warpgroups rotate within
-    64 columns at most.
+    64 columns at most. `weights`: one of WEIGHTS.
     """
     small = arch in SMALL_SHARED
     chunk = 32 if small and head_dim == 128 else 64
@@ -150,7 +162,7 @@ def kernel_build(arch: str, dtype: torch.dtype, head_dim: int, decay: str, rope:
     blocks = 1 if small else 2 if head_dim == 128 else 3
     if sm90:
         blocks -= 1
-    return KernelBuild(TAGS[dtype], head_dim, chunk, blocks, decay, rope, sm90)
+    return KernelBuild(TAGS[dtype], head_dim, chunk, blocks, decay, rope, sm90, weights)
 
 
 def specs() -> list[KernelSpec]:
@@ -158,21 +170,24 @@ def specs() -> list[KernelSpec]:
     builds: dict[KernelBuild, list[str]] = {}
     for arch in supported_architectures():
         for head_dim in HEAD_DIMS:
-            for decay, rope in _compiled_ahead(arch, head_dim):
-                build = kernel_build(arch, torch.bfloat16, head_dim, decay, rope)
+            for decay, rope, weights in _compiled_ahead(arch, head_dim):
+                build = kernel_build(arch, torch.bfloat16, head_dim, decay, rope, weights)
                 builds.setdefault(build, []).append(arch)
     return [build.spec(*architectures) for build, architectures in builds.items()]
 
 
-def _compiled_ahead(arch: str, head_dim: int) -> list[tuple[str, int]]:
-    """(decay, rope)."""
+def _compiled_ahead(arch: str, head_dim: int) -> list[tuple[str, int, str]]:
+    """(decay, rope, weights)."""
     model = head_dim // 4
-    gated = [("PER_TOKEN", model)] if has_token_decay(arch, model) else []
-    return [("NO_DECAY", 0), ("NO_DECAY", model), ("PER_HEAD", model), *gated]
+    builds = [("NO_DECAY", 0, "NORMALISED"), *((decay, model, "NORMALISED") for decay in DECAYS[:2])]
+    if has_every_form(arch, model):
+        builds += [("PER_TOKEN", model, "NORMALISED"), ("PER_TOKEN", model, "AFFINE"), ("PER_TOKEN", 0, "PRODUCTS")]
+    return builds
 
 
-def has_token_decay(arch: str, rope: int) -> bool:
-    """Whether the scan for this card knows a decay of each token's own: that of sm_90a alone does."""
+def has_every_form(arch: str, rope: int) -> bool:
+    """Whether the scan for this card knows decays of tokens' own and weights without a normaliser: that of
+    sm_90a alone does."""
     return kernel_build(arch, torch.bfloat16, HEAD_DIMS[0], "NO_DECAY", rope).sm90
 
 
@@ -250,7 +265,7 @@ class Launch:
 class LaunchPlan:
     """What shapes, strides and options decide of a pass: its launches, and how large its scratch is.
 
-    `strides`: of TENSORS, forward of the first four; `b`: a number, None for a tensor. Looked up in a call,
+    `strides`: of TENSORS, forward of the first four; `a`, `b`: a number, None for a tensor. Looked up in a call,
     not made: a short one's larger share is the host's, and autograd's thread runs it on cold caches.
     """
 
@@ -262,15 +277,17 @@ class LaunchPlan:
         strides: tuple[tuple[int, int, int, int], ...],
         decay: str,
         rope: int,
+        weights: str,
+        a: float | None,
         b: float | None,
-        normalize: bool,
+        normalize_qk: bool,
     ) -> None:
         self.B, self.N, self.H, self.D = shape
         self._strides = dict(zip(TENSORS, strides, strict=False))
         range_ = 2.0 ** (self.N.bit_length() // 2) if dtype == torch.float16 else 1.0
-        self._numbers = int(normalize), b or 0.0, range_, 1 / range_
+        self._numbers = int(normalize_qk), a or 0.0, b or 0.0, range_, 1 / range_
         arch, processors = _card(device)
-        self.build = kernel_build(arch, dtype, self.D, decay, rope)
+        self.build = kernel_build(arch, dtype, self.D, decay, rope, weights)
         self._kernels = load_kernels(self.build, arch)
         self._slots = processors * self.build.blocks  # blocks of a scan that the card runs at once
         self.segmentation = self._segmentation(scans=1)
@@ -314,6 +331,11 @@ class LaunchPlan:
     def gate_totals_size(self) -> int:
         """fp32 numbers: two of every block of `gate_gradient`."""
         return 2 * self.B * self.H * self._spans if self._gated else 0
+
+    @property
+    def da_size(self) -> int:
+        """fp32 numbers: the gradient of a, in eight parts of every segment."""
+        return 8 * self.B * self.H * self.segmentation.segments if self.build.weights == "AFFINE" else 0
 
     @property
     def _spans(self) -> int:
@@ -366,6 +388,7 @@ class LaunchPlan:
         return [
             self._launch(kernel, mode, width, layout, threads=GATES_THREADS, shared=0)
             for kernel, width in (("gates", blocks), ("gate_counts", 1))
+            if (kernel, mode) in self._kernels
         ]
 
     def _gate_gradient(self) -> list[Launch]:

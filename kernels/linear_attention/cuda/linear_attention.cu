@@ -24,60 +24,62 @@
 #include "gates.cuh"
 #ifdef SCAN_SM90
 #include "scan_sm90.cuh"
-template <typename T, int D, int CHUNK, int MODE, Decay DECAY, int ROPE, bool STATES>
-using Scan = ScanSm90<ConfigSm90<T, D, MODE, DECAY, ROPE, STATES, false>>;
+template <typename T, int D, int CHUNK, int MODE, Decay DECAY, int ROPE, Weights WEIGHTS, bool STATES>
+using Scan = ScanSm90<ConfigSm90<T, D, MODE, DECAY, ROPE, WEIGHTS, STATES, false>>;
 #else
 #include "scan_sm80.cuh"
-template <typename T, int D, int CHUNK, int MODE, Decay DECAY, int ROPE, bool STATES>
+template <typename T, int D, int CHUNK, int MODE, Decay DECAY, int ROPE, Weights WEIGHTS, bool STATES>
 using Scan = ScanSm80<T, D, CHUNK, MODE, DECAY == PER_HEAD, ROPE, STATES>;
 #endif
 
 // Grid (segments, B·H). BLOCKS: of a multiprocessor, at least.
-template <typename T, int D, int CHUNK, int MODE, Decay DECAY, int ROPE, int BLOCKS>
+template <typename T, int D, int CHUNK, int MODE, Decay DECAY, int ROPE, Weights WEIGHTS, int BLOCKS>
 __global__ void __launch_bounds__(SCAN_THREADS, BLOCKS) scan(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char smem[];
-  Scan<T, D, CHUNK, MODE, DECAY, ROPE, false>(p, smem).run();
+  Scan<T, D, CHUNK, MODE, DECAY, ROPE, WEIGHTS, false>(p, smem).run();
 }
 
 // Grid (segments − 1, B·H); every sub-segment is a segment here. MODE: FWD, or DK for the adjoint.
-template <typename T, int D, int CHUNK, int MODE, Decay DECAY, int ROPE, int BLOCKS>
+template <typename T, int D, int CHUNK, int MODE, Decay DECAY, int ROPE, Weights WEIGHTS, int BLOCKS>
 __global__ void __launch_bounds__(SCAN_THREADS, BLOCKS) states(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char smem[];
-  Scan<T, D, CHUNK, MODE, DECAY, ROPE, true>(p, smem).run();
+  Scan<T, D, CHUNK, MODE, DECAY, ROPE, WEIGHTS, true>(p, smem).run();
 }
 
 #ifdef SCAN_SM90
 // The forward scan of whole sequences, 64 columns of o a block, with a warpgroup more than `scan`. Grid (D/64, B·H).
-template <typename T, int D, Decay DECAY, int ROPE>
+template <typename T, int D, Decay DECAY, int ROPE, Weights WEIGHTS>
 __global__ void __launch_bounds__(4 * WARPGROUP, 1) scan_unsegmented(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char smem[];
-  ScanSm90<ConfigSm90<T, D, FWD, DECAY, ROPE, false, true>>(p, smem).run();
+  ScanSm90<ConfigSm90<T, D, FWD, DECAY, ROPE, WEIGHTS, false, true>>(p, smem).run();
 }
 
 // dk and dv at once: what both read may come from device memory once. Grid (segments, B·H, 2).
-template <typename T, int D, Decay DECAY, int ROPE, int BLOCKS>
+template <typename T, int D, Decay DECAY, int ROPE, Weights WEIGHTS, int BLOCKS>
 __global__ void __launch_bounds__(SCAN_THREADS, BLOCKS)
     scan_pair(const __grid_constant__ Params dk, const __grid_constant__ Params dv) {
   extern __shared__ __align__(1024) char smem[];
   constexpr int CHUNK = 64;
   if (blockIdx.z == 0)
-    Scan<T, D, CHUNK, DK, DECAY, ROPE, false>(dk, smem).run();
+    Scan<T, D, CHUNK, DK, DECAY, ROPE, WEIGHTS, false>(dk, smem).run();
   else
-    Scan<T, D, CHUNK, DV, DECAY, ROPE, false>(dv, smem).run();
+    Scan<T, D, CHUNK, DV, DECAY, ROPE, WEIGHTS, false>(dv, smem).run();
 }
 #endif
 
 // Scratch: what each segment adds → the state before the next one. Grid (⌈STATE_SIZE/THREADS⌉, B·H).
-template <int D, int CHUNK, bool REVERSE, Decay DECAY>
+template <int D, int CHUNK, bool REVERSE, Decay DECAY, Weights WEIGHTS>
 __global__ void __launch_bounds__(THREADS) prefix(const __grid_constant__ Params p) {
   constexpr int SIZE = STATE_SIZE<D>;
   int i = blockIdx.x * THREADS + threadIdx.x;
   i64 bh = blockIdx.y;
   if (i >= SIZE) return;
+  if (WEIGHTS != NORMALISED && i >= D * D && (WEIGHTS == PRODUCTS || i < D * D + D)) return;
   float log_decay = DECAY == PER_HEAD ? p.log_decay[bh % p.H] : 0.f, decay = expf(log_decay * p.segment_len);
   float sum = 0.f;
   if (p.initial.S) {
     float scale = REVERSE ? p.range * expf(-log_decay) : i < D * D + D ? p.inverse_range : 1.f;
+    if (WEIGHTS != NORMALISED) scale = (i < D * D ? p.inverse_range : 1.f) * (REVERSE ? expf(-log_decay) : 1.f);
     sum = scale * (i < D * D       ? p.initial.S[bh * D * D + i]
                    : i < D * D + D ? p.initial.k[bh * D + i - D * D]
                                    : p.initial.v[bh * D + i - D * D - D]);

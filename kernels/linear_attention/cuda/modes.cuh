@@ -13,13 +13,22 @@
 // where r_x = 1/‖x‖, g is the normaliser and e = (do·o)/g (docs/kernel.md derives it from the paper's eq. 16–21). In
 // reverse j ≤ i counts from the end: a token's position is its place in its mode's order.
 //
+// Without the normaliser g = 1 and e = 0, and o = y, of weights a + b q̂·k̂ (AFFINE) or b q̂·k̂ (PRODUCTS). What is left of the table:
+//
+//            σ              κ τ         ρ           then
+//     FWD    r_k            a           b r_q       o  = y
+//     DQ     r_k            0           1           dq = b r_q (y − q̂ (q̂·y))
+//     DK     b r_q          0           1           dk = r_k (y − k̂ (k̂·y))
+//     DV     b r_q          a           r_k         dv = y
+//
 // With a decay of each token's own g_t, exp(G_i − G_j) takes the place of γ^(i−j), G_i = Σ_{t≤i} g_t (gates.cuh). DQ and DK
 // then also find the gradient of G, from q̂·dq̂ and k̂·dk̂ and sums that they have, dG_i = row_i − column_i:
 //
 //     row_i    = (do_i/g_i)·Σ_{j≤i} exp(G_i − G_j) v_j − e_i Σ_{j≤i} exp(G_i − G_j) + q̂_i·dq̂_i
 //     column_j = v_j·Σ_{i≥j} exp(G_i − G_j) do_i/g_i − Σ_{i≥j} exp(G_i − G_j) e_i + k̂_j·dk̂_j
 //
-// A row would be 0 but for the rounding of o, of which e is made. log_decay_t is in every G_i with i ≥ t, and what rows and
+// (AFFINE: a times the sum over v, and over do; the sum of it over i is the gradient of a. PRODUCTS: q̂·dq̂ and k̂·dk̂ alone.) With
+// the normaliser a row would be 0 but for the rounding of o, of which e is made. log_decay_t is in every G_i with i ≥ t, and what rows and
 // columns from t on share must leave nothing in that sum, however long.
 #pragma once
 #include "params.cuh"
@@ -33,8 +42,9 @@ struct TokenStats {  // what (1) needs of a token
   float unit;  // 1/‖·‖ of the row that ρ or the projection scales: q for FWD and DQ, k for DK and DV
 };
 
-template <typename T, int MODE>
+template <typename T, int MODE, Weights WEIGHTS = NORMALISED>
 struct ModeTraits {
+  static constexpr bool NORMALISED_WEIGHTS = WEIGHTS == NORMALISED;
   static constexpr bool REVERSE = MODE == DK || MODE == DV;
   // The state's rows are value columns (FWD, DV) or key columns (DQ, DK) of S [key, value].
   static constexpr bool VALUE_ROWS = MODE == FWD || MODE == DV;
@@ -55,10 +65,12 @@ struct ModeTraits {
   // needed.
   template <typename SCAN>
   static DEVICE float sigma(const SCAN& scan, const TokenStats& s) {
+    if constexpr (!NORMALISED_WEIGHTS) return scale_sigma(scan.p) * (REVERSE ? scan.coefficient() * s.r : s.r);
     return scale_sigma(scan.p) * (REVERSE ? scan.coefficient() * s.r * s.inverse_g : s.r);
   }
   template <typename SCAN>
   static DEVICE float tau(const SCAN& scan, const TokenStats& s) {
+    if constexpr (!NORMALISED_WEIGHTS) return MODE == DV ? scan.constant() : 1.f;
     return scale_tau(scan.p) * (MODE == FWD  ? 1.f
                                 : MODE == DQ ? s.r
                                 : MODE == DK ? -scan.coefficient() * s.e * s.r
@@ -67,7 +79,7 @@ struct ModeTraits {
   template <typename SCAN>
   static DEVICE float rho(const SCAN& scan, const TokenStats& s) {
     return scale_rho(scan.p) * (MODE == FWD  ? scan.coefficient() * s.unit
-                                : MODE == DQ ? s.inverse_g
+                                : MODE == DQ ? (NORMALISED_WEIGHTS ? s.inverse_g : 1.f)
                                 : MODE == DV ? s.unit
                                              : 1.f);
   }
@@ -75,9 +87,10 @@ struct ModeTraits {
   static DEVICE float kappa(const SCAN& scan, const TokenStats& s) {
     return scale_kappa(scan.p) * (MODE == DQ ? -s.e : 1.f);
   }
-  // The factor of b in the sum that becomes the state's second vector: FWD's Σ k̂, DQ's Σ v, the adjoint's Σ do/g.
+  // The factor of b in the sum that becomes the state's second vector: FWD's Σ k̂, DQ's Σ v, the adjoint's Σ do/g, or a Σ do.
   template <typename SCAN>
   static DEVICE float zeta(const SCAN& scan, const TokenStats& s) {
+    if constexpr (!NORMALISED_WEIGHTS) return REVERSE ? scan.constant() : 1.f;
     return MODE == FWD ? scale_sigma(scan.p) * s.r : MODE == DQ ? 1.f : scale_tau(scan.p) * s.inverse_g;
   }
   // σ decayed to the chunk's end, as a 16-bit operand: 1/‖k‖ of a row of (almost) zeros times v stays finite.
@@ -97,13 +110,15 @@ struct ModeTraits {
   static constexpr float LARGEST_SIGMA = 2048.f;
   static DEVICE float range(const Params& p) { return T::NARROW ? p.range : 1.f; }
   static DEVICE float inverse_range(const Params& p) { return T::NARROW ? p.inverse_range : 1.f; }
-  static DEVICE float scale_sigma(const Params& p) { return REVERSE ? range(p) : inverse_range(p); }
-  static DEVICE float scale_tau(const Params& p) { return MODE == FWD ? 1.f : scale_sigma(p); }
+  // 1/g, which falls with a sequence's length, is why the others are not scaled as FWD is; without it they are.
+  static constexpr bool AS_FWD = MODE == FWD || !NORMALISED_WEIGHTS;
+  static DEVICE float scale_sigma(const Params& p) { return REVERSE && !AS_FWD ? range(p) : inverse_range(p); }
+  static DEVICE float scale_tau(const Params& p) { return AS_FWD ? 1.f : scale_sigma(p); }
   static DEVICE float scale_rho(const Params& p) {
-    return MODE == FWD ? range(p) : MODE == DQ ? range(p) * range(p) : 1.f;
+    return AS_FWD ? range(p) : MODE == DQ ? range(p) * range(p) : 1.f;
   }
-  static DEVICE float scale_kappa(const Params& p) { return MODE == DQ ? range(p) * range(p) : 1.f; }
-  static DEVICE float scale_y(const Params& p) { return MODE == FWD ? 1.f : inverse_range(p); }
+  static DEVICE float scale_kappa(const Params& p) { return MODE == DQ && !AS_FWD ? range(p) * range(p) : 1.f; }
+  static DEVICE float scale_y(const Params& p) { return AS_FWD ? 1.f : inverse_range(p); }
 };
 
 // 1/‖row‖ from its square. NORM_EPS is a define: numerics.py has it, for all backends.

@@ -6,6 +6,10 @@ constexpr int THREADS = 128;  // of a block of the sm_80 scan, of `prefix` and o
 
 enum Decay { NO_DECAY, PER_HEAD, PER_TOKEN };  // a constant γ of each head, or a decay of each token's own
 
+// Of a token j for a token i, with x = q̂_i·k̂_j: (1 + b x)/g_i, the normalised form; a + b x; and b x, where a = 0. The last two
+// have no normaliser.
+enum Weights { NORMALISED, AFFINE, PRODUCTS };
+
 enum Operand { A, B, C, UNIT, Y, O };  // of Params::tensors
 
 struct State {  // fp32: S [BH, D, D] key by value, key vector [BH, D], value vector [BH, D]; any may be null
@@ -22,12 +26,14 @@ struct Params {
   float *g, *rq, *rk;        // [BH, N]: written by FWD, read by the others
   float* e;                  // [BH, N]
   const float* coefficient;  // b per head [H], or null: b_value
+  const float* constant;     // AFFINE: a per head [H], or null: a_value
   const float* log_decay;    // natural logarithm: [H] with PER_HEAD, [B, N, H] with PER_TOKEN
   const float *cos, *sin;    // [N, rope], with ROPE
   State initial, final;      // of the whole sequence
   float* scratch;  // [BH, (segments − 1)·sub_segments, STATE_SIZE]: the states after all sub-segments but the last's
   const float* n_initial;  // [BH] or null
   float* db;               // [BH, segments]: DQ's sums of q̂·y
+  float* da;               // AFFINE, [BH, segments, 8]: DQ's sums of do·Σ v, of the warps of token stats and of scores
   // PER_TOKEN, by position: what gates.cuh finds before a scan, and DQ's and DK's part of the gradient of G
   float *gamma, *to_end, *count;  // [BH, N]
   float* chunks;                  // [2, BH, chunks]
@@ -39,7 +45,7 @@ struct Params {
   int N, H, segments, segment_len;  // segment_len: tokens, a multiple of the chunk
   int sub_segments;                 // of a segment: `states` scans each in a block of its own
   int normalize;
-  float b_value;
+  float a_value, b_value;
   float range, inverse_range;  // fp16: a power of two that keeps 16-bit operands in range; bf16: 1
 };
 

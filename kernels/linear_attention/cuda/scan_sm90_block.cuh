@@ -10,7 +10,7 @@ template <typename CONFIG>
 struct BlockSm90 {
   using Traits = typename CONFIG::Traits;
   using Shared = typename CONFIG::Shared;
-  using States = SegmentStates<typename CONFIG::T, CONFIG::MODE, CONFIG::D>;
+  using States = SegmentStates<typename CONFIG::T, CONFIG::MODE, CONFIG::D, CONFIG::WEIGHTS>;
   using Stage = PipelineState<Shared::STAGES>;
   static constexpr int D = CONFIG::D, CHUNK = CONFIG::CHUNK, GROUPS = CONFIG::GROUPS, PANELS = CONFIG::PANELS;
   static constexpr Decay DECAY = CONFIG::DECAY;
@@ -21,7 +21,7 @@ struct BlockSm90 {
   u32 base;
   int tid, warp, lane, g, t;  // g, t: the lane's row and column pair in a tensor-core tile
   float log2_decay;
-  float* powers;  // 16 zeros, γ⁰ … γ⁶⁴, b; where scores read pairs of powers, the zeros and powers again
+  float* powers;  // 16 zeros, γ⁰ … γ⁶⁴, b, a; where scores read pairs of powers, the zeros and powers again
 
   DEVICE BlockSm90(const Params& params, char* shared) : p(params), smem(shared) {
     base = shared_address(smem);
@@ -34,6 +34,7 @@ struct BlockSm90 {
       reinterpret_cast<u16**>(smem + Shared::HEADS)[tid] = first + last;
     }
     if (tid == CHUNK + 1) powers[tid] = p.coefficient ? p.coefficient[h] : p.b_value;
+    if (CONFIG::HAS_A && tid == CHUNK + 2) powers[tid] = p.constant ? p.constant[h] : p.a_value;
     log2_decay = DECAY == PER_HEAD ? p.log_decay[h] * LOG2_E : 0.f;
     if (CONFIG::DECAYS_PAST && tid < 16 + CHUNK + 1) {
       float power = tid < 16 ? 0.f : exp2f(log2_decay * (tid - 16));
@@ -77,7 +78,8 @@ struct BlockSm90 {
   DEVICE int token(int position) const { return Traits::token(p, position); }
   DEVICE i64 stat(int position) const { return i64(bh()) * p.N + token(position); }  // of [BH, N]
   DEVICE float power(int i) const { return DECAY == PER_HEAD ? powers[i] : 1.f; }
-  DEVICE float coefficient() const { return powers[CHUNK + 1]; }  // b
+  DEVICE float coefficient() const { return powers[CHUNK + 1]; }                    // b
+  DEVICE float constant() const { return CONFIG::HAS_A ? powers[CHUNK + 2] : 0.f; }  // a
   // Row `position` of tensor a, b, c, unit, y or o (0 … 5).
   DEVICE u16* row(int tensor, int position) const { return Traits::row(p, base + Shared::HEADS, tensor, position); }
 
@@ -119,7 +121,7 @@ struct BlockSm90 {
 
   struct Coefficients {
     float *from_start, *gamma;  // PER_TOKEN: exp(Γ), and Γ in powers of two
-    float *inverse_g, *dG;      // COMPUTES_DG
+    float *inverse_g, *dG;      // COMPUTES_DG, if it sums X
     float *sigma, *tau, *rho, *kappa;
     float* row;      // DQ, DK: 1/‖x‖; FWD: the normaliser's part that all keys before share, then 1/g
     u16* sigma_end;  // [SIGMA_PARTS][CHUNK]
@@ -129,12 +131,17 @@ struct BlockSm90 {
     float* x = reinterpret_cast<float*>(smem + Shared::COEFFICIENTS + stage * Shared::STAGE_COEFFICIENTS);
     float *from_start = x, *gamma = from_start + CONFIG::HAS_FROM_START * CHUNK;
     float *inverse_g = gamma + CONFIG::HAS_GAMMA * CHUNK, *dG = inverse_g + CONFIG::HAS_INVERSE_G * CHUNK;
-    float* sigma = dG + CONFIG::COMPUTES_DG * CHUNK;
+    float* sigma = dG + CONFIG::HAS_DG * CHUNK;
     float *tau = sigma + CHUNK, *rho = tau + CONFIG::HAS_TAU * CHUNK;
     float *kappa = rho + CONFIG::HAS_RHO * CHUNK, *row = kappa + CONFIG::HAS_KAPPA * CHUNK;
     u16* end = reinterpret_cast<u16*>(x + CONFIG::VECTORS * CHUNK);
     float* c_sum = reinterpret_cast<float*>(end + CONFIG::SIGMA_PARTS * CHUNK);
     return {from_start, gamma, inverse_g, dG, sigma, tau, rho, kappa, row, end, c_sum};
+  }
+  // DQ: a warp's part of the gradient of a: one of eight.
+  DEVICE void store_da(float sum, int first) const {
+    sum = sum_lanes<32>(sum);
+    if (lane == 0) p.da[(bh() * p.segments + segment()) * 8 + first + warp % 4] = sum;
   }
   // DQ: Σ q̂·y, the gradient of b, by token of a chunk.
   DEVICE float* db_sums() const { return reinterpret_cast<float*>(smem + Shared::DB_SUMS); }

@@ -10,12 +10,13 @@ struct SharedSm90;
 
 // STATES: only what a segment adds to the state. UNSEGMENTED: a block has 64 columns of y and a whole sequence, and
 // leaves the states before the segments in the scratch on the way.
-template <typename T_, int D_, int MODE_, Decay DECAY_, int ROPE_, bool STATES_, bool UNSEGMENTED_>
+template <typename T_, int D_, int MODE_, Decay DECAY_, int ROPE_, Weights WEIGHTS_, bool STATES_, bool UNSEGMENTED_>
 struct ConfigSm90 {
   using T = T_;
-  using Traits = ModeTraits<T, MODE_>;
+  using Traits = ModeTraits<T, MODE_, WEIGHTS_>;
   static constexpr int D = D_, MODE = MODE_, ROPE = ROPE_;
   static constexpr Decay DECAY = DECAY_;
+  static constexpr Weights WEIGHTS = WEIGHTS_;
   static constexpr bool STATES = STATES_, UNSEGMENTED = UNSEGMENTED_;
   static_assert(!UNSEGMENTED || MODE == FWD, "the others project a whole row, or read what another scan left");
   static_assert(ROPE <= PANEL_COLUMNS, "columns that rotate together must be in one group");
@@ -26,19 +27,27 @@ struct ConfigSm90 {
   static constexpr int D_STEPS = D / 16, CHUNK_STEPS = CHUNK / 16;  // of a product along D and along a chunk
 
   static constexpr bool PROJECTS = Traits::PROJECTS && !STATES;
-  static constexpr bool NORMALISES = MODE == FWD && !STATES;  // Σ ζ b is needed on the way, times queries
-  static constexpr bool COMPUTES_E = MODE == DQ, COMPUTES_DB = MODE == DQ && !STATES;
-  static constexpr bool COMPUTES_DG = DECAY == PER_TOKEN && PROJECTS;  // needs Σ ζ b, too, times a
-  static constexpr bool SPLITS_B = NORMALISES || COMPUTES_DG;          // for tensor cores
-  static constexpr bool SUMS_B = MODE == FWD || STATES || COMPUTES_DG;
+  static constexpr bool HAS_G = WEIGHTS == NORMALISED, HAS_A = WEIGHTS == AFFINE;
+  static constexpr bool NORMALISES = HAS_G && MODE == FWD && !STATES;  // Σ ζ b is needed on the way, times queries
+  static constexpr bool COMPUTES_E = HAS_G && MODE == DQ, COMPUTES_DB = MODE == DQ && !STATES;
+  static constexpr bool COMPUTES_DA = HAS_A && COMPUTES_DB, COMPUTES_DG = DECAY == PER_TOKEN && PROJECTS;
+  // Sums of decayed X by row, which need Σ ζ b, too, times a.
+  static constexpr bool SUMS_X = COMPUTES_DA || (COMPUTES_DG && WEIGHTS != PRODUCTS);
+  static constexpr bool SPLITS_B = NORMALISES || SUMS_X;  // for tensor cores
+  // κ is a factor of what came before, and τ is one number for all tokens.
+  static constexpr bool ADDS_A = HAS_A && Traits::VALUE_ROWS;
+  static constexpr bool SUMS_C = HAS_G || ADDS_A;
+  static constexpr bool SUMS_B = SUMS_X || (HAS_G && (MODE == FWD || STATES)) || (HAS_A && MODE == DK && STATES);
 
-  // Which vectors, a number a token, a chunk has besides σ. The other factors of W are 1, or another of the mode's:
-  // DQ's τ is its σ.
-  static constexpr bool HAS_RHO = MODE != DK, HAS_KAPPA = MODE == DQ, HAS_TAU = Traits::REVERSE, HAS_ROW = MODE != DV;
+  // Which vectors, a number a token, a chunk has besides σ. The other factors of W are one number for all tokens, or another of
+  // the mode's: DQ's τ is its σ.
+  static constexpr bool HAS_RHO = MODE == FWD || MODE == DV || (HAS_G && MODE == DQ);
+  static constexpr bool HAS_KAPPA = HAS_G && MODE == DQ, HAS_TAU = HAS_G && Traits::REVERSE;
+  static constexpr bool HAS_ROW = PROJECTS || NORMALISES;
   // With PER_TOKEN also exp(Γ), Γ, and where dG is found what is known of it; DK then has 1/g apart from σ.
   static constexpr bool HAS_FROM_START = DECAY == PER_TOKEN, HAS_GAMMA = HAS_FROM_START && !STATES;
-  static constexpr bool HAS_INVERSE_G = COMPUTES_DG && MODE == DK;
-  static constexpr int VECTORS = HAS_FROM_START + HAS_GAMMA + HAS_INVERSE_G + COMPUTES_DG +
+  static constexpr bool HAS_DG = COMPUTES_DG && SUMS_X, HAS_INVERSE_G = HAS_G && COMPUTES_DG && MODE == DK;
+  static constexpr int VECTORS = HAS_FROM_START + HAS_GAMMA + HAS_INVERSE_G + HAS_DG +
                                  (STATES ? 0 : 1 + HAS_RHO + HAS_KAPPA + HAS_TAU + HAS_ROW);
 
   // 16-bit numbers that σ decayed to the chunk's end is kept in. Where gates are steep a few tokens are all of a state, and

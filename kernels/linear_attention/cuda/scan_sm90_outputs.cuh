@@ -137,13 +137,14 @@ struct OutputsSm90 {
   }
   // It, waited for: γ^(i+1) (ρ y + κ Σ τ c).
   static DEVICE void scale_past(Block& block, float (&y)[8][4], const Coefficients& c) {
-    const float c_sum[2] = {c.c_sum[own_row(block, 0)], c.c_sum[own_row(block, 1)]},
-                step = DECAYS_PAST ? block.powers[8] : 1.f;
+    constexpr bool SUMS_C = CONFIG::SUMS_C;
+    const float c_sum[2] = {SUMS_C ? c.c_sum[own_row(block, 0)] : 0.f, SUMS_C ? c.c_sum[own_row(block, 1)] : 0.f},
+                step = DECAYS_PAST ? block.powers[8] : 1.f, scale_rho = Traits::scale_rho(block.p);
     float past[2] = {DECAYS_PAST ? block.powers[2 * block.t + 1] : 1.f,
                      DECAYS_PAST ? block.powers[2 * block.t + 2] : 1.f};
     float scale[8][2], shift[8][4];
     auto find = [&](int n) {  // of two tokens
-      float2 rho = make_float2(1.f, 1.f), kappa = rho;
+      float2 rho = make_float2(scale_rho, scale_rho), kappa = make_float2(1.f, 1.f);
       if (CONFIG::HAS_RHO) rho = *reinterpret_cast<float2*>(c.rho + 8 * n + 2 * block.t);
       if (CONFIG::HAS_KAPPA) kappa = *reinterpret_cast<float2*>(c.kappa + 8 * n + 2 * block.t);
       if (PER_TOKEN_DECAY) {
@@ -168,7 +169,7 @@ struct OutputsSm90 {
     for (int n = 0; n < 8; n++) {
       if (!UNSEGMENTED) find(n);
 #pragma unroll
-      for (int i = 0; i < 4; i++) y[n][i] = scale[n][i % 2] * y[n][i] + shift[n][i];
+      for (int i = 0; i < 4; i++) y[n][i] = SUMS_C ? scale[n][i % 2] * y[n][i] + shift[n][i] : scale[n][i % 2] * y[n][i];
     }
   }
 
@@ -209,7 +210,7 @@ struct OutputsSm90 {
     return block.y_tile(stage, parity) + block.group() * Shared::PANEL +
            swizzled<CHUNK>(block.lane % 8 + 8 * (block.lane / 16), own_tile(block, (block.lane / 8) % 2) % 8);
   }
-  // FWD: o = y/g; DV: dv = y.
+  // FWD: o = y/g, or y; DV: dv = y.
   static DEVICE void scale(Block& block, float (&y)[8][4], int stage, int parity) {
     warpgroup_wait<1>();
     warpgroup_fence_operand(y);
@@ -222,7 +223,7 @@ struct OutputsSm90 {
 #pragma unroll
       for (int m = 0; m < 2; m++) {
         float2 r = make_float2(scale, scale);
-        if (MODE == FWD) r = *reinterpret_cast<float2*>(block.coefficients(stage).row + 8 * (n + m) + 2 * block.t);
+        if (CONFIG::NORMALISES) r = *reinterpret_cast<float2*>(block.coefficients(stage).row + 8 * (n + m) + 2 * block.t);
         pairs[2 * m] = pack<T>(y[n + m][0] * r.x, y[n + m][1] * r.y);
         pairs[2 * m + 1] = pack<T>(y[n + m][2] * r.x, y[n + m][3] * r.y);
       }
@@ -283,8 +284,11 @@ struct OutputsSm90 {
     if (CONFIG::COMPUTES_DB && block.tid < CHUNK) block.db_sums()[block.tid] += norm * dot * Traits::scale_y(p);
     if (CONFIG::COMPUTES_DG && block.tid < CHUNK && position + token < p.N) {
       float& dG = p.dG[i64(block.bh()) * p.N + position + token];
-      const float known = block.coefficients(stage).dG[token], along = norm * dot * Traits::scale_y(p);
-      dG = MODE == DQ ? known / Traits::scale_rho(p) + block.coefficient() * along : known + along;
+      const float along = norm * dot * Traits::scale_y(p);
+      float known = CONFIG::HAS_DG ? block.coefficients(stage).dG[token] : 0.f;
+      if (CONFIG::HAS_DG && CONFIG::HAS_A) known *= block.constant();
+      if (CONFIG::HAS_G && MODE == DQ) known = known / Traits::scale_rho(p);
+      dG = known + (MODE == DQ ? block.coefficient() * along : along);
     }
   }
   static DEVICE float* group_projections(const Block& block) {

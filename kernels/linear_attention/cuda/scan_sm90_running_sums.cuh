@@ -15,9 +15,12 @@ struct RunningSumsSm90 {
   static constexpr int CHUNK = CONFIG::CHUNK, GROUPS = CONFIG::GROUPS, PANELS = CONFIG::PANELS;
   static constexpr bool STATES = CONFIG::STATES, NORMALISES = CONFIG::NORMALISES;
   static constexpr bool STORES_B = STATES || CONFIG::MODE == FWD;  // DV has what DK would
-  static constexpr int C_PANELS = STATES ? 1 : GROUPS, B_PANELS = STATES ? 1 : CONFIG::SUMS_B ? PANELS : 0;
+  static constexpr int C_PANELS = !CONFIG::SUMS_C ? 0 : STATES ? 1 : GROUPS;
+  static constexpr int B_PANELS = !CONFIG::SUMS_B ? 0 : STATES ? 1 : PANELS;
 
-  float c[C_PANELS][1][4], b[B_PANELS ? B_PANELS : 1][1][4];
+  static constexpr bool FACTOR_A = CONFIG::ADDS_A && CONFIG::MODE == FWD;
+
+  float c[C_PANELS ? C_PANELS : 1][1][4], b[B_PANELS ? B_PANELS : 1][1][4];
 
   DEVICE int first_panel(const Block& block) const { return STATES ? block.group() : 0; }
   DEVICE int column(const Block& block, int panel, int half) const {
@@ -49,7 +52,7 @@ struct RunningSumsSm90 {
     each(block, [&](float (&sum)[1][4], int, int) { mma_AtBt<T>(sum, zeros, more, 1); });
     warpgroup_commit();
   }
-  // `a_b` (COMPUTES_DG), there when this returns: the chunk's a times Σ ζ b from before, whose three 16-bit parts are
+  // `a_b` (SUMS_X), there when this returns: the chunk's a times Σ ζ b from before, whose three 16-bit parts are
   // columns.
   DEVICE void start_chunk(Block& block, int stage, int slot, int len, float (&a_b)[1][4]) {
     block.sync_token_stats();  // τ and ζ are written, and rows are rotated
@@ -57,13 +60,13 @@ struct RunningSumsSm90 {
     decay(block, block.whole(block.coefficients(stage), len));
     warpgroup_arrive();
 #pragma unroll
-    for (int k = 0; k < (CONFIG::COMPUTES_DG ? CONFIG::D_STEPS : 0); k++)
+    for (int k = 0; k < (CONFIG::SUMS_X ? CONFIG::D_STEPS : 0); k++)
       mma_ABt<T>(a_b, k_along_rows<CHUNK>(block.tile(stage, A), k),
                  k_along_rows<8>(block.base + block.b_sums(stage), k), k > 0);
-    if (CONFIG::COMPUTES_DG) warpgroup_commit();
+    if (CONFIG::SUMS_X) warpgroup_commit();
     add_chunk(block, stage, slot);
     warpgroup_commit();
-    if (CONFIG::COMPUTES_DG) warpgroup_wait<1>(), warpgroup_fence_operand(a_b);
+    if (CONFIG::SUMS_X) warpgroup_wait<1>(), warpgroup_fence_operand(a_b);
   }
   DEVICE void decay(const Block& block, float decay) {
     if (!CONFIG::DECAY) return;
@@ -79,15 +82,15 @@ struct RunningSumsSm90 {
 
   // Of a lane's two rows of a sum, one: its first and its second part.
   static DEVICE float total(const float (&sum)[1][4], int half) { return sum[0][2 * half] + sum[0][2 * half + 1]; }
-  // To shared memory, for the chunk in a stage. Of Σ ζ b's columns, each of four lanes takes one.
+  // To shared memory, for the chunk in a stage, Σ τ c times κ where that is a. Of Σ ζ b's columns, each of four lanes takes one.
   DEVICE void write(const Block& block, int stage) const {
     float* to = block.coefficients(stage).c_sum;
     float own = 0.f;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
 #pragma unroll
-      for (int i = 0; i < GROUPS; i++)
-        if (block.t == 0) to[column(block, i, half)] = total(c[i], half);
+      for (int i = 0; i < C_PANELS; i++)
+        if (block.t == 0) to[column(block, i, half)] = (FACTOR_A ? block.constant() : 1.f) * total(c[i], half);
 #pragma unroll
       for (int i = 0; i < (CONFIG::SPLITS_B ? B_PANELS : 0); i++) {
         float sum = __shfl_sync(FULL_WARP, total(b[i], half), block.lane & ~3 | 1);

@@ -13,13 +13,14 @@ struct ScoresSm90 {
   using Coefficients = typename Block::Coefficients;
   static constexpr int CHUNK = CONFIG::CHUNK, MODE = CONFIG::MODE, D_STEPS = CONFIG::D_STEPS;
   static constexpr Decay DECAY = CONFIG::DECAY;
-  static constexpr bool KEEPS_POWERS = CONFIG::KEEPS_POWERS, COMPUTES_DG = CONFIG::COMPUTES_DG;
+  static constexpr bool KEEPS_POWERS = CONFIG::KEEPS_POWERS, SUMS_X = CONFIG::SUMS_X, HAS_G = CONFIG::HAS_G;
 
   // Chunk by chunk: W of this one; then the one before, when all are done with it: y out, and the next tiles in.
   template <bool SCORES, bool COPIES>
   static DEVICE void run(Block& block) {
     if (SCORES) clear_above_diagonal(block);
     Powers powers;
+    float da = 0.f;
     if (SCORES) read_powers(block, powers);
     typename Block::Stage current, previous;  // of this chunk and the one before
     PipelineState<2> scored;
@@ -30,7 +31,7 @@ struct ScoresSm90 {
       if (position >= block.begin()) {
         if (SCORES && position < block.end()) {
           mbarrier_wait(block.ready(current.stage()), current.phase());
-          compute(block, current.stage(), position, parity, powers);
+          compute(block, current.stage(), position, parity, powers, da);
           fence_shared();
           mbarrier_arrive(block.scored(parity));
         }
@@ -49,6 +50,7 @@ struct ScoresSm90 {
       }
     }
     if (COPIES) copy_async_commit(), copy_async_wait<0>();
+    if (CONFIG::COMPUTES_DA && SCORES) block.store_da(da, 4);
   }
 
   // Of a thread's two rows: what W is made of, and the sums of what became of it.
@@ -62,7 +64,7 @@ struct ScoresSm90 {
   };
 
   // W of this warp's 16 rows, into shared memory; forward also the normalisers. What is above the diagonal stays zero.
-  static DEVICE void compute(Block& block, int stage, int position, int parity, const Powers& powers) {
+  static DEVICE void compute(Block& block, int stage, int position, int parity, const Powers& powers, float& da) {
     float x[8][4], past[1][4];
     warpgroup_arrive();
 #pragma unroll
@@ -80,17 +82,19 @@ struct ScoresSm90 {
     block.forget_addresses();
     const Coefficients c = block.coefficients(stage);
     const int first = block.first_row() + block.g;
-    Rows rows = {{1.f, 1.f}, {1.f, 1.f}, {0.f, 0.f}, {0.f, 0.f}};
+    const float rho = CONFIG::Traits::scale_rho(block.p);
+    Rows rows = {{rho, rho}, {1.f, 1.f}, {0.f, 0.f}, {0.f, 0.f}};
     if (CONFIG::HAS_RHO) rows.rho[0] = c.rho[first], rows.rho[1] = c.rho[first + 8];
     if (CONFIG::HAS_KAPPA) rows.kappa[0] = c.kappa[first], rows.kappa[1] = c.kappa[first + 8];
     if (DECAY == PER_TOKEN) rows.gamma[0] = c.gamma[first], rows.gamma[1] = c.gamma[first + 8];
 #pragma unroll
     for (int tile = 0; tile < 4; tile++)  // of 16 × 16
       if (tile <= block.warp % 4) compute_tile(block, rows, x, c, tile, parity, powers);
-    if (MODE == FWD) normalisers(block, rows, past, c, position);
-    if (COMPUTES_DG) {
+    if (CONFIG::NORMALISES) normalisers(block, rows, past, c, position);
+    if (SUMS_X) {
       float sum = sum_of_row(block, rows);
-      if (block.t < 2) c.dG[first + 8 * block.t] += sum;
+      if (CONFIG::HAS_DG && block.t < 2) c.dG[first + 8 * block.t] += sum;
+      if (CONFIG::COMPUTES_DA && block.t < 2) da += sum;
     }
   }
   // Of four lanes, the first finishes one row and the second the other.
@@ -125,6 +129,7 @@ struct ScoresSm90 {
     for (int m = 0; m < 2; m++) {
       int j = 16 * tile + 8 * m + 2 * block.t;
       float2 sigma = *reinterpret_cast<float2*>(c.sigma + j), tau = make_float2(1.f, 1.f);
+      if (CONFIG::ADDS_A) tau.x = tau.y = block.constant();
       if (CONFIG::HAS_TAU) tau = *reinterpret_cast<float2*>(c.tau + j);
       float2 gamma = make_float2(0.f, 0.f), inverse_g = gamma;
       if (DECAY == PER_TOKEN) gamma = *reinterpret_cast<float2*>(c.gamma + j);
@@ -138,8 +143,9 @@ struct ScoresSm90 {
                               by >= 1 ? power_of_two(rows.gamma[half] - gamma.y) : 0.f);
         float x0 = x[2 * tile + m][2 * half], x1 = x[2 * tile + m][2 * half + 1];
         if (CONFIG::HAS_INVERSE_G) x0 *= inverse_g.x, x1 *= inverse_g.y;
-        if (COMPUTES_DG) {
-          auto own = [&](float x) { return MODE == DQ ? rows.rho[half] * x + rows.kappa[half] : x; };
+        if (SUMS_X) {
+          auto own = [&](float x) { return HAS_G && MODE == DQ ? rows.rho[half] * x + rows.kappa[half] : x; };
+          if (!DECAY) decay = make_float2(by >= 0 ? 1.f : 0.f, by >= 1 ? 1.f : 0.f);
           rows.sum[half] += decay.x * own(x0), rows.sum[half] += decay.y * own(x1);
         }
         float w0 = score(rows, half, sigma.x, tau.x, x0, by, decay.x);
@@ -147,14 +153,16 @@ struct ScoresSm90 {
         u32 pair = pack<T>(w0, w1);
         pairs[2 * m + half] = pair;
         float2 rounded = unpack<T>(pair);  // the normaliser adds what the tensor cores multiply by
-        if (MODE == FWD) rows.sum[half] += rounded.x + rounded.y;
+        if (CONFIG::NORMALISES) rows.sum[half] += rounded.x + rounded.y;
       }
     }
     stmatrix(address(block, parity, tile), pairs[0], pairs[1], pairs[2], pairs[3]);
   }
   // w of a pair of tokens, one so far ahead of the other; its decay is zero if it is behind.
   static DEVICE float score(const Rows& rows, int half, float sigma, float tau, float x, int ahead, float decay) {
-    float y = MODE == DQ ? sigma * (rows.rho[half] * x + rows.kappa[half]) : rows.rho[half] * sigma * x + tau;
+    float y = rows.rho[half] * sigma * x;
+    if (HAS_G && MODE == DQ) y = sigma * (rows.rho[half] * x + rows.kappa[half]);
+    if ((HAS_G && MODE != DQ) || CONFIG::ADDS_A) y = rows.rho[half] * sigma * x + tau;
     return DECAY ? y * decay : ahead >= 0 ? y : 0.f;
   }
 

@@ -15,7 +15,9 @@ struct TokenStatsSm90 {
   static constexpr int D = CONFIG::D, CHUNK = CONFIG::CHUNK, PANELS = CONFIG::PANELS;
   static constexpr int MODE = CONFIG::MODE, ROPE = CONFIG::ROPE;
   static constexpr Decay DECAY = CONFIG::DECAY;
-  static constexpr bool STATES = CONFIG::STATES, COMPUTES_E = CONFIG::COMPUTES_E, COMPUTES_DG = CONFIG::COMPUTES_DG;
+  static constexpr bool STATES = CONFIG::STATES, HAS_G = CONFIG::HAS_G, SUMS_X = CONFIG::SUMS_X;
+  static constexpr bool COMPUTES_E = CONFIG::COMPUTES_E, COMPUTES_DG = CONFIG::COMPUTES_DG;
+  static constexpr bool KEEPS_SUMS = !STATES && (CONFIG::SUMS_C || CONFIG::SUMS_B);
 
   // For RoPE a thread has ITEMS items of each tile; a model's few have their angles read a chunk ahead.
   using R = Rope<T, MODE, ROPE>;
@@ -27,51 +29,53 @@ struct TokenStatsSm90 {
 
   static DEVICE void run(Block& block) {
     const Params& p = block.p;
-    constexpr bool POWERS = DECAY == PER_HEAD, COUNTS = MODE == FWD && DECAY != PER_TOKEN;
+    constexpr bool POWERS = DECAY == PER_HEAD, COUNTS = HAS_G && MODE == FWD && DECAY != PER_TOKEN;
     float n = COUNTS ? tokens_before<POWERS>(p, block.bh(), block.log2_decay, block.begin()) : 0.f;
     const float chunk_tokens = COUNTS ? count_tokens<POWERS>(block.log2_decay, CHUNK) : 0.f;
     RunningSumsSm90<CONFIG> sums;
     block.forget_addresses();
-    if (!STATES) sums.load(block);
+    if (KEEPS_SUMS) sums.load(block);
     Saved next = MODE == FWD ? Saved{} : read_saved(block, block.begin());
     Gate gate = READS_GATES_AHEAD ? read_gate(block, block.begin()) : Gate{};
     ChunkAngles angles;
     if (READS_ANGLES_AHEAD) read_angles(block, angles, block.begin());
     auto segment = block.next_segment();
-    if (!STATES) sums.add_zeros(block);
+    if (KEEPS_SUMS) sums.add_zeros(block);
+    float da = 0.f;
     Stage current;
     for (int position = block.begin(); position < block.end(); position += CHUNK, current.advance()) {
       block.forget_addresses();
       const int stage = current.stage(), len = min(CHUNK, p.N - position);
-      const int slot = STATES ? stage : u32(position - block.begin()) / CHUNK % 2;  // of τ and ζ
+      const int slot = !KEEPS_SUMS ? stage : u32(position - block.begin()) / CHUNK % 2;  // of τ and ζ
       if (!READS_GATES_AHEAD && !COMPUTES_E) gate = read_gate(block, position);
       mbarrier_wait(block.empty(stage), current.phase() ^ 1);  // the coefficients' old readers, too, are done
       chunk(block, current, slot, position, len, n, next, gate, angles);
       if (COUNTS) n = DECAY ? n * block.power(CHUNK) + chunk_tokens : n + CHUNK;
-      if (!STATES) {
+      if (KEEPS_SUMS) {
         sums.wait(block);
         if (position > block.begin()) mbarrier_arrive(block.empty(current.previous()));
         if (block.enters(segment, position)) sums.store(block, block.before_segment(++segment.index));
-        if (COMPUTES_DG && !COMPUTES_E) block.sync_token_stats();  // all have used the Σ ζ b of the chunk before
+        if (SUMS_X && !COMPUTES_E) block.sync_token_stats();  // all have used the Σ ζ b of the chunk before
         sums.write(block, stage);
       }
       if (READS_GATES_AHEAD) gate = read_gate(block, position + CHUNK);
       fence_shared();  // what was copied, rotated and written, for the warpgroups' products
       mbarrier_arrive(block.ready(stage));
       if (READS_ANGLES_AHEAD) read_angles(block, angles, position + CHUNK);
-      if (STATES) {
+      if (!KEEPS_SUMS) {
         mbarrier_arrive(block.empty(stage));
         continue;
       }
       float a_b[1][4];
       sums.start_chunk(block, stage, slot, len, a_b);
-      if (COMPUTES_DG) store_dG(block, a_b, stage, position);
+      if (SUMS_X) store_dG(block, a_b, stage, position, da);
     }
     block.forget_addresses();
-    if (STATES) return;
+    if (!KEEPS_SUMS) return;
     sums.wait(block);
     if (block.begin() < block.end()) mbarrier_arrive(block.empty(current.previous()));
     if (block.has_final()) sums.store(block, block.final());
+    if (CONFIG::COMPUTES_DA) block.store_da(da, 0);
   }
 
   // What the forward pass saved of a token.
@@ -83,8 +87,9 @@ struct TokenStatsSm90 {
     Saved s = {0.f, 0.f, 0.f, 0.f};
     if (block.thread() >= CHUNK || position + block.thread() >= p.N) return s;
     i64 i = block.stat(position + block.thread());
-    s.g = p.g[i], s.r = (MODE == DQ ? p.rk : p.rq)[i], s.unit = (MODE == DQ ? p.rq : p.rk)[i];
-    if (MODE == DK) s.e = p.e[i];
+    if (HAS_G) s.g = p.g[i];
+    s.r = (MODE == DQ ? p.rk : p.rq)[i], s.unit = (MODE == DQ ? p.rq : p.rk)[i];
+    if (HAS_G && MODE == DK) s.e = p.e[i];
     return s;
   }
 
@@ -99,7 +104,7 @@ struct TokenStatsSm90 {
     const Params& p = block.p;
     if (DECAY != PER_TOKEN || position >= p.N) return {0.f, 0.f, 0.f};
     const i64 row = i64(block.bh()) * p.N + min(position + row_of_thread(block), p.N - 1);
-    const bool counts = MODE == FWD ? !STATES : COMPUTES_DG;
+    const bool counts = HAS_G && (MODE == FWD ? !STATES : COMPUTES_DG);
     const float gamma = p.gamma[row];
     float count = counts ? Chunks<CHUNK>(p, block.bh()).count[position / CHUNK] * power_of_two(gamma) : 0.f;
     if (counts && Traits::REVERSE) count += p.count[row];
@@ -153,7 +158,7 @@ struct TokenStatsSm90 {
     float decay = to_end(block, gate, len, i);
     write_gate(c, gate, i);
     if (CONFIG::HAS_INVERSE_G) c.inverse_g[i] = stats.inverse_g;
-    if (COMPUTES_DG) c.dG[i] = (MODE == DQ ? kappa : -1.f) * gate.count;
+    if (CONFIG::HAS_DG) c.dG[i] = HAS_G ? (MODE == DQ ? kappa : -1.f) * gate.count : 0.f;
     if (!STATES) {
       c.sigma[i] = CONFIG::HAS_INVERSE_G ? Traits::sigma(block, {1.f, s.e, s.r, s.unit}) : sigma;
       if (CONFIG::HAS_TAU) c.tau[i] = tau;
@@ -167,7 +172,8 @@ struct TokenStatsSm90 {
   static DEVICE void write_end_coefficients(const Block& block, const Coefficients& c, int slot, int i, float sigma,
                                             float tau, float zeta) {
     split<T, CONFIG::SIGMA_PARTS>([&](int part) { return c.sigma_end + part * CHUNK + i; }, sigma);
-    split<T, 2>([&](int part) { return block.in_eight_rows(block.end_coefficients(slot), part, i); }, tau);
+    if (CONFIG::SUMS_C)
+      split<T, 2>([&](int part) { return block.in_eight_rows(block.end_coefficients(slot), part, i); }, tau);
     if (CONFIG::SUMS_B)
       split<T, 2>([&](int part) { return block.in_eight_rows(block.end_coefficients(slot), 2 + part, i); }, zeta);
   }
@@ -198,7 +204,7 @@ struct TokenStatsSm90 {
       }
     } else {
       c.rho[i] = Traits::rho(block, stats);
-      c.row[i] = DECAY == PER_TOKEN ? gate.count : block.power(i + 1) * n;
+      if (CONFIG::HAS_ROW) c.row[i] = DECAY == PER_TOKEN ? gate.count : block.power(i + 1) * n;
     }
   }
   // Of a row of a tile, all of it or one half. Eight threads that read at once read eight rows, or halves of four.
@@ -218,8 +224,8 @@ struct TokenStatsSm90 {
     return (sum[0] + sum[1]) + (sum[2] + sum[3]);
   }
 
-  // What a chunk's rows of dG, or columns, have of the tokens before it. DQ: do/g times Σ v; DK: v times Σ do/g.
-  static DEVICE void store_dG(const Block& block, const float (&a_b)[1][4], int stage, int position) {
+  // What a chunk's rows of dG, or columns, have of the tokens before it, and da. DQ: do/g times Σ v; DK: v times Σ do/g.
+  static DEVICE void store_dG(const Block& block, const float (&a_b)[1][4], int stage, int position, float& da) {
     const Params& p = block.p;
     const float first = RunningSumsSm90<CONFIG>::total(a_b, 0), second = RunningSumsSm90<CONFIG>::total(a_b, 1);
     const bool odd = block.t % 2;  // of two rows of four lanes, one
@@ -227,8 +233,10 @@ struct TokenStatsSm90 {
     const int row = block.first_row() + block.g + 8 * block.t;
     if (block.t > 1 || position + row >= p.N) return;
     const Coefficients c = block.coefficients(stage);
-    const float scale = MODE == DQ ? c.rho[row] / Traits::scale_rho(p) : Traits::scale_y(p);
-    p.dG[(i64(gridDim.y) + block.bh()) * p.N + position + row] = scale * c.from_start[row] * sum;
+    float scale = Traits::scale_y(p);
+    if (MODE == DQ) scale = HAS_G ? c.rho[row] / Traits::scale_rho(p) : block.constant();
+    if (CONFIG::COMPUTES_DA) da += block.from_start(c, row) * sum;
+    if (COMPUTES_DG) p.dG[(i64(gridDim.y) + block.bh()) * p.N + position + row] = scale * c.from_start[row] * sum;
   }
 
   // do·o of this warp's rows, eight lanes a row; o comes straight from global memory, asked for before the wait for

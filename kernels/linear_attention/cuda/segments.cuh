@@ -26,9 +26,9 @@ using StateTarget = StateAt<float*>;
 // States in and out of the scan of a mode: what `states` and `prefix` leave before a segment, and the caller's. In
 // reverse the caller's belongs to the last token scanned, token 0, and its adjoint to the one before: one more decay on
 // the way out, and one less on the way in.
-template <typename T, int MODE, int D>
+template <typename T, int MODE, int D, Weights WEIGHTS = NORMALISED>
 struct SegmentStates {
-  using Traits = ModeTraits<T, MODE>;
+  using Traits = ModeTraits<T, MODE, WEIGHTS>;
   static_assert(STATE_SIZE<D> == LAUNCH_STATE_SIZE, "state_size of launch.py");
 
   static DEVICE StateTarget before_segment(const Params& p, int bh, int segment) {
@@ -43,7 +43,7 @@ struct SegmentStates {
     }
     const float *S = p.initial.S + i64(bh) * D * D, *k = p.initial.k + bh * D, *v = p.initial.v + bh * D;
     float undo = Traits::REVERSE ? exp2f(-log2_decay) : 1.f;
-    float s = Traits::scale_sigma(p) * undo, sv = Traits::REVERSE ? s : 1.f, sk = s;
+    float s = Traits::scale_sigma(p) * undo, sk = s, sv = Traits::REVERSE ? Traits::scale_tau(p) * undo : 1.f;
     if (Traits::VALUE_ROWS) return {S, v, k, s, sv, sk};
     return {S, k, v, s, sk, sv};
   }
