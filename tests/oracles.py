@@ -193,7 +193,7 @@ def quantised(
 
     Rounded: q̂, k̂, h = do/g and the matrices S that enter a product, and each result once. In fp32: sums,
     weights, normaliser, norms. e = do·o/g is of the rounded o, which is what a backward pass is given.
-    Without the normaliser g = 1 and e = 0; a is [H] then.
+    Without the normaliser g = 1 and e = 0, and a is [H]; do·o is in the gradient of gates then.
     """
     dtype = q.dtype
     if not normalize:
@@ -220,9 +220,8 @@ def quantised(
         db = shrink * (q * rq * along).sum((0, 2, 3))
         more, row = {}, 0.0  # with the normaliser the row of G's gradient is 0
         if not normalize:
-            of_constant = (do * (fade.within @ v + fade.since * initial.c[:, :, None])).sum(-1)  # [B, H, N]
-            more["da"] = of_constant.sum((0, 2))
-            row = constant[..., 0] * of_constant + coefficient[..., 0] * (q * rq * along).sum(-1)
+            more["da"] = (do * (fade.within @ v + fade.since * initial.c[:, :, None])).sum((0, 2, 3))
+            row = (do * o).sum(-1)
         if log_decay is not None and log_decay.ndim == 3:
             more["dlog_decay"] = _quantised_gate_gradient(
                 log_decay, K, v, constant * h, e, row, dK, fade, end, dstate
