@@ -9,13 +9,21 @@ from lingpt.tests import oracles
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
-# dtype, head_dim, decay, rotated dimensions
+# dtype, head_dim, decay, rotated dimensions, and for Hopper weights without a normaliser
 DECAYS = ("NO_DECAY", "PER_HEAD", "PER_TOKEN")  # as in launch.py, which needs no import to collect tests
 SEPARATE = [(dtype, D, decay, 0) for dtype in (BF16, FP16) for D in (64, 128) for decay in DECAYS]
 ROTATED = [
     (BF16, 64, "PER_HEAD", 16),
     *((BF16, D, "NO_DECAY", rope) for D, rope in ((64, 64), (128, 32), (128, 128))),
 ]
+
+FREE = [
+    (dtype, D, decay, 0, weights)
+    for weights in ("AFFINE", "PRODUCTS")
+    for dtype, D, decay, _ in SEPARATE
+    if dtype == BF16 or decay == "PER_TOKEN"
+]
+FREE_ROTATED = [(BF16, 64, "PER_TOKEN", 16, "AFFINE"), (BF16, 128, "NO_DECAY", 32, "PRODUCTS")]
 
 randn = partial(oracles.randn, device="cuda")
 inputs = partial(oracles.inputs, device="cuda")
@@ -25,12 +33,18 @@ run = partial(oracles.forward_backward, backend="cuda")
 
 def log_decay(kind: str, B: int, N: int, H: int) -> torch.Tensor | None:
     """Of one of DECAYS; skips the test where the card has no such kernel."""
-    from lingpt.kernels.linear_attention.cuda.compile import native_arch
-    from lingpt.kernels.linear_attention.cuda.launch import has_token_decay
-
-    if kind == "PER_TOKEN" and not has_token_decay(native_arch(), 0):
-        pytest.skip("a decay of each token's own is for Hopper")
+    if kind == "PER_TOKEN":
+        needs_every_form("a decay of each token's own")
     return {"NO_DECAY": None, "PER_HEAD": decays(H), "PER_TOKEN": oracles.token_decays(B, N, H, "cuda")}[kind]
+
+
+def needs_every_form(what: str) -> None:
+    """Skips the test where the card has no such kernel."""
+    from lingpt.kernels.linear_attention.cuda.compile import native_arch
+    from lingpt.kernels.linear_attention.cuda.launch import has_every_form
+
+    if not has_every_form(native_arch(), 0):
+        pytest.skip(f"{what} is for Hopper")
 
 
 def decays(H: int) -> torch.Tensor:

@@ -48,9 +48,11 @@ class Build:
     dtype: torch.dtype = BF16
     decay: str = ""  # "head": a constant of each; "token": each one's own
     rope: int = 0
+    weights: str = "NORMALISED"
 
     def __str__(self) -> str:
         options = [f"{self.decay}-decay"] * bool(self.decay) + [f"rope{self.rope}"] * bool(self.rope)
+        options += [] if self.weights == "NORMALISED" else [self.weights.lower()]
         return "-".join([self.arch, launch.TAGS[self.dtype], str(self.D), *options])
 
 
@@ -61,6 +63,12 @@ WIDE = [Build(arch, 128, FP16, decay="head", rope=32) for arch in ARCHS]
 GATED = [
     Build("sm_90a", 64, BF16, decay="token", rope=16),
     Build("sm_90a", 128, FP16, decay="token", rope=32),
+]
+FREE = [  # weights without a normaliser
+    Build("sm_90a", 64, BF16, decay="token", rope=16, weights="AFFINE"),
+    Build("sm_90a", 64, BF16, decay="token", weights="PRODUCTS"),
+    Build("sm_90a", 128, FP16, weights="AFFINE"),
+    Build("sm_90a", 128, FP16, decay="head", rope=32, weights="PRODUCTS"),
 ]
 EXTRA = [Build("sm_86", 128, BF16, decay="head", rope=32), Build("sm_90a", 128), WIDE[0]]
 COMMON = [*PLAIN, *ROTATED, WIDE[1], *GATED]  # in other tests, too
@@ -101,7 +109,7 @@ def compiled(spec: nvrtc.KernelSpec, arch: str) -> emulator.Module:
     return module(spec.source, arch, tuple(spec.defines.items()), spec.names)
 
 
-@functools.lru_cache(maxsize=len(COMMON))  # a module's kernels hold some 10 MB each
+@functools.lru_cache(maxsize=len(COMMON) + 2)  # a module's kernels hold some 10 MB each
 def module(source: str, arch: str, defines: tuple, names: tuple) -> emulator.Module:
     """`names` tell builds apart."""
     return emulator.Module(source, arch, dict(defines))
@@ -120,6 +128,10 @@ def all_options(build: Build, B: int, N: int, H: int) -> dict:
         initial=LinearAttentionState(0.9 * S, 0.9 * z, 7 * c, torch.full((B, H), 50.0)),
         dstate=LinearAttentionState(*(0.02 * x for x in (dS, dz, dc, dn))),
     )
+    if build.weights != "NORMALISED":
+        options |= dict(normalize=False, a=torch.linspace(1.5, -0.5, H))
+    if build.weights == "PRODUCTS":  # for what has no state
+        options = dict(b=options["b"], normalize=False, a=0.0, return_state=False)
     if build.decay == "head":
         options["log_decay"] = torch.tensor([-0.05, 0.0])[:H]
     if build.decay == "token":
@@ -180,7 +192,7 @@ def too_inexact(ours: dict, build: Build, x: list[torch.Tensor], options: dict) 
     return {name: worse for name, worse in found.items() if worse}
 
 
-@pytest.mark.parametrize("build", [*EXTRA, *COMMON], ids=str)
+@pytest.mark.parametrize("build", [*EXTRA, *COMMON, *FREE], ids=str)
 def test_everything_at_once(build: Build, emulated) -> None:
     """Guards: each build, forward and backward, with all options: states and their gradients, b per head."""
     emulated(build)
@@ -199,7 +211,7 @@ def test_resets_in_the_only_chunk(build: Build, emulated) -> None:
 
 
 @pytest.mark.parametrize("sub_segments", [1, 2])
-@pytest.mark.parametrize("build", [*ROTATED, *GATED], ids=str)
+@pytest.mark.parametrize("build", [*ROTATED, *GATED, FREE[0]], ids=str)
 def test_segments(build: Build, sub_segments: int, emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: the states before segments, by `states` (in sub-segments) and `prefix`, in both directions."""
 
@@ -215,7 +227,7 @@ def test_segments(build: Build, sub_segments: int, emulated, monkeypatch: pytest
     assert not too_inexact(ours, build, x, options)
 
 
-@pytest.mark.parametrize("build", [ROTATED[1], WIDE[1], GATED[0]], ids=str)
+@pytest.mark.parametrize("build", [ROTATED[1], WIDE[1], GATED[0], *FREE[:2]], ids=str)
 def test_stages_filled_again(build: Build, emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: on Hopper every stage of the rings, filled again while others read: segments of 6 chunks."""
     emulated(build)
@@ -227,7 +239,7 @@ def test_stages_filled_again(build: Build, emulated, monkeypatch: pytest.MonkeyP
     assert not too_inexact(ours, build, x, options)
 
 
-@pytest.mark.parametrize("build", [WIDE[1], GATED[1]], ids=str)
+@pytest.mark.parametrize("build", [WIDE[1], GATED[1], FREE[3]], ids=str)
 def test_unsegmented_sequences(build: Build, emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: the forward scan of 64 columns a block, which leaves the states before segments for dq's."""
     emulated(build)

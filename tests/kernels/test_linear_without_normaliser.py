@@ -196,8 +196,11 @@ def test_a_mistake_is_one_line(options, message):
         linear_attention(*inputs(5), **options)
 
 
-def test_the_cuda_kernel_refuses_it_by_name(monkeypatch):
+def test_the_cuda_kernel_takes_it_on_hopper(monkeypatch):
     monkeypatch.setattr(cuda, "why_unsupported", lambda *_: None)
     q, k, v = (x.bfloat16() for x in inputs(5))
-    assert "normalize=False" in (cuda.why_not(Call(q=q, k=k, v=v, normalize=False)) or "")
-    assert cuda.why_not(Call(q=q, k=k, v=v)) is None
+    for arch, reason in (("sm_90a", None), ("sm_80", "it has a form without the normaliser on Hopper alone")):
+        monkeypatch.setattr(cuda, "native_arch", lambda device, arch=arch: arch)
+        found = cuda.why_not(Call(q=q, k=k, v=v, normalize=False))
+        assert (found or "").startswith(reason or "") and bool(found) == bool(reason)
+        assert cuda.why_not(Call(q=q, k=k, v=v)) is None

@@ -46,7 +46,7 @@ def why_not(call: Call) -> str | None:
     rope = 0 if call.cos is None else call.cos.shape[1]
     if call.normalize and call.log_gate is None or has_every_form(native_arch(call.device), rope):
         return None
-    form = "no form without the normaliser" if not call.normalize else "a decay of each token's own"
+    form = "a decay of each token's own" if call.normalize else "a form without the normaliser"
     return f"it has {form} on Hopper alone, with at most 64 rotated dimensions"
 
 
