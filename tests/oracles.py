@@ -188,7 +188,7 @@ def in_float64(
 
 
 def quantised(
-    q, k, v, do, dstate=None, b=None, initial=None, log_decay=None, a=1.0, normalize=True, return_state=True
+    q, k, v, do, dstate=None, *, b, initial=None, log_decay=None, a=1.0, normalize=True, return_state=True
 ) -> dict[str, Tensor]:
     """What the dtype of q allows: the quadratic form, with the gradients of docs/kernel.md written out.
 
@@ -263,8 +263,8 @@ def _fade(log_decay: Tensor, N: int) -> Fade:
 
 
 def _quantised_gate_gradient(
-    log_decay: Tensor, K: Tensor, v: Tensor, h: Tensor, e: Tensor, row: Tensor | float, dK: Tensor, fade: Fade,
-    end, dstate,
+    log_decay: Tensor, K: Tensor, v: Tensor, h: Tensor, e: Tensor, row: Tensor | float, dK: Tensor,
+    fade: Fade, end, dstate,
 ) -> Tensor:  # fmt: skip
     """[B, N, H]; zero at resets."""
     _, _, dc, dn = map(_as_rows, dstate)

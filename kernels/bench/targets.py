@@ -108,8 +108,8 @@ def _ratio(results: Results, cell: Cell, base_cell: Cell, field: str) -> float:
     return getattr(row, field) / getattr(base, field)
 
 
-def _multiple_of_floor(direction: str, units: int) -> Reached:
-    return lambda r: [_value(r, ("ours", REFERENCE), direction) / r.floor_ms(REFERENCE, units)]
+def _multiple_of_floor(direction: str, units: int, name: str = "ours") -> Reached:
+    return lambda r: [_value(r, (name, REFERENCE), direction) / r.floor_ms(REFERENCE, units)]
 
 
 def _faster(
@@ -166,6 +166,10 @@ def _memory(field: str) -> Reached:
 TARGETS = (
     Target("forward, B=4 N=8192, multiple of the 4 U floor", 2.2, 1.3, _multiple_of_floor("forward_ms", 4)),
     Target("backward, B=4 N=8192, multiple of the 8 U floor", 3.6, 2.0, _multiple_of_floor("backward_ms", 8)),
+    Target("gated without the normaliser (a = 0), forward, multiple of 4 U", 1.6, 1.3,
+           _multiple_of_floor("forward_ms", 4, "ours-unnormalised")),
+    Target("gated without the normaliser (a = 0), backward, multiple of 8 U", 2.1, 1.7,
+           _multiple_of_floor("backward_ms", 8, "ours-unnormalised")),
     Target("faster than FLA GLA, forward and backward each", 5, 9,
            _faster(("fla-gla",), REFERENCE), at_least=True),
     Target("faster than FLA normalised linear attention, each", 2.7, 5,

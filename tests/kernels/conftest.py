@@ -17,7 +17,7 @@ def compiled_builds() -> None:
     builds = [
         kernel_build(arch, dtype, D, decay, rope, *weights).spec(arch)
         for dtype, D, decay, rope, *weights in (*ROTATED[::-1], *SEPARATE, *FREE, *FREE_ROTATED)
-        if not weights and decay != "PER_TOKEN" or has_every_form(arch, rope)
+        if (not weights and decay != "PER_TOKEN") or has_every_form(arch, rope)
     ]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda spec: spec.compile(arch), builds))

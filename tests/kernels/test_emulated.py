@@ -156,7 +156,8 @@ def run(
         call = Call(q=q, k=k, v=v, return_state=return_state, **options)
         o, stats, final = backend.forward(call)
         gradients = backend.backward(call, o, stats, do, dstate, out)
-    results = {"o": o, **(final._asdict() if final else {}), **dict(zip(("dq", "dk", "dv"), out, strict=True))}
+    results = {"o": o, **dict(zip(("dq", "dk", "dv"), out, strict=True))}
+    results |= {} if final is None else final._asdict()
     if gradients.log_gate is not None:
         results["dlog_decay"] = gradients.log_gate
     results |= {f"d{name}": x for name, x in (("a", gradients.a), ("b", gradients.b)) if x is not None}

@@ -11,10 +11,12 @@ from lingpt.kernels.linear_attention import LinearAttentionState, linear_attenti
 from lingpt.tests.kernels.on_gpu import (
     BF16,
     FP16,
+    FREE,
     SEPARATE,
     decays,
     inputs,
     log_decay,
+    needs_every_form,
     randn,
     run,
     some_state,
@@ -60,21 +62,40 @@ def test_the_shapes_take_both_paths(D: int) -> None:
 def test_errors_are_at_most_twice_those_of_the_quantised_quadratic_form(dtype, D, decay, _) -> None:
     """Guards: the target of accuracy, RMS and maximum, for every output.
 
-    Numbers per head (db, n's gradient) are too few in one shape for a ratio of errors to mean anything:
+    Numbers per head (da, db, n's gradient) are too few in one shape for a ratio of errors to mean anything:
     theirs are pooled over the shapes, each relative to the RMS of the exact ones.
     """
-    few: dict[str, list] = {"db": [], "dn": []}
+    check_errors(dtype, D, lambda B, N, H: states(B, H, D) | {"log_decay": log_decay(decay, B, N, H)})
+
+
+@gpu
+@pytest.mark.parametrize("dtype, D, decay, _, weights", FREE)
+def test_errors_without_the_normaliser(dtype, D, decay, _, weights) -> None:
+    """Guards: the same of weights a + b x, a and b of any sign, and of b x alone, which has no state."""
+    needs_every_form("a form without the normaliser")
+
+    def options(B: int, N: int, H: int) -> dict:
+        chosen = {"log_decay": log_decay(decay, B, N, H), "normalize": False}
+        chosen["b"] = torch.linspace(-1, 2, H, device="cuda")
+        if weights == "PRODUCTS":
+            return chosen | {"a": 0.0, "return_state": False}
+        return states(B, H, D) | chosen | {"a": torch.linspace(1.5, -0.5, H, device="cuda")}
+
+    check_errors(dtype, D, options)
+
+
+def states(B: int, H: int, D: int) -> dict:
+    """An initial state, the final one's gradient, and b."""
+    shapes = (B, H, D, D), (B, H, D), (B, H, D), (B, H)
+    dstate = [DSTATE * randn(*shape, seed=1000 + i) for i, shape in enumerate(shapes)]
+    return dict(dstate=dstate, b=torch.ones(H, device="cuda"), initial=some_state(B, H, D))
+
+
+def check_errors(dtype: torch.dtype, D: int, options_of) -> None:
+    few: dict[str, list] = {"da": [], "db": [], "dn": []}
     worse = {}
     for seed, (B, N, H) in enumerate(SHAPES):
-        x = inputs(B, N, H, D, dtype, seed)
-        dstate = [
-            DSTATE * randn(*s, seed=1000 + i)
-            for i, s in enumerate(((B, H, D, D), (B, H, D), (B, H, D), (B, H)))
-        ]
-        options = dict(
-            dstate=dstate, b=torch.ones(H, device="cuda"), initial=some_state(B, H, D),
-            log_decay=log_decay(decay, B, N, H),
-        )  # fmt: skip
+        x, options = inputs(B, N, H, D, dtype, seed), options_of(B, N, H)
         ours, limit, exact = (form(*x, **options) for form in (run, quantised, in_float64))
         for name in exact:
             pair = errors(ours[name], exact[name]), errors(limit[name], exact[name])
@@ -82,7 +103,7 @@ def test_errors_are_at_most_twice_those_of_the_quantised_quadratic_form(dtype, D
                 few[name].append(pair)
             else:
                 worse[name, N] = above_twice(*pair)
-    for name, pairs in few.items():
+    for name, pairs in ((name, pairs) for name, pairs in few.items() if pairs):
         worse[name, "all"] = above_twice(*map(torch.cat, zip(*pairs, strict=True)), floor=0.0)
     assert not {name: found for name, found in worse.items() if found}
 
@@ -102,22 +123,25 @@ def test_a_quarter_of_a_million_tokens_do_not_drift() -> None:
 
 
 @gpu
-@pytest.mark.parametrize("D, R", [(D, R) for D in (64, 128) for R in (0, D // 4, D)])
-def test_the_packed_form_rotates(D: int, R: int) -> None:
+@pytest.mark.parametrize(
+    "D, R, normalize", [*((D, R, True) for D in (64, 128) for R in (0, D // 4, D)), (64, 16, False)]
+)
+def test_the_packed_form_rotates(D: int, R: int, normalize: bool) -> None:
     """Guards: RoPE on nothing, a quarter and a whole head, its transpose behind, one contiguous dqkv."""
     from litgpt.model import build_rope_cache
 
-    B, N, H, decay = 2, 700, 4, (D, R) == (64, 16)
+    if not normalize:
+        needs_every_form("a form without the normaliser")
+    B, N, H = 2, 700, 4
     q, k, v, do = inputs(B, N, H, D, BF16)
     qkv, b = torch.stack((q, k, v), 2), torch.linspace(-1, 1, H, device="cuda")
     cos, sin = (x.cuda() for x in build_rope_cache(N, R)) if R else (torch.empty(N, 0, device="cuda"),) * 2
-    options = dict(
-        log_decay=decays(H) if decay else None, initial_state=some_state(B, H, D), return_state=True
-    )
+    options = dict(initial_state=some_state(B, H, D), return_state=True, normalize=normalize)
+    if (D, R) == (64, 16):
+        options["log_decay"] = decays(H) if normalize else log_decay("PER_TOKEN", B, N, H)
 
-    def both(qkv, cos, sin, b, do, backend, initial_state, log_decay, return_state):
+    def both(qkv, cos, sin, b, do, backend, **options):
         qkv, b = qkv.detach().requires_grad_(), b.detach().requires_grad_()
-        options = dict(initial_state=initial_state, log_decay=log_decay, return_state=return_state)
         o, state = linear_attention_qkv(qkv, cos, sin, b, backend=backend, **options)
         return o, *state[:3], *torch.autograd.grad(o, (qkv, b), do)
 
@@ -127,6 +151,9 @@ def test_the_packed_form_rotates(D: int, R: int) -> None:
     exact = both(*wide, "chunkwise", **options)
     assert ours[-2].is_contiguous() and ours[-2].dtype == BF16
     for name, x, y in zip(("o", "S", "z", "c", "dqkv", "db"), ours, exact, strict=True):
+        if name == "z" and not normalize:
+            assert not x.any() and not y.any()
+            continue
         parts = zip(x.unbind(2), y.unbind(2), strict=True) if name == "dqkv" else [(x, y)]
         for i, (part, truth) in enumerate(parts):
             assert relative(part, truth) < 8e-3, (name, i)
@@ -242,8 +269,11 @@ def test_rows_of_zeros() -> None:
 
 @gpu
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_rows_as_they_are(dtype: torch.dtype) -> None:
-    check_rows_as_they_are(run, *inputs(2, 300, 4, 64, dtype))
+@pytest.mark.parametrize("normalize", [True, False])
+def test_rows_as_they_are(dtype: torch.dtype, normalize: bool) -> None:
+    if not normalize:
+        needs_every_form("a form without the normaliser")
+    check_rows_as_they_are(run, *inputs(2, 300, 4, 64, dtype), normalize=normalize)
 
 
 @gpu

@@ -44,7 +44,7 @@ def why_not(call: Call) -> str | None:
     if call.cos is not None and call.cos.shape[1] % 16:
         return f"it rotates a multiple of 16 dimensions, not {call.cos.shape[1]}"
     rope = 0 if call.cos is None else call.cos.shape[1]
-    if call.normalize and call.log_gate is None or has_every_form(native_arch(call.device), rope):
+    if (call.normalize and call.log_gate is None) or has_every_form(native_arch(call.device), rope):
         return None
     form = "a decay of each token's own" if call.normalize else "a form without the normaliser"
     return f"it has {form} on Hopper alone, with at most 64 rotated dimensions"
@@ -96,7 +96,7 @@ def backward(
 ) -> OptionGradients:
     """Writes dq, dk and dv into `out`; returns the other gradients."""
     q, k, v = (_aligned(x) for x in call.views)
-    (B, N, H, D), initial, dstate = call.shape, _contiguous(call.initial_state), _contiguous(dstate)
+    (B, N, H, _), initial, dstate = call.shape, _contiguous(call.initial_state), _contiguous(dstate)
     with _current_device(call.device):
         run = _Pass(call, (q, k, v, _aligned(o), _aligned(do.contiguous()), *out))
         plan, stream, g = run.plan, run.stream, stats.data_ptr()

@@ -3,7 +3,7 @@
 Forward: `states` and `prefix` (where sequences are cut into segments), then one scan.
 Backward: `row_products` for e, then a scan each for dq, dk and dv, after the states of their direction. On
 Hopper dq's scan finds e, and dk and dv share a launch. `gates` first sums up decays of tokens' own, for each
-direction; `gate_gradient` comes last. Without the normaliser there is no e, and there are no counts of tokens.
+direction; `gate_gradient` comes last. Without the normaliser there is no e, and no token is counted.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def _compiled_ahead(arch: str, head_dim: int) -> list[tuple[str, int, str]]:
     model = head_dim // 4
     builds = [("NO_DECAY", 0, "NORMALISED"), *((decay, model, "NORMALISED") for decay in DECAYS[:2])]
     if has_every_form(arch, model):
-        builds += [("PER_TOKEN", model, "NORMALISED"), ("PER_TOKEN", model, "AFFINE"), ("PER_TOKEN", 0, "PRODUCTS")]
+        builds += [("PER_TOKEN", model, weights) for weights in WEIGHTS[:2]] + [("PER_TOKEN", 0, "PRODUCTS")]
     return builds
 
 
@@ -265,8 +265,8 @@ class Launch:
 class LaunchPlan:
     """What shapes, strides and options decide of a pass: its launches, and how large its scratch is.
 
-    `strides`: of TENSORS, forward of the first four; `a`, `b`: a number, None for a tensor. Looked up in a call,
-    not made: a short one's larger share is the host's, and autograd's thread runs it on cold caches.
+    `strides`: of TENSORS, forward of the first four; `a`, `b`: a number, None for a tensor. Looked up in a
+    call, not made: a short one's larger share is the host's, and autograd's thread runs it on cold caches.
     """
 
     def __init__(

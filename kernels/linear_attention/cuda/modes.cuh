@@ -114,9 +114,7 @@ struct ModeTraits {
   static constexpr bool AS_FWD = MODE == FWD || !NORMALISED_WEIGHTS;
   static DEVICE float scale_sigma(const Params& p) { return REVERSE && !AS_FWD ? range(p) : inverse_range(p); }
   static DEVICE float scale_tau(const Params& p) { return AS_FWD ? 1.f : scale_sigma(p); }
-  static DEVICE float scale_rho(const Params& p) {
-    return AS_FWD ? range(p) : MODE == DQ ? range(p) * range(p) : 1.f;
-  }
+  static DEVICE float scale_rho(const Params& p) { return AS_FWD ? range(p) : MODE == DQ ? range(p) * range(p) : 1.f; }
   static DEVICE float scale_kappa(const Params& p) { return MODE == DQ && !AS_FWD ? range(p) * range(p) : 1.f; }
   static DEVICE float scale_y(const Params& p) { return AS_FWD ? 1.f : inverse_range(p); }
 };

@@ -78,7 +78,7 @@ struct BlockSm90 {
   DEVICE int token(int position) const { return Traits::token(p, position); }
   DEVICE i64 stat(int position) const { return i64(bh()) * p.N + token(position); }  // of [BH, N]
   DEVICE float power(int i) const { return DECAY == PER_HEAD ? powers[i] : 1.f; }
-  DEVICE float coefficient() const { return powers[CHUNK + 1]; }                    // b
+  DEVICE float coefficient() const { return powers[CHUNK + 1]; }                     // b
   DEVICE float constant() const { return CONFIG::HAS_A ? powers[CHUNK + 2] : 0.f; }  // a
   // Row `position` of tensor a, b, c, unit, y or o (0 … 5).
   DEVICE u16* row(int tensor, int position) const { return Traits::row(p, base + Shared::HEADS, tensor, position); }

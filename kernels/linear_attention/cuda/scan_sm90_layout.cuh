@@ -47,8 +47,8 @@ struct ConfigSm90 {
   // With PER_TOKEN also exp(Γ), Γ, and where dG is found what is known of it; DK then has 1/g apart from σ.
   static constexpr bool HAS_FROM_START = DECAY == PER_TOKEN, HAS_GAMMA = HAS_FROM_START && !STATES;
   static constexpr bool HAS_DG = COMPUTES_DG && SUMS_X, HAS_INVERSE_G = HAS_G && COMPUTES_DG && MODE == DK;
-  static constexpr int VECTORS = HAS_FROM_START + HAS_GAMMA + HAS_INVERSE_G + HAS_DG +
-                                 (STATES ? 0 : 1 + HAS_RHO + HAS_KAPPA + HAS_TAU + HAS_ROW);
+  static constexpr int VECTORS =
+      HAS_FROM_START + HAS_GAMMA + HAS_INVERSE_G + HAS_DG + (STATES ? 0 : 1 + HAS_RHO + HAS_KAPPA + HAS_TAU + HAS_ROW);
 
   // 16-bit numbers that σ decayed to the chunk's end is kept in. Where gates are steep a few tokens are all of a state, and
   // the rounding of one's σ, the same in its whole row, would not average out.
@@ -64,7 +64,7 @@ struct ConfigSm90 {
   static constexpr bool KEEPS_POWERS = DECAY == PER_HEAD && D == 128 && !STATES;
   // Where registers are fewest, a product with γ = 1 leads ptxas to an order of instructions that needs no more than
   // there are.
-  static constexpr bool DECAYS_PAST = DECAY == PER_HEAD || (D == 64 && ROPE && HAS_KAPPA);
+  static constexpr bool DECAYS_PAST = DECAY == PER_HEAD || (D == 64 && ROPE && (HAS_KAPPA || COMPUTES_DA));
 
   using Shared = SharedSm90<ConfigSm90>;
 };

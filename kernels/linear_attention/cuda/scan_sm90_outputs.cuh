@@ -169,7 +169,8 @@ struct OutputsSm90 {
     for (int n = 0; n < 8; n++) {
       if (!UNSEGMENTED) find(n);
 #pragma unroll
-      for (int i = 0; i < 4; i++) y[n][i] = SUMS_C ? scale[n][i % 2] * y[n][i] + shift[n][i] : scale[n][i % 2] * y[n][i];
+      for (int i = 0; i < 4; i++)
+        y[n][i] = SUMS_C ? scale[n][i % 2] * y[n][i] + shift[n][i] : scale[n][i % 2] * y[n][i];
     }
   }
 
@@ -223,7 +224,8 @@ struct OutputsSm90 {
 #pragma unroll
       for (int m = 0; m < 2; m++) {
         float2 r = make_float2(scale, scale);
-        if (CONFIG::NORMALISES) r = *reinterpret_cast<float2*>(block.coefficients(stage).row + 8 * (n + m) + 2 * block.t);
+        if (CONFIG::NORMALISES)
+          r = *reinterpret_cast<float2*>(block.coefficients(stage).row + 8 * (n + m) + 2 * block.t);
         pairs[2 * m] = pack<T>(y[n + m][0] * r.x, y[n + m][1] * r.y);
         pairs[2 * m + 1] = pack<T>(y[n + m][2] * r.x, y[n + m][3] * r.y);
       }

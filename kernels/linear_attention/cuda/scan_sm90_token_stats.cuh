@@ -189,7 +189,9 @@ struct TokenStatsSm90 {
     const Params& p = block.p;
     const int i = row_of_thread(block);
     const bool ok = i < len, key = STATES || block.thread() >= CHUNK;
-    float square = squared_norm(block, block.tile(stage, key ? B : A), i, block.thread() % ROW_THREADS);
+    float square = 0.f;
+    if (HAS_G || p.normalize)
+      square = squared_norm(block, block.tile(stage, key ? B : A), i, block.thread() % ROW_THREADS);
     if (ROW_THREADS == 2) square += __shfl_xor_sync(FULL_WARP, square, 1);
     const float r = reciprocal_norm(square, p.normalize);
     if (!STATES && block.panel() == 0 && ok) (key ? p.rk : p.rq)[block.stat(position + i)] = r;
