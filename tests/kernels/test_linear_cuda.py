@@ -92,6 +92,8 @@ def states(B: int, H: int, D: int) -> dict:
 
 
 def check_errors(dtype: torch.dtype, D: int, options_of) -> None:
+    """Without the normaliser the error of a gate's gradient is a sum over all later tokens, one random walk a
+    head: of few heads it is no measure of the next; 10 % are allowed there."""
     few: dict[str, list] = {"da": [], "db": [], "dn": []}
     worse = {}
     for seed, (B, N, H) in enumerate(SHAPES):
@@ -99,7 +101,9 @@ def check_errors(dtype: torch.dtype, D: int, options_of) -> None:
         ours, limit, exact = (form(*x, **options) for form in (run, quantised, in_float64))
         for name in exact:
             pair = errors(ours[name], exact[name]), errors(limit[name], exact[name])
-            if name in few:
+            if name == "dlog_decay" and not options.get("normalize", True) and B * H < 64:
+                assert relative(ours[name], exact[name]) < 0.1
+            elif name in few:
                 few[name].append(pair)
             else:
                 worse[name, N] = above_twice(*pair)
