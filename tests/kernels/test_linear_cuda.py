@@ -93,7 +93,7 @@ def states(B: int, H: int, D: int) -> dict:
 
 def check_errors(dtype: torch.dtype, D: int, options_of) -> None:
     """Without the normaliser the error of a gate's gradient is a sum over all later tokens, one random walk a
-    head: of few heads it is no measure of the next; 10 % are allowed there."""
+    head: few of them have no ratio, and 10 % are allowed. da needs no rounding but of decays after a reset."""
     few: dict[str, list] = {"da": [], "db": [], "dn": []}
     worse = {}
     for seed, (B, N, H) in enumerate(SHAPES):
@@ -101,14 +101,17 @@ def check_errors(dtype: torch.dtype, D: int, options_of) -> None:
         ours, limit, exact = (form(*x, **options) for form in (run, quantised, in_float64))
         for name in exact:
             pair = errors(ours[name], exact[name]), errors(limit[name], exact[name])
-            if name == "dlog_decay" and not options.get("normalize", True) and B * H < 64:
+            if not exact[name].any():  # z and n without the normaliser
+                assert not ours[name].any(), name
+            elif name == "dlog_decay" and not options.get("normalize", True) and B * H < 64:
                 assert relative(ours[name], exact[name]) < 0.1
             elif name in few:
                 few[name].append(pair)
             else:
                 worse[name, N] = above_twice(*pair)
     for name, pairs in ((name, pairs) for name, pairs in few.items() if pairs):
-        worse[name, "all"] = above_twice(*map(torch.cat, zip(*pairs, strict=True)), floor=0.0)
+        floor = 2.0**-14 if name == "da" else 0.0
+        worse[name, "all"] = above_twice(*map(torch.cat, zip(*pairs, strict=True)), floor)
     assert not {name: found for name, found in worse.items() if found}
 
 
