@@ -1,4 +1,4 @@
-// Normalised linear attention, forward and backward: the kernels. One chunkwise scan serves all four outputs; modes.cuh
+// Linear attention, normalised or (sm_90a) not, forward and backward: the kernels. One chunkwise scan serves all four outputs; modes.cuh
 // has its sum, equation (1), and the table of what it sums in which mode.
 //
 // A block owns one head of one sequence, or a segment of it, and scans it in chunks of tokens. The running state
