@@ -200,9 +200,7 @@ class _Pass:
             *operands_of[mode](self._tensors), *rows, *self._option_pointers, *states, *gates
         )
 
-    def gates(
-        self, sums: int, count_out: Tensor | None = None, dG: int = 0
-    ) -> tuple[int, int, int, int, int]:
+    def gates(self, sums: int, count_out: Tensor | None = None, dG: int = 0) -> tuple[int, ...]:
         """Pointers for `gates` and what reads its sums, of `plan.gate_sums_size` (gates.cuh)."""
         rows = [sums + i * self._row for i in range(4)]  # Γ, two more, and those of chunks
         return *rows, _pointer(count_out), dG
