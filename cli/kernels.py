@@ -62,7 +62,7 @@ def _list(args: Namespace) -> None:
     for spec, arch in specs:
         cached = "cached" if spec.is_cached(arch) else "not compiled"
         build = f"{spec.source} {spec.names[0]}"  # its first kernel's template arguments tell builds apart
-        print(f"{build:<56} {arch:<8} {cached:<13}{'← this GPU' if arch == here else ''}".rstrip())
+        print(f"{build:<76} {arch:<8} {cached:<13}{'← this GPU' if arch == here else ''}".rstrip())
     if here and here not in {arch for _, arch in specs}:
         print(f"{here}: {_unlisted()}")
 
@@ -94,7 +94,7 @@ def _compile(args: Namespace) -> None:
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # the compiler runs outside Python's lock
         compiled = pool.map(lambda cell: cell[0].compile(cell[1]), cells)
         modules = list(tqdm(compiled, total=len(cells), desc="compile", disable=None))
-    print(f"{'kernel':<52} {'arch':<8}{'regs':>5}{'stack':>7}{'spills':>8}{'shared':>8}  time")
+    print(f"{'kernel':<58} {'arch':<8}{'regs':>5}{'stack':>7}{'spills':>8}{'shared':>8}  time")
     for module in modules:
         print("\n".join(_figures(module)))
     if any(used.spills for module in modules for used in module.resources.values()):
@@ -107,7 +107,7 @@ def _figures(module: "CompiledModule") -> list[str]:
     lines = []
     for name, used in module.resources.items():
         figures = f"{used.registers:>5}{used.stack:>7}{used.spills:>8}{used.shared:>8}"
-        lines.append(f"{name:<52} {module.arch:<8}{figures}  {seconds}")
+        lines.append(f"{name:<58} {module.arch:<8}{figures}  {seconds}")
     return lines + [f"  {remark}" for remark in module.remarks]
 
 
