@@ -93,7 +93,7 @@ def states(B: int, H: int, D: int) -> dict:
 
 def check_errors(dtype: torch.dtype, D: int, options_of) -> None:
     """Without the normaliser the error of a gate's gradient is a sum over all later tokens, one random walk a
-    head: few of them have no ratio, and 10 % are allowed. da needs no rounding but of decays after a reset."""
+    head: few have no ratio, and 10 % are allowed. da needs no rounding but of decays after a reset."""
     few: dict[str, list] = {"da": [], "db": [], "dn": []}
     worse = {}
     for seed, (B, N, H) in enumerate(SHAPES):
