@@ -240,12 +240,13 @@ struct OutputsSm90 {
     warpgroup_wait<1>();
     warpgroup_fence_operand(y);
     block.forget_addresses();
-    dots(block, x, y, stage, parity);
     PairAngles angles[ANGLES];
-    if (ROPE) {
+    if (ROPE && ANGLES_BEFORE_DOTS) read_angles<ANGLES>(block, angles, position, 0), block.forget_addresses();
+    dots(block, x, y, stage, parity);
+    if (ROPE && !ANGLES_BEFORE_DOTS) {
       warpgroup_wait();  // frees registers
       block.forget_addresses();
-      if (ANGLES > 1) read_angles(block, angles, position, 0);
+      read_angles<ANGLES>(block, angles, position, 0);
     }
     block.sync_outputs();
     if (int token = block.tid % WARPGROUP; token < CHUNK) write_projection(block, token, stage, parity, position);
@@ -257,8 +258,6 @@ struct OutputsSm90 {
       u32 pairs[4];
 #pragma unroll
       for (int m = 0; m < 2; m++) {  // two tokens: what to scale by, and how far to go back along x
-        if (ROPE && (n + m > 0 || ANGLES == 1) && (n + m) % ANGLES == 0)
-          read_angles(block, angles, position, 8 * (n + m));
         float4 s = *reinterpret_cast<float4*>(group_projections(block) + 2 * (8 * (n + m) + 2 * block.t));
         float2 lo = unpack<T>(x[n / 2][2 * m]), hi = unpack<T>(x[n / 2][2 * m + 1]);
         lo = make_float2(s.x * (y[n + m][0] - s.y * lo.x), s.z * (y[n + m][1] - s.w * lo.y));
@@ -270,6 +269,7 @@ struct OutputsSm90 {
         pairs[2 * m] = pack<T>(lo.x, lo.y), pairs[2 * m + 1] = pack<T>(hi.x, hi.y);
       }
       stmatrix_trans(to + n * 8 * ROW_BYTES, pairs[0], pairs[1], pairs[2], pairs[3]);
+      if (ROPE && n + ANGLES < 8) read_angles<2>(block, angles, position, n + ANGLES);
     }
   }
   // A token's x·y from all warps' parts; its (out, along) for this group.
@@ -331,22 +331,29 @@ struct OutputsSm90 {
   static constexpr bool READS_UNIT_TWICE =
       ROPE || D == 64 || (CONFIG::COMPUTES_DG && MODE == DK);  // x̂ is not kept, as registers are few
 
-  // The angles of two tokens in the two columns of this lane that rotate together: for so many pairs of tokens at once
-  // that the wait for them is short, or hidden behind the barriers before their use.
-  static constexpr int ANGLES = D == 64 ? 1 : MODE == DQ ? 2 : 4;
+  // The angles of two tokens in the two columns of this lane that rotate together: of so many pairs of tokens at once,
+  // asked for before the barriers, as they come from afar; of the rest as soon as others are used.
+  static constexpr int ANGLES = D == 64 ? 6 : 8;
+  static constexpr bool ANGLES_BEFORE_DOTS = D == 128;
   struct PairAngles {
     float2 cos, sin;
   };
-  static DEVICE void read_angles(const Block& block, PairAngles (&angles)[ANGLES], int position, int token_in_chunk) {
+  // Of COUNT pairs of tokens of the chunk from 8·first on. In warps that rotate nothing they are zero, too: what is not
+  // always written would keep its registers all through the loop.
+  template <int COUNT>
+  static DEVICE void read_angles(const Block& block, PairAngles (&angles)[ANGLES], int position, int first) {
+#pragma unroll
+    for (int n = 0; n < COUNT; n++) angles[(first + n) % ANGLES] = {};
     if (block.warp >= ROPE / 16) return;
     const Params& p = block.p;
-    const int first = position + token_in_chunk + 2 * block.t, left = p.N - first;
-    const i64 at = i64(block.token(first)) * ROPE + 8 * own_tile(block, 0) + block.g;
+    const int token = position + 8 * first + 2 * block.t, left = p.N - token;
+    const i64 at = i64(block.token(token)) * ROPE + 8 * own_tile(block, 0) + block.g;
 #pragma unroll
-    for (int n = 0; n < ANGLES; n++) {
+    for (int n = 0; n < COUNT; n++) {
       auto read = [&](const float* x, int i) { return i < left ? x[at + i * (Traits::REVERSE ? -ROPE : ROPE)] : 0.f; };
-      angles[n].cos = make_float2(read(p.cos, 8 * n), read(p.cos, 8 * n + 1));
-      angles[n].sin = make_float2(read(p.sin, 8 * n), read(p.sin, 8 * n + 1));
+      PairAngles& pair = angles[(first + n) % ANGLES];
+      pair.cos = make_float2(read(p.cos, 8 * n), read(p.cos, 8 * n + 1));
+      pair.sin = make_float2(read(p.sin, 8 * n), read(p.sin, 8 * n + 1));
     }
   }
 
