@@ -241,12 +241,15 @@ struct OutputsSm90 {
     warpgroup_fence_operand(y);
     block.forget_addresses();
     PairAngles angles[ANGLES];
-    if (ROPE && ANGLES_BEFORE_DOTS) read_angles<ANGLES>(block, angles, position, 0), block.forget_addresses();
-    dots(block, x, y, stage, parity);
-    if (ROPE && !ANGLES_BEFORE_DOTS) {
-      warpgroup_wait();  // frees registers
+    if (ROPE) {
+      if (D == 64) warpgroup_wait();  // frees registers
+      read_angles<EARLY_ANGLES>(block, angles, position, 0);
       block.forget_addresses();
-      read_angles<ANGLES>(block, angles, position, 0);
+    }
+    dots(block, x, y, stage, parity);
+    if (ROPE && EARLY_ANGLES < ANGLES) {
+      block.forget_addresses();
+      read_angles<ANGLES - EARLY_ANGLES>(block, angles, position, EARLY_ANGLES);
     }
     block.sync_outputs();
     if (int token = block.tid % WARPGROUP; token < CHUNK) write_projection(block, token, stage, parity, position);
@@ -331,10 +334,10 @@ struct OutputsSm90 {
   static constexpr bool READS_UNIT_TWICE =
       ROPE || D == 64 || (CONFIG::COMPUTES_DG && MODE == DK);  // x̂ is not kept, as registers are few
 
-  // The angles of two tokens in the two columns of this lane that rotate together: of so many pairs of tokens at once,
-  // asked for before the barriers, as they come from afar; of the rest as soon as others are used.
-  static constexpr int ANGLES = D == 64 ? 6 : 8;
-  static constexpr bool ANGLES_BEFORE_DOTS = D == 128;
+  // The angles of two tokens in the two columns of this lane that rotate together: of ANGLES pairs of tokens at once, of
+  // EARLY_ANGLES before the dots, behind which the wait for them hides; of the rest as soon as others are used.
+  static constexpr int ANGLES = D == 128 ? 8 : ROPE > 16 ? 4 : MODE == DQ || CONFIG::COMPUTES_DG ? 6 : 8;
+  static constexpr int EARLY_ANGLES = D == 128 ? 8 : 4;
   struct PairAngles {
     float2 cos, sin;
   };
