@@ -24,21 +24,32 @@ template <typename T, int MODE, int ROPE>
 struct Rope {
   static constexpr int HALF = ROPE ? ROPE / 16 : 1;  // 16-byte pieces of a row that rotate with as many others
 
-  static DEVICE Angles angles(const Params& p, int position, int i) {
-    int row = min(position + i / (2 * HALF), p.N - 1);  // a row past the end is zero
-    i64 at = i64(ModeTraits<T, MODE>::token(p, row)) * ROPE + i % (2 * HALF) * 4;
+  // An item's row. Half a warp, which reads at once, has rows whose pieces the swizzle puts in different banks.
+  static DEVICE int row(u32 i) {
+    constexpr int APART = HALF > 2 ? 2 : HALF > 1 ? 1 : 0;  // log2 of the distance of its rows
+    u32 j = i / (2 * HALF);
+    return (j & ~7) | ((j << APART | (j & 7) >> (3 - APART)) & 7);
+  }
+  static DEVICE Angles angles(const Params& p, int position, u32 i) {
+    int last_at_most = min(position + row(i), p.N - 1);  // a row past the end is zero
+    i64 at = i64(ModeTraits<T, MODE>::token(p, last_at_most)) * ROPE + i % (2 * HALF) * 4;
     return {*reinterpret_cast<const float4*>(p.cos + at), *reinterpret_cast<const float4*>(p.sin + at)};
   }
+  struct Item {
+    uint2 *lo, *hi, x, y;
+  };
   template <int TOKENS>
-  static DEVICE void rotate(char* tile, int i, const Angles& angles) {
-    int row = i / (2 * HALF), piece = i / 2 % HALF;
+  static DEVICE Item read(char* tile, u32 i) {
+    u32 piece = i / 2 % HALF;
     tile += i % 2 * 8;
-    uint2* lo = reinterpret_cast<uint2*>(tile + swizzled<TOKENS>(row, piece));
-    uint2* hi = reinterpret_cast<uint2*>(tile + swizzled<TOKENS>(row, piece + HALF));
-    uint2 x = *lo, y = *hi;
+    uint2* lo = reinterpret_cast<uint2*>(tile + swizzled<TOKENS>(row(i), piece));
+    uint2* hi = reinterpret_cast<uint2*>(tile + swizzled<TOKENS>(row(i), piece + HALF));
+    return {lo, hi, *lo, *hi};
+  }
+  static DEVICE void rotate(Item& item, const Angles& angles) {
     const float4 &cos = angles.cos, &sin = angles.sin;
-    rotate_pair<T>(x.x, y.x, make_float2(cos.x, cos.y), make_float2(sin.x, sin.y));
-    rotate_pair<T>(x.y, y.y, make_float2(cos.z, cos.w), make_float2(sin.z, sin.w));
-    *lo = x, *hi = y;
+    rotate_pair<T>(item.x.x, item.y.x, make_float2(cos.x, cos.y), make_float2(sin.x, sin.y));
+    rotate_pair<T>(item.x.y, item.y.y, make_float2(cos.z, cos.w), make_float2(sin.z, sin.w));
+    *item.lo = item.x, *item.hi = item.y;
   }
 };

@@ -220,8 +220,10 @@ struct ScanSm80 {
 
   DEVICE void rotate(u32 tile_address, int position) const {
     using R = Rope<T, MODE, ROPE>;
-    for (int i = tid; i < CHUNK * ROPE / 8; i += THREADS)
-      R::template rotate<CHUNK>(smem + (tile_address - base), i, R::angles(p, position, i));
+    for (int i = tid; i < CHUNK * ROPE / 8; i += THREADS) {
+      auto item = R::template read<CHUNK>(smem + (tile_address - base), i);
+      R::rotate(item, R::angles(p, position, i));
+    }
   }
   DEVICE void rotate_tiles(int stage, int position, bool with_a) const {
     if (!ROPE) return;

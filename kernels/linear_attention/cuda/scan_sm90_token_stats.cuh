@@ -23,6 +23,8 @@ struct TokenStatsSm90 {
   using R = Rope<T, MODE, ROPE>;
   static constexpr int ITEMS = CHUNK * ROPE / 8 / WARPGROUP;
   static constexpr bool READS_ANGLES_AHEAD = ROPE && ITEMS <= PANELS && (D == 128 || MODE == FWD);
+  // All before one is written, so that there is one wait, where registers allow it.
+  static constexpr bool READS_ITEMS_AT_ONCE = READS_ANGLES_AHEAD && !COMPUTES_E;
   struct ChunkAngles {
     Angles of[READS_ANGLES_AHEAD ? ITEMS : 1];
   };
@@ -61,7 +63,7 @@ struct TokenStatsSm90 {
       if (READS_GATES_AHEAD) gate = read_gate(block, position + CHUNK);
       fence_shared();  // what was copied, rotated and written, for the warpgroups' products
       mbarrier_arrive(block.ready(stage));
-      if (READS_ANGLES_AHEAD) read_angles(block, angles, position + CHUNK);
+      if (READS_ANGLES_AHEAD && MODE != FWD) read_angles(block, angles, position + CHUNK);
       if (!KEEPS_SUMS) {
         mbarrier_arrive(block.empty(stage));
         continue;
@@ -121,7 +123,7 @@ struct TokenStatsSm90 {
 
   // A chunk's numbers into shared memory; `next`: what was saved of its tokens, then of the next chunk's.
   static DEVICE void chunk(Block& block, const Stage& current, int slot, int position, int len, float n, Saved& next,
-                           Gate& gate, const ChunkAngles& angles) {
+                           Gate& gate, ChunkAngles& angles) {
     const int stage = current.stage();
     const Coefficients c = block.coefficients(stage);
     uint4 o[4][PANELS];
@@ -130,6 +132,8 @@ struct TokenStatsSm90 {
     mbarrier_wait(block.full(stage), current.phase());
     if (ROPE) rotate_tiles(block, stage, position, angles);
     if (MODE == FWD) {
+      // Loads that are on their way at the next mbarrier are waited for there: norms come before it.
+      if (READS_ANGLES_AHEAD) read_angles(block, angles, position + CHUNK);
       if (ROPE) block.sync_token_stats();
       norms(block, c, stage, position, len, n, gate, slot);
     }
@@ -274,16 +278,30 @@ struct TokenStatsSm90 {
     for (int k = 0; k < ITEMS; k++) angles.of[k] = R::angles(block.p, position, block.thread() + k * WARPGROUP);
   }
   static DEVICE void rotate_tiles(const Block& block, int stage, int position, const ChunkAngles& ahead) {
-    constexpr int UNROLL = READS_ANGLES_AHEAD ? ITEMS : 1;
+    constexpr int UNROLL = READS_ANGLES_AHEAD ? ITEMS : 1, TILES = STATES ? 1 : 2;
     constexpr bool ROPE_B = Traits::ROPE_B;
     char* first = block.smem + (block.tile(stage, ROPE_B && !STATES ? A : ROPE_B ? B : C) - block.base);
     char* second = block.smem + (block.tile(stage, ROPE_B ? B : UNIT) - block.base);
-#pragma unroll UNROLL
-    for (int k = 0; k < ITEMS; k++) {
-      int i = block.thread() + k * WARPGROUP;
-      Angles angles = READS_ANGLES_AHEAD ? ahead.of[READS_ANGLES_AHEAD ? k : 0] : R::angles(block.p, position, i);
-      R::template rotate<CHUNK>(first, i, angles);
-      if (!STATES) R::template rotate<CHUNK>(second, i, angles);
+#pragma unroll 1
+    for (int done = 0; done < ITEMS; done += UNROLL) {
+      const int i = block.thread() + done * WARPGROUP;
+      typename R::Item items[UNROLL][TILES];
+      auto read = [&](int k, int tile) {
+        items[k][tile] = R::template read<CHUNK>(tile ? second : first, i + k * WARPGROUP);
+      };
+#pragma unroll
+      for (int k = 0; k < (READS_ITEMS_AT_ONCE ? UNROLL : 0); k++)
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++) read(k, tile);
+#pragma unroll
+      for (int k = 0; k < UNROLL; k++) {
+        const Angles angles = READS_ANGLES_AHEAD ? ahead.of[READS_ANGLES_AHEAD ? k : 0] : R::angles(block.p, position, i);
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++) {
+          if (!READS_ITEMS_AT_ONCE) read(k, tile);
+          R::rotate(items[k][tile], angles);
+        }
+      }
     }
   }
 };
