@@ -22,7 +22,8 @@ struct TokenStatsSm90 {
   // For RoPE a thread has ITEMS items of each tile; a model's few have their angles read a chunk ahead.
   using R = Rope<T, MODE, ROPE>;
   static constexpr int ITEMS = CHUNK * ROPE / 8 / WARPGROUP;
-  static constexpr bool READS_ANGLES_AHEAD = ROPE && ITEMS <= PANELS && (D == 128 || MODE == FWD);
+  static constexpr bool MANY_REGISTERS = MODE == FWD || (D == 128 && !(T::NARROW && COMPUTES_DG && COMPUTES_E));
+  static constexpr bool READS_ANGLES_AHEAD = ROPE && ITEMS <= PANELS && MANY_REGISTERS;
   // All before one is written, so that there is one wait, where registers allow it.
   static constexpr bool READS_ITEMS_AT_ONCE = READS_ANGLES_AHEAD && !COMPUTES_E;
   struct ChunkAngles {
@@ -40,7 +41,7 @@ struct TokenStatsSm90 {
     Saved next = MODE == FWD ? Saved{} : read_saved(block, block.begin());
     Gate gate = READS_GATES_AHEAD ? read_gate(block, block.begin()) : Gate{};
     ChunkAngles angles;
-    if (READS_ANGLES_AHEAD) read_angles(block, angles, block.begin());
+    if (READS_ANGLES_AHEAD && !COMPUTES_E) read_angles(block, angles, block.begin());
     auto segment = block.next_segment();
     if (KEEPS_SUMS) sums.add_zeros(block);
     float da = 0.f;
@@ -63,7 +64,6 @@ struct TokenStatsSm90 {
       if (READS_GATES_AHEAD) gate = read_gate(block, position + CHUNK);
       fence_shared();  // what was copied, rotated and written, for the warpgroups' products
       mbarrier_arrive(block.ready(stage));
-      if (READS_ANGLES_AHEAD && MODE != FWD) read_angles(block, angles, position + CHUNK);
       if (!KEEPS_SUMS) {
         mbarrier_arrive(block.empty(stage));
         continue;
@@ -128,12 +128,13 @@ struct TokenStatsSm90 {
     const Coefficients c = block.coefficients(stage);
     uint4 o[4][PANELS];
     if (READS_O_AHEAD) read_o(block, o, position);
+    if (READS_ANGLES_AHEAD && COMPUTES_E) read_angles(block, angles, position);  // o is waited for, too
     if (MODE != FWD && !COMPUTES_E) write_coefficients(block, c, next, gate, len, block.thread(), slot);
     mbarrier_wait(block.full(stage), current.phase());
     if (ROPE) rotate_tiles(block, stage, position, angles);
+    // What is on its way at an mbarrier is waited for there, so the sooner the better.
+    if (READS_ANGLES_AHEAD && !COMPUTES_E) read_angles(block, angles, position + CHUNK);
     if (MODE == FWD) {
-      // Loads that are on their way at the next mbarrier are waited for there: norms come before it.
-      if (READS_ANGLES_AHEAD) read_angles(block, angles, position + CHUNK);
       if (ROPE) block.sync_token_stats();
       norms(block, c, stage, position, len, n, gate, slot);
     }
