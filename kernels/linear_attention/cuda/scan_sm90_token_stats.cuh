@@ -61,9 +61,9 @@ struct TokenStatsSm90 {
         if (SUMS_X && !COMPUTES_E) block.sync_token_stats();  // all have used the Σ ζ b of the chunk before
         sums.write(block, stage);
       }
-      if (READS_GATES_AHEAD) gate = read_gate(block, position + CHUNK);
       fence_shared();  // what was copied, rotated and written, for the warpgroups' products
       mbarrier_arrive(block.ready(stage));
+      if (READS_GATES_AHEAD) gate = read_gate(block, position + CHUNK);
       if (!KEEPS_SUMS) {
         mbarrier_arrive(block.empty(stage));
         continue;
@@ -98,20 +98,20 @@ struct TokenStatsSm90 {
   // Where registers are few, what comes straight from global memory is waited for.
   static constexpr bool READS_GATES_AHEAD = DECAY == PER_TOKEN && D == 128;
   static constexpr bool READS_O_AHEAD = COMPUTES_E && !(COMPUTES_DG && D == 64 && ROPE);
-  // PER_TOKEN: what gates.cuh has of a row's token.
+  // PER_TOKEN: what gates.cuh has of a row's token, as it was read: who computes with it waits for it.
   struct Gate {
-    float gamma, to_end, count;
+    float gamma, to_end;
+    float count_before, count;  // of the chunks before; in reverse, of this one up to the row
   };
   static DEVICE Gate read_gate(const Block& block, int position) {
     const Params& p = block.p;
-    if (DECAY != PER_TOKEN || position >= p.N) return {0.f, 0.f, 0.f};
+    if (DECAY != PER_TOKEN || position >= p.N) return {0.f, 0.f, 0.f, 0.f};
     const i64 row = i64(block.bh()) * p.N + min(position + row_of_thread(block), p.N - 1);
     const bool counts = HAS_G && (MODE == FWD ? !STATES : COMPUTES_DG);
-    const float gamma = p.gamma[row];
-    float count = counts ? Chunks<CHUNK>(p, block.bh()).count[position / CHUNK] * power_of_two(gamma) : 0.f;
-    if (counts && Traits::REVERSE) count += p.count[row];
-    return {gamma, p.to_end[row], count};
+    return {p.gamma[row], p.to_end[row], counts ? Chunks<CHUNK>(p, block.bh()).count[position / CHUNK] : 0.f,
+            counts && Traits::REVERSE ? p.count[row] : 0.f};
   }
+  static DEVICE float count(const Gate& gate) { return gate.count_before * power_of_two(gate.gamma) + gate.count; }
   // Where rows past the end have the last one's Γ: what is left at the chunk's end of row `i`.
   static DEVICE float to_end(const Block& block, const Gate& gate, int len, int i) {
     return i >= len ? 0.f : DECAY == PER_TOKEN ? power_of_two(gate.to_end) : block.power(len - 1 - i);
@@ -163,7 +163,7 @@ struct TokenStatsSm90 {
     float decay = to_end(block, gate, len, i);
     write_gate(c, gate, i);
     if (CONFIG::HAS_INVERSE_G) c.inverse_g[i] = stats.inverse_g;
-    if (CONFIG::HAS_DG) c.dG[i] = HAS_G ? (MODE == DQ ? kappa : -1.f) * gate.count : 0.f;
+    if (CONFIG::HAS_DG) c.dG[i] = HAS_G ? (MODE == DQ ? kappa : -1.f) * count(gate) : 0.f;
     if (!STATES) {
       c.sigma[i] = CONFIG::HAS_INVERSE_G ? Traits::sigma(block, {1.f, s.e, s.r, s.unit}) : sigma;
       if (CONFIG::HAS_TAU) c.tau[i] = tau;
@@ -211,7 +211,7 @@ struct TokenStatsSm90 {
       }
     } else {
       c.rho[i] = Traits::rho(block, stats);
-      if (CONFIG::HAS_ROW) c.row[i] = DECAY == PER_TOKEN ? gate.count : block.power(i + 1) * n;
+      if (CONFIG::HAS_ROW) c.row[i] = DECAY == PER_TOKEN ? count(gate) : block.power(i + 1) * n;
     }
   }
   // Of a row of a tile, all of it or one half. Eight threads that read at once read eight rows, or halves of four.
