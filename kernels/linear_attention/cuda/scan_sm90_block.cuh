@@ -123,20 +123,30 @@ struct BlockSm90 {
     float *from_start, *gamma;  // PER_TOKEN: exp(Γ), and Γ in powers of two
     float *inverse_g, *dG;      // COMPUTES_DG, if it sums X
     float *sigma, *tau, *rho, *kappa;
+    float* columns;  // HAS_COLUMNS: [CHUNK][COLUMN], gamma, sigma, tau and inverse_g
     float* row;      // DQ, DK: 1/‖x‖; FWD: the normaliser's part that all keys before share, then 1/g
-    u16* sigma_end;  // [SIGMA_PARTS][CHUNK]
+    u16* sigma_end;  // [SIGMA_PARTS][CHUNK]; FACTORS_DECAYS: sigma_end_part
     float* c_sum;
   };
   DEVICE Coefficients coefficients(int stage) const {
     float* x = reinterpret_cast<float*>(smem + Shared::COEFFICIENTS + stage * Shared::STAGE_COEFFICIENTS);
-    float *from_start = x, *gamma = from_start + CONFIG::HAS_FROM_START * CHUNK;
-    float *inverse_g = gamma + CONFIG::HAS_GAMMA * CHUNK, *dG = inverse_g + CONFIG::HAS_INVERSE_G * CHUNK;
+    constexpr bool APART = !CONFIG::HAS_COLUMNS;
+    float *columns = x, *from_start = columns + (APART ? 0 : CONFIG::COLUMN * CHUNK);
+    float *gamma = from_start + CONFIG::HAS_FROM_START * CHUNK;
+    float *inverse_g = gamma + (APART && CONFIG::HAS_GAMMA) * CHUNK;
+    float *dG = inverse_g + (APART && CONFIG::HAS_INVERSE_G) * CHUNK;
     float* sigma = dG + CONFIG::HAS_DG * CHUNK;
-    float *tau = sigma + CHUNK, *rho = tau + CONFIG::HAS_TAU * CHUNK;
+    float *tau = sigma + APART * CHUNK, *rho = tau + (APART && CONFIG::HAS_TAU) * CHUNK;
     float *kappa = rho + CONFIG::HAS_RHO * CHUNK, *row = kappa + CONFIG::HAS_KAPPA * CHUNK;
     u16* end = reinterpret_cast<u16*>(x + CONFIG::VECTORS * CHUNK);
     float* c_sum = reinterpret_cast<float*>(end + CONFIG::SIGMA_PARTS * CHUNK);
-    return {from_start, gamma, inverse_g, dG, sigma, tau, rho, kappa, row, end, c_sum};
+    return {from_start, gamma, inverse_g, dG, sigma, tau, rho, kappa, columns, row, end, c_sum};
+  }
+  // Where a part of token i's σ decayed to the chunk's end is. FACTORS_DECAYS: what a lane of outputs needs of 16 tokens is
+  // 16 bytes: those of two neighbours, of the two eight further on, then the other part of each.
+  static DEVICE u16* sigma_end_part(const Coefficients& c, int part, int i) {
+    if (!CONFIG::FACTORS_DECAYS) return c.sigma_end + part * CHUNK + i;
+    return c.sigma_end + i / 16 * 32 + i % 8 / 2 * 8 + part * 4 + i / 8 % 2 * 2 + i % 2;
   }
   // DQ: a warp's part of the gradient of a: one of eight.
   DEVICE void store_da(float sum, int first) const {

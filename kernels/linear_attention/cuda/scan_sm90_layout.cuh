@@ -47,8 +47,14 @@ struct ConfigSm90 {
   // With PER_TOKEN also exp(Γ), Γ, and where dG is found what is known of it; DK then has 1/g apart from σ.
   static constexpr bool HAS_FROM_START = DECAY == PER_TOKEN, HAS_GAMMA = HAS_FROM_START && !STATES;
   static constexpr bool HAS_DG = COMPUTES_DG && SUMS_X, HAS_INVERSE_G = HAS_G && COMPUTES_DG && MODE == DK;
+  // Where there are registers for it, scores take exp(Γ_i − Γ_j) apart into a row's and a column's, and all that they need
+  // of a token as a column of W is together, for one read: Γ, σ; in reverse τ, and DK's 1/g.
+  static constexpr bool FACTORS_DECAYS = HAS_G && DECAY == PER_TOKEN && D == 128;
+  static constexpr bool HAS_COLUMNS = FACTORS_DECAYS && !STATES;
+  static constexpr int COLUMN = HAS_TAU ? 4 : 2;  // numbers
+  static constexpr int COLUMN_VECTORS = HAS_COLUMNS ? COLUMN : HAS_GAMMA + HAS_INVERSE_G + (STATES ? 0 : 1 + HAS_TAU);
   static constexpr int VECTORS =
-      HAS_FROM_START + HAS_GAMMA + HAS_INVERSE_G + HAS_DG + (STATES ? 0 : 1 + HAS_RHO + HAS_KAPPA + HAS_TAU + HAS_ROW);
+      HAS_FROM_START + HAS_DG + COLUMN_VECTORS + (STATES ? 0 : HAS_RHO + HAS_KAPPA + HAS_ROW);
 
   // 16-bit numbers that σ decayed to the chunk's end is kept in. Where gates are steep a few tokens are all of a state, and
   // the rounding of one's σ, the same in its whole row, would not average out.

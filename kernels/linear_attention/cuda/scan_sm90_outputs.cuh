@@ -190,6 +190,14 @@ struct OutputsSm90 {
                                const Coefficients& c) {
 #pragma unroll
     for (int s = 0; s < CHUNK_STEPS; s++) {
+      if (CONFIG::FACTORS_DECAYS) {
+        const uint4 x = *reinterpret_cast<const uint4*>(Block::sigma_end_part(c, 0, 16 * s + 2 * block.t));
+        const u32 sigma[2] = {x.x, x.y}, rest[2] = {x.z, x.w};  // of two tokens and of two eight further on
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          left[s][i] = multiply_add<T>(own[s][i], sigma[i / 2], multiply<T>(own[s][i], rest[i / 2]));
+        continue;
+      }
       const u16* sigma = c.sigma_end + 16 * s + 2 * block.t;
       u32 near = *reinterpret_cast<const u32*>(sigma), far = *reinterpret_cast<const u32*>(sigma + 8);
       left[s][0] = multiply<T>(own[s][0], near), left[s][1] = multiply<T>(own[s][1], near);

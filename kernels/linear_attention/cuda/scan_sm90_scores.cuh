@@ -56,8 +56,15 @@ struct ScoresSm90 {
   // Of a thread's two rows: what W is made of, and the sums of what became of it.
   struct Rows {
     float rho[2], kappa[2], sum[2];
-    float gamma[2];  // PER_TOKEN
+    float gamma[2];  // PER_TOKEN, of the tokens themselves
   };
+  static DEVICE Rows read_rows(const Block& block, const Coefficients& c, int first) {
+    const float rho = CONFIG::Traits::scale_rho(block.p);
+    Rows rows = {{rho, rho}, {1.f, 1.f}, {0.f, 0.f}, {0.f, 0.f}};
+    if (CONFIG::HAS_RHO) rows.rho[0] = c.rho[first], rows.rho[1] = c.rho[first + 8];
+    if (CONFIG::HAS_KAPPA) rows.kappa[0] = c.kappa[first], rows.kappa[1] = c.kappa[first + 8];
+    return rows;
+  }
   // Powers of γ by how far a lane's rows of W are ahead of its columns: γ^(ahead + 8 − 8i) and γ^(ahead + 7 − 8i).
   struct Powers {
     float2 of[KEEPS_POWERS ? 9 : 1];
@@ -82,14 +89,15 @@ struct ScoresSm90 {
     block.forget_addresses();
     const Coefficients c = block.coefficients(stage);
     const int first = block.first_row() + block.g;
-    const float rho = CONFIG::Traits::scale_rho(block.p);
-    Rows rows = {{rho, rho}, {1.f, 1.f}, {0.f, 0.f}, {0.f, 0.f}};
-    if (CONFIG::HAS_RHO) rows.rho[0] = c.rho[first], rows.rho[1] = c.rho[first + 8];
-    if (CONFIG::HAS_KAPPA) rows.kappa[0] = c.kappa[first], rows.kappa[1] = c.kappa[first + 8];
-    if (DECAY == PER_TOKEN) rows.gamma[0] = c.gamma[first], rows.gamma[1] = c.gamma[first + 8];
+    Rows rows = read_rows(block, c, first);
+    if constexpr (CONFIG::FACTORS_DECAYS) {
+      compute_tiles(block, rows, x, c, parity);
+    } else {
+      if (DECAY == PER_TOKEN) rows.gamma[0] = c.gamma[first], rows.gamma[1] = c.gamma[first + 8];
 #pragma unroll
-    for (int tile = 0; tile < 4; tile++)  // of 16 × 16
-      if (tile <= block.warp % 4) compute_tile(block, rows, x, c, tile, parity, powers);
+      for (int tile = 0; tile < 4; tile++)  // of 16 × 16
+        if (tile <= block.warp % 4) compute_tile(block, rows, x, c, tile, parity, powers);
+    }
     if (CONFIG::NORMALISES) normalisers(block, rows, past, c, position);
     if (SUMS_X) {
       float sum = sum_of_row(block, rows);
@@ -164,6 +172,105 @@ struct ScoresSm90 {
     if (HAS_G && MODE == DQ) y = sigma * (rows.rho[half] * x + rows.kappa[half]);
     if ((HAS_G && MODE != DQ) || CONFIG::ADDS_A) y = rows.rho[half] * sigma * x + tau;
     return DECAY ? y * decay : ahead >= 0 ? y : 0.f;
+  }
+
+  // FACTORS_DECAYS: the tiles before the diagonal, and the one on it.
+  static DEVICE void compute_tiles(const Block& block, Rows& rows, const float (&x)[8][4], const Coefficients& c,
+                                   int parity) {
+    const float* gamma = c.columns + CONFIG::COLUMN * block.first_row();
+    const float reference = gamma[0];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const float decay = power_of_two(gamma[CONFIG::COLUMN * (block.g + 8 * half)] - reference);
+      rows.rho[half] *= decay, rows.kappa[half] *= decay;
+    }
+#pragma unroll
+    for (int tile = 0; tile < 4; tile++) {
+      if (tile > block.warp % 4) continue;
+      if (tile < 3 && tile < block.warp % 4) {
+        compute_tile_before(block, rows, x, c, reference, tile, parity);
+        continue;
+      }
+      const float sum[2] = {(MODE == DK ? rows.kappa[0] : 1.f) * rows.sum[0],
+                            (MODE == DK ? rows.kappa[1] : 1.f) * rows.sum[1]};
+      rows = read_rows(block, c, block.first_row() + block.g);  // again, as registers are few
+      rows.sum[0] = sum[0], rows.sum[1] = sum[1];
+      compute_diagonal_tile(block, rows, x, c, tile, parity);
+    }
+  }
+  struct Columns {  // of two tokens
+    float2 gamma, sigma, tau, inverse_g;
+  };
+  static DEVICE Columns read_columns(const Coefficients& c, int j) {
+    const float4 x = *reinterpret_cast<const float4*>(c.columns + CONFIG::COLUMN * j);
+    if (CONFIG::COLUMN == 2) return {{x.x, x.z}, {x.y, x.w}, {1.f, 1.f}, {1.f, 1.f}};
+    const float4 y = *reinterpret_cast<const float4*>(c.columns + CONFIG::COLUMN * (j + 1));
+    return {{x.x, y.x}, {x.y, y.y}, {x.z, y.z}, {x.w, y.w}};
+  }
+  // exp(Γ_i − Γ_j) is exp(Γ_i − Γ_r), which is in `rows`, times exp(Γ_r − Γ_j), a column's: r is the warp's first row, which
+  // lies between them, so that neither is above 1. DK's sums are still to be multiplied by the former.
+  static DEVICE void compute_tile_before(const Block& block, Rows& rows, const float (&x)[8][4], const Coefficients& c,
+                                         float reference, int tile, int parity) {
+    u32 pairs[4];
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+      const Columns columns = read_columns(c, 16 * tile + 8 * m + 2 * block.t);
+      float w[2][2];
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        auto of = [&](float2 pair) { return i ? pair.y : pair.x; };
+        const float decay = power_of_two(reference - of(columns.gamma));
+        const float inverse_g = decay * (CONFIG::HAS_INVERSE_G ? of(columns.inverse_g) : 1.f);
+        const float sigma = of(columns.sigma) * inverse_g, tau = of(columns.tau) * decay;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const float own = x[2 * tile + m][2 * half + i];
+          if (MODE == DQ) {
+            const float z = rows.rho[half] * own + rows.kappa[half];
+            rows.sum[half] += decay * z, w[half][i] = sigma * z;
+          } else if (MODE == DK) {
+            rows.sum[half] += inverse_g * own, w[half][i] = rows.kappa[half] * (sigma * own + tau);
+          } else {
+            w[half][i] = rows.rho[half] * (sigma * own) + rows.kappa[half] * tau;
+          }
+        }
+      }
+#pragma unroll
+      for (int half = 0; half < 2; half++) pairs[2 * m + half] = round(rows, half, w[half][0], w[half][1]);
+    }
+    stmatrix(address(block, parity, tile), pairs[0], pairs[1], pairs[2], pairs[3]);
+  }
+  // Of 8 × 8, two on the diagonal, one below it, and one above it, which is 0.
+  static DEVICE void compute_diagonal_tile(const Block& block, Rows& rows, const float (&x)[8][4],
+                                           const Coefficients& c, int tile, int parity) {
+    const float* gamma = c.columns + CONFIG::COLUMN * (block.first_row() + block.g);
+    u32 pairs[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+      const Columns columns = read_columns(c, 16 * tile + 8 * m + 2 * block.t);
+#pragma unroll
+      for (int half = m; half < 2; half++) {
+        float w[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          auto of = [&](float2 pair) { return i ? pair.y : pair.x; };
+          const bool counts = half > m || block.g >= 2 * block.t + i;  // else the decay may be above 1
+          const float decay = counts ? power_of_two(gamma[CONFIG::COLUMN * 8 * half] - of(columns.gamma)) : 0.f;
+          const float own = x[2 * tile + m][2 * half + i] * (CONFIG::HAS_INVERSE_G ? of(columns.inverse_g) : 1.f);
+          if (COMPUTES_DG) rows.sum[half] += decay * (MODE == DQ ? rows.rho[half] * own + rows.kappa[half] : own);
+          w[i] = score(rows, half, of(columns.sigma), of(columns.tau), own, 0, decay);
+        }
+        pairs[2 * m + half] = round(rows, half, w[0], w[1]);
+      }
+    }
+    stmatrix(address(block, parity, tile), pairs[0], pairs[1], pairs[2], pairs[3]);
+  }
+  // The normaliser adds what the tensor cores multiply by.
+  static DEVICE u32 round(Rows& rows, int half, float w0, float w1) {
+    const u32 pair = pack<T>(w0, w1);
+    const float2 rounded = unpack<T>(pair);
+    if (MODE == FWD) rows.sum[half] += rounded.x + rounded.y;
+    return pair;
   }
 
   // How far this lane's first row is ahead of its first column.

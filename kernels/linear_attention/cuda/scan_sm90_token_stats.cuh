@@ -118,7 +118,15 @@ struct TokenStatsSm90 {
   }
   static DEVICE void write_gate(const Coefficients& c, const Gate& gate, int i) {
     if (DECAY == PER_TOKEN) c.from_start[i] = power_of_two(gate.gamma);
-    if (CONFIG::HAS_GAMMA) c.gamma[i] = gate.gamma;
+    if (CONFIG::HAS_GAMMA && !CONFIG::HAS_COLUMNS) c.gamma[i] = gate.gamma;
+  }
+  // What scores need of a token as a column of W.
+  static DEVICE void write_column(const Coefficients& c, const Gate& gate, int i, float sigma, float tau,
+                                  float inverse_g) {
+    if (CONFIG::COLUMN == 4)
+      reinterpret_cast<float4*>(c.columns)[i] = make_float4(gate.gamma, sigma, tau, inverse_g);
+    else
+      reinterpret_cast<float2*>(c.columns)[i] = make_float2(gate.gamma, sigma);
   }
 
   // A chunk's numbers into shared memory; `next`: what was saved of its tokens, then of the next chunk's.
@@ -162,11 +170,15 @@ struct TokenStatsSm90 {
     float rho = Traits::rho(block, stats), kappa = Traits::kappa(block, stats);
     float decay = to_end(block, gate, len, i);
     write_gate(c, gate, i);
-    if (CONFIG::HAS_INVERSE_G) c.inverse_g[i] = stats.inverse_g;
+    if (CONFIG::HAS_INVERSE_G && !CONFIG::HAS_COLUMNS) c.inverse_g[i] = stats.inverse_g;
     if (CONFIG::HAS_DG) c.dG[i] = HAS_G ? (MODE == DQ ? kappa : -1.f) * count(gate) : 0.f;
     if (!STATES) {
-      c.sigma[i] = CONFIG::HAS_INVERSE_G ? Traits::sigma(block, {1.f, s.e, s.r, s.unit}) : sigma;
-      if (CONFIG::HAS_TAU) c.tau[i] = tau;
+      const float factor = CONFIG::HAS_INVERSE_G ? Traits::sigma(block, {1.f, s.e, s.r, s.unit}) : sigma;
+      if (CONFIG::HAS_COLUMNS)
+        write_column(c, gate, i, factor, tau, stats.inverse_g);
+      else
+        c.sigma[i] = factor;
+      if (CONFIG::HAS_TAU && !CONFIG::HAS_COLUMNS) c.tau[i] = tau;
       if (CONFIG::HAS_RHO) c.rho[i] = rho;
       if (CONFIG::HAS_KAPPA) c.kappa[i] = kappa;
       if (CONFIG::HAS_ROW) c.row[i] = s.unit;
@@ -176,7 +188,7 @@ struct TokenStatsSm90 {
   // σ, τ and ζ decayed to the chunk's end, as factors for tensor cores.
   static DEVICE void write_end_coefficients(const Block& block, const Coefficients& c, int slot, int i, float sigma,
                                             float tau, float zeta) {
-    split<T, CONFIG::SIGMA_PARTS>([&](int part) { return c.sigma_end + part * CHUNK + i; }, sigma);
+    split<T, CONFIG::SIGMA_PARTS>([&](int part) { return Block::sigma_end_part(c, part, i); }, sigma);
     if (CONFIG::SUMS_C)
       split<T, 2>([&](int part) { return block.in_eight_rows(block.end_coefficients(slot), part, i); }, tau);
     if (CONFIG::SUMS_B)
@@ -204,7 +216,10 @@ struct TokenStatsSm90 {
     if (key) {
       float sigma = ok ? Traits::sigma(block, stats) : 0.f, decay = to_end(block, gate, len, i);
       float end = Traits::limit_sigma(sigma * decay);
-      if (!STATES) c.sigma[i] = sigma;
+      if (CONFIG::HAS_COLUMNS)
+        write_column(c, gate, i, sigma, 1.f, 0.f);
+      else if (!STATES)
+        c.sigma[i] = sigma;
       if (block.thread() % ROW_THREADS == 0) {
         write_end_coefficients(block, c, slot, i, end, decay, end);
         write_gate(c, gate, i);
