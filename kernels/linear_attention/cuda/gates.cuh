@@ -7,21 +7,55 @@
 #pragma once
 #include "params.cuh"
 
-constexpr int GATES_THREADS = 256;  // of a block of the kernels here
+// Of a block of the kernels here. In [B, N, H] it reads and writes eight heads at once, 32 bytes; a warp then has one.
+constexpr int GATES_THREADS = 256, GATES_HEADS = GATES_THREADS / 32;
 static_assert(GATES_THREADS == LAUNCH_GATES_THREADS, "GATES_THREADS of launch.py");
+constexpr int GATES_SPAN = 256, GATES_ITEMS = GATES_SPAN / 32;  // positions of a block; of a lane, one after the other
+static_assert(GATES_SPAN == LAUNCH_GATES_SPAN, "GATES_SPAN of launch.py");
+
+// Where a thread is in a grid (⌈N / GATES_SPAN⌉, B·⌈H / GATES_HEADS⌉).
+struct GatesBlock {
+  int batches, batch, first_head, first;  // first: position
+  int warp, lane;
+  i64 bh;
+  bool has_head;  // this warp has one
+  DEVICE GatesBlock(const Params& p) {
+    const int groups = (p.H + GATES_HEADS - 1) / GATES_HEADS;
+    batches = gridDim.y / groups, batch = blockIdx.y / groups;
+    first_head = blockIdx.y % groups * GATES_HEADS, first = blockIdx.x * GATES_SPAN;
+    warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    has_head = first_head + warp < p.H, bh = i64(batch) * p.H + first_head + warp;
+  }
+  // use(i, head, place): of this thread's elements of the span in [B, N, H], the position and the head in the span, and
+  // where token(first + i) is.
+  template <typename TOKEN, typename USE>
+  DEVICE void each(const Params& p, TOKEN token, USE use) const {
+    const int head = threadIdx.x % GATES_HEADS;
+    if (first_head + head >= p.H) return;
+#pragma unroll
+    for (int i = threadIdx.x / GATES_HEADS; i < GATES_SPAN; i += GATES_THREADS / GATES_HEADS)
+      use(i, head, (i64(batch) * p.N + token(first + i)) * p.H + first_head + head);
+  }
+};
+// A number a position and head, in shared memory: for both orders of reading without conflicts of banks, or nearly.
+struct GatesTile {
+  float of[GATES_HEADS][GATES_SPAN + GATES_SPAN / 8 + 4];
+  DEVICE float& at(int head, int i) { return of[head][i + i / 8]; }
+};
 
 // In powers of two. Whatever is below LOG_ZERO (numerics.py) counts as 0; −∞ − (−∞) would be no number.
+DEVICE float log2_gate(float log_decay) { return fmaxf(log_decay, LOG_ZERO) * LOG2_E; }
 DEVICE float log2_gate(const Params& p, i64 bh, int token) {
-  return fmaxf(p.log_decay[(bh / p.H * p.N + token) * p.H + bh % p.H], LOG_ZERO) * LOG2_E;
+  return log2_gate(p.log_decay[(bh / p.H * p.N + token) * p.H + bh % p.H]);
 }
 
-// [2, BH, chunks]: of a chunk Γ at its end, and its sum of counts, in whose place `gate_counts` puts that of all before it.
+// [BH, 2, chunks]: of a chunk Γ at its end, and its sum of counts, in whose place `gate_counts` puts that of all before it.
 template <int CHUNK>
 struct Chunks {
   float *gamma, *count;  // of a head
   int n;
   DEVICE Chunks(const Params& p, i64 bh) : n((p.N + CHUNK - 1) / CHUNK) {
-    gamma = p.chunks + bh * n, count = gamma + i64(gridDim.y) * n;
+    gamma = p.chunks + 2 * bh * n, count = gamma + n;
   }
 };
 
@@ -52,25 +86,20 @@ DEVICE Stretch append_lanes(Stretch x, int lane) {
   return x;
 }
 
-// gamma: Γ. to_end: what the rest of the chunk adds to it, summed from the end, so that a reset before takes nothing from its
-// accuracy. count, in reverse: Σ exp(G_i − G_j) e_i over i ≥ j of the chunk. chunks: see there. COUNTS: with a normaliser, which
-// alone needs counts. A chunk a warp; grid (⌈chunks / warps⌉, B·H).
+// A warp's part of `gates`: a chunk.
 template <int CHUNK, bool REVERSE, bool COUNTS>
-__global__ void __launch_bounds__(GATES_THREADS) gates(const __grid_constant__ Params p) {
-  constexpr int WARPS = GATES_THREADS / 32, ITEMS = CHUNK / 32;  // of a lane
-  const i64 bh = blockIdx.y, first_of_head = bh * p.N;
-  const int lane = threadIdx.x % 32, chunk = blockIdx.x * WARPS + threadIdx.x / 32;
-  const int position = chunk * CHUNK + lane * ITEMS;
-  const Chunks<CHUNK> chunks(p, bh);
-  if (chunk >= chunks.n) return;
+DEVICE void chunk_gates(const Params& p, const GatesBlock& block, GatesTile& decays, int in_span) {
+  constexpr int ITEMS = CHUNK / 32;  // of a lane
+  const int lane = block.lane, begin = block.first + in_span, chunk = begin / CHUNK, position = begin + lane * ITEMS;
+  const i64 first_of_head = block.bh * p.N;
+  const Chunks<CHUNK> chunks(p, block.bh);
   Stretch up_to[ITEMS];  // this lane's positions
   float to_end[ITEMS];
 #pragma unroll
   for (int i = 0; i < ITEMS; i++) {
-    const int at = position + i, token = REVERSE ? p.N - 1 - at : at;
-    const bool ok = at < p.N, decays = ok && (!REVERSE || at > 0);
-    up_to[i].gamma = decays ? log2_gate(p, bh, REVERSE ? token + 1 : token) : 0.f;
-    up_to[i].count = !ok || !COUNTS ? 0.f : REVERSE ? p.e[first_of_head + token] : 1.f;
+    const int at = position + i;
+    up_to[i].gamma = decays.at(block.warp, in_span + lane * ITEMS + i);
+    up_to[i].count = !COUNTS || at >= p.N ? 0.f : REVERSE ? p.e[first_of_head + p.N - 1 - at] : 1.f;
   }
   to_end[ITEMS - 1] = 0.f;
 #pragma unroll
@@ -91,8 +120,7 @@ __global__ void __launch_bounds__(GATES_THREADS) gates(const __grid_constant__ P
   const Stretch lanes = append_lanes(up_to[ITEMS - 1], lane);
   Stretch before = from_lane(lanes, lane - 1);
   if (lane == 0) before = {0.f, 0.f};
-  if (lane == 31) chunks.gamma[chunk] = lanes.gamma;
-  if (COUNTS && lane == 31) chunks.count[chunk] = lanes.count;
+  if (lane == 31) chunks.gamma[chunk] = lanes.gamma, chunks.count[chunk] = lanes.count;
 #pragma unroll
   for (int i = 0; i < ITEMS; i++) {
     if (position + i >= p.N) break;
@@ -100,8 +128,29 @@ __global__ void __launch_bounds__(GATES_THREADS) gates(const __grid_constant__ P
     x.append(up_to[i]);
     p.gamma[first_of_head + position + i] = x.gamma;
     p.to_end[first_of_head + position + i] = to_end[i] + after;
-    if (REVERSE && COUNTS) p.count[first_of_head + position + i] = x.count;
+    if (REVERSE) p.count[first_of_head + position + i] = x.count;
   }
+}
+
+// gamma: Γ. to_end: what the rest of the chunk adds to it, summed from the end, so that a reset before takes nothing from its
+// accuracy. count, in reverse: Σ exp(G_i − G_j) e_i over i ≥ j of the chunk. chunks: see there. COUNTS: with a normaliser, which
+// alone needs counts. Grid: GatesBlock.
+template <int CHUNK, bool REVERSE, bool COUNTS>
+__global__ void __launch_bounds__(GATES_THREADS) gates(const __grid_constant__ Params p) {
+  __shared__ GatesTile decays;
+  const GatesBlock block(p);
+  block.each(
+      p, [&](int position) { return REVERSE ? p.N - position : position; },
+      [&](int i, int head, i64 place) {
+        const int position = block.first + i;
+        const bool decays_here = position < p.N && (!REVERSE || position > 0);
+        decays.at(head, i) = decays_here ? log2_gate(p.log_decay[place]) : 0.f;
+      });
+  __syncthreads();
+  if (!block.has_head) return;
+#pragma unroll
+  for (int i = 0; i < GATES_SPAN; i += CHUNK)
+    if (block.first + i < p.N) chunk_gates<CHUNK, REVERSE, COUNTS>(p, block, decays, i);
 }
 
 // After `gates`: chunks' counts → those of all before. n_initial: the count before the first; in reverse the gradient of the
@@ -143,62 +192,72 @@ struct LongSum {
   }
 };
 DEVICE LongSum from_lane(LongSum x, int lane) { return {from_lane(x.high, lane), from_lane(x.low, lane)}; }
+DEVICE LongSum sum_of_lanes(LongSum x, int lane) {
+#pragma unroll
+  for (int d = 16; d > 0; d /= 2) {
+    LongSum other = from_lane(x, lane ^ d);
+    x.add(other);
+  }
+  return x;
+}
 
-// The gradient of a gate, which is in G_i for i ≥ t: Σ_{i≥t} dG_i, 0 at a reset. dG: what DQ left of the rows, count: what DK
-// left of the columns, PARTS [PARTS, BH, N] each, by position. First, TOTALS: chunks: the sum of a block's tokens, [BH, blocks]
-// twice, high and low. Then gamma: the gradient [B, N, H]; count_out: Σ dG_i. Grid (⌈N / GATES_SPAN⌉, B·H).
-constexpr int GATES_ITEMS = 4, GATES_SPAN = GATES_ITEMS * GATES_THREADS;
-static_assert(GATES_SPAN == LAUNCH_GATES_SPAN, "GATES_SPAN of launch.py");
-template <bool TOTALS, int PARTS>
-__global__ void __launch_bounds__(GATES_THREADS) gate_gradient(const __grid_constant__ Params p) {
-  constexpr int WARPS = GATES_THREADS / 32;
-  __shared__ LongSum warps[WARPS];
-  const i64 bh = blockIdx.y, first_of_head = bh * p.N, second_part = i64(gridDim.y) * p.N;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int position = blockIdx.x * GATES_SPAN + threadIdx.x * GATES_ITEMS;  // in reverse
-  float *high = p.chunks + bh * gridDim.x, *low = high + i64(gridDim.y) * gridDim.x;
-  float dG[GATES_ITEMS];
+// Of this warp's numbers in a tile, those of the lanes before.
+DEVICE LongSum sum_before(GatesTile& tile, const GatesBlock& block) {
   LongSum lanes = {0.f, 0.f};
 #pragma unroll
-  for (int i = 0; i < GATES_ITEMS; i++) {
-    const int at = position + i;
-    const i64 row = first_of_head + p.N - 1 - at, column = first_of_head + at;
-    dG[i] = 0.f;
-    if (at < p.N) {
-      dG[i] = p.dG[row] - p.count[column];
-      if (PARTS == 2) dG[i] += p.dG[second_part + row] - p.count[second_part + column];
-    }
-    lanes.add({dG[i], 0.f});
-  }
+  for (int i = 0; i < GATES_ITEMS; i++) lanes.add({tile.at(block.warp, block.lane * GATES_ITEMS + i), 0.f});
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) {
-    LongSum x = from_lane(lanes, lane - d);
-    if (lane >= d) lanes.add(x);
+    LongSum x = from_lane(lanes, block.lane - d);
+    if (block.lane >= d) lanes.add(x);
   }
-  if (lane == 31) warps[warp] = lanes;
-  LongSum before = from_lane(lanes, lane - 1), all = {0.f, 0.f};
-  if (lane == 0) before = {0.f, 0.f};
-  __syncthreads();
-  if (!TOTALS) {  // of the blocks before
-    for (int i = lane; i < blockIdx.x; i += 32) all.add({high[i], low[i]});
+  LongSum sum = from_lane(lanes, block.lane - 1);
+  if (block.lane == 0) sum = {0.f, 0.f};
+  return sum;
+}
+
+// The gradient of a gate, which is in G_i for i ≥ t: Σ_{i≥t} dG_i, 0 at a reset. dG: what DQ left of the rows, count: what DK
+// left of the columns, PARTS [PARTS, BH, N] each, by position. First, TOTALS: chunks: the sum of a span, [BH, 2, spans], high
+// and low. Then gamma: the gradient [B, N, H]; count_out: Σ dG_i. Grid: GatesBlock, its positions in reverse.
+template <bool TOTALS, int PARTS>
+__global__ void __launch_bounds__(GATES_THREADS) gate_gradient(const __grid_constant__ Params p) {
+  const GatesBlock block(p);
+  const i64 first_of_head = block.bh * p.N, second_part = i64(block.batches) * p.H * p.N;
+  auto dG = [&](int i) {
+    const int at = block.first + i;
+    const i64 row = first_of_head + p.N - 1 - at, column = first_of_head + at;
+    if (!block.has_head || at >= p.N) return 0.f;
+    float sum = p.dG[row] - p.count[column];
+    if (PARTS == 2) sum += p.dG[second_part + row] - p.count[second_part + column];
+    return sum;
+  };
+  float *high = p.chunks + 2 * block.bh * gridDim.x, *low = high + gridDim.x;
+  LongSum all = {0.f, 0.f};
+  if constexpr (TOTALS) {
 #pragma unroll
-    for (int d = 16; d > 0; d /= 2) {
-      LongSum x = from_lane(all, lane ^ d);
-      all.add(x);
+    for (int i = block.lane; i < GATES_SPAN; i += 32) all.add({dG(i), 0.f});
+    all = sum_of_lanes(all, block.lane);
+    if (block.lane == 0 && block.has_head) high[blockIdx.x] = all.high, low[blockIdx.x] = all.low;
+  } else {
+    __shared__ GatesTile tile;
+#pragma unroll
+    for (int i = block.lane; i < GATES_SPAN; i += 32) tile.at(block.warp, i) = dG(i);
+    for (int i = block.lane; block.has_head && i < blockIdx.x; i += 32) all.add({high[i], low[i]});
+    all = sum_of_lanes(all, block.lane);  // of the spans before
+    __syncwarp();
+    LongSum sum = sum_before(tile, block);
+    sum.add(all);
+#pragma unroll
+    for (int i = 0; i < GATES_ITEMS; i++) {
+      float& x = tile.at(block.warp, block.lane * GATES_ITEMS + i);
+      sum.add({x, 0.f}), x = sum.high + sum.low;
     }
+    if (block.lane == 31 && block.has_head && blockIdx.x == gridDim.x - 1) p.count_out[block.bh] = sum.high + sum.low;
+    __syncthreads();
+    block.each(
+        p, [&](int position) { return p.N - 1 - position; },
+        [&](int i, int head, i64 place) {
+          if (block.first + i < p.N) p.gamma[place] = p.log_decay[place] > LOG_ZERO ? tile.at(head, i) : 0.f;
+        });
   }
-  for (int i = 0; i < WARPS; i++) {
-    if (i == warp) before.add(all);
-    all.add(warps[i]);
-  }
-  if (TOTALS && threadIdx.x == 0) high[blockIdx.x] = all.high, low[blockIdx.x] = all.low;
-#pragma unroll
-  for (int i = 0; i < GATES_ITEMS; i++) {
-    const int token = p.N - 1 - position - i;
-    if (TOTALS || token < 0) break;
-    before.add({dG[i], 0.f});
-    const i64 at = (bh / p.H * p.N + token) * p.H + bh % p.H;
-    p.gamma[at] = p.log_decay[at] > LOG_ZERO ? before.high + before.low : 0.f;
-  }
-  if (!TOTALS && threadIdx.x == 0 && blockIdx.x == gridDim.x - 1) p.count_out[bh] = all.high + all.low;
 }

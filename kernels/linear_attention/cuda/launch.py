@@ -32,7 +32,8 @@ DECAYS = ("NO_DECAY", "PER_HEAD", "PER_TOKEN")  # a constant γ of each head, or
 WEIGHTS = ("NORMALISED", "AFFINE", "PRODUCTS")  # (1 + b x)/g, a + b x, b x: params.cuh
 THREADS = 128  # of a block of the sm_80 scan, of `prefix` and `row_products`; of an sm_90a warpgroup
 GATES_THREADS = 256  # of a block of `gates`, `gate_counts` and `gate_gradient`
-GATES_SPAN = 4 * GATES_THREADS  # tokens of a block of the last
+GATES_HEADS = GATES_THREADS // 32  # of a block of the first and the last
+GATES_SPAN = 256  # tokens of such a block
 
 # Shared memory, bytes (CUDA C++ Programming Guide, table of compute capabilities).
 SMALL_SHARED = ("sm_86", "sm_89", "sm_120", "sm_121")  # 99 KB a block; the others have 163 or 227
@@ -329,7 +330,7 @@ class LaunchPlan:
 
     @property
     def gate_totals_size(self) -> int:
-        """fp32 numbers: two of every block of `gate_gradient`."""
+        """fp32 numbers: two of every span of a head, for `gate_gradient`."""
         return 2 * self.B * self.H * self._spans if self._gated else 0
 
     @property
@@ -383,22 +384,22 @@ class LaunchPlan:
         """A token's decays, summed up in the order of a mode."""
         if not self._gated:
             return []
-        layout, warps = self._layout("gates", self.segmentation), GATES_THREADS // 32
-        blocks = max(1, -(-self.N // (self.build.chunk * warps)))
-        return [
-            self._launch(kernel, mode, width, layout, threads=GATES_THREADS, shared=0)
-            for kernel, width in (("gates", blocks), ("gate_counts", 1))
-            if (kernel, mode) in self._kernels
-        ]
+        layout = self._layout("gates", self.segmentation)
+        launches = [self._on_gates("gates", mode, layout)]
+        if ("gate_counts", mode) in self._kernels:
+            launches.append(self._launch("gate_counts", mode, 1, layout, threads=GATES_THREADS, shared=0))
+        return launches
 
     def _gate_gradient(self) -> list[Launch]:
         if not self._gated:
             return []
         layout = self._layout("gates", self.segmentation)
-        return [
-            self._launch("gate_gradient", mode, self._spans, layout, threads=GATES_THREADS, shared=0)
-            for mode in ("TOTALS", None)
-        ]
+        return [self._on_gates("gate_gradient", mode, layout) for mode in ("TOTALS", None)]
+
+    def _on_gates(self, kernel: str, mode: str | None, layout: bytes) -> Launch:
+        """On a block for every GATES_SPAN tokens of GATES_HEADS heads."""
+        grid = self._spans, self.B * -(-self.H // GATES_HEADS), 1
+        return Launch(self._kernels[kernel, mode], grid, (GATES_THREADS, 1, 1), 0, (layout,))
 
     def _row_products(self) -> Launch:
         layout = self._layout("row_products", self.segmentation)

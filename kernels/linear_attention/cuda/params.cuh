@@ -36,7 +36,7 @@ struct Params {
   float* da;               // AFFINE, [BH, segments, 8]: DQ's sums of do·Σ v, of the warps of token stats and of scores
   // PER_TOKEN, by position: what gates.cuh finds before a scan, and DQ's and DK's part of the gradient of G
   float *gamma, *to_end, *count;  // [BH, N]
-  float* chunks;                  // [2, BH, chunks]
+  float* chunks;                  // [BH, 2, chunks]
   float* count_out;               // [BH] or null
   float* dG;                      // [2, BH, N]: two addends of each, by outputs and by token stats
 

@@ -44,7 +44,11 @@ __device__ constexpr RegisterBudget register_budget() {
   // Scores that keep powers of γ get registers from token stats in reverse, where those compute no norms, else from
   // outputs.
   const int powers = CONFIG::KEEPS_POWERS ? 16 : 0;
-  if (CONFIG::FACTORS_DECAYS && !CONFIG::STATES) return {176, 80, 80, 0};
+  if (CONFIG::FACTORS_DECAYS && !CONFIG::STATES) {
+    // With RoPE token stats take more where they are to compute e and the norms, and less in reverse.
+    const int moved = !CONFIG::ROPE ? 0 : REVERSE ? -8 : 8;
+    return {176, 80 + moved, 80 - moved, 0};
+  }
   if (REVERSE) return {176, 88 - powers, 72 + powers, 0};
   return {176 - powers / 2, 88, 72 + powers, 0};
 }
