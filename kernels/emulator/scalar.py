@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -224,6 +225,23 @@ def _insert(m: Machine, code: Instruction) -> Operation:
     field = dtype.type(((1 << length) - 1) << position)
     return computed(
         m.register(code.operands[0], dtype), lambda: b & ~field | a << dtype.type(position) & field
+    )
+
+
+@builds("prmt")
+def _permute(m: Machine, code: Instruction) -> Operation:
+    """Four bytes out of the eight of a and b, each by four bits of a number in the code."""
+    if len(code.parts) > 2 or int(code.operands[3].text) & 0x8888:
+        raise UnknownInstruction("in a mode, or of signs")
+    a, b = (m.source(x, U32) for x in code.operands[1:3])
+    selected = [int(code.operands[3].text) >> 4 * i & 7 for i in range(4)]
+
+    def byte(i: int) -> np.ndarray:
+        return (a if i < 4 else b) >> np.uint32(8 * (i % 4)) & np.uint32(0xFF)
+
+    return computed(
+        m.register(code.operands[0], U32),
+        lambda: functools.reduce(np.bitwise_or, (byte(x) << np.uint32(8 * i) for i, x in enumerate(selected))),
     )
 
 

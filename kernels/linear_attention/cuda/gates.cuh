@@ -18,14 +18,14 @@ struct GatesBlock {
   int batches, batch, first_head, first;  // first: position
   int warp, lane;
   i64 bh;
-  bool has_head;  // this warp has one
   DEVICE GatesBlock(const Params& p) {
     const int groups = (p.H + GATES_HEADS - 1) / GATES_HEADS;
     batches = gridDim.y / groups, batch = blockIdx.y / groups;
     first_head = blockIdx.y % groups * GATES_HEADS, first = blockIdx.x * GATES_SPAN;
     warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    has_head = first_head + warp < p.H, bh = i64(batch) * p.H + first_head + warp;
+    bh = i64(batch) * p.H + first_head + warp;
   }
+  DEVICE bool has_head(const Params& p) const { return first_head + warp < p.H; }  // this warp
   // use(i, head, place): of this thread's elements of the span in [B, N, H], the position and the head in the span, and
   // where token(first + i) is.
   template <typename TOKEN, typename USE>
@@ -120,7 +120,8 @@ DEVICE void chunk_gates(const Params& p, const GatesBlock& block, GatesTile& dec
   const Stretch lanes = append_lanes(up_to[ITEMS - 1], lane);
   Stretch before = from_lane(lanes, lane - 1);
   if (lane == 0) before = {0.f, 0.f};
-  if (lane == 31) chunks.gamma[chunk] = lanes.gamma, chunks.count[chunk] = lanes.count;
+  if (lane == 31) chunks.gamma[chunk] = lanes.gamma;
+  if (COUNTS && lane == 31) chunks.count[chunk] = lanes.count;
 #pragma unroll
   for (int i = 0; i < ITEMS; i++) {
     if (position + i >= p.N) break;
@@ -128,7 +129,7 @@ DEVICE void chunk_gates(const Params& p, const GatesBlock& block, GatesTile& dec
     x.append(up_to[i]);
     p.gamma[first_of_head + position + i] = x.gamma;
     p.to_end[first_of_head + position + i] = to_end[i] + after;
-    if (REVERSE) p.count[first_of_head + position + i] = x.count;
+    if (REVERSE && COUNTS) p.count[first_of_head + position + i] = x.count;
   }
 }
 
@@ -147,7 +148,7 @@ __global__ void __launch_bounds__(GATES_THREADS) gates(const __grid_constant__ P
         decays.at(head, i) = decays_here ? log2_gate(p.log_decay[place]) : 0.f;
       });
   __syncthreads();
-  if (!block.has_head) return;
+  if (!block.has_head(p)) return;
 #pragma unroll
   for (int i = 0; i < GATES_SPAN; i += CHUNK)
     if (block.first + i < p.N) chunk_gates<CHUNK, REVERSE, COUNTS>(p, block, decays, i);
@@ -226,7 +227,7 @@ __global__ void __launch_bounds__(GATES_THREADS) gate_gradient(const __grid_cons
   auto dG = [&](int i) {
     const int at = block.first + i;
     const i64 row = first_of_head + p.N - 1 - at, column = first_of_head + at;
-    if (!block.has_head || at >= p.N) return 0.f;
+    if (!block.has_head(p) || at >= p.N) return 0.f;
     float sum = p.dG[row] - p.count[column];
     if (PARTS == 2) sum += p.dG[second_part + row] - p.count[second_part + column];
     return sum;
@@ -237,12 +238,12 @@ __global__ void __launch_bounds__(GATES_THREADS) gate_gradient(const __grid_cons
 #pragma unroll
     for (int i = block.lane; i < GATES_SPAN; i += 32) all.add({dG(i), 0.f});
     all = sum_of_lanes(all, block.lane);
-    if (block.lane == 0 && block.has_head) high[blockIdx.x] = all.high, low[blockIdx.x] = all.low;
+    if (block.lane == 0 && block.has_head(p)) high[blockIdx.x] = all.high, low[blockIdx.x] = all.low;
   } else {
     __shared__ GatesTile tile;
 #pragma unroll
     for (int i = block.lane; i < GATES_SPAN; i += 32) tile.at(block.warp, i) = dG(i);
-    for (int i = block.lane; block.has_head && i < blockIdx.x; i += 32) all.add({high[i], low[i]});
+    for (int i = block.lane; block.has_head(p) && i < blockIdx.x; i += 32) all.add({high[i], low[i]});
     all = sum_of_lanes(all, block.lane);  // of the spans before
     __syncwarp();
     LongSum sum = sum_before(tile, block);
@@ -252,7 +253,7 @@ __global__ void __launch_bounds__(GATES_THREADS) gate_gradient(const __grid_cons
       float& x = tile.at(block.warp, block.lane * GATES_ITEMS + i);
       sum.add({x, 0.f}), x = sum.high + sum.low;
     }
-    if (block.lane == 31 && block.has_head && blockIdx.x == gridDim.x - 1) p.count_out[block.bh] = sum.high + sum.low;
+    if (block.lane == 31 && block.has_head(p) && blockIdx.x == gridDim.x - 1) p.count_out[block.bh] = sum.high + sum.low;
     __syncthreads();
     block.each(
         p, [&](int position) { return p.N - 1 - position; },

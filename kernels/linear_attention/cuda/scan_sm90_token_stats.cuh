@@ -40,6 +40,8 @@ struct TokenStatsSm90 {
     if (KEEPS_SUMS) sums.load(block);
     Saved next = MODE == FWD ? Saved{} : read_saved(block, block.begin());
     Gate gate = READS_GATES_AHEAD ? read_gate(block, block.begin()) : Gate{};
+    uint4 o[4][PANELS];
+    if (READS_O_A_CHUNK_AHEAD) read_o(block, o, block.begin());
     ChunkAngles angles;
     if (READS_ANGLES_AHEAD && !COMPUTES_E) read_angles(block, angles, block.begin());
     auto segment = block.next_segment();
@@ -52,7 +54,7 @@ struct TokenStatsSm90 {
       const int slot = !KEEPS_SUMS ? stage : u32(position - block.begin()) / CHUNK % 2;  // of τ and ζ
       if (!READS_GATES_AHEAD && !COMPUTES_E) gate = read_gate(block, position);
       mbarrier_wait(block.empty(stage), current.phase() ^ 1);  // the coefficients' old readers, too, are done
-      chunk(block, current, slot, position, len, n, next, gate, angles);
+      chunk(block, current, slot, position, len, n, next, gate, angles, o);
       if (COUNTS) n = DECAY ? n * block.power(CHUNK) + chunk_tokens : n + CHUNK;
       if (KEEPS_SUMS) {
         sums.wait(block);
@@ -98,6 +100,7 @@ struct TokenStatsSm90 {
   // Where registers are few, what comes straight from global memory is waited for.
   static constexpr bool READS_GATES_AHEAD = DECAY == PER_TOKEN && D == 128;
   static constexpr bool READS_O_AHEAD = COMPUTES_E && !(COMPUTES_DG && D == 64 && ROPE);
+  static constexpr bool READS_O_A_CHUNK_AHEAD = COMPUTES_E && CONFIG::FACTORS_DECAYS;
   // PER_TOKEN: what gates.cuh has of a row's token, as it was read: who computes with it waits for it.
   struct Gate {
     float gamma, to_end;
@@ -131,11 +134,10 @@ struct TokenStatsSm90 {
 
   // A chunk's numbers into shared memory; `next`: what was saved of its tokens, then of the next chunk's.
   static DEVICE void chunk(Block& block, const Stage& current, int slot, int position, int len, float n, Saved& next,
-                           Gate& gate, ChunkAngles& angles) {
+                           Gate& gate, ChunkAngles& angles, uint4 (&o)[4][PANELS]) {
     const int stage = current.stage();
     const Coefficients c = block.coefficients(stage);
-    uint4 o[4][PANELS];
-    if (READS_O_AHEAD) read_o(block, o, position);
+    if (READS_O_AHEAD && !READS_O_A_CHUNK_AHEAD) read_o(block, o, position);
     if (READS_ANGLES_AHEAD && COMPUTES_E) read_angles(block, angles, position);  // o is waited for, too
     if (MODE != FWD && !COMPUTES_E) write_coefficients(block, c, next, gate, len, block.thread(), slot);
     mbarrier_wait(block.full(stage), current.phase());
@@ -150,6 +152,7 @@ struct TokenStatsSm90 {
       block.forget_addresses();
       if (!READS_O_AHEAD) read_o(block, o, position);
       row_products(block, o, block.tile(stage, A), c.row);
+      if (READS_O_A_CHUNK_AHEAD) read_o(block, o, position + CHUNK);
       if (!READS_GATES_AHEAD) gate = read_gate(block, position);
       block.sync_token_stats();
       next.e = next.g != 0.f ? c.row[block.thread() % CHUNK] / next.g : 0.f;
