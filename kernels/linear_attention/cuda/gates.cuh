@@ -253,7 +253,8 @@ __global__ void __launch_bounds__(GATES_THREADS) gate_gradient(const __grid_cons
       float& x = tile.at(block.warp, block.lane * GATES_ITEMS + i);
       sum.add({x, 0.f}), x = sum.high + sum.low;
     }
-    if (block.lane == 31 && block.has_head(p) && blockIdx.x == gridDim.x - 1) p.count_out[block.bh] = sum.high + sum.low;
+    if (block.lane == 31 && block.has_head(p) && blockIdx.x == gridDim.x - 1)
+      p.count_out[block.bh] = sum.high + sum.low;
     __syncthreads();
     block.each(
         p, [&](int position) { return p.N - 1 - position; },

@@ -132,9 +132,9 @@ struct BlockSm90 {
     float* x = reinterpret_cast<float*>(smem + Shared::COEFFICIENTS + stage * Shared::STAGE_COEFFICIENTS);
     constexpr bool APART = !CONFIG::HAS_COLUMNS;
     float *columns = x, *from_start = columns + (APART ? 0 : CONFIG::COLUMN * CHUNK);
-    float *gamma = from_start + CONFIG::HAS_FROM_START * CHUNK;
-    float *inverse_g = gamma + (APART && CONFIG::HAS_GAMMA) * CHUNK;
-    float *dG = inverse_g + (APART && CONFIG::HAS_INVERSE_G) * CHUNK;
+    float* gamma = from_start + CONFIG::HAS_FROM_START * CHUNK;
+    float* inverse_g = gamma + (APART && CONFIG::HAS_GAMMA) * CHUNK;
+    float* dG = inverse_g + (APART && CONFIG::HAS_INVERSE_G) * CHUNK;
     float* sigma = dG + CONFIG::HAS_DG * CHUNK;
     float *tau = sigma + APART * CHUNK, *rho = tau + (APART && CONFIG::HAS_TAU) * CHUNK;
     float *kappa = rho + CONFIG::HAS_RHO * CHUNK, *row = kappa + CONFIG::HAS_KAPPA * CHUNK;
