@@ -241,7 +241,9 @@ def _permute(m: Machine, code: Instruction) -> Operation:
 
     return computed(
         m.register(code.operands[0], U32),
-        lambda: functools.reduce(np.bitwise_or, (byte(x) << np.uint32(8 * i) for i, x in enumerate(selected))),
+        lambda: functools.reduce(
+            np.bitwise_or, (byte(x) << np.uint32(8 * i) for i, x in enumerate(selected))
+        ),
     )
 
 

@@ -314,7 +314,8 @@ struct TokenStatsSm90 {
         for (int tile = 0; tile < TILES; tile++) read(k, tile);
 #pragma unroll
       for (int k = 0; k < UNROLL; k++) {
-        const Angles angles = READS_ANGLES_AHEAD ? ahead.of[READS_ANGLES_AHEAD ? k : 0] : R::angles(block.p, position, i);
+        const Angles angles =
+            READS_ANGLES_AHEAD ? ahead.of[READS_ANGLES_AHEAD ? k : 0] : R::angles(block.p, position, i);
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {
           if (!READS_ITEMS_AT_ONCE) read(k, tile);
