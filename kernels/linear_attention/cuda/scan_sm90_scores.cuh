@@ -257,7 +257,7 @@ struct ScoresSm90 {
           const bool counts = half > m || block.g >= 2 * block.t + i;  // else the decay may be above 1
           const float decay = counts ? power_of_two(gamma[CONFIG::COLUMN * 8 * half] - of(columns.gamma)) : 0.f;
           const float own = x[2 * tile + m][2 * half + i] * (CONFIG::HAS_INVERSE_G ? of(columns.inverse_g) : 1.f);
-          if (COMPUTES_DG) rows.sum[half] += decay * (MODE == DQ ? rows.rho[half] * own + rows.kappa[half] : own);
+          if (SUMS_X) rows.sum[half] += decay * (MODE == DQ ? rows.rho[half] * own + rows.kappa[half] : own);
           w[i] = score(rows, half, of(columns.sigma), of(columns.tau), own, 0, decay);
         }
         pairs[2 * m + half] = round(rows, half, w[0], w[1]);

@@ -100,7 +100,7 @@ struct TokenStatsSm90 {
   // Where registers are few, what comes straight from global memory is waited for.
   static constexpr bool READS_GATES_AHEAD = DECAY == PER_TOKEN && D == 128;
   static constexpr bool READS_O_AHEAD = COMPUTES_E && !(COMPUTES_DG && D == 64 && ROPE);
-  static constexpr bool READS_O_A_CHUNK_AHEAD = COMPUTES_E && CONFIG::FACTORS_DECAYS && !(ROPE && T::NARROW);
+  static constexpr bool READS_O_A_CHUNK_AHEAD = COMPUTES_E && CONFIG::FACTORS_DECAYS && !ROPE;
   // PER_TOKEN: what gates.cuh has of a row's token, as it was read: who computes with it waits for it.
   struct Gate {
     float gamma, to_end;
