@@ -239,12 +239,11 @@ def _permute(m: Machine, code: Instruction) -> Operation:
     def byte(i: int) -> np.ndarray:
         return (a if i < 4 else b) >> np.uint32(8 * (i % 4)) & np.uint32(0xFF)
 
-    return computed(
-        m.register(code.operands[0], U32),
-        lambda: functools.reduce(
-            np.bitwise_or, (byte(x) << np.uint32(8 * i) for i, x in enumerate(selected))
-        ),
-    )
+    def compute() -> np.ndarray:
+        placed = (byte(x) << np.uint32(8 * i) for i, x in enumerate(selected))
+        return functools.reduce(np.bitwise_or, placed)
+
+    return computed(m.register(code.operands[0], U32), compute)
 
 
 # Comparisons, choices, moves and conversions

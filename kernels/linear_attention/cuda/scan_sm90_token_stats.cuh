@@ -22,7 +22,7 @@ struct TokenStatsSm90 {
   // For RoPE a thread has ITEMS items of each tile; a model's few have their angles read a chunk ahead.
   using R = Rope<T, MODE, ROPE>;
   static constexpr int ITEMS = CHUNK * ROPE / 8 / WARPGROUP;
-  static constexpr bool MANY_REGISTERS = MODE == FWD || (D == 128 && !(T::NARROW && COMPUTES_DG && COMPUTES_E));
+  static constexpr bool MANY_REGISTERS = MODE == FWD || (D == 128 && !(COMPUTES_DG && COMPUTES_E));
   static constexpr bool READS_ANGLES_AHEAD = ROPE && ITEMS <= PANELS && MANY_REGISTERS;
   // All before one is written, so that there is one wait, where registers allow it.
   static constexpr bool READS_ITEMS_AT_ONCE = READS_ANGLES_AHEAD && !COMPUTES_E;
@@ -100,7 +100,7 @@ struct TokenStatsSm90 {
   // Where registers are few, what comes straight from global memory is waited for.
   static constexpr bool READS_GATES_AHEAD = DECAY == PER_TOKEN && D == 128;
   static constexpr bool READS_O_AHEAD = COMPUTES_E && !(COMPUTES_DG && D == 64 && ROPE);
-  static constexpr bool READS_O_A_CHUNK_AHEAD = COMPUTES_E && CONFIG::FACTORS_DECAYS && !ROPE;
+  static constexpr bool READS_O_A_CHUNK_AHEAD = COMPUTES_E && CONFIG::FACTORS_DECAYS && !(ROPE && T::NARROW);
   // PER_TOKEN: what gates.cuh has of a row's token, as it was read: who computes with it waits for it.
   struct Gate {
     float gamma, to_end;
