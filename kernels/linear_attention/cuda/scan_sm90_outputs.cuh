@@ -344,8 +344,9 @@ struct OutputsSm90 {
 
   // The angles of two tokens in the two columns of this lane that rotate together: of ANGLES pairs of tokens at once, of
   // EARLY_ANGLES before the dots, behind which the wait for them hides; of the rest as soon as others are used.
-  static constexpr int ANGLES = D == 128 ? 8 : ROPE > 16 ? 4 : MODE == DQ || CONFIG::COMPUTES_DG ? 6 : 8;
-  static constexpr int EARLY_ANGLES = D == 128 ? 8 : 4;
+  static constexpr bool FEW_REGISTERS = CONFIG::COMPUTES_DG && (MODE == DQ || D == 64);
+  static constexpr int ANGLES = FEW_REGISTERS ? 4 : D == 128 ? 8 : ROPE > 16 ? 4 : MODE == DQ ? 6 : 8;
+  static constexpr int EARLY_ANGLES = D == 128 && !FEW_REGISTERS ? 8 : 4;
   struct PairAngles {
     float2 cos, sin;
   };

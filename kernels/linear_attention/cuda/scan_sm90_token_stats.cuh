@@ -22,8 +22,11 @@ struct TokenStatsSm90 {
   // For RoPE a thread has ITEMS items of each tile; a model's few have their angles read a chunk ahead.
   using R = Rope<T, MODE, ROPE>;
   static constexpr int ITEMS = CHUNK * ROPE / 8 / WARPGROUP;
-  static constexpr bool MANY_REGISTERS = MODE == FWD || (D == 128 && !(COMPUTES_DG && COMPUTES_E));
+  static constexpr bool MANY_REGISTERS = MODE == FWD || (D == 128 && !(COMPUTES_DG && (T::NARROW || MODE == DK)));
   static constexpr bool READS_ANGLES_AHEAD = ROPE && ITEMS <= PANELS && MANY_REGISTERS;
+  // DQ waits for o at the start of a chunk anyway; with gates it has no registers for both.
+  static constexpr bool READS_ANGLES_WITH_O = READS_ANGLES_AHEAD && COMPUTES_E && !COMPUTES_DG;
+  static constexpr bool READS_ANGLES_LAST = READS_ANGLES_AHEAD && COMPUTES_E && COMPUTES_DG;
   // All before one is written, so that there is one wait, where registers allow it.
   static constexpr bool READS_ITEMS_AT_ONCE = READS_ANGLES_AHEAD && !COMPUTES_E;
   struct ChunkAngles {
@@ -43,7 +46,7 @@ struct TokenStatsSm90 {
     uint4 o[4][PANELS];
     if (READS_O_A_CHUNK_AHEAD) read_o(block, o, block.begin());
     ChunkAngles angles;
-    if (READS_ANGLES_AHEAD && !COMPUTES_E) read_angles(block, angles, block.begin());
+    if (READS_ANGLES_AHEAD && !READS_ANGLES_WITH_O) read_angles(block, angles, block.begin());
     auto segment = block.next_segment();
     if (KEEPS_SUMS) sums.add_zeros(block);
     float da = 0.f;
@@ -66,6 +69,7 @@ struct TokenStatsSm90 {
       fence_shared();  // what was copied, rotated and written, for the warpgroups' products
       mbarrier_arrive(block.ready(stage));
       if (READS_GATES_AHEAD) gate = read_gate(block, position + CHUNK);
+      if (READS_ANGLES_LAST) read_angles(block, angles, position + CHUNK);
       if (!KEEPS_SUMS) {
         mbarrier_arrive(block.empty(stage));
         continue;
@@ -138,7 +142,7 @@ struct TokenStatsSm90 {
     const int stage = current.stage();
     const Coefficients c = block.coefficients(stage);
     if (READS_O_AHEAD && !READS_O_A_CHUNK_AHEAD) read_o(block, o, position);
-    if (READS_ANGLES_AHEAD && COMPUTES_E) read_angles(block, angles, position);  // o is waited for, too
+    if (READS_ANGLES_WITH_O) read_angles(block, angles, position);
     if (MODE != FWD && !COMPUTES_E) write_coefficients(block, c, next, gate, len, block.thread(), slot);
     mbarrier_wait(block.full(stage), current.phase());
     if (ROPE) rotate_tiles(block, stage, position, angles);
