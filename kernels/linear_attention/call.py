@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lingpt.kernels.linear_attention.numerics import B_SHRINK
@@ -19,6 +20,7 @@ class Call(NamedTuple):
     The operator's schema is made of these fields (kernels/operator.py): tensors first.
     """
 
+    projected: Tensor | None = None  # [B, N, 3H + G, D], the gates' too; then qkv and log_gate are None
     qkv: Tensor | None = None  # [B, N, 3, H, D], the fused projection; then q, k and v are None
     q: Tensor | None = None  # [B, N, H, D], as k and v
     k: Tensor | None = None
@@ -29,6 +31,7 @@ class Call(NamedTuple):
     b: Tensor | None = None
     log_decay: Tensor | None = None  # [H] in fp32 (float64), a constant per head; None: no such decay
     log_gate: Tensor | None = None  # [B, N, H] in fp32 (float64), each token's own decay; None: no gate
+    gate_bias: Tensor | None = None  # [H] in fp32 (float64), with `projected`
     S: Tensor | None = None  # the initial state; None: zeros
     z: Tensor | None = None
     c: Tensor | None = None
@@ -40,6 +43,16 @@ class Call(NamedTuple):
     causal: bool = True
     return_state: bool = False
     backend: str = "auto"
+
+    def unpacked(self) -> Call:
+        """With qkv, a view, and log_gate in the place of `projected`: what every other property and all
+        backends take."""
+        if self.projected is None or self.gate_bias is None:
+            return self
+        qkv, gate = split_projection(self.projected, self.gate_bias)
+        # In fp32 from the sum on: γ is within 2⁻¹³ of 1.
+        log_gate = F.logsigmoid(gate.to(self.gate_bias.dtype) + self.gate_bias)
+        return self._replace(projected=None, gate_bias=None, qkv=qkv, log_gate=log_gate)
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
@@ -84,6 +97,12 @@ class Call(NamedTuple):
         if self.S is None or self.z is None or self.c is None or self.n is None:
             return None
         return LinearAttentionState(self.S, self.z, self.c, self.n)
+
+
+def split_projection(projected: Tensor, gate_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """qkv [B, N, 3, H, D] and the gates before their bias [B, N, H], views of `projected`."""
+    H = gate_bias.shape[0]
+    return projected[:, :, : 3 * H].unflatten(2, (3, H)), projected[:, :, 3 * H :].flatten(2)[..., :H]
 
 
 class OptionGradients(NamedTuple):

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from lingpt.kernels.linear_attention.backends import choose
-from lingpt.kernels.linear_attention.call import Call
+from lingpt.kernels.linear_attention.call import Call, split_projection
 from lingpt.kernels.linear_attention.chunkwise import CHUNK
 from lingpt.kernels.linear_attention.state import LinearAttentionState, state_shapes
 from lingpt.kernels.operator import Operator, Outputs
 from lingpt.kernels.precision import state_dtype
 
 _NO_STATE = (None,) * 4
+_INPUTS = ("projected", "qkv", "q", "k", "v")  # a call has the first, the second, or q, k and v
 
 
 def linear_attention_flops(B: int, N: int, H: int, D: int, causal: bool = True) -> int:
@@ -34,19 +35,31 @@ def linear_attention_flops(B: int, N: int, H: int, D: int, causal: bool = True) 
 
 
 def _forward(call: Call) -> Outputs:
+    call = call.unpacked()
     o, stats, state = choose(call).forward(call)
     return o, stats, *(state or _NO_STATE)
 
 
-def _backward(call: Call, saved: tuple[Tensor, ...], gradients: Outputs) -> Outputs:
-    o, stats = saved
-    do, *dparts = gradients
+def _backward(given: Call, saved: tuple[Tensor, ...], gradients: Outputs) -> Outputs:
+    call, (o, stats), (do, *dparts) = given.unpacked(), saved, gradients
     do = torch.zeros_like(o) if do is None else do
-    buffers = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in call.inputs)
-    out = buffers if call.qkv is None else buffers[0].unbind(2)
+    tensors = {name: x for name in _INPUTS if (x := getattr(given, name)) is not None}
+    d = {name: torch.empty_like(x, memory_format=torch.contiguous_format) for name, x in tensors.items()}
+    if given.gate_bias is not None:
+        dqkv, d_gate = split_projection(d["projected"], given.gate_bias)
+        out = dqkv.unbind(2)
+    else:
+        out = tuple(d.values()) if call.qkv is None else d["qkv"].unbind(2)
     found = choose(call).backward(call, o, stats, do, _whole_state(call, dparts), out)
-    dqkv_dq_dk_dv = (None, *buffers) if call.qkv is None else (*buffers, None, None, None)
-    return *dqkv_dq_dk_dv, found.a, found.b, found.log_gate, *(found.initial_state or _NO_STATE)
+    d_log_gate, d_bias = found.log_gate, None
+    if given.gate_bias is not None:
+        assert call.log_gate is not None and d_log_gate is not None
+        d_sum = -torch.expm1(call.log_gate) * d_log_gate  # the derivative of ln σ is 1 − σ
+        d["projected"][:, :, 3 * given.gate_bias.shape[0] :] = 0.0  # what follows the gates is no one's
+        d_gate.copy_(d_sum)
+        d_log_gate, d_bias = None, d_sum.sum((0, 1))
+    by_input = (d.get(name) for name in _INPUTS)
+    return *by_input, found.a, found.b, d_log_gate, d_bias, *(found.initial_state or _NO_STATE)
 
 
 def _whole_state(call: Call, dparts: list[Tensor | None]) -> LinearAttentionState | None:
@@ -60,6 +73,7 @@ def _whole_state(call: Call, dparts: list[Tensor | None]) -> LinearAttentionStat
 
 
 def _fake_forward(call: Call) -> Outputs:
+    call = call.unpacked()
     (B, N, H, D), given = call.shape, call.inputs[0]
     stats = given.new_empty(3, B, H, N, dtype=state_dtype(call.dtype))
     state = (stats.new_empty(shape) for shape in state_shapes(B, H, D)) if call.return_state else _NO_STATE
@@ -67,8 +81,9 @@ def _fake_forward(call: Call) -> Outputs:
 
 
 def _flops(shapes: Any) -> int:
-    shape = shapes.q if shapes.qkv is None else shapes.qkv
-    return linear_attention_flops(shape[0], shape[1], shape[-2], shape[-1], shapes.causal)
+    B, N, *_, H, D = shapes.projected or shapes.qkv or shapes.q
+    H = shapes.gate_bias[0] if shapes.gate_bias else H
+    return linear_attention_flops(B, N, H, D, shapes.causal)
 
 
 attend = Operator(
@@ -78,7 +93,7 @@ attend = Operator(
     fake_forward=_fake_forward,
     backward=_backward,
     flops=_flops,
-    gradients_of=("qkv", "q", "k", "v", "a", "b", "log_gate", "S", "z", "c", "n"),
+    gradients_of=(*_INPUTS, "a", "b", "log_gate", "gate_bias", "S", "z", "c", "n"),
     outputs=("o", "stats", "S", "z", "c", "n"),
     saved=("o", "stats"),
     constant=("stats",),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lingpt.common.errors import UserError
 from lingpt.kernels.linear_attention import recurrent, reference
-from lingpt.kernels.linear_attention.call import Call
+from lingpt.kernels.linear_attention.call import Call, split_projection
 from lingpt.kernels.linear_attention.library import attend
 from lingpt.kernels.linear_attention.state import LinearAttentionState, state_shapes
 from lingpt.kernels.precision import state_dtype
@@ -96,15 +96,15 @@ def linear_attention(
 def linear_attention_qkv(
     qkv: Tensor, cos: Tensor, sin: Tensor, b: float | Tensor = ..., *,
     a: float | Tensor = ..., log_decay: Tensor | Sequence[float] | None = ..., normalize: bool = ...,
-    normalize_qk: bool = ..., initial_state: LinearAttentionState | None = ...,
-    return_state: Literal[False] = ..., backend: str = ...,
+    gate_bias: Tensor | None = ..., normalize_qk: bool = ...,
+    initial_state: LinearAttentionState | None = ..., return_state: Literal[False] = ..., backend: str = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def linear_attention_qkv(
     qkv: Tensor, cos: Tensor, sin: Tensor, b: float | Tensor = ..., *,
     a: float | Tensor = ..., log_decay: Tensor | Sequence[float] | None = ..., normalize: bool = ...,
-    normalize_qk: bool = ..., initial_state: LinearAttentionState | None = ...,
-    return_state: Literal[True], backend: str = ...,
+    gate_bias: Tensor | None = ..., normalize_qk: bool = ...,
+    initial_state: LinearAttentionState | None = ..., return_state: Literal[True], backend: str = ...,
 ) -> tuple[Tensor, LinearAttentionState]: ...  # fmt: skip
 def linear_attention_qkv(
     qkv: Tensor,
@@ -114,6 +114,7 @@ def linear_attention_qkv(
     *,
     a: float | Tensor = 1.0,
     log_decay: Tensor | Sequence[float] | None = None,
+    gate_bias: Tensor | None = None,
     normalize: bool = True,
     normalize_qk: bool = True,
     initial_state: LinearAttentionState | None = None,
@@ -126,17 +127,25 @@ def linear_attention_qkv(
         qkv: [B, N, 3, H, D]: q, k and v of each token.
         cos, sin: [N, R], R even and at most D: the leading R dimensions of q and k are rotated as LitGPT does
             (`litgpt.model.build_rope_cache`). Slice them at the first token's position when decoding.
+        gate_bias: [H]. Then the projection has each token's gates, too: qkv is [B, N, 3H + G, D], the first
+            H numbers behind q, k and v are z, and log_decay is logsigmoid(z + gate_bias), in fp32 (float64).
+            What follows z is not read, and its gradient is zero. `log_decay` is to be None.
         The rest is as in `linear_attention`.
 
     Returns:
         o [B, N, H, D] in qkv's dtype; with `return_state`, (o, state).
     """
+    projected = None
+    if gate_bias is not None:
+        projected, qkv = qkv, _check_projected(qkv, gate_bias, log_decay)
+        gate_bias = gate_bias.to(state_dtype(qkv.dtype))
     _check_packed(qkv, cos, sin)
     (decay, gate), (S, z, c, n) = _decay(log_decay, qkv), _state(initial_state, qkv)
     _check_coefficients(a, b, normalize, normalize_qk)
     return _run(
         Call(
-            qkv=qkv, cos=cos, sin=sin, a=_tensor(a, qkv, "a"), b=_tensor(b, qkv, "b"),
+            projected=projected, gate_bias=gate_bias, qkv=qkv if projected is None else None,
+            cos=cos, sin=sin, a=_tensor(a, qkv, "a"), b=_tensor(b, qkv, "b"),
             a_value=_number(a), b_value=_number(b), log_decay=decay, log_gate=gate, S=S, z=z, c=c, n=n,
             normalize=normalize, normalize_qk=normalize_qk, return_state=return_state,
             backend=_backend(backend, qkv, True, initial_state is not None),
@@ -146,7 +155,7 @@ def linear_attention_qkv(
 
 def _run(call: Call) -> Tensor | tuple[Tensor, LinearAttentionState]:
     if call.backend in _DIFFERENTIATED:
-        o, state = _DIFFERENTIATED[call.backend].forward(call)
+        o, state = _DIFFERENTIATED[call.backend].forward(call.unpacked())
         return (o, state) if call.return_state else o
     o, _, *parts = attend(call)
     return (o, LinearAttentionState(*parts)) if call.return_state else o
@@ -165,6 +174,21 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise UserError(f"q, k and v must have one floating-point dtype; got {dtype}, {k.dtype}, {v.dtype}")
     if k.device != device or v.device != device:
         raise UserError(f"q, k and v must be on one device; got {device}, {k.device}, {v.device}")
+
+
+def _check_projected(projected: Tensor, gate_bias: Tensor, log_decay: object) -> Tensor:
+    """qkv [B, N, 3, H, D], a view of a projection [B, N, 3H + G, D] that has the gates, too."""
+    if log_decay is not None:
+        raise UserError("gate_bias says that the decay is in the projection: leave log_decay at None")
+    if gate_bias.ndim != 1 or not gate_bias.is_floating_point() or gate_bias.device != projected.device:
+        got = f"{gate_bias.dtype} {list(gate_bias.shape)} on {gate_bias.device}"
+        raise UserError(f"gate_bias must be floating point [H] on {projected.device}; got {got}")
+    H, shape = gate_bias.shape[0], projected.shape
+    if len(shape) != 4 or (shape[2] - 3 * H) * shape[3] < H:
+        raise UserError(
+            f"with gate_bias [H = {H}] qkv must be [B, N, 3H + G, D], G·D at least H; got {list(shape)}"
+        )
+    return split_projection(projected, gate_bias)[0]
 
 
 def _check_packed(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:

@@ -105,9 +105,17 @@ class OursAttention(QKVAttention):
             return b
         return b + (b.clamp(-1.0, 1.0) - b).detach()
 
-    def decay(self, x_BNC: torch.Tensor) -> torch.Tensor | None:
-        """The operator's log_decay: None, a constant per head `[H]`, or each token's own `[B, N, H]`."""
-        return self.log_decay
+    def project(
+        self, x_BNC: torch.Tensor, state: RecurrentState | None
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
+        """What the operator reads: qkv `[B, N, 3, H, D]`, convolved, and how the past fades, by argument."""
+        return self.mixed(self.packed_qkv(x_BNC), state), {"log_decay": self.log_decay}
+
+    def mixed(self, qkv_BN3HD: torch.Tensor, state: RecurrentState | None) -> torch.Tensor:
+        """qkv after the convolution, where there is one."""
+        if self.conv is None:
+            return qkv_BN3HD
+        return convolved(qkv_BN3HD.flatten(2), self.conv, state).view_as(qkv_BN3HD)
 
     def forward(
         self,
@@ -116,12 +124,10 @@ class OursAttention(QKVAttention):
         sin_NR: torch.Tensor,
         state: RecurrentState | None = None,
     ) -> torch.Tensor:
-        qkv_BN3HD = self.packed_qkv(x_BNC)
-        if self.conv is not None:
-            qkv_BN3HD = convolved(qkv_BN3HD.flatten(2), self.conv, state).view_as(qkv_BN3HD)
+        qkv, decay = self.project(x_BNC, state)
         attend = functools.partial(
-            linear_attention_qkv, qkv_BN3HD, cos_NR, sin_NR, self.b(),
-            a=self.a(), log_decay=self.decay(x_BNC), normalize=self.normalize,
+            linear_attention_qkv, qkv, cos_NR, sin_NR, self.b(),
+            a=self.a(), normalize=self.normalize, **decay,
         )  # fmt: skip
         if state is None:
             o_BNHD = attend()

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lingpt.models.attention.base import RecurrentState
 from lingpt.models.attention.ours import OursAttention
 from lingpt.models.attention.ours_decay import log_decay
 
@@ -26,13 +27,30 @@ class OursGatedAttention(OursAttention):
         self.decay_proj = nn.Linear(config.n_embd, config.n_head, bias=False)
         self.decay_bias = nn.Parameter(decay_bias(config.n_head))
 
-    def decay(self, x_BNC: torch.Tensor) -> torch.Tensor:
+    def project(
+        self, x_BNC: torch.Tensor, state: RecurrentState | None
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
+        """Training, q, k, v and the gates are one product: x is read once, its gradient written once."""
+        if state is None and self.conv is None:
+            return self.projected(x_BNC), {"gate_bias": self.decay_bias}
         # In fp32 from the sum on: γ is within 2⁻¹³ of 1.
-        return F.logsigmoid(self.decay_proj(x_BNC).float() + self.decay_bias.float())
+        log_decay = F.logsigmoid(self.decay_proj(x_BNC).float() + self.decay_bias.float())
+        return self.mixed(self.packed_qkv(x_BNC), state), {"log_decay": log_decay}
+
+    def projected(self, x_BNC: torch.Tensor) -> torch.Tensor:
+        """`[B, N, 3H + G, D]`: q, k and v, the gates before their bias, and zeros to fill G rows."""
+        H, D = self.config.n_head, self.config.head_size or 1
+        fill = -H % D
+        weight = F.pad(torch.cat((self.qkv.weight, self.decay_proj.weight)), (0, 0, 0, fill))
+        bias = None if self.qkv.bias is None else F.pad(self.qkv.bias, (0, H + fill))
+        return F.linear(x_BNC, weight, bias).unflatten(-1, (-1, D))
 
     def saved_per_token(self) -> int:
-        # The sum, its logsigmoid, and three that the kernel makes of it, in fp32.
-        return super().saved_per_token() + 10 * self.config.n_head
+        # In fp32 three that the kernel makes of the gates; the gates, in whole heads behind q, k and v, or in
+        # fp32 their sum and its logsigmoid.
+        H, D = self.config.n_head, self.config.head_size or 1
+        gates = -(-H // D) * D if self.conv is None else 4 * H
+        return super().saved_per_token() + 6 * H + gates
 
     def own_parameters(self) -> dict[str, float | torch.Tensor]:
         return super().own_parameters() | {"decay_bias": decay_bias(self.config.n_head)}

@@ -285,14 +285,18 @@ def test_lengths_around_a_chunk(build: Build, N: int, emulated) -> None:
 
 @pytest.mark.parametrize("build", PLAIN, ids=str)
 def test_views_of_a_projection(build: Build, emulated) -> None:
-    """Guards: strides; a row read or written beyond the fused q, k and v would be an error; the same bits."""
+    """Guards: strides; a row read or written beyond the fused q, k and v would be an error; the same bits.
+    Rows of a gated projection end in what is the gates'."""
     emulated(build)
     *_, do = x = inputs(build, 1, 70, 2)
-    qkv, dqkv = torch.stack(x[:3], 2), torch.zeros(1, 70, 3, 2, 64, dtype=BF16)
     base = run(*x)
-    ours = run(*qkv.unbind(2), do, out=dqkv.unbind(2))
-    assert all(torch.equal(ours[name], base[name]) for name in base)
-    assert torch.equal(dqkv.unbind(2)[2], base["dv"])
+    for behind in (0, 1):
+        rows, d_rows = (torch.full((1, 70, 6 + behind, 64), 7.0, dtype=BF16) for _ in range(2))
+        qkv, dqkv = (y[:, :, :6].unflatten(2, (3, 2)) for y in (rows, d_rows))
+        qkv.copy_(torch.stack(x[:3], 2))
+        ours = run(*qkv.unbind(2), do, out=dqkv.unbind(2))
+        assert all(torch.equal(ours[name], base[name]) for name in base)
+        assert torch.equal(dqkv.unbind(2)[2], base["dv"]) and d_rows[:, :, 6:].eq(7.0).all()
 
 
 @pytest.mark.parametrize("build", PLAIN, ids=str)

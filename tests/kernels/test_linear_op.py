@@ -69,9 +69,13 @@ def test_opcheck(full, causal):
 def test_opcheck_with_a_decay_of_each_token_s_own():
     q, k, v = tensors(True)
     gate = torch.full((B, N, H), -0.2, requires_grad=True)
+    options, (cos, sin) = all_options() | {"log_decay": None}, rope()
+    opcheck(torch.ops.lingpt.linear_attention_fwd, Call(q=q, k=k, v=v, **options, log_gate=gate))
+    projected = torch.cat((q, k, v, q[:, :, :1]), 2).detach().requires_grad_()
+    bias = torch.ones(H, requires_grad=True)
     opcheck(
         torch.ops.lingpt.linear_attention_fwd,
-        Call(q=q, k=k, v=v, **all_options() | {"log_decay": None, "log_gate": gate}),
+        Call(projected=projected, gate_bias=bias, cos=cos, sin=sin, **options),
     )
 
 
@@ -416,6 +420,20 @@ WRONG = {
     ),
     "state's length": (lambda q, k, v: linear_attention(q, k, v, initial_state=state()[:3]), "initial_state"),
     "qkv's shape": (lambda q, k, v: linear_attention_qkv(q, *rope()), "qkv must be"),
+    "no room for gates": (
+        lambda q, k, v: linear_attention_qkv(torch.cat((q, k, v), 2), *rope(), gate_bias=torch.ones(H)),
+        "G·D at least H",
+    ),
+    "gates twice": (
+        lambda q, k, v: linear_attention_qkv(
+            torch.cat((q, k, v, q), 2), *rope(), gate_bias=torch.ones(H), log_decay=[-0.1] * H
+        ),
+        "leave log_decay",
+    ),
+    "gate_bias's shape": (
+        lambda q, k, v: linear_attention_qkv(torch.cat((q, k, v, q), 2), *rope(), gate_bias=torch.ones(1, H)),
+        "gate_bias must be",
+    ),
     "cos's length": (
         lambda q, k, v: linear_attention_qkv(torch.stack((q, k, v), 2), *(x[1:] for x in rope())),
         "cos and sin",
