@@ -4,9 +4,10 @@ At N = 8192 and a vocabulary of 50,304 the fp32 logits of one sequence are 1.6 G
 again. Here each piece of rows makes its logits, its loss and its part of the gradients, and forgets them: the
 backward pass has nothing left to compute, so that the FLOPs are those of the plain form (as in Hsu et al.
 2024, "Liger Kernel"). Compiled, a piece's logits are read once or twice and their gradient is written once,
-both in the products' dtype: the softmax in fp32 stays in registers.
+both in the products' dtype: the softmax in fp32 stays in registers. On a GPU that is a kernel of our own.
 """
 
+import importlib
 from collections.abc import Callable
 
 import torch
@@ -35,14 +36,17 @@ def loss_and_gradient(logits_RV: torch.Tensor, targets_R: torch.Tensor) -> tuple
 class NextTokenLoss(nn.Module):
     """`[B, N+1]` token ids → the sum over B·N targets of −log p(token | the ones before), nats.
 
-    compiled: by torch.compile, which fuses what is done with each piece's logits.
+    compiled: what is done with each piece's logits is one kernel; on a GPU a gradient takes their place.
     """
 
     def __init__(self, gpt: GPT, compiled: bool = False) -> None:
         super().__init__()
         self.gpt = gpt
         self.of_piece: LossAndGradient = loss_and_gradient
-        if compiled:
+        if compiled and gpt.lm_head.weight.device.type == "cuda":
+            # Triton is there only where there are such cards.
+            self.of_piece = importlib.import_module("lingpt.kernels.cross_entropy").cross_entropy_in_place
+        elif compiled:
             self.of_piece = torch.compile(loss_and_gradient, **compile_options())
 
     def forward(self, block_BN1: torch.Tensor) -> torch.Tensor:
