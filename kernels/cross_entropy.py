@@ -19,7 +19,7 @@ class Blocks(NamedTuple):
 
     warps: int = 16
     depth: int = 2
-    stages: int = 3
+    stages: int = 1
 
 
 BLOCKS = Blocks()

@@ -81,6 +81,8 @@ def forward(call: Call) -> tuple[Tensor, Tensor, LinearAttentionState | None]:
         pointers = run.pointers("FWD", g, initial=initial, final=final, scratch=scratch, gates=gates)
         for launch in (*run.plan.gates, *run.plan.forward):
             launch(run.stream, pointers)
+    if not call.normalize:
+        stats[0].fill_(1.0)  # g: there is none, and no kernel writes it
     if final is not None and call.normalize and call.log_gate is None:
         final.n.copy_(_token_count(call))
     return o, stats, final
