@@ -38,8 +38,8 @@ class TrainConfig:
         seed: of the initial weights and of the order of the samples.
         precision: `auto` is bf16-mixed where the device has bf16 tensor cores, else 32-true; or one of
             32-true, bf16-mixed, bf16-true.
-        deterministic: two runs of a seed on the same device are equal, bit by bit; slower on a GPU, and there
-            not yet always equal (docs/reliability.md).
+        deterministic: two runs of a seed on the same device are equal, bit by bit; slower on a GPU
+            (docs/reliability.md).
         compile: torch.compile of the blocks and the loss: on a GPU (`auto`), always or never.
         accelerator: `auto`, `cpu` or `cuda`.
         devices: processes on this machine, one a GPU; `auto` takes every GPU, or one CPU process, or what
