@@ -211,6 +211,17 @@ def test_resets_in_the_only_chunk(build: Build, emulated) -> None:
     assert not too_inexact(ours, build, x, options)
 
 
+def test_a_gates_gradient_where_values_have_a_mean(emulated) -> None:
+    """As in a trained model. Without a correction o's rounding, of the size of that mean, would be in it."""
+    build = Build("sm_90a", 64, decay="token")
+    emulated(build)
+    q, k, v, do = inputs(build, 1, 320, 2)
+    x, gates = [q + 1.5, k + 1.5, v + 3, do], randn(1, 320, 2, seed=9).float()
+    options = {"log_decay": torch.nn.functional.logsigmoid(gates + 5)}
+    ours, exact = (form(*x, **options)["dlog_decay"] for form in (run, in_float64))
+    assert relative(ours, exact) < 0.01
+
+
 @pytest.mark.parametrize("sub_segments", [1, 2])
 @pytest.mark.parametrize("build", [*ROTATED, *GATED, FREE[0]], ids=str)
 def test_segments(build: Build, sub_segments: int, emulated, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,12 +127,17 @@ def backward(
             for launch in (*plan.gates, *plan.states):
                 launch(stream, pointers)
         plan.dq(stream, run.pointers("DQ", g, e=e, db=db, da=da, **before))
-        d_count = run.gates(reverse_sums, d_initial and d_initial.n, column_dG)
-        dk, dv = (
-            run.pointers(mode, g, e=e, initial=dstate, final=d_initial, scratch=scratch, gates=d_count)
-            for mode in ("DK", "DV")
-        )
-        for launch in (*plan.reverse_gates, *plan.reverse_states):
+        d_count = d_initial and d_initial.n
+        rows_of_gates, dk, dv = (
+            run.pointers(
+                mode, g, e=e, initial=dstate, final=d_initial, scratch=scratch,
+                gates=run.gates(reverse_sums, d_count, dG),
+            )
+            for mode, dG in (("DK", row_dG), ("DK", column_dG), ("DV", column_dG))
+        )  # fmt: skip
+        for launch in plan.reverse_gates:
+            launch(stream, rows_of_gates)
+        for launch in plan.reverse_states:
             launch(stream, dk)
         if plan.build.sm90:
             plan.dk_dv(stream, dk, dv)

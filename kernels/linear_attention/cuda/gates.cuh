@@ -86,6 +86,14 @@ DEVICE Stretch append_lanes(Stretch x, int lane) {
   return x;
 }
 
+// e = do·o / g has o's rounding in it, of the size of the values' mean. A row of the gradient of G, Σ_j w_ij (do_i·v_j / g_i −
+// e_i), is zero with the right e; it is what DQ left in dG, g_i times as much as e_i is off.
+DEVICE float correct_e(const Params& p, const GatesBlock& block, int token) {
+  const i64 i = block.bh * p.N + token;
+  const float row = p.dG[i] + p.dG[i64(block.batches) * p.H * p.N + i];
+  return p.e[i] += p.g[i] != 0.f ? row / p.g[i] : 0.f;
+}
+
 // A warp's part of `gates`: a chunk.
 template <int CHUNK, bool REVERSE, bool COUNTS>
 DEVICE void chunk_gates(const Params& p, const GatesBlock& block, GatesTile& decays, int in_span) {
@@ -99,7 +107,7 @@ DEVICE void chunk_gates(const Params& p, const GatesBlock& block, GatesTile& dec
   for (int i = 0; i < ITEMS; i++) {
     const int at = position + i;
     up_to[i].gamma = decays.at(block.warp, in_span + lane * ITEMS + i);
-    up_to[i].count = !COUNTS || at >= p.N ? 0.f : REVERSE ? p.e[first_of_head + p.N - 1 - at] : 1.f;
+    up_to[i].count = !COUNTS || at >= p.N ? 0.f : REVERSE ? correct_e(p, block, p.N - 1 - at) : 1.f;
   }
   to_end[ITEMS - 1] = 0.f;
 #pragma unroll
@@ -134,7 +142,7 @@ DEVICE void chunk_gates(const Params& p, const GatesBlock& block, GatesTile& dec
 }
 
 // gamma: Γ. to_end: what the rest of the chunk adds to it, summed from the end, so that a reset before takes nothing from its
-// accuracy. count, in reverse: Σ exp(G_i − G_j) e_i over i ≥ j of the chunk. chunks: see there. COUNTS: with a normaliser, which
+// accuracy. count, in reverse: Σ exp(G_i − G_j) e_i over i ≥ j of the chunk, e corrected by dG. chunks: see there. COUNTS: with a normaliser, which
 // alone needs counts. Grid: GatesBlock.
 template <int CHUNK, bool REVERSE, bool COUNTS>
 __global__ void __launch_bounds__(GATES_THREADS) gates(const __grid_constant__ Params p) {
@@ -217,10 +225,10 @@ DEVICE LongSum sum_before(GatesTile& tile, const GatesBlock& block) {
   return sum;
 }
 
-// The gradient of a gate, which is in G_i for i ≥ t: Σ_{i≥t} dG_i, 0 at a reset. dG: what DQ left of the rows, count: what DK
-// left of the columns, PARTS [PARTS, BH, N] each, by position. First, TOTALS: chunks: the sum of a span, [BH, 2, spans], high
+// The gradient of a gate, which is in G_i for i ≥ t: Σ_{i≥t} dG_i, 0 at a reset. dG: what DQ left of the rows (ROWS: with the
+// normaliser they are zero), count: what DK left of the columns, PARTS [PARTS, BH, N] each, by position. First, TOTALS: chunks: the sum of a span, [BH, 2, spans], high
 // and low. Then gamma: the gradient [B, N, H]; count_out: Σ dG_i. Grid: GatesBlock, its positions in reverse.
-template <bool TOTALS, int PARTS>
+template <bool TOTALS, int PARTS, bool ROWS>
 __global__ void __launch_bounds__(GATES_THREADS) gate_gradient(const __grid_constant__ Params p) {
   const GatesBlock block(p);
   const i64 first_of_head = block.bh * p.N, second_part = i64(block.batches) * p.H * p.N;
@@ -228,8 +236,10 @@ __global__ void __launch_bounds__(GATES_THREADS) gate_gradient(const __grid_cons
     const int at = block.first + i;
     const i64 row = first_of_head + p.N - 1 - at, column = first_of_head + at;
     if (!block.has_head(p) || at >= p.N) return 0.f;
-    float sum = p.dG[row] - p.count[column];
-    if (PARTS == 2) sum += p.dG[second_part + row] - p.count[second_part + column];
+    float sum = -p.count[column];
+    if (PARTS == 2) sum -= p.count[second_part + column];
+    if (ROWS) sum += p.dG[row];
+    if (ROWS && PARTS == 2) sum += p.dG[second_part + row];
     return sum;
   };
   float *high = p.chunks + 2 * block.bh * gridDim.x, *low = high + gridDim.x;

@@ -119,8 +119,9 @@ class KernelBuild:
                 names["gate_counts", mode] = f"gate_counts<{C}, {reverse}>"
         if decay == "PER_TOKEN":
             parts = 1 if weights == "PRODUCTS" else 2
-            names["gate_gradient", "TOTALS"] = f"gate_gradient<true, {parts}>"
-            names["gate_gradient", None] = f"gate_gradient<false, {parts}>"
+            of = f"{parts}, {str(weights != 'NORMALISED').lower()}"
+            names["gate_gradient", "TOTALS"] = f"gate_gradient<true, {of}>"
+            names["gate_gradient", None] = f"gate_gradient<false, {of}>"
         return names
 
     @property
