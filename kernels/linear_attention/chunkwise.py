@@ -57,13 +57,8 @@ def forward(call: Call) -> tuple[Tensor, Tensor, LinearAttentionState | None]:
         decay = _Decay.of(call, C)
         before, final = _states(K, V, call.initial_state, decay)
 
-        if call.causal:
-            U = _bmm(_masked(_bmm(Q, K.mT), decay), V)
-            _add_bmm(U, _times(Q, decay and decay.from_start), before)
-        else:
-            U = Q @ final[:, :, None]
-
-        U = _to_tokens(U, N)
+        P = _masked(_bmm(Q, K.mT), decay) if call.causal else None
+        U = _to_tokens(_weighted_sums(P, Q, V, before, final, decay), N)
         if call.normalize:
             g[:] = U[..., -1:]
             torch.div(U[..., :-1], U[..., -1:], out=o)
@@ -87,17 +82,20 @@ def backward(
         q, k, do = _rotated(q, call), _rotated(k, call), do.to(stats.dtype)
         g, q_r, k_r = _per_token(stats)
         Q, K = _to_chunks(q, q_r * b, a, C), _to_chunks(k, k_r, 1, C)
-        if call.normalize:
-            e = torch.linalg.vecdot(do, o.to(do.dtype)) / g[..., 0]
-            V, G = _to_chunks(v, None, 1, C), _to_chunks(do, 1 / g, -e, C)
-        else:
-            V, G = _to_chunks(v, None, None, C), _to_chunks(do, None, None, C)
+        V = _to_chunks(v, None, 1 if call.normalize else None, C)
         decay = _Decay.of(call, C)
         before, final = _states(K, V, call.initial_state, decay)
+        P = _masked(_bmm(Q, K.mT), decay) if call.causal else None
+        if call.normalize:
+            if o.dtype != do.dtype:  # its rounding, of the size of v's mean, would be in every row of e
+                o = _to_tokens(_weighted_sums(P, Q, V, before, final, decay), N)[..., :-1] / g
+            G = _to_chunks(do, 1 / g, -torch.linalg.vecdot(do, o) / g[..., 0], C)
+        else:
+            G = _to_chunks(do, None, None, C)
         after, initial = _adjoints(Q, G, dstate, decay)
 
-        if call.causal:
-            P, dP = _masked(_bmm(Q, K.mT), decay), _masked(_bmm(G, V.mT), decay)
+        if P is not None:
+            dP = _masked(_bmm(G, V.mT), decay)
             dQ, dK, dV = _bmm(dP, K), _bmm(dP.mT, Q), _bmm(P.mT, G)
             _add_bmm(dQ, _times(G, decay and decay.from_start), before.mT)
             _add_bmm(dK, _times(V, decay and decay.to_end), after.mT)
@@ -132,6 +130,17 @@ def _rotated(x: Tensor, call: Call) -> Tensor:
     return x if call.cos is None or call.sin is None else rotate(x, call.cos, call.sin)
 
 
+def _weighted_sums(
+    P: Tensor | None, Q: Tensor, V: Tensor, before: Tensor, final: Tensor, decay: _Decay | None
+) -> Tensor:
+    """Σ_j w_ij v'_j, [B, H, chunks, C, ·]; P: the weights within each chunk; None where all j count."""
+    if P is None:
+        return Q @ final[:, :, None]
+    U = _bmm(P, V)
+    _add_bmm(U, _times(Q, decay and decay.from_start), before)
+    return U
+
+
 def _per_token(stats: Tensor) -> tuple[Tensor, ...]:
     """Views of g, 1/‖q‖ and 1/‖k‖ (1 where rows are not normalised), [B, N, H, 1] each."""
     return stats.transpose(2, 3).unsqueeze(-1).unbind()
@@ -163,8 +172,8 @@ def _gate_gradient(
 
     That of G_j is q'_j·dq'_j − k'_j·dk'_j, and G_N also scales the final state; log_gate_t is in every G_j
     with j ≥ t. What the tokens from t on have with each other is in both terms and must leave nothing in the
-    sum, however long: hence both, though under the normaliser the first is 0 (e makes it so) but for the
-    rounding of o; and float64.
+    sum, however long: hence both, though under the normaliser the first is 0 (e makes it so) but for
+    rounding; and float64.
     """
     if call.log_gate is None:
         return None
