@@ -193,7 +193,7 @@ def too_inexact(ours: dict, build: Build, x: list[torch.Tensor], options: dict) 
     return {name: worse for name, worse in found.items() if worse}
 
 
-@pytest.mark.parametrize("build", [*EXTRA, *COMMON, *FREE], ids=str)
+@pytest.mark.parametrize("build", [*EXTRA, *COMMON, *FREE[:3]], ids=str)
 def test_everything_at_once(build: Build, emulated) -> None:
     """Guards: each build, forward and backward, with all options: states and their gradients, b per head."""
     emulated(build)
@@ -215,8 +215,8 @@ def test_a_gates_gradient_where_values_have_a_mean(emulated) -> None:
     """As in a trained model. Without a correction o's rounding, of the size of that mean, would be in it."""
     build = Build("sm_90a", 64, decay="token")
     emulated(build)
-    q, k, v, do = inputs(build, 1, 320, 2)
-    x, gates = [q + 1.5, k + 1.5, v + 3, do], randn(1, 320, 2, seed=9).float()
+    q, k, v, do = inputs(build, 1, 320, 1)
+    x, gates = [q + 1.5, k + 1.5, v + 3, do], randn(1, 320, 1, seed=9).float()
     options = {"log_decay": torch.nn.functional.logsigmoid(gates + 5)}
     ours, exact = (form(*x, **options)["dlog_decay"] for form in (run, in_float64))
     assert relative(ours, exact) < 0.01
@@ -239,7 +239,7 @@ def test_segments(build: Build, sub_segments: int, emulated, monkeypatch: pytest
     assert not too_inexact(ours, build, x, options)
 
 
-@pytest.mark.parametrize("build", [ROTATED[1], WIDE[1], GATED[0], *FREE[:2]], ids=str)
+@pytest.mark.parametrize("build", [ROTATED[1], WIDE[1], GATED[0], FREE[1]], ids=str)
 def test_stages_filled_again(build: Build, emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: on Hopper every stage of the rings, filled again while others read: segments of 6 chunks."""
     emulated(build)
