@@ -68,7 +68,7 @@ def memory_estimate(
     embedding = config.padded_vocab_size * config.n_embd  # as many weights as the last layer has
     copies = (at_once if activation_checkpointing and sharded_over > 1 else n_weights) - embedding
     residual = (config.n_layer + 1) * config.n_embd  # each layer's input, in the weights' dtype
-    logit = activation  # its gradient takes its place
+    logit = activation  # on a GPU, compiled, its gradient takes its place
     part = -(-n_weights // sharded_over)
     whole = (n_weights if gathers_once else at_once) if sharded_over > 1 else 0
     keeps_gradient = sharded_over == 1 or (gathers_once and accumulates)  # whole, to the end of the step

@@ -127,16 +127,16 @@ def backward(
             for launch in (*plan.gates, *plan.states):
                 launch(stream, pointers)
         plan.dq(stream, run.pointers("DQ", g, e=e, db=db, da=da, **before))
-        d_count = d_initial and d_initial.n
-        rows_of_gates, dk, dv = (
-            run.pointers(
-                mode, g, e=e, initial=dstate, final=d_initial, scratch=scratch,
-                gates=run.gates(reverse_sums, d_count, dG),
-            )
-            for mode, dG in (("DK", row_dG), ("DK", column_dG), ("DV", column_dG))
-        )  # fmt: skip
-        for launch in plan.reverse_gates:
-            launch(stream, rows_of_gates)
+
+        def reverse(mode: str, dG: int) -> bytes:
+            gates = run.gates(reverse_sums, d_initial and d_initial.n, dG)
+            return run.pointers(mode, g, e=e, initial=dstate, final=d_initial, scratch=scratch, gates=gates)
+
+        if plan.reverse_gates:
+            corrects_e = reverse("DK", row_dG)
+            for launch in plan.reverse_gates:
+                launch(stream, corrects_e)
+        dk, dv = reverse("DK", column_dG), reverse("DV", column_dG)
         for launch in plan.reverse_states:
             launch(stream, dk)
         if plan.build.sm90:

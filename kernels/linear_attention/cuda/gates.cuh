@@ -86,8 +86,8 @@ DEVICE Stretch append_lanes(Stretch x, int lane) {
   return x;
 }
 
-// e = do·o / g has o's rounding in it, of the size of the values' mean. A row of the gradient of G, Σ_j w_ij (do_i·v_j / g_i −
-// e_i), is zero with the right e; it is what DQ left in dG, g_i times as much as e_i is off.
+// e = do·o / g is made of a rounded o, and the rounding grows with the values' mean. With an exact e a row of the gradient of G,
+// Σ_j w_ij (do_i·v_j / g_i − e_i), is zero. What DQ left of it in dG is g_i times the error of e_i. Writes e.
 DEVICE float correct_e(const Params& p, const GatesBlock& block, int token) {
   const i64 i = block.bh * p.N + token;
   const float row = p.dG[i] + p.dG[i64(block.batches) * p.H * p.N + i];
@@ -142,8 +142,8 @@ DEVICE void chunk_gates(const Params& p, const GatesBlock& block, GatesTile& dec
 }
 
 // gamma: Γ. to_end: what the rest of the chunk adds to it, summed from the end, so that a reset before takes nothing from its
-// accuracy. count, in reverse: Σ exp(G_i − G_j) e_i over i ≥ j of the chunk, e corrected by dG. chunks: see there. COUNTS: with a normaliser, which
-// alone needs counts. Grid: GatesBlock.
+// accuracy. count, in reverse: Σ exp(G_i − G_j) e_i over i ≥ j of the chunk. chunks: see there. COUNTS: with a normaliser, which
+// alone needs counts; in reverse e is then corrected by what DQ left in dG, before DK reads it. Grid: GatesBlock.
 template <int CHUNK, bool REVERSE, bool COUNTS>
 __global__ void __launch_bounds__(GATES_THREADS) gates(const __grid_constant__ Params p) {
   __shared__ GatesTile decays;

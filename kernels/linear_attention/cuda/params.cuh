@@ -24,7 +24,7 @@ struct Params {
   // Pointers, which every call has its own.
   void* tensors[6];          // a, b, c, unit (q for DQ, k for DK), y, o (where DQ computes e)
   float *g, *rq, *rk;        // [BH, N]: written by FWD, read by the others
-  float* e;                  // [BH, N]
+  float* e;                  // [BH, N]; PER_TOKEN: corrected by `gates` between DQ and DK
   const float* coefficient;  // b per head [H], or null: b_value
   const float* constant;     // AFFINE: a per head [H], or null: a_value
   const float* log_decay;    // natural logarithm: [H] with PER_HEAD, [B, N, H] with PER_TOKEN
