@@ -197,7 +197,8 @@ struct TokenStatsSm90 {
                                             float tau, float zeta) {
     split<T, CONFIG::SIGMA_PARTS>([&](int part) { return Block::sigma_end_part(c, part, i); }, sigma);
     if (CONFIG::SUMS_C)
-      split<T, 2>([&](int part) { return block.in_eight_rows(block.end_coefficients(slot), part, i); }, tau);
+      split<T, CONFIG::TAU_PARTS>(
+          [&](int part) { return block.in_eight_rows(block.end_coefficients(slot), part < 2 ? part : 4, i); }, tau);
     if (CONFIG::SUMS_B)
       split<T, 2>([&](int part) { return block.in_eight_rows(block.end_coefficients(slot), 2 + part, i); }, zeta);
   }
