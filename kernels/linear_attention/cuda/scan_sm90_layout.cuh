@@ -37,8 +37,9 @@ struct ConfigSm90 {
   // κ is a factor of what came before, and τ is one number for all tokens.
   static constexpr bool ADDS_A = HAS_A && Traits::VALUE_ROWS;
   static constexpr bool SUMS_C = HAS_G || ADDS_A;
-  // 16-bit numbers that τ is kept in. In reverse that is a, whose rounding, the same for all tokens, would not average out.
-  static constexpr int TAU_PARTS = ADDS_A && Traits::REVERSE ? 3 : 2;
+  // 16-bit numbers that τ and ζ are kept in. In reverse those are a, whose rounding, the same for all tokens, would not
+  // average out.
+  static constexpr int TAU_PARTS = HAS_A && Traits::REVERSE ? 3 : 2;
   static constexpr bool SUMS_B = SUMS_X || (HAS_G && (MODE == FWD || STATES)) || (HAS_A && MODE == DK && STATES);
 
   // Which vectors, a number a token, a chunk has besides σ. The other factors of W are one number for all tokens, or another of
@@ -89,8 +90,8 @@ struct SharedSm90 {  // byte offsets; tiles first: swizzled, aligned to 1024
 
   static constexpr int SCORES = STAGES * STAGE;         // W of two chunks
   static constexpr int Y_STAGING = SCORES + 2 * PANEL;  // y of two chunks, where no tile can hold it
-  // τ and ζ decayed to the chunk's end as two 16-bit numbers each, four rows of 64 tokens, and τ's third; of two chunks
-  // (`states`: of every stage), then zeros
+  // τ and ζ decayed to the chunk's end as two 16-bit numbers each, four rows of 64 tokens, and TAU_PARTS = 3 the third
+  // ones in two more; of two chunks (`states`: of every stage), then zeros
   static constexpr int END_COEFFICIENTS = Y_STAGING + (CONFIG::STAGES_Y ? 2 * GROUPS * PANEL : 0);
   // Σ ζ b from before as three 16-bit numbers, three rows of 64 columns; five rows of zeros. FWD: of every stage
   static constexpr int B_SUMS = END_COEFFICIENTS + ((CONFIG::STATES ? STAGES : 2) + 1) * EIGHT_ROWS;

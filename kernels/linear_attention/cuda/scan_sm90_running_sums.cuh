@@ -3,7 +3,7 @@
 //
 // Token stats keep them, as what they find of a chunk needs them; for `states`, the outputs do, each group of its own
 // columns. Of 64 columns a warp has 16, a lane two rows' sums: of c lanes t = 0, of b lanes t = 1, those of the first
-// and of the second 16-bit numbers. c's of third ones are in lanes t = 2.
+// and of the second 16-bit numbers. Those of third ones are two lanes further on.
 #pragma once
 #include "scan_sm90_block.cuh"
 
@@ -82,10 +82,9 @@ struct RunningSumsSm90 {
 
   // Of a lane's two rows of a sum, one: its first and its second part.
   static DEVICE float total(const float (&sum)[1][4], int half) { return sum[0][2 * half] + sum[0][2 * half + 1]; }
-  DEVICE float total_c(const Block& block, int panel, int half) const {
-    float sum = total(c[panel], half);
-    if (CONFIG::TAU_PARTS == 3) sum += __shfl_sync(FULL_WARP, c[panel][0][2 * half], block.lane | 2);
-    return sum;
+  static DEVICE float total(const Block& block, const float (&sum)[1][4], int half) {  // with the third
+    const float others = CONFIG::TAU_PARTS == 3 ? __shfl_sync(FULL_WARP, sum[0][2 * half], block.lane | 2) : 0.f;
+    return total(sum, half) + others;
   }
   // To shared memory, for the chunk in a stage, Σ τ c times κ where that is a. Of Σ ζ b's columns, each of four lanes takes one.
   DEVICE void write(const Block& block, int stage) const {
@@ -95,12 +94,12 @@ struct RunningSumsSm90 {
     for (int half = 0; half < 2; half++) {
 #pragma unroll
       for (int i = 0; i < C_PANELS; i++) {
-        const float sum = (FACTOR_A ? block.constant() : 1.f) * total_c(block, i, half);
+        const float sum = (FACTOR_A ? block.constant() : 1.f) * total(block, c[i], half);
         if (block.t == 0) to[column(block, i, half)] = sum;
       }
 #pragma unroll
       for (int i = 0; i < (CONFIG::SPLITS_B ? B_PANELS : 0); i++) {
-        float sum = __shfl_sync(FULL_WARP, total(b[i], half), block.lane & ~3 | 1);
+        float sum = __shfl_sync(FULL_WARP, total(block, b[i], half), block.lane & ~3 | 1);
         if (block.t == 2 * i + half) own = sum;
       }
     }
@@ -128,12 +127,14 @@ struct RunningSumsSm90 {
     for (int half = 0; half < 2; half++) {
 #pragma unroll
       for (int i = 0; i < C_PANELS; i++) {
-        const float sum = to.scale_c * total_c(block, i, half);
+        const float sum = to.scale_c * total(block, c[i], half);
         if (block.t == 0) to.c[block.first_column() + column(block, i, half)] = sum;
       }
 #pragma unroll
-      for (int i = 0; i < (STORES_B ? B_PANELS : 0); i++)
-        if (block.t == 1 && block.panel() == 0) to.b[column(block, i, half)] = to.scale_b * total(b[i], half);
+      for (int i = 0; i < (STORES_B ? B_PANELS : 0); i++) {
+        const float sum = to.scale_b * total(block, b[i], half);
+        if (block.t == 1 && block.panel() == 0) to.b[column(block, i, half)] = sum;
+      }
     }
   }
 };

@@ -196,11 +196,10 @@ struct TokenStatsSm90 {
   static DEVICE void write_end_coefficients(const Block& block, const Coefficients& c, int slot, int i, float sigma,
                                             float tau, float zeta) {
     split<T, CONFIG::SIGMA_PARTS>([&](int part) { return Block::sigma_end_part(c, part, i); }, sigma);
-    if (CONFIG::SUMS_C)
-      split<T, CONFIG::TAU_PARTS>(
-          [&](int part) { return block.in_eight_rows(block.end_coefficients(slot), part < 2 ? part : 4, i); }, tau);
-    if (CONFIG::SUMS_B)
-      split<T, 2>([&](int part) { return block.in_eight_rows(block.end_coefficients(slot), 2 + part, i); }, zeta);
+    auto in_row = [&](int row) { return block.in_eight_rows(block.end_coefficients(slot), row, i); };
+    constexpr int PARTS = CONFIG::TAU_PARTS;
+    if (CONFIG::SUMS_C) split<T, PARTS>([&](int part) { return in_row(part < 2 ? part : 4); }, tau);
+    if (CONFIG::SUMS_B) split<T, PARTS>([&](int part) { return in_row(part < 2 ? 2 + part : 6); }, zeta);
   }
 
   // Forward, a row a thread: of queries ρ and the normaliser's part that all keys before share, of keys σ. `states`
