@@ -121,7 +121,7 @@ struct BlockSm90 {
 
   struct Coefficients {
     float *from_start, *gamma;  // PER_TOKEN: exp(Γ), and Γ in powers of two
-    float *inverse_g, *dG;      // COMPUTES_DG, if it sums X
+    float *inverse_g, *dG;      // COMPUTES_DG, if it sums X: 1/g; what of dG is known
     float *sigma, *tau, *rho, *kappa;
     float* columns;  // HAS_COLUMNS: [CHUNK][COLUMN], gamma, sigma, tau and inverse_g
     float* row;      // DQ, DK: 1/‖x‖; FWD: the normaliser's part that all keys before share, then 1/g

@@ -298,9 +298,7 @@ struct OutputsSm90 {
     if (CONFIG::COMPUTES_DG && block.tid < CHUNK && position + token < p.N) {
       float& dG = p.dG[i64(block.bh()) * p.N + position + token];
       const float along = norm * dot * Traits::scale_y(p);
-      float known = CONFIG::HAS_DG ? block.coefficients(stage).dG[token] : 0.f;
-      if (CONFIG::HAS_DG && CONFIG::HAS_A) known *= block.constant();
-      if (CONFIG::HAS_G && MODE == DQ) known = known / Traits::scale_rho(p);
+      const float known = CONFIG::HAS_DG ? block.coefficients(stage).dG[token] : 0.f;
       dG = known + (MODE == DQ ? block.coefficient() * along : along);
     }
   }
