@@ -5,7 +5,8 @@
 A short run trains the model; then its parameters' gradients of one more batch, in fp32 with the attention's
 PyTorch form in fp32, are compared with those where the attention alone computes in bf16 by its kernel, and
 where all of the model does (bf16-mixed). An error is ‖g − exact‖ / ‖exact‖, of all parameters together and of
-each layer's projection to q, k and v.
+each layer's projection to q, k and v. Where tokens give decays, `gates` has each layer's error of what they
+are made of (z of `gate_bias`), by the kernel and the PyTorch form, against float64 of the same 16-bit inputs.
 """
 
 import argparse
@@ -25,6 +26,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lingpt.cli.main import main
 from lingpt.common.files import write_json
 from lingpt.common.run_folder import read_metrics
+from lingpt.kernels.linear_attention.call import split_projection
+from lingpt.kernels.precision import state_dtype
 from lingpt.models import GPT
 from lingpt.models.attention import ours
 from lingpt.train import loop
@@ -85,6 +88,37 @@ def errors(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> di
     }
 
 
+def gate_errors(gpt: GPT, block: torch.Tensor) -> list[dict[str, float]]:
+    """Of every layer with gates, in order."""
+    calls: list[dict[str, Any]] = []
+
+    def recorded(qkv: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        o = rounded_ours(qkv, *args, **options)
+        if options.get("gate_bias") is not None:
+            call = {"qkv": qkv.detach().bfloat16(), "args": args, "options": options}
+            o.register_hook(lambda do: call.update(do=do.bfloat16()))
+            calls.append(call)
+        return o
+
+    with attention(recorded, rounded_sdpa):
+        gradients(gpt, block)
+    return [_gate_errors(call) for call in calls]
+
+
+def _gate_errors(call: dict[str, Any]) -> dict[str, float]:
+    bias = call["options"]["gate_bias"]
+
+    def of_z(dtype: torch.dtype, backend: str) -> torch.Tensor:
+        qkv = call["qkv"].to(dtype).requires_grad_()
+        options = call["options"] | {"gate_bias": bias.detach().to(state_dtype(dtype)), "backend": backend}
+        (d,) = torch.autograd.grad(OURS(qkv, *call["args"], **options), qkv, call["do"].to(dtype))
+        return split_projection(d, bias)[1].double()
+
+    exact, kernel = of_z(torch.float64, "chunkwise"), "cuda" if bias.is_cuda else "chunkwise"
+    found = {"kernel": of_z(torch.bfloat16, kernel), "chunkwise": of_z(torch.bfloat16, "chunkwise")}
+    return {name: ((d - exact).norm() / exact.norm()).item() for name, d in found.items()}
+
+
 def compare(gpt: GPT, block: torch.Tensor) -> dict[str, Any]:
     with attention(exact_ours, exact_sdpa):
         exact = gradients(gpt, block)
@@ -93,6 +127,7 @@ def compare(gpt: GPT, block: torch.Tensor) -> dict[str, Any]:
     return {
         "attention_in_bf16": errors(alone, exact),
         "bf16_mixed": errors(gradients(gpt, block, mixed=True), exact),
+        "gates": gate_errors(gpt, block),
     }
 
 
@@ -153,3 +188,7 @@ if __name__ == "__main__":
         for where in ("attention_in_bf16", "bf16_mixed"):
             found = row[where]
             print(f"{name:12} {where:18} all {found['all']:.2e}, qkv at most {max(found['qkv']):.2e}")
+        for layer, found in enumerate(row["gates"]):
+            print(
+                f"{name:12} gates of layer {layer:2}  " + ", ".join(f"{k} {x:.1e}" for k, x in found.items())
+            )
