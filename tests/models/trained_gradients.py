@@ -88,9 +88,8 @@ def errors(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> di
     }
 
 
-def gate_errors(gpt: GPT, block: torch.Tensor) -> list[dict[str, float]]:
-    """Of every layer with gates, in order."""
-    calls: list[dict[str, Any]] = []
+def recording(calls: list[dict[str, Any]]) -> Attend:
+    """`rounded_ours`, which records what its calls with gates were given, and the gradient of each output."""
 
     def recorded(qkv: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         o = rounded_ours(qkv, *args, **options)
@@ -100,12 +99,11 @@ def gate_errors(gpt: GPT, block: torch.Tensor) -> list[dict[str, float]]:
             calls.append(call)
         return o
 
-    with attention(recorded, rounded_sdpa):
-        gradients(gpt, block)
-    return [_gate_errors(call) for call in calls]
+    return recorded
 
 
-def _gate_errors(call: dict[str, Any]) -> dict[str, float]:
+def gate_errors(call: dict[str, Any]) -> dict[str, float]:
+    """Of one call of `recording`."""
     bias = call["options"]["gate_bias"]
 
     def of_z(dtype: torch.dtype, backend: str) -> torch.Tensor:
@@ -122,12 +120,13 @@ def _gate_errors(call: dict[str, Any]) -> dict[str, float]:
 def compare(gpt: GPT, block: torch.Tensor) -> dict[str, Any]:
     with attention(exact_ours, exact_sdpa):
         exact = gradients(gpt, block)
-    with attention(rounded_ours, rounded_sdpa):
+    calls: list[dict[str, Any]] = []
+    with attention(recording(calls), rounded_sdpa):
         alone = gradients(gpt, block)
     return {
         "attention_in_bf16": errors(alone, exact),
         "bf16_mixed": errors(gradients(gpt, block, mixed=True), exact),
-        "gates": gate_errors(gpt, block),
+        "gates": [gate_errors(call) for call in calls],
     }
 
 

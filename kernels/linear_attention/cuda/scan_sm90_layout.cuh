@@ -61,7 +61,7 @@ struct ConfigSm90 {
 
   // Whether dG gets what the rounding of W takes from it; without the normaliser there are no registers for that. Where
   // there are none for W less its rounding, shared memory has room.
-  static constexpr bool HAS_LOST = COMPUTES_DG && HAS_G, SHARES_LOST = HAS_LOST && D == 64;
+  static constexpr bool HAS_RESIDUAL = COMPUTES_DG && HAS_G, RESIDUAL_IN_SHARED = HAS_RESIDUAL && D == 64;
 
   // 16-bit numbers that σ decayed to the chunk's end is kept in. Where gates are steep a few tokens are all of a state, and
   // the rounding of one's σ, the same in its whole row, would not average out.
@@ -94,10 +94,10 @@ struct SharedSm90 {  // byte offsets; tiles first: swizzled, aligned to 1024
 
   static constexpr int SCORES = STAGES * STAGE;         // W of two chunks
   static constexpr int Y_STAGING = SCORES + 2 * PANEL;  // y of two chunks, where no tile can hold it
-  static constexpr int LOST = Y_STAGING + (CONFIG::STAGES_Y ? 2 * GROUPS * PANEL : 0);  // of W by rounding
+  static constexpr int RESIDUAL = Y_STAGING + (CONFIG::STAGES_Y ? 2 * GROUPS * PANEL : 0);  // W less its rounding
   // τ and ζ decayed to the chunk's end as two 16-bit numbers each, four rows of 64 tokens, and TAU_PARTS = 3 the third
   // ones in two more; of two chunks (`states`: of every stage), then zeros
-  static constexpr int END_COEFFICIENTS = LOST + (CONFIG::SHARES_LOST ? PANEL : 0);
+  static constexpr int END_COEFFICIENTS = RESIDUAL + (CONFIG::RESIDUAL_IN_SHARED ? PANEL : 0);
   // Σ ζ b from before as three 16-bit numbers, three rows of 64 columns; five rows of zeros. FWD: of every stage
   static constexpr int B_SUMS = END_COEFFICIENTS + ((CONFIG::STATES ? STAGES : 2) + 1) * EIGHT_ROWS;
   static constexpr int B_SUMS_SLOTS = CONFIG::NORMALISES ? STAGES : CONFIG::SPLITS_B;

@@ -178,7 +178,7 @@ struct TokenStatsSm90 {
     float decay = to_end(block, gate, len, i);
     write_gate(c, gate, i);
     if (CONFIG::HAS_INVERSE_G && !CONFIG::HAS_COLUMNS) c.inverse_g[i] = stats.inverse_g;
-    if (CONFIG::HAS_DG) c.dG[i] = HAS_G ? (MODE == DQ ? kappa / Traits::scale_rho(p) : -1.f) * count(gate) : 0.f;
+    if (CONFIG::HAS_DG) c.dG[i] = HAS_G ? (MODE == DQ ? -stats.e : -1.f) * count(gate) : 0.f;
     if (!STATES) {
       const float factor = CONFIG::HAS_INVERSE_G ? Traits::sigma(block, {1.f, s.e, s.r, s.unit}) : sigma;
       if (CONFIG::HAS_COLUMNS)
