@@ -18,6 +18,7 @@ from lingpt.kernels.linear_attention.cuda.launch import (
     HEAD_DIMS,
     POINTERS,
     TAGS,
+    WINDOW,
     LaunchPlan,
     has_every_form,
     make_plan,
@@ -105,6 +106,7 @@ def backward(
         left = _left_behind(stats, plan)  # by the forward pass, unless it was another backend's
         rows, states_size = B * H * N, plan.scratch_size(plan.segmentation)
         sizes = (
+            plan.boundaries_size,  # first, as what is read there is aligned
             plan.scratch_size(plan.reverse_segmentation),
             rows,
             B * H * plan.segmentation.segments,
@@ -115,12 +117,12 @@ def backward(
         )
         work = torch.empty(sum(sizes), dtype=torch.float32, device=call.device)
         addresses = [work.data_ptr() + 4 * at for at in accumulate(sizes, initial=0)]
-        scratch, e, db, da, reverse_sums, row_dG, column_dG, total_dG, totals, own, _ = addresses
+        boundaries, scratch, e, db, da, reverse_sums, row_dG, column_dG, total_dG, totals, own, _ = addresses
         d_initial = None if initial is None else _new_state(call)
         if not plan.build.sm90:
             plan.row_products(stream, run.pointers("row_products", g, e=e))
         states = left or own
-        gates = run.gates(states + 4 * states_size, dG=row_dG)
+        gates = run.gates(states + 4 * states_size, dG=row_dG, boundaries=boundaries)
         before: dict[str, Any] = dict(initial=initial, scratch=states, gates=gates)
         if not left:
             pointers = run.pointers("FWD", g, **before)
@@ -128,16 +130,12 @@ def backward(
                 launch(stream, pointers)
         plan.dq(stream, run.pointers("DQ", g, e=e, db=db, da=da, **before))
 
-        def reverse(mode: str, dG: int) -> bytes:
-            gates = run.gates(reverse_sums, d_initial and d_initial.n, dG)
+        def reverse(mode: str) -> bytes:
+            gates = run.gates(reverse_sums, d_initial and d_initial.n, column_dG, boundaries)
             return run.pointers(mode, g, e=e, initial=dstate, final=d_initial, scratch=scratch, gates=gates)
 
-        if plan.reverse_gates:
-            corrects_e = reverse("DK", row_dG)
-            for launch in plan.reverse_gates:
-                launch(stream, corrects_e)
-        dk, dv = reverse("DK", column_dG), reverse("DV", column_dG)
-        for launch in plan.reverse_states:
+        dk, dv = reverse("DK"), reverse("DV")
+        for launch in (*plan.reverse_gates, *plan.reverse_states):
             launch(stream, dk)
         if plan.build.sm90:
             plan.dk_dv(stream, dk, dv)
@@ -147,12 +145,13 @@ def backward(
         gate_gradient = None
         if plan.gate_gradient:
             gate_gradient = torch.empty(B, N, H, dtype=torch.float32, device=call.device)
-            found = gate_gradient.data_ptr(), 0, column_dG, totals, total_dG, row_dG
+            found = gate_gradient.data_ptr(), 0, column_dG, totals, total_dG, row_dG, boundaries
             for launch in plan.gate_gradient:
                 launch(stream, run.pointers("gates", g, gates=found))
-    _, e_per_token, db_per_segment, da_parts, *_, total, _, _ = work.split_with_sizes(sizes)
+    _, _, e_per_token, db_per_segment, da_parts, *_, total, _, _ = work.split_with_sizes(sizes)
     if gate_gradient is not None and dstate is not None:
-        _add_states(call, gate_gradient, total.view(B, H), initial, d_initial, dstate)
+        last_window = gate_gradient[:, WINDOW * plan.boundaries :]
+        _add_states(call, last_window, total.view(B, H), initial, d_initial, dstate)
     if d_initial is not None and call.normalize and call.log_gate is None:
         d_initial.n.copy_(_count_gradient(call, e_per_token.view(B, H, N), dstate))
     a_gradient = None if call.a is None else da_parts.view(B, H, -1).sum((0, 2))
@@ -180,8 +179,10 @@ class _Pass:
         )
         self.stream = raw_stream(call.device)
         log_decay = call.log_decay if call.log_gate is None else call.log_gate.float().contiguous()
-        self._options = b_tensor, a_tensor, log_decay, cos, sin  # kept here until the kernels are launched
-        self._option_pointers = [_pointer(x) for x in self._options]
+        options = b_tensor, a_tensor, log_decay, cos, sin
+        # Until the launches, as there may be copies among them.
+        self._kept = (*tensors, *options)
+        self._option_pointers = [_pointer(x) for x in options]
         self._tensors = [x.data_ptr() for x in tensors] + [0]
         self._row = 4 * math.prod(tensors[0].shape[:3])  # bytes of one of the stats
 
@@ -196,7 +197,7 @@ class _Pass:
         scratch: int = 0,
         db: int = 0,
         da: int = 0,
-        gates: tuple[int, ...] = (0,) * 6,
+        gates: tuple[int, ...] = (0,) * 7,
     ) -> bytes:
         """Those of struct Params; `stats`, `e`, `scratch`, `db`, `da` and `gates` are addresses."""
         *initial_sums, n_initial = _state_pointers(initial)
@@ -207,10 +208,12 @@ class _Pass:
             *operands_of[mode](self._tensors), *rows, *self._option_pointers, *states, *gates
         )
 
-    def gates(self, sums: int, count_out: Tensor | None = None, dG: int = 0) -> tuple[int, ...]:
+    def gates(
+        self, sums: int, count_out: Tensor | None = None, dG: int = 0, boundaries: int = 0
+    ) -> tuple[int, ...]:
         """Pointers for `gates` and what reads its sums, of `plan.gate_sums_size` (gates.cuh)."""
         rows = [sums + i * self._row for i in range(4)]  # Γ, two more, and those of chunks
-        return *rows, _pointer(count_out), dG
+        return *rows, _pointer(count_out), dG, boundaries
 
 
 def _kind_of_decay(call: Call) -> str:
@@ -237,18 +240,20 @@ def _add_states(
     d_initial: LinearAttentionState | None,
     dstate: LinearAttentionState,
 ) -> None:
-    """Adds to the gradient of log_gate [B, N, H] what the final state's, dS, adds.
+    """Adds to the gradient of log_gate, of the tokens after the last boundary, [B, tokens, H], what the final
+    state's, dS, adds.
 
-    It adds ⟨dS, S⟩ to the gradient of G_N, and so to all gates'. That follows without S: all gradients of G
-    add up to that of the first gate, which scales the initial state alone: ⟨dS₀, S₀⟩. `total`, [B, H], is
-    what they add up to without it.
+    It adds ⟨dS, S⟩ to the gradient of G_N, and so to all gates' of the last window. That follows without S:
+    all gradients of G add up to that of the first gate, which scales the initial state alone: ⟨dS₀, S₀⟩.
+    `total`, [B, H], is what they add up to without it.
     """
     added = -total
     if initial is not None and d_initial is not None:
         pairs = zip(initial, d_initial, strict=True)
         added += sum((x * dx).reshape(*total.shape, -1).sum(-1) for x, dx in pairs)
     assert call.log_gate is not None
-    gradient.add_(added.unsqueeze(1)).masked_fill_(call.log_gate <= LOG_ZERO[torch.float32], 0.0)
+    gates = call.log_gate[:, -gradient.shape[1] :]
+    gradient.add_(added.unsqueeze(1)).masked_fill_(gates <= LOG_ZERO[torch.float32], 0.0)
 
 
 def _new_state(call: Call) -> LinearAttentionState:

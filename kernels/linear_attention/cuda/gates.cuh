@@ -59,6 +59,26 @@ struct Chunks {
   }
 };
 
+// The gradient of G adds up over all later tokens, and so would what rounding leaves in it. At a boundary, before a token that
+// is a multiple of WINDOW, it is known without a sum, from what all tokens before are to all from there on, which the
+// states of DQ and DK hold between them. So no sum is longer than a window. Where N is not a multiple of the chunk, DQ's and DK's
+// chunks do not meet, and there are none.
+constexpr int WINDOW = LAUNCH_WINDOW;
+static_assert(WINDOW % GATES_SPAN == 0, "a span is of one window");
+template <int D>
+constexpr int BOUNDARY_SIZE = D * D / 2 + 2 * D + 16;  // fp32 numbers
+template <int D>
+struct Boundary {
+  uint4* state;          // S, rounded, as DQ's lanes hold it
+  float *c, *b, *count;  // DQ's Σ τ c and Σ ζ b, [D] each, and count
+  float*
+      parts;  // of the gradient, without the decay into the boundary's token: of warps of outputs, then of token stats
+  DEVICE Boundary(const Params& p, i64 bh, int i) {
+    float* at = p.boundaries + (bh * ((p.N - 1) / WINDOW) + i) * BOUNDARY_SIZE<D>;
+    state = reinterpret_cast<uint4*>(at), c = at + D * D / 2, b = c + D, parts = b + D, count = parts + 15;
+  }
+};
+
 // What is left after a segment (not the last one) of what came before it.
 template <int CHUNK>
 DEVICE float decay_of_segment(const Params& p, i64 bh, int segment) {
@@ -86,14 +106,6 @@ DEVICE Stretch append_lanes(Stretch x, int lane) {
   return x;
 }
 
-// e = do·o / g is made of a rounded o, and the rounding grows with the values' mean. With an exact e a row of the gradient of G,
-// Σ_j w_ij (do_i·v_j / g_i − e_i), is zero. What DQ left of it in dG is g_i times the error of e_i. Writes e.
-DEVICE float correct_e(const Params& p, const GatesBlock& block, int token) {
-  const i64 i = block.bh * p.N + token;
-  const float row = p.dG[i] + p.dG[i64(block.batches) * p.H * p.N + i];
-  return p.e[i] += p.g[i] != 0.f ? row / p.g[i] : 0.f;
-}
-
 // A warp's part of `gates`: a chunk.
 template <int CHUNK, bool REVERSE, bool COUNTS>
 DEVICE void chunk_gates(const Params& p, const GatesBlock& block, GatesTile& decays, int in_span) {
@@ -107,7 +119,7 @@ DEVICE void chunk_gates(const Params& p, const GatesBlock& block, GatesTile& dec
   for (int i = 0; i < ITEMS; i++) {
     const int at = position + i;
     up_to[i].gamma = decays.at(block.warp, in_span + lane * ITEMS + i);
-    up_to[i].count = !COUNTS || at >= p.N ? 0.f : REVERSE ? correct_e(p, block, p.N - 1 - at) : 1.f;
+    up_to[i].count = !COUNTS || at >= p.N ? 0.f : REVERSE ? p.e[first_of_head + p.N - 1 - at] : 1.f;
   }
   to_end[ITEMS - 1] = 0.f;
 #pragma unroll
@@ -143,7 +155,7 @@ DEVICE void chunk_gates(const Params& p, const GatesBlock& block, GatesTile& dec
 
 // gamma: Γ. to_end: what the rest of the chunk adds to it, summed from the end, so that a reset before takes nothing from its
 // accuracy. count, in reverse: Σ exp(G_i − G_j) e_i over i ≥ j of the chunk. chunks: see there. COUNTS: with a normaliser, which
-// alone needs counts; in reverse e is then corrected by what DQ left in dG, before DK reads it. Grid: GatesBlock.
+// alone needs counts. Grid: GatesBlock.
 template <int CHUNK, bool REVERSE, bool COUNTS>
 __global__ void __launch_bounds__(GATES_THREADS) gates(const __grid_constant__ Params p) {
   __shared__ GatesTile decays;
@@ -225,24 +237,37 @@ DEVICE LongSum sum_before(GatesTile& tile, const GatesBlock& block) {
   return sum;
 }
 
-// The gradient of a gate, which is in G_i for i ≥ t: Σ_{i≥t} dG_i, 0 at a reset. dG: what DQ left of the rows (ROWS: with the
-// normaliser they are zero), count: what DK left of the columns, PARTS [PARTS, BH, N] each, by position. First, TOTALS: chunks: the sum of a span, [BH, 2, spans], high
-// and low. Then gamma: the gradient [B, N, H]; count_out: Σ dG_i. Grid: GatesBlock, its positions in reverse.
-template <bool TOTALS, int PARTS, bool ROWS>
+// A lane's part of the gradient of G from the boundary before `token` on.
+template <int D, int PARTS>
+DEVICE float across_boundary(const Params& p, const GatesBlock& block, int token) {
+  constexpr int WARPS = 4 * (D / 64 + PARTS - 1);  // of outputs, and with sums of rows of token stats
+  if (block.lane >= WARPS) return 0.f;
+  return Boundary<D>(p, block.bh, token / WINDOW - 1).parts[block.lane] * exp2f(log2_gate(p, block.bh, token));
+}
+DEVICE void store_total(const Params& p, const GatesBlock& block, const float* high, const float* low) {
+  LongSum all = {0.f, 0.f};
+  for (int i = block.lane; i < gridDim.x; i += 32) all.add({high[i], low[i]});
+  all = sum_of_lanes(all, block.lane);
+  if (block.lane == 0) p.count_out[block.bh] = all.high + all.low;
+}
+
+// The gradient of a gate, which is in G_i for i ≥ t: Σ_{i≥t} dG_i, 0 at a reset. dG: rows, of DQ; count: columns, of DK,
+// [PARTS, BH, N] each, by position. First, TOTALS: chunks: the sum of a span, [BH, 2, spans], high and low. Then gamma: the
+// gradient [B, N, H]; count_out: Σ dG_i. Grid: GatesBlock, spans and tokens from the last to the first.
+template <int D, int CHUNK, bool TOTALS, int PARTS>
 __global__ void __launch_bounds__(GATES_THREADS) gate_gradient(const __grid_constant__ Params p) {
   const GatesBlock block(p);
+  const int spans = gridDim.x, last = spans * GATES_SPAN - 1;
   const i64 first_of_head = block.bh * p.N, second_part = i64(block.batches) * p.H * p.N;
   auto dG = [&](int i) {
-    const int at = block.first + i;
-    const i64 row = first_of_head + p.N - 1 - at, column = first_of_head + at;
-    if (!block.has_head(p) || at >= p.N) return 0.f;
-    float sum = -p.count[column];
-    if (PARTS == 2) sum -= p.count[second_part + column];
-    if (ROWS) sum += p.dG[row];
-    if (ROWS && PARTS == 2) sum += p.dG[second_part + row];
+    const int token = last - block.first - i;
+    const i64 row = first_of_head + token, column = first_of_head + p.N - 1 - token;
+    if (!block.has_head(p) || token >= p.N) return 0.f;
+    float sum = p.dG[row] - p.count[column];
+    if (PARTS == 2) sum += p.dG[second_part + row] - p.count[second_part + column];
     return sum;
   };
-  float *high = p.chunks + 2 * block.bh * gridDim.x, *low = high + gridDim.x;
+  float *high = p.chunks + 2 * block.bh * spans, *low = high + spans;
   LongSum all = {0.f, 0.f};
   if constexpr (TOTALS) {
 #pragma unroll
@@ -253,8 +278,13 @@ __global__ void __launch_bounds__(GATES_THREADS) gate_gradient(const __grid_cons
     __shared__ GatesTile tile;
 #pragma unroll
     for (int i = block.lane; i < GATES_SPAN; i += 32) tile.at(block.warp, i) = dG(i);
-    for (int i = block.lane; block.has_head(p) && i < blockIdx.x; i += 32) all.add({high[i], low[i]});
-    all = sum_of_lanes(all, block.lane);  // of the spans before
+    // The spans before, up to a boundary where there is one.
+    const int end = ((last - block.first) / WINDOW + 1) * WINDOW;
+    const bool bounded = p.N % CHUNK == 0 && end < p.N;
+    const int first_span = bounded ? (last + 1 - end) / GATES_SPAN : 0;
+    for (int i = first_span + block.lane; block.has_head(p) && i < blockIdx.x; i += 32) all.add({high[i], low[i]});
+    if (bounded && block.has_head(p)) all.add({across_boundary<D, PARTS>(p, block, end), 0.f});
+    all = sum_of_lanes(all, block.lane);
     __syncwarp();
     LongSum sum = sum_before(tile, block);
     sum.add(all);
@@ -263,13 +293,12 @@ __global__ void __launch_bounds__(GATES_THREADS) gate_gradient(const __grid_cons
       float& x = tile.at(block.warp, block.lane * GATES_ITEMS + i);
       sum.add({x, 0.f}), x = sum.high + sum.low;
     }
-    if (block.lane == 31 && block.has_head(p) && blockIdx.x == gridDim.x - 1)
-      p.count_out[block.bh] = sum.high + sum.low;
+    if (block.has_head(p) && blockIdx.x == spans - 1) store_total(p, block, high, low);
     __syncthreads();
     block.each(
-        p, [&](int position) { return p.N - 1 - position; },
+        p, [&](int position) { return last - position; },
         [&](int i, int head, i64 place) {
-          if (block.first + i < p.N) p.gamma[place] = p.log_decay[place] > LOG_ZERO ? tile.at(head, i) : 0.f;
+          if (last - block.first - i < p.N) p.gamma[place] = p.log_decay[place] > LOG_ZERO ? tile.at(head, i) : 0.f;
         });
   }
 }

@@ -34,6 +34,7 @@ THREADS = 128  # of a block of the sm_80 scan, of `prefix` and `row_products`; o
 GATES_THREADS = 256  # of a block of `gates`, `gate_counts` and `gate_gradient`
 GATES_HEADS = GATES_THREADS // 32  # of a block of the first and the last
 GATES_SPAN = 256  # tokens of such a block
+WINDOW = 512  # tokens between two boundaries, where the gradient of gates is known without a sum (gates.cuh)
 
 # Shared memory, bytes (CUDA C++ Programming Guide, table of compute capabilities).
 SMALL_SHARED = ("sm_86", "sm_89", "sm_120", "sm_121")  # 99 KB a block; the others have 163 or 227
@@ -56,9 +57,9 @@ operands_of = {
     for mode, names in OPERANDS.items()
 }
 
-# struct Params of params.cuh: 31 pointers, which are a call's own; then the layout, which all calls of a plan
+# struct Params of params.cuh: 32 pointers, which are a call's own; then the layout, which all calls of a plan
 # share: strides, six ints, four floats. The compiler checks the sizes (KernelBuild.defines).
-POINTERS, LAYOUT = struct.Struct("@31P"), struct.Struct("@18q6i4f")
+POINTERS, LAYOUT = struct.Struct("@32P"), struct.Struct("@18q6i4f")
 PARAMS_CODE = f"{POINTERS.size + LAYOUT.size}s"
 
 
@@ -119,9 +120,8 @@ class KernelBuild:
                 names["gate_counts", mode] = f"gate_counts<{C}, {reverse}>"
         if decay == "PER_TOKEN":
             parts = 1 if weights == "PRODUCTS" else 2
-            of = f"{parts}, {str(weights != 'NORMALISED').lower()}"
-            names["gate_gradient", "TOTALS"] = f"gate_gradient<true, {of}>"
-            names["gate_gradient", None] = f"gate_gradient<false, {of}>"
+            names["gate_gradient", "TOTALS"] = f"gate_gradient<{D}, {C}, true, {parts}>"
+            names["gate_gradient", None] = f"gate_gradient<{D}, {C}, false, {parts}>"
         return names
 
     @property
@@ -142,6 +142,7 @@ class KernelBuild:
             "LAUNCH_STATE_SIZE": state_size(self.head_dim),
             "LAUNCH_GATES_THREADS": GATES_THREADS,
             "LAUNCH_GATES_SPAN": GATES_SPAN,
+            "LAUNCH_WINDOW": WINDOW,
             "NORM_EPS": f"{NORM_EPS}f",
             "LOG_ZERO": f"{LOG_ZERO[torch.float32]}f",
         }
@@ -333,6 +334,16 @@ class LaunchPlan:
     def gate_totals_size(self) -> int:
         """fp32 numbers: two of every span of a head, for `gate_gradient`."""
         return 2 * self.B * self.H * self._spans if self._gated else 0
+
+    @property
+    def boundaries(self) -> int:
+        """Of a sequence, with a decay of each token's own: before tokens that are multiples of WINDOW."""
+        return (self.N - 1) // WINDOW if self._gated and self.N and self.N % self.build.chunk == 0 else 0
+
+    @property
+    def boundaries_size(self) -> int:
+        """fp32 numbers: of every boundary of a head a state in 16 bits, two vectors, and 16 more."""
+        return self.B * self.H * self.boundaries * (self.D * self.D // 2 + 2 * self.D + 16)
 
     @property
     def da_size(self) -> int:

@@ -27,9 +27,10 @@
 //     row_i    = (do_i/g_i)·Σ_{j≤i} exp(G_i − G_j) v_j − e_i Σ_{j≤i} exp(G_i − G_j) + q̂_i·dq̂_i
 //     column_j = v_j·Σ_{i≥j} exp(G_i − G_j) do_i/g_i − Σ_{i≥j} exp(G_i − G_j) e_i + k̂_j·dk̂_j
 //
-// (AFFINE: a times the sum over v, and over do; the sum of it over i is the gradient of a. PRODUCTS: q̂·dq̂ and k̂·dk̂ alone.) With
-// the normaliser a row would be 0 but for the rounding of o, of which e is made. log_decay_t is in every G_i with i ≥ t, and what rows and
-// columns from t on share must leave nothing in that sum, however long.
+// (AFFINE: a times the sum over v, and over do; the sum of it over i is the gradient of a. PRODUCTS: q̂·dq̂ and k̂·dk̂ alone.)
+// log_decay_t is in every G_i with i ≥ t, so of two tokens from t on nothing may be left in that sum, however long it is: DQ and DK
+// multiply by the same rounded W_ij, but for powers of two. The factors b r_q and r_k of a row of y, which the table has under "then",
+// leave only their exponents there; their mantissas are in ρ and κ.
 #pragma once
 #include "params.cuh"
 #include "ptx/shared_memory.cuh"
@@ -96,14 +97,18 @@ struct ModeTraits {
   // σ decayed to the chunk's end, as a 16-bit operand: 1/‖k‖ of a row of (almost) zeros times v stays finite.
   static DEVICE float limit_sigma(float sigma) { return T::NARROW && VALUE_ROWS ? fminf(sigma, LARGEST_SIGMA) : sigma; }
 
+  // DQ, DK: the factor of a whole row of y.
+  template <typename SCAN>
+  static DEVICE float row_factor(const SCAN& scan, float norm) {
+    return (MODE == DQ ? scan.coefficient() : 1.f) * norm;
+  }
   // DQ, DK: dx = out (y − along x), from 1/‖x‖ and x·y.
   struct Projection {
     float out, along;
   };
   template <typename SCAN>
   static DEVICE Projection projection(const SCAN& scan, float norm, float dot) {
-    return {(MODE == DQ ? scan.coefficient() : 1.f) * norm * scale_y(scan.p),
-            scan.p.normalize ? norm * norm * dot : 0.f};
+    return {row_factor(scan, norm) * scale_y(scan.p), scan.p.normalize ? norm * norm * dot : 0.f};
   }
 
   // fp16: powers of two on both sides of (1) that keep 16-bit operands away from overflow and underflow.

@@ -24,7 +24,7 @@ struct Params {
   // Pointers, which every call has its own.
   void* tensors[6];          // a, b, c, unit (q for DQ, k for DK), y, o (where DQ computes e)
   float *g, *rq, *rk;        // [BH, N]: written by FWD, read by the others
-  float* e;                  // [BH, N]; PER_TOKEN: corrected by `gates` between DQ and DK
+  float* e;                  // [BH, N]
   const float* coefficient;  // b per head [H], or null: b_value
   const float* constant;     // AFFINE: a per head [H], or null: a_value
   const float* log_decay;    // natural logarithm: [H] with PER_HEAD, [B, N, H] with PER_TOKEN
@@ -39,6 +39,7 @@ struct Params {
   float* chunks;                  // [BH, 2, chunks]
   float* count_out;               // [BH] or null
   float* dG;                      // [2, BH, N]: two addends of each, by outputs and by token stats
+  float* boundaries;              // [BH, boundaries, BOUNDARY_SIZE]: what crosses them, of gates.cuh
 
   // The layout, which follows from shapes, strides and options.
   Strides strides[6];               // of the tensors

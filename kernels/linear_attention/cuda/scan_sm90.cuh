@@ -45,9 +45,8 @@ __device__ constexpr RegisterBudget register_budget() {
   // outputs.
   const int powers = CONFIG::KEEPS_POWERS ? 16 : 0;
   if (CONFIG::FACTORS_DECAYS && !CONFIG::STATES) {
-    // With RoPE token stats take more where they are to compute e and the norms; in reverse less, as scores find what rounding
-    // takes from W.
-    const int moved = REVERSE ? -8 : CONFIG::ROPE ? 8 : 0;
+    // Token stats take more where they are to compute e and the norms, and less in reverse.
+    const int moved = REVERSE ? -8 : 8;
     return {176, 80 + moved, 80 - moved, 0};
   }
   if (REVERSE) return {176, 88 - powers, 72 + powers, 0};

@@ -121,7 +121,7 @@ struct BlockSm90 {
 
   struct Coefficients {
     float *from_start, *gamma;  // PER_TOKEN: exp(Γ), and Γ in powers of two
-    float *inverse_g, *dG;      // COMPUTES_DG, if it sums X: 1/g; what of dG is known
+    float *inverse_g, *dG;      // COMPUTES_DG, if it sums X
     float *sigma, *tau, *rho, *kappa;
     float* columns;  // HAS_COLUMNS: [CHUNK][COLUMN], gamma, sigma, tau and inverse_g
     float* row;      // DQ, DK: 1/‖x‖; FWD: the normaliser's part that all keys before share, then 1/g
@@ -160,9 +160,21 @@ struct BlockSm90 {
   DEVICE float whole(const Coefficients& c, int len) const {
     return DECAY == PER_TOKEN ? c.from_start[CHUNK - 1] : power(len);
   }
+  // DQ, DK: what ρ and κ have of the factor of a row of this norm; and ρ, but for DQ's 1/g.
+  DEVICE float factor_in_w(float norm) const {
+    return CONFIG::FACTOR_IN_W ? mantissa(Traits::row_factor(*this, norm)) : 1.f;
+  }
+  DEVICE float scale_of_row(float norm) const { return Traits::scale_rho(p) * factor_in_w(norm); }
   DEVICE float from_start(const Coefficients& c, int i) const {
     return DECAY == PER_TOKEN ? c.from_start[i] : power(i + 1);
   }
+
+  // Whether a chunk begins at one of the sequence's boundaries (gates.cuh), and what there is of that.
+  DEVICE bool at_boundary(int position) const {
+    return CONFIG::COMPUTES_DG && position > 0 && p.N % CHUNK == 0 && boundary_token(position) % WINDOW == 0;
+  }
+  DEVICE int boundary_token(int position) const { return Traits::REVERSE ? p.N - position : position; }
+  DEVICE Boundary<D> boundary(int position) const { return {p, bh(), boundary_token(position) / WINDOW - 1}; }
 
   // ---------------------------------------------------------------------------------------- states in and out
   // No pointer here may be null, and tested: ptxas 13.0 was seen to test one before its zero was there.

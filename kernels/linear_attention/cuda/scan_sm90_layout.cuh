@@ -34,6 +34,8 @@ struct ConfigSm90 {
   // Sums of decayed X by row, which need Σ ζ b, too, times a.
   static constexpr bool SUMS_X = COMPUTES_DA || (COMPUTES_DG && WEIGHTS != PRODUCTS);
   static constexpr bool SPLITS_B = NORMALISES || SUMS_X;  // for tensor cores
+  // DQ and DK round the same W (modes.cuh): ρ and κ have the mantissa of a row's factor, DQ's as they are written, others' as they are read.
+  static constexpr bool FACTOR_IN_W = COMPUTES_DG;
   // κ is a factor of what came before, and τ is one number for all tokens.
   static constexpr bool ADDS_A = HAS_A && Traits::VALUE_ROWS;
   static constexpr bool SUMS_C = HAS_G || ADDS_A;
@@ -44,7 +46,8 @@ struct ConfigSm90 {
 
   // Which vectors, a number a token, a chunk has besides σ. The other factors of W are one number for all tokens, or another of
   // the mode's: DQ's τ is its σ.
-  static constexpr bool HAS_RHO = MODE == FWD || MODE == DV || (HAS_G && MODE == DQ);
+  static constexpr bool HAS_RHO =
+      MODE == FWD || MODE == DV || (HAS_G && MODE == DQ) || (FACTOR_IN_W && !HAS_G && MODE == DK && D == 64);
   static constexpr bool HAS_KAPPA = HAS_G && MODE == DQ, HAS_TAU = HAS_G && Traits::REVERSE;
   static constexpr bool HAS_ROW = PROJECTS || NORMALISES;
   // With PER_TOKEN also exp(Γ), Γ, and where dG is found what is known of it; DK then has 1/g apart from σ.
@@ -58,10 +61,6 @@ struct ConfigSm90 {
   static constexpr int COLUMN_VECTORS = HAS_COLUMNS ? COLUMN : HAS_GAMMA + HAS_INVERSE_G + (STATES ? 0 : 1 + HAS_TAU);
   static constexpr int VECTORS =
       HAS_FROM_START + HAS_DG + COLUMN_VECTORS + (STATES ? 0 : HAS_RHO + HAS_KAPPA + HAS_ROW);
-
-  // Whether dG gets what the rounding of W takes from it; without the normaliser there are no registers for that. Where
-  // there are none for W less its rounding, shared memory has room.
-  static constexpr bool HAS_RESIDUAL = COMPUTES_DG && HAS_G, RESIDUAL_IN_SHARED = HAS_RESIDUAL && D == 64;
 
   // 16-bit numbers that σ decayed to the chunk's end is kept in. Where gates are steep a few tokens are all of a state, and
   // the rounding of one's σ, the same in its whole row, would not average out.
@@ -94,10 +93,9 @@ struct SharedSm90 {  // byte offsets; tiles first: swizzled, aligned to 1024
 
   static constexpr int SCORES = STAGES * STAGE;         // W of two chunks
   static constexpr int Y_STAGING = SCORES + 2 * PANEL;  // y of two chunks, where no tile can hold it
-  static constexpr int RESIDUAL = Y_STAGING + (CONFIG::STAGES_Y ? 2 * GROUPS * PANEL : 0);  // W less its rounding
   // τ and ζ decayed to the chunk's end as two 16-bit numbers each, four rows of 64 tokens, and TAU_PARTS = 3 the third
   // ones in two more; of two chunks (`states`: of every stage), then zeros
-  static constexpr int END_COEFFICIENTS = RESIDUAL + (CONFIG::RESIDUAL_IN_SHARED ? PANEL : 0);
+  static constexpr int END_COEFFICIENTS = Y_STAGING + (CONFIG::STAGES_Y ? 2 * GROUPS * PANEL : 0);
   // Σ ζ b from before as three 16-bit numbers, three rows of 64 columns; five rows of zeros. FWD: of every stage
   static constexpr int B_SUMS = END_COEFFICIENTS + ((CONFIG::STATES ? STAGES : 2) + 1) * EIGHT_ROWS;
   static constexpr int B_SUMS_SLOTS = CONFIG::NORMALISES ? STAGES : CONFIG::SPLITS_B;

@@ -24,6 +24,8 @@ struct OutputsSm90 {
   static constexpr bool STATES = CONFIG::STATES, PROJECTS = CONFIG::PROJECTS, UNSEGMENTED = CONFIG::UNSEGMENTED;
   static constexpr bool DECAYS_PAST = CONFIG::DECAYS_PAST, PER_TOKEN_DECAY = CONFIG::DECAY == PER_TOKEN;
 
+  static constexpr bool READS_OWN_LATE = CONFIG::FACTOR_IN_W && D == 64 && CONFIG::HAS_A;  // as registers are few
+
   static DEVICE void run(Block& block) {
     float state[D / 8][4];
     RunningSumsSm90<CONFIG> sums = {};
@@ -32,6 +34,7 @@ struct OutputsSm90 {
     auto segment = block.next_segment();
     typename Block::Stage current;
     PipelineState<2> scored;
+    cross_boundary(block, state, block.begin());
     for (; block.begin() + CHUNK * scored.i < block.end(); current.advance(), scored.advance()) {
       block.forget_addresses();
       const int position = block.begin() + CHUNK * scored.i, stage = current.stage(), parity = scored.stage();
@@ -47,8 +50,9 @@ struct OutputsSm90 {
       decay_state(block, state, block.whole(c, len));
       if (STATES) sums.decay(block, block.whole(c, len));
       block.forget_addresses();
-      read_own(block, own, block.tile(stage, C));
+      if (!READS_OWN_LATE) read_own(block, own, block.tile(stage, C));
       if (!STATES) scale_past(block, y, c);
+      if (READS_OWN_LATE) block.forget_addresses(), read_own(block, own, block.tile(stage, C));
       scale_own(block, left, own, c);
       if (!STATES) mbarrier_wait(block.scored(parity), scored.phase());
       warpgroup_arrive();
@@ -72,6 +76,8 @@ struct OutputsSm90 {
       warpgroup_fence_operand(state);
       if (STATES) sums.wait(block);
       mbarrier_arrive(block.empty(stage));
+      block.forget_addresses();
+      cross_boundary(block, state, position + CHUNK);
     }
     if (STATES) sums.store(block, block.final());
     if (block.has_final() && MODE != DV) store_state(block, state, block.final());
@@ -115,6 +121,34 @@ struct OutputsSm90 {
           to.S[Block::States::element(state_row(block, half), 8 * j + 2 * block.t + x)] =
               to.scale * state[j][2 * half + x];
   }
+  // At a boundary: DQ leaves its state there, rounded, as its lanes hold it; DK, whose lanes hold the same elements, adds up the
+  // product with its own.
+  static DEVICE void cross_boundary(const Block& block, const float (&state)[D / 8][4], int position) {
+    if (!block.at_boundary(position) || position >= block.end()) return;
+    const Boundary<D> boundary = block.boundary(position);
+    float sum = 0.f;
+#pragma unroll
+    for (int k = 0; k < D_STEPS; k++) {
+      uint4& at = boundary.state[(k * GROUPS + block.group()) * WARPGROUP + block.thread()];
+      if (MODE == DQ) {
+        at = make_uint4(round(state, k, 0), round(state, k, 1), round(state, k, 2), round(state, k, 3));
+        continue;
+      }
+      const uint4 read = at;
+      const u32 x[4] = {read.x, read.y, read.z, read.w};
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float2 pair = unpack<T>(x[i]);
+        sum += pair.x * state[2 * k + i / 2][2 * (i % 2)], sum += pair.y * state[2 * k + i / 2][2 * (i % 2) + 1];
+      }
+    }
+    if (MODE == DQ) return;
+    sum = sum_lanes<32>(sum) * (Traits::range(block.p) / Traits::scale_sigma(block.p));
+    if (block.lane == 0) boundary.parts[block.warp] = sum;
+  }
+  static DEVICE u32 round(const float (&state)[D / 8][4], int k, int i) {
+    return pack<T>(state[2 * k + i / 2][2 * (i % 2)], state[2 * k + i / 2][2 * (i % 2) + 1]);
+  }
   static DEVICE void decay_state(const Block& block, float (&state)[D / 8][4], float decay) {
 #pragma unroll
     for (int j = 0; j < (CONFIG::DECAY ? D / 8 : 0); j++)
@@ -128,8 +162,7 @@ struct OutputsSm90 {
 #pragma unroll
     for (int k = 0; k < D_STEPS; k++)
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        rounded[k][i] = pack<T>(state[2 * k + i / 2][2 * (i % 2)], state[2 * k + i / 2][2 * (i % 2) + 1]);
+      for (int i = 0; i < 4; i++) rounded[k][i] = round(state, k, i);
     warpgroup_arrive();
 #pragma unroll
     for (int k = 0; k < D_STEPS; k++) mma_ABt<T>(y, rounded[k], k_along_rows<CHUNK>(block.tile(stage, A), k), k > 0);
@@ -147,6 +180,11 @@ struct OutputsSm90 {
       float2 rho = make_float2(scale_rho, scale_rho), kappa = make_float2(1.f, 1.f);
       if (CONFIG::HAS_RHO) rho = *reinterpret_cast<float2*>(c.rho + 8 * n + 2 * block.t);
       if (CONFIG::HAS_KAPPA) kappa = *reinterpret_cast<float2*>(c.kappa + 8 * n + 2 * block.t);
+      if (CONFIG::FACTOR_IN_W && !CONFIG::HAS_RHO) {
+        const float2 norm = *reinterpret_cast<float2*>(c.row + 8 * n + 2 * block.t);
+        rho = make_float2(block.scale_of_row(norm.x), block.scale_of_row(norm.y));
+      }
+      if (CONFIG::FACTOR_IN_W && MODE == DK && CONFIG::HAS_G) kappa = rho;
       if (PER_TOKEN_DECAY) {
         float2 left = *reinterpret_cast<float2*>(c.from_start + 8 * n + 2 * block.t);
         past[0] = left.x * step, past[1] = left.y * step;  // γ = 1
@@ -292,14 +330,17 @@ struct OutputsSm90 {
     for (int i = 0; i < 4 * GROUPS; i++) dot += from[i * CHUNK];
     float norm = block.coefficients(stage).row[token];
     auto [out, along] = Traits::projection(block, norm, dot);
+    float unit_dot = norm * dot * Traits::scale_y(p);  // x̂·y; rows past the end have norm 0
+    if (CONFIG::FACTOR_IN_W) unit_dot *= reciprocal(mantissa(out)), out = exponent(out);
     *reinterpret_cast<float2*>(group_projections(block) + 2 * token) = make_float2(out, along);
-    // rows past the end have norm 0
-    if (CONFIG::COMPUTES_DB && block.tid < CHUNK) block.db_sums()[block.tid] += norm * dot * Traits::scale_y(p);
+    if (CONFIG::COMPUTES_DB && block.tid < CHUNK) block.db_sums()[block.tid] += unit_dot;
     if (CONFIG::COMPUTES_DG && block.tid < CHUNK && position + token < p.N) {
       float& dG = p.dG[i64(block.bh()) * p.N + position + token];
-      const float along = norm * dot * Traits::scale_y(p);
-      const float known = CONFIG::HAS_DG ? block.coefficients(stage).dG[token] : 0.f;
-      dG = known + (MODE == DQ ? block.coefficient() * along : along);
+      const Coefficients c = block.coefficients(stage);
+      float known = CONFIG::HAS_DG ? c.dG[token] : 0.f;
+      if (CONFIG::HAS_DG && CONFIG::HAS_A) known *= block.constant();
+      if (CONFIG::HAS_G && MODE == DQ) known *= reciprocal(block.scale_of_row(norm));
+      dG = known + (MODE == DQ ? block.coefficient() * unit_dot : unit_dot);
     }
   }
   static DEVICE float* group_projections(const Block& block) {
@@ -344,7 +385,7 @@ struct OutputsSm90 {
   // EARLY_ANGLES before the dots, behind which the wait for them hides; of the rest as soon as others are used.
   static constexpr bool FEW_REGISTERS = CONFIG::COMPUTES_DG && (MODE == DQ || D == 64);
   static constexpr int ANGLES = FEW_REGISTERS ? 4 : D == 128 ? 8 : ROPE > 16 ? 4 : MODE == DQ ? 6 : 8;
-  static constexpr int EARLY_ANGLES = D == 128 && !FEW_REGISTERS ? 8 : 4;
+  static constexpr int EARLY_ANGLES = D == 128 && !CONFIG::COMPUTES_DG ? 8 : 4;
   struct PairAngles {
     float2 cos, sin;
   };

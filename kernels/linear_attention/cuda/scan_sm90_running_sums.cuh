@@ -14,7 +14,7 @@ struct RunningSumsSm90 {
   using Block = BlockSm90<CONFIG>;
   static constexpr int CHUNK = CONFIG::CHUNK, GROUPS = CONFIG::GROUPS, PANELS = CONFIG::PANELS;
   static constexpr bool STATES = CONFIG::STATES, NORMALISES = CONFIG::NORMALISES;
-  static constexpr bool STORES_B = STATES || CONFIG::MODE == FWD;  // DV has what DK would
+  static constexpr bool STORES_B = STATES || CONFIG::MODE == FWD || CONFIG::MODE == DQ;  // DV has what DK would
   static constexpr int C_PANELS = !CONFIG::SUMS_C ? 0 : STATES ? 1 : GROUPS;
   static constexpr int B_PANELS = !CONFIG::SUMS_B ? 0 : STATES ? 1 : PANELS;
 
@@ -121,6 +121,20 @@ struct RunningSumsSm90 {
       for (int i = 0; i < B_PANELS; i++)
         if (block.t == 1) b[i][0][2 * half] = from.scale_b * from.b[column(block, i, half)];
     }
+  }
+  // This thread's part of the products with such sums; those with b's are scaled.
+  DEVICE float product(const Block& block, const float* with_c, const float* with_b, float scale_b) const {
+    float of_c = 0.f, of_b = 0.f;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+#pragma unroll
+      for (int i = 0; i < C_PANELS; i++)
+        of_c += total(block, c[i], half) * (block.t == 0 ? with_c[column(block, i, half)] : 0.f);
+#pragma unroll
+      for (int i = 0; i < B_PANELS; i++)
+        of_b += total(block, b[i], half) * (block.t == 1 ? with_b[column(block, i, half)] : 0.f);
+    }
+    return of_c + scale_b * of_b;
   }
   DEVICE void store(const Block& block, const StateTarget& to) const {
 #pragma unroll

@@ -14,7 +14,6 @@ struct ScoresSm90 {
   static constexpr int CHUNK = CONFIG::CHUNK, MODE = CONFIG::MODE, D_STEPS = CONFIG::D_STEPS;
   static constexpr Decay DECAY = CONFIG::DECAY;
   static constexpr bool KEEPS_POWERS = CONFIG::KEEPS_POWERS, SUMS_X = CONFIG::SUMS_X, HAS_G = CONFIG::HAS_G;
-  static constexpr bool HAS_RESIDUAL = CONFIG::HAS_RESIDUAL, RESIDUAL_IN_SHARED = CONFIG::RESIDUAL_IN_SHARED;
 
   // Chunk by chunk: W of this one; then the one before, when all are done with it: y out, and the next tiles in.
   template <bool SCORES, bool COPIES>
@@ -63,6 +62,8 @@ struct ScoresSm90 {
     const float rho = CONFIG::Traits::scale_rho(block.p);
     Rows rows = {{rho, rho}, {1.f, 1.f}, {0.f, 0.f}, {0.f, 0.f}};
     if (CONFIG::HAS_RHO) rows.rho[0] = c.rho[first], rows.rho[1] = c.rho[first + 8];
+    if (CONFIG::FACTOR_IN_W && !CONFIG::HAS_RHO)
+      rows.rho[0] = block.scale_of_row(c.row[first]), rows.rho[1] = block.scale_of_row(c.row[first + 8]);
     if (CONFIG::HAS_KAPPA) rows.kappa[0] = c.kappa[first], rows.kappa[1] = c.kappa[first + 8];
     return rows;
   }
@@ -91,80 +92,20 @@ struct ScoresSm90 {
     const Coefficients c = block.coefficients(stage);
     const int first = block.first_row() + block.g;
     Rows rows = read_rows(block, c, first);
-    Residual residual;
     if constexpr (CONFIG::FACTORS_DECAYS) {
-      compute_tiles(block, rows, x, c, parity, residual);
+      compute_tiles(block, rows, x, c, parity);
     } else {
       if (DECAY == PER_TOKEN) rows.gamma[0] = c.gamma[first], rows.gamma[1] = c.gamma[first + 8];
 #pragma unroll
-      for (int tile = 0; tile < 4; tile++) {  // of 16 × 16
-        if (tile <= block.warp % 4)
-          compute_tile(block, rows, x, c, tile, parity, powers, residual);
-        else if (HAS_RESIDUAL)
-          residual.keep_none(tile);
-      }
+      for (int tile = 0; tile < 4; tile++)  // of 16 × 16
+        if (tile <= block.warp % 4) compute_tile(block, rows, x, c, tile, parity, powers);
     }
     if (CONFIG::NORMALISES) normalisers(block, rows, past, c, position);
     if (SUMS_X) {
-      float sum = sum_of_row(block, rows.sum);
-      if (CONFIG::COMPUTES_DA && block.t < 2) da += sum;
-      if (CONFIG::HAS_A) sum *= block.constant();
-      if (HAS_G && MODE == DQ) sum = sum / CONFIG::Traits::scale_rho(block.p);
+      float sum = sum_of_row(block, rows);
       if (CONFIG::HAS_DG && block.t < 2) c.dG[first + 8 * block.t] += sum;
+      if (CONFIG::COMPUTES_DA && block.t < 2) da += sum;
     }
-    if constexpr (HAS_RESIDUAL) add_residual(block, residual, stage);
-  }
-  // Rows and columns of the gradient of G cancel in sums over thousands of tokens. Where gates are steep a few large elements
-  // are all of W, and its rounding would be most of what is left: dG gets what that takes from x·y, Σ (W − rounded W) x·c.
-  struct Residual {  // W − rounded W, tiles as stmatrix takes them
-    u32 of[HAS_RESIDUAL && !RESIDUAL_IN_SHARED ? 4 : 1][4];
-    DEVICE void keep(int tile, int pair, u32 rounded, float w0, float w1) {
-      const float2 x = unpack<T>(rounded);
-      if (HAS_RESIDUAL) of[RESIDUAL_IN_SHARED ? 0 : tile][pair] = pack<T>(w0 - x.x, w1 - x.y);
-    }
-    DEVICE void share(const Block& block, int tile) {
-      if (RESIDUAL_IN_SHARED) *slot(block, tile) = make_uint4(of[0][0], of[0][1], of[0][2], of[0][3]);
-    }
-    // Else, for registers: what is not written always is live all through.
-    DEVICE void keep_none(int tile) {
-#pragma unroll
-      for (int pair = 0; pair < (HAS_RESIDUAL && !RESIDUAL_IN_SHARED ? 4 : 0); pair++) of[tile][pair] = 0;
-    }
-    DEVICE uint4 read(const Block& block, int tile) const {
-      return RESIDUAL_IN_SHARED ? *slot(block, tile) : make_uint4(of[tile][0], of[tile][1], of[tile][2], of[tile][3]);
-    }
-    static DEVICE uint4* slot(const Block& block, int tile) {  // a thread's own
-      return reinterpret_cast<uint4*>(block.smem + Shared::RESIDUAL) + tile * WARPGROUP + block.thread();
-    }
-  };
-  static DEVICE void add_residual(Block& block, const Residual& residual, int stage) {
-    float sum[2] = {0.f, 0.f};
-#pragma unroll(RESIDUAL_IN_SHARED ? 1 : 4)
-    for (int part = 0; part < 4; part++) {  // 16 columns at once, as registers are few
-      float x[2][4];
-      block.forget_addresses();
-      warpgroup_arrive();
-#pragma unroll
-      for (int k = 0; k < D_STEPS; k++)
-        mma_ABt<T>(x, k_along_rows<CHUNK>(block.tile(stage, UNIT), k),
-                   k_along_rows<CHUNK>(block.tile(stage, C) + part * 16 * ROW_BYTES, k), k > 0);
-      warpgroup_commit();
-      warpgroup_wait();
-      warpgroup_fence_operand(x);
-      if (RESIDUAL_IN_SHARED && part > block.warp % 4) continue;
-      const uint4 tile = residual.read(block, part);
-      const u32 pairs[4] = {tile.x, tile.y, tile.z, tile.w};
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const float2 w = unpack<T>(pairs[i]);
-        sum[i % 2] += w.x * x[i / 2][2 * (i % 2)], sum[i % 2] += w.y * x[i / 2][2 * (i % 2) + 1];
-      }
-    }
-    const float own = sum_of_row(block, sum) * CONFIG::Traits::scale_y(block.p);
-    if (block.t > 1) return;
-    const Coefficients c = block.coefficients(stage);
-    const int row = block.first_row() + block.g + 8 * block.t;
-    c.dG[row] += (MODE == DQ ? block.coefficient() : 1.f) * c.row[row] * own;
   }
   // Of four lanes, the first finishes one row and the second the other.
   static DEVICE void normalisers(Block& block, Rows& rows, const float (&past)[1][4], const Coefficients& c,
@@ -174,7 +115,7 @@ struct ScoresSm90 {
     for (int half = 0; half < 2; half++)
       rows.sum[half] +=
           block.from_start(c, first + 8 * half) * rows.rho[half] * (past[0][2 * half] + past[0][2 * half + 1]);
-    const float sum = sum_of_row(block, rows.sum);
+    const float sum = sum_of_row(block, rows);
     if (block.t < 2) {
       const int row = first + 8 * block.t;
       float normaliser = sum + c.row[row];
@@ -184,14 +125,15 @@ struct ScoresSm90 {
   }
 
   // Of four lanes: the first row's sum in the first, the second row's in the second.
-  static DEVICE float sum_of_row(const Block& block, const float (&rows)[2]) {
+  static DEVICE float sum_of_row(const Block& block, const Rows& rows) {
     const bool second = block.t % 2;
-    float sum = (second ? rows[1] : rows[0]) + __shfl_xor_sync(FULL_WARP, second ? rows[0] : rows[1], 1);
+    float sum =
+        (second ? rows.sum[1] : rows.sum[0]) + __shfl_xor_sync(FULL_WARP, second ? rows.sum[0] : rows.sum[1], 1);
     return sum + __shfl_xor_sync(FULL_WARP, sum, 2);
   }
 
   static DEVICE void compute_tile(const Block& block, Rows& rows, const float (&x)[8][4], const Coefficients& c,
-                                  int tile, int parity, const Powers& powers, Residual& residual) {
+                                  int tile, int parity, const Powers& powers) {
     u32 pairs[4];
 #pragma unroll
     for (int m = 0; m < 2; m++) {
@@ -220,25 +162,24 @@ struct ScoresSm90 {
         float w1 = score(rows, half, sigma.y, tau.y, x1, by - 1, decay.y);
         u32 pair = pack<T>(w0, w1);
         pairs[2 * m + half] = pair;
-        residual.keep(tile, 2 * m + half, pair, w0, w1);
         float2 rounded = unpack<T>(pair);  // the normaliser adds what the tensor cores multiply by
         if (CONFIG::NORMALISES) rows.sum[half] += rounded.x + rounded.y;
       }
     }
     stmatrix(address(block, parity, tile), pairs[0], pairs[1], pairs[2], pairs[3]);
-    residual.share(block, tile);
   }
   // w of a pair of tokens, one so far ahead of the other; its decay is zero if it is behind.
   static DEVICE float score(const Rows& rows, int half, float sigma, float tau, float x, int ahead, float decay) {
     float y = rows.rho[half] * sigma * x;
     if (HAS_G && MODE == DQ) y = sigma * (rows.rho[half] * x + rows.kappa[half]);
     if ((HAS_G && MODE != DQ) || CONFIG::ADDS_A) y = rows.rho[half] * sigma * x + tau;
+    if (HAS_G && MODE == DK) y = rows.rho[half] * (sigma * x + tau);
     return DECAY ? y * decay : ahead >= 0 ? y : 0.f;
   }
 
   // FACTORS_DECAYS: the tiles before the diagonal, and the one on it.
   static DEVICE void compute_tiles(const Block& block, Rows& rows, const float (&x)[8][4], const Coefficients& c,
-                                   int parity, Residual& residual) {
+                                   int parity) {
     const float* gamma = c.columns + CONFIG::COLUMN * block.first_row();
     const float reference = gamma[0];
 #pragma unroll
@@ -248,20 +189,16 @@ struct ScoresSm90 {
     }
 #pragma unroll
     for (int tile = 0; tile < 4; tile++) {
-      if (!HAS_RESIDUAL && tile > block.warp % 4) continue;
+      if (tile > block.warp % 4) continue;
       if (tile < 3 && tile < block.warp % 4) {
-        compute_tile_before(block, rows, x, c, reference, tile, parity, residual);
-        continue;
-      }
-      if (tile > block.warp % 4) {
-        residual.keep_none(tile);
+        compute_tile_before(block, rows, x, c, reference, tile, parity);
         continue;
       }
       const float sum[2] = {(MODE == DK ? rows.kappa[0] : 1.f) * rows.sum[0],
                             (MODE == DK ? rows.kappa[1] : 1.f) * rows.sum[1]};
       rows = read_rows(block, c, block.first_row() + block.g);  // again, as registers are few
       rows.sum[0] = sum[0], rows.sum[1] = sum[1];
-      compute_diagonal_tile(block, rows, x, c, tile, parity, residual);
+      compute_diagonal_tile(block, rows, x, c, tile, parity);
     }
   }
   struct Columns {  // of two tokens
@@ -276,7 +213,7 @@ struct ScoresSm90 {
   // exp(Γ_i − Γ_j) is exp(Γ_i − Γ_r), which is in `rows`, times exp(Γ_r − Γ_j), a column's: r is the warp's first row, which
   // lies between them, so that neither is above 1. DK's sums are still to be multiplied by the former.
   static DEVICE void compute_tile_before(const Block& block, Rows& rows, const float (&x)[8][4], const Coefficients& c,
-                                         float reference, int tile, int parity, Residual& residual) {
+                                         float reference, int tile, int parity) {
     u32 pairs[4];
 #pragma unroll
     for (int m = 0; m < 2; m++) {
@@ -295,26 +232,22 @@ struct ScoresSm90 {
             const float z = rows.rho[half] * own + rows.kappa[half];
             rows.sum[half] += decay * z, w[half][i] = sigma * z;
           } else if (MODE == DK) {
-            rows.sum[half] += inverse_g * own, w[half][i] = rows.kappa[half] * (sigma * own + tau);
+            rows.sum[half] += inverse_g * own, w[half][i] = rows.rho[half] * (sigma * own + tau);
           } else {
             w[half][i] = rows.rho[half] * (sigma * own) + rows.kappa[half] * tau;
           }
         }
       }
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
-        pairs[2 * m + half] = round(rows, half, w[half][0], w[half][1]);
-        residual.keep(tile, 2 * m + half, pairs[2 * m + half], w[half][0], w[half][1]);
-      }
+      for (int half = 0; half < 2; half++) pairs[2 * m + half] = round(rows, half, w[half][0], w[half][1]);
     }
     stmatrix(address(block, parity, tile), pairs[0], pairs[1], pairs[2], pairs[3]);
   }
   // Of 8 × 8, two on the diagonal, one below it, and one above it, which is 0.
   static DEVICE void compute_diagonal_tile(const Block& block, Rows& rows, const float (&x)[8][4],
-                                           const Coefficients& c, int tile, int parity, Residual& residual) {
+                                           const Coefficients& c, int tile, int parity) {
     const float* gamma = c.columns + CONFIG::COLUMN * (block.first_row() + block.g);
     u32 pairs[4] = {0, 0, 0, 0};
-    residual.keep(tile, 2, 0, 0.f, 0.f);
 #pragma unroll
     for (int m = 0; m < 2; m++) {
       const Columns columns = read_columns(c, 16 * tile + 8 * m + 2 * block.t);
@@ -331,7 +264,6 @@ struct ScoresSm90 {
           w[i] = score(rows, half, of(columns.sigma), of(columns.tau), own, 0, decay);
         }
         pairs[2 * m + half] = round(rows, half, w[0], w[1]);
-        residual.keep(tile, 2 * m + half, pairs[2 * m + half], w[0], w[1]);
       }
     }
     stmatrix(address(block, parity, tile), pairs[0], pairs[1], pairs[2], pairs[3]);

@@ -63,6 +63,7 @@ struct TokenStatsSm90 {
         sums.wait(block);
         if (position > block.begin()) mbarrier_arrive(block.empty(current.previous()));
         if (block.enters(segment, position)) sums.store(block, block.before_segment(++segment.index));
+        if (block.at_boundary(position)) cross_boundary(block, sums, gate, block.boundary(position));
         if (SUMS_X && !COMPUTES_E) block.sync_token_stats();  // all have used the Σ ζ b of the chunk before
         sums.write(block, stage);
       }
@@ -104,7 +105,7 @@ struct TokenStatsSm90 {
   // Where registers are few, what comes straight from global memory is waited for.
   static constexpr bool READS_GATES_AHEAD = DECAY == PER_TOKEN && D == 128;
   static constexpr bool READS_O_AHEAD = COMPUTES_E && !(COMPUTES_DG && D == 64 && ROPE);
-  static constexpr bool READS_O_A_CHUNK_AHEAD = COMPUTES_E && CONFIG::FACTORS_DECAYS && !(ROPE && T::NARROW);
+  static constexpr bool READS_O_A_CHUNK_AHEAD = COMPUTES_E && CONFIG::FACTORS_DECAYS && !ROPE;
   // PER_TOKEN: what gates.cuh has of a row's token, as it was read: who computes with it waits for it.
   struct Gate {
     float gamma, to_end;
@@ -175,10 +176,11 @@ struct TokenStatsSm90 {
     const TokenStats stats = {ok ? reciprocal(s.g) : 0.f, s.e, s.r, s.unit};
     float sigma = Traits::sigma(block, stats), tau = Traits::tau(block, stats);
     float rho = Traits::rho(block, stats), kappa = Traits::kappa(block, stats);
+    if (CONFIG::FACTOR_IN_W) rho *= block.factor_in_w(s.unit), kappa *= block.factor_in_w(s.unit);
     float decay = to_end(block, gate, len, i);
     write_gate(c, gate, i);
     if (CONFIG::HAS_INVERSE_G && !CONFIG::HAS_COLUMNS) c.inverse_g[i] = stats.inverse_g;
-    if (CONFIG::HAS_DG) c.dG[i] = HAS_G ? (MODE == DQ ? -stats.e : -1.f) * count(gate) : 0.f;
+    if (CONFIG::HAS_DG) c.dG[i] = HAS_G ? (MODE == DQ ? kappa : -1.f) * count(gate) : 0.f;
     if (!STATES) {
       const float factor = CONFIG::HAS_INVERSE_G ? Traits::sigma(block, {1.f, s.e, s.r, s.unit}) : sigma;
       if (CONFIG::HAS_COLUMNS)
@@ -263,9 +265,25 @@ struct TokenStatsSm90 {
     if (block.t > 1 || position + row >= p.N) return;
     const Coefficients c = block.coefficients(stage);
     float scale = Traits::scale_y(p);
-    if (MODE == DQ) scale = HAS_G ? c.rho[row] / Traits::scale_rho(p) : block.constant();
+    if (MODE == DQ) scale = HAS_G ? c.rho[row] * reciprocal(block.scale_of_row(c.row[row])) : block.constant();
     if (CONFIG::COMPUTES_DA) da += block.from_start(c, row) * sum;
     if (COMPUTES_DG) p.dG[(i64(gridDim.y) + block.bh()) * p.N + position + row] = scale * c.from_start[row] * sum;
+  }
+
+  // At a boundary: DQ leaves its sums there; DK adds up what they are to its own.
+  static DEVICE void cross_boundary(Block& block, const RunningSumsSm90<CONFIG>& sums, const Gate& gate,
+                                    const Boundary<D>& boundary) {
+    block.forget_addresses();
+    if (MODE == DQ) {
+      sums.store(block, {nullptr, boundary.c, boundary.b, 1.f, 1.f, 1.f});
+      if (block.thread() == 0) *boundary.count = gate.count_before;
+    } else {
+      float sum = sums.product(block, boundary.c, boundary.b, 1.f / Traits::scale_tau(block.p));
+      if (HAS_G && block.thread() == 0) sum -= *boundary.count * gate.count_before;
+      sum = sum_lanes<32>(sum);
+      if (block.lane == 0) boundary.parts[4 * CONFIG::GROUPS + block.warp % 4] = sum;
+    }
+    block.forget_addresses();
   }
 
   // do·o of this warp's rows, eight lanes a row; o comes straight from global memory, asked for before the wait for

@@ -47,6 +47,10 @@ DEVICE float power_of_two(float x) {
   return r;
 }
 
+// x = mantissa(x) · exponent(x): of size 1 to 2, and a power of two, which is 0 where x is 0 or subnormal.
+DEVICE float mantissa(float x) { return __uint_as_float((__float_as_uint(x) & 0x807fffffu) | 0x3f800000u); }
+DEVICE float exponent(float x) { return __uint_as_float(__float_as_uint(x) & 0x7f800000u); }
+
 // ---------------------------------------------------------------------------------- pairs of 16-bit numbers
 // A register holds two neighbours, the first in its low half; rounding is to nearest even.
 template <typename T>

@@ -45,7 +45,7 @@ DEVICE Descriptor k_down_columns(u32 tile, int k) {
   return descriptor(tile, ROWS * ROW_BYTES, k * 16 * ROW_BYTES);
 }
 
-// One instruction: d[64×8N] = a·b over 16 of K, or d += a·b where `add` is not 0; N is 1, 2, 8 or 16. a in shared memory
+// One instruction: d[64×8N] = a·b over 16 of K, or d += a·b where `add` is not 0; N is 1, 8 or 16. a in shared memory
 // or in registers, laid out as in mma(); b in shared memory. Warp w has rows 16w … 16w+15 of d and of an a in
 // registers.
 constexpr int K_MAJOR = 0, MN_MAJOR = 1;  // K along a tile's rows, or down its columns
@@ -55,7 +55,6 @@ struct Wgmma;
 // The instruction names every number of d, so each N has a text of its own. D_N: those names; TILES_N(0): the operands
 // they stand for; O0 … O6: the names of the operands after d.
 #define D_1 "%0,%1,%2,%3"
-#define D_2 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define D_8                                               \
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" \
   ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
@@ -64,7 +63,6 @@ struct Wgmma;
       ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define TILE(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
 #define TILES_1(i) TILE(i)
-#define TILES_2(i) TILE(i), TILE(i + 1)
 #define TILES_4(i) TILE(i), TILE(i + 1), TILE(i + 2), TILE(i + 3)
 #define TILES_8(i) TILES_4(i), TILES_4(i + 4)
 #define TILES_16(i) TILES_8(i), TILES_8(i + 8)
@@ -91,7 +89,6 @@ struct Wgmma;
   };
 #define WGMMA_OF(T, TYPE)                                                  \
   WGMMA(T, TYPE, 1, "8", "%4", "%5", "%6", "%7", "%8", "%9", "%10")        \
-  WGMMA(T, TYPE, 2, "16", "%8", "%9", "%10", "%11", "%12", "%13", "%14")   \
   WGMMA(T, TYPE, 8, "64", "%32", "%33", "%34", "%35", "%36", "%37", "%38") \
   WGMMA(T, TYPE, 16, "128", "%64", "%65", "%66", "%67", "%68", "%69", "%70")
 
@@ -99,12 +96,10 @@ WGMMA_OF(bf16, "bf16")
 WGMMA_OF(fp16, "f16")
 
 #undef D_1
-#undef D_2
 #undef D_8
 #undef D_16
 #undef TILE
 #undef TILES_1
-#undef TILES_2
 #undef TILES_4
 #undef TILES_8
 #undef TILES_16
