@@ -71,8 +71,7 @@ template <int D>
 struct Boundary {
   uint4* state;          // S, rounded, as DQ's lanes hold it
   float *c, *b, *count;  // DQ's Σ τ c and Σ ζ b, [D] each, and count
-  float*
-      parts;  // of the gradient, without the decay into the boundary's token: of warps of outputs, then of token stats
+  float* parts;          // of the gradient but for the decay into the token: of warps of outputs, then of token stats
   DEVICE Boundary(const Params& p, i64 bh, int i) {
     float* at = p.boundaries + (bh * ((p.N - 1) / WINDOW) + i) * BOUNDARY_SIZE<D>;
     state = reinterpret_cast<uint4*>(at), c = at + D * D / 2, b = c + D, parts = b + D, count = parts + 15;
