@@ -234,6 +234,17 @@ def test_a_gates_gradient_as_in_trained_models(weights: str, D: int, sign: int, 
     assert relative(ours, exact) < (0.01 if weights == "NORMALISED" else 0.02)
 
 
+def test_a_gates_gradient_where_values_have_a_mean(emulated) -> None:
+    """Guards: what is in it of the rounding of o, of which e is made: that is of the size of the mean."""
+    build = Build("sm_90a", 64, decay="token")
+    emulated(build)
+    q, k, v, do = inputs(build, 1, 320, 1)
+    x, gates = [q + 1.5, k + 1.5, v + 3, do], randn(1, 320, 1, seed=9).float()
+    options = {"log_decay": torch.nn.functional.logsigmoid(gates + 5), "b": torch.ones(1)}
+    ours, exact, limit = (form(*x, **options)["dlog_decay"] for form in (run, in_float64, quantised))
+    assert relative(ours, exact) < 2 * relative(limit, exact) and relative(ours, exact) < 0.06
+
+
 @pytest.mark.parametrize("build", [GATED[0], FREE[0]], ids=str)
 def test_boundaries(build: Build, emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: the gradient of gates from the boundaries of windows; of b where it is 0."""

@@ -69,6 +69,7 @@ template <int D>
 constexpr int BOUNDARY_SIZE = D * D / 2 + 2 * D + 16;  // fp32 numbers
 template <int D>
 struct Boundary {
+  static_assert(BOUNDARY_SIZE<D> == LAUNCH_BOUNDARY_SIZE, "boundary_size of launch.py");
   uint4* state;          // S, rounded, as DQ's lanes hold it
   float *c, *b, *count;  // DQ's Σ τ c and Σ ζ b, [D] each, and count
   float* parts;          // of the gradient but for the decay into the token: of warps of outputs, then of token stats

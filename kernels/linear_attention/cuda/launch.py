@@ -68,6 +68,11 @@ def state_size(head_dim: int) -> int:
     return head_dim * head_dim + 2 * head_dim
 
 
+def boundary_size(head_dim: int) -> int:
+    """fp32 numbers of a boundary: a state in 16 bits, two vectors, and 16 more."""
+    return head_dim * head_dim // 2 + 2 * head_dim + 16
+
+
 @dataclasses.dataclass(frozen=True)
 class KernelBuild:
     """One build of the kernels: everything that is a template argument, and what follows from it."""
@@ -140,6 +145,7 @@ class KernelBuild:
             "SCAN_THREADS": self.threads,
             "LAUNCH_THREADS": THREADS,
             "LAUNCH_STATE_SIZE": state_size(self.head_dim),
+            "LAUNCH_BOUNDARY_SIZE": boundary_size(self.head_dim),
             "LAUNCH_GATES_THREADS": GATES_THREADS,
             "LAUNCH_GATES_SPAN": GATES_SPAN,
             "LAUNCH_WINDOW": WINDOW,
@@ -342,8 +348,8 @@ class LaunchPlan:
 
     @property
     def boundaries_size(self) -> int:
-        """fp32 numbers: of every boundary of a head a state in 16 bits, two vectors, and 16 more."""
-        return self.B * self.H * self.boundaries * (self.D * self.D // 2 + 2 * self.D + 16)
+        """fp32 numbers, of all heads."""
+        return self.B * self.H * self.boundaries * boundary_size(self.D)
 
     @property
     def da_size(self) -> int:

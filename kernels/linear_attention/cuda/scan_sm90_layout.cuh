@@ -34,7 +34,7 @@ struct ConfigSm90 {
   // Sums of decayed X by row, which need Σ ζ b, too, times a.
   static constexpr bool SUMS_X = COMPUTES_DA || (COMPUTES_DG && WEIGHTS != PRODUCTS);
   static constexpr bool SPLITS_B = NORMALISES || SUMS_X;  // for tensor cores
-  // DQ and DK round the same W (modes.cuh): ρ and κ have the mantissa of a row's factor, DQ's as they are written, others' as they are read.
+  // DQ and DK round the same W (modes.cuh): ρ and κ have the mantissa of a row's factor. Where ρ is a vector, it has it in memory.
   static constexpr bool FACTOR_IN_W = COMPUTES_DG;
   // κ is a factor of what came before, and τ is one number for all tokens.
   static constexpr bool ADDS_A = HAS_A && Traits::VALUE_ROWS;
