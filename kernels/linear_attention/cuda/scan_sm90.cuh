@@ -68,13 +68,14 @@ struct ScanSm90 {
 
   DEVICE ScanSm90(const Params& p, char* smem) : block(p, smem) {}
   DEVICE void run() {
-    if (block.warp < 4 * GROUPS) {
+    const int warp = block.uniform_warp();
+    if (warp < 4 * GROUPS) {
       increase_registers<REGISTERS.outputs>();
       OutputsSm90<CONFIG>::run(block);
-    } else if (block.warp < 4 * GROUPS + 4) {
+    } else if (warp < 4 * GROUPS + 4) {
       decrease_registers<REGISTERS.token_stats>();
       TokenStatsSm90<CONFIG>::run(block);
-    } else if (!CONFIG::UNSEGMENTED || block.warp < 4 * GROUPS + 8) {
+    } else if (!CONFIG::UNSEGMENTED || warp < 4 * GROUPS + 8) {
       decrease_registers<REGISTERS.scores>();
       ScoresSm90<CONFIG>::template run<!CONFIG::STATES, !CONFIG::UNSEGMENTED>(block);
     } else {

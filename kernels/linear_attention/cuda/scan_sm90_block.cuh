@@ -85,6 +85,9 @@ struct BlockSm90 {
 
   // --------------------------------------------------------------------------------------------------- threads
   DEVICE int thread() const { return u32(tid) % WARPGROUP; }
+  // `warp`, of which the compiler can see that all lanes have the same: it takes branches on it to be uniform, and what
+  // is computed for products after them, above all their descriptors, stays in uniform registers.
+  DEVICE int uniform_warp() const { return __shfl_sync(FULL_WARP, warp, 0); }
   DEVICE int group() const { return GROUPS == 1 ? 0 : warp / 4; }  // of outputs
   // A warp's rows of a chunk, or columns of a panel.
   DEVICE int first_row() const { return 16 * (warp % 4); }

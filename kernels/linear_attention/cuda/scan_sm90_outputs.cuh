@@ -298,8 +298,9 @@ struct OutputsSm90 {
       read_angles<ANGLES - EARLY_ANGLES>(block, angles, position, EARLY_ANGLES);
     }
     block.sync_outputs();
-    if (int token = block.tid % WARPGROUP; token < CHUNK) write_projection(block, token, stage, parity, position);
+    if (block.uniform_warp() % 4 < CHUNK / 32) write_projection(block, block.thread(), stage, parity, position);
     block.sync_group();
+    const bool rotates = ROPE && block.uniform_warp() < ROPE / 16;
     u32 to = own_y(block, stage, parity);
 #pragma unroll
     for (int n = 0; n < 8; n += 2) {
@@ -311,7 +312,7 @@ struct OutputsSm90 {
         float2 lo = unpack<T>(x[n / 2][2 * m]), hi = unpack<T>(x[n / 2][2 * m + 1]);
         lo = make_float2(s.x * (y[n + m][0] - s.y * lo.x), s.z * (y[n + m][1] - s.w * lo.y));
         hi = make_float2(s.x * (y[n + m][2] - s.y * hi.x), s.z * (y[n + m][3] - s.w * hi.y));
-        if (ROPE && block.warp < ROPE / 16) {
+        if (ROPE && rotates) {
           const PairAngles& pair = angles[(n + m) % ANGLES];
           rotate_back(lo, hi, pair.cos, pair.sin);
         }
@@ -395,7 +396,7 @@ struct OutputsSm90 {
   static DEVICE void read_angles(const Block& block, PairAngles (&angles)[ANGLES], int position, int first) {
 #pragma unroll
     for (int n = 0; n < COUNT; n++) angles[(first + n) % ANGLES] = {};
-    if (block.warp >= ROPE / 16) return;
+    if (block.uniform_warp() >= ROPE / 16) return;
     const Params& p = block.p;
     const int token = position + 8 * first + 2 * block.t, left = p.N - token;
     const i64 at = i64(block.token(token)) * ROPE + 8 * own_tile(block, 0) + block.g;

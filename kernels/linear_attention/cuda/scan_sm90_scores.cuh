@@ -96,9 +96,10 @@ struct ScoresSm90 {
       compute_tiles(block, rows, x, c, parity);
     } else {
       if (DECAY == PER_TOKEN) rows.gamma[0] = c.gamma[first], rows.gamma[1] = c.gamma[first + 8];
+      const int last = block.uniform_warp() % 4;
 #pragma unroll
       for (int tile = 0; tile < 4; tile++)  // of 16 × 16
-        if (tile <= block.warp % 4) compute_tile(block, rows, x, c, tile, parity, powers);
+        if (tile <= last) compute_tile(block, rows, x, c, tile, parity, powers);
     }
     if (CONFIG::NORMALISES) normalisers(block, rows, past, c, position);
     if (SUMS_X) {
@@ -187,10 +188,11 @@ struct ScoresSm90 {
       const float decay = power_of_two(gamma[CONFIG::COLUMN * (block.g + 8 * half)] - reference);
       rows.rho[half] *= decay, rows.kappa[half] *= decay;
     }
+    const int last = block.uniform_warp() % 4;
 #pragma unroll
     for (int tile = 0; tile < 4; tile++) {
-      if (tile > block.warp % 4) continue;
-      if (tile < 3 && tile < block.warp % 4) {
+      if (tile > last) continue;
+      if (tile < 3 && tile < last) {
         compute_tile_before(block, rows, x, c, reference, tile, parity);
         continue;
       }
@@ -300,10 +302,11 @@ struct ScoresSm90 {
            (swizzled<CHUNK>(block.first_row() + block.lane % 16, block.lane / 16) ^ (tile << 5));
   }
   static DEVICE void clear_above_diagonal(const Block& block) {
+    const int last = block.uniform_warp() % 4;
 #pragma unroll
     for (int tile = 1; tile < 4; tile++)
 #pragma unroll
       for (int parity = 0; parity < 2; parity++)
-        if (tile > block.warp % 4) stmatrix(address(block, parity, tile), 0, 0, 0, 0);
+        if (tile > last) stmatrix(address(block, parity, tile), 0, 0, 0, 0);
   }
 };

@@ -94,7 +94,7 @@ struct TokenStatsSm90 {
   static DEVICE Saved read_saved(const Block& block, int position) {
     const Params& p = block.p;
     Saved s = {0.f, 0.f, 0.f, 0.f};
-    if (block.thread() >= CHUNK || position + block.thread() >= p.N) return s;
+    if (block.uniform_warp() % 4 >= CHUNK / 32 || position + block.thread() >= p.N) return s;
     i64 i = block.stat(position + block.thread());
     if (HAS_G) s.g = p.g[i];
     s.r = (MODE == DQ ? p.rk : p.rq)[i], s.unit = (MODE == DQ ? p.rq : p.rk)[i];
@@ -170,7 +170,7 @@ struct TokenStatsSm90 {
   // σ, τ, ρ, κ of a token, from what was saved. Rows past the end count nothing.
   static DEVICE void write_coefficients(const Block& block, const Coefficients& c, const Saved& s, const Gate& gate,
                                         int len, int i, int slot) {
-    if (i >= CHUNK) return;
+    if (block.uniform_warp() % 4 >= CHUNK / 32) return;
     const Params& p = block.p;
     bool ok = i < len;
     const TokenStats stats = {ok ? reciprocal(s.g) : 0.f, s.e, s.r, s.unit};
@@ -214,7 +214,7 @@ struct TokenStatsSm90 {
                            const Gate& gate, int slot) {
     const Params& p = block.p;
     const int i = row_of_thread(block);
-    const bool ok = i < len, key = STATES || block.thread() >= CHUNK;
+    const bool ok = i < len, key = STATES || block.uniform_warp() % 4 >= CHUNK / 32;
     float square = 0.f;
     if (HAS_G || p.normalize)
       square = squared_norm(block, block.tile(stage, key ? B : A), i, block.thread() % ROW_THREADS);
