@@ -43,7 +43,7 @@ BOOL, U32, U64, F32 = (DTYPES[kind] for kind in ("pred", "u32", "u64", "f32"))
 
 BUILDERS: dict[str, Callable[[Machine, Instruction], Operation]] = {}
 ENDS = ("bra", "ret", "bar", "mbarrier.try_wait")  # what a basic block ends with
-ALIGNED = {"mma", "ldmatrix", "stmatrix", "bar", "shfl"}  # executed by whole warps only
+ALIGNED = {"mma", "ldmatrix", "stmatrix", "bar", "shfl", "vote"}  # executed by whole warps only
 
 
 def builds(*names: str):

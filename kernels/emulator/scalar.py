@@ -10,7 +10,7 @@ import numpy as np
 from lingpt.kernels.emulator.control import require_full
 from lingpt.kernels.emulator.faults import UnknownInstruction
 from lingpt.kernels.emulator.machine import BOOL, DTYPES, F32, U32, U64, Machine, Mask, Operation, builds
-from lingpt.kernels.emulator.ptx import Instruction, Pair, Reg
+from lingpt.kernels.emulator.ptx import Instruction, Inverted, Pair, Reg
 
 HALVES = {"f16", "bf16", "f16x2", "bf16x2"}
 
@@ -396,6 +396,26 @@ def _shfl(m: Machine, code: Instruction) -> Operation:
             np.copyto(p, inside, where=mask)
 
     return shuffle
+
+
+@builds("vote")
+def _vote(m: Machine, code: Instruction) -> Operation:
+    """Whether a predicate holds in all lanes of a warp, or in any."""
+    reductions = {"vote.sync.all.pred": np.all, "vote.sync.any.pred": np.any}
+    if code.opcode not in reductions:
+        raise UnknownInstruction("this vote")
+    reduce, asked = reductions[code.opcode], code.operands[1]
+    inverted = isinstance(asked, Inverted)
+    d, members = m.register(code.operands[0], BOOL), m.source(code.operands[2], U32)
+    a = m.register(asked.register if inverted else asked, BOOL)
+
+    def vote(mask: Mask) -> None:
+        require_full(members, mask)
+        m.whole_warps(mask)
+        each = (~a if inverted else a).reshape(-1, 32)
+        np.copyto(d, np.repeat(reduce(each, axis=1), 32), where=mask)
+
+    return vote
 
 
 @builds("setmaxnreg")

@@ -34,7 +34,7 @@ template <typename CONFIG>
 __device__ constexpr RegisterBudget register_budget() {
   constexpr bool REVERSE = CONFIG::Traits::REVERSE;
   // One group of outputs has room to find what scales the past before the wait for it.
-  if (CONFIG::UNSEGMENTED) return {240, 112, 112, 40};
+  if (CONFIG::UNSEGMENTED) return {240, 120, 112, 40};
   if (CONFIG::D == 64) {
     // Two blocks share a multiprocessor. The scores of dk and dv have a vector of τ, too: token stats leave them
     // registers.

@@ -123,7 +123,7 @@ struct BlockSm90 {
   }
 
   struct Coefficients {
-    float *from_start, *gamma;  // PER_TOKEN: exp(Γ), and Γ in powers of two
+    float *from_start, *gamma;  // PER_TOKEN: exp(Γ), in FACTOR_IN_PAST with the factor, and Γ in powers of two
     float *inverse_g, *dG;      // COMPUTES_DG, if it sums X
     float *sigma, *tau, *rho, *kappa;
     float* columns;  // HAS_COLUMNS: [CHUNK][COLUMN], gamma, sigma, tau and inverse_g
@@ -161,16 +161,20 @@ struct BlockSm90 {
 
   // What is left after a chunk of what came before it, of token `i` at the chunk's end, and of the former in row `i`.
   DEVICE float whole(const Coefficients& c, int len) const {
-    return DECAY == PER_TOKEN ? c.from_start[CHUNK - 1] : power(len);
+    return DECAY == PER_TOKEN ? from_start(c, CHUNK - 1) : power(len);
   }
-  // DQ, DK: what ρ and κ have of the factor of a row of this norm; and ρ, but for DQ's 1/g.
-  DEVICE float factor_in_w(float norm) const {
-    return CONFIG::FACTOR_IN_W ? mantissa(Traits::row_factor(*this, norm)) : 1.f;
-  }
-  DEVICE float scale_of_row(float norm) const { return Traits::scale_rho(p) * factor_in_w(norm); }
   DEVICE float from_start(const Coefficients& c, int i) const {
+    if (CONFIG::FACTOR_IN_PAST) return power_of_two(CONFIG::HAS_COLUMNS ? c.columns[CONFIG::COLUMN * i] : c.gamma[i]);
     return DECAY == PER_TOKEN ? c.from_start[i] : power(i + 1);
   }
+  // DQ: the factor of all rows of y, but 1 where that is 0: the gradient of b is then found all the same.
+  DEVICE float b_or_one() const { return CONFIG::MODE == DQ && coefficient() != 0.f ? coefficient() : 1.f; }
+  // DQ, DK: what ρ and κ have of the factor of a row of this norm; and ρ, but for DQ's 1/g.
+  DEVICE float factor_in_w(float norm) const {
+    if (!CONFIG::FACTOR_IN_W) return 1.f;
+    return CONFIG::WHOLE_FACTOR ? b_or_one() * norm : mantissa(Traits::row_factor(*this, norm));
+  }
+  DEVICE float scale_of_row(float norm) const { return Traits::scale_rho(p) * factor_in_w(norm); }
 
   // Whether a chunk begins at one of the sequence's boundaries (gates.cuh), and what there is of that.
   DEVICE bool at_boundary(int position) const {

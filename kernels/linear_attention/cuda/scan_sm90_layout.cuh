@@ -34,8 +34,9 @@ struct ConfigSm90 {
   // Sums of decayed X by row, which need Σ ζ b, too, times a.
   static constexpr bool SUMS_X = COMPUTES_DA || (COMPUTES_DG && WEIGHTS != PRODUCTS);
   static constexpr bool SPLITS_B = NORMALISES || SUMS_X;  // for tensor cores
-  // DQ and DK round the same W (modes.cuh): ρ and κ have the mantissa of a row's factor. Where ρ is a vector, it has it in memory.
+  // DQ and DK round the same W (modes.cuh): ρ and κ have a row's factor, or its mantissa. Where ρ is a vector, it has it in memory.
   static constexpr bool FACTOR_IN_W = COMPUTES_DG;
+  static constexpr bool WHOLE_FACTOR = FACTOR_IN_W && !T::NARROW;  // fp16's range might not hold it
   // κ is a factor of what came before, and τ is one number for all tokens.
   static constexpr bool ADDS_A = HAS_A && Traits::VALUE_ROWS;
   static constexpr bool SUMS_C = HAS_G || ADDS_A;
@@ -48,6 +49,8 @@ struct ConfigSm90 {
   // the mode's: DQ's τ is its σ.
   static constexpr bool HAS_RHO =
       MODE == FWD || MODE == DV || (HAS_G && MODE == DQ) || (FACTOR_IN_W && !HAS_G && MODE == DK && D == 64);
+  static constexpr bool FACTOR_IN_PAST =
+      WHOLE_FACTOR && MODE == DK && !HAS_RHO;  // what is exp(Γ) elsewhere has it, too
   static constexpr bool HAS_KAPPA = HAS_G && MODE == DQ, HAS_TAU = HAS_G && Traits::REVERSE;
   static constexpr bool HAS_ROW = PROJECTS || NORMALISES;
   // With PER_TOKEN also exp(Γ), Γ, and where dG is found what is known of it; DK then has 1/g apart from σ.

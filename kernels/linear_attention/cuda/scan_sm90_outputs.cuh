@@ -22,9 +22,11 @@ struct OutputsSm90 {
   static constexpr int D = CONFIG::D, CHUNK = CONFIG::CHUNK, MODE = CONFIG::MODE, ROPE = CONFIG::ROPE;
   static constexpr int GROUPS = CONFIG::GROUPS, D_STEPS = CONFIG::D_STEPS, CHUNK_STEPS = CONFIG::CHUNK_STEPS;
   static constexpr bool STATES = CONFIG::STATES, PROJECTS = CONFIG::PROJECTS, UNSEGMENTED = CONFIG::UNSEGMENTED;
+  static constexpr bool WHOLE_FACTOR = CONFIG::WHOLE_FACTOR;
   static constexpr bool DECAYS_PAST = CONFIG::DECAYS_PAST, PER_TOKEN_DECAY = CONFIG::DECAY == PER_TOKEN;
 
-  static constexpr bool READS_OWN_LATE = CONFIG::FACTOR_IN_W && D == 64 && CONFIG::HAS_A;  // as registers are few
+  // As registers are few.
+  static constexpr bool READS_OWN_LATE = CONFIG::KEEPS_POWERS || (CONFIG::FACTOR_IN_W && D == 64 && CONFIG::HAS_A);
 
   static DEVICE void run(Block& block) {
     float state[D / 8][4];
@@ -150,6 +152,9 @@ struct OutputsSm90 {
     return pack<T>(state[2 * k + i / 2][2 * (i % 2)], state[2 * k + i / 2][2 * (i % 2) + 1]);
   }
   static DEVICE void decay_state(const Block& block, float (&state)[D / 8][4], float decay) {
+    // A branch, so that ptxas leaves this under the product that reads the state, and not behind the wait for it.
+    if (PER_TOKEN_DECAY && __all_sync(FULL_WARP, decay == 1.f)) return;
+    if (PER_TOKEN_DECAY) warpgroup_fence_operand(state);
 #pragma unroll
     for (int j = 0; j < (CONFIG::DECAY ? D / 8 : 0); j++)
 #pragma unroll
@@ -180,7 +185,7 @@ struct OutputsSm90 {
       float2 rho = make_float2(scale_rho, scale_rho), kappa = make_float2(1.f, 1.f);
       if (CONFIG::HAS_RHO) rho = *reinterpret_cast<float2*>(c.rho + 8 * n + 2 * block.t);
       if (CONFIG::HAS_KAPPA) kappa = *reinterpret_cast<float2*>(c.kappa + 8 * n + 2 * block.t);
-      if (CONFIG::FACTOR_IN_W && !CONFIG::HAS_RHO) {
+      if (CONFIG::FACTOR_IN_W && !CONFIG::HAS_RHO && !CONFIG::FACTOR_IN_PAST) {
         const float2 norm = *reinterpret_cast<float2*>(c.row + 8 * n + 2 * block.t);
         rho = make_float2(block.scale_of_row(norm.x), block.scale_of_row(norm.y));
       }
@@ -218,10 +223,9 @@ struct OutputsSm90 {
     for (int s = 0; s < CHUNK_STEPS; s++) read_own(block, r[s], tile_address, s);
   }
   static DEVICE void read_own(const Block& block, u32 (&r)[4], u32 tile_address, int s) {
-    ldmatrix_trans(
-        r, tile_address + swizzled<CHUNK>(block.lane % 16, own_tile(block, block.lane / 16)) + s * 16 * ROW_BYTES);
-    u32 x = r[1];  // from (column tile, token tile) order to that of a left operand
-    r[1] = r[2], r[2] = x;
+    ldmatrix_trans(r, tile_address +
+                          swizzled<CHUNK>(block.lane % 8 + 8 * (block.lane / 16), own_tile(block, block.lane / 8 % 2)) +
+                          s * 16 * ROW_BYTES);
   }
   // σ C, σ decayed to the chunk's end: what the state gains is (σ C)ᵀ B.
   static DEVICE void scale_own(const Block& block, u32 (&left)[CHUNK_STEPS][4], const u32 (&own)[CHUNK_STEPS][4],
@@ -282,7 +286,7 @@ struct OutputsSm90 {
   // DQ, DK: through the norm, dx = r (y − x̂ (x̂·y)), and through RoPE; b and r as the table says.
   static DEVICE void project(Block& block, float (&y)[8][4], int stage, int parity, int position) {
     u32 x[CHUNK_STEPS][4];
-    if (!READS_UNIT_TWICE) read_own(block, x, block.tile(stage, UNIT));
+    if (READS_UNIT_EARLY) read_own(block, x, block.tile(stage, UNIT));
     warpgroup_wait<1>();
     warpgroup_fence_operand(y);
     block.forget_addresses();
@@ -302,16 +306,34 @@ struct OutputsSm90 {
     block.sync_group();
     const bool rotates = ROPE && block.uniform_warp() < ROPE / 16;
     u32 to = own_y(block, stage, parity);
+    float2 along[8], out[8];  // of two tokens: how far to go back along x, and what to scale by
+    auto read_projection = [&](int n) {
+      if (WHOLE_FACTOR) {
+        along[n] = *reinterpret_cast<float2*>(group_projections(block) + 8 * n + 2 * block.t);
+        return;
+      }
+      const float4 read = *reinterpret_cast<float4*>(group_projections(block) + 2 * (8 * n + 2 * block.t));
+      out[n] = make_float2(read.x, read.z), along[n] = make_float2(read.y, read.w);
+    };
+#pragma unroll
+    for (int n = 0; n < (READS_PROJECTIONS_AT_ONCE ? 8 : 0); n++) read_projection(n);
+    if (WHOLE_FACTOR && MODE == DQ && __all_sync(FULL_WARP, block.coefficient() == 0.f)) {
+#pragma unroll
+      for (int n = 0; n < 8; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) y[n][i] = 0.f;
+    }
 #pragma unroll
     for (int n = 0; n < 8; n += 2) {
       if (READS_UNIT_TWICE) read_own(block, x[n / 2], block.tile(stage, UNIT), n / 2);
       u32 pairs[4];
 #pragma unroll
-      for (int m = 0; m < 2; m++) {  // two tokens: what to scale by, and how far to go back along x
-        float4 s = *reinterpret_cast<float4*>(group_projections(block) + 2 * (8 * (n + m) + 2 * block.t));
+      for (int m = 0; m < 2; m++) {
+        if (!READS_PROJECTIONS_AT_ONCE) read_projection(n + m);
+        const float2 back = along[n + m], scale = WHOLE_FACTOR ? make_float2(1.f, 1.f) : out[n + m];
         float2 lo = unpack<T>(x[n / 2][2 * m]), hi = unpack<T>(x[n / 2][2 * m + 1]);
-        lo = make_float2(s.x * (y[n + m][0] - s.y * lo.x), s.z * (y[n + m][1] - s.w * lo.y));
-        hi = make_float2(s.x * (y[n + m][2] - s.y * hi.x), s.z * (y[n + m][3] - s.w * hi.y));
+        lo = make_float2(scale.x * (y[n + m][0] - back.x * lo.x), scale.y * (y[n + m][1] - back.y * lo.y));
+        hi = make_float2(scale.x * (y[n + m][2] - back.x * hi.x), scale.y * (y[n + m][3] - back.y * hi.y));
         if (ROPE && rotates) {
           const PairAngles& pair = angles[(n + m) % ANGLES];
           rotate_back(lo, hi, pair.cos, pair.sin);
@@ -332,8 +354,13 @@ struct OutputsSm90 {
     float norm = block.coefficients(stage).row[token];
     auto [out, along] = Traits::projection(block, norm, dot);
     float unit_dot = norm * dot * Traits::scale_y(p);  // x̂·y; rows past the end have norm 0
-    if (CONFIG::FACTOR_IN_W) unit_dot *= reciprocal(mantissa(out)), out = exponent(out);
-    *reinterpret_cast<float2*>(group_projections(block) + 2 * token) = make_float2(out, along);
+    if (WHOLE_FACTOR) {
+      unit_dot = dot * reciprocal(block.b_or_one());
+      group_projections(block)[token] = MODE == DQ && block.coefficient() == 0.f ? 0.f : along;
+    } else {
+      if (CONFIG::FACTOR_IN_W) unit_dot *= reciprocal(mantissa(out)), out = exponent(out);
+      *reinterpret_cast<float2*>(group_projections(block) + 2 * token) = make_float2(out, along);
+    }
     if (CONFIG::COMPUTES_DB && block.tid < CHUNK) block.db_sums()[block.tid] += unit_dot;
     if (CONFIG::COMPUTES_DG && block.tid < CHUNK && position + token < p.N) {
       float& dG = p.dG[i64(block.bh()) * p.N + position + token];
@@ -365,7 +392,7 @@ struct OutputsSm90 {
     };
 #pragma unroll
     for (int n = 0; n < 4; n++) {
-      if (READS_UNIT_TWICE && n % 2 == 0)
+      if (!READS_UNIT_EARLY && n % 2 == 0)
         for (int s = n / 2; s < CHUNK_STEPS; s += 2) read_own(block, x[s], block.tile(stage, UNIT), s);
 #pragma unroll
       for (int i = 0; i < 2; i++) d[n][i] = halve(dot(n, i), dot(n + 4, i), 4);
@@ -379,8 +406,9 @@ struct OutputsSm90 {
     *reinterpret_cast<float2*>(partial_dots(block, parity) + block.warp * CHUNK + 8 * block.g + 2 * block.t) =
         make_float2(d[0][0], d[0][1]);
   }
-  static constexpr bool READS_UNIT_TWICE =
-      ROPE || D == 64 || (CONFIG::COMPUTES_DG && MODE == DK);  // x̂ is not kept, as registers are few
+  // x̂ is read while products run, and kept, where registers allow it.
+  static constexpr bool READS_UNIT_EARLY = D == 128 && !(ROPE && CONFIG::DECAY), READS_UNIT_TWICE = ROPE || D == 64;
+  static constexpr bool READS_PROJECTIONS_AT_ONCE = !READS_UNIT_TWICE && CONFIG::DECAY != PER_HEAD;
 
   // The angles of two tokens in the two columns of this lane that rotate together: of ANGLES pairs of tokens at once, of
   // EARLY_ANGLES before the dots, behind which the wait for them hides; of the rest as soon as others are used.

@@ -1,6 +1,7 @@
 // The role "token stats" of an sm_90a block: what belongs to a token alone. RoPE in place, norms, (1)'s coefficients,
 // in DQ e, which DK and DV read; and it keeps the running sums (in `states`, outputs do).
 #pragma once
+#include "ptx/mma.cuh"
 #include "rope.cuh"
 #include "scan_sm90_running_sums.cuh"
 
@@ -33,6 +34,10 @@ struct TokenStatsSm90 {
     Angles of[READS_ANGLES_AHEAD ? ITEMS : 1];
   };
 
+  struct OutputRows {  // a lane's part of two rows of o
+    uint4 pieces[2][D / 32];
+  };
+
   static DEVICE void run(Block& block) {
     const Params& p = block.p;
     constexpr bool POWERS = DECAY == PER_HEAD, COUNTS = HAS_G && MODE == FWD && DECAY != PER_TOKEN;
@@ -43,7 +48,7 @@ struct TokenStatsSm90 {
     if (KEEPS_SUMS) sums.load(block);
     Saved next = MODE == FWD ? Saved{} : read_saved(block, block.begin());
     Gate gate = READS_GATES_AHEAD ? read_gate(block, block.begin()) : Gate{};
-    uint4 o[4][PANELS];
+    OutputRows o;
     if (READS_O_A_CHUNK_AHEAD) read_o(block, o, block.begin());
     ChunkAngles angles;
     if (READS_ANGLES_AHEAD && !READS_ANGLES_WITH_O) read_angles(block, angles, block.begin());
@@ -124,8 +129,8 @@ struct TokenStatsSm90 {
   static DEVICE float to_end(const Block& block, const Gate& gate, int len, int i) {
     return i >= len ? 0.f : DECAY == PER_TOKEN ? power_of_two(gate.to_end) : block.power(len - 1 - i);
   }
-  static DEVICE void write_gate(const Coefficients& c, const Gate& gate, int i) {
-    if (DECAY == PER_TOKEN) c.from_start[i] = power_of_two(gate.gamma);
+  static DEVICE void write_gate(const Coefficients& c, const Gate& gate, int i, float factor = 1.f) {
+    if (DECAY == PER_TOKEN) c.from_start[i] = power_of_two(gate.gamma) * factor;
     if (CONFIG::HAS_GAMMA && !CONFIG::HAS_COLUMNS) c.gamma[i] = gate.gamma;
   }
   // What scores need of a token as a column of W.
@@ -139,7 +144,7 @@ struct TokenStatsSm90 {
 
   // A chunk's numbers into shared memory; `next`: what was saved of its tokens, then of the next chunk's.
   static DEVICE void chunk(Block& block, const Stage& current, int slot, int position, int len, float n, Saved& next,
-                           Gate& gate, ChunkAngles& angles, uint4 (&o)[4][PANELS]) {
+                           Gate& gate, ChunkAngles& angles, OutputRows& o) {
     const int stage = current.stage();
     const Coefficients c = block.coefficients(stage);
     if (READS_O_AHEAD && !READS_O_A_CHUNK_AHEAD) read_o(block, o, position);
@@ -178,7 +183,7 @@ struct TokenStatsSm90 {
     float rho = Traits::rho(block, stats), kappa = Traits::kappa(block, stats);
     if (CONFIG::FACTOR_IN_W) rho *= block.factor_in_w(s.unit), kappa *= block.factor_in_w(s.unit);
     float decay = to_end(block, gate, len, i);
-    write_gate(c, gate, i);
+    write_gate(c, gate, i, CONFIG::FACTOR_IN_PAST ? s.unit : 1.f);
     if (CONFIG::HAS_INVERSE_G && !CONFIG::HAS_COLUMNS) c.inverse_g[i] = stats.inverse_g;
     if (CONFIG::HAS_DG) c.dG[i] = HAS_G ? (MODE == DQ ? kappa : -1.f) * count(gate) : 0.f;
     if (!STATES) {
@@ -210,15 +215,16 @@ struct TokenStatsSm90 {
   static DEVICE int row_of_thread(const Block& block) {
     return block.thread() / (MODE == FWD ? ROW_THREADS : 1) % CHUNK;
   }
-  static DEVICE void norms(const Block& block, const Coefficients& c, int stage, int position, int len, float n,
+  static DEVICE void norms(Block& block, const Coefficients& c, int stage, int position, int len, float n,
                            const Gate& gate, int slot) {
     const Params& p = block.p;
-    const int i = row_of_thread(block);
-    const bool ok = i < len, key = STATES || block.uniform_warp() % 4 >= CHUNK / 32;
+    const bool key = STATES || block.uniform_warp() % 4 >= CHUNK / 32;
     float square = 0.f;
     if (HAS_G || p.normalize)
-      square = squared_norm(block, block.tile(stage, key ? B : A), i, block.thread() % ROW_THREADS);
-    if (ROW_THREADS == 2) square += __shfl_xor_sync(FULL_WARP, square, 1);
+      square = squared_norm(block, block.tile(stage, key ? B : A), row_of_thread(block) - block.lane / ROW_THREADS);
+    block.forget_addresses();
+    const int i = row_of_thread(block);
+    const bool ok = i < len;
     const float r = reciprocal_norm(square, p.normalize);
     if (!STATES && block.panel() == 0 && ok) (key ? p.rk : p.rq)[block.stat(position + i)] = r;
     const TokenStats stats = {0.f, 0.f, r, r};
@@ -238,21 +244,46 @@ struct TokenStatsSm90 {
       if (CONFIG::HAS_ROW) c.row[i] = DECAY == PER_TOKEN ? count(gate) : block.power(i + 1) * n;
     }
   }
-  // Of a row of a tile, all of it or one half. Eight threads that read at once read eight rows, or halves of four.
-  static DEVICE float squared_norm(const Block& block, u32 tile_address, int row, int half) {
-    float sum[4] = {};
+  // Of this thread's row of a tile, of which a warp has 16 or 32.
+  static DEVICE float squared_norm(const Block& block, u32 tile_address, int first_row) {
+    constexpr int EIGHTS = 4 / ROW_THREADS, UNROLL = D / 64;                       // as registers allow
+    const int row = block.lane / ROW_THREADS, has_it = row % 8 * 4 + row % 8 / 2;  // a lane
+    float square = 0.f;
+#pragma unroll UNROLL
+    for (int i = 0; i < EIGHTS; i++) {
+      Dots dots;
 #pragma unroll
-    for (int i = 0; i < D / 8 / ROW_THREADS; i++) {
-      int piece = ROW_THREADS == 1 ? i : i / 4 * 8 + half * 4 + i % 4;
-      uint4 x = ld_shared_v4(tile_address + swizzled<CHUNK>(row, piece));
-      u32 pairs[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-      for (int k = 0; k < 4; k++) {
-        float2 both = unpack<T>(pairs[k]);
-        sum[k] += both.x * both.x, sum[k] += both.y * both.y;
+      for (int j = 0; j < D / 32; j++) {
+        const uint4 x = read_piece(block, tile_address, first_row + 8 * i, j);
+        add_dots(dots, x, x);
       }
+      const float of_row = __shfl_sync(FULL_WARP, own_dot(block, dots), has_it);
+      if (row / 8 == i) square = of_row;
     }
-    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+    return square;
+  }
+
+  // Dots of eight rows with eight others, on tensor cores: the diagonal of a product. A lane has row g of both, the same eight columns
+  // of 32 at a time, which need not be those that the instruction takes them for.
+  static DEVICE int piece_of_lane(const Block& block, int j) {
+    return 4 * (j ^ block.g % 2) + block.t;
+  }  // no bank conflicts
+  static DEVICE uint4 read_piece(const Block& block, u32 tile_address, int first_row, int j) {
+    return ld_shared_v4(tile_address + swizzled<CHUNK>(first_row + block.g, piece_of_lane(block, j)));
+  }
+  // The lower eight rows of the instruction's operand are the same, other columns of them: what goes from memory to registers in one
+  // piece is then an operand as it is. The first product has the dots of the first and third words, the second the others'.
+  struct Dots {
+    float first[4] = {}, second[4] = {};
+  };
+  static DEVICE void add_dots(Dots& dots, const uint4& x, const uint4& y) {
+    mma<T>(dots.first, x.x, x.y, x.z, x.w, y.x, y.z);
+    mma<T>(dots.second, x.x, x.y, x.z, x.w, y.y, y.w);
+  }
+  // Row g's is in one lane of four.
+  static DEVICE bool has_own_dot(const Block& block) { return block.t == block.g / 2; }
+  static DEVICE float own_dot(const Block& block, const Dots& dots) {
+    return block.g % 2 ? dots.first[1] + dots.second[3] : dots.first[0] + dots.second[2];
   }
 
   // What a chunk's rows of dG, or columns, have of the tokens before it, and da. DQ: do/g times Σ v; DK: v times Σ do/g.
@@ -267,7 +298,8 @@ struct TokenStatsSm90 {
     float scale = Traits::scale_y(p);
     if (MODE == DQ) scale = HAS_G ? c.rho[row] * reciprocal(block.scale_of_row(c.row[row])) : block.constant();
     if (CONFIG::COMPUTES_DA) da += block.from_start(c, row) * sum;
-    if (COMPUTES_DG) p.dG[(i64(gridDim.y) + block.bh()) * p.N + position + row] = scale * c.from_start[row] * sum;
+    if (COMPUTES_DG)
+      p.dG[(i64(gridDim.y) + block.bh()) * p.N + position + row] = scale * block.from_start(c, row) * sum;
   }
 
   // At a boundary: DQ leaves its sums there; DK adds up what they are to its own.
@@ -286,30 +318,25 @@ struct TokenStatsSm90 {
     block.forget_addresses();
   }
 
-  // do·o of this warp's rows, eight lanes a row; o comes straight from global memory, asked for before the wait for
-  // the tiles.
-  static DEVICE int eight_lanes_row(const Block& block, int i) { return block.first_row() + block.lane / 8 + 4 * i; }
-  static DEVICE void read_o(const Block& block, uint4 (&o)[4][PANELS], int position) {
+  // do·o of this warp's rows; o comes straight from global memory, asked for before the wait for the tiles.
+  static DEVICE void read_o(const Block& block, OutputRows& o, int position) {
 #pragma unroll
-    for (int i = 0; i < 4; i++)
+    for (int i = 0; i < 2; i++)
 #pragma unroll
-      for (int k = 0; k < PANELS; k++) {
-        int at = position + eight_lanes_row(block, i);
-        const uint4* from = reinterpret_cast<const uint4*>(block.row(O, at)) + block.lane % 8 + 8 * k;
-        o[i][k] = at < block.p.N ? *from : make_uint4(0, 0, 0, 0);
+      for (int j = 0; j < D / 32; j++) {
+        const int at = position + block.first_row() + 8 * i + block.g;
+        const uint4* from = reinterpret_cast<const uint4*>(block.row(O, at)) + piece_of_lane(block, j);
+        o.pieces[i][j] = at < block.p.N ? *from : make_uint4(0, 0, 0, 0);
       }
   }
-  static DEVICE void row_products(const Block& block, const uint4 (&o)[4][PANELS], u32 tile_address, float* to) {
+  static DEVICE void row_products(const Block& block, const OutputRows& o, u32 tile_address, float* to) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      float sum = 0.f;
+    for (int i = 0; i < 2; i++) {
+      const int first_row = block.first_row() + 8 * i;
+      Dots dots;
 #pragma unroll
-      for (int k = 0; k < PANELS; k++) {
-        uint4 x = ld_shared_v4(tile_address + swizzled<CHUNK>(eight_lanes_row(block, i), block.lane % 8 + 8 * k));
-        sum += dot<T>(x, o[i][k]);
-      }
-      sum = sum_lanes<8>(sum);
-      if (block.lane % 8 == 0) to[eight_lanes_row(block, i)] = sum;
+      for (int j = 0; j < D / 32; j++) add_dots(dots, read_piece(block, tile_address, first_row, j), o.pieces[i][j]);
+      if (has_own_dot(block)) to[first_row + block.g] = own_dot(block, dots);
     }
   }
 

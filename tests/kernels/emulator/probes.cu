@@ -45,9 +45,10 @@ extern "C" __global__ void integers(const int* a, const int* b, int* out) {
                  __shfl_xor_sync(0xffffffffu, x, 5),
                  __shfl_down_sync(0xffffffffu, x, 2, 8),
                  __shfl_sync(0xffffffffu, x, i * 7),
-                 (x & y) | (~x ^ (y | 5))};
+                 (x & y) | (~x ^ (y | 5)),
+                 __all_sync(0xffffffffu, x > -2000000000) + 2 * __any_sync(0xffffffffu, x > 2000000000)};
 #pragma unroll
-  for (int k = 0; k < 16; k++) out[k * blockDim.x + i] = found[k];
+  for (int k = 0; k < 17; k++) out[k * blockDim.x + i] = found[k];
 }
 extern "C" __global__ void floats(const float* a, const float* b, float* out) {
   int i = threadIdx.x, T = blockDim.x;

@@ -10,12 +10,13 @@ MASK = 0xFFFFFFFF
 
 
 def test_integers(launch) -> None:
-    """Guards: division toward zero, the high half of products, shifts beyond the width, shuffles."""
+    """Guards: division toward zero, the high half of products, shifts beyond the width, shuffles, votes."""
     rng = np.random.default_rng(0)
     x, y = rng.integers(-(2**31), 2**31, (2, 64))
     x[:20], y[:20] = rng.integers(-100, 100, (2, 20))
     y[y == 0] = 7
-    out = torch.zeros(16, 64, dtype=torch.int32)
+    x[32:] = x[32:] % 1000  # so that votes of the two warps differ
+    out = torch.zeros(17, 64, dtype=torch.int32)
     launch("integers", *(torch.from_numpy(v.astype(np.int32)) for v in (x, y)), out, threads=64)
     for thread in range(64):
         expected = integers(thread, x.tolist(), y.tolist())
@@ -26,11 +27,13 @@ def integers(i: int, xs: list[int], ys: list[int]) -> list[int]:
     """What thread i of the probe computes."""
     x, y, warp = xs[i], ys[i], i - i % 32
     ux, uy = x & MASK, y & MASK
+    of_warp = xs[warp : warp + 32]
+    votes = all(v > -2000000000 for v in of_warp) + 2 * any(v > 2000000000 for v in of_warp)
     quotient = abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1)
     return [
         quotient, x - y * quotient, ux // uy, ux % uy, x * y >> 32, ux * uy >> 32, x * y >> 20,
         (uy << 32 | ux) << (ux & 31) >> 32, x >> min(uy & 63, 31), ux << (y & 31), min(x, y), max(ux, uy),
-        xs[i ^ 5], xs[i if i % 8 > 5 else i + 2], xs[warp + i * 7 % 32], (x & y) | (~x ^ (y | 5)),
+        xs[i ^ 5], xs[i if i % 8 > 5 else i + 2], xs[warp + i * 7 % 32], (x & y) | (~x ^ (y | 5)), votes,
     ]  # fmt: skip
 
 
