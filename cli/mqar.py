@@ -19,8 +19,8 @@ PER_CARD = 8  # processes that share a GPU: models this small leave most of it i
 
 def configure(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    every = ["softmax", "gla", "ours", "ours-decay", "ours-gated", "ours-gated+output_gate"]
-    every += ["ours-gated+output_gate+normalize=false+learnable_b"]
+    every = ["softmax", "gla", "ours", "ours-decay", "ours-gated", "ours-gated+output_gate+normalize"]
+    every += ["ours-gated+output_gate", "ours-gated+output_gate+learnable_b"]
     forms = "attentions, `+` their options; those with a short convolution are trained with it, too"
     add("--attentions", type=list[str], default=every, help=forms)
     add("--widths", type=list[int], default=[64, 128], help="of the models")

@@ -11,7 +11,7 @@ best counts. The blocks are Pythia's, MLP included (Zoology's have none).
 import math
 import time
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch.nn import functional as F
@@ -119,7 +119,8 @@ def parse_form(form: str) -> tuple[str, dict[str, Any]]:
     if attention not in ATTENTIONS:
         raise UserError(f"unknown attention {attention!r}: there are {', '.join(ATTENTIONS)}")
     declared, options = ATTENTIONS[attention].options(), {}
-    known = [name for name, p in declared.items() if type(p.default) is bool and name != "short_conv"]
+    switches = [name for name, p in declared.items() if get_args(p.annotation)[0] in (bool, bool | None)]
+    known = [name for name in switches if name != "short_conv"]
     for word in words:
         name, _, value = word.partition("=")
         if name not in known or value not in ("", "true", "false"):

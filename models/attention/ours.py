@@ -9,8 +9,9 @@ Its options are not the paper's; `ours-decay` and `ours-gated` have them too:
 
     learnable_b     b per head is learned; without the normaliser a, too
     output_gate     y = W_O (silu(x W_r) ⊙ LayerNorm_head(o)), as in GLA (arXiv 2312.06635)
-    normalize       false, with output_gate: o_i = Σ_{j≤i} (a + b q̂_i·k̂_j) v_j. LayerNorm takes out any factor
-                    per token, the normaliser among them; a and b may then be of any size and sign
+    normalize       false, the default with output_gate and for it alone: o_i = Σ_{j≤i} (a + b q̂_i·k̂_j) v_j.
+                    LayerNorm takes out any factor per token, the normaliser among them; a and b may then be
+                    of any size and sign. It learns as well (docs/results/gate/learning) and is faster
     short_conv      a causal convolution of width 4 over q, k and v (short_conv.py)
 """
 
@@ -51,13 +52,13 @@ class OursAttention(QKVAttention):
         ] = False,
         output_gate: Annotated[bool, "a gate and a norm on the output of `ours*`, as GLA has them."] = False,
         normalize: Annotated[
-            bool,
-            "divide by the sum of the weights in `ours*`; false needs `output_gate`, whose norm will do.",
-        ] = True,
+            bool | None,
+            "divide by the sum of the weights in `ours*`; by default without `output_gate`, whose norm will do.",
+        ] = None,
         short_conv: Annotated[bool, SHORT_CONV_HELP] = False,
     ) -> None:
         super().__init__(config, layer_idx)
-        self.normalize = normalize
+        self.normalize = normalize = self.normalizes(normalize, output_gate)
         self.b_offset = nn.Parameter(torch.zeros(config.n_head)) if learnable_b else None
         self.a_offset = nn.Parameter(torch.zeros(config.n_head)) if learnable_b and not normalize else None
         self.conv = nn.Parameter(identity_filter(3 * config.n_embd)) if short_conv else None  # [4, 3C]
@@ -66,9 +67,14 @@ class OursAttention(QKVAttention):
         self.register_buffer("log_decay", None, persistent=False)
         self.reset_constants(torch.get_default_device())
 
+    @staticmethod
+    def normalizes(normalize: bool | None, output_gate: bool) -> bool:
+        """What the option `normalize` comes to."""
+        return not output_gate if normalize is None else normalize
+
     @classmethod
-    def check(cls, config: litgpt.Config, *, normalize: bool, output_gate: bool, **_: bool) -> None:
-        if not normalize and not output_gate:
+    def check(cls, config: litgpt.Config, *, normalize: bool | None, output_gate: bool, **_: bool) -> None:
+        if not cls.normalizes(normalize, output_gate) and not output_gate:
             raise UserError(
                 "normalize=False needs output_gate=True: the output must be normalised by one of them"
             )
@@ -84,7 +90,7 @@ class OursAttention(QKVAttention):
             cos=rope,
             sin=rope,
             log_gate=torch.empty(1, 1, config.n_head, device=device) if cls.token_decay else None,
-            normalize=options["normalize"],
+            normalize=cls.normalizes(options["normalize"], options["output_gate"]),
         )
         return "chunkwise" if choose(call) is chunkwise else "cuda"
 

@@ -30,8 +30,8 @@ def test_ours_is_its_formula(small, name, learnable_b):
     torch.testing.assert_close(layer(x, cos, sin), expected, rtol=1e-5, atol=1e-6)
 
 
-GATE_AND_CONV = {"output_gate": True, "short_conv": True}
-FREE = GATE_AND_CONV | {"normalize": False, "learnable_b": True}
+GATE_AND_CONV = {"output_gate": True, "normalize": True, "short_conv": True}
+FREE = GATE_AND_CONV | {"normalize": None, "learnable_b": True}
 
 
 @pytest.mark.parametrize("options", [{}, GATE_AND_CONV, FREE], ids=["plain", "options", "free coefficients"])

@@ -84,10 +84,19 @@ __global__ void __launch_bounds__(THREADS) prefix(const __grid_constant__ Params
                    : i < D * D + D ? p.initial.k[bh * D + i - D * D]
                                    : p.initial.v[bh * D + i - D * D - D]);
   }
-  float* at = p.scratch + bh * (p.segments - 1) * SIZE + i;
-  for (int s = 0; s < p.segments - 1; s++, at += SIZE) {
-    if (DECAY == PER_TOKEN) decay = decay_of_segment<CHUNK>(p, bh, s);
-    *at = sum = sum * decay + *at;
+  constexpr int AT_ONCE = DECAY == PER_TOKEN ? 1 : 8;  // reads on their way; a gated segment's decay is many itself
+  const int n = p.segments - 1;
+  float* at = p.scratch + bh * n * SIZE + i;
+  for (int first = 0; first < n; first += AT_ONCE, at += AT_ONCE * SIZE) {
+    float own[AT_ONCE], decays[AT_ONCE];
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; k++) {
+      own[k] = first + k < n ? at[k * SIZE] : 0.f;
+      decays[k] = DECAY == PER_TOKEN && first + k < n ? decay_of_segment<CHUNK>(p, bh, first + k) : decay;
+    }
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; k++)
+      if (first + k < n) at[k * SIZE] = sum = sum * decays[k] + own[k];
   }
 }
 

@@ -263,19 +263,24 @@ struct OutputsSm90 {
   }
   // FWD: o = y/g, or y; DV: dv = y.
   static DEVICE void scale(Block& block, float (&y)[8][4], int stage, int parity) {
+    const float scale = Traits::scale_y(block.p);
+    float2 scales[8];  // of two tokens, read under the product
+#pragma unroll
+    for (int n = 0; n < 8; n++) {
+      scales[n] = make_float2(scale, scale);
+      if (CONFIG::NORMALISES)
+        scales[n] = *reinterpret_cast<float2*>(block.coefficients(stage).row + 8 * n + 2 * block.t);
+    }
     warpgroup_wait<1>();
     warpgroup_fence_operand(y);
     block.forget_addresses();
-    float scale = Traits::scale_y(block.p);
     u32 to = own_y(block, stage, parity);
 #pragma unroll
     for (int n = 0; n < 8; n += 2) {
       u32 pairs[4];
 #pragma unroll
       for (int m = 0; m < 2; m++) {
-        float2 r = make_float2(scale, scale);
-        if (CONFIG::NORMALISES)
-          r = *reinterpret_cast<float2*>(block.coefficients(stage).row + 8 * (n + m) + 2 * block.t);
+        const float2 r = scales[n + m];
         pairs[2 * m] = pack<T>(y[n + m][0] * r.x, y[n + m][1] * r.y);
         pairs[2 * m + 1] = pack<T>(y[n + m][2] * r.x, y[n + m][3] * r.y);
       }

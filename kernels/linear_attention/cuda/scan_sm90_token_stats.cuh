@@ -215,16 +215,15 @@ struct TokenStatsSm90 {
   static DEVICE int row_of_thread(const Block& block) {
     return block.thread() / (MODE == FWD ? ROW_THREADS : 1) % CHUNK;
   }
-  static DEVICE void norms(Block& block, const Coefficients& c, int stage, int position, int len, float n,
+  static DEVICE void norms(const Block& block, const Coefficients& c, int stage, int position, int len, float n,
                            const Gate& gate, int slot) {
     const Params& p = block.p;
-    const bool key = STATES || block.uniform_warp() % 4 >= CHUNK / 32;
+    const int i = row_of_thread(block);
+    const bool ok = i < len, key = STATES || block.uniform_warp() % 4 >= CHUNK / 32;
     float square = 0.f;
     if (HAS_G || p.normalize)
-      square = squared_norm(block, block.tile(stage, key ? B : A), row_of_thread(block) - block.lane / ROW_THREADS);
-    block.forget_addresses();
-    const int i = row_of_thread(block);
-    const bool ok = i < len;
+      square = squared_norm(block, block.tile(stage, key ? B : A), i, block.thread() % ROW_THREADS);
+    if (ROW_THREADS == 2) square += __shfl_xor_sync(FULL_WARP, square, 1);
     const float r = reciprocal_norm(square, p.normalize);
     if (!STATES && block.panel() == 0 && ok) (key ? p.rk : p.rq)[block.stat(position + i)] = r;
     const TokenStats stats = {0.f, 0.f, r, r};
@@ -244,46 +243,21 @@ struct TokenStatsSm90 {
       if (CONFIG::HAS_ROW) c.row[i] = DECAY == PER_TOKEN ? count(gate) : block.power(i + 1) * n;
     }
   }
-  // Of this thread's row of a tile, of which a warp has 16 or 32.
-  static DEVICE float squared_norm(const Block& block, u32 tile_address, int first_row) {
-    constexpr int EIGHTS = 4 / ROW_THREADS, UNROLL = D / 64;                       // as registers allow
-    const int row = block.lane / ROW_THREADS, has_it = row % 8 * 4 + row % 8 / 2;  // a lane
-    float square = 0.f;
-#pragma unroll UNROLL
-    for (int i = 0; i < EIGHTS; i++) {
-      Dots dots;
+  // Of a row of a tile, all of it or one half. Eight threads that read at once read eight rows, or halves of four.
+  static DEVICE float squared_norm(const Block& block, u32 tile_address, int row, int half) {
+    float sum[4] = {};
 #pragma unroll
-      for (int j = 0; j < D / 32; j++) {
-        const uint4 x = read_piece(block, tile_address, first_row + 8 * i, j);
-        add_dots(dots, x, x);
+    for (int i = 0; i < D / 8 / ROW_THREADS; i++) {
+      int piece = ROW_THREADS == 1 ? i : i / 4 * 8 + half * 4 + i % 4;
+      uint4 x = ld_shared_v4(tile_address + swizzled<CHUNK>(row, piece));
+      u32 pairs[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        float2 both = unpack<T>(pairs[k]);
+        sum[k] += both.x * both.x, sum[k] += both.y * both.y;
       }
-      const float of_row = __shfl_sync(FULL_WARP, own_dot(block, dots), has_it);
-      if (row / 8 == i) square = of_row;
     }
-    return square;
-  }
-
-  // Dots of eight rows with eight others, on tensor cores: the diagonal of a product. A lane has row g of both, the same eight columns
-  // of 32 at a time, which need not be those that the instruction takes them for.
-  static DEVICE int piece_of_lane(const Block& block, int j) {
-    return 4 * (j ^ block.g % 2) + block.t;
-  }  // no bank conflicts
-  static DEVICE uint4 read_piece(const Block& block, u32 tile_address, int first_row, int j) {
-    return ld_shared_v4(tile_address + swizzled<CHUNK>(first_row + block.g, piece_of_lane(block, j)));
-  }
-  // The lower eight rows of the instruction's operand are the same, other columns of them: what goes from memory to registers in one
-  // piece is then an operand as it is. The first product has the dots of the first and third words, the second the others'.
-  struct Dots {
-    float first[4] = {}, second[4] = {};
-  };
-  static DEVICE void add_dots(Dots& dots, const uint4& x, const uint4& y) {
-    mma<T>(dots.first, x.x, x.y, x.z, x.w, y.x, y.z);
-    mma<T>(dots.second, x.x, x.y, x.z, x.w, y.y, y.w);
-  }
-  // Row g's is in one lane of four.
-  static DEVICE bool has_own_dot(const Block& block) { return block.t == block.g / 2; }
-  static DEVICE float own_dot(const Block& block, const Dots& dots) {
-    return block.g % 2 ? dots.first[1] + dots.second[3] : dots.first[0] + dots.second[2];
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
   }
 
   // What a chunk's rows of dG, or columns, have of the tokens before it, and da. DQ: do/g times Σ v; DK: v times Σ do/g.
@@ -316,6 +290,29 @@ struct TokenStatsSm90 {
       if (block.lane == 0) boundary.parts[4 * CONFIG::GROUPS + block.warp % 4] = sum;
     }
     block.forget_addresses();
+  }
+
+  // Dots of eight rows with eight others, on tensor cores: the diagonal of a product. A lane has row g of both, the same eight columns
+  // of 32 at a time, which need not be those that the instruction takes them for.
+  static DEVICE int piece_of_lane(const Block& block, int j) {
+    return 4 * (j ^ block.g % 2) + block.t;
+  }  // no bank conflicts
+  static DEVICE uint4 read_piece(const Block& block, u32 tile_address, int first_row, int j) {
+    return ld_shared_v4(tile_address + swizzled<CHUNK>(first_row + block.g, piece_of_lane(block, j)));
+  }
+  // The lower eight rows of the instruction's operand are the same, other columns of them: what goes from memory to registers in one
+  // piece is then an operand as it is. The first product has the dots of the first and third words, the second the others'.
+  struct Dots {
+    float first[4] = {}, second[4] = {};
+  };
+  static DEVICE void add_dots(Dots& dots, const uint4& x, const uint4& y) {
+    mma<T>(dots.first, x.x, x.y, x.z, x.w, y.x, y.z);
+    mma<T>(dots.second, x.x, x.y, x.z, x.w, y.y, y.w);
+  }
+  // Row g's is in one lane of four.
+  static DEVICE bool has_own_dot(const Block& block) { return block.t == block.g / 2; }
+  static DEVICE float own_dot(const Block& block, const Dots& dots) {
+    return block.g % 2 ? dots.first[1] + dots.second[3] : dots.first[0] + dots.second[2];
   }
 
   // do·o of this warp's rows; o comes straight from global memory, asked for before the wait for the tiles.
