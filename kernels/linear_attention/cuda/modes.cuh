@@ -29,8 +29,8 @@
 //
 // (AFFINE: a times the sum over v, and over do; the sum of it over i is the gradient of a. PRODUCTS: q̂·dq̂ and k̂·dk̂ alone.)
 // log_decay_t is in every G_i with i ≥ t, so of two tokens from t on nothing may be left in that sum, however long it is: DQ and DK
-// multiply by the same rounded W_ij. The factors b r_q and r_k of a row of y, which the table has under "then", are in ρ and κ, in fp16
-// their mantissas, and their exponents come then.
+// multiply by the same rounded W_ij. The factors b r_q and r_k of a row of y, which the table has under "then", are in ρ and κ;
+// in fp16 their mantissas are, and their exponents come then.
 #pragma once
 #include "params.cuh"
 #include "ptx/shared_memory.cuh"

@@ -49,8 +49,8 @@ struct ConfigSm90 {
   // the mode's: DQ's τ is its σ.
   static constexpr bool HAS_RHO =
       MODE == FWD || MODE == DV || (HAS_G && MODE == DQ) || (FACTOR_IN_W && !HAS_G && MODE == DK && D == 64);
-  static constexpr bool FACTOR_IN_PAST =
-      WHOLE_FACTOR && MODE == DK && !HAS_RHO;  // what is exp(Γ) elsewhere has it, too
+  // What is exp(Γ) elsewhere has the factor, too.
+  static constexpr bool FACTOR_IN_PAST = WHOLE_FACTOR && MODE == DK && !HAS_RHO;
   static constexpr bool HAS_KAPPA = HAS_G && MODE == DQ, HAS_TAU = HAS_G && Traits::REVERSE;
   static constexpr bool HAS_ROW = PROJECTS || NORMALISES;
   // With PER_TOKEN also exp(Γ), Γ, and where dG is found what is known of it; DK then has 1/g apart from σ.

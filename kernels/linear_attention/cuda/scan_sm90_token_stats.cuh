@@ -292,16 +292,15 @@ struct TokenStatsSm90 {
     block.forget_addresses();
   }
 
-  // Dots of eight rows with eight others, on tensor cores: the diagonal of a product. A lane has row g of both, the same eight columns
-  // of 32 at a time, which need not be those that the instruction takes them for.
-  static DEVICE int piece_of_lane(const Block& block, int j) {
-    return 4 * (j ^ block.g % 2) + block.t;
-  }  // no bank conflicts
+  // Dots of eight rows with eight others, on tensor cores: the diagonal of a product. A lane has row g of both, the same
+  // eight columns of 32 at a time, which need not be those that the instruction takes them for. Odd rows begin with the
+  // other 32 of 64, so that no two lanes that read at once meet in a bank.
+  static DEVICE int piece_of_lane(const Block& block, int j) { return 4 * (j ^ block.g % 2) + block.t; }
   static DEVICE uint4 read_piece(const Block& block, u32 tile_address, int first_row, int j) {
     return ld_shared_v4(tile_address + swizzled<CHUNK>(first_row + block.g, piece_of_lane(block, j)));
   }
-  // The lower eight rows of the instruction's operand are the same, other columns of them: what goes from memory to registers in one
-  // piece is then an operand as it is. The first product has the dots of the first and third words, the second the others'.
+  // The instruction's lower eight rows are the upper ones again, with other columns: what comes from memory in one piece
+  // is then an operand as it is. The first product has the dots of the first and third words, the second the others'.
   struct Dots {
     float first[4] = {}, second[4] = {};
   };
