@@ -53,7 +53,7 @@ class OursAttention(QKVAttention):
         output_gate: Annotated[bool, "a gate and a norm on the output of `ours*`, as GLA has them."] = False,
         normalize: Annotated[
             bool | None,
-            "divide by the sum of the weights in `ours*`; by default without `output_gate`, whose norm will do.",
+            "divide by the weights' sum in `ours*`; by default without `output_gate`, whose norm will do.",
         ] = None,
         short_conv: Annotated[bool, SHORT_CONV_HELP] = False,
     ) -> None:
