@@ -23,7 +23,8 @@ from lingpt.kernels.torch_internals import below_autograd, is_plain_call, is_uno
 C = TypeVar("C", bound=tuple)  # the call object, a NamedTuple
 Outputs = tuple[Tensor | None, ...]  # None for what was not asked for
 
-_SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", bool: "bool", str: "str"}
+_NUMBERS = {kind: kind.__name__ for kind in (float, int, bool, str)}
+_SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?"} | _NUMBERS
 _library = torch.library.Library("lingpt", "FRAGMENT")
 
 

@@ -20,7 +20,7 @@ class Call(NamedTuple):
     The operator's schema is made of these fields (kernels/operator.py): tensors first.
     """
 
-    projected: Tensor | None = None  # [B, N, 3H + G, D], the gates' too; then qkv and log_gate are None
+    projected: Tensor | None = None  # [B, N, 3·H·D + P], the gates' too; then qkv and log_gate are None
     qkv: Tensor | None = None  # [B, N, 3, H, D], the fused projection; then q, k and v are None
     q: Tensor | None = None  # [B, N, H, D], as k and v
     k: Tensor | None = None
@@ -38,6 +38,7 @@ class Call(NamedTuple):
     n: Tensor | None = None
     a_value: float = 1.0
     b_value: float = 1.0
+    head_size: int = 0  # D, with `projected`
     normalize: bool = True
     normalize_qk: bool = True
     causal: bool = True
@@ -49,7 +50,7 @@ class Call(NamedTuple):
         backends take."""
         if self.projected is None or self.gate_bias is None:
             return self
-        qkv, gate = split_projection(self.projected, self.gate_bias)
+        qkv, gate, _ = split_projection(self.projected, self.gate_bias.shape[0], self.head_size)
         # In fp32 from the sum on: γ is within 2⁻¹³ of 1.
         log_gate = F.logsigmoid(gate.to(self.gate_bias.dtype) + self.gate_bias)
         return self._replace(projected=None, gate_bias=None, qkv=qkv, log_gate=log_gate)
@@ -99,10 +100,11 @@ class Call(NamedTuple):
         return LinearAttentionState(self.S, self.z, self.c, self.n)
 
 
-def split_projection(projected: Tensor, gate_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """qkv [B, N, 3, H, D] and the gates before their bias [B, N, H], views of `projected`."""
-    H = gate_bias.shape[0]
-    return projected[:, :, : 3 * H].unflatten(2, (3, H)), projected[:, :, 3 * H :].flatten(2)[..., :H]
+def split_projection(projected: Tensor, H: int, D: int) -> tuple[Tensor, Tensor, Tensor]:
+    """qkv [B, N, 3, H, D], the gates before their bias [B, N, H] and what is left of each row, views."""
+    width = projected.shape[2]
+    qkv, gate, rest = projected.split_with_sizes((3 * H * D, H, width - (3 * D + 1) * H), 2)
+    return qkv.unflatten(2, (3, H, D)), gate, rest
 
 
 class OptionGradients(NamedTuple):

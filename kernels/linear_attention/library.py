@@ -46,7 +46,7 @@ def _backward(given: Call, saved: tuple[Tensor, ...], gradients: Outputs) -> Out
     tensors = {name: x for name in _INPUTS if (x := getattr(given, name)) is not None}
     d = {name: torch.empty_like(x, memory_format=torch.contiguous_format) for name, x in tensors.items()}
     if given.gate_bias is not None:
-        dqkv, d_gate = split_projection(d["projected"], given.gate_bias)
+        dqkv, d_gate, rest = split_projection(d["projected"], *call.shape[2:])
         out = dqkv.unbind(2)
     else:
         out = tuple(d.values()) if call.qkv is None else d["qkv"].unbind(2)
@@ -55,8 +55,8 @@ def _backward(given: Call, saved: tuple[Tensor, ...], gradients: Outputs) -> Out
     if given.gate_bias is not None:
         assert call.log_gate is not None and d_log_gate is not None
         d_sum = -torch.expm1(call.log_gate) * d_log_gate  # the derivative of ln σ is 1 − σ
-        d["projected"][:, :, 3 * given.gate_bias.shape[0] :] = 0.0  # what follows the gates is no one's
         d_gate.copy_(d_sum)
+        rest.zero_()
         d_log_gate, d_bias = None, d_sum.sum((0, 1))
     by_input = (d.get(name) for name in _INPUTS)
     return *by_input, found.a, found.b, d_log_gate, d_bias, *(found.initial_state or _NO_STATE)
@@ -81,8 +81,10 @@ def _fake_forward(call: Call) -> Outputs:
 
 
 def _flops(shapes: Any) -> int:
-    B, N, *_, H, D = shapes.projected or shapes.qkv or shapes.q
-    H = shapes.gate_bias[0] if shapes.gate_bias else H
+    if shapes.projected:
+        (B, N, _), (H,), D = shapes.projected, shapes.gate_bias, shapes.head_size
+    else:
+        B, N, *_, H, D = shapes.qkv or shapes.q
     return linear_attention_flops(B, N, H, D, shapes.causal)
 
 

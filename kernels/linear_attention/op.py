@@ -96,14 +96,14 @@ def linear_attention(
 def linear_attention_qkv(
     qkv: Tensor, cos: Tensor, sin: Tensor, b: float | Tensor = ..., *,
     a: float | Tensor = ..., log_decay: Tensor | Sequence[float] | None = ..., normalize: bool = ...,
-    gate_bias: Tensor | None = ..., normalize_qk: bool = ...,
+    gate_bias: Tensor | None = ..., head_size: int | None = ..., normalize_qk: bool = ...,
     initial_state: LinearAttentionState | None = ..., return_state: Literal[False] = ..., backend: str = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def linear_attention_qkv(
     qkv: Tensor, cos: Tensor, sin: Tensor, b: float | Tensor = ..., *,
     a: float | Tensor = ..., log_decay: Tensor | Sequence[float] | None = ..., normalize: bool = ...,
-    gate_bias: Tensor | None = ..., normalize_qk: bool = ...,
+    gate_bias: Tensor | None = ..., head_size: int | None = ..., normalize_qk: bool = ...,
     initial_state: LinearAttentionState | None = ..., return_state: Literal[True], backend: str = ...,
 ) -> tuple[Tensor, LinearAttentionState]: ...  # fmt: skip
 def linear_attention_qkv(
@@ -115,6 +115,7 @@ def linear_attention_qkv(
     a: float | Tensor = 1.0,
     log_decay: Tensor | Sequence[float] | None = None,
     gate_bias: Tensor | None = None,
+    head_size: int | None = None,
     normalize: bool = True,
     normalize_qk: bool = True,
     initial_state: LinearAttentionState | None = None,
@@ -127,9 +128,11 @@ def linear_attention_qkv(
         qkv: [B, N, 3, H, D]: q, k and v of each token.
         cos, sin: [N, R], R even and at most D: the leading R dimensions of q and k are rotated as LitGPT does
             (`litgpt.model.build_rope_cache`). Slice them at the first token's position when decoding.
-        gate_bias: [H]. Then the projection has each token's gates, too: qkv is [B, N, 3H + G, D], the first
-            H numbers behind q, k and v are z, and log_decay is logsigmoid(z + gate_bias), in fp32 (float64).
-            What follows z is not read, and its gradient is zero. `log_decay` is to be None.
+        gate_bias: [H]. Then the projection has each token's gates, too: qkv is [B, N, 3·H·D + P], the first H
+            of the P numbers behind q, k and v are z, and log_decay is logsigmoid(z + gate_bias), in fp32
+            (float64). What follows z is not read, and its gradient is zero: fill rows up to a multiple of 16
+            bytes, and the CUDA kernel reads them without a copy. `log_decay` is to be None.
+        head_size: D, with gate_bias alone: such a row's shape does not tell.
         The rest is as in `linear_attention`.
 
     Returns:
@@ -137,7 +140,7 @@ def linear_attention_qkv(
     """
     projected = None
     if gate_bias is not None:
-        projected, qkv = qkv, _check_projected(qkv, gate_bias, log_decay)
+        projected, qkv = qkv, _check_projected(qkv, gate_bias, head_size, log_decay)
         gate_bias = gate_bias.to(state_dtype(qkv.dtype))
     _check_packed(qkv, cos, sin)
     (decay, gate), (S, z, c, n) = _decay(log_decay, qkv), _state(initial_state, qkv)
@@ -145,7 +148,7 @@ def linear_attention_qkv(
     return _run(
         Call(
             projected=projected, gate_bias=gate_bias, qkv=qkv if projected is None else None,
-            cos=cos, sin=sin, a=_tensor(a, qkv, "a"), b=_tensor(b, qkv, "b"),
+            cos=cos, sin=sin, a=_tensor(a, qkv, "a"), b=_tensor(b, qkv, "b"), head_size=head_size or 0,
             a_value=_number(a), b_value=_number(b), log_decay=decay, log_gate=gate, S=S, z=z, c=c, n=n,
             normalize=normalize, normalize_qk=normalize_qk, return_state=return_state,
             backend=_backend(backend, qkv, True, initial_state is not None),
@@ -176,19 +179,22 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise UserError(f"q, k and v must be on one device; got {device}, {k.device}, {v.device}")
 
 
-def _check_projected(projected: Tensor, gate_bias: Tensor, log_decay: object) -> Tensor:
-    """qkv [B, N, 3, H, D], a view of a projection [B, N, 3H + G, D] that has the gates, too."""
+def _check_projected(
+    projected: Tensor, gate_bias: Tensor, head_size: int | None, log_decay: object
+) -> Tensor:
+    """qkv [B, N, 3, H, D], a view of a projection [B, N, 3·H·D + P] that has the gates, too."""
     if log_decay is not None:
         raise UserError("gate_bias says that the decay is in the projection: leave log_decay at None")
     if gate_bias.ndim != 1 or not gate_bias.is_floating_point() or gate_bias.device != projected.device:
         got = f"{gate_bias.dtype} {list(gate_bias.shape)} on {gate_bias.device}"
         raise UserError(f"gate_bias must be floating point [H] on {projected.device}; got {got}")
+    if head_size is None or head_size < 1:
+        raise UserError(f"gate_bias needs head_size, the D of q, k and v in each row; got {head_size}")
     H, shape = gate_bias.shape[0], projected.shape
-    if len(shape) != 4 or (shape[2] - 3 * H) * shape[3] < H:
-        raise UserError(
-            f"with gate_bias [H = {H}] qkv must be [B, N, 3H + G, D], G·D at least H; got {list(shape)}"
-        )
-    return split_projection(projected, gate_bias)[0]
+    if len(shape) != 3 or shape[2] < (3 * head_size + 1) * H:
+        sizes = f"H = {H}, D = {head_size}"
+        raise UserError(f"with gates qkv must be [B, N, 3·H·D + P], {sizes}, P ≥ H; got {list(shape)}")
+    return split_projection(projected, H, head_size)[0]
 
 
 def _check_packed(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:

@@ -113,7 +113,7 @@ class OursAttention(QKVAttention):
 
     def project(
         self, x_BNC: torch.Tensor, state: RecurrentState | None
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
         """What the operator reads: qkv `[B, N, 3, H, D]`, convolved, and how the past fades, by argument."""
         return self.mixed(self.packed_qkv(x_BNC), state), {"log_decay": self.log_decay}
 

@@ -7,6 +7,8 @@ The scalar gate of Mamba-2 and mLSTM on the normalised `1 + b·x`. c_h starts at
 (`ours-decay`): ln(γ_h / (1 − γ_h)); it is a bias, so it has no weight decay.
 """
 
+from typing import Any
+
 import litgpt
 import torch
 import torch.nn.functional as F
@@ -29,27 +31,31 @@ class OursGatedAttention(OursAttention):
 
     def project(
         self, x_BNC: torch.Tensor, state: RecurrentState | None
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Training, q, k, v and the gates are one product: x is read once, its gradient written once."""
         if state is None and self.conv is None:
-            return self.projected(x_BNC), {"gate_bias": self.decay_bias}
+            gates = {"gate_bias": self.decay_bias, "head_size": self.config.head_size}
+            return self.projected(x_BNC), gates
         # In fp32 from the sum on: γ is within 2⁻¹³ of 1.
         log_decay = F.logsigmoid(self.decay_proj(x_BNC).float() + self.decay_bias.float())
         return self.mixed(self.packed_qkv(x_BNC), state), {"log_decay": log_decay}
 
     def projected(self, x_BNC: torch.Tensor) -> torch.Tensor:
-        """`[B, N, 3H + G, D]`: q, k and v, the gates before their bias, and zeros to fill G rows."""
-        H, D = self.config.n_head, self.config.head_size or 1
-        fill = -H % D
+        """`[B, N, 3·H·D + P]`: q, k and v, the gates before their bias, and zeros to fill the row."""
+        H, fill = self.config.n_head, self.row_fill()
         weight = F.pad(torch.cat((self.qkv.weight, self.decay_proj.weight)), (0, 0, 0, fill))
         bias = None if self.qkv.bias is None else F.pad(self.qkv.bias, (0, H + fill))
-        return F.linear(x_BNC, weight, bias).unflatten(-1, (-1, D))
+        return F.linear(x_BNC, weight, bias)
+
+    def row_fill(self) -> int:
+        """Zeros behind the gates: tensor cores and the kernel's copies want rows of whole 16 bytes."""
+        return -self.config.n_head % 8
 
     def saved_per_token(self) -> int:
-        # In fp32 three that the kernel makes of the gates; the gates, in whole heads behind q, k and v, or in
-        # fp32 their sum and its logsigmoid.
-        H, D = self.config.n_head, self.config.head_size or 1
-        gates = -(-H // D) * D if self.conv is None else 4 * H
+        # In fp32 three that the kernel makes of the gates; the gates behind q, k and v, or in fp32 their sum
+        # and its logsigmoid.
+        H = self.config.n_head
+        gates = H + self.row_fill() if self.conv is None else 4 * H
         return super().saved_per_token() + 6 * H + gates
 
     def own_parameters(self) -> dict[str, float | torch.Tensor]:

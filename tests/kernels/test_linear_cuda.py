@@ -193,23 +193,23 @@ def test_views_of_a_projection_give_the_bits_of_copies_and_are_not_copied() -> N
 @gpu
 @pytest.mark.parametrize("D", [64, 128])
 def test_gates_in_the_projection_give_the_bits_of_gates_apart(D: int) -> None:
-    """Guards: rows with a head more, read and written in place; what is behind the gates gets zeros."""
+    """Guards: rows with gates at their end, read and written in place; what fills them up gets zeros."""
     B, N, H = 2, 700, 4
     log_decay("PER_TOKEN", B, N, H)  # or skips
     qkv, none = randn(B, N, 3, H, D, seed=0, dtype=BF16), torch.empty(N, 0, device="cuda")
-    behind, bias = randn(B, N, 1, D, seed=1, dtype=BF16), torch.linspace(0, 6, H, device="cuda")
-    do, gate = randn(B, N, H, D, seed=2, dtype=BF16), behind[:, :, 0, :H].float()
-    projected = torch.cat((qkv.flatten(2, 3), behind), 2)
+    behind, bias = randn(B, N, 8, seed=1, dtype=BF16), torch.linspace(0, 6, H, device="cuda")
+    do, gate = randn(B, N, H, D, seed=2, dtype=BF16), behind[..., :H].float()
+    projected = torch.cat((qkv.flatten(2), behind), 2)
     leaves = [x.detach().requires_grad_() for x in (projected, bias, qkv, gate)]
-    o = linear_attention_qkv(leaves[0], none, none, gate_bias=leaves[1], backend="cuda")
+    o = linear_attention_qkv(leaves[0], none, none, gate_bias=leaves[1], head_size=D, backend="cuda")
     apart = torch.nn.functional.logsigmoid(leaves[3] + bias)
     o_apart = linear_attention_qkv(leaves[2], none, none, log_decay=apart, backend="cuda")
     (d, d_bias), (dqkv, d_gate) = (
         torch.autograd.grad(x, of, do) for x, of in ((o, leaves[:2]), (o_apart, leaves[2:]))
     )
-    assert torch.equal(o, o_apart) and torch.equal(d[:, :, :-1], dqkv.flatten(2, 3))
-    assert d.is_contiguous() and not d[:, :, -1, H:].any()
-    torch.testing.assert_close(d[:, :, -1, :H].float(), d_gate, rtol=1e-2, atol=1e-5)
+    assert torch.equal(o, o_apart) and torch.equal(d[..., :-8], dqkv.flatten(2))
+    assert d.is_contiguous() and not d[..., H - 8 :].any()
+    torch.testing.assert_close(d[..., -8 : H - 8].float(), d_gate, rtol=1e-2, atol=1e-5)
     torch.testing.assert_close(d_bias, d_gate.sum((0, 1)), rtol=1e-4, atol=1e-4)
 
 

@@ -46,6 +46,11 @@ def all_options(causal=True):
     return {"b": b, "log_decay": log_decay, "return_state": True, **parts}
 
 
+def with_gates(q, k, v, P=H):
+    """[B, N, 3·H·D + P]"""
+    return torch.cat((*(x.flatten(2) for x in (q, k, v)), q.flatten(2)[..., :P]), 2)
+
+
 def rope(R=4):
     angle = torch.arange(N)[:, None] * torch.ones(R)
     return angle.cos(), angle.sin()
@@ -71,11 +76,11 @@ def test_opcheck_with_a_decay_of_each_token_s_own():
     gate = torch.full((B, N, H), -0.2, requires_grad=True)
     options, (cos, sin) = all_options() | {"log_decay": None}, rope()
     opcheck(torch.ops.lingpt.linear_attention_fwd, Call(q=q, k=k, v=v, **options, log_gate=gate))
-    projected = torch.cat((q, k, v, q[:, :, :1]), 2).detach().requires_grad_()
+    projected = with_gates(q, k, v).detach().requires_grad_()
     bias = torch.ones(H, requires_grad=True)
     opcheck(
         torch.ops.lingpt.linear_attention_fwd,
-        Call(projected=projected, gate_bias=bias, cos=cos, sin=sin, **options),
+        Call(projected=projected, gate_bias=bias, head_size=D, cos=cos, sin=sin, **options),
     )
 
 
@@ -421,17 +426,23 @@ WRONG = {
     "state's length": (lambda q, k, v: linear_attention(q, k, v, initial_state=state()[:3]), "initial_state"),
     "qkv's shape": (lambda q, k, v: linear_attention_qkv(q, *rope()), "qkv must be"),
     "no room for gates": (
-        lambda q, k, v: linear_attention_qkv(torch.cat((q, k, v), 2), *rope(), gate_bias=torch.ones(H)),
-        "G·D at least H",
+        lambda q, k, v: linear_attention_qkv(
+            with_gates(q, k, v, H - 1), *rope(), gate_bias=torch.ones(H), head_size=D
+        ),
+        "P ≥ H",
+    ),
+    "gates without a head's size": (
+        lambda q, k, v: linear_attention_qkv(with_gates(q, k, v), *rope(), gate_bias=torch.ones(H)),
+        "needs head_size",
     ),
     "gates twice": (
         lambda q, k, v: linear_attention_qkv(
-            torch.cat((q, k, v, q), 2), *rope(), gate_bias=torch.ones(H), log_decay=[-0.1] * H
+            with_gates(q, k, v), *rope(), gate_bias=torch.ones(H), log_decay=[-0.1] * H
         ),
         "leave log_decay",
     ),
     "gate_bias's shape": (
-        lambda q, k, v: linear_attention_qkv(torch.cat((q, k, v, q), 2), *rope(), gate_bias=torch.ones(1, H)),
+        lambda q, k, v: linear_attention_qkv(with_gates(q, k, v), *rope(), gate_bias=torch.ones(1, H)),
         "gate_bias must be",
     ),
     "cos's length": (

@@ -22,14 +22,14 @@ def counted(model: GPT, seq_len: int) -> float:
 def test_an_attention_declares_what_runs(small, variant, seq_len):
     """An operator without a formula counts as zero, and MFU lies. Of softmax PyTorch counts the whole N × N
     square; a causal model needs half of it, or MFU exceeds 100 %. Nor are the zeros counted that fill a gated
-    projection up to whole heads."""
+    projection's rows."""
     model = small(**variant)
     half = 3 * 2 * seq_len * model.config.n_embd  # q·k and p·v over half of the square, forward and backward
-    fill = 3 * 2 * model.config.n_embd * (model.config.head_size - model.config.n_head)
     layers = [block.attn for block in model.blocks]
-    filled = sum(isinstance(layer, OursGatedAttention) and layer.conv is None for layer in layers)
+    gated = [layer for layer in layers if isinstance(layer, OursGatedAttention) and layer.conv is None]
+    filled = sum(3 * 2 * model.config.n_embd * layer.row_fill() for layer in gated)
     softmax_layers = model.config.attention_per_layer.count("softmax")
-    undeclared = softmax_layers * half + filled * fill
+    undeclared = softmax_layers * half + filled
     assert model.flops_per_token(seq_len) + undeclared == counted(model, seq_len)
 
 
