@@ -5,9 +5,12 @@ decides associative recall.
 """
 
 import functools
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 
+from lingpt.kernels.precision import state_dtype
 from lingpt.models.attention.base import RecurrentState
 
 WIDTH = 4
@@ -37,12 +40,41 @@ def short_convolution(
     Returns y [B, N, C] in x's dtype, and the last K − 1 tokens, to go on with.
     """
     K, N = weight_KC.shape[0], x_BNC.shape[1]
-    if before is None:
-        before = x_BNC.new_zeros(x_BNC.shape[0], K - 1, x_BNC.shape[2])
-    padded = torch.cat((before, x_BNC), dim=1)
-    taps = [weight_KC[k].float() * padded[:, k : k + N].float() for k in range(K)]
-    y = functools.reduce(torch.add, taps)
-    return y.to(x_BNC.dtype), padded[:, N:]
+    whole = x_BNC if before is None else torch.cat((before, x_BNC), dim=1)
+    y = _Convolution.apply(whole, weight_KC)[:, whole.shape[1] - N :]
+    return y, F.pad(whole, (0, 0, K - 1, 0))[:, whole.shape[1] :]
+
+
+class _Convolution(torch.autograd.Function):
+    """With a backward of its own, whose terms are so arranged that the compiler makes one pass over the
+    tokens each way and keeps x alone: autograd's would keep a padded copy of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BNC: torch.Tensor, weight_KC: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x_BNC, weight_KC)
+        return _weighted(x_BNC, weight_KC, 1)
+
+    @staticmethod
+    def backward(ctx: Any, dy_BNC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        K, sums = weight.shape[0], state_dtype(x.dtype)
+        dweight = [(_shifted(dy_BNC, k + 1 - K).to(sums) * x).sum((0, 1)) for k in range(K)]
+        return _weighted(dy_BNC, weight, -1), torch.stack(dweight).to(weight.dtype)
+
+
+def _weighted(x_BNC: torch.Tensor, weight_KC: torch.Tensor, direction: int) -> torch.Tensor:
+    """Σ_k w_k x shifted by K − 1 − k tokens, to the future (1) or to the past (−1)."""
+    K, weight_KC = weight_KC.shape[0], weight_KC.to(state_dtype(x_BNC.dtype))
+    taps = (weight_KC[k] * _shifted(x_BNC, direction * (K - 1 - k)) for k in range(K))
+    return functools.reduce(torch.add, taps).to(x_BNC.dtype)
+
+
+def _shifted(x_BNC: torch.Tensor, tokens: int) -> torch.Tensor:
+    """y_t = x_{t − tokens}, zeros beyond the ends."""
+    N = x_BNC.shape[1]
+    if tokens < 0:
+        return F.pad(x_BNC, (0, 0, 0, -tokens))[:, -tokens:]
+    return F.pad(x_BNC, (0, 0, tokens, 0))[:, :N]
 
 
 def identity_filter(channels: int) -> torch.Tensor:
