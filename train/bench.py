@@ -31,7 +31,7 @@ from lingpt.kernels.bench.environment import environment, used_by_others
 from lingpt.kernels.gated_linear_attention import HAS_FLA
 from lingpt.models import MODELS, ModelArgs
 from lingpt.models.attention.base import QKVAttention
-from lingpt.train.bench_results import IDENTITY, Results, Row
+from lingpt.train.bench_results import IDENTITY, OUTPUT_GATE, SHORT_CONV, Results, Row
 from lingpt.train.compilation import compiles
 from lingpt.train.config import Recipe, TrainConfig
 from lingpt.train.loss import NextTokenLoss
@@ -52,6 +52,8 @@ COMPARED: dict[str, dict[str, Any]] = {
     IDENTITY: {"attention": "softmax"},  # whose linear layers it keeps
     "ours": {"attention": "ours"},
     "ours-gated": {"attention": "ours-gated"},
+    OUTPUT_GATE: {"attention": "ours-gated", "output_gate": True},
+    SHORT_CONV: {"attention": "ours-gated", "output_gate": True, "short_conv": True},
     "ours-decay": {"attention": "ours-decay"},
     "softmax-flash": {"attention": "softmax", "sdpa": "flash"},
     "softmax-cudnn": {"attention": "softmax", "sdpa": "cudnn"},

@@ -10,10 +10,13 @@ from lingpt.common.files import read_json_object, replacing, write_errors, write
 from lingpt.common.palette import COLOURS, SPARE_COLOURS
 
 IDENTITY, FLASH = "identity", "softmax-flash"
+OUTPUT_GATE, SHORT_CONV = "ours-gated+output_gate", "ours-gated+output_gate+short_conv"
 LINE_COLOURS = COLOURS | {
     FLASH: COLOURS["softmax"],
     "softmax-cudnn": COLOURS["sdpa-cudnn"],
     IDENTITY: SPARE_COLOURS[2],
+    OUTPUT_GATE: SPARE_COLOURS[1],
+    SHORT_CONV: SPARE_COLOURS[3],
 }
 COLUMNS = (
     "model", "N", "micro-batch", "attention", "ms a step (fastest)", "k tokens/s", "MFU", "share", "× FA2",

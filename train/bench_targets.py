@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lingpt.train.bench_results import FLASH, IDENTITY, Results
+from lingpt.train.bench_results import FLASH, IDENTITY, OUTPUT_GATE, SHORT_CONV, Results
 
 LARGE, SMALL = "pythia-1.4b", "pythia-160m"
 ESTIMATE = (0.9, 1.1)  # of the memory that is used
@@ -11,11 +11,11 @@ ESTIMATE = (0.9, 1.1)  # of the memory that is used
 
 @dataclass(frozen=True)
 class Target:
-    """A number to reach: at least `required`, and better `aim`."""
+    """A number to reach: at least `required`, and better `aim`, where there is one."""
 
     what: str
     required: float
-    aim: float
+    aim: float | None
     reached: Callable[[Results], float | None]  # None where the results do not hold it
 
     def line(self, results: Results) -> str:
@@ -24,9 +24,10 @@ class Target:
         if value is None:
             reached, verdict = "–", "not measured"
         else:
-            met = "aim met" if value >= self.aim else "met"
+            met = "aim met" if self.aim is not None and value >= self.aim else "met"
             reached, verdict = f"{value:.3f}", met if value >= self.required else "**not met**"
-        return f"| {self.what} | ≥ {self.required:g} | ≥ {self.aim:g} | {reached} | {verdict} |"
+        aim = "" if self.aim is None else f"≥ {self.aim:g}"
+        return f"| {self.what} | ≥ {self.required:g} | {aim} | {reached} | {verdict} |"
 
 
 def _faster(model: str, seq_len: int, than: str, attention: str = "ours") -> Callable:
@@ -55,6 +56,8 @@ def _long_against_short(results: Results) -> float | None:
 TARGETS = (
     Target(f"{LARGE}, N = 8192: ours, share", 0.95, 0.97, _faster(LARGE, 8192, IDENTITY)),
     Target("ours-gated, share", 0.95, 0.97, _faster(LARGE, 8192, IDENTITY, "ours-gated")),
+    Target("ours-gated, tokens/s of those of ours", 0.97, 0.99, _faster(LARGE, 8192, "ours", "ours-gated")),
+    Target("short_conv, of the tokens/s without", 0.96, None, _faster(LARGE, 8192, OUTPUT_GATE, SHORT_CONV)),
     Target("ours, MFU", 0.57, 0.60, _mfu(LARGE, 8192)),
     Target("ours, × FlashAttention-2", 1.55, 1.65, _faster(LARGE, 8192, FLASH)),
     Target("ours, × cuDNN", 1.33, 1.4, _faster(LARGE, 8192, "softmax-cudnn")),
