@@ -83,6 +83,10 @@ class Parallel:
         with _connection(machine):
             self.fabric.launch()
         self.watch.take(getattr(self.fabric.strategy.launcher, "procs", []))
+        if self.world_size > 1:
+            # A connection of its own: while the main thread waits in one, others wait behind it.
+            store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+            self.watch.limit_waits(store, self.rank, self.world_size, 60 * timeout_minutes)
         # Where checkpoints are written in shards: the processes' threads talk in a group of their own, which
         # training does not use meanwhile.
         self.host_mesh = (

@@ -1,6 +1,9 @@
 """A process that keeps the others waiting is named, and where processes cannot meet, one line says why."""
 
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -12,6 +15,11 @@ from lingpt.train import TrainConfig
 from lingpt.train.machine import choose_machine, choose_strategy
 from lingpt.train.parallel import Parallel
 from lingpt.train.watch import Watch
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "test", "WORLD_SIZE": "2", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+}  # fmt: skip
 
 
 class Ended(Watch):
@@ -55,18 +63,42 @@ def test_a_run_that_ends_is_not_watched(capsys):
     assert watch.code is None and other.code is None and not capsys.readouterr().err
 
 
+HANGS = """
+import sys, time
+from lingpt.train import TrainConfig
+from lingpt.train.machine import choose_machine
+from lingpt.train.parallel import Parallel
+parallel = Parallel(choose_machine(TrainConfig(accelerator="cpu")), timeout_minutes=0.05)
+parallel.sum(1.0)
+if parallel.rank == 1:
+    time.sleep(300)
+parallel.sum(1.0)
+"""
+
+
+def test_a_run_ends_where_one_process_hangs():
+    """Guards: every run of several processes is watched, for its own `timeout_minutes`."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", HANGS],
+            env=os.environ | TORCHRUN | {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    (_, said), _ = (one.communicate(timeout=120) for one in started)
+    assert [one.returncode for one in started] == [2, 1]
+    assert "process 1 of 2" in said and "kept the others waiting for 0.05 min" in said
+
+
 @pytest.fixture
 def torchrun(monkeypatch):
     """The first of two processes of torchrun on this machine."""
-    env = {
-        "TORCHELASTIC_RUN_ID": "test",
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "2",
-        "GROUP_RANK": "0",
-    }
-    env |= {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    for name, value in env.items():
+    for name, value in (TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"}).items():
         monkeypatch.setenv(name, value)
 
 
