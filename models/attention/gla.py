@@ -5,7 +5,8 @@
     y_t = (swish(x W_r + b_r) ⊙ LN(q_t S_t)) W_O
 
 No rotary embeddings, as in the paper. One projection, `qkvr`, gives q, k, v and r, with Pythia's biases.
-With `short_conv` a causal convolution of width 4 runs over q, k and v, the one that `ours*` have.
+With `short_conv` a causal convolution of width 4 and a SiLU run over q, k and v, as in FLA's layer; without
+the SiLU GLA does not learn to recall (docs/results/gate/learning).
 """
 
 from typing import Annotated, Any
@@ -67,7 +68,7 @@ class GLAAttention(Attention):
     ) -> torch.Tensor:
         qkv, r = self.qkvr(x_BNC).split((2 * self.d_k + self.d_v, self.d_v), dim=-1)
         if self.conv is not None:
-            qkv = convolved(qkv, self.conv, state)
+            qkv = F.silu(convolved(qkv, self.conv, state))
         q, k, v = (  # [B, N, H, d_k/H or d_v/H]
             t.unflatten(-1, (self.n_head, -1)) for t in qkv.split((self.d_k, self.d_k, self.d_v), dim=-1)
         )

@@ -14,7 +14,7 @@ from lingpt.kernels.precision import state_dtype
 from lingpt.models.attention.base import RecurrentState
 
 WIDTH = 4
-SHORT_CONV_HELP = "a causal convolution of width 4 over q, k and v of `ours*` and `gla`."
+SHORT_CONV_HELP = "a causal convolution of width 4 over q, k and v of `ours*` and, with a SiLU, of `gla`."
 
 
 def convolved(

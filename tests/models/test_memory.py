@@ -37,7 +37,12 @@ def test_activations_are_what_autograd_keeps(small, variant):
 
 @pytest.mark.parametrize(
     ("attention", "options"),
-    [("softmax", {}), ("ours", {}), ("ours-gated", {"output_gate": True, "short_conv": True})],
+    [
+        ("softmax", {}),
+        ("ours", {}),
+        ("ours-gated", {"output_gate": True, "short_conv": True}),
+        ("gla", {"short_conv": True}),
+    ],
 )
 def test_activations_are_what_compiled_blocks_keep(small, attention, options):
     """What torch.compile keeps is what its partitioner says, on any device; autocast's copies of the weights
