@@ -104,7 +104,7 @@ def backward(
             whole, from_all = final[:, :, None], initial[:, :, None]
             dQ, dK, dV = G @ whole.mT, V @ from_all.mT, K @ from_all
 
-        dlog_gate = _gate_gradient(call, (Q, dQ), (K, dK), final, dstate)
+        dlog_gate = _gate_gradient(call, (Q, dQ), (K, dK), before, final, after)
         da = None if call.a is None else dQ[..., -1].sum((0, 2, 3))
         dQ, dK = (_to_tokens(x, N)[..., :-1] for x in (dQ, dK))
         dq, dk, dv = out
@@ -165,24 +165,30 @@ def _gate_gradient(
     call: Call,
     rows: tuple[Tensor, Tensor],
     columns: tuple[Tensor, Tensor],
+    before: Tensor,
     final: Tensor,
-    dstate: LinearAttentionState | None,
+    after: Tensor,
 ) -> Tensor | None:
-    """The gradient of log_gate [B, N, H], from `rows` q', dq' and `columns` k', dk'.
+    """The gradient of log_gate [B, N, H], from `rows` q', dq' and `columns` k', dk', and the states.
 
-    That of G_j is q'_j·dq'_j − k'_j·dk'_j, and G_N also scales the final state; log_gate_t is in every G_j
-    with j ≥ t. What the tokens from t on have with each other is in both terms and must leave nothing in the
-    sum, however long: hence both, though under the normaliser the first is 0 (e makes it so) but for
-    rounding; and float64.
+    That of G_j is q'_j·dq'_j − k'_j·dk'_j, and log_gate_t is in every G_j with j ≥ t. What the tokens from t
+    on have with each other is in both terms and must leave nothing in the sum: hence both, though under the
+    normaliser the first is 0 (e makes it so) but for rounding; and hence no sum is longer than a chunk. All
+    that later chunks have is ⟨S', dS'⟩, of the state between them, which log_gate_t scales.
     """
     if call.log_gate is None:
         return None
     dG = torch.linalg.vecdot(*rows) - torch.linalg.vecdot(*columns)  # [B, H, chunks, C]
-    dG = _to_tokens(dG.unsqueeze(-1), call.shape[1]).squeeze(-1).double()  # [B, N, H]
-    if dstate is not None and dG.shape[1]:
-        dG[:, -1] += (final * _pack(dstate, final)).sum((-2, -1))
-    gradient = reverse_running_sum(dG, 1).to(final.dtype)
-    return gradient.masked_fill_(call.log_gate <= LOG_ZERO[gradient.dtype], 0.0)
+    later = dG.new_zeros(*dG.shape[:3], 1)
+    later[:, :, :-1, 0] = _inner(before[:, :, 1:], after[:, :, :-1])
+    later[:, :, -1:, 0] = _inner(final[:, :, None], after[:, :, -1:])
+    gradient = _to_tokens((reverse_running_sum(dG, 3) + later).unsqueeze(-1), call.shape[1]).squeeze(-1)
+    return gradient.masked_fill(call.log_gate <= LOG_ZERO[gradient.dtype], 0.0)
+
+
+def _inner(a: Tensor, b: Tensor) -> Tensor:
+    """⟨a, b⟩ of states, over the last two dimensions."""
+    return torch.linalg.vecdot(a.flatten(-2), b.flatten(-2))
 
 
 # Chunks.

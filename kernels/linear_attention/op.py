@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, overload
 
@@ -53,9 +54,9 @@ def linear_attention(
             normaliser only b/a counts, and a is 1.
         log_decay: ln γ ≤ 0 (unchecked in a tensor: above 0 the past grows, and may overflow); None is γ = 1.
             Needs `causal`. Its shape decides:
-            [H]        a constant per head, without a gradient;
+            [H]        a finite constant per head, without a gradient;
             [B, N, H]  each token's own, with a gradient: what came before token t fades by γ_t. −inf is a
-                       reset: nothing before that token weighs anything, exactly.
+                       reset: nothing finite before that token weighs anything, exactly.
         normalize: divide by the sum of the weights. False: z and n of a state are zeros and are not read.
         normalize_qk: False takes q, k and b as they are. The normaliser, where there is one, may then come
             near zero or change sign, and o be anything: that is the caller's risk.
@@ -132,7 +133,7 @@ def linear_attention_qkv(
             of the P numbers behind q, k and v are z, and log_decay is logsigmoid(z + gate_bias), in fp32
             (float64). What follows z is not read, and its gradient is zero: fill rows up to a multiple of 16
             bytes, and the CUDA kernel reads them without a copy. `log_decay` is to be None.
-        head_size: D, with gate_bias alone: such a row's shape does not tell.
+        head_size: D, with gate_bias and not without: such a row's shape does not tell it.
         The rest is as in `linear_attention`.
 
     Returns:
@@ -142,6 +143,8 @@ def linear_attention_qkv(
     if gate_bias is not None:
         projected, qkv = qkv, _check_projected(qkv, gate_bias, head_size, log_decay)
         gate_bias = gate_bias.to(state_dtype(qkv.dtype))
+    elif head_size is not None:
+        raise UserError("head_size is for a projection that has gates: give their gate_bias, too")
     _check_packed(qkv, cos, sin)
     (decay, gate), (S, z, c, n) = _decay(log_decay, qkv), _state(initial_state, qkv)
     _check_coefficients(a, b, normalize, normalize_qk)
@@ -185,15 +188,18 @@ def _check_projected(
     """qkv [B, N, 3, H, D], a view of a projection [B, N, 3·H·D + P] that has the gates, too."""
     if log_decay is not None:
         raise UserError("gate_bias says that the decay is in the projection: leave log_decay at None")
+    if not isinstance(gate_bias, Tensor):
+        raise UserError(f"gate_bias must be a tensor [H]; got {gate_bias!r}")
     if gate_bias.ndim != 1 or not gate_bias.is_floating_point() or gate_bias.device != projected.device:
         got = f"{gate_bias.dtype} {list(gate_bias.shape)} on {gate_bias.device}"
         raise UserError(f"gate_bias must be floating point [H] on {projected.device}; got {got}")
-    if head_size is None or head_size < 1:
-        raise UserError(f"gate_bias needs head_size, the D of q, k and v in each row; got {head_size}")
+    whole = isinstance(head_size, (int, torch.SymInt)) and not isinstance(head_size, bool)
+    if head_size is None or not whole or head_size < 1:
+        raise UserError(f"gate_bias needs head_size, the D of q, k and v in each row; got {head_size!r}")
     H, shape = gate_bias.shape[0], projected.shape
-    if len(shape) != 3 or shape[2] < (3 * head_size + 1) * H:
-        sizes = f"H = {H}, D = {head_size}"
-        raise UserError(f"with gates qkv must be [B, N, 3·H·D + P], {sizes}, P ≥ H; got {list(shape)}")
+    if len(shape) != 3 or shape[2] < (3 * head_size + 1) * H or not projected.is_floating_point():
+        sizes, got = f"H = {H}, D = {head_size}, P ≥ H", f"{projected.dtype} {list(shape)}"
+        raise UserError(f"with gates qkv must be floating point [B, N, 3·H·D + P], {sizes}; got {got}")
     return split_projection(projected, H, head_size)[0]
 
 
@@ -247,8 +253,9 @@ def _decay(
     if not causal:
         raise UserError("log_decay needs causal=True: a decay runs from the past to the present")
     if not isinstance(log_decay, Tensor):
-        if not all(x <= 0 for x in log_decay):
-            raise UserError(f"log_decay must be at most 0 in every head; got {list(log_decay)}")
+        if not isinstance(log_decay, Sequence) or not all(_is_finite_decay(x) for x in log_decay):
+            wanted = "a tensor, or for each head a finite number of at most 0"
+            raise UserError(f"log_decay must be {wanted}; got {log_decay!r}")
         log_decay = torch.tensor(log_decay, dtype=state_dtype(like.dtype), device=like.device)
     per_token = (*like.shape[:2], like.shape[-2])
     if log_decay.shape not in (per_token[2:], per_token) or not log_decay.is_floating_point():
@@ -261,11 +268,16 @@ def _decay(
     return (log_decay.detach(), None) if log_decay.ndim == 1 else (None, log_decay)
 
 
+def _is_finite_decay(x: object) -> bool:
+    return isinstance(x, (int, float)) and -math.inf < x <= 0
+
+
 def _state(state: LinearAttentionState | None, like: Tensor) -> tuple[Tensor | None, ...]:
     if state is None:
         return (None,) * 4
-    if len(state) != 4:
-        raise UserError(f"initial_state must be a LinearAttentionState (S, z, c, n); got {len(state)} parts")
+    if not isinstance(state, tuple) or len(state) != 4:
+        got = f"{len(state)} parts" if isinstance(state, tuple) else repr(state)
+        raise UserError(f"initial_state must be a LinearAttentionState (S, z, c, n); got {got}")
     shapes = state_shapes(like.shape[0], *like.shape[-2:])
     dtype, device = state_dtype(like.dtype), like.device
     for name, x, shape in zip("Szcn", state, shapes, strict=True):

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lingpt.kernels.precision import state_dtype
 from lingpt.models.attention.base import RecurrentState
 from lingpt.models.attention.ours import OursAttention
 from lingpt.models.attention.ours_decay import log_decay
@@ -37,7 +38,8 @@ class OursGatedAttention(OursAttention):
             gates = {"gate_bias": self.decay_bias, "head_size": self.config.head_size}
             return self.projected(x_BNC), gates
         # In fp32 from the sum on: γ is within 2⁻¹³ of 1.
-        log_decay = F.logsigmoid(self.decay_proj(x_BNC).float() + self.decay_bias.float())
+        gate = self.decay_proj(x_BNC)
+        log_decay = F.logsigmoid(gate.to(state_dtype(gate.dtype)) + self.decay_bias)
         return self.mixed(self.packed_qkv(x_BNC), state), {"log_decay": log_decay}
 
     def projected(self, x_BNC: torch.Tensor) -> torch.Tensor:

@@ -21,38 +21,40 @@ def convolved(
     x_BNC: torch.Tensor, weight_KC: torch.Tensor, state: RecurrentState | None = None
 ) -> torch.Tensor:
     """`short_convolution` of x, which continues what the decoding state has seen, and updates it."""
-    y_BNC, last = short_convolution(x_BNC, weight_KC, None if state is None else state.conv)
-    if state is not None:
-        state.conv = last
-    return y_BNC
+    if state is None:
+        return short_convolution(x_BNC, weight_KC)
+    K, N = weight_KC.shape[0], x_BNC.shape[1]
+    seen = x_BNC.new_zeros(len(x_BNC), K - 1, x_BNC.shape[2]) if state.conv is None else state.conv
+    whole_BNC = torch.cat((seen.to(x_BNC.dtype), x_BNC), dim=1)
+    state.conv = whole_BNC[:, N:].clone()  # the last K − 1 tokens, and not the rest in a view's memory
+    return short_convolution(whole_BNC, weight_KC)[:, K - 1 :]
 
 
-def short_convolution(
-    x_BNC: torch.Tensor, weight_KC: torch.Tensor, before: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """y_t = Σ_k w_k x_{t−K+1+k}, causal and per channel, summed in fp32.
+def short_convolution(x_BNC: torch.Tensor, weight_KC: torch.Tensor) -> torch.Tensor:
+    """y_t = Σ_k w_k x_{t−K+1+k}, causal and per channel, zeros before the first token.
 
     Args:
         x_BNC: [B, N, C], any dtype.
         weight_KC: [K, C]; the last row weighs the token itself.
-        before: the K − 1 tokens before x, [B, K − 1, C]; None for zeros.
 
-    Returns y [B, N, C] in x's dtype, and the last K − 1 tokens, to go on with.
+    Returns y [B, N, C] in x's dtype, summed in fp32 (float64 for float64 inputs).
     """
-    K, N = weight_KC.shape[0], x_BNC.shape[1]
-    whole = x_BNC if before is None else torch.cat((before, x_BNC), dim=1)
-    y = _Convolution.apply(whole, weight_KC)[:, whole.shape[1] - N :]
-    return y, F.pad(whole, (0, 0, K - 1, 0))[:, whole.shape[1] :]
+    return _Convolution.apply(x_BNC, weight_KC)
 
 
 class _Convolution(torch.autograd.Function):
     """With a backward of its own, whose terms are so arranged that the compiler makes one pass over the
     tokens each way and keeps x alone: autograd's would keep a padded copy of it."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x_BNC: torch.Tensor, weight_KC: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x_BNC, weight_KC)
+    def forward(x_BNC: torch.Tensor, weight_KC: torch.Tensor) -> torch.Tensor:
         return _weighted(x_BNC, weight_KC, 1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, dy_BNC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -367,11 +367,11 @@ def test_lengths_around_a_chunk(build: Build, N: int, emulated) -> None:
 @pytest.mark.parametrize("build", PLAIN, ids=str)
 def test_views_of_a_projection(build: Build, emulated) -> None:
     """Guards: strides; a row read or written beyond the fused q, k and v would be an error; the same bits.
-    Rows of a gated projection end in what is the gates'."""
+    Rows of a gated projection end in what is the gates', and need not be of whole 16 bytes."""
     emulated(build)
     *_, do = x = inputs(build, 1, 70, 2)
     base = run(*x)
-    for behind in (0, 8):
+    for behind in (0, 8, 3):
         rows, d_rows = (torch.full((1, 70, 6 * 64 + behind), 7.0, dtype=BF16) for _ in range(2))
         qkv, dqkv = (y[..., : 6 * 64].unflatten(2, (3, 2, 64)) for y in (rows, d_rows))
         qkv.copy_(torch.stack(x[:3], 2))

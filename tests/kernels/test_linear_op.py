@@ -404,6 +404,12 @@ WRONG = {
     "b's dtype": (lambda q, k, v: linear_attention(q, k, v, torch.ones(H).int()), "b must be"),
     "b's device": (lambda q, k, v: linear_attention(q, k, v, torch.ones(H, device="meta")), "b must be"),
     "growth": (lambda q, k, v: linear_attention(q, k, v, log_decay=[0.1] * H), "log_decay"),
+    "no memory at all": (
+        lambda q, k, v: linear_attention(q, k, v, log_decay=[float("-inf")] * H),
+        "a finite number of at most 0",
+    ),
+    "decay as a number": (lambda q, k, v: linear_attention(q, k, v, log_decay=-0.1), "for each head"),
+    "decay as a word": (lambda q, k, v: linear_attention(q, k, v, log_decay="fast"), "for each head"),
     "decay's shape": (lambda q, k, v: linear_attention(q, k, v, log_decay=torch.zeros(H, 1)), "log_decay"),
     "decay's length": (lambda q, k, v: linear_attention(q, k, v, log_decay=[-0.1]), "log_decay"),
     "decay, not causal": (
@@ -424,6 +430,7 @@ WRONG = {
         r"\.n",
     ),
     "state's length": (lambda q, k, v: linear_attention(q, k, v, initial_state=state()[:3]), "initial_state"),
+    "state that is none": (lambda q, k, v: linear_attention(q, k, v, initial_state=5), "initial_state"),
     "qkv's shape": (lambda q, k, v: linear_attention_qkv(q, *rope()), "qkv must be"),
     "no room for gates": (
         lambda q, k, v: linear_attention_qkv(
@@ -434,6 +441,26 @@ WRONG = {
     "gates without a head's size": (
         lambda q, k, v: linear_attention_qkv(with_gates(q, k, v), *rope(), gate_bias=torch.ones(H)),
         "needs head_size",
+    ),
+    "a head's size that is none": (
+        lambda q, k, v: linear_attention_qkv(
+            with_gates(q, k, v), *rope(), gate_bias=torch.ones(H), head_size=float(D)
+        ),
+        "needs head_size",
+    ),
+    "a head's size without gates": (
+        lambda q, k, v: linear_attention_qkv(torch.stack((q, k, v), 2), *rope(), head_size=D),
+        "gate_bias, too",
+    ),
+    "gate_bias as a list": (
+        lambda q, k, v: linear_attention_qkv(with_gates(q, k, v), *rope(), gate_bias=[0.0] * H, head_size=D),
+        "a tensor",
+    ),
+    "a projection of integers": (
+        lambda q, k, v: linear_attention_qkv(
+            with_gates(q, k, v).int(), *rope(), gate_bias=torch.ones(H), head_size=D
+        ),
+        r"floating point .*torch.int32 \[2, 70, 50\]",
     ),
     "gates twice": (
         lambda q, k, v: linear_attention_qkv(

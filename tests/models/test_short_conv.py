@@ -4,32 +4,59 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lingpt.models.attention.short_conv import WIDTH, short_convolution
+from lingpt.models.attention.base import RecurrentState
+from lingpt.models.attention.short_conv import WIDTH, convolved, short_convolution
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
 
 
 @pytest.mark.parametrize("N", [1, 2, 3, 4, 9])
-@pytest.mark.parametrize("continued", [False, True])
-def test_is_a_causal_depthwise_convolution(N, continued):
-    """Guards: values, all gradients, and the tokens to go on with, for pieces shorter than the filter too."""
-    B, C = 2, 5
-    x, before = torch.randn(B, N, C, dtype=torch.float64), torch.randn(B, WIDTH - 1, C, dtype=torch.float64)
-    before = before if continued else before * 0
-    leaves = [t.requires_grad_() for t in (x, torch.randn(WIDTH, C, dtype=torch.float64), before)]
-    whole = torch.cat((before, x), 1)
-    expected = F.conv1d(whole.mT, leaves[1].T[:, None], groups=C).mT
-    y, last = short_convolution(x, leaves[1], before if continued else None)
+def test_is_a_causal_depthwise_convolution(N):
+    """Values and gradients, of sequences shorter than the filter too."""
+    leaves = x, weight = drawn(2, N, 5), drawn(WIDTH, 5)
+    y = short_convolution(x, weight)
+    expected = F.conv1d(F.pad(x, (0, 0, WIDTH - 1, 0)).mT, weight.T[:, None], groups=5).mT
     torch.testing.assert_close(y, expected)
-    assert torch.equal(last, whole[:, N:])
     dy = torch.randn_like(y)
-    leaves = leaves if continued else leaves[:2]
     for ours, theirs in zip(*(torch.autograd.grad(o, leaves, dy) for o in (y, expected)), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("pieces", [[1, 1, 1, 1, 5], [9], [0, 2, 7], [6, 3]], ids=str)
+def test_a_state_goes_on(pieces):
+    """Guards: what decoding sees, piece by piece, is the whole, with gradients through the state; the state
+    holds the last tokens alone."""
+    leaves = x, weight = drawn(2, 9, 5), drawn(WIDTH, 5)
+    state, parts = RecurrentState(), []
+    for piece in x.split(pieces, dim=1):
+        parts.append(convolved(piece, weight, state))
+        assert state.conv.untyped_storage().nbytes() == 2 * (WIDTH - 1) * 5 * 8
+    y, expected = torch.cat(parts, 1), short_convolution(x, weight)
+    torch.testing.assert_close(y, expected)
+    dy = torch.randn_like(y)
+    for ours, theirs in zip(*(torch.autograd.grad(o, leaves, dy) for o in (y, expected)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_it_answers_in_the_dtype_of_its_tokens():
+    """Guards: a prompt in fp32, then a step under autocast in bf16."""
+    state, weight = RecurrentState(), torch.randn(WIDTH, 5)
+    convolved(torch.randn(2, 4, 5), weight, state)
+    assert convolved(torch.randn(2, 1, 5).bfloat16(), weight, state).dtype == torch.bfloat16
+
+
+def test_it_may_be_mapped():
+    x, weight = drawn(3, 2, 9, 5), drawn(WIDTH, 5)
+    mapped = torch.vmap(short_convolution, (0, None))(x, weight)
+    assert torch.equal(mapped, torch.stack([short_convolution(one, weight) for one in x]))
 
 
 def test_compiled_it_keeps_its_input_alone():
     """Guards: no padded or fp32 copy of q, k and v is written forward and read backward."""
     x = torch.randn(2, 64, 32, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(WIDTH, 32, requires_grad=True)
-    y = torch.compile(lambda x, w: short_convolution(2 * x, w)[0], fullgraph=True)(x, weight)
+    y = torch.compile(lambda x, w: short_convolution(2 * x, w), fullgraph=True)(x, weight)
     kept = [t for t in y.grad_fn.saved_tensors if t.numel() > weight.numel()]
     assert [(t.shape, t.dtype) for t in kept] == [(x.shape, x.dtype)]

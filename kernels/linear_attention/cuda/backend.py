@@ -99,9 +99,12 @@ def backward(
 ) -> OptionGradients:
     """Writes dq, dk and dv into `out`; returns the other gradients."""
     q, k, v = (_aligned(x) for x in call.views)
+    written = tuple(
+        x if _is_aligned(x) else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in out
+    )
     (B, N, H, _), initial, dstate = call.shape, _contiguous(call.initial_state), _contiguous(dstate)
     with _current_device(call.device):
-        run = _Pass(call, (q, k, v, _aligned(o), _aligned(do.contiguous()), *out))
+        run = _Pass(call, (q, k, v, _aligned(o), _aligned(do.contiguous()), *written))
         plan, stream, g = run.plan, run.stream, stats.data_ptr()
         left = _left_behind(stats, plan)  # by the forward pass, unless it was another backend's
         rows, states_size = B * H * N, plan.scratch_size(plan.segmentation)
@@ -148,6 +151,9 @@ def backward(
             found = gate_gradient.data_ptr(), 0, column_dG, totals, total_dG, row_dG, boundaries
             for launch in plan.gate_gradient:
                 launch(stream, run.pointers("gates", g, gates=found))
+    for x, y in zip(out, written, strict=True):
+        if x is not y:
+            x.copy_(y)
     _, _, e_per_token, db_per_segment, da_parts, *_, total, _, _ = work.split_with_sizes(sizes)
     if gate_gradient is not None and dstate is not None:
         last_window = gate_gradient[:, WINDOW * plan.boundaries :]
@@ -317,8 +323,11 @@ def _contiguous(state: LinearAttentionState | None) -> LinearAttentionState | No
 
 def _aligned(x: Tensor) -> Tensor:
     """The kernels read 16 bytes at a time: rows that start elsewhere (a slice of odd width) are copied."""
-    fits = x.data_ptr() % 16 == 0 and _strides_fit(x.stride())
-    return x if fits else x.clone(memory_format=torch.contiguous_format)
+    return x if _is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def _is_aligned(x: Tensor) -> bool:
+    return x.data_ptr() % 16 == 0 and _strides_fit(x.stride())
 
 
 @functools.lru_cache(maxsize=1024)
