@@ -60,6 +60,7 @@ _GPT_NEOX = {
     "rope_local_base_freq": None,
     "rope_indices": None,
     "mlp_class_name": "GptNeoxMLP",
+    "gelu_approximate": "none",
     "scale_embeddings": False,
 }
 

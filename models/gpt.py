@@ -1,7 +1,8 @@
 """The language model: LitGPT's GPT-NeoX with the attention that the configuration names in each layer.
 
 Notable:
-- LitGPT's norms, MLP, rotary tables and keys; its `Block` hard-codes the attention, ours looks it up
+- LitGPT's norms, MLP (with a GELU of fewer instructions, gelu.py), rotary tables and keys; its `Block`
+  hard-codes the attention, ours looks it up
 - one forward for training and for decoding: with a state, the tokens continue what the state has seen
 - its own account of parameters and FLOPs, to which each mechanism adds its part
 """
@@ -18,6 +19,7 @@ from lingpt.common.errors import UserError
 from lingpt.models.attention import ATTENTIONS
 from lingpt.models.attention.base import Fp32Constants
 from lingpt.models.config import Config
+from lingpt.models.gelu import gelu
 from lingpt.models.init import init_weights
 
 
@@ -30,6 +32,13 @@ class DecodingState:
     position: int = 0
 
 
+class MLP(litgpt.model.GptNeoxMLP):
+    """LitGPT's, with `models.gelu`."""
+
+    def forward(self, x_BNC: torch.Tensor) -> torch.Tensor:
+        return self.proj(gelu(self.fc(x_BNC)))
+
+
 class Block(litgpt.model.Block):
     """LitGPT's block with the attention of its layer; `state` is that attention's decoding state."""
 
@@ -37,6 +46,7 @@ class Block(litgpt.model.Block):
         super().__init__(config, layer_idx)
         name = config.attention_per_layer[layer_idx]
         self.attn = ATTENTIONS[name](config, layer_idx, **config.attention_options(name))
+        self.mlp = MLP(config)
 
     def forward(
         self, x_BNC: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor, state: Any = None
