@@ -35,7 +35,7 @@ from lingpt.common.errors import UserError
 from lingpt.train.launch import launched
 from lingpt.train.machine import Machine
 from lingpt.train.sharding import divided, joined, shard, stay_whole
-from lingpt.train.watch import Watch, connection_lost
+from lingpt.train.watch import Watch, connection_lost, failure, print_stderr
 
 T = TypeVar("T")
 
@@ -80,7 +80,7 @@ class Parallel:
             # In a job's shell, where nothing has started processes, SLURM is not the launcher.
             plugins=[LightningEnvironment()] if "SLURM_NTASKS" in os.environ and not launched() else None,
         )
-        with _connection(machine):
+        with self._connection(machine):
             self.fabric.launch()
         self.watch.take(getattr(self.fabric.strategy.launcher, "procs", []))
         if self.world_size > 1:
@@ -106,6 +106,28 @@ class Parallel:
         return _ddp(self._timeout) if machine.strategy == "ddp" else "auto"
 
     @contextlib.contextmanager
+    def _connection(self, machine: Machine) -> Iterator[None]:
+        """Around the first time that the processes meet: UserError where they do not."""
+        try:
+            yield
+        except dist.DistError as error:
+            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            if isinstance(error, dist.DistBackendError) and not connection_lost(error):
+                line = failure(error, self.rank, self.world_size)
+                if not self.first_here:  # the command line speaks for the machine's first process alone
+                    print_stderr(line)
+                raise UserError(line) from error
+            if "EADDRINUSE" in str(error):
+                raise UserError(
+                    f"the port of {where} is taken, by another run perhaps: choose another "
+                    "(torchrun --master_port, or MASTER_PORT)"
+                ) from error
+            raise UserError(
+                f"the {machine.world_size} processes did not meet at {where}: are all of them started, with "
+                f"the same address and port, and may they connect? ({str(error).splitlines()[0]})"
+            ) from error
+
+    @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """Around what the processes do together: where one dies or fails, one line, and the end of all.
 
@@ -116,18 +138,18 @@ class Parallel:
         except BaseException as error:
             if self.world_size == 1:
                 raise
-            lost = connection_lost(error)
+            lost, failed = connection_lost(error), isinstance(error, dist.DistError)
             if self.watch.children:
-                died = self.watch.who_died() if lost else None
+                line = self.watch.who_died() if lost or failed else None
                 self.watch.end_children()
-                if died:
-                    raise UserError(died) from error
-            elif lost:
+                if line or failed:
+                    raise UserError(line or failure(error, self.rank, self.world_size)) from error
+            elif lost or failed:
+                if not lost:
+                    print_stderr(failure(error, self.rank, self.world_size))
                 self.watch.leave()
-            elif isinstance(error, UserError) and error is not self._error_of_all:
-                print(
-                    f"lingpt: process {self.rank}: {error}", file=sys.stderr
-                )  # the main one does not know it
+            elif isinstance(error, UserError) and error is not self._error_of_all and not self.first_here:
+                print_stderr(f"process {self.rank}: {error}")  # the main one does not know it
             raise
 
     @property
@@ -303,24 +325,6 @@ class Parallel:
             self.fabric.barrier()
             self.watch.stop()
             dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def _connection(machine: Machine) -> Iterator[None]:
-    """Around the first time that the processes meet: UserError where they do not."""
-    try:
-        yield
-    except dist.DistError as error:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        if "EADDRINUSE" in str(error):
-            raise UserError(
-                f"the port of {where} is taken, by another run perhaps: choose another "
-                "(torchrun --master_port, or MASTER_PORT)"
-            ) from error
-        raise UserError(
-            f"the {machine.world_size} processes did not meet at {where}: are all of them started, with the "
-            f"same address and port, and may they connect? ({str(error).splitlines()[0]})"
-        ) from error
 
 
 def _ddp(timeout: timedelta) -> DDPStrategy:

@@ -2,8 +2,8 @@
 
 A process that waits for a dead one waits for as long as the process group's timeout (NCCL), or fails with a
 traceback of its own (gloo). The main process, which Lightning starts the others from, sees them end; the
-others, and those of torchrun and SLURM, see their parent go. (Lightning's own observer kills the main process
-with SIGKILL, and so without a word.)
+others, and those of torchrun, see their parent go. (Lightning's own observer kills the main process with
+SIGKILL, and so without a word.) Tasks of SLURM have nobody to watch: `srun --kill-on-bad-exit=1` ends them.
 
 One that lives and does not go on is found by counting: every process counts how often it has come to a point
 where all meet, and where others have waited there for too long, the one that is behind is named.
@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 
-from torch.distributed import DistError, Store
+from torch.distributed import Store
 
 EVERY = 0.5  # seconds between looks
 GRACE = 5.0  # seconds for a process to end by itself, and say why
@@ -28,14 +28,24 @@ _LOST = (
     "Socket Timeout",
     "Timed out waiting",
     "recvValue",
+    "Connection was likely closed",
+    "remote process exit",  # NCCL's
 )
 GOES_ON = "the run ends, and the same command goes on from its newest checkpoint"
 
 
 def connection_lost(error: BaseException) -> bool:
     """Whether `error` is what a process gets that waits for one that has died."""
-    gloo = isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST)
-    return gloo or isinstance(error, DistError)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST)
+
+
+def failure(error: BaseException, rank: int, world_size: int) -> str:
+    """The line on NCCL or gloo that has failed in this process, which no other one need see."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    if "Last error:" in lines[:-1]:  # NCCL's own word on it
+        lines[0] += f": {lines[lines.index('Last error:') + 1].strip()}"
+    who = f"process {rank} of {world_size} (on {socket.gethostname()})"
+    return f"{who}: the communication failed: {lines[0]}; NCCL_DEBUG=INFO says more"
 
 
 class Watch:
@@ -96,7 +106,7 @@ class Watch:
             if os.getppid() != self._parent:
                 speaker = "0" if "TORCHELASTIC_RUN_ID" in os.environ else "1"  # Lightning's 0 was the parent
                 if os.environ["LOCAL_RANK"] == speaker:
-                    _print_stderr(f"the main process (pid {self._parent}) has died: {GOES_ON}")
+                    print_stderr(f"the main process (pid {self._parent}) has died: {GOES_ON}")
                 self._exit(1)
 
     def _watch_children(self) -> None:
@@ -107,7 +117,7 @@ class Watch:
                     self._died = f"{who} {_ending(child.returncode)}: {GOES_ON}"
                     # The main thread may be about to end with a line of its own, or wait in vain.
                     if not self._stopped.wait(GRACE):
-                        _print_stderr(self._died)
+                        print_stderr(self._died)
                         self.end_children()
                         self._exit(2)
                     return
@@ -121,20 +131,20 @@ class Watch:
                 store.set(f"lingpt/{rank}", f"{entered} {socket.gethostname()}")
                 if time.monotonic() - since < seconds:
                     continue
-                states = [store.get(f"lingpt/{other}").decode().split() for other in range(world_size)]
+                states = [_state(store, other) for other in range(world_size)]
             except RuntimeError:  # the store is gone, and with it the process that keeps it
                 if not self._stopped.is_set():
                     self.leave()
                 return
-            counts = [int(count) for count, _ in states]
+            counts = [count for count, _ in states]
             if len(set(counts)) == 1:  # at work, all of them: one that waits is ahead of another
                 continue
             late = counts.index(min(counts))
             if rank:
                 self.leave()
             else:
-                _print_stderr(
-                    f"process {late} of {world_size} (on {states[late][1]}) has kept the others waiting for "
+                print_stderr(
+                    f"process {late} of {world_size} ({states[late][1]}) has kept the others waiting for "
                     f"{seconds / 60:.3g} min (--train.timeout_minutes): {GOES_ON}"
                 )
                 self.end_children()
@@ -147,11 +157,20 @@ class Watch:
         os._exit(code)  # the main thread waits in a collective, deaf to everything
 
 
+def _state(store: Store, rank: int) -> tuple[int, str]:
+    """How often a process has come to where all meet, and where it runs; -1 where it has not begun to say."""
+    key = f"lingpt/{rank}"
+    if not store.check([key]):  # to get it would wait for it
+        return -1, "not heard of since the start"
+    count, host = store.get(key).decode().split()
+    return int(count), f"on {host}"
+
+
 def _ending(code: int) -> str:
     return (
         f"was killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with {code}"
     )
 
 
-def _print_stderr(line: str) -> None:
+def print_stderr(line: str) -> None:
     print(f"lingpt: {line}", file=sys.stderr, flush=True)

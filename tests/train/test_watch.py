@@ -1,11 +1,13 @@
 """A process that keeps the others waiting is named, and where processes cannot meet, one line says why."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -49,6 +51,54 @@ def test_the_process_that_keeps_the_others_waiting_is_named(capsys):
     assert [watch.code for watch in watches] == [2, 1, 1]
     (line,) = capsys.readouterr().err.splitlines()
     assert f"process 2 of 3 (on {socket.gethostname()}) has kept the others waiting" in line
+
+
+def test_a_process_that_has_not_begun_to_count_is_late(capsys):
+    """Guards: its key is not in the store, and to wait for the key was the end of all, without a word."""
+    store, watch = dist.HashStore(), Ended()
+    watch.enter_collective()
+    watch.limit_waits(store, 0, 2, seconds=0.5)
+    assert watch.ended.wait(20) and watch.code == 2
+    assert "process 1 of 2 (not heard of since the start) has kept the others waiting" in (
+        capsys.readouterr().err
+    )
+
+
+NCCL_FAILED = """NCCL error in: NCCLUtils.cpp:94, unhandled system error, NCCL version 2.27.5
+ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.
+Last error:
+socketStartConnect: no route to host"""
+LOST = "NCCL error in: NCCLUtils.cpp:94, remote process exited or there was a network error"
+
+
+class Failing(Parallel):
+    """The second of two processes, or the main one that has started the other, without the other."""
+
+    def __init__(self, has_children: bool) -> None:
+        self.fabric, self.watch = SimpleNamespace(global_rank=1, world_size=2, local_rank=1), Ended()
+        self.watch.children = [SimpleNamespace(kill=lambda: None)] if has_children else []
+
+
+@pytest.mark.parametrize("has_children", [True, False])
+def test_nccl_that_fails_is_one_line(has_children, capsys, monkeypatch):
+    """Guards: every process took NCCL's errors for the death of another, and left in silence."""
+    monkeypatch.setattr(Watch.who_died, "__defaults__", (0.1,))
+    parallel = Failing(has_children)
+    with pytest.raises((UserError, dist.DistBackendError)) as raised, parallel.together():
+        raise dist.DistBackendError(NCCL_FAILED)
+    said = str(raised.value) if has_children else capsys.readouterr().err
+    assert re.search(r"process 1 of 2 \(on .*\): the communication failed: NCCL error in: NCCLUtils", said)
+    assert "socketStartConnect: no route to host; NCCL_DEBUG=INFO says more" in said
+    assert isinstance(raised.value, UserError) == has_children
+    assert parallel.watch.code == (None if has_children else 1)
+
+
+def test_who_has_lost_another_leaves_in_silence(capsys):
+    """The one that died is named by who has started it."""
+    parallel = Failing(has_children=False)
+    with pytest.raises(dist.DistBackendError), parallel.together():
+        raise dist.DistBackendError(LOST)
+    assert parallel.watch.code == 1 and not capsys.readouterr().err
 
 
 def test_a_run_that_ends_is_not_watched(capsys):
