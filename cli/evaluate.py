@@ -1,6 +1,8 @@
 """`lingpt eval`: scores the newest checkpoint of each attention of a model and prints the paper's Table 2."""
 
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,51 +60,98 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> None:
-    from lingpt.common.errors import skipping_sick
-    from lingpt.eval import find_checkpoints, results_path, score_table, table2
-    from lingpt.eval.suite_tables import suite_tables
-    from lingpt.eval.suites import check_suites
+    from lingpt.common.errors import UserError
+    from lingpt.eval import find_checkpoints, results_path
+    from lingpt.eval.suites import asked_scores, check_suites
     from lingpt.eval.texts import parse_texts
 
     check_suites(args.suite)
     if "table2" in args.suite and not args.tasks:
         raise UserError("no task to evaluate: give --tasks, for example --tasks arc_easy piqa")
-    texts = parse_texts(args.texts)
-    found = find_checkpoints(args.out, args.model, args.runs)
-    done = skipping_sick(lambda one: (_score(args, one, texts), results_path(one)), found)
-    results = [scores for scores, _ in done]
-    print("\n" + score_table(results, args.markdown))
-    if "table2" in args.suite:
-        print("\nTable 2 of the paper, and ours\n")
-        print(table2(results, args.markdown))
-    for table in suite_tables(results):
-        print(f"\n{table.title}\n\n{table.text(args.markdown)}")
-    if args.save:
-        _save(Path(args.save), results)
-    print("\nWritten: " + ", ".join(str(path) for _, path in done))
+    tasks, texts = _tasks(args), parse_texts(args.texts)
+    left_out: list[str] = []
+    done = []
+    for checkpoint in find_checkpoints(args.out, args.model, args.runs, left_out.append):
+        try:
+            scores = _score(args, checkpoint, tasks, texts, left_out.append)
+        except UserError as error:
+            left_out.append(str(error))
+            continue
+        if asked := asked_scores(scores, args.suite, tasks):
+            done.append((scores | {"scores": asked}, results_path(checkpoint)))
+    if done:
+        _show(args, [scores for scores, _ in done])
+        print("\nWritten: " + ", ".join(str(path) for _, path in done))
+    _complain(list(dict.fromkeys(left_out)), bool(done))
 
 
-def _score(args: Namespace, checkpoint: "Checkpoint", texts: dict[str, str]) -> dict[str, Any]:
-    """The suites asked for, of one checkpoint; all that is known of it."""
-    from lingpt.eval import evaluate
-    from lingpt.eval.suites import commonsense_tasks, evaluate_texts
+def _tasks(args: Namespace) -> list[str]:
+    """lm-eval's tasks of the suites asked for."""
+    from lingpt.eval.suites import commonsense_tasks
+
+    tasks = list(args.tasks) if "table2" in args.suite else []
+    return tasks + (commonsense_tasks(_data(args)) if "commonsense" in args.suite else [])
+
+
+def _data(args: Namespace) -> Path | None:
+    from lingpt.common.errors import UserError
 
     folder = args.data or os.environ.get("EVAL_DATA")
-    data = Path(folder) if folder else None
+    if folder and not Path(folder).is_dir():
+        raise UserError(f"no folder {folder} (--data, or EVAL_DATA)")
+    return Path(folder) if folder else None
+
+
+def _score(
+    args: Namespace,
+    checkpoint: "Checkpoint",
+    tasks: list[str],
+    texts: dict[str, str],
+    left_out: Callable[[str], None],
+) -> dict[str, Any]:
+    """The suites asked for, of one checkpoint; all that is known of it."""
+    from lingpt.eval import evaluate
+    from lingpt.eval.suites import evaluate_texts
+
     options = {key: args[key] for key in ("batch_tokens", "device", "devices", "dtype", "redo")}
-    tasks = list(args.tasks) if "table2" in args.suite else []
-    tasks += commonsense_tasks(data) if "commonsense" in args.suite else []
+    options["left_out"] = left_out
     shots = {"num_fewshot": args.num_fewshot, "limit": args.limit}
-    results = evaluate(checkpoint, tasks, data=data, **shots, **options)
+    results = evaluate(checkpoint, tasks, data=_data(args), **shots, **options)
     if {"language", "recall"} & set(args.suite):
         results = evaluate_texts(checkpoint, args.suite, texts, longest=args.longest, **options)
     return results
 
 
-def _save(folder: Path, results: list[dict[str, Any]]) -> None:
-    """Table 2 and the other suites' tables as files."""
-    from lingpt.eval.suite_tables import save_suites
+def _show(args: Namespace, results: list[dict[str, Any]]) -> None:
+    """The tables of the suites asked for, on the terminal and, with --save, as files."""
+    from lingpt.eval import score_table, table2
+    from lingpt.eval.suite_tables import save_suites, suite_tables
     from lingpt.eval.table2 import save_table2
 
-    written = [*save_table2(results, folder), *save_suites(results, folder)]
-    print("\nTables: " + ", ".join(str(path) for path in written))
+    print("\n" + score_table(results, args.markdown))
+    if "table2" in args.suite:
+        print("\nTable 2 of the paper, and ours\n")
+        print(table2(results, args.markdown))
+    for table in suite_tables(results, args.suite):
+        print(f"\n{table.title}\n\n{table.text(args.markdown)}")
+    if args.save:
+        folder = Path(args.save)
+        written = save_table2(results, folder) if "table2" in args.suite else []
+        written += save_suites(results, folder, args.suite)
+        print("\nTables: " + ", ".join(str(path) for path in written))
+
+
+def _complain(left_out: list[str], done: bool) -> None:
+    """Ends the command with an error where something could not be scored; each reason is on a line."""
+    from lingpt.common.errors import UserError
+
+    if not left_out:
+        return
+    if not done:
+        more = f" (and {len(left_out) - 1} more, above)" if len(left_out) > 1 else ""
+        raise UserError(left_out[0] + more)
+    for line in left_out:
+        print(f"left out: {line}", file=sys.stderr)
+    raise UserError(
+        f"{len(left_out)} left out, all else is scored and kept, the same command tries again: {left_out[0]}"
+    )

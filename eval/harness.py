@@ -5,8 +5,9 @@ import hashlib
 import io
 import json
 import os
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -36,6 +37,7 @@ def evaluate(
     dtype: str | None = None,
     redo: bool = False,
     log: Callable[[str], None] = print,
+    left_out: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Scores `checkpoint` on `tasks` and returns all that is known of it (`results.load_results`).
 
@@ -52,6 +54,8 @@ def evaluate(
         dtype: to compute in, the checkpoint's own by default.
         redo: compute again what the run's eval/ already holds for these weights, this data and limit.
         log: takes a line on each task.
+        left_out: takes a line on each task that cannot be scored, and the others are; by default the first
+            such task raises.
 
     Each score is written when its task is done, so an interruption loses one task. UserError for whatever the
     user can fix; also where the checkpoint is not of the attention that its run was configured with.
@@ -63,19 +67,47 @@ def evaluate(
     if dtype not in (None, *DTYPES):
         raise UserError(f"unknown dtype {dtype!r}: one of {', '.join(DTYPES)}")
     data, where = Path(data) if data else None, find_devices(device, devices)
-    results, lm = load_results(checkpoint), None
+    results, left = load_results(checkpoint), []
+    prefix = f"{checkpoint.run.name} step {checkpoint.step}"
     for name, shots in [parse_task(task, num_fewshot) for task in tasks]:
-        key, prefix = task_key(name, shots, limit), f"{checkpoint.run.name} step {checkpoint.step}"
-        source = describe_data(name, shots, data)
-        known = results["scores"].get(key)
-        if known and not redo and (known["data"], known["dtype"]) == (source, dtype or checkpoint.dtype):
-            log(f"{prefix}: {key}: {summary(known)} (computed before; --redo computes it again)")
-            continue
-        lm = lm or load_lm(checkpoint, where, dtype, batch_tokens)
-        entry = run_task(lm, name, shots, data, limit) | {"data": source, "dtype": dtype or checkpoint.dtype}
-        results = add_score(checkpoint, key, entry)
-        log(f"{prefix}: {key}: {summary(entry)} ({work(entry)})")
+        key = task_key(name, shots, limit)
+        about: dict[str, Any] = {"dtype": dtype or checkpoint.dtype}
+        with leaving_out(key, prefix, log, left_out):
+            about["data"] = describe_data(name, shots, data)
+            known = results["scores"].get(key)
+            if known and not redo and about.items() <= known.items():
+                log(f"{prefix}: {key}: {summary(known)} (computed before; --redo computes it again)")
+                log_rows(known, f"{prefix}: {key}", log)
+            else:
+                left.append((name, shots, key, about))
+    lm = load_lm(checkpoint, where, dtype, batch_tokens) if left else None
+    for name, shots, key, about in left:
+        with leaving_out(key, prefix, log, left_out):
+            entry = run_task(lm, name, shots, data, limit) | about
+            results = add_score(checkpoint, key, entry)
+            log(f"{prefix}: {key}: {summary(entry)} ({work(entry)})")
+            log_rows(entry, f"{prefix}: {key}", log)
     return results
+
+
+@contextlib.contextmanager
+def leaving_out(
+    key: str, prefix: str, log: Callable[[str], None], left_out: Callable[[str], None] | None
+) -> Iterator[None]:
+    """Around one measurement: its UserError goes to `left_out`, where that is given, and the rest goes on."""
+    try:
+        yield
+    except UserError as error:
+        if left_out is None:
+            raise
+        log(f"{prefix}: {key}: left out: {error}")
+        left_out(f"{key}: {error}")
+
+
+def log_rows(entry: dict[str, Any], prefix: str, log: Callable[[str], None]) -> None:
+    """A line on each benchmark file that has fewer rows than the official split, or more."""
+    for file, (rows, official) in entry.get("file_rows", {}).items():
+        log(f"{prefix}: {file} has {rows:,} rows; the official split has {official:,}")
 
 
 def parse_task(task: str, num_fewshot: int = 0) -> tuple[str, int]:
@@ -159,7 +191,9 @@ def run_task(lm: Any, name: str, num_fewshot: int, data: Path | None, limit: int
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # its bootstraps would fork this process and its GPU
     start, truncated, cut = time.monotonic(), lm.truncated, lm.cut_prompts
     loaded = load_tasks(name, num_fewshot, data)
-    with contextlib.redirect_stdout(io.StringIO()):  # it announces its bootstraps
+    hidden = io.StringIO()  # it announces its bootstraps, with a bar that would fill a log
+    bars = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(hidden)
+    with contextlib.redirect_stdout(hidden), bars:
         found = evaluator.evaluate(lm, loaded, limit=limit, log_samples=True, bootstrap_iters=1000)
     parts = {task: metrics_of(found["results"][task]) for task in loaded["tasks"]}
     whole = metrics_of(found["groups"][name]) if name in found.get("groups", {}) else parts.get(name)
@@ -173,6 +207,11 @@ def run_task(lm: Any, name: str, num_fewshot: int, data: Path | None, limit: int
             counts[part]["effective"] == counts[part]["original"] and getattr(task, "complete", True)
             for part, task in loaded["tasks"].items()
         ),
+        "file_rows": {
+            file: list(rows)
+            for task in loaded["tasks"].values()
+            for file, rows in getattr(task, "odd_rows", {}).items()
+        },
         "metrics": whole or {},
         "correct": correct_answers(found["samples"]),
         "subtasks": {} if list(parts) == [name] else parts,
@@ -231,5 +270,5 @@ def work(entry: dict[str, Any]) -> str:
     """`2376 documents, 20 s`, and how many requests did not fit the model's block size."""
     text = f"{entry['documents']} documents, {entry['seconds']:.0f} s"
     if cut := entry["cut_prompts"]:
-        text += f", {cut} prompts cut to {entry['max_length']} tokens"
+        text += f", {cut} prompt{'s' if cut > 1 else ''} cut to {entry['max_length']} tokens"
     return text

@@ -7,17 +7,19 @@ by position goes far past the length that the model was trained with (arXiv 2312
 import itertools
 import lzma
 import math
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from lingpt.common.errors import UserError
 from lingpt.eval.lm import LinGPTLM, token_scores
-from lingpt.eval.texts import Texts, prompts_hash, spans
+from lingpt.eval.texts import Texts, Unsuitable, prompts_hash, spans
 
 TOKENS = 1_000_000  # of a text that are scored
 PIECES = 32  # long pieces for the loss by position, one a document
-LONGEST = 8  # times the training length
+ENOUGH = 8  # documents that a mean at a position rests on, where the text has so many that are long
 
 
 def bits_per_byte(lm: LinGPTLM, texts: Texts, tokens: int = TOKENS) -> dict[str, Any]:
@@ -63,15 +65,15 @@ def ratio(totals: list[float], sizes: list[int]) -> tuple[float, float | None]:
 
 @torch.inference_mode()
 def loss_by_position(lm: LinGPTLM, texts: Texts, train_length: int, pieces: int = PIECES) -> dict[str, Any]:
-    """Nats per token by position, in groups that double, up to the model's context or the longest text.
+    """Nats per token by position, in groups that double, as far as `ENOUGH` documents reach.
 
-    The model must have been loaded with as large a `block_size` as is asked for. From each document that is
-    long enough one piece, its beginning. The group that ends at `train_length` is what the others compare
-    with.
+    The model must have been loaded with as large a `block_size` as is asked for. Of each document that is
+    long enough, its beginning: the same documents at all positions, so that the curve is of the position
+    alone. The group that ends at `train_length` is what the others compare with; the baseline is the loss of
+    the best unigram model of these tokens.
     """
     found = [ids for d in texts.documents for ids, _ in spans(d, lm.text_tokenizer, lm.max_length, 1)]
-    longest = max(map(len, found))
-    edges = _edges(train_length, min(longest, lm.max_length))
+    edges = _edges(train_length, [len(ids) for ids in found])
     found = [ids[: edges[-1]] for ids in found if len(ids) >= edges[-1]][:pieces]
     losses = torch.stack([_losses(lm, ids) for ids in found])
     groups = []
@@ -84,23 +86,38 @@ def loss_by_position(lm: LinGPTLM, texts: Texts, train_length: int, pieces: int 
         "documents": len(found),
         "metrics": {"loss_at_training_length": within["loss"], "loss_at_the_end": groups[-1]["loss"]},
         "positions": groups,
+        "unigram": entropy(token for ids in found for token in ids),
         "train_length": train_length,
         "prompts": prompts_hash((ids, []) for ids in found),
     }
 
 
-def _edges(train_length: int, longest: int) -> list[int]:
-    """0, N/16, N/8 … N, 2N …; UserError where the longest text does not reach N."""
+def _edges(train_length: int, lengths: list[int]) -> list[int]:
+    """0, N/16, N/8 … N, 2N … up to the last that `ENOUGH` of the documents reach; where fewer reach 2N, that
+    as many do. Where one alone would, or none, N. UserError where none reaches N.
+    """
+
+    def reach(edge: int) -> int:
+        return min(ENOUGH, sum(length >= edge for length in lengths))
+
+    if not reach(train_length):
+        raise Unsuitable(
+            f"the longest document has {max(lengths, default=0):,} tokens, fewer than the training length "
+            f"{train_length:,}: the loss by position needs longer texts"
+        )
     edges, edge = [0], max(1, train_length // 16)
     edges += [edge * 2**i for i in range(64) if edge * 2**i < train_length] + [train_length]
-    while edges[-1] * 2 <= longest:
-        edges.append(edges[-1] * 2)
-    if longest < train_length:
-        raise UserError(
-            f"the longest document has {longest:,} tokens, fewer than the training length {train_length:,}: "
-            "the loss by position needs longer texts"
-        )
+    past = reach(2 * train_length)
+    while past > 1 and reach(2 * edges[-1]) == past:
+        edges.append(2 * edges[-1])
     return edges
+
+
+def entropy(tokens: Iterable[int]) -> float:
+    """Of their frequencies, in nats: what knowing these, and not the order, makes of each token."""
+    counts = Counter(tokens)
+    total = counts.total()
+    return -sum(n / total * math.log(n / total) for n in counts.values())
 
 
 def _losses(lm: LinGPTLM, ids: list[int]) -> torch.Tensor:

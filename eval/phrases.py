@@ -11,10 +11,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from lingpt.common.errors import UserError
 from lingpt.eval.lm import LinGPTLM, Pair
 from lingpt.eval.results import pack_bits
-from lingpt.eval.texts import Texts, prompts_hash, spans
+from lingpt.eval.texts import Texts, Unsuitable, prompts_hash, spans
 
 QUESTIONS, OF_A_DOCUMENT = 256, 8
 CHOICES, CUE_WORDS = 4, 8
@@ -39,7 +38,7 @@ def recall_phrases(lm: LinGPTLM, texts: Texts, questions: int = QUESTIONS) -> di
     """
     asked = make_questions(lm, texts, questions)
     if len(asked) < 2:
-        raise UserError(
+        raise Unsuitable(
             f"no questions on phrases can be made of {texts.name}: it needs longer texts of words"
         )
     with_text = _ask(lm, asked, [f"{q.text}\n\n{q.cue}" for q in asked])

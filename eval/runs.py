@@ -3,17 +3,18 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from lingpt.common.errors import UserError, skipping_sick, suggestion
+from lingpt.common.errors import UserError, suggestion
 from lingpt.common.run_folder import (
     CONFIG,
     WEIGHTS,
@@ -25,6 +26,7 @@ from lingpt.common.run_folder import (
 )
 from lingpt.models import SHARDS, is_sharded, sharded_dtype
 
+T = TypeVar("T")
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -101,8 +103,16 @@ class Checkpoint:
         return digest.hexdigest()
 
 
+def on_stderr(reason: str) -> None:
+    """Names what is left out."""
+    print(f"left out: {reason}", file=sys.stderr)
+
+
 def find_checkpoints(
-    root: str | Path, model: str | None = None, runs: Iterable[str | Path] = ()
+    root: str | Path,
+    model: str | None = None,
+    runs: Iterable[str | Path] = (),
+    left_out: Callable[[str], None] = on_stderr,
 ) -> list[Checkpoint]:
     """What `lingpt eval` evaluates.
 
@@ -110,14 +120,14 @@ def find_checkpoints(
         root: the folder of runs.
         model: the newest run of each attention of this model; by default the model of the newest run of all.
         runs: these runs instead (or checkpoint folders of theirs), all of them.
+        left_out: takes a line on each run that cannot be read; the others go on.
 
-    A run that cannot be read is named on stderr, and the others go on. Raises UserError where nothing can be
-    evaluated, naming what can.
+    Raises UserError where nothing can be evaluated, naming what can.
     """
     if runs := list(runs):
-        return skipping_sick(_newest_or_error, [Path(run) for run in runs])
+        return _readable(_newest_or_error, [Path(run) for run in runs], left_out)
     every = [path.parent for path in sorted(Path(root).glob(f"*/{CONFIG}"))]
-    newest_of_each = skipping_sick(_newest, every)
+    newest_of_each = _readable(_newest, every, left_out)
     found = sorted((c for c in newest_of_each if c is not None), key=_time, reverse=True)
     if not found:
         raise UserError(f"no run with a checkpoint in {root}: train one first (lingpt train), or give --runs")
@@ -130,6 +140,23 @@ def find_checkpoints(
         if checkpoint.model == model:
             newest.setdefault(checkpoint.attention, checkpoint)
     return sorted(newest.values(), key=lambda checkpoint: checkpoint.label)
+
+
+def _readable(
+    function: Callable[[Path], T], paths: Iterable[Path], left_out: Callable[[str], None]
+) -> list[T]:
+    """`function` of each path that it takes; where it refuses them all, the first error is raised."""
+    found, errors = [], []
+    for path in paths:
+        try:
+            found.append(function(path))
+        except UserError as error:
+            errors.append(error)
+    if errors and not found:
+        raise errors[0]
+    for reason in map(str, errors):
+        left_out(reason)
+    return found
 
 
 def _newest(run: Path) -> Checkpoint | None:

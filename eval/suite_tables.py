@@ -8,20 +8,27 @@ from lingpt.common.files import write_errors, write_text
 from lingpt.eval.figures import draw_positions
 from lingpt.eval.paired import Difference, paired_difference
 from lingpt.eval.results import DASH, percent
-from lingpt.eval.suites import COMMONSENSE, Benchmark
+from lingpt.eval.suites import COMMONSENSE, SUITES, Benchmark
 from lingpt.eval.table2 import best_entry, label, run_cells, signed, softmax_of
 from lingpt.eval.tables import Table, draw_tables
 
 
-def suite_tables(results: Sequence[dict[str, Any]]) -> list[Table]:
-    """Of every suite beside Table 2 that has been measured."""
-    tables = [_commonsense_table(results), _bits_table(results), _position_table(results)]
-    return [table for table in [*tables, _recall_table(results)] if table.rows]
+def suite_tables(results: Sequence[dict[str, Any]], suites: Sequence[str] = SUITES) -> list[Table]:
+    """Of each of these suites, beside Table 2, that has been measured."""
+    makers = {
+        "commonsense": (_commonsense_table,),
+        "language": (_bits_table, _position_table),
+        "recall": (_recall_table,),
+    }
+    tables = [make(results) for suite, parts in makers.items() if suite in suites for make in parts]
+    return [table for table in tables if table.rows]
 
 
-def save_suites(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
+def save_suites(
+    results: Sequence[dict[str, Any]], folder: Path, suites: Sequence[str] = SUITES
+) -> list[Path]:
     """Writes suites.md, .tex and .png, and positions.png and .svg, as far as there is something to show."""
-    tables = suite_tables(results)
+    tables = suite_tables(results, suites)
     if not tables:
         return []
     paths = [folder / f"suites.{kind}" for kind in ("md", "tex", "png")]
@@ -30,7 +37,7 @@ def save_suites(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
         write_text(paths[0], markdown + "\n")
         write_text(paths[1], "\n\n".join(table.latex() for table in tables) + "\n")
     draw_tables(tables, paths[2])
-    return paths + draw_positions(results, folder)
+    return paths + (draw_positions(results, folder) if "language" in suites else [])
 
 
 def _commonsense_table(results: Sequence[dict[str, Any]]) -> Table:

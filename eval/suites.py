@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 
 from lingpt.common.errors import UserError, unknown
-from lingpt.eval.harness import PACKAGES, find_devices, load_lm, summary
+from lingpt.eval.harness import PACKAGES, find_devices, leaving_out, load_lm, summary
 from lingpt.eval.results import DASH, add_score, load_results
 from lingpt.eval.runs import Checkpoint
-from lingpt.eval.texts import Texts, read_texts
+from lingpt.eval.texts import Texts, Unsuitable, read_texts
 
 
 class Benchmark(NamedTuple):
@@ -50,17 +50,34 @@ def check_suites(names: Sequence[str]) -> None:
             raise unknown("suite", name, SUITES)
 
 
+def asked_scores(
+    results: dict[str, Any], suites: Sequence[str], tasks: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """Of a checkpoint's scores those of these suites; of Table 2 also what was scored before."""
+    from lingpt.eval.table2 import COLUMNS
+
+    names = {task.partition(":")[0] for task in tasks} | {m for s in suites for m in MEASURES.get(s, ())}
+    names |= {task for _, task, _ in COLUMNS if "table2" in suites}
+    return {key: entry for key, entry in results["scores"].items() if entry["task"] in names}
+
+
 def commonsense_tasks(data: Path | None) -> list[str]:
-    """lm-eval's names; of a local folder those that it has, the others named on stderr."""
+    """lm-eval's names; of a local folder those that it has, the others named on stderr.
+
+    UserError where it has none.
+    """
     tasks = list(dict.fromkeys(benchmark.task for benchmark in COMMONSENSE))
     if data is None:
         return tasks
     from lingpt.eval.tasks.benchmark import local_tasks
+    from lingpt.eval.tasks.sources import WITHOUT
 
-    there = local_tasks(data)
+    there = [task for task in tasks if task in local_tasks(data)]
+    if not there:
+        raise UserError(f"{data} has no file for any of {', '.join(tasks)}; {WITHOUT}")
     if missing := [task for task in tasks if task not in there]:
-        print(f"left out: {data} has no file for {', '.join(missing)}", file=sys.stderr)
-    return [task for task in tasks if task in there]
+        print(f"commonsense: {data} has no file for {', '.join(missing)}", file=sys.stderr)
+    return there
 
 
 def evaluate_texts(
@@ -75,6 +92,7 @@ def evaluate_texts(
     dtype: str | None = None,
     redo: bool = False,
     log: Callable[[str], None] = print,
+    left_out: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """The suites `language` and `recall` of a checkpoint on texts; returns all that is known of it.
 
@@ -83,34 +101,45 @@ def evaluate_texts(
         longest: the loss by position goes up to so many times the training length.
         The others are `harness.evaluate`'s.
 
-    What cannot be measured on a text (too short, too few phrases) is named by `log` and left out.
+    What a text is too short for, or has too few phrases for, is named by `log` and is no mistake.
     """
+    if longest < 1:
+        raise UserError(f"longest is {longest}; it must be at least 1, the training length itself")
     results, where = load_results(checkpoint), find_devices(device, devices)
-    prefix = f"{checkpoint.run.name} step {checkpoint.step}"
-    measures = [name for suite in suites for name in MEASURES.get(suite, ())]
-    for measure in measures:
-        lm = None
+    prefix, length = f"{checkpoint.run.name} step {checkpoint.step}", _train_length(checkpoint)
+    for measure in [name for suite in suites for name in MEASURES.get(suite, ())]:
+        left = []
+        about = {"dtype": dtype or checkpoint.dtype} | _settings(measure, longest)
         for name, source in texts.items():
-            data, key = read_texts(name, source), f"{measure} ({name})"
-            known = results["scores"].get(key)
-            asked = {"data": data.data, "dtype": dtype or checkpoint.dtype, "longest": longest}
-            if known and not redo and all(known.get(k) == v for k, v in asked.items()):
-                log(f"{prefix}: {key}: {summary(known)} (computed before; --redo computes it again)")
-                continue
-            length = _train_length(checkpoint)
-            if lm is None:
-                room = length * longest if measure == "loss_by_position" else None
-                lm = load_lm(checkpoint, where, dtype, batch_tokens, block_size=room)
-            start = time.monotonic()
-            try:
-                entry = _measure(lm, measure, data, length)
-            except UserError as error:
-                log(f"{prefix}: {key}: left out: {error}")
-                continue
-            seconds = round(time.monotonic() - start, 1)
-            results = add_score(checkpoint, key, _about(lm, measure, name, seconds) | asked | entry)
-            log(f"{prefix}: {key}: {summary(entry)} ({entry['documents']} documents, {seconds:.0f} s)")
+            key = f"{measure} ({name})"
+            with leaving_out(key, prefix, log, left_out):
+                data = read_texts(name, source)
+                known, asked = results["scores"].get(key), about | {"data": data.data}
+                if known and not redo and all(known.get(k) == v for k, v in asked.items()):
+                    log(f"{prefix}: {key}: {summary(known)} (computed before; --redo computes it again)")
+                else:
+                    left.append((key, data, asked))
+        room = length * longest if measure == "loss_by_position" else None
+        lm = load_lm(checkpoint, where, dtype, batch_tokens, block_size=room) if left else None
+        for key, data, asked in left:
+            with leaving_out(key, prefix, log, left_out):
+                start = time.monotonic()
+                try:
+                    entry = _measure(lm, measure, data, length)
+                except Unsuitable as error:
+                    log(f"{prefix}: {key}: not measured: {error}")
+                    continue
+                seconds = time.monotonic() - start
+                results = add_score(checkpoint, key, _about(lm, measure, data.name, seconds) | asked | entry)
+                log(f"{prefix}: {key}: {summary(entry)} ({entry['documents']} documents, {seconds:.0f} s)")
     return results
+
+
+def _settings(measure: str, longest: int) -> dict[str, int]:
+    """What a measure depends on beside the model and the text."""
+    from lingpt.eval.language import ENOUGH
+
+    return {"longest": longest, "enough": ENOUGH} if measure == "loss_by_position" else {}
 
 
 def _train_length(checkpoint: Checkpoint) -> int:
@@ -142,7 +171,7 @@ def _about(lm: Any, measure: str, texts: str, seconds: float) -> dict[str, Any]:
         "complete": True,
         "max_length": lm.max_length,
         "device": torch.cuda.get_device_name(lm.device) if lm.device.type == "cuda" else lm.device.type,
-        "seconds": seconds,
+        "seconds": round(seconds, 1),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {package: version(package) for package in PACKAGES},
     }

@@ -12,6 +12,11 @@ from lingpt.data import Tokenizer
 from lingpt.data.embedded import embedded_corpus
 from lingpt.data.jsonl import find_files, read_documents
 
+
+class Unsuitable(UserError):
+    """A text that something cannot be measured on, by its nature: nothing has gone wrong."""
+
+
 CHARACTERS = 12  # of a token, amply: 4 of English text
 
 

@@ -15,8 +15,8 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from lingpt.common.errors import UserError, nearest
-from lingpt.data.hub import hub_reason
-from lingpt.eval.tasks.sources import Source, find_source, read_rows, read_split, sources, split_file
+from lingpt.data.hub import hub_errors, hub_reason
+from lingpt.eval.tasks.sources import WITHOUT, Source, find_source, read_rows, read_split, sources, split_file
 
 STOCK = Path(lm_eval.tasks.__file__).parent
 
@@ -53,7 +53,7 @@ class Benchmark(ConfigurableTask):
         unknown = [split for split in self.splits if source is None or split not in source.splits]
         if source is None or unknown:
             raise UserError(
-                f"{self.config.task}: no local file is known for its {unknown[0]} split: unset EVAL_DATA"
+                f"{self.config.task}: no local file is known for its {unknown[0]} split: {WITHOUT}"
             )
         return source
 
@@ -65,12 +65,18 @@ class Benchmark(ConfigurableTask):
         return [split_file(self.folder, self.source, split) for split in self.splits]
 
     @property
-    def complete(self) -> bool:
-        """Whether the file evaluated has as many rows as the official split (the hub's always has)."""
+    def odd_rows(self) -> dict[str, tuple[int, int]]:
+        """The file evaluated → its rows and those of the official split, where these differ."""
         if self.folder is None:
-            return True
+            return {}
         source, split = self.source, self.splits[0]
-        return len(read_rows(self.files[0], source.fields)) == source.splits[split].rows
+        rows, official = len(read_rows(self.files[0], source.fields)), source.splits[split].rows
+        return {self.files[0].name: (rows, official)} if rows != official else {}
+
+    @property
+    def complete(self) -> bool:
+        """Whether what is evaluated is the official split (the hub's always is)."""
+        return not self.odd_rows
 
     def download(self, dataset_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if self.folder is not None:
@@ -143,7 +149,7 @@ def load_tasks(name: str, num_fewshot: int = 0, data: Path | None = None) -> dic
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     if data is not None and not data.is_dir():
-        raise UserError(f"EVAL_DATA: no folder {data}")
+        raise UserError(f"no folder {data} (--data, or EVAL_DATA)")
     stamp = (
         tuple((f.name, f.stat().st_mtime_ns, f.stat().st_size) for f in sorted(data.glob("*.jsonl")))
         if data
@@ -187,13 +193,25 @@ def _load(name: str, num_fewshot: int, data: str | None, stamp: tuple) -> dict[s
         known = local_tasks(Path(data))
         raise UserError(
             f"no local files for a task {name!r}{nearest(name, known)}; {data} has those of "
-            f"{', '.join(known) or 'none'} (and of MMLU's subjects); unset EVAL_DATA to take it from the hub"
+            f"{', '.join(known) or 'none'} (and of MMLU's subjects); {WITHOUT}"
         )
     else:
         manager = TaskManager()
         if name not in manager.all_tasks:
             raise UserError(f"lm-eval has no task {name!r}{nearest(name, manager.all_tasks)}")
-    loaded = manager.load(name)
+    loaded = _from_hub(manager, name) if data is None else manager.load(name)
     for task in loaded["tasks"].values():
         task.set_config("num_fewshot", num_fewshot)
     return loaded
+
+
+def _from_hub(manager: TaskManager, name: str) -> dict[str, Any]:
+    """`manager.load`; UserError where the hub is out of reach, or the task needs what is not here."""
+    try:
+        with hub_errors(f"the data set of the task {name!r}", "leave the task out"):
+            return manager.load(name)
+    except UserError:
+        raise
+    except Exception as error:  # a task may bring its own code, which has its own ways to fail
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        raise UserError(f"lm-eval cannot load its task {name!r} ({reason}): leave the task out") from error

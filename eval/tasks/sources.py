@@ -17,6 +17,8 @@ import yaml
 
 from lingpt.common.errors import UserError
 
+WITHOUT = "leave out --data (and EVAL_DATA) to take it from the hub"
+
 
 def _texts(value: Any) -> bool:
     return isinstance(value, list) and len(value) > 1 and all(isinstance(text, str) for text in value)
@@ -108,9 +110,7 @@ def split_file(folder: Path, source: Source, split: str) -> Path:
     """The file of a split; UserError where it does not exist."""
     file = folder / source.splits[split].file
     if not file.is_file():
-        raise UserError(
-            f"{folder} has no {file.name} (the {split} split): put it there, or leave EVAL_DATA unset"
-        )
+        raise UserError(f"{folder} has no {file.name} (the {split} split): put it there, or {WITHOUT}")
     return file
 
 

@@ -172,13 +172,12 @@ def test_nothing_half_written(checkpoint, eval_data, monkeypatch):
 
 
 def test_quiet(checkpoint, eval_data, capfd):
-    """No warnings, no bars where stderr is no terminal: one line a task."""
+    """No warnings, no bars where stderr is no terminal: a line on each task, and one on its short file."""
     evaluate(checkpoint, ["arc_easy:2", "piqa"], data=eval_data, device="cpu")
     out, err = capfd.readouterr()
     assert err == ""
     assert [line.split(": ")[:2] for line in out.splitlines()] == [
-        ["demo-ours step 10", "arc_easy (2-shot)"],
-        ["demo-ours step 10", "piqa (0-shot)"],
+        ["demo-ours step 10", task] for task in ("arc_easy (2-shot)", "piqa (0-shot)") for _ in range(2)
     ]
 
 

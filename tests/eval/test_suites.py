@@ -9,7 +9,7 @@ import torch
 
 from lingpt.common.errors import UserError
 from lingpt.eval import LinGPTLM
-from lingpt.eval.language import bits_per_byte, loss_by_position, ratio
+from lingpt.eval.language import _edges, bits_per_byte, loss_by_position, ratio
 from lingpt.eval.phrases import ask_about, make_questions, recall_phrases
 from lingpt.eval.results import unpack_bits
 from lingpt.eval.suite_tables import save_suites, suite_tables
@@ -94,8 +94,25 @@ def test_the_loss_by_position_goes_past_the_training_length(texts, tokenizer):
     assert found["metrics"]["loss_at_training_length"] == pytest.approx(
         losses[:, 16:32].mean().item(), rel=1e-5
     )
+    counts = torch.bincount(ids[:, 1:].flatten()).double()
+    assert found["unigram"] == pytest.approx(torch.distributions.Categorical(counts).entropy().item())
     with pytest.raises(UserError, match="needs longer texts"):
         loss_by_position(lm, Texts("short", ("the sun",), {}), train_length=32)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "last"),
+    [
+        ([64] * 20 + [900], 64),  # one article alone reaches further
+        ([300] * 8 + [900], 256),  # eight reach 256
+        ([32] * 50 + [70] * 3 + [130] * 2, 64),  # fewer than eight reach past 32: as far as all five do
+        ([40] * 9 + [64], 32),  # past the training length, one document: not at all
+        ([40], 32),
+    ],
+)
+def test_the_last_position_is_one_that_several_documents_reach(lengths, last):
+    """Guards: a curve past the training length that rests on the longest article alone."""
+    assert _edges(32, lengths)[-1] == last
 
 
 def test_a_question_on_a_phrase():
@@ -143,7 +160,7 @@ def test_what_a_run_gets(tmp_path, tokenizer, texts, capsys):
     found = find_checkpoints(tmp_path)
     results = [evaluate_texts(c, ["language", "recall"], texts, log=lines.append, **options) for c in found]
     assert results[0]["scores"].keys() == {"bits_per_byte (stories)", "loss_by_position (stories)"}
-    assert sum("left out: no questions on phrases" in line for line in lines) == 2
+    assert sum("not measured: no questions on phrases" in line for line in lines) == 2
     lines.clear()
     again = evaluate_texts(found[0], ["language"], texts, log=lines.append, **options)
     assert again == results[0] and all("computed before" in line for line in lines)
@@ -167,7 +184,11 @@ def test_mistakes(eval_data, tmp_path, capsys):
     with pytest.raises(UserError, match="give name=path"):
         parse_texts(["novels"])
     assert parse_texts(["embedded", "a=b=c"]) == {"embedded": "embedded", "a": "b=c"}
-    assert commonsense_tasks(eval_data) == [] and commonsense_tasks(None)[-1] == "hellaswag"
+    assert commonsense_tasks(None)[-1] == "hellaswag"
+    with pytest.raises(UserError, match="has no file for any of openbookqa"):
+        commonsense_tasks(eval_data)
+    (tmp_path / "lambada_openai_test.jsonl").write_text("{}")
+    assert commonsense_tasks(tmp_path) == ["lambada_openai"]
     assert "has no file for openbookqa" in capsys.readouterr().err
     (tmp_path / "x.jsonl").write_text('{"text": " "}\n')
     with pytest.raises(UserError, match="holds no text"):

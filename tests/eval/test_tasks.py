@@ -200,6 +200,21 @@ def test_no_network_says_how_to_fix_it(monkeypatch):
         load_tasks("arc_easy", 0, None)
 
 
+def test_a_task_that_only_the_hub_has_and_no_network(monkeypatch):
+    """Guards: a hundred lines of traceback for `--tasks hellaswag`, whatever class of error it is."""
+    for error in (
+        RuntimeError("Cannot send a request, as the client has been closed."),
+        ConnectionError("x"),
+    ):
+
+        def offline(self, name, error=error):
+            raise error
+
+        monkeypatch.setattr(TaskManager, "load", offline)
+        with pytest.raises(UserError, match=r"the data set of the task 'hellaswag'.*leave the task out"):
+            load_tasks("hellaswag", 0, None)
+
+
 def test_the_hub_path_is_the_stock_task(eval_data, monkeypatch):
     """Without EVAL_DATA rows come from `datasets.load_dataset`, and the prompts are the stock task's."""
     expected = requests(stock_tasks("arc_challenge", 2, eval_data, monkeypatch))
