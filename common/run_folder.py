@@ -68,11 +68,6 @@ def newest_checkpoint(run: Path) -> Path | None:
     return whole[-1] if whole else None
 
 
-def broken_checkpoints(run: Path) -> list[Path]:
-    """Folders that carry a checkpoint's name and are not whole."""
-    return [folder for folder in named_checkpoints(run) if read_manifest(folder) is None]
-
-
 def named_checkpoints(run: Path) -> list[Path]:
     """Folders that carry a checkpoint's name, whole or not, oldest first; not copies under other names.
 
@@ -130,7 +125,7 @@ def damage(checkpoint: Path) -> str | None:
     """
     manifest = read_manifest(checkpoint)
     if manifest is None:
-        return f"is not whole{_missing(checkpoint)}"
+        return f"is not whole{_wrong_file(checkpoint)}"
     for name, checksum in manifest.get("sha256", {}).items():
         try:
             if file_sha256(checkpoint / name) != checksum:
@@ -140,14 +135,18 @@ def damage(checkpoint: Path) -> str | None:
     return None
 
 
-def _missing(checkpoint: Path) -> str:
-    """The first file that is not there, in brackets; nothing where the manifest itself cannot be read."""
+def _wrong_file(checkpoint: Path) -> str:
+    """The first file that is not there or has another size, in brackets; nothing where none has."""
     try:
-        names = json.loads((checkpoint / MANIFEST).read_text())["files"]
-        gone = [str(name) for name in names if not (checkpoint / name).exists()]
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
-    return f" ({gone[0]} is missing)" if gone else ""
+        files = json.loads((checkpoint / MANIFEST).read_text())["files"]
+        for name, size in files.items():
+            if not (path := checkpoint / name).exists():
+                return f" ({name} is missing)"
+            if (now := path.stat().st_size) != size:
+                return f" ({name} has {now} bytes, and was written with {size})"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # the manifest itself is damaged
+        pass
+    return ""
 
 
 def check_undamaged(model: Path) -> None:

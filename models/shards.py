@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -61,8 +61,7 @@ def read_shards(folder: Path, into: dict[str, torch.Tensor]) -> None:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(into, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
     except (SafetensorError, OSError, CheckpointException) as error:
-        reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-        raise UserError(f"a shard of {folder} is damaged: {reason}") from error
+        raise _damaged(folder, error) from error
 
 
 def read_sharded_weights(
@@ -93,8 +92,22 @@ def _described(folder: Path) -> dict[str, TensorStorageMetadata]:
     try:
         described = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     except (SafetensorError, OSError, json.JSONDecodeError) as error:
-        raise UserError(f"a shard of {folder} is damaged: {error}") from error
+        raise _damaged(folder, error) from error
     return {name: value for name, value in described.items() if isinstance(value, TensorStorageMetadata)}
+
+
+def _damaged(folder: Path, error: BaseException) -> UserError:
+    """The line on `error`, with the name of the first shard that cannot be opened."""
+    for name in _index(folder)["files"]:
+        try:
+            with safe_open(str(folder / name), framework="pt"):
+                pass
+        except (SafetensorError, OSError) as broken:
+            return UserError(
+                f"the shard {folder / name} is damaged ({broken}): restore it, or use another checkpoint"
+            )
+    reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+    return UserError(f"a shard of {folder} is damaged: {reason}")
 
 
 def _index(folder: Path) -> dict[str, Any]:

@@ -118,6 +118,7 @@ def save_shards(
 
         def complete() -> None:
             if rank == 0 and folder is not None:
+                _check_all_here(run, folder, [name for own in hashes for name in own])
                 save_index(model, folder)
                 tokenizer.save(folder)
                 with open(folder / TRAIN_STATE, "wb") as file:
@@ -129,6 +130,16 @@ def save_shards(
         if folder := together(begin)[0]:
             hashes = together(write)
             together(complete)
+
+
+def _check_all_here(run: Path, folder: Path, shards: list[str]) -> None:
+    """NotWritten where a shard that a rank has written is not on the disk that rank zero sees."""
+    for name in shards:
+        if not (folder / name).is_file():
+            raise NotWritten(
+                f"the checkpoint could not be written: {name} is not there for the first process: {run} must "
+                "lie on a disk that all machines see (--train.out_dir)"
+            )
 
 
 def _together(run: Path, step: int, group: dist.ProcessGroup, function: Callable[[], T]) -> list[T]:

@@ -8,10 +8,10 @@ import pytest
 from lingpt.common.errors import UserError
 from lingpt.common.run_folder import (
     attention_label,
-    broken_checkpoints,
     checkpoint_folder,
     checkpoint_step,
     checkpoints,
+    named_checkpoints,
     newest_checkpoint,
     read_config,
     read_manifest,
@@ -43,7 +43,7 @@ def test_whole_checkpoints_are_found_in_the_order_of_their_steps(tmp_path):
 def test_a_checkpoint_with_another_manifest_is_broken(tmp_path, text):
     folder = write_checkpoint(tmp_path, 5)
     (folder / "manifest.json").write_text(text)
-    assert checkpoints(tmp_path) == [] and broken_checkpoints(tmp_path) == [folder]
+    assert checkpoints(tmp_path) == [] and named_checkpoints(tmp_path) == [folder]
 
 
 def test_labels():

@@ -93,6 +93,22 @@ def test_a_shard_that_cannot_be_written_is_one_line_and_leaves_nothing(trained, 
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000001"]
 
 
+def test_a_disk_that_is_not_shared_is_named(trained, monkeypatch):
+    """Guards: a checkpoint that was declared whole, with the shards of one machine alone."""
+    run, _, _, save = trained
+    together = checkpoint._together
+
+    def with_another(*args):
+        outcomes = together(*args)
+        elsewhere = {"shard-00002-model-00002-of-00002.safetensors": "hash"}
+        return [*outcomes, elsewhere] if isinstance(outcomes[0], dict) else outcomes
+
+    monkeypatch.setattr(checkpoint, "_together", with_another)
+    with pytest.raises(UserError, match=r"shard-00002.* must lie on a disk that all machines see"):
+        save(1)
+    assert not list((run / "checkpoints").iterdir())
+
+
 def test_a_damaged_shard_is_named(trained):
     run, _, _, save = trained
     save(1)
@@ -100,5 +116,6 @@ def test_a_damaged_shard_is_named(trained):
     (shard,) = folder.glob("shard-*")
     with open(shard, "r+b") as file:
         file.truncate(shard.stat().st_size // 2)
-    with pytest.raises(UserError, match=r"a shard of .*step-00000001 is damaged"):
+    with pytest.raises(UserError, match=f"the shard .*{shard.name} is damaged"):
         load_model(folder)
+    assert f"is not whole ({shard.name} has " in damage(folder)
