@@ -68,6 +68,7 @@ class Parallel:
         self, machine: Machine, reduce_bf16: bool = False, timeout_minutes: float = TIMEOUT_MINUTES
     ) -> None:
         self.watch, self.sharded, self._reduce_bf16 = Watch(), machine.strategy == "fsdp", reduce_bf16
+        self._chosen = machine.strategy, machine.precision, machine.gathers_once
         self._gathers_once, self._ddp = machine.gathers_once, machine.strategy == "ddp"
         self._timeout = timedelta(minutes=timeout_minutes + 2)  # after `watch`, which says more
         self._error_of_all: UserError | None = None
@@ -90,12 +91,31 @@ class Parallel:
         # Where checkpoints are written in shards: the processes' threads talk in a group of their own, which
         # training does not use meanwhile.
         self.host_mesh = (
-            DeviceMesh.from_group(dist.new_group(backend="gloo"), "cpu") if self.sharded else None
+            DeviceMesh.from_group(dist.new_group(backend="gloo", timeout=self._timeout), "cpu")
+            if self.sharded
+            else None
         )
+
+    def _agree(self) -> None:
+        """Each process has chosen by its own cards; UserError on all of them where that does not fit."""
+        chosen: list[tuple[str, str, bool]] = [self._chosen] * dist.get_world_size()
+        dist.all_gather_object(chosen, self._chosen)
+        ways = [f"{strategy}, {precision}" for strategy, precision, _ in chosen]
+        if len(set(ways)) > 1:
+            had = "; ".join(
+                f"{way}: {', '.join(str(rank) for rank, other in enumerate(ways) if other == way)}"
+                for way in dict.fromkeys(ways)
+            )
+            raise UserError(
+                f"the processes would not train the same way, since their cards differ (ranks of {had}): "
+                "say --train.strategy and --train.precision"
+            )
+        self._gathers_once = all(once for _, _, once in chosen)
 
     def _strategy(self, machine: Machine) -> DDPStrategy | ModelParallelStrategy | str:
         if machine.strategy == "fsdp":
-            return ModelParallelStrategy(
+            return _FSDP(
+                self._agree,
                 lambda module, mesh: shard(
                     module, mesh["data_parallel"], self._reduce_bf16, self._gathers_once
                 ),
@@ -103,7 +123,7 @@ class Parallel:
                 tensor_parallel_size=1,
                 timeout=self._timeout,
             )
-        return _ddp(self._timeout) if machine.strategy == "ddp" else "auto"
+        return _ddp(self._agree, self._timeout) if machine.strategy == "ddp" else "auto"
 
     @contextlib.contextmanager
     def _connection(self, machine: Machine) -> Iterator[None]:
@@ -191,8 +211,6 @@ class Parallel:
         wrapped = self.fabric.setup_module(module)
         forward = wrapped._forward_module
         if self._reduce_bf16 and isinstance(forward, DistributedDataParallel):
-            if self.device.type != "cuda":
-                raise UserError("--train.reduce_bf16 under DDP needs GPUs: leave it out, or use fsdp")
             forward.register_comm_hook(None, bf16_compress_hook)
         return wrapped
 
@@ -327,7 +345,31 @@ class Parallel:
             dist.destroy_process_group()
 
 
-def _ddp(timeout: timedelta) -> DDPStrategy:
+class _DDP(DDPStrategy):
+    """One whose processes `agree` once they are connected, before they build anything together."""
+
+    def __init__(self, agree: Callable[[], None], **options: Any) -> None:
+        super().__init__(**options)
+        self._agree = agree
+
+    def _setup_distributed(self) -> None:
+        super()._setup_distributed()
+        self._agree()
+
+
+class _FSDP(ModelParallelStrategy):
+    """As `_DDP`."""
+
+    def __init__(self, agree: Callable[[], None], *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._agree = agree
+
+    def _setup_distributed(self) -> None:
+        super()._setup_distributed()
+        self._agree()
+
+
+def _ddp(agree: Callable[[], None], timeout: timedelta) -> DDPStrategy:
     # Fabric builds DDP on a stream of its own, and autograd's last nodes stay there: harmless.
     torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
     # Dynamo would cut each compiled block at the edges of DDP's buckets, for the sake of gradients that come
@@ -337,7 +379,7 @@ def _ddp(timeout: timedelta) -> DDPStrategy:
     known = inspect.signature(DistributedDataParallel).parameters
     broadcast = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     options: dict[str, Any] = {broadcast: False, "gradient_as_bucket_view": True}
-    return DDPStrategy(timeout=timeout, **options)
+    return _DDP(agree, timeout=timeout, **options)
 
 
 def print_rank0(message: str, end: str = "\n") -> None:

@@ -126,23 +126,51 @@ parallel.sum(1.0)
 """
 
 
-def test_a_run_ends_where_one_process_hangs():
-    """Guards: every run of several processes is watched, for its own `timeout_minutes`."""
+def two_processes(script: str, stream: str) -> list[tuple[str, int]]:
+    """What each of two processes of torchrun says on `stream`, and its exit code."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", HANGS],
+            [sys.executable, "-c", script],
             env=os.environ | TORCHRUN | {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port},
-            stderr=subprocess.PIPE,
             text=True,
+            **{stream: subprocess.PIPE},
         )
         for rank in ("0", "1")
     ]
-    (_, said), _ = (one.communicate(timeout=120) for one in started)
-    assert [one.returncode for one in started] == [2, 1]
+    said = ["".join(filter(None, one.communicate(timeout=120))) for one in started]
+    return [(text, one.returncode) for text, one in zip(said, started, strict=True)]
+
+
+def test_a_run_ends_where_one_process_hangs():
+    """Guards: every run of several processes is watched, for its own `timeout_minutes`."""
+    (said, first), (_, second) = two_processes(HANGS, "stderr")
+    assert [first, second] == [2, 1]
     assert "process 1 of 2" in said and "kept the others waiting for 0.05 min" in said
+
+
+DIFFER = """
+import os
+from dataclasses import replace
+from lingpt.cli.main import user_message
+from lingpt.common.errors import UserError
+from lingpt.train import TrainConfig
+from lingpt.train.machine import choose_machine
+from lingpt.train.parallel import Parallel
+strategy = "fsdp" if os.environ["RANK"] == "1" else "ddp"
+try:
+    Parallel(replace(choose_machine(TrainConfig(accelerator="cpu")), strategy=strategy), timeout_minutes=1)
+except UserError as error:
+    print(user_message(error))
+"""
+
+
+def test_processes_that_would_train_in_different_ways_say_so():
+    """Guards: cards that differ made one process take DDP and the other FSDP, and both end in a backtrace."""
+    for said, _ in two_processes(DIFFER, "stdout"):
+        assert "(ranks of ddp, 32-true: 0; fsdp, 32-true: 1): say --train.strategy" in said
 
 
 @pytest.fixture
