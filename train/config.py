@@ -50,7 +50,8 @@ class TrainConfig:
         activation_checkpointing: keep each block's input only, and compute the block again in the backward
             pass: less memory, a third more work.
         timeout_minutes: how long one process waits for another before the run ends.
-        reduce_bf16: sum gradients over the devices in bf16: half the traffic, less exact.
+        reduce_bf16: sum gradients over the devices in bf16: half the bytes of each sum, less exact. With FSDP
+            that is in every micro-batch, where fp32 gradients are summed once a step if there is room.
         eval_interval: steps between validations; the last step is always validated.
         eval_tokens: validation tokens, the same ones every time; 0 for all there are.
         save_interval: steps between checkpoints; the last step is always saved.

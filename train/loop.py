@@ -87,7 +87,7 @@ def _train(recipe: Recipe) -> Path:
     machine, why = choose_strategy(choose_machine(recipe.train), config, recipe)
     check(recipe, machine.world_size)
     if recipe.train.dry_run:
-        print_rank0(format_plan(recipe, machine, config))
+        print_rank0("\n".join([format_plan(recipe, machine, config), *([why] if why else [])]))
         return recipe.run_folder
     check_machine(machine, config, recipe)
     if why:

@@ -67,8 +67,10 @@ def choose_machine(config: TrainConfig) -> Machine:
     if accelerator == "cuda" and devices * num_nodes > 1 and not torch.distributed.is_nccl_available():
         raise UserError("several GPUs need NCCL, which this PyTorch was built without: --train.devices 1")
     if accelerator == "cuda":
-        card = torch.cuda.get_device_properties(0)
-        name, memory, bf16 = card.name, card.total_memory, card.major >= 8
+        cards = [torch.cuda.get_device_properties(index) for index in range(devices)]
+        # What the smallest and the oldest of them can do.
+        name, memory = cards[0].name, min(card.total_memory for card in cards)
+        bf16 = all(card.major >= 8 for card in cards)
     else:
         name, bf16 = f"CPU ({os.cpu_count()} cores)", False
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -98,8 +100,8 @@ def _processes(config: TrainConfig, there: int) -> tuple[int, int]:
     if (devices, nodes) != (launcher.here, launcher.machines):
         raise UserError(
             f"{launcher.by} has started {launcher.here} processes a machine on {launcher.machines} machines, "
-            f"but the recipe asks for {devices} devices on {nodes}: leave out --train.devices and "
-            "--train.num_nodes, or start as many"
+            f"but the recipe asks for {devices} devices on {nodes}: "
+            "--train.devices auto --train.num_nodes auto takes what is there, or start as many"
         )
     return devices, nodes
 
@@ -114,7 +116,7 @@ def choose_strategy(machine: Machine, config: Config, recipe: Recipe) -> tuple[M
         alone = "strategy: one device has nobody to share with: it trains as it is"
         return machine, alone if wanted != "auto" else None
     if wanted == "ddp":
-        return replace(machine, strategy="ddp"), None
+        return _with_ddp(machine, recipe), None
     # Processes on a CPU share its memory.
     room = machine.memory / (machine.devices if machine.accelerator == "cpu" else 1)
     why = None
@@ -123,7 +125,7 @@ def choose_strategy(machine: Machine, config: Config, recipe: Recipe) -> tuple[M
         has = f"of {room / 1e9:.0f} GB"
         if fits(ddp, room):
             why = f"strategy: DDP, for the whole model fits each device (about {ddp / 1e9:.1f} GB {has})"
-            return replace(machine, strategy="ddp"), why
+            return _with_ddp(machine, recipe), why
         why = (
             f"strategy: FSDP over {n} devices, for the whole model needs about {ddp / 1e9:.1f} GB {has} "
             f"each, and a part {fsdp / 1e9:.1f} GB"
@@ -131,8 +133,22 @@ def choose_strategy(machine: Machine, config: Config, recipe: Recipe) -> tuple[M
     # Where there is room, the devices communicate once a step; but FSDP2 would then sum the gradients of the
     # micro-batches in bf16, too, where those of the devices are.
     once = memory_needed(config, recipe, machine.precision, over=n, gathers_once=True)["total"]
+    if fits(once, room) and recipe.train.reduce_bf16:
+        often = (
+            "reduce_bf16: with FSDP the gradients are summed over the devices in every micro-batch; without "
+            "it, in fp32 and once a step"
+        )
+        why = f"{why}; {often}" if why else often
     gathers_once = fits(once, room) and not recipe.train.reduce_bf16
     return replace(machine, strategy="fsdp", gathers_once=gathers_once), why
+
+
+def _with_ddp(machine: Machine, recipe: Recipe) -> Machine:
+    if recipe.train.reduce_bf16 and machine.accelerator == "cpu":
+        raise UserError(
+            "--train.reduce_bf16 under DDP needs GPUs: leave it out, or use --train.strategy fsdp"
+        )
+    return replace(machine, strategy="ddp")
 
 
 def memory_needed(
@@ -267,8 +283,8 @@ def too_small(machine: Machine, config: Config, recipe: Recipe) -> str:
 def what_fits(machine: Machine, config: Config, recipe: Recipe) -> str:
     """The options that make `recipe` fit `machine`'s devices, by the estimate.
 
-    A smaller micro-batch; or blocks that are computed again, with the largest that then fits; or more
-    devices.
+    A smaller micro-batch; or blocks that are computed again, with the largest that then fits; or shards on
+    these devices, where each has the whole model; or more devices.
     """
     t, over = recipe.train, machine.sharded_over
     sizes = [size for size in micro_batch_sizes(recipe, machine.world_size) if size <= t.micro_batch_size]
@@ -280,11 +296,13 @@ def what_fits(machine: Machine, config: Config, recipe: Recipe) -> str:
         if size := largest_that_fits(machine.memory, machine.precision, config, changed, possible, over):
             need = memory_needed(config, changed, machine.precision, size, over)["total"]
             return f"--train.micro_batch_size {size}{option} (about {need / 1e9:.1f} GB)"
-    for devices in (2, 4, 8, 16, 32, 64):
+    here = machine.world_size
+    for devices in sorted({here, 2, 4, 8, 16, 32, 64}):
         need = memory_needed(config, recomputing, machine.precision, 1, devices)["total"]
-        if devices > over and fits(need, machine.memory):
+        if devices >= here and devices > over and fits(need, machine.memory):
+            more = f"{devices} such devices with " if devices > here else ""
             return (
-                f"{devices} such devices with --train.strategy fsdp --train.micro_batch_size 1 "
+                f"{more}--train.strategy fsdp --train.micro_batch_size 1 "
                 f"--train.activation_checkpointing true (about {need / 1e9:.1f} GB each)"
             )
     return "shorter sequences (--data.seq_len), or a smaller model"

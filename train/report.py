@@ -23,6 +23,7 @@ from lingpt.data import Dataset, baseline_loss
 from lingpt.models import GPT, generate, load_model
 from lingpt.train.config import Recipe
 from lingpt.train.curve_figure import draw_curves
+from lingpt.train.launch import launched
 from lingpt.train.machine import Machine, duration
 from lingpt.train.parallel import Parallel, print_rank0
 
@@ -78,8 +79,11 @@ def go_on(recipe: Recipe) -> str:
     That is not the same one where this start was from scratch (`resume never`) or from a named checkpoint: it
     would start over, or go back.
     """
+    from_newest = recipe.train.resume == "auto" or not newest_checkpoint(recipe.run_folder)
+    if launched():  # whose own command line is not known here
+        return f"the same command{'' if from_newest else ' with --train.resume auto'} goes on"
     argv = sys.argv[1:]
-    if recipe.train.resume == "auto" or not newest_checkpoint(recipe.run_folder):
+    if from_newest:
         return f"the same command goes on: {shlex.join(['lingpt', *argv])}"
     option = "--train.resume"
     argv = [

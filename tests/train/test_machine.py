@@ -1,6 +1,8 @@
 """What a machine can carry, and the line where it cannot."""
 
 import re
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +10,15 @@ import torch
 from lingpt.common.errors import UserError
 from lingpt.models import ModelArgs
 from lingpt.train import Recipe, TrainConfig
-from lingpt.train.machine import Machine, fits, memory_needed, out_of_memory, what_fits
+from lingpt.train.machine import (
+    Machine,
+    choose_machine,
+    choose_strategy,
+    fits,
+    memory_needed,
+    out_of_memory,
+    what_fits,
+)
 from lingpt.train.plan import format_plan
 
 
@@ -44,6 +54,40 @@ def test_out_of_memory_says_what_was_needed_and_what_fits(memory, micro_batch_si
     if size := re.search(r"micro_batch_size (\d+) \(", line):
         recipe.train.micro_batch_size = int(size[1])
         assert fits(memory_needed(config, recipe, "bf16-mixed")["total"], memory)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "fix"),
+    [("ddp", 8, r"^--train.strategy fsdp --train.micro_batch_size 1"), ("fsdp", 2, r"^4 such devices")],
+)
+def test_who_has_several_devices_is_not_told_to_take_fewer(strategy, devices, fix):
+    """Guards: `2 such devices` to someone who has eight."""
+    machine, recipe = a_run(24e9 if strategy == "ddp" else 14e9, 1)
+    machine = replace(machine, strategy=strategy, devices=devices)
+    assert re.match(fix, what_fits(machine, recipe.model.config(), recipe))
+
+
+def test_the_smallest_card_decides(monkeypatch):
+    """Guards: an estimate, and a precision, of the first card alone."""
+    cards = [SimpleNamespace(name=n, total_memory=m, major=v) for n, m, v in (("A", 80, 9), ("B", 24, 7))]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", cards.__getitem__)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    both, first = (choose_machine(TrainConfig(devices=devices)) for devices in ("auto", 1))
+    assert (both.memory, both.precision) == (24, "32-true")
+    assert (first.memory, first.precision) == (80, "bf16-mixed")
+
+
+def test_reduce_bf16_is_refused_before_anything_starts_or_says_what_it_costs():
+    """On CPUs gloo sums no bf16 under DDP; and FSDP then sums in every micro-batch."""
+    machine, recipe = a_run(141e9, 1, reduce_bf16=True, strategy="ddp")
+    config = recipe.model.config()
+    with pytest.raises(UserError, match="under DDP needs GPUs"):
+        choose_strategy(replace(machine, accelerator="cpu", devices=2), config, recipe)
+    recipe.train.strategy = "fsdp"
+    chosen, why = choose_strategy(replace(machine, devices=2), config, recipe)
+    assert not chosen.gathers_once and "in every micro-batch" in why
 
 
 def test_where_the_estimate_fits_something_else_may_use_the_card():
