@@ -48,12 +48,16 @@ class Profiler:
             self._profile.stop()
 
     def _write(self, recorded: profile) -> None:
-        with write_errors(self._folder):
-            self._folder.mkdir(exist_ok=True)
-            recorded.export_chrome_trace(str(self._folder / TRACE))
-            with gzip.open(self._folder / TRACE, "rt") as file:
-                text = summary(json.load(file)["traceEvents"])
-            write_text(self._folder / SUMMARY, text + "\n")
+        try:
+            with write_errors(self._folder):
+                self._folder.mkdir(exist_ok=True)
+                recorded.export_chrome_trace(str(self._folder / TRACE))
+                with gzip.open(self._folder / TRACE, "rt") as file:
+                    text = summary(json.load(file)["traceEvents"])
+                write_text(self._folder / SUMMARY, text + "\n")
+        except ValueError as error:  # UserError, or a trace that was cut; no reason to end a run
+            print_rank0(f"profile: {error}; training goes on without it")
+            return
         print_rank0(f"{text}\ntrace {self._folder / TRACE} (open it at ui.perfetto.dev)")
 
 

@@ -69,5 +69,15 @@ def test_a_kernel_belongs_to_the_part_that_launched_it():
     assert re.search(r"0\.30  matmul", text)
 
 
+def test_a_profile_that_cannot_be_written_does_not_end_the_run(make_recipe, capsys):
+    """Guards: rank zero ended with it, and left the others waiting."""
+    recipe = make_recipe(profile=True, max_steps=5)
+    recipe.run_folder.mkdir(parents=True)
+    (recipe.run_folder / "profile").write_text("in the way")
+    train(recipe)
+    out = capsys.readouterr().out
+    assert "profile: cannot write to" in out and "training goes on" in out and "step 5/5" in out
+
+
 def test_without_a_step_it_says_so():
     assert "no step" in summary([event("forward", 0, 10)])
