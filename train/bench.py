@@ -159,6 +159,11 @@ def bench_steps(
         warnings.warn(line, stacklevel=2)
     here = environment(parallel.device) | {"precision": machine.precision}
     results = Results.load(save_to, here) if append and save_to and save_to.is_file() else Results(here)
+    if others := {row.tokens for row in results.rows} - {tokens}:
+        raise UserError(
+            f"{save_to} has steps of {others.pop()} tokens, not to be compared with those of {tokens}: "
+            "give the same --tokens, or leave out --append"
+        )
     deadline = time.perf_counter() + budget
     for shape in shapes:
         todo = [name for name in chosen if not results.is_done(*shape, name)]

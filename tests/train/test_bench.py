@@ -8,11 +8,13 @@ import torch
 
 from lingpt.cli.main import main
 from lingpt.common.errors import UserError
-from lingpt.models import GPT, Config
-from lingpt.train import bench
+from lingpt.data import DataConfig
+from lingpt.models import GPT, Config, ModelArgs
+from lingpt.train import Recipe, TrainConfig, bench
 from lingpt.train.bench import Identity, Shape, bench_steps, choose_shapes
 from lingpt.train.bench_results import Results, Row, draw, table
 from lingpt.train.bench_targets import targets_table
+from lingpt.train.machine import memory_needed
 
 ON_A_CPU = {"tokens": 64, "accelerator": "cpu"}
 
@@ -68,6 +70,8 @@ def test_a_benchmark_goes_on_where_it_stopped(tmp_path: Path):
     assert skipped[0] == kept and skipped[1].status == "skipped" and "budget of 0 s" in skipped[1].reason
     whole = bench_steps(["demo"], [32], ["ours", "identity"], micro_batch_tokens=32, **options)
     assert whole.rows[0] == kept and whole.rows[1].status == "ok" and whole.rows[1].micro_batch_size == 1
+    with pytest.raises(UserError, match="has steps of 64 tokens"):
+        bench_steps(["demo"], [32], ["gla"], **options | {"tokens": 128})
     whole.environment["card"] = "another"
     whole.save(path)
     with pytest.raises(UserError, match="of another card"):
@@ -130,6 +134,24 @@ def test_targets_are_judged_by_the_rows():
     text = targets_table(results)
     assert "tokens/s of those at 2048 | ≥ 0.95 | ≥ 1 | 1.000 | aim met |" in text
     assert "ours, × FlashAttention-2 | ≥ 1.55 | ≥ 1.65 | 6.000 | aim met |" in text
+
+
+def test_the_memory_estimate_is_what_was_measured():
+    """Guards: today's estimate, within 10 % of what steps on an H200 have used, in the committed results."""
+    folder, ratios = Path(bench.__file__).parents[1] / "docs/results/training", {}
+    for path in sorted(folder.glob("bench*.json")):
+        results = Results.load(path)
+        for row in results.rows:
+            if row.peak_memory is None or row.attention == "identity":
+                continue
+            args = ModelArgs(name=row.model, block_size=row.seq_len, **bench.COMPARED[row.attention])
+            size, batch = row.micro_batch_size, row.tokens // row.seq_len
+            train = TrainConfig(global_batch_size=batch, micro_batch_size=size)
+            recipe = Recipe(args, DataConfig(seq_len=row.seq_len), train)
+            need = memory_needed(args.config(), recipe, results.environment["precision"])["total"]
+            ratios[path.name, row.model, row.seq_len, row.attention] = need / row.peak_memory
+    assert {model for _, model, _, _ in ratios} >= {"pythia-160m", "pythia-1.4b"} and len(ratios) > 15
+    assert not {row: ratio for row, ratio in ratios.items() if not 0.9 <= ratio <= 1.1}
 
 
 def test_shapes_and_mistakes(tmp_path: Path, capsys):
