@@ -46,10 +46,13 @@ def run(args: Namespace) -> None:
 
     if args.workers is not None and args.workers < 1:
         raise UserError(f"--workers {args.workers}: give at least 1")
+    for name in ("steps", "batch_size", "attentions", "widths", "pairs", "rates"):
+        if not args[name] or (isinstance(args[name], int) and args[name] < 1):
+            raise UserError(f"--{name} is {args[name]}: give at least {'1' if args[name] != [] else 'one'}")
     sizes = {"steps": args.steps, "batch_size": args.batch_size, "vocabulary": args.vocabulary}
     trials = make_trials(args.attentions, args.widths, args.pairs, args.rates, **sizes)
     path, failed = Path(args.out) / RESULTS, []
-    known = _known(path, trials)
+    others, known = _known(path, trials)
     left = [trial for trial in trials if trial.key not in known]
     print(f"{len(trials)} models, {len(left)} to train; {path}")
     for trial, result in _trained(left, args.workers):
@@ -59,7 +62,7 @@ def run(args: Namespace) -> None:
             continue
         known[trial.key] = result
         with write_errors(path):
-            write_json(path, {"results": list(known.values())}, indent=1)
+            write_json(path, {"results": [*others, *known.values()]}, indent=1)
         print(f"{trial.key}: accuracy {100 * result['accuracy']:.2f} after {result['trained_steps']} steps")
     results = [known[trial.key] for trial in trials if trial.key in known]
     if results:
@@ -71,22 +74,23 @@ def run(args: Namespace) -> None:
         )
 
 
-def _known(path: Path, trials: "list[Trial]") -> dict[str, dict[str, Any]]:
-    """Results of an earlier start with the same settings; a damaged file is kept aside."""
+def _known(path: Path, trials: "list[Trial]") -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+    """What the file holds: results of other trials, and those of these; a damaged file is kept aside."""
     from dataclasses import asdict
 
     from lingpt.common.errors import UserError
     from lingpt.common.files import read_json_object, set_aside
 
     if not path.exists():
-        return {}
+        return [], {}
     try:
         found = read_json_object(path)["results"]
         same = [(t, r) for t in trials for r in found if asdict(t).items() <= r.items() and "accuracy" in r]
     except (UserError, KeyError, TypeError, AttributeError):
         print(f"{path} is damaged; it is kept as {set_aside(path, 'damaged').name}")
-        return {}
-    return {trial.key: result for trial, result in same}
+        return [], {}
+    others = [result for result in found if all(result is not known for _, known in same)]
+    return others, {trial.key: result for trial, result in same}
 
 
 def _trained(trials: "list[Trial]", workers: int | None) -> "Iterator[tuple[Trial, Any]]":

@@ -67,6 +67,8 @@ def evaluate(
     if dtype not in (None, *DTYPES):
         raise UserError(f"unknown dtype {dtype!r}: one of {', '.join(DTYPES)}")
     data, where = Path(data) if data else None, find_devices(device, devices)
+    if data is not None and not data.is_dir():
+        raise UserError(f"no folder {data} (--data, or EVAL_DATA)")
     results, left = load_results(checkpoint), []
     prefix = f"{checkpoint.run.name} step {checkpoint.step}"
     for name, shots in [parse_task(task, num_fewshot) for task in tasks]:

@@ -6,11 +6,13 @@ a long word, which occurs once. The same question without the text is the baseli
 away.
 """
 
+import math
 import random
 import re
 from dataclasses import dataclass
 from typing import Any
 
+from lingpt.common.errors import UserError
 from lingpt.eval.lm import LinGPTLM, Pair
 from lingpt.eval.results import pack_bits
 from lingpt.eval.texts import Texts, Unsuitable, prompts_hash, spans
@@ -34,7 +36,8 @@ class Question:
 def recall_phrases(lm: LinGPTLM, texts: Texts, questions: int = QUESTIONS) -> dict[str, Any]:
     """Accuracy with the text and without it, and how often greedy decoding gives the phrase itself.
 
-    Answers are compared by log-likelihood per byte. The text fills the model's context.
+    Answers are compared by log-likelihood per byte; the right one must be ahead of all others.
+    The text fills the model's context.
     """
     asked = make_questions(lm, texts, questions)
     if len(asked) < 2:
@@ -43,11 +46,11 @@ def recall_phrases(lm: LinGPTLM, texts: Texts, questions: int = QUESTIONS) -> di
         )
     with_text = _ask(lm, asked, [f"{q.text}\n\n{q.cue}" for q in asked])
     alone = _ask(lm, asked, [q.cue for q in asked])
-    right = [answer.chosen == 0 for answer in with_text]
+    right = [answer.right for answer in with_text]
     metrics: dict[str, float | None] = {}
     for name, values in (
         ("acc", right),
-        ("acc_alone", [answer.chosen == 0 for answer in alone]),
+        ("acc_alone", [answer.right for answer in alone]),
         ("exact", [answer.greedy for answer in with_text]),
     ):
         mean = sum(values) / len(values)
@@ -63,7 +66,7 @@ def recall_phrases(lm: LinGPTLM, texts: Texts, questions: int = QUESTIONS) -> di
 
 @dataclass(frozen=True)
 class _Answer:
-    chosen: int
+    right: bool
     greedy: bool
 
 
@@ -75,7 +78,9 @@ def _ask(lm: LinGPTLM, asked: list[Question], contexts: list[str]) -> list[_Answ
     for i, question in enumerate(asked):
         part = scores[CHOICES * i : CHOICES * (i + 1)]
         per_byte = [score / len(c.encode()) for (score, _), c in zip(part, question.choices, strict=True)]
-        answers.append(_Answer(per_byte.index(max(per_byte)), part[0][1]))
+        if bad := [score for score in per_byte if not math.isfinite(score)]:
+            raise UserError(f"a log-likelihood is {bad[0]}: the weights are damaged, or diverged")
+        answers.append(_Answer(per_byte[0] > max(per_byte[1:]), part[0][1]))
     return answers
 
 

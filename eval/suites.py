@@ -107,18 +107,19 @@ def evaluate_texts(
         raise UserError(f"longest is {longest}; it must be at least 1, the training length itself")
     results, where = load_results(checkpoint), find_devices(device, devices)
     prefix, length = f"{checkpoint.run.name} step {checkpoint.step}", _train_length(checkpoint)
+    found = []
+    for name, source in texts.items():
+        with leaving_out(f"text {name}", prefix, log, left_out):
+            found.append(read_texts(name, source))
     for measure in [name for suite in suites for name in MEASURES.get(suite, ())]:
         left = []
-        about = {"dtype": dtype or checkpoint.dtype} | _settings(measure, longest)
-        for name, source in texts.items():
-            key = f"{measure} ({name})"
-            with leaving_out(key, prefix, log, left_out):
-                data = read_texts(name, source)
-                known, asked = results["scores"].get(key), about | {"data": data.data}
-                if known and not redo and all(known.get(k) == v for k, v in asked.items()):
-                    log(f"{prefix}: {key}: {summary(known)} (computed before; --redo computes it again)")
-                else:
-                    left.append((key, data, asked))
+        for data in found:
+            key, known = f"{measure} ({data.name})", results["scores"].get(f"{measure} ({data.name})")
+            asked = {"dtype": dtype or checkpoint.dtype, "data": data.data} | _settings(measure, longest)
+            if known and not redo and all(known.get(k) == v for k, v in asked.items()):
+                log(f"{prefix}: {key}: {summary(known)} (computed before; --redo computes it again)")
+            else:
+                left.append((key, data, asked))
         room = length * longest if measure == "loss_by_position" else None
         lm = load_lm(checkpoint, where, dtype, batch_tokens, block_size=room) if left else None
         for key, data, asked in left:

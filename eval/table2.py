@@ -140,7 +140,7 @@ def count(number: int | None) -> str:
 
 
 def _normalised(results: Sequence[dict[str, Any]]) -> Table:
-    """Accuracy by log-likelihood per byte of the answer, of the tasks that lm-eval has it for."""
+    """Accuracy by log-likelihood per character of the answer, of the tasks that lm-eval has it for."""
     columns = [column for column in dict.fromkeys(COLUMNS) if column[1] != "mmlu"]
     rows = []
     for result in results:
@@ -155,7 +155,7 @@ def _normalised(results: Sequence[dict[str, Any]]) -> Table:
         title,
         head,
         rows,
-        ["An answer's log-likelihood is divided by its bytes; per cent, ± one standard error."],
+        ["An answer's log-likelihood is divided by its characters; per cent, ± one standard error."],
     )
 
 

@@ -65,13 +65,13 @@ class Benchmark(ConfigurableTask):
         return [split_file(self.folder, self.source, split) for split in self.splits]
 
     @property
-    def odd_rows(self) -> dict[str, tuple[int, int]]:
+    def odd_rows(self) -> dict[str, list[int]]:
         """The file evaluated → its rows and those of the official split, where these differ."""
         if self.folder is None:
             return {}
         source, split = self.source, self.splits[0]
         rows, official = len(read_rows(self.files[0], source.fields)), source.splits[split].rows
-        return {self.files[0].name: (rows, official)} if rows != official else {}
+        return {self.files[0].name: [rows, official]} if rows != official else {}
 
     @property
     def complete(self) -> bool:

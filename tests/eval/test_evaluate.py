@@ -53,7 +53,7 @@ def test_scores_are_written(checkpoint, eval_data):
 
 
 def test_accuracy_is_right(checkpoint, eval_data):
-    """Recomputed from the model alone: the answer with the highest log-likelihood, also per byte."""
+    """Recomputed from the model alone: the answer with the highest log-likelihood, also per character."""
     import torch
 
     from lingpt.data import load_tokenizer
@@ -70,8 +70,8 @@ def test_accuracy_is_right(checkpoint, eval_data):
                 logprob = model(torch.tensor([tokens]))[0].log_softmax(-1)
             scores.append(sum(logprob[i - 1, tokens[i]].item() for i in range(len(context), len(tokens))))
         right += scores.index(max(scores)) == row["label"]
-        per_byte = [s / len(a) for s, a in zip(scores, (row["sol1"], row["sol2"]), strict=True)]
-        right_norm += per_byte.index(max(per_byte)) == row["label"]
+        per_character = [s / len(a) for s, a in zip(scores, (row["sol1"], row["sol2"]), strict=True)]
+        right_norm += per_character.index(max(per_character)) == row["label"]
     assert (metrics["acc"], metrics["acc_norm"]) == (right / len(rows), right_norm / len(rows))
 
 
@@ -172,12 +172,15 @@ def test_nothing_half_written(checkpoint, eval_data, monkeypatch):
 
 
 def test_quiet(checkpoint, eval_data, capfd):
-    """No warnings, no bars where stderr is no terminal: a line on each task, and one on its short file."""
+    """No warnings, no bars where stderr is no terminal: a line a task, and one on each short file."""
     evaluate(checkpoint, ["arc_easy:2", "piqa"], data=eval_data, device="cpu")
     out, err = capfd.readouterr()
     assert err == ""
     assert [line.split(": ")[:2] for line in out.splitlines()] == [
-        ["demo-ours step 10", task] for task in ("arc_easy (2-shot)", "piqa (0-shot)") for _ in range(2)
+        ["demo-ours step 10", "arc_easy (2-shot)"],
+        ["demo-ours step 10", "arc_easy (2-shot)"],
+        ["demo-ours step 10", "piqa (0-shot)"],
+        ["demo-ours step 10", "piqa (0-shot)"],
     ]
 
 

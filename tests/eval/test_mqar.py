@@ -92,6 +92,17 @@ def test_the_command_goes_on_and_draws(tmp_path, capsys, monkeypatch):
     assert (
         len(trained) == 3 and "3 of 9 models failed, the same command tries again: softmax, width 16" in err
     )
+    kept = json.loads((tmp_path / "mqar.json").read_text())["results"]
+    monkeypatch.undo()
+    wider = [word.replace("--widths=[16]", "--widths=[32]") for word in command]
+    assert main(wider) == 0
+    both = json.loads((tmp_path / "mqar.json").read_text())["results"]
+    assert both[:6] == kept and [r["width"] for r in both[6:]] == [32] * 6  # nothing of another width is lost
+    capsys.readouterr()
+    for option in ("--steps=0", "--batch_size=0", "--pairs=[]"):
+        assert main([*command, option]) == 2
+        assert "give at least" in capsys.readouterr().err
+    monkeypatch.setattr(mqar, "train_trial", lambda trial, device: trained.append(trial) or 1 / 0)
     (tmp_path / "mqar.json").write_text("{")
     assert main(command) == 2
     assert "kept as damaged-mqar.json" in capsys.readouterr().out

@@ -201,7 +201,7 @@ def test_no_network_says_how_to_fix_it(monkeypatch):
 
 
 def test_a_task_that_only_the_hub_has_and_no_network(monkeypatch):
-    """Guards: a hundred lines of traceback for `--tasks hellaswag`, whatever class of error it is."""
+    """Guards: a hundred lines of traceback for `--tasks hellaswag`. One line, whatever the class of error."""
     for error in (
         RuntimeError("Cannot send a request, as the client has been closed."),
         ConnectionError("x"),
