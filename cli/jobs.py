@@ -1,9 +1,9 @@
 """Child processes of the real command, side by side: one a card, or one over all cards.
 
 A job that fails does not end the others. One that fails for no reason of its user's (a card that died, a
-process that was killed) is tried once more, on another card where there is one; a card on which two jobs in a
-row failed so is given up while there are others. A signal, or the end of the time, stops the children as
-Ctrl-C would, and waits until they have saved.
+process that was killed) is tried once more, on another card where there is one: it waits for that. A card on
+which two jobs in a row failed so is given up while there are others. A signal, or the end of the time, stops
+the children as Ctrl-C would, and waits until they have saved.
 """
 
 import os
@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,9 @@ from lingpt.common.errors import UserError
 COMMAND = (sys.executable, "-P", "-m", "lingpt.cli.main")
 POLL, STATUS = 0.2, 60.0  # seconds between looks, and between lines on what is running
 USER_ERROR = 2  # exit code
+# What `train` and `eval` say of a card that CUDA no longer sees: a user's error elsewhere, and none here.
+CARD_GONE = ("no CUDA device", "device 'cuda")
+Card = tuple[int, ...]  # the GPUs that a job runs on; () is the CPU
 GRACE = 600.0  # seconds that a stopped child has to save
 
 
@@ -29,7 +32,7 @@ class Slot:
     """What a job runs on: GPUs by number, or nothing in particular (a CPU)."""
 
     name: str
-    gpus: tuple[int, ...] = ()
+    gpus: Card = ()
 
     def environment(self) -> dict[str, str]:
         if not self.gpus:
@@ -42,7 +45,8 @@ class Slot:
 
 @dataclass
 class Job:
-    """One command: `arguments` of `lingpt`, its output in `log`; `status` says how far it is.
+    """One command: `arguments` of `lingpt`, its output in `log`; `status` says how far it is (by default, the
+    last line of its output).
 
     interrupt: when it is true the job is stopped, as by a signal, and started again.
     """
@@ -50,9 +54,20 @@ class Job:
     name: str
     arguments: list[str]
     log: Path
-    status: Callable[[], str] = lambda: ""
+    status: Callable[[], str] | None = None
     interrupt: Callable[[], bool] | None = None
     attempts: int = 0
+    failed_on: list[Card] = field(default_factory=list)
+    begin: int = 0  # of this attempt's output in the log
+
+    def progress(self) -> str:
+        return self.last_line() if self.status is None else self.status()
+
+    def last_line(self) -> str:
+        """The last line of this attempt's output, which says why it ended; cut to 300 characters."""
+        text = self.log.read_bytes()[self.begin :].decode(errors="replace")
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return lines[-1].removeprefix("lingpt: ")[:300] if lines else ""
 
 
 @dataclass(frozen=True)
@@ -71,7 +86,36 @@ class _Running:
 
 
 class Stopped(Exception):
-    """The time is over: the children have saved and ended."""
+    """The time is over: the children have saved and ended. `failures` had failed by then."""
+
+    def __init__(self, failures: list[Failure]) -> None:
+        super().__init__("the time is over")
+        self.failures = failures
+
+
+@dataclass
+class _Cards:
+    """Those that the slots are on, how many jobs in a row failed on each, and those that are given up."""
+
+    all: set[Card]
+    given_up: set[Card]
+    failed_in_a_row: Counter[Card] = field(default_factory=Counter)
+
+    @property
+    def alive(self) -> set[Card]:
+        return self.all - self.given_up or self.all
+
+    def suits(self, card: Card, job: Job) -> bool:
+        """Whether the job may start there: on no given-up card, nor where it failed if there is another."""
+        return card in self.alive and (card not in job.failed_on or self.alive <= set(job.failed_on))
+
+    def failed(self, card: Card) -> bool:
+        """Counts a failure; whether the card is given up for it."""
+        self.failed_in_a_row[card] += 1
+        lost = self.failed_in_a_row[card] >= 2 and card in self.alive and self.alive != {card}
+        if lost:
+            self.given_up.add(card)
+        return lost
 
 
 def run_jobs(
@@ -79,43 +123,47 @@ def run_jobs(
     slots: Sequence[Slot],
     deadline: float | None = None,
     report: Callable[[str], None] = print,
+    given_up: set[Card] | None = None,
 ) -> list[Failure]:
     """Runs all jobs, each on a slot of its own while it runs; returns those that failed, with the reason.
 
     deadline: of `time.monotonic()`; when it is reached, what runs is stopped and `Stopped` is raised.
+    given_up: cards that no job is started on; those that are given up here are added.
     """
-    waiting, idle, running = deque(jobs), deque(slots), list[_Running]()
-    failed_in_a_row: dict[Slot, int] = dict.fromkeys(slots, 0)
+    waiting, idle, running = deque(jobs), list(slots), list[_Running]()
+    cards = _Cards({slot.gpus for slot in slots}, set() if given_up is None else given_up)
     failures: list[Failure] = []
     last_status = time.monotonic()
     try:
         while waiting or running:
-            while waiting and idle:
-                running.append(_start(waiting.popleft(), idle.popleft(), report))
+            running += _start_those_that_can(waiting, idle, cards, report)
             time.sleep(POLL)
             for one in [one for one in running if one.process.poll() is not None or _to_stop(one)]:
                 running.remove(one)
-                minutes, code = (time.monotonic() - one.started) / 60, one.process.returncode
-                if one.interrupted:
-                    report(f"{one.job.name}: stopped {one.job.status()}, and goes on")
-                    waiting.appendleft(one.job)
-                elif code == 0:
-                    failed_in_a_row[one.slot] = 0
-                    report(f"{one.job.name}: done after {minutes:.1f} min")
-                else:
-                    _failed(one, code, waiting, failed_in_a_row, failures, report)
-                if failed_in_a_row[one.slot] < 2 or not (idle or running):
-                    idle.append(one.slot)
-                else:
-                    report(f"{one.slot.name} is given up: two jobs in a row failed on it")
+                idle.append(one.slot)
+                _ended(one, waiting, cards, failures, report)
             if deadline is not None and time.monotonic() >= deadline:
-                raise Stopped
-            if time.monotonic() - last_status >= STATUS:
+                raise Stopped(failures)
+            if running and time.monotonic() - last_status >= STATUS:
                 last_status = time.monotonic()
-                report(" · ".join(f"{one.job.name}{_with_space(one.job.status())}" for one in running))
+                report(" · ".join(f"{one.job.name} {one.job.progress()}".strip() for one in running))
     finally:
         _stop(running)
     return failures
+
+
+def _start_those_that_can(
+    waiting: deque[Job], idle: list[Slot], cards: _Cards, report: Callable[[str], None]
+) -> list[_Running]:
+    """Starts on each idle slot the first job that it suits."""
+    started = []
+    for slot in list(idle):
+        job = next((job for job in waiting if cards.suits(slot.gpus, job)), None)
+        if job is not None:
+            waiting.remove(job)
+            idle.remove(slot)
+            started.append(_start(job, slot, report))
+    return started
 
 
 def _to_stop(one: _Running) -> bool:
@@ -130,6 +178,7 @@ def _to_stop(one: _Running) -> bool:
 def _start(job: Job, slot: Slot, report: Callable[[str], None]) -> _Running:
     job.log.parent.mkdir(parents=True, exist_ok=True)
     job.attempts += 1
+    job.begin = job.log.stat().st_size if job.log.exists() else 0
     report(f"{job.name}: starts on {slot.name}")
     with job.log.open("ab") as log:
         process = subprocess.Popen(
@@ -143,36 +192,39 @@ def _start(job: Job, slot: Slot, report: Callable[[str], None]) -> _Running:
     return _Running(job, slot, process)
 
 
-def _failed(
+def _ended(
     one: _Running,
-    code: int,
     waiting: deque[Job],
-    failed_in_a_row: dict[Slot, int],
+    cards: _Cards,
     failures: list[Failure],
     report: Callable[[str], None],
 ) -> None:
-    reason = last_line(one.job.log) or f"exit code {code}"
-    if code == USER_ERROR:
-        failed_in_a_row[one.slot] = 0
+    """Reports it; a job that is to go on, or to be tried once more, waits again."""
+    job, card, code = one.job, one.slot.gpus, one.process.returncode
+    if one.interrupted:
+        report(f"{job.name}: stopped {job.progress()}, and goes on")
+        waiting.appendleft(job)
+        return
+    if code == 0:
+        cards.failed_in_a_row[card] = 0
+        report(f"{job.name}: done after {(time.monotonic() - one.started) / 60:.1f} min")
+        return
+    reason = f"ended by {signal.Signals(-code).name}" if code < 0 else job.last_line() or f"exit code {code}"
+    gone = bool(card) and any(words in reason for words in CARD_GONE)
+    if code == USER_ERROR and not gone:
+        cards.failed_in_a_row[card] = 0
+    elif job.failed_on and card not in job.failed_on:
+        job.failed_on.append(card)  # on a second card, too: it is not the card's doing
     else:
-        failed_in_a_row[one.slot] += 1
-        reason = f"ended by {signal.Signals(-code).name}" if code < 0 else reason
-        if one.job.attempts < 2:
-            report(f"{one.job.name}: failed on {one.slot.name} ({reason}); it is tried once more")
-            waiting.append(one.job)
+        job.failed_on.append(card)
+        if cards.failed(card):
+            report(f"GPU {', '.join(map(str, card))} is given up: two jobs in a row failed on it")
+        if len(job.failed_on) < 2:
+            report(f"{job.name}: failed on {one.slot.name} ({reason}); it is tried once more")
+            waiting.append(job)
             return
-    report(f"{one.job.name}: failed: {reason} ({one.job.log})")
-    failures.append(Failure(one.job.name, reason))
-
-
-def last_line(log: Path) -> str:
-    """The last line of a job's output, which says why it ended; cut to 300 characters."""
-    lines = [line.strip() for line in log.read_bytes().decode(errors="replace").splitlines() if line.strip()]
-    return lines[-1].removeprefix("lingpt: ")[:300] if lines else ""
-
-
-def _with_space(text: str) -> str:
-    return f" {text}" if text else ""
+    report(f"{job.name}: failed: {reason} ({job.log})")
+    failures.append(Failure(job.name, reason))
 
 
 def _stop(running: Sequence[_Running]) -> None:

@@ -4,13 +4,15 @@ Each training and each scoring is a child process of the real command. What is d
 fails is named at the end, and the rest goes on.
 """
 
+import json
+import signal
 import time
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lingpt.cli.jobs import Failure, Job, Slot, Stopped, find_slots, last_line, run_jobs
+from lingpt.cli.jobs import Failure, Job, Slot, Stopped, find_slots, run_jobs
 from lingpt.common.errors import UserError, nearest
 from lingpt.configs import recipe_names, recipe_path
 
@@ -48,15 +50,21 @@ def run(args: Namespace) -> None:
     from lingpt.cli.study_page import publish, write_page
     from lingpt.cli.study_plan import format_plan
     from lingpt.cli.study_runs import chosen_rates, rate_runs, study_runs
+    from lingpt.common.errors import Interrupted
+    from lingpt.common.files import write_errors, write_json
     from lingpt.eval.study import STAGES
 
-    study = study_from(args)
-    for stage in args.stages:
-        if stage not in STAGES:
-            raise UserError(f"unknown stage {stage!r}{nearest(stage, STAGES)}; there are {', '.join(STAGES)}")
-    folder = Path(args.out) / f"study-{study.name}"
+    _check_arguments(args)
+    asked = study_from(args)
+    folder = Path(args.out) / f"study-{asked.name}"
+    study = asked if args.dry_run else united(asked, folder)
     slots = find_slots(args.devices, study.cards_per_run, study.runs_per_card)
     cards = len(slots[0].gpus) or None
+
+    def mine(runs: list) -> list:
+        """Those asked for now; the page has all."""
+        return [one for one in runs if one.row in asked.attentions and one.seed < asked.seeds]
+
     tried = rate_runs(study, folder, cards)
     runs = study_runs(study, folder, chosen_rates(tried), cards)
     for one in (*tried, *runs):
@@ -64,30 +72,49 @@ def run(args: Namespace) -> None:
     if args.dry_run:
         print(format_plan(study, tried, runs, slots))
         return
-    _keep(study, folder)
+    with write_errors(folder / STUDY):
+        write_json(folder / STUDY, study.to_dict())
     deadline = time.monotonic() + 60 * args.minutes if args.minutes is not None else None
     work = _Work(study, folder, slots, deadline, args.stages or list(STAGES))
-    failures = []
     try:
         if work.on("data"):
             work.data(runs[0])
         if work.on("rates"):
-            failures += work.rates(tried)
+            work.rates(mine(tried))
             runs = study_runs(study, folder, chosen_rates(tried), cards)
-        failures += work.train(runs) if work.on("runs") else []
-        failures += work.mqar() if work.on("mqar") else []
-        failures += work.score(runs) if work.on("scores") else []
+        if work.on("runs"):
+            work.train(mine(runs))
+        if work.on("mqar"):
+            work.mqar()
+        if work.on("scores"):
+            work.score(mine(runs))
     except Stopped:
         print(f"stopped after {args.minutes:g} minutes; the same command goes on")
+    except KeyboardInterrupt as stop:
+        number = stop.number if isinstance(stop, Interrupted) else signal.SIGINT
+        raise Interrupted(number, "stopped, and what ran has saved; the same command goes on") from stop
     if work.on("page"):
-        print(f"page    {write_page(study, folder, tried, runs, failures)}")
+        print(f"page    {write_page(study, folder, tried, runs, work.failures)}")
     if args.publish:
         print(f"copied  {publish(folder, Path(args.publish), runs)}")
-    if failures:
-        named = "; ".join(f"{failure.job}: {failure.reason}" for failure in failures)
+    if work.failures:
+        named = "; ".join(f"{failure.job}: {failure.reason}" for failure in work.failures)
         raise UserError(
-            f"{len(failures)} failed, all else is kept, and the same command tries again: {named}"
+            f"{len(work.failures)} failed, all else is kept, and the same command tries again: {named}"
         )
+
+
+def _check_arguments(args: Namespace) -> None:
+    from lingpt.eval.study import STAGES
+
+    for stage in args.stages:
+        if stage not in STAGES:
+            raise UserError(f"unknown stage {stage!r}{nearest(stage, STAGES)}; there are {', '.join(STAGES)}")
+    if args.minutes is not None and not args.minutes > 0:
+        raise UserError(f"--minutes {args.minutes:g}: give more than 0, or leave it out")
+    cards = args.cards_per_run
+    if cards is not None and cards != "all" and not (cards.isdecimal() and int(cards) > 0):
+        raise UserError(f"--cards_per_run {cards}: a number of GPUs, at least 1, or `all`")
 
 
 def study_from(args: Namespace) -> Any:
@@ -108,15 +135,13 @@ def study_from(args: Namespace) -> Any:
     if args.texts:
         given["texts"] = parse_texts(args.texts)
     if args.cards_per_run is not None:
-        if args.cards_per_run != "all" and not args.cards_per_run.isdecimal():
-            raise UserError(f"--cards_per_run {args.cards_per_run}: a number of GPUs, or `all`")
         given["cards_per_run"] = None if args.cards_per_run == "all" else int(args.cards_per_run)
     changes = {key: value for key, value in given.items() if value is not None or key == "cards_per_run"}
     study = read_study(path, changes)
     options = {"data.source": args.source, "data.tokenizer": args.tokenizer}
     study = replace(study, options=study.options | {key: v for key, v in options.items() if v is not None})
     if args.attentions:
-        known_rows = [*study.attentions, *ATTENTIONS]
+        known_rows = list(dict.fromkeys([*study.attentions, *ATTENTIONS]))
         for row in args.attentions:
             if row not in known_rows:
                 raise UserError(
@@ -127,67 +152,91 @@ def study_from(args: Namespace) -> Any:
     return study
 
 
-def _keep(study: Any, folder: Path) -> None:
-    """Writes the study into its folder; UserError where that holds one whose runs are others."""
-    from lingpt.common.files import read_json_object, write_errors, write_json
+def united(asked: Any, folder: Path) -> Any:
+    """The study with the rows and seeds that its folder has runs of, though they are not asked for now.
 
-    path, same = folder / STUDY, ("recipe", "tokens", "options", "rates", "rate_tokens")
-    if path.exists():
-        before, now = read_json_object(path), study.to_dict()
-        for key in same:
-            new = list(now[key]) if isinstance(now[key], tuple) else now[key]
-            if before.get(key) != new:
-                raise UserError(
-                    f"{folder} holds a study with another `{key}` ({before.get(key)}, now {new}): "
-                    "give the new one a --name, or move that folder away"
-                )
-    with write_errors(path):
-        write_json(path, study.to_dict())
+    UserError where the folder holds another study. Runs whose row has changed are told apart one by one.
+    """
+    from dataclasses import asdict, replace
+
+    from lingpt.common.files import read_json_object
+    from lingpt.common.run_folder import METRICS
+
+    path = folder / STUDY
+    if not path.exists():
+        return asked
+    before, now = read_json_object(path), json.loads(json.dumps(asdict(asked)))
+    rows, seeds = before.get("attentions"), before.get("seeds")
+    if not isinstance(rows, dict) or type(seeds) is not int:
+        raise UserError(f"{path} is damaged: remove it, and the same command writes it anew")
+    for key in ("recipe", "tokens", "options", "rates", "rate_tokens", "rate_options", "mqar"):
+        # MQAR may come or go; other keys are in every study.json of this version.
+        other = before.get(key, now[key])
+        if other != now[key] and not (key == "mqar" and None in (other, now[key])):
+            raise UserError(
+                f"{folder} holds a study with another `{key}` ({other}, now {now[key]}): "
+                "give the new one a --name, or move that folder away"
+            )
+
+    def begun(row: str, seed: int) -> bool:
+        return (folder / f"{row}-seed{seed}" / METRICS).exists()
+
+    kept = {row: options for row, options in rows.items() if any(begun(row, i) for i in range(seeds))}
+    last = max((i for row in kept for i in range(seeds) if begun(row, i)), default=0)
+    return replace(asked, attentions=kept | asked.attentions, seeds=max(asked.seeds, last + 1))
 
 
 class _Work:
-    """The stages, each a few child processes."""
+    """The stages, each a few child processes; `failures` has what failed so far."""
 
     def __init__(
         self, study: Any, folder: Path, slots: list, deadline: float | None, stages: list[str]
     ) -> None:
         self.study, self.folder, self.slots, self.stages = study, folder, slots, stages
         self.deadline = deadline
+        self.failures: list[Failure] = []
+        self.given_up: set[tuple[int, ...]] = set()  # cards, for as long as the command runs
 
     def on(self, stage: str) -> bool:
         return stage in self.stages
 
-    def jobs(self, jobs: list[Job], slots: list | None = None) -> list[Failure]:
-        return run_jobs(jobs, slots or self.slots, self.deadline)
+    def jobs(self, jobs: list[Job], slots: list | None = None) -> None:
+        try:
+            self.failures += run_jobs(jobs, slots or self.slots, self.deadline, given_up=self.given_up)
+        except Stopped as stopped:
+            self.failures += stopped.failures
+            raise
 
     def log(self, name: str) -> Path:
         return self.folder / "logs" / f"{name}.log"
 
-    def _job(self, name: str, arguments: list[str]) -> Job:
-        """One whose last line says how far it is."""
-        log = self.log(name)
-        return Job(name, arguments, log, lambda: last_line(log))
-
     def data(self, run: Any) -> None:
         """Tokenises once; the runs then share the cache. UserError where it fails: nothing else can begin."""
-        arguments = ["data", *run.arguments[1:]]
-        if failures := self.jobs([self._job("data", arguments)], self.slots[:1]):
-            raise UserError(f"the data cannot be prepared: {failures[0].reason}")
+        self.jobs([Job("data", ["data", *run.arguments[1:]], self.log("data"))], self.slots[:1])
+        if self.failures:
+            raise UserError(f"the data cannot be prepared: {self.failures[0].reason}")
 
-    def rates(self, tried: list) -> list[Failure]:
-        """The short runs; their weights are not kept."""
+    def rates(self, tried: list) -> None:
+        """The short runs; their weights are not kept. One that diverged has said what it was for."""
         import shutil
 
         from lingpt.common.run_folder import CHECKPOINTS
 
-        failures = self.jobs([self._training(run) for run in tried if not run.is_done()])
-        for run in tried:
-            if run.is_done():
+        try:
+            self.train([run for run in tried if not run.diverged])
+        finally:
+            over = [run for run in tried if run.is_done() or run.diverged]
+            for run in over:
                 shutil.rmtree(run.folder / CHECKPOINTS, ignore_errors=True)
-        return failures
+            diverged = {run.name for run in over if run.diverged}
+            self.failures[:] = [failure for failure in self.failures if failure.job not in diverged]
 
-    def train(self, runs: list) -> list[Failure]:
-        return self.jobs([self._training(run) for run in runs if not run.is_done()])
+    def train(self, runs: list) -> None:
+        """What is not done yet; a folder that holds another run is left as it is, and named."""
+        others = {run.name: conflict for run in runs if (conflict := run.conflict())}
+        self.failures += [Failure(name, conflict) for name, conflict in others.items()]
+        left = [run for run in runs if not (run.is_done() or run.name in others)]
+        self.jobs([self._training(run) for run in left])
 
     def _training(self, run: Any) -> Job:
         from lingpt.common.run_folder import ENVIRONMENT
@@ -198,39 +247,35 @@ class _Work:
             job.interrupt = run.halfway
         return job
 
-    def mqar(self) -> list[Failure]:
+    def mqar(self) -> None:
         if self.study.mqar is None:
-            return []
+            return
         options = [f"--{key}={_word(value)}" for key, value in self.study.mqar.items()]
         arguments = ["mqar", "--out", str(self.folder / "mqar"), *options]
-        cards = sorted({gpu for slot in self.slots for gpu in slot.gpus})
-        return self.jobs([self._job("mqar", arguments)], [Slot("all cards", tuple(cards))])
+        cards = {gpu for slot in self.slots if slot.gpus not in self.given_up for gpu in slot.gpus}
+        self.jobs([Job("mqar", arguments, self.log("mqar"))], [Slot("all cards", tuple(sorted(cards)))])
 
-    def score(self, runs: list) -> list[Failure]:
+    def score(self, runs: list) -> None:
         """One process a slot, with its share of the runs: the questions are built once in each."""
-        from lingpt.cli.study_runs import with_checkpoint
-
-        ready, study = [str(run.folder) for run in with_checkpoint(runs)], self.study
+        ready, study = [str(run.folder) for run in runs if run.is_done() and run.has_weights()], self.study
         if not ready or not study.suites:
-            return []
-        # All cards share the questions of a run where one run had all cards.
-        shared = ["--devices", str(len(self.slots[0].gpus))] if len(self.slots[0].gpus) > 1 else []
-        options = ["--longest", str(study.longest), *shared]
-        options += ["--dtype", "bfloat16"] if self.slots[0].gpus else []
+            return
+        options = ["--longest", str(study.longest)]
+        if gpus := self.slots[0].gpus:
+            # All cards share the questions of a run where one run had all cards.
+            options += ["--device", "cuda", "--devices", str(len(gpus)), "--dtype", "bfloat16"]
         options += ["--data", study.eval_data] if study.eval_data else []
         options += ["--limit", str(study.limit)] if study.limit else []
+        texts = [f"{name}={path}" for name, path in study.texts.items()] or ["embedded"]
         jobs = []
         for i in range(len(self.slots)):
             if share := ready[i :: len(self.slots)]:
-                lists = {"runs": share, "suite": study.suites, "tasks": study.tasks}
-                lists |= {"texts": [f"{name}={path}" for name, path in study.texts.items()] or ["embedded"]}
+                lists = {"runs": share, "suite": study.suites, "tasks": study.tasks, "texts": texts}
                 words = [word for key, values in lists.items() for word in (f"--{key}", *values)]
                 name = f"scores-{i}" if len(self.slots) > 1 else "scores"
-                jobs.append(self._job(name, ["eval", *words, *options]))
-        return self.jobs(jobs)
+                jobs.append(Job(name, ["eval", *words, *options], self.log(name)))
+        self.jobs(jobs)
 
 
 def _word(value: Any) -> str:
-    import json
-
     return value if isinstance(value, str) else json.dumps(value)

@@ -45,7 +45,8 @@ def write_page(
     rows = list(study.attentions)
     done = sorted((run for run in runs if run.is_done()), key=lambda run: (rows.index(run.row), run.seed))
     trouble = [text for run in runs if (text := run.trouble())]
-    trouble += [f"{failure.job} failed: {failure.reason}" for failure in failures]
+    known = set(trouble)  # a folder that holds another run is named by the run
+    trouble += [f"{f.job} failed: {f.reason}" for f in failures if f"{f.job} {f.reason}" not in known]
     results = [found for run in done if (found := _results(run, trouble))]
     about = f"{study.about}\n\n" if study.about else ""
     parts = [f"# Study {study.name}\n\n{about}{_what(study, runs)}"]
@@ -125,7 +126,7 @@ def _training(study: Study, folder: Path, tried: Sequence[StudyRun], done: Seque
         table = format_table(reached, curves[base].name)
         parts.append(f"## Time to a loss\n\n```\n{table}\n```")
     if tried:
-        parts.append(_section(_rates_table(study, tried)))
+        parts.append(_section(_rates_table(study, tried, done)))
     return parts
 
 
@@ -230,18 +231,23 @@ def _speed(row: dict[str, Any]) -> list[str]:
     return [equal, duration(row["train_time"]), f"{row['tokens_per_second']:,.0f}", used, paper]
 
 
-def _rates_table(study: Study, tried: Sequence[StudyRun]) -> Table:
+def _rates_table(study: Study, tried: Sequence[StudyRun], done: Sequence[StudyRun]) -> Table:
     chosen = chosen_rates(tried)
     rows = []
+    notes = [
+        f"Validation loss after {count(study.rate_tokens)} tokens, one seed; – not finished, or not finite."
+    ]
     for row in study.attentions:
-        losses = {run.options["train.learning_rate"]: run.loss for run in tried if run.row == row}
+        losses = {
+            run.options["train.learning_rate"]: run.loss for run in tried if run.row == row and run.is_done()
+        }
         cells = [DASH if losses.get(r) is None else f"{losses[r]:.4f}" for r in study.rates]
         rows.append([row, *cells, f"{chosen[row]:g}" if row in chosen else "the recipe's"])
+        used = next((run.recipe.train.learning_rate for run in done if run.row == row), None)
+        if used is not None and row in chosen and used != chosen[row]:
+            notes.append(f"{row}'s runs were begun with {used:g}, and keep it.")
     head = ["Row", *(f"{rate:g}" for rate in study.rates), "Chosen"]
-    note = (
-        f"Validation loss after {count(study.rate_tokens)} tokens, one seed; – not finished, or not finite."
-    )
-    return Table("Learning rates", head, rows, [note])
+    return Table("Learning rates", head, rows, notes)
 
 
 def _mqar(folder: Path) -> list[str]:

@@ -1,6 +1,7 @@
 """The runs of a study: the command of each, its recipe, and how far it is."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -11,9 +12,17 @@ import jsonargparse
 
 from lingpt.cli.recipe import configure_recipe, find_recipe, recipe_from
 from lingpt.common.errors import UserError
-from lingpt.common.run_folder import CONFIG, METRICS, newest_checkpoint, read_metrics, read_model
+from lingpt.common.run_folder import (
+    METRICS,
+    checkpoint_folder,
+    read_config,
+    read_manifest,
+    read_metrics,
+    read_model,
+)
 from lingpt.eval.study import Study
 from lingpt.train import Recipe
+from lingpt.train.config import differences, recipe_from_dict
 
 
 @dataclass(frozen=True)
@@ -53,31 +62,78 @@ class StudyRun:
     def loss(self) -> float | None:
         """The validation loss at the last step; None of a run that has not got there."""
         lines = [line for line in read_metrics(self.folder) if line.get("kind") == "val"]
-        at_end = [line["loss"] for line in lines if line["step"] >= self.recipe.total_steps]
-        return at_end[-1] if at_end else None
+        at_end = [line.get("loss") for line in lines if line["step"] >= self.recipe.total_steps]
+        number = at_end and isinstance(at_end[-1], int | float) and math.isfinite(at_end[-1])
+        return at_end[-1] if number else None
+
+    @property
+    def diverged(self) -> bool:
+        return any(line.get("kind") == "diverged" for line in read_metrics(self.folder)[-2:])
+
+    @property
+    def begun(self) -> bool:
+        return (self.folder / METRICS).exists()
+
+    def conflict(self) -> str | None:
+        """How its record differs from what the study says now, in what decides a loss; None where it does
+        not, or where nothing has been trained.
+        """
+        if not self.begun:
+            return None
+        mend = f"give the study another --name, or remove {self.folder}"
+        try:
+            trained, wanted = read_model(self.folder)[1], self.recipe.model.attention
+            differ = _differences(read_config(self.folder), self.recipe)
+        except (UserError, TypeError) as error:
+            return f"does not say what it was trained with ({error}): {mend}"
+        found = trained if isinstance(trained, str) else list(trained)
+        if found != wanted:
+            return f"was trained with {found}, and its row is {wanted}: {mend}"
+        if differ:
+            some = "; ".join(differ[:3]) + ("; …" if len(differ) > 3 else "")
+            return f"was trained otherwise than the study now says ({some}): {mend}"
+        return None
 
     def trouble(self) -> str | None:
         """Why the run cannot stand in the tables, in a line; None where it can."""
-        if not (self.folder / METRICS).exists():
+        if not self.begun:
             return f"{self.name} is missing: it has not been trained"
-        if any(line.get("kind") == "diverged" for line in read_metrics(self.folder)[-2:]):
+        if conflict := self.conflict():
+            return f"{self.name} {conflict}"
+        if self.diverged:
             return f"{self.name} diverged at step {self.step}: its loss was not finite"
-        if (self.folder / CONFIG).exists():
-            wanted, trained = self.recipe.model.attention, read_model(self.folder)[1]
-            found = trained if isinstance(trained, str) else list(trained)
-            if found != wanted:
-                return f"{self.name} was trained with {found}, and its row is {wanted}: it is left out"
+        if self.loss is None and self.step >= self.recipe.total_steps:
+            return (
+                f"{self.name} has no validation loss at its last step: remove {self.folder} to train it again"
+            )
         if self.loss is None:
             return f"{self.name} is unfinished: step {self.step} of {self.recipe.total_steps}"
         return None
+
+    def has_weights(self) -> bool:
+        """Whether the checkpoint of its last step is there, and whole: what is scored."""
+        return read_manifest(checkpoint_folder(self.folder, self.recipe.total_steps)) is not None
 
     def is_done(self) -> bool:
         return self.trouble() is None
 
     def status(self) -> str:
         lines = [line for line in read_metrics(self.folder) if line.get("kind") == "train"]
-        loss = f", loss {lines[-1]['loss']:.3f}" if lines and lines[-1].get("loss") is not None else ""
+        last = lines[-1].get("loss") if lines else None
+        loss = f", loss {last:.3f}" if isinstance(last, int | float) else ""
         return f"at step {self.step} of {self.recipe.total_steps}{loss}"
+
+
+def _differences(config: dict[str, Any], recipe: Recipe) -> list[str]:
+    """`key: old → new` for what decides a loss and is not the same; also what a run that goes on may change,
+    where that makes it another run."""
+    recorded = recipe_from_dict(config)
+    found = differences(config, recipe.to_dict())
+    for key in ("decay_steps", "init_from"):
+        before, now = getattr(recorded.train, key), getattr(recipe.train, key)
+        found += [f"train.{key}: {before} → {now}"] if before != now else []
+    steps = recorded.total_steps, recipe.total_steps
+    return found + ([f"steps: {steps[0]} → {steps[1]}"] if steps[0] != steps[1] else [])
 
 
 @cache
@@ -103,11 +159,33 @@ def _word(value: Any) -> str:
 
 
 def study_runs(study: Study, folder: Path, rates: dict[str, float], cards: int | None) -> list[StudyRun]:
-    """Every run of the study; `rates` has the chosen peak learning rate of a row, where one was chosen."""
+    """Every run of the study; `rates` has the chosen peak learning rate of a row, where one was chosen.
+
+    A row whose runs have begun keeps their rate, whatever was chosen since.
+    """
+    used = {**rates, **kept_rates(study, folder)}
     return [
-        _run(study, folder, row, name, seed, study.tokens, rates.get(row), cards)
+        _run(study, folder, row, name, seed, study.tokens, used.get(row), cards)
         for row, name, seed in study.run_names()
     ]
+
+
+def kept_rates(study: Study, folder: Path) -> dict[str, float | None]:
+    """Of the rows whose runs have begun, the rate of the first of them: one of the study's, or None for the
+    recipe's own. A run with any other rate is no run of this study."""
+    kept: dict[str, float | None] = {}
+    for row, name, _ in study.run_names() if study.rates else ():
+        if row in kept or not (folder / name / METRICS).exists():
+            continue
+        try:
+            found = read_config(folder / name).get("train", {}).get("learning_rate")
+        except (UserError, AttributeError):
+            continue
+        if found in study.rates:
+            kept[row] = found
+        elif found == _setting("learning_rate", study.recipe, {**study.options, **study.attentions[row]}):
+            kept[row] = None
+    return kept
 
 
 def rate_runs(study: Study, folder: Path, cards: int | None) -> list[StudyRun]:
@@ -145,22 +223,28 @@ def _run(
         "train.wandb_group": f"study-{study.name}",
         **(extra or {}),
     }
+    recipe = str(find_recipe(study.recipe)) if Path(study.recipe).is_file() else study.recipe
     if cards is not None:
         options["train.devices"] = cards
-    recipe = str(find_recipe(study.recipe)) if Path(study.recipe).is_file() else study.recipe
+        if _setting("accelerator", recipe, options) in (None, "auto"):
+            options["train.accelerator"] = "cuda"  # a card that died must not mean training on the CPU
     if rate is not None:
-        options["train.learning_rate"] = rate
-        options["train.min_learning_rate"] = rate * _least_of_peak(recipe, options)
+        least = rate * _least_of_peak(recipe, options)  # before the options have the new peak
+        options |= {"train.learning_rate": rate, "train.min_learning_rate": least}
     return StudyRun(row, name, seed, recipe, options, folder / name)
 
 
 def _least_of_peak(recipe: str, options: dict[str, Any]) -> float:
     """Where the schedule ends, as a share of the peak, in the recipe with the study's options."""
+    values = [_setting(key, recipe, options) for key in ("min_learning_rate", "learning_rate")]
+    return values[0] / values[1] if all(values) else 0.05
+
+
+def _setting(key: str, recipe: str, options: dict[str, Any]) -> Any:
+    """`train.<key>` of the recipe with the study's options; None where neither says."""
     from lingpt.common.files import read_yaml
 
-    train = read_yaml(find_recipe(recipe)).get("train", {})
-    values = [options.get(f"train.{key}", train.get(key)) for key in ("min_learning_rate", "learning_rate")]
-    return values[0] / values[1] if all(values) else 0.05
+    return options.get(f"train.{key}", read_yaml(find_recipe(recipe)).get("train", {}).get(key))
 
 
 def chosen_rates(runs: Sequence[StudyRun]) -> dict[str, float]:
@@ -168,12 +252,7 @@ def chosen_rates(runs: Sequence[StudyRun]) -> dict[str, float]:
     out."""
     best: dict[str, tuple[float, float]] = {}
     for run in runs:
-        loss, rate = run.loss, run.options["train.learning_rate"]
+        loss, rate = run.loss if run.is_done() else None, run.options["train.learning_rate"]
         if loss is not None and loss < best.get(run.row, (float("inf"), 0.0))[0]:
             best[run.row] = loss, rate
     return {row: rate for row, (_, rate) in best.items()}
-
-
-def with_checkpoint(runs: Sequence[StudyRun]) -> list[StudyRun]:
-    """Those that are done and whose weights are still there."""
-    return [run for run in runs if run.is_done() and newest_checkpoint(run.folder)]

@@ -68,6 +68,70 @@ def test_a_card_that_died_is_given_up(job, tmp_path):
     assert sum(": done" in line for line in lines) == 5
 
 
+DEAD = "sys.exit(1) if os.environ['CUDA_VISIBLE_DEVICES'] == '0' else time.sleep(0.3)"
+
+
+def test_a_retry_waits_for_another_card(job):
+    """Two cards, two jobs, one card dead, as with the shares of the scores: none is lost, however long the
+    healthy card is busy; a second place on the dead card is no other card.
+    """
+    for slots in (GPUS, [GPUS[0], Slot("GPU 0, place 2", (0,)), GPUS[1]]):
+        jobs_, lines = [job(f"job{i}", DEAD) for i in range(2)], []
+        assert run_jobs(jobs_, slots, report=lines.append) == []
+        assert {len(one.failed_on) for one in jobs_} <= {0, 1}
+
+
+def test_a_card_stays_given_up(job):
+    """From one stage to the next; the last card is never given up."""
+    given_up, lines = set(), []
+    assert run_jobs([job(f"a{i}", DEAD) for i in range(4)], GPUS, None, lines.append, given_up) == []
+    assert given_up == {(0,)}
+    later = [job(f"b{i}", DEAD) for i in range(2)]
+    assert run_jobs(later, GPUS, None, lines.append, given_up) == []
+    assert [one.attempts for one in later] == [1, 1]
+    bad = [job(f"c{i}", "sys.exit(1)") for i in range(3)]
+    assert len(run_jobs(bad, GPUS, None, lines.append, given_up)) == 3 and given_up == {(0,)}
+
+
+def test_a_card_that_cuda_no_longer_sees(job):
+    """Its jobs end with a user's exit code, and are tried on another card all the same."""
+    import torch
+
+    from lingpt.eval.harness import find_device
+    from lingpt.train import TrainConfig
+    from lingpt.train.machine import choose_machine
+
+    if not torch.cuda.is_available():  # what the commands say is what is looked for
+        for ask in (lambda: find_device("cuda"), lambda: choose_machine(TrainConfig(accelerator="cuda"))):
+            with pytest.raises(UserError, match="|".join(jobs.CARD_GONE)):
+                ask()
+    gone = "(print('x finds no CUDA device: y'), sys.exit(2))"
+    code = f"{gone} if os.environ['CUDA_VISIBLE_DEVICES'] == '0' else 0"
+    assert run_jobs([job(f"job{i}", code) for i in range(3)], GPUS, report=lambda line: None) == []
+    alone = run_jobs([job("wrong", "sys.exit(2)")], GPUS, report=lambda line: None)
+    assert [failure.reason for failure in alone] == ["exit code 2"]
+
+
+def test_no_line_of_an_earlier_attempt(job, tmp_path):
+    """A failure without output says its exit code, not what the log has from before."""
+    (tmp_path / "x.log").write_text("all was well\n")
+    assert (
+        run_jobs([job("x", "sys.exit(3)")], [Slot("CPU")], report=lambda line: None)[0].reason
+        == "exit code 3"
+    )
+
+
+def test_failures_survive_the_end_of_the_time(job):
+    with pytest.raises(Stopped) as stopped:
+        run_jobs(
+            [job("wrong", "sys.exit(2)"), job("long", SAVES)],
+            [Slot("CPU"), Slot("CPU 2")],
+            time.monotonic() + 1.0,
+            lambda line: None,
+        )
+    assert [failure.job for failure in stopped.value.failures] == ["wrong"]
+
+
 SAVES = (
     "signal.signal(15, lambda *_: (print('saved', flush=True), sys.exit(143))); "
     "print('on', flush=True); time.sleep(60)"
@@ -89,6 +153,15 @@ def test_stopped_halfway_and_started_again(job, tmp_path):
     assert run_jobs([half], [Slot("CPU")], report=lines.append) == []
     assert half.log.read_text() == "on\nsaved\n" and half.attempts == 2
     assert any("half: stopped" in line and "goes on" in line for line in lines)
+    crash = job(
+        "crash",
+        f"os.kill(os.getpid(), 9) if 'saved' in open({str(tmp_path / 'crash.log')!r}).read() and not "
+        f"os.path.exists({str(tmp_path / 'again')!r}) and open({str(tmp_path / 'again')!r}, 'w') else None; "
+        f"sys.exit() if os.path.exists({str(tmp_path / 'again')!r}) else None; {SAVES}",
+    )
+    crash.interrupt = lambda: crash.log.exists() and "on" in crash.log.read_text()
+    assert run_jobs([crash], [Slot("CPU")], report=lines.append) == []  # the planned stop was no try
+    assert crash.attempts == 3
 
 
 def test_slots(monkeypatch):

@@ -48,7 +48,7 @@ def here(tmp_path, monkeypatch):
     """Children in this process; each command that ran is in `ran`."""
     ran = []
 
-    def run_jobs(jobs, slots, deadline=None, report=print):
+    def run_jobs(jobs, slots, deadline=None, report=print, given_up=None):
         failures = []
         for job in jobs:
             ran.append(job.name)
@@ -105,10 +105,20 @@ def test_a_study_from_the_plan_to_the_page(here, tmp_path, capsys):
     assert kept == {"config.yaml", "environment.json", "metrics.jsonl", "eval"}
 
 
-def fake_run(folder, attention, steps=4, last=None):
-    """A run's folder as training leaves it, without weights."""
-    folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump({"model": {"name": "demo", "attention": attention}}))
+def fake_run(
+    name, attention=None, steps=4, last=None, file="study-tiny.yaml", root="runs/study-tiny", **changes
+):
+    """A run's folder as training leaves it, without weights; `changes` are not what the study says."""
+    study, folder = read_study(Path(file)), Path(root)
+    every = [*rate_runs(study, folder, None), *study_runs(study, folder, {}, None)]
+    run = next(run for run in every if run.name == name)
+    config = run.recipe.to_dict()
+    config["model"]["attention"] = attention or config["model"]["attention"]
+    for key, value in changes.items():
+        config["train"][key] = value
+    folder = run.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
     lines = []
     for step in range(1, steps + 1):
         clock = {"step": step, "tokens": 128 * step, "train_time": float(step)}
@@ -123,11 +133,11 @@ def test_what_goes_wrong_is_named_and_the_rest_is_shown(here):
     rows = ["softmax", "ours", "gla", "ours-decay", "ours-gated"]
     write(TINY | {"rates": [], "seeds": 1, "attentions": rows})
     folder = Path("runs/study-tiny")
-    fake_run(folder / "softmax-seed0", "softmax")
-    fake_run(folder / "ours-seed0", "ours", steps=3)
+    fake_run("softmax-seed0")
+    fake_run("ours-seed0", steps=3)
     end = {"kind": "diverged", "step": 4, "tokens": 512, "train_time": 4.0, "skipped": 10}
-    fake_run(folder / "gla-seed0", "gla", last=end)
-    fake_run(folder / "ours-gated-seed0", "ours")
+    fake_run("gla-seed0", last=end)
+    fake_run("ours-gated-seed0", "ours")
     damaged = folder / "softmax-seed0" / "eval" / "step-00000004.json"
     damaged.parent.mkdir()
     damaged.write_text("{")
@@ -137,7 +147,7 @@ def test_what_goes_wrong_is_named_and_the_rest_is_shown(here):
         "ours-seed0 is unfinished: step 3 of 4",
         "gla-seed0 diverged at step 4: its loss was not finite",
         "ours-decay-seed0 is missing: it has not been trained",
-        "ours-gated-seed0 was trained with ours, and its row is ours-gated: it is left out",
+        "ours-gated-seed0 was trained with ours, and its row is ours-gated: give the study another --name",
         "step-00000004.json is damaged",
     ):
         assert f"- {line}" in page or line in page
@@ -151,9 +161,9 @@ def test_the_best_rate_is_chosen(here):
     tried = rate_runs(study, folder, None)
     assert chosen_rates(tried) == {}
     for name, steps in (("softmax-rate0.001", 4), ("softmax-rate0.01", 3)):
-        fake_run(folder / name, "softmax", steps)
+        fake_run(name, steps=steps, root="runs")
     assert chosen_rates(tried) == {"softmax": 1e-3}
-    fake_run(folder / "softmax-rate0.003", "softmax")
+    fake_run("softmax-rate0.003", root="runs")
     text = (folder / "softmax-rate0.003" / "metrics.jsonl").read_text()
     (folder / "softmax-rate0.003" / "metrics.jsonl").write_text(text.replace('"loss": 4.0', '"loss": 3.5'))
     assert chosen_rates(tried) == {"softmax": 3e-3}
@@ -169,7 +179,7 @@ def test_rows_are_compared_over_their_seeds(here):
     folder = Path("runs/study-tiny")
     for row, losses in {"softmax": (4.0, 4.1, 4.2), "gla": (3.9, 3.9, 4.2), "ours": (5.0, 5.0)}.items():
         for seed, loss in enumerate(losses):
-            fake_run(folder / f"{row}-seed{seed}", row)
+            fake_run(f"{row}-seed{seed}")
             metrics = folder / f"{row}-seed{seed}" / "metrics.jsonl"
             metrics.write_text(metrics.read_text().replace('"loss": 4.0', f'"loss": {loss}'))
     study = read_study(Path("study-tiny.yaml"))
@@ -192,7 +202,7 @@ def test_a_failure_is_named_at_the_end(here, monkeypatch, capsys):
     write(TINY | {"rates": [], "seeds": 1, "suites": []})
     run_jobs = verb.run_jobs
 
-    def sick(jobs, slots, deadline=None, report=print):
+    def sick(jobs, slots, deadline=None, report=print, given_up=None):
         well = [job for job in jobs if job.name != "mixed-seed0"]
         missing = [Failure(job.name, "ended by SIGKILL") for job in jobs if job not in well]
         return run_jobs(well, slots, deadline, report) + missing
@@ -217,6 +227,78 @@ def test_another_study_in_the_same_folder_is_refused(here, capsys):
         in capsys.readouterr().err
     )
     assert main([*command, "--tokens", "1024", "--name", "longer"]) == 0
+
+
+COMMAND = ["study", "--config", "study-tiny.yaml"]
+
+
+def test_a_run_that_was_trained_otherwise_is_named(here, capsys):
+    """A row whose options changed, a run of another rate or length: in no table, not trained over, and named
+    with the mend; more seeds and more rows are no change.
+    """
+    write(TINY | {"rates": [], "seeds": 1, "suites": [], "attentions": ["softmax", "gla"]})
+    fake_run("softmax-seed0")
+    fake_run("gla-seed0", max_tokens=1024)
+    assert main([*COMMAND, "--stages", "page"]) == 0
+    page = Path("runs/study-tiny/README.md")
+    assert "gla-seed0 was trained otherwise than the study now says (steps: 8 → 4): give" in page.read_text()
+    wider = {"softmax": {"model.intermediate_size": 128}, "gla": {}, "ours": {}}
+    write(TINY | {"rates": [], "seeds": 2, "suites": [], "attentions": wider})
+    assert main([*COMMAND, "--stages", "data", "runs", "page"]) == 2
+    assert here == ["data", "ours-seed0", "softmax-seed1", "gla-seed1", "ours-seed1"]
+    assert "2 failed" in capsys.readouterr().err
+    line = (
+        "softmax-seed0 was trained otherwise than the study now says (model.intermediate_size: None → 128): "
+    )
+    assert line + "give the study another --name, or remove runs/study-tiny/softmax-seed0" in page.read_text()
+    assert json.loads(Path("runs/study-tiny/summary.json").read_text())["rows"][0]["seeds"] == 1
+
+
+def test_runs_keep_the_rate_that_they_were_begun_with(here):
+    """A short run that ends later and chooses another rate changes neither the runs nor what is printed."""
+    write(TINY | {"rates": [1e-3, 3e-3], "suites": [], "attentions": ["softmax"], "rate_tokens": 512})
+    fake_run("softmax-rate0.001")
+    fake_run("softmax-seed0", learning_rate=1e-3, min_learning_rate=1e-3 * (3e-4 / 3e-3))
+    fake_run("softmax-rate0.003")
+    metrics = Path("runs/study-tiny/softmax-rate0.003/metrics.jsonl")
+    metrics.write_text(metrics.read_text().replace('"loss": 4.0', '"loss": 3.5'))
+    assert main([*COMMAND, "--stages", "page"]) == 0
+    page = Path("runs/study-tiny/README.md").read_text()
+    assert re.search(r"\| softmax \| \S+ k +\| 0.001 \| 1     \| 4.0000", page)
+    assert "softmax-seed0 was" not in page
+    assert "softmax's runs were begun with 0.001, and keep it" in page
+
+
+def test_fewer_rows_and_seeds_leave_the_others_in_the_study(here):
+    """What is asked for is trained; page, study.json and summary.json have all that the folder has."""
+    write(TINY | {"rates": [], "suites": [], "attentions": ["softmax", "gla", "ours"]})
+    for name in ("softmax-seed0", "gla-seed0", "gla-seed1"):
+        fake_run(name)
+    assert main([*COMMAND, "--stages", "page"]) == 0
+    less = ["--attentions", "softmax", "--seeds", "1", "--stages", "runs", "page"]
+    assert main([*COMMAND, *less]) == 0 and not here
+    folder = Path("runs/study-tiny")
+    kept = json.loads((folder / "study.json").read_text())
+    assert (list(kept["attentions"]), kept["seeds"]) == (["softmax", "gla"], 2)
+    rows = json.loads((folder / "summary.json").read_text())["rows"]
+    assert [(row["row"], row["seeds"]) for row in rows] == [("softmax", 1), ("gla", 2)]
+
+
+def test_a_rate_that_diverged_is_a_result(here):
+    """Its start is not tried again, its checkpoints go, and the study goes on without an error."""
+    write(
+        TINY
+        | {"rates": [1e-3, 3e-3], "suites": [], "attentions": ["softmax"], "rate_tokens": 512, "seeds": 1}
+    )
+    fake_run("softmax-rate0.001")
+    end = {"kind": "diverged", "step": 2, "tokens": 256, "train_time": 2.0, "skipped": 10}
+    fake_run("softmax-rate0.003", steps=2, last=end)
+    fake_run("softmax-seed0", learning_rate=1e-3, min_learning_rate=1e-3 * (3e-4 / 3e-3))
+    weights = Path("runs/study-tiny/softmax-rate0.003/checkpoints")
+    weights.mkdir()
+    assert main([*COMMAND, "--stages", "rates", "runs", "page"]) == 0 and not here
+    assert "| softmax | 4.0000 | –     | 0.001  |" in Path("runs/study-tiny/README.md").read_text()
+    assert not weights.exists()
 
 
 @pytest.mark.parametrize(
@@ -252,7 +334,12 @@ def test_mistakes_on_the_command_line(here, capsys):
             "unknown attention 'our' (did you mean 'ours'?)",
         ),
         (["--config", "study-tiny.yaml", "--stages", "score"], "did you mean 'scores'"),
-        (["--config", "study-tiny.yaml", "--cards_per_run", "some"], "a number of GPUs, or `all`"),
+        (
+            ["--config", "study-tiny.yaml", "--cards_per_run", "some"],
+            "a number of GPUs, at least 1, or `all`",
+        ),
+        (["--config", "study-tiny.yaml", "--cards_per_run", "0"], "a number of GPUs, at least 1"),
+        (["--config", "study-tiny.yaml", "--minutes", "-1"], "--minutes -1: give more than 0"),
     ]:
         assert main(["study", *words]) == 2
         assert message in capsys.readouterr().err
@@ -277,7 +364,16 @@ def test_the_studies_that_ship(name, tmp_path):
     if name == "study-gate":  # the setting of the first runs, in all that decides a loss
         runs = Path(__file__).parents[2] / "docs" / "results" / "first-runs" / "runs"
         before = yaml.safe_load((runs / "pythia-70m-softmax" / "config.yaml").read_text())
-        where = {"out_dir", "name", "resume", "devices", "num_nodes", "max_tokens", "sample_tokens"}
+        where = {
+            "out_dir",
+            "name",
+            "resume",
+            "devices",
+            "num_nodes",
+            "accelerator",
+            "max_tokens",
+            "sample_tokens",
+        }
         same = set(before["train"]) - where
         given = {**vars(first.train), "max_steps": first.total_steps}
         assert {key: given[key] for key in same} == {key: before["train"][key] for key in same}
