@@ -21,7 +21,7 @@ from lingpt.eval.study import Study
 from lingpt.eval.suite_tables import save_suites, suite_tables
 from lingpt.eval.table2 import count, save_table2, table2_tables
 from lingpt.eval.tables import Table
-from lingpt.models import GPT
+from lingpt.models import ATTENTIONS, GPT
 from lingpt.train.curve_figure import caption, draw_curves
 from lingpt.train.curves import Curve, format_table, mean_over_seeds, read_curves, time_to_loss
 from lingpt.train.machine import duration
@@ -47,7 +47,7 @@ def write_page(
     trouble = [text for run in runs if (text := run.trouble())]
     known = set(trouble)  # a folder that holds another run is named by the run
     trouble += [f"{f.job} failed: {f.reason}" for f in failures if f"{f.job} {f.reason}" not in known]
-    results = [found for run in done if (found := _results(run, trouble))]
+    results = [found for run in done if (found := _results(run, trouble))] if study.suites else []
     about = f"{study.about}\n\n" if study.about else ""
     parts = [f"# Study {study.name}\n\n{about}{_what(study, runs)}"]
     if trouble:
@@ -77,16 +77,18 @@ def _section(table: Table) -> str:
 
 
 def _results(run: StudyRun, trouble: list[str]) -> dict[str, Any] | None:
-    """The newest scores of a run, as `evaluate` wrote them; a damaged file is named in `trouble`."""
+    """The newest scores of a run, as `evaluate` wrote them; where there are none, `trouble` says so."""
     files = sorted((run.folder / EVAL).glob("step-*.json"))
-    if not files:
-        return None
     try:
-        found = read_json_object(files[-1])
+        found = read_json_object(files[-1]) if files else {}
     except UserError as error:
         trouble.append(str(error))
         return None
-    return found if found.get("scores") and found.get("checkpoint") else None
+    if found.get("scores") and found.get("checkpoint"):
+        return found
+    why = "" if run.has_weights() else f", and its checkpoint of step {run.recipe.total_steps} is not whole"
+    trouble.append(f"{run.name} is in no table of scores: it has none{why}")
+    return None
 
 
 def _what(study: Study, runs: Sequence[StudyRun]) -> str:
@@ -95,13 +97,23 @@ def _what(study: Study, runs: Sequence[StudyRun]) -> str:
     number = len(study.attentions)
     rows = f"{number} row{'s' if number > 1 else ''}"
     rates = ", ".join(f"{rate:g}" for rate in study.rates)
-    differs = f"the attention, and its learning rate, the best of {rates}" if rates else "the attention alone"
+    differs = f"the attention, and its learning rate, the best of {rates}" if rates else "the attention"
+    if others := {key for options in study.attentions.values() for key in options} - _of_the_attention():
+        differs += f", and where a row says so {', '.join(sorted(others))}"
+    elif not rates:
+        differs += " alone"
     size = f"{recipe.tokens_per_step:,} tokens a step, {recipe.total_steps:,} steps"
     return (
         f"{recipe.model.name}, {rows}, {seeds}, {count(study.tokens)} tokens each, "
         f"N = {recipe.data.seq_len:,}, {size}; the same data in the same order, the same schedule. "
         f"What differs is {differs}."
     )
+
+
+def _of_the_attention() -> set[str]:
+    """The keys of a row that make its attention."""
+    options = {name for attention in ATTENTIONS.values() for name in attention.options()}
+    return {"model.attention", *(f"model.{name}" for name in options)}
 
 
 def _training(study: Study, folder: Path, tried: Sequence[StudyRun], done: Sequence[StudyRun]) -> list[str]:
@@ -273,7 +285,9 @@ def _limits(study: Study, runs: Sequence[StudyRun]) -> str:
     if source != "wiki40b":
         lines.append(f"The text is not Wiki-40B but {Path(source).name}.")
     if not study.rates:
-        lines.append("The learning rate is the recipe's for all; none was tuned.")
+        own = any("train.learning_rate" in options for options in study.attentions.values())
+        all_rows = "all rows that give none of their own" if own else "all"
+        lines.append(f"The learning rate is the recipe's for {all_rows}; none was tuned.")
     if study.limit:
         lines.append(f"Of each benchmark only the first {study.limit} documents were asked.")
     return "## What these runs cannot tell\n\n" + "\n".join(f"- {line}" for line in lines)

@@ -154,6 +154,18 @@ def test_what_goes_wrong_is_named_and_the_rest_is_shown(here):
     assert re.search(r"\| softmax \| \S+ k +\| 0.003 \| 1     \| 4.0000", page) and not here
 
 
+def test_a_run_that_is_not_scored_is_named(here):
+    """Guards: a damaged checkpoint, say, and the run vanished from the scores without a line. The page also
+    says what else than the attention its rows set."""
+    rows = {"softmax": {}, "wide": {"model.attention": "softmax", "model.intermediate_size": 96}}
+    write(TINY | {"rates": [], "seeds": 1, "attentions": rows})
+    fake_run("softmax-seed0")
+    assert main(["study", "--config", "study-tiny.yaml", "--stages", "page"]) == 0
+    page = Path("runs/study-tiny/README.md").read_text()
+    assert "- softmax-seed0 is in no table of scores: it has none, and its checkpoint of step 4" in page
+    assert "What differs is the attention, and where a row says so model.intermediate_size." in page
+
+
 def test_the_best_rate_is_chosen(here):
     """By the loss at the end; a rate whose run diverged or stopped counts for nothing."""
     write(TINY | {"rates": [1e-3, 3e-3, 1e-2], "attentions": ["softmax", "gla"], "rate_tokens": 512})
