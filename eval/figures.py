@@ -1,7 +1,8 @@
 """Figures of what evaluation measures: the loss by position."""
 
 import re
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -41,10 +42,15 @@ def draw_positions(results: Sequence[dict[str, Any]], folder: Path) -> list[Path
     for panel, name in zip(panels, names, strict=True):
         drawn = [(about, entry) for about, entry in entries if entry["texts"] == name]
         seen: dict[str, int] = {}
-        for row, (attention, lines) in _mean_over_seeds(drawn).items():
+        for row, (attention, seeds) in _by_seed(drawn).items():
+            lines = {to: [losses[to] for losses in seeds] for to in seeds[0] if all(to in s for s in seeds)}
             turn = seen[attention] = seen.get(attention, -1) + 1
             style = {"color": colour[attention], "linestyle": DASHES[turn % len(DASHES)], "linewidth": 1.5}
-            panel.plot(list(lines), list(lines.values()), marker="o", markersize=3, label=row, **style)
+            means = list(map(fmean, lines.values()))
+            panel.plot(list(lines), means, marker="o", markersize=3, label=row, **style)
+            if len(seeds) > 1:
+                bounds = list(map(min, lines.values())), list(map(max, lines.values()))
+                panel.fill_between(list(lines), *bounds, color=colour[attention], alpha=0.2, linewidth=0)
         for length in sorted({entry["train_length"] for _, entry in drawn}):
             panel.axvline(length, color="0.5", linestyle=(0, (4, 3)), linewidth=0.9)
         ticks = sorted({g["to"] for _, entry in drawn for g in entry["positions"]})
@@ -59,20 +65,40 @@ def draw_positions(results: Sequence[dict[str, Any]], folder: Path) -> list[Path
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("loss (nats per token)")
     panels[-1].legend(frameon=False, fontsize=8)
+    text = textwrap.fill(caption(entries), int(15 * figure.get_figwidth()))
+    figure.supxlabel(text, fontsize=7.5, color="0.25", x=0.01, ha="left")
     paths = [folder / "positions.png", folder / "positions.svg"]
     for path in paths:
         save_figure(figure, path)
     return paths
 
 
-def _mean_over_seeds(drawn: Sequence[tuple[Any, Any]]) -> dict[str, tuple[str, dict[int, float]]]:
-    """Run, without its seed → (attention, position → mean loss)."""
-    groups: dict[str, list[tuple[str, dict[int, float]]]] = {}
+def caption(entries: Sequence[tuple[Any, Any]]) -> str:
+    """The models, the training length, how many documents, and what it was measured on."""
+
+    def each(values: Iterable[Any]) -> str:
+        found = dict.fromkeys(value for value in values if value)
+        return " and ".join(f"{value:,}" if isinstance(value, int) else str(value) for value in found)
+
+    lengths = each(entry["train_length"] for _, entry in entries)
+    names = dict.fromkeys(entry["texts"] for _, entry in entries)
+    texts = {name: each(e["documents"] for _, e in entries if e["texts"] == name) for name in names}
+    parts = [
+        each(about.get("model") for about, _ in entries),
+        f"dashed: the training length, {lengths} tokens",
+        "documents: " + ", ".join(f"{count} of {name}" for name, count in texts.items()),
+        each(entry.get("device") for _, entry in entries),
+    ]
+    if any(len(seeds) > 1 for _, seeds in _by_seed(entries).values()):
+        parts.append("mean over seeds, band from the lowest to the highest")
+    return "; ".join(filter(None, parts)) + "."
+
+
+def _by_seed(drawn: Sequence[tuple[Any, Any]]) -> dict[str, tuple[str, list[dict[int, float]]]]:
+    """Run, without its seed → (attention, position → loss of each seed)."""
+    groups: dict[str, tuple[str, list[dict[int, float]]]] = {}
     for about, entry in drawn:
         losses = {group["to"]: group["loss"] for group in entry["positions"]}
         row = _SEED.sub("", about["run"])
-        groups.setdefault(row, []).append((attention_label(about["attention"]), losses))
-    return {
-        row: (found[0][0], {to: fmean(losses[to] for _, losses in found) for to in found[0][1]})
-        for row, found in groups.items()
-    }
+        groups.setdefault(row, (attention_label(about["attention"]), []))[1].append(losses)
+    return groups

@@ -1,5 +1,6 @@
 """The table and the figure of MQAR, of the best learning rate of each form (arXiv 2312.06635, figure 4)."""
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,8 @@ def _draw(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     figure.legend(
         *panels[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8
     )
+    text = textwrap.fill(mqar_table(results).notes[0], int(15 * figure.get_figwidth()))
+    figure.supxlabel(text, fontsize=7.5, color="0.25", x=0.01, ha="left")
     paths = [folder / "mqar.png", folder / "mqar.svg"]
     for path in paths:
         save_figure(figure, path)

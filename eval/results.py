@@ -26,11 +26,14 @@ def task_key(task: str, num_fewshot: int, limit: int | None = None) -> str:
 
 
 def percent(metrics: dict[str, float | None], metric: str) -> str:
-    """`25.10 ± 0.88`: an accuracy and its standard error in per cent; `–` where it was not computed."""
+    """`25.10 ± 0.88`: an accuracy and its standard error in per cent; `–` where it was not computed.
+
+    Of none right, or all, the formula's error is 0, which says nothing, and is left out.
+    """
     value, error = metrics.get(metric), metrics.get(f"{metric}_stderr")
     if value is None:
         return DASH
-    return f"{100 * value:.2f}" + (f" ± {100 * error:.2f}" if error is not None else "")
+    return f"{100 * value:.2f}" + (f" ± {100 * error:.2f}" if error else "")
 
 
 def pack_bits(bits: Sequence[bool]) -> str:

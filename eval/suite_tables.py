@@ -9,7 +9,15 @@ from lingpt.eval.figures import draw_positions
 from lingpt.eval.paired import Difference, paired_difference
 from lingpt.eval.results import DASH, percent
 from lingpt.eval.suites import COMMONSENSE, SUITES, Benchmark
-from lingpt.eval.table2 import best_entry, label, run_cells, signed, softmax_of
+from lingpt.eval.table2 import (
+    PARTIAL_NOTE,
+    best_entry,
+    comparison_notes,
+    label,
+    run_cells,
+    signed,
+    softmax_of,
+)
 from lingpt.eval.tables import Table, draw_tables
 
 
@@ -51,8 +59,10 @@ def _commonsense_table(results: Sequence[dict[str, Any]]) -> Table:
     head = ["Mechanism", "Run", "Parameters", "Tokens", *(benchmark.heading for benchmark in columns)]
     notes = [
         "Accuracy in per cent ± one standard error (OpenBookQA and HellaSwag: length-normalised), zero-shot; "
-        "LAMBADA's last word is right where greedy decoding gives it, its perplexity is per word."
+        "LAMBADA's last word is right where greedy decoding gives it, its perplexity is per word, "
+        "with no chance level (a uniform guess: the size of the vocabulary, for each token of the word)."
     ]
+    notes += [PARTIAL_NOTE] if any("*" in cell for row in rows for cell in row[4:]) else []
     return Table("Commonsense", head, rows, notes)
 
 
@@ -68,7 +78,7 @@ def _benchmark(result: dict[str, Any], benchmark: Benchmark) -> str:
 
 
 def _bits_table(results: Sequence[dict[str, Any]]) -> Table:
-    """Bits per byte, and the difference to softmax on the same documents."""
+    """Bits per byte of each text, and those of `xz`."""
     names = _texts_of(results, "bits_per_byte")
     rows, xz = [], ["xz -9", "", "", ""]
     for result in results:
@@ -103,15 +113,27 @@ def _position_table(results: Sequence[dict[str, Any]]) -> Table:
     ends = sorted({group["to"] for _, entry in found for group in entry["positions"]})
     rows = []
     for result, entry in found:
-        losses = {group["to"]: f"{group['loss']:.3f}" for group in entry["positions"]}
+        losses = {group["to"]: _loss(group) for group in entry["positions"]}
         cells = [losses.get(end, DASH) for end in ends]
-        rows.append([label(result), run_cells(result)[0], entry["texts"], *cells])
+        about = [label(result), run_cells(result)[0], entry["texts"], str(entry["documents"])]
+        rows.append([*about, *cells])
+    baselines = {entry["texts"]: entry["unigram"] for _, entry in found if "unigram" in entry}
+    rows += [["Unigram", "", text, "", *[f"{loss:.3f}"] * len(ends)] for text, loss in baselines.items()]
     lengths = sorted({f"{entry['train_length']:,}" for _, entry in found})
     notes = [
         f"Nats per token at the positions up to each length (from the one before it on); trained at "
-        f"{' and '.join(lengths)} tokens. Beyond that a model that extrapolates does not get worse."
+        f"{' and '.join(lengths)} tokens. Beyond that a model that extrapolates does not get worse. ± one "
+        "standard error over the documents, the same ones at all positions. Unigram: the tokens' frequencies "
+        "in the text, all that can be known without their order."
     ]
-    return Table("Loss by position", ["Mechanism", "Run", "Text", *(f"≤ {e:,}" for e in ends)], rows, notes)
+    head = ["Mechanism", "Run", "Text", "Documents", *(f"≤ {end:,}" for end in ends)]
+    return Table("Loss by position", head, rows, notes)
+
+
+def _loss(group: dict[str, Any]) -> str:
+    """`4.512 ± 0.031`; of one document alone there is no error."""
+    error = group.get("stderr")
+    return f"{group['loss']:.3f}" + (f" ± {error:.3f}" if error is not None else "")
 
 
 def _recall_table(results: Sequence[dict[str, Any]]) -> Table:
@@ -131,6 +153,9 @@ def _recall_table(results: Sequence[dict[str, Any]]) -> Table:
         "A phrase of a long text is asked for again at its end, by the eight words that stood before it: "
         "chosen among four phrases of the text; the same without the text; given by greedy decoding."
     ]
+    notes += comparison_notes(
+        [r for r in results if any(f"recall_phrases ({n})" in r["scores"] for n in names)]
+    )
     return Table("Recall of phrases", [*head, "to softmax"], rows, notes)
 
 

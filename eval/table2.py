@@ -36,7 +36,7 @@ NOTES = (
     "Accuracy in per cent, ± one standard error; – not evaluated.",
     "The paper heads two columns ARC-E without saying how they differ; our one ARC-Easy score is in both.",
 )
-PARTIAL_NOTE = "* on part of the benchmark only (--limit, or a file that is not complete)."
+PARTIAL_NOTE = "* not the whole benchmark: --limit, or a file of fewer or more rows than the official split."
 DIFFERENCE_NOTE = (
     "Accuracy less that of the softmax run of the same model, in points, over the same questions; in "
     "brackets the 95 % interval of a paired bootstrap. Where it holds 0, the two cannot be told apart."
@@ -167,7 +167,7 @@ def _differences(results: Sequence[dict[str, Any]]) -> Table:
         if set(cells) != {DASH}:
             rows.append([label(result), _run(result), *cells])
     head = ["Mechanism", "Run", *(heading for heading, _, _ in columns)]
-    return Table("Paired differences to softmax", head, rows, [DIFFERENCE_NOTE])
+    return Table("Paired differences to softmax", head, rows, [DIFFERENCE_NOTE, *comparison_notes(results)])
 
 
 def difference(
@@ -192,6 +192,21 @@ def softmax_of(result: dict[str, Any], results: Sequence[dict[str, Any]]) -> dic
         r for r in results if label(r) == "softmax" and r["checkpoint"].get("model") == about.get("model")
     ]
     return max(same, key=likeness, default=None)
+
+
+def comparison_notes(results: Sequence[dict[str, Any]]) -> list[str]:
+    """Which softmax run each run is compared with, and where that is of another seed or number of tokens."""
+    compared: dict[str, list[str]] = {}
+    for result in results:
+        softmax = softmax_of(result, results)
+        if softmax is None or softmax is result or label(result) == "softmax":
+            continue
+        one, other = result["checkpoint"], softmax["checkpoint"]
+        names = {"seed": "seed", "tokens": "number of tokens", "seq_len": "length"}
+        differs = [name for key, name in names.items() if one.get(key) != other.get(key)]
+        about = f" (of another {' and '.join(differs)})" if differs else ""
+        compared.setdefault(_run(softmax), []).append(one["run"] + about)
+    return [f"Compared with {softmax}: {', '.join(runs)}." for softmax, runs in compared.items()]
 
 
 def signed(found: tuple[float, ...] | None) -> str:

@@ -9,6 +9,7 @@ import torch
 
 from lingpt.common.errors import UserError
 from lingpt.eval import LinGPTLM
+from lingpt.eval.figures import caption
 from lingpt.eval.language import _edges, bits_per_byte, loss_by_position, ratio
 from lingpt.eval.phrases import ask_about, make_questions, recall_phrases
 from lingpt.eval.results import unpack_bits
@@ -172,6 +173,13 @@ def test_what_a_run_gets(tmp_path, tokenizer, texts, capsys):
     tables = {table.title: table for table in suite_tables(results)}
     assert [row[0] for row in tables["Bits per byte"].rows] == ["ours", "softmax", "xz -9"]
     assert tables["Loss by position"].head[-2:] == [f"≤ {BLOCK_SIZE}", f"≤ {2 * BLOCK_SIZE}"]
+    rows = tables["Loss by position"].rows
+    assert rows[0][3] == "5" and " ± " in rows[0][4] and rows[-1][:3] == ["Unigram", "", "stories"]
+    entries = [(r["checkpoint"], r["scores"]["loss_by_position (stories)"]) for r in results]
+    said = "demo; dashed: the training length, 64 tokens; documents: 5 of stories; cpu."
+    assert caption(entries) == said
+    seeds = [(about | {"run": f"x-seed{i}"}, entry) for i, (about, entry) in enumerate(entries)]
+    assert "mean over seeds, band" in caption(seeds)
     paths = save_suites(results, tmp_path / "tables")
     assert [p.name for p in paths] == [
         "suites.md",

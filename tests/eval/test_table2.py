@@ -8,7 +8,7 @@ import pytest
 from lingpt.eval import score_table, table2
 from lingpt.eval.paired import bootstrap, paired_difference
 from lingpt.eval.results import pack_bits, task_key
-from lingpt.eval.table2 import save_table2, table2_tables
+from lingpt.eval.table2 import comparison_notes, save_table2, table2_tables
 
 
 def result(attention, scores, step=300):
@@ -69,8 +69,8 @@ def test_ours_stand_below_the_papers():
     assert rows[7] == ["ours-decay", *run, *"––––––"]
     assert rows[8] == ["softmax+ours", *run, "–", "–", "54.32 ± 1.16", "–", "–", "–"]
     assert rows[9][0] == "Chance"
-    assert "* on part of the benchmark" in table2(RESULTS)
-    assert "* on part" not in table2(RESULTS[:1])
+    assert "* not the whole benchmark" in table2(RESULTS)
+    assert "* not the whole" not in table2(RESULTS[:1])
 
 
 @pytest.mark.parametrize("markdown", [True, False])
@@ -109,6 +109,9 @@ def test_paired_differences_are_of_the_same_questions():
     main, normalised, paired = table2_tables([ours, softmax])
     assert [row[0] for row in paired.rows] == ["ours"] and paired.rows[0][4].startswith("+25.00 [")
     assert [row[4] for row in normalised.rows] == ["50.00", "50.00", "50"]
+    assert paired.notes[-1] == "Compared with pythia-70m-run, step 300: pythia-70m-run."
+    ours["checkpoint"]["seed"] = 1
+    assert comparison_notes([ours, softmax])[0].endswith("pythia-70m-run (of another seed).")
     assert any("3 of 8 prompts at 64 tokens were cut" in note for note in main.notes)
 
 
