@@ -26,12 +26,13 @@ class TrainConfig:
         micro_batch_size: sequences a device takes at once; the rest is accumulated, exactly.
         learning_rate: the peak, reached after `warmup_steps`.
         min_learning_rate: where the schedule ends, at the last step.
-        warmup_steps: steps of linear warm-up.
+        warmup_steps: steps of linear warm-up, at most a tenth of the run's.
         schedule: after the warm-up, `cosine` falls from the peak to the minimum over the whole run; `wsd`
             (warm-up, stable, decay) stays at the peak and falls over the last `decay_steps`: a run can be
             extended from the checkpoint where its decay began, which is kept.
         decay_steps: of `wsd`; by default a fifth of all steps.
-        weight_decay: AdamW's, on matrices only (not on biases, norms, or a learnable b).
+        weight_decay: AdamW's, on matrices, a short convolution's filter among them; not on biases, norms and
+            a learnable b.
         beta1: AdamW's.
         beta2: AdamW's.
         grad_clip: the largest norm of the gradient over all parameters.
