@@ -1,7 +1,6 @@
 """The page of a study: what was run, what came out, and what it cannot tell; from the runs' folders alone."""
 
 import math
-import re
 import shutil
 import statistics
 from collections.abc import Sequence
@@ -152,9 +151,9 @@ def _losses(study: Study, done: Sequence[StudyRun], curves: Sequence[Curve]) -> 
         mine = [run for run in done if run.row == row]
         if not mine:
             continue
-        curve = next(
-            c for c in curves if c.name in (row, mine[0].name, re.sub(r"-seed\d+$", "", mine[0].name))
-        )
+        curve = mean_over_seeds(read_curves([run.folder for run in mine]))[
+            0
+        ]  # of this row, whatever is alike
         losses = [run.loss for run in mine if run.loss is not None]
         lines = [line for run in mine for line in read_metrics(run.folder) if line.get("kind") == "train"]
         rows.append(
@@ -170,7 +169,7 @@ def _losses(study: Study, done: Sequence[StudyRun], curves: Sequence[Curve]) -> 
                 "loss_at_equal_time": _at(curve, common),
                 "equal_time": common,
                 "train_time": float(curve.val[-1, 1]),
-                "tokens_per_second": statistics.median(line["tokens_per_second"] for line in lines),
+                "tokens_per_second": _median([x for line in lines if (x := line.get("tokens_per_second"))]),
                 "mfu": _median([line["mfu"] for line in lines if line.get("mfu") is not None]),
                 "cards": curve.hardware.get("world_size", 1),
                 "card": curve.hardware.get("name"),
@@ -238,9 +237,11 @@ def _signed(difference: list[float | None] | None) -> str:
 def _speed(row: dict[str, Any]) -> list[str]:
     equal = DASH if row["loss_at_equal_time"] is None else f"{row['loss_at_equal_time']:.4f}"
     used = DASH if row["mfu"] is None else f"{100 * row['mfu']:.1f} %"
-    seconds = PAPER_TOKENS / (PAPER_CARDS * row["tokens_per_second"] / row["cards"])
-    paper = DASH if "CPU" in str(row["card"]) else duration(seconds)
-    return [equal, duration(row["train_time"]), f"{row['tokens_per_second']:,.0f}", used, paper]
+    speed, paper = DASH, DASH
+    if tokens := row["tokens_per_second"]:
+        speed, seconds = f"{tokens:,.0f}", PAPER_TOKENS / (PAPER_CARDS * tokens / row["cards"])
+        paper = DASH if "CPU" in str(row["card"]) else duration(seconds)
+    return [equal, duration(row["train_time"]), speed, used, paper]
 
 
 def _rates_table(study: Study, tried: Sequence[StudyRun], done: Sequence[StudyRun]) -> Table:

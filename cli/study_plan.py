@@ -6,6 +6,7 @@ import torch
 
 from lingpt.cli.jobs import Slot
 from lingpt.cli.study_runs import StudyRun
+from lingpt.common.run_folder import EVAL
 from lingpt.data import availability
 from lingpt.eval.study import Study
 from lingpt.eval.table2 import count
@@ -25,6 +26,7 @@ def format_plan(
 ) -> str:
     """The plan as text: a line a row, then the whole."""
     peak, device = _peak(slots)
+    scored = TABLE2_TOKENS * ("table2" in study.suites) + SUITE_TOKENS * bool(set(study.suites) - {"table2"})
     rows, seconds, disk = [], {"rates": 0.0, "runs": 0.0, "scores": 0.0}, 0.0
     for row in study.attentions:
         mine, tried = ([run for run in of if run.row == row] for of in (runs, rate))
@@ -34,7 +36,8 @@ def format_plan(
         flops = [run_flops(config, run.recipe) for run in mine]
         short = sum(run_flops(config, run.recipe) for run in tried)
         steps, per_step = mine[0].recipe.total_steps, mine[0].recipe.tokens_per_step
-        scoring = flops[0] / (steps * per_step) / 3 * (TABLE2_TOKENS + SUITE_TOKENS) * len(mine)
+        unscored = sum(not any((run.folder / EVAL).glob("step-*.json")) for run in mine)
+        scoring = flops[0] / (steps * per_step) / 3 * scored * unscored
         left = sum(not run.is_done() for run in mine)
         disk += len(mine) * 12 * parameters * (mine[0].recipe.train.keep_checkpoints + 1)
         seconds["runs"] += sum(f for f, run in zip(flops, mine, strict=True) if not run.is_done()) / peak
@@ -51,6 +54,7 @@ def format_plan(
     parts = ", ".join(f"{name} {duration(value / cards)}" for name, value in seconds.items() if value)
     data = runs[0].recipe.data
     hours = sum(float(row[-1]) for row in rows)
+    cost = f"{hours:.3g}" if hours >= 0.01 else "under 0.01"
     lines = [
         f"study {study.name}: {len(rows)} rows, {study.seeds} seed{'s' if study.seeds > 1 else ''}, "
         f"{count(study.tokens)} tokens each, N = {data.seq_len:,}; nothing is trained, this is a dry run",
@@ -60,11 +64,13 @@ def format_plan(
         f"data    {data.source}: {availability(data)}",
         f"here    {cards} × {device}, {each} a run, {len(slots)} at once; what is left takes about "
         f"{duration(sum(seconds.values()) / cards)} ({parts or 'nothing'})",
-        f"cost    {hours:.3g} card hours on H200s in all, at {STATED_MFU:.0%} of their peak: "
+        f"cost    {cost} card hours on H200s in all, at {STATED_MFU:.0%} of their peak: "
         f"{duration(hours * 3600 / 8)} on eight",
         f"disk    {disk / 1e9:.3g} GB of checkpoints at most; the rates' go when these are chosen",
-        f"scores  {', '.join(study.suites)}" + ("; MQAR" if study.mqar is not None else ""),
-        "Small models and short sequences reach less of the peak: the time is then longer.",
+        f"scores  {', '.join(study.suites) or 'none'}" + ("; MQAR" if study.mqar is not None else ""),
+        "Small models and short sequences reach less of the peak: the time is then longer."
+        + (f" With a limit of {study.limit} documents a task scoring takes less." if study.limit else "")
+        + (" MQAR's time is not in it." if study.mqar is not None else ""),
     ]
     return "\n".join(lines)
 

@@ -11,6 +11,10 @@ from typing import Any
 from lingpt.common.errors import UserError, nearest
 from lingpt.common.files import read_yaml
 
+_LISTS = ("rates", "suites", "tasks", "against", "drawn")
+_MAPPINGS = ("options", "rate_options", "texts")
+_WHOLE = ("tokens", "seeds", "runs_per_card", "longest", "limit", "rate_tokens", "cards_per_run")
+_DECIDED = ("train.max_steps", "train.max_tokens", "train.seed", "train.name")
 STAGES = ("data", "rates", "runs", "mqar", "scores", "page")
 
 
@@ -98,12 +102,29 @@ def read_study(path: Path, changes: Mapping[str, Any] | None = None) -> Study:
         if key not in values:
             raise UserError(f"{path} is no study: it does not say `{key}`")
     values["attentions"] = _rows(values["attentions"], path)
-    for key in ("rates", "suites", "tasks", "against", "drawn"):
-        if key in values:
-            values[key] = tuple(values[key])
-    study = Study(**values)
+    for key in _MAPPINGS:
+        values[key] = {} if values.get(key) is None else values[key]
+    _check_types(values, path)
+    study = Study(**values | {key: tuple(values[key]) for key in _LISTS if key in values})
     _check(study, path)
     return study
+
+
+def _check_types(values: Mapping[str, Any], path: Path) -> None:
+    """UserError for what is no list, no mapping, no whole number or no rate where one is meant."""
+    for keys, kind, what in (
+        (_LISTS, list | tuple, "a list"),
+        (_MAPPINGS, dict, "`key: value`"),
+        (_WHOLE, int, "a whole number"),
+        (("recipe",), str, "a file, or the name of a recipe"),
+    ):
+        for key in keys:
+            value = values.get(key)
+            if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+                raise UserError(f"{path}: `{key}` is {value!r}; it must be {what}")
+    for rate in values.get("rates", ()):
+        if not isinstance(rate, int | float) or isinstance(rate, bool) or rate <= 0:
+            raise UserError(f"{path}: `rates` has {rate!r}; each is a learning rate, as 1.0e-3")
 
 
 def _rows(attentions: Any, path: Path) -> dict[str, dict[str, Any]]:
@@ -120,12 +141,16 @@ def _rows(attentions: Any, path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _check(study: Study, path: Path) -> None:
-    if type(study.seeds) is not int or study.seeds < 1:
-        raise UserError(f"{path}: seeds is {study.seeds}; it must be at least 1")
-    if type(study.runs_per_card) is not int or study.runs_per_card < 1:
-        raise UserError(f"{path}: runs_per_card is {study.runs_per_card}; it must be at least 1")
-    if type(study.tokens) is not int or study.tokens < 1:
-        raise UserError(f"{path}: tokens is {study.tokens}; it must be a whole number, at least 1")
+    from lingpt.eval.suites import check_suites
+
+    for key in ("tokens", "seeds", "runs_per_card", "longest", "limit"):
+        value = getattr(study, key)
+        if (value is None and key != "limit") or (value is not None and value < 1):
+            raise UserError(f"{path}: {key} is {value}; it must be at least 1")
+    check_suites(study.suites)
+    for options in (study.options, study.rate_options, *study.attentions.values()):
+        if taken := [key for key in _DECIDED if key in options]:
+            raise UserError(f"{path}: leave out {taken[0]}: the study gives it to each run")
     if study.rates and study.rate_tokens < 1:
         raise UserError(f"{path}: `rates` need `rate_tokens`, how long each is tried")
     if study.stopped_halfway is not None and study.stopped_halfway not in study.attentions:

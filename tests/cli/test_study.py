@@ -166,6 +166,46 @@ def test_a_run_that_is_not_scored_is_named(here):
     assert "What differs is the attention, and where a row says so model.intermediate_size." in page
 
 
+def test_rows_that_are_trained_alike_are_two_rows(here):
+    """Guards: a page that ended in a traceback where two rows differ in what they save alone, or where a
+    line of a run has no speed."""
+    rows = {"softmax": {}, "again": {"model.attention": "softmax", "train.save_interval": 7}}
+    write(TINY | {"rates": [], "seeds": 1, "suites": [], "attentions": rows})
+    for name in ("softmax-seed0", "again-seed0"):
+        fake_run(name)
+    metrics = Path("runs/study-tiny/again-seed0/metrics.jsonl")
+    metrics.write_text(metrics.read_text().replace('"tokens_per_second"', '"speed"'))
+    assert main(["study", "--config", "study-tiny.yaml", "--stages", "page"]) == 0
+    table = json.loads(Path("runs/study-tiny/summary.json").read_text())["rows"]
+    assert [row["row"] for row in table] == ["softmax", "again"] and table[1]["tokens_per_second"] is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"suites": "language"}, "`suites` is 'language'; it must be a list"),
+        ({"suites": ["langauge"]}, "did you mean 'language'"),
+        ({"rates": 1e-3}, "`rates` is 0.001; it must be a list"),
+        ({"rates": ["fast"]}, "`rates` has 'fast'"),
+        ({"rate_tokens": "many"}, "`rate_tokens` is 'many'; it must be a whole number"),
+        ({"options": 3}, "`options` is 3; it must be `key: value`"),
+        ({"options": {"train.seed": 3}}, "leave out train.seed"),
+        ({"attentions": {"ours": {"train.max_steps": 3}}}, "leave out train.max_steps"),
+        ({"against": "softmax"}, "`against` is 'softmax'; it must be a list"),
+        ({"limit": -1}, "limit is -1; it must be at least 1"),
+        ({"seeds": None}, "seeds is None; it must be at least 1"),
+        ({"longest": "x"}, "`longest` is 'x'"),
+        ({"recipe": 5}, "`recipe` is 5"),
+    ],
+)
+def test_a_mistake_in_the_file_is_refused_before_anything_is_trained(here, change, message, capsys):
+    """Guards: each of them was found after hours of training, or was a traceback."""
+    write(TINY | change)
+    assert main(["study", "--config", "study-tiny.yaml"]) == 2 and not here
+    err = capsys.readouterr().err.strip()
+    assert message in err and "\n" not in err
+
+
 def test_the_best_rate_is_chosen(here):
     """By the loss at the end; a rate whose run diverged or stopped counts for nothing."""
     write(TINY | {"rates": [1e-3, 3e-3, 1e-2], "attentions": ["softmax", "gla"], "rate_tokens": 512})
