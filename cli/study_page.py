@@ -42,8 +42,9 @@ def write_page(
     Where the folder has a `reading.md`, a person's reading of the numbers, the page begins with it.
     """
     rows = list(study.attentions)
-    done = sorted((run for run in runs if run.is_done()), key=lambda run: (rows.index(run.row), run.seed))
-    trouble = [text for run in runs if (text := run.trouble())]
+    judged = [(run, run.trouble()) for run in runs]
+    done = sorted((r for r, why in judged if why is None), key=lambda run: (rows.index(run.row), run.seed))
+    trouble = [why for _, why in judged if why is not None]
     known = set(trouble)  # a folder that holds another run is named by the run
     trouble += [f"{f.job} failed: {f.reason}" for f in failures if f"{f.job} {f.reason}" not in known]
     results = [found for run in done if (found := _results(run, trouble))] if study.suites else []
@@ -118,13 +119,17 @@ def _of_the_attention() -> set[str]:
 def _training(study: Study, folder: Path, tried: Sequence[StudyRun], done: Sequence[StudyRun]) -> list[str]:
     """The picture of the losses, their table, time to loss and the rates."""
     folders = [run.folder for run in done]
-    curves = mean_over_seeds(read_curves(folders))
+    by_row = {
+        row: mean_over_seeds(read_curves([run.folder for run in done if run.row == row]))[0]
+        for row in dict.fromkeys(run.row for run in done)
+    }
+    curves = list(by_row.values())
     base = next((i for i, curve in enumerate(curves) if curve.attention == "softmax"), 0)
     drawn = [run.folder for run in done if run.row in (study.drawn or study.attentions)]
     shared = study.runs_per_card > 1
     draw_curves(drawn or folders, folder / "curves.png", formats=["svg", "pdf"], timed=not shared)
     reached = time_to_loss(curves, base)
-    rows = _losses(study, done, curves)
+    rows = _losses(study, done, by_row)
     with write_errors(folder / "summary.json"):
         write_json(folder / "summary.json", {"rows": rows, "time_to_loss": reached})
     note = caption(curves).replace("\n", " ")
@@ -141,19 +146,16 @@ def _training(study: Study, folder: Path, tried: Sequence[StudyRun], done: Seque
     return parts
 
 
-def _losses(study: Study, done: Sequence[StudyRun], curves: Sequence[Curve]) -> list[dict[str, Any]]:
+def _losses(study: Study, done: Sequence[StudyRun], curves: dict[str, Curve]) -> list[dict[str, Any]]:
     """The numbers of each row that has a finished run: losses, what they are less those of the rows in
     `against`, speed, and the loss at equal time.
     """
-    common = min(float(curve.val[-1, 1]) for curve in curves)
+    common = min(float(curve.val[-1, 1]) for curve in curves.values())
     rows: list[dict[str, Any]] = []
     for row in study.attentions:
-        mine = [run for run in done if run.row == row]
-        if not mine:
+        if row not in curves:
             continue
-        curve = mean_over_seeds(read_curves([run.folder for run in mine]))[
-            0
-        ]  # of this row, whatever is alike
+        curve, mine = curves[row], [run for run in done if run.row == row]
         losses = [run.loss for run in mine if run.loss is not None]
         lines = [line for run in mine for line in read_metrics(run.folder) if line.get("kind") == "train"]
         rows.append(

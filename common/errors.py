@@ -24,8 +24,15 @@ class Interrupted(KeyboardInterrupt):
         self.number = number
 
 
-def skipping_sick(function: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """`function` of each item. Those it refuses with a UserError are named on stderr; the others go on.
+def name_on_stderr(reason: str) -> None:
+    """Names what is left out."""
+    print(f"left out: {reason}", file=sys.stderr)
+
+
+def skipping_sick(
+    function: Callable[[T], R], items: Iterable[T], left_out: Callable[[str], None] = name_on_stderr
+) -> list[R]:
+    """`function` of each item. Those it refuses with a UserError are named to `left_out`; the others go on.
 
     Where it refuses them all, the first error is raised.
     """
@@ -37,8 +44,8 @@ def skipping_sick(function: Callable[[T], R], items: Iterable[T]) -> list[R]:
             errors.append(error)
     if errors and not results:
         raise errors[0]
-    for line in dict.fromkeys(map(str, errors)):
-        print(f"left out: {line}", file=sys.stderr)
+    for reason in dict.fromkeys(map(str, errors)):
+        left_out(reason)
     return results
 
 

@@ -1,7 +1,6 @@
 """Figures of what evaluation measures: the loss by position."""
 
 import re
-import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -9,7 +8,7 @@ from typing import Any
 
 from lingpt.common.palette import colours
 from lingpt.common.run_folder import attention_label
-from lingpt.eval.tables import save_figure
+from lingpt.eval.tables import add_caption, save_figure
 
 DASHES = ("-", "--", ":", "-.")  # further rows of the same attention
 _SEED = re.compile(r"-seed\d+$")
@@ -65,8 +64,7 @@ def draw_positions(results: Sequence[dict[str, Any]], folder: Path) -> list[Path
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("loss (nats per token)")
     panels[-1].legend(frameon=False, fontsize=8)
-    text = textwrap.fill(caption(entries), int(15 * figure.get_figwidth()))
-    figure.supxlabel(text, fontsize=7.5, color="0.25", x=0.01, ha="left")
+    add_caption(figure, caption(entries))
     paths = [folder / "positions.png", folder / "positions.svg"]
     for path in paths:
         save_figure(figure, path)

@@ -67,9 +67,11 @@ def evaluate(
     if dtype not in (None, *DTYPES):
         raise UserError(f"unknown dtype {dtype!r}: one of {', '.join(DTYPES)}")
     data, where = Path(data) if data else None, find_devices(device, devices)
-    if data is not None and not data.is_dir():
-        raise UserError(f"no folder {data} (--data, or EVAL_DATA)")
-    results, left = load_results(checkpoint), []
+    if data is not None:
+        from lingpt.eval.tasks.sources import check_folder
+
+        check_folder(data)
+    results, to_score = load_results(checkpoint), []
     prefix = f"{checkpoint.run.name} step {checkpoint.step}"
     for name, shots in [parse_task(task, num_fewshot) for task in tasks]:
         key = task_key(name, shots, limit)
@@ -81,9 +83,9 @@ def evaluate(
                 log(f"{prefix}: {key}: {summary(known)} (computed before; --redo computes it again)")
                 log_rows(known, f"{prefix}: {key}", log)
             else:
-                left.append((name, shots, key, about))
-    lm = load_lm(checkpoint, where, dtype, batch_tokens) if left else None
-    for name, shots, key, about in left:
+                to_score.append((name, shots, key, about))
+    lm = load_lm(checkpoint, where, dtype, batch_tokens) if to_score else None
+    for name, shots, key, about in to_score:
         with leaving_out(key, prefix, log, left_out):
             entry = run_task(lm, name, shots, data, limit) | about
             results = add_score(checkpoint, key, entry)

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from lingpt.common.errors import UserError
 from lingpt.kernels.gla_tuning import Tuning
 from lingpt.models import ATTENTIONS, GPT, Config
+from lingpt.models.weight_decay import parameter_groups
 
 POWER = 0.01  # Zoology's exponent of the gaps
 TEST_SEED, TEST_BATCH = 2**31, 256
@@ -158,14 +159,7 @@ def train_trial(trial: Trial, device: str = "cpu") -> dict[str, Any]:
     """
     started, where = time.monotonic(), torch.device(device)
     model = GPT.create(trial.config(), trial.seed, device=where)
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
-            {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
-        ],
-        lr=trial.rate,
-        betas=(0.9, 0.95),
-    )
+    optimizer = torch.optim.AdamW(parameter_groups(model, 0.1), lr=trial.rate, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_factor(step, trial.steps))
     every, curve, found, step = min(EVERY, trial.steps), [], (0.0, 0.0), 0
     for step in range(1, trial.steps + 1):

@@ -1,6 +1,5 @@
 """The table and the figure of MQAR, of the best learning rate of each form (arXiv 2312.06635, figure 4)."""
 
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 from lingpt.common.files import write_errors, write_text
 from lingpt.common.palette import colours
 from lingpt.eval.results import DASH, percent
-from lingpt.eval.tables import Table, draw_tables, save_figure
+from lingpt.eval.tables import Table, add_caption, draw_tables, save_figure
 
 
 def best(results: Sequence[dict[str, Any]], form: str, width: int, pairs: int) -> dict[str, Any] | None:
@@ -86,8 +85,7 @@ def _draw(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     figure.legend(
         *panels[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8
     )
-    text = textwrap.fill(mqar_table(results).notes[0], int(15 * figure.get_figwidth()))
-    figure.supxlabel(text, fontsize=7.5, color="0.25", x=0.01, ha="left")
+    add_caption(figure, mqar_table(results).notes[0])
     paths = [folder / "mqar.png", folder / "mqar.svg"]
     for path in paths:
         save_figure(figure, path)

@@ -3,18 +3,17 @@
 import hashlib
 import json
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from lingpt.common.errors import UserError, suggestion
+from lingpt.common.errors import UserError, name_on_stderr, skipping_sick, suggestion
 from lingpt.common.run_folder import (
     CONFIG,
     WEIGHTS,
@@ -26,7 +25,6 @@ from lingpt.common.run_folder import (
 )
 from lingpt.models import SHARDS, is_sharded, sharded_dtype
 
-T = TypeVar("T")
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -103,16 +101,11 @@ class Checkpoint:
         return digest.hexdigest()
 
 
-def on_stderr(reason: str) -> None:
-    """Names what is left out."""
-    print(f"left out: {reason}", file=sys.stderr)
-
-
 def find_checkpoints(
     root: str | Path,
     model: str | None = None,
     runs: Iterable[str | Path] = (),
-    left_out: Callable[[str], None] = on_stderr,
+    left_out: Callable[[str], None] = name_on_stderr,
 ) -> list[Checkpoint]:
     """What `lingpt eval` evaluates.
 
@@ -125,9 +118,9 @@ def find_checkpoints(
     Raises UserError where nothing can be evaluated, naming what can.
     """
     if runs := list(runs):
-        return _readable(_newest_or_error, [Path(run) for run in runs], left_out)
+        return skipping_sick(_newest_or_error, [Path(run) for run in runs], left_out)
     every = [path.parent for path in sorted(Path(root).glob(f"*/{CONFIG}"))]
-    newest_of_each = _readable(_newest, every, left_out)
+    newest_of_each = skipping_sick(_newest, every, left_out)
     found = sorted((c for c in newest_of_each if c is not None), key=_time, reverse=True)
     if not found:
         raise UserError(f"no run with a checkpoint in {root}: train one first (lingpt train), or give --runs")
@@ -140,23 +133,6 @@ def find_checkpoints(
         if checkpoint.model == model:
             newest.setdefault(checkpoint.attention, checkpoint)
     return sorted(newest.values(), key=lambda checkpoint: checkpoint.label)
-
-
-def _readable(
-    function: Callable[[Path], T], paths: Iterable[Path], left_out: Callable[[str], None]
-) -> list[T]:
-    """`function` of each path that it takes; where it refuses them all, the first error is raised."""
-    found, errors = [], []
-    for path in paths:
-        try:
-            found.append(function(path))
-        except UserError as error:
-            errors.append(error)
-    if errors and not found:
-        raise errors[0]
-    for reason in map(str, errors):
-        left_out(reason)
-    return found
 
 
 def _newest(run: Path) -> Checkpoint | None:

@@ -102,8 +102,9 @@ def read_study(path: Path, changes: Mapping[str, Any] | None = None) -> Study:
         if key not in values:
             raise UserError(f"{path} is no study: it does not say `{key}`")
     values["attentions"] = _rows(values["attentions"], path)
-    for key in _MAPPINGS:
-        values[key] = {} if values.get(key) is None else values[key]
+    for key in (*_LISTS, *_MAPPINGS):  # a key without a value is none
+        if values.get(key, ()) is None:
+            del values[key]
     _check_types(values, path)
     study = Study(**values | {key: tuple(values[key]) for key in _LISTS if key in values})
     _check(study, path)

@@ -70,9 +70,11 @@ def commonsense_tasks(data: Path | None) -> list[str]:
     if data is None:
         return tasks
     from lingpt.eval.tasks.benchmark import local_tasks
-    from lingpt.eval.tasks.sources import WITHOUT
+    from lingpt.eval.tasks.sources import WITHOUT, check_folder
 
-    there = [task for task in tasks if task in local_tasks(data)]
+    check_folder(data)
+    local = local_tasks(data)
+    there = [task for task in tasks if task in local]
     if not there:
         raise UserError(f"{data} has no file for any of {', '.join(tasks)}; {WITHOUT}")
     if missing := [task for task in tasks if task not in there]:
@@ -112,17 +114,17 @@ def evaluate_texts(
         with leaving_out(f"text {name}", prefix, log, left_out):
             found.append(read_texts(name, source))
     for measure in [name for suite in suites for name in MEASURES.get(suite, ())]:
-        left = []
+        to_measure = []
         for data in found:
             key, known = f"{measure} ({data.name})", results["scores"].get(f"{measure} ({data.name})")
             asked = {"dtype": dtype or checkpoint.dtype, "data": data.data} | _settings(measure, longest)
             if known and not redo and all(known.get(k) == v for k, v in asked.items()):
                 log(f"{prefix}: {key}: {summary(known)} (computed before; --redo computes it again)")
             else:
-                left.append((key, data, asked))
+                to_measure.append((key, data, asked))
         room = length * longest if measure == "loss_by_position" else None
-        lm = load_lm(checkpoint, where, dtype, batch_tokens, block_size=room) if left else None
-        for key, data, asked in left:
+        lm = load_lm(checkpoint, where, dtype, batch_tokens, block_size=room) if to_measure else None
+        for key, data, asked in to_measure:
             with leaving_out(key, prefix, log, left_out):
                 start = time.monotonic()
                 try:

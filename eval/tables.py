@@ -1,5 +1,6 @@
 """A table once, printed four ways: for the terminal, in Markdown, in LaTeX (booktabs), and as a picture."""
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,8 +62,6 @@ def latex_escape(text: str) -> str:
 
 def draw_tables(tables: Sequence[Table], out: Path) -> None:
     """The tables below each other as one picture; the suffix of `out` names its format."""
-    import textwrap
-
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -96,6 +95,12 @@ def draw_tables(tables: Sequence[Table], out: Path) -> None:
             axes.text(0, y, note, fontsize=size - 1, color="0.3", va="center")
         y += 0.6 * row
     save_figure(figure, out)
+
+
+def add_caption(figure, text: str) -> None:
+    """Under a matplotlib figure, in lines as wide as it."""
+    lines = textwrap.fill(text, int(15 * figure.get_figwidth()))
+    figure.supxlabel(lines, fontsize=7.5, color="0.25", x=0.01, ha="left")
 
 
 def save_figure(figure, out: Path) -> None:

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import nn
 
+from lingpt.models.weight_decay import parameter_groups
 from lingpt.train.config import TrainConfig, decay_steps
 
 
@@ -28,11 +29,7 @@ def learning_rate(step: int, total_steps: int, config: TrainConfig) -> float:
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW, fused on a GPU; matrices decay; biases, norms and a learnable b (fewer dimensions) don't."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    fused = all(p.is_cuda for p in parameters)
+    """AdamW, fused on a GPU, with weight decay on what `parameter_groups` says."""
+    groups = parameter_groups(model, config.weight_decay)
+    fused = all(p.is_cuda for group in groups for p in group["params"])
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=fused)

@@ -345,28 +345,22 @@ class Parallel:
             dist.destroy_process_group()
 
 
-class _DDP(DDPStrategy):
-    """One whose processes `agree` once they are connected, before they build anything together."""
-
-    def __init__(self, agree: Callable[[], None], **options: Any) -> None:
-        super().__init__(**options)
-        self._agree = agree
-
-    def _setup_distributed(self) -> None:
-        super()._setup_distributed()
-        self._agree()
-
-
-class _FSDP(ModelParallelStrategy):
-    """As `_DDP`."""
+class _Agreeing:
+    """A strategy whose processes `agree` once they are connected, before they build anything together."""
 
     def __init__(self, agree: Callable[[], None], *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._agree = agree
 
     def _setup_distributed(self) -> None:
-        super()._setup_distributed()
+        super()._setup_distributed()  # type: ignore[misc]
         self._agree()
+
+
+class _DDP(_Agreeing, DDPStrategy): ...
+
+
+class _FSDP(_Agreeing, ModelParallelStrategy): ...
 
 
 def _ddp(agree: Callable[[], None], timeout: timedelta) -> DDPStrategy:

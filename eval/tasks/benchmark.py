@@ -16,7 +16,16 @@ from lm_eval.tasks._yaml_loader import load_yaml
 
 from lingpt.common.errors import UserError, nearest
 from lingpt.data.hub import hub_errors, hub_reason
-from lingpt.eval.tasks.sources import WITHOUT, Source, find_source, read_rows, read_split, sources, split_file
+from lingpt.eval.tasks.sources import (
+    WITHOUT,
+    Source,
+    check_folder,
+    find_source,
+    read_rows,
+    read_split,
+    sources,
+    split_file,
+)
 
 STOCK = Path(lm_eval.tasks.__file__).parent
 
@@ -148,8 +157,8 @@ def load_tasks(name: str, num_fewshot: int = 0, data: Path | None = None) -> dic
     that lm-eval does not have, a file that is missing, a hub out of reach.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    if data is not None and not data.is_dir():
-        raise UserError(f"no folder {data} (--data, or EVAL_DATA)")
+    if data is not None:
+        check_folder(data)
     stamp = (
         tuple((f.name, f.stat().st_mtime_ns, f.stat().st_size) for f in sorted(data.glob("*.jsonl")))
         if data

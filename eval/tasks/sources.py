@@ -106,6 +106,12 @@ def find_source(path: str, name: str | None) -> Source | None:
     return sources().get(f"{path}/{name}") or sources().get(path)
 
 
+def check_folder(folder: Path) -> None:
+    """UserError where there is no folder of local files."""
+    if not folder.is_dir():
+        raise UserError(f"no folder {folder} (--data, or EVAL_DATA)")
+
+
 def split_file(folder: Path, source: Source, split: str) -> Path:
     """The file of a split; UserError where it does not exist."""
     file = folder / source.splits[split].file

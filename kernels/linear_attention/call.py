@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lingpt.kernels.linear_attention.numerics import B_SHRINK
 from lingpt.kernels.linear_attention.state import LinearAttentionState
+from lingpt.kernels.precision import state_dtype
 
 T = TypeVar("T", float, Tensor, float | Tensor)
 
@@ -51,9 +52,9 @@ class Call(NamedTuple):
         if self.projected is None or self.gate_bias is None:
             return self
         qkv, gate, _ = split_projection(self.projected, self.gate_bias.shape[0], self.head_size)
-        # In fp32 from the sum on: γ is within 2⁻¹³ of 1.
-        log_gate = F.logsigmoid(gate.to(self.gate_bias.dtype) + self.gate_bias)
-        return self._replace(projected=None, gate_bias=None, qkv=qkv, log_gate=log_gate)
+        return self._replace(
+            projected=None, gate_bias=None, qkv=qkv, log_gate=logarithm_of_gate(gate, self.gate_bias)
+        )
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
@@ -98,6 +99,11 @@ class Call(NamedTuple):
         if self.S is None or self.z is None or self.c is None or self.n is None:
             return None
         return LinearAttentionState(self.S, self.z, self.c, self.n)
+
+
+def logarithm_of_gate(z: Tensor, bias: Tensor) -> Tensor:
+    """logsigmoid(z + bias), in fp32 (float64) from the sum on: γ is within 2⁻¹³ of 1."""
+    return F.logsigmoid(z.to(state_dtype(z.dtype)) + bias)
 
 
 def split_projection(projected: Tensor, H: int, D: int) -> tuple[Tensor, Tensor, Tensor]:

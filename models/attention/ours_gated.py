@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lingpt.kernels.precision import state_dtype
+from lingpt.kernels.linear_attention.call import logarithm_of_gate
 from lingpt.models.attention.base import RecurrentState
 from lingpt.models.attention.ours import OursAttention
 from lingpt.models.attention.ours_decay import log_decay
@@ -37,9 +37,7 @@ class OursGatedAttention(OursAttention):
         if state is None and self.conv is None:
             gates = {"gate_bias": self.decay_bias, "head_size": self.config.head_size}
             return self.projected(x_BNC), gates
-        # In fp32 from the sum on: γ is within 2⁻¹³ of 1.
-        gate = self.decay_proj(x_BNC)
-        log_decay = F.logsigmoid(gate.to(state_dtype(gate.dtype)) + self.decay_bias)
+        log_decay = logarithm_of_gate(self.decay_proj(x_BNC), self.decay_bias)
         return self.mixed(self.packed_qkv(x_BNC), state), {"log_decay": log_decay}
 
     def projected(self, x_BNC: torch.Tensor) -> torch.Tensor:

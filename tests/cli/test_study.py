@@ -166,6 +166,13 @@ def test_a_run_that_is_not_scored_is_named(here):
     assert "What differs is the attention, and where a row says so model.intermediate_size." in page
 
 
+def test_a_key_without_a_value_is_none(here):
+    """Guards: `rates:` with nothing behind it was a traceback."""
+    write(TINY | {"rates": None, "options": None, "suites": None})
+    study = read_study(Path("study-tiny.yaml"))
+    assert (study.rates, study.options, study.suites) == ((), {}, ("table2",))
+
+
 def test_rows_that_are_trained_alike_are_two_rows(here):
     """Guards: a page that ended in a traceback where two rows differ in what they save alone, or where a
     line of a run has no speed."""

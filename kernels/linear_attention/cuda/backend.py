@@ -100,7 +100,7 @@ def backward(
     """Writes dq, dk and dv into `out`; returns the other gradients."""
     q, k, v = (_aligned(x) for x in call.views)
     written = tuple(
-        x if _is_aligned(x) else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in out
+        x if _is_aligned(x) else torch.empty_like(x, memory_format=torch.contiguous_format) for x in out
     )
     (B, N, H, _), initial, dstate = call.shape, _contiguous(call.initial_state), _contiguous(dstate)
     with _current_device(call.device):
