@@ -102,16 +102,22 @@ def test_a_disk_that_fails_for_a_while_ends_nothing(make_recipe, monkeypatch, ca
     assert losses[0] == losses[1]
 
 
-def test_it_is_tried_again_while_training_goes_on(make_recipe, monkeypatch):
-    monkeypatch.setattr(checkpoint_writer, "RETRY_SECONDS", 0.01)
-    failing(monkeypatch, errno.ENOSPC, times=3)
+def long_steps(monkeypatch) -> None:
+    """Each step takes as long as the writer needs, however slow this machine is."""
     step = loop.Run.step
 
     def slow(self, stop):
-        time.sleep(0.1)
+        if self.writer._thread:
+            self.writer._thread.join(60)
         return step(self, stop)
 
     monkeypatch.setattr(loop.Run, "step", slow)
+
+
+def test_it_is_tried_again_while_training_goes_on(make_recipe, monkeypatch):
+    monkeypatch.setattr(checkpoint_writer, "RETRY_SECONDS", 0.01)
+    failing(monkeypatch, errno.ENOSPC, times=3)
+    long_steps(monkeypatch)
     folder = train(make_recipe(max_steps=9, save_interval=4, keep_checkpoints=9))
     assert names(folder)[0] == "step-00000004"
 
@@ -121,11 +127,12 @@ def test_after_ten_failures_the_run_ends_with_the_way_on(make_recipe, monkeypatc
     folder = train(make_recipe(max_steps=3))
     monkeypatch.setattr(checkpoint_writer, "RETRY_SECONDS", 0.001)
     attempts = failing(monkeypatch, errno.EROFS, times=99)
+    long_steps(monkeypatch)
     line = r"step 4 could not .*Read-only file system.*step-00000003 is intact: make .* writable; .*goes on"
     with pytest.raises(UserError, match=line):
         train(make_recipe(max_steps=100_000, save_interval=4))
     assert len(attempts) == checkpoint_writer.MAX_FAILURES
-    assert read_metrics(folder)[-1]["step"] < 1000
+    assert read_metrics(folder)[-1]["step"] <= 6
     assert names(folder) == ["step-00000003"]
 
 
