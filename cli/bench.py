@@ -20,7 +20,7 @@ def configure(parser: ArgumentParser) -> None:
     names = "names, ours and the baselines' (default: all; an unknown name lists them)"
     add("--implementations", type=str, default=[], nargs="*", help=names)
     folder = "folder of results.json, targets.md and the plots"
-    add("--out", type=str, default="docs/results/kernels", help=folder)
+    add("--out", type=str, default="runs/bench/kernels", help=folder)
     add("--append", action="store_true", help="keep the rows of --out, measure those that are missing")
     add("--quick", action="store_true", help="fewer shapes")
     add("--budget", type=float, default=1200.0, help="seconds; what does not fit is recorded as skipped")

@@ -23,7 +23,7 @@ def configure(parser: ArgumentParser) -> None:
     add("--budget", type=float, default=1500.0, help="seconds; what does not fit is recorded as skipped")
     add("--accelerator", type=str, default="auto", help="auto, cpu or cuda")
     folder = "folder of bench.json, bench.md and the plot"
-    add("--out", type=str, default="docs/results/training", help=folder)
+    add("--out", type=str, default="runs/bench/training", help=folder)
     add("--append", action="store_true", help="keep the rows of --out, measure those that are missing")
     redraw = "measure nothing: table and plot from the bench.json in --out"
     add("--redraw", action="store_true", help=redraw)
