@@ -78,9 +78,9 @@ def loss_by_position(lm: LinGPTLM, texts: Texts, train_length: int, pieces: int 
     losses = torch.stack([_losses(lm, ids) for ids in found])
     groups = []
     for start, stop in itertools.pairwise(edges):
-        of_piece = losses[:, start:stop].mean(1)
-        error = of_piece.std().item() / math.sqrt(len(found)) if len(found) > 1 else None
-        groups.append({"from": start, "to": stop, "loss": of_piece.mean().item(), "stderr": error})
+        per_window = losses[:, start:stop].mean(1)
+        error = per_window.std().item() / math.sqrt(len(found)) if len(found) > 1 else None
+        groups.append({"from": start, "to": stop, "loss": per_window.mean().item(), "stderr": error})
     within = next(group for group in groups if group["to"] == train_length)
     return {
         "documents": len(found),

@@ -245,14 +245,14 @@ def compile_in_processes(
 ) -> tuple[int, int]:
     """Has `command`, in as many processes as there are cores, do its work for so many seconds at most.
 
-    Each process writes how many pieces there are, then a line for each piece whose number it has read.
-    extra_env: environment variables of theirs. Returns how many pieces are done, and how many there are.
+    Each process writes how many tasks there are, then a line for each task whose number it has read.
+    extra_env: environment variables of theirs. Returns how many tasks are done, and how many there are.
     Raises RuntimeError, with the last line of its stderr, where one ends early.
     """
     processes = processes or min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
-    pieces, deadline = itertools.count(), time.monotonic() + seconds
+    tasks, deadline = itertools.count(), time.monotonic() + seconds
     with tqdm(desc="gla: compiling", unit="config", leave=False, disable=None) as bar:
-        feed = functools.partial(_feed, command, extra_env or {}, pieces, deadline, bar)
+        feed = functools.partial(_feed, command, extra_env or {}, tasks, deadline, bar)
         results = [future.result() for future in [_in_background(feed) for _ in range(processes)]]
     done, total = sum(done for done, _ in results), max(total for _, total in results)
     if not total:
@@ -261,9 +261,9 @@ def compile_in_processes(
 
 
 def _feed(
-    command: list[str], extra_env: dict[str, str], pieces: Iterator[int], deadline: float, bar: tqdm
+    command: list[str], extra_env: dict[str, str], tasks: Iterator[int], deadline: float, bar: tqdm
 ) -> tuple[int, int]:
-    """Starts one process, and gives it one piece after the other until there are no more, or no more time."""
+    """Starts one process, and gives it one task after the other until there are no more, or no more time."""
     found = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
     environment = os.environ | found | {"OMP_NUM_THREADS": "1"} | extra_env
     done = total = 0
@@ -288,9 +288,9 @@ def _feed(
             raise RuntimeError((stderr.read().strip().splitlines() or ["a process ended early"])[-1])
 
         bar.total = total = reply() or 0
-        while (piece := next(pieces)) < total:
+        while (task := next(tasks)) < total:
             with contextlib.suppress(BrokenPipeError):  # the missing reply says more
-                os.write(stdin.fileno(), b"%d\n" % piece)
+                os.write(stdin.fileno(), b"%d\n" % task)
             if reply() is None:
                 break
             done += 1

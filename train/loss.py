@@ -1,9 +1,9 @@
-"""Cross-entropy of the next token in pieces, so that the logits never exist all at once.
+"""Cross-entropy of the next token in chunks, so that the logits never exist all at once.
 
 At N = 8192 and a vocabulary of 50,304 the fp32 logits of one sequence are 1.6 GB, and their gradient as much
-again. Here each piece of rows makes its logits, its loss and its part of the gradients, and forgets them: the
+again. Here each chunk of rows makes its logits, its loss and its part of the gradients, and forgets them: the
 backward pass has nothing left to compute, so that the FLOPs are those of the plain form (as in Hsu et al.
-2024, "Liger Kernel"). Compiled, a piece's logits are read once or twice and their gradient is written once,
+2024, "Liger Kernel"). Compiled, a chunk's logits are read once or twice and their gradient is written once,
 both in the products' dtype: the softmax in fp32 stays in registers. On a GPU that is a kernel of our own.
 """
 
@@ -18,14 +18,14 @@ from torch.profiler import record_function
 from lingpt.models import GPT
 from lingpt.train.compilation import compile_options
 
-# Most logits at a time: 512 MB in bf16. Each piece reads and writes the fp32 gradient of the whole weight.
-PIECE_ELEMENTS = 2**28
+# Most logits at a time: 512 MB in bf16. Each chunk reads and writes the fp32 gradient of the whole weight.
+CHUNK_ELEMENTS = 2**28
 SMALL_EMBD = 1024  # up to here twice as many: a small model's products fill a large GPU only with many rows
 LossAndGradient = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def loss_and_gradient(logits_RV: torch.Tensor, targets_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of a piece's losses, in fp32 or better, and its gradient by the logits, in their dtype."""
+    """The sum of a chunk's losses, in fp32 or better, and its gradient by the logits, in their dtype."""
     log_p_RV = F.log_softmax(logits_RV, dim=-1, dtype=torch.promote_types(logits_RV.dtype, torch.float32))
     loss, p_RV = F.nll_loss(log_p_RV, targets_R, reduction="sum"), log_p_RV.exp()
     is_target_RV = targets_R[:, None] == torch.arange(logits_RV.shape[1], device=targets_R.device)
@@ -36,29 +36,29 @@ def loss_and_gradient(logits_RV: torch.Tensor, targets_R: torch.Tensor) -> tuple
 class NextTokenLoss(nn.Module):
     """`[B, N+1]` token ids → the sum over B·N targets of −log p(token | the ones before), nats.
 
-    compiled: what is done with each piece's logits is one kernel; on a GPU a gradient takes their place.
+    compiled: what is done with each chunk's logits is one kernel; on a GPU a gradient takes their place.
     """
 
     def __init__(self, gpt: GPT, compiled: bool = False) -> None:
         super().__init__()
         self.gpt = gpt
-        self.of_piece: LossAndGradient = loss_and_gradient
+        self.chunk_loss: LossAndGradient = loss_and_gradient
         if compiled and gpt.lm_head.weight.device.type == "cuda":
             # Triton is there only where there are such cards.
-            self.of_piece = importlib.import_module("lingpt.kernels.cross_entropy").cross_entropy_in_place
+            self.chunk_loss = importlib.import_module("lingpt.kernels.cross_entropy").cross_entropy_in_place
         elif compiled:
-            self.of_piece = torch.compile(loss_and_gradient, **compile_options())
+            self.chunk_loss = torch.compile(loss_and_gradient, **compile_options())
 
     def forward(self, block_BN1: torch.Tensor) -> torch.Tensor:
         hidden_BNC = self.gpt.hidden(block_BN1[:, :-1])
         with record_function("loss"):
             weight_VC = self.gpt.lm_head.weight
-            return cross_entropy_sum(hidden_BNC, weight_VC, block_BN1[:, 1:], of_piece=self.of_piece)
+            return cross_entropy_sum(hidden_BNC, weight_VC, block_BN1[:, 1:], chunk_loss=self.chunk_loss)
 
 
-def rows_per_piece(vocab_size: int, n_embd: int) -> int:
-    """Tokens whose logits exist at a time: a power of two, so that pieces are alike and tiles are whole."""
-    elements = PIECE_ELEMENTS if n_embd > SMALL_EMBD else 2 * PIECE_ELEMENTS
+def rows_per_chunk(vocab_size: int, n_embd: int) -> int:
+    """Tokens whose logits exist at a time: a power of two, so that chunks are alike and tiles are whole."""
+    elements = CHUNK_ELEMENTS if n_embd > SMALL_EMBD else 2 * CHUNK_ELEMENTS
     return 1 << max(0, (elements // vocab_size).bit_length() - 1)
 
 
@@ -67,40 +67,40 @@ def cross_entropy_sum(
     weight_VC: torch.Tensor,
     targets_BN: torch.Tensor,
     rows: int | None = None,
-    of_piece: LossAndGradient = loss_and_gradient,
+    chunk_loss: LossAndGradient = loss_and_gradient,
 ) -> torch.Tensor:
     """Sum over all tokens of −log p(target), nats, a scalar in fp32 (float64 for float64 inputs).
 
     hidden_BNC: what the last linear layer reads. weight_VC: its weight. targets_BN: int64 token ids.
-    rows: tokens a piece; `rows_per_piece` by default. of_piece: `loss_and_gradient`, compiled or not.
+    rows: tokens a chunk; `rows_per_chunk` by default. chunk_loss: `loss_and_gradient`, compiled or not.
     Products are in autocast's dtype where autocast is on, else in the inputs'; the softmax in fp32 or better.
     """
     hidden_TC, targets_T = hidden_BNC.flatten(0, -2), targets_BN.flatten()
-    rows = rows or rows_per_piece(*weight_VC.shape)
+    rows = rows or rows_per_chunk(*weight_VC.shape)
     device = hidden_TC.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_TC.dtype
     with torch.autocast(device, enabled=False):
         if torch.is_grad_enabled():
-            return _CrossEntropySum.apply(hidden_TC, weight_VC, targets_T, rows, dtype, of_piece)
+            return _CrossEntropySum.apply(hidden_TC, weight_VC, targets_T, rows, dtype, chunk_loss)
         low_VC = weight_VC.to(dtype)
-        pieces = zip(hidden_TC.to(dtype).split(rows), targets_T.split(rows), strict=True)
-        losses = [of_piece(hidden_RC @ low_VC.T, targets_R)[0] for hidden_RC, targets_R in pieces]
+        chunks = zip(hidden_TC.to(dtype).split(rows), targets_T.split(rows), strict=True)
+        losses = [chunk_loss(hidden_RC @ low_VC.T, targets_R)[0] for hidden_RC, targets_R in chunks]
         return torch.stack(losses).sum()
 
 
 class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_TC, weight_VC, targets_T, rows, dtype, of_piece):
+    def forward(ctx, hidden_TC, weight_VC, targets_T, rows, dtype, chunk_loss):
         low_VC = weight_VC.to(dtype)
         total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=hidden_TC.device)
         d_hidden_TC = torch.empty_like(hidden_TC)
         d_weight_VC = torch.zeros_like(weight_VC)
         for start in range(0, hidden_TC.shape[0], rows):
-            piece = slice(start, start + rows)
-            hidden_RC = hidden_TC[piece].to(dtype)
-            loss, d_logits_RV = of_piece(hidden_RC @ low_VC.T, targets_T[piece])
+            chunk = slice(start, start + rows)
+            hidden_RC = hidden_TC[chunk].to(dtype)
+            loss, d_logits_RV = chunk_loss(hidden_RC @ low_VC.T, targets_T[chunk])
             total += loss
-            d_hidden_TC[piece] = d_logits_RV @ low_VC
+            d_hidden_TC[chunk] = d_logits_RV @ low_VC
             d_weight_VC += d_logits_RV.T @ hidden_RC
         ctx.save_for_backward(d_hidden_TC, d_weight_VC)
         return total

@@ -13,7 +13,7 @@ from lingpt.common.errors import UserError
 from lingpt.models import GPT, Config, memory_estimate
 from lingpt.train.config import Recipe, TrainConfig
 from lingpt.train.launch import launched
-from lingpt.train.loss import rows_per_piece
+from lingpt.train.loss import rows_per_chunk
 from lingpt.train.throughput import DEVICES, peak_flops
 
 Precision = Literal["32-true", "bf16-mixed", "bf16-true"]
@@ -169,7 +169,7 @@ def memory_needed(
         size,
         recipe.data.seq_len,
         precision,
-        loss_chunk_tokens=rows_per_piece(config.padded_vocab_size, config.n_embd),
+        loss_chunk_tokens=rows_per_chunk(config.padded_vocab_size, config.n_embd),
         sharded_over=over,
         activation_checkpointing=recipe.train.activation_checkpointing,
         accumulates=recipe.train.global_batch_size > size,

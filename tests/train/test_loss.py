@@ -1,4 +1,4 @@
-"""The loss in pieces is the plain cross-entropy, and so are its gradients."""
+"""The loss in chunks is the plain cross-entropy, and so are its gradients."""
 
 import pytest
 import torch
@@ -20,8 +20,8 @@ def plain(hidden, weight, targets):
 
 
 @pytest.mark.parametrize("rows", [1, 4, 20, 21, 100, None])
-def test_equals_plain_cross_entropy_whatever_the_pieces(rows):
-    """A piece boundary anywhere, the last piece short, one piece for all: loss and both gradients agree."""
+def test_equals_plain_cross_entropy_whatever_the_chunks(rows):
+    """A chunk boundary anywhere, the last piece short, one chunk for all: loss and both gradients agree."""
     hidden, weight, targets = tensors()
     expected = plain(hidden, weight, targets)
     expected_grads = torch.autograd.grad(expected * 0.37, (hidden, weight))
@@ -58,7 +58,7 @@ def test_under_autocast_products_are_bf16_and_the_softmax_fp32():
 
 
 def test_never_holds_all_logits():
-    """The largest tensor of the forward pass is a piece's logits, not the sequence's."""
+    """The largest tensor of the forward pass is a chunk's logits, not the sequence's."""
     hidden, weight, targets = tensors()
     largest = 0
 
@@ -75,7 +75,7 @@ def test_never_holds_all_logits():
     assert largest == weight.numel() < targets.numel() * weight.shape[0]
 
 
-def test_a_piece_compiles_to_one_graph():
+def test_a_chunk_compiles_to_one_graph():
     """A graph break would bring the fp32 softmax to memory; and what it computes is the definition."""
     logits = torch.tensor([[9.0, -9.0, 0.0], [0.0, 1.0, 2.0]])
     targets = torch.tensor([0, 1])
