@@ -21,7 +21,7 @@ def plain(hidden, weight, targets):
 
 @pytest.mark.parametrize("rows", [1, 4, 20, 21, 100, None])
 def test_equals_plain_cross_entropy_whatever_the_chunks(rows):
-    """A chunk boundary anywhere, the last piece short, one chunk for all: loss and both gradients agree."""
+    """A chunk boundary anywhere, the last chunk short, one chunk for all: loss and both gradients agree."""
     hidden, weight, targets = tensors()
     expected = plain(hidden, weight, targets)
     expected_grads = torch.autograd.grad(expected * 0.37, (hidden, weight))
