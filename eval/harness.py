@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from lingpt.common.devices import find_device
 from lingpt.common.errors import UserError
 from lingpt.common.run_folder import check_undamaged
 from lingpt.eval.results import add_score, load_results, pack_bits, percent, task_key
@@ -122,17 +123,6 @@ def parse_task(task: str, num_fewshot: int = 0) -> tuple[str, int]:
     if num_fewshot < 0:
         raise UserError(f"num_fewshot is {num_fewshot}; it must be at least 0")
     return name, int(shots) if colon else num_fewshot
-
-
-def find_device(name: str) -> torch.device:
-    """`auto` is the first GPU, or the CPU; UserError for one that does not exist."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(0, device=name)
-        return torch.device(name)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"device {name!r}: {str(error).splitlines()[0]}; use --device auto") from error
 
 
 def find_devices(name: str, count: int) -> list[torch.device]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lingpt.common.devices import find_device
 from lingpt.common.errors import UserError
 from lingpt.common.run_folder import check_undamaged, checkpoint_step, checkpoints, read_metrics
 from lingpt.data import Batches, prepare
@@ -36,18 +37,14 @@ def replay(run: Path, step: int, samples: int = 8, device: str = "auto") -> str:
     check_undamaged(before[-1])
     manifest = load_manifest(before[-1])
     recipe = recipe_from_dict(manifest["config"])
-    where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    try:
-        torch.empty(0, device=where)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {device}: {str(error).splitlines()[0]}; use auto") from error
+    where = find_device(device)
     dataset = prepare(recipe.data)
     if dataset.fingerprint != manifest["data_fingerprint"]:
         raise UserError(
             f"{run} was trained on other data (fingerprint {manifest['data_fingerprint']}, now "
             f"{dataset.fingerprint}): restore the corpus and the tokenizer it had"
         )
-    gpt = load_model(before[-1], device=torch.device(where), dtype=torch.float32)
+    gpt = load_model(before[-1], device=where, dtype=torch.float32)
     batches = Batches(dataset.train, recipe.train.seed, recipe.train.global_batch_size)
     model, tokens = NextTokenLoss(gpt), recipe.tokens_per_step
     losses: list[float] = []

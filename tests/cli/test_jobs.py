@@ -97,7 +97,7 @@ def test_a_card_that_cuda_no_longer_sees(job):
     """Its jobs end with a user's exit code, and are tried on another card all the same."""
     import torch
 
-    from lingpt.eval.harness import find_device
+    from lingpt.common.devices import find_device
     from lingpt.train import TrainConfig
     from lingpt.train.machine import choose_machine
 

@@ -85,6 +85,10 @@ def test_trains_draws_and_goes_on(project, capsys):
     assert "exported exists" in complaint(capsys, "export", newest, "exported")
     assert "would run it as softmax" in complaint(capsys, "export", newest, "hf", "--hf")
     assert not Path("hf").exists()
+    for model in (str(run), "exported"):  # the run's newest checkpoint, and a folder of its own
+        assert main(["generate", model, "--prompt", "number 7", "--tokens", "8", "--device", "cpu"]) == 0
+    texts = capsys.readouterr().out
+    assert texts.startswith("number 7") and texts[: len(texts) // 2] == texts[len(texts) // 2 :]
     # An override wins wherever it stands.
     assert main(["train", "--train.max_steps", "6", "--config", "tiny.yaml"]) == 0
     assert "step-00000004, step 4 of 6" in capsys.readouterr().out
@@ -133,6 +137,8 @@ def test_trains_draws_and_goes_on(project, capsys):
         (["train", "--config", "tiny.yaml", "--train.resume", "nowhere"], "no checkpoint nowhere"),
         (["train", "--config", "tiny.yaml", "--model.vocab_size", "100"], "vocab"),
         (["curves", "nowhere"], "no losses in nowhere"),
+        (["generate", "nowhere"], "no model in nowhere"),
+        (["generate", "nowhere", "--top_k", "0"], "--top_k 0: give 1 or more"),
         (["bench", "--device", "tpu"], "unknown device 'tpu': use cuda, cuda:1 … or cpu"),
     ],
 )  # fmt: skip

@@ -5,9 +5,10 @@ import math
 
 import pytest
 
+from lingpt.common.devices import find_device
 from lingpt.common.errors import UserError
 from lingpt.eval import evaluate, find_checkpoints
-from lingpt.eval.harness import find_device, parse_task
+from lingpt.eval.harness import parse_task
 from lingpt.eval.results import unpack_bits
 
 from .conftest import tiny_model, write_run

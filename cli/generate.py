@@ -1,0 +1,52 @@
+"""`lingpt generate`: a trained model continues a text."""
+
+from jsonargparse import ArgumentParser, Namespace
+
+HELP = "Continue a text with a trained model."
+
+
+def configure(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", type=str, help="a run's folder (its newest checkpoint), a checkpoint, or any model folder")
+    add("--prompt", type=str, default="", help="the text to continue; without one, a document begins")
+    add("--tokens", type=int, default=160, help="the most new tokens; the end of a document ends it, too")
+    add("--temperature", type=float, default=0.8, help="divides the logits; 0 takes the likeliest token")
+    add("--top_k", type=int | None, default=50, help="draw from so many likeliest tokens; null for all")
+    add("--seed", type=int, default=0, help="of the draws: the same text each time")
+    add("--device", type=str, default="auto", help="auto, cpu, cuda, cuda:1")
+
+
+def run(args: Namespace) -> None:
+    from pathlib import Path
+
+    import torch
+
+    from lingpt.common.devices import find_device
+    from lingpt.common.errors import UserError
+    from lingpt.common.run_folder import CHECKPOINTS, check_undamaged, newest_checkpoint
+    from lingpt.data import load_tokenizer
+    from lingpt.models import generate, load_model
+
+    for name, least in (("tokens", 1), ("temperature", 0), ("top_k", 1), ("seed", 0)):
+        if args[name] is not None and not args[name] >= least:
+            raise UserError(f"--{name} {args[name]}: give {least} or more")
+    folder, device = Path(args.model), find_device(args.device)
+    if (folder / CHECKPOINTS).is_dir():
+        newest = newest_checkpoint(folder)
+        if newest is None:
+            raise UserError(f"{folder} has no whole checkpoint yet: train on with the same command")
+        folder = newest
+    check_undamaged(folder)
+    model, tokenizer = load_model(folder, device=device), load_tokenizer(folder / "tokenizer.json")
+    prompt = tokenizer.encode(args.prompt) or [tokenizer.eos_id]
+    ids = generate(
+        model,
+        torch.tensor([prompt], device=device),
+        args.tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        eos_id=tokenizer.eos_id,
+        seed=args.seed,
+    )
+    new = ids[0, len(prompt) :].tolist()
+    print(args.prompt + tokenizer.decode(new[:-1] if new[-1] == tokenizer.eos_id else new))
