@@ -20,7 +20,7 @@ from lingpt.eval.study import Study
 from lingpt.eval.suite_tables import save_suites, suite_tables
 from lingpt.eval.table2 import count, save_table2, table2_tables
 from lingpt.eval.tables import Table
-from lingpt.models import ATTENTIONS, GPT
+from lingpt.models import ATTENTIONS, GPT, attention_form
 from lingpt.train.curve_figure import caption, draw_curves
 from lingpt.train.curves import Curve, format_table, mean_over_seeds, read_curves, time_to_loss
 from lingpt.train.machine import duration
@@ -85,7 +85,9 @@ def _results(run: StudyRun, trouble: list[str]) -> dict[str, Any] | None:
         trouble.append(str(error))
         return None
     if found.get("scores") and found.get("checkpoint"):
-        return found
+        model = run.recipe.model
+        named = {"form": attention_form(model.attention, vars(model))}  # older files do not say it
+        return found | {"checkpoint": found["checkpoint"] | named}
     why = "" if run.has_weights() else f", and its checkpoint of step {run.recipe.total_steps} is not whole"
     trouble.append(f"{run.name} is in no table of scores: it has none{why}")
     return None

@@ -61,6 +61,7 @@ def load_results(checkpoint: Checkpoint) -> dict[str, Any]:
         "path": str(checkpoint.folder),
         "model": checkpoint.model,
         "attention": attention if isinstance(attention, str) else list(attention),
+        "form": checkpoint.form,
         "step": checkpoint.step,
         "weights": checkpoint.weights,
         **checkpoint.facts,

@@ -20,10 +20,11 @@ from lingpt.common.run_folder import (
     attention_label,
     checkpoint_step,
     checkpoints,
+    read_config,
     read_manifest,
     read_model,
 )
-from lingpt.models import SHARDS, is_sharded, sharded_dtype
+from lingpt.models import SHARDS, attention_form, is_sharded, sharded_dtype
 
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -54,6 +55,12 @@ class Checkpoint:
     def label(self) -> str:
         """The attention as one word; a hybrid's mechanisms joined by `+`."""
         return attention_label(self.attention)
+
+    @property
+    def form(self) -> str:
+        """The attention and its options that are not at their defaults."""
+        attention = self.attention if isinstance(self.attention, str) else list(self.attention)
+        return attention_form(attention, read_config(self.run)["model"])
 
     @cached_property
     def dtype(self) -> str:

@@ -13,7 +13,7 @@ from lingpt.eval.table2 import (
     PARTIAL_NOTE,
     best_entry,
     comparison_notes,
-    label,
+    form,
     run_cells,
     signed,
     softmax_of,
@@ -53,7 +53,7 @@ def _commonsense_table(results: Sequence[dict[str, Any]]) -> Table:
     for result in results:
         cells = [_benchmark(result, benchmark) for benchmark in columns]
         if set(cells) - {DASH}:
-            rows.append([label(result), *run_cells(result), *cells])
+            rows.append([form(result), *run_cells(result), *cells])
     if rows:
         rows.append(["Chance", "", "", "", *(benchmark.chance for benchmark in columns)])
     head = ["Mechanism", "Run", "Parameters", "Tokens", *(benchmark.heading for benchmark in columns)]
@@ -88,7 +88,7 @@ def _bits_table(results: Sequence[dict[str, Any]]) -> Table:
             value, error = _bits(entry) if entry else (None, None)
             cells.append(DASH if value is None else f"{value:.3f}" + (f" ± {error:.3f}" if error else ""))
         if set(cells) - {DASH}:
-            rows.append([label(result), *run_cells(result), *cells])
+            rows.append([form(result), *run_cells(result), *cells])
     for name in names:
         entries = [r["scores"].get(f"bits_per_byte ({name})") for r in results]
         found = next(entry["metrics"]["xz_bits_per_byte"] for entry in entries if entry)
@@ -115,7 +115,7 @@ def _position_table(results: Sequence[dict[str, Any]]) -> Table:
     for result, entry in found:
         losses = {group["to"]: _loss(group) for group in entry["positions"]}
         cells = [losses.get(end, DASH) for end in ends]
-        about = [label(result), run_cells(result)[0], entry["texts"], str(entry["documents"])]
+        about = [form(result), run_cells(result)[0], entry["texts"], str(entry["documents"])]
         rows.append([*about, *cells])
     baselines = {entry["texts"]: entry["unigram"] for _, entry in found if "unigram" in entry}
     rows += [["Unigram", "", text, "", *[f"{loss:.3f}"] * len(ends)] for text, loss in baselines.items()]
@@ -144,7 +144,7 @@ def _recall_table(results: Sequence[dict[str, Any]]) -> Table:
             if entry := result["scores"].get(key):
                 cells = [percent(entry["metrics"], metric) for metric in ("acc", "acc_alone", "exact")]
                 pair = signed(difference_to_softmax(result, results, key))
-                about = [label(result), run_cells(result)[0], name, str(entry["documents"])]
+                about = [form(result), run_cells(result)[0], name, str(entry["documents"])]
                 rows.append([*about, *cells, pair])
     if rows:
         rows.append(["Chance", "", "", "", "25", "25", "0", ""])

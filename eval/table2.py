@@ -108,10 +108,11 @@ def _accuracies(results: Sequence[dict[str, Any]]) -> Table:
     rows = []
     for attention, (name, values) in PAPER.items():
         rows.append([name, *PAPER_RUN, *(f"{value:.2f}" for value in values)])
-        rows += [["", *_our_row(result)] for result in results if label(result) == attention]
+        ours = [result for result in results if label(result) == attention]
+        rows += [["" if form(r) == attention else form(r), *_our_row(r)] for r in ours]
     for result in sorted(results, key=label):
         if label(result) not in PAPER:
-            rows.append([label(result), *_our_row(result)])
+            rows.append([form(result), *_our_row(result)])
     rows.append(["Chance", "", "", "", *(str(value) for value in CHANCE)])
     partial = any("*" in cell for row in rows for cell in row[4:])
     notes = [*NOTES, *([PARTIAL_NOTE] if partial else []), *_cut_notes(results)]
@@ -146,7 +147,7 @@ def _normalised(results: Sequence[dict[str, Any]]) -> Table:
     for result in results:
         cells = [_cell(result["scores"], task, shots, "acc_norm") for _, task, shots in columns]
         if set(cells) != {DASH}:
-            rows.append([label(result), *run_cells(result), *cells])
+            rows.append([form(result), *run_cells(result), *cells])
     if rows:
         rows.append(["Chance", "", "", "", *(str(CHANCE[COLUMNS.index(column)]) for column in columns)])
     head = ["Mechanism", "Run", "Parameters", "Tokens", *(heading for heading, _, _ in columns)]
@@ -165,7 +166,7 @@ def _differences(results: Sequence[dict[str, Any]]) -> Table:
     for result in results:
         cells = [signed(difference(result, results, task, shots)) for _, task, shots in columns]
         if set(cells) != {DASH}:
-            rows.append([label(result), _run(result), *cells])
+            rows.append([form(result), _run(result), *cells])
     head = ["Mechanism", "Run", *(heading for heading, _, _ in columns)]
     return Table("Paired differences to softmax", head, rows, [DIFFERENCE_NOTE, *comparison_notes(results)])
 
@@ -235,7 +236,7 @@ def score_table(results: Sequence[dict[str, Any]], markdown: bool = False) -> st
     for result in sorted(results, key=label):
         for key, entry in result["scores"].items():
             metrics = [percent(entry["metrics"], metric) for metric in ("acc", "acc_norm")]
-            rows.append([label(result), _run(result), key, *metrics, str(entry["documents"])])
+            rows.append([form(result), _run(result), key, *metrics, str(entry["documents"])])
     head = ["Attention", "Run", "Task", "acc", "acc_norm", "Documents"]
     return Table("", head, rows).text(markdown)
 
@@ -258,6 +259,11 @@ def _cell(scores: dict[str, Any], task: str, num_fewshot: int, metric: str = "ac
 def label(result: dict[str, Any]) -> str:
     """The attention, as one word."""
     return attention_label(result["checkpoint"]["attention"])
+
+
+def form(result: dict[str, Any]) -> str:
+    """The attention and its options that are not at their defaults: `lingpt.models.attention_form`."""
+    return result["checkpoint"]["form"]
 
 
 def _run(result: dict[str, Any]) -> str:

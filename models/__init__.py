@@ -1,6 +1,6 @@
 """Language models: LitGPT's GPT-NeoX (Pythia) with a choice of attention."""
 
-from lingpt.models.attention import ATTENTIONS, Attention
+from lingpt.models.attention import ATTENTIONS, Attention, attention_form, changed_options
 from lingpt.models.checkpoint import LoadReport, load_model, load_weights, save_index, save_model
 from lingpt.models.config import MODELS, Config, ModelArgs
 from lingpt.models.generate import generate
@@ -21,6 +21,8 @@ __all__ = [
     "DecodingState",
     "LoadReport",
     "ModelArgs",
+    "attention_form",
+    "changed_options",
     "export_hf",
     "generate",
     "is_sharded",

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from lingpt.common.errors import UserError
 from lingpt.common.run_folder import attention_label
 from lingpt.data import DataConfig
-from lingpt.models import ATTENTIONS, ModelArgs
+from lingpt.models import ModelArgs, changed_options
 
 
 @dataclass
@@ -145,19 +145,8 @@ class Recipe:
 
     def default_name(self, of: str) -> str:
         """`<of>-<attention>`, then the options of its attentions that are not at their defaults."""
-        chosen = self.model.attention
-        mechanisms = [
-            ATTENTIONS[name]
-            for name in ([chosen] if isinstance(chosen, str) else chosen)
-            if name in ATTENTIONS
-        ]
-        options = {name: option.default for a in mechanisms for name, option in a.options().items()}
-        given = {name: getattr(self.model, name) for name in options}
-        changed = [
-            name if value is True else f"{name}_{value}"
-            for name, value in given.items()
-            if value != options[name]
-        ]
+        options = changed_options(self.model.attention, vars(self.model)).items()
+        changed = [name if value is True else f"{name}_{value}" for name, value in options]
         return "-".join([of, self.attention_label, *changed])
 
     @property

@@ -1,7 +1,9 @@
 """The attentions by name: `attention: ours` in a recipe picks one, a list gives each layer its own."""
 
-from typing import TypeVar, get_args
+from collections.abc import Mapping
+from typing import Any, TypeVar, get_args
 
+from lingpt.common.run_folder import attention_label
 from lingpt.models.attention.base import Attention
 from lingpt.models.attention.gla import GLAAttention
 from lingpt.models.attention.ours import OursAttention
@@ -34,4 +36,18 @@ def with_options(cls: type[T]) -> type[T]:
     return cls
 
 
-__all__ = ["ATTENTIONS", "Attention", "with_options"]
+def changed_options(attention: str | list[str], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the options of these attentions those whose value is not the default; `values` has them by name."""
+    names = [attention] if isinstance(attention, str) else attention
+    declared = {n: p for name in names if name in ATTENTIONS for n, p in ATTENTIONS[name].options().items()}
+    return {n: values[n] for n, p in declared.items() if n in values and values[n] != p.default}
+
+
+def attention_form(attention: str | list[str], values: Mapping[str, Any]) -> str:
+    """`ours-gated + output_gate + normalize=false`: the attention and `changed_options`."""
+    options = changed_options(attention, values).items()
+    words = [name if value is True else f"{name}={str(value).lower()}" for name, value in options]
+    return " + ".join([attention_label(attention), *words])
+
+
+__all__ = ["ATTENTIONS", "Attention", "attention_form", "changed_options", "with_options"]

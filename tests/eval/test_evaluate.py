@@ -35,6 +35,7 @@ def test_scores_are_written(checkpoint, eval_data):
         "path": str(checkpoint.folder),
         "model": "demo",
         "attention": "ours",
+        "form": "ours",
         "step": 10,
         "weights": checkpoint.weights,
         "parameters": tiny_model("ours").num_parameters(),

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lingpt.common.errors import UserError
-from lingpt.common.run_folder import read_manifest, write_manifest
+from lingpt.common.files import write_json
+from lingpt.common.run_folder import CONFIG, read_manifest, write_manifest
 from lingpt.eval import Checkpoint, evaluate, find_checkpoints
 
 from .conftest import tiny_model, write_checkpoint, write_run
@@ -38,6 +39,9 @@ def test_newest_run_of_each_attention(tmp_path, tokenizer):
         ("hybrid", "softmax+ours", 100),
     ]
     assert found[3].attention == ("softmax", "ours")
+    model = {"name": "demo", "attention": "ours", "learnable_b": True, "n_layer": 2}
+    write_json(tmp_path / "new" / CONFIG, {"model": model})
+    assert found[0].form == "ours + learnable_b"
 
 
 def test_the_model_defaults_to_the_newest_run(tmp_path, tokenizer):

@@ -5,16 +5,18 @@ import json
 import numpy as np
 import pytest
 
+from lingpt.common.run_folder import attention_label
 from lingpt.eval import score_table, table2
 from lingpt.eval.paired import bootstrap, paired_difference
 from lingpt.eval.results import pack_bits, task_key
 from lingpt.eval.table2 import comparison_notes, save_table2, table2_tables
 
 
-def result(attention, scores, step=300):
+def result(attention, scores, step=300, form=None):
     """`{(task, shots, limit): (acc, stderr)}` as `evaluate` returns it."""
     return {
         "checkpoint": {"run": "pythia-70m-run", "attention": attention, "step": step}
+        | {"form": form or attention_label(attention)}
         | {"model": "pythia-70m", "parameters": 70_426_624, "tokens": 41_943_040, "seed": 0, "seq_len": 2048},
         "scores": {
             task_key(task, shots, limit): {
@@ -71,6 +73,19 @@ def test_ours_stand_below_the_papers():
     assert rows[9][0] == "Chance"
     assert "* not the whole benchmark" in table2(RESULTS)
     assert "* not the whole" not in table2(RESULTS[:1])
+
+
+def test_forms_of_one_attention_are_told_apart(tmp_path):
+    """Guards: three forms of `ours-gated` had the same name; also where the paper has the attention."""
+    forms = ["ours-gated", "ours-gated + output_gate", "ours-gated + output_gate + short_conv"]
+    results = [result("ours-gated", {("piqa", 0, None): (0.5, 0.1)}, form=form) for form in forms]
+    results += [result("ours", {}, form="ours + learnable_b"), result("ours", {}, form="ours")]
+    main = table2_tables(results)[0]
+    named = [row[0] for row in main.rows]
+    assert named[-4:-1] == forms and named[3:5] == ["ours + learnable_b", ""]
+    paths = save_table2(results, tmp_path)
+    for path, form in ((paths[0], forms[2]), (paths[1], forms[2]), (paths[2], forms[2].replace("_", r"\_"))):
+        assert form in path.read_text()
 
 
 @pytest.mark.parametrize("markdown", [True, False])

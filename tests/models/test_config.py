@@ -9,7 +9,7 @@ import litgpt.config
 import pytest
 
 from lingpt.common.errors import UserError
-from lingpt.models import ATTENTIONS, MODELS, Config, ModelArgs
+from lingpt.models import ATTENTIONS, MODELS, Config, ModelArgs, attention_form
 
 
 def test_pythia_has_litgpts_sizes():
@@ -122,6 +122,18 @@ def test_an_option_has_one_meaning():
             assert declared.setdefault(name, option) == option
     taken = {field.name for field in dataclasses.fields(litgpt.config.Config)}
     assert not declared.keys() & (taken | {"attention", "name"})
+
+
+def test_the_form_names_the_options_that_are_not_at_their_defaults():
+    """Guards: attention with an output gate and without had the same name in the tables."""
+    given = ModelArgs(output_gate=True, normalize=False, short_conv=True, gla_n_head=2, n_layer=3)
+    hybrid = ["ours-gated", "softmax", "gla"]
+    assert attention_form("ours-gated", vars(ModelArgs())) == "ours-gated"
+    named = attention_form("ours-gated", vars(given))
+    assert named == "ours-gated + output_gate + normalize=false + short_conv"
+    assert attention_form(hybrid, vars(given)).startswith("ours-gated+softmax+gla + output_gate")
+    assert attention_form("softmax", {"sdpa": "flash"}) == "softmax + sdpa=flash"
+    assert attention_form("gone", vars(given)) == "gone"  # an attention of another version
 
 
 def test_other_architectures_are_refused():
