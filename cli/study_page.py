@@ -16,6 +16,7 @@ from lingpt.common.errors import UserError
 from lingpt.common.files import read_json_object, write_errors, write_json, write_text
 from lingpt.common.run_folder import CONFIG, ENVIRONMENT, EVAL, METRICS, SAMPLES, read_metrics
 from lingpt.eval.results import DASH
+from lingpt.eval.seeds import mean_scores
 from lingpt.eval.study import Study
 from lingpt.eval.suite_tables import save_suites, suite_tables
 from lingpt.eval.table2 import count, save_table2, table2_tables
@@ -48,6 +49,7 @@ def write_page(
     known = set(trouble)  # a folder that holds another run is named by the run
     trouble += [f"{f.job} failed: {f.reason}" for f in failures if f"{f.job} {f.reason}" not in known]
     results = [found for run in done if (found := _results(run, trouble))] if study.suites else []
+    results = mean_scores(results)
     about = f"{study.about}\n\n" if study.about else ""
     parts = [f"# Study {study.name}\n\n{about}{_what(study, runs)}"]
     if trouble:

@@ -1,17 +1,15 @@
 """Figures of what evaluation measures: the loss by position."""
 
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from lingpt.common.palette import colours
 from lingpt.common.run_folder import attention_label
+from lingpt.eval.seeds import mean_scores
 from lingpt.eval.tables import add_caption, save_figure
 
 DASHES = ("-", "--", ":", "-.")  # further rows of the same attention
-_SEED = re.compile(r"-seed\d+$")
 
 
 def draw_positions(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
@@ -27,7 +25,7 @@ def draw_positions(results: Sequence[dict[str, Any]], folder: Path) -> list[Path
 
     entries = [
         (result["checkpoint"], entry)
-        for result in results
+        for result in mean_scores(results)
         for entry in result["scores"].values()
         if entry["task"] == "loss_by_position"
     ]
@@ -41,15 +39,16 @@ def draw_positions(results: Sequence[dict[str, Any]], folder: Path) -> list[Path
     for panel, name in zip(panels, names, strict=True):
         drawn = [(about, entry) for about, entry in entries if entry["texts"] == name]
         seen: dict[str, int] = {}
-        for row, (attention, seeds) in _by_seed(drawn).items():
-            lines = {to: [losses[to] for losses in seeds] for to in seeds[0] if all(to in s for s in seeds)}
+        for about, entry in drawn:
+            attention, groups = attention_label(about["attention"]), entry["positions"]
+            ends = [group["to"] for group in groups]
             turn = seen[attention] = seen.get(attention, -1) + 1
             style = {"color": colour[attention], "linestyle": DASHES[turn % len(DASHES)], "linewidth": 1.5}
-            means = list(map(fmean, lines.values()))
-            panel.plot(list(lines), means, marker="o", markersize=3, label=row, **style)
-            if len(seeds) > 1:
-                bounds = list(map(min, lines.values())), list(map(max, lines.values()))
-                panel.fill_between(list(lines), *bounds, color=colour[attention], alpha=0.2, linewidth=0)
+            losses = [group["loss"] for group in groups]
+            panel.plot(ends, losses, marker="o", markersize=3, label=about["run"], **style)
+            if "lowest" in groups[0]:
+                bounds = ([group[bound] for group in groups] for bound in ("lowest", "highest"))
+                panel.fill_between(ends, *bounds, color=colour[attention], alpha=0.2, linewidth=0)
         for length in sorted({entry["train_length"] for _, entry in drawn}):
             panel.axvline(length, color="0.5", linestyle=(0, (4, 3)), linewidth=0.9)
         ticks = sorted({g["to"] for _, entry in drawn for g in entry["positions"]})
@@ -87,16 +86,6 @@ def caption(entries: Sequence[tuple[Any, Any]]) -> str:
         "documents: " + ", ".join(f"{count} of {name}" for name, count in texts.items()),
         each(entry.get("device") for _, entry in entries),
     ]
-    if any(len(seeds) > 1 for _, seeds in _by_seed(entries).values()):
+    if any("lowest" in group for _, entry in entries for group in entry["positions"]):
         parts.append("mean over seeds, band from the lowest to the highest")
     return "; ".join(filter(None, parts)) + "."
-
-
-def _by_seed(drawn: Sequence[tuple[Any, Any]]) -> dict[str, tuple[str, list[dict[int, float]]]]:
-    """Run, without its seed → (attention, position → loss of each seed)."""
-    groups: dict[str, tuple[str, list[dict[int, float]]]] = {}
-    for about, entry in drawn:
-        losses = {group["to"]: group["loss"] for group in entry["positions"]}
-        row = _SEED.sub("", about["run"])
-        groups.setdefault(row, (attention_label(about["attention"]), []))[1].append(losses)
-    return groups

@@ -6,8 +6,9 @@ from typing import Any
 
 from lingpt.common.files import write_errors, write_text
 from lingpt.eval.figures import draw_positions
-from lingpt.eval.paired import Difference, paired_difference
+from lingpt.eval.paired import Difference, SeedDifference, paired_difference
 from lingpt.eval.results import DASH, percent
+from lingpt.eval.seeds import seeds_note
 from lingpt.eval.suites import COMMONSENSE, SUITES, Benchmark
 from lingpt.eval.table2 import (
     PARTIAL_NOTE,
@@ -15,6 +16,7 @@ from lingpt.eval.table2 import (
     comparison_notes,
     form,
     run_cells,
+    seeds_difference_note,
     signed,
     softmax_of,
 )
@@ -62,6 +64,7 @@ def _commonsense_table(results: Sequence[dict[str, Any]]) -> Table:
         "LAMBADA's last word is right where greedy decoding gives it, its perplexity is per word, "
         "with no chance level (a uniform guess: the size of the vocabulary, for each token of the word)."
     ]
+    notes += seeds_note(results)
     notes += [PARTIAL_NOTE] if any("*" in cell for row in rows for cell in row[4:]) else []
     return Table("Commonsense", head, rows, notes)
 
@@ -95,7 +98,7 @@ def _bits_table(results: Sequence[dict[str, Any]]) -> Table:
         xz.append(f"{found:.3f}")
     head = ["Mechanism", "Run", "Parameters", "Tokens", *names]
     notes = ["Bits per UTF-8 byte of held-out text, ± one standard error over documents; xz for comparison."]
-    return Table("Bits per byte", head, [*rows, xz] if rows else [], notes)
+    return Table("Bits per byte", head, [*rows, xz] if rows else [], notes + seeds_note(results))
 
 
 def _bits(entry: dict[str, Any]) -> tuple[float, float | None]:
@@ -127,7 +130,7 @@ def _position_table(results: Sequence[dict[str, Any]]) -> Table:
         "in the text, all that can be known without their order."
     ]
     head = ["Mechanism", "Run", "Text", "Documents", *(f"≤ {end:,}" for end in ends)]
-    return Table("Loss by position", head, rows, notes)
+    return Table("Loss by position", head, rows, notes + seeds_note(results))
 
 
 def _loss(group: dict[str, Any]) -> str:
@@ -153,6 +156,7 @@ def _recall_table(results: Sequence[dict[str, Any]]) -> Table:
         "A phrase of a long text is asked for again at its end, by the eight words that stood before it: "
         "chosen among four phrases of the text; the same without the text; given by greedy decoding."
     ]
+    notes += [*seeds_note(results), *seeds_difference_note(results)]
     notes += comparison_notes(
         [r for r in results if any(f"recall_phrases ({n})" in r["scores"] for n in names)]
     )
@@ -161,7 +165,7 @@ def _recall_table(results: Sequence[dict[str, Any]]) -> Table:
 
 def difference_to_softmax(
     result: dict[str, Any], results: Sequence[dict[str, Any]], key: str
-) -> Difference | None:
+) -> Difference | SeedDifference | None:
     """The paired difference on the score `key`; None where there is no pair."""
     softmax = softmax_of(result, results)
     if softmax is None or softmax is result:

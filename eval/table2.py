@@ -10,8 +10,9 @@ from typing import Any
 
 from lingpt.common.files import write_errors, write_json, write_text
 from lingpt.common.run_folder import attention_label
-from lingpt.eval.paired import paired_difference
+from lingpt.eval.paired import Difference, SeedDifference, paired_difference
 from lingpt.eval.results import DASH, percent, task_key
+from lingpt.eval.seeds import seeds, seeds_note
 from lingpt.eval.tables import Table, draw_tables
 
 # Column heading and the task (with its number of examples) under it. Two columns are headed
@@ -40,6 +41,10 @@ PARTIAL_NOTE = "* not the whole benchmark: --limit, or a file of fewer or more r
 DIFFERENCE_NOTE = (
     "Accuracy less that of the softmax run of the same model, in points, over the same questions; in "
     "brackets the 95 % interval of a paired bootstrap. Where it holds 0, the two cannot be told apart."
+)
+SEEDS_DIFFERENCE_NOTE = (
+    "Of several seeds: the difference of their means, ± its standard error over the questions, paired, and "
+    "over the seeds of both rows; none where one of them has a single seed."
 )
 
 
@@ -87,8 +92,9 @@ def table2_values(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
             entry = best_entry(result["scores"], task, shots)
             if entry:
                 kept = ("metrics", "documents", "complete", "max_length", "cut_prompts", "prompts", "date")
+                less = difference(result, results, task, shots)
                 cells[task_key(task, shots)] = {key: entry.get(key) for key in kept} | {
-                    "less_softmax": difference(result, results, task, shots)
+                    "less_softmax": less._asdict() if less else None
                 }
         rows.append({"checkpoint": result["checkpoint"], "cells": cells})
     keys = [_column_key(i) for i in range(len(COLUMNS))]
@@ -115,7 +121,7 @@ def _accuracies(results: Sequence[dict[str, Any]]) -> Table:
             rows.append([form(result), *_our_row(result)])
     rows.append(["Chance", "", "", "", *(str(value) for value in CHANCE)])
     partial = any("*" in cell for row in rows for cell in row[4:])
-    notes = [*NOTES, *([PARTIAL_NOTE] if partial else []), *_cut_notes(results)]
+    notes = [*NOTES, *seeds_note(results), *([PARTIAL_NOTE] if partial else []), *_cut_notes(results)]
     head = ["Mechanism", "Run", "Parameters", "Tokens", *(heading for heading, _, _ in COLUMNS)]
     return Table("Table 2 of the paper, and ours", head, rows, notes)
 
@@ -151,13 +157,8 @@ def _normalised(results: Sequence[dict[str, Any]]) -> Table:
     if rows:
         rows.append(["Chance", "", "", "", *(str(CHANCE[COLUMNS.index(column)]) for column in columns)])
     head = ["Mechanism", "Run", "Parameters", "Tokens", *(heading for heading, _, _ in columns)]
-    title = "Length-normalised accuracy (acc_norm)"
-    return Table(
-        title,
-        head,
-        rows,
-        ["An answer's log-likelihood is divided by its characters; per cent, ± one standard error."],
-    )
+    notes = ["An answer's log-likelihood is divided by its characters; per cent, ± one standard error."]
+    return Table("Length-normalised accuracy (acc_norm)", head, rows, notes + seeds_note(results))
 
 
 def _differences(results: Sequence[dict[str, Any]]) -> Table:
@@ -168,13 +169,14 @@ def _differences(results: Sequence[dict[str, Any]]) -> Table:
         if set(cells) != {DASH}:
             rows.append([form(result), _run(result), *cells])
     head = ["Mechanism", "Run", *(heading for heading, _, _ in columns)]
-    return Table("Paired differences to softmax", head, rows, [DIFFERENCE_NOTE, *comparison_notes(results)])
+    notes = [DIFFERENCE_NOTE, *seeds_difference_note(results), *comparison_notes(results)]
+    return Table("Paired differences to softmax", head, rows, notes)
 
 
 def difference(
     result: dict[str, Any], results: Sequence[dict[str, Any]], task: str, shots: int, metric: str = "acc"
-) -> tuple[float, ...] | None:
-    """`Difference` of a run to its softmax run on one task; None where there is no pair."""
+) -> Difference | SeedDifference | None:
+    """Difference of a run to its softmax run on one task; None where there is no pair."""
     softmax = softmax_of(result, results)
     if softmax is None or softmax is result:
         return None
@@ -210,10 +212,17 @@ def comparison_notes(results: Sequence[dict[str, Any]]) -> list[str]:
     return [f"Compared with {softmax}: {', '.join(runs)}." for softmax, runs in compared.items()]
 
 
-def signed(found: tuple[float, ...] | None) -> str:
-    """`+0.53 [−0.42, +1.47]`, in points of a per cent."""
+def seeds_difference_note(results: Sequence[dict[str, Any]]) -> list[str]:
+    return [SEEDS_DIFFERENCE_NOTE] if seeds_note(results) else []
+
+
+def signed(found: Difference | SeedDifference | None) -> str:
+    """`+0.53 [−0.42, +1.47]` or, of several seeds, `+0.53 ± 0.40`: in points of a per cent."""
     if found is None:
         return DASH
+    if isinstance(found, SeedDifference):
+        error = "" if found.stderr is None else f" ± {100 * found.stderr:.2f}"
+        return f"{100 * found.mean:+.2f}".replace("-", "−") + error
     mean, low, high = (f"{100 * value:+.2f}".replace("-", "−") for value in found[:3])
     return f"{mean} [{low}, {high}]"
 
@@ -267,4 +276,5 @@ def form(result: dict[str, Any]) -> str:
 
 
 def _run(result: dict[str, Any]) -> str:
-    return f"{result['checkpoint']['run']}, step {result['checkpoint']['step']}"
+    about, number = result["checkpoint"], seeds(result)
+    return f"{about['run']}, step {about['step']}" + (f", {number} seeds" if number > 1 else "")

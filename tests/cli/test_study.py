@@ -95,6 +95,7 @@ def test_a_study_from_the_plan_to_the_page(here, tmp_path, capsys):
     for words in ("mean of 2 seeds", "## Time to a loss", "## Learning rates", "## Bits per byte", "A test."):
         assert words in page
     assert "Not in the tables" not in page
+    assert "softmax, step 4, 2 seeds" in page and "softmax-seed0, step 4" not in page
     for name in ("curves.png", "curves.svg", "curves.pdf", "positions.svg", "suites.tex", "summary.json"):
         assert (folder / name).stat().st_size > 100
     here.clear()

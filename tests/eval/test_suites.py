@@ -13,6 +13,7 @@ from lingpt.eval.figures import caption
 from lingpt.eval.language import _edges, bits_per_byte, loss_by_position, ratio
 from lingpt.eval.phrases import ask_about, make_questions, recall_phrases
 from lingpt.eval.results import unpack_bits
+from lingpt.eval.seeds import mean_scores
 from lingpt.eval.suite_tables import save_suites, suite_tables
 from lingpt.eval.suites import check_suites, commonsense_tasks, evaluate_texts
 from lingpt.eval.texts import Texts, parse_texts, read_texts, spans
@@ -178,8 +179,15 @@ def test_what_a_run_gets(tmp_path, tokenizer, texts, capsys):
     entries = [(r["checkpoint"], r["scores"]["loss_by_position (stories)"]) for r in results]
     said = "demo; dashed: the training length, 64 tokens; documents: 5 of stories; cpu."
     assert caption(entries) == said
-    seeds = [(about | {"run": f"x-seed{i}"}, entry) for i, (about, entry) in enumerate(entries)]
-    assert "mean over seeds, band" in caption(seeds)
+    seeds = [
+        r | {"checkpoint": r["checkpoint"] | {"run": f"x-seed{i}", "form": "x"}}
+        for i, r in enumerate(results)
+    ]
+    (mean,) = mean_scores(seeds)
+    assert "mean over seeds, band" in caption(
+        [(mean["checkpoint"], mean["scores"]["loss_by_position (stories)"])]
+    )
+    assert [row[1] for row in suite_tables([mean])[1].rows][:1] == ["x, step 10, 2 seeds"]
     paths = save_suites(results, tmp_path / "tables")
     assert [p.name for p in paths] == [
         "suites.md",

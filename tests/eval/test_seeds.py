@@ -1,0 +1,113 @@
+"""Guards the rows that are means over seeds: means and errors against their formulas; what is left out."""
+
+import copy
+
+import numpy as np
+import pytest
+
+from lingpt.eval.paired import over_seeds
+from lingpt.eval.results import pack_bits
+from lingpt.eval.seeds import mean_and_error, mean_scores
+from lingpt.eval.table2 import table2_tables
+from lingpt.eval.tables import Table
+
+
+def run(attention: str, seed: int, bits: list[int]) -> dict:
+    """A run `<attention>-seed<seed>` that answered these questions rightly."""
+    accuracy = float(np.mean(bits))
+    entry = {
+        "task": "piqa", "num_fewshot": 0, "documents": len(bits), "complete": True, "prompts": "p",
+        "metrics": {"acc": accuracy, "acc_stderr": float(np.std(bits, ddof=1) / len(bits) ** 0.5)},
+        "correct": {"acc": pack_bits([bool(bit) for bit in bits])},
+    }  # fmt: skip
+    about = {
+        "run": f"{attention}-seed{seed}",
+        "path": f"runs/{attention}-seed{seed}",
+        "step": 4,
+        "seed": seed,
+    }
+    about |= {"attention": attention, "form": attention, "model": "demo", "parameters": 10, "tokens": 20}
+    return {"checkpoint": about, "scores": {"piqa (0-shot)": entry}}
+
+
+def answers(seeds: int, questions: int, seed: int) -> np.ndarray:
+    """Questions of different difficulty, answered by models of different ability."""
+    rng = np.random.default_rng(seed)
+    return rng.random((seeds, questions)) < rng.random(questions) + rng.normal(0, 0.05, (seeds, 1))
+
+
+def cells(table: Table) -> dict[str, list[str]]:
+    return {row[0]: row for row in table.rows}
+
+
+def test_a_row_is_the_mean_of_its_seeds():
+    """One row a form, with the number of seeds; a form of one seed, or of another step, stays a run."""
+    ours, softmax = answers(3, 40, 0), answers(2, 40, 1)
+    results = [run("ours", i, bits) for i, bits in enumerate(ours)]
+    results += [run("softmax", i, bits) for i, bits in enumerate(softmax)] + [run("gla", 0, ours[0])]
+    means = mean_scores(results)
+    assert [r["checkpoint"]["run"] for r in means] == ["ours", "softmax", "gla-seed0"]
+    assert (means[0]["checkpoint"]["seed"], means[2]["checkpoint"]["seed"]) == ([0, 1, 2], 0)
+    assert "path" not in means[0]["checkpoint"] and mean_scores(means) == means
+    main, paired = table2_tables(means)
+    rows = [row for row in main.rows if row[0] == ""]
+    assert [row[1] for row in rows] == [
+        "softmax, step 4, 2 seeds",
+        "gla-seed0, step 4",
+        "ours, step 4, 3 seeds",
+    ]
+    assert rows[2][6].startswith(f"{100 * ours.mean():.2f} ± ") and any("√(s²/n" in n for n in main.notes)
+    less = ours.mean() - softmax.mean()
+    assert cells(paired)["ours"][4].startswith(f"{100 * less:+.2f} ± ".replace("-", "−"))
+    assert " ± " not in cells(paired)["gla"][4] and "[" not in cells(paired)["gla"][4]  # one seed: no error
+
+
+def test_single_runs_are_as_before():
+    results = [run("ours", 0, [1, 0, 1, 1]), run("softmax", 0, [1, 0, 0, 1])]
+    assert mean_scores(results) == results
+    main, paired = table2_tables(results)
+    assert "[" in cells(paired)["ours"][4] and not any("√" in note for note in main.notes + paired.notes)
+
+
+def test_the_error_is_over_seeds_and_questions():
+    """By hand; at least that of either alone; and of the size that new seeds and new questions show."""
+    assert mean_and_error([0.4, 0.6], [0.03, 0.05]) == (0.5, pytest.approx((0.02 / 2 + 0.04**2) ** 0.5))
+    assert mean_and_error([0.4, 0.6], [0.03, None]) == (0.5, None)
+    samples = [answers(3, 200, seed) for seed in range(400)]
+    errors = [mean_and_error(x.mean(1), x.std(1, ddof=1) / 200**0.5)[1] for x in samples]
+    spread = np.std([x.mean() for x in samples])
+    assert spread < np.mean(errors) < 2 * spread
+
+
+def test_the_error_of_a_difference():
+    """Against the spread of the differences over new seeds and questions: right, or a little too large."""
+    rng = np.random.default_rng(0)
+    means, errors = [], []
+    for _ in range(400):
+        hard = rng.random(200)
+        first, second = (rng.random((3, 200)) < hard + rng.normal(0, 0.05, (3, 1)) for _ in range(2))
+        found = over_seeds(first, second)
+        means, errors = [*means, found.mean], [*errors, found.stderr**2]
+    assert np.std(means) == pytest.approx(np.mean(errors) ** 0.5, rel=0.25)
+    assert over_seeds(first, second[:1]).stderr is None
+
+
+def test_what_not_every_seed_was_asked_is_left_out():
+    """Guards: a mean over fewer seeds than the row says, or over other questions."""
+    results = [run("ours", i, [1, 0, 1, 1]) for i in range(2)]
+    other = copy.deepcopy(results)
+    other[1]["scores"]["piqa (0-shot)"]["prompts"] = "q"
+    assert mean_scores(other)[0]["scores"] == {}
+    del results[1]["scores"]["piqa (0-shot)"]
+    assert mean_scores(results)[0]["scores"] == {}
+
+
+def test_positions_have_their_bounds():
+    results = [run("ours", i, [1, 0]) for i in range(2)]
+    for i, result in enumerate(results):
+        group = {"from": 0, "to": 32, "loss": 4.0 + i, "stderr": 0.3}
+        entry = {"task": "loss_by_position", "documents": 5, "metrics": {}, "positions": [group]}
+        result["scores"] = {"loss_by_position (words)": entry}
+    (group,) = mean_scores(results)[0]["scores"]["loss_by_position (words)"]["positions"]
+    assert (group["loss"], group["lowest"], group["highest"]) == (4.5, 4.0, 5.0)
+    assert group["stderr"] == pytest.approx((0.5 / 2 + 0.09) ** 0.5)
