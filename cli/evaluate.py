@@ -89,11 +89,12 @@ def _tasks(args: Namespace) -> list[str]:
     from lingpt.eval.suites import commonsense_tasks
 
     tasks = list(args.tasks) if "table2" in args.suite else []
-    return tasks + (commonsense_tasks(_data(args)) if "commonsense" in args.suite else [])
+    return tasks + (commonsense_tasks(benchmark_folder(args.data)) if "commonsense" in args.suite else [])
 
 
-def _data(args: Namespace) -> Path | None:
-    folder = args.data or os.environ.get("EVAL_DATA")
+def benchmark_folder(given: str | None) -> Path | None:
+    """That of the command line, or of the environment; None for the hub."""
+    folder = given or os.environ.get("EVAL_DATA")
     return Path(folder) if folder else None
 
 
@@ -111,7 +112,7 @@ def _score(
     options = {key: args[key] for key in ("batch_tokens", "device", "devices", "dtype", "redo")}
     options["left_out"] = left_out
     shots = {"num_fewshot": args.num_fewshot, "limit": args.limit}
-    results = evaluate(checkpoint, tasks, data=_data(args), **shots, **options)
+    results = evaluate(checkpoint, tasks, data=benchmark_folder(args.data), **shots, **options)
     if {"language", "recall"} & set(args.suite):
         results = evaluate_texts(checkpoint, args.suite, texts, longest=args.longest, **options)
     return results

@@ -19,7 +19,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from importlib.metadata import requires, version
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any, Literal, get_args, get_origin
 
 import jsonargparse
@@ -101,19 +101,26 @@ def _dispatch(argv: list[str]) -> int:
     if verb not in VERBS:
         raise UserError(f"unknown verb {verb!r}{nearest(verb, VERBS)}; `lingpt --help` lists them")
     module = importlib.import_module(VERBS[verb][0])
+    try:
+        args = parse(verb, module, rest)
+    except SystemExit as done:  # --help, --print_config
+        return int(done.code or 0)
+    module.run(args)
+    return 0
+
+
+def parse(verb: str, module: ModuleType, argv: list[str]) -> jsonargparse.Namespace:
+    """The arguments of a verb, as its module's `run` takes them. UserError where they are none."""
     parser = jsonargparse.ArgumentParser(
         prog=f"lingpt {verb}", description=module.HELP, exit_on_error=False, allow_abbrev=False
     )
     module.configure(parser)
     try:
-        args = parser.parse_args(_config_first(rest))
+        args = parser.parse_args(_config_first(argv))
     except argparse.ArgumentError as error:
         raise UserError(_explain(parser, str(error))) from error
-    except SystemExit as done:  # --help, --print_config
-        return int(done.code or 0)
     _refuse_nulls(parser, args)
-    module.run(parser.instantiate_classes(args))
-    return 0
+    return parser.instantiate_classes(args)
 
 
 def _overview() -> str:

@@ -2,7 +2,7 @@
 
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,15 +22,12 @@ def configure(parser: ArgumentParser) -> None:
     every = ["softmax", "gla", "ours", "ours-decay", "ours-gated", "ours-gated+output_gate+normalize"]
     every += ["ours-gated+output_gate", "ours-gated+output_gate+learnable_b"]
     forms = "attentions, `+` their options; those with a short convolution are trained with it, too"
-    add("--attentions", type=list[str], default=every, help=forms)
-    add("--widths", type=list[int], default=[64, 128], help="of the models")
-    add(
-        "--pairs",
-        type=list[int],
-        default=[16, 32],
-        help="of key and value in a sequence; it is 8 times as long",
-    )
-    add("--rates", type=list[float], default=[1e-3, 3e-3, 1e-2], help="peak learning rates; the best counts")
+    add("--attentions", nargs="+", default=every, help=forms)
+    add("--widths", nargs="+", type=int, default=[64, 128], help="of the models")
+    pairs = "of key and value in a sequence; it is 8 times as long"
+    add("--pairs", nargs="+", type=int, default=[16, 32], help=pairs)
+    rates = "peak learning rates; the best counts"
+    add("--rates", nargs="+", type=float, default=[1e-3, 3e-3, 1e-2], help=rates)
     add("--steps", type=int, default=4000, help="at most; training ends where all is right")
     add("--batch_size", type=int, default=256, help="sequences a step")
     add("--vocabulary", type=int, default=8192, help="half of it keys, half values")
@@ -38,19 +35,33 @@ def configure(parser: ArgumentParser) -> None:
     add("--out", type=str, default="runs/mqar", help="folder of mqar.json, the table and the figure")
 
 
-def run(args: Namespace) -> None:
+def asked_trials(args: Namespace) -> "list[Trial]":
+    """The models that the arguments ask for. UserError where they make none."""
     from lingpt.common.errors import UserError
-    from lingpt.common.files import write_errors, write_json
     from lingpt.eval.mqar import make_trials
-    from lingpt.eval.mqar_results import mqar_table, save_mqar
 
     if args.workers is not None and args.workers < 1:
         raise UserError(f"--workers {args.workers}: give at least 1")
-    for name in ("steps", "batch_size", "attentions", "widths", "pairs", "rates"):
-        if not args[name] or (isinstance(args[name], int) and args[name] < 1):
-            raise UserError(f"--{name} is {args[name]}: give at least {'1' if args[name] != [] else 'one'}")
+    for name in ("steps", "batch_size", "widths", "pairs", "rates"):
+        values = args[name] if isinstance(args[name], list) else [args[name]]
+        if min(values) <= 0:
+            raise UserError(f"--{name} is {min(values)}: give more than 0")
     sizes = {"steps": args.steps, "batch_size": args.batch_size, "vocabulary": args.vocabulary}
-    trials = make_trials(args.attentions, args.widths, args.pairs, args.rates, **sizes)
+    return make_trials(args.attentions, args.widths, args.pairs, args.rates, **sizes)
+
+
+def command_line(options: Mapping[str, Any]) -> list[str]:
+    """The arguments that a study's `mqar: {steps: 500, widths: [64]}` means."""
+    lists = {key: value if isinstance(value, list) else [value] for key, value in options.items()}
+    return [word for key, values in lists.items() for word in (f"--{key}", *map(str, values))]
+
+
+def run(args: Namespace) -> None:
+    from lingpt.common.errors import UserError
+    from lingpt.common.files import write_errors, write_json
+    from lingpt.eval.mqar_results import mqar_table, save_mqar
+
+    trials = asked_trials(args)
     path, failed = Path(args.out) / RESULTS, []
     others, known = _known(path, trials)
     left = [trial for trial in trials if trial.key not in known]

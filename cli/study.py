@@ -69,13 +69,16 @@ def run(args: Namespace) -> None:
     runs = study_runs(study, folder, chosen_rates(tried), cards)
     for one in (*tried, *runs):
         _ = one.recipe  # refused now, not after hours
+    _mqar_trials(study)
     if args.dry_run:
         print(format_plan(study, tried, runs, slots))
         return
+    stages = args.stages or list(STAGES)
+    _check_inputs(study, runs, stages)
     with write_errors(folder / STUDY):
         write_json(folder / STUDY, study.to_dict())
     deadline = time.monotonic() + 60 * args.minutes if args.minutes is not None else None
-    work = _Work(study, folder, slots, deadline, args.stages or list(STAGES))
+    work = _Work(study, folder, slots, deadline, stages)
     try:
         if work.on("data"):
             work.data(runs[0])
@@ -115,6 +118,32 @@ def _check_arguments(args: Namespace) -> None:
     cards = args.cards_per_run
     if cards is not None and cards != "all" and not (cards.isdecimal() and int(cards) > 0):
         raise UserError(f"--cards_per_run {cards}: a number of GPUs, at least 1, or `all`")
+
+
+def _mqar_trials(study: Any) -> list:
+    """The models of its MQAR. UserError where `lingpt mqar` would refuse its options."""
+    from lingpt.cli import mqar
+    from lingpt.cli.main import parse
+
+    if study.mqar is None:
+        return []
+    try:
+        return mqar.asked_trials(parse("mqar", mqar, mqar.command_line(study.mqar)))
+    except UserError as error:
+        raise UserError(f"the study's `mqar`: {error}") from error
+
+
+def _check_inputs(study: Any, runs: list, stages: list[str]) -> None:
+    """UserError for data, benchmarks, tasks or texts that these stages would not find, hours from now."""
+    from lingpt.cli.evaluate import benchmark_folder
+    from lingpt.data import find_data
+    from lingpt.eval.suites import check_scoring
+
+    if {"data", "rates", "runs"} & set(stages):
+        for data in {str(run.recipe.data): run.recipe.data for run in runs}.values():
+            find_data(data)
+    if "scores" in stages and study.suites:
+        check_scoring(study.suites, study.tasks, study.texts, benchmark_folder(study.eval_data))
 
 
 def study_from(args: Namespace) -> Any:
@@ -248,10 +277,11 @@ class _Work:
         return job
 
     def mqar(self) -> None:
+        from lingpt.cli.mqar import command_line
+
         if self.study.mqar is None:
             return
-        options = [f"--{key}={_word(value)}" for key, value in self.study.mqar.items()]
-        arguments = ["mqar", "--out", str(self.folder / "mqar"), *options]
+        arguments = ["mqar", *command_line(self.study.mqar), "--out", str(self.folder / "mqar")]
         cards = {gpu for slot in self.slots if slot.gpus not in self.given_up for gpu in slot.gpus}
         self.jobs([Job("mqar", arguments, self.log("mqar"))], [Slot("all cards", tuple(sorted(cards)))])
 
@@ -275,7 +305,3 @@ class _Work:
                 name = f"scores-{i}" if len(self.slots) > 1 else "scores"
                 jobs.append(Job(name, ["eval", *words, *options], self.log(name)))
         self.jobs(jobs)
-
-
-def _word(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)

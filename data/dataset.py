@@ -163,21 +163,25 @@ def open_corpus(source: str, val_source: str | None = None, cache_dir: Path | No
     return with_val_files(corpus, val_source, cache_dir) if val_source else corpus
 
 
+def find_data(config: DataConfig) -> str:
+    """Where what `config` names is, in words, without reading or downloading it. UserError where a file is
+    not there."""
+    if config.val_source:
+        find_files(config.val_source)
+    if config.tokenizer:
+        find_tokenizer(config.tokenizer)
+    if config.source in CORPORA:
+        return CORPORA[config.source].found
+    files = find_files(config.source, CORPORA)
+    return f"{len(files)} file(s), {sum(f.stat().st_size for f in files) / 1e6:,.1f} MB, found"
+
+
 def availability(config: DataConfig) -> str:
-    """Whether what `config` names is there, in words, without reading or downloading it."""
+    """`find_data` for a plan, which goes on where something is not there."""
     try:
-        if config.source in CORPORA:
-            found = CORPORA[config.source].found
-        else:
-            files = find_files(config.source, CORPORA)
-            found = f"{len(files)} file(s), {sum(f.stat().st_size for f in files) / 1e6:,.1f} MB, found"
-        if config.val_source:
-            find_files(config.val_source)
-        if config.tokenizer:
-            find_tokenizer(config.tokenizer)
+        return find_data(config)
     except (UserError, OSError) as error:
         return f"NOT FOUND: {error}"
-    return found
 
 
 def cache_size(source: str, vocab_size: int) -> str:

@@ -12,7 +12,7 @@ from lingpt.common.errors import UserError, nearest
 from lingpt.common.files import read_yaml
 
 _LISTS = ("rates", "suites", "tasks", "against", "drawn")
-_MAPPINGS = ("options", "rate_options", "texts")
+_MAPPINGS = ("options", "rate_options", "texts", "mqar")
 _WHOLE = ("tokens", "seeds", "runs_per_card", "longest", "limit", "rate_tokens", "cards_per_run")
 _DECIDED = ("train.max_steps", "train.max_tokens", "train.seed", "train.name")
 STAGES = ("data", "rates", "runs", "mqar", "scores", "page")
@@ -118,11 +118,17 @@ def _check_types(values: Mapping[str, Any], path: Path) -> None:
         (_MAPPINGS, dict, "`key: value`"),
         (_WHOLE, int, "a whole number"),
         (("recipe",), str, "a file, or the name of a recipe"),
+        (("eval_data",), str, "a folder"),
     ):
         for key in keys:
             value = values.get(key)
             if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
                 raise UserError(f"{path}: `{key}` is {value!r}; it must be {what}")
+    words = [(key, word) for key in _LISTS if key != "rates" for word in values.get(key, ())]
+    words += [("texts", source) for source in values.get("texts", {}).values()]
+    for key, word in words:
+        if not isinstance(word, str):
+            raise UserError(f"{path}: `{key}` has {word!r}; it must be a word")
     for rate in values.get("rates", ()):
         if not isinstance(rate, int | float) or isinstance(rate, bool) or rate <= 0:
             raise UserError(f"{path}: `rates` has {rate!r}; each is a learning rate, as 1.0e-3")

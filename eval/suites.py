@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from lingpt.common.errors import UserError, unknown
-from lingpt.eval.harness import PACKAGES, find_devices, leaving_out, load_lm, summary
+from lingpt.data.jsonl import find_files
+from lingpt.eval.harness import PACKAGES, find_devices, leaving_out, load_lm, parse_task, summary
 from lingpt.eval.results import add_score, load_results
 from lingpt.eval.runs import Checkpoint
 from lingpt.eval.texts import Texts, Unsuitable, read_texts
@@ -48,6 +49,27 @@ def check_suites(names: Sequence[str]) -> None:
     for name in names:
         if name not in SUITES:
             raise unknown("suite", name, SUITES)
+
+
+def check_scoring(
+    suites: Sequence[str], tasks: Sequence[str], texts: dict[str, str], data: Path | None
+) -> None:
+    """UserError for a task that there is not, and for benchmarks or texts that are not where they should be.
+
+    tasks: of Table 2; `texts` and `data` as `evaluate_texts` and `evaluate` take them.
+    """
+    if data is not None:
+        from lingpt.eval.tasks.sources import check_folder
+
+        check_folder(data)
+    names = list(tasks) if "table2" in suites else []
+    for name in names + (commonsense_tasks(data) if "commonsense" in suites else []):
+        from lingpt.eval.tasks.benchmark import check_task  # lm-eval takes seconds to import
+
+        check_task(*parse_task(name), data)
+    for source in texts.values() if set(suites) & MEASURES.keys() else ():
+        if source != "embedded":
+            find_files(source, ["embedded"])
 
 
 def asked_scores(

@@ -170,6 +170,14 @@ def load_tasks(name: str, num_fewshot: int = 0, data: Path | None = None) -> dic
     return loaded
 
 
+def check_task(name: str, num_fewshot: int = 0, data: Path | None = None) -> None:
+    """UserError for an unknown task or, with `data`, one whose files cannot be read; downloads nothing."""
+    if data is not None:
+        load_tasks(name, num_fewshot, data)
+    elif name not in TaskManager(include_defaults=False, include_path=covered()).all_tasks:
+        _all_tasks(name)
+
+
 def covered() -> list[Path]:
     """The folders of stock tasks that `sources.yaml` names. Indexing all 13,000 tasks takes ten seconds."""
     return list(dict.fromkeys(STOCK / source.tasks for source in sources().values()))
@@ -205,13 +213,19 @@ def _load(name: str, num_fewshot: int, data: str | None, stamp: tuple) -> dict[s
             f"{', '.join(known) or 'none'} (and of MMLU's subjects); {WITHOUT}"
         )
     else:
-        manager = TaskManager()
-        if name not in manager.all_tasks:
-            raise UserError(f"lm-eval has no task {name!r}{nearest(name, manager.all_tasks)}")
+        manager = _all_tasks(name)
     loaded = _from_hub(manager, name) if data is None else manager.load(name)
     for task in loaded["tasks"].values():
         task.set_config("num_fewshot", num_fewshot)
     return loaded
+
+
+def _all_tasks(name: str) -> TaskManager:
+    """Of all of lm-eval's tasks; UserError where `name` is none of them."""
+    manager = TaskManager()
+    if name not in manager.all_tasks:
+        raise UserError(f"lm-eval has no task {name!r}{nearest(name, manager.all_tasks)}")
+    return manager
 
 
 def _from_hub(manager: TaskManager, name: str) -> dict[str, Any]:

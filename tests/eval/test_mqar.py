@@ -78,8 +78,9 @@ def test_the_command_goes_on_and_draws(tmp_path, capsys, monkeypatch):
     """Trained once each; the best rate counts; a damaged file is kept aside; a model that fails is named."""
     from lingpt.eval import mqar
 
-    sizes = ["--widths=[16]", "--pairs=[2]", "--steps=2", "--batch_size=4", "--vocabulary=32", "--workers=1"]
-    command = ["mqar", "--attentions=[softmax, ours]", "--rates=[1e-3, 1e-2]", *sizes, "--out", str(tmp_path)]
+    sizes = ["--widths", "16", "--pairs", "2", "--steps", "2", "--batch_size", "4", "--vocabulary", "32"]
+    command = ["mqar", *sizes, "--workers", "1", "--out", str(tmp_path), "--attentions", "softmax", "ours"]
+    command += ["--rates", "1e-3", "1e-2"]
     assert main(command) == 0
     assert "6 models, 6 to train" in capsys.readouterr().out
     results = json.loads((tmp_path / "mqar.json").read_text())["results"]
@@ -87,21 +88,21 @@ def test_the_command_goes_on_and_draws(tmp_path, capsys, monkeypatch):
     trained = []
     monkeypatch.setattr(mqar, "train_trial", lambda trial, device: trained.append(trial) or 1 / 0)
     assert main(command) == 0 and not trained
-    assert main([*command[:2], "--rates=[1e-3, 1e-2, 0.1]", *command[3:]]) == 2
+    assert main([*command, "0.1"]) == 2
     err = capsys.readouterr().err
     assert (
         len(trained) == 3 and "3 of 9 models failed, the same command tries again: softmax, width 16" in err
     )
     kept = json.loads((tmp_path / "mqar.json").read_text())["results"]
     monkeypatch.undo()
-    wider = [word.replace("--widths=[16]", "--widths=[32]") for word in command]
+    wider = [*command[:2], "32", *command[3:]]
     assert main(wider) == 0
     both = json.loads((tmp_path / "mqar.json").read_text())["results"]
     assert both[:6] == kept and [r["width"] for r in both[6:]] == [32] * 6  # nothing of another width is lost
     capsys.readouterr()
-    for option in ("--steps=0", "--batch_size=0", "--pairs=[]"):
+    for option in ("--steps=0", "--batch_size=0", "--rates=-1"):
         assert main([*command, option]) == 2
-        assert "give at least" in capsys.readouterr().err
+        assert "give more than 0" in capsys.readouterr().err
     monkeypatch.setattr(mqar, "train_trial", lambda trial, device: trained.append(trial) or 1 / 0)
     (tmp_path / "mqar.json").write_text("{")
     assert main(command) == 2
