@@ -15,7 +15,7 @@ from lingpt.cli.study_runs import StudyRun, chosen_rates
 from lingpt.common.errors import UserError
 from lingpt.common.files import read_json_object, write_errors, write_json, write_text
 from lingpt.common.run_folder import CONFIG, ENVIRONMENT, EVAL, METRICS, SAMPLES, read_metrics
-from lingpt.eval.results import DASH
+from lingpt.eval.results import DASH, read_results
 from lingpt.eval.seeds import mean_scores
 from lingpt.eval.study import Study
 from lingpt.eval.suite_tables import save_suites, suite_tables
@@ -82,13 +82,14 @@ def _results(run: StudyRun, trouble: list[str]) -> dict[str, Any] | None:
     """The newest scores of a run, as `evaluate` wrote them; where there are none, `trouble` says so."""
     files = sorted((run.folder / EVAL).glob("step-*.json"))
     try:
-        found = read_json_object(files[-1]) if files else {}
+        found = read_results(files[-1]) if files else {"scores": {}}
     except UserError as error:
         trouble.append(str(error))
         return None
-    if found.get("scores") and found.get("checkpoint"):
+    if found["scores"]:
         model = run.recipe.model
-        named = {"form": attention_form(model.attention, vars(model))}  # older files do not say it
+        form = attention_form(model.attention, vars(model))  # older files do not say it
+        named = {"attention": model.attention, "form": form}
         return found | {"checkpoint": found["checkpoint"] | named}
     why = "" if run.has_weights() else f", and its checkpoint of step {run.recipe.total_steps} is not whole"
     trouble.append(f"{run.name} is in no table of scores: it has none{why}")

@@ -9,11 +9,37 @@ from typing import Any
 import numpy as np
 
 from lingpt.common.errors import UserError
-from lingpt.common.files import read_json, set_aside, write_errors, write_json
+from lingpt.common.files import read_json_object, set_aside, write_errors, write_json
 from lingpt.common.run_folder import scores_file
 from lingpt.eval.runs import Checkpoint
 
 DASH = "–"  # what was not evaluated, in tables
+# What a result file holds: the types of what tables and figures read.
+_NUMBER = int | float | None
+_CHECKPOINT = {
+    "run": str,
+    "step": int,
+    "attention": str | list,
+    "parameters": int | None,
+    "tokens": int | None,
+}
+_SCORE: dict[str, Any] = {
+    "task": str,
+    "num_fewshot": int,
+    "documents": int,
+    "complete": bool,
+    "metrics": dict,
+    "cut_prompts": int | None,
+    "max_length": int | None,
+    "unigram": _NUMBER,
+}
+_OF_TASK: dict[str, dict[str, Any]] = {
+    "bits_per_byte": {"texts": str},
+    "loss_by_position": {"texts": str, "train_length": int, "positions": list},
+    "recall_phrases": {"texts": str},
+}
+_BITS = ("bits_per_byte", "xz_bits_per_byte")
+_GROUP = {"to": int, "loss": int | float}  # of positions
 
 
 def results_path(checkpoint: Checkpoint) -> Path:
@@ -44,9 +70,12 @@ def pack_bits(bits: Sequence[bool]) -> str:
 def unpack_bits(packed: str, count: int) -> np.ndarray:
     """The inverse: bool `[count]`. UserError where `packed` is none."""
     try:
-        return np.unpackbits(np.frombuffer(base64.b64decode(packed), dtype=np.uint8))[:count].astype(bool)
+        bits = np.unpackbits(np.frombuffer(base64.b64decode(packed), dtype=np.uint8))[:count].astype(bool)
     except (ValueError, TypeError) as error:
         raise UserError(f"the answers in a result file are damaged ({error}): give --redo") from error
+    if len(bits) < count:
+        raise UserError(f"a result file has {len(bits)} answers to {count} questions: give --redo")
+    return bits
 
 
 def load_results(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -69,16 +98,50 @@ def load_results(checkpoint: Checkpoint) -> dict[str, Any]:
     return {"checkpoint": about, "scores": _known_scores(checkpoint)}
 
 
+def read_results(path: Path) -> dict[str, Any]:
+    """What `add_score` has written. UserError, naming the file, where no tables can be made of it."""
+    try:
+        found = read_json_object(path)
+        about, scores = found.get("checkpoint"), found.get("scores")
+        if not _has(about, _CHECKPOINT) or not isinstance(scores, dict):
+            raise UserError("it does not say of which run it is")
+        if wrong := [key for key, entry in scores.items() if not _is_score(entry)]:
+            raise UserError(f"{wrong[0]!r} is no score")
+    except UserError as error:
+        raise UserError(
+            f"{path} is damaged, or of another version: `lingpt eval` scores again ({error})"
+        ) from error
+    return found
+
+
+def _has(value: Any, fields: dict[str, Any]) -> bool:
+    """Whether it is an object with these fields, each of its type."""
+    return isinstance(value, dict) and all(isinstance(value.get(key), kind) for key, kind in fields.items())
+
+
+def _is_score(entry: Any) -> bool:
+    """Whether it has all that the tables and figures read."""
+    if not _has(entry, _SCORE) or not _has(entry, _OF_TASK.get(entry["task"], {})):
+        return False
+    metrics, positions = entry["metrics"], entry.get("positions", [])
+    if entry["task"] == "bits_per_byte" and not _has(metrics, dict.fromkeys(_BITS, int | float)):
+        return False
+    try:
+        for packed in entry.get("correct", {}).values():
+            unpack_bits(packed, entry["documents"])
+    except (UserError, AttributeError):
+        return False
+    numbers = [*metrics.values(), *(group.get("stderr") for group in positions if isinstance(group, dict))]
+    return all(_has(group, _GROUP) for group in positions) and all(isinstance(x, _NUMBER) for x in numbers)
+
+
 def _known_scores(checkpoint: Checkpoint) -> dict[str, Any]:
     path = results_path(checkpoint)
     if not path.exists():
         return {}
     try:
-        known = read_json(path)
-        weights, scores = known["checkpoint"]["weights"], known["scores"]
-        if not all(isinstance(entry["metrics"], dict) and entry["data"] for entry in scores.values()):
-            raise KeyError("metrics")
-    except (UserError, KeyError, TypeError, AttributeError):
+        known = read_results(path)
+    except UserError:
         with write_errors(path):
             aside = set_aside(path, "damaged")
         print(
@@ -86,7 +149,7 @@ def _known_scores(checkpoint: Checkpoint) -> dict[str, Any]:
             file=sys.stderr,
         )
         return {}
-    return scores if weights == checkpoint.weights else {}
+    return known["scores"] if known["checkpoint"].get("weights") == checkpoint.weights else {}
 
 
 def add_score(checkpoint: Checkpoint, key: str, entry: dict[str, Any]) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def _bits_table(results: Sequence[dict[str, Any]]) -> Table:
 
 
 def _bits(entry: dict[str, Any]) -> tuple[float, float | None]:
-    return entry["metrics"]["bits_per_byte"], entry["metrics"]["bits_per_byte_stderr"]
+    return entry["metrics"]["bits_per_byte"], entry["metrics"].get("bits_per_byte_stderr")
 
 
 def _position_table(results: Sequence[dict[str, Any]]) -> Table:
@@ -120,7 +120,7 @@ def _position_table(results: Sequence[dict[str, Any]]) -> Table:
         cells = [losses.get(end, DASH) for end in ends]
         about = [form(result), run_cells(result)[0], entry["texts"], str(entry["documents"])]
         rows.append([*about, *cells])
-    baselines = {entry["texts"]: entry["unigram"] for _, entry in found if "unigram" in entry}
+    baselines = {entry["texts"]: entry["unigram"] for _, entry in found if entry.get("unigram")}
     rows += [["Unigram", "", text, "", *[f"{loss:.3f}"] * len(ends)] for text, loss in baselines.items()]
     lengths = sorted({f"{entry['train_length']:,}" for _, entry in found})
     notes = [

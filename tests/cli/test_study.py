@@ -167,6 +167,44 @@ def test_a_run_that_is_not_scored_is_named(here):
     assert "What differs is the attention, and where a row says so model.intermediate_size." in page
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"checkpoint": ',
+        "[3]",
+        '{"checkpoint": {"run": 3}, "scores": {}}',
+        {"task": 3},
+        {"documents": "many"},
+        {"metrics": {"acc": "high"}},
+        {"metrics": None},
+        {"correct": {"acc": "!"}},
+        {"correct": ["acc"]},
+        {"task": "loss_by_position", "texts": "words", "train_length": 32, "positions": [{"to": "32"}]},
+        {"task": "bits_per_byte", "texts": "words"},
+        {"task": "recall_phrases"},
+    ],
+)
+def test_an_odd_result_file_is_named_and_the_rest_is_shown(here, content):
+    """Guards: a file of another version, hand-edited or cut short was a traceback instead of a page."""
+    write(
+        TINY | {"rates": [], "seeds": 1, "suites": ["table2", "language"], "attentions": ["softmax", "ours"]}
+    )
+    good = {"task": "piqa", "num_fewshot": 0, "documents": 8, "complete": True, "prompts": "p"}
+    good |= {"metrics": {"acc": 0.5, "acc_stderr": 0.1}, "correct": {"acc": "AA=="}}
+    for name, scores in (("softmax", good), ("ours", content)):
+        fake_run(f"{name}-seed0")
+        file = Path(f"runs/study-tiny/{name}-seed0/eval/step-00000004.json")
+        file.parent.mkdir()
+        if isinstance(scores, dict):
+            about = {"run": f"{name}-seed0", "attention": name, "step": 4, "model": "demo", "tokens": 512}
+            scores = json.dumps({"checkpoint": about, "scores": {"piqa (0-shot)": good | scores}})
+        file.write_text(scores)
+    assert main(["study", "--config", "study-tiny.yaml", "--stages", "page"]) == 0
+    page = Path("runs/study-tiny/README.md").read_text()
+    assert len(re.findall("ours-seed0/eval/step-00000004.json is damaged, or of another version", page)) == 1
+    assert "softmax-seed0, step 4" in page and "50.00 ± 10.00" in page and "ours-seed0, step 4" not in page
+
+
 def test_a_key_without_a_value_is_none(here):
     """Guards: `rates:` with nothing behind it was a traceback."""
     write(TINY | {"rates": None, "options": None, "suites": None})
