@@ -86,20 +86,31 @@ def run(args: Namespace) -> None:
 
 
 def _known(path: Path, trials: "list[Trial]") -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
-    """What the file holds: results of other trials, and those of these; a damaged file is kept aside."""
+    """`read_known`; a damaged file is kept aside."""
+    from lingpt.common.errors import UserError
+    from lingpt.common.files import set_aside
+
+    try:
+        return read_known(path, trials)
+    except UserError:
+        print(f"{path} is damaged; it is kept as {set_aside(path, 'damaged').name}")
+        return [], {}
+
+
+def read_known(path: Path, trials: "list[Trial]") -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+    """What the file holds: results of other trials, and those of these by key. UserError for a damaged one."""
     from dataclasses import asdict
 
     from lingpt.common.errors import UserError
-    from lingpt.common.files import read_json_object, set_aside
+    from lingpt.common.files import read_json_object
 
     if not path.exists():
         return [], {}
     try:
         found = read_json_object(path)["results"]
         same = [(t, r) for t in trials for r in found if asdict(t).items() <= r.items() and "accuracy" in r]
-    except (UserError, KeyError, TypeError, AttributeError):
-        print(f"{path} is damaged; it is kept as {set_aside(path, 'damaged').name}")
-        return [], {}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is damaged: remove it") from error
     others = [result for result in found if all(result is not known for _, known in same)]
     return others, {trial.key: result for trial, result in same}
 

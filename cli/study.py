@@ -69,9 +69,9 @@ def run(args: Namespace) -> None:
     runs = study_runs(study, folder, chosen_rates(tried), cards)
     for one in (*tried, *runs):
         _ = one.recipe  # refused now, not after hours
-    _mqar_trials(study)
+    trials = _mqar_left(study, folder)
     if args.dry_run:
-        print(format_plan(study, tried, runs, slots))
+        print(format_plan(study, tried, runs, trials, slots))
         return
     stages = args.stages or list(STAGES)
     _check_inputs(study, runs, stages)
@@ -120,17 +120,22 @@ def _check_arguments(args: Namespace) -> None:
         raise UserError(f"--cards_per_run {cards}: a number of GPUs, at least 1, or `all`")
 
 
-def _mqar_trials(study: Any) -> list:
-    """The models of its MQAR. UserError where `lingpt mqar` would refuse its options."""
+def _mqar_left(study: Any, folder: Path) -> list:
+    """The models of its MQAR that are not trained yet. UserError for options that `lingpt mqar` refuses."""
     from lingpt.cli import mqar
     from lingpt.cli.main import parse
 
     if study.mqar is None:
         return []
     try:
-        return mqar.asked_trials(parse("mqar", mqar, mqar.command_line(study.mqar)))
+        trials = mqar.asked_trials(parse("mqar", mqar, mqar.command_line(study.mqar)))
     except UserError as error:
         raise UserError(f"the study's `mqar`: {error}") from error
+    try:
+        known = mqar.read_known(folder / "mqar" / mqar.RESULTS, trials)[1]
+    except UserError:  # which `lingpt mqar` keeps aside
+        known = {}
+    return [trial for trial in trials if trial.key not in known]
 
 
 def _check_inputs(study: Any, runs: list, stages: list[str]) -> None:

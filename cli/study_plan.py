@@ -5,9 +5,11 @@ from collections.abc import Sequence
 import torch
 
 from lingpt.cli.jobs import Slot
+from lingpt.cli.mqar import PER_CARD
 from lingpt.cli.study_runs import StudyRun
 from lingpt.common.run_folder import EVAL
 from lingpt.data import availability
+from lingpt.eval.mqar import Trial
 from lingpt.eval.study import Study
 from lingpt.eval.table2 import count
 from lingpt.eval.tables import Table
@@ -18,13 +20,20 @@ from lingpt.train.throughput import DEVICES, peak_flops
 
 TABLE2_TOKENS = 13e6  # of a GPT-NeoX tokenizer, MMLU's five examples included
 SUITE_TOKENS = 8e6  # of the other suites, in round figures
+# Seconds of a card for a token of MQAR: these models are too small for their FLOPs to say. A process among
+# others on an H200 took 1.6e-6 to 2.1e-6 (docs/results/gate/learning/mqar.json).
+MQAR_TOKEN = 2e-6 / PER_CARD
 H200 = next(device for device in DEVICES if device.name == "H200")
 
 
 def format_plan(
-    study: Study, rate: Sequence[StudyRun], runs: Sequence[StudyRun], slots: Sequence[Slot]
+    study: Study,
+    rate: Sequence[StudyRun],
+    runs: Sequence[StudyRun],
+    trials: Sequence[Trial],
+    slots: Sequence[Slot],
 ) -> str:
-    """The plan as text: a line a row, then the whole."""
+    """The plan as text: a line a row, then the whole. trials: of MQAR, those that are left."""
     peak, device = _peak(slots)
     scored = TABLE2_TOKENS * ("table2" in study.suites) + SUITE_TOKENS * bool(set(study.suites) - {"table2"})
     rows, seconds, disk = [], {"rates": 0.0, "runs": 0.0, "scores": 0.0}, 0.0
@@ -47,6 +56,7 @@ def format_plan(
         done = f"{len(mine) - len(left)} of {len(mine)}"
         cells = [count(parameters), f"{steps:,} × {count(per_step)}", str(len(mine)), str(len(tried)), done]
         rows.append([row, *cells, f"{hours:.3g}"])
+    seconds["mqar"] = _mqar_seconds(trials, slots)
     head = ["Row", "Parameters", "Steps × tokens", "Runs", "Rate runs", "Done", "H200 hours"]
     table = Table("", head, rows)
     cards = len({gpu for slot in slots for gpu in slot.gpus}) or len(slots)
@@ -70,9 +80,21 @@ def format_plan(
         f"scores  {', '.join(study.suites) or 'none'}" + ("; MQAR" if study.mqar is not None else ""),
         "Small models and short sequences reach less of the peak: the time is then longer."
         + (f" With a limit of {study.limit} documents a task scoring takes less." if study.limit else "")
-        + (" MQAR's time is not in it." if study.mqar is not None else ""),
+        + (" MQAR's is the most: training ends where all is right." if trials else ""),
     ]
     return "\n".join(lines)
+
+
+def _mqar_seconds(trials: Sequence[Trial], slots: Sequence[Slot]) -> float:
+    """Of all cards, or CPU processes, together; without a GPU one process trains and the others wait."""
+    if slots[0].gpus:
+        return sum(trial.steps * trial.batch_size * trial.length for trial in trials) * MQAR_TOKEN
+    flops = 0.0
+    for trial in trials:
+        with torch.device("meta"):
+            per_token = GPT(trial.config()).flops_per_token(trial.length)
+        flops += trial.steps * trial.batch_size * trial.length * per_token
+    return len(slots) * flops / CPU_CORE_FLOPS
 
 
 def _peak(slots: Sequence[Slot]) -> tuple[float, str]:

@@ -5,19 +5,22 @@ The children run in this process, where a start costs nothing; test_jobs.py has 
 
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import yaml
 
 from lingpt.cli import study as verb
-from lingpt.cli.jobs import Failure
+from lingpt.cli.jobs import Failure, Slot
 from lingpt.cli.main import main
 from lingpt.cli.study import studies
+from lingpt.cli.study_plan import _mqar_seconds
 from lingpt.cli.study_runs import chosen_rates, rate_runs, study_runs
 from lingpt.common.errors import UserError
 from lingpt.configs import recipe_path
 from lingpt.data.tokenizer import train_bpe
+from lingpt.eval.mqar import Trial
 from lingpt.eval.study import read_study
 from lingpt.models import ATTENTIONS
 from lingpt.train import report
@@ -104,6 +107,45 @@ def test_a_study_from_the_plan_to_the_page(here, tmp_path, capsys):
     assert here == ["data", "scores"] and "computed before" in capsys.readouterr().out
     kept = {path.name for path in (tmp_path / "docs" / "softmax-seed0").iterdir()}
     assert kept == {"config.yaml", "environment.json", "metrics.jsonl", "eval"}
+
+
+def test_the_plan_counts_what_is_left_of_mqar(here, capsys):
+    """Guards: MQAR's hours were in no plan. What is trained is not counted."""
+    tiny = {"attentions": ["softmax"], "rates": [0.001, 0.01], "widths": [64], "pairs": [4], "steps": 2000}
+    write(TINY | {"rates": [], "suites": [], "mqar": tiny})
+    command = ["study", "--config", "study-tiny.yaml", "--dry_run", "true"]
+
+    def minutes():
+        assert main(command) == 0
+        found = re.search(r"mqar ([\d.]+) (s|min|h)", capsys.readouterr().out)
+        return found and float(found[1]) * {"s": 1 / 60, "min": 1, "h": 60}[found[2]]
+
+    both = minutes()
+    trial = {
+        "attention": "softmax",
+        "short_conv": False,
+        "width": 64,
+        "pairs": 4,
+        "rate": 0.001,
+        "steps": 2000,
+    }
+    trial |= {"batch_size": 256, "vocabulary": 8192, "heads": 2, "layers": 2, "seed": 0, "accuracy": 0.5}
+    results = Path("runs/study-tiny/mqar/mqar.json")
+    results.parent.mkdir(parents=True)
+    results.write_text(json.dumps({"results": [trial]}))
+    assert minutes() == pytest.approx(both / 2, rel=0.05)
+    results.write_text(json.dumps({"results": [trial, trial | {"rate": 0.01}]}))
+    assert minutes() is None and not here
+
+
+def test_mqars_time_on_a_card_is_what_was_measured():
+    """Of the trials in docs/results, eight side by side on one H200: within a half."""
+    measured = Path(__file__).parents[2] / "docs" / "results" / "gate" / "learning" / "mqar.json"
+    found = json.loads(measured.read_text())["results"]
+    names = [field.name for field in fields(Trial)]
+    trials = [Trial(**{n: r[n] for n in names if n in r} | {"steps": r["trained_steps"]}) for r in found]
+    planned = _mqar_seconds(trials, [Slot("GPU 0", (0,))])
+    assert planned == pytest.approx(sum(r["seconds"] for r in found) / 8, rel=0.5)
 
 
 def fake_run(
