@@ -98,7 +98,7 @@ def _known(path: Path, trials: "list[Trial]") -> tuple[list[dict[str, Any]], dic
 
 
 def read_known(path: Path, trials: "list[Trial]") -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
-    """What the file holds: results of other trials, and those of these by key. UserError for a damaged one."""
+    """What the file holds: results of other trials, and those of these by key. UserError if damaged."""
     from dataclasses import asdict
 
     from lingpt.common.errors import UserError

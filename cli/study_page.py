@@ -1,5 +1,6 @@
 """The page of a study: what was run, what came out, and what it cannot tell; from the runs' folders alone."""
 
+import contextlib
 import math
 import shutil
 import statistics
@@ -111,8 +112,18 @@ def _what(study: Study, runs: Sequence[StudyRun]) -> str:
     return (
         f"{recipe.model.name}, {rows}, {seeds}, {count(study.tokens)} tokens each, "
         f"N = {recipe.data.seq_len:,}, {size}; the same data in the same order, the same schedule. "
-        f"What differs is {differs}."
+        f"{_passes(study, runs)}What differs is {differs}."
     )
+
+
+def _passes(study: Study, runs: Sequence[StudyRun]) -> str:
+    """How often a run reads its text, where a record says how long that is."""
+    texts = [(record.get("data") or {}).get("train") or {} for record in _records(runs).values()]
+    lengths = [text["tokens"] for text in texts if text.get("tokens")]
+    if not lengths:
+        return ""
+    passes = f"{study.tokens / min(lengths):.2g} passes over the text of {count(min(lengths))} tokens"
+    return f"That is {passes}. "
 
 
 def _of_the_attention() -> set[str]:
@@ -303,12 +314,7 @@ def _limits(study: Study, runs: Sequence[StudyRun]) -> str:
 
 def _how(done: Sequence[StudyRun]) -> str:
     """Machine, versions, source, from the records of the runs; restarts are said."""
-    records = {}
-    for run in done:
-        try:
-            records[run.name] = read_json_object(run.folder / ENVIRONMENT)
-        except UserError:
-            continue
+    records = _records(done)
     if not records:
         return ""
     first = next(iter(records.values()))
@@ -324,6 +330,15 @@ def _how(done: Sequence[StudyRun]) -> str:
     return "## How it was made\n\n" + "\n\n".join(
         [*lines, "`lingpt study` wrote this page; `study.json` has the study."]
     )
+
+
+def _records(runs: Sequence[StudyRun]) -> dict[str, dict[str, Any]]:
+    """Run → what it was made with, of those that say."""
+    records = {}
+    for run in runs:
+        with contextlib.suppress(UserError):
+            records[run.name] = read_json_object(run.folder / ENVIRONMENT)
+    return records
 
 
 def publish(folder: Path, target: Path, runs: Sequence[StudyRun]) -> Path:
