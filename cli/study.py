@@ -251,26 +251,29 @@ class _Work:
             raise UserError(f"the data cannot be prepared: {self.failures[0].reason}")
 
     def rates(self, tried: list) -> None:
-        """The short runs; their weights are not kept. One that diverged has said what it was for."""
+        """The short runs; their weights are not kept."""
         import shutil
 
         from lingpt.common.run_folder import CHECKPOINTS
 
         try:
-            self.train([run for run in tried if not run.diverged])
+            self.train(tried)
         finally:
-            over = [run for run in tried if run.is_done() or run.diverged]
-            for run in over:
-                shutil.rmtree(run.folder / CHECKPOINTS, ignore_errors=True)
-            diverged = {run.name for run in over if run.diverged}
-            self.failures[:] = [failure for failure in self.failures if failure.job not in diverged]
+            for run in tried:
+                if run.is_done() or run.diverged:
+                    shutil.rmtree(run.folder / CHECKPOINTS, ignore_errors=True)
 
     def train(self, runs: list) -> None:
-        """What is not done yet; a folder that holds another run is left as it is, and named."""
+        """What is not done yet. A folder that holds another run is left as it is, and named; a run that
+        diverged is a result, and no failure."""
         others = {run.name: conflict for run in runs if (conflict := run.conflict())}
         self.failures += [Failure(name, conflict) for name, conflict in others.items()]
-        left = [run for run in runs if not (run.is_done() or run.name in others)]
-        self.jobs([self._training(run) for run in left])
+        left = [run for run in runs if not (run.is_done() or run.diverged or run.name in others)]
+        try:
+            self.jobs([self._training(run) for run in left])
+        finally:
+            diverged = {run.name for run in left if run.diverged}
+            self.failures[:] = [failure for failure in self.failures if failure.job not in diverged]
 
     def _training(self, run: Any) -> Job:
         from lingpt.common.run_folder import ENVIRONMENT

@@ -101,7 +101,10 @@ class StudyRun:
         if conflict := self.conflict():
             return f"{self.name} {conflict}"
         if self.diverged:
-            return f"{self.name} diverged at step {self.step}: its loss was not finite"
+            return (
+                f"{self.name} diverged at step {self.step}: its loss was not finite; "
+                f"remove {self.folder} to train it again"
+            )
         if self.loss is None and self.step >= self.recipe.total_steps:
             return (
                 f"{self.name} has no validation loss at its last step: remove {self.folder} to train it again"

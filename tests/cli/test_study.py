@@ -5,6 +5,7 @@ The children run in this process, where a start costs nothing; test_jobs.py has 
 
 import json
 import re
+import shutil
 from dataclasses import fields
 from pathlib import Path
 
@@ -195,6 +196,17 @@ def test_what_goes_wrong_is_named_and_the_rest_is_shown(here):
     ):
         assert f"- {line}" in page or line in page
     assert re.search(r"\| softmax \| \S+ k +\| 0.003 \| 1     \| 4.0000", page) and not here
+
+
+def test_the_page_says_how_often_the_text_is_read(here):
+    """Guards: four passes over a small corpus that looked like as much text."""
+    write(TINY | {"rates": [], "seeds": 1, "suites": [], "attentions": ["softmax"]})
+    fake_run("softmax-seed0")
+    record = {"hardware": {"name": "CPU", "precision": "32-true"}, "data": {"train": {"tokens": 150}}}
+    Path("runs/study-tiny/softmax-seed0/environment.json").write_text(json.dumps(record))
+    assert main(["study", "--config", "study-tiny.yaml", "--stages", "page"]) == 0
+    page = Path("runs/study-tiny/README.md").read_text()
+    assert "512 tokens each" in page and "That is 3.4 passes over the text of 150 tokens." in page
 
 
 def test_a_run_that_is_not_scored_is_named(here):
@@ -454,6 +466,30 @@ def test_a_rate_that_diverged_is_a_result(here):
     assert main([*COMMAND, "--stages", "rates", "runs", "page"]) == 0 and not here
     assert "| softmax | 4.0000 | –     | 0.001  |" in Path("runs/study-tiny/README.md").read_text()
     assert not weights.exists()
+
+
+def test_a_run_that_diverged_is_a_result(here, monkeypatch):
+    """Guards: every later start of the command ended with an error. It is named, not trained again, and the
+    rest goes on; without its folder it is trained again."""
+    write(TINY | {"rates": [], "suites": [], "attentions": ["softmax", "gla"], "seeds": 1})
+    fake_run("softmax-seed0")
+    end = {"kind": "diverged", "step": 2, "tokens": 256, "train_time": 2.0, "skipped": 10}
+
+    def diverge(jobs, *args, **options):
+        here.extend(job.name for job in jobs)
+        if "gla-seed0" in here[-1:]:
+            fake_run("gla-seed0", steps=2, last=end)
+        return [Failure(job.name, "the loss or the gradient was not finite") for job in jobs]
+
+    monkeypatch.setattr(verb, "run_jobs", diverge)
+    train = [*COMMAND, "--stages", "runs", "page"]
+    assert main(train) == 0 and main(train) == 0
+    assert here == ["gla-seed0"]
+    page = Path("runs/study-tiny/README.md").read_text()
+    line = "- gla-seed0 diverged at step 2: its loss was not finite; remove runs/study-tiny/gla-seed0"
+    assert line in page and "gla-seed0 failed" not in page
+    shutil.rmtree("runs/study-tiny/gla-seed0")
+    assert main(train) == 0 and here == ["gla-seed0"] * 2
 
 
 @pytest.mark.parametrize(
