@@ -258,10 +258,15 @@ def find_slots(devices: int | None, each: int | None, sharing: int = 1) -> list[
     if count > there:
         raise UserError(f"--devices {count}, but this machine has {there} GPUs")
     each = count if each is None else min(each, count)
-    groups = [tuple(range(start, start + each)) for start in range(0, count - each + 1, each)]
+    slots = card_slots(range(count), each)
+    if sharing == 1:
+        return slots
     # A place on each card, then the second on each: few jobs are spread.
-    return [
-        Slot(f"GPU {', '.join(map(str, group))}" + (f", place {place}" if sharing > 1 else ""), group)
-        for place in range(1, sharing + 1)
-        for group in groups
-    ]
+    places = range(1, sharing + 1)
+    return [Slot(f"{slot.name}, place {place}", slot.gpus) for place in places for slot in slots]
+
+
+def card_slots(cards: Sequence[int], each: int) -> list[Slot]:
+    """A place for every `each` of these GPUs; those that are left over have none."""
+    groups = [tuple(cards[start : start + each]) for start in range(0, len(cards) - each + 1, each)]
+    return [Slot(f"GPU {', '.join(map(str, group))}", group) for group in groups]

@@ -12,7 +12,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lingpt.cli.jobs import Failure, Job, Slot, Stopped, find_slots, run_jobs
+from lingpt.cli.jobs import Failure, Job, Slot, Stopped, card_slots, find_slots, run_jobs
 from lingpt.common.errors import UserError, nearest
 from lingpt.configs import recipe_names, recipe_path
 
@@ -241,6 +241,10 @@ class _Work:
             self.failures += stopped.failures
             raise
 
+    def cards(self) -> list[int]:
+        """The GPUs that are not given up."""
+        return sorted({gpu for slot in self.slots if slot.gpus not in self.given_up for gpu in slot.gpus})
+
     def log(self, name: str) -> Path:
         return self.folder / "logs" / f"{name}.log"
 
@@ -290,26 +294,29 @@ class _Work:
         if self.study.mqar is None:
             return
         arguments = ["mqar", *command_line(self.study.mqar), "--out", str(self.folder / "mqar")]
-        cards = {gpu for slot in self.slots if slot.gpus not in self.given_up for gpu in slot.gpus}
-        self.jobs([Job("mqar", arguments, self.log("mqar"))], [Slot("all cards", tuple(sorted(cards)))])
+        all_cards = Slot("all cards", tuple(self.cards()))
+        self.jobs([Job("mqar", arguments, self.log("mqar"))], [all_cards])
 
     def score(self, runs: list) -> None:
-        """One process a slot, with its share of the runs: the questions are built once in each."""
+        """One process a slot, with its share of the runs: the questions are built once in each. Of fewer
+        runs than cards, several cards share the questions of each."""
         ready, study = [str(run.folder) for run in runs if run.is_done() and run.has_weights()], self.study
         if not ready or not study.suites:
             return
+        slots, each = self.slots, len(self.cards()) // len(ready)
+        if each > len(slots[0].gpus):
+            slots = card_slots(self.cards(), each)
         options = ["--longest", str(study.longest)]
-        if gpus := self.slots[0].gpus:
-            # All cards share the questions of a run where one run had all cards.
+        if gpus := slots[0].gpus:
             options += ["--device", "cuda", "--devices", str(len(gpus)), "--dtype", "bfloat16"]
         options += ["--data", study.eval_data] if study.eval_data else []
         options += ["--limit", str(study.limit)] if study.limit else []
         texts = [f"{name}={path}" for name, path in study.texts.items()] or ["embedded"]
         jobs = []
-        for i in range(len(self.slots)):
-            if share := ready[i :: len(self.slots)]:
+        for i in range(len(slots)):
+            if share := ready[i :: len(slots)]:
                 lists = {"runs": share, "suite": study.suites, "tasks": study.tasks, "texts": texts}
                 words = [word for key, values in lists.items() for word in (f"--{key}", *values)]
-                name = f"scores-{i}" if len(self.slots) > 1 else "scores"
+                name = f"scores-{i}" if len(slots) > 1 else "scores"
                 jobs.append(Job(name, ["eval", *words, *options], self.log(name)))
-        self.jobs(jobs)
+        self.jobs(jobs, slots)

@@ -17,7 +17,7 @@ from lingpt.cli.jobs import Failure, Slot
 from lingpt.cli.main import main
 from lingpt.cli.study import studies
 from lingpt.cli.study_plan import _mqar_seconds
-from lingpt.cli.study_runs import chosen_rates, rate_runs, study_runs
+from lingpt.cli.study_runs import StudyRun, chosen_rates, rate_runs, study_runs
 from lingpt.common.errors import UserError
 from lingpt.configs import recipe_path
 from lingpt.data.tokenizer import train_bpe
@@ -362,6 +362,33 @@ def test_rows_are_compared_over_their_seeds(here):
     assert "Tokens/s" not in page and "2 runs shared a GPU" in page and "ours-seed2 is missing" in page
     picture = (folder / "curves.svg").read_text()
     assert "ours" in picture and "softmax" not in picture and "training time" not in picture
+
+
+@pytest.mark.parametrize(
+    ("runs", "gpus", "gone", "used"),
+    [
+        (1, 4, (), ["0,1,2,3"]),
+        (3, 8, (), ["0,1", "2,3", "4,5"]),
+        (3, 8, (0,), ["1,2", "3,4", "5,6"]),
+        (5, 4, (), ["0", "1", "2", "3"]),
+    ],
+)
+def test_cards_share_the_questions_where_runs_are_fewer(here, monkeypatch, runs, gpus, gone, used):
+    """Guards: one run on eight cards was scored by one of them, and seven waited."""
+    write(TINY | {"rates": [], "seeds": runs, "attentions": ["softmax"]})
+    study, folder = read_study(Path("study-tiny.yaml")), Path("runs")
+    monkeypatch.setattr(StudyRun, "is_done", lambda self: True)
+    monkeypatch.setattr(StudyRun, "has_weights", lambda self: True)
+    asked = []
+    monkeypatch.setattr(verb, "run_jobs", lambda jobs, slots, *_, **__: asked.append((jobs, slots)) or [])
+    work = verb._Work(study, folder, [Slot(f"GPU {i}", (i,)) for i in range(gpus)], None, ["scores"])
+    work.given_up = {(card,) for card in gone}
+    work.score(study_runs(study, folder, {}, 1))
+    ((jobs, slots),) = asked
+    assert [",".join(map(str, slot.gpus)) for slot in slots][: len(used)] == used and len(jobs) == len(used)
+    for job in jobs:
+        at = job.arguments.index("--devices")
+        assert job.arguments[at + 1] == str(len(slots[0].gpus))
 
 
 def test_a_failure_is_named_at_the_end(here, monkeypatch, capsys):
