@@ -77,6 +77,24 @@ def test_accuracy_is_right(checkpoint, eval_data):
     assert (metrics["acc"], metrics["acc_norm"]) == (right / len(rows), right_norm / len(rows))
 
 
+def test_acc_norm_divides_by_characters_not_bytes(checkpoint, tmp_path, monkeypatch):
+    """Guards answers that are not ASCII: −20 over ten ä is −2 a character and −1 a byte; −24 over fifteen a
+    is −1.6 of either. As it stands the first answer is likelier; per character it is the second.
+    """
+    from lingpt.eval import LinGPTLM
+
+    answers = {"ä" * 10: -20.0, "a" * 15: -24.0}
+    row = {"goal": "Which?", **dict(zip(("sol1", "sol2"), answers, strict=True)), "label": 1}
+    (tmp_path / "piqa_valid.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def loglikelihood(self, requests, disable_tqdm=False):
+        return [(answers[request.args[1].strip()], False) for request in requests]
+
+    monkeypatch.setattr(LinGPTLM, "loglikelihood", loglikelihood)
+    metrics = evaluate(checkpoint, ["piqa"], data=tmp_path, **QUIET)["scores"]["piqa (0-shot)"]["metrics"]
+    assert (metrics["acc"], metrics["acc_norm"]) == (0.0, 1.0)
+
+
 def test_mmlu_is_weighted_by_size(checkpoint, eval_data):
     """The group is the mean over questions, not over subjects; its 57 parts are kept."""
     entry = evaluate(checkpoint, ["mmlu:2"], data=eval_data, **QUIET)["scores"]["mmlu (2-shot)"]
