@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -108,36 +108,41 @@ def backward(
         plan, stream, g = run.plan, run.stream, stats.data_ptr()
         left = _left_behind(stats, plan)  # by the forward pass, unless it was another backend's
         rows, states_size = B * H * N, plan.scratch_size(plan.segmentation)
-        sizes = (
-            plan.boundaries_size,  # first, as what is read there is aligned
-            plan.scratch_size(plan.reverse_segmentation),
-            rows,
-            B * H * plan.segmentation.segments,
-            plan.da_size,
-            plan.gate_sums_size,
-            *((2 * rows, 2 * rows, B * H, plan.gate_totals_size) if plan.gates else (0, 0, 0, 0)),
-            0 if left else states_size + plan.gate_sums_size,
+        work = _Workspace(
+            call.device,
+            boundaries=plan.boundaries_size,  # first, as what is read there is aligned
+            reverse_states=plan.scratch_size(plan.reverse_segmentation),
+            e=rows,
+            db=B * H * plan.segmentation.segments,
+            da=plan.da_size,
+            reverse_gates=plan.gate_sums_size,
+            dG_rows=2 * rows if plan.gates else 0,
+            dG_columns=2 * rows if plan.gates else 0,
+            dG_total=B * H if plan.gates else 0,
+            dG_spans=plan.gate_totals_size,
+            states=0 if left else states_size + plan.gate_sums_size,
         )
-        work = torch.empty(sum(sizes), dtype=torch.float32, device=call.device)
-        addresses = [work.data_ptr() + 4 * at for at in accumulate(sizes, initial=0)]
-        boundaries, scratch, e, db, da, reverse_sums, row_dG, column_dG, total_dG, totals, own, _ = addresses
+        e, boundaries = work.address("e"), work.address("boundaries")
         d_initial = None if initial is None else _new_state(call)
         if not plan.build.sm90:
             plan.row_products(stream, run.pointers("row_products", g, e=e))
-        states = left or own
-        gates = run.gates(states + 4 * states_size, dG=row_dG, boundaries=boundaries)
+        states = left or work.address("states")
+        gates = run.gates(states + 4 * states_size, dG=work.address("dG_rows"), boundaries=boundaries)
         before: dict[str, Any] = dict(initial=initial, scratch=states, gates=gates)
         if not left:
             pointers = run.pointers("FWD", g, **before)
             for launch in (*plan.gates, *plan.states):
                 launch(stream, pointers)
+        db, da = work.address("db"), work.address("da")
         plan.dq(stream, run.pointers("DQ", g, e=e, db=db, da=da, **before))
 
-        def reverse(mode: str) -> bytes:
-            gates = run.gates(reverse_sums, d_initial and d_initial.n, column_dG, boundaries)
-            return run.pointers(mode, g, e=e, initial=dstate, final=d_initial, scratch=scratch, gates=gates)
-
-        dk, dv = reverse("DK"), reverse("DV")
+        gates = run.gates(
+            work.address("reverse_gates"), d_initial and d_initial.n, work.address("dG_columns"), boundaries
+        )
+        after: dict[str, Any] = dict(
+            initial=dstate, final=d_initial, scratch=work.address("reverse_states"), gates=gates
+        )
+        dk, dv = (run.pointers(mode, g, e=e, **after) for mode in ("DK", "DV"))
         for launch in (*plan.reverse_gates, *plan.reverse_states):
             launch(stream, dk)
         if plan.build.sm90:
@@ -148,21 +153,56 @@ def backward(
         gate_gradient = None
         if plan.gate_gradient:
             gate_gradient = torch.empty(B, N, H, dtype=torch.float32, device=call.device)
-            found = gate_gradient.data_ptr(), 0, column_dG, totals, total_dG, row_dG, boundaries
+            gates = GatePointers(
+                gamma=gate_gradient.data_ptr(),
+                counts=work.address("dG_columns"),
+                chunks=work.address("dG_spans"),
+                count_out=work.address("dG_total"),
+                dG=work.address("dG_rows"),
+                boundaries=boundaries,
+            )
             for launch in plan.gate_gradient:
-                launch(stream, run.pointers("gates", g, gates=found))
+                launch(stream, run.pointers("gates", g, gates=gates))
     for x, y in zip(out, written, strict=True):
         if x is not y:
             x.copy_(y)
-    _, _, e_per_token, db_per_segment, da_parts, *_, total, _, _ = work.split_with_sizes(sizes)
     if gate_gradient is not None and dstate is not None:
         last_window = gate_gradient[:, WINDOW * plan.boundaries :]
-        _add_states(call, last_window, total.view(B, H), initial, d_initial, dstate)
+        _add_states(call, last_window, work["dG_total"].view(B, H), initial, d_initial, dstate)
     if d_initial is not None and call.normalize and call.log_gate is None:
-        d_initial.n.copy_(_count_gradient(call, e_per_token.view(B, H, N), dstate))
-    a_gradient = None if call.a is None else da_parts.view(B, H, -1).sum((0, 2))
-    b_gradient = None if call.b is None else call.shrink_b(db_per_segment.view(B, H, -1).sum((0, 2)))
+        d_initial.n.copy_(_count_gradient(call, work["e"].view(B, H, N), dstate))
+    a_gradient = None if call.a is None else work["da"].view(B, H, -1).sum((0, 2))
+    b_gradient = None if call.b is None else call.shrink_b(work["db"].view(B, H, -1).sum((0, 2)))
     return OptionGradients(a_gradient, b_gradient, gate_gradient, d_initial)
+
+
+class GatePointers(NamedTuple):
+    """The addresses in struct Params that only decays of tokens' own have; 0 for null."""
+
+    gamma: int = 0
+    to_end: int = 0
+    counts: int = 0
+    chunks: int = 0
+    count_out: int = 0
+    dG: int = 0
+    boundaries: int = 0
+
+
+class _Workspace:
+    """fp32 numbers in one allocation, so many of each name."""
+
+    def __init__(self, device: torch.device, **sizes: int) -> None:
+        begins = accumulate(sizes.values(), initial=0)
+        self._parts = {
+            name: (begin, size) for (name, size), begin in zip(sizes.items(), begins, strict=False)
+        }
+        self._numbers = torch.empty(sum(sizes.values()), dtype=torch.float32, device=device)
+
+    def address(self, name: str) -> int:
+        return self._numbers.data_ptr() + 4 * self._parts[name][0]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._numbers.narrow(0, *self._parts[name])
 
 
 class _Pass:
@@ -203,7 +243,7 @@ class _Pass:
         scratch: int = 0,
         db: int = 0,
         da: int = 0,
-        gates: tuple[int, ...] = (0,) * 7,
+        gates: GatePointers | None = None,
     ) -> bytes:
         """Those of struct Params; `stats`, `e`, `scratch`, `db`, `da` and `gates` are addresses."""
         *initial_sums, n_initial = _state_pointers(initial)
@@ -211,15 +251,19 @@ class _Pass:
         rows = stats, stats + self._row, stats + 2 * self._row, e
         states = *initial_sums, *final_sums, scratch, n_initial, db, da
         return POINTERS.pack(
-            *operands_of[mode](self._tensors), *rows, *self._option_pointers, *states, *gates
+            *operands_of[mode](self._tensors),
+            *rows,
+            *self._option_pointers,
+            *states,
+            *(gates or GatePointers()),
         )
 
     def gates(
         self, sums: int, count_out: Tensor | None = None, dG: int = 0, boundaries: int = 0
-    ) -> tuple[int, ...]:
+    ) -> GatePointers:
         """Pointers for `gates` and what reads its sums, of `plan.gate_sums_size` (gates.cuh)."""
-        rows = [sums + i * self._row for i in range(4)]  # Γ, two more, and those of chunks
-        return *rows, _pointer(count_out), dG, boundaries
+        gamma, to_end, counts, chunks = (sums + i * self._row for i in range(4))
+        return GatePointers(gamma, to_end, counts, chunks, _pointer(count_out), dG, boundaries)
 
 
 def _kind_of_decay(call: Call) -> str:
