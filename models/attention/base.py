@@ -110,6 +110,13 @@ class QKVAttention(CausalSelfAttention, Attention):
         return self.qkv(x_BNC).view(B, N, 3, self.config.n_head, self.config.head_size)
 
 
+def is_plain_linear(layer: nn.Module) -> bool:
+    """Whether calling the layer is a product with its weight, plus its bias, and nothing more: no subclass of
+    nn.Linear or wrapper of one (LoRA, a parametrisation), no `forward` of the instance's own, no hooks."""
+    hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
+    return type(layer) is nn.Linear and "forward" not in vars(layer) and not any(hooks)
+
+
 @dataclass
 class RecurrentState:
     """A decoding state that does not grow: what the operator returned last, None at the start."""

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lingpt.kernels.linear_attention.call import logarithm_of_gate
-from lingpt.models.attention.base import RecurrentState
+from lingpt.models.attention.base import RecurrentState, is_plain_linear
 from lingpt.models.attention.ours import OursAttention
 from lingpt.models.attention.ours_decay import log_decay
 
@@ -33,8 +33,12 @@ class OursGatedAttention(OursAttention):
     def project(
         self, x_BNC: torch.Tensor, state: RecurrentState | None
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Training, q, k, v and the gates are one product: x is read once, its gradient written once."""
-        if state is None and self.conv is None:
+        """Training, q, k, v and the gates are one product: x is read once, its gradient written once.
+
+        Not where one of the layers is more than its weights (LoRA, a parametrisation, a hook): it is called.
+        """
+        plain = is_plain_linear(self.qkv) and is_plain_linear(self.decay_proj)
+        if state is None and self.conv is None and plain:
             gates = {"gate_bias": self.decay_bias, "head_size": self.config.head_size}
             return self.projected(x_BNC), gates
         log_decay = logarithm_of_gate(self.decay_proj(x_BNC), self.decay_bias)

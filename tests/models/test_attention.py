@@ -65,6 +65,59 @@ def test_ours_gated_is_its_formula(small, options):
     torch.testing.assert_close(layer(x, cos, sin), layer.proj(o.flatten(2)), rtol=1e-5, atol=1e-6)
 
 
+class WithLoRA(torch.nn.Linear):
+    """x ↦ W x + b + B A x, of rank 2."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__(base.in_features, base.out_features, bias=base.bias is not None)
+        self.load_state_dict(base.state_dict())
+        self.A = torch.nn.Parameter(torch.ones(2, self.in_features))
+        self.B = torch.nn.Parameter(torch.zeros(self.out_features, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + x @ self.A.T @ self.B.T
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+@pytest.mark.parametrize("name", ["qkv", "decay_proj"])
+def test_layers_of_ours_gated_that_are_more_than_their_weights(small, name):
+    """Guards: LoRA, parametrisations, hooks and a replaced forward, on layers whose weights are otherwise
+    multiplied as one matrix: what was bypassed would never be trained, without a word."""
+
+    def lora(layer):
+        setattr(attention, name, WithLoRA(layer))
+
+    def hook(layer):
+        layer.register_forward_hook(lambda layer, args, y: 2 * y)
+
+    def pre_hook(layer):
+        layer.register_forward_pre_hook(lambda layer, args: (2 * args[0],))
+
+    def parametrisation(layer):
+        torch.nn.utils.parametrize.register_parametrization(layer, "weight", Doubled())
+
+    def own_forward(layer):
+        layer.forward = lambda x: 2 * torch.nn.functional.linear(x, layer.weight, layer.bias)
+
+    x = torch.randn(1, 9, 64, generator=torch.Generator().manual_seed(3))
+    for change in (lora, hook, pre_hook, parametrisation, own_forward):
+        model = small("ours-gated")
+        attention = model.transformer.h[0].attn
+        before = attention(x, model.cos[:9], model.sin[:9])
+        change(getattr(attention, name))
+        after = attention(x, model.cos[:9], model.sin[:9])
+        if change is lora:
+            torch.testing.assert_close(after, before)  # B is 0
+            after.square().sum().backward()
+            assert getattr(attention, name).B.grad.abs().max() > 0
+        else:
+            assert not torch.allclose(after, before), change
+
+
 def test_gates_start_at_retnets_decays():
     """logsigmoid(c_h) is ours-decay's ln γ_h, to fp32."""
     torch.testing.assert_close(
