@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +55,16 @@ class Call(NamedTuple):
         return self._replace(
             projected=None, gate_bias=None, qkv=qkv, log_gate=logarithm_of_gate(gate, self.gate_bias)
         )
+
+    def tokens(self, part: slice) -> Call:
+        """An unpacked call of a stretch of its tokens; the initial state stays what it is."""
+        found: dict[str, Any] = {
+            name: x[:, part]
+            for name in ("qkv", "q", "k", "v", "log_gate")
+            if (x := getattr(self, name)) is not None
+        }
+        found |= {name: x[part] for name in ("cos", "sin") if (x := getattr(self, name)) is not None}
+        return self._replace(**found)
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:

@@ -15,6 +15,7 @@ from lingpt.common.errors import UserError
 from lingpt.kernels.linear_attention.call import Call, OptionGradients
 from lingpt.kernels.linear_attention.cuda.compile import compiler_version, native_arch
 from lingpt.kernels.linear_attention.cuda.launch import (
+    CHUNK,
     HEAD_DIMS,
     POINTERS,
     TAGS,
@@ -98,13 +99,16 @@ def backward(
     out: tuple[Tensor, ...],
 ) -> OptionGradients:
     """Writes dq, dk and dv into `out`; returns the other gradients."""
+    N = call.shape[1]
+    if call.log_gate is not None and N > WINDOW and N % CHUNK:
+        return _backward_in_two(call, o, stats, do, dstate, out)
     q, k, v = (_aligned(x) for x in call.views)
     written = tuple(
         x if _is_aligned(x) else torch.empty_like(x, memory_format=torch.contiguous_format) for x in out
     )
-    (B, N, H, _), initial, dstate = call.shape, _contiguous(call.initial_state), _contiguous(dstate)
+    (B, _, H, _), initial, dstate = call.shape, _contiguous(call.initial_state), _contiguous(dstate)
     with _current_device(call.device):
-        run = _Pass(call, (q, k, v, _aligned(o), _aligned(do.contiguous()), *written))
+        run = _Pass(call, (q, k, v, _aligned(o), _aligned(do), *written))
         plan, stream, g = run.plan, run.stream, stats.data_ptr()
         left = _left_behind(stats, plan)  # by the forward pass, unless it was another backend's
         rows, states_size = B * H * N, plan.scratch_size(plan.segmentation)
@@ -174,6 +178,53 @@ def backward(
     a_gradient = None if call.a is None else work["da"].view(B, H, -1).sum((0, 2))
     b_gradient = None if call.b is None else call.shrink_b(work["db"].view(B, H, -1).sum((0, 2)))
     return OptionGradients(a_gradient, b_gradient, gate_gradient, d_initial)
+
+
+def _backward_in_two(
+    call: Call,
+    o: Tensor,
+    stats: Tensor,
+    do: Tensor,
+    dstate: LinearAttentionState | None,
+    out: tuple[Tensor, ...],
+) -> OptionGradients:
+    """`backward` of the first N % CHUNK tokens apart, and of the others from the state that those leave.
+
+    The others are whole chunks: only there has the gradient of gates boundaries (gates.cuh), without which
+    rounding adds up over the whole sequence.
+    """
+    first = call.shape[1] % CHUNK
+    early, late = call.tokens(slice(first))._replace(return_state=True), call.tokens(slice(first, None))
+    _, early_stats, state = forward(early)
+    assert state is not None
+
+    late_found = backward(
+        late._replace(**state._asdict()),
+        o[:, first:],
+        stats[..., first:].contiguous(),
+        do[:, first:],
+        dstate,
+        tuple(x[:, first:] for x in out),
+    )
+    early_found = backward(
+        early,
+        o[:, :first],
+        early_stats,
+        do[:, :first],
+        late_found.initial_state,
+        tuple(x[:, :first] for x in out),
+    )
+    assert early_found.log_gate is not None and late_found.log_gate is not None
+    return OptionGradients(
+        a=_sum(early_found.a, late_found.a),
+        b=_sum(early_found.b, late_found.b),
+        log_gate=torch.cat((early_found.log_gate, late_found.log_gate), 1),
+        initial_state=early_found.initial_state,
+    )
+
+
+def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+    return None if x is None or y is None else x + y
 
 
 class GatePointers(NamedTuple):

@@ -62,7 +62,7 @@ struct Chunks {
 // The gradient of G adds up over all later tokens, and so would what rounding leaves in it. At a boundary, before a token that
 // is a multiple of WINDOW, it is known without a sum, from what all tokens before are to all from there on, which the
 // states of DQ and DK hold between them. So no sum is longer than a window. Where N is not a multiple of the chunk, DQ's and DK's
-// chunks do not meet, and there are none.
+// chunks do not meet, and there are none: backend.py takes the first tokens apart then, where N is above WINDOW.
 constexpr int WINDOW = LAUNCH_WINDOW;
 static_assert(WINDOW % GATES_SPAN == 0, "a span is of one window");
 template <int D>

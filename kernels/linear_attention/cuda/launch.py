@@ -30,6 +30,7 @@ HEAD_DIMS = (64, 128)
 MODES = ("FWD", "DQ", "DK", "DV")  # of a scan: modes.cuh has the table
 DECAYS = ("NO_DECAY", "PER_HEAD", "PER_TOKEN")  # a constant γ of each head, or a decay of each token's own
 WEIGHTS = ("NORMALISED", "AFFINE", "PRODUCTS")  # (1 + b x)/g, a + b x, b x: params.cuh
+CHUNK = 64  # tokens that a block takes at a time; 32 where shared memory is small and head_dim 128
 THREADS = 128  # of a block of the sm_80 scan, of `prefix` and `row_products`; of an sm_90a warpgroup
 GATES_THREADS = 256  # of a block of `gates`, `gate_counts` and `gate_gradient`
 GATES_HEADS = GATES_THREADS // 32  # of a block of the first and the last
@@ -166,7 +167,7 @@ def kernel_build(
     64 columns at most. `weights`: one of WEIGHTS.
     """
     small = arch in SMALL_SHARED
-    chunk = 32 if small and head_dim == 128 else 64
+    chunk = 32 if small and head_dim == 128 else CHUNK
     sm90 = arch == "sm_90a" and rope <= 64
     blocks = 1 if small else 2 if head_dim == 128 else 3
     if sm90:
