@@ -56,7 +56,8 @@ def linear_attention(
             Needs `causal`. Its shape decides:
             [H]        a finite constant per head, without a gradient;
             [B, N, H]  each token's own, with a gradient: what came before token t fades by γ_t. −inf is a
-                       reset: nothing finite before that token weighs anything, exactly.
+                       reset: nothing finite before that token weighs anything, exactly. A NaN or an
+                       infinity does, as 0 · NaN is NaN: what fills up packed sequences must be finite.
         normalize: divide by the sum of the weights. False: z and n of a state are zeros and are not read.
         normalize_qk: False takes q, k and b as they are. The normaliser, where there is one, may then come
             near zero or change sign, and o be anything: that is the caller's risk.

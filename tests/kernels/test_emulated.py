@@ -212,6 +212,26 @@ def test_resets_in_the_only_chunk(build: Build, emulated) -> None:
     assert not too_inexact(ours, build, x, options)
 
 
+@pytest.mark.parametrize("build", [GATED[1], FREE[0]], ids=str)
+def test_a_reset_is_a_new_beginning_exactly(build: Build, emulated) -> None:
+    """Guards: nothing finite before a −inf is in what comes after it, nor in the final state, nor do later
+    outputs give it a gradient: the same bits."""
+    emulated(build)
+    N, reset = 130, 70
+    *_, do = x = inputs(build, 1, N, 1)
+    do[:, :reset] = 0
+    options = all_options(build, 1, N, 1) | {"dstate": None}
+    options["log_decay"][:, reset] = float("-inf")
+    others = [y.clone() for y in x]
+    for y in others[:3]:
+        y[:, :reset] = 100.0
+    ours, other = run(*x, **options), run(*others, **options)
+    assert all(torch.equal(ours[name][:, reset:], other[name][:, reset:]) for name in ("o", "dq", "dk", "dv"))
+    assert all(torch.equal(ours[name], other[name]) for name in ("S", "z", "c", "n"))
+    assert all(other[name][:, :reset].eq(0).all() for name in ("dq", "dk", "dv"))
+    assert other["dlog_decay"][:, reset].eq(0).all()
+
+
 @pytest.mark.parametrize(
     "weights, D, sign, bias",
     [
