@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Sequence
 from typing import Literal, overload
 
@@ -66,7 +67,7 @@ def linear_attention(
             gets gradients, as q, k and v do.
         return_state: return the state after the last token as well.
         backend: one of
-            "reference"  the definition, quadratic;
+            "reference"  the definition, quadratic; for second derivatives, forward mode and torch.func, too;
             "chunkwise"  plain PyTorch on any device, with an analytical backward;
             "recurrent"  token by token, for decoding;
             "cuda"       bf16 and fp16 on tensor cores;
@@ -172,7 +173,14 @@ def _run(call: Call) -> Tensor | tuple[Tensor, LinearAttentionState]:
 # the GPU and break a graph.
 
 
+def _check_are_tensors(**given: object) -> None:
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            raise UserError(f"{name} must be a tensor; got {reprlib.repr(x)}")
+
+
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    _check_are_tensors(q=q, k=k, v=v)
     shape, dtype, device = q.shape, q.dtype, q.device
     if len(shape) != 4 or k.shape != shape or v.shape != shape:
         shapes = f"{list(shape)}, {list(k.shape)}, {list(v.shape)}"
@@ -189,8 +197,7 @@ def _check_projected(
     """qkv [B, N, 3, H, D], a view of a projection [B, N, 3·H·D + P] that has the gates, too."""
     if log_decay is not None:
         raise UserError("gate_bias says that the decay is in the projection: leave log_decay at None")
-    if not isinstance(gate_bias, Tensor):
-        raise UserError(f"gate_bias must be a tensor [H]; got {gate_bias!r}")
+    _check_are_tensors(qkv=projected, gate_bias=gate_bias)
     if gate_bias.ndim != 1 or not gate_bias.is_floating_point() or gate_bias.device != projected.device:
         got = f"{gate_bias.dtype} {list(gate_bias.shape)} on {gate_bias.device}"
         raise UserError(f"gate_bias must be floating point [H] on {projected.device}; got {got}")
@@ -205,6 +212,7 @@ def _check_projected(
 
 
 def _check_packed(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
+    _check_are_tensors(qkv=qkv, cos=cos, sin=sin)
     shape, rope, device = qkv.shape, cos.shape, qkv.device
     if len(shape) != 5 or shape[2] != 3 or not qkv.is_floating_point():
         raise UserError(f"qkv must be floating point [B, N, 3, H, D]; got {qkv.dtype} {list(shape)}")
@@ -220,7 +228,7 @@ def _check_packed(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
 def _check_coefficients(a: float | Tensor, b: float | Tensor, normalize: bool, normalize_qk: bool) -> None:
     for name, x in (("a", a), ("b", b)):
         if not isinstance(x, (int, float, Tensor)):
-            raise UserError(f"{name} must be a number or a tensor [H]; got {x!r}")
+            raise UserError(f"{name} must be a number or a tensor [H]; got {reprlib.repr(x)}")
     if not normalize:
         return
     if isinstance(a, Tensor) or a != 1:
@@ -256,7 +264,7 @@ def _decay(
     if not isinstance(log_decay, Tensor):
         if not isinstance(log_decay, Sequence) or not all(_is_finite_decay(x) for x in log_decay):
             wanted = "a tensor, or for each head a finite number of at most 0"
-            raise UserError(f"log_decay must be {wanted}; got {log_decay!r}")
+            raise UserError(f"log_decay must be {wanted}; got {reprlib.repr(log_decay)}")
         log_decay = torch.tensor(log_decay, dtype=state_dtype(like.dtype), device=like.device)
     per_token = (*like.shape[:2], like.shape[-2])
     if log_decay.shape not in (per_token[2:], per_token) or not log_decay.is_floating_point():
@@ -277,11 +285,12 @@ def _state(state: LinearAttentionState | None, like: Tensor) -> tuple[Tensor | N
     if state is None:
         return (None,) * 4
     if not isinstance(state, tuple) or len(state) != 4:
-        got = f"{len(state)} parts" if isinstance(state, tuple) else repr(state)
+        got = f"{len(state)} parts" if isinstance(state, tuple) else reprlib.repr(state)
         raise UserError(f"initial_state must be a LinearAttentionState (S, z, c, n); got {got}")
     shapes = state_shapes(like.shape[0], *like.shape[-2:])
     dtype, device = state_dtype(like.dtype), like.device
     for name, x, shape in zip("Szcn", state, shapes, strict=True):
+        _check_are_tensors(**{f"initial_state.{name}": x})
         if x.shape != shape or x.dtype != dtype or x.device != device:
             got = f"{x.dtype} {list(x.shape)} on {x.device}"
             raise UserError(f"initial_state.{name} must be {dtype} {list(shape)} on {device}; got {got}")

@@ -49,5 +49,5 @@ def forward(call: Call) -> tuple[Tensor, LinearAttentionState]:
             u = u / (n + (q_t * z).sum(-1))[..., None]
         state = LinearAttentionState(S, z, c, n)
         outputs.append(u)
-    o = torch.stack(outputs, dim=1) if outputs else torch.empty_like(values)
+    o = torch.stack(outputs, dim=1) if outputs else values
     return o.to(call.dtype), state
