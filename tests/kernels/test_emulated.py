@@ -232,6 +232,19 @@ def test_a_reset_is_a_new_beginning_exactly(build: Build, emulated) -> None:
     assert other["dlog_decay"][:, reset].eq(0).all()
 
 
+@pytest.mark.parametrize("build", [GATED[1], FREE[0]], ids=str)
+def test_a_gate_that_is_nan_is_no_reset(build: Build, emulated) -> None:
+    """Guards: training that diverges is seen: a maximum with the least gate would make NaN a reset."""
+    emulated(build)
+    N, at = 130, 70
+    x, options = inputs(build, 1, N, 1), all_options(build, 1, N, 1)
+    options["log_decay"][:, at + 1 :] = -0.1
+    options["log_decay"][:, at] = float("nan")
+    ours = run(*x, **options)
+    assert ours["o"][:, :at].isfinite().all() and ours["o"][:, at:].isnan().all()
+    assert all(ours[name].isnan().any() for name in ("S", "dq", "dk", "dv", "dlog_decay"))
+
+
 @pytest.mark.parametrize(
     "weights, D, sign, bias",
     [

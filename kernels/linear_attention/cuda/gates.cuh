@@ -43,8 +43,9 @@ struct GatesTile {
   DEVICE float& at(int head, int i) { return of[head][i + i / 8]; }
 };
 
-// In powers of two. Whatever is below LOG_ZERO (numerics.py) counts as 0; −∞ − (−∞) would be no number.
-DEVICE float log2_gate(float log_decay) { return fmaxf(log_decay, LOG_ZERO) * LOG2_E; }
+// In powers of two. Whatever is below LOG_ZERO (numerics.py) counts as 0; −∞ − (−∞) would be no number. A NaN stays one, which
+// fmaxf would make a reset.
+DEVICE float log2_gate(float log_decay) { return (log_decay < LOG_ZERO ? LOG_ZERO : log_decay) * LOG2_E; }
 DEVICE float log2_gate(const Params& p, i64 bh, int token) {
   return log2_gate(p.log_decay[(bh / p.H * p.N + token) * p.H + bh % p.H]);
 }
@@ -298,7 +299,7 @@ __global__ void __launch_bounds__(GATES_THREADS) gate_gradient(const __grid_cons
     block.each(
         p, [&](int position) { return last - position; },
         [&](int i, int head, i64 place) {
-          if (last - block.first - i < p.N) p.gamma[place] = p.log_decay[place] > LOG_ZERO ? tile.at(head, i) : 0.f;
+          if (last - block.first - i < p.N) p.gamma[place] = p.log_decay[place] <= LOG_ZERO ? 0.f : tile.at(head, i);
         });
   }
 }
