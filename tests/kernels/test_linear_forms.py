@@ -110,11 +110,11 @@ def test_the_count_is_the_number_of_tokens():
 @pytest.mark.parametrize("backend", FORMS)
 @pytest.mark.parametrize("with_state", [False, True])
 def test_no_tokens_leave_the_state_as_it_was(backend, with_state):
-    q, k, v = inputs(0)
+    q, k, v = (x.requires_grad_() for x in inputs(0))
     before = some_state() if with_state else LinearAttentionState.zeros(2, 3, 8, dtype=torch.float64)
     options = dict(return_state=True, backend=backend, log_decay=[-0.1] * 3)
     o, after = linear_attention(q, k, v, initial_state=before if with_state else None, **options)
-    assert o.shape == (2, 0, 3, 8)
+    assert o.shape == (2, 0, 3, 8) and o.requires_grad
     for x, y in zip(after, before, strict=True):
         torch.testing.assert_close(x, y)
 
