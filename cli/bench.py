@@ -93,7 +93,9 @@ def _summary(results: "Results") -> str:
 
     device = "cpu" if results.environment["card"].startswith("CPU") else "cuda"
     names = dict.fromkeys(row.implementation for row in results.rows)
-    absent = {name: reason for name in names if (reason := IMPLEMENTATIONS[name].why_not(device=device))}
+    absent = {
+        name: reason for name in names if (reason := IMPLEMENTATIONS[name].unsupported_reason(device=device))
+    }
     head = f"{'implementation':<18}{'shape':<28}{'fwd ms':>9}{'bwd ms':>9}{'mem U':>7}{'error':>9}"
     lines = [_line(row) for row in results.rows if row.implementation not in absent]
     return "\n".join([head, *lines, *(f"{name:<18}skipped: {reason}" for name, reason in absent.items())])

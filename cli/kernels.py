@@ -71,10 +71,10 @@ def _unlisted() -> str:
     """What happens on this GPU, whose architecture is not compiled ahead."""
     import torch
 
-    from lingpt.kernels.linear_attention.cuda import why_unsupported
+    from lingpt.kernels.linear_attention.cuda import device_unsupported_reason
     from lingpt.kernels.linear_attention.cuda.launch import HEAD_DIMS
 
-    if reason := why_unsupported(torch.bfloat16, HEAD_DIMS[0], torch.device("cuda")):
+    if reason := device_unsupported_reason(torch.bfloat16, HEAD_DIMS[0], torch.device("cuda")):
         return f"no kernel ({reason}); linear_attention runs its chunkwise PyTorch form here"
     return "its kernels are compiled when they are first called"
 

@@ -18,7 +18,7 @@ class Call:
         self.implementation = implementation
         self.shape = shape
         self.inputs = implementation.inputs(shape, dtype, device)
-        self.why_no_backward = implementation.why_no_backward(shape, dtype, device)
+        self.backward_unsupported_reason = implementation.backward_unsupported_reason(shape, dtype, device)
         self.leaves = {name: x for name, x in self.inputs.items() if x.requires_grad}
         generator = torch.Generator(device).manual_seed(21)
         self.do = torch.randn(shape, generator=generator, device=device, dtype=dtype)
@@ -32,7 +32,7 @@ class Call:
     def backward(self) -> None:
         assert self.o is not None, "backward follows forward"
         self.grads = ()
-        if self.why_no_backward:
+        if self.backward_unsupported_reason:
             return
         self.grads = torch.autograd.grad(self.o, list(self.leaves.values()), self.do)
 

@@ -29,7 +29,7 @@ def relative_errors(call: Call) -> dict[str, float]:
     exact = {name: take(x).double().requires_grad_(x.requires_grad) for name, x in call.inputs.items()}
     expected = call.implementation.oracle(exact | {"q": tail(exact["q"])} if quadratic else exact)
     errors = {"o": _relative_rms(tail(take(call.o)), expected.detach())}
-    if call.why_no_backward:
+    if call.backward_unsupported_reason:
         return errors
     leaves = [exact[name] for name in call.leaves]
     gradients = torch.autograd.grad(expected, leaves, tail(take(call.do).double()))

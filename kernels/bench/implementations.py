@@ -24,7 +24,7 @@ from lingpt.kernels.bench.inputs import Inputs
 from lingpt.kernels.bench.shapes import Shape
 from lingpt.kernels.linear_attention import linear_attention, linear_attention_flops, linear_attention_qkv
 from lingpt.kernels.linear_attention.call import Call
-from lingpt.kernels.linear_attention.cuda import why_not, why_unsupported
+from lingpt.kernels.linear_attention.cuda import device_unsupported_reason, unsupported_reason
 from lingpt.kernels.linear_attention.numerics import B_SHRINK
 
 MakeInputs = Callable[[Shape, torch.dtype, torch.device], Inputs]
@@ -52,7 +52,7 @@ class Implementation:
     variant_of: str | None = None  # the implementation that its replays are interleaved with
     colour_of: str | None = None  # whose colour in common/palette.py it takes; None: that of its own name
 
-    def why_not(
+    def unsupported_reason(
         self,
         shape: Shape | None = None,
         dtype: torch.dtype = torch.bfloat16,
@@ -61,7 +61,7 @@ class Implementation:
         """None where it runs here, else the reason why not."""
         return _first_reason(self.needs, shape, dtype, torch.device(device))
 
-    def why_no_backward(
+    def backward_unsupported_reason(
         self,
         shape: Shape | None = None,
         dtype: torch.dtype = torch.bfloat16,
@@ -110,14 +110,14 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _our_kernel(shape: Shape | None, dtype: torch.dtype, device: torch.device) -> str | None:
-    return why_unsupported(dtype, shape.D if shape else 128, device)
+    return device_unsupported_reason(dtype, shape.D if shape else 128, device)
 
 
 def _our_gated_kernel(normalize: bool) -> Need:
     def need(shape: Shape | None, dtype: torch.dtype, device: torch.device) -> str | None:
         x = torch.empty(1, 1, 1, shape.D if shape else 128, dtype=dtype, device=device)
         call = Call(q=x, k=x, v=x, log_gate=x[..., 0].float(), normalize=normalize, backend="cuda")
-        return why_not(call)
+        return unsupported_reason(call)
 
     return need
 

@@ -40,7 +40,7 @@ def measure(
     row = new_row(implementation, shape, dtype)
     row.tolerance = implementation.tolerance
     row.forward_flops = implementation.flops(shape)
-    if reason := implementation.why_not(shape, dtype, clock.device):
+    if reason := implementation.unsupported_reason(shape, dtype, clock.device):
         row.status, row.reason = "skipped", reason
         return row
     return _fill(
@@ -103,7 +103,7 @@ def _first_round(row: Row, call: Call, clock: Clock, limit: float, graphs: bool,
     """Compiles, measures memory and correctness, finds how many runs fit, and times them."""
     call.both()  # compiles, autotunes: not counted against `limit`
     start = time.perf_counter()
-    row.errors, row.reason = relative_errors(call), call.why_no_backward or ""
+    row.errors, row.reason = relative_errors(call), call.backward_unsupported_reason or ""
     if not _within_tolerance(row.errors, row):
         worst = max(row.errors, key=lambda name: _nan_last(row.errors[name]))
         row.status, row.reason = "wrong", f"{worst} is off by {row.errors[worst]:.1e} (relative RMS)"
@@ -122,7 +122,7 @@ def time_round(row: Row, call: Call, clock: Clock, graphs: bool, check: bool = F
     clock.time(call.both, repeats=2)
     row.forward_ms = clock.median(call.forward, call.clear, row.repeats)
     call.clear()
-    if not call.why_no_backward:
+    if not call.backward_unsupported_reason:
         row.backward_ms = clock.median(call.backward, call.forward, row.repeats)
         row.both_ms = clock.median(call.both, call.clear, row.repeats)
     row.rounds = 1
@@ -141,7 +141,7 @@ def _measure_memory(row: Row, call: Call, device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
         call.forward()
         row.forward_memory = (torch.cuda.max_memory_allocated(device) - base) / unit
-        if not call.why_no_backward:
+        if not call.backward_unsupported_reason:
             call.backward()
             row.both_memory = (torch.cuda.max_memory_allocated(device) - base) / unit
         call.clear()
@@ -160,7 +160,7 @@ def _time_graphs(row: Row, call: Call, clock: Clock, check: bool) -> None:
             row.graph_reason = "a replay gives another result"
             return
         row.forward_graph_ms, backward = graphs.times(clock, row.repeats)
-        row.backward_graph_ms = None if call.why_no_backward else backward
+        row.backward_graph_ms = None if call.backward_unsupported_reason else backward
         if check and (base := base_of(call.implementation, row.shape)) is not None:
             base_graphs = capture(Call(*base, call.do.dtype, clock.device), clock)
             turns = max(1, row.repeats // 2)

@@ -40,7 +40,7 @@ def self_test(names: tuple[str, ...] = OURS, device: str = "cuda") -> list[Check
 
 def _check(name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> Check:
     implementation = IMPLEMENTATIONS[name]
-    if reason := implementation.why_not(shape, dtype, device):
+    if reason := implementation.unsupported_reason(shape, dtype, device):
         return Check(name, shape, dtype, math.nan, implementation.tolerance, reason)
     call = Call(implementation, shape, dtype, device)
     call.both()

@@ -36,7 +36,10 @@ def count_bytes(names: Iterable[str], shape: Shape = REFERENCE) -> dict[str, dic
 
 def _runs_both_ways(name: str, shape: Shape) -> bool:
     implementation = IMPLEMENTATIONS[name]
-    return implementation.why_not(shape) is None and implementation.why_no_backward(shape) is None
+    return (
+        implementation.unsupported_reason(shape) is None
+        and implementation.backward_unsupported_reason(shape) is None
+    )
 
 
 def _profile(name: str, shape: Shape, direction: str) -> float:

@@ -34,7 +34,7 @@ def warm_up(
     from tqdm import tqdm
 
     chosen, shapes = choose_implementations(implementations), choose_shapes(only, SWEEPS)
-    names = [i.name for i in chosen if i.autotunes and i.why_not() is None]
+    names = [i.name for i in chosen if i.autotunes and i.unsupported_reason() is None]
     kinds = sorted({Shape(min(s.B, 2), WARM_N, s.H, s.D) for s in shapes})
     cells = [(name, shape) for name in names for shape in kinds]
     with ThreadPoolExecutor(workers or os.cpu_count()) as pool:

@@ -28,7 +28,7 @@ class Backend(Protocol):
     backend's backward pass can follow the forward pass of another.
     """
 
-    def why_not(self, call: Call) -> str | None:
+    def unsupported_reason(self, call: Call) -> str | None:
         """None where the backend can serve this call, else the reason why not, for a user."""
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor, LinearAttentionState | None]:
@@ -57,7 +57,7 @@ def choose(call: Call) -> Backend:
     """
     if call.backend == "chunkwise" or (call.backend == "auto" and call.device.type != "cuda"):
         return chunkwise
-    reason = _why_not_cuda(call)
+    reason = _cuda_unsupported_reason(call)
     if reason is not None and call.backend == "cuda":
         raise UserError(f"backend='cuda' cannot run this: {reason}")
     if reason is not None and call.dtype in (torch.bfloat16, torch.float16):
@@ -66,8 +66,12 @@ def choose(call: Call) -> Backend:
     return chunkwise if reason is not None or empty else cuda()
 
 
-def _why_not_cuda(call: Call) -> str | None:
-    return cuda().why_not(call) if call.device.type == "cuda" else f"the tensors are on {call.device.type}"
+def _cuda_unsupported_reason(call: Call) -> str | None:
+    return (
+        cuda().unsupported_reason(call)
+        if call.device.type == "cuda"
+        else f"the tensors are on {call.device.type}"
+    )
 
 
 @functools.cache

@@ -36,7 +36,7 @@ from lingpt.kernels.precision import reverse_running_sum, state_dtype, true_fp32
 CHUNK = 64
 
 
-def why_not(call: Call) -> str | None:
+def unsupported_reason(call: Call) -> str | None:
     """It serves every call."""
     return None
 

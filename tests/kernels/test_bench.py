@@ -150,7 +150,7 @@ def test_fla_s_scalar_gates_need_a_triton_that_is_right(monkeypatch, triton: str
     """Guards: on Hopper an older Triton makes their gradients wrong."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(importlib.metadata, "version", lambda name: triton)
-    found = IMPLEMENTATIONS["fla-simple-gla"].why_no_backward()
+    found = IMPLEMENTATIONS["fla-simple-gla"].backward_unsupported_reason()
     assert found is None if why is None else why in found
 
 
@@ -616,7 +616,9 @@ def test_the_list_agrees_with_the_operator(monkeypatch, capsys, capability: tupl
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    monkeypatch.setattr(cuda, "why_unsupported", cuda.why_unsupported.__wrapped__)  # nothing cached of it
+    monkeypatch.setattr(
+        cuda, "device_unsupported_reason", cuda.device_unsupported_reason.__wrapped__
+    )  # nothing cached of it
     assert main(["kernels", "list"]) == 0
     shown = capsys.readouterr().out
     assert words in shown and "← this GPU" not in shown

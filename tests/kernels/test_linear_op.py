@@ -310,8 +310,8 @@ class Kernel:
     def __init__(self, reason=None):
         self.reason, self.forwards, self.backwards = reason, 0, 0
 
-    def why_not(self, call):
-        return self.reason or backend.why_not(call)
+    def unsupported_reason(self, call):
+        return self.reason or backend.unsupported_reason(call)
 
     def forward(self, call):
         self.forwards += 1
@@ -327,8 +327,8 @@ def kernel(monkeypatch):
     """The stand-in in the CUDA kernel's place, told that CPU tensors are its own."""
     kernel = Kernel()
     monkeypatch.setattr(backends, "cuda", lambda: kernel)
-    monkeypatch.setattr(backends, "_why_not_cuda", kernel.why_not)
-    monkeypatch.setattr(backend, "why_unsupported", lambda dtype, head_dim, device: None)
+    monkeypatch.setattr(backends, "_cuda_unsupported_reason", kernel.unsupported_reason)
+    monkeypatch.setattr(backend, "device_unsupported_reason", lambda dtype, head_dim, device: None)
     monkeypatch.setattr(backends, "warn_once", lambda reason: warnings.warn(reason, stacklevel=2))
     return kernel
 

@@ -197,10 +197,10 @@ def test_a_mistake_is_one_line(options, message):
 
 
 def test_the_cuda_kernel_takes_it_on_hopper(monkeypatch):
-    monkeypatch.setattr(cuda, "why_unsupported", lambda *_: None)
+    monkeypatch.setattr(cuda, "device_unsupported_reason", lambda *_: None)
     q, k, v = (x.bfloat16() for x in inputs(5))
     for arch, reason in (("sm_90a", None), ("sm_80", "it has a form without the normaliser on Hopper alone")):
         monkeypatch.setattr(cuda, "native_arch", lambda device, arch=arch: arch)
-        found = cuda.why_not(Call(q=q, k=k, v=v, normalize=False))
+        found = cuda.unsupported_reason(Call(q=q, k=k, v=v, normalize=False))
         assert (found or "").startswith(reason or "") and bool(found) == bool(reason)
-        assert cuda.why_not(Call(q=q, k=k, v=v)) is None
+        assert cuda.unsupported_reason(Call(q=q, k=k, v=v)) is None

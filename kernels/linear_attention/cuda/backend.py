@@ -32,10 +32,10 @@ from lingpt.kernels.torch_internals import raw_stream
 MAX_BATCH_HEADS = 65535  # CUDA's limit on the grid's second dimension
 
 
-def why_not(call: Call) -> str | None:
+def unsupported_reason(call: Call) -> str | None:
     """None where the kernels can serve this call, else the reason why not, for a user."""
     B, _, H, D = call.shape
-    if reason := why_unsupported(call.dtype, D, call.device):
+    if reason := device_unsupported_reason(call.dtype, D, call.device):
         return reason
     if not call.causal:
         return "it is causal only"
@@ -53,7 +53,7 @@ def why_not(call: Call) -> str | None:
 
 
 @functools.cache
-def why_unsupported(dtype: torch.dtype, head_dim: int, device: torch.device) -> str | None:
+def device_unsupported_reason(dtype: torch.dtype, head_dim: int, device: torch.device) -> str | None:
     """None where kernels run for this dtype, head_dim and card, else the reason why not."""
     if dtype not in TAGS:
         return f"it takes bf16 and fp16, not {dtype}"
