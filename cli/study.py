@@ -264,7 +264,7 @@ class _Work:
             self.train(tried)
         finally:
             for run in tried:
-                if run.is_done() or run.diverged:
+                if run.is_over():
                     shutil.rmtree(run.folder / CHECKPOINTS, ignore_errors=True)
 
     def train(self, runs: list) -> None:
@@ -272,7 +272,7 @@ class _Work:
         diverged is a result, and no failure."""
         others = {run.name: conflict for run in runs if (conflict := run.conflict())}
         self.failures += [Failure(name, conflict) for name, conflict in others.items()]
-        left = [run for run in runs if not (run.is_done() or run.diverged or run.name in others)]
+        left = [run for run in runs if not (run.is_over() or run.name in others)]
         try:
             self.jobs([self._training(run) for run in left])
         finally:

@@ -47,10 +47,10 @@ def format_plan(
         steps, per_step = mine[0].recipe.total_steps, mine[0].recipe.tokens_per_step
         unscored = sum(not any((run.folder / EVAL).glob("step-*.json")) for run in mine)
         scoring = flops[0] / (steps * per_step) / 3 * scored * unscored
-        left = [f for f, run in zip(flops, mine, strict=True) if not run.is_done()]
+        left = [f for f, run in zip(flops, mine, strict=True) if not run.is_over()]
         disk += len(mine) * 12 * parameters * (mine[0].recipe.train.keep_checkpoints + 1)
         seconds["runs"] += sum(left) / peak
-        seconds["rates"] += short * any(not run.is_done() for run in tried) / peak
+        seconds["rates"] += short * any(not run.is_over() for run in tried) / peak
         seconds["scores"] += scoring / peak
         hours = (sum(flops) + short) / (H200.bf16 * STATED_MFU) / 3600
         done = f"{len(mine) - len(left)} of {len(mine)}"

@@ -120,6 +120,10 @@ class StudyRun:
     def is_done(self) -> bool:
         return self.trouble() is None
 
+    def is_over(self) -> bool:
+        """Whether nothing is left to train: done, or diverged, which is a result, too."""
+        return self.is_done() or self.diverged
+
     def status(self) -> str:
         lines = [line for line in read_metrics(self.folder) if line.get("kind") == "train"]
         last = lines[-1].get("loss") if lines else None

@@ -32,6 +32,7 @@ _SCORE: dict[str, Any] = {
     "cut_prompts": int | None,
     "max_length": int | None,
     "unigram": _NUMBER,
+    "prompts": str | None,
 }
 _OF_TASK: dict[str, dict[str, Any]] = {
     "bits_per_byte": {"texts": str},
@@ -124,6 +125,8 @@ def _is_score(entry: Any) -> bool:
     if not _has(entry, _SCORE) or not _has(entry, _OF_TASK.get(entry["task"], {})):
         return False
     metrics, positions = entry["metrics"], entry.get("positions", [])
+    if entry["documents"] < 1 or (entry["task"] == "loss_by_position" and not positions):
+        return False
     if entry["task"] == "bits_per_byte" and not _has(metrics, dict.fromkeys(_BITS, int | float)):
         return False
     try:

@@ -233,7 +233,7 @@ def _cut_notes(results: Sequence[dict[str, Any]]) -> list[str]:
     for heading, task, shots in dict.fromkeys(COLUMNS):
         for result in results:
             entry = best_entry(result["scores"], task, shots)
-            if entry and entry.get("cut_prompts"):
+            if entry and entry.get("cut_prompts") and entry.get("max_length"):
                 count, length = f"{entry['cut_prompts']:,} of {entry['documents']:,}", entry["max_length"]
                 found.setdefault(heading, {})[f"{count} prompts at {length:,} tokens"] = None
     return [f"{heading}: {'; '.join(texts)} were cut on the left to fit." for heading, texts in found.items()]

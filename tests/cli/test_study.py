@@ -235,7 +235,10 @@ def test_a_run_that_is_not_scored_is_named(here):
         {"correct": ["acc"]},
         {"task": "loss_by_position", "texts": "words", "train_length": 32, "positions": [{"to": "32"}]},
         {"task": "bits_per_byte", "texts": "words"},
+        {"task": "loss_by_position", "texts": "words", "train_length": 32, "positions": []},
         {"task": "recall_phrases"},
+        {"documents": 0, "correct": {}},
+        {"prompts": ["p"]},
     ],
 )
 def test_an_odd_result_file_is_named_and_the_rest_is_shown(here, content):
