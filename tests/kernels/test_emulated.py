@@ -352,7 +352,9 @@ def test_stages_filled_again(build: Build, emulated, monkeypatch: pytest.MonkeyP
     emulated(build)
     B, N, H = 1, 2 * 6 * 64 - 20, 1
     x, options = inputs(build, B, N, H), all_options(build, B, N, H)
-    monkeypatch.setattr(launch, "choose_segments", lambda heads, length, chunk, slots: (2, 6 * chunk))
+    monkeypatch.setattr(
+        launch, "choose_segments", lambda heads, length, chunk, slots: (-(-length // (6 * chunk)), 6 * chunk)
+    )
     monkeypatch.setattr(launch, "choose_sub_segments", lambda segments, chunks, slots: 1)
     ours = run(*x, **options)
     assert not too_inexact(ours, build, x, options)
