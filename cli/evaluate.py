@@ -35,7 +35,7 @@ def configure(parser: ArgumentParser) -> None:
     add(
         "--model",
         type=str | None,
-        help="the newest run of each attention of this model (of the newest run's)",
+        help="the newest run of each attention, with its options, of this model (of the newest run's)",
     )
     add("--runs", nargs="+", default=[], help="these runs, or checkpoint folders, instead")
     suites = "table2 (the default), commonsense, language, recall; one or more"

@@ -1,4 +1,5 @@
-"""Finds what to evaluate: the newest run of each attention of a model, and its newest whole checkpoint."""
+"""Finds what to evaluate: the newest run of each attention of a model, with its options, and the
+run's newest whole checkpoint."""
 
 import hashlib
 import json
@@ -118,7 +119,8 @@ def find_checkpoints(
 
     Args:
         root: the folder of runs.
-        model: the newest run of each attention of this model; by default the model of the newest run of all.
+        model: the newest run of each attention, with its options, of this model; by default of the newest
+            run's.
         runs: these runs instead (or checkpoint folders of theirs), all of them.
         left_out: takes a line on each run that cannot be read; the others go on.
 
@@ -135,11 +137,11 @@ def find_checkpoints(
     model = model or models[0]
     if model not in models:
         raise UserError(f"no run of {model} with a checkpoint in {root}: {suggestion(model, sorted(models))}")
-    newest: dict[str | tuple[str, ...], Checkpoint] = {}
+    newest: dict[tuple[str | tuple[str, ...], str], Checkpoint] = {}
     for checkpoint in found:
         if checkpoint.model == model:
-            newest.setdefault(checkpoint.attention, checkpoint)
-    return sorted(newest.values(), key=lambda checkpoint: checkpoint.label)
+            newest.setdefault((checkpoint.attention, checkpoint.form), checkpoint)
+    return sorted(newest.values(), key=lambda checkpoint: checkpoint.form)
 
 
 def _newest(run: Path) -> Checkpoint | None:

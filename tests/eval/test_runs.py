@@ -22,7 +22,8 @@ def age(run, seconds):
 
 
 def test_newest_run_of_each_attention(tmp_path, tokenizer):
-    """One run an attention, the one whose checkpoint was written last, at its highest step; hybrids apart."""
+    """One run an attention and its options, the one whose checkpoint was written last, at its highest step;
+    hybrids apart."""
     for name, attention, seconds in [
         ("old", "ours", 300),
         ("new", "ours", 100),
@@ -41,7 +42,8 @@ def test_newest_run_of_each_attention(tmp_path, tokenizer):
     assert found[3].attention == ("softmax", "ours")
     model = {"name": "demo", "attention": "ours", "learnable_b": True, "n_layer": 2}
     write_json(tmp_path / "new" / CONFIG, {"model": model})
-    assert found[0].form == "ours + learnable_b"
+    forms = [(c.run.name, c.form) for c in find_checkpoints(tmp_path, "demo")]
+    assert forms[:2] == [("old", "ours"), ("new", "ours + learnable_b")]
 
 
 def test_the_model_defaults_to_the_newest_run(tmp_path, tokenizer):
