@@ -1,20 +1,25 @@
 """How much memory a training step takes: an estimate, made before anything is allocated."""
 
+from typing import NamedTuple
+
 import torch
 
 from lingpt.common.errors import UserError, unknown
 from lingpt.models.config import Config
 from lingpt.models.gpt import GPT
 
-# Bytes of a weight (with the copy that autocast makes of it), of its gradient and of an activation.
-_BYTES = {
-    "32-true": (4, 4, 4),
-    "bf16-mixed": (4 + 2, 4, 2),
-    "16-mixed": (4 + 2, 4, 2),
-    "bf16-true": (2, 2, 2),
-    "16-true": (2, 2, 2),
-}
-_OPTIMIZER_STATES = {"adamw": 2, "sgd": 0}  # per weight, in the weight's own dtype
+
+class _Bytes(NamedTuple):
+    """Of a weight, of the copy that autocast makes of it, of its gradient, and of an activation."""
+
+    weight: int
+    copy: int
+    gradient: int
+    activation: int
+
+
+_BYTES = {"32-true": _Bytes(4, 0, 4, 4), "bf16-mixed": _Bytes(4, 2, 4, 2), "bf16-true": _Bytes(2, 0, 2, 2)}
+_MOMENTS = 2  # that AdamW keeps of each weight, in the weight's dtype
 
 
 def memory_estimate(
@@ -22,7 +27,6 @@ def memory_estimate(
     micro_batch_size: int,
     seq_len: int,
     precision: str = "bf16-mixed",
-    optimizer: str = "adamw",
     loss_chunk_tokens: int | None = None,
     sharded_over: int = 1,
     activation_checkpointing: bool = False,
@@ -37,7 +41,7 @@ def memory_estimate(
     allocator's fragments, CUDA's context and workspaces come on top.
 
     Args:
-        precision: Fabric's name (`32-true`, `bf16-mixed`, `bf16-true`, …).
+        precision: Fabric's name (`32-true`, `bf16-mixed` or `bf16-true`).
         loss_chunk_tokens: tokens whose logits exist at a time; None for all of the micro-batch.
         sharded_over: devices that share parameters, gradients and optimizer (FSDP2), each of which holds two
             blocks and all that is in no block whole at a time.
@@ -47,46 +51,51 @@ def memory_estimate(
     """
     if precision not in _BYTES:
         raise unknown("precision", precision, _BYTES)
-    if optimizer not in _OPTIMIZER_STATES:
-        raise unknown("optimizer", optimizer, _OPTIMIZER_STATES)
     if seq_len > config.block_size:
         raise UserError(f"sequences of {seq_len} tokens exceed the block size {config.block_size}")
     with torch.device("meta"):
         model = GPT(config)
-    weight, gradient, activation = _BYTES[precision]
-    stored = 2 if precision in ("bf16-true", "16-true") else 4
-    tokens, n_weights = micro_batch_size * seq_len, model.num_parameters()
-    logits_tokens = min(tokens, loss_chunk_tokens or tokens)
-    # of each block: the outputs of both norms, the input and the output of GELU
-    of_block = [
-        block.attn.saved_per_token() + 2 * (config.n_embd + config.intermediate_size)
-        for block in model.blocks
-    ]
-    kept = max(of_block) if activation_checkpointing else sum(of_block)
-    sizes = sorted(sum(p.numel() for p in block.parameters()) for block in model.blocks)
-    at_once = n_weights - sum(sizes[:-2])  # two blocks, and what is in none
+    size, tokens, sharded = _BYTES[precision], micro_batch_size * seq_len, sharded_over > 1
+    n, at_once = model.num_parameters(), _gathered_at_once(model)
     embedding = config.padded_vocab_size * config.n_embd  # as many weights as the last layer has
-    copies = (at_once if activation_checkpointing and sharded_over > 1 else n_weights) - embedding
-    residual = (config.n_layer + 1) * config.n_embd  # each layer's input, in the weights' dtype
-    logit = activation  # on a GPU, compiled, its gradient takes its place
-    part = -(-n_weights // sharded_over)
-    whole = (n_weights if gathers_once else at_once) if sharded_over > 1 else 0
-    keeps_gradient = sharded_over == 1 or (gathers_once and accumulates)  # whole, to the end of the step
+    part = -(-n // sharded_over)
+    whole = 0 if not sharded else n if gathers_once else at_once
+    copied = (at_once if sharded and activation_checkpointing else n) - embedding
+    keeps_gradient = not sharded or (gathers_once and accumulates)  # whole, to the end of the step
     held = {
-        "activations": tokens * (kept * activation + residual * stored),
-        "logits": logits_tokens * config.padded_vocab_size * logit,
+        "activations": tokens * _activations(model, size, activation_checkpointing),
+        # On a GPU, compiled, their gradient takes their place.
+        "logits": min(tokens, loss_chunk_tokens or tokens) * config.padded_vocab_size * size.activation,
         # What the last layer reads, and its gradient; and the gradient of that layer's weight, which the loss
         # has long before the others'.
-        "loss": 2 * tokens * config.n_embd * stored + (embedding * gradient if keeps_gradient else 0),
+        "loss": 2 * tokens * config.n_embd * size.weight + keeps_gradient * embedding * size.gradient,
     }
     # Of those that are whole under sharding the embedding's comes last, when the activations are gone.
-    gradients = (n_weights if keeps_gradient else part + max(0, at_once - embedding)) * gradient
+    gradients = (n if keeps_gradient else part + max(0, at_once - embedding)) * size.gradient
     if not accumulates:  # then they come while the activations go
         gradients = max(0, gradients - sum(held.values()))
     estimate = {
-        "parameters": (part + whole) * stored + copies * (weight - stored),
+        "parameters": (part + whole) * size.weight + copied * size.copy,
         "gradients": gradients,
-        "optimizer": part * stored * _OPTIMIZER_STATES[optimizer],
+        "optimizer": part * size.weight * _MOMENTS,
         **held,
     }
     return estimate | {"total": sum(estimate.values())}
+
+
+def _gathered_at_once(model: GPT) -> int:
+    """The weights that are whole at a time under sharding: of the two largest blocks, and of no block."""
+    sizes = sorted(sum(p.numel() for p in block.parameters()) for block in model.blocks)
+    return model.num_parameters() - sum(sizes[:-2])
+
+
+def _activations(model: GPT, size: _Bytes, activation_checkpointing: bool) -> int:
+    """Bytes a token that the blocks keep for their backward pass."""
+    config = model.config
+    # of each block: the outputs of both norms, the input and the output of GELU
+    kept = [
+        block.attn.saved_per_token() + 2 * (config.n_embd + config.intermediate_size)
+        for block in model.blocks
+    ]
+    inputs = (config.n_layer + 1) * config.n_embd  # of each layer, in the weights' dtype
+    return (max(kept) if activation_checkpointing else sum(kept)) * size.activation + inputs * size.weight
