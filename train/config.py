@@ -127,6 +127,10 @@ MAY_CHANGE = {
 }  # fmt: skip
 
 
+# May differ between the processes of a run: where a machine keeps its copy of the tokens, and how it is made.
+OF_A_MACHINE = {"data.cache_dir", "data.num_workers"}
+
+
 @dataclass
 class Recipe:
     """Everything that defines a run."""
@@ -289,6 +293,11 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
         for k in keys
         if old.get(k, missing) != new.get(k, missing)
     ]
+
+
+def shared_settings(recipe: Recipe) -> dict[str, object]:
+    """`{"train.seed": 0}`: what has to be the same in all processes of a run."""
+    return {key: value for key, value in flatten(recipe.to_dict()).items() if key not in OF_A_MACHINE}
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch.distributed import is_torchelastic_launched
 
-_SHELLS = ("bash", "interactive")  # names of jobs whose tasks are no processes of a run, to Lightning too
+from lingpt.common.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,22 @@ class Launched:
 
 
 def launched() -> Launched | None:
-    """None where no launcher has started this process."""
+    """None where no launcher has started this process as one of several.
+
+    So with SLURM in a batch script without `srun`, and in a shell that `srun` has opened. Raises UserError
+    where SLURM has not been told how many to start on each machine.
+    """
     env = os.environ
     if is_torchelastic_launched():
         return Launched("torchrun", int(env["LOCAL_WORLD_SIZE"]), int(env["WORLD_SIZE"]))
-    if "SLURM_NTASKS" in env and "SLURM_PROCID" in env and env.get("SLURM_JOB_NAME") not in _SHELLS:
-        tasks = int(env["SLURM_NTASKS"])
-        return Launched("SLURM", tasks // int(env.get("SLURM_NNODES", 1)), tasks)
-    return None
+    # srun's own: the variables of a job (SLURM_NTASKS) are set where nothing has been started, too.
+    tasks, machines = (int(env.get(f"SLURM_STEP_NUM_{what}", 1)) for what in ("TASKS", "NODES"))
+    if tasks == 1:
+        return None
+    here = int(env.get("SLURM_NTASKS_PER_NODE", 0))
+    if tasks != here * machines:
+        raise UserError(
+            f"SLURM has started {tasks} processes on {machines} machine(s), and has not been told how many "
+            "on each: give sbatch or srun --nodes and --ntasks-per-node, and no --ntasks"
+        )
+    return Launched("SLURM", here, tasks)

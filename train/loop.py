@@ -29,7 +29,7 @@ from lingpt.models import Config
 from lingpt.train import checkpoint, report
 from lingpt.train.checkpoint_writer import CheckpointWriter
 from lingpt.train.compilation import compiles
-from lingpt.train.config import Recipe, check
+from lingpt.train.config import Recipe, check, shared_settings
 from lingpt.train.environment import record_start
 from lingpt.train.loss import NextTokenLoss
 from lingpt.train.machine import (
@@ -107,6 +107,7 @@ def _train(recipe: Recipe) -> Path:
 
     with lock:
         with parallel.together(), out_of_memory(machine, config, recipe):
+            parallel.agree(machine, shared_settings(recipe) | {"the data": dataset.fingerprint})
             if differ := report.mixed(parallel.gather(parallel.device_name)):
                 print_rank0(differ)
             resume_from = parallel.on_rank_zero(start)

@@ -61,9 +61,10 @@ def choose_machine(config: TrainConfig) -> Machine:
     if accelerator == "cuda" and not gpus:
         raise UserError("--train.accelerator cuda, but PyTorch finds no CUDA device: use cpu or auto")
     devices, num_nodes = _processes(config, gpus if accelerator == "cuda" else 1)
-    if devices < 1 or (accelerator == "cuda" and devices > gpus):
-        has = f"this machine has {gpus} GPUs" if accelerator == "cuda" else "give at least 1"
-        raise UserError(f"{devices} devices are asked for, but {has}: --train.devices says how many")
+    if devices < 1:
+        raise UserError(f"--train.devices is {devices}; it must be at least 1")
+    if accelerator == "cuda" and devices > gpus:
+        raise UserError(_too_few(gpus, devices))
     if accelerator == "cuda" and devices * num_nodes > 1 and not torch.distributed.is_nccl_available():
         raise UserError("several GPUs need NCCL, which this PyTorch was built without: --train.devices 1")
     if accelerator == "cuda":
@@ -81,6 +82,16 @@ def choose_machine(config: TrainConfig) -> Machine:
     raise UserError(f"unknown precision {wanted!r}: use auto, {', '.join(PRECISIONS)}")
 
 
+def _too_few(gpus: int, devices: int) -> str:
+    if launcher := launched():
+        return (
+            f"{launcher.by} has started {devices} processes on this machine, and each sees {gpus} GPU(s): "
+            "start one a GPU, each of which sees all of them (torchrun --nproc_per_node; SLURM "
+            "--ntasks-per-node and --gpus-per-node)"
+        )
+    return f"{devices} devices are asked for, but this machine has {gpus} GPU(s): lower --train.devices"
+
+
 def _processes(config: TrainConfig, there: int) -> tuple[int, int]:
     """Processes on each machine, and machines: as the recipe says, or as a launcher has started them.
 
@@ -92,6 +103,11 @@ def _processes(config: TrainConfig, there: int) -> tuple[int, int]:
             raise UserError(
                 f"--train.num_nodes {config.num_nodes}, but nothing has started processes on the others: "
                 "start the run with torchrun or srun (docs/many-devices.md)"
+            )
+        if config.num_nodes == "auto" and int(allotted := os.environ.get("SLURM_NNODES", "1")) > 1:
+            raise UserError(
+                f"SLURM has given this job {allotted} machines, but nothing has started processes on them: "
+                "start the run with srun (docs/many-devices.md), or use this one alone: --train.num_nodes 1"
             )
         nodes = 1 if config.num_nodes == "auto" else config.num_nodes
         return (there if config.devices == "auto" else config.devices), nodes

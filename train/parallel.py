@@ -7,6 +7,7 @@ order, because most of them wait for all the others. Each process holds the whol
 """
 
 import contextlib
+import functools
 import inspect
 import os
 import resource
@@ -20,13 +21,18 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
-from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.fabric.plugins.environments import (
+    ClusterEnvironment,
+    LightningEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
+from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.wrappers import _FabricModule as WrappedModule
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
@@ -35,7 +41,7 @@ from lingpt.common.errors import UserError
 from lingpt.train.launch import launched
 from lingpt.train.machine import Machine
 from lingpt.train.sharding import divided, joined, shard, stay_whole
-from lingpt.train.watch import Watch, connection_lost, failure, print_stderr
+from lingpt.train.watch import Watch, connection_lost, failure, lost, print_stderr
 
 T = TypeVar("T")
 
@@ -61,14 +67,13 @@ class Parallel:
     """One process's view of them all. Making it starts the others.
 
     reduce_bf16: gradients are summed over the processes in bf16. timeout_minutes: how long one process waits
-    for another.
+    for another. Raises UserError where they do not meet.
     """
 
     def __init__(
         self, machine: Machine, reduce_bf16: bool = False, timeout_minutes: float = TIMEOUT_MINUTES
     ) -> None:
         self.watch, self.sharded, self._reduce_bf16 = Watch(), machine.strategy == "fsdp", reduce_bf16
-        self._chosen = machine.strategy, machine.precision, machine.gathers_once
         self._gathers_once, self._ddp = machine.gathers_once, machine.strategy == "ddp"
         self._timeout = timedelta(minutes=timeout_minutes + 2)  # after `watch`, which says more
         self._error_of_all: UserError | None = None
@@ -78,8 +83,7 @@ class Parallel:
             num_nodes=machine.num_nodes,
             strategy=self._strategy(machine),
             precision=machine.precision,
-            # In a job's shell, where nothing has started processes, SLURM is not the launcher.
-            plugins=[LightningEnvironment()] if "SLURM_NTASKS" in os.environ and not launched() else None,
+            plugins=[_environment()],
         )
         with self._connection(machine):
             self.fabric.launch()
@@ -88,42 +92,36 @@ class Parallel:
             # A connection of its own: while the main thread waits in one, others wait behind it.
             store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
             self.watch.limit_waits(store, self.rank, self.world_size, 60 * timeout_minutes)
-        # Where checkpoints are written in shards: the processes' threads talk in a group of their own, which
-        # training does not use meanwhile.
-        self.host_mesh = (
-            DeviceMesh.from_group(dist.new_group(backend="gloo", timeout=self._timeout), "cpu")
-            if self.sharded
-            else None
-        )
 
-    def _agree(self) -> None:
-        """Each process has chosen by its own cards; UserError on all of them where that does not fit."""
-        chosen: list[tuple[str, str, bool]] = [self._chosen] * dist.get_world_size()
-        dist.all_gather_object(chosen, self._chosen)
-        ways = [f"{strategy}, {precision}" for strategy, precision, _ in chosen]
-        if len(set(ways)) > 1:
-            had = "; ".join(
-                f"{way}: {', '.join(str(rank) for rank, other in enumerate(ways) if other == way)}"
-                for way in dict.fromkeys(ways)
-            )
-            raise UserError(
-                f"the processes would not train the same way, since their cards differ (ranks of {had}): "
-                "say --train.strategy and --train.precision"
-            )
-        self._gathers_once = all(once for _, _, once in chosen)
+    def agree(self, machine: Machine, settings: dict[str, object]) -> None:
+        """Before the processes build anything together: UserError on all of them where they differ.
 
-    def _strategy(self, machine: Machine) -> DDPStrategy | ModelParallelStrategy | str:
+        machine: what each has chosen by its own cards. settings: what else has to be the same, by name.
+        """
+        everyone = self.gather((machine, settings))
+        if difference := _difference(everyone):
+            self._error_of_all = UserError(difference)
+            raise self._error_of_all
+        self._gathers_once = all(other.gathers_once for other, _ in everyone)
+
+    @functools.cached_property
+    def host_mesh(self) -> DeviceMesh | None:
+        """Where checkpoints are written in shards: a group of the processes' own, for the threads that write.
+
+        Training does not use it meanwhile.
+        """
+        if not self.sharded:
+            return None
+        return DeviceMesh.from_group(dist.new_group(backend="gloo", timeout=self._timeout), "cpu")
+
+    def _strategy(self, machine: Machine) -> DDPStrategy | str:
         if machine.strategy == "fsdp":
-            return _FSDP(
-                self._agree,
-                lambda module, mesh: shard(
-                    module, mesh["data_parallel"], self._reduce_bf16, self._gathers_once
-                ),
-                data_parallel_size=machine.world_size,
-                tensor_parallel_size=1,
-                timeout=self._timeout,
-            )
-        return _ddp(self._agree, self._timeout) if machine.strategy == "ddp" else "auto"
+            return _Sharded(self._shard, timeout=self._timeout)
+        return _ddp(self._timeout) if machine.strategy == "ddp" else "auto"
+
+    def _shard(self, module: nn.Module) -> nn.Module:
+        mesh = init_device_mesh(self.device.type, (self.world_size,))
+        return shard(module, mesh, self._reduce_bf16, self._gathers_once)
 
     @contextlib.contextmanager
     def _connection(self, machine: Machine) -> Iterator[None]:
@@ -158,15 +156,17 @@ class Parallel:
         except BaseException as error:
             if self.world_size == 1:
                 raise
-            lost, failed = connection_lost(error), isinstance(error, dist.DistError)
+            is_lost, failed = connection_lost(error), isinstance(error, dist.DistError)
             if self.watch.children:
-                line = self.watch.who_died() if lost or failed else None
+                line = self.watch.who_died() if is_lost or failed else None
                 self.watch.end_children()
                 if line or failed:
                     raise UserError(line or failure(error, self.rank, self.world_size)) from error
-            elif lost or failed:
-                if not lost:
+            elif is_lost or failed:
+                if not is_lost:
                     print_stderr(failure(error, self.rank, self.world_size))
+                elif self.first_here:
+                    print_stderr(lost(self.rank, self.world_size))
                 self.watch.leave()
             elif isinstance(error, UserError) and error is not self._error_of_all and not self.first_here:
                 print_stderr(f"process {self.rank}: {error}")  # the main one does not know it
@@ -345,25 +345,55 @@ class Parallel:
             dist.destroy_process_group()
 
 
-class _Agreeing:
-    """A strategy whose processes `agree` once they are connected, before they build anything together."""
+class _Sharded(DDPStrategy):
+    """Starts and connects the processes as DDP does, and has `shard` divide the module over them.
 
-    def __init__(self, agree: Callable[[], None], *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._agree = agree
+    (Lightning's own for FSDP2 makes groups of processes while it connects them, before they can agree.)
+    """
 
-    def _setup_distributed(self) -> None:
-        super()._setup_distributed()  # type: ignore[misc]
-        self._agree()
+    def __init__(self, shard: Callable[[nn.Module], nn.Module], timeout: timedelta) -> None:
+        super().__init__(timeout=timeout)
+        self._shard = shard
 
-
-class _DDP(_Agreeing, DDPStrategy): ...
-
-
-class _FSDP(_Agreeing, ModelParallelStrategy): ...
+    def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
+        return self._shard(module)
 
 
-def _ddp(agree: Callable[[], None], timeout: timedelta) -> DDPStrategy:
+def _environment() -> ClusterEnvironment:
+    """Where the processes' numbers come from. (Lightning would take any SLURM job for one of `srun`.)"""
+    launcher = launched()
+    if launcher is None:
+        return LightningEnvironment()
+    return SLURMEnvironment() if launcher.by == "SLURM" else TorchElasticEnvironment()
+
+
+def _difference(everyone: list[tuple[Machine, dict[str, object]]]) -> str | None:
+    """The line on what the processes would not do alike; None where there is nothing. By rank."""
+    for name in everyone[0][1]:
+        values = [str(settings.get(name)) for _, settings in everyone]
+        if len(set(values)) > 1:
+            return (
+                f"the processes differ in {name} (ranks of {_ranks(values)}): start each with the same "
+                "command, on the same data"
+            )
+    ways = [f"{machine.strategy}, {machine.precision}" for machine, _ in everyone]
+    if len(set(ways)) > 1:
+        return (
+            "the processes would not train the same way, since their cards differ (ranks of "
+            f"{_ranks(ways)}): say --train.strategy and --train.precision"
+        )
+    return None
+
+
+def _ranks(values: list[str]) -> str:
+    """`ddp: 0, 2; fsdp: 1`: which ranks have which of the `values`, which are by rank."""
+    return "; ".join(
+        f"{value}: {', '.join(str(rank) for rank, other in enumerate(values) if other == value)}"
+        for value in dict.fromkeys(values)
+    )
+
+
+def _ddp(timeout: timedelta) -> DDPStrategy:
     # Fabric builds DDP on a stream of its own, and autograd's last nodes stay there: harmless.
     torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
     # Dynamo would cut each compiled block at the edges of DDP's buckets, for the sake of gradients that come
@@ -373,7 +403,7 @@ def _ddp(agree: Callable[[], None], timeout: timedelta) -> DDPStrategy:
     known = inspect.signature(DistributedDataParallel).parameters
     broadcast = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     options: dict[str, Any] = {broadcast: False, "gradient_as_bucket_view": True}
-    return _DDP(agree, timeout=timeout, **options)
+    return DDPStrategy(timeout=timeout, **options)
 
 
 def print_rank0(message: str, end: str = "\n") -> None:

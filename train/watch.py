@@ -9,6 +9,7 @@ One that lives and does not go on is found by counting: every process counts how
 where all meet, and where others have waited there for too long, the one that is behind is named.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -35,8 +36,10 @@ GOES_ON = "the run ends, and the same command goes on from its newest checkpoint
 
 
 def connection_lost(error: BaseException) -> bool:
-    """Whether `error` is what a process gets that waits for one that has died."""
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST)
+    """Whether `error` is what a process gets that waits for one that has died, or came on top of that."""
+    if isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST):
+        return True
+    return error.__context__ is not None and connection_lost(error.__context__)
 
 
 def failure(error: BaseException, rank: int, world_size: int) -> str:
@@ -44,8 +47,16 @@ def failure(error: BaseException, rank: int, world_size: int) -> str:
     lines = str(error).splitlines() or [type(error).__name__]
     if "Last error:" in lines[:-1]:  # NCCL's own word on it
         lines[0] += f": {lines[lines.index('Last error:') + 1].strip()}"
-    who = f"process {rank} of {world_size} (on {socket.gethostname()})"
-    return f"{who}: the communication failed: {lines[0]}; NCCL_DEBUG=INFO says more"
+    return f"{_who(rank, world_size)}: the communication failed: {lines[0]}; NCCL_DEBUG=INFO says more"
+
+
+def lost(rank: int, world_size: int) -> str:
+    """The line of a process that waited for one that died; the launcher says which, on that one's machine."""
+    return f"{_who(rank, world_size)}: the connection to another process is lost, it has ended: {GOES_ON}"
+
+
+def _who(rank: int, world_size: int) -> str:
+    return f"process {rank} of {world_size} (on {socket.gethostname()})"
 
 
 class Watch:
@@ -98,7 +109,8 @@ class Watch:
 
     def leave(self) -> None:
         """Ends a process that cannot go on, in silence, once its parent has had the time to say why."""
-        time.sleep(GRACE if self._has_parent else 0)
+        with contextlib.suppress(KeyboardInterrupt):  # torchrun's SIGTERM, since another has died
+            time.sleep(GRACE if self._has_parent else 0)
         self._exit(1)
 
     def _watch_parent(self) -> None:

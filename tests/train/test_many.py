@@ -62,6 +62,7 @@ def slurm(rank: int, machines: int) -> dict[str, str]:
         "SLURM_NTASKS": "2", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(local),
         "SLURM_NODEID": str(rank - local), "SLURM_NNODES": str(machines),
         "SLURM_NTASKS_PER_NODE": str(2 // machines), "SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "lingpt",
+        "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": str(machines),
         "SLURM_NODELIST": "127.0.0.1", "MASTER_ADDR": "127.0.0.1",
     }  # fmt: skip
 

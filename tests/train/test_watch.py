@@ -2,17 +2,19 @@
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
-from lingpt.common.errors import UserError
+from lingpt.common.errors import Interrupted, UserError
 from lingpt.train import TrainConfig
 from lingpt.train.machine import choose_machine, choose_strategy
 from lingpt.train.parallel import Parallel
@@ -74,8 +76,8 @@ LOST = "NCCL error in: NCCLUtils.cpp:94, remote process exited or there was a ne
 class Failing(Parallel):
     """The second of two processes, or the main one that has started the other, without the other."""
 
-    def __init__(self, has_children: bool) -> None:
-        self.fabric, self.watch = SimpleNamespace(global_rank=1, world_size=2, local_rank=1), Ended()
+    def __init__(self, has_children: bool, local_rank: int = 1) -> None:
+        self.fabric, self.watch = SimpleNamespace(global_rank=1, world_size=2, local_rank=local_rank), Ended()
         self.watch.children = [SimpleNamespace(kill=lambda: None)] if has_children else []
 
 
@@ -93,12 +95,36 @@ def test_nccl_that_fails_is_one_line(has_children, capsys, monkeypatch):
     assert parallel.watch.code == (None if has_children else 1)
 
 
-def test_who_has_lost_another_leaves_in_silence(capsys):
-    """The one that died is named by who has started it."""
-    parallel = Failing(has_children=False)
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_who_has_lost_another_says_so_once_a_machine(local_rank, capsys):
+    """The one that died is named by who has started it; guards: on the other machines, nothing was said."""
+    parallel = Failing(has_children=False, local_rank=local_rank)
     with pytest.raises(dist.DistBackendError), parallel.together():
         raise dist.DistBackendError(LOST)
-    assert parallel.watch.code == 1 and not capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert parallel.watch.code == 1
+    assert ("the connection to another process is lost" in said) == (local_rank == 0)
+
+
+def test_a_signal_while_a_process_gives_up_changes_nothing():
+    """Guards: torchrun's SIGTERM, since another has died, made the line `interrupted`."""
+    parallel = Failing(has_children=False)
+    with pytest.raises(Interrupted), parallel.together():
+        try:
+            raise dist.DistBackendError(LOST)
+        finally:
+            raise Interrupted(signal.SIGTERM)
+    assert parallel.watch.code == 1
+
+
+def test_who_leaves_is_not_interrupted():
+    """Guards: torchrun sends SIGTERM where another process has died, and the line was `interrupted`."""
+    watch = Ended()
+    watch._has_parent = True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "sleep", mock.Mock(side_effect=Interrupted(signal.SIGTERM)))
+        watch.leave()
+    assert watch.code == 1
 
 
 def test_a_run_that_ends_is_not_watched(capsys):
@@ -160,16 +186,24 @@ from lingpt.train import TrainConfig
 from lingpt.train.machine import choose_machine
 from lingpt.train.parallel import Parallel
 strategy = "fsdp" if os.environ["RANK"] == "1" else "ddp"
+machine = replace(choose_machine(TrainConfig(accelerator="cpu")), strategy=strategy)
 try:
-    Parallel(replace(choose_machine(TrainConfig(accelerator="cpu")), strategy=strategy), timeout_minutes=1)
+    parallel = Parallel(machine, timeout_minutes=1)
+    try:
+        parallel.agree(machine, {"train.seed": 0, "train.max_steps": 4 + parallel.rank})
+    except UserError as error:
+        print(user_message(error))
+    parallel.agree(machine, {"train.seed": 0})
 except UserError as error:
     print(user_message(error))
 """
 
 
 def test_processes_that_would_train_in_different_ways_say_so():
-    """Guards: cards that differ made one process take DDP and the other FSDP, and both end in a backtrace."""
+    """Guards: cards that differ made one process take DDP and the other FSDP, and both end in a backtrace;
+    with other commands, one waited for the other, and the line said that it hung."""
     for said, _ in two_processes(DIFFER, "stdout"):
+        assert "differ in train.max_steps (ranks of 4: 0; 5: 1): start each with the same command" in said
         assert "(ranks of ddp, 32-true: 0; fsdp, 32-true: 1): say --train.strategy" in said
 
 
