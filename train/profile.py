@@ -28,7 +28,7 @@ class Profiler:
     """Records the steps after the first `SKIPPED` of this start, and writes what it has found to `folder`."""
 
     def __init__(self, folder: Path, enabled: bool) -> None:
-        self._folder, self._profile = folder, None
+        self._folder, self._profile, self._steps = folder, None, 0
         if enabled:
             on_gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
             self._profile = profile(
@@ -40,14 +40,22 @@ class Profiler:
 
     def step(self) -> None:
         """A step is over."""
+        self._steps += 1
         if self._profile:
             self._profile.step()
 
     def close(self) -> None:
         if self._profile:
             self._profile.stop()
+            if self._steps <= SKIPPED:
+                print_rank0(
+                    f"profile: nothing was recorded: the first {SKIPPED} steps of a start are left out, and "
+                    f"this one had {self._steps} (--train.max_steps)"
+                )
 
     def _write(self, recorded: profile) -> None:
+        if self._steps <= SKIPPED:  # PyTorch's profiler has started, all the same
+            return
         try:
             with write_errors(self._folder):
                 self._folder.mkdir(exist_ok=True)
@@ -76,7 +84,7 @@ def summary(events: list[dict[str, Any]]) -> str:
     device, busy = _of_parts(kernels, events, parts), _union(kernels)
     n = len(steps)
     lines = [
-        f"{n} steps of {wall / n / 1e3:.1f} ms; ms a step:",
+        f"{n} step{'s' if n > 1 else ''} of {wall / n / 1e3:.1f} ms; ms a step:",
         f"{'':<16}{'host':>10}{'share':>8}" + (f"{'device':>12}{'share':>8}" if kernels else ""),
     ]
     rest = wall - sum(host.values())

@@ -79,5 +79,14 @@ def test_a_profile_that_cannot_be_written_does_not_end_the_run(make_recipe, caps
     assert "profile: cannot write to" in out and "training goes on" in out and "step 5/5" in out
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_run_that_is_too_short_says_so(make_recipe, capsys, steps):
+    """Guards: nothing at all was said, or where an empty trace lies."""
+    folder = train(make_recipe(profile=True, max_steps=steps))
+    out = capsys.readouterr().out
+    assert f"the first 2 steps of a start are left out, and this one had {steps}" in out
+    assert "ui.perfetto.dev" not in out and not (folder / "profile").exists()
+
+
 def test_without_a_step_it_says_so():
     assert "no step" in summary([event("forward", 0, 10)])
