@@ -284,7 +284,10 @@ class Parallel:
         """Each value summed over all ranks, in float64. Waits for the device."""
         self.watch.enter_collective()
         own = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in values]
-        return self.fabric.strategy.all_reduce(torch.stack(own), reduce_op="sum").tolist()
+        sums = torch.stack(own)
+        if self.world_size > 1:  # not by Fabric, which has a barrier before each
+            dist.all_reduce(sums)
+        return sums.tolist()
 
     def any(self, value: bool) -> bool:
         """Whether `value` holds on any rank."""

@@ -16,6 +16,7 @@ from lingpt.train.compilation import compile_blocks
 from lingpt.train.loss import NextTokenLoss
 from lingpt.train.machine import choose_machine
 from lingpt.train.parallel import Parallel
+from lingpt.train.watch import Watch
 
 
 class Rank(Parallel):
@@ -46,6 +47,15 @@ def test_one_process_agrees_with_itself(alone):
     assert alone.on_rank_zero(lambda: 7) == 7
     with pytest.raises(UserError, match="no space"):
         alone.on_rank_zero(lambda: exec('raise UserError("no space")', {"UserError": UserError}))
+
+
+def test_a_sum_is_one_collective(monkeypatch):
+    """Guards: there was a barrier before it, in every step."""
+    rank, called = Rank(0, 2), []
+    rank.fabric.device, rank.watch = torch.device("cpu"), Watch()
+    for name in ("all_reduce", "barrier"):
+        monkeypatch.setattr(torch.distributed, name, lambda *_, name=name, **options: called.append(name))
+    assert rank.sum(torch.tensor(1.5), 2) == [1.5, 2.0] and called == ["all_reduce"]
 
 
 def test_backward_is_of_the_mean(alone):
