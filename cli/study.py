@@ -28,7 +28,8 @@ def configure(parser: ArgumentParser) -> None:
     add("--attentions", nargs="+", default=[], help="the rows: of the study's, or names of attentions")
     add("--seeds", type=int | None, help="runs of each row")
     add("--devices", type=int | None, help="GPUs (all); without one, processes on the CPU (1)")
-    add("--cards_per_run", type=str | None, help="GPUs of one run, or `all`: one run over all, then the next")
+    each = "GPUs of one run, or `all`: one run over all, then the next"
+    add("--devices_per_run", type=str | None, help=each)
     add("--source", type=str | None, help="what to train on, as --data.source of `lingpt train`")
     add("--tokenizer", type=str | None, help="its tokenizer, as --data.tokenizer")
     add("--eval_data", type=str | None, help="folder of benchmark JSONL instead of the hub")
@@ -58,7 +59,7 @@ def run(args: Namespace) -> None:
     asked = study_from(args)
     folder = Path(args.out) / f"study-{asked.name}"
     study = asked if args.dry_run else united(asked, folder)
-    slots = find_slots(args.devices, study.cards_per_run, study.runs_per_card)
+    slots = find_slots(args.devices, study.devices_per_run, study.runs_per_device)
     cards = len(slots[0].gpus) or None
 
     def mine(runs: list) -> list:
@@ -115,9 +116,9 @@ def _check_arguments(args: Namespace) -> None:
             raise UserError(f"unknown stage {stage!r}{nearest(stage, STAGES)}; there are {', '.join(STAGES)}")
     if args.minutes is not None and not args.minutes > 0:
         raise UserError(f"--minutes {args.minutes:g}: give more than 0, or leave it out")
-    cards = args.cards_per_run
-    if cards is not None and cards != "all" and not (cards.isdecimal() and int(cards) > 0):
-        raise UserError(f"--cards_per_run {cards}: a number of GPUs, at least 1, or `all`")
+    each = args.devices_per_run
+    if each is not None and each != "all" and not (each.isdecimal() and int(each) > 0):
+        raise UserError(f"--devices_per_run {each}: a number of GPUs, at least 1, or `all`")
 
 
 def _mqar_left(study: Any, folder: Path) -> list:
@@ -168,9 +169,9 @@ def study_from(args: Namespace) -> Any:
     given = {"tokens": args.tokens, "seeds": args.seeds, "eval_data": args.eval_data, "name": args.name}
     if args.texts:
         given["texts"] = parse_texts(args.texts)
-    if args.cards_per_run is not None:
-        given["cards_per_run"] = None if args.cards_per_run == "all" else int(args.cards_per_run)
-    changes = {key: value for key, value in given.items() if value is not None or key == "cards_per_run"}
+    if args.devices_per_run is not None:
+        given["devices_per_run"] = None if args.devices_per_run == "all" else int(args.devices_per_run)
+    changes = {key: value for key, value in given.items() if value is not None or key == "devices_per_run"}
     study = read_study(path, changes)
     options = {"data.source": args.source, "data.tokenizer": args.tokenizer}
     study = replace(study, options=study.options | {key: v for key, v in options.items() if v is not None})

@@ -142,7 +142,7 @@ def _training(study: Study, folder: Path, tried: Sequence[StudyRun], done: Seque
     curves = list(by_row.values())
     base = next((i for i, curve in enumerate(curves) if curve.attention == "softmax"), 0)
     drawn = [run.folder for run in done if run.row in (study.drawn or study.attentions)]
-    shared = study.runs_per_card > 1
+    shared = study.runs_per_device > 1
     draw_curves(drawn or folders, folder / "curves.png", formats=["svg", "pdf"], timed=not shared)
     reached = time_to_loss(curves, base)
     rows = _losses(study, done, by_row)
@@ -150,7 +150,7 @@ def _training(study: Study, folder: Path, tried: Sequence[StudyRun], done: Seque
         write_json(folder / "summary.json", {"rows": rows, "time_to_loss": reached})
     note = caption(curves).replace("\n", " ")
     if shared:
-        note += f" {study.runs_per_card} runs shared a GPU at a time: their times are left out."
+        note += f" {study.runs_per_device} runs shared a GPU at a time: their times are left out."
     axes = "tokens and steps" if shared else "time, tokens and steps"
     parts = [f"## Loss\n\n![Loss against {axes}](curves.png)\n\n{note}"]
     parts.append(_loss_table(study, rows).text(markdown=True))
@@ -229,12 +229,12 @@ def _loss_table(study: Study, rows: list[dict[str, Any]]) -> Table:
         loss = f"{row['loss']:.4f}" + ("" if row["deviation"] is None else f" ± {row['deviation']:.4f}")
         less = [_signed(row["less"].get(name)) for name in compared]
         cells = [row["row"], count(row["parameters"]), f"{row['rate']:g}", str(row["seeds"]), loss, *less]
-        body.append(cells + (_speed(row) if study.runs_per_card == 1 else []))
+        body.append(cells + (_speed(row) if study.runs_per_device == 1 else []))
     head = ["Row", "Parameters", "Rate", "Seeds", "Validation loss", *(f"less {name}'s" for name in compared)]
     notes = ["Loss in nats per token of held-out text; ± the standard deviation over seeds."]
     if any(row["deviation"] is not None for row in rows) and compared:
         notes[0] += " Differences of means ± their standard error (Welch)."
-    if study.runs_per_card == 1:
+    if study.runs_per_device == 1:
         head += ["at equal time", "Training", "Tokens/s", "MFU", "3 B tokens on 8 cards"]
         common = duration(rows[0]["equal_time"]) if rows else ""
         notes.append(

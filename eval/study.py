@@ -13,7 +13,7 @@ from lingpt.common.files import read_yaml
 
 _LISTS = ("rates", "suites", "tasks", "against", "drawn")
 _MAPPINGS = ("options", "rate_options", "texts", "mqar")
-_WHOLE = ("tokens", "seeds", "runs_per_card", "longest", "limit", "rate_tokens", "cards_per_run")
+_WHOLE = ("tokens", "seeds", "runs_per_device", "longest", "limit", "rate_tokens", "devices_per_run")
 _DECIDED = ("train.max_steps", "train.max_tokens", "train.seed", "train.name")
 STAGES = ("data", "rates", "runs", "mqar", "scores", "page")
 
@@ -33,8 +33,8 @@ class Study:
         rates: peak learning rates; each attention gets the best of them by short runs. None: the recipe's.
         rate_tokens: that each of the short runs is trained on.
         rate_options: of the short runs.
-        cards_per_run: GPUs of one run; None for all, one run after the other.
-        runs_per_card: how many runs share a GPU: small ones, whose start-up and gaps others then use. Their
+        devices_per_run: GPUs of one run; None for all, one run after the other.
+        runs_per_device: how many runs share a GPU: small ones, whose start-up and gaps others then use. Their
             times say nothing, and the page leaves them out.
         row_by_row: all seeds of a row come before the next row; by default all rows' first seeds do.
         against: rows that the page compares the others with; by default the first with softmax.
@@ -59,8 +59,8 @@ class Study:
     rates: tuple[float, ...] = ()
     rate_tokens: int = 0
     rate_options: dict[str, Any] = field(default_factory=dict)
-    cards_per_run: int | None = 1
-    runs_per_card: int = 1
+    devices_per_run: int | None = 1
+    runs_per_device: int = 1
     row_by_row: bool = False
     against: tuple[str, ...] = ()
     drawn: tuple[str, ...] = ()
@@ -150,7 +150,7 @@ def _rows(attentions: Any, path: Path) -> dict[str, dict[str, Any]]:
 def _check(study: Study, path: Path) -> None:
     from lingpt.eval.suites import check_suites
 
-    for key in ("tokens", "seeds", "runs_per_card", "longest", "limit"):
+    for key in ("tokens", "seeds", "runs_per_device", "longest", "limit"):
         value = getattr(study, key)
         if (value is None and key != "limit") or (value is not None and value < 1):
             raise UserError(f"{path}: {key} is {value}; it must be at least 1")
@@ -162,8 +162,8 @@ def _check(study: Study, path: Path) -> None:
         raise UserError(f"{path}: `rates` need `rate_tokens`, how long each is tried")
     if study.stopped_halfway is not None and study.stopped_halfway not in study.attentions:
         raise UserError(f"{path}: stopped_halfway is {study.stopped_halfway!r}, which is no row of it")
-    if study.runs_per_card > 1 and study.cards_per_run != 1:
-        raise UserError(f"{path}: runs_per_card {study.runs_per_card} is for runs on one card each")
+    if study.runs_per_device > 1 and study.devices_per_run != 1:
+        raise UserError(f"{path}: runs_per_device {study.runs_per_device} is for runs on one card each")
     for key in ("against", "drawn"):
         if missing := [row for row in getattr(study, key) if row not in study.attentions]:
             raise UserError(f"{path}: {key} names {missing[0]!r}, which is no row of it")

@@ -126,10 +126,10 @@ def save_shards(
                 write_manifest(folder, manifest, {name: sha for own in hashes for name, sha in own.items()})
             stack.close()
 
-        together = functools.partial(_together, run, manifest["step"], group)
-        if folder := together(begin)[0]:
-            hashes = together(write)
-            together(complete)
+        on_all_ranks = functools.partial(_on_all_ranks, run, manifest["step"], group)
+        if folder := on_all_ranks(begin)[0]:
+            hashes = on_all_ranks(write)
+            on_all_ranks(complete)
 
 
 def _check_all_here(run: Path, folder: Path, shards: list[str]) -> None:
@@ -142,7 +142,7 @@ def _check_all_here(run: Path, folder: Path, shards: list[str]) -> None:
             )
 
 
-def _together(run: Path, step: int, group: dist.ProcessGroup, function: Callable[[], T]) -> list[T]:
+def _on_all_ranks(run: Path, step: int, group: dist.ProcessGroup, function: Callable[[], T]) -> list[T]:
     """`function()` on every rank of `group`, each rank's result; where one fails, all raise its UserError."""
     outcome: T | UserError
     try:

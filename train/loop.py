@@ -106,7 +106,7 @@ def _train(recipe: Recipe) -> Path:
         return resume_from
 
     with lock:
-        with parallel.together(), out_of_memory(machine, config, recipe):
+        with parallel.propagate_errors(), out_of_memory(machine, config, recipe):
             parallel.agree(machine, shared_settings(recipe) | {"the data": dataset.fingerprint})
             if differ := report.mixed(parallel.gather(parallel.device_name)):
                 print_rank0(differ)
@@ -144,9 +144,8 @@ class Run:
         self.recipe, self.machine, self.dataset, self.parallel = recipe, machine, dataset, parallel
         self.folder, self.progress = recipe.run_folder, Progress()
         parallel.seed(t.seed)
-        self.tunings = (
-            begin_tuning(recipe, config, machine.precision, parallel.device) if parallel.first_here else []
-        )
+        tunes = parallel.local_rank_zero
+        self.tunings = begin_tuning(recipe, config, machine.precision, parallel.device) if tunes else []
         self.gpt = make_model(recipe, config, resume_from, parallel.device, parallel.sharded)
         self.flops_per_token = self.gpt.flops_per_token(recipe.data.seq_len)
         self.model = parallel.wrap(NextTokenLoss(self.gpt, compiles(recipe, parallel.device)))
@@ -158,8 +157,8 @@ class Run:
                 checkpoint.restore_random_state(state["random"][parallel.rank])
             self.progress = Progress(**{k: manifest.get(k, new) for k, new in asdict(self.progress).items()})
         self.batches = Batches(dataset.train, t.seed, t.global_batch_size)
-        micro_batches = [piece for piece, _ in parallel.pieces(t.global_batch_size, t.micro_batch_size)]
-        self.micro_batches = Prefetch(self.batches, micro_batches, parallel.device)
+        own = [samples for samples, _ in parallel.micro_batches(t.global_batch_size, t.micro_batch_size)]
+        self.micro_batches = Prefetch(self.batches, own, parallel.device)
         self.writer = CheckpointWriter(parallel.host_mesh)
         self.last_save, self.save_due = time.monotonic(), False
         self.val_loss: float | None = None  # at this step
@@ -284,7 +283,7 @@ class Run:
         for tuning in self.tunings:
             tuning.finish(print_rank0)
         self.parallel.gather(None)
-        if not self.parallel.first_here:
+        if not self.parallel.local_rank_zero:
             config, precision = self.gpt.config, self.machine.precision
             for tuning in begin_tuning(self.recipe, config, precision, self.parallel.device):
                 tuning.finish(print_rank0)
@@ -323,14 +322,13 @@ class Run:
             return None
         val, parallel = self.dataset.val, self.parallel
         loss_sum, tokens = torch.zeros((), dtype=torch.float64, device=parallel.device), 0
-        batches = list(
-            parallel.pieces(self.recipe.validation_blocks(len(val)), self.recipe.train.micro_batch_size)
-        )
-        for blocks, counts in progress_bar(batches, desc="validation", leave=False):
-            loss = self.model(parallel.to_device(val.gather(blocks)))
+        blocks = self.recipe.validation_blocks(len(val))
+        batches = list(parallel.micro_batches(blocks, self.recipe.train.micro_batch_size))
+        for batch, counts in progress_bar(batches, desc="validation", leave=False):
+            loss = self.model(parallel.to_device(val.gather(batch)))
             if counts:
                 loss_sum += loss
-                tokens += len(blocks) * val.seq_len
+                tokens += len(batch) * val.seq_len
             if parallel.any(stop.requested):  # at each batch, since all of them may take long
                 self.agree(stop)
                 return None

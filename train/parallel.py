@@ -70,13 +70,14 @@ class Parallel:
     for another. Raises UserError where they do not meet.
     """
 
+    _error_of_all: UserError | None = None  # that all processes have raised
+
     def __init__(
         self, machine: Machine, reduce_bf16: bool = False, timeout_minutes: float = TIMEOUT_MINUTES
     ) -> None:
         self.watch, self.sharded, self._reduce_bf16 = Watch(), machine.strategy == "fsdp", reduce_bf16
         self._gathers_once, self._ddp = machine.gathers_once, machine.strategy == "ddp"
         self._timeout = timedelta(minutes=timeout_minutes + 2)  # after `watch`, which says more
-        self._error_of_all: UserError | None = None
         self.fabric = Fabric(
             accelerator=machine.accelerator,
             devices=machine.devices,
@@ -132,7 +133,7 @@ class Parallel:
             where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             if isinstance(error, dist.DistBackendError) and not connection_lost(error):
                 line = failure(error, self.rank, self.world_size)
-                if not self.first_here:  # the command line speaks for the machine's first process alone
+                if not self.local_rank_zero:  # the others have nobody who speaks for them
                     print_stderr(line)
                 raise UserError(line) from error
             if "EADDRINUSE" in str(error):
@@ -146,8 +147,8 @@ class Parallel:
             ) from error
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """Around what the processes do together: where one dies or fails, one line, and the end of all.
+    def propagate_errors(self) -> Iterator[None]:
+        """Around the run: where a process dies or fails, one line, and the end of all.
 
         Raises UserError with the line in the main process; the others leave.
         """
@@ -157,6 +158,7 @@ class Parallel:
             if self.world_size == 1:
                 raise
             is_lost, failed = connection_lost(error), isinstance(error, dist.DistError)
+            is_said = self.local_rank_zero or error is self._error_of_all  # by the command line
             if self.watch.children:
                 line = self.watch.who_died() if is_lost or failed else None
                 self.watch.end_children()
@@ -165,11 +167,11 @@ class Parallel:
             elif is_lost or failed:
                 if not is_lost:
                     print_stderr(failure(error, self.rank, self.world_size))
-                elif self.first_here:
+                elif self.local_rank_zero:
                     print_stderr(lost(self.rank, self.world_size))
                 self.watch.leave()
-            elif isinstance(error, UserError) and error is not self._error_of_all and not self.first_here:
-                print_stderr(f"process {self.rank}: {error}")  # the main one does not know it
+            elif isinstance(error, UserError) and not is_said:
+                print_stderr(f"process {self.rank}: {error}")
             raise
 
     @property
@@ -177,7 +179,7 @@ class Parallel:
         return self.fabric.global_rank
 
     @property
-    def first_here(self) -> bool:
+    def local_rank_zero(self) -> bool:
         """Whether this is the first process of its machine."""
         return self.fabric.local_rank == 0
 
@@ -261,17 +263,17 @@ class Parallel:
 
     # -- the data -------------------------------------------------------------------------------------------
 
-    def pieces(self, n: int, size: int) -> Iterator[tuple[range, bool]]:
-        """This rank's share of `n` items in pieces of `size`, and whether a piece counts.
+    def micro_batches(self, n: int, size: int) -> Iterator[tuple[range, bool]]:
+        """This rank's share of `n` samples in micro-batches of `size`, and whether each counts.
 
-        Every rank gets as many pieces, since all must make the same calls. Where the items run out, that is
-        the first piece of all once more (a shape that is compiled already), and it does not count.
+        Every rank gets as many, since all must make the same calls. Where the samples run out, that is the
+        first micro-batch of all once more (a shape that is compiled already), and it does not count.
         """
         rounds = -(-n // (size * self.world_size))
         for i in range(rounds):
             start = (self.rank * rounds + i) * size
-            piece = range(n)[start : start + size]
-            yield piece or range(n)[:size], bool(piece)
+            samples = range(n)[start : start + size]
+            yield samples or range(n)[:size], bool(samples)
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.device.type == "cuda" and not tensor.is_pinned():

@@ -345,7 +345,9 @@ def test_rows_are_compared_over_their_seeds(here):
     speed, and what is not drawn is in the table all the same.
     """
     rows, keys = ["gla", "ours", "softmax"], {"against": ["softmax", "gla"], "drawn": ["gla", "ours"]}
-    write(TINY | {"rates": [], "seeds": 3, "attentions": rows, "runs_per_card": 2, "row_by_row": True} | keys)
+    write(
+        TINY | {"rates": [], "seeds": 3, "attentions": rows, "runs_per_device": 2, "row_by_row": True} | keys
+    )
     folder = Path("runs/study-tiny")
     for row, losses in {"softmax": (4.0, 4.1, 4.2), "gla": (3.9, 3.9, 4.2), "ours": (5.0, 5.0)}.items():
         for seed, loss in enumerate(losses):
@@ -535,8 +537,8 @@ def test_a_run_that_diverged_is_a_result(here, monkeypatch):
         ({"rate_tokens": 0}, "`rates` need `rate_tokens`"),
         ({"stopped_halfway": "gla"}, "which is no row of it"),
         ({"against": ["gla"]}, "against names 'gla', which is no row of it"),
-        ({"runs_per_card": 0}, "runs_per_card is 0"),
-        ({"runs_per_card": 2, "cards_per_run": None}, "is for runs on one card each"),
+        ({"runs_per_device": 0}, "runs_per_device is 0"),
+        ({"runs_per_device": 2, "devices_per_run": None}, "is for runs on one card each"),
     ],
 )
 def test_mistakes_in_the_file(here, capsys, change, message):
@@ -556,10 +558,10 @@ def test_mistakes_on_the_command_line(here, capsys):
         ),
         (["--config", "study-tiny.yaml", "--stages", "score"], "did you mean 'scores'"),
         (
-            ["--config", "study-tiny.yaml", "--cards_per_run", "some"],
+            ["--config", "study-tiny.yaml", "--devices_per_run", "some"],
             "a number of GPUs, at least 1, or `all`",
         ),
-        (["--config", "study-tiny.yaml", "--cards_per_run", "0"], "a number of GPUs, at least 1"),
+        (["--config", "study-tiny.yaml", "--devices_per_run", "0"], "a number of GPUs, at least 1"),
         (["--config", "study-tiny.yaml", "--minutes", "-1"], "--minutes -1: give more than 0"),
     ]:
         assert main(["study", *words]) == 2

@@ -29,7 +29,7 @@ class Rank(Parallel):
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 @pytest.mark.parametrize(("n", "size"), [(16, 4), (7, 2), (1, 4), (24, 1), (5, 8)])
 def test_every_item_counts_once_and_all_ranks_make_the_same_calls(n, size, world_size):
-    ranks = [list(Rank(rank, world_size).pieces(n, size)) for rank in range(world_size)]
+    ranks = [list(Rank(rank, world_size).micro_batches(n, size)) for rank in range(world_size)]
     assert [i for pieces in ranks for piece, counts in pieces if counts for i in piece] == list(range(n))
     assert len({len(pieces) for pieces in ranks}) == 1
     first = ranks[0][0][0]

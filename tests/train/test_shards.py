@@ -96,14 +96,14 @@ def test_a_shard_that_cannot_be_written_is_one_line_and_leaves_nothing(trained, 
 def test_a_disk_that_is_not_shared_is_named(trained, monkeypatch):
     """Guards: a checkpoint that was declared whole, with the shards of one machine alone."""
     run, _, _, save = trained
-    together = checkpoint._together
+    together = checkpoint._on_all_ranks
 
     def with_another(*args):
         outcomes = together(*args)
         elsewhere = {"shard-00002-model-00002-of-00002.safetensors": "hash"}
         return [*outcomes, elsewhere] if isinstance(outcomes[0], dict) else outcomes
 
-    monkeypatch.setattr(checkpoint, "_together", with_another)
+    monkeypatch.setattr(checkpoint, "_on_all_ranks", with_another)
     with pytest.raises(UserError, match=r"shard-00002.* must lie on a disk that all machines see"):
         save(1)
     assert not list((run / "checkpoints").iterdir())

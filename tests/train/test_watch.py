@@ -86,7 +86,7 @@ def test_nccl_that_fails_is_one_line(has_children, capsys, monkeypatch):
     """Guards: every process took NCCL's errors for the death of another, and left in silence."""
     monkeypatch.setattr(Watch.who_died, "__defaults__", (0.1,))
     parallel = Failing(has_children)
-    with pytest.raises((UserError, dist.DistBackendError)) as raised, parallel.together():
+    with pytest.raises((UserError, dist.DistBackendError)) as raised, parallel.propagate_errors():
         raise dist.DistBackendError(NCCL_FAILED)
     said = str(raised.value) if has_children else capsys.readouterr().err
     assert re.search(r"process 1 of 2 \(on .*\): the communication failed: NCCL error in: NCCLUtils", said)
@@ -99,7 +99,7 @@ def test_nccl_that_fails_is_one_line(has_children, capsys, monkeypatch):
 def test_who_has_lost_another_says_so_once_a_machine(local_rank, capsys):
     """The one that died is named by who has started it; guards: on the other machines, nothing was said."""
     parallel = Failing(has_children=False, local_rank=local_rank)
-    with pytest.raises(dist.DistBackendError), parallel.together():
+    with pytest.raises(dist.DistBackendError), parallel.propagate_errors():
         raise dist.DistBackendError(LOST)
     said = capsys.readouterr().err
     assert parallel.watch.code == 1
@@ -109,7 +109,7 @@ def test_who_has_lost_another_says_so_once_a_machine(local_rank, capsys):
 def test_a_signal_while_a_process_gives_up_changes_nothing():
     """Guards: torchrun's SIGTERM, since another has died, made the line `interrupted`."""
     parallel = Failing(has_children=False)
-    with pytest.raises(Interrupted), parallel.together():
+    with pytest.raises(Interrupted), parallel.propagate_errors():
         try:
             raise dist.DistBackendError(LOST)
         finally:
