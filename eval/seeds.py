@@ -7,10 +7,10 @@ from statistics import fmean, stdev
 from typing import Any
 
 _SEED = re.compile(r"-seed\d+$")
+# q is the most that the mean's error over questions can be, since all seeds had the same ones.
 NOTE = (
-    "A row of n seeds is their mean, ± a standard error over seeds and questions together, √(s²/n + q²): "
-    "s is the standard deviation over the seeds; q, the mean of the runs' own errors over questions, is the "
-    "most that the mean's can be, since all seeds had the same ones. – where a seed was not asked."
+    "Of n seeds: their mean ± √(s²/n + q²), s the standard deviation over the seeds, q the mean of their "
+    "errors over questions."
 )
 
 

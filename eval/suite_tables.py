@@ -11,12 +11,12 @@ from lingpt.eval.results import DASH, percent
 from lingpt.eval.seeds import seeds_note
 from lingpt.eval.suites import COMMONSENSE, SUITES, Benchmark
 from lingpt.eval.table2 import (
+    DIFFERENCE_NOTE,
     PARTIAL_NOTE,
     best_entry,
     comparison_notes,
     form,
     run_cells,
-    seeds_difference_note,
     signed,
     softmax_of,
 )
@@ -156,7 +156,7 @@ def _recall_table(results: Sequence[dict[str, Any]]) -> Table:
         "A phrase of a long text is asked for again at its end, by the eight words that stood before it: "
         "chosen among four phrases of the text; the same without the text; given by greedy decoding."
     ]
-    notes += [*seeds_note(results), *seeds_difference_note(results)]
+    notes += [DIFFERENCE_NOTE, *seeds_note(results)]
     notes += comparison_notes(
         [r for r in results if any(f"recall_phrases ({n})" in r["scores"] for n in names)]
     )

@@ -39,12 +39,9 @@ NOTES = (
 )
 PARTIAL_NOTE = "* not the whole benchmark: --limit, or a file of fewer or more rows than the official split."
 DIFFERENCE_NOTE = (
-    "Accuracy less that of the softmax run of the same model, in points, over the same questions; in "
-    "brackets the 95 % interval of a paired bootstrap. Where it holds 0, the two cannot be told apart."
-)
-SEEDS_DIFFERENCE_NOTE = (
-    "Of several seeds: the difference of their means, ± its standard error over the questions, paired, and "
-    "over the seeds of both rows; none where one of them has a single seed."
+    "Difference: accuracy less softmax's of the same model, in points, over the same questions, with the "
+    "[95 % interval] of a paired bootstrap or, of several seeds, ± a standard error over questions, paired, "
+    "and seeds."
 )
 
 
@@ -169,7 +166,7 @@ def _differences(results: Sequence[dict[str, Any]]) -> Table:
         if set(cells) != {DASH}:
             rows.append([form(result), _run(result), *cells])
     head = ["Mechanism", "Run", *(heading for heading, _, _ in columns)]
-    notes = [DIFFERENCE_NOTE, *seeds_difference_note(results), *comparison_notes(results)]
+    notes = [DIFFERENCE_NOTE, *comparison_notes(results)]
     return Table("Paired differences to softmax", head, rows, notes)
 
 
@@ -210,10 +207,6 @@ def comparison_notes(results: Sequence[dict[str, Any]]) -> list[str]:
         about = f" (of another {' and '.join(differs)})" if differs else ""
         compared.setdefault(_run(softmax), []).append(one["run"] + about)
     return [f"Compared with {softmax}: {', '.join(runs)}." for softmax, runs in compared.items()]
-
-
-def seeds_difference_note(results: Sequence[dict[str, Any]]) -> list[str]:
-    return [SEEDS_DIFFERENCE_NOTE] if seeds_note(results) else []
 
 
 def signed(found: Difference | SeedDifference | None) -> str:
