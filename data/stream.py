@@ -51,11 +51,6 @@ class Blocks:
     def __len__(self) -> int:
         return max(0, self.stream_length - 1) // self.seq_len
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that are a target in some block."""
-        return len(self) * self.seq_len
-
     def __getitem__(self, index: int) -> torch.Tensor:
         """Block `index`: int64 `[seq_len + 1]`."""
         if not 0 <= index < len(self):

@@ -75,10 +75,10 @@ def test_blocks_make_every_token_a_target_once(config):
     """A block's last token is the next one's first; only a remainder shorter than a block is unused."""
     train = prepare(config, progress=False).train
     stream = train.stream(0, 10**9)
-    assert len(train) == (len(stream) - 1) // 32 and train.num_tokens == 32 * len(train)
+    assert len(train) == (len(stream) - 1) // 32
     assert train[0].shape == (33,) and train[0].dtype.is_signed and train[0].element_size() == 8
     targets = np.concatenate([block[1:].numpy() for block in train])
-    assert np.array_equal(targets, stream[1 : 1 + train.num_tokens])
+    assert np.array_equal(targets, stream[1 : 1 + 32 * len(train)])
     assert all(train[i][-1] == train[i + 1][0] for i in range(len(train) - 1))
     assert train.gather([3, 0, 3]).tolist() == [train[i].tolist() for i in (3, 0, 3)]
     with pytest.raises(IndexError):
