@@ -178,7 +178,7 @@ def study_from(args: Namespace) -> Any:
     if args.attentions:
         known_rows = list(dict.fromkeys([*study.attentions, *ATTENTIONS]))
         for row in args.attentions:
-            if row not in known_rows:
+            if row not in known_rows and row.partition("+")[0] not in ATTENTIONS:
                 raise UserError(
                     f"unknown attention {row!r}{nearest(row, known_rows)}: {', '.join(known_rows)}"
                 )

@@ -11,14 +11,14 @@ best counts. The blocks are Pythia's, MLP included (Zoology's have none).
 import math
 import time
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
 
 from lingpt.common.errors import UserError
 from lingpt.kernels.gla_tuning import Tuning
-from lingpt.models import ATTENTIONS, GPT, Config
+from lingpt.models import ATTENTIONS, GPT, Config, parse_form
 from lingpt.models.weight_decay import parameter_groups
 
 POWER = 0.01  # Zoology's exponent of the gaps
@@ -99,6 +99,8 @@ class Trial:
     def config(self) -> Config:
         """Raises UserError for an attention or an option that there is not."""
         attention, options = parse_form(self.attention)
+        if "short_conv" in options:
+            raise UserError(f"{self.attention}: leave out short_conv: each is trained with it and without")
         if self.short_conv:
             options["short_conv"] = True
         if attention == "gla":
@@ -112,22 +114,6 @@ class Trial:
             **sizes,
             **options,
         )
-
-
-def parse_form(form: str) -> tuple[str, dict[str, Any]]:
-    """`ours-gated+output_gate+normalize=false` → its attention, and its options, true where none is said."""
-    attention, *words = form.split("+")
-    if attention not in ATTENTIONS:
-        raise UserError(f"unknown attention {attention!r}: there are {', '.join(ATTENTIONS)}")
-    declared, options = ATTENTIONS[attention].options(), {}
-    switches = [name for name, p in declared.items() if get_args(p.annotation)[0] in (bool, bool | None)]
-    known = [name for name in switches if name != "short_conv"]
-    for word in words:
-        name, _, value = word.partition("=")
-        if name not in known or value not in ("", "true", "false"):
-            raise UserError(f"{form}: {word!r} is no option of {attention}: {', '.join(known) or 'none'}")
-        options[name] = value != "false"
-    return attention, options
 
 
 def make_trials(

@@ -1,6 +1,6 @@
 """Language models: LitGPT's GPT-NeoX (Pythia) with a choice of attention."""
 
-from lingpt.models.attention import ATTENTIONS, Attention, attention_form, changed_options
+from lingpt.models.attention import ATTENTIONS, Attention, attention_form, changed_options, parse_form
 from lingpt.models.checkpoint import LoadReport, load_model, load_weights, save_index, save_model
 from lingpt.models.config import MODELS, Config, ModelArgs
 from lingpt.models.generate import generate
@@ -30,6 +30,7 @@ __all__ = [
     "load_model",
     "load_weights",
     "memory_estimate",
+    "parse_form",
     "read_shards",
     "save_index",
     "save_model",

@@ -6,7 +6,7 @@ from typing import Any, Self
 import litgpt.config
 
 from lingpt.common.errors import UserError, unknown
-from lingpt.models.attention import ATTENTIONS, with_options
+from lingpt.models.attention import ATTENTIONS, parse_form, with_options
 
 # Tiny, Pythia in every other respect: trains on a laptop's CPU in minutes. Heads of 64: the CUDA kernel
 # takes those.
@@ -166,7 +166,8 @@ class ModelArgs:
     Args:
         name: `demo` or a Pythia model (`pythia-14m` … `pythia-12b`), or one of your own, whose n_layer,
             n_embd and n_head must then be given.
-        attention: one of the attentions, or a list with one per layer.
+        attention: one of the attentions, `+` its options if any (`ours-gated+output_gate`), or a list with
+            one per layer.
         block_size: longest sequence, in tokens; None keeps the model's own (2048 for most Pythia models).
         vocab_size: size of the vocabulary; None keeps the model's own. Padded as the model pads its own.
         padded_vocab_size: rows of the embedding; None derives it from vocab_size.
@@ -197,6 +198,17 @@ class ModelArgs:
     parallel_residual: bool | None = None
     norm_eps: float | None = None
     bias: bool | None = None
+
+    def __post_init__(self) -> None:
+        """The options in `attention` become fields. UserError where there is no such option."""
+        per_layer = isinstance(self.attention, list)
+        names = self.attention if isinstance(self.attention, list) else [self.attention]
+        forms = [parse_form(name) if "+" in str(name) else (name, {}) for name in names]
+        for _, options in forms:
+            for option, value in options.items():
+                setattr(self, option, value)
+        bare = [name for name, _ in forms]
+        self.attention = bare if per_layer else bare[0]
 
     def config(self) -> Config:
         """Raises UserError where the names or numbers make no model."""

@@ -52,8 +52,8 @@ COMPARED: dict[str, dict[str, Any]] = {
     IDENTITY: {"attention": "softmax"},  # whose linear layers it keeps
     "ours": {"attention": "ours"},
     "ours-gated": {"attention": "ours-gated"},
-    OUTPUT_GATE: {"attention": "ours-gated", "output_gate": True},
-    SHORT_CONV: {"attention": "ours-gated", "output_gate": True, "short_conv": True},
+    OUTPUT_GATE: {"attention": OUTPUT_GATE},
+    SHORT_CONV: {"attention": SHORT_CONV},
     "ours-decay": {"attention": "ours-decay"},
     "softmax-flash": {"attention": "softmax", "sdpa": "flash"},
     "softmax-cudnn": {"attention": "softmax", "sdpa": "cudnn"},

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from lingpt.common.errors import UserError
 from lingpt.common.run_folder import attention_label
 from lingpt.data import DataConfig
-from lingpt.models import ModelArgs, changed_options
+from lingpt.models import ModelArgs, attention_form, changed_options
 
 
 @dataclass
@@ -142,6 +142,11 @@ class Recipe:
     @property
     def attention_label(self) -> str:
         return attention_label(self.model.attention)
+
+    @property
+    def attention_form(self) -> str:
+        """The attention and its options that are not at their defaults."""
+        return attention_form(self.model.attention, vars(self.model))
 
     @property
     def run_name(self) -> str:

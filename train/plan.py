@@ -59,7 +59,7 @@ def format_plan(recipe: Recipe, machine: Machine, config: Config) -> str:
     micro_batch = f"at micro-batch {t.micro_batch_size}"
     shown = [next(device for device in DEVICES if device.name == name) for name in SHOWN]
     lines = [
-        f"{recipe.run_name}: {recipe.model.name} with {recipe.attention_label}; nothing is trained, this is "
+        f"{recipe.run_name}: {recipe.model.name} with {recipe.attention_form}; nothing is trained, this is "
         "a dry run",
         "",
         *(f"{name:<10} {text}" for name, text in about.items()),

@@ -32,7 +32,7 @@ def describe(recipe: Recipe, machine: Machine, gpt: GPT, kernels: dict[str, str]
     """Model, devices, and what is left to train. kernels: each attention's."""
     by = [kernel if len(kernels) == 1 else f"{name} by {kernel}" for name, kernel in kernels.items()]
     return (
-        f"{recipe.model.name} with {recipe.attention_label} ({', '.join(by)}): "
+        f"{recipe.model.name} with {recipe.attention_form} ({', '.join(by)}): "
         f"{gpt.num_parameters() / 1e6:.1f} M parameters on {machine.world_size} × {machine.name}, "
         f"{machine.precision}; {steps} steps of {recipe.tokens_per_step:,} tokens"
     )

@@ -1,8 +1,9 @@
 """The attentions by name: `attention: ours` in a recipe picks one, a list gives each layer its own."""
 
 from collections.abc import Mapping
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
+from lingpt.common.errors import UserError, unknown
 from lingpt.common.run_folder import attention_label
 from lingpt.models.attention.base import Attention
 from lingpt.models.attention.gla import GLAAttention
@@ -44,10 +45,42 @@ def changed_options(attention: str | list[str], values: Mapping[str, Any]) -> di
 
 
 def attention_form(attention: str | list[str], values: Mapping[str, Any]) -> str:
-    """`ours-gated + output_gate + normalize=false`: the attention and `changed_options`."""
+    """`ours-gated + output_gate + normalize=false`: the attention and `changed_options`, for `parse_form`."""
     options = changed_options(attention, values).items()
     words = [name if value is True else f"{name}={str(value).lower()}" for name, value in options]
     return " + ".join([attention_label(attention), *words])
 
 
-__all__ = ["ATTENTIONS", "Attention", "attention_form", "changed_options", "with_options"]
+def parse_form(form: str) -> tuple[str, dict[str, Any]]:
+    """`ours-gated+output_gate+normalize=false` → the attention and its options, true where no value stands.
+
+    Raises UserError for an attention or an option that there is not.
+    """
+    attention, *words = (word.strip() for word in form.split("+"))
+    if attention not in ATTENTIONS:
+        raise unknown("attention", attention, ATTENTIONS)
+    declared, options = ATTENTIONS[attention].options(), dict[str, Any]()
+    for word in words:
+        name, _, text = word.partition("=")
+        values = _values(get_args(declared[name].annotation)[0], text) if name in declared else {}
+        if (text or "true") not in values:
+            takes = ", ".join(declared) or "none"
+            raise UserError(f"{form!r}: {word!r} is no option of {attention}, which has {takes}")
+        options[name] = values[text or "true"]
+    return attention, options
+
+
+def _values(kind: Any, text: str) -> dict[str, Any]:
+    """Text → value, of an option of this type: all values or, of numbers, this one."""
+    values: dict[str, Any] = {}
+    for part in (kind, *get_args(kind)):
+        if part is bool:
+            values |= {"true": True, "false": False}
+        elif part is int and text.isdecimal():
+            values[text] = int(text)
+        elif get_origin(part) is Literal:
+            values |= {str(value): value for value in get_args(part)}
+    return values
+
+
+__all__ = ["ATTENTIONS", "Attention", "attention_form", "changed_options", "parse_form", "with_options"]

@@ -61,8 +61,9 @@ def test_forms():
     assert (config.output_gate, config.normalize, config.short_conv) == (True, False, True)
     assert free.form == "ours-gated+output_gate+normalize=false + conv"
     for form, message in [
-        ("ours+gate", "'gate' is no option of ours: learnable_b"),
-        ("softmax+conv", ": none"),
+        ("ours+gate", "'gate' is no option of ours, which has learnable_b"),
+        ("softmax+conv", "'conv' is no option of softmax, which has sdpa"),
+        ("ours+short_conv", "leave out short_conv"),
     ]:
         with pytest.raises(UserError, match=message):
             make_trials([form], [32], [2], [1e-3], **TINY)

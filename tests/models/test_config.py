@@ -65,6 +65,11 @@ def test_config_survives_json():
         ({"name": "xyzzy"}, "use one of: demo"),
         ({"attention": "sofmax"}, "did you mean 'softmax'"),
         ({"attention": ["ours", "ours", "ours", "our-decay"]}, "did you mean 'ours-decay'"),
+        ({"attention": "our+output_gate"}, "did you mean 'ours'"),
+        ({"attention": "ours+output"}, "'output' is no option of ours, which has learnable_b, output_gate"),
+        ({"attention": "ours+output_gate=maybe"}, "'output_gate=maybe' is no option of ours"),
+        ({"attention": "softmax+sdpa"}, "'sdpa' is no option of softmax"),
+        ({"attention": "gla+gla_n_head=two"}, "'gla_n_head=two' is no option of gla"),
         ({"attention": ["ours", "softmax"]}, "lists 2 layers, but 'demo' has 4"),
         ({"attention": "gla", "gla_n_head": 5}, "gla_n_head=5 must divide"),
         ({"block_size": 0}, "block_size=0"),
@@ -91,6 +96,25 @@ def test_a_mistake_is_one_line(arguments: dict, message: str):
     with pytest.raises(UserError, match=message) as error:
         ModelArgs(**arguments).config()
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [
+        ("ours", {}),
+        ("ours-gated+output_gate+normalize", {"output_gate": True, "normalize": True}),
+        ("ours-gated + output_gate + short_conv=true", {"output_gate": True, "short_conv": True}),
+        ("softmax+sdpa=flash", {"sdpa": "flash"}),
+        ("gla+gla_n_head=4+short_conv", {"gla_n_head": 4, "short_conv": True}),
+    ],
+)
+def test_a_form_is_an_attention_and_its_options(form: str, options: dict):
+    """Guards: one word for what a user trains, and the same one in tables."""
+    args = ModelArgs(attention=form)
+    assert args == ModelArgs(attention=form.partition("+")[0].strip(), **options)
+    assert ModelArgs(attention=attention_form(args.attention, vars(args))) == args
+    hybrid = ModelArgs(attention=["softmax", form])
+    assert hybrid == ModelArgs(attention=["softmax", args.attention], **options)
 
 
 def test_every_option_of_an_attention_can_be_set():

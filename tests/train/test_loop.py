@@ -345,7 +345,8 @@ def test_a_run_records_what_it_is_made_of(make_recipe, picture, capsys):
     recipe = make_recipe(sample_tokens=8)
     recipe.model.attention, recipe.model.sdpa = ["ours", "softmax", "ours", "ours"], "math"
     folder = train(recipe)
-    assert "demo with ours+softmax (ours by chunkwise, softmax by math):" in capsys.readouterr().out
+    by = "ours by chunkwise, softmax by math"
+    assert f"demo with ours+softmax + sdpa=math ({by}):" in capsys.readouterr().out
     environment = json.loads((folder / "environment.json").read_text())
     assert environment["versions"]["torch"] and environment["command"] and environment["hardware"]["name"]
     assert environment["data"]["fingerprint"]
