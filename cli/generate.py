@@ -7,9 +7,18 @@ HELP = "Continue a text with a trained model."
 
 def configure(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", type=str, help="a run's folder (its newest checkpoint), a checkpoint, or any model folder")
+    add(
+        "model",
+        type=str,
+        help="a run's folder (its newest checkpoint), a checkpoint, or a folder of `lingpt export`",
+    )
     add("--prompt", type=str, default="", help="the text to continue; without one, a document begins")
-    add("--tokens", type=int, default=160, help="the most new tokens; the end of a document ends it, too")
+    add(
+        "--tokens",
+        type=int,
+        default=160,
+        help="the most new tokens; the block size or a document's end may come before",
+    )
     add("--temperature", type=float, default=0.8, help="divides the logits; 0 takes the likeliest token")
     add("--top_k", type=int | None, default=50, help="draw from so many likeliest tokens; null for all")
     add("--seed", type=int, default=0, help="of the draws: the same text each time")
@@ -28,8 +37,8 @@ def run(args: Namespace) -> None:
     from lingpt.models import generate, load_model
 
     for name, least in (("tokens", 1), ("temperature", 0), ("top_k", 1), ("seed", 0)):
-        if args[name] is not None and not args[name] >= least:
-            raise UserError(f"--{name} {args[name]}: give {least} or more")
+        if args[name] is not None and not least <= args[name] < 2**32:
+            raise UserError(f"--{name} {args[name]}: give {least} or more, below {2**32}")
     folder, device = Path(args.model), find_device(args.device)
     if (folder / CHECKPOINTS).is_dir():
         newest = newest_checkpoint(folder)
@@ -37,16 +46,23 @@ def run(args: Namespace) -> None:
             raise UserError(f"{folder} has no whole checkpoint yet: train on with the same command")
         folder = newest
     check_undamaged(folder)
+    if (folder / "config.json").is_file() and not (folder / "tokenizer.json").is_file():
+        raise UserError(f"{folder} has no tokenizer.json: copy that of the run into it")
     model, tokenizer = load_model(folder, device=device), load_tokenizer(folder / "tokenizer.json")
     prompt = tokenizer.encode(args.prompt) or [tokenizer.eos_id]
+    room = model.max_seq_length - len(prompt)
+    if room < 1:
+        raise UserError(
+            f"a prompt of {len(prompt)} tokens fills block size {model.max_seq_length}: shorten it"
+        )
     ids = generate(
         model,
         torch.tensor([prompt], device=device),
-        args.tokens,
+        min(args.tokens, room),
         temperature=args.temperature,
         top_k=args.top_k,
         eos_id=tokenizer.eos_id,
         seed=args.seed,
     )
-    new = ids[0, len(prompt) :].tolist()
-    print(args.prompt + tokenizer.decode(new[:-1] if new[-1] == tokenizer.eos_id else new))
+    text = ids[0, 0 if args.prompt else 1 :].tolist()
+    print(tokenizer.decode(text[:-1] if text[-1] == tokenizer.eos_id else text))

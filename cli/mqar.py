@@ -1,5 +1,6 @@
 """`lingpt mqar`: trains small models on associative recall, side by side, and shows how much each recalls."""
 
+import json
 import multiprocessing
 import os
 from collections.abc import Iterator, Mapping
@@ -53,7 +54,12 @@ def asked_trials(args: Namespace) -> "list[Trial]":
 def command_line(options: Mapping[str, Any]) -> list[str]:
     """The arguments that a study's `mqar: {steps: 500, widths: [64]}` means."""
     lists = {key: value if isinstance(value, list) else [value] for key, value in options.items()}
-    return [word for key, values in lists.items() for word in (f"--{key}", *map(str, values))]
+    words = {
+        key: [value if isinstance(value, str) else json.dumps(value) for value in values]
+        for key, values in lists.items()
+        if values != [None]
+    }
+    return [word for key, values in words.items() for word in (f"--{key}", *values)]
 
 
 def run(args: Namespace) -> None:

@@ -10,7 +10,7 @@ def find_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.empty(0, device=name)
+        torch.zeros(1, device=name).item()
         return torch.device(name)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UserError(f"device {name!r}: {str(error).splitlines()[0]}; use --device auto") from error

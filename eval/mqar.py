@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from lingpt.common.errors import UserError
 from lingpt.kernels.gla_tuning import Tuning
-from lingpt.models import ATTENTIONS, GPT, Config, parse_form
+from lingpt.models import ATTENTIONS, GPT, Config, attention_form, parse_form
 from lingpt.models.weight_decay import parameter_groups
 
 POWER = 0.01  # Zoology's exponent of the gaps
@@ -121,7 +121,7 @@ def make_trials(
 ) -> list[Trial]:
     """Every combination; those attentions that have a short convolution, with it and without."""
     forms = []
-    for name in attentions:
+    for name in dict.fromkeys(attention_form(*parse_form(name)).replace(" ", "") for name in attentions):
         has_conv = "short_conv" in ATTENTIONS[parse_form(name)[0]].options()
         forms += [(name, conv) for conv in ((False, True) if has_conv else (False,))]
     trials = [

@@ -25,8 +25,11 @@ def mean_scores(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for result in results:
         about = result["checkpoint"]
         row = _SEED.sub("", about["run"])
-        alone = about.get("path") if row == about["run"] else None  # its name says no seed
-        groups.setdefault((row, about["step"], about["form"], alone), []).append(result)
+        path = str(about.get("path"))
+        # In the same folder of runs; one whose name says no seed is alone.
+        where = path if row == about["run"] else path.partition(about["run"])[0]
+        trained = tuple(about.get(key) for key in ("model", "form", "step", "tokens", "seq_len"))
+        groups.setdefault((row, where, *trained), []).append(result)
     return [_mean(key[0], group) if len(group) > 1 else group[0] for key, group in groups.items()]
 
 

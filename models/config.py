@@ -166,8 +166,8 @@ class ModelArgs:
     Args:
         name: `demo` or a Pythia model (`pythia-14m` … `pythia-12b`), or one of your own, whose n_layer,
             n_embd and n_head must then be given.
-        attention: one of the attentions, `+` its options if any (`ours-gated+output_gate`), or a list with
-            one per layer.
+        attention: one of the attentions, or a list with one per layer. Options may follow a `+`
+            (`ours-gated+output_gate`); they hold for all layers that have them.
         block_size: longest sequence, in tokens; None keeps the model's own (2048 for most Pythia models).
         vocab_size: size of the vocabulary; None keeps the model's own. Padded as the model pads its own.
         padded_vocab_size: rows of the embedding; None derives it from vocab_size.
@@ -200,15 +200,19 @@ class ModelArgs:
     bias: bool | None = None
 
     def __post_init__(self) -> None:
-        """The options in `attention` become fields. UserError where there is no such option."""
-        per_layer = isinstance(self.attention, list)
+        """The options in `attention` become fields. UserError for one that is unknown, or has two values."""
         names = self.attention if isinstance(self.attention, list) else [self.attention]
         forms = [parse_form(name) if "+" in str(name) else (name, {}) for name in names]
-        for _, options in forms:
-            for option, value in options.items():
-                setattr(self, option, value)
+        default, given = {field.name: field.default for field in fields(self)}, dict[str, Any]()
+        for option, value in (item for _, options in forms for item in options.items()):
+            now = given.get(option, getattr(self, option))
+            if now != value and (option in given or now != default[option]):
+                raise UserError(f"{option} is {value} in attention {self.attention!r}, and {now} besides")
+            given[option] = value
+        for option, value in given.items():
+            setattr(self, option, value)
         bare = [name for name, _ in forms]
-        self.attention = bare if per_layer else bare[0]
+        self.attention = bare if isinstance(self.attention, list) else bare[0]
 
     def config(self) -> Config:
         """Raises UserError where the names or numbers make no model."""

@@ -61,4 +61,5 @@ def sample(
     if top_k is not None:
         kth_B1 = logits_BV.topk(min(top_k, logits_BV.shape[-1]), dim=-1).values[:, -1:]
         logits_BV = logits_BV.masked_fill(logits_BV < kth_B1, float("-inf"))
+    logits_BV = logits_BV - logits_BV.amax(-1, keepdim=True)  # no overflow, however small the temperature
     return torch.multinomial((logits_BV / temperature).softmax(dim=-1), 1, generator=generator)

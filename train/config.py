@@ -127,8 +127,9 @@ MAY_CHANGE = {
 }  # fmt: skip
 
 
-# May differ between the processes of a run: where a machine keeps its copy of the tokens, and how it is made.
-OF_A_MACHINE = {"data.cache_dir", "data.num_workers"}
+# May differ between the processes of a run: where a machine has its copy of the data, whose fingerprint is
+# compared, and how tokens are made of it.
+OF_A_MACHINE = {"data.source", "data.val_source", "data.tokenizer", "data.cache_dir", "data.num_workers"}
 
 
 @dataclass

@@ -37,7 +37,7 @@ def launched() -> Launched | None:
     here = int(env.get("SLURM_NTASKS_PER_NODE", 0))
     if tasks != here * machines:
         raise UserError(
-            f"SLURM has started {tasks} processes on {machines} machine(s), and has not been told how many "
-            "on each: give sbatch or srun --nodes and --ntasks-per-node, and no --ntasks"
+            f"SLURM has started {tasks} processes on {machines} machine(s), where --ntasks-per-node is "
+            f"{here or 'not given'}: give sbatch or srun --nodes and --ntasks-per-node, and no --ntasks"
         )
     return Launched("SLURM", here, tasks)

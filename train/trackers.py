@@ -120,7 +120,7 @@ class WandB:
                 project=recipe.train.wandb_project,
                 name=recipe.run_name,
                 group=recipe.train.wandb_group or recipe.model.name,
-                tags=[recipe.attention_label],
+                tags=list(dict.fromkeys([recipe.attention_label, recipe.attention_form])),
                 id=_run_id(folder),
                 resume="allow",
                 dir=recipe.run_folder,

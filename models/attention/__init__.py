@@ -45,7 +45,10 @@ def changed_options(attention: str | list[str], values: Mapping[str, Any]) -> di
 
 
 def attention_form(attention: str | list[str], values: Mapping[str, Any]) -> str:
-    """`ours-gated + output_gate + normalize=false`: the attention and `changed_options`, for `parse_form`."""
+    """`ours-gated + output_gate + normalize=false`: the attention and `changed_options`.
+
+    `parse_form` reads it, but for a hybrid's.
+    """
     options = changed_options(attention, values).items()
     words = [name if value is True else f"{name}={str(value).lower()}" for name, value in options]
     return " + ".join([attention_label(attention), *words])
@@ -62,11 +65,17 @@ def parse_form(form: str) -> tuple[str, dict[str, Any]]:
     declared, options = ATTENTIONS[attention].options(), dict[str, Any]()
     for word in words:
         name, _, text = word.partition("=")
-        values = _values(get_args(declared[name].annotation)[0], text) if name in declared else {}
-        if (text or "true") not in values:
+        if name in ATTENTIONS:
+            raise UserError(
+                f"{form!r}: a hybrid is a list, one attention per layer; after a `+` stands an option"
+            )
+        if name not in declared:
             takes = ", ".join(declared) or "none"
-            raise UserError(f"{form!r}: {word!r} is no option of {attention}, which has {takes}")
-        options[name] = values[text or "true"]
+            raise UserError(f"{form!r}: {name!r} is no option of {attention}, which has {takes}")
+        values, text = _values(get_args(declared[name].annotation)[0], text), text.lower() or "true"
+        if text not in values:
+            raise UserError(f"{form!r}: {name} takes {', '.join(values) or 'a whole number'}")
+        options[name] = values[text]
     return attention, options
 
 

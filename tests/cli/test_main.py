@@ -139,6 +139,9 @@ def test_trains_draws_and_goes_on(project, capsys):
         (["curves", "nowhere"], "no losses in nowhere"),
         (["generate", "nowhere"], "no model in nowhere"),
         (["generate", "nowhere", "--top_k", "0"], "--top_k 0: give 1 or more"),
+        (["generate", "nowhere", "--temperature", ".inf"], "--temperature inf: give 0 or more"),
+        (["generate", "nowhere", "--seed", "99999999999999999999"], "below 4294967296"),
+        (["generate", "nowhere", "--device", "meta"], "use --device auto"),
         (["bench", "--device", "tpu"], "unknown device 'tpu': use cuda, cuda:1 … or cpu"),
     ],
 )  # fmt: skip

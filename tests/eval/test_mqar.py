@@ -56,6 +56,8 @@ def test_forms():
     forms = ["softmax", "gla", "gla + conv", "ours-gated", "ours-gated + conv"]
     assert [trial.form for trial in trials] == forms
     assert trials[-1].config().short_conv and trials[1].config().gla_n_head == 2
+    alike = ["ours-gated + output_gate", "ours-gated+output_gate=true", "ours-gated+output_gate"]
+    assert [t.form for t in make_trials(alike, [32], [2], [1e-3], **TINY)] == [alike[2], f"{alike[2]} + conv"]
     free = make_trials(["ours-gated+output_gate+normalize=false"], [32], [2], [1e-3], **TINY)[1]
     config = free.config()
     assert (config.output_gate, config.normalize, config.short_conv) == (True, False, True)

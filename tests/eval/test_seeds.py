@@ -45,6 +45,9 @@ def test_a_row_is_the_mean_of_its_seeds():
     ours, softmax = answers(3, 40, 0), answers(2, 40, 1)
     results = [run("ours", i, bits) for i, bits in enumerate(ours)]
     results += [run("softmax", i, bits) for i, bits in enumerate(softmax)] + [run("gla", 0, ours[0])]
+    other = copy.deepcopy(results[0])  # of another study
+    other["checkpoint"]["path"] = "elsewhere/ours-seed0"
+    assert len(mean_scores([*results, other])) == 4
     means = mean_scores(results)
     assert [r["checkpoint"]["run"] for r in means] == ["ours", "softmax", "gla-seed0"]
     assert (means[0]["checkpoint"]["seed"], means[2]["checkpoint"]["seed"]) == ([0, 1, 2], 0)

@@ -231,7 +231,7 @@ def test_processes_agree_on_recipe_and_data(make_recipe, monkeypatch):
     monkeypatch.setattr(Parallel, "agree", lambda self, machine, settings: agreed.update(settings))
     train(make_recipe(max_steps=1, seed=7))
     assert agreed["train.seed"] == 7 and agreed["the data"]
-    assert "data.source" in agreed and "data.cache_dir" not in agreed
+    assert "data.seq_len" in agreed and "data.cache_dir" not in agreed
 
 
 @pytest.mark.slow

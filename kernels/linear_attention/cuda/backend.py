@@ -188,10 +188,11 @@ def _backward_in_two(
     dstate: LinearAttentionState | None,
     out: tuple[Tensor, ...],
 ) -> OptionGradients:
-    """`backward` of the first N % CHUNK tokens apart, and of the others from the state that those leave.
+    """`backward` of a call cut after its first N % CHUNK tokens: the later part first, from the state at the
+    cut, whose gradient the early part then starts from.
 
-    The others are whole chunks: only there has the gradient of gates boundaries (gates.cuh), without which
-    rounding adds up over the whole sequence.
+    The later part is whole chunks: only there has the gradient of gates boundaries (gates.cuh), without which
+    rounding adds up over the whole sequence. The early part runs forward again, as no state is kept there.
     """
     first = call.shape[1] % CHUNK
     early, late = call.tokens(slice(first))._replace(return_state=True), call.tokens(slice(first, None))
