@@ -180,7 +180,7 @@ def test_what_a_run_gets(tmp_path, tokenizer, texts, capsys):
     said = "demo; dashed: the training length, 64 tokens; documents: 5 of stories; cpu."
     assert caption(entries) == said
     seeds = [
-        r | {"checkpoint": r["checkpoint"] | {"run": f"x-seed{i}", "form": "x"}}
+        r | {"checkpoint": r["checkpoint"] | {"run": f"x-seed{i}", "path": f"x-seed{i}", "form": "x"}}
         for i, r in enumerate(results)
     ]
     (mean,) = mean_scores(seeds)
