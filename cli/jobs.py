@@ -6,6 +6,7 @@ which two jobs in a row failed so is given up while there are others. A signal, 
 the children as Ctrl-C would, and waits until they have saved.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from lingpt.common.errors import UserError
 
@@ -239,6 +241,11 @@ def _stop(running: Sequence[_Running]) -> None:
         except subprocess.TimeoutExpired:
             os.killpg(one.process.pid, signal.SIGKILL)
             one.process.wait()
+
+
+def as_word(value: Any) -> str:
+    """A value as a command's argument: YAML in a line."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def find_slots(devices: int | None, each: int | None, sharing: int = 1) -> list[Slot]:

@@ -1,6 +1,5 @@
 """`lingpt mqar`: trains small models on associative recall, side by side, and shows how much each recalls."""
 
-import json
 import multiprocessing
 import os
 from collections.abc import Iterator, Mapping
@@ -9,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentParser, Namespace
+
+from lingpt.cli.jobs import as_word
 
 if TYPE_CHECKING:
     from lingpt.eval.mqar import Trial
@@ -54,12 +55,8 @@ def asked_trials(args: Namespace) -> "list[Trial]":
 def command_line(options: Mapping[str, Any]) -> list[str]:
     """The arguments that a study's `mqar: {steps: 500, widths: [64]}` means."""
     lists = {key: value if isinstance(value, list) else [value] for key, value in options.items()}
-    words = {
-        key: [value if isinstance(value, str) else json.dumps(value) for value in values]
-        for key, values in lists.items()
-        if values != [None]
-    }
-    return [word for key, values in words.items() for word in (f"--{key}", *values)]
+    given = {key: values for key, values in lists.items() if values != [None]}
+    return [word for key, values in given.items() for word in (f"--{key}", *map(as_word, values))]
 
 
 def run(args: Namespace) -> None:

@@ -1,6 +1,5 @@
 """The runs of a study: the command of each, its recipe, and how far it is."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 
 import jsonargparse
 
+from lingpt.cli.jobs import as_word
 from lingpt.cli.recipe import configure_recipe, find_recipe, recipe_from
 from lingpt.common.errors import UserError
 from lingpt.common.run_folder import (
@@ -39,7 +39,7 @@ class StudyRun:
     @property
     def arguments(self) -> list[str]:
         """Of `lingpt`, as a child process gets them."""
-        options = [f"--{key}={_word(value)}" for key, value in self.options.items()]
+        options = [f"--{key}={as_word(value)}" for key, value in self.options.items()]
         return ["train", "--config", self.recipe_name, *options]
 
     @cached_property
@@ -158,11 +158,6 @@ def _parser() -> jsonargparse.ArgumentParser:
     parser = jsonargparse.ArgumentParser(exit_on_error=False, prog="lingpt train")
     configure_recipe(parser)
     return parser
-
-
-def _word(value: Any) -> str:
-    """A value as the command line takes it: YAML in a line."""
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def study_runs(study: Study, folder: Path, rates: dict[str, float], cards: int | None) -> list[StudyRun]:

@@ -12,5 +12,5 @@ def find_device(name: str) -> torch.device:
     try:
         torch.zeros(1, device=name).item()
         return torch.device(name)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError) as error:
         raise UserError(f"device {name!r}: {str(error).splitlines()[0]}; use --device auto") from error

@@ -41,6 +41,11 @@ def attention_label(attention: str | Sequence[str]) -> str:
     return attention if isinstance(attention, str) else "+".join(dict.fromkeys(attention))
 
 
+def without_seed(name: str) -> str:
+    """What the runs `<row>-seed0`, `<row>-seed1`, … of a study share of their names."""
+    return re.sub(r"-seed\d+$", "", name)
+
+
 def checkpoint_folder(run: Path, step: int) -> Path:
     return run / CHECKPOINTS / f"step-{step:08d}"
 

@@ -57,7 +57,7 @@ class Checkpoint:
         """The attention as one word; a hybrid's mechanisms joined by `+`."""
         return attention_label(self.attention)
 
-    @property
+    @cached_property
     def form(self) -> str:
         """The attention and its options that are not at their defaults."""
         attention = self.attention if isinstance(self.attention, str) else list(self.attention)

@@ -1,12 +1,12 @@
 """The scores of runs that differ in their seed alone as one result: means, and their standard errors."""
 
 import math
-import re
 from collections.abc import Sequence
 from statistics import fmean, stdev
 from typing import Any
 
-_SEED = re.compile(r"-seed\d+$")
+from lingpt.common.run_folder import without_seed
+
 # q is the most that the mean's error over questions can be, since all seeds had the same ones.
 NOTE = (
     "Of n seeds: their mean ± √(s²/n + q²), s the standard deviation over the seeds, q the mean of their "
@@ -24,7 +24,7 @@ def mean_scores(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for result in results:
         about = result["checkpoint"]
-        row = _SEED.sub("", about["run"])
+        row = without_seed(about["run"])
         path = str(about.get("path"))
         # In the same folder of runs; one whose name says no seed is alone.
         where = path if row == about["run"] else path.partition(about["run"])[0]

@@ -129,7 +129,7 @@ MAY_CHANGE = {
 
 # May differ between the processes of a run: where a machine has its copy of the data, whose fingerprint is
 # compared, and how tokens are made of it.
-OF_A_MACHINE = {"data.source", "data.val_source", "data.tokenizer", "data.cache_dir", "data.num_workers"}
+NODE_LOCAL = {"data.source", "data.val_source", "data.tokenizer", "data.cache_dir", "data.num_workers"}
 
 
 @dataclass
@@ -303,7 +303,7 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 def shared_settings(recipe: Recipe) -> dict[str, object]:
     """`{"train.seed": 0}`: what has to be the same in all processes of a run."""
-    return {key: value for key, value in flatten(recipe.to_dict()).items() if key not in OF_A_MACHINE}
+    return {key: value for key, value in flatten(recipe.to_dict()).items() if key not in NODE_LOCAL}
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -5,7 +5,6 @@ Read from `metrics.jsonl`, `config.yaml` and `environment.json` of the runs; `cu
 
 import json
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from lingpt.common.run_folder import (
     read_config,
     read_metrics,
     read_model,
+    without_seed,
 )
 
 SPIKE_WINDOW, SPIKE_SPREADS, LEAST_SPIKE = 50, 8.0, 0.1  # steps; spreads, and nats, above their median
@@ -128,7 +128,7 @@ def _mean(group: list[Curve]) -> Curve:
         bounds[kind] = smoothed.min(0), smoothed.max(0)
     return replace(
         first,
-        name=re.sub(r"-seed\d+$", "", first.name),
+        name=without_seed(first.name),
         train=values["train"],
         val=values["val"],
         skipped=np.concatenate([curve.skipped for curve in group]),

@@ -117,7 +117,7 @@ class Parallel:
 
     def _strategy(self, machine: Machine) -> DDPStrategy | str:
         if machine.strategy == "fsdp":
-            return _Sharded(self._shard, timeout=self._timeout)
+            return _FSDP2Strategy(self._shard, timeout=self._timeout)
         return _ddp(self._timeout) if machine.strategy == "ddp" else "auto"
 
     def _shard(self, module: nn.Module) -> nn.Module:
@@ -350,7 +350,7 @@ class Parallel:
             dist.destroy_process_group()
 
 
-class _Sharded(DDPStrategy):
+class _FSDP2Strategy(DDPStrategy):
     """Starts and connects the processes as DDP does, and has `shard` divide the module over them.
 
     (Lightning's own for FSDP2 makes groups of processes while it connects them, before they can agree.)
