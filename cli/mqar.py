@@ -2,9 +2,11 @@
 
 import multiprocessing
 import os
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentParser, Namespace
@@ -122,7 +124,7 @@ def _trained(trials: "list[Trial]", workers: int | None) -> "Iterator[tuple[Tria
     """(trial, its result or the error), as they are done: in this process, or in several on all GPUs."""
     import torch
 
-    from lingpt.eval.mqar import begin_tuning, train_trial
+    from lingpt.eval.mqar import is_tuned_first, train_trial, tune
 
     cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
     workers = min(workers or max(1, PER_CARD * cards), max(1, len(trials)))
@@ -138,21 +140,59 @@ def _trained(trials: "list[Trial]", workers: int | None) -> "Iterator[tuple[Tria
     for i in range(workers):
         devices.put(f"cuda:{i % cards}" if cards else "cpu")
     with ProcessPoolExecutor(workers, context, initializer=_take_device, initargs=(devices,)) as pool:
-        # What has kernels to be tuned (GLA, once for each width) comes last, and they are tuned meanwhile.
-        sizes = {(trial.attention, trial.width): trial for trial in trials} if cards else {}
-        card = torch.device("cuda")
-        begun = {size: found for size, trial in sizes.items() if (found := begin_tuning(trial, card))}
-        last = [trial for trial in trials if (trial.attention, trial.width) in begun]
-        futures = {pool.submit(_train_here, trial): trial for trial in trials if trial not in last}
-        for tuning in begun.values():
-            tuning.finish(print)
-        futures |= {pool.submit(_train_here, trial): trial for trial in last}
+        tuned_first = [trial for trial in trials if cards and is_tuned_first(trial)]
         try:
-            for future in as_completed(futures):
-                failure = future.exception()
-                yield futures[future], failure or future.result()
+            yield from _as_trained(pool, _train_here, trials, tuned_first, tune)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _as_trained(
+    pool: Executor,
+    train: "Callable[[Trial], dict[str, Any]]",
+    trials: "list[Trial]",
+    tuned_first: "list[Trial]",
+    tune: "Callable[[Trial], None]",
+) -> "Iterator[tuple[Trial, Any]]":
+    """(trial, its result or the error), as they are done in `pool`.
+
+    Those of `tuned_first` come last: one of each attention and width is tuned for, one after the other as
+    each takes all cores, while the pool trains the rest.
+    """
+    done: SimpleQueue[tuple[Trial, Any]] = SimpleQueue()
+
+    def put(trial: "Trial", future: Future[dict[str, Any]]) -> None:
+        if not future.cancelled():
+            done.put((trial, future.exception() or future.result()))
+
+    def submit(trial: "Trial") -> None:
+        try:
+            future = pool.submit(train, trial)
+        except RuntimeError as error:  # the pool has lost a process, or is shut
+            done.put((trial, error))
+        else:
+            future.add_done_callback(lambda future: put(trial, future))
+
+    def tune_and_submit() -> None:
+        by_size: dict[tuple[str, int], list[Trial]] = {}
+        for trial in tuned_first:
+            by_size.setdefault((trial.attention, trial.width), []).append(trial)
+        for alike in by_size.values():
+            try:
+                tune(alike[0])
+            except Exception as error:
+                for trial in alike:
+                    done.put((trial, error))
+                continue
+            for trial in alike:
+                submit(trial)
+
+    for trial in trials:
+        if trial not in tuned_first:
+            submit(trial)
+    Thread(target=tune_and_submit, daemon=True).start()
+    for _ in trials:
+        yield done.get()
 
 
 def _take_device(devices: Any) -> None:

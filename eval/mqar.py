@@ -17,8 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from lingpt.common.errors import UserError
-from lingpt.kernels.gla_tuning import Tuning
-from lingpt.models import ATTENTIONS, GPT, Config, attention_form, parse_form
+from lingpt.models import ATTENTIONS, GPT, Attention, Config, attention_form, parse_form
 from lingpt.models.weight_decay import parameter_groups
 
 POWER = 0.01  # Zoology's exponent of the gaps
@@ -178,15 +177,22 @@ def train_trial(trial: Trial, device: str = "cpu") -> dict[str, Any]:
     }
 
 
-def begin_tuning(trial: Trial, device: torch.device) -> Tuning | None:
-    """What must be chosen before the attention's kernels run at this size, begun; None where nothing must.
+def is_tuned_first(trial: Trial) -> bool:
+    """Whether its attention has kernels that are tuned for a size before they run (GLA's)."""
+    return type(_attention(trial)).tuning is not Attention.tuning
 
-    Other processes find the choices on disk.
-    """
+
+def tune(trial: Trial) -> None:
+    """Has the kernels of a trial's size tuned, which takes about a minute; other processes find the choices
+    on disk."""
+    size = trial.batch_size, trial.length, torch.bfloat16
+    if tuning := _attention(trial).tuning(*size, torch.device("cuda")):
+        tuning.finish(print)
+
+
+def _attention(trial: Trial) -> Attention:
     with torch.device("meta"):
-        attention = GPT(trial.config()).blocks[0].attn
-    tuning = attention.tuning(trial.batch_size, trial.length, torch.bfloat16, device)
-    return tuning if tuning and tuning.needed else None
+        return GPT(trial.config()).blocks[0].attn
 
 
 def rate_factor(step: int, steps: int) -> float:

@@ -1,13 +1,24 @@
 """Guards MQAR: the task is solvable, by recall alone; a model learns it; what is shown is what was found."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 import pytest
 import torch
 
 from lingpt.cli.main import main
+from lingpt.cli.mqar import _as_trained
 from lingpt.common.errors import UserError
-from lingpt.eval.mqar import Trial, accuracy, make_batch, make_trials, rate_factor, train_trial
+from lingpt.eval.mqar import (
+    Trial,
+    accuracy,
+    is_tuned_first,
+    make_batch,
+    make_trials,
+    rate_factor,
+    train_trial,
+)
 from lingpt.eval.mqar_results import best, mqar_table, save_mqar
 from lingpt.models import GPT
 
@@ -48,6 +59,34 @@ def test_a_small_model_learns_to_recall():
 def test_the_rate_rises_and_falls():
     factors = [rate_factor(step, 100) for step in range(100)]
     assert factors[0] == 0.1 and max(factors) == factors[9] == 1.0 and factors[-1] < 0.001
+
+
+def test_what_is_trained_is_there_while_others_are_tuned_for():
+    """Guards: results of an hour that wait for GLA's kernels, and are lost with the process; all of GLA's
+    failing where its kernels can't be tuned, and nothing else; one tuning a width."""
+    softmax, *gla = make_trials(["softmax", "gla"], [32, 64], [2], [1e-3], **TINY)[:3]
+    others = make_trials(["gla"], [64], [2], [1e-3], **TINY)
+    assert [is_tuned_first(trial) for trial in (softmax, *gla)] == [False, True, True]
+    seen, tuned = Event(), []
+
+    def tune(trial: Trial) -> None:
+        assert seen.wait(60)  # the first result, which the caller has
+        tuned.append(trial.width)
+        if trial.width == 64:
+            raise RuntimeError("no kernels")
+
+    with ThreadPoolExecutor(2) as pool:
+        results = _as_trained(
+            pool, lambda trial: {"form": trial.form}, [*gla, softmax, *others], [*gla, *others], tune
+        )
+        assert next(results) == (softmax, {"form": "softmax"})
+        seen.set()
+        found = {(trial.width, trial.form): str(result) for trial, result in results}
+    assert tuned == [32, 64]
+    assert found == {
+        **{(32, form): str({"form": form}) for form in ("gla", "gla + conv")},
+        **{(64, form): "no kernels" for form in ("gla", "gla + conv")},
+    }
 
 
 def test_forms():
