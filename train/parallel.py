@@ -86,9 +86,8 @@ class Parallel:
             precision=machine.precision,
             plugins=[_environment()],
         )
-        with self._connection(machine):
+        with self._connection(machine), self.watch.launched_by(self.fabric.strategy.launcher):
             self.fabric.launch()
-        self.watch.take(getattr(self.fabric.strategy.launcher, "procs", []))
         if self.world_size > 1:
             # A connection of its own: while the main thread waits in one, others wait behind it.
             store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]

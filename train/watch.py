@@ -17,6 +17,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from typing import Any
 
 from torch.distributed import Store
 
@@ -71,11 +73,30 @@ class Watch:
         if self._has_parent:
             threading.Thread(target=self._watch_parent, name="watch-parent", daemon=True).start()
 
-    def take(self, launched: list[subprocess.Popen]) -> None:
-        """Watches the processes that Lightning `launched`, which leaves its own observer none."""
-        self.children, launched[:] = list(launched), []
-        if self.children:
-            threading.Thread(target=self._watch_children, name="watch-children", daemon=True).start()
+    @contextlib.contextmanager
+    def launched_by(self, launcher: Any) -> Iterator[None]:
+        """Around a launch: watches the processes that Lightning's `launcher` starts, from their start on.
+
+        They are taken from its list, within the seconds after which its own observer would look there.
+        """
+        launched, count = getattr(launcher, "procs", []), getattr(launcher, "num_processes", 1) - 1
+        over = threading.Event()
+
+        def take() -> None:
+            while len(launched) < count and not over.wait(0.05):
+                pass
+            self.children, launched[:] = list(launched), []
+            if self.children:
+                self._watch_children()
+
+        watch = threading.Thread(target=take, name="watch-children", daemon=True)
+        watch.start()
+        try:
+            yield
+        finally:
+            over.set()
+            while watch.is_alive() and not self.children:
+                time.sleep(0.01)
 
     def enter_collective(self) -> None:
         """This process has come to a point where it may wait for the others."""

@@ -177,6 +177,26 @@ def test_a_run_ends_where_one_process_hangs():
     assert "process 1 of 2" in said and "kept the others waiting for 0.05 min" in said
 
 
+DIES = """
+import os, signal
+if os.environ.get("LOCAL_RANK") == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+from lingpt.train import TrainConfig
+from lingpt.train.machine import choose_machine
+from lingpt.train.parallel import Parallel
+Parallel(choose_machine(TrainConfig(accelerator="cpu", devices=2)), timeout_minutes=1)
+"""
+
+
+def test_a_process_that_dies_before_it_has_met_the_others_is_named(tmp_path):
+    """Guards: Lightning's own observer, which kills the main process without a word."""
+    script = tmp_path / "dies.py"  # Lightning starts the others from a file
+    script.write_text(DIES)
+    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 2
+    assert "process 1 of 2" in ran.stderr and "was killed by signal 9" in ran.stderr
+
+
 DIFFER = """
 import os
 from dataclasses import replace
