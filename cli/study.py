@@ -71,10 +71,10 @@ def run(args: Namespace) -> None:
     for one in (*tried, *runs):
         _ = one.recipe  # refused now, not after hours
     trials = _mqar_left(study, folder)
-    if args.dry_run:
-        print(format_plan(study, tried, runs, trials, slots))
-        return
     stages = args.stages or list(STAGES)
+    if args.dry_run:
+        print(format_plan(study, tried, runs, trials, slots, stages))
+        return
     _check_inputs(study, runs, stages)
     with write_errors(folder / STUDY):
         write_json(folder / STUDY, study.to_dict())

@@ -32,10 +32,15 @@ def format_plan(
     runs: Sequence[StudyRun],
     trials: Sequence[Trial],
     slots: Sequence[Slot],
+    stages: Sequence[str],
 ) -> str:
-    """The plan as text: a line a row, then the whole. trials: of MQAR, those that are left."""
+    """The plan of these stages: a line a row, then the whole. trials: of MQAR, those that are left."""
     peak, device = _peak(slots)
-    scored = TABLE2_TOKENS * ("table2" in study.suites) + SUITE_TOKENS * bool(set(study.suites) - {"table2"})
+    rate = rate if "rates" in stages else ()
+    trials = trials if "mqar" in stages else ()
+    suites = study.suites if "scores" in stages else []
+    with_mqar = study.mqar is not None and "mqar" in stages
+    scored = TABLE2_TOKENS * ("table2" in suites) + SUITE_TOKENS * bool(set(suites) - {"table2"})
     rows, seconds, disk = [], {"rates": 0.0, "runs": 0.0, "scores": 0.0}, 0.0
     for row in study.attentions:
         mine, tried = ([run for run in of if run.row == row] for of in (runs, rate))
@@ -49,10 +54,10 @@ def format_plan(
         scoring = flops[0] / (steps * per_step) / 3 * scored * unscored
         left = [f for f, run in zip(flops, mine, strict=True) if not run.is_over()]
         disk += len(mine) * 12 * parameters * (mine[0].recipe.train.keep_checkpoints + 1)
-        seconds["runs"] += sum(left) / peak
+        seconds["runs"] += sum(left) * ("runs" in stages) / peak
         seconds["rates"] += short * any(not run.is_over() for run in tried) / peak
         seconds["scores"] += scoring / peak
-        hours = (sum(flops) + short) / (H200.bf16 * STATED_MFU) / 3600
+        hours = (sum(flops) * ("runs" in stages) + short) / (H200.bf16 * STATED_MFU) / 3600
         done = f"{len(mine) - len(left)} of {len(mine)}"
         cells = [count(parameters), f"{steps:,} × {count(per_step)}", str(len(mine)), str(len(tried)), done]
         rows.append([row, *cells, f"{hours:.3g}"])
@@ -77,7 +82,7 @@ def format_plan(
         f"cost    {cost} card hours on H200s in all, at {STATED_MFU:.0%} of their peak: "
         f"{duration(hours * 3600 / 8)} on eight",
         f"disk    {disk / 1e9:.3g} GB of checkpoints at most; the rates' go when these are chosen",
-        f"scores  {', '.join(study.suites) or 'none'}" + ("; MQAR" if study.mqar is not None else ""),
+        f"scores  {', '.join(suites) or 'none'}" + ("; MQAR" if with_mqar else ""),
         "Small models and short sequences reach less of the peak: the time is then longer."
         + (f" With a limit of {study.limit} documents a task scoring takes less." if study.limit else "")
         + (" MQAR's is the most: training ends where all is right." if trials else ""),

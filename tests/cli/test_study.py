@@ -110,6 +110,19 @@ def test_a_study_from_the_plan_to_the_page(here, tmp_path, capsys):
     assert kept == {"config.yaml", "environment.json", "metrics.jsonl", "eval"}
 
 
+@pytest.mark.parametrize("stages", [["data", "runs"], ["rates"], ["scores", "page"]], ids=" ".join)
+def test_the_plan_is_of_the_stages_that_are_asked_for(here, capsys, stages):
+    """Guards: the time, the cost and the scores of stages that the command would leave out."""
+    plans = []
+    for more in ([], ["--stages", *stages]):
+        assert main(["study", "--config", "study-tiny.yaml", "--dry_run", "true", *more]) == 0
+        plans.append(capsys.readouterr().out)
+    timed = [set(re.findall(r"(rates|runs|scores) [\d.]+ (?:s|min|h)", plan)) for plan in plans]
+    assert timed == [{"rates", "runs", "scores"}, {"rates", "runs", "scores"} & set(stages)]
+    suites = [re.search(r"^scores +(.*)$", plan, re.M)[1] for plan in plans]
+    assert suites[0] != "none" and suites[1] == (suites[0] if "scores" in stages else "none")
+
+
 def test_the_plan_counts_what_is_left_of_mqar(here, capsys):
     """Guards: MQAR's hours were in no plan. What is trained is not counted."""
     tiny = {"attentions": ["softmax"], "rates": [0.001, 0.01], "widths": [64], "pairs": [4], "steps": 2000}
