@@ -187,7 +187,7 @@ def _forward(call: Call) -> Outputs:
         return _tokens(o, call.q.shape[1]).to(call.q.dtype).contiguous(), final
 
 
-def _backward(call: Call, saved: tuple[Tensor, ...], gradients: Outputs) -> Outputs:
+def _backward(call: Call, _saved: Outputs, gradients: Outputs) -> Outputs:
     do, dfinal = gradients
     with torch.no_grad(), true_fp32(call.q.device):
         N, (Q, K, V, G) = call.q.shape[1], _chunks(call)

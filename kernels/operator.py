@@ -45,11 +45,11 @@ class Operator(Generic[C]):
     call_type: type[C]
     forward: Callable[[C], Outputs]
     fake_forward: Callable[[C], Outputs]
-    backward: Callable[[C, tuple[Tensor, ...], Outputs], Outputs]
+    backward: Callable[[C, Outputs, Outputs], Outputs]
     flops: Callable[[Any], int]
     gradients_of: tuple[str, ...]
     outputs: tuple[str, ...]
-    saved: tuple[str, ...] = ()
+    saved: tuple[str, ...] = ()  # None, or empty in a graph, where it was not asked for
     constant: tuple[str, ...] = ()
 
     def register(self) -> Callable[[C], tuple[Any, ...]]:
@@ -57,7 +57,7 @@ class Operator(Generic[C]):
         forward_name, backward_name = f"{self.name}_fwd", f"{self.name}_bwd"
         fields = get_type_hints(self.call_type)
         arguments = ", ".join(f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in fields.items())
-        saved = "".join(f", Tensor {name}" for name in self.saved)
+        saved = "".join(f", Tensor? {name}" for name in self.saved)
         gradients = "".join(f", Tensor? d{name}" for name in self._differentiable)
         _library.define(f"{forward_name}({arguments}) -> ({_tensors(self.outputs)})")
         _library.define(f"{backward_name}({arguments}{saved}{gradients}) -> ({_tensors(self.gradients_of)})")

@@ -24,8 +24,8 @@ class Backend(Protocol):
     """A module that computes both passes of a call.
 
     stats [3, B, H, N], fp32 (float64): the normaliser g = Σ w, 1/‖q‖ and 1/‖k‖ (g has no meaning without
-    `normalize`, the norms none without `normalize_qk`). Backward needs only these and o, so that one
-    backend's backward pass can follow the forward pass of another.
+    `normalize`, the norms none without `normalize_qk`). Backward needs only these, o and the final state, so
+    that one backend's backward pass can follow the forward pass of another.
     """
 
     def unsupported_reason(self, call: Call) -> str | None:
@@ -40,12 +40,14 @@ class Backend(Protocol):
         o: Tensor,
         stats: Tensor,
         do: Tensor,
+        final: LinearAttentionState | None,
         dstate: LinearAttentionState | None,
         out: tuple[Tensor, ...],
     ) -> OptionGradients:
         """Writes dq, dk and dv into `out`, whose last dimension is contiguous; returns the other gradients.
 
-        do, dstate: the gradients of o and of the final state (None where it has none).
+        final: the final state, as forward returned it. do, dstate: the gradients of o and of that state
+        (None where it has none).
         """
 
 

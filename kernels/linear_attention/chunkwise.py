@@ -72,10 +72,11 @@ def backward(
     o: Tensor,
     stats: Tensor,
     do: Tensor,
+    _final: LinearAttentionState | None,
     dstate: LinearAttentionState | None,
     out: tuple[Tensor, ...],
 ) -> OptionGradients:
-    """Writes dq, dk and dv into `out`; returns the other gradients."""
+    """Writes dq, dk and dv into `out`; returns the other gradients. It finds the final state again."""
     with torch.no_grad(), true_fp32(call.device):
         (q, k, v), N, C = call.views, call.shape[1], _chunk_size(call)
         a, b = _coefficients(call)

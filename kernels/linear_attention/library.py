@@ -40,8 +40,10 @@ def _forward(call: Call) -> Outputs:
     return o, stats, *(state or _NO_STATE)
 
 
-def _backward(given: Call, saved: tuple[Tensor, ...], gradients: Outputs) -> Outputs:
-    call, (o, stats), (do, *dparts) = given.unpacked(), saved, gradients
+def _backward(given: Call, saved: Outputs, gradients: Outputs) -> Outputs:
+    call, (o, stats, *parts), (do, *dparts) = given.unpacked(), saved, gradients
+    final = LinearAttentionState(*parts) if call.return_state else None  # type: ignore[arg-type]
+    assert o is not None and stats is not None
     do = torch.zeros_like(o) if do is None else do
     tensors = {name: x for name in _INPUTS if (x := getattr(given, name)) is not None}
     d = {name: torch.empty_like(x, memory_format=torch.contiguous_format) for name, x in tensors.items()}
@@ -50,7 +52,7 @@ def _backward(given: Call, saved: tuple[Tensor, ...], gradients: Outputs) -> Out
         out = dqkv.unbind(2)
     else:
         out = tuple(d.values()) if call.qkv is None else d["qkv"].unbind(2)
-    found = choose(call).backward(call, o, stats, do, _whole_state(call, dparts), out)
+    found = choose(call).backward(call, o, stats, do, final, _whole_state(call, dparts), out)
     d_log_gate, d_bias = found.log_gate, None
     if given.gate_bias is not None:
         assert call.log_gate is not None and d_log_gate is not None
@@ -97,6 +99,6 @@ attend = Operator(
     flops=_flops,
     gradients_of=(*_INPUTS, "a", "b", "log_gate", "gate_bias", "S", "z", "c", "n"),
     outputs=("o", "stats", "S", "z", "c", "n"),
-    saved=("o", "stats"),
+    saved=("o", "stats", "S", "z", "c", "n"),
     constant=("stats",),
 ).register()

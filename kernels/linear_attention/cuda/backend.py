@@ -95,13 +95,14 @@ def backward(
     o: Tensor,
     stats: Tensor,
     do: Tensor,
+    final: LinearAttentionState | None,
     dstate: LinearAttentionState | None,
     out: tuple[Tensor, ...],
 ) -> OptionGradients:
     """Writes dq, dk and dv into `out`; returns the other gradients."""
     N = call.shape[1]
     if call.log_gate is not None and N > WINDOW and N % CHUNK:
-        return _backward_in_two(call, o, stats, do, dstate, out)
+        return _backward_in_two(call, o, stats, do, final, dstate, out)
     q, k, v = (_aligned(x) for x in call.views)
     written = tuple(
         x if _is_aligned(x) else torch.empty_like(x, memory_format=torch.contiguous_format) for x in out
@@ -122,7 +123,6 @@ def backward(
             reverse_gates=plan.gate_sums_size,
             dG_rows=2 * rows if plan.gates else 0,
             dG_columns=2 * rows if plan.gates else 0,
-            dG_total=B * H if plan.gates else 0,
             dG_spans=plan.gate_totals_size,
             states=0 if left else states_size + plan.gate_sums_size,
         )
@@ -161,7 +161,6 @@ def backward(
                 gamma=gate_gradient.data_ptr(),
                 counts=work.address("dG_columns"),
                 chunks=work.address("dG_spans"),
-                count_out=work.address("dG_total"),
                 dG=work.address("dG_rows"),
                 boundaries=boundaries,
             )
@@ -171,8 +170,8 @@ def backward(
         if x is not y:
             x.copy_(y)
     if gate_gradient is not None and dstate is not None:
-        last_window = gate_gradient[:, WINDOW * plan.boundaries :]
-        _add_states(call, last_window, work["dG_total"].view(B, H), initial, d_initial, dstate)
+        assert final is not None
+        _add_state(call, gate_gradient[:, WINDOW * plan.boundaries :], final, dstate)
     if d_initial is not None and call.normalize and call.log_gate is None:
         d_initial.n.copy_(_count_gradient(call, work["e"].view(B, H, N), dstate))
     a_gradient = None if call.a is None else work["da"].view(B, H, -1).sum((0, 2))
@@ -185,6 +184,7 @@ def _backward_in_two(
     o: Tensor,
     stats: Tensor,
     do: Tensor,
+    final: LinearAttentionState | None,
     dstate: LinearAttentionState | None,
     out: tuple[Tensor, ...],
 ) -> OptionGradients:
@@ -204,6 +204,7 @@ def _backward_in_two(
         o[:, first:],
         stats[..., first:].contiguous(),
         do[:, first:],
+        final,
         dstate,
         tuple(x[:, first:] for x in out),
     )
@@ -212,6 +213,7 @@ def _backward_in_two(
         o[:, :first],
         early_stats,
         do[:, :first],
+        state,
         late_found.initial_state,
         tuple(x[:, :first] for x in out),
     )
@@ -334,26 +336,16 @@ def _tensor_or_number(x: float | Tensor) -> tuple[Tensor | None, float | None]:
     return (x.float(), None) if isinstance(x, Tensor) else (None, x)
 
 
-def _add_states(
-    call: Call,
-    gradient: Tensor,
-    total: Tensor,
-    initial: LinearAttentionState | None,
-    d_initial: LinearAttentionState | None,
-    dstate: LinearAttentionState,
+def _add_state(
+    call: Call, gradient: Tensor, final: LinearAttentionState, dstate: LinearAttentionState
 ) -> None:
     """Adds to the gradient of log_gate, of the tokens after the last boundary, [B, tokens, H], what the final
-    state's, dS, adds.
-
-    It adds ⟨dS, S⟩ to the gradient of G_N, and so to all gates' of the last window. That follows without S:
-    all gradients of G add up to that of the first gate, which scales the initial state alone: ⟨dS₀, S₀⟩.
-    `total`, [B, H], is what they add up to without it.
-    """
-    added = -total
-    if initial is not None and d_initial is not None:
-        pairs = zip(initial, d_initial, strict=True)
-        added += sum((x * dx).reshape(*total.shape, -1).sum(-1) for x, dx in pairs)
-    assert call.log_gate is not None
+    state's, dS, adds: to the gradient of G_N ⟨dS, S⟩, and so to all gates' up to there."""
+    added = sum(
+        (x * dx).reshape(*call.shape[:1], call.shape[2], -1).sum(-1)
+        for x, dx in zip(final, dstate, strict=True)
+    )
+    assert call.log_gate is not None and isinstance(added, Tensor)
     gates = call.log_gate[:, -gradient.shape[1] :]
     gradient.add_(added.unsqueeze(1)).masked_fill_(gates <= LOG_ZERO[torch.float32], 0.0)
 

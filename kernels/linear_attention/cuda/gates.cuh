@@ -245,16 +245,10 @@ DEVICE float across_boundary(const Params& p, const GatesBlock& block, int token
   if (block.lane >= WARPS) return 0.f;
   return Boundary<D>(p, block.bh, token / WINDOW - 1).parts[block.lane] * exp2f(log2_gate(p, block.bh, token));
 }
-DEVICE void store_total(const Params& p, const GatesBlock& block, const float* high, const float* low) {
-  LongSum all = {0.f, 0.f};
-  for (int i = block.lane; i < gridDim.x; i += 32) all.add({high[i], low[i]});
-  all = sum_of_lanes(all, block.lane);
-  if (block.lane == 0) p.count_out[block.bh] = all.high + all.low;
-}
 
 // The gradient of a gate, which is in G_i for i ≥ t: Σ_{i≥t} dG_i, 0 at a reset. dG: rows, of DQ; count: columns, of DK,
 // [PARTS, BH, N] each, by position. First, TOTALS: chunks: the sum of a span, [BH, 2, spans], high and low. Then gamma: the
-// gradient [B, N, H]; count_out: Σ dG_i. Grid: GatesBlock, spans and tokens from the last to the first.
+// gradient [B, N, H]. Grid: GatesBlock, spans and tokens from the last to the first.
 template <int D, int CHUNK, bool TOTALS, int PARTS>
 __global__ void __launch_bounds__(GATES_THREADS) gate_gradient(const __grid_constant__ Params p) {
   const GatesBlock block(p);
@@ -294,7 +288,6 @@ __global__ void __launch_bounds__(GATES_THREADS) gate_gradient(const __grid_cons
       float& x = tile.at(block.warp, block.lane * GATES_ITEMS + i);
       sum.add({x, 0.f}), x = sum.high + sum.low;
     }
-    if (block.has_head(p) && blockIdx.x == spans - 1) store_total(p, block, high, low);
     __syncthreads();
     block.each(
         p, [&](int position) { return last - position; },
