@@ -179,20 +179,16 @@ def train_trial(trial: Trial, device: str = "cpu") -> dict[str, Any]:
 
 def is_tuned_first(trial: Trial) -> bool:
     """Whether its attention has kernels that are tuned for a size before they run (GLA's)."""
-    return type(_attention(trial)).tuning is not Attention.tuning
+    return ATTENTIONS[parse_form(trial.attention)[0]].tuning is not Attention.tuning
 
 
 def tune(trial: Trial) -> None:
     """Has the kernels of a trial's size tuned, which takes about a minute; other processes find the choices
     on disk."""
-    size = trial.batch_size, trial.length, torch.bfloat16
-    if tuning := _attention(trial).tuning(*size, torch.device("cuda")):
-        tuning.finish(print)
-
-
-def _attention(trial: Trial) -> Attention:
     with torch.device("meta"):
-        return GPT(trial.config()).blocks[0].attn
+        attention = GPT(trial.config()).blocks[0].attn
+    if tuning := attention.tuning(trial.batch_size, trial.length, torch.bfloat16, torch.device("cuda")):
+        tuning.finish(print)
 
 
 def rate_factor(step: int, steps: int) -> float:

@@ -80,23 +80,22 @@ class Watch:
         They are taken from its list, within the seconds after which its own observer would look there.
         """
         launched, count = getattr(launcher, "procs", []), getattr(launcher, "num_processes", 1) - 1
-        over = threading.Event()
+        over, taken = threading.Event(), threading.Event()
 
         def take() -> None:
             while len(launched) < count and not over.wait(0.05):
                 pass
             self.children, launched[:] = list(launched), []
+            taken.set()
             if self.children:
                 self._watch_children()
 
-        watch = threading.Thread(target=take, name="watch-children", daemon=True)
-        watch.start()
+        threading.Thread(target=take, name="watch-children", daemon=True).start()
         try:
             yield
         finally:
             over.set()
-            while watch.is_alive() and not self.children:
-                time.sleep(0.01)
+            taken.wait()
 
     def enter_collective(self) -> None:
         """This process has come to a point where it may wait for the others."""

@@ -341,11 +341,10 @@ def _add_state(
 ) -> None:
     """Adds to the gradient of log_gate, of the tokens after the last boundary, [B, tokens, H], what the final
     state's, dS, adds: to the gradient of G_N ⟨dS, S⟩, and so to all gates' up to there."""
-    added = sum(
-        (x * dx).reshape(*call.shape[:1], call.shape[2], -1).sum(-1)
-        for x, dx in zip(final, dstate, strict=True)
-    )
-    assert call.log_gate is not None and isinstance(added, Tensor)
+    B, _, H, _ = call.shape
+    products = [(x * dx).reshape(B, H, -1).sum(-1) for x, dx in zip(final, dstate, strict=True)]
+    added = torch.stack(products).sum(0)
+    assert call.log_gate is not None
     gates = call.log_gate[:, -gradient.shape[1] :]
     gradient.add_(added.unsqueeze(1)).masked_fill_(gates <= LOG_ZERO[torch.float32], 0.0)
 
