@@ -57,7 +57,8 @@ class Operator(Generic[C]):
         forward_name, backward_name = f"{self.name}_fwd", f"{self.name}_bwd"
         fields = get_type_hints(self.call_type)
         arguments = ", ".join(f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in fields.items())
-        saved = "".join(f", Tensor? {name}" for name in self.saved)
+        # A final state has the names of the initial one, and Inductor refuses two arguments of one name.
+        saved = "".join(f", Tensor? saved_{name}" for name in self.saved)
         gradients = "".join(f", Tensor? d{name}" for name in self._differentiable)
         _library.define(f"{forward_name}({arguments}) -> ({_tensors(self.outputs)})")
         _library.define(f"{backward_name}({arguments}{saved}{gradients}) -> ({_tensors(self.gradients_of)})")

@@ -137,7 +137,7 @@ def test_opcheck(full: bool, normalize: bool) -> None:
         call = Call(**tensors, **options)
         plain = [x.detach() if isinstance(x, torch.Tensor) else x for x in call]
         o, stats, *end = forward(*plain)
-        opcheck(backward, (*plain, o, stats, do, *(end if full else (None,) * 4)))
+        opcheck(backward, (*plain, o, stats, *end, do, *(end if full else (None,) * 4)))
         first, x = next(iter(tensors.items()))
         opcheck(forward, call._replace(**{first: x.clone().requires_grad_()}))
 

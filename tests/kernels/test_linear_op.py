@@ -84,9 +84,11 @@ def test_opcheck_with_a_decay_of_each_token_s_own():
     )
 
 
-@pytest.mark.parametrize("backend", ["auto", "chunkwise"])
+@pytest.mark.parametrize(
+    ("compiler", "backend"), [("aot_eager", "auto"), ("aot_eager", "chunkwise"), ("inductor", "auto")]
+)
 @pytest.mark.parametrize("with_state", [False, True])
-def test_compiles_into_one_graph_with_equal_results(backend, with_state):
+def test_compiles_into_one_graph_with_equal_results(compiler, backend, with_state):
     def block(qkv, cos, sin, b, *parts):
         initial = LinearAttentionState(*parts) if parts else None
         options = dict(initial_state=initial, return_state=True, log_decay=(-0.1, -0.2), backend=backend)
@@ -96,8 +98,9 @@ def test_compiles_into_one_graph_with_equal_results(backend, with_state):
 
     parts = state(True) if with_state else ()
     inputs = torch.stack(tensors(), 2).requires_grad_(), *rope(), torch.ones(H, requires_grad=True), *parts
+    inputs = [x.detach().double().requires_grad_(x.requires_grad) for x in inputs]
     wanted = [x for x in inputs if x.requires_grad]
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(block, fullgraph=True, backend=compiler)
     eager, graph = block(*inputs), compiled(*inputs)
     torch.testing.assert_close(graph, eager)
     gradients = torch.autograd.grad(graph, wanted), torch.autograd.grad(eager, wanted)
