@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 HELP = "Train small models on associative recall (MQAR), and show how much each attention recalls."
 RESULTS = "mqar.json"
+_WITH_CONV = ("gla", "ours", "ours-decay", "ours-gated", "ours-gated+output_gate")
+DEFAULT = ("softmax", *(name + conv for name in _WITH_CONV for conv in ("", "+short_conv")))
 PER_CARD = 8  # processes that share a GPU: models this small leave most of it idle
 
 
 def configure(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    every = ["softmax", "gla", "ours", "ours-decay", "ours-gated", "ours-gated+output_gate+normalize"]
-    every += ["ours-gated+output_gate", "ours-gated+output_gate+learnable_b"]
-    forms = "attentions, `+` their options; those with a short convolution are trained with it, too"
-    add("--attentions", nargs="+", default=every, help=forms)
+    names = "attentions, `+` their options: ours-gated+output_gate+short_conv"
+    add("--attentions", nargs="+", default=list(DEFAULT), help=names)
     add("--widths", nargs="+", type=int, default=[64, 128], help="of the models")
     pairs = "of key and value in a sequence; it is 8 times as long"
     add("--pairs", nargs="+", type=int, default=[16, 32], help=pairs)
@@ -159,6 +159,8 @@ def _as_trained(
     Those of `tuned_first` come last: one of each attention and width is tuned for, one after the other as
     each takes all cores, while the pool trains the rest.
     """
+    from lingpt.eval.mqar import without_conv
+
     done: SimpleQueue[tuple[Trial, Any]] = SimpleQueue()
 
     def put(trial: "Trial", future: Future[dict[str, Any]]) -> None:
@@ -176,7 +178,7 @@ def _as_trained(
     def tune_and_submit() -> None:
         by_size: dict[tuple[str, int], list[Trial]] = {}
         for trial in tuned_first:
-            by_size.setdefault((trial.attention, trial.width), []).append(trial)
+            by_size.setdefault((without_conv(trial.attention), trial.width), []).append(trial)
         for alike in by_size.values():
             try:
                 tune(alike[0])

@@ -4,8 +4,8 @@ The task is that of Arora et al. 2023 ("Zoology", arXiv 2312.04927), which arXiv
 uses: a sequence begins with pairs of key and value; later each key comes again, once, and the model is to say
 its value. The gaps before it follow a power law; all other positions hold random tokens.
 
-Small models are trained on sequences that are never repeated, each form with every learning rate, and the
-best counts. The blocks are Pythia's, MLP included (Zoology's have none).
+Small models are trained on sequences that are never repeated, each attention with every learning rate, and
+the best counts. The blocks are Pythia's, MLP included (Zoology's have none).
 """
 
 import math
@@ -64,13 +64,12 @@ def _distinct(logits: torch.Tensor, count: int, random: torch.Generator) -> torc
 
 @dataclass(frozen=True)
 class Trial:
-    """One model to train: its form, its width, the pairs of a sequence, the peak learning rate.
+    """One model to train: its attention, its width, the pairs of a sequence, the peak learning rate.
 
-    attention: one of `ATTENTIONS`, with options of its own if any: `ours-gated+output_gate+normalize=false`.
+    attention: one of `ATTENTIONS`, with options of its own if any: `ours-gated+output_gate+short_conv`.
     """
 
     attention: str
-    short_conv: bool
     width: int
     pairs: int
     rate: float
@@ -82,10 +81,6 @@ class Trial:
     seed: int = 0
 
     @property
-    def form(self) -> str:
-        return self.attention + (" + conv" if self.short_conv else "")
-
-    @property
     def length(self) -> int:
         """Tokens of a sequence: eight times the pairs, so that the queries are spread over three times as
         many places."""
@@ -93,17 +88,12 @@ class Trial:
 
     @property
     def key(self) -> str:
-        return f"{self.form}, width {self.width}, {self.pairs} pairs, rate {self.rate:g}"
+        return f"{self.attention}, width {self.width}, {self.pairs} pairs, rate {self.rate:g}"
 
     def config(self) -> Config:
         """Raises UserError for an attention or an option that there is not."""
         attention, options = parse_form(self.attention)
-        if "short_conv" in options:
-            raise UserError(f"{self.attention}: leave out short_conv: each is trained with it and without")
-        if self.short_conv:
-            options["short_conv"] = True
-        if attention == "gla":
-            options["gla_n_head"] = self.heads
+        options = {"gla_n_head": self.heads} | options
         sizes = {"n_layer": self.layers, "n_embd": self.width, "n_head": self.heads}
         return Config.from_name(
             "mqar",
@@ -118,16 +108,13 @@ class Trial:
 def make_trials(
     attentions: list[str], widths: list[int], pairs: list[int], rates: list[float], **sizes: int
 ) -> list[Trial]:
-    """Every combination; those attentions that have a short convolution, with it and without."""
-    forms = []
-    for name in dict.fromkeys(attention_form(*parse_form(name)).replace(" ", "") for name in attentions):
-        has_conv = "short_conv" in ATTENTIONS[parse_form(name)[0]].options()
-        forms += [(name, conv) for conv in ((False, True) if has_conv else (False,))]
+    """Every combination; an attention that is given in two spellings is one."""
+    names = dict.fromkeys(attention_form(*parse_form(name)).replace(" ", "") for name in attentions)
     trials = [
-        Trial(name, conv, width, count, rate, **sizes)
+        Trial(name, width, count, rate, **sizes)
         for width in widths
         for count in pairs
-        for name, conv in forms
+        for name in names
         for rate in rates
     ]
     for trial in trials:
@@ -166,7 +153,6 @@ def train_trial(trial: Trial, device: str = "cpu") -> dict[str, Any]:
                 break
     return {
         **asdict(trial),
-        "form": trial.form,
         "parameters": model.num_parameters(),
         "accuracy": found[0],
         "accuracy_stderr": found[1],
@@ -175,6 +161,11 @@ def train_trial(trial: Trial, device: str = "cpu") -> dict[str, Any]:
         "seconds": round(time.monotonic() - started, 1),
         "device": torch.cuda.get_device_name(where) if where.type == "cuda" else where.type,
     }
+
+
+def without_conv(attention: str) -> str:
+    """Its kernels are those of the attention without the short convolution, and so is its colour."""
+    return "+".join(word for word in attention.split("+") if word != "short_conv")
 
 
 def is_tuned_first(trial: Trial) -> bool:

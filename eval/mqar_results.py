@@ -1,4 +1,4 @@
-"""The table and the figure of MQAR, of the best learning rate of each form (arXiv 2312.06635, figure 4)."""
+"""The table and the figure of MQAR, each attention by its best learning rate (arXiv 2312.06635, figure 4)."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,40 +6,41 @@ from typing import Any
 
 from lingpt.common.files import write_errors, write_text
 from lingpt.common.palette import colours
+from lingpt.eval.mqar import without_conv
 from lingpt.eval.results import DASH, percent
 from lingpt.eval.tables import Table, add_caption, draw_tables, save_figure
 
 
-def best(results: Sequence[dict[str, Any]], form: str, width: int, pairs: int) -> dict[str, Any] | None:
+def best(results: Sequence[dict[str, Any]], attention: str, width: int, pairs: int) -> dict[str, Any] | None:
     """The result of the best rate; None where there is none."""
-    found = [r for r in results if (r["form"], r["width"], r["pairs"]) == (form, width, pairs)]
+    found = [r for r in results if (r["attention"], r["width"], r["pairs"]) == (attention, width, pairs)]
     return max(found, key=lambda r: r["accuracy"], default=None)
 
 
 def settings(results: Sequence[dict[str, Any]]) -> tuple[list[str], list[int], list[int]]:
-    """The forms, in their order, the widths and the numbers of pairs that there are results of."""
+    """The attentions, in their order, the widths and the numbers of pairs that there are results of."""
     widths, pairs = (sorted({r[key] for r in results}) for key in ("width", "pairs"))
-    return list(dict.fromkeys(r["form"] for r in results)), widths, pairs
+    return list(dict.fromkeys(r["attention"] for r in results)), widths, pairs
 
 
 def mqar_table(results: Sequence[dict[str, Any]]) -> Table:
-    """A row a form, a column for each width and number of pairs."""
-    forms, widths, pairs = settings(results)
+    """A row an attention, a column for each width and number of pairs."""
+    attentions, widths, pairs = settings(results)
     columns = [(width, count) for count in pairs for width in widths]
     rows = []
-    for form in forms:
-        found = [best(results, form, width, count) for width, count in columns]
+    for name in attentions:
+        found = [best(results, name, width, count) for width, count in columns]
         cells = (DASH if f is None else f"{percent(f, 'accuracy')} ({f['rate']:g})" for f in found)
-        rows.append([form, *cells])
-    rows.append(["Chance", *(f"{100 / count:.2f}" for _, count in columns)])
-    head = ["Form", *(f"{count} pairs, width {width}" for width, count in columns)]
+        rows.append([name, *cells])
+    rows.append(["A guess among the values", *(f"{100 / count:.2f}" for _, count in columns)])
+    head = ["Attention", *(f"{count} pairs, width {width}" for width, count in columns)]
     first = results[0]
     rates = ", ".join(f"{rate:g}" for rate in sorted({r["rate"] for r in results}))
     notes = [
         f"Accuracy in per cent of queries ± one standard error, the best of the rates {rates} (in brackets). "
         f"{first['layers']} layers, {first['heads']} heads, vocabulary {first['vocabulary']:,}, sequences of "
         f"eight times the pairs, at most {first['steps']:,} steps of {first['batch_size']} sequences, none "
-        "twice; one seed. Chance is a guess among the values of the sequence."
+        "twice; one seed. short_conv: a convolution of width 4 over q, k and v."
     ]
     return Table("Associative recall (MQAR)", head, rows, notes)
 
@@ -59,21 +60,21 @@ def _draw(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    forms, widths, pairs = settings(results)
+    attentions, widths, pairs = settings(results)
     figure = Figure(figsize=(1.8 + 3.2 * len(pairs), 3.4), dpi=200, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(pairs), sharey=True, squeeze=False)[0]
-    colour = colours(dict.fromkeys(form.removesuffix(" + conv") for form in forms))
+    colour = colours(map(without_conv, attentions))
     for panel, count in zip(panels, pairs, strict=True):
-        for form in forms:
-            found = [(width, r) for width in widths if (r := best(results, form, width, count))]
-            conv = form.endswith(" + conv")
-            style = {"color": colour[form.removesuffix(" + conv")], "linestyle": "--" if conv else "-"}
+        for name in attentions:
+            found = [(width, r) for width in widths if (r := best(results, name, width, count))]
+            conv = without_conv(name) != name
+            style = {"color": colour[without_conv(name)], "linestyle": "--" if conv else "-"}
             mark = {"marker": "s" if conv else "o", "markersize": 4.5, "linewidth": 1.5}
             y = [100 * r["accuracy"] for _, r in found]
-            panel.plot([width for width, _ in found], y, label=form, **style, **mark)
+            panel.plot([width for width, _ in found], y, label=name, **style, **mark)
         panel.axhline(100 / count, color="0.5", linestyle=(0, (4, 3)), linewidth=0.9)
-        panel.text(widths[0], 100 / count + 1.5, "chance", fontsize=7.5, color="0.4")
+        panel.text(widths[0], 100 / count + 1.5, "a guess among the values", fontsize=7.5, color="0.4")
         panel.set_title(f"{count} pairs", loc="left", fontsize=10)
         panel.set_xlabel("width")
         panel.set_xscale("log", base=2)

@@ -72,9 +72,11 @@ def parse_form(form: str) -> tuple[str, dict[str, Any]]:
         if name not in declared:
             takes = ", ".join(declared) or "none"
             raise UserError(f"{form!r}: {name!r} is no option of {attention}, which has {takes}")
-        values, text = _values(get_args(declared[name].annotation)[0], text), text.lower() or "true"
+        kind = get_args(declared[name].annotation)[0]
+        values, text = _values(kind, text), text.lower() or "true"
         if text not in values:
-            raise UserError(f"{form!r}: {name} takes {', '.join(values) or 'a whole number'}")
+            number = "a number" if kind is float else "a whole number"
+            raise UserError(f"{form!r}: {name} takes {', '.join(values) or number}")
         options[name] = values[text]
     return attention, options
 
@@ -87,6 +89,8 @@ def _values(kind: Any, text: str) -> dict[str, Any]:
             values |= {"true": True, "false": False}
         elif part is int and text.isdecimal():
             values[text] = int(text)
+        elif part is float and text.replace(".", "", 1).isdecimal():
+            values[text] = float(text)
         elif get_origin(part) is Literal:
             values |= {str(value): value for value in get_args(part)}
     return values

@@ -1,7 +1,7 @@
 """`gla`: gated linear attention (Yang et al., arXiv 2312.06635, §4.4).
 
     α_t = σ(x W_α¹ W_α² + b_α)^(1/τ)         low-rank gate: rank 16, τ = 16
-    S_t = diag(α_t) S_{t−1} + k_tᵀ v_t        per head, d_k = d/2 and d_v = d over all heads
+    S_t = diag(α_t) S_{t−1} + k_tᵀ v_t        per head, d_k = gla_expand_k·d (d/2) and d_v = d over all heads
     y_t = (swish(x W_r + b_r) ⊙ LN(q_t S_t)) W_O
 
 No rotary embeddings, as in the paper. One projection, `qkvr`, gives q, k, v and r, with Pythia's biases.
@@ -37,10 +37,13 @@ class GLAAttention(Attention):
         layer_idx: int,
         *,
         gla_n_head: Annotated[int, "number of heads of `gla`, whatever the model's own."] = 4,
+        gla_expand_k: Annotated[
+            float, "width of q and k of `gla` as a part of the model's (FLA's expand_k); 1 doubles its state."
+        ] = 0.5,
         short_conv: Annotated[bool, SHORT_CONV_HELP] = False,
     ) -> None:
         super().__init__()
-        self.n_head, self.d_k, self.d_v = gla_n_head, config.n_embd // 2, config.n_embd
+        self.n_head, self.d_k, self.d_v = gla_n_head, int(gla_expand_k * config.n_embd), config.n_embd
         self.qkvr = nn.Linear(config.n_embd, 2 * self.d_k + 2 * self.d_v, bias=config.bias)
         self.conv = nn.Parameter(identity_filter(2 * self.d_k + self.d_v)) if short_conv else None
         self.gate_down = nn.Linear(config.n_embd, GATE_RANK, bias=False)
@@ -49,9 +52,13 @@ class GLAAttention(Attention):
         self.proj = nn.Linear(self.d_v, config.n_embd, bias=config.bias)
 
     @classmethod
-    def check(cls, config: litgpt.Config, *, gla_n_head: int, **_: bool) -> None:
-        if gla_n_head < 1 or config.n_embd % (2 * gla_n_head):
-            raise UserError(f"gla_n_head={gla_n_head} must divide n_embd/2={config.n_embd / 2:g}")
+    def check(cls, config: litgpt.Config, *, gla_n_head: int, gla_expand_k: float, **_: bool) -> None:
+        d_k = gla_expand_k * config.n_embd
+        if gla_n_head < 1 or config.n_embd % gla_n_head or d_k <= 0 or d_k % gla_n_head:
+            raise UserError(
+                f"gla_n_head={gla_n_head} must divide n_embd={config.n_embd} and "
+                f"gla_expand_k={gla_expand_k:g} times it, {d_k:g}"
+            )
 
     @classmethod
     def kernel(

@@ -137,7 +137,6 @@ def test_the_plan_counts_what_is_left_of_mqar(here, capsys):
     both = minutes()
     trial = {
         "attention": "softmax",
-        "short_conv": False,
         "width": 64,
         "pairs": 4,
         "rate": 0.001,

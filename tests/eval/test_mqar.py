@@ -7,7 +7,8 @@ from threading import Event
 import pytest
 import torch
 
-from lingpt.cli.main import main
+from lingpt.cli import mqar
+from lingpt.cli.main import main, parse
 from lingpt.cli.mqar import _as_trained
 from lingpt.common.errors import UserError
 from lingpt.eval.mqar import (
@@ -49,11 +50,11 @@ def test_short_gaps_are_likelier():
 
 def test_a_small_model_learns_to_recall():
     """Linear attention with the short convolution, seconds on a CPU: from chance to most of the queries."""
-    trial = Trial("ours", True, width=32, pairs=2, rate=3e-2, steps=75, batch_size=32, vocabulary=16)
+    trial = Trial("ours+short_conv", width=32, pairs=2, rate=3e-2, steps=75, batch_size=32, vocabulary=16)
     fresh = accuracy(GPT.create(trial.config(), 0), trial, torch.device("cpu"))
     found = train_trial(trial)
     assert fresh[0] < 0.3 and found["accuracy"] > 0.75 and 0 < found["accuracy_stderr"] < 0.02
-    assert found["curve"] == [[75, round(found["accuracy"], 5)]] and found["form"] == "ours + conv"
+    assert found["curve"] == [[75, round(found["accuracy"], 5)]]
 
 
 def test_the_rate_rises_and_falls():
@@ -64,8 +65,9 @@ def test_the_rate_rises_and_falls():
 def test_what_is_trained_is_there_while_others_are_tuned_for():
     """Guards: results of an hour that wait for GLA's kernels, and are lost with the process; all of GLA's
     failing where its kernels can't be tuned, and nothing else; one tuning a width."""
-    softmax, *gla = make_trials(["softmax", "gla"], [32, 64], [2], [1e-3], **TINY)[:3]
-    others = make_trials(["gla"], [64], [2], [1e-3], **TINY)
+    both = ["gla", "gla+short_conv"]
+    softmax, *gla = make_trials(["softmax", *both], [32, 64], [2], [1e-3], **TINY)[:3]
+    others = make_trials(both, [64], [2], [1e-3], **TINY)
     assert [is_tuned_first(trial) for trial in (softmax, *gla)] == [False, True, True]
     seen, tuned = Event(), []
 
@@ -77,34 +79,47 @@ def test_what_is_trained_is_there_while_others_are_tuned_for():
 
     with ThreadPoolExecutor(2) as pool:
         results = _as_trained(
-            pool, lambda trial: {"form": trial.form}, [*gla, softmax, *others], [*gla, *others], tune
+            pool,
+            lambda trial: {"attention": trial.attention},
+            [*gla, softmax, *others],
+            [*gla, *others],
+            tune,
         )
-        assert next(results) == (softmax, {"form": "softmax"})
+        assert next(results) == (softmax, {"attention": "softmax"})
         seen.set()
-        found = {(trial.width, trial.form): str(result) for trial, result in results}
+        found = {(trial.width, trial.attention): str(result) for trial, result in results}
     assert tuned == [32, 64]
     assert found == {
-        **{(32, form): str({"form": form}) for form in ("gla", "gla + conv")},
-        **{(64, form): "no kernels" for form in ("gla", "gla + conv")},
+        **{(32, name): str({"attention": name}) for name in both},
+        **{(64, name): "no kernels" for name in both},
     }
 
 
-def test_forms():
-    """Those attentions that have a short convolution are trained with it, too."""
-    trials = make_trials(["softmax", "gla", "ours-gated"], [32], [2], [1e-3], **TINY)
-    forms = ["softmax", "gla", "gla + conv", "ours-gated", "ours-gated + conv"]
-    assert [trial.form for trial in trials] == forms
-    assert trials[-1].config().short_conv and trials[1].config().gla_n_head == 2
+def test_an_attention_with_its_options_is_one_word():
+    """As recipes, studies and tables have it; an attention in two spellings is trained once."""
+    trials = make_trials(["softmax", "gla+short_conv+gla_expand_k=1"], [32], [2], [1e-3], **TINY)
+    config = trials[1].config()
+    assert (config.gla_n_head, config.gla_expand_k, config.short_conv) == (2, 1.0, True)
     alike = ["ours-gated + output_gate", "ours-gated+output_gate=true", "ours-gated+output_gate"]
-    assert [t.form for t in make_trials(alike, [32], [2], [1e-3], **TINY)] == [alike[2], f"{alike[2]} + conv"]
-    free = make_trials(["ours-gated+output_gate+normalize=false"], [32], [2], [1e-3], **TINY)[1]
+    assert [t.attention for t in make_trials(alike, [32], [2], [1e-3], **TINY)] == [alike[2]]
+    (free,) = make_trials(["ours-gated+output_gate+short_conv+normalize=false"], [32], [2], [1e-3], **TINY)
     config = free.config()
     assert (config.output_gate, config.normalize, config.short_conv) == (True, False, True)
-    assert free.form == "ours-gated+output_gate+normalize=false + conv"
+
+
+def test_the_default_has_each_with_and_without_the_convolution():
+    found = mqar.asked_trials(parse("mqar", mqar, []))
+    names = list(dict.fromkeys(trial.attention for trial in found))
+    assert names == list(mqar.DEFAULT) and "ours-gated+output_gate+short_conv" in names
+    assert [name for name in names if "short_conv" in name] == [f"{name}+short_conv" for name in names[1::2]]
+
+
+def test_what_is_no_trial_is_refused():
     for form, message in [
         ("ours+gate", "'gate' is no option of ours, which has learnable_b"),
         ("softmax+conv", "'conv' is no option of softmax, which has sdpa"),
-        ("ours+short_conv", "leave out short_conv"),
+        ("gla+gla_expand_k=half", "gla_expand_k takes a number"),
+        ("gla+gla_expand_k=0", "gla_expand_k=0 times it"),
     ]:
         with pytest.raises(UserError, match=message):
             make_trials([form], [32], [2], [1e-3], **TINY)
@@ -118,17 +133,26 @@ def test_forms():
 
 def test_the_command_goes_on_and_draws(tmp_path, capsys, monkeypatch):
     """Trained once each; the best rate counts; a damaged file is kept aside; a model that fails is named."""
-    from lingpt.eval import mqar
-
     sizes = ["--widths", "16", "--pairs", "2", "--steps", "2", "--batch_size", "4", "--vocabulary", "32"]
-    command = ["mqar", *sizes, "--workers", "1", "--out", str(tmp_path), "--attentions", "softmax", "ours"]
+    command = [
+        "mqar",
+        *sizes,
+        "--workers",
+        "1",
+        "--out",
+        str(tmp_path),
+        "--attentions",
+        "softmax",
+        "ours",
+        "ours+short_conv",
+    ]
     command += ["--rates", "1e-3", "1e-2"]
     assert main(command) == 0
     assert "6 models, 6 to train" in capsys.readouterr().out
     results = json.loads((tmp_path / "mqar.json").read_text())["results"]
-    assert [r["form"] for r in results] == ["softmax"] * 2 + ["ours"] * 2 + ["ours + conv"] * 2
+    assert [r["attention"] for r in results] == ["softmax"] * 2 + ["ours"] * 2 + ["ours+short_conv"] * 2
     trained = []
-    monkeypatch.setattr(mqar, "train_trial", lambda trial, device: trained.append(trial) or 1 / 0)
+    monkeypatch.setattr("lingpt.eval.mqar.train_trial", lambda trial, device: trained.append(trial) or 1 / 0)
     assert main(command) == 0 and not trained
     assert main([*command, "0.1"]) == 2
     err = capsys.readouterr().err
@@ -145,7 +169,7 @@ def test_the_command_goes_on_and_draws(tmp_path, capsys, monkeypatch):
     for option in ("--steps=0", "--batch_size=0", "--rates=-1"):
         assert main([*command, option]) == 2
         assert "give more than 0" in capsys.readouterr().err
-    monkeypatch.setattr(mqar, "train_trial", lambda trial, device: trained.append(trial) or 1 / 0)
+    monkeypatch.setattr("lingpt.eval.mqar.train_trial", lambda trial, device: trained.append(trial) or 1 / 0)
     (tmp_path / "mqar.json").write_text("{")
     assert main(command) == 2
     assert "kept as damaged-mqar.json" in capsys.readouterr().out
@@ -155,6 +179,6 @@ def test_the_command_goes_on_and_draws(tmp_path, capsys, monkeypatch):
     assert (
         rows["softmax"].startswith("50.00 ±")
         and rows["softmax"].endswith("(0.01)")
-        and rows["Chance"] == "50.00"
+        and rows["A guess among the values"] == "50.00"
     )
     assert {p.name for p in save_mqar(results, tmp_path)} >= {"mqar.md", "mqar.png", "mqar.svg"}
