@@ -52,7 +52,8 @@ def write_page(
     results = [found for run in done if (found := _results(run, trouble))] if study.suites else []
     results = mean_scores(results)
     about = f"{study.about}\n\n" if study.about else ""
-    parts = [f"# Study {study.name}\n\n{about}{_what(study, runs)}"]
+    rates = {run.options["train.learning_rate"] for run in tried if run.is_done()}
+    parts = [f"# Study {study.name}\n\n{about}{_what(study, runs, sorted(rates))}"]
     if trouble:
         parts.append("## Not in the tables\n\n" + "\n".join(f"- {line}" for line in dict.fromkeys(trouble)))
     if (folder / READING).exists():
@@ -68,7 +69,7 @@ def write_page(
         if (folder / "positions.png").exists():
             parts.append("![Loss by position](positions.png)")
     parts += _mqar(folder)
-    parts.append(_limits(study, runs))
+    parts.append(_limits(study, runs, bool(rates)))
     parts.append(_how(done))
     with write_errors(folder / PAGE):
         write_text(folder / PAGE, "\n\n".join(filter(None, parts)) + "\n")
@@ -97,12 +98,12 @@ def _results(run: StudyRun, trouble: list[str]) -> dict[str, Any] | None:
     return None
 
 
-def _what(study: Study, runs: Sequence[StudyRun]) -> str:
+def _what(study: Study, runs: Sequence[StudyRun], tried: Sequence[float]) -> str:
     recipe = runs[0].recipe
     seeds = f"{study.seeds} seeds" if study.seeds > 1 else "one seed"
     number = len(study.attentions)
     rows = f"{number} row{'s' if number > 1 else ''}"
-    rates = ", ".join(f"{rate:g}" for rate in study.rates)
+    rates = ", ".join(f"{rate:g}" for rate in tried)
     differs = f"the attention, and its learning rate, the best of {rates}" if rates else "the attention"
     if others := {key for options in study.attentions.values() for key in options} - _of_the_attention():
         differs += f", and where a row says so {', '.join(sorted(others))}"
@@ -157,7 +158,7 @@ def _training(study: Study, folder: Path, tried: Sequence[StudyRun], done: Seque
     if not shared:
         table = format_table(reached, curves[base].name)
         parts.append(f"## Time to a loss\n\n```\n{table}\n```")
-    if tried:
+    if any(run.is_done() for run in tried):
         parts.append(_section(_rates_table(study, tried, done)))
     return parts
 
@@ -291,7 +292,7 @@ def _mqar(folder: Path) -> list[str]:
     ]
 
 
-def _limits(study: Study, runs: Sequence[StudyRun]) -> str:
+def _limits(study: Study, runs: Sequence[StudyRun], tuned: bool) -> str:
     """What follows from the study's size alone."""
     source = runs[0].recipe.data.source
     lines = [
@@ -303,7 +304,7 @@ def _limits(study: Study, runs: Sequence[StudyRun]) -> str:
         lines.append(f"{study.seeds} seeds: enough to see the order of the noise, not to measure it well.")
     if source != "wiki40b":
         lines.append(f"The text is not Wiki-40B but {Path(source).name}.")
-    if not study.rates:
+    if not tuned:
         own = any("train.learning_rate" in options for options in study.attentions.values())
         all_rows = "all rows that give none of their own" if own else "all"
         lines.append(f"The learning rate is the recipe's for {all_rows}; none was tuned.")
@@ -323,6 +324,7 @@ def _how(done: Sequence[StudyRun]) -> str:
     )
     git = first.get("git") or {}
     source = f"LinGPT at {git['revision'][:12]}" if git.get("revision") else "LinGPT outside of git"
+    source += f", source {first['source']}" if first.get("source") else ""
     lines = [f"{first['hardware']['name']}, {first['hardware']['precision']}; {versions}; {source}."]
     again = [f"{name} ({len(found['earlier'])}×)" for name, found in records.items() if found.get("earlier")]
     if again:

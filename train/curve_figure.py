@@ -79,7 +79,7 @@ def draw(curves: list[Curve], paths: Sequence[Path], timed: bool = True) -> None
     models = sorted({c.model for c in curves if c.model})
     figure.suptitle(" and ".join(models), x=0.01, y=0.985, ha="left", fontsize=11, fontweight="bold")
     figure.text(0.01, 0.015, caption(curves), fontsize=8, color="0.25", ha="left", va="bottom")
-    figure.subplots_adjust(left=0.055, right=0.99, top=0.92, bottom=0.21, wspace=0.06)
+    figure.subplots_adjust(left=0.055, right=0.985, top=0.92, bottom=0.21, wspace=0.06)
     for path in paths:
         with write_errors(path), replacing(path) as temporary:
             figure.savefig(temporary, format=path.suffix[1:].lower() or "png")

@@ -1,5 +1,6 @@
 """What a run was made with, recorded in its folder at each start."""
 
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -24,6 +25,8 @@ _PACKAGES = (
     "lingpt", "torch", "lightning", "litgpt", "transformers", "datasets", "tokenizers", "lm-eval", "wandb",
     "numpy", "cuda-core", "fla-core",
 )  # fmt: skip
+
+_ROOT = Path(__file__).resolve().parent.parent
 
 
 def record_start(recipe: Recipe, machine: Machine, data: dict[str, Any], kernels: dict[str, str]) -> None:
@@ -60,6 +63,7 @@ def environment() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "versions": {package: _version(package) for package in _PACKAGES},
         "git": git_revision(),
+        "source": package_hash(),
     }
 
 
@@ -70,12 +74,21 @@ def _version(package: str) -> str | None:
         return None
 
 
+def package_hash() -> str:
+    """Of all code of LinGPT but its tests: says which source a run had where git is absent or has changes."""
+    packages = sorted(path.parent for path in _ROOT.glob("*/__init__.py") if path.parent.name != "tests")
+    digest = hashlib.sha256()
+    for path in (path for package in packages for path in sorted(package.rglob("*"))):
+        if path.suffix in (".py", ".cu", ".cuh", ".yaml"):
+            digest.update(f"{path.relative_to(_ROOT).as_posix()}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
 def git_revision() -> dict[str, Any] | None:
     """Revision of LinGPT's source and whether it has changes, or None outside a git checkout."""
-    root = Path(__file__).resolve().parent.parent
-    git = ["git", "-C", str(root)]
+    git = ["git", "-C", str(_ROOT)]
     try:
-        if Path(_output([*git, "rev-parse", "--show-toplevel"])) != root:
+        if Path(_output([*git, "rev-parse", "--show-toplevel"])) != _ROOT:
             return None
         return {
             "revision": _output([*git, "rev-parse", "HEAD"]),

@@ -221,6 +221,21 @@ def test_the_page_says_how_often_the_text_is_read(here):
     assert "512 tokens each" in page and "That is 3.4 passes over the text of 150 tokens." in page
 
 
+def test_rates_that_were_not_tried_are_not_claimed(here):
+    """Guards: "the best of 0.001, 0.003" on the page of a study whose stage `rates` was left out."""
+    write(TINY | {"rates": [1e-3, 3e-3], "seeds": 1, "suites": [], "attentions": ["softmax"]})
+    fake_run("softmax-seed0")
+    page = ["study", "--config", "study-tiny.yaml", "--stages", "page"]
+    assert main(page) == 0
+    text = Path("runs/study-tiny/README.md").read_text()
+    assert "What differs is the attention alone." in text and "none was tuned" in text
+    assert "best of" not in text and "Learning rates" not in text
+    fake_run("softmax-rate0.003")
+    assert main(page) == 0
+    text = Path("runs/study-tiny/README.md").read_text()
+    assert "the best of 0.003" in text and "none was tuned" not in text
+
+
 def test_a_run_that_is_not_scored_is_named(here):
     """Guards: a damaged checkpoint, say, and the run vanished from the scores without a line. The page also
     says what else than the attention its rows set."""
