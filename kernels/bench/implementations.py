@@ -8,12 +8,12 @@ To add one: an entry of IMPLEMENTATIONS, at the end of this file.
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import importlib.util
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -125,12 +125,16 @@ def _our_gated_kernel(normalize: bool) -> Need:
 # Calls of ours; with backend "chunkwise" they are oracles, too, in the dtype they are given (float64)
 
 
-def _ours(backend: str, normalize: bool = True) -> Attention:
-    """Without the normaliser q·k alone (a = 0), of rows as they are: what simple GLA and SSD compute."""
-    attend = functools.partial(
-        linear_attention, a=float(normalize), normalize=normalize, normalize_qk=normalize, backend=backend
-    )
-    return lambda x: _output(attend(x["q"], x["k"], x["v"], log_decay=x.get("log_decay")))
+PRODUCTS: dict[str, Any] = {"a": 0.0, "normalize": False, "normalize_qk": False}  # q·k alone: simple GLA, SSD
+AFFINE: dict[str, Any] = {"normalize": False}  # 1 + q̂·k̂: what `ours-gated+output_gate` trains with
+
+
+def _ours(backend: str, **options: Any) -> Attention:
+    def call(x: Inputs) -> Tensor:
+        decay = x.get("log_decay")
+        return _output(linear_attention(x["q"], x["k"], x["v"], log_decay=decay, **options, backend=backend))
+
+    return call
 
 
 def _ours_packed(backend: str) -> Attention:
@@ -235,7 +239,11 @@ _ALL = (
                    _ours("chunkwise"), (*_OUR_KERNEL, _our_gated_kernel(normalize=True)), ours=True,
                    training_only=True, variant_of="ours"),
     Implementation("ours-unnormalised", "the same, no normaliser (a = 0)", inputs.token_decayed,
-                   _ours("cuda", normalize=False), oracles.linear,
+                   _ours("cuda", **PRODUCTS), oracles.linear,
+                   (*_OUR_KERNEL, _our_gated_kernel(normalize=False)), ours=True, training_only=True,
+                   variant_of="ours", colour_of="ours-gated"),
+    Implementation("ours-affine", "the same, no normaliser (a = b = 1)", inputs.token_decayed,
+                   _ours("cuda", **AFFINE), _ours("chunkwise", **AFFINE),
                    (*_OUR_KERNEL, _our_gated_kernel(normalize=False)), ours=True, training_only=True,
                    variant_of="ours", colour_of="ours-gated"),
     Implementation("ours-packed", "ours, packed qkv with RoPE", inputs.packed, _ours_packed("cuda"),
