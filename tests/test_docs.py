@@ -18,12 +18,7 @@ from lingpt.cli.main import VERBS, parse
 from lingpt.common.errors import UserError
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted(
-    page
-    for page in ROOT.rglob("*.md")
-    if not {"runs", "node_modules", "build"} & set(page.relative_to(ROOT).parts)
-    and not any(part.startswith(".") for part in page.relative_to(ROOT).parts)
-)
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 HISTORY = {"CHANGELOG.md"}  # its commands are those of their day
 MARKS = {"$attn": "ours", "$ATTN": "ours"}  # variables of loops
 SPAN = re.compile(r"(?<!`)`([^`\n]+(?:\n[^`\n]+)?)`(?!`)")  # code in a line; it may be broken once
