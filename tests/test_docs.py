@@ -1,0 +1,192 @@
+"""What the documents say that a program can check: tables of measurements, links, commands."""
+
+import importlib
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import unquote
+
+import pytest
+
+from lingpt.cli.main import VERBS, parse
+from lingpt.common.errors import UserError
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+HISTORY = {"CHANGELOG.md"}  # its commands are those of their day
+MARKS = {"$attn": "ours", "$ATTN": "ours"}  # variables of loops
+SPAN = re.compile(r"(?<!`)`([^`\n]+(?:\n[^`\n]+)?)`(?!`)")  # code in a line; it may be broken once
+
+
+class Command(NamedTuple):
+    page: str
+    words: list[str]
+
+    def __str__(self) -> str:
+        return f"{self.page}: {shlex.join(self.words)}"
+
+
+# Tables
+
+
+def bench_tables() -> list[tuple[Path, str]]:
+    """(a committed JSON, the benchmark that wrote it), by what its rows are."""
+    found = []
+    for path in sorted((ROOT / "docs" / "results").rglob("*.json")):
+        fields = json.loads(path.read_text())
+        rows = fields.get("rows") if isinstance(fields, dict) else None
+        if rows and "environment" in fields and "shape" in rows[0]:
+            found.append((path, "kernels"))
+        elif rows and "environment" in fields and "share_of_identity" in rows[0]:
+            found.append((path, "training"))
+    return found
+
+
+def table_of(path: Path, bench: str) -> str:
+    """What `lingpt bench --redraw` and `lingpt bench train --redraw` write beside such a file."""
+    if bench == "kernels":
+        from lingpt.kernels.bench import Results, targets_table
+
+        return targets_table(Results.load(path))
+    from lingpt.train.bench_results import Results as Steps
+    from lingpt.train.bench_results import table
+    from lingpt.train.bench_targets import targets_table as step_targets
+
+    steps = Steps.load(path)
+    return f"{table(steps)}\n{step_targets(steps)}"
+
+
+@pytest.mark.parametrize(
+    ("path", "bench"), bench_tables(), ids=lambda x: str(x.relative_to(ROOT)) if isinstance(x, Path) else x
+)
+def test_a_table_is_what_its_results_give(path: Path, bench: str) -> None:
+    """Guards: a number that was edited by hand, a table of an older form, results without their table."""
+    markdown = path.with_name("targets.md") if path.name == "results.json" else path.with_suffix(".md")
+    assert markdown.exists(), f"{path.name} has no table: lingpt bench --redraw writes it"
+    assert markdown.read_text() == table_of(path, bench), (
+        f"{markdown.relative_to(ROOT)} is not of {path.name}"
+    )
+
+
+def test_the_tables_are_found() -> None:
+    """Guards: a search that finds nothing, so that nothing is compared."""
+    names = {path.relative_to(ROOT / "docs" / "results").as_posix() for path, _ in bench_tables()}
+    assert names >= {"kernels/results.json", "kernels/sweeps/results.json", "gate/kernels-final.json"}
+    assert names >= {"training/bench.json", "training/bench-final.json"}
+
+
+# Links
+
+
+def without_blocks(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"`[^`\n]*`", "`code`", without_blocks(text))
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub names them."""
+    headings = re.findall(r"^#+ +(.*)$", without_blocks(page.read_text()), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    """Guards: a file that was moved, a heading that was renamed."""
+    broken = []
+    for target in re.findall(r"\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\)", without_code(page.read_text())):
+        if re.match(r"[a-z][a-z+.-]*:", target):
+            continue
+        name, _, anchor = unquote(target).partition("#")
+        there = (page.parent / name).resolve() if name else page
+        if not there.exists() or (anchor and there.suffix == ".md" and anchor not in anchors(there)):
+            broken.append(target)
+    assert not broken
+
+
+# Commands
+
+
+def shell_lines(text: str) -> list[str]:
+    """Lines of blocks (fenced, or indented by four), continuations joined; and what stands in backticks."""
+    blocks = re.findall(r"^```[a-z]*\n(.*?)^```", text, flags=re.M | re.S)
+    prose = without_blocks(text)
+    blocks += re.findall(r"^    (.*\n)", prose, flags=re.M)
+    lines = [line.strip() for block in blocks for line in re.sub(r"\\\n", " ", block).splitlines()]
+    lines = [part.strip() for line in lines for part in line.split("; do ")]
+    return lines + [" ".join(span.split()) for span in SPAN.findall(prose)]
+
+
+def commands(program: str) -> list[Command]:
+    found = []
+    for page in PAGES:
+        name = str(page.relative_to(ROOT))
+        for line in shell_lines(page.read_text()) if name not in HISTORY else []:
+            line = line.partition("srun --kill-on-bad-exit=1 ")[2] or line
+            if not line.startswith(f"{program} ") or re.search(r"[<…]|=\*\*", line):
+                continue  # a placeholder is for the reader to fill
+            for mark, value in MARKS.items():
+                line = line.replace(mark, value)
+            words = shlex.split(line.partition("; done")[0], comments=True)
+            if "--help" not in words:
+                found.append(Command(name, words))
+    return found
+
+
+def check_lingpt(words: list[str]) -> None:
+    """Raises where the command has no such verb, or the verb no such option or value."""
+    verb, *rest = words
+    if rest and f"{verb} {rest[0]}" in VERBS:
+        verb, rest = f"{verb} {rest[0]}", rest[1:]
+    parse(verb, importlib.import_module(VERBS[verb][0]), rest)
+
+
+# In backticks a verb alone, without the options that it must have, is its name.
+LINGPT = [command for command in commands("lingpt") if len(command.words) > 2]
+NAMED = sorted({(command.page, command.words[1]) for command in commands("lingpt")})
+
+
+@pytest.mark.parametrize("command", LINGPT, ids=str)
+def test_a_command_is_one(command: Command) -> None:
+    """Guards: an option that was renamed, a verb that is gone."""
+    check_lingpt(command.words[1:])
+
+
+def test_verbs_that_pages_name_exist() -> None:
+    assert len(NAMED) > 10 and [found for found in NAMED if found[1] not in VERBS] == []
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_does_what_pages_say() -> None:
+    """Guards: a target or a variable that the Makefile does not have, options that its verb does not take."""
+    makefile = (ROOT / "Makefile").read_text()
+    found = {tuple(command.words): command for command in commands("make")}
+    assert len(found) > 20
+    for words, command in found.items():
+        asked = [word for word in words[1:] if not word.startswith("VENV=")]
+        for variable in (word.partition("=")[0] for word in asked if re.match(r"[A-Z_]+=", word)):
+            known = f"$({variable})" in makefile or variable.startswith("LINGPT_")  # those are for the tests
+            assert known, f"{command}: the Makefile has no {variable}"
+        line = ["make", "-n", "--no-print-directory", "VENV=", *asked]
+        env = {"PATH": os.environ["PATH"]}  # without the variables of a `make test` that started this
+        shown = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True)
+        assert shown.returncode == 0, f"{command}: {shown.stderr}"
+        for run in shown.stdout.splitlines():
+            if run.startswith("lingpt "):
+                try:
+                    check_lingpt(shlex.split(run)[1:])
+                except UserError as error:
+                    raise AssertionError(f"{command}: {error}") from error
+
+
+def test_modules_that_pages_run_exist() -> None:
+    named = {word for page in PAGES for word in re.findall(r"python -m (lingpt[\w.]*)", page.read_text())}
+    assert named and [name for name in sorted(named) if find_spec(name) is None] == []
