@@ -100,7 +100,7 @@ def run(args: Namespace) -> None:
     if work.on("page"):
         print(f"page    {write_page(study, folder, tried, runs, work.failures)}")
     if args.publish:
-        print(f"copied  {publish(folder, Path(args.publish), runs)}")
+        print(f"copied  {publish(folder, Path(args.publish), [*tried, *runs])}")
     if work.failures:
         named = "; ".join(f"{failure.job}: {failure.reason}" for failure in work.failures)
         raise UserError(

@@ -5,6 +5,7 @@ import math
 import shutil
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,13 @@ from lingpt.common.errors import UserError
 from lingpt.common.files import read_json_object, write_errors, write_json, write_text
 from lingpt.common.run_folder import CONFIG, ENVIRONMENT, EVAL, METRICS, SAMPLES, read_metrics
 from lingpt.eval.results import DASH, read_results
-from lingpt.eval.seeds import mean_scores
+from lingpt.eval.seeds import left_out, mean_scores
 from lingpt.eval.study import Study
 from lingpt.eval.suite_tables import save_suites, suite_tables
 from lingpt.eval.table2 import count, save_table2, table2_tables
 from lingpt.eval.tables import Table
 from lingpt.models import ATTENTIONS, GPT, attention_form
-from lingpt.train.curve_figure import caption, draw_curves
+from lingpt.train.curve_figure import caption, draw
 from lingpt.train.curves import Curve, format_table, mean_over_seeds, read_curves, time_to_loss
 from lingpt.train.machine import duration
 from lingpt.train.model import model_config
@@ -48,9 +49,16 @@ def write_page(
     done = sorted((r for r, why in judged if why is None), key=lambda run: (rows.index(run.row), run.seed))
     trouble = [why for _, why in judged if why is not None]
     known = set(trouble)  # a folder that holds another run is named by the run
-    trouble += [f"{f.job} failed: {f.reason}" for f in failures if f"{f.job} {f.reason}" not in known]
+    over = {run.name for run in done}  # one that failed may have been trained by another process
+    trouble += [
+        f"{f.job} failed: {f.reason}"
+        for f in failures
+        if f"{f.job} {f.reason}" not in known and f.job not in over
+    ]
     results = [found for run in done if (found := _results(run, trouble))] if study.suites else []
+    trouble += left_out(results)
     results = mean_scores(results)
+    training = _training(study, folder, tried, done, trouble) if done else []
     about = f"{study.about}\n\n" if study.about else ""
     rates = {run.options["train.learning_rate"] for run in tried if run.is_done()}
     parts = [f"# Study {study.name}\n\n{about}{_what(study, runs, sorted(rates))}"]
@@ -58,8 +66,7 @@ def write_page(
         parts.append("## Not in the tables\n\n" + "\n".join(f"- {line}" for line in dict.fromkeys(trouble)))
     if (folder / READING).exists():
         parts.append((folder / READING).read_text(encoding="utf-8").strip())
-    if done:
-        parts += _training(study, folder, tried, done)
+    parts += training
     if results:
         tables = table2_tables(results) if "table2" in study.suites else []
         if tables:
@@ -93,7 +100,10 @@ def _results(run: StudyRun, trouble: list[str]) -> dict[str, Any] | None:
         form = attention_form(model.attention, vars(model))  # older files do not say it
         named = {"attention": model.attention, "form": form}
         return found | {"checkpoint": found["checkpoint"] | named}
-    why = "" if run.has_weights() else f", and its checkpoint of step {run.recipe.total_steps} is not whole"
+    why = ""
+    if not run.has_weights():
+        why = f", and its checkpoint of step {run.recipe.total_steps} is not whole: "
+        why += f"remove {run.folder} to train it again"
     trouble.append(f"{run.name} is in no table of scores: it has none{why}")
     return None
 
@@ -133,18 +143,24 @@ def _of_the_attention() -> set[str]:
     return {"model.attention", *(f"model.{name}" for name in options)}
 
 
-def _training(study: Study, folder: Path, tried: Sequence[StudyRun], done: Sequence[StudyRun]) -> list[str]:
-    """The picture of the losses, their table, time to loss and the rates."""
-    folders = [run.folder for run in done]
-    by_row = {
-        row: mean_over_seeds(read_curves([run.folder for run in done if run.row == row]))[0]
-        for row in dict.fromkeys(run.row for run in done)
-    }
+def _training(
+    study: Study, folder: Path, tried: Sequence[StudyRun], done: Sequence[StudyRun], trouble: list[str]
+) -> list[str]:
+    """The picture of the losses, their table, time to loss and the rates; `trouble` gets what is odd."""
+    by_row = {}
+    for row in dict.fromkeys(run.row for run in done):
+        first, *others = mean_over_seeds(read_curves([run.folder for run in done if run.row == row]))
+        by_row[row] = replace(first, label=row)
+        cards = [f"{curve.name}: {curve.hardware.get('name')}" for curve in (first, *others)]
+        if others:
+            trouble.append(
+                f"{row} ran on different cards ({', '.join(cards)}): curve and times are the first's"
+            )
     curves = list(by_row.values())
     base = next((i for i, curve in enumerate(curves) if curve.attention == "softmax"), 0)
-    drawn = [run.folder for run in done if run.row in (study.drawn or study.attentions)]
+    drawn = [curve for row, curve in by_row.items() if row in (study.drawn or study.attentions)]
     shared = study.runs_per_device > 1
-    draw_curves(drawn or folders, folder / "curves.png", formats=["svg", "pdf"], timed=not shared)
+    draw(drawn or curves, [folder / f"curves.{kind}" for kind in ("png", "svg", "pdf")], timed=not shared)
     reached = time_to_loss(curves, base)
     rows = _losses(study, done, by_row)
     with write_errors(folder / "summary.json"):
@@ -156,7 +172,7 @@ def _training(study: Study, folder: Path, tried: Sequence[StudyRun], done: Seque
     parts = [f"## Loss\n\n![Loss against {axes}](curves.png)\n\n{note}"]
     parts.append(_loss_table(study, rows).text(markdown=True))
     if not shared:
-        table = format_table(reached, curves[base].name)
+        table = format_table(reached, curves[base].label)
         parts.append(f"## Time to a loss\n\n```\n{table}\n```")
     if any(run.is_done() for run in tried):
         parts.append(_section(_rates_table(study, tried, done)))
@@ -174,7 +190,8 @@ def _losses(study: Study, done: Sequence[StudyRun], curves: dict[str, Curve]) ->
             continue
         curve, mine = curves[row], [run for run in done if run.row == row]
         losses = [run.loss for run in mine if run.loss is not None]
-        lines = [line for run in mine for line in read_metrics(run.folder) if line.get("kind") == "train"]
+        alike = [run for run in mine if _card(run) == _card(mine[0])]
+        lines = [line for run in alike for line in read_metrics(run.folder) if line.get("kind") == "train"]
         rows.append(
             {
                 "row": row,
@@ -318,20 +335,29 @@ def _how(done: Sequence[StudyRun]) -> str:
     records = _records(done)
     if not records:
         return ""
-    first = next(iter(records.values()))
-    versions = ", ".join(
-        f"{name} {version}" for name, version in first.get("versions", {}).items() if version
-    )
-    git = first.get("git") or {}
-    source = f"LinGPT at {git['revision'][:12]}" if git.get("revision") else "LinGPT outside of git"
-    source += f", source {first['source']}" if first.get("source") else ""
-    lines = [f"{first['hardware']['name']}, {first['hardware']['precision']}; {versions}; {source}."]
+    lines = list(dict.fromkeys(map(_made_with, records.values())))
+    if len(lines) > 1:
+        lines = ["The runs were not all made alike:", *lines]
     again = [f"{name} ({len(found['earlier'])}×)" for name, found in records.items() if found.get("earlier")]
     if again:
         lines.append(f"Stopped and resumed: {', '.join(again)}; the losses go on as if they had not been.")
     return "## How it was made\n\n" + "\n\n".join(
         [*lines, "`lingpt study` wrote this page; `study.json` has the study."]
     )
+
+
+def _made_with(record: dict[str, Any]) -> str:
+    """Card, versions and source of one run."""
+    hardware, versions, git = (record.get(key) or {} for key in ("hardware", "versions", "git"))
+    packages = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    source = f"LinGPT at {git['revision'][:12]}" if git.get("revision") else "LinGPT outside of git"
+    source += f", source {record['source']}" if record.get("source") else ""
+    return f"{hardware.get('name', 'unknown hardware')}, {hardware.get('precision')}; {packages}; {source}."
+
+
+def _card(run: StudyRun) -> str | None:
+    found = next(iter(_records([run]).values()), {}).get("hardware")
+    return found.get("name") if isinstance(found, dict) else None
 
 
 def _records(runs: Sequence[StudyRun]) -> dict[str, dict[str, Any]]:

@@ -41,7 +41,7 @@ def format_plan(
     suites = study.suites if "scores" in stages else []
     with_mqar = study.mqar is not None and "mqar" in stages
     scored = TABLE2_TOKENS * ("table2" in suites) + SUITE_TOKENS * bool(set(suites) - {"table2"})
-    rows, seconds, disk = [], {"rates": 0.0, "runs": 0.0, "scores": 0.0}, 0.0
+    rows, seconds, disk, h200 = [], {"rates": 0.0, "runs": 0.0, "scores": 0.0}, 0.0, 0.0
     for row in study.attentions:
         mine, tried = ([run for run in of if run.row == row] for of in (runs, rate))
         config = model_config(mine[0].recipe)
@@ -61,15 +61,16 @@ def format_plan(
         done = f"{len(mine) - len(left)} of {len(mine)}"
         cells = [count(parameters), f"{steps:,} × {count(per_step)}", str(len(mine)), str(len(tried)), done]
         rows.append([row, *cells, f"{hours:.3g}"])
+        h200 += hours + scoring / (H200.bf16 * STATED_MFU) / 3600
     seconds["mqar"] = _mqar_seconds(trials, slots)
+    h200 += _mqar_seconds(trials, [Slot("GPU 0", (0,))]) / 3600
     head = ["Row", "Parameters", "Steps × tokens", "Runs", "Rate runs", "Done", "H200 hours"]
     table = Table("", head, rows)
     cards = len({gpu for slot in slots for gpu in slot.gpus}) or len(slots)
     each = len(slots[0].gpus) or 1
     parts = ", ".join(f"{name} {duration(value / cards)}" for name, value in seconds.items() if value)
     data = runs[0].recipe.data
-    hours = sum(float(row[-1]) for row in rows)
-    cost = f"{hours:.3g}" if hours >= 0.01 else "under 0.01"
+    cost = f"{h200:.3g}" if h200 >= 0.01 else "under 0.01"
     lines = [
         f"study {study.name}: {len(rows)} rows, {study.seeds} seed{'s' if study.seeds > 1 else ''}, "
         f"{count(study.tokens)} tokens each, N = {data.seq_len:,}; nothing is trained, this is a dry run",
@@ -80,7 +81,7 @@ def format_plan(
         f"here    {cards} × {device}, {each} a run, {len(slots)} at once; what is left takes about "
         f"{duration(sum(seconds.values()) / cards)} ({parts or 'nothing'})",
         f"cost    {cost} card hours on H200s in all, at {STATED_MFU:.0%} of their peak: "
-        f"{duration(hours * 3600 / 8)} on eight",
+        f"{duration(h200 * 3600 / 8)} on eight",
         f"disk    {disk / 1e9:.3g} GB of checkpoints at most; the rates' go when these are chosen",
         f"scores  {', '.join(suites) or 'none'}" + ("; MQAR" if with_mqar else ""),
         "Small models and short sequences reach less of the peak: the time is then longer."

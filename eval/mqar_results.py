@@ -34,15 +34,24 @@ def mqar_table(results: Sequence[dict[str, Any]]) -> Table:
         rows.append([name, *cells])
     rows.append(["A guess among the values", *(f"{100 / count:.2f}" for _, count in columns)])
     head = ["Attention", *(f"{count} pairs, width {width}" for width, count in columns)]
-    first = results[0]
-    rates = ", ".join(f"{rate:g}" for rate in sorted({r["rate"] for r in results}))
     notes = [
-        f"Accuracy in per cent of queries ± one standard error, the best of the rates {rates} (in brackets). "
+        "Accuracy in per cent of queries ± one standard error, the best of the rates "
+        f"{_rates(results)} (in brackets). {_setting(results)}"
+    ]
+    return Table("Associative recall (MQAR)", head, rows, notes)
+
+
+def _rates(results: Sequence[dict[str, Any]]) -> str:
+    return ", ".join(f"{rate:g}" for rate in sorted({r["rate"] for r in results}))
+
+
+def _setting(results: Sequence[dict[str, Any]]) -> str:
+    first = results[0]
+    return (
         f"{first['layers']} layers, {first['heads']} heads, vocabulary {first['vocabulary']:,}, sequences of "
         f"eight times the pairs, at most {first['steps']:,} steps of {first['batch_size']} sequences, none "
         "twice; one seed. short_conv: a convolution of width 4 over q, k and v."
-    ]
-    return Table("Associative recall (MQAR)", head, rows, notes)
+    )
 
 
 def save_mqar(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
@@ -86,7 +95,7 @@ def _draw(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     figure.legend(
         *panels[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8
     )
-    add_caption(figure, mqar_table(results).notes[0])
+    add_caption(figure, f"Accuracy by the best of the rates {_rates(results)}. {_setting(results)}")
     paths = [folder / "mqar.png", folder / "mqar.svg"]
     for path in paths:
         save_figure(figure, path)

@@ -21,6 +21,26 @@ def mean_scores(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     `highest`; in `correct` and in the checkpoint's `seed` there is a list with an item for each run. A score
     that not all of them have, on the same questions, is left out.
     """
+    groups = _groups(results)
+    return [_mean(row, group) if len(group) > 1 else group[0] for row, group in groups]
+
+
+def left_out(results: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each score that `mean_scores` leaves out: a run lacks it, or was asked other questions."""
+    lines = []
+    for row, group in _groups(results):
+        for key in dict.fromkeys(key for result in group for key in result["scores"]):
+            have = [result for result in group if key in result["scores"]]
+            lacking = [r["checkpoint"]["run"] for r in group if key not in r["scores"]]
+            if lacking:
+                lines.append(f"{', '.join(lacking)} has no score of {key}: {row} is without it")
+            elif len({_asked(result["scores"][key]) for result in have}) > 1:
+                lines.append(f"{row} is without {key}: its runs were not asked the same questions")
+    return lines
+
+
+def _groups(results: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """(row, the results of its seeds)."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for result in results:
         about = result["checkpoint"]
@@ -30,13 +50,51 @@ def mean_scores(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         where = path if row == about["run"] else path.partition(about["run"])[0]
         trained = tuple(about.get(key) for key in ("model", "form", "step", "tokens", "seq_len"))
         groups.setdefault((row, where, *trained), []).append(result)
-    return [_mean(key[0], group) if len(group) > 1 else group[0] for key, group in groups.items()]
+    return [(key[0], group) for key, group in groups.items()]
+
+
+def _asked(entry: dict[str, Any]) -> tuple[Any, ...]:
+    """Equal for entries of the same questions."""
+    return entry.get("documents"), entry.get("prompts"), len(entry.get("positions", ()))
 
 
 def seeds(result: dict[str, Any]) -> int:
     """How many seeds it is the mean of."""
+    return len(seed_list(result))
+
+
+def seed_list(result: dict[str, Any]) -> list[Any]:
+    """The seeds that it is the mean of."""
     seed = result["checkpoint"].get("seed")
-    return len(seed) if isinstance(seed, list) else 1
+    return seed if isinstance(seed, list) else [seed]
+
+
+def shared_seeds(one: dict[str, Any], other: dict[str, Any]) -> list[Any]:
+    """The seeds that both are means of."""
+    return [seed for seed in seed_list(one) if seed in seed_list(other)]
+
+
+def with_shared_seeds(one: dict[str, Any], other: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """For a paired difference, which has an error between two runs, or between rows of several: where one is
+    a single run, the other's answers (`correct`) of the same seed, if it has it. All else stays as it is."""
+    shared = shared_seeds(one, other) if 1 in (seeds(one), seeds(other)) else []
+    return _with_seeds(one, shared), _with_seeds(other, shared)
+
+
+def _with_seeds(result: dict[str, Any], wanted: list[Any]) -> dict[str, Any]:
+    have = seed_list(result)
+    if not wanted or len(wanted) == len(have):
+        return result
+    kept = [have.index(seed) for seed in wanted]
+
+    def of_kept(packed: list[str]) -> str | list[str]:
+        return [packed[i] for i in kept] if len(kept) > 1 else packed[kept[0]]
+
+    scores = {
+        key: entry | {"correct": {metric: of_kept(bits) for metric, bits in entry.get("correct", {}).items()}}
+        for key, entry in result["scores"].items()
+    }
+    return result | {"scores": scores}
 
 
 def seeds_note(results: Sequence[dict[str, Any]]) -> list[str]:
@@ -58,8 +116,7 @@ def _mean(row: str, group: list[dict[str, Any]]) -> dict[str, Any]:
     scores = {}
     for key in group[0]["scores"]:
         entries = [result["scores"].get(key, {}) for result in group]
-        asked = [(e.get("documents"), e.get("prompts"), len(e.get("positions", ()))) for e in entries]
-        if len(set(asked)) == 1:
+        if len({_asked(entry) for entry in entries}) == 1:
             scores[key] = _mean_entry(entries)
     return {"checkpoint": same | {"run": row, "seed": [a.get("seed") for a in abouts]}, "scores": scores}
 

@@ -8,14 +8,14 @@ from lingpt.common.files import write_errors, write_text
 from lingpt.eval.figures import draw_positions
 from lingpt.eval.paired import Difference, SeedDifference, paired_difference
 from lingpt.eval.results import DASH, percent
-from lingpt.eval.seeds import seeds_note
+from lingpt.eval.seeds import seeds_note, with_shared_seeds
 from lingpt.eval.suites import COMMONSENSE, SUITES, Benchmark
 from lingpt.eval.table2 import (
     DIFFERENCE_NOTE,
-    PARTIAL_NOTE,
     best_entry,
     comparison_notes,
     form,
+    partial_notes,
     run_cells,
     signed,
     softmax_of,
@@ -65,7 +65,7 @@ def _commonsense_table(results: Sequence[dict[str, Any]]) -> Table:
         "with no chance level (a uniform guess: the size of the vocabulary, for each token of the word)."
     ]
     notes += seeds_note(results)
-    notes += [PARTIAL_NOTE] if any("*" in cell for row in rows for cell in row[4:]) else []
+    notes += partial_notes(results, [(b.heading, b.task, 0) for b in columns])
     return Table("Commonsense", head, rows, notes)
 
 
@@ -170,7 +170,7 @@ def difference_to_softmax(
     softmax = softmax_of(result, results)
     if softmax is None or softmax is result:
         return None
-    a, b = (r["scores"].get(key) for r in (result, softmax))
+    a, b = (one["scores"].get(key) for one in with_shared_seeds(result, softmax))
     return paired_difference(a, b) if a and b else None
 
 

@@ -12,7 +12,7 @@ from lingpt.common.files import write_errors, write_json, write_text
 from lingpt.common.run_folder import attention_label
 from lingpt.eval.paired import Difference, SeedDifference, paired_difference
 from lingpt.eval.results import DASH, percent, task_key
-from lingpt.eval.seeds import seeds, seeds_note
+from lingpt.eval.seeds import seeds, seeds_note, shared_seeds, with_shared_seeds
 from lingpt.eval.tables import Table, draw_tables
 
 # Column heading and the task (with its number of examples) under it. Two columns are headed
@@ -37,7 +37,6 @@ NOTES = (
     "Accuracy in per cent, ± one standard error; – not evaluated.",
     "The paper heads two columns ARC-E without saying how they differ; our one ARC-Easy score is in both.",
 )
-PARTIAL_NOTE = "* not the whole benchmark: --limit, or a file of fewer or more rows than the official split."
 DIFFERENCE_NOTE = (
     "Difference: accuracy less softmax's of the same model, in points, over the same questions, with the "
     "[95 % interval] of a paired bootstrap or, of several seeds, ± a standard error over questions, paired, "
@@ -117,8 +116,7 @@ def _accuracies(results: Sequence[dict[str, Any]]) -> Table:
         if label(result) not in PAPER:
             rows.append([form(result), *_our_row(result)])
     rows.append(["Chance", "", "", "", *(str(value) for value in CHANCE)])
-    partial = any("*" in cell for row in rows for cell in row[4:])
-    notes = [*NOTES, *seeds_note(results), *([PARTIAL_NOTE] if partial else []), *_cut_notes(results)]
+    notes = [*NOTES, *seeds_note(results), *partial_notes(results), *_cut_notes(results)]
     head = ["Mechanism", "Run", "Parameters", "Tokens", *(heading for heading, _, _ in COLUMNS)]
     return Table("Table 2 of the paper, and ours", head, rows, notes)
 
@@ -155,18 +153,19 @@ def _normalised(results: Sequence[dict[str, Any]]) -> Table:
         rows.append(["Chance", "", "", "", *(str(CHANCE[COLUMNS.index(column)]) for column in columns)])
     head = ["Mechanism", "Run", "Parameters", "Tokens", *(heading for heading, _, _ in columns)]
     notes = ["An answer's log-likelihood is divided by its characters; per cent, ± one standard error."]
-    return Table("Length-normalised accuracy (acc_norm)", head, rows, notes + seeds_note(results))
+    notes += seeds_note(results) + partial_notes(results)
+    return Table("Length-normalised accuracy (acc_norm)", head, rows, notes)
 
 
 def _differences(results: Sequence[dict[str, Any]]) -> Table:
     columns = list(dict.fromkeys(COLUMNS))
     rows = []
     for result in results:
-        cells = [signed(difference(result, results, task, shots)) for _, task, shots in columns]
+        cells = [_signed_cell(result, results, task, shots) for _, task, shots in columns]
         if set(cells) != {DASH}:
             rows.append([form(result), _run(result), *cells])
     head = ["Mechanism", "Run", *(heading for heading, _, _ in columns)]
-    notes = [DIFFERENCE_NOTE, *comparison_notes(results)]
+    notes = [DIFFERENCE_NOTE, *comparison_notes(results), *partial_notes(results)]
     return Table("Paired differences to softmax", head, rows, notes)
 
 
@@ -177,7 +176,8 @@ def difference(
     softmax = softmax_of(result, results)
     if softmax is None or softmax is result:
         return None
-    a, b = (best_entry(r["scores"], task, shots) for r in (result, softmax))
+    pair = with_shared_seeds(result, softmax)
+    a, b = (best_entry(one["scores"], task, shots) for one in pair)
     return paired_difference(a, b, metric) if a and b else None
 
 
@@ -202,9 +202,13 @@ def comparison_notes(results: Sequence[dict[str, Any]]) -> list[str]:
         if softmax is None or softmax is result or label(result) == "softmax":
             continue
         one, other = result["checkpoint"], softmax["checkpoint"]
-        names = {"seed": "seed", "tokens": "number of tokens", "seq_len": "length"}
-        differs = [name for key, name in names.items() if one.get(key) != other.get(key)]
+        shared = shared_seeds(result, softmax)
+        names = {"tokens": "number of tokens", "seq_len": "length"}
+        differs = ["seed"] * (not shared)
+        differs += [name for key, name in names.items() if one.get(key) != other.get(key)]
         about = f" (of another {' and '.join(differs)})" if differs else ""
+        if shared and 1 in (numbers := {seeds(result), seeds(softmax)}) and len(numbers) > 1:
+            about += f" (its seed {shared[0]} alone)"
         compared.setdefault(_run(softmax), []).append(one["run"] + about)
     return [f"Compared with {softmax}: {', '.join(runs)}." for softmax, runs in compared.items()]
 
@@ -218,6 +222,24 @@ def signed(found: Difference | SeedDifference | None) -> str:
         return f"{100 * found.mean:+.2f}".replace("-", "−") + error
     mean, low, high = (f"{100 * value:+.2f}".replace("-", "−") for value in found[:3])
     return f"{mean} [{low}, {high}]"
+
+
+def partial_notes(
+    results: Sequence[dict[str, Any]], columns: Sequence[tuple[str, str, int]] = COLUMNS
+) -> list[str]:
+    """Which benchmarks were not asked whole, and why: what a * stands for. columns: as `COLUMNS`."""
+    found: dict[str, None] = {}
+    for heading, task, shots in dict.fromkeys(columns):
+        for entry in (best_entry(result["scores"], task, shots) for result in results):
+            if entry and not entry["complete"]:
+                files = entry.get("file_rows") or {}
+                odd = [
+                    f"{file} has {rows:,} rows of {official:,}" for file, (rows, official) in files.items()
+                ]
+                limit = [f"--limit {entry['limit']}"] if entry.get("limit") else []
+                why = ", ".join(odd + limit) or f"{entry['documents']:,} documents"
+                found[f"{heading} ({why})"] = None
+    return [f"* not the whole benchmark: {'; '.join(found)}."] if found else []
 
 
 def _cut_notes(results: Sequence[dict[str, Any]]) -> list[str]:
@@ -256,6 +278,12 @@ def _cell(scores: dict[str, Any], task: str, num_fewshot: int, metric: str = "ac
     if best is None or best["metrics"].get(metric) is None:
         return DASH
     return percent(best["metrics"], metric) + ("" if best["complete"] else "*")
+
+
+def _signed_cell(result: dict[str, Any], results: Sequence[dict[str, Any]], task: str, shots: int) -> str:
+    """The difference to softmax; marked * where it is of part of the benchmark."""
+    found, entry = difference(result, results, task, shots), best_entry(result["scores"], task, shots)
+    return signed(found) + ("*" if found and entry and not entry["complete"] else "")
 
 
 def label(result: dict[str, Any]) -> str:

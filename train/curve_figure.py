@@ -74,23 +74,37 @@ def draw(curves: list[Curve], paths: Sequence[Path], timed: bool = True) -> None
         panel.set_xlim(left=0)
     panels[0].set_ylabel("loss (nats per token)")
     _limits(panels[0], curves)
-    rows = len(curves) + 1
-    panels[-1].legend(frameon=False, fontsize=9 if rows < 8 else 7.5, loc="upper right")
     models = sorted({c.model for c in curves if c.model})
     figure.suptitle(" and ".join(models), x=0.01, y=0.985, ha="left", fontsize=11, fontweight="bold")
     figure.text(0.01, 0.015, caption(curves), fontsize=8, color="0.25", ha="left", va="bottom")
     figure.subplots_adjust(left=0.055, right=0.985, top=0.92, bottom=0.21, wspace=0.06)
+    _legend(figure, panels[-1], len(curves))
     for path in paths:
         with write_errors(path), replacing(path) as temporary:
             figure.savefig(temporary, format=path.suffix[1:].lower() or "png")
 
 
+def _legend(figure, panel, rows: int) -> None:
+    """Within the last panel, above where the curves end; beside it where it would lie on them."""
+    font = {"frameon": False, "fontsize": 9 if rows < 7 else 7.5}
+    legend = panel.legend(loc="upper right", **font)
+    size = legend.get_window_extent().width / panel.get_window_extent().width
+    if size < 0.75 and rows < 9:
+        return
+    legend.remove()
+    legend = figure.legend(*panel.get_legend_handles_labels(), loc="upper right", **font)
+    left = legend.get_window_extent().x0 / figure.bbox.width
+    figure.subplots_adjust(right=left - 0.005)
+    legend.set_bbox_to_anchor((1.0, 0.94))
+
+
 def caption(curves: Sequence[Curve]) -> str:
     """What the picture shows: the lines, the data and its length, the hardware, in two lines or three."""
     marks = ["Lines: training loss, centred average", "circles: validation, the last one by its name"]
-    if seeds := sorted({c.runs for c in curves if c.runs > 1}):
-        count = " or ".join(map(str, seeds))
-        marks.append(f"mean of {count} seeds, band from the lowest to the highest")
+    for count in sorted({c.runs for c in curves if c.runs > 1}):
+        means = [label for label, c in zip(labels(curves), curves, strict=True) if c.runs == count]
+        which = "" if len(means) == len(curves) else f"{', '.join(means)}: "
+        marks.append(f"{which}mean of {count} seeds, band from the lowest to the highest")
     if any(len(spikes(c.train[:, LOSS])) for c in curves if c.runs == 1):
         marks.append("▾ loss spike")
     if any(len(c.skipped) for c in curves):

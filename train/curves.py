@@ -24,6 +24,7 @@ from lingpt.common.run_folder import (
     read_model,
     without_seed,
 )
+from lingpt.models import attention_form
 
 SPIKE_WINDOW, SPIKE_SPREADS, LEAST_SPIKE = 50, 8.0, 0.1  # steps; spreads, and nats, above their median
 N_TARGETS = 5
@@ -37,7 +38,8 @@ _OWN = {
 class Curve:
     """A run's numbers, or the mean of runs that differ in their seed alone.
 
-    train, val: arrays of (step, train_time, loss, tokens), one row a point.
+    label: in the legend and the tables, where it tells the curves apart: the attention with its options.
+    train, val: arrays of (step, train_time, loss, tokens), one row a step.
     skipped: the steps that changed nothing, since they were not finite; (step, train_time).
     config, hardware: of the run's recipe and record; empty where there is none.
     runs: how many it is the mean of; `lowest` and `highest` are then the losses' bounds at each point.
@@ -46,6 +48,7 @@ class Curve:
     name: str
     model: str
     attention: str
+    label: str
     train: np.ndarray
     val: np.ndarray
     skipped: np.ndarray
@@ -59,7 +62,7 @@ class Curve:
 def read_curve(run_folder: str | Path) -> Curve:
     """A run's losses. Raises UserError where the folder holds none, or its recipe is damaged."""
     folder = Path(run_folder)
-    points: dict[str, list[tuple[float, ...]]] = {"train": [], "val": []}
+    points: dict[str, dict[float, tuple[float, ...]]] = {"train": {}, "val": {}}  # of a step the last line
     skipped: list[tuple[float, float]] = []
     for line in read_metrics(folder):
         if line.get("kind") in ("train", "val"):
@@ -67,17 +70,18 @@ def read_curve(run_folder: str | Path) -> Curve:
             numbers = tuple(x for x in point if isinstance(x, int | float) and math.isfinite(x))
             if len(numbers) == len(point):
                 tokens = line.get("tokens")
-                points[line["kind"]].append((*numbers, tokens if type(tokens) is int else math.nan))
+                points[line["kind"]][numbers[0]] = (*numbers, tokens if type(tokens) is int else math.nan)
         if line.get("skipped") is True and type(line.get("train_time")) in (int, float):
             skipped.append((line["step"], line["train_time"]))
     if not points["train"] and not points["val"]:
         raise UserError(f"no losses in {folder}: it is no run folder, or its {METRICS} is empty")
     model, attention = read_model(folder) if (folder / CONFIG).exists() else ("", folder.name)
-    train, val = (np.array(rows, dtype=float).reshape(-1, 4) for rows in points.values())
+    train, val = (np.array(sorted(rows.values())).reshape(-1, 4) for rows in points.values())
     skips = np.array(skipped, dtype=float).reshape(-1, 2)
     config = read_config(folder) if (folder / CONFIG).exists() else {}
-    label, hardware = attention_label(attention), _hardware(folder)
-    return Curve(folder.name, model, label, train, val, skips, config, hardware)
+    layers = attention if isinstance(attention, str) else list(attention)
+    name, label = attention_label(attention), attention_form(layers, config.get("model", {}))
+    return Curve(folder.name, model, name, label, train, val, skips, config, _hardware(folder))
 
 
 def _hardware(folder: Path) -> dict[str, Any]:
@@ -139,9 +143,10 @@ def _mean(group: list[Curve]) -> Curve:
 
 
 def find_curve(curves: Sequence[Curve], name: str) -> int:
-    """The index of the run that `name` means: by its label in the table, its name, or its folder's path."""
+    """The index of the run that `name` means: by its label in the table, its name, its folder's path, or its
+    attention."""
     known = labels(curves)
-    for names in (known, [curve.name for curve in curves]):
+    for names in (known, [curve.name for curve in curves], [curve.attention for curve in curves]):
         if names.count(Path(name).name) == 1:
             return names.index(Path(name).name)
     raise unknown("baseline", name, known)
@@ -166,15 +171,17 @@ def smooth(loss: np.ndarray) -> np.ndarray:
 
     Centred, it does not lag: an average of the past alone would lie above a falling loss.
     """
+    if not len(loss):
+        return loss
     window = np.ones(1 + 2 * (len(loss) // 100))
     return np.convolve(loss, window, "same") / np.convolve(np.ones(len(loss)), window, "same")
 
 
 def labels(curves: Sequence[Curve]) -> list[str]:
-    """The attention's name where it tells the runs apart, else the run's."""
-    attentions = [c.attention for c in curves]
+    """The attention with its options where that tells the runs apart, else the runs' names."""
+    found = [c.label for c in curves]
     one_model = len({c.model for c in curves}) == 1
-    return attentions if one_model and len(set(attentions)) == len(curves) else [c.name for c in curves]
+    return found if one_model and len(set(found)) == len(curves) else [c.name for c in curves]
 
 
 def time_to_loss(curves: Sequence[Curve], baseline: int = 0) -> list[dict[str, Any]]:

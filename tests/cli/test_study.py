@@ -221,6 +221,29 @@ def test_the_page_says_how_often_the_text_is_read(here):
     assert "512 tokens each" in page and "That is 3.4 passes over the text of 150 tokens." in page
 
 
+def test_runs_that_were_not_made_alike_are_said(here):
+    """Guards: times of one card beside the speed of two; the first run's card and versions for all; a page
+    that fell over a record that does not say them."""
+    write(TINY | {"rates": [], "seeds": 2, "suites": [], "attentions": ["softmax", "ours"]})
+    cards = ["NVIDIA H200", "NVIDIA H100"]
+    for seed, card in enumerate(cards):
+        for row in ("softmax", "ours"):
+            fake_run(f"{row}-seed{seed}")
+            record = {"hardware": {"name": card, "precision": "bf16-mixed"}} if row == "softmax" else {}
+            Path(f"runs/study-tiny/{row}-seed{seed}/environment.json").write_text(json.dumps(record))
+    metrics = Path("runs/study-tiny/softmax-seed1/metrics.jsonl")
+    metrics.write_text(metrics.read_text().replace('"tokens_per_second": 128.0', '"tokens_per_second": 64.0'))
+    assert main(["study", "--config", "study-tiny.yaml", "--stages", "page"]) == 0
+    page = Path("runs/study-tiny/README.md").read_text()
+    named = ", ".join(f"softmax-seed{seed}: {card}" for seed, card in enumerate(cards))
+    assert f"- softmax ran on different cards ({named}): curve and times are the first's" in page
+    rows = json.loads(Path("runs/study-tiny/summary.json").read_text())["rows"]
+    assert [row["tokens_per_second"] for row in rows] == [128.0, 128.0] and rows[0]["seeds"] == 2
+    how = page.partition("## How it was made")[2]
+    assert "The runs were not all made alike:" in how and all(card in how for card in cards)
+    assert "unknown hardware" in how
+
+
 def test_rates_that_were_not_tried_are_not_claimed(here):
     """Guards: "the best of 0.001, 0.003" on the page of a study whose stage `rates` was left out."""
     write(TINY | {"rates": [1e-3, 3e-3], "seeds": 1, "suites": [], "attentions": ["softmax"]})

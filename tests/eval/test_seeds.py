@@ -5,9 +5,9 @@ import copy
 import numpy as np
 import pytest
 
-from lingpt.eval.paired import over_seeds
+from lingpt.eval.paired import bootstrap, over_seeds
 from lingpt.eval.results import pack_bits
-from lingpt.eval.seeds import mean_and_error, mean_scores
+from lingpt.eval.seeds import left_out, mean_and_error, mean_scores
 from lingpt.eval.table2 import table2_tables
 from lingpt.eval.tables import Table
 
@@ -62,7 +62,23 @@ def test_a_row_is_the_mean_of_its_seeds():
     assert rows[2][6].startswith(f"{100 * ours.mean():.2f} ± ") and any("√(s²/n" in n for n in main.notes)
     less = ours.mean() - softmax.mean()
     assert cells(paired)["ours"][4].startswith(f"{100 * less:+.2f} ± ".replace("-", "−"))
-    assert " ± " not in cells(paired)["gla"][4] and "[" not in cells(paired)["gla"][4]  # one seed: no error
+    # A single run has an interval with softmax's run of its seed.
+    low, high = (f"{100 * x:+.2f}".replace("-", "−") for x in bootstrap(ours[0], softmax[0])[1:3])
+    assert cells(paired)["gla"][4].endswith(f"[{low}, {high}]")
+    compared = "Compared with softmax, step 4, 2 seeds: ours, gla-seed0 (its seed 0 alone)."
+    assert compared in paired.notes
+
+
+def test_a_score_that_is_left_out_is_named():
+    """Guards: the scores of seeds that were stopped while they were scored, or asked other questions."""
+    results = [run("ours", i, [1, 0, 1]) for i in range(2)] + [run("gla", i, [1, 0, 1]) for i in range(2)]
+    assert left_out(results) == []
+    results[1]["scores"]["mmlu (0-shot)"] = results[1]["scores"]["piqa (0-shot)"]
+    results[2]["scores"]["piqa (0-shot)"]["prompts"] = "others"
+    assert left_out(results) == [
+        "ours-seed0 has no score of mmlu (0-shot): ours is without it",
+        "gla is without piqa (0-shot): its runs were not asked the same questions",
+    ]
 
 
 def test_single_runs_are_as_before():

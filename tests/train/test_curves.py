@@ -9,8 +9,8 @@ import yaml
 from lingpt.common.errors import UserError
 from lingpt.common.palette import COLOURS
 from lingpt.train import draw_curves, format_table
-from lingpt.train.curve_figure import caption
-from lingpt.train.curves import labels, mean_over_seeds, read_curve, smooth, spikes
+from lingpt.train.curve_figure import caption, draw
+from lingpt.train.curves import find_curve, labels, mean_over_seeds, read_curve, smooth, spikes
 
 
 def write_run(folder, attention, seconds_per_step, val, model="demo"):
@@ -84,6 +84,58 @@ def test_labels_are_attentions_only_where_these_tell_runs_apart(tmp_path):
     c = read_curve(write_run(tmp_path / "c", "gla", 1.0, {2: 4.0, 4: 3.0}, model="pythia-70m"))
     assert labels([a, b]) == ["ours", "ours+softmax"]
     assert labels([a, c]) == ["a", "c"]
+
+
+def test_forms_of_one_attention_have_their_options_as_labels(tmp_path):
+    """Guards: a run with the output gate that stood in the legend under the name of one without."""
+    plain = write_run(tmp_path / "a", "ours-gated", 1.0, {2: 4.0, 4: 3.0})
+    gated = write_run(tmp_path / "b", "ours-gated", 1.0, {2: 4.0, 4: 3.0})
+    config = {"model": {"name": "demo", "attention": "ours-gated", "output_gate": True}}
+    (gated / "config.yaml").write_text(yaml.safe_dump(config))
+    curves = [read_curve(plain), read_curve(gated)]
+    assert labels(curves) == ["ours-gated", "ours-gated + output_gate"]
+    assert find_curve([curves[1]], "ours-gated") == 0  # its attention names it, too
+
+
+def test_a_step_that_is_there_twice_counts_once(tmp_path):
+    """Guards: seeds of different lengths, and a traceback, where a line had been written twice."""
+    a = write_run(tmp_path / "a", "ours", 1.0, {2: 4.0, 4: 3.0})
+    whole = read_curve(a)
+    lines = (a / "metrics.jsonl").read_text()
+    (a / "metrics.jsonl").write_text(lines + lines.splitlines()[-1] + "\n")
+    again = read_curve(a)
+    assert np.array_equal(again.val, whole.val) and np.array_equal(again.train, whole.train)
+
+
+def test_a_seed_without_training_losses_is_drawn(tmp_path):
+    """Guards: a seed whose metrics were damaged and that went on from its last checkpoint: one validation."""
+    runs = [write_run(tmp_path / f"a-seed{i}", "ours", 1.0, {2: 4.0, 4: 3.0}) for i in range(2)]
+    for i, run in enumerate(runs):
+        config = {"model": {"name": "demo", "attention": "ours"}, "train": {"seed": i}}
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+    (runs[1] / "metrics.jsonl").write_text(
+        '{"kind": "val", "step": 4, "tokens": 4, "train_time": 4.0, "loss": 3.0}\n'
+    )
+    draw_curves(runs, tmp_path / "out.png")
+    (mean,) = mean_over_seeds([read_curve(run) for run in runs])
+    assert mean.val[:, 2].tolist() == [3.0] and len(mean.train) == 0
+
+
+def test_a_legend_that_does_not_fit_stands_beside_the_panels(tmp_path, monkeypatch):
+    """Guards: long names of runs across the curves; ticks cut at the right edge."""
+    from matplotlib.figure import Figure
+
+    kept = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **k: kept.append(figure))
+    name = "pythia-160m-ours-gated-output_gate-short_conv"
+    runs = [write_run(tmp_path / f"{name}-{i}", "ours", 1.0, {10: 4.0, 40: 3.0}) for i in range(2)]
+    curves = [read_curve(run) for run in runs]
+    draw(curves, [tmp_path / "out.png"])
+    figure = kept[0]
+    (legend,) = figure.legends
+    assert all(panel.get_legend() is None for panel in figure.axes)
+    box = legend.get_window_extent()
+    assert figure.axes[-1].get_window_extent().x1 < box.x0 and box.x1 <= figure.bbox.width
 
 
 def test_spikes_and_skipped_steps_are_marked(tmp_path, monkeypatch):
@@ -224,7 +276,7 @@ def test_seeds_are_one_curve_with_a_band(tmp_path):
     assert mean.val.tolist() == [[10, 15.0, 4.5, 10], [20, 30.0, 2.5, 20]] and len(mean.train) == 20
     assert mean.lowest["val"].tolist() == [4.0, 2.0] and mean.highest["val"].tolist() == [5.0, 3.0]
     text = caption([mean, alone])
-    assert "mean of 2 seeds, band from the lowest to the highest" in text
+    assert "; gla: mean of 2 seeds, band from the lowest to the highest" in text  # not gla-fast
     assert "x.jsonl; N = 32 tokens; 256 tokens a step; 1 × NVIDIA H200 a run, bf16-mixed" in text
     draw_curves(runs, tmp_path / "out.png", formats=["svg", "pdf"])
     assert (tmp_path / "out.pdf").read_bytes().startswith(b"%PDF") and (tmp_path / "out.svg").exists()
