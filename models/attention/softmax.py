@@ -91,6 +91,8 @@ class SoftmaxAttention(QKVAttention):
                 chosen = sdpa_choice(x, x, x)
             except RuntimeError:
                 chosen = SDPBackend.ERROR.value
+        if chosen is None:
+            return sdpa
         for name, backend in SDPA.items():
             if backend.value == chosen:
                 return name

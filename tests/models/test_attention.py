@@ -235,7 +235,7 @@ def test_the_kernel_that_is_named_is_training_s_alone(small, tokens):
     assert torch.equal(cudnn.eval()(tokens), model(tokens))
 
 
-def test_a_kernel_has_its_name_or_one_line_why_it_cannot_run(small):
+def test_a_kernel_has_its_name_or_one_line_why_it_cannot_run(small, monkeypatch):
     config = small("softmax").config
     kernel, cpu = ATTENTIONS["softmax"].kernel, torch.device("cpu")
     assert kernel(config, cpu, torch.bfloat16, sdpa="auto") == "flash"
@@ -244,6 +244,9 @@ def test_a_kernel_has_its_name_or_one_line_why_it_cannot_run(small):
         assert ATTENTIONS[name].kernel(config, cpu, torch.bfloat16, **options) == "chunkwise"
     with pytest.raises(UserError, match=r"efficient cannot train on cpu in bfloat16 .* use another kernel"):
         kernel(config, cpu, torch.bfloat16, sdpa="efficient")
+    with monkeypatch.context() as without:  # in a PyTorch that does not tell, what was asked for
+        without.delattr(torch, "_fused_sdp_choice")
+        assert kernel(config, cpu, torch.bfloat16, sdpa="auto") == "auto"
     with pytest.raises(UserError, match=r"unknown sdpa 'falsh': did you mean 'flash'"):
         Config.from_name("demo", attention="softmax", sdpa="falsh")
 
