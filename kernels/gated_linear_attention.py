@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -24,6 +24,16 @@ BACKENDS = ("auto", "reference", "chunkwise", "recurrent", "fla")
 HAS_FLA = importlib.util.find_spec("fla") is not None
 
 
+@overload
+def gated_linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, *, scale: float | None = ...,
+    initial_state: Tensor | None = ..., return_state: Literal[False] = ..., backend: str = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def gated_linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, *, scale: float | None = ...,
+    initial_state: Tensor | None = ..., return_state: Literal[True], backend: str = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def gated_linear_attention(
     q: Tensor,
     k: Tensor,

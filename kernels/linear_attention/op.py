@@ -21,6 +21,20 @@ BACKENDS = ("auto", "reference", "chunkwise", "recurrent", "cuda")
 _DIFFERENTIATED = {"reference": reference, "recurrent": recurrent}  # by autograd; the others have a backward
 
 
+@overload
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, b: float | Tensor = ..., *,
+    a: float | Tensor = ..., log_decay: Tensor | Sequence[float] | None = ..., normalize: bool = ...,
+    normalize_qk: bool = ..., causal: bool = ..., initial_state: LinearAttentionState | None = ...,
+    return_state: Literal[False] = ..., backend: str = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, b: float | Tensor = ..., *,
+    a: float | Tensor = ..., log_decay: Tensor | Sequence[float] | None = ..., normalize: bool = ...,
+    normalize_qk: bool = ..., causal: bool = ..., initial_state: LinearAttentionState | None = ...,
+    return_state: Literal[True], backend: str = ...,
+) -> tuple[Tensor, LinearAttentionState]: ...  # fmt: skip
 def linear_attention(
     q: Tensor,
     k: Tensor,
