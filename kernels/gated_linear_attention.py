@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lingpt.common.errors import UserError
+from lingpt.common.install import install_command
 from lingpt.kernels.operator import Operator, Outputs
 from lingpt.kernels.precision import reverse_running_sum, state_dtype, true_fp32
 
@@ -112,7 +113,7 @@ def choose(backend: str, q: Tensor, initial_state: Tensor | None) -> str:
         raise UserError(f"unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
     if backend == "fla":
         if not HAS_FLA:
-            raise UserError("backend='fla' needs fla-core: pip install 'lingpt[gla]'")
+            raise UserError(f"backend='fla' needs fla-core: {install_command('gla')}")
         if q.device.type != "cuda":
             raise UserError(f"backend='fla' needs CUDA tensors; these are on {q.device}")
     if backend != "auto":

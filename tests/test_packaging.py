@@ -329,9 +329,9 @@ def test_a_verb_without_its_extra_says_which_one_it_needs(verb):
     """Guards: a traceback as the answer to `lingpt train` after an install without an extra."""
     code = f"from lingpt.cli.main import main; sys.stderr = sys.stdout; print(main([{verb!r}]))"
     line, code = without(HEAVY, code).splitlines()
-    assert code == "2" and re.fullmatch(
-        r"lingpt: \w+ is not installed: pip install 'lingpt\[train\]'", line
-    ), line
+    assert code == "2" and re.fullmatch(r"lingpt: \w+ is not installed: pip install .*\[train\]'?", line), (
+        line
+    )
 
 
 def test_the_package_and_the_help_need_no_pytorch():
