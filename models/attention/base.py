@@ -63,6 +63,12 @@ class Attention(Fp32Constants):
         """
         raise NotImplementedError
 
+    @classmethod
+    def missing_package(cls, device: torch.device) -> str | None:
+        """What is not installed of what its fast kernel needs on this device, and how to get it, in one line;
+        None where nothing is missing."""
+        return None
+
     def forward(
         self, x_BNC: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor, state: Any = None
     ) -> torch.Tensor:

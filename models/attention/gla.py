@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from lingpt.common.errors import UserError
+from lingpt.common.install import install_command
 from lingpt.kernels.gated_linear_attention import (
+    HAS_FLA,
     choose,
     gated_linear_attention,
     gated_linear_attention_flops,
@@ -58,6 +60,12 @@ class GLAAttention(Attention):
         cls, config: litgpt.Config, device: torch.device, dtype: torch.dtype, *args: Any, **options: Any
     ) -> str:
         return choose("auto", torch.empty(1, 1, 1, 1, device=device, dtype=dtype), None)
+
+    @classmethod
+    def missing_package(cls, device: torch.device) -> str | None:
+        if HAS_FLA or device.type != "cuda":
+            return None
+        return f"fla-core is not installed: {install_command('gla')}"
 
     def forward(
         self,

@@ -1,5 +1,7 @@
 """Each mechanism against its definition, written out token by token in float64."""
 
+import re
+
 import pytest
 import torch
 
@@ -233,6 +235,15 @@ def test_the_kernel_that_is_named_is_training_s_alone(small, tokens):
     parts = [cudnn.step(part, state) for part in tokens.split((50, 20), dim=1)]
     torch.testing.assert_close(torch.cat(parts, 1), model(tokens))
     assert torch.equal(cudnn.eval()(tokens), model(tokens))
+
+
+def test_what_an_attention_misses_on_a_gpu_is_one_line(monkeypatch):
+    """Guards: a comparison with GLA that is one with its slow form, unawares."""
+    monkeypatch.setattr("lingpt.models.attention.gla.HAS_FLA", False)
+    lines = {name: cls.missing_package(torch.device("cuda")) for name, cls in ATTENTIONS.items()}
+    assert [name for name, line in lines.items() if line] == ["gla"]
+    assert re.fullmatch(r"fla-core is not installed: pip install .*\[gla\]'?", lines["gla"])
+    assert ATTENTIONS["gla"].missing_package(torch.device("cpu")) is None
 
 
 def test_a_kernel_has_its_name_or_one_line_why_it_cannot_run(small, monkeypatch):
