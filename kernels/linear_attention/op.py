@@ -198,11 +198,24 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     shape, dtype, device = q.shape, q.dtype, q.device
     if len(shape) != 4 or k.shape != shape or v.shape != shape:
         shapes = f"{list(shape)}, {list(k.shape)}, {list(v.shape)}"
-        raise UserError(f"q, k and v must have one shape [B, N, H, D]; got {shapes}")
+        ways = _ways_to_one_shape(q, k, v)
+        raise UserError(f"q, k and v must have one shape [B, N, H, D]; got {shapes}{ways}")
     if not dtype.is_floating_point or k.dtype != dtype or v.dtype != dtype:
         raise UserError(f"q, k and v must have one floating-point dtype; got {dtype}, {k.dtype}, {v.dtype}")
     if k.device != device or v.device != device:
         raise UserError(f"q, k and v must be on one device; got {device}, {k.device}, {v.device}")
+
+
+def _ways_to_one_shape(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """What grouped heads and head sizes that differ can do; nothing for other shapes."""
+    if any(x.ndim != 4 or x.shape[:2] != q.shape[:2] for x in (q, k, v)):
+        return ""
+    ways = []
+    if q.shape[2] != k.shape[2] or q.shape[2] != v.shape[2]:
+        ways.append("repeat_interleave k and v along dim 2")
+    if q.shape[3] != k.shape[3] or q.shape[3] != v.shape[3]:
+        ways.append("pad the smaller heads with zeros, then cut o")
+    return f": {', '.join(ways)}"
 
 
 def _check_projected(
