@@ -275,6 +275,9 @@ class Parallel:
             yield samples or range(n)[:size], bool(samples)
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A CPU tensor, of any shape and dtype, on this rank's device. To a GPU through pinned memory, and
+        without waiting: what the current stream does next finds it there.
+        """
         if self.device.type == "cuda" and not tensor.is_pinned():
             tensor = tensor.pin_memory()
         return tensor.to(self.device, non_blocking=True)

@@ -154,6 +154,9 @@ def linear_attention_qkv(
 
     Returns:
         o [B, N, H, D] in qkv's dtype; with `return_state`, (o, state).
+
+    Raises:
+        UserError: for wrong shapes, dtypes or devices, or numbers out of range, before any work.
     """
     projected = None
     if gate_bias is not None:

@@ -74,6 +74,7 @@ class GLAAttention(Attention):
         sin_NR: torch.Tensor,
         state: RecurrentState | None = None,
     ) -> torch.Tensor:
+        """`[B, N, C]` → the same; cos and sin are not read. `state.value`: `[B, H, d_k/H, d_v/H]` in fp32."""
         qkv, r = self.qkvr(x_BNC).split((2 * self.d_k + self.d_v, self.d_v), dim=-1)
         if self.conv is not None:
             qkv = F.silu(convolved(qkv, self.conv, state))
