@@ -26,6 +26,7 @@ import jsonargparse
 
 from lingpt.common.errors import Interrupted, UserError, nearest
 from lingpt.common.files import DISK_ERRORS, disk_fix
+from lingpt.common.install import install_command
 
 VERBS = {  # verb: (module, what it does)
     "train": ("lingpt.cli.train", "train a model, or go on with a run"),
@@ -211,7 +212,7 @@ def user_message(error: BaseException) -> str | None:
     if isinstance(error, ModuleNotFoundError):
         package = str(error.name).partition(".")[0]
         extra = _extra_with(package)
-        return f"{package} is not installed: pip install 'lingpt[{extra}]'" if extra else None
+        return f"{package} is not installed: {install_command(extra)}" if extra else None
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" writing {error.filename}" if error.filename else ""
         return f"the disk is full{where}: free some space and start again"

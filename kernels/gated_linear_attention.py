@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from lingpt.common.errors import UserError
+from lingpt.common.install import install_command
 from lingpt.kernels.operator import Operator, Outputs
 from lingpt.kernels.precision import reverse_running_sum, state_dtype, true_fp32
 
@@ -24,6 +25,16 @@ BACKENDS = ("auto", "reference", "chunkwise", "recurrent", "fla")
 HAS_FLA = importlib.util.find_spec("fla") is not None
 
 
+@overload
+def gated_linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, *, scale: float | None = ...,
+    initial_state: Tensor | None = ..., return_state: Literal[False] = ..., backend: str = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def gated_linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, *, scale: float | None = ...,
+    initial_state: Tensor | None = ..., return_state: Literal[True], backend: str = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def gated_linear_attention(
     q: Tensor,
     k: Tensor,
@@ -102,7 +113,7 @@ def choose(backend: str, q: Tensor, initial_state: Tensor | None) -> str:
         raise UserError(f"unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
     if backend == "fla":
         if not HAS_FLA:
-            raise UserError("backend='fla' needs fla-core: pip install 'lingpt[gla]'")
+            raise UserError(f"backend='fla' needs fla-core: {install_command('gla')}")
         if q.device.type != "cuda":
             raise UserError(f"backend='fla' needs CUDA tensors; these are on {q.device}")
     if backend != "auto":

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from lingpt.kernels.torch_internals import below_autograd, is_plain_call, is_unobserved
+from lingpt.kernels.torch_internals import HAS_SHORTCUTS, below_autograd, is_plain_call, is_unobserved
 
 C = TypeVar("C", bound=tuple)  # the call object, a NamedTuple
 Outputs = tuple[Tensor | None, ...]  # None for what was not asked for
@@ -107,7 +107,7 @@ def _filled(results: Iterable[Tensor | None]) -> tuple[Tensor, ...]:
 
 
 def _register_autograd(
-    op: Operator[C], forward: Callable, backward: Callable
+    op: Operator[C], forward: torch._ops.OpOverload, backward: torch._ops.OpOverload
 ) -> Callable[[C], tuple[Any, ...]]:
     """Autograd functions of our own, to save host time (torch_internals.py); returns the way to call `op`."""
     fields = op.call_type._fields  # type: ignore[attr-defined]
@@ -115,6 +115,31 @@ def _register_autograd(
     n_saved, constant = len(op.saved), [op.outputs.index(name) for name in op.constant]
     gradient_index = [op.gradients_of.index(name) if name in op.gradients_of else None for name in fields]
     differentiable = [i for i, name in enumerate(op.outputs) if name not in op.constant]
+
+    def save(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:n_tensors], *output[:n_saved])
+        ctx.values = inputs[n_tensors:]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(output[i] for i in constant))
+
+    def differentiate(ctx, *d_outputs):
+        tensors = ctx.saved_tensors
+        call, saved = op.call_type(*tensors[:n_tensors], *ctx.values), tensors[n_tensors:]
+        d_outputs = tuple(d_outputs[i] for i in differentiable)
+        if not torch.is_grad_enabled() and is_unobserved((*d_outputs, tensors[0], *saved)):
+            gradients = op.backward(call, saved, d_outputs)
+        else:
+            gradients = backward(*call, *saved, *d_outputs)
+        by_field = (None if i is None else gradients[i] for i in gradient_index)
+        return tuple(None if x is None else g for x, g in zip(call, by_field, strict=True))
+
+    def refuse(ctx, *_):
+        raise RuntimeError(f"{op.name} has no second derivative; backend='reference' has")
+
+    if not HAS_SHORTCUTS:
+        torch.library.register_autograd(forward.name(), differentiate, setup_context=save, lib=_library)
+        torch.library.register_autograd(backward.name(), refuse, lib=_library)
+        return lambda call: forward(*call)
 
     class Forward(torch.autograd.Function):
         @staticmethod
@@ -124,23 +149,12 @@ def _register_autograd(
             else:
                 with below_autograd():
                     outputs = forward(*args)
-            ctx.save_for_backward(*args[:n_tensors], *outputs[:n_saved])
-            ctx.values = args[n_tensors:]
-            ctx.set_materialize_grads(False)
-            ctx.mark_non_differentiable(*(outputs[i] for i in constant))
+            save(ctx, args, outputs)
             return outputs
 
         @staticmethod
         def backward(ctx, *d_outputs):
-            tensors = ctx.saved_tensors
-            call, saved = op.call_type(*tensors[:n_tensors], *ctx.values), tensors[n_tensors:]
-            d_outputs = tuple(d_outputs[i] for i in differentiable)
-            if not torch.is_grad_enabled() and is_unobserved((*d_outputs, tensors[0], *saved)):
-                gradients = op.backward(call, saved, d_outputs)
-            else:
-                gradients = backward(*call, *saved, *d_outputs)
-            by_field = (None if i is None else gradients[i] for i in gradient_index)
-            return None, *(None if x is None else g for x, g in zip(call, by_field, strict=True))
+            return None, *differentiate(ctx, *d_outputs)
 
     class Backward(torch.autograd.Function):
         @staticmethod
@@ -148,9 +162,7 @@ def _register_autograd(
             with below_autograd():
                 return backward(*args)
 
-        @staticmethod
-        def backward(ctx, *_):
-            raise RuntimeError(f"{op.name} has no second derivative; backend='reference' has")
+        backward = staticmethod(refuse)
 
     def forward_autograd(*args):
         return _filled(Forward.apply(is_unobserved(args), *args))

@@ -33,5 +33,5 @@ def true_fp32(device: torch.device) -> Iterator[None]:
 
 
 def reverse_running_sum(x: Tensor, dim: int) -> Tensor:
-    """Σ_{j≥i} x_j along `dim`."""
+    """Σ_{j≥i} x_j along `dim`: of x's shape and floating-point dtype, in which it is summed."""
     return x.flip(dim).cumsum(dim).flip(dim)

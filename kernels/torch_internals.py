@@ -1,7 +1,7 @@
 """All that is used of PyTorch's private interface (`torch._C`), each with its reason.
 
-The operators must stay what they are without these: each saves host time in a call, nothing more; and
-`sdpa_choice` is for a record.
+The operators stay what they are without these: each saves host time in a call, nothing more; and
+`sdpa_choice` is for a record. In a release that has lost one, the public way is taken.
 """
 
 from collections.abc import Sequence
@@ -9,6 +9,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+try:
+    from torch import _is_functional_tensor
+    from torch._C import (
+        _are_functorch_transforms_active,
+        _AutoDispatchBelowAutograd,
+        _is_tracing,
+        _len_torch_dispatch_stack,
+        _len_torch_function_stack,
+    )
+    from torch._C._autograd import _profiler_enabled
+
+    HAS_SHORTCUTS = True  # else every call takes the dispatcher, and autograd is torch.library's
+except ImportError:
+    HAS_SHORTCUTS = False
+_raw_stream = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
+)
 
 # The types of an operator's arguments, without those that override what torch does.
 _PLAIN_TYPES = {Tensor, torch.nn.Parameter, type(None), float, bool, int, str}
@@ -19,7 +37,7 @@ def below_autograd() -> Any:
 
     `torch.library.register_autograd` does the same inside, but spends 50 µs a call on a schema's defaults.
     """
-    return torch._C._AutoDispatchBelowAutograd()
+    return _AutoDispatchBelowAutograd()
 
 
 def is_plain_call(args: Sequence[Any]) -> bool:
@@ -28,9 +46,10 @@ def is_plain_call(args: Sequence[Any]) -> bool:
     The dispatcher costs several µs a call: of short sequences, as much as the launches.
     """
     observed = (
-        torch._C._len_torch_function_stack()
-        or torch._C._autograd._profiler_enabled()
-        or torch._C._is_tracing()  # by torch.jit
+        not HAS_SHORTCUTS
+        or _len_torch_function_stack()
+        or _profiler_enabled()
+        or _is_tracing()  # by torch.jit
     )
     return not observed and is_unobserved(args)
 
@@ -38,21 +57,25 @@ def is_plain_call(args: Sequence[Any]) -> bool:
 def is_unobserved(args: Sequence[Any]) -> bool:
     """Whether all tensors are real ones, and no mode or transform is active that wants to see the operator (a
     FLOP counter, a tracer, vmap). Autograd may be."""
+    if not HAS_SHORTCUTS:
+        return False
     tensors = (x for x in args if isinstance(x, Tensor))
     real = _PLAIN_TYPES.issuperset(map(type, args)) and not (first := next(tensors)).is_meta
-    observed = torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
-    return real and not observed and not torch._is_functional_tensor(first)
+    observed = _len_torch_dispatch_stack() or _are_functorch_transforms_active()
+    return real and not observed and not _is_functional_tensor(first)
 
 
-def sdpa_choice(q: Tensor, k: Tensor, v: Tensor) -> int:
+def sdpa_choice(q: Tensor, k: Tensor, v: Tensor) -> int | None:
     """The number of the `SDPBackend` that causal `scaled_dot_product_attention` takes for `[B, H, N, D]`.
 
     PyTorch has no public question for it, and its answer depends on the card and on cuDNN's version.
-    RuntimeError, after warnings that say why, where none of those that are enabled can run; or ERROR.
+    RuntimeError, after warnings that say why, where none of those that are enabled can run; or ERROR. None:
+    this PyTorch does not tell.
     """
-    return torch._fused_sdp_choice(q, k, v, is_causal=True)
+    choose = getattr(torch, "_fused_sdp_choice", None)
+    return choose and choose(q, k, v, is_causal=True)
 
 
 def raw_stream(device: torch.device) -> int:
     """PyTorch's current stream as a raw handle, as Inductor gets it: a Stream object costs ten times that."""
-    return torch._C._cuda_getCurrentRawStream(device.index)
+    return _raw_stream(device.index)

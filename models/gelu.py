@@ -24,7 +24,9 @@ _FITTED = 6.0  # up to here; beyond, Φ(−a) is below 10⁻⁹
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
-    """x Φ(x): in a compiled block on a GPU, of 16-bit x, as above; else PyTorch's, one kernel of its own."""
+    """x Φ(x), of any shape, in x's floating-point dtype: in a compiled block on a GPU, of 16-bit x, as above;
+    else PyTorch's, one kernel of its own.
+    """
     if torch.compiler.is_compiling() and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
         return fast_gelu(x)
     return F.gelu(x)

@@ -28,8 +28,7 @@ from torch import nn
 from lingpt.common.errors import UserError, unknown
 from lingpt.data import DataConfig
 from lingpt.kernels.bench.environment import environment, used_by_others
-from lingpt.kernels.gated_linear_attention import HAS_FLA
-from lingpt.models import MODELS, ModelArgs
+from lingpt.models import ATTENTIONS, MODELS, ModelArgs
 from lingpt.models.attention.base import QKVAttention
 from lingpt.train.bench_results import IDENTITY, OUTPUT_GATE, SHORT_CONV, Results, Row
 from lingpt.train.compilation import compiles
@@ -274,10 +273,12 @@ def _turn(row: Row, recipe: Recipe, machine: Machine, parallel: Parallel) -> Row
 
 def _timed(row: Row, recipe: Recipe, machine: Machine, parallel: Parallel) -> Row:
     device, kernels = parallel.device, {}
-    if row.attention == "gla" and device.type == "cuda" and not HAS_FLA:
-        raise UserError("fla-core is not installed: pip install 'lingpt[gla]'")
     if row.attention != IDENTITY:
-        kernels = attention_kernels(recipe.model.config(), device, machine.precision)
+        config = recipe.model.config()
+        for name in config.attention_per_layer:
+            if missing := ATTENTIONS[name].missing_package(device):
+                raise UserError(missing)
+        kernels = attention_kernels(config, device, machine.precision)
     began = time.perf_counter()
     trained = Trained(recipe, row.attention, parallel)
     trained.step()

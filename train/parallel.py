@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,6 @@ from lightning.fabric.plugins.environments import (
 )
 from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.fabric.wrappers import _FabricModule as WrappedModule
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -42,6 +41,9 @@ from lingpt.train.launch import launched
 from lingpt.train.machine import Machine
 from lingpt.train.sharding import divided, joined, shard, stay_whole
 from lingpt.train.watch import Watch, connection_lost, failure, lost, print_stderr
+
+if TYPE_CHECKING:
+    from lightning.fabric.wrappers import _FabricModule as WrappedModule
 
 T = TypeVar("T")
 
@@ -207,12 +209,12 @@ class Parallel:
 
     # -- the model ------------------------------------------------------------------------------------------
 
-    def wrap(self, module: nn.Module) -> WrappedModule:
+    def wrap(self, module: nn.Module) -> "WrappedModule":
         """`module` over all processes, in the run's precision. Its optimizer is made after this."""
         wrapped = self.fabric.setup_module(module)
-        forward = wrapped._forward_module
-        if self._reduce_bf16 and isinstance(forward, DistributedDataParallel):
-            forward.register_comm_hook(None, bf16_compress_hook)
+        for inner in wrapped.children():
+            if self._reduce_bf16 and isinstance(inner, DistributedDataParallel):
+                inner.register_comm_hook(None, bf16_compress_hook)
         return wrapped
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -221,14 +223,14 @@ class Parallel:
         return wrapped
 
     @contextlib.contextmanager
-    def accumulate(self, module: WrappedModule, enabled: bool) -> Iterator[None]:
+    def accumulate(self, module: "WrappedModule", enabled: bool) -> Iterator[None]:
         """Around a forward and a backward pass whose gradients may stay on this rank, where it is enabled.
 
         Sharded gradients are summed in every pass, unless there is the memory for whole ones.
         """
         self.watch.enter_collective()
         if self._gathers_once:
-            stay_whole(module._forward_module, enabled)
+            stay_whole(module.module, enabled)
         stays_here = enabled and self.world_size > 1 and not self.sharded
         with self.fabric.no_backward_sync(module) if stays_here else contextlib.nullcontext():
             yield
@@ -275,6 +277,9 @@ class Parallel:
             yield samples or range(n)[:size], bool(samples)
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A CPU tensor, of any shape and dtype, on this rank's device. To a GPU through pinned memory, and
+        without waiting: what the current stream does next finds it there.
+        """
         if self.device.type == "cuda" and not tensor.is_pinned():
             tensor = tensor.pin_memory()
         return tensor.to(self.device, non_blocking=True)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, scaled_dot_product_attention
 
+from lingpt.common.install import install_command
 from lingpt.kernels.bench import inputs, oracles
 from lingpt.kernels.bench.inputs import Inputs
 from lingpt.kernels.bench.shapes import Shape
@@ -92,7 +93,7 @@ def _cuda_device(shape: Shape | None, dtype: torch.dtype, device: torch.device) 
 def _package(module: str, name: str, install: str) -> Need:
     def need(shape: Shape | None, dtype: torch.dtype, device: torch.device) -> str | None:
         installed = importlib.util.find_spec(module) is not None
-        return None if installed else f"{name} is not installed: pip install {install}"
+        return None if installed else f"{name} is not installed: {install}"
 
     return need
 
@@ -227,9 +228,9 @@ def _sdpa(backend: str) -> Attention:
 # The registry
 
 _OUR_KERNEL = (_cuda_device, _our_kernel)
-_FLA = (_cuda_device, _package("fla", "fla-core", "'lingpt[gla]'"))
-_MAMBA = (_cuda_device, _package("mamba_ssm", "mamba-ssm", "mamba-ssm"))
-_MLSTM = (_cuda_device, _package("mlstm_kernels", "mlstm-kernels", "mlstm-kernels"))
+_FLA = (_cuda_device, _package("fla", "fla-core", install_command("gla")))
+_MAMBA = (_cuda_device, _package("mamba_ssm", "mamba-ssm", "pip install mamba-ssm"))
+_MLSTM = (_cuda_device, _package("mlstm_kernels", "mlstm-kernels", "pip install mlstm-kernels"))
 
 _ALL = (
     Implementation("ours", "ours", inputs.random, _ours("cuda"), _ours("chunkwise"), _OUR_KERNEL, ours=True),

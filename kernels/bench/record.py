@@ -30,9 +30,9 @@ def staleness(path: Path, current: str | None = None) -> str | None:
         record = json.loads(path.read_text())
         recorded, passed, failed = (record[key] for key in ("source_hash", "passed", "failed"))
     except FileNotFoundError:
-        return f"no GPU record at {path.name}: {RUN_THEM}"
+        return f"no GPU record at {path}: {RUN_THEM}"
     except (ValueError, KeyError, TypeError):
-        return f"unreadable GPU record {path.name}: {RUN_THEM}"
+        return f"unreadable GPU record {path}: {RUN_THEM}"
     if recorded != current:
         return f"stale GPU record (kernels {recorded}, the tree has {current}): {RUN_THEM}"
     if failed or not passed:

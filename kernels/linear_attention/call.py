@@ -112,7 +112,10 @@ class Call(NamedTuple):
 
 
 def logarithm_of_gate(z: Tensor, bias: Tensor) -> Tensor:
-    """logsigmoid(z + bias), in fp32 (float64) from the sum on: γ is within 2⁻¹³ of 1."""
+    """logsigmoid(z + bias), in fp32 (float64) from the sum on: γ is within 2⁻¹³ of 1.
+
+    z: [B, N, H], bias: [H], of any floating-point dtype. Returns [B, N, H] in fp32 (float64).
+    """
     return F.logsigmoid(z.to(state_dtype(z.dtype)) + bias)
 
 

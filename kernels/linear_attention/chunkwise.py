@@ -76,7 +76,11 @@ def backward(
     dstate: LinearAttentionState | None,
     out: tuple[Tensor, ...],
 ) -> OptionGradients:
-    """Writes dq, dk and dv into `out`; returns the other gradients. It finds the final state again."""
+    """Writes dq, dk and dv into `out`; returns the other gradients, as `backends.Backend` has it.
+
+    o, do: [B, N, H, D]; stats: [3, B, H, N] of forward, fp32 (float64); `out`: three [B, N, H, D] in the
+    inputs' dtype, or views of dqkv. The final state is found again, so `_final` is not read.
+    """
     with torch.no_grad(), true_fp32(call.device):
         (q, k, v), N, C = call.views, call.shape[1], _chunk_size(call)
         a, b = _coefficients(call)

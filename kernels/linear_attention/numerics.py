@@ -26,5 +26,8 @@ def per_head(x: float | Tensor, ndim: int, dim: int, dtype: torch.dtype) -> floa
 
 
 def reciprocal_norm(x: Tensor) -> Tensor:
-    """1/‖x‖ over the last dimension, which is kept."""
+    """1/√(‖x‖² + NORM_EPS) over the last dimension: [..., D] → [..., 1], computed in x's dtype.
+
+    That is fp32 (float64) in every form: in fp16 the constant would be 0.
+    """
     return (torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() + NORM_EPS).rsqrt()

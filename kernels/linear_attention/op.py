@@ -21,6 +21,20 @@ BACKENDS = ("auto", "reference", "chunkwise", "recurrent", "cuda")
 _DIFFERENTIATED = {"reference": reference, "recurrent": recurrent}  # by autograd; the others have a backward
 
 
+@overload
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, b: float | Tensor = ..., *,
+    a: float | Tensor = ..., log_decay: Tensor | Sequence[float] | None = ..., normalize: bool = ...,
+    normalize_qk: bool = ..., causal: bool = ..., initial_state: LinearAttentionState | None = ...,
+    return_state: Literal[False] = ..., backend: str = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, b: float | Tensor = ..., *,
+    a: float | Tensor = ..., log_decay: Tensor | Sequence[float] | None = ..., normalize: bool = ...,
+    normalize_qk: bool = ..., causal: bool = ..., initial_state: LinearAttentionState | None = ...,
+    return_state: Literal[True], backend: str = ...,
+) -> tuple[Tensor, LinearAttentionState]: ...  # fmt: skip
 def linear_attention(
     q: Tensor,
     k: Tensor,
@@ -140,6 +154,9 @@ def linear_attention_qkv(
 
     Returns:
         o [B, N, H, D] in qkv's dtype; with `return_state`, (o, state).
+
+    Raises:
+        UserError: for wrong shapes, dtypes or devices, or numbers out of range, before any work.
     """
     projected = None
     if gate_bias is not None:
@@ -184,11 +201,24 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     shape, dtype, device = q.shape, q.dtype, q.device
     if len(shape) != 4 or k.shape != shape or v.shape != shape:
         shapes = f"{list(shape)}, {list(k.shape)}, {list(v.shape)}"
-        raise UserError(f"q, k and v must have one shape [B, N, H, D]; got {shapes}")
+        ways = _ways_to_one_shape(q, k, v)
+        raise UserError(f"q, k and v must have one shape [B, N, H, D]; got {shapes}{ways}")
     if not dtype.is_floating_point or k.dtype != dtype or v.dtype != dtype:
         raise UserError(f"q, k and v must have one floating-point dtype; got {dtype}, {k.dtype}, {v.dtype}")
     if k.device != device or v.device != device:
         raise UserError(f"q, k and v must be on one device; got {device}, {k.device}, {v.device}")
+
+
+def _ways_to_one_shape(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """What grouped heads and head sizes that differ can do; nothing for other shapes."""
+    if any(x.ndim != 4 or x.shape[:2] != q.shape[:2] for x in (q, k, v)):
+        return ""
+    ways = []
+    if q.shape[2] != k.shape[2] or q.shape[2] != v.shape[2]:
+        ways.append("repeat_interleave k and v along dim 2")
+    if q.shape[3] != k.shape[3] or q.shape[3] != v.shape[3]:
+        ways.append("pad the smaller heads with zeros, then cut o")
+    return f": {', '.join(ways)}"
 
 
 def _check_projected(

@@ -11,13 +11,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Args:
         x: [B, N, H, D].
-        cos, sin: [N, R], R even and at most D, as `litgpt.model.build_rope_cache` makes them.
+        cos, sin: [N, R], R even and at most D, as `litgpt.model.build_rope_cache` makes them; taken in x's
+            dtype.
+
+    Returns [B, N, H, D] in x's dtype.
     """
     return _turn(x, cos, sin, backward=False)
 
 
 def rotate_backward(dx: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The gradient of x, given that of `rotate(x, cos, sin)`: the transposed map."""
+    """The gradient of x, given that of `rotate(x, cos, sin)`: the transposed map.
+
+    dx, and what is returned: [B, N, H, D], of one dtype; cos, sin: [N, R].
+    """
     return _turn(dx, cos, sin, backward=True)
 
 

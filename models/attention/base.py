@@ -63,10 +63,20 @@ class Attention(Fp32Constants):
         """
         raise NotImplementedError
 
+    @classmethod
+    def missing_package(cls, device: torch.device) -> str | None:
+        """What is not installed of what its fast kernel needs on this device, and how to get it, in one line;
+        None where nothing is missing."""
+        return None
+
     def forward(
         self, x_BNC: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor, state: Any = None
     ) -> torch.Tensor:
-        """`[B, N, C]` → the same. With a decoding state, x continues what it has seen, and updates it."""
+        """`[B, N, C]` → the same, in the dtype of `proj`'s output. cos and sin `[N, R]` are of x's positions.
+
+        With a decoding state, x continues what it has seen, and updates it.
+        Raises UserError for more tokens than the state has room for.
+        """
         raise NotImplementedError
 
     def flops_per_token(self, seq_len: int) -> int:

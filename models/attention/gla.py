@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from lingpt.common.errors import UserError
+from lingpt.common.install import install_command
 from lingpt.kernels.gated_linear_attention import (
+    HAS_FLA,
     choose,
     gated_linear_attention,
     gated_linear_attention_flops,
@@ -66,6 +68,12 @@ class GLAAttention(Attention):
     ) -> str:
         return choose("auto", torch.empty(1, 1, 1, 1, device=device, dtype=dtype), None)
 
+    @classmethod
+    def missing_package(cls, device: torch.device) -> str | None:
+        if HAS_FLA or device.type != "cuda":
+            return None
+        return f"fla-core is not installed: {install_command('gla')}"
+
     def forward(
         self,
         x_BNC: torch.Tensor,
@@ -73,6 +81,7 @@ class GLAAttention(Attention):
         sin_NR: torch.Tensor,
         state: RecurrentState | None = None,
     ) -> torch.Tensor:
+        """`[B, N, C]` → the same; cos and sin are not read. `state.value`: `[B, H, d_k/H, d_v/H]` in fp32."""
         qkv, r = self.qkvr(x_BNC).split((2 * self.d_k + self.d_v, self.d_v), dim=-1)
         if self.conv is not None:
             qkv = F.silu(convolved(qkv, self.conv, state))

@@ -118,7 +118,7 @@ class OursAttention(QKVAttention):
         return self.mixed(self.packed_qkv(x_BNC), state), {"log_decay": self.log_decay}
 
     def mixed(self, qkv_BN3HD: torch.Tensor, state: RecurrentState | None) -> torch.Tensor:
-        """qkv after the convolution, where there is one."""
+        """qkv `[B, N, 3, H, D]` after the convolution, where there is one; the state's `conv` is updated."""
         if self.conv is None:
             return qkv_BN3HD
         return convolved(qkv_BN3HD.flatten(2), self.conv, state).view_as(qkv_BN3HD)
@@ -130,6 +130,7 @@ class OursAttention(QKVAttention):
         sin_NR: torch.Tensor,
         state: RecurrentState | None = None,
     ) -> torch.Tensor:
+        """`[B, N, C]` → the same; `state.value` is the operator's state after the last token, fp32."""
         qkv, decay = self.project(x_BNC, state)
         attend = functools.partial(
             linear_attention_qkv, qkv, cos_NR, sin_NR, self.b(),

@@ -20,7 +20,11 @@ SHORT_CONV_HELP = "a causal convolution of width 4 over q, k and v of `ours*` an
 def convolved(
     x_BNC: torch.Tensor, weight_KC: torch.Tensor, state: RecurrentState | None = None
 ) -> torch.Tensor:
-    """`short_convolution` of x, which continues what the decoding state has seen, and updates it."""
+    """`short_convolution` of x, which continues what the decoding state has seen, and updates it.
+
+    x_BNC: [B, N, C]; weight_KC: [K, C]; `state.conv`: [B, K − 1, C], the last tokens, None before the first.
+    Returns [B, N, C] in x's dtype.
+    """
     if state is None:
         return short_convolution(x_BNC, weight_KC)
     K, N = weight_KC.shape[0], x_BNC.shape[1]

@@ -30,7 +30,10 @@ SDPA = {
 
 
 def apply_rope(x_BNHD: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor) -> torch.Tensor:
-    """LitGPT's `apply_rope` on the leading R dimensions. It computes in the tables' dtype, kernels in x's."""
+    """LitGPT's `apply_rope` on the leading R dimensions. It computes in the tables' dtype, kernels in x's.
+
+    x_BNHD: [B, N, H, D]; cos_NR, sin_NR: [N, R], R even and at most D. Returns [B, N, H, D] in x's dtype.
+    """
     half = cos_NR.shape[-1] // 2
     cos, sin = cos_NR[:, None, :half], sin_NR[:, None, :half]  # both halves of the tables are the same
     x1, x2, rest = x_BNHD.split((half, half, x_BNHD.shape[-1] - 2 * half), dim=-1)
@@ -46,7 +49,9 @@ class KVCache:
     length: int = 0
 
     def append(self, k_BHND: torch.Tensor, v_BHND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds N tokens and returns all keys and values so far, in the dtype of those given."""
+        """Adds N tokens, `[B, H, N, D]` each, and returns all keys and values so far, `[B, H, length, D]`, in
+        the dtype of those given. Raises UserError for more tokens than the cache has room for.
+        """
         start, self.length = self.length, self.length + k_BHND.shape[2]
         if self.length > self.k.shape[2]:
             raise UserError(
@@ -91,6 +96,8 @@ class SoftmaxAttention(QKVAttention):
                 chosen = sdpa_choice(x, x, x)
             except RuntimeError:
                 chosen = SDPBackend.ERROR.value
+        if chosen is None:
+            return sdpa
         for name, backend in SDPA.items():
             if backend.value == chosen:
                 return name

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from lingpt.cli import main as cli
 from lingpt.cli.main import main
+from lingpt.common.install import install_command
 from lingpt.common.run_folder import read_metrics
 
 
@@ -283,7 +284,7 @@ def test_a_missing_package_is_one_line_with_its_extra(capsys, monkeypatch):
         raise ModuleNotFoundError("No module named 'lm_eval'", name="lm_eval.api")
 
     monkeypatch.setattr(cli.importlib, "import_module", import_module)
-    assert complaint(capsys, "eval") == "lingpt: lm_eval is not installed: pip install 'lingpt[eval]'"
+    assert complaint(capsys, "eval") == f"lingpt: lm_eval is not installed: {install_command('eval')}"
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "lingpt.cli.train", None)
     with pytest.raises(ModuleNotFoundError):  # a file of ours that is missing is a bug

@@ -22,7 +22,7 @@ from lingpt.kernels.linear_attention import (
 )
 from lingpt.kernels.linear_attention.call import Call
 from lingpt.kernels.linear_attention.cuda import backend
-from lingpt.tests.oracles import FORMS
+from lingpt.tests.oracles import FORMS, by_definition
 
 B, N, H, D = 2, 70, 2, 8
 
@@ -521,6 +521,21 @@ def test_a_mistake_gets_one_line(name, monkeypatch):
     with pytest.raises(UserError, match=message) as error:
         call(*given)
     assert "\n" not in str(error.value) and len(str(error.value)) < 200
+
+
+def test_grouped_heads_and_other_head_sizes_are_told_a_way_that_is_right():
+    q, k, v = tensors()
+    for D in (5, 11):  # v's heads smaller, and larger
+        few_k, few_v = k[:, :, :1], torch.randn(B, N, 1, D)
+        with pytest.raises(UserError, match="repeat_interleave k and v along dim 2, pad the smaller heads"):
+            linear_attention(q, few_k, few_v)
+        k, v = (x.repeat_interleave(H, 2) for x in (few_k, few_v))
+        size = max(D, q.shape[-1])
+        padded = (torch.nn.functional.pad(x, (0, size - x.shape[-1])) for x in (q, k, v))
+        expected = by_definition(q, few_k.expand_as(q), few_v.expand(B, N, H, D), 1.0, torch.ones(H))
+        torch.testing.assert_close(linear_attention(*padded)[..., :D], expected)
+    with pytest.raises(UserError, match=r"\[2, 69, 2, 8\], \[2, 70, 2, 11\]$"):
+        linear_attention(q, k[:, 1:], v)
 
 
 def test_a_large_number_b_is_the_caller_s_risk_without_norms():

@@ -28,13 +28,13 @@ def write(path: Path, **fields: object) -> Path:
 def test_what_is_stale(tmp_path: Path) -> None:
     """Guards: only a record of this source with tests passed and none failed speaks for it."""
     path = tmp_path / "gpu-tests.json"
-    assert "no GPU record" in staleness(path, "abc")
+    assert f"no GPU record at {path}: " in staleness(path, "abc")
     assert staleness(write(path), "abc") is None
     assert staleness(write(path), "abd").startswith("stale GPU record (kernels abc, the tree has abd)")
     assert "1 failed" in staleness(write(path, failed=1), "abc")
     assert "0 tests passed" in staleness(write(path, passed=0), "abc")
     path.write_text("{")
-    assert "unreadable" in staleness(path, "abc")
+    assert f"unreadable GPU record {path}: " in staleness(path, "abc")
 
 
 def test_release_check_fails_on_a_stale_record(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -1,5 +1,7 @@
 """Each mechanism against its definition, written out token by token in float64."""
 
+import re
+
 import pytest
 import torch
 
@@ -235,7 +237,16 @@ def test_the_kernel_that_is_named_is_training_s_alone(small, tokens):
     assert torch.equal(cudnn.eval()(tokens), model(tokens))
 
 
-def test_a_kernel_has_its_name_or_one_line_why_it_cannot_run(small):
+def test_what_an_attention_misses_on_a_gpu_is_one_line(monkeypatch):
+    """Guards: a comparison with GLA that is one with its slow form, unawares."""
+    monkeypatch.setattr("lingpt.models.attention.gla.HAS_FLA", False)
+    lines = {name: cls.missing_package(torch.device("cuda")) for name, cls in ATTENTIONS.items()}
+    assert [name for name, line in lines.items() if line] == ["gla"]
+    assert re.fullmatch(r"fla-core is not installed: pip install .*\[gla\]'?", lines["gla"])
+    assert ATTENTIONS["gla"].missing_package(torch.device("cpu")) is None
+
+
+def test_a_kernel_has_its_name_or_one_line_why_it_cannot_run(small, monkeypatch):
     config = small("softmax").config
     kernel, cpu = ATTENTIONS["softmax"].kernel, torch.device("cpu")
     assert kernel(config, cpu, torch.bfloat16, sdpa="auto") == "flash"
@@ -244,6 +255,9 @@ def test_a_kernel_has_its_name_or_one_line_why_it_cannot_run(small):
         assert ATTENTIONS[name].kernel(config, cpu, torch.bfloat16, **options) == "chunkwise"
     with pytest.raises(UserError, match=r"efficient cannot train on cpu in bfloat16 .* use another kernel"):
         kernel(config, cpu, torch.bfloat16, sdpa="efficient")
+    with monkeypatch.context() as without:  # in a PyTorch that does not tell, what was asked for
+        without.delattr(torch, "_fused_sdp_choice")
+        assert kernel(config, cpu, torch.bfloat16, sdpa="auto") == "auto"
     with pytest.raises(UserError, match=r"unknown sdpa 'falsh': did you mean 'flash'"):
         Config.from_name("demo", attention="softmax", sdpa="falsh")
 

@@ -9,7 +9,7 @@ import torch
 from lingpt.cli.main import main
 from lingpt.common.errors import UserError
 from lingpt.data import DataConfig
-from lingpt.models import GPT, Config, ModelArgs
+from lingpt.models import ATTENTIONS, GPT, Config, ModelArgs
 from lingpt.train import Recipe, TrainConfig, bench
 from lingpt.train.bench import Identity, Shape, bench_steps, choose_shapes
 from lingpt.train.bench_results import Results, Row, draw, table
@@ -37,14 +37,18 @@ def test_every_attention_takes_its_turn(tmp_path: Path, monkeypatch, capsys):
         return trained(recipe, attention, parallel)
 
     monkeypatch.setattr(bench, "Trained", broken)
-    names = ["identity", "ours", "softmax-flash", "ours-gated", "softmax-cudnn"]
+    missing = classmethod(lambda cls, device: "fla-core is not installed")
+    monkeypatch.setattr(ATTENTIONS["gla"], "missing_package", missing)
+    names = ["identity", "ours", "softmax-flash", "ours-gated", "softmax-cudnn", "gla"]
     path = tmp_path / "bench.json"
     results = bench_steps(["demo"], [16], names, save_to=path, **ON_A_CPU)
-    rounds = [*names[:4], *names[:3]]  # a kernel that is not there builds no model, what failed is left out
+    # A kernel or package that is not there builds no model; what failed is left out.
+    rounds = [*names[:4], *names[:3]]
     assert turns == rounds
-    assert [row.status for row in results.rows] == ["ok", "ok", "ok", "oom", "refused"]
+    assert [row.status for row in results.rows] == ["ok", "ok", "ok", "oom", "refused", "refused"]
     refused = results.rows[4]
     assert refused.ms is None and refused.reason.startswith("model.sdpa cudnn cannot train on cpu")
+    assert results.rows[5].reason == "fla-core is not installed"
     for row in results.rows[:3]:
         assert (row.micro_batch_size, row.tokens, row.steps, len(row.by_round)) == (4, 64, 2, 2)
         assert row.fastest_ms <= min(row.by_round) <= row.ms <= max(row.by_round)
@@ -56,7 +60,7 @@ def test_every_attention_takes_its_turn(tmp_path: Path, monkeypatch, capsys):
     shares = [row["share_of_identity"] for row in json.loads(path.read_text())["rows"]]
     assert shares[0] == 1.0 and 0 < shares[1] < 10 and shares[3] is None
     text = table(results)
-    assert text.count("| demo | 16 | 4 |") == 5 and "| oom: out of memory |" in text
+    assert text.count("| demo | 16 | 4 |") == 6 and "| oom: out of memory |" in text
     assert {line.count("|") for line in text.splitlines() if line.startswith("|")} == {12}
     assert "demo N = 16, ours" in capsys.readouterr().out
 

@@ -2,12 +2,16 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from lingpt.common.errors import UserError
 from lingpt.models import GPT, Config
@@ -95,12 +99,40 @@ def test_gradients_in_one_buffer_are_accumulated_and_clipped_once(alone):
     assert torch.cat([a.grad, b.grad]).norm().item() == pytest.approx(0.5)
 
 
-@pytest.fixture
-def ddp() -> Iterator[Parallel]:
+@contextmanager
+def one_process(strategy: str, reduce_bf16: bool = False, **changed: bool) -> Iterator[Parallel]:
     with mock.patch.dict(os.environ), mock.patch.object(torch._dynamo.config, "optimize_ddp", True):
-        parallel = Parallel(replace(choose_machine(TrainConfig(accelerator="cpu")), strategy="ddp"))
+        machine = replace(choose_machine(TrainConfig(accelerator="cpu")), strategy=strategy, **changed)
+        parallel = Parallel(machine, reduce_bf16)
         yield parallel
         parallel.close()
+
+
+@pytest.fixture
+def ddp() -> Iterator[Parallel]:
+    with one_process("ddp") as parallel:
+        yield parallel
+
+
+def test_ddp_sums_in_bf16_where_that_is_asked_for(monkeypatch):
+    hooks = []
+    monkeypatch.setattr(DistributedDataParallel, "register_comm_hook", lambda *args: hooks.append(args[2]))
+    for reduce_bf16 in (False, True):
+        with one_process("ddp", reduce_bf16) as parallel:
+            parallel.wrap(torch.nn.Linear(3, 1))
+    assert hooks == [bf16_compress_hook]  # which needs NCCL
+
+
+def test_sharded_parameters_stay_whole_until_a_step_s_last_micro_batch():
+    with one_process("fsdp", gathers_once=True) as parallel:
+        module = parallel.wrap(torch.nn.Linear(3, 1))
+        sharded = []
+        for enabled in (True, False):
+            with parallel.accumulate(module, enabled):
+                parallel.backward(module(torch.ones(1, 3)).sum(), count=1)
+            sharded.append(all(isinstance(parameter, DTensor) for parameter in module.parameters()))
+        assert sharded == [False, True]
+        assert all((parameter.grad.full_tensor() == 2).all() for parameter in module.parameters())
 
 
 def test_ddp_leaves_blocks_and_gradients_whole(ddp):

@@ -36,6 +36,7 @@ import torch
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import cache_dir, write_bytes
+from lingpt.common.install import install_command
 
 SOURCE_FOLDER = Path(__file__).parent
 # A100; A6000 and A10; L40 and RTX 4090; H100 and H200; B200; RTX 5090 and RTX PRO 6000
@@ -389,7 +390,7 @@ def _read_cached(path: Path, arch: str) -> CompiledModule | None:
 
 def _install_hint() -> str:
     major = (torch.version.cuda or "13").split(".")[0]
-    return f"pip install 'lingpt[cuda{major}]'"
+    return install_command(f"cuda{major}")
 
 
 _importing = threading.Lock()  # cuda.core's own import is not safe from two threads at once
@@ -479,7 +480,7 @@ def _driver_for(compiler: tuple[int, ...]) -> Any:
         runs = f"{version // 1000}.{version % 1000 // 10}"
         raise UserError(
             f"the NVIDIA driver runs CUDA up to {runs}, the compiler here is CUDA {compiler[0]}: "
-            f"update the driver, or pip install 'lingpt[cuda{version // 1000}]' with such a build of torch"
+            f"update the driver, or {install_command(f'cuda{version // 1000}')} with such a build of torch"
         )
     return driver
 

@@ -1,0 +1,26 @@
+"""The command that brings an extra names what is there: a folder, or the installed package."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from lingpt.common import install
+
+
+@pytest.mark.parametrize("name", ["lingpt", "My clone"])
+def test_a_source_tree_is_named_by_its_folder_and_a_wheel_by_its_name(name, tmp_path, monkeypatch):
+    """Guards: a name that pip would look up in an index, where the project was installed from its folder."""
+    folder = tmp_path / name
+    monkeypatch.setattr(install, "__file__", str(folder / "common" / "install.py"))
+    assert install.install_command("gla") == "pip install 'lingpt[gla]'"
+    folder.mkdir()
+    (folder / "pyproject.toml").touch()
+    assert shlex.split(install.install_command("gla")) == ["pip", "install", "-e", f"{folder}[gla]"]
+
+
+def test_nobody_else_writes_the_command():
+    root = Path(install.__file__).parents[1]
+    folders = ("kernels", "models", "data", "train", "eval", "cli")
+    paths = [path for name in folders for path in (root / name).rglob("*.py")]
+    assert paths and not [path for path in paths if "lingpt[" in path.read_text()]
