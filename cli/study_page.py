@@ -120,9 +120,10 @@ def _what(study: Study, runs: Sequence[StudyRun], tried: Sequence[float]) -> str
     elif not rates:
         differs += " alone"
     size = f"{recipe.tokens_per_step:,} tokens a step, {recipe.total_steps:,} steps"
+    same = f"{'for each seed ' * (study.seeds > 1)}the same data in the same order"
     return (
         f"{recipe.model.name}, {rows}, {seeds}, {count(study.tokens)} tokens each, "
-        f"N = {recipe.data.seq_len:,}, {size}; the same data in the same order, the same schedule. "
+        f"N = {recipe.data.seq_len:,}, {size}; {same}, the same schedule. "
         f"{_passes(study, runs)}What differs is {differs}."
     )
 

@@ -11,7 +11,7 @@ Its options are not the paper's; `ours-decay` and `ours-gated` have them too:
     output_gate     y = W_O (silu(x W_r) ⊙ LayerNorm_head(o)), as in GLA (arXiv 2312.06635)
     normalize       false, the default with output_gate and for it alone: o_i = Σ_{j≤i} (a + b q̂_i·k̂_j) v_j.
                     LayerNorm takes out any factor per token, the normaliser among them; a and b may then be
-                    of any size and sign. It learns as well (docs/results/gate/learning) and is faster
+                    of any size and sign. It learns as well (docs/results/gate/learning)
     short_conv      a causal convolution of width 4 over q, k and v (short_conv.py)
 """
 
