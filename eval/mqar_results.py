@@ -70,9 +70,10 @@ def _draw(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     from matplotlib.figure import Figure
 
     attentions, widths, pairs = settings(results)
-    figure = Figure(figsize=(1.8 + 3.2 * len(pairs), 3.4), dpi=200, layout="constrained")
+    legend = 0.8 + 0.07 * max(map(len, attentions))  # inches
+    figure = Figure(figsize=(legend + 3.0 * len(pairs), 3.6), dpi=200, layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(pairs), sharey=True, squeeze=False)[0]
+    panels = figure.subplots(1, len(pairs), sharex=True, sharey=True, squeeze=False)[0]
     colour = colours(map(without_conv, attentions))
     for panel, count in zip(panels, pairs, strict=True):
         for name in attentions:
@@ -83,7 +84,6 @@ def _draw(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
             y = [100 * r["accuracy"] for _, r in found]
             panel.plot([width for width, _ in found], y, label=name, **style, **mark)
         panel.axhline(100 / count, color="0.5", linestyle=(0, (4, 3)), linewidth=0.9)
-        panel.text(widths[0], 100 / count + 1.5, "a guess among the values", fontsize=7.5, color="0.4")
         panel.set_title(f"{count} pairs", loc="left", fontsize=10)
         panel.set_xlabel("width")
         panel.set_xscale("log", base=2)
@@ -95,7 +95,8 @@ def _draw(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     figure.legend(
         *panels[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8
     )
-    add_caption(figure, f"Accuracy by the best of the rates {_rates(results)}. {_setting(results)}")
+    guess = "Dashed grey: a guess among the sequence's values."
+    add_caption(figure, f"Accuracy by the best of the rates {_rates(results)}. {guess} {_setting(results)}")
     paths = [folder / "mqar.png", folder / "mqar.svg"]
     for path in paths:
         save_figure(figure, path)
