@@ -8,6 +8,7 @@ the children as Ctrl-C would, and waits until they have saved.
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -45,6 +46,9 @@ class Slot:
         return {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(visible)}
 
 
+_ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b.*:")
+
+
 @dataclass
 class Job:
     """One command: `arguments` of `lingpt`, its output in `log`; `status` says how far it is (by default, the
@@ -66,9 +70,14 @@ class Job:
         return self.last_line() if self.status is None else self.status()
 
     def last_line(self) -> str:
-        """The last line of this attempt's output, which says why it ended; cut to 300 characters."""
+        """The last line of this attempt's output, which says why it ended; cut to 300 characters.
+
+        Of a traceback the line that names the error: after PyTorch's stand hints and where it was raised.
+        """
         text = self.log.read_bytes()[self.begin :].decode(errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
+        if "Traceback (most recent call last):" in lines and not lines[-1].startswith("lingpt: "):
+            lines = [line for line in lines if _ERROR.match(line)] or lines
         return lines[-1].removeprefix("lingpt: ")[:300] if lines else ""
 
 

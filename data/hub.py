@@ -28,6 +28,8 @@ def hub_errors(what: str, fix: str) -> Iterator[None]:
     try:
         with _quiet("huggingface_hub"):
             yield
+    except UserError:  # a ValueError, too, and a line already
+        raise
     # A subclass of EntryNotFoundError that means: not in the cache, and no network.
     except LocalEntryNotFoundError:
         raise UserError(_unreachable(what, "no network", fix)) from None

@@ -18,7 +18,7 @@ import torch
 from lingpt.common.devices import find_device
 from lingpt.common.errors import UserError
 from lingpt.common.run_folder import check_undamaged
-from lingpt.eval.results import add_score, load_results, pack_bits, percent, task_key
+from lingpt.eval.results import add_score, load_results, pack_bits, percent, results_path, task_key
 from lingpt.eval.runs import Checkpoint
 
 PACKAGES = ("lingpt", "lm_eval", "torch", "datasets", "tokenizers")
@@ -92,6 +92,8 @@ def evaluate(
             results = add_score(checkpoint, key, entry)
             log(f"{prefix}: {key}: {summary(entry)} ({work(entry)})")
             log_rows(entry, f"{prefix}: {key}", log)
+            if results["scores"][key] is not entry:
+                log(f"{prefix}: {key}: not kept: {results_path(checkpoint)} has the whole benchmark")
     return results
 
 
@@ -162,7 +164,8 @@ def load_lm(
     ]
     tokenizer = load_tokenizer(checkpoint.folder)
     tokenizer.check_fits(models[0].config.padded_vocab_size)
-    return LinGPTLM(models, tokenizer, batch_tokens=batch_tokens)
+    name = f"{checkpoint.run.name} step {checkpoint.step}"
+    return LinGPTLM(models, tokenizer, batch_tokens=batch_tokens, name=name)
 
 
 def describe_data(name: str, num_fewshot: int, data: Path | None) -> dict[str, str]:

@@ -126,6 +126,6 @@ def _losses(lm: LinGPTLM, ids: list[int]) -> torch.Tensor:
     tokens = torch.tensor([lm.eot_token_id, *ids], device=device)
     try:
         hidden = lm.model.hidden(tokens[None, :-1])[0]
-        return -token_scores(lm.model, hidden, tokens[1:])[0].float().cpu()
+        return -lm.finite(token_scores(lm.model, hidden, tokens[1:])[0].float().cpu())
     except torch.OutOfMemoryError as error:
         raise UserError(f"out of memory with a text of {len(ids):,} tokens: lower --longest") from error

@@ -64,6 +64,7 @@ class LinGPTLM(TemplateLM):
         batch_tokens: int = 16384,
         max_length: int | None = None,
         progress: bool = True,
+        name: str = "the model",
     ) -> None:
         super().__init__()
         if batch_tokens < 1:
@@ -73,7 +74,7 @@ class LinGPTLM(TemplateLM):
         self.text_tokenizer = tokenizer
         self.batch_tokens = batch_tokens
         self.max_length = min(max_length or model.config.block_size, model.config.block_size)
-        self.progress = progress
+        self.progress, self.name = progress, name
         self.truncated = self.cut_prompts = 0
         weight = model.lm_head.weight
         self._device, self.dtype = weight.device, weight.dtype
@@ -222,12 +223,20 @@ class LinGPTLM(TemplateLM):
             with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
                 hidden = model.hidden(idx.to(device)).flatten(0, 1)[torch.tensor(positions).to(device)]
                 logprob, best = token_scores(model, hidden, torch.tensor(targets).to(device))
-                logprob, best = logprob.cpu(), best.cpu()
+                logprob, best = self.finite(logprob.cpu()), best.cpu()
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"out of memory with a batch of {idx.numel()} tokens: lower --batch_tokens"
             ) from error
         return torch.tensor(owners), logprob.double(), best, sum(len(rows[row]) for row in batch)
+
+    def finite(self, logprob: torch.Tensor) -> torch.Tensor:
+        """The same; UserError where one is not: comparing them would give accuracies all the same."""
+        if not logprob.isfinite().all():
+            raise UserError(
+                f"{self.name}: a log-likelihood is not finite: the weights are damaged, or diverged"
+            )
+        return logprob
 
     # ------------------------------------------------------------------ generation
 

@@ -1,6 +1,7 @@
 """Scores on disk: `runs/<name>/eval/step-XXXXXXXX.json`, one entry a task, merged and written atomically."""
 
 import base64
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -135,7 +136,11 @@ def _is_score(entry: Any) -> bool:
     except (UserError, AttributeError):
         return False
     numbers = [*metrics.values(), *(group.get("stderr") for group in positions if isinstance(group, dict))]
-    return all(_has(group, _GROUP) for group in positions) and all(isinstance(x, _NUMBER) for x in numbers)
+    if not all(_has(group, _GROUP) for group in positions) or not all(
+        isinstance(x, _NUMBER) for x in numbers
+    ):
+        return False
+    return not any(x is not None and math.isnan(x) for x in [*numbers, *(g["loss"] for g in positions)])
 
 
 def _known_scores(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -156,8 +161,14 @@ def _known_scores(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def add_score(checkpoint: Checkpoint, key: str, entry: dict[str, Any]) -> dict[str, Any]:
-    """Merges one entry into the file and returns everything known."""
+    """Merges one entry into the file and returns everything known.
+
+    Of part of a benchmark (a file of fewer rows) it does not replace one of the whole.
+    """
     results = load_results(checkpoint)
+    known = results["scores"].get(key)
+    if known and known["complete"] and not entry["complete"]:
+        return results
     results["scores"][key] = entry
     path = results_path(checkpoint)
     with write_errors(path):

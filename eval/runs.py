@@ -25,7 +25,7 @@ from lingpt.common.run_folder import (
     read_manifest,
     read_model,
 )
-from lingpt.models import SHARDS, attention_form, is_sharded, sharded_dtype
+from lingpt.models import SHARDS, attention_form, is_sharded, sharded_dtype, sharded_parameters
 
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -78,14 +78,18 @@ class Checkpoint:
         """Parameters, tokens and length that it was trained with, and the seed; None where it is not said."""
         manifest = read_manifest(self.folder) or {}
         recipe = manifest.get("config") or {}
-        with _weights(self.folder) as file:
-            sizes = [math.prod(file.get_slice(name).get_shape()) for name in file.keys()]  # noqa: SIM118
         return {
-            "parameters": sum(sizes),
+            "parameters": self._parameters(),
             "tokens": manifest.get("tokens"),
             "seq_len": (recipe.get("data") or {}).get("seq_len"),
             "seed": (recipe.get("train") or {}).get("seed"),
         }
+
+    def _parameters(self) -> int:
+        if is_sharded(self.folder):
+            return sharded_parameters(self.folder)
+        with _weights(self.folder) as file:
+            return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
 
     @cached_property
     def weights(self) -> str:

@@ -7,7 +7,15 @@ from lingpt.models.generate import generate
 from lingpt.models.gpt import GPT, Block, DecodingState
 from lingpt.models.hf import export_hf, load_hf
 from lingpt.models.memory import memory_estimate
-from lingpt.models.shards import OPTIMIZER, SHARDS, is_sharded, read_shards, sharded_dtype, write_shards
+from lingpt.models.shards import (
+    OPTIMIZER,
+    SHARDS,
+    is_sharded,
+    read_shards,
+    sharded_dtype,
+    sharded_parameters,
+    write_shards,
+)
 
 __all__ = [
     "ATTENTIONS",
@@ -35,5 +43,6 @@ __all__ = [
     "save_index",
     "save_model",
     "sharded_dtype",
+    "sharded_parameters",
     "write_shards",
 ]

@@ -80,8 +80,16 @@ def read_sharded_weights(
 
 def sharded_dtype(folder: Path) -> torch.dtype:
     """The dtype of the weights (of the largest tensor). UserError where a shard is missing."""
-    found = {name: value for name, value in _described(folder).items() if not name.startswith(OPTIMIZER)}
-    return max(found.values(), key=lambda tensor: tensor.size.numel()).properties.dtype
+    return max(_weights(folder), key=lambda tensor: tensor.size.numel()).properties.dtype
+
+
+def sharded_parameters(folder: Path) -> int:
+    """How many numbers the weights are. UserError where a shard is missing."""
+    return sum(tensor.size.numel() for tensor in _weights(folder))
+
+
+def _weights(folder: Path) -> list[TensorStorageMetadata]:
+    return [value for name, value in _described(folder).items() if not name.startswith(OPTIMIZER)]
 
 
 def _described(folder: Path) -> dict[str, TensorStorageMetadata]:

@@ -59,6 +59,22 @@ def test_one_that_fails_does_not_end_the_others(job, tmp_path):
     assert any(line.startswith("well: done") for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            "CUDA error: unspecified launch failure\\nCompile with `TORCH_USE_CUDA_DSA` to see more.\\n",
+            "RuntimeError: CUDA error: unspecified launch failure",
+        ),
+        ("no room\\n  target: lingpt.op\\n  return forward(*call)", "RuntimeError: no room"),
+    ],
+)
+def test_a_traceback_s_reason_is_its_error(job, error, reason):
+    """Guards: PyTorch's hints behind an error, and a line of source, given as why a job failed."""
+    (found,) = run_jobs([job("x", f"raise RuntimeError('{error}')")], [Slot("CPU")], report=[].append)
+    assert found.reason == reason
+
+
 def test_a_card_that_died_is_given_up(job, tmp_path):
     """All that starts on card 0 crashes: the work is done on card 1, and nothing is lost."""
     code = "sys.exit(1) if os.environ['CUDA_VISIBLE_DEVICES'] == '0' else time.sleep(0.05)"

@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+import torch
 
 from lingpt.common.devices import find_device
 from lingpt.common.errors import UserError
@@ -130,6 +131,34 @@ def test_what_is_there_is_not_computed_again(checkpoint, eval_data, monkeypatch)
     assert on_disk(checkpoint)["scores"].keys() == {
         "piqa (0-shot)", "piqa (0-shot, first 2)", "arc_easy (0-shot)", "arc_easy (2-shot)",
     }  # fmt: skip
+
+
+def test_a_part_does_not_replace_the_whole(checkpoint, eval_data, monkeypatch):
+    """Guards: a complete score that was gone after a trial with a file of a few rows."""
+    from lingpt.eval import harness
+
+    run_task, complete, lines = harness.run_task, [True, False, True], []
+    monkeypatch.setattr(harness, "run_task", lambda *args: run_task(*args) | {"complete": complete.pop(0)})
+    options = {"data": eval_data, "device": "cpu", "redo": True, "log": lines.append}
+    first, second, third = (evaluate(checkpoint, ["piqa"], **options) for _ in range(3))
+    dates = [found["scores"]["piqa (0-shot)"]["date"] for found in (first, second, third)]
+    assert dates[0] == dates[1] and second["scores"]["piqa (0-shot)"]["complete"]
+    assert sum("not kept" in line for line in lines) == 1
+    assert third["scores"] == on_disk(checkpoint)["scores"]
+
+
+def test_weights_that_are_not_finite_have_no_scores(checkpoint, tokenizer, eval_data):
+    """Guards: accuracies that look like any, of comparing NaNs."""
+    from .conftest import write_checkpoint
+
+    model = tiny_model("ours")
+    with torch.no_grad():
+        model.transformer.ln_f.weight[0] = math.nan
+    write_checkpoint(checkpoint.folder, model, tokenizer)
+    name = f"{checkpoint.run.name} step {checkpoint.step}"
+    with pytest.raises(UserError, match=f"{name}: a log-likelihood is not finite"):
+        evaluate(checkpoint.folder, ["piqa"], **QUIET, data=eval_data)
+    assert evaluate(checkpoint.folder, [], **QUIET)["scores"] == {}
 
 
 def test_changed_data_and_changed_weights_are_computed_again(checkpoint, tokenizer, eval_data, tmp_path):

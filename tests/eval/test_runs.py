@@ -11,6 +11,7 @@ from lingpt.common.errors import UserError
 from lingpt.common.files import write_json
 from lingpt.common.run_folder import CONFIG, read_manifest, write_manifest
 from lingpt.eval import Checkpoint, evaluate, find_checkpoints
+from lingpt.models import OPTIMIZER, save_index, write_shards
 
 from .conftest import tiny_model, write_checkpoint, write_run
 
@@ -114,6 +115,23 @@ def test_fingerprint_and_dtype(tmp_path, tokenizer):
     assert find_checkpoints(tmp_path, runs=[two])[0].weights != first.weights
     write_checkpoint(second.folder, model.bfloat16(), tokenizer)
     assert find_checkpoints(tmp_path, runs=[two])[0].dtype == "bfloat16"
+
+
+def test_a_checkpoint_in_shards_is_scored_as_one_file_is(tmp_path, tokenizer, eval_data):
+    """Guards: nothing was scored of a model that FSDP had trained: it has no file of all weights."""
+    runs = [write_run(tmp_path, name, "ours", tokenizer) for name in ("whole", "sharded")]
+    whole, sharded = (find_checkpoints(tmp_path, runs=[run])[0] for run in runs)
+    model = tiny_model("ours", seed=10)
+    (sharded.folder / "model.safetensors").unlink()
+    write_shards(sharded.folder, {**model.state_dict(), f"{OPTIMIZER}moment": torch.zeros(7)}, None)
+    save_index(model, sharded.folder)
+    write_manifest(sharded.folder, {})
+    sharded = find_checkpoints(tmp_path, runs=[runs[1]])[0]
+    assert sharded.facts["parameters"] == whole.facts["parameters"] == model.num_parameters()
+    entries = [evaluate(one, ["piqa"], data=eval_data, device="cpu") for one in (whole, sharded)]
+    assert (
+        entries[0]["scores"]["piqa (0-shot)"]["metrics"] == entries[1]["scores"]["piqa (0-shot)"]["metrics"]
+    )
 
 
 def test_damaged_weights_are_one_line(tmp_path, tokenizer, eval_data):
