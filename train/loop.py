@@ -185,6 +185,7 @@ class Run:
         print_rank0(report.describe(self.recipe, self.machine, self.gpt, kernels, left))
         logged, speed = replace(self.progress), ""
         with progress_bar(total=total, initial=self.progress.step, unit="step", desc=self.folder.name) as bar:
+            status = report.StatusLine(bar)
             while self.progress.step < total and not stop.agreed:
                 began = time.perf_counter()
                 with span("step"):
@@ -197,6 +198,7 @@ class Run:
                     self.log("train", **line)
                     speed = report.speed(line, self.recipe, step, self.parallel.peak_memory)
                     bar.set_postfix_str(f"loss {line['loss']:.3f}{speed}")
+                    status.tell(f"step {step}/{total} · loss {line['loss']:.4f}{speed}")
                     logged = replace(self.progress)
                 bar.update()
                 if self.progress.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
@@ -204,6 +206,7 @@ class Run:
                     self.parallel.on_rank_zero(self.diverged)
                 if step % t.eval_interval == 0 or last:
                     validated = self.validate_and_log(stop, f"loss {line['loss']:.4f} · ", speed)
+                    status.told()
                 if self.is_best() or self.is_due() or last or stop.agreed:
                     self.save()
         self.finish_saving()

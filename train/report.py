@@ -3,11 +3,13 @@
 import contextlib
 import shlex
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import write_errors, write_text
@@ -44,6 +46,25 @@ def speed(line: dict[str, Any], recipe: Recipe, step: int, memory: int) -> str:
     used = f" · MFU {line['mfu']:.0%}" if line["mfu"] is not None else ""
     left = duration((recipe.total_steps - step) * recipe.tokens_per_step / max(rate, 1e-9))
     return f" · {rate / 1e3:.1f} k tokens/s{used} · {memory / 1e9:.1f} GB · {left} left"
+
+
+class StatusLine:
+    """What the bar says, as a line of its own once a minute: for a batch job, which has no terminal."""
+
+    EVERY = 60.0  # seconds
+
+    def __init__(self, bar: tqdm) -> None:
+        self.drawn = not bar.disable
+        self.told()
+
+    def told(self) -> None:
+        """Another line has just said how far the run is."""
+        self.last = time.monotonic()
+
+    def tell(self, line: str) -> None:
+        if not self.drawn and time.monotonic() - self.last >= self.EVERY:
+            print_rank0(line)
+            self.told()
 
 
 def mixed(devices: list[str]) -> str | None:

@@ -17,7 +17,7 @@ from lingpt.common.errors import UserError
 from lingpt.common.run_folder import read_metrics
 from lingpt.data import Batches, prepare
 from lingpt.models import ATTENTIONS
-from lingpt.train import loop, loss, train
+from lingpt.train import loop, loss, report, train
 from lingpt.train.machine import choose_machine
 from lingpt.train.parallel import Parallel
 from lingpt.train.replay import replay
@@ -182,6 +182,18 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(make_recipe, m
     line = next(line for line in read_metrics(folder) if line["step"] == 2)
     assert line["loss"] is None and line["skipped"] is True
     assert json.loads((folder / "checkpoints/step-00000006/manifest.json").read_text())["skipped"] == 1
+
+
+def test_without_a_terminal_a_line_a_minute_says_how_far_it_is(make_recipe, monkeypatch, capsys):
+    """Guards: a batch job of a large model that said nothing until its first validation, an hour later."""
+    lines = []
+    for every in (60.0, 0.0):
+        monkeypatch.setattr(report.StatusLine, "EVERY", every)
+        train(make_recipe(max_steps=4, eval_interval=3, name=f"every-{every}"))
+        found = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+        lines.append([line.split(" · ")[0] for line in found if "validation" not in line])
+        assert all("tokens/s" in line and "left" in line for line in found)
+    assert lines == [[], [f"step {step}/4" for step in (1, 2, 3, 4)]]
 
 
 def test_a_run_that_diverged_ends_with_one_line(make_recipe, monkeypatch):
