@@ -46,6 +46,7 @@ from lingpt.data import Tokenizer
 from lingpt.models import GPT, save_index, save_model, write_shards
 from lingpt.models.model_folder import read_pickle
 from lingpt.train.sharding import split
+from lingpt.train.watch import connection_lost
 
 T = TypeVar("T")
 
@@ -148,6 +149,8 @@ def _on_all_ranks(run: Path, step: int, group: dist.ProcessGroup, function: Call
     try:
         outcome = function()
     except (Exception, CheckpointException) as error:
+        if connection_lost(error):  # another process has died: the disk is well
+            raise
         outcome = not_written(run, step, error)
     outcomes: list[T | UserError] = [outcome] * dist.get_world_size(group)
     dist.all_gather_object(outcomes, outcome, group=group)
@@ -174,6 +177,8 @@ def new_checkpoint(run: Path, manifest: dict[str, Any], kept: Kept) -> Iterator[
             if final.exists():  # a broken one: whole ones are never written again
                 set_aside(final, "damaged")
     except (OSError, RuntimeError, UserError) as error:  # a full disk is a RuntimeError to PyTorch's writer
+        if connection_lost(error):
+            raise
         raise not_written(run, manifest["step"], error) from error
     if not manifest.get("skipped_in_a_row"):  # a run that may be diverging keeps all it has
         rotate(run, kept)

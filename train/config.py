@@ -115,6 +115,8 @@ class TrainConfig:
     dry_run: bool = False
 
 
+YEAR = 365 * 24 * 60  # minutes
+
 # May change when a run goes on: how long, how often, on what, where. The losses stay comparable.
 MAY_CHANGE = {
     "train.name", "train.out_dir", "train.max_steps", "train.max_tokens", "train.micro_batch_size",
@@ -255,6 +257,10 @@ def check(recipe: Recipe, world_size: int) -> None:
     for name in ("learning_rate", "grad_clip", "timeout_minutes"):
         if not 0 < getattr(t, name) < math.inf:
             raise UserError(f"train.{name} is {getattr(t, name)}; it must be above 0")
+    if t.timeout_minutes > YEAR:
+        raise UserError(
+            f"train.timeout_minutes is {t.timeout_minutes:g}; it must be at most {YEAR:,}, a year"
+        )
     if t.min_learning_rate > t.learning_rate:
         raise UserError(
             f"train.min_learning_rate is {t.min_learning_rate:g}, above the peak, train.learning_rate "

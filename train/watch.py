@@ -6,7 +6,8 @@ others, and those of torchrun, see their parent go. (Lightning's own observer ki
 SIGKILL, and so without a word.) Tasks of SLURM have nobody to watch: `srun --kill-on-bad-exit=1` ends them.
 
 One that lives and does not go on is found by counting: every process counts how often it has come to a point
-where all meet, and where others have waited there for too long, the one that is behind is named.
+where all meet, and where others have waited there for too long, the one that is behind is named: by rank
+zero, or by rank one where zero is behind.
 """
 
 import contextlib
@@ -102,7 +103,7 @@ class Watch:
         self._entered += 1
 
     def limit_waits(self, store: Store, rank: int, world_size: int, seconds: float) -> None:
-        """From here on ends a process that has waited for another one for `seconds`; rank zero says which.
+        """From here on ends a process that has waited for another one for `seconds`; one of them says which.
 
         store: of all processes.
         """
@@ -146,7 +147,9 @@ class Watch:
             for number, child in enumerate(self.children, start=1):
                 if child.poll():
                     who = f"process {number} of {len(self.children) + 1} (pid {child.pid})"
-                    self._died = f"{who} {_ending(child.returncode)}: {GOES_ON}"
+                    # One that ended with 2 has said what is to be changed.
+                    way = GOES_ON if child.returncode != 2 else "the run ends"
+                    self._died = f"{who} {_ending(child.returncode)}: {way}"
                     # The main thread may be about to end with a line of its own, or wait in vain.
                     if not self._stopped.wait(GRACE):
                         print_stderr(self._died)
@@ -165,14 +168,20 @@ class Watch:
                     continue
                 states = [_state(store, other) for other in range(world_size)]
             except RuntimeError:  # the store is gone, and with it the process that keeps it
-                if not self._stopped.is_set():
-                    self.leave()
+                # The main thread may be about to say so, or wait in vain.
+                if not self._stopped.wait(GRACE):
+                    if os.environ.get("LOCAL_RANK", "0") == "0":
+                        print_stderr(lost(rank, world_size))
+                    self._exit(1)
                 return
             counts = [count for count, _ in states]
             if len(set(counts)) == 1:  # at work, all of them: one that waits is ahead of another
                 continue
             late = counts.index(min(counts))
-            if rank:
+            speaks = rank == 0
+            if rank == 1 and late == 0:  # a frozen process says nothing of itself
+                speaks = not self._stopped.wait(GRACE / 2)
+            if not speaks:
                 self.leave()
             else:
                 print_stderr(

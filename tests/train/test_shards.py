@@ -2,6 +2,7 @@
 
 import errno
 import os
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -91,6 +92,16 @@ def test_a_shard_that_cannot_be_written_is_one_line_and_leaves_nothing(trained, 
         raised.value
     )
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+def test_a_process_that_dies_is_no_failure_of_the_disk(trained, monkeypatch):
+    """Guards: "free some space on the disk", where another process had been killed while all were saving."""
+    run, _, _, save = trained
+    lost = RuntimeError("[gloo/transport/tcp/pair.cc:537] Connection closed by peer")
+    monkeypatch.setattr(checkpoint, "write_shards", Mock(side_effect=lost))
+    with pytest.raises(RuntimeError) as raised:
+        save(1)
+    assert raised.value is lost and not list((run / "checkpoints").iterdir())
 
 
 def test_a_disk_that_is_not_shared_is_named(trained, monkeypatch):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from lingpt.common.errors import Interrupted, UserError
 from lingpt.train import TrainConfig
+from lingpt.train import watch as watch_module
 from lingpt.train.machine import choose_machine, choose_strategy
 from lingpt.train.parallel import Parallel
 from lingpt.train.watch import Watch
@@ -53,6 +54,37 @@ def test_the_process_that_keeps_the_others_waiting_is_named(capsys):
     assert [watch.code for watch in watches] == [2, 1, 1]
     (line,) = capsys.readouterr().err.splitlines()
     assert f"process 2 of 3 (on {socket.gethostname()}) has kept the others waiting" in line
+
+
+def test_rank_one_names_rank_zero(monkeypatch, capsys):
+    """Guards: where rank zero was frozen nobody said anything, and torchrun named another as the cause."""
+    monkeypatch.setattr(watch_module, "GRACE", 0.2)
+    store, watches = dist.HashStore(), [Ended() for _ in range(2)]
+    store.set("lingpt/0", "1 here")  # as it was when it froze
+    for rank, watch in enumerate(watches, start=1):
+        watch.enter_collective()
+        watch.enter_collective()
+        watch.limit_waits(store, rank, 3, seconds=0.5)
+    assert all(watch.ended.wait(20) for watch in watches)
+    assert [watch.code for watch in watches] == [2, 1]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "process 0 of 3 (on here) has kept the others waiting" in line
+
+
+@pytest.mark.parametrize("local_rank", ["0", "1"])
+def test_where_the_store_is_gone_a_machine_says_so_once(monkeypatch, capsys, local_rank):
+    """Guards: rank zero's machine died, and the others, whose main threads wait in NCCL, ended in silence."""
+    monkeypatch.setattr(watch_module, "GRACE", 0.2)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    store = mock.Mock()
+    store.set.side_effect = RuntimeError("TCPStore sendBytes failed")
+    watch = Ended()
+    watch.limit_waits(store, 2, 4, seconds=0.5)
+    assert watch.ended.wait(20) and watch.code == 1
+    said = capsys.readouterr().err
+    assert ("process 2 of 4" in said and "the connection to another process is lost" in said) == (
+        local_rank == "0"
+    )
 
 
 def test_a_process_that_has_not_begun_to_count_is_late(capsys):
