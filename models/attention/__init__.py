@@ -50,8 +50,12 @@ def attention_form(attention: str | list[str], values: Mapping[str, Any]) -> str
     `parse_form` reads it, but for a hybrid's.
     """
     options = changed_options(attention, values).items()
-    words = [name if value is True else f"{name}={str(value).lower()}" for name, value in options]
+    words = [name if value is True else f"{name}={_text(value)}" for name, value in options]
     return " + ".join([attention_label(attention), *words])
+
+
+def _text(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value).lower()
 
 
 def parse_form(form: str) -> tuple[str, dict[str, Any]]:
