@@ -4,6 +4,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -136,15 +137,40 @@ def _trained(trials: "list[Trial]", workers: int | None) -> "Iterator[tuple[Tria
                 yield trial, error
         return
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-    devices = context.Queue()
-    for i in range(workers):
-        devices.put(f"cuda:{i % cards}" if cards else "cpu")
-    with ProcessPoolExecutor(workers, context, initializer=_take_device, initargs=(devices,)) as pool:
-        tuned_first = [trial for trial in trials if cards and is_tuned_first(trial)]
-        try:
-            yield from _as_trained(pool, _train_here, trials, tuned_first, tune)
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+
+    def in_a_pool(left: "list[Trial]") -> "Iterator[tuple[Trial, Any]]":
+        devices = context.Queue()
+        for i in range(workers):
+            devices.put(f"cuda:{i % cards}" if cards else "cpu")
+        with ProcessPoolExecutor(workers, context, initializer=_take_device, initargs=(devices,)) as pool:
+            tuned_first = [trial for trial in left if cards and is_tuned_first(trial)]
+            try:
+                yield from _as_trained(pool, _train_here, left, tuned_first, tune)
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+
+    yield from _in_new_pools(trials, in_a_pool)
+
+
+def _in_new_pools(
+    trials: "list[Trial]", in_a_pool: "Callable[[list[Trial]], Iterator[tuple[Trial, Any]]]"
+) -> "Iterator[tuple[Trial, Any]]":
+    """What `in_a_pool` yields; those that were left when a process of the pool died are trained in a new one,
+    for as long as each pool trains any."""
+    left = trials
+    while left:
+        lost = []
+        for trial, result in in_a_pool(left):
+            if isinstance(result, BrokenProcessPool):
+                lost.append((trial, result))
+            else:
+                yield trial, result
+        if len(lost) == len(left):
+            yield from lost
+            return
+        left = [trial for trial, _ in lost]
+        if left:
+            print(f"a process has died; the {len(left)} models that are left go on in new ones")
 
 
 def _as_trained(

@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from threading import Event
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from lingpt.cli import mqar
 from lingpt.cli.main import main, parse
-from lingpt.cli.mqar import _as_trained
+from lingpt.cli.mqar import _as_trained, _in_new_pools
 from lingpt.common.errors import UserError
 from lingpt.eval.mqar import (
     Trial,
@@ -93,6 +94,29 @@ def test_what_is_trained_is_there_while_others_are_tuned_for():
         **{(32, name): str({"attention": name}) for name in both},
         **{(64, name): "no kernels" for name in both},
     }
+
+
+def test_a_process_that_dies_takes_no_other_model_along(capsys):
+    """Guards: all that were left failed with the process of one (the system had no memory, say)."""
+    trials = make_trials(["softmax"], [32], [2], [1e-3, 1e-2, 1e-1, 1.0], **TINY)
+    pools = []
+
+    def in_a_pool(left):
+        pools.append(len(left))
+        yield left[0], {"accuracy": 1.0}
+        for trial in left[1:]:
+            yield (
+                trial,
+                BrokenProcessPool("a process was terminated") if len(pools) < 3 else RuntimeError("bad"),
+            )
+
+    found = dict(_in_new_pools(trials, in_a_pool))
+    assert pools == [4, 3, 2] and [isinstance(found[trial], dict) for trial in trials] == [True] * 3 + [False]
+    assert str(found[trials[3]]) == "bad" and "the 3 models that are left" in capsys.readouterr().out
+    broken = BrokenProcessPool("no memory")
+    assert list(_in_new_pools(trials, lambda left: ((trial, broken) for trial in left))) == [
+        (trial, broken) for trial in trials
+    ]
 
 
 def test_an_attention_with_its_options_is_one_word():
