@@ -50,7 +50,7 @@ class TrainConfig:
             part of parameters, gradients and optimizer (FSDP2); `auto` takes DDP where it fits the memory.
         activation_checkpointing: keep each block's input only, and compute the block again in the backward
             pass: less memory, a third more work.
-        timeout_minutes: how long one process waits for another before the run ends.
+        timeout_minutes: how long one process waits for another before the run ends; longer than a step.
         reduce_bf16: sum gradients over the devices in bf16: half the bytes of each sum, less exact. With FSDP
             that is in every micro-batch, where fp32 gradients are summed once a step if there is room.
         eval_interval: steps between validations; the last step is always validated.
@@ -218,6 +218,7 @@ _RANGES = {  # least and most
     "eval_tokens": (0, 10**15),
     "sample_tokens": (0, 10**9),
     "seed": (0, 2**32 - 1),
+    "timeout_minutes": (0, 525_600),  # a year
 }
 _LARGEST_BATCH = 1 << 20  # sequences; beyond is a slip of the keyboard, and each is named by its number
 

@@ -302,15 +302,17 @@ def what_fits(machine: Machine, config: Config, recipe: Recipe) -> str:
     A smaller micro-batch; or blocks that are computed again, with the largest that then fits; or shards on
     these devices, where each has the whole model; or more devices.
     """
-    t, over = recipe.train, machine.sharded_over
+    t, over, once = recipe.train, machine.sharded_over, machine.gathers_once
     sizes = [size for size in micro_batch_sizes(recipe, machine.world_size) if size <= t.micro_batch_size]
     recomputing = replace(recipe, train=replace(t, activation_checkpointing=True))
     ways = [("", recipe, [size for size in sizes if size < t.micro_batch_size])]
     if not t.activation_checkpointing:
         ways.append((" --train.activation_checkpointing true", recomputing, sizes))
     for option, changed, possible in ways:
-        if size := largest_that_fits(machine.memory, machine.precision, config, changed, possible, over):
-            need = memory_needed(config, changed, machine.precision, size, over)["total"]
+        if size := largest_that_fits(
+            machine.memory, machine.precision, config, changed, possible, over, once
+        ):
+            need = memory_needed(config, changed, machine.precision, size, over, once)["total"]
             return f"--train.micro_batch_size {size}{option} (about {need / 1e9:.1f} GB)"
     here = machine.world_size
     for devices in sorted({here, 2, 4, 8, 16, 32, 64}):
@@ -331,11 +333,17 @@ def micro_batch_sizes(recipe: Recipe, world_size: int) -> list[int]:
 
 
 def largest_that_fits(
-    memory: float, precision: str, config: Config, recipe: Recipe, sizes: Sequence[int], over: int = 1
+    memory: float,
+    precision: str,
+    config: Config,
+    recipe: Recipe,
+    sizes: Sequence[int],
+    over: int = 1,
+    gathers_once: bool = False,
 ) -> int:
     """The largest of the ascending micro-batch `sizes` that fits `memory` bytes by the estimate, or 0."""
     for size in reversed(sizes):
-        if fits(memory_needed(config, recipe, precision, size, over)["total"], memory):
+        if fits(memory_needed(config, recipe, precision, size, over, gathers_once)["total"], memory):
             return size
     return 0
 

@@ -68,6 +68,8 @@ def format_plan(recipe: Recipe, machine: Machine, config: Config) -> str:
         f"{'8 devices':>10}   at {STATED_MFU:.0%} MFU",
         *(_row(device, recipe, machine, config, precision, least, flops) for device in shown),
     ]
+    if several := [text for device in shown if (text := _sharded(device, config, recipe, precision, least))]:
+        lines += ["", f"sharded by FSDP {micro_batch} it fits {', '.join(several)}"]
     rate, basis = _speed(machine, flops / tokens)
     lines += ["", f"here: about {rate / 1e3:.3g} k tokens/s at {basis}, {duration(tokens / rate)}"]
     return "\n".join(lines)
@@ -115,6 +117,14 @@ def _here(machine: Machine, config: Config, recipe: Recipe) -> str:
     fitting = fits_here(machine, config, recipe)
     verdict = "fits" if fitting else f"does not fit: {too_small(machine, config, recipe)}"
     return f"{machine.devices} × {machine.name}, {machine.memory / 1e9:.0f} GB each: {verdict}"
+
+
+def _sharded(device: Device, config: Config, recipe: Recipe, precision: str, need: int) -> str | None:
+    """`4 × A100 40GB`: how few that share the model it fits; None where it `need`s no sharing, or none do."""
+    for devices in () if fits(need, device.memory) else (2, 4, 8):
+        if fits(memory_needed(config, recipe, precision, over=devices)["total"], device.memory):
+            return f"{devices} × {device.name}"
+    return None
 
 
 def _verdict(need: float, memory: float) -> str:

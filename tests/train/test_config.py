@@ -39,6 +39,7 @@ def test_steps_are_whole_and_cover_the_tokens():
         ({"beta1": 2.0}, 1, "train.beta1 is 2.0; it must be at least 0 and below 1"),
         ({"beta2": 1.0}, 1, "train.beta2 is 1.0"),
         ({"seed": -1}, 1, "train.seed is -1; it must be at least 0"),
+        ({"timeout_minutes": 1e13}, 1, "train.timeout_minutes is .*; it must be at most 525,600"),
         ({"seed": 2**32}, 1, "train.seed is 4294967296; it must be at most 4,294,967,295"),
         ({"weight_decay": -1.0}, 1, "train.weight_decay is -1.0"),
         ({"warmup_steps": -5}, 1, "train.warmup_steps is -5"),

@@ -67,6 +67,26 @@ def test_who_has_several_devices_is_not_told_to_take_fewer(strategy, devices, fi
     assert re.match(fix, what_fits(machine, recipe.model.config(), recipe))
 
 
+def test_advice_counts_what_is_gathered_once():
+    """Guards: a micro-batch said to need less than the run would then have taken."""
+    machine, recipe = a_run(80e9, 24)
+    machine = replace(machine, strategy="fsdp", devices=2, gathers_once=True)
+    config = recipe.model.config()
+    size = int(re.search(r"micro_batch_size (\d+)", what_fits(machine, config, recipe))[1])
+    need = memory_needed(config, recipe, "bf16-mixed", size, 2, gathers_once=True)["total"]
+    assert what_fits(machine, config, recipe).endswith(f"(about {need / 1e9:.1f} GB)")
+    assert need > memory_needed(config, recipe, "bf16-mixed", size, 2)["total"]
+
+
+def test_a_dry_run_says_how_many_cards_a_large_model_takes():
+    """Guards: `does not fit` for every card, of a model that fits several."""
+    machine, recipe = a_run(141e9, 1)
+    recipe.model.name = "pythia-12b"
+    plan = format_plan(recipe, machine, recipe.model.config())
+    (line,) = [line for line in plan.splitlines() if line.startswith("sharded by FSDP")]
+    assert re.search(r"8 × A100 80GB.*[24] × H200", line), line
+
+
 def test_the_smallest_card_decides(monkeypatch):
     """Guards: an estimate, and a precision, of the first card alone."""
     cards = [SimpleNamespace(name=n, total_memory=m, major=v) for n, m, v in (("A", 80, 9), ("B", 24, 7))]
