@@ -28,6 +28,7 @@ USER_ERROR = 2  # exit code
 CARD_GONE = ("no CUDA device", "device 'cuda")
 Card = tuple[int, ...]  # the GPUs that a job runs on; () is the CPU
 GRACE = 600.0  # seconds that a stopped child has to save
+_ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b.*:")  # a traceback's line on it
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,6 @@ class Slot:
         names = allowed.split(",") if allowed else None
         visible = [names[gpu] if names else str(gpu) for gpu in self.gpus]
         return {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(visible)}
-
-
-_ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b.*:")
 
 
 @dataclass

@@ -25,7 +25,14 @@ from lingpt.eval.table2 import count, save_table2, table2_tables
 from lingpt.eval.tables import Table
 from lingpt.models import ATTENTIONS, GPT, attention_form
 from lingpt.train.curve_figure import caption, draw
-from lingpt.train.curves import Curve, format_table, mean_over_seeds, read_curves, time_to_loss
+from lingpt.train.curves import (
+    Curve,
+    format_table,
+    mean_over_seeds,
+    read_curves,
+    read_hardware,
+    time_to_loss,
+)
 from lingpt.train.machine import duration
 from lingpt.train.model import model_config
 
@@ -191,7 +198,8 @@ def _losses(study: Study, done: Sequence[StudyRun], curves: dict[str, Curve]) ->
             continue
         curve, mine = curves[row], [run for run in done if run.row == row]
         losses = [run.loss for run in mine if run.loss is not None]
-        alike = [run for run in mine if _card(run) == _card(mine[0])]
+        card = curve.hardware.get("name")
+        alike = [run for run in mine if read_hardware(run.folder).get("name") == card]
         lines = [line for run in alike for line in read_metrics(run.folder) if line.get("kind") == "train"]
         rows.append(
             {
@@ -209,7 +217,7 @@ def _losses(study: Study, done: Sequence[StudyRun], curves: dict[str, Curve]) ->
                 "tokens_per_second": _median([x for line in lines if (x := line.get("tokens_per_second"))]),
                 "mfu": _median([line["mfu"] for line in lines if line.get("mfu") is not None]),
                 "cards": curve.hardware.get("world_size", 1),
-                "card": curve.hardware.get("name"),
+                "card": card,
             }
         )
     compared = study.against or tuple(one["row"] for one in rows if one["attention"] == "softmax")[:1]
@@ -354,11 +362,6 @@ def _made_with(record: dict[str, Any]) -> str:
     source = f"LinGPT at {git['revision'][:12]}" if git.get("revision") else "LinGPT outside of git"
     source += f", source {record['source']}" if record.get("source") else ""
     return f"{hardware.get('name', 'unknown hardware')}, {hardware.get('precision')}; {packages}; {source}."
-
-
-def _card(run: StudyRun) -> str | None:
-    found = next(iter(_records([run]).values()), {}).get("hardware")
-    return found.get("name") if isinstance(found, dict) else None
 
 
 def _records(runs: Sequence[StudyRun]) -> dict[str, dict[str, Any]]:

@@ -74,24 +74,21 @@ def shared_seeds(one: dict[str, Any], other: dict[str, Any]) -> list[Any]:
     return [seed for seed in seed_list(one) if seed in seed_list(other)]
 
 
-def with_shared_seeds(one: dict[str, Any], other: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def with_shared_seed(one: dict[str, Any], other: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """For a paired difference, which has an error between two runs, or between rows of several: where one is
     a single run, the other's answers (`correct`) of the same seed, if it has it. All else stays as it is."""
-    shared = shared_seeds(one, other) if 1 in (seeds(one), seeds(other)) else []
-    return _with_seeds(one, shared), _with_seeds(other, shared)
+    shared = shared_seeds(one, other)
+    if not shared or 1 not in (seeds(one), seeds(other)):
+        return one, other
+    return _of_seed(one, shared[0]), _of_seed(other, shared[0])
 
 
-def _with_seeds(result: dict[str, Any], wanted: list[Any]) -> dict[str, Any]:
-    have = seed_list(result)
-    if not wanted or len(wanted) == len(have):
+def _of_seed(result: dict[str, Any], seed: Any) -> dict[str, Any]:
+    if seeds(result) == 1:
         return result
-    kept = [have.index(seed) for seed in wanted]
-
-    def of_kept(packed: list[str]) -> str | list[str]:
-        return [packed[i] for i in kept] if len(kept) > 1 else packed[kept[0]]
-
+    i = seed_list(result).index(seed)
     scores = {
-        key: entry | {"correct": {metric: of_kept(bits) for metric, bits in entry.get("correct", {}).items()}}
+        key: entry | {"correct": {metric: runs[i] for metric, runs in entry.get("correct", {}).items()}}
         for key, entry in result["scores"].items()
     }
     return result | {"scores": scores}

@@ -8,7 +8,7 @@ from lingpt.common.files import write_errors, write_text
 from lingpt.eval.figures import draw_positions
 from lingpt.eval.paired import Difference, SeedDifference, paired_difference
 from lingpt.eval.results import DASH, percent
-from lingpt.eval.seeds import seeds_note, with_shared_seeds
+from lingpt.eval.seeds import seeds_note, with_shared_seed
 from lingpt.eval.suites import COMMONSENSE, SUITES, Benchmark
 from lingpt.eval.table2 import (
     DIFFERENCE_NOTE,
@@ -170,7 +170,7 @@ def difference_to_softmax(
     softmax = softmax_of(result, results)
     if softmax is None or softmax is result:
         return None
-    a, b = (one["scores"].get(key) for one in with_shared_seeds(result, softmax))
+    a, b = (one["scores"].get(key) for one in with_shared_seed(result, softmax))
     return paired_difference(a, b) if a and b else None
 
 

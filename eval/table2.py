@@ -12,7 +12,7 @@ from lingpt.common.files import write_errors, write_json, write_text
 from lingpt.common.run_folder import attention_label
 from lingpt.eval.paired import Difference, SeedDifference, paired_difference
 from lingpt.eval.results import DASH, percent, task_key
-from lingpt.eval.seeds import seeds, seeds_note, shared_seeds, with_shared_seeds
+from lingpt.eval.seeds import seeds, seeds_note, shared_seeds, with_shared_seed
 from lingpt.eval.tables import Table, draw_tables
 
 # Column heading and the task (with its number of examples) under it. Two columns are headed
@@ -176,7 +176,7 @@ def difference(
     softmax = softmax_of(result, results)
     if softmax is None or softmax is result:
         return None
-    pair = with_shared_seeds(result, softmax)
+    pair = with_shared_seed(result, softmax)
     a, b = (best_entry(one["scores"], task, shots) for one in pair)
     return paired_difference(a, b, metric) if a and b else None
 
@@ -207,7 +207,7 @@ def comparison_notes(results: Sequence[dict[str, Any]]) -> list[str]:
         differs = ["seed"] * (not shared)
         differs += [name for key, name in names.items() if one.get(key) != other.get(key)]
         about = f" (of another {' and '.join(differs)})" if differs else ""
-        if shared and 1 in (numbers := {seeds(result), seeds(softmax)}) and len(numbers) > 1:
+        if shared and min(seeds(result), seeds(softmax)) == 1 < max(seeds(result), seeds(softmax)):
             about += f" (its seed {shared[0]} alone)"
         compared.setdefault(_run(softmax), []).append(one["run"] + about)
     return [f"Compared with {softmax}: {', '.join(runs)}." for softmax, runs in compared.items()]

@@ -71,8 +71,7 @@ def read_sharded_weights(
     metadata = _index(folder)["metadata"]
     tensors = {
         name: torch.empty(tensor.size, dtype=tensor.properties.dtype, device=device)
-        for name, tensor in _described(folder).items()
-        if not name.startswith(OPTIMIZER)
+        for name, tensor in _weights(folder).items()
     }
     read_shards(folder, tensors)
     return tensors, metadata
@@ -80,16 +79,17 @@ def read_sharded_weights(
 
 def sharded_dtype(folder: Path) -> torch.dtype:
     """The dtype of the weights (of the largest tensor). UserError where a shard is missing."""
-    return max(_weights(folder), key=lambda tensor: tensor.size.numel()).properties.dtype
+    return max(_weights(folder).values(), key=lambda tensor: tensor.size.numel()).properties.dtype
 
 
 def sharded_parameters(folder: Path) -> int:
     """How many numbers the weights are. UserError where a shard is missing."""
-    return sum(tensor.size.numel() for tensor in _weights(folder))
+    return sum(tensor.size.numel() for tensor in _weights(folder).values())
 
 
-def _weights(folder: Path) -> list[TensorStorageMetadata]:
-    return [value for name, value in _described(folder).items() if not name.startswith(OPTIMIZER)]
+def _weights(folder: Path) -> dict[str, TensorStorageMetadata]:
+    """`_described`, without what is the optimizer's."""
+    return {name: value for name, value in _described(folder).items() if not name.startswith(OPTIMIZER)}
 
 
 def _described(folder: Path) -> dict[str, TensorStorageMetadata]:

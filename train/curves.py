@@ -81,10 +81,10 @@ def read_curve(run_folder: str | Path) -> Curve:
     config = read_config(folder) if (folder / CONFIG).exists() else {}
     layers = attention if isinstance(attention, str) else list(attention)
     name, label = attention_label(attention), attention_form(layers, config.get("model", {}))
-    return Curve(folder.name, model, name, label, train, val, skips, config, _hardware(folder))
+    return Curve(folder.name, model, name, label, train, val, skips, config, read_hardware(folder))
 
 
-def _hardware(folder: Path) -> dict[str, Any]:
+def read_hardware(folder: Path) -> dict[str, Any]:
     """What the run's record says of the machine; nothing where there is no readable one."""
     try:
         found = read_json_object(folder / ENVIRONMENT).get("hardware")
