@@ -4,7 +4,7 @@ import time
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lingpt.cli.recipe import configure_recipe, recipe_from
+from lingpt.configs.recipe import configure_recipe, recipe_from
 from lingpt.data import Dataset, prepare
 
 HELP = "prepare a corpus: tokenise it into the cache, and show what is in it"

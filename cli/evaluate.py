@@ -1,6 +1,5 @@
 """`lingpt eval`: scores the newest checkpoint of each attention of a model and prints the paper's Table 2."""
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -87,15 +86,10 @@ def run(args: Namespace) -> None:
 def _tasks(args: Namespace) -> list[str]:
     """lm-eval's tasks of the suites asked for."""
     from lingpt.eval.suites import commonsense_tasks
+    from lingpt.eval.tasks.sources import benchmark_folder
 
     tasks = list(args.tasks) if "table2" in args.suite else []
     return tasks + (commonsense_tasks(benchmark_folder(args.data)) if "commonsense" in args.suite else [])
-
-
-def benchmark_folder(given: str | None) -> Path | None:
-    """That of the command line, or of the environment; None for the hub."""
-    folder = given or os.environ.get("EVAL_DATA")
-    return Path(folder) if folder else None
 
 
 def _score(
@@ -108,6 +102,7 @@ def _score(
     """The suites asked for, of one checkpoint; all that is known of it."""
     from lingpt.eval import evaluate
     from lingpt.eval.suites import evaluate_texts
+    from lingpt.eval.tasks.sources import benchmark_folder
 
     options = {key: args[key] for key in ("batch_tokens", "device", "devices", "dtype", "redo")}
     options["left_out"] = left_out

@@ -8,7 +8,6 @@ Exit codes: 0 done, 2 a mistake of the user or of the machine (one line on stder
 `LINGPT_TRACEBACK=1` shows the traceback behind the line.
 """
 
-import argparse
 import contextlib
 import errno
 import importlib
@@ -20,10 +19,10 @@ import threading
 from collections.abc import Iterator, Sequence
 from importlib.metadata import requires, version
 from types import FrameType, ModuleType
-from typing import Any, Literal, get_args, get_origin
 
-import jsonargparse
+from jsonargparse import Namespace
 
+from lingpt.common.arguments import parse_arguments
 from lingpt.common.errors import Interrupted, UserError, nearest
 from lingpt.common.files import DISK_ERRORS, disk_fix
 from lingpt.common.install import install_command
@@ -110,18 +109,9 @@ def _dispatch(argv: list[str]) -> int:
     return 0
 
 
-def parse(verb: str, module: ModuleType, argv: list[str]) -> jsonargparse.Namespace:
+def parse(verb: str, module: ModuleType, argv: list[str]) -> Namespace:
     """The arguments of a verb, as its module's `run` takes them. UserError where they are none."""
-    parser = jsonargparse.ArgumentParser(
-        prog=f"lingpt {verb}", description=module.HELP, exit_on_error=False, allow_abbrev=False
-    )
-    module.configure(parser)
-    try:
-        args = parser.parse_args(_config_first(argv))
-    except argparse.ArgumentError as error:
-        raise UserError(_explain(parser, str(error))) from error
-    _refuse_nulls(parser, args)
-    return parser.instantiate_classes(args)
+    return parse_arguments(verb, module.configure, argv, module.HELP)
 
 
 def _overview() -> str:
@@ -132,77 +122,6 @@ def _overview() -> str:
         f"verbs:\n{verbs}\n\n"
         "`lingpt <verb> --help` lists a verb's options; start with `lingpt train --config demo`."
     )
-
-
-def _config_first(argv: list[str]) -> list[str]:
-    """Moves `--config X` to the front: what the command line says wins wherever it stands."""
-    for i, word in enumerate(argv):
-        if word == "--config" and i + 1 < len(argv):
-            return [word, argv[i + 1], *argv[:i], *argv[i + 2 :]]
-        if word.startswith("--config="):
-            return [word, *argv[:i], *argv[i + 1 :]]
-    return argv
-
-
-def _explain(parser: jsonargparse.ArgumentParser, message: str) -> str:
-    """The parser's complaint on one line, with the nearest key where a key is unknown."""
-    line = " ".join(message.split())
-    unknown = (
-        re.search(r"Group '(?P<group>\S+)' does not accept nested key '(?P<key>\S+)'", line)
-        or re.search(r"Key '(?P<key>\S+)' is not expected", line)
-        or re.search(r"Unrecognized arguments: --(?P<key>[^\s=]+)", line)
-    )
-    if unknown is None:
-        return _explain_value(parser, line)
-    found = unknown.groupdict()
-    key = f"{found['group']}.{found['key']}" if found.get("group") else found["key"]
-    keys = set(parser.get_defaults(skip_validation=True).keys()) - {"config"}
-    return f"unknown key {key!r}{nearest(key, keys)}; `{parser.prog} --help` lists the keys"
-
-
-def _explain_value(parser: jsonargparse.ArgumentParser, line: str) -> str:
-    """A complaint about a value, with what the key takes in place of the parser's types."""
-    options = {action.dest: action for action in parser._actions}
-    if missing := re.search(r'Key "(\S+)" is required', line):
-        option = options[missing[1]]
-        name = option.option_strings[0] if option.option_strings else f"<{option.dest}>"
-        return f"{parser.prog} needs {name}: {option.help}"
-    keys = [key for key in re.findall(r'[Pp]arser key "(\S+?)"', line) if key in options]
-    if not keys:
-        return line
-    key, (_, *given) = keys[-1], line.rsplit(" value: ", 1)
-    takes = _words_for(getattr(options[key], "_typehint", None))
-    if takes is None:
-        return f"--{key} takes a YAML file of its keys; or give them one by one, as --{key}.<key>"
-    was = f" is {given[-1][:80]}; it" if given else ""
-    return f"{key}{was} must be {takes}"
-
-
-def _refuse_nulls(parser: jsonargparse.ArgumentParser, args: jsonargparse.Namespace) -> None:
-    """The parser takes a null for a value of any type."""
-    for action in parser._actions:
-        kind = getattr(action, "_typehint", None)
-        words = _words_for(kind) if type(None) not in get_args(kind) else None
-        if words and action.default is not None and args.get(action.dest, action.default) is None:
-            raise UserError(f"{action.dest} is null; it must be {words}")
-
-
-def _words_for(kind: Any) -> str | None:
-    """What values a type takes, in words; None where it is no type of ours."""
-    words = {
-        int: "a whole number",
-        float: "a number",
-        bool: "true or false",
-        str: "text",
-        list[str]: "a list",
-    }
-    if get_origin(kind) is Literal:
-        values = [str(value) for value in get_args(kind)]
-        return f"one of {', '.join(values)}" if len(values) > 1 else values[0]
-    if kind in words:
-        return words[kind]
-    parts = [_words_for(part) for part in get_args(kind) if part is not type(None)]
-    return " or ".join(filter(None, parts)) or None
 
 
 def user_message(error: BaseException) -> str | None:

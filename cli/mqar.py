@@ -2,7 +2,7 @@
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -12,60 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lingpt.cli.jobs import as_word
+from lingpt.study.mqar import asked_trials, configure_mqar
 
 if TYPE_CHECKING:
     from lingpt.eval.mqar import Trial
 
 HELP = "Train small models on associative recall (MQAR), and show how much each attention recalls."
-RESULTS = "mqar.json"
-_WITH_CONV = ("gla", "ours", "ours-decay", "ours-gated", "ours-gated+output_gate")
-DEFAULT = ("softmax", *(name + conv for name in _WITH_CONV for conv in ("", "+short_conv")))
-PER_CARD = 8  # processes that share a GPU: models this small leave most of it idle
 
 
 def configure(parser: ArgumentParser) -> None:
-    add = parser.add_argument
-    names = "attentions, `+` their options: ours-gated+output_gate+short_conv"
-    add("--attentions", nargs="+", default=list(DEFAULT), help=names)
-    add("--widths", nargs="+", type=int, default=[64, 128], help="of the models")
-    pairs = "of key and value in a sequence; it is 8 times as long"
-    add("--pairs", nargs="+", type=int, default=[16, 32], help=pairs)
-    rates = "peak learning rates; the best counts"
-    add("--rates", nargs="+", type=float, default=[1e-3, 3e-3, 1e-2], help=rates)
-    add("--steps", type=int, default=4000, help="at most; training ends where all is right")
-    add("--batch_size", type=int, default=256, help="sequences a step")
-    add("--vocabulary", type=int, default=8192, help="half of it keys, half values")
-    add("--workers", type=int | None, help="processes (8 a GPU; 1 without one)")
-    add("--out", type=str, default="runs/mqar", help="folder of mqar.json, the table and the figure")
-
-
-def asked_trials(args: Namespace) -> "list[Trial]":
-    """The models that the arguments ask for. UserError where they make none."""
-    from lingpt.common.errors import UserError
-    from lingpt.eval.mqar import make_trials
-
-    if args.workers is not None and args.workers < 1:
-        raise UserError(f"--workers {args.workers}: give at least 1")
-    for name in ("steps", "batch_size", "widths", "pairs", "rates"):
-        values = args[name] if isinstance(args[name], list) else [args[name]]
-        if min(values) <= 0:
-            raise UserError(f"--{name} is {min(values)}: give more than 0")
-    sizes = {"steps": args.steps, "batch_size": args.batch_size, "vocabulary": args.vocabulary}
-    return make_trials(args.attentions, args.widths, args.pairs, args.rates, **sizes)
-
-
-def command_line(options: Mapping[str, Any]) -> list[str]:
-    """The arguments that a study's `mqar: {steps: 500, widths: [64]}` means."""
-    lists = {key: value if isinstance(value, list) else [value] for key, value in options.items()}
-    given = {key: values for key, values in lists.items() if values != [None]}
-    return [word for key, values in given.items() for word in (f"--{key}", *map(as_word, values))]
+    configure_mqar(parser)
 
 
 def run(args: Namespace) -> None:
     from lingpt.common.errors import UserError
     from lingpt.common.files import write_errors, write_json
-    from lingpt.eval.mqar_results import mqar_table, save_mqar
+    from lingpt.eval.mqar_results import RESULTS, mqar_table, save_mqar
 
     trials = asked_trials(args)
     path, failed = Path(args.out) / RESULTS, []
@@ -95,6 +57,7 @@ def _known(path: Path, trials: "list[Trial]") -> tuple[list[dict[str, Any]], dic
     """`read_known`; a damaged file is kept aside."""
     from lingpt.common.errors import UserError
     from lingpt.common.files import set_aside
+    from lingpt.eval.mqar_results import read_known
 
     try:
         return read_known(path, trials)
@@ -103,29 +66,11 @@ def _known(path: Path, trials: "list[Trial]") -> tuple[list[dict[str, Any]], dic
         return [], {}
 
 
-def read_known(path: Path, trials: "list[Trial]") -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
-    """What the file holds: results of other trials, and those of these by key. UserError if damaged."""
-    from dataclasses import asdict
-
-    from lingpt.common.errors import UserError
-    from lingpt.common.files import read_json_object
-
-    if not path.exists():
-        return [], {}
-    try:
-        found = read_json_object(path)["results"]
-        same = [(t, r) for t in trials for r in found if asdict(t).items() <= r.items() and "accuracy" in r]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is damaged: remove it") from error
-    others = [result for result in found if all(result is not known for _, known in same)]
-    return others, {trial.key: result for trial, result in same}
-
-
 def _trained(trials: "list[Trial]", workers: int | None) -> "Iterator[tuple[Trial, Any]]":
     """(trial, its result or the error), as they are done: in this process, or in several on all GPUs."""
     import torch
 
-    from lingpt.eval.mqar import is_tuned_first, train_trial, tune
+    from lingpt.eval.mqar import PER_CARD, is_tuned_first, train_trial, tune
 
     cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
     workers = min(workers or max(1, PER_CARD * cards), max(1, len(trials)))

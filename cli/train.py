@@ -2,7 +2,7 @@
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lingpt.cli.recipe import configure_recipe, recipe_from
+from lingpt.configs.recipe import configure_recipe, recipe_from
 from lingpt.train import train
 
 HELP = "Train a model, or go on with its run: one folder a run, under runs/."

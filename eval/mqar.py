@@ -24,6 +24,7 @@ POWER = 0.01  # Zoology's exponent of the gaps
 TEST_SEED, TEST_BATCH = 2**31, 256
 EVERY = 250  # steps between looks at the accuracy
 ENOUGH = 0.999  # accuracy at which training ends
+PER_CARD = 8  # processes that share a GPU: models this small leave most of it idle
 
 
 class Batch(NamedTuple):

@@ -1,14 +1,32 @@
-"""The table and the figure of MQAR, each attention by its best learning rate (arXiv 2312.06635, figure 4)."""
+"""MQAR's results: their file, the table and the figure, each attention by its best learning rate (arXiv
+2312.06635, figure 4)."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lingpt.common.files import write_errors, write_text
+from lingpt.common.errors import UserError
+from lingpt.common.files import read_json_object, write_errors, write_text
 from lingpt.common.palette import colours
-from lingpt.eval.mqar import without_conv
+from lingpt.eval.mqar import Trial, without_conv
 from lingpt.eval.results import DASH, percent
 from lingpt.eval.tables import Table, add_caption, draw_tables, save_figure
+
+RESULTS = "mqar.json"
+
+
+def read_known(path: Path, trials: list[Trial]) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+    """What the file holds: results of other trials, and those of these by key. UserError if damaged."""
+    if not path.exists():
+        return [], {}
+    try:
+        found = read_json_object(path)["results"]
+        same = [(t, r) for t in trials for r in found if asdict(t).items() <= r.items() and "accuracy" in r]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is damaged: remove it") from error
+    others = [result for result in found if all(result is not known for _, known in same)]
+    return others, {trial.key: result for trial, result in same}
 
 
 def best(results: Sequence[dict[str, Any]], attention: str, width: int, pairs: int) -> dict[str, Any] | None:

@@ -23,7 +23,7 @@ import lingpt
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = PROJECT["tool"]["setuptools"]["packages"]
-FOLDERS = ("common", "kernels", "models", "data", "train", "eval", "configs", "cli")
+FOLDERS = ("common", "kernels", "models", "data", "train", "eval", "configs", "study", "cli")
 BARE_NAMES = (*FOLDERS, "tests")
 TOP = ("__init__.py", "py.typed")
 SHIPPED = (".py", ".typed", ".yaml", ".cu", ".cuh", ".h", ".json")
@@ -32,11 +32,12 @@ SHIPPED = (".py", ".typed", ".yaml", ".cu", ".cuh", ".h", ".json")
 MAY_IMPORT = {
     "common": set(),
     "kernels": {"common"},
-    "configs": {"common"},
     "models": {"common", "kernels"},
     "data": {"common"},
     "train": {"common", "kernels", "models", "data"},
     "eval": {"common", "kernels", "models", "data"},
+    "configs": {"common", "models", "data", "train"},
+    "study": {"common", "models", "data", "train", "eval", "configs"},
     "cli": set(FOLDERS),
 }
 # What only the extras `train` and `eval` bring, and what these bring in turn.
@@ -367,7 +368,8 @@ def test_constraints_pin_every_dependency_within_its_bounds():
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_imports_point_one_way(folder):
-    """common ← kernels ← models ← train, eval; common ← data ← train, eval; the command line on top."""
+    """common ← kernels ← models ← train, eval; common ← data ← train, eval; train ← configs; all of them ←
+    study; the command line on top."""
     for path, tree in trees(folder):
         for module, names, line in imports(tree):
             if module == "lingpt" or module.startswith("lingpt."):

@@ -6,6 +6,7 @@ is named by file and number.
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -104,6 +105,12 @@ def sources() -> dict[str, Source]:
 def find_source(path: str, name: str | None) -> Source | None:
     """The local source of the hub data set `path` with configuration `name`."""
     return sources().get(f"{path}/{name}") or sources().get(path)
+
+
+def benchmark_folder(given: str | None) -> Path | None:
+    """The folder of local files: the given one, or that of the environment; None for the hub."""
+    folder = given or os.environ.get("EVAL_DATA")
+    return Path(folder) if folder else None
 
 
 def check_folder(folder: Path) -> None:

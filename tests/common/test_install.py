@@ -21,6 +21,6 @@ def test_a_source_tree_is_named_by_its_folder_and_a_wheel_by_its_name(name, tmp_
 
 def test_nobody_else_writes_the_command():
     root = Path(install.__file__).parents[1]
-    folders = ("kernels", "models", "data", "train", "eval", "cli")
+    folders = ("kernels", "models", "data", "train", "eval", "configs", "study", "cli")
     paths = [path for name in folders for path in (root / name).rglob("*.py")]
     assert paths and not [path for path in paths if "lingpt[" in path.read_text()]

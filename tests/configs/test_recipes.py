@@ -3,8 +3,8 @@
 import jsonargparse
 import pytest
 
-from lingpt.cli.recipe import configure_recipe, recipe_from, training_recipes
 from lingpt.configs import FOLDER, recipe_names
+from lingpt.configs.recipe import configure_recipe, recipe_from, training_recipes
 from lingpt.train import Recipe
 from lingpt.train.config import check
 from lingpt.train.machine import Machine, choose_strategy, fits, memory_here, memory_needed

@@ -23,6 +23,7 @@ from lingpt.eval.mqar import (
 )
 from lingpt.eval.mqar_results import best, mqar_table, save_mqar
 from lingpt.models import GPT
+from lingpt.study.mqar import DEFAULT, asked_trials
 
 TINY = {"steps": 2, "batch_size": 32, "vocabulary": 32}
 
@@ -132,9 +133,9 @@ def test_an_attention_with_its_options_is_one_word():
 
 
 def test_the_default_has_each_with_and_without_the_convolution():
-    found = mqar.asked_trials(parse("mqar", mqar, []))
+    found = asked_trials(parse("mqar", mqar, []))
     names = list(dict.fromkeys(trial.attention for trial in found))
-    assert names == list(mqar.DEFAULT) and "ours-gated+output_gate+short_conv" in names
+    assert names == list(DEFAULT) and "ours-gated+output_gate+short_conv" in names
     assert [name for name in names if "short_conv" in name] == [f"{name}+short_conv" for name in names[1::2]]
 
 

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from lingpt.cli import jobs
-from lingpt.cli.jobs import Job, Slot, Stopped, find_slots, run_jobs
 from lingpt.common.errors import UserError
+from lingpt.study import jobs
+from lingpt.study.jobs import Job, Slot, Stopped, find_slots, run_jobs
 
 # In place of `lingpt`: a Python without site-packages, started in no time, that runs its argument.
 CHILD = (sys.executable, "-S", "-c", "import os, sys, time, signal; exec(sys.argv[1])")

@@ -1,4 +1,4 @@
-"""What `lingpt train` and `lingpt data` share: `--config` and `--model.*`, `--data.*`, `--train.*`."""
+"""A recipe from arguments: `--config`, a file or a shipped name, and `--model.*`, `--data.*`, `--train.*`."""
 
 import contextlib
 from dataclasses import fields, replace

@@ -9,9 +9,9 @@ from typing import Any
 
 import jsonargparse
 
-from lingpt.cli.jobs import as_word
-from lingpt.cli.recipe import configure_recipe, find_recipe, recipe_from
+from lingpt.common.arguments import as_word
 from lingpt.common.errors import UserError
+from lingpt.common.files import read_yaml
 from lingpt.common.run_folder import (
     METRICS,
     checkpoint_folder,
@@ -20,7 +20,8 @@ from lingpt.common.run_folder import (
     read_metrics,
     read_model,
 )
-from lingpt.eval.study import Study
+from lingpt.configs.recipe import configure_recipe, find_recipe, recipe_from
+from lingpt.study.config import Study
 from lingpt.train import Recipe
 from lingpt.train.config import differences, recipe_from_dict
 
@@ -152,6 +153,11 @@ def _recipe(arguments: tuple[str, ...]) -> Recipe:
     return recipe
 
 
+def forget_recipes() -> None:
+    """For a process that lives longer than one study: the files may have changed since."""
+    _recipe.cache_clear()
+
+
 @cache
 def _parser() -> jsonargparse.ArgumentParser:
     """That of `lingpt train`."""
@@ -244,8 +250,6 @@ def _least_of_peak(recipe: str, options: dict[str, Any]) -> float:
 
 def _setting(key: str, recipe: str, options: dict[str, Any]) -> Any:
     """`train.<key>` of the recipe with the study's options; None where neither says."""
-    from lingpt.common.files import read_yaml
-
     return options.get(f"train.{key}", read_yaml(find_recipe(recipe)).get("train", {}).get(key))
 
 

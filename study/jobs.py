@@ -6,7 +6,6 @@ which two jobs in a row failed so is given up while there are others. A signal, 
 the children as Ctrl-C would, and waits until they have saved.
 """
 
-import json
 import os
 import re
 import signal
@@ -17,7 +16,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from lingpt.common.errors import UserError
 
@@ -248,11 +246,6 @@ def _stop(running: Sequence[_Running]) -> None:
         except subprocess.TimeoutExpired:
             os.killpg(one.process.pid, signal.SIGKILL)
             one.process.wait()
-
-
-def as_word(value: Any) -> str:
-    """A value as a command's argument: YAML in a line."""
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def find_slots(devices: int | None, each: int | None, sharing: int = 1) -> list[Slot]:

@@ -3,19 +3,23 @@
 A file `configs/study-<name>.yaml` says it; the fields of `Study` are its keys.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from lingpt.common.errors import UserError, nearest
-from lingpt.common.files import read_yaml
+from lingpt.common.files import read_json_object, read_yaml
+from lingpt.common.run_folder import METRICS
+from lingpt.configs import recipe_names, recipe_path
 
 _LISTS = ("rates", "suites", "tasks", "against", "drawn")
 _MAPPINGS = ("options", "rate_options", "texts", "mqar")
 _WHOLE = ("tokens", "seeds", "runs_per_device", "longest", "limit", "rate_tokens", "devices_per_run")
 _DECIDED = ("train.max_steps", "train.max_tokens", "train.seed", "train.name")
 STAGES = ("data", "rates", "runs", "mqar", "scores", "page")
+STUDY = "study.json"  # in the study's folder: what it is
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,20 @@ class Study:
         return asdict(self)
 
 
+def studies() -> list[str]:
+    """The studies that ship."""
+    return [name for name in recipe_names() if name.startswith("study-")]
+
+
+def find_study(name: str) -> Path:
+    """The file of a study, given as a path or as a shipped name. UserError where there is none."""
+    path = Path(name) if Path(name).is_file() else recipe_path(name)
+    if path is None or "attentions" not in (read_yaml(path) or {}):
+        known = studies()
+        raise UserError(f"no study {name!r}{nearest(name, known)}; a file, or one of {', '.join(known)}")
+    return path
+
+
 def read_study(path: Path, changes: Mapping[str, Any] | None = None) -> Study:
     """The study of a file, with `changes` to its keys. UserError for what makes none."""
     values = read_yaml(path)
@@ -109,6 +127,46 @@ def read_study(path: Path, changes: Mapping[str, Any] | None = None) -> Study:
     study = Study(**values | {key: tuple(values[key]) for key in _LISTS if key in values})
     _check(study, path)
     return study
+
+
+def with_rows(study: Study, rows: Sequence[str]) -> Study:
+    """The study with these rows: its own, or names of attentions. UserError for what is neither."""
+    from lingpt.models import ATTENTIONS
+
+    known = list(dict.fromkeys([*study.attentions, *ATTENTIONS]))
+    for row in rows:
+        if row not in known and row.partition("+")[0] not in ATTENTIONS:
+            raise UserError(f"unknown attention {row!r}{nearest(row, known)}: {', '.join(known)}")
+    return replace(study, attentions={row: study.attentions.get(row, {}) for row in rows})
+
+
+def united(asked: Study, folder: Path) -> Study:
+    """The study with the rows and seeds that its folder has runs of, though they are not asked for now.
+
+    UserError where the folder holds another study. Runs whose row has changed are told apart one by one.
+    """
+    path = folder / STUDY
+    if not path.exists():
+        return asked
+    before, now = read_json_object(path), json.loads(json.dumps(asdict(asked)))
+    rows, seeds = before.get("attentions"), before.get("seeds")
+    if not isinstance(rows, dict) or type(seeds) is not int:
+        raise UserError(f"{path} is damaged: remove it, and the same command writes it anew")
+    for key in ("recipe", "tokens", "options", "rates", "rate_tokens", "rate_options", "mqar"):
+        # MQAR may come or go; other keys are in every study.json of this version.
+        other = before.get(key, now[key])
+        if other != now[key] and not (key == "mqar" and None in (other, now[key])):
+            raise UserError(
+                f"{folder} holds a study with another `{key}` ({other}, now {now[key]}): "
+                "give the new one a --name, or move that folder away"
+            )
+
+    def begun(row: str, seed: int) -> bool:
+        return (folder / f"{row}-seed{seed}" / METRICS).exists()
+
+    kept = {row: options for row, options in rows.items() if any(begun(row, i) for i in range(seeds))}
+    last = max((i for row in kept for i in range(seeds) if begun(row, i)), default=0)
+    return replace(asked, attentions=kept | asked.attentions, seeds=max(asked.seeds, last + 1))
 
 
 def _check_types(values: Mapping[str, Any], path: Path) -> None:

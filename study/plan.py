@@ -4,16 +4,15 @@ from collections.abc import Sequence
 
 import torch
 
-from lingpt.cli.jobs import Slot
-from lingpt.cli.mqar import PER_CARD
-from lingpt.cli.study_runs import StudyRun
 from lingpt.common.run_folder import EVAL
 from lingpt.data import availability
-from lingpt.eval.mqar import Trial
-from lingpt.eval.study import Study
+from lingpt.eval.mqar import PER_CARD, Trial
 from lingpt.eval.table2 import count
 from lingpt.eval.tables import Table
 from lingpt.models import GPT
+from lingpt.study.config import Study
+from lingpt.study.jobs import Slot
+from lingpt.study.runs import StudyRun
 from lingpt.train.machine import CPU_CORE_FLOPS, STATED_MFU, choose_machine, duration, run_flops
 from lingpt.train.model import model_config
 from lingpt.train.throughput import DEVICES, peak_flops

@@ -12,18 +12,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from lingpt.cli.jobs import Failure
-from lingpt.cli.study_runs import StudyRun, chosen_rates
 from lingpt.common.errors import UserError
 from lingpt.common.files import read_json_object, write_errors, write_json, write_text
 from lingpt.common.run_folder import CONFIG, ENVIRONMENT, EVAL, METRICS, SAMPLES, read_metrics
 from lingpt.eval.results import DASH, read_results
 from lingpt.eval.seeds import left_out, mean_scores
-from lingpt.eval.study import Study
 from lingpt.eval.suite_tables import save_suites, suite_tables
 from lingpt.eval.table2 import count, save_table2, table2_tables
 from lingpt.eval.tables import Table
 from lingpt.models import ATTENTIONS, GPT, attention_form
+from lingpt.study.config import Study
+from lingpt.study.jobs import Failure
+from lingpt.study.runs import StudyRun, chosen_rates
 from lingpt.train.curve_figure import caption, draw
 from lingpt.train.curves import (
     Curve,
@@ -373,7 +373,7 @@ def _records(runs: Sequence[StudyRun]) -> dict[str, dict[str, Any]]:
     return records
 
 
-def publish(folder: Path, target: Path, runs: Sequence[StudyRun]) -> Path:
+def publish_page(folder: Path, target: Path, runs: Sequence[StudyRun]) -> Path:
     """Copies the page, tables, figures and the runs' small files to `target`; no weights."""
     names = [path for path in folder.iterdir() if path.is_file()]
     names += list((folder / "mqar").glob("mqar.*"))

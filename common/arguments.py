@@ -1,0 +1,106 @@
+"""A verb's arguments: parsed, with the parser's complaints in one line for the user; and values as words."""
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args, get_origin
+
+import jsonargparse
+
+from lingpt.common.errors import UserError, nearest
+
+
+def parse_arguments(
+    verb: str, configure: Callable[[jsonargparse.ArgumentParser], None], words: Sequence[str], about: str = ""
+) -> jsonargparse.Namespace:
+    """What `words` mean to `lingpt <verb>`, whose options `configure` adds; UserError where that is nothing.
+
+    about: what the verb does, for its `--help`.
+    """
+    parser = jsonargparse.ArgumentParser(
+        prog=f"lingpt {verb}", description=about, exit_on_error=False, allow_abbrev=False
+    )
+    configure(parser)
+    try:
+        args = parser.parse_args(_config_first(words))
+    except argparse.ArgumentError as error:
+        raise UserError(_explain(parser, str(error))) from error
+    _refuse_nulls(parser, args)
+    return parser.instantiate_classes(args)
+
+
+def as_word(value: Any) -> str:
+    """A value as a command's argument: YAML in a line."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _config_first(words: Sequence[str]) -> list[str]:
+    """Moves `--config X` to the front: what the command line says wins wherever it stands."""
+    for i, word in enumerate(words):
+        if word == "--config" and i + 1 < len(words):
+            return [word, words[i + 1], *words[:i], *words[i + 2 :]]
+        if word.startswith("--config="):
+            return [word, *words[:i], *words[i + 1 :]]
+    return list(words)
+
+
+def _explain(parser: jsonargparse.ArgumentParser, message: str) -> str:
+    """The parser's complaint on one line, with the nearest key where a key is unknown."""
+    line = " ".join(message.split())
+    unknown = (
+        re.search(r"Group '(?P<group>\S+)' does not accept nested key '(?P<key>\S+)'", line)
+        or re.search(r"Key '(?P<key>\S+)' is not expected", line)
+        or re.search(r"Unrecognized arguments: --(?P<key>[^\s=]+)", line)
+    )
+    if unknown is None:
+        return _explain_value(parser, line)
+    found = unknown.groupdict()
+    key = f"{found['group']}.{found['key']}" if found.get("group") else found["key"]
+    keys = set(parser.get_defaults(skip_validation=True).keys()) - {"config"}
+    return f"unknown key {key!r}{nearest(key, keys)}; `{parser.prog} --help` lists the keys"
+
+
+def _explain_value(parser: jsonargparse.ArgumentParser, line: str) -> str:
+    """A complaint about a value, with what the key takes in place of the parser's types."""
+    options = {action.dest: action for action in parser._actions}
+    if missing := re.search(r'Key "(\S+)" is required', line):
+        option = options[missing[1]]
+        name = option.option_strings[0] if option.option_strings else f"<{option.dest}>"
+        return f"{parser.prog} needs {name}: {option.help}"
+    keys = [key for key in re.findall(r'[Pp]arser key "(\S+?)"', line) if key in options]
+    if not keys:
+        return line
+    key, (_, *given) = keys[-1], line.rsplit(" value: ", 1)
+    takes = _words_for(getattr(options[key], "_typehint", None))
+    if takes is None:
+        return f"--{key} takes a YAML file of its keys; or give them one by one, as --{key}.<key>"
+    was = f" is {given[-1][:80]}; it" if given else ""
+    return f"{key}{was} must be {takes}"
+
+
+def _refuse_nulls(parser: jsonargparse.ArgumentParser, args: jsonargparse.Namespace) -> None:
+    """The parser takes a null for a value of any type."""
+    for action in parser._actions:
+        kind = getattr(action, "_typehint", None)
+        words = _words_for(kind) if type(None) not in get_args(kind) else None
+        if words and action.default is not None and args.get(action.dest, action.default) is None:
+            raise UserError(f"{action.dest} is null; it must be {words}")
+
+
+def _words_for(kind: Any) -> str | None:
+    """What values a type takes, in words; None where it is no type of ours."""
+    words = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        list[str]: "a list",
+    }
+    if get_origin(kind) is Literal:
+        values = [str(value) for value in get_args(kind)]
+        return f"one of {', '.join(values)}" if len(values) > 1 else values[0]
+    if kind in words:
+        return words[kind]
+    parts = [_words_for(part) for part in get_args(kind) if part is not type(None)]
+    return " or ".join(filter(None, parts)) or None

@@ -1,0 +1,73 @@
+"""Associative recall (MQAR): the options of `lingpt mqar`, which `mqar` in a study's file takes, too."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jsonargparse import ArgumentParser, Namespace
+
+from lingpt.common.arguments import as_word, parse_arguments
+from lingpt.common.errors import UserError
+from lingpt.study.config import Study
+
+if TYPE_CHECKING:
+    from lingpt.eval.mqar import Trial
+
+_WITH_CONV = ("gla", "ours", "ours-decay", "ours-gated", "ours-gated+output_gate")
+DEFAULT = ("softmax", *(name + conv for name in _WITH_CONV for conv in ("", "+short_conv")))
+
+
+def configure_mqar(parser: ArgumentParser) -> None:
+    """Adds the options of `lingpt mqar` to `parser`."""
+    add = parser.add_argument
+    names = "attentions, `+` their options: ours-gated+output_gate+short_conv"
+    add("--attentions", nargs="+", default=list(DEFAULT), help=names)
+    add("--widths", nargs="+", type=int, default=[64, 128], help="of the models")
+    pairs = "of key and value in a sequence; it is 8 times as long"
+    add("--pairs", nargs="+", type=int, default=[16, 32], help=pairs)
+    rates = "peak learning rates; the best counts"
+    add("--rates", nargs="+", type=float, default=[1e-3, 3e-3, 1e-2], help=rates)
+    add("--steps", type=int, default=4000, help="at most; training ends where all is right")
+    add("--batch_size", type=int, default=256, help="sequences a step")
+    add("--vocabulary", type=int, default=8192, help="half of it keys, half values")
+    add("--workers", type=int | None, help="processes (8 a GPU; 1 without one)")
+    add("--out", type=str, default="runs/mqar", help="folder of mqar.json, the table and the figure")
+
+
+def asked_trials(args: Namespace) -> "list[Trial]":
+    """The models that the arguments ask for. UserError where they make none."""
+    from lingpt.eval.mqar import make_trials
+
+    if args.workers is not None and args.workers < 1:
+        raise UserError(f"--workers {args.workers}: give at least 1")
+    for name in ("steps", "batch_size", "widths", "pairs", "rates"):
+        values = args[name] if isinstance(args[name], list) else [args[name]]
+        if min(values) <= 0:
+            raise UserError(f"--{name} is {min(values)}: give more than 0")
+    sizes = {"steps": args.steps, "batch_size": args.batch_size, "vocabulary": args.vocabulary}
+    return make_trials(args.attentions, args.widths, args.pairs, args.rates, **sizes)
+
+
+def command_line(options: Mapping[str, Any]) -> list[str]:
+    """The arguments that a study's `mqar: {steps: 500, widths: [64]}` means."""
+    lists = {key: value if isinstance(value, list) else [value] for key, value in options.items()}
+    given = {key: values for key, values in lists.items() if values != [None]}
+    return [word for key, values in given.items() for word in (f"--{key}", *map(as_word, values))]
+
+
+def trials_left(study: Study, folder: Path) -> "list[Trial]":
+    """The models of the study's MQAR that are not trained yet. UserError for options that `lingpt mqar`
+    refuses."""
+    from lingpt.eval.mqar_results import RESULTS, read_known
+
+    if study.mqar is None:
+        return []
+    try:
+        trials = asked_trials(parse_arguments("mqar", configure_mqar, command_line(study.mqar)))
+    except UserError as error:
+        raise UserError(f"the study's `mqar`: {error}") from error
+    try:
+        known = read_known(folder / "mqar" / RESULTS, trials)[1]
+    except UserError:  # which `lingpt mqar` keeps aside
+        known = {}
+    return [trial for trial in trials if trial.key not in known]

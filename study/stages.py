@@ -1,0 +1,227 @@
+"""A study from its data to its page. Each training and each scoring is a child process of the real command.
+
+What is done is not done again; what fails is named at the end, and the rest goes on.
+"""
+
+import shutil
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from lingpt.common.errors import Interrupted, UserError, nearest
+from lingpt.common.files import write_errors, write_json
+from lingpt.common.run_folder import CHECKPOINTS, ENVIRONMENT
+from lingpt.data import find_data
+from lingpt.eval.suites import check_scoring
+from lingpt.eval.tasks.sources import benchmark_folder
+from lingpt.study.config import STAGES, STUDY, Study, united
+from lingpt.study.jobs import Failure, Job, Slot, Stopped, card_slots, find_slots, run_jobs
+from lingpt.study.mqar import command_line, trials_left
+from lingpt.study.page import publish_page, write_page
+from lingpt.study.plan import format_plan
+from lingpt.study.runs import StudyRun, chosen_rates, forget_recipes, rate_runs, study_runs
+
+
+def run_study(
+    study: Study,
+    out: str | Path = "runs",
+    *,
+    devices: int | None = None,
+    stages: Sequence[str] = STAGES,
+    minutes: float | None = None,
+    publish: str | Path | None = None,
+    dry_run: bool = False,
+) -> Path:
+    """Trains and scores the study's runs, and writes tables, figures and a page; returns the study's folder.
+
+    The same call goes on where an earlier one has stopped. How far it is, is printed. lingpt has to be
+    installed: what trains and scores are child processes, `python -m lingpt.cli.main`.
+
+    Args:
+        study: as `read_study` gives it. What its folder has of other rows and seeds stays on the page.
+        out: the study's folder is `<out>/study-<name>`.
+        devices: GPUs to use, by default all; where there is none, processes on the CPU, by default one.
+        stages: those of `STAGES` to do; they are done in that order.
+        minutes: stop after so many, when what runs has saved; by default at the end.
+        publish: a folder that gets a copy of the page, tables, figures and small files of the runs.
+        dry_run: print the plan and stop; nothing is written.
+
+    Raises:
+        UserError: before anything is trained, for what cannot be done; at the end, for what has failed, all
+            else being kept.
+        Interrupted: a KeyboardInterrupt; after Ctrl-C or a signal, when what ran has saved.
+    """
+    _check_arguments(stages, minutes)
+    forget_recipes()
+    folder = Path(out) / f"study-{study.name}"
+    asked, study = study, study if dry_run else united(study, folder)
+    slots = find_slots(devices, study.devices_per_run, study.runs_per_device)
+    work = _Stages(study, asked, folder, slots)
+    for run in (*work.tried, *work.runs):
+        _ = run.recipe  # refused now, not after hours
+    trials = trials_left(study, folder)
+    if dry_run:
+        print(format_plan(study, work.tried, work.runs, trials, slots, stages))
+        return folder
+    _check_inputs(study, work.runs, stages)
+    with write_errors(folder / STUDY):
+        write_json(folder / STUDY, study.to_dict())
+    work.do(stages, minutes)
+    if "page" in stages:
+        print(f"page    {write_page(study, folder, work.tried, work.runs, work.failures)}")
+    if publish:
+        print(f"copied  {publish_page(folder, Path(publish), [*work.tried, *work.runs])}")
+    if work.failures:
+        named = "; ".join(f"{failure.job}: {failure.reason}" for failure in work.failures)
+        raise UserError(
+            f"{len(work.failures)} failed, all else is kept, and the same command tries again: {named}"
+        )
+    return folder
+
+
+def _check_arguments(stages: Sequence[str], minutes: float | None) -> None:
+    for stage in stages:
+        if stage not in STAGES:
+            raise UserError(f"unknown stage {stage!r}{nearest(stage, STAGES)}; there are {', '.join(STAGES)}")
+    if minutes is not None and not minutes > 0:
+        raise UserError(f"--minutes {minutes:g}: give more than 0, or leave it out")
+
+
+def _check_inputs(study: Study, runs: Sequence[StudyRun], stages: Sequence[str]) -> None:
+    """UserError for data, benchmarks, tasks or texts that these stages would not find, hours from now."""
+    if {"data", "rates", "runs"} & set(stages):
+        for data in {str(run.recipe.data): run.recipe.data for run in runs}.values():
+            find_data(data)
+    if "scores" in stages and study.suites:
+        check_scoring(study.suites, study.tasks, study.texts, benchmark_folder(study.eval_data))
+
+
+class _Stages:
+    """The stages, each a few child processes; `failures` has what failed so far.
+
+    study: with all that its folder has; asked: the rows and seeds of it that are trained and scored now.
+    """
+
+    def __init__(self, study: Study, asked: Study, folder: Path, slots: Sequence[Slot]) -> None:
+        self.study, self.asked, self.folder, self.slots = study, asked, folder, slots
+        self.deadline: float | None = None
+        self.failures: list[Failure] = []
+        self.given_up: set[tuple[int, ...]] = set()  # cards, for as long as the command runs
+        self.tried = rate_runs(study, folder, self._each)
+        self.runs = study_runs(study, folder, chosen_rates(self.tried), self._each)
+
+    @property
+    def _each(self) -> int | None:
+        """GPUs of one run; None on the CPU."""
+        return len(self.slots[0].gpus) or None
+
+    def do(self, stages: Sequence[str], minutes: float | None) -> None:
+        """These stages but the page, until they are done, or the time is over."""
+        if minutes is not None:
+            self.deadline = time.monotonic() + 60 * minutes
+        order = {
+            "data": self.data,
+            "rates": self.rates,
+            "runs": self.train,
+            "mqar": self.mqar,
+            "scores": self.score,
+        }
+        try:
+            for name, stage in order.items():
+                if name in stages:
+                    stage()
+        except Stopped:
+            print(f"stopped after {minutes:g} minutes; the same command goes on")
+        except KeyboardInterrupt as stop:
+            number = stop.number if isinstance(stop, Interrupted) else signal.SIGINT
+            raise Interrupted(number, "stopped, and what ran has saved; the same command goes on") from stop
+
+    def data(self) -> None:
+        """Tokenises once; the runs then share the cache. UserError where it fails: nothing else can begin."""
+        self._run([Job("data", ["data", *self.runs[0].arguments[1:]], self._log("data"))], self.slots[:1])
+        if self.failures:
+            raise UserError(f"the data cannot be prepared: {self.failures[0].reason}")
+
+    def rates(self) -> None:
+        """The short runs; their weights are not kept. The runs then have the rates that were chosen."""
+        tried = self._now(self.tried)
+        try:
+            self._train(tried)
+        finally:
+            for run in tried:
+                if run.is_over():
+                    shutil.rmtree(run.folder / CHECKPOINTS, ignore_errors=True)
+        self.runs = study_runs(self.study, self.folder, chosen_rates(self.tried), self._each)
+
+    def train(self) -> None:
+        self._train(self._now(self.runs))
+
+    def mqar(self) -> None:
+        if self.study.mqar is None:
+            return
+        arguments = ["mqar", *command_line(self.study.mqar), "--out", str(self.folder / "mqar")]
+        all_cards = Slot("all cards", tuple(self._cards()))
+        self._run([Job("mqar", arguments, self._log("mqar"))], [all_cards])
+
+    def score(self) -> None:
+        """One process a slot, with its share of the runs: the questions are built once in each. Of fewer
+        runs than cards, several cards share the questions of each."""
+        study = self.study
+        ready = [str(run.folder) for run in self._now(self.runs) if run.is_done() and run.has_weights()]
+        if not ready or not study.suites:
+            return
+        slots, each = self.slots, len(self._cards()) // len(ready)
+        if each > len(slots[0].gpus):
+            slots = card_slots(self._cards(), each)
+        options = ["--longest", str(study.longest)]
+        if gpus := slots[0].gpus:
+            options += ["--device", "cuda", "--devices", str(len(gpus)), "--dtype", "bfloat16"]
+        options += ["--data", study.eval_data] if study.eval_data else []
+        options += ["--limit", str(study.limit)] if study.limit else []
+        texts = [f"{name}={path}" for name, path in study.texts.items()] or ["embedded"]
+        jobs = []
+        for i in range(len(slots)):
+            if share := ready[i :: len(slots)]:
+                lists = {"runs": share, "suite": study.suites, "tasks": study.tasks, "texts": texts}
+                words = [word for key, values in lists.items() for word in (f"--{key}", *values)]
+                name = f"scores-{i}" if len(slots) > 1 else "scores"
+                jobs.append(Job(name, ["eval", *words, *options], self._log(name)))
+        self._run(jobs, slots)
+
+    def _now(self, runs: Sequence[StudyRun]) -> list[StudyRun]:
+        """Those that are asked for now."""
+        return [run for run in runs if run.row in self.asked.attentions and run.seed < self.asked.seeds]
+
+    def _train(self, runs: Sequence[StudyRun]) -> None:
+        """What is not done yet. A folder that holds another run is left as it is, and named; a run that
+        diverged is a result, and no failure."""
+        others = {run.name: conflict for run in runs if (conflict := run.conflict())}
+        self.failures += [Failure(name, conflict) for name, conflict in others.items()]
+        left = [run for run in runs if not (run.is_over() or run.name in others)]
+        try:
+            self._run([self._training(run) for run in left])
+        finally:
+            diverged = {run.name for run in left if run.diverged}
+            self.failures[:] = [failure for failure in self.failures if failure.job not in diverged]
+
+    def _training(self, run: StudyRun) -> Job:
+        job = Job(run.name, run.arguments, self._log(run.name), run.status)
+        first = run.row == self.study.stopped_halfway and run.name == f"{run.row}-seed0"
+        if first and not (run.folder / ENVIRONMENT).exists():
+            job.interrupt = run.halfway
+        return job
+
+    def _run(self, jobs: Sequence[Job], slots: Sequence[Slot] | None = None) -> None:
+        try:
+            self.failures += run_jobs(jobs, slots or self.slots, self.deadline, given_up=self.given_up)
+        except Stopped as stopped:
+            self.failures += stopped.failures
+            raise
+
+    def _cards(self) -> list[int]:
+        """The GPUs that are not given up."""
+        return sorted({gpu for slot in self.slots if slot.gpus not in self.given_up for gpu in slot.gpus})
+
+    def _log(self, name: str) -> Path:
+        return self.folder / "logs" / f"{name}.log"

@@ -1,0 +1,138 @@
+"""Guards what a study's file may say: a mistake is one line, before anything is trained."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lingpt.cli.main import main
+from lingpt.common.errors import UserError
+from lingpt.configs import recipe_path
+from lingpt.models import ATTENTIONS
+from lingpt.study import read_study, studies
+from lingpt.study.runs import rate_runs, study_runs
+from lingpt.tests.study.tiny import TINY, write
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"token": 3}, "unknown key 'token' (did you mean 'tokens'?)"),
+        ({"tokens": 0}, "tokens is 0"),
+        ({"seeds": 0}, "seeds is 0"),
+        ({"attentions": 3}, "`attentions` is a list of names"),
+        ({"attentions": ["ours/x"]}, "cannot name a run's folder"),
+        ({"attentions": ["softmx"]}, "unknown attention 'softmx'"),
+        ({"options": {"train.warm_up": 3}}, "warm_up"),
+        ({"rate_tokens": 0}, "`rates` need `rate_tokens`"),
+        ({"stopped_halfway": "gla"}, "which is no row of it"),
+        ({"against": ["gla"]}, "against names 'gla', which is no row of it"),
+        ({"runs_per_device": 0}, "runs_per_device is 0"),
+        ({"runs_per_device": 2, "devices_per_run": None}, "is for runs on one card each"),
+    ],
+)
+def test_mistakes_in_the_file(here, capsys, change, message):
+    """One line, before anything is trained."""
+    write(TINY | change)
+    assert main(["study", "--config", "study-tiny.yaml"]) == 2
+    err = capsys.readouterr().err.strip()
+    assert message in err and "\n" not in err and not here
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"suites": "language"}, "`suites` is 'language'; it must be a list"),
+        ({"suites": ["langauge"]}, "did you mean 'language'"),
+        ({"rates": 1e-3}, "`rates` is 0.001; it must be a list"),
+        ({"rates": ["fast"]}, "`rates` has 'fast'"),
+        ({"rate_tokens": "many"}, "`rate_tokens` is 'many'; it must be a whole number"),
+        ({"options": 3}, "`options` is 3; it must be `key: value`"),
+        ({"options": {"train.seed": 3}}, "leave out train.seed"),
+        ({"attentions": {"ours": {"train.max_steps": 3}}}, "leave out train.max_steps"),
+        ({"against": "softmax"}, "`against` is 'softmax'; it must be a list"),
+        ({"limit": -1}, "limit is -1; it must be at least 1"),
+        ({"seeds": None}, "seeds is None; it must be at least 1"),
+        ({"longest": "x"}, "`longest` is 'x'"),
+        ({"recipe": 5}, "`recipe` is 5"),
+        ({"mqar": 3}, "`mqar` is 3; it must be `key: value`"),
+        ({"mqar": {"step": 3}}, "the study's `mqar`: unknown key 'step' (did you mean 'steps'?)"),
+        ({"mqar": {"steps": "many"}}, "the study's `mqar`: steps is many; it must be a whole number"),
+        ({"mqar": {"widths": [0]}}, "--widths is 0: give more than 0"),
+        ({"mqar": {"attentions": ["our"]}}, "unknown attention 'our'"),
+        ({"eval_data": "nowhere"}, "no folder nowhere"),
+        ({"eval_data": 3}, "`eval_data` is 3; it must be a folder"),
+        ({"suites": ["table2"], "tasks": ["arc_eazy"], "eval_data": "."}, "a task 'arc_eazy'"),
+        ({"suites": ["table2"], "tasks": ["piqa"], "eval_data": "."}, "has no piqa_valid.jsonl"),
+        ({"suites": ["table2"], "tasks": ["mmlu:five"]}, "after the colon stands the number of examples"),
+        ({"suites": ["table2"], "tasks": [5]}, "`tasks` has 5; it must be a word"),
+        ({"texts": {"words": "gone.jsonl"}}, "there are no documents at gone.jsonl"),
+        ({"texts": {"words": 3}}, "`texts` has 3"),
+        ({"options": TINY["options"] | {"data.source": "gone.jsonl"}}, "there are no documents at gone"),
+        ({"options": TINY["options"] | {"data.tokenizer": "gone.json"}}, "there is no tokenizer at gone"),
+    ],
+)
+def test_a_mistake_in_the_file_is_refused_before_anything_is_trained(here, change, message, capsys):
+    """Guards: each of them was found after hours of training, or was a traceback."""
+    write(TINY | change)
+    assert main(["study", "--config", "study-tiny.yaml"]) == 2 and not here
+    err = capsys.readouterr().err.strip()
+    assert message in err and "\n" not in err
+
+
+def test_a_key_without_a_value_is_none(here):
+    """Guards: `rates:` with nothing behind it was a traceback."""
+    write(TINY | {"rates": None, "options": None, "suites": None})
+    study = read_study(Path("study-tiny.yaml"))
+    assert (study.rates, study.options, study.suites) == ((), {}, ("table2",))
+
+
+def test_a_study_that_is_no_study(tmp_path):
+    (tmp_path / "study-x.yaml").write_text("recipe: demo\ntokens: 5\n")
+    with pytest.raises(UserError, match="does not say `attentions`"):
+        read_study(tmp_path / "study-x.yaml")
+    (tmp_path / "study-x.yaml").write_text("- 3\n")
+    with pytest.raises(UserError, match="is no study"):
+        read_study(tmp_path / "study-x.yaml")
+    assert json.dumps(read_study(recipe_path("study-demo")).to_dict())
+
+
+@pytest.mark.parametrize("name", studies())
+def test_the_studies_that_ship(name, tmp_path):
+    """Each run's options make a recipe; a paper's own numbers; a hybrid has as many layers as its model."""
+    study = read_study(recipe_path(name))
+    for one in [
+        *study_runs(study, tmp_path, {}, 1)[: len(study.attentions)],
+        *rate_runs(study, tmp_path, 1)[:1],
+    ]:
+        assert one.recipe.model.config().attention_per_layer
+    first = study_runs(study, tmp_path, {}, 1)[0].recipe
+    if name == "study-pythia-1.4b":
+        assert (first.train.max_tokens, first.data.seq_len, first.data.source) == (3 * 10**9, 8192, "wiki40b")
+        assert (first.train.global_batch_size, first.train.learning_rate) == (256, 1e-3)
+    if name == "study-pythia-1.4b-short":
+        assert first.data.seq_len == 8192 and study.tokens >= 100e6
+        assert 250_000 <= first.tokens_per_step <= 500_000
+    if name == "study-gate":  # the setting of the first runs, in all that decides a loss
+        runs = Path(__file__).parents[2] / "docs" / "results" / "first-runs" / "runs"
+        before = yaml.safe_load((runs / "pythia-70m-softmax" / "config.yaml").read_text())
+        where = {
+            "out_dir",
+            "name",
+            "resume",
+            "devices",
+            "num_nodes",
+            "accelerator",
+            "max_tokens",
+            "sample_tokens",
+        }
+        same = set(before["train"]) - where
+        given = {**vars(first.train), "max_steps": first.total_steps}
+        assert {key: given[key] for key in same} == {key: before["train"][key] for key in same}
+        assert (first.data.seq_len, first.model.block_size, first.model.name) == (2048, 2048, "pythia-70m")
+        names = [run.name for run in study_runs(study, tmp_path, {}, 1)[:4]]
+        assert names == ["softmax-seed0", "softmax-seed1", "softmax-seed2", "gla-seed0"]
+    if name == "study-pythia-160m":
+        assert first.data.seq_len == 2048 and study.tokens >= 250e6 and study.seeds == 2
+        assert set(ATTENTIONS) <= set(study.attentions) and len(study.rates) == 3

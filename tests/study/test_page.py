@@ -1,0 +1,182 @@
+"""Guards the page of a study: what its runs have is shown, what they lack is named, nothing is claimed."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from lingpt.cli.main import main
+from lingpt.study import read_study
+from lingpt.tests.study.tiny import TINY, fake_run, write
+
+
+def test_what_goes_wrong_is_named_and_the_rest_is_shown(here):
+    """A run missing, unfinished, diverged, of another attention; scores damaged: a line each."""
+    rows = ["softmax", "ours", "gla", "ours-decay", "ours-gated"]
+    write(TINY | {"rates": [], "seeds": 1, "attentions": rows})
+    folder = Path("runs/study-tiny")
+    fake_run("softmax-seed0")
+    fake_run("ours-seed0", steps=3)
+    end = {"kind": "diverged", "step": 4, "tokens": 512, "train_time": 4.0, "skipped": 10}
+    fake_run("gla-seed0", last=end)
+    fake_run("ours-gated-seed0", "ours")
+    damaged = folder / "softmax-seed0" / "eval" / "step-00000004.json"
+    damaged.parent.mkdir()
+    damaged.write_text("{")
+    assert main(["study", "--config", "study-tiny.yaml", "--stages", "page"]) == 0
+    page = (folder / "README.md").read_text()
+    for line in (
+        "ours-seed0 is unfinished: step 3 of 4",
+        "gla-seed0 diverged at step 4: its loss was not finite",
+        "ours-decay-seed0 is missing: it has not been trained",
+        "ours-gated-seed0 was trained with ours, and its row is ours-gated: give the study another --name",
+        "step-00000004.json is damaged",
+    ):
+        assert f"- {line}" in page or line in page
+    assert re.search(r"\| softmax \| \S+ k +\| 0.003 \| 1     \| 4.0000", page) and not here
+
+
+def test_the_page_says_how_often_the_text_is_read(here):
+    """Guards: four passes over a small corpus that looked like as much text."""
+    write(TINY | {"rates": [], "seeds": 1, "suites": [], "attentions": ["softmax"]})
+    fake_run("softmax-seed0")
+    record = {"hardware": {"name": "CPU", "precision": "32-true"}, "data": {"train": {"tokens": 150}}}
+    Path("runs/study-tiny/softmax-seed0/environment.json").write_text(json.dumps(record))
+    assert main(["study", "--config", "study-tiny.yaml", "--stages", "page"]) == 0
+    page = Path("runs/study-tiny/README.md").read_text()
+    assert "512 tokens each" in page and "That is 3.4 passes over the text of 150 tokens." in page
+
+
+def test_runs_that_were_not_made_alike_are_said(here):
+    """Guards: times of one card beside the speed of two; the first run's card and versions for all; a page
+    that fell over a record that does not say them."""
+    write(TINY | {"rates": [], "seeds": 2, "suites": [], "attentions": ["softmax", "ours"]})
+    cards = ["NVIDIA H200", "NVIDIA H100"]
+    for seed, card in enumerate(cards):
+        for row in ("softmax", "ours"):
+            fake_run(f"{row}-seed{seed}")
+            record = {"hardware": {"name": card, "precision": "bf16-mixed"}} if row == "softmax" else {}
+            Path(f"runs/study-tiny/{row}-seed{seed}/environment.json").write_text(json.dumps(record))
+    metrics = Path("runs/study-tiny/softmax-seed1/metrics.jsonl")
+    metrics.write_text(metrics.read_text().replace('"tokens_per_second": 128.0', '"tokens_per_second": 64.0'))
+    assert main(["study", "--config", "study-tiny.yaml", "--stages", "page"]) == 0
+    page = Path("runs/study-tiny/README.md").read_text()
+    named = ", ".join(f"softmax-seed{seed}: {card}" for seed, card in enumerate(cards))
+    assert f"- softmax ran on different cards ({named}): curve and times are the first's" in page
+    rows = json.loads(Path("runs/study-tiny/summary.json").read_text())["rows"]
+    assert [row["tokens_per_second"] for row in rows] == [128.0, 128.0] and rows[0]["seeds"] == 2
+    how = page.partition("## How it was made")[2]
+    assert "The runs were not all made alike:" in how and all(card in how for card in cards)
+    assert "unknown hardware" in how
+
+
+def test_rates_that_were_not_tried_are_not_claimed(here):
+    """Guards: "the best of 0.001, 0.003" on the page of a study whose stage `rates` was left out."""
+    write(TINY | {"rates": [1e-3, 3e-3], "seeds": 1, "suites": [], "attentions": ["softmax"]})
+    fake_run("softmax-seed0")
+    page = ["study", "--config", "study-tiny.yaml", "--stages", "page"]
+    assert main(page) == 0
+    text = Path("runs/study-tiny/README.md").read_text()
+    assert "What differs is the attention alone." in text and "none was tuned" in text
+    assert "best of" not in text and "Learning rates" not in text
+    fake_run("softmax-rate0.003")
+    assert main(page) == 0
+    text = Path("runs/study-tiny/README.md").read_text()
+    assert "the best of 0.003" in text and "none was tuned" not in text
+
+
+def test_a_run_that_is_not_scored_is_named(here):
+    """Guards: a damaged checkpoint, say, and the run vanished from the scores without a line. The page also
+    says what else than the attention its rows set."""
+    rows = {"softmax": {}, "wide": {"model.attention": "softmax", "model.intermediate_size": 96}}
+    write(TINY | {"rates": [], "seeds": 1, "attentions": rows})
+    fake_run("softmax-seed0")
+    assert main(["study", "--config", "study-tiny.yaml", "--stages", "page"]) == 0
+    page = Path("runs/study-tiny/README.md").read_text()
+    assert "- softmax-seed0 is in no table of scores: it has none, and its checkpoint of step 4" in page
+    assert "What differs is the attention, and where a row says so model.intermediate_size." in page
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"checkpoint": ',
+        "[3]",
+        '{"checkpoint": {"run": 3}, "scores": {}}',
+        {"task": 3},
+        {"documents": "many"},
+        {"metrics": {"acc": "high"}},
+        {"metrics": None},
+        {"correct": {"acc": "!"}},
+        {"correct": ["acc"]},
+        {"task": "loss_by_position", "texts": "words", "train_length": 32, "positions": [{"to": "32"}]},
+        {"task": "bits_per_byte", "texts": "words"},
+        {"task": "loss_by_position", "texts": "words", "train_length": 32, "positions": []},
+        {"task": "recall_phrases"},
+        {"documents": 0, "correct": {}},
+        {"prompts": ["p"]},
+    ],
+)
+def test_an_odd_result_file_is_named_and_the_rest_is_shown(here, content):
+    """Guards: a file of another version, hand-edited or cut short was a traceback instead of a page."""
+    write(
+        TINY | {"rates": [], "seeds": 1, "suites": ["table2", "language"], "attentions": ["softmax", "ours"]}
+    )
+    good = {"task": "piqa", "num_fewshot": 0, "documents": 8, "complete": True, "prompts": "p"}
+    good |= {"metrics": {"acc": 0.5, "acc_stderr": 0.1}, "correct": {"acc": "AA=="}}
+    for name, scores in (("softmax", good), ("ours", content)):
+        fake_run(f"{name}-seed0")
+        file = Path(f"runs/study-tiny/{name}-seed0/eval/step-00000004.json")
+        file.parent.mkdir()
+        if isinstance(scores, dict):
+            about = {"run": f"{name}-seed0", "attention": name, "step": 4, "model": "demo", "tokens": 512}
+            scores = json.dumps({"checkpoint": about, "scores": {"piqa (0-shot)": good | scores}})
+        file.write_text(scores)
+    assert main(["study", "--config", "study-tiny.yaml", "--stages", "page"]) == 0
+    page = Path("runs/study-tiny/README.md").read_text()
+    assert len(re.findall("ours-seed0/eval/step-00000004.json is damaged, or of another version", page)) == 1
+    assert "softmax-seed0, step 4" in page and "50.00 ± 10.00" in page and "ours-seed0, step 4" not in page
+
+
+def test_rows_that_are_trained_alike_are_two_rows(here):
+    """Guards: a page that ended in a traceback where two rows differ in what they save alone, or where a
+    line of a run has no speed."""
+    rows = {"softmax": {}, "again": {"model.attention": "softmax", "train.save_interval": 7}}
+    write(TINY | {"rates": [], "seeds": 1, "suites": [], "attentions": rows})
+    for name in ("softmax-seed0", "again-seed0"):
+        fake_run(name)
+    metrics = Path("runs/study-tiny/again-seed0/metrics.jsonl")
+    metrics.write_text(metrics.read_text().replace('"tokens_per_second"', '"speed"'))
+    assert main(["study", "--config", "study-tiny.yaml", "--stages", "page"]) == 0
+    table = json.loads(Path("runs/study-tiny/summary.json").read_text())["rows"]
+    assert [row["row"] for row in table] == ["softmax", "again"] and table[1]["tokens_per_second"] is None
+
+
+def test_rows_are_compared_over_their_seeds(here):
+    """Mean, standard deviation, the difference to the named rows and its standard error; shared cards have no
+    speed, and what is not drawn is in the table all the same.
+    """
+    rows, keys = ["gla", "ours", "softmax"], {"against": ["softmax", "gla"], "drawn": ["gla", "ours"]}
+    write(
+        TINY | {"rates": [], "seeds": 3, "attentions": rows, "runs_per_device": 2, "row_by_row": True} | keys
+    )
+    folder = Path("runs/study-tiny")
+    for row, losses in {"softmax": (4.0, 4.1, 4.2), "gla": (3.9, 3.9, 4.2), "ours": (5.0, 5.0)}.items():
+        for seed, loss in enumerate(losses):
+            fake_run(f"{row}-seed{seed}")
+            metrics = folder / f"{row}-seed{seed}" / "metrics.jsonl"
+            metrics.write_text(metrics.read_text().replace('"loss": 4.0', f'"loss": {loss}'))
+    study = read_study(Path("study-tiny.yaml"))
+    assert [name for _, name, _ in study.run_names()][:4] == [
+        *(f"gla-seed{i}" for i in range(3)),
+        "ours-seed0",
+    ]
+    assert main(["study", "--config", "study-tiny.yaml", "--stages", "page"]) == 0
+    page = (folder / "README.md").read_text()
+    assert "| 4.1000 ± 0.1000 | +0.1000 ± 0.1155 | –                |" in page  # √(0.01/3 + 0.03/3)
+    assert "| 4.0000 ± 0.1732 | –                | −0.1000 ± 0.1155 |" in page
+    assert "| 5.0000 ± 0.0000 | +1.0000 ± 0.1000 | +0.9000 ± 0.0577 |" in page
+    assert "Tokens/s" not in page and "2 runs shared a GPU" in page and "ours-seed2 is missing" in page
+    picture = (folder / "curves.svg").read_text()
+    assert "ours" in picture and "softmax" not in picture and "training time" not in picture

@@ -1,0 +1,65 @@
+"""Guards the plan of a study: the time and the cost of what is asked for and left; nothing is done for it."""
+
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from lingpt.cli.main import main
+from lingpt.eval.mqar import Trial
+from lingpt.study.jobs import Slot
+from lingpt.study.plan import _mqar_seconds
+from lingpt.tests.study.tiny import TINY, write
+
+
+@pytest.mark.parametrize("stages", [["data", "runs"], ["rates"], ["scores", "page"]], ids=" ".join)
+def test_the_plan_is_of_the_stages_that_are_asked_for(here, capsys, stages):
+    """Guards: the time, the cost and the scores of stages that the command would leave out."""
+    plans = []
+    for more in ([], ["--stages", *stages]):
+        assert main(["study", "--config", "study-tiny.yaml", "--dry_run", "true", *more]) == 0
+        plans.append(capsys.readouterr().out)
+    timed = [set(re.findall(r"(rates|runs|scores) [\d.]+ (?:s|min|h)", plan)) for plan in plans]
+    assert timed == [{"rates", "runs", "scores"}, {"rates", "runs", "scores"} & set(stages)]
+    suites = [re.search(r"^scores +(.*)$", plan, re.M)[1] for plan in plans]
+    assert suites[0] != "none" and suites[1] == (suites[0] if "scores" in stages else "none")
+
+
+def test_the_plan_counts_what_is_left_of_mqar(here, capsys):
+    """Guards: MQAR's hours were in no plan. What is trained is not counted."""
+    tiny = {"attentions": ["softmax"], "rates": [0.001, 0.01], "widths": [64], "pairs": [4], "steps": 2000}
+    write(TINY | {"rates": [], "suites": [], "mqar": tiny})
+    command = ["study", "--config", "study-tiny.yaml", "--dry_run", "true"]
+
+    def minutes():
+        assert main(command) == 0
+        found = re.search(r"mqar ([\d.]+) (s|min|h)", capsys.readouterr().out)
+        return found and float(found[1]) * {"s": 1 / 60, "min": 1, "h": 60}[found[2]]
+
+    both = minutes()
+    trial = {
+        "attention": "softmax",
+        "width": 64,
+        "pairs": 4,
+        "rate": 0.001,
+        "steps": 2000,
+    }
+    trial |= {"batch_size": 256, "vocabulary": 8192, "heads": 2, "layers": 2, "seed": 0, "accuracy": 0.5}
+    results = Path("runs/study-tiny/mqar/mqar.json")
+    results.parent.mkdir(parents=True)
+    results.write_text(json.dumps({"results": [trial]}))
+    assert minutes() == pytest.approx(both / 2, rel=0.05)
+    results.write_text(json.dumps({"results": [trial, trial | {"rate": 0.01}]}))
+    assert minutes() is None and not here
+
+
+def test_mqars_time_on_a_card_is_what_was_measured():
+    """Of the trials in docs/results, eight side by side on one H200: within a half."""
+    measured = Path(__file__).parents[2] / "docs" / "results" / "gate" / "learning" / "mqar.json"
+    found = json.loads(measured.read_text())["results"]
+    names = [field.name for field in fields(Trial)]
+    trials = [Trial(**{n: r[n] for n in names if n in r} | {"steps": r["trained_steps"]}) for r in found]
+    planned = _mqar_seconds(trials, [Slot("GPU 0", (0,))])
+    assert planned == pytest.approx(sum(r["seconds"] for r in found) / 8, rel=0.5)

@@ -1,0 +1,63 @@
+"""Guards the runs of a study: the rates that they get and keep, and those that are none of its runs."""
+
+import json
+import re
+from pathlib import Path
+
+from lingpt.cli.main import main
+from lingpt.study import read_study
+from lingpt.study.runs import chosen_rates, rate_runs, study_runs
+from lingpt.tests.study.tiny import COMMAND, TINY, fake_run, write
+
+
+def test_the_best_rate_is_chosen(here):
+    """By the loss at the end; a rate whose run diverged or stopped counts for nothing."""
+    write(TINY | {"rates": [1e-3, 3e-3, 1e-2], "attentions": ["softmax", "gla"], "rate_tokens": 512})
+    study, folder = read_study(Path("study-tiny.yaml")), Path("runs")
+    tried = rate_runs(study, folder, None)
+    assert chosen_rates(tried) == {}
+    for name, steps in (("softmax-rate0.001", 4), ("softmax-rate0.01", 3)):
+        fake_run(name, steps=steps, root="runs")
+    assert chosen_rates(tried) == {"softmax": 1e-3}
+    fake_run("softmax-rate0.003", root="runs")
+    text = (folder / "softmax-rate0.003" / "metrics.jsonl").read_text()
+    (folder / "softmax-rate0.003" / "metrics.jsonl").write_text(text.replace('"loss": 4.0', '"loss": 3.5'))
+    assert chosen_rates(tried) == {"softmax": 3e-3}
+    assert study_runs(study, folder, {"softmax": 3e-3}, None)[0].options["train.learning_rate"] == 3e-3
+
+
+def test_runs_keep_the_rate_that_they_were_begun_with(here):
+    """A short run that ends later and chooses another rate changes neither the runs nor what is printed."""
+    write(TINY | {"rates": [1e-3, 3e-3], "suites": [], "attentions": ["softmax"], "rate_tokens": 512})
+    fake_run("softmax-rate0.001")
+    fake_run("softmax-seed0", learning_rate=1e-3, min_learning_rate=1e-3 * (3e-4 / 3e-3))
+    fake_run("softmax-rate0.003")
+    metrics = Path("runs/study-tiny/softmax-rate0.003/metrics.jsonl")
+    metrics.write_text(metrics.read_text().replace('"loss": 4.0', '"loss": 3.5'))
+    assert main([*COMMAND, "--stages", "page"]) == 0
+    page = Path("runs/study-tiny/README.md").read_text()
+    assert re.search(r"\| softmax \| \S+ k +\| 0.001 \| 1     \| 4.0000", page)
+    assert "softmax-seed0 was" not in page
+    assert "softmax's runs were begun with 0.001, and keep it" in page
+
+
+def test_a_run_that_was_trained_otherwise_is_named(here, capsys):
+    """A row whose options changed, a run of another rate or length: in no table, not trained over, and named
+    with the mend; more seeds and more rows are no change.
+    """
+    write(TINY | {"rates": [], "seeds": 1, "suites": [], "attentions": ["softmax", "gla"]})
+    fake_run("softmax-seed0")
+    fake_run("gla-seed0", max_tokens=1024)
+    assert main([*COMMAND, "--stages", "page"]) == 0
+    page = Path("runs/study-tiny/README.md")
+    assert "gla-seed0 was trained otherwise than the study now says (steps: 8 → 4): give" in page.read_text()
+    wider = {"softmax": {"model.intermediate_size": 128}, "gla": {}, "ours": {}}
+    write(TINY | {"rates": [], "seeds": 2, "suites": [], "attentions": wider})
+    assert main([*COMMAND, "--stages", "data", "runs", "page"]) == 2
+    assert here == ["data", "ours-seed0", "softmax-seed1", "gla-seed1", "ours-seed1"]
+    assert "2 failed" in capsys.readouterr().err
+    line = (
+        "softmax-seed0 was trained otherwise than the study now says (model.intermediate_size: None → 128): "
+    )
+    assert line + "give the study another --name, or remove runs/study-tiny/softmax-seed0" in page.read_text()
+    assert json.loads(Path("runs/study-tiny/summary.json").read_text())["rows"][0]["seeds"] == 1

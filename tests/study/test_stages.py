@@ -1,0 +1,200 @@
+"""Guards a study by one command, and by one call: planned, trained, scored, shown; gone on with; and what
+does not stop it.
+
+The children run in this process, where a start costs nothing; test_jobs.py has the processes.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lingpt.cli.main import main
+from lingpt.common.errors import UserError
+from lingpt.study import find_study, read_study, run_study, stages, with_rows
+from lingpt.study.jobs import Failure, Slot
+from lingpt.study.runs import StudyRun, chosen_rates, rate_runs
+from lingpt.tests.study.tiny import COMMAND, TINY, fake_run, write
+
+
+def test_a_study_from_the_plan_to_the_page(here, tmp_path, capsys):
+    """Plan; rates; two runs of each of two rows at their rates; scores; the page. Again: none is trained."""
+    command = ["study", "--config", "study-tiny.yaml"]
+    assert main([*command, "--dry_run", "true"]) == 0
+    plan = capsys.readouterr().out
+    assert "2 rows, 2 seeds" in plan and "0 of 2" in plan and "card hours" in plan and not here
+    assert main(command) == 0
+    tried = ["softmax-rate0.003", "mixed-rate0.003"]
+    trained = ["softmax-seed0", "mixed-seed0", "softmax-seed1", "mixed-seed1"]
+    assert here == ["data", *tried, *trained, "scores"]
+    folder = Path("runs/study-tiny")
+    assert not any((folder / name / "checkpoints").exists() for name in tried)
+    config = yaml.safe_load((folder / "mixed-seed1" / "config.yaml").read_text())
+    study = read_study(Path("study-tiny.yaml"))
+    chosen = chosen_rates(rate_runs(study, folder, None))
+    assert config["train"]["learning_rate"] == chosen["mixed"] == 3e-3
+    assert config["train"]["min_learning_rate"] == pytest.approx(chosen["mixed"] / 10)  # as in the recipe
+    assert (config["train"]["seed"], config["train"]["wandb_group"]) == (1, "study-tiny")
+    page = (folder / "README.md").read_text()
+    for words in ("mean of 2 seeds", "## Time to a loss", "## Learning rates", "## Bits per byte", "A test."):
+        assert words in page
+    assert "Not in the tables" not in page
+    assert "softmax, step 4, 2 seeds" in page and "softmax-seed0, step 4" not in page
+    for name in ("curves.png", "curves.svg", "curves.pdf", "positions.svg", "suites.tex", "summary.json"):
+        assert (folder / name).stat().st_size > 100
+    here.clear()
+    again = ["--stages", "data", "rates", "runs", "scores", "--publish", str(tmp_path / "docs")]
+    assert main([*command, *again]) == 0
+    assert here == ["data", "scores"] and "computed before" in capsys.readouterr().out
+    kept = {path.name for path in (tmp_path / "docs" / "softmax-seed0").iterdir()}
+    assert kept == {"config.yaml", "environment.json", "metrics.jsonl", "eval"}
+
+
+def test_a_study_from_a_notebook(here, capsys):
+    """Guards: a study that only the command could start. A call plans it, runs it, goes on and refuses."""
+    study = read_study(find_study("study-tiny.yaml"), {"rates": [], "seeds": 1, "suites": []})
+    folder = run_study(study, "out", dry_run=True)
+    assert folder == Path("out/study-tiny") and not folder.exists() and not here
+    assert "2 rows, 1 seed, 512 tokens each" in capsys.readouterr().out
+    assert run_study(with_rows(study, ["softmax"]), "out", publish="copy") == folder
+    assert here == ["data", "softmax-seed0"] and Path("copy/softmax-seed0/metrics.jsonl").exists()
+    assert run_study(study, "out", stages=["page", "runs"]) == folder
+    assert here[2:] == ["mixed-seed0"]
+    rows = json.loads((folder / "summary.json").read_text())["rows"]
+    assert [row["row"] for row in rows] == ["softmax", "mixed"] and (folder / "README.md").exists()
+    for mistake, message in [
+        ({"stages": ["score"]}, "did you mean 'scores'"),
+        ({"minutes": 0}, "give more than 0"),
+        ({"devices": 0}, "give at least 1"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            run_study(study, "out", **mistake)
+
+
+def test_a_notebook_may_change_the_recipe_between_two_calls(here, capsys):
+    """Guards: a plan, and a comparison with what was trained, by a recipe as it was in the first call."""
+    plans = []
+    for batch in (4, 8):
+        write({"model": {"attention": "ours"}, "train": {"global_batch_size": batch}}, "own.yaml")
+        options = {key: TINY["options"][key] for key in TINY["options"] if "batch_size" not in key}
+        write(TINY | {"recipe": "own.yaml", "rates": [], "options": options})
+        run_study(read_study(Path("study-tiny.yaml")), dry_run=True)
+        plans.append(capsys.readouterr().out)
+    assert "4 × 128" in plans[0] and "2 × 256" in plans[1]
+
+
+@pytest.mark.parametrize(
+    ("runs", "gpus", "gone", "used"),
+    [
+        (1, 4, (), ["0,1,2,3"]),
+        (3, 8, (), ["0,1", "2,3", "4,5"]),
+        (3, 8, (0,), ["1,2", "3,4", "5,6"]),
+        (5, 4, (), ["0", "1", "2", "3"]),
+    ],
+)
+def test_cards_share_the_questions_where_runs_are_fewer(here, monkeypatch, runs, gpus, gone, used):
+    """Guards: one run on eight cards was scored by one of them, and seven waited."""
+    write(TINY | {"rates": [], "seeds": runs, "attentions": ["softmax"]})
+    study, folder = read_study(Path("study-tiny.yaml")), Path("runs")
+    monkeypatch.setattr(StudyRun, "is_done", lambda self: True)
+    monkeypatch.setattr(StudyRun, "has_weights", lambda self: True)
+    asked = []
+    monkeypatch.setattr(stages, "run_jobs", lambda jobs, slots, *_, **__: asked.append((jobs, slots)) or [])
+    work = stages._Stages(study, study, folder, [Slot(f"GPU {i}", (i,)) for i in range(gpus)])
+    work.given_up = {(card,) for card in gone}
+    work.score()
+    ((jobs, slots),) = asked
+    assert [",".join(map(str, slot.gpus)) for slot in slots][: len(used)] == used and len(jobs) == len(used)
+    for job in jobs:
+        at = job.arguments.index("--devices")
+        assert job.arguments[at + 1] == str(len(slots[0].gpus))
+
+
+def test_a_failure_is_named_at_the_end(here, monkeypatch, capsys):
+    """The others are trained; the exit code and the last line say which was not."""
+    write(TINY | {"rates": [], "seeds": 1, "suites": []})
+    run_jobs = stages.run_jobs
+
+    def sick(jobs, slots, deadline=None, report=print, given_up=None):
+        well = [job for job in jobs if job.name != "mixed-seed0"]
+        missing = [Failure(job.name, "ended by SIGKILL") for job in jobs if job not in well]
+        return run_jobs(well, slots, deadline, report) + missing
+
+    monkeypatch.setattr(stages, "run_jobs", sick)
+    assert main(["study", "--config", "study-tiny.yaml"]) == 2
+    out, err = capsys.readouterr()
+    assert (
+        "1 failed, all else is kept, and the same command tries again: mixed-seed0: ended by SIGKILL" in err
+    )
+    assert "mixed-seed0 failed: ended by SIGKILL" in Path("runs/study-tiny/README.md").read_text()
+    assert Path("runs/study-tiny/softmax-seed0/checkpoints").is_dir() and "page " in out
+
+
+def test_another_study_in_the_same_folder_is_refused(here, capsys):
+    write(TINY | {"rates": [], "seeds": 1, "suites": []})
+    command = ["study", "--config", "study-tiny.yaml", "--stages", "page"]
+    assert main(command) == 0 and main([*command, "--seeds", "3"]) == 0
+    assert main([*command, "--tokens", "1024"]) == 2
+    assert (
+        "holds a study with another `tokens` (512, now 1024): give the new one a --name"
+        in capsys.readouterr().err
+    )
+    assert main([*command, "--tokens", "1024", "--name", "longer"]) == 0
+
+
+def test_fewer_rows_and_seeds_leave_the_others_in_the_study(here):
+    """What is asked for is trained; page, study.json and summary.json have all that the folder has."""
+    write(TINY | {"rates": [], "suites": [], "attentions": ["softmax", "gla", "ours"]})
+    for name in ("softmax-seed0", "gla-seed0", "gla-seed1"):
+        fake_run(name)
+    assert main([*COMMAND, "--stages", "page"]) == 0
+    less = ["--attentions", "softmax", "--seeds", "1", "--stages", "runs", "page"]
+    assert main([*COMMAND, *less]) == 0 and not here
+    folder = Path("runs/study-tiny")
+    kept = json.loads((folder / "study.json").read_text())
+    assert (list(kept["attentions"]), kept["seeds"]) == (["softmax", "gla"], 2)
+    rows = json.loads((folder / "summary.json").read_text())["rows"]
+    assert [(row["row"], row["seeds"]) for row in rows] == [("softmax", 1), ("gla", 2)]
+
+
+def test_a_rate_that_diverged_is_a_result(here):
+    """Its start is not tried again, its checkpoints go, and the study goes on without an error."""
+    write(
+        TINY
+        | {"rates": [1e-3, 3e-3], "suites": [], "attentions": ["softmax"], "rate_tokens": 512, "seeds": 1}
+    )
+    fake_run("softmax-rate0.001")
+    end = {"kind": "diverged", "step": 2, "tokens": 256, "train_time": 2.0, "skipped": 10}
+    fake_run("softmax-rate0.003", steps=2, last=end)
+    fake_run("softmax-seed0", learning_rate=1e-3, min_learning_rate=1e-3 * (3e-4 / 3e-3))
+    weights = Path("runs/study-tiny/softmax-rate0.003/checkpoints")
+    weights.mkdir()
+    assert main([*COMMAND, "--stages", "rates", "runs", "page"]) == 0 and not here
+    assert "| softmax | 4.0000 | –     | 0.001  |" in Path("runs/study-tiny/README.md").read_text()
+    assert not weights.exists()
+
+
+def test_a_run_that_diverged_is_a_result(here, monkeypatch):
+    """Guards: every later start of the command ended with an error. It is named, not trained again, and the
+    rest goes on; without its folder it is trained again."""
+    write(TINY | {"rates": [], "suites": [], "attentions": ["softmax", "gla"], "seeds": 1})
+    fake_run("softmax-seed0")
+    end = {"kind": "diverged", "step": 2, "tokens": 256, "train_time": 2.0, "skipped": 10}
+
+    def diverge(jobs, *args, **options):
+        here.extend(job.name for job in jobs)
+        if "gla-seed0" in here[-1:]:
+            fake_run("gla-seed0", steps=2, last=end)
+        return [Failure(job.name, "the loss or the gradient was not finite") for job in jobs]
+
+    monkeypatch.setattr(stages, "run_jobs", diverge)
+    train = [*COMMAND, "--stages", "runs", "page"]
+    assert main(train) == 0 and main(train) == 0
+    assert here == ["gla-seed0"]
+    page = Path("runs/study-tiny/README.md").read_text()
+    line = "- gla-seed0 diverged at step 2: its loss was not finite; remove runs/study-tiny/gla-seed0"
+    assert line in page and "gla-seed0 failed" not in page
+    shutil.rmtree("runs/study-tiny/gla-seed0")
+    assert main(train) == 0 and here == ["gla-seed0"] * 2

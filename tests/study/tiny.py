@@ -1,0 +1,60 @@
+"""A study of seconds on a CPU, and runs of it as training leaves them."""
+
+import json
+from pathlib import Path
+
+import yaml
+
+from lingpt.study import read_study
+from lingpt.study.runs import rate_runs, study_runs
+
+TINY = {
+    "recipe": "demo",
+    "tokens": 512,
+    "seeds": 2,
+    "attentions": {"softmax": {}, "mixed": {"model.attention": ["ours", "softmax"]}},
+    "options": {
+        "model.n_layer": 2, "model.n_embd": 64, "model.block_size": 32,
+        "data.source": "train.jsonl", "data.tokenizer": "tokenizer.json", "data.seq_len": 32,
+        "data.cache_dir": "cache", "train.global_batch_size": 4, "train.micro_batch_size": 4,
+        "train.warmup_steps": 1, "train.eval_interval": 2, "train.eval_tokens": 128,
+        "train.sample_tokens": 0, "train.accelerator": "cpu", "train.wandb": False,
+    },
+    "rates": [3.0e-3],
+    "rate_tokens": 256,
+    "suites": ["language"],
+    "longest": 2,
+    "texts": {"words": "held-out.jsonl"},
+    "about": "A test.",
+}  # fmt: skip
+
+
+COMMAND = ["study", "--config", "study-tiny.yaml"]
+
+
+def write(values, name="study-tiny.yaml"):
+    Path(name).write_text(yaml.safe_dump(values, sort_keys=False))
+    return name
+
+
+def fake_run(
+    name, attention=None, steps=4, last=None, file="study-tiny.yaml", root="runs/study-tiny", **changes
+):
+    """A run's folder as training leaves it, without weights; `changes` are not what the study says."""
+    study, folder = read_study(Path(file)), Path(root)
+    every = [*rate_runs(study, folder, None), *study_runs(study, folder, {}, None)]
+    run = next(run for run in every if run.name == name)
+    config = run.recipe.to_dict()
+    config["model"]["attention"] = attention or config["model"]["attention"]
+    for key, value in changes.items():
+        config["train"][key] = value
+    folder = run.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    lines = []
+    for step in range(1, steps + 1):
+        clock = {"step": step, "tokens": 128 * step, "train_time": float(step)}
+        lines += [{"kind": "train", **clock, "loss": 8.0 - step, "tokens_per_second": 128.0, "mfu": None}]
+        lines += [{"kind": "val", **clock, "loss": 8.0 - step}] if step % 2 == 0 else []
+    lines += [last] if last else []
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
