@@ -27,6 +27,7 @@ _PACKAGES = (
 )  # fmt: skip
 
 _ROOT = Path(__file__).resolve().parent.parent
+_CODE = ("common", "configs", "kernels", "models", "data", "train", "eval", "study", "cli")
 
 
 def record_start(recipe: Recipe, machine: Machine, data: dict[str, Any], kernels: dict[str, str]) -> None:
@@ -76,9 +77,8 @@ def _version(package: str) -> str | None:
 
 def package_hash() -> str:
     """Of all code of LinGPT but its tests: says which source a run had where git is absent or has changes."""
-    packages = sorted(path.parent for path in _ROOT.glob("*/__init__.py") if path.parent.name != "tests")
     digest = hashlib.sha256()
-    for path in (path for package in packages for path in sorted(package.rglob("*"))):
+    for path in (path for folder in _CODE for path in sorted((_ROOT / folder).rglob("*"))):
         if path.suffix in (".py", ".cu", ".cuh", ".yaml"):
             digest.update(f"{path.relative_to(_ROOT).as_posix()}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:12]
