@@ -40,7 +40,7 @@ from lingpt.common.errors import UserError
 from lingpt.train.launch import launched
 from lingpt.train.machine import Machine
 from lingpt.train.sharding import divided, joined, shard, stay_whole
-from lingpt.train.watch import Watch, connection_lost, failure, lost, print_stderr
+from lingpt.train.watch import Others, Watch, connection_lost, failure, lost, print_stderr
 
 if TYPE_CHECKING:
     from lightning.fabric.wrappers import _FabricModule as WrappedModule
@@ -93,7 +93,8 @@ class Parallel:
         if self.world_size > 1:
             # A connection of its own: while the main thread waits in one, others wait behind it.
             store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-            self.watch.limit_waits(store, self.rank, self.world_size, 60 * timeout_minutes)
+            others = Others(store, self.rank, self.world_size, 60 * timeout_minutes)
+            self.watch.limit_waits(others, self._issued, self.local_rank_zero)
 
     def agree(self, machine: Machine, settings: dict[str, object]) -> None:
         """Before the processes build anything together: UserError on all of them where they differ.
@@ -115,6 +116,14 @@ class Parallel:
         if not self.sharded:
             return None
         return DeviceMesh.from_group(dist.new_group(backend="gloo", timeout=self._timeout), "cpu")
+
+    def _issued(self) -> int:
+        """How many collectives this process has come to, the threads' that write checkpoints among them."""
+        if not dist.is_initialized():
+            return -1
+        mesh = self.__dict__.get("host_mesh")  # where it is made already
+        groups = [dist.group.WORLD, *([mesh.get_group()] if mesh else [])]
+        return sum(group._get_sequence_number_for_group() for group in groups)
 
     def _strategy(self, machine: Machine) -> DDPStrategy | str:
         if machine.strategy == "fsdp":
@@ -163,13 +172,17 @@ class Parallel:
             if self.watch.children:
                 line = self.watch.who_died() if is_lost or failed else None
                 self.watch.end_children()
-                if line or failed:
-                    raise UserError(line or failure(error, self.rank, self.world_size)) from error
+                if failed:
+                    line = line or failure(error, self.rank, self.world_size)
+                elif is_lost and isinstance(error, RuntimeError):  # nobody has died: gloo's time is over
+                    line = line or lost(self.rank, self.world_size)
+                if line:
+                    raise UserError(line) from error
             elif is_lost or failed:
                 if not is_lost:
-                    print_stderr(failure(error, self.rank, self.world_size))
+                    self.watch.say(failure(error, self.rank, self.world_size))
                 elif self.local_rank_zero:
-                    print_stderr(lost(self.rank, self.world_size))
+                    self.watch.say(lost(self.rank, self.world_size))
                 self.watch.leave()
             elif isinstance(error, UserError) and not is_said:
                 print_stderr(f"process {self.rank}: {error}")
@@ -228,7 +241,6 @@ class Parallel:
 
         Sharded gradients are summed in every pass, unless there is the memory for whole ones.
         """
-        self.watch.enter_collective()
         if self._gathers_once:
             stay_whole(module.module, enabled)
         stays_here = enabled and self.world_size > 1 and not self.sharded
@@ -288,7 +300,6 @@ class Parallel:
 
     def sum(self, *values: torch.Tensor | float) -> list[float]:
         """Each value summed over all ranks, in float64. Waits for the device."""
-        self.watch.enter_collective()
         own = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in values]
         sums = torch.stack(own)
         if self.world_size > 1:  # not by Fabric, which has a barrier before each
@@ -303,7 +314,6 @@ class Parallel:
         """Every rank's `value`, by rank."""
         if self.world_size == 1:
             return [value]
-        self.watch.enter_collective()
         everyone = [value] * self.world_size
         dist.all_gather_object(everyone, value)
         return everyone
@@ -316,7 +326,6 @@ class Parallel:
                 outcome.append(function())
             except UserError as error:
                 outcome.append(error)
-        self.watch.enter_collective()
         (result,) = self.fabric.broadcast(outcome)
         if isinstance(result, UserError):
             self._error_of_all = result

@@ -5,12 +5,14 @@ traceback of its own (gloo). The main process, which Lightning starts the others
 others, and those of torchrun, see their parent go. (Lightning's own observer kills the main process with
 SIGKILL, and so without a word.) Tasks of SLURM have nobody to watch: `srun --kill-on-bad-exit=1` ends them.
 
-One that lives and does not go on is found by counting: every process counts how often it has come to a point
-where all meet, and where others have waited there for too long, the one that is behind is named: by rank
-zero, or by rank one where zero is behind.
+One that does not go on is found by counting: PyTorch counts the collectives that a process has come to, and
+where one has waited too long in its last, another that has come to fewer keeps it waiting. One that has come
+to as many, and has been stopped there (SIGSTOP), is found by its silence. Where all are at work, for however
+long, nothing ends: the counts are the same, and none is silent.
 """
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -18,8 +20,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from torch.distributed import Store
 
@@ -55,11 +58,93 @@ def failure(error: BaseException, rank: int, world_size: int) -> str:
 
 def lost(rank: int, world_size: int) -> str:
     """The line of a process that waited for one that died; the launcher says which, on that one's machine."""
-    return f"{_who(rank, world_size)}: the connection to another process is lost, it has ended: {GOES_ON}"
+    return (
+        f"{_who(rank, world_size)}: the connection to another process is lost, it has ended or does not "
+        f"answer: {GOES_ON}"
+    )
 
 
 def _who(rank: int, world_size: int) -> str:
     return f"process {rank} of {world_size} (on {socket.gethostname()})"
+
+
+def late(rank: int, world_size: int, where: str, seconds: float) -> str:
+    """The line on the process that the others have waited for."""
+    return (
+        f"process {rank} of {world_size} ({where}) has kept the others waiting for {seconds / 60:.3g} min "
+        f"(--train.timeout_minutes): {GOES_ON}"
+    )
+
+
+class Report(NamedTuple):
+    """What a process says of itself: that it runs (`looks` grows), and how far it is.
+
+    issued: how many collectives it has come to; -1 where it has not begun to say.
+    """
+
+    issued: int = -1
+    looks: int = 0
+    where: str = "not heard of since the start"
+
+
+def _interval(seconds: float) -> float:
+    """Between two looks at whether others have waited for `seconds`."""
+    return min(EVERY * 10, seconds / 10)
+
+
+class Others:
+    """What the processes of a run let each other know, in their `store`: who is where, and who is late.
+
+    seconds: how long one waits for another. Counted in looks: one that was stopped itself, with all others
+    (Ctrl-Z), has not waited.
+    """
+
+    _ENDS = "lingpt/ends"  # where a process has said who is late
+
+    def __init__(self, store: Store, rank: int, world_size: int, seconds: float) -> None:
+        self._store, self.rank, self.world_size, self.seconds = store, rank, world_size, seconds
+        self._own, self._waited = Report(), 0.0
+        self._before: list[Report] = []
+
+    def look(self, issued: int) -> str | None:
+        """Every `_interval`: None where the run goes on; else the line to say, empty where another says it.
+
+        issued: how many collectives this process has come to. Raises RuntimeError where the store is gone.
+        """
+        self._waited = self._waited + _interval(self.seconds) if issued == self._own.issued else 0.0
+        self._own = Report(issued, self._own.looks + 1, _where())
+        self._store.set(f"lingpt/{self.rank}", json.dumps(self._own))
+        if self._waited < self.seconds / 10:  # far from late: the others need not be read
+            self._before = []
+            return None
+        if self._store.check([self._ENDS]):
+            return ""
+        if not self._before:
+            self._before = self._reports()
+        if self._waited < self.seconds:
+            return None
+        now = self._reports()
+        rank = self._late(now)
+        if rank is None:
+            self._before, self._waited = now, self.seconds / 10
+            return None
+        speaks = self._store.add(self._ENDS, 1) == 1  # whoever is first: any other may be the late one
+        return late(rank, self.world_size, now[rank].where, self.seconds) if speaks else ""
+
+    def _late(self, now: list[Report]) -> int | None:
+        """Which process this one waits for; None where all are at work."""
+        for rank, report in enumerate(now):
+            if report == self._before[rank]:  # silent: one that is behind may itself wait for it
+                return rank
+        counts = [report.issued for report in now]
+        return counts.index(min(counts)) if self._own.issued > min(counts) else None
+
+    def _reports(self) -> list[Report]:
+        return [self._report(f"lingpt/{rank}") for rank in range(self.world_size)]
+
+    def _report(self, key: str) -> Report:
+        known = self._store.check([key])  # to get it would wait for it
+        return Report(*json.loads(self._store.get(key))) if known else Report()
 
 
 class Watch:
@@ -69,7 +154,8 @@ class Watch:
         self.children: list[subprocess.Popen] = []
         self._stopped = threading.Event()
         self._died: str | None = None
-        self._entered = 0
+        self._saying, self._said = threading.Lock(), False
+        self._counting = threading.Lock()
         self._parent, self._has_parent = os.getppid(), "LOCAL_RANK" in os.environ
         if self._has_parent:
             threading.Thread(target=self._watch_parent, name="watch-parent", daemon=True).start()
@@ -98,23 +184,26 @@ class Watch:
             over.set()
             taken.wait()
 
-    def enter_collective(self) -> None:
-        """This process has come to a point where it may wait for the others."""
-        self._entered += 1
+    def limit_waits(self, others: Others, issued: Callable[[], int], speaks: bool) -> None:
+        """From here on ends a process that waits for another one for too long; one of them says which.
 
-    def limit_waits(self, store: Store, rank: int, world_size: int, seconds: float) -> None:
-        """From here on ends a process that has waited for another one for `seconds`; one of them says which.
-
-        store: of all processes.
+        issued: how many collectives this process has come to. speaks: for its machine, where the store that
+        they would agree in is gone.
         """
-        watch = threading.Thread(
-            target=self._watch_others, args=(store, rank, world_size, seconds), name="watch-all", daemon=True
-        )
-        watch.start()
+        args = (others, issued, speaks)
+        threading.Thread(target=self._watch_others, args=args, name="watch-all", daemon=True).start()
 
     def stop(self) -> None:
-        """From here on everyone may end."""
-        self._stopped.set()
+        """From here on everyone may end, and `issued` is not called any more."""
+        with self._counting:
+            self._stopped.set()
+
+    def say(self, line: str) -> None:
+        """Prints why the run ends, once; an empty line: another process says it."""
+        with self._saying:
+            if line and not self._said:
+                print_stderr(line)
+            self._said = True
 
     def who_died(self, wait: float = GRACE) -> str | None:
         """The line on the first process that died, if one does within `wait` seconds."""
@@ -139,7 +228,7 @@ class Watch:
             if os.getppid() != self._parent:
                 speaker = "0" if "TORCHELASTIC_RUN_ID" in os.environ else "1"  # Lightning's 0 was the parent
                 if os.environ["LOCAL_RANK"] == speaker:
-                    print_stderr(f"the main process (pid {self._parent}) has died: {GOES_ON}")
+                    self.say(f"the main process (pid {self._parent}) has died: {GOES_ON}")
                 self._exit(1)
 
     def _watch_children(self) -> None:
@@ -152,45 +241,60 @@ class Watch:
                     self._died = f"{who} {_ending(child.returncode)}: {way}"
                     # The main thread may be about to end with a line of its own, or wait in vain.
                     if not self._stopped.wait(GRACE):
-                        print_stderr(self._died)
+                        self.say(self._died)
                         self.end_children()
                         self._exit(2)
                     return
 
-    def _watch_others(self, store: Store, rank: int, world_size: int, seconds: float) -> None:
-        entered, since = -1, time.monotonic()
-        while not self._stopped.wait(min(EVERY * 10, seconds / 10)):
-            if self._entered != entered:
-                entered, since = self._entered, time.monotonic()
+    def _watch_others(self, others: Others, issued: Callable[[], int], speaks: bool) -> None:
+        while not self._stopped.wait(_interval(others.seconds)):
+            if (count := self._count(issued)) is None:
+                return
+            answered = threading.Event()
+            args = (answered, others, issued, speaks)
+            threading.Thread(target=self._limit_answer, args=args, name="watch-store", daemon=True).start()
             try:
-                store.set(f"lingpt/{rank}", f"{entered} {socket.gethostname()}")
-                if time.monotonic() - since < seconds:
-                    continue
-                states = [_state(store, other) for other in range(world_size)]
+                line = others.look(count)
             except RuntimeError:  # the store is gone, and with it the process that keeps it
                 # The main thread may be about to say so, or wait in vain.
                 if not self._stopped.wait(GRACE):
-                    if os.environ.get("LOCAL_RANK", "0") == "0":
-                        print_stderr(lost(rank, world_size))
+                    self.say(lost(others.rank, others.world_size) if speaks else "")
                     self._exit(1)
                 return
-            counts = [count for count, _ in states]
-            if len(set(counts)) == 1:  # at work, all of them: one that waits is ahead of another
-                continue
-            late = counts.index(min(counts))
-            speaks = rank == 0
-            if rank == 1 and late == 0:  # a frozen process says nothing of itself
-                speaks = not self._stopped.wait(GRACE / 2)
-            if not speaks:
-                self.leave()
-            else:
-                print_stderr(
-                    f"process {late} of {world_size} ({states[late][1]}) has kept the others waiting for "
-                    f"{seconds / 60:.3g} min (--train.timeout_minutes): {GOES_ON}"
-                )
-                self.end_children()
-                self._exit(2)
-            return
+            finally:
+                answered.set()
+            if line is not None:
+                return self._end(line)
+
+    def _limit_answer(
+        self, answered: threading.Event, others: Others, issued: Callable[[], int], speaks: bool
+    ) -> None:
+        """Ends a run that stands still while its store does not answer: one that is stopped never does."""
+        count, still = None, 0.0
+        while still < 0.9 * others.seconds:  # others are asked from a tenth of it on
+            if answered.wait(_interval(others.seconds)):
+                return
+            before, count = count, self._count(issued)
+            if count is None:
+                return
+            still = still + _interval(others.seconds) if count == before else 0.0
+        where = f"on {os.environ.get('MASTER_ADDR')}, which does not answer"
+        speaks = speaks or others.rank == 1  # beside rank zero, which is stopped
+        self._end(late(0, others.world_size, where, others.seconds) if speaks else "")
+
+    def _count(self, issued: Callable[[], int]) -> int | None:
+        """What `issued` says; None once everyone may end, when it may not be called any more."""
+        with self._counting:
+            return None if self._stopped.is_set() else issued()
+
+    def _end(self, line: str) -> None:
+        """Says why the run ends, and ends this process and those that it has started."""
+        self.say(line)
+        if self.children:
+            self.end_children()
+            return self._exit(2)
+        time.sleep(GRACE)  # the others hear that it is said
+        self._exit(1)
 
     def _exit(self, code: int) -> None:
         for stream in (sys.stdout, sys.stderr):
@@ -198,13 +302,13 @@ class Watch:
         os._exit(code)  # the main thread waits in a collective, deaf to everything
 
 
-def _state(store: Store, rank: int) -> tuple[int, str]:
-    """How often a process has come to where all meet, and where it runs; -1 where it has not begun to say."""
-    key = f"lingpt/{rank}"
-    if not store.check([key]):  # to get it would wait for it
-        return -1, "not heard of since the start"
-    count, host = store.get(key).decode().split()
-    return int(count), f"on {host}"
+def _where() -> str:
+    """This process's machine, and the function in which its main thread is: of ours, if it is in any."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    stack = [at for at, _ in traceback.walk_stack(frame)]
+    names = [f"{at.f_globals.get('__name__')}.{at.f_code.co_qualname}" for at in stack]
+    ours = [name for name in names if name.startswith("lingpt.")]
+    return f"on {socket.gethostname()}, in {(ours or names)[0]}"
 
 
 def _ending(code: int) -> str:

@@ -20,7 +20,6 @@ from lingpt.train.compilation import compile_blocks
 from lingpt.train.loss import NextTokenLoss
 from lingpt.train.machine import choose_machine
 from lingpt.train.parallel import Parallel
-from lingpt.train.watch import Watch
 
 
 class Rank(Parallel):
@@ -56,7 +55,7 @@ def test_one_process_agrees_with_itself(alone):
 def test_a_sum_is_one_collective(monkeypatch):
     """Guards: there was a barrier before it, in every step."""
     rank, called = Rank(0, 2), []
-    rank.fabric.device, rank.watch = torch.device("cpu"), Watch()
+    rank.fabric.device = torch.device("cpu")
     for name in ("all_reduce", "barrier"):
         monkeypatch.setattr(torch.distributed, name, lambda *_, name=name, **options: called.append(name))
     assert rank.sum(torch.tensor(1.5), 2) == [1.5, 2.0] and called == ["all_reduce"]

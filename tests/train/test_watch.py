@@ -1,5 +1,6 @@
 """A process that keeps the others waiting is named, and where processes cannot meet, one line says why."""
 
+import itertools
 import os
 import re
 import signal
@@ -19,7 +20,7 @@ from lingpt.train import TrainConfig
 from lingpt.train import watch as watch_module
 from lingpt.train.machine import choose_machine, choose_strategy
 from lingpt.train.parallel import Parallel
-from lingpt.train.watch import Watch
+from lingpt.train.watch import Others, Watch
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "test", "WORLD_SIZE": "2", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2",
@@ -39,63 +40,103 @@ class Ended(Watch):
         self.ended.set()
 
 
-def test_the_process_that_keeps_the_others_waiting_is_named(capsys):
-    """Two of three have come to a point where all meet; the third has not. While all work, nobody is late."""
+def looks(*issued: int, before: tuple[int, ...] = (), stopped: int | None = None) -> list[str | None]:
+    """What each of several processes finds once it has waited at `issued` collectives for the time-out.
+
+    before: where they have been as long, first. stopped: one that does not look any more.
+    """
     store = dist.HashStore()
-    watches = [Ended() for _ in range(3)]
-    for rank, watch in enumerate(watches):
-        watch.enter_collective()
-        watch.limit_waits(store, rank, 3, seconds=0.5)
-    time.sleep(1.0)
-    assert not any(watch.ended.is_set() for watch in watches), "all of them were at work"
-    for watch in watches[:2]:
-        watch.enter_collective()
-    assert all(watch.ended.wait(20) for watch in watches)
-    assert [watch.code for watch in watches] == [2, 1, 1]
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"process 2 of 3 (on {socket.gethostname()}) has kept the others waiting" in line
+    others = [Others(store, rank, len(issued), seconds=30) for rank in range(len(issued))]
+    found: list[str | None] = [None] * len(issued)
+    for counts in (before or issued, issued):
+        for _ in range(12):
+            for rank, count in enumerate(counts):
+                if found[rank] is None and (counts is not issued or rank != stopped):
+                    found[rank] = others[rank].look(count)
+    return found
 
 
-def test_rank_one_names_rank_zero(monkeypatch, capsys):
+def test_the_process_that_keeps_the_others_waiting_is_named():
+    """By one of them, whichever comes first, and with the function that it is in."""
+    found = looks(8, 8, 7)
+    here = rf"process 2 of 3 \(on {socket.gethostname()}, in lingpt\.\S+\)"
+    assert re.match(f"{here} has kept the others waiting for 0.5 min .--train.timeout_minutes", found[0])
+    assert found[1:] == ["", ""]
+
+
+def test_rank_zero_is_named_by_another():
     """Guards: where rank zero was frozen nobody said anything, and torchrun named another as the cause."""
-    monkeypatch.setattr(watch_module, "GRACE", 0.2)
-    store, watches = dist.HashStore(), [Ended() for _ in range(2)]
-    store.set("lingpt/0", "1 here")  # as it was when it froze
-    for rank, watch in enumerate(watches, start=1):
-        watch.enter_collective()
-        watch.enter_collective()
-        watch.limit_waits(store, rank, 3, seconds=0.5)
-    assert all(watch.ended.wait(20) for watch in watches)
-    assert [watch.code for watch in watches] == [2, 1]
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "process 0 of 3 (on here) has kept the others waiting" in line
+    assert looks(7, 8, 8)[1].startswith("process 0 of 3 (on ")
+    assert looks(8, 8, before=(7, 7), stopped=0)[1].startswith("process 0 of 2 (on ")
 
 
-@pytest.mark.parametrize("local_rank", ["0", "1"])
-def test_where_the_store_is_gone_a_machine_says_so_once(monkeypatch, capsys, local_rank):
+def test_a_process_that_is_stopped_where_the_others_wait_is_named():
+    """It has come to as many collectives as they have, and is silent."""
+    found = looks(8, 8, 8, before=(7, 7, 7), stopped=1)
+    assert found[0].startswith("process 1 of 3 (on ") and found[1:] == [None, ""]
+
+
+@pytest.mark.parametrize("before", [(8, 8), (7, 7)])
+def test_where_all_are_at_work_nothing_ends(before):
+    """Guards: a step, or a first compile, that takes longer than the time-out."""
+    assert looks(8, 8, before=before) == [None, None]
+
+
+def test_who_comes_last_to_a_long_step_s_end_is_not_late():
+    """Guards: its own wait was the step's, and it took itself for the one that keeps the others waiting."""
+    store = dist.HashStore()
+    first, last = (Others(store, rank, 2, seconds=30) for rank in range(2))
+    for _ in range(20):
+        assert first.look(7) is None and last.look(7) is None
+    for _ in range(5):
+        assert first.look(8) is None and last.look(7) is None
+    assert first.look(8) is None and last.look(8) is None
+
+
+def test_who_was_stopped_with_all_the_others_has_not_waited(monkeypatch):
+    """Ctrl-Z, and `fg` an hour later: time is counted in looks."""
+    store = dist.HashStore()
+    others = [Others(store, rank, 2, seconds=30) for rank in range(2)]
+    for at in (0, 3600):
+        monkeypatch.setattr(time, "monotonic", lambda at=at: at)
+        assert [one.look(8 - rank) for rank, one in enumerate(others)] == [None, None]
+
+
+def test_a_process_that_has_not_begun_to_count_is_late():
+    """Guards: its key is not in the store, and to wait for the key was the end of all, without a word."""
+    others = Others(dist.HashStore(), 0, 2, seconds=30)
+    (line,) = filter(None, (others.look(1) for _ in range(12)))
+    assert "process 1 of 2 (not heard of since the start) has kept the others waiting" in line
+
+
+@pytest.mark.parametrize("speaks", [True, False])
+def test_where_the_store_is_gone_a_machine_says_so_once(monkeypatch, capsys, speaks):
     """Guards: rank zero's machine died, and the others, whose main threads wait in NCCL, ended in silence."""
     monkeypatch.setattr(watch_module, "GRACE", 0.2)
-    monkeypatch.setenv("LOCAL_RANK", local_rank)
     store = mock.Mock()
     store.set.side_effect = RuntimeError("TCPStore sendBytes failed")
     watch = Ended()
-    watch.limit_waits(store, 2, 4, seconds=0.5)
+    watch.limit_waits(Others(store, 2, 4, seconds=0.5), lambda: 1, speaks)
     assert watch.ended.wait(20) and watch.code == 1
+    watch.say("the main thread finds out, too")
     said = capsys.readouterr().err
-    assert ("process 2 of 4" in said and "the connection to another process is lost" in said) == (
-        local_rank == "0"
-    )
+    assert ("process 2 of 4" in said and "the connection to another process is lost" in said) == speaks
+    assert "main thread" not in said
 
 
-def test_a_process_that_has_not_begun_to_count_is_late(capsys):
-    """Guards: its key is not in the store, and to wait for the key was the end of all, without a word."""
-    store, watch = dist.HashStore(), Ended()
-    watch.enter_collective()
-    watch.limit_waits(store, 0, 2, seconds=0.5)
-    assert watch.ended.wait(20) and watch.code == 2
-    assert "process 1 of 2 (not heard of since the start) has kept the others waiting" in (
-        capsys.readouterr().err
-    )
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_store_that_does_not_answer_ends_a_run_that_waits(monkeypatch, capsys, moves):
+    """Guards: rank zero was stopped, and the store with it: nobody could ask who is late, nor say it."""
+    monkeypatch.setattr(watch_module, "GRACE", 0.2)
+    monkeypatch.setenv("MASTER_ADDR", "node-a")
+    store, watch, counts = mock.Mock(), Ended(), itertools.count()
+    store.set.side_effect = lambda *_: time.sleep(4)
+    others = Others(store, 1, 2, seconds=0.5)
+    watch.limit_waits(others, lambda: next(counts) if moves else 1, speaks=False)
+    assert watch.ended.wait(2) != moves
+    named = "process 0 of 2 (on node-a, which does not answer) has kept the others waiting"
+    assert (named in capsys.readouterr().err) != moves
+    watch.stop()
 
 
 NCCL_FAILED = """NCCL error in: NCCLUtils.cpp:94, unhandled system error, NCCL version 2.27.5
@@ -138,6 +179,17 @@ def test_who_has_lost_another_says_so_once_a_machine(local_rank, capsys):
     assert ("the connection to another process is lost" in said) == (local_rank == 0)
 
 
+def test_the_main_process_says_that_it_has_lost_another(monkeypatch):
+    """Guards: a traceback of gloo's, where nobody has died and the network hangs."""
+    monkeypatch.setattr(Watch.who_died, "__defaults__", (0.1,))
+    parallel = Failing(has_children=True)
+    lost = pytest.raises(
+        UserError, match="the connection to another process is lost, it has ended or does not"
+    )
+    with lost, parallel.propagate_errors():
+        raise RuntimeError("[unbound_buffer.cc:129] Timed out waiting 126000ms for send operation")
+
+
 def test_a_signal_while_a_process_gives_up_changes_nothing():
     """Guards: torchrun's SIGTERM, since another has died, made the line `interrupted`."""
     parallel = Failing(has_children=False)
@@ -160,53 +212,125 @@ def test_who_leaves_is_not_interrupted():
 
 
 def test_a_run_that_ends_is_not_watched(capsys):
-    watch, other = Ended(), Ended()
-    store = dist.HashStore()
-    for rank, one in enumerate((watch, other)):
-        one.limit_waits(store, rank, 2, seconds=0.2)
-    watch.enter_collective()
-    for one in (watch, other):
+    """Nor are collectives counted any more: their group is gone."""
+    watches, store, issued = [Ended(), Ended()], dist.HashStore(), mock.Mock(return_value=1)
+    for rank, one in enumerate(watches):
+        one.limit_waits(Others(store, rank, 2, seconds=0.2), issued, speaks=True)
+    for one in watches:
         one.stop()
+    issued.reset_mock()
     time.sleep(0.5)
-    assert watch.code is None and other.code is None and not capsys.readouterr().err
+    assert not issued.called and not capsys.readouterr().err
+    assert [one.code for one in watches] == [None, None]
 
 
-HANGS = """
-import sys, time
-from lingpt.train import TrainConfig
-from lingpt.train.machine import choose_machine
-from lingpt.train.parallel import Parallel
-parallel = Parallel(choose_machine(TrainConfig(accelerator="cpu")), timeout_minutes=0.05)
-parallel.sum(1.0)
-if parallel.rank == 1:
-    time.sleep(300)
-parallel.sum(1.0)
-"""
+def two_processes(script: str, stream: str, stopped: int | None = None, **env: str) -> list[tuple[str, int]]:
+    """What each of two processes of torchrun says on `stream`, and its exit code.
 
-
-def two_processes(script: str, stream: str) -> list[tuple[str, int]]:
-    """What each of two processes of torchrun says on `stream`, and its exit code."""
+    stopped: the one that is killed, once the other has ended.
+    """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
     started = [
         subprocess.Popen(
             [sys.executable, "-c", script],
-            env=os.environ | TORCHRUN | {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port},
+            env=os.environ | TORCHRUN | env | {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port},
             text=True,
             **{stream: subprocess.PIPE},
         )
         for rank in ("0", "1")
     ]
+    if stopped is not None:
+        started[1 - stopped].wait(timeout=120)
+        started[stopped].kill()
     said = ["".join(filter(None, one.communicate(timeout=120))) for one in started]
     return [(text, one.returncode) for text, one in zip(said, started, strict=True)]
 
 
+PARALLEL = """
+import os, signal, sys, threading, time
+import torch
+from dataclasses import replace
+from lingpt.train import TrainConfig, watch
+from lingpt.train.machine import choose_machine
+from lingpt.train.parallel import Parallel
+watch.GRACE = 1.0
+machine = choose_machine(TrainConfig(accelerator="cpu", devices=2))
+machine = replace(machine, strategy=os.environ.get("STRATEGY", "ddp"))
+parallel = Parallel(machine, timeout_minutes=0.05)
+parallel.sum(1.0)
+"""
+
+HANGS = """
+if parallel.rank == 1:
+    time.sleep(300)
+parallel.sum(1.0)
+"""
+
+
 def test_a_run_ends_where_one_process_hangs():
     """Guards: every run of several processes is watched, for its own `timeout_minutes`."""
-    (said, first), (_, second) = two_processes(HANGS, "stderr")
-    assert [first, second] == [2, 1]
+    (first, _), (second, _) = two_processes(PARALLEL + HANGS, "stderr")
+    said = first + second
+    assert said.count("lingpt: ") == 1
     assert "process 1 of 2" in said and "kept the others waiting for 0.05 min" in said
+
+
+HANGS_IN_BACKWARD = """
+module, seconds = parallel.wrap(torch.nn.Linear(4, 4)), 4  # of all: longer than the time-out
+for micro_batch in range(2):
+    with parallel.accumulate(module, enabled=False):
+        output = module(torch.ones(2, 4))
+        output.register_hook(lambda gradient: time.sleep(seconds))
+        parallel.backward(output.sum(), 1)
+    print(f"process {parallel.rank} has done micro-batch {micro_batch}", file=sys.stderr, flush=True)
+    seconds = 300 if parallel.rank == int(os.environ["LATE"]) else 0
+"""
+
+
+def assert_named(said: str, rank: int) -> None:
+    """In one line, with its place, and after a micro-batch that took longer than the time-out on both."""
+    (line,) = [line for line in said.splitlines() if line.startswith("lingpt: ")]
+    assert line.startswith(
+        f"lingpt: process {rank} of 2 (on {socket.gethostname()}, in lingpt.train.parallel."
+    )
+    assert said.count("has done micro-batch 0") == 2
+
+
+def test_who_hangs_within_a_backward_pass_is_named():
+    """The other waits in FSDP's reduce-scatter. Guards: nobody was named; gloo's traceback ended the run."""
+    ran = two_processes(PARALLEL + HANGS_IN_BACKWARD, "stderr", STRATEGY="fsdp", LATE="1")
+    assert [code for _, code in ran] == [1, 1]
+    assert_named("".join(said for said, _ in ran), rank=1)
+
+
+def test_the_main_process_that_hangs_within_a_backward_pass_is_named(tmp_path):
+    """By the one that it has started, which waits in DDP's all-reduce; it ends both all the same."""
+    script = tmp_path / "hangs.py"
+    script.write_text(PARALLEL + HANGS_IN_BACKWARD)
+    env = os.environ | {"LATE": "0"}
+    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, env=env)
+    assert ran.returncode == 2
+    assert_named(ran.stderr, rank=0)
+
+
+IS_STOPPED = """
+if parallel.rank == int(os.environ["LATE"]):
+    threading.Timer(1, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+else:
+    time.sleep(2)
+parallel.sum(1.0)
+"""
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_who_is_stopped_within_a_collective_is_named(late):
+    """Both have come to as many; and rank zero keeps the store, in which the others would see who is late."""
+    ran = two_processes(PARALLEL + IS_STOPPED, "stderr", stopped=late, LATE=str(late))
+    said, code = ran[1 - late]
+    (line,) = [line for line in said.splitlines() if line.startswith("lingpt: ")]
+    assert line.startswith(f"lingpt: process {late} of 2 (on ") and code == 1
 
 
 DIES = """
