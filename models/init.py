@@ -33,7 +33,9 @@ def init_weights(model: nn.Module, config: Config, seed: int) -> None:
             elif isinstance(module, nn.Linear | nn.Embedding):
                 to_draw.append((parameter, _std(full_name, parameter, config), seed, full_name))
             else:
-                raise NotImplementedError(f"no initialisation is declared for {full_name}")
+                raise NotImplementedError(
+                    f"no initialisation is declared for {full_name}: its module's `own_parameters` gives it"
+                )
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # 1.4 B normals take a core half a minute
         list(pool.map(_draw, *zip(*to_draw, strict=True)))
 

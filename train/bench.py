@@ -73,12 +73,12 @@ class Shape(NamedTuple):
     seq_len: int
 
 
-class Identity(QKVAttention):
+class Identity(nn.Module):
     """Mixes nothing: o = v between the linear layers of the attention whose place it takes."""
 
     def __init__(self, replaced: QKVAttention) -> None:
-        nn.Module.__init__(self)
-        self.config, self.qkv, self.proj = replaced.config, replaced.qkv, replaced.proj
+        super().__init__()
+        self.qkv, self.proj = replaced.qkv, replaced.proj
 
     def forward(
         self, x_BNC: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor, state: Any = None
@@ -100,7 +100,7 @@ class Trained:
         if attention == IDENTITY:
             for block in self.gpt.blocks:
                 assert isinstance(block.attn, QKVAttention)
-                block.attn = Identity(block.attn)
+                block.add_module("attn", Identity(block.attn))
         self.model = parallel.wrap(NextTokenLoss(self.gpt, compiles(recipe, parallel.device)))
         self.optimizer = parallel.wrap_optimizer(make_optimizer(self.gpt, recipe.train))
         shape = recipe.train.micro_batch_size, recipe.data.seq_len + 1

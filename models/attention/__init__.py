@@ -1,7 +1,7 @@
 """The attentions by name: `attention: ours` in a recipe picks one, a list gives each layer its own."""
 
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from lingpt.common.errors import UserError, unknown
 from lingpt.common.run_folder import attention_label
@@ -30,6 +30,11 @@ def with_options(cls: type[T]) -> type[T]:
     """
     for attention in ATTENTIONS.values():
         for name, option in attention.options().items():
+            if get_origin(option.annotation) is not Annotated or option.default is option.empty:
+                declaration = f'`{name}: Annotated[type, "help"] = default`'
+                raise TypeError(
+                    f"{attention.__name__} declares its option {name} otherwise than {declaration}"
+                )
             if name not in cls.__annotations__:  # mechanisms may share an option (`ours`, `ours-decay`)
                 cls.__annotations__[name], text = get_args(option.annotation)
                 setattr(cls, name, option.default)

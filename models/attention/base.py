@@ -4,6 +4,7 @@ Shapes: B batch, N tokens, C = n_embd, H heads, D head dimension, R rotated dime
 """
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -29,8 +30,11 @@ class Fp32Constants(nn.Module):
         return self
 
 
-class Attention(Fp32Constants):
+class Attention(Fp32Constants, ABC):
     """One layer's causal mixing of tokens: its subclass declares everything that depends on the mechanism.
+
+    What is abstract each has to have; without, no model is built, rather than a run that ends at its first
+    sample of text.
 
     Its constructor takes LitGPT's configuration of the model, the layer's index and, by keyword only, the
     mechanism's options, each `name: Annotated[type, "help"] = default`. A recipe sets them as `model.<name>`.
@@ -45,7 +49,7 @@ class Attention(Fp32Constants):
         found: dict[str, inspect.Parameter] = {}
         for base in reversed(cls.__mro__):
             if "__init__" in vars(base):
-                parameters = inspect.signature(vars(base)["__init__"]).parameters
+                parameters = inspect.signature(vars(base)["__init__"], eval_str=True).parameters
                 found |= {n: p for n, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
         return found
 
@@ -54,14 +58,15 @@ class Attention(Fp32Constants):
         """Raises UserError for a configuration and options that the mechanism cannot be built from."""
 
     @classmethod
+    @abstractmethod
     def kernel(
         cls, config: litgpt.Config, device: torch.device, dtype: torch.dtype, *args: Any, **options: Any
     ) -> str:
         """The name of the kernel that trains it on this device, for a run's record.
 
-        dtype: of the projections' output. UserError where the one that the options name cannot run.
+        dtype: of the projections' output. UserError where the one that the options name cannot run. Where
+        there is nothing to choose, `pytorch` will do.
         """
-        raise NotImplementedError
 
     @classmethod
     def missing_package(cls, device: torch.device) -> str | None:
@@ -69,6 +74,7 @@ class Attention(Fp32Constants):
         None where nothing is missing."""
         return None
 
+    @abstractmethod
     def forward(
         self, x_BNC: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor, state: Any = None
     ) -> torch.Tensor:
@@ -77,21 +83,20 @@ class Attention(Fp32Constants):
         With a decoding state, x continues what it has seen, and updates it.
         Raises UserError for more tokens than the state has room for.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def flops_per_token(self, seq_len: int) -> int:
         """Forward FLOPs per token of the mixing alone, causal counted once; `GPT` counts linear layers."""
-        raise NotImplementedError
 
+    @abstractmethod
     def saved_per_token(self) -> int:
         """Elements per token that a compiled block keeps for its backward pass, counted in the activations'
         dtype: from behind the norm to the projection's input inclusive.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def new_state(self, batch_size: int, max_seq_len: int, device: torch.device, dtype: torch.dtype) -> Any:
         """What decoding carries from token to token, empty; the layer's forward updates it in place."""
-        raise NotImplementedError
 
     def tuning(
         self, batch_size: int, seq_len: int, dtype: torch.dtype, device: torch.device
@@ -113,6 +118,7 @@ class QKVAttention(CausalSelfAttention, Attention):
     config: litgpt.Config
     qkv: nn.Linear
     proj: nn.Linear
+    forward = Attention.forward  # abstract again: LitGPT's is softmax
 
     def packed_qkv(self, x_BNC: torch.Tensor) -> torch.Tensor:
         """`[B, N, 3, H, D]`, a view of the projection's output."""

@@ -1,12 +1,18 @@
 """Each mechanism against its definition, written out token by token in float64."""
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated
 
+import litgpt
 import pytest
 import torch
 
 from lingpt.common.errors import UserError
-from lingpt.models import ATTENTIONS, GPT, Config
+from lingpt.models import ATTENTIONS, GPT, Attention, Config
+from lingpt.models.attention import with_options
+from lingpt.models.attention.base import QKVAttention, RecurrentState
 from lingpt.models.attention.ours_decay import log_decay
 from lingpt.models.attention.ours_gated import decay_bias
 from lingpt.tests.oracles import by_definition, gated_by_definition, rotated, ssd
@@ -250,7 +256,7 @@ def test_a_kernel_has_its_name_or_one_line_why_it_cannot_run(small, monkeypatch)
     config = small("softmax").config
     kernel, cpu = ATTENTIONS["softmax"].kernel, torch.device("cpu")
     assert kernel(config, cpu, torch.bfloat16, sdpa="auto") == "flash"
-    for name in ATTENTIONS.keys() - {"softmax"}:
+    for name in ("ours", "ours-decay", "ours-gated", "gla"):
         options = config.attention_options(name)
         assert ATTENTIONS[name].kernel(config, cpu, torch.bfloat16, **options) == "chunkwise"
     with pytest.raises(UserError, match=r"efficient cannot train on cpu in bfloat16 .* use another kernel"):
@@ -283,3 +289,79 @@ def test_recurrent_states_do_not_grow(small, tokens, name):
         assert all(part.dtype == torch.float32 for part in parts)
         sizes.append(sum(part.numel() for part in parts))
     assert len(set(sizes)) == 1
+
+
+class Mean(QKVAttention):
+    """An attention as a newcomer writes it: the mean of the values so far."""
+
+    def __init__(
+        self, config: "litgpt.Config", layer_idx: int, *, power: 'Annotated[float, "of the count."]' = 1.0
+    ) -> None:  # annotations in quotes, as `from __future__ import annotations` has them
+        super().__init__(config, layer_idx)
+        self.power = power
+
+    @classmethod
+    def kernel(cls, config, device, dtype, **options):
+        return "pytorch"
+
+    def forward(self, x_BNC, cos_NR, sin_NR, state=None):
+        seen, total = (state.value or (0, 0.0)) if state else (0, 0.0)
+        v_BNC = self.qkv(x_BNC).chunk(3, dim=-1)[2]
+        sums = total + v_BNC.float().cumsum(1)
+        count = seen + torch.arange(1, x_BNC.shape[1] + 1, device=x_BNC.device)[:, None]
+        if state:
+            state.value = (seen + x_BNC.shape[1], sums[:, -1:])
+        return self.proj((sums / count**self.power).to(x_BNC.dtype))
+
+    def flops_per_token(self, seq_len):
+        return 0
+
+    def saved_per_token(self):
+        return 2 * self.config.n_embd
+
+    def new_state(self, batch_size, max_seq_len, device, dtype):
+        return RecurrentState()
+
+
+@pytest.fixture
+def with_attention(monkeypatch) -> Callable[[type[Attention]], GPT]:
+    """`with_attention(cls)`: a model whose attention is `cls`, registered for the test."""
+
+    def build(cls: type[Attention]) -> GPT:
+        monkeypatch.setitem(ATTENTIONS, "mine", cls)
+        config = dataclass(with_options(type("MyConfig", (Config,), {"__annotations__": {}})))
+        model = GPT(config.from_name("demo", attention="mine"))
+        model.init_weights(0)
+        return model
+
+    return build
+
+
+def test_an_attention_of_ones_own_is_a_class_and_a_line(with_attention, tokens):
+    """Its file may have `from __future__ import annotations`, and the model decodes by it."""
+    model = with_attention(Mean)
+    assert model.config.power == 1.0
+    state = model.new_state(2)
+    parts = [model.step(part, state) for part in tokens.split((50, 20), dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), model(tokens).detach())
+
+
+@pytest.mark.parametrize("method", ["kernel", "forward", "flops_per_token", "saved_per_token", "new_state"])
+def test_what_an_attention_lacks_is_named_before_anything_trains(with_attention, method):
+    """Guards: a run that ended at its first sample of text for want of `new_state`, with an error that named
+    nothing, and one without a `forward` that trained LitGPT's softmax."""
+    lacking = {name: value for name, value in vars(Mean).items() if name not in (method, "__classcell__")}
+    del lacking["__init__"]  # whose `super` knows Mean alone
+    with pytest.raises(TypeError, match=f"abstract.* '?{method}"):
+        with_attention(type("Mine", (QKVAttention,), lacking))
+
+
+@pytest.mark.parametrize(
+    "option", ["power=1.0", "power: float = 1.0", "power: Annotated[float, 'of the count.']"]
+)
+def test_an_option_that_is_not_declared_as_recipes_need_it_is_named(with_attention, option):
+    namespace: dict = {"Annotated": Annotated}
+    exec(f"def __init__(self, config, layer_idx, *, {option}): ...", namespace)
+    cls = type("Mine", (Mean,), {"__init__": namespace["__init__"]})
+    with pytest.raises(TypeError, match=r"Mine declares its option power otherwise than .power: Annotated"):
+        with_attention(cls)
