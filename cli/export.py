@@ -1,12 +1,13 @@
-"""`lingpt export`: a checkpoint's model, in shards or not, as a folder with one file of weights."""
+"""`lingpt export`: a trained model, in shards or not, as a folder with one file of weights."""
 
 from jsonargparse import ArgumentParser, Namespace
 
-HELP = "Write a checkpoint's model as one file: LinGPT's own folder, or Hugging Face's."
+HELP = "Write a trained model as one file: LinGPT's own folder, or Hugging Face's."
 
 
 def configure(parser: ArgumentParser) -> None:
-    parser.add_argument("checkpoint", type=str, help="runs/<name>/checkpoints/step-…, or any model folder")
+    model = "a run's folder (its newest checkpoint), a checkpoint, or any model folder"
+    parser.add_argument("model", type=str, help=model)
     parser.add_argument("out", type=str, help="the folder to write, which must not exist")
     hf = "as transformers reads it (GPT-NeoX; softmax attention only)"
     parser.add_argument("--hf", action="store_true", help=hf)
@@ -18,13 +19,13 @@ def run(args: Namespace) -> None:
 
     from lingpt.common.errors import UserError
     from lingpt.common.files import new_folder, write_errors
-    from lingpt.common.run_folder import check_undamaged
+    from lingpt.common.run_folder import model_folder
     from lingpt.models import export_hf, load_model, save_model
 
-    source, out = Path(args.checkpoint), Path(args.out)
+    out = Path(args.out)
     if out.exists():
         raise UserError(f"{out} exists: choose another folder")
-    check_undamaged(source)
+    source = model_folder(Path(args.model))
     model, tokenizer = load_model(source), source / "tokenizer.json"
     with write_errors(out), new_folder(out) as folder:
         if args.hf:
@@ -33,4 +34,4 @@ def run(args: Namespace) -> None:
             save_model(model, folder)
             if tokenizer.is_file():
                 shutil.copyfile(tokenizer, folder / tokenizer.name)
-    print(f"wrote {out}: {model.num_parameters():,} parameters")
+    print(f"wrote {out} from {source}: {model.num_parameters():,} parameters")

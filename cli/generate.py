@@ -32,20 +32,14 @@ def run(args: Namespace) -> None:
 
     from lingpt.common.devices import find_device
     from lingpt.common.errors import UserError
-    from lingpt.common.run_folder import CHECKPOINTS, check_undamaged, newest_checkpoint
+    from lingpt.common.run_folder import model_folder
     from lingpt.data import load_tokenizer
     from lingpt.models import generate, load_model
 
     for name, least in (("tokens", 1), ("temperature", 0), ("top_k", 1), ("seed", 0)):
         if args[name] is not None and not least <= args[name] < 2**32:
             raise UserError(f"--{name} {args[name]}: give {least} or more, below {2**32}")
-    folder, device = Path(args.model), find_device(args.device)
-    if (folder / CHECKPOINTS).is_dir():
-        newest = newest_checkpoint(folder)
-        if newest is None:
-            raise UserError(f"{folder} has no whole checkpoint yet: train on with the same command")
-        folder = newest
-    check_undamaged(folder)
+    folder, device = model_folder(Path(args.model)), find_device(args.device)
     if (folder / "config.json").is_file() and not (folder / "tokenizer.json").is_file():
         raise UserError(f"{folder} has no tokenizer.json: copy that of the run into it")
     model, tokenizer = load_model(folder, device=device), load_tokenizer(folder / "tokenizer.json")

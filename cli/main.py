@@ -35,7 +35,7 @@ VERBS = {  # verb: (module, what it does)
     "mqar": ("lingpt.cli.mqar", "train and score small models on associative recall"),
     "curves": ("lingpt.cli.curves", "draw the loss curves of runs, and the table of time-to-loss"),
     "generate": ("lingpt.cli.generate", "continue a text with a trained model"),
-    "export": ("lingpt.cli.export", "write a checkpoint's model as one file"),
+    "export": ("lingpt.cli.export", "write a trained model as one file, for transformers too"),
     "replay": ("lingpt.cli.replay", "show what a step of a run was trained on"),
     "kernels": ("lingpt.cli.kernels", "list, compile and test the CUDA kernels"),
     "bench": ("lingpt.cli.bench", "measure the kernels against the baselines"),

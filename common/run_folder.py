@@ -73,6 +73,20 @@ def newest_checkpoint(run: Path) -> Path | None:
     return whole[-1] if whole else None
 
 
+def model_folder(path: Path) -> Path:
+    """Where the model is that a user names: the newest checkpoint of a run's folder, else the folder itself.
+
+    UserError for a run without a whole checkpoint, and where a checkpoint is damaged.
+    """
+    if (path / CHECKPOINTS).is_dir():
+        newest = newest_checkpoint(path)
+        if newest is None:
+            raise UserError(f"{path} has no whole checkpoint yet: train on with the same command")
+        path = newest
+    check_undamaged(path)
+    return path
+
+
 def named_checkpoints(run: Path) -> list[Path]:
     """Folders that carry a checkpoint's name, whole or not, oldest first; not copies under other names.
 

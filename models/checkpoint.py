@@ -158,7 +158,8 @@ def _read_weights(
 
 def _read_config(folder: Path) -> Config:
     if not (folder / CONFIG).is_file():
-        raise UserError(f"no model in {folder}: it has no {CONFIG}")
+        missing = f"it has no {CONFIG}" if folder.is_dir() else "there is no such folder"
+        raise UserError(f"no model in {folder}: {missing}")
     values = read_json_object(folder / CONFIG)
     if values.pop("model_type", None) != "lingpt":
         raise UserError(

@@ -78,7 +78,7 @@ def test_trains_draws_and_goes_on(project, capsys):
     assert main(["curves", "runs/tiny-ours", "--out", "both.png"]) == 0
     assert (project / "both.png").exists() and json.loads((project / "both.json").read_text())["runs"]
     newest = str(run / "checkpoints/step-00000004")
-    assert main(["export", newest, "exported"]) == 0 and "parameters" in capsys.readouterr().out
+    assert main(["export", str(run), "exported"]) == 0 and f"from {newest}: " in capsys.readouterr().out
     # safetensors has its metadata in any order: the tensors are compared, not the bytes.
     weights = [load_file(Path(folder, "model.safetensors")) for folder in (newest, "exported")]
     assert weights[0].keys() == weights[1].keys() and Path("exported/tokenizer.json").is_file()
@@ -138,7 +138,8 @@ def test_trains_draws_and_goes_on(project, capsys):
         (["train", "--config", "tiny.yaml", "--train.resume", "nowhere"], "no checkpoint nowhere"),
         (["train", "--config", "tiny.yaml", "--model.vocab_size", "100"], "vocab"),
         (["curves", "nowhere"], "no losses in nowhere"),
-        (["generate", "nowhere"], "no model in nowhere"),
+        (["generate", "nowhere"], "no model in nowhere: there is no such folder"),
+        (["export", ".", "out"], "no model in .: it has no config.json"),
         (["generate", "nowhere", "--top_k", "0"], "--top_k 0: give 1 or more"),
         (["generate", "nowhere", "--temperature", ".inf"], "--temperature inf: give 0 or more"),
         (["generate", "nowhere", "--seed", "99999999999999999999"], "below 4294967296"),

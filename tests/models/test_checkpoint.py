@@ -118,7 +118,7 @@ def damage_foreign_config(folder):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (damage_nothing_there, "no model in .*: it has no config.json"),
+        (damage_nothing_there, "no model in .*: there is no such folder"),
         (damage_truncated_weights, "model.safetensors is missing, damaged"),
         (damage_truncated_config, "config.json is damaged or no JSON"),
         (damage_other_weights, "weights were trained with one that they do not name"),
