@@ -69,7 +69,7 @@ def linear_attention(
             normaliser only b/a counts, and a is 1.
         log_decay: ln γ ≤ 0 (unchecked in a tensor: above 0 the past grows, and may overflow); None is γ = 1.
             Needs `causal`. Its shape decides:
-            [H]        a finite constant per head, without a gradient;
+            [H]        a finite constant per head; it can have no gradient (log_decay.expand(B, N, H) has);
             [B, N, H]  each token's own, with a gradient: what came before token t fades by γ_t. −inf is a
                        reset: nothing finite before that token weighs anything, exactly. A NaN or an
                        infinity does, as 0 · NaN is NaN: what fills up packed sequences must be finite.
@@ -93,6 +93,13 @@ def linear_attention(
 
     Raises:
         UserError: for wrong shapes, dtypes or devices, or numbers out of range, before any work.
+
+    Packed sequences of different lengths, as FlashAttention has them (`cu_seqlens`; q, k, v [total, H, D]),
+    each begin with a reset. Outputs and gradients are those of a call for each, a state is the last one's:
+
+        log_decay = q.new_zeros(1, *q.shape[:2], dtype=torch.float32)  # or each token's own
+        log_decay = log_decay.index_fill(1, cu_seqlens[:-1].long(), -torch.inf)
+        o = linear_attention(q[None], k[None], v[None], log_decay=log_decay)[0]
 
     Source: "Linear Attention Optimized GPU Kernel Implementation", eq. 5 and 22 with a = 1; RetNet's decay.
     """
@@ -144,7 +151,8 @@ def linear_attention_qkv(
     Args:
         qkv: [B, N, 3, H, D]: q, k and v of each token.
         cos, sin: [N, R], R even and at most D: the leading R dimensions of q and k are rotated as LitGPT does
-            (`litgpt.model.build_rope_cache`). Slice them at the first token's position when decoding.
+            (`litgpt.model.build_rope_cache`). Slice them at the first token's position when decoding. Packed
+            sequences need not count from 0 each: only distances within one matter.
         gate_bias: [H]. Then the projection has each token's gates, too: qkv is [B, N, 3·H·D + P], the first H
             of the P numbers behind q, k and v are z, and log_decay is logsigmoid(z + gate_bias), in fp32
             (float64). What follows z is not read, and its gradient is zero: fill rows up to a multiple of 16
@@ -303,8 +311,11 @@ def _decay(
         raise UserError(f"log_decay must be floating point {shapes}; got {got}")
     if log_decay.device != like.device:
         raise UserError(f"log_decay must be on {like.device}; got {log_decay.device}")
+    if log_decay.ndim == 1 and log_decay.requires_grad and torch.is_grad_enabled():
+        ways = "give log_decay.expand(B, N, H), or detach it"
+        raise UserError(f"log_decay [H] is a constant and would never get its gradient: {ways}")
     log_decay = log_decay.to(state_dtype(like.dtype))
-    return (log_decay.detach(), None) if log_decay.ndim == 1 else (None, log_decay)
+    return (log_decay, None) if log_decay.ndim == 1 else (None, log_decay)
 
 
 def _is_finite_decay(x: object) -> bool:

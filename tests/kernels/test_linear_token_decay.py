@@ -74,6 +74,53 @@ def test_a_reset_is_a_new_beginning_exactly(backend, at):
     assert all(torch.equal(x, y) for x, y in zip(state_other, state_same, strict=True))
 
 
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("backend", FORMS)
+def test_packed_sequences_are_as_separate_calls(backend, normalize):
+    """The docstring's way from FlashAttention's `cu_seqlens`: outputs and all gradients, sequences
+    of one token and over a chunk's edge among them."""
+    cu_seqlens = torch.tensor(
+        [0, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 30, 2 * CHUNK + 33], dtype=torch.int32
+    )
+    leaves = [x.flatten(0, 1)[: cu_seqlens[-1]].detach().requires_grad_() for x in inputs(2 * CHUNK)]
+    q, k, v, gate = leaves
+    b = torch.tensor([0.9, -0.5, 0.2], dtype=torch.float64, requires_grad=True)
+    options = dict(normalize=normalize, backend=backend)
+    log_decay = gate[None].index_fill(1, cu_seqlens[:-1].long(), RESET)
+    packed = linear_attention(q[None], k[None], v[None], b, log_decay=log_decay, **options)[0]
+    pieces = zip(*(x.split(cu_seqlens.diff().tolist()) for x in leaves), strict=True)
+    separate = [
+        linear_attention(*(x[None] for x in qkv), b, log_decay=gate[None], **options)[0]
+        for *qkv, gate in pieces
+    ]
+    do = randn(*packed.shape, seed=5, dtype=torch.float64)
+    found, expected = ((o, *torch.autograd.grad(o, [*leaves, b], do)) for o in (packed, torch.cat(separate)))
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_packed_sequences_need_no_positions_of_their_own():
+    """RoPE's positions may run on: only distances within a sequence matter."""
+    qkv, angle = randn(1, 50, 3, H, D, seed=6, dtype=torch.float64), torch.arange(50.0)[:, None] / 7
+    cos, sin = angle.cos().expand(50, 4), angle.sin().expand(50, 4)
+    resets = torch.zeros(1, 50, H).index_fill(1, torch.tensor([0, 20]), RESET)
+    packed = linear_attention_qkv(qkv, cos, sin, log_decay=resets)
+    second = linear_attention_qkv(qkv[:, 20:], cos[:30], sin[:30])
+    torch.testing.assert_close(packed[:, 20:], second)
+
+
+def test_a_learned_constant_is_not_taken_for_a_fixed_one():
+    """Guards: a parameter [H] as log_decay, which never got a gradient, and nobody was told."""
+    q, k, v, _ = inputs(9)
+    learned = torch.full((H,), -0.1, requires_grad=True)
+    with pytest.raises(UserError, match=r"give log_decay.expand\(B, N, H\), or detach it"):
+        linear_attention(q, k, v, log_decay=learned)
+    linear_attention(q, k, v, log_decay=learned.expand(B, 9, H)).sum().backward()
+    assert learned.grad.abs().min() > 0
+    with torch.no_grad():
+        linear_attention(q, k, v, log_decay=learned)
+
+
 @pytest.mark.parametrize("backend", FORMS)
 def test_gradients_at_a_reset_are_zero_and_finite(backend):
     q, k, v, gate = (x.requires_grad_() for x in inputs(CHUNK + 20))
