@@ -32,6 +32,7 @@ def report(dataset: Dataset, seconds: float) -> str:
         ("tokenizer", f"{about['tokenizer']}, {about['vocab_size']:,} tokens"),
         *((name, _counts(about[name])) for name in ("train", "val")),
         *((("left out", f"{empty:,} empty documents"),) if empty else ()),
+        *((("not read", dataset.corpus.left_out),) if dataset.corpus.left_out else ()),
         ("split", about["split"]),
         ("blocks", f"of {about['seq_len']:,} tokens and the next one"),
         ("bytes/token", f"{dataset.bytes_per_token:.2f} (validation)"),

@@ -158,6 +158,8 @@ def _make(
         (partial / MANIFEST).write_text(json.dumps({**manifest, **own}, indent=1))
     if progress and (skipped := sum(empty.values())):
         print(f"{corpus.name}: {skipped:,} empty document(s) skipped", file=sys.stderr)
+    if progress and corpus.left_out:
+        print(f"{corpus.name}: not read: {corpus.left_out}", file=sys.stderr)
 
 
 def _checksum(manifest: dict[str, Any], checksums: dict[str, list[int]] | None) -> int:
@@ -224,7 +226,9 @@ def split_by_content(
 
 def _check_filled(corpus: Corpus, train: StreamWriter, val: StreamWriter) -> None:
     if not train.documents + val.documents:
-        raise UserError(f"{corpus.name} holds no documents: give JSONL with a text on every line")
+        raise UserError(
+            f"{corpus.name} holds no documents: give JSONL with a text on every line, or text files"
+        )
     if not train.documents:
         raise UserError(
             f"{corpus.name} holds only {val.documents} document(s), too few to hold one out for validation: "

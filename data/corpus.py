@@ -31,7 +31,8 @@ class Corpus:
 
     `content_hash` changes whenever a document of either split may have changed. A source without a validation
     split (`val is None`) has a fraction of its documents held out (`cache.split_by_content`). `rule` says it
-    in words. With `bigram_baseline` a run also reports the loss of a bigram model (`ngram.baseline_loss`).
+    in words; `left_out` names what stands beside its files and is not read. With `bigram_baseline` a run also
+    reports the loss of a bigram model (`ngram.baseline_loss`).
     """
 
     name: str
@@ -40,3 +41,4 @@ class Corpus:
     val: Split | None
     rule: str
     bigram_baseline: bool = False
+    left_out: str = ""

@@ -27,7 +27,8 @@ class DataConfig:
 
     Args:
         source: embedded (source of Python's standard library; no network), wiki40b (English, from the Hugging
-            Face hub), or the path, folder or glob of JSONL with a text on every line (.jsonl, .gz, .xz, .zst)
+            Face hub), or the path, folder or glob of JSONL with a text on every line (.jsonl, .gz, .xz,
+            .zst), or of text files (.txt), each one document
         tokenizer: a tokenizer.json, a folder that holds one, or a name on the hub; by default a small BPE
             trained on the embedded corpus
         seq_len: tokens of a training sample
@@ -129,7 +130,7 @@ def prepare(config: DataConfig, *, padded_vocab_size: int | None = None, progres
         num_workers=config.num_workers,
         progress=progress,
     )
-    train, val = (_blocks(cache, split, config.seq_len) for split in ("train", "val"))
+    train, val = (_blocks(corpus.name, cache, split, config.seq_len) for split in ("train", "val"))
     fingerprint = hashlib.sha256(json.dumps([cache.folder.name, config.seq_len]).encode()).hexdigest()
     return Dataset(train, val, tokenizer, fingerprint[:16], corpus, cache)
 
@@ -191,12 +192,12 @@ def cache_size(source: str, vocab_size: int) -> str:
     return known.cache_size(token_bytes) if known else f"{token_bytes} bytes a token of the corpus"
 
 
-def _blocks(cache: TokenCache, split: str, seq_len: int) -> Blocks:
+def _blocks(source: str, cache: TokenCache, split: str, seq_len: int) -> Blocks:
     blocks = cache.blocks(split, seq_len)
     if not len(blocks):
         more = "give more text" if split == "train" else "raise --data.val_fraction, give --data.val_source"
         raise UserError(
-            f"the {split} split of {cache.manifest['source']} has {blocks.stream_length} tokens, too few for "
+            f"the {split} split of {source} has {blocks.stream_length} tokens, too few for "
             f"one block of seq_len + 1 = {seq_len + 1}: {more}, or lower --data.seq_len"
         )
     return blocks

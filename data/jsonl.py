@@ -1,7 +1,8 @@
-"""JSON Lines from disk: a `text` on every line, plain or compressed, one file or many.
+"""Documents from disk: JSON Lines with a `text` on every line, plain or compressed, or text files of one
+document each; one file or many.
 
-Read line by line, so that what is wrong has a file and a line number. (The JSON reader of `datasets` names no
-line and takes a missing `text` for nothing.)
+JSON Lines are read line by line, so that what is wrong has a file and a line number. (The JSON reader of
+`datasets` names no line and takes a missing `text` for nothing.)
 """
 
 import glob
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 SUFFIXES = (".jsonl", ".gz", ".xz", ".zst")
+TEXT, PARQUET = ".txt", ".parquet"
 _SPLIT_NAME = re.compile(r"(train|validation|valid|val|dev|test)(?![a-z])")
 
 
@@ -58,34 +60,58 @@ def jsonl_corpus(
         raise UserError(
             f"{source} has no file that is not in {val_source} too: give other text to train or validate on"
         )
-    hashes = file_hashes([*train, *val], cache_dir)
+    hashes = _hashes([*train, *val], cache_dir)
     parts = [hashes[: len(train)], hashes[len(train) :]]
     content_hash = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-    return Corpus(source, content_hash, _split(train), _split(val) if val else None, rule)
+    others = [p for p in _matches(source) if p not in files + val and not p.name.startswith(".")]
+    return Corpus(
+        source, content_hash, _split(train), _split(val) if val else None, rule, left_out=_names(others)
+    )
 
 
 def with_val_files(corpus: Corpus, val_source: str, cache_dir: Path | None = None) -> Corpus:
     """`corpus` with the JSONL of `val_source` for validation."""
     files = find_files(val_source)
-    content_hash = hashlib.sha256(
-        f"{corpus.content_hash} {file_hashes(files, cache_dir)}".encode()
-    ).hexdigest()
+    content_hash = hashlib.sha256(f"{corpus.content_hash} {_hashes(files, cache_dir)}".encode()).hexdigest()
     return replace(corpus, content_hash=content_hash, val=_split(files), rule=f"held out: {val_source}")
 
 
 def find_files(source: str, named: Iterable[str] = ()) -> list[Path]:
-    """The files that `source` names, sorted; a `UserError` that offers `named` too if there are none."""
+    """The files that `source` names, sorted: its JSON Lines or, where there are none, its text files.
+
+    A `UserError` that offers `named` too if there are neither.
+    """
+    matches = _matches(source)
+    one = len(matches) == 1 and Path(source).expanduser().is_file()  # whatever its name
+    lines = [p for p in matches if p.is_file() and (one or p.name.endswith(SUFFIXES))]
+    files = lines or [p for p in matches if p.is_file() and p.suffix == TEXT]
+    tables = [p for p in files or matches if p.suffix == PARQUET]
+    if tables:
+        make = f"datasets.Dataset.from_parquet({str(tables[0])!r}).to_json('{tables[0].stem}.jsonl')"
+        raise UserError(f"{tables[0]} is Parquet: in Python `{make}` makes JSONL of it, to be given instead")
+    if not files:
+        holds = f"the folder {source} holds no documents"
+        where = holds if Path(source).expanduser().is_dir() else f"there are no documents at {source}"
+        give = ", or ".join(["a file, folder or glob of JSONL or text", *named])
+        raise UserError(f"{where} ({', '.join((*SUFFIXES, TEXT))}): give {give}")
+    return files
+
+
+def _matches(source: str) -> list[Path]:
+    """What there is under this path (of a folder, in it) or glob, sorted."""
     path = Path(source).expanduser()
     if path.is_file():
         return [path]
-    matches = path.iterdir() if path.is_dir() else map(Path, glob.glob(str(path), recursive=True))
-    files = sorted(p for p in matches if p.is_file() and p.name.endswith(SUFFIXES))
-    if not files:
-        holds = f"the folder {source} holds no documents"
-        where = holds if path.is_dir() else f"there are no documents at {source}"
-        give = ", or ".join(["a file, folder or glob of JSONL", *named])
-        raise UserError(f"{where} ({', '.join(SUFFIXES)}): give {give}")
-    return files
+    return sorted(path.iterdir() if path.is_dir() else map(Path, glob.glob(str(path), recursive=True)))
+
+
+def _hashes(files: list[Path], cache_dir: Path | None) -> list[str]:
+    """One for each file: of its bytes and of how it is read."""
+    hashes = file_hashes(files, cache_dir)
+    return [
+        f"text {content}" if file.suffix == TEXT else content
+        for file, content in zip(files, hashes, strict=True)
+    ]
 
 
 def _by_name(files: list[Path]) -> tuple[list[Path], list[Path], list[Path]]:
@@ -98,8 +124,9 @@ def _by_name(files: list[Path]) -> tuple[list[Path], list[Path], list[Path]]:
     return [f for f in files if f not in val and f not in test], val, test
 
 
-def _names(files: list[Path]) -> str:
-    return ", ".join(f.name for f in files)
+def _names(paths: list[Path]) -> str:
+    names = [path.name + "/" * path.is_dir() for path in paths]
+    return ", ".join(names if len(names) <= 8 else [*names[:8], f"… ({len(names)} in all)"])
 
 
 def _split(files: list[Path]) -> Split:
@@ -117,6 +144,9 @@ def read_documents(path: Path) -> Iterator[Document]:
     Raises:
         UserError: naming file and line
     """
+    if path.suffix == TEXT:
+        yield _whole_text(path)
+        return
     number, position = 0, 0
     with _readable(path) as file:
         try:
@@ -130,6 +160,21 @@ def read_documents(path: Path) -> Iterator[Document]:
             raise UserError(
                 f"{path} is damaged or cut off after line {number} ({error}): fetch it again"
             ) from None
+
+
+def _whole_text(path: Path) -> Document:
+    """A text file, one document, with line ends of one character."""
+    with _readable(path) as file:
+        try:
+            content = file.read()
+            text = content.decode("utf-8-sig").replace("\r\n", "\n")
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{path} is not UTF-8 at byte {error.start:,}: convert it, as by `iconv -f latin1 -t utf-8`"
+            ) from None
+        except OSError as error:
+            raise UserError(f"cannot read {path} ({error.strerror}): fetch it again") from None
+    return Document(text if text.strip() else "", len(content))
 
 
 def _readable(path: Path) -> io.BufferedReader:

@@ -48,3 +48,15 @@ def test_the_benchmark_writes_what_it_prints(write_jsonl, texts, tokenizer_path,
     speeds = result["cache_megabytes_per_second"], result["encode_batch_megabytes_per_second"]
     assert min(speeds) > 0 and result["ratio"] == pytest.approx(speeds[0] / speeds[1])
     assert result["documents"] == 500 and len(result["seconds_wall_and_processor"]["cache"]) == 1
+
+
+def test_it_names_what_was_asked_for_and_what_is_not_read(write_jsonl, texts, tokenizer_path, capsys):
+    """Guards: text that another folder has cached was refused under that folder's name."""
+    for folder in ("first", "second"):
+        path = write_jsonl(texts(20), f"{folder}/a.jsonl")
+        (path.parent / "b.csv").write_text("text\n")
+        ask = ["data", "--data.source", str(path.parent), "--data.tokenizer", tokenizer_path]
+        assert main([*ask, "--data.seq_len", "5000"]) == 2
+        assert f"the train split of {path.parent} has" in capsys.readouterr().err
+        assert main([*ask, "--data.seq_len", "32"]) == 0
+        assert "\nnot read     b.csv\n" in capsys.readouterr().out

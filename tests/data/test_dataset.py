@@ -108,8 +108,10 @@ def test_whether_the_data_exist_is_known_without_reading_them(config, monkeypatc
 def test_a_source_that_does_not_exist(config, tmp_path: Path):
     """The line offers files and the named corpora; documents to validate on can only be files."""
     config.source = str(tmp_path / "nowhere.jsonl")
-    with pytest.raises(UserError, match=rf"a file, folder or glob of JSONL, or {', or '.join(CORPORA)}$"):
+    with pytest.raises(
+        UserError, match=rf"a file, folder or glob of JSONL or text, or {', or '.join(CORPORA)}$"
+    ):
         prepare(config, progress=False)
     config.source, config.val_source = "embedded", "nowhere.jsonl"
-    with pytest.raises(UserError, match=r"a file, folder or glob of JSONL$"):
+    with pytest.raises(UserError, match=r"a file, folder or glob of JSONL or text$"):
         prepare(config, progress=False)

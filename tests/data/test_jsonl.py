@@ -104,6 +104,48 @@ def test_paths_folders_and_globs(write_jsonl, tmp_path: Path):
     assert find_files(str(files[0])) == files[:1]
 
 
+def test_text_files_are_documents(write_jsonl, tmp_path: Path):
+    """Guards: whoever has books, and no JSONL, and was told that line 1 is not JSON. Windows' line ends and
+    its byte-order mark are no part of a text."""
+    folder = tmp_path / "books"
+    folder.mkdir()
+    (folder / "a.txt").write_bytes(b"\xef\xbb\xbfOne.\r\nTwo.")
+    (folder / "b.txt").write_bytes(b" \n")
+    for source in (folder, folder / "*.txt"):
+        corpus = jsonl_corpus(str(source))
+        assert [d.text for d in corpus.train.read()] == ["One.\nTwo.", ""]
+        assert sum(d.advance for d in corpus.train.read()) == corpus.train.total and not corpus.left_out
+    (folder / "a.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(UserError, match=r"a.txt is not UTF-8 at byte 3: convert it"):
+        list(jsonl_corpus(str(folder)).train.read())
+
+
+def test_the_same_bytes_as_text_and_as_lines_are_two_corpora(write_jsonl):
+    """Guards: the token cache of one taken for the other's."""
+    line, text = (write_jsonl(["a", "b"], name) for name in ("a.jsonl", "a.txt"))
+    assert jsonl_corpus(str(line)).content_hash != jsonl_corpus(str(text)).content_hash
+    assert jsonl_corpus(str(line), str(line.with_name("a.txt"))).content_hash != (
+        jsonl_corpus(str(line), str(write_jsonl(["a", "b"], "b.jsonl"))).content_hash
+    )
+
+
+def test_what_is_not_read_beside_jsonl_is_named(write_jsonl, tmp_path: Path):
+    """Guards: a folder of several formats, half of which was never trained on, without a word."""
+    for name in ("mixed/train.jsonl", "mixed/test.jsonl", "mixed/more/b.jsonl", "mixed/.hidden"):
+        write_jsonl(["x"], name)
+    for name in ("b.txt", "c.parquet"):
+        (tmp_path / "mixed" / name).write_text("x")
+    assert jsonl_corpus(str(tmp_path / "mixed")).left_out == "b.txt, c.parquet, more/"
+
+
+def test_parquet_is_told_how_to_become_jsonl(tmp_path: Path):
+    """By what the training stack has installed."""
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    for source in (tmp_path, tmp_path / "a.parquet"):
+        with pytest.raises(UserError, match=r"is Parquet: in Python `datasets.Dataset.from_parquet\("):
+            jsonl_corpus(str(source))
+
+
 @pytest.mark.parametrize("source", ["nowhere.jsonl", "empty", "nothing-*.jsonl", "wiki40B"])
 def test_a_path_with_no_documents_is_refused(tmp_path: Path, monkeypatch, source):
     """The message names the source and what would do."""
