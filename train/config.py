@@ -1,6 +1,7 @@
 """What a run is made of: `Recipe` = the model, the data, and how to train the one on the other."""
 
 import math
+from collections.abc import Set
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -127,9 +128,12 @@ MAY_CHANGE = {
 }  # fmt: skip
 
 
-# May differ between the processes of a run: where a machine has its copy of the data, whose fingerprint is
-# compared, and how tokens are made of it.
-NODE_LOCAL = {"data.source", "data.val_source", "data.tokenizer", "data.cache_dir", "data.num_workers"}
+# Where the data is; which data it is, its fingerprint says.
+DATA_PATHS = {"data.source", "data.val_source", "data.tokenizer"}
+
+# May differ between the processes of a run: where a machine has its copy of the data, and how tokens are made
+# of it.
+NODE_LOCAL = DATA_PATHS | {"data.cache_dir", "data.num_workers"}
 
 
 @dataclass
@@ -287,13 +291,13 @@ def _what_divides(batch: int, micro: int, world_size: int) -> str:
     return f"global_batch_size {batch} does not divide by {over}: {fix}"
 
 
-def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+def differences(old: dict[str, Any], new: dict[str, Any], may_change: Set[str] = MAY_CHANGE) -> list[str]:
     """`key: old → new` for each key that a resumed run must keep and in which the configs differ.
 
     A key that `old` lacks has its default: the option is newer than the run.
     """
     old, new = flatten(Recipe().to_dict()) | flatten(old), flatten(new)
-    keys = sorted((old.keys() | new.keys()) - MAY_CHANGE)
+    keys = sorted((old.keys() | new.keys()) - may_change)
     missing = "not there"
     return [
         f"{k}: {old.get(k, missing)} → {new.get(k, missing)}"

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import shutil
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from lingpt.common.run_folder import (
     read_metrics,
 )
 from lingpt.train.checkpoint import clear_leftovers, load_manifest, why_unusable
-from lingpt.train.config import Recipe, differences, recipe_from_dict
+from lingpt.train.config import DATA_PATHS, MAY_CHANGE, Recipe, differences, recipe_from_dict
 from lingpt.train.machine import duration
 from lingpt.train.optim import learning_rate
 from lingpt.train.parallel import print_rank0
@@ -46,7 +47,8 @@ def resume_or_create(recipe: Recipe, fingerprint: str, lock: RunLock) -> Path | 
         given = _given_checkpoint(Path(resume), recipe) if resume not in ("auto", "never") else None
         if has_begun(folder):
             if config := _recorded_config(folder):
-                _check_same(recipe, config, f"{folder} holds a run with another config")
+                may_change = MAY_CHANGE | DATA_PATHS if newest_checkpoint(folder) else MAY_CHANGE
+                _check_same(recipe, config, f"{folder} holds a run with another config", may_change)
             if given is None:
                 _check_not_diverged(folder)
         checkpoint = given or _newest_usable(folder)
@@ -62,10 +64,13 @@ def resume_or_create(recipe: Recipe, fingerprint: str, lock: RunLock) -> Path | 
 def _go_on(recipe: Recipe, checkpoint: Path, fingerprint: str) -> None:
     """Says where the run goes on, once recipe and data are known to be those of `checkpoint`."""
     manifest = load_manifest(checkpoint)
-    _check_same(recipe, manifest["config"], f"{checkpoint} is of a run with another config")
+    complaint = f"{checkpoint} is of a run with another config"
+    _check_same(recipe, manifest["config"], complaint, MAY_CHANGE | DATA_PATHS)
     if (was := manifest["data_fingerprint"]) != fingerprint:
+        moved = differences(manifest["config"], recipe.to_dict(), MAY_CHANGE)
+        differ = "; ".join([*moved, f"fingerprint {was}, now {fingerprint}"])
         raise UserError(
-            f"{checkpoint} was trained on other data (fingerprint {was}, now {fingerprint}): restore the "
+            f"{checkpoint} was trained on other data ({differ}): restore the "
             "corpus and the tokenizer it had, or start another run with another --train.name"
         )
     _abandon_newer(recipe.run_folder, manifest["step"])
@@ -177,8 +182,8 @@ def schedule_jump(recipe: Recipe, manifest: dict[str, Any]) -> str | None:
     )
 
 
-def _check_same(recipe: Recipe, old: dict[str, Any], complaint: str) -> None:
-    if differ := differences(old, recipe.to_dict()):
+def _check_same(recipe: Recipe, old: dict[str, Any], complaint: str, may_change: Set[str]) -> None:
+    if differ := differences(old, recipe.to_dict(), may_change):
         raise UserError(
             f"{complaint} ({'; '.join(differ)}): choose another --train.name, or start from scratch with "
             "--train.resume never (the old run is moved aside)"
@@ -189,7 +194,7 @@ def _given_checkpoint(path: Path, recipe: Recipe) -> Path:
     """`path`, once it is known to be a checkpoint of the recipe's model and attention."""
     if not path.is_dir():
         raise UserError(
-            f"no checkpoint {path} to resume from: give a folder runs/<name>/checkpoints/step-…, or auto"
+            f"no checkpoint {path} to resume from: give runs/<name>/checkpoints/step-…, auto or never"
         )
     if reason := why_unusable(path):
         raise UserError(f"the checkpoint {path} {reason}: resume from another one, or auto")

@@ -135,7 +135,7 @@ def test_trains_draws_and_goes_on(project, capsys):
         (["train", "--config", "tiny.yaml", "--train.micro_batch_size", "3"], "1, 2, 4, 8 would divide"),
         (["train", "--config", "tiny.yaml", "--train.precision", "fp8"], "unknown precision 'fp8'"),
         (["train", "--config", "tiny.yaml", "--train.init_from", "nowhere"], "nowhere"),
-        (["train", "--config", "tiny.yaml", "--train.resume", "nowhere"], "no checkpoint nowhere"),
+        (["train", "--config", "tiny.yaml", "--train.resume", "nowhere"], "step-…, auto or never"),
         (["train", "--config", "tiny.yaml", "--model.vocab_size", "100"], "vocab"),
         (["curves", "nowhere"], "no losses in nowhere"),
         (["generate", "nowhere"], "no model in nowhere: there is no such folder"),

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -168,3 +169,33 @@ def test_what_a_killed_process_left_is_cleared(make_recipe):
     left[1].mkdir()
     train(make_recipe(max_steps=2))
     assert not any(path.exists() for path in left)
+
+
+def test_data_may_move_and_not_change(make_recipe, corpus, tmp_path, capsys):
+    """Guards: text or tokenizer on another disk, by another path, and the run could only be begun again."""
+    train(make_recipe(max_steps=3))
+    moved, recipe = tmp_path / "elsewhere" / "mine.jsonl", make_recipe()
+    moved.parent.mkdir()
+    shutil.copy(corpus.source, moved)
+    recipe.data = replace(corpus, source=str(moved))
+    assert names(train(recipe))[-1] == "step-00000006" and "step 3 of 6" in capsys.readouterr().out
+    assert read_config(recipe.run_folder)["data"]["source"] == str(moved)
+    with moved.open("a") as file:
+        file.write("\n" + json.dumps({"text": "one more"}))
+    with pytest.raises(UserError, match=r"on other data \(fingerprint"):
+        train(recipe)
+    recipe.data = replace(corpus, source=str(moved.rename(moved.with_name("other.jsonl"))))
+    with pytest.raises(UserError, match=r"on other data \(data.source: .*/mine.jsonl → .*/other.jsonl; fing"):
+        train(recipe)
+
+
+def test_before_the_first_checkpoint_the_path_is_the_data(make_recipe, corpus, tmp_path, monkeypatch):
+    """There is no fingerprint to compare, and the losses that are there would be of other text."""
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Run, "save", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(make_recipe())
+    recipe = make_recipe()
+    recipe.data = replace(corpus, source=shutil.copy(corpus.source, tmp_path / "copy.jsonl"))
+    with pytest.raises(UserError, match=r"another config \(data.source: .* → .*copy.jsonl\)"):
+        train(recipe)
