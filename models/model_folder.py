@@ -3,7 +3,9 @@
 Each file is written whole or not at all; every failure is one UserError that names the file.
 """
 
+import os
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +28,15 @@ def write_model_folder(
         try:
             save_file(tensors, temporary, metadata={"format": "pt"} | metadata)
         except SafetensorError as error:  # a full disk is no OSError to it
-            raise OSError(str(error)) from error
+            raise _os_error(error) from error
     with write_errors(folder / CONFIG):
         write_json(folder / CONFIG, config, indent=2)
+
+
+def _os_error(error: SafetensorError) -> OSError:
+    """The system's error that safetensors has only in its text, `… (os error 28)`."""
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    return OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))
 
 
 def read_tensors(
