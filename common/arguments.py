@@ -22,6 +22,11 @@ def parse_arguments(
         prog=f"lingpt {verb}", description=about, exit_on_error=False, allow_abbrev=False
     )
     configure(parser)
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError as error:  # other bytes are half surrogates to Python: no file takes them
+            raise UserError(f"{word!r} is not UTF-8: convert it or, of a file, rename it") from error
     try:
         args = parser.parse_args(_config_first(words))
     except argparse.ArgumentError as error:
