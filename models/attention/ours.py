@@ -13,6 +13,8 @@ Its options are not the paper's; `ours-decay` and `ours-gated` have them too:
                     LayerNorm takes out any factor per token, the normaliser among them; a and b may then be
                     of any size and sign. It learns as well (docs/results/gate/learning)
     short_conv      a causal convolution of width 4 over q, k and v (short_conv.py)
+    constant        false, where there is no normaliser: a = 0. `ours-decay` is then RetNet's retention (arXiv
+                    2307.08621) of unit q and k, `ours-gated` simple GLA, the same as Mamba-2's SSD
 """
 
 import functools
@@ -56,11 +58,17 @@ class OursAttention(QKVAttention):
             "divide by the weights' sum in `ours*`; by default without `output_gate`, whose norm will do.",
         ] = None,
         short_conv: Annotated[bool, SHORT_CONV_HELP] = False,
+        constant: Annotated[
+            bool,
+            "the 1 in the `1 + b·x` of `ours*`; without it, behind `output_gate`, RetNet or simple GLA.",
+        ] = True,
     ) -> None:
         super().__init__(config, layer_idx)
         self.normalize = normalize = self.normalizes(normalize, output_gate)
+        self.constant = constant
+        free_a = learnable_b and constant and not normalize
         self.b_offset = nn.Parameter(torch.zeros(config.n_head)) if learnable_b else None
-        self.a_offset = nn.Parameter(torch.zeros(config.n_head)) if learnable_b and not normalize else None
+        self.a_offset = nn.Parameter(torch.zeros(config.n_head)) if free_a else None
         self.conv = nn.Parameter(identity_filter(3 * config.n_embd)) if short_conv else None  # [4, 3C]
         self.gate_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias) if output_gate else None
         self.norm = nn.LayerNorm(config.head_size or 1, eps=config.norm_eps) if output_gate else None
@@ -73,8 +81,15 @@ class OursAttention(QKVAttention):
         return not output_gate if normalize is None else normalize
 
     @classmethod
-    def check(cls, config: litgpt.Config, *, normalize: bool | None, output_gate: bool, **_: bool) -> None:
-        if not cls.normalizes(normalize, output_gate) and not output_gate:
+    def check(
+        cls, config: litgpt.Config, *, normalize: bool | None, output_gate: bool, constant: bool, **_: bool
+    ) -> None:
+        normalizes = cls.normalizes(normalize, output_gate)
+        if normalizes and not constant:
+            raise UserError(
+                "constant=False needs output_gate=True without the normaliser: a sum of signed q̂·k̂ may be 0"
+            )
+        if not normalizes and not output_gate:
             raise UserError(
                 "normalize=False needs output_gate=True: the output must be normalised by one of them"
             )
@@ -95,8 +110,8 @@ class OursAttention(QKVAttention):
         return "chunkwise" if choose(call) is chunkwise else "cuda"
 
     def a(self) -> float | torch.Tensor:
-        """The constant: 1.0, or `[H]` in fp32, free."""
-        return 1.0 if self.a_offset is None else 1.0 + self.a_offset.float()
+        """The constant: 1.0, or `[H]` in fp32, free; 0.0 without `constant`."""
+        return float(self.constant) if self.a_offset is None else 1.0 + self.a_offset.float()
 
     def b(self) -> float | torch.Tensor:
         """The coefficient: 1.0, or `[H]` in fp32: within [-1, 1], and without the normaliser free.

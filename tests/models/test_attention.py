@@ -40,12 +40,17 @@ def test_ours_is_its_formula(small, name, learnable_b):
 
 GATE_AND_CONV = {"output_gate": True, "normalize": True, "short_conv": True}
 FREE = GATE_AND_CONV | {"normalize": None, "learnable_b": True}
+SIMPLE_GLA = GATE_AND_CONV | {"normalize": None, "constant": False}
 
 
-@pytest.mark.parametrize("options", [{}, GATE_AND_CONV, FREE], ids=["plain", "options", "free coefficients"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, GATE_AND_CONV, FREE, SIMPLE_GLA],
+    ids=["plain", "options", "free coefficients", "no constant"],
+)
 def test_ours_gated_is_its_formula(small, options):
     """Each token's own decay in the weights; with its options the convolution before and the gate after, and
-    a and b free where the gate's norm stands for the normaliser."""
+    a and b free, or a = 0, where the gate's norm stands for the normaliser."""
     model = small("ours-gated", **options).double()
     layer, N = model.transformer.h[0].attn, 23
     generator = torch.Generator().manual_seed(2)
@@ -65,6 +70,8 @@ def test_ours_gated_is_its_formula(small, options):
         values_alone = torch.ones_like(q[..., :1])
         a, b = (1 + x[:, None] for x in (layer.a_offset, layer.b_offset))
         o = a * ssd(values_alone, values_alone, v, gate) + b * ssd(q, k, v, gate)
+    elif options == SIMPLE_GLA:
+        o = ssd(*(x / x.norm(dim=-1, keepdim=True) for x in (q, k)), v, gate)
     else:
         o = by_definition(q, k, v, 1.0, gate)
     if options:

@@ -95,6 +95,7 @@ def test_config_survives_json():
         ({"norm_eps": 0.0}, "norm_eps=0.0"),
         ({"attention": "gla", "gla_n_head": 0}, "gla_n_head=0"),
         ({"attention": "ours-gated", "normalize": False}, "normalize=False needs output_gate=True"),
+        ({"attention": "ours+constant=false"}, "constant=False needs output_gate=True without"),
     ],
 )
 def test_a_mistake_is_one_line(arguments: dict, message: str):
