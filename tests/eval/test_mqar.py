@@ -10,8 +10,8 @@ import torch
 
 from lingpt.cli import mqar
 from lingpt.cli.main import main, parse
-from lingpt.cli.mqar import _as_trained, _in_new_pools
 from lingpt.common.errors import UserError
+from lingpt.eval import mqar_runs
 from lingpt.eval.mqar import (
     Trial,
     accuracy,
@@ -22,6 +22,7 @@ from lingpt.eval.mqar import (
     train_trial,
 )
 from lingpt.eval.mqar_results import best, mqar_table, save_mqar
+from lingpt.eval.mqar_runs import _as_trained, _in_new_pools
 from lingpt.models import GPT
 from lingpt.study.mqar import DEFAULT, asked_trials
 
@@ -177,7 +178,7 @@ def test_the_command_goes_on_and_draws(tmp_path, capsys, monkeypatch):
     results = json.loads((tmp_path / "mqar.json").read_text())["results"]
     assert [r["attention"] for r in results] == ["softmax"] * 2 + ["ours"] * 2 + ["ours+short_conv"] * 2
     trained = []
-    monkeypatch.setattr("lingpt.eval.mqar.train_trial", lambda trial, device: trained.append(trial) or 1 / 0)
+    monkeypatch.setattr(mqar_runs, "train_trial", lambda trial, device: trained.append(trial) or 1 / 0)
     assert main(command) == 0 and not trained
     assert main([*command, "0.1"]) == 2
     err = capsys.readouterr().err
@@ -194,7 +195,7 @@ def test_the_command_goes_on_and_draws(tmp_path, capsys, monkeypatch):
     for option in ("--steps=0", "--batch_size=0", "--rates=-1"):
         assert main([*command, option]) == 2
         assert "give more than 0" in capsys.readouterr().err
-    monkeypatch.setattr("lingpt.eval.mqar.train_trial", lambda trial, device: trained.append(trial) or 1 / 0)
+    monkeypatch.setattr(mqar_runs, "train_trial", lambda trial, device: trained.append(trial) or 1 / 0)
     (tmp_path / "mqar.json").write_text("{")
     assert main(command) == 2
     assert "kept as damaged-mqar.json" in capsys.readouterr().out

@@ -1,0 +1,169 @@
+"""MQAR's models, trained side by side; each result is kept as it comes."""
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+import torch
+
+from lingpt.common.errors import UserError
+from lingpt.common.files import set_aside, write_errors, write_json
+from lingpt.eval.mqar import PER_CARD, Trial, is_tuned_first, train_trial, tune, without_conv
+from lingpt.eval.mqar_results import RESULTS, mqar_table, read_known, save_mqar
+
+
+def run_mqar(trials: list[Trial], folder: Path, workers: int | None = None) -> list[dict[str, Any]]:
+    """Trains and scores what `folder` has no result of; writes mqar.json, the table and the figure there.
+
+    Args:
+        trials: as `make_trials` gives them.
+        folder: what it holds of other trials stays in it; a damaged file is kept aside.
+        workers: processes; by default `PER_CARD` a GPU, and this one alone without a GPU.
+
+    Returns each trial's result, in the order of `trials`. Raises UserError at the end where some failed.
+    """
+    path, failed = folder / RESULTS, []
+    others, known = _known(path, trials)
+    left = [trial for trial in trials if trial.key not in known]
+    print(f"{len(trials)} models, {len(left)} to train; {path}")
+    for trial, result in _trained(left, workers):
+        if isinstance(result, Exception):
+            failed.append(f"{trial.key}: {' '.join(str(result).split())[:200]}")
+            print(f"failed: {failed[-1]}")
+            continue
+        known[trial.key] = result
+        with write_errors(path):
+            write_json(path, {"results": [*others, *known.values()]}, indent=1)
+        print(f"{trial.key}: accuracy {100 * result['accuracy']:.2f} after {result['trained_steps']} steps")
+    results = [known[trial.key] for trial in trials if trial.key in known]
+    if results:
+        table = mqar_table(results)
+        print(f"\n{table.text()}\n\nWritten: " + ", ".join(str(p) for p in save_mqar(results, folder)))
+    if failed:
+        raise UserError(
+            f"{len(failed)} of {len(trials)} models failed, the same command tries again: {failed[0]}"
+        )
+    return results
+
+
+def _known(path: Path, trials: list[Trial]) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+    """`read_known`; a damaged file is kept aside."""
+    try:
+        return read_known(path, trials)
+    except UserError:
+        print(f"{path} is damaged; it is kept as {set_aside(path, 'damaged').name}")
+        return [], {}
+
+
+def _trained(trials: list[Trial], workers: int | None) -> Iterator[tuple[Trial, Any]]:
+    """(trial, its result or the error), as they are done: in this process, or in several on all GPUs."""
+    cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    workers = min(workers or max(1, PER_CARD * cards), max(1, len(trials)))
+    if workers == 1:
+        for trial in trials:
+            try:
+                yield trial, train_trial(trial, "cuda" if cards else "cpu")
+            except Exception as error:
+                yield trial, error
+        return
+    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+
+    def in_a_pool(left: list[Trial]) -> Iterator[tuple[Trial, Any]]:
+        devices = context.Queue()
+        for i in range(workers):
+            devices.put(f"cuda:{i % cards}" if cards else "cpu")
+        with ProcessPoolExecutor(workers, context, initializer=_take_device, initargs=(devices,)) as pool:
+            tuned_first = [trial for trial in left if cards and is_tuned_first(trial)]
+            try:
+                yield from _as_trained(pool, _train_here, left, tuned_first, tune)
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+
+    yield from _in_new_pools(trials, in_a_pool)
+
+
+def _in_new_pools(
+    trials: list[Trial], in_a_pool: Callable[[list[Trial]], Iterator[tuple[Trial, Any]]]
+) -> Iterator[tuple[Trial, Any]]:
+    """What `in_a_pool` yields; those that were left when a process of the pool died are trained in a new one,
+    for as long as each pool trains any."""
+    left = trials
+    while left:
+        lost = []
+        for trial, result in in_a_pool(left):
+            if isinstance(result, BrokenProcessPool):
+                lost.append((trial, result))
+            else:
+                yield trial, result
+        if len(lost) == len(left):
+            yield from lost
+            return
+        left = [trial for trial, _ in lost]
+        if left:
+            print(f"a process has died; the {len(left)} models that are left go on in new ones")
+
+
+def _as_trained(
+    pool: Executor,
+    train: Callable[[Trial], dict[str, Any]],
+    trials: list[Trial],
+    tuned_first: list[Trial],
+    tune: Callable[[Trial], None],
+) -> Iterator[tuple[Trial, Any]]:
+    """(trial, its result or the error), as they are done in `pool`.
+
+    Those of `tuned_first` come last: one of each attention and width is tuned for, one after the other as
+    each takes all cores, while the pool trains the rest.
+    """
+    done: SimpleQueue[tuple[Trial, Any]] = SimpleQueue()
+
+    def put(trial: Trial, future: Future[dict[str, Any]]) -> None:
+        if not future.cancelled():
+            done.put((trial, future.exception() or future.result()))
+
+    def submit(trial: Trial) -> None:
+        try:
+            future = pool.submit(train, trial)
+        except RuntimeError as error:  # the pool has lost a process, or is shut
+            done.put((trial, error))
+        else:
+            future.add_done_callback(lambda future: put(trial, future))
+
+    def tune_and_submit() -> None:
+        by_size: dict[tuple[str, int], list[Trial]] = {}
+        for trial in tuned_first:
+            by_size.setdefault((without_conv(trial.attention), trial.width), []).append(trial)
+        for alike in by_size.values():
+            try:
+                tune(alike[0])
+            except Exception as error:
+                for trial in alike:
+                    done.put((trial, error))
+                continue
+            for trial in alike:
+                submit(trial)
+
+    for trial in trials:
+        if trial not in tuned_first:
+            submit(trial)
+    Thread(target=tune_and_submit, daemon=True).start()
+    for _ in trials:
+        yield done.get()
+
+
+def _take_device(devices: Any) -> None:
+    """Of a worker process: the device that it keeps, and no more threads than its share."""
+    device = os.environ["LINGPT_MQAR_DEVICE"] = devices.get()
+    torch.set_num_threads(1)
+    if device != "cpu":
+        torch.cuda.set_device(device)
+
+
+def _train_here(trial: Trial) -> dict[str, Any]:
+    return train_trial(trial, os.environ["LINGPT_MQAR_DEVICE"])
