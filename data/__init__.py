@@ -1,7 +1,15 @@
 """Text to batches: corpora, tokenizers, the token cache, the order of training samples."""
 
 from lingpt.data.batches import Batches
-from lingpt.data.dataset import DataConfig, Dataset, availability, cache_size, find_data, prepare
+from lingpt.data.dataset import (
+    DataConfig,
+    Dataset,
+    availability,
+    cache_size,
+    content_hashes,
+    find_data,
+    prepare,
+)
 from lingpt.data.ngram import baseline_loss, bigram_loss
 from lingpt.data.stream import Blocks
 from lingpt.data.tokenizer import Tokenizer, load_tokenizer
@@ -16,6 +24,7 @@ __all__ = [
     "baseline_loss",
     "bigram_loss",
     "cache_size",
+    "content_hashes",
     "find_data",
     "load_tokenizer",
     "prepare",

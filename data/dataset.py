@@ -113,12 +113,8 @@ def prepare(config: DataConfig, *, padded_vocab_size: int | None = None, progres
         UserError: one line that says what is wrong and how to fix it
     """
     config.check()
-    folder = Path(config.cache_dir).expanduser() if config.cache_dir else cache_dir()
-    if config.tokenizer:
-        tokenizer = load_tokenizer(config.tokenizer)
-    else:
-        with write_errors(folder, WRITE_ADVICE):
-            tokenizer = embedded_tokenizer(config.vocab_size, folder)
+    folder = _cache_folder(config)
+    tokenizer = _tokenizer(config)
     if padded_vocab_size is not None:
         tokenizer.check_fits(padded_vocab_size)
     corpus = open_corpus(config.source, config.val_source, folder)
@@ -133,6 +129,25 @@ def prepare(config: DataConfig, *, padded_vocab_size: int | None = None, progres
     train, val = (_blocks(corpus.name, cache, split, config.seq_len) for split in ("train", "val"))
     fingerprint = hashlib.sha256(json.dumps([cache.folder.name, config.seq_len]).encode()).hexdigest()
     return Dataset(train, val, tokenizer, fingerprint[:16], corpus, cache)
+
+
+def content_hashes(config: DataConfig) -> dict[str, str]:
+    """`content_hash` and `tokenizer_hash` as a run's record has them, of what lies at `config`'s paths now:
+    nothing is tokenised. Raises UserError."""
+    corpus = open_corpus(config.source, config.val_source, _cache_folder(config))
+    return {"content_hash": corpus.content_hash, "tokenizer_hash": _tokenizer(config).hash}
+
+
+def _cache_folder(config: DataConfig) -> Path:
+    return Path(config.cache_dir).expanduser() if config.cache_dir else cache_dir()
+
+
+def _tokenizer(config: DataConfig) -> Tokenizer:
+    if config.tokenizer:
+        return load_tokenizer(config.tokenizer)
+    folder = _cache_folder(config)
+    with write_errors(folder, WRITE_ADVICE):
+        return embedded_tokenizer(config.vocab_size, folder)
 
 
 class NamedCorpus(NamedTuple):

@@ -153,9 +153,9 @@ def united(asked: Study, folder: Path) -> Study:
     if not isinstance(rows, dict) or type(seeds) is not int:
         raise UserError(f"{path} is damaged: remove it, and the same command writes it anew")
     for key in ("recipe", "tokens", "options", "rates", "rate_tokens", "rate_options", "mqar"):
-        # MQAR may come or go; other keys are in every study.json of this version.
+        # MQAR may come or go, the data may move; other keys are in every study.json of this version.
         other = before.get(key, now[key])
-        if other != now[key] and not (key == "mqar" and None in (other, now[key])):
+        if _unmoved(other) != _unmoved(now[key]) and not (key == "mqar" and None in (other, now[key])):
             raise UserError(
                 f"{folder} holds a study with another `{key}` ({other}, now {now[key]}): "
                 "give the new one a --name, or move that folder away"
@@ -167,6 +167,15 @@ def united(asked: Study, folder: Path) -> Study:
     kept = {row: options for row, options in rows.items() if any(begun(row, i) for i in range(seeds))}
     last = max((i for row in kept for i in range(seeds) if begun(row, i)), default=0)
     return replace(asked, attentions=kept | asked.attentions, seeds=max(asked.seeds, last + 1))
+
+
+def _unmoved(options: Any) -> Any:
+    """Options without the places of text and tokenizer: each run's record has hashes of what lay there."""
+    from lingpt.train.config import DATA_PATHS
+
+    if not isinstance(options, dict):
+        return options
+    return {key: value for key, value in options.items() if key not in DATA_PATHS}
 
 
 def _check_types(values: Mapping[str, Any], path: Path) -> None:

@@ -1,8 +1,8 @@
 """The runs of a study: the command of each, its recipe, and how far it is."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence, Set
+from dataclasses import astuple, dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,9 @@ import jsonargparse
 
 from lingpt.common.arguments import as_word
 from lingpt.common.errors import UserError
-from lingpt.common.files import read_yaml
+from lingpt.common.files import read_json_object, read_yaml
 from lingpt.common.run_folder import (
+    ENVIRONMENT,
     METRICS,
     checkpoint_folder,
     read_config,
@@ -21,9 +22,10 @@ from lingpt.common.run_folder import (
     read_model,
 )
 from lingpt.configs.recipe import configure_recipe, find_recipe, recipe_from
+from lingpt.data import DataConfig, content_hashes
 from lingpt.study.config import Study
 from lingpt.train import Recipe
-from lingpt.train.config import differences, recipe_from_dict
+from lingpt.train.config import DATA_PATHS, MAY_CHANGE, differences, recipe_from_dict
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,10 @@ class StudyRun:
         mend = f"give the study another --name, or remove {self.folder}"
         try:
             trained, wanted = read_model(self.folder)[1], self.recipe.model.attention
-            differ = _differences(read_config(self.folder), self.recipe)
+            config = read_config(self.folder)
+            differ = _differences(config, self.recipe, MAY_CHANGE | DATA_PATHS)
+            if moved := [line for line in _differences(config, self.recipe) if line not in differ]:
+                differ += [] if self._has_its_data() else moved
         except (UserError, TypeError) as error:
             return f"does not say what it was trained with ({error}): {mend}"
         found = trained if isinstance(trained, str) else list(trained)
@@ -94,6 +99,14 @@ class StudyRun:
             some = "; ".join(differ[:3]) + ("; …" if len(differ) > 3 else "")
             return f"was trained otherwise than the study now says ({some}): {mend}"
         return None
+
+    def _has_its_data(self) -> bool:
+        """Whether text and tokenizer, wherever they lie now, are those that it was trained on."""
+        try:
+            record = read_json_object(self.folder / ENVIRONMENT).get("data") or {}
+            return _content_hashes(*astuple(self.recipe.data)).items() <= record.items()
+        except UserError:
+            return False
 
     def trouble(self) -> str | None:
         """Why the run cannot stand in the tables, in a line; None where it can."""
@@ -132,11 +145,11 @@ class StudyRun:
         return f"at step {self.step} of {self.recipe.total_steps}{loss}"
 
 
-def _differences(config: dict[str, Any], recipe: Recipe) -> list[str]:
+def _differences(config: dict[str, Any], recipe: Recipe, may_change: Set[str] = MAY_CHANGE) -> list[str]:
     """`key: old → new` for what decides a loss and is not the same; also what a run that goes on may change,
     where that makes it another run."""
     recorded = recipe_from_dict(config)
-    found = differences(config, recipe.to_dict())
+    found = differences(config, recipe.to_dict(), may_change)
     for key in ("decay_steps", "init_from"):
         before, now = getattr(recorded.train, key), getattr(recipe.train, key)
         found += [f"train.{key}: {before} → {now}"] if before != now else []
@@ -153,9 +166,16 @@ def _recipe(arguments: tuple[str, ...]) -> Recipe:
     return recipe
 
 
-def forget_recipes() -> None:
+@cache
+def _content_hashes(*data: Any) -> dict[str, str]:
+    """Of what lies where this `DataConfig` says; kept, since the tokenizer is read for it."""
+    return content_hashes(DataConfig(*data))
+
+
+def forget_files() -> None:
     """For a process that lives longer than one study: the files may have changed since."""
     _recipe.cache_clear()
+    _content_hashes.cache_clear()
 
 
 @cache

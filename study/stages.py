@@ -20,7 +20,7 @@ from lingpt.study.jobs import Failure, Job, Slot, Stopped, card_slots, find_slot
 from lingpt.study.mqar import command_line, trials_left
 from lingpt.study.page import publish_page, write_page
 from lingpt.study.plan import format_plan
-from lingpt.study.runs import StudyRun, chosen_rates, forget_recipes, rate_runs, study_runs
+from lingpt.study.runs import StudyRun, chosen_rates, forget_files, rate_runs, study_runs
 
 
 def run_study(
@@ -53,7 +53,7 @@ def run_study(
         Interrupted: a KeyboardInterrupt; after Ctrl-C or a signal, when what ran has saved.
     """
     _check_arguments(stages, minutes)
-    forget_recipes()
+    forget_files()
     folder = Path(out) / f"study-{study.name}"
     asked, study = study, study if dry_run else united(study, folder)
     slots = find_slots(devices, study.devices_per_run, study.runs_per_device)

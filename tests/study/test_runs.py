@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 from lingpt.cli.main import main
@@ -61,3 +62,24 @@ def test_a_run_that_was_trained_otherwise_is_named(here, capsys):
     )
     assert line + "give the study another --name, or remove runs/study-tiny/softmax-seed0" in page.read_text()
     assert json.loads(Path("runs/study-tiny/summary.json").read_text())["rows"][0]["seeds"] == 1
+
+
+def test_a_study_goes_on_where_its_data_has_moved(here, capsys):
+    """The same text and tokenizer at another place are the same data, by the hashes in a run's record; other
+    text at that place is not, and the run trained on the old is named."""
+    write(TINY | {"rates": [], "seeds": 1, "suites": []})
+    only = ["--stages", "data", "runs", "page", "--attentions"]
+    assert main([*COMMAND, *only, "softmax"]) == 0
+    Path("moved").mkdir()
+    for name in ("train.jsonl", "tokenizer.json"):
+        shutil.move(name, f"moved/{name}")
+    moved = ["--source", "moved/train.jsonl", "--tokenizer", "moved/tokenizer.json"]
+    assert main([*COMMAND, *moved, *only, "softmax", "mixed"]) == 0
+    assert here == ["data", "softmax-seed0", "data", "mixed-seed0"]
+    page = Path("runs/study-tiny/README.md")
+    assert "Not in the tables" not in page.read_text()
+    text = Path("moved/train.jsonl").read_text()
+    Path("other.jsonl").write_text(text.replace("sun", "moon"))
+    assert main([*COMMAND, "--source", "other.jsonl", *moved[2:], "--stages", "page"]) == 0
+    change = "(data.source: moved/train.jsonl → other.jsonl)"
+    assert f"mixed-seed0 was trained otherwise than the study now says {change}: " in page.read_text()
