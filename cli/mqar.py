@@ -2,15 +2,12 @@
 
 from pathlib import Path
 
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import Namespace
 
 from lingpt.study.mqar import asked_trials, configure_mqar
 
 HELP = "Train small models on associative recall (MQAR), and show how much each attention recalls."
-
-
-def configure(parser: ArgumentParser) -> None:
-    configure_mqar(parser)
+configure = configure_mqar
 
 
 def run(args: Namespace) -> None:

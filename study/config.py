@@ -154,10 +154,11 @@ def united(asked: Study, folder: Path) -> Study:
         raise UserError(f"{path} is damaged: remove it, and the same command writes it anew")
     for key in ("recipe", "tokens", "options", "rates", "rate_tokens", "rate_options", "mqar"):
         # MQAR may come or go, the data may move; other keys are in every study.json of this version.
-        other = before.get(key, now[key])
-        if _unmoved(other) != _unmoved(now[key]) and not (key == "mqar" and None in (other, now[key])):
+        other, own = before.get(key, now[key]), now[key]
+        same = _without_data_paths(other) == _without_data_paths(own)
+        if not same and not (key == "mqar" and None in (other, own)):
             raise UserError(
-                f"{folder} holds a study with another `{key}` ({other}, now {now[key]}): "
+                f"{folder} holds a study with another `{key}` ({other}, now {own}): "
                 "give the new one a --name, or move that folder away"
             )
 
@@ -169,8 +170,8 @@ def united(asked: Study, folder: Path) -> Study:
     return replace(asked, attentions=kept | asked.attentions, seeds=max(asked.seeds, last + 1))
 
 
-def _unmoved(options: Any) -> Any:
-    """Options without the places of text and tokenizer: each run's record has hashes of what lay there."""
+def _without_data_paths(options: Any) -> Any:
+    """Options but for where text and tokenizer are: the runs' records have the hashes of both."""
     from lingpt.train.config import DATA_PATHS
 
     if not isinstance(options, dict):

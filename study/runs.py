@@ -87,9 +87,10 @@ class StudyRun:
         try:
             trained, wanted = read_model(self.folder)[1], self.recipe.model.attention
             config = read_config(self.folder)
-            differ = _differences(config, self.recipe, MAY_CHANGE | DATA_PATHS)
-            if moved := [line for line in _differences(config, self.recipe) if line not in differ]:
-                differ += [] if self._has_its_data() else moved
+            differ = _differences(config, self.recipe)
+            but_for_paths = _differences(config, self.recipe, MAY_CHANGE | DATA_PATHS)
+            if differ != but_for_paths and self._same_data():
+                differ = but_for_paths
         except (UserError, TypeError) as error:
             return f"does not say what it was trained with ({error}): {mend}"
         found = trained if isinstance(trained, str) else list(trained)
@@ -100,7 +101,7 @@ class StudyRun:
             return f"was trained otherwise than the study now says ({some}): {mend}"
         return None
 
-    def _has_its_data(self) -> bool:
+    def _same_data(self) -> bool:
         """Whether text and tokenizer, wherever they lie now, are those that it was trained on."""
         try:
             record = read_json_object(self.folder / ENVIRONMENT).get("data") or {}

@@ -67,7 +67,7 @@ def _go_on(recipe: Recipe, checkpoint: Path, fingerprint: str) -> None:
     complaint = f"{checkpoint} is of a run with another config"
     _check_same(recipe, manifest["config"], complaint, MAY_CHANGE | DATA_PATHS)
     if (was := manifest["data_fingerprint"]) != fingerprint:
-        moved = differences(manifest["config"], recipe.to_dict(), MAY_CHANGE)
+        moved = differences(manifest["config"], recipe.to_dict())
         differ = "; ".join([*moved, f"fingerprint {was}, now {fingerprint}"])
         raise UserError(
             f"{checkpoint} was trained on other data ({differ}): restore the "

@@ -56,8 +56,8 @@ class OursGatedAttention(OursAttention):
     def row_fill(self) -> int:
         """Zeros behind the gates, up to rows of whole 128-byte cache lines of 16-bit numbers.
 
-        Rows that begin within a line are slower to read and write, for the kernel and for matrix products
-        (docs/results/training).
+        The kernel and tensor cores need whole 16 bytes. Filled to no more, it is the likely cause of a slower
+        step of pythia-1.4b (docs/results/training).
         """
         H, D = self.config.n_head, self.config.head_size or 1
         return -(3 * H * D + H) % CACHE_LINE

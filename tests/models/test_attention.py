@@ -133,6 +133,15 @@ def test_layers_of_ours_gated_that_are_more_than_their_weights(small, name):
             assert not torch.allclose(after, before), change
 
 
+def test_rows_of_the_gated_projection_are_whole_cache_lines(small):
+    """q, k, v and the gates of a token, in 16 bits: every row begins at a multiple of 128 bytes."""
+    for n_embd, n_head in ((64, 4), (96, 3), (128, 2)):
+        model = small("ours-gated", n_embd=n_embd, n_head=n_head)
+        row = model.transformer.h[0].attn.projected(torch.zeros(1, 1, n_embd))
+        assert 3 * n_embd + n_head <= row.shape[-1] < 3 * n_embd + n_head + 64
+        assert 2 * row.shape[-1] % 128 == 0
+
+
 def test_gates_start_at_retnets_decays():
     """logsigmoid(c_h) is ours-decay's ln γ_h, to fp32."""
     torch.testing.assert_close(
