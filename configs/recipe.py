@@ -1,11 +1,13 @@
 """A recipe from arguments: `--config`, a file or a shipped name, and `--model.*`, `--data.*`, `--train.*`."""
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 
+from lingpt.common.arguments import parse_arguments
 from lingpt.common.errors import UserError, nearest
 from lingpt.common.files import read_yaml
 from lingpt.common.run_folder import CONFIG, read_config
@@ -58,6 +60,11 @@ def configure_recipe(parser: ArgumentParser) -> None:
     parser.add_class_arguments(ModelArgs, "model")
     parser.add_class_arguments(DataConfig, "data")
     parser.add_class_arguments(TrainConfig, "train")
+
+
+def parse_recipe(words: Sequence[str]) -> Recipe:
+    """The recipe that `lingpt train` makes of these arguments; UserError where they make none."""
+    return recipe_from(parse_arguments("train", configure_recipe, words))
 
 
 def recipe_from(args: Namespace) -> Recipe:

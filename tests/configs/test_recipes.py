@@ -1,10 +1,9 @@
 """Every shipped YAML is loaded against the dataclasses, and has the numbers of the paper's recipe."""
 
-import jsonargparse
 import pytest
 
 from lingpt.configs import FOLDER, recipe_names
-from lingpt.configs.recipe import configure_recipe, recipe_from, training_recipes
+from lingpt.configs.recipe import parse_recipe, training_recipes
 from lingpt.train import Recipe
 from lingpt.train.config import check
 from lingpt.train.machine import Machine, choose_strategy, fits, memory_here, memory_needed
@@ -15,9 +14,7 @@ LARGE = ["pythia-2.8b", "pythia-6.9b", "pythia-12b"]
 
 
 def load(name: str) -> Recipe:
-    parser = jsonargparse.ArgumentParser(exit_on_error=False)
-    configure_recipe(parser)
-    return recipe_from(parser.instantiate_classes(parser.parse_args(["--config", name])))
+    return parse_recipe(["--config", name])
 
 
 def test_the_recipes_of_the_readme_ship():
