@@ -44,7 +44,8 @@ def jsonl_corpus(
     Raises:
         UserError: no such files; `named` are the sources that are no files, for its advice
     """
-    files = find_files(source, named)
+    matches = _matches(source)
+    files = _documents(source, matches, named)
     train, val, test = _by_name(files)
     rule = "held out: the documents of the lowest hashes"
     if val_source:
@@ -63,7 +64,8 @@ def jsonl_corpus(
     hashes = _hashes([*train, *val], cache_dir)
     parts = [hashes[: len(train)], hashes[len(train) :]]
     content_hash = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-    others = [p for p in _matches(source) if p not in files + val and not p.name.startswith(".")]
+    read = {*files, *val}
+    others = [p for p in matches if p not in read and not p.name.startswith(".")]
     return Corpus(
         source, content_hash, _split(train), _split(val) if val else None, rule, left_out=_names(others)
     )
@@ -81,7 +83,11 @@ def find_files(source: str, named: Iterable[str] = ()) -> list[Path]:
 
     A `UserError` that offers `named` too if there are neither.
     """
-    matches = _matches(source)
+    return _documents(source, _matches(source), named)
+
+
+def _documents(source: str, matches: list[Path], named: Iterable[str]) -> list[Path]:
+    """`find_files` of what matches `source`."""
     one = len(matches) == 1 and Path(source).expanduser().is_file()  # whatever its name
     lines = [p for p in matches if p.is_file() and (one or p.name.endswith(SUFFIXES))]
     files = lines or [p for p in matches if p.is_file() and p.suffix == TEXT]
