@@ -27,7 +27,7 @@ from torch import nn
 
 from lingpt.common.errors import UserError, unknown
 from lingpt.data import DataConfig
-from lingpt.kernels.bench.environment import environment, used_by_others
+from lingpt.kernels.bench.environment import check_same, environment, used_by_others
 from lingpt.models import ATTENTIONS, MODELS, ModelArgs
 from lingpt.models.attention.base import QKVAttention
 from lingpt.train.bench_results import IDENTITY, OUTPUT_GATE, SHORT_CONV, Results, Row
@@ -157,7 +157,8 @@ def bench_steps(
     if parallel.device.type == "cuda" and (line := used_by_others(parallel.device)):
         warnings.warn(line, stacklevel=2)
     here = environment(parallel.device) | {"precision": machine.precision}
-    results = Results.load(save_to, here) if append and save_to and save_to.is_file() else Results(here)
+    results = Results.load(save_to) if append and save_to and save_to.is_file() else Results(here)
+    check_same(save_to, results.environment, here)
     if others := {row.tokens for row in results.rows} - {tokens}:
         raise UserError(
             f"{save_to} has steps of {others.pop()} tokens, not to be compared with those of {tokens}: "

@@ -93,19 +93,15 @@ class Results:
             write_json(path, {"environment": self.environment, "rows": rows})
 
     @classmethod
-    def load(cls, path: Path, here: dict[str, Any] | None = None) -> "Results":
-        """UserError where it is no such file, or, with `here`, of another environment."""
+    def load(cls, path: Path) -> "Results":
+        """UserError where it is no such file."""
         known = {field.name for field in fields(Row)}
         try:
             found = read_json_object(path)
             rows = [Row(**{k: v for k, v in row.items() if k in known}) for row in found["rows"]]
-            results = cls(dict(found["environment"]), rows)
+            return cls(dict(found["environment"]), rows)
         except (KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path} holds no results of `lingpt bench train` ({error!r})") from error
-        differ = [k for k, v in (here or {}).items() if k != "date" and results.environment.get(k) != v]
-        if differ:
-            raise UserError(f"{path} is of another {', '.join(differ)}: measure again, without --append")
-        return results
 
 
 def table(results: Results) -> str:

@@ -1,33 +1,23 @@
 """What a training step is held to, beside what `lingpt bench train` has measured: from its results alone."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from lingpt.kernels.bench.targets import Missing, Target
 from lingpt.train.bench_results import FLASH, IDENTITY, OUTPUT_GATE, SHORT_CONV, Results
 
 LARGE, SMALL = "pythia-1.4b", "pythia-160m"
 ESTIMATE = (0.9, 1.1)  # of the memory that is used
 
 
-@dataclass(frozen=True)
-class Target:
-    """A number to reach: at least `required`, and better `aim`, where there is one."""
+def _target(what: str, required: float, aim: float | None, number: Callable) -> Target:
+    """`number` of the results, None where they do not hold it, is to be at least `required`."""
 
-    what: str
-    required: float
-    aim: float | None
-    reached: Callable[[Results], float | None]  # None where the results do not hold it
+    def reached(results: Results) -> list[float]:
+        if (value := number(results)) is None:
+            raise Missing("no result")
+        return [value]
 
-    def line(self, results: Results) -> str:
-        """Its line of the table."""
-        value = self.reached(results)
-        if value is None:
-            reached, verdict = "–", "not measured"
-        else:
-            met = "aim met" if self.aim is not None and value >= self.aim else "met"
-            reached, verdict = f"{value:.3f}", met if value >= self.required else "**not met**"
-        aim = "" if self.aim is None else f"≥ {self.aim:g}"
-        return f"| {self.what} | ≥ {self.required:g} | {aim} | {reached} | {verdict} |"
+    return Target(what, required, aim, reached, at_least=True, format="{:.3f}")
 
 
 def _faster(model: str, seq_len: int, than: str, attention: str = "ours") -> Callable:
@@ -54,18 +44,18 @@ def _long_against_short(results: Results) -> float | None:
 
 
 TARGETS = (
-    Target(f"{LARGE}, N = 8192: ours, share", 0.95, 0.97, _faster(LARGE, 8192, IDENTITY)),
-    Target("ours-gated, share", 0.95, 0.97, _faster(LARGE, 8192, IDENTITY, "ours-gated")),
-    Target("ours-gated, tokens/s of those of ours", 0.97, 0.99, _faster(LARGE, 8192, "ours", "ours-gated")),
-    Target("short_conv, of the tokens/s without", 0.96, None, _faster(LARGE, 8192, OUTPUT_GATE, SHORT_CONV)),
-    Target("ours, MFU", 0.57, 0.60, _mfu(LARGE, 8192)),
-    Target("ours, × FlashAttention-2", 1.55, 1.65, _faster(LARGE, 8192, FLASH)),
-    Target("ours, × cuDNN", 1.33, 1.4, _faster(LARGE, 8192, "softmax-cudnn")),
-    Target("ours, × GLA", 1.3, 1.37, _faster(LARGE, 8192, "gla")),
-    Target(f"{LARGE}, N = 32768: ours, × FlashAttention-2", 3.2, 3.5, _faster(LARGE, 32768, FLASH)),
-    Target(f"{LARGE}, N = 65536: ours, tokens/s of those at 2048", 0.95, 1.0, _long_against_short),
-    Target(f"{SMALL}, N = 8192: ours, share", 0.85, 0.92, _faster(SMALL, 8192, IDENTITY)),
-    Target("ours, MFU", 0.43, 0.48, _mfu(SMALL, 8192)),
+    _target(f"{LARGE}, N = 8192: ours, share", 0.95, 0.97, _faster(LARGE, 8192, IDENTITY)),
+    _target("ours-gated, share", 0.95, 0.97, _faster(LARGE, 8192, IDENTITY, "ours-gated")),
+    _target("ours-gated, tokens/s of those of ours", 0.97, 0.99, _faster(LARGE, 8192, "ours", "ours-gated")),
+    _target("short_conv, of the tokens/s without", 0.96, None, _faster(LARGE, 8192, OUTPUT_GATE, SHORT_CONV)),
+    _target("ours, MFU", 0.57, 0.60, _mfu(LARGE, 8192)),
+    _target("ours, × FlashAttention-2", 1.55, 1.65, _faster(LARGE, 8192, FLASH)),
+    _target("ours, × cuDNN", 1.33, 1.4, _faster(LARGE, 8192, "softmax-cudnn")),
+    _target("ours, × GLA", 1.3, 1.37, _faster(LARGE, 8192, "gla")),
+    _target(f"{LARGE}, N = 32768: ours, × FlashAttention-2", 3.2, 3.5, _faster(LARGE, 32768, FLASH)),
+    _target(f"{LARGE}, N = 65536: ours, tokens/s of those at 2048", 0.95, 1.0, _long_against_short),
+    _target(f"{SMALL}, N = 8192: ours, share", 0.85, 0.92, _faster(SMALL, 8192, IDENTITY)),
+    _target("ours, MFU", 0.43, 0.48, _mfu(SMALL, 8192)),
 )
 
 
@@ -77,7 +67,7 @@ def targets_table(results: Results) -> str:
         if row.estimated_memory and row.peak_memory
     ]
     low, high = ESTIMATE
-    estimate = "– | not measured"
+    estimate = "not measured | –"
     if ratios:
         met = low <= min(ratios) and max(ratios) <= high
         estimate = f"{min(ratios):.2f} to {max(ratios):.2f} | {'met' if met else '**not met**'}"

@@ -6,10 +6,12 @@ import datetime
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from lingpt.common.errors import UserError
 from lingpt.kernels.linear_attention.cuda.compile import source_hash
 
 PACKAGES = ("lingpt", "torch", "triton", "fla-core", "cuda-core", "cuda-bindings")
@@ -29,6 +31,12 @@ def environment(device: torch.device | None = None) -> dict[str, Any]:
         "source_hash": source_hash(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
+
+
+def check_same(path: Path | None, recorded: dict[str, Any], here: dict[str, Any]) -> None:
+    """UserError where the environment `recorded` at `path` differs from `here` in anything but the date."""
+    if differ := [key for key in here if key != "date" and recorded.get(key) != here[key]]:
+        raise UserError(f"{path} is of another {', '.join(differ)}: measure again, without --append")
 
 
 def used_by_others(device: torch.device) -> str | None:

@@ -18,7 +18,7 @@ import torch
 
 from lingpt.common.errors import UserError
 from lingpt.kernels.bench.clock import Clock
-from lingpt.kernels.bench.environment import environment, used_by_others
+from lingpt.kernels.bench.environment import check_same, environment, used_by_others
 from lingpt.kernels.bench.implementations import DEFAULT_IMPLEMENTATIONS, IMPLEMENTATIONS, Implementation
 from lingpt.kernels.bench.measure import measure, measure_again, new_row, over_rounds
 from lingpt.kernels.bench.results import Cell, Results, Row
@@ -61,7 +61,8 @@ def run_bench(
     clock = Clock(device)
     if clock.cuda and (line := used_by_others(device)):
         warnings.warn(line, stacklevel=2)
-    results = _load(save_to, device) if append and save_to and save_to.is_file() else _new_results(clock)
+    results = Results.load(save_to) if append and save_to and save_to.is_file() else _new_results(clock)
+    check_same(save_to, results.environment, environment(device))
     deadline = time.perf_counter() + budget
     schedule = _schedule(shapes, chosen, training, results)
     rounds: dict[Cell, list[Row]] = defaultdict(list)  # of each cell, a row a round
@@ -103,15 +104,6 @@ def _usable_device(name: str | torch.device) -> torch.device:
 def _new_results(clock: Clock) -> Results:
     results = Results(environment(clock.device), clock.copy_bandwidth(1 << 30 if clock.cuda else 1 << 24))
     results.empty_node_ms = list(clock.empty_node())
-    return results
-
-
-def _load(path: Path, device: torch.device) -> Results:
-    """The results at `path`; UserError unless another run here would give the same."""
-    results, now = Results.load(path), environment(device)
-    differ = [key for key in now if key != "date" and results.environment.get(key) != now[key]]
-    if differ:
-        raise UserError(f"{path} is of another {', '.join(differ)}: measure again, without --append")
     return results
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from lingpt.kernels.bench.results import Cell, Results, Row
 from lingpt.kernels.bench.shapes import BATCH_1, CUMSUM, LONG, REFERENCE, SWEEPS, Shape
@@ -16,12 +17,12 @@ UNNORMALISED = ("fla-linear", "fla-fused-linear", "fla-lightning")
 FLA = (*UNNORMALISED, "fla-linear-norm", "fla-gla")
 DIRECTIONS = ("forward_ms", "backward_ms")
 
-Reached = Callable[[Results], list[float]]  # raises Missing where the results do not hold the numbers
+Reached = Callable[[Any], list[float]]  # raises Missing where the results do not hold the numbers
 
 
 @dataclass(frozen=True)
 class Target:
-    """A number to reach: `required`, and better `aim`."""
+    """A number to reach: `required`, and better `aim`. `lingpt bench train` has its own, of this class."""
 
     what: str
     required: float | None  # None: reported, not judged
@@ -40,7 +41,7 @@ class Target:
             return "**not met**"
         return "aim met" if self.aim is not None and self.met(values, self.aim) else "met"
 
-    def line(self, results: Results) -> str:
+    def line(self, results: Any) -> str:
         """Its line of the table."""
         sign = "≥" if self.at_least else "≤"
         bounds = " | ".join(f"{sign} {x:g}" if x is not None else "" for x in (self.required, self.aim))
