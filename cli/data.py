@@ -2,17 +2,14 @@
 
 import time
 
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import Namespace
 
 from lingpt.configs.recipe import configure_recipe, recipe_from
 from lingpt.data import Dataset, prepare
 
-HELP = "prepare a corpus: tokenise it into the cache, and show what is in it"
+HELP = "Prepare a corpus: tokenise it into the cache, and show what is in it."
+configure = configure_recipe
 SAMPLE_TOKENS, SAMPLE_LINES, SAMPLE_WIDTH = 200, 6, 100
-
-
-def configure(parser: ArgumentParser) -> None:
-    configure_recipe(parser)
 
 
 def run(args: Namespace) -> None:

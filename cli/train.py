@@ -1,15 +1,12 @@
 """`lingpt train`: train a recipe, or go on with its run."""
 
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import Namespace
 
 from lingpt.configs.recipe import configure_recipe, recipe_from
 from lingpt.train import train
 
 HELP = "Train a model, or go on with its run: one folder a run, under runs/."
-
-
-def configure(parser: ArgumentParser) -> None:
-    configure_recipe(parser)
+configure = configure_recipe
 
 
 def run(args: Namespace) -> None:
