@@ -140,7 +140,7 @@ def with_rows(study: Study, rows: Sequence[str]) -> Study:
     return replace(study, attentions={row: study.attentions.get(row, {}) for row in rows})
 
 
-def united(asked: Study, folder: Path) -> Study:
+def with_begun_runs(asked: Study, folder: Path) -> Study:
     """The study with the rows and seeds that its folder has runs of, though they are not asked for now.
 
     UserError where the folder holds another study. Runs whose row has changed are told apart one by one.

@@ -145,7 +145,7 @@ def run_jobs(
         while waiting or running:
             running += _start_those_that_can(waiting, idle, cards, report)
             time.sleep(POLL)
-            for one in [one for one in running if one.process.poll() is not None or _to_stop(one)]:
+            for one in [one for one in running if one.process.poll() is not None or _stop_if_asked(one)]:
                 running.remove(one)
                 idle.append(one.slot)
                 _ended(one, waiting, cards, failures, report)
@@ -173,7 +173,7 @@ def _start_those_that_can(
     return started
 
 
-def _to_stop(one: _Running) -> bool:
+def _stop_if_asked(one: _Running) -> bool:
     """Stops a job that is to be interrupted, and waits for its end; whether it was."""
     if one.job.interrupt is None or not one.job.interrupt():
         return False

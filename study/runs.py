@@ -247,12 +247,12 @@ def _run(
         if _setting("accelerator", recipe, options) in (None, "auto"):
             options["train.accelerator"] = "cuda"  # a card that died must not mean training on the CPU
     if rate is not None:
-        least = rate * _least_of_peak(recipe, options)  # before the options have the new peak
+        least = rate * _min_lr_ratio(recipe, options)  # before the options have the new peak
         options |= {"train.learning_rate": rate, "train.min_learning_rate": least}
     return StudyRun(row, name, seed, recipe, options, folder / name)
 
 
-def _least_of_peak(recipe: str, options: dict[str, Any]) -> float:
+def _min_lr_ratio(recipe: str, options: dict[str, Any]) -> float:
     """Where the schedule ends, as a share of the peak, in the recipe with the study's options."""
     values = [_setting(key, recipe, options) for key in ("min_learning_rate", "learning_rate")]
     return values[0] / values[1] if all(values) else 0.05

@@ -15,7 +15,7 @@ from lingpt.common.run_folder import CHECKPOINTS, ENVIRONMENT
 from lingpt.data import find_data
 from lingpt.eval.suites import check_scoring
 from lingpt.eval.tasks.sources import benchmark_folder
-from lingpt.study.config import STAGES, STUDY, Study, united
+from lingpt.study.config import STAGES, STUDY, Study, with_begun_runs
 from lingpt.study.jobs import Failure, Job, Slot, Stopped, card_slots, find_slots, run_jobs
 from lingpt.study.mqar import command_line, trials_left
 from lingpt.study.page import publish_page, write_page
@@ -55,7 +55,7 @@ def run_study(
     _check_arguments(stages, minutes)
     forget_files()
     folder = Path(out) / f"study-{study.name}"
-    asked, study = study, study if dry_run else united(study, folder)
+    asked, study = study, study if dry_run else with_begun_runs(study, folder)
     slots = find_slots(devices, study.devices_per_run, study.runs_per_device)
     work = _Stages(study, asked, folder, slots)
     for run in (*work.tried, *work.runs):
