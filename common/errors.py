@@ -29,7 +29,7 @@ def name_on_stderr(reason: str) -> None:
     print(f"left out: {reason}", file=sys.stderr)
 
 
-def skipping_sick(
+def skip_failing(
     function: Callable[[T], R], items: Iterable[T], left_out: Callable[[str], None] = name_on_stderr
 ) -> list[R]:
     """`function` of each item. Those it refuses with a UserError are named to `left_out`; the others go on.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from lingpt.common.errors import UserError, name_on_stderr, skipping_sick, suggestion
+from lingpt.common.errors import UserError, name_on_stderr, skip_failing, suggestion
 from lingpt.common.run_folder import (
     CONFIG,
     WEIGHTS,
@@ -131,9 +131,9 @@ def find_checkpoints(
     Raises UserError where nothing can be evaluated, naming what can.
     """
     if runs := list(runs):
-        return skipping_sick(_newest_or_error, [Path(run) for run in runs], left_out)
+        return skip_failing(_newest_or_error, [Path(run) for run in runs], left_out)
     every = [path.parent for path in sorted(Path(root).glob(f"*/{CONFIG}"))]
-    newest_of_each = skipping_sick(_newest, every, left_out)
+    newest_of_each = skip_failing(_newest, every, left_out)
     found = sorted((c for c in newest_of_each if c is not None), key=_time, reverse=True)
     if not found:
         raise UserError(f"no run with a checkpoint in {root}: train one first (lingpt train), or give --runs")

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lingpt.common.errors import UserError, skipping_sick, unknown
+from lingpt.common.errors import UserError, skip_failing, unknown
 from lingpt.common.files import read_json_object
 from lingpt.common.run_folder import (
     CONFIG,
@@ -39,8 +39,8 @@ class Curve:
     """A run's numbers, or the mean of runs that differ in their seed alone.
 
     label: in the legend and the tables, where it tells the curves apart: the attention with its options.
-    train, val: arrays of (step, train_time, loss, tokens), one row a step.
-    skipped: the steps that changed nothing, since they were not finite; (step, train_time).
+    train, val: float64 [points, 4] of (step, train_time, loss, tokens), in seconds and nats per token.
+    skipped: the steps that changed nothing, since they were not finite; [points, 2] of (step, train_time).
     config, hardware: of the run's recipe and record; empty where there is none.
     runs: how many it is the mean of; `lowest` and `highest` are then the losses' bounds at each point.
     """
@@ -97,7 +97,7 @@ def read_curves(run_folders: Sequence[str | Path]) -> list[Curve]:
     """The losses of the runs that have any; the others are named on stderr. UserError where none has."""
     if not run_folders:
         raise UserError("no runs to draw: name their folders, such as runs/demo-ours runs/demo-softmax")
-    return skipping_sick(read_curve, run_folders)
+    return skip_failing(read_curve, run_folders)
 
 
 def mean_over_seeds(curves: Sequence[Curve]) -> list[Curve]:
