@@ -45,7 +45,7 @@ from lingpt.common.run_folder import (
 from lingpt.data import Tokenizer
 from lingpt.models import GPT, save_index, save_model, write_shards
 from lingpt.models.model_folder import read_pickle
-from lingpt.train.sharding import split
+from lingpt.train.sharding import split_shards
 from lingpt.train.watch import connection_lost
 
 T = TypeVar("T")
@@ -104,7 +104,7 @@ def save_shards(
     same UserError.
     """
     final, rank = checkpoint_folder(run, manifest["step"]), dist.get_rank(group)
-    tensors, optimizer = split(state["optimizer"])
+    tensors, optimizer = split_shards(state["optimizer"])
     with contextlib.ExitStack() as stack:
 
         def begin() -> Path | None:

@@ -29,7 +29,7 @@ def compile_options() -> dict[str, Any]:
 def compile_blocks(gpt: GPT, sharded: bool = False, **options: Any) -> None:
     """torch.compile, block by block and in place: one compilation serves all layers, and no key changes.
 
-    sharded: `forward` alone, without the hooks in which FSDP2 gathers and divides parameters.
+    sharded: `forward` alone, without the hooks in which FSDP2 gathers and reshards parameters.
     """
     options = compile_options() | options
     for block in gpt.blocks:

@@ -20,13 +20,14 @@ Precision = Literal["32-true", "bf16-mixed", "bf16-true"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 STATED_MFU = 0.4  # for estimates of how long a run takes
 CPU_CORE_FLOPS = 5e10  # what a core reaches in fp32, generously
-_PATIENCE_DAYS = 7.0
+_MAX_CPU_DAYS = 7.0
 
 
 @dataclass(frozen=True)
 class Machine:
     """The devices of a run. `peak` is one device's FLOP/s at `precision`, or None where it is not known.
 
+    devices: of one machine. memory: bytes of one device; on a CPU, of the machine, whose processes share it.
     strategy: how they share the model; `single` for one device. gathers_once: under `fsdp`, each device has
     the whole parameters, and sums its own gradient, for as long as a step takes.
     """
@@ -230,7 +231,7 @@ def check_machine(machine: Machine, config: Config, recipe: Recipe) -> None:
     need = memory_here(machine, config, recipe)["total"] * machine.devices
     flops = run_flops(config, recipe)
     days = flops / (CPU_CORE_FLOPS * (os.cpu_count() or 1)) / 86400
-    too_large, too_long = need > machine.memory, days > _PATIENCE_DAYS and recipe.train.accelerator == "auto"
+    too_large, too_long = need > machine.memory, days > _MAX_CPU_DAYS and recipe.train.accelerator == "auto"
     if not (too_large or too_long):
         return
     on_gpu = memory_needed(config, recipe, "bf16-mixed", 1)["total"]

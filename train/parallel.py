@@ -39,7 +39,7 @@ from tqdm import tqdm
 from lingpt.common.errors import UserError
 from lingpt.train.launch import launched
 from lingpt.train.machine import Machine
-from lingpt.train.sharding import divided, joined, shard, stay_whole
+from lingpt.train.sharding import join_shards, shard, shard_state, stay_unsharded
 from lingpt.train.watch import Others, Watch, connection_lost, failure, lost, print_stderr
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ class Parallel:
         Sharded gradients are summed in every pass, unless there is the memory for whole ones.
         """
         if self._gathers_once:
-            stay_whole(module.module, enabled)
+            stay_unsharded(module.module, enabled)
         stays_here = enabled and self.world_size > 1 and not self.sharded
         with self.fabric.no_backward_sync(module) if stays_here else contextlib.nullcontext():
             yield
@@ -268,7 +268,7 @@ class Parallel:
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, state: dict, checkpoint: Path) -> None:
         """Sets the optimizer to the `state` of a checkpoint, of one process or of any number of them."""
-        optimizer.load_state_dict(divided(optimizer, joined(optimizer, state, checkpoint)))
+        optimizer.load_state_dict(shard_state(optimizer, join_shards(optimizer, state, checkpoint)))
 
     def autocast(self) -> AbstractContextManager:
         """The run's precision, for a module that is not wrapped."""
@@ -364,7 +364,7 @@ class Parallel:
 
 
 class _FSDP2Strategy(DDPStrategy):
-    """Starts and connects the processes as DDP does, and has `shard` divide the module over them.
+    """Starts and connects the processes as DDP does, and has `shard` shard the module over them.
 
     (Lightning's own for FSDP2 makes groups of processes while it connects them, before they can agree.)
     """

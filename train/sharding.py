@@ -1,10 +1,10 @@
 """FSDP2: every process holds a part of each parameter, of its gradient and of its optimizer state.
 
-A block's parameters are gathered whole right before its forward and its backward pass, and its gradient is
-divided again right after, in every micro-batch: what a device holds whole is two blocks at a time, and the
-embeddings. Where the memory allows it (`gathers_once`), parameters are gathered in a step's first micro-
-batch, gradients divided in its last, and whole until then. All of it is fp32 (bf16 where the run's precision
-is bf16-true), and autocast casts as under DDP: the losses are those of DDP.
+A block's parameters are all-gathered right before its forward and its backward pass, and its gradient is
+reduce-scattered right after, in every micro-batch: what a device holds unsharded is two blocks at a time, and
+the embeddings. Where the memory allows it (`gathers_once`), parameters are gathered in a step's first micro-
+batch, gradients reduce-scattered in its last, and both unsharded until then. All of it is fp32 (bf16 where
+the run's precision is bf16-true), and autocast casts as under DDP: the losses are those of DDP.
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ from lingpt.models import OPTIMIZER, Block, read_shards
 
 
 def shard(module: nn.Module, mesh: DeviceMesh, reduce_bf16: bool, gathers_once: bool) -> nn.Module:
-    """Divides the parameters of `module` over the processes of `mesh`, in place, block by block."""
+    """Shards the parameters of `module` over the processes of `mesh`, in place, block by block."""
     policy = MixedPrecisionPolicy(
         reduce_dtype=torch.bfloat16 if reduce_bf16 else None, cast_forward_inputs=False
     )
@@ -30,14 +30,14 @@ def shard(module: nn.Module, mesh: DeviceMesh, reduce_bf16: bool, gathers_once: 
     return module
 
 
-def stay_whole(module: nn.Module, enabled: bool) -> None:
-    """Whether parameters and gradient of a sharded module stay whole after its next backward pass."""
+def stay_unsharded(module: nn.Module, enabled: bool) -> None:
+    """Whether parameters and gradient of a sharded module stay unsharded after its next backward pass."""
     assert isinstance(module, FSDPModule)
     module.set_requires_gradient_sync(not enabled)
     module.set_reshard_after_backward(not enabled)
 
 
-def split(state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def split_shards(state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """An optimizer's state dict as the DTensors in it, by name, and the rest, with None in their places."""
     tensors: dict[str, torch.Tensor] = {}
     rest: dict[int, dict[str, Any]] = {}
@@ -47,8 +47,8 @@ def split(state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any
     return tensors, {**state, "state": rest}
 
 
-def joined(optimizer: torch.optim.Optimizer, state: dict[str, Any], shards: Path) -> dict[str, Any]:
-    """The inverse of `split`: with the tensors from the folder `shards`, divided as the parameters are now.
+def join_shards(optimizer: torch.optim.Optimizer, state: dict[str, Any], shards: Path) -> dict[str, Any]:
+    """The inverse of `split_shards`: with the tensors in the folder `shards`, sharded as the parameters.
 
     Raises UserError where a shard is missing or damaged.
     """
@@ -68,8 +68,8 @@ def joined(optimizer: torch.optim.Optimizer, state: dict[str, Any], shards: Path
     return {**state, "state": whole}
 
 
-def divided(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state dict with its whole tensors divided as the parameters are."""
+def shard_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state dict with its whole tensors sharded as the parameters are."""
     parameters = _parameters(optimizer)
 
     def divide(index: int, value: Any) -> Any:

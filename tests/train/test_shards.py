@@ -16,7 +16,7 @@ from lingpt.data import prepare
 from lingpt.models import GPT, load_model
 from lingpt.train import checkpoint
 from lingpt.train.optim import make_optimizer
-from lingpt.train.sharding import divided, joined
+from lingpt.train.sharding import join_shards, shard_state
 
 
 @pytest.fixture
@@ -62,9 +62,9 @@ def test_what_was_sharded_comes_back_whole_or_sharded(trained, make_recipe):
         torch.testing.assert_close(new, old.full_tensor(), rtol=0, atol=0, msg=name)
     state = checkpoint.load_state(folder)["optimizer"]
     own, whole = optimizer.state_dict()["state"], make_optimizer(loaded, make_recipe().train)
-    into_whole = joined(whole, state, folder)["state"]
-    into_parts = joined(optimizer, state, folder)["state"]
-    again = divided(optimizer, {"state": into_whole})["state"]  # what one process saved, sharded
+    into_whole = join_shards(whole, state, folder)["state"]
+    into_parts = join_shards(optimizer, state, folder)["state"]
+    again = shard_state(optimizer, {"state": into_whole})["state"]  # what one process saved, sharded
     for index, values in own.items():
         for key in ("exp_avg", "exp_avg_sq"):
             assert not isinstance(into_whole[index][key], DTensor)
