@@ -23,11 +23,12 @@ SUITE_TOKENS = 8e6  # of the other suites, in round figures
 # others on an H200 took 1.6e-6 to 2.1e-6 (docs/results/gate/learning/mqar.json).
 MQAR_TOKEN = 2e-6 / PER_CARD
 H200 = next(device for device in DEVICES if device.name == "H200")
+H200_FLOPS = H200.bf16 * STATED_MFU  # FLOP/s that it is taken to reach
 
 
 def format_plan(
     study: Study,
-    rate: Sequence[StudyRun],
+    rate_runs: Sequence[StudyRun],
     runs: Sequence[StudyRun],
     trials: Sequence[Trial],
     slots: Sequence[Slot],
@@ -35,34 +36,12 @@ def format_plan(
 ) -> str:
     """The plan of these stages: a line a row, then the whole. trials: of MQAR, those that are left."""
     peak, device = _peak(slots)
-    rate = rate if "rates" in stages else ()
     trials = trials if "mqar" in stages else ()
-    suites = study.suites if "scores" in stages else []
+    suites = study.suites if "scores" in stages else ()
     with_mqar = study.mqar is not None and "mqar" in stages
-    scored = TABLE2_TOKENS * ("table2" in suites) + SUITE_TOKENS * bool(set(suites) - {"table2"})
-    rows, seconds, disk, h200 = [], {"rates": 0.0, "runs": 0.0, "scores": 0.0}, 0.0, 0.0
-    for row in study.attentions:
-        mine, tried = ([run for run in of if run.row == row] for of in (runs, rate))
-        config = model_config(mine[0].recipe)
-        with torch.device("meta"):
-            parameters = GPT(config).num_parameters()
-        flops = [run_flops(config, run.recipe) for run in mine]
-        short = sum(run_flops(config, run.recipe) for run in tried)
-        steps, per_step = mine[0].recipe.total_steps, mine[0].recipe.tokens_per_step
-        unscored = sum(not any((run.folder / EVAL).glob("step-*.json")) for run in mine)
-        scoring = flops[0] / (steps * per_step) / 3 * scored * unscored
-        left = [f for f, run in zip(flops, mine, strict=True) if not run.is_over()]
-        disk += len(mine) * 12 * parameters * (mine[0].recipe.train.keep_checkpoints + 1)
-        seconds["runs"] += sum(left) * ("runs" in stages) / peak
-        seconds["rates"] += short * any(not run.is_over() for run in tried) / peak
-        seconds["scores"] += scoring / peak
-        hours = (sum(flops) * ("runs" in stages) + short) / (H200.bf16 * STATED_MFU) / 3600
-        done = f"{len(mine) - len(left)} of {len(mine)}"
-        cells = [count(parameters), f"{steps:,} × {count(per_step)}", str(len(mine)), str(len(tried)), done]
-        rows.append([row, *cells, f"{hours:.3g}"])
-        h200 += hours + scoring / (H200.bf16 * STATED_MFU) / 3600
-    seconds["mqar"] = _mqar_seconds(trials, slots)
-    h200 += _mqar_seconds(trials, [Slot("GPU 0", (0,))]) / 3600
+    rows, left, total, disk = _costs(study, rate_runs, runs, stages)
+    seconds = {stage: flops / peak for stage, flops in left.items()} | {"mqar": _mqar_seconds(trials, slots)}
+    h200 = total / H200_FLOPS / 3600 + _mqar_seconds(trials, [Slot("GPU 0", (0,))]) / 3600
     head = ["Row", "Parameters", "Steps × tokens", "Runs", "Rate runs", "Done", "H200 hours"]
     table = Table("", head, rows)
     cards = len({gpu for slot in slots for gpu in slot.gpus}) or len(slots)
@@ -88,6 +67,39 @@ def format_plan(
         + (" MQAR's is the most: training ends where all is right." if trials else ""),
     ]
     return "\n".join(lines)
+
+
+def _costs(
+    study: Study, rate_runs: Sequence[StudyRun], runs: Sequence[StudyRun], stages: Sequence[str]
+) -> tuple[list[list[str]], dict[str, float], float, float]:
+    """The cells of each row; the FLOPs of what is left, by stage; of all; and the bytes of checkpoints."""
+    suites = study.suites if "scores" in stages else ()
+    scored = TABLE2_TOKENS * ("table2" in suites) + SUITE_TOKENS * bool(set(suites) - {"table2"})
+    rows, left, total, disk = [], {"rates": 0.0, "runs": 0.0, "scores": 0.0}, 0.0, 0.0
+    for row in study.attentions:
+        mine = [run for run in runs if run.row == row]
+        tried = [run for run in rate_runs if run.row == row and "rates" in stages]
+        recipe, config = mine[0].recipe, model_config(mine[0].recipe)
+        with torch.device("meta"):
+            parameters = GPT(config).num_parameters()
+        flops = [run_flops(config, run.recipe) for run in mine]
+        rate_flops = sum(run_flops(config, run.recipe) for run in tried)
+        unscored = sum(not any((run.folder / EVAL).glob("step-*.json")) for run in mine)
+        # Forward alone, a third of a training token's.
+        scoring = flops[0] / (recipe.total_steps * recipe.tokens_per_step) / 3 * scored * unscored
+        unfinished = [f for f, run in zip(flops, mine, strict=True) if not run.is_over()]
+        left["runs"] += sum(unfinished) * ("runs" in stages)
+        left["rates"] += rate_flops * any(not run.is_over() for run in tried)
+        left["scores"] += scoring
+        trained = sum(flops) * ("runs" in stages) + rate_flops
+        total += trained + scoring
+        # Weights and AdamW's two moments in fp32; one more checkpoint than are kept, while it is written.
+        disk += len(mine) * 12 * parameters * (recipe.train.keep_checkpoints + 1)
+        steps = f"{recipe.total_steps:,} × {count(recipe.tokens_per_step)}"
+        done = f"{len(mine) - len(unfinished)} of {len(mine)}"
+        hours = f"{trained / H200_FLOPS / 3600:.3g}"
+        rows.append([row, count(parameters), steps, str(len(mine)), str(len(tried)), done, hours])
+    return rows, left, total, disk
 
 
 def _mqar_seconds(trials: Sequence[Trial], slots: Sequence[Slot]) -> float:
