@@ -82,12 +82,12 @@ def _run_name(recipe: Recipe, file: Path | None) -> str:
 
     A run of this very recipe from before that, called as its model and attention, keeps its name.
     """
-    asked = _alone(file)
+    in_file = _recipe_in(file)
     of = recipe.model.name
     # Not the recipe that a run has resolved to: that one goes on with the run.
     if file and file.resolve().parent != FOLDER and "name" not in read_yaml(file).get("train", {}):
-        of = file.stem if of == asked.model.name else f"{file.stem}-{of}"
-    name = "-".join([recipe.default_name(of), *_sizes_given(recipe.model, asked.model)])
+        of = file.stem if of == in_file.model.name else f"{file.stem}-{of}"
+    name = "-".join([recipe.default_name(of), *_sizes_given(recipe.model, in_file.model)])
     before = Path(recipe.train.out_dir) / f"{recipe.model.name}-{recipe.attention_label}"
     if (before / CONFIG).exists() and not (Path(recipe.train.out_dir) / name).exists():
         with contextlib.suppress(UserError):
@@ -96,7 +96,7 @@ def _run_name(recipe: Recipe, file: Path | None) -> str:
     return name
 
 
-def _alone(file: Path | None) -> Recipe:
+def _recipe_in(file: Path | None) -> Recipe:
     """The recipe of the file, without the command line."""
     parser = ArgumentParser(exit_on_error=False)
     configure_recipe(parser)
@@ -104,16 +104,16 @@ def _alone(file: Path | None) -> Recipe:
     return Recipe(model=args.model, data=args.data, train=args.train)
 
 
-def _sizes_given(model: ModelArgs, asked: ModelArgs) -> list[str]:
-    """`n_layer_3` for each size that is not what `asked` has, or the model of its name."""
+def _sizes_given(model: ModelArgs, in_file: ModelArgs) -> list[str]:
+    """`n_layer_3` for each size that is not what `in_file` has, or the model of its name."""
     options = {option for attention in ATTENTIONS.values() for option in attention.options()}
     sizes = [field.name for field in fields(ModelArgs) if field.name not in {"name", "attention", *options}]
-    differ = [size for size in sizes if getattr(model, size) != getattr(asked, size)]
+    differ = [size for size in sizes if getattr(model, size) != getattr(in_file, size)]
     if not differ:
         return []
     now, own = model.config(), None
     with contextlib.suppress(UserError):  # a model of one's own whose sizes the command line gives
-        own = replace(asked, name=model.name, attention=model.attention).config()
+        own = replace(in_file, name=model.name, attention=model.attention).config()
     return [
         f"{size}_{getattr(now, size)}" for size in differ if getattr(now, size) != getattr(own, size, None)
     ]
