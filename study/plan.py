@@ -1,12 +1,15 @@
 """`lingpt study --dry_run`: what a study costs, before anything is trained: time, disk, card hours."""
 
+import math
 from collections.abc import Sequence
 
 import torch
 
 from lingpt.common.run_folder import EVAL
 from lingpt.data import availability
+from lingpt.eval.language import PIECES, TOKENS
 from lingpt.eval.mqar import PER_CARD, Trial
+from lingpt.eval.phrases import CHOICES, QUESTIONS
 from lingpt.eval.table2 import count
 from lingpt.eval.tables import Table
 from lingpt.models import GPT
@@ -18,7 +21,11 @@ from lingpt.train.model import model_config
 from lingpt.train.throughput import DEVICES, peak_flops
 
 TABLE2_TOKENS = 13e6  # of a GPT-NeoX tokenizer, MMLU's five examples included
-SUITE_TOKENS = 8e6  # of the other suites, in round figures
+COMMONSENSE_TOKENS = 1e6
+EMBEDDED_TOKENS = 1e5  # of the text that comes with Python, at most
+# Seconds of an H200 that a run's scores take beside the model's FLOPs: questions are short, the host builds
+# them. As three runs of pythia-160m took (docs/results/study/pythia-160m); of a text, for each of its suites.
+TABLE2_SECONDS, COMMONSENSE_SECONDS, TEXT_SECONDS = 95.0, 30.0, 12.0
 # Seconds of a card for a token of MQAR: these models are too small for their FLOPs to say. A process among
 # others on an H200 took 1.6e-6 to 2.1e-6 (docs/results/gate/learning/mqar.json).
 MQAR_TOKEN = 2e-6 / PER_CARD
@@ -39,7 +46,8 @@ def format_plan(
     trials = trials if "mqar" in stages else ()
     suites = study.suites if "scores" in stages else []
     with_mqar = study.mqar is not None and "mqar" in stages
-    scored = TABLE2_TOKENS * ("table2" in suites) + SUITE_TOKENS * bool(set(suites) - {"table2"})
+    scored = scored_tokens(study, runs[0].recipe.data.seq_len, suites)
+    host = host_seconds(study, suites)
     rows, seconds, disk, h200 = [], {"rates": 0.0, "runs": 0.0, "scores": 0.0}, 0.0, 0.0
     for row in study.attentions:
         mine, tried = ([run for run in of if run.row == row] for of in (runs, rate))
@@ -55,12 +63,12 @@ def format_plan(
         disk += len(mine) * 12 * parameters * (mine[0].recipe.train.keep_checkpoints + 1)
         seconds["runs"] += sum(left) * ("runs" in stages) / peak
         seconds["rates"] += short * any(not run.is_over() for run in tried) / peak
-        seconds["scores"] += scoring / peak
+        seconds["scores"] += scoring / peak + (host * unscored if slots[0].gpus else 0.0)
         hours = (sum(flops) * ("runs" in stages) + short) / (H200.bf16 * STATED_MFU) / 3600
         done = f"{len(mine) - len(left)} of {len(mine)}"
         cells = [count(parameters), f"{steps:,} × {count(per_step)}", str(len(mine)), str(len(tried)), done]
-        rows.append([row, *cells, f"{hours:.3g}"])
-        h200 += hours + scoring / (H200.bf16 * STATED_MFU) / 3600
+        rows.append([row, *cells, f"{hours:.3g}" if hours >= 0.001 else "< 0.001"])
+        h200 += hours + (scoring / (H200.bf16 * STATED_MFU) + host * unscored) / 3600
     seconds["mqar"] = _mqar_seconds(trials, slots)
     h200 += _mqar_seconds(trials, [Slot("GPU 0", (0,))]) / 3600
     head = ["Row", "Parameters", "Steps × tokens", "Runs", "Rate runs", "Done", "H200 hours"]
@@ -88,6 +96,25 @@ def format_plan(
         + (" MQAR's is the most: training ends where all is right." if trials else ""),
     ]
     return "\n".join(lines)
+
+
+def scored_tokens(study: Study, seq_len: int, suites: Sequence[str]) -> float:
+    """Of the questions and texts of these suites, at most and in round figures; each is read once a run."""
+    tokens = TABLE2_TOKENS * ("table2" in suites) + COMMONSENSE_TOKENS * ("commonsense" in suites)
+    for source in study.texts.values() or ["embedded"]:
+        most = EMBEDDED_TOKENS if source == "embedded" else math.inf
+        if "language" in suites:
+            tokens += min(most, TOKENS) + min(most, PIECES * study.longest * seq_len)
+        if "recall" in suites:  # each of the four answers behind the whole text
+            tokens += QUESTIONS * CHOICES * seq_len
+    return tokens
+
+
+def host_seconds(study: Study, suites: Sequence[str]) -> float:
+    """Of the scores of one run on a GPU: what they take beside the model's FLOPs."""
+    seconds = TABLE2_SECONDS * ("table2" in suites) + COMMONSENSE_SECONDS * ("commonsense" in suites)
+    texts = sum(source != "embedded" for source in study.texts.values())
+    return seconds + TEXT_SECONDS * texts * (("language" in suites) + ("recall" in suites))
 
 
 def _mqar_seconds(trials: Sequence[Trial], slots: Sequence[Slot]) -> float:
