@@ -4,10 +4,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from lingpt.common.figures import save_figure
 from lingpt.common.palette import colours
 from lingpt.common.run_folder import attention_label
 from lingpt.eval.seeds import mean_scores
-from lingpt.eval.tables import add_caption, save_figure
+from lingpt.eval.tables import add_caption
 
 DASHES = ("-", "--", ":", "-.")  # further rows of the same attention
 

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from lingpt.common.errors import UserError
+from lingpt.common.figures import save_figure
 from lingpt.common.files import read_json_object, write_errors, write_text
 from lingpt.common.palette import colours
 from lingpt.eval.mqar import Trial, without_conv
 from lingpt.eval.results import DASH, percent
-from lingpt.eval.tables import Table, add_caption, draw_tables, save_figure
+from lingpt.eval.tables import Table, add_caption, draw_tables
 
 RESULTS = "mqar.json"
 

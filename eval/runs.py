@@ -160,6 +160,9 @@ def _newest_or_error(path: Path) -> Checkpoint:
         return Checkpoint.open(path)
     if not path.is_dir():
         raise UserError(f"no run at {path}")
+    if not (path / CONFIG).exists() and (within := sorted(path.glob(f"*/{CONFIG}"))):
+        names = ", ".join(config.parent.name for config in within)
+        raise UserError(f"{path} is a folder of runs ({names}), and no run: give some of them, {path}/…")
     if (newest := _newest(path)) is None:
         raise UserError(f"{path} has no whole checkpoint yet: let it train on to its first one")
     return newest

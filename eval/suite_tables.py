@@ -77,7 +77,8 @@ def _benchmark(result: dict[str, Any], benchmark: Benchmark) -> str:
     if benchmark.metric.startswith("acc"):
         return percent(entry["metrics"], benchmark.metric) + star
     value, error = entry["metrics"][benchmark.metric], entry["metrics"].get(f"{benchmark.metric}_stderr")
-    return f"{value:.3g}" + (f" ± {error:.2g}" if error else "") + star
+    value_format, error_format = (",.0f", ",.0f") if value >= 100 else (".3g", ".2g")  # never 7.03e+04
+    return f"{value:{value_format}}" + (f" ± {error:{error_format}}" if error else "") + star
 
 
 def _bits_table(results: Sequence[dict[str, Any]]) -> Table:

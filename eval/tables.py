@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lingpt.common.errors import UserError
-from lingpt.common.files import replacing, write_errors
+from lingpt.common.figures import save_figure
 
 _LATEX = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_",
@@ -102,11 +101,3 @@ def add_caption(figure, text: str) -> None:
     """Under a matplotlib figure, in lines as wide as it."""
     lines = textwrap.fill(text, int(15 * figure.get_figwidth()))
     figure.supxlabel(lines, fontsize=7.5, color="0.25", x=0.01, ha="left")
-
-
-def save_figure(figure, out: Path) -> None:
-    """Writes a matplotlib figure whole or not at all. UserError for a format that is none."""
-    if (kind := out.suffix[1:].lower() or "png") not in (known := figure.canvas.get_supported_filetypes()):
-        raise UserError(f"cannot draw a .{kind}: end it in one of .{', .'.join(sorted(known))}")
-    with write_errors(out), replacing(out) as temporary:
-        figure.savefig(temporary, format=kind)

@@ -186,6 +186,7 @@ def _check_types(values: Mapping[str, Any], path: Path) -> None:
         (_MAPPINGS, dict, "`key: value`"),
         (_WHOLE, int, "a whole number"),
         (("recipe",), str, "a file, or the name of a recipe"),
+        (("name",), str, "a word"),
         (("eval_data",), str, "a folder"),
     ):
         for key in keys:
@@ -235,6 +236,6 @@ def _check(study: Study, path: Path) -> None:
     for key in ("against", "drawn"):
         if missing := [row for row in getattr(study, key) if row not in study.attentions]:
             raise UserError(f"{path}: {key} names {missing[0]!r}, which is no row of it")
-    for name in study.attentions:
+    for name, what in ((study.name, "the study's"), *((row, "a run's") for row in study.attentions)):
         if Path(name).name != name or not name or name.startswith("."):
-            raise UserError(f"{path}: {name!r} cannot name a run's folder")
+            raise UserError(f"{path}: {name!r} cannot name {what} folder")

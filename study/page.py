@@ -4,7 +4,7 @@ import contextlib
 import math
 import shutil
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,8 +46,10 @@ def write_page(
     tried: Sequence[StudyRun],
     runs: Sequence[StudyRun],
     failures: Sequence[Failure] = (),
+    report: Callable[[str], None] = print,
 ) -> Path:
-    """Writes tables, figures and README.md into the study's folder; returns the page's path.
+    """Writes tables, figures and README.md into the study's folder; returns the page's path. `report` takes
+    a line on each run that is not in the tables.
 
     Where the folder has a `reading.md`, a person's reading of the numbers, the page begins with it.
     """
@@ -57,11 +59,12 @@ def write_page(
     trouble = [why for _, why in judged if why is not None]
     known = set(trouble)  # a folder that holds another run is named by the run
     over = {run.name for run in done}  # one that failed may have been trained by another process
-    trouble += [
+    failed = [
         f"{f.job} failed: {f.reason}"
         for f in failures
         if f"{f.job} {f.reason}" not in known and f.job not in over
     ]
+    trouble += failed
     results = [found for run in done if (found := _results(run, trouble))] if study.suites else []
     trouble += left_out(results)
     results = mean_scores(results)
@@ -70,7 +73,11 @@ def write_page(
     rates = {run.options["train.learning_rate"] for run in tried if run.is_done()}
     parts = [f"# Study {study.name}\n\n{about}{_what(study, runs, sorted(rates))}"]
     if trouble:
-        parts.append("## Not in the tables\n\n" + "\n".join(f"- {line}" for line in dict.fromkeys(trouble)))
+        trouble = list(dict.fromkeys(trouble))
+        parts.append("## Not in the tables\n\n" + "\n".join(f"- {line}" for line in trouble))
+        for line in trouble:
+            if line not in failed:  # those the command names itself
+                report(f"not in the tables: {line}")
     if (folder / READING).exists():
         parts.append((folder / READING).read_text(encoding="utf-8").strip())
     parts += training
@@ -208,6 +215,7 @@ def _losses(study: Study, done: Sequence[StudyRun], curves: dict[str, Curve]) ->
                 "parameters": _parameters(mine[0]),
                 "rate": mine[0].recipe.train.learning_rate,
                 "seeds": len(mine),
+                "of_seeds": [run.seed for run in mine],
                 "losses": losses,
                 "loss": statistics.mean(losses),
                 "deviation": statistics.stdev(losses) if len(losses) > 1 else None,
@@ -261,6 +269,9 @@ def _loss_table(study: Study, rows: list[dict[str, Any]]) -> Table:
     notes = ["Loss in nats per token of held-out text; ± the standard deviation over seeds."]
     if any(row["deviation"] is not None for row in rows) and compared:
         notes[0] += " Differences of means ± their standard error (Welch)."
+    if compared and len({tuple(row["of_seeds"]) for row in rows}) > 1:
+        seeds = "; ".join(f"{row['row']}: {', '.join(map(str, row['of_seeds']))}" for row in rows)
+        notes.append(f"Not all rows have the same seeds ({seeds}): their differences are of the seeds, too.")
     if study.runs_per_device == 1:
         head += ["at equal time", "Training", "Tokens/s", "MFU", "3 B tokens on 8 cards"]
         common = duration(rows[0]["equal_time"]) if rows else ""

@@ -1,12 +1,15 @@
 """`lingpt study --dry_run`: what a study costs, before anything is trained: time, disk, card hours."""
 
+import math
 from collections.abc import Sequence
 
 import torch
 
 from lingpt.common.run_folder import EVAL
 from lingpt.data import availability
+from lingpt.eval.language import PIECES, TOKENS
 from lingpt.eval.mqar import PER_CARD, Trial
+from lingpt.eval.phrases import CHOICES, QUESTIONS
 from lingpt.eval.table2 import count
 from lingpt.eval.tables import Table
 from lingpt.models import GPT
@@ -18,7 +21,11 @@ from lingpt.train.model import model_config
 from lingpt.train.throughput import DEVICES, peak_flops
 
 TABLE2_TOKENS = 13e6  # of a GPT-NeoX tokenizer, MMLU's five examples included
-SUITE_TOKENS = 8e6  # of the other suites, in round figures
+COMMONSENSE_TOKENS = 1e6
+EMBEDDED_TOKENS = 1e5  # of the text that comes with Python, at most
+# Seconds of an H200 that a run's scores take beside the model's FLOPs: questions are short, the host builds
+# them. As three runs of pythia-160m took (docs/results/study/pythia-160m); of a text, for each of its suites.
+TABLE2_SECONDS, COMMONSENSE_SECONDS, TEXT_SECONDS = 95.0, 30.0, 12.0
 # Seconds of a card for a token of MQAR: these models are too small for their FLOPs to say. A process among
 # others on an H200 took 1.6e-6 to 2.1e-6 (docs/results/gate/learning/mqar.json).
 MQAR_TOKEN = 2e-6 / PER_CARD
@@ -40,8 +47,11 @@ def format_plan(
     suites = study.suites if "scores" in stages else ()
     with_mqar = study.mqar is not None and "mqar" in stages
     rows, left, total, disk = _costs(study, rate_runs, runs, stages)
-    seconds = {stage: flops / peak for stage, flops in left.items()} | {"mqar": _mqar_seconds(trials, slots)}
-    h200 = total / H200_FLOPS / 3600 + _mqar_seconds(trials, [Slot("GPU 0", (0,))]) / 3600
+    seconds = {stage: flops / peak for stage, flops in left.items()}
+    host = host_seconds(study, suites) * sum(map(_is_unscored, runs))
+    seconds["scores"] += host if slots[0].gpus else 0.0
+    seconds["mqar"] = _mqar_seconds(trials, slots)
+    h200 = (total / H200_FLOPS + host + _mqar_seconds(trials, [Slot("GPU 0", (0,))])) / 3600
     head = ["Row", "Parameters", "Steps × tokens", "Runs", "Rate runs", "Done", "H200 hours"]
     table = Table("", head, rows)
     cards = len({gpu for slot in slots for gpu in slot.gpus}) or len(slots)
@@ -74,7 +84,7 @@ def _costs(
 ) -> tuple[list[list[str]], dict[str, float], float, float]:
     """The cells of each row; the FLOPs of what is left, by stage; of all; and the bytes of checkpoints."""
     suites = study.suites if "scores" in stages else ()
-    scored = TABLE2_TOKENS * ("table2" in suites) + SUITE_TOKENS * bool(set(suites) - {"table2"})
+    scored = scored_tokens(study, runs[0].recipe.data.seq_len, suites)
     rows, left, total, disk = [], {"rates": 0.0, "runs": 0.0, "scores": 0.0}, 0.0, 0.0
     for row in study.attentions:
         mine = [run for run in runs if run.row == row]
@@ -84,7 +94,7 @@ def _costs(
             parameters = GPT(config).num_parameters()
         flops = [run_flops(config, run.recipe) for run in mine]
         rate_flops = sum(run_flops(config, run.recipe) for run in tried)
-        unscored = sum(not any((run.folder / EVAL).glob("step-*.json")) for run in mine)
+        unscored = sum(map(_is_unscored, mine))
         # Forward alone, a third of a training token's.
         scoring = flops[0] / (recipe.total_steps * recipe.tokens_per_step) / 3 * scored * unscored
         unfinished = [f for f, run in zip(flops, mine, strict=True) if not run.is_over()]
@@ -97,9 +107,33 @@ def _costs(
         disk += len(mine) * 12 * parameters * (recipe.train.keep_checkpoints + 1)
         steps = f"{recipe.total_steps:,} × {count(recipe.tokens_per_step)}"
         done = f"{len(mine) - len(unfinished)} of {len(mine)}"
-        hours = f"{trained / H200_FLOPS / 3600:.3g}"
-        rows.append([row, count(parameters), steps, str(len(mine)), str(len(tried)), done, hours])
+        hours = trained / H200_FLOPS / 3600
+        cells = [count(parameters), steps, str(len(mine)), str(len(tried)), done]
+        rows.append([row, *cells, f"{hours:.3g}" if hours >= 0.001 else "< 0.001"])
     return rows, left, total, disk
+
+
+def _is_unscored(run: StudyRun) -> bool:
+    return not any((run.folder / EVAL).glob("step-*.json"))
+
+
+def scored_tokens(study: Study, seq_len: int, suites: Sequence[str]) -> float:
+    """Of the questions and texts of these suites, at most and in round figures; each is read once a run."""
+    tokens = TABLE2_TOKENS * ("table2" in suites) + COMMONSENSE_TOKENS * ("commonsense" in suites)
+    for source in study.texts.values() or ["embedded"]:
+        most = EMBEDDED_TOKENS if source == "embedded" else math.inf
+        if "language" in suites:
+            tokens += min(most, TOKENS) + min(most, PIECES * study.longest * seq_len)
+        if "recall" in suites:  # each of the four answers behind the whole text
+            tokens += QUESTIONS * CHOICES * seq_len
+    return tokens
+
+
+def host_seconds(study: Study, suites: Sequence[str]) -> float:
+    """Of the scores of one run on a GPU: what they take beside the model's FLOPs."""
+    seconds = TABLE2_SECONDS * ("table2" in suites) + COMMONSENSE_SECONDS * ("commonsense" in suites)
+    texts = sum(source != "embedded" for source in study.texts.values())
+    return seconds + TEXT_SECONDS * texts * (("language" in suites) + ("recall" in suites))
 
 
 def _mqar_seconds(trials: Sequence[Trial], slots: Sequence[Slot]) -> float:

@@ -169,7 +169,10 @@ class _Stages:
         runs than cards, several cards share the questions of each."""
         study = self.study
         ready = [str(run.folder) for run in self._now(self.runs) if run.is_done() and run.has_weights()]
-        if not ready or not study.suites:
+        if not study.suites:
+            return
+        if not ready:
+            print("scores: nothing to score: no run is finished and has its weights")
             return
         slots, each = self.slots, len(self._cards()) // len(ready)
         if each > len(slots[0].gpus):

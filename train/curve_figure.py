@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lingpt.common.errors import UserError
-from lingpt.common.files import replacing, write_errors
+from lingpt.common.figures import figure_format, save_figure
 from lingpt.common.palette import colours
 from lingpt.train.curves import (
     Curve,
@@ -55,11 +54,8 @@ def draw(curves: list[Curve], paths: Sequence[Path], timed: bool = True) -> None
 
     figure = Figure(figsize=(12, 4.6), dpi=200)
     FigureCanvasAgg(figure)
-    known = figure.canvas.get_supported_filetypes()
     for path in paths:
-        if (path.suffix[1:].lower() or "png") not in known:
-            kinds = ", .".join(sorted(known))
-            raise UserError(f"cannot draw a {path.suffix}: end --out in one of .{kinds}")
+        figure_format(figure, path, "--out")
     unit, seconds = _time_unit(max(_last(c, TIME) for c in curves))
     tokens, size = _token_unit(max(_last(c, TOKENS) for c in curves))
     axes = [(TIME, seconds, f"training time ({unit})"), (TOKENS, size, tokens), (STEP, 1, "step")]
@@ -80,8 +76,7 @@ def draw(curves: list[Curve], paths: Sequence[Path], timed: bool = True) -> None
     figure.subplots_adjust(left=0.055, right=0.985, top=0.92, bottom=0.21, wspace=0.06)
     _legend(figure, panels[-1], len(curves))
     for path in paths:
-        with write_errors(path), replacing(path) as temporary:
-            figure.savefig(temporary, format=path.suffix[1:].lower() or "png")
+        save_figure(figure, path)
 
 
 def _legend(figure, panel, rows: int) -> None:

@@ -64,6 +64,8 @@ def test_runs_by_name(tmp_path, tokenizer):
     found = find_checkpoints(tmp_path, runs=[b, a / "checkpoints" / "step-00000001"])
     assert [(c.run.name, c.step) for c in found] == [("b", 2), ("a", 1)]
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"is a folder of runs \(.*\), and no run: give some of them"):
+        find_checkpoints(tmp_path, runs=[tmp_path])
     with pytest.raises(UserError, match="no whole checkpoint yet"):
         find_checkpoints(tmp_path, runs=[tmp_path / "empty"])
     with pytest.raises(UserError, match="no run at"):

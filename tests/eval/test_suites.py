@@ -196,6 +196,24 @@ def test_what_a_run_gets(tmp_path, tokenizer, texts, capsys):
     assert b"<svg" in paths[-1].read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("metrics", "cell"),
+    [
+        ({"perplexity": 70254.67, "perplexity_stderr": 3857.45}, "70,255 ± 3,857"),
+        ({"perplexity": 12.345, "perplexity_stderr": 0.1234}, "12.3 ± 0.12"),
+        ({"perplexity": math.inf, "perplexity_stderr": None}, "inf"),
+    ],
+)
+def test_a_perplexity_as_it_is_read(metrics, cell):
+    """Guards: 7.03e+04 ± 3.9e+03."""
+    entry = {"task": "lambada_openai", "num_fewshot": 0, "documents": 9, "complete": True}
+    entry |= {"metrics": {"acc": 0.1, "acc_stderr": 0.1} | metrics}
+    about = {"run": "a", "step": 1, "form": "ours", "attention": "ours", "model": "demo", "path": "a"}
+    results = [{"checkpoint": about, "scores": {"lambada_openai (0-shot)": entry}}]
+    (table,) = suite_tables(results, ["commonsense"])
+    assert table.rows[0][table.head.index("LAMBADA ppl")] == cell
+
+
 def test_mistakes(eval_data, tmp_path, capsys):
     with pytest.raises(UserError, match="did you mean 'commonsense'"):
         check_suites(["comonsense"])

@@ -11,8 +11,9 @@ from lingpt.study import read_study
 from lingpt.tests.study.tiny import TINY, fake_run, write
 
 
-def test_what_goes_wrong_is_named_and_the_rest_is_shown(here):
-    """A run missing, unfinished, diverged, of another attention; scores damaged: a line each."""
+def test_what_goes_wrong_is_named_and_the_rest_is_shown(here, capsys):
+    """A run missing, unfinished, diverged, of another attention; scores damaged: a line each, on the page and
+    on the terminal."""
     rows = ["softmax", "ours", "gla", "ours-decay", "ours-gated"]
     write(TINY | {"rates": [], "seeds": 1, "attentions": rows})
     folder = Path("runs/study-tiny")
@@ -25,7 +26,7 @@ def test_what_goes_wrong_is_named_and_the_rest_is_shown(here):
     damaged.parent.mkdir()
     damaged.write_text("{")
     assert main(["study", "--config", "study-tiny.yaml", "--stages", "page"]) == 0
-    page = (folder / "README.md").read_text()
+    page, printed = (folder / "README.md").read_text(), capsys.readouterr().out
     for line in (
         "ours-seed0 is unfinished: step 3 of 4",
         "gla-seed0 diverged at step 4: its loss was not finite",
@@ -33,7 +34,8 @@ def test_what_goes_wrong_is_named_and_the_rest_is_shown(here):
         "ours-gated-seed0 was trained with ours, and its row is ours-gated: give the study another --name",
         "step-00000004.json is damaged",
     ):
-        assert f"- {line}" in page or line in page
+        assert len(re.findall(rf"^- .*{line}", page, re.M)) == 1
+        assert len(re.findall(rf"^not in the tables: .*{line}", printed, re.M)) == 1
     assert re.search(r"\| softmax \| \S+ k +\| 0.003 \| 1     \| 4.0000", page) and not here
 
 
@@ -178,5 +180,6 @@ def test_rows_are_compared_over_their_seeds(here):
     assert "| 4.0000 ± 0.1732 | –                | −0.1000 ± 0.1155 |" in page
     assert "| 5.0000 ± 0.0000 | +1.0000 ± 0.1000 | +0.9000 ± 0.0577 |" in page
     assert "Tokens/s" not in page and "2 runs shared a GPU" in page and "ours-seed2 is missing" in page
+    assert "the same seeds (gla: 0, 1, 2; ours: 0, 1; softmax: 0, 1, 2): their differences are of the" in page
     picture = (folder / "curves.svg").read_text()
     assert "ours" in picture and "softmax" not in picture and "training time" not in picture

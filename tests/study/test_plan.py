@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from lingpt.cli.main import main
+from lingpt.configs import recipe_path
 from lingpt.eval.mqar import Trial
+from lingpt.study import read_study
 from lingpt.study.jobs import Slot
-from lingpt.study.plan import _mqar_seconds
+from lingpt.study.plan import H200_FLOPS, _mqar_seconds, host_seconds, scored_tokens
 from lingpt.tests.study.tiny import TINY, write
 
 
@@ -53,6 +55,21 @@ def test_the_plan_counts_what_is_left_of_mqar(here, capsys):
     assert minutes() == pytest.approx(both / 2, rel=0.05)
     results.write_text(json.dumps({"results": [trial, trial | {"rate": 0.01}]}))
     assert minutes() is None and not here
+
+
+def test_the_time_of_scores_is_what_was_measured():
+    """Guards: 17 seconds for scores that take 210 on an H200, and 49 minutes for those of the demo that take
+    one on a CPU. Within a third."""
+    folder = Path(__file__).parents[2] / "docs" / "results" / "study" / "pythia-160m"
+    texts = {"wikipedia": "test.jsonl.xz", "novels": "novels.jsonl.xz"}
+    study = read_study(recipe_path("study-pythia-160m"), {"texts": texts})
+    flops = scored_tokens(study, 2048, study.suites) * 2 * 162e6
+    planned = host_seconds(study, study.suites) + flops / H200_FLOPS
+    for file in folder.glob("*-seed0/eval/*.json"):
+        scores = json.loads(file.read_text())["scores"].values()
+        assert planned == pytest.approx(sum(entry["seconds"] for entry in scores), rel=1 / 3)
+    demo = read_study(recipe_path("study-demo"))
+    assert scored_tokens(demo, 256, demo.suites) < 5e5 and host_seconds(demo, demo.suites) == 0
 
 
 def test_mqars_time_on_a_card_is_what_was_measured():

@@ -144,6 +144,13 @@ def test_another_study_in_the_same_folder_is_refused(here, capsys):
     assert main([*command, "--tokens", "1024", "--name", "longer"]) == 0
 
 
+def test_nothing_to_score_is_said(here, capsys):
+    """Guards: `--stages scores` before any run is finished ended without a word."""
+    write(TINY | {"rates": []})
+    assert main([*COMMAND, "--stages", "scores"]) == 0 and not here
+    assert "nothing to score: no run is finished" in capsys.readouterr().out
+
+
 def test_fewer_rows_and_seeds_leave_the_others_in_the_study(here):
     """What is asked for is trained; page, study.json and summary.json have all that the folder has."""
     write(TINY | {"rates": [], "suites": [], "attentions": ["softmax", "gla", "ours"]})

@@ -1,0 +1,30 @@
+"""Guards figures as they are written: what a publisher takes; a picture that has not changed is no change."""
+
+import pytest
+
+from lingpt.common.errors import UserError
+from lingpt.common.figures import save_figure
+
+
+def figure():
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(2, 1))
+    drawn.subplots().plot([1, 2], marker="o", label="softmax")
+    return drawn
+
+
+@pytest.mark.parametrize("kind", ["pdf", "svg", "png"])
+def test_a_picture_drawn_again_is_the_same_file(tmp_path, kind):
+    """Guards: a date and random names, nine hundred lines of difference. And no Type 3 font in a PDF."""
+    files = [tmp_path / f"{name}.{kind}" for name in ("a", "b")]
+    for file in files:
+        save_figure(figure(), file)
+    first, second = (file.read_bytes() for file in files)
+    assert first == second and b"/Type3" not in first
+
+
+def test_a_format_that_is_none(tmp_path):
+    with pytest.raises(UserError, match=r"cannot draw a \.xyz: end it in one of .*\.png"):
+        save_figure(figure(), tmp_path / "a.xyz")
+    assert not list(tmp_path.iterdir())
