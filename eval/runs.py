@@ -21,6 +21,7 @@ from lingpt.common.run_folder import (
     attention_label,
     checkpoint_step,
     checkpoints,
+    newest_or_error,
     read_config,
     read_manifest,
     read_model,
@@ -160,9 +161,7 @@ def _newest_or_error(path: Path) -> Checkpoint:
         return Checkpoint.open(path)
     if not path.is_dir():
         raise UserError(f"no run at {path}")
-    if (newest := _newest(path)) is None:
-        raise UserError(f"{path} has no whole checkpoint yet: let it train on to its first one")
-    return newest
+    return Checkpoint.open(newest_or_error(path))
 
 
 @contextmanager
