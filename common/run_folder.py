@@ -73,16 +73,23 @@ def newest_checkpoint(run: Path) -> Path | None:
     return whole[-1] if whole else None
 
 
+def newest_or_error(run: Path) -> Path:
+    """`newest_checkpoint`; UserError where there is none, with what is wrong with the last one."""
+    if newest := newest_checkpoint(run):
+        return newest
+    if named := named_checkpoints(run):
+        wrong = f"{named[-1].name} {damage(named[-1])}"
+        raise UserError(f"no checkpoint of {run} can be read ({wrong}): restore one from a copy")
+    raise UserError(f"{run} has no whole checkpoint yet: train on with the same command")
+
+
 def model_folder(path: Path) -> Path:
     """Where the model is that a user names: the newest checkpoint of a run's folder, else the folder itself.
 
     UserError for a run without a whole checkpoint, and where a checkpoint is damaged.
     """
     if (path / CHECKPOINTS).is_dir():
-        newest = newest_checkpoint(path)
-        if newest is None:
-            raise UserError(f"{path} has no whole checkpoint yet: train on with the same command")
-        path = newest
+        path = newest_or_error(path)
     check_undamaged(path)
     return path
 

@@ -21,6 +21,7 @@ from lingpt.common.run_folder import (
     attention_label,
     checkpoint_step,
     checkpoints,
+    newest_or_error,
     read_config,
     read_manifest,
     read_model,
@@ -163,9 +164,7 @@ def _newest_or_error(path: Path) -> Checkpoint:
     if not (path / CONFIG).exists() and (within := sorted(path.glob(f"*/{CONFIG}"))):
         names = ", ".join(config.parent.name for config in within)
         raise UserError(f"{path} is a folder of runs ({names}), and no run: give some of them, {path}/…")
-    if (newest := _newest(path)) is None:
-        raise UserError(f"{path} has no whole checkpoint yet: let it train on to its first one")
-    return newest
+    return Checkpoint.open(newest_or_error(path))
 
 
 @contextmanager

@@ -50,9 +50,9 @@ def format_plan(recipe: Recipe, machine: Machine, config: Config) -> str:
         "run": f"{recipe.total_steps:,} steps, {tokens / 1e9:.3g} B tokens, {flops:.3g} FLOP",
         "memory": f"{need['total'] / 1e9:.1f} GB a device at micro-batch {t.micro_batch_size}, {precision}, "
         f"estimated (GB: {parts})",
-        "disk": f"{checkpoint / 1e9:.2g} GB a checkpoint, {most / 1e9:.2g} GB at most while saving (keep "
+        "disk": f"{_gigabytes(checkpoint)} a checkpoint, {_gigabytes(most)} at most while saving (keep "
         f"{t.keep_checkpoints}); token cache {cache_size(data.source, config.padded_vocab_size)}",
-        "host": f"{_pinned(gpt, precision, machine) / 1e9:.2g} GB of pinned memory beside a GPU: the copy of "
+        "host": f"{_gigabytes(_pinned(gpt, precision, machine))} of pinned memory beside a GPU: the copy of "
         "a checkpoint that is written while training goes on",
         "here": _here(machine, config, recipe),
     }
@@ -73,6 +73,11 @@ def format_plan(recipe: Recipe, machine: Machine, config: Config) -> str:
     rate, basis = _speed(machine, flops / tokens)
     lines += ["", f"here: about {rate / 1e3:.3g} k tokens/s at {basis}, {duration(tokens / rate)}"]
     return "\n".join(lines)
+
+
+def _gigabytes(size: float) -> str:
+    """`0.047 GB`, `1.9 GB`, `142 GB`."""
+    return f"{size / 1e9:.0f} GB" if size >= 99.5e9 else f"{size / 1e9:.2g} GB"
 
 
 def _pinned(gpt: GPT, precision: str, machine: Machine) -> int:

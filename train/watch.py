@@ -164,7 +164,8 @@ class Watch:
     def launched_by(self, launcher: Any) -> Iterator[None]:
         """Around a launch: watches the processes that Lightning's `launcher` starts, from their start on.
 
-        They are taken from its list, within the seconds after which its own observer would look there.
+        They are taken from its list, within the seconds after which its own observer would look there. Where
+        the launch fails they end with it: one that is still importing would wait for this one in vain.
         """
         launched, count = getattr(launcher, "procs", []), getattr(launcher, "num_processes", 1) - 1
         over, taken = threading.Event(), threading.Event()
@@ -178,11 +179,15 @@ class Watch:
                 self._watch_children()
 
         threading.Thread(target=take, name="watch-children", daemon=True).start()
+        failed = True
         try:
             yield
+            failed = False
         finally:
             over.set()
             taken.wait()
+            if failed:
+                self.end_children()
 
     def limit_waits(self, others: Others, issued: Callable[[], int], speaks: bool) -> None:
         """From here on ends a process that waits for another one for too long; one of them says which.

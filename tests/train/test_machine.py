@@ -85,6 +85,7 @@ def test_a_dry_run_says_how_many_cards_a_large_model_takes():
     plan = format_plan(recipe, machine, recipe.model.config())
     (line,) = [line for line in plan.splitlines() if line.startswith("sharded by FSDP")]
     assert re.search(r"8 × A100 80GB.*[24] × H200", line), line
+    assert re.search(r"disk +142 GB a checkpoint, 426 GB at most", plan), "and not 1.4e+02 GB"
 
 
 def test_the_smallest_card_decides(monkeypatch):

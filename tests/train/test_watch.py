@@ -401,6 +401,15 @@ def test_a_port_that_is_taken_is_one_line(torchrun, monkeypatch, make_recipe):
             Parallel(machine)
 
 
+def test_where_a_launch_fails_the_processes_that_it_started_end():
+    """Guards: beside a port that was taken they came late, found nobody, and waited for the time-out."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as child:
+        launcher = SimpleNamespace(procs=[child], num_processes=2)
+        with pytest.raises(UserError), Watch().launched_by(launcher):
+            raise UserError("the port is taken")
+        assert child.wait(timeout=30) == -signal.SIGKILL
+
+
 def test_other_numbers_than_the_launchers_are_refused(torchrun):
     machine = choose_machine(TrainConfig(accelerator="cpu"))
     assert (machine.devices, machine.num_nodes, machine.world_size) == (2, 1, 2)
