@@ -6,12 +6,12 @@ COLOURS = {
     "ours": "#D55E00",  # vermilion
     "ours-decay": "#0072B2",  # blue
     "ours-gated": "#CC79A7",  # reddish purple
+    "ours-gated+softmax": "#B2182B",  # crimson
     "softmax": "#000000",
     "gla": "#009E73",  # bluish green
     "sdpa-cudnn": "#999999",  # softmax by another library
 }
 SPARE_COLOURS = (
-    "#B2182B",
     "#E69F00",
     "#56B4E9",
     "#8C510A",

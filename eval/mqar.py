@@ -17,7 +17,16 @@ import torch
 from torch.nn import functional as F
 
 from lingpt.common.errors import UserError
-from lingpt.models import ATTENTIONS, GPT, Attention, Config, attention_form, parse_form
+from lingpt.models import (
+    ATTENTIONS,
+    GPT,
+    SOFTMAX_EVERY,
+    Attention,
+    Config,
+    attention_form,
+    hybrid_layers,
+    parse_form,
+)
 from lingpt.models.weight_decay import parameter_groups
 
 POWER = 0.01  # Zoology's exponent of the gaps
@@ -94,11 +103,12 @@ class Trial:
     def config(self) -> Config:
         """Raises UserError for an attention or an option that there is not."""
         attention, options = parse_form(self.attention)
+        every = options.pop(SOFTMAX_EVERY, None)
         options = {"gla_n_head": self.heads} | options
         sizes = {"n_layer": self.layers, "n_embd": self.width, "n_head": self.heads}
         return Config.from_name(
             "mqar",
-            attention=attention,
+            attention=attention if every is None else hybrid_layers(attention, self.layers, every),
             block_size=self.length,
             vocab_size=self.vocabulary,
             **sizes,

@@ -1,6 +1,15 @@
 """Language models: LitGPT's GPT-NeoX (Pythia) with a choice of attention."""
 
-from lingpt.models.attention import ATTENTIONS, Attention, attention_form, changed_options, parse_form
+from lingpt.models.attention import (
+    ALIASES,
+    ATTENTIONS,
+    SOFTMAX_EVERY,
+    Attention,
+    attention_form,
+    form_parts,
+    hybrid_layers,
+    parse_form,
+)
 from lingpt.models.checkpoint import LoadReport, load_model, load_weights, save_index, save_model
 from lingpt.models.config import MODELS, Config, ModelArgs
 from lingpt.models.generate import generate
@@ -18,11 +27,13 @@ from lingpt.models.shards import (
 )
 
 __all__ = [
+    "ALIASES",
     "ATTENTIONS",
     "GPT",
     "MODELS",
     "OPTIMIZER",
     "SHARDS",
+    "SOFTMAX_EVERY",
     "Attention",
     "Block",
     "Config",
@@ -30,9 +41,10 @@ __all__ = [
     "LoadReport",
     "ModelArgs",
     "attention_form",
-    "changed_options",
     "export_hf",
+    "form_parts",
     "generate",
+    "hybrid_layers",
     "is_sharded",
     "load_hf",
     "load_model",

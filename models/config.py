@@ -6,7 +6,14 @@ from typing import Any, Self
 import litgpt.config
 
 from lingpt.common.errors import UserError, unknown
-from lingpt.models.attention import ATTENTIONS, parse_form, with_options
+from lingpt.models.attention import (
+    ALIASES,
+    ATTENTIONS,
+    SOFTMAX_EVERY,
+    hybrid_layers,
+    parse_form,
+    with_options,
+)
 
 # Tiny, Pythia in every other respect: trains on a laptop's CPU in minutes. Heads of 64: the CUDA kernel
 # takes those.
@@ -84,7 +91,7 @@ class Config(litgpt.config.Config):
         super().__post_init__()
         for name in self.attention_per_layer:
             if name not in ATTENTIONS:
-                raise unknown("attention", name, ATTENTIONS)
+                raise unknown("attention", name, [*ATTENTIONS, *ALIASES])
         if len(self.attention_per_layer) != self.n_layer:
             raise UserError(
                 f"attention lists {len(self.attention)} layers, but {self.name!r} has {self.n_layer}: "
@@ -167,7 +174,8 @@ class ModelArgs:
         name: `demo` or a Pythia model (`pythia-14m` … `pythia-12b`), or one of your own, whose n_layer,
             n_embd and n_head must then be given.
         attention: one of the attentions, or a list with one per layer. Options may follow a `+`
-            (`ours-gated+output_gate`); they hold for all layers that have them.
+            (`ours-gated+output_gate`); they hold for all layers that have them. `+softmax_every=6` makes the
+            fourth of each six layers softmax; `hybrid` is ours-gated+output_gate+short_conv+softmax_every=6.
         block_size: longest sequence, in tokens; None keeps the model's own (2048 for most Pythia models).
         vocab_size: size of the vocabulary; None keeps the model's own. Padded as the model pads its own.
         padded_vocab_size: rows of the embedding; None derives it from vocab_size.
@@ -200,9 +208,14 @@ class ModelArgs:
     bias: bool | None = None
 
     def __post_init__(self) -> None:
-        """The options in `attention` become fields. UserError for one that is unknown, or has two values."""
+        """The options in `attention` become fields, a hybrid a list of its layers.
+
+        UserError for an option that is unknown, or has two values.
+        """
         names = self.attention if isinstance(self.attention, list) else [self.attention]
-        forms = [parse_form(name) if "+" in str(name) else (name, {}) for name in names]
+        is_form = [isinstance(name, str) and ("+" in name or name in ALIASES) for name in names]
+        forms = [parse_form(name) if form else (name, {}) for name, form in zip(names, is_form, strict=True)]
+        every = [options.pop(SOFTMAX_EVERY, None) for _, options in forms]
         default, given = {field.name: field.default for field in fields(self)}, dict[str, Any]()
         for option, value in (item for _, options in forms for item in options.items()):
             now = given.get(option, getattr(self, option))
@@ -212,7 +225,19 @@ class ModelArgs:
         for option, value in given.items():
             setattr(self, option, value)
         bare = [name for name, _ in forms]
-        self.attention = bare if isinstance(self.attention, list) else bare[0]
+        if not isinstance(self.attention, list):
+            self.attention = bare[0] if every[0] is None else self._hybrid(bare[0], every[0])
+        elif any(every):
+            raise UserError(
+                f"attention {self.attention!r}: {SOFTMAX_EVERY} is of all layers, and none in a list"
+            )
+        else:
+            self.attention = bare
+
+    def _hybrid(self, attention: str, every: int) -> str | list[str]:
+        """`hybrid_layers` of this model; the bare name where it says no n_layer, and so makes no model."""
+        n_layer = self.n_layer or MODELS.get(self.name, {}).get("n_layer")
+        return attention if n_layer is None else hybrid_layers(attention, n_layer, every)
 
     def config(self) -> Config:
         """Raises UserError where the names or numbers make no model."""

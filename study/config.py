@@ -131,11 +131,12 @@ def read_study(path: Path, changes: Mapping[str, Any] | None = None) -> Study:
 
 def with_rows(study: Study, rows: Sequence[str]) -> Study:
     """The study with these rows: its own, or names of attentions. UserError for what is neither."""
-    from lingpt.models import ATTENTIONS
+    from lingpt.models import ALIASES, ATTENTIONS
 
-    known = list(dict.fromkeys([*study.attentions, *ATTENTIONS]))
+    attentions = [*ATTENTIONS, *ALIASES]
+    known = list(dict.fromkeys([*study.attentions, *attentions]))
     for row in rows:
-        if row not in known and row.partition("+")[0] not in ATTENTIONS:
+        if row not in known and row.partition("+")[0] not in attentions:
             raise UserError(f"unknown attention {row!r}{nearest(row, known)}: {', '.join(known)}")
     return replace(study, attentions={row: study.attentions.get(row, {}) for row in rows})
 

@@ -53,6 +53,7 @@ COMPARED: dict[str, dict[str, Any]] = {
     "ours-gated": {"attention": "ours-gated"},
     OUTPUT_GATE: {"attention": OUTPUT_GATE},
     SHORT_CONV: {"attention": SHORT_CONV},
+    "hybrid": {"attention": "hybrid"},
     "ours-decay": {"attention": "ours-decay"},
     "softmax-flash": {"attention": "softmax", "sdpa": "flash"},
     "softmax-cudnn": {"attention": "softmax", "sdpa": "cudnn"},

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from lingpt.common.errors import UserError
 from lingpt.common.run_folder import attention_label
 from lingpt.data import DataConfig
-from lingpt.models import ModelArgs, attention_form, changed_options
+from lingpt.models import ModelArgs, attention_form, form_parts
 
 
 @dataclass
@@ -159,9 +159,9 @@ class Recipe:
 
     def default_name(self, of: str) -> str:
         """`<of>-<attention>`, then the options of its attentions that are not at their defaults."""
-        options = changed_options(self.model.attention, vars(self.model)).items()
-        changed = [name if value is True else f"{name}_{value}" for name, value in options]
-        return "-".join([of, self.attention_label, *changed])
+        label, options = form_parts(self.model.attention, vars(self.model))
+        changed = [name if value is True else f"{name}_{value}" for name, value in options.items()]
+        return "-".join([of, label, *changed])
 
     @property
     def run_folder(self) -> Path:

@@ -1,4 +1,7 @@
-"""The attentions by name: `attention: ours` in a recipe picks one, a list gives each layer its own."""
+"""The attentions by name: `attention: ours` in a recipe picks one, a list gives each layer its own.
+
+A form is an attention and its options in one word: `ours-gated+output_gate+softmax_every=6`.
+"""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
@@ -7,6 +10,7 @@ from lingpt.common.errors import UserError, unknown
 from lingpt.common.run_folder import attention_label
 from lingpt.models.attention.base import Attention
 from lingpt.models.attention.gla import GLAAttention
+from lingpt.models.attention.hybrid import ALIASES, SOFTMAX, SOFTMAX_EVERY, find_hybrid, hybrid_layers
 from lingpt.models.attention.ours import OursAttention
 from lingpt.models.attention.ours_decay import OursDecayAttention
 from lingpt.models.attention.ours_gated import OursGatedAttention
@@ -42,21 +46,27 @@ def with_options(cls: type[T]) -> type[T]:
     return cls
 
 
-def changed_options(attention: str | list[str], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the options of these attentions those whose value is not the default; `values` has them by name."""
+def form_parts(attention: str | list[str], values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The attention as one word and, of `values`, its options that are not at their defaults, by name; of a
+    hybrid that `hybrid_layers` makes, the linear attention and `softmax_every`.
+    """
     names = [attention] if isinstance(attention, str) else attention
     declared = {n: p for name in names if name in ATTENTIONS for n, p in ATTENTIONS[name].options().items()}
-    return {n: values[n] for n, p in declared.items() if n in values and values[n] != p.default}
+    options = {n: values[n] for n, p in declared.items() if n in values and values[n] != p.default}
+    label, every = attention_label(attention), values.get(SOFTMAX_EVERY)
+    if isinstance(attention, list) and (hybrid := find_hybrid(attention)):
+        label, every = hybrid
+    return label, options if every is None else options | {SOFTMAX_EVERY: every}
 
 
 def attention_form(attention: str | list[str], values: Mapping[str, Any]) -> str:
-    """`ours-gated + output_gate + normalize=false`: the attention and `changed_options`.
+    """`ours-gated + output_gate + softmax_every=6`: `form_parts` in one word.
 
-    `parse_form` reads it, but for a hybrid's.
+    `parse_form` reads it, but for a list of layers of another kind.
     """
-    options = changed_options(attention, values).items()
-    words = [name if value is True else f"{name}={_text(value)}" for name, value in options]
-    return " + ".join([attention_label(attention), *words])
+    label, options = form_parts(attention, values)
+    words = [name if value is True else f"{name}={_text(value)}" for name, value in options.items()]
+    return " + ".join([label, *words])
 
 
 def _text(value: Any) -> str:
@@ -66,25 +76,33 @@ def _text(value: Any) -> str:
 def parse_form(form: str) -> tuple[str, dict[str, Any]]:
     """`ours-gated+output_gate+normalize=false` → the attention and its options, true where no value stands.
 
+    `softmax_every`, an option of the whole model (`hybrid_layers`), may be among them, with softmax's own.
     Raises UserError for an attention or an option that there is not.
     """
     attention, *words = (word.strip() for word in form.split("+"))
+    if attention in ALIASES:
+        attention, *own = ALIASES[attention].split("+")
+        words = own + words
     if attention not in ATTENTIONS:
-        raise unknown("attention", attention, ATTENTIONS)
-    declared, options = ATTENTIONS[attention].options(), dict[str, Any]()
+        raise unknown("attention", attention, [*ATTENTIONS, *ALIASES])
+    declared = {name: get_args(p.annotation)[0] for name, p in ATTENTIONS[attention].options().items()}
+    if any(word.startswith(f"{SOFTMAX_EVERY}=") for word in words):
+        declared |= {name: get_args(p.annotation)[0] for name, p in ATTENTIONS[SOFTMAX].options().items()}
+    declared[SOFTMAX_EVERY], options = int, dict[str, Any]()
     for word in words:
         name, _, text = word.partition("=")
         if name in ATTENTIONS:
             raise UserError(
-                f"{form!r}: a hybrid is a list, one attention per layer; after a `+` stands an option"
+                f"{form!r}: after a `+` stands an option; a hybrid is {attention}+{SOFTMAX_EVERY}=6, or a "
+                "list with one attention per layer"
             )
         if name not in declared:
-            takes = ", ".join(declared) or "none"
-            raise UserError(f"{form!r}: {name!r} is no option of {attention}, which has {takes}")
-        kind = get_args(declared[name].annotation)[0]
-        values, text = _values(kind, text), text.lower() or "true"
+            raise UserError(
+                f"{form!r}: {name!r} is no option of {attention}, which has {', '.join(declared)}"
+            )
+        values, text = _values(declared[name], text), text.lower() or "true"
         if text not in values:
-            number = "a number" if kind is float else "a whole number"
+            number = "a number" if declared[name] is float else "a whole number"
             raise UserError(f"{form!r}: {name} takes {', '.join(values) or number}")
         options[name] = values[text]
     return attention, options
@@ -105,4 +123,14 @@ def _values(kind: Any, text: str) -> dict[str, Any]:
     return values
 
 
-__all__ = ["ATTENTIONS", "Attention", "attention_form", "changed_options", "parse_form", "with_options"]
+__all__ = [
+    "ALIASES",
+    "ATTENTIONS",
+    "SOFTMAX_EVERY",
+    "Attention",
+    "attention_form",
+    "form_parts",
+    "hybrid_layers",
+    "parse_form",
+    "with_options",
+]

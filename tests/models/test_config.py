@@ -70,7 +70,18 @@ def test_config_survives_json():
         ({"attention": "ours+output_gate=maybe"}, "output_gate takes true, false"),
         ({"attention": "softmax+sdpa"}, "sdpa takes auto, flash"),
         ({"attention": "gla+gla_n_head=two"}, "gla_n_head takes a whole number"),
-        ({"attention": "ours+softmax"}, "a hybrid is a list"),
+        ({"attention": "ours+softmax"}, r"a hybrid is ours\+softmax_every=6, or a list"),
+        ({"attention": "hybird"}, "did you mean 'hybrid'"),
+        (
+            {"attention": "hybrid+softmax_every=8"},
+            "softmax_every=8 makes no hybrid of ours-gated in 4 layers",
+        ),
+        ({"attention": "ours+softmax_every=1"}, "every second layer is the most, one in 7 the least"),
+        ({"attention": "ours+softmax_every"}, "softmax_every takes a whole number"),
+        ({"attention": "softmax+softmax_every=2"}, "makes no hybrid of softmax"),
+        ({"attention": ["ours", "softmax", "hybrid", "ours"]}, "softmax_every is of all layers"),
+        ({"attention": "ours+sdpa=flash"}, "'sdpa' is no option of ours"),
+        ({"name": "mine", "attention": "hybrid"}, "needs model.n_layer"),
         (
             {"attention": "ours+normalize=false", "normalize": True},
             "normalize is False in .*, and True besides",
@@ -122,6 +133,32 @@ def test_a_form_is_an_attention_and_its_options(form: str, options: dict):
     assert ModelArgs(attention=attention_form(args.attention, vars(args))) == args
     hybrid = ModelArgs(attention=["softmax", form])
     assert hybrid == ModelArgs(attention=["softmax", args.attention], **options)
+
+
+@pytest.mark.parametrize(
+    ("n_layer", "every", "softmax"),
+    [(6, 6, [3]), (12, 6, [3, 9]), (24, 8, [4, 12, 20]), (4, 2, [1, 3]), (4, 6, [3]), (5, 3, [1, 4])],
+)
+def test_a_hybrid_by_one_word(n_layer: int, every: int, softmax: list[int]):
+    """The middle layer of each group is softmax; the tables' word for it makes the same model again."""
+    form = f"ours-gated+output_gate+softmax_every={every}+sdpa=flash"
+    args = ModelArgs(n_layer=n_layer, attention=form)
+    layers = args.config().attention_per_layer
+    assert [layer for layer, name in enumerate(layers) if name == "softmax"] == softmax
+    assert set(layers) == {"ours-gated", "softmax"} and args.output_gate and args.sdpa == "flash"
+    named = attention_form(args.attention, vars(args))
+    assert named == f"ours-gated + output_gate + sdpa=flash + softmax_every={every}"
+    assert ModelArgs(n_layer=n_layer, attention=named) == args
+
+
+def test_the_recommended_form_by_its_name():
+    args = ModelArgs("pythia-70m", attention="hybrid")
+    assert args.attention == ["ours-gated"] * 3 + ["softmax"] + ["ours-gated"] * 2
+    assert args.output_gate and args.short_conv
+    whole = attention_form(args.attention, vars(args))
+    assert whole == "ours-gated + output_gate + short_conv + softmax_every=6"
+    wider = ModelArgs("pythia-70m", attention="hybrid+softmax_every=3")
+    assert wider.attention == ["ours-gated", "softmax", "ours-gated"] * 2
 
 
 def test_every_option_of_an_attention_can_be_set():

@@ -65,7 +65,9 @@ def test_numbers_that_make_no_run(train, world_size, message):
 def test_names():
     assert recipe().run_name == "demo-ours"
     hybrid = Recipe(ModelArgs(attention=["ours", "ours", "softmax", "ours"]), DataConfig(), TrainConfig())
-    assert hybrid.run_name == "demo-ours+softmax"
+    assert hybrid.run_name == "demo-ours-softmax_every_4"
+    other = Recipe(ModelArgs(attention=["softmax", "ours", "ours", "ours"]), DataConfig(), TrainConfig())
+    assert other.run_name == "demo-softmax+ours", "no hybrid of one word"
     assert recipe(name="mine").run_folder.as_posix() == "runs/mine"
 
 

@@ -82,7 +82,7 @@ def test_labels_are_attentions_only_where_these_tell_runs_apart(tmp_path):
     a = read_curve(write_run(tmp_path / "a", "ours", 1.0, {2: 4.0, 4: 3.0}))
     b = read_curve(write_run(tmp_path / "b", ["ours", "softmax"], 1.0, {2: 4.0, 4: 3.0}))
     c = read_curve(write_run(tmp_path / "c", "gla", 1.0, {2: 4.0, 4: 3.0}, model="pythia-70m"))
-    assert labels([a, b]) == ["ours", "ours+softmax"]
+    assert labels([a, b]) == ["ours", "ours + softmax_every=2"]
     assert labels([a, c]) == ["a", "c"]
 
 

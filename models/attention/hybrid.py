@@ -1,0 +1,38 @@
+"""Hybrids: linear attention with a layer of softmax attention now and then, which looks back exactly.
+
+A linear attention's state is of a fixed size, and what it has not kept cannot be recalled. One softmax layer
+in six makes up for that, and decoding's memory grows with the context in those layers alone.
+"""
+
+from collections.abc import Sequence
+
+from lingpt.common.errors import UserError
+
+SOFTMAX = "softmax"
+SOFTMAX_EVERY = "softmax_every"  # in an attention's form: `ours-gated+softmax_every=6`
+# The form that learns best (docs/results/study/recall), by one word.
+ALIASES = {"hybrid": f"ours-gated+output_gate+short_conv+{SOFTMAX_EVERY}=6"}
+
+
+def hybrid_layers(attention: str, n_layer: int, every: int) -> list[str]:
+    """The attention of each layer: of each `every` the middle one is softmax, as in Jamba (arXiv 2403.19887),
+    whose attn_layer_period and attn_layer_offset are 8 and 4. UserError where that makes no hybrid.
+    """
+    if attention == SOFTMAX or every < 2 or every // 2 >= n_layer:
+        raise UserError(
+            f"{SOFTMAX_EVERY}={every} makes no hybrid of {attention} in {n_layer} layers: every second layer "
+            f"is the most, one in {2 * n_layer - 1} the least"
+        )
+    return [SOFTMAX if layer % every == every // 2 else attention for layer in range(n_layer)]
+
+
+def find_hybrid(layers: Sequence[str]) -> tuple[str, int] | None:
+    """The attention and the least `every` of which `hybrid_layers` makes these layers; None if of none."""
+    others = set(layers) - {SOFTMAX}
+    if len(others) != 1 or SOFTMAX not in layers:
+        return None
+    (attention,), n_layer = others, len(layers)
+    for every in range(2, 2 * n_layer):
+        if hybrid_layers(attention, n_layer, every) == list(layers):
+            return attention, every
+    return None
