@@ -39,7 +39,7 @@ help: ## this list
 		while IFS='|' read -r name text; do printf '  %-14s %s\n' "$$name" "$$text"; done
 	@echo "Any option of the command fits in ARGS: make train ARGS=\"--train.max_steps 100\"; \`lingpt --help\` has them."
 
-train: $(READY) ## train a model: MODEL=demo|pythia-160m… ATTN=ours|ours-decay|ours-gated|softmax|gla (or ours-gated+output_gate) DATA= TOKENIZER= DEVICES= RESUME= NAME= DRY=1
+train: $(READY) ## train a model: MODEL=demo|pythia-160m… ATTN=ours|ours-decay|ours-gated|softmax|gla|hybrid (or ours-gated+output_gate) DATA= TOKENIZER= DEVICES= RESUME= NAME= DRY=1
 	$(BIN)lingpt train $(strip $(RECIPE) $(RUN) $(ARGS))
 
 data: $(READY) ## prepare a model's corpus and show it: MODEL= DATA= TOKENIZER=

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from lingpt.common.errors import UserError
 from lingpt.common.run_folder import attention_label
 from lingpt.data import DataConfig
-from lingpt.models import ModelArgs, attention_form, form_parts
+from lingpt.models import ALIASES, ModelArgs, attention_form, form_parts
 
 
 @dataclass
@@ -158,7 +158,11 @@ class Recipe:
         return self.default_name(self.model.name) if self.train.name is None else self.train.name
 
     def default_name(self, of: str) -> str:
-        """`<of>-<attention>`, then the options of its attentions that are not at their defaults."""
+        """`<of>-<attention>`, then the options of its attentions that are not at their defaults; or `<of>-hybrid`,
+        the form's own name where it has one.
+        """
+        if name := {form: name for name, form in ALIASES.items()}.get(self.attention_form.replace(" ", "")):
+            return f"{of}-{name}"
         label, options = form_parts(self.model.attention, vars(self.model))
         changed = [name if value is True else f"{name}_{value}" for name, value in options.items()]
         return "-".join([of, label, *changed])

@@ -66,6 +66,8 @@ def test_names():
     assert recipe().run_name == "demo-ours"
     hybrid = Recipe(ModelArgs(attention=["ours", "ours", "softmax", "ours"]), DataConfig(), TrainConfig())
     assert hybrid.run_name == "demo-ours-softmax_every_4"
+    named = Recipe(ModelArgs("pythia-70m", attention="hybrid"), DataConfig(), TrainConfig())
+    assert named.run_name == "pythia-70m-hybrid"
     other = Recipe(ModelArgs(attention=["softmax", "ours", "ours", "ours"]), DataConfig(), TrainConfig())
     assert other.run_name == "demo-softmax+ours", "no hybrid of one word"
     assert recipe(name="mine").run_folder.as_posix() == "runs/mine"
