@@ -158,7 +158,7 @@ class Recipe:
         return self.default_name(self.model.name) if self.train.name is None else self.train.name
 
     def default_name(self, of: str) -> str:
-        """`<of>-<attention>`, then the options of its attentions that are not at their defaults; `<of>-hybrid`
+        """`<of>-<attention>`, then its options that are not at their defaults, or `<of>-hybrid`
         where the form has a name.
         """
         if name := {form: name for name, form in ALIASES.items()}.get(self.attention_form.replace(" ", "")):
