@@ -10,7 +10,7 @@ import jsonargparse
 import pytest
 
 from lingpt.cli import curves, data, evaluate, study, train
-from lingpt.models import ATTENTIONS
+from lingpt.models import ALIASES, ATTENTIONS
 
 ROOT = Path(__file__).parent.parent
 VERBS = {"train": train, "data": data, "eval": evaluate, "curves": curves, "study": study}
@@ -98,8 +98,9 @@ def test_help_lists_every_target():
 
 def test_every_attention_is_named_to_the_reader():
     readme = (ROOT / "README.md").read_text()
-    assert f"ATTN={'|'.join(ATTENTIONS)} " in make("help")
-    assert all(f"`{name}`" in readme for name in ATTENTIONS)
+    names = [*ATTENTIONS, *ALIASES]
+    assert f"ATTN={'|'.join(names)} " in make("help")
+    assert all(f"`{name}`" in readme for name in names)
 
 
 def test_check_runs_every_tool_on_every_source():
