@@ -18,6 +18,7 @@ from lingpt.kernels.linear_attention.call import logarithm_of_gate
 from lingpt.models.attention.base import RecurrentState, is_plain_linear
 from lingpt.models.attention.ours import OursAttention
 from lingpt.models.attention.ours_decay import log_decay
+from lingpt.models.attention.short_conv import short_convolution
 
 CACHE_LINE = 64  # 16-bit numbers
 
@@ -40,18 +41,22 @@ class OursGatedAttention(OursAttention):
         Not where one of the layers is more than its weights (LoRA, a parametrisation, a hook): it is called.
         """
         plain = is_plain_linear(self.qkv) and is_plain_linear(self.decay_proj)
-        if state is None and self.conv is None and plain:
+        if state is None and plain:
             gates = {"gate_bias": self.decay_bias, "head_size": self.config.head_size}
             return self.projected(x_BNC), gates
         log_decay = logarithm_of_gate(self.decay_proj(x_BNC), self.decay_bias)
         return self.mixed(self.packed_qkv(x_BNC), state), {"log_decay": log_decay}
 
     def projected(self, x_BNC: torch.Tensor) -> torch.Tensor:
-        """`[B, N, 3·H·D + P]`: q, k and v, the gates before their bias, and zeros to fill the row."""
+        """`[B, N, 3·H·D + P]`: q, k and v (convolved), the gates before their bias, zeros to fill the row."""
         H, fill = self.config.n_head, self.row_fill()
         weight = F.pad(torch.cat((self.qkv.weight, self.decay_proj.weight)), (0, 0, 0, fill))
         bias = None if self.qkv.bias is None else F.pad(self.qkv.bias, (0, H + fill))
-        return F.linear(x_BNC, weight, bias)
+        rows = F.linear(x_BNC, weight, bias)
+        if self.conv is None:
+            return rows
+        qkv, behind = rows.split((self.conv.shape[1], H + fill), dim=-1)
+        return torch.cat((short_convolution(qkv, self.conv), behind), dim=-1)
 
     def row_fill(self) -> int:
         """Zeros behind the gates, up to rows of whole 128-byte cache lines of 16-bit numbers.
@@ -63,11 +68,10 @@ class OursGatedAttention(OursAttention):
         return -(3 * H * D + H) % CACHE_LINE
 
     def saved_per_token(self) -> int:
-        # In fp32 three that the kernel makes of the gates; the gates behind q, k and v, or in fp32 their sum
-        # and its logsigmoid.
+        # In fp32 three that the kernel makes of the gates; what stands behind q, k and v, convolved or not.
         H = self.config.n_head
-        gates = H + self.row_fill() if self.conv is None else 4 * H
-        return super().saved_per_token() + 6 * H + gates
+        behind = (H + self.row_fill()) * (1 if self.conv is None else 2)
+        return super().saved_per_token() + 6 * H + behind
 
     def own_parameters(self) -> dict[str, float | torch.Tensor]:
         return super().own_parameters() | {"decay_bias": decay_bias(self.config.n_head)}

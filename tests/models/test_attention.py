@@ -133,10 +133,29 @@ def test_layers_of_ours_gated_that_are_more_than_their_weights(small, name):
             assert not torch.allclose(after, before), change
 
 
+@pytest.mark.parametrize("conv", [False, True])
+def test_one_product_is_the_products_one_by_one(small, conv):
+    """Guards: what training computes at once, and decoding and a hooked layer by themselves; values and every
+    gradient."""
+    model = small("ours-gated", short_conv=conv).double()
+    attention, generator = model.transformer.h[0].attn, torch.Generator().manual_seed(3)
+    for parameter in attention.parameters():
+        torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+    x = torch.randn(2, 9, 64, dtype=torch.float64, generator=generator, requires_grad=True)
+    leaves = [x, *attention.parameters()]
+    ways = []
+    for _ in range(2):
+        y = attention(x, model.cos[:9], model.sin[:9])
+        ways.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
+        attention.decay_proj.register_forward_hook(lambda layer, args, y: None)
+    for at_once, one_by_one in zip(*ways, strict=True):
+        torch.testing.assert_close(at_once, one_by_one)
+
+
 def test_rows_of_the_gated_projection_are_whole_cache_lines(small):
     """q, k, v and the gates of a token, in 16 bits: every row begins at a multiple of 128 bytes."""
-    for n_embd, n_head in ((64, 4), (96, 3), (128, 2)):
-        model = small("ours-gated", n_embd=n_embd, n_head=n_head)
+    for n_embd, n_head, conv in ((64, 4, False), (96, 3, True), (128, 2, True)):
+        model = small("ours-gated", n_embd=n_embd, n_head=n_head, short_conv=conv)
         row = model.transformer.h[0].attn.projected(torch.zeros(1, 1, n_embd))
         assert 3 * n_embd + n_head <= row.shape[-1] < 3 * n_embd + n_head + 64
         assert 2 * row.shape[-1] % 128 == 0
