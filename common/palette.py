@@ -7,6 +7,7 @@ COLOURS = {
     "ours-decay": "#0072B2",  # blue
     "ours-gated": "#CC79A7",  # reddish purple
     "ours-gated+softmax": "#B2182B",  # crimson
+    "hybrid": "#B2182B",  # the same
     "softmax": "#000000",
     "gla": "#009E73",  # bluish green
     "sdpa-cudnn": "#999999",  # softmax by another library

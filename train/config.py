@@ -161,8 +161,8 @@ class Recipe:
         """`<of>-<attention>`, then its options that are not at their defaults, or `<of>-hybrid`
         where the form has a name.
         """
-        if name := {form: name for name, form in ALIASES.items()}.get(self.attention_form.replace(" ", "")):
-            return f"{of}-{name}"
+        if self.attention_form in ALIASES:
+            return f"{of}-{self.attention_form}"
         label, options = form_parts(self.model.attention, vars(self.model))
         changed = [name if value is True else f"{name}_{value}" for name, value in options.items()]
         return "-".join([of, label, *changed])

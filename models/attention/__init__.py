@@ -60,13 +60,14 @@ def form_parts(attention: str | list[str], values: Mapping[str, Any]) -> tuple[s
 
 
 def attention_form(attention: str | list[str], values: Mapping[str, Any]) -> str:
-    """`ours-gated + output_gate + softmax_every=6`: `form_parts` in one word.
+    """`ours-gated + output_gate + softmax_every=4`: `form_parts` in one word; `hybrid` of the form so called.
 
     `parse_form` reads it, but for a list of layers of another kind.
     """
     label, options = form_parts(attention, values)
     words = [name if value is True else f"{name}={_text(value)}" for name, value in options.items()]
-    return " + ".join([label, *words])
+    names = {form: name for name, form in ALIASES.items()}
+    return names.get("+".join([label, *words]), " + ".join([label, *words]))
 
 
 def _text(value: Any) -> str:
