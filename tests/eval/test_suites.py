@@ -9,7 +9,7 @@ import torch
 
 from lingpt.common.errors import UserError
 from lingpt.eval import LinGPTLM
-from lingpt.eval.figures import caption
+from lingpt.eval.figures import caption, draw_positions
 from lingpt.eval.language import _edges, bits_per_byte, loss_by_position, ratio
 from lingpt.eval.phrases import ask_about, make_questions, recall_phrases
 from lingpt.eval.results import unpack_bits
@@ -192,8 +192,40 @@ def test_what_a_run_gets(tmp_path, tokenizer, texts, capsys):
         "suites.png",
         "positions.png",
         "positions.svg",
+        "positions.pdf",
     ]
-    assert b"<svg" in paths[-1].read_bytes()
+    assert b"<svg" in paths[-2].read_bytes() and paths[-1].read_bytes().startswith(b"%PDF")
+
+
+def test_the_lines_of_the_loss_by_position(tmp_path, monkeypatch):
+    """Guards: `softmax-seed0` where the losses' figure says `softmax`; a legend on the lines; a row in other
+    dashes on the text that another row was not measured on."""
+    from matplotlib.figure import Figure
+
+    kept, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda fig, *a, **k: (kept.append(fig), save(fig, *a, **k)))
+
+    def result(run, step, texts):
+        about = {"run": run, "path": run, "model": "demo", "attention": "ours", "form": run, "step": step}
+        groups = [{"to": 32, "loss": 4.0, "stderr": 0.1}, {"to": 64, "loss": 3.0, "stderr": 0.1}]
+        entry = {"task": "loss_by_position", "documents": 8, "metrics": {}, "positions": groups}
+        entry |= {"train_length": 32, "prompts": "p", "complete": True, "num_fewshot": 0}
+        return {
+            "checkpoint": about,
+            "scores": {f"loss_by_position ({t})": entry | {"texts": t} for t in texts},
+        }
+
+    results = [result("a-seed0", 4, ["x"]), result("b-seed0", 4, ["x", "y"]), result("c-seed0", 4, ["y"])]
+    draw_positions([*results, result("c-seed0", 8, ["y"])], tmp_path)
+    (legend,) = kept[0].legends
+    names = ["a", "b", "c-seed0", "c-seed0"]  # the last two are no line of one row
+    assert [text.get_text() for text in legend.get_texts()] == names
+    looks = [
+        {(line.get_label(), line.get_linestyle(), line.get_marker()) for line in panel.lines[:-1]}
+        for panel in kept[0].axes
+    ]
+    assert looks[0] == {("a", "-", "o"), ("b", "--", "s")} and ("b", "--", "s") in looks[1]
+    assert legend.get_window_extent().x0 > kept[0].axes[-1].get_window_extent().x1
 
 
 @pytest.mark.parametrize(
