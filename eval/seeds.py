@@ -10,7 +10,7 @@ from lingpt.common.run_folder import without_seed
 # q is the most that the mean's error over questions can be, since all seeds had the same ones.
 NOTE = (
     "Of n seeds: their mean ± √(s²/n + q²), s the standard deviation over the seeds, q the mean of their "
-    "errors over questions."
+    "errors over {}."
 )
 
 
@@ -96,9 +96,9 @@ def _of_seed(result: dict[str, Any], seed: Any) -> dict[str, Any]:
     return result | {"scores": scores}
 
 
-def seeds_note(results: Sequence[dict[str, Any]]) -> list[str]:
-    """What the errors of means are, where there are any."""
-    return [NOTE] if any(seeds(result) > 1 for result in results) else []
+def seeds_note(results: Sequence[dict[str, Any]], over: str = "questions") -> list[str]:
+    """What the errors of means are, where there are any; `over`: what a run's own error is over."""
+    return [NOTE.format(over)] if any(seeds(result) > 1 for result in results) else []
 
 
 def mean_and_error(values: Sequence[float], errors: Sequence[float | None]) -> tuple[float, float | None]:

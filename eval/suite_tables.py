@@ -108,7 +108,7 @@ def _bits_table(results: Sequence[dict[str, Any]]) -> Table:
         xz += [f"{known:.3f}", ""] if shown else [f"{known:.3f}"]
         head += [name, "to softmax"] if shown else [name]
     notes += [LESS_NOTE] if compared else []
-    notes += seeds_note(results) + (comparison_notes(measured) if compared else [])
+    notes += seeds_note(results, "documents") + (comparison_notes(measured) if compared else [])
     return Table("Bits per byte", head, [*rows, xz] if rows else [], notes)
 
 
@@ -152,7 +152,7 @@ def _position_table(results: Sequence[dict[str, Any]]) -> Table:
         "in the text, all that can be known without their order."
     ]
     head = ["Mechanism", "Run", "Text", "Documents", *(f"≤ {end:,}" for end in ends)]
-    return Table("Loss by position", head, rows, notes + seeds_note(results))
+    return Table("Loss by position", head, rows, notes + seeds_note(results, "documents"))
 
 
 def _position_differences_table(results: Sequence[dict[str, Any]]) -> Table:
@@ -202,11 +202,14 @@ def _recall_table(results: Sequence[dict[str, Any]]) -> Table:
         "A phrase of a long text is asked for again at its end, by the eight words that stood before it: "
         "chosen among four phrases of the text; the same without the text; given by greedy decoding."
     ]
-    notes += [DIFFERENCE_NOTE, *seeds_note(results)]
-    notes += comparison_notes(
-        [r for r in results if any(f"recall_phrases ({n})" in r["scores"] for n in names)]
-    )
-    return Table("Recall of phrases", [*head, "to softmax"], rows, notes)
+    if any(row[-1] not in (DASH, "") for row in rows):
+        head.append("to softmax")
+        notes.append(DIFFERENCE_NOTE)
+        measured = [r for r in results if any(f"recall_phrases ({n})" in r["scores"] for n in names)]
+        notes += comparison_notes(measured)
+    else:
+        rows = [row[:-1] for row in rows]
+    return Table("Recall of phrases", head, rows, notes + seeds_note(results))
 
 
 def pair_with_softmax(

@@ -8,7 +8,7 @@ import pytest
 from lingpt.eval.paired import bits_difference, bootstrap, over_seeds, position_differences
 from lingpt.eval.results import pack_bits
 from lingpt.eval.seeds import left_out, mean_and_error, mean_scores
-from lingpt.eval.suite_tables import pair_with_softmax
+from lingpt.eval.suite_tables import pair_with_softmax, suite_tables
 from lingpt.eval.table2 import table2_tables
 from lingpt.eval.tables import Table
 
@@ -110,6 +110,31 @@ def test_the_error_of_a_difference():
         means, errors = [*means, found.mean], [*errors, found.stderr**2]
     assert np.std(means) == pytest.approx(np.mean(errors) ** 0.5, rel=0.25)
     assert over_seeds(first, second[:1]).stderr is None
+
+
+def test_the_notes_are_of_what_is_shown():
+    """Guards: what a difference is under a table without one; errors over questions where it is documents."""
+    recall = {"task": "recall_phrases", "texts": "x", "metrics": {"acc": 0.5, "acc_stderr": 0.1}}
+    bits = {
+        "task": "bits_per_byte",
+        "num_fewshot": 0,
+        "texts": "x",
+        "documents": 3,
+        "metrics": {"xz_bits_per_byte": 2.0},
+    }
+    bits["metrics"] |= {"bits_per_byte": 1.0, "bits_per_byte_stderr": 0.1}
+    results = [run("softmax", i, [1, 0]) for i in range(2)] + [run("ours", i, [1, 1]) for i in range(2)]
+    for result in results:
+        answered = result["scores"]["piqa (0-shot)"]
+        result["scores"] = {"recall_phrases (x)": answered | recall, "bits_per_byte (x)": bits}
+    for rows, shown in ((2, False), (4, True)):
+        found, phrases = suite_tables(mean_scores(results[:rows]))
+        assert (
+            ("to softmax" in phrases.head) == any("Difference: " in note for note in phrases.notes) == shown
+        )
+        assert len({len(row) for row in (phrases.head, *phrases.rows)}) == 1
+        assert any("errors over documents" in note for note in found.notes)
+        assert any("errors over questions" in note for note in phrases.notes)
 
 
 def test_the_paired_difference_of_losses():
