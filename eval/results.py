@@ -110,8 +110,9 @@ def read_results(path: Path) -> dict[str, Any]:
         if wrong := [key for key, entry in scores.items() if not _is_score(entry)]:
             raise UserError(f"{wrong[0]!r} is no score")
     except UserError as error:
+        reason = str(error).replace(str(path), "it")
         raise UserError(
-            f"{path} is damaged, or of another version: `lingpt eval` scores again ({error})"
+            f"{path} is damaged, or of another version: `lingpt eval` scores again ({reason})"
         ) from error
     return found
 

@@ -151,6 +151,7 @@ def test_an_odd_result_file_is_named_and_the_rest_is_shown(here, content):
     assert main(["study", "--config", "study-tiny.yaml", "--stages", "page"]) == 0
     page = Path("runs/study-tiny/README.md").read_text()
     assert len(re.findall("ours-seed0/eval/step-00000004.json is damaged, or of another version", page)) == 1
+    assert page.count("ours-seed0/eval/step-00000004.json") == 1
     assert "softmax-seed0, step 4" in page and "50.00 ± 10.00" in page and "ours-seed0, step 4" not in page
 
 
