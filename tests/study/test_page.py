@@ -8,7 +8,8 @@ import pytest
 
 from lingpt.cli.main import main
 from lingpt.study import read_study
-from lingpt.tests.study.tiny import TINY, fake_run, write
+from lingpt.study.runs import StudyRun
+from lingpt.tests.study.tiny import COMMAND, TINY, fake_run, write
 
 
 def test_what_goes_wrong_is_named_and_the_rest_is_shown(here, capsys):
@@ -98,6 +99,31 @@ def test_a_run_that_is_not_scored_is_named(here):
     page = Path("runs/study-tiny/README.md").read_text()
     assert "- softmax-seed0 is in no table of scores: it has none, and its checkpoint of step 4" in page
     assert "What differs is the attention, and where a row says so model.intermediate_size." in page
+
+
+def test_scores_that_come_later_are_no_trouble(here, monkeypatch):
+    """Guards: `--stages runs page` that named each run for the scores that nobody had asked for."""
+    write(TINY | {"rates": [], "seeds": 1, "attentions": ["softmax"]})
+    fake_run("softmax-seed0")
+    file = Path("runs/study-tiny/README.md")
+    monkeypatch.setattr(StudyRun, "has_weights", lambda run: True)
+    for words, named in ((["runs", "page"], False), (["page"], True)):
+        assert main(["study", "--config", "study-tiny.yaml", "--stages", *words]) == 0
+        assert ("softmax-seed0 is in no table of scores: it has none\n" in file.read_text()) == named
+
+
+def test_what_a_loss_at_equal_time_is_a_loss_of(here):
+    """Guards: a loss before the end of a schedule beside one at the end, as if the two were alike."""
+    write(TINY | {"rates": [], "seeds": 1, "suites": [], "attentions": ["softmax", "ours"]})
+    for name in ("softmax-seed0", "ours-seed0"):
+        fake_run(name)
+    page, said = Path("runs/study-tiny/README.md"), "the fastest row is at the end of its schedule"
+    assert main([*COMMAND, "--stages", "page"]) == 0
+    assert said not in page.read_text()
+    metrics = Path("runs/study-tiny/ours-seed0/metrics.jsonl")
+    metrics.write_text(metrics.read_text().replace('"train_time": 4.0', '"train_time": 9.0'))
+    assert main([*COMMAND, "--stages", "page"]) == 0
+    assert said in page.read_text()
 
 
 @pytest.mark.parametrize(
