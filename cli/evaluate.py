@@ -1,6 +1,5 @@
 """`lingpt eval`: scores the newest checkpoint of each attention of a model and prints the paper's Table 2."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -133,14 +132,8 @@ def _show(args: Namespace, results: list[dict[str, Any]]) -> None:
 
 
 def _complain(left_out: list[str], done: bool) -> None:
-    """Ends the command with an error where something could not be scored; each reason is on a line."""
+    """Ends the command with an error where something could not be scored; it has each reason once."""
     if not left_out:
         return
-    if not done:
-        more = f" (and {len(left_out) - 1} more, above)" if len(left_out) > 1 else ""
-        raise UserError(left_out[0] + more)
-    for line in left_out:
-        print(f"left out: {line}", file=sys.stderr)
-    raise UserError(
-        f"{len(left_out)} left out, all else is scored and kept, the same command tries again: {left_out[0]}"
-    )
+    kept = f"{len(left_out)} left out, all else is scored and kept, the same command tries again: "
+    raise UserError((kept if done else "") + "; ".join(left_out))

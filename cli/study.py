@@ -1,6 +1,7 @@
 """`lingpt study`: data → learning rates → runs → scores → tables, figures and a page, by one command."""
 
 from dataclasses import replace
+from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
@@ -39,6 +40,18 @@ def run(args: Namespace) -> None:
     run_study(_asked(args), args.out, stages=args.stages or STAGES, **options)
 
 
+def _file(args: Namespace) -> Path:
+    """That of `--config`, or of the study named after the model; UserError where there is none."""
+    name = f"study-{args.model}"
+    if args.config is not None or name in studies():
+        return find_study(args.config or name)
+    known = ", ".join(f"{study} ({read_study(find_study(study)).recipe})" for study in studies())
+    raise UserError(
+        f"no study is named after the model {args.model!r}: with --config (make study STUDY=…) give one of "
+        f"{known}, or a copy of its file with `recipe: {args.model}`"
+    )
+
+
 def _asked(args: Namespace) -> Study:
     """The study that the arguments mean: a file's, with what the command line changes."""
     from lingpt.eval.texts import parse_texts
@@ -51,7 +64,7 @@ def _asked(args: Namespace) -> Study:
         changes["texts"] = parse_texts(args.texts)
     if each is not None:
         changes["devices_per_run"] = None if each == "all" else int(each)
-    study = read_study(find_study(args.config or f"study-{args.model}"), changes)
+    study = read_study(_file(args), changes)
     options = {"data.source": args.source, "data.tokenizer": args.tokenizer}
     study = replace(study, options=study.options | {key: v for key, v in options.items() if v is not None})
     return with_rows(study, args.attentions) if args.attentions else study

@@ -4,6 +4,7 @@ import argparse
 import json
 import re
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from typing import Any, Literal, get_args, get_origin
 
 import jsonargparse
@@ -28,7 +29,7 @@ def parse_arguments(
         except UnicodeEncodeError as error:  # other bytes are half surrogates to Python: no file takes them
             raise UserError(f"{word!r} is not UTF-8: convert it or, of a file, rename it") from error
     try:
-        args = parser.parse_args(_config_first(words))
+        args = parser.parse_args(_config_first(_whole_numbers(parser, words)))
     except argparse.ArgumentError as error:
         raise UserError(_explain(parser, str(error))) from error
     _refuse_nulls(parser, args)
@@ -48,6 +49,21 @@ def _config_first(words: Sequence[str]) -> list[str]:
         if word.startswith("--config="):
             return [word, *words[:i], *words[i + 1 :]]
     return list(words)
+
+
+def _whole_numbers(parser: jsonargparse.ArgumentParser, words: Sequence[str]) -> list[str]:
+    """Writes out `3e9` where an option takes a whole number: the parser takes it for another."""
+    kinds = {action: getattr(action, "_typehint", None) for action in parser._actions if not action.nargs}
+    whole = [action for action, kind in kinds.items() if int in (kind, *get_args(kind))]
+    options = {option for action in whole for option in action.option_strings}
+    found = []
+    for before, word in zip(["", *words], words, strict=False):
+        option, equals, value = ("", "", word) if before in options else word.partition("=")
+        if (option in options or before in options) and re.fullmatch(r"\d+(\.\d+)?[eE]\+?\d\d?", value):
+            number = Decimal(value)
+            value = str(int(number)) if number == int(number) else value
+        found.append(option + equals + value)
+    return found
 
 
 def _explain(parser: jsonargparse.ArgumentParser, message: str) -> str:

@@ -1,6 +1,9 @@
-"""One colour for each attention in all pictures: Okabe and Ito's palette, for any colour vision."""
+"""One colour for each attention in all pictures: Okabe and Ito's palette, for any colour vision.
 
-from collections.abc import Iterable
+Several lines of one attention differ in their dashes and markers.
+"""
+
+from collections.abc import Iterable, Sequence
 
 COLOURS = {
     "ours": "#D55E00",  # vermilion
@@ -31,3 +34,19 @@ def colours(names: Iterable[str]) -> dict[str, str]:
     return {
         name: COLOURS.get(name) or SPARE_COLOURS[spare.index(name) % len(SPARE_COLOURS)] for name in names
     }
+
+
+# Of the first line of an attention, the second, …; no multiple of each other: 20 lines that differ.
+DASHES = ("-", "--", ":", "-.")
+MARKERS = ("o", "s", "^", "D", "p")
+
+
+def line_styles(attentions: Sequence[str]) -> list[dict[str, str]]:
+    """Colour, dashes and marker of a line for each of `attentions`, of which one may be there repeatedly."""
+    colour = colours(sorted(set(attentions)))
+    styles = []
+    for i, name in enumerate(attentions):
+        turn = attentions[:i].count(name)
+        dashes, marker = DASHES[turn % len(DASHES)], MARKERS[turn % len(MARKERS)]
+        styles.append({"color": colour[name], "linestyle": dashes, "marker": marker})
+    return styles

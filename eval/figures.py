@@ -5,57 +5,54 @@ from pathlib import Path
 from typing import Any
 
 from lingpt.common.figures import save_figure
-from lingpt.common.palette import colours
-from lingpt.common.run_folder import attention_label
+from lingpt.common.palette import line_styles
+from lingpt.common.run_folder import attention_label, without_seed
 from lingpt.eval.seeds import mean_scores
 from lingpt.eval.tables import add_caption
 
-DASHES = ("-", "--", ":", "-.")  # further rows of the same attention
-
 
 def draw_positions(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
-    """positions.png and .svg: the loss by position of every run, a panel a text; nothing where none was
-    measured.
+    """positions.png, .svg and .pdf: the loss by position of every run, a panel a text; nothing where none
+    was measured.
 
     Runs that differ in their seed (`…-seed0`, `…-seed1`) are one line, their mean. A group of positions is
     drawn at its end. The dashed line is the training length.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, NullLocator
+    from matplotlib.ticker import NullLocator
 
-    entries = [
-        (result["checkpoint"], entry)
+    found = [
+        (result["checkpoint"], entries)
         for result in mean_scores(results)
-        for entry in result["scores"].values()
-        if entry["task"] == "loss_by_position"
+        if (entries := [e for e in result["scores"].values() if e["task"] == "loss_by_position"])
     ]
-    names = list(dict.fromkeys(entry["texts"] for _, entry in entries))
+    names = list(dict.fromkeys(entry["texts"] for _, entries in found for entry in entries))
     if not names:
         return []
-    figure = Figure(figsize=(1.2 + 3.9 * len(names), 3.6), dpi=200, layout="constrained")
+    labels, legend = _labels([about["run"] for about, _ in found]), {}
+    width = 1.2 + 3.9 * len(names) + 0.7 + 0.07 * max(map(len, labels))  # inches: the panels and the legend
+    figure = Figure(figsize=(width, 3.6), dpi=200, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(names), squeeze=False)[0]
-    colour = colours(sorted({attention_label(about["attention"]) for about, _ in entries}))
+    styles = line_styles([attention_label(about["attention"]) for about, _ in found])
     for panel, name in zip(panels, names, strict=True):
-        drawn = [(about, entry) for about, entry in entries if entry["texts"] == name]
-        seen: dict[str, int] = {}
-        for about, entry in drawn:
-            attention, groups = attention_label(about["attention"]), entry["positions"]
-            ends = [group["to"] for group in groups]
-            turn = seen[attention] = seen.get(attention, -1) + 1
-            style = {"color": colour[attention], "linestyle": DASHES[turn % len(DASHES)], "linewidth": 1.5}
-            losses = [group["loss"] for group in groups]
-            panel.plot(ends, losses, marker="o", markersize=3, label=about["run"], **style)
+        drawn = [
+            (i, entry) for i, (_, entries) in enumerate(found) for entry in entries if entry["texts"] == name
+        ]
+        for i, entry in drawn:
+            groups, style = entry["positions"], styles[i]
+            ends, losses = ([group[key] for group in groups] for key in ("to", "loss"))
+            (legend[i],) = panel.plot(ends, losses, markersize=4, linewidth=1.5, label=labels[i], **style)
             if "lowest" in groups[0]:
                 bounds = ([group[bound] for group in groups] for bound in ("lowest", "highest"))
-                panel.fill_between(ends, *bounds, color=colour[attention], alpha=0.2, linewidth=0)
+                panel.fill_between(ends, *bounds, color=style["color"], alpha=0.2, linewidth=0)
         for length in sorted({entry["train_length"] for _, entry in drawn}):
             panel.axvline(length, color="0.5", linestyle=(0, (4, 3)), linewidth=0.9)
         ticks = sorted({g["to"] for _, entry in drawn for g in entry["positions"]})
         panel.set_xscale("log", base=2)
         panel.set_xticks(ticks)
-        panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        panel.xaxis.set_major_formatter("{x:,.0f}")
         panel.xaxis.set_minor_locator(NullLocator())
         panel.tick_params(axis="x", labelrotation=45)
         panel.set_title(name, loc="left", fontsize=10)
@@ -63,12 +60,19 @@ def draw_positions(results: Sequence[dict[str, Any]], folder: Path) -> list[Path
         panel.grid(alpha=0.25, linewidth=0.6)
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("loss (nats per token)")
-    panels[-1].legend(frameon=False, fontsize=8)
-    add_caption(figure, caption(entries))
-    paths = [folder / "positions.png", folder / "positions.svg"]
+    lines = [legend[i] for i in sorted(legend)]
+    figure.legend(handles=lines, loc="outside right upper", frameon=False, fontsize=8, handlelength=4)
+    add_caption(figure, caption([(about, entry) for about, entries in found for entry in entries]))
+    paths = [folder / f"positions.{kind}" for kind in ("png", "svg", "pdf")]
     for path in paths:
         save_figure(figure, path)
     return paths
+
+
+def _labels(runs: Sequence[str]) -> list[str]:
+    """The rows' names; of several runs of a row that are not one line, their own."""
+    rows = [without_seed(run) for run in runs]
+    return [row if rows.count(row) == 1 else run for row, run in zip(rows, runs, strict=True)]
 
 
 def caption(entries: Sequence[tuple[Any, Any]]) -> str:

@@ -101,13 +101,14 @@ def evaluate(
 def leaving_out(
     key: str, prefix: str, log: Callable[[str], None], left_out: Callable[[str], None] | None
 ) -> Iterator[None]:
-    """Around one measurement: its UserError goes to `left_out`, where that is given, and the rest goes on."""
+    """Around one measurement: its UserError goes to `left_out`, where that is given, and the rest goes on.
+    `log` takes a line without the reason, which whoever gets it will print."""
     try:
         yield
     except UserError as error:
         if left_out is None:
             raise
-        log(f"{prefix}: {key}: left out: {error}")
+        log(f"{prefix}: {key}: left out")
         left_out(f"{key}: {error}")
 
 

@@ -15,6 +15,7 @@ import torch
 
 from lingpt.common.errors import UserError
 from lingpt.eval.lm import LinGPTLM, token_scores
+from lingpt.eval.paired import ratio
 from lingpt.eval.texts import Texts, Unsuitable, prompts_hash, spans
 
 TOKENS = 1_000_000  # of a text that are scored
@@ -54,15 +55,6 @@ def bits_per_byte(lm: LinGPTLM, texts: Texts, tokens: int = TOKENS) -> dict[str,
     }
 
 
-def ratio(totals: list[float], sizes: list[int]) -> tuple[float, float | None]:
-    """Σ totals / Σ sizes, and its standard error over the items (linearised); None of a single one."""
-    n, value = len(totals), sum(totals) / sum(sizes)
-    if n < 2:
-        return value, None
-    squares = sum((total - value * size) ** 2 for total, size in zip(totals, sizes, strict=True))
-    return value, math.sqrt(n / (n - 1) * squares) / sum(sizes)
-
-
 @torch.inference_mode()
 def loss_by_position(lm: LinGPTLM, texts: Texts, train_length: int, pieces: int = PIECES) -> dict[str, Any]:
     """Nats per token by position, in groups that double, as far as `ENOUGH` documents reach.
@@ -76,16 +68,18 @@ def loss_by_position(lm: LinGPTLM, texts: Texts, train_length: int, pieces: int 
     edges = _edges(train_length, [len(ids) for ids in found])
     found = [ids[: edges[-1]] for ids in found if len(ids) >= edges[-1]][:pieces]
     losses = torch.stack([_losses(lm, ids) for ids in found])
-    groups = []
+    groups, per_document = [], []
     for start, stop in itertools.pairwise(edges):
         per_window = losses[:, start:stop].mean(1)
         error = per_window.std().item() / math.sqrt(len(found)) if len(found) > 1 else None
         groups.append({"from": start, "to": stop, "loss": per_window.mean().item(), "stderr": error})
+        per_document.append([round(x, 4) for x in per_window.tolist()])
     within = next(group for group in groups if group["to"] == train_length)
     return {
         "documents": len(found),
         "metrics": {"loss_at_training_length": within["loss"], "loss_at_the_end": groups[-1]["loss"]},
         "positions": groups,
+        "per_document": {"losses": per_document},  # of each group
         "unigram": entropy(token for ids in found for token in ids),
         "train_length": train_length,
         "prompts": prompts_hash((ids, []) for ids in found),

@@ -74,7 +74,7 @@ def _setting(results: Sequence[dict[str, Any]]) -> str:
 
 
 def save_mqar(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
-    """Writes mqar.md, mqar.tex, mqar-table.png and the figure mqar.png, mqar.svg."""
+    """Writes mqar.md, mqar.tex, mqar-table.png and the figure mqar.png, .svg and .pdf."""
     table = mqar_table(results)
     paths = [folder / name for name in ("mqar.md", "mqar.tex", "mqar-table.png")]
     with write_errors(folder):
@@ -89,7 +89,7 @@ def _draw(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     from matplotlib.figure import Figure
 
     attentions, widths, pairs = settings(results)
-    legend = 0.8 + 0.07 * max(map(len, attentions))  # inches
+    legend = 1.0 + 0.07 * max(map(len, attentions))  # inches
     figure = Figure(figsize=(legend + 3.0 * len(pairs), 3.6), dpi=200, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(pairs), sharex=True, sharey=True, squeeze=False)[0]
@@ -111,12 +111,14 @@ def _draw(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
         panel.grid(alpha=0.25, linewidth=0.6)
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("accuracy (%)")
-    figure.legend(
-        *panels[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8
-    )
+    handles, names = panels[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside right upper", frameon=False, fontsize=8, handlelength=4)
     guess = "Dashed grey: a guess among the sequence's values."
-    add_caption(figure, f"Accuracy by the best of the rates {_rates(results)}. {guess} {_setting(results)}")
-    paths = [folder / "mqar.png", folder / "mqar.svg"]
+    cards = " and ".join(dict.fromkeys(r["device"] for r in results if r.get("device")))
+    made_on = f" {cards}." if cards else ""
+    text = f"Accuracy by the best of the rates {_rates(results)}. {guess} {_setting(results)}{made_on}"
+    add_caption(figure, text)
+    paths = [folder / f"mqar.{kind}" for kind in ("png", "svg", "pdf")]
     for path in paths:
         save_figure(figure, path)
     return paths

@@ -1,10 +1,13 @@
-"""Two checkpoints on the same questions: the difference of their accuracies and its interval.
+"""Two checkpoints on the same questions: the difference of their accuracies and its interval. On the same
+documents: that of their losses and its standard error.
 
 A difference between two accuracies is known better than either: questions that both get right, or both
-wrong, say nothing about it. What counts are those that one alone gets right.
+wrong, say nothing about it. What counts are those that one alone gets right. So it is with documents that
+both models find hard.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,3 +74,56 @@ def bootstrap(first: np.ndarray, second: np.ndarray, resamples: int = RESAMPLES)
     draws = np.random.default_rng(0).multinomial(n, [up / n, down / n, 1 - (up + down) / n], size=resamples)
     low, high = np.percentile((draws[:, 0] - draws[:, 1]) / n, [2.5, 97.5])
     return Difference((up - down) / n, float(low), float(high), n)
+
+
+def bits_difference(a: dict[str, Any], b: dict[str, Any]) -> tuple[float, float | None] | None:
+    """Bits per byte of one entry less the other's, and the standard error as of `ratio_difference`; None
+    where they are not of the same documents, or do not have them one by one."""
+    if (pair := _per_document(a, b)) is None:
+        return None
+    first, second = (np.array([run["nats"] for run in runs]) / math.log(2) for runs in pair)
+    return ratio_difference(first, second, pair[0][0]["bytes"])
+
+
+def position_differences(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[float, float | None]] | None:
+    """As `bits_difference`, of the loss of each group of positions."""
+    ends = [[group["to"] for group in entry["positions"]] for entry in (a, b)]
+    if ends[0] != ends[1] or (pair := _per_document(a, b)) is None:
+        return None
+    first, second = (np.array([run["losses"] for run in runs]) for runs in pair)
+    sizes = [1] * a["documents"]
+    return [ratio_difference(first[:, i], second[:, i], sizes) for i in range(len(ends[0]))]
+
+
+def _per_document(a: dict[str, Any], b: dict[str, Any]) -> list[list[dict[str, Any]]] | None:
+    """Of each entry the values of the documents, of each of its runs."""
+    if a.get("prompts") != b.get("prompts") or a["documents"] != b["documents"]:
+        return None
+    if not all("per_document" in entry for entry in (a, b)):  # of an older version
+        return None
+    kept = [entry["per_document"] for entry in (a, b)]
+    return [runs if isinstance(runs, list) else [runs] for runs in kept]
+
+
+def ratio_difference(
+    first: np.ndarray, second: np.ndarray, sizes: Sequence[int]
+) -> tuple[float, float | None]:
+    """Σ first / Σ sizes less Σ second / Σ sizes, and its standard error, paired over the items; of seeds, the
+    variances are added as in `over_seeds`. `first`, `second`: `[seeds, items]`."""
+    mean, error = ratio((first.mean(0) - second.mean(0)).tolist(), sizes)
+    seeds = len(first), len(second)
+    if error is None or seeds == (1, 1):
+        return mean, error
+    if 1 in seeds:
+        return mean, None
+    of_seeds = sum(totals.sum(1).var(ddof=1) / len(totals) for totals in (first, second))
+    return mean, math.sqrt(error**2 + of_seeds / sum(sizes) ** 2)
+
+
+def ratio(totals: Sequence[float], sizes: Sequence[int]) -> tuple[float, float | None]:
+    """Σ totals / Σ sizes, and its standard error over the items (linearised); None of a single one."""
+    n, value = len(totals), sum(totals) / sum(sizes)
+    if n < 2:
+        return value, None
+    squares = sum((total - value * size) ** 2 for total, size in zip(totals, sizes, strict=True))
+    return value, math.sqrt(n / (n - 1) * squares) / sum(sizes)

@@ -110,8 +110,9 @@ def read_results(path: Path) -> dict[str, Any]:
         if wrong := [key for key, entry in scores.items() if not _is_score(entry)]:
             raise UserError(f"{wrong[0]!r} is no score")
     except UserError as error:
+        reason = str(error).replace(str(path), "it")
         raise UserError(
-            f"{path} is damaged, or of another version: `lingpt eval` scores again ({error})"
+            f"{path} is damaged, or of another version: `lingpt eval` scores again ({reason})"
         ) from error
     return found
 
@@ -135,12 +136,33 @@ def _is_score(entry: Any) -> bool:
             unpack_bits(packed, entry["documents"])
     except (UserError, AttributeError):
         return False
+    if "per_document" in entry and not _has_documents(entry):
+        return False
     numbers = [*metrics.values(), *(group.get("stderr") for group in positions if isinstance(group, dict))]
     if not all(_has(group, _GROUP) for group in positions) or not all(
         isinstance(x, _NUMBER) for x in numbers
     ):
         return False
     return not any(x is not None and math.isnan(x) for x in [*numbers, *(g["loss"] for g in positions)])
+
+
+def _has_documents(entry: dict[str, Any]) -> bool:
+    """Whether `per_document` has a number for each of its documents."""
+    values, count = entry["per_document"], entry["documents"]
+    if not isinstance(values, dict):
+        return False
+    if entry["task"] == "loss_by_position":
+        lists = values.get("losses")
+        if not isinstance(lists, list) or len(lists) != len(entry["positions"]):
+            return False
+    else:
+        lists = [values.get("nats"), values.get("bytes")]
+    return all(
+        isinstance(numbers, list)
+        and len(numbers) == count
+        and all(type(x) in (int, float) and math.isfinite(x) for x in numbers)
+        for numbers in lists
+    )
 
 
 def _known_scores(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from lingpt.common.run_folder import without_seed
 # q is the most that the mean's error over questions can be, since all seeds had the same ones.
 NOTE = (
     "Of n seeds: their mean ± √(s²/n + q²), s the standard deviation over the seeds, q the mean of their "
-    "errors over questions."
+    "errors over {}."
 )
 
 
@@ -18,8 +18,8 @@ def mean_scores(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """One result for the runs `…-seed0`, `…-seed1`, … at the same step, in the order of the first of each.
 
     It is what `evaluate` returns, with means for `metrics` and `positions`, which also get `lowest` and
-    `highest`; in `correct` and in the checkpoint's `seed` there is a list with an item for each run. A score
-    that not all of them have, on the same questions, is left out.
+    `highest`; in `correct`, `per_document` and the checkpoint's `seed` is a list with an item for each run. A
+    score that not all of them have, on the same questions, is left out.
     """
     groups = _groups(results)
     return [_mean(row, group) if len(group) > 1 else group[0] for row, group in groups]
@@ -76,7 +76,8 @@ def shared_seeds(one: dict[str, Any], other: dict[str, Any]) -> list[Any]:
 
 def with_shared_seed(one: dict[str, Any], other: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """For a paired difference, which has an error between two runs, or between rows of several: where one is
-    a single run, the other's answers (`correct`) of the same seed, if it has it. All else stays as it is."""
+    a single run, the other's answers (`correct`) and losses (`per_document`) of the same seed, if it has it.
+    All else stays as it is."""
     shared = shared_seeds(one, other)
     if not shared or 1 not in (seeds(one), seeds(other)):
         return one, other
@@ -87,16 +88,17 @@ def _of_seed(result: dict[str, Any], seed: Any) -> dict[str, Any]:
     if seeds(result) == 1:
         return result
     i = seed_list(result).index(seed)
-    scores = {
-        key: entry | {"correct": {metric: runs[i] for metric, runs in entry.get("correct", {}).items()}}
-        for key, entry in result["scores"].items()
-    }
+    scores = {}
+    for key, entry in result["scores"].items():
+        scores[key] = entry | {"correct": {m: runs[i] for m, runs in entry.get("correct", {}).items()}}
+        if "per_document" in entry:
+            scores[key]["per_document"] = entry["per_document"][i]
     return result | {"scores": scores}
 
 
-def seeds_note(results: Sequence[dict[str, Any]]) -> list[str]:
-    """What the errors of means are, where there are any."""
-    return [NOTE] if any(seeds(result) > 1 for result in results) else []
+def seeds_note(results: Sequence[dict[str, Any]], over: str = "questions") -> list[str]:
+    """What the errors of means are, where there are any; `over`: what a run's own error is over."""
+    return [NOTE.format(over)] if any(seeds(result) > 1 for result in results) else []
 
 
 def mean_and_error(values: Sequence[float], errors: Sequence[float | None]) -> tuple[float, float | None]:
@@ -128,6 +130,10 @@ def _mean_entry(entries: list[dict[str, Any]]) -> dict[str, Any]:
     if "correct" in first:
         kept = [metric for metric in first["correct"] if all(metric in e.get("correct", {}) for e in entries)]
         entry["correct"] = {metric: [e["correct"][metric] for e in entries] for metric in kept}
+    losses = [e["per_document"] for e in entries if "per_document" in e]
+    entry.pop("per_document", None)
+    if len(losses) == len(entries):
+        entry["per_document"] = losses
     if "positions" in first:
         columns = zip(*(e["positions"] for e in entries), strict=True)
         entry["positions"] = [_mean_group(groups) for groups in columns]

@@ -6,7 +6,7 @@ from typing import Any
 
 from lingpt.common.files import write_errors, write_text
 from lingpt.eval.figures import draw_positions
-from lingpt.eval.paired import Difference, SeedDifference, paired_difference
+from lingpt.eval.paired import bits_difference, paired_difference, position_differences
 from lingpt.eval.results import DASH, percent
 from lingpt.eval.seeds import seeds_note, with_shared_seed
 from lingpt.eval.suites import COMMONSENSE, SUITES, Benchmark
@@ -15,6 +15,7 @@ from lingpt.eval.table2 import (
     best_entry,
     comparison_notes,
     form,
+    label,
     partial_notes,
     run_cells,
     signed,
@@ -22,12 +23,17 @@ from lingpt.eval.table2 import (
 )
 from lingpt.eval.tables import Table, draw_tables
 
+LESS_NOTE = (
+    "To softmax: less softmax's of the same model on the same documents, ± one standard error of the paired "
+    "difference over documents and, of several seeds, over these."
+)
+
 
 def suite_tables(results: Sequence[dict[str, Any]], suites: Sequence[str] = SUITES) -> list[Table]:
     """Of each of these suites, beside Table 2, that has been measured."""
     makers = {
         "commonsense": (_commonsense_table,),
-        "language": (_bits_table, _position_table),
+        "language": (_bits_table, _position_table, _position_differences_table),
         "recall": (_recall_table,),
     }
     tables = [make(results) for suite, parts in makers.items() if suite in suites for make in parts]
@@ -84,26 +90,41 @@ def _benchmark(result: dict[str, Any], benchmark: Benchmark) -> str:
 def _bits_table(results: Sequence[dict[str, Any]]) -> Table:
     """Bits per byte of each text, and those of `xz`."""
     names = _texts_of(results, "bits_per_byte")
-    rows, xz = [], ["xz -9", "", "", ""]
-    for result in results:
-        cells = []
-        for name in names:
-            entry = result["scores"].get(f"bits_per_byte ({name})")
-            value, error = _bits(entry) if entry else (None, None)
-            cells.append(DASH if value is None else f"{value:.3f}" + (f" ± {error:.3f}" if error else ""))
-        if set(cells) - {DASH}:
-            rows.append([form(result), *run_cells(result), *cells])
-    for name in names:
-        entries = [r["scores"].get(f"bits_per_byte ({name})") for r in results]
-        found = next(entry["metrics"]["xz_bits_per_byte"] for entry in entries if entry)
-        xz.append(f"{found:.3f}")
-    head = ["Mechanism", "Run", "Parameters", "Tokens", *names]
+    measured = [r for r in results if any(f"bits_per_byte ({name})" in r["scores"] for name in names)]
+    rows = [[form(result), *run_cells(result)] for result in measured]
+    xz, head = ["xz -9", "", "", ""], ["Mechanism", "Run", "Parameters", "Tokens"]
     notes = ["Bits per UTF-8 byte of held-out text, ± one standard error over documents; xz for comparison."]
-    return Table("Bits per byte", head, [*rows, xz] if rows else [], notes + seeds_note(results))
+    compared = False
+    for name in names:
+        key = f"bits_per_byte ({name})"
+        entries = [result["scores"].get(key) for result in measured]
+        pairs = [pair_with_softmax(result, results, key) for result in measured]
+        less = [_signed_loss(bits_difference(*pair) if pair else None) for pair in pairs]
+        shown = bool(set(less) - {DASH})
+        compared |= shown
+        for row, entry, cell in zip(rows, entries, less, strict=True):
+            row += [_bits(entry), cell] if shown else [_bits(entry)]
+        known = next(entry["metrics"]["xz_bits_per_byte"] for entry in entries if entry)
+        xz += [f"{known:.3f}", ""] if shown else [f"{known:.3f}"]
+        head += [name, "to softmax"] if shown else [name]
+    notes += [LESS_NOTE] if compared else []
+    notes += seeds_note(results, "documents") + (comparison_notes(measured) if compared else [])
+    return Table("Bits per byte", head, [*rows, xz] if rows else [], notes)
 
 
-def _bits(entry: dict[str, Any]) -> tuple[float, float | None]:
-    return entry["metrics"]["bits_per_byte"], entry["metrics"].get("bits_per_byte_stderr")
+def _bits(entry: dict[str, Any] | None) -> str:
+    if entry is None:
+        return DASH
+    value, error = entry["metrics"]["bits_per_byte"], entry["metrics"].get("bits_per_byte_stderr")
+    return f"{value:.3f}" + (f" ± {error:.3f}" if error else "")
+
+
+def _signed_loss(difference: tuple[float, float | None] | None) -> str:
+    """`+0.044 ± 0.003`; of one document alone there is no error."""
+    if difference is None:
+        return DASH
+    mean, error = difference
+    return f"{mean:+.3f}".replace("-", "−") + ("" if error is None else f" ± {error:.3f}")
 
 
 def _position_table(results: Sequence[dict[str, Any]]) -> Table:
@@ -131,7 +152,30 @@ def _position_table(results: Sequence[dict[str, Any]]) -> Table:
         "in the text, all that can be known without their order."
     ]
     head = ["Mechanism", "Run", "Text", "Documents", *(f"≤ {end:,}" for end in ends)]
-    return Table("Loss by position", head, rows, notes + seeds_note(results))
+    return Table("Loss by position", head, rows, notes + seeds_note(results, "documents"))
+
+
+def _position_differences_table(results: Sequence[dict[str, Any]]) -> Table:
+    """Of each group of positions, where the documents' losses are known: older files do not have them."""
+    found = []
+    for result in results:
+        for name in _texts_of([result], "loss_by_position"):
+            key = f"loss_by_position ({name})"
+            pair = pair_with_softmax(result, results, key)
+            if pair and (less := position_differences(*pair)):
+                ends = [group["to"] for group in pair[0]["positions"]]
+                cells = dict(zip(ends, map(_signed_loss, less), strict=True))
+                found.append((result, name, str(pair[0]["documents"]), cells))
+    ends = sorted({end for *_, cells in found for end in cells})
+    rows = [
+        [form(result), run_cells(result)[0], name, documents, *(cells.get(end, DASH) for end in ends)]
+        for result, name, documents, cells in found
+    ]
+    head = ["Mechanism", "Run", "Text", "Documents", *(f"≤ {end:,}" for end in ends)]
+    compared = [r for r in results if any(r is one for one, *_ in found)]
+    softmax = [r for r in results if label(r) == "softmax"]
+    notes = [LESS_NOTE, *comparison_notes([*softmax, *(r for r in compared if r not in softmax)])]
+    return Table("Loss by position, less softmax's", head, rows, notes)
 
 
 def _loss(group: dict[str, Any]) -> str:
@@ -147,9 +191,10 @@ def _recall_table(results: Sequence[dict[str, Any]]) -> Table:
             key = f"recall_phrases ({name})"
             if entry := result["scores"].get(key):
                 cells = [percent(entry["metrics"], metric) for metric in ("acc", "acc_alone", "exact")]
-                pair = signed(difference_to_softmax(result, results, key))
+                pair = pair_with_softmax(result, results, key)
+                less = signed(paired_difference(*pair) if pair else None)
                 about = [form(result), run_cells(result)[0], name, str(entry["documents"])]
-                rows.append([*about, *cells, pair])
+                rows.append([*about, *cells, less])
     if rows:
         rows.append(["Chance", "", "", "", "25", "25", "0", ""])
     head = ["Mechanism", "Run", "Text", "Questions", "right of four", "without the text", "word for word"]
@@ -157,22 +202,25 @@ def _recall_table(results: Sequence[dict[str, Any]]) -> Table:
         "A phrase of a long text is asked for again at its end, by the eight words that stood before it: "
         "chosen among four phrases of the text; the same without the text; given by greedy decoding."
     ]
-    notes += [DIFFERENCE_NOTE, *seeds_note(results)]
-    notes += comparison_notes(
-        [r for r in results if any(f"recall_phrases ({n})" in r["scores"] for n in names)]
-    )
-    return Table("Recall of phrases", [*head, "to softmax"], rows, notes)
+    if any(row[-1] not in (DASH, "") for row in rows):
+        head.append("to softmax")
+        notes.append(DIFFERENCE_NOTE)
+        measured = [r for r in results if any(f"recall_phrases ({n})" in r["scores"] for n in names)]
+        notes += comparison_notes(measured)
+    else:
+        rows = [row[:-1] for row in rows]
+    return Table("Recall of phrases", head, rows, notes + seeds_note(results))
 
 
-def difference_to_softmax(
+def pair_with_softmax(
     result: dict[str, Any], results: Sequence[dict[str, Any]], key: str
-) -> Difference | SeedDifference | None:
-    """The paired difference on the score `key`; None where there is no pair."""
+) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """The scores `key` of the run and of its softmax run, to compare; None where there is no pair."""
     softmax = softmax_of(result, results)
     if softmax is None or softmax is result:
         return None
     a, b = (one["scores"].get(key) for one in with_shared_seed(result, softmax))
-    return paired_difference(a, b) if a and b else None
+    return (a, b) if a and b else None
 
 
 def _texts_of(results: Sequence[dict[str, Any]], measure: str) -> list[str]:

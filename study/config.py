@@ -149,10 +149,14 @@ def with_begun_runs(asked: Study, folder: Path) -> Study:
     path = folder / STUDY
     if not path.exists():
         return asked
-    before, now = read_json_object(path), json.loads(json.dumps(asdict(asked)))
+    mend = "remove it, and the same command writes it anew"
+    try:
+        before, now = read_json_object(path), json.loads(json.dumps(asdict(asked)))
+    except UserError as error:
+        raise UserError(f"{error}: {mend}") from error
     rows, seeds = before.get("attentions"), before.get("seeds")
     if not isinstance(rows, dict) or type(seeds) is not int:
-        raise UserError(f"{path} is damaged: remove it, and the same command writes it anew")
+        raise UserError(f"{path} is damaged: {mend}")
     for key in ("recipe", "tokens", "options", "rates", "rate_tokens", "rate_options", "mqar"):
         # MQAR may come or go, the data may move; other keys are in every study.json of this version.
         other, own = before.get(key, now[key]), now[key]

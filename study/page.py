@@ -47,9 +47,11 @@ def write_page(
     runs: Sequence[StudyRun],
     failures: Sequence[Failure] = (),
     report: Callable[[str], None] = print,
+    scored: bool = True,
 ) -> Path:
     """Writes tables, figures and README.md into the study's folder; returns the page's path. `report` takes
-    a line on each run that is not in the tables.
+    a line on each run that is not in the tables. `scored` is false where the runs' scores come later: one
+    that has none is then no trouble, if its weights are there to be scored.
 
     Where the folder has a `reading.md`, a person's reading of the numbers, the page begins with it.
     """
@@ -65,7 +67,7 @@ def write_page(
         if f"{f.job} {f.reason}" not in known and f.job not in over
     ]
     trouble += failed
-    results = [found for run in done if (found := _results(run, trouble))] if study.suites else []
+    results = [found for run in done if (found := _results(run, trouble, scored))] if study.suites else []
     trouble += left_out(results)
     results = mean_scores(results)
     training = _training(study, folder, tried, done, trouble) if done else []
@@ -101,8 +103,9 @@ def _section(table: Table) -> str:
     return f"## {table.title}\n\n{table.text(markdown=True)}"
 
 
-def _results(run: StudyRun, trouble: list[str]) -> dict[str, Any] | None:
-    """The newest scores of a run, as `evaluate` wrote them; where there are none, `trouble` says so."""
+def _results(run: StudyRun, trouble: list[str], scored: bool) -> dict[str, Any] | None:
+    """The newest scores of a run, as `evaluate` wrote them; where there are none, `trouble` says so (`scored`
+    as of `write_page`)."""
     files = sorted((run.folder / EVAL).glob("step-*.json"))
     try:
         found = read_results(files[-1]) if files else {"scores": {}}
@@ -118,7 +121,8 @@ def _results(run: StudyRun, trouble: list[str]) -> dict[str, Any] | None:
     if not run.has_weights():
         why = f", and its checkpoint of step {run.recipe.total_steps} is not whole: "
         why += f"remove {run.folder} to train it again"
-    trouble.append(f"{run.name} is in no table of scores: it has none{why}")
+    if scored or why:
+        trouble.append(f"{run.name} is in no table of scores: it has none{why}")
     return None
 
 
@@ -280,6 +284,12 @@ def _loss_table(study: Study, rows: list[dict[str, Any]]) -> Table:
             "start-up, compiling, validation and checkpoints. The last column: as if eight cards were eight "
             "times as fast as one."
         )
+        if len({row["train_time"] for row in rows}) > 1:
+            notes.append(
+                "At equal time the fastest row is at the end of its schedule, the others are before the end "
+                "of theirs, at a higher learning rate: with a schedule that ends there their loss would be "
+                "lower."
+            )
     return Table("", head, body, notes)
 
 

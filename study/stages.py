@@ -69,7 +69,9 @@ def run_study(
         write_json(folder / STUDY, study.to_dict())
     work.do(stages, minutes)
     if "page" in stages:
-        print(f"page    {write_page(study, folder, work.tried, work.runs, work.failures)}")
+        scored = "scores" in stages or not {"rates", "runs"} & set(stages)
+        page = write_page(study, folder, work.tried, work.runs, work.failures, scored=scored)
+        print(f"page    {page}")
     if publish:
         print(f"copied  {publish_page(folder, Path(publish), [*work.tried, *work.runs])}")
     if work.failures:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from lingpt.common.figures import figure_format, save_figure
-from lingpt.common.palette import colours
+from lingpt.common.palette import MARKERS, line_styles
 from lingpt.train.curves import (
     Curve,
     find_curve,
@@ -20,7 +20,7 @@ from lingpt.train.curves import (
     time_to_loss,
 )
 
-DASHES = ("-", "--", ":", "-.")  # further runs of the same attention
+HANDLE = 4.0  # of a legend's lines, in font sizes: dashes show beside the marker
 STEP, TIME, LOSS, TOKENS = range(4)  # columns of a curve's points
 
 
@@ -62,8 +62,11 @@ def draw(curves: list[Curve], paths: Sequence[Path], timed: bool = True) -> None
     axes = axes if timed else axes[1:]
     panels = figure.subplots(1, len(axes), sharey=True)
     for panel, (column, scale, name) in zip(panels, axes, strict=True):
-        for (colour, dash), label, curve in zip(_styles(curves), labels(curves), curves, strict=True):
-            _draw(panel, curve, column, scale, colour, dash, label)
+        styles = line_styles([curve.attention for curve in curves])
+        for style, label, curve in zip(styles, labels(curves), curves, strict=True):
+            _draw(panel, curve, column, scale, style, label)
+        if column == STEP:
+            panel.xaxis.set_major_formatter("{x:,.10g}")
         panel.set_xlabel(name)
         panel.grid(alpha=0.25, linewidth=0.6)
         panel.spines[["top", "right"]].set_visible(False)
@@ -73,7 +76,7 @@ def draw(curves: list[Curve], paths: Sequence[Path], timed: bool = True) -> None
     models = sorted({c.model for c in curves if c.model})
     figure.suptitle(" and ".join(models), x=0.01, y=0.985, ha="left", fontsize=11, fontweight="bold")
     figure.text(0.01, 0.015, caption(curves), fontsize=8, color="0.25", ha="left", va="bottom")
-    figure.subplots_adjust(left=0.055, right=0.985, top=0.92, bottom=0.21, wspace=0.06)
+    figure.subplots_adjust(left=0.06, right=0.98, top=0.92, bottom=0.21, wspace=0.06)
     _legend(figure, panels[-1], len(curves))
     for path in paths:
         save_figure(figure, path)
@@ -81,7 +84,7 @@ def draw(curves: list[Curve], paths: Sequence[Path], timed: bool = True) -> None
 
 def _legend(figure, panel, rows: int) -> None:
     """Within the last panel, above where the curves end; beside it where it would lie on them."""
-    font = {"frameon": False, "fontsize": 9 if rows < 7 else 7.5}
+    font = {"frameon": False, "fontsize": 9 if rows < 7 else 7.5, "handlelength": HANDLE}
     legend = panel.legend(loc="upper right", **font)
     size = legend.get_window_extent().width / panel.get_window_extent().width
     if size < 0.75 and rows < 9:
@@ -95,7 +98,7 @@ def _legend(figure, panel, rows: int) -> None:
 
 def caption(curves: Sequence[Curve]) -> str:
     """What the picture shows: the lines, the data and its length, the hardware, in two lines or three."""
-    marks = ["Lines: training loss, centred average", "circles: validation, the last one by its name"]
+    marks = ["Lines: training loss, centred average", "open markers: validation, the last one by its name"]
     for count in sorted({c.runs for c in curves if c.runs > 1}):
         means = [label for label, c in zip(labels(curves), curves, strict=True) if c.runs == count]
         which = "" if len(means) == len(curves) else f"{', '.join(means)}: "
@@ -134,9 +137,12 @@ def _machine(curve: Curve) -> str | None:
     return f"{found.get('world_size', 1)} × {found['name']} a run, {found.get('precision')}".replace("/", "∕")
 
 
-def _draw(panel, curve: Curve, column: int, scale: float, colour: str, dash: str, label: str) -> None:
-    style = {"color": colour, "linestyle": dash, "linewidth": 1.6}
-    point = {"marker": "o", "markersize": 5, "markerfacecolor": "white", "markeredgewidth": 1.4}
+def _draw(panel, curve: Curve, column: int, scale: float, look: dict[str, str], label: str) -> None:
+    colour = look["color"]
+    style = {"color": colour, "linestyle": look["linestyle"], "linewidth": 1.6}
+    # A further row of an attention often ends where the first does: its markers leave that one's visible.
+    face = "white" if look["marker"] == MARKERS[0] else "none"
+    point = {"marker": look["marker"], "markersize": 5, "markerfacecolor": face, "markeredgewidth": 1.4}
     if len(curve.train):
         x = curve.train[:, column] / scale
         if curve.runs == 1:
@@ -160,22 +166,12 @@ def _draw(panel, curve: Curve, column: int, scale: float, colour: str, dash: str
     panel.plot([], [], **style, **point, label=label + final)
 
 
-def _styles(curves: list[Curve]) -> list[tuple[str, str]]:
-    colour = colours(sorted({c.attention for c in curves}))
-    seen: dict[str, int] = {}
-    styles = []
-    for curve in curves:
-        turn = seen[curve.attention] = seen.get(curve.attention, -1) + 1
-        styles.append((colour[curve.attention], DASHES[turn % len(DASHES)]))
-    return styles
-
-
 def _limits(panel, curves: list[Curve]) -> None:
-    """Leaves the first fall out of the picture: what matters is below the loss at a tenth of the run."""
+    """Leaves the first fall out of the picture: what matters is below the loss at a quarter of the run."""
     tops, bottoms = [], []
     for c in curves:
         loss = smooth(c.train[:, LOSS]) if len(c.train) else c.val[:, LOSS]
-        tops.append(loss[len(loss) // 10])
+        tops.append(loss[len(loss) // 4])
         bottoms.append(min(loss.min(), c.val[:, LOSS].min() if len(c.val) else math.inf))
     room = max(max(tops) - min(bottoms), 0.1)
     panel.set_ylim(min(bottoms) - 0.05 * room, max(tops) + 0.05 * room)

@@ -8,7 +8,10 @@ def test_mistakes_on_the_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write(TINY)
     for words, message in [
-        (["--model", "pythia-14m"], "no study 'study-pythia-14m' (did you mean 'study-pythia-1"),
+        (["--model", "pythia-14m"], "no study is named after the model 'pythia-14m'"),
+        (["--model", "pythia-70m"], "(make study STUDY=…) give one of study-demo (demo), study-gate ("),
+        (["--config", "study-dem"], "no study 'study-dem' (did you mean 'study-demo'?)"),
+        (["--config", "study-tiny.yaml", "--tokens", "1.5e0"], "tokens is 1.5e0; it must be a whole number"),
         (
             ["--config", "study-tiny.yaml", "--attentions", "our"],
             "unknown attention 'our' (did you mean 'ours'?)",
@@ -23,3 +26,11 @@ def test_mistakes_on_the_command_line(tmp_path, monkeypatch, capsys):
     ]:
         assert main(["study", *words]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_file_of_ones_own_for_another_model(tmp_path, monkeypatch, capsys):
+    """What the line on a model without a study says to do."""
+    monkeypatch.chdir(tmp_path)
+    write(TINY | {"recipe": "pythia-14m", "attentions": ["ours", "softmax"], "options": {}}, "mine.yaml")
+    assert main(["study", "--config", "mine.yaml", "--dry_run", "true"]) == 0
+    assert "study mine: 2 rows" in capsys.readouterr().out

@@ -11,7 +11,7 @@ import torch
 from lingpt.cli import mqar
 from lingpt.cli.main import main, parse
 from lingpt.common.errors import UserError
-from lingpt.eval import mqar_runs
+from lingpt.eval import mqar_results, mqar_runs
 from lingpt.eval.mqar import (
     Trial,
     accuracy,
@@ -207,4 +207,9 @@ def test_the_command_goes_on_and_draws(tmp_path, capsys, monkeypatch):
         and rows["softmax"].endswith("(0.01)")
         and rows["A guess among the values"] == "50.00"
     )
-    assert {p.name for p in save_mqar(results, tmp_path)} >= {"mqar.md", "mqar.png", "mqar.svg"}
+    said = []
+    monkeypatch.setattr(mqar_results, "add_caption", lambda figure, text: said.append(text))
+    names = {"mqar.md", "mqar.png", "mqar.svg", "mqar.pdf"}
+    assert {p.name for p in save_mqar(results, tmp_path)} >= names and said[0].endswith("q, k and v. cpu.")
+    save_mqar([{key: r[key] for key in r if key != "device"} for r in results], tmp_path)  # of an older file
+    assert said[1].endswith("q, k and v.")

@@ -5,9 +5,10 @@ import copy
 import numpy as np
 import pytest
 
-from lingpt.eval.paired import bootstrap, over_seeds
+from lingpt.eval.paired import bits_difference, bootstrap, over_seeds, position_differences
 from lingpt.eval.results import pack_bits
 from lingpt.eval.seeds import left_out, mean_and_error, mean_scores
+from lingpt.eval.suite_tables import pair_with_softmax, suite_tables
 from lingpt.eval.table2 import table2_tables
 from lingpt.eval.tables import Table
 
@@ -109,6 +110,83 @@ def test_the_error_of_a_difference():
         means, errors = [*means, found.mean], [*errors, found.stderr**2]
     assert np.std(means) == pytest.approx(np.mean(errors) ** 0.5, rel=0.25)
     assert over_seeds(first, second[:1]).stderr is None
+
+
+def test_the_notes_are_of_what_is_shown():
+    """Guards: what a difference is under a table without one; errors over questions where it is documents."""
+    recall = {"task": "recall_phrases", "texts": "x", "metrics": {"acc": 0.5, "acc_stderr": 0.1}}
+    bits = {
+        "task": "bits_per_byte",
+        "num_fewshot": 0,
+        "texts": "x",
+        "documents": 3,
+        "metrics": {"xz_bits_per_byte": 2.0},
+    }
+    bits["metrics"] |= {"bits_per_byte": 1.0, "bits_per_byte_stderr": 0.1}
+    results = [run("softmax", i, [1, 0]) for i in range(2)] + [run("ours", i, [1, 1]) for i in range(2)]
+    for result in results:
+        answered = result["scores"]["piqa (0-shot)"]
+        result["scores"] = {"recall_phrases (x)": answered | recall, "bits_per_byte (x)": bits}
+    for rows, shown in ((2, False), (4, True)):
+        found, phrases = suite_tables(mean_scores(results[:rows]))
+        assert (
+            ("to softmax" in phrases.head) == any("Difference: " in note for note in phrases.notes) == shown
+        )
+        assert len({len(row) for row in (phrases.head, *phrases.rows)}) == 1
+        assert any("errors over documents" in note for note in found.notes)
+        assert any("errors over questions" in note for note in phrases.notes)
+
+
+def test_the_paired_difference_of_losses():
+    """By hand, for bits per byte and for positions; of seeds with their variance; a single run against the
+    softmax run of its seed; of other documents, and of files that do not have them one by one, none."""
+    rng = np.random.default_rng(3)
+    hard, sizes = rng.normal(4, 1, 30), [100] * 30  # documents that are hard for all
+
+    def score(loss: float) -> dict:
+        nats = 100 * (hard + loss + rng.normal(0, 0.1, 30))
+        kept = {"nats": nats.tolist(), "bytes": sizes}
+        return {"documents": 30, "prompts": "p", "metrics": {}, "per_document": kept}
+
+    softmax, ours = ([score(loss + 0.01 * i) for i in range(3)] for loss in (0.0, 0.2))
+    mean, error = bits_difference(ours[0], softmax[0])
+    nats = [np.array(entry["per_document"]["nats"]) / 100 for entry in (ours[0], softmax[0])]
+    less = (nats[0] - nats[1]) / np.log(2)
+    assert mean == pytest.approx(less.mean()) and error == pytest.approx(less.std(ddof=1) / 30**0.5)
+    assert error < 0.2 * nats[0].std(ddof=1) / 30**0.5  # what both find hard is not in it
+    runs = [run(name, i, [1, 0]) for name in ("ours", "softmax") for i in range(3)]
+    for result, entry in zip(runs, [*ours, *softmax], strict=True):
+        result["scores"] = {"bits_per_byte (x)": {"task": "bits_per_byte", "texts": "x"} | entry}
+    means = mean_scores(runs)
+    pair = pair_with_softmax(means[0], means, "bits_per_byte (x)")
+    assert bits_difference(*pair)[0] == pytest.approx(
+        np.mean([bits_difference(a, b)[0] for a, b in zip(ours, softmax, strict=True)])
+    )
+    rows = [
+        np.array([entry["per_document"]["nats"] for entry in x]) / 100 / np.log(2) for x in (ours, softmax)
+    ]
+    paired = (rows[0].mean(0) - rows[1].mean(0)).std(ddof=1) / 30**0.5
+    of_seeds = sum(x.mean(1).var(ddof=1) / 3 for x in rows)
+    assert bits_difference(*pair)[1] == pytest.approx((paired**2 + of_seeds) ** 0.5)
+    alone = mean_scores([runs[1], *runs[3:]])
+    pair = pair_with_softmax(alone[0], alone, "bits_per_byte (x)")
+    assert bits_difference(*pair) == bits_difference(ours[1], softmax[1])
+    assert bits_difference(ours[0], softmax[0] | {"prompts": "q"}) is None
+    older = {key: value for key, value in ours[0].items() if key != "per_document"}
+    assert bits_difference(older, softmax[0]) is None
+    runs[1]["scores"]["bits_per_byte (x)"].pop("per_document")
+    assert "per_document" not in mean_scores(runs)[0]["scores"]["bits_per_byte (x)"]
+
+
+def test_the_paired_difference_by_position():
+    groups = [{"to": 32}, {"to": 64}]
+    entries = [
+        {"documents": 3, "prompts": "p", "positions": groups, "per_document": {"losses": losses}}
+        for losses in ([[4.0, 5.0, 6.0], [3.0, 3.0, 3.0]], [[3.0, 4.5, 4.5], [3.0, 2.0, 4.0]])
+    ]
+    first, second = position_differences(*entries)
+    assert first == (1.0, pytest.approx(0.5 / 3**0.5)) and second == (0.0, pytest.approx(1 / 3**0.5))
+    assert position_differences(entries[0], entries[1] | {"positions": [{"to": 32}, {"to": 96}]}) is None
 
 
 def test_what_not_every_seed_was_asked_is_left_out():

@@ -1,5 +1,6 @@
 """Guards the suites beside Table 2: each number against its definition, each with chance or a baseline."""
 
+import copy
 import json
 import lzma
 import math
@@ -9,8 +10,9 @@ import torch
 
 from lingpt.common.errors import UserError
 from lingpt.eval import LinGPTLM
-from lingpt.eval.figures import caption
-from lingpt.eval.language import _edges, bits_per_byte, loss_by_position, ratio
+from lingpt.eval.figures import caption, draw_positions
+from lingpt.eval.language import _edges, bits_per_byte, loss_by_position
+from lingpt.eval.paired import ratio
 from lingpt.eval.phrases import ask_about, make_questions, recall_phrases
 from lingpt.eval.results import unpack_bits
 from lingpt.eval.seeds import mean_scores
@@ -77,7 +79,8 @@ def test_the_loss_by_position_goes_past_the_training_length(texts, tokenizer):
     lm = LinGPTLM(model, tokenizer, progress=False)
     data = read_texts("stories", texts["stories"])
     found = loss_by_position(lm, data, train_length=32, pieces=3)
-    groups = found["positions"]
+    groups, kept = found["positions"], found["per_document"]["losses"]
+    assert [pytest.approx(group["loss"], abs=1e-4) for group in groups] == [sum(x) / 3 for x in kept]
     assert [(g["from"], g["to"]) for g in groups] == [
         (0, 2),
         (2, 4),
@@ -173,11 +176,23 @@ def test_what_a_run_gets(tmp_path, tokenizer, texts, capsys):
     assert tables["Loss by position"].head[-2:] == [f"≤ {BLOCK_SIZE}", f"≤ {2 * BLOCK_SIZE}"]
     rows = tables["Loss by position"].rows
     assert rows[0][3] == "5" and " ± " in rows[0][4] and rows[-1][:3] == ["Unigram", "", "stories"]
+    bits = {row[1]: row for row in tables["Bits per byte"].rows}
+    assert tables["Bits per byte"].head[-2:] == ["stories", "to softmax"] and "±" in bits[rows[0][1]][-1]
+    less = tables["Loss by position, less softmax's"]
+    assert [row[:4] for row in less.rows] == [rows[0][:4]] and "±" in less.rows[0][-1]
+    older = copy.deepcopy(results)
+    for result in older:
+        for entry in result["scores"].values():
+            entry.pop("per_document", None)
+    tables = {table.title: table for table in suite_tables(older)}
+    assert tables.keys() == {"Bits per byte", "Loss by position"}
+    assert tables["Bits per byte"].head[-1] == "stories" and tables["Loss by position"].rows == rows
     entries = [(r["checkpoint"], r["scores"]["loss_by_position (stories)"]) for r in results]
+    same = {"form": "x", "attention": "x"}
     said = "demo; dashed: the training length, 64 tokens; documents: 5 of stories; cpu."
     assert caption(entries) == said
     seeds = [
-        r | {"checkpoint": r["checkpoint"] | {"run": f"x-seed{i}", "path": f"x-seed{i}", "form": "x"}}
+        r | {"checkpoint": r["checkpoint"] | {"run": f"x-seed{i}", "path": f"x-seed{i}"} | same}
         for i, r in enumerate(results)
     ]
     (mean,) = mean_scores(seeds)
@@ -192,8 +207,40 @@ def test_what_a_run_gets(tmp_path, tokenizer, texts, capsys):
         "suites.png",
         "positions.png",
         "positions.svg",
+        "positions.pdf",
     ]
-    assert b"<svg" in paths[-1].read_bytes()
+    assert b"<svg" in paths[-2].read_bytes() and paths[-1].read_bytes().startswith(b"%PDF")
+
+
+def test_the_lines_of_the_loss_by_position(tmp_path, monkeypatch):
+    """Guards: `softmax-seed0` where the losses' figure says `softmax`; a legend on the lines; a row in other
+    dashes on the text that another row was not measured on."""
+    from matplotlib.figure import Figure
+
+    kept, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda fig, *a, **k: (kept.append(fig), save(fig, *a, **k)))
+
+    def result(run, step, texts):
+        about = {"run": run, "path": run, "model": "demo", "attention": "ours", "form": run, "step": step}
+        groups = [{"to": 32, "loss": 4.0, "stderr": 0.1}, {"to": 64, "loss": 3.0, "stderr": 0.1}]
+        entry = {"task": "loss_by_position", "documents": 8, "metrics": {}, "positions": groups}
+        entry |= {"train_length": 32, "prompts": "p", "complete": True, "num_fewshot": 0}
+        return {
+            "checkpoint": about,
+            "scores": {f"loss_by_position ({t})": entry | {"texts": t} for t in texts},
+        }
+
+    results = [result("a-seed0", 4, ["x"]), result("b-seed0", 4, ["x", "y"]), result("c-seed0", 4, ["y"])]
+    draw_positions([*results, result("c-seed0", 8, ["y"])], tmp_path)
+    (legend,) = kept[0].legends
+    names = ["a", "b", "c-seed0", "c-seed0"]  # the last two are no line of one row
+    assert [text.get_text() for text in legend.get_texts()] == names
+    looks = [
+        {(line.get_label(), line.get_linestyle(), line.get_marker()) for line in panel.lines[:-1]}
+        for panel in kept[0].axes
+    ]
+    assert looks[0] == {("a", "-", "o"), ("b", "--", "s")} and ("b", "--", "s") in looks[1]
+    assert legend.get_window_extent().x0 > kept[0].axes[-1].get_window_extent().x1
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import pytest
 
 from lingpt.cli.main import main
 from lingpt.study import read_study
-from lingpt.tests.study.tiny import TINY, fake_run, write
+from lingpt.study.runs import StudyRun
+from lingpt.tests.study.tiny import COMMAND, TINY, fake_run, write
 
 
 def test_what_goes_wrong_is_named_and_the_rest_is_shown(here, capsys):
@@ -100,6 +101,31 @@ def test_a_run_that_is_not_scored_is_named(here):
     assert "What differs is the attention, and where a row says so model.intermediate_size." in page
 
 
+def test_scores_that_come_later_are_no_trouble(here, monkeypatch):
+    """Guards: `--stages runs page` that named each run for the scores that nobody had asked for."""
+    write(TINY | {"rates": [], "seeds": 1, "attentions": ["softmax"]})
+    fake_run("softmax-seed0")
+    file = Path("runs/study-tiny/README.md")
+    monkeypatch.setattr(StudyRun, "has_weights", lambda run: True)
+    for words, named in ((["runs", "page"], False), (["page"], True)):
+        assert main(["study", "--config", "study-tiny.yaml", "--stages", *words]) == 0
+        assert ("softmax-seed0 is in no table of scores: it has none\n" in file.read_text()) == named
+
+
+def test_what_a_loss_at_equal_time_is_a_loss_of(here):
+    """Guards: a loss before the end of a schedule beside one at the end, as if the two were alike."""
+    write(TINY | {"rates": [], "seeds": 1, "suites": [], "attentions": ["softmax", "ours"]})
+    for name in ("softmax-seed0", "ours-seed0"):
+        fake_run(name)
+    page, said = Path("runs/study-tiny/README.md"), "the fastest row is at the end of its schedule"
+    assert main([*COMMAND, "--stages", "page"]) == 0
+    assert said not in page.read_text()
+    metrics = Path("runs/study-tiny/ours-seed0/metrics.jsonl")
+    metrics.write_text(metrics.read_text().replace('"train_time": 4.0', '"train_time": 9.0'))
+    assert main([*COMMAND, "--stages", "page"]) == 0
+    assert said in page.read_text()
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -115,6 +141,19 @@ def test_a_run_that_is_not_scored_is_named(here):
         {"task": "loss_by_position", "texts": "words", "train_length": 32, "positions": [{"to": "32"}]},
         {"task": "bits_per_byte", "texts": "words"},
         {"task": "loss_by_position", "texts": "words", "train_length": 32, "positions": []},
+        {
+            "task": "bits_per_byte",
+            "texts": "words",
+            "metrics": {"bits_per_byte": 1, "xz_bits_per_byte": 2},
+            "per_document": {"nats": [1.0], "bytes": [3]},
+        },
+        {
+            "task": "loss_by_position",
+            "texts": "words",
+            "train_length": 32,
+            "positions": [{"to": 32, "loss": 4}],
+            "per_document": {"losses": [[4.0] * 7 + [None]]},
+        },
         {"task": "recall_phrases"},
         {"documents": 0, "correct": {}},
         {"prompts": ["p"]},
@@ -138,6 +177,7 @@ def test_an_odd_result_file_is_named_and_the_rest_is_shown(here, content):
     assert main(["study", "--config", "study-tiny.yaml", "--stages", "page"]) == 0
     page = Path("runs/study-tiny/README.md").read_text()
     assert len(re.findall("ours-seed0/eval/step-00000004.json is damaged, or of another version", page)) == 1
+    assert page.count("ours-seed0/eval/step-00000004.json") == 1
     assert "softmax-seed0, step 4" in page and "50.00 ± 10.00" in page and "ours-seed0, step 4" not in page
 
 

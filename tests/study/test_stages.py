@@ -205,3 +205,15 @@ def test_a_run_that_diverged_is_a_result(here, monkeypatch):
     assert line in page and "gla-seed0 failed" not in page
     shutil.rmtree("runs/study-tiny/gla-seed0")
     assert main(train) == 0 and here == ["gla-seed0"] * 2
+
+
+@pytest.mark.parametrize("content", ["{", "[3]", "{}"])
+def test_a_damaged_study_says_what_to_do(here, capsys, content):
+    """Guards: a line that names the damage and not the way out."""
+    folder = Path("runs/study-tiny")
+    folder.mkdir(parents=True)
+    (folder / "study.json").write_text(content)
+    assert main([*COMMAND, "--stages", "page"]) == 2
+    line = capsys.readouterr().err.strip()
+    assert line.endswith(": remove it, and the same command writes it anew") and "\n" not in line
+    assert line.count("study.json") == 1

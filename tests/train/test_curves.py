@@ -55,7 +55,8 @@ def test_only_losses_that_all_reach(tmp_path):
 
 
 def test_the_picture_has_both_panels_and_one_colour_an_attention(tmp_path, monkeypatch):
-    """Loss against time and against step; one attention has one colour, its runs differ in dashes."""
+    """Loss against time and against step; one attention has one colour, its runs differ in dashes and
+    markers. Guards: rows that no legend told apart."""
     from matplotlib.figure import Figure
 
     kept = []
@@ -72,10 +73,25 @@ def test_the_picture_has_both_panels_and_one_colour_an_attention(tmp_path, monke
     assert time_panel.get_ylabel() == "loss (nats per token)"
     texts = [text.get_text() for text in step_panel.get_legend().get_texts()]
     assert [text.split()[0] for text in texts] == ["x", "y", "z"]
-    drawn = [(line.get_color(), line.get_linestyle()) for line in step_panel.get_legend().get_lines()]
-    assert drawn == [(COLOURS["ours"], "-"), (COLOURS["ours"], "--"), (COLOURS["softmax"], "-")]
+    lines = step_panel.get_legend().get_lines()
+    drawn = [(line.get_color(), line.get_linestyle(), line.get_marker()) for line in lines]
+    ours, softmax = COLOURS["ours"], COLOURS["softmax"]
+    assert drawn == [(ours, "-", "o"), (ours, "--", "s"), (softmax, "-", "o")]
+    assert step_panel.xaxis.get_major_formatter()(2000) == "2,000"
     points = [line for line in time_panel.lines if line.get_marker() == "o" and len(line.get_xdata())]
     np.testing.assert_allclose(points[-1].get_xdata(), [90 / 60, 360 / 60])
+
+
+def test_the_first_fall_does_not_fill_the_picture(tmp_path, monkeypatch):
+    """Guards: three fifths of the picture for the first tenth of a run, and rows in one line at the end."""
+    from matplotlib.figure import Figure
+
+    kept = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **k: kept.append(figure))
+    losses = {1: 9.0, 40: 6.0, 100: 4.2, 400: 4.0}
+    draw([read_curve(write_run(tmp_path / "a", "ours", 1.0, losses))], [tmp_path / "out.png"])
+    low, high = kept[0].axes[0].get_ylim()
+    assert 3.9 < low < 4.0 and 4.2 < high < 4.4
 
 
 def test_labels_are_attentions_only_where_these_tell_runs_apart(tmp_path):
