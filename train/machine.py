@@ -114,13 +114,21 @@ def _processes(config: TrainConfig, there: int) -> tuple[int, int]:
         return (there if config.devices == "auto" else config.devices), nodes
     devices = launcher.here if config.devices == "auto" else config.devices
     nodes = launcher.machines if config.num_nodes == "auto" else config.num_nodes
-    if (devices, nodes) != (launcher.here, launcher.machines):
+    started = {"devices": launcher.here, "num_nodes": launcher.machines}
+    asked = {"devices": devices, "num_nodes": nodes}
+    if ways := [f"--train.{name} auto" for name in asked if asked[name] != started[name]]:
+        here, machines = _counted(launcher.here, "process", "es"), _counted(launcher.machines, "machine")
         raise UserError(
-            f"{launcher.by} has started {launcher.here} processes a machine on {launcher.machines} machines, "
-            f"but the recipe asks for {devices} devices on {nodes}: "
-            "--train.devices auto --train.num_nodes auto takes what is there, or start as many"
+            f"{launcher.by} has started {here} a machine on {machines}, but the recipe asks for "
+            f"{_counted(devices, 'device')} on {nodes}: {' '.join(ways)} takes what has been started, or "
+            "start as many as the recipe says"
         )
     return devices, nodes
+
+
+def _counted(number: int, what: str, ending: str = "s") -> str:
+    """`1 device`, `2 devices`."""
+    return f"{number} {what}{'' if number == 1 else ending}"
 
 
 def choose_strategy(machine: Machine, config: Config, recipe: Recipe) -> tuple[Machine, str | None]:

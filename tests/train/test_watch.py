@@ -433,8 +433,15 @@ def test_where_a_launch_fails_the_processes_that_it_started_end():
 def test_other_numbers_than_the_launchers_are_refused(torchrun):
     machine = choose_machine(TrainConfig(accelerator="cpu"))
     assert (machine.devices, machine.num_nodes, machine.world_size) == (2, 1, 2)
-    with pytest.raises(UserError, match=r"torchrun has started 2 processes a machine .*4 devices"):
-        choose_machine(TrainConfig(accelerator="cpu", devices=4))
+    for asked, line in (
+        ({"devices": 4}, "4 devices on 1: --train.devices auto takes"),
+        ({"devices": 1}, "1 device on 1: --train.devices auto takes"),
+        ({"num_nodes": 2}, "2 devices on 2: --train.num_nodes auto takes"),
+    ):
+        with pytest.raises(UserError) as refused:
+            choose_machine(TrainConfig(accelerator="cpu", **asked))
+        started = "torchrun has started 2 processes a machine on 1 machine, but the recipe asks for"
+        assert f"{started} {line}" in str(refused.value)
 
 
 def test_machines_that_nobody_has_started_are_refused():
