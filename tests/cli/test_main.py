@@ -102,6 +102,8 @@ def test_trains_draws_and_goes_on(project, capsys):
         (["trian"], "unknown verb 'trian' (did you mean 'train'?)"),
         (["train", "--config", "demmo"], "no recipe 'demmo' (did you mean 'demo'?)"),
         (["train", "--config", "tiny.yaml", "--train.max_stepz", "3"], "did you mean 'train.max_steps'?"),
+        (["train", "--profile"], "unknown key 'profile' (did you mean '--train.profile true'?)"),
+        (["train", "--train.profile"], "--train.profile needs a value: true or false"),
         (["train", "--config", "wrong-key.yaml"], "(did you mean 'train.learning_rate'?)"),
         (["train", "--config", "wrong-group.yaml"], "unknown key 'trian.seed' (did you mean 'train.seed'?)"),
         (["train", "--config", "broken.yaml"], "broken.yaml is no YAML"),
