@@ -32,11 +32,12 @@ from lingpt.train.parallel import Parallel, print_rank0
 
 def describe(recipe: Recipe, machine: Machine, gpt: GPT, kernels: dict[str, str], steps: int) -> str:
     """Model, devices, and what is left to train. kernels: each attention's."""
+    shared = "" if machine.strategy == "single" else f"{machine.strategy.upper()}, "
     by = [kernel if len(kernels) == 1 else f"{name} by {kernel}" for name, kernel in kernels.items()]
     return (
         f"{recipe.model.name} with {recipe.attention_form} ({', '.join(by)}): "
         f"{gpt.num_parameters() / 1e6:.1f} M parameters on {machine.world_size} × {machine.name}, "
-        f"{machine.precision}; {steps} steps of {recipe.tokens_per_step:,} tokens"
+        f"{shared}{machine.precision}; {steps} steps of {recipe.tokens_per_step:,} tokens"
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lingpt.common.errors import UserError
-from lingpt.models import ModelArgs
+from lingpt.models import GPT, ModelArgs
 from lingpt.train import Recipe, TrainConfig
 from lingpt.train.machine import (
     Machine,
@@ -20,6 +20,7 @@ from lingpt.train.machine import (
     what_fits,
 )
 from lingpt.train.plan import format_plan
+from lingpt.train.report import describe
 
 
 def a_run(memory: float, micro_batch_size: int, **options) -> tuple[Machine, Recipe]:
@@ -128,3 +129,13 @@ def test_a_dry_run_says_that_it_does_not_fit_and_what_would():
     plan = format_plan(recipe, machine, config)
     assert "does not fit: micro-batches of 24 need about" in plan
     assert what_fits(machine, config, recipe) in plan and "at 40% MFU" in plan
+
+
+def test_the_opening_line_names_the_strategy_where_there_are_several_devices():
+    """Guards: DDP or FSDP that the recipe asks for was named nowhere."""
+    machine, recipe = a_run(80e9, 1)
+    with torch.device("meta"):
+        gpt = GPT(recipe.model.config())
+    for strategy, said in (("single", "1 × NVIDIA H100, bf16"), ("fsdp", "2 × NVIDIA H100, FSDP, bf16")):
+        machine = replace(machine, strategy=strategy, devices=1 if strategy == "single" else 2)
+        assert said in describe(recipe, machine, gpt, {"ours": "cuda"}, 3)
