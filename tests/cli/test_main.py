@@ -257,7 +257,9 @@ def test_dry_run_on_a_cpu_says_how_long_and_whether_the_data_are_there(project, 
     assert main(["train", "--config", "tiny.yaml", "--train.dry_run", "true"]) == 0
     out = capsys.readouterr().out
     assert "1 file(s), " in out
-    assert re.search(r"here: about [\d.]+ k tokens/s at 40% of .* \([\d.e+]+ GFLOP/s, measured\), \d+ s", out)
+    assert re.search(
+        r"here: about [\d.]+ k tokens/s at 40% of .* \([\d.]+ [GT]FLOP/s, measured\), \d+ s", out
+    )
     nowhere = ["--data.source", "nowhere.jsonl"]
     assert main(["train", "--config", "tiny.yaml", "--train.dry_run", "true", *nowhere]) == 0
     assert "NOT FOUND: there are no documents at nowhere.jsonl" in capsys.readouterr().out
