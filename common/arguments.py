@@ -72,14 +72,19 @@ def _explain(parser: jsonargparse.ArgumentParser, message: str) -> str:
     unknown = (
         re.search(r"Group '(?P<group>\S+)' does not accept nested key '(?P<key>\S+)'", line)
         or re.search(r"Key '(?P<key>\S+)' is not expected", line)
-        or re.search(r"Unrecognized arguments: --(?P<key>[^\s=]+)", line)
+        or re.search(r"Unrecognized arguments: --(?P<option>[^\s=]+)", line)
     )
     if unknown is None:
         return _explain_value(parser, line)
     found = unknown.groupdict()
-    key = f"{found['group']}.{found['key']}" if found.get("group") else found["key"]
+    key = found.get("option") or ".".join(filter(None, (found.get("group"), found["key"])))
     keys = set(parser.get_defaults(skip_validation=True).keys()) - {"config"}
-    return f"unknown key {key!r}{nearest(key, keys)}; `{parser.prog} --help` lists the keys"
+    hint = nearest(key, keys)
+    if "option" in found:  # as a flag, perhaps, which a switch of ours is not
+        for action in parser._actions:
+            if getattr(action, "_typehint", None) is bool:
+                hint = hint.replace(f"'{action.dest}'", f"'--{action.dest} true'")
+    return f"unknown key {key!r}{hint}; `{parser.prog} --help` lists the keys"
 
 
 def _explain_value(parser: jsonargparse.ArgumentParser, line: str) -> str:
@@ -89,6 +94,9 @@ def _explain_value(parser: jsonargparse.ArgumentParser, line: str) -> str:
         option = options[missing[1]]
         name = option.option_strings[0] if option.option_strings else f"<{option.dest}>"
         return f"{parser.prog} needs {name}: {option.help}"
+    if bare := re.fullmatch(r"argument --(\S+): expected one argument", line):
+        takes = _words_for(getattr(options.get(bare[1]), "_typehint", None))
+        return f"--{bare[1]} needs a value{f': {takes}' if takes else ''}"
     keys = [key for key in re.findall(r'[Pp]arser key "(\S+?)"', line) if key in options]
     if not keys:
         return line

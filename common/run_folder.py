@@ -74,13 +74,25 @@ def newest_checkpoint(run: Path) -> Path | None:
 
 
 def newest_or_error(run: Path) -> Path:
-    """`newest_checkpoint`; UserError where there is none, with what is wrong with the last one."""
+    """`newest_checkpoint`; UserError where there is none, with what is wrong with the last one.
+
+    Newer ones that are damaged are named on stderr.
+    """
     if newest := newest_checkpoint(run):
+        name_passed_over(newest)
         return newest
     if named := named_checkpoints(run):
         wrong = f"{named[-1].name} {damage(named[-1])}"
         raise UserError(f"no checkpoint of {run} can be read ({wrong}): restore one from a copy")
     raise UserError(f"{run} has no whole checkpoint yet: train on with the same command")
+
+
+def name_passed_over(taken: Path) -> None:
+    """A line on stderr for each checkpoint of the run that is newer than the one `taken`, and damaged."""
+    named = named_checkpoints(taken.parent.parent)
+    for newer in named[named.index(taken) + 1 :]:
+        if read_manifest(newer) is None:
+            print(f"{newer} {damage(newer)} and is passed over for {taken.name}", file=sys.stderr)
 
 
 def model_folder(path: Path) -> Path:

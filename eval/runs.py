@@ -21,6 +21,7 @@ from lingpt.common.run_folder import (
     attention_label,
     checkpoint_step,
     checkpoints,
+    name_passed_over,
     newest_or_error,
     read_config,
     read_manifest,
@@ -146,6 +147,8 @@ def find_checkpoints(
     for checkpoint in found:
         if checkpoint.model == model:
             newest.setdefault((checkpoint.attention, checkpoint.form), checkpoint)
+    for checkpoint in newest.values():
+        name_passed_over(checkpoint.folder)
     return sorted(newest.values(), key=lambda checkpoint: checkpoint.form)
 
 

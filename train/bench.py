@@ -33,6 +33,7 @@ from lingpt.models.attention.base import QKVAttention
 from lingpt.train.bench_results import IDENTITY, OUTPUT_GATE, SHORT_CONV, Results, Row
 from lingpt.train.compilation import compiles
 from lingpt.train.config import Recipe, TrainConfig
+from lingpt.train.environment import git_revision, package_hash
 from lingpt.train.loss import NextTokenLoss
 from lingpt.train.machine import (
     Machine,
@@ -145,7 +146,8 @@ def bench_steps(
         micro_batch_tokens: at most so many at once; by default as many as fit the memory by the estimate.
         budget: seconds; once it is spent, no further turn begins, and what has had none is "skipped".
         save_to: a JSON file, written after every turn.
-        append: keep what `save_to` holds, of this card and these versions, and measure what is missing.
+        append: keep what `save_to` holds, of this card, these versions and this code, and measure what is
+            missing.
 
     Raises UserError for names and numbers that make no benchmark.
     """
@@ -157,8 +159,10 @@ def bench_steps(
     parallel.seed(0)
     if parallel.device.type == "cuda" and (line := used_by_others(parallel.device)):
         warnings.warn(line, stacklevel=2)
-    here = environment(parallel.device) | {"precision": machine.precision}
-    results = Results.load(save_to) if append and save_to and save_to.is_file() else Results(here)
+    here = environment(parallel.device) | {"precision": machine.precision, "source": package_hash()}
+    # The commit stands beside it for the reader: another one may have the same code.
+    there = save_to if append and save_to and save_to.is_file() else None
+    results = Results.load(there) if there else Results(here | {"git": git_revision()})
     check_same(save_to, results.environment, here)
     if others := {row.tokens for row in results.rows} - {tokens}:
         raise UserError(

@@ -109,12 +109,20 @@ def table(results: Results) -> str:
     env = results.environment
     versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
     head = (
-        f"# A training step\n\n{env['card']}, {env['precision']}, {versions}; {env['date']}.\n\n"
+        f"# A training step\n\n{env['card']}, {env['precision']}, {versions}; {_code(env)}{env['date']}.\n\n"
         "Share: the time of the identity over the attention's. × FA2: how many times faster than softmax by "
         "FlashAttention-2. Memory: the most that was used, and the estimate over it.\n\n"
         f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}\n"
     )
     return head + "\n".join(_line(row, results) for row in _sorted(results)) + "\n"
+
+
+def _code(environment: dict[str, Any]) -> str:
+    """`commit 5123394, `; nothing for results of before it was recorded."""
+    if git := environment.get("git"):
+        return f"commit {git['revision'][:7]}{' with changes' if git['dirty'] else ''}, "
+    source = environment.get("source")  # the hash of what is installed, where there is no git
+    return f"source {source}, " if source else ""
 
 
 def _sorted(results: Results) -> list[Row]:

@@ -48,7 +48,7 @@ from lingpt.train.optim import learning_rate, make_optimizer
 from lingpt.train.parallel import Parallel, print_rank0, progress_bar
 from lingpt.train.plan import format_plan
 from lingpt.train.prefetch import Prefetch
-from lingpt.train.profile import Profiler, span
+from lingpt.train.profile import COMMUNICATION, WAITING, Profiler, span
 from lingpt.train.resume import give_back_name, resume_or_create
 from lingpt.train.run_lock import RunLock
 from lingpt.train.signals import Stop, stop_signals
@@ -239,7 +239,7 @@ class Run:
         with span("optimizer"):
             norm = parallel.clip_gradients(self.gpt, t.grad_clip)
         # The step's one synchronisation.
-        with span("communication"):
+        with span(COMMUNICATION if parallel.world_size > 1 else WAITING):
             total, stops, saves = parallel.sum(loss_sum, stop.requested, self.wants_save())
         if stops:
             self.agree(stop)

@@ -114,13 +114,21 @@ def _processes(config: TrainConfig, there: int) -> tuple[int, int]:
         return (there if config.devices == "auto" else config.devices), nodes
     devices = launcher.here if config.devices == "auto" else config.devices
     nodes = launcher.machines if config.num_nodes == "auto" else config.num_nodes
-    if (devices, nodes) != (launcher.here, launcher.machines):
+    started = {"devices": launcher.here, "num_nodes": launcher.machines}
+    asked = {"devices": devices, "num_nodes": nodes}
+    if ways := [f"--train.{name} auto" for name in asked if asked[name] != started[name]]:
+        here, machines = _counted(launcher.here, "process", "es"), _counted(launcher.machines, "machine")
         raise UserError(
-            f"{launcher.by} has started {launcher.here} processes a machine on {launcher.machines} machines, "
-            f"but the recipe asks for {devices} devices on {nodes}: "
-            "--train.devices auto --train.num_nodes auto takes what is there, or start as many"
+            f"{launcher.by} has started {here} a machine on {machines}, but the recipe asks for "
+            f"{_counted(devices, 'device')} on {nodes}: {' '.join(ways)} takes what has been started, or "
+            "start as many as the recipe says"
         )
     return devices, nodes
+
+
+def _counted(number: int, what: str, ending: str = "s") -> str:
+    """`1 device`, `2 devices`."""
+    return f"{number} {what}{'' if number == 1 else ending}"
 
 
 def choose_strategy(machine: Machine, config: Config, recipe: Recipe) -> tuple[Machine, str | None]:
@@ -141,11 +149,11 @@ def choose_strategy(machine: Machine, config: Config, recipe: Recipe) -> tuple[M
         ddp, fsdp = (memory_needed(config, recipe, machine.precision, over=over)["total"] for over in (1, n))
         has = f"of {room / 1e9:.0f} GB"
         if fits(ddp, room):
-            why = f"strategy: DDP, for the whole model fits each device (about {ddp / 1e9:.1f} GB {has})"
+            why = f"strategy: DDP, for the whole model fits each device (about {scaled(ddp, 'B')} {has})"
             return _with_ddp(machine, recipe), why
         why = (
-            f"strategy: FSDP over {n} devices, for the whole model needs about {ddp / 1e9:.1f} GB {has} "
-            f"each, and a part {fsdp / 1e9:.1f} GB"
+            f"strategy: FSDP over {n} devices, for the whole model needs about {scaled(ddp, 'B')} {has} "
+            f"each, and a part {scaled(fsdp, 'B')}"
         )
     # Where there is room, the devices communicate once a step; but FSDP2 would then sum the gradients of the
     # micro-batches in bf16, too, where those of the devices are.
@@ -291,7 +299,7 @@ def too_small(machine: Machine, config: Config, recipe: Recipe) -> str:
     need = memory_here(machine, config, recipe)["total"]
     others = " (does something else use it?)" if fits(need, machine.memory) else ""
     return (
-        f"micro-batches of {recipe.train.micro_batch_size} need about {need / 1e9:.1f} GB by the estimate, "
+        f"micro-batches of {recipe.train.micro_batch_size} need about {scaled(need, 'B')} by the estimate, "
         f"and {machine.name} has {machine.memory / 1e9:.0f} GB{others}: "
         f"try {what_fits(machine, config, recipe)}"
     )
@@ -314,7 +322,7 @@ def what_fits(machine: Machine, config: Config, recipe: Recipe) -> str:
             machine.memory, machine.precision, config, changed, possible, over, once
         ):
             need = memory_needed(config, changed, machine.precision, size, over, once)["total"]
-            return f"--train.micro_batch_size {size}{option} (about {need / 1e9:.1f} GB)"
+            return f"--train.micro_batch_size {size}{option} (about {scaled(need, 'B')})"
     here = machine.world_size
     for devices in sorted({here, 2, 4, 8, 16, 32, 64}):
         need = memory_needed(config, recomputing, machine.precision, 1, devices)["total"]
@@ -322,7 +330,7 @@ def what_fits(machine: Machine, config: Config, recipe: Recipe) -> str:
             more = f"{devices} such devices with " if devices > here else ""
             return (
                 f"{more}--train.strategy fsdp --train.micro_batch_size 1 "
-                f"--train.activation_checkpointing true (about {need / 1e9:.1f} GB each)"
+                f"--train.activation_checkpointing true (about {scaled(need, 'B')} each)"
             )
     return "shorter sequences (--data.seq_len), or a smaller model"
 
@@ -355,3 +363,10 @@ def duration(seconds: float) -> str:
         if seconds >= 1.5 * size:
             return f"{seconds / size:.1f} {unit}"
     return f"{seconds:.0f} s"
+
+
+def scaled(value: float, unit: str, billion: str = "G") -> str:
+    """Three digits of it: `47.4 MB`, `142 GB`; of ` tokens`, with B for a billion, `3 B tokens`."""
+    prefixes = {1e12: "T", 1e9: billion, 1e6: "M", 1e3: "k"}
+    size = next((size for size in prefixes if value >= 0.9995 * size), 1)
+    return " ".join(f"{value / size:.3g} {prefixes.get(size, '')}{unit}".split())

@@ -17,6 +17,7 @@ from lingpt.train.machine import (
     memory_needed,
     micro_batch_sizes,
     run_flops,
+    scaled,
     too_small,
 )
 from lingpt.train.throughput import DEVICES, Device, measured_flops, mfu
@@ -35,24 +36,24 @@ def format_plan(recipe: Recipe, machine: Machine, config: Config) -> str:
     flops = run_flops(config, recipe)
     need = memory_here(machine, config, recipe, precision)
     least = memory_needed(config, recipe, precision, over=machine.sharded_over)["total"]
-    parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in need.items() if name != "total")
+    parts = ", ".join(f"{name} {scaled(size, 'B')}" for name, size in need.items() if name != "total")
     checkpoint = gpt.num_parameters() * (2 if precision == "bf16-true" else 4) * 3  # AdamW has two moments
     most = checkpoint * (t.keep_checkpoints + t.keep_best + 1)
     accumulated = t.global_batch_size // (t.micro_batch_size * world_size)
     about = {
-        "model": f"{gpt.num_parameters():,} parameters; {gpt.flops_per_token(data.seq_len) / 1e9:.3g} GFLOP "
+        "model": f"{gpt.num_parameters():,} parameters; {scaled(gpt.flops_per_token(data.seq_len), 'FLOP')} "
         "per token (forward and backward)",
         "data": f"{data.source}, sequences of {data.seq_len:,} tokens, tokenizer "
         f"{data.tokenizer or 'of the embedded corpus'}; {availability(data)}",
         "batch": f"{t.global_batch_size} sequences = {recipe.tokens_per_step:,} tokens a step: {world_size} "
         f"device{'s' if world_size > 1 else ''} × micro-batch {t.micro_batch_size} × {accumulated} "
         "accumulated",
-        "run": f"{recipe.total_steps:,} steps, {tokens / 1e9:.3g} B tokens, {flops:.3g} FLOP",
-        "memory": f"{need['total'] / 1e9:.1f} GB a device at micro-batch {t.micro_batch_size}, {precision}, "
-        f"estimated (GB: {parts})",
-        "disk": f"{_gigabytes(checkpoint)} a checkpoint, {_gigabytes(most)} at most while saving (keep "
+        "run": f"{recipe.total_steps:,} steps, {scaled(tokens, ' tokens', 'B')}, {flops:.3g} FLOP",
+        "memory": f"{scaled(need['total'], 'B')} a device at micro-batch {t.micro_batch_size}, {precision}, "
+        f"estimated ({parts})",
+        "disk": f"{scaled(checkpoint, 'B')} a checkpoint, {scaled(most, 'B')} at most while saving (keep "
         f"{t.keep_checkpoints}); token cache {cache_size(data.source, config.padded_vocab_size)}",
-        "host": f"{_gigabytes(_pinned(gpt, precision, machine))} of pinned memory beside a GPU: the copy of "
+        "host": f"{scaled(_pinned(gpt, precision, machine), 'B')} of pinned memory beside a GPU: the copy of "
         "a checkpoint that is written while training goes on",
         "here": _here(machine, config, recipe),
     }
@@ -71,13 +72,8 @@ def format_plan(recipe: Recipe, machine: Machine, config: Config) -> str:
     if several := [text for device in shown if (text := _sharded(device, config, recipe, precision, least))]:
         lines += ["", f"sharded by FSDP {micro_batch} it fits {', '.join(several)}"]
     rate, basis = _speed(machine, flops / tokens)
-    lines += ["", f"here: about {rate / 1e3:.3g} k tokens/s at {basis}, {duration(tokens / rate)}"]
+    lines += ["", f"here: about {scaled(rate, ' tokens/s')} at {basis}, {duration(tokens / rate)}"]
     return "\n".join(lines)
-
-
-def _gigabytes(size: float) -> str:
-    """`0.047 GB`, `1.9 GB`, `142 GB`."""
-    return f"{size / 1e9:.0f} GB" if size >= 99.5e9 else f"{size / 1e9:.2g} GB"
 
 
 def _pinned(gpt: GPT, precision: str, machine: Machine) -> int:
@@ -93,7 +89,7 @@ def _speed(machine: Machine, flops_per_token: float) -> tuple[float, str]:
         return rate, f"{STATED_MFU:.0%} MFU"
     found = measured_flops(machine.accelerator, machine.precision)
     devices = machine.world_size if machine.accelerator == "cuda" else machine.num_nodes
-    basis = f"{STATED_MFU:.0%} of what its matrix products reach ({found / 1e9:.3g} GFLOP/s, measured)"
+    basis = f"{STATED_MFU:.0%} of what its matrix products reach ({scaled(found, 'FLOP/s')}, measured)"
     return STATED_MFU * found * devices / flops_per_token, basis
 
 

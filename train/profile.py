@@ -1,7 +1,8 @@
 """`--train.profile true`: where the time of a few steps goes, as a trace for Perfetto and as a table.
 
 The parts of a step are named ranges (`span`). On a GPU a kernel belongs to the part in which it was launched,
-by whatever thread (autograd has its own); NCCL's belong to the communication.
+by whatever thread (autograd has its own); NCCL's belong to the communication, in which the host waits for the
+device, too: all that is left of it where a process is alone.
 """
 
 import gzip
@@ -18,7 +19,8 @@ from lingpt.common.files import write_errors, write_text
 from lingpt.train.parallel import print_rank0
 
 SKIPPED, STEPS = 2, 2  # steps of this start: those that still compile, and those that are traced
-PARTS = ("data", "forward", "loss", "backward", "communication", "optimizer")
+COMMUNICATION, WAITING = "communication", "waiting for the device"  # the step's end, with others and alone
+PARTS = ("data", "forward", "loss", "backward", COMMUNICATION, WAITING, "optimizer")
 TRACE, SUMMARY = "trace.json.gz", "summary.txt"
 
 span = record_function  # `with span("forward"):` names a part of a step, for the profiler
@@ -85,19 +87,20 @@ def summary(events: list[dict[str, Any]]) -> str:
     n = len(steps)
     lines = [
         f"{n} step{'s' if n > 1 else ''} of {wall / n / 1e3:.1f} ms; ms a step:",
-        f"{'':<16}{'host':>10}{'share':>8}" + (f"{'device':>12}{'share':>8}" if kernels else ""),
+        f"{'':<24}{'host':>10}{'share':>8}" + (f"{'device':>12}{'share':>8}" if kernels else ""),
     ]
     rest = wall - sum(host.values())
-    for name, time in [*((part, host[part]) for part in PARTS), ("host, the rest", rest)]:
-        row = f"{name:<16}{time / n / 1e3:>10.2f}{time / wall:>8.1%}"
+    shown = [part for part in PARTS if host[part] or device[part] or part not in (COMMUNICATION, WAITING)]
+    for name, time in [*((part, host[part]) for part in shown), ("host, the rest", rest)]:
+        row = f"{name:<24}{time / n / 1e3:>10.2f}{time / wall:>8.1%}"
         if kernels and name in PARTS:
             row += f"{device[name] / n / 1e3:>12.2f}{device[name] / wall:>8.1%}"
         lines.append(row)
     if kernels:
         idle = max(0.0, wall - busy)
         other = device["other"]
-        lines.append(f"{'other kernels':<34}{other / n / 1e3:>12.2f}{other / wall:>8.1%}")
-        lines.append(f"{'device idle':<34}{idle / n / 1e3:>12.2f}{idle / wall:>8.1%}")
+        lines.append(f"{'other kernels':<42}{other / n / 1e3:>12.2f}{other / wall:>8.1%}")
+        lines.append(f"{'device idle':<42}{idle / n / 1e3:>12.2f}{idle / wall:>8.1%}")
         lines += ["", "kernels that take the most, ms a step:", *_top(kernels, n)]
     return "\n".join(lines)
 
@@ -117,7 +120,7 @@ def _of_parts(
         at = launches.get(kernel.get("args", {}).get("correlation"))
         name = "other"
         if kernel["name"].startswith("nccl"):
-            name = "communication"
+            name = COMMUNICATION
         elif at is not None:
             # The innermost is the last to start; a part holds at most one other.
             last = bisect_right(starts, at)

@@ -32,11 +32,12 @@ from lingpt.train.parallel import Parallel, print_rank0
 
 def describe(recipe: Recipe, machine: Machine, gpt: GPT, kernels: dict[str, str], steps: int) -> str:
     """Model, devices, and what is left to train. kernels: each attention's."""
+    shared = "" if machine.strategy == "single" else f"{machine.strategy.upper()}, "
     by = [kernel if len(kernels) == 1 else f"{name} by {kernel}" for name, kernel in kernels.items()]
     return (
         f"{recipe.model.name} with {recipe.attention_form} ({', '.join(by)}): "
         f"{gpt.num_parameters() / 1e6:.1f} M parameters on {machine.world_size} × {machine.name}, "
-        f"{machine.precision}; {steps} steps of {recipe.tokens_per_step:,} tokens"
+        f"{shared}{machine.precision}; {steps} steps of {recipe.tokens_per_step:,} tokens"
     )
 
 
@@ -132,10 +133,15 @@ def final_report(recipe: Recipe, dataset: Dataset, parallel: Parallel, train_tim
     run, t = recipe.run_folder, recipe.train
     checkpoint = newest_checkpoint(run)
     if t.sample_tokens and checkpoint:
-        text = sample_text(load_model(checkpoint, device=parallel.device), dataset, t.sample_tokens, parallel)
-        with write_errors(run / SAMPLES):
-            write_text(run / SAMPLES, text)
-        print_rank0(f"\n{text}\n")
+        try:
+            gpt = load_model(checkpoint, device=parallel.device)
+            text = sample_text(gpt, dataset, t.sample_tokens, parallel)
+        except torch.OutOfMemoryError:  # something else has come to the GPU; the run is done all the same
+            print_rank0(f"no samples: out of memory; `lingpt generate {run} --device cpu` needs no GPU")
+        else:
+            with write_errors(run / SAMPLES):
+                write_text(run / SAMPLES, text)
+            print_rank0(f"\n{text}\n")
     validations = [line for line in read_metrics(run) if line["kind"] == "val" and line["loss"] is not None]
     if validations:
         last = validations[-1]

@@ -38,6 +38,7 @@ _LOST = (
     "Connection was likely closed",
     "remote process exit",  # NCCL's
 )
+_MAIN = "LINGPT_MAIN_PID"  # in the environment of the processes that the main process starts
 GOES_ON = "the run ends, and the same command goes on from its newest checkpoint"
 
 
@@ -156,7 +157,9 @@ class Watch:
         self._died: str | None = None
         self._saying, self._said = threading.Lock(), False
         self._counting = threading.Lock()
-        self._parent, self._has_parent = os.getppid(), "LOCAL_RANK" in os.environ
+        # The main process may have died while this one was importing, which then has another parent already.
+        self._parent = int(os.environ.pop(_MAIN, os.getppid()))
+        self._has_parent = "LOCAL_RANK" in os.environ
         if self._has_parent:
             threading.Thread(target=self._watch_parent, name="watch-parent", daemon=True).start()
 
@@ -180,10 +183,12 @@ class Watch:
 
         threading.Thread(target=take, name="watch-children", daemon=True).start()
         failed = True
+        os.environ[_MAIN] = str(os.getpid())  # which those that are started now inherit
         try:
             yield
             failed = False
         finally:
+            del os.environ[_MAIN]
             over.set()
             taken.wait()
             if failed:

@@ -102,6 +102,8 @@ def test_trains_draws_and_goes_on(project, capsys):
         (["trian"], "unknown verb 'trian' (did you mean 'train'?)"),
         (["train", "--config", "demmo"], "no recipe 'demmo' (did you mean 'demo'?)"),
         (["train", "--config", "tiny.yaml", "--train.max_stepz", "3"], "did you mean 'train.max_steps'?"),
+        (["train", "--profile"], "unknown key 'profile' (did you mean '--train.profile true'?)"),
+        (["train", "--train.profile"], "--train.profile needs a value: true or false"),
         (["train", "--config", "wrong-key.yaml"], "(did you mean 'train.learning_rate'?)"),
         (["train", "--config", "wrong-group.yaml"], "unknown key 'trian.seed' (did you mean 'train.seed'?)"),
         (["train", "--config", "broken.yaml"], "broken.yaml is no YAML"),
@@ -255,7 +257,9 @@ def test_dry_run_on_a_cpu_says_how_long_and_whether_the_data_are_there(project, 
     assert main(["train", "--config", "tiny.yaml", "--train.dry_run", "true"]) == 0
     out = capsys.readouterr().out
     assert "1 file(s), " in out
-    assert re.search(r"here: about [\d.]+ k tokens/s at 40% of .* \([\d.e+]+ GFLOP/s, measured\), \d+ s", out)
+    assert re.search(
+        r"here: about [\d.]+ k tokens/s at 40% of .* \([\d.]+ [GT]FLOP/s, measured\), \d+ s", out
+    )
     nowhere = ["--data.source", "nowhere.jsonl"]
     assert main(["train", "--config", "tiny.yaml", "--train.dry_run", "true", *nowhere]) == 0
     assert "NOT FOUND: there are no documents at nowhere.jsonl" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 
 import pytest
@@ -92,13 +93,17 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("how", BROKEN)
-def test_a_half_written_checkpoint_is_never_chosen(how, tmp_path, tokenizer):
-    """However the newest one was left, the one before it is taken."""
+def test_a_half_written_checkpoint_is_never_chosen(how, tmp_path, tokenizer, capsys):
+    """However the newest one was left, the one before it is taken, and a line says so; guards: silence."""
     run = write_run(tmp_path, "run", "ours", tokenizer, steps=(10, 20))
     newest = run / "checkpoints" / "step-00000020"
     assert read_manifest(newest) is not None
     BROKEN[how](newest)
-    assert find_checkpoints(tmp_path)[0].step == 10
+    for runs in ((), [run]):
+        assert find_checkpoints(tmp_path, runs=runs)[0].step == 10
+        line = rf"{newest} is not whole.* and is passed over for step-00000010\n"
+        assert re.fullmatch(line if newest.exists() else "", capsys.readouterr().err)
+    assert model_folder(run).name == "step-00000010" and bool(capsys.readouterr().err) == newest.exists()
     if newest.exists():
         with pytest.raises(UserError, match="no whole checkpoint"):
             Checkpoint.open(newest)

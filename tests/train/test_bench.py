@@ -14,6 +14,7 @@ from lingpt.train import Recipe, TrainConfig, bench
 from lingpt.train.bench import Identity, Shape, bench_steps, choose_shapes
 from lingpt.train.bench_results import Results, Row, draw, table
 from lingpt.train.bench_targets import targets_table
+from lingpt.train.environment import git_revision, package_hash
 from lingpt.train.machine import memory_needed
 
 ON_A_CPU = {"tokens": 64, "accelerator": "cpu"}
@@ -66,7 +67,8 @@ def test_every_attention_takes_its_turn(tmp_path: Path, monkeypatch, capsys):
 
 
 def test_a_benchmark_goes_on_where_it_stopped(tmp_path: Path):
-    """--append measures what the budget left out, keeps what is there, and refuses another machine's."""
+    """--append measures what the budget left out, keeps what is there, and refuses another machine's or
+    code's; guards: a JSON that did not say of which code it is."""
     path = tmp_path / "bench.json"
     options = ON_A_CPU | {"save_to": path, "append": True, "rounds": 1}
     kept = bench_steps(["demo"], [32], ["identity"], **options).rows[0]
@@ -76,10 +78,23 @@ def test_a_benchmark_goes_on_where_it_stopped(tmp_path: Path):
     assert whole.rows[0] == kept and whole.rows[1].status == "ok" and whole.rows[1].micro_batch_size == 1
     with pytest.raises(UserError, match="has steps of 64 tokens"):
         bench_steps(["demo"], [32], ["gla"], **options | {"tokens": 128})
-    whole.environment["card"] = "another"
-    whole.save(path)
-    with pytest.raises(UserError, match="of another card"):
-        bench_steps(["demo"], [32], ["ours"], **options)
+    assert whole.environment["source"] == package_hash() and whole.environment["git"] == git_revision()
+    for key in ("card", "source"):
+        Results(whole.environment | {key: "another"}, whole.rows).save(path)
+        with pytest.raises(UserError, match=f"of another {key}: measure again"):
+            bench_steps(["demo"], [32], ["ours"], **options)
+
+
+def test_the_table_names_the_code():
+    """And says nothing of it where the file is of before it was recorded."""
+    results, commit = made_up(), {"revision": "5123394abc", "dirty": True}
+    for known, said in (
+        ({}, "bf16-mixed, ; today."),
+        ({"source": "0a1b"}, "bf16-mixed, ; source 0a1b, today."),
+        ({"source": "0a1b", "git": commit}, "bf16-mixed, ; commit 5123394 with changes, today."),
+    ):
+        results.environment |= known
+        assert f"GPU, {said}" in table(results)
 
 
 def test_the_identity_mixes_nothing():

@@ -89,14 +89,18 @@ def end_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def example(first_word: str, **changes: str) -> str:
+def example(first_words: str, **changes: str) -> str:
     """The documented script that begins so, for the small recipe, with `changes` of its words."""
+    return documented(first_words, **{"pythia-6.9b": "recipe.yaml", "/shared/runs": "runs", **changes})
+
+
+def documented(first_words: str, **changes: str) -> str:
     (script,) = [
         block
         for block in re.findall(r"```bash\n(.*?)```", EXAMPLES.read_text(), re.DOTALL)
-        if block.startswith(first_word)
+        if block.startswith(first_words)
     ]
-    for old, new in {"pythia-6.9b": "recipe.yaml", "/shared/runs": "runs", **changes}.items():
+    for old, new in changes.items():
         assert old in script, f"{old} is not in the example"
         script = script.replace(old, new)
     return script
@@ -134,7 +138,22 @@ def test_torchrun_as_documented(start, recipe, tmp_path, machines):
         "train ": "train --train.name many ",
     }
     ranks = [{"--node_rank 0": f"--node_rank {rank}"} for rank in range(machines)]
-    check([start(example("torchrun", **words, **rank)) for rank in ranks], recipe, tmp_path / "runs/many")
+    check(
+        [start(example("torchrun --nnodes", **words, **rank)) for rank in ranks],
+        recipe,
+        tmp_path / "runs/many",
+    )
+
+
+@pytest.mark.slow
+def test_the_demo_under_torchrun_as_documented(start, tmp_path):
+    """Guards: nothing said how, and its recipe, of one device, was refused."""
+    short = "train --train.max_steps 1 --train.sample_tokens 0 --train.eval_tokens 2048 --train.wandb false "
+    port = f"torchrun --master_port {free_port(25000)}"
+    run = start(documented("torchrun --nproc_per_node", **{"train ": short, "torchrun": port}))
+    said, _ = run.communicate(timeout=300)
+    assert run.returncode == 0 and "on 2 × CPU" in said, said
+    assert len(read_metrics(tmp_path / "runs/demo-ours")) == 2
 
 
 def sbatch(script: str) -> dict[str, str]:
@@ -244,7 +263,7 @@ def test_torchrun_ends_where_a_process_dies(start, recipe, tmp_path):
         "29500": str(free_port(25000)),
         "train ": "train --train.max_steps 100000 ",
     }
-    torchrun = start("exec " + example("torchrun", **words))
+    torchrun = start("exec " + example("torchrun --nnodes", **words))
     metrics, until = tmp_path / "runs/one/metrics.jsonl", time.monotonic() + 300
     while not (metrics.exists() and metrics.stat().st_size) and torchrun.poll() is None:
         assert time.monotonic() < until, "no step was logged"

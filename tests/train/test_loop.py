@@ -394,6 +394,19 @@ def test_the_report_finds_the_memory_free(make_recipe, monkeypatch):
     assert alive == [None] * 3
 
 
+def test_samples_that_find_no_memory_are_left_out(make_recipe, monkeypatch, capsys):
+    """Guards: a traceback at the end of a run that is done and saved."""
+
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(loop.report, "generate", fail)
+    folder = train(make_recipe(max_steps=1, sample_tokens=8))
+    out = capsys.readouterr().out
+    assert f"no samples: out of memory; `lingpt generate {folder} --device cpu`" in out
+    assert "validation loss" in out and not (folder / "samples.txt").exists()
+
+
 def test_init_from_another_attention_says_what_it_took(make_recipe, capsys):
     """`softmax` starts from `ours`: the same keys, another model; the report names what was taken."""
     source = train(make_recipe()) / "checkpoints/step-00000006"

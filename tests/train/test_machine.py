@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lingpt.common.errors import UserError
-from lingpt.models import ModelArgs
+from lingpt.models import GPT, ModelArgs
 from lingpt.train import Recipe, TrainConfig
 from lingpt.train.machine import (
     Machine,
@@ -17,9 +17,11 @@ from lingpt.train.machine import (
     fits,
     memory_needed,
     out_of_memory,
+    scaled,
     what_fits,
 )
 from lingpt.train.plan import format_plan
+from lingpt.train.report import describe
 
 
 def a_run(memory: float, micro_batch_size: int, **options) -> tuple[Machine, Recipe]:
@@ -49,7 +51,7 @@ def test_out_of_memory_says_what_was_needed_and_what_fits(memory, micro_batch_si
         raise torch.OutOfMemoryError("CUDA out of memory")
     line = str(raised.value)
     need = memory_needed(config, recipe, "bf16-mixed")["total"]
-    assert f"micro-batches of {micro_batch_size} need about {need / 1e9:.1f} GB" in line
+    assert f"micro-batches of {micro_batch_size} need about {scaled(need, 'B')}" in line
     assert f"NVIDIA H100 has {memory / 1e9:.0f} GB: try" in line and re.search(f"try {fix}", line)
     if size := re.search(r"micro_batch_size (\d+) \(", line):
         recipe.train.micro_batch_size = int(size[1])
@@ -74,7 +76,7 @@ def test_advice_counts_what_is_gathered_once():
     config = recipe.model.config()
     size = int(re.search(r"micro_batch_size (\d+)", what_fits(machine, config, recipe))[1])
     need = memory_needed(config, recipe, "bf16-mixed", size, 2, gathers_once=True)["total"]
-    assert what_fits(machine, config, recipe).endswith(f"(about {need / 1e9:.1f} GB)")
+    assert what_fits(machine, config, recipe).endswith(f"(about {scaled(need, 'B')})")
     assert need > memory_needed(config, recipe, "bf16-mixed", size, 2)["total"]
 
 
@@ -86,6 +88,13 @@ def test_a_dry_run_says_how_many_cards_a_large_model_takes():
     (line,) = [line for line in plan.splitlines() if line.startswith("sharded by FSDP")]
     assert re.search(r"8 × A100 80GB.*[24] × H200", line), line
     assert re.search(r"disk +142 GB a checkpoint, 426 GB at most", plan), "and not 1.4e+02 GB"
+
+
+def test_numbers_are_as_a_person_writes_them():
+    """Guards: `6.14e-06 B tokens`, `0.00108 k tokens/s`, `about 0.0 GB`."""
+    assert scaled(6144, " tokens", "B") == "6.14 k tokens" and scaled(3e9, " tokens", "B") == "3 B tokens"
+    assert scaled(1.08, " tokens/s") == "1.08 tokens/s" and scaled(999_900, " tokens/s") == "1 M tokens/s"
+    assert scaled(47.4e6, "B") == "47.4 MB" and scaled(141.6e9, "B") == "142 GB" and scaled(0, "B") == "0 B"
 
 
 def test_the_smallest_card_decides(monkeypatch):
@@ -128,3 +137,13 @@ def test_a_dry_run_says_that_it_does_not_fit_and_what_would():
     plan = format_plan(recipe, machine, config)
     assert "does not fit: micro-batches of 24 need about" in plan
     assert what_fits(machine, config, recipe) in plan and "at 40% MFU" in plan
+
+
+def test_the_opening_line_names_the_strategy_where_there_are_several_devices():
+    """Guards: DDP or FSDP that the recipe asks for was named nowhere."""
+    machine, recipe = a_run(80e9, 1)
+    with torch.device("meta"):
+        gpt = GPT(recipe.model.config())
+    for strategy, said in (("single", "1 × NVIDIA H100, bf16"), ("fsdp", "2 × NVIDIA H100, FSDP, bf16")):
+        machine = replace(machine, strategy=strategy, devices=1 if strategy == "single" else 2)
+        assert said in describe(recipe, machine, gpt, {"ours": "cuda"}, 3)

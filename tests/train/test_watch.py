@@ -353,6 +353,26 @@ def test_a_process_that_dies_before_it_has_met_the_others_is_named(tmp_path):
     assert "process 1 of 2" in ran.stderr and "was killed by signal 9" in ran.stderr
 
 
+ORPHANED = """
+import os, signal
+if os.environ.get("LOCAL_RANK") == "1":
+    os.kill(os.getppid(), signal.SIGKILL)
+from lingpt.train import TrainConfig
+from lingpt.train.machine import choose_machine
+from lingpt.train.parallel import Parallel
+Parallel(choose_machine(TrainConfig(accelerator="cpu", devices=2)), timeout_minutes=0.1)
+"""
+
+
+def test_a_process_whose_main_process_dies_while_it_imports_ends(tmp_path):
+    """Guards: it took whoever had adopted it for its parent, and lived on."""
+    script = tmp_path / "orphaned.py"
+    script.write_text(ORPHANED)
+    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == -signal.SIGKILL
+    assert re.search(r"lingpt: the main process \(pid \d+\) has died: the run ends", ran.stderr), ran.stderr
+
+
 DIFFER = """
 import os
 from dataclasses import replace
@@ -413,8 +433,15 @@ def test_where_a_launch_fails_the_processes_that_it_started_end():
 def test_other_numbers_than_the_launchers_are_refused(torchrun):
     machine = choose_machine(TrainConfig(accelerator="cpu"))
     assert (machine.devices, machine.num_nodes, machine.world_size) == (2, 1, 2)
-    with pytest.raises(UserError, match=r"torchrun has started 2 processes a machine .*4 devices"):
-        choose_machine(TrainConfig(accelerator="cpu", devices=4))
+    for asked, line in (
+        ({"devices": 4}, "4 devices on 1: --train.devices auto takes"),
+        ({"devices": 1}, "1 device on 1: --train.devices auto takes"),
+        ({"num_nodes": 2}, "2 devices on 2: --train.num_nodes auto takes"),
+    ):
+        with pytest.raises(UserError) as refused:
+            choose_machine(TrainConfig(accelerator="cpu", **asked))
+        started = "torchrun has started 2 processes a machine on 1 machine, but the recipe asks for"
+        assert f"{started} {line}" in str(refused.value)
 
 
 def test_machines_that_nobody_has_started_are_refused():
