@@ -16,7 +16,7 @@ from lingpt.models import GPT
 from lingpt.study.config import Study
 from lingpt.study.jobs import Slot
 from lingpt.study.runs import StudyRun
-from lingpt.train.machine import CPU_CORE_FLOPS, STATED_MFU, choose_machine, duration, run_flops
+from lingpt.train.machine import CPU_CORE_FLOPS, STATED_MFU, choose_machine, duration, run_flops, scaled
 from lingpt.train.model import model_config
 from lingpt.train.throughput import DEVICES, peak_flops
 
@@ -70,7 +70,7 @@ def format_plan(
         f"{duration(sum(seconds.values()) / cards)} ({parts or 'nothing'})",
         f"cost    {cost} card hours on H200s in all, at {STATED_MFU:.0%} of their peak: "
         f"{duration(h200 * 3600 / 8)} on eight",
-        f"disk    {disk / 1e9:.3g} GB of checkpoints at most; the rates' go when these are chosen",
+        f"disk    {scaled(disk, 'B')} of checkpoints at most; the rates' go when these are chosen",
         f"scores  {', '.join(suites) or 'none'}" + ("; MQAR" if with_mqar else ""),
         "Small models and short sequences reach less of the peak: the time is then longer."
         + (f" With a limit of {study.limit} documents a task scoring takes less." if study.limit else "")
