@@ -37,7 +37,8 @@ def describe(recipe: Recipe, machine: Machine, gpt: GPT, kernels: dict[str, str]
     return (
         f"{recipe.model.name} with {recipe.attention_form} ({', '.join(by)}): "
         f"{gpt.num_parameters() / 1e6:.1f} M parameters on {machine.world_size} × {machine.name}, "
-        f"{shared}{machine.precision}; {steps} step{'' if steps == 1 else 's'} of {recipe.tokens_per_step:,} tokens"
+        f"{shared}{machine.precision}; {steps} step{'' if steps == 1 else 's'} of "
+        f"{recipe.tokens_per_step:,} tokens"
     )
 
 
