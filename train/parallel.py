@@ -40,7 +40,7 @@ from lingpt.common.errors import UserError
 from lingpt.train.launch import launched
 from lingpt.train.machine import Machine
 from lingpt.train.sharding import join_shards, shard, shard_state, stay_unsharded
-from lingpt.train.watch import Others, Watch, connection_lost, failure, lost, print_stderr
+from lingpt.train.watch import Heartbeats, Watch, connection_lost, failure, lost, print_stderr
 
 if TYPE_CHECKING:
     from lightning.fabric.wrappers import _FabricModule as WrappedModule
@@ -93,8 +93,8 @@ class Parallel:
         if self.world_size > 1:
             # A connection of its own: while the main thread waits in one, others wait behind it.
             store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-            others = Others(store, self.rank, self.world_size, 60 * timeout_minutes)
-            self.watch.limit_waits(others, self._issued, self.local_rank_zero)
+            heartbeats = Heartbeats(store, self.rank, self.world_size, 60 * timeout_minutes)
+            self.watch.limit_waits(heartbeats, self._collectives, self.local_rank_zero)
 
     def agree(self, machine: Machine, settings: dict[str, object]) -> None:
         """Before the processes build anything together: UserError on all of them where they differ.
@@ -117,7 +117,7 @@ class Parallel:
             return None
         return DeviceMesh.from_group(dist.new_group(backend="gloo", timeout=self._timeout), "cpu")
 
-    def _issued(self) -> int:
+    def _collectives(self) -> int:
         """How many collectives this process has come to, the threads' that write checkpoints among them."""
         if not dist.is_initialized():
             return -1

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed import Store
 
-EVERY = 0.5  # seconds between looks
+EVERY = 0.5  # seconds between looks at parent and children
 GRACE = 5.0  # seconds for a process to end by itself, and say why
 _LOST = (
     "Connection closed by peer",
@@ -77,43 +77,43 @@ def late(rank: int, world_size: int, where: str, seconds: float) -> str:
     )
 
 
-class Report(NamedTuple):
-    """What a process says of itself: that it runs (`looks` grows), and how far it is.
+class Heartbeat(NamedTuple):
+    """What a process says of itself: that it runs (`number` grows), and how far it is.
 
-    issued: how many collectives it has come to; -1 where it has not begun to say.
+    collectives: how many it has come to; -1 where it has not begun to say.
     """
 
-    issued: int = -1
-    looks: int = 0
+    collectives: int = -1
+    number: int = 0
     where: str = "not heard of since the start"
 
 
 def _interval(seconds: float) -> float:
-    """Between two looks at whether others have waited for `seconds`."""
+    """Between two heartbeats, where others may be waited for for `seconds`."""
     return min(EVERY * 10, seconds / 10)
 
 
-class Others:
-    """What the processes of a run let each other know, in their `store`: who is where, and who is late.
+class Heartbeats:
+    """Those of a run's processes, in their `store`: who is where, and who is late.
 
-    seconds: how long one waits for another. Counted in looks: one that was stopped itself, with all others
-    (Ctrl-Z), has not waited.
+    seconds: how long one waits for another. Counted in heartbeats: one that was stopped itself, with all
+    others (Ctrl-Z), has not waited.
     """
 
     _ENDS = "lingpt/ends"  # where a process has said who is late
 
     def __init__(self, store: Store, rank: int, world_size: int, seconds: float) -> None:
         self._store, self.rank, self.world_size, self.seconds = store, rank, world_size, seconds
-        self._own, self._waited = Report(), 0.0
-        self._before: list[Report] = []
+        self._own, self._waited = Heartbeat(), 0.0
+        self._before: list[Heartbeat] = []
 
-    def look(self, issued: int) -> str | None:
+    def beat(self, collectives: int) -> str | None:
         """Every `_interval`: None where the run goes on; else the line to say, empty where another says it.
 
-        issued: how many collectives this process has come to. Raises RuntimeError where the store is gone.
+        collectives: how many this process has come to. Raises RuntimeError where the store is gone.
         """
-        self._waited = self._waited + _interval(self.seconds) if issued == self._own.issued else 0.0
-        self._own = Report(issued, self._own.looks + 1, _where())
+        self._waited = self._waited + _interval(self.seconds) if collectives == self._own.collectives else 0.0
+        self._own = Heartbeat(collectives, self._own.number + 1, _where())
         self._store.set(f"lingpt/{self.rank}", json.dumps(self._own))
         if self._waited < self.seconds / 10:  # far from late: the others need not be read
             self._before = []
@@ -121,10 +121,10 @@ class Others:
         if self._store.check([self._ENDS]):
             return ""
         if not self._before:
-            self._before = self._reports()
+            self._before = self._read_all()
         if self._waited < self.seconds:
             return None
-        now = self._reports()
+        now = self._read_all()
         rank = self._late(now)
         if rank is None:
             self._before, self._waited = now, self.seconds / 10
@@ -132,20 +132,20 @@ class Others:
         speaks = self._store.add(self._ENDS, 1) == 1  # whoever is first: any other may be the late one
         return late(rank, self.world_size, now[rank].where, self.seconds) if speaks else ""
 
-    def _late(self, now: list[Report]) -> int | None:
+    def _late(self, now: list[Heartbeat]) -> int | None:
         """Which process this one waits for; None where all are at work."""
-        for rank, report in enumerate(now):
-            if report == self._before[rank]:  # silent: one that is behind may itself wait for it
+        for rank, heartbeat in enumerate(now):
+            if heartbeat == self._before[rank]:  # silent: one that is behind may itself wait for it
                 return rank
-        counts = [report.issued for report in now]
-        return counts.index(min(counts)) if self._own.issued > min(counts) else None
+        counts = [heartbeat.collectives for heartbeat in now]
+        return counts.index(min(counts)) if self._own.collectives > min(counts) else None
 
-    def _reports(self) -> list[Report]:
-        return [self._report(f"lingpt/{rank}") for rank in range(self.world_size)]
+    def _read_all(self) -> list[Heartbeat]:
+        return [self._read(f"lingpt/{rank}") for rank in range(self.world_size)]
 
-    def _report(self, key: str) -> Report:
+    def _read(self, key: str) -> Heartbeat:
         known = self._store.check([key])  # to get it would wait for it
-        return Report(*json.loads(self._store.get(key))) if known else Report()
+        return Heartbeat(*json.loads(self._store.get(key))) if known else Heartbeat()
 
 
 class Watch:
@@ -194,17 +194,19 @@ class Watch:
             if failed:
                 self.end_children()
 
-    def limit_waits(self, others: Others, issued: Callable[[], int], speaks: bool) -> None:
+    def limit_waits(self, heartbeats: Heartbeats, collectives: Callable[[], int], speaks: bool) -> None:
         """From here on ends a process that waits for another one for too long; one of them says which.
 
-        issued: how many collectives this process has come to. speaks: for its machine, where the store that
+        collectives: how many this process has come to. speaks: for its machine, where the store that
         they would agree in is gone.
         """
-        args = (others, issued, speaks)
-        threading.Thread(target=self._watch_others, args=args, name="watch-all", daemon=True).start()
+        args = (heartbeats, collectives, speaks)
+        threading.Thread(
+            target=self._watch_heartbeats, args=args, name="watch-heartbeats", daemon=True
+        ).start()
 
     def stop(self) -> None:
-        """From here on everyone may end, and `issued` is not called any more."""
+        """From here on everyone may end, and `collectives` is not called any more."""
         with self._counting:
             self._stopped.set()
 
@@ -256,19 +258,19 @@ class Watch:
                         self._exit(2)
                     return
 
-    def _watch_others(self, others: Others, issued: Callable[[], int], speaks: bool) -> None:
-        while not self._stopped.wait(_interval(others.seconds)):
-            if (count := self._count(issued)) is None:
+    def _watch_heartbeats(self, heartbeats: Heartbeats, collectives: Callable[[], int], speaks: bool) -> None:
+        while not self._stopped.wait(_interval(heartbeats.seconds)):
+            if (count := self._count(collectives)) is None:
                 return
             answered = threading.Event()
-            args = (answered, others, issued, speaks)
+            args = (answered, heartbeats, collectives, speaks)
             threading.Thread(target=self._limit_answer, args=args, name="watch-store", daemon=True).start()
             try:
-                line = others.look(count)
+                line = heartbeats.beat(count)
             except RuntimeError:  # the store is gone, and with it the process that keeps it
                 # The main thread may be about to say so, or wait in vain.
                 if not self._stopped.wait(GRACE):
-                    self.say(lost(others.rank, others.world_size) if speaks else "")
+                    self.say(lost(heartbeats.rank, heartbeats.world_size) if speaks else "")
                     self._exit(1)
                 return
             finally:
@@ -277,25 +279,25 @@ class Watch:
                 return self._end(line)
 
     def _limit_answer(
-        self, answered: threading.Event, others: Others, issued: Callable[[], int], speaks: bool
+        self, answered: threading.Event, heartbeats: Heartbeats, collectives: Callable[[], int], speaks: bool
     ) -> None:
         """Ends a run that stands still while its store does not answer: one that is stopped never does."""
         count, still = None, 0.0
-        while still < 0.9 * others.seconds:  # others are asked from a tenth of it on
-            if answered.wait(_interval(others.seconds)):
+        while still < 0.9 * heartbeats.seconds:  # others are asked from a tenth of it on
+            if answered.wait(_interval(heartbeats.seconds)):
                 return
-            before, count = count, self._count(issued)
+            before, count = count, self._count(collectives)
             if count is None:
                 return
-            still = still + _interval(others.seconds) if count == before else 0.0
+            still = still + _interval(heartbeats.seconds) if count == before else 0.0
         where = f"on {os.environ.get('MASTER_ADDR')}, which does not answer"
-        speaks = speaks or others.rank == 1  # beside rank zero, which is stopped
-        self._end(late(0, others.world_size, where, others.seconds) if speaks else "")
+        speaks = speaks or heartbeats.rank == 1  # beside rank zero, which is stopped
+        self._end(late(0, heartbeats.world_size, where, heartbeats.seconds) if speaks else "")
 
-    def _count(self, issued: Callable[[], int]) -> int | None:
-        """What `issued` says; None once everyone may end, when it may not be called any more."""
+    def _count(self, collectives: Callable[[], int]) -> int | None:
+        """What `collectives` says; None once everyone may end, when it may not be called any more."""
         with self._counting:
-            return None if self._stopped.is_set() else issued()
+            return None if self._stopped.is_set() else collectives()
 
     def _end(self, line: str) -> None:
         """Says why the run ends, and ends this process and those that it has started."""

@@ -20,7 +20,7 @@ from lingpt.train import TrainConfig
 from lingpt.train import watch as watch_module
 from lingpt.train.machine import choose_machine, choose_strategy
 from lingpt.train.parallel import Parallel
-from lingpt.train.watch import Others, Watch
+from lingpt.train.watch import Heartbeats, Watch
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "test", "WORLD_SIZE": "2", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2",
@@ -40,25 +40,25 @@ class Ended(Watch):
         self.ended.set()
 
 
-def looks(*issued: int, before: tuple[int, ...] = (), stopped: int | None = None) -> list[str | None]:
-    """What each of several processes finds once it has waited at `issued` collectives for the time-out.
+def beats(*collectives: int, before: tuple[int, ...] = (), stopped: int | None = None) -> list[str | None]:
+    """What each of several processes finds once it has waited at so many `collectives` for the time-out.
 
-    before: where they have been as long, first. stopped: one that does not look any more.
+    before: where they have been as long, first. stopped: one that sends no more heartbeats.
     """
     store = dist.HashStore()
-    others = [Others(store, rank, len(issued), seconds=30) for rank in range(len(issued))]
-    found: list[str | None] = [None] * len(issued)
-    for counts in (before or issued, issued):
+    processes = [Heartbeats(store, rank, len(collectives), seconds=30) for rank in range(len(collectives))]
+    found: list[str | None] = [None] * len(collectives)
+    for counts in (before or collectives, collectives):
         for _ in range(12):
             for rank, count in enumerate(counts):
-                if found[rank] is None and (counts is not issued or rank != stopped):
-                    found[rank] = others[rank].look(count)
+                if found[rank] is None and (counts is not collectives or rank != stopped):
+                    found[rank] = processes[rank].beat(count)
     return found
 
 
 def test_the_process_that_keeps_the_others_waiting_is_named():
     """By one of them, whichever comes first, and with the function that it is in."""
-    found = looks(8, 8, 7)
+    found = beats(8, 8, 7)
     here = rf"process 2 of 3 \(on {socket.gethostname()}, in lingpt\.\S+\)"
     assert re.match(f"{here} has kept the others waiting for 0.5 min .--train.timeout_minutes", found[0])
     assert found[1:] == ["", ""]
@@ -66,46 +66,46 @@ def test_the_process_that_keeps_the_others_waiting_is_named():
 
 def test_rank_zero_is_named_by_another():
     """Guards: where rank zero was frozen nobody said anything, and torchrun named another as the cause."""
-    assert looks(7, 8, 8)[1].startswith("process 0 of 3 (on ")
-    assert looks(8, 8, before=(7, 7), stopped=0)[1].startswith("process 0 of 2 (on ")
+    assert beats(7, 8, 8)[1].startswith("process 0 of 3 (on ")
+    assert beats(8, 8, before=(7, 7), stopped=0)[1].startswith("process 0 of 2 (on ")
 
 
 def test_a_process_that_is_stopped_where_the_others_wait_is_named():
     """It has come to as many collectives as they have, and is silent."""
-    found = looks(8, 8, 8, before=(7, 7, 7), stopped=1)
+    found = beats(8, 8, 8, before=(7, 7, 7), stopped=1)
     assert found[0].startswith("process 1 of 3 (on ") and found[1:] == [None, ""]
 
 
 @pytest.mark.parametrize("before", [(8, 8), (7, 7)])
 def test_where_all_are_at_work_nothing_ends(before):
     """Guards: a step, or a first compile, that takes longer than the time-out."""
-    assert looks(8, 8, before=before) == [None, None]
+    assert beats(8, 8, before=before) == [None, None]
 
 
 def test_who_comes_last_to_a_long_step_s_end_is_not_late():
     """Guards: its own wait was the step's, and it took itself for the one that keeps the others waiting."""
     store = dist.HashStore()
-    first, last = (Others(store, rank, 2, seconds=30) for rank in range(2))
+    first, last = (Heartbeats(store, rank, 2, seconds=30) for rank in range(2))
     for _ in range(20):
-        assert first.look(7) is None and last.look(7) is None
+        assert first.beat(7) is None and last.beat(7) is None
     for _ in range(5):
-        assert first.look(8) is None and last.look(7) is None
-    assert first.look(8) is None and last.look(8) is None
+        assert first.beat(8) is None and last.beat(7) is None
+    assert first.beat(8) is None and last.beat(8) is None
 
 
 def test_who_was_stopped_with_all_the_others_has_not_waited(monkeypatch):
-    """Ctrl-Z, and `fg` an hour later: time is counted in looks."""
+    """Ctrl-Z, and `fg` an hour later: time is counted in heartbeats."""
     store = dist.HashStore()
-    others = [Others(store, rank, 2, seconds=30) for rank in range(2)]
+    processes = [Heartbeats(store, rank, 2, seconds=30) for rank in range(2)]
     for at in (0, 3600):
         monkeypatch.setattr(time, "monotonic", lambda at=at: at)
-        assert [one.look(8 - rank) for rank, one in enumerate(others)] == [None, None]
+        assert [one.beat(8 - rank) for rank, one in enumerate(processes)] == [None, None]
 
 
 def test_a_process_that_has_not_begun_to_count_is_late():
     """Guards: its key is not in the store, and to wait for the key was the end of all, without a word."""
-    others = Others(dist.HashStore(), 0, 2, seconds=30)
-    (line,) = filter(None, (others.look(1) for _ in range(12)))
+    heartbeats = Heartbeats(dist.HashStore(), 0, 2, seconds=30)
+    (line,) = filter(None, (heartbeats.beat(1) for _ in range(12)))
     assert "process 1 of 2 (not heard of since the start) has kept the others waiting" in line
 
 
@@ -116,7 +116,7 @@ def test_where_the_store_is_gone_a_machine_says_so_once(monkeypatch, capsys, spe
     store = mock.Mock()
     store.set.side_effect = RuntimeError("TCPStore sendBytes failed")
     watch = Ended()
-    watch.limit_waits(Others(store, 2, 4, seconds=0.5), lambda: 1, speaks)
+    watch.limit_waits(Heartbeats(store, 2, 4, seconds=0.5), lambda: 1, speaks)
     assert watch.ended.wait(20) and watch.code == 1
     watch.say("the main thread finds out, too")
     said = capsys.readouterr().err
@@ -131,8 +131,8 @@ def test_a_store_that_does_not_answer_ends_a_run_that_waits(monkeypatch, capsys,
     monkeypatch.setenv("MASTER_ADDR", "node-a")
     store, watch, counts = mock.Mock(), Ended(), itertools.count()
     store.set.side_effect = lambda *_: time.sleep(4)
-    others = Others(store, 1, 2, seconds=0.5)
-    watch.limit_waits(others, lambda: next(counts) if moves else 1, speaks=False)
+    heartbeats = Heartbeats(store, 1, 2, seconds=0.5)
+    watch.limit_waits(heartbeats, lambda: next(counts) if moves else 1, speaks=False)
     assert watch.ended.wait(2) != moves
     named = "process 0 of 2 (on node-a, which does not answer) has kept the others waiting"
     assert (named in capsys.readouterr().err) != moves
@@ -213,14 +213,14 @@ def test_who_leaves_is_not_interrupted():
 
 def test_a_run_that_ends_is_not_watched(capsys):
     """Nor are collectives counted any more: their group is gone."""
-    watches, store, issued = [Ended(), Ended()], dist.HashStore(), mock.Mock(return_value=1)
+    watches, store, collectives = [Ended(), Ended()], dist.HashStore(), mock.Mock(return_value=1)
     for rank, one in enumerate(watches):
-        one.limit_waits(Others(store, rank, 2, seconds=0.2), issued, speaks=True)
+        one.limit_waits(Heartbeats(store, rank, 2, seconds=0.2), collectives, speaks=True)
     for one in watches:
         one.stop()
-    issued.reset_mock()
+    collectives.reset_mock()
     time.sleep(0.5)
-    assert not issued.called and not capsys.readouterr().err
+    assert not collectives.called and not capsys.readouterr().err
     assert [one.code for one in watches] == [None, None]
 
 
