@@ -1,8 +1,23 @@
-"""What torch.compile is asked for."""
+"""What torch.compile is asked for, and what comes of it on a CPU."""
 
+import pytest
 import torch
 
+from lingpt.common.run_folder import read_metrics
+from lingpt.models import ModelArgs
 from lingpt.train import train
+
+
+@pytest.mark.slow
+def test_the_recommended_form_trains_compiled_as_it_does_eagerly(make_recipe):
+    """By Inductor, as on a GPU: the operator, the convolution, the gates, softmax between."""
+    losses = []
+    for when in ("always", "never"):
+        recipe = make_recipe(name=when, max_steps=3, compile=when)
+        recipe.model = ModelArgs("demo", "hybrid")
+        folder = train(recipe)
+        losses.append([line["loss"] for line in read_metrics(folder) if line["kind"] == "train"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_a_deterministic_run_s_kernels_are_not_chosen_by_timing(make_recipe, monkeypatch):

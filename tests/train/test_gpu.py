@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from lingpt.common.errors import UserError
 from lingpt.common.run_folder import read_metrics
-from lingpt.models import ATTENTIONS, GPT, Config
+from lingpt.models import ALIASES, ATTENTIONS, GPT, Config, ModelArgs
 from lingpt.train import TrainConfig, train
 from lingpt.train.bench import bench_steps
 from lingpt.train.compilation import compile_blocks
@@ -21,7 +21,7 @@ from lingpt.train.parallel import Parallel
 @pytest.mark.parametrize(
     ("attention", "precision", "tolerance"),
     [
-        *((attention, "bf16-mixed", 0.05) for attention in ATTENTIONS),
+        *((attention, "bf16-mixed", 0.05) for attention in [*ATTENTIONS, *ALIASES]),
         # Weights in bf16, too; and the default dtype is bf16 while the model runs.
         *((attention, "bf16-true", 0.15) for attention in ("ours", "ours-decay")),
     ],
@@ -34,7 +34,7 @@ def test_trains_compiled_in_bf16_like_eager_in_fp32(make_recipe, attention, prec
         ("exact", {"precision": "32-true", "compile": "never"}),
     ):
         recipe = make_recipe(name=name, accelerator="cuda", devices=1, max_steps=20, **options)
-        recipe.model.attention = attention
+        recipe.model = ModelArgs("demo", attention)
         folders.append(train(recipe))
     low, exact = ([line["loss"] for line in read_metrics(f) if line["kind"] == "train"] for f in folders)
     assert low == pytest.approx(exact, abs=tolerance)
@@ -53,7 +53,7 @@ def test_the_clock_does_not_count_compiling(make_recipe):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("attention", [*ATTENTIONS, *ALIASES])
 def test_a_deterministic_run_has_the_same_bits_again(make_recipe, attention):
     """Compiled, in bf16, and resumed in the middle: every loss and every weight, and no operation refuses."""
     recipes = [
@@ -61,7 +61,7 @@ def test_a_deterministic_run_has_the_same_bits_again(make_recipe, attention):
         for name in ("one", "two", "resumed")
     ]
     for recipe in recipes:
-        recipe.model.attention = attention
+        recipe.model = ModelArgs("demo", attention)
         train(recipe)
     recipes[2].train.resume = str(recipes[2].run_folder / "checkpoints/step-00000003")
     train(recipes[2])
