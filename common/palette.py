@@ -16,6 +16,7 @@ COLOURS = {
     "sdpa-cudnn": "#999999",  # softmax by another library
 }
 SPARE_COLOURS = (
+    "#882255",
     "#E69F00",
     "#56B4E9",
     "#8C510A",

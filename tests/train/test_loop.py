@@ -358,7 +358,7 @@ def test_a_run_records_what_it_is_made_of(make_recipe, picture, capsys):
     recipe.model.attention, recipe.model.sdpa = ["ours", "softmax", "ours", "ours"], "math"
     folder = train(recipe)
     by = "ours by chunkwise, softmax by math"
-    assert f"demo with ours+softmax + sdpa=math ({by}):" in capsys.readouterr().out
+    assert f"demo with ours + sdpa=math + softmax_every=3 ({by}):" in capsys.readouterr().out
     environment = json.loads((folder / "environment.json").read_text())
     assert environment["versions"]["torch"] and environment["command"] and environment["hardware"]["name"]
     assert environment["data"]["fingerprint"]
