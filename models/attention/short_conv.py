@@ -72,7 +72,9 @@ def _weighted(x_BNC: torch.Tensor, weight_KC: torch.Tensor, direction: int) -> t
     """Σ_k w_k x shifted by K − 1 − k tokens, to the future (1) or to the past (−1)."""
     K, weight_KC = weight_KC.shape[0], weight_KC.to(state_dtype(x_BNC.dtype))
     taps = (weight_KC[k] * _shifted(x_BNC, direction * (K - 1 - k)) for k in range(K))
-    return functools.reduce(torch.add, taps).to(x_BNC.dtype)
+    y_BNC = functools.reduce(torch.add, taps)
+    # PyTorch 2.11 compiles a conversion to the same dtype so that the function has no gradient.
+    return y_BNC if y_BNC.dtype == x_BNC.dtype else y_BNC.to(x_BNC.dtype)
 
 
 def _shifted(x_BNC: torch.Tensor, tokens: int) -> torch.Tensor:
