@@ -13,6 +13,7 @@ Its options are not the paper's; `ours-decay` and `ours-gated` have them too:
                     LayerNorm takes out any factor per token, the normaliser among them; a and b may then be
                     of any size and sign. It learns as well (docs/results/gate/learning)
     short_conv      a causal convolution of width 4 over q, k and v (short_conv.py)
+    conv_silu       and a SiLU behind it, as in GLA's layer of FLA and in Mamba-2 (arXiv 2405.21060)
     constant        false, where there is no normaliser: a = 0. `ours-decay` is then RetNet's retention (arXiv
                     2307.08621) of unit q and k, `ours-gated` simple GLA, the same as Mamba-2's SSD
 """
@@ -58,6 +59,7 @@ class OursAttention(QKVAttention):
             "divide by the weights' sum in `ours*`; by default without `output_gate`, whose norm will do.",
         ] = None,
         short_conv: Annotated[bool, SHORT_CONV_HELP] = False,
+        conv_silu: Annotated[bool, "a SiLU behind the convolution of `ours*`, as `gla` has it."] = False,
         constant: Annotated[
             bool,
             "the 1 in the `1 + b·x` of `ours*`; without it, behind `output_gate`, RetNet or simple GLA.",
@@ -65,7 +67,7 @@ class OursAttention(QKVAttention):
     ) -> None:
         super().__init__(config, layer_idx)
         self.normalize = normalize = self.normalizes(normalize, output_gate)
-        self.constant = constant
+        self.constant, self.conv_silu = constant, conv_silu
         free_a = learnable_b and constant and not normalize
         self.b_offset = nn.Parameter(torch.zeros(config.n_head)) if learnable_b else None
         self.a_offset = nn.Parameter(torch.zeros(config.n_head)) if free_a else None
@@ -82,8 +84,18 @@ class OursAttention(QKVAttention):
 
     @classmethod
     def check(
-        cls, config: litgpt.Config, *, normalize: bool | None, output_gate: bool, constant: bool, **_: bool
+        cls,
+        config: litgpt.Config,
+        *,
+        normalize: bool | None,
+        output_gate: bool,
+        short_conv: bool,
+        conv_silu: bool,
+        constant: bool,
+        **_: bool,
     ) -> None:
+        if conv_silu and not short_conv:
+            raise UserError("conv_silu=True needs short_conv=True, behind which the SiLU stands")
         normalizes = cls.normalizes(normalize, output_gate)
         if normalizes and not constant:
             raise UserError(
@@ -136,7 +148,8 @@ class OursAttention(QKVAttention):
         """qkv `[B, N, 3, H, D]` after the convolution, where there is one; the state's `conv` is updated."""
         if self.conv is None:
             return qkv_BN3HD
-        return convolved(qkv_BN3HD.flatten(2), self.conv, state).view_as(qkv_BN3HD)
+        qkv_BNC = convolved(qkv_BN3HD.flatten(2), self.conv, state)
+        return (F.silu(qkv_BNC) if self.conv_silu else qkv_BNC).view_as(qkv_BN3HD)
 
     def forward(
         self,
@@ -166,7 +179,7 @@ class OursAttention(QKVAttention):
         C, H = self.config.n_embd, self.config.n_head
         saved = 4 * C + 2 * H  # qkv, o, and the normaliser in fp32
         if self.conv is not None:
-            saved += 3 * C  # what is convolved
+            saved += 3 * C * (2 if self.conv_silu else 1)  # what is convolved, and what the SiLU reads
         if self.gate_proj is not None:
             saved += 2 * C  # the gate before its silu, and what `proj` reads
         return saved

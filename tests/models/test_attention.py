@@ -41,12 +41,13 @@ def test_ours_is_its_formula(small, name, learnable_b):
 GATE_AND_CONV = {"output_gate": True, "normalize": True, "short_conv": True}
 FREE = GATE_AND_CONV | {"normalize": None, "learnable_b": True}
 SIMPLE_GLA = GATE_AND_CONV | {"normalize": None, "constant": False}
+SILU = GATE_AND_CONV | {"conv_silu": True}
 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, GATE_AND_CONV, FREE, SIMPLE_GLA],
-    ids=["plain", "options", "free coefficients", "no constant"],
+    [{}, GATE_AND_CONV, SILU, FREE, SIMPLE_GLA],
+    ids=["plain", "options", "a SiLU, too", "free coefficients", "no constant"],
 )
 def test_ours_gated_is_its_formula(small, options):
     """Each token's own decay in the weights; with its options the convolution before and the gate after, and
@@ -62,6 +63,7 @@ def test_ours_gated_is_its_formula(small, options):
     if options:
         earlier = torch.nn.functional.pad(qkv, (0, 0, 3, 0))
         qkv = torch.stack([layer.conv[k] * earlier[:, k : k + N] for k in range(4)]).sum(0)
+        qkv = torch.nn.functional.silu(qkv) if layer.conv_silu else qkv
     q, k, v = (t.view(2, N, 4, -1) for t in qkv.chunk(3, dim=-1))
     gate = torch.sigmoid(x @ layer.decay_proj.weight.T + layer.decay_bias)  # γ_t, [B, N, H]
     q, k = rotated(q, cos, sin), rotated(k, cos, sin)
@@ -133,11 +135,11 @@ def test_layers_of_ours_gated_that_are_more_than_their_weights(small, name):
             assert not torch.allclose(after, before), change
 
 
-@pytest.mark.parametrize("conv", [False, True])
-def test_one_product_is_the_products_one_by_one(small, conv):
+@pytest.mark.parametrize("options", [{}, {"short_conv": True}, {"short_conv": True, "conv_silu": True}])
+def test_one_product_is_the_products_one_by_one(small, options):
     """Guards: what training computes at once, and decoding and a hooked layer by themselves; values and every
     gradient."""
-    model = small("ours-gated", short_conv=conv).double()
+    model = small("ours-gated", **options).double()
     attention, generator = model.transformer.h[0].attn, torch.Generator().manual_seed(3)
     for parameter in attention.parameters():
         torch.nn.init.normal_(parameter, std=0.3, generator=generator)

@@ -106,6 +106,7 @@ def test_config_survives_json():
         ({"norm_eps": 0.0}, "norm_eps=0.0"),
         ({"attention": "gla", "gla_n_head": 0}, "gla_n_head=0"),
         ({"attention": "ours-gated", "normalize": False}, "normalize=False needs output_gate=True"),
+        ({"attention": "ours+conv_silu"}, "conv_silu=True needs short_conv=True"),
         ({"attention": "ours+constant=false"}, "constant=False needs output_gate=True without"),
     ],
 )

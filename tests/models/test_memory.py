@@ -41,12 +41,15 @@ def test_activations_are_what_autograd_keeps(small, variant):
         ("softmax", {}),
         ("ours", {}),
         ("ours-gated", {"output_gate": True, "short_conv": True}),
+        ("ours-gated", {"output_gate": True, "short_conv": True, "conv_silu": True}),
+        ("ours", {"output_gate": True, "short_conv": True, "conv_silu": True}),
         ("gla", {"short_conv": True}),
     ],
 )
 def test_activations_are_what_compiled_blocks_keep(small, attention, options):
     """What torch.compile keeps is what its partitioner says, on any device; autocast's copies of the weights
     count as parameters."""
+    torch._dynamo.reset()  # its limit of compilations is one for all tests of the process
     model = small(attention, n_embd=128, **options)
     for block in model.blocks:
         block.compile(dynamic=False, backend="aot_eager_decomp_partition")
