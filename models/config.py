@@ -90,6 +90,8 @@ class Config(litgpt.config.Config):
         self._check_sizes()
         super().__post_init__()
         for name in self.attention_per_layer:
+            if "+" in name or name in ALIASES:
+                raise UserError(f"{name!r} is a form: ModelArgs(name, attention={name!r}).config() reads it")
             if name not in ATTENTIONS:
                 raise unknown("attention", name, [*ATTENTIONS, *ALIASES])
         if len(self.attention_per_layer) != self.n_layer:

@@ -163,6 +163,13 @@ def test_the_recommended_form_by_its_name():
     assert form == "ours-gated + output_gate + short_conv + softmax_every=3"
 
 
+@pytest.mark.parametrize("form", ["hybrid", "ours+output_gate"])
+def test_a_configuration_takes_no_form(form: str):
+    """Guards: "unknown attention 'hybrid' (did you mean 'hybrid'?)"."""
+    with pytest.raises(UserError, match=r"is a form: ModelArgs\(name, attention='.*'\).config\(\) reads it"):
+        Config.from_name("demo", attention=form)
+
+
 def test_every_option_of_an_attention_can_be_set():
     """What a mechanism declares in its own file is a field of recipes and configurations, with its help."""
     parser = jsonargparse.ArgumentParser()
