@@ -148,8 +148,11 @@ class OursAttention(QKVAttention):
         """qkv `[B, N, 3, H, D]` after the convolution, where there is one; the state's `conv` is updated."""
         if self.conv is None:
             return qkv_BN3HD
-        qkv_BNC = convolved(qkv_BN3HD.flatten(2), self.conv, state)
-        return (F.silu(qkv_BNC) if self.conv_silu else qkv_BNC).view_as(qkv_BN3HD)
+        return self.activated(convolved(qkv_BN3HD.flatten(2), self.conv, state)).view_as(qkv_BN3HD)
+
+    def activated(self, qkv_BNC: torch.Tensor) -> torch.Tensor:
+        """What the convolution gives, `[B, N, C]`, behind its SiLU where there is one."""
+        return F.silu(qkv_BNC) if self.conv_silu else qkv_BNC
 
     def forward(
         self,

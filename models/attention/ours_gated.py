@@ -56,8 +56,7 @@ class OursGatedAttention(OursAttention):
         if self.conv is None:
             return rows
         qkv, behind = rows.split((self.conv.shape[1], H + fill), dim=-1)
-        qkv = short_convolution(qkv, self.conv)
-        return torch.cat((F.silu(qkv) if self.conv_silu else qkv, behind), dim=-1)
+        return torch.cat((self.activated(short_convolution(qkv, self.conv)), behind), dim=-1)
 
     def row_fill(self) -> int:
         """Zeros behind the gates, up to rows of whole 128-byte cache lines of 16-bit numbers.
