@@ -117,16 +117,16 @@ def _processes(config: TrainConfig, there: int) -> tuple[int, int]:
     started = {"devices": launcher.here, "num_nodes": launcher.machines}
     asked = {"devices": devices, "num_nodes": nodes}
     if ways := [f"--train.{name} auto" for name in asked if asked[name] != started[name]]:
-        here, machines = _counted(launcher.here, "process", "es"), _counted(launcher.machines, "machine")
+        here, machines = counted(launcher.here, "process", "es"), counted(launcher.machines, "machine")
         raise UserError(
             f"{launcher.by} has started {here} a machine on {machines}, but the recipe asks for "
-            f"{_counted(devices, 'device')} on {nodes}: {' '.join(ways)} takes what has been started, or "
+            f"{counted(devices, 'device')} on {nodes}: {' '.join(ways)} takes what has been started, or "
             "start as many as the recipe says"
         )
     return devices, nodes
 
 
-def _counted(number: int, what: str, ending: str = "s") -> str:
+def counted(number: int, what: str, ending: str = "s") -> str:
     """`1 device`, `2 devices`."""
     return f"{number} {what}{'' if number == 1 else ending}"
 

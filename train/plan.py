@@ -9,6 +9,7 @@ from lingpt.train.config import Recipe
 from lingpt.train.machine import (
     STATED_MFU,
     Machine,
+    counted,
     duration,
     fits,
     fits_here,
@@ -45,9 +46,8 @@ def format_plan(recipe: Recipe, machine: Machine, config: Config) -> str:
         "per token (forward and backward)",
         "data": f"{data.source}, sequences of {data.seq_len:,} tokens, tokenizer "
         f"{data.tokenizer or 'of the embedded corpus'}; {availability(data)}",
-        "batch": f"{t.global_batch_size} sequences = {recipe.tokens_per_step:,} tokens a step: {world_size} "
-        f"device{'s' if world_size > 1 else ''} × micro-batch {t.micro_batch_size} × {accumulated} "
-        "accumulated",
+        "batch": f"{t.global_batch_size} sequences = {recipe.tokens_per_step:,} tokens a step: "
+        f"{counted(world_size, 'device')} × micro-batch {t.micro_batch_size} × {accumulated} accumulated",
         "run": f"{recipe.total_steps:,} steps, {scaled(tokens, ' tokens', 'B')}, {flops:.3g} FLOP",
         "memory": f"{scaled(need['total'], 'B')} a device at micro-batch {t.micro_batch_size}, {precision}, "
         f"estimated ({parts})",

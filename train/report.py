@@ -26,7 +26,7 @@ from lingpt.models import GPT, generate, load_model
 from lingpt.train.config import Recipe
 from lingpt.train.curve_figure import draw_curves
 from lingpt.train.launch import launched
-from lingpt.train.machine import Machine, duration
+from lingpt.train.machine import Machine, counted, duration
 from lingpt.train.parallel import Parallel, print_rank0
 
 
@@ -37,8 +37,7 @@ def describe(recipe: Recipe, machine: Machine, gpt: GPT, kernels: dict[str, str]
     return (
         f"{recipe.model.name} with {recipe.attention_form} ({', '.join(by)}): "
         f"{gpt.num_parameters() / 1e6:.1f} M parameters on {machine.world_size} × {machine.name}, "
-        f"{shared}{machine.precision}; {steps} step{'' if steps == 1 else 's'} of "
-        f"{recipe.tokens_per_step:,} tokens"
+        f"{shared}{machine.precision}; {counted(steps, 'step')} of {recipe.tokens_per_step:,} tokens"
     )
 
 
