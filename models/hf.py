@@ -13,7 +13,7 @@ from litgpt.scripts import convert_hf_checkpoint, convert_lit_checkpoint
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import read_json_object, write_errors, write_json
-from lingpt.models.attention import ATTENTIONS
+from lingpt.models.attention import attention_form
 from lingpt.models.config import Config
 from lingpt.models.gpt import GPT
 from lingpt.models.model_folder import CONFIG, WEIGHTS, read_pickled_tensors, read_tensors, write_model_folder
@@ -62,10 +62,11 @@ def export_hf(model: GPT, folder: str | Path, tokenizer: str | Path | None = Non
     Raises UserError for an attention that a stock GPT-NeoX does not compute (under the same keys it would
     load there, and run as softmax attention), and for a file that is no tokenizer.
     """
-    for name in model.config.attention_per_layer:
-        if not ATTENTIONS[name].hf_exportable:
+    for name, block in zip(model.config.attention_per_layer, model.blocks, strict=True):
+        if not block.attn.hf_exportable:
+            form = attention_form(name, model.config.to_dict())
             raise UserError(
-                f"a model with attention {name!r} cannot be exported: GPT-NeoX would run it as softmax"
+                f"a model with attention {form!r} cannot be exported: GPT-NeoX would run it as plain softmax"
             )
     values = _read_tokenizer(Path(tokenizer)) if tokenizer else None
     if values is None:

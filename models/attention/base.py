@@ -6,11 +6,12 @@ Shapes: B batch, N tokens, C = n_embd, H heads, D head dimension, R rotated dime
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import litgpt
 import torch
+import torch.nn.functional as F
 from litgpt.model import CausalSelfAttention
 from torch import nn
 
@@ -41,7 +42,7 @@ class Attention(Fp32Constants, ABC):
     The linear layer that writes to the residual stream is called `proj`: initialisation goes by that name.
     """
 
-    hf_exportable: ClassVar[bool] = False  # can a stock GPT-NeoX compute the same from the same tensors?
+    hf_exportable: bool = False  # can a stock GPT-NeoX compute the same from the same tensors?
 
     @classmethod
     def options(cls) -> dict[str, inspect.Parameter]:
@@ -118,12 +119,29 @@ class QKVAttention(CausalSelfAttention, Attention):
     config: litgpt.Config
     qkv: nn.Linear
     proj: nn.Linear
+    gate_proj: nn.Linear | None
+    norm: nn.LayerNorm | None
     forward = Attention.forward  # abstract again: LitGPT's is softmax
+
+    def add_output_gate(self, wanted: bool) -> None:
+        """Makes the parameters of `output`'s gate, or None in their place."""
+        config = self.config
+        self.gate_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias) if wanted else None
+        self.norm = nn.LayerNorm(config.head_size or 1, eps=config.norm_eps) if wanted else None
 
     def packed_qkv(self, x_BNC: torch.Tensor) -> torch.Tensor:
         """`[B, N, 3, H, D]`, a view of the projection's output."""
         B, N, _ = x_BNC.shape
         return self.qkv(x_BNC).view(B, N, 3, self.config.n_head, self.config.head_size)
+
+    def output(self, o_BNHD: torch.Tensor, x_BNC: torch.Tensor) -> torch.Tensor:
+        """y `[B, N, C]` of the heads' outputs and the layer's input: `W_O o`.
+
+        With an output gate, as in GLA (arXiv 2312.06635), `W_O (silu(x W_r) ⊙ LayerNorm_head(o))`.
+        """
+        if self.gate_proj is None or self.norm is None:
+            return self.proj(o_BNHD.flatten(2))
+        return self.proj(F.silu(self.gate_proj(x_BNC)) * self.norm(o_BNHD).flatten(2))
 
 
 def is_plain_linear(layer: nn.Module) -> bool:
@@ -134,8 +152,14 @@ def is_plain_linear(layer: nn.Module) -> bool:
 
 
 @dataclass
-class RecurrentState:
+class ConvState:
+    """What decoding carries of a short convolution."""
+
+    conv: torch.Tensor | None = field(default=None, kw_only=True)  # the last tokens that it has seen
+
+
+@dataclass
+class RecurrentState(ConvState):
     """A decoding state that does not grow: what the operator returned last, None at the start."""
 
     value: Any = None
-    conv: torch.Tensor | None = None  # the last tokens that a short convolution has seen

@@ -8,7 +8,7 @@ are Pythia's, inside the operator, which reads the fused projection as it is: no
 Its options are not the paper's; `ours-decay` and `ours-gated` have them too:
 
     learnable_b     b per head is learned; without the normaliser a, too
-    output_gate     y = W_O (silu(x W_r) ⊙ LayerNorm_head(o)), as in GLA (arXiv 2312.06635)
+    output_gate     y = W_O (silu(x W_r) ⊙ LayerNorm_head(o)), as in GLA (base.py)
     normalize       false, the default with output_gate and for it alone: o_i = Σ_{j≤i} (a + b q̂_i·k̂_j) v_j.
                     LayerNorm takes out any factor per token, the normaliser among them; a and b may then be
                     of any size and sign. It learns as well (docs/results/gate/learning)
@@ -72,8 +72,7 @@ class OursAttention(QKVAttention):
         self.b_offset = nn.Parameter(torch.zeros(config.n_head)) if learnable_b else None
         self.a_offset = nn.Parameter(torch.zeros(config.n_head)) if free_a else None
         self.conv = nn.Parameter(identity_filter(3 * config.n_embd)) if short_conv else None  # [4, 3C]
-        self.gate_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias) if output_gate else None
-        self.norm = nn.LayerNorm(config.head_size or 1, eps=config.norm_eps) if output_gate else None
+        self.add_output_gate(output_gate)
         self.register_buffer("log_decay", None, persistent=False)
         self.reset_constants(torch.get_default_device())
 
@@ -171,9 +170,7 @@ class OursAttention(QKVAttention):
             o_BNHD = attend()
         else:
             o_BNHD, state.value = attend(initial_state=state.value, return_state=True)
-        if self.gate_proj is None or self.norm is None:
-            return self.proj(o_BNHD.flatten(2))
-        return self.proj(F.silu(self.gate_proj(x_BNC)) * self.norm(o_BNHD).flatten(2))
+        return self.output(o_BNHD, x_BNC)
 
     def flops_per_token(self, seq_len: int) -> int:
         return linear_attention_flops(1, seq_len, self.config.n_head, self.config.head_size) // seq_len

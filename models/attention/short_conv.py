@@ -11,15 +11,13 @@ import torch
 import torch.nn.functional as F
 
 from lingpt.kernels.precision import state_dtype
-from lingpt.models.attention.base import RecurrentState
+from lingpt.models.attention.base import ConvState
 
 WIDTH = 4
 SHORT_CONV_HELP = "a causal convolution of width 4 over q, k and v of `ours*` and, with a SiLU, of `gla`."
 
 
-def convolved(
-    x_BNC: torch.Tensor, weight_KC: torch.Tensor, state: RecurrentState | None = None
-) -> torch.Tensor:
+def convolved(x_BNC: torch.Tensor, weight_KC: torch.Tensor, state: ConvState | None = None) -> torch.Tensor:
     """`short_convolution` of x, which continues what the decoding state has seen, and updates it.
 
     x_BNC: [B, N, C]; weight_KC: [K, C]; `state.conv`: [B, K − 1, C], the last tokens, None before the first.

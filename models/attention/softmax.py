@@ -4,6 +4,9 @@ LitGPT's `CausalSelfAttention` bit for bit in fp32 (tested), with one concatenat
 
 SDPA is several kernels; which one it takes depends on the card and on cuDNN's version. `sdpa` names the one
 that training uses: `flash` is FlashAttention-2, the paper's baseline.
+
+`softmax_conv` and `softmax_gate` are what `short_conv` and `output_gate` are to `ours*`. They have names of
+their own, because a hybrid's softmax layers are plain; a fair comparison with it wants them, too.
 """
 
 import contextlib
@@ -15,11 +18,13 @@ from typing import Annotated, Literal
 import litgpt
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lingpt.common.errors import UserError, unknown
 from lingpt.kernels.torch_internals import sdpa_choice
-from lingpt.models.attention.base import QKVAttention
+from lingpt.models.attention.base import ConvState, QKVAttention
+from lingpt.models.attention.short_conv import convolved, identity_filter
 
 SDPA = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -41,7 +46,7 @@ def apply_rope(x_BNHD: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor)
 
 
 @dataclass
-class KVCache:
+class KVCache(ConvState):
     """Keys and values `[B, H, max_seq_len, D]`; the first `length` positions are filled."""
 
     k: torch.Tensor
@@ -63,9 +68,7 @@ class KVCache:
 
 
 class SoftmaxAttention(QKVAttention):
-    """LitGPT's parameters and keys."""
-
-    hf_exportable = True
+    """LitGPT's parameters and keys, and those of the options."""
 
     def __init__(
         self,
@@ -76,17 +79,25 @@ class SoftmaxAttention(QKVAttention):
             Literal["auto", "flash", "cudnn", "efficient", "math"],
             "the kernel that trains `softmax`: `flash` is FlashAttention-2; `auto` leaves it to PyTorch.",
         ] = "auto",
+        softmax_conv: Annotated[bool, "a convolution over q, k and v of `softmax`, as `short_conv`."] = False,
+        softmax_gate: Annotated[
+            bool, "a gate and a norm on the output of `softmax`, as `output_gate`."
+        ] = False,
     ) -> None:
         super().__init__(config, layer_idx)
-        self.sdpa = sdpa
+        self.sdpa, self.hf_exportable = sdpa, not (softmax_conv or softmax_gate)
+        self.conv = nn.Parameter(identity_filter(3 * config.n_embd)) if softmax_conv else None  # [4, 3C]
+        self.add_output_gate(softmax_gate)
 
     @classmethod
-    def check(cls, config: litgpt.Config, *, sdpa: str) -> None:
+    def check(cls, config: litgpt.Config, *, sdpa: str, **_: bool) -> None:
         if sdpa not in ("auto", *SDPA):
             raise unknown("sdpa", sdpa, ("auto", *SDPA))
 
     @classmethod
-    def kernel(cls, config: litgpt.Config, device: torch.device, dtype: torch.dtype, *, sdpa: str) -> str:
+    def kernel(
+        cls, config: litgpt.Config, device: torch.device, dtype: torch.dtype, *, sdpa: str, **_: bool
+    ) -> str:
         assert config.head_size is not None
         shape = 1, 128, config.n_head, config.head_size
         with torch.enable_grad(), warnings.catch_warnings(record=True) as reasons, _forced_kernel(sdpa):
@@ -108,9 +119,12 @@ class SoftmaxAttention(QKVAttention):
     def forward(
         self, x_BNC: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor, state: KVCache | None = None
     ) -> torch.Tensor:
-        B, N, C = x_BNC.shape
+        B, N, _ = x_BNC.shape
         H, D = self.config.n_head, self.config.head_size
-        qk, v = self.packed_qkv(x_BNC).view(B, N, 3 * H, D).split((2 * H, H), dim=2)
+        qkv = self.qkv(x_BNC)
+        if self.conv is not None:
+            qkv = convolved(qkv, self.conv, state)
+        qk, v = qkv.view(B, N, 3 * H, D).split((2 * H, H), dim=2)
         q, k = apply_rope(qk, cos_NR, sin_NR).split(H, dim=2)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # views [B, H, N, D], SDPA's order
         mask = None
@@ -123,13 +137,18 @@ class SoftmaxAttention(QKVAttention):
             o = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, scale=1.0 / math.sqrt(D), is_causal=N > 1 and mask is None
             )
-        return self.proj(o.transpose(1, 2).reshape(B, N, C))
+        return self.output(o.transpose(1, 2), x_BNC)
 
     def flops_per_token(self, seq_len: int) -> int:
         return 2 * seq_len * self.config.n_embd  # q·k and p·v, two FLOPs each, over half of the N × N square
 
     def saved_per_token(self) -> int:
-        return 6 * self.config.n_embd  # qkv (v is a view of it), rotated q and k, o
+        saved = 6 * self.config.n_embd  # qkv (v is a view of it), rotated q and k, o
+        if self.conv is not None:
+            saved += 3 * self.config.n_embd  # what is convolved
+        if self.gate_proj is not None:
+            saved += 2 * self.config.n_embd  # the gate before its silu, and what `proj` reads
+        return saved
 
     def new_state(
         self, batch_size: int, max_seq_len: int, device: torch.device, dtype: torch.dtype
@@ -137,6 +156,9 @@ class SoftmaxAttention(QKVAttention):
         shape = (batch_size, self.config.n_head, max_seq_len, self.config.head_size)
         k, v = (torch.zeros(shape, device=device, dtype=dtype) for _ in "kv")
         return KVCache(k, v)
+
+    def own_parameters(self) -> dict[str, float | torch.Tensor]:
+        return {"conv": identity_filter(3 * self.config.n_embd)}
 
 
 def _forced_kernel(sdpa: str) -> contextlib.AbstractContextManager:

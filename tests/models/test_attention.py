@@ -241,6 +241,26 @@ def test_gla_is_its_recurrence(small, short_conv, expand_k):
     torch.testing.assert_close(layer(x, model.cos[:N], model.sin[:N]), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_softmax_with_a_convolution_and_an_output_gate_is_its_formula(small):
+    """`ours*`'s options around softmax: W_O (silu(x W_r) ⊙ LayerNorm_head(softmax(q·k / √D) v))."""
+    model = small("softmax", softmax_conv=True, softmax_gate=True).double()
+    layer, N = model.transformer.h[0].attn, 23
+    generator = torch.Generator().manual_seed(2)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+    x = torch.randn(2, N, 64, dtype=torch.float64, generator=generator)
+    cos, sin = model.cos[:N], model.sin[:N]
+    earlier = torch.nn.functional.pad(layer.qkv(x), (0, 0, 3, 0))
+    qkv = torch.stack([layer.conv[k] * earlier[:, k : k + N] for k in range(4)]).sum(0)
+    q, k, v = (t.view(2, N, 4, 16).transpose(1, 2) for t in qkv.chunk(3, dim=-1))
+    q, k = (rotated(t.transpose(1, 2), cos, sin).transpose(1, 2) for t in (q, k))
+    scores = (q @ k.mT / 4).masked_fill(torch.ones(N, N).triu(1).bool(), -torch.inf)
+    o = (scores.softmax(-1) @ v).transpose(1, 2)
+    r = torch.nn.functional.silu(layer.gate_proj(x))
+    o = r * torch.nn.functional.layer_norm(o, (16,), layer.norm.weight, layer.norm.bias).flatten(2)
+    torch.testing.assert_close(layer(x, cos, sin), layer.proj(o), rtol=1e-5, atol=1e-6)
+
+
 def test_an_mlp_can_have_the_output_gate_s_parameters():
     """So that a comparison is not one of sizes: an eighth more dimensions of the MLP, by a recipe alone."""
     with torch.device("meta"):

@@ -39,6 +39,7 @@ def test_activations_are_what_autograd_keeps(small, variant):
     ("attention", "options"),
     [
         ("softmax", {}),
+        ("softmax", {"softmax_conv": True, "softmax_gate": True}),
         ("ours", {}),
         ("ours-gated", {"output_gate": True, "short_conv": True}),
         ("ours-gated", {"output_gate": True, "short_conv": True, "conv_silu": True}),
