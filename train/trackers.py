@@ -120,7 +120,8 @@ class WandB:
                 project=recipe.train.wandb_project,
                 name=recipe.run_name,
                 group=recipe.train.wandb_group or recipe.model.name,
-                tags=list(dict.fromkeys([recipe.attention_label, recipe.attention_form])),
+                # One for each option: wandb refuses a tag of more than 64 characters.
+                tags=list(dict.fromkeys([recipe.attention_label, *recipe.attention_form.split(" + ")])),
                 id=_run_id(folder),
                 resume="allow",
                 dir=recipe.run_folder,
@@ -137,7 +138,7 @@ class WandB:
                     x_transaction_log_flush_interval=1.0,
                 ),
             )
-        except (wandb.errors.Error, OSError, TimeoutError) as error:
+        except Exception as error:
             reason = " ".join(str(error).split())
             print_rank0(f"wandb does not start ({reason}); {METRICS} has all numbers")
             return

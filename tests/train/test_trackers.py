@@ -15,6 +15,7 @@ import pytest
 
 from lingpt.common.errors import UserError
 from lingpt.common.run_folder import read_metrics
+from lingpt.models import ModelArgs
 from lingpt.train import loop, trackers, train
 
 
@@ -200,11 +201,23 @@ def test_mode_is_offline_unless_logged_in(logged_out, monkeypatch, tmp_path):
     assert trackers.wandb_mode() == "disabled"
 
 
-def test_wandb_failing_does_not_end_the_run(make_recipe, monkeypatch, capsys):
+def test_the_longest_form_is_tracked(make_recipe, logged_out, capsys):
+    """Guards: wandb refuses a tag of more than 64 characters, and such a run ended before its first step."""
+    recipe = make_recipe(wandb=True, max_steps=1)
+    recipe.model = ModelArgs("demo", "hybrid+conv_silu+constant=false")
+    folder = train(recipe)
+    assert "wandb" not in capsys.readouterr().out
+    (path,) = folder.glob("wandb/offline-run-*/*.wandb")
+    (run,) = [record.run for record in read_offline_record(path) if record.HasField("run")]
+    assert {"ours-gated+softmax", "ours-gated", "conv_silu", "softmax_every=6"} <= set(run.tags)
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError])
+def test_wandb_failing_does_not_end_the_run(make_recipe, monkeypatch, capsys, kind):
     import wandb
 
     def fail(**_):
-        raise wandb.errors.CommError("no service")
+        raise kind("no service")
 
     monkeypatch.setattr(wandb, "init", fail)
     folder = train(make_recipe(wandb=True, max_steps=2))
