@@ -119,8 +119,8 @@ def _results(run: StudyRun, trouble: list[str], scored: bool) -> dict[str, Any] 
         return found | {"checkpoint": found["checkpoint"] | named}
     why = ""
     if not run.has_weights():
-        why = f", and its checkpoint of step {run.recipe.total_steps} is not whole: "
-        why += f"remove {run.folder} to train it again"
+        why = f", and its weights of step {run.recipe.total_steps} are not here or not whole: to score it, "
+        why += f"remove the folder {run.name} and train it again"
     if scored or why:
         trouble.append(f"{run.name} is in no table of scores: it has none{why}")
     return None

@@ -10,7 +10,7 @@ from lingpt.common.errors import UserError
 
 SOFTMAX = "softmax"
 SOFTMAX_EVERY = "softmax_every"  # in an attention's form: `ours-gated+softmax_every=6`
-# The form that learns best (docs/results/study/recall), by one word.
+# The form that learns best (docs/results/study), by one word.
 ALIASES = {"hybrid": f"ours-gated+output_gate+short_conv+{SOFTMAX_EVERY}=6"}
 
 
