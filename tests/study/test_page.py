@@ -97,8 +97,8 @@ def test_a_run_that_is_not_scored_is_named(here):
     fake_run("softmax-seed0")
     assert main(["study", "--config", "study-tiny.yaml", "--stages", "page"]) == 0
     page = Path("runs/study-tiny/README.md").read_text()
-    line = "- softmax-seed0 is in no table of scores: it has none, and its weights of step 4 are not here or not "
-    assert line + "whole: to score it, remove the folder softmax-seed0 and train it again\n" in page
+    line = "- softmax-seed0 is in no table of scores: it has none, and its weights of step 4 are not here or "
+    assert line + "not whole: to score it, remove the folder softmax-seed0 and train it again\n" in page
     assert "What differs is the attention, and where a row says so model.intermediate_size." in page
 
 
