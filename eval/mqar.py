@@ -20,11 +20,10 @@ from lingpt.common.errors import UserError
 from lingpt.models import (
     ATTENTIONS,
     GPT,
-    SOFTMAX_EVERY,
     Attention,
     Config,
+    ModelArgs,
     attention_form,
-    hybrid_layers,
     parse_form,
 )
 from lingpt.models.weight_decay import parameter_groups
@@ -102,18 +101,19 @@ class Trial:
 
     def config(self) -> Config:
         """Raises UserError for an attention or an option that there is not."""
-        attention, options = parse_form(self.attention)
-        every = options.pop(SOFTMAX_EVERY, None)
-        options = {"gla_n_head": self.heads} | options
-        sizes = {"n_layer": self.layers, "n_embd": self.width, "n_head": self.heads}
-        return Config.from_name(
+        own = parse_form(self.attention)[1]
+        heads: dict[str, Any] = {"gla_n_head": own.get("gla_n_head", self.heads)}
+        args = ModelArgs(
             "mqar",
-            attention=attention if every is None else hybrid_layers(attention, self.layers, every),
+            self.attention,
             block_size=self.length,
             vocab_size=self.vocabulary,
-            **sizes,
-            **options,
+            n_layer=self.layers,
+            n_embd=self.width,
+            n_head=self.heads,
+            **heads,
         )
+        return args.config()
 
 
 def make_trials(

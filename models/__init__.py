@@ -3,11 +3,9 @@
 from lingpt.models.attention import (
     ALIASES,
     ATTENTIONS,
-    SOFTMAX_EVERY,
     Attention,
     attention_form,
     form_parts,
-    hybrid_layers,
     parse_form,
 )
 from lingpt.models.checkpoint import LoadReport, load_model, load_weights, save_index, save_model
@@ -33,7 +31,6 @@ __all__ = [
     "MODELS",
     "OPTIMIZER",
     "SHARDS",
-    "SOFTMAX_EVERY",
     "Attention",
     "Block",
     "Config",
@@ -44,7 +41,6 @@ __all__ = [
     "export_hf",
     "form_parts",
     "generate",
-    "hybrid_layers",
     "is_sharded",
     "load_hf",
     "load_model",

@@ -13,6 +13,7 @@ from lingpt.common.errors import UserError, nearest
 from lingpt.common.files import read_json_object, read_yaml
 from lingpt.common.run_folder import METRICS
 from lingpt.configs import recipe_names, recipe_path
+from lingpt.study.paths import is_other
 
 _LISTS = ("rates", "suites", "tasks", "against", "drawn")
 _MAPPINGS = ("options", "rate_options", "texts", "mqar")
@@ -160,8 +161,8 @@ def with_begun_runs(asked: Study, folder: Path) -> Study:
     for key in ("recipe", "tokens", "options", "rates", "rate_tokens", "rate_options", "mqar"):
         # MQAR may come or go, the data may move; other keys are in every study.json of this version.
         other, own = before.get(key, now[key]), now[key]
-        same = _without_data_paths(other) == _without_data_paths(own)
-        if not same and not (key == "mqar" and None in (other, own)):
+        changed = is_other(_without_data_paths(other), _without_data_paths(own))
+        if changed and not (key == "mqar" and None in (other, own)):
             raise UserError(
                 f"{folder} holds a study with another `{key}` ({other}, now {own}): "
                 "give the new one a --name, or move that folder away"

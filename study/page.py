@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import shutil
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,7 +13,7 @@ import torch
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import read_json_object, write_errors, write_json, write_text
-from lingpt.common.run_folder import CONFIG, ENVIRONMENT, EVAL, METRICS, SAMPLES, read_metrics
+from lingpt.common.run_folder import ENVIRONMENT, EVAL, checkpoint_folder, read_metrics
 from lingpt.eval.results import DASH, read_results
 from lingpt.eval.seeds import left_out, mean_scores
 from lingpt.eval.suite_tables import save_suites, suite_tables
@@ -115,7 +114,8 @@ def _results(run: StudyRun, trouble: list[str], scored: bool) -> dict[str, Any] 
     if found["scores"]:
         model = run.recipe.model
         form = attention_form(model.attention, vars(model))  # older files do not say it
-        named = {"attention": model.attention, "form": form}
+        path = checkpoint_folder(run.folder, found["checkpoint"]["step"])  # it may have been scored elsewhere
+        named = {"attention": model.attention, "form": form, "path": str(path)}
         return found | {"checkpoint": found["checkpoint"] | named}
     why = ""
     if not run.has_weights():
@@ -392,19 +392,3 @@ def _records(runs: Sequence[StudyRun]) -> dict[str, dict[str, Any]]:
         with contextlib.suppress(UserError):
             records[run.name] = read_json_object(run.folder / ENVIRONMENT)
     return records
-
-
-def publish_page(folder: Path, target: Path, runs: Sequence[StudyRun]) -> Path:
-    """Copies the page, tables, figures and the runs' small files to `target`; no weights."""
-    names = [path for path in folder.iterdir() if path.is_file()]
-    names += list((folder / "mqar").glob("mqar.*"))
-    for run in runs:
-        names += [run.folder / name for name in (CONFIG, ENVIRONMENT, METRICS, SAMPLES)]
-        names += sorted((run.folder / EVAL).glob("step-*.json"))
-    with write_errors(target):
-        for path in names:
-            if path.is_file():
-                copy = target / path.relative_to(folder)
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, copy)
-    return target

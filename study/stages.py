@@ -18,8 +18,9 @@ from lingpt.eval.tasks.sources import benchmark_folder
 from lingpt.study.config import STAGES, STUDY, Study, with_begun_runs
 from lingpt.study.jobs import Failure, Job, Slot, Stopped, card_slots, find_slots, run_jobs
 from lingpt.study.mqar import command_line, trials_left
-from lingpt.study.page import publish_page, write_page
+from lingpt.study.page import write_page
 from lingpt.study.plan import format_plan
+from lingpt.study.publish import publish_study
 from lingpt.study.runs import StudyRun, chosen_rates, forget_files, rate_runs, study_runs
 
 
@@ -73,7 +74,7 @@ def run_study(
         page = write_page(study, folder, work.tried, work.runs, work.failures, scored=scored)
         print(f"page    {page}")
     if publish:
-        print(f"copied  {publish_page(folder, Path(publish), [*work.tried, *work.runs])}")
+        print(f"copied  {publish_study(folder, Path(publish), [*work.tried, *work.runs])}")
     if work.failures:
         named = "; ".join(f"{failure.job}: {failure.reason}" for failure in work.failures)
         raise UserError(

@@ -42,6 +42,7 @@ class Curve:
     train, val: float64 [points, 4] of (step, train_time, loss, tokens), in seconds and nats per token.
     skipped: the steps that changed nothing, since they were not finite; [points, 2] of (step, train_time).
     config, hardware: of the run's recipe and record; empty where there is none.
+    fingerprint: of the data, by the record; empty where that does not say.
     runs: how many it is the mean of; `lowest` and `highest` are then the losses' bounds at each point.
     """
 
@@ -54,6 +55,7 @@ class Curve:
     skipped: np.ndarray
     config: dict[str, Any] = field(default_factory=dict)
     hardware: dict[str, Any] = field(default_factory=dict)
+    fingerprint: str = ""
     runs: int = 1
     lowest: dict[str, np.ndarray] = field(default_factory=dict)
     highest: dict[str, np.ndarray] = field(default_factory=dict)
@@ -81,13 +83,20 @@ def read_curve(run_folder: str | Path) -> Curve:
     config = read_config(folder) if (folder / CONFIG).exists() else {}
     layers = attention if isinstance(attention, str) else list(attention)
     name, label = attention_label(attention), attention_form(layers, config.get("model", {}))
-    return Curve(folder.name, model, name, label, train, val, skips, config, read_hardware(folder))
+    fingerprint = str(_recorded(folder, "data").get("fingerprint", ""))
+    return Curve(
+        folder.name, model, name, label, train, val, skips, config, read_hardware(folder), fingerprint
+    )
 
 
 def read_hardware(folder: Path) -> dict[str, Any]:
     """What the run's record says of the machine; nothing where there is no readable one."""
+    return _recorded(folder, "hardware")
+
+
+def _recorded(folder: Path, key: str) -> dict[str, Any]:
     try:
-        found = read_json_object(folder / ENVIRONMENT).get("hardware")
+        found = read_json_object(folder / ENVIRONMENT).get(key)
     except UserError:
         return {}
     return found if isinstance(found, dict) else {}
@@ -109,12 +118,16 @@ def mean_over_seeds(curves: Sequence[Curve]) -> list[Curve]:
 
 
 def _but_for_the_seed(curve: Curve) -> str:
-    """Equal for runs of one recipe and hardware, whatever their seed; a run that names none is alone."""
+    """Equal for runs of one recipe, data and hardware, whatever their seed; a run that names none is alone.
+
+    Where the data lay, and may have moved from, is no matter if the records have its fingerprint.
+    """
     train = curve.config.get("train")
     if not isinstance(train, dict) or "seed" not in train:
         return f"{curve.name} {id(curve)}"
     kept = {key: value for key, value in train.items() if key not in _OWN}
-    same = [curve.config.get("model"), curve.config.get("data"), kept, curve.hardware.get("name")]
+    data = curve.fingerprint or curve.config.get("data")
+    same = [curve.config.get("model"), data, kept, curve.hardware.get("name")]
     return json.dumps(same, sort_keys=True, default=str)
 
 

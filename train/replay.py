@@ -12,12 +12,21 @@ import torch
 
 from lingpt.common.devices import find_device
 from lingpt.common.errors import UserError
-from lingpt.common.run_folder import check_undamaged, checkpoint_step, checkpoints, read_metrics
+from lingpt.common.files import read_json_object
+from lingpt.common.run_folder import (
+    ENVIRONMENT,
+    check_undamaged,
+    checkpoint_step,
+    checkpoints,
+    read_metrics,
+)
 from lingpt.data import Batches, prepare
-from lingpt.models import load_model
+from lingpt.models import Config, load_model
 from lingpt.train.checkpoint import load_manifest
 from lingpt.train.config import recipe_from_dict
 from lingpt.train.loss import NextTokenLoss
+from lingpt.train.machine import counted
+from lingpt.train.model import attention_kernels
 
 TEXT_TOKENS = 64  # of a sample that are shown
 
@@ -25,7 +34,8 @@ TEXT_TOKENS = 64  # of a sample that are shown
 def replay(run: Path, step: int, samples: int = 8, device: str = "auto") -> str:
     """Step `step` (1-based, as in metrics.jsonl) as text: loss, gradient norm, and the worst `samples`.
 
-    In fp32, on `device`. Raises UserError where the run has no checkpoint before the step.
+    In fp32, on `device`; a line says in what that is not how it was trained. Raises UserError where the run
+    has no checkpoint before the step.
     """
     if step < 1:
         raise UserError(f"--step {step}: steps count from 1, as in metrics.jsonl")
@@ -45,6 +55,7 @@ def replay(run: Path, step: int, samples: int = 8, device: str = "auto") -> str:
             f"{dataset.fingerprint}): restore the corpus and the tokenizer it had"
         )
     gpt = load_model(before[-1], device=where, dtype=torch.float32)
+    otherwise = _not_as_trained(run, step, before[-1], gpt.config, where)
     batches = Batches(dataset.train, recipe.train.seed, recipe.train.global_batch_size)
     model, tokens = NextTokenLoss(gpt), recipe.tokens_per_step
     losses: list[float] = []
@@ -60,6 +71,7 @@ def replay(run: Path, step: int, samples: int = 8, device: str = "auto") -> str:
         f"{run.name}, step {step}, with the weights of {before[-1].name}, in fp32",
         f"loss {sum(losses) / len(losses):.4f} nats/token, gradient norm {norm:.4g} before clipping at "
         f"{recipe.train.grad_clip:g}; when it was trained: {_as_logged(run, step)}",
+        *otherwise,
         f"the {min(samples, len(losses))} samples of the highest loss, of {len(losses)}:",
     ]
     for position in worst[:samples]:
@@ -67,6 +79,44 @@ def replay(run: Path, step: int, samples: int = 8, device: str = "auto") -> str:
         text = " ".join(dataset.tokenizer.decode(sample.tolist()).split())
         lines.append(f"  {losses[position]:8.4f}  position {position}, block {blocks[position]}: {text} …")
     return "\n".join(lines)
+
+
+def _not_as_trained(
+    run: Path, step: int, checkpoint: Path, config: Config, device: torch.device
+) -> list[str]:
+    """A line on what keeps the numbers from being those of training; none where nothing does."""
+    why = []
+    skipped = {line["step"] for line in read_metrics(run) if line.get("skipped")}
+    if between := set(range((checkpoint_step(checkpoint) or 0) + 1, step)) - skipped:
+        why.append(f"{counted(len(between), 'step')} of training between these weights and those that it met")
+    kernels = attention_kernels(config, device, "32-true")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    here = _made_on({"name": name, "precision": "32-true"}, kernels)
+    starts = _starts(run)
+    if others := list(dict.fromkeys(start for start in starts if start != here)):
+        why.append(f"on {', '.join(others)} then, on {here} now")
+    elif not starts:
+        why.append(f"{run / ENVIRONMENT} does not say on what then, on {here} now")
+    return [f"not as it was trained: {'; '.join(why)}"] if why else []
+
+
+def _starts(run: Path) -> list[str]:
+    """What the run was trained on, for each of its starts, the first one first; none without a record."""
+    try:
+        record = read_json_object(run / ENVIRONMENT)
+        return [
+            _made_on(start["hardware"], start["attention_kernels"])
+            for start in [*record.get("earlier", []), record]
+        ]
+    except (UserError, KeyError, TypeError, AttributeError):
+        return []
+
+
+def _made_on(hardware: dict[str, Any], kernels: dict[str, str]) -> str:
+    """`NVIDIA H200 in bf16-mixed (softmax by cudnn)`: what decides how numbers are rounded."""
+    name = "CPU" if str(hardware["name"]).startswith("CPU") else hardware["name"]
+    used = ", ".join(f"{attention} by {kernel}" for attention, kernel in kernels.items())
+    return f"{name} in {hardware['precision']} ({used})"
 
 
 def _as_logged(run: Path, step: int) -> str:

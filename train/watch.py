@@ -26,6 +26,8 @@ from typing import Any, NamedTuple
 
 from torch.distributed import Store
 
+from lingpt.common import STARTED
+
 EVERY = 0.5  # seconds between looks at parent and children
 GRACE = 5.0  # seconds for a process to end by itself, and say why
 _LOST = (
@@ -157,8 +159,7 @@ class Watch:
         self._died: str | None = None
         self._saying, self._said = threading.Lock(), False
         self._counting = threading.Lock()
-        # The main process may have died while this one was importing, which then has another parent already.
-        self._parent = int(os.environ.pop(_MAIN, os.getppid()))
+        self._parent = _parent()
         self._has_parent = "LOCAL_RANK" in os.environ
         if self._has_parent:
             threading.Thread(target=self._watch_parent, name="watch-parent", daemon=True).start()
@@ -312,6 +313,14 @@ class Watch:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(code)  # the main thread waits in a collective, deaf to everything
+
+
+def _parent() -> int:
+    """Who started this process, or is its parent now: the one that did may have died while it imported."""
+    if main := os.environ.pop(_MAIN, None):
+        return int(main)
+    pid, parent = STARTED  # another process's in one that has been forked since
+    return parent if "TORCHELASTIC_RUN_ID" in os.environ and pid == os.getpid() else os.getppid()
 
 
 def _where() -> str:

@@ -23,7 +23,7 @@ from lingpt.eval.mqar import (
 )
 from lingpt.eval.mqar_results import best, mqar_table, save_mqar
 from lingpt.eval.mqar_runs import _as_trained, _in_new_pools
-from lingpt.models import GPT
+from lingpt.models import GPT, ModelArgs
 from lingpt.study.mqar import DEFAULT, asked_trials
 
 TINY = {"steps": 2, "batch_size": 32, "vocabulary": 32}
@@ -131,6 +131,17 @@ def test_an_attention_with_its_options_is_one_word():
     (free,) = make_trials(["ours-gated+output_gate+short_conv+normalize=false"], [32], [2], [1e-3], **TINY)
     config = free.config()
     assert (config.output_gate, config.normalize, config.short_conv) == (True, False, True)
+
+
+def test_a_trial_s_model_is_that_of_a_recipe():
+    """A hybrid's layers among it; GLA has the trial's heads, or those that its options say."""
+    for form, heads in (("hybrid", 2), ("gla+softmax_every=2", 2), ("gla+gla_n_head=1", 1)):
+        config = Trial(form, 32, 2, 1e-3, layers=6).config()
+        sizes = {"n_layer": 6, "n_embd": 32, "n_head": 2, "vocab_size": 8192, "block_size": 16}
+        option = {} if "gla_n_head" in form else {"gla_n_head": heads}
+        assert config == ModelArgs("mqar", form, **sizes, **option).config() and config.gla_n_head == heads
+    with pytest.raises(UserError, match="softmax_every=9 makes no hybrid"):
+        make_trials(["ours+softmax_every=9"], [32], [2], [1e-3], layers=2)
 
 
 def test_the_default_has_each_with_and_without_the_convolution():

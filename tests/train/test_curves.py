@@ -137,6 +137,20 @@ def test_a_seed_without_training_losses_is_drawn(tmp_path):
     assert mean.val[:, 2].tolist() == [3.0] and len(mean.train) == 0
 
 
+def test_seeds_whose_data_has_moved_are_one_curve(tmp_path):
+    """Guards: a study that went on with its data elsewhere had a row `on different cards`, and no mean. A run
+    of other data is apart, though its path is the same."""
+    curves = []
+    for seed, (source, fingerprint) in enumerate([("/old/wiki", "1f"), ("wiki", "1f"), ("wiki", "2e")]):
+        run = write_run(tmp_path / f"a-seed{seed}", "ours", 1.0, {2: 4.0})
+        config = {"model": {"name": "demo", "attention": "ours"}, "data": {"source": source}}
+        config["train"] = {"seed": seed}
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+        (run / "environment.json").write_text(json.dumps({"data": {"fingerprint": fingerprint}}))
+        curves.append(read_curve(run))
+    assert [curve.runs for curve in mean_over_seeds(curves)] == [2, 1]
+
+
 def test_a_legend_that_does_not_fit_stands_beside_the_panels(tmp_path, monkeypatch):
     """Guards: long names of runs across the curves; ticks cut at the right edge."""
     from matplotlib.figure import Figure

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import time
 import weakref
@@ -256,6 +257,37 @@ def test_replay_gives_the_loss_and_the_norm_of_training(make_recipe):
     loss, norm = (float(text.split(f"{name} ")[1].split()[0]) for name in ("loss", "gradient norm"))
     assert loss == pytest.approx(line["loss"], abs=1e-4)
     assert norm == pytest.approx(line["grad_norm"], rel=1e-3)
+    assert "not as it was trained" not in text
+
+
+def test_replay_says_in_what_it_is_not_as_the_step_was_trained(make_recipe, monkeypatch):
+    """Guards: another device, precision or kernel, and weights of an earlier step, without a word. Steps that
+    were skipped, and what an earlier start was trained on, count."""
+    with monkeypatch.context() as patch:
+        poison(patch, steps={5})
+        folder = train(make_recipe(save_interval=2, keep_checkpoints=9, max_steps=8))
+    shutil.rmtree(folder / "checkpoints/step-00000006")
+
+    def said(step):
+        return [line for line in replay(folder, step, device="cpu").splitlines() if line.startswith("not as")]
+
+    assert said(6) == []  # of the checkpoint of step 4, and step 5 was skipped
+    between = "of training between these weights and those that it met"
+    assert said(4) == [f"not as it was trained: 1 step {between}"]
+    assert said(8) == [f"not as it was trained: 2 steps {between}"]
+    record = folder / "environment.json"
+    start = json.loads(record.read_text())
+    card = {
+        "hardware": {"name": "NVIDIA H200", "precision": "bf16-mixed"},
+        "attention_kernels": {"ours": "cuda"},
+    }
+    record.write_text(json.dumps(start | {"earlier": [card]}))
+    here = "CPU in 32-true (ours by chunkwise)"
+    assert said(5) == [
+        f"not as it was trained: on NVIDIA H200 in bf16-mixed (ours by cuda) then, on {here} now"
+    ]
+    record.unlink()
+    assert said(5) == [f"not as it was trained: {record} does not say on what then, on {here} now"]
 
 
 def test_extending_a_run_says_what_its_learning_rate_does(make_recipe, capsys):

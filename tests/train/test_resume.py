@@ -189,13 +189,25 @@ def test_data_may_move_and_not_change(make_recipe, corpus, tmp_path, capsys):
         train(recipe)
 
 
-def test_before_the_first_checkpoint_the_path_is_the_data(make_recipe, corpus, tmp_path, monkeypatch):
-    """There is no fingerprint to compare, and the losses that are there would be of other text."""
+def test_data_may_move_before_the_first_checkpoint(make_recipe, corpus, tmp_path, monkeypatch):
+    """By the fingerprint in the run's record; where that is gone, or another, the path is the data: the
+    losses that are there would be of other text."""
     with monkeypatch.context() as patch:
         patch.setattr(loop.Run, "save", lambda self: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train(make_recipe())
     recipe = make_recipe()
-    recipe.data = replace(corpus, source=shutil.copy(corpus.source, tmp_path / "copy.jsonl"))
+    copy = tmp_path / "copy.jsonl"
+    recipe.data = replace(corpus, source=str(shutil.copy(corpus.source, copy)))
+    record = recipe.run_folder / "environment.json"
+    whole = record.read_text()
+    record.unlink()
     with pytest.raises(UserError, match=r"another config \(data.source: .* → .*copy.jsonl\)"):
         train(recipe)
+    record.write_text(whole)
+    text = copy.read_text()
+    copy.write_text(text + "\n" + json.dumps({"text": "one more"}))
+    with pytest.raises(UserError, match=r"another config \(data.source: .* → .*copy.jsonl\)"):
+        train(recipe)
+    copy.write_text(text)
+    assert names(train(recipe))[-1] == "step-00000006"

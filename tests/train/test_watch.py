@@ -364,10 +364,32 @@ Parallel(choose_machine(TrainConfig(accelerator="cpu", devices=2)), timeout_minu
 """
 
 
-def test_a_process_whose_main_process_dies_while_it_imports_ends(tmp_path):
+# One that torchrun has started, which dies when the process has begun to import, as that of `lingpt` does.
+ORPHAN_OF_TORCHRUN = """
+import os, signal, subprocess, sys
+if "LOCAL_RANK" not in os.environ:
+    sys.exit(subprocess.call([sys.executable, __file__], env=os.environ | {"LOCAL_RANK": "0"}))
+import lingpt.cli.main
+os.kill(os.getppid(), signal.SIGKILL)
+from lingpt.train import TrainConfig
+from lingpt.train.machine import choose_machine
+from lingpt.train.parallel import Parallel
+Parallel(choose_machine(TrainConfig(accelerator="cpu")), timeout_minutes=0.1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("orphaned", "env"), [(ORPHANED, {}), (ORPHAN_OF_TORCHRUN, TORCHRUN | {"RANK": "0"})]
+)
+def test_a_process_whose_main_process_dies_while_it_imports_ends(tmp_path, monkeypatch, orphaned, env):
     """Guards: it took whoever had adopted it for its parent, and lived on."""
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
     script = tmp_path / "orphaned.py"
-    script.write_text(ORPHANED)
+    script.write_text(orphaned)
     ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
     assert ran.returncode == -signal.SIGKILL
     assert re.search(r"lingpt: the main process \(pid \d+\) has died: the run ends", ran.stderr), ran.stderr

@@ -1,0 +1,66 @@
+"""A study's folder as it is published: page, tables, figures and small files; no weights, and no path of the
+machine that it was made on."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lingpt.common.files import read_json, read_yaml, write_errors, write_text
+from lingpt.common.run_folder import CONFIG, ENVIRONMENT, EVAL, METRICS, SAMPLES
+from lingpt.study.paths import portable
+from lingpt.study.runs import StudyRun
+
+_READ = {".json": read_json, ".yaml": read_yaml}
+
+
+def publish_study(folder: Path, target: Path, runs: Sequence[StudyRun]) -> Path:
+    """Copies the page, tables, figures and the runs' small files to `target`, with paths as `portable` writes
+    them. Raises UserError where a file is damaged, or `target` cannot be written."""
+    names = [path for path in folder.iterdir() if path.is_file()]
+    names += list((folder / "mqar").glob("mqar.*"))
+    for run in runs:
+        names += [run.folder / name for name in (CONFIG, ENVIRONMENT, METRICS, SAMPLES)]
+        names += sorted((run.folder / EVAL).glob("step-*.json"))
+    names = [path for path in names if path.is_file()]
+    texts = {text for path in names if path.suffix in _READ for text in _texts(_READ[path.suffix](path))}
+    moved = {text: short for text in sorted(texts, key=len)[::-1] if (short := portable(text)) != text}
+    with write_errors(target):
+        for path in names:
+            copy = target / path.relative_to(folder)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            if moved and path.suffix in (".md", *_READ):
+                write_text(copy, _without(moved, path))
+            else:
+                shutil.copyfile(path, copy)
+    return target
+
+
+def _texts(tree: Any) -> Iterator[str]:
+    """The strings of a file but for its scores: packed answers may begin with a `/`."""
+    if isinstance(tree, str):
+        yield tree
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from () if key == "scores" else _texts(value)
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from _texts(value)
+
+
+def _without(moved: Mapping[str, str], path: Path) -> str:
+    """The text of a file with the strings `moved`, the longest first, as these say; all else as it is."""
+    if path.suffix == ".yaml":  # where a long string may be broken into lines
+        return yaml.safe_dump(portable(read_yaml(path)), sort_keys=False, allow_unicode=True)
+    content = path.read_text(encoding="utf-8")
+    for old, new in moved.items():
+        if path.suffix == ".json":
+            old, new = (json.dumps(text, ensure_ascii=False) for text in (old, new))
+            content = content.replace(old, new)
+        elif old.startswith("/"):  # a path amid words
+            content = re.sub(rf"(?<![\w./~-]){re.escape(old)}(?![\w-])", new.replace("\\", r"\\"), content)
+    return content
