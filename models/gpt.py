@@ -135,9 +135,15 @@ class GPT(Fp32Constants, litgpt.model.GPT):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> DecodingState:
-        """An empty decoding state for sequences of up to `max_seq_len` tokens (the block size by default)."""
+        """An empty decoding state for sequences of up to `max_seq_len` tokens (the block size by default).
+
+        dtype: of keys and values; by default what autocast computes in where it is on, else the weights'.
+        """
         max_seq_len = max_seq_len or self.max_seq_length
-        device, dtype = device or self.lm_head.weight.device, dtype or self.lm_head.weight.dtype
+        device = device or self.lm_head.weight.device
+        if dtype is None:
+            autocast = torch.is_autocast_enabled(device.type)
+            dtype = torch.get_autocast_dtype(device.type) if autocast else self.lm_head.weight.dtype
         layers = [block.attn.new_state(batch_size, max_seq_len, device, dtype) for block in self.blocks]
         return DecodingState(layers, max_seq_len)
 
