@@ -84,7 +84,7 @@ def test_trains_draws_and_goes_on(project, capsys):
     assert weights[0].keys() == weights[1].keys() and Path("exported/tokenizer.json").is_file()
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert "exported exists" in complaint(capsys, "export", newest, "exported")
-    assert "would run it as softmax" in complaint(capsys, "export", newest, "hf", "--hf")
+    assert "would run it as plain softmax" in complaint(capsys, "export", newest, "hf", "--hf")
     assert not Path("hf").exists()
     for model in (str(run), "exported"):  # the run's newest checkpoint, and a folder of its own
         assert main(["generate", model, "--prompt", "number 7", "--tokens", "8", "--device", "cpu"]) == 0
