@@ -90,6 +90,8 @@ def test_trains_draws_and_goes_on(project, capsys):
         assert main(["generate", model, "--prompt", "number 7", "--tokens", "8", "--device", "cpu"]) == 0
     texts = capsys.readouterr().out
     assert texts.startswith("number 7") and texts[: len(texts) // 2] == texts[len(texts) // 2 :]
+    assert main(["generate", str(run), "--tokens", "8", "--device", "cpu", "--dtype", "bfloat16"]) == 0
+    assert capsys.readouterr().out.strip()
     # An override wins wherever it stands.
     assert main(["train", "--train.max_steps", "6", "--config", "tiny.yaml"]) == 0
     assert "step-00000004, step 4 of 6" in capsys.readouterr().out
