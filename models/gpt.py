@@ -7,6 +7,7 @@ Notable:
 - its own account of parameters and FLOPs, to which each mechanism adds its part
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self, cast
 
@@ -30,6 +31,21 @@ class DecodingState:
     layers: list[Any]
     max_seq_len: int
     position: int = 0
+
+    def num_bytes(self) -> int:
+        """Of all tensors in it; of a cache with its room for tokens that are still to come."""
+        return sum(x.numel() * x.element_size() for x in _tensors(self.layers))
+
+
+def _tensors(x: Any) -> Iterator[torch.Tensor]:
+    """Those in a layer's state, whatever it is made of."""
+    if isinstance(x, torch.Tensor):
+        yield x
+    elif isinstance(x, list | tuple):
+        for part in x:
+            yield from _tensors(part)
+    elif hasattr(x, "__dict__"):
+        yield from _tensors(list(vars(x).values()))
 
 
 class MLP(litgpt.model.GptNeoxMLP):
