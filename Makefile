@@ -58,7 +58,7 @@ study: $(READY) ## train and score several attentions: MODEL= TOKENS= ATTNS="sof
 curves: $(READY) ## loss curves of runs in one picture: RUNS="runs/a runs/b" (default: all)
 	$(BIN)lingpt curves $(strip $(RUNS) $(ARGS))
 
-bench: $(READY) ## measure the kernels against the baselines (GPU; ARGS="--device cpu" for a taste), or, with ARGS=train, whole training steps
+bench: $(READY) ## measure the kernels against the baselines (GPU; ARGS="--device cpu" for a taste), or, with ARGS=train, whole training steps, with ARGS=decode, decoding
 	$(BIN)lingpt bench $(ARGS)
 
 test: $(READY) ## all tests that this machine can run; LINGPT_TEST_DATA=folder adds those on real data

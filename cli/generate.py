@@ -23,6 +23,8 @@ def configure(parser: ArgumentParser) -> None:
     add("--top_k", type=int | None, default=50, help="draw from so many likeliest tokens; null for all")
     add("--seed", type=int, default=0, help="of the draws: the same text each time")
     add("--device", type=str, default="auto", help="auto, cpu, cuda, cuda:1")
+    own = "float32, bfloat16 or float16 (bfloat16 on a GPU that has it, elsewhere the checkpoint's own)"
+    add("--dtype", type=str | None, help=own)
 
 
 def run(args: Namespace) -> None:
@@ -30,7 +32,7 @@ def run(args: Namespace) -> None:
 
     import torch
 
-    from lingpt.common.devices import find_device
+    from lingpt.common.devices import decoding_dtype, find_device
     from lingpt.common.errors import UserError
     from lingpt.common.run_folder import model_folder
     from lingpt.data import load_tokenizer
@@ -40,9 +42,11 @@ def run(args: Namespace) -> None:
         if args[name] is not None and not least <= args[name] < 2**32:
             raise UserError(f"--{name} {args[name]}: give {least} or more, below {2**32}")
     folder, device = model_folder(Path(args.model)), find_device(args.device)
+    dtype = decoding_dtype(args.dtype, device)
     if (folder / "config.json").is_file() and not (folder / "tokenizer.json").is_file():
         raise UserError(f"{folder} has no tokenizer.json: copy that of the run into it")
-    model, tokenizer = load_model(folder, device=device), load_tokenizer(folder / "tokenizer.json")
+    model = load_model(folder, device=device, dtype=dtype)
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
     prompt = tokenizer.encode(args.prompt) or [tokenizer.eos_id]
     room = model.max_seq_length - len(prompt)
     if room < 1:

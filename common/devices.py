@@ -1,8 +1,10 @@
-"""The device that a user names."""
+"""The device that a user names, and the dtype to compute in."""
 
 import torch
 
 from lingpt.common.errors import UserError
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def find_device(name: str) -> torch.device:
@@ -14,3 +16,19 @@ def find_device(name: str) -> torch.device:
         return torch.device(name)
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device {name!r}: {str(error).splitlines()[0]}; use --device auto") from error
+
+
+def named_dtype(name: str) -> torch.dtype:
+    """UserError for a name that is none of DTYPES."""
+    if name not in DTYPES:
+        raise UserError(f"unknown dtype {name!r}: one of {', '.join(DTYPES)}")
+    return getattr(torch, name)
+
+
+def decoding_dtype(name: str | None, device: torch.device) -> torch.dtype | None:
+    """The dtype that text is generated in: the one that is named, or bf16 on a GPU that has it (Ampere's and
+    later ones), which reads half the bytes a token; else None, the checkpoint's own. UserError as above."""
+    if name is not None:
+        return named_dtype(name)
+    has_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return torch.bfloat16 if has_bf16 else None

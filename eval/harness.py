@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 
-from lingpt.common.devices import find_device
+from lingpt.common.devices import find_device, named_dtype
 from lingpt.common.errors import UserError
 from lingpt.common.run_folder import check_undamaged
 from lingpt.eval.results import add_score, load_results, pack_bits, percent, results_path, task_key
 from lingpt.eval.runs import Checkpoint
 
 PACKAGES = ("lingpt", "lm_eval", "torch", "datasets", "tokenizers")
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def evaluate(
@@ -65,8 +64,8 @@ def evaluate(
         checkpoint = Checkpoint.open(checkpoint)
     if limit is not None and limit < 1:
         raise UserError(f"limit is {limit}; it must be at least 1 (or leave it out)")
-    if dtype not in (None, *DTYPES):
-        raise UserError(f"unknown dtype {dtype!r}: one of {', '.join(DTYPES)}")
+    if dtype is not None:
+        named_dtype(dtype)
     data, where = Path(data) if data else None, find_devices(device, devices)
     if data is not None:
         from lingpt.eval.tasks.sources import check_folder
@@ -158,7 +157,7 @@ def load_lm(
 
     check_undamaged(checkpoint.folder)
     attention = checkpoint.attention if isinstance(checkpoint.attention, str) else list(checkpoint.attention)
-    wanted = getattr(torch, dtype) if dtype else None
+    wanted = named_dtype(dtype) if dtype else None
     models = [
         load_model(checkpoint.folder, attention=attention, device=device, dtype=wanted, block_size=block_size)
         for device in devices

@@ -59,8 +59,8 @@ def gated_linear_attention(
             "chunkwise"  plain PyTorch on any device, with an analytical backward;
             "recurrent"  token by token, for decoding;
             "fla"        fla-core's chunk_gla, CUDA only (under torch.compile it breaks the graph);
-            "auto"       recurrent for one token with a state; fla for bf16 and fp16 on CUDA where it is
-                         installed; else chunkwise.
+            "auto"       recurrent for one token; fla for bf16 and fp16 on CUDA where it is installed; else
+                         chunkwise.
 
     Returns:
         o [B, N, H, Dv] in q's dtype; with `return_state`, (o, state). Gradients reach every tensor argument.
@@ -70,7 +70,7 @@ def gated_linear_attention(
     """
     _check(q, k, v, log_gate, initial_state)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    backend = choose(backend, q, initial_state)
+    backend = choose(backend, q)
     if backend == "chunkwise":
         o, state = _attend(Call(q, k, v, log_gate, initial_state, scale))
     else:
@@ -107,7 +107,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, state: Tensor | No
         )
 
 
-def choose(backend: str, q: Tensor, initial_state: Tensor | None) -> str:
+def choose(backend: str, q: Tensor) -> str:
     """The backend that answers, for `auto` by what the machine has. UserError where it cannot run here."""
     if backend not in BACKENDS:
         raise UserError(f"unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
@@ -118,7 +118,7 @@ def choose(backend: str, q: Tensor, initial_state: Tensor | None) -> str:
             raise UserError(f"backend='fla' needs CUDA tensors; these are on {q.device}")
     if backend != "auto":
         return backend
-    if initial_state is not None and q.shape[1] == 1:
+    if q.shape[1] == 1:  # the first one, too: fla would compile and tune its kernels for it
         return "recurrent"
     if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16) or q.shape[1] == 0:
         return "chunkwise"

@@ -3,7 +3,7 @@
 import torch
 
 from lingpt.common.errors import UserError
-from lingpt.models.gpt import GPT
+from lingpt.models.gpt import GPT, DecodingState
 
 
 @torch.no_grad()
@@ -37,29 +37,61 @@ def generate(
         )
     generator = torch.Generator().manual_seed(seed)
     state = model.new_state(B, N + max_new_tokens)
-    ended = torch.zeros(B, 1, dtype=torch.bool, device=idx_BN.device)
-    tokens = [idx_BN]
+    ended_B1, last_BN = torch.zeros(B, 1, dtype=torch.bool), idx_BN
+    tokens = [idx_BN.cpu()]
     for _ in range(max_new_tokens):
-        last_hidden_BC = model.hidden(tokens[-1], state)[:, -1]  # of a prompt, only its last logits
-        new = sample(model.lm_head(last_hidden_BC), temperature, top_k, generator).to(idx_BN.device)
+        new_B1 = next_token(model, last_BN, state, temperature, top_k, generator)
         if eos_id is not None:
-            new = torch.where(ended, eos_id, new)
-            ended |= new == eos_id
-        tokens.append(new)
-        if eos_id is not None and ended.all():
+            new_B1 = torch.where(ended_B1, eos_id, new_B1)
+            ended_B1 |= new_B1 == eos_id
+        tokens.append(new_B1)
+        if eos_id is not None and ended_B1.all():
             break
-    return torch.cat(tokens, dim=1)
+        last_BN = new_B1.to(idx_BN.device)
+    return torch.cat(tokens, dim=1).to(idx_BN.device)
+
+
+def next_token(
+    model: GPT,
+    idx_BN: torch.Tensor,
+    state: DecodingState,
+    temperature: float,
+    top_k: int | None,
+    generator: torch.Generator,
+) -> torch.Tensor:
+    """The token `[B, 1]`, on the CPU, that follows what the state has seen and idx `[B, N]`, which it then
+    has seen, too. It waits for the device once the model's work is done."""
+    last_hidden_BC = model.hidden(idx_BN, state)[:, -1]  # of a prompt, only its last logits
+    return sample(model.lm_head(last_hidden_BC), temperature, top_k, generator)
 
 
 def sample(
     logits_BV: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator
 ) -> torch.Tensor:
-    """One token id per row, `[B, 1]`."""
-    logits_BV = logits_BV.float().cpu()
+    """One token id per row, `[B, 1]`, on the CPU."""
     if temperature == 0:
-        return logits_BV.argmax(dim=-1, keepdim=True)
-    if top_k is not None:
-        kth_B1 = logits_BV.topk(min(top_k, logits_BV.shape[-1]), dim=-1).values[:, -1:]
-        logits_BV = logits_BV.masked_fill(logits_BV < kth_B1, float("-inf"))
-    logits_BV = logits_BV - logits_BV.amax(-1, keepdim=True)  # no overflow, however small the temperature
-    return torch.multinomial((logits_BV / temperature).softmax(dim=-1), 1, generator=generator)
+        return logits_BV.argmax(dim=-1, keepdim=True).cpu()  # of equal ones the first, on any device
+    ids_BK = None
+    if top_k is None:
+        logits_BK = logits_BV.float().cpu()
+    else:
+        logits_BK, ids_BK = likeliest(logits_BV.float(), top_k)
+    logits_BK = logits_BK - logits_BK.amax(-1, keepdim=True)  # no overflow, however small the temperature
+    drawn_B1 = torch.multinomial((logits_BK / temperature).softmax(dim=-1), 1, generator=generator)
+    return drawn_B1 if ids_BK is None else ids_BK.gather(1, drawn_B1)
+
+
+def likeliest(logits_BV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k largest logits of each row and their ids, in the order of the ids, `[B, K]` on the CPU.
+
+    The other fifty thousand stay on the device: to draw among them all took the CPU a millisecond a row.
+    Which of equal logits `topk` picks depends on the device; so those that equal the k-th come along, K ≥ k.
+    A row with fewer than K is filled up with −inf.
+    """
+    V = logits_BV.shape[-1]
+    kth_B1 = logits_BV.topk(min(k, V), dim=-1).values[:, -1:]
+    most = int((logits_BV < kth_B1).logical_not().sum(-1).max())
+    logits_BK, ids_BK = (x.cpu() for x in logits_BV.topk(most, dim=-1))
+    beyond_BK = logits_BK < kth_B1.cpu()
+    ids_BK, order_BK = ids_BK.masked_fill(beyond_BK, V).sort(dim=-1)
+    return logits_BK.masked_fill(beyond_BK, -torch.inf).gather(1, order_BK), ids_BK

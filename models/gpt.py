@@ -7,6 +7,7 @@ Notable:
 - its own account of parameters and FLOPs, to which each mechanism adds its part
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self, cast
 
@@ -30,6 +31,21 @@ class DecodingState:
     layers: list[Any]
     max_seq_len: int
     position: int = 0
+
+    def num_bytes(self) -> int:
+        """Of all tensors in it; of a cache with its room for tokens that are still to come."""
+        return sum(x.numel() * x.element_size() for x in _tensors(self.layers))
+
+
+def _tensors(x: Any) -> Iterator[torch.Tensor]:
+    """Those in a layer's state, whatever it is made of."""
+    if isinstance(x, torch.Tensor):
+        yield x
+    elif isinstance(x, list | tuple):
+        for part in x:
+            yield from _tensors(part)
+    elif hasattr(x, "__dict__"):
+        yield from _tensors(list(vars(x).values()))
 
 
 class MLP(litgpt.model.GptNeoxMLP):
@@ -135,9 +151,15 @@ class GPT(Fp32Constants, litgpt.model.GPT):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> DecodingState:
-        """An empty decoding state for sequences of up to `max_seq_len` tokens (the block size by default)."""
+        """An empty decoding state for sequences of up to `max_seq_len` tokens (the block size by default).
+
+        dtype: of keys and values; by default what autocast computes in where it is on, else the weights'.
+        """
         max_seq_len = max_seq_len or self.max_seq_length
-        device, dtype = device or self.lm_head.weight.device, dtype or self.lm_head.weight.dtype
+        device = device or self.lm_head.weight.device
+        if dtype is None:
+            autocast = torch.is_autocast_enabled(device.type)
+            dtype = torch.get_autocast_dtype(device.type) if autocast else self.lm_head.weight.dtype
         layers = [block.attn.new_state(batch_size, max_seq_len, device, dtype) for block in self.blocks]
         return DecodingState(layers, max_seq_len)
 

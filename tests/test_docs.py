@@ -45,15 +45,22 @@ def bench_tables() -> list[tuple[Path, str]]:
             found.append((path, "kernels"))
         elif rows and "environment" in fields and "share_of_identity" in rows[0]:
             found.append((path, "training"))
+        elif rows and "environment" in fields and "state_bytes" in rows[0]:
+            found.append((path, "decoding"))
     return found
 
 
 def table_of(path: Path, bench: str) -> str:
-    """What `lingpt bench --redraw` and `lingpt bench train --redraw` write beside such a file."""
+    """What `lingpt bench`, `lingpt bench train` and `lingpt bench decode` write beside it with --redraw."""
     if bench == "kernels":
         from lingpt.kernels.bench import Results, targets_table
 
         return targets_table(Results.load(path))
+    if bench == "decoding":
+        from lingpt.train.bench_decode_results import DecodeResults
+        from lingpt.train.bench_decode_results import table as decode_table
+
+        return decode_table(DecodeResults.load(path))
     from lingpt.train.bench_results import Results as Steps
     from lingpt.train.bench_results import table
     from lingpt.train.bench_targets import targets_table as step_targets

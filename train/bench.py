@@ -11,7 +11,7 @@ Notable:
 - an attention that fails is a row with its reason, and the results are written after every turn
 """
 
-import gc
+import functools
 import itertools
 import math
 import statistics
@@ -27,13 +27,13 @@ from torch import nn
 
 from lingpt.common.errors import UserError, unknown
 from lingpt.data import DataConfig
-from lingpt.kernels.bench.environment import check_same, environment, used_by_others
+from lingpt.kernels.bench.environment import environment, used_by_others
 from lingpt.models import ATTENTIONS, MODELS, ModelArgs
 from lingpt.models.attention.base import QKVAttention
 from lingpt.train.bench_results import IDENTITY, OUTPUT_GATE, SHORT_CONV, Results, Row
+from lingpt.train.bench_rows import attempt, skipped
 from lingpt.train.compilation import compiles
 from lingpt.train.config import Recipe, TrainConfig
-from lingpt.train.environment import git_revision, package_hash
 from lingpt.train.loss import NextTokenLoss
 from lingpt.train.machine import (
     Machine,
@@ -159,11 +159,8 @@ def bench_steps(
     parallel.seed(0)
     if parallel.device.type == "cuda" and (line := used_by_others(parallel.device)):
         warnings.warn(line, stacklevel=2)
-    here = environment(parallel.device) | {"precision": machine.precision, "source": package_hash()}
-    # The commit stands beside it for the reader: another one may have the same code.
-    there = save_to if append and save_to and save_to.is_file() else None
-    results = Results.load(there) if there else Results(here | {"git": git_revision()})
-    check_same(save_to, results.environment, here)
+    here = environment(parallel.device) | {"precision": machine.precision}
+    results = Results.begin(here, save_to, append)
     if others := {row.tokens for row in results.rows} - {tokens}:
         raise UserError(
             f"{save_to} has steps of {others.pop()} tokens, not to be compared with those of {tokens}: "
@@ -182,9 +179,10 @@ def bench_steps(
                 if n > 1 and (late or row.status != "ok"):
                     continue
                 if late:
-                    row = replace(row, status="skipped", reason=f"the budget of {budget:.0f} s is spent")
+                    row = skipped(row, budget)
                 else:
-                    row = _turn(row, recipes[name], machine, parallel)
+                    work = functools.partial(_timed, row, recipes[name], machine, parallel)
+                    row = attempt(row, work, parallel.device)
                     print_rank0(f"{row.line()}, round {n}")
                 results.put(row)
                 if save_to is not None:
@@ -261,23 +259,8 @@ def _new_row(attention: str, recipe: Recipe, machine: Machine) -> Row:
     )
 
 
-def _turn(row: Row, recipe: Recipe, machine: Machine, parallel: Parallel) -> Row:
-    """The row with another round; with the reason in it where that fails, which ends its rounds."""
-    try:
-        row = _timed(row, recipe, machine, parallel)
-    except torch.OutOfMemoryError:
-        row = replace(row, status="oom", reason="out of memory")
-    except UserError as error:
-        row = replace(row, status="refused", reason=str(error))
-    except Exception as error:  # one that cannot take this shape is a row, not the end of the benchmark
-        row = replace(row, status="error", reason=f"{type(error).__name__}: {error}".splitlines()[0][:300])
-    if parallel.device.type == "cuda":
-        gc.collect()  # the model and its wrappers refer to each other
-        torch.cuda.empty_cache()
-    return row
-
-
 def _timed(row: Row, recipe: Recipe, machine: Machine, parallel: Parallel) -> Row:
+    """The row with another round."""
     device, kernels = parallel.device, {}
     if row.attention != IDENTITY:
         config = recipe.model.config()

@@ -1,13 +1,13 @@
 """What `lingpt bench train` found: a JSON file, a table, and a picture over the sequence length."""
 
 import statistics
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from lingpt.common.errors import UserError
-from lingpt.common.files import read_json_object, replacing, write_errors, write_json
+from lingpt.common.files import replacing, write_errors
 from lingpt.common.palette import COLOURS, SPARE_COLOURS
+from lingpt.train.bench_rows import BenchResults, BenchRow, made_on, markdown, number
 
 IDENTITY, FLASH = "identity", "softmax-flash"
 OUTPUT_GATE, SHORT_CONV = "ours-gated+output_gate", "ours-gated+output_gate+short_conv"
@@ -25,18 +25,17 @@ COLUMNS = (
 
 
 @dataclass
-class Row:
+class Row(BenchRow):
     """One attention in one model at one sequence length. Of times, the median over the rounds.
 
-    status: "ok", "oom", "refused" (a kernel or a package that is not there), "error", or "skipped" (the time
-    was over), each with its `reason`. A row of several rounds whose later one failed keeps its times.
+    A row of several rounds whose later one failed has its status, and keeps its times.
     """
+
+    KEY: ClassVar[tuple[str, ...]] = ("model", "seq_len", "attention")
 
     model: str
     seq_len: int
     attention: str
-    status: str = "ok"
-    reason: str = ""
     kernel: str | None = None  # of the attention, that ran
     micro_batch_size: int = 0  # sequences
     tokens: int = 0  # of an optimiser step
@@ -59,26 +58,11 @@ class Row:
 
 
 @dataclass
-class Results:
+class Results(BenchResults[Row]):
     """Where it ran, and a row for each attention, model and length."""
 
-    environment: dict[str, Any]
-    rows: list[Row] = field(default_factory=list)
-
-    def row(self, model: str, seq_len: int, attention: str) -> Row | None:
-        cell = model, seq_len, attention
-        return next((r for r in self.rows if (r.model, r.seq_len, r.attention) == cell), None)
-
-    def is_done(self, model: str, seq_len: int, attention: str) -> bool:
-        """Whether it was tried, with whatever outcome; what was skipped may be tried again."""
-        row = self.row(model, seq_len, attention)
-        return row is not None and row.status != "skipped"
-
-    def put(self, row: Row) -> None:
-        """Adds the row, or replaces the earlier one of its cell."""
-        earlier = self.row(row.model, row.seq_len, row.attention)
-        index = len(self.rows) if earlier is None else self.rows.index(earlier)
-        self.rows[index : index + 1] = [row]
+    ROW = Row
+    COMMAND = "lingpt bench train"
 
     def times_faster(self, row: Row, than: str) -> float | None:
         """The time of `than` at the row's shape over the row's: the median of the rounds' ratios."""
@@ -87,42 +71,18 @@ class Results:
             return None
         return statistics.median(a / b for a, b in zip(other.by_round, row.by_round, strict=False))
 
-    def save(self, path: Path) -> None:
-        rows = [asdict(row) | {"share_of_identity": self.times_faster(row, IDENTITY)} for row in self.rows]
-        with write_errors(path):
-            write_json(path, {"environment": self.environment, "rows": rows})
-
-    @classmethod
-    def load(cls, path: Path) -> "Results":
-        """UserError where it is no such file."""
-        known = {field.name for field in fields(Row)}
-        try:
-            found = read_json_object(path)
-            rows = [Row(**{k: v for k, v in row.items() if k in known}) for row in found["rows"]]
-            return cls(dict(found["environment"]), rows)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} holds no results of `lingpt bench train` ({error!r})") from error
+    def as_dict(self, row: Row) -> dict[str, Any]:
+        return super().as_dict(row) | {"share_of_identity": self.times_faster(row, IDENTITY)}
 
 
 def table(results: Results) -> str:
     """Markdown: a line a row, and under what it was measured."""
-    env = results.environment
-    versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
     head = (
-        f"# A training step\n\n{env['card']}, {env['precision']}, {versions}; {_code(env)}{env['date']}.\n\n"
+        f"# A training step\n\n{made_on(results.environment)}.\n\n"
         "Share: the time of the identity over the attention's. × FA2: how many times faster than softmax by "
         "FlashAttention-2. Memory: the most that was used, and the estimate over it.\n\n"
-        f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}\n"
     )
-    return head + "\n".join(_line(row, results) for row in _sorted(results)) + "\n"
-
-
-def _code(environment: dict[str, Any]) -> str:
-    """`commit 5123394, `; nothing for results of before it was recorded."""
-    if git := environment.get("git"):
-        return f"commit {git['revision'][:7]}{' with changes' if git['dirty'] else ''}, "
-    source = environment.get("source")  # the hash of what is installed, where there is no git
-    return f"source {source}, " if source else ""
+    return head + markdown(COLUMNS, [_cells(row, results) for row in _sorted(results)])
 
 
 def _sorted(results: Results) -> list[Row]:
@@ -131,27 +91,23 @@ def _sorted(results: Results) -> list[Row]:
     return sorted(results.rows, key=lambda row: (models.index(row.model), row.seq_len))
 
 
-def _line(row: Row, results: Results) -> str:
+def _cells(row: Row, results: Results) -> list[str]:
     cells = [row.model, str(row.seq_len), str(row.micro_batch_size or "–"), row.attention]
     if row.kernel and row.kernel not in row.attention:
         cells[-1] += f" ({row.kernel})"
     if row.ms is None or row.tokens_per_second is None:
-        return f"| {' | '.join(cells)} | {row.status}: {row.reason.replace('|', '/')} | | | | | | |"
+        return [*cells, f"{row.status}: {row.reason.replace('|', '/')}"]
     ratio = row.estimated_memory / row.peak_memory if row.estimated_memory and row.peak_memory else None
-    cells += [
+    return [
+        *cells,
         f"{row.ms:.1f} ({row.fastest_ms:.1f})",
         f"{row.tokens_per_second / 1e3:.1f}",
-        _number(row.mfu, ".3f"),
-        _number(results.times_faster(row, IDENTITY), ".3f"),
-        _number(results.times_faster(row, FLASH), ".2f"),
-        _number(row.peak_memory and row.peak_memory / 1e9, ".1f"),
-        _number(ratio, ".2f"),
+        number(row.mfu, ".3f"),
+        number(results.times_faster(row, IDENTITY), ".3f"),
+        number(results.times_faster(row, FLASH), ".2f"),
+        number(row.peak_memory and row.peak_memory / 1e9, ".1f"),
+        number(ratio, ".2f"),
     ]
-    return f"| {' | '.join(cells)} |"
-
-
-def _number(value: float | None, format: str) -> str:
-    return "–" if value is None else f"{value:{format}}"
 
 
 def draw(results: Results, folder: Path) -> list[Path]:

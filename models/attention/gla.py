@@ -66,7 +66,7 @@ class GLAAttention(Attention):
     def kernel(
         cls, config: litgpt.Config, device: torch.device, dtype: torch.dtype, *args: Any, **options: Any
     ) -> str:
-        return choose("auto", torch.empty(1, 1, 1, 1, device=device, dtype=dtype), None)
+        return choose("auto", torch.empty(1, 2, 1, 1, device=device, dtype=dtype))
 
     @classmethod
     def missing_package(cls, device: torch.device) -> str | None:

@@ -29,6 +29,9 @@ def convolved(x_BNC: torch.Tensor, weight_KC: torch.Tensor, state: ConvState | N
     seen = x_BNC.new_zeros(len(x_BNC), K - 1, x_BNC.shape[2]) if state.conv is None else state.conv
     whole_BNC = torch.cat((seen.to(x_BNC.dtype), x_BNC), dim=1)
     state.conv = whole_BNC[:, N:].clone()  # the last K − 1 tokens, and not the rest in a view's memory
+    if N == 1:  # a few kernels; the form below is made for the compiler, and without it pads a copy per tap
+        y_B1C = (weight_KC.to(state_dtype(x_BNC.dtype)) * whole_BNC).sum(1, keepdim=True)
+        return y_B1C.to(x_BNC.dtype)
     return short_convolution(whole_BNC, weight_KC)[:, K - 1 :]
 
 

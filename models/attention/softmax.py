@@ -66,6 +66,13 @@ class KVCache(ConvState):
         self.v[:, :, start : self.length] = v_BHND
         return self.k[:, :, : self.length].to(k_BHND.dtype), self.v[:, :, : self.length].to(v_BHND.dtype)
 
+    def fill(self, length: int) -> None:
+        """Random keys and values, as if `length` tokens had been seen: what decoding costs after a prompt is
+        measured so without one."""
+        self.k.normal_()
+        self.v.normal_()
+        self.length = length
+
 
 class SoftmaxAttention(QKVAttention):
     """LitGPT's parameters and keys, and those of the options."""

@@ -84,12 +84,14 @@ def test_trains_draws_and_goes_on(project, capsys):
     assert weights[0].keys() == weights[1].keys() and Path("exported/tokenizer.json").is_file()
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert "exported exists" in complaint(capsys, "export", newest, "exported")
-    assert "would run it as softmax" in complaint(capsys, "export", newest, "hf", "--hf")
+    assert "would run it as plain softmax" in complaint(capsys, "export", newest, "hf", "--hf")
     assert not Path("hf").exists()
     for model in (str(run), "exported"):  # the run's newest checkpoint, and a folder of its own
         assert main(["generate", model, "--prompt", "number 7", "--tokens", "8", "--device", "cpu"]) == 0
     texts = capsys.readouterr().out
     assert texts.startswith("number 7") and texts[: len(texts) // 2] == texts[len(texts) // 2 :]
+    assert main(["generate", str(run), "--tokens", "8", "--device", "cpu", "--dtype", "bfloat16"]) == 0
+    assert capsys.readouterr().out.strip()
     # An override wins wherever it stands.
     assert main(["train", "--train.max_steps", "6", "--config", "tiny.yaml"]) == 0
     assert "step-00000004, step 4 of 6" in capsys.readouterr().out

@@ -10,6 +10,7 @@ from lingpt.common.errors import UserError
 from lingpt.kernels.gated_linear_attention import (
     CHUNK,
     SUBCHUNK,
+    choose,
     gated_linear_attention,
     gated_linear_attention_flops,
 )
@@ -84,6 +85,11 @@ def test_pieces_with_the_state_carried_equal_the_whole(backend):
         outputs.append(o)
     torch.testing.assert_close(torch.cat(outputs, 1), whole)
     torch.testing.assert_close(state, end)
+
+
+def test_one_token_takes_the_form_that_decodes():
+    """Guards: fla's kernels compiled and tuned for one token, with which text without a prompt begins."""
+    assert [choose("auto", torch.empty(1, n, 1, 1)) for n in (1, 2)] == ["recurrent", "chunkwise"]
 
 
 @pytest.mark.parametrize("backend", GATED_FORMS)

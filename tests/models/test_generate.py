@@ -5,6 +5,7 @@ import torch
 
 from lingpt.common.errors import UserError
 from lingpt.models import generate
+from lingpt.models.generate import likeliest, sample
 
 
 @torch.no_grad()
@@ -37,6 +38,38 @@ def test_top_k_draws_from_the_k_likeliest(small, tokens):
     )
     for row in range(2):
         assert set(drawn[row].tolist()) == set(likeliest[row].tolist())
+
+
+@pytest.mark.parametrize("k", [1, 3, 9])
+def test_the_likeliest_are_the_same_whichever_of_equal_ones_a_device_picks(k, monkeypatch):
+    """Guards: text that differs between devices: equal logits, which bf16 has, `topk` orders as it likes."""
+    logits = torch.randint(0, 3, (5, 9), generator=torch.Generator().manual_seed(2)).float()
+    found, ids = likeliest(logits, k)
+    for row, values, tokens in zip(logits, found, ids, strict=True):
+        expected = (row >= row.sort().values[-k]).nonzero()[:, 0]
+        n = len(expected)
+        assert torch.equal(tokens[:n], expected) and torch.equal(values[:n], row[expected])
+        assert (values[n:] == -torch.inf).all(), "what fills the row is never drawn"
+
+    def draws() -> torch.Tensor:
+        return sample(logits, 1.0, k, torch.Generator().manual_seed(0))
+
+    topk, first = torch.Tensor.topk, draws()
+
+    def backwards(x: torch.Tensor, k: int, dim: int) -> torch.return_types.topk:
+        values, ids = topk(x.flip(dim), k, dim)
+        return torch.return_types.topk((values, x.shape[dim] - 1 - ids))
+
+    monkeypatch.setattr(torch.Tensor, "topk", backwards)
+    assert torch.equal(draws(), first)
+
+
+def test_logits_that_are_no_numbers_are_an_error():
+    """Guards: text out of a model that has diverged, as if nothing were wrong."""
+    logits = torch.tensor([[0.0, torch.nan, 1.0, 2.0]])
+    for top_k in (2, None):
+        with pytest.raises(RuntimeError, match="nan"):
+            sample(logits, 1.0, top_k, torch.Generator())
 
 
 def test_temperature_flattens(small, tokens):

@@ -143,6 +143,19 @@ def test_bf16_and_autocast_stay_near_fp32(small, tokens, attention):
         assert (low.float() - exact).std() < 0.03 * exact.std()
 
 
+@torch.no_grad()
+def test_the_cache_is_in_the_dtype_of_autocast(small, tokens):
+    """Guards: a run's samples, for which the whole cache, in fp32, was converted at every token."""
+    model = small("softmax")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        state = model.new_state(2)
+        model.step(tokens[:, :9], state)
+        new = torch.zeros(2, 4, 1, 16, dtype=torch.bfloat16)  # what autocast gives
+        keys, _ = state.layers[0].append(new, new)
+    assert keys.data_ptr() == state.layers[0].k.data_ptr(), "a view of the cache"
+    assert model.new_state(2).layers[0].k.dtype == torch.float32
+
+
 def test_constants_stay_in_fp32_and_survive_the_meta_device(small):
     """A model cast to bf16 or built on the meta device has the same tables; bf16's would be off by 0.4 %."""
     model = small("ours-decay")

@@ -1,0 +1,48 @@
+"""`lingpt bench decode`: times a token and weighs the decoding state; writes JSON, a table and a plot."""
+
+from pathlib import Path
+
+from jsonargparse import ArgumentParser, Namespace
+
+HELP = "Time a token of decoding, and weigh the state, of each attention over the context."
+
+
+def configure(parser: ArgumentParser) -> None:
+    """Options of the benchmark."""
+    add = parser.add_argument
+    add("--model", type=str, default="pythia-1.4b", help="its size; the weights are random")
+    names = "attentions, with options behind a + (default: softmax, hybrid, "
+    names += "ours-gated+output_gate+short_conv, ours, gla)"
+    add("--attentions", type=str, default=[], nargs="*", help=names)
+    contexts = "tokens that a sequence has (default: 2048, 8192, 32768, 131072)"
+    add("--contexts", type=int, default=[], nargs="*", help=contexts)
+    add("--batch_sizes", type=int, default=[], nargs="*", help="sequences at once (default: 1 and 16)")
+    kinds = "bfloat16, float16 or float32 (bfloat16 on a GPU that has it, else float32)"
+    add("--dtype", type=str | None, help=kinds)
+    add("--device", type=str, default="auto", help="auto, cpu, cuda, cuda:1")
+    add("--budget", type=float, default=150.0, help="seconds; what does not fit is recorded as skipped")
+    folder = "folder of decode.json, decode.md and the plot"
+    add("--out", type=str, default="runs/bench/decoding", help=folder)
+    add("--append", action="store_true", help="keep the rows of --out, measure those that are missing")
+    redraw = "measure nothing: table and plot from the decode.json in --out"
+    add("--redraw", action="store_true", help=redraw)
+
+
+def run(args: Namespace) -> None:
+    import matplotlib  # noqa: F401  (the plot comes last: what it needs is asked for first)
+
+    from lingpt.common.files import write_text
+    from lingpt.train.bench_decode import bench_decoding
+    from lingpt.train.bench_decode_results import DecodeResults, draw, table
+
+    out = Path(args.out)
+    path = out / "decode.json"
+    if args.redraw:
+        results = DecodeResults.load(path)
+    else:
+        names = ("model", "attentions", "contexts", "batch_sizes", "dtype", "device", "budget", "append")
+        results = bench_decoding(save_to=path, **{name: args[name] for name in names})
+    text = table(results)
+    write_text(out / "decode.md", text)
+    print(text)
+    print("\n".join(f"wrote {written}" for written in (path, out / "decode.md", *draw(results, out))))

@@ -1,0 +1,19 @@
+"""Guards the dtype that text is generated in."""
+
+import pytest
+import torch
+
+from lingpt.common.devices import decoding_dtype
+from lingpt.common.errors import UserError
+
+
+def test_a_gpu_that_has_bf16_generates_in_it(monkeypatch):
+    """Guards: checkpoints of mixed training, which are in fp32, decoded without the kernels for 16 bits."""
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    for capability, expected in (((9, 0), torch.bfloat16), ((7, 5), None)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert decoding_dtype(None, gpu) is expected
+    assert decoding_dtype(None, cpu) is None, "the checkpoint's own"
+    assert decoding_dtype("float32", gpu) is torch.float32
+    with pytest.raises(UserError, match="unknown dtype 'bf16': one of float32, bfloat16"):
+        decoding_dtype("bf16", gpu)

@@ -1,0 +1,132 @@
+"""What `lingpt bench decode` found: a JSON file, a table, and a picture over the context."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from lingpt.common.figures import save_figure
+from lingpt.common.palette import line_styles
+from lingpt.train.bench_results import LINE_COLOURS
+from lingpt.train.bench_rows import BenchResults, BenchRow, made_on, markdown, number
+from lingpt.train.machine import scaled
+
+COLUMNS = (
+    "model", "attention", "batch", "context", "ms a token (fastest)", "tokens/s", "of it the draw, ms",
+    "state of a sequence, MB", "memory GB",
+)  # fmt: skip
+TICKS = {  # of the panels' axes, by what these are in
+    "ms": tuple(digit * 10.0**n for n in range(-1, 4) for digit in (1, 1.5, 2, 3, 5, 7)),
+    "MB": tuple(digit * 10.0**n for n in range(-2, 7) for digit in (1, 3)),
+}
+
+
+@dataclass
+class DecodeRow(BenchRow):
+    """One attention in one model at one batch size and context, which is full when the last token is made."""
+
+    KEY: ClassVar[tuple[str, ...]] = ("model", "attention", "batch_size", "context")
+
+    model: str
+    attention: str
+    batch_size: int
+    context: int  # tokens of each sequence
+    ms: float | None = None  # of one token for each sequence of the batch: the model's step and the draw
+    fastest_ms: float | None = None
+    draw_ms: float | None = None  # of the draw alone
+    tokens: int = 0  # that were timed
+    state_bytes: int | None = None  # of what decoding carries for one sequence
+    peak_memory: int | None = None  # bytes on the card: weights, states and what a step needs besides
+
+    def line(self) -> str:
+        """What a screen shows of it."""
+        what = f"{self.model} {self.attention}, batch {self.batch_size}, context {self.context}"
+        if self.ms is None or self.state_bytes is None:
+            return f"{what}: {self.status}: {self.reason}"
+        return f"{what}: {self.ms:.2f} ms a token, {scaled(self.state_bytes, 'B')} of state a sequence"
+
+
+@dataclass
+class DecodeResults(BenchResults[DecodeRow]):
+    """Where it ran, and a row for each attention, batch size and context."""
+
+    ROW = DecodeRow
+    COMMAND = "lingpt bench decode"
+
+
+def table(results: DecodeResults) -> str:
+    """Markdown: a line a row, and under what it was measured."""
+    head = (
+        f"# Decoding\n\n{made_on(results.environment)}.\n\n"
+        "A token as `lingpt generate` makes it, of a model with random weights: a step through the decoding "
+        "state, not compiled, and the draw. One for each sequence of the batch; the median, and the fastest. "
+        "State: what decoding carries for a sequence as long as the context. Memory: the most that was used, "
+        "with the weights.\n\n"
+    )
+    return head + markdown(COLUMNS, [_cells(row) for row in results.rows])
+
+
+def _cells(row: DecodeRow) -> list[str]:
+    cells = [row.model, row.attention, str(row.batch_size), str(row.context)]
+    if row.ms is None or row.state_bytes is None:
+        return [*cells, f"{row.status}: {row.reason.replace('|', '/')}"]
+    return [
+        *cells,
+        f"{row.ms:.2f} ({row.fastest_ms:.2f})",
+        f"{1e3 * row.batch_size / row.ms:.0f}",
+        number(row.draw_ms, ".2f"),
+        f"{row.state_bytes / 1e6:.2f}",
+        number(row.peak_memory and row.peak_memory / 1e9, ".1f"),
+    ]
+
+
+def draw(results: DecodeResults, folder: Path) -> list[Path]:
+    """Time and state over the context, two panels a model: `decode.png` and `.svg` in the folder. Their
+    paths; none where nothing was measured."""
+    rows = [row for row in results.rows if row.ms is not None]
+    models = list(dict.fromkeys(row.model for row in rows))
+    if not rows:
+        return []
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13.6, 4.2 * len(models)), dpi=130, layout="constrained")
+    panels = figure.subplots(len(models), 2, squeeze=False)
+    for axes, model in zip(panels, models, strict=True):
+        _draw_model([row for row in rows if row.model == model], *axes)
+        axes[0].set_title(f"{model}: time of a token")
+        axes[1].set_title(f"{model}: decoding state of a sequence")
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=8, handlelength=4)
+    environment = results.environment
+    figure.suptitle(f"{environment['card']}, {environment['precision']}", fontsize=11)
+    paths = [folder / "decode.png", folder / "decode.svg"]
+    for path in paths:
+        save_figure(figure, path)
+    return paths
+
+
+def _draw_model(rows: list[DecodeRow], times: Any, states: Any) -> None:
+    """A line for each attention, in `times` for each batch size, too, by its dashes."""
+    attentions, batch_sizes, contexts = (
+        list(dict.fromkeys(getattr(row, name) for row in rows))
+        for name in ("attention", "batch_size", "context")
+    )
+    lines = [(attention, batch) for attention in attentions for batch in batch_sizes]
+    for (attention, batch), style in zip(lines, line_styles([name for name, _ in lines]), strict=True):
+        style |= {"color": LINE_COLOURS.get(attention, style["color"])}
+        own = sorted(
+            (row for row in rows if (row.attention, row.batch_size) == (attention, batch)),
+            key=lambda row: row.context,
+        )
+        x, label = [row.context for row in own], f"{attention}, batch {batch}"
+        times.plot(x, [row.ms for row in own], label=label, markersize=4, linewidth=1.5, **style)
+        if batch == batch_sizes[0]:
+            y = [(row.state_bytes or 0) / 1e6 for row in own]
+            states.plot(x, y, markersize=4, linewidth=1.5, **style)
+    for panel, unit in ((times, "ms"), (states, "MB")):
+        panel.set(xscale="log", yscale="log", xlabel="context, tokens", ylabel=unit)
+        panel.set_xticks(contexts, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in contexts])
+        low, high = panel.get_ylim()
+        ticks = [y for y in TICKS[unit] if low <= y <= high]
+        panel.set_yticks(ticks, [f"{y:g}" for y in ticks])
+        panel.minorticks_off()
+        panel.grid(True, alpha=0.3)
