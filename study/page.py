@@ -49,7 +49,7 @@ def write_page(
     scored: bool = True,
 ) -> Path:
     """Writes tables, figures and README.md into the study's folder; returns the page's path. `report` takes
-    a line on each run that is not in the tables. `scored` is false where the runs' scores come later: one
+    the lines on what is not in the tables. `scored` is false where the runs' scores come later: one
     that has none is then no trouble, if its weights are there to be scored.
 
     Where the folder has a `reading.md`, a person's reading of the numbers, the page begins with it.
@@ -57,7 +57,10 @@ def write_page(
     rows = list(study.attentions)
     judged = [(run, run.trouble()) for run in runs]
     done = sorted((r for r, why in judged if why is None), key=lambda run: (rows.index(run.row), run.seed))
-    trouble = [why for _, why in judged if why is not None]
+    missing = [run.name for run in runs if not run.begun]
+    trouble = [why for run, why in judged if why is not None and run.begun]
+    if missing:
+        trouble.insert(0, f"not trained: {', '.join(missing)}")
     known = set(trouble)  # a folder that holds another run is named by the run
     over = {run.name for run in done}  # one that failed may have been trained by another process
     failed = [
@@ -66,21 +69,22 @@ def write_page(
         if f"{f.job} {f.reason}" not in known and f.job not in over
     ]
     trouble += failed
-    results = [found for run in done if (found := _results(run, trouble, scored))] if study.suites else []
-    trouble += left_out(results)
+    unscored = list[StudyRun]()
+    results = [f for run in done if (f := _results(run, trouble, unscored))] if study.suites else []
+    trouble += _not_scored(unscored, scored) + left_out(results)
     results = mean_scores(results)
     training = _training(study, folder, tried, done, trouble) if done else []
     about = f"{study.about}\n\n" if study.about else ""
     rates = {run.options["train.learning_rate"] for run in tried if run.is_done()}
     parts = [f"# Study {study.name}\n\n{about}{_what(study, runs, sorted(rates))}"]
+    if (folder / READING).exists():
+        parts.append((folder / READING).read_text(encoding="utf-8").strip())
     if trouble:
         trouble = list(dict.fromkeys(trouble))
         parts.append("## Not in the tables\n\n" + "\n".join(f"- {line}" for line in trouble))
         for line in trouble:
             if line not in failed:  # those the command names itself
                 report(f"not in the tables: {line}")
-    if (folder / READING).exists():
-        parts.append((folder / READING).read_text(encoding="utf-8").strip())
     parts += training
     if results:
         tables = table2_tables(results) if "table2" in study.suites else []
@@ -102,9 +106,9 @@ def _section(table: Table) -> str:
     return f"## {table.title}\n\n{table.text(markdown=True)}"
 
 
-def _results(run: StudyRun, trouble: list[str], scored: bool) -> dict[str, Any] | None:
-    """The newest scores of a run, as `evaluate` wrote them; where there are none, `trouble` says so (`scored`
-    as of `write_page`)."""
+def _results(run: StudyRun, trouble: list[str], unscored: list[StudyRun]) -> dict[str, Any] | None:
+    """The newest scores of a run, as `evaluate` wrote them. Where they cannot be read, `trouble` gets the
+    reason; where there are none, `unscored` the run."""
     files = sorted((run.folder / EVAL).glob("step-*.json"))
     try:
         found = read_results(files[-1]) if files else {"scores": {}}
@@ -117,13 +121,22 @@ def _results(run: StudyRun, trouble: list[str], scored: bool) -> dict[str, Any] 
         path = checkpoint_folder(run.folder, found["checkpoint"]["step"])  # it may have been scored elsewhere
         named = {"attention": model.attention, "form": form, "path": str(path)}
         return found | {"checkpoint": found["checkpoint"] | named}
-    why = ""
-    if not run.has_weights():
-        why = f", and its weights of step {run.recipe.total_steps} are not here or not whole: to score it, "
-        why += f"remove the folder {run.name} and train it again"
-    if scored or why:
-        trouble.append(f"{run.name} is in no table of scores: it has none{why}")
+    unscored.append(run)
     return None
+
+
+def _not_scored(runs: Sequence[StudyRun], scored: bool) -> list[str]:
+    """The runs without scores, a line for those that can be scored (if `scored`, as of `write_page`) and one
+    for the others."""
+    there = [run.name for run in runs if run.has_weights()]
+    others = [run.name for run in runs if run.name not in there]
+    lines = [f"in no table of scores, as they have none: {', '.join(there)}"] if there and scored else []
+    if others:
+        lines.append(
+            f"in no table of scores, as they have none and their last checkpoint is not here or not whole: "
+            f"{', '.join(others)}; to score one, remove its folder and train it again"
+        )
+    return lines
 
 
 def _what(study: Study, runs: Sequence[StudyRun], tried: Sequence[float]) -> str:

@@ -111,7 +111,7 @@ class StudyRun:
     def trouble(self) -> str | None:
         """Why the run cannot stand in the tables, in a line; None where it can."""
         if not self.begun:
-            return f"{self.name} is missing: it has not been trained"
+            return f"{self.name} has not been trained"
         if conflict := self.conflict():
             return f"{self.name} {conflict}"
         if self.diverged:
