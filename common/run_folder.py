@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from lingpt.common.errors import UserError
-from lingpt.common.files import file_sha256, read_yaml, write_json
+from lingpt.common.files import file_sha256, read_json_object, read_yaml, write_json
 
 CONFIG, ENVIRONMENT, METRICS = "config.yaml", "environment.json", "metrics.jsonl"
 SAMPLES, CURVES = "samples.txt", "curves.png"
@@ -199,6 +199,16 @@ def read_config(run: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise UserError(f"{run / CONFIG} does not hold a run's recipe")
     return config
+
+
+def read_record(run: Path, part: str) -> dict[str, Any]:
+    """What the run's record says of the latest start's `hardware`, `data`, …; empty where there is no such
+    record that can be read."""
+    try:
+        found = read_json_object(run / ENVIRONMENT).get(part)
+    except UserError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def read_model(run: Path) -> tuple[str, str | tuple[str, ...]]:

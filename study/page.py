@@ -13,7 +13,7 @@ import torch
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import read_json_object, write_errors, write_json, write_text
-from lingpt.common.run_folder import ENVIRONMENT, EVAL, checkpoint_folder, read_metrics
+from lingpt.common.run_folder import ENVIRONMENT, EVAL, checkpoint_folder, read_metrics, read_record
 from lingpt.eval.results import DASH, read_results
 from lingpt.eval.seeds import left_out, mean_scores
 from lingpt.eval.suite_tables import save_suites, suite_tables
@@ -29,7 +29,6 @@ from lingpt.train.curves import (
     format_table,
     mean_over_seeds,
     read_curves,
-    read_hardware,
     time_to_loss,
 )
 from lingpt.train.machine import duration
@@ -223,7 +222,7 @@ def _losses(study: Study, done: Sequence[StudyRun], curves: dict[str, Curve]) ->
         curve, mine = curves[row], [run for run in done if run.row == row]
         losses = [run.loss for run in mine if run.loss is not None]
         card = curve.hardware.get("name")
-        alike = [run for run in mine if read_hardware(run.folder).get("name") == card]
+        alike = [run for run in mine if read_record(run.folder, "hardware").get("name") == card]
         lines = [line for run in alike for line in read_metrics(run.folder) if line.get("kind") == "train"]
         rows.append(
             {

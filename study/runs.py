@@ -9,15 +9,15 @@ from typing import Any
 
 from lingpt.common.arguments import as_word
 from lingpt.common.errors import UserError
-from lingpt.common.files import read_json_object, read_yaml
+from lingpt.common.files import read_yaml
 from lingpt.common.run_folder import (
-    ENVIRONMENT,
     METRICS,
     checkpoint_folder,
     read_config,
     read_manifest,
     read_metrics,
     read_model,
+    read_record,
 )
 from lingpt.configs.recipe import find_recipe, parse_recipe
 from lingpt.data import DataConfig, content_hashes
@@ -103,7 +103,7 @@ class StudyRun:
     def _same_data(self) -> bool:
         """Whether text and tokenizer, wherever they lie now, are those that it was trained on."""
         try:
-            record = read_json_object(self.folder / ENVIRONMENT).get("data") or {}
+            record = read_record(self.folder, "data")
             return _content_hashes(*astuple(self.recipe.data)).items() <= record.items()
         except UserError:
             return False

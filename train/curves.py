@@ -13,15 +13,14 @@ from typing import Any
 import numpy as np
 
 from lingpt.common.errors import UserError, skip_failing, unknown
-from lingpt.common.files import read_json_object
 from lingpt.common.run_folder import (
     CONFIG,
-    ENVIRONMENT,
     METRICS,
     attention_label,
     read_config,
     read_metrics,
     read_model,
+    read_record,
     without_seed,
 )
 from lingpt.models import attention_form
@@ -83,23 +82,9 @@ def read_curve(run_folder: str | Path) -> Curve:
     config = read_config(folder) if (folder / CONFIG).exists() else {}
     layers = attention if isinstance(attention, str) else list(attention)
     name, label = attention_label(attention), attention_form(layers, config.get("model", {}))
-    fingerprint = str(_recorded(folder, "data").get("fingerprint", ""))
-    return Curve(
-        folder.name, model, name, label, train, val, skips, config, read_hardware(folder), fingerprint
-    )
-
-
-def read_hardware(folder: Path) -> dict[str, Any]:
-    """What the run's record says of the machine; nothing where there is no readable one."""
-    return _recorded(folder, "hardware")
-
-
-def _recorded(folder: Path, key: str) -> dict[str, Any]:
-    try:
-        found = read_json_object(folder / ENVIRONMENT).get(key)
-    except UserError:
-        return {}
-    return found if isinstance(found, dict) else {}
+    fingerprint = str(read_record(folder, "data").get("fingerprint", ""))
+    hardware = read_record(folder, "hardware")
+    return Curve(folder.name, model, name, label, train, val, skips, config, hardware, fingerprint)
 
 
 def read_curves(run_folders: Sequence[str | Path]) -> list[Curve]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lingpt.common.errors import UserError
-from lingpt.common.files import read_json_object, remove_partial, set_aside, write_errors
+from lingpt.common.files import remove_partial, set_aside, write_errors
 from lingpt.common.run_folder import (
     CONFIG,
     ENVIRONMENT,
@@ -23,6 +23,7 @@ from lingpt.common.run_folder import (
     read_config,
     read_manifest,
     read_metrics,
+    read_record,
 )
 from lingpt.train.checkpoint import clear_leftovers, load_manifest, why_unusable
 from lingpt.train.config import DATA_PATHS, MAY_CHANGE, Recipe, differences, recipe_from_dict
@@ -47,7 +48,8 @@ def resume_or_create(recipe: Recipe, fingerprint: str, lock: RunLock) -> Path | 
         given = _given_checkpoint(Path(resume), recipe) if resume not in ("auto", "never") else None
         if has_begun(folder):
             if config := _recorded_config(folder):
-                same_data = newest_checkpoint(folder) or _recorded_fingerprint(folder) == fingerprint
+                recorded = read_record(folder, "data").get("fingerprint")
+                same_data = newest_checkpoint(folder) or recorded == fingerprint
                 may_change = MAY_CHANGE | DATA_PATHS if same_data else MAY_CHANGE  # of a checkpoint: below
                 _check_same(recipe, config, f"{folder} holds a run with another config", may_change)
             if given is None:
@@ -102,15 +104,6 @@ def _recorded_config(folder: Path) -> dict[str, Any] | None:
         print_rank0(f"resume: {folder / CONFIG} is cut short; it is written again")
         return None
     return config
-
-
-def _recorded_fingerprint(folder: Path) -> str | None:
-    """Of the data that the folder's run was started with, by its record; None where that does not say."""
-    try:
-        data = read_json_object(folder / ENVIRONMENT).get("data")
-    except UserError:
-        return None
-    return data.get("fingerprint") if isinstance(data, dict) else None
 
 
 def _newest_usable(folder: Path) -> Path | None:
