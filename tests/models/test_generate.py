@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lingpt.common.errors import UserError
-from lingpt.models import generate
+from lingpt.models import GPT, ModelArgs, generate
 from lingpt.models.generate import likeliest, sample
 
 
@@ -100,3 +100,25 @@ def test_limits_are_one_line(small, tokens):
     assert generate(small(), tokens, 26).shape == (2, 96)
     with pytest.raises(UserError, match="at least one token"):
         generate(small(), tokens[:, :0], 3)
+
+
+ON_GPU = ("softmax", "softmax+softmax_conv+softmax_gate", "ours", "ours-gated+output_gate+short_conv", "gla")
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.parametrize("form", [*ON_GPU, "hybrid+softmax_every=3"])
+def test_decoding_on_a_gpu_is_the_whole_forward(form):
+    """Guards: what `lingpt generate` and `lingpt bench decode` run there, in bf16: a prompt by the training
+    kernels, then token by token; and a draw that is the same each time."""
+    sizes = {"n_layer": 3, "n_embd": 128, "n_head": 2, "vocab_size": 1000}
+    model = GPT(ModelArgs("small", form, block_size=128, **sizes).config())
+    model.init_weights(0)
+    model = model.to("cuda", torch.bfloat16).eval()
+    tokens = torch.randint(0, 1000, (2, 70), generator=torch.Generator().manual_seed(1)).cuda()
+    state = model.new_state(2, 70)
+    parts = [model.step(part, state) for part in tokens.split((50, *[1] * 20), dim=1)]
+    whole, found = model(tokens).float(), torch.cat(parts, 1).float()
+    assert (found - whole).norm() < 0.03 * whole.norm()
+    texts = [generate(model, tokens[:, :9], 20, temperature=0.8, top_k=50, seed=3) for _ in range(2)]
+    assert torch.equal(*texts) and texts[0].device.type == "cuda"
