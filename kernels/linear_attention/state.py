@@ -42,6 +42,11 @@ class LinearAttentionState(NamedTuple):
         return cls(*(torch.empty(shape, device=device, dtype=dtype) for shape in shapes))
 
 
+torch.serialization.add_safe_globals(
+    [LinearAttentionState]
+)  # for torch.load, with weights_only as by default
+
+
 def state_shapes(B: int, H: int, D: int) -> tuple[tuple[int, ...], ...]:
     """Shapes of S, z, c and n."""
     return (B, H, D, D), (B, H, D), (B, H, D), (B, H)

@@ -1,5 +1,8 @@
 """The forms of linear attention are one function: definition, chunkwise, recurrent; whole and in pieces."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -183,3 +186,16 @@ def test_one_token_with_a_state_decodes_recurrently_on_a_cpu(monkeypatch):
     assert not called
     linear_attention(q, k, v, initial_state=some_state())
     assert called
+
+
+def test_a_state_is_saved_and_loaded(tmp_path):
+    """By torch.load as it is by default, which refuses classes that nobody has vouched for: in a process that
+    has only imported this one."""
+    path = tmp_path / "state.pt"
+    torch.save(some_state(), path)
+    load = (
+        "from lingpt import LinearAttentionState as L; import torch; print(isinstance(torch.load({!r}), L))"
+    )
+    command = [sys.executable, "-P", "-c", load.format(str(path))]
+    shown = subprocess.run(command, capture_output=True, text=True)
+    assert shown.stdout.strip() == "True", shown.stderr
