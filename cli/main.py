@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from importlib.metadata import requires, version
+from importlib.metadata import requires
 from types import FrameType, ModuleType
 
 from jsonargparse import Namespace
@@ -25,7 +25,7 @@ from jsonargparse import Namespace
 from lingpt.common.arguments import parse_arguments
 from lingpt.common.errors import Interrupted, UserError, nearest
 from lingpt.common.files import DISK_ERRORS, disk_fix
-from lingpt.common.install import install_command
+from lingpt.common.install import install_command, installed_version
 
 VERBS = {  # verb: (module, what it does)
     "train": ("lingpt.cli.train", "train a model, or go on with a run"),
@@ -94,7 +94,7 @@ def _dispatch(argv: list[str]) -> int:
         print(_overview())
         return 0
     if argv[0] in ("-V", "--version"):
-        print(f"lingpt {version('lingpt')}")
+        print(f"lingpt {installed_version('lingpt') or '(not installed)'}")
         return 0
     verb, *rest = argv
     if rest and f"{verb} {rest[0]}" in VERBS:
@@ -142,7 +142,9 @@ def user_message(error: BaseException) -> str | None:
 
 
 def _extra_with(package: str) -> str | None:
-    """The extra of pyproject.toml that brings `package`, where one does."""
+    """The extra of pyproject.toml that brings `package`, where one does and LinGPT itself is installed."""
+    if installed_version("lingpt") is None:
+        return None
     name = re.escape(package.replace("_", "-"))
     for need in requires("lingpt") or []:
         if found := re.match(rf"{name}(?![\w\[-]).*extra == .(\w+)", need):

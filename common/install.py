@@ -1,6 +1,7 @@
-"""How this installation gets what one of the project's extras brings."""
+"""Which packages are installed, and how this installation gets what one of the project's extras brings."""
 
 import shlex
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 
@@ -10,3 +11,11 @@ def install_command(extra: str) -> str:
     if (folder / "pyproject.toml").is_file():
         return f"pip install -e {shlex.quote(f'{folder}[{extra}]')}"
     return f"pip install 'lingpt[{extra}]'"
+
+
+def installed_version(package: str) -> str | None:
+    """None where it is not installed; LinGPT itself runs from a clone that is only on the path, too."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 
 from lingpt.common.devices import find_device, named_dtype
 from lingpt.common.errors import UserError
+from lingpt.common.install import installed_version
 from lingpt.common.run_folder import check_undamaged
 from lingpt.eval.results import add_score, load_results, pack_bits, percent, results_path, task_key
 from lingpt.eval.runs import Checkpoint
@@ -221,7 +221,7 @@ def run_task(lm: Any, name: str, num_fewshot: int, data: Path | None, limit: int
         "device": torch.cuda.get_device_name(lm.device) if lm.device.type == "cuda" else lm.device.type,
         "seconds": round(time.monotonic() - start, 1),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": {package: version(package) for package in PACKAGES},
+        "versions": {package: installed_version(package) for package in PACKAGES},
     }
 
 

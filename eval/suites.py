@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lingpt.common.errors import UserError, unknown
+from lingpt.common.install import installed_version
 from lingpt.data.jsonl import find_files
 from lingpt.eval.harness import PACKAGES, find_devices, leaving_out, load_lm, parse_task, summary
 from lingpt.eval.results import add_score, load_results
@@ -187,7 +188,6 @@ def _measure(lm: Any, measure: str, texts: Texts, train_length: int) -> dict[str
 
 
 def _about(lm: Any, measure: str, texts: str, seconds: float) -> dict[str, Any]:
-    from importlib.metadata import version
 
     return {
         "task": measure,
@@ -198,5 +198,5 @@ def _about(lm: Any, measure: str, texts: str, seconds: float) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(lm.device) if lm.device.type == "cuda" else lm.device.type,
         "seconds": round(seconds, 1),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": {package: version(package) for package in PACKAGES},
+        "versions": {package: installed_version(package) for package in PACKAGES},
     }

@@ -1,7 +1,6 @@
 """What a run was made with, recorded in its folder at each start."""
 
 import hashlib
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -16,6 +15,7 @@ import yaml
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import read_json_object, set_aside, write_errors, write_json, write_text
+from lingpt.common.install import installed_version
 from lingpt.common.run_folder import CONFIG, ENVIRONMENT
 from lingpt.train.config import Recipe
 from lingpt.train.machine import Machine
@@ -62,17 +62,10 @@ def environment() -> dict[str, Any]:
         "cpu_count": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "cuda": torch.version.cuda,
-        "versions": {package: _version(package) for package in _PACKAGES},
+        "versions": {package: installed_version(package) for package in _PACKAGES},
         "git": git_revision(),
         "source": package_hash(),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def package_hash() -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import datetime
 import platform
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lingpt.common.errors import UserError
+from lingpt.common.install import installed_version
 from lingpt.kernels.linear_attention.cuda.compile import source_hash
 
 PACKAGES = ("lingpt", "torch", "triton", "fla-core", "cuda-core", "cuda-bindings")
@@ -49,12 +49,7 @@ def used_by_others(device: torch.device) -> str | None:
 
 
 def _version(package: str) -> str | None:
-    if package == "torch":
-        return torch.__version__
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    return torch.__version__ if package == "torch" else installed_version(package)
 
 
 def _driver() -> str | None:

@@ -32,6 +32,8 @@ SDPA = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
+# cuDNN, which PyTorch prefers on Hopper, makes a plan for each number of keys: in decoding for every token.
+DECODING = [kernel for name, kernel in SDPA.items() if name != "cudnn"]
 
 
 def apply_rope(x_BNHD: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor) -> torch.Tensor:
@@ -139,12 +141,17 @@ class SoftmaxAttention(QKVAttention):
             k, v = state.append(k, v)
             if 1 < N < k.shape[2]:  # SDPA's own causal mask starts at the first key, not at the first new one
                 mask = torch.ones(N, k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - N)
-        # Elsewhere PyTorch chooses: a mask, a single query or another device is not every kernel's.
-        with _forced_kernel(self.sdpa if self.training and state is None else "auto"):
+        with self._kernel(decoding=state is not None):
             o = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, scale=1.0 / math.sqrt(D), is_causal=N > 1 and mask is None
             )
         return self.output(o.transpose(1, 2), x_BNC)
+
+    def _kernel(self, decoding: bool) -> contextlib.AbstractContextManager:
+        """Around SDPA. `sdpa` is for training: a mask or another device is not every kernel's."""
+        if decoding:
+            return sdpa_kernel(DECODING)
+        return _forced_kernel(self.sdpa if self.training else "auto")
 
     def flops_per_token(self, seq_len: int) -> int:
         return 2 * seq_len * self.config.n_embd  # q·k and p·v, two FLOPs each, over half of the N × N square

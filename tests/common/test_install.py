@@ -19,8 +19,15 @@ def test_a_source_tree_is_named_by_its_folder_and_a_wheel_by_its_name(name, tmp_
     assert shlex.split(install.install_command("gla")) == ["pip", "install", "-e", f"{folder}[gla]"]
 
 
-def test_nobody_else_writes_the_command():
+def test_the_version_of_a_package_that_is_not_installed_is_none():
+    """Guards: scores and runs of a clone that is only on the path, which failed."""
+    assert install.installed_version("pytest") == pytest.__version__
+    assert install.installed_version("no-such-package-as-this") is None
+
+
+def test_nobody_else_writes_the_command_or_reads_versions():
     root = Path(install.__file__).parents[1]
     folders = ("kernels", "models", "data", "train", "eval", "configs", "study", "cli")
     paths = [path for name in folders for path in (root / name).rglob("*.py")]
     assert paths and not [path for path in paths if "lingpt[" in path.read_text()]
+    assert not [path for path in paths if "PackageNotFoundError" in path.read_text()]

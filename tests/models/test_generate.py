@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from lingpt.common.errors import UserError
 from lingpt.models import GPT, ModelArgs, generate
@@ -16,6 +17,23 @@ def test_greedy_text_is_that_of_the_full_forward(small, tokens, attention):
     for _ in range(8):
         expected = torch.cat([expected, model(expected)[:, -1:].argmax(dim=-1)], dim=1)
     assert torch.equal(generate(model, tokens[:, :10], 8, temperature=0), expected)
+
+
+@torch.no_grad()
+def test_softmax_decodes_without_cudnn(small, tokens, monkeypatch):
+    """Guards: a plan that cuDNN makes for each number of keys, which took longer than all else of a token."""
+    model, allowed, sdpa = small("softmax"), [], F.scaled_dot_product_attention
+
+    def noted(*args, **options):
+        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return sdpa(*args, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    model(tokens[:, :10])
+    assert all(allowed)
+    allowed.clear()
+    generate(model, tokens[:, :10], 3)
+    assert len(allowed) == 3 * model.config.n_layer and not any(allowed)
 
 
 def test_the_seed_decides_the_text(small, tokens):
