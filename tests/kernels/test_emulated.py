@@ -62,10 +62,16 @@ PLAIN = [Build(arch, 64) for arch in ARCHS]
 ROTATED = [Build(arch, 64, BF16, decay="head", rope=16) for arch in ARCHS]
 WIDE = [Build(arch, 128, FP16, decay="head", rope=32) for arch in ARCHS]
 GATED = [
+    Build("sm_80", 64, BF16, decay="token", rope=16),
+    Build("sm_80", 128, FP16, decay="token", rope=32),
     Build("sm_90a", 64, BF16, decay="token", rope=16),
     Build("sm_90a", 128, FP16, decay="token", rope=32),
 ]
 FREE = [  # weights without a normaliser
+    Build("sm_80", 64, BF16, decay="token", rope=16, weights="AFFINE"),
+    Build("sm_80", 64, BF16, decay="token", weights="PRODUCTS"),
+    Build("sm_80", 128, FP16, weights="AFFINE"),
+    Build("sm_80", 128, FP16, decay="head", rope=32, weights="PRODUCTS"),
     Build("sm_90a", 64, BF16, decay="token", rope=16, weights="AFFINE"),
     Build("sm_90a", 64, BF16, decay="token", weights="PRODUCTS"),
     Build("sm_90a", 128, FP16, weights="AFFINE"),
@@ -194,7 +200,7 @@ def too_inexact(ours: dict, build: Build, x: list[torch.Tensor], options: dict) 
     return {name: worse for name, worse in found.items() if worse}
 
 
-@pytest.mark.parametrize("build", [*EXTRA, *COMMON, *FREE[:3]], ids=str)
+@pytest.mark.parametrize("build", [*EXTRA, *COMMON, *FREE], ids=str)
 def test_everything_at_once(build: Build, emulated) -> None:
     """Guards: each build, forward and backward, with all options: states and their gradients, b per head."""
     emulated(build)

@@ -238,18 +238,17 @@ DEVICE LongSum sum_before(GatesTile& tile, const GatesBlock& block) {
   return sum;
 }
 
-// A lane's part of the gradient of G from the boundary before `token` on.
-template <int D, int PARTS>
+// A lane's part of the gradient of G from the boundary before `token` on. WARPS: of DK's scan, that leave a part each.
+template <int D, int WARPS>
 DEVICE float across_boundary(const Params& p, const GatesBlock& block, int token) {
-  constexpr int WARPS = 4 * (D / 64 + PARTS - 1);  // of outputs, and with sums of rows of token stats
   if (block.lane >= WARPS) return 0.f;
   return Boundary<D>(p, block.bh, token / WINDOW - 1).parts[block.lane] * exp2f(log2_gate(p, block.bh, token));
 }
 
 // The gradient of a gate, which is in G_i for i ≥ t: Σ_{i≥t} dG_i, 0 at a reset. dG: rows, of DQ; count: columns, of DK,
-// [PARTS, BH, N] each, by position. First, TOTALS: chunks: the sum of a span, [BH, 2, spans], high and low. Then gamma: the
+// [PARTS, BH, N] each, by position, and of boundaries WARPS parts. First, TOTALS: chunks: the sum of a span, [BH, 2, spans], high and low. Then gamma: the
 // gradient [B, N, H]. Grid: GatesBlock, spans and tokens from the last to the first.
-template <int D, int CHUNK, bool TOTALS, int PARTS>
+template <int D, int CHUNK, bool TOTALS, int PARTS, int WARPS>
 __global__ void __launch_bounds__(GATES_THREADS) gate_gradient(const __grid_constant__ Params p) {
   const GatesBlock block(p);
   const int spans = gridDim.x, last = spans * GATES_SPAN - 1;
@@ -278,7 +277,7 @@ __global__ void __launch_bounds__(GATES_THREADS) gate_gradient(const __grid_cons
     const bool bounded = p.N % CHUNK == 0 && end < p.N;
     const int first_span = bounded ? (last + 1 - end) / GATES_SPAN : 0;
     for (int i = first_span + block.lane; block.has_head(p) && i < blockIdx.x; i += 32) all.add({high[i], low[i]});
-    if (bounded && block.has_head(p)) all.add({across_boundary<D, PARTS>(p, block, end), 0.f});
+    if (bounded && block.has_head(p)) all.add({across_boundary<D, WARPS>(p, block, end), 0.f});
     all = sum_of_lanes(all, block.lane);
     __syncwarp();
     LongSum sum = sum_before(tile, block);

@@ -85,7 +85,7 @@ class KernelBuild:
     decay: str  # one of DECAYS
     rope: int  # dimensions of q and k that are rotated
     sm90: bool  # the scan of scan_sm90.cuh
-    weights: str = "NORMALISED"  # one of WEIGHTS; the others on sm_90a alone
+    weights: str = "NORMALISED"  # one of WEIGHTS
 
     @functools.cached_property
     def threads(self) -> int:
@@ -99,7 +99,8 @@ class KernelBuild:
         if self.sm90:
             return SM90_SHARED // self.blocks - RESERVED_SHARED
         tiles, scores, per_token = 2 * 6 * C * D, C * 128, C * (24 + 20 + 10 + 20)
-        return tiles + scores + per_token + 14 * D + 56
+        gates = 38 * C + 8 if self.decay == "PER_TOKEN" else 0
+        return tiles + scores + per_token + 14 * D + 56 + gates
 
     @property
     def names(self) -> dict[tuple[str, str | None], str]:
@@ -116,7 +117,7 @@ class KernelBuild:
             names["scan_pair", None] = f"scan_pair<{self.tag}, {D}, {flags}>"
             if D == 128:
                 names["scan_unsegmented", None] = f"scan_unsegmented<{self.tag}, {D}, {options}>"
-        else:
+        elif self.has_counts:
             names["row_products", None] = f"row_products<{self.tag}, {D}>"
         for mode, reverse in (("FWD", "false"), ("DK", "true")):
             names["prefix", mode] = f"prefix<{D}, {C}, {reverse}, {decay}, {weights}>"
@@ -125,9 +126,10 @@ class KernelBuild:
             if decay == "PER_TOKEN" and self.has_counts:
                 names["gate_counts", mode] = f"gate_counts<{C}, {reverse}>"
         if decay == "PER_TOKEN":
-            parts = 1 if weights == "PRODUCTS" else 2
-            names["gate_gradient", "TOTALS"] = f"gate_gradient<{D}, {C}, true, {parts}>"
-            names["gate_gradient", None] = f"gate_gradient<{D}, {C}, false, {parts}>"
+            parts = 2 if self.sm90 and weights != "PRODUCTS" else 1  # of a token's, by two roles
+            warps = 4 * (D // 64 + parts - 1) if self.sm90 else 4  # of outputs, and of token stats
+            names["gate_gradient", "TOTALS"] = f"gate_gradient<{D}, {C}, true, {parts}, {warps}>"
+            names["gate_gradient", None] = f"gate_gradient<{D}, {C}, false, {parts}, {warps}>"
         return names
 
     @property
@@ -323,7 +325,7 @@ class LaunchPlan:
         if self.build.sm90:  # dk and dv at once, as both read k, q and do; dq's scan finds e
             self.dk_dv = self._pair()
         else:
-            self.row_products = self._row_products()
+            self.row_products = self._row_products() if self.build.has_counts else []
             self.dk, self.dv = (self._scan(mode, self.segmentation) for mode in ("DK", "DV"))
 
     def scratch_size(self, segmentation: Segmentation) -> int:
@@ -354,8 +356,9 @@ class LaunchPlan:
 
     @property
     def da_size(self) -> int:
-        """fp32 numbers: the gradient of a, in eight parts of every segment."""
-        return 8 * self.B * self.H * self.segmentation.segments if self.build.weights == "AFFINE" else 0
+        """fp32 numbers: the gradient of a, of every segment; on Hopper in eight parts."""
+        parts = 8 if self.build.sm90 else 1
+        return parts * self.B * self.H * self.segmentation.segments if self.build.weights == "AFFINE" else 0
 
     @property
     def _spans(self) -> int:
@@ -420,10 +423,10 @@ class LaunchPlan:
         grid = self._spans, self.B * -(-self.H // GATES_HEADS), 1
         return Launch(self._kernels[kernel, mode], grid, (GATES_THREADS, 1, 1), 0, (layout,))
 
-    def _row_products(self) -> Launch:
+    def _row_products(self) -> list[Launch]:
         layout = self._layout("row_products", self.segmentation)
         grid = -(-self.N * self.H * (self.D // 8) // THREADS), self.B, 1
-        return Launch(self._kernels["row_products", None], grid, (THREADS, 1, 1), 0, (layout,))
+        return [Launch(self._kernels["row_products", None], grid, (THREADS, 1, 1), 0, (layout,))]
 
     def _launch(
         self,

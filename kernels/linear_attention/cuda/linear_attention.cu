@@ -1,4 +1,4 @@
-// Linear attention, normalised or (sm_90a) not, forward and backward: the kernels. One chunkwise scan serves all four outputs; modes.cuh
+// Linear attention, normalised or not, forward and backward: the kernels. One chunkwise scan serves all four outputs; modes.cuh
 // has its sum, equation (1), and the table of what it sums in which mode.
 //
 // A block owns one head of one sequence, or a segment of it, and scans it in chunks of tokens. The running state
@@ -29,7 +29,7 @@ using Scan = ScanSm90<ConfigSm90<T, D, MODE, DECAY, ROPE, WEIGHTS, STATES, false
 #else
 #include "scan_sm80.cuh"
 template <typename T, int D, int CHUNK, int MODE, Decay DECAY, int ROPE, Weights WEIGHTS, bool STATES>
-using Scan = ScanSm80<T, D, CHUNK, MODE, DECAY == PER_HEAD, ROPE, STATES>;
+using Scan = ScanSm80<ConfigSm80<T, D, CHUNK, MODE, DECAY, ROPE, WEIGHTS, STATES>>;
 #endif
 
 // Grid (segments, B·H). BLOCKS: of a multiprocessor, at least.

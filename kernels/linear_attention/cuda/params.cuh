@@ -33,12 +33,12 @@ struct Params {
   float* scratch;  // [BH, (segments − 1)·sub_segments, STATE_SIZE]: the states after all sub-segments but the last's
   const float* n_initial;  // [BH] or null
   float* db;               // [BH, segments]: DQ's sums of q̂·y
-  float* da;               // AFFINE, [BH, segments, 8]: DQ's sums of do·Σ v, of the warps of token stats and of scores
+  float* da;               // AFFINE, [BH, segments]: DQ's sums of do·Σ v; on sm_90a 8 of each, of warps
   // PER_TOKEN, by position: what gates.cuh finds before a scan, and DQ's and DK's part of the gradient of G
   float *gamma, *to_end, *count;  // [BH, N]
   float* chunks;                  // [BH, 2, chunks]
   float* count_out;               // [BH] or null
-  float* dG;                      // [2, BH, N]: two addends of each, by outputs and by token stats
+  float* dG;                      // [BH, N]; on sm_90a [2, BH, N]: two addends of each, by outputs and by token stats
   float* boundaries;              // [BH, boundaries, BOUNDARY_SIZE]: what crosses them, of gates.cuh
 
   // The layout, which follows from shapes, strides and options.

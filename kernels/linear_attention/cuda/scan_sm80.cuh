@@ -3,35 +3,22 @@
 // A warp has 16 rows of X and W and all columns, then D/4 columns of Y and all rows. It owns the same columns' rows of
 // the state, which goes from accumulators to operands without leaving registers.
 #pragma once
+#include "gates.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/mma.cuh"
 #include "rope.cuh"
+#include "scan_sm80_layout.cuh"
 #include "segments.cuh"
 
-template <int D, int CHUNK>
-struct SharedSm80 {  // byte offsets; tiles first: swizzled, aligned to 1024
-  static constexpr int TILE = CHUNK * D * 2;
-  static constexpr int STAGE = 3 * TILE;
-  static constexpr int SCORES = 2 * STAGE;                    // W
-  static constexpr int STATS = SCORES + CHUNK * ROW_BYTES;    // two stages of three rows of CHUNK floats
-  static constexpr int COEFFICIENTS = STATS + 6 * CHUNK * 4;  // σ τ ρ κ ζ (DQ: Σ q̂·y)
-  // decayed to the chunk's end: σ in 16 bits, τ and ζ as two 16-bit numbers each
-  static constexpr int END_COEFFICIENTS = COEFFICIENTS + 5 * CHUNK * 4;
-  // Σ τ c and Σ ζ b; the latter also as three 16-bit numbers
-  static constexpr int SUMS = END_COEFFICIENTS + 5 * CHUNK * 2;
-  static constexpr int PARTIAL_DOTS = SUMS + 2 * D * 4 + 3 * D * 2;
-  static constexpr int POWERS = PARTIAL_DOTS + 4 * CHUNK * 4;  // γ⁰ … γ^CHUNK; Σ γ^i of a chunk; unused; b
-  static constexpr int HEADS = POWERS + (CHUNK + 4) * 4;
-  static constexpr int BYTES = HEADS + 5 * 8;
-  static_assert(BYTES == SHARED_BYTES, "KernelBuild.shared of launch.py");
-};
-
-// STATES: only what a segment adds to the state.
-template <typename T, int D, int CHUNK, int MODE, bool DECAY, int ROPE, bool STATES>
+template <typename CONFIG>
 struct ScanSm80 {
-  using Traits = ModeTraits<T, MODE>;
-  using States = SegmentStates<T, MODE, D>;
-  using Shared = SharedSm80<D, CHUNK>;
+  using T = typename CONFIG::T;
+  using Traits = typename CONFIG::Traits;
+  static constexpr int D = CONFIG::D, CHUNK = CONFIG::CHUNK, MODE = CONFIG::MODE, ROPE = CONFIG::ROPE;
+  static constexpr bool STATES = CONFIG::STATES, POWERS = CONFIG::POWERS, GATED = CONFIG::GATED;
+  static constexpr bool HAS_G = CONFIG::HAS_G, SUMS_X = CONFIG::SUMS_X;
+  using States = SegmentStates<T, MODE, D, CONFIG::WEIGHTS>;
+  using Shared = SharedSm80<D, CHUNK, CONFIG::DECAY>;
   static_assert(SCAN_THREADS == THREADS, "KernelBuild.threads of launch.py");
   static constexpr int WARPS = THREADS / 32;
   static constexpr int PIECES = D / 8;             // 16-byte pieces of a row
@@ -66,7 +53,9 @@ struct ScanSm80 {
     begin = segment() * p.segment_len;
     if (tid == 0)
       *reinterpret_cast<float*>(smem + Shared::POWERS + (CHUNK + 3) * 4) = p.coefficient ? p.coefficient[h] : p.b_value;
-    log2_decay = DECAY ? p.log_decay[h] * LOG2_E : 0.f;
+    if (CONFIG::HAS_A && tid == 0)
+      *reinterpret_cast<float*>(smem + Shared::POWERS + (CHUNK + 2) * 4) = p.constant ? p.constant[h] : p.a_value;
+    log2_decay = POWERS ? p.log_decay[h] * LOG2_E : 0.f;
     sigma = reinterpret_cast<float*>(smem + Shared::COEFFICIENTS);
     tau = sigma + CHUNK, rho = tau + CHUNK, kappa = rho + CHUNK, zeta = kappa + CHUNK;
     sigma_end = reinterpret_cast<u16*>(smem + Shared::END_COEFFICIENTS);
@@ -75,9 +64,9 @@ struct ScanSm80 {
     b_sum_parts = reinterpret_cast<u16*>(b_sum + D);
     partial_dots = reinterpret_cast<float*>(smem + Shared::PARTIAL_DOTS);
     powers = reinterpret_cast<float*>(smem + Shared::POWERS);
-    if (DECAY)
+    if (POWERS)
       for (int i = tid; i <= CHUNK; i += THREADS) powers[i] = exp2f(log2_decay * i);
-    if (DECAY && MODE == FWD && tid == 0) powers[CHUNK + 1] = count_tokens<DECAY>(log2_decay, CHUNK);
+    if (POWERS && HAS_G && MODE == FWD && tid == 0) powers[CHUNK + 1] = count_tokens<POWERS>(log2_decay, CHUNK);
   }
 
   DEVICE void run() {
@@ -89,7 +78,8 @@ struct ScanSm80 {
   DEVICE void run_scan() {
     load<true>(0, begin);
     load_state();
-    float n = MODE == FWD ? tokens_before<DECAY>(p, bh(), log2_decay, begin) : 0.f;
+    constexpr bool COUNTS = CONFIG::NORMALISES && !GATED;
+    float n = COUNTS ? tokens_before<POWERS>(p, bh(), log2_decay, begin) : 0.f;
     int stage = 0;
     for (int position = begin; position < end(); position += CHUNK, stage ^= 1) {
       forget_addresses();
@@ -97,6 +87,7 @@ struct ScanSm80 {
       copy_async_wait<0>();
       __syncthreads();  // the tiles are there, and all threads are done with the other stage
       load<true>(stage ^ 1, position + CHUNK);
+      if (CONFIG::COMPUTES_DG) cross_boundary(stage, position);
       rotate_tiles(stage, position, true);
       coefficients(stage, position);
       scores(stage, position, len, n);
@@ -109,12 +100,16 @@ struct ScanSm80 {
       else
         scale(stage, y, position);
       forget_addresses();
-      update<MODE == FWD>(stage, len);
-      if (MODE == FWD) n = DECAY ? n * power(CHUNK) + powers[CHUNK + 1] : n + CHUNK;
+      update(stage, len);
+      if (COUNTS) n = POWERS ? n * power(CHUNK) + powers[CHUNK + 1] : n + CHUNK;
     }
     __syncthreads();
-    if (MODE != DQ && segment() == p.segments - 1 && p.final.S) store_state(States::final(p, bh(), log2_decay));
-    if (MODE == DQ) store_db();
+    if (MODE != DQ && segment() == p.segments - 1 && p.final.S) {
+      const bool own = GATED && Traits::REVERSE;
+      store_state(States::final(p, bh(), own ? log2_gate(p, bh(), 0) : log2_decay));
+    }
+    if (CONFIG::COMPUTES_DB) store_sum(p.db, db_sums());
+    if (CONFIG::COMPUTES_DA) store_sum(p.da, da_sums());
   }
 
   // What this segment adds to the state: FWD's S, Σ k̂, Σ v; DK's and DV's adjoints of them.
@@ -141,10 +136,10 @@ struct ScanSm80 {
       }
       __syncthreads();
       int len = min(CHUNK, p.N - position);
-      coefficients_at_end(len);
+      coefficients_at_end(stage, len);
       __syncthreads();
       forget_addresses();
-      update<true>(stage, len);
+      update(stage, len);
     }
     __syncthreads();
     store_state(States::before_segment(p, bh(), segment() + 1));
@@ -166,12 +161,32 @@ struct ScanSm80 {
   DEVICE float coefficient() const {  // b
     return __uint_as_float(ld_shared_b32(base + Shared::POWERS + (CHUNK + 3) * 4));
   }
+  DEVICE float constant() const {  // a
+    return __uint_as_float(ld_shared_b32(base + Shared::POWERS + (CHUNK + 2) * 4));
+  }
   // Row `position` of tensor a, b, c, unit or y (0 … 4).
   DEVICE u16* row(int tensor, int position) const { return Traits::row(p, base + Shared::HEADS, tensor, position); }
   DEVICE i64 stat(int position) const {  // of [BH, N]
     return i64((unsigned long long)u32(bh()) * u32(p.N)) + Traits::token(p, position);
   }
-  DEVICE float power(int i) const { return DECAY ? powers[i] : 1.f; }
+  DEVICE float power(int i) const { return POWERS ? powers[i] : 1.f; }
+  // What is left of what came before the chunk in row `i`, after a chunk of `len` tokens, and there of token `i`.
+  DEVICE float from_start(int stage, int i) const {
+    return GATED ? power_of_two(gates(stage, GAMMA)[i]) : power(i + 1);
+  }
+  DEVICE float whole(int stage, int len) const { return GATED ? from_start(stage, CHUNK - 1) : power(len); }
+  DEVICE float to_end(int stage, int len, int i) const {
+    return i >= len ? 0.f : GATED ? power_of_two(gates(stage, TO_END)[i]) : power(len - 1 - i);
+  }
+  // PER_TOKEN, of a stage: what gates.cuh has of its tokens, rows past the end as the last one; 1/‖x‖, for DQ and DK.
+  enum { GAMMA, TO_END, NORM, COUNT };
+  DEVICE float* gates(int stage, int which) const {
+    return reinterpret_cast<float*>(smem + Shared::GATES) + (4 * stage + which) * CHUNK;
+  }
+  // The count before the chunk. In reverse it is of e.
+  DEVICE float& count_before(int stage) const { return reinterpret_cast<float*>(smem + Shared::COUNTS)[stage]; }
+  DEVICE float* dG() const { return reinterpret_cast<float*>(smem + Shared::DG); }
+  DEVICE u16* sigma_rest() const { return reinterpret_cast<u16*>(smem + Shared::SIGMA_REST); }
   DEVICE u32 tile(int stage, int which) const {
     // `states` reads no a: two stages of two tiles, where the first four are otherwise.
     return base + (STATES ? (2 * stage + which - 1) * Shared::TILE : stage * Shared::STAGE + which * Shared::TILE);
@@ -204,18 +219,31 @@ struct ScanSm80 {
       load_tile(tile(stage, B), B, position);
       load_tile(tile(stage, C), C, position);
       load_stats(stage, position);
+      if (GATED) load_gates(stage, position);
     }
     copy_async_commit();
   }
-  // Of TokenStats: r, g, and e or (DV) unit.
+  // Of TokenStats: r, g, and e or (DV) unit. Without the normaliser neither g nor e.
   DEVICE void load_stats(int stage, int position) const {
     if (MODE == FWD || tid >= CHUNK) return;
     bool ok = position + tid < p.N;
     i64 i = stat(ok ? position + tid : 0);
     u32 dst = base + Shared::STATS + stage * 3 * CHUNK * 4 + tid * 4;
     copy_async_4(dst, (MODE == DQ ? p.rk : p.rq) + i, ok);
-    copy_async_4(dst + CHUNK * 4, p.g + i, ok);
-    copy_async_4(dst + 2 * CHUNK * 4, (MODE == DV ? p.rk : p.e) + i, ok);
+    if (HAS_G) copy_async_4(dst + CHUNK * 4, p.g + i, ok);
+    if (HAS_G || MODE == DV) copy_async_4(dst + 2 * CHUNK * 4, (MODE == DV ? p.rk : p.e) + i, ok);
+  }
+  DEVICE void load_gates(int stage, int position) const {
+    constexpr bool COUNTS = HAS_G && (CONFIG::NORMALISES || CONFIG::COMPUTES_DG);
+    if (tid >= CHUNK) return;
+    const int at = min(position + tid, p.N - 1);
+    const i64 i = i64(bh()) * p.N + at;
+    auto copy = [&](int which, const float* from) { copy_async_4(shared_address(gates(stage, which) + tid), from, true); };
+    copy(GAMMA, p.gamma + i), copy(TO_END, p.to_end + i);
+    if (CONFIG::COMPUTES_DG) copy(NORM, (MODE == DQ ? p.rq : p.rk) + stat(at));
+    if (COUNTS && Traits::REVERSE) copy(COUNT, p.count + i);
+    if (COUNTS && tid == 0)
+      copy_async_4(shared_address(&count_before(stage)), Chunks<CHUNK>(p, bh()).count + position / CHUNK, true);
   }
 
   DEVICE void rotate(u32 tile_address, int position) const {
@@ -239,22 +267,31 @@ struct ScanSm80 {
     if (MODE == FWD || tid >= CHUNK) return;
     const float* stats = reinterpret_cast<const float*>(smem + Shared::STATS) + stage * 3 * CHUNK + tid;
     bool ok = position + tid < p.N;
-    float r = ok ? stats[0] : 0.f, inverse = ok ? 1.f / stats[CHUNK] : 0.f, last = ok ? stats[2 * CHUNK] : 0.f;
+    float r = ok ? stats[0] : 0.f, inverse = HAS_G && ok ? 1.f / stats[CHUNK] : 0.f;
+    float last = (HAS_G || MODE == DV) && ok ? stats[2 * CHUNK] : 0.f;
     const TokenStats saved = {inverse, last, r, last};
+    const float factor = CONFIG::FACTOR_IN_W ? factor_in_w(gates(stage, NORM)[tid]) : 1.f;
     sigma[tid] = Traits::sigma(*this, saved);
-    tau[tid] = Traits::tau(*this, saved);
-    rho[tid] = Traits::rho(*this, saved);
-    kappa[tid] = Traits::kappa(*this, saved);
-    if (STATES) zeta[tid] = Traits::zeta(*this, saved);
+    if (HAS_G) tau[tid] = Traits::tau(*this, saved);
+    rho[tid] = Traits::rho(*this, saved) * factor;
+    if (HAS_G) kappa[tid] = Traits::kappa(*this, saved) * factor;
+    if (CONFIG::HAS_ZETA) zeta[tid] = Traits::zeta(*this, saved);
+  }
+  // DQ: the factor of all rows of y, but 1 where that is 0: the gradient of b is then found all the same.
+  DEVICE float b_or_one() const { return MODE == DQ && coefficient() != 0.f ? coefficient() : 1.f; }
+  // FACTOR_IN_W: what ρ and κ have of the factor of a row of this norm.
+  DEVICE float factor_in_w(float norm) const {
+    return CONFIG::WHOLE_FACTOR ? b_or_one() * norm : mantissa(Traits::row_factor(*this, norm));
   }
   // The same, decayed to the end of a chunk of `len` tokens. Call it after a barrier: it reads others' σ and τ.
-  DEVICE void coefficients_at_end(int len) const {
+  DEVICE void coefficients_at_end(int stage, int len) const {
     if (tid >= CHUNK) return;
-    float decay = tid < len ? power(len - 1 - tid) : 0.f;
+    float decay = to_end(stage, len, tid);
     float s = Traits::limit_sigma(sigma[tid] * decay);
-    split<T, 1>(sigma_end + tid, CHUNK, s);
-    split<T, 2>(tau_end + tid, CHUNK, (MODE == FWD ? 1.f : tau[tid]) * decay);
-    if (STATES || MODE == FWD) split<T, 2>(zeta_end + tid, CHUNK, MODE == FWD ? s : zeta[tid] * decay);
+    split<T, CONFIG::SIGMA_PARTS>([&](int part) { return (part ? sigma_rest() : sigma_end) + tid; }, s);
+    if (CONFIG::SUMS_C) split<T, 2>(tau_end + tid, CHUNK, (MODE == FWD || !HAS_G ? 1.f : tau[tid]) * decay);
+    if (CONFIG::SUMS_B)
+      split<T, 2>(zeta_end + tid, CHUNK, MODE == FWD ? s : CONFIG::HAS_ZETA ? zeta[tid] * decay : decay);
   }
 
   // Products of 16 rows with themselves: row g's square is on the diagonals, lo of the first eight rows and hi of the
@@ -336,7 +373,8 @@ struct ScanSm80 {
         for (int x = 0; x < 4; x++) state[i][j][x] = 0.f;
     for (int i = tid; i < D; i += THREADS) {
       c_sum[i] = b_sum[i] = 0.f;
-      if (MODE == DQ && i < CHUNK) db_sums()[i] = 0.f;
+      if (CONFIG::COMPUTES_DB && i < CHUNK) db_sums()[i] = 0.f;
+      if (CONFIG::COMPUTES_DA && i < CHUNK) da_sums()[i] = 0.f;
       split<T, 3>(b_sum_parts + i, D, 0.f);
     }
   }
@@ -354,7 +392,8 @@ struct ScanSm80 {
         for (int x = 0; x < 4; x++)
           state[i][j][x] = from.scale * from.S[States::element(state_row(i, x / 2), 8 * j + 2 * t + x % 2)];
     for (int i = tid; i < D; i += THREADS) {
-      c_sum[i] = from.scale_c * from.c[i], b_sum[i] = from.scale_b * from.b[i];
+      if (CONFIG::SUMS_C) c_sum[i] = from.scale_c * from.c[i];
+      if (CONFIG::SUMS_B || HAS_G) b_sum[i] = from.scale_b * from.b[i];
       split<T, 3>(b_sum_parts + i, D, b_sum[i]);
     }
   }
@@ -369,17 +408,64 @@ struct ScanSm80 {
           for (int x = 0; x < 4; x++)
             to.S[States::element(state_row(i, x / 2), 8 * j + 2 * t + x % 2)] = to.scale * state[i][j][x];
     for (int i = tid; i < D; i += THREADS) {
-      to.c[i] = to.scale_c * c_sum[i];
-      if (STATES || MODE == FWD) to.b[i] = to.scale_b * b_sum[i];
+      if (CONFIG::SUMS_C) to.c[i] = to.scale_c * c_sum[i];
+      if (CONFIG::SUMS_B && CONFIG::STORES_B) to.b[i] = to.scale_b * b_sum[i];
     }
   }
 
-  // state += (σ C)ᵀ B, Σ τ c and (forward and `states`) Σ ζ b, everything decayed to the chunk's end.
-  template <bool WITH_B_SUM>
+  // At a boundary (gates.cuh): DQ leaves its state there, rounded, as its lanes hold it, and its sums; DK, whose lanes hold
+  // the same elements, adds up the products with its own.
+  DEVICE void cross_boundary(int stage, int position) const {
+    const int token = Traits::REVERSE ? p.N - position : position;
+    if (position == 0 || p.N % CHUNK || token % WINDOW) return;
+    const Boundary<D> boundary(p, bh(), token / WINDOW - 1);
+    if (MODE == DQ)
+      leave_at(boundary, stage);
+    else
+      multiply_by(boundary, stage);
+  }
+  DEVICE void leave_at(const Boundary<D>& boundary, int stage) const {
+#pragma unroll
+    for (int k = 0; k < STATE_TILES * D_STEPS; k++) {
+      const float(&x)[4] = state[k / D_STEPS][2 * (k % D_STEPS)], (&y)[4] = state[k / D_STEPS][2 * (k % D_STEPS) + 1];
+      boundary.state[k * THREADS + tid] =
+          make_uint4(pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(y[0], y[1]), pack<T>(y[2], y[3]));
+    }
+    for (int i = tid; i < D; i += THREADS) {
+      if (CONFIG::SUMS_C) boundary.c[i] = c_sum[i];
+      if (CONFIG::SUMS_B) boundary.b[i] = b_sum[i];
+    }
+    if (HAS_G && tid == 0) *boundary.count = count_before(stage);
+  }
+  DEVICE void multiply_by(const Boundary<D>& boundary, int stage) const {
+    float sum = 0.f;
+#pragma unroll
+    for (int k = 0; k < STATE_TILES * D_STEPS; k++) {
+      const uint4 read = boundary.state[k * THREADS + tid];
+      const u32 pairs[4] = {read.x, read.y, read.z, read.w};
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float2 x = unpack<T>(pairs[i]);
+        const float(&own)[4] = state[k / D_STEPS][2 * (k % D_STEPS) + i / 2];
+        sum += x.x * own[2 * (i % 2)], sum += x.y * own[2 * (i % 2) + 1];
+      }
+    }
+    sum *= Traits::range(p) / Traits::scale_sigma(p);
+    for (int i = tid; i < D; i += THREADS) {
+      if (CONFIG::SUMS_C) sum += c_sum[i] * boundary.c[i];
+      if (CONFIG::SUMS_B) sum += b_sum[i] * boundary.b[i] / Traits::scale_tau(p);
+    }
+    if (HAS_G && tid == 0) sum -= *boundary.count * count_before(stage);
+    sum = sum_lanes<32>(sum);
+    if (lane == 0) boundary.parts[warp] = sum;
+  }
+
+  // state += (σ C)ᵀ B, Σ τ c and Σ ζ b, everything decayed to the chunk's end.
   DEVICE void update(int stage, int len) {
+    constexpr bool WITH_B_SUM = CONFIG::SUMS_B;
     u32 tile_b = tile(stage, B), tile_c = tile(stage, C);
-    if (DECAY) {
-      float decay = power(len);
+    if (POWERS || GATED) {
+      float decay = whole(stage, len);
 #pragma unroll
       for (int i = 0; i < STATE_TILES; i++)
 #pragma unroll
@@ -393,7 +479,10 @@ struct ScanSm80 {
     for (int s = 0; s < CHUNK_STEPS; s++) {
       int j = 16 * s + 2 * t;
       u32 near = *reinterpret_cast<u32*>(sigma_end + j), far = *reinterpret_cast<u32*>(sigma_end + j + 8);
-      u32 tau0 = part<2>(tau_end, CHUNK, j), tau1 = part<2>(tau_end, CHUNK, j + 8);
+      u32 near_rest = GATED ? *reinterpret_cast<u32*>(sigma_rest() + j) : 0,
+          far_rest = GATED ? *reinterpret_cast<u32*>(sigma_rest() + j + 8) : 0;
+      u32 tau0 = CONFIG::SUMS_C ? part<2>(tau_end, CHUNK, j) : 0,
+          tau1 = CONFIG::SUMS_C ? part<2>(tau_end, CHUNK, j + 8) : 0;
       u32 zeta0 = WITH_B_SUM ? part<2>(zeta_end, CHUNK, j) : 0,
           zeta1 = WITH_B_SUM ? part<2>(zeta_end, CHUNK, j + 8) : 0;
       u32 left[STATE_TILES][4];
@@ -401,9 +490,9 @@ struct ScanSm80 {
       for (int i = 0; i < STATE_TILES; i++) {
         u32 r[4];
         fragment_own(r, tile_c, s, i);
-        mma<T>(csum[i], r[0], r[2], r[1], r[3], tau0, tau1);
-        left[i][0] = multiply<T>(r[0], near), left[i][1] = multiply<T>(r[2], near);
-        left[i][2] = multiply<T>(r[1], far), left[i][3] = multiply<T>(r[3], far);
+        if (CONFIG::SUMS_C) mma<T>(csum[i], r[0], r[2], r[1], r[3], tau0, tau1);
+        left[i][0] = times_sigma(r[0], near, near_rest), left[i][1] = times_sigma(r[2], near, near_rest);
+        left[i][2] = times_sigma(r[1], far, far_rest), left[i][3] = times_sigma(r[3], far, far_rest);
       }
 #pragma unroll
       for (int n = 0; n < D / 16; n++) {
@@ -417,34 +506,38 @@ struct ScanSm80 {
         }
       }
     }
-    add_sums(csum, bsum, power(len));
+    add_sums(csum, bsum, whole(stage, len));
+  }
+  static DEVICE u32 times_sigma(u32 x, u32 sigma, u32 rest) {
+    return GATED ? multiply_add<T>(x, sigma, multiply<T>(x, rest)) : multiply<T>(x, sigma);
   }
   // A chunk's sums onto the running ones. This warp's columns: no other reads or writes them before a barrier.
   DEVICE void add_sums(const float (&csum)[STATE_TILES][4], const float (&bsum)[Y_TILES][4], float decay) {
+    const float factor = CONFIG::A_TIMES_SUMS ? constant() : 1.f;
 #pragma unroll
-    for (int i = 0; i < STATE_TILES; i++)
+    for (int i = 0; i < (CONFIG::SUMS_C ? STATE_TILES : 0); i++)
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         float* at = c_sum + state_row(i, half);
-        if (t == 0) *at = *at * decay + (csum[i][2 * half] + csum[i][2 * half + 1]);
+        if (t == 0) *at = *at * decay + factor * (csum[i][2 * half] + csum[i][2 * half + 1]);
       }
 #pragma unroll
-    for (int i = 0; i < (STATES || MODE == FWD ? Y_TILES : 0); i++) {
+    for (int i = 0; i < (CONFIG::SUMS_B ? Y_TILES : 0); i++) {
       float2 sum = make_float2(bsum[i][0] + __shfl_down_sync(FULL_WARP, bsum[i][0], 4),
                                bsum[i][1] + __shfl_down_sync(FULL_WARP, bsum[i][1], 4));
       int column = 8 * (warp * Y_TILES + i) + 2 * t;
       if (g == 0) {
         float2* at = reinterpret_cast<float2*>(b_sum + column);
-        sum = make_float2(at->x * decay + sum.x, at->y * decay + sum.y);
+        sum = make_float2(at->x * decay + factor * sum.x, at->y * decay + factor * sum.y);
         *at = sum;
-        if (MODE == FWD) split<T, 3>(b_sum_parts + column, D, sum);
+        if (CONFIG::SPLITS_B) split<T, 3>(b_sum_parts + column, D, sum);
       }
     }
   }
 
   // --------------------------------------------------------------------------------------- a chunk's output
   // W into shared memory: this warp's 16 rows (all columns: skipping masked ones costs more in branches than it
-  // saves). Forward also the norms (written before the barrier inside) and g.
+  // saves). Forward also the norms (written before the barrier inside) and g; SUMS_X: what the rows of X sum up to.
   DEVICE void scores(int stage, int position, int len, float n_before) {
     u32 tile_a = tile(stage, A), tile_b = tile(stage, B);
     const bool has_rows = CHUNK_STEPS == 4 || warp < CHUNK_STEPS;
@@ -463,14 +556,15 @@ struct ScanSm80 {
           fragment_Bt(r, tile_b, warp, k);
           add_squares(k_lo, k_hi, r[0], r[2], r[1], r[3]);
           add_squares(q_lo, q_hi, left[0], left[1], left[2], left[3]);
+        }
+        if (CONFIG::SPLITS_B)
           mma<T>(zq, left[0], left[1], left[2], left[3], part<3>(b_sum_parts, D, 16 * k + 2 * t),
                  part<3>(b_sum_parts, D, 16 * k + 2 * t + 8));
-        }
       }
       if (MODE == FWD) key_norms<true>(k_lo, k_hi, position);
     }
     __syncthreads();  // σ (and τ, ρ, κ) of the whole chunk are there
-    coefficients_at_end(len);
+    coefficients_at_end(stage, len);
     if (!has_rows) return;
     float2 r = reciprocal_norms(q_lo, q_hi);
     int source = (lane & ~3u) | (g >> 1);
@@ -480,40 +574,92 @@ struct ScanSm80 {
       int row = 16 * warp + g + 8 * half;
       float rq = half ? r.y : r.x;
       float rho_i = MODE == FWD ? Traits::rho(*this, {0.f, 0.f, 0.f, rq}) : rho[row];
-      float kappa_i = MODE == FWD ? 1.f : kappa[row];
+      float kappa_i = MODE == FWD || !HAS_G ? 1.f : kappa[row];
       float sum = 0.f;
 #pragma unroll
       for (int n = 0; n < CHUNK / 8; n++) {
         int j = 8 * n + 2 * t;
         float2 s = *reinterpret_cast<float2*>(sigma + j);
-        float2 ta = MODE == FWD ? make_float2(1.f, 1.f) : *reinterpret_cast<float2*>(tau + j);
-        float w0 = rho_i * s.x * x[n][2 * half] + kappa_i * ta.x;
-        float w1 = rho_i * s.y * x[n][2 * half + 1] + kappa_i * ta.y;
-        if (DECAY) w0 *= powers[max(row - j, 0)], w1 *= powers[max(row - j - 1, 0)];
-        w0 = j <= row ? w0 : 0.f, w1 = j + 1 <= row ? w1 : 0.f;
+        float2 ta = added_by_columns(j), decay = decays(stage, row, j);
+        float x0 = x[n][2 * half], x1 = x[n][2 * half + 1];
+        if (SUMS_X) sum += decay.x * addend(rho_i, kappa_i, x0, j) + decay.y * addend(rho_i, kappa_i, x1, j + 1);
+        float w0 = score(rho_i, kappa_i, s.x, ta.x, x0), w1 = score(rho_i, kappa_i, s.y, ta.y, x1);
+        if (CONFIG::DECAY || SUMS_X) w0 *= decay.x, w1 *= decay.y;
+        if (!MASKS_DECAYS) w0 = j <= row ? w0 : 0.f, w1 = j + 1 <= row ? w1 : 0.f;
         u32 w = pack<T>(w0, w1);
         st_shared_b32((base + Shared::SCORES + swizzled<CHUNK>(row, 0) + 4 * t) ^ (n << 4), w);
         float2 rounded = unpack<T>(w);
-        sum += rounded.x + rounded.y;  // the normaliser adds what the tensor cores multiply by
+        if (!SUMS_X) sum += rounded.x + rounded.y;  // the normaliser adds what the tensor cores multiply by
       }
-      if (MODE == FWD) {
+      if (CONFIG::NORMALISES || SUMS_X) {
         float inner = half ? zq[2] + zq[3] : zq[0] + zq[1];
         for (int d = 1; d < 4; d *= 2) {  // two sums over four lanes, in turn
           sum += __shfl_xor_sync(FULL_WARP, sum, d);
           inner += __shfl_xor_sync(FULL_WARP, inner, d);
         }
-        float normaliser = sum + power(row + 1) * (n_before + rho_i * inner);
-        if (t == 0) {
-          rho[row] = rho_i, kappa[row] = 1.f / normaliser;
-          if (position + row < p.N) {
-            p.g[stat(position + row)] = normaliser;
-            p.rq[stat(position + row)] = rq;
-          }
-        }
+        if (GATED && HAS_G) n_before = count_before(stage);
+        if (SUMS_X)
+          finish_row(stage, row, sum, inner, n_before);
+        else
+          normalise_row(stage, position, row, sum, rho_i * inner + n_before);
+      }
+      if (MODE == FWD && t == 0) {
+        rho[row] = rho_i;
+        if (position + row < p.N) p.rq[stat(position + row)] = rq;
       }
     }
   }
-
+  // Σ of a row's weights in the chunk and, not decayed yet, before it → g.
+  DEVICE void normalise_row(int stage, int position, int row, float own, float before) const {
+    float normaliser = own + from_start(stage, row) * before;
+    if (t > 0) return;
+    kappa[row] = 1.f / normaliser;
+    if (position + row < p.N) p.g[stat(position + row)] = normaliser;
+  }
+  // Of a row's sum of X, decayed, and of a times Σ ζ b from before the chunk: da, and what is in the gradient of Γ of them.
+  DEVICE void finish_row(int stage, int row, float own, float before, float n_before) const {
+    if (t > 0) return;
+    const float past = from_start(stage, row);
+    float known;
+    if (HAS_G && MODE == DQ) {
+      known = own + past * (rho[row] * before + kappa[row] * n_before);
+      known *= reciprocal(Traits::scale_rho(p) * factor_in_w(gates(stage, NORM)[row]));
+    } else if (HAS_G) {
+      known = Traits::scale_y(p) * (own + past * before) - (past * n_before + gates(stage, COUNT)[row]);
+    } else {
+      if (CONFIG::COMPUTES_DA) da_sums()[row] += own + past * before;
+      known = MODE == DQ ? constant() * (own + past * before) : constant() * own + past * before;
+    }
+    if (CONFIG::COMPUTES_DG) dG()[row] = known;
+  }
+  // Of two neighbouring columns: what they add to a row's products, and how far they have decayed there; MASKS_DECAYS: 0
+  // where they come after it. It is selected, as an exponential may overflow there.
+  static constexpr bool MASKS_DECAYS = GATED || SUMS_X;
+  DEVICE float2 added_by_columns(int j) const {
+    if (CONFIG::ADDS_A) return make_float2(constant(), constant());
+    return MODE == FWD || !HAS_G ? make_float2(1.f, 1.f) : *reinterpret_cast<float2*>(tau + j);
+  }
+  DEVICE float2 decays(int stage, int row, int j) const {
+    float2 decay = make_float2(1.f, 1.f);
+    if (POWERS) decay = make_float2(powers[max(row - j, 0)], powers[max(row - j - 1, 0)]);
+    if (GATED) {
+      const float own = gates(stage, GAMMA)[row];
+      const float2 gamma = *reinterpret_cast<const float2*>(gates(stage, GAMMA) + j);
+      decay = make_float2(power_of_two(own - gamma.x), power_of_two(own - gamma.y));
+    }
+    if (MASKS_DECAYS) decay.x = j <= row ? decay.x : 0.f, decay.y = j + 1 <= row ? decay.y : 0.f;
+    return decay;
+  }
+  // Of a row's sum of X one addend, without its decay.
+  DEVICE float addend(float rho, float kappa, float x, int j) const {
+    return !HAS_G ? x : MODE == DQ ? rho * x + kappa : x * zeta[j];
+  }
+  // An element of W, without its decay.
+  static DEVICE float score(float rho, float kappa, float sigma, float tau, float x) {
+    if (!HAS_G) return CONFIG::ADDS_A ? rho * sigma * x + tau : rho * sigma * x;
+    if (CONFIG::COMPUTES_DG) return MODE == DQ ? sigma * (rho * x + kappa) : rho * (sigma * x + tau);
+    return rho * sigma * x + kappa * tau;
+  }
   // Y of all rows, this warp's columns, unfinished: what came before the chunk, then W C.
   DEVICE void outputs(int stage, int position, float (&y)[CHUNK_STEPS][Y_TILES][4]) {
     u32 tile_a = tile(stage, A), tile_c = tile(stage, C);
@@ -554,11 +700,12 @@ struct ScanSm80 {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         int row = 16 * m + g + 8 * half;
-        float decay = power(row + 1), r = rho[row] * decay, k = (MODE == FWD ? 1.f : kappa[row]) * decay;
+        float decay = from_start(stage, row), r = rho[row] * decay, k = (MODE == FWD || !HAS_G ? 1.f : kappa[row]) * decay;
+        if (CONFIG::ADDS_A && MODE == FWD) k *= constant();
 #pragma unroll
         for (int n = 0; n < Y_TILES; n++) {
-          y[m][n][2 * half] = r * y[m][n][2 * half] + k * sum[n].x;
-          y[m][n][2 * half + 1] = r * y[m][n][2 * half + 1] + k * sum[n].y;
+          y[m][n][2 * half] = r * y[m][n][2 * half] + (CONFIG::SUMS_C ? k * sum[n].x : 0.f);
+          y[m][n][2 * half + 1] = r * y[m][n][2 * half + 1] + (CONFIG::SUMS_C ? k * sum[n].y : 0.f);
         }
       }
 #pragma unroll
@@ -603,7 +750,7 @@ struct ScanSm80 {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         int row = 16 * m + g + 8 * half;
-        float scale = MODE == FWD ? kappa[row] : Traits::scale_y(p);
+        float scale = CONFIG::NORMALISES ? kappa[row] : Traits::scale_y(p);
 #pragma unroll
         for (int n = 0; n < Y_TILES; n++)
           st_shared_b32(own_pair(tile(stage, A), row, n),
@@ -619,18 +766,18 @@ struct ScanSm80 {
     rotate_back(lo, hi, cos, sin);
   }
 
-  // DQ: Σ q̂·y of row i of every chunk; ζ, whose place it takes, is for FWD and `states`.
+  // DQ: Σ q̂·y of row i of every chunk, and with a those of X; ζ and τ, whose places they take, are not in use there.
   DEVICE float* db_sums() const { return zeta; }
-  DEVICE void store_db() const {
+  DEVICE float* da_sums() const { return tau; }
+  DEVICE void store_sum(float* to, const float* rows) const {
     if (warp > 0) return;
-    float sum = sum_lanes<32>(db_sums()[lane] + (CHUNK > 32 ? db_sums()[lane + 32] : 0.f));
-    if (lane == 0) p.db[bh() * p.segments + segment()] = sum;
+    float sum = sum_lanes<32>(rows[lane] + (CHUNK > 32 ? rows[lane + 32] : 0.f));
+    if (lane == 0) to[bh() * p.segments + segment()] = sum;
   }
 
   // DQ, DK: through the norm, dx = r (y − x̂ (x̂·y)), and through RoPE; b and r as the table says. The tile of a holds
   // the rows x by now, and then the result.
   DEVICE void project(int stage, float (&y)[CHUNK_STEPS][Y_TILES][4], int position) {
-    const float* r = MODE == DQ ? p.rq : p.rk;
     u32 tile_unit = tile(stage, A);
     copy_async_wait<0>();
     __syncthreads();
@@ -657,9 +804,15 @@ struct ScanSm80 {
       int row = 8 * m + g, at = position + row;
       float4 d = *reinterpret_cast<float4*>(partial_dots + row * WARPS);
       float dot = (d.x + d.y) + (d.z + d.w);
-      float norm = r[stat(min(at, p.N - 1))];
+      const float* r = MODE == DQ ? p.rq : p.rk;
+      float norm = CONFIG::COMPUTES_DG ? gates(stage, NORM)[row] : r[stat(min(at, p.N - 1))];
       auto [out, along] = Traits::projection(*this, norm, dot);
-      if (MODE == DQ && at < p.N && warp == 0 && t == 0) db_sums()[row] += norm * dot * Traits::scale_y(p);
+      float unit_dot = norm * dot * Traits::scale_y(p);  // x̂·y
+      if (CONFIG::FACTOR_IN_W) take_factor_out(out, unit_dot, dot);
+      if (at < p.N && warp == 0 && t == 0) {
+        if (CONFIG::COMPUTES_DB) db_sums()[row] += unit_dot;
+        if (CONFIG::COMPUTES_DG) store_dG(row, at, unit_dot);
+      }
 #pragma unroll
       for (int n = 0; n < Y_TILES; n += 2) {
         u32 first = own_pair(tile_unit, row, n), second = own_pair(tile_unit, row, n + 1);
@@ -673,5 +826,18 @@ struct ScanSm80 {
       }
     }
     store(tile_unit, position);
+  }
+  // FACTOR_IN_W: y has the row's factor, or its mantissa. Where b is 0 it has another (b_or_one).
+  DEVICE void take_factor_out(float& out, float& unit_dot, float dot) const {
+    if (CONFIG::WHOLE_FACTOR) {
+      unit_dot = dot * reciprocal(b_or_one());
+      out = MODE == DQ && coefficient() == 0.f ? 0.f : 1.f;
+    } else {
+      unit_dot *= reciprocal(mantissa(out)), out = exponent(out);
+    }
+  }
+  DEVICE void store_dG(int row, int position, float unit_dot) const {
+    const float known = SUMS_X ? dG()[row] : 0.f;
+    p.dG[i64(bh()) * p.N + position] = known + (MODE == DQ ? coefficient() * unit_dot : unit_dot);
   }
 };
