@@ -61,24 +61,20 @@ ARCHS = ("sm_80", "sm_90a")  # the two sources: a scan of mma, and Hopper's of w
 PLAIN = [Build(arch, 64) for arch in ARCHS]
 ROTATED = [Build(arch, 64, BF16, decay="head", rope=16) for arch in ARCHS]
 WIDE = [Build(arch, 128, FP16, decay="head", rope=32) for arch in ARCHS]
-GATED = [
-    Build("sm_80", 64, BF16, decay="token", rope=16),
-    Build("sm_80", 128, FP16, decay="token", rope=32),
-    Build("sm_90a", 64, BF16, decay="token", rope=16),
-    Build("sm_90a", 128, FP16, decay="token", rope=32),
+GATED = [Build(arch, 64, BF16, decay="token", rope=16) for arch in ARCHS]
+GATED_WIDE = [Build(arch, 128, FP16, decay="token", rope=32) for arch in ARCHS]
+# weights without a normaliser
+AFFINE = [Build(arch, 64, BF16, decay="token", rope=16, weights="AFFINE") for arch in ARCHS]
+AFFINE_WIDE = [Build(arch, 128, FP16, weights="AFFINE") for arch in ARCHS]
+PRODUCTS = [Build(arch, 64, BF16, decay="token", weights="PRODUCTS") for arch in ARCHS]
+PRODUCTS_WIDE = [Build("sm_90a", 128, FP16, decay="head", rope=32, weights="PRODUCTS")]
+# chunks of 32 tokens, where shared memory is small; on Hopper sm_80's scan, where much is rotated
+SMALL = [
+    Build("sm_86", 128, BF16, decay="head", rope=32),
+    Build("sm_86", 128, BF16, decay="token", rope=32, weights="AFFINE"),
 ]
-FREE = [  # weights without a normaliser
-    Build("sm_80", 64, BF16, decay="token", rope=16, weights="AFFINE"),
-    Build("sm_80", 64, BF16, decay="token", weights="PRODUCTS"),
-    Build("sm_80", 128, FP16, weights="AFFINE"),
-    Build("sm_80", 128, FP16, decay="head", rope=32, weights="PRODUCTS"),
-    Build("sm_90a", 64, BF16, decay="token", rope=16, weights="AFFINE"),
-    Build("sm_90a", 64, BF16, decay="token", weights="PRODUCTS"),
-    Build("sm_90a", 128, FP16, weights="AFFINE"),
-    Build("sm_90a", 128, FP16, decay="head", rope=32, weights="PRODUCTS"),
-]
-EXTRA = [Build("sm_86", 128, BF16, decay="head", rope=32), Build("sm_90a", 128), WIDE[0]]
-COMMON = [*PLAIN, *ROTATED, WIDE[1], *GATED]  # in other tests, too
+EXTRA = [*SMALL, Build("sm_90a", 128), WIDE[0], Build("sm_90a", 128, BF16, decay="token", rope=128)]
+COMMON = [*PLAIN, *ROTATED, WIDE[1], *GATED, GATED_WIDE[1]]  # in other tests, too
 
 
 @pytest.mark.parametrize("arch", nvrtc.ARCHITECTURES)
@@ -200,7 +196,7 @@ def too_inexact(ours: dict, build: Build, x: list[torch.Tensor], options: dict) 
     return {name: worse for name, worse in found.items() if worse}
 
 
-@pytest.mark.parametrize("build", [*EXTRA, *COMMON, *FREE], ids=str)
+@pytest.mark.parametrize("build", [*EXTRA, *COMMON, GATED_WIDE[0], *AFFINE, *AFFINE_WIDE, *PRODUCTS], ids=str)
 def test_everything_at_once(build: Build, emulated) -> None:
     """Guards: each build, forward and backward, with all options: states and their gradients, b per head."""
     emulated(build)
@@ -209,7 +205,7 @@ def test_everything_at_once(build: Build, emulated) -> None:
     assert not too_inexact(ours, build, x, options)
 
 
-@pytest.mark.parametrize("build", GATED, ids=str)
+@pytest.mark.parametrize("build", [*GATED, *GATED_WIDE], ids=str)
 def test_resets_in_the_only_chunk(build: Build, emulated) -> None:
     """Guards: a sum's accuracy after a reset: the final state's c is summed up in fp32."""
     emulated(build)
@@ -218,7 +214,7 @@ def test_resets_in_the_only_chunk(build: Build, emulated) -> None:
     assert not too_inexact(ours, build, x, options)
 
 
-@pytest.mark.parametrize("build", [GATED[1], FREE[0]], ids=str)
+@pytest.mark.parametrize("build", [*GATED_WIDE, *AFFINE], ids=str)
 def test_a_reset_is_a_new_beginning_exactly(build: Build, emulated) -> None:
     """Guards: nothing finite before a −inf is in what comes after it, nor in the final state, nor do later
     outputs give it a gradient: the same bits."""
@@ -238,7 +234,7 @@ def test_a_reset_is_a_new_beginning_exactly(build: Build, emulated) -> None:
     assert other["dlog_decay"][:, reset].eq(0).all()
 
 
-@pytest.mark.parametrize("build", [GATED[1], FREE[0]], ids=str)
+@pytest.mark.parametrize("build", [*GATED_WIDE, *AFFINE], ids=str)
 def test_a_gate_that_is_nan_is_no_reset(build: Build, emulated) -> None:
     """Guards: training that diverges is seen: a maximum with the least gate would make NaN a reset."""
     emulated(build)
@@ -259,10 +255,13 @@ def test_a_gate_that_is_nan_is_no_reset(build: Build, emulated) -> None:
         ("PRODUCTS", 64, -1, 0),
     ],
 )
-def test_a_gates_gradient_as_in_trained_models(weights: str, D: int, sign: int, bias: int, emulated) -> None:
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_gates_gradient_as_in_trained_models(
+    arch: str, weights: str, D: int, sign: int, bias: int, emulated
+) -> None:
     """Guards: dq's and dk's scans round the same W. Gates are steep in trained models: a few large weights
     are all of it, and two roundings would be most of what sums over all later tokens leave, 15 %."""
-    build = Build("sm_90a", D, decay="token", weights=weights)
+    build = Build(arch, D, decay="token", weights=weights)
     emulated(build)
     q, k, v, do = inputs(build, 1, 320, 1)
     x, gates = [q + 1.5, k + 1.5 * sign, v, do], randn(1, 320, 1, seed=9).float()
@@ -273,9 +272,10 @@ def test_a_gates_gradient_as_in_trained_models(weights: str, D: int, sign: int, 
     assert relative(ours, exact) < (0.01 if weights == "NORMALISED" else 0.02)
 
 
-def test_a_gates_gradient_where_values_have_a_mean(emulated) -> None:
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_gates_gradient_where_values_have_a_mean(arch: str, emulated) -> None:
     """Guards: what is in it of the rounding of o, of which e is made: that is of the size of the mean."""
-    build = Build("sm_90a", 64, decay="token")
+    build = Build(arch, 64, decay="token")
     emulated(build)
     q, k, v, do = inputs(build, 1, 320, 1)
     x, gates = [q + 1.5, k + 1.5, v + 3, do], randn(1, 320, 1, seed=9).float()
@@ -285,7 +285,7 @@ def test_a_gates_gradient_where_values_have_a_mean(emulated) -> None:
 
 
 @pytest.mark.parametrize("N", [10 * 64, 8 * 64 + 63])
-@pytest.mark.parametrize("build", [GATED[0], FREE[0]], ids=str)
+@pytest.mark.parametrize("build", [*GATED, *AFFINE, SMALL[1]], ids=str)
 def test_boundaries(build: Build, N: int, emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: the gradient of gates from the boundaries of windows; of b where it is 0."""
     emulated(build)
@@ -298,10 +298,11 @@ def test_boundaries(build: Build, N: int, emulated, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("N, bound", [(1536, 0.012), (1537, 0.008)])
-def test_no_sum_is_longer_than_a_window(N: int, bound: float, emulated) -> None:
+@pytest.mark.parametrize("arch", ARCHS)
+def test_no_sum_is_longer_than_a_window(arch: str, N: int, bound: float, emulated) -> None:
     """Guards: the accuracy of a gate's gradient in long sequences: without boundaries 1.8 % are rounding, or
     1.05 % of the second, whose chunks do not meet in both directions."""
-    build = Build("sm_90a", 64, decay="token", weights="PRODUCTS")
+    build = Build(arch, 64, decay="token", weights="PRODUCTS")
     emulated(build)
     x, gates = inputs(build, 1, N, 1), randn(1, N, 1, seed=9).float()
     options = {"log_decay": torch.nn.functional.logsigmoid(gates), "b": torch.ones(1)}
@@ -343,7 +344,7 @@ def test_copies_are_kept_until_the_launches(emulated, monkeypatch: pytest.Monkey
     def launched(self: launch.Launch, stream: int, *pointers: bytes) -> None:
         assert copies and all(copy() is not None for copy in copies)
 
-    build = GATED[0]
+    build = GATED[1]
     emulated(build)
     monkeypatch.setattr(backend, "backward", next_pass)
     monkeypatch.setattr(backend, "_aligned", copied)
@@ -352,7 +353,7 @@ def test_copies_are_kept_until_the_launches(emulated, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("sub_segments", [1, 2])
-@pytest.mark.parametrize("build", [*ROTATED, *GATED, FREE[0]], ids=str)
+@pytest.mark.parametrize("build", [*ROTATED, *GATED, GATED_WIDE[1], *AFFINE], ids=str)
 def test_segments(build: Build, sub_segments: int, emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: the states before segments, by `states` (in sub-segments) and `prefix`, in both directions."""
 
@@ -368,7 +369,7 @@ def test_segments(build: Build, sub_segments: int, emulated, monkeypatch: pytest
     assert not too_inexact(ours, build, x, options)
 
 
-@pytest.mark.parametrize("build", [ROTATED[1], WIDE[1], GATED[0], FREE[1]], ids=str)
+@pytest.mark.parametrize("build", [ROTATED[1], WIDE[1], GATED[1], PRODUCTS[1]], ids=str)
 def test_stages_filled_again(build: Build, emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: on Hopper every stage of the rings, filled again while others read: segments of 6 chunks."""
     emulated(build)
@@ -382,7 +383,7 @@ def test_stages_filled_again(build: Build, emulated, monkeypatch: pytest.MonkeyP
     assert not too_inexact(ours, build, x, options)
 
 
-@pytest.mark.parametrize("build", [WIDE[1], GATED[1], FREE[3]], ids=str)
+@pytest.mark.parametrize("build", [WIDE[1], GATED_WIDE[1], *PRODUCTS_WIDE], ids=str)
 def test_unsegmented_sequences(build: Build, emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: the forward scan of 64 columns a block, which leaves the states before segments for dq's."""
     emulated(build)

@@ -13,15 +13,14 @@ from torch import Tensor
 
 from lingpt.common.errors import UserError
 from lingpt.kernels.linear_attention.call import Call, OptionGradients
-from lingpt.kernels.linear_attention.cuda.compile import compiler_version, native_arch
+from lingpt.kernels.linear_attention.cuda.compile import compiler_version
 from lingpt.kernels.linear_attention.cuda.launch import (
-    CHUNK,
     HEAD_DIMS,
     POINTERS,
     TAGS,
     WINDOW,
     LaunchPlan,
-    has_every_form,
+    chunk_tokens,
     make_plan,
     operands_of,
 )
@@ -45,11 +44,7 @@ def unsupported_reason(call: Call) -> str | None:
         return "batch size × heads is above 65,535"
     if call.cos is not None and call.cos.shape[1] % 16:
         return f"it rotates a multiple of 16 dimensions, not {call.cos.shape[1]}"
-    rope = 0 if call.cos is None else call.cos.shape[1]
-    if (call.normalize and call.log_gate is None) or has_every_form(native_arch(call.device), rope):
-        return None
-    form = "a decay of each token's own" if call.normalize else "a form without the normaliser"
-    return f"it has {form} on Hopper alone, with at most 64 rotated dimensions"
+    return None
 
 
 @functools.cache
@@ -100,8 +95,8 @@ def backward(
     out: tuple[Tensor, ...],
 ) -> OptionGradients:
     """Writes dq, dk and dv into `out`; returns the other gradients."""
-    N = call.shape[1]
-    if call.log_gate is not None and N > WINDOW and N % CHUNK:
+    N, D = call.shape[1], call.shape[3]
+    if call.log_gate is not None and N > WINDOW and N % chunk_tokens(call.device, D):
         return _backward_in_two(call, o, stats, do, final, dstate, out)
     q, k, v = (_aligned(x) for x in call.views)
     written = tuple(
@@ -189,13 +184,14 @@ def _backward_in_two(
     dstate: LinearAttentionState | None,
     out: tuple[Tensor, ...],
 ) -> OptionGradients:
-    """`backward` of a call cut after its first N % CHUNK tokens: the later part first, from the state at the
-    cut, whose gradient the early part then starts from.
+    """`backward` of a call cut so that its later part is whole chunks: that first, from the state at the cut,
+    whose gradient the early part then starts from.
 
-    The later part is whole chunks: only there has the gradient of gates boundaries (gates.cuh), without which
-    rounding adds up over the whole sequence. The early part runs forward again, as no state is kept there.
+    Only in whole chunks has the gradient of gates boundaries (gates.cuh), without which rounding adds up over
+    the whole sequence. The early part runs forward again, as no state is kept there.
     """
-    first = call.shape[1] % CHUNK
+    _, N, _, D = call.shape
+    first = N % chunk_tokens(call.device, D)
     early, late = call.tokens(slice(first))._replace(return_state=True), call.tokens(slice(first, None))
     _, early_stats, state = forward(early)
     assert state is not None

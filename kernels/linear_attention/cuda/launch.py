@@ -168,13 +168,15 @@ def kernel_build(
     `decay`: one of DECAYS. `rope`: a multiple of 16 up to head_dim, or 0. Hopper's warpgroups rotate within
     64 columns at most. `weights`: one of WEIGHTS.
     """
-    small = arch in SMALL_SHARED
-    chunk = 32 if small and head_dim == 128 else CHUNK
     sm90 = arch == "sm_90a" and rope <= 64
-    blocks = 1 if small else 2 if head_dim == 128 else 3
+    blocks = 1 if arch in SMALL_SHARED else 2 if head_dim == 128 else 3
     if sm90:
         blocks -= 1
-    return KernelBuild(TAGS[dtype], head_dim, chunk, blocks, decay, rope, sm90, weights)
+    return KernelBuild(TAGS[dtype], head_dim, _chunk(arch, head_dim), blocks, decay, rope, sm90, weights)
+
+
+def _chunk(arch: str, head_dim: int) -> int:
+    return 32 if arch in SMALL_SHARED and head_dim == 128 else CHUNK
 
 
 def specs() -> list[KernelSpec]:
@@ -182,25 +184,21 @@ def specs() -> list[KernelSpec]:
     builds: dict[KernelBuild, list[str]] = {}
     for arch in supported_architectures():
         for head_dim in HEAD_DIMS:
-            for decay, rope, weights in _compiled_ahead(arch, head_dim):
+            for decay, rope, weights in _compiled_ahead(head_dim):
                 build = kernel_build(arch, torch.bfloat16, head_dim, decay, rope, weights)
                 builds.setdefault(build, []).append(arch)
     return [build.spec(*architectures) for build, architectures in builds.items()]
 
 
-def _compiled_ahead(arch: str, head_dim: int) -> list[tuple[str, int, str]]:
+def _compiled_ahead(head_dim: int) -> list[tuple[str, int, str]]:
     """(decay, rope, weights)."""
     model = head_dim // 4
-    builds = [("NO_DECAY", 0, "NORMALISED"), *((decay, model, "NORMALISED") for decay in DECAYS[:2])]
-    if has_every_form(arch, model):
-        builds += [("PER_TOKEN", model, weights) for weights in WEIGHTS[:2]] + [("PER_TOKEN", 0, "PRODUCTS")]
-    return builds
-
-
-def has_every_form(arch: str, rope: int) -> bool:
-    """Whether the scan for this card knows decays of tokens' own and weights without a normaliser: that of
-    sm_90a alone does."""
-    return kernel_build(arch, torch.bfloat16, HEAD_DIMS[0], "NO_DECAY", rope).sm90
+    return [
+        ("NO_DECAY", 0, "NORMALISED"),
+        *((decay, model, "NORMALISED") for decay in DECAYS),
+        ("PER_TOKEN", model, "AFFINE"),
+        ("PER_TOKEN", 0, "PRODUCTS"),
+    ]
 
 
 @functools.cache
@@ -218,6 +216,11 @@ def load_kernels(build: KernelBuild, arch: str) -> dict[tuple[str, str | None], 
 def _card(device: torch.device) -> tuple[str, int]:
     """Its architecture and its number of multiprocessors."""
     return native_arch(device), torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def chunk_tokens(device: torch.device, head_dim: int) -> int:
+    """Tokens that a block takes at a time."""
+    return _chunk(_card(device)[0], head_dim)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -778,6 +778,7 @@ struct ScanSm80 {
   // DQ, DK: through the norm, dx = r (y − x̂ (x̂·y)), and through RoPE; b and r as the table says. The tile of a holds
   // the rows x by now, and then the result.
   DEVICE void project(int stage, float (&y)[CHUNK_STEPS][Y_TILES][4], int position) {
+    const float* r = MODE == DQ ? p.rq : p.rk;
     u32 tile_unit = tile(stage, A);
     copy_async_wait<0>();
     __syncthreads();
@@ -804,14 +805,13 @@ struct ScanSm80 {
       int row = 8 * m + g, at = position + row;
       float4 d = *reinterpret_cast<float4*>(partial_dots + row * WARPS);
       float dot = (d.x + d.y) + (d.z + d.w);
-      const float* r = MODE == DQ ? p.rq : p.rk;
       float norm = CONFIG::COMPUTES_DG ? gates(stage, NORM)[row] : r[stat(min(at, p.N - 1))];
       auto [out, along] = Traits::projection(*this, norm, dot);
-      float unit_dot = norm * dot * Traits::scale_y(p);  // x̂·y
-      if (CONFIG::FACTOR_IN_W) take_factor_out(out, unit_dot, dot);
-      if (at < p.N && warp == 0 && t == 0) {
-        if (CONFIG::COMPUTES_DB) db_sums()[row] += unit_dot;
-        if (CONFIG::COMPUTES_DG) store_dG(row, at, unit_dot);
+      if (CONFIG::FACTOR_IN_W) {
+        float unit_dot = take_factor_out(out, norm, dot);
+        if (at < p.N && warp == 0 && t == 0) store_dG(row, at, unit_dot);
+      } else {
+        if (MODE == DQ && at < p.N && warp == 0 && t == 0) db_sums()[row] += norm * dot * Traits::scale_y(p);
       }
 #pragma unroll
       for (int n = 0; n < Y_TILES; n += 2) {
@@ -827,16 +827,19 @@ struct ScanSm80 {
     }
     store(tile_unit, position);
   }
-  // FACTOR_IN_W: y has the row's factor, or its mantissa. Where b is 0 it has another (b_or_one).
-  DEVICE void take_factor_out(float& out, float& unit_dot, float dot) const {
+  // FACTOR_IN_W: x̂·y, where y has the row's factor, or its mantissa; what is left of the factor to `out`. Where b is 0 y
+  // has another (b_or_one).
+  DEVICE float take_factor_out(float& out, float norm, float dot) const {
     if (CONFIG::WHOLE_FACTOR) {
-      unit_dot = dot * reciprocal(b_or_one());
       out = MODE == DQ && coefficient() == 0.f ? 0.f : 1.f;
-    } else {
-      unit_dot *= reciprocal(mantissa(out)), out = exponent(out);
+      return dot * reciprocal(b_or_one());
     }
+    const float rest = mantissa(out);
+    out = exponent(out);
+    return norm * dot * Traits::scale_y(p) * reciprocal(rest);
   }
   DEVICE void store_dG(int row, int position, float unit_dot) const {
+    if (MODE == DQ) db_sums()[row] += unit_dot;
     const float known = SUMS_X ? dG()[row] : 0.f;
     p.dG[i64(bh()) * p.N + position] = known + (MODE == DQ ? coefficient() * unit_dot : unit_dot);
   }
