@@ -1,5 +1,6 @@
 """Fixtures of the tests of the CUDA kernel."""
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,13 +12,37 @@ from lingpt.tests.kernels.on_gpu import FREE, FREE_ROTATED, ROTATED, SEPARATE
 def compiled_builds() -> None:
     """Every build that the GPU tests meet, all at once: one after the other they would take minutes."""
     from lingpt.kernels.linear_attention.cuda import compile as nvrtc
-    from lingpt.kernels.linear_attention.cuda.launch import has_every_form, kernel_build
+    from lingpt.kernels.linear_attention.cuda.launch import kernel_build
 
-    arch = nvrtc.native_arch()
-    builds = [
-        kernel_build(arch, dtype, D, decay, rope, *weights).spec(arch)
+    specs = [
+        (kernel_build(arch, dtype, D, decay, rope, *weights).spec(arch), arch)
+        for arch in sorted({nvrtc.native_arch(), nvrtc.native_arch().rstrip("a")}, reverse=True)
         for dtype, D, decay, rope, *weights in (*ROTATED[::-1], *SEPARATE, *FREE, *FREE_ROTATED)
-        if (not weights and decay != "PER_TOKEN") or has_every_form(arch, rope)
     ]
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda spec: spec.compile(arch), builds))
+        list(pool.map(lambda spec: spec[0].compile(spec[1]), specs))
+
+
+@pytest.fixture(params=["own scan", "sm_80's scan", "sm_80's scan in small chunks"])
+def scan(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The card's own; on Hopper (without sm_90a's instructions) also the one of all other cards, and that as
+    it is where shared memory is small."""
+    from lingpt.kernels.linear_attention.cuda import compile as nvrtc
+    from lingpt.kernels.linear_attention.cuda import launch
+
+    def forget_the_card() -> None:
+        launch._card.cache_clear()
+        launch.make_plan.cache_clear()
+
+    if request.param != "own scan":
+        if nvrtc.native_arch() != "sm_90a":
+            pytest.skip("the own scan is sm_80's")
+        if "small" in request.param:
+            if request.node.callspec.params["D"] == 64:
+                pytest.skip("chunks are small with a head_dim of 128")
+            monkeypatch.setattr(launch, "SMALL_SHARED", (*launch.SMALL_SHARED, "sm_90"))
+        monkeypatch.setattr(launch, "native_arch", lambda device: "sm_90")
+    forget_the_card()
+    yield
+    monkeypatch.undo()
+    forget_the_card()

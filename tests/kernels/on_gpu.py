@@ -2,14 +2,13 @@
 
 from functools import partial
 
-import pytest
 import torch
 
 from lingpt.tests import oracles
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
-# dtype, head_dim, decay, rotated dimensions, and for Hopper weights without a normaliser
+# dtype, head_dim, decay, rotated dimensions, and weights without a normaliser
 DECAYS = ("NO_DECAY", "PER_HEAD", "PER_TOKEN")  # as in launch.py, which needs no import to collect tests
 SEPARATE = [(dtype, D, decay, 0) for dtype in (BF16, FP16) for D in (64, 128) for decay in DECAYS]
 ROTATED = [
@@ -32,19 +31,8 @@ run = partial(oracles.forward_backward, backend="cuda")
 
 
 def log_decay(kind: str, B: int, N: int, H: int) -> torch.Tensor | None:
-    """Of one of DECAYS; skips the test where the card has no such kernel."""
-    if kind == "PER_TOKEN":
-        needs_every_form("a decay of each token's own")
+    """Of one of DECAYS."""
     return {"NO_DECAY": None, "PER_HEAD": decays(H), "PER_TOKEN": oracles.token_decays(B, N, H, "cuda")}[kind]
-
-
-def needs_every_form(what: str) -> None:
-    """Skips the test where the card has no such kernel."""
-    from lingpt.kernels.linear_attention.cuda.compile import native_arch
-    from lingpt.kernels.linear_attention.cuda.launch import has_every_form
-
-    if not has_every_form(native_arch(), 0):
-        pytest.skip(f"{what} is for Hopper")
 
 
 def decays(H: int) -> torch.Tensor:

@@ -16,7 +16,6 @@ from lingpt.tests.kernels.on_gpu import (
     decays,
     inputs,
     log_decay,
-    needs_every_form,
     randn,
     run,
     some_state,
@@ -59,7 +58,7 @@ def test_the_shapes_take_both_paths(D: int) -> None:
 
 @gpu
 @pytest.mark.parametrize("dtype, D, decay, _", SEPARATE)
-def test_errors_are_at_most_twice_those_of_the_quantised_quadratic_form(dtype, D, decay, _) -> None:
+def test_errors_are_at_most_twice_those_of_the_quantised_quadratic_form(dtype, D, decay, _, scan) -> None:
     """Guards: the target of accuracy, RMS and maximum, for every output.
 
     Numbers per head (da, db, n's gradient) are too few in one shape for a ratio of errors to mean anything:
@@ -70,10 +69,8 @@ def test_errors_are_at_most_twice_those_of_the_quantised_quadratic_form(dtype, D
 
 @gpu
 @pytest.mark.parametrize("dtype, D, decay, _, weights", FREE)
-def test_errors_without_the_normaliser(dtype, D, decay, _, weights) -> None:
+def test_errors_without_the_normaliser(dtype, D, decay, _, weights, scan) -> None:
     """Guards: the same of weights a + b x, a and b of any sign, and of b x alone, which has no state."""
-    needs_every_form("a form without the normaliser")
-
     def options(B: int, N: int, H: int) -> dict:
         chosen = {"log_decay": log_decay(decay, B, N, H), "normalize": False}
         chosen["b"] = torch.linspace(-1, 2, H, device="cuda")
@@ -133,12 +130,10 @@ def test_a_quarter_of_a_million_tokens_do_not_drift() -> None:
 @pytest.mark.parametrize(
     "D, R, normalize", [*((D, R, True) for D in (64, 128) for R in (0, D // 4, D)), (64, 16, False)]
 )
-def test_the_packed_form_rotates(D: int, R: int, normalize: bool) -> None:
+def test_the_packed_form_rotates(D: int, R: int, normalize: bool, scan) -> None:
     """Guards: RoPE on nothing, a quarter and a whole head, its transpose behind, one contiguous dqkv."""
     from litgpt.model import build_rope_cache
 
-    if not normalize:
-        needs_every_form("a form without the normaliser")
     B, N, H = 2, 700, 4
     q, k, v, do = inputs(B, N, H, D, BF16)
     qkv, b = torch.stack((q, k, v), 2), torch.linspace(-1, 1, H, device="cuda")
@@ -192,10 +187,9 @@ def test_views_of_a_projection_give_the_bits_of_copies_and_are_not_copied() -> N
 
 @gpu
 @pytest.mark.parametrize("D", [64, 128])
-def test_gates_in_the_projection_give_the_bits_of_gates_apart(D: int) -> None:
+def test_gates_in_the_projection_give_the_bits_of_gates_apart(D: int, scan) -> None:
     """Guards: rows with gates at their end, read and written in place; what fills them up gets zeros."""
     B, N, H = 2, 700, 4
-    log_decay("PER_TOKEN", B, N, H)  # or skips
     qkv, none = randn(B, N, 3, H, D, seed=0, dtype=BF16), torch.empty(N, 0, device="cuda")
     behind, bias = randn(B, N, 8, seed=1, dtype=BF16), torch.linspace(0, 6, H, device="cuda")
     do, gate = randn(B, N, H, D, seed=2, dtype=BF16), behind[..., :H].float()
@@ -301,8 +295,6 @@ def test_rows_of_zeros() -> None:
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("normalize", [True, False])
 def test_rows_as_they_are(dtype: torch.dtype, normalize: bool) -> None:
-    if not normalize:
-        needs_every_form("a form without the normaliser")
     check_rows_as_they_are(run, *inputs(2, 300, 4, 64, dtype), normalize=normalize)
 
 

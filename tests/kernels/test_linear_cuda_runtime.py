@@ -11,7 +11,7 @@ from torch.library import opcheck
 from lingpt.common.errors import UserError
 from lingpt.kernels.linear_attention import backends, linear_attention, linear_attention_qkv
 from lingpt.kernels.linear_attention.call import Call
-from lingpt.tests.kernels.on_gpu import BF16, decays, inputs, needs_every_form, randn, run, some_state
+from lingpt.tests.kernels.on_gpu import BF16, decays, inputs, randn, run, some_state
 
 pytestmark = pytest.mark.usefixtures("compiled_builds")
 gpu = pytest.mark.gpu
@@ -120,8 +120,6 @@ def test_torch_compile_makes_one_graph() -> None:
 @pytest.mark.parametrize("full", [True, False], ids=["all arguments", "none optional"])
 def test_opcheck(full: bool, normalize: bool) -> None:
     """Guards: schema, fake results and autograd of both passes, separate and packed, on the kernel."""
-    if not normalize:
-        needs_every_form("a form without the normaliser")
     B, N, H, D = 2, 70, 2, 64
     q, k, v, do = inputs(B, N, H, D, BF16)
     angle = torch.arange(N, device="cuda")[:, None] * torch.ones(16 if full else D, device="cuda")
