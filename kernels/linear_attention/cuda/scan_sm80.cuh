@@ -393,7 +393,7 @@ struct ScanSm80 {
           state[i][j][x] = from.scale * from.S[States::element(state_row(i, x / 2), 8 * j + 2 * t + x % 2)];
     for (int i = tid; i < D; i += THREADS) {
       if (CONFIG::SUMS_C) c_sum[i] = from.scale_c * from.c[i];
-      if (CONFIG::SUMS_B || HAS_G) b_sum[i] = from.scale_b * from.b[i];
+      if (CONFIG::SUMS_B) b_sum[i] = from.scale_b * from.b[i];
       split<T, 3>(b_sum_parts + i, D, b_sum[i]);
     }
   }
@@ -415,7 +415,7 @@ struct ScanSm80 {
 
   // At a boundary (gates.cuh): DQ leaves its state there, rounded, as its lanes hold it, and its sums; DK, whose lanes hold
   // the same elements, adds up the products with its own.
-  DEVICE void cross_boundary(int stage, int position) const {
+  DEVICE void cross_boundary(int stage, int position) {
     const int token = Traits::REVERSE ? p.N - position : position;
     if (position == 0 || p.N % CHUNK || token % WINDOW) return;
     const Boundary<D> boundary(p, bh(), token / WINDOW - 1);
@@ -437,10 +437,11 @@ struct ScanSm80 {
     }
     if (HAS_G && tid == 0) *boundary.count = count_before(stage);
   }
-  DEVICE void multiply_by(const Boundary<D>& boundary, int stage) const {
+  DEVICE void multiply_by(const Boundary<D>& boundary, int stage) {
     float sum = 0.f;
 #pragma unroll
     for (int k = 0; k < STATE_TILES * D_STEPS; k++) {
+      if (k % 4 == 0) forget_addresses();  // else all is read at once, for which there are no registers
       const uint4 read = boundary.state[k * THREADS + tid];
       const u32 pairs[4] = {read.x, read.y, read.z, read.w};
 #pragma unroll
@@ -474,7 +475,7 @@ struct ScanSm80 {
           for (int x = 0; x < 4; x++) state[i][j][x] *= decay;
     }
     // Sums over tokens on the tensor cores: a 16-bit factor and its rounding remainder, in two columns (rows).
-    float csum[STATE_TILES][4] = {}, bsum[Y_TILES][4] = {};
+    float csum[STATE_TILES][4] = {}, bsum[STATE_TILES][4] = {};
 #pragma unroll
     for (int s = 0; s < CHUNK_STEPS; s++) {
       int j = 16 * s + 2 * t;
@@ -493,6 +494,9 @@ struct ScanSm80 {
         if (CONFIG::SUMS_C) mma<T>(csum[i], r[0], r[2], r[1], r[3], tau0, tau1);
         left[i][0] = times_sigma(r[0], near, near_rest), left[i][1] = times_sigma(r[2], near, near_rest);
         left[i][2] = times_sigma(r[1], far, far_rest), left[i][3] = times_sigma(r[3], far, far_rest);
+        if (!WITH_B_SUM) continue;
+        fragment_B(r, tile_b, s, warp * STATE_TILES + i);
+        mma<T>(bsum[i], r[0], r[2], r[1], r[3], zeta0, zeta1);
       }
 #pragma unroll
       for (int n = 0; n < D / 16; n++) {
@@ -500,10 +504,6 @@ struct ScanSm80 {
         fragment_B(r, tile_b, s, n);
 #pragma unroll
         for (int i = 0; i < STATE_TILES; i++) mma_pair(state[i][2 * n], state[i][2 * n + 1], left[i], r);
-        if (WITH_B_SUM && n / STATE_TILES == warp) {
-          mma<T>(bsum[2 * (n % STATE_TILES)], zeta0, 0, zeta1, 0, r[0], r[1]);
-          mma<T>(bsum[2 * (n % STATE_TILES) + 1], zeta0, 0, zeta1, 0, r[2], r[3]);
-        }
       }
     }
     add_sums(csum, bsum, whole(stage, len));
@@ -512,27 +512,22 @@ struct ScanSm80 {
     return GATED ? multiply_add<T>(x, sigma, multiply<T>(x, rest)) : multiply<T>(x, sigma);
   }
   // A chunk's sums onto the running ones. This warp's columns: no other reads or writes them before a barrier.
-  DEVICE void add_sums(const float (&csum)[STATE_TILES][4], const float (&bsum)[Y_TILES][4], float decay) {
+  DEVICE void add_sums(const float (&csum)[STATE_TILES][4], const float (&bsum)[STATE_TILES][4], float decay) {
     const float factor = CONFIG::A_TIMES_SUMS ? constant() : 1.f;
+    if (t > 0) return;
 #pragma unroll
-    for (int i = 0; i < (CONFIG::SUMS_C ? STATE_TILES : 0); i++)
+    for (int i = 0; i < STATE_TILES; i++)
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        float* at = c_sum + state_row(i, half);
-        if (t == 0) *at = *at * decay + factor * (csum[i][2 * half] + csum[i][2 * half + 1]);
-      }
-#pragma unroll
-    for (int i = 0; i < (CONFIG::SUMS_B ? Y_TILES : 0); i++) {
-      float2 sum = make_float2(bsum[i][0] + __shfl_down_sync(FULL_WARP, bsum[i][0], 4),
-                               bsum[i][1] + __shfl_down_sync(FULL_WARP, bsum[i][1], 4));
-      int column = 8 * (warp * Y_TILES + i) + 2 * t;
-      if (g == 0) {
-        float2* at = reinterpret_cast<float2*>(b_sum + column);
-        sum = make_float2(at->x * decay + factor * sum.x, at->y * decay + factor * sum.y);
-        *at = sum;
+        auto add = [&](float* at, const float(&sum)[4]) {
+          return *at = *at * decay + factor * (sum[2 * half] + sum[2 * half + 1]);
+        };
+        if (CONFIG::SUMS_C) add(c_sum + state_row(i, half), csum[i]);
+        if (!CONFIG::SUMS_B) continue;
+        const int column = 16 * (warp * STATE_TILES + i) + 8 * half + g;
+        const float sum = add(b_sum + column, bsum[i]);
         if (CONFIG::SPLITS_B) split<T, 3>(b_sum_parts + column, D, sum);
       }
-    }
   }
 
   // --------------------------------------------------------------------------------------- a chunk's output
@@ -571,6 +566,7 @@ struct ScanSm80 {
     r.x = __shfl_sync(FULL_WARP, r.x, source), r.y = __shfl_sync(FULL_WARP, r.y, source);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
+      if (SUMS_X) forget_addresses();
       int row = 16 * warp + g + 8 * half;
       float rq = half ? r.y : r.x;
       float rho_i = MODE == FWD ? Traits::rho(*this, {0.f, 0.f, 0.f, rq}) : rho[row];
@@ -808,8 +804,12 @@ struct ScanSm80 {
       float norm = CONFIG::COMPUTES_DG ? gates(stage, NORM)[row] : r[stat(min(at, p.N - 1))];
       auto [out, along] = Traits::projection(*this, norm, dot);
       if (CONFIG::FACTOR_IN_W) {
-        float unit_dot = take_factor_out(out, norm, dot);
-        if (at < p.N && warp == 0 && t == 0) store_dG(row, at, unit_dot);
+        const float factor = out;
+        out = left_of_factor(factor);
+        if (at < p.N && warp == 0 && t == 0) {
+          if (MODE == DQ) db_sums()[row] += dot * per_unit_dot(norm, factor);
+          p.dG[i64(bh()) * p.N + at] = (SUMS_X ? dG()[row] : 0.f) + out * dot;  // with x̂·dx̂
+        }
       } else {
         if (MODE == DQ && at < p.N && warp == 0 && t == 0) db_sums()[row] += norm * dot * Traits::scale_y(p);
       }
@@ -827,20 +827,13 @@ struct ScanSm80 {
     }
     store(tile_unit, position);
   }
-  // FACTOR_IN_W: x̂·y, where y has the row's factor, or its mantissa; what is left of the factor to `out`. Where b is 0 y
-  // has another (b_or_one).
-  DEVICE float take_factor_out(float& out, float norm, float dot) const {
-    if (CONFIG::WHOLE_FACTOR) {
-      out = MODE == DQ && coefficient() == 0.f ? 0.f : 1.f;
-      return dot * reciprocal(b_or_one());
-    }
-    const float rest = mantissa(out);
-    out = exponent(out);
-    return norm * dot * Traits::scale_y(p) * reciprocal(rest);
+  // FACTOR_IN_W: y has the row's factor, or its mantissa: what is left of it to multiply by. And x̂·y without it over x·y with it.
+  DEVICE float left_of_factor(float factor) const {
+    if (!CONFIG::WHOLE_FACTOR) return exponent(factor);
+    return MODE == DQ && coefficient() == 0.f ? 0.f : 1.f;  // else b_or_one() is b
   }
-  DEVICE void store_dG(int row, int position, float unit_dot) const {
-    if (MODE == DQ) db_sums()[row] += unit_dot;
-    const float known = SUMS_X ? dG()[row] : 0.f;
-    p.dG[i64(bh()) * p.N + position] = known + (MODE == DQ ? coefficient() * unit_dot : unit_dot);
+  DEVICE float per_unit_dot(float norm, float factor) const {
+    if (CONFIG::WHOLE_FACTOR) return reciprocal(b_or_one());
+    return norm * Traits::scale_y(p) * reciprocal(mantissa(factor));
   }
 };
