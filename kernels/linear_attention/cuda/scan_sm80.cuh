@@ -238,7 +238,9 @@ struct ScanSm80 {
     if (tid >= CHUNK) return;
     const int at = min(position + tid, p.N - 1);
     const i64 i = i64(bh()) * p.N + at;
-    auto copy = [&](int which, const float* from) { copy_async_4(shared_address(gates(stage, which) + tid), from, true); };
+    auto copy = [&](int which, const float* from) {
+      copy_async_4(shared_address(gates(stage, which) + tid), from, true);
+    };
     copy(GAMMA, p.gamma + i), copy(TO_END, p.to_end + i);
     if (CONFIG::COMPUTES_DG) copy(NORM, (MODE == DQ ? p.rq : p.rk) + stat(at));
     if (COUNTS && Traits::REVERSE) copy(COUNT, p.count + i);
@@ -415,7 +417,7 @@ struct ScanSm80 {
 
   // At a boundary (gates.cuh): DQ leaves its state there, rounded, as its lanes hold it, and its sums; DK, whose lanes hold
   // the same elements, adds up the products with its own.
-  DEVICE void cross_boundary(int stage, int position) {
+  DEVICE void cross_boundary(int stage, int position) const {
     const int token = Traits::REVERSE ? p.N - position : position;
     if (position == 0 || p.N % CHUNK || token % WINDOW) return;
     const Boundary<D> boundary(p, bh(), token / WINDOW - 1);
@@ -427,7 +429,7 @@ struct ScanSm80 {
   DEVICE void leave_at(const Boundary<D>& boundary, int stage) const {
 #pragma unroll
     for (int k = 0; k < STATE_TILES * D_STEPS; k++) {
-      const float(&x)[4] = state[k / D_STEPS][2 * (k % D_STEPS)], (&y)[4] = state[k / D_STEPS][2 * (k % D_STEPS) + 1];
+      const float (&x)[4] = state[k / D_STEPS][2 * (k % D_STEPS)], (&y)[4] = state[k / D_STEPS][2 * (k % D_STEPS) + 1];
       boundary.state[k * THREADS + tid] =
           make_uint4(pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(y[0], y[1]), pack<T>(y[2], y[3]));
     }
@@ -437,24 +439,23 @@ struct ScanSm80 {
     }
     if (HAS_G && tid == 0) *boundary.count = count_before(stage);
   }
-  DEVICE void multiply_by(const Boundary<D>& boundary, int stage) {
+  DEVICE void multiply_by(const Boundary<D>& boundary, int stage) const {
     float sum = 0.f;
 #pragma unroll
     for (int k = 0; k < STATE_TILES * D_STEPS; k++) {
-      if (k % 4 == 0) forget_addresses();  // else all is read at once, for which there are no registers
       const uint4 read = boundary.state[k * THREADS + tid];
       const u32 pairs[4] = {read.x, read.y, read.z, read.w};
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const float2 x = unpack<T>(pairs[i]);
-        const float(&own)[4] = state[k / D_STEPS][2 * (k % D_STEPS) + i / 2];
+        const float (&own)[4] = state[k / D_STEPS][2 * (k % D_STEPS) + i / 2];
         sum += x.x * own[2 * (i % 2)], sum += x.y * own[2 * (i % 2) + 1];
       }
     }
-    sum *= Traits::range(p) / Traits::scale_sigma(p);
+    if (Traits::AS_FWD) sum *= Traits::range(p) * Traits::range(p);  // over both σ's scales, which are else 1 together
     for (int i = tid; i < D; i += THREADS) {
       if (CONFIG::SUMS_C) sum += c_sum[i] * boundary.c[i];
-      if (CONFIG::SUMS_B) sum += b_sum[i] * boundary.b[i] / Traits::scale_tau(p);
+      if (CONFIG::SUMS_B) sum += b_sum[i] * boundary.b[i] * Traits::scale_y(p);
     }
     if (HAS_G && tid == 0) sum -= *boundary.count * count_before(stage);
     sum = sum_lanes<32>(sum);
@@ -519,7 +520,7 @@ struct ScanSm80 {
     for (int i = 0; i < STATE_TILES; i++)
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        auto add = [&](float* at, const float(&sum)[4]) {
+        auto add = [&](float* at, const float (&sum)[4]) {
           return *at = *at * decay + factor * (sum[2 * half] + sum[2 * half + 1]);
         };
         if (CONFIG::SUMS_C) add(c_sum + state_row(i, half), csum[i]);
@@ -696,7 +697,8 @@ struct ScanSm80 {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         int row = 16 * m + g + 8 * half;
-        float decay = from_start(stage, row), r = rho[row] * decay, k = (MODE == FWD || !HAS_G ? 1.f : kappa[row]) * decay;
+        float decay = from_start(stage, row), r = rho[row] * decay,
+              k = (MODE == FWD || !HAS_G ? 1.f : kappa[row]) * decay;
         if (CONFIG::ADDS_A && MODE == FWD) k *= constant();
 #pragma unroll
         for (int n = 0; n < Y_TILES; n++) {
