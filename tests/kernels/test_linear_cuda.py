@@ -71,6 +71,7 @@ def test_errors_are_at_most_twice_those_of_the_quantised_quadratic_form(dtype, D
 @pytest.mark.parametrize("dtype, D, decay, _, weights", FREE)
 def test_errors_without_the_normaliser(dtype, D, decay, _, weights, scan) -> None:
     """Guards: the same of weights a + b x, a and b of any sign, and of b x alone, which has no state."""
+
     def options(B: int, N: int, H: int) -> dict:
         chosen = {"log_decay": log_decay(decay, B, N, H), "normalize": False}
         chosen["b"] = torch.linspace(-1, 2, H, device="cuda")
