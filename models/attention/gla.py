@@ -84,7 +84,7 @@ class GLAAttention(Attention):
         """`[B, N, C]` → the same; cos and sin are not read. `state.value`: `[B, H, d_k/H, d_v/H]` in fp32."""
         qkv, r = self.qkvr(x_BNC).split((2 * self.d_k + self.d_v, self.d_v), dim=-1)
         if self.conv is not None:
-            qkv = F.silu(convolved(qkv, self.conv, state))
+            qkv = convolved(qkv, self.conv, state, silu=True)
         q, k, v = (  # [B, N, H, d_k/H or d_v/H]
             t.unflatten(-1, (self.n_head, -1)) for t in qkv.split((self.d_k, self.d_k, self.d_v), dim=-1)
         )

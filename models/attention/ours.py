@@ -23,7 +23,6 @@ from typing import Annotated, Any, ClassVar
 
 import litgpt
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from lingpt.common.errors import UserError
@@ -147,11 +146,7 @@ class OursAttention(QKVAttention):
         """qkv `[B, N, 3, H, D]` after the convolution, where there is one; the state's `conv` is updated."""
         if self.conv is None:
             return qkv_BN3HD
-        return self.activated(convolved(qkv_BN3HD.flatten(2), self.conv, state)).view_as(qkv_BN3HD)
-
-    def activated(self, qkv_BNC: torch.Tensor) -> torch.Tensor:
-        """What the convolution gives, `[B, N, C]`, behind its SiLU where there is one."""
-        return F.silu(qkv_BNC) if self.conv_silu else qkv_BNC
+        return convolved(qkv_BN3HD.flatten(2), self.conv, state, silu=self.conv_silu).view_as(qkv_BN3HD)
 
     def forward(
         self,

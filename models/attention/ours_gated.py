@@ -18,7 +18,7 @@ from lingpt.kernels.linear_attention.call import logarithm_of_gate
 from lingpt.models.attention.base import RecurrentState, is_plain_linear
 from lingpt.models.attention.ours import OursAttention
 from lingpt.models.attention.ours_decay import log_decay
-from lingpt.models.attention.short_conv import short_convolution
+from lingpt.models.attention.short_conv import convolved
 
 CACHE_LINE = 64  # 16-bit numbers
 
@@ -53,10 +53,7 @@ class OursGatedAttention(OursAttention):
         weight = F.pad(torch.cat((self.qkv.weight, self.decay_proj.weight)), (0, 0, 0, fill))
         bias = None if self.qkv.bias is None else F.pad(self.qkv.bias, (0, H + fill))
         rows = F.linear(x_BNC, weight, bias)
-        if self.conv is None:
-            return rows
-        qkv, behind = rows.split((self.conv.shape[1], H + fill), dim=-1)
-        return torch.cat((self.activated(short_convolution(qkv, self.conv)), behind), dim=-1)
+        return rows if self.conv is None else convolved(rows, self.conv, silu=self.conv_silu)
 
     def row_fill(self) -> int:
         """Zeros behind the gates, up to rows of whole 128-byte cache lines of 16-bit numbers.

@@ -13,18 +13,46 @@ import torch.nn.functional as F
 from lingpt.kernels.precision import state_dtype
 from lingpt.models.attention.base import ConvState
 
+kernel: Any
+try:
+    from lingpt.kernels import short_conv as kernel
+except ImportError:  # no Triton
+    kernel = None
+
 WIDTH = 4
 SHORT_CONV_HELP = "a causal convolution of width 4 over q, k and v of `ours*` and, with a SiLU, of `gla`."
 
 
-def convolved(x_BNC: torch.Tensor, weight_KC: torch.Tensor, state: ConvState | None = None) -> torch.Tensor:
-    """`short_convolution` of x, which continues what the decoding state has seen, and updates it.
+def convolved(
+    x_BNW: torch.Tensor, weight_KC: torch.Tensor, state: ConvState | None = None, *, silu: bool = False
+) -> torch.Tensor:
+    """`short_convolution` of the first C columns of x, and with `silu` a SiLU of it; the others as they are.
 
-    x_BNC: [B, N, C]; weight_KC: [K, C]; `state.conv`: [B, K − 1, C], the last tokens, None before the first.
-    Returns [B, N, C] in x's dtype.
+    x_BNW: [B, N, W], W ≥ C; with a decoding state, W = C. weight_KC: [K, C]. x continues what the state has
+    seen: `state.conv`: [B, K − 1, C], the last tokens, None before the first, is updated.
+    Returns [B, N, W] in x's dtype.
     """
-    if state is None:
-        return short_convolution(x_BNC, weight_KC)
+    if state is not None:
+        y_BNC = _continued(x_BNW, weight_KC, state)
+        return F.silu(y_BNC) if silu else y_BNC
+    C, W = weight_KC.shape[1], x_BNW.shape[2]
+    if not silu and x_BNW.is_cuda and kernel is not None and kernel.takes(x_BNW):
+        return kernel.convolve(x_BNW, _widened(weight_KC, W - C))
+    # The compiler makes one pass of the convolution and its SiLU, which would be one more behind the kernel.
+    y_BNC = short_convolution(x_BNW[..., :C], weight_KC)
+    y_BNC = F.silu(y_BNC) if silu else y_BNC
+    return y_BNC if C == W else torch.cat((y_BNC, x_BNW[..., C:]), dim=-1)
+
+
+def _widened(weight_KC: torch.Tensor, columns: int) -> torch.Tensor:
+    """With so many filters more that change nothing: one pass writes a row whole."""
+    if columns == 0:
+        return weight_KC
+    return torch.cat((F.pad(weight_KC[:-1], (0, columns)), F.pad(weight_KC[-1:], (0, columns), value=1.0)))
+
+
+def _continued(x_BNC: torch.Tensor, weight_KC: torch.Tensor, state: ConvState) -> torch.Tensor:
+    """`short_convolution` of what the state has seen and x, of x's tokens."""
     K, N = weight_KC.shape[0], x_BNC.shape[1]
     seen = x_BNC.new_zeros(len(x_BNC), K - 1, x_BNC.shape[2]) if state.conv is None else state.conv
     whole_BNC = torch.cat((seen.to(x_BNC.dtype), x_BNC), dim=1)

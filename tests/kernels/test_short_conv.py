@@ -1,0 +1,89 @@
+"""The convolution's kernels on a GPU against PyTorch's convolution in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lingpt.models.attention import short_conv
+
+pytestmark = pytest.mark.gpu
+
+
+def exact(x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+    """y, dx and dw in float64 of the first C columns of x, C filters."""
+    C = weight.shape[1]
+    leaves = x, weight = (
+        x[..., :C].detach().double().requires_grad_(),
+        weight.detach().double().requires_grad_(),
+    )
+    y = F.conv1d(F.pad(x, (0, 0, 3, 0)).mT, weight.T[:, None], groups=C).mT
+    return [y, *torch.autograd.grad(y, leaves, dy[..., :C].double())]
+
+
+def drawn(B: int, N: int, W: int, C: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator("cuda").manual_seed(N)
+    x, dy = (torch.randn(B, N, W, device="cuda", generator=generator).to(dtype) for _ in range(2))
+    return x.requires_grad_(), torch.randn(4, C, device="cuda", generator=generator).requires_grad_(), dy
+
+
+def is_close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bool:
+    """To within the rounding of one number."""
+    error = (found.double() - expected).abs().max()
+    return bool(error <= torch.finfo(dtype).eps * expected.abs().max())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("N", [1, 2, 3, 5, 63, 64, 65, 128, 131, 1000])
+def test_values_and_gradients(N, dtype):
+    """Guards: ends of sequences and of blocks, channels that fill no block, no leak from one sequence to the
+    next, columns behind the channels, which pass as they are."""
+    x, weight, dy = drawn(3, N, 840, 776, dtype)
+    y = short_conv.convolved(x, weight)
+    dx, dw = torch.autograd.grad(y, (x, weight), dy)
+    y_exact, dx_exact, dw_exact = exact(x, weight, dy)
+    assert is_close(y[..., :776], y_exact, dtype) and torch.equal(y[..., 776:], x[..., 776:])
+    assert is_close(dx[..., :776], dx_exact, dtype) and torch.equal(dx[..., 776:], dy[..., 776:])
+    assert (dw - dw_exact).norm() < 1e-6 * dw_exact.norm()  # fp32 sums of the rounded x and dy
+    assert all(
+        map(torch.equal, torch.autograd.grad(short_conv.convolved(x, weight), (x, weight), dy), (dx, dw))
+    )
+
+
+def test_views_and_no_tokens():
+    """Guards: columns of a wider projection, read where they lie; a gradient that is no contiguous tensor."""
+    x, weight, dy = drawn(2, 70, 512, 256, torch.bfloat16)
+    for columns, given in (
+        (x[..., :256], dy[..., 128:384]),
+        (x[..., 128:384], dy[:1, :, :1].expand(2, 70, 256)),
+    ):
+        y = short_conv.convolved(columns, weight)
+        (dx,) = torch.autograd.grad(y, columns, given)
+        y_exact, dx_exact, _ = exact(columns, weight, given)
+        assert is_close(y, y_exact, torch.bfloat16) and is_close(dx, dx_exact, torch.bfloat16)
+    assert short_conv.convolved(x[:, :0], weight).shape == (2, 0, 512)
+
+
+def test_in_a_compiled_block():
+    """Guards: a graph break, and the operator's fake result."""
+    x, weight, dy = drawn(2, 200, 320, 256, torch.bfloat16)
+
+    def block(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * short_conv.convolved(x + 1, weight)
+
+    y = torch.compile(block, fullgraph=True)(x, weight)
+    assert torch.equal(y, block(x, weight))
+    for found, expected in zip(
+        torch.autograd.grad(y, (x, weight), dy),
+        torch.autograd.grad(block(x, weight), (x, weight), dy),
+        strict=True,
+    ):
+        assert torch.equal(found, expected)
+    torch.library.opcheck(torch.ops.lingpt.short_conv_fwd, (x, F.pad(weight, (0, 64))))
+
+
+def test_more_than_two_billion_elements():
+    """Guards: offsets of 32 bits."""
+    x = torch.zeros(1, 2**20 + 100, 2048 + 64, device="cuda", dtype=torch.bfloat16)
+    x[0, -5:] = 1.0
+    weight = torch.ones(4, x.shape[2], device="cuda")
+    assert short_conv.convolved(x, weight)[0, -6:, -1].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 4.0]
