@@ -1,0 +1,287 @@
+// What all phases of the sm_80 scan share: a block's head and segment, where things are in its shared memory, loading,
+// the coefficients of its tokens, and fragments of its tiles.
+#pragma once
+#include "gates.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/mma.cuh"
+#include "rope.cuh"
+#include "scan_sm80_layout.cuh"
+#include "segments.cuh"
+
+template <typename CONFIG>
+struct BlockSm80 {
+  using T = typename CONFIG::T;
+  using Traits = typename CONFIG::Traits;
+  static constexpr int D = CONFIG::D, CHUNK = CONFIG::CHUNK, MODE = CONFIG::MODE, ROPE = CONFIG::ROPE;
+  static constexpr bool STATES = CONFIG::STATES, POWERS = CONFIG::POWERS, GATED = CONFIG::GATED;
+  static constexpr bool HAS_G = CONFIG::HAS_G, SUMS_X = CONFIG::SUMS_X;
+  using States = SegmentStates<T, MODE, D, CONFIG::WEIGHTS>;
+  using Shared = SharedSm80<D, CHUNK, CONFIG::DECAY>;
+  static_assert(SCAN_THREADS == THREADS, "KernelBuild.threads of launch.py");
+  static constexpr int WARPS = THREADS / 32;
+  static constexpr int PIECES = D / 8;             // 16-byte pieces of a row
+  static constexpr int D_STEPS = D / 16;           // of a product along D
+  static constexpr int CHUNK_STEPS = CHUNK / 16;   // and along a chunk
+  static constexpr int Y_TILES = D / (8 * WARPS);  // 8-column tiles of y that a warp owns
+  static constexpr int STATE_TILES = Y_TILES / 2;  // the same as 16-row tiles of the state
+  static constexpr int SIXTEEN_ROWS = 16 * ROW_BYTES;
+
+  const Params& p;
+  char* smem;
+  u32 base;
+  int tid, warp, g, t;  // g, t: the lane's row and column pair in a tensor-core tile
+  u32 lane;
+  int begin;  // the segment's first position
+  float log2_decay;
+  float *sigma, *tau, *rho, *kappa, *zeta, *c_sum, *b_sum, *partial_dots, *powers;
+  u16 *sigma_end, *tau_end, *zeta_end, *b_sum_parts;  // [CHUNK], [2][CHUNK], [2][CHUNK], [3][D]
+
+  DEVICE BlockSm80(const Params& params, char* shared) : p(params), smem(shared) {
+    tid = threadIdx.x;
+    find_lane();
+    base = shared_address(smem);
+    int batch = bh() / p.H, h = bh() % p.H;
+    if (tid < 5) {  // every tensor's row of this head at position 0: five pointers fewer in registers
+      i64 last = Traits::REVERSE ? (p.N - 1) * p.strides[tid].token : 0;
+      reinterpret_cast<u16**>(smem + Shared::HEADS)[tid] = head_of(p, tid, batch, h) + last;
+    }
+    __syncthreads();
+    begin = segment() * p.segment_len;
+    if (tid == 0)
+      *reinterpret_cast<float*>(smem + Shared::POWERS + (CHUNK + 3) * 4) = p.coefficient ? p.coefficient[h] : p.b_value;
+    if (CONFIG::HAS_A && tid == 0)
+      *reinterpret_cast<float*>(smem + Shared::POWERS + (CHUNK + 2) * 4) = p.constant ? p.constant[h] : p.a_value;
+    log2_decay = POWERS ? p.log_decay[h] * LOG2_E : 0.f;
+    sigma = reinterpret_cast<float*>(smem + Shared::COEFFICIENTS);
+    tau = sigma + CHUNK, rho = tau + CHUNK, kappa = rho + CHUNK, zeta = kappa + CHUNK;
+    sigma_end = reinterpret_cast<u16*>(smem + Shared::END_COEFFICIENTS);
+    tau_end = sigma_end + CHUNK, zeta_end = tau_end + 2 * CHUNK;
+    c_sum = reinterpret_cast<float*>(smem + Shared::SUMS), b_sum = c_sum + D;
+    b_sum_parts = reinterpret_cast<u16*>(b_sum + D);
+    partial_dots = reinterpret_cast<float*>(smem + Shared::PARTIAL_DOTS);
+    powers = reinterpret_cast<float*>(smem + Shared::POWERS);
+    if (POWERS)
+      for (int i = tid; i <= CHUNK; i += THREADS) powers[i] = exp2f(log2_decay * i);
+    if (POWERS && HAS_G && MODE == FWD && tid == 0) powers[CHUNK + 1] = count_tokens<POWERS>(log2_decay, CHUNK);
+  }
+
+  // ----------------------------------------------------------------------------------------- where things are
+  // Head, segment and its end are read again where they are needed: registers are short.
+  DEVICE int bh() const {
+    int r;
+    asm volatile("mov.u32 %0, %%ctaid.y;" : "=r"(r));
+    return r;
+  }
+  DEVICE int segment() const {
+    int r;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(r));
+    return r;
+  }
+  DEVICE int end() const { return min((segment() + 1) * p.segment_len, p.N); }
+  DEVICE float coefficient() const {  // b
+    return __uint_as_float(ld_shared_b32(base + Shared::POWERS + (CHUNK + 3) * 4));
+  }
+  DEVICE float constant() const {  // a
+    return __uint_as_float(ld_shared_b32(base + Shared::POWERS + (CHUNK + 2) * 4));
+  }
+  // Row `position` of tensor a, b, c, unit or y (0 … 4).
+  DEVICE u16* row(int tensor, int position) const { return Traits::row(p, base + Shared::HEADS, tensor, position); }
+  DEVICE i64 stat(int position) const {  // of [BH, N]
+    return i64((unsigned long long)u32(bh()) * u32(p.N)) + Traits::token(p, position);
+  }
+  DEVICE float power(int i) const { return POWERS ? powers[i] : 1.f; }
+  // What is left of what came before the chunk in row `i`, after a chunk of `len` tokens, and there of token `i`.
+  DEVICE float from_start(int stage, int i) const {
+    return GATED ? power_of_two(gates(stage, GAMMA)[i]) : power(i + 1);
+  }
+  DEVICE float whole(int stage, int len) const { return GATED ? from_start(stage, CHUNK - 1) : power(len); }
+  DEVICE float to_end(int stage, int len, int i) const {
+    return i >= len ? 0.f : GATED ? power_of_two(gates(stage, TO_END)[i]) : power(len - 1 - i);
+  }
+  // PER_TOKEN, of a stage: what gates.cuh has of its tokens, rows past the end as the last one; 1/‖x‖, for DQ and DK.
+  enum { GAMMA, TO_END, NORM, COUNT };
+  DEVICE float* gates(int stage, int which) const {
+    return reinterpret_cast<float*>(smem + Shared::GATES) + (4 * stage + which) * CHUNK;
+  }
+  // The count before the chunk. In reverse it is of e.
+  DEVICE float& count_before(int stage) const { return reinterpret_cast<float*>(smem + Shared::COUNTS)[stage]; }
+  DEVICE float* dG() const { return reinterpret_cast<float*>(smem + Shared::DG); }
+  DEVICE u16* sigma_rest() const { return reinterpret_cast<u16*>(smem + Shared::SIGMA_REST); }
+  DEVICE u32 tile(int stage, int which) const {
+    // `states` reads no a: two stages of two tiles, where the first four are otherwise.
+    return base + (STATES ? (2 * stage + which - 1) * Shared::TILE : stage * Shared::STAGE + which * Shared::TILE);
+  }
+
+  // Called between the phases of a chunk, which compute their addresses again.
+  DEVICE void forget_addresses() {
+    reload(tid, base);
+    find_lane();
+  }
+  DEVICE void find_lane() { warp = u32(tid) / 32, lane = u32(tid) % 32, g = lane / 4, t = lane % 4; }
+
+  // ------------------------------------------------------------------------------------------------- loading
+  DEVICE void load_tile(u32 dst, int tensor, int position) const {
+    constexpr int ROWS = THREADS / PIECES;
+    int row = u32(tid) / PIECES, piece = u32(tid) % PIECES;
+    const u16* src = this->row(tensor, position + row) + 8 * piece;
+    i64 step = (Traits::REVERSE ? -ROWS : ROWS) * p.strides[tensor].token;
+    dst += swizzled<CHUNK>(row, piece);  // ROWS is a multiple of 8: the same for every step
+#pragma unroll
+    for (int i = 0; i < CHUNK / ROWS; i++, src += step) {
+      bool ok = position + row + i * ROWS < p.N;
+      copy_async_16(dst + i * ROWS * ROW_BYTES, src, ok);
+    }
+  }
+  template <bool WITH_A>
+  DEVICE void load(int stage, int position) const {
+    if (position < end()) {
+      if (WITH_A) load_tile(tile(stage, A), A, position);
+      load_tile(tile(stage, B), B, position);
+      load_tile(tile(stage, C), C, position);
+      load_stats(stage, position);
+      if (GATED) load_gates(stage, position);
+    }
+    copy_async_commit();
+  }
+  // Of TokenStats: r, g, and e or (DV) unit. Without the normaliser neither g nor e.
+  DEVICE void load_stats(int stage, int position) const {
+    if (MODE == FWD || tid >= CHUNK) return;
+    bool ok = position + tid < p.N;
+    i64 i = stat(ok ? position + tid : 0);
+    u32 dst = base + Shared::STATS + stage * 3 * CHUNK * 4 + tid * 4;
+    copy_async_4(dst, (MODE == DQ ? p.rk : p.rq) + i, ok);
+    if (HAS_G) copy_async_4(dst + CHUNK * 4, p.g + i, ok);
+    if (HAS_G || MODE == DV) copy_async_4(dst + 2 * CHUNK * 4, (MODE == DV ? p.rk : p.e) + i, ok);
+  }
+  DEVICE void load_gates(int stage, int position) const {
+    constexpr bool COUNTS = HAS_G && (CONFIG::NORMALISES || CONFIG::COMPUTES_DG);
+    if (tid >= CHUNK) return;
+    const int at = min(position + tid, p.N - 1);
+    const i64 i = i64(bh()) * p.N + at;
+    auto copy = [&](int which, const float* from) {
+      copy_async_4(shared_address(gates(stage, which) + tid), from, true);
+    };
+    copy(GAMMA, p.gamma + i), copy(TO_END, p.to_end + i);
+    if (CONFIG::COMPUTES_DG) copy(NORM, (MODE == DQ ? p.rq : p.rk) + stat(at));
+    if (COUNTS && Traits::REVERSE) copy(COUNT, p.count + i);
+    if (COUNTS && tid == 0)
+      copy_async_4(shared_address(&count_before(stage)), Chunks<CHUNK>(p, bh()).count + position / CHUNK, true);
+  }
+
+  DEVICE void rotate(u32 tile_address, int position) const {
+    using R = Rope<T, MODE, ROPE>;
+    for (int i = tid; i < CHUNK * ROPE / 8; i += THREADS) {
+      auto item = R::template read<CHUNK>(smem + (tile_address - base), i);
+      R::rotate(item, R::angles(p, position, i));
+    }
+  }
+  DEVICE void rotate_tiles(int stage, int position, bool with_a) const {
+    if (!ROPE) return;
+    if (with_a && Traits::ROPE_A) rotate(tile(stage, A), position);
+    if (Traits::ROPE_B) rotate(tile(stage, B), position);
+    if (Traits::ROPE_C) rotate(tile(stage, C), position);
+    __syncthreads();
+  }
+
+  // --------------------------------------------------------------------------------- per-token coefficients
+  // σ, τ, ρ, κ of a chunk, from what the forward pass saved. Rows past the end count nothing.
+  DEVICE void coefficients(int stage, int position) const {
+    if (MODE == FWD || tid >= CHUNK) return;
+    const float* stats = reinterpret_cast<const float*>(smem + Shared::STATS) + stage * 3 * CHUNK + tid;
+    bool ok = position + tid < p.N;
+    float r = ok ? stats[0] : 0.f, inverse = HAS_G && ok ? 1.f / stats[CHUNK] : 0.f;
+    float last = (HAS_G || MODE == DV) && ok ? stats[2 * CHUNK] : 0.f;
+    const TokenStats saved = {inverse, last, r, last};
+    const float factor = CONFIG::FACTOR_IN_W ? factor_in_w(gates(stage, NORM)[tid]) : 1.f;
+    sigma[tid] = Traits::sigma(*this, saved);
+    if (HAS_G) tau[tid] = Traits::tau(*this, saved);
+    rho[tid] = Traits::rho(*this, saved) * factor;
+    if (HAS_G) kappa[tid] = Traits::kappa(*this, saved) * factor;
+    if (CONFIG::HAS_ZETA) zeta[tid] = Traits::zeta(*this, saved);
+  }
+  // The same, decayed to the end of a chunk of `len` tokens. Call it after a barrier: it reads others' σ and τ.
+  DEVICE void coefficients_at_end(int stage, int len) const {
+    if (tid >= CHUNK) return;
+    float decay = to_end(stage, len, tid);
+    float s = Traits::limit_sigma(sigma[tid] * decay);
+    split<T, CONFIG::SIGMA_PARTS>([&](int part) { return (part ? sigma_rest() : sigma_end) + tid; }, s);
+    if (CONFIG::SUMS_C) split<T, 2>(tau_end + tid, CHUNK, (MODE == FWD || !HAS_G ? 1.f : tau[tid]) * decay);
+    if (CONFIG::SUMS_B)
+      split<T, 2>(zeta_end + tid, CHUNK, MODE == FWD ? s : CONFIG::HAS_ZETA ? zeta[tid] * decay : decay);
+  }
+  // DQ: the factor of all rows of y, but 1 where that is 0: the gradient of b is then found all the same.
+  DEVICE float b_or_one() const { return MODE == DQ && coefficient() != 0.f ? coefficient() : 1.f; }
+  // FACTOR_IN_W: what ρ and κ have of the factor of a row of this norm.
+  DEVICE float factor_in_w(float norm) const {
+    return CONFIG::WHOLE_FACTOR ? b_or_one() * norm : mantissa(Traits::row_factor(*this, norm));
+  }
+
+  // Products of 16 rows with themselves: row g's square is on the diagonals, lo of the first eight rows and hi of the
+  // others.
+  static DEVICE void add_squares(float (&lo)[4], float (&hi)[4], u32 x0, u32 x1, u32 x2, u32 x3) {
+    mma<T>(lo, x0, x1, x2, x3, x0, x2);
+    mma<T>(hi, x0, x1, x2, x3, x1, x3);
+  }
+  // 1/‖row‖ from there; valid in lanes t == g/2, rows g (x) and g + 8 (y).
+  DEVICE float2 reciprocal_norms(const float (&lo)[4], const float (&hi)[4]) const {
+    int normalize = p.normalize;
+    return make_float2(reciprocal_norm(g & 1 ? lo[1] : lo[0], normalize),
+                       reciprocal_norm(g & 1 ? hi[3] : hi[2], normalize));
+  }
+  // σ of the rows of k that this warp owns (forward), into shared memory.
+  template <bool SAVE>
+  DEVICE void key_norms(const float (&lo)[4], const float (&hi)[4], int position) const {
+    float2 r = reciprocal_norms(lo, hi);
+    if (t != g >> 1) return;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      int row = 16 * warp + g + 8 * half;
+      float value = half ? r.y : r.x;
+      bool ok = position + row < p.N;
+      sigma[row] = ok ? Traits::sigma(*this, {0.f, 0.f, value, 0.f}) : 0.f;
+      if (SAVE && ok) p.rk[stat(position + row)] = value;
+    }
+  }
+
+  // ------------------------------------------------------------------------------ fragments of the tiles
+  // Within a row the 16-byte pieces are permuted by an exclusive or with row % 8. Stepping by 16 columns is then one more
+  // exclusive or, and by 16 rows an addition: one register serves a whole tile.
+  static DEVICE u32 step(u32 address, int s, int k) {
+    return (address ^ ((k % 4) << 5)) + (k / 4) * CHUNK * ROW_BYTES + s * SIXTEEN_ROWS;
+  }
+  DEVICE void fragment_A(u32 (&r)[4], u32 address, int s, int k) const {
+    // Rows 16s … 16s+15 of columns 16k … 16k+15, as the left operand.
+    ldmatrix(r, step(address + swizzled<CHUNK>(lane % 16, lane / 16), s, k));
+  }
+  DEVICE void fragment_Bt(u32 (&r)[4], u32 address, int s, int k) const {
+    // The same, as the transposed right operand: r[0], r[1] for the first eight rows, r[2], r[3] for the others.
+    ldmatrix(r, step(address + swizzled<CHUNK>(lane % 8 + (lane / 16) * 8, (lane / 8) % 2), s, k));
+  }
+  DEVICE void fragment_B(u32 (&r)[4], u32 address, int s, int k) const {
+    // Tokens 16s … 16s+15 of columns 16k … 16k+15: as the right operand r[0], r[1] for the first eight columns and
+    // r[2], r[3] for the others; as the transposed left operand r[0], r[2], r[1], r[3].
+    ldmatrix_trans(r, step(address + swizzled<CHUNK>(lane % 16, lane / 16), s, k));
+  }
+  DEVICE void fragment_own(u32 (&r)[4], u32 address, int s, int i) const {
+    // The same of this warp's i-th pair of 8-column tiles.
+    int piece = lane / 16 ? own_tile(2 * i + 1) : own_tile(2 * i);
+    ldmatrix_trans(r, address + swizzled<CHUNK>(lane % 16, piece) + s * SIXTEEN_ROWS);
+  }
+  // 16 columns of d: a left operand times both halves of a right one.
+  static DEVICE void mma_pair(float (&first)[4], float (&second)[4], const u32 (&a)[4], const u32 (&b)[4]) {
+    mma<T>(first, a[0], a[1], a[2], a[3], b[0], b[1]);
+    mma<T>(second, a[0], a[1], a[2], a[3], b[2], b[3]);
+  }
+  // Of PARTS rows of 16-bit numbers two neighbours in row g (further rows: 0): column (row) g of an operand.
+  template <int PARTS>
+  DEVICE u32 part(const u16* from, int stride, int i) const {
+    return g < PARTS ? *reinterpret_cast<const u32*>(from + g * stride + i) : 0;
+  }
+  // The n-th of the 8-column tiles whose part of the state this warp holds. With RoPE on them, tiles that rotate
+  // together are neighbours.
+  DEVICE int own_tile(int n) const {
+    constexpr int HALF = Traits::PROJECTS ? ROPE / 16 : 0;
+    int i = warp * Y_TILES + n;
+    return i < 2 * HALF ? i / 2 + (i % 2) * HALF : i;
+  }
+};
