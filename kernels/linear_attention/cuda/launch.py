@@ -99,7 +99,7 @@ class KernelBuild:
         if self.sm90:
             return SM90_SHARED // self.blocks - RESERVED_SHARED
         tiles, scores, per_token = 2 * 6 * C * D, C * 128, C * (24 + 20 + 10 + 20)
-        gates = 38 * C + 8 if self.decay == "PER_TOKEN" else 0
+        gates = 42 * C + 8 if self.decay == "PER_TOKEN" else 0
         return tiles + scores + per_token + 14 * D + 56 + gates
 
     @property

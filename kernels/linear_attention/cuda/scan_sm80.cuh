@@ -223,10 +223,10 @@ struct ScanSm80 : BlockSm80<CONFIG> {
       u32 near = *reinterpret_cast<u32*>(sigma_end + j), far = *reinterpret_cast<u32*>(sigma_end + j + 8);
       u32 near_rest = GATED ? *reinterpret_cast<u32*>(sigma_rest() + j) : 0,
           far_rest = GATED ? *reinterpret_cast<u32*>(sigma_rest() + j + 8) : 0;
-      u32 tau0 = CONFIG::SUMS_C ? part<2>(tau_end, CHUNK, j) : 0,
-          tau1 = CONFIG::SUMS_C ? part<2>(tau_end, CHUNK, j + 8) : 0;
-      u32 zeta0 = CONFIG::SUMS_B ? part<2>(zeta_end, CHUNK, j) : 0,
-          zeta1 = CONFIG::SUMS_B ? part<2>(zeta_end, CHUNK, j + 8) : 0;
+      u32 tau0 = CONFIG::SUMS_C ? part<CONFIG::SUM_PARTS>(tau_end, CHUNK, j) : 0,
+          tau1 = CONFIG::SUMS_C ? part<CONFIG::SUM_PARTS>(tau_end, CHUNK, j + 8) : 0;
+      u32 zeta0 = CONFIG::SUMS_B ? part<CONFIG::SUM_PARTS>(zeta_end, CHUNK, j) : 0,
+          zeta1 = CONFIG::SUMS_B ? part<CONFIG::SUM_PARTS>(zeta_end, CHUNK, j + 8) : 0;
       u32 left[STATE_TILES][4];
 #pragma unroll
       for (int i = 0; i < STATE_TILES; i++) {
@@ -255,20 +255,25 @@ struct ScanSm80 : BlockSm80<CONFIG> {
   // A chunk's sums onto the running ones. This warp's columns: no other reads or writes them before a barrier.
   DEVICE void add_sums(const float (&csum)[STATE_TILES][4], const float (&bsum)[STATE_TILES][4], float decay) {
     const float factor = CONFIG::A_TIMES_SUMS ? constant() : 1.f;
-    if (t > 0) return;
 #pragma unroll
     for (int i = 0; i < STATE_TILES; i++)
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        auto add = [&](float* at, const float (&sum)[4]) {
-          return *at = *at * decay + factor * (sum[2 * half] + sum[2 * half + 1]);
-        };
-        if (CONFIG::SUMS_C) add(c_sum + state_row(i, half), csum[i]);
+        const float c = CONFIG::SUMS_C ? sum_of_parts(csum[i], half) : 0.f;
+        const float b = CONFIG::SUMS_B ? sum_of_parts(bsum[i], half) : 0.f;
+        if (t > 0) continue;
+        auto add = [&](float* at, float sum) { return *at = *at * decay + factor * sum; };
+        if (CONFIG::SUMS_C) add(c_sum + state_row(i, half), c);
         if (!CONFIG::SUMS_B) continue;
         const int column = 16 * (warp * STATE_TILES + i) + 8 * half + g;
-        const float sum = add(b_sum + column, bsum[i]);
+        const float sum = add(b_sum + column, b);
         if (CONFIG::SPLITS_B) split<T, 3>(b_sum_parts + column, D, sum);
       }
+  }
+  // Of a row over its columns, in lanes t == 0. All lanes call it.
+  static DEVICE float sum_of_parts(const float (&sum)[4], int half) {
+    const float two = sum[2 * half] + sum[2 * half + 1];
+    return CONFIG::SUM_PARTS == 3 ? two + __shfl_down_sync(FULL_WARP, sum[2 * half], 1) : two;
   }
 
   // --------------------------------------------------------------------------------------- a chunk's output

@@ -34,7 +34,7 @@ struct BlockSm80 {
   int begin;  // the segment's first position
   float log2_decay;
   float *sigma, *tau, *rho, *kappa, *zeta, *c_sum, *b_sum, *partial_dots, *powers;
-  u16 *sigma_end, *tau_end, *zeta_end, *b_sum_parts;  // [CHUNK], [2][CHUNK], [2][CHUNK], [3][D]
+  u16 *sigma_end, *tau_end, *zeta_end, *b_sum_parts;  // [CHUNK], [SUM_PARTS][CHUNK] twice, [3][D]
 
   DEVICE BlockSm80(const Params& params, char* shared) : p(params), smem(shared) {
     tid = threadIdx.x;
@@ -55,7 +55,7 @@ struct BlockSm80 {
     sigma = reinterpret_cast<float*>(smem + Shared::COEFFICIENTS);
     tau = sigma + CHUNK, rho = tau + CHUNK, kappa = rho + CHUNK, zeta = kappa + CHUNK;
     sigma_end = reinterpret_cast<u16*>(smem + Shared::END_COEFFICIENTS);
-    tau_end = sigma_end + CHUNK, zeta_end = tau_end + 2 * CHUNK;
+    tau_end = sigma_end + CHUNK, zeta_end = tau_end + CONFIG::SUM_PARTS * CHUNK;
     c_sum = reinterpret_cast<float*>(smem + Shared::SUMS), b_sum = c_sum + D;
     b_sum_parts = reinterpret_cast<u16*>(b_sum + D);
     partial_dots = reinterpret_cast<float*>(smem + Shared::PARTIAL_DOTS);
@@ -205,9 +205,13 @@ struct BlockSm80 {
     float decay = to_end(stage, len, tid);
     float s = Traits::limit_sigma(sigma[tid] * decay);
     split<T, CONFIG::SIGMA_PARTS>([&](int part) { return (part ? sigma_rest() : sigma_end) + tid; }, s);
-    if (CONFIG::SUMS_C) split<T, 2>(tau_end + tid, CHUNK, (MODE == FWD || !HAS_G ? 1.f : tau[tid]) * decay);
+    if (CONFIG::SUMS_C)
+      split<T, CONFIG::SUM_PARTS>(tau_end + tid, CHUNK, (MODE == FWD || !HAS_G ? 1.f : tau[tid]) * decay);
     if (CONFIG::SUMS_B)
-      split<T, 2>(zeta_end + tid, CHUNK, MODE == FWD ? s : CONFIG::HAS_ZETA ? zeta[tid] * decay : decay);
+      split<T, CONFIG::SUM_PARTS>(zeta_end + tid, CHUNK,
+                                  MODE == FWD        ? s
+                                  : CONFIG::HAS_ZETA ? zeta[tid] * decay
+                                                     : decay);
   }
   // DQ: the factor of all rows of y, but 1 where that is 0: the gradient of b is then found all the same.
   DEVICE float b_or_one() const { return MODE == DQ && coefficient() != 0.f ? coefficient() : 1.f; }

@@ -37,6 +37,8 @@ struct ConfigSm80 {
   // 16-bit numbers that σ decayed to the chunk's end is kept in. Where gates are steep a few tokens are all of a state, and
   // the rounding of one's σ, the same in its whole row, would not average out.
   static constexpr int SIGMA_PARTS = GATED ? 2 : 1;
+  // And τ and ζ: a's part of a state has no other rounding, and bf16 comes near a gate in three alone.
+  static constexpr int SUM_PARTS = GATED && HAS_A && Traits::REVERSE ? 3 : 2;
 };
 
 template <int D, int CHUNK, Decay DECAY>
@@ -46,10 +48,10 @@ struct SharedSm80 {  // byte offsets; tiles first: swizzled, aligned to 1024
   static constexpr int SCORES = 2 * STAGE;                    // W
   static constexpr int STATS = SCORES + CHUNK * ROW_BYTES;    // two stages of three rows of CHUNK floats
   static constexpr int COEFFICIENTS = STATS + 6 * CHUNK * 4;  // σ τ ρ κ ζ (DQ: Σ q̂·y)
-  // decayed to the chunk's end: σ in 16 bits, τ and ζ as two 16-bit numbers each
+  // decayed to the chunk's end: σ in 16 bits, τ and ζ as SUM_PARTS 16-bit numbers each
   static constexpr int END_COEFFICIENTS = COEFFICIENTS + 5 * CHUNK * 4;
   // Σ τ c and Σ ζ b; the latter also as three 16-bit numbers
-  static constexpr int SUMS = END_COEFFICIENTS + 5 * CHUNK * 2;
+  static constexpr int SUMS = END_COEFFICIENTS + (DECAY == PER_TOKEN ? 7 : 5) * CHUNK * 2;
   static constexpr int PARTIAL_DOTS = SUMS + 2 * D * 4 + 3 * D * 2;
   static constexpr int POWERS = PARTIAL_DOTS + 4 * CHUNK * 4;  // γ⁰ … γ^CHUNK; Σ γ^i of a chunk; a; b
   static constexpr int HEADS = POWERS + (CHUNK + 4) * 4;
