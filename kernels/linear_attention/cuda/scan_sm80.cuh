@@ -93,7 +93,7 @@ struct ScanSm80 : BlockSm80<CONFIG> {
           fragment_Bt(r, tile(stage, B), warp, k);
           add_squares(lo, hi, r[0], r[2], r[1], r[3]);
         }
-        key_norms<false>(lo, hi, position);
+        key_norms(lo, hi, position, false);
       }
       __syncthreads();
       int len = min(CHUNK, p.N - position);
@@ -302,7 +302,7 @@ struct ScanSm80 : BlockSm80<CONFIG> {
           mma<T>(zq, left[0], left[1], left[2], left[3], part<3>(b_sum_parts, D, 16 * k + 2 * t),
                  part<3>(b_sum_parts, D, 16 * k + 2 * t + 8));
       }
-      if (MODE == FWD) key_norms<true>(k_lo, k_hi, position);
+      if (MODE == FWD) key_norms(k_lo, k_hi, position, true);
     }
     __syncthreads();  // σ (and τ, ρ, κ) of the whole chunk are there
     coefficients_at_end(stage, len);

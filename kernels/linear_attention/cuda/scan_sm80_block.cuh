@@ -233,8 +233,7 @@ struct BlockSm80 {
                        reciprocal_norm(g & 1 ? hi[3] : hi[2], normalize));
   }
   // σ of the rows of k that this warp owns (forward), into shared memory.
-  template <bool SAVE>
-  DEVICE void key_norms(const float (&lo)[4], const float (&hi)[4], int position) const {
+  DEVICE void key_norms(const float (&lo)[4], const float (&hi)[4], int position, bool save) const {
     float2 r = reciprocal_norms(lo, hi);
     if (t != g >> 1) return;
 #pragma unroll
@@ -243,7 +242,7 @@ struct BlockSm80 {
       float value = half ? r.y : r.x;
       bool ok = position + row < p.N;
       sigma[row] = ok ? Traits::sigma(*this, {0.f, 0.f, value, 0.f}) : 0.f;
-      if (SAVE && ok) p.rk[stat(position + row)] = value;
+      if (save && ok) p.rk[stat(position + row)] = value;
     }
   }
 
