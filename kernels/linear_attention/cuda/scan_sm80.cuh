@@ -316,7 +316,7 @@ struct ScanSm80 : BlockSm80<CONFIG> {
       int row = 16 * warp + g + 8 * half;
       float rq = half ? r.y : r.x;
       float rho_i = MODE == FWD ? Traits::rho(*this, {0.f, 0.f, 0.f, rq}) : rho[row];
-      float kappa_i = MODE == FWD || !HAS_G ? 1.f : kappa[row];
+      float kappa_i = CONFIG::ADDS_A ? constant() : MODE == FWD || !HAS_G ? 1.f : kappa[row];
       float sum = weigh_row(stage, row, x, half, rho_i, kappa_i);
       if (CONFIG::NORMALISES || SUMS_X) {
         float inner = half ? zq[2] + zq[3] : zq[0] + zq[1];
@@ -384,7 +384,6 @@ struct ScanSm80 : BlockSm80<CONFIG> {
   // where they come after it. It is selected, as an exponential may overflow there.
   static constexpr bool MASKS_DECAYS = GATED || SUMS_X;
   DEVICE float2 added_by_columns(int j) const {
-    if (CONFIG::ADDS_A) return make_float2(constant(), constant());
     return MODE == FWD || !HAS_G ? make_float2(1.f, 1.f) : *reinterpret_cast<float2*>(tau + j);
   }
   DEVICE float2 decays(int stage, int row, int j) const {
@@ -404,7 +403,7 @@ struct ScanSm80 : BlockSm80<CONFIG> {
   }
   // An element of W, without its decay.
   static DEVICE float score(float rho, float kappa, float sigma, float tau, float x) {
-    if (!HAS_G) return CONFIG::ADDS_A ? rho * sigma * x + tau : rho * sigma * x;
+    if (!HAS_G) return CONFIG::ADDS_A ? rho * sigma * x + kappa : rho * sigma * x;
     if (CONFIG::COMPUTES_DG) return MODE == DQ ? sigma * (rho * x + kappa) : rho * (sigma * x + tau);
     return rho * sigma * x + kappa * tau;
   }
@@ -444,6 +443,9 @@ struct ScanSm80 : BlockSm80<CONFIG> {
     float2 sum[Y_TILES];
 #pragma unroll
     for (int n = 0; n < Y_TILES; n++) sum[n] = *reinterpret_cast<float2*>(c_sum + 8 * own_tile(n) + 2 * t);
+    const float factor = CONFIG::ADDS_A && MODE == FWD ? constant() : 1.f;  // in reverse the sums have it
+#pragma unroll
+    for (int n = 0; n < Y_TILES; n++) sum[n].x *= factor, sum[n].y *= factor;
 #pragma unroll
     for (int m = 0; m < CHUNK_STEPS; m++)
 #pragma unroll
@@ -451,7 +453,6 @@ struct ScanSm80 : BlockSm80<CONFIG> {
         int row = 16 * m + g + 8 * half;
         float decay = from_start(stage, row), r = rho[row] * decay,
               k = (MODE == FWD || !HAS_G ? 1.f : kappa[row]) * decay;
-        if (CONFIG::ADDS_A && MODE == FWD) k *= constant();
 #pragma unroll
         for (int n = 0; n < Y_TILES; n++) {
           y[m][n][2 * half] = r * y[m][n][2 * half] + (CONFIG::SUMS_C ? k * sum[n].x : 0.f);
