@@ -22,7 +22,7 @@ class Blocks(NamedTuple):
     warps: int
 
 
-FORWARD, BACKWARD = Blocks(64, 512, 4), Blocks(128, 256, 2)
+FORWARD, BACKWARD = Blocks(128, 256, 1), Blocks(128, 128, 1)
 
 
 def takes(x_BNC: torch.Tensor) -> bool:
