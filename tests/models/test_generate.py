@@ -21,7 +21,7 @@ def test_greedy_text_is_that_of_the_full_forward(small, tokens, attention):
 
 @torch.no_grad()
 def test_softmax_decodes_without_cudnn(small, tokens, monkeypatch):
-    """Guards: a plan that cuDNN makes for each number of keys, which took longer than all else of a token."""
+    """Guards: a plan that cuDNN makes for each number of keys, for every token one."""
     model, allowed, sdpa = small("softmax"), [], F.scaled_dot_product_attention
 
     def noted(*args, **options):
