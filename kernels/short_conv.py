@@ -31,7 +31,7 @@ def takes(x_BNC: torch.Tensor) -> bool:
 
 
 def convolve(x_BNC: torch.Tensor, weight_4C: torch.Tensor) -> torch.Tensor:
-    """y_t = Σ_k w_k x_{t−3+k}, zeros before the first token, summed in fp32; differentiable.
+    """y_t = Σ_k w_k x_{t−3+k}, zeros before the first token, summed in fp32; differentiable once.
 
     x_BNC: [B, N, C] on CUDA, one of DTYPES, channels contiguous. weight_4C: [4, C], floating point; the last
     row weighs the token itself. Returns [B, N, C] in x's dtype, contiguous.

@@ -214,6 +214,15 @@ def test_resets_in_the_only_chunk(build: Build, emulated) -> None:
     assert not too_inexact(ours, build, x, options)
 
 
+@pytest.mark.parametrize("build", AFFINE, ids=str)
+def test_the_gradient_of_a_states_c_is_that_of_fp32(build: Build, emulated) -> None:
+    """Guards: decays in 16 bits: two such numbers of a gate were too few in bf16. c has no other rounding."""
+    emulated(build)
+    x, options = inputs(build, 1, 63, 1), all_options(build, 1, 63, 1)
+    found = run(*x, **options)["dc"]
+    assert relative(found, with_rope(in_float64, build, x, **options)["dc"]) < 3e-7
+
+
 @pytest.mark.parametrize("build", [*GATED_WIDE, *AFFINE], ids=str)
 def test_a_reset_is_a_new_beginning_exactly(build: Build, emulated) -> None:
     """Guards: nothing finite before a −inf is in what comes after it, nor in the final state, nor do later
