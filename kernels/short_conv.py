@@ -96,10 +96,7 @@ def _forward(
     batch = tl.program_id(1).to(tl.int64)
     c = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
     inside = c < C
-    w0 = tl.load(weight + c, mask=inside, other=0.0).to(tl.float32)
-    w1 = tl.load(weight + C + c, mask=inside, other=0.0).to(tl.float32)
-    w2 = tl.load(weight + 2 * C + c, mask=inside, other=0.0).to(tl.float32)
-    w3 = tl.load(weight + 3 * C + c, mask=inside, other=0.0).to(tl.float32)
+    w0, w1, w2, w3 = _filters(weight + c, C, inside)
     x += batch * stride_b + c
     y += batch * N * C + c
     x0 = _token(x, first - 3, stride_n, N, inside)
@@ -126,10 +123,7 @@ def _backward(
     batch = tl.program_id(1).to(tl.int64)
     c = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
     inside = c < C
-    w0 = tl.load(weight + c, mask=inside, other=0.0).to(tl.float32)
-    w1 = tl.load(weight + C + c, mask=inside, other=0.0).to(tl.float32)
-    w2 = tl.load(weight + 2 * C + c, mask=inside, other=0.0).to(tl.float32)
-    w3 = tl.load(weight + 3 * C + c, mask=inside, other=0.0).to(tl.float32)
+    w0, w1, w2, w3 = _filters(weight + c, C, inside)
     x += batch * stride_b + c
     dx += batch * N * C + c
     dy += batch * N * C + c
@@ -168,6 +162,16 @@ def _backward(
     tl.store(parts + C, dw1, mask=inside)
     tl.store(parts + 2 * C, dw2, mask=inside)
     tl.store(parts + 3 * C, dw3, mask=inside)
+
+
+@triton.jit
+def _filters(weight, C, inside):
+    """The four taps of a block's channels in fp32."""
+    w0 = tl.load(weight, mask=inside, other=0.0).to(tl.float32)
+    w1 = tl.load(weight + C, mask=inside, other=0.0).to(tl.float32)
+    w2 = tl.load(weight + 2 * C, mask=inside, other=0.0).to(tl.float32)
+    w3 = tl.load(weight + 3 * C, mask=inside, other=0.0).to(tl.float32)
+    return w0, w1, w2, w3
 
 
 @triton.jit
