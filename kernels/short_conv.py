@@ -22,6 +22,7 @@ class Blocks(NamedTuple):
     warps: int
 
 
+# The fastest of those in docs/results/training/short-conv.json.
 FORWARD, BACKWARD = Blocks(128, 256, 1), Blocks(128, 128, 1)
 
 

@@ -24,7 +24,7 @@ def compiled_builds() -> None:
 
 
 @pytest.fixture(params=["own scan", "sm_80's scan", "sm_80's scan in small chunks"])
-def scan(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def scan(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The card's own; on Hopper (without sm_90a's instructions) also the one of all other cards, and that as
     it is where shared memory is small."""
     from lingpt.kernels.linear_attention.cuda import compile as nvrtc
@@ -43,6 +43,6 @@ def scan(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
             monkeypatch.setattr(launch, "SMALL_SHARED", (*launch.SMALL_SHARED, "sm_90"))
         monkeypatch.setattr(launch, "native_arch", lambda device: "sm_90")
     forget_the_card()
-    yield
+    yield request.param
     monkeypatch.undo()
     forget_the_card()

@@ -58,20 +58,18 @@ def test_the_shapes_take_both_paths(D: int) -> None:
 
 @gpu
 @pytest.mark.parametrize("dtype, D, decay, _", SEPARATE)
-def test_errors_are_at_most_twice_those_of_the_quantised_quadratic_form(
-    dtype, D, decay, _, scan, request
-) -> None:
+def test_errors_are_at_most_twice_those_of_the_quantised_quadratic_form(dtype, D, decay, _, scan) -> None:
     """Guards: the target of accuracy, RMS and maximum, for every output.
 
     Numbers per head (da, db, n's gradient) are too few in one shape for a ratio of errors to mean anything:
     theirs are pooled over the shapes, each relative to the RMS of the exact ones.
     """
-    small = "small" in request.node.callspec.params["scan"]
-    if small and (dtype, decay) == (BF16, "PER_TOKEN"):
-        request.applymarker(
-            pytest.mark.xfail(reason="the largest error of db is 2.00 times the quantised form's")
-        )
-    check_errors(dtype, D, lambda B, N, H: states(B, H, D) | {"log_decay": log_decay(decay, B, N, H)})
+    found = above_the_target(
+        dtype, D, lambda B, N, H: states(B, H, D) | {"log_decay": log_decay(decay, B, N, H)}
+    )
+    if "small" in scan and (dtype, decay) == (BF16, "PER_TOKEN") and set(found) == {("db", "all")}:
+        pytest.xfail("the largest error of db is 2.00 times the quantised form's")
+    assert not found
 
 
 @gpu
@@ -86,7 +84,7 @@ def test_errors_without_the_normaliser(dtype, D, decay, _, weights, scan) -> Non
             return chosen | {"a": 0.0, "return_state": False}
         return states(B, H, D) | chosen | {"a": torch.linspace(1.5, -0.5, H, device="cuda")}
 
-    check_errors(dtype, D, options)
+    assert not above_the_target(dtype, D, options)
 
 
 def states(B: int, H: int, D: int) -> dict:
@@ -96,9 +94,12 @@ def states(B: int, H: int, D: int) -> dict:
     return dict(dstate=dstate, b=torch.ones(H, device="cuda"), initial=some_state(B, H, D))
 
 
-def check_errors(dtype: torch.dtype, D: int, options_of) -> None:
-    """Without the normaliser the error of a gate's gradient is a sum over all later tokens, one random walk a
-    head: few have no ratio, and 10 % are allowed. da needs no rounding but of decays after a reset."""
+def above_the_target(dtype: torch.dtype, D: int, options_of) -> dict[tuple, dict[str, float]]:
+    """Which errors are, by name and N, "all" of numbers per head, and how many times the quantised form's.
+
+    Without the normaliser the error of a gate's gradient is a sum over all later tokens, one random walk a
+    head: few have no ratio, and 10 % are allowed. da needs no rounding but of decays after a reset.
+    """
     few: dict[str, list] = {"da": [], "db": [], "dn": []}
     worse = {}
     for seed, (B, N, H) in enumerate(SHAPES):
@@ -117,7 +118,7 @@ def check_errors(dtype: torch.dtype, D: int, options_of) -> None:
     for name, pairs in ((name, pairs) for name, pairs in few.items() if pairs):
         floor = 2.0**-14 if name == "da" else 0.0
         worse[name, "all"] = above_twice(*map(torch.cat, zip(*pairs, strict=True)), floor)
-    assert not {name: found for name, found in worse.items() if found}
+    return {name: found for name, found in worse.items() if found}
 
 
 @gpu

@@ -123,9 +123,8 @@ def backward(
         )
         e, boundaries = work.address("e"), work.address("boundaries")
         d_initial = None if initial is None else _new_state(call)
-        if not plan.build.sm90:
-            for launch in plan.row_products:
-                launch(stream, run.pointers("row_products", g, e=e))
+        for launch in plan.row_products:
+            launch(stream, run.pointers("row_products", g, e=e))
         states = left or work.address("states")
         gates = run.gates(states + 4 * states_size, dG=work.address("dG_rows"), boundaries=boundaries)
         before: dict[str, Any] = dict(initial=initial, scratch=states, gates=gates)

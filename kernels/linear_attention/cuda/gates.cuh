@@ -246,8 +246,8 @@ DEVICE float across_boundary(const Params& p, const GatesBlock& block, int token
 }
 
 // The gradient of a gate, which is in G_i for i ≥ t: Σ_{i≥t} dG_i, 0 at a reset. dG: rows, of DQ; count: columns, of DK,
-// [PARTS, BH, N] each, by position, and of boundaries WARPS parts. First, TOTALS: chunks: the sum of a span, [BH, 2, spans], high and low. Then gamma: the
-// gradient [B, N, H]. Grid: GatesBlock, spans and tokens from the last to the first.
+// [PARTS, BH, N] each, by position; of each boundary WARPS parts. First, TOTALS: chunks: the sum of a span, [BH, 2, spans],
+// high and low. Then gamma: the gradient [B, N, H]. Grid: GatesBlock, spans and tokens from the last to the first.
 template <int D, int CHUNK, bool TOTALS, int PARTS, int WARPS>
 __global__ void __launch_bounds__(GATES_THREADS) gate_gradient(const __grid_constant__ Params p) {
   const GatesBlock block(p);

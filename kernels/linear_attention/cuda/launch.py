@@ -325,10 +325,10 @@ class LaunchPlan:
         self.dq = self._scan("DQ", self.segmentation)
         self.reverse_states = self._states("DK", self.reverse_segmentation)
         self.reverse_gates, self.gate_gradient = self._gates("DK"), self._gate_gradient()
-        if self.build.sm90:  # dk and dv at once, as both read k, q and do; dq's scan finds e
+        self.row_products = self._row_products()
+        if self.build.sm90:  # dk and dv at once, as both read k, q and do
             self.dk_dv = self._pair()
         else:
-            self.row_products = self._row_products() if self.build.has_counts else []
             self.dk, self.dv = (self._scan(mode, self.segmentation) for mode in ("DK", "DV"))
 
     def scratch_size(self, segmentation: Segmentation) -> int:
@@ -427,6 +427,9 @@ class LaunchPlan:
         return Launch(self._kernels[kernel, mode], grid, (GATES_THREADS, 1, 1), 0, (layout,))
 
     def _row_products(self) -> list[Launch]:
+        """For e, which only the normaliser needs; Hopper's scan of dq finds it."""
+        if ("row_products", None) not in self._kernels:
+            return []
         layout = self._layout("row_products", self.segmentation)
         grid = -(-self.N * self.H * (self.D // 8) // THREADS), self.B, 1
         return [Launch(self._kernels["row_products", None], grid, (THREADS, 1, 1), 0, (layout,))]

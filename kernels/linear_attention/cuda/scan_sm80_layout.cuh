@@ -37,7 +37,7 @@ struct ConfigSm80 {
   // 16-bit numbers that σ decayed to the chunk's end is kept in. Where gates are steep a few tokens are all of a state, and
   // the rounding of one's σ, the same in its whole row, would not average out.
   static constexpr int SIGMA_PARTS = GATED ? 2 : 1;
-  // And τ and ζ: a's part of a state has no other rounding, and bf16 comes near a gate in three alone.
+  // And τ and ζ. Nothing else of a's part of a state is rounded, and two bf16 numbers have a gate's decay to 2⁻¹⁷ only.
   static constexpr int SUM_PARTS = GATED && HAS_A && Traits::REVERSE ? 3 : 2;
 };
 
