@@ -43,8 +43,8 @@ from lingpt.train.machine import (
     micro_batch_sizes,
 )
 from lingpt.train.model import attention_kernels, begin_tuning, make_model
-from lingpt.train.optim import make_optimizer
-from lingpt.train.parallel import Parallel, print_rank0
+from lingpt.train.optim import make_optimizer, step_where_finite
+from lingpt.train.parallel import HostNumbers, Parallel, print_rank0
 from lingpt.train.throughput import mfu
 
 # What a recipe says of the model under each name that is compared.
@@ -118,10 +118,11 @@ class Trained:
             parallel.backward(loss, tokens)
             loss_sum += loss.detach()
         norm = parallel.clip_gradients(self.gpt, t.grad_clip)
-        (total,) = parallel.sum(loss_sum)  # waits for the device, as in a run
-        if not math.isfinite(total) or not math.isfinite(norm.item()):
+        sums = parallel.sums(loss_sum)
+        numbers = HostNumbers(torch.cat((sums, norm.double()[None])))
+        step_where_finite(self.optimizer, sums[0], norm)
+        if not all(map(math.isfinite, numbers.wait())):  # waits for the device, as in a run
             raise RuntimeError("the loss or the gradient is not finite")
-        self.optimizer.step()
 
 
 def bench_steps(

@@ -44,8 +44,8 @@ from lingpt.train.machine import (
     too_small,
 )
 from lingpt.train.model import attention_kernels, begin_tuning, make_model, model_config
-from lingpt.train.optim import learning_rate, make_optimizer
-from lingpt.train.parallel import Parallel, print_rank0, progress_bar
+from lingpt.train.optim import learning_rate, make_optimizer, step_where_finite
+from lingpt.train.parallel import HostNumbers, Parallel, print_rank0, progress_bar
 from lingpt.train.plan import format_plan
 from lingpt.train.prefetch import Prefetch
 from lingpt.train.profile import COMMUNICATION, WAITING, Profiler, span
@@ -238,17 +238,18 @@ class Run:
             loss_sum += loss.detach()
         with span("optimizer"):
             norm = parallel.clip_gradients(self.gpt, t.grad_clip)
-        # The step's one synchronisation.
+            sums = parallel.sums(loss_sum, stop.requested, self.wants_save())
+            numbers = HostNumbers(torch.cat((sums, norm.double()[None])))
+            step_where_finite(self.optimizer, sums[0], norm)
+        # The step's one synchronisation. The optimizer, launched before, keeps a GPU busy meanwhile.
         with span(COMMUNICATION if parallel.world_size > 1 else WAITING):
-            total, stops, saves = parallel.sum(loss_sum, stop.requested, self.wants_save())
+            total, stops, saves, grad_norm = numbers.wait()
         if stops:
             self.agree(stop)
         self.save_due, self.val_loss = saves > 0, None
-        loss_mean, grad_norm = total / tokens, norm.item()
+        loss_mean = total / tokens
         line: dict[str, Any] = {"loss": loss_mean, "lr": rate, "grad_norm": grad_norm}
         if math.isfinite(loss_mean) and math.isfinite(grad_norm):
-            with span("optimizer"):
-                self.optimizer.step()
             self.progress.skipped_in_a_row = 0
         else:
             line |= {"skipped": True, "blocks": self.batches.indices(self.progress.step)}

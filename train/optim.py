@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lingpt.models.weight_decay import parameter_groups
 from lingpt.train.config import TrainConfig, decay_steps
@@ -33,3 +34,18 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     groups = parameter_groups(model, config.weight_decay)
     fused = all(p.is_cuda for group in groups for p in group["params"])
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=fused)
+
+
+def step_where_finite(optimizer: torch.optim.Optimizer, *numbers: torch.Tensor) -> None:
+    """A step of the optimizer that changes nothing where one of `numbers`, scalars, is not finite.
+
+    A fused optimizer is told on the device, as GradScaler tells it, and nobody waits. Any other waits.
+    """
+    finite = torch.stack([number.isfinite() for number in numbers]).all()
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    if optimizer.defaults["fused"] and not isinstance(next(parameters), DTensor):
+        bare = getattr(optimizer, "optimizer", optimizer)  # without Fabric's wrapper
+        bare.found_inf = finite.logical_not().float()
+        optimizer.step()
+    elif finite.item():
+        optimizer.step()

@@ -300,11 +300,20 @@ class Parallel:
 
     def sum(self, *values: torch.Tensor | float) -> list[float]:
         """Each value summed over all ranks, in float64. Waits for the device."""
-        own = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in values]
+        return self.sums(*values).tolist()
+
+    def sums(self, *values: torch.Tensor | float) -> torch.Tensor:
+        """`sum` on the device, [n] float64, without waiting for it."""
+        own = [
+            value.double() if isinstance(value, torch.Tensor)
+            # Filled in by a kernel: a copy of a number from the host waits for the device.
+            else torch.full((), value, dtype=torch.float64, device=self.device)
+            for value in values
+        ]  # fmt: skip
         sums = torch.stack(own)
         if self.world_size > 1:  # not by Fabric, which has a barrier before each
             dist.all_reduce(sums)
-        return sums.tolist()
+        return sums
 
     def any(self, value: bool) -> bool:
         """Whether `value` holds on any rank."""
@@ -361,6 +370,23 @@ class Parallel:
             self.fabric.barrier()
             self.watch.stop()
             dist.destroy_process_group()
+
+
+class HostNumbers:
+    """Numbers [n] that the device may not have computed yet, on their way to the host."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values, self._copied = values, None
+        if values.is_cuda:
+            pinned = torch.empty_like(values, device="cpu", pin_memory=True)
+            self._values, self._copied = pinned.copy_(values, non_blocking=True), torch.cuda.Event()
+            self._copied.record()
+
+    def wait(self) -> list[float]:
+        """Waits for what the device had been given to do by then, and for nothing that was launched since."""
+        if self._copied:
+            self._copied.synchronize()
+        return self._values.tolist()
 
 
 class _FSDP2Strategy(DDPStrategy):

@@ -1,13 +1,17 @@
 """The schedule is a pure function with the recipe's numbers in it; decay falls on matrices alone."""
 
+import copy
 import math
 from itertools import pairwise
 
+import pytest
 import torch
 from torch import nn
 
 from lingpt.train import TrainConfig
-from lingpt.train.optim import learning_rate, make_optimizer
+from lingpt.train.machine import choose_machine
+from lingpt.train.optim import learning_rate, make_optimizer, step_where_finite
+from lingpt.train.parallel import HostNumbers, Parallel
 
 
 def test_schedule_warms_up_peaks_falls_and_ends_at_the_minimum():
@@ -55,3 +59,51 @@ def test_decay_on_matrices_only():
     assert moved == {"0.weight", "1.weight"}
     torch.testing.assert_close(model[1].weight, before["1.weight"] * (1 - 0.1 * 0.5))
     assert all(group["betas"] == (0.9, 0.95) for group in optimizer.param_groups)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_is_not_finite_changes_nothing(fused):
+    """Neither weights nor moments nor the count of steps; the next one is as if it had not been."""
+    parameters = nn.Linear(3, 2).requires_grad_(True).parameters()
+    optimizer = torch.optim.AdamW(parameters, lr=0.1, fused=fused)
+    plain = copy.deepcopy(optimizer)
+    for step, number in enumerate([1.0, math.nan, math.inf, 2.0]):
+        for one in (optimizer, plain):
+            for parameter in one.param_groups[0]["params"]:
+                parameter.grad = torch.full_like(parameter, 0.5 + step if math.isfinite(number) else math.nan)
+        step_where_finite(optimizer, torch.tensor(1.0, dtype=torch.float64), torch.tensor(number))
+        if math.isfinite(number):
+            plain.step()
+        expected = plain.param_groups[0]["params"]
+        for parameter, as_plain in zip(optimizer.param_groups[0]["params"], expected, strict=True):
+            assert torch.equal(parameter, as_plain)
+    states = (one.state_dict()["state"] for one in (optimizer, plain))
+    for state, as_plain in zip(*(list(state.values()) for state in states), strict=True):
+        assert state["step"] == 2
+        assert all(torch.equal(state[name], as_plain[name]) for name in as_plain)
+
+
+@pytest.mark.gpu
+def test_nobody_waits_for_a_gpu_until_the_optimizer_has_its_work():
+    """Of a step's end: the sums over ranks, their way to the host, and the optimizer's step."""
+    parallel = Parallel(choose_machine(TrainConfig(accelerator="cuda", devices=1)))
+    model = nn.Linear(512, 512, device=parallel.device)
+    optimizer = parallel.wrap_optimizer(make_optimizer(model, TrainConfig()))
+    model(torch.ones(4, 512, device=parallel.device)).sum().backward()
+    before = model.weight.detach().clone()
+    for loss, moves in ((math.nan, False), (3.0, True)):
+        loss_sum = torch.tensor(loss, dtype=torch.float64, device=parallel.device)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            norm = parallel.clip_gradients(model, 1.0)
+            sums = parallel.sums(loss_sum, True, 2.0)
+            numbers = HostNumbers(torch.cat((sums, norm.double()[None])))
+            step_where_finite(optimizer, sums[0], norm)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        found, *rest = numbers.wait()
+        assert rest == [1.0, 2.0, pytest.approx(norm.item())]
+        assert found == loss or math.isnan(found) and math.isnan(loss)
+        assert torch.equal(model.weight, before) != moves
+    parallel.close()
