@@ -2,7 +2,9 @@
 
 What is timed is what trains: a run's model, compiled blocks, precision, loss, gradient clipping and
 optimizer, on random tokens and without a log. The identity keeps the linear layers before and after the
-mixing: its time over an attention's is the part of the step that is not spent on mixing.
+mixing: its time over an attention's is the part of the step that is not spent on mixing. Its gradients of q and
+k are zeros, which a card may multiply faster than other numbers, as they take less power; `identity-dense` has
+v's gradient in their place, for as many bytes.
 
 Notable:
 - at each shape the attentions take turns, in rounds: ratios are taken within a round, and a bad minute does
@@ -30,7 +32,15 @@ from lingpt.data import DataConfig
 from lingpt.kernels.bench.environment import environment, used_by_others
 from lingpt.models import ATTENTIONS, MODELS, ModelArgs
 from lingpt.models.attention.base import QKVAttention
-from lingpt.train.bench_results import IDENTITY, OUTPUT_GATE, SHORT_CONV, Results, Row
+from lingpt.train.bench_results import (
+    DENSE_IDENTITY,
+    IDENTITIES,
+    IDENTITY,
+    OUTPUT_GATE,
+    SHORT_CONV,
+    Results,
+    Row,
+)
 from lingpt.train.bench_rows import attempt, skipped
 from lingpt.train.compilation import compiles
 from lingpt.train.config import Recipe, TrainConfig
@@ -50,6 +60,7 @@ from lingpt.train.throughput import mfu
 # What a recipe says of the model under each name that is compared.
 COMPARED: dict[str, dict[str, Any]] = {
     IDENTITY: {"attention": "softmax"},  # whose linear layers it keeps
+    DENSE_IDENTITY: {"attention": "softmax"},
     "ours": {"attention": "ours"},
     "ours-gated": {"attention": "ours-gated"},
     OUTPUT_GATE: {"attention": OUTPUT_GATE},
@@ -75,17 +86,36 @@ class Shape(NamedTuple):
     seq_len: int
 
 
+class _GradientOfV(torch.autograd.Function):
+    """qkv [B, N, 3C] as it is; v's gradient is also that of q and k."""
+
+    @staticmethod
+    def forward(qkv: torch.Tensor) -> torch.Tensor:
+        return qkv.view_as(qkv)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, dqkv: torch.Tensor) -> torch.Tensor:
+        return dqkv[..., -(dqkv.shape[-1] // 3) :].repeat(1, 1, 3)
+
+
 class Identity(nn.Module):
     """Mixes nothing: o = v between the linear layers of the attention whose place it takes."""
 
-    def __init__(self, replaced: QKVAttention) -> None:
+    def __init__(self, replaced: QKVAttention, dense: bool = False) -> None:
         super().__init__()
-        self.qkv, self.proj = replaced.qkv, replaced.proj
+        self.qkv, self.proj, self.dense = replaced.qkv, replaced.proj, dense
 
     def forward(
         self, x_BNC: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor, state: Any = None
     ) -> torch.Tensor:
-        return self.proj(self.qkv(x_BNC)[..., -x_BNC.shape[-1] :])
+        qkv = self.qkv(x_BNC)
+        if self.dense:
+            qkv = _GradientOfV.apply(qkv)
+        return self.proj(qkv[..., -x_BNC.shape[-1] :])
 
     def flops_per_token(self, seq_len: int) -> int:
         return 0
@@ -99,10 +129,10 @@ class Trained:
         for tuning in begin_tuning(recipe, config, recipe.train.precision, parallel.device):
             tuning.finish(print_rank0)
         self.gpt = make_model(recipe, config, None, parallel.device)
-        if attention == IDENTITY:
+        if attention in IDENTITIES:
             for block in self.gpt.blocks:
                 assert isinstance(block.attn, QKVAttention)
-                block.add_module("attn", Identity(block.attn))
+                block.add_module("attn", Identity(block.attn, dense=attention == DENSE_IDENTITY))
         self.model = parallel.wrap(NextTokenLoss(self.gpt, compiles(recipe, parallel.device)))
         self.optimizer = parallel.wrap_optimizer(make_optimizer(self.gpt, recipe.train))
         shape = recipe.train.micro_batch_size, recipe.data.seq_len + 1
@@ -256,14 +286,14 @@ def _new_row(attention: str, recipe: Recipe, machine: Machine) -> Row:
         micro_batch_size=size,
         tokens=recipe.tokens_per_step,
         # The estimate knows no identity.
-        estimated_memory=_estimate(recipe, machine, size) if attention != IDENTITY else None,
+        estimated_memory=_estimate(recipe, machine, size) if attention not in IDENTITIES else None,
     )
 
 
 def _timed(row: Row, recipe: Recipe, machine: Machine, parallel: Parallel) -> Row:
     """The row with another round."""
     device, kernels = parallel.device, {}
-    if row.attention != IDENTITY:
+    if row.attention not in IDENTITIES:
         config = recipe.model.config()
         for name in config.attention_per_layer:
             if missing := ATTENTIONS[name].missing_package(device):

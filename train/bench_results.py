@@ -9,12 +9,14 @@ from lingpt.common.files import replacing, write_errors
 from lingpt.common.palette import COLOURS, SPARE_COLOURS
 from lingpt.train.bench_rows import BenchResults, BenchRow, made_on, markdown, number
 
-IDENTITY, FLASH = "identity", "softmax-flash"
+IDENTITY, DENSE_IDENTITY, FLASH = "identity", "identity-dense", "softmax-flash"
+IDENTITIES = (IDENTITY, DENSE_IDENTITY)
 OUTPUT_GATE, SHORT_CONV = "ours-gated+output_gate", "ours-gated+output_gate+short_conv"
 LINE_COLOURS = COLOURS | {
     FLASH: COLOURS["softmax"],
     "softmax-cudnn": COLOURS["sdpa-cudnn"],
     IDENTITY: SPARE_COLOURS[2],
+    DENSE_IDENTITY: SPARE_COLOURS[2],
     OUTPUT_GATE: SPARE_COLOURS[1],
     SHORT_CONV: SPARE_COLOURS[3],
 }
@@ -123,7 +125,7 @@ def draw(results: Results, folder: Path) -> list[Path]:
     for panel, (model, lines) in zip(axes, panels.items(), strict=True):
         for name, points in lines.items():
             x, y = zip(*points, strict=True)
-            style = "o:" if name == IDENTITY else "o-"
+            style = "o:" if name in IDENTITIES else "o-"
             width = 2.5 if name.startswith("ours") else 1.3
             panel.plot(x, y, style, label=name, color=LINE_COLOURS[name], linewidth=width, markersize=4)
         ticks = sorted({n for points in lines.values() for n, _ in points})

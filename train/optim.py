@@ -1,6 +1,7 @@
 """AdamW as Pythia's recipe has it, and the learning rate as a pure function of the step."""
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,7 +45,7 @@ def step_where_finite(optimizer: torch.optim.Optimizer, *numbers: torch.Tensor) 
     finite = torch.stack([number.isfinite() for number in numbers]).all()
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     if optimizer.defaults["fused"] and not isinstance(next(parameters), DTensor):
-        bare = getattr(optimizer, "optimizer", optimizer)  # without Fabric's wrapper
+        bare: Any = getattr(optimizer, "optimizer", optimizer)  # without Fabric's wrapper
         bare.found_inf = finite.logical_not().float()
         optimizer.step()
     elif finite.item():

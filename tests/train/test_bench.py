@@ -12,7 +12,7 @@ from lingpt.data import DataConfig
 from lingpt.models import ATTENTIONS, GPT, Config, ModelArgs
 from lingpt.train import Recipe, TrainConfig, bench
 from lingpt.train.bench import Identity, Shape, bench_steps, choose_shapes
-from lingpt.train.bench_results import Results, Row, draw, table
+from lingpt.train.bench_results import IDENTITIES, Results, Row, draw, table
 from lingpt.train.bench_targets import targets_table
 from lingpt.train.environment import git_revision, package_hash
 from lingpt.train.machine import memory_needed
@@ -101,11 +101,27 @@ def test_the_identity_mixes_nothing():
     """o = v between the same linear layers, whatever the other tokens are, and no FLOPs but theirs."""
     config = Config.from_name("demo", attention="softmax", n_layer=1)
     softmax = GPT.create(config, seed=0).blocks[0].attn
-    identity, x = Identity(softmax), torch.randn(2, 5, 128)
+    identity, x = Identity(softmax), torch.randn(2, 5, 128, requires_grad=True)
     values = torch.nn.functional.linear(x, softmax.qkv.weight[256:], softmax.qkv.bias[256:])
     torch.testing.assert_close(identity(x, None, None), softmax.proj(values))
     assert dict(identity.named_parameters()).keys() == dict(softmax.named_parameters()).keys()
     assert identity.flops_per_token(100) == 0
+
+
+def test_the_dense_identity_has_no_gradient_of_zeros():
+    """The same output, also compiled; q's and k's weights have v's gradient, where the other's have none."""
+    softmax = GPT.create(Config.from_name("demo", attention="softmax", n_layer=1), seed=0).blocks[0].attn
+    x, weight = torch.randn(2, 5, 128), softmax.qkv.weight
+    plain, dense = Identity(softmax), Identity(softmax, dense=True)
+    gradients = []
+    for attention in (plain, dense, torch.compile(dense, backend="aot_eager", fullgraph=True)):
+        o = attention(x, None, None)
+        torch.testing.assert_close(o, plain(x, None, None))
+        (gradient,) = torch.autograd.grad(o.square().sum(), weight)
+        gradients.append(gradient.unflatten(0, (3, 128)))
+    assert not gradients[0][:2].any() and gradients[0][2].any()
+    for gradient in gradients[1:]:
+        torch.testing.assert_close(gradient, gradients[0][2].expand(3, 128, 128))
 
 
 def made_up() -> Results:
@@ -161,7 +177,7 @@ def test_the_memory_estimate_is_what_was_measured():
     for path in sorted(folder.glob("bench*.json")):
         results = Results.load(path)
         for row in results.rows:
-            if row.peak_memory is None or row.attention == "identity":
+            if row.peak_memory is None or row.attention in IDENTITIES:
                 continue
             args = ModelArgs(name=row.model, block_size=row.seq_len, **bench.COMPARED[row.attention])
             size, batch = row.micro_batch_size, row.tokens // row.seq_len

@@ -104,6 +104,6 @@ def test_nobody_waits_for_a_gpu_until_the_optimizer_has_its_work():
             torch.cuda.set_sync_debug_mode("default")
         found, *rest = numbers.wait()
         assert rest == [1.0, 2.0, pytest.approx(norm.item())]
-        assert found == loss or math.isnan(found) and math.isnan(loss)
+        assert found == loss or (math.isnan(found) and math.isnan(loss))
         assert torch.equal(model.weight, before) != moves
     parallel.close()
