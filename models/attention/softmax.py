@@ -48,25 +48,54 @@ def apply_rope(x_BNHD: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor)
 
 
 @dataclass
+class StaticPosition:
+    """Where the one token of a static step stands (models/decoding_graph.py), in tensors on the device.
+
+    index: [1], int64, the tokens before it. mask: [1, 1, 1, keys], added to the scores: 0 for the tokens up
+    to it, −inf for the places behind them.
+    """
+
+    index: torch.Tensor
+    mask: torch.Tensor
+
+    @classmethod
+    def of(cls, index: torch.Tensor, keys: int, dtype: torch.dtype) -> "StaticPosition":
+        """Attending to the first `keys` places of a cache, more than `index`; the mask in `dtype`."""
+        behind = torch.arange(keys, device=index.device) > index
+        mask = torch.zeros(keys, dtype=dtype, device=index.device).masked_fill(behind, -torch.inf)
+        return cls(index, mask.view(1, 1, 1, keys))
+
+
+@dataclass
 class KVCache(ConvState):
     """Keys and values `[B, H, max_seq_len, D]`; the first `length` positions are filled."""
 
     k: torch.Tensor
     v: torch.Tensor
     length: int = 0
+    static: StaticPosition | None = None  # during a static step, which takes no notice of `length`
 
     def append(self, k_BHND: torch.Tensor, v_BHND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds N tokens, `[B, H, N, D]` each, and returns all keys and values so far, `[B, H, length, D]`, in
-        the dtype of those given. Raises UserError for more tokens than the cache has room for.
+        the dtype of those given; in a static step as many as `static.mask` has. Raises UserError for more
+        tokens than the cache has room for.
         """
-        start, self.length = self.length, self.length + k_BHND.shape[2]
-        if self.length > self.k.shape[2]:
-            raise UserError(
-                f"decoding {self.length} tokens with a cache of {self.k.shape[2]}: raise max_seq_len"
-            )
-        self.k[:, :, start : self.length] = k_BHND
-        self.v[:, :, start : self.length] = v_BHND
-        return self.k[:, :, : self.length].to(k_BHND.dtype), self.v[:, :, : self.length].to(v_BHND.dtype)
+        if self.static is not None:
+            keys = self.static.mask.shape[-1]
+            self.k.index_copy_(2, self.static.index, k_BHND.to(self.k.dtype))
+            self.v.index_copy_(2, self.static.index, v_BHND.to(self.v.dtype))
+        else:
+            start, keys = self.length, self.length + k_BHND.shape[2]
+            self.check_length(keys)
+            self.length = keys
+            self.k[:, :, start:keys] = k_BHND
+            self.v[:, :, start:keys] = v_BHND
+        return self.k[:, :, :keys].to(k_BHND.dtype), self.v[:, :, :keys].to(v_BHND.dtype)
+
+    def check_length(self, tokens: int) -> None:
+        """Raises UserError for more tokens than the cache has room for."""
+        if tokens > self.k.shape[2]:
+            raise UserError(f"decoding {tokens} tokens with a cache of {self.k.shape[2]}: raise max_seq_len")
 
     def fill(self, length: int) -> None:
         """Random keys and values, as if `length` tokens had been seen: what decoding costs after a prompt is
@@ -78,6 +107,8 @@ class KVCache(ConvState):
 
 class SoftmaxAttention(QKVAttention):
     """LitGPT's parameters and keys, and those of the options."""
+
+    static_step = True
 
     def __init__(
         self,
@@ -139,7 +170,9 @@ class SoftmaxAttention(QKVAttention):
         mask = None
         if state is not None:
             k, v = state.append(k, v)
-            if 1 < N < k.shape[2]:  # SDPA's own causal mask starts at the first key, not at the first new one
+            if state.static is not None:
+                mask = state.static.mask.to(q.dtype)
+            elif 1 < N < k.shape[2]:  # SDPA's own causal mask starts at the first key, not the first new one
                 mask = torch.ones(N, k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - N)
         with self._kernel(decoding=state is not None):
             o = F.scaled_dot_product_attention(

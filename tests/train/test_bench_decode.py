@@ -41,7 +41,7 @@ def test_the_command_measures_every_attention(tmp_path: Path, capsys):
     assert saved["environment"]["precision"] == "float32" and saved["rows"][0]["attention"] == "softmax"
 
     sizes = {
-        form: [results.row("demo", form, batch, n).state_bytes for batch in (1, 2) for n in (16, 64)]
+        form: [results.row("demo", form, batch, n, False).state_bytes for batch in (1, 2) for n in (16, 64)]
         for form in FORMS
     }
     token = 2 * 4 * 128 * 4  # keys and values of 4 layers, 128 dimensions of 4 bytes
@@ -88,9 +88,9 @@ def test_what_does_not_fit_is_a_row(tmp_path: Path, monkeypatch):
     results = bench_decoding("demo", ["softmax", "gla", "ours"], [16, 32], [1, 2], device="cpu")
     assert [row.status for row in results.rows] == ["ok"] * 2 + ["ok", "oom"] + ["error"] * 4 + ["ok"] * 4
     text = table(results)
-    assert "| demo | softmax | 2 | 32 | oom: out of memory | | | | |" in text
+    assert "| demo | softmax | 2 | 32 | eager | oom: out of memory | | | | |" in text
     assert "| error: RuntimeError: broken / here | | | | |" in text
-    assert results.rows[3].line().endswith("context 32: oom: out of memory")
+    assert results.rows[3].line().endswith("context 32, eager: oom: out of memory")
     assert draw(results, tmp_path)
     assert draw(DecodeResults(results.environment, results.rows[3:5]), tmp_path) == [], "nothing to draw"
 
@@ -148,4 +148,4 @@ def test_another_benchmarks_file_is_refused(tmp_path: Path):
     with pytest.raises(UserError, match="holds no results of `lingpt bench decode`"):
         DecodeResults.load(path)
     DecodeResults({}, [DecodeRow("demo", "ours", 1, 16)]).save(path)
-    assert DecodeResults.load(path).row("demo", "ours", 1, 16) is not None
+    assert DecodeResults.load(path).row("demo", "ours", 1, 16, False) is not None
