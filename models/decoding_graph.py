@@ -70,7 +70,7 @@ class DecodingGraph:
             return self.model.next_logits(idx_BN, self.state)
         bucket = self._bucket(self.state.position + 1)
         self._idx_B1.copy_(idx_BN)
-        self._position_1.fill_(self.state.position)
+        self._position_1.fill_(self.state.position)  # before a capture, too: its warm-up writes there
         if not self.captures:
             logits_BV = self._step(bucket, keep=True)
         elif self._can_capture(bucket):
@@ -85,12 +85,19 @@ class DecodingGraph:
 
     @torch.no_grad()
     def prepare(self, length: int) -> None:
-        """Captures now all that steps up to so many tokens replay; raises what prevents it."""
+        """Captures now all that steps up to so many tokens replay, of a state that has seen a token; raises
+        what prevents it."""
         tokens = self.state.position + 1
+        self._position_1.fill_(self.state.position)
         while self.captures and tokens <= length:
             bucket = self._bucket(tokens)
             self._capture(bucket)
             tokens = (bucket or length) + 1
+
+    @property
+    def buckets(self) -> list[int]:
+        """Those that have a graph now; of a model without softmax layers, [0]."""
+        return list(self._graphs)
 
     def _bucket(self, length: int) -> int:
         """Keys that a softmax layer attends to at the last of so many tokens; 0 without such a layer."""
