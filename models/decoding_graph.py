@@ -5,7 +5,8 @@ graph repeats the same kernels on the same addresses, so what it captures is a s
 
 - the token and its position are tensors on the device, where the rotary tables are looked up
 - a softmax layer writes the key and the value at the position, and attends under a mask to a bucket of its
-  cache: a power of two of keys, at least LEAST_BUCKET. Each bucket has a graph, captured when first needed
+  cache: a power of two of keys, at least LEAST_BUCKET, or the whole. Each has a graph, captured when first
+  needed
 - all other states keep their tensors: what a layer replaces is copied back at the end of the step, which
   reads and writes a linear attention's state once more, and needs nothing of an operator
 

@@ -17,8 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lingpt.common.errors import UserError
+from lingpt.kernels.torch_internals import sdpa_with_logsumexp
 from lingpt.models import ATTENTIONS, GPT, ModelArgs, decoding_graph, generate
-from lingpt.models.attention.softmax import KVCache
+from lingpt.models.attention import softmax
+from lingpt.models.attention.softmax import KVCache, StaticPosition, attend_in_parts
 from lingpt.models.decoding_graph import DecodingGraph
 from lingpt.models.gpt import DecodingState, tensors_in
 
@@ -63,8 +65,9 @@ def record(step, device, pool) -> tuple[Recording, torch.Tensor]:
 
 @pytest.fixture
 def small_buckets(monkeypatch) -> None:
-    """Buckets of 16 and 32 keys: short texts cross their boundaries."""
+    """Buckets of 16 keys, of 32 in two parts, and so on: short texts cross their boundaries."""
     monkeypatch.setattr(decoding_graph, "LEAST_BUCKET", 16)
+    monkeypatch.setattr(softmax, "PART", 16)
 
 
 @pytest.fixture
@@ -115,7 +118,7 @@ def test_each_token_is_the_eager_one(small, tokens, variant, replayed, recorded)
         expected = model.next_logits(tokens[:, n : n + 1], eager)
         torch.testing.assert_close(step(tokens[:, n : n + 1]), expected, rtol=1e-4, atol=1e-5)
     assert addresses(state) == fixed and state.position == eager.position == 40
-    assert step.buckets == (([16, 32, 40] if has_softmax(model) else [0]) if replayed else [])
+    assert step.buckets == (([16, 32, 48] if has_softmax(model) else [0]) if replayed else [])
     for x, y in zip(tensors_in(state.layers), tensors_in(eager.layers), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
     lengths = [[getattr(layer, "length", None) for layer in s.layers] for s in (state, eager)]
@@ -153,9 +156,9 @@ def test_graphs_can_be_captured_before_they_are_needed(small, tokens, recorded):
     state = prompted(model, tokens[:, :10], room=60)
     eager, step = copy.deepcopy(state), DecodingGraph(model, state)
     step.prepare(33)
-    assert step.buckets == [16, 32, 60] and state.position == 10
+    assert step.buckets == [16, 32, 64] and state.position == 10
     step.prepare(60)
-    assert step.buckets == [16, 32, 60]
+    assert step.buckets == [16, 32, 64]
     expected = model.next_logits(tokens[:, 10:11], eager)
     torch.testing.assert_close(step(tokens[:, 10:11]), expected, rtol=1e-4, atol=1e-5)
     linear = small("ours")
@@ -168,7 +171,7 @@ def test_buckets_are_powers_of_two(small):
     model = small("softmax", block_size=5000)
     bucket = DecodingGraph(model, model.new_state(1))._bucket
     lengths = (1, 256, 257, 512, 513, 4096, 4097, 5000)
-    assert [bucket(n) for n in lengths] == [256, 256, 512, 512, 1024, 4096, 5000, 5000]
+    assert [bucket(n) for n in lengths] == [256, 256, 512, 512, 1024, 4096, 5120, 5120]
     with pytest.raises(UserError, match="5001 tokens, but the model's block size is 5000"):
         bucket(5001)
 
@@ -185,6 +188,34 @@ def test_no_more_tokens_than_there_is_room_for(small, tokens, attention, recorde
     step = DecodingGraph(model, prompted(model, tokens[:, :13], room=13))
     with pytest.raises(UserError, match="14 tokens with a cache of 13: raise max_seq_len"):
         step(tokens[:, 13:14])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("seen", [0, 14, 15, 16, 40, 63])
+def test_parts_are_put_together(dtype, seen, monkeypatch):
+    """Guards: a part without a token, one with one alone, scores of all sizes, and a copy of the cache."""
+    monkeypatch.setattr(softmax, "PART", 16)
+    shapes = (2, 3, 1, 8), (2, 3, 100, 8), (2, 3, 100, 8)
+    q, k, v = (torch.randn(s, generator=torch.Generator().manual_seed(i)) for i, s in enumerate(shapes))
+    q, k, v = (8 * q).to(dtype), k.to(dtype), v.to(dtype)
+    static, given = StaticPosition.of(torch.tensor([seen]), 64, dtype), []
+
+    def noted(*args):
+        given.append(args)
+        return sdpa_with_logsumexp(*args)
+
+    monkeypatch.setattr(softmax, "sdpa_with_logsumexp", noted)
+    found = attend_in_parts(q, k[:, :, :64], v[:, :, :64], static.mask, 0.5)
+    weights = (0.5 * q.double() @ k[:, :, : seen + 1].double().mT).softmax(-1)
+    expected = weights @ v[:, :, : seen + 1].double()
+    bound = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+    (_, keys, values, *_), *others = given
+    assert not others and keys.shape == (6, 4, 16, 8)
+    assert (keys.data_ptr(), values.data_ptr()) == (k.data_ptr(), v.data_ptr())
+    assert found.dtype == dtype and (found - expected).abs().max() < bound
+    monkeypatch.setattr(softmax, "sdpa_with_logsumexp", lambda *_: None)  # a PyTorch without it
+    whole = attend_in_parts(q, k[:, :, :64], v[:, :, :64], static.mask, 0.5)
+    assert (whole - expected).abs().max() < bound
 
 
 @torch.no_grad()
@@ -330,7 +361,7 @@ def test_a_graph_on_a_gpu_is_the_eager_step(form, precision, small_buckets):
                 found = step(idx[:, n : n + 1]).float()
                 assert (found - expected).norm() < bound * expected.norm(), n
             assert not step.failed and addresses(state) == fixed
-            assert step.buckets == ([16, 32, 64, 90] if has_softmax(model) else [0])
+            assert step.buckets == ([16, 32, 64, 96] if has_softmax(model) else [0])
 
 
 @pytest.mark.gpu
