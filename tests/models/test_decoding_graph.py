@@ -341,6 +341,22 @@ def on_gpu(form: str, dtype: torch.dtype) -> tuple[GPT, torch.Tensor]:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_parts_are_put_together_on_a_gpu(dtype, D):
+    """Guards: another kernel than the CPU's, with sums of its own; parts of the size that decoding has."""
+    q = torch.randn(2, 3, 1, D, generator=torch.Generator().manual_seed(0)).cuda()
+    k, v = (torch.randn(2, 3, 4608, D, generator=torch.Generator().manual_seed(i)).cuda() for i in (1, 2))
+    q, k, v = (4 * q).to(dtype), k.to(dtype), v.to(dtype)
+    for seen in (0, 511, 512, 3000, 4095):
+        static = StaticPosition.of(torch.tensor([seen], device="cuda"), 4096, dtype)
+        found = attend_in_parts(q, k[:, :, :4096], v[:, :, :4096], static.mask, D**-0.5)
+        weights = (D**-0.5 * q.double() @ k[:, :, : seen + 1].double().mT).softmax(-1)
+        expected = weights @ v[:, :, : seen + 1].double()
+        assert (found - expected).norm() < (5e-3 if dtype.itemsize == 2 else 1e-3) * expected.norm(), seen
+
+
+@pytest.mark.gpu
 @torch.no_grad()
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("form", FORMS)
