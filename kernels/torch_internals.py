@@ -1,7 +1,7 @@
 """All that is used of PyTorch's private interface (`torch._C`), each with its reason.
 
-The operators stay what they are without these: each saves host time in a call, nothing more; and
-`sdpa_choice` is for a record. In a release that has lost one, the public way is taken.
+The operators stay what they are without these: each saves time in a call, nothing more; and `sdpa_choice` is
+for a record. In a release that has lost one, the public way is taken.
 """
 
 from collections.abc import Sequence
@@ -74,6 +74,27 @@ def sdpa_choice(q: Tensor, k: Tensor, v: Tensor) -> int | None:
     """
     choose = getattr(torch, "_fused_sdp_choice", None)
     return choose and choose(q, k, v, is_causal=True)
+
+
+def sdpa_with_logsumexp(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
+) -> tuple[Tensor, Tensor] | None:
+    """`scaled_dot_product_attention` under a mask that is added, and the logsumexp of each row's scores.
+
+    q [B, H, N, D], k and v [B, H, M, D], mask [B, H, N, M] of one dtype; expanded and strided views are fine.
+    Returns o [B, H, N, D] and [B, H, N] in fp32. None: this PyTorch, or the device, has no such operator. The
+    public function keeps the logsumexp, without which parts of a sequence cannot be put together.
+    """
+    names = {"cuda": "_scaled_dot_product_efficient_attention"}
+    names |= {"cpu": "_scaled_dot_product_flash_attention_for_cpu"}
+    operator = getattr(torch.ops.aten, names.get(q.device.type, ""), None)
+    if operator is None:
+        return None
+    if q.is_cuda:
+        o, logsumexp, *_ = operator(q, k, v, mask, True, scale=scale)
+    else:
+        o, logsumexp = operator(q, k, v, attn_mask=mask, scale=scale)
+    return o, logsumexp[..., : q.shape[2]]  # CUDA's has rows to spare
 
 
 def raw_stream(device: torch.device) -> int:

@@ -1,9 +1,15 @@
 """Text from a model, token by token, through its decoding state."""
 
+import functools
+from collections.abc import Callable
+
 import torch
 
 from lingpt.common.errors import UserError
-from lingpt.models.gpt import GPT, DecodingState
+from lingpt.models.decoding_graph import DecodingGraph, has_static_step
+from lingpt.models.gpt import GPT
+
+LEAST_TOKENS = 16  # that pay for a CUDA graph: warm-up and capture take the host about five eager steps
 
 
 @torch.no_grad()
@@ -16,6 +22,7 @@ def generate(
     top_k: int | None = None,
     eos_id: int | None = None,
     seed: int = 0,
+    graph: bool | None = None,
 ) -> torch.Tensor:
     """Continues the prompts `[B, N]` (N ≥ 1) by up to `max_new_tokens`; returns prompt and continuation.
 
@@ -24,6 +31,9 @@ def generate(
         top_k: draw from the k likeliest tokens only.
         eos_id: a row that has drawn this token goes on with it; when all rows have, generation ends.
         seed: of the draws, made on the CPU: the same logits give the same text on any device.
+        graph: replay a CUDA graph of one token's step (decoding_graph.py), which computes the same up to
+            rounding. By default on a GPU, for LEAST_TOKENS or more; False never. Where an attention has no
+            static step, or none can be captured (with a warning), decoding is eager.
 
     Raises UserError for an empty prompt, or where prompt and continuation exceed the block size.
     """
@@ -36,11 +46,16 @@ def generate(
             "shorten one of them"
         )
     generator = torch.Generator().manual_seed(seed)
+    if graph is None:
+        graph = model.lm_head.weight.is_cuda and max_new_tokens >= LEAST_TOKENS
     state = model.new_state(B, N + max_new_tokens)
+    step: Callable[[torch.Tensor], torch.Tensor] = functools.partial(model.next_logits, state=state)
+    if graph and has_static_step(model):
+        step = DecodingGraph(model, state)
     ended_B1, last_BN = torch.zeros(B, 1, dtype=torch.bool), idx_BN
     tokens = [idx_BN.cpu()]
     for _ in range(max_new_tokens):
-        new_B1 = next_token(model, last_BN, state, temperature, top_k, generator)
+        new_B1 = sample(step(last_BN), temperature, top_k, generator)
         if eos_id is not None:
             new_B1 = torch.where(ended_B1, eos_id, new_B1)
             ended_B1 |= new_B1 == eos_id
@@ -51,24 +66,10 @@ def generate(
     return torch.cat(tokens, dim=1).to(idx_BN.device)
 
 
-def next_token(
-    model: GPT,
-    idx_BN: torch.Tensor,
-    state: DecodingState,
-    temperature: float,
-    top_k: int | None,
-    generator: torch.Generator,
-) -> torch.Tensor:
-    """The token `[B, 1]`, on the CPU, that follows what the state has seen and idx `[B, N]`, which it then
-    has seen, too. It waits for the device once the model's work is done."""
-    last_hidden_BC = model.hidden(idx_BN, state)[:, -1]  # of a prompt, only its last logits
-    return sample(model.lm_head(last_hidden_BC), temperature, top_k, generator)
-
-
 def sample(
     logits_BV: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator
 ) -> torch.Tensor:
-    """One token id per row, `[B, 1]`, on the CPU."""
+    """One token id per row, `[B, 1]`, on the CPU: it waits for the device."""
     if temperature == 0:
         return logits_BV.argmax(dim=-1, keepdim=True).cpu()  # of equal ones the first, on any device
     ids_BK = None

@@ -30,22 +30,25 @@ class DecodingState:
 
     layers: list[Any]
     max_seq_len: int
+    batch_size: int
     position: int = 0
 
     def num_bytes(self) -> int:
         """Of all tensors in it; of a cache with its room for tokens that are still to come."""
-        return sum(x.numel() * x.element_size() for x in _tensors(self.layers))
+        return sum(x.numel() * x.element_size() for x in tensors_in(self.layers))
 
 
-def _tensors(x: Any) -> Iterator[torch.Tensor]:
-    """Those in a layer's state, whatever it is made of."""
+def tensors_in(x: Any) -> Iterator[torch.Tensor]:
+    """Those in a layer's state, whatever it is made of, in a fixed order."""
     if isinstance(x, torch.Tensor):
         yield x
     elif isinstance(x, list | tuple):
         for part in x:
-            yield from _tensors(part)
+            yield from tensors_in(part)
+    elif isinstance(x, dict):
+        yield from tensors_in(list(x.values()))
     elif hasattr(x, "__dict__"):
-        yield from _tensors(list(vars(x).values()))
+        yield from tensors_in(vars(x))
 
 
 class MLP(litgpt.model.GptNeoxMLP):
@@ -121,28 +124,41 @@ class GPT(Fp32Constants, litgpt.model.GPT):
         """What `lm_head` reads, `[B, N, C]`: lets a loss compute its logits in pieces."""
         start = state.position if state is not None else 0
         end = start + idx_BN.shape[1]
-        if end > self.max_seq_length:
+        self.check_length(end)
+        cos_NR, sin_NR = self.cos[start:end], self.sin[start:end]
+        if state is not None:
+            hidden_BNC = self.continued(idx_BN, cos_NR, sin_NR, state.layers)
+            state.position = end
+            return hidden_BNC
+        x_BNC = self.transformer["wte"](idx_BN)
+        for block in self.blocks:
+            if self.recompute_blocks and torch.is_grad_enabled():
+                # There is no dropout: no random state to keep.
+                x_BNC = checkpoint(
+                    block, x_BNC, cos_NR, sin_NR, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                x_BNC = block(x_BNC, cos_NR, sin_NR)
+        return self.transformer["ln_f"](x_BNC)
+
+    def continued(
+        self, idx_BN: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor, layers: list[Any]
+    ) -> torch.Tensor:
+        """`hidden`, `[B, N, C]`, of tokens that continue what the layers' states have seen, and update them.
+        cos and sin `[N, R]` are of the tokens' positions."""
+        x_BNC = self.transformer["wte"](idx_BN)
+        for block, layer_state in zip(self.blocks, layers, strict=True):
+            # `forward`, not a compiled call, which would compile again for each length.
+            x_BNC = block.forward(x_BNC, cos_NR, sin_NR, layer_state)
+        return self.transformer["ln_f"](x_BNC)
+
+    def check_length(self, tokens: int) -> None:
+        """Raises UserError for a longer sequence than the rotary tables have positions."""
+        if tokens > self.max_seq_length:
             raise UserError(
-                f"a sequence of {end} tokens, but the model's block size is {self.max_seq_length}: "
+                f"a sequence of {tokens} tokens, but the model's block size is {self.max_seq_length}: "
                 "shorten it, or build the model with a larger block_size"
             )
-        cos_NR, sin_NR = self.cos[start:end], self.sin[start:end]
-        x_BNC = self.transformer["wte"](idx_BN)
-        if state is None:
-            for block in self.blocks:
-                if self.recompute_blocks and torch.is_grad_enabled():
-                    # There is no dropout: no random state to keep.
-                    x_BNC = checkpoint(
-                        block, x_BNC, cos_NR, sin_NR, use_reentrant=False, preserve_rng_state=False
-                    )
-                else:
-                    x_BNC = block(x_BNC, cos_NR, sin_NR)
-        else:
-            for block, layer_state in zip(self.blocks, state.layers, strict=True):
-                # `forward`, not a compiled call, which would compile again for each length.
-                x_BNC = block.forward(x_BNC, cos_NR, sin_NR, layer_state)
-            state.position = end
-        return self.transformer["ln_f"](x_BNC)
 
     def new_state(
         self,
@@ -161,12 +177,17 @@ class GPT(Fp32Constants, litgpt.model.GPT):
             autocast = torch.is_autocast_enabled(device.type)
             dtype = torch.get_autocast_dtype(device.type) if autocast else self.lm_head.weight.dtype
         layers = [block.attn.new_state(batch_size, max_seq_len, device, dtype) for block in self.blocks]
-        return DecodingState(layers, max_seq_len)
+        return DecodingState(layers, max_seq_len, batch_size)
 
     @torch.no_grad()
     def step(self, idx_BN: torch.Tensor, state: DecodingState) -> torch.Tensor:
         """Logits `[B, n, padded_vocab_size]` of n more tokens, one or a prompt; updates the state."""
         return self.lm_head(self.hidden(idx_BN, state))
+
+    @torch.no_grad()
+    def next_logits(self, idx_BN: torch.Tensor, state: DecodingState) -> torch.Tensor:
+        """As `step`, of the last of these tokens alone, `[B, padded_vocab_size]`: all that a prompt needs."""
+        return self.lm_head(self.hidden(idx_BN, state)[:, -1])
 
     def init_weights(self, seed: int) -> None:
         """Weights of a fresh run, a function of the seed alone (models/init.py)."""

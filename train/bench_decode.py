@@ -1,7 +1,8 @@
 """`lingpt bench decode`: the time of a token and the size of the state, of each attention, over the context.
 
 What is timed is what `lingpt generate` does for each new token: a step of the model through its decoding
-state, not compiled, and the draw of the token, which waits for the device. Weights are random.
+state and the draw of the token, which waits for the device. On a GPU the step is a CUDA graph's replay, or,
+to compare, eager. Weights are random.
 
 Notable:
 - no prompt as long as the context runs through the model. Keys and values are random numbers as many as the
@@ -9,6 +10,7 @@ Notable:
   makes it. Neither the time of a token nor the size of a state depends on the values
 - the tokens that are timed are the last ones of the context: the state is full to it when its bytes are
   counted
+- CUDA graphs are captured before the first of them
 - one model is in memory at a time; what does not fit, or fails, is a row with its reason, and the results are
   written after every row
 """
@@ -29,7 +31,8 @@ from lingpt.common.errors import UserError, unknown
 from lingpt.kernels.bench.environment import environment, used_by_others
 from lingpt.models import GPT, MODELS, Config, DecodingState, ModelArgs, attention_form
 from lingpt.models.attention.softmax import KVCache
-from lingpt.models.generate import next_token, sample
+from lingpt.models.decoding_graph import DecodingGraph
+from lingpt.models.generate import sample
 from lingpt.train.bench_decode_results import DecodeResults, DecodeRow
 from lingpt.train.bench_results import SHORT_CONV
 from lingpt.train.bench_rows import attempt, skipped
@@ -78,6 +81,7 @@ def bench_decoding(
     *,
     dtype: str | None = None,
     device: str = "auto",
+    eager: bool = False,
     budget: float = 150.0,
     save_to: Path | None = None,
     append: bool = False,
@@ -88,6 +92,7 @@ def bench_decoding(
         attentions: names or forms, as a recipe has them; FORMS by default.
         contexts, batch_sizes: CONTEXTS and BATCH_SIZES by default.
         dtype: bf16 by default on a GPU that has it, else fp32.
+        eager: on a GPU, too, steps that the host launches kernel by kernel, as they are elsewhere.
         budget: seconds; once it is spent, nothing further begins, and what is left is "skipped".
         save_to: a JSON file, written after every row.
         append: keep what `save_to` holds, of this card, these versions and this code, and measure what is
@@ -108,7 +113,7 @@ def bench_decoding(
     for form, config in configs.items():
         decoder = Decoder(config, kind, where)
         for batch_size, context in itertools.product(batch_sizes, contexts):
-            row = DecodeRow(model, form, batch_size, context)
+            row = DecodeRow(model, form, batch_size, context, graph=where.type == "cuda" and not eager)
             if results.is_done(*row.cell):
                 continue
             if time.perf_counter() > deadline:
@@ -141,12 +146,16 @@ def measure(row: DecodeRow, decoder: Decoder) -> DecodeRow:
         torch.cuda.reset_peak_memory_stats(device)
     tokens = min(WARMUP_TOKENS + TIMED_TOKENS, row.context // 2)
     state = decoder.state_after(row.context - tokens, row.batch_size, row.context)
+    step: Callable[[torch.Tensor], torch.Tensor] = functools.partial(decoder.model.next_logits, state=state)
+    if row.graph:
+        step = graph = DecodingGraph(decoder.model, state)
+        graph.prepare(row.context)
     idx_B1 = torch.zeros(row.batch_size, 1, dtype=torch.long, device=device)
     generator = torch.Generator().manual_seed(0)
 
     def token() -> None:
         nonlocal idx_B1
-        idx_B1 = next_token(decoder.model, idx_B1, state, TEMPERATURE, TOP_K, generator).to(device)
+        idx_B1 = sample(step(idx_B1), TEMPERATURE, TOP_K, generator).to(device)
 
     warmup = min(WARMUP_TOKENS, tokens // 2)
     _times(token, warmup)

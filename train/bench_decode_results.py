@@ -1,5 +1,6 @@
 """What `lingpt bench decode` found: a JSON file, a table, and a picture over the context."""
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,8 +12,8 @@ from lingpt.train.bench_rows import BenchResults, BenchRow, made_on, markdown, n
 from lingpt.train.machine import scaled
 
 COLUMNS = (
-    "model", "attention", "batch", "context", "ms a token (fastest)", "tokens/s", "of it the draw, ms",
-    "state of a sequence, MB", "memory GB",
+    "model", "attention", "batch", "context", "step", "ms a token (fastest)", "tokens/s",
+    "of it the draw, ms", "state of a sequence, MB", "memory GB",
 )  # fmt: skip
 TICKS = {  # of the panels' axes, by what these are in
     "ms": tuple(digit * 10.0**n for n in range(-1, 4) for digit in (1, 1.5, 2, 3, 5, 7)),
@@ -24,12 +25,13 @@ TICKS = {  # of the panels' axes, by what these are in
 class DecodeRow(BenchRow):
     """One attention in one model at one batch size and context, which is full when the last token is made."""
 
-    KEY: ClassVar[tuple[str, ...]] = ("model", "attention", "batch_size", "context")
+    KEY: ClassVar[tuple[str, ...]] = ("model", "attention", "batch_size", "context", "graph")
 
     model: str
     attention: str
     batch_size: int
     context: int  # tokens of each sequence
+    graph: bool = False  # the step is the replay of a CUDA graph; else eager
     ms: float | None = None  # of one token for each sequence of the batch: the model's step and the draw
     fastest_ms: float | None = None
     draw_ms: float | None = None  # of the draw alone
@@ -37,9 +39,13 @@ class DecodeRow(BenchRow):
     state_bytes: int | None = None  # of what decoding carries for one sequence
     peak_memory: int | None = None  # bytes on the card: weights, states and what a step needs besides
 
+    @property
+    def step(self) -> str:
+        return "graph" if self.graph else "eager"
+
     def line(self) -> str:
         """What a screen shows of it."""
-        what = f"{self.model} {self.attention}, batch {self.batch_size}, context {self.context}"
+        what = f"{self.model} {self.attention}, batch {self.batch_size}, context {self.context}, {self.step}"
         if self.ms is None or self.state_bytes is None:
             return f"{what}: {self.status}: {self.reason}"
         return f"{what}: {self.ms:.2f} ms a token, {scaled(self.state_bytes, 'B')} of state a sequence"
@@ -58,15 +64,15 @@ def table(results: DecodeResults) -> str:
     head = (
         f"# Decoding\n\n{made_on(results.environment)}.\n\n"
         "A token as `lingpt generate` makes it, of a model with random weights: a step through the decoding "
-        "state, not compiled, and the draw. One for each sequence of the batch; the median, and the fastest. "
-        "State: what decoding carries for a sequence as long as the context. Memory: the most that was used, "
-        "with the weights.\n\n"
+        "state (the replay of a CUDA graph, or eager), and the draw. One for each sequence of the batch; the "
+        "median, and the fastest. State: what decoding carries for a sequence as long as the context. "
+        "Memory: the most that was used, with the weights.\n\n"
     )
     return head + markdown(COLUMNS, [_cells(row) for row in results.rows])
 
 
 def _cells(row: DecodeRow) -> list[str]:
-    cells = [row.model, row.attention, str(row.batch_size), str(row.context)]
+    cells = [row.model, row.attention, str(row.batch_size), str(row.context), row.step]
     if row.ms is None or row.state_bytes is None:
         return [*cells, f"{row.status}: {row.reason.replace('|', '/')}"]
     return [
@@ -105,21 +111,22 @@ def draw(results: DecodeResults, folder: Path) -> list[Path]:
 
 
 def _draw_model(rows: list[DecodeRow], times: Any, states: Any) -> None:
-    """A line for each attention, in `times` for each batch size, too, by its dashes."""
-    attentions, batch_sizes, contexts = (
+    """A line for each attention, in `times` for each batch size and kind of step, too, by its dashes."""
+    attentions, batch_sizes, contexts, steps = (
         list(dict.fromkeys(getattr(row, name) for row in rows))
-        for name in ("attention", "batch_size", "context")
+        for name in ("attention", "batch_size", "context", "step")
     )
-    lines = [(attention, batch) for attention in attentions for batch in batch_sizes]
-    for (attention, batch), style in zip(lines, line_styles([name for name, _ in lines]), strict=True):
+    lines = list(itertools.product(attentions, batch_sizes, steps))
+    for (attention, batch, step), style in zip(lines, line_styles([name for name, *_ in lines]), strict=True):
         style |= {"color": LINE_COLOURS.get(attention, style["color"])}
         own = sorted(
-            (row for row in rows if (row.attention, row.batch_size) == (attention, batch)),
+            (row for row in rows if (row.attention, row.batch_size, row.step) == (attention, batch, step)),
             key=lambda row: row.context,
         )
         x, label = [row.context for row in own], f"{attention}, batch {batch}"
+        label += f", {step}" if len(steps) > 1 else ""
         times.plot(x, [row.ms for row in own], label=label, markersize=4, linewidth=1.5, **style)
-        if batch == batch_sizes[0]:
+        if (batch, step) == (batch_sizes[0], steps[0]):
             y = [(row.state_bytes or 0) / 1e6 for row in own]
             states.plot(x, y, markersize=4, linewidth=1.5, **style)
     for panel, unit in ((times, "ms"), (states, "MB")):

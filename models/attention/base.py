@@ -40,9 +40,19 @@ class Attention(Fp32Constants, ABC):
     Its constructor takes LitGPT's configuration of the model, the layer's index and, by keyword only, the
     mechanism's options, each `name: Annotated[type, "help"] = default`. A recipe sets them as `model.<name>`.
     The linear layer that writes to the residual stream is called `proj`: initialisation goes by that name.
+
+    `static_step` lets decoding replay a CUDA graph of one token's step (models/decoding_graph.py), if all
+    layers have it; else decoding is eager. It promises of `forward` with one token and a state that has seen
+    some:
+
+    - it does not wait for the device, and runs the same kernels whatever the state has seen: no shape and no
+      Python number in it grows. Keys and values are a `KVCache`'s (softmax.py), which knows how
+    - the state is an object with attributes, whose tensors are of the same number, shapes and dtypes
+      afterwards, new ones or the old ones; what else it holds has not changed
     """
 
     hf_exportable: bool = False  # can a stock GPT-NeoX compute the same from the same tensors?
+    static_step: bool = False  # can a CUDA graph replay one token's step?
 
     @classmethod
     def options(cls) -> dict[str, inspect.Parameter]:

@@ -33,6 +33,8 @@ GATE_TEMPERATURE = 16.0
 
 
 class GLAAttention(Attention):
+    static_step = True
+
     def __init__(
         self,
         config: litgpt.Config,

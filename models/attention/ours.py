@@ -40,6 +40,7 @@ class OursAttention(QKVAttention):
     Stored as offsets so that a and b start at exactly 1 and small steps are not lost in bf16.
     """
 
+    static_step = True
     token_decay: ClassVar[bool] = False  # does each token give a decay of its own?
     log_decay: torch.Tensor | None  # None in `ours`; a buffer that moves with the model in `ours-decay`
 

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lingpt.common.errors import UserError, unknown
-from lingpt.kernels.torch_internals import sdpa_choice
+from lingpt.kernels.torch_internals import sdpa_choice, sdpa_with_logsumexp
 from lingpt.models.attention.base import ConvState, QKVAttention
 from lingpt.models.attention.short_conv import convolved, identity_filter
 
@@ -34,6 +34,7 @@ SDPA = {
 }
 # cuDNN, which PyTorch prefers on Hopper, makes a plan for each number of keys: in decoding for every token.
 DECODING = [kernel for name, kernel in SDPA.items() if name != "cudnn"]
+PART = 512  # keys that a static step's attention reads one after the other
 
 
 def apply_rope(x_BNHD: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor) -> torch.Tensor:
@@ -48,25 +49,56 @@ def apply_rope(x_BNHD: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor)
 
 
 @dataclass
+class StaticPosition:
+    """Where the one token of a static step stands (models/decoding_graph.py), in tensors on the device.
+
+    index: [1], int64, the tokens before it. mask: [1, 1, 1, keys], added to the scores: 0 for the tokens up
+    to it; for the places behind them so little that they weigh 0, but not −inf, of which a part that has no
+    token would make NaN.
+    """
+
+    index: torch.Tensor
+    mask: torch.Tensor
+
+    @classmethod
+    def of(cls, index: torch.Tensor, keys: int, dtype: torch.dtype) -> "StaticPosition":
+        """Attending to the first `keys` places of a cache, more than `index`; the mask in `dtype`."""
+        behind = torch.arange(keys, device=index.device) > index
+        least = torch.finfo(dtype).min / 2  # a score, or the logarithm's other base, may be on top
+        mask = torch.zeros(keys, dtype=dtype, device=index.device).masked_fill(behind, least)
+        return cls(index, mask.view(1, 1, 1, keys))
+
+
+@dataclass
 class KVCache(ConvState):
-    """Keys and values `[B, H, max_seq_len, D]`; the first `length` positions are filled."""
+    """Keys and values `[B, H, room, D]`; the first `length` positions are filled."""
 
     k: torch.Tensor
     v: torch.Tensor
     length: int = 0
+    static: StaticPosition | None = None  # during a static step, which takes no notice of `length`
 
     def append(self, k_BHND: torch.Tensor, v_BHND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds N tokens, `[B, H, N, D]` each, and returns all keys and values so far, `[B, H, length, D]`, in
-        the dtype of those given. Raises UserError for more tokens than the cache has room for.
+        the dtype of those given; in a static step as many as `static.mask` has. Raises UserError for more
+        tokens than the cache has room for.
         """
-        start, self.length = self.length, self.length + k_BHND.shape[2]
-        if self.length > self.k.shape[2]:
-            raise UserError(
-                f"decoding {self.length} tokens with a cache of {self.k.shape[2]}: raise max_seq_len"
-            )
-        self.k[:, :, start : self.length] = k_BHND
-        self.v[:, :, start : self.length] = v_BHND
-        return self.k[:, :, : self.length].to(k_BHND.dtype), self.v[:, :, : self.length].to(v_BHND.dtype)
+        if self.static is not None:
+            keys = self.static.mask.shape[-1]
+            self.k.index_copy_(2, self.static.index, k_BHND.to(self.k.dtype))
+            self.v.index_copy_(2, self.static.index, v_BHND.to(self.v.dtype))
+        else:
+            start, keys = self.length, self.length + k_BHND.shape[2]
+            self.check_length(keys)
+            self.length = keys
+            self.k[:, :, start:keys] = k_BHND
+            self.v[:, :, start:keys] = v_BHND
+        return self.k[:, :, :keys].to(k_BHND.dtype), self.v[:, :, :keys].to(v_BHND.dtype)
+
+    def check_length(self, tokens: int) -> None:
+        """Raises UserError for more tokens than the cache has room for."""
+        if tokens > self.k.shape[2]:
+            raise UserError(f"decoding {tokens} tokens with a cache of {self.k.shape[2]}: raise max_seq_len")
 
     def fill(self, length: int) -> None:
         """Random keys and values, as if `length` tokens had been seen: what decoding costs after a prompt is
@@ -78,6 +110,8 @@ class KVCache(ConvState):
 
 class SoftmaxAttention(QKVAttention):
     """LitGPT's parameters and keys, and those of the options."""
+
+    static_step = True
 
     def __init__(
         self,
@@ -136,14 +170,17 @@ class SoftmaxAttention(QKVAttention):
         qk, v = qkv.view(B, N, 3 * H, D).split((2 * H, H), dim=2)
         q, k = apply_rope(qk, cos_NR, sin_NR).split(H, dim=2)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # views [B, H, N, D], SDPA's order
-        mask = None
+        mask, scale = None, 1.0 / math.sqrt(D)
         if state is not None:
             k, v = state.append(k, v)
-            if 1 < N < k.shape[2]:  # SDPA's own causal mask starts at the first key, not at the first new one
+            if state.static is not None:
+                o = attend_in_parts(q, k, v, state.static.mask.to(q.dtype), scale)
+                return self.output(o.transpose(1, 2), x_BNC)
+            if 1 < N < k.shape[2]:  # SDPA's own causal mask starts at the first key, not the first new one
                 mask = torch.ones(N, k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - N)
         with self._kernel(decoding=state is not None):
             o = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, scale=1.0 / math.sqrt(D), is_causal=N > 1 and mask is None
+                q, k, v, attn_mask=mask, scale=scale, is_causal=N > 1 and mask is None
             )
         return self.output(o.transpose(1, 2), x_BNC)
 
@@ -167,12 +204,33 @@ class SoftmaxAttention(QKVAttention):
     def new_state(
         self, batch_size: int, max_seq_len: int, device: torch.device, dtype: torch.dtype
     ) -> KVCache:
-        shape = (batch_size, self.config.n_head, max_seq_len, self.config.head_size)
+        room = max_seq_len if max_seq_len <= PART else -(-max_seq_len // PART) * PART
+        shape = (batch_size, self.config.n_head, room, self.config.head_size)
         k, v = (torch.zeros(shape, device=device, dtype=dtype) for _ in "kv")
         return KVCache(k, v)
 
     def own_parameters(self) -> dict[str, float | torch.Tensor]:
         return {"conv": identity_filter(3 * self.config.n_embd)}
+
+
+def attend_in_parts(
+    q_BH1D: torch.Tensor, k_BHND: torch.Tensor, v_BHND: torch.Tensor, mask_111N: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """SDPA of one query a head, `[B, H, 1, D]`, under a mask without −inf; the keys in parts of PART.
+
+    Under a mask SDPA has no kernel that cuts the keys of a head: one multiprocessor of the GPU would read all
+    of them. Parts are heads of their own here, whose outputs are weighed by their sums. k and v are views.
+    """
+    B, H, N, D = k_BHND.shape
+    if N > PART and N % PART == 0:
+        k, v = (x.flatten(0, 1).unflatten(1, (-1, PART)) for x in (k_BHND, v_BHND))  # [B·H, parts, PART, D]
+        q = q_BH1D.flatten(0, 1).unsqueeze(1).expand(-1, N // PART, -1, -1)
+        mask = mask_111N.view(1, -1, 1, PART).expand(B * H, -1, -1, -1)
+        if (found := sdpa_with_logsumexp(q, k, v, mask, scale)) is not None:
+            o, logsumexp = found
+            return (logsumexp.softmax(1)[..., None] * o).sum(1).to(q.dtype).view(B, H, 1, D)
+    with sdpa_kernel(DECODING):
+        return F.scaled_dot_product_attention(q_BH1D, k_BHND, v_BHND, attn_mask=mask_111N, scale=scale)
 
 
 def _forced_kernel(sdpa: str) -> contextlib.AbstractContextManager:

@@ -12,7 +12,7 @@ from lingpt.cli.main import main
 from lingpt.common.errors import UserError
 from lingpt.models import Config
 from lingpt.train import bench_decode
-from lingpt.train.bench_decode import FORMS, Decoder, bench_decoding, choose_configs
+from lingpt.train.bench_decode import FORMS, Decoder, bench_decoding, choose_configs, measure
 from lingpt.train.bench_decode_results import COLUMNS, DecodeResults, DecodeRow, draw, table
 from lingpt.train.bench_results import SHORT_CONV
 from lingpt.train.environment import git_revision, package_hash
@@ -39,9 +39,10 @@ def test_the_command_measures_every_attention(tmp_path: Path, capsys):
     saved = json.loads((tmp_path / "decode.json").read_text())
     assert saved["environment"]["source"] == package_hash() and saved["environment"]["git"] == git_revision()
     assert saved["environment"]["precision"] == "float32" and saved["rows"][0]["attention"] == "softmax"
+    assert not any(row["graph"] for row in saved["rows"]), "a CPU has no CUDA graphs"
 
     sizes = {
-        form: [results.row("demo", form, batch, n).state_bytes for batch in (1, 2) for n in (16, 64)]
+        form: [results.row("demo", form, batch, n, False).state_bytes for batch in (1, 2) for n in (16, 64)]
         for form in FORMS
     }
     token = 2 * 4 * 128 * 4  # keys and values of 4 layers, 128 dimensions of 4 bytes
@@ -73,6 +74,56 @@ def test_a_state_is_that_of_a_prompt_as_long(form):
     assert decoder.model.step(torch.zeros(2, 1, dtype=torch.long), made).isfinite().all()
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_graph_is_captured_before_a_token_is_timed(form, monkeypatch):
+    """Guards: captures in the times, eager steps that are called graphs, and graphs that are called eager."""
+    (config,) = choose_configs("demo", [form], 64).values()
+    decoder, events = Decoder(config, torch.float32, CPU), []
+
+    class Noted(bench_decode.DecodingGraph):
+        def prepare(self, length: int) -> None:
+            events.append((length, self.state.position))
+            super().prepare(length)
+
+        def __call__(self, idx_BN: torch.Tensor) -> torch.Tensor:
+            events.append("token")
+            return super().__call__(idx_BN)
+
+    monkeypatch.setattr(bench_decode, "DecodingGraph", Noted)
+    row = measure(DecodeRow("demo", form, 2, 64, graph=True), decoder)
+    assert events == [(64, 60), *["token"] * 4]  # one to warm up
+    assert row.tokens == 3 and row.line().endswith("of state a sequence") and ", graph: " in row.line()
+    eager = measure(DecodeRow("demo", form, 2, 64), decoder)
+    assert len(events) == 5 and eager.state_bytes == row.state_bytes and ", eager: " in eager.line()
+
+
+def test_eager_steps_stand_beside_graphs(tmp_path: Path):
+    """Two rows of one cell otherwise, in the table and as two lines of the picture."""
+    rows = [DecodeRow("demo", "ours", 1, n, g, ms=1.0, fastest_ms=1.0, state_bytes=8) for g in (True, False)
+            for n in (16, 64)]  # fmt: skip
+    results = bench_decoding("demo", ["ours"], [16], [1], device="cpu", eager=True)
+    for row in rows:
+        results.put(row)
+    assert [row.graph for row in results.rows] == [False, True, True, False]
+    assert "| demo | ours | 1 | 16 | graph | 1.00 (1.00) |" in table(results)
+    assert "| demo | ours | 1 | 16 | eager | 1.00 (1.00) |" in table(results)
+    draw(results, tmp_path)
+    picture = (tmp_path / "decode.svg").read_text()
+    assert "ours, batch 1, graph" in picture and "ours, batch 1, eager" in picture
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_step_is_a_graph_unless_it_is_to_be_eager():
+    rows = [
+        bench_decoding("demo", ["hybrid"], [64, 1024], [2], device="cuda", eager=eager).rows
+        for eager in (False, True)
+    ]
+    assert [[(row.status, row.graph) for row in part] for part in rows] == [
+        [("ok", True)] * 2,
+        [("ok", False)] * 2,
+    ]
+
+
 def test_what_does_not_fit_is_a_row(tmp_path: Path, monkeypatch):
     """Out of memory, or another failure, is its row's reason; the rest is measured."""
     state_after = Decoder.state_after
@@ -88,9 +139,9 @@ def test_what_does_not_fit_is_a_row(tmp_path: Path, monkeypatch):
     results = bench_decoding("demo", ["softmax", "gla", "ours"], [16, 32], [1, 2], device="cpu")
     assert [row.status for row in results.rows] == ["ok"] * 2 + ["ok", "oom"] + ["error"] * 4 + ["ok"] * 4
     text = table(results)
-    assert "| demo | softmax | 2 | 32 | oom: out of memory | | | | |" in text
+    assert "| demo | softmax | 2 | 32 | eager | oom: out of memory | | | | |" in text
     assert "| error: RuntimeError: broken / here | | | | |" in text
-    assert results.rows[3].line().endswith("context 32: oom: out of memory")
+    assert results.rows[3].line().endswith("context 32, eager: oom: out of memory")
     assert draw(results, tmp_path)
     assert draw(DecodeResults(results.environment, results.rows[3:5]), tmp_path) == [], "nothing to draw"
 
@@ -148,4 +199,4 @@ def test_another_benchmarks_file_is_refused(tmp_path: Path):
     with pytest.raises(UserError, match="holds no results of `lingpt bench decode`"):
         DecodeResults.load(path)
     DecodeResults({}, [DecodeRow("demo", "ours", 1, 16)]).save(path)
-    assert DecodeResults.load(path).row("demo", "ours", 1, 16) is not None
+    assert DecodeResults.load(path).row("demo", "ours", 1, 16, False) is not None

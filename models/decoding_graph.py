@@ -1,0 +1,200 @@
+"""Decoding on a GPU: one token's step captured in a CUDA graph, which costs the host one launch a token.
+
+Eager, the hundreds of launches of a step take several times as long as the GPU needs to read the weights. A
+graph repeats the same kernels on the same addresses, so what it captures is a static step:
+
+- the token and its position are tensors on the device, where the rotary tables are looked up
+- a softmax layer writes the key and the value at the position, and attends under a mask to a bucket of its
+  cache: a power of two of keys, at least LEAST_BUCKET, or the whole. Each has a graph, captured when first
+  needed
+- all other states keep their tensors: what a layer replaces is copied back at the end of the step, which
+  reads and writes a linear attention's state once more, and needs nothing of an operator
+
+On a CPU the same step runs without a capture; there it is tested against the eager one.
+"""
+
+import functools
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from lingpt.common.errors import UserError
+from lingpt.models.attention.softmax import KVCache, StaticPosition
+from lingpt.models.gpt import GPT, DecodingState, tensors_in
+
+LEAST_BUCKET = 256  # keys: fewer cost no less
+WARMUP_STEPS = 2
+
+
+class Step(Protocol):
+    """A static step; without `keep` the states stay as they were (a warm-up). Returns logits `[B, V]`."""
+
+    def __call__(self, *, keep: bool) -> torch.Tensor: ...
+
+
+class DecodingGraph:
+    """Steps of one model through one decoding state, of one token by CUDA graphs, of more eagerly.
+
+    The graphs and their memory live as long as this object. From the first one on the weights must stay where
+    they are, autocast must stay as it is, and nothing else may step the state.
+
+    Raises UserError where an attention of the model has no `static_step` (attention/base.py).
+    """
+
+    def __init__(self, model: GPT, state: DecodingState) -> None:
+        if not has_static_step(model):
+            raise UserError("an attention of this model has no static step: it cannot decode by a CUDA graph")
+        self.model, self.state = model, state
+        self.device = model.lm_head.weight.device
+        self.captures = self.device.type == "cuda"
+        self.failed = False
+        self._caches = [layer for layer in state.layers if isinstance(layer, KVCache)]
+        self._idx_B1 = torch.zeros(state.batch_size, 1, dtype=torch.long, device=self.device)
+        self._position_1 = torch.zeros(1, dtype=torch.long, device=self.device)
+        self._graphs: dict[int, tuple[Any, torch.Tensor]] = {}  # bucket → graph, and the logits it writes
+        # One pool for all: they never run at once, and of each other's memory need the logits alone.
+        self._pool = torch.cuda.graph_pool_handle() if self.captures else None
+
+    @torch.no_grad()
+    def __call__(self, idx_BN: torch.Tensor) -> torch.Tensor:
+        """Logits `[B, padded_vocab_size]` of what follows the next tokens `[B, N]`, which the state has then
+        seen. The next call overwrites them.
+
+        The first tokens, and several at once, are eager. So is everything after a capture that failed, with
+        one warning. Raises UserError for more tokens than there is room for.
+        """
+        if idx_BN.shape[1] != 1 or self.state.position == 0 or self.failed:
+            self._graphs.clear()  # an eager step puts other tensors into the state
+            return self.model.next_logits(idx_BN, self.state)
+        bucket = self._bucket(self.state.position + 1)
+        self._idx_B1.copy_(idx_BN)
+        self._position_1.fill_(self.state.position)  # before a capture, too: its warm-up writes there
+        if not self.captures:
+            logits_BV = self._step(bucket, keep=True)
+        elif self._can_capture(bucket):
+            graph, logits_BV = self._graphs[bucket]
+            graph.replay()
+        else:
+            return self(idx_BN)
+        self.state.position += 1
+        for cache in self._caches:
+            cache.length = self.state.position
+        return logits_BV
+
+    @torch.no_grad()
+    def prepare(self, length: int) -> None:
+        """Captures now all that steps up to so many tokens replay, of a state that has seen a token; raises
+        what prevents it."""
+        tokens = self.state.position + 1
+        self._position_1.fill_(self.state.position)
+        while self.captures and tokens <= length:
+            bucket = self._bucket(tokens)
+            self._capture(bucket)
+            tokens = (bucket or length) + 1
+
+    @property
+    def buckets(self) -> list[int]:
+        """Those that have a graph now; of a model without softmax layers, [0]."""
+        return list(self._graphs)
+
+    def _bucket(self, length: int) -> int:
+        """Keys that a softmax layer attends to at the last of so many tokens; 0 without such a layer."""
+        self.model.check_length(length)
+        if not self._caches:
+            return 0
+        self._caches[0].check_length(length)
+        return min(max(LEAST_BUCKET, 1 << (length - 1).bit_length()), self._caches[0].k.shape[2])
+
+    def _can_capture(self, bucket: int) -> bool:
+        """`_capture`, or a warning and False."""
+        try:
+            self._capture(bucket)
+        except RuntimeError as error:  # PyTorch's, CUDA's and out of memory; a user's mistake is none of them
+            self.failed = True
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            warnings.warn(f"decoding is eager, as no CUDA graph could be captured: {reason}", stacklevel=3)
+        return not self.failed
+
+    def _capture(self, bucket: int) -> None:
+        """The bucket's graph, where there is none yet. The states are as before, whether it fails or not."""
+        if bucket not in self._graphs:
+            with _without_autocast_cache(self.device):
+                step = functools.partial(self._step, bucket)
+                self._graphs[bucket] = capture(step, self.device, self._pool)
+
+    def _step(self, bucket: int, *, keep: bool) -> torch.Tensor:
+        """The static step of `_idx_B1` at `_position_1`; without `keep` a key and a value at that position,
+        which the step writes again, are all it changes. The states' attributes are afterwards what they were,
+        their tensors with new values."""
+        model, layers, position = self.model, self.state.layers, self._position_1
+        before = [dict(vars(layer)) for layer in layers]
+        try:
+            static = StaticPosition.of(position, bucket, self._caches[0].k.dtype) if self._caches else None
+            for cache in self._caches:
+                cache.static = static
+            cos_1R, sin_1R = model.cos.index_select(0, position), model.sin.index_select(0, position)
+            hidden_B1C = model.continued(self._idx_B1, cos_1R, sin_1R, layers)
+            for cache in self._caches:
+                cache.static = None
+            _copy_back(before, [vars(layer) for layer in layers], keep)
+            return model.lm_head(hidden_B1C[:, -1])
+        finally:
+            for layer, attributes in zip(layers, before, strict=True):
+                vars(layer).update(attributes)
+
+
+def has_static_step(model: GPT) -> bool:
+    """Whether every layer's attention declares that one token's step can be captured."""
+    return all(getattr(block.attn, "static_step", False) for block in model.blocks)
+
+
+def capture(step: Step, device: torch.device, pool: Any) -> tuple[Any, torch.Tensor]:
+    """A CUDA graph of `step(keep=True)`, which is captured and not run, and the logits that replays write.
+
+    Warm-up comes first, on the same stream: kernels are compiled, tuned and loaded, workspaces allocated,
+    which a capture cannot hold. RuntimeError where the step does what cannot be captured.
+    """
+    here, side = torch.cuda.current_stream(device), _side_stream(device)
+    side.wait_stream(here)
+    try:
+        with torch.cuda.stream(side):  # which also leaves the stream of a capture that has failed
+            for _ in range(WARMUP_STEPS):
+                step(keep=False)
+            graph = torch.cuda.CUDAGraph()
+            # thread_local: other threads, as NCCL's or a data loader's, may go on calling CUDA.
+            with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+                logits_BV = step(keep=True)
+    finally:
+        here.wait_stream(side)
+    return graph, logits_BV
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures: cuBLAS keeps a workspace for each stream that it has run on."""
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def _without_autocast_cache(device: torch.device) -> Iterator[None]:
+    """A graph must cast the weights itself: autocast frees its cached casts when its context ends."""
+    kind = device.type
+    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    with torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False):
+        yield
+
+
+def _copy_back(before: list[dict[str, Any]], after: list[dict[str, Any]], keep: bool) -> None:
+    """Copies the tensors of the states after a step into those before it; without `keep` the other way round:
+    the same kernels, and the states stay as they are. RuntimeError where number, shapes or dtypes differ.
+    """
+    old, new = list(tensors_in(before)), list(tensors_in(after))
+    if [(x.shape, x.dtype) for x in old] != [(x.shape, x.dtype) for x in new]:
+        raise RuntimeError("a decoding state changes its tensors' shapes or dtypes from token to token")
+    pairs = [(x, y) for x, y in zip(old, new, strict=True) if x is not y]
+    for dtype in dict.fromkeys(x.dtype for x, _ in pairs):  # of one dtype, all are copied by one kernel
+        into, source = zip(*(pair for pair in pairs if pair[0].dtype == dtype), strict=True)
+        torch._foreach_copy_(*((into, source) if keep else (source, into)))
