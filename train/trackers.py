@@ -110,11 +110,11 @@ class WandB:
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        import wandb
-
         self._run = None
         folder = recipe.run_folder / WANDB
         try:
+            import wandb
+
             folder.mkdir(exist_ok=True)
             self._run = wandb.init(
                 project=recipe.train.wandb_project,

@@ -225,6 +225,13 @@ def test_wandb_failing_does_not_end_the_run(make_recipe, monkeypatch, capsys, ki
     assert read_metrics(folder)[-1]["step"] == 2
 
 
+def test_a_wandb_that_cannot_be_imported_does_not_end_the_run(make_recipe, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    folder = train(make_recipe(wandb=True, max_steps=2))
+    assert "wandb does not start (import of wandb halted" in capsys.readouterr().out
+    assert read_metrics(folder)[-1]["step"] == 2
+
+
 def test_numbers_that_are_not_finite_stay_valid_json(tmp_path):
     metrics = trackers.Metrics(tmp_path, 0)
     metrics.write({"kind": "train", "step": 1, "loss": float("nan"), "grad_norm": float("inf")})
