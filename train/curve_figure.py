@@ -119,9 +119,9 @@ def caption(curves: Sequence[Curve]) -> str:
 
 
 def _one(values) -> str:
-    """The values, each once, joined by `and`; numbers with separators."""
-    found = dict.fromkeys(value for value in values if value)
-    return " and ".join(f"{value:,}" if isinstance(value, int) else Path(str(value)).name for value in found)
+    """The values, each once, joined by `and`; numbers with separators, paths by their last name."""
+    shown = (f"{value:,}" if isinstance(value, int) else Path(str(value)).name for value in values if value)
+    return " and ".join(dict.fromkeys(shown))
 
 
 def _batch(curve: Curve) -> int | None:

@@ -295,7 +295,8 @@ def test_seeds_are_one_curve_with_a_band(tmp_path):
     ]:
         run = write_run(tmp_path / name, "gla", 1.0 + seed, val)
         config = yaml.safe_load((run / "config.yaml").read_text())
-        config |= {"data": {"source": "wiki/x.jsonl", "seq_len": 32}}
+        folder = "/data/wiki" if name == "gla-fast" else "wiki"  # the same text elsewhere
+        config |= {"data": {"source": f"{folder}/x.jsonl", "seq_len": 32}}
         config |= {"train": {"seed": seed, "learning_rate": rate, "global_batch_size": 8}}
         (run / "config.yaml").write_text(yaml.safe_dump(config))
         machine = {"name": "NVIDIA H200", "world_size": 1, "precision": "bf16-mixed"}
@@ -307,6 +308,6 @@ def test_seeds_are_one_curve_with_a_band(tmp_path):
     assert mean.lowest["val"].tolist() == [4.0, 2.0] and mean.highest["val"].tolist() == [5.0, 3.0]
     text = caption([mean, alone])
     assert "; gla: mean of 2 seeds, band from the lowest to the highest" in text  # not gla-fast
-    assert "x.jsonl; N = 32 tokens; 256 tokens a step; 1 × NVIDIA H200 a run, bf16-mixed" in text
+    assert "\nx.jsonl; N = 32 tokens; 256 tokens a step; 1 × NVIDIA H200 a run, bf16-mixed" in text
     draw_curves(runs, tmp_path / "out.png", formats=["svg", "pdf"])
     assert (tmp_path / "out.pdf").read_bytes().startswith(b"%PDF") and (tmp_path / "out.svg").exists()
