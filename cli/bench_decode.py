@@ -20,7 +20,8 @@ def configure(parser: ArgumentParser) -> None:
     kinds = "bfloat16, float16 or float32 (bfloat16 on a GPU that has it, else float32)"
     add("--dtype", type=str | None, help=kinds)
     add("--device", type=str, default="auto", help="auto, cpu, cuda, cuda:1")
-    add("--eager", action="store_true", help="time eager steps on a GPU, too, not CUDA graphs of them")
+    graph = "on a GPU, time replays of a CUDA graph of a step, not eager steps (experimental)"
+    add("--graph", action="store_true", help=graph)
     add("--budget", type=float, default=150.0, help="seconds; what does not fit is recorded as skipped")
     folder = "folder of decode.json, decode.md and the plot"
     add("--out", type=str, default="runs/bench/decoding", help=folder)
@@ -41,7 +42,7 @@ def run(args: Namespace) -> None:
     if args.redraw:
         results = DecodeResults.load(path)
     else:
-        names = ["model", "attentions", "contexts", "batch_sizes", "dtype", "device", "eager"]
+        names = ["model", "attentions", "contexts", "batch_sizes", "dtype", "device", "graph"]
         results = bench_decoding(save_to=path, **{name: args[name] for name in (*names, "budget", "append")})
     text = table(results)
     write_text(out / "decode.md", text)

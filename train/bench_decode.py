@@ -1,8 +1,8 @@
 """`lingpt bench decode`: the time of a token and the size of the state, of each attention, over the context.
 
 What is timed is what `lingpt generate` does for each new token: a step of the model through its decoding
-state and the draw of the token, which waits for the device. On a GPU the step is a CUDA graph's replay, or,
-to compare, eager. Weights are random.
+state and the draw of the token, which waits for the device. The step is eager, or on a GPU, where that is
+asked for, the replay of a CUDA graph. Weights are random.
 
 Notable:
 - no prompt as long as the context runs through the model. Keys and values are random numbers as many as the
@@ -81,7 +81,7 @@ def bench_decoding(
     *,
     dtype: str | None = None,
     device: str = "auto",
-    eager: bool = False,
+    graph: bool = False,
     budget: float = 150.0,
     save_to: Path | None = None,
     append: bool = False,
@@ -92,7 +92,7 @@ def bench_decoding(
         attentions: names or forms, as a recipe has them; FORMS by default.
         contexts, batch_sizes: CONTEXTS and BATCH_SIZES by default.
         dtype: bf16 by default on a GPU that has it, else fp32.
-        eager: on a GPU, too, steps that the host launches kernel by kernel, as they are elsewhere.
+        graph: on a GPU, replays of a CUDA graph of the step instead of eager steps.
         budget: seconds; once it is spent, nothing further begins, and what is left is "skipped".
         save_to: a JSON file, written after every row.
         append: keep what `save_to` holds, of this card, these versions and this code, and measure what is
@@ -113,7 +113,7 @@ def bench_decoding(
     for form, config in configs.items():
         decoder = Decoder(config, kind, where)
         for batch_size, context in itertools.product(batch_sizes, contexts):
-            row = DecodeRow(model, form, batch_size, context, graph=where.type == "cuda" and not eager)
+            row = DecodeRow(model, form, batch_size, context, graph=graph and where.type == "cuda")
             if results.is_done(*row.cell):
                 continue
             if time.perf_counter() > deadline:

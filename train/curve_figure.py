@@ -87,7 +87,7 @@ def _legend(figure, panel, rows: int) -> None:
     font = {"frameon": False, "fontsize": 9 if rows < 7 else 7.5, "handlelength": HANDLE}
     legend = panel.legend(loc="upper right", **font)
     size = legend.get_window_extent().width / panel.get_window_extent().width
-    if size < 0.75 and rows < 9:
+    if size < 0.75 and rows < 6:
         return
     legend.remove()
     legend = figure.legend(*panel.get_legend_handles_labels(), loc="upper right", **font)

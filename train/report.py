@@ -162,12 +162,8 @@ def sample_text(gpt: GPT, dataset: Dataset, max_tokens: int, parallel: Parallel)
     opening = dataset.val[0][: max(1, min(32, gpt.max_seq_length - max_tokens))]
 
     def complete(prompt: torch.Tensor) -> str:
-        # Eager: the run's own model and optimizer are still on the GPU, a graph's memory would come on top,
-        # and under autocast it casts all weights for every token. What it would save is seconds a run.
         with parallel.autocast():
-            ids = generate(
-                gpt, prompt[None].to(parallel.device), max_tokens, temperature=0.8, top_k=50, graph=False
-            )
+            ids = generate(gpt, prompt[None].to(parallel.device), max_tokens, temperature=0.8, top_k=50)
         return tokenizer.decode(ids[0, len(prompt) :].tolist())
 
     return (
