@@ -154,14 +154,14 @@ def test_a_stop_sticks_when_it_comes_in_the_middle_of_a_call(harness):
 import os, signal
 from pathlib import Path
 from lingpt.train.parallel import Parallel
-exact = Parallel.sum
-def sum(self, *values):
+exact = Parallel.sums
+def sums(self, *values):
     found = exact(self, *values)  # what was requested so far is in there: the signal comes too late for it
     if not Path("sent").exists() and Path("go").exists():
         Path("sent").touch()
         os.kill(os.getpid(), signal.SIGTERM)
     return found
-Parallel.sum = sum
+Parallel.sums = sums
 """
     command = harness.start(*TRAIN, *LONG, hook=hook)
     command.wait_for(command.has_logged)
