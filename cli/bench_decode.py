@@ -42,8 +42,9 @@ def run(args: Namespace) -> None:
     if args.redraw:
         results = DecodeResults.load(path)
     else:
-        names = ["model", "attentions", "contexts", "batch_sizes", "dtype", "device", "graph"]
-        results = bench_decoding(save_to=path, **{name: args[name] for name in (*names, "budget", "append")})
+        sizes = ("model", "attentions", "contexts", "batch_sizes")
+        names = (*sizes, "dtype", "device", "graph", "budget", "append")
+        results = bench_decoding(save_to=path, **{name: args[name] for name in names})
     text = table(results)
     write_text(out / "decode.md", text)
     print(text)

@@ -1,4 +1,4 @@
-"""All that is used of PyTorch's private interface (`torch._C`), each with its reason.
+"""All that is used of PyTorch's private interface (`torch._C`, `torch.ops.aten._…`), each with its reason.
 
 The operators stay what they are without these: each saves time in a call, nothing more; and `sdpa_choice` is
 for a record. In a release that has lost one, the public way is taken.
@@ -83,10 +83,12 @@ def sdpa_with_logsumexp(
 
     q [B, H, N, D], k and v [B, H, M, D], mask [B, H, N, M] of one dtype; expanded and strided views are fine.
     Returns o [B, H, N, D] and [B, H, N] in fp32. None: this PyTorch, or the device, has no such operator. The
-    public function keeps the logsumexp, without which parts of a sequence cannot be put together.
+    public function does not return the logsumexp, without which splits of the keys cannot be put together.
     """
-    names = {"cuda": "_scaled_dot_product_efficient_attention"}
-    names |= {"cpu": "_scaled_dot_product_flash_attention_for_cpu"}
+    names = {
+        "cuda": "_scaled_dot_product_efficient_attention",
+        "cpu": "_scaled_dot_product_flash_attention_for_cpu",
+    }
     operator = getattr(torch.ops.aten, names.get(q.device.type, ""), None)
     if operator is None:
         return None

@@ -3,8 +3,8 @@
 What is timed is what trains: a run's model, compiled blocks, precision, loss, gradient clipping and
 optimizer, on random tokens and without a log. The identity keeps the linear layers before and after the
 mixing: its time over an attention's is the part of the step that is not spent on mixing. Its gradients of q
-and k are zeros, which take less power than other numbers, and so less time; `identity-dense` has v's gradient
-in their place, for as many bytes.
+and k are zeros, which a card multiplies faster than other numbers; `identity-dense` has v's gradient in their
+place, for as many bytes.
 
 Notable:
 - at each shape the attentions take turns, in rounds: ratios are taken within a round, and a bad minute does
@@ -149,7 +149,7 @@ class Trained:
             loss_sum += loss.detach()
         norm = parallel.clip_gradients(self.gpt, t.grad_clip)
         sums = parallel.sums(loss_sum)
-        numbers = HostNumbers(torch.cat((sums, norm.double()[None])))
+        numbers = HostNumbers(sums, norm)
         step_where_finite(self.optimizer, sums[0], norm)
         if not all(map(math.isfinite, numbers.wait())):  # waits for the device, as in a run
             raise RuntimeError("the loss or the gradient is not finite")

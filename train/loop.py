@@ -239,7 +239,7 @@ class Run:
         with span("optimizer"):
             norm = parallel.clip_gradients(self.gpt, t.grad_clip)
             sums = parallel.sums(loss_sum, stop.requested, self.wants_save())
-            numbers = HostNumbers(torch.cat((sums, norm.double()[None])))
+            numbers = HostNumbers(sums, norm)
             step_where_finite(self.optimizer, sums[0], norm)
         # The step's one synchronisation. The optimizer, launched before, keeps a GPU busy meanwhile.
         with span(COMMUNICATION if parallel.world_size > 1 else WAITING):

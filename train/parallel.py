@@ -373,9 +373,10 @@ class Parallel:
 
 
 class HostNumbers:
-    """Numbers [n] that the device may not have computed yet, on their way to the host."""
+    """The numbers in these tensors, which the device may not have computed yet, on their way to the host."""
 
-    def __init__(self, values: torch.Tensor) -> None:
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        values = torch.cat([tensor.double().flatten() for tensor in tensors])
         self._values, self._copied = values, None
         if values.is_cuda:
             pinned = torch.empty_like(values, device="cpu", pin_memory=True)

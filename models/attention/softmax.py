@@ -34,7 +34,7 @@ SDPA = {
 }
 # cuDNN, which PyTorch prefers on Hopper, makes a plan for each number of keys: in decoding for every token.
 DECODING = [kernel for name, kernel in SDPA.items() if name != "cudnn"]
-PART = 512  # keys that a static step's attention reads one after the other
+KV_SPLIT = 512  # keys of a split of the cache, in a static step
 
 
 def apply_rope(x_BNHD: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor) -> torch.Tensor:
@@ -53,7 +53,7 @@ class StaticPosition:
     """Where the one token of a static step stands (models/decoding_graph.py), in tensors on the device.
 
     index: [1], int64, the tokens before it. mask: [1, 1, 1, keys], added to the scores: 0 for the tokens up
-    to it; for the places behind them so little that they weigh 0, but not −inf, of which a part that has no
+    to it; for the places behind them so little that they weigh 0, but not −inf, of which a split that has no
     token would make NaN.
     """
 
@@ -174,7 +174,7 @@ class SoftmaxAttention(QKVAttention):
         if state is not None:
             k, v = state.append(k, v)
             if state.static is not None:
-                o = attend_in_parts(q, k, v, state.static.mask.to(q.dtype), scale)
+                o = split_kv_attention(q, k, v, state.static.mask.to(q.dtype), scale)
                 return self.output(o.transpose(1, 2), x_BNC)
             if 1 < N < k.shape[2]:  # SDPA's own causal mask starts at the first key, not the first new one
                 mask = torch.ones(N, k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - N)
@@ -204,7 +204,7 @@ class SoftmaxAttention(QKVAttention):
     def new_state(
         self, batch_size: int, max_seq_len: int, device: torch.device, dtype: torch.dtype
     ) -> KVCache:
-        room = max_seq_len if max_seq_len <= PART else -(-max_seq_len // PART) * PART
+        room = max_seq_len if max_seq_len <= KV_SPLIT else -(-max_seq_len // KV_SPLIT) * KV_SPLIT
         shape = (batch_size, self.config.n_head, room, self.config.head_size)
         k, v = (torch.zeros(shape, device=device, dtype=dtype) for _ in "kv")
         return KVCache(k, v)
@@ -213,19 +213,20 @@ class SoftmaxAttention(QKVAttention):
         return {"conv": identity_filter(3 * self.config.n_embd)}
 
 
-def attend_in_parts(
+def split_kv_attention(
     q_BH1D: torch.Tensor, k_BHND: torch.Tensor, v_BHND: torch.Tensor, mask_111N: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """SDPA of one query a head, `[B, H, 1, D]`, under a mask without −inf; the keys in parts of PART.
+    """SDPA of one query a head, `[B, H, 1, D]`, under a mask without −inf, in splits of KV_SPLIT keys, as
+    Flash-Decoding has them.
 
-    Under a mask SDPA has no kernel that cuts the keys of a head: one multiprocessor of the GPU would read all
-    of them. Parts are heads of their own here, whose outputs are weighed by their sums. k and v are views.
+    Under a mask SDPA has no kernel that splits the keys of a head: one multiprocessor would read all of them.
+    Here a split is a head of its own, and outputs are put together by their logsumexp. k and v are views.
     """
     B, H, N, D = k_BHND.shape
-    if N > PART and N % PART == 0:
-        k, v = (x.flatten(0, 1).unflatten(1, (-1, PART)) for x in (k_BHND, v_BHND))  # [B·H, parts, PART, D]
-        q = q_BH1D.flatten(0, 1).unsqueeze(1).expand(-1, N // PART, -1, -1)
-        mask = mask_111N.view(1, -1, 1, PART).expand(B * H, -1, -1, -1)
+    if N > KV_SPLIT and N % KV_SPLIT == 0:
+        k, v = (x.flatten(0, 1).unflatten(1, (-1, KV_SPLIT)) for x in (k_BHND, v_BHND))  # [B·H, splits, ·, D]
+        q = q_BH1D.flatten(0, 1).unsqueeze(1).expand(-1, N // KV_SPLIT, -1, -1)
+        mask = mask_111N.view(1, -1, 1, KV_SPLIT).expand(B * H, -1, -1, -1)
         if (found := sdpa_with_logsumexp(q, k, v, mask, scale)) is not None:
             o, logsumexp = found
             return (logsumexp.softmax(1)[..., None] * o).sum(1).to(q.dtype).view(B, H, 1, D)

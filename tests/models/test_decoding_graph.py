@@ -20,7 +20,7 @@ from lingpt.common.errors import UserError
 from lingpt.kernels.torch_internals import sdpa_with_logsumexp
 from lingpt.models import ATTENTIONS, GPT, ModelArgs, decoding_graph, generate
 from lingpt.models.attention import softmax
-from lingpt.models.attention.softmax import KVCache, StaticPosition, attend_in_parts
+from lingpt.models.attention.softmax import KVCache, StaticPosition, split_kv_attention
 from lingpt.models.decoding_graph import DecodingGraph
 from lingpt.models.gpt import DecodingState, tensors_in
 
@@ -65,9 +65,9 @@ def record(step, device, pool) -> tuple[Recording, torch.Tensor]:
 
 @pytest.fixture
 def small_buckets(monkeypatch) -> None:
-    """Buckets of 16 keys, of 32 in two parts, and so on: short texts cross their boundaries."""
+    """Buckets of 16 keys, of 32 in two splits, and so on: short texts cross their boundaries."""
     monkeypatch.setattr(decoding_graph, "LEAST_BUCKET", 16)
-    monkeypatch.setattr(softmax, "PART", 16)
+    monkeypatch.setattr(softmax, "KV_SPLIT", 16)
 
 
 @pytest.fixture
@@ -192,9 +192,9 @@ def test_no_more_tokens_than_there_is_room_for(small, tokens, attention, recorde
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("seen", [0, 14, 15, 16, 40, 63])
-def test_parts_are_put_together(dtype, seen, monkeypatch):
+def test_splits_are_put_together(dtype, seen, monkeypatch):
     """Guards: a part without a token, one with one alone, scores of all sizes, and a copy of the cache."""
-    monkeypatch.setattr(softmax, "PART", 16)
+    monkeypatch.setattr(softmax, "KV_SPLIT", 16)
     shapes = (2, 3, 1, 8), (2, 3, 100, 8), (2, 3, 100, 8)
     q, k, v = (torch.randn(s, generator=torch.Generator().manual_seed(i)) for i, s in enumerate(shapes))
     q, k, v = (8 * q).to(dtype), k.to(dtype), v.to(dtype)
@@ -205,7 +205,7 @@ def test_parts_are_put_together(dtype, seen, monkeypatch):
         return sdpa_with_logsumexp(*args)
 
     monkeypatch.setattr(softmax, "sdpa_with_logsumexp", noted)
-    found = attend_in_parts(q, k[:, :, :64], v[:, :, :64], static.mask, 0.5)
+    found = split_kv_attention(q, k[:, :, :64], v[:, :, :64], static.mask, 0.5)
     weights = (0.5 * q.double() @ k[:, :, : seen + 1].double().mT).softmax(-1)
     expected = weights @ v[:, :, : seen + 1].double()
     bound = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
@@ -214,7 +214,7 @@ def test_parts_are_put_together(dtype, seen, monkeypatch):
     assert (keys.data_ptr(), values.data_ptr()) == (k.data_ptr(), v.data_ptr())
     assert found.dtype == dtype and (found - expected).abs().max() < bound
     monkeypatch.setattr(softmax, "sdpa_with_logsumexp", lambda *_: None)  # a PyTorch without it
-    whole = attend_in_parts(q, k[:, :, :64], v[:, :, :64], static.mask, 0.5)
+    whole = split_kv_attention(q, k[:, :, :64], v[:, :, :64], static.mask, 0.5)
     assert (whole - expected).abs().max() < bound
 
 
@@ -347,14 +347,14 @@ def on_gpu(form: str, dtype: torch.dtype) -> tuple[GPT, torch.Tensor]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_parts_are_put_together_on_a_gpu(dtype, D):
-    """Guards: another kernel than the CPU's, with sums of its own; parts of the size that decoding has."""
+def test_splits_are_put_together_on_a_gpu(dtype, D):
+    """Guards: another kernel than the CPU's, with sums of its own; splits of the size that decoding has."""
     q = torch.randn(2, 3, 1, D, generator=torch.Generator().manual_seed(0)).cuda()
     k, v = (torch.randn(2, 3, 4608, D, generator=torch.Generator().manual_seed(i)).cuda() for i in (1, 2))
     q, k, v = (4 * q).to(dtype), k.to(dtype), v.to(dtype)
     for seen in (0, 511, 512, 3000, 4095):
         static = StaticPosition.of(torch.tensor([seen], device="cuda"), 4096, dtype)
-        found = attend_in_parts(q, k[:, :, :4096], v[:, :, :4096], static.mask, D**-0.5)
+        found = split_kv_attention(q, k[:, :, :4096], v[:, :, :4096], static.mask, D**-0.5)
         weights = (D**-0.5 * q.double() @ k[:, :, : seen + 1].double().mT).softmax(-1)
         expected = weights @ v[:, :, : seen + 1].double()
         assert (found - expected).norm() < (5e-3 if dtype.itemsize == 2 else 1e-3) * expected.norm(), seen

@@ -98,7 +98,7 @@ def test_nobody_waits_for_a_gpu_until_the_optimizer_has_its_work():
         try:
             norm = parallel.clip_gradients(model, 1.0)
             sums = parallel.sums(loss_sum, True, 2.0)
-            numbers = HostNumbers(torch.cat((sums, norm.double()[None])))
+            numbers = HostNumbers(sums, norm)
             step_where_finite(optimizer, sums[0], norm)
         finally:
             torch.cuda.set_sync_debug_mode("default")
