@@ -167,6 +167,11 @@ def capture(step: Step, device: torch.device, pool: Any) -> tuple[Any, torch.Ten
             # thread_local: other threads, as NCCL's or a data loader's, may go on calling CUDA.
             with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
                 logits_BV = step(keep=True)
+    except RuntimeError:
+        # PyTorch leaves its generator in the capture: nothing random could be drawn any more in this process.
+        generator = torch.cuda.default_generators[here.device_index]
+        generator.graphsafe_set_state(generator.clone_state())
+        raise
     finally:
         here.wait_stream(side)
     return graph, logits_BV
