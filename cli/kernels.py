@@ -1,5 +1,6 @@
 """`lingpt kernels list|compile|test|release-check`: the CUDA kernels, here and for other cards."""
 
+import json
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -138,4 +139,7 @@ def _release_check(args: Namespace) -> None:
     if reason := staleness(Path(args.record)):
         print(f"lingpt: {reason}", file=sys.stderr)
         sys.exit(1)
-    print("the record of the GPU tests is that of this source")
+    record = json.loads(Path(args.record).read_text())
+    counts = ", ".join(f"{record[word]} {word}" for word in ("passed", "skipped"))
+    selection = f" (-k '{record['selected']}')" if "selected" in record else ""
+    print(f"the record of the GPU tests is that of this source: {counts}{selection}")

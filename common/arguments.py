@@ -3,13 +3,21 @@
 import argparse
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal
 from typing import Any, Literal, get_args, get_origin
 
 import jsonargparse
+import yaml
 
 from lingpt.common.errors import UserError, nearest
+
+
+class Parser(jsonargparse.ArgumentParser):
+    """Takes `3e6` in a file for a whole number where an option takes one, as on the command line."""
+
+    def parse_string(self, cfg_str: str, *args: Any, **kwargs: Any) -> jsonargparse.Namespace:
+        return super().parse_string(_whole_numbers_in_file(self, cfg_str), *args, **kwargs)
 
 
 def parse_arguments(
@@ -19,9 +27,7 @@ def parse_arguments(
 
     about: what the verb does, for its `--help`.
     """
-    parser = jsonargparse.ArgumentParser(
-        prog=f"lingpt {verb}", description=about, exit_on_error=False, allow_abbrev=False
-    )
+    parser = Parser(prog=f"lingpt {verb}", description=about, exit_on_error=False, allow_abbrev=False)
     configure(parser)
     for word in words:
         try:
@@ -53,17 +59,51 @@ def _config_first(words: Sequence[str]) -> list[str]:
 
 def _whole_numbers(parser: jsonargparse.ArgumentParser, words: Sequence[str]) -> list[str]:
     """Writes out `3e9` where an option takes a whole number: the parser takes it for another."""
-    kinds = {action: getattr(action, "_typehint", None) for action in parser._actions if not action.nargs}
-    whole = [action for action, kind in kinds.items() if int in (kind, *get_args(kind))]
-    options = {option for action in whole for option in action.option_strings}
+    options = {option for action in _take_whole(parser) for option in action.option_strings}
     found = []
     for before, word in zip(["", *words], words, strict=False):
         option, equals, value = ("", "", word) if before in options else word.partition("=")
-        if (option in options or before in options) and re.fullmatch(r"\d+(\.\d+)?[eE]\+?\d\d?", value):
-            number = Decimal(value)
-            value = str(int(number)) if number == int(number) else value
+        if option in options or before in options:
+            value = _written_out(value)
         found.append(option + equals + value)
     return found
+
+
+def _take_whole(parser: jsonargparse.ArgumentParser) -> list[argparse.Action]:
+    """The options that take a whole number."""
+    kinds = {action: getattr(action, "_typehint", None) for action in parser._actions if not action.nargs}
+    return [action for action, kind in kinds.items() if int in (kind, *get_args(kind))]
+
+
+def _written_out(value: str) -> str:
+    """`3e6` and `3000000.0` as 3000000; all that is no whole number as it is."""
+    if not re.fullmatch(r"\d+(\.\d*|(\.\d*)?[eE]\+?\d\d?)", value):
+        return value
+    number = Decimal(value)
+    return str(int(number)) if number == int(number) else value
+
+
+def _whole_numbers_in_file(parser: jsonargparse.ArgumentParser, text: str) -> str:
+    """The recipe's text with `_written_out` numbers where a whole one is asked for; all else as it is."""
+    keys = {action.dest for action in _take_whole(parser)}
+    try:
+        found = [value for key, value in _values(text) if key in keys]
+    except (yaml.YAMLError, RecursionError):  # the parser says what is wrong with it
+        return text
+    for value in sorted(found, key=lambda node: node.start_mark.index, reverse=True):
+        start, end = value.start_mark.index, value.end_mark.index
+        if text[start:end] == value.value:  # neither quoted nor with an anchor
+            text = text[:start] + _written_out(value.value) + text[end:]
+    return text
+
+
+def _values(text: str) -> Iterator[tuple[str, yaml.ScalarNode]]:
+    """`train.max_tokens` and its value, for every key of every group in a recipe's text."""
+    tree = yaml.compose(text, Loader=yaml.SafeLoader)
+    for group, keys in tree.value if isinstance(tree, yaml.MappingNode) else ():
+        for key, value in keys.value if isinstance(keys, yaml.MappingNode) else ():
+            if isinstance(value, yaml.ScalarNode):
+                yield f"{group.value}.{key.value}", value
 
 
 def _explain(parser: jsonargparse.ArgumentParser, message: str) -> str:
@@ -82,7 +122,8 @@ def _explain(parser: jsonargparse.ArgumentParser, message: str) -> str:
     hint = nearest(key, keys)
     if "option" in found:  # as a flag, perhaps, which a switch of ours is not
         for action in parser._actions:
-            if getattr(action, "_typehint", None) is bool:
+            kind = getattr(action, "_typehint", None)
+            if bool in (kind, *get_args(kind)):
                 hint = hint.replace(f"'{action.dest}'", f"'--{action.dest} true'")
     return f"unknown key {key!r}{hint}; `{parser.prog} --help` lists the keys"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 
-from lingpt.common.arguments import parse_arguments
+from lingpt.common.arguments import Parser, parse_arguments
 from lingpt.common.errors import UserError, nearest
 from lingpt.common.files import read_yaml
 from lingpt.common.run_folder import CONFIG, read_config
@@ -98,7 +98,7 @@ def _run_name(recipe: Recipe, file: Path | None) -> str:
 
 def _recipe_in(file: Path | None) -> Recipe:
     """The recipe of the file, without the command line."""
-    parser = ArgumentParser(exit_on_error=False)
+    parser = Parser(exit_on_error=False)
     configure_recipe(parser)
     args = parser.instantiate_classes(parser.parse_args(["--config", str(file)] if file else []))
     return Recipe(model=args.model, data=args.data, train=args.train)

@@ -13,6 +13,7 @@ from lingpt.data.cache import WRITE_ADVICE, TokenCache, token_cache
 from lingpt.data.corpus import Corpus
 from lingpt.data.embedded import embedded_corpus
 from lingpt.data.jsonl import find_files, jsonl_corpus, with_val_files
+from lingpt.data.paths import expand
 from lingpt.data.stream import Blocks
 from lingpt.data.tokenizer import Tokenizer, embedded_tokenizer, find_tokenizer, load_tokenizer
 from lingpt.data.tokens import token_dtype
@@ -32,8 +33,8 @@ class DataConfig:
         tokenizer: a tokenizer.json, a folder that holds one, or a name on the hub; by default a small BPE
             trained on the embedded corpus
         seq_len: tokens of a training sample
-        val_source: JSONL to validate on; by default the source's own validation split if it has one, else the
-            documents whose hash lies in the lowest val_fraction
+        val_source: JSONL or text files to validate on, named as those of source; by default the source's own
+            validation split if it has one, else the documents whose hash lies in the lowest val_fraction
         val_fraction: share of the documents held out where the source has no validation split, at least one
         vocab_size: tokens of the embedded corpus's BPE
         num_workers: threads that tokenise; by default one a core
@@ -139,7 +140,7 @@ def content_hashes(config: DataConfig) -> dict[str, str]:
 
 
 def _cache_folder(config: DataConfig) -> Path:
-    return Path(config.cache_dir).expanduser() if config.cache_dir else cache_dir()
+    return expand(config.cache_dir) if config.cache_dir else cache_dir()
 
 
 def _tokenizer(config: DataConfig) -> Tokenizer:

@@ -54,7 +54,7 @@ def file_hashes(files: Sequence[Path], cache_dir: Path | None) -> list[str]:
             stop.set()
             raise
     if cache_dir and new:
-        kept = {name: entry for name, entry in known.items() if Path(name).exists()}
+        kept = {name: entry for name, entry in known.items() if not _is_gone(name)}
         with contextlib.suppress(OSError):
             write_text(cache_dir / NAME, json.dumps(kept | new, indent=0))
     return hashes
@@ -67,6 +67,14 @@ def _sha256(path: Path, stop: threading.Event) -> str:
         while not stop.is_set() and (piece := file.read(1 << 20)):
             digest.update(piece)
     return digest.hexdigest()
+
+
+def _is_gone(name: str) -> bool:
+    """Not so where the system does not say: a disk that is away, or a folder of another user."""
+    try:
+        return not Path(name).exists()
+    except OSError:
+        return False
 
 
 def _stamp(path: Path) -> Stamp:

@@ -23,6 +23,7 @@ import zstandard
 from lingpt.common.errors import UserError
 from lingpt.data.corpus import Corpus, Document, Split
 from lingpt.data.file_hashes import file_hashes
+from lingpt.data.paths import expand, reading
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -72,7 +73,7 @@ def jsonl_corpus(
 
 
 def with_val_files(corpus: Corpus, val_source: str, cache_dir: Path | None = None) -> Corpus:
-    """`corpus` with the JSONL of `val_source` for validation."""
+    """`corpus` with the JSONL or text files of `val_source` for validation."""
     files = find_files(val_source)
     content_hash = hashlib.sha256(f"{corpus.content_hash} {_hashes(files, cache_dir)}".encode()).hexdigest()
     return replace(corpus, content_hash=content_hash, val=_split(files), rule=f"held out: {val_source}")
@@ -88,16 +89,17 @@ def find_files(source: str, named: Iterable[str] = ()) -> list[Path]:
 
 def _documents(source: str, matches: list[Path], named: Iterable[str]) -> list[Path]:
     """`find_files` of what matches `source`."""
-    one = len(matches) == 1 and Path(source).expanduser().is_file()  # whatever its name
-    lines = [p for p in matches if p.is_file() and (one or p.name.endswith(SUFFIXES))]
-    files = lines or [p for p in matches if p.is_file() and p.suffix == TEXT]
+    with reading(source):
+        one = len(matches) == 1 and expand(source).is_file()  # whatever its name
+        lines = [p for p in matches if p.is_file() and (one or p.name.endswith(SUFFIXES))]
+        files = lines or [p for p in matches if p.is_file() and p.suffix == TEXT]
     tables = [p for p in files or matches if p.suffix == PARQUET]
     if tables:
         make = f"datasets.Dataset.from_parquet({str(tables[0])!r}).to_json('{tables[0].stem}.jsonl')"
         raise UserError(f"{tables[0]} is Parquet: in Python `{make}` makes JSONL of it, to be given instead")
     if not files:
         holds = f"the folder {source} holds no documents"
-        where = holds if Path(source).expanduser().is_dir() else f"there are no documents at {source}"
+        where = holds if expand(source).is_dir() else f"there are no documents at {source}"
         give = ", or ".join(["a file, folder or glob of JSONL or text", *named])
         raise UserError(f"{where} ({', '.join((*SUFFIXES, TEXT))}): give {give}")
     return files
@@ -105,10 +107,11 @@ def _documents(source: str, matches: list[Path], named: Iterable[str]) -> list[P
 
 def _matches(source: str) -> list[Path]:
     """What there is under this path (of a folder, in it) or glob, sorted."""
-    path = Path(source).expanduser()
-    if path.is_file():
-        return [path]
-    return sorted(path.iterdir() if path.is_dir() else map(Path, glob.glob(str(path), recursive=True)))
+    path = expand(source)
+    with reading(source):
+        if path.is_file():
+            return [path]
+        return sorted(path.iterdir() if path.is_dir() else map(Path, glob.glob(str(path), recursive=True)))
 
 
 def _hashes(files: list[Path], cache_dir: Path | None) -> list[str]:
@@ -260,4 +263,4 @@ def _text(line: bytes, where: str) -> str:
             fault = 'has no "text"'
         else:
             fault = "has a text that is no string"
-    raise UserError(f'{where} {fault}: every line must be a JSON object with a non-empty string "text"')
+    raise UserError(f'{where} {fault}: every line must be a JSON object with a string "text"')

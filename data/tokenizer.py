@@ -13,6 +13,7 @@ from lingpt.common.errors import UserError
 from lingpt.common.files import write_text
 from lingpt.data.embedded import embedded_corpus
 from lingpt.data.hub import hub_errors
+from lingpt.data.paths import expand
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -106,7 +107,7 @@ def find_tokenizer(source: str | os.PathLike) -> Path | None:
     """The `tokenizer.json` that `source` names, or None where it may be a name on the hub. UserError where
     neither can be.
     """
-    path = Path(source).expanduser()
+    path = expand(source)
     if path.is_dir():
         path = path / "tokenizer.json"
         if not path.exists():

@@ -214,15 +214,27 @@ def run_task(lm: Any, name: str, num_fewshot: int, data: Path | None, limit: int
         "subtasks": {} if list(parts) == [name] else parts,
         "version": found["versions"].get(name),
         "prompts": prompt_hash(loaded["tasks"]),
-        "max_length": lm.max_length,
         "truncated": lm.truncated - truncated,
         "cut_prompts": lm.cut_prompts - cut,
         "batch_tokens": lm.batch_tokens,
-        "device": torch.cuda.get_device_name(lm.device) if lm.device.type == "cuda" else lm.device.type,
-        "seconds": round(time.monotonic() - start, 1),
+    } | how_measured(lm, time.monotonic() - start)
+
+
+def how_measured(lm: Any, seconds: float) -> dict[str, Any]:
+    """What every score records of the way it was computed. `devices`: how many shared the work."""
+    return {
+        "max_length": lm.max_length,
+        "device": device_name(lm.device),
+        "devices": len(lm.models),
+        "seconds": round(seconds, 1),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {package: installed_version(package) for package in PACKAGES},
     }
+
+
+def device_name(device: torch.device) -> str:
+    """What it is, as results record it: the GPU's name, or `cpu`."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def metrics_of(found: dict[str, Any]) -> dict[str, float | None]:

@@ -82,6 +82,7 @@ def loss_by_position(lm: LinGPTLM, texts: Texts, train_length: int, pieces: int 
         "per_document": {"losses": per_document},  # of each group
         "unigram": entropy(token for ids in found for token in ids),
         "train_length": train_length,
+        "devices": 1,  # however many there are: the pieces are read one after another
         "prompts": prompts_hash((ids, []) for ids in found),
     }
 

@@ -48,10 +48,10 @@ class LinGPTLM(TemplateLM):
             the batches: these, and so the scores, are the same whatever the number of devices.
         tokenizer: its `lingpt.data.Tokenizer`.
         batch_tokens: most tokens of a batch, padding included (a longer sequence is a batch of its own).
-        max_length: most tokens of context, the model's block size by default.
         progress: show a bar, where stderr is a terminal.
 
     Attributes:
+        max_length: most tokens of context, the model's block size.
         truncated: requests so far whose context was cut on the left to fit `max_length`.
         cut_prompts: distinct contexts among those: a question's answers share theirs.
     """
@@ -62,7 +62,6 @@ class LinGPTLM(TemplateLM):
         tokenizer: Tokenizer,
         *,
         batch_tokens: int = 16384,
-        max_length: int | None = None,
         progress: bool = True,
         name: str = "the model",
     ) -> None:
@@ -73,7 +72,7 @@ class LinGPTLM(TemplateLM):
         self.model = model = self.models[0]
         self.text_tokenizer = tokenizer
         self.batch_tokens = batch_tokens
-        self.max_length = min(max_length or model.config.block_size, model.config.block_size)
+        self.max_length = model.config.block_size
         self.progress, self.name = progress, name
         self.truncated = self.cut_prompts = 0
         weight = model.lm_head.weight
@@ -84,10 +83,6 @@ class LinGPTLM(TemplateLM):
     @property
     def eot_token_id(self) -> int:
         return self.text_tokenizer.eos_id
-
-    @property
-    def tokenizer_name(self) -> str:
-        return type(self.text_tokenizer).__name__
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         return self.text_tokenizer.encode(string)

@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from lingpt.common.errors import UserError
+from lingpt.eval.harness import device_name
 from lingpt.models import (
     ATTENTIONS,
     GPT,
@@ -29,7 +30,7 @@ from lingpt.models import (
 from lingpt.models.weight_decay import parameter_groups
 
 POWER = 0.01  # Zoology's exponent of the gaps
-TEST_SEED, TEST_BATCH = 2**31, 256
+TEST_SEED, TEST_SEQUENCES, TEST_BATCH = 2**31, 1024, 256
 EVERY = 250  # steps between looks at the accuracy
 ENOUGH = 0.999  # accuracy at which training ends
 PER_CARD = 8  # processes that share a GPU: models this small leave most of it idle
@@ -170,7 +171,7 @@ def train_trial(trial: Trial, device: str = "cpu") -> dict[str, Any]:
         "curve": curve,
         "trained_steps": step,
         "seconds": round(time.monotonic() - started, 1),
-        "device": torch.cuda.get_device_name(where) if where.type == "cuda" else where.type,
+        "device": device_name(where),
     }
 
 
@@ -209,12 +210,11 @@ def answer(model: GPT, batch: Batch) -> torch.Tensor:
 
 
 @torch.no_grad()
-def accuracy(model: GPT, trial: Trial, device: torch.device, sequences: int = 1024) -> tuple[float, float]:
+def accuracy(model: GPT, trial: Trial, device: torch.device) -> tuple[float, float]:
     """The share of queries whose value is the arg-max, and its standard error over sequences."""
     right = []
-    for part in range(0, sequences, TEST_BATCH):
-        size = min(TEST_BATCH, sequences - part)
-        batch = make_batch(size, trial.pairs, trial.length, trial.vocabulary, TEST_SEED + part, device)
+    for part in range(0, TEST_SEQUENCES, TEST_BATCH):
+        batch = make_batch(TEST_BATCH, trial.pairs, trial.length, trial.vocabulary, TEST_SEED + part, device)
         with torch.autocast("cuda", torch.bfloat16, enabled=device.type == "cuda"):
             right.append((answer(model, batch).argmax(-1) == batch.values).float().mean(1))
     shares = torch.cat(right)

@@ -28,7 +28,7 @@ class Difference(NamedTuple):
 
 class SeedDifference(NamedTuple):
     """Mean accuracy of a row's seeds less that of another's, and its standard error; None where one of the
-    rows has a single seed."""
+    rows has a single seed, or of a single question."""
 
     mean: float
     stderr: float | None
@@ -57,13 +57,13 @@ def over_seeds(first: np.ndarray, second: np.ndarray) -> SeedDifference:
     accuracies (Welch).
     """
     each, error = first.mean(0) - second.mean(0), None
-    if len(first) > 1 and len(second) > 1:
+    if min(len(first), len(second), len(each)) > 1:
         of_seeds = sum(bits.mean(1).var(ddof=1) / len(bits) for bits in (first, second))
-        error = math.sqrt(each.var() / len(each) + of_seeds)
+        error = math.sqrt(each.var(ddof=1) / len(each) + of_seeds)
     return SeedDifference(float(each.mean()), error, len(each))
 
 
-def bootstrap(first: np.ndarray, second: np.ndarray, resamples: int = RESAMPLES) -> Difference:
+def bootstrap(first: np.ndarray, second: np.ndarray) -> Difference:
     """The percentile bootstrap over questions, from a fixed seed; `first`, `second`: bool `[questions]`.
 
     A question's difference is −1, 0 or 1, so that a resample of the questions is a multinomial draw of three
@@ -71,7 +71,7 @@ def bootstrap(first: np.ndarray, second: np.ndarray, resamples: int = RESAMPLES)
     """
     n = len(first)
     up, down = int((first & ~second).sum()), int((~first & second).sum())
-    draws = np.random.default_rng(0).multinomial(n, [up / n, down / n, 1 - (up + down) / n], size=resamples)
+    draws = np.random.default_rng(0).multinomial(n, [up / n, down / n, 1 - (up + down) / n], size=RESAMPLES)
     low, high = np.percentile((draws[:, 0] - draws[:, 1]) / n, [2.5, 97.5])
     return Difference((up - down) / n, float(low), float(high), n)
 

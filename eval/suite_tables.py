@@ -8,18 +8,17 @@ from lingpt.common.files import write_errors, write_text
 from lingpt.eval.figures import draw_positions
 from lingpt.eval.paired import bits_difference, paired_difference, position_differences
 from lingpt.eval.results import DASH, percent
-from lingpt.eval.seeds import seeds_note, with_shared_seed
+from lingpt.eval.seeds import seeds_note
 from lingpt.eval.suites import COMMONSENSE, SUITES, Benchmark
 from lingpt.eval.table2 import (
     DIFFERENCE_NOTE,
     best_entry,
     comparison_notes,
+    entries_with_softmax,
     form,
-    label,
     partial_notes,
     run_cells,
     signed,
-    softmax_of,
 )
 from lingpt.eval.tables import Table, draw_tables
 
@@ -94,21 +93,22 @@ def _bits_table(results: Sequence[dict[str, Any]]) -> Table:
     rows = [[form(result), *run_cells(result)] for result in measured]
     xz, head = ["xz -9", "", "", ""], ["Mechanism", "Run", "Parameters", "Tokens"]
     notes = ["Bits per UTF-8 byte of held-out text, ± one standard error over documents; xz for comparison."]
-    compared = False
+    compared: set[int] = set()  # which of `measured` have a difference
     for name in names:
         key = f"bits_per_byte ({name})"
         entries = [result["scores"].get(key) for result in measured]
         pairs = [pair_with_softmax(result, results, key) for result in measured]
         less = [_signed_loss(bits_difference(*pair) if pair else None) for pair in pairs]
         shown = bool(set(less) - {DASH})
-        compared |= shown
+        compared |= {i for i, cell in enumerate(less) if cell != DASH}
         for row, entry, cell in zip(rows, entries, less, strict=True):
             row += [_bits(entry), cell] if shown else [_bits(entry)]
         known = next(entry["metrics"]["xz_bits_per_byte"] for entry in entries if entry)
         xz += [f"{known:.3f}", ""] if shown else [f"{known:.3f}"]
         head += [name, "to softmax"] if shown else [name]
     notes += [LESS_NOTE] if compared else []
-    notes += seeds_note(results, "documents") + (comparison_notes(measured) if compared else [])
+    notes += seeds_note(results, "documents")
+    notes += comparison_notes([measured[i] for i in sorted(compared)], results)
     return Table("Bits per byte", head, [*rows, xz] if rows else [], notes)
 
 
@@ -173,8 +173,7 @@ def _position_differences_table(results: Sequence[dict[str, Any]]) -> Table:
     ]
     head = ["Mechanism", "Run", "Text", "Documents", *(f"≤ {end:,}" for end in ends)]
     compared = [r for r in results if any(r is one for one, *_ in found)]
-    softmax = [r for r in results if label(r) == "softmax"]
-    notes = [LESS_NOTE, *comparison_notes([*softmax, *(r for r in compared if r not in softmax)])]
+    notes = [LESS_NOTE, *comparison_notes(compared, results)]
     return Table("Loss by position, less softmax's", head, rows, notes)
 
 
@@ -185,7 +184,7 @@ def _loss(group: dict[str, Any]) -> str:
 
 
 def _recall_table(results: Sequence[dict[str, Any]]) -> Table:
-    names, rows = _texts_of(results, "recall_phrases"), []
+    names, rows, compared = _texts_of(results, "recall_phrases"), [], []
     for result in results:
         for name in names:
             key = f"recall_phrases ({name})"
@@ -195,6 +194,8 @@ def _recall_table(results: Sequence[dict[str, Any]]) -> Table:
                 less = signed(paired_difference(*pair) if pair else None)
                 about = [form(result), run_cells(result)[0], name, str(entry["documents"])]
                 rows.append([*about, *cells, less])
+                if less != DASH and result not in compared:
+                    compared.append(result)
     if rows:
         rows.append(["Chance", "", "", "", "25", "25", "0", ""])
     head = ["Mechanism", "Run", "Text", "Questions", "right of four", "without the text", "word for word"]
@@ -202,11 +203,9 @@ def _recall_table(results: Sequence[dict[str, Any]]) -> Table:
         "A phrase of a long text is asked for again at its end, by the eight words that stood before it: "
         "chosen among four phrases of the text; the same without the text; given by greedy decoding."
     ]
-    if any(row[-1] not in (DASH, "") for row in rows):
+    if compared:
         head.append("to softmax")
-        notes.append(DIFFERENCE_NOTE)
-        measured = [r for r in results if any(f"recall_phrases ({n})" in r["scores"] for n in names)]
-        notes += comparison_notes(measured)
+        notes += [DIFFERENCE_NOTE, *comparison_notes(compared, results)]
     else:
         rows = [row[:-1] for row in rows]
     return Table("Recall of phrases", head, rows, notes + seeds_note(results))
@@ -216,11 +215,7 @@ def pair_with_softmax(
     result: dict[str, Any], results: Sequence[dict[str, Any]], key: str
 ) -> tuple[dict[str, Any], dict[str, Any]] | None:
     """The scores `key` of the run and of its softmax run, to compare; None where there is no pair."""
-    softmax = softmax_of(result, results)
-    if softmax is None or softmax is result:
-        return None
-    a, b = (one["scores"].get(key) for one in with_shared_seed(result, softmax))
-    return (a, b) if a and b else None
+    return entries_with_softmax(result, results, lambda scores: scores.get(key))
 
 
 def _texts_of(results: Sequence[dict[str, Any]], measure: str) -> list[str]:

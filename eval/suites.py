@@ -9,16 +9,12 @@ recall        phrases of a long text, asked for again at its end
 import sys
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from lingpt.common.errors import UserError, unknown
-from lingpt.common.install import installed_version
 from lingpt.data.jsonl import find_files
-from lingpt.eval.harness import PACKAGES, find_devices, leaving_out, load_lm, parse_task, summary
+from lingpt.eval.harness import find_devices, how_measured, leaving_out, load_lm, parse_task, summary
 from lingpt.eval.results import add_score, load_results
 from lingpt.eval.runs import Checkpoint
 from lingpt.eval.texts import Texts, Unsuitable, read_texts
@@ -188,15 +184,5 @@ def _measure(lm: Any, measure: str, texts: Texts, train_length: int) -> dict[str
 
 
 def _about(lm: Any, measure: str, texts: str, seconds: float) -> dict[str, Any]:
-
-    return {
-        "task": measure,
-        "num_fewshot": 0,
-        "texts": texts,
-        "complete": True,
-        "max_length": lm.max_length,
-        "device": torch.cuda.get_device_name(lm.device) if lm.device.type == "cuda" else lm.device.type,
-        "seconds": round(seconds, 1),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": {package: installed_version(package) for package in PACKAGES},
-    }
+    about = {"task": measure, "num_fewshot": 0, "texts": texts, "complete": True}
+    return about | how_measured(lm, seconds)

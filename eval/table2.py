@@ -4,7 +4,7 @@ Beside the accuracies: their length-normalised form where lm-eval has both, the 
 over the same questions, chance, parameters and tokens of each run, and how many prompts did not fit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,13 +159,14 @@ def _normalised(results: Sequence[dict[str, Any]]) -> Table:
 
 def _differences(results: Sequence[dict[str, Any]]) -> Table:
     columns = list(dict.fromkeys(COLUMNS))
-    rows = []
+    rows, compared = [], []
     for result in results:
         cells = [_signed_cell(result, results, task, shots) for _, task, shots in columns]
         if set(cells) != {DASH}:
             rows.append([form(result), _run(result), *cells])
+            compared.append(result)
     head = ["Mechanism", "Run", *(heading for heading, _, _ in columns)]
-    notes = [DIFFERENCE_NOTE, *comparison_notes(results), *partial_notes(results)]
+    notes = [DIFFERENCE_NOTE, *comparison_notes(compared, results), *partial_notes(results)]
     return Table("Paired differences to softmax", head, rows, notes)
 
 
@@ -173,19 +174,31 @@ def difference(
     result: dict[str, Any], results: Sequence[dict[str, Any]], task: str, shots: int, metric: str = "acc"
 ) -> Difference | SeedDifference | None:
     """Difference of a run to its softmax run on one task; None where there is no pair."""
+    pair = entries_with_softmax(result, results, lambda scores: best_entry(scores, task, shots))
+    return paired_difference(*pair, metric) if pair else None
+
+
+def entries_with_softmax(
+    result: dict[str, Any],
+    results: Sequence[dict[str, Any]],
+    entry_of: Callable[[dict[str, Any]], dict[str, Any] | None],
+) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """The entries to compare, the run's and its softmax run's, which `entry_of` finds in the scores of each;
+    None where there is no pair."""
     softmax = softmax_of(result, results)
     if softmax is None or softmax is result:
         return None
-    pair = with_shared_seed(result, softmax)
-    a, b = (best_entry(one["scores"], task, shots) for one in pair)
-    return paired_difference(a, b, metric) if a and b else None
+    a, b = (entry_of(one["scores"]) for one in with_shared_seed(result, softmax))
+    return (a, b) if a and b else None
 
 
 def softmax_of(result: dict[str, Any], results: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The softmax run to compare with: of the same model; of several, that of the same seed and tokens."""
+    """The softmax run to compare with, of the same model: softmax without options, if there is one; of
+    several, that which has more of a shared seed, the same tokens and the same length."""
 
-    def likeness(other: dict[str, Any]) -> int:
-        return sum(about.get(key) == other["checkpoint"].get(key) for key in ("seed", "tokens", "seq_len"))
+    def likeness(other: dict[str, Any]) -> tuple[bool, int]:
+        same = [about.get(key) == other["checkpoint"].get(key) for key in ("tokens", "seq_len")]
+        return form(other) == "softmax", sum(same) + bool(shared_seeds(result, other))
 
     about = result["checkpoint"]
     same = [
@@ -194,12 +207,13 @@ def softmax_of(result: dict[str, Any], results: Sequence[dict[str, Any]]) -> dic
     return max(same, key=likeness, default=None)
 
 
-def comparison_notes(results: Sequence[dict[str, Any]]) -> list[str]:
-    """Which softmax run each run is compared with, and where that is of another seed or number of tokens."""
-    compared: dict[str, list[str]] = {}
-    for result in results:
+def comparison_notes(compared: Sequence[dict[str, Any]], results: Sequence[dict[str, Any]]) -> list[str]:
+    """Which softmax run of `results` each run is compared with, and where that is of another seed or number
+    of tokens. compared: the runs that the table has a difference of."""
+    found: dict[str, list[str]] = {}
+    for result in compared:
         softmax = softmax_of(result, results)
-        if softmax is None or softmax is result or label(result) == "softmax":
+        if softmax is None or softmax is result:
             continue
         one, other = result["checkpoint"], softmax["checkpoint"]
         shared = shared_seeds(result, softmax)
@@ -209,8 +223,8 @@ def comparison_notes(results: Sequence[dict[str, Any]]) -> list[str]:
         about = f" (of another {' and '.join(differs)})" if differs else ""
         if shared and min(seeds(result), seeds(softmax)) == 1 < max(seeds(result), seeds(softmax)):
             about += f" (its seed {shared[0]} alone)"
-        compared.setdefault(_run(softmax), []).append(one["run"] + about)
-    return [f"Compared with {softmax}: {', '.join(runs)}." for softmax, runs in compared.items()]
+        found.setdefault(_run(softmax), []).append(one["run"] + about)
+    return [f"Compared with {softmax}: {', '.join(runs)}." for softmax, runs in found.items()]
 
 
 def signed(found: Difference | SeedDifference | None) -> str:

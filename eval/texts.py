@@ -1,6 +1,8 @@
 """Held-out texts that a model is measured on: documents, their tokens, and the bytes that these stand for."""
 
 import hashlib
+import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -57,11 +59,27 @@ def read_texts(name: str, source: str) -> Texts:
     documents = tuple(d.text for file in files for d in read_documents(file) if d.text)
     if not documents:
         raise UserError(f"{source} holds no text to measure on")
-    return Texts(name, documents, {"from": "files"} | {Path(f).name: file_sha256(f) for f in files})
+    return Texts(name, documents, {"from": "files"} | _hashes(files))
+
+
+def _hashes(files: list[Path]) -> dict[str, str]:
+    """The SHA-256 of each file by its name, as recorded scores have it; by its path from the folder that is
+    common to all where another has its name, so that none is lost."""
+    names = Counter(file.name for file in files)
+    common = os.path.commonpath([file.parent for file in files])
+    return {
+        file.name if names[file.name] == 1 else file.relative_to(common).as_posix(): file_sha256(file)
+        for file in files
+    }
 
 
 def spans(text: str, tokenizer: Tokenizer, length: int, most: int) -> Iterator[tuple[list[int], str]]:
-    """Up to `most` pieces of `length` tokens, in their order, each with its text; the last is shorter."""
+    """Up to `most` pieces of `length` tokens, in their order, each with its text; the last is shorter.
+
+    Tokens may be bytes of a character. One that is cut at the end of a piece stands whole in that piece's
+    text, and again in the next one's. Bits per byte are of one piece a document and count no byte twice, but
+    where the document goes on, up to three bytes of its last character that the piece's tokens do not have.
+    """
     text = text[: CHARACTERS * length * most]  # of a novel, what is needed and no more
     encoded = tokenizer.raw.encode(text, add_special_tokens=False)
     for start in range(0, min(len(encoded.ids), length * most), length):

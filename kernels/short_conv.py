@@ -45,9 +45,10 @@ def _convolve(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     grid, sizes = _grid(x, FORWARD)
     if y.numel():
-        _forward[grid](
-            x, weight.contiguous(), y, *x.stride()[:2], *x.shape[1:], *sizes, num_warps=FORWARD.warps
-        )
+        with torch.cuda.device_of(x):  # Triton launches on the current one
+            _forward[grid](
+                x, weight.contiguous(), y, *x.stride()[:2], *x.shape[1:], *sizes, num_warps=FORWARD.warps
+            )
     return y
 
 
@@ -58,7 +59,8 @@ def _gradients(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> tuple
     parts = torch.empty(grid[0] * grid[1], *weight.shape, dtype=torch.float32, device=x.device)
     if dx.numel():
         strides = *x.stride()[:2], *x.shape[1:]
-        _backward[grid](dy, x, weight.contiguous(), dx, parts, *strides, *sizes, num_warps=BACKWARD.warps)
+        with torch.cuda.device_of(x):
+            _backward[grid](dy, x, weight.contiguous(), dx, parts, *strides, *sizes, num_warps=BACKWARD.warps)
     return dx, parts.sum(0).to(weight.dtype)  # in one order: the same inputs give the same bits
 
 

@@ -1,6 +1,8 @@
 """What a model is: LitGPT's `Config`, the attention with its options, and the names that a user may give."""
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from typing import Any, Self
 
 import litgpt.config
@@ -11,6 +13,7 @@ from lingpt.models.attention import (
     ATTENTIONS,
     SOFTMAX_EVERY,
     hybrid_layers,
+    option_defaults,
     parse_form,
     with_options,
 )
@@ -168,9 +171,11 @@ class Config(litgpt.config.Config):
 
 
 @dataclass
-@with_options
+@partial(with_options, unset=True)
 class ModelArgs:
     """The model as a recipe names it, and its sizes where they are not the named model's.
+
+    An attention's option may stand in `attention` or in its own field; in both, it has to be the same.
 
     Args:
         name: `demo` or a Pythia model (`pythia-14m` … `pythia-12b`), or one of your own, whose n_layer,
@@ -210,7 +215,8 @@ class ModelArgs:
     bias: bool | None = None
 
     def __post_init__(self) -> None:
-        """The options in `attention` become fields, a hybrid a list of its layers.
+        """The options in `attention` become fields, a hybrid a list of its layers; what is given nowhere has
+        its default.
 
         UserError for an option that is unknown, or has two values.
         """
@@ -218,14 +224,7 @@ class ModelArgs:
         is_form = [isinstance(name, str) and ("+" in name or name in ALIASES) for name in names]
         forms = [parse_form(name) if form else (name, {}) for name, form in zip(names, is_form, strict=True)]
         every = [options.pop(SOFTMAX_EVERY, None) for _, options in forms]
-        default, given = {field.name: field.default for field in fields(self)}, dict[str, Any]()
-        for option, value in (item for _, options in forms for item in options.items()):
-            now = given.get(option, getattr(self, option))
-            if now != value and (option in given or now != default[option]):
-                raise UserError(f"{option} is {value} in attention {self.attention!r}, and {now} besides")
-            given[option] = value
-        for option, value in given.items():
-            setattr(self, option, value)
+        self._set_options(item for _, options in forms for item in options.items())
         bare = [name for name, _ in forms]
         if not isinstance(self.attention, list):
             self.attention = bare[0] if every[0] is None else self._hybrid(bare[0], every[0])
@@ -236,6 +235,20 @@ class ModelArgs:
         else:
             self.attention = bare
 
+    def _set_options(self, in_forms: Iterable[tuple[str, Any]]) -> None:
+        """Every option's value, of its field, the forms in `attention` or its default. UserError for two."""
+        default = option_defaults()
+        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name in default}
+        for option, value in in_forms:
+            if given[option] is not None and given[option] != value:
+                raise UserError(
+                    f"{option} is {value} in attention {self.attention!r}, and {given[option]} besides: "
+                    f"leave one of the two out{_written_out(self.attention)}"
+                )
+            given[option] = value
+        for option, value in given.items():
+            setattr(self, option, default[option] if value is None else value)
+
     def _hybrid(self, attention: str, every: int) -> str | list[str]:
         """`hybrid_layers` of this model; the bare name where it says no n_layer, and so makes no model."""
         n_layer = self.n_layer or MODELS.get(self.name, {}).get("n_layer")
@@ -245,3 +258,10 @@ class ModelArgs:
         """Raises UserError where the names or numbers make no model."""
         given = {key: value for key, value in vars(self).items() if value is not None}
         return Config.from_name(**given)
+
+
+def _written_out(attention: str | list[str]) -> str:
+    """`; hybrid is ours-gated+…`, for each form that `attention` calls by its name."""
+    names = [attention] if isinstance(attention, str) else attention
+    called = {str(name).partition("+")[0].strip() for name in names}
+    return "".join(f"; {name} is {form}" for name, form in ALIASES.items() if name in called)

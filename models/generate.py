@@ -30,8 +30,8 @@ def generate(
         eos_id: a row that has drawn this token goes on with it; when all rows have, generation ends.
         seed: of the draws, made on the CPU: the same logits give the same text on any device.
         graph: on a GPU, replay a CUDA graph of one token's step (decoding_graph.py), which is to compute the
-            same up to rounding. Experimental: some of its tests have failed on a GPU. Where an attention has
-            no static step, or none can be captured (with a warning), decoding is eager.
+            same up to rounding. Where an attention has no static step, or none can be captured (with a
+            warning), decoding is eager.
 
     Raises UserError for an empty prompt, or where prompt and continuation exceed the block size.
     """

@@ -29,7 +29,6 @@ class DecodingState:
     """What decoding carries: each layer's own state, and how many tokens they have seen."""
 
     layers: list[Any]
-    max_seq_len: int
     batch_size: int
     position: int = 0
 
@@ -177,7 +176,7 @@ class GPT(Fp32Constants, litgpt.model.GPT):
             autocast = torch.is_autocast_enabled(device.type)
             dtype = torch.get_autocast_dtype(device.type) if autocast else self.lm_head.weight.dtype
         layers = [block.attn.new_state(batch_size, max_seq_len, device, dtype) for block in self.blocks]
-        return DecodingState(layers, max_seq_len, batch_size)
+        return DecodingState(layers, batch_size)
 
     @torch.no_grad()
     def step(self, idx_BN: torch.Tensor, state: DecodingState) -> torch.Tensor:

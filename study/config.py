@@ -118,10 +118,12 @@ def read_study(path: Path, changes: Mapping[str, Any] | None = None) -> Study:
                 f"{path}: unknown key {key!r}{nearest(str(key), known)}; a study has {', '.join(known)}"
             )
     for key in ("recipe", "tokens", "attentions"):
-        if key not in values:
+        if values.get(key) is None:
             raise UserError(f"{path} is no study: it does not say `{key}`")
+    if values["name"] is None:
+        raise UserError(f"{path}: `name` has no value: give it a word, or leave it out")
     values["attentions"] = _rows(values["attentions"], path)
-    for key in (*_LISTS, *_MAPPINGS):  # a key without a value is none
+    for key in (*_LISTS, *_MAPPINGS, "rate_tokens"):  # a key without a value is none
         if values.get(key, ()) is None:
             del values[key]
     _check_types(values, path)
@@ -225,11 +227,15 @@ def _rows(attentions: Any, path: Path) -> dict[str, dict[str, Any]]:
 def _check(study: Study, path: Path) -> None:
     from lingpt.eval.suites import check_suites
 
-    for key in ("tokens", "seeds", "runs_per_device", "longest", "limit"):
+    for key in ("tokens", "seeds", "runs_per_device", "longest", "limit", "devices_per_run"):
         value = getattr(study, key)
-        if (value is None and key != "limit") or (value is not None and value < 1):
+        if value is None and key in ("limit", "devices_per_run"):
+            continue
+        if value is None or value < 1:
             raise UserError(f"{path}: {key} is {value}; it must be at least 1")
     check_suites(study.suites)
+    if "table2" in study.suites and not study.tasks:
+        raise UserError(f"{path}: `tasks` is empty; the suite table2 needs some, or leave it out of `suites`")
     for options in (study.options, study.rate_options, *study.attentions.values()):
         if taken := [key for key in _DECIDED if key in options]:
             raise UserError(f"{path}: leave out {taken[0]}: the study gives it to each run")

@@ -22,7 +22,8 @@ from lingpt.common.errors import UserError
 COMMAND = (sys.executable, "-P", "-m", "lingpt.cli.main")
 POLL, STATUS = 0.2, 60.0  # seconds between looks, and between lines on what is running
 USER_ERROR = 2  # exit code
-# What `train` and `eval` say of a card that CUDA no longer sees: a user's error elsewhere, and none here.
+# What `train` and `eval` say of a card that CUDA no longer sees: a user's error elsewhere, and none here. The
+# second is the beginning of `find_device`'s "device 'cuda:0': …", whatever the card's number.
 CARD_GONE = ("no CUDA device", "device 'cuda")
 Card = tuple[int, ...]  # the GPUs that a job runs on; () is the CPU
 GRACE = 600.0  # seconds that a stopped child has to save

@@ -22,7 +22,7 @@ from lingpt.eval.tables import Table
 from lingpt.models import ATTENTIONS, GPT, attention_form
 from lingpt.study.config import Study
 from lingpt.study.jobs import Failure
-from lingpt.study.runs import StudyRun, chosen_rates
+from lingpt.study.runs import StudyRun, chosen_rates, not_over
 from lingpt.train.curve_figure import caption, draw
 from lingpt.train.curves import (
     Curve,
@@ -220,7 +220,7 @@ def _losses(study: Study, done: Sequence[StudyRun], curves: dict[str, Curve]) ->
         if row not in curves:
             continue
         curve, mine = curves[row], [run for run in done if run.row == row]
-        losses = [run.loss for run in mine if run.loss is not None]
+        losses: list[Any] = [run.loss for run in mine]  # numbers, as they are done
         card = curve.hardware.get("name")
         alike = [run for run in mine if read_record(run.folder, "hardware").get("name") == card]
         lines = [line for run in alike for line in read_metrics(run.folder) if line.get("kind") == "train"]
@@ -251,12 +251,12 @@ def _losses(study: Study, done: Sequence[StudyRun], curves: dict[str, Curve]) ->
     return rows
 
 
-def _difference(losses: Sequence[float], others: Sequence[float]) -> list[float | None]:
+def _difference(losses: Sequence[float], others: Sequence[float]) -> tuple[float, float | None]:
     """Of the means, and its standard error: each row has a variance of its own (Welch); None of one seed."""
     error = None
     if len(losses) > 1 and len(others) > 1:
         error = math.sqrt(sum(statistics.variance(x) / len(x) for x in (losses, others)))
-    return [statistics.mean(losses) - statistics.mean(others), error]
+    return statistics.mean(losses) - statistics.mean(others), error
 
 
 def _parameters(run: StudyRun) -> int:
@@ -265,8 +265,11 @@ def _parameters(run: StudyRun) -> int:
 
 
 def _at(curve: Curve, seconds: float) -> float | None:
-    """The validation loss after so much training, linear between validations; None of a single one."""
-    return float(np.interp(seconds, curve.val[:, 1], curve.val[:, 2])) if len(curve.val) > 1 else None
+    """The validation loss after so much training, linear between validations; None before the first, and of
+    a single one.
+    """
+    times, losses = curve.val[:, 1], curve.val[:, 2]
+    return float(np.interp(seconds, times, losses)) if len(times) > 1 and seconds >= times[0] else None
 
 
 def _median(values: list[float]) -> float | None:
@@ -290,7 +293,7 @@ def _loss_table(study: Study, rows: list[dict[str, Any]]) -> Table:
         notes.append(f"Not all rows have the same seeds ({seeds}): their differences are of the seeds, too.")
     if study.runs_per_device == 1:
         head += ["at equal time", "Training", "Tokens/s", "MFU", "3 B tokens on 8 cards"]
-        common = duration(rows[0]["equal_time"]) if rows else ""
+        common = duration(rows[0]["equal_time"])
         notes.append(
             f"Equal time: after {common} of training, which all rows have had. Training time is without "
             "start-up, compiling, validation and checkpoints. The last column: as if eight cards were eight "
@@ -305,8 +308,8 @@ def _loss_table(study: Study, rows: list[dict[str, Any]]) -> Table:
     return Table("", head, body, notes)
 
 
-def _signed(difference: list[float | None] | None) -> str:
-    if difference is None or difference[0] is None:
+def _signed(difference: tuple[float, float | None] | None) -> str:
+    if difference is None:
         return DASH
     text = f"{difference[0]:+.4f}".replace("-", "−")
     return text if difference[1] is None else f"{text} ± {difference[1]:.4f}"
@@ -323,7 +326,7 @@ def _speed(row: dict[str, Any]) -> list[str]:
 
 
 def _rates_table(study: Study, tried: Sequence[StudyRun], done: Sequence[StudyRun]) -> Table:
-    chosen = chosen_rates(tried)
+    chosen, left = chosen_rates(tried), not_over(tried)
     rows = []
     notes = [
         f"Validation loss after {count(study.rate_tokens)} tokens, one seed; – not finished, or not finite."
@@ -333,7 +336,8 @@ def _rates_table(study: Study, tried: Sequence[StudyRun], done: Sequence[StudyRu
             run.options["train.learning_rate"]: run.loss for run in tried if run.row == row and run.is_done()
         }
         cells = [DASH if losses.get(r) is None else f"{losses[r]:.4f}" for r in study.rates]
-        rows.append([row, *cells, f"{chosen[row]:g}" if row in chosen else "the recipe's"])
+        none = DASH if row in left else "the recipe's"  # all have diverged
+        rows.append([row, *cells, f"{chosen[row]:g}" if row in chosen else none])
         used = next((run.recipe.train.learning_rate for run in done if run.row == row), None)
         if used is not None and row in chosen and used != chosen[row]:
             notes.append(f"{row}'s runs were begun with {used:g}, and keep it.")

@@ -46,13 +46,13 @@ def format_plan(
     trials = trials if "mqar" in stages else ()
     suites = study.suites if "scores" in stages else ()
     with_mqar = study.mqar is not None and "mqar" in stages
-    rows, left, total, disk = _costs(study, rate_runs, runs, stages)
+    rows, left, disk = _costs(study, rate_runs, runs, stages)
     seconds = {stage: flops / peak for stage, flops in left.items()}
     host = host_seconds(study, suites) * sum(map(_is_unscored, runs))
     seconds["scores"] += host if slots[0].gpus else 0.0
     seconds["mqar"] = _mqar_seconds(trials, slots)
-    h200 = (total / H200_FLOPS + host + _mqar_seconds(trials, [Slot("GPU 0", (0,))])) / 3600
-    head = ["Row", "Parameters", "Steps × tokens", "Runs", "Rate runs", "Done", "H200 hours"]
+    h200 = (sum(left.values()) / H200_FLOPS + host + _mqar_seconds(trials, [Slot("GPU 0", (0,))])) / 3600
+    head = ["Row", "Parameters", "Steps × tokens", "Runs", "Rate runs", "Done", "H200 hours to train all"]
     table = Table("", head, rows)
     cards = len({gpu for slot in slots for gpu in slot.gpus}) or len(slots)
     each = len(slots[0].gpus) or 1
@@ -68,7 +68,7 @@ def format_plan(
         f"data    {data.source}: {availability(data)}",
         f"here    {cards} × {device}, {each} a run, {len(slots)} at once; what is left takes about "
         f"{duration(sum(seconds.values()) / cards)} ({parts or 'nothing'})",
-        f"cost    {cost} card hours on H200s in all, at {STATED_MFU:.0%} of their peak: "
+        f"cost    {cost} card hours on H200s for what is left, at {STATED_MFU:.0%} of their peak: "
         f"{duration(h200 * 3600 / 8)} on eight",
         f"disk    {scaled(disk, 'B')} of checkpoints at most; the rates' go when these are chosen",
         f"scores  {', '.join(suites) or 'none'}" + ("; MQAR" if with_mqar else ""),
@@ -81,11 +81,11 @@ def format_plan(
 
 def _costs(
     study: Study, rate_runs: Sequence[StudyRun], runs: Sequence[StudyRun], stages: Sequence[str]
-) -> tuple[list[list[str]], dict[str, float], float, float]:
-    """The cells of each row; the FLOPs of what is left, by stage; of all; and the bytes of checkpoints."""
+) -> tuple[list[list[str]], dict[str, float], float]:
+    """The cells of each row; the FLOPs of what is left, by stage; and the bytes of checkpoints."""
     suites = study.suites if "scores" in stages else ()
     scored = scored_tokens(study, runs[0].recipe.data.seq_len, suites)
-    rows, left, total, disk = [], {"rates": 0.0, "runs": 0.0, "scores": 0.0}, 0.0, 0.0
+    rows, left, disk = [], {"rates": 0.0, "runs": 0.0, "scores": 0.0}, 0.0
     for row in study.attentions:
         mine = [run for run in runs if run.row == row]
         tried = [run for run in rate_runs if run.row == row and "rates" in stages]
@@ -93,16 +93,15 @@ def _costs(
         with torch.device("meta"):
             parameters = GPT(config).num_parameters()
         flops = [run_flops(config, run.recipe) for run in mine]
-        rate_flops = sum(run_flops(config, run.recipe) for run in tried)
+        rate_flops = [run_flops(config, run.recipe) for run in tried]
         unscored = sum(map(_is_unscored, mine))
         # Forward alone, a third of a training token's.
         scoring = flops[0] / (recipe.total_steps * recipe.tokens_per_step) / 3 * scored * unscored
         unfinished = [f for f, run in zip(flops, mine, strict=True) if not run.is_over()]
         left["runs"] += sum(unfinished) * ("runs" in stages)
-        left["rates"] += rate_flops * any(not run.is_over() for run in tried)
+        left["rates"] += sum(f for f, run in zip(rate_flops, tried, strict=True) if not run.is_over())
         left["scores"] += scoring
-        trained = sum(flops) * ("runs" in stages) + rate_flops
-        total += trained + scoring
+        trained = sum(flops) * ("runs" in stages) + sum(rate_flops)
         # Weights and AdamW's two moments in fp32; one more checkpoint than are kept, while it is written.
         disk += len(mine) * 12 * parameters * (recipe.train.keep_checkpoints + 1)
         steps = f"{recipe.total_steps:,} × {count(recipe.tokens_per_step)}"
@@ -110,7 +109,7 @@ def _costs(
         hours = trained / H200_FLOPS / 3600
         cells = [count(parameters), steps, str(len(mine)), str(len(tried)), done]
         rows.append([row, *cells, f"{hours:.3g}" if hours >= 0.001 else "< 0.001"])
-    return rows, left, total, disk
+    return rows, left, disk
 
 
 def _is_unscored(run: StudyRun) -> bool:

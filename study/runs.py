@@ -264,11 +264,24 @@ def _setting(key: str, recipe: str, options: dict[str, Any]) -> Any:
     return options.get(f"train.{key}", read_yaml(find_recipe(recipe)).get("train", {}).get(key))
 
 
+def not_over(runs: Sequence[StudyRun]) -> dict[str, list[str]]:
+    """Row → the names of its runs that are not over, of the rows that have some."""
+    left: dict[str, list[str]] = {}
+    for run in runs:
+        if not run.is_over():
+            left.setdefault(run.row, []).append(run.name)
+    return left
+
+
 def chosen_rates(runs: Sequence[StudyRun]) -> dict[str, float]:
-    """Of each row the rate whose short run ended with the lowest validation loss; rows without one are left
-    out."""
+    """Of each row the rate whose short run ended with the lowest validation loss. Left out are rows without
+    one, and rows with a run that is not over: it may be the best.
+    """
+    left = not_over(runs)
     best: dict[str, tuple[float, float]] = {}
     for run in runs:
+        if run.row in left:
+            continue
         loss, rate = run.loss if run.is_done() else None, run.options["train.learning_rate"]
         if loss is not None and loss < best.get(run.row, (float("inf"), 0.0))[0]:
             best[run.row] = loss, rate

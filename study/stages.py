@@ -21,7 +21,7 @@ from lingpt.study.mqar import command_line, trials_left
 from lingpt.study.page import write_page
 from lingpt.study.plan import format_plan
 from lingpt.study.publish import publish_study
-from lingpt.study.runs import StudyRun, chosen_rates, forget_files, rate_runs, study_runs
+from lingpt.study.runs import StudyRun, chosen_rates, forget_files, not_over, rate_runs, study_runs
 
 
 def run_study(
@@ -112,6 +112,7 @@ class _Stages:
         self.failures: list[Failure] = []
         self.given_up: set[tuple[int, ...]] = set()  # cards, for as long as the command runs
         self.tried = rate_runs(study, folder, self._each)
+        self.tunes = any(run.begun for run in self.tried)  # else who leaves `rates` out wants the recipe's
         self.runs = study_runs(study, folder, chosen_rates(self.tried), self._each)
 
     @property
@@ -148,7 +149,7 @@ class _Stages:
 
     def rates(self) -> None:
         """The short runs; their weights are not kept. The runs then have the rates that were chosen."""
-        tried = self._now(self.tried)
+        tried, self.tunes = self._now(self.tried), True
         try:
             self._train(tried)
         finally:
@@ -158,7 +159,14 @@ class _Stages:
         self.runs = study_runs(self.study, self.folder, chosen_rates(self.tried), self._each)
 
     def train(self) -> None:
-        self._train(self._now(self.runs))
+        """A row without all its rates waits: a run that begins at another rate would keep it for good."""
+        left = not_over(self.tried) if self.tunes else {}
+        runs = self._now(self.runs)
+        waiting = [run for run in runs if run.row in left and not run.begun]
+        for run in waiting:
+            reason = "it waits for its learning rate, until the stage `rates` is done with "
+            self.failures.append(Failure(run.name, reason + ", ".join(left[run.row])))
+        self._train([run for run in runs if run not in waiting])
 
     def mqar(self) -> None:
         if self.study.mqar is None:
@@ -190,7 +198,8 @@ class _Stages:
         for i in range(len(slots)):
             if share := ready[i :: len(slots)]:
                 lists = {"runs": share, "suite": study.suites, "tasks": study.tasks, "texts": texts}
-                words = [word for key, values in lists.items() for word in (f"--{key}", *values)]
+                given = {key: values for key, values in lists.items() if values}  # no tasks without table2
+                words = [word for key, values in given.items() for word in (f"--{key}", *values)]
                 name = f"scores-{i}" if len(slots) > 1 else "scores"
                 jobs.append(Job(name, ["eval", *words, *options], self._log(name)))
         self._run(jobs, slots)

@@ -143,9 +143,11 @@ class Trained:
         t, parallel, tokens = self.recipe.train, self.parallel, self.recipe.tokens_per_step
         parallel.zero_gradients(self.optimizer)
         loss_sum = torch.zeros((), dtype=torch.float64, device=parallel.device)
-        for _ in range(t.global_batch_size // t.micro_batch_size):
-            loss = self.model(self.micro_batch)
-            parallel.backward(loss, tokens)
+        n = t.global_batch_size // t.micro_batch_size
+        for i in range(n):
+            with parallel.accumulate(self.model, enabled=i < n - 1):
+                loss = self.model(self.micro_batch)
+                parallel.backward(loss, tokens)
             loss_sum += loss.detach()
         norm = parallel.clip_gradients(self.gpt, t.grad_clip)
         sums = parallel.sums(loss_sum)
@@ -317,7 +319,7 @@ def _timed(row: Row, recipe: Recipe, machine: Machine, parallel: Parallel) -> Ro
     per_token = trained.gpt.flops_per_token(row.seq_len)
     return replace(
         row,
-        kernel=next(iter(kernels.values()), None),
+        kernel=" and ".join(dict.fromkeys(kernels.values())) or None,
         by_round=by_round,
         fastest_ms=min(1e3 * min(spans), row.fastest_ms or math.inf),
         steps=row.steps + len(spans),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lingpt.common.files import replacing, write_errors
+from lingpt.common.figures import save_figure
 from lingpt.common.palette import COLOURS, SPARE_COLOURS
 from lingpt.train.bench_rows import BenchResults, BenchRow, made_on, markdown, number
 
@@ -120,7 +120,7 @@ def draw(results: Results, folder: Path) -> list[Path]:
         return []
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.4 * len(panels), 4.6), layout="constrained")
+    figure = Figure(figsize=(6.4 * len(panels), 4.6), dpi=130, layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for panel, (model, lines) in zip(axes, panels.items(), strict=True):
         for name, points in lines.items():
@@ -141,8 +141,7 @@ def draw(results: Results, folder: Path) -> list[Path]:
     figure.suptitle(f"{results.environment['card']}, {results.environment['precision']}", fontsize=11)
     paths = [folder / "speed-up.png", folder / "speed-up.svg"]
     for path in paths:
-        with write_errors(path), replacing(path) as temporary:
-            figure.savefig(temporary, dpi=130, format=path.suffix[1:])
+        save_figure(figure, path)
     return paths
 
 

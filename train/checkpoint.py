@@ -29,6 +29,7 @@ from lingpt.common.files import (
     remove_partial,
     set_aside,
     sync,
+    write_errors,
 )
 from lingpt.common.run_folder import (
     CHECKPOINTS,
@@ -180,7 +181,8 @@ def new_checkpoint(run: Path, manifest: dict[str, Any], kept: Kept) -> Iterator[
         if connection_lost(error):
             raise
         raise not_written(run, manifest["step"], error) from error
-    if not manifest.get("skipped_in_a_row"):  # a run that may be diverging keeps all it has
+    # While steps are skipped, a new checkpoint is no better than the old ones: none of them goes.
+    if not manifest.get("skipped_in_a_row"):
         rotate(run, kept)
 
 
@@ -223,6 +225,20 @@ def val_loss(checkpoint: Path) -> float:
 def best_loss(run: Path) -> float:
     """The lowest validation loss of the run's checkpoints; infinite where there is none."""
     return min(map(val_loss, checkpoints(run)), default=math.inf)
+
+
+def add_val_loss(run: Path, step: int, loss: float) -> None:
+    """Writes the step's validation loss into its checkpoint, which was saved before there was one.
+
+    Nothing where the run has no such checkpoint (it goes on from another's). Raises UserError where the disk
+    does not take it; then the checkpoint is as it was.
+    """
+    folder = checkpoint_folder(run, step)
+    if (manifest := read_manifest(folder)) is None:
+        return
+    with write_errors(folder, "free some space, or make it writable, and give the same command again"):
+        remove_partial(folder)  # what a killed writer left: it would be listed as a file of the checkpoint
+        write_manifest(folder, manifest | {"val_loss": loss}, manifest.get("sha256"))
 
 
 def clear_leftovers(run: Path) -> None:

@@ -5,6 +5,7 @@ Read from `metrics.jsonl`, `config.yaml` and `environment.json` of the runs; `cu
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -43,6 +44,7 @@ class Curve:
     config, hardware: of the run's recipe and record; empty where there is none.
     fingerprint: of the data, by the record; empty where that does not say.
     runs: how many it is the mean of; `lowest` and `highest` are then the losses' bounds at each point.
+    folder: the run's, from the root; of a mean, the first run's.
     """
 
     name: str
@@ -58,11 +60,12 @@ class Curve:
     runs: int = 1
     lowest: dict[str, np.ndarray] = field(default_factory=dict)
     highest: dict[str, np.ndarray] = field(default_factory=dict)
+    folder: Path = Path()
 
 
 def read_curve(run_folder: str | Path) -> Curve:
     """A run's losses. Raises UserError where the folder holds none, or its recipe is damaged."""
-    folder = Path(run_folder)
+    folder, path = Path(run_folder), _from_root(run_folder)
     points: dict[str, dict[float, tuple[float, ...]]] = {"train": {}, "val": {}}  # of a step the last line
     skipped: list[tuple[float, float]] = []
     for line in read_metrics(folder):
@@ -76,7 +79,7 @@ def read_curve(run_folder: str | Path) -> Curve:
             skipped.append((line["step"], line["train_time"]))
     if not points["train"] and not points["val"]:
         raise UserError(f"no losses in {folder}: it is no run folder, or its {METRICS} is empty")
-    model, attention = read_model(folder) if (folder / CONFIG).exists() else ("", folder.name)
+    model, attention = read_model(folder) if (folder / CONFIG).exists() else ("", path.name)
     train, val = (np.array(sorted(rows.values())).reshape(-1, 4) for rows in points.values())
     skips = np.array(skipped, dtype=float).reshape(-1, 2)
     config = read_config(folder) if (folder / CONFIG).exists() else {}
@@ -84,7 +87,12 @@ def read_curve(run_folder: str | Path) -> Curve:
     name, label = attention_label(attention), attention_form(layers, config.get("model", {}))
     fingerprint = str(read_record(folder, "data").get("fingerprint", ""))
     hardware = read_record(folder, "hardware")
-    return Curve(folder.name, model, name, label, train, val, skips, config, hardware, fingerprint)
+    return Curve(path.name, model, name, label, train, val, skips, config, hardware, fingerprint, folder=path)
+
+
+def _from_root(path: str | Path) -> Path:
+    """The path without `.` and `..`; links keep their names, by which the user knows them."""
+    return Path(os.path.abspath(path))
 
 
 def read_curves(run_folders: Sequence[str | Path]) -> list[Curve]:
@@ -143,10 +151,17 @@ def _mean(group: list[Curve]) -> Curve:
 def find_curve(curves: Sequence[Curve], name: str) -> int:
     """The index of the run that `name` means: by its label in the table, its name, its folder's path, or its
     attention."""
-    known = labels(curves)
-    for names in (known, [curve.name for curve in curves], [curve.attention for curve in curves]):
-        if names.count(Path(name).name) == 1:
-            return names.index(Path(name).name)
+    known, last = labels(curves), Path(name).name
+    candidates: list[tuple[list[Any], Any]] = [
+        (known, str(Path(name))),
+        ([curve.folder for curve in curves], _from_root(name)),
+        (known, last),
+        ([curve.name for curve in curves], last),
+        ([curve.attention for curve in curves], last),
+    ]
+    for names, wanted in candidates:
+        if names.count(wanted) == 1:
+            return names.index(wanted)
     raise unknown("baseline", name, known)
 
 
@@ -176,10 +191,32 @@ def smooth(loss: np.ndarray) -> np.ndarray:
 
 
 def labels(curves: Sequence[Curve]) -> list[str]:
-    """The attention with its options where that tells the runs apart, else the runs' names."""
+    """The attention with its options where that tells the runs apart, else the runs' names, with the folders
+    above where a name repeats."""
     found = [c.label for c in curves]
     one_model = len({c.model for c in curves}) == 1
-    return found if one_model and len(set(found)) == len(curves) else [c.name for c in curves]
+    if one_model and len(set(found)) == len(curves):
+        return found
+    named = [c.folder.parent / c.name for c in curves]
+    # Means of one folder that are called alike are told apart by the first run of each.
+    return _shortest_ends(
+        [c.folder if named.count(path) > 1 else path for c, path in zip(curves, named, strict=True)]
+    )
+
+
+def _shortest_ends(paths: Sequence[Path]) -> list[str]:
+    """Of each path the shortest end that no other of them has."""
+
+    def end(path: Path, depth: int) -> str:
+        return str(Path(*path.parts[-depth:]))
+
+    found = []
+    for path in paths:
+        others = set(paths) - {path}
+        depths = range(1, len(path.parts) + 1)
+        alone = (d for d in depths if all(end(path, d) != end(other, d) for other in others))
+        found.append(end(path, next(alone, len(path.parts))))
+    return found
 
 
 def time_to_loss(curves: Sequence[Curve], baseline: int = 0) -> list[dict[str, Any]]:

@@ -14,7 +14,6 @@ Notable:
 
 import gc
 import math
-import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -175,7 +174,7 @@ class Run:
     def train(self, stop: Stop) -> bool:
         """Optimiser steps to the last one, or until all ranks have agreed to stop; whether all is done."""
         t, total = self.recipe.train, self.recipe.total_steps
-        validated = not self.validation_was_left() or self.validate_and_log(stop)
+        validated = not self.validation_was_left() or self.validate_and_log(stop, saved=True)
         if self.progress.step >= total:
             at = f"the run is at step {self.progress.step} of {total}"
             print_rank0(f"nothing to train: {at} (raise --train.max_steps)")
@@ -303,10 +302,11 @@ class Run:
         due = step > 0 and (step % every == 0 or step >= self.recipe.total_steps)
         return due and self.parallel.on_rank_zero(missing)
 
-    def validate_and_log(self, stop: Stop, trained: str = "", speed: str = "") -> bool:
+    def validate_and_log(self, stop: Stop, trained: str = "", speed: str = "", saved: bool = False) -> bool:
         """Whether it came to its end; it does not where all ranks have agreed to stop.
 
-        trained, speed: what the line says of training.
+        trained, speed: what the line says of training. saved: the step's checkpoint is there already, and is
+        told the loss. UserError on all ranks where its disk does not take that.
         """
         val = self.validate(stop)
         if val is None:
@@ -315,6 +315,9 @@ class Run:
         print_rank0(
             f"step {self.progress.step}/{self.recipe.total_steps} · {trained}validation {val:.4f}{speed}"
         )
+        if saved:  # before the log, whose line says that this validation need not be made again
+            self.parallel.on_rank_zero(lambda: checkpoint.add_val_loss(self.folder, self.progress.step, val))
+            self.best = self.parallel.on_rank_zero(lambda: checkpoint.best_loss(self.folder))
         self.log("val", loss=val)
         self.val_loss = val
         return True
@@ -372,10 +375,8 @@ class Run:
         }
         gpt, tokenizer = self.gpt, self.dataset.tokenizer
         t, decay_start = self.recipe.train, self.recipe.decay_start
-        # While steps are skipped a new checkpoint is no better than the old ones: none of them goes.
-        keep = sys.maxsize if self.progress.skipped_in_a_row else t.keep_checkpoints
-        kept = checkpoint.Kept(keep, t.keep_best, () if decay_start is None else (decay_start,))
-
+        steps = () if decay_start is None else (decay_start,)
+        kept = checkpoint.Kept(t.keep_checkpoints, t.keep_best, steps)
         mesh = self.parallel.host_mesh
 
         def write(copies: tuple[dict, dict]) -> None:

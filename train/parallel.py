@@ -451,12 +451,12 @@ def _ddp(timeout: timedelta) -> DDPStrategy:
     return DDPStrategy(timeout=timeout, **options)
 
 
-def print_rank0(message: str, end: str = "\n") -> None:
+def print_rank0(message: str) -> None:
     """To stdout, around the progress bar, from the first process alone; also before there are others."""
     if not _is_rank_zero():
         return
     try:
-        tqdm.write(message, end=end)
+        tqdm.write(message)
         sys.stdout.flush()
     except OSError:  # nobody reads it any more (a closed terminal, `| head`): no reason to end a run
         nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -34,8 +34,9 @@ TEXT_TOKENS = 64  # of a sample that are shown
 def replay(run: Path, step: int, samples: int = 8, device: str = "auto") -> str:
     """Step `step` (1-based, as in metrics.jsonl) as text: loss, gradient norm, and the worst `samples`.
 
-    In fp32, on `device`; a line says in what that is not how it was trained. Raises UserError where the run
-    has no checkpoint before the step.
+    In fp32, on `device`, by the kernels that the first line names; another line says in what that is not how
+    it was trained. Raises UserError where the run has no checkpoint before the step, where that is damaged,
+    and where the data is not there as it was.
     """
     if step < 1:
         raise UserError(f"--step {step}: steps count from 1, as in metrics.jsonl")
@@ -54,8 +55,11 @@ def replay(run: Path, step: int, samples: int = 8, device: str = "auto") -> str:
             f"{run} was trained on other data (fingerprint {manifest['data_fingerprint']}, now "
             f"{dataset.fingerprint}): restore the corpus and the tokenizer it had"
         )
-    gpt = load_model(before[-1], device=where, dtype=torch.float32)
-    otherwise = _not_as_trained(run, step, before[-1], gpt.config, where)
+    # For evaluation: the kernel that the recipe names for training may have no fp32 (flash, cudnn).
+    gpt = load_model(before[-1], device=where, dtype=torch.float32).eval()
+    any_kernel = Config.from_dict(gpt.config.to_dict() | {"sdpa": "auto"})
+    kernels = attention_kernels(any_kernel, where, "32-true")
+    otherwise = _not_as_trained(run, step, before[-1], kernels, where)
     batches = Batches(dataset.train, recipe.train.seed, recipe.train.global_batch_size)
     model, tokens = NextTokenLoss(gpt), recipe.tokens_per_step
     losses: list[float] = []
@@ -68,7 +72,7 @@ def replay(run: Path, step: int, samples: int = 8, device: str = "auto") -> str:
     blocks = batches.indices(step - 1)
     worst = sorted(range(len(losses)), key=lambda i: -losses[i] if losses[i] == losses[i] else -torch.inf)
     lines = [
-        f"{run.name}, step {step}, with the weights of {before[-1].name}, in fp32",
+        f"{run.name}, step {step}, with the weights of {before[-1].name}, in fp32 ({_by(kernels)})",
         f"loss {sum(losses) / len(losses):.4f} nats/token, gradient norm {norm:.4g} before clipping at "
         f"{recipe.train.grad_clip:g}; when it was trained: {_as_logged(run, step)}",
         *otherwise,
@@ -82,14 +86,13 @@ def replay(run: Path, step: int, samples: int = 8, device: str = "auto") -> str:
 
 
 def _not_as_trained(
-    run: Path, step: int, checkpoint: Path, config: Config, device: torch.device
+    run: Path, step: int, checkpoint: Path, kernels: dict[str, str], device: torch.device
 ) -> list[str]:
     """A line on what keeps the numbers from being those of training; none where nothing does."""
     why = []
     skipped = {line["step"] for line in read_metrics(run) if line.get("skipped")}
     if between := set(range((checkpoint_step(checkpoint) or 0) + 1, step)) - skipped:
         why.append(f"{counted(len(between), 'step')} of training between these weights and those that it met")
-    kernels = attention_kernels(config, device, "32-true")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     here = _made_on({"name": name, "precision": "32-true"}, kernels)
     starts = _starts(run)
@@ -115,8 +118,11 @@ def _starts(run: Path) -> list[str]:
 def _made_on(hardware: dict[str, Any], kernels: dict[str, str]) -> str:
     """`NVIDIA H200 in bf16-mixed (softmax by cudnn)`: what decides how numbers are rounded."""
     name = "CPU" if str(hardware["name"]).startswith("CPU") else hardware["name"]
-    used = ", ".join(f"{attention} by {kernel}" for attention, kernel in kernels.items())
-    return f"{name} in {hardware['precision']} ({used})"
+    return f"{name} in {hardware['precision']} ({_by(kernels)})"
+
+
+def _by(kernels: dict[str, str]) -> str:
+    return ", ".join(f"{attention} by {kernel}" for attention, kernel in kernels.items())
 
 
 def _as_logged(run: Path, step: int) -> str:

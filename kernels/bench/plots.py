@@ -6,7 +6,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lingpt.common.files import replacing
+from lingpt.common.figures import save_figure
 from lingpt.common.palette import colours
 from lingpt.kernels.bench.implementations import IMPLEMENTATIONS
 from lingpt.kernels.bench.results import Results, Row
@@ -42,8 +42,7 @@ def draw(results: Results, folder: Path) -> list[Path]:
     for name, figure in figures.items():
         if figure is not None:
             drawn.append(folder / name)
-            with replacing(folder / name) as temporary:
-                figure.savefig(temporary, dpi=130, format="png")
+            save_figure(figure, folder / name)
     return drawn
 
 
@@ -180,5 +179,5 @@ def _figure(columns: int, width: float, height: float = 4.6) -> tuple[Figure, An
     """A figure that belongs to no window and no global state."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width * columns, height), layout="constrained")
+    figure = Figure(figsize=(width * columns, height), dpi=130, layout="constrained")
     return figure, figure.subplots(1, columns)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import pytest
 
 RUN_THEM = "run `make test-gpu` on a machine with a GPU"
+WITHOUT_FLA = "not fla and not gla"  # the one selection that speaks for the kernels: FLA's tests are of FLA's
 
 
 def staleness(path: Path, current: str | None = None) -> str | None:
@@ -29,6 +30,7 @@ def staleness(path: Path, current: str | None = None) -> str | None:
     try:
         record = json.loads(path.read_text())
         recorded, passed, failed = (record[key] for key in ("source_hash", "passed", "failed"))
+        selected = record.get("selected", WITHOUT_FLA)
     except FileNotFoundError:
         return f"no GPU record at {path}: {RUN_THEM}"
     except (ValueError, KeyError, TypeError):
@@ -37,6 +39,8 @@ def staleness(path: Path, current: str | None = None) -> str | None:
         return f"stale GPU record (kernels {recorded}, the tree has {current}): {RUN_THEM}"
     if failed or not passed:
         return f"the GPU record has {passed} tests passed and {failed} failed: fix them and {RUN_THEM}"
+    if selected != WITHOUT_FLA:
+        return f"the GPU record is of some tests alone (-k '{selected}'): {RUN_THEM}"
     return None
 
 

@@ -27,10 +27,16 @@ ATTENTIONS: dict[str, type[Attention]] = {
 T = TypeVar("T")
 
 
-def with_options(cls: type[T]) -> type[T]:
+def option_defaults() -> dict[str, Any]:
+    """The default of each option of each attention."""
+    return {name: option.default for cls in ATTENTIONS.values() for name, option in cls.options().items()}
+
+
+def with_options(cls: type[T], unset: bool = False) -> type[T]:
     """Class decorator, below `@dataclass`: adds a field for each option of each attention, and its help.
 
     The help becomes the last lines of the docstring's `Args:`, where jsonargparse reads it.
+    unset: a field is None until it is given a value, so that a default that is given can be told from none.
     """
     for attention in ATTENTIONS.values():
         for name, option in attention.options().items():
@@ -40,8 +46,11 @@ def with_options(cls: type[T]) -> type[T]:
                     f"{attention.__name__} declares its option {name} otherwise than {declaration}"
                 )
             if name not in cls.__annotations__:  # mechanisms may share an option (`ours`, `ours-decay`)
-                cls.__annotations__[name], text = get_args(option.annotation)
-                setattr(cls, name, option.default)
+                kind, text = get_args(option.annotation)
+                if unset and option.default is not None:
+                    text += f" By default {_text(option.default)}."
+                cls.__annotations__[name] = kind | None if unset else kind
+                setattr(cls, name, None if unset else option.default)
                 cls.__doc__ = f"{(cls.__doc__ or '').rstrip()}\n        {name}: {text}\n"
     return cls
 
@@ -132,6 +141,7 @@ __all__ = [
     "attention_form",
     "form_parts",
     "hybrid_layers",
+    "option_defaults",
     "parse_form",
     "with_options",
 ]

@@ -5,6 +5,7 @@ import pytest
 from lingpt.cli import study, train
 from lingpt.cli.main import parse
 from lingpt.common.errors import UserError
+from lingpt.configs.recipe import parse_recipe
 
 
 @pytest.mark.parametrize("words", [["--tokens", "3e9"], ["--tokens=3E+9"], ["--tokens", "3.0e9"]])
@@ -13,6 +14,31 @@ def test_a_whole_number_with_an_exponent(words):
     assert parse("study", study, words).tokens == 3_000_000_000
     named = [word.replace("--tokens", "--train.max_tokens") for word in words]
     assert parse("train", train, ["--config", "demo", *named]).train.max_tokens == 3_000_000_000
+
+
+def test_a_whole_number_in_a_file(tmp_path):
+    """Guards: `max_tokens: 3e6` in a recipe, which YAML reads as text or as 3000000.0, and the command line
+    as a number. What else stands in the file stays as it is."""
+    recipe = tmp_path / "mine.yaml"
+    for value in ("3e6", "3.0e+6", "3000000.0", "3E6", "3000000"):
+        recipe.write_text(
+            f"train:  # mine: 3e6\n  name: '2e3'\n  max_tokens: {value} # so many\n  devices: 2.0\n"
+            "  learning_rate: 1e-3\n  grad_clip: 2e0\nmodel: {n_layer: 3.0}\ndata: {vocab_size: 1e3}\n"
+        )
+        args = parse("train", train, ["--config", str(recipe)])
+        train_, numbers = args.train, (args.train.max_tokens, args.model.n_layer, args.data.vocab_size)
+        assert numbers == (3_000_000, 3, 1000) and {type(number) for number in numbers} == {int}
+        assert (train_.name, train_.devices, train_.learning_rate) == ("2e3", 2, 1e-3)
+        assert train_.grad_clip == 2.0 and type(train_.grad_clip) is float
+        assert parse_recipe(["--config", str(recipe)]).train.max_tokens == 3_000_000
+    assert parse("train", train, ["--train.max_tokens", "3000000.0"]).train.max_tokens == 3_000_000
+
+
+@pytest.mark.parametrize("value", ["3.5", "1.5e0", "1e-3", "-3.0", "many", "[3.0]", "&a [*a]"])
+def test_what_is_not_whole_in_a_file_is_refused(tmp_path, value):
+    (tmp_path / "mine.yaml").write_text(f"train: {{max_tokens: {value}}}")
+    with pytest.raises(UserError, match=r"train.max_tokens is .*; it must be a whole number"):
+        parse("train", train, ["--config", str(tmp_path / "mine.yaml")])
 
 
 def test_what_is_not_whole_is_refused_and_text_is_left_alone():

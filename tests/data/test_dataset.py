@@ -105,6 +105,26 @@ def test_whether_the_data_exist_is_known_without_reading_them(config, monkeypatc
         assert availability(replace(config, **change)).startswith("NOT FOUND: there ")
 
 
+@pytest.mark.parametrize("key", ["source", "val_source", "tokenizer", "cache_dir"])
+def test_a_home_folder_that_there_is_not_is_a_line(config, key):
+    """Guards: a traceback, `Could not determine home directory`."""
+    path = "~no-such-user/x.jsonl"
+    message = f"^{path}: this machine knows no home folder ~no-such-user: write the path out$"
+    wrong = replace(config, **{key: path})
+    with pytest.raises(UserError, match=message):
+        prepare(wrong, progress=False)
+    assert key == "cache_dir" or availability(wrong).startswith(f"NOT FOUND: {path}")
+
+
+def test_text_files_to_validate_on(config, tmp_path: Path, texts):
+    """As the help of `val_source` says."""
+    assert "val_source: JSONL or text files to validate on" in str(DataConfig.__doc__)
+    (tmp_path / "val.txt").write_text(" ".join(texts(20, seed=1)))
+    for source in (config.source, "embedded"):
+        chosen = replace(config, source=source, val_source=str(tmp_path / "val.txt"))
+        assert prepare(chosen, progress=False).describe()["val"]["documents"] == 1
+
+
 def test_a_source_that_does_not_exist(config, tmp_path: Path):
     """The line offers files and the named corpora; documents to validate on can only be files."""
     config.source = str(tmp_path / "nowhere.jsonl")

@@ -1,5 +1,6 @@
 """Remembered hashes: a file is read once, and never taken for what it was before."""
 
+import errno
 import hashlib
 import os
 import signal
@@ -97,6 +98,29 @@ def test_what_is_gone_is_forgotten(settled, tmp_path: Path):
     file_hashes.file_hashes([tmp_path / "c"], cache)
     text = (cache / file_hashes.NAME).read_text()
     assert str(paths[1]) in text and str(tmp_path / "c") in text and str(paths[0]) not in text
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE, errno.EIO])
+def test_what_cannot_be_reached_is_no_error_and_is_remembered(settled, hashed, tmp_path, monkeypatch, number):
+    """Guards: one path of another user or on a disk that was away, in the shared memory, that ended every
+    later run."""
+    paths, cache = [tmp_path / name for name in ("away", "here")], tmp_path / "cache"
+    for path in paths:
+        path.write_bytes(b"one")
+    file_hashes.file_hashes(paths[:1], cache)
+    real = Path.stat
+
+    def stat(path: Path, **options):
+        if path == paths[0]:
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path, **options)
+
+    with monkeypatch.context() as away:
+        away.setattr(Path, "stat", stat)
+        assert file_hashes.file_hashes(paths[1:], cache) == [hashlib.sha256(b"one").hexdigest()]
+    hashed.clear()
+    file_hashes.file_hashes(paths, cache)
+    assert hashed == [], "both are remembered"
 
 
 @pytest.mark.usefixtures("ctrl_c")

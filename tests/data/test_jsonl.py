@@ -1,8 +1,10 @@
 """JSONL: every compression reads the same, and whatever is wrong has a file and a line number."""
 
+import errno
 import gzip
 import json
 import lzma
+import os
 from pathlib import Path
 
 import pytest
@@ -77,7 +79,9 @@ def test_a_bad_line_is_named(tmp_path: Path, line, fault):
     with pytest.raises(UserError) as error:
         list(read_documents(path))
     assert str(error.value).startswith(f"{path}, line 3 {fault}")
-    assert "\n" not in str(error.value) and 'non-empty string "text"' in str(error.value)
+    # An empty text is none of these faults: it is skipped.
+    assert str(error.value).endswith(': every line must be a JSON object with a string "text"')
+    assert "\n" not in str(error.value)
 
 
 def test_harmless_things_are_read(tmp_path: Path):
@@ -155,6 +159,21 @@ def test_a_path_with_no_documents_is_refused(tmp_path: Path, monkeypatch, source
         UserError, match=rf"no documents.*{source.replace('*', '.')}|{source} holds no.*: give a file"
     ):
         jsonl_corpus(source)
+
+
+@pytest.mark.parametrize("name", ["iterdir", "is_file"])
+def test_a_folder_that_cannot_be_read_is_to_be_made_readable(write_jsonl, tmp_path, monkeypatch, name):
+    """Guards: advice to make the folder writable."""
+    write_jsonl(["one"])
+
+    def refuse(path: Path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, name, refuse)  # the tests may run as root, who may read all
+    with pytest.raises(UserError) as error:
+        find_files(str(tmp_path))
+    expected = f"cannot read {tmp_path} (Permission denied): make it readable, or give another path"
+    assert str(error.value) == expected
 
 
 def test_files_named_by_split_are_kept_apart(write_jsonl, tmp_path: Path):

@@ -53,6 +53,7 @@ def test_scores_are_written(checkpoint, eval_data):
     assert (entry["version"], entry["dtype"]) == (1.0, "float32")
     assert (entry["limit"], entry["complete"]) == (None, False)
     assert len(entry["prompts"]) == 64 and entry["versions"]["lm_eval"] and entry["max_length"] == 64
+    assert (entry["device"], entry["devices"]) == ("cpu", 1) and entry["seconds"] >= 0 and entry["date"]
 
 
 def test_accuracy_is_right(checkpoint, eval_data):
@@ -196,6 +197,7 @@ def test_each_answer_is_kept(checkpoint, eval_data):
     """As many as questions, and as many right as the accuracy says, also over MMLU's subjects."""
     scores = evaluate(checkpoint, ["arc_easy", "mmlu:1"], data=eval_data, devices=2, **QUIET)["scores"]
     for entry in scores.values():
+        assert entry["devices"] == 2
         for metric, packed in entry["correct"].items():
             bits = unpack_bits(packed, entry["documents"])
             assert len(bits) == entry["documents"] and bits.mean() == pytest.approx(entry["metrics"][metric])

@@ -9,7 +9,7 @@ from lingpt.eval.paired import bits_difference, bootstrap, over_seeds, position_
 from lingpt.eval.results import pack_bits
 from lingpt.eval.seeds import left_out, mean_and_error, mean_scores
 from lingpt.eval.suite_tables import pair_with_softmax, suite_tables
-from lingpt.eval.table2 import table2_tables
+from lingpt.eval.table2 import softmax_of, table2_tables
 from lingpt.eval.tables import Table
 
 
@@ -70,6 +70,50 @@ def test_a_row_is_the_mean_of_its_seeds():
     assert compared in paired.notes
 
 
+def test_the_baseline_is_softmax_without_options():
+    """Guards: gla and hybrid of seed 0 less softmax-both of seed 0, since a mean's seeds [0, 1] are not 0;
+    and no word on what softmax-both is compared with. Without plain softmax, softmax with options is it."""
+    bits = answers(2, 40, 1)
+    both = [run(name, 0, answers(1, 40, i)[0]) for i, name in enumerate(("softmax-both", "gla", "hybrid"))]
+    both[0]["checkpoint"] |= {"attention": "softmax", "form": "softmax + softmax_conv + softmax_gate"}
+    results = mean_scores([*both, *(run("softmax", i, row) for i, row in enumerate(bits))])
+    assert [softmax_of(result, results)["checkpoint"]["form"] for result in results] == ["softmax"] * 4
+    paired = table2_tables(results)[-1]
+    assert [row[0] for row in paired.rows] == [both[0]["checkpoint"]["form"], "gla", "hybrid"]
+    names = ", ".join(f"{name}-seed0 (its seed 0 alone)" for name in ("softmax-both", "gla", "hybrid"))
+    assert f"Compared with softmax, step 4, 2 seeds: {names}." in paired.notes
+    assert softmax_of(both[1], both) is both[0]
+
+
+def test_of_several_softmax_runs_the_likest():
+    """One of the seeds that a mean is of counts as that of a run with all of them; then tokens and length."""
+    plain = [run("softmax", i, [1, 0]) for i in (0, 1)]
+    gla = run("gla", 1, [1, 1])
+    assert softmax_of(gla, [*plain, gla]) is plain[1]
+    (mean,) = mean_scores(plain)
+    other = run("softmax", 2, [1, 0])
+    assert softmax_of(gla, [other, mean, gla]) is mean
+    longer = run("softmax", 1, [1, 0])
+    longer["checkpoint"]["tokens"] = 40
+    assert softmax_of(gla, [longer, mean, gla]) is mean
+
+
+def test_the_notes_name_what_is_compared():
+    """Guards: a note on a softmax with options that has no loss by position, below a table without it."""
+    groups = [{"from": 0, "to": 32, "loss": 4.0, "stderr": 0.1}]
+    entry = {"task": "loss_by_position", "texts": "x", "documents": 2, "prompts": "p", "metrics": {}}
+    entry |= {"positions": groups, "per_document": {"losses": [[4.0, 4.2]]}, "unigram": 5.0}
+    entry |= {"train_length": 32, "num_fewshot": 0}
+    results = [run(name, 0, [1, 0]) for name in ("softmax-both", "softmax", "gla")]
+    results[0]["checkpoint"] |= {"attention": "softmax", "form": "softmax + softmax_conv"}
+    for scored, named in ((results[1:], "gla-seed0"), (results, "softmax-both-seed0, gla-seed0")):
+        for result in results:
+            result["scores"] = {"loss_by_position (x)": entry} if result in scored else {}
+        less = suite_tables(results)[-1]
+        assert less.title == "Loss by position, less softmax's"
+        assert less.notes[1:] == [f"Compared with softmax-seed0, step 4: {named}."]
+
+
 def test_a_score_that_is_left_out_is_named():
     """Guards: the scores of seeds that were stopped while they were scored, or asked other questions."""
     results = [run("ours", i, [1, 0, 1]) for i in range(2)] + [run("gla", i, [1, 0, 1]) for i in range(2)]
@@ -110,6 +154,14 @@ def test_the_error_of_a_difference():
         means, errors = [*means, found.mean], [*errors, found.stderr**2]
     assert np.std(means) == pytest.approx(np.mean(errors) ** 0.5, rel=0.25)
     assert over_seeds(first, second[:1]).stderr is None
+
+
+def test_the_variance_over_few_questions():
+    """By hand, with n − 1 for questions as for seeds; of a single question there is no error."""
+    first, second = np.array([[1, 1, 0], [1, 0, 1]], dtype=bool), np.array([[0, 1, 0], [0, 1, 0]], dtype=bool)
+    # Differences 1, −½, ½; their squared deviations sum to 7/6, and all seeds have the same accuracy.
+    assert over_seeds(first, second).stderr == pytest.approx((7 / 6 / 2 / 3) ** 0.5)
+    assert over_seeds(first[:, :1], second[:, :1]).stderr is None
 
 
 def test_the_notes_are_of_what_is_shown():

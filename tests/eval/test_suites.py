@@ -1,6 +1,7 @@
 """Guards the suites beside Table 2: each number against its definition, each with chance or a baseline."""
 
 import copy
+import itertools
 import json
 import lzma
 import math
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from lingpt.common.errors import UserError
+from lingpt.common.files import file_sha256
 from lingpt.eval import LinGPTLM
 from lingpt.eval.figures import caption, draw_positions
 from lingpt.eval.language import _edges, bits_per_byte, loss_by_position
@@ -163,10 +165,12 @@ def test_what_a_run_gets(tmp_path, tokenizer, texts, capsys):
 
     for attention in ("ours", "softmax"):
         write_run(tmp_path, f"demo-{attention}", attention, tokenizer)
-    lines, options = [], {"longest": 2, "device": "cpu"}
+    lines, options = [], {"longest": 2, "device": "cpu", "devices": 2}
     found = find_checkpoints(tmp_path)
     results = [evaluate_texts(c, ["language", "recall"], texts, log=lines.append, **options) for c in found]
     assert results[0]["scores"].keys() == {"bits_per_byte (stories)", "loss_by_position (stories)"}
+    devices = {entry["task"]: entry["devices"] for entry in results[0]["scores"].values()}
+    assert devices == {"bits_per_byte": 2, "loss_by_position": 1}  # how many scored
     assert sum("not measured: no questions on phrases" in line for line in lines) == 2
     lines.clear()
     again = evaluate_texts(found[0], ["language"], texts, log=lines.append, **options)
@@ -278,9 +282,43 @@ def test_mistakes(eval_data, tmp_path, capsys):
         read_texts("x", str(tmp_path / "x.jsonl"))
 
 
-def test_pieces_are_the_text(tokenizer):
-    """Tokens and text of each piece belong together, whatever the bytes of a character."""
-    text = "the sun warms stöne – cold water"
-    pieces = list(spans(text, tokenizer, 5, 100))
-    assert "".join(part for _, part in pieces[:1]) in text and pieces[0][0] == tokenizer.encode(text)[:5]
-    assert [token for ids, _ in pieces for token in ids] == tokenizer.encode(text)
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 7, 100])
+def test_pieces_are_the_text(tokenizer, length):
+    """Each piece's text is the characters that its tokens have a byte of, whole: one that is cut stands in
+    both pieces, none is lost. Against the bytes of the tokens, counted one by one."""
+    text = "the sun warms stöne – cold 水 water"
+    tokens, owners = tokenizer.encode(text), [i for i, char in enumerate(text) for _ in char.encode()]
+    # A token of a byte-level BPE is written with a character for each of its bytes.
+    ends = list(itertools.accumulate(len(tokenizer.raw.id_to_token(token)) for token in tokens))
+    assert ends[-1] == len(owners)
+    pieces = list(spans(text, tokenizer, length, 100))
+    assert [token for ids, _ in pieces for token in ids] == tokens
+    for i, (ids, part) in enumerate(pieces):
+        assert len(ids) == length or ids is pieces[-1][0]
+        first = ends[i * length - 1] if i else 0
+        last = ends[i * length + len(ids) - 1]
+        assert part == text[owners[first] : owners[last - 1] + 1]
+
+
+def test_the_bytes_of_a_character_that_is_cut(lm):
+    """Of a document that is not scored whole the last character counts whole: here 64 tokens, each a byte,
+    are 21 characters and a byte, and count as 22 characters. Of one that is, every byte once."""
+    for characters, counted in ((40, 66), (20, 60)):
+        found = bits_per_byte(lm, Texts("x", ("水" * characters,), {}), tokens=1)
+        assert found["per_document"]["bytes"] == [counted]
+
+
+def test_no_file_is_lost_in_the_fingerprint(tmp_path):
+    """Guards: of a/val.jsonl and b/val.jsonl one hash was kept, so that the other could change unseen. A file
+    whose name is its own goes by that alone, as in the scores that were recorded before."""
+    for name in ("a/val.jsonl", "b/val.jsonl", "b/more.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps({"text": name}))
+    found = read_texts("x", str(tmp_path / "*" / "*.jsonl")).data
+    assert found.keys() == {"from", "a/val.jsonl", "b/val.jsonl", "more.jsonl"}
+    assert found["a/val.jsonl"] == file_sha256(tmp_path / "a" / "val.jsonl")
+    assert read_texts("x", str(tmp_path / "b")).data.keys() == {"from", "val.jsonl", "more.jsonl"}
+    assert read_texts("x", str(tmp_path / "a" / "val.jsonl")).data.keys() == {"from", "val.jsonl"}
+    (tmp_path / "a" / "val.jsonl").write_text(json.dumps({"text": "other"}))
+    read_texts.cache_clear()
+    assert read_texts("x", str(tmp_path / "*" / "*.jsonl")).data != found

@@ -126,7 +126,7 @@ def test_paired_differences_are_of_the_same_questions():
     assert [row[4] for row in normalised.rows] == ["50.00", "50.00", "50"]
     assert paired.notes[-1] == "Compared with pythia-70m-run, step 300: pythia-70m-run."
     ours["checkpoint"]["seed"] = 1
-    assert comparison_notes([ours, softmax])[0].endswith("pythia-70m-run (of another seed).")
+    assert comparison_notes([ours], [ours, softmax])[0].endswith("pythia-70m-run (of another seed).")
     assert any("3 of 8 prompts at 64 tokens were cut" in note for note in main.notes)
 
 

@@ -26,13 +26,15 @@ def write(path: Path, **fields: object) -> Path:
 
 
 def test_what_is_stale(tmp_path: Path) -> None:
-    """Guards: only a record of this source with tests passed and none failed speaks for it."""
+    """Guards: only a record of this source, of all tests, with some passed and none failed, speaks for it."""
     path = tmp_path / "gpu-tests.json"
     assert f"no GPU record at {path}: " in staleness(path, "abc")
     assert staleness(write(path), "abc") is None
     assert staleness(write(path), "abd").startswith("stale GPU record (kernels abc, the tree has abd)")
     assert "1 failed" in staleness(write(path, failed=1), "abc")
     assert "0 tests passed" in staleness(write(path, passed=0), "abc")
+    assert "some tests alone (-k 'forward')" in staleness(write(path, selected="forward"), "abc")
+    assert staleness(write(path, selected="not fla and not gla"), "abc") is None
     path.write_text("{")
     assert f"unreadable GPU record {path}: " in staleness(path, "abc")
 

@@ -9,7 +9,11 @@ import litgpt.config
 import pytest
 
 from lingpt.common.errors import UserError
+from lingpt.configs.recipe import parse_recipe
 from lingpt.models import ATTENTIONS, MODELS, Config, ModelArgs, attention_form
+from lingpt.models.attention import option_defaults
+
+OPTIONS = option_defaults()
 
 
 def test_pythia_has_litgpts_sizes():
@@ -87,6 +91,13 @@ def test_config_survives_json():
             "normalize is False in .*, and True besides",
         ),
         ({"attention": ["ours+output_gate=false", "gla", "softmax", "ours+output_gate"]}, "False besides"),
+        (
+            {"attention": "hybrid", "output_gate": False},
+            r"output_gate is True in attention 'hybrid', and False besides: leave one of the two out; "
+            r"hybrid is ours-gated\+output_gate",
+        ),
+        ({"attention": "hybrid + sdpa=flash", "sdpa": "auto"}, "sdpa is flash in .*, and auto besides"),
+        ({"attention": ["ours+constant=false", "gla", "gla", "gla"], "constant": True}, "and True besides"),
         ({"attention": ["ours", "softmax"]}, "lists 2 layers, but 'demo' has 4"),
         ({"attention": "gla", "gla_n_head": 5}, "gla_n_head=5 must divide"),
         ({"block_size": 0}, "block_size=0"),
@@ -134,6 +145,42 @@ def test_a_form_is_an_attention_and_its_options(form: str, options: dict):
     assert ModelArgs(attention=attention_form(args.attention, vars(args))) == args
     hybrid = ModelArgs(attention=["softmax", form])
     assert hybrid == ModelArgs(attention=["softmax", args.attention], **options)
+
+
+def test_a_recorded_model_is_the_same_one_again():
+    """Guards: config.yaml and manifests, which name every option with the value that it had in the run. So do
+    those of earlier versions, and what they lack has its default."""
+    for attention, options in (
+        ("hybrid", {}),
+        ("hybrid+softmax_every=2", {"output_gate": True, "sdpa": "auto"}),
+        (["ours", "gla", "softmax", "ours"], {"normalize": False, "output_gate": True, "gla_n_head": 2}),
+        ("ours", {"short_conv": False}),
+    ):
+        args = ModelArgs(attention=attention, **options)
+        recorded = dataclasses.asdict(args)
+        assert all(recorded[name] is not None for name in OPTIONS.keys() - {"normalize"})
+        assert ModelArgs(**recorded) == args and ModelArgs(**recorded).config() == args.config()
+        short = {key: value for key, value in recorded.items() if key not in OPTIONS or value != OPTIONS[key]}
+        assert ModelArgs(**short) == args
+
+
+def test_an_option_given_twice_alike_is_no_mistake():
+    """Also where what is given is the default."""
+    assert ModelArgs(attention="hybrid", output_gate=True) == ModelArgs(attention="hybrid")
+    assert ModelArgs(attention="ours+short_conv=false", short_conv=False) == ModelArgs()
+
+
+@pytest.mark.parametrize("words", [["--model.short_conv=false"], ["--config=mine.yaml"]])
+def test_an_option_that_contradicts_the_attention_is_refused_wherever_it_stands(words, tmp_path, monkeypatch):
+    """Guards: `--model.attention hybrid --model.short_conv false`, and the same in a recipe, that trained
+    with the convolution, as the false was taken for none given."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("model: {short_conv: false}")
+    with pytest.raises(
+        UserError, match="short_conv is True in attention 'hybrid', and False besides"
+    ) as error:
+        parse_recipe(["--model.attention", "hybrid", *words])
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

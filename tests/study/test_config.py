@@ -33,6 +33,12 @@ from lingpt.tests.study.tiny import TINY, write
         ({"against": ["gla"]}, "against names 'gla', which is no row of it"),
         ({"runs_per_device": 0}, "runs_per_device is 0"),
         ({"runs_per_device": 2, "devices_per_run": None}, "is for runs on one card each"),
+        ({"devices_per_run": 0}, "devices_per_run is 0; it must be at least 1"),
+        ({"rate_tokens": None}, "`rates` need `rate_tokens`"),
+        ({"name": None}, "`name` has no value: give it a word, or leave it out"),
+        ({"recipe": None}, "does not say `recipe`"),
+        ({"tokens": None}, "does not say `tokens`"),
+        ({"suites": ["table2"], "tasks": []}, "`tasks` is empty; the suite table2 needs some"),
     ],
 )
 def test_mistakes_in_the_file(here, capsys, change, message):
@@ -86,9 +92,9 @@ def test_a_mistake_in_the_file_is_refused_before_anything_is_trained(here, chang
 
 def test_a_key_without_a_value_is_none(here):
     """Guards: `rates:` with nothing behind it was a traceback."""
-    write(TINY | {"rates": None, "options": None, "suites": None})
+    write(TINY | {"rates": None, "options": None, "suites": None, "rate_tokens": None})
     study = read_study(Path("study-tiny.yaml"))
-    assert (study.rates, study.options, study.suites) == ((), {}, ("table2",))
+    assert (study.rates, study.options, study.suites, study.rate_tokens) == ((), {}, ("table2",), 0)
 
 
 def test_a_study_that_is_no_study(tmp_path):

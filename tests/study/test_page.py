@@ -126,6 +126,19 @@ def test_what_a_loss_at_equal_time_is_a_loss_of(here):
     assert said in page.read_text()
 
 
+def test_a_row_whose_first_validation_is_too_late_has_no_loss_at_equal_time(here):
+    """Guards: the loss of a later time stood there as that at equal time."""
+    write(TINY | {"rates": [], "seeds": 1, "suites": [], "attentions": ["softmax", "ours"]})
+    for name in ("softmax-seed0", "ours-seed0"):
+        fake_run(name)
+    metrics = Path("runs/study-tiny/ours-seed0/metrics.jsonl")
+    metrics.write_text(re.sub(r'"train_time": (\d)', r'"train_time": 1\1', metrics.read_text()))
+    assert main([*COMMAND, "--stages", "page"]) == 0
+    rows = json.loads(Path("runs/study-tiny/summary.json").read_text())["rows"]
+    assert [row["loss_at_equal_time"] for row in rows] == [4.0, None] and rows[1]["equal_time"] == 4.0
+    assert re.search(r"^\| ours .*\| – +\| 14 s", Path("runs/study-tiny/README.md").read_text(), re.M)
+
+
 @pytest.mark.parametrize(
     "content",
     [

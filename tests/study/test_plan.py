@@ -10,10 +10,10 @@ import pytest
 from lingpt.cli.main import main
 from lingpt.configs import recipe_path
 from lingpt.eval.mqar import Trial
-from lingpt.study import read_study
+from lingpt.study import plan, read_study
 from lingpt.study.jobs import Slot
 from lingpt.study.plan import H200_FLOPS, _mqar_seconds, host_seconds, scored_tokens
-from lingpt.tests.study.tiny import TINY, write
+from lingpt.tests.study.tiny import COMMAND, TINY, fake_run, write
 
 
 @pytest.mark.parametrize("stages", [["data", "runs"], ["rates"], ["scores", "page"]], ids=" ".join)
@@ -57,6 +57,31 @@ def test_the_plan_counts_what_is_left_of_mqar(here, capsys):
     assert minutes() is None and not here
 
 
+def test_the_plan_counts_what_is_left_of_the_training(here, capsys, monkeypatch):
+    """Guards: all of a row's short runs as left where one was; and card hours "in all" that had what is
+    trained and not what is scored."""
+    write(TINY | {"rates": [1e-3, 3e-3], "rate_tokens": 512, "seeds": 1, "attentions": ["softmax"]})
+    monkeypatch.setattr(plan, "CPU_CORE_FLOPS", 1e6)
+    monkeypatch.setattr(plan, "H200_FLOPS", 1e6)
+
+    def look():
+        assert main([*COMMAND, "--dry_run", "true", "--stages", "rates", "runs"]) == 0
+        text = capsys.readouterr().out
+        hours = re.search(r"cost +(.*) card hours on H200s for what is left,", text)[1]
+        return hours, re.search(r"\(.*rates ([\d.]+ \w+)|$", text)[1], re.search(r"what is left .*", text)[0]
+
+    first, rates, _ = look()
+    fake_run("softmax-rate0.001")
+    second, half, _ = look()
+    number, unit = rates.split()
+    assert float(half.split()[0]) == pytest.approx(float(number) / 2, rel=0.05) and half.split()[1] == unit
+    assert float(second) == pytest.approx(float(first) * 2 / 3, rel=0.05)  # three runs of 512 tokens
+    fake_run("softmax-rate0.003")
+    fake_run("softmax-seed0")
+    hours, rates, left = look()
+    assert (hours, rates) == ("under 0.01", None) and "(nothing)" in left and not here
+
+
 def test_the_time_of_scores_is_what_was_measured():
     """Guards: 17 seconds for scores that take 210 on an H200, and 49 minutes for those of the demo that take
     one on a CPU. Within a third."""
@@ -65,7 +90,9 @@ def test_the_time_of_scores_is_what_was_measured():
     study = read_study(recipe_path("study-pythia-160m"), {"texts": texts})
     flops = scored_tokens(study, 2048, study.suites) * 2 * 162e6
     planned = host_seconds(study, study.suites) + flops / H200_FLOPS
-    for file in folder.glob("*-seed0/eval/*.json"):
+    files = list(folder.glob("*-seed0/eval/*.json"))
+    assert files
+    for file in files:
         scores = json.loads(file.read_text())["scores"].values()
         assert planned == pytest.approx(sum(entry["seconds"] for entry in scores), rel=1 / 3)
     demo = read_study(recipe_path("study-demo"))

@@ -12,15 +12,19 @@ from lingpt.tests.study.tiny import COMMAND, TINY, fake_run, write
 
 
 def test_the_best_rate_is_chosen(here):
-    """By the loss at the end; a rate whose run diverged or stopped counts for nothing."""
+    """By the loss at the end, when all of a row's runs are over; one that diverged counts for nothing.
+    Guards: the best of those that were left, where others had failed."""
     write(TINY | {"rates": [1e-3, 3e-3, 1e-2], "attentions": ["softmax", "gla"], "rate_tokens": 512})
     study, folder = read_study(Path("study-tiny.yaml")), Path("runs")
     tried = rate_runs(study, folder, None)
     assert chosen_rates(tried) == {}
     for name, steps in (("softmax-rate0.001", 4), ("softmax-rate0.01", 3)):
         fake_run(name, steps=steps, root="runs")
-    assert chosen_rates(tried) == {"softmax": 1e-3}
     fake_run("softmax-rate0.003", root="runs")
+    assert chosen_rates(tried) == {}
+    end = {"kind": "diverged", "step": 3, "tokens": 384, "train_time": 3.0, "skipped": 10}
+    fake_run("softmax-rate0.01", steps=3, last=end, root="runs")
+    assert chosen_rates(tried) == {"softmax": 1e-3}
     text = (folder / "softmax-rate0.003" / "metrics.jsonl").read_text()
     (folder / "softmax-rate0.003" / "metrics.jsonl").write_text(text.replace('"loss": 4.0', '"loss": 3.5'))
     assert chosen_rates(tried) == {"softmax": 3e-3}

@@ -5,6 +5,7 @@ The children run in this process, where a start costs nothing; test_jobs.py has 
 """
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -132,6 +133,55 @@ def test_a_failure_is_named_at_the_end(here, monkeypatch, capsys):
     assert Path("runs/study-tiny/softmax-seed0/checkpoints").is_dir() and "page " in out
 
 
+@pytest.mark.parametrize("lost", [["0.001", "0.003"], ["0.003"]], ids=["all", "some"])
+def test_a_row_waits_until_its_rates_are_tried(here, monkeypatch, capsys, lost):
+    """Guards: a row whose short runs had failed was trained, for good, at a rate that was not the best of all
+    that were asked for, beside rows that had theirs. It is left out, named, and trained by the next start."""
+    write(TINY | {"rates": [1e-3, 3e-3], "seeds": 1, "suites": []})
+    run_jobs, gone = stages.run_jobs, {f"mixed-rate{rate}" for rate in lost}
+
+    def sick(jobs, *args, **options):
+        failed = [Failure(job.name, "ended by SIGKILL") for job in jobs if job.name in gone]
+        return run_jobs([job for job in jobs if job.name not in gone], *args, **options) + failed
+
+    monkeypatch.setattr(stages, "run_jobs", sick)
+    assert main(COMMAND) == 2
+    assert "softmax-seed0" in here and "mixed-seed0" not in here
+    line, page = capsys.readouterr().err.strip(), Path("runs/study-tiny/README.md")
+    why = f"it waits for its learning rate, until the stage `rates` is done with {', '.join(sorted(gone))}"
+    assert f"mixed-seed0: {why}" in line and "\n" not in line
+    assert f"- mixed-seed0 failed: {why}\n" in page.read_text()
+    table = page.read_text().partition("## Learning rates")[2]
+    assert re.search(r"^\| mixed .*\| – +\|$", table, re.M) and "the recipe's" not in table
+    here.clear()
+    monkeypatch.setattr(stages, "run_jobs", run_jobs)
+    assert main(COMMAND) == 0 and here == ["data", *sorted(gone), "mixed-seed0"]
+    assert "waits" not in page.read_text()
+    study, folder = read_study(Path("study-tiny.yaml")), Path("runs/study-tiny")
+    trained = yaml.safe_load((folder / "mixed-seed0" / "config.yaml").read_text())["train"]
+    assert trained["learning_rate"] == chosen_rates(rate_runs(study, folder, None))["mixed"]
+
+
+def test_what_waits_for_a_rate(here, monkeypatch):
+    """Who leaves the stage `rates` out of the whole study has the recipe's rate in all rows. Once a rate is
+    tried, a row without all of its own waits; a run that has begun goes on."""
+    write(TINY | {"rates": [1e-3, 3e-3], "seeds": 1, "suites": [], "rate_tokens": 512})
+    asked = []
+    monkeypatch.setattr(stages, "run_jobs", lambda jobs, *_, **__: asked.append([j.name for j in jobs]) or [])
+    runs = [*COMMAND, "--stages", "runs"]
+    assert main(runs) == 0
+    fake_run("softmax-rate0.001", steps=2)
+    assert main(runs) == 2
+    end = {"kind": "diverged", "step": 2, "tokens": 256, "train_time": 2.0, "skipped": 10}
+    fake_run("softmax-rate0.001", steps=2, last=end)
+    fake_run("softmax-rate0.003")
+    assert main(runs) == 2
+    fake_run("mixed-seed0", steps=2)
+    assert main(runs) == 0
+    both = ["softmax-seed0", "mixed-seed0"]
+    assert asked == [both, [], ["softmax-seed0"], both[::-1]]  # rows that have begun come first
+
+
 def test_another_study_in_the_same_folder_is_refused(here, capsys):
     write(TINY | {"rates": [], "seeds": 1, "suites": []})
     command = ["study", "--config", "study-tiny.yaml", "--stages", "page"]
@@ -142,6 +192,13 @@ def test_another_study_in_the_same_folder_is_refused(here, capsys):
         in capsys.readouterr().err
     )
     assert main([*command, "--tokens", "1024", "--name", "longer"]) == 0
+
+
+def test_a_study_without_tasks_is_scored(here):
+    """Guards: `tasks: []` ended, after all training, with a line on the arguments of a child."""
+    write(TINY | {"rates": [], "seeds": 1, "tasks": [], "attentions": ["softmax"]})
+    assert main(COMMAND) == 0 and here == ["data", "softmax-seed0", "scores"]
+    assert "## Bits per byte" in Path("runs/study-tiny/README.md").read_text()
 
 
 def test_nothing_to_score_is_said(here, capsys):

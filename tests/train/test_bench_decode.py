@@ -112,7 +112,6 @@ def test_eager_steps_stand_beside_graphs(tmp_path: Path):
     assert "ours, batch 1, graph" in picture and "ours, batch 1, eager" in picture
 
 
-@pytest.mark.xfail(strict=False, reason="experimental: tests/models/test_decoding_graph.py")
 @pytest.mark.gpu
 def test_on_a_gpu_a_step_is_a_graph_where_that_is_asked_for():
     rows = [

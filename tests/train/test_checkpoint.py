@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from lingpt.common.errors import UserError
-from lingpt.common.run_folder import checkpoints, read_manifest, read_metrics, write_manifest
+from lingpt.common.run_folder import checkpoint_step, checkpoints, read_manifest, read_metrics, write_manifest
 from lingpt.models import load_model
-from lingpt.train import checkpoint, train
+from lingpt.train import checkpoint, loop, train
 
 
 def names(folder) -> list[str]:
@@ -22,6 +22,27 @@ def test_keeps_the_newest_k(make_recipe):
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == names(folder), (
         "something else is left"
     )
+
+
+def test_while_steps_are_skipped_none_goes(make_recipe, monkeypatch):
+    """Of the skipped steps 4 and 5; the first one that is not skipped is worth more than they are."""
+    step, kept = loop.Run.step, []
+
+    def skipping(self, stop):
+        line = step(self, stop)
+        self.progress.skipped_in_a_row = {4: 1, 5: 2}.get(self.progress.step, 0)
+        return line
+
+    def watched(*args):
+        path = save(*args)
+        kept.append([checkpoint_step(path) for path in checkpoints(args[0])])
+        return path
+
+    save = checkpoint.save
+    monkeypatch.setattr(loop.Run, "step", skipping)
+    monkeypatch.setattr(checkpoint, "save", watched)
+    train(make_recipe(save_interval=1, keep_checkpoints=2))
+    assert kept == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 3, 4, 5], [5, 6]]
 
 
 def test_a_checkpoint_is_a_model_folder_with_its_tokenizer(make_recipe):

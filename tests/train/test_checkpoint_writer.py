@@ -2,15 +2,17 @@
 
 import errno
 import os
+import signal
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from lingpt.common.errors import UserError
-from lingpt.common.run_folder import checkpoints, read_manifest, read_metrics
+from lingpt.common.run_folder import checkpoints, damage, read_manifest, read_metrics
 from lingpt.train import checkpoint, checkpoint_writer, loop, train
 from lingpt.train.checkpoint_writer import CheckpointWriter, HostCopy, pinned_bytes
 
@@ -211,6 +213,75 @@ def test_the_best_is_kept(make_recipe, monkeypatch):
     assert read_manifest(checkpoints(folder)[0])["val_loss"] == 3.0
     train(make_recipe(max_steps=14, **options))
     assert names(folder) == ["step-00000010", "step-00000014"]
+
+
+LOSSES = {3: 2.0, 6: 3.0, 9: 2.5, 12: 2.6}  # of validations; the first one is cut short
+KEEP_BEST = {"keep_checkpoints": 1, "keep_best": True, "max_steps": 12}
+
+
+@pytest.fixture
+def cut_short(make_recipe, monkeypatch, ctrl_c):
+    """A function that trains until a signal in the validation of step 3, and returns that step's checkpoint;
+    from then on validations give `LOSSES`."""
+    validate = loop.Run.validate
+
+    def interrupted(self, stop):
+        os.kill(os.getpid(), signal.SIGINT)
+        return validate(self, stop)
+
+    def start(**options):
+        monkeypatch.setattr(loop.Run, "validate", interrupted)
+        with pytest.raises(KeyboardInterrupt, match="saved at step 3"):
+            train(make_recipe(**KEEP_BEST | options))
+        monkeypatch.setattr(loop.Run, "validate", lambda self, stop: LOSSES[self.progress.step])
+        (path,) = checkpoints(make_recipe().run_folder)
+        assert read_manifest(path)["val_loss"] is None
+        return path
+
+    return start
+
+
+@pytest.mark.parametrize("keep_best_then", [True, False])
+def test_the_best_is_kept_where_a_signal_cut_its_validation_short(make_recipe, cut_short, keep_best_then):
+    """Guards: the lowest loss, of the validation that is made up for, unknown to its checkpoint, which was
+    rotated away. Also where the best is to be kept from then on only."""
+    best = cut_short(keep_best=keep_best_then)
+    before = read_manifest(best)
+    folder = train(make_recipe(**KEEP_BEST))
+    assert names(folder) == ["step-00000003", "step-00000012"]
+    assert read_manifest(best) == before | {"val_loss": 2.0, "checksum": read_manifest(best)["checksum"]}
+    assert damage(best) is None
+
+
+def test_a_checkpoint_that_could_not_be_told_its_loss_is_told_next_time(make_recipe, cut_short, monkeypatch):
+    """A full disk is one line, and changes nothing; what a killed process left is no file of its own."""
+    best = cut_short()
+    before = read_manifest(best)
+    with monkeypatch.context() as patch:
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        patch.setattr("lingpt.common.run_folder.write_json", Mock(side_effect=full))
+        with pytest.raises(
+            UserError, match=r"cannot write to .*step-00000003 \(No space.*same command again"
+        ):
+            train(make_recipe(**KEEP_BEST))
+    assert read_manifest(best) == before
+    (best / ".manifest.json.killed.partial").write_text("half")
+    folder = train(make_recipe(**KEEP_BEST))
+    assert names(folder) == ["step-00000003", "step-00000012"]
+    assert damage(best) is None and not list(best.glob(".*"))
+    assert [line["step"] for line in read_metrics(folder) if line["kind"] == "val"] == list(LOSSES)
+
+
+def test_a_checkpoint_of_another_run_is_not_told_its_loss(make_recipe):
+    """Nor changed in any way: the run that goes on from it makes up for its validation, in its own log."""
+    other = train(make_recipe(name="other", max_steps=4, eval_interval=100, save_interval=2))
+    start = other / "checkpoints/step-00000002"
+    before = (start / "manifest.json").read_bytes()
+    options = {"eval_interval": 2, "save_interval": 2, "keep_checkpoints": 9, "keep_best": True}
+    folder = train(make_recipe(max_steps=4, resume=str(start), **options))
+    assert [line["step"] for line in read_metrics(folder) if line["kind"] == "val"] == [2, 4]
+    assert (start / "manifest.json").read_bytes() == before
+    assert names(folder) == ["step-00000004"] and checkpoint.best_loss(folder) < float("inf")
 
 
 def test_memory_is_reserved_as_a_checkpoint_needs_it(make_recipe, monkeypatch):

@@ -102,6 +102,42 @@ def test_labels_are_attentions_only_where_these_tell_runs_apart(tmp_path):
     assert labels([a, c]) == ["a", "c"]
 
 
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path, monkeypatch):
+    """Guards: `a/demo-ours` and `b/demo-ours`, of which table, JSON and picture had the second alone."""
+    monkeypatch.chdir(tmp_path)
+    names = ["x/a/demo-ours", "y/a/demo-ours", "b/demo-ours", "b/demo-softmax"]
+    runs = [
+        write_run(tmp_path / name, name.split("-")[-1], 1.0 + i, {2: 4.0, 4: 3.0})
+        for i, name in enumerate(names)
+    ]
+    curves = [read_curve(run) for run in names]  # relative paths
+    assert labels(curves) == ["x/a/demo-ours", "y/a/demo-ours", "b/demo-ours", "demo-softmax"]
+    assert labels(curves[1:]) == ["a/demo-ours", "b/demo-ours", "demo-softmax"]
+    monkeypatch.chdir(tmp_path / "b/demo-ours")
+    assert labels([read_curve("."), curves[0]]) == ["b/demo-ours", "a/demo-ours"]
+    (row, *_) = draw_curves(runs[1:3], tmp_path / "out.png", "b/demo-ours")
+    assert {name: run["ratio"] for name, run in row["runs"].items()} == {
+        "a/demo-ours": pytest.approx(2 / 3),
+        "b/demo-ours": 1.0,
+    }
+    for name in ("b/demo-ours", "../../b/demo-ours", str(runs[2])):  # the label, or a path to the folder
+        assert find_curve(curves, name) == 2
+    assert find_curve(curves, "demo-softmax") == find_curve(curves, "softmax") == 3
+
+
+def test_means_of_one_name_are_told_apart(tmp_path):
+    """Guards: in one folder, seeds of one rate and of another, whose means are called alike."""
+    curves = []
+    for seed in range(4):
+        run = write_run(tmp_path / f"a-seed{seed}", "ours", 1.0, {2: 4.0, 4: 3.0})
+        config = {"model": {"name": "demo", "attention": "ours"}}
+        config["train"] = {"seed": seed, "learning_rate": seed // 2}
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+        curves.append(read_curve(run))
+    means = mean_over_seeds(curves)
+    assert [mean.runs for mean in means] == [2, 2] and labels(means) == ["a-seed0", "a-seed2"]
+
+
 def test_forms_of_one_attention_have_their_options_as_labels(tmp_path):
     """Guards: a run with the output gate that stood in the legend under the name of one without."""
     plain = write_run(tmp_path / "a", "ours-gated", 1.0, {2: 4.0, 4: 3.0})

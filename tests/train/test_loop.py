@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from lingpt.common.errors import UserError
-from lingpt.common.run_folder import read_metrics
+from lingpt.common.run_folder import read_manifest, read_metrics, write_manifest
 from lingpt.data import Batches, prepare
 from lingpt.models import ATTENTIONS
 from lingpt.train import loop, loss, report, train
@@ -288,6 +288,33 @@ def test_replay_says_in_what_it_is_not_as_the_step_was_trained(make_recipe, monk
     ]
     record.unlink()
     assert said(5) == [f"not as it was trained: {record} does not say on what then, on {here} now"]
+
+
+@pytest.mark.parametrize(
+    ("attention", "by"),
+    [
+        ("softmax", "softmax by flash"),
+        (["ours", "softmax", "ours", "ours"], "ours by chunkwise, softmax by flash"),
+    ],
+)
+def test_a_run_of_a_kernel_that_has_no_fp32_can_be_replayed(make_recipe, attention, by):
+    """Guards: "model.sdpa cudnn cannot train on cpu", and no way on, of a run that a GPU trained with it. The
+    first line says what the replay computed with."""
+    recipe = make_recipe(max_steps=3, save_interval=2)
+    recipe.model.attention = attention
+    folder = train(recipe)
+    line = next(line for line in read_metrics(folder) if line["step"] == 3)
+    start = folder / "checkpoints/step-00000002"
+    config, manifest = json.loads((start / "config.json").read_text()), read_manifest(start)
+    manifest["config"]["model"]["sdpa"] = "cudnn"
+    (start / "config.json").write_text(json.dumps(config | {"sdpa": "cudnn"}))
+    write_manifest(start, manifest)
+    text = replay(folder, 3, device="cpu")
+    first = f"{folder.name}, step 3, with the weights of step-00000002, in fp32 ({by})"
+    assert text.splitlines()[0] == first and "not as it was trained" not in text
+    loss, norm = (float(text.split(f"{name} ")[1].split()[0]) for name in ("\nloss", "gradient norm"))
+    assert loss == pytest.approx(line["loss"], abs=1e-4)
+    assert norm == pytest.approx(line["grad_norm"], rel=1e-3)
 
 
 def test_extending_a_run_says_what_its_learning_rate_does(make_recipe, capsys):

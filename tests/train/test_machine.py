@@ -80,6 +80,16 @@ def test_advice_counts_what_is_gathered_once():
     assert need > memory_needed(config, recipe, "bf16-mixed", size, 2)["total"]
 
 
+def test_no_number_of_devices_helps_where_none_holds_the_model_before_it_is_sharded():
+    """Guards: `16 such devices` for pythia-12b, which needs 47 GB in fp32 on each when it is made."""
+    machine, recipe = a_run(42e9, 1)
+    recipe.model.name = "pythia-12b"
+    config = recipe.model.config()
+    assert memory_needed(config, recipe, "bf16-mixed", 1, 64)["total"] > 47e9
+    machine = replace(machine, devices=8, strategy="fsdp")
+    assert what_fits(machine, config, recipe).startswith("shorter sequences")
+
+
 def test_a_dry_run_says_how_many_cards_a_large_model_takes():
     """Guards: `does not fit` for every card, of a model that fits several."""
     machine, recipe = a_run(141e9, 1)

@@ -120,6 +120,17 @@ def test_a_disk_that_is_not_shared_is_named(trained, monkeypatch):
     assert not list((run / "checkpoints").iterdir())
 
 
+def test_a_loss_that_comes_later_is_told_to_a_checkpoint_in_shards(trained, monkeypatch):
+    """The same manifest, of all processes' files. Guards: shards that are read for it, of many gigabytes."""
+    run, _, _, save = trained
+    save(1)
+    (folder,) = checkpoints(run)
+    monkeypatch.setattr("lingpt.common.run_folder.file_sha256", Mock(side_effect=AssertionError("read")))
+    checkpoint.add_val_loss(run, 1, 2.0)
+    monkeypatch.undo()
+    assert damage(folder) is None and checkpoint.best_loss(run) == 2.0 and load_model(folder)
+
+
 def test_a_damaged_shard_is_named(trained):
     run, _, _, save = trained
     save(1)
