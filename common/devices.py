@@ -1,4 +1,4 @@
-"""The device that a user names, and the dtype to compute in."""
+"""The device that a user names, what it is called in results, and the dtype to compute in."""
 
 import torch
 
@@ -32,3 +32,8 @@ def decoding_dtype(name: str | None, device: torch.device) -> torch.dtype | None
         return named_dtype(name)
     has_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     return torch.bfloat16 if has_bf16 else None
+
+
+def device_name(device: torch.device) -> str:
+    """What it is, as results record it: the GPU's name, or `cpu`."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

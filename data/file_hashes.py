@@ -18,6 +18,7 @@ from pathlib import Path
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import read_json_object, write_text
+from lingpt.data.paths import reading
 
 NAME = "file-hashes.json"
 SETTLED = 2.0  # seconds: file systems keep times to 2 s at the coarsest (FAT)
@@ -36,15 +37,13 @@ def file_hashes(files: Sequence[Path], cache_dir: Path | None) -> list[str]:
 
     def sha256(path: Path) -> str:
         name = str(path.resolve())
-        try:
+        with reading(path):
             stamp = _stamp(path)
             if name in known and known[name][:-1] == stamp:
                 return known[name][-1]
             digest = _sha256(path, stop)
             if _stamp(path) == stamp and time.time() - max(stamp[1:]) / 1e9 > SETTLED:
                 new[name] = [*stamp, digest]
-        except OSError as error:
-            raise UserError(f"cannot read {path} ({error.strerror}): check its permissions") from None
         return digest
 
     with ThreadPoolExecutor() as pool:

@@ -187,10 +187,8 @@ def _whole_text(path: Path) -> Document:
 
 
 def _readable(path: Path) -> io.BufferedReader:
-    try:
+    with reading(path):
         return path.open("rb")
-    except OSError as error:
-        raise UserError(f"cannot read {path} ({error.strerror}): check its permissions") from None
 
 
 def _decompressed(file: io.BufferedReader, path: Path) -> io.BufferedIOBase | io.RawIOBase:

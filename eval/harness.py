@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lingpt.common.devices import find_device, named_dtype
+from lingpt.common.devices import device_name, find_device, named_dtype
 from lingpt.common.errors import UserError
 from lingpt.common.install import installed_version
 from lingpt.common.run_folder import check_undamaged
@@ -230,11 +230,6 @@ def how_measured(lm: Any, seconds: float) -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {package: installed_version(package) for package in PACKAGES},
     }
-
-
-def device_name(device: torch.device) -> str:
-    """What it is, as results record it: the GPU's name, or `cpu`."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def metrics_of(found: dict[str, Any]) -> dict[str, float | None]:

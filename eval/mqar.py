@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
+from lingpt.common.devices import device_name
 from lingpt.common.errors import UserError
-from lingpt.eval.harness import device_name
 from lingpt.models import (
     ATTENTIONS,
     GPT,

@@ -243,7 +243,7 @@ class ModelArgs:
             if given[option] is not None and given[option] != value:
                 raise UserError(
                     f"{option} is {value} in attention {self.attention!r}, and {given[option]} besides: "
-                    f"leave one of the two out{_written_out(self.attention)}"
+                    f"leave one of the two out{_aliases_in(self.attention)}"
                 )
             given[option] = value
         for option, value in given.items():
@@ -260,7 +260,7 @@ class ModelArgs:
         return Config.from_name(**given)
 
 
-def _written_out(attention: str | list[str]) -> str:
+def _aliases_in(attention: str | list[str]) -> str:
     """`; hybrid is ours-gated+…`, for each form that `attention` calls by its name."""
     names = [attention] if isinstance(attention, str) else attention
     called = {str(name).partition("+")[0].strip() for name in names}
