@@ -182,11 +182,12 @@ def _training(
     for row in dict.fromkeys(run.row for run in done):
         first, *others = mean_over_seeds(read_curves([run.folder for run in done if run.row == row]))
         by_row[row] = replace(first, label=row)
-        cards = [f"{curve.name}: {curve.hardware.get('name')}" for curve in (first, *others)]
+        cards = {curve.name: curve.hardware.get("name") for curve in (first, *others)}
         if others:
-            trouble.append(
-                f"{row} ran on different cards ({', '.join(cards)}): curve and times are the first's"
-            )
+            named = ", ".join(f"{name}: {card}" for name, card in cards.items())
+            same = len(set(cards.values())) == 1
+            why = "has runs of different data" if same else f"ran on different cards ({named})"
+            trouble.append(f"{row} {why}: curve and times are the first's")
     curves = list(by_row.values())
     base = next((i for i, curve in enumerate(curves) if curve.attention == "softmax"), 0)
     drawn = [curve for row, curve in by_row.items() if row in (study.drawn or study.attentions)]

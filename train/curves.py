@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from lingpt.common.run_folder import (
     without_seed,
 )
 from lingpt.models import attention_form
+from lingpt.models.attention import option_defaults
+from lingpt.train.config import TrainConfig
 
 SPIKE_WINDOW, SPIKE_SPREADS, LEAST_SPIKE = 50, 8.0, 0.1  # steps; spreads, and nats, above their median
 N_TARGETS = 5
@@ -120,7 +122,10 @@ def _but_for_the_seed(curve: Curve) -> str:
         return f"{curve.name} {id(curve)}"
     kept = {key: value for key, value in train.items() if key not in _OWN}
     data = curve.fingerprint or curve.config.get("data")
-    same = [curve.config.get("model"), data, kept, curve.hardware.get("name")]
+    # An option that came after a run was recorded has its default there.
+    defaults = {field.name: field.default for field in fields(TrainConfig) if field.name not in _OWN}
+    model = option_defaults() | (curve.config.get("model") or {})
+    same = [model, data, defaults | kept, curve.hardware.get("name")]
     return json.dumps(same, sort_keys=True, default=str)
 
 

@@ -74,6 +74,18 @@ def test_runs_that_were_not_made_alike_are_said(here):
     assert "unknown hardware" in how
 
 
+def test_seeds_of_different_data_are_said_to_be(here):
+    """Guards: two runs on cards of one name `ran on different cards`, where the text had changed."""
+    write(TINY | {"rates": [], "seeds": 2, "suites": [], "attentions": ["softmax"]})
+    for seed in range(2):
+        fake_run(f"softmax-seed{seed}")
+        record = {"hardware": {"name": "NVIDIA H200"}, "data": {"fingerprint": f"1f{seed}"}}
+        Path(f"runs/study-tiny/softmax-seed{seed}/environment.json").write_text(json.dumps(record))
+    assert main(["study", "--config", "study-tiny.yaml", "--stages", "page"]) == 0
+    page = Path("runs/study-tiny/README.md").read_text()
+    assert "- softmax has runs of different data: curve and times are the first's" in page
+
+
 def test_rates_that_were_not_tried_are_not_claimed(here):
     """Guards: "the best of 0.001, 0.003" on the page of a study whose stage `rates` was left out."""
     write(TINY | {"rates": [1e-3, 3e-3], "seeds": 1, "suites": [], "attentions": ["softmax"]})

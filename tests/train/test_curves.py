@@ -187,6 +187,24 @@ def test_seeds_whose_data_has_moved_are_one_curve(tmp_path):
     assert [curve.runs for curve in mean_over_seeds(curves)] == [2, 1]
 
 
+def test_seeds_recorded_before_and_after_an_option_came_are_one_curve(tmp_path):
+    """Guards: a second seed, trained a week later with one option more in its recipe, had no mean with the
+    first. An option that is given is still a difference."""
+    runs = [
+        ({}, {}),
+        ({"softmax_gate": False}, {"reduce_bf16": False}),
+        ({"softmax_gate": True}, {}),
+        ({}, {"reduce_bf16": True}),
+    ]
+    curves = []
+    for seed, (model, train) in enumerate(runs):
+        run = write_run(tmp_path / f"a-seed{seed}", "softmax", 1.0, {2: 4.0})
+        model, train = {"name": "demo", "attention": "softmax"} | model, {"seed": seed} | train
+        (run / "config.yaml").write_text(yaml.safe_dump({"model": model, "train": train}))
+        curves.append(read_curve(run))
+    assert [curve.runs for curve in mean_over_seeds(curves)] == [2, 1, 1]
+
+
 def test_a_legend_that_does_not_fit_stands_beside_the_panels(tmp_path, monkeypatch):
     """Guards: long names of runs across the curves; ticks cut at the right edge."""
     from matplotlib.figure import Figure
