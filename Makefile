@@ -82,7 +82,7 @@ check-format: $(READY)
 
 check-types: $(READY) # the link: mypy sees the package under its own name, whatever the clone's is
 	@mkdir -p .types && ln -sfn .. .types/lingpt
-	$(BIN)mypy
+	$(BIN)mypy -n 2
 
 format: $(READY) ## put the source in shape
 	$(BIN)ruff check --fix .
@@ -99,7 +99,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "LinGPT needs Python 3.11 or newer: make PYTHON=python3.12 …" >&2; exit 2; }
 	@echo "making the environment $(VENV) (once; with PyTorch, minutes)"
-	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv --upgrade-deps $(VENV)
 	$(PY) -m pip install torch -c constraints.txt $(call opt,--index-url,$(TORCH_INDEX))
 	$(PY) -m pip install -qq -e '.[$(EXTRAS)]' -c constraints.txt
 	@test -z "$(CUDA)" || $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo \
