@@ -1,6 +1,7 @@
 """A recipe from arguments: `--config`, a file or a shipped name, and `--model.*`, `--data.*`, `--train.*`."""
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -46,10 +47,11 @@ def find_recipe(name: str) -> Path:
     return path
 
 
-def training_recipes() -> list[str]:
+@functools.cache  # a parser's help names them, and each parsing has a parser
+def training_recipes() -> tuple[str, ...]:
     """The shipped recipes that say what to train (not the evaluation's defaults)."""
     paths = {name: recipe_path(name) for name in recipe_names()}
-    return [name for name, path in paths.items() if path and "model" in read_yaml(path)]
+    return tuple(name for name, path in paths.items() if path and "model" in read_yaml(path))
 
 
 def configure_recipe(parser: ArgumentParser) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lingpt.common.errors import UserError
-from lingpt.common.files import write_json
+from lingpt.common.files import read_json_object, write_json
 from lingpt.kernels.bench.shapes import Shape
 
 Cell = tuple[str, Shape]  # an implementation's name, and the shape it runs at
@@ -108,8 +107,11 @@ class Results:
 
     @classmethod
     def load(cls, path: Path) -> Results:
+        """UserError where there are none, or the file is damaged."""
+        if not Path(path).exists():
+            raise UserError(f"no results at {path}: run `lingpt bench` first")
+        fields = read_json_object(Path(path))
         try:
-            fields = json.loads(Path(path).read_text())
-        except FileNotFoundError:
-            raise UserError(f"no results at {path}: run `lingpt bench` first") from None
-        return cls(**(fields | {"rows": [Row.from_dict(row) for row in fields["rows"]]}))
+            return cls(**(fields | {"rows": [Row.from_dict(row) for row in fields["rows"]]}))
+        except (AttributeError, KeyError, TypeError) as error:
+            raise UserError(f"{path} holds no results of `lingpt bench`: move it away") from error

@@ -7,7 +7,6 @@ import pytest
 
 from lingpt.common.errors import UserError
 from lingpt.data import DataConfig, bigram_loss, load_tokenizer, prepare
-from lingpt.data.bench import measure
 from lingpt.data.jsonl import read_documents
 
 
@@ -61,11 +60,3 @@ def test_the_wikipedia_folder_keeps_its_splits(real_data: Path):
 def test_the_bigram_baseline_is_plausible(wiki):
     """With 0.39 M tokens: better than unigrams (about 7.5 nats), far from a trained model (under 5)."""
     assert 5.5 < bigram_loss(wiki) < 7.2
-
-
-@pytest.mark.slow
-def test_tokenising_keeps_up_with_bare_encode_batch(real_data: Path):
-    """At least 0.8 of its speed, in processor time; thrice, as a busy machine can distort that too."""
-    tokenizer, source = load_tokenizer(real_data / "tokenizer"), str(real_data / "enwiki" / "test.jsonl.xz")
-    results = (measure(source, tokenizer, max_bytes=1_000_000, repeats=3) for _ in range(3))
-    assert any(r["megabytes"] >= 1 and r["processor_time_ratio"] >= 0.8 for r in results)

@@ -230,6 +230,17 @@ def test_a_run_keeps_its_rows_and_comes_back_from_disk(tmp_path: Path) -> None:
     assert again.copy_bandwidth > 1e8
 
 
+@pytest.mark.parametrize(
+    "content", ['{"rows": [', "[]", "{}", '{"rows": [3]}', '{"rows": [{"shape": {}, "both_ms": 1}]}']
+)
+def test_damaged_results_are_named(tmp_path: Path, content: str) -> None:
+    """Guards: a traceback of `lingpt bench --redraw`."""
+    path = tmp_path / "results.json"
+    path.write_text(content)
+    with pytest.raises(UserError, match=r"results\.json (is damaged|holds no)"):
+        Results.load(path)
+
+
 def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     """Guards: `append` measures what lacks or was skipped, keeps the rest, refuses another source's rows."""
     path = tmp_path / "results.json"
