@@ -1,6 +1,6 @@
 """Language models: LitGPT's GPT-NeoX (Pythia) with a choice of attention."""
 
-import lingpt.models.lean_lightning  # noqa: F401 (before LitGPT imports Lightning)
+import lingpt.models.lightning_import  # noqa: F401 (before LitGPT imports Lightning)
 from lingpt.models.attention import (
     ALIASES,
     ATTENTIONS,

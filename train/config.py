@@ -296,11 +296,8 @@ def _what_divides(batch: int, micro: int, world_size: int) -> str:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], may_change: Set[str] = MAY_CHANGE) -> list[str]:
-    """`key: old → new` for each key that a resumed run must keep and in which the configs differ.
-
-    A key that `old` lacks has its default: the option is newer than the run.
-    """
-    old, new = flatten(Recipe().to_dict()) | flatten(old), flatten(new)
+    """`key: old → new` for each key that a resumed run must keep and in which the configs differ."""
+    old, new = with_defaults(old), flatten(new)
     keys = sorted((old.keys() | new.keys()) - may_change)
     missing = "not there"
     return [
@@ -313,6 +310,11 @@ def differences(old: dict[str, Any], new: dict[str, Any], may_change: Set[str] =
 def shared_settings(recipe: Recipe) -> dict[str, object]:
     """`{"train.seed": 0}`: what has to be the same in all processes of a run."""
     return {key: value for key, value in flatten(recipe.to_dict()).items() if key not in NODE_LOCAL}
+
+
+def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """A run's config, flat. A key that it lacks has its default: the option is newer than the run."""
+    return flatten(Recipe().to_dict()) | flatten(config)
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

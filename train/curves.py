@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,14 @@ from lingpt.common.run_folder import (
     without_seed,
 )
 from lingpt.models import attention_form
-from lingpt.models.attention import option_defaults
-from lingpt.train.config import TrainConfig
+from lingpt.train.config import with_defaults
 
 SPIKE_WINDOW, SPIKE_SPREADS, LEAST_SPIKE = 50, 8.0, 0.1  # steps; spreads, and nats, above their median
 N_TARGETS = 5
 # What may differ between runs that are the same but for their seed.
 _OWN = {
-    "seed", "name", "out_dir", "devices", "resume", "wandb", "wandb_group", "sample_tokens", "save_interval",
+    "train.seed", "train.name", "train.out_dir", "train.devices", "train.resume", "train.wandb",
+    "train.wandb_group", "train.sample_tokens", "train.save_interval",
 }  # fmt: skip
 
 
@@ -120,12 +120,10 @@ def _but_for_the_seed(curve: Curve) -> str:
     train = curve.config.get("train")
     if not isinstance(train, dict) or "seed" not in train:
         return f"{curve.name} {id(curve)}"
-    kept = {key: value for key, value in train.items() if key not in _OWN}
-    data = curve.fingerprint or curve.config.get("data")
-    # An option that came after a run was recorded has its default there.
-    defaults = {field.name: field.default for field in fields(TrainConfig) if field.name not in _OWN}
-    model = option_defaults() | (curve.config.get("model") or {})
-    same = [model, data, defaults | kept, curve.hardware.get("name")]
+    config = {key: value for key, value in with_defaults(curve.config).items() if key not in _OWN}
+    if curve.fingerprint:
+        config = {key: value for key, value in config.items() if not key.startswith("data.")}
+    same = [config, curve.fingerprint, curve.hardware.get("name")]
     return json.dumps(same, sort_keys=True, default=str)
 
 

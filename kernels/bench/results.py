@@ -108,9 +108,9 @@ class Results:
     @classmethod
     def load(cls, path: Path) -> Results:
         """UserError where there are none, or the file is damaged."""
-        if not Path(path).exists():
+        if not path.exists():
             raise UserError(f"no results at {path}: run `lingpt bench` first")
-        fields = read_json_object(Path(path))
+        fields = read_json_object(path)
         try:
             return cls(**(fields | {"rows": [Row.from_dict(row) for row in fields["rows"]]}))
         except (AttributeError, KeyError, TypeError) as error:

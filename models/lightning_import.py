@@ -2,23 +2,23 @@
 
 Lightning imports torchmetrics, and that transformers (with scikit-learn, for BERTScore), scipy and matplotlib
 wherever they are installed: nearly half of the processor time of `import litgpt`, and nothing here uses these
-metrics. While Lightning is imported they count as not installed. To be imported before Lightning or LitGPT.
+metrics. While Lightning is imported they count as not installed. Import this before Lightning or LitGPT.
 """
 
 from unittest.mock import patch
 
 from lightning_utilities.core import imports as lightning_imports
 
-_LEFT_OUT = ("transformers", "scipy", "matplotlib")
+_ONLY_FOR_METRICS = ("transformers", "scipy", "matplotlib")
 _is_met, _is_available = lightning_imports.RequirementCache.__bool__, lightning_imports.package_available
 
 
 def _is_met_but_for_metrics(requirement: lightning_imports.RequirementCache) -> bool:
-    return not str(requirement.requirement).startswith(_LEFT_OUT) and _is_met(requirement)
+    return not str(requirement.requirement).startswith(_ONLY_FOR_METRICS) and _is_met(requirement)
 
 
 def _is_available_but_for_metrics(package: str) -> bool:
-    return package not in _LEFT_OUT and _is_available(package)
+    return package not in _ONLY_FOR_METRICS and _is_available(package)
 
 
 with (
