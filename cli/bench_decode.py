@@ -20,8 +20,8 @@ def configure(parser: ArgumentParser) -> None:
     kinds = "bfloat16, float16 or float32 (bfloat16 on a GPU that has it, else float32)"
     add("--dtype", type=str | None, help=kinds)
     add("--device", type=str, default="auto", help="auto, cpu, cuda, cuda:1")
-    graph = "on a GPU, time replays of a CUDA graph of a step, not eager steps (experimental)"
-    add("--graph", action="store_true", help=graph)
+    graph = "on a GPU, time replays of a CUDA graph of a step, as `lingpt generate` does; false: eager steps"
+    add("--graph", type=bool, default=True, help=graph)
     add("--budget", type=float, default=150.0, help="seconds; what does not fit is recorded as skipped")
     folder = "folder of decode.json, decode.md and the plot"
     add("--out", type=str, default="runs/bench/decoding", help=folder)

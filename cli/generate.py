@@ -25,8 +25,8 @@ def configure(parser: ArgumentParser) -> None:
     add("--device", type=str, default="auto", help="auto, cpu, cuda, cuda:1")
     own = "float32, bfloat16 or float16 (bfloat16 on a GPU that has it, elsewhere the checkpoint's own)"
     add("--dtype", type=str | None, help=own)
-    graph = "on a GPU, replay a CUDA graph of a token's step (experimental)"
-    add("--graph", action="store_true", help=graph)
+    graph = "on a GPU, replay a CUDA graph of a token's step; false: eager steps, which take longer"
+    add("--graph", type=bool, default=True, help=graph)
 
 
 def run(args: Namespace) -> None:
@@ -63,7 +63,7 @@ def run(args: Namespace) -> None:
         top_k=args.top_k,
         eos_id=tokenizer.eos_id,
         seed=args.seed,
-        graph=args.graph,
+        graph=args.graph and device.type == "cuda",
     )
     text = ids[0, 0 if args.prompt else 1 :].tolist()
     print(tokenizer.decode(text[:-1] if text[-1] == tokenizer.eos_id else text))

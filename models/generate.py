@@ -20,7 +20,7 @@ def generate(
     top_k: int | None = None,
     eos_id: int | None = None,
     seed: int = 0,
-    graph: bool = False,
+    graph: bool | None = None,
 ) -> torch.Tensor:
     """Continues the prompts `[B, N]` (N ≥ 1) by up to `max_new_tokens`; returns prompt and continuation.
 
@@ -29,9 +29,9 @@ def generate(
         top_k: draw from the k likeliest tokens only.
         eos_id: a row that has drawn this token goes on with it; when all rows have, generation ends.
         seed: of the draws, made on the CPU: the same logits give the same text on any device.
-        graph: on a GPU, replay a CUDA graph of one token's step (decoding_graph.py), which is to compute the
-            same up to rounding. Where an attention has no static step, or none can be captured (with a
-            warning), decoding is eager.
+        graph: replay a CUDA graph of one token's step (decoding_graph.py), which computes the same up to
+            rounding; by default on a GPU. Where an attention has no static step, or none can be captured
+            (with a warning), decoding is eager.
 
     Raises UserError for an empty prompt, or where prompt and continuation exceed the block size.
     """
@@ -46,7 +46,7 @@ def generate(
     generator = torch.Generator().manual_seed(seed)
     state = model.new_state(B, N + max_new_tokens)
     step: Callable[[torch.Tensor], torch.Tensor] = functools.partial(model.next_logits, state=state)
-    if graph and has_static_step(model):
+    if (idx_BN.is_cuda if graph is None else graph) and has_static_step(model):
         step = DecodingGraph(model, state)
     ended_B1, last_BN = torch.zeros(B, 1, dtype=torch.bool), idx_BN
     tokens = [idx_BN.cpu()]

@@ -1,8 +1,8 @@
 """`lingpt bench decode`: the time of a token and the size of the state, of each attention, over the context.
 
 What is timed is what `lingpt generate` does for each new token: a step of the model through its decoding
-state and the draw of the token, which waits for the device. The step is eager, or on a GPU, where that is
-asked for, the replay of a CUDA graph. Weights are random.
+state and the draw of the token, which waits for the device. The step is the replay of a CUDA graph; on a
+CPU, and where that is asked for, it is eager. Weights are random.
 
 Notable:
 - no prompt as long as the context runs through the model. Keys and values are random numbers as many as the
@@ -81,7 +81,7 @@ def bench_decoding(
     *,
     dtype: str | None = None,
     device: str = "auto",
-    graph: bool = False,
+    graph: bool = True,
     budget: float = 150.0,
     save_to: Path | None = None,
     append: bool = False,
@@ -92,7 +92,7 @@ def bench_decoding(
         attentions: names or forms, as a recipe has them; FORMS by default.
         contexts, batch_sizes: CONTEXTS and BATCH_SIZES by default.
         dtype: bf16 by default on a GPU that has it, else fp32.
-        graph: on a GPU, replays of a CUDA graph of the step instead of eager steps.
+        graph: on a GPU, replays of a CUDA graph of the step; False for eager steps.
         budget: seconds; once it is spent, nothing further begins, and what is left is "skipped".
         save_to: a JSON file, written after every row.
         append: keep what `save_to` holds, of this card, these versions and this code, and measure what is

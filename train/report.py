@@ -163,7 +163,9 @@ def sample_text(gpt: GPT, dataset: Dataset, max_tokens: int, parallel: Parallel)
 
     def complete(prompt: torch.Tensor) -> str:
         with parallel.autocast():
-            ids = generate(gpt, prompt[None].to(parallel.device), max_tokens, temperature=0.8, top_k=50)
+            # Eager: beside a training that fills the memory, graphs have no room.
+            idx_1N = prompt[None].to(parallel.device)
+            ids = generate(gpt, idx_1N, max_tokens, temperature=0.8, top_k=50, graph=False)
         return tokenizer.decode(ids[0, len(prompt) :].tolist())
 
     return (

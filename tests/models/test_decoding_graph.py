@@ -399,7 +399,7 @@ def check_the_graph_of(model: GPT, idx_BN: torch.Tensor, exact: bool) -> None:
 @pytest.mark.gpu
 @torch.no_grad()
 def test_generating_on_a_gpu_takes_graphs_and_gives_their_memory_back(monkeypatch):
-    """Where they are asked for; the same text each time, and no memory kept of it."""
+    """By default; the same text each time, and no memory kept of it."""
     model, tokens = on_gpu("hybrid+softmax_every=3", torch.bfloat16)
     captured, capture = [], decoding_graph.capture
 
@@ -408,9 +408,9 @@ def test_generating_on_a_gpu_takes_graphs_and_gives_their_memory_back(monkeypatc
         return capture(*args)
 
     monkeypatch.setattr(decoding_graph, "capture", counted)
-    generate(model, tokens[:, :10], 40)
+    generate(model, tokens[:, :10], 40, graph=False)
     assert not captured
-    options = {"temperature": 0.8, "top_k": 50, "seed": 3, "graph": True}
+    options = {"temperature": 0.8, "top_k": 50, "seed": 3}
     first, allocated = generate(model, tokens[:, :10], 40, **options), []
     assert len(captured) == 1
     for _ in range(4):
@@ -424,7 +424,7 @@ def test_generating_on_a_gpu_takes_graphs_and_gives_their_memory_back(monkeypatc
 def test_a_step_that_waits_for_the_gpu_decodes_eagerly(monkeypatch):
     """Guards: a capture that fails and leaves the stream, the allocator or the states unusable."""
     model, tokens = on_gpu("hybrid+softmax_every=3", torch.bfloat16)
-    expected = generate(model, tokens[:, :10], 20, temperature=0)
+    expected = generate(model, tokens[:, :10], 20, temperature=0, graph=False)
     block = model.blocks[-1].forward
 
     def waiting(*args):
