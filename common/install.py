@@ -1,5 +1,6 @@
 """Which packages are installed, and how this installation gets what one of the project's extras brings."""
 
+import functools
 import shlex
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,6 +14,7 @@ def install_command(extra: str) -> str:
     return f"pip install 'lingpt[{extra}]'"
 
 
+@functools.cache
 def installed_version(package: str) -> str | None:
     """None where it is not installed; LinGPT itself runs from a clone that is only on the path, too."""
     try:

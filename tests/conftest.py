@@ -1,6 +1,7 @@
 """What every test may use: real data where it is at hand, and skips that say their name."""
 
 import functools
+import gc
 import json
 import os
 import random
@@ -27,6 +28,11 @@ os.environ.setdefault("WANDB_SILENT", "true")
 # `python -m pytest` puts the root on the path: bare names such as `data` would find our folders.
 ROOT = Path(__file__).parent.parent
 sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != ROOT]
+
+
+def pytest_collection_finish() -> None:
+    """All that is imported by now stays: the collector, which each training calls, leaves it alone."""
+    gc.freeze()
 
 
 WORDS = (

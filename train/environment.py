@@ -1,5 +1,6 @@
 """What a run was made with, recorded in its folder at each start."""
 
+import functools
 import hashlib
 import os
 import platform
@@ -68,8 +69,12 @@ def environment() -> dict[str, Any]:
     }
 
 
+@functools.cache
 def package_hash() -> str:
-    """Of all code of LinGPT but its tests: says which source a run had where git is absent or has changes."""
+    """Of all code of LinGPT but its tests: says which source a run had where git is absent or has changes.
+
+    Read once: a process goes on with the code that it has imported.
+    """
     digest = hashlib.sha256()
     for path in (path for folder in _CODE for path in sorted((_ROOT / folder).rglob("*"))):
         if path.suffix in (".py", ".cu", ".cuh", ".yaml"):

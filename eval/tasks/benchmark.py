@@ -4,7 +4,7 @@ import contextlib
 import io
 import logging
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +179,7 @@ def check_task(name: str, num_fewshot: int = 0, data: Path | None = None) -> Non
 
 
 def covered() -> list[Path]:
-    """The folders of stock tasks that `sources.yaml` names. Indexing all 13,000 tasks takes ten seconds."""
+    """The folders of stock tasks that `sources.yaml` names. The index of all tasks takes ten seconds."""
     return list(dict.fromkeys(STOCK / source.tasks for source in sources().values()))
 
 
@@ -222,10 +222,16 @@ def _load(name: str, num_fewshot: int, data: str | None, stamp: tuple) -> dict[s
 
 def _all_tasks(name: str) -> TaskManager:
     """Of all of lm-eval's tasks; UserError where `name` is none of them."""
-    manager = TaskManager()
+    manager = _stock_tasks()
     if name not in manager.all_tasks:
         raise UserError(f"lm-eval has no task {name!r}{nearest(name, manager.all_tasks)}")
     return manager
+
+
+@cache
+def _stock_tasks() -> TaskManager:
+    """All 13,000 tasks' index, which takes ten seconds."""
+    return TaskManager()
 
 
 def _from_hub(manager: TaskManager, name: str) -> dict[str, Any]:

@@ -77,6 +77,10 @@ EXTRA = [*SMALL, Build("sm_90a", 128), WIDE[0], Build("sm_90a", 128, BF16, decay
 COMMON = [*PLAIN, *ROTATED, WIDE[1], *GATED, GATED_WIDE[1]]  # in other tests, too
 
 
+def the_wide_are_slow(builds: list[Build]) -> list:
+    return [pytest.param(build, marks=[pytest.mark.slow] * (build.D == 128)) for build in builds]
+
+
 @pytest.mark.parametrize("arch", nvrtc.ARCHITECTURES)
 def test_every_build_fits_its_card(arch: str) -> None:
     """Guards: a scan takes no more shared memory than a block can have, where it is not emulated too."""
@@ -196,7 +200,10 @@ def too_inexact(ours: dict, build: Build, x: list[torch.Tensor], options: dict) 
     return {name: worse for name, worse in found.items() if worse}
 
 
-@pytest.mark.parametrize("build", [*EXTRA, *COMMON, GATED_WIDE[0], *AFFINE, *AFFINE_WIDE, *PRODUCTS], ids=str)
+EVERY = [*EXTRA, *COMMON, GATED_WIDE[0], *AFFINE, *AFFINE_WIDE, *PRODUCTS]
+
+
+@pytest.mark.parametrize("build", the_wide_are_slow(EVERY), ids=str)
 def test_everything_at_once(build: Build, emulated) -> None:
     """Guards: each build, forward and backward, with all options: states and their gradients, b per head."""
     emulated(build)
@@ -259,7 +266,9 @@ def test_a_gate_that_is_nan_is_no_reset(build: Build, emulated) -> None:
 @pytest.mark.parametrize(
     "weights, D, sign, bias",
     [
-        *(("NORMALISED", *case) for case in ((64, 1, 5), (64, -1, 0), (128, -1, 0))),
+        ("NORMALISED", 64, 1, 5),
+        ("NORMALISED", 64, -1, 0),
+        pytest.param("NORMALISED", 128, -1, 0, marks=pytest.mark.slow),
         ("AFFINE", 64, -1, 0),
         ("PRODUCTS", 64, -1, 0),
     ],
@@ -294,7 +303,7 @@ def test_a_gates_gradient_where_values_have_a_mean(arch: str, emulated) -> None:
 
 
 @pytest.mark.parametrize("N", [10 * 64, 8 * 64 + 63])
-@pytest.mark.parametrize("build", [*GATED, *AFFINE, SMALL[1]], ids=str)
+@pytest.mark.parametrize("build", the_wide_are_slow([*GATED, *AFFINE, SMALL[1]]), ids=str)
 def test_boundaries(build: Build, N: int, emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: the gradient of gates from the boundaries of windows; of b where it is 0."""
     emulated(build)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from lingpt.cli.main import main
 from lingpt.data.tokenizer import train_bpe
@@ -11,6 +12,8 @@ from lingpt.study import stages
 from lingpt.study.jobs import Failure
 from lingpt.tests.study.tiny import TINY, write
 from lingpt.train import report
+
+SAVEFIG = Figure.savefig
 
 
 @pytest.fixture
@@ -27,7 +30,9 @@ def here(tmp_path, monkeypatch):
         return failures
 
     monkeypatch.setattr(stages, "run_jobs", run_jobs)
-    monkeypatch.setattr(report, "draw_curves", lambda *_: [])  # each run's own: seconds, and not looked at
+    # Pictures take seconds, and few tests look at them: each run's own, and what the study's show.
+    monkeypatch.setattr(report, "draw_curves", lambda *_: [])
+    monkeypatch.setattr(Figure, "savefig", lambda _, path, **options: Path(path).touch())
     monkeypatch.chdir(tmp_path)
     words = "the sun warms stone cold water runs under old bridges birds sing rain"
     rows = [json.dumps({"text": f"{words} {number} " * 40}) for number in range(30)]
@@ -36,3 +41,9 @@ def here(tmp_path, monkeypatch):
     train_bpe(rows, 300).save(Path("."))
     write(TINY)
     return ran
+
+
+@pytest.fixture
+def pictures(here, monkeypatch):
+    """The study's are drawn, where a test looks at them."""
+    monkeypatch.setattr(Figure, "savefig", SAVEFIG)

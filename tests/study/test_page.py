@@ -220,7 +220,7 @@ def test_rows_that_are_trained_alike_are_two_rows(here):
     assert [row["row"] for row in table] == ["softmax", "again"] and table[1]["tokens_per_second"] is None
 
 
-def test_rows_are_compared_over_their_seeds(here):
+def test_rows_are_compared_over_their_seeds(here, pictures):
     """Mean, standard deviation, the difference to the named rows and its standard error; shared cards have no
     speed, and what is not drawn is in the table all the same.
     """

@@ -20,7 +20,7 @@ from lingpt.study.runs import StudyRun, chosen_rates, rate_runs
 from lingpt.tests.study.tiny import COMMAND, TINY, fake_run, write
 
 
-def test_a_study_from_the_plan_to_the_page(here, tmp_path, capsys):
+def test_a_study_from_the_plan_to_the_page(here, tmp_path, capsys, pictures):
     """Plan; rates; two runs of each of two rows at their rates; scores; the page. Again: none is trained."""
     command = ["study", "--config", "study-tiny.yaml"]
     assert main([*command, "--dry_run", "true"]) == 0

@@ -127,17 +127,15 @@ def check(processes: list[subprocess.Popen], recipe: Recipe, run: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("machines", [1, 2])
-def test_torchrun_as_documented(start, recipe, tmp_path, machines):
-    """Two processes on one machine; and one on each of two, whose torchruns meet."""
+def test_torchrun_as_documented(start, recipe, tmp_path):
+    """A process on each of two machines, whose torchruns meet. On one machine: the tests below."""
     words = {
-        "--nnodes 2": f"--nnodes {machines}",
-        "--nproc_per_node 8": f"--nproc_per_node {2 // machines}",
+        "--nproc_per_node 8": "--nproc_per_node 1",
         "node-a": "127.0.0.1",
         "29500": str(free_port(25000)),
         "train ": "train --train.name many ",
     }
-    ranks = [{"--node_rank 0": f"--node_rank {rank}"} for rank in range(machines)]
+    ranks = [{"--node_rank 0": f"--node_rank {rank}"} for rank in range(2)]
     check(
         [start(example("torchrun --nnodes", **words, **rank)) for rank in ranks],
         recipe,
