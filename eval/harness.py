@@ -71,11 +71,11 @@ def evaluate(
         from lingpt.eval.tasks.sources import check_folder
 
         check_folder(data)
-    results, to_score = load_results(checkpoint), []
+    results, to_score, length = load_results(checkpoint), [], checkpoint.train_length
     prefix = f"{checkpoint.run.name} step {checkpoint.step}"
     for name, shots in [parse_task(task, num_fewshot) for task in tasks]:
         key = task_key(name, shots, limit)
-        about: dict[str, Any] = {"dtype": dtype or checkpoint.dtype}
+        about: dict[str, Any] = {"dtype": dtype or checkpoint.dtype, "max_length": length}
         with leaving_out(key, prefix, log, left_out):
             about["data"] = describe_data(name, shots, data)
             known = results["scores"].get(key)
@@ -84,7 +84,7 @@ def evaluate(
                 log_rows(known, f"{prefix}: {key}", log)
             else:
                 to_score.append((name, shots, key, about))
-    lm = load_lm(checkpoint, where, dtype, batch_tokens) if to_score else None
+    lm = load_lm(checkpoint, where, length, dtype, batch_tokens) if to_score else None
     for name, shots, key, about in to_score:
         with leaving_out(key, prefix, log, left_out):
             entry = run_task(lm, name, shots, data, limit) | about
@@ -143,13 +143,13 @@ def find_devices(name: str, count: int) -> list[torch.device]:
 def load_lm(
     checkpoint: Checkpoint,
     devices: Sequence[torch.device],
+    block_size: int,
     dtype: str | None = None,
     batch_tokens: int = 16384,
-    block_size: int | None = None,
 ) -> Any:
     """The checkpoint as lm-eval sees it; refused where it is of another attention than its run's.
 
-    block_size: to read more than it was trained with.
+    block_size: tokens that it reads at once. Its own may be more than it was trained with.
     """
     from lingpt.data import load_tokenizer
     from lingpt.eval.lm import LinGPTLM

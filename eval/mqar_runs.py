@@ -29,7 +29,7 @@ def run_mqar(trials: list[Trial], folder: Path, workers: int | None = None) -> l
     Returns each trial's result, in the order of `trials`. Raises UserError at the end where some failed.
     """
     path, failed = folder / RESULTS, []
-    others, known = _known(path, trials)
+    _, known = _known(path, trials)
     left = [trial for trial in trials if trial.key not in known]
     print(f"{len(trials)} models, {len(left)} to train; {path}")
     for trial, result in _trained(left, workers):
@@ -38,6 +38,8 @@ def run_mqar(trials: list[Trial], folder: Path, workers: int | None = None) -> l
             print(f"failed: {failed[-1]}")
             continue
         known[trial.key] = result
+        others, found = _known(path, trials)  # another command may have written there meanwhile
+        known = found | known
         with write_errors(path):
             write_json(path, {"results": [*others, *known.values()]}, indent=1)
         print(f"{trial.key}: accuracy {100 * result['accuracy']:.2f} after {result['trained_steps']} steps")
@@ -78,10 +80,16 @@ def _trained(trials: list[Trial], workers: int | None) -> Iterator[tuple[Trial, 
         devices = context.Queue()
         for i in range(workers):
             devices.put(f"cuda:{i % cards}" if cards else "cpu")
+        not_ours = multiprocessing.active_children()
         with ProcessPoolExecutor(workers, context, initializer=_take_device, initargs=(devices,)) as pool:
             tuned_first = [trial for trial in left if cards and is_tuned_first(trial)]
             try:
                 yield from _as_trained(pool, _train_here, left, tuned_first, tune)
+            except BaseException:  # a signal, say: what they train would be waited for, and thrown away
+                for process in multiprocessing.active_children():
+                    if process not in not_ours:
+                        process.terminate()
+                raise
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
 

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from lingpt.common.errors import UserError, name_on_stderr, skip_failing, suggestion
+from lingpt.common.files import read_json_object
 from lingpt.common.run_folder import (
     CONFIG,
     WEIGHTS,
@@ -86,6 +87,11 @@ class Checkpoint:
             "seq_len": (recipe.get("data") or {}).get("seq_len"),
             "seed": (recipe.get("train") or {}).get("seed"),
         }
+
+    @cached_property
+    def train_length(self) -> int:
+        """Tokens of a training sample; where it is not said, the model's block size."""
+        return self.facts["seq_len"] or read_json_object(self.folder / "config.json")["block_size"]
 
     def _parameters(self) -> int:
         if is_sharded(self.folder):

@@ -127,22 +127,22 @@ def evaluate_texts(
     if longest < 1:
         raise UserError(f"longest is {longest}; it must be at least 1, the training length itself")
     results, where = load_results(checkpoint), find_devices(device, devices)
-    prefix, length = f"{checkpoint.run.name} step {checkpoint.step}", _train_length(checkpoint)
+    prefix, length = f"{checkpoint.run.name} step {checkpoint.step}", checkpoint.train_length
     found = []
     for name, source in texts.items():
         with leaving_out(f"text {name}", prefix, log, left_out):
             found.append(read_texts(name, source))
     for measure in [name for suite in suites for name in MEASURES.get(suite, ())]:
-        to_measure = []
+        to_measure, room = [], length * (longest if measure == "loss_by_position" else 1)
         for data in found:
             key, known = f"{measure} ({data.name})", results["scores"].get(f"{measure} ({data.name})")
-            asked = {"dtype": dtype or checkpoint.dtype, "data": data.data} | _settings(measure, longest)
+            asked = {"dtype": dtype or checkpoint.dtype, "data": data.data, "max_length": room}
+            asked |= _settings(measure, longest)
             if known and not redo and all(known.get(k) == v for k, v in asked.items()):
                 log(f"{prefix}: {key}: {summary(known)} (computed before; --redo computes it again)")
             else:
                 to_measure.append((key, data, asked))
-        room = length * longest if measure == "loss_by_position" else None
-        lm = load_lm(checkpoint, where, dtype, batch_tokens, block_size=room) if to_measure else None
+        lm = load_lm(checkpoint, where, room, dtype, batch_tokens) if to_measure else None
         for key, data, asked in to_measure:
             with leaving_out(key, prefix, log, left_out):
                 start = time.monotonic()
@@ -162,14 +162,6 @@ def _settings(measure: str, longest: int) -> dict[str, int]:
     from lingpt.eval.language import ENOUGH
 
     return {"longest": longest, "enough": ENOUGH} if measure == "loss_by_position" else {}
-
-
-def _train_length(checkpoint: Checkpoint) -> int:
-    """Tokens of a training sample; of a checkpoint that does not say, the model's block size."""
-    from lingpt.common.files import read_json_object
-
-    known = checkpoint.facts["seq_len"]
-    return known or read_json_object(checkpoint.folder / "config.json")["block_size"]
 
 
 def _measure(lm: Any, measure: str, texts: Texts, train_length: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ On a CPU the same step runs without a capture; there it is tested against the ea
 """
 
 import functools
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from lingpt.models.gpt import GPT, DecodingState, tensors_in
 
 LEAST_BUCKET = 256  # keys: fewer cost no less
 WARMUP_STEPS = 2
+_one_at_a_time = threading.Lock()  # captures share a stream: another thread's step would be in the graph
 
 
 class Step(Protocol):
@@ -70,6 +72,7 @@ class DecodingGraph:
             self._graphs.clear()  # an eager step puts other tensors into the state
             return self.model.next_logits(idx_BN, self.state)
         bucket = self._bucket(self.state.position + 1)
+        self.state.check_step(*idx_BN.shape)
         self._idx_B1.copy_(idx_BN)
         self._position_1.fill_(self.state.position)  # before a capture, too: its warm-up writes there
         if not self.captures:
@@ -157,6 +160,11 @@ def capture(step: Step, device: torch.device, pool: Any) -> tuple[Any, torch.Ten
     Warm-up comes first, on the same stream: kernels are compiled, tuned and loaded, workspaces allocated,
     which a capture cannot hold. RuntimeError where the step does what cannot be captured.
     """
+    with _one_at_a_time:
+        return _capture(step, device, pool)
+
+
+def _capture(step: Step, device: torch.device, pool: Any) -> tuple[Any, torch.Tensor]:
     here, side = torch.cuda.current_stream(device), _side_stream(device)
     side.wait_stream(here)
     try:

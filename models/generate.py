@@ -33,9 +33,17 @@ def generate(
             rounding; by default on a GPU. Where an attention has no static step, or none can be captured
             (with a warning), decoding is eager.
 
-    Raises UserError for an empty prompt, or where prompt and continuation exceed the block size.
+    Raises UserError for an empty prompt, numbers out of range, logits that are not finite, and where prompt
+    and continuation exceed the block size.
     """
     B, N = idx_BN.shape
+    for name, value, least in (
+        ("max_new_tokens", max_new_tokens, 0),
+        ("temperature", temperature, 0),
+        ("top_k", top_k, 1),
+    ):
+        if value is not None and not value >= least:
+            raise UserError(f"{name} is {value}; it must be at least {least}")
     if N == 0:
         raise UserError("nothing to continue: give a prompt of at least one token")
     if N + max_new_tokens > model.max_seq_length:
@@ -74,6 +82,8 @@ def sample(
     else:
         logits_BK, ids_BK = likeliest(logits_BV.float(), top_k)
     logits_BK = logits_BK - logits_BK.amax(-1, keepdim=True)  # no overflow, however small the temperature
+    if logits_BK.isnan().any():
+        raise UserError("the model's logits are not finite: is it of a run that diverged?")
     drawn_B1 = torch.multinomial((logits_BK / temperature).softmax(dim=-1), 1, generator=generator)
     return drawn_B1 if ids_BK is None else ids_BK.gather(1, drawn_B1)
 

@@ -32,6 +32,15 @@ class DecodingState:
     batch_size: int
     position: int = 0
 
+    def check_step(self, batch_size: int, tokens: int) -> None:
+        """Before a layer's state is changed: UserError for another batch, or more tokens than there is room
+        for."""
+        if batch_size != self.batch_size:
+            raise UserError(f"{batch_size} rows of tokens for a decoding state of {self.batch_size}")
+        for layer in self.layers:
+            if hasattr(layer, "check_length"):
+                layer.check_length(self.position + tokens)
+
     def num_bytes(self) -> int:
         """Of all tensors in it; of a cache with its room for tokens that are still to come."""
         return sum(x.numel() * x.element_size() for x in tensors_in(self.layers))
@@ -124,6 +133,8 @@ class GPT(Fp32Constants, litgpt.model.GPT):
         start = state.position if state is not None else 0
         end = start + idx_BN.shape[1]
         self.check_length(end)
+        if state is not None:
+            state.check_step(*idx_BN.shape)
         cos_NR, sin_NR = self.cos[start:end], self.sin[start:end]
         if state is not None:
             hidden_BNC = self.continued(idx_BN, cos_NR, sin_NR, state.layers)

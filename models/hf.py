@@ -107,6 +107,8 @@ def read_hf(folder: Path) -> tuple[Config, dict[str, torch.Tensor]]:
         convert_hf_checkpoint.copy_weights_gpt_neox(config, tensors, _read_weights(folder))
     except KeyError as error:
         raise UserError(f"{folder} has a tensor {error} that is none of GPT-NeoX's") from error
+    except RuntimeError as error:  # of the wrong shape, where one is split
+        raise UserError(f"{folder / CONFIG} does not fit the weights beside it: {error}") from error
     return config, tensors
 
 
@@ -138,7 +140,8 @@ def _from_hf_config(hf: dict[str, Any], folder: Path) -> Config:
         raise UserError(f"{folder} is a {hf.get('model_type')} model, not a gpt_neox (Pythia) one")
     rope = hf.get("rope_parameters")  # transformers 5; before, keys of their own
     rope = rope if isinstance(rope, dict) else {}
-    if hf.get("hidden_act", "gelu") != "gelu" or hf.get("tie_word_embeddings") or hf.get("rope_scaling"):
+    scaled = hf.get("rope_scaling") or rope.get("rope_type", "default") != "default"
+    if hf.get("hidden_act", "gelu") != "gelu" or hf.get("tie_word_embeddings") or scaled:
         raise UserError(
             f"{folder} is a variant of GPT-NeoX that is not supported (activation, tied or scaled)"
         )

@@ -26,6 +26,7 @@ from lingpt.study.runs import StudyRun, chosen_rates, not_over
 from lingpt.train.curve_figure import caption, draw
 from lingpt.train.curves import (
     Curve,
+    cards,
     format_table,
     mean_over_seeds,
     read_curves,
@@ -182,12 +183,16 @@ def _training(
     for row in dict.fromkeys(run.row for run in done):
         first, *others = mean_over_seeds(read_curves([run.folder for run in done if run.row == row]))
         by_row[row] = replace(first, label=row)
-        cards = {curve.name: curve.hardware.get("name") for curve in (first, *others)}
+        ran_on = {curve.name: cards(curve.hardware) for curve in (first, *others)}
         if others:
-            named = ", ".join(f"{name}: {card}" for name, card in cards.items())
-            same = len(set(cards.values())) == 1
-            why = "has runs of different data" if same else f"ran on different cards ({named})"
+            named = ", ".join(f"{name}: {card}" for name, card in ran_on.items())
+            same = len(set(ran_on.values())) == 1
+            why = "has runs of different data or settings" if same else f"ran on different cards ({named})"
             trouble.append(f"{row} {why}: curve and times are the first's")
+    ran_on = {row: cards(curve.hardware) for row, curve in by_row.items()}
+    if len(set(ran_on.values())) > 1:
+        named = ", ".join(f"{row}: {machine}" for row, machine in ran_on.items())
+        trouble.append(f"the rows ran on different cards ({named}): times and speeds compare these, too")
     curves = list(by_row.values())
     base = next((i for i, curve in enumerate(curves) if curve.attention == "softmax"), 0)
     drawn = [curve for row, curve in by_row.items() if row in (study.drawn or study.attentions)]
@@ -222,8 +227,8 @@ def _losses(study: Study, done: Sequence[StudyRun], curves: dict[str, Curve]) ->
             continue
         curve, mine = curves[row], [run for run in done if run.row == row]
         losses: list[Any] = [run.loss for run in mine]  # numbers, as they are done
-        card = curve.hardware.get("name")
-        alike = [run for run in mine if read_record(run.folder, "hardware").get("name") == card]
+        here = cards(curve.hardware)
+        alike = [run for run in mine if cards(read_record(run.folder, "hardware")) == here]
         lines = [line for run in alike for line in read_metrics(run.folder) if line.get("kind") == "train"]
         rows.append(
             {
@@ -242,7 +247,7 @@ def _losses(study: Study, done: Sequence[StudyRun], curves: dict[str, Curve]) ->
                 "tokens_per_second": _median([x for line in lines if (x := line.get("tokens_per_second"))]),
                 "mfu": _median([line["mfu"] for line in lines if line.get("mfu") is not None]),
                 "cards": curve.hardware.get("world_size", 1),
-                "card": card,
+                "card": curve.hardware.get("name"),
             }
         )
     compared = study.against or tuple(one["row"] for one in rows if one["attention"] == "softmax")[:1]

@@ -53,8 +53,9 @@ from lingpt.train.machine import (
     micro_batch_sizes,
 )
 from lingpt.train.model import attention_kernels, begin_tuning, make_model
-from lingpt.train.optim import make_optimizer, step_where_finite
-from lingpt.train.parallel import HostNumbers, Parallel, print_rank0
+from lingpt.train.optim import make_optimizer
+from lingpt.train.parallel import Parallel, print_rank0
+from lingpt.train.step import optimizer_step
 from lingpt.train.throughput import mfu
 
 # What a recipe says of the model under each name that is compared.
@@ -122,7 +123,7 @@ class Identity(nn.Module):
 
 
 class Trained:
-    """A model in training: the work of `Run.step` on the same random tokens, again and again."""
+    """A model in training: a run's steps, on the same random tokens again and again."""
 
     def __init__(self, recipe: Recipe, attention: str, parallel: Parallel) -> None:
         self.recipe, self.parallel, config = recipe, parallel, recipe.model.config()
@@ -140,19 +141,8 @@ class Trained:
 
     def step(self) -> None:
         """One optimiser step. RuntimeError where its loss is not finite: what is timed must train."""
-        t, parallel, tokens = self.recipe.train, self.parallel, self.recipe.tokens_per_step
-        parallel.zero_gradients(self.optimizer)
-        loss_sum = torch.zeros((), dtype=torch.float64, device=parallel.device)
-        n = t.global_batch_size // t.micro_batch_size
-        for i in range(n):
-            with parallel.accumulate(self.model, enabled=i < n - 1):
-                loss = self.model(self.micro_batch)
-                parallel.backward(loss, tokens)
-            loss_sum += loss.detach()
-        norm = parallel.clip_gradients(self.gpt, t.grad_clip)
-        sums = parallel.sums(loss_sum)
-        numbers = HostNumbers(sums, norm)
-        step_where_finite(self.optimizer, sums[0], norm)
+        n = self.recipe.train.global_batch_size // self.recipe.train.micro_batch_size
+        numbers = optimizer_step(self, itertools.repeat(self.micro_batch, n), n)
         if not all(map(math.isfinite, numbers.wait())):  # waits for the device, as in a run
             raise RuntimeError("the loss or the gradient is not finite")
 

@@ -11,6 +11,7 @@ from lingpt.common.figures import figure_format, save_figure
 from lingpt.common.palette import MARKERS, line_styles
 from lingpt.train.curves import (
     Curve,
+    cards,
     find_curve,
     labels,
     mean_over_seeds,
@@ -131,10 +132,8 @@ def _batch(curve: Curve) -> int | None:
 
 
 def _machine(curve: Curve) -> str | None:
-    found = curve.hardware
-    if not found.get("name"):
-        return None
-    return f"{found.get('world_size', 1)} × {found['name']} a run, {found.get('precision')}".replace("/", "∕")
+    found = cards(curve.hardware)
+    return f"{found} a run, {curve.hardware.get('precision')}".replace("/", "∕") if found else None
 
 
 def _draw(panel, curve: Curve, column: int, scale: float, look: dict[str, str], label: str) -> None:

@@ -112,6 +112,12 @@ def mean_over_seeds(curves: Sequence[Curve]) -> list[Curve]:
     return [_mean(group) if len(group) > 1 else group[0] for group in groups.values()]
 
 
+def cards(hardware: dict[str, Any]) -> str | None:
+    """`2 × NVIDIA H200`: what times and speeds are of; None where a record does not say."""
+    name = hardware.get("name")
+    return f"{hardware.get('world_size', 1)} × {name}" if name else None
+
+
 def _but_for_the_seed(curve: Curve) -> str:
     """Equal for runs of one recipe, data and hardware, whatever their seed; a run that names none is alone.
 
@@ -123,7 +129,7 @@ def _but_for_the_seed(curve: Curve) -> str:
     config = {key: value for key, value in with_defaults(curve.config).items() if key not in _OWN}
     if curve.fingerprint:
         config = {key: value for key, value in config.items() if not key.startswith("data.")}
-    same = [config, curve.fingerprint, curve.hardware.get("name")]
+    same = [config, curve.fingerprint, cards(curve.hardware)]
     return json.dumps(same, sort_keys=True, default=str)
 
 

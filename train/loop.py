@@ -43,14 +43,15 @@ from lingpt.train.machine import (
     too_small,
 )
 from lingpt.train.model import attention_kernels, begin_tuning, make_model, model_config
-from lingpt.train.optim import learning_rate, make_optimizer, step_where_finite
-from lingpt.train.parallel import HostNumbers, Parallel, print_rank0, progress_bar
+from lingpt.train.optim import learning_rate, make_optimizer
+from lingpt.train.parallel import Parallel, print_rank0, progress_bar
 from lingpt.train.plan import format_plan
 from lingpt.train.prefetch import Prefetch
 from lingpt.train.profile import COMMUNICATION, WAITING, Profiler, span
 from lingpt.train.resume import give_back_name, resume_or_create
 from lingpt.train.run_lock import RunLock
 from lingpt.train.signals import Stop, stop_signals
+from lingpt.train.step import optimizer_step
 from lingpt.train.throughput import mfu
 from lingpt.train.trackers import Metrics, WandB
 
@@ -224,22 +225,9 @@ class Run:
         rate = learning_rate(self.progress.step, self.recipe.total_steps, t)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        parallel.zero_gradients(self.optimizer)
-        loss_sum = torch.zeros((), dtype=torch.float64, device=parallel.device)
-        for i in range(len(self.micro_batches)):
-            with span("data"):
-                block = parallel.to_device(self.micro_batches.get(self.progress.step, i))
-            with parallel.accumulate(self.model, enabled=i < len(self.micro_batches) - 1):
-                with span("forward"):
-                    loss = self.model(block)
-                with span("backward"):
-                    parallel.backward(loss, tokens)
-            loss_sum += loss.detach()
-        with span("optimizer"):
-            norm = parallel.clip_gradients(self.gpt, t.grad_clip)
-            sums = parallel.sums(loss_sum, stop.requested, self.wants_save())
-            numbers = HostNumbers(sums, norm)
-            step_where_finite(self.optimizer, sums[0], norm)
+        n = len(self.micro_batches)
+        blocks = map(self.micro_batch, range(n))
+        numbers = optimizer_step(self, blocks, n, lambda: (stop.requested, self.wants_save()))
         # The step's one synchronisation. The optimizer, launched before, keeps a GPU busy meanwhile.
         with span(COMMUNICATION if parallel.world_size > 1 else WAITING):
             total, stops, saves, grad_norm = numbers.wait()
@@ -260,6 +248,11 @@ class Run:
         self.progress.tokens += tokens
         return line
 
+    def micro_batch(self, i: int) -> torch.Tensor:
+        """This rank's i-th one of the next step."""
+        with span("data"):
+            return self.parallel.to_device(self.micro_batches.get(self.progress.step, i))
+
     def agree(self, stop: Stop) -> None:
         """All ranks know by now that one of them was asked to stop; they stop, for the same signal."""
         stop.agreed, stop.number = True, max(self.parallel.gather(stop.number))
@@ -275,7 +268,7 @@ class Run:
         self.parallel.on_writers(lambda: self.writer.reserve(self.saved_tensors()))
         self.tune()
         with self.parallel.accumulate(self.model, enabled=False):
-            loss = self.model(self.parallel.to_device(self.micro_batches.get(self.progress.step, 0)))
+            loss = self.model(self.micro_batch(0))
             self.parallel.backward(loss, self.recipe.tokens_per_step)
         self.parallel.zero_gradients(self.optimizer)
         torch.cuda.synchronize()

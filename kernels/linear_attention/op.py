@@ -152,7 +152,8 @@ def linear_attention_qkv(
         qkv: [B, N, 3, H, D]: q, k and v of each token.
         cos, sin: [N, R], R even and at most D: the leading R dimensions of q and k are rotated as LitGPT does
             (`litgpt.model.build_rope_cache`). Slice them at the first token's position when decoding. Packed
-            sequences need not count from 0 each: only distances within one matter.
+            sequences need not count from 0 each: only distances within one matter. They are constants, but
+            for the backends "reference" and "recurrent".
         gate_bias: [H]. Then the projection has each token's gates, too: qkv is [B, N, 3·H·D + P], the first H
             of the P numbers behind q, k and v are z, and log_decay is logsigmoid(z + gate_bias), in fp32
             (float64). What follows z is not read, and its gradient is zero: fill rows up to a multiple of 16
@@ -169,19 +170,25 @@ def linear_attention_qkv(
     projected = None
     if gate_bias is not None:
         projected, qkv = qkv, _check_projected(qkv, gate_bias, head_size, log_decay)
-        gate_bias = gate_bias.to(state_dtype(qkv.dtype))
+        gate_bias = gate_bias.to(state_dtype(qkv.dtype)).contiguous()
     elif head_size is not None:
         raise UserError("head_size is for a projection that has gates: give their gate_bias, too")
     _check_packed(qkv, cos, sin)
     (decay, gate), (S, z, c, n) = _decay(log_decay, qkv), _state(initial_state, qkv)
     _check_coefficients(a, b, normalize, normalize_qk)
+    backend = _backend(backend, qkv, True, initial_state is not None)
+    if (
+        backend not in _DIFFERENTIATED
+        and torch.is_grad_enabled()
+        and (cos.requires_grad or sin.requires_grad)
+    ):
+        raise UserError("cos and sin get no gradient here: detach them, or take backend='reference'")
     return _run(
         Call(
             projected=projected, gate_bias=gate_bias, qkv=qkv if projected is None else None,
             cos=cos, sin=sin, a=_tensor(a, qkv, "a"), b=_tensor(b, qkv, "b"), head_size=head_size or 0,
             a_value=_number(a), b_value=_number(b), log_decay=decay, log_gate=gate, S=S, z=z, c=c, n=n,
-            normalize=normalize, normalize_qk=normalize_qk, return_state=return_state,
-            backend=_backend(backend, qkv, True, initial_state is not None),
+            normalize=normalize, normalize_qk=normalize_qk, return_state=return_state, backend=backend,
         )
     )  # fmt: skip
 
@@ -284,11 +291,11 @@ def _tensor(x: float | Tensor, like: Tensor, name: str) -> Tensor | None:
 
 
 def _per_head(x: Tensor, like: Tensor, name: str) -> Tensor:
-    """A tensor [H] in the dtype of the sums."""
+    """A tensor [H] in the dtype of the sums, its numbers side by side, as the kernels read them."""
     if x.shape != like.shape[-2:-1] or not x.is_floating_point() or x.device != like.device:
         got = f"{x.dtype} {list(x.shape)} on {x.device}"
         raise UserError(f"{name} must be floating point [H = {like.shape[-2]}] on {like.device}; got {got}")
-    return x.to(state_dtype(like.dtype))
+    return x.to(state_dtype(like.dtype)).contiguous()
 
 
 def _decay(
@@ -315,7 +322,7 @@ def _decay(
         ways = "give log_decay.expand(B, N, H), or detach it"
         raise UserError(f"log_decay [H] is a constant and would never get its gradient: {ways}")
     log_decay = log_decay.to(state_dtype(like.dtype))
-    return (log_decay, None) if log_decay.ndim == 1 else (None, log_decay)
+    return (log_decay.contiguous(), None) if log_decay.ndim == 1 else (None, log_decay)
 
 
 def _is_finite_decay(x: object) -> bool:

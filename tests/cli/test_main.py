@@ -1,6 +1,7 @@
 """The command line: help without PyTorch, and every mistake answered with one line and an exit code."""
 
 import errno
+import gc
 import json
 import os
 import re
@@ -50,6 +51,16 @@ def complaint(capsys, *argv: str, code: int = 2) -> str:
     assert "Traceback" not in err and line.startswith("lingpt: ")
     assert sum(part.startswith("lingpt: ") for part in err.splitlines()) == 1
     return line
+
+
+def test_a_process_s_start_and_end_collect_no_garbage(monkeypatch):
+    """Guards: a quarter of the time of `lingpt train --help`. Who calls `main` keeps its own way."""
+    called = []
+    monkeypatch.setattr(gc, "freeze", lambda: called.append("freeze"))
+    monkeypatch.setattr("lingpt.cli.bench.run", lambda args: called.append(gc.isenabled()))
+    monkeypatch.setattr(sys, "argv", ["lingpt", "bench", "--redraw"])
+    assert main() == 0 and called == ["freeze", True, "freeze"] and gc.isenabled()
+    assert main(sys.argv[1:]) == 0 and called[3:] == [True]
 
 
 def test_help_lists_the_verbs_without_pytorch():

@@ -7,6 +7,7 @@ or makes the call fail. Needs Linux, and a C compiler for the shim.
 
 import contextlib
 import ctypes
+import gc
 import hashlib
 import multiprocessing
 import os
@@ -195,6 +196,7 @@ def _environment(**values: str) -> Iterator[None]:
 
 def _run(folder: Path, argv: tuple[str, ...], log: Path, fault: Fault | None, hook: str, env: dict) -> None:
     """The child: its own process group, its output in `log`, and then the command as a shell starts it."""
+    gc.freeze()  # what the server has imported
     os.setsid()
     os.chdir(folder)
     os.environ.update(env, HOOK=hook)

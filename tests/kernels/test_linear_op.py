@@ -19,6 +19,7 @@ from lingpt.kernels.linear_attention import (
     linear_attention,
     linear_attention_flops,
     linear_attention_qkv,
+    op,
 )
 from lingpt.kernels.linear_attention.call import Call
 from lingpt.kernels.linear_attention.cuda import backend
@@ -557,3 +558,32 @@ import lingpt.kernels.linear_attention, lingpt.kernels.gated_linear_attention
 print([m for m in {heavy} if m in sys.modules and m not in before])"""
     run = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+def test_what_is_per_head_reaches_the_kernels_side_by_side(monkeypatch):
+    """Guards: the CUDA kernels read a, b and log_decay [H] with a stride of 1. One decay expanded to all
+    heads was read beyond its end, and columns of one parameter as each other."""
+    calls, attend = [], op.attend
+    monkeypatch.setattr(op, "attend", lambda call: calls.append(call) or attend(call))
+    coefficients = torch.ones(H, 2, requires_grad=True)
+    a, b, decay = coefficients[:, 0], coefficients[:, 1], torch.tensor([-0.1]).expand(H)
+    linear_attention(
+        *tensors(), b, a=a, log_decay=decay, normalize=False, backend="chunkwise"
+    ).sum().backward()
+    (call,) = calls
+    assert all(x.stride() == (1,) for x in (call.a, call.b, call.log_decay))
+    assert coefficients.grad.ne(0).all()
+
+
+@pytest.mark.parametrize("which", ["cos", "sin"])
+def test_a_rotation_that_would_never_learn_is_refused(which):
+    """As a decay [H]; the forms that autograd differentiates have its gradient."""
+    qkv = torch.randn(1, 6, 3, 2, 8)
+    tables = {"cos": torch.randn(6, 4), "sin": torch.randn(6, 4)}
+    tables[which].requires_grad_()
+    with pytest.raises(UserError, match="cos and sin get no gradient here: detach them, or"):
+        linear_attention_qkv(qkv, **tables)
+    linear_attention_qkv(qkv, **tables, backend="reference").sum().backward()
+    assert tables[which].grad is not None
+    with torch.no_grad():
+        linear_attention_qkv(qkv, **tables)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from lingpt.common.errors import UserError
 from lingpt.models import GPT, ModelArgs, generate
 from lingpt.models.generate import likeliest, sample
+from lingpt.models.gpt import tensors_in
 
 
 @torch.no_grad()
@@ -86,7 +87,7 @@ def test_logits_that_are_no_numbers_are_an_error():
     """Guards: text out of a model that has diverged, as if nothing were wrong."""
     logits = torch.tensor([[0.0, torch.nan, 1.0, 2.0]])
     for top_k in (2, None):
-        with pytest.raises(RuntimeError, match="nan"):
+        with pytest.raises(UserError, match="not finite"):
             sample(logits, 1.0, top_k, torch.Generator())
 
 
@@ -118,6 +119,28 @@ def test_limits_are_one_line(small, tokens):
     assert generate(small(), tokens, 26).shape == (2, 96)
     with pytest.raises(UserError, match="at least one token"):
         generate(small(), tokens[:, :0], 3)
+
+
+@pytest.mark.parametrize("wrong", [{"top_k": 0}, {"temperature": -1.0}, {"max_new_tokens": -2}])
+def test_numbers_out_of_range_are_one_line(small, tokens, wrong):
+    """Guards: errors about sizes, the unlikeliest token, the prompt alone."""
+    with pytest.raises(UserError, match=f"{next(iter(wrong))} is .*it must be at least"):
+        generate(small(), tokens, **{"max_new_tokens": 3, **wrong})
+
+
+@torch.no_grad()
+def test_a_step_that_is_refused_changes_no_state(small, tokens):
+    """Guards: linear layers that had seen the token before the first softmax layer refused it, and a row that
+    was broadcast over a batch of others."""
+    model = small(["ours", "softmax", "ours"])
+    state = model.new_state(2, 9)
+    model.next_logits(tokens[:, :8], state)
+    before = [x.clone() for x in tensors_in(state.layers)]
+    for idx, line in ((tokens[:, 8:10], "raise max_seq_len"), (tokens[:1, 8:9], "1 rows .* state of 2")):
+        with pytest.raises(UserError, match=line):
+            model.next_logits(idx, state)
+    assert state.position == 8
+    assert all(map(torch.equal, tensors_in(state.layers), before))
 
 
 ON_GPU = ("softmax", "softmax+softmax_conv+softmax_gate", "ours", "ours-gated+output_gate+short_conv", "gla")

@@ -98,6 +98,10 @@ def test_damaged_folders_are_one_line(small, tmp_path):
         with pytest.raises(UserError, match="names no files of its folder"):
             load_hf(tmp_path)
     values = json.loads(config.read_text())
+    scaled = values["rope_parameters"] | {"rope_type": "linear", "factor": 4.0}  # as transformers 5 has it
+    config.write_text(json.dumps(values | {"rope_parameters": scaled}))
+    with pytest.raises(UserError, match=r"not supported .*scaled"):
+        load_hf(tmp_path)
     for value in ({"rope_theta": "much"}, {"rope_theta": []}):
         config.write_text(json.dumps(values | {"rope_parameters": value}))
         with pytest.raises(UserError, match="a value that is none of GPT-NeoX's"):

@@ -51,26 +51,29 @@ def test_the_page_says_how_often_the_text_is_read(here):
     assert "512 tokens each" in page and "That is 3.4 passes over the text of 150 tokens." in page
 
 
-def test_runs_that_were_not_made_alike_are_said(here):
-    """Guards: times of one card beside the speed of two; the first run's card and versions for all; a page
-    that fell over a record that does not say them."""
+@pytest.mark.parametrize("second", [{"name": "NVIDIA H100"}, {"name": "NVIDIA H200", "world_size": 8}])
+def test_runs_that_were_not_made_alike_are_said(here, second):
+    """Guards: times of one card beside the speed of two, or of eight; the first run's card and versions for
+    all; a page that fell over a record that does not say them."""
     write(TINY | {"rates": [], "seeds": 2, "suites": [], "attentions": ["softmax", "ours"]})
-    cards = ["NVIDIA H200", "NVIDIA H100"]
-    for seed, card in enumerate(cards):
+    hardware = [{"name": "NVIDIA H200"}, second]
+    for seed, card in enumerate(hardware):
         for row in ("softmax", "ours"):
             fake_run(f"{row}-seed{seed}")
-            record = {"hardware": {"name": card, "precision": "bf16-mixed"}} if row == "softmax" else {}
+            record = {"hardware": {**card, "precision": "bf16-mixed"}} if row == "softmax" else {}
             Path(f"runs/study-tiny/{row}-seed{seed}/environment.json").write_text(json.dumps(record))
     metrics = Path("runs/study-tiny/softmax-seed1/metrics.jsonl")
     metrics.write_text(metrics.read_text().replace('"tokens_per_second": 128.0', '"tokens_per_second": 64.0'))
     assert main(["study", "--config", "study-tiny.yaml", "--stages", "page"]) == 0
     page = Path("runs/study-tiny/README.md").read_text()
+    cards = [f"{card.get('world_size', 1)} × {card['name']}" for card in hardware]
     named = ", ".join(f"softmax-seed{seed}: {card}" for seed, card in enumerate(cards))
+    assert "- the rows ran on different cards (softmax: 1 × NVIDIA H200, ours: None)" in page
     assert f"- softmax ran on different cards ({named}): curve and times are the first's" in page
     rows = json.loads(Path("runs/study-tiny/summary.json").read_text())["rows"]
     assert [row["tokens_per_second"] for row in rows] == [128.0, 128.0] and rows[0]["seeds"] == 2
     how = page.partition("## How it was made")[2]
-    assert "The runs were not all made alike:" in how and all(card in how for card in cards)
+    assert "The runs were not all made alike:" in how and all(card["name"] in how for card in hardware)
     assert "unknown hardware" in how
 
 
@@ -83,7 +86,7 @@ def test_seeds_of_different_data_are_said_to_be(here):
         Path(f"runs/study-tiny/softmax-seed{seed}/environment.json").write_text(json.dumps(record))
     assert main(["study", "--config", "study-tiny.yaml", "--stages", "page"]) == 0
     page = Path("runs/study-tiny/README.md").read_text()
-    assert "- softmax has runs of different data: curve and times are the first's" in page
+    assert "- softmax has runs of different data or settings: curve and times are the first's" in page
 
 
 def test_rates_that_were_not_tried_are_not_claimed(here):
