@@ -48,7 +48,9 @@ def record_start(recipe: Recipe, machine: Machine, data: dict[str, Any], kernels
                 print_rank0(f"{error}; it is now {set_aside(path, 'damaged')}, and a new one is written")
     hardware = asdict(machine) | {"world_size": machine.world_size}
     with write_errors(folder, "free some space, or choose another place with --train.out_dir"):
-        write_text(folder / CONFIG, yaml.safe_dump(recipe.to_dict(), sort_keys=False, allow_unicode=True))
+        config = recipe.to_dict()
+        config["train"] |= {"resume": "auto", "profile": False}  # of this start alone
+        write_text(folder / CONFIG, yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
         record = {**environment(), "hardware": hardware, "attention_kernels": kernels, "data": data}
         write_json(path, record | {"earlier": earlier})
 

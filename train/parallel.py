@@ -268,7 +268,13 @@ class Parallel:
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, state: dict, checkpoint: Path) -> None:
         """Sets the optimizer to the `state` of a checkpoint, of one process or of any number of them."""
-        optimizer.load_state_dict(shard_state(optimizer, join_shards(optimizer, state, checkpoint)))
+        state = shard_state(optimizer, join_shards(optimizer, state, checkpoint))
+        # How a step is computed is this device's matter, whichever the checkpoint is from.
+        groups = [
+            loaded | {key: own[key] for key in ("fused", "foreach")}
+            for loaded, own in zip(state["param_groups"], optimizer.param_groups, strict=True)
+        ]
+        optimizer.load_state_dict(state | {"param_groups": groups})
 
     def autocast(self) -> AbstractContextManager:
         """The run's precision, for a module that is not wrapped."""

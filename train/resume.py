@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lingpt.common.errors import UserError
-from lingpt.common.files import remove_partial, set_aside, write_errors
+from lingpt.common.files import remove_partial, set_aside, write_errors, write_text
 from lingpt.common.run_folder import (
     CONFIG,
     ENVIRONMENT,
@@ -160,17 +160,17 @@ def _check_not_diverged(folder: Path) -> None:
 def schedule_jump(recipe: Recipe, manifest: dict[str, Any]) -> str | None:
     """What another number of steps does to the learning rate where the run goes on; None for nothing."""
     before, step = recipe_from_dict(manifest["config"]), manifest["step"]
-    if not 0 < step < recipe.total_steps or before.total_steps == recipe.total_steps:
+    if not 0 < step < recipe.total_steps:
         return None
     was = learning_rate(step - 1, before.total_steps, before.train)
     now = learning_rate(step, recipe.total_steps, recipe.train)
     would = learning_rate(step, before.total_steps, before.train)
     if math.isclose(now, would) or math.isclose(now, was):
         return None
-    line = (
-        f"schedule: {before.total_steps} steps are now {recipe.total_steps}, and at step {step + 1} the "
-        f"learning rate goes from {was:.3g} to {now:.3g}"
-    )
+    what = f"{before.total_steps} steps are now {recipe.total_steps}"
+    if before.total_steps == recipe.total_steps:
+        what = f"--train.decay_steps is now {recipe.train.decay_steps}"
+    line = f"schedule: {what}, and at step {step + 1} the learning rate goes from {was:.3g} to {now:.3g}"
     start = before.decay_start
     if start is None:
         return f"{line}: the cosine is stretched (a run that is to be extended has --train.schedule wsd)"
@@ -186,6 +186,8 @@ def schedule_jump(recipe: Recipe, manifest: dict[str, Any]) -> str | None:
 
 
 def _check_same(recipe: Recipe, old: dict[str, Any], complaint: str, may_change: Set[str]) -> None:
+    if recipe.train.init_from is not None:  # weights that the run did not start from would be left unused
+        may_change = may_change - {"train.init_from"}
     if differ := differences(old, recipe.to_dict(), may_change):
         raise UserError(
             f"{complaint} ({'; '.join(differ)}): choose another --train.name, or start from scratch with "
@@ -225,8 +227,15 @@ def _move_aside(folder: Path, lock: RunLock) -> None:
 
 
 def _abandon_newer(folder: Path, step: int) -> None:
-    """Checkpoints after the one resumed from are of a branch that is left: kept, but not found again."""
-    for path in checkpoints(folder):
-        if (checkpoint_step(path) or 0) > step:
-            aside = set_aside(path, "abandoned")
-            print_rank0(f"resume: the newer {path.name} is now {aside}")
+    """Checkpoints after the one resumed from are of a branch that is left: kept, but not found again, with a
+    copy of its losses."""
+    newer = [path for path in checkpoints(folder) if (checkpoint_step(path) or 0) > step]
+    metrics = folder / METRICS
+    if newer and metrics.exists():
+        with write_errors(metrics):
+            aside = set_aside(metrics, "abandoned")
+            write_text(metrics, aside.read_text(encoding="utf-8"))
+        print_rank0(f"resume: the losses so far are in {aside}, too")
+    for path in newer:
+        aside = set_aside(path, "abandoned")
+        print_rank0(f"resume: the newer {path.name} is now {aside}")

@@ -332,10 +332,13 @@ def test_a_run_of_warm_up_stable_decay_is_extended_bit_by_bit(make_recipe, capsy
     folder = train(make_recipe(max_steps=6, **wsd))
     start = folder / "checkpoints/step-00000004"
     assert start.exists()
+    shorter = read_metrics(folder)
     capsys.readouterr()
     train(make_recipe(max_steps=9, resume=str(start), **wsd))
     out = capsys.readouterr().out
     assert "schedule:" not in out, "nothing jumps"
+    left = (folder / "abandoned-metrics.jsonl").read_text().splitlines()
+    assert [*map(json.loads, left)] == shorter, "the losses of the end that is left are kept"
     for name, tensor in weights(whole, 9).items():
         assert torch.equal(tensor, weights(folder, 9)[name]), name
     train(make_recipe(max_steps=12, **wsd))
@@ -345,6 +348,10 @@ def test_a_run_of_warm_up_stable_decay_is_extended_bit_by_bit(make_recipe, capsy
     before = {"config": make_recipe(max_steps=4, **from_the_start).to_dict(), "step": 4}
     line = schedule_jump(make_recipe(max_steps=6, **from_the_start), before)
     assert "no checkpoint from where it began, at step 0" in line and "--train.resume" not in line
+    steeper = make_recipe(max_steps=12, **(wsd | {"decay_steps": 8}))
+    before = {"config": make_recipe(max_steps=12, **wsd).to_dict(), "step": 9}
+    assert "--train.decay_steps is now 8, and at step 10 the learning rate" in schedule_jump(steeper, before)
+    assert schedule_jump(make_recipe(max_steps=12, **wsd), before) is None
 
 
 def test_a_run_that_fails_before_its_first_step_has_not_taken_its_name(make_recipe, monkeypatch):

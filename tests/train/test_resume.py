@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ from safetensors.torch import load
 from lingpt.common.errors import UserError
 from lingpt.common.run_folder import checkpoints, read_config, read_manifest, read_metrics
 from lingpt.train import loop, report, train
+from lingpt.train.machine import choose_machine
+from lingpt.train.optim import step_where_finite
+from lingpt.train.parallel import Parallel
 
 
 def names(folder) -> list[str]:
@@ -211,3 +215,32 @@ def test_data_may_move_before_the_first_checkpoint(make_recipe, corpus, tmp_path
         train(recipe)
     copy.write_text(text)
     assert names(train(recipe))[-1] == "step-00000006"
+
+
+def test_weights_to_start_from_are_not_taken_for_those_of_a_run_that_goes_on(make_recipe):
+    """Guards: `--train.init_from other` trained on the run's own weights, and its record said `other`."""
+    other = train(make_recipe(name="other"))
+    train(make_recipe())
+    with pytest.raises(UserError, match=r"train.init_from: None → .*other.*--train.name"):
+        train(make_recipe(max_steps=9, init_from=str(other / "checkpoints/step-00000006")))
+
+
+def test_a_run_s_config_goes_on_however_it_was_started(make_recipe):
+    """Guards: `lingpt train --config runs/x/config.yaml` began anew where x had begun by `resume never`."""
+    train(make_recipe())
+    folder = train(make_recipe(resume="never", profile=True))
+    config = read_config(folder)["train"]
+    assert (config["resume"], config["profile"]) == ("auto", False)
+
+
+def test_an_optimizer_goes_on_as_the_device_steps_it(make_recipe):
+    """Guards: a run begun on a CPU, which could not go on on a GPU: `fused` was the checkpoint's."""
+    parallel = Parallel(choose_machine(make_recipe(accelerator="cpu").train))
+    weight = torch.nn.Parameter(torch.ones(3))
+    plain, fused = (torch.optim.AdamW([weight], lr=0.1, fused=fused) for fused in (False, True))
+    weight.grad = torch.ones(3)
+    plain.step()
+    parallel.load_optimizer(fused, plain.state_dict(), Path())
+    assert fused.param_groups[0]["fused"] and not plain.param_groups[0]["fused"]
+    step_where_finite(fused, torch.ones(()))
+    assert fused.state[weight]["step"] == 2
