@@ -205,23 +205,26 @@ def split_by_content(
     """Holds out the documents whose hash lies in the lowest `fraction`; with None all are for training.
 
     Equal texts stay together and the order of documents plays no part. If the fraction holds out none, the
-    document of the lowest hash is. One pass is enough, because the lowest so far is held back: it enters the
+    text of the lowest hash is. One pass is enough, because the lowest so far is held back: it enters the
     training stream when a lower one, or the end, comes.
     """
-    threshold, lowest = None if fraction is None else fraction * 2**64, None
+    threshold, lowest = None if fraction is None else fraction * 2**64, list[Encoded]()
     for document in documents:
         if threshold is None:
             train.add(document)
         elif document.digest < threshold:
             val.add(document)
-        elif lowest is None or document.digest < lowest.digest:
-            if lowest is not None:
-                train.add(lowest)
-            lowest = document
+        elif not lowest or document.digest < lowest[0].digest:
+            for higher in lowest:
+                train.add(higher)
+            lowest = [document]
+        elif document.digest == lowest[0].digest:
+            lowest.append(document)
         else:
             train.add(document)
-    if lowest is not None:
-        (train if val.documents else val).add(lowest)
+    to = train if val.documents else val
+    for document in lowest:
+        to.add(document)
 
 
 def _check_filled(corpus: Corpus, train: StreamWriter, val: StreamWriter) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".jsonl", ".gz", ".xz", ".zst")
 TEXT, PARQUET = ".txt", ".parquet"
-_SPLIT_NAME = re.compile(r"(train|validation|valid|val|dev|test)(?![a-z])")
+_SPLIT_NAME = re.compile(r"(?:^|[._-])(train|validation|valid|val|dev|test)(?![a-z])")
 
 
 def jsonl_corpus(
@@ -38,9 +38,9 @@ def jsonl_corpus(
 ) -> Corpus:
     """The documents of the files that `source` names: a path, a folder or a glob.
 
-    Where several files match and one is named `train*`, names decide the splits: `validation*`, `valid*`,
-    `val*` or `dev*` is held out and `test*` left alone. Files of `val_source` are held out and never trained
-    on. The files' hashes are remembered in `cache_dir`, if given.
+    Where several files match and one has the word `train` in its name, or in its folder's, such words decide
+    the splits: `validation`, `valid`, `val` or `dev` is held out and `test` left alone. Files of `val_source`
+    are held out and never trained on. The files' hashes are remembered in `cache_dir`, if given.
 
     Raises:
         UserError: no such files; `named` are the sources that are no files, for its advice
@@ -123,9 +123,14 @@ def _hashes(files: list[Path], cache_dir: Path | None) -> list[str]:
     ]
 
 
+def _split_word(name: str) -> str | None:
+    match = _SPLIT_NAME.search(name.lower())
+    return match[1] if match else None
+
+
 def _by_name(files: list[Path]) -> tuple[list[Path], list[Path], list[Path]]:
     """Files to train on, to validate on and to leave alone."""
-    kinds = {f: match[1] for f in files if (match := _SPLIT_NAME.match(f.name.lower()))}
+    kinds = {f: kind for f in files if (kind := _split_word(f.name) or _split_word(f.parent.name))}
     if len(files) == 1 or "train" not in kinds.values():
         return files, [], []
     val = [f for f in files if kinds.get(f) in ("validation", "valid", "val", "dev")]

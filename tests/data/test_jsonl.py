@@ -186,6 +186,16 @@ def test_files_named_by_split_are_kept_apart(write_jsonl, tmp_path: Path):
     assert corpus.rule == "held out by name: validation.jsonl; left alone: test.jsonl"
 
 
+@pytest.mark.parametrize("form", ["wiki.{}.jsonl", "en-{}.jsonl", "{}/part-0.jsonl"])
+def test_a_split_is_known_by_a_later_word_and_by_its_folder_too(write_jsonl, tmp_path: Path, form):
+    """Guards: validation and test text of such names was trained on."""
+    for split in ("train", "valid", "test"):
+        write_jsonl([split], f"c/{form.format(split)}")
+    corpus = jsonl_corpus(str(tmp_path / "c/**/*.jsonl"))
+    assert [d.text for d in corpus.train.read()] == ["train"]
+    assert corpus.val is not None and [d.text for d in corpus.val.read()] == ["valid"]
+
+
 def test_a_single_file_is_trained_on_whatever_its_name(write_jsonl):
     """Who names one file means it."""
     corpus = jsonl_corpus(str(write_jsonl(["x"], "validation.jsonl")))
