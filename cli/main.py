@@ -115,7 +115,7 @@ def _dispatch(argv: list[str]) -> int:
         args = parse(verb, module, rest)
     except SystemExit as done:  # --help, --print_config
         return int(done.code or 0)
-    if not gc.isenabled():
+    if not gc.isenabled():  # `main` let it rest: what is imported by now is left out from here on
         gc.freeze()
         gc.enable()
     module.run(args)

@@ -8,6 +8,7 @@ import torch
 
 from lingpt.common.devices import find_device
 from lingpt.common.errors import UserError
+from lingpt.common.run_folder import write_manifest
 from lingpt.eval import evaluate, find_checkpoints
 from lingpt.eval.harness import parse_task
 from lingpt.eval.results import unpack_bits
@@ -54,6 +55,13 @@ def test_scores_are_written(checkpoint, eval_data):
     assert (entry["limit"], entry["complete"]) == (None, False)
     assert len(entry["prompts"]) == 64 and entry["versions"]["lm_eval"] and entry["max_length"] == 64
     assert (entry["device"], entry["devices"]) == ("cpu", 1) and entry["seconds"] >= 0 and entry["date"]
+
+
+def test_no_more_is_read_at_once_than_in_training(checkpoint, eval_data):
+    """Guards: a model trained on samples shorter than its block size was scored beyond their length."""
+    write_manifest(checkpoint.folder, {"config": {"data": {"seq_len": 32}}})
+    entry = evaluate(checkpoint, ["piqa"], data=eval_data, **QUIET)["scores"]["piqa (0-shot)"]
+    assert entry["max_length"] == 32 < tiny_model("ours").config.block_size
 
 
 def test_accuracy_is_right(checkpoint, eval_data):

@@ -77,7 +77,7 @@ EXTRA = [*SMALL, Build("sm_90a", 128), WIDE[0], Build("sm_90a", 128, BF16, decay
 COMMON = [*PLAIN, *ROTATED, WIDE[1], *GATED, GATED_WIDE[1]]  # in other tests, too
 
 
-def the_wide_are_slow(builds: list[Build]) -> list:
+def slow_where_wide(builds: list[Build]) -> list:
     return [pytest.param(build, marks=[pytest.mark.slow] * (build.D == 128)) for build in builds]
 
 
@@ -203,7 +203,7 @@ def too_inexact(ours: dict, build: Build, x: list[torch.Tensor], options: dict) 
 EVERY = [*EXTRA, *COMMON, GATED_WIDE[0], *AFFINE, *AFFINE_WIDE, *PRODUCTS]
 
 
-@pytest.mark.parametrize("build", the_wide_are_slow(EVERY), ids=str)
+@pytest.mark.parametrize("build", slow_where_wide(EVERY), ids=str)
 def test_everything_at_once(build: Build, emulated) -> None:
     """Guards: each build, forward and backward, with all options: states and their gradients, b per head."""
     emulated(build)
@@ -303,7 +303,7 @@ def test_a_gates_gradient_where_values_have_a_mean(arch: str, emulated) -> None:
 
 
 @pytest.mark.parametrize("N", [10 * 64, 8 * 64 + 63])
-@pytest.mark.parametrize("build", the_wide_are_slow([*GATED, *AFFINE, SMALL[1]]), ids=str)
+@pytest.mark.parametrize("build", slow_where_wide([*GATED, *AFFINE, SMALL[1]]), ids=str)
 def test_boundaries(build: Build, N: int, emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: the gradient of gates from the boundaries of windows; of b where it is 0."""
     emulated(build)
