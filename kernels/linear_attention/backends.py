@@ -55,14 +55,15 @@ def choose(call: Call) -> Backend:
     """The backend for `call.backend` "cuda", "chunkwise" or "auto".
 
     Raises UserError where "cuda" cannot serve the call; "auto" says so once, except for dtypes that nobody
-    expects on tensor cores.
+    expects on tensor cores: under autocast fp32 is none of them.
     """
     if call.backend == "chunkwise" or (call.backend == "auto" and call.device.type != "cuda"):
         return chunkwise
     reason = _cuda_unsupported_reason(call)
     if reason is not None and call.backend == "cuda":
         raise UserError(f"backend='cuda' cannot run this: {reason}")
-    if reason is not None and call.dtype in (torch.bfloat16, torch.float16):
+    expected = call.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled("cuda")
+    if reason is not None and expected:
         warn_once(reason)
     empty = call.inputs[0].numel() == 0  # the chunkwise form knows what nothing gives
     return chunkwise if reason is not None or empty else cuda()

@@ -209,6 +209,27 @@ def test_a_driver_too_old_for_the_compiler_is_one_line(monkeypatch: pytest.Monke
         nvrtc._driver_for((13, 0))
 
 
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("missing", ["headers", "driver", "architecture"])
+def test_what_is_missing_is_known_before_the_first_kernel(missing: str, monkeypatch) -> None:
+    """Guards: "auto" takes the chunkwise form where CUDA's headers or a new enough driver are missing, or the
+    compiler is older than the card; it raised."""
+    from cuda import pathfinder
+    from cuda.bindings import driver
+
+    from lingpt.kernels.linear_attention.cuda import backend
+
+    capability = (99, 9) if missing == "architecture" else (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    version = 4000 if missing == "driver" else 99000
+    monkeypatch.setattr(driver, "cuDriverGetVersion", lambda: (0, version))
+    if missing == "headers":
+        monkeypatch.setattr(pathfinder, "find_nvidia_header_directory", lambda name: None)
+    reason = backend.device_unsupported_reason.__wrapped__(torch.bfloat16, 64, torch.device("cuda"))
+    words = {"headers": "need CUDA's headers", "driver": "up to 4.0", "architecture": "not know sm_999"}
+    assert words[missing] in reason and "\n" not in reason
+
+
 def test_arguments_lie_where_a_kernel_reads_them() -> None:
     """Guards: each pointer handed to the driver points at its value, whatever sizes stand before it."""
     import ctypes

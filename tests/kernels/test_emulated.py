@@ -212,6 +212,22 @@ def test_everything_at_once(build: Build, emulated) -> None:
     assert not too_inexact(ours, build, x, options)
 
 
+@pytest.mark.parametrize("segments", [(1, 192), (3, 64)])
+@pytest.mark.parametrize("build", slow_where_wide([*ROTATED, *WIDE]), ids=str)
+def test_steep_constant_decays(
+    build: Build, segments: tuple[int, int], emulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards: the final state's gradient where 1/γ is beyond fp32, or fp16: dk and dv were NaN."""
+    emulated(build)
+    monkeypatch.setattr(launch, "choose_segments", lambda *sizes: segments)
+    x, options = inputs(build, 1, 130, 2), all_options(build, 1, 130, 2)
+    options["log_decay"] = torch.tensor([-100.0, -14.0])
+    ours, exact = run(*x, **options), with_rope(in_float64, build, x, **options)
+    assert all(y.isfinite().all() for y in ours.values())
+    for name in ("o", "S", "dk", "dv"):  # what is left of more than a token is small
+        assert relative(ours[name], exact[name]) < 8e-3, name
+
+
 @pytest.mark.parametrize("build", [*GATED, *GATED_WIDE], ids=str)
 def test_resets_in_the_only_chunk(build: Build, emulated) -> None:
     """Guards: a sum's accuracy after a reset: the final state's c is summed up in fp32."""

@@ -232,11 +232,14 @@ def test_without_a_kernel_auto_says_so_once_and_cuda_refuses(name, monkeypatch) 
 
 @gpu
 def test_fp32_stays_on_the_chunkwise_backend() -> None:
-    """Guards: no fp32 on 16-bit tensor cores, and no warning where nobody expects it."""
+    """Guards: no fp32 on 16-bit tensor cores, and no warning where nobody expects it, as under autocast."""
     x = [y.float() for y in inputs(1, 20, 2, 64, BF16)[:3]]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(linear_attention(*x), linear_attention(*x, backend="chunkwise"))
+    backends.warn_once.cache_clear()
+    with torch.autocast("cuda", BF16), pytest.warns(UserWarning, match="bf16 and fp16, not torch.float32"):
+        linear_attention(*x)
     with pytest.raises(UserError, match="bf16 and fp16"):
         linear_attention(*x, backend="cuda")
 

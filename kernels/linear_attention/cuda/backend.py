@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lingpt.common.errors import UserError
 from lingpt.kernels.linear_attention.call import Call, OptionGradients
-from lingpt.kernels.linear_attention.cuda.compile import compiler_version
+from lingpt.kernels.linear_attention.cuda.compile import check_usable, native_arch
 from lingpt.kernels.linear_attention.cuda.launch import (
     HEAD_DIMS,
     POINTERS,
@@ -57,7 +57,7 @@ def device_unsupported_reason(dtype: torch.dtype, head_dim: int, device: torch.d
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "it needs an Ampere card (compute capability 8.0) or a newer one"
     try:
-        compiler_version()
+        check_usable(native_arch(device))
     except UserError as error:
         return str(error)
     return None
@@ -102,71 +102,20 @@ def backward(
     written = tuple(
         x if _is_aligned(x) else torch.empty_like(x, memory_format=torch.contiguous_format) for x in out
     )
-    (B, _, H, _), initial, dstate = call.shape, _contiguous(call.initial_state), _contiguous(dstate)
+    dstate = _contiguous(dstate)
     with _current_device(call.device):
-        run = _Pass(call, (q, k, v, _aligned(o), _aligned(do), *written))
-        plan, stream, g = run.plan, run.stream, stats.data_ptr()
-        left = _left_behind(stats, plan)  # by the forward pass, unless it was another backend's
-        rows, states_size = B * H * N, plan.scratch_size(plan.segmentation)
-        work = _Workspace(
-            call.device,
-            boundaries=plan.boundaries_size,  # first, as what is read there is aligned
-            reverse_states=plan.scratch_size(plan.reverse_segmentation),
-            e=rows,
-            db=B * H * plan.segmentation.segments,
-            da=plan.da_size,
-            reverse_gates=plan.gate_sums_size,
-            dG_rows=2 * rows if plan.gates else 0,
-            dG_columns=2 * rows if plan.gates else 0,
-            dG_spans=plan.gate_totals_size,
-            states=0 if left else states_size + plan.gate_sums_size,
-        )
-        e, boundaries = work.address("e"), work.address("boundaries")
-        d_initial = None if initial is None else _new_state(call)
-        for launch in plan.row_products:
-            launch(stream, run.pointers("row_products", g, e=e))
-        states = left or work.address("states")
-        gates = run.gates(states + 4 * states_size, dG=work.address("dG_rows"), boundaries=boundaries)
-        before: dict[str, Any] = dict(initial=initial, scratch=states, gates=gates)
-        if not left:
-            pointers = run.pointers("FWD", g, **before)
-            for launch in (*plan.gates, *plan.states):
-                launch(stream, pointers)
-        db, da = work.address("db"), work.address("da")
-        plan.dq(stream, run.pointers("DQ", g, e=e, db=db, da=da, **before))
-
-        gates = run.gates(
-            work.address("reverse_gates"), d_initial and d_initial.n, work.address("dG_columns"), boundaries
-        )
-        after: dict[str, Any] = dict(
-            initial=dstate, final=d_initial, scratch=work.address("reverse_states"), gates=gates
-        )
-        dk, dv = (run.pointers(mode, g, e=e, **after) for mode in ("DK", "DV"))
-        for launch in (*plan.reverse_gates, *plan.reverse_states):
-            launch(stream, dk)
-        if plan.build.sm90:
-            plan.dk_dv(stream, dk, dv)
-        else:
-            plan.dk(stream, dk)
-            plan.dv(stream, dv)
-        gate_gradient = None
-        if plan.gate_gradient:
-            gate_gradient = torch.empty(B, N, H, dtype=torch.float32, device=call.device)
-            gates = GatePointers(
-                gamma=gate_gradient.data_ptr(),
-                counts=work.address("dG_columns"),
-                chunks=work.address("dG_spans"),
-                dG=work.address("dG_rows"),
-                boundaries=boundaries,
-            )
-            for launch in plan.gate_gradient:
-                launch(stream, run.pointers("gates", g, gates=gates))
+        tensors = (q, k, v, _aligned(o), _aligned(do), *written)
+        found = _BackwardPass(call, tensors, stats, dstate)
+        found.launch_dq()
+        found.launch_dk_dv()
+        gate_gradient = found.launch_gate_gradient()
     for x, y in zip(out, written, strict=True):
         if x is not y:
             x.copy_(y)
     if gate_gradient is not None and dstate is not None:
         assert final is not None
-        _add_state(call, gate_gradient[:, WINDOW * plan.boundaries :], final, dstate)
+        _add_state(call, gate_gradient[:, WINDOW * found.plan.boundaries :], final, dstate)
+    (B, _, H, _), work, d_initial = call.shape, found.work, found.d_initial
     if d_initial is not None and call.normalize and call.log_gate is None:
         d_initial.n.copy_(_count_gradient(call, work["e"].view(B, H, N), dstate))
     a_gradient = None if call.a is None else work["da"].view(B, H, -1).sum((0, 2))
@@ -314,6 +263,90 @@ class _Pass:
         """Pointers for `gates` and what reads its sums, of `plan.gate_sums_size` (gates.cuh)."""
         gamma, to_end, counts, chunks = (sums + i * self._row for i in range(4))
         return GatePointers(gamma, to_end, counts, chunks, _pointer(count_out), dG, boundaries)
+
+
+class _BackwardPass:
+    """The launches of a backward pass, in the order of the methods, and the memory that they share."""
+
+    def __init__(
+        self, call: Call, tensors: tuple[Tensor, ...], stats: Tensor, dstate: LinearAttentionState | None
+    ) -> None:
+        self.call, self.dstate, self.run = call, dstate, _Pass(call, tensors)
+        self.plan, self.stream, self.stats = self.run.plan, self.run.stream, stats.data_ptr()
+        self.initial = _contiguous(call.initial_state)
+        self.d_initial = None if self.initial is None else _new_state(call)
+        B, N, H, _ = call.shape
+        plan, rows = self.plan, B * H * N
+        left = _left_behind(stats, plan)  # by the forward pass, unless it was another backend's
+        states_size = plan.scratch_size(plan.segmentation)
+        self.work = _Workspace(
+            call.device,
+            boundaries=plan.boundaries_size,  # first, as what is read there is aligned
+            reverse_states=plan.scratch_size(plan.reverse_segmentation),
+            e=rows,
+            db=B * H * plan.segmentation.segments,
+            da=plan.da_size,
+            reverse_gates=plan.gate_sums_size,
+            dG_rows=2 * rows if plan.gates else 0,
+            dG_columns=2 * rows if plan.gates else 0,
+            dG_spans=plan.gate_totals_size,
+            states=0 if left else states_size + plan.gate_sums_size,
+        )
+        self.has_states, self.states = bool(left), left or self.work.address("states")
+        self.gate_sums = self.states + 4 * states_size
+        self.e, self.boundaries = self.work.address("e"), self.work.address("boundaries")
+
+    def launch_dq(self) -> None:
+        """e and dq, first to last token, from the states before the segments."""
+        run, work = self.run, self.work
+        for launch in self.plan.row_products:
+            launch(self.stream, run.pointers("row_products", self.stats, e=self.e))
+        gates = run.gates(self.gate_sums, dG=work.address("dG_rows"), boundaries=self.boundaries)
+        before: dict[str, Any] = dict(initial=self.initial, scratch=self.states, gates=gates)
+        if not self.has_states:
+            pointers = run.pointers("FWD", self.stats, **before)
+            for launch in (*self.plan.gates, *self.plan.states):
+                launch(self.stream, pointers)
+        db, da = work.address("db"), work.address("da")
+        self.plan.dq(self.stream, run.pointers("DQ", self.stats, e=self.e, db=db, da=da, **before))
+
+    def launch_dk_dv(self) -> None:
+        """dk, dv and the initial state's gradient, last to first token."""
+        run, work, d_initial = self.run, self.work, self.d_initial
+        gates = run.gates(
+            work.address("reverse_gates"),
+            d_initial and d_initial.n,
+            work.address("dG_columns"),
+            self.boundaries,
+        )
+        after: dict[str, Any] = dict(
+            initial=self.dstate, final=d_initial, scratch=work.address("reverse_states"), gates=gates
+        )
+        dk, dv = (run.pointers(mode, self.stats, e=self.e, **after) for mode in ("DK", "DV"))
+        for launch in (*self.plan.reverse_gates, *self.plan.reverse_states):
+            launch(self.stream, dk)
+        if self.plan.build.sm90:
+            self.plan.dk_dv(self.stream, dk, dv)
+        else:
+            self.plan.dk(self.stream, dk)
+            self.plan.dv(self.stream, dv)
+
+    def launch_gate_gradient(self) -> Tensor | None:
+        """The gradient of log_gate [B, N, H], from what dq and dk left of it; None where there is none."""
+        if not self.plan.gate_gradient:
+            return None
+        B, N, H, _ = self.call.shape
+        gradient = torch.empty(B, N, H, dtype=torch.float32, device=self.call.device)
+        gates = GatePointers(
+            gamma=gradient.data_ptr(),
+            counts=self.work.address("dG_columns"),
+            chunks=self.work.address("dG_spans"),
+            dG=self.work.address("dG_rows"),
+            boundaries=self.boundaries,
+        )
+        for launch in self.plan.gate_gradient:
+            launch(self.stream, self.run.pointers("gates", self.stats, gates=gates))
+        return gradient
 
 
 def _kind_of_decay(call: Call) -> str:

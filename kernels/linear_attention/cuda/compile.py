@@ -229,17 +229,18 @@ def cache_folder() -> Path:
 
 
 def source_hash(folder: Path = SOURCE_FOLDER) -> str:
-    """A hash of the CUDA source and of the Python that launches it, without comments, docstrings and blank
-    space, so that only a change of substance makes a record of GPU tests stale."""
+    """A hash of the CUDA source, of the Python that compiles and launches it and of the constants that it is
+    compiled with, without comments, docstrings and blank space, so that only a change of substance makes a
+    record of GPU tests stale."""
     digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
+    for path in sorted([*folder.rglob("*"), *folder.parent.glob("numerics.py")]):
         if path.suffix in (".cu", ".cuh", ".h"):
             text = strip_cuda(path.read_text())
-        elif path.suffix == ".py" and path.name != Path(__file__).name:
+        elif path.suffix == ".py":
             text = strip_python(path.read_text())
         else:
             continue
-        digest.update(f"{path.relative_to(folder).as_posix()}\0{text}\0".encode())
+        digest.update(f"{path.relative_to(folder.parent).as_posix()}\0{text}\0".encode())
     return digest.hexdigest()[:16]
 
 
@@ -405,10 +406,7 @@ def _nvrtc_version() -> tuple[int, int]:
             from cuda.bindings import nvrtc
 
         return _check(nvrtc.nvrtcVersion())
-    except (
-        ImportError,
-        RuntimeError,
-    ) as error:  # cuda-pathfinder answers a missing library with a RuntimeError
+    except (ImportError, RuntimeError) as error:  # RuntimeError: cuda-pathfinder's, of a missing library
         hint = _install_hint()
         raise UserError(
             f"the CUDA kernels need a compiler that is not installed: {hint} ({error})"
@@ -418,6 +416,14 @@ def _nvrtc_version() -> tuple[int, int]:
 def compiler_version() -> tuple[int, int]:
     """(major, minor) of NVRTC; UserError with the way to install it where there is none."""
     return _nvrtc_version()
+
+
+def check_usable(arch: str) -> None:
+    """UserError, with the way to mend it, where kernels for `arch` cannot be compiled and loaded: a compiler
+    that knows it, its headers or a driver that is new enough is missing."""
+    _check_arch(arch)
+    _header_folder()
+    _driver_for(_nvrtc_version())
 
 
 def _compiler_identity() -> list:

@@ -78,8 +78,8 @@ __global__ void __launch_bounds__(THREADS) prefix(const __grid_constant__ Params
   float log_decay = DECAY == PER_HEAD ? p.log_decay[bh % p.H] : 0.f, decay = expf(log_decay * p.segment_len);
   float sum = 0.f;
   if (p.initial.S) {
-    float scale = REVERSE ? p.range * expf(-log_decay) : i < D * D + D ? p.inverse_range : 1.f;
-    if (WEIGHTS != NORMALISED) scale = (i < D * D ? p.inverse_range : 1.f) * (REVERSE ? expf(-log_decay) : 1.f);
+    float scale = REVERSE ? p.range : i < D * D + D ? p.inverse_range : 1.f;
+    if (WEIGHTS != NORMALISED) scale = i < D * D ? p.inverse_range : 1.f;
     sum = scale * (i < D * D       ? p.initial.S[bh * D * D + i]
                    : i < D * D + D ? p.initial.k[bh * D + i - D * D]
                                    : p.initial.v[bh * D + i - D * D - D]);

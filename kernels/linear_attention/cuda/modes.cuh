@@ -49,6 +49,9 @@ struct ModeTraits {
   static constexpr bool REVERSE = MODE == DK || MODE == DV;
   // The state's rows are value columns (FWD, DV) or key columns (DQ, DK) of S [key, value].
   static constexpr bool VALUE_ROWS = MODE == FWD || MODE == DV;
+  // Powers of γ from the state before a chunk to its first row, and from a chunk's last row to the state after it: in
+  // reverse a state belongs to the token scanned next.
+  static constexpr int POWERS_FROM_STATE = REVERSE ? 0 : 1, POWERS_TO_STATE = REVERSE ? 1 : 0;
   static constexpr bool PROJECTS = MODE == DQ || MODE == DK;  // ends in the gradient of a normalised row
   // Which operands are q or k, that RoPE rotates.
   static constexpr bool ROPE_A = MODE == FWD || MODE == DV;

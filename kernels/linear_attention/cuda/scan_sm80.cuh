@@ -67,7 +67,7 @@ struct ScanSm80 : BlockSm80<CONFIG> {
     __syncthreads();
     if (MODE != DQ && segment() == p.segments - 1 && p.final.S) {
       const bool own = GATED && Traits::REVERSE;
-      store_state(States::final(p, bh(), own ? log2_gate(p, bh(), 0) : log2_decay));
+      store_state(States::final(p, bh(), own ? log2_gate(p, bh(), 0) : 0.f));
     }
     if (CONFIG::COMPUTES_DB) store_sum(p.db, db_sums());
     if (CONFIG::COMPUTES_DA) store_sum(p.da, da_sums());
@@ -126,7 +126,7 @@ struct ScanSm80 : BlockSm80<CONFIG> {
   DEVICE void load_state() {
     clear_state();
     if (!segment() && !p.initial.S) return;
-    StateSource from = States::initial(p, bh(), segment(), log2_decay);
+    StateSource from = States::initial(p, bh(), segment());
 #pragma unroll
     for (int i = 0; i < STATE_TILES; i++)
 #pragma unroll

@@ -92,11 +92,12 @@ struct BlockSm80 {
   DEVICE float power(int i) const { return POWERS ? powers[i] : 1.f; }
   // What is left of what came before the chunk in row `i`, after a chunk of `len` tokens, and there of token `i`.
   DEVICE float from_start(int stage, int i) const {
-    return GATED ? power_of_two(gates(stage, GAMMA)[i]) : power(i + 1);
+    return GATED ? power_of_two(gates(stage, GAMMA)[i]) : power(i + Traits::POWERS_FROM_STATE);
   }
   DEVICE float whole(int stage, int len) const { return GATED ? from_start(stage, CHUNK - 1) : power(len); }
   DEVICE float to_end(int stage, int len, int i) const {
-    return i >= len ? 0.f : GATED ? power_of_two(gates(stage, TO_END)[i]) : power(len - 1 - i);
+    if (i >= len) return 0.f;
+    return GATED ? power_of_two(gates(stage, TO_END)[i]) : power(len - 1 - i + Traits::POWERS_TO_STATE);
   }
   // PER_TOKEN, of a stage: what gates.cuh has of its tokens, rows past the end as the last one; 1/‖x‖, for DQ and DK.
   enum { GAMMA, TO_END, NORM, COUNT };

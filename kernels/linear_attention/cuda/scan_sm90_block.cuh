@@ -165,7 +165,7 @@ struct BlockSm90 {
   }
   DEVICE float from_start(const Coefficients& c, int i) const {
     if (CONFIG::FACTOR_IN_PAST) return power_of_two(CONFIG::HAS_COLUMNS ? c.columns[CONFIG::COLUMN * i] : c.gamma[i]);
-    return DECAY == PER_TOKEN ? c.from_start[i] : power(i + 1);
+    return DECAY == PER_TOKEN ? c.from_start[i] : power(i + Traits::POWERS_FROM_STATE);
   }
   // DQ: the factor of all rows of y, but 1 where that is 0: the gradient of b is then found all the same.
   DEVICE float b_or_one() const { return CONFIG::MODE == DQ && coefficient() != 0.f ? coefficient() : 1.f; }
@@ -186,7 +186,7 @@ struct BlockSm90 {
   // ---------------------------------------------------------------------------------------- states in and out
   // No pointer here may be null, and tested: ptxas 13.0 was seen to test one before its zero was there.
   DEVICE bool has_initial() const { return !STATES && (segment() || p.initial.S); }
-  DEVICE StateSource initial() const { return States::initial(p, bh(), segment(), log2_decay); }
+  DEVICE StateSource initial() const { return States::initial(p, bh(), segment()); }
   DEVICE StateTarget before_segment(int i) const { return States::before_segment(p, bh(), i); }
   // The last segment leaves the final state; `states` what its segment adds.
   DEVICE bool has_final() const {
@@ -194,7 +194,7 @@ struct BlockSm90 {
   }
   DEVICE StateTarget final() const {
     const bool own = DECAY == PER_TOKEN && Traits::REVERSE;
-    return STATES ? before_segment(segment() + 1) : States::final(p, bh(), own ? log2_gate(p, bh(), 0) : log2_decay);
+    return STATES ? before_segment(segment() + 1) : States::final(p, bh(), own ? log2_gate(p, bh(), 0) : 0.f);
   }
   struct NextSegment {  // UNSEGMENTED: where the next segment begins, before which the state is left in the scratch
     int position, index;

@@ -178,8 +178,8 @@ struct OutputsSm90 {
     constexpr bool SUMS_C = CONFIG::SUMS_C;
     const float c_sum[2] = {SUMS_C ? c.c_sum[own_row(block, 0)] : 0.f, SUMS_C ? c.c_sum[own_row(block, 1)] : 0.f},
                 step = DECAYS_PAST ? block.powers[8] : 1.f, scale_rho = Traits::scale_rho(block.p);
-    float past[2] = {DECAYS_PAST ? block.powers[2 * block.t + 1] : 1.f,
-                     DECAYS_PAST ? block.powers[2 * block.t + 2] : 1.f};
+    const float* from_state = block.powers + Traits::POWERS_FROM_STATE + 2 * block.t;
+    float past[2] = {DECAYS_PAST ? from_state[0] : 1.f, DECAYS_PAST ? from_state[1] : 1.f};
     float scale[8][2], shift[8][4];
     auto find = [&](int n) {  // of two tokens
       float2 rho = make_float2(scale_rho, scale_rho), kappa = make_float2(1.f, 1.f);

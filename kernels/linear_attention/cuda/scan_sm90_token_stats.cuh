@@ -127,7 +127,8 @@ struct TokenStatsSm90 {
   static DEVICE float count(const Gate& gate) { return gate.count_before * power_of_two(gate.gamma) + gate.count; }
   // Where rows past the end have the last one's Γ: what is left at the chunk's end of row `i`.
   static DEVICE float to_end(const Block& block, const Gate& gate, int len, int i) {
-    return i >= len ? 0.f : DECAY == PER_TOKEN ? power_of_two(gate.to_end) : block.power(len - 1 - i);
+    if (i >= len) return 0.f;
+    return DECAY == PER_TOKEN ? power_of_two(gate.to_end) : block.power(len - 1 - i + Traits::POWERS_TO_STATE);
   }
   static DEVICE void write_gate(const Coefficients& c, const Gate& gate, int i, float factor = 1.f) {
     if (DECAY == PER_TOKEN) c.from_start[i] = power_of_two(gate.gamma) * factor;
