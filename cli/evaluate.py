@@ -1,5 +1,6 @@
 """`lingpt eval`: scores the newest checkpoint of each attention of a model and prints the paper's Table 2."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,11 +101,13 @@ def _score(
 ) -> dict[str, Any]:
     """The suites asked for, of one checkpoint; all that is known of it."""
     from lingpt.eval import evaluate
+    from lingpt.eval.harness import load_lm
     from lingpt.eval.suites import evaluate_texts
     from lingpt.eval.tasks.sources import benchmark_folder
 
     options = {key: args[key] for key in ("batch_tokens", "device", "devices", "dtype", "redo")}
     options["left_out"] = left_out
+    options["load"] = functools.cache(load_lm)  # once for all suites, and only as long as this call
     shots = {"num_fewshot": args.num_fewshot, "limit": args.limit}
     results = evaluate(checkpoint, tasks, data=benchmark_folder(args.data), **shots, **options)
     if {"language", "recall"} & set(args.suite):

@@ -38,6 +38,7 @@ def evaluate(
     redo: bool = False,
     log: Callable[[str], None] = print,
     left_out: Callable[[str], None] | None = None,
+    load: Callable[..., Any] | None = None,
 ) -> dict[str, Any]:
     """Scores `checkpoint` on `tasks` and returns all that is known of it (`results.load_results`).
 
@@ -56,6 +57,7 @@ def evaluate(
         log: takes a line on each task.
         left_out: takes a line on each task that cannot be scored, and the others are; by default the first
             such task raises.
+        load: `load_lm` by default; a `functools.cache` of it serves several calls on one checkpoint.
 
     Each score is written when its task is done, so an interruption loses one task. UserError for whatever the
     user can fix; also where the checkpoint is not of the attention that its run was configured with.
@@ -84,7 +86,7 @@ def evaluate(
                 log_rows(known, f"{prefix}: {key}", log)
             else:
                 to_score.append((name, shots, key, about))
-    lm = load_lm(checkpoint, where, length, dtype, batch_tokens) if to_score else None
+    lm = (load or load_lm)(checkpoint, where, dtype, batch_tokens).reading(length) if to_score else None
     for name, shots, key, about in to_score:
         with leaving_out(key, prefix, log, left_out):
             entry = run_task(lm, name, shots, data, limit) | about
@@ -127,43 +129,41 @@ def parse_task(task: str, num_fewshot: int = 0) -> tuple[str, int]:
     return name, int(shots) if colon else num_fewshot
 
 
-def find_devices(name: str, count: int) -> list[torch.device]:
+def find_devices(name: str, count: int) -> tuple[torch.device, ...]:
     """`count` devices from the one called `name` on, the CPU as often; UserError where they are not there."""
     first = find_device(name)
     if count < 1:
         raise UserError(f"devices is {count}; it must be at least 1")
     if first.type != "cuda":
-        return [first] * count
+        return (first,) * count
     start, there = first.index or 0, torch.cuda.device_count()
     if start + count > there:
         raise UserError(f"--devices {count} from cuda:{start} on, but this machine has {there} GPUs")
-    return [torch.device("cuda", start + i) for i in range(count)]
+    return tuple(torch.device("cuda", start + i) for i in range(count))
 
 
 def load_lm(
     checkpoint: Checkpoint,
     devices: Sequence[torch.device],
-    block_size: int,
     dtype: str | None = None,
     batch_tokens: int = 16384,
 ) -> Any:
     """The checkpoint as lm-eval sees it; refused where it is of another attention than its run's.
 
-    block_size: tokens that it reads at once. Its own may be more than it was trained with.
+    It reads as many tokens at once as its block size, which may be more than it was trained with: `reading`
+    gives it another length. The file is hashed and read once, whatever the number of devices.
     """
     from lingpt.data import load_tokenizer
-    from lingpt.eval.lm import LinGPTLM
+    from lingpt.eval.lm import LinGPTLM, same_weights
     from lingpt.models import load_model
 
     check_undamaged(checkpoint.folder)
     attention = checkpoint.attention if isinstance(checkpoint.attention, str) else list(checkpoint.attention)
     wanted = named_dtype(dtype) if dtype else None
-    models = [
-        load_model(checkpoint.folder, attention=attention, device=device, dtype=wanted, block_size=block_size)
-        for device in devices
-    ]
+    model = load_model(checkpoint.folder, attention=attention, device=devices[0], dtype=wanted)
     tokenizer = load_tokenizer(checkpoint.folder)
-    tokenizer.check_fits(models[0].config.padded_vocab_size)
+    tokenizer.check_fits(model.config.padded_vocab_size)
+    models = [model, *(same_weights(model, device) for device in devices[1:])]
     name = f"{checkpoint.run.name} step {checkpoint.step}"
     return LinGPTLM(models, tokenizer, batch_tokens=batch_tokens, name=name)
 

@@ -26,7 +26,8 @@ from tqdm import tqdm
 
 from lingpt.common.errors import UserError
 from lingpt.data import Tokenizer
-from lingpt.models import GPT
+from lingpt.models import GPT, Config
+from lingpt.models.weights import model_from_tensors
 
 # (context tokens, tokens to score after it)
 Pair = tuple[list[int], list[int]]
@@ -77,6 +78,17 @@ class LinGPTLM(TemplateLM):
         self.truncated = self.cut_prompts = 0
         weight = model.lm_head.weight
         self._device, self.dtype = weight.device, weight.dtype
+
+    def reading(self, length: int) -> "LinGPTLM":
+        """The same weights, not copied, in models that read `length` tokens at once."""
+        models = [same_weights(model, model.lm_head.weight.device, length) for model in self.models]
+        return LinGPTLM(
+            models,
+            self.text_tokenizer,
+            batch_tokens=self.batch_tokens,
+            progress=self.progress,
+            name=self.name,
+        )
 
     # ------------------------------------------------------------------ text ↔ tokens
 
@@ -295,6 +307,15 @@ class LinGPTLM(TemplateLM):
 
     def _bar(self, total: int, disable: bool, what: str) -> tqdm:
         return tqdm(total=total, desc=what, unit="", disable=True if disable or not self.progress else None)
+
+
+def same_weights(model: GPT, device: torch.device, block_size: int | None = None) -> GPT:
+    """A model with the weights of another, which it shares on the same device; of its block size by default,
+    which no weight depends on."""
+    size = {"block_size": block_size or model.config.block_size}
+    config = Config.from_dict(model.config.to_dict() | size)
+    weights = {name: tensor.to(device) for name, tensor in model.state_dict().items()}
+    return model_from_tensors(config, weights, config.name, device)
 
 
 def token_scores(model: GPT, hidden: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lingpt.common.files import write_errors, write_text
+from lingpt.eval.asked import Usual
 from lingpt.eval.figures import draw_positions
 from lingpt.eval.paired import bits_difference, paired_difference, position_differences
 from lingpt.eval.results import DASH, percent
@@ -13,10 +14,11 @@ from lingpt.eval.suites import COMMONSENSE, SUITES, Benchmark
 from lingpt.eval.table2 import (
     DIFFERENCE_NOTE,
     best_entry,
+    column_notes,
     comparison_notes,
     entries_with_softmax,
     form,
-    partial_notes,
+    marks,
     run_cells,
     signed,
 )
@@ -56,9 +58,10 @@ def save_suites(
 
 
 def _commonsense_table(results: Sequence[dict[str, Any]]) -> Table:
-    rows, columns = [], [b for b in COMMONSENSE if any(_benchmark(r, b) != DASH for r in results)]
+    usual = Usual(results)
+    rows, columns = [], [b for b in COMMONSENSE if any(_benchmark(r, b, usual) != DASH for r in results)]
     for result in results:
-        cells = [_benchmark(result, benchmark) for benchmark in columns]
+        cells = [_benchmark(result, benchmark, usual) for benchmark in columns]
         if set(cells) - {DASH}:
             rows.append([form(result), *run_cells(result), *cells])
     if rows:
@@ -70,25 +73,24 @@ def _commonsense_table(results: Sequence[dict[str, Any]]) -> Table:
         "with no chance level (a uniform guess: the size of the vocabulary, for each token of the word)."
     ]
     notes += seeds_note(results)
-    notes += partial_notes(results, [(b.heading, b.task, 0) for b in columns])
+    notes += column_notes(results, usual, [(b.heading, b.task, 0) for b in columns])
     return Table("Commonsense", head, rows, notes)
 
 
-def _benchmark(result: dict[str, Any], benchmark: Benchmark) -> str:
+def _benchmark(result: dict[str, Any], benchmark: Benchmark, usual: Usual) -> str:
     entry = best_entry(result["scores"], benchmark.task, 0)
     if entry is None or entry["metrics"].get(benchmark.metric) is None:
         return DASH
-    star = "" if entry["complete"] else "*"
     if benchmark.metric.startswith("acc"):
-        return percent(entry["metrics"], benchmark.metric) + star
+        return percent(entry["metrics"], benchmark.metric) + marks(entry, usual)
     value, error = entry["metrics"][benchmark.metric], entry["metrics"].get(f"{benchmark.metric}_stderr")
     value_format, error_format = (",.0f", ",.0f") if value >= 100 else (".3g", ".2g")  # never 7.03e+04
-    return f"{value:{value_format}}" + (f" ± {error:{error_format}}" if error else "") + star
+    return f"{value:{value_format}}" + (f" ± {error:{error_format}}" if error else "") + marks(entry, usual)
 
 
 def _bits_table(results: Sequence[dict[str, Any]]) -> Table:
     """Bits per byte of each text, and those of `xz`."""
-    names = _texts_of(results, "bits_per_byte")
+    names, usual = _texts_of(results, "bits_per_byte"), Usual(results)
     measured = [r for r in results if any(f"bits_per_byte ({name})" in r["scores"] for name in names)]
     rows = [[form(result), *run_cells(result)] for result in measured]
     xz, head = ["xz -9", "", "", ""], ["Mechanism", "Run", "Parameters", "Tokens"]
@@ -102,12 +104,13 @@ def _bits_table(results: Sequence[dict[str, Any]]) -> Table:
         shown = bool(set(less) - {DASH})
         compared |= {i for i, cell in enumerate(less) if cell != DASH}
         for row, entry, cell in zip(rows, entries, less, strict=True):
-            row += [_bits(entry), cell] if shown else [_bits(entry)]
+            bits = _bits(entry) + usual.mark(entry)
+            row += [bits, cell] if shown else [bits]
         known = next(entry["metrics"]["xz_bits_per_byte"] for entry in entries if entry)
         xz += [f"{known:.3f}", ""] if shown else [f"{known:.3f}"]
         head += [name, "to softmax"] if shown else [name]
     notes += [LESS_NOTE] if compared else []
-    notes += seeds_note(results, "documents")
+    notes += seeds_note(results, "documents") + _odd_notes(results, usual, "bits_per_byte")
     notes += comparison_notes([measured[i] for i in sorted(compared)], results)
     return Table("Bits per byte", head, [*rows, xz] if rows else [], notes)
 
@@ -136,12 +139,12 @@ def _position_table(results: Sequence[dict[str, Any]]) -> Table:
         if entry["task"] == "loss_by_position"
     ]
     ends = sorted({group["to"] for _, entry in found for group in entry["positions"]})
-    rows = []
+    rows, usual = [], Usual(results)
     for result, entry in found:
         losses = {group["to"]: _loss(group) for group in entry["positions"]}
         cells = [losses.get(end, DASH) for end in ends]
-        about = [form(result), run_cells(result)[0], entry["texts"], str(entry["documents"])]
-        rows.append([*about, *cells])
+        documents = str(entry["documents"]) + usual.mark(entry)
+        rows.append([form(result), run_cells(result)[0], entry["texts"], documents, *cells])
     baselines = {entry["texts"]: entry["unigram"] for _, entry in found if entry.get("unigram")}
     rows += [["Unigram", "", text, "", *[f"{loss:.3f}"] * len(ends)] for text, loss in baselines.items()]
     lengths = sorted({f"{entry['train_length']:,}" for _, entry in found})
@@ -152,7 +155,8 @@ def _position_table(results: Sequence[dict[str, Any]]) -> Table:
         "in the text, all that can be known without their order."
     ]
     head = ["Mechanism", "Run", "Text", "Documents", *(f"≤ {end:,}" for end in ends)]
-    return Table("Loss by position", head, rows, notes + seeds_note(results, "documents"))
+    notes += seeds_note(results, "documents") + _odd_notes(results, usual, "loss_by_position")
+    return Table("Loss by position", head, rows, notes)
 
 
 def _position_differences_table(results: Sequence[dict[str, Any]]) -> Table:
@@ -184,7 +188,7 @@ def _loss(group: dict[str, Any]) -> str:
 
 
 def _recall_table(results: Sequence[dict[str, Any]]) -> Table:
-    names, rows, compared = _texts_of(results, "recall_phrases"), [], []
+    names, rows, compared, usual = _texts_of(results, "recall_phrases"), [], [], Usual(results)
     for result in results:
         for name in names:
             key = f"recall_phrases ({name})"
@@ -192,7 +196,8 @@ def _recall_table(results: Sequence[dict[str, Any]]) -> Table:
                 cells = [percent(entry["metrics"], metric) for metric in ("acc", "acc_alone", "exact")]
                 pair = pair_with_softmax(result, results, key)
                 less = signed(paired_difference(*pair) if pair else None)
-                about = [form(result), run_cells(result)[0], name, str(entry["documents"])]
+                questions = str(entry["documents"]) + usual.mark(entry)
+                about = [form(result), run_cells(result)[0], name, questions]
                 rows.append([*about, *cells, less])
                 if less != DASH and result not in compared:
                     compared.append(result)
@@ -208,7 +213,18 @@ def _recall_table(results: Sequence[dict[str, Any]]) -> Table:
         notes += [DIFFERENCE_NOTE, *comparison_notes(compared, results)]
     else:
         rows = [row[:-1] for row in rows]
-    return Table("Recall of phrases", head, rows, notes + seeds_note(results))
+    notes += seeds_note(results) + _odd_notes(results, usual, "recall_phrases")
+    return Table("Recall of phrases", head, rows, notes)
+
+
+def _odd_notes(results: Sequence[dict[str, Any]], usual: Usual, measure: str) -> list[str]:
+    """What a † of this measure stands for."""
+    return usual.notes(
+        (f"{entry['texts']} of {result['checkpoint']['run']}", entry)
+        for result in results
+        for entry in result["scores"].values()
+        if entry["task"] == measure
+    )
 
 
 def pair_with_softmax(

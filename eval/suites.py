@@ -114,6 +114,7 @@ def evaluate_texts(
     redo: bool = False,
     log: Callable[[str], None] = print,
     left_out: Callable[[str], None] | None = None,
+    load: Callable[..., Any] | None = None,
 ) -> dict[str, Any]:
     """The suites `language` and `recall` of a checkpoint on texts; returns all that is known of it.
 
@@ -128,12 +129,12 @@ def evaluate_texts(
         raise UserError(f"longest is {longest}; it must be at least 1, the training length itself")
     results, where = load_results(checkpoint), find_devices(device, devices)
     prefix, length = f"{checkpoint.run.name} step {checkpoint.step}", checkpoint.train_length
-    found = []
+    found, to_measure = [], []
     for name, source in texts.items():
         with leaving_out(f"text {name}", prefix, log, left_out):
             found.append(read_texts(name, source))
     for measure in [name for suite in suites for name in MEASURES.get(suite, ())]:
-        to_measure, room = [], length * (longest if measure == "loss_by_position" else 1)
+        room = length * (longest if measure == "loss_by_position" else 1)
         for data in found:
             key, known = f"{measure} ({data.name})", results["scores"].get(f"{measure} ({data.name})")
             asked = {"dtype": dtype or checkpoint.dtype, "data": data.data, "max_length": room}
@@ -141,19 +142,21 @@ def evaluate_texts(
             if known and not redo and all(known.get(k) == v for k, v in asked.items()):
                 log(f"{prefix}: {key}: {summary(known)} (computed before; --redo computes it again)")
             else:
-                to_measure.append((key, data, asked))
-        lm = load_lm(checkpoint, where, room, dtype, batch_tokens) if to_measure else None
-        for key, data, asked in to_measure:
-            with leaving_out(key, prefix, log, left_out):
-                start = time.monotonic()
-                try:
-                    entry = _measure(lm, measure, data, length)
-                except Unsuitable as error:
-                    log(f"{prefix}: {key}: not measured: {error}")
-                    continue
-                seconds = time.monotonic() - start
-                results = add_score(checkpoint, key, _about(lm, measure, data.name, seconds) | asked | entry)
-                log(f"{prefix}: {key}: {summary(entry)} ({entry['documents']} documents, {seconds:.0f} s)")
+                to_measure.append((measure, key, data, asked))
+    if not to_measure:
+        return results
+    loaded = (load or load_lm)(checkpoint, where, dtype, batch_tokens)
+    for measure, key, data, asked in to_measure:
+        with leaving_out(key, prefix, log, left_out):
+            lm, start = loaded.reading(asked["max_length"]), time.monotonic()
+            try:
+                entry = _measure(lm, measure, data, length)
+            except Unsuitable as error:
+                log(f"{prefix}: {key}: not measured: {error}")
+                continue
+            seconds = time.monotonic() - start
+            results = add_score(checkpoint, key, _about(lm, measure, data.name, seconds) | asked | entry)
+            log(f"{prefix}: {key}: {summary(entry)} ({entry['documents']} documents, {seconds:.0f} s)")
     return results
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from lingpt.common.files import write_errors, write_json, write_text
 from lingpt.common.run_folder import attention_label
+from lingpt.eval.asked import MARK, Usual, way
 from lingpt.eval.paired import Difference, SeedDifference, paired_difference
 from lingpt.eval.results import DASH, percent, task_key
 from lingpt.eval.seeds import seeds, seeds_note, shared_seeds, with_shared_seed
@@ -42,6 +43,7 @@ DIFFERENCE_NOTE = (
     "[95 % interval] of a paired bootstrap or, of several seeds, ± a standard error over questions, paired, "
     "and seeds."
 )
+CUT_NOTE = f"{MARK} of the two runs one had its prompts cut to another length, or not at all."
 
 
 def table2(results: Sequence[dict[str, Any]], markdown: bool = False) -> str:
@@ -107,22 +109,23 @@ def _column_key(i: int) -> str:
 
 def _accuracies(results: Sequence[dict[str, Any]]) -> Table:
     """The paper's rows, each followed by our checkpoints of that attention, then our other attentions."""
-    rows = []
+    rows, usual = [], Usual(results)
     for attention, (name, values) in PAPER.items():
         rows.append([name, *PAPER_RUN, *(f"{value:.2f}" for value in values)])
         ours = [result for result in results if label(result) == attention]
-        rows += [["" if form(r) == attention else form(r), *_our_row(r)] for r in ours]
+        rows += [["" if form(r) == attention else form(r), *_our_row(r, usual)] for r in ours]
     for result in sorted(results, key=label):
         if label(result) not in PAPER:
-            rows.append([form(result), *_our_row(result)])
+            rows.append([form(result), *_our_row(result, usual)])
     rows.append(["Chance", "", "", "", *(str(value) for value in CHANCE)])
-    notes = [*NOTES, *seeds_note(results), *partial_notes(results), *_cut_notes(results)]
+    notes = [*NOTES, *seeds_note(results), *column_notes(results, usual), *_cut_notes(results)]
     head = ["Mechanism", "Run", "Parameters", "Tokens", *(heading for heading, _, _ in COLUMNS)]
     return Table("Table 2 of the paper, and ours", head, rows, notes)
 
 
-def _our_row(result: dict[str, Any]) -> list[str]:
-    return [*run_cells(result), *(_cell(result["scores"], task, shots) for _, task, shots in COLUMNS)]
+def _our_row(result: dict[str, Any], usual: Usual) -> list[str]:
+    cells = (_cell(result["scores"], task, shots, usual) for _, task, shots in COLUMNS)
+    return [*run_cells(result), *cells]
 
 
 def run_cells(result: dict[str, Any]) -> list[str]:
@@ -144,16 +147,16 @@ def count(number: int | None) -> str:
 def _normalised(results: Sequence[dict[str, Any]]) -> Table:
     """Accuracy by log-likelihood per character of the answer, of the tasks that lm-eval has it for."""
     columns = [column for column in dict.fromkeys(COLUMNS) if column[1] != "mmlu"]
-    rows = []
+    rows, usual = [], Usual(results)
     for result in results:
-        cells = [_cell(result["scores"], task, shots, "acc_norm") for _, task, shots in columns]
+        cells = [_cell(result["scores"], task, shots, usual, "acc_norm") for _, task, shots in columns]
         if set(cells) != {DASH}:
             rows.append([form(result), *run_cells(result), *cells])
     if rows:
         rows.append(["Chance", "", "", "", *(str(CHANCE[COLUMNS.index(column)]) for column in columns)])
     head = ["Mechanism", "Run", "Parameters", "Tokens", *(heading for heading, _, _ in columns)]
     notes = ["An answer's log-likelihood is divided by its characters; per cent, ± one standard error."]
-    notes += seeds_note(results) + partial_notes(results)
+    notes += seeds_note(results) + column_notes(results, usual, columns)
     return Table("Length-normalised accuracy (acc_norm)", head, rows, notes)
 
 
@@ -166,7 +169,8 @@ def _differences(results: Sequence[dict[str, Any]]) -> Table:
             rows.append([form(result), _run(result), *cells])
             compared.append(result)
     head = ["Mechanism", "Run", *(heading for heading, _, _ in columns)]
-    notes = [DIFFERENCE_NOTE, *comparison_notes(compared, results), *partial_notes(results)]
+    notes = [DIFFERENCE_NOTE, *comparison_notes(compared, results), *_partial_notes(results, columns)]
+    notes += [CUT_NOTE] if any(MARK in cell for row in rows for cell in row) else []
     return Table("Paired differences to softmax", head, rows, notes)
 
 
@@ -193,12 +197,14 @@ def entries_with_softmax(
 
 
 def softmax_of(result: dict[str, Any], results: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The softmax run to compare with, of the same model: softmax without options, if there is one; of
-    several, that which has more of a shared seed, the same tokens and the same length."""
+    """The softmax run to compare with, of the same model: the `baseline` that a study names, else softmax
+    without options, if there is one; of several, that which has more of a shared seed, the same tokens and
+    the same length."""
 
-    def likeness(other: dict[str, Any]) -> tuple[bool, int]:
+    def likeness(other: dict[str, Any]) -> tuple[bool, bool, int]:
         same = [about.get(key) == other["checkpoint"].get(key) for key in ("tokens", "seq_len")]
-        return form(other) == "softmax", sum(same) + bool(shared_seeds(result, other))
+        named = other["checkpoint"].get("baseline", False)
+        return named, form(other) == "softmax", sum(same) + bool(shared_seeds(result, other))
 
     about = result["checkpoint"]
     same = [
@@ -238,10 +244,20 @@ def signed(found: Difference | SeedDifference | None) -> str:
     return f"{mean} [{low}, {high}]"
 
 
-def partial_notes(
-    results: Sequence[dict[str, Any]], columns: Sequence[tuple[str, str, int]] = COLUMNS
+def column_notes(
+    results: Sequence[dict[str, Any]], usual: Usual, columns: Sequence[tuple[str, str, int]] = COLUMNS
 ) -> list[str]:
-    """Which benchmarks were not asked whole, and why: what a * stands for. columns: as `COLUMNS`."""
+    """What a * and a † stand for. columns: as `COLUMNS`."""
+    entries = [
+        (f"{heading} of {result['checkpoint']['run']}", best_entry(result["scores"], task, shots))
+        for heading, task, shots in dict.fromkeys(columns)
+        for result in results
+    ]
+    return _partial_notes(results, columns) + usual.notes(entries)
+
+
+def _partial_notes(results: Sequence[dict[str, Any]], columns: Sequence[tuple[str, str, int]]) -> list[str]:
+    """Which benchmarks were not asked whole, and why."""
     found: dict[str, None] = {}
     for heading, task, shots in dict.fromkeys(columns):
         for entry in (best_entry(result["scores"], task, shots) for result in results):
@@ -286,18 +302,27 @@ def best_entry(scores: dict[str, Any], task: str, num_fewshot: int) -> dict[str,
     return whole or max(matching, key=lambda entry: entry["documents"], default=None)
 
 
-def _cell(scores: dict[str, Any], task: str, num_fewshot: int, metric: str = "acc") -> str:
-    """As `percent`; marked * where it is of part of the benchmark."""
+def _cell(scores: dict[str, Any], task: str, num_fewshot: int, usual: Usual, metric: str = "acc") -> str:
+    """As `percent`; marked * where it is of part of the benchmark, † where it was asked otherwise."""
     best = best_entry(scores, task, num_fewshot)
     if best is None or best["metrics"].get(metric) is None:
         return DASH
-    return percent(best["metrics"], metric) + ("" if best["complete"] else "*")
+    return percent(best["metrics"], metric) + marks(best, usual)
+
+
+def marks(entry: dict[str, Any], usual: Usual) -> str:
+    """Those that `column_notes` explains."""
+    return ("" if entry["complete"] else "*") + usual.mark(entry)
 
 
 def _signed_cell(result: dict[str, Any], results: Sequence[dict[str, Any]], task: str, shots: int) -> str:
-    """The difference to softmax; marked * where it is of part of the benchmark."""
-    found, entry = difference(result, results, task, shots), best_entry(result["scores"], task, shots)
-    return signed(found) + ("*" if found and entry and not entry["complete"] else "")
+    """The difference to softmax; marked * where it is of part of the benchmark, † as `CUT_NOTE` says."""
+    pair = entries_with_softmax(result, results, lambda scores: best_entry(scores, task, shots))
+    found = paired_difference(*pair) if pair else None
+    if pair is None or found is None:
+        return DASH
+    star, dagger = "" if pair[0]["complete"] else "*", "" if way(pair[0]) == way(pair[1]) else MARK
+    return signed(found) + star + dagger
 
 
 def label(result: dict[str, Any]) -> str:

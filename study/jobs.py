@@ -265,8 +265,12 @@ def find_slots(devices: int | None, each: int | None, sharing: int = 1) -> list[
     count = devices or there
     if count > there:
         raise UserError(f"--devices {count}, but this machine has {there} GPUs")
-    each = count if each is None else min(each, count)
-    slots = card_slots(range(count), each)
+    return gpu_slots(count, each, sharing)
+
+
+def gpu_slots(count: int, each: int | None, sharing: int = 1) -> list[Slot]:
+    """`find_slots` of so many GPUs."""
+    slots = card_slots(range(count), count if each is None else min(each, count))
     if sharing == 1:
         return slots
     # A place on each card, then the second on each: few jobs are spread.
@@ -278,3 +282,9 @@ def card_slots(cards: Sequence[int], each: int) -> list[Slot]:
     """A place for every `each` of these GPUs; those that are left over have none."""
     groups = [tuple(cards[start : start + each]) for start in range(0, len(cards) - each + 1, each)]
     return [Slot(f"GPU {', '.join(map(str, group))}", group) for group in groups]
+
+
+def scoring_slots(slots: Sequence[Slot], cards: Sequence[int], runs: int) -> Sequence[Slot]:
+    """Where so many runs are scored: of fewer runs than cards, several cards share the questions of each."""
+    each = len(cards) // runs
+    return card_slots(cards, each) if each > len(slots[0].gpus) else slots

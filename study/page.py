@@ -1,6 +1,5 @@
 """The page of a study: what was run, what came out, and what it cannot tell; from the runs' folders alone."""
 
-import contextlib
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ import torch
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import read_json_object, write_errors, write_json, write_text
-from lingpt.common.run_folder import ENVIRONMENT, EVAL, checkpoint_folder, read_metrics, read_record
+from lingpt.common.run_folder import ENVIRONMENT, EVAL, attention_label, checkpoint_folder, read_metrics
 from lingpt.eval.results import DASH, read_results
 from lingpt.eval.seeds import left_out, mean_scores
 from lingpt.eval.suite_tables import save_suites, suite_tables
@@ -22,6 +21,7 @@ from lingpt.eval.tables import Table
 from lingpt.models import ATTENTIONS, GPT, attention_form
 from lingpt.study.config import Study
 from lingpt.study.jobs import Failure
+from lingpt.study.paths import read_utf8
 from lingpt.study.runs import StudyRun, chosen_rates, not_over
 from lingpt.train.curve_figure import caption, draw
 from lingpt.train.curves import (
@@ -35,8 +35,17 @@ from lingpt.train.curves import (
 from lingpt.train.machine import duration
 from lingpt.train.model import model_config
 
-PAGE, READING = "README.md", "reading.md"
+PAGE, READING, TITLE = "README.md", "reading.md", "# Study "
 PAPER_TOKENS, PAPER_CARDS = 3_000_000_000, 8
+# What the page says of a run's environment.json, by type.
+_RECORD = {
+    "hardware": {"name": str, "precision": str, "world_size": int},
+    "versions": {},
+    "git": {"revision": str},
+    "source": str,
+    "data": {"train": {"tokens": int}},
+    "earlier": list,
+}
 
 
 def write_page(
@@ -70,15 +79,17 @@ def write_page(
     ]
     trouble += failed
     unscored = list[StudyRun]()
-    results = [f for run in done if (f := _results(run, trouble, unscored))] if study.suites else []
+    baseline = _baseline(study, done)
+    results = [f for r in done if (f := _results(r, baseline, trouble, unscored))] if study.suites else []
     trouble += _not_scored(unscored, scored) + left_out(results)
     results = mean_scores(results)
-    training = _training(study, folder, tried, done, trouble) if done else []
+    records = _records(runs, trouble)
+    training = _training(study, folder, tried, done, records, trouble) if done else []
     about = f"{study.about}\n\n" if study.about else ""
     rates = {run.options["train.learning_rate"] for run in tried if run.is_done()}
-    parts = [f"# Study {study.name}\n\n{about}{_what(study, runs, sorted(rates))}"]
+    parts = [f"{TITLE}{study.name}\n\n{about}{_what(study, runs, records, sorted(rates))}"]
     if (folder / READING).exists():
-        parts.append((folder / READING).read_text(encoding="utf-8").strip())
+        parts.append(read_utf8(folder / READING).strip())
     if trouble:
         trouble = list(dict.fromkeys(trouble))
         parts.append("## Not in the tables\n\n" + "\n".join(f"- {line}" for line in trouble))
@@ -96,7 +107,7 @@ def write_page(
             parts.append("![Loss by position](positions.png)")
     parts += _mqar(folder)
     parts.append(_limits(study, runs, bool(rates)))
-    parts.append(_how(done))
+    parts.append(_how({run.name: records[run.name] for run in done if run.name in records}))
     with write_errors(folder / PAGE):
         write_text(folder / PAGE, "\n\n".join(filter(None, parts)) + "\n")
     return folder / PAGE
@@ -106,7 +117,15 @@ def _section(table: Table) -> str:
     return f"## {table.title}\n\n{table.text(markdown=True)}"
 
 
-def _results(run: StudyRun, trouble: list[str], unscored: list[StudyRun]) -> dict[str, Any] | None:
+def _baseline(study: Study, done: Sequence[StudyRun]) -> str | None:
+    """The row with softmax that the others are compared with: the first in `against`, else the first."""
+    softmax = [run.row for run in done if attention_label(run.recipe.model.attention) == "softmax"]
+    return next((row for row in (*study.against, *softmax) if row in softmax), None)
+
+
+def _results(
+    run: StudyRun, baseline: str | None, trouble: list[str], unscored: list[StudyRun]
+) -> dict[str, Any] | None:
     """The newest scores of a run, as `evaluate` wrote them. Where they cannot be read, `trouble` gets the
     reason; where there are none, `unscored` the run."""
     files = sorted((run.folder / EVAL).glob("step-*.json"))
@@ -119,7 +138,12 @@ def _results(run: StudyRun, trouble: list[str], unscored: list[StudyRun]) -> dic
         model = run.recipe.model
         form = attention_form(model.attention, vars(model))  # older files do not say it
         path = checkpoint_folder(run.folder, found["checkpoint"]["step"])  # it may have been scored elsewhere
-        named = {"attention": model.attention, "form": form, "path": str(path)}
+        named = {
+            "attention": model.attention,
+            "form": form,
+            "path": str(path),
+            "baseline": run.row == baseline,
+        }
         return found | {"checkpoint": found["checkpoint"] | named}
     unscored.append(run)
     return None
@@ -139,7 +163,9 @@ def _not_scored(runs: Sequence[StudyRun], scored: bool) -> list[str]:
     return lines
 
 
-def _what(study: Study, runs: Sequence[StudyRun], tried: Sequence[float]) -> str:
+def _what(
+    study: Study, runs: Sequence[StudyRun], records: dict[str, dict[str, Any]], tried: Sequence[float]
+) -> str:
     recipe = runs[0].recipe
     seeds = f"{study.seeds} seeds" if study.seeds > 1 else "one seed"
     number = len(study.attentions)
@@ -155,13 +181,13 @@ def _what(study: Study, runs: Sequence[StudyRun], tried: Sequence[float]) -> str
     return (
         f"{recipe.model.name}, {rows}, {seeds}, {count(study.tokens)} tokens each, "
         f"N = {recipe.data.seq_len:,}, {size}; {same}, the same schedule. "
-        f"{_passes(study, runs)}What differs is {differs}."
+        f"{_passes(study, records)}What differs is {differs}."
     )
 
 
-def _passes(study: Study, runs: Sequence[StudyRun]) -> str:
+def _passes(study: Study, records: dict[str, dict[str, Any]]) -> str:
     """How often a run reads its text, where a record says how long that is."""
-    texts = [(record.get("data") or {}).get("train") or {} for record in _records(runs).values()]
+    texts = [(record.get("data") or {}).get("train") or {} for record in records.values()]
     lengths = [text["tokens"] for text in texts if text.get("tokens")]
     if not lengths:
         return ""
@@ -176,12 +202,18 @@ def _of_the_attention() -> set[str]:
 
 
 def _training(
-    study: Study, folder: Path, tried: Sequence[StudyRun], done: Sequence[StudyRun], trouble: list[str]
+    study: Study,
+    folder: Path,
+    tried: Sequence[StudyRun],
+    done: Sequence[StudyRun],
+    records: dict[str, dict[str, Any]],
+    trouble: list[str],
 ) -> list[str]:
     """The picture of the losses, their table, time to loss and the rates; `trouble` gets what is odd."""
-    by_row = {}
+    by_row, hardware = {}, {name: record.get("hardware") or {} for name, record in records.items()}
     for row in dict.fromkeys(run.row for run in done):
-        first, *others = mean_over_seeds(read_curves([run.folder for run in done if run.row == row]))
+        read = read_curves([run.folder for run in done if run.row == row])
+        first, *others = mean_over_seeds([replace(c, hardware=hardware.get(c.name, {})) for c in read])
         by_row[row] = replace(first, label=row)
         ran_on = {curve.name: cards(curve.hardware) for curve in (first, *others)}
         if others:
@@ -194,12 +226,13 @@ def _training(
         named = ", ".join(f"{row}: {machine}" for row, machine in ran_on.items())
         trouble.append(f"the rows ran on different cards ({named}): times and speeds compare these, too")
     curves = list(by_row.values())
-    base = next((i for i, curve in enumerate(curves) if curve.attention == "softmax"), 0)
+    baseline = _baseline(study, done)
+    base = list(by_row).index(baseline) if baseline else 0
     drawn = [curve for row, curve in by_row.items() if row in (study.drawn or study.attentions)]
     shared = study.runs_per_device > 1
     draw(drawn or curves, [folder / f"curves.{kind}" for kind in ("png", "svg", "pdf")], timed=not shared)
     reached = time_to_loss(curves, base)
-    rows = _losses(study, done, by_row)
+    rows = _losses(study, done, by_row, hardware)
     with write_errors(folder / "summary.json"):
         write_json(folder / "summary.json", {"rows": rows, "time_to_loss": reached})
     note = caption(curves).replace("\n", " ")
@@ -216,7 +249,9 @@ def _training(
     return parts
 
 
-def _losses(study: Study, done: Sequence[StudyRun], curves: dict[str, Curve]) -> list[dict[str, Any]]:
+def _losses(
+    study: Study, done: Sequence[StudyRun], curves: dict[str, Curve], hardware: dict[str, dict[str, Any]]
+) -> list[dict[str, Any]]:
     """The numbers of each row that has a finished run: losses, what they are less those of the rows in
     `against`, speed, and the loss at equal time.
     """
@@ -228,7 +263,7 @@ def _losses(study: Study, done: Sequence[StudyRun], curves: dict[str, Curve]) ->
         curve, mine = curves[row], [run for run in done if run.row == row]
         losses: list[Any] = [run.loss for run in mine]  # numbers, as they are done
         here = cards(curve.hardware)
-        alike = [run for run in mine if cards(read_record(run.folder, "hardware")) == here]
+        alike = [run for run in mine if cards(hardware.get(run.name, {})) == here]
         lines = [line for run in alike for line in read_metrics(run.folder) if line.get("kind") == "train"]
         rows.append(
             {
@@ -250,7 +285,7 @@ def _losses(study: Study, done: Sequence[StudyRun], curves: dict[str, Curve]) ->
                 "card": curve.hardware.get("name"),
             }
         )
-    compared = study.against or tuple(one["row"] for one in rows if one["attention"] == "softmax")[:1]
+    compared = study.against or (_baseline(study, done),)
     for one in rows:
         others = (other for other in rows if other["row"] in compared and other is not one)
         one["less"] = {other["row"]: _difference(one["losses"], other["losses"]) for other in others}
@@ -382,9 +417,8 @@ def _limits(study: Study, runs: Sequence[StudyRun], tuned: bool) -> str:
     return "## What these runs cannot tell\n\n" + "\n".join(f"- {line}" for line in lines)
 
 
-def _how(done: Sequence[StudyRun]) -> str:
+def _how(records: dict[str, dict[str, Any]]) -> str:
     """Machine, versions, source, from the records of the runs; restarts are said."""
-    records = _records(done)
     if not records:
         return ""
     lines = list(dict.fromkeys(map(_made_with, records.values())))
@@ -407,10 +441,33 @@ def _made_with(record: dict[str, Any]) -> str:
     return f"{hardware.get('name', 'unknown hardware')}, {hardware.get('precision')}; {packages}; {source}."
 
 
-def _records(runs: Sequence[StudyRun]) -> dict[str, dict[str, Any]]:
-    """Run → what it was made with, of those that say."""
+def _records(runs: Sequence[StudyRun], trouble: list[str]) -> dict[str, dict[str, Any]]:
+    """Run → what it was made with, of those that say; `trouble` gets a line on each that cannot be read."""
     records = {}
     for run in runs:
-        with contextlib.suppress(UserError):
-            records[run.name] = read_json_object(run.folder / ENVIRONMENT)
+        path = run.folder / ENVIRONMENT
+        if not path.exists():
+            continue
+        try:
+            record = read_json_object(path)
+            if wrong := _mistyped(record, _RECORD):
+                raise UserError(f"{path} is damaged: {wrong} has no value of its type")
+            records[run.name] = record
+        except UserError as error:
+            trouble.append(f"what {run.name} was made with: {error}")
     return records
+
+
+def _mistyped(values: dict[str, Any], kinds: dict[str, Any]) -> str | None:
+    """The first of these keys, such as `hardware.name`, whose value is of another type, or 0; what is not
+    said is of no type."""
+    for key, kind in kinds.items():
+        value = values.get(key)
+        if value is None:
+            continue
+        expected = dict if isinstance(kind, dict) else kind
+        if not isinstance(value, expected) or value == 0:
+            return key
+        if expected is dict and (inner := _mistyped(value, kind)):
+            return f"{key}.{inner}"
+    return None

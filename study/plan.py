@@ -1,5 +1,6 @@
 """`lingpt study --dry_run`: what a study costs, before anything is trained: time, disk, card hours."""
 
+import heapq
 import math
 from collections.abc import Sequence
 
@@ -14,7 +15,7 @@ from lingpt.eval.table2 import count
 from lingpt.eval.tables import Table
 from lingpt.models import GPT
 from lingpt.study.config import Study
-from lingpt.study.jobs import Slot
+from lingpt.study.jobs import Slot, gpu_slots, scoring_slots
 from lingpt.study.runs import StudyRun
 from lingpt.train.machine import CPU_CORE_FLOPS, STATED_MFU, choose_machine, duration, run_flops, scaled
 from lingpt.train.model import model_config
@@ -46,19 +47,23 @@ def format_plan(
     trials = trials if "mqar" in stages else ()
     suites = study.suites if "scores" in stages else ()
     with_mqar = study.mqar is not None and "mqar" in stages
-    rows, left, disk = _costs(study, rate_runs, runs, stages)
-    seconds = {stage: flops / peak for stage, flops in left.items()}
-    host = host_seconds(study, suites) * sum(map(_is_unscored, runs))
-    seconds["scores"] += host if slots[0].gpus else 0.0
-    seconds["mqar"] = _mqar_seconds(trials, slots)
-    h200 = (sum(left.values()) / H200_FLOPS + host + _mqar_seconds(trials, [Slot("GPU 0", (0,))])) / 3600
+    with torch.device("meta"):
+        parameters = {r.row: GPT(model_config(r.recipe)).num_parameters() for r in runs if r.seed == 0}
+    rows, left = _costs(study, rate_runs, runs, stages, parameters)
+    disk = _disk(rate_runs, runs, stages, parameters)
+    host = host_seconds(study, suites)
+    seconds = _seconds(left, host, len(runs), trials, slots, peak)
+    eight = gpu_slots(8, study.devices_per_run, study.runs_per_device)
+    on_eight = sum(_seconds(left, host, len(runs), trials, eight, H200_FLOPS).values())
+    of_cards = sum(map(sum, left.values())) / H200_FLOPS + host * len(left["scores"])
+    hours = (of_cards + _mqar_seconds(trials, eight)) / 3600
     head = ["Row", "Parameters", "Steps × tokens", "Runs", "Rate runs", "Done", "H200 hours to train all"]
     table = Table("", head, rows)
     cards = len({gpu for slot in slots for gpu in slot.gpus}) or len(slots)
     each = len(slots[0].gpus) or 1
-    parts = ", ".join(f"{name} {duration(value / cards)}" for name, value in seconds.items() if value)
+    parts = ", ".join(f"{name} {duration(value)}" for name, value in seconds.items() if value)
     data = runs[0].recipe.data
-    cost = f"{h200:.3g}" if h200 >= 0.01 else "under 0.01"
+    cost = f"{hours:.3g}" if hours >= 0.01 else "under 0.01"
     lines = [
         f"study {study.name}: {len(rows)} rows, {study.seeds} seed{'s' if study.seeds > 1 else ''}, "
         f"{count(study.tokens)} tokens each, N = {data.seq_len:,}; nothing is trained, this is a dry run",
@@ -67,9 +72,9 @@ def format_plan(
         "",
         f"data    {data.source}: {availability(data)}",
         f"here    {cards} × {device}, {each} a run, {len(slots)} at once; what is left takes about "
-        f"{duration(sum(seconds.values()) / cards)} ({parts or 'nothing'})",
+        f"{duration(sum(seconds.values()))} ({parts or 'nothing'})",
         f"cost    {cost} card hours on H200s for what is left, at {STATED_MFU:.0%} of their peak: "
-        f"{duration(h200 * 3600 / 8)} on eight",
+        f"{duration(on_eight)} on eight",
         f"disk    {scaled(disk, 'B')} of checkpoints at most; the rates' go when these are chosen",
         f"scores  {', '.join(suites) or 'none'}" + ("; MQAR" if with_mqar else ""),
         "Small models and short sequences reach less of the peak: the time is then longer."
@@ -80,36 +85,91 @@ def format_plan(
 
 
 def _costs(
-    study: Study, rate_runs: Sequence[StudyRun], runs: Sequence[StudyRun], stages: Sequence[str]
-) -> tuple[list[list[str]], dict[str, float], float]:
-    """The cells of each row; the FLOPs of what is left, by stage; and the bytes of checkpoints."""
+    study: Study,
+    rate_runs: Sequence[StudyRun],
+    runs: Sequence[StudyRun],
+    stages: Sequence[str],
+    parameters: dict[str, int],
+) -> tuple[list[list[str]], dict[str, list[float]]]:
+    """The cells of each row; and by stage the FLOPs of each run that is left. parameters: of each row."""
     suites = study.suites if "scores" in stages else ()
-    scored = scored_tokens(study, runs[0].recipe.data.seq_len, suites)
-    rows, left, disk = [], {"rates": 0.0, "runs": 0.0, "scores": 0.0}, 0.0
+    tried = rate_runs if "rates" in stages else ()
+    flops = {run.name: run_flops(model_config(run.recipe), run.recipe) for run in (*tried, *runs)}
+    rows = []
     for row in study.attentions:
-        mine = [run for run in runs if run.row == row]
-        tried = [run for run in rate_runs if run.row == row and "rates" in stages]
-        recipe, config = mine[0].recipe, model_config(mine[0].recipe)
-        with torch.device("meta"):
-            parameters = GPT(config).num_parameters()
-        flops = [run_flops(config, run.recipe) for run in mine]
-        rate_flops = [run_flops(config, run.recipe) for run in tried]
-        unscored = sum(map(_is_unscored, mine))
-        # Forward alone, a third of a training token's.
-        scoring = flops[0] / (recipe.total_steps * recipe.tokens_per_step) / 3 * scored * unscored
-        unfinished = [f for f, run in zip(flops, mine, strict=True) if not run.is_over()]
-        left["runs"] += sum(unfinished) * ("runs" in stages)
-        left["rates"] += sum(f for f, run in zip(rate_flops, tried, strict=True) if not run.is_over())
-        left["scores"] += scoring
-        trained = sum(flops) * ("runs" in stages) + sum(rate_flops)
-        # Weights and AdamW's two moments in fp32; one more checkpoint than are kept, while it is written.
-        disk += len(mine) * 12 * parameters * (recipe.train.keep_checkpoints + 1)
+        mine, short = ([run for run in some if run.row == row] for some in (runs, tried))
+        recipe = mine[0].recipe
         steps = f"{recipe.total_steps:,} × {count(recipe.tokens_per_step)}"
-        done = f"{len(mine) - len(unfinished)} of {len(mine)}"
+        done = f"{sum(run.is_over() for run in mine)} of {len(mine)}"
+        trained = sum(flops[run.name] for run in [*short, *(mine if "runs" in stages else ())])
         hours = trained / H200_FLOPS / 3600
-        cells = [count(parameters), steps, str(len(mine)), str(len(tried)), done]
+        cells = [count(parameters[row]), steps, str(len(mine)), str(len(short)), done]
         rows.append([row, *cells, f"{hours:.3g}" if hours >= 0.001 else "< 0.001"])
-    return rows, left, disk
+    # A scored token is a forward pass alone, a third of a training token.
+    recipe = runs[0].recipe
+    scored = (
+        scored_tokens(study, recipe.data.seq_len, suites) / (recipe.total_steps * recipe.tokens_per_step) / 3
+    )
+    left = {
+        "rates": [flops[run.name] for run in tried if not run.is_over()],
+        "runs": [flops[run.name] for run in runs if "runs" in stages and not run.is_over()],
+        "scores": [flops[run.name] * scored for run in runs if suites and _is_unscored(run)],
+    }
+    return rows, left
+
+
+def _disk(
+    rate_runs: Sequence[StudyRun],
+    runs: Sequence[StudyRun],
+    stages: Sequence[str],
+    parameters: dict[str, int],
+) -> float:
+    """Bytes of checkpoints, at most: the short runs' go when all of these are over, before the runs begin."""
+
+    def size(some: Sequence[StudyRun]) -> float:
+        # Weights and AdamW's two moments in fp32; one more checkpoint than are kept, while it is written.
+        return sum(12 * parameters[run.row] * (run.recipe.train.keep_checkpoints + 1) for run in some)
+
+    begun = [run for run in runs if run.begun]
+    tried = [run for run in rate_runs if "rates" in stages and not run.is_over()]
+    return max(size([*tried, *begun]), size(runs if "runs" in stages else begun))
+
+
+def _seconds(
+    left: dict[str, list[float]],
+    host: float,
+    runs: int,
+    trials: Sequence[Trial],
+    slots: Sequence[Slot],
+    peak: float,
+) -> dict[str, float]:
+    """Of each stage, on these slots. host: seconds of a run's scores beside the FLOPs; runs: of the study."""
+    cards = sorted({gpu for slot in slots for gpu in slot.gpus})
+    scoring = scoring_slots(slots, cards, runs)
+    host = host if cards else 0.0
+    return {
+        "rates": wall_seconds(left["rates"], slots, peak),
+        "runs": wall_seconds(left["runs"], slots, peak),
+        "scores": wall_seconds(left["scores"], scoring, peak, host),
+        "mqar": _mqar_seconds(trials, slots) / (len(cards) or len(slots)),
+    }
+
+
+def wall_seconds(flops: Sequence[float], slots: Sequence[Slot], peak: float, more: float = 0.0) -> float:
+    """Until all jobs are done: each begins, in this order, on the slot that is free first.
+
+    flops: of each job. peak: FLOP/s of a card, or a CPU process. more: seconds of each beside its FLOPs.
+    """
+    if not flops:
+        return 0.0
+    groups = len({slot.gpus for slot in slots if slot.gpus}) or len(slots)
+    used = min(len(flops), len(slots))
+    sharing = math.ceil(used / groups)  # jobs on the same cards at a time
+    speed = peak * (len(slots[0].gpus) or 1) / sharing
+    ends = [0.0] * used
+    for job in flops:
+        heapq.heapreplace(ends, ends[0] + job / speed + more)
+    return max(ends)
 
 
 def _is_unscored(run: StudyRun) -> bool:

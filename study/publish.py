@@ -10,17 +10,29 @@ from typing import Any
 
 import yaml
 
+from lingpt.common.errors import UserError
 from lingpt.common.files import read_json, read_yaml, write_errors, write_text
 from lingpt.common.run_folder import CONFIG, ENVIRONMENT, EVAL, METRICS, SAMPLES
-from lingpt.study.paths import portable
+from lingpt.study.page import PAGE, TITLE
+from lingpt.study.paths import portable, read_utf8
 from lingpt.study.runs import StudyRun
 
 _READ = {".json": read_json, ".yaml": read_yaml}
 
 
+def check_target(target: Path) -> None:
+    """UserError where the page would take the place of a README.md that is no study's page."""
+    there = target / PAGE
+    if there.exists() and not there.read_bytes().startswith(TITLE.encode()):
+        raise UserError(
+            f"{there} is not a study's page, and publishing would overwrite it: give a folder of its own"
+        )
+
+
 def publish_study(folder: Path, target: Path, runs: Sequence[StudyRun]) -> Path:
     """Copies the page, tables, figures and the runs' small files to `target`, with paths as `portable` writes
-    them. Raises UserError where a file is damaged, or `target` cannot be written."""
+    them. Raises UserError where a file is damaged, or `target` cannot be written, or has another README."""
+    check_target(target)
     names = [path for path in folder.iterdir() if path.is_file()]
     names += list((folder / "mqar").glob("mqar.*"))
     for run in runs:
@@ -56,7 +68,7 @@ def _without(moved: Mapping[str, str], path: Path) -> str:
     """The text of a file with the strings `moved`, the longest first, as these say; all else as it is."""
     if path.suffix == ".yaml":  # where a long string may be broken into lines
         return yaml.safe_dump(portable(read_yaml(path)), sort_keys=False, allow_unicode=True)
-    content = path.read_text(encoding="utf-8")
+    content = read_utf8(path)
     for old, new in moved.items():
         if path.suffix == ".json":
             old, new = (json.dumps(text, ensure_ascii=False) for text in (old, new))

@@ -202,7 +202,7 @@ def kept_rates(study: Study, folder: Path) -> dict[str, float | None]:
             continue
         if found in study.rates:
             kept[row] = found
-        elif found == _setting("learning_rate", study.recipe, {**study.options, **study.attentions[row]}):
+        elif found == _rate("learning_rate", study.recipe, {**study.options, **study.attentions[row]}):
             kept[row] = None
     return kept
 
@@ -255,8 +255,17 @@ def _run(
 
 def _min_lr_ratio(recipe: str, options: dict[str, Any]) -> float:
     """Where the schedule ends, as a share of the peak, in the recipe with the study's options."""
-    values = [_setting(key, recipe, options) for key in ("min_learning_rate", "learning_rate")]
-    return values[0] / values[1] if all(values) else 0.05
+    least, peak = (_rate(key, recipe, options) for key in ("min_learning_rate", "learning_rate"))
+    return least / peak if least and peak else 0.05
+
+
+def _rate(key: str, recipe: str, options: dict[str, Any]) -> float | None:
+    """`_setting` of a learning rate: YAML takes `1e-3`, which has no dot, for a word."""
+    value = _setting(key, recipe, options)
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"train.{key} is {value!r}; it must be a learning rate, as 1.0e-3") from error
 
 
 def _setting(key: str, recipe: str, options: dict[str, Any]) -> Any:

@@ -16,11 +16,11 @@ from lingpt.data import find_data
 from lingpt.eval.suites import check_scoring
 from lingpt.eval.tasks.sources import benchmark_folder
 from lingpt.study.config import STAGES, STUDY, Study, with_begun_runs
-from lingpt.study.jobs import Failure, Job, Slot, Stopped, card_slots, find_slots, run_jobs
+from lingpt.study.jobs import Failure, Job, Slot, Stopped, find_slots, run_jobs, scoring_slots
 from lingpt.study.mqar import command_line, trials_left
 from lingpt.study.page import write_page
 from lingpt.study.plan import format_plan
-from lingpt.study.publish import publish_study
+from lingpt.study.publish import check_target, publish_study
 from lingpt.study.runs import StudyRun, chosen_rates, forget_files, not_over, rate_runs, study_runs
 
 
@@ -54,6 +54,8 @@ def run_study(
         Interrupted: a KeyboardInterrupt; after Ctrl-C or a signal, when what ran has saved.
     """
     _check_arguments(stages, minutes)
+    if publish:
+        check_target(Path(publish))
     forget_files()
     folder = Path(out) / f"study-{study.name}"
     asked, study = study, study if dry_run else with_begun_runs(study, folder)
@@ -66,12 +68,13 @@ def run_study(
         print(format_plan(study, work.tried, work.runs, trials, slots, stages))
         return folder
     _check_inputs(study, work.runs, stages)
-    with write_errors(folder / STUDY):
-        write_json(folder / STUDY, study.to_dict())
+    _write_study(study, folder)
     work.do(stages, minutes)
+    work.look_again()
+    _write_study(work.study, folder)
     if "page" in stages:
         scored = "scores" in stages or not {"rates", "runs"} & set(stages)
-        page = write_page(study, folder, work.tried, work.runs, work.failures, scored=scored)
+        page = write_page(work.study, folder, work.tried, work.runs, work.failures, scored=scored)
         print(f"page    {page}")
     if publish:
         print(f"copied  {publish_study(folder, Path(publish), [*work.tried, *work.runs])}")
@@ -81,6 +84,11 @@ def run_study(
             f"{len(work.failures)} failed, all else is kept, and the same command tries again: {named}"
         )
     return folder
+
+
+def _write_study(study: Study, folder: Path) -> None:
+    with write_errors(folder / STUDY):
+        write_json(folder / STUDY, study.to_dict())
 
 
 def _check_arguments(stages: Sequence[str], minutes: float | None) -> None:
@@ -111,14 +119,22 @@ class _Stages:
         self.deadline: float | None = None
         self.failures: list[Failure] = []
         self.given_up: set[tuple[int, ...]] = set()  # cards, for as long as the command runs
-        self.tried = rate_runs(study, folder, self._each)
+        self._find_runs()
         self.tunes = any(run.begun for run in self.tried)  # else who leaves `rates` out wants the recipe's
-        self.runs = study_runs(study, folder, chosen_rates(self.tried), self._each)
 
     @property
     def _each(self) -> int | None:
         """GPUs of one run; None on the CPU."""
         return len(self.slots[0].gpus) or None
+
+    def look_again(self) -> None:
+        """With the rows and seeds that another command has begun in the folder since, or this one has."""
+        self.study = with_begun_runs(self.asked, self.folder)
+        self._find_runs()
+
+    def _find_runs(self) -> None:
+        self.tried = rate_runs(self.study, self.folder, self._each)
+        self.runs = study_runs(self.study, self.folder, chosen_rates(self.tried), self._each)
 
     def do(self, stages: Sequence[str], minutes: float | None) -> None:
         """These stages but the page, until they are done, or the time is over."""
@@ -176,8 +192,7 @@ class _Stages:
         self._run([Job("mqar", arguments, self._log("mqar"))], [all_cards])
 
     def score(self) -> None:
-        """One process a slot, with its share of the runs: the questions are built once in each. Of fewer
-        runs than cards, several cards share the questions of each."""
+        """One process a slot, with its share of the runs: the questions are built once in each."""
         study = self.study
         ready = [str(run.folder) for run in self._now(self.runs) if run.is_done() and run.has_weights()]
         if not study.suites:
@@ -185,9 +200,7 @@ class _Stages:
         if not ready:
             print("scores: nothing to score: no run is finished and has its weights")
             return
-        slots, each = self.slots, len(self._cards()) // len(ready)
-        if each > len(slots[0].gpus):
-            slots = card_slots(self._cards(), each)
+        slots = scoring_slots(self.slots, self._cards(), len(ready))
         options = ["--longest", str(study.longest)]
         if gpus := slots[0].gpus:
             options += ["--device", "cuda", "--devices", str(len(gpus)), "--dtype", "bfloat16"]

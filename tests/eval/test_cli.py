@@ -11,6 +11,7 @@ import yaml
 
 from lingpt.cli.main import main
 from lingpt.configs import recipe_path
+from lingpt.eval import harness
 from lingpt.models import GPT
 
 from .conftest import write_run
@@ -55,6 +56,16 @@ def test_suites_and_files(runs, eval_data, tmp_path, capsys):
     assert "Regular Attention" in out and "Bits per byte" not in out  # measured before, not asked for now
     scores = json.loads((runs / "demo-ours" / "eval" / "step-00000010.json").read_text())["scores"]
     assert scores.keys() == {"bits_per_byte (words)", "loss_by_position (words)", "piqa (0-shot)"}
+
+
+def test_a_checkpoint_is_loaded_once_for_all_suites(runs, eval_data, tmp_path, monkeypatch):
+    """Guards: gigabytes hashed and read again for each suite."""
+    (tmp_path / "t.jsonl").write_text(json.dumps({"text": "the sun warms stone " * 90}) + "\n")
+    loaded, load_lm = [], harness.load_lm
+    monkeypatch.setattr(harness, "load_lm", lambda *args: loaded.append(args[0].label) or load_lm(*args))
+    argv = ["--runs", "runs/demo-ours", "runs/demo-gla", "--suite", "table2", "language", "--tasks", "piqa"]
+    texts = ["--texts", "words=t.jsonl", "--longest", "1", "--data", str(eval_data), "--device", "cpu"]
+    assert main(["eval", *argv, *texts]) == 0 and loaded == ["ours", "gla"]
 
 
 def test_defaults_are_table_2(runs, eval_data, capsys):

@@ -1,17 +1,20 @@
 """Guards the suites beside Table 2: each number against its definition, each with chance or a baseline."""
 
 import copy
+import functools
 import itertools
 import json
 import lzma
 import math
+import weakref
 
 import pytest
 import torch
 
+import lingpt.models
 from lingpt.common.errors import UserError
 from lingpt.common.files import file_sha256
-from lingpt.eval import LinGPTLM
+from lingpt.eval import LinGPTLM, evaluate, find_checkpoints, harness
 from lingpt.eval.figures import caption, draw_positions
 from lingpt.eval.language import _edges, bits_per_byte, loss_by_position
 from lingpt.eval.paired import ratio
@@ -161,8 +164,6 @@ def test_recall_is_found_by_a_model_that_copies(lm, texts, monkeypatch):
 
 def test_what_a_run_gets(tmp_path, tokenizer, texts, capsys):
     """Both suites on a run's checkpoint, kept, not measured again, and in tables and a figure."""
-    from lingpt.eval import find_checkpoints
-
     for attention in ("ours", "softmax"):
         write_run(tmp_path, f"demo-{attention}", attention, tokenizer)
     lines, options = [], {"longest": 2, "device": "cpu", "devices": 2}
@@ -214,6 +215,40 @@ def test_what_a_run_gets(tmp_path, tokenizer, texts, capsys):
         "positions.pdf",
     ]
     assert b"<svg" in paths[-2].read_bytes() and paths[-1].read_bytes().startswith(b"%PDF")
+
+
+def test_one_load_serves_all_measures(tmp_path, tokenizer, texts, eval_data, monkeypatch):
+    """Guards: a checkpoint that is hashed and read for each measure, and again for each card; a model that
+    stays in memory when the next checkpoint's turn comes. The scores are those of a load each."""
+    write_run(tmp_path, "demo-ours", "ours", tokenizer)
+    (checkpoint,) = find_checkpoints(tmp_path)
+    hashed, models = [], []
+    load_model, check_undamaged = lingpt.models.load_model, harness.check_undamaged
+
+    def counted(*args, **options):
+        model = load_model(*args, **options)
+        models.append(weakref.ref(model.lm_head.weight))
+        return model
+
+    monkeypatch.setattr(lingpt.models, "load_model", counted)
+    monkeypatch.setattr(harness, "check_undamaged", lambda path: hashed.append(check_undamaged(path)))
+    options = {"device": "cpu", "log": lambda line: None, "redo": True}
+    suites = ["language", "recall"]
+
+    def scores(**shared):
+        hashed.clear()
+        models.clear()
+        evaluate(checkpoint, ["piqa", "arc_easy"], data=eval_data, **options, **shared)
+        found = evaluate_texts(checkpoint, suites, texts, longest=2, **options, **shared)["scores"]
+        kept = ("metrics", "correct", "per_document", "max_length", "prompts", "dtype")
+        return {key: [entry.get(name) for name in kept] for key, entry in found.items()}
+
+    load = functools.cache(harness.load_lm)
+    shared = scores(load=load, devices=2)
+    assert len(hashed) == len(models) == 1 and len(shared) == 4
+    del load
+    assert models[0]() is None
+    assert scores() == shared and len(hashed) == len(models) == 2  # a call each
 
 
 def test_the_lines_of_the_loss_by_position(tmp_path, monkeypatch):

@@ -39,6 +39,10 @@ from lingpt.tests.study.tiny import TINY, write
         ({"recipe": None}, "does not say `recipe`"),
         ({"tokens": None}, "does not say `tokens`"),
         ({"suites": ["table2"], "tasks": []}, "`tasks` is empty; the suite table2 needs some"),
+        (
+            {"options": {"train.learning_rate": "fast"}},
+            "train.learning_rate is 'fast'; it must be a learning",
+        ),
     ],
 )
 def test_mistakes_in_the_file(here, capsys, change, message):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lingpt.cli.main import main
+from lingpt.common.files import write_json
 from lingpt.study import read_study
 from lingpt.study.runs import StudyRun
 from lingpt.tests.study.tiny import COMMAND, TINY, fake_run, write
@@ -75,6 +76,46 @@ def test_runs_that_were_not_made_alike_are_said(here, second):
     how = page.partition("## How it was made")[2]
     assert "The runs were not all made alike:" in how and all(card["name"] in how for card in hardware)
     assert "unknown hardware" in how
+
+
+@pytest.mark.parametrize(
+    ("record", "wrong"),
+    [
+        ({"hardware": "H200"}, "hardware has"),
+        ({"hardware": {"name": "NVIDIA H200", "world_size": "two"}}, "hardware.world_size has"),
+        ({"hardware": {"name": "NVIDIA H200", "world_size": 0}}, "hardware.world_size has"),
+        ({"versions": ["torch"]}, "versions has"),
+        ({"git": {"revision": 3}}, "git.revision has"),
+        ({"data": [3]}, "data has"),
+        ({"data": {"train": {"tokens": "many"}}}, "data.train.tokens has"),
+        ({"earlier": 3}, "earlier has"),
+        ([], "holds no JSON object"),
+    ],
+)
+def test_an_odd_record_is_named_and_the_rest_is_shown(here, record, wrong):
+    """Guards: one value of another type in an environment.json was a traceback instead of a page."""
+    write(TINY | {"rates": [], "seeds": 1, "suites": [], "attentions": ["softmax"]})
+    fake_run("softmax-seed0")
+    Path("runs/study-tiny/softmax-seed0/environment.json").write_text(json.dumps(record))
+    assert main([*COMMAND, "--stages", "page"]) == 0
+    page = Path("runs/study-tiny/README.md").read_text()
+    assert (
+        len(re.findall(f"^- what softmax-seed0 was made with: .*environment.json .*{wrong}", page, re.M)) == 1
+    )
+    assert re.search(r"^\| softmax \|.* 4\.0000", page, re.M) and "How it was made" not in page
+
+
+def test_a_reading_that_is_no_utf8_is_one_line(here, capsys):
+    """Guards: a traceback at the end of a study, when its page is written or copied."""
+    write(TINY | {"rates": [], "seeds": 1, "suites": [], "attentions": ["softmax"]})
+    fake_run("softmax-seed0")
+    Path("runs/study-tiny/reading.md").write_bytes("größer".encode("latin-1"))
+    record = {"command": ["--data.source=/data/wiki.jsonl"]}  # a path, which the copy has otherwise
+    Path("runs/study-tiny/softmax-seed0/environment.json").write_text(json.dumps(record))
+    for more in (["--stages", "page"], ["--stages", "runs", "--publish", "copy"]):
+        assert main([*COMMAND, *more]) == 2
+        line = capsys.readouterr().err.strip()
+        assert "reading.md is not UTF-8" in line and line.endswith("save it as UTF-8") and "\n" not in line
 
 
 def test_seeds_of_different_data_are_said_to_be(here):
@@ -207,6 +248,29 @@ def test_an_odd_result_file_is_named_and_the_rest_is_shown(here, content):
     assert len(re.findall("ours-seed0/eval/step-00000004.json is damaged, or of another version", page)) == 1
     assert page.count("ours-seed0/eval/step-00000004.json") == 1
     assert "softmax-seed0, step 4" in page and "50.00 ± 10.00" in page and "ours-seed0, step 4" not in page
+
+
+@pytest.mark.parametrize("against", ["softmax", "high"])
+def test_all_tables_compare_with_one_softmax(here, against):
+    """Guards: losses less those of one softmax row, and scores less those of another, of another rate."""
+    high = {"model.attention": "softmax", "train.learning_rate": 4e-3}
+    rows = {"softmax": {}, "ours": {}, "high": high}
+    write(TINY | {"rates": [], "seeds": 1, "attentions": rows, "suites": ["table2"], "against": [against]})
+    for row in rows:
+        changes = {"learning_rate": 4e-3} if row == "high" else {}
+        fake_run(f"{row}-seed0", rows[row].get("model.attention"), **changes)
+        entry = {"task": "piqa", "num_fewshot": 0, "documents": 8, "complete": True, "prompts": "p"}
+        entry |= {"metrics": {"acc": 0.5, "acc_stderr": 0.1}, "correct": {"acc": "AA=="}}
+        about = {"run": f"{row}-seed0", "attention": row, "step": 4, "model": "demo", "tokens": 512}
+        file = Path(f"runs/study-tiny/{row}-seed0/eval/step-00000004.json")
+        write_json(file, {"checkpoint": about, "scores": {"piqa (0-shot)": entry}})
+    assert main([*COMMAND, "--stages", "page"]) == 0
+    page = Path("runs/study-tiny/README.md").read_text()
+    other = {"softmax": "high", "high": "softmax"}[against]
+    assert f"less {against}'s" in page
+    compared = re.search("^Compared with (.*)-seed0, step 4: (.*)\\.$", page, re.M)
+    assert compared[1] == against and set(compared[2].split(", ")) == {"ours-seed0", f"{other}-seed0"}
+    assert f"× {against}'s time" in page
 
 
 def test_rows_that_are_trained_alike_are_two_rows(here):

@@ -11,8 +11,8 @@ from lingpt.cli.main import main
 from lingpt.configs import recipe_path
 from lingpt.eval.mqar import Trial
 from lingpt.study import plan, read_study
-from lingpt.study.jobs import Slot
-from lingpt.study.plan import H200_FLOPS, _mqar_seconds, host_seconds, scored_tokens
+from lingpt.study.jobs import Slot, gpu_slots
+from lingpt.study.plan import H200_FLOPS, _mqar_seconds, host_seconds, scored_tokens, wall_seconds
 from lingpt.tests.study.tiny import COMMAND, TINY, fake_run, write
 
 
@@ -80,6 +80,38 @@ def test_the_plan_counts_what_is_left_of_the_training(here, capsys, monkeypatch)
     fake_run("softmax-seed0")
     hours, rates, left = look()
     assert (hours, rates) == ("under 0.01", None) and "(nothing)" in left and not here
+
+
+@pytest.mark.parametrize(
+    ("jobs", "slots", "seconds"),
+    [
+        ([60, 60, 60], gpu_slots(8, 1), 60),  # five cards have nothing to do
+        ([60] * 9, gpu_slots(8, 1), 120),
+        ([60] * 3, gpu_slots(8, None), 3 * 60 / 8),  # one after the other, on all cards
+        ([60] * 3, gpu_slots(8, 4), 2 * 60 / 4),
+        ([60] * 2, gpu_slots(2, 1, sharing=3), 60),  # a card each
+        ([60] * 6, gpu_slots(2, 1, sharing=3), 3 * 60),
+        ([60] * 3, [Slot("CPU process 0"), Slot("CPU process 1")], 120),
+        ([], gpu_slots(8, 1), 0),
+    ],
+)
+def test_a_run_is_not_sooner_done_for_cards_that_it_has_not(jobs, slots, seconds):
+    """Guards: three runs on eight cards were to take three eighths of one."""
+    assert wall_seconds(jobs, slots, peak=1.0) == pytest.approx(seconds)
+
+
+def test_the_plan_has_the_disk_that_the_rates_take(here, capsys):
+    """Guards: the short runs' checkpoints, all of which are there until the last is over, were forgotten."""
+
+    def disk(rates, *more):
+        write(TINY | {"rates": rates, "seeds": 1, "attentions": ["softmax"]})
+        assert main([*COMMAND, "--dry_run", "true", *more]) == 0
+        return float(re.search(r"^disk +([\d.]+) MB", capsys.readouterr().out, re.M)[1])
+
+    one = disk([])
+    assert disk([1e-3]) == one  # it is gone when the run begins
+    assert disk([1e-3, 3e-3, 1e-2]) == pytest.approx(3 * one, rel=0.01)
+    assert disk([1e-3, 3e-3, 1e-2], "--stages", "runs") == one
 
 
 def test_the_time_of_scores_is_what_was_measured():

@@ -80,6 +80,23 @@ def test_scores_are_published_as_they_are(tmp_path):
     assert text == json.dumps(scores, indent=3).replace("/data/runs/x/step-4", "step-4")
 
 
+def test_a_page_of_another_kind_is_not_overwritten(here, capsys):
+    """Guards: `--publish docs/results/study` took the place of the index there. It is refused before anything
+    is trained; the page that an earlier start has published is replaced."""
+    write(TINY | {"rates": [], "seeds": 1, "suites": [], "attentions": ["softmax"]})
+    fake_run("softmax-seed0")
+    index = Path("docs/README.md")
+    index.parent.mkdir()
+    index.write_text("# The study\n")
+    assert main([*COMMAND, "--publish", "docs"]) == 2
+    line = capsys.readouterr().err.strip()
+    assert "docs/README.md is not a study's page" in line and "\n" not in line and not here
+    assert index.read_text() == "# The study\n" and list(index.parent.iterdir()) == [index]
+    for _ in range(2):
+        assert main([*COMMAND, "--stages", "page", "--publish", "docs/tiny"]) == 0
+    assert Path("docs/tiny/README.md").read_text().startswith("# Study tiny\n")
+
+
 @pytest.mark.parametrize(
     ("path", "published"),
     [

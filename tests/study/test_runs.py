@@ -5,9 +5,11 @@ import re
 import shutil
 from pathlib import Path
 
+import pytest
+
 from lingpt.cli.main import main
 from lingpt.study import read_study
-from lingpt.study.runs import chosen_rates, rate_runs, study_runs
+from lingpt.study.runs import chosen_rates, kept_rates, rate_runs, study_runs
 from lingpt.tests.study.tiny import COMMAND, TINY, fake_run, write
 
 
@@ -29,6 +31,21 @@ def test_the_best_rate_is_chosen(here):
     (folder / "softmax-rate0.003" / "metrics.jsonl").write_text(text.replace('"loss": 4.0', '"loss": 3.5'))
     assert chosen_rates(tried) == {"softmax": 3e-3}
     assert study_runs(study, folder, {"softmax": 3e-3}, None)[0].options["train.learning_rate"] == 3e-3
+
+
+def test_a_rate_without_a_dot_is_a_number(here):
+    """Guards: `train.learning_rate: 1e-3`, a word to YAML, was a traceback in a study that has rates, and the
+    runs that had begun with it were taken for those of another study."""
+    write(TINY | {"rates": [2e-3], "seeds": 1, "attentions": ["softmax"]})
+    text = Path("study-tiny.yaml").read_text()
+    both = "options:\n  train.learning_rate: 1e-3\n  train.min_learning_rate: 1e-4\n"
+    Path("study-tiny.yaml").write_text(text.replace("options:\n", both))
+    study, folder = read_study(Path("study-tiny.yaml")), Path("runs/study-tiny")
+    assert study.options["train.learning_rate"] == "1e-3"
+    train = study_runs(study, folder, {"softmax": 2e-3}, None)[0].recipe.train
+    assert (train.learning_rate, train.min_learning_rate) == (2e-3, pytest.approx(2e-4))
+    fake_run("softmax-seed0")
+    assert kept_rates(study, folder) == {"softmax": None}
 
 
 def test_runs_keep_the_rate_that_they_were_begun_with(here):

@@ -223,6 +223,25 @@ def test_fewer_rows_and_seeds_leave_the_others_in_the_study(here):
     assert [(row["row"], row["seeds"]) for row in rows] == [("softmax", 1), ("gla", 2)]
 
 
+def test_two_commands_in_one_folder_leave_a_page_with_the_rows_of_both(here, monkeypatch):
+    """Guards: page and study.json had the rows of the command that ended last alone. Here the second begins
+    when nothing of the first is trained yet, and ends before it."""
+    write(TINY | {"rates": [], "suites": [], "seeds": 1})
+    first, second = ([*COMMAND, "--attentions", row] for row in ("softmax", "mixed"))
+    run_jobs = stages.run_jobs
+
+    def with_the_other(jobs, *args, **options):
+        if any(job.name == "softmax-seed0" for job in jobs):
+            assert main(second) == 0
+        return run_jobs(jobs, *args, **options)
+
+    monkeypatch.setattr(stages, "run_jobs", with_the_other)
+    assert main(first) == 0 and here[-2:] == ["mixed-seed0", "softmax-seed0"]
+    files = [Path("runs/study-tiny", name) for name in ("study.json", "summary.json")]
+    study, summary = (json.loads(file.read_text()) for file in files)
+    assert study["attentions"].keys() == {row["row"] for row in summary["rows"]} == {"softmax", "mixed"}
+
+
 def test_a_rate_that_diverged_is_a_result(here):
     """Its start is not tried again, its checkpoints go, and the study goes on without an error."""
     write(
