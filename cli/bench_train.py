@@ -24,7 +24,8 @@ def configure(parser: ArgumentParser) -> None:
     add("--accelerator", type=str, default="auto", help="auto, cpu or cuda")
     folder = "folder of bench.json, bench.md and the plot"
     add("--out", type=str, default="runs/bench/training", help=folder)
-    add("--append", action="store_true", help="keep the rows of --out, measure those that are missing")
+    append = "keep the rows of --out, measure those that are missing; ratios are within a session"
+    add("--append", action="store_true", help=append)
     redraw = "measure nothing: table and plot from the bench.json in --out"
     add("--redraw", action="store_true", help=redraw)
 

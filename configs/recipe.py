@@ -72,11 +72,27 @@ def parse_recipe(words: Sequence[str]) -> Recipe:
 def recipe_from(args: Namespace) -> Recipe:
     """The recipe that the parsed (and instantiated) arguments describe, and the name of its run."""
     recipe = Recipe(model=args.model, data=args.data, train=args.train)
+    files = [Path(path) for path in args.get("config") or []]
+    file = files[0] if files else None
+    if None not in (recipe.train.max_steps, recipe.train.max_tokens):
+        _keep_the_length_given(recipe.train, _recipe_in(file).train)
     if recipe.train.name is None:
-        files = [Path(path) for path in args.get("config") or []]
-        name = _run_name(recipe, files[0] if files else None)
+        name = _run_name(recipe, file)
         recipe.train.name = None if name == recipe.run_name else name
     return recipe
+
+
+def _keep_the_length_given(train: TrainConfig, in_file: TrainConfig) -> None:
+    """The steps or the tokens of the command line take the place of the other in the file; UserError where
+    the command line gives both."""
+    steps_given = train.max_steps != in_file.max_steps
+    tokens_given = train.max_tokens != in_file.max_tokens
+    if steps_given and tokens_given:
+        raise UserError("--train.max_steps and --train.max_tokens both say how long to train: give one")
+    if steps_given:
+        train.max_tokens = None
+    elif tokens_given:
+        train.max_steps = None
 
 
 def _run_name(recipe: Recipe, file: Path | None) -> str:

@@ -9,6 +9,7 @@ them. An entry is a folder that is written whole or not at all. A lock lets one 
 which are checked as they are read; entries from before there were any are read without.
 """
 
+import fcntl
 import hashlib
 import json
 import sys
@@ -89,29 +90,45 @@ def token_cache(
     decides = json.dumps([FORMAT, corpus.content_hash, tokenizer.hash, fraction])
     folder = cache_dir / "tokens" / hashlib.sha256(decides.encode()).hexdigest()[:32]
     if not folder.exists():
-        with write_errors(folder.parent, WRITE_ADVICE), _lock(folder, progress):
-            if not folder.exists():
-                _make(folder, corpus, tokenizer, fraction, num_workers, progress)
+        with write_errors(folder.parent, WRITE_ADVICE), _lock(folder, progress) as locked:
+            if locked:  # so these are of processes that were killed
+                remove_partial(folder.parent, folder.name)
+            try:
+                if not folder.exists():
+                    _make(folder, corpus, tokenizer, fraction, num_workers, progress)
+            except OSError:
+                if not folder.exists():  # without a lock, another process may have been first
+                    raise
     return TokenCache(folder)
 
 
 @contextmanager
-def _lock(folder: Path, progress: bool) -> Iterator[None]:
-    """Only one process at a time makes `folder`; the system takes the lock from a process that dies."""
-    import filelock
+def _lock(folder: Path, progress: bool) -> Iterator[bool]:
+    """Only one process at a time makes `folder`; the system takes the lock from a process that dies.
 
+    False where the disk knows no locks, as some network file systems: several may be at work then.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(folder.parent / f".{folder.name}.lock")
-    try:
-        lock.acquire(blocking=False)
-    except filelock.Timeout:
-        if progress:
-            print("waiting for another process that prepares the same data", file=sys.stderr)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
+    path, locked = folder.parent / f".{folder.name}.lock", True
+    with path.open("a") as file:  # NFS locks what is open for writing
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if progress:
+                print(
+                    f"waiting for another process that prepares the same data and holds {path}",
+                    file=sys.stderr,
+                )
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            locked = False
+            if progress:
+                print(
+                    f"{folder.parent}: its file system knows no locks ({error.strerror}), so each process "
+                    "prepares the data: run `lingpt data` before several of them",
+                    file=sys.stderr,
+                )
+        yield locked
 
 
 def _make(
@@ -122,7 +139,6 @@ def _make(
     num_workers: int | None,
     progress: bool,
 ) -> None:
-    remove_partial(folder.parent, folder.name)  # the lock is ours, so these are of processes that were killed
     dtype, empty = token_dtype(tokenizer.vocab_size), {"train": 0, "val": 0}
     with new_folder(folder) as partial:
         with (

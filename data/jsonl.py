@@ -47,17 +47,13 @@ def jsonl_corpus(
     """
     matches = _matches(source)
     files = _documents(source, matches, named)
-    train, val, test = _by_name(files)
-    rule = "held out: the documents of the lowest hashes"
+    train, val = _by_name(files)
+    held_out = f"held out by name: {_names(val)}" if val else "held out: the documents of the lowest hashes"
     if val_source:
         val = find_files(val_source)
         kept_out = {f.resolve() for f in val}
         train = [f for f in train if f.resolve() not in kept_out]
-        rule = f"held out: {val_source}"
-    elif val:
-        rule = f"held out by name: {_names(val)}"
-    if test:
-        rule += f"; left alone: {_names(test)}"
+        held_out = f"held out: {val_source}"
     if not train:
         raise UserError(
             f"{source} has no file that is not in {val_source} too: give other text to train or validate on"
@@ -67,6 +63,7 @@ def jsonl_corpus(
     content_hash = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     read = {*files, *val}
     others = [p for p in matches if p not in read and not p.name.startswith(".")]
+    rule = "; ".join([held_out, *_surprises(files, train, val)])
     return Corpus(
         source, content_hash, _split(train), _split(val) if val else None, rule, left_out=_names(others)
     )
@@ -76,7 +73,8 @@ def with_val_files(corpus: Corpus, val_source: str, cache_dir: Path | None = Non
     """`corpus` with the JSONL or text files of `val_source` for validation."""
     files = find_files(val_source)
     content_hash = hashlib.sha256(f"{corpus.content_hash} {_hashes(files, cache_dir)}".encode()).hexdigest()
-    return replace(corpus, content_hash=content_hash, val=_split(files), rule=f"held out: {val_source}")
+    rule = f"held out: {val_source}; left alone: the validation split of {corpus.name}"
+    return replace(corpus, content_hash=content_hash, val=_split(files), rule=rule)
 
 
 def find_files(source: str, named: Iterable[str] = ()) -> list[Path]:
@@ -123,19 +121,28 @@ def _hashes(files: list[Path], cache_dir: Path | None) -> list[str]:
     ]
 
 
-def _split_word(name: str) -> str | None:
-    match = _SPLIT_NAME.search(name.lower())
-    return match[1] if match else None
+def _split_word(file: Path) -> str | None:
+    """`train`, `valid`, `test`, …: of the file's name or else of its folder's; None where neither has any."""
+    found = (_SPLIT_NAME.search(name.lower()) for name in (file.name, file.parent.name))
+    return next((match[1] for match in found if match), None)
 
 
-def _by_name(files: list[Path]) -> tuple[list[Path], list[Path], list[Path]]:
-    """Files to train on, to validate on and to leave alone."""
-    kinds = {f: kind for f in files if (kind := _split_word(f.name) or _split_word(f.parent.name))}
-    if len(files) == 1 or "train" not in kinds.values():
-        return files, [], []
-    val = [f for f in files if kinds.get(f) in ("validation", "valid", "val", "dev")]
-    test = [f for f in files if kinds.get(f) == "test"]
-    return [f for f in files if f not in val and f not in test], val, test
+def _by_name(files: list[Path]) -> tuple[list[Path], list[Path]]:
+    """Files to train on and to validate on; those to test on are in neither."""
+    words = {file: _split_word(file) for file in files}
+    if len(files) == 1 or "train" not in words.values():
+        return files, []
+    val = [file for file, word in words.items() if word in ("validation", "valid", "val", "dev")]
+    return [file for file, word in words.items() if word in (None, "train")], val
+
+
+def _surprises(files: list[Path], train: list[Path], val: list[Path]) -> list[str]:
+    """In words, which of a source's `files` are in neither split, and which are trained on despite a name."""
+    used = {file.resolve() for file in (*train, *val)}
+    unused = [file for file in files if file.resolve() not in used]
+    despite = [file for file in train if len(files) > 1 and _split_word(file) not in (None, "train")]
+    said = [f"left alone: {_names(unused)}"] if unused else []
+    return said + ([f"trained on, as no file is named train: {_names(despite)}"] if despite else [])
 
 
 def _names(paths: list[Path]) -> str:

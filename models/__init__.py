@@ -9,7 +9,7 @@ from lingpt.models.attention import (
     form_parts,
     parse_form,
 )
-from lingpt.models.checkpoint import LoadReport, load_model, load_weights, save_index, save_model
+from lingpt.models.checkpoint import LoadReport, load_model, load_parts, load_weights, save_index, save_model
 from lingpt.models.config import MODELS, Config, ModelArgs
 from lingpt.models.generate import generate
 from lingpt.models.gpt import GPT, Block, DecodingState
@@ -45,6 +45,7 @@ __all__ = [
     "is_sharded",
     "load_hf",
     "load_model",
+    "load_parts",
     "load_weights",
     "memory_estimate",
     "parse_form",

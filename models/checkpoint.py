@@ -8,6 +8,7 @@ other weights on purpose, and reports what it took.
 import json
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,15 @@ from lingpt.common.files import read_json_object
 from lingpt.models.config import Config
 from lingpt.models.gpt import GPT
 from lingpt.models.hf import is_hf_folder, read_hf
+from lingpt.models.init import set_weight
 from lingpt.models.model_folder import CONFIG, WEIGHTS, read_pickled_tensors, read_tensors, write_model_folder
-from lingpt.models.shards import is_sharded, read_sharded_weights, write_index
+from lingpt.models.shards import (
+    is_sharded,
+    read_sharded_weights,
+    read_shards,
+    shards_metadata,
+    write_index,
+)
 from lingpt.models.weights import check_same_tensors, model_from_tensors
 
 _ATTENTION = "lingpt.attention"  # key in the metadata of the weights
@@ -72,6 +80,32 @@ def load_model(
     folder, device = Path(folder), device or "cpu"
     config = _read_config(folder)
     tensors, metadata = _read_weights(folder, device)
+    _check_attention(folder, config, metadata, attention)
+    if block_size is not None:
+        config = Config.from_dict(config.to_dict() | {"block_size": block_size})
+    return model_from_tensors(config, tensors, str(folder), device, dtype)
+
+
+@torch.no_grad()
+def load_parts(model: GPT, folder: Path) -> None:
+    """Overwrites a sharded model's weights with those of a folder that `load_model` would read, each process
+    its parts alone. Raises UserError as that does.
+    """
+    config, own = _read_config(folder), model.state_dict()
+    if is_sharded(folder):
+        _check_attention(folder, config, shards_metadata(folder), model.config.attention)
+        return read_shards(folder, own)
+    tensors, metadata = read_tensors(folder / WEIGHTS)
+    _check_attention(folder, config, metadata, model.config.attention)
+    check_same_tensors(own, tensors, f"{folder} does not hold a {model.config.name!r}")
+    for name, weight in own.items():
+        set_weight(weight, tensors[name])
+
+
+def _check_attention(
+    folder: Path, config: Config, metadata: Mapping[str, str], attention: str | list[str] | None
+) -> None:
+    """UserError where the configuration's is not that of the weights' metadata, or not the one asked for."""
     if metadata.get(_ATTENTION) != json.dumps(config.attention):
         raise UserError(
             f"{folder}: {CONFIG} says attention {config.attention!r}, but the weights were trained with "
@@ -82,9 +116,6 @@ def load_model(
             f"{folder} was trained with attention {config.attention!r}, not {attention!r}: "
             "ask for that, or start a new run from its weights with init_from"
         )
-    if block_size is not None:
-        config = Config.from_dict(config.to_dict() | {"block_size": block_size})
-    return model_from_tensors(config, tensors, str(folder), device, dtype)
 
 
 @dataclass
@@ -124,7 +155,7 @@ def load_weights(model: GPT, path: str | Path) -> LoadReport:
             )
     check_same_tensors(own, tensors, complaint, optional=".attn.")
     for name in own.keys() & tensors.keys():
-        own[name].copy_(tensors[name])
+        set_weight(own[name], tensors[name])
     return LoadReport(
         f"{folder} ({kind})",
         taken=[name for name in own if name in tensors],

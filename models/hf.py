@@ -24,6 +24,9 @@ TOKENIZER, END_OF_TEXT = "tokenizer.json", "<|endoftext|>"
 # In the order of preference; each may come in shards, with `<name>.index.json` next to them.
 _WEIGHTS = {WEIGHTS: lambda path: read_tensors(path)[0], "pytorch_model.bin": read_pickled_tensors}
 
+# What LitGPT's configuration can say and GPT-NeoX's cannot, or not alike to all releases of `transformers`.
+_NOT_EXPORTED = {"lm_head_bias": False, "attn_bias": False, "rope_condense_ratio": 1}
+
 # Buffers of older releases of `transformers`: constants, not weights.
 _CONSTANTS = (".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
 
@@ -59,14 +62,19 @@ def export_hf(model: GPT, folder: str | Path, tokenizer: str | Path | None = Non
     `AutoTokenizer` loads the same tokenizer from `folder`. Without one it would give an empty tokenizer in
     silence: a warning says so.
 
-    Raises UserError for an attention that a stock GPT-NeoX does not compute (under the same keys it would
-    load there, and run as softmax attention), and for a file that is no tokenizer.
+    Raises UserError for a model that a stock GPT-NeoX does not compute (another attention would load there
+    under the same keys, and run as softmax attention), and for a file that is no tokenizer.
     """
     for name, block in zip(model.config.attention_per_layer, model.blocks, strict=True):
         if not block.attn.hf_exportable:
             form = attention_form(name, model.config.to_dict())
             raise UserError(
                 f"a model with attention {form!r} cannot be exported: GPT-NeoX would run it as plain softmax"
+            )
+    for field, value in _NOT_EXPORTED.items():
+        if (own := getattr(model.config, field)) != value:
+            raise UserError(
+                f"a model with {field}={own} cannot be exported: GPT-NeoX would run it with {field}={value}"
             )
     values = _read_tokenizer(Path(tokenizer)) if tokenizer else None
     if values is None:

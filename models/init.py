@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lingpt.models.attention import Attention
 from lingpt.models.config import Config
@@ -25,7 +26,7 @@ def init_weights(model: nn.Module, config: Config, seed: int) -> None:
         for name, parameter in module.named_parameters(recurse=False):
             full_name = f"{module_name}.{name}"
             if name in constants:
-                parameter.copy_(torch.as_tensor(constants[name]))
+                set_weight(parameter, torch.as_tensor(constants[name]))
             elif isinstance(module, nn.LayerNorm):
                 parameter.fill_(1.0 if name == "weight" else 0.0)
             elif isinstance(module, nn.Linear) and name == "bias":
@@ -52,4 +53,14 @@ def _draw(parameter: nn.Parameter, std: float, seed: int, name: str) -> None:
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:4], "little"))
     normal = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-    parameter.copy_(normal.normal_(0.0, std, generator=generator))
+    set_weight(parameter, normal.normal_(0.0, std, generator=generator))
+
+
+def set_weight(weight: torch.Tensor, value: torch.Tensor) -> None:
+    """Overwrites a weight with `value`; of a sharded one, the part that this process has."""
+    if isinstance(weight, DTensor):
+        value = value.to(weight.device).expand(weight.shape)
+        # No process sends: each takes its part of its own copy.
+        value = distribute_tensor(value, weight.device_mesh, weight.placements, src_data_rank=None).to_local()
+        weight = weight.to_local()
+    weight.copy_(value)

@@ -44,8 +44,7 @@ def memory_estimate(
         precision: Fabric's name (`32-true`, `bf16-mixed` or `bf16-true`).
         loss_chunk_tokens: tokens whose logits exist at a time; None for all of the micro-batch.
         sharded_over: devices that share parameters, gradients and optimizer (FSDP2), each of which holds two
-            blocks and all that is in no block whole at a time. The model is made whole on each, which may be
-            the peak: the `total` is then above the sum.
+            blocks and all that is in no block whole at a time.
         activation_checkpointing: each block's input is kept, and one block's activations at a time.
         accumulates: whether gradients of earlier micro-batches are there while a later one is computed.
         gathers_once: under sharding, a device holds all parameters, and its own gradient, whole for a step.
@@ -81,8 +80,7 @@ def memory_estimate(
         "optimizer": part * size.weight * _MOMENTS,
         **held,
     }
-    made = 4 * n if sharded else 0  # the whole model in fp32, before it is sharded
-    return estimate | {"total": max(made, sum(estimate.values()))}
+    return estimate | {"total": sum(estimate.values())}
 
 
 def _gathered_at_once(model: GPT) -> int:

@@ -68,13 +68,18 @@ def read_sharded_weights(
     folder: Path, device: torch.device | str = "cpu"
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The model's weights, whole, and the metadata of the folder."""
-    metadata = _index(folder)["metadata"]
+    metadata = shards_metadata(folder)
     tensors = {
         name: torch.empty(tensor.size, dtype=tensor.properties.dtype, device=device)
         for name, tensor in _weights(folder).items()
     }
     read_shards(folder, tensors)
     return tensors, metadata
+
+
+def shards_metadata(folder: Path) -> dict[str, str]:
+    """What `write_index` was given beside the configuration."""
+    return _index(folder)["metadata"]
 
 
 def sharded_dtype(folder: Path) -> torch.dtype:

@@ -21,6 +21,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -170,7 +171,7 @@ def bench_steps(
         budget: seconds; once it is spent, no further turn begins, and what has had none is "skipped".
         save_to: a JSON file, written after every turn.
         append: keep what `save_to` holds, of this card, these versions and this code, and measure what is
-            missing.
+            missing. Ratios are of what one session has measured.
 
     Raises UserError for names and numbers that make no benchmark.
     """
@@ -189,7 +190,7 @@ def bench_steps(
             f"{save_to} has steps of {others.pop()} tokens, not to be compared with those of {tokens}: "
             "give the same --tokens, or leave out --append"
         )
-    deadline = time.perf_counter() + budget
+    deadline, session = time.perf_counter() + budget, datetime.now().astimezone().isoformat()
     for shape in shapes:
         todo = [name for name in chosen if not results.is_done(*shape, name)]
         recipes = _recipes(shape, tokens, micro_batch_tokens, machine) if todo else {}
@@ -197,7 +198,9 @@ def bench_steps(
         with torch._dynamo.config.patch(COMPILED):
             for n, name in itertools.product(range(1, rounds + 1), todo):
                 late = time.perf_counter() > deadline
-                row = _new_row(name, recipes[name], machine) if n == 1 else results.row(*shape, name)
+                row = results.row(*shape, name)
+                if n == 1:
+                    row = _new_row(name, recipes[name], machine, session)
                 assert row is not None
                 if n > 1 and (late or row.status != "ok"):
                     continue
@@ -269,12 +272,13 @@ def _estimate(recipe: Recipe, machine: Machine, micro_batch_size: int) -> int:
     return memory_needed(recipe.model.config(), recipe, machine.precision, micro_batch_size)["total"]
 
 
-def _new_row(attention: str, recipe: Recipe, machine: Machine) -> Row:
+def _new_row(attention: str, recipe: Recipe, machine: Machine, session: str) -> Row:
     size = recipe.train.micro_batch_size
     return Row(
         recipe.model.name,
         recipe.data.seq_len,
         attention,
+        session=session,
         micro_batch_size=size,
         tokens=recipe.tokens_per_step,
         # The estimate knows no identity.

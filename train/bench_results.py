@@ -38,6 +38,7 @@ class Row(BenchRow):
     model: str
     seq_len: int
     attention: str
+    session: str = ""  # when the command began that measured it; unknown in older files
     kernel: str | None = None  # of the attention, that ran
     micro_batch_size: int = 0  # sequences
     tokens: int = 0  # of an optimiser step
@@ -67,9 +68,12 @@ class Results(BenchResults[Row]):
     COMMAND = "lingpt bench train"
 
     def times_faster(self, row: Row, than: str) -> float | None:
-        """The time of `than` at the row's shape over the row's: the median of the rounds' ratios."""
+        """The time of `than` at the row's shape over the row's: the median of the rounds' ratios.
+
+        None where one of the two was not measured, or in another session: no round has both.
+        """
         other = self.row(row.model, row.seq_len, than)
-        if other is None or not other.by_round or not row.by_round:
+        if other is None or other.session != row.session or not other.by_round or not row.by_round:
             return None
         return statistics.median(a / b for a, b in zip(other.by_round, row.by_round, strict=False))
 
@@ -84,6 +88,8 @@ def table(results: Results) -> str:
         "Share: the time of the identity over the attention's. × FA2: how many times faster than softmax by "
         "FlashAttention-2. Memory: the most that was used, and the estimate over it.\n\n"
     )
+    if len({row.session for row in results.rows}) > 1:
+        head += "Measured in several sessions (`--append`): share and × FA2 are taken within one.\n\n"
     return head + markdown(COLUMNS, [_cells(row, results) for row in _sorted(results)])
 
 

@@ -10,7 +10,7 @@ import functools
 import math
 import random
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -46,6 +46,7 @@ from lingpt.common.run_folder import (
 from lingpt.data import Tokenizer
 from lingpt.models import GPT, save_index, save_model, write_shards
 from lingpt.models.model_folder import read_pickle
+from lingpt.train.config import recipe_from_dict
 from lingpt.train.sharding import split_shards
 from lingpt.train.watch import connection_lost
 
@@ -56,11 +57,11 @@ _MANIFEST_KEYS = {"step", "tokens", "train_time", "skipped", "config", "data_fin
 
 @dataclass(frozen=True)
 class Kept:
-    """Which checkpoints stay: the `newest` few, the one with the lowest validation loss, those of `steps`."""
+    """Which checkpoints stay: the `newest` few, the one with the lowest validation loss, and, always, those
+    that a run is extended from (`began_decay`)."""
 
     newest: int
     best: bool = False
-    steps: Collection[int] = ()
 
 
 def save(
@@ -208,7 +209,7 @@ def rotate(run: Path, kept: Kept) -> None:
     whole = checkpoints(run)
     best = min(whole, key=val_loss, default=None) if kept.best else None
     for old in whole[: -kept.newest]:
-        if old != best and checkpoint_step(old) not in kept.steps:
+        if old != best and not began_decay(old):
             try:  # renamed first: one that is killed meanwhile leaves no half of a checkpoint
                 doomed = old.rename(old.with_name(f".{old.name}.old{PARTIAL}"))
             except OSError:  # it is removed next time
@@ -220,6 +221,14 @@ def val_loss(checkpoint: Path) -> float:
     """The validation loss at the checkpoint's step; infinite where there was no validation."""
     loss = (read_manifest(checkpoint) or {}).get("val_loss")
     return loss if isinstance(loss, float) and not math.isnan(loss) else math.inf
+
+
+def began_decay(checkpoint: Path) -> bool:
+    """Whether the decay of `wsd` began there, by the recipe that it was trained with."""
+    with contextlib.suppress(UserError):  # of a version whose recipe cannot be read any more
+        recipe = recipe_from_dict(load_manifest(checkpoint)["config"])
+        return recipe.decay_start == checkpoint_step(checkpoint)
+    return False
 
 
 def best_loss(run: Path) -> float:

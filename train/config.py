@@ -21,8 +21,9 @@ class TrainConfig:
             options that are not at their defaults, and the model's sizes that the command line gives. A
             recipe is called as its file, or else as its model.
         out_dir: where runs live.
-        max_steps: optimiser steps; or give `max_tokens`, rounded up to whole steps.
-        max_tokens: tokens to train on, where `max_steps` is not given.
+        max_steps: optimiser steps; or give `max_tokens`. On the command line, either takes the place of what
+            the recipe says.
+        max_tokens: tokens to train on, rounded up to whole steps, where `max_steps` is not given.
         global_batch_size: sequences an optimiser step, over all devices.
         micro_batch_size: sequences a device takes at once; the rest is accumulated, exactly.
         learning_rate: the peak, reached after `warmup_steps`.
@@ -58,12 +59,13 @@ class TrainConfig:
         eval_tokens: validation tokens, the same ones every time; 0 for all there are.
         save_interval: steps between checkpoints; the last step is always saved.
         save_minutes: also save when this many minutes have passed since the last checkpoint; 0 for never.
-        keep_checkpoints: how many of the newest are kept.
+        keep_checkpoints: how many of the newest are kept, besides those where a decay of `wsd` began.
         keep_best: also save when the validation loss is the lowest so far, and keep that checkpoint.
         log_interval: steps between training lines in metrics.jsonl.
         resume: `auto` goes on with the newest whole checkpoint of the run, `never` starts from scratch (the
             old run is moved aside), a checkpoint folder goes on from that one.
-        init_from: start a new run from these weights: a Hugging Face Pythia folder, or a model folder.
+        init_from: start a new run from these weights: a Hugging Face Pythia folder, a model folder, or a
+            run's folder (its newest checkpoint).
         wandb: also track in Weights & Biases, offline unless logged in.
         wandb_project: its project.
         wandb_group: its group; by default the model's name.
@@ -268,6 +270,11 @@ def check(recipe: Recipe, world_size: int) -> None:
         raise UserError(
             f"train.min_learning_rate is {t.min_learning_rate:g}, above the peak, train.learning_rate "
             f"{t.learning_rate:g}: lower it"
+        )
+    if t.decay_steps is not None and t.schedule != "wsd":
+        raise UserError(
+            f"train.decay_steps is of the schedule wsd, and train.schedule is {t.schedule}: leave it out, or "
+            "give --train.schedule wsd"
         )
     if t.decay_steps is not None and not 1 <= t.decay_steps <= recipe.total_steps:
         raise UserError(f"train.decay_steps is {t.decay_steps}; it must be 1 to {recipe.total_steps}")

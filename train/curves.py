@@ -105,11 +105,19 @@ def read_curves(run_folders: Sequence[str | Path]) -> list[Curve]:
 
 
 def mean_over_seeds(curves: Sequence[Curve]) -> list[Curve]:
-    """One curve for runs that differ in their seed alone, in the order of the first of each."""
+    """One curve for runs that differ in their seed alone, in the order of the first of each.
+
+    Where they have no logged step in common there is no mean, and they stay apart.
+    """
     groups: dict[str, list[Curve]] = {}
     for curve in curves:
         groups.setdefault(_but_for_the_seed(curve), []).append(curve)
-    return [_mean(group) if len(group) > 1 else group[0] for group in groups.values()]
+    found = []
+    for group in groups.values():
+        mean = _mean(group)
+        shared = len(group) > 1 and len(mean.train) + len(mean.val) > 0
+        found += [mean] if shared else group
+    return found
 
 
 def cards(hardware: dict[str, Any]) -> str | None:

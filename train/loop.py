@@ -42,7 +42,13 @@ from lingpt.train.machine import (
     out_of_memory,
     too_small,
 )
-from lingpt.train.model import attention_kernels, begin_tuning, make_model, model_config
+from lingpt.train.model import (
+    attention_kernels,
+    begin_tuning,
+    fill_shards,
+    make_model,
+    model_config,
+)
 from lingpt.train.optim import learning_rate, make_optimizer
 from lingpt.train.parallel import Parallel, print_rank0, progress_bar
 from lingpt.train.plan import format_plan
@@ -149,6 +155,8 @@ class Run:
         self.gpt = make_model(recipe, config, resume_from, parallel.device, parallel.sharded)
         self.flops_per_token = self.gpt.flops_per_token(recipe.data.seq_len)
         self.model = parallel.wrap(NextTokenLoss(self.gpt, compiles(recipe, parallel.device)))
+        if parallel.sharded:
+            fill_shards(self.gpt, recipe, resume_from)
         self.optimizer = parallel.wrap_optimizer(make_optimizer(self.gpt, t))
         if resume_from:
             manifest, state = checkpoint.load_manifest(resume_from), checkpoint.load_state(resume_from)
@@ -366,11 +374,8 @@ class Run:
             "data_fingerprint": self.dataset.fingerprint,
             "world_size": self.parallel.world_size,
         }
-        gpt, tokenizer = self.gpt, self.dataset.tokenizer
-        t, decay_start = self.recipe.train, self.recipe.decay_start
-        steps = () if decay_start is None else (decay_start,)
-        kept = checkpoint.Kept(t.keep_checkpoints, t.keep_best, steps)
-        mesh = self.parallel.host_mesh
+        gpt, tokenizer, mesh = self.gpt, self.dataset.tokenizer, self.parallel.host_mesh
+        kept = checkpoint.Kept(self.recipe.train.keep_checkpoints, self.recipe.train.keep_best)
 
         def write(copies: tuple[dict, dict]) -> None:
             args = (self.folder, gpt, copies[0], tokenizer, copies[1], manifest, kept)

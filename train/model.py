@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 
 from lingpt.common.errors import UserError
-from lingpt.common.run_folder import check_undamaged
+from lingpt.common.run_folder import model_folder
 from lingpt.kernels.gla_tuning import Tuning
-from lingpt.models import ATTENTIONS, GPT, Config, load_model, load_weights
+from lingpt.models import ATTENTIONS, GPT, Config, load_model, load_parts, load_weights
 from lingpt.train.compilation import compile_blocks, compiles
 from lingpt.train.config import Recipe
 from lingpt.train.parallel import print_rank0
@@ -43,20 +43,38 @@ def make_model(
 ) -> GPT:
     """The model on `device`, its blocks compiled where the recipe asks for that; the same on every rank.
 
-    sharded: it will be, by `Parallel.wrap`; until then it is whole.
+    sharded: it will be, by `Parallel.wrap`; until then it is on the meta device, and `fill_shards` gives it
+    its weights afterwards.
     """
-    t = recipe.train
-    if checkpoint:
+    if sharded:
+        with torch.device("meta"):
+            gpt = GPT(config)
+    elif checkpoint:
         gpt = load_model(checkpoint, attention=recipe.model.attention, device=device)
     else:
-        gpt = GPT.create(config, t.seed, device)
-        if t.init_from:
-            check_undamaged(Path(t.init_from))
-            print_rank0(f"init_from: {load_weights(gpt, t.init_from)}")
-    gpt.recompute_blocks = t.activation_checkpointing
+        gpt = GPT.create(config, recipe.train.seed, device)
+        _init_from(gpt, recipe)
+    gpt.recompute_blocks = recipe.train.activation_checkpointing
     if compiles(recipe, device):
         compile_blocks(gpt, sharded)
     return gpt
+
+
+def fill_shards(gpt: GPT, recipe: Recipe, checkpoint: Path | None) -> None:
+    """Gives a sharded model the weights that `make_model` would: every process its part alone."""
+    gpt.reset_parameters()
+    if checkpoint:
+        load_parts(gpt, checkpoint)
+    else:
+        gpt.init_weights(recipe.train.seed)
+        _init_from(gpt, recipe)
+
+
+def _init_from(gpt: GPT, recipe: Recipe) -> None:
+    """Starts from other weights where the recipe names some."""
+    if recipe.train.init_from:
+        folder = model_folder(Path(recipe.train.init_from))
+        print_rank0(f"init_from: {load_weights(gpt, folder)}")
 
 
 def begin_tuning(recipe: Recipe, config: Config, precision: str, device: torch.device) -> list[Tuning]:

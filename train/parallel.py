@@ -132,7 +132,7 @@ class Parallel:
 
     def _shard(self, module: nn.Module) -> nn.Module:
         mesh = init_device_mesh(self.device.type, (self.world_size,))
-        return shard(module, mesh, self._reduce_bf16, self._gathers_once)
+        return shard(module, mesh, self._reduce_bf16, self._gathers_once).to_empty(device=self.device)
 
     @contextlib.contextmanager
     def _connection(self, machine: Machine) -> Iterator[None]:
@@ -223,8 +223,11 @@ class Parallel:
     # -- the model ------------------------------------------------------------------------------------------
 
     def wrap(self, module: nn.Module) -> "WrappedModule":
-        """`module` over all processes, in the run's precision. Its optimizer is made after this."""
-        wrapped = self.fabric.setup_module(module)
+        """`module` over all processes, in the run's precision. Its optimizer is made after this.
+
+        Sharded, it comes from the meta device, and its weights have yet to be set.
+        """
+        wrapped = self.fabric.setup_module(module, move_to_device=not self.sharded)
         for inner in wrapped.children():
             if self._reduce_bf16 and isinstance(inner, DistributedDataParallel):
                 inner.register_comm_hook(None, bf16_compress_hook)

@@ -39,7 +39,7 @@ def format_plan(recipe: Recipe, machine: Machine, config: Config) -> str:
     least = memory_needed(config, recipe, precision, over=machine.sharded_over)["total"]
     parts = ", ".join(f"{name} {scaled(size, 'B')}" for name, size in need.items() if name != "total")
     checkpoint = gpt.num_parameters() * (2 if precision == "bf16-true" else 4) * 3  # AdamW has two moments
-    most = checkpoint * (t.keep_checkpoints + t.keep_best + 1)
+    most = checkpoint * (t.keep_checkpoints + t.keep_best + (t.schedule == "wsd") + 1)
     accumulated = t.global_batch_size // (t.micro_batch_size * world_size)
     about = {
         "model": f"{gpt.num_parameters():,} parameters; {scaled(gpt.flops_per_token(data.seq_len), 'FLOP')} "

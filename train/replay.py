@@ -5,6 +5,8 @@ not. The weights are those of the nearest checkpoint before it: the step's own w
 before it, or where the steps between were skipped.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +33,14 @@ from lingpt.train.model import attention_kernels
 TEXT_TOKENS = 64  # of a sample that are shown
 
 
-def replay(run: Path, step: int, samples: int = 8, device: str = "auto") -> str:
+def replay(
+    run: Path, step: int, samples: int = 8, device: str = "auto", moved: Mapping[str, Any] | None = None
+) -> str:
     """Step `step` (1-based, as in metrics.jsonl) as text: loss, gradient norm, and the worst `samples`.
 
     In fp32, on `device`, by the kernels that the first line names; another line says in what that is not how
-    it was trained. Raises UserError where the run has no checkpoint before the step, where that is damaged,
-    and where the data is not there as it was.
+    it was trained. `moved` says where the data is now, by the names of `DataConfig`. Raises UserError where
+    the run has no checkpoint before the step, where that is damaged, and where the data is not as it was.
     """
     if step < 1:
         raise UserError(f"--step {step}: steps count from 1, as in metrics.jsonl")
@@ -49,11 +53,12 @@ def replay(run: Path, step: int, samples: int = 8, device: str = "auto") -> str:
     manifest = load_manifest(before[-1])
     recipe = recipe_from_dict(manifest["config"])
     where = find_device(device)
-    dataset = prepare(recipe.data)
+    dataset = prepare(replace(recipe.data, **(moved or {})))
     if dataset.fingerprint != manifest["data_fingerprint"]:
         raise UserError(
             f"{run} was trained on other data (fingerprint {manifest['data_fingerprint']}, now "
-            f"{dataset.fingerprint}): restore the corpus and the tokenizer it had"
+            f"{dataset.fingerprint}): restore the corpus and the tokenizer it had, or say where they are "
+            "(--data.source, --data.tokenizer)"
         )
     # For evaluation: the kernel that the recipe names for training may have no fp32 (flash, cudnn).
     gpt = load_model(before[-1], device=where, dtype=torch.float32).eval()

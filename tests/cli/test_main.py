@@ -103,6 +103,12 @@ def test_trains_draws_and_goes_on(project, capsys):
     assert texts.startswith("number 7") and texts[: len(texts) // 2] == texts[len(texts) // 2 :]
     assert main(["generate", str(run), "--tokens", "8", "--device", "cpu", "--dtype", "bfloat16"]) == 0
     assert capsys.readouterr().out.strip()
+    Path("corpus.jsonl").rename("moved.jsonl")
+    cpu = ["--step", "4", "--device", "cpu"]
+    assert "no documents at corpus.jsonl" in complaint(capsys, "replay", str(run), *cpu)
+    assert main(["replay", str(run), *cpu, "--data.source", "moved.jsonl"]) == 0
+    assert "tiny-ours, step 4, with the weights of step-00000002" in capsys.readouterr().out
+    Path("moved.jsonl").rename("corpus.jsonl")
     # An override wins wherever it stands.
     assert main(["train", "--train.max_steps", "6", "--config", "tiny.yaml"]) == 0
     assert "step-00000004, step 4 of 6" in capsys.readouterr().out
@@ -123,6 +129,8 @@ def test_trains_draws_and_goes_on(project, capsys):
         (["train", "--config", "tiny.yaml", "--train.max_steps", "many"],
          "train.max_steps is many; it must be a whole number"),
         (["train", "--config", "tiny.yaml", "--train.devices", "x"], "it must be a whole number or auto"),
+        (["train", "--config", "tiny.yaml", "--train.max_steps", "5", "--train.max_tokens", "512"],
+         "--train.max_steps and --train.max_tokens both say how long to train: give one"),
         (["train", "--config", "tiny.yaml", "--train.compile", "maybe"], "one of auto, always, never"),
         (["train", "--config", "tiny.yaml", "--train.beta1", "two"], "beta1 is two; it must be a number"),
         (["train", "--config", "tiny.yaml", "--train.wandb", "x"], "wandb is x; it must be true or false"),
@@ -204,6 +212,25 @@ def test_a_size_of_the_command_line_is_in_the_runs_name(project, capsys, argv, n
     """Guards: `--model.n_layer 3` that is refused, since the demo's run has the name."""
     assert main(["train", "--config", "tiny.yaml", "--train.dry_run", "true", *argv.split()]) == 0
     assert capsys.readouterr().out.startswith(f"{name}: ")
+
+
+@pytest.mark.parametrize(
+    ("config", "argv", "run"),
+    [
+        ("tiny.yaml", "--train.max_tokens 513", "3 steps, 768 tokens"),
+        ("demo", "--train.max_tokens 1e9", "488,282 steps, 1 B tokens"),
+        ("pythia-160m", "--train.max_steps 2", "2 steps, 4.19 M tokens"),
+        ("both.yaml", "", "5 steps, 1.28 k tokens"),
+        ("both.yaml", "--train.max_tokens 512", "2 steps, 512 tokens"),
+    ],
+)
+def test_how_long_the_command_line_says_is_how_long_it_trains(project, capsys, config, argv, run):
+    """Guards: `--train.max_tokens` that is ignored where the recipe has `max_steps`."""
+    recipe = yaml.safe_load((project / "tiny.yaml").read_text())
+    recipe["train"] |= {"max_steps": 5, "max_tokens": 999}  # as in the config.yaml of older runs
+    (project / "both.yaml").write_text(yaml.safe_dump(recipe))
+    assert main(["train", "--config", config, "--train.dry_run", "true", *argv.split()]) == 0
+    assert re.search(r"^run +(.*), ", capsys.readouterr().out, re.M)[1] == run
 
 
 def test_a_size_of_the_recipe_is_not_in_the_runs_name(project, capsys):

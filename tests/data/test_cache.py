@@ -1,5 +1,6 @@
 """The token cache: what is in it, when it is found again, and that no half of one ever passes for whole."""
 
+import errno
 import json
 import os
 import pickle
@@ -14,7 +15,7 @@ import pytest
 import tokenizers
 
 from lingpt.common.errors import UserError
-from lingpt.data import Blocks, DataConfig, Tokenizer, prepare
+from lingpt.data import Blocks, DataConfig, Tokenizer, cache, prepare
 from lingpt.data.cache import split_by_content
 from lingpt.data.corpus import Document
 from lingpt.data.tokens import Encoded, encode_documents, token_dtype
@@ -192,6 +193,50 @@ def test_two_processes_at_once_do_the_work_once(config):
     assert len({fingerprint for fingerprint, _ in results}) == 1
     assert sorted(made for _, made in results) == ["0", "1"]
     assert len(entries(config)) == 1
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_disk_without_locks_is_said_and_the_first_entry_stays(config, monkeypatch, capsys, number):
+    """Guards: a wait without end, or advice to free some space. Here another process is first to finish, and
+    a third is still at work: its folder is left alone."""
+
+    def flock(*_):
+        raise OSError(number, os.strerror(number))
+
+    def make_twice(folder, *args):
+        (folder.parent / f".{folder.name}.third.partial").mkdir()
+        make(folder, *args)
+        first.append((folder / "manifest.json").stat())
+        make(folder, *args)
+
+    first, make = [], cache._make
+    monkeypatch.setattr("fcntl.flock", flock)
+    monkeypatch.setattr(cache, "_make", make_twice)
+    folder = prepare(config).cache.folder
+    said = capsys.readouterr().err
+    assert f"knows no locks ({os.strerror(number)})" in said and "lingpt data" in said
+    assert entries(config) == [f".{folder.name}.third.partial", folder.name]
+    assert (folder / "manifest.json").stat() == first[0]
+
+
+def test_whoever_waits_says_for_what_and_goes_on_when_the_holder_dies(config):
+    """Guards: a wait for a process that is gone, and one of which nobody knows what holds it."""
+    code = PREPARE + (
+        "import time\n"
+        "def hold(*args): print('held', flush=True); time.sleep(60)\n"
+        "cache._make = hold\nprepare(config)"
+    )
+    holder = run_python(code, *arguments(config))
+    assert holder.stdout.readline() == "held\n"
+    waiting = run_python(PREPARE + "prepare(config)", *arguments(config))
+    (lock,) = (Path(config.cache_dir) / "tokens").glob("*.lock")
+    assert waiting.stderr.readline() == (
+        f"waiting for another process that prepares the same data and holds {lock}\n"
+    )
+    holder.kill()
+    holder.communicate()
+    waiting.communicate(timeout=120)
+    assert waiting.returncode == 0 and entries(config) == [lock.name[1:-5]]
 
 
 def test_a_full_disk_is_one_line(config):

@@ -122,7 +122,9 @@ def test_text_files_to_validate_on(config, tmp_path: Path, texts):
     (tmp_path / "val.txt").write_text(" ".join(texts(20, seed=1)))
     for source in (config.source, "embedded"):
         chosen = replace(config, source=source, val_source=str(tmp_path / "val.txt"))
-        assert prepare(chosen, progress=False).describe()["val"]["documents"] == 1
+        about = prepare(chosen, progress=False).describe()
+        assert about["val"]["documents"] == 1
+    assert about["split"] == f"held out: {tmp_path / 'val.txt'}; left alone: the validation split of embedded"
 
 
 def test_a_source_that_does_not_exist(config, tmp_path: Path):

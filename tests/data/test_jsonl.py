@@ -213,6 +213,22 @@ def test_val_source_is_never_trained_on(write_jsonl, tmp_path: Path):
         jsonl_corpus(str(val), str(val))
 
 
+def test_what_becomes_of_files_named_by_split_is_said(write_jsonl, tmp_path: Path):
+    """Guards: beside a val_source, validation files of the source that were in neither split without a word;
+    and such files that are trained on, since none is named train."""
+    for name in ("train", "valid", "test"):
+        write_jsonl([name], f"c/{name}.jsonl")
+    other, all_of_it = str(write_jsonl(["v"], "v.jsonl")), str(tmp_path / "c")
+    assert jsonl_corpus(all_of_it, other).rule == f"held out: {other}; left alone: test.jsonl, valid.jsonl"
+    test = str(tmp_path / "c" / "test.jsonl")
+    assert jsonl_corpus(all_of_it, test).rule == f"held out: {test}; left alone: valid.jsonl"
+    write_jsonl(["more"], "d/more.jsonl")
+    write_jsonl(["valid"], "d/valid.jsonl")
+    corpus = jsonl_corpus(str(tmp_path / "d"), other)
+    assert corpus.rule == f"held out: {other}; trained on, as no file is named train: valid.jsonl"
+    assert [d.text for d in corpus.train.read()] == ["more", "valid"]
+
+
 def test_the_hash_follows_content_not_names_or_dates(write_jsonl, tmp_path: Path):
     """A moved or touched file is the same data; a changed byte is not."""
     before = jsonl_corpus(str(write_jsonl(["a", "b"], "x.jsonl"))).content_hash

@@ -74,6 +74,17 @@ def test_another_attention_is_not_exported(small, tmp_path, form):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "given", [{"rope_condense_ratio": 4}, {"lm_head_bias": True}, {"bias": False, "attn_bias": True}]
+)
+def test_what_gpt_neox_cannot_say_is_not_exported(small, tmp_path, given):
+    """Guards: a KeyError of LitGPT's converter, and folders that gave other logits in `transformers`."""
+    name, value = list(given.items())[-1]
+    with pytest.raises(UserError, match=f"a model with {name}={value} cannot be exported"):
+        export_hf(small("softmax", **given), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_stock_weights_under_another_attention(hf_model, tokens, tmp_path):
     """`ours` has softmax's tensors, `gla` has not: the one loads, the other says what is missing."""
     hf_model.save_pretrained(tmp_path)

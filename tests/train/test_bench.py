@@ -153,6 +153,18 @@ def test_ratios_are_taken_within_a_round(tmp_path: Path, capsys):
     assert draw(results, tmp_path / "one length") == [], "no line has two points"
 
 
+def test_ratios_are_taken_within_a_session(tmp_path: Path):
+    """Guards: rounds of an earlier session, hours or another load of the card away, paired with those of the
+    rows that --append has added."""
+    options = ON_A_CPU | {"save_to": tmp_path / "bench.json", "append": True}
+    first = bench_steps(["demo"], [16], ["identity", "ours"], **options)
+    assert first.times_faster(first.row("demo", 16, "ours"), "identity") and "sessions" not in table(first)
+    both = bench_steps(["demo"], [16], ["identity", "ours", "gla"], **options)
+    ours, gla = (both.row("demo", 16, name) for name in ("ours", "gla"))
+    assert both.times_faster(ours, "identity") and both.times_faster(gla, "identity") is None
+    assert gla.ms and gla.session != ours.session and "several sessions" in table(both)
+
+
 def test_targets_are_judged_by_the_rows():
     """What is not measured is said to be so."""
     results = made_up()

@@ -35,6 +35,8 @@ def test_steps_are_whole_and_cover_the_tokens():
         ({"micro_batch_size": 0}, 1, "at least 1"),
         ({"learning_rate": 0.0}, 1, "above 0"),
         ({"max_steps": 0}, 1, "no step to train"),
+        ({"decay_steps": 5}, 1, "decay_steps is of the schedule wsd, and train.schedule is cosine"),
+        ({"decay_steps": 50, "schedule": "wsd"}, 1, "train.decay_steps is 50; it must be 1 to 10"),
         ({"eval_tokens": 100}, 1, "less than one sequence"),
         ({"beta1": 2.0}, 1, "train.beta1 is 2.0; it must be at least 0 and below 1"),
         ({"beta2": 1.0}, 1, "train.beta2 is 1.0"),

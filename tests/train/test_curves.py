@@ -173,6 +173,21 @@ def test_a_seed_without_training_losses_is_drawn(tmp_path):
     assert mean.val[:, 2].tolist() == [3.0] and len(mean.train) == 0
 
 
+def test_seeds_that_share_no_step_stay_apart(tmp_path):
+    """Guards: an IndexError, where each was logged at steps of its own."""
+    runs = []
+    for seed in (0, 1):
+        run = write_run(tmp_path / f"a-seed{seed}", "ours", 1.0, {step + seed: 4.0 - step for step in (1, 3)})
+        lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (run / "metrics.jsonl").write_text("".join(line for line in lines if '"val"' in line))
+        config = {"model": {"name": "demo", "attention": "ours"}, "train": {"seed": seed}}
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+        runs.append(run)
+    assert len(draw_curves(runs, tmp_path / "out.png")) > 1
+    curves = mean_over_seeds([read_curve(run) for run in runs])
+    assert labels(curves) == ["a-seed0", "a-seed1"] and [curve.runs for curve in curves] == [1, 1]
+
+
 def test_seeds_whose_data_has_moved_are_one_curve(tmp_path):
     """Guards: a study that went on with its data elsewhere had a row `on different cards`, and no mean. A run
     of other data is apart, though its path is the same."""

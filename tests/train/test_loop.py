@@ -326,7 +326,8 @@ def test_extending_a_run_says_what_its_learning_rate_does(make_recipe, capsys):
 
 
 def test_a_run_of_warm_up_stable_decay_is_extended_bit_by_bit(make_recipe, capsys):
-    """From the checkpoint where the decay began, which is kept and which the message names."""
+    """From the checkpoint where the decay began, which the message names. Guards: that it was kept until the
+    run was extended, and then rotated away."""
     wsd = {"schedule": "wsd", "decay_steps": 2, "keep_checkpoints": 1, "save_interval": 100}
     whole = train(make_recipe(name="whole", max_steps=9, **wsd))
     folder = train(make_recipe(max_steps=6, **wsd))
@@ -344,6 +345,8 @@ def test_a_run_of_warm_up_stable_decay_is_extended_bit_by_bit(make_recipe, capsy
     train(make_recipe(max_steps=12, **wsd))
     out = capsys.readouterr().out
     assert "the decay is undone" in out and "--train.resume" in out and "step-00000007" in out
+    kept = [path.name for path in sorted((folder / "checkpoints").glob("step-*"))]
+    assert kept == [f"step-{step:08d}" for step in (4, 7, 10, 12)], "each decay's start, and the newest"
     from_the_start = {**wsd, "decay_steps": 4}
     before = {"config": make_recipe(max_steps=4, **from_the_start).to_dict(), "step": 4}
     line = schedule_jump(make_recipe(max_steps=6, **from_the_start), before)
@@ -474,12 +477,14 @@ def test_samples_that_find_no_memory_are_left_out(make_recipe, monkeypatch, caps
 
 
 def test_init_from_another_attention_says_what_it_took(make_recipe, capsys):
-    """`softmax` starts from `ours`: the same keys, another model; the report names what was taken."""
-    source = train(make_recipe()) / "checkpoints/step-00000006"
-    recipe = make_recipe(init_from=str(source), max_steps=1, learning_rate=1e-12, min_learning_rate=1e-12)
+    """`softmax` starts from `ours`: the same keys, another model; the report names what was taken. Guards: a
+    run's folder, which has no config.json of its own, was refused."""
+    run = train(make_recipe())
+    source = run / "checkpoints/step-00000006"
+    recipe = make_recipe(init_from=str(run), max_steps=1, learning_rate=1e-12, min_learning_rate=1e-12)
     recipe.model.attention = "softmax"
     folder = train(recipe)
-    assert "taken" in capsys.readouterr().out
+    assert f"init_from: weights from {source} (" in (out := capsys.readouterr().out) and "taken" in out
     taken = weights(folder, 1)["lm_head.weight"]
     torch.testing.assert_close(taken, load_file(source / "model.safetensors")["lm_head.weight"])
     assert (

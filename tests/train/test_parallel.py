@@ -14,11 +14,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lingpt.common.errors import UserError
-from lingpt.models import GPT, Config
+from lingpt.models import GPT, Config, ModelArgs, save_index, save_model, write_shards
 from lingpt.train import TrainConfig
 from lingpt.train.compilation import compile_blocks
 from lingpt.train.loss import NextTokenLoss
 from lingpt.train.machine import choose_machine
+from lingpt.train.model import fill_shards, make_model
 from lingpt.train.parallel import Parallel
 
 
@@ -132,6 +133,31 @@ def test_sharded_parameters_stay_whole_until_a_step_s_last_micro_batch():
             sharded.append(all(isinstance(parameter, DTensor) for parameter in module.parameters()))
         assert sharded == [False, True]
         assert all((parameter.grad.full_tensor() == 2).all() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("source", ["seed", "one file", "shards", "init_from"])
+def test_a_sharded_model_has_the_weights_of_a_whole_one(make_recipe, tmp_path, source):
+    """To the bit, constants too, with all its large tensors on the meta device until it is sharded. Guards: a
+    whole model on each device before that, more than a card holds. (Several processes: test_many.py)"""
+    recipe, other = make_recipe(), GPT.create(ModelArgs(attention="hybrid").config(), seed=7)
+    recipe.model, config = ModelArgs(attention="hybrid"), other.config
+    whole = GPT.create(config, seed=0) if source == "seed" else other
+    checkpoint = tmp_path if source in ("one file", "shards") else None
+    recipe.train.init_from = str(tmp_path) if source == "init_from" else None
+    with one_process("fsdp") as parallel:
+        if source == "shards":
+            write_shards(tmp_path, other.state_dict(), torch.distributed.group.WORLD)
+            save_index(other, tmp_path)
+        else:
+            save_model(other, tmp_path)
+        gpt = make_model(recipe, config, checkpoint, parallel.device, sharded=True)
+        assert all(parameter.is_meta for parameter in gpt.parameters() if parameter.ndim > 1)
+        parallel.wrap(NextTokenLoss(gpt))
+        fill_shards(gpt, recipe, checkpoint)
+        for (name, sharded), expected in zip(gpt.named_parameters(), whole.parameters(), strict=True):
+            assert isinstance(sharded, DTensor) and torch.equal(sharded.full_tensor(), expected), name
+        for (name, constant), expected in zip(gpt.named_buffers(), whole.buffers(), strict=True):
+            assert torch.equal(constant, expected), name
 
 
 def test_ddp_leaves_blocks_and_gradients_whole(ddp):
