@@ -228,7 +228,7 @@ def test_steep_constant_decays(
         assert relative(ours[name], exact[name]) < 8e-3, name
 
 
-@pytest.mark.parametrize("build", [*GATED, *GATED_WIDE], ids=str)
+@pytest.mark.parametrize("build", slow_where_wide([*GATED, *GATED_WIDE]), ids=str)
 def test_resets_in_the_only_chunk(build: Build, emulated) -> None:
     """Guards: a sum's accuracy after a reset: the final state's c is summed up in fp32."""
     emulated(build)
@@ -331,6 +331,7 @@ def test_boundaries(build: Build, N: int, emulated, monkeypatch: pytest.MonkeyPa
     assert not too_inexact(ours, build, x, options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("N, bound", [(1536, 0.012), (1537, 0.008)])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_no_sum_is_longer_than_a_window(arch: str, N: int, bound: float, emulated) -> None:
@@ -345,6 +346,7 @@ def test_no_sum_is_longer_than_a_window(arch: str, N: int, bound: float, emulate
     assert relative(ours, exact) < bound
 
 
+@pytest.mark.slow
 def test_the_final_states_part_is_in_no_long_sum(emulated) -> None:
     """Guards: what the final state's gradient adds to the last window's gates: from a sum over all tokens it
     would be off by 0.6 %."""
@@ -387,7 +389,7 @@ def test_copies_are_kept_until_the_launches(emulated, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("sub_segments", [1, 2])
-@pytest.mark.parametrize("build", [*ROTATED, *GATED, GATED_WIDE[1], *AFFINE], ids=str)
+@pytest.mark.parametrize("build", slow_where_wide([*ROTATED, *GATED, GATED_WIDE[1], *AFFINE]), ids=str)
 def test_segments(build: Build, sub_segments: int, emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: the states before segments, by `states` (in sub-segments) and `prefix`, in both directions."""
 
@@ -403,7 +405,7 @@ def test_segments(build: Build, sub_segments: int, emulated, monkeypatch: pytest
     assert not too_inexact(ours, build, x, options)
 
 
-@pytest.mark.parametrize("build", [ROTATED[1], WIDE[1], GATED[1], PRODUCTS[1]], ids=str)
+@pytest.mark.parametrize("build", slow_where_wide([ROTATED[1], WIDE[1], GATED[1], PRODUCTS[1]]), ids=str)
 def test_stages_filled_again(build: Build, emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: on Hopper every stage of the rings, filled again while others read: segments of 6 chunks."""
     emulated(build)
@@ -417,6 +419,7 @@ def test_stages_filled_again(build: Build, emulated, monkeypatch: pytest.MonkeyP
     assert not too_inexact(ours, build, x, options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [WIDE[1], GATED_WIDE[1], *PRODUCTS_WIDE], ids=str)
 def test_unsegmented_sequences(build: Build, emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: the forward scan of 64 columns a block, which leaves the states before segments for dq's."""
