@@ -171,8 +171,9 @@ def _register_autograd(
     _library.impl(f"{op.name}_bwd", Backward.apply, "Autograd")
 
     def run(call: C) -> tuple[Any, ...]:
-        """The operator; where nobody would see it, autograd alone, and None for outputs not asked for."""
-        # The compiler's question first: it knows the answer and never traces the rest.
+        """Calls the operator; where nothing observes it, the autograd function alone, without the dispatcher.
+        That gives None for outputs not asked for."""
+        # is_compiling() first: the compiler knows its value, and never traces the rest.
         if torch.compiler.is_compiling() or not is_plain_call(call):
             return forward(*call)
         return Forward.apply(True, *call)

@@ -54,8 +54,8 @@ class Backend(Protocol):
 def choose(call: Call) -> Backend:
     """The backend for `call.backend` "cuda", "chunkwise" or "auto".
 
-    Raises UserError where "cuda" cannot serve the call; "auto" says so once, except for dtypes that nobody
-    expects on tensor cores: under autocast fp32 is none of them.
+    Raises UserError where "cuda" cannot serve the call. "auto" falls back to chunkwise and warns once per
+    reason. fp32/fp64 inputs outside CUDA autocast are not warned about: the kernel never takes them.
     """
     if call.backend == "chunkwise" or (call.backend == "auto" and call.device.type != "cuda"):
         return chunkwise

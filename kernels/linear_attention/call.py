@@ -47,7 +47,7 @@ class Call(NamedTuple):
     backend: str = "auto"
 
     def unpacked(self) -> Call:
-        """With qkv, a view, and log_gate in the place of `projected`: what every other property and all
+        """`projected` replaced by qkv, a view of it, and log_gate: the form that all other properties and
         backends take."""
         if self.projected is None or self.gate_bias is None:
             return self
@@ -101,7 +101,8 @@ class Call(NamedTuple):
         return self.shrink_b(self.b_value if self.b is None else self.b)
 
     def shrink_b(self, b: T) -> T:
-        """b in use of a caller's b; also a caller's gradient of b of that of b in use."""
+        """The b that is used, from the caller's; likewise the gradient of the caller's b, from that of the b
+        used."""
         return b * B_SHRINK if self.normalize and self.normalize_qk else b
 
     @property

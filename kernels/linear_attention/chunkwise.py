@@ -176,10 +176,10 @@ def _gate_gradient(
 ) -> Tensor | None:
     """The gradient of log_gate [B, N, H], from `rows` q', dq' and `columns` k', dk', and the states.
 
-    That of G_j is q'_j·dq'_j − k'_j·dk'_j, and log_gate_t is in every G_j with j ≥ t. What the tokens from t
-    on have with each other is in both terms and must leave nothing in the sum: hence both, though under the
-    normaliser the first is 0 (e makes it so) but for rounding; and hence no sum is longer than a chunk. All
-    that later chunks have is ⟨S', dS'⟩, of the state between them, which log_gate_t scales.
+    dL/dG_j = q'_j·dq'_j − k'_j·dk'_j, and dL/dlog_gate_t = Σ_{j≥t} dL/dG_j. Pairs of tokens that are both
+    ≥ t appear in both terms and cancel, so both terms are computed, even where the first is 0 in exact
+    arithmetic (under the normaliser). The sum runs within a chunk only, so that little rounding adds up;
+    later chunks contribute ⟨S', dS'⟩ at the chunk's end.
     """
     if call.log_gate is None:
         return None

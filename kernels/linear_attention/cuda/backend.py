@@ -368,8 +368,8 @@ def _tensor_or_number(x: float | Tensor) -> tuple[Tensor | None, float | None]:
 def _add_state(
     call: Call, gradient: Tensor, final: LinearAttentionState, dstate: LinearAttentionState
 ) -> None:
-    """Adds to the gradient of log_gate, of the tokens after the last boundary, [B, tokens, H], what the final
-    state's, dS, adds: to the gradient of G_N ⟨dS, S⟩, and so to all gates' up to there."""
+    """Adds the final state's part to `gradient`, dL/dlog_gate [B, tokens, H] of the tokens after the last
+    boundary: ⟨dS, S⟩, which is in dL/dG_N and therefore in the sum of every one of them."""
     B, _, H, _ = call.shape
     products = [(x * dx).reshape(B, H, -1).sum(-1) for x, dx in zip(final, dstate, strict=True)]
     added = torch.stack(products).sum(0)

@@ -1,13 +1,14 @@
 // A decay of each token's own, g_t ≤ 0, −∞ for a reset: what a scan needs of it, by position, from one pass over the gates.
 //
 // With G_i = Σ_{t≤i} g_t, powers of γ become differences of G: γ^(i−j) → exp(G_i − G_j). Only differences within a chunk are
-// taken, of Γ, which starts again in every chunk: G grows without bound. In reverse the decay between two neighbouring
-// positions is that of the token scanned first, later in time; none leads into position 0, and the adjoint of the initial
-// state has one more, that of token 0.
+// taken, and of Γ, the sum from the chunk's start, as G grows without bound. In reverse the decay between two neighbouring
+// positions is that of the one scanned first (the later token). So position 0 has no decay, and that of token 0, which is
+// scanned last, applies to the adjoint of the initial state.
 #pragma once
 #include "params.cuh"
 
-// Of a block of the kernels here. In [B, N, H] it reads and writes eight heads at once, 32 bytes; a warp then has one.
+// Threads of a block of the kernels here. It reads and writes eight heads (32 bytes) of [B, N, H] at once; each warp works on
+// one of them.
 constexpr int GATES_THREADS = 256, GATES_HEADS = GATES_THREADS / 32;
 static_assert(GATES_THREADS == LAUNCH_GATES_THREADS, "GATES_THREADS of launch.py");
 constexpr int GATES_SPAN = 256, GATES_ITEMS = GATES_SPAN / 32;  // positions of a block; of a lane, one after the other
@@ -37,20 +38,20 @@ struct GatesBlock {
       use(i, head, (i64(batch) * p.N + token(first + i)) * p.H + first_head + head);
   }
 };
-// A number a position and head, in shared memory: for both orders of reading without conflicts of banks, or nearly.
+// One number per position and head, in shared memory; padded, so that reading along either has (almost) no bank conflicts.
 struct GatesTile {
   float of[GATES_HEADS][GATES_SPAN + GATES_SPAN / 8 + 4];
   DEVICE float& at(int head, int i) { return of[head][i + i / 8]; }
 };
 
-// In powers of two. Whatever is below LOG_ZERO (numerics.py) counts as 0; −∞ − (−∞) would be no number. A NaN stays one, which
-// fmaxf would make a reset.
+// log2 of a decay. Anything below LOG_ZERO (numerics.py), a decay of 0, is clamped to it, as −∞ − (−∞) would be NaN. A NaN stays
+// NaN; fmaxf would turn it into a reset.
 DEVICE float log2_gate(float log_decay) { return (log_decay < LOG_ZERO ? LOG_ZERO : log_decay) * LOG2_E; }
 DEVICE float log2_gate(const Params& p, i64 bh, int token) {
   return log2_gate(p.log_decay[(bh / p.H * p.N + token) * p.H + bh % p.H]);
 }
 
-// [BH, 2, chunks]: of a chunk Γ at its end, and its sum of counts, in whose place `gate_counts` puts that of all before it.
+// [BH, 2, chunks]: each chunk's Γ at its end, and its sum of counts, which `gate_counts` replaces by that of all chunks before.
 template <int CHUNK>
 struct Chunks {
   float *gamma, *count;  // of a head
@@ -60,10 +61,10 @@ struct Chunks {
   }
 };
 
-// The gradient of G adds up over all later tokens, and so would what rounding leaves in it. At a boundary, before a token that
-// is a multiple of WINDOW, it is known without a sum, from what all tokens before are to all from there on, which the
-// states of DQ and DK hold between them. So no sum is longer than a window. Where N is not a multiple of the chunk, DQ's and DK's
-// chunks do not meet, and there are none: backend.py takes the first tokens apart then, where N is above WINDOW.
+// dL/dg_t is a suffix sum over all later tokens, so rounding errors accumulate with N. At a boundary, before every WINDOW-th
+// token, the sum is also <S, dS>, the inner product of the forward state (DQ has it) and its adjoint (DK has it). Restarting
+// there keeps every sum within one window. N must be a multiple of CHUNK, or DQ's and DK's chunk edges don't coincide, and no
+// boundary is used: where N > WINDOW, backend.py then splits off the first N % CHUNK tokens.
 constexpr int WINDOW = LAUNCH_WINDOW;
 static_assert(WINDOW % GATES_SPAN == 0, "a span is of one window");
 template <int D>
@@ -73,14 +74,14 @@ struct Boundary {
   static_assert(BOUNDARY_SIZE<D> == LAUNCH_BOUNDARY_SIZE, "boundary_size of launch.py");
   uint4* state;          // S, rounded, as DQ's lanes hold it
   float *c, *b, *count;  // DQ's Σ τ c and Σ ζ b, [D] each, and count
-  float* parts;          // of the gradient but for the decay into the token: of warps of outputs, then of token stats
+  float* parts;          // <S, dS> without the decay into the token, a part per warp: outputs' warps, then token stats'
   DEVICE Boundary(const Params& p, i64 bh, int i) {
     float* at = p.boundaries + (bh * ((p.N - 1) / WINDOW) + i) * BOUNDARY_SIZE<D>;
     state = reinterpret_cast<uint4*>(at), c = at + D * D / 2, b = c + D, parts = b + D, count = parts + 15;
   }
 };
 
-// What is left after a segment (not the last one) of what came before it.
+// The decay over a whole segment (not the last one).
 template <int CHUNK>
 DEVICE float decay_of_segment(const Params& p, i64 bh, int segment) {
   const float* gamma = Chunks<CHUNK>(p, bh).gamma + segment * (p.segment_len / CHUNK);
@@ -154,9 +155,13 @@ DEVICE void chunk_gates(const Params& p, const GatesBlock& block, GatesTile& dec
   }
 }
 
-// gamma: Γ. to_end: what the rest of the chunk adds to it, summed from the end, so that a reset before takes nothing from its
-// accuracy. count, in reverse: Σ exp(G_i − G_j) e_i over i ≥ j of the chunk. chunks: see there. COUNTS: with a normaliser, which
-// alone needs counts. Grid: GatesBlock.
+// Writes, by position:
+//
+//     gamma   Γ_i (not γ), the chunk's cumulative log2 decay up to position i
+//     to_end  what the rest of the chunk adds to it; summed from the end, so that an earlier reset costs no accuracy
+//     count   in reverse: Σ exp(G_i − G_j) e_i over i ≥ j of the chunk
+//
+// and chunks (see `Chunks`). COUNTS: with a normaliser, which alone needs counts. Grid: GatesBlock.
 template <int CHUNK, bool REVERSE, bool COUNTS>
 __global__ void __launch_bounds__(GATES_THREADS) gates(const __grid_constant__ Params p) {
   __shared__ GatesTile decays;
@@ -245,9 +250,15 @@ DEVICE float across_boundary(const Params& p, const GatesBlock& block, int token
   return Boundary<D>(p, block.bh, token / WINDOW - 1).parts[block.lane] * exp2f(log2_gate(p, block.bh, token));
 }
 
-// The gradient of a gate, which is in G_i for i ≥ t: Σ_{i≥t} dG_i, 0 at a reset. dG: rows, of DQ; count: columns, of DK,
-// [PARTS, BH, N] each, by position; of each boundary WARPS parts. First, TOTALS: chunks: the sum of a span, [BH, 2, spans],
-// high and low. Then gamma: the gradient [B, N, H]. Grid: GatesBlock, spans and tokens from the last to the first.
+// dL/dg_t = Σ_{i≥t} dG_i, as g_t is in G_i for i ≥ t; 0 at a reset. Launched with TOTALS first, then without. Grid: GatesBlock,
+// spans and tokens from the last to the first. Fields of Params that here hold something else than in a scan:
+//
+//     dG      DQ's row_i, [PARTS, BH, N], by position
+//     count   DK's column_j, likewise
+//     chunks  the sum of each span, [BH, 2, spans], high and low: written with TOTALS, then read
+//     gamma   the result, dL/dg [B, N, H]
+//
+// Each boundary has WARPS parts.
 template <int D, int CHUNK, bool TOTALS, int PARTS, int WARPS>
 __global__ void __launch_bounds__(GATES_THREADS) gate_gradient(const __grid_constant__ Params p) {
   const GatesBlock block(p);

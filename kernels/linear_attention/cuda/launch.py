@@ -280,8 +280,8 @@ class Launch:
 class LaunchPlan:
     """What shapes, strides and options decide of a pass: its launches, and how large its scratch is.
 
-    `strides`: of TENSORS, forward of the first four; `a`, `b`: a number, None for a tensor. Looked up in a
-    call, not made: a short one's larger share is the host's, and autograd's thread runs it on cold caches.
+    `strides`: of TENSORS, forward of the first four; `a`, `b`: a number, None for a tensor. `make_plan` keeps
+    plans: a short call's time is mostly the host's, and autograd's thread runs it on cold caches.
     """
 
     def __init__(

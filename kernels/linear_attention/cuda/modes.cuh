@@ -28,9 +28,9 @@
 //     column_j = v_j·Σ_{i≥j} exp(G_i − G_j) do_i/g_i − Σ_{i≥j} exp(G_i − G_j) e_i + k̂_j·dk̂_j
 //
 // (AFFINE: a times the sum over v, and over do; the sum of it over i is the gradient of a. PRODUCTS: q̂·dq̂ and k̂·dk̂ alone.)
-// log_decay_t is in every G_i with i ≥ t, so of two tokens from t on nothing may be left in that sum, however long it is: DQ and DK
-// multiply by the same rounded W_ij. The factors b r_q and r_k of a row of y, which the table has under "then", are in ρ and κ;
-// in fp16 their mantissas are, and their exponents come then.
+// Pairs of tokens that are both ≥ t must cancel exactly between Σ_{i≥t} row_i and Σ_{j≥t} column_j. Therefore DQ and DK use
+// bit-identical 16-bit W_ij: the factors b r_q and r_k of a row of y, in the table under "then", are part of ρ and κ. In fp16
+// only their mantissas are, and y is scaled by their exponents afterwards.
 #pragma once
 #include "params.cuh"
 #include "ptx/shared_memory.cuh"
@@ -118,7 +118,7 @@ struct ModeTraits {
   static constexpr float LARGEST_SIGMA = 2048.f;
   static DEVICE float range(const Params& p) { return T::NARROW ? p.range : 1.f; }
   static DEVICE float inverse_range(const Params& p) { return T::NARROW ? p.inverse_range : 1.f; }
-  // 1/g, which falls with a sequence's length, is why the others are not scaled as FWD is; without it they are.
+  // The others are scaled otherwise than FWD because of 1/g, which falls with a sequence's length; without it, alike.
   static constexpr bool AS_FWD = MODE == FWD || !NORMALISED_WEIGHTS;
   static DEVICE float scale_sigma(const Params& p) { return REVERSE && !AS_FWD ? range(p) : inverse_range(p); }
   static DEVICE float scale_tau(const Params& p) { return AS_FWD ? 1.f : scale_sigma(p); }

@@ -24,7 +24,7 @@ struct Params {
   // Pointers, which every call has its own.
   void* tensors[6];          // a, b, c, unit (q for DQ, k for DK), y, o (where DQ computes e)
   float *g, *rq, *rk;        // [BH, N]: written by FWD, read by the others
-  float* e;                  // [BH, N]
+  float* e;                  // [BH, N]: (do·o)/g; do·o is the delta of FlashAttention
   const float* coefficient;  // b per head [H], or null: b_value
   const float* constant;     // AFFINE: a per head [H], or null: a_value
   const float* log_decay;    // natural logarithm: [H] with PER_HEAD, [B, N, H] with PER_TOKEN
@@ -34,7 +34,8 @@ struct Params {
   const float* n_initial;  // [BH] or null
   float* db;               // [BH, segments]: DQ's sums of q̂·y
   float* da;               // AFFINE, [BH, segments]: DQ's sums of do·Σ v; on sm_90a 8 of each, of warps
-  // PER_TOKEN, by position: what gates.cuh finds before a scan, and DQ's and DK's part of the gradient of G
+  // PER_TOKEN, by position: what gates.cuh finds before a scan, and DQ's and DK's part of the gradient of G. gamma is Γ, the
+  // chunk's cumulative log2 decay (not γ); `gate_gradient` has other contents for gamma, count and chunks: see there.
   float *gamma, *to_end, *count;  // [BH, N]
   float* chunks;                  // [BH, 2, chunks]
   float* count_out;               // [BH] or null

@@ -156,8 +156,8 @@ struct ScanSm80 : BlockSm80<CONFIG> {
     }
   }
 
-  // At a boundary (gates.cuh): DQ leaves its state there, rounded, as its lanes hold it, and its sums; DK, whose lanes hold
-  // the same elements, adds up the products with its own.
+  // At a boundary (gates.cuh): DQ stores its sums and its state, the latter in 16 bits and in the order of its lanes; DK,
+  // whose lanes hold the same elements, adds up their inner products with its own.
   DEVICE void cross_boundary(int stage, int position) const {
     const int token = Traits::REVERSE ? p.N - position : position;
     if (position == 0 || p.N % CHUNK || token % WINDOW) return;
@@ -336,7 +336,7 @@ struct ScanSm80 : BlockSm80<CONFIG> {
       }
     }
   }
-  // A row of W into shared memory. Returned: this lane's part of the row's sum, SUMS_X: of what X has in it.
+  // Writes a row of W to shared memory. Returns this lane's part of the row's sum; with SUMS_X, of its decayed X instead.
   DEVICE float weigh_row(int stage, int row, const float (&x)[CHUNK / 8][4], int half, float rho_i,
                          float kappa_i) const {
     float sum = 0.f;
@@ -357,14 +357,15 @@ struct ScanSm80 : BlockSm80<CONFIG> {
     }
     return sum;
   }
-  // Σ of a row's weights in the chunk and, not decayed yet, before it → g.
+  // g of a row, from the sum of its weights within the chunk and, not decayed yet, before it.
   DEVICE void normalise_row(int stage, int position, int row, float own, float before) const {
     float normaliser = own + from_start(stage, row) * before;
     if (t > 0) return;
     kappa[row] = 1.f / normaliser;
     if (position + row < p.N) p.g[stat(position + row)] = normaliser;
   }
-  // Of a row's sum of X, decayed, and of a times Σ ζ b from before the chunk: da, and what is in the gradient of Γ of them.
+  // From a row's sum of decayed X (own) and its a times Σ ζ b of the tokens before the chunk (before): da, and their part
+  // of the row's (DK: column's) dG.
   DEVICE void finish_row(int stage, int row, float own, float before, float n_before) const {
     if (t > 0) return;
     const float past = from_start(stage, row);
@@ -380,8 +381,8 @@ struct ScanSm80 : BlockSm80<CONFIG> {
     }
     if (CONFIG::COMPUTES_DG) dG()[row] = known;
   }
-  // Of two neighbouring columns: what they add to a row's products, and how far they have decayed there; MASKS_DECAYS: 0
-  // where they come after it. It is selected, as an exponential may overflow there.
+  // Of two neighbouring columns: what they add to a row's products, and how far they have decayed there. MASKS_DECAYS: 0
+  // where they come after the row. Selected, not multiplied by 0, as an exponential may overflow there.
   static constexpr bool MASKS_DECAYS = GATED || SUMS_X;
   DEVICE float2 added_by_columns(int j) const {
     return MODE == FWD || !HAS_G ? make_float2(1.f, 1.f) : *reinterpret_cast<float2*>(tau + j);
@@ -397,7 +398,7 @@ struct ScanSm80 : BlockSm80<CONFIG> {
     if (MASKS_DECAYS) decay.x = j <= row ? decay.x : 0.f, decay.y = j + 1 <= row ? decay.y : 0.f;
     return decay;
   }
-  // Of a row's sum of X one addend, without its decay.
+  // One addend of a row's sum of X, without its decay.
   DEVICE float addend(float rho, float kappa, float x, int j) const {
     return !HAS_G ? x : MODE == DQ ? rho * x + kappa : x * zeta[j];
   }
@@ -582,7 +583,8 @@ struct ScanSm80 : BlockSm80<CONFIG> {
     }
     store(tile_unit, position);
   }
-  // FACTOR_IN_W: y has the row's factor, or its mantissa: what is left of it to multiply by. And x̂·y without it over x·y with it.
+  // FACTOR_IN_W: y already has the row's factor, or in fp16 its mantissa. left_of_factor: what y is still to be multiplied by.
+  // per_unit_dot: the ratio of x̂·y without the factor to x·y with it.
   DEVICE float left_of_factor(float factor) const {
     if (!CONFIG::WHOLE_FACTOR) return exponent(factor);
     return MODE == DQ && coefficient() == 0.f ? 0.f : 1.f;  // else b_or_one() is b

@@ -90,7 +90,7 @@ struct BlockSm80 {
     return i64((unsigned long long)u32(bh()) * u32(p.N)) + Traits::token(p, position);
   }
   DEVICE float power(int i) const { return POWERS ? powers[i] : 1.f; }
-  // What is left of what came before the chunk in row `i`, after a chunk of `len` tokens, and there of token `i`.
+  // Decays: from before the chunk to row `i`; over a whole chunk of `len` tokens; from token `i` to the chunk's end.
   DEVICE float from_start(int stage, int i) const {
     return GATED ? power_of_two(gates(stage, GAMMA)[i]) : power(i + Traits::POWERS_FROM_STATE);
   }
@@ -99,7 +99,7 @@ struct BlockSm80 {
     if (i >= len) return 0.f;
     return GATED ? power_of_two(gates(stage, TO_END)[i]) : power(len - 1 - i + Traits::POWERS_TO_STATE);
   }
-  // PER_TOKEN, of a stage: what gates.cuh has of its tokens, rows past the end as the last one; 1/‖x‖, for DQ and DK.
+  // PER_TOKEN, per stage: what gates.cuh found of its tokens (rows past the end have the last one's), and 1/‖x‖ for DQ and DK.
   enum { GAMMA, TO_END, NORM, COUNT };
   DEVICE float* gates(int stage, int which) const {
     return reinterpret_cast<float*>(smem + Shared::GATES) + (4 * stage + which) * CHUNK;
@@ -214,9 +214,9 @@ struct BlockSm80 {
                                   : CONFIG::HAS_ZETA ? zeta[tid] * decay
                                                      : decay);
   }
-  // DQ: the factor of all rows of y, but 1 where that is 0: the gradient of b is then found all the same.
+  // DQ: b, the factor of all rows of y; but 1 where b is 0, so that the gradient of b can still be found.
   DEVICE float b_or_one() const { return MODE == DQ && coefficient() != 0.f ? coefficient() : 1.f; }
-  // FACTOR_IN_W: what ρ and κ have of the factor of a row of this norm.
+  // FACTOR_IN_W: the part of a row's factor that is in ρ and κ.
   DEVICE float factor_in_w(float norm) const {
     return CONFIG::WHOLE_FACTOR ? b_or_one() * norm : mantissa(Traits::row_factor(*this, norm));
   }

@@ -40,16 +40,16 @@ struct ConfigSm90 {
   // κ is a factor of what came before, and τ is one number for all tokens.
   static constexpr bool ADDS_A = HAS_A && Traits::VALUE_ROWS;
   static constexpr bool SUMS_C = HAS_G || ADDS_A;
-  // 16-bit numbers that τ and ζ are kept in. In reverse those are a, whose rounding, the same for all tokens, would not
-  // average out.
+  // The number of 16-bit parts of τ and ζ. In reverse (AFFINE) these are a, whose rounding error is the same for all tokens
+  // and would not average out.
   static constexpr int TAU_PARTS = HAS_A && Traits::REVERSE ? 3 : 2;
   static constexpr bool SUMS_B = SUMS_X || (HAS_G && (MODE == FWD || STATES)) || (HAS_A && MODE == DK && STATES);
 
-  // Which vectors, a number a token, a chunk has besides σ. The other factors of W are one number for all tokens, or another of
-  // the mode's: DQ's τ is its σ.
+  // Which vectors of one number per token a chunk has besides σ. A factor of W that has none is the same for all tokens, or
+  // equals another one of its mode: DQ's τ is its σ.
   static constexpr bool HAS_RHO =
       MODE == FWD || MODE == DV || (HAS_G && MODE == DQ) || (FACTOR_IN_W && !HAS_G && MODE == DK && D == 64);
-  // What is exp(Γ) elsewhere has the factor, too.
+  // The vector that is exp(Γ) elsewhere is here multiplied by the row's factor.
   static constexpr bool FACTOR_IN_PAST = WHOLE_FACTOR && MODE == DK && !HAS_RHO;
   static constexpr bool HAS_KAPPA = HAS_G && MODE == DQ, HAS_TAU = HAS_G && Traits::REVERSE;
   static constexpr bool HAS_ROW = PROJECTS || NORMALISES;
@@ -65,8 +65,8 @@ struct ConfigSm90 {
   static constexpr int VECTORS =
       HAS_FROM_START + HAS_DG + COLUMN_VECTORS + (STATES ? 0 : HAS_RHO + HAS_KAPPA + HAS_ROW);
 
-  // 16-bit numbers that σ decayed to the chunk's end is kept in. Where gates are steep a few tokens are all of a state, and
-  // the rounding of one's σ, the same in its whole row, would not average out.
+  // The number of 16-bit parts of σ decayed to the chunk's end. With steep gates a few tokens make up a state, and the
+  // rounding error of a token's σ, which is the same in its whole row, would not average out.
   static constexpr int SIGMA_PARTS = DECAY == PER_TOKEN ? 2 : 1;
 
   // Which tile holds y on its way out: one that is no longer needed, unless another group's outputs may still read it.
@@ -77,8 +77,7 @@ struct ConfigSm90 {
 
   // Scores keep powers of γ in registers where those are enough.
   static constexpr bool KEEPS_POWERS = DECAY == PER_HEAD && D == 128 && !STATES;
-  // Where registers are fewest, a product with γ = 1 leads ptxas to an order of instructions that needs no more than
-  // there are.
+  // Where registers are scarcest, multiplying by γ = 1 makes ptxas order the instructions so that none are spilled.
   static constexpr bool DECAYS_PAST = DECAY == PER_HEAD || (D == 64 && ROPE && (HAS_KAPPA || COMPUTES_DA));
 
   using Shared = SharedSm90<ConfigSm90>;

@@ -25,7 +25,7 @@ struct OutputsSm90 {
   static constexpr bool WHOLE_FACTOR = CONFIG::WHOLE_FACTOR;
   static constexpr bool DECAYS_PAST = CONFIG::DECAYS_PAST, PER_TOKEN_DECAY = CONFIG::DECAY == PER_TOKEN;
 
-  // As registers are few.
+  // Where registers are few.
   static constexpr bool READS_OWN_LATE = CONFIG::KEEPS_POWERS || (CONFIG::FACTOR_IN_W && D == 64 && CONFIG::HAS_A);
 
   static DEVICE void run(Block& block) {
@@ -123,8 +123,8 @@ struct OutputsSm90 {
           to.S[Block::States::element(state_row(block, half), 8 * j + 2 * block.t + x)] =
               to.scale * state[j][2 * half + x];
   }
-  // At a boundary: DQ leaves its state there, rounded, as its lanes hold it; DK, whose lanes hold the same elements, adds up the
-  // product with its own.
+  // At a boundary (gates.cuh): DQ stores its state, in 16 bits and in the order of its lanes; DK, whose lanes hold the same
+  // elements, adds up its inner product with its own.
   static DEVICE void cross_boundary(const Block& block, const float (&state)[D / 8][4], int position) {
     if (!block.at_boundary(position) || position >= block.end()) return;
     const Boundary<D> boundary = block.boundary(position);
@@ -173,7 +173,7 @@ struct OutputsSm90 {
     for (int k = 0; k < D_STEPS; k++) mma_ABt<T>(y, rounded[k], k_along_rows<CHUNK>(block.tile(stage, A), k), k > 0);
     warpgroup_commit();
   }
-  // It, waited for: γ^(i+1) (ρ y + κ Σ τ c).
+  // Waits for that product, and makes it γ^(i+1) (ρ y + κ Σ τ c).
   static DEVICE void scale_past(Block& block, float (&y)[8][4], const Coefficients& c) {
     constexpr bool SUMS_C = CONFIG::SUMS_C;
     const float c_sum[2] = {SUMS_C ? c.c_sum[own_row(block, 0)] : 0.f, SUMS_C ? c.c_sum[own_row(block, 1)] : 0.f},
@@ -415,16 +415,16 @@ struct OutputsSm90 {
   static constexpr bool READS_UNIT_EARLY = D == 128 && !(ROPE && CONFIG::DECAY), READS_UNIT_TWICE = ROPE || D == 64;
   static constexpr bool READS_PROJECTIONS_AT_ONCE = !READS_UNIT_TWICE && CONFIG::DECAY != PER_HEAD;
 
-  // The angles of two tokens in the two columns of this lane that rotate together: of ANGLES pairs of tokens at once, of
-  // EARLY_ANGLES before the dots, behind which the wait for them hides; of the rest as soon as others are used.
+  // The angles of two tokens in the two columns of this lane that rotate together. Registers hold those of ANGLES pairs of
+  // tokens; EARLY_ANGLES of them are read before the dots, which hide the latency, the rest as soon as others are used.
   static constexpr bool FEW_REGISTERS = CONFIG::COMPUTES_DG && (MODE == DQ || D == 64);
   static constexpr int ANGLES = FEW_REGISTERS ? 4 : D == 128 ? 8 : ROPE > 16 ? 4 : MODE == DQ ? 6 : 8;
   static constexpr int EARLY_ANGLES = D == 128 && !CONFIG::COMPUTES_DG ? 8 : 4;
   struct PairAngles {
     float2 cos, sin;
   };
-  // Of COUNT pairs of tokens of the chunk from 8·first on. In warps that rotate nothing they are zero, too: what is not
-  // always written would keep its registers all through the loop.
+  // Reads those of COUNT pairs of tokens, from the chunk's token 8·first on. Warps that rotate nothing get zeros: registers
+  // that are not written on every path would stay live throughout the loop.
   template <int COUNT>
   static DEVICE void read_angles(const Block& block, PairAngles (&angles)[ANGLES], int position, int first) {
 #pragma unroll

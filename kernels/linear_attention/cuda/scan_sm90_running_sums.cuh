@@ -1,9 +1,11 @@
-// Σ τ c and Σ ζ b of an sm_90a block, of everything so far, in a warpgroup's accumulators: tiles, their rows turned to
-// columns, times τ and ζ.
+// Σ τ c and Σ ζ b of an sm_90a block over all tokens so far, in a warpgroup's accumulators: transposed tiles times τ
+// and ζ.
 //
-// Token stats keep them, as what they find of a chunk needs them; for `states`, the outputs do, each group of its own
-// columns. Of 64 columns a warp has 16, a lane two rows' sums: of c lanes t = 0, of b lanes t = 1, those of the first
-// and of the second 16-bit numbers. Those of third ones are two lanes further on.
+// Token stats keep them, whose results per chunk need them; in `states`, outputs do, each group those of its own columns.
+//
+// Fragment layout: each warp owns 16 of 64 columns, each lane two rows (g, g + 8). Lanes t = 0 hold Σ τ c, lanes t = 1
+// Σ ζ b: [2·half] is the high 16-bit part's sum, [2·half + 1] the low part's. With TAU_PARTS = 3 the third part's is in
+// lane|2.
 #pragma once
 #include "scan_sm90_block.cuh"
 
@@ -35,7 +37,7 @@ struct RunningSumsSm90 {
     for (int i = 0; i < B_PANELS; i++) use(b[i], B, first_panel(block) + i);
   }
 
-  // Products only: between warpgroup_arrive and warpgroup_commit.
+  // Issues products only: to be called between warpgroup_arrive and warpgroup_commit.
   DEVICE void add_chunk(const Block& block, int stage, int slot) {
     each(block, [&](float (&sum)[1][4], int tensor, int panel) {
 #pragma unroll
@@ -44,7 +46,8 @@ struct RunningSumsSm90 {
                     k_along_rows<8>(block.base + block.end_coefficients(slot), s), 1);
     });
   }
-  // Before the first chunk: ptxas lets products run on around a loop only if some do on every way into it.
+  // Called before the first chunk: ptxas keeps products in flight across iterations of a loop only if some are in flight
+  // on every path into it.
   DEVICE void add_zeros(const Block& block) {
     const Descriptor zeros = k_down_columns<CHUNK>(block.base + block.end_coefficients(1), 0);
     const Descriptor more = k_along_rows<8>(block.base + block.end_coefficients(2), 0);
@@ -52,8 +55,8 @@ struct RunningSumsSm90 {
     each(block, [&](float (&sum)[1][4], int, int) { mma_AtBt<T>(sum, zeros, more, 1); });
     warpgroup_commit();
   }
-  // `a_b` (SUMS_X), there when this returns: the chunk's a times Σ ζ b from before, whose three 16-bit parts are
-  // columns.
+  // a_b (SUMS_X; complete on return): the chunk's rows of a times Σ ζ b of the tokens before the chunk, whose three 16-bit
+  // parts are columns.
   DEVICE void start_chunk(Block& block, int stage, int slot, int len, float (&a_b)[1][4]) {
     block.sync_token_stats();  // τ and ζ are written, and rows are rotated
     block.forget_addresses();
@@ -80,13 +83,14 @@ struct RunningSumsSm90 {
     each(block, [&](float (&sum)[1][4], int, int) { warpgroup_fence_operand(sum); });
   }
 
-  // Of a lane's two rows of a sum, one: its first and its second part.
+  // The sum of one of a lane's two rows: its high and its low part.
   static DEVICE float total(const float (&sum)[1][4], int half) { return sum[0][2 * half] + sum[0][2 * half + 1]; }
   static DEVICE float total(const Block& block, const float (&sum)[1][4], int half) {  // with the third
     const float others = CONFIG::TAU_PARTS == 3 ? __shfl_sync(FULL_WARP, sum[0][2 * half], block.lane | 2) : 0.f;
     return total(sum, half) + others;
   }
-  // To shared memory, for the chunk in a stage, Σ τ c times κ where that is a. Of Σ ζ b's columns, each of four lanes takes one.
+  // Writes the sums to shared memory, for a stage's chunk. Σ τ c is multiplied by κ where that is a. Each of four lanes writes
+  // one column of Σ ζ b.
   DEVICE void write(const Block& block, int stage) const {
     float* to = block.coefficients(stage).c_sum;
     float own = 0.f;
@@ -122,7 +126,7 @@ struct RunningSumsSm90 {
         if (block.t == 1) b[i][0][2 * half] = from.scale_b * from.b[column(block, i, half)];
     }
   }
-  // This thread's part of the products with such sums; those with b's are scaled.
+  // This thread's part of the inner products of Σ τ c with `with_c` and of Σ ζ b with `with_b`, the latter times scale_b.
   DEVICE float product(const Block& block, const float* with_c, const float* with_b, float scale_b) const {
     float of_c = 0.f, of_b = 0.f;
 #pragma unroll

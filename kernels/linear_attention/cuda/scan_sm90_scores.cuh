@@ -15,7 +15,8 @@ struct ScoresSm90 {
   static constexpr Decay DECAY = CONFIG::DECAY;
   static constexpr bool KEEPS_POWERS = CONFIG::KEEPS_POWERS, SUMS_X = CONFIG::SUMS_X, HAS_G = CONFIG::HAS_G;
 
-  // Chunk by chunk: W of this one; then the one before, when all are done with it: y out, and the next tiles in.
+  // Per chunk: computes its W; then, once all roles are done with the chunk before, copies that one's y out and the next
+  // tiles in.
   template <bool SCORES, bool COPIES>
   static DEVICE void run(Block& block) {
     if (SCORES) clear_above_diagonal(block);
@@ -53,7 +54,7 @@ struct ScoresSm90 {
     if (CONFIG::COMPUTES_DA && SCORES) block.store_da(da, 4);
   }
 
-  // Of a thread's two rows: what W is made of, and the sums of what became of it.
+  // A thread's two rows: their factors in W, and sums over their columns.
   struct Rows {
     float rho[2], kappa[2], sum[2];
     float gamma[2];  // PER_TOKEN, of the tokens themselves
@@ -169,7 +170,7 @@ struct ScoresSm90 {
     }
     stmatrix(address(block, parity, tile), pairs[0], pairs[1], pairs[2], pairs[3]);
   }
-  // w of a pair of tokens, one so far ahead of the other; its decay is zero if it is behind.
+  // W_ij. Where i < j it is 0: with DECAY because `decay` is, else because `ahead` = i − j is negative.
   static DEVICE float score(const Rows& rows, int half, float sigma, float tau, float x, int ahead, float decay) {
     float y = rows.rho[half] * sigma * x;
     if (HAS_G && MODE == DQ) y = sigma * (rows.rho[half] * x + rows.kappa[half]);

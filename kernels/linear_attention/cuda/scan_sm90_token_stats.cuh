@@ -20,7 +20,7 @@ struct TokenStatsSm90 {
   static constexpr bool COMPUTES_E = CONFIG::COMPUTES_E, COMPUTES_DG = CONFIG::COMPUTES_DG;
   static constexpr bool KEEPS_SUMS = !STATES && (CONFIG::SUMS_C || CONFIG::SUMS_B);
 
-  // For RoPE a thread has ITEMS items of each tile; a model's few have their angles read a chunk ahead.
+  // For RoPE a thread has ITEMS items of each tile. Where they are few (a model's RoPE), angles are read a chunk ahead.
   using R = Rope<T, MODE, ROPE>;
   static constexpr int ITEMS = CHUNK * ROPE / 8 / WARPGROUP;
   static constexpr bool MANY_REGISTERS = MODE == FWD || (D == 128 && !(COMPUTES_DG && (T::NARROW || MODE == DK)));
@@ -28,7 +28,7 @@ struct TokenStatsSm90 {
   // DQ waits for o at the start of a chunk anyway; with gates it has no registers for both.
   static constexpr bool READS_ANGLES_WITH_O = READS_ANGLES_AHEAD && COMPUTES_E && !COMPUTES_DG;
   static constexpr bool READS_ANGLES_LAST = READS_ANGLES_AHEAD && COMPUTES_E && COMPUTES_DG;
-  // All before one is written, so that there is one wait, where registers allow it.
+  // Where registers allow it, all items are read before any is written, so that there is only one wait.
   static constexpr bool READS_ITEMS_AT_ONCE = READS_ANGLES_AHEAD && !COMPUTES_E;
   struct ChunkAngles {
     Angles of[READS_ANGLES_AHEAD ? ITEMS : 1];
@@ -107,11 +107,11 @@ struct TokenStatsSm90 {
     return s;
   }
 
-  // Where registers are few, what comes straight from global memory is waited for.
+  // Global memory is read ahead only where there are registers for it.
   static constexpr bool READS_GATES_AHEAD = DECAY == PER_TOKEN && D == 128;
   static constexpr bool READS_O_AHEAD = COMPUTES_E && !(COMPUTES_DG && D == 64 && ROPE);
   static constexpr bool READS_O_A_CHUNK_AHEAD = COMPUTES_E && CONFIG::FACTORS_DECAYS && !ROPE;
-  // PER_TOKEN: what gates.cuh has of a row's token, as it was read: who computes with it waits for it.
+  // PER_TOKEN: what gates.cuh found of a row's token, as loaded: the first computation with it waits for the load.
   struct Gate {
     float gamma, to_end;
     float count_before, count;  // of the chunks before; in reverse, of this one up to the row
@@ -125,7 +125,7 @@ struct TokenStatsSm90 {
             counts && Traits::REVERSE ? p.count[row] : 0.f};
   }
   static DEVICE float count(const Gate& gate) { return gate.count_before * power_of_two(gate.gamma) + gate.count; }
-  // Where rows past the end have the last one's Γ: what is left at the chunk's end of row `i`.
+  // The decay from row `i` to the chunk's end. 0 for rows past the end, whose Γ is that of the last one.
   static DEVICE float to_end(const Block& block, const Gate& gate, int len, int i) {
     if (i >= len) return 0.f;
     return DECAY == PER_TOKEN ? power_of_two(gate.to_end) : block.power(len - 1 - i + Traits::POWERS_TO_STATE);
@@ -210,8 +210,8 @@ struct TokenStatsSm90 {
     if (CONFIG::SUMS_B) split<T, PARTS>([&](int part) { return in_row(part < 2 ? 2 + part : 6); }, zeta);
   }
 
-  // Forward, a row a thread: of queries ρ and the normaliser's part that all keys before share, of keys σ. `states`
-  // needs keys alone, and has two threads for each.
+  // Forward, a thread per row: ρ of a query and the (decayed) count of the tokens before the chunk, which is part of its
+  // normaliser; σ of a key. `states` needs only keys, and has two threads for each.
   static constexpr int ROW_THREADS = STATES ? 2 : 1;
   static DEVICE int row_of_thread(const Block& block) {
     return block.thread() / (MODE == FWD ? ROW_THREADS : 1) % CHUNK;
@@ -261,7 +261,8 @@ struct TokenStatsSm90 {
     return (sum[0] + sum[1]) + (sum[2] + sum[3]);
   }
 
-  // What a chunk's rows of dG, or columns, have of the tokens before it, and da. DQ: do/g times Σ v; DK: v times Σ do/g.
+  // What the tokens before the chunk contribute to its rows (DK: columns) of dG, and to da. DQ: do/g times Σ v; DK: v times
+  // Σ do/g.
   static DEVICE void store_dG(const Block& block, const float (&a_b)[1][4], int stage, int position, float& da) {
     const Params& p = block.p;
     const float first = RunningSumsSm90<CONFIG>::total(a_b, 0), second = RunningSumsSm90<CONFIG>::total(a_b, 1);
@@ -277,7 +278,7 @@ struct TokenStatsSm90 {
       p.dG[(i64(gridDim.y) + block.bh()) * p.N + position + row] = scale * block.from_start(c, row) * sum;
   }
 
-  // At a boundary: DQ leaves its sums there; DK adds up what they are to its own.
+  // At a boundary (gates.cuh): DQ stores its sums; DK adds up their inner products with its own.
   static DEVICE void cross_boundary(Block& block, const RunningSumsSm90<CONFIG>& sums, const Gate& gate,
                                     const Boundary<D>& boundary) {
     block.forget_addresses();
@@ -300,8 +301,8 @@ struct TokenStatsSm90 {
   static DEVICE uint4 read_piece(const Block& block, u32 tile_address, int first_row, int j) {
     return ld_shared_v4(tile_address + swizzled<CHUNK>(first_row + block.g, piece_of_lane(block, j)));
   }
-  // The instruction's lower eight rows are the upper ones again, with other columns: what comes from memory in one piece
-  // is then an operand as it is. The first product has the dots of the first and third words, the second the others'.
+  // Rows 8 to 15 of the instruction's left operand are rows 0 to 7 again, with other columns: 16 bytes are then an operand
+  // as they are read. The first product has the dots of the first and third words, the second the others'.
   struct Dots {
     float first[4] = {}, second[4] = {};
   };

@@ -26,8 +26,8 @@ DEVICE float sum_lanes(float x) {
   return x;
 }
 
-// The thread's index, read again, and an address that the compiler knows nothing of: otherwise it carries all that it
-// can compute from them through a whole scan, in registers that it does not have.
+// Re-reads threadIdx.x and makes the address opaque, so that the compiler recomputes derived addresses instead of keeping
+// them live across the loop (spills).
 DEVICE void reload(int& tid, u32& address) {
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid));
   asm volatile("" : "+r"(address));
