@@ -67,8 +67,8 @@ def _measure(args: Namespace) -> "Results | None":
     if not cpu and args.warm != "skip":
         for cell, error in warm_up(args.implementations, args.only).items():
             print(f"not compiled: {cell}: {error}")
-        if args.warm == "only":
-            return None
+    if args.warm == "only":
+        return None
     results = run_bench(
         args.only,
         args.implementations or (IMPLEMENTATIONS if cpu else DEFAULT_IMPLEMENTATIONS),

@@ -2,5 +2,6 @@
 
 import os
 
-# This process, and who started it: asked here, since that one may die while PyTorch is imported, for seconds.
+# (pid, parent pid), read before the slow import of PyTorch, so that train/watch.py can tell whether the
+# parent has died since.
 STARTED = os.getpid(), os.getppid()

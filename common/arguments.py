@@ -26,20 +26,26 @@ def parse_arguments(
     """What `words` mean to `lingpt <verb>`, whose options `configure` adds; UserError where that is nothing.
 
     about: what the verb does, for its `--help`.
+
+    In `options_given` are the options that the words name, which the values do not tell: one may be given
+    the value that it has anyway.
     """
     parser = Parser(prog=f"lingpt {verb}", description=about, exit_on_error=False, allow_abbrev=False)
     configure(parser)
     for word in words:
         try:
             word.encode()
-        except UnicodeEncodeError as error:  # other bytes are half surrogates to Python: no file takes them
+        except UnicodeEncodeError as error:
+            # Python decodes non-UTF-8 bytes in argv to lone surrogates, which cannot be encoded again.
             raise UserError(f"{word!r} is not UTF-8: convert it or, of a file, rename it") from error
     try:
         args = parser.parse_args(_config_first(_whole_numbers(parser, words)))
     except argparse.ArgumentError as error:
         raise UserError(_explain(parser, str(error))) from error
     _refuse_nulls(parser, args)
-    return parser.instantiate_classes(args)
+    args = parser.instantiate_classes(args)
+    args.options_given = {word.partition("=")[0] for word in words if word.startswith("--")}
+    return args
 
 
 def as_word(value: Any) -> str:

@@ -7,15 +7,16 @@ from lingpt.common.errors import UserError
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-def find_device(name: str) -> torch.device:
-    """`auto` is the first GPU, or the CPU; UserError for one that does not exist."""
+def find_device(name: str, instead: str = "auto") -> torch.device:
+    """`auto` is the first GPU, or the CPU; UserError for one that does not exist, which names what to use
+    `instead`."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.zeros(1, device=name).item()
         return torch.device(name)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"device {name!r}: {str(error).splitlines()[0]}; use --device auto") from error
+        raise UserError(f"device {name!r}: {str(error).splitlines()[0]}; use --device {instead}") from error
 
 
 def named_dtype(name: str) -> torch.dtype:

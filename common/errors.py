@@ -49,10 +49,10 @@ def skip_failing(
     return results
 
 
-def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
+def nearest(word: str, known: Iterable[str]) -> str:
     """` (did you mean 'x'?)` for the known word nearest to `word`, or nothing where none is near."""
-    match = difflib.get_close_matches(str(word), list(known), n=1, cutoff=cutoff)
-    return f" (did you mean {match[0]!r}?)" if match else ""
+    question = _did_you_mean(word, known, 0.5)
+    return f" ({question})" if question else ""
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> UserError:
@@ -63,5 +63,10 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> UserError:
 def suggestion(name: str, known: Iterable[str]) -> str:
     """`did you mean 'x'?` for the known name nearest to `name`, or all of them where none is near."""
     known = list(known)
-    match = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
-    return f"did you mean {match[0]!r}?" if match else f"use one of: {', '.join(known)}"
+    return _did_you_mean(name, known, 0.4) or f"use one of: {', '.join(known)}"
+
+
+def _did_you_mean(name: str, known: Iterable[str], similarity: float) -> str:
+    """The question, or nothing where no known name is at least so similar (0 to 1)."""
+    match = difflib.get_close_matches(str(name), list(known), n=1, cutoff=similarity)
+    return f"did you mean {match[0]!r}?" if match else ""

@@ -1,14 +1,35 @@
-"""How a matplotlib figure is written: whole, as fit for a paper, and the same bytes for the same picture."""
+"""How matplotlib figures are made and written: whole, as fit for a paper, and the same bytes for the same
+picture."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import replacing, write_errors
 
 # Type 3 fonts, matplotlib's own choice in a PDF, are refused by many publishers; names in an SVG are random.
 STYLE: Any = {"pdf.fonttype": 42, "ps.fonttype": 42, "svg.hashsalt": "lingpt"}
+FORMATS = ("png", "svg", "pdf")
 UNDATED = {"svg": {"Date": None}, "svgz": {"Date": None}, "pdf": {"CreationDate": None}}
+
+
+def new_figure(
+    width: float, height: float, dpi: int = 200, layout: Literal["constrained"] | None = "constrained"
+) -> Any:
+    """A matplotlib figure, in inches, that belongs to no window and no global state."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=dpi, layout=layout)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def style_axes(axes: Any) -> None:
+    """A light grid, and no frame above and on the right."""
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def figure_format(figure, out: Path, option: str = "") -> str:
@@ -27,3 +48,11 @@ def save_figure(figure, out: Path) -> None:
     kind = figure_format(figure, out)
     with write_errors(out), replacing(out) as temporary, rc_context(STYLE):
         figure.savefig(temporary, format=kind, metadata=UNDATED.get(kind))
+
+
+def save_formats(figure, folder: Path, name: str, formats: Sequence[str] = FORMATS) -> list[Path]:
+    """Writes `<folder>/<name>.<format>` in each format, as `save_figure` does; their paths."""
+    paths = [folder / f"{name}.{kind}" for kind in formats]
+    for path in paths:
+        save_figure(figure, path)
+    return paths

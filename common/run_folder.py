@@ -62,34 +62,34 @@ def scores_file(run: Path, step: int) -> Path:
     return run / EVAL / f"step-{step:08d}.json"
 
 
-def checkpoints(run: Path) -> list[Path]:
+def valid_checkpoints(run: Path) -> list[Path]:
     """The run's whole checkpoints, oldest first."""
-    return [folder for folder in named_checkpoints(run) if read_manifest(folder) is not None]
+    return [folder for folder in all_checkpoint_folders(run) if read_manifest(folder) is not None]
 
 
 def newest_checkpoint(run: Path) -> Path | None:
     """The run's whole checkpoint with the highest step; None where it has none."""
-    whole = checkpoints(run)
+    whole = valid_checkpoints(run)
     return whole[-1] if whole else None
 
 
-def newest_or_error(run: Path) -> Path:
+def require_newest_checkpoint(run: Path) -> Path:
     """`newest_checkpoint`; UserError where there is none, with what is wrong with the last one.
 
     Newer ones that are damaged are named on stderr.
     """
     if newest := newest_checkpoint(run):
-        name_passed_over(newest)
+        warn_skipped_checkpoints(newest)
         return newest
-    if named := named_checkpoints(run):
+    if named := all_checkpoint_folders(run):
         wrong = f"{named[-1].name} {damage(named[-1])}"
         raise UserError(f"no checkpoint of {run} can be read ({wrong}): restore one from a copy")
     raise UserError(f"{run} has no whole checkpoint yet: train on with the same command")
 
 
-def name_passed_over(taken: Path) -> None:
+def warn_skipped_checkpoints(taken: Path) -> None:
     """A line on stderr for each checkpoint of the run that is newer than the one `taken`, and damaged."""
-    named = named_checkpoints(taken.parent.parent)
+    named = all_checkpoint_folders(taken.parent.parent)
     for newer in named[named.index(taken) + 1 :]:
         if read_manifest(newer) is None:
             print(f"{newer} {damage(newer)} and is passed over for {taken.name}", file=sys.stderr)
@@ -101,12 +101,12 @@ def model_folder(path: Path) -> Path:
     UserError for a run without a whole checkpoint, and where a checkpoint is damaged.
     """
     if (path / CHECKPOINTS).is_dir():
-        path = newest_or_error(path)
+        path = require_newest_checkpoint(path)
     check_undamaged(path)
     return path
 
 
-def named_checkpoints(run: Path) -> list[Path]:
+def all_checkpoint_folders(run: Path) -> list[Path]:
     """Folders that carry a checkpoint's name, whole or not, oldest first; not copies under other names.
 
     UserError where they cannot be listed.
@@ -201,7 +201,7 @@ def read_config(run: Path) -> dict[str, Any]:
     return config
 
 
-def read_record(run: Path, part: str) -> dict[str, Any]:
+def read_environment(run: Path, part: str) -> dict[str, Any]:
     """What the run's record says of the latest start's `hardware`, `data`, …; empty where there is no such
     record that can be read."""
     try:

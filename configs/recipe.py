@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -75,18 +75,18 @@ def recipe_from(args: Namespace) -> Recipe:
     files = [Path(path) for path in args.get("config") or []]
     file = files[0] if files else None
     if None not in (recipe.train.max_steps, recipe.train.max_tokens):
-        _keep_the_length_given(recipe.train, _recipe_in(file).train)
+        _keep_the_length_given(recipe.train, _recipe_in(file).train, args.options_given)
     if recipe.train.name is None:
         name = _run_name(recipe, file)
         recipe.train.name = None if name == recipe.run_name else name
     return recipe
 
 
-def _keep_the_length_given(train: TrainConfig, in_file: TrainConfig) -> None:
+def _keep_the_length_given(train: TrainConfig, in_file: TrainConfig, options: Set[str]) -> None:
     """The steps or the tokens of the command line take the place of the other in the file; UserError where
-    the command line gives both."""
-    steps_given = train.max_steps != in_file.max_steps
-    tokens_given = train.max_tokens != in_file.max_tokens
+    the command line gives both, be it with the file's own value."""
+    steps_given = "--train.max_steps" in options or train.max_steps != in_file.max_steps
+    tokens_given = "--train.max_tokens" in options or train.max_tokens != in_file.max_tokens
     if steps_given and tokens_given:
         raise UserError("--train.max_steps and --train.max_tokens both say how long to train: give one")
     if steps_given:

@@ -1,6 +1,6 @@
 """Text to batches: corpora, tokenizers, the token cache, the order of training samples."""
 
-from lingpt.data.batches import Batches
+from lingpt.data.batches import BatchSampler
 from lingpt.data.dataset import (
     DataConfig,
     Dataset,
@@ -11,14 +11,14 @@ from lingpt.data.dataset import (
     prepare,
 )
 from lingpt.data.ngram import baseline_loss, bigram_loss
-from lingpt.data.stream import Blocks
+from lingpt.data.stream import PackedDataset
 from lingpt.data.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [
-    "Batches",
-    "Blocks",
+    "BatchSampler",
     "DataConfig",
     "Dataset",
+    "PackedDataset",
     "Tokenizer",
     "availability",
     "baseline_loss",

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from lingpt.data.stream import Blocks
+from lingpt.data.stream import PackedDataset
+
+_FEISTEL_ROUNDS = 6
 
 
-class Batches:
+class BatchSampler:
     """The order of training: every epoch visits every block once, in its own order; a batch may straddle two.
 
     The order is a keyed Feistel permutation with cycle walking (Black and Rogaway 2002, "Ciphers with
@@ -19,7 +21,7 @@ class Batches:
     version.
     """
 
-    def __init__(self, blocks: Blocks, seed: int, global_batch_size: int) -> None:
+    def __init__(self, blocks: PackedDataset, seed: int, global_batch_size: int) -> None:
         self.blocks, self.seed, self.global_batch_size = blocks, seed, global_batch_size
 
     def indices(self, step: int) -> list[int]:
@@ -46,10 +48,11 @@ def permute(index: np.ndarray, n: int, seed: int, epoch: np.ndarray) -> np.ndarr
     return x.astype(np.int64)
 
 
-def _feistel(x: np.ndarray, key: np.ndarray, half: int, rounds: int = 6) -> np.ndarray:
+def _feistel(x: np.ndarray, key: np.ndarray, half: int) -> np.ndarray:
+    """A keyed permutation of the numbers of 2·half bits, element by element."""
     bits, mask = np.uint64(half), np.uint64((1 << half) - 1)
     left, right = x >> bits, x & mask
-    for i in range(rounds):
+    for i in range(_FEISTEL_ROUNDS):
         left, right = right, left ^ (_mix(key + (right << np.uint64(8)) + np.uint64(i)) & mask)
     return (left << bits) | right
 

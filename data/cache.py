@@ -24,7 +24,7 @@ from tqdm import tqdm
 from lingpt.common.errors import UserError
 from lingpt.common.files import new_folder, read_json_object, remove_partial, write_errors
 from lingpt.data.corpus import Corpus, Document, Split
-from lingpt.data.stream import Blocks, StreamWriter
+from lingpt.data.stream import PackedDataset, StreamWriter
 from lingpt.data.tokenizer import Tokenizer
 from lingpt.data.tokens import Encoded, encode_documents, token_dtype
 
@@ -59,10 +59,10 @@ class TokenCache:
             for split in splits
         ) and all(isinstance(self.manifest.get(key), str) for key in ("source", "split"))
 
-    def blocks(self, split: str, seq_len: int) -> Blocks:
+    def blocks(self, split: str, seq_len: int) -> PackedDataset:
         """The stream `train` or `val` as blocks. Raises `UserError` if it was tampered with."""
         checksums = self._checksums[split] if self._checksums else None
-        blocks = Blocks(self.folder / f"{split}.arrow", seq_len, checksums)
+        blocks = PackedDataset(self.folder / f"{split}.arrow", seq_len, checksums)
         tokens = self.manifest[split]["tokens"]
         if blocks.stream_length != tokens:
             raise UserError(

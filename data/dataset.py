@@ -14,7 +14,7 @@ from lingpt.data.corpus import Corpus
 from lingpt.data.embedded import embedded_corpus
 from lingpt.data.jsonl import find_files, jsonl_corpus, with_val_files
 from lingpt.data.paths import expand
-from lingpt.data.stream import Blocks
+from lingpt.data.stream import PackedDataset
 from lingpt.data.tokenizer import Tokenizer, embedded_tokenizer, find_tokenizer, load_tokenizer
 from lingpt.data.tokens import token_dtype
 from lingpt.data.wiki40b import wiki40b_corpus
@@ -73,8 +73,8 @@ class Dataset:
     `fingerprint` identifies every token of every block: datasets of one fingerprint give the same training.
     """
 
-    train: Blocks
-    val: Blocks
+    train: PackedDataset
+    val: PackedDataset
     tokenizer: Tokenizer
     fingerprint: str
     corpus: Corpus
@@ -208,7 +208,7 @@ def cache_size(source: str, vocab_size: int) -> str:
     return known.cache_size(token_bytes) if known else f"{token_bytes} bytes a token of the corpus"
 
 
-def _blocks(source: str, cache: TokenCache, split: str, seq_len: int) -> Blocks:
+def _blocks(source: str, cache: TokenCache, split: str, seq_len: int) -> PackedDataset:
     blocks = cache.blocks(split, seq_len)
     if not len(blocks):
         more = "give more text" if split == "train" else "raise --data.val_fraction, give --data.val_source"

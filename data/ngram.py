@@ -4,16 +4,17 @@ import numpy as np
 
 from lingpt.data.dataset import Dataset
 
+MAX_TRAIN_TOKENS = 50_000_000  # time and memory grow with it
+
 
 def baseline_loss(dataset: Dataset, num_blocks: int | None = None) -> float | None:
     """`bigram_loss` where the corpus asks for it (`Corpus.bigram_baseline`), else None."""
     return bigram_loss(dataset, num_blocks=num_blocks) if dataset.corpus.bigram_baseline else None
 
 
-def bigram_loss(
-    dataset: Dataset, *, num_blocks: int | None = None, max_train_tokens: int = 50_000_000
-) -> float:
-    """Nats per token, on the validation blocks' targets, of a bigram model fitted on the training stream.
+def bigram_loss(dataset: Dataset, *, num_blocks: int | None = None) -> float:
+    """Nats per token, on the validation blocks' targets, of a bigram model fitted on the training stream (on
+    its first MAX_TRAIN_TOKENS tokens).
 
     Absolute discounting (Ney, Essen and Kneser 1994), interpolated with an add-one unigram model:
 
@@ -24,10 +25,9 @@ def bigram_loss(
 
     Args:
         num_blocks: only the first so many validation blocks (all by default)
-        max_train_tokens: fit on the first so many tokens; time and memory grow with it
     """
     vocab = dataset.tokenizer.vocab_size
-    train = dataset.train.stream(0, max_train_tokens)
+    train = dataset.train.stream(0, MAX_TRAIN_TOKENS)
     blocks = len(dataset.val) if num_blocks is None else min(num_blocks, len(dataset.val))
     val = dataset.val.stream(0, blocks * dataset.val.seq_len + 1)
 

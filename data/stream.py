@@ -18,7 +18,7 @@ from lingpt.data.tokens import Encoded
 ROWS = 1 << 20  # tokens of a record batch: what can be viewed in one piece
 
 
-class Blocks:
+class PackedDataset:
     """A stream of tokens as blocks of `seq_len + 1`; the last token of a block is the first of the next.
 
     So every token but the first is a target once; what is left over at the end and fills no block is not
@@ -88,7 +88,7 @@ class Blocks:
         self._checked[chunk] = True
 
     def __reduce__(self) -> tuple:
-        return Blocks, (self.path, self.seq_len, self._checksums)
+        return PackedDataset, (self.path, self.seq_len, self._checksums)
 
 
 def _map(path: Path) -> list[np.ndarray]:

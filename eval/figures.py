@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lingpt.common.figures import save_figure
+from lingpt.common.figures import new_figure, save_formats, style_axes
 from lingpt.common.palette import line_styles
 from lingpt.common.run_folder import attention_label, without_seed
 from lingpt.eval.seeds import mean_scores
@@ -18,8 +18,6 @@ def draw_positions(results: Sequence[dict[str, Any]], folder: Path) -> list[Path
     Runs that differ in their seed (`…-seed0`, `…-seed1`) are one line, their mean. A group of positions is
     drawn at its end. The dashed line is the training length.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import NullLocator
 
     found = [
@@ -32,8 +30,7 @@ def draw_positions(results: Sequence[dict[str, Any]], folder: Path) -> list[Path
         return []
     labels, legend = _labels([about["run"] for about, _ in found]), {}
     width = 1.2 + 3.9 * len(names) + 0.7 + 0.07 * max(map(len, labels))  # inches: the panels and the legend
-    figure = Figure(figsize=(width, 3.6), dpi=200, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(width, 3.6)
     panels = figure.subplots(1, len(names), squeeze=False)[0]
     styles = line_styles([attention_label(about["attention"]) for about, _ in found])
     for panel, name in zip(panels, names, strict=True):
@@ -57,16 +54,12 @@ def draw_positions(results: Sequence[dict[str, Any]], folder: Path) -> list[Path
         panel.tick_params(axis="x", labelrotation=45)
         panel.set_title(name, loc="left", fontsize=10)
         panel.set_xlabel("position (tokens)")
-        panel.grid(alpha=0.25, linewidth=0.6)
-        panel.spines[["top", "right"]].set_visible(False)
+        style_axes(panel)
     panels[0].set_ylabel("loss (nats per token)")
     lines = [legend[i] for i in sorted(legend)]
     figure.legend(handles=lines, loc="outside right upper", frameon=False, fontsize=8, handlelength=4)
     add_caption(figure, caption([(about, entry) for about, entries in found for entry in entries]))
-    paths = [folder / f"positions.{kind}" for kind in ("png", "svg", "pdf")]
-    for path in paths:
-        save_figure(figure, path)
-    return paths
+    return save_formats(figure, folder, "positions")
 
 
 def _labels(runs: Sequence[str]) -> list[str]:

@@ -16,6 +16,7 @@ import torch
 
 from lingpt.common.devices import device_name, find_device, named_dtype
 from lingpt.common.errors import UserError
+from lingpt.common.files import file_sha256
 from lingpt.common.install import installed_version
 from lingpt.common.run_folder import check_undamaged
 from lingpt.eval.results import add_score, load_results, pack_bits, percent, results_path, task_key
@@ -80,9 +81,7 @@ def evaluate(
         about: dict[str, Any] = {"dtype": dtype or checkpoint.dtype, "max_length": length}
         with leaving_out(key, prefix, log, left_out):
             about["data"] = describe_data(name, shots, data)
-            known = results["scores"].get(key)
-            if known and not redo and about.items() <= known.items():
-                log(f"{prefix}: {key}: {summary(known)} (computed before; --redo computes it again)")
+            if not redo and (known := known_score(results, key, about, prefix, log)):
                 log_rows(known, f"{prefix}: {key}", log)
             else:
                 to_score.append((name, shots, key, about))
@@ -111,6 +110,17 @@ def leaving_out(
             raise
         log(f"{prefix}: {key}: left out")
         left_out(f"{key}: {error}")
+
+
+def known_score(
+    results: dict[str, Any], key: str, about: dict[str, Any], prefix: str, log: Callable[[str], None]
+) -> dict[str, Any] | None:
+    """The score `key` where it has been computed with all that `about` says, and `log` says so; else None."""
+    known = results["scores"].get(key)
+    if not known or not about.items() <= known.items():
+        return None
+    log(f"{prefix}: {key}: {summary(known)} (computed before; --redo computes it again)")
+    return known
 
 
 def log_rows(entry: dict[str, Any], prefix: str, log: Callable[[str], None]) -> None:
@@ -173,10 +183,9 @@ def describe_data(name: str, num_fewshot: int, data: Path | None) -> dict[str, s
     if data is None:
         return {"from": "hub"}
     from lingpt.eval.tasks.benchmark import load_tasks
-    from lingpt.eval.tasks.sources import file_hash
 
     files = {file for task in load_tasks(name, num_fewshot, data)["tasks"].values() for file in task.files}
-    return {"from": "files"} | {file.name: file_hash(file) for file in sorted(files)}
+    return {"from": "files"} | {file.name: file_sha256(file) for file in sorted(files)}
 
 
 def run_task(lm: Any, name: str, num_fewshot: int, data: Path | None, limit: int | None) -> dict[str, Any]:

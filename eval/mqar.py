@@ -182,7 +182,7 @@ def without_conv(attention: str) -> str:
 
 def is_tuned_first(trial: Trial) -> bool:
     """Whether its attention has kernels that are tuned for a size before they run (GLA's)."""
-    return ATTENTIONS[parse_form(trial.attention)[0]].tuning is not Attention.tuning
+    return ATTENTIONS[parse_form(trial.attention)[0]].begin_autotuning is not Attention.begin_autotuning
 
 
 def tune(trial: Trial) -> None:
@@ -190,7 +190,8 @@ def tune(trial: Trial) -> None:
     on disk."""
     with torch.device("meta"):
         attention = GPT(trial.config()).blocks[0].attn
-    if tuning := attention.tuning(trial.batch_size, trial.length, torch.bfloat16, torch.device("cuda")):
+    size = trial.batch_size, trial.length, torch.bfloat16, torch.device("cuda")
+    if tuning := attention.begin_autotuning(*size):
         tuning.finish(print)
 
 

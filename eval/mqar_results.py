@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lingpt.common.errors import UserError
-from lingpt.common.figures import save_figure
+from lingpt.common.figures import new_figure, save_formats, style_axes
 from lingpt.common.files import read_json_object, write_errors, write_text
 from lingpt.common.palette import colours
 from lingpt.eval.mqar import Trial, without_conv
@@ -85,13 +85,9 @@ def save_mqar(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
 
 
 def _draw(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     attentions, widths, pairs = settings(results)
     legend = 1.0 + 0.07 * max(map(len, attentions))  # inches
-    figure = Figure(figsize=(legend + 3.0 * len(pairs), 3.6), dpi=200, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(legend + 3.0 * len(pairs), 3.6)
     panels = figure.subplots(1, len(pairs), sharex=True, sharey=True, squeeze=False)[0]
     colour = colours(map(without_conv, attentions))
     for panel, count in zip(panels, pairs, strict=True):
@@ -108,8 +104,7 @@ def _draw(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
         panel.set_xscale("log", base=2)
         panel.set_xticks(widths, labels=[str(width) for width in widths])
         panel.set_ylim(-3, 103)
-        panel.grid(alpha=0.25, linewidth=0.6)
-        panel.spines[["top", "right"]].set_visible(False)
+        style_axes(panel)
     panels[0].set_ylabel("accuracy (%)")
     handles, names = panels[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside right upper", frameon=False, fontsize=8, handlelength=4)
@@ -118,7 +113,4 @@ def _draw(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     made_on = f" {cards}." if cards else ""
     text = f"Accuracy by the best of the rates {_rates(results)}. {guess} {_setting(results)}{made_on}"
     add_caption(figure, text)
-    paths = [folder / f"mqar.{kind}" for kind in ("png", "svg", "pdf")]
-    for path in paths:
-        save_figure(figure, path)
-    return paths
+    return save_formats(figure, folder, "mqar")

@@ -35,14 +35,12 @@ class SeedDifference(NamedTuple):
     questions: int
 
 
-def paired_difference(
-    a: dict[str, Any], b: dict[str, Any], metric: str = "acc"
-) -> Difference | SeedDifference | None:
-    """Of two entries of `evaluate`'s scores, or of `mean_scores`; None where they were not asked the same
-    questions, or do not say which they answered."""
+def paired_difference(a: dict[str, Any], b: dict[str, Any]) -> Difference | SeedDifference | None:
+    """In accuracy, of two entries of `evaluate`'s scores, or of `mean_scores`; None where they were not asked
+    the same questions, or do not say which they answered."""
     if a.get("prompts") != b.get("prompts") or a["documents"] != b["documents"]:
         return None
-    packed = [entry.get("correct", {}).get(metric) for entry in (a, b)]
+    packed = [entry.get("correct", {}).get("acc") for entry in (a, b)]
     if None in packed:
         return None
     of_runs = [bits if isinstance(bits, list) else [bits] for bits in packed]

@@ -31,13 +31,13 @@ class Question:
     choices: tuple[str, ...]
 
 
-def recall_phrases(lm: LinGPTLM, texts: Texts, questions: int = QUESTIONS) -> dict[str, Any]:
+def recall_phrases(lm: LinGPTLM, texts: Texts) -> dict[str, Any]:
     """Accuracy with the text and without it, and how often greedy decoding gives the phrase itself.
 
     Answers are compared by log-likelihood per byte; the right one must be ahead of all others.
     The text fills the model's context.
     """
-    asked = make_questions(lm, texts, questions)
+    asked = make_questions(lm, texts)
     if len(asked) < 2:
         raise Unsuitable(
             f"no questions on phrases can be made of {texts.name}: it needs longer texts of words"
@@ -80,10 +80,10 @@ def _ask(lm: LinGPTLM, asked: list[Question], contexts: list[str]) -> list[_Answ
     return answers
 
 
-def make_questions(lm: LinGPTLM, texts: Texts, most: int = QUESTIONS) -> list[Question]:
+def make_questions(lm: LinGPTLM, texts: Texts) -> list[Question]:
     """One question a piece of text, spread over the documents; the same for models of one context length."""
     length = lm.max_length - min(ROOM, lm.max_length // 4)
-    each = min(OF_A_DOCUMENT, most // len(texts.documents) + 2)  # a piece may have no question
+    each = min(OF_A_DOCUMENT, QUESTIONS // len(texts.documents) + 2)  # a piece may have no question
     found: list[list[Question]] = []
     for number, document in enumerate(texts.documents):
         pieces = [
@@ -91,7 +91,7 @@ def make_questions(lm: LinGPTLM, texts: Texts, most: int = QUESTIONS) -> list[Qu
         ]
         found.append([q for i, text in enumerate(pieces) if (q := ask_about(text, seed=1000 * number + i))])
     turns = [q for turn in range(each) for of in found for q in of[turn : turn + 1]]
-    return turns[:most]
+    return turns[:QUESTIONS]
 
 
 def ask_about(text: str, seed: int) -> Question | None:

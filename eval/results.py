@@ -64,6 +64,15 @@ def percent(metrics: dict[str, float | None], metric: str) -> str:
     return f"{100 * value:.2f}" + (f" ± {100 * error:.2f}" if error else "")
 
 
+def signed_difference(difference: tuple[float, float | None] | None, decimals: int) -> str:
+    """`+0.044 ± 0.003`: a difference and its standard error, where it has one; `–` where there is none."""
+    if difference is None:
+        return DASH
+    value, error = difference
+    text = f"{value:+.{decimals}f}".replace("-", "−")
+    return text if error is None else f"{text} ± {error:.{decimals}f}"
+
+
 def pack_bits(bits: Sequence[bool]) -> str:
     """Bits as base64, eight a byte: a benchmark of 14,042 questions in 2.3 kB."""
     return base64.b64encode(np.packbits(np.asarray(bits, dtype=bool)).tobytes()).decode()

@@ -21,12 +21,12 @@ from lingpt.common.run_folder import (
     WEIGHTS,
     attention_label,
     checkpoint_step,
-    checkpoints,
-    name_passed_over,
-    newest_or_error,
     read_config,
     read_manifest,
     read_model,
+    require_newest_checkpoint,
+    valid_checkpoints,
+    warn_skipped_checkpoints,
 )
 from lingpt.models import SHARDS, attention_form, is_sharded, sharded_dtype, sharded_parameters
 
@@ -154,13 +154,13 @@ def find_checkpoints(
         if checkpoint.model == model:
             newest.setdefault((checkpoint.attention, checkpoint.form), checkpoint)
     for checkpoint in newest.values():
-        name_passed_over(checkpoint.folder)
+        warn_skipped_checkpoints(checkpoint.folder)
     return sorted(newest.values(), key=lambda checkpoint: checkpoint.form)
 
 
 def _newest(run: Path) -> Checkpoint | None:
     """None for a run that has no whole checkpoint yet."""
-    whole = checkpoints(run)
+    whole = valid_checkpoints(run)
     return Checkpoint.open(whole[-1]) if whole else None
 
 
@@ -173,7 +173,7 @@ def _newest_or_error(path: Path) -> Checkpoint:
     if not (path / CONFIG).exists() and (within := sorted(path.glob(f"*/{CONFIG}"))):
         names = ", ".join(config.parent.name for config in within)
         raise UserError(f"{path} is a folder of runs ({names}), and no run: give some of them, {path}/…")
-    return Checkpoint.open(newest_or_error(path))
+    return Checkpoint.open(require_newest_checkpoint(path))
 
 
 @contextmanager

@@ -75,9 +75,9 @@ def shared_seeds(one: dict[str, Any], other: dict[str, Any]) -> list[Any]:
 
 
 def with_shared_seed(one: dict[str, Any], other: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """For a paired difference, which has an error between two runs, or between rows of several: where one is
-    a single run, the other's answers (`correct`) and losses (`per_document`) of the same seed, if it has it.
-    All else stays as it is."""
+    """Prepares two results for a paired comparison. If exactly one of them is a single seed that the other
+    has, too, the other is reduced to that seed's `correct` and `per_document`, so that seeds are paired;
+    otherwise both are returned unchanged."""
     shared = shared_seeds(one, other)
     if not shared or 1 not in (seeds(one), seeds(other)):
         return one, other

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from lingpt.common.files import write_errors, write_text
-from lingpt.eval.asked import Usual
+from lingpt.eval.comparability import MajoritySetup
 from lingpt.eval.figures import draw_positions
 from lingpt.eval.paired import bits_difference, paired_difference, position_differences
-from lingpt.eval.results import DASH, percent
+from lingpt.eval.results import DASH, percent, signed_difference
 from lingpt.eval.seeds import seeds_note
 from lingpt.eval.suites import COMMONSENSE, SUITES, Benchmark
 from lingpt.eval.table2 import (
@@ -20,7 +20,7 @@ from lingpt.eval.table2 import (
     form,
     marks,
     run_cells,
-    signed,
+    signed_points,
 )
 from lingpt.eval.tables import Table, draw_tables
 
@@ -49,7 +49,7 @@ def save_suites(
     if not tables:
         return []
     paths = [folder / f"suites.{kind}" for kind in ("md", "tex", "png")]
-    markdown = "\n\n".join(f"## {table.title}\n\n{table.text(markdown=True)}" for table in tables)
+    markdown = "\n\n".join(table.section() for table in tables)
     with write_errors(folder):
         write_text(paths[0], markdown + "\n")
         write_text(paths[1], "\n\n".join(table.latex() for table in tables) + "\n")
@@ -58,10 +58,10 @@ def save_suites(
 
 
 def _commonsense_table(results: Sequence[dict[str, Any]]) -> Table:
-    usual = Usual(results)
-    rows, columns = [], [b for b in COMMONSENSE if any(_benchmark(r, b, usual) != DASH for r in results)]
+    majority = MajoritySetup(results)
+    rows, columns = [], [b for b in COMMONSENSE if any(_benchmark(r, b, majority) != DASH for r in results)]
     for result in results:
-        cells = [_benchmark(result, benchmark, usual) for benchmark in columns]
+        cells = [_benchmark(result, benchmark, majority) for benchmark in columns]
         if set(cells) - {DASH}:
             rows.append([form(result), *run_cells(result), *cells])
     if rows:
@@ -73,24 +73,25 @@ def _commonsense_table(results: Sequence[dict[str, Any]]) -> Table:
         "with no chance level (a uniform guess: the size of the vocabulary, for each token of the word)."
     ]
     notes += seeds_note(results)
-    notes += column_notes(results, usual, [(b.heading, b.task, 0) for b in columns])
+    notes += column_notes(results, majority, [(b.heading, b.task, 0) for b in columns])
     return Table("Commonsense", head, rows, notes)
 
 
-def _benchmark(result: dict[str, Any], benchmark: Benchmark, usual: Usual) -> str:
+def _benchmark(result: dict[str, Any], benchmark: Benchmark, majority: MajoritySetup) -> str:
     entry = best_entry(result["scores"], benchmark.task, 0)
     if entry is None or entry["metrics"].get(benchmark.metric) is None:
         return DASH
     if benchmark.metric.startswith("acc"):
-        return percent(entry["metrics"], benchmark.metric) + marks(entry, usual)
+        return percent(entry["metrics"], benchmark.metric) + marks(entry, majority)
     value, error = entry["metrics"][benchmark.metric], entry["metrics"].get(f"{benchmark.metric}_stderr")
     value_format, error_format = (",.0f", ",.0f") if value >= 100 else (".3g", ".2g")  # never 7.03e+04
-    return f"{value:{value_format}}" + (f" ± {error:{error_format}}" if error else "") + marks(entry, usual)
+    text = f"{value:{value_format}}" + (f" ± {error:{error_format}}" if error else "")
+    return text + marks(entry, majority)
 
 
 def _bits_table(results: Sequence[dict[str, Any]]) -> Table:
     """Bits per byte of each text, and those of `xz`."""
-    names, usual = _texts_of(results, "bits_per_byte"), Usual(results)
+    names, majority = _texts_of(results, "bits_per_byte"), MajoritySetup(results)
     measured = [r for r in results if any(f"bits_per_byte ({name})" in r["scores"] for name in names)]
     rows = [[form(result), *run_cells(result)] for result in measured]
     xz, head = ["xz -9", "", "", ""], ["Mechanism", "Run", "Parameters", "Tokens"]
@@ -100,17 +101,17 @@ def _bits_table(results: Sequence[dict[str, Any]]) -> Table:
         key = f"bits_per_byte ({name})"
         entries = [result["scores"].get(key) for result in measured]
         pairs = [pair_with_softmax(result, results, key) for result in measured]
-        less = [_signed_loss(bits_difference(*pair) if pair else None) for pair in pairs]
+        less = [signed_difference(bits_difference(*p) if p else None, decimals=3) for p in pairs]
         shown = bool(set(less) - {DASH})
         compared |= {i for i, cell in enumerate(less) if cell != DASH}
         for row, entry, cell in zip(rows, entries, less, strict=True):
-            bits = _bits(entry) + usual.mark(entry)
+            bits = _bits(entry) + majority.mark(entry)
             row += [bits, cell] if shown else [bits]
         known = next(entry["metrics"]["xz_bits_per_byte"] for entry in entries if entry)
         xz += [f"{known:.3f}", ""] if shown else [f"{known:.3f}"]
         head += [name, "to softmax"] if shown else [name]
     notes += [LESS_NOTE] if compared else []
-    notes += seeds_note(results, "documents") + _odd_notes(results, usual, "bits_per_byte")
+    notes += seeds_note(results, "documents") + _odd_notes(results, majority, "bits_per_byte")
     notes += comparison_notes([measured[i] for i in sorted(compared)], results)
     return Table("Bits per byte", head, [*rows, xz] if rows else [], notes)
 
@@ -122,14 +123,6 @@ def _bits(entry: dict[str, Any] | None) -> str:
     return f"{value:.3f}" + (f" ± {error:.3f}" if error else "")
 
 
-def _signed_loss(difference: tuple[float, float | None] | None) -> str:
-    """`+0.044 ± 0.003`; of one document alone there is no error."""
-    if difference is None:
-        return DASH
-    mean, error = difference
-    return f"{mean:+.3f}".replace("-", "−") + ("" if error is None else f" ± {error:.3f}")
-
-
 def _position_table(results: Sequence[dict[str, Any]]) -> Table:
     """Nats per token by position: one table for all texts, groups of positions as columns."""
     found = [
@@ -139,11 +132,11 @@ def _position_table(results: Sequence[dict[str, Any]]) -> Table:
         if entry["task"] == "loss_by_position"
     ]
     ends = sorted({group["to"] for _, entry in found for group in entry["positions"]})
-    rows, usual = [], Usual(results)
+    rows, majority = [], MajoritySetup(results)
     for result, entry in found:
         losses = {group["to"]: _loss(group) for group in entry["positions"]}
         cells = [losses.get(end, DASH) for end in ends]
-        documents = str(entry["documents"]) + usual.mark(entry)
+        documents = str(entry["documents"]) + majority.mark(entry)
         rows.append([form(result), run_cells(result)[0], entry["texts"], documents, *cells])
     baselines = {entry["texts"]: entry["unigram"] for _, entry in found if entry.get("unigram")}
     rows += [["Unigram", "", text, "", *[f"{loss:.3f}"] * len(ends)] for text, loss in baselines.items()]
@@ -155,7 +148,7 @@ def _position_table(results: Sequence[dict[str, Any]]) -> Table:
         "in the text, all that can be known without their order."
     ]
     head = ["Mechanism", "Run", "Text", "Documents", *(f"≤ {end:,}" for end in ends)]
-    notes += seeds_note(results, "documents") + _odd_notes(results, usual, "loss_by_position")
+    notes += seeds_note(results, "documents") + _odd_notes(results, majority, "loss_by_position")
     return Table("Loss by position", head, rows, notes)
 
 
@@ -168,7 +161,7 @@ def _position_differences_table(results: Sequence[dict[str, Any]]) -> Table:
             pair = pair_with_softmax(result, results, key)
             if pair and (less := position_differences(*pair)):
                 ends = [group["to"] for group in pair[0]["positions"]]
-                cells = dict(zip(ends, map(_signed_loss, less), strict=True))
+                cells = {end: signed_difference(x, decimals=3) for end, x in zip(ends, less, strict=True)}
                 found.append((result, name, str(pair[0]["documents"]), cells))
     ends = sorted({end for *_, cells in found for end in cells})
     rows = [
@@ -188,15 +181,15 @@ def _loss(group: dict[str, Any]) -> str:
 
 
 def _recall_table(results: Sequence[dict[str, Any]]) -> Table:
-    names, rows, compared, usual = _texts_of(results, "recall_phrases"), [], [], Usual(results)
+    names, rows, compared, majority = _texts_of(results, "recall_phrases"), [], [], MajoritySetup(results)
     for result in results:
         for name in names:
             key = f"recall_phrases ({name})"
             if entry := result["scores"].get(key):
                 cells = [percent(entry["metrics"], metric) for metric in ("acc", "acc_alone", "exact")]
                 pair = pair_with_softmax(result, results, key)
-                less = signed(paired_difference(*pair) if pair else None)
-                questions = str(entry["documents"]) + usual.mark(entry)
+                less = signed_points(paired_difference(*pair) if pair else None)
+                questions = str(entry["documents"]) + majority.mark(entry)
                 about = [form(result), run_cells(result)[0], name, questions]
                 rows.append([*about, *cells, less])
                 if less != DASH and result not in compared:
@@ -213,13 +206,13 @@ def _recall_table(results: Sequence[dict[str, Any]]) -> Table:
         notes += [DIFFERENCE_NOTE, *comparison_notes(compared, results)]
     else:
         rows = [row[:-1] for row in rows]
-    notes += seeds_note(results) + _odd_notes(results, usual, "recall_phrases")
+    notes += seeds_note(results) + _odd_notes(results, majority, "recall_phrases")
     return Table("Recall of phrases", head, rows, notes)
 
 
-def _odd_notes(results: Sequence[dict[str, Any]], usual: Usual, measure: str) -> list[str]:
+def _odd_notes(results: Sequence[dict[str, Any]], majority: MajoritySetup, measure: str) -> list[str]:
     """What a † of this measure stands for."""
-    return usual.notes(
+    return majority.notes(
         (f"{entry['texts']} of {result['checkpoint']['run']}", entry)
         for result in results
         for entry in result["scores"].values()

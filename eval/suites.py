@@ -14,7 +14,15 @@ from typing import Any, NamedTuple
 
 from lingpt.common.errors import UserError, unknown
 from lingpt.data.jsonl import find_files
-from lingpt.eval.harness import find_devices, how_measured, leaving_out, load_lm, parse_task, summary
+from lingpt.eval.harness import (
+    find_devices,
+    how_measured,
+    known_score,
+    leaving_out,
+    load_lm,
+    parse_task,
+    summary,
+)
 from lingpt.eval.results import add_score, load_results
 from lingpt.eval.runs import Checkpoint
 from lingpt.eval.texts import Texts, Unsuitable, read_texts
@@ -136,12 +144,10 @@ def evaluate_texts(
     for measure in [name for suite in suites for name in MEASURES.get(suite, ())]:
         room = length * (longest if measure == "loss_by_position" else 1)
         for data in found:
-            key, known = f"{measure} ({data.name})", results["scores"].get(f"{measure} ({data.name})")
+            key = f"{measure} ({data.name})"
             asked = {"dtype": dtype or checkpoint.dtype, "data": data.data, "max_length": room}
             asked |= _settings(measure, longest)
-            if known and not redo and all(known.get(k) == v for k, v in asked.items()):
-                log(f"{prefix}: {key}: {summary(known)} (computed before; --redo computes it again)")
-            else:
+            if redo or not known_score(results, key, asked, prefix, log):
                 to_measure.append((measure, key, data, asked))
     if not to_measure:
         return results

@@ -10,9 +10,9 @@ from typing import Any
 
 from lingpt.common.files import write_errors, write_json, write_text
 from lingpt.common.run_folder import attention_label
-from lingpt.eval.asked import MARK, Usual, way
+from lingpt.eval.comparability import MARK, MajoritySetup, prompt_setup
 from lingpt.eval.paired import Difference, SeedDifference, paired_difference
-from lingpt.eval.results import DASH, percent, task_key
+from lingpt.eval.results import DASH, percent, signed_difference, task_key
 from lingpt.eval.seeds import seeds, seeds_note, shared_seeds, with_shared_seed
 from lingpt.eval.tables import Table, draw_tables
 
@@ -72,9 +72,7 @@ def save_table2(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
         [folder / f"table2.{kind}" for kind in ("md", "json", "tex", "png")],
     )
     with write_errors(folder):
-        write_text(
-            paths[0], "".join(f"## {table.title}\n\n{table.text(markdown=True)}\n\n" for table in tables)
-        )
+        write_text(paths[0], "".join(f"{table.section()}\n\n" for table in tables))
         write_json(paths[1], table2_values(results))
         write_text(paths[2], "\n\n".join(table.latex() for table in tables) + "\n")
     draw_tables(tables, paths[3])
@@ -109,22 +107,22 @@ def _column_key(i: int) -> str:
 
 def _accuracies(results: Sequence[dict[str, Any]]) -> Table:
     """The paper's rows, each followed by our checkpoints of that attention, then our other attentions."""
-    rows, usual = [], Usual(results)
+    rows, majority = [], MajoritySetup(results)
     for attention, (name, values) in PAPER.items():
         rows.append([name, *PAPER_RUN, *(f"{value:.2f}" for value in values)])
         ours = [result for result in results if label(result) == attention]
-        rows += [["" if form(r) == attention else form(r), *_our_row(r, usual)] for r in ours]
+        rows += [["" if form(r) == attention else form(r), *_our_row(r, majority)] for r in ours]
     for result in sorted(results, key=label):
         if label(result) not in PAPER:
-            rows.append([form(result), *_our_row(result, usual)])
+            rows.append([form(result), *_our_row(result, majority)])
     rows.append(["Chance", "", "", "", *(str(value) for value in CHANCE)])
-    notes = [*NOTES, *seeds_note(results), *column_notes(results, usual), *_cut_notes(results)]
+    notes = [*NOTES, *seeds_note(results), *column_notes(results, majority), *_cut_notes(results)]
     head = ["Mechanism", "Run", "Parameters", "Tokens", *(heading for heading, _, _ in COLUMNS)]
     return Table("Table 2 of the paper, and ours", head, rows, notes)
 
 
-def _our_row(result: dict[str, Any], usual: Usual) -> list[str]:
-    cells = (_cell(result["scores"], task, shots, usual) for _, task, shots in COLUMNS)
+def _our_row(result: dict[str, Any], majority: MajoritySetup) -> list[str]:
+    cells = (_cell(result["scores"], task, shots, majority) for _, task, shots in COLUMNS)
     return [*run_cells(result), *cells]
 
 
@@ -147,16 +145,16 @@ def count(number: int | None) -> str:
 def _normalised(results: Sequence[dict[str, Any]]) -> Table:
     """Accuracy by log-likelihood per character of the answer, of the tasks that lm-eval has it for."""
     columns = [column for column in dict.fromkeys(COLUMNS) if column[1] != "mmlu"]
-    rows, usual = [], Usual(results)
+    rows, majority = [], MajoritySetup(results)
     for result in results:
-        cells = [_cell(result["scores"], task, shots, usual, "acc_norm") for _, task, shots in columns]
+        cells = [_cell(result["scores"], task, shots, majority, "acc_norm") for _, task, shots in columns]
         if set(cells) != {DASH}:
             rows.append([form(result), *run_cells(result), *cells])
     if rows:
         rows.append(["Chance", "", "", "", *(str(CHANCE[COLUMNS.index(column)]) for column in columns)])
     head = ["Mechanism", "Run", "Parameters", "Tokens", *(heading for heading, _, _ in columns)]
     notes = ["An answer's log-likelihood is divided by its characters; per cent, ± one standard error."]
-    notes += seeds_note(results) + column_notes(results, usual, columns)
+    notes += seeds_note(results) + column_notes(results, majority, columns)
     return Table("Length-normalised accuracy (acc_norm)", head, rows, notes)
 
 
@@ -175,11 +173,11 @@ def _differences(results: Sequence[dict[str, Any]]) -> Table:
 
 
 def difference(
-    result: dict[str, Any], results: Sequence[dict[str, Any]], task: str, shots: int, metric: str = "acc"
+    result: dict[str, Any], results: Sequence[dict[str, Any]], task: str, shots: int
 ) -> Difference | SeedDifference | None:
     """Difference of a run to its softmax run on one task; None where there is no pair."""
     pair = entries_with_softmax(result, results, lambda scores: best_entry(scores, task, shots))
-    return paired_difference(*pair, metric) if pair else None
+    return paired_difference(*pair) if pair else None
 
 
 def entries_with_softmax(
@@ -233,19 +231,21 @@ def comparison_notes(compared: Sequence[dict[str, Any]], results: Sequence[dict[
     return [f"Compared with {softmax}: {', '.join(runs)}." for softmax, runs in found.items()]
 
 
-def signed(found: Difference | SeedDifference | None) -> str:
+def signed_points(found: Difference | SeedDifference | None) -> str:
     """`+0.53 [−0.42, +1.47]` or, of several seeds, `+0.53 ± 0.40`: in points of a per cent."""
     if found is None:
         return DASH
     if isinstance(found, SeedDifference):
-        error = "" if found.stderr is None else f" ± {100 * found.stderr:.2f}"
-        return f"{100 * found.mean:+.2f}".replace("-", "−") + error
-    mean, low, high = (f"{100 * value:+.2f}".replace("-", "−") for value in found[:3])
+        error = None if found.stderr is None else 100 * found.stderr
+        return signed_difference((100 * found.mean, error), decimals=2)
+    mean, low, high = (signed_difference((100 * value, None), decimals=2) for value in found[:3])
     return f"{mean} [{low}, {high}]"
 
 
 def column_notes(
-    results: Sequence[dict[str, Any]], usual: Usual, columns: Sequence[tuple[str, str, int]] = COLUMNS
+    results: Sequence[dict[str, Any]],
+    majority: MajoritySetup,
+    columns: Sequence[tuple[str, str, int]] = COLUMNS,
 ) -> list[str]:
     """What a * and a † stand for. columns: as `COLUMNS`."""
     entries = [
@@ -253,7 +253,7 @@ def column_notes(
         for heading, task, shots in dict.fromkeys(columns)
         for result in results
     ]
-    return _partial_notes(results, columns) + usual.notes(entries)
+    return _partial_notes(results, columns) + majority.notes(entries)
 
 
 def _partial_notes(results: Sequence[dict[str, Any]], columns: Sequence[tuple[str, str, int]]) -> list[str]:
@@ -302,17 +302,20 @@ def best_entry(scores: dict[str, Any], task: str, num_fewshot: int) -> dict[str,
     return whole or max(matching, key=lambda entry: entry["documents"], default=None)
 
 
-def _cell(scores: dict[str, Any], task: str, num_fewshot: int, usual: Usual, metric: str = "acc") -> str:
-    """As `percent`; marked * where it is of part of the benchmark, † where it was asked otherwise."""
+def _cell(
+    scores: dict[str, Any], task: str, num_fewshot: int, majority: MajoritySetup, metric: str = "acc"
+) -> str:
+    """As `percent`; marked * where it is of part of the benchmark, † where its prompts differ from those of
+    most of the column."""
     best = best_entry(scores, task, num_fewshot)
     if best is None or best["metrics"].get(metric) is None:
         return DASH
-    return percent(best["metrics"], metric) + marks(best, usual)
+    return percent(best["metrics"], metric) + marks(best, majority)
 
 
-def marks(entry: dict[str, Any], usual: Usual) -> str:
+def marks(entry: dict[str, Any], majority: MajoritySetup) -> str:
     """Those that `column_notes` explains."""
-    return ("" if entry["complete"] else "*") + usual.mark(entry)
+    return ("" if entry["complete"] else "*") + majority.mark(entry)
 
 
 def _signed_cell(result: dict[str, Any], results: Sequence[dict[str, Any]], task: str, shots: int) -> str:
@@ -321,8 +324,9 @@ def _signed_cell(result: dict[str, Any], results: Sequence[dict[str, Any]], task
     found = paired_difference(*pair) if pair else None
     if pair is None or found is None:
         return DASH
-    star, dagger = "" if pair[0]["complete"] else "*", "" if way(pair[0]) == way(pair[1]) else MARK
-    return signed(found) + star + dagger
+    star = "" if pair[0]["complete"] else "*"
+    dagger = "" if prompt_setup(pair[0]) == prompt_setup(pair[1]) else MARK
+    return signed_points(found) + star + dagger
 
 
 def label(result: dict[str, Any]) -> str:

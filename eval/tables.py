@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lingpt.common.figures import save_figure
+from lingpt.common.figures import new_figure, save_figure
 
 _LATEX = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_",
@@ -39,6 +39,10 @@ class Table:
         notes = ("\n" if not markdown else "  \n").join(self.notes)
         return self.body(markdown) + (f"\n\n{notes}" if notes else "")
 
+    def section(self) -> str:
+        """Markdown, under the title."""
+        return f"## {self.title}\n\n{self.text(markdown=True)}"
+
     def latex(self) -> str:
         """A `table` for a document with `\\usepackage{booktabs}`."""
         columns = "l" + "r" * (len(self.head) - 1)
@@ -62,16 +66,12 @@ def latex_escape(text: str) -> str:
 
 def draw_tables(tables: Sequence[Table], out: Path) -> None:
     """The tables below each other as one picture; the suffix of `out` names its format."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     row, size = 0.2, 8.0  # inches a line; points
     widths = [[max(len(line[i]) for line in (t.head, *t.rows)) for i in range(len(t.head))] for t in tables]
     width = max(6.0, 0.068 * max(sum(w) + 3 * len(w) for w in widths))
     notes = [[part for note in t.notes for part in textwrap.wrap(note, int(width / 0.062))] for t in tables]
     height = sum(row * (len(t.rows) + len(n) + 4.3) for t, n in zip(tables, notes, strict=True))
-    figure = Figure(figsize=(width + 0.2, height), dpi=200)
-    FigureCanvasAgg(figure)
+    figure = new_figure(width + 0.2, height, layout=None)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_xlim(-0.1, width + 0.1)
     axes.set_ylim(height, 0)

@@ -4,8 +4,6 @@ A block reads its row twice, the second time from a cache, and writes it once: t
 writing the logits once, as an element costs two exponentials, to the base of 2, and ten other instructions.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -13,20 +11,13 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-class Blocks(NamedTuple):
-    """How a block reads its row: `warps`, of which a thread takes `depth` × 8 logits at a time, `stages` of
-    them on their way."""
-
-    warps: int = 16
-    depth: int = 2
-    stages: int = 1
-
-
-BLOCKS = Blocks()
+# How a block reads its row: of WARPS warps a thread takes DEPTH × 8 logits at a time, STAGES of them on their
+# way.
+WARPS, DEPTH, STAGES = 16, 2, 1
 
 
 def cross_entropy_in_place(
-    logits_RV: torch.Tensor, targets_R: torch.Tensor, blocks: Blocks = BLOCKS
+    logits_RV: torch.Tensor, targets_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum of −log softmax(logits)[target] over R rows, nats, fp32, and its gradient by the logits.
 
@@ -35,8 +26,7 @@ def cross_entropy_in_place(
     """
     R, V = logits_RV.shape
     losses_R = torch.empty(R, dtype=torch.float32, device=logits_RV.device)
-    lanes = 8 * 32 * blocks.warps
-    _row[(R,)](logits_RV, targets_R, losses_R, V, lanes, blocks.depth, blocks.stages, num_warps=blocks.warps)
+    _row[(R,)](logits_RV, targets_R, losses_R, V, 8 * 32 * WARPS, DEPTH, STAGES, num_warps=WARPS)
     return losses_R.sum(), logits_RV
 
 

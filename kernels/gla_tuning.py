@@ -51,7 +51,7 @@ class Size(NamedTuple):
     dtype: torch.dtype
 
 
-class Tuning:
+class Autotuning:
     """Begun when it is made, in the background; `finish` when the GPU has nothing else to do.
 
     Nothing is compiled where the kernels are tuned for `size` already. Until then others may use the GPU.
@@ -87,10 +87,10 @@ class Tuning:
         self.needed = False
 
 
-def tuning(size: Size, device: torch.device) -> Tuning | None:
+def begin_autotuning(size: Size, device: torch.device) -> Autotuning | None:
     """Begins to tune for calls of `size` on `device`; None where FLA's kernels do not run."""
     tuned = HAS_FLA and device.type == "cuda" and size.dtype in (torch.bfloat16, torch.float16)
-    return Tuning(size, device) if tuned else None
+    return Autotuning(size, device) if tuned else None
 
 
 def keep_triton_cache() -> None:
@@ -148,8 +148,9 @@ def is_tuned(calls: Callable[[], None]) -> bool:
 def timing_briefly(total: int | None = None, left_out: int = 0) -> Iterator[None]:
     """While inside, Triton's autotuners time a configuration for a fifth of the time or less, behind a bar.
 
-    total: of configurations, where it is known. left_out: of those as many are passed over as would have to
-    be compiled now; a kernel that has no other is compiled when it runs.
+    total: of configurations, where it is known. left_out: how many of them were not compiled in time. That
+    many cache misses are treated as failed configurations; a kernel left with none is compiled at its first
+    launch.
     """
     from triton.runtime.autotuner import Autotuner
 
@@ -206,7 +207,7 @@ class _Clock:
 
 @contextlib.contextmanager
 def _not_compiling(kernels: Iterator[int]) -> Iterator[None]:
-    """While inside, what Triton would compile fails, as long as there are `kernels`."""
+    """While inside, a miss of Triton's cache fails instead of compiling, as often as `kernels` has items."""
     from triton.compiler import ASTSource
     from triton.runtime.errors import PTXASError
 

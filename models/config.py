@@ -63,6 +63,7 @@ _GPT_NEOX = {
     "attention_scores_scalar": None,
     "attention_logit_softcapping": None,
     "final_logit_softcapping": None,
+    "lm_head_bias": False,
     "sliding_window_size": None,
     "latent_attention": None,
     "rope_adjustments": None,

@@ -139,7 +139,7 @@ class DecodingGraph:
             for cache in self._caches:
                 cache.static = static
             cos_1R, sin_1R = model.cos.index_select(0, position), model.sin.index_select(0, position)
-            hidden_B1C = model.continued(self._idx_B1, cos_1R, sin_1R, layers)
+            hidden_B1C = model.hidden_with_state(self._idx_B1, cos_1R, sin_1R, layers)
             for cache in self._caches:
                 cache.static = None
             _copy_back(before, [vars(layer) for layer in layers], keep)

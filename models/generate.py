@@ -80,7 +80,7 @@ def sample(
     if top_k is None:
         logits_BK = logits_BV.float().cpu()
     else:
-        logits_BK, ids_BK = likeliest(logits_BV.float(), top_k)
+        logits_BK, ids_BK = stable_topk(logits_BV.float(), top_k)
     logits_BK = logits_BK - logits_BK.amax(-1, keepdim=True)  # no overflow, however small the temperature
     if logits_BK.isnan().any():
         raise UserError("the model's logits are not finite: is it of a run that diverged?")
@@ -88,7 +88,7 @@ def sample(
     return drawn_B1 if ids_BK is None else ids_BK.gather(1, drawn_B1)
 
 
-def likeliest(logits_BV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def stable_topk(logits_BV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The k largest logits of each row and their ids, in the order of the ids, `[B, K]` on the CPU.
 
     The other fifty thousand stay on the device: to draw among them all took the CPU a millisecond a row.

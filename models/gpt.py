@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lingpt.common.errors import UserError
 from lingpt.models.attention import ATTENTIONS
-from lingpt.models.attention.base import Fp32Constants
+from lingpt.models.attention.base import Fp32Buffers
 from lingpt.models.config import Config
 from lingpt.models.gelu import gelu
 from lingpt.models.init import init_weights
@@ -82,7 +82,7 @@ class Block(litgpt.model.Block):
         return self.mlp(self.norm_2(x_BNC if self.config.parallel_residual else attended)) + attended
 
 
-class GPT(Fp32Constants, litgpt.model.GPT):
+class GPT(Fp32Buffers, litgpt.model.GPT):
     """A causal language model, `[B, N]` token ids → `[B, N, padded_vocab_size]` logits.
 
     The constructor leaves PyTorch's default weights; `init_weights(seed)` sets those a run starts from.
@@ -97,7 +97,7 @@ class GPT(Fp32Constants, litgpt.model.GPT):
     def __init__(self, config: Config) -> None:
         nn.Module.__init__(self)  # not LitGPT's constructor, which would build its blocks
         self.config = config
-        self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=config.lm_head_bias)
+        self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
         self.transformer = nn.ModuleDict(
             {
                 "wte": nn.Embedding(config.padded_vocab_size, config.n_embd),
@@ -137,7 +137,7 @@ class GPT(Fp32Constants, litgpt.model.GPT):
             state.check_step(*idx_BN.shape)
         cos_NR, sin_NR = self.cos[start:end], self.sin[start:end]
         if state is not None:
-            hidden_BNC = self.continued(idx_BN, cos_NR, sin_NR, state.layers)
+            hidden_BNC = self.hidden_with_state(idx_BN, cos_NR, sin_NR, state.layers)
             state.position = end
             return hidden_BNC
         x_BNC = self.transformer["wte"](idx_BN)
@@ -151,7 +151,7 @@ class GPT(Fp32Constants, litgpt.model.GPT):
                 x_BNC = block(x_BNC, cos_NR, sin_NR)
         return self.transformer["ln_f"](x_BNC)
 
-    def continued(
+    def hidden_with_state(
         self, idx_BN: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor, layers: list[Any]
     ) -> torch.Tensor:
         """`hidden`, `[B, N, C]`, of tokens that continue what the layers' states have seen, and update them.
@@ -205,13 +205,13 @@ class GPT(Fp32Constants, litgpt.model.GPT):
 
     def reset_parameters(self) -> None:
         """Recomputes the constants, for a model that `to_empty` has brought from the meta device."""
-        self.reset_constants(self.cos.device)
+        self.reset_buffers(self.cos.device)
 
-    def reset_constants(self, device: torch.device) -> None:
+    def reset_buffers(self, device: torch.device) -> None:
         """Recomputes the RoPE tables and whatever constants the attentions have."""
         self.cos, self.sin = self.rope_cache(device)
         for block in self.blocks:
-            block.attn.reset_constants(device)
+            block.attn.reset_buffers(device)
 
     def rope_cache(self, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """LitGPT's tables, computed on the CPU wherever they go: the same bits on every device."""

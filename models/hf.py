@@ -25,7 +25,7 @@ TOKENIZER, END_OF_TEXT = "tokenizer.json", "<|endoftext|>"
 _WEIGHTS = {WEIGHTS: lambda path: read_tensors(path)[0], "pytorch_model.bin": read_pickled_tensors}
 
 # What LitGPT's configuration can say and GPT-NeoX's cannot, or not alike to all releases of `transformers`.
-_NOT_EXPORTED = {"lm_head_bias": False, "attn_bias": False, "rope_condense_ratio": 1}
+_NOT_EXPORTED = {"attn_bias": False, "rope_condense_ratio": 1}
 
 # Buffers of older releases of `transformers`: constants, not weights.
 _CONSTANTS = (".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
@@ -44,7 +44,8 @@ def load_hf(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
 ) -> GPT:
-    """A GPT-NeoX folder (Pythia) as our model.
+    """A GPT-NeoX folder (Pythia) as our model. Python API; the commands read such a folder only for
+    `init_from`, with `load_weights`.
 
     With another attention than softmax its weights are only a start (see `load_weights`), and the folder must
     have every tensor of the mechanism. Raises UserError for a folder that is none, or another architecture.

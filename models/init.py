@@ -22,7 +22,7 @@ def init_weights(model: nn.Module, config: Config, seed: int) -> None:
     """Sets every parameter of a `GPT`. NotImplementedError names one that no rule covers."""
     to_draw = []
     for module_name, module in model.named_modules():
-        constants = module.own_parameters() if isinstance(module, Attention) else {}
+        constants = module.initial_constants() if isinstance(module, Attention) else {}
         for name, parameter in module.named_parameters(recurse=False):
             full_name = f"{module_name}.{name}"
             if name in constants:
@@ -35,7 +35,8 @@ def init_weights(model: nn.Module, config: Config, seed: int) -> None:
                 to_draw.append((parameter, _std(full_name, parameter, config), seed, full_name))
             else:
                 raise NotImplementedError(
-                    f"no initialisation is declared for {full_name}: its module's `own_parameters` gives it"
+                    f"no initialisation is declared for {full_name}: "
+                    "its module's `initial_constants` gives it"
                 )
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # 1.4 B normals take a core half a minute
         list(pool.map(_draw, *zip(*to_draw, strict=True)))

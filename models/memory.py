@@ -94,7 +94,7 @@ def _activations(model: GPT, size: _Bytes, activation_checkpointing: bool) -> in
     config = model.config
     # of each block: the outputs of both norms, the input and the output of GELU
     kept = [
-        block.attn.saved_per_token() + 2 * (config.n_embd + config.intermediate_size)
+        block.attn.saved_activations_per_token() + 2 * (config.n_embd + config.intermediate_size)
         for block in model.blocks
     ]
     inputs = (config.n_layer + 1) * config.n_embd  # of each layer, in the weights' dtype

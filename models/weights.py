@@ -19,7 +19,7 @@ def model_from_tensors(
         model = GPT(config)
     check_same_tensors(model.state_dict(), tensors, f"{source} does not hold a {config.name!r}")
     model.load_state_dict(tensors, assign=True)
-    model.reset_constants(torch.device(device))
+    model.reset_buffers(torch.device(device))
     return model.to(device=device, dtype=dtype)
 
 

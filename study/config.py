@@ -144,7 +144,7 @@ def with_rows(study: Study, rows: Sequence[str]) -> Study:
     return replace(study, attentions={row: study.attentions.get(row, {}) for row in rows})
 
 
-def with_begun_runs(asked: Study, folder: Path) -> Study:
+def with_started_runs(asked: Study, folder: Path) -> Study:
     """The study with the rows and seeds that its folder has runs of, though they are not asked for now.
 
     UserError where the folder holds another study. Runs whose row has changed are told apart one by one.
@@ -170,11 +170,11 @@ def with_begun_runs(asked: Study, folder: Path) -> Study:
                 "give the new one a --name, or move that folder away"
             )
 
-    def begun(row: str, seed: int) -> bool:
+    def started(row: str, seed: int) -> bool:
         return (folder / f"{row}-seed{seed}" / METRICS).exists()
 
-    kept = {row: options for row, options in rows.items() if any(begun(row, i) for i in range(seeds))}
-    last = max((i for row in kept for i in range(seeds) if begun(row, i)), default=0)
+    kept = {row: options for row, options in rows.items() if any(started(row, i) for i in range(seeds))}
+    last = max((i for row in kept for i in range(seeds) if started(row, i)), default=0)
     return replace(asked, attentions=kept | asked.attentions, seeds=max(asked.seeds, last + 1))
 
 

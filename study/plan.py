@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from lingpt.common.format import counted, duration, scaled
 from lingpt.common.run_folder import EVAL
 from lingpt.data import availability
 from lingpt.eval.language import PIECES, TOKENS
@@ -17,9 +18,9 @@ from lingpt.models import GPT
 from lingpt.study.config import Study
 from lingpt.study.jobs import Slot, gpu_slots, scoring_slots
 from lingpt.study.runs import StudyRun
-from lingpt.train.machine import CPU_CORE_FLOPS, STATED_MFU, choose_machine, duration, run_flops, scaled
+from lingpt.train.machine import choose_machine
 from lingpt.train.model import model_config
-from lingpt.train.throughput import DEVICES, peak_flops
+from lingpt.train.throughput import CPU_CORE_FLOPS, DEVICES, STATED_MFU, peak_flops, run_flops
 
 TABLE2_TOKENS = 13e6  # of a GPT-NeoX tokenizer, MMLU's five examples included
 COMMONSENSE_TOKENS = 1e6
@@ -65,7 +66,7 @@ def format_plan(
     data = runs[0].recipe.data
     cost = f"{hours:.3g}" if hours >= 0.01 else "under 0.01"
     lines = [
-        f"study {study.name}: {len(rows)} rows, {study.seeds} seed{'s' if study.seeds > 1 else ''}, "
+        f"study {study.name}: {len(rows)} rows, {counted(study.seeds, 'seed')}, "
         f"{count(study.tokens)} tokens each, N = {data.seq_len:,}; nothing is trained, this is a dry run",
         "",
         table.body(),
@@ -93,14 +94,14 @@ def _costs(
 ) -> tuple[list[list[str]], dict[str, list[float]]]:
     """The cells of each row; and by stage the FLOPs of each run that is left. parameters: of each row."""
     suites = study.suites if "scores" in stages else ()
-    tried = rate_runs if "rates" in stages else ()
-    flops = {run.name: run_flops(model_config(run.recipe), run.recipe) for run in (*tried, *runs)}
+    tuning = rate_runs if "rates" in stages else ()
+    flops = {run.name: run_flops(model_config(run.recipe), run.recipe) for run in (*tuning, *runs)}
     rows = []
     for row in study.attentions:
-        mine, short = ([run for run in some if run.row == row] for some in (runs, tried))
+        mine, short = ([run for run in some if run.row == row] for some in (runs, tuning))
         recipe = mine[0].recipe
         steps = f"{recipe.total_steps:,} × {count(recipe.tokens_per_step)}"
-        done = f"{sum(run.is_over() for run in mine)} of {len(mine)}"
+        done = f"{sum(run.is_finished() for run in mine)} of {len(mine)}"
         trained = sum(flops[run.name] for run in [*short, *(mine if "runs" in stages else ())])
         hours = trained / H200_FLOPS / 3600
         cells = [count(parameters[row]), steps, str(len(mine)), str(len(short)), done]
@@ -111,8 +112,8 @@ def _costs(
         scored_tokens(study, recipe.data.seq_len, suites) / (recipe.total_steps * recipe.tokens_per_step) / 3
     )
     left = {
-        "rates": [flops[run.name] for run in tried if not run.is_over()],
-        "runs": [flops[run.name] for run in runs if "runs" in stages and not run.is_over()],
+        "rates": [flops[run.name] for run in tuning if not run.is_finished()],
+        "runs": [flops[run.name] for run in runs if "runs" in stages and not run.is_finished()],
         "scores": [flops[run.name] * scored for run in runs if suites and _is_unscored(run)],
     }
     return rows, left
@@ -130,9 +131,9 @@ def _disk(
         # Weights and AdamW's two moments in fp32; one more checkpoint than are kept, while it is written.
         return sum(12 * parameters[run.row] * (run.recipe.train.keep_checkpoints + 1) for run in some)
 
-    begun = [run for run in runs if run.begun]
-    tried = [run for run in rate_runs if "rates" in stages and not run.is_over()]
-    return max(size([*tried, *begun]), size(runs if "runs" in stages else begun))
+    started = [run for run in runs if run.started]
+    tuning = [run for run in rate_runs if "rates" in stages and not run.is_finished()]
+    return max(size([*tuning, *started]), size(runs if "runs" in stages else started))
 
 
 def _seconds(

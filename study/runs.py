@@ -14,10 +14,10 @@ from lingpt.common.run_folder import (
     METRICS,
     checkpoint_folder,
     read_config,
+    read_environment,
     read_manifest,
     read_metrics,
     read_model,
-    read_record,
 )
 from lingpt.configs.recipe import find_recipe, parse_recipe
 from lingpt.data import DataConfig, content_hashes
@@ -73,14 +73,14 @@ class StudyRun:
         return any(line.get("kind") == "diverged" for line in read_metrics(self.folder)[-2:])
 
     @property
-    def begun(self) -> bool:
+    def started(self) -> bool:
         return (self.folder / METRICS).exists()
 
-    def conflict(self) -> str | None:
+    def config_mismatch(self) -> str | None:
         """How its record differs from what the study says now, in what decides a loss; None where it does
         not, or where nothing has been trained.
         """
-        if not self.begun:
+        if not self.started:
             return None
         mend = f"give the study another --name, or remove {self.folder}"
         try:
@@ -103,17 +103,17 @@ class StudyRun:
     def _same_data(self) -> bool:
         """Whether text and tokenizer, wherever they lie now, are those that it was trained on."""
         try:
-            record = read_record(self.folder, "data")
+            record = read_environment(self.folder, "data")
             return _content_hashes(*astuple(self.recipe.data)).items() <= record.items()
         except UserError:
             return False
 
-    def trouble(self) -> str | None:
+    def exclusion_reason(self) -> str | None:
         """Why the run cannot stand in the tables, in a line; None where it can."""
-        if not self.begun:
+        if not self.started:
             return f"{self.name} has not been trained"
-        if conflict := self.conflict():
-            return f"{self.name} {conflict}"
+        if mismatch := self.config_mismatch():
+            return f"{self.name} {mismatch}"
         if self.diverged:
             return (
                 f"{self.name} diverged at step {self.step}: its loss was not finite; "
@@ -131,12 +131,12 @@ class StudyRun:
         """Whether the checkpoint of its last step is there, and whole: what is scored."""
         return read_manifest(checkpoint_folder(self.folder, self.recipe.total_steps)) is not None
 
-    def is_done(self) -> bool:
-        return self.trouble() is None
+    def has_result(self) -> bool:
+        return self.exclusion_reason() is None
 
-    def is_over(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether nothing is left to train: done, or diverged, which is a result, too."""
-        return self.is_done() or self.diverged
+        return self.has_result() or self.diverged
 
     def status(self) -> str:
         lines = [line for line in read_metrics(self.folder) if line.get("kind") == "train"]
@@ -171,7 +171,7 @@ def _content_hashes(*data: Any) -> dict[str, str]:
     return content_hashes(DataConfig(*data))
 
 
-def forget_files() -> None:
+def clear_caches() -> None:
     """For a process that lives longer than one study: the files may have changed since."""
     _recipe.cache_clear()
     _content_hashes.cache_clear()
@@ -273,11 +273,11 @@ def _setting(key: str, recipe: str, options: dict[str, Any]) -> Any:
     return options.get(f"train.{key}", read_yaml(find_recipe(recipe)).get("train", {}).get(key))
 
 
-def not_over(runs: Sequence[StudyRun]) -> dict[str, list[str]]:
+def unfinished_runs(runs: Sequence[StudyRun]) -> dict[str, list[str]]:
     """Row → the names of its runs that are not over, of the rows that have some."""
     left: dict[str, list[str]] = {}
     for run in runs:
-        if not run.is_over():
+        if not run.is_finished():
             left.setdefault(run.row, []).append(run.name)
     return left
 
@@ -286,12 +286,12 @@ def chosen_rates(runs: Sequence[StudyRun]) -> dict[str, float]:
     """Of each row the rate whose short run ended with the lowest validation loss. Left out are rows without
     one, and rows with a run that is not over: it may be the best.
     """
-    left = not_over(runs)
+    left = unfinished_runs(runs)
     best: dict[str, tuple[float, float]] = {}
     for run in runs:
         if run.row in left:
             continue
-        loss, rate = run.loss if run.is_done() else None, run.options["train.learning_rate"]
+        loss, rate = run.loss if run.has_result() else None, run.options["train.learning_rate"]
         if loss is not None and loss < best.get(run.row, (float("inf"), 0.0))[0]:
             best[run.row] = loss, rate
     return {row: rate for row, (_, rate) in best.items()}

@@ -15,13 +15,13 @@ from lingpt.common.run_folder import CHECKPOINTS, ENVIRONMENT
 from lingpt.data import find_data
 from lingpt.eval.suites import check_scoring
 from lingpt.eval.tasks.sources import benchmark_folder
-from lingpt.study.config import STAGES, STUDY, Study, with_begun_runs
+from lingpt.study.config import STAGES, STUDY, Study, with_started_runs
 from lingpt.study.jobs import Failure, Job, Slot, Stopped, find_slots, run_jobs, scoring_slots
 from lingpt.study.mqar import command_line, trials_left
 from lingpt.study.page import write_page
 from lingpt.study.plan import format_plan
 from lingpt.study.publish import check_target, publish_study
-from lingpt.study.runs import StudyRun, chosen_rates, forget_files, not_over, rate_runs, study_runs
+from lingpt.study.runs import StudyRun, chosen_rates, clear_caches, rate_runs, study_runs, unfinished_runs
 
 
 def run_study(
@@ -56,28 +56,28 @@ def run_study(
     _check_arguments(stages, minutes)
     if publish:
         check_target(Path(publish))
-    forget_files()
+    clear_caches()
     folder = Path(out) / f"study-{study.name}"
-    asked, study = study, study if dry_run else with_begun_runs(study, folder)
+    asked, study = study, study if dry_run else with_started_runs(study, folder)
     slots = find_slots(devices, study.devices_per_run, study.runs_per_device)
     work = _Stages(study, asked, folder, slots)
-    for run in (*work.tried, *work.runs):
+    for run in (*work.rate_runs, *work.runs):
         _ = run.recipe  # refused now, not after hours
     trials = trials_left(study, folder)
     if dry_run:
-        print(format_plan(study, work.tried, work.runs, trials, slots, stages))
+        print(format_plan(study, work.rate_runs, work.runs, trials, slots, stages))
         return folder
     _check_inputs(study, work.runs, stages)
     _write_study(study, folder)
-    work.do(stages, minutes)
-    work.look_again()
+    work.run(stages, minutes)
+    work.refresh_runs()
     _write_study(work.study, folder)
     if "page" in stages:
         scored = "scores" in stages or not {"rates", "runs"} & set(stages)
-        page = write_page(work.study, folder, work.tried, work.runs, work.failures, scored=scored)
+        page = write_page(work.study, folder, work.rate_runs, work.runs, work.failures, scored=scored)
         print(f"page    {page}")
     if publish:
-        print(f"copied  {publish_study(folder, Path(publish), [*work.tried, *work.runs])}")
+        print(f"copied  {publish_study(folder, Path(publish), [*work.rate_runs, *work.runs])}")
     if work.failures:
         named = "; ".join(f"{failure.job}: {failure.reason}" for failure in work.failures)
         raise UserError(
@@ -120,23 +120,24 @@ class _Stages:
         self.failures: list[Failure] = []
         self.given_up: set[tuple[int, ...]] = set()  # cards, for as long as the command runs
         self._find_runs()
-        self.tunes = any(run.begun for run in self.tried)  # else who leaves `rates` out wants the recipe's
+        # Whoever leaves `rates` out, with none begun, wants the recipe's.
+        self.tunes = any(run.started for run in self.rate_runs)
 
     @property
     def _each(self) -> int | None:
         """GPUs of one run; None on the CPU."""
         return len(self.slots[0].gpus) or None
 
-    def look_again(self) -> None:
-        """With the rows and seeds that another command has begun in the folder since, or this one has."""
-        self.study = with_begun_runs(self.asked, self.folder)
+    def refresh_runs(self) -> None:
+        """Takes in the rows and seeds that another command has begun in the folder since, or this one has."""
+        self.study = with_started_runs(self.asked, self.folder)
         self._find_runs()
 
     def _find_runs(self) -> None:
-        self.tried = rate_runs(self.study, self.folder, self._each)
-        self.runs = study_runs(self.study, self.folder, chosen_rates(self.tried), self._each)
+        self.rate_runs = rate_runs(self.study, self.folder, self._each)
+        self.runs = study_runs(self.study, self.folder, chosen_rates(self.rate_runs), self._each)
 
-    def do(self, stages: Sequence[str], minutes: float | None) -> None:
+    def run(self, stages: Sequence[str], minutes: float | None) -> None:
         """These stages but the page, until they are done, or the time is over."""
         if minutes is not None:
             self.deadline = time.monotonic() + 60 * minutes
@@ -159,26 +160,28 @@ class _Stages:
 
     def data(self) -> None:
         """Tokenises once; the runs then share the cache. UserError where it fails: nothing else can begin."""
-        self._run([Job("data", ["data", *self.runs[0].arguments[1:]], self._log("data"))], self.slots[:1])
+        self._run_jobs(
+            [Job("data", ["data", *self.runs[0].arguments[1:]], self._log("data"))], self.slots[:1]
+        )
         if self.failures:
             raise UserError(f"the data cannot be prepared: {self.failures[0].reason}")
 
     def rates(self) -> None:
         """The short runs; their weights are not kept. The runs then have the rates that were chosen."""
-        tried, self.tunes = self._now(self.tried), True
+        runs, self.tunes = self._now(self.rate_runs), True
         try:
-            self._train(tried)
+            self._train(runs)
         finally:
-            for run in tried:
-                if run.is_over():
+            for run in runs:
+                if run.is_finished():
                     shutil.rmtree(run.folder / CHECKPOINTS, ignore_errors=True)
-        self.runs = study_runs(self.study, self.folder, chosen_rates(self.tried), self._each)
+        self.runs = study_runs(self.study, self.folder, chosen_rates(self.rate_runs), self._each)
 
     def train(self) -> None:
         """A row without all its rates waits: a run that begins at another rate would keep it for good."""
-        left = not_over(self.tried) if self.tunes else {}
+        left = unfinished_runs(self.rate_runs) if self.tunes else {}
         runs = self._now(self.runs)
-        waiting = [run for run in runs if run.row in left and not run.begun]
+        waiting = [run for run in runs if run.row in left and not run.started]
         for run in waiting:
             reason = "it waits for its learning rate, until the stage `rates` is done with "
             self.failures.append(Failure(run.name, reason + ", ".join(left[run.row])))
@@ -189,12 +192,12 @@ class _Stages:
             return
         arguments = ["mqar", *command_line(self.study.mqar), "--out", str(self.folder / "mqar")]
         all_cards = Slot("all cards", tuple(self._cards()))
-        self._run([Job("mqar", arguments, self._log("mqar"))], [all_cards])
+        self._run_jobs([Job("mqar", arguments, self._log("mqar"))], [all_cards])
 
     def score(self) -> None:
         """One process a slot, with its share of the runs: the questions are built once in each."""
         study = self.study
-        ready = [str(run.folder) for run in self._now(self.runs) if run.is_done() and run.has_weights()]
+        ready = [str(run.folder) for run in self._now(self.runs) if run.has_result() and run.has_weights()]
         if not study.suites:
             return
         if not ready:
@@ -215,7 +218,7 @@ class _Stages:
                 words = [word for key, values in given.items() for word in (f"--{key}", *values)]
                 name = f"scores-{i}" if len(slots) > 1 else "scores"
                 jobs.append(Job(name, ["eval", *words, *options], self._log(name)))
-        self._run(jobs, slots)
+        self._run_jobs(jobs, slots)
 
     def _now(self, runs: Sequence[StudyRun]) -> list[StudyRun]:
         """Those that are asked for now."""
@@ -224,11 +227,11 @@ class _Stages:
     def _train(self, runs: Sequence[StudyRun]) -> None:
         """What is not done yet. A folder that holds another run is left as it is, and named; a run that
         diverged is a result, and no failure."""
-        others = {run.name: conflict for run in runs if (conflict := run.conflict())}
-        self.failures += [Failure(name, conflict) for name, conflict in others.items()]
-        left = [run for run in runs if not (run.is_over() or run.name in others)]
+        others = {run.name: mismatch for run in runs if (mismatch := run.config_mismatch())}
+        self.failures += [Failure(name, mismatch) for name, mismatch in others.items()]
+        left = [run for run in runs if not (run.is_finished() or run.name in others)]
         try:
-            self._run([self._training(run) for run in left])
+            self._run_jobs([self._training(run) for run in left])
         finally:
             diverged = {run.name for run in left if run.diverged}
             self.failures[:] = [failure for failure in self.failures if failure.job not in diverged]
@@ -240,7 +243,7 @@ class _Stages:
             job.interrupt = run.halfway
         return job
 
-    def _run(self, jobs: Sequence[Job], slots: Sequence[Slot] | None = None) -> None:
+    def _run_jobs(self, jobs: Sequence[Job], slots: Sequence[Slot] | None = None) -> None:
         try:
             self.failures += run_jobs(jobs, slots or self.slots, self.deadline, given_up=self.given_up)
         except Stopped as stopped:

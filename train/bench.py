@@ -45,17 +45,13 @@ from lingpt.train.bench_results import (
 from lingpt.train.bench_rows import attempt, skipped
 from lingpt.train.compilation import compiles
 from lingpt.train.config import Recipe, TrainConfig
+from lingpt.train.console import print_rank0
 from lingpt.train.loss import NextTokenLoss
-from lingpt.train.machine import (
-    Machine,
-    choose_machine,
-    largest_that_fits,
-    memory_needed,
-    micro_batch_sizes,
-)
-from lingpt.train.model import attention_kernels, begin_tuning, make_model
+from lingpt.train.machine import Machine, choose_machine
+from lingpt.train.memory_fit import largest_that_fits, memory_needed, micro_batch_sizes
+from lingpt.train.model import attention_kernels, begin_autotuning, make_model
 from lingpt.train.optim import make_optimizer
-from lingpt.train.parallel import Parallel, print_rank0
+from lingpt.train.parallel import Parallel
 from lingpt.train.step import optimizer_step
 from lingpt.train.throughput import mfu
 
@@ -128,7 +124,7 @@ class Trained:
 
     def __init__(self, recipe: Recipe, attention: str, parallel: Parallel) -> None:
         self.recipe, self.parallel, config = recipe, parallel, recipe.model.config()
-        for tuning in begin_tuning(recipe, config, recipe.train.precision, parallel.device):
+        for tuning in begin_autotuning(recipe, config, recipe.train.precision, parallel.device):
             tuning.finish(print_rank0)
         self.gpt = make_model(recipe, config, None, parallel.device)
         if attention in IDENTITIES:

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lingpt.common.figures import save_figure
+from lingpt.common.figures import new_figure, save_formats
+from lingpt.common.format import scaled
 from lingpt.common.palette import line_styles
 from lingpt.train.bench_results import LINE_COLOURS
 from lingpt.train.bench_rows import BenchResults, BenchRow, made_on, markdown, number
-from lingpt.train.machine import scaled
 
 COLUMNS = (
     "model", "attention", "batch", "context", "step", "ms a token (fastest)", "tokens/s",
@@ -92,9 +92,7 @@ def draw(results: DecodeResults, folder: Path) -> list[Path]:
     models = list(dict.fromkeys(row.model for row in rows))
     if not rows:
         return []
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13.6, 4.2 * len(models)), dpi=130, layout="constrained")
+    figure = new_figure(13.6, 4.2 * len(models), dpi=130)
     panels = figure.subplots(len(models), 2, squeeze=False)
     for axes, model in zip(panels, models, strict=True):
         _draw_model([row for row in rows if row.model == model], *axes)
@@ -104,10 +102,7 @@ def draw(results: DecodeResults, folder: Path) -> list[Path]:
     figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=8, handlelength=4)
     environment = results.environment
     figure.suptitle(f"{environment['card']}, {environment['precision']}", fontsize=11)
-    paths = [folder / "decode.png", folder / "decode.svg"]
-    for path in paths:
-        save_figure(figure, path)
-    return paths
+    return save_formats(figure, folder, "decode", ("png", "svg"))
 
 
 def _draw_model(rows: list[DecodeRow], times: Any, states: Any) -> None:

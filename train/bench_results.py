@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lingpt.common.figures import save_figure
+from lingpt.common.figures import new_figure, save_formats
 from lingpt.common.palette import COLOURS, SPARE_COLOURS
 from lingpt.train.bench_rows import BenchResults, BenchRow, made_on, markdown, number
 
@@ -124,9 +124,7 @@ def draw(results: Results, folder: Path) -> list[Path]:
     panels = {model: lines for model in _models(results) if (lines := _speed_ups(results, model))}
     if not panels:
         return []
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4 * len(panels), 4.6), dpi=130, layout="constrained")
+    figure = new_figure(6.4 * len(panels), 4.6, dpi=130)
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for panel, (model, lines) in zip(axes, panels.items(), strict=True):
         for name, points in lines.items():
@@ -145,10 +143,7 @@ def draw(results: Results, folder: Path) -> list[Path]:
     axes[0].set_ylabel("a training step, × as fast as by FlashAttention-2")
     axes[0].legend(fontsize=8, frameon=False)
     figure.suptitle(f"{results.environment['card']}, {results.environment['precision']}", fontsize=11)
-    paths = [folder / "speed-up.png", folder / "speed-up.svg"]
-    for path in paths:
-        save_figure(figure, path)
-    return paths
+    return save_formats(figure, folder, "speed-up", ("png", "svg"))
 
 
 def _models(results: Results) -> list[str]:

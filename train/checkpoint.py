@@ -6,14 +6,13 @@ fingerprint. A sharded run's has weights and optimizer in shards, one file a pro
 """
 
 import contextlib
-import functools
 import math
 import random
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -37,18 +36,19 @@ from lingpt.common.run_folder import (
     TRAIN_STATE,
     checkpoint_folder,
     checkpoint_step,
-    checkpoints,
     damage,
     newest_checkpoint,
     read_manifest,
+    valid_checkpoints,
     write_manifest,
 )
 from lingpt.data import Tokenizer
 from lingpt.models import GPT, save_index, save_model, write_shards
 from lingpt.models.model_folder import read_pickle
+from lingpt.train.collectives import on_all_ranks
 from lingpt.train.config import recipe_from_dict
+from lingpt.train.failures import connection_lost
 from lingpt.train.sharding import split_shards
-from lingpt.train.watch import connection_lost
 
 T = TypeVar("T")
 
@@ -56,9 +56,9 @@ _MANIFEST_KEYS = {"step", "tokens", "train_time", "skipped", "config", "data_fin
 
 
 @dataclass(frozen=True)
-class Kept:
+class RetentionPolicy:
     """Which checkpoints stay: the `newest` few, the one with the lowest validation loss, and, always, those
-    that a run is extended from (`began_decay`)."""
+    that a run is extended from (`is_wsd_decay_start`)."""
 
     newest: int
     best: bool = False
@@ -71,9 +71,9 @@ def save(
     tokenizer: Tokenizer,
     state: dict[str, Any],
     manifest: dict[str, Any],
-    kept: Kept,
+    retention: RetentionPolicy,
 ) -> Path:
-    """Writes the checkpoint of step `manifest["step"]`, then removes those that are not `kept`.
+    """Writes the checkpoint of step `manifest["step"]`, then removes those that `retention` does not keep.
 
     weights: the whole model's. state: the train state. Raises UserError where it cannot be written; then
     nothing of it is left and the older ones are untouched.
@@ -81,7 +81,7 @@ def save(
     final = checkpoint_folder(run, manifest["step"])
     if read_manifest(final) is not None:
         return final
-    with new_checkpoint(run, manifest, kept) as folder:
+    with new_checkpoint(run, manifest, retention) as folder:
         save_model(model, folder, weights)
         tokenizer.save(folder)
         with open(folder / TRAIN_STATE, "wb") as file:
@@ -97,7 +97,7 @@ def save_shards(
     tokenizer: Tokenizer,
     state: dict[str, Any],
     manifest: dict[str, Any],
-    kept: Kept,
+    retention: RetentionPolicy,
     group: dist.ProcessGroup,
 ) -> None:
     """`save` by all ranks of `group` together, each its own parts of the DTensors, on a disk they share.
@@ -112,7 +112,7 @@ def save_shards(
         def begin() -> Path | None:
             if rank or read_manifest(final) is not None:
                 return None
-            return stack.enter_context(new_checkpoint(run, manifest, kept))
+            return stack.enter_context(new_checkpoint(run, manifest, retention))
 
         def write() -> dict[str, str]:
             assert folder is not None
@@ -129,10 +129,12 @@ def save_shards(
                 write_manifest(folder, manifest, {name: sha for own in hashes for name, sha in own.items()})
             stack.close()
 
-        on_all_ranks = functools.partial(_on_all_ranks, run, manifest["step"], group)
-        if folder := on_all_ranks(begin)[0]:
-            hashes = on_all_ranks(write)
-            on_all_ranks(complete)
+        def together(function: Callable[[], T]) -> list[T]:
+            return on_all_ranks(lambda: _or_not_written(run, manifest["step"], function), group)
+
+        if folder := together(begin)[0]:
+            hashes = together(write)
+            together(complete)
 
 
 def _check_all_here(run: Path, folder: Path, shards: list[str]) -> None:
@@ -145,25 +147,18 @@ def _check_all_here(run: Path, folder: Path, shards: list[str]) -> None:
             )
 
 
-def _on_all_ranks(run: Path, step: int, group: dist.ProcessGroup, function: Callable[[], T]) -> list[T]:
-    """`function()` on every rank of `group`, each rank's result; where one fails, all raise its UserError."""
-    outcome: T | UserError
+def _or_not_written(run: Path, step: int, function: Callable[[], T]) -> T:
+    """`function()`; NotWritten where it fails, for the other ranks to hear of it, whatever it is."""
     try:
-        outcome = function()
+        return function()
     except (Exception, CheckpointException) as error:
         if connection_lost(error):  # another process has died: the disk is well
             raise
-        outcome = not_written(run, step, error)
-    outcomes: list[T | UserError] = [outcome] * dist.get_world_size(group)
-    dist.all_gather_object(outcomes, outcome, group=group)
-    for failed in outcomes:
-        if isinstance(failed, UserError):
-            raise failed
-    return cast("list[T]", outcomes)
+        raise not_written(run, step, error) from error
 
 
 @contextlib.contextmanager
-def new_checkpoint(run: Path, manifest: dict[str, Any], kept: Kept) -> Iterator[Path]:
+def new_checkpoint(run: Path, manifest: dict[str, Any], retention: RetentionPolicy) -> Iterator[Path]:
     """A folder to fill, which becomes the run's checkpoint of the manifest's step at the end of the block.
 
     Raises UserError where the block or the disk fails.
@@ -184,7 +179,7 @@ def new_checkpoint(run: Path, manifest: dict[str, Any], kept: Kept) -> Iterator[
         raise not_written(run, manifest["step"], error) from error
     # While steps are skipped, a new checkpoint is no better than the old ones: none of them goes.
     if not manifest.get("skipped_in_a_row"):
-        rotate(run, kept)
+        prune_checkpoints(run, retention)
 
 
 class NotWritten(UserError):
@@ -204,12 +199,12 @@ def not_written(run: Path, step: int, error: BaseException) -> NotWritten:
     )
 
 
-def rotate(run: Path, kept: Kept) -> None:
-    """Removes the run's whole checkpoints that are not `kept`."""
-    whole = checkpoints(run)
-    best = min(whole, key=val_loss, default=None) if kept.best else None
-    for old in whole[: -kept.newest]:
-        if old != best and not began_decay(old):
+def prune_checkpoints(run: Path, retention: RetentionPolicy) -> None:
+    """Removes the run's whole checkpoints that `retention` does not keep."""
+    whole = valid_checkpoints(run)
+    best = min(whole, key=val_loss, default=None) if retention.best else None
+    for old in whole[: -retention.newest]:
+        if old != best and not is_wsd_decay_start(old):
             try:  # renamed first: one that is killed meanwhile leaves no half of a checkpoint
                 doomed = old.rename(old.with_name(f".{old.name}.old{PARTIAL}"))
             except OSError:  # it is removed next time
@@ -223,7 +218,7 @@ def val_loss(checkpoint: Path) -> float:
     return loss if isinstance(loss, float) and not math.isnan(loss) else math.inf
 
 
-def began_decay(checkpoint: Path) -> bool:
+def is_wsd_decay_start(checkpoint: Path) -> bool:
     """Whether the decay of `wsd` began there, by the recipe that it was trained with."""
     with contextlib.suppress(UserError):  # of a version whose recipe cannot be read any more
         recipe = recipe_from_dict(load_manifest(checkpoint)["config"])
@@ -233,7 +228,7 @@ def began_decay(checkpoint: Path) -> bool:
 
 def best_loss(run: Path) -> float:
     """The lowest validation loss of the run's checkpoints; infinite where there is none."""
-    return min(map(val_loss, checkpoints(run)), default=math.inf)
+    return min(map(val_loss, valid_checkpoints(run)), default=math.inf)
 
 
 def add_val_loss(run: Path, step: int, loss: float) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lingpt.common.errors import UserError
-from lingpt.train.parallel import print_rank0
+from lingpt.train.console import print_rank0
 
 MAX_FAILURES = 10  # in a row; then the run ends
 RETRY_SECONDS = 60.0  # between two tries while training goes on
@@ -30,9 +30,9 @@ class CheckpointWriter:
     """
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
-        self._mesh, self._host = mesh, HostCopy(mesh)
+        self._mesh, self._host = mesh, HostBuffers(mesh)
         self._thread: threading.Thread | None = None
-        self._hurry = threading.Event()
+        self._stop_retrying = threading.Event()
         self._write: Callable[[], object] = lambda: None
         self._failures = 0
         self._error: UserError | None = None
@@ -43,12 +43,12 @@ class CheckpointWriter:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Lets the checkpoint in hand be written to its end, but for a user who leaves at once."""
-        self._hurry.set()
+        self._stop_retrying.set()
         if self._thread and not (kind and issubclass(kind, KeyboardInterrupt)):
             self._thread.join()
 
     @property
-    def gave_up(self) -> bool:
+    def too_many_failures(self) -> bool:
         return self._failures >= MAX_FAILURES
 
     def reserve(self, like: Sequence[torch.Tensor]) -> None:
@@ -65,19 +65,19 @@ class CheckpointWriter:
         Waits for the checkpoint before this one, if it is still being written. Raises UserError where too
         many in a row have failed.
         """
-        self.settle()
-        if self._error and self.gave_up:
+        self.wait()
+        if self._error and self.too_many_failures:
             raise self._error
-        copy = self._host.take(state)
+        copy = self._host.copy_to_host(state)
         self._write = lambda: write(copy)
-        self._hurry.clear()
+        self._stop_retrying.clear()
         # A daemon: a user who leaves at once does not wait for it, and what is half-written is not kept.
         self._thread = threading.Thread(target=self._write_until_done, name="checkpoint", daemon=True)
         self._thread.start()
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Waits until nothing is being written; a failed checkpoint is not tried again meanwhile."""
-        self._hurry.set()
+        self._stop_retrying.set()
         if self._thread:
             self._thread.join()
             self._thread = None
@@ -86,24 +86,24 @@ class CheckpointWriter:
 
     def finish(self) -> None:
         """Waits until the last checkpoint is written; UserError where a few more tries do not help."""
-        self.settle()
+        self.wait()
         for _ in range(LAST_TRIES - 1):
             if self._error:
                 time.sleep(LAST_PAUSE)
                 self._try()
-        self._write, self._host = lambda: None, HostCopy(self._mesh)
+        self._write, self._host = lambda: None, HostBuffers(self._mesh)
         if self._bug:
             raise self._bug
         if self._error:
             raise self._error
 
     def _write_until_done(self) -> None:
-        while not self._try() and not self._bug and not self.gave_up:
+        while not self._try() and not self._bug and not self.too_many_failures:
             print_rank0(
                 f"{self._error}; training goes on, and it is tried again "
                 f"(failure {self._failures} of {MAX_FAILURES} in a row)"
             )
-            if self._mesh or self._hurry.wait(RETRY_SECONDS):
+            if self._mesh or self._stop_retrying.wait(RETRY_SECONDS):
                 return
 
     def _try(self) -> bool:
@@ -119,7 +119,7 @@ class CheckpointWriter:
         return True
 
 
-class HostCopy:
+class HostBuffers:
     """Copies trees of tensors to the host's memory, always to the same: pinned, where they are on a GPU.
 
     mesh: of the copies of DTensors.
@@ -130,13 +130,13 @@ class HostCopy:
         self._mesh = mesh
 
     def reserve(self, like: Sequence[torch.Tensor]) -> None:
-        """Makes the memory for tensors like these, which `take` will meet in this order."""
+        """Makes the memory for tensors like these, which `copy_to_host` will meet in this order."""
         device = like[0].device  # a thread has a current GPU of its own
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             for number, tensor in enumerate(like):
                 self._buffer(number, tensor.to_local() if isinstance(tensor, DTensor) else tensor)
 
-    def take(self, tree: Any) -> Any:
+    def copy_to_host(self, tree: Any) -> Any:
         """`tree` (dicts, lists, tuples, tensors) with its tensors copied; valid until the next call."""
         numbers = itertools.count()
 

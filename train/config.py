@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lingpt.common.errors import UserError
+from lingpt.common.format import counted
 from lingpt.common.run_folder import attention_label
 from lingpt.data import DataConfig
 from lingpt.models import ALIASES, ModelArgs, attention_form, form_parts
@@ -291,7 +292,7 @@ def check(recipe: Recipe, world_size: int) -> None:
 
 
 def _what_divides(batch: int, micro: int, world_size: int) -> str:
-    over = f"micro_batch_size {micro} × {world_size} device{'s' if world_size > 1 else ''}"
+    over = f"micro_batch_size {micro} × {counted(world_size, 'device')}"
     if batch % world_size:
         fix = f"use a global batch that is a multiple of {world_size}, or a number of devices that divides it"
     else:

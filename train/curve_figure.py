@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lingpt.common.figures import figure_format, save_figure
+from lingpt.common.figures import figure_format, new_figure, save_figure, style_axes
 from lingpt.common.palette import MARKERS, line_styles
 from lingpt.train.curves import (
     Curve,
@@ -30,7 +30,6 @@ def draw_curves(
     out: str | Path,
     baseline: str | None = None,
     formats: Sequence[str] = (),
-    timed: bool = True,
 ) -> list[dict[str, Any]]:
     """Draws loss against time, tokens and steps into `out`; returns the table of `time_to_loss`.
 
@@ -40,21 +39,19 @@ def draw_curves(
     Args:
         baseline: the run, or its attention, that the times are relative to; by default the first.
         formats: the same picture beside `out` with these suffixes, such as `svg`, `pdf`.
-        timed: false leaves out the panel with the time, for runs whose times cannot be compared.
     """
     curves, out = mean_over_seeds(read_curves(run_folders)), Path(out)
     base = find_curve(curves, baseline) if baseline else 0
-    draw(curves, [out, *(out.with_suffix(f".{suffix}") for suffix in formats)], timed)
+    draw(curves, [out, *(out.with_suffix(f".{suffix}") for suffix in formats)])
     return time_to_loss(curves, base)
 
 
 def draw(curves: list[Curve], paths: Sequence[Path], timed: bool = True) -> None:
-    """The picture in each of `paths`, whose suffixes are its formats: UserError for a format that is none."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no global state, no display
-    from matplotlib.figure import Figure
+    """The picture in each of `paths`, whose suffixes are its formats: UserError for a format that is none.
 
-    figure = Figure(figsize=(12, 4.6), dpi=200)
-    FigureCanvasAgg(figure)
+    timed: false leaves out the panel with the time, for runs whose times cannot be compared.
+    """
+    figure = new_figure(12, 4.6, layout=None)
     for path in paths:
         figure_format(figure, path, "--out")
     unit, seconds = _time_unit(max(_last(c, TIME) for c in curves))
@@ -69,8 +66,7 @@ def draw(curves: list[Curve], paths: Sequence[Path], timed: bool = True) -> None
         if column == STEP:
             panel.xaxis.set_major_formatter("{x:,.10g}")
         panel.set_xlabel(name)
-        panel.grid(alpha=0.25, linewidth=0.6)
-        panel.spines[["top", "right"]].set_visible(False)
+        style_axes(panel)
         panel.set_xlim(left=0)
     panels[0].set_ylabel("loss (nats per token)")
     _limits(panels[0], curves)

@@ -19,9 +19,9 @@ from lingpt.common.run_folder import (
     METRICS,
     attention_label,
     read_config,
+    read_environment,
     read_metrics,
     read_model,
-    read_record,
     without_seed,
 )
 from lingpt.models import attention_form
@@ -87,8 +87,8 @@ def read_curve(run_folder: str | Path) -> Curve:
     config = read_config(folder) if (folder / CONFIG).exists() else {}
     layers = attention if isinstance(attention, str) else list(attention)
     name, label = attention_label(attention), attention_form(layers, config.get("model", {}))
-    fingerprint = str(read_record(folder, "data").get("fingerprint", ""))
-    hardware = read_record(folder, "hardware")
+    fingerprint = str(read_environment(folder, "data").get("fingerprint", ""))
+    hardware = read_environment(folder, "hardware")
     return Curve(path.name, model, name, label, train, val, skips, config, hardware, fingerprint, folder=path)
 
 

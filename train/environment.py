@@ -19,8 +19,8 @@ from lingpt.common.files import read_json_object, set_aside, write_errors, write
 from lingpt.common.install import installed_version
 from lingpt.common.run_folder import CONFIG, ENVIRONMENT
 from lingpt.train.config import Recipe
+from lingpt.train.console import print_rank0
 from lingpt.train.machine import Machine
-from lingpt.train.parallel import print_rank0
 
 _PACKAGES = (
     "lingpt", "torch", "lightning", "litgpt", "transformers", "datasets", "tokenizers", "lm-eval", "wandb",

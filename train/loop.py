@@ -22,42 +22,37 @@ from typing import Any
 import torch
 
 from lingpt.common.errors import Interrupted, UserError
+from lingpt.common.format import duration
 from lingpt.common.run_folder import PROFILE, read_metrics
-from lingpt.data import Batches, Dataset, prepare
+from lingpt.data import BatchSampler, Dataset, prepare
 from lingpt.models import Config
 from lingpt.train import checkpoint, report
 from lingpt.train.checkpoint_writer import CheckpointWriter
 from lingpt.train.compilation import compiles
 from lingpt.train.config import Recipe, check, shared_settings
+from lingpt.train.console import print_rank0, progress_bar
+from lingpt.train.determinism import deterministic
 from lingpt.train.environment import record_start
 from lingpt.train.loss import NextTokenLoss
-from lingpt.train.machine import (
-    Machine,
-    check_machine,
-    choose_machine,
-    choose_strategy,
-    deterministic,
-    duration,
-    fits_here,
-    out_of_memory,
-    too_small,
-)
+from lingpt.train.machine import Machine, choose_machine
+from lingpt.train.memory_fit import check_machine, fits_here, out_of_memory, too_small_message
 from lingpt.train.model import (
     attention_kernels,
-    begin_tuning,
+    begin_autotuning,
     fill_shards,
     make_model,
     model_config,
 )
 from lingpt.train.optim import learning_rate, make_optimizer
-from lingpt.train.parallel import Parallel, print_rank0, progress_bar
+from lingpt.train.parallel import Parallel
 from lingpt.train.plan import format_plan
-from lingpt.train.prefetch import Prefetch
+from lingpt.train.prefetch import Prefetcher
 from lingpt.train.profile import COMMUNICATION, WAITING, Profiler, span
 from lingpt.train.resume import give_back_name, resume_or_create
 from lingpt.train.run_lock import RunLock
 from lingpt.train.signals import Stop, stop_signals
 from lingpt.train.step import optimizer_step
+from lingpt.train.strategy import choose_strategy
 from lingpt.train.throughput import mfu
 from lingpt.train.trackers import Metrics, WandB
 
@@ -99,7 +94,7 @@ def _train(recipe: Recipe) -> Path:
     if why:
         print_rank0(why)
     if machine.accelerator == "cuda" and not fits_here(machine, config, recipe):
-        print_rank0(f"memory: {too_small(machine, config, recipe)}")
+        print_rank0(f"memory: {too_small_message(machine, config, recipe)}")
     # Before the processes are launched: a long tokenisation would run into their timeouts.
     dataset = prepare(recipe.data, padded_vocab_size=config.padded_vocab_size)
     parallel = Parallel(machine, recipe.train.reduce_bf16, recipe.train.timeout_minutes)
@@ -113,8 +108,8 @@ def _train(recipe: Recipe) -> Path:
 
     with lock:
         with parallel.propagate_errors(), out_of_memory(machine, config, recipe):
-            parallel.agree(machine, shared_settings(recipe) | {"the data": dataset.fingerprint})
-            if differ := report.mixed(parallel.gather(parallel.device_name)):
+            parallel.check_same_settings(machine, shared_settings(recipe) | {"the data": dataset.fingerprint})
+            if differ := report.mixed_devices_message(parallel.all_gather_object(parallel.device_name)):
                 print_rank0(differ)
             resume_from = parallel.on_rank_zero(start)
             try:
@@ -129,7 +124,7 @@ def _train(recipe: Recipe) -> Path:
                 raise
         if parallel.rank == 0:  # the others leave quietly: an exit code of theirs would kill this process
             if not finished:
-                raise Interrupted(stop.number, report.stopped(recipe, run.progress.step))
+                raise Interrupted(stop.number, report.stopped_message(recipe, run.progress.step))
             report.final_report(recipe, dataset, parallel, run.progress.train_time)
     return recipe.run_folder
 
@@ -151,7 +146,7 @@ class Run:
         self.folder, self.progress = recipe.run_folder, Progress()
         parallel.seed(t.seed)
         tunes = parallel.local_rank_zero
-        self.tunings = begin_tuning(recipe, config, machine.precision, parallel.device) if tunes else []
+        self.tunings = begin_autotuning(recipe, config, machine.precision, parallel.device) if tunes else []
         self.gpt = make_model(recipe, config, resume_from, parallel.device, parallel.sharded)
         self.flops_per_token = self.gpt.flops_per_token(recipe.data.seq_len)
         self.model = parallel.wrap(NextTokenLoss(self.gpt, compiles(recipe, parallel.device)))
@@ -164,9 +159,9 @@ class Run:
             if parallel.rank < len(state["random"]):  # a rank that is new keeps its seed
                 checkpoint.restore_random_state(state["random"][parallel.rank])
             self.progress = Progress(**{k: manifest.get(k, new) for k, new in asdict(self.progress).items()})
-        self.batches = Batches(dataset.train, t.seed, t.global_batch_size)
+        self.batches = BatchSampler(dataset.train, t.seed, t.global_batch_size)
         own = [samples for samples, _ in parallel.micro_batches(t.global_batch_size, t.micro_batch_size)]
-        self.micro_batches = Prefetch(self.batches, own, parallel.device)
+        self.micro_batches = Prefetcher(self.batches, own, parallel.device)
         self.writer = CheckpointWriter(parallel.host_mesh)
         self.last_save, self.save_due = time.monotonic(), False
         self.val_loss: float | None = None  # at this step
@@ -211,18 +206,21 @@ class Run:
                 bar.update()
                 if self.progress.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
                     self.log("diverged", skipped=self.progress.skipped_in_a_row)
-                    self.parallel.on_rank_zero(self.diverged)
+                    self.parallel.on_rank_zero(self.raise_diverged)
                 if step % t.eval_interval == 0 or last:
                     validated = self.validate_and_log(stop, f"loss {line['loss']:.4f} · ", speed)
                     status.told()
-                if self.is_best() or self.is_due() or last or stop.agreed:
+                is_best = self.update_best()
+                if (is_best and t.keep_best) or self.checkpoint_due() or last or stop.agreed:
                     self.save()
         self.finish_saving()
         return self.progress.step >= total and validated
 
-    def diverged(self) -> None:
-        self.writer.settle()
-        raise UserError(report.diverged(self.folder, self.progress.step, self.progress.skipped_in_a_row))
+    def raise_diverged(self) -> None:
+        self.writer.wait()
+        raise UserError(
+            report.diverged_message(self.folder, self.progress.step, self.progress.skipped_in_a_row)
+        )
 
     def step(self, stop: Stop) -> dict[str, Any]:
         """One optimiser step on the next global batch; its loss, learning rate and gradient norm.
@@ -235,12 +233,12 @@ class Run:
             group["lr"] = rate
         n = len(self.micro_batches)
         blocks = map(self.micro_batch, range(n))
-        numbers = optimizer_step(self, blocks, n, lambda: (stop.requested, self.wants_save()))
+        numbers = optimizer_step(self, blocks, n, lambda: (stop.requested, self.save_requested()))
         # The step's one synchronisation. The optimizer, launched before, keeps a GPU busy meanwhile.
         with span(COMMUNICATION if parallel.world_size > 1 else WAITING):
             total, stops, saves, grad_norm = numbers.wait()
         if stops:
-            self.agree(stop)
+            self.propagate_stop(stop)
         self.save_due, self.val_loss = saves > 0, None
         loss_mean = total / tokens
         line: dict[str, Any] = {"loss": loss_mean, "lr": rate, "grad_norm": grad_norm}
@@ -261,9 +259,9 @@ class Run:
         with span("data"):
             return self.parallel.to_device(self.micro_batches.get(self.progress.step, i))
 
-    def agree(self, stop: Stop) -> None:
+    def propagate_stop(self, stop: Stop) -> None:
         """All ranks know by now that one of them was asked to stop; they stop, for the same signal."""
-        stop.agreed, stop.number = True, max(self.parallel.gather(stop.number))
+        stop.agreed, stop.number = True, max(self.parallel.all_gather_object(stop.number))
 
     def warm_up(self) -> None:
         """Compiles and tunes for a GPU before the clock starts: a micro-batch, its gradient is dropped.
@@ -273,7 +271,7 @@ class Run:
         if self.parallel.device.type != "cuda" or self.progress.step >= self.recipe.total_steps:
             return
         began = time.perf_counter()
-        self.parallel.on_writers(lambda: self.writer.reserve(self.saved_tensors()))
+        self.parallel.on_checkpoint_ranks(lambda: self.writer.reserve(self.saved_tensors()))
         self.tune()
         with self.parallel.accumulate(self.model, enabled=False):
             loss = self.model(self.micro_batch(0))
@@ -286,10 +284,10 @@ class Run:
         """The machine's first process tunes; then the others find what it has chosen in the cache."""
         for tuning in self.tunings:
             tuning.finish(print_rank0)
-        self.parallel.gather(None)
+        self.parallel.all_gather_object(None)
         if not self.parallel.local_rank_zero:
             config, precision = self.gpt.config, self.machine.precision
-            for tuning in begin_tuning(self.recipe, config, precision, self.parallel.device):
+            for tuning in begin_autotuning(self.recipe, config, precision, self.parallel.device):
                 tuning.finish(print_rank0)
 
     def validation_was_left(self) -> bool:
@@ -337,36 +335,36 @@ class Run:
             if counts:
                 loss_sum += loss
                 tokens += len(batch) * val.seq_len
-            if parallel.any(stop.requested):  # at each batch, since all of them may take long
-                self.agree(stop)
+            if parallel.any_rank(stop.requested):  # at each batch, since all of them may take long
+                self.propagate_stop(stop)
                 return None
-        total, all_tokens = parallel.sum(loss_sum, tokens)
+        total, all_tokens = parallel.all_reduce_sum(loss_sum, tokens)
         return total / all_tokens
 
-    def wants_save(self) -> bool:
+    def save_requested(self) -> bool:
         """Whether `save_minutes` are over, or too many saves have failed and everyone is to end."""
         minutes = self.recipe.train.save_minutes
         due = minutes > 0 and time.monotonic() - self.last_save >= 60 * minutes
-        return due or self.writer.gave_up
+        return due or self.writer.too_many_failures
 
-    def is_due(self) -> bool:
+    def checkpoint_due(self) -> bool:
         """Whether a checkpoint is due at this step, by count, by time, or as what a run is extended from."""
         step = self.progress.step
         at = step % self.recipe.train.save_interval == 0 or step == self.recipe.decay_start
         return at or self.save_due
 
-    def is_best(self) -> bool:
-        """Whether this step's validation loss is the lowest so far, and its checkpoint is to be kept."""
+    def update_best(self) -> bool:
+        """Takes this step's validation loss as the best if it is the lowest so far; whether it is."""
         if self.val_loss is None or not self.val_loss < self.best:
             return False
         self.best = self.val_loss
-        return self.recipe.train.keep_best
+        return True
 
     def save(self) -> None:
         """Has a checkpoint written in the background; every rank raises UserError after too many failures."""
         self.last_save = time.monotonic()
         weights, optimizer = self.parallel.state(self.gpt, self.optimizer)
-        state = {"optimizer": optimizer, "random": self.parallel.gather(checkpoint.random_state())}
+        state = {"optimizer": optimizer, "random": self.parallel.all_gather_object(checkpoint.random_state())}
         manifest = {
             **asdict(self.progress),
             "val_loss": self.val_loss,
@@ -375,17 +373,19 @@ class Run:
             "world_size": self.parallel.world_size,
         }
         gpt, tokenizer, mesh = self.gpt, self.dataset.tokenizer, self.parallel.host_mesh
-        kept = checkpoint.Kept(self.recipe.train.keep_checkpoints, self.recipe.train.keep_best)
+        retention = checkpoint.RetentionPolicy(
+            self.recipe.train.keep_checkpoints, self.recipe.train.keep_best
+        )
 
         def write(copies: tuple[dict, dict]) -> None:
-            args = (self.folder, gpt, copies[0], tokenizer, copies[1], manifest, kept)
+            args = (self.folder, gpt, copies[0], tokenizer, copies[1], manifest, retention)
             checkpoint.save_shards(*args, mesh.get_group()) if mesh else checkpoint.save(*args)
 
         def submit() -> None:
             with report.how_to_go_on(self.recipe):
                 self.writer.submit((weights, state), write)
 
-        self.parallel.on_writers(submit)
+        self.parallel.on_checkpoint_ranks(submit)
 
     def saved_tensors(self) -> list[torch.Tensor]:
         """Tensors like those that `save` will find, in its order, before AdamW has made its own."""
@@ -403,7 +403,7 @@ class Run:
             with report.how_to_go_on(self.recipe):
                 self.writer.finish()
 
-        self.parallel.on_writers(finish)
+        self.parallel.on_checkpoint_ranks(finish)
 
     def throughput(self, since: Progress) -> dict[str, Any]:
         """Tokens a second, and the MFU, since then."""

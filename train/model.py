@@ -7,11 +7,11 @@ import torch
 
 from lingpt.common.errors import UserError
 from lingpt.common.run_folder import model_folder
-from lingpt.kernels.gla_tuning import Tuning
+from lingpt.kernels.gla_tuning import Autotuning
 from lingpt.models import ATTENTIONS, GPT, Config, load_model, load_parts, load_weights
 from lingpt.train.compilation import compile_blocks, compiles
 from lingpt.train.config import Recipe
-from lingpt.train.parallel import print_rank0
+from lingpt.train.console import print_rank0
 from lingpt.train.throughput import compute_dtype
 
 
@@ -33,7 +33,7 @@ def attention_kernels(config: Config, device: torch.device, precision: str) -> d
     """
     dtype = compute_dtype(precision)
     return {
-        name: ATTENTIONS[name].kernel(config, device, dtype, **config.attention_options(name))
+        name: ATTENTIONS[name].kernel_name(config, device, dtype, **config.attention_options(name))
         for name in dict.fromkeys(config.attention_per_layer)
     }
 
@@ -77,12 +77,14 @@ def _init_from(gpt: GPT, recipe: Recipe) -> None:
         print_rank0(f"init_from: {load_weights(gpt, folder)}")
 
 
-def begin_tuning(recipe: Recipe, config: Config, precision: str, device: torch.device) -> list[Tuning]:
+def begin_autotuning(
+    recipe: Recipe, config: Config, precision: str, device: torch.device
+) -> list[Autotuning]:
     """What is tuned for a GPU before the first step, begun: for each mechanism of the model that has such."""
     if device.type != "cuda":
         return []
     with torch.device("meta"):
         mechanisms = {type(block.attn): block.attn for block in GPT(config).blocks}.values()
     size = recipe.train.micro_batch_size, recipe.data.seq_len, compute_dtype(precision)
-    begun = [attention.tuning(*size, device) for attention in mechanisms]
+    begun = [attention.begin_autotuning(*size, device) for attention in mechanisms]
     return [tuning for tuning in begun if tuning]

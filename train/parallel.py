@@ -8,39 +8,33 @@ order, because most of them wait for all the others. Each process holds the whol
 
 import contextlib
 import functools
-import inspect
 import os
 import resource
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
-from lightning.fabric.plugins.environments import (
-    ClusterEnvironment,
-    LightningEnvironment,
-    SLURMEnvironment,
-    TorchElasticEnvironment,
-)
 from lightning.fabric.strategies import DDPStrategy
-from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from tqdm import tqdm
 
 from lingpt.common.errors import UserError
-from lingpt.train.launch import launched
+from lingpt.train.collectives import all_gather_object, on_all_ranks
+from lingpt.train.console import print_stderr
+from lingpt.train.fabric_setup import FSDP2Strategy, cluster_environment, ddp_strategy
+from lingpt.train.failures import connection_lost, failure_message, lost_message
+from lingpt.train.heartbeats import Heartbeats
 from lingpt.train.machine import Machine
 from lingpt.train.sharding import join_shards, shard, shard_state, stay_unsharded
-from lingpt.train.watch import Heartbeats, Watch, connection_lost, failure, lost, print_stderr
+from lingpt.train.watch import Watch
 
 if TYPE_CHECKING:
     from lightning.fabric.wrappers import _FabricModule as WrappedModule
@@ -86,7 +80,7 @@ class Parallel:
             num_nodes=machine.num_nodes,
             strategy=self._strategy(machine),
             precision=machine.precision,
-            plugins=[_environment()],
+            plugins=[cluster_environment()],
         )
         with self._connection(machine), self.watch.launched_by(self.fabric.strategy.launcher):
             self.fabric.launch()
@@ -94,15 +88,15 @@ class Parallel:
             # A connection of its own: while the main thread waits in one, others wait behind it.
             store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
             heartbeats = Heartbeats(store, self.rank, self.world_size, 60 * timeout_minutes)
-            self.watch.limit_waits(heartbeats, self._collectives, self.local_rank_zero)
+            self.watch.start_straggler_detection(heartbeats, self._collectives, self.local_rank_zero)
 
-    def agree(self, machine: Machine, settings: dict[str, object]) -> None:
+    def check_same_settings(self, machine: Machine, settings: dict[str, object]) -> None:
         """Before the processes build anything together: UserError on all of them where they differ.
 
         machine: what each has chosen by its own cards. settings: what else has to be the same, by name.
         """
-        everyone = self.gather((machine, settings))
-        if difference := _difference(everyone):
+        everyone = self.all_gather_object((machine, settings))
+        if difference := _difference_message(everyone):
             self._error_of_all = UserError(difference)
             raise self._error_of_all
         self._gathers_once = all(other.gathers_once for other, _ in everyone)
@@ -127,8 +121,8 @@ class Parallel:
 
     def _strategy(self, machine: Machine) -> DDPStrategy | str:
         if machine.strategy == "fsdp":
-            return _FSDP2Strategy(self._shard, timeout=self._timeout)
-        return _ddp(self._timeout) if machine.strategy == "ddp" else "auto"
+            return FSDP2Strategy(self._shard, timeout=self._timeout)
+        return ddp_strategy(self._timeout) if machine.strategy == "ddp" else "auto"
 
     def _shard(self, module: nn.Module) -> nn.Module:
         mesh = init_device_mesh(self.device.type, (self.world_size,))
@@ -142,7 +136,7 @@ class Parallel:
         except dist.DistError as error:
             where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             if isinstance(error, dist.DistBackendError) and not connection_lost(error):
-                line = failure(error, self.rank, self.world_size)
+                line = failure_message(error, self.rank, self.world_size)
                 if not self.local_rank_zero:  # the others have nobody who speaks for them
                     print_stderr(line)
                 raise UserError(line) from error
@@ -170,20 +164,20 @@ class Parallel:
             is_lost, failed = connection_lost(error), isinstance(error, dist.DistError)
             is_said = self.local_rank_zero or error is self._error_of_all  # by the command line
             if self.watch.children:
-                line = self.watch.who_died() if is_lost or failed else None
+                line = self.watch.first_death_message() if is_lost or failed else None
                 self.watch.end_children()
                 if failed:
-                    line = line or failure(error, self.rank, self.world_size)
+                    line = line or failure_message(error, self.rank, self.world_size)
                 elif is_lost and isinstance(error, RuntimeError):  # nobody has died: gloo's time is over
-                    line = line or lost(self.rank, self.world_size)
+                    line = line or lost_message(self.rank, self.world_size)
                 if line:
                     raise UserError(line) from error
             elif is_lost or failed:
                 if not is_lost:
-                    self.watch.say(failure(error, self.rank, self.world_size))
+                    self.watch.report_once(failure_message(error, self.rank, self.world_size))
                 elif self.local_rank_zero:
-                    self.watch.say(lost(self.rank, self.world_size))
-                self.watch.leave()
+                    self.watch.report_once(lost_message(self.rank, self.world_size))
+                self.watch.exit_silently()
             elif isinstance(error, UserError) and not is_said:
                 print_stderr(f"process {self.rank}: {error}")
             raise
@@ -307,12 +301,12 @@ class Parallel:
 
     # -- agreement ------------------------------------------------------------------------------------------
 
-    def sum(self, *values: torch.Tensor | float) -> list[float]:
+    def all_reduce_sum(self, *values: torch.Tensor | float) -> list[float]:
         """Each value summed over all ranks, in float64. Waits for the device."""
-        return self.sums(*values).tolist()
+        return self.all_reduce_sum_async(*values).tolist()
 
-    def sums(self, *values: torch.Tensor | float) -> torch.Tensor:
-        """`sum` on the device, [n] float64, without waiting for it."""
+    def all_reduce_sum_async(self, *values: torch.Tensor | float) -> torch.Tensor:
+        """`all_reduce_sum` on the device, [n] float64, without waiting for it."""
         own = [
             value.double() if isinstance(value, torch.Tensor)
             # Filled in by a kernel: a copy of a number from the host waits for the device.
@@ -324,17 +318,13 @@ class Parallel:
             dist.all_reduce(sums)
         return sums
 
-    def any(self, value: bool) -> bool:
+    def any_rank(self, value: bool) -> bool:
         """Whether `value` holds on any rank."""
-        return value if self.world_size == 1 else self.sum(value)[0] > 0
+        return value if self.world_size == 1 else self.all_reduce_sum(value)[0] > 0
 
-    def gather(self, value: T) -> list[T]:
+    def all_gather_object(self, value: T) -> list[T]:
         """Every rank's `value`, by rank."""
-        if self.world_size == 1:
-            return [value]
-        everyone = [value] * self.world_size
-        dist.all_gather_object(everyone, value)
-        return everyone
+        return [value] if self.world_size == 1 else all_gather_object(value)
 
     def on_rank_zero(self, function: Callable[[], T]) -> T:
         """`function()` on rank zero; its result, or its UserError, on all ranks: none is left waiting."""
@@ -350,24 +340,19 @@ class Parallel:
             raise result
         return result
 
-    def everywhere(self, function: Callable[[], object]) -> None:
-        """`function()` on every rank; the first UserError of any is raised on all of them."""
-        outcome: UserError | None = None
-        try:
-            function()
-        except UserError as error:
-            outcome = error
-        for failed in self.gather(outcome):
-            if failed is not None:
-                self._error_of_all = failed
-                raise failed
+    def on_checkpoint_ranks(self, function: Callable[[], object]) -> None:
+        """`function()` on the ranks that write checkpoints: rank zero, or, sharded, all of them.
 
-    def on_writers(self, function: Callable[[], object]) -> None:
-        """`function()` on the ranks that write checkpoints: rank zero, or, sharded, all of them."""
-        if self.sharded:
-            self.everywhere(function)
-        else:
+        The first UserError of any is raised on all ranks.
+        """
+        if not self.sharded:
             self.on_rank_zero(function)
+            return
+        try:
+            on_all_ranks(function)
+        except UserError as error:
+            self._error_of_all = error
+            raise
 
     def close(self) -> None:
         """Ends the group of processes. Nobody may hold the wrapped module any more.
@@ -381,47 +366,7 @@ class Parallel:
             dist.destroy_process_group()
 
 
-class HostNumbers:
-    """The numbers in these tensors, which the device may not have computed yet, on their way to the host."""
-
-    def __init__(self, *tensors: torch.Tensor) -> None:
-        values = torch.cat([tensor.double().flatten() for tensor in tensors])
-        self._values, self._copied = values, None
-        if values.is_cuda:
-            pinned = torch.empty_like(values, device="cpu", pin_memory=True)
-            self._values, self._copied = pinned.copy_(values, non_blocking=True), torch.cuda.Event()
-            self._copied.record()
-
-    def wait(self) -> list[float]:
-        """Waits for what the device had been given to do by then, and for nothing that was launched since."""
-        if self._copied:
-            self._copied.synchronize()
-        return self._values.tolist()
-
-
-class _FSDP2Strategy(DDPStrategy):
-    """Starts and connects the processes as DDP does, and has `shard` shard the module over them.
-
-    (Lightning's own for FSDP2 makes groups of processes while it connects them, before they can agree.)
-    """
-
-    def __init__(self, shard: Callable[[nn.Module], nn.Module], timeout: timedelta) -> None:
-        super().__init__(timeout=timeout)
-        self._shard = shard
-
-    def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
-        return self._shard(module)
-
-
-def _environment() -> ClusterEnvironment:
-    """Where the processes' numbers come from. (Lightning would take any SLURM job for one of `srun`.)"""
-    launcher = launched()
-    if launcher is None:
-        return LightningEnvironment()
-    return SLURMEnvironment() if launcher.by == "SLURM" else TorchElasticEnvironment()
-
-
-def _difference(everyone: list[tuple[Machine, dict[str, object]]]) -> str | None:
+def _difference_message(everyone: list[tuple[Machine, dict[str, object]]]) -> str | None:
     """The line on what the processes would not do alike; None where there is nothing. By rank."""
     for name in everyone[0][1]:
         values = [str(settings.get(name)) for _, settings in everyone]
@@ -445,39 +390,3 @@ def _ranks(values: list[str]) -> str:
         f"{value}: {', '.join(str(rank) for rank, other in enumerate(values) if other == value)}"
         for value in dict.fromkeys(values)
     )
-
-
-def _ddp(timeout: timedelta) -> DDPStrategy:
-    # Fabric builds DDP on a stream of its own, and autograd's last nodes stay there: harmless.
-    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
-    # Dynamo would cut each compiled block at the edges of DDP's buckets, for the sake of gradients that come
-    # early. Blocks are compiled one by one, and their gradients come early enough.
-    torch._dynamo.config.optimize_ddp = False
-    # The buffers are constants: no need to broadcast them at every forward. PyTorch 2.13 renamed the option.
-    known = inspect.signature(DistributedDataParallel).parameters
-    broadcast = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    options: dict[str, Any] = {broadcast: False, "gradient_as_bucket_view": True}
-    return DDPStrategy(timeout=timeout, **options)
-
-
-def print_rank0(message: str) -> None:
-    """To stdout, around the progress bar, from the first process alone; also before there are others."""
-    if not _is_rank_zero():
-        return
-    try:
-        tqdm.write(message)
-        sys.stdout.flush()
-    except OSError:  # nobody reads it any more (a closed terminal, `| head`): no reason to end a run
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
-
-
-def progress_bar(iterable: Iterable[T] | None = None, **options: Any) -> tqdm:
-    """tqdm's, drawn by the first process alone, and only on a terminal."""
-    return tqdm(iterable, disable=None if _is_rank_zero() else True, **options)
-
-
-def _is_rank_zero() -> bool:
-    """Fabric's answer, which it has from the environment before it launches the processes."""
-    return getattr(rank_zero_only, "rank", 0) == 0

@@ -2,26 +2,22 @@
 
 import torch
 
+from lingpt.common.format import counted, duration, scaled
 from lingpt.data import availability, cache_size
 from lingpt.models import GPT, Config
 from lingpt.train.checkpoint_writer import pinned_bytes
 from lingpt.train.config import Recipe
-from lingpt.train.machine import (
-    STATED_MFU,
-    Machine,
-    counted,
-    duration,
+from lingpt.train.machine import Machine
+from lingpt.train.memory_fit import (
     fits,
     fits_here,
     largest_that_fits,
     memory_here,
     memory_needed,
     micro_batch_sizes,
-    run_flops,
-    scaled,
-    too_small,
+    too_small_message,
 )
-from lingpt.train.throughput import DEVICES, Device, measured_flops, mfu
+from lingpt.train.throughput import DEVICES, STATED_MFU, Device, measured_flops, mfu, run_flops
 
 SHOWN = ("RTX A6000", "A100 40GB", "A100 80GB", "H100 SXM", "H200")
 
@@ -116,7 +112,7 @@ def _here(machine: Machine, config: Config, recipe: Recipe) -> str:
     if machine.accelerator == "cpu":
         return f"{machine.name}, no GPU"
     fitting = fits_here(machine, config, recipe)
-    verdict = "fits" if fitting else f"does not fit: {too_small(machine, config, recipe)}"
+    verdict = "fits" if fitting else f"does not fit: {too_small_message(machine, config, recipe)}"
     return f"{machine.devices} × {machine.name}, {machine.memory / 1e9:.0f} GB each: {verdict}"
 
 

@@ -9,12 +9,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from lingpt.data import Batches
+from lingpt.data import BatchSampler
 
 AHEAD = 3  # micro-batches
 
 
-class Prefetch:
+class Prefetcher:
     """The micro-batches of the steps, one after another, each `[micro-batch, seq_len + 1]` int64.
 
     micro_batches: this rank's positions in the global batch, of each micro-batch of a step. device: where
@@ -22,10 +22,10 @@ class Prefetch:
     """
 
     def __init__(
-        self, batches: Batches, micro_batches: Sequence[Sequence[int]], device: torch.device
+        self, batches: BatchSampler, micro_batches: Sequence[Sequence[int]], device: torch.device
     ) -> None:
         self._batches, self._micro_batches, self._pin = batches, micro_batches, device.type == "cuda"
-        # Pinning is the business of the thread's own current GPU.
+        # pin_memory() uses the calling thread's current device, so set it once in the worker.
         start = functools.partial(torch.cuda.set_device, device) if self._pin else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch", initializer=start)
         self._coming: dict[int, Future[torch.Tensor]] = {}

@@ -16,7 +16,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from lingpt.common.files import write_errors, write_text
-from lingpt.train.parallel import print_rank0
+from lingpt.common.format import counted
+from lingpt.train.console import print_rank0
 
 SKIPPED, STEPS = 2, 2  # steps of this start: those that still compile, and those that are traced
 COMMUNICATION, WAITING = "communication", "waiting for the device"  # the step's end, with others and alone
@@ -86,7 +87,7 @@ def summary(events: list[dict[str, Any]]) -> str:
     device, busy = _of_parts(kernels, events, parts), _union(kernels)
     n = len(steps)
     lines = [
-        f"{n} step{'s' if n > 1 else ''} of {wall / n / 1e3:.1f} ms; ms a step:",
+        f"{counted(n, 'step')} of {wall / n / 1e3:.1f} ms; ms a step:",
         f"{'':<24}{'host':>10}{'share':>8}" + (f"{'device':>12}{'share':>8}" if kernels else ""),
     ]
     rest = wall - sum(host.values())
@@ -140,8 +141,8 @@ def _union(kernels: list[dict[str, Any]]) -> float:
     return total
 
 
-def _top(kernels: list[dict[str, Any]], steps: int, most: int = 10) -> list[str]:
+def _top(kernels: list[dict[str, Any]], steps: int) -> list[str]:
     times: Counter[str] = Counter()
     for kernel in kernels:
         times[kernel["name"]] += kernel["dur"]
-    return [f"  {time / steps / 1e3:>10.2f}  {name[:90]}" for name, time in times.most_common(most)]
+    return [f"  {time / steps / 1e3:>10.2f}  {name[:90]}" for name, time in times.most_common(10)]

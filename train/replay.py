@@ -15,19 +15,19 @@ import torch
 from lingpt.common.devices import find_device
 from lingpt.common.errors import UserError
 from lingpt.common.files import read_json_object
+from lingpt.common.format import counted
 from lingpt.common.run_folder import (
     ENVIRONMENT,
     check_undamaged,
     checkpoint_step,
-    checkpoints,
     read_metrics,
+    valid_checkpoints,
 )
-from lingpt.data import Batches, prepare
+from lingpt.data import BatchSampler, prepare
 from lingpt.models import Config, load_model
 from lingpt.train.checkpoint import load_manifest
 from lingpt.train.config import recipe_from_dict
 from lingpt.train.loss import NextTokenLoss
-from lingpt.train.machine import counted
 from lingpt.train.model import attention_kernels
 
 TEXT_TOKENS = 64  # of a sample that are shown
@@ -46,7 +46,7 @@ def replay(
         raise UserError(f"--step {step}: steps count from 1, as in metrics.jsonl")
     if samples < 1:
         raise UserError(f"--samples {samples}: show at least 1")
-    before = [path for path in checkpoints(run) if (checkpoint_step(path) or 0) < step]
+    before = [path for path in valid_checkpoints(run) if (checkpoint_step(path) or 0) < step]
     if not before:
         raise UserError(f"{run} has no checkpoint before step {step}: give a later one, or train it again")
     check_undamaged(before[-1])
@@ -65,7 +65,7 @@ def replay(
     any_kernel = Config.from_dict(gpt.config.to_dict() | {"sdpa": "auto"})
     kernels = attention_kernels(any_kernel, where, "32-true")
     otherwise = _not_as_trained(run, step, before[-1], kernels, where)
-    batches = Batches(dataset.train, recipe.train.seed, recipe.train.global_batch_size)
+    batches = BatchSampler(dataset.train, recipe.train.seed, recipe.train.global_batch_size)
     model, tokens = NextTokenLoss(gpt), recipe.tokens_per_step
     losses: list[float] = []
     for position in range(recipe.train.global_batch_size):

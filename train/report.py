@@ -13,21 +13,23 @@ from tqdm import tqdm
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import write_errors, write_text
+from lingpt.common.format import counted, duration
 from lingpt.common.run_folder import (
     CURVES,
     SAMPLES,
     checkpoint_step,
-    checkpoints,
     newest_checkpoint,
     read_metrics,
+    valid_checkpoints,
 )
 from lingpt.data import Dataset, baseline_loss
 from lingpt.models import GPT, generate, load_model
 from lingpt.train.config import Recipe
+from lingpt.train.console import print_rank0
 from lingpt.train.curve_figure import draw_curves
 from lingpt.train.launch import launched
-from lingpt.train.machine import Machine, counted, duration
-from lingpt.train.parallel import Parallel, print_rank0
+from lingpt.train.machine import Machine
+from lingpt.train.parallel import Parallel
 
 
 def describe(recipe: Recipe, machine: Machine, gpt: GPT, kernels: dict[str, str], steps: int) -> str:
@@ -68,7 +70,7 @@ class StatusLine:
             self.told()
 
 
-def mixed(devices: list[str]) -> str | None:
+def mixed_devices_message(devices: list[str]) -> str | None:
     """The line on devices that differ; None where they do not."""
     names = sorted(set(devices))
     if len(names) == 1:
@@ -77,11 +79,11 @@ def mixed(devices: list[str]) -> str | None:
     return f"the devices differ ({counted}): every step waits for the slowest, and the MFU is not theirs"
 
 
-def diverged(run: Path, step: int, skipped: int) -> str:
+def diverged_message(run: Path, step: int, skipped: int) -> str:
     """Why the run has ended, and the ways from here; the same command would only do the same steps again."""
     newest = newest_checkpoint(run)
     left = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
-    good = [c for c in checkpoints(run) if (checkpoint_step(c) or 0) <= step - skipped]
+    good = [c for c in valid_checkpoints(run) if (checkpoint_step(c) or 0) <= step - skipped]
     weights = f" --train.init_from {good[-1]}" if good else ""
     again = f"; --train.resume {good[-1]} tries once more" if good else ""
     return (
@@ -91,11 +93,11 @@ def diverged(run: Path, step: int, skipped: int) -> str:
     )
 
 
-def stopped(recipe: Recipe, step: int) -> str:
-    return f"stopped and saved at step {step} of {recipe.total_steps}; {go_on(recipe)}"
+def stopped_message(recipe: Recipe, step: int) -> str:
+    return f"stopped and saved at step {step} of {recipe.total_steps}; {resume_message(recipe)}"
 
 
-def go_on(recipe: Recipe) -> str:
+def resume_message(recipe: Recipe) -> str:
     """The command that goes on with the run from its newest checkpoint.
 
     That is not the same one where this start was from scratch (`resume never`) or from a named checkpoint: it
@@ -122,7 +124,7 @@ def how_to_go_on(recipe: Recipe) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(f"{error}; then {go_on(recipe)}") from error
+        raise UserError(f"{error}; then {resume_message(recipe)}") from error
 
 
 def final_report(recipe: Recipe, dataset: Dataset, parallel: Parallel, train_time: float) -> None:

@@ -9,28 +9,28 @@ from typing import Any
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import remove_partial, set_aside, write_errors, write_text
+from lingpt.common.format import duration
 from lingpt.common.run_folder import (
     CONFIG,
     ENVIRONMENT,
     LOCK,
     METRICS,
     WANDB,
+    all_checkpoint_folders,
     checkpoint_folder,
     checkpoint_step,
-    checkpoints,
-    named_checkpoints,
     newest_checkpoint,
     read_config,
+    read_environment,
     read_manifest,
     read_metrics,
-    read_record,
+    valid_checkpoints,
 )
 from lingpt.train.checkpoint import clear_leftovers, load_manifest, why_unusable
 from lingpt.train.config import DATA_PATHS, MAY_CHANGE, Recipe, differences, recipe_from_dict
-from lingpt.train.machine import duration
+from lingpt.train.console import print_rank0
 from lingpt.train.optim import learning_rate
-from lingpt.train.parallel import print_rank0
-from lingpt.train.report import diverged
+from lingpt.train.report import diverged_message
 from lingpt.train.run_lock import RunLock
 
 
@@ -48,7 +48,7 @@ def resume_or_create(recipe: Recipe, fingerprint: str, lock: RunLock) -> Path | 
         given = _given_checkpoint(Path(resume), recipe) if resume not in ("auto", "never") else None
         if has_begun(folder):
             if config := _recorded_config(folder):
-                recorded = read_record(folder, "data").get("fingerprint")
+                recorded = read_environment(folder, "data").get("fingerprint")
                 same_data = newest_checkpoint(folder) or recorded == fingerprint
                 may_change = MAY_CHANGE | DATA_PATHS if same_data else MAY_CHANGE  # of a checkpoint: below
                 _check_same(recipe, config, f"{folder} holds a run with another config", may_change)
@@ -112,7 +112,7 @@ def _newest_usable(folder: Path) -> Path | None:
     None where the run has no checkpoint. UserError where it has some, and none can be read.
     """
     damaged: list[tuple[Path, str]] = []
-    for path in reversed(named_checkpoints(folder)):
+    for path in reversed(all_checkpoint_folders(folder)):
         if (reason := why_unusable(path)) is None:
             break
         damaged.append((path, reason))
@@ -133,7 +133,7 @@ def _newest_usable(folder: Path) -> Path | None:
 
 def has_begun(folder: Path) -> bool:
     """Whether the run in `folder` has done a step that left a trace; until then its name is not taken."""
-    return bool(named_checkpoints(folder) or read_metrics(folder))
+    return bool(all_checkpoint_folders(folder) or read_metrics(folder))
 
 
 def give_back_name(folder: Path) -> None:
@@ -154,7 +154,7 @@ def _check_not_diverged(folder: Path) -> None:
     """Refuses to do the same steps again that ended the run: they depend on nothing but the recipe."""
     lines = read_metrics(folder)
     if lines and lines[-1].get("kind") == "diverged":
-        raise UserError(diverged(folder, lines[-1]["step"], lines[-1].get("skipped", 0)))
+        raise UserError(diverged_message(folder, lines[-1]["step"], lines[-1].get("skipped", 0)))
 
 
 def schedule_jump(recipe: Recipe, manifest: dict[str, Any]) -> str | None:
@@ -229,7 +229,7 @@ def _move_aside(folder: Path, lock: RunLock) -> None:
 def _abandon_newer(folder: Path, step: int) -> None:
     """Checkpoints after the one resumed from are of a branch that is left: kept, but not found again, with a
     copy of its losses."""
-    newer = [path for path in checkpoints(folder) if (checkpoint_step(path) or 0) > step]
+    newer = [path for path in valid_checkpoints(folder) if (checkpoint_step(path) or 0) > step]
     metrics = folder / METRICS
     if newer and metrics.exists():
         with write_errors(metrics):

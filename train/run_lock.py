@@ -12,7 +12,7 @@ from typing import Self
 from lingpt.common.errors import UserError
 from lingpt.common.files import write_errors
 from lingpt.common.run_folder import LOCK
-from lingpt.train.parallel import print_rank0
+from lingpt.train.console import print_rank0
 
 
 class RunLock:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 
-from lingpt.train.parallel import print_rank0
+from lingpt.train.console import print_rank0
 
 # Ctrl-C; what schedulers send before they kill (SLURM's --signal=USR1, say); and a terminal that is gone.
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)

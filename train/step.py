@@ -8,8 +8,26 @@ import torch
 from lingpt.models import GPT
 from lingpt.train.config import Recipe
 from lingpt.train.optim import step_where_finite
-from lingpt.train.parallel import HostNumbers, Parallel
+from lingpt.train.parallel import Parallel
 from lingpt.train.profile import span
+
+
+class AsyncHostCopy:
+    """The numbers in these tensors, which the device may not have computed yet, on their way to the host."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        values = torch.cat([tensor.double().flatten() for tensor in tensors])
+        self._values, self._copied = values, None
+        if values.is_cuda:
+            pinned = torch.empty_like(values, device="cpu", pin_memory=True)
+            self._values, self._copied = pinned.copy_(values, non_blocking=True), torch.cuda.Event()
+            self._copied.record()
+
+    def wait(self) -> list[float]:
+        """Waits for what the device had been given to do by then, and for nothing that was launched since."""
+        if self._copied:
+            self._copied.synchronize()
+        return self._values.tolist()
 
 
 class Training(Protocol):
@@ -26,8 +44,8 @@ def optimizer_step(
     training: Training,
     micro_batches: Iterable[torch.Tensor],
     n: int,
-    flags: Callable[[], Sequence[bool]] = tuple,
-) -> HostNumbers:
+    flags: Callable[[], Sequence[bool]] = lambda: (),
+) -> AsyncHostCopy:
     """A step on the gradient of `n` micro-batches `[B, N + 1]` of this rank, which lie on the device.
 
     Every token of the global batch weighs the same. A loss or a gradient that is not finite changes nothing.
@@ -46,7 +64,7 @@ def optimizer_step(
         loss_sum += loss.detach()
     with span("optimizer"):
         norm = parallel.clip_gradients(training.gpt, recipe.train.grad_clip)
-        sums = parallel.sums(loss_sum, *flags())
-        numbers = HostNumbers(sums, norm)
+        sums = parallel.all_reduce_sum_async(loss_sum, *flags())
+        numbers = AsyncHostCopy(sums, norm)
         step_where_finite(optimizer, sums[0], norm)
     return numbers

@@ -10,6 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
+from lingpt.models import GPT, Config
+from lingpt.train.config import Recipe
+
+STATED_MFU = 0.4  # for estimates of how long a run takes
+CPU_CORE_FLOPS = 5e10  # what a core reaches in fp32, generously
+
 
 @dataclass(frozen=True)
 class Device:
@@ -78,6 +84,13 @@ def measured_flops(accelerator: str, precision: str) -> float:
             torch.cuda.synchronize()
         count += 1
     return 2 * size**3 * count / seconds
+
+
+def run_flops(config: Config, recipe: Recipe) -> float:
+    """FLOPs of the whole run, from the model's own declaration."""
+    with torch.device("meta"):
+        per_token = GPT(config).flops_per_token(recipe.data.seq_len)
+    return float(per_token) * recipe.total_steps * recipe.tokens_per_step
 
 
 def mfu(

@@ -14,7 +14,7 @@ from urllib.parse import urlparse
 from lingpt.common.files import set_aside, write_errors, write_text
 from lingpt.common.run_folder import METRICS, WANDB, read_metrics
 from lingpt.train.config import Recipe
-from lingpt.train.parallel import print_rank0
+from lingpt.train.console import print_rank0
 
 
 class Metrics:

@@ -5,149 +5,27 @@ traceback of its own (gloo). The main process, which Lightning starts the others
 others, and those of torchrun, see their parent go. (Lightning's own observer kills the main process with
 SIGKILL, and so without a word.) Tasks of SLURM have nobody to watch: `srun --kill-on-bad-exit=1` ends them.
 
-One that does not go on is found by counting: PyTorch counts the collectives that a process has come to, and
-where one has waited too long in its last, another that has come to fewer keeps it waiting. One that has come
-to as many, and has been stopped there (SIGSTOP), is found by its silence. Where all are at work, for however
-long, nothing ends: the counts are the same, and none is silent.
+One that hangs is found by its heartbeats (train/heartbeats.py), by all of them.
 """
 
 import contextlib
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
-
-from torch.distributed import Store
+from typing import Any
 
 from lingpt.common import STARTED
+from lingpt.train.console import print_stderr
+from lingpt.train.failures import RESUME_HINT, lost_message, straggler_message
+from lingpt.train.heartbeats import Heartbeats
 
-EVERY = 0.5  # seconds between looks at parent and children
+POLL_SECONDS = 0.5  # seconds between looks at parent and children
 GRACE = 5.0  # seconds for a process to end by itself, and say why
-_LOST = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Socket Timeout",
-    "Timed out waiting",
-    "recvValue",
-    "Connection was likely closed",
-    "remote process exit",  # NCCL's
-)
 _MAIN = "LINGPT_MAIN_PID"  # in the environment of the processes that the main process starts
-GOES_ON = "the run ends, and the same command goes on from its newest checkpoint"
-
-
-def connection_lost(error: BaseException) -> bool:
-    """Whether `error` is what a process gets that waits for one that has died, or came on top of that."""
-    if isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST):
-        return True
-    return error.__context__ is not None and connection_lost(error.__context__)
-
-
-def failure(error: BaseException, rank: int, world_size: int) -> str:
-    """The line on NCCL or gloo that has failed in this process, which no other one need see."""
-    lines = str(error).splitlines() or [type(error).__name__]
-    if "Last error:" in lines[:-1]:  # NCCL's own word on it
-        lines[0] += f": {lines[lines.index('Last error:') + 1].strip()}"
-    return f"{_who(rank, world_size)}: the communication failed: {lines[0]}; NCCL_DEBUG=INFO says more"
-
-
-def lost(rank: int, world_size: int) -> str:
-    """The line of a process that waited for one that died; the launcher says which, on that one's machine."""
-    return (
-        f"{_who(rank, world_size)}: the connection to another process is lost, it has ended or does not "
-        f"answer: {GOES_ON}"
-    )
-
-
-def _who(rank: int, world_size: int) -> str:
-    return f"process {rank} of {world_size} (on {socket.gethostname()})"
-
-
-def late(rank: int, world_size: int, where: str, seconds: float) -> str:
-    """The line on the process that the others have waited for."""
-    return (
-        f"process {rank} of {world_size} ({where}) has kept the others waiting for {seconds / 60:.3g} min "
-        f"(--train.timeout_minutes): {GOES_ON}"
-    )
-
-
-class Heartbeat(NamedTuple):
-    """What a process says of itself: that it runs (`number` grows), and how far it is.
-
-    collectives: how many it has come to; -1 where it has not begun to say.
-    """
-
-    collectives: int = -1
-    number: int = 0
-    where: str = "not heard of since the start"
-
-
-def _interval(seconds: float) -> float:
-    """Between two heartbeats, where others may be waited for for `seconds`."""
-    return min(EVERY * 10, seconds / 10)
-
-
-class Heartbeats:
-    """Those of a run's processes, in their `store`: who is where, and who is late.
-
-    seconds: how long one waits for another. Counted in heartbeats: one that was stopped itself, with all
-    others (Ctrl-Z), has not waited.
-    """
-
-    _ENDS = "lingpt/ends"  # where a process has said who is late
-
-    def __init__(self, store: Store, rank: int, world_size: int, seconds: float) -> None:
-        self._store, self.rank, self.world_size, self.seconds = store, rank, world_size, seconds
-        self._own, self._waited = Heartbeat(), 0.0
-        self._before: list[Heartbeat] = []
-
-    def beat(self, collectives: int) -> str | None:
-        """Every `_interval`: None where the run goes on; else the line to say, empty where another says it.
-
-        collectives: how many this process has come to. Raises RuntimeError where the store is gone.
-        """
-        self._waited = self._waited + _interval(self.seconds) if collectives == self._own.collectives else 0.0
-        self._own = Heartbeat(collectives, self._own.number + 1, _where())
-        self._store.set(f"lingpt/{self.rank}", json.dumps(self._own))
-        if self._waited < self.seconds / 10:  # far from late: the others need not be read
-            self._before = []
-            return None
-        if self._store.check([self._ENDS]):
-            return ""
-        if not self._before:
-            self._before = self._read_all()
-        if self._waited < self.seconds:
-            return None
-        now = self._read_all()
-        rank = self._late(now)
-        if rank is None:
-            self._before, self._waited = now, self.seconds / 10
-            return None
-        speaks = self._store.add(self._ENDS, 1) == 1  # whoever is first: any other may be the late one
-        return late(rank, self.world_size, now[rank].where, self.seconds) if speaks else ""
-
-    def _late(self, now: list[Heartbeat]) -> int | None:
-        """Which process this one waits for; None where all are at work."""
-        for rank, heartbeat in enumerate(now):
-            if heartbeat == self._before[rank]:  # silent: one that is behind may itself wait for it
-                return rank
-        counts = [heartbeat.collectives for heartbeat in now]
-        return counts.index(min(counts)) if self._own.collectives > min(counts) else None
-
-    def _read_all(self) -> list[Heartbeat]:
-        return [self._read(f"lingpt/{rank}") for rank in range(self.world_size)]
-
-    def _read(self, key: str) -> Heartbeat:
-        known = self._store.check([key])  # to get it would wait for it
-        return Heartbeat(*json.loads(self._store.get(key))) if known else Heartbeat()
 
 
 class Watch:
@@ -157,7 +35,7 @@ class Watch:
         self.children: list[subprocess.Popen] = []
         self._stopped = threading.Event()
         self._died: str | None = None
-        self._saying, self._said = threading.Lock(), False
+        self._report_lock, self._reported = threading.Lock(), False
         self._counting = threading.Lock()
         self._parent = _parent()
         self._has_parent = "LOCAL_RANK" in os.environ
@@ -195,7 +73,9 @@ class Watch:
             if failed:
                 self.end_children()
 
-    def limit_waits(self, heartbeats: Heartbeats, collectives: Callable[[], int], speaks: bool) -> None:
+    def start_straggler_detection(
+        self, heartbeats: Heartbeats, collectives: Callable[[], int], speaks: bool
+    ) -> None:
         """From here on ends a process that waits for another one for too long; one of them says which.
 
         collectives: how many this process has come to. speaks: for its machine, where the store that
@@ -211,16 +91,16 @@ class Watch:
         with self._counting:
             self._stopped.set()
 
-    def say(self, line: str) -> None:
+    def report_once(self, line: str) -> None:
         """Prints why the run ends, once; an empty line: another process says it."""
-        with self._saying:
-            if line and not self._said:
+        with self._report_lock:
+            if line and not self._reported:
                 print_stderr(line)
-            self._said = True
+            self._reported = True
 
-    def who_died(self, wait: float = GRACE) -> str | None:
-        """The line on the first process that died, if one does within `wait` seconds."""
-        until = time.monotonic() + wait
+    def first_death_message(self) -> str | None:
+        """The line on the first process that died, if one does within `GRACE` seconds."""
+        until = time.monotonic() + GRACE
         while self.children and not self._died and time.monotonic() < until:
             time.sleep(0.05)
         return self._died
@@ -230,37 +110,37 @@ class Watch:
         for child in self.children:
             child.kill()
 
-    def leave(self) -> None:
+    def exit_silently(self) -> None:
         """Ends a process that cannot go on, in silence, once its parent has had the time to say why."""
         with contextlib.suppress(KeyboardInterrupt):  # torchrun's SIGTERM, since another has died
             time.sleep(GRACE if self._has_parent else 0)
         self._exit(1)
 
     def _watch_parent(self) -> None:
-        while not self._stopped.wait(EVERY):
+        while not self._stopped.wait(POLL_SECONDS):
             if os.getppid() != self._parent:
                 speaker = "0" if "TORCHELASTIC_RUN_ID" in os.environ else "1"  # Lightning's 0 was the parent
                 if os.environ["LOCAL_RANK"] == speaker:
-                    self.say(f"the main process (pid {self._parent}) has died: {GOES_ON}")
+                    self.report_once(f"the main process (pid {self._parent}) has died: {RESUME_HINT}")
                 self._exit(1)
 
     def _watch_children(self) -> None:
-        while not self._stopped.wait(EVERY):
+        while not self._stopped.wait(POLL_SECONDS):
             for number, child in enumerate(self.children, start=1):
                 if child.poll():
                     who = f"process {number} of {len(self.children) + 1} (pid {child.pid})"
                     # One that ended with 2 has said what is to be changed.
-                    way = GOES_ON if child.returncode != 2 else "the run ends"
-                    self._died = f"{who} {_ending(child.returncode)}: {way}"
+                    way = RESUME_HINT if child.returncode != 2 else "the run ends"
+                    self._died = f"{who} {_ending_message(child.returncode)}: {way}"
                     # The main thread may be about to end with a line of its own, or wait in vain.
                     if not self._stopped.wait(GRACE):
-                        self.say(self._died)
+                        self.report_once(self._died)
                         self.end_children()
                         self._exit(2)
                     return
 
     def _watch_heartbeats(self, heartbeats: Heartbeats, collectives: Callable[[], int], speaks: bool) -> None:
-        while not self._stopped.wait(_interval(heartbeats.seconds)):
+        while not self._stopped.wait(heartbeats.interval):
             if (count := self._count(collectives)) is None:
                 return
             answered = threading.Event()
@@ -271,7 +151,7 @@ class Watch:
             except RuntimeError:  # the store is gone, and with it the process that keeps it
                 # The main thread may be about to say so, or wait in vain.
                 if not self._stopped.wait(GRACE):
-                    self.say(lost(heartbeats.rank, heartbeats.world_size) if speaks else "")
+                    self.report_once(lost_message(heartbeats.rank, heartbeats.world_size) if speaks else "")
                     self._exit(1)
                 return
             finally:
@@ -285,15 +165,15 @@ class Watch:
         """Ends a run that stands still while its store does not answer: one that is stopped never does."""
         count, still = None, 0.0
         while still < 0.9 * heartbeats.seconds:  # others are asked from a tenth of it on
-            if answered.wait(_interval(heartbeats.seconds)):
+            if answered.wait(heartbeats.interval):
                 return
             before, count = count, self._count(collectives)
             if count is None:
                 return
-            still = still + _interval(heartbeats.seconds) if count == before else 0.0
+            still = still + heartbeats.interval if count == before else 0.0
         where = f"on {os.environ.get('MASTER_ADDR')}, which does not answer"
         speaks = speaks or heartbeats.rank == 1  # beside rank zero, which is stopped
-        self._end(late(0, heartbeats.world_size, where, heartbeats.seconds) if speaks else "")
+        self._end(straggler_message(0, heartbeats.world_size, where, heartbeats.seconds) if speaks else "")
 
     def _count(self, collectives: Callable[[], int]) -> int | None:
         """What `collectives` says; None once everyone may end, when it may not be called any more."""
@@ -302,7 +182,7 @@ class Watch:
 
     def _end(self, line: str) -> None:
         """Says why the run ends, and ends this process and those that it has started."""
-        self.say(line)
+        self.report_once(line)
         if self.children:
             self.end_children()
             return self._exit(2)
@@ -323,20 +203,7 @@ def _parent() -> int:
     return parent if "TORCHELASTIC_RUN_ID" in os.environ and pid == os.getpid() else os.getppid()
 
 
-def _where() -> str:
-    """This process's machine, and the function in which its main thread is: of ours, if it is in any."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    stack = [at for at, _ in traceback.walk_stack(frame)]
-    names = [f"{at.f_globals.get('__name__')}.{at.f_code.co_qualname}" for at in stack]
-    ours = [name for name in names if name.startswith("lingpt.")]
-    return f"on {socket.gethostname()}, in {(ours or names)[0]}"
-
-
-def _ending(code: int) -> str:
+def _ending_message(code: int) -> str:
     return (
         f"was killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with {code}"
     )
-
-
-def print_stderr(line: str) -> None:
-    print(f"lingpt: {line}", file=sys.stderr, flush=True)

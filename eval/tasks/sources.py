@@ -4,7 +4,6 @@ Rows are read line by line into memory (MMLU is 7.5 MB): no cache folder, no loc
 is named by file and number.
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -178,8 +177,3 @@ def _row(line: bytes, where: str, fields: dict[str, str]) -> dict[str, Any]:
             shown = json.dumps(value, ensure_ascii=False)[:40]
             raise UserError(f"{where}: {field!r} is {shown}; it must be {words}")
     return row
-
-
-def file_hash(file: Path) -> str:
-    """SHA-256 of a data file, so that a score records what it was measured on."""
-    return hashlib.sha256(file.read_bytes()).hexdigest()

@@ -6,7 +6,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lingpt.common.figures import save_figure
+from lingpt.common.figures import new_figure, save_figure
 from lingpt.common.palette import colours
 from lingpt.kernels.bench.implementations import IMPLEMENTATIONS
 from lingpt.kernels.bench.results import Results, Row
@@ -176,8 +176,6 @@ def _traffic(results: Results, moved: dict[str, dict[str, float]], label: str) -
 
 
 def _figure(columns: int, width: float, height: float = 4.6) -> tuple[Figure, Any]:
-    """A figure that belongs to no window and no global state."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width * columns, height), dpi=130, layout="constrained")
+    """A figure with a row of panels, each `width` by `height` inches."""
+    figure = new_figure(width * columns, height, dpi=130)
     return figure, figure.subplots(1, columns)

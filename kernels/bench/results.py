@@ -27,6 +27,7 @@ class Row:
     implementation: str
     shape: Shape
     dtype: str
+    session: str = ""  # when the call of run_bench began that measured it; unknown in older files
     status: str = "ok"
     reason: str = ""
     forward_ms: float | None = None

@@ -12,10 +12,12 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterable
+from datetime import datetime
 from pathlib import Path
 
 import torch
 
+from lingpt.common.devices import find_device
 from lingpt.common.errors import UserError
 from lingpt.kernels.bench.clock import Clock
 from lingpt.kernels.bench.environment import check_same, environment, used_by_others
@@ -48,7 +50,7 @@ def run_bench(
     does not fit is recorded as skipped; `limit` is the most that one implementation may take at one shape in
     a round, predicted from its smaller ones. A shape of two sweeps is measured once. The results go to
     `save_to` after every row; `append` keeps the rows that are there, if they are of this card, these
-    versions and this source, and does not time them again: a ratio is best taken from two rows of one run.
+    versions and this source, and does not time them again. Ratios are of what one call has measured.
 
     Raises UserError for a name that does not exist and for a machine without the device.
     """
@@ -63,7 +65,7 @@ def run_bench(
         warnings.warn(line, stacklevel=2)
     results = Results.load(save_to) if append and save_to and save_to.is_file() else _new_results(clock)
     check_same(save_to, results.environment, environment(device))
-    deadline = time.perf_counter() + budget
+    deadline, session = time.perf_counter() + budget, datetime.now().astimezone().isoformat()
     schedule = _schedule(shapes, chosen, training, results)
     rounds: dict[Cell, list[Row]] = defaultdict(list)  # of each cell, a row a round
     timings = tqdm(schedule, desc="bench", unit="timing", disable=None if progress else True)
@@ -81,6 +83,7 @@ def run_bench(
         else:
             graphs = shape in training and shape != CUMSUM
             row = measure(implementation, shape, dtype, clock, limit=limit, graphs=graphs)
+        row.session = session
         rows.append(row)
         results.put(over_rounds(rows))
         if save_to is not None:
@@ -97,7 +100,7 @@ def _usable_device(name: str | torch.device) -> torch.device:
         hint = "--device cpu measures PyTorch's"
         raise UserError(f"the benchmark needs a CUDA device, and there is none here ({hint})")
     if device.index is not None:
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(find_device(str(device), instead="cuda"))
     return device
 
 

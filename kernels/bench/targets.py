@@ -107,8 +107,13 @@ def _value(results: Results, cell: Cell, field: str) -> float:
 
 
 def _ratio(results: Results, cell: Cell, base_cell: Cell, field: str) -> float:
-    """Of two times: the median of the rounds' ratios, as clocks drift less within a round than between."""
+    """Of two times: the median of the rounds' ratios, as clocks drift less within a round than between.
+
+    Missing where the two were measured in different sessions (`--append`): no round has both.
+    """
     row, base = (_row(results, x, field) for x in (cell, base_cell))
+    if row.session != base.session:
+        raise Missing(f"{cell[0]} at {cell[1]} and {base_cell[0]} at {base_cell[1]} in one session")
     rounds = row.by_round.get(field, []), base.by_round.get(field, [])
     if len(rounds[0]) == len(rounds[1]) > 1:
         return statistics.median(x / y for x, y in zip(*rounds, strict=True))

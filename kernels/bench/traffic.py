@@ -11,13 +11,13 @@ from collections.abc import Iterable
 
 from lingpt.common.errors import UserError
 from lingpt.kernels.bench.implementations import IMPLEMENTATIONS
-from lingpt.kernels.bench.shapes import REFERENCE, Shape
+from lingpt.kernels.bench.shapes import REFERENCE
 
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 
 
-def count_bytes(names: Iterable[str], shape: Shape = REFERENCE) -> dict[str, dict[str, float]]:
-    """Implementation → "forward", "backward" → bytes, of those of `names` that run here.
+def count_bytes(names: Iterable[str]) -> dict[str, dict[str, float]]:
+    """Implementation → "forward", "backward" → bytes at REFERENCE, of those of `names` that run here.
 
     UserError where `ncu` is missing or counts nothing.
     """
@@ -27,23 +27,23 @@ def count_bytes(names: Iterable[str], shape: Shape = REFERENCE) -> dict[str, dic
         raise UserError(
             "counting bytes needs NVIDIA's profiler `ncu` on the PATH; without --ncu they are estimated"
         )
-    names = [name for name in names if _runs_both_ways(name, shape)]
+    names = [name for name in names if _runs_both_ways(name)]
     counted: dict[str, dict[str, float]] = {}
     for name in tqdm(names, desc="count", unit="implementation", disable=None):
-        counted[name] = {direction: _profile(name, shape, direction) for direction in ("forward", "backward")}
+        counted[name] = {direction: _profile(name, direction) for direction in ("forward", "backward")}
     return counted
 
 
-def _runs_both_ways(name: str, shape: Shape) -> bool:
+def _runs_both_ways(name: str) -> bool:
     implementation = IMPLEMENTATIONS[name]
     return (
-        implementation.unsupported_reason(shape) is None
-        and implementation.backward_unsupported_reason(shape) is None
+        implementation.unsupported_reason(REFERENCE) is None
+        and implementation.backward_unsupported_reason(REFERENCE) is None
     )
 
 
-def _profile(name: str, shape: Shape, direction: str) -> float:
-    call = f"run_once({name!r}, {tuple(shape)}, {direction!r})"
+def _profile(name: str, direction: str) -> float:
+    call = f"run_once({name!r}, {direction!r})"
     script = f"from lingpt.kernels.bench.traffic import run_once; {call}"
     # Caches are left as they are between kernels: what one leaves for the next in L2 is no traffic.
     options = ["--csv", "--print-units", "base", "--cache-control", "none", "--profile-from-start", "off"]
@@ -66,13 +66,13 @@ def parse_counts(output: str) -> float:
     )
 
 
-def run_once(name: str, shape: tuple[int, int, int, int], direction: str) -> None:
+def run_once(name: str, direction: str) -> None:
     """In the profiled process: everything once to compile and tune, then one direction with counters on."""
     import torch
 
     from lingpt.kernels.bench.call import Call
 
-    call = Call(IMPLEMENTATIONS[name], Shape(*shape), torch.bfloat16, torch.device("cuda"))
+    call = Call(IMPLEMENTATIONS[name], REFERENCE, torch.bfloat16, torch.device("cuda"))
     call.both()
     call.forward()
     torch.empty(256 << 20, dtype=torch.int8, device="cuda").zero_()  # flushes the inputs from L2

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from litgpt.model import CausalSelfAttention
 from torch import nn
 
-from lingpt.kernels.gla_tuning import Tuning
+from lingpt.kernels.gla_tuning import Autotuning
 
 
-class Fp32Constants(nn.Module):
+class Fp32Buffers(nn.Module):
     """Keeps its buffers in fp32 when the model is cast: positions and decays need more than bf16's 8 bits."""
 
     def _apply(self, fn: Callable, recurse: bool = True) -> Self:
@@ -31,7 +31,7 @@ class Fp32Constants(nn.Module):
         return self
 
 
-class Attention(Fp32Constants, ABC):
+class Attention(Fp32Buffers, ABC):
     """One layer's causal mixing of tokens: its subclass declares everything that depends on the mechanism.
 
     What is abstract each has to have; without, no model is built, rather than a run that ends at its first
@@ -70,7 +70,7 @@ class Attention(Fp32Constants, ABC):
 
     @classmethod
     @abstractmethod
-    def kernel(
+    def kernel_name(
         cls, config: litgpt.Config, device: torch.device, dtype: torch.dtype, *args: Any, **options: Any
     ) -> str:
         """The name of the kernel that trains it on this device, for a run's record.
@@ -100,26 +100,25 @@ class Attention(Fp32Constants, ABC):
         """Forward FLOPs per token of the mixing alone, causal counted once; `GPT` counts linear layers."""
 
     @abstractmethod
-    def saved_per_token(self) -> int:
-        """Elements per token that a compiled block keeps for its backward pass, counted in the activations'
-        dtype: from behind the norm to the projection's input inclusive.
-        """
+    def saved_activations_per_token(self) -> int:
+        """Activation elements per token that torch.compile saves for backward in this layer, from norm_1's
+        output (not counted) to proj's input (counted). fp32 elements count twice under bf16."""
 
     @abstractmethod
     def new_state(self, batch_size: int, max_seq_len: int, device: torch.device, dtype: torch.dtype) -> Any:
         """What decoding carries from token to token, empty; the layer's forward updates it in place."""
 
-    def tuning(
+    def begin_autotuning(
         self, batch_size: int, seq_len: int, dtype: torch.dtype, device: torch.device
-    ) -> Tuning | None:
+    ) -> Autotuning | None:
         """Begins to choose how the mechanism's kernels run at a size; None where nothing is to be chosen."""
         return None
 
-    def own_parameters(self) -> dict[str, float | torch.Tensor]:
+    def initial_constants(self) -> dict[str, float | torch.Tensor]:
         """Parameters that are neither linear layers nor norms, with the constants that each starts at."""
         return {}
 
-    def reset_constants(self, device: torch.device) -> None:
+    def reset_buffers(self, device: torch.device) -> None:
         """Recompute the buffers, for a module that comes from the meta device."""
 
 
@@ -134,7 +133,7 @@ class QKVAttention(CausalSelfAttention, Attention):
     forward = Attention.forward  # abstract again: LitGPT's is softmax
 
     def add_output_gate(self, wanted: bool) -> None:
-        """Makes the parameters of `output`'s gate, or None in their place."""
+        """Makes the parameters of the output gate, or None in their place."""
         config = self.config
         self.gate_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias) if wanted else None
         self.norm = nn.LayerNorm(config.head_size or 1, eps=config.norm_eps) if wanted else None
@@ -144,7 +143,7 @@ class QKVAttention(CausalSelfAttention, Attention):
         B, N, _ = x_BNC.shape
         return self.qkv(x_BNC).view(B, N, 3, self.config.n_head, self.config.head_size)
 
-    def output(self, o_BNHD: torch.Tensor, x_BNC: torch.Tensor) -> torch.Tensor:
+    def gate_and_project(self, o_BNHD: torch.Tensor, x_BNC: torch.Tensor) -> torch.Tensor:
         """y `[B, N, C]` of the heads' outputs and the layer's input: `W_O o`.
 
         With an output gate, as in GLA (arXiv 2312.06635), `W_O (silu(x W_r) ⊙ LayerNorm_head(o))`.

@@ -24,9 +24,9 @@ from lingpt.kernels.gated_linear_attention import (
     gated_linear_attention,
     gated_linear_attention_flops,
 )
-from lingpt.kernels.gla_tuning import Size, Tuning, tuning
+from lingpt.kernels.gla_tuning import Autotuning, Size, begin_autotuning
 from lingpt.models.attention.base import Attention, RecurrentState
-from lingpt.models.attention.short_conv import SHORT_CONV_HELP, convolved, identity_filter
+from lingpt.models.attention.short_conv import SHORT_CONV_HELP, apply_short_conv, identity_filter
 
 GATE_RANK = 16
 GATE_TEMPERATURE = 16.0
@@ -65,7 +65,7 @@ class GLAAttention(Attention):
             )
 
     @classmethod
-    def kernel(
+    def kernel_name(
         cls, config: litgpt.Config, device: torch.device, dtype: torch.dtype, *args: Any, **options: Any
     ) -> str:
         return choose("auto", torch.empty(1, 2, 1, 1, device=device, dtype=dtype))
@@ -86,7 +86,7 @@ class GLAAttention(Attention):
         """`[B, N, C]` → the same; cos and sin are not read. `state.value`: `[B, H, d_k/H, d_v/H]` in fp32."""
         qkv, r = self.qkvr(x_BNC).split((2 * self.d_k + self.d_v, self.d_v), dim=-1)
         if self.conv is not None:
-            qkv = convolved(qkv, self.conv, state, silu=True)
+            qkv = apply_short_conv(qkv, self.conv, state, silu=True)
         q, k, v = (  # [B, N, H, d_k/H or d_v/H]
             t.unflatten(-1, (self.n_head, -1)) for t in qkv.split((self.d_k, self.d_k, self.d_v), dim=-1)
         )
@@ -104,7 +104,7 @@ class GLAAttention(Attention):
         H = self.n_head
         return gated_linear_attention_flops(1, seq_len, H, self.d_k // H, self.d_v // H) // seq_len
 
-    def saved_per_token(self) -> int:
+    def saved_activations_per_token(self) -> int:
         # qkvr; FLA's copies of q, k and v, its sum of the gates (fp32), the gate before its logarithm; o, and
         # what `proj` reads
         saved = 2 * (self.d_k + self.d_v) + (2 * self.d_k + self.d_v) + 3 * self.d_k + 2 * self.d_v
@@ -115,11 +115,11 @@ class GLAAttention(Attention):
     ) -> RecurrentState:
         return RecurrentState()
 
-    def tuning(
+    def begin_autotuning(
         self, batch_size: int, seq_len: int, dtype: torch.dtype, device: torch.device
-    ) -> Tuning | None:
+    ) -> Autotuning | None:
         H = self.n_head
-        return tuning(Size(batch_size, seq_len, H, self.d_k // H, self.d_v // H, dtype), device)
+        return begin_autotuning(Size(batch_size, seq_len, H, self.d_k // H, self.d_v // H, dtype), device)
 
-    def own_parameters(self) -> dict[str, float | torch.Tensor]:
+    def initial_constants(self) -> dict[str, float | torch.Tensor]:
         return {"conv": identity_filter(2 * self.d_k + self.d_v)}

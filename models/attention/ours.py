@@ -30,7 +30,7 @@ from lingpt.kernels.linear_attention import chunkwise, linear_attention_flops, l
 from lingpt.kernels.linear_attention.backends import choose
 from lingpt.kernels.linear_attention.call import Call
 from lingpt.models.attention.base import QKVAttention, RecurrentState
-from lingpt.models.attention.short_conv import SHORT_CONV_HELP, convolved, identity_filter
+from lingpt.models.attention.short_conv import SHORT_CONV_HELP, apply_short_conv, identity_filter
 
 
 class OursAttention(QKVAttention):
@@ -74,7 +74,7 @@ class OursAttention(QKVAttention):
         self.conv = nn.Parameter(identity_filter(3 * config.n_embd)) if short_conv else None  # [4, 3C]
         self.add_output_gate(output_gate)
         self.register_buffer("log_decay", None, persistent=False)
-        self.reset_constants(torch.get_default_device())
+        self.reset_buffers(torch.get_default_device())
 
     @staticmethod
     def normalizes(normalize: bool | None, output_gate: bool) -> bool:
@@ -106,7 +106,7 @@ class OursAttention(QKVAttention):
             )
 
     @classmethod
-    def kernel(
+    def kernel_name(
         cls, config: litgpt.Config, device: torch.device, dtype: torch.dtype, *args: Any, **options: Any
     ) -> str:
         """`cuda`, or `chunkwise`, which is PyTorch's."""
@@ -137,17 +137,19 @@ class OursAttention(QKVAttention):
             return b
         return b + (b.clamp(-1.0, 1.0) - b).detach()
 
-    def project(
+    def operator_inputs(
         self, x_BNC: torch.Tensor, state: RecurrentState | None
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """What the operator reads: qkv `[B, N, 3, H, D]`, convolved, and how the past fades, by argument."""
-        return self.mixed(self.packed_qkv(x_BNC), state), {"log_decay": self.log_decay}
+        return self.apply_short_conv(self.packed_qkv(x_BNC), state), {"log_decay": self.log_decay}
 
-    def mixed(self, qkv_BN3HD: torch.Tensor, state: RecurrentState | None) -> torch.Tensor:
+    def apply_short_conv(self, qkv_BN3HD: torch.Tensor, state: RecurrentState | None) -> torch.Tensor:
         """qkv `[B, N, 3, H, D]` after the convolution, where there is one; the state's `conv` is updated."""
         if self.conv is None:
             return qkv_BN3HD
-        return convolved(qkv_BN3HD.flatten(2), self.conv, state, silu=self.conv_silu).view_as(qkv_BN3HD)
+        return apply_short_conv(qkv_BN3HD.flatten(2), self.conv, state, silu=self.conv_silu).view_as(
+            qkv_BN3HD
+        )
 
     def forward(
         self,
@@ -157,7 +159,7 @@ class OursAttention(QKVAttention):
         state: RecurrentState | None = None,
     ) -> torch.Tensor:
         """`[B, N, C]` → the same; `state.value` is the operator's state after the last token, fp32."""
-        qkv, decay = self.project(x_BNC, state)
+        qkv, decay = self.operator_inputs(x_BNC, state)
         attend = functools.partial(
             linear_attention_qkv, qkv, cos_NR, sin_NR, self.b(),
             a=self.a(), normalize=self.normalize, **decay,
@@ -166,12 +168,12 @@ class OursAttention(QKVAttention):
             o_BNHD = attend()
         else:
             o_BNHD, state.value = attend(initial_state=state.value, return_state=True)
-        return self.output(o_BNHD, x_BNC)
+        return self.gate_and_project(o_BNHD, x_BNC)
 
     def flops_per_token(self, seq_len: int) -> int:
         return linear_attention_flops(1, seq_len, self.config.n_head, self.config.head_size) // seq_len
 
-    def saved_per_token(self) -> int:
+    def saved_activations_per_token(self) -> int:
         C, H = self.config.n_embd, self.config.n_head
         saved = 4 * C + 2 * H  # qkv, o, and the normaliser in fp32
         if self.conv is not None:
@@ -185,5 +187,5 @@ class OursAttention(QKVAttention):
     ) -> RecurrentState:
         return RecurrentState()
 
-    def own_parameters(self) -> dict[str, float | torch.Tensor]:
+    def initial_constants(self) -> dict[str, float | torch.Tensor]:
         return {"a_offset": 0.0, "b_offset": 0.0, "conv": identity_filter(3 * self.config.n_embd)}

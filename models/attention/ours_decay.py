@@ -10,7 +10,7 @@ from lingpt.models.attention.ours import OursAttention
 
 
 class OursDecayAttention(OursAttention):
-    def reset_constants(self, device: torch.device) -> None:
+    def reset_buffers(self, device: torch.device) -> None:
         self.log_decay = log_decay(self.config.n_head).to(device)
 
 

@@ -18,7 +18,7 @@ from lingpt.kernels.linear_attention.call import logarithm_of_gate
 from lingpt.models.attention.base import RecurrentState, is_plain_linear
 from lingpt.models.attention.ours import OursAttention
 from lingpt.models.attention.ours_decay import log_decay
-from lingpt.models.attention.short_conv import convolved
+from lingpt.models.attention.short_conv import apply_short_conv
 
 CACHE_LINE = 64  # 16-bit numbers
 
@@ -33,7 +33,7 @@ class OursGatedAttention(OursAttention):
         self.decay_proj = nn.Linear(config.n_embd, config.n_head, bias=False)
         self.decay_bias = nn.Parameter(decay_bias(config.n_head))
 
-    def project(
+    def operator_inputs(
         self, x_BNC: torch.Tensor, state: RecurrentState | None
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Training, q, k, v and the gates are one product: x is read once, its gradient written once.
@@ -43,17 +43,17 @@ class OursGatedAttention(OursAttention):
         plain = is_plain_linear(self.qkv) and is_plain_linear(self.decay_proj)
         if state is None and plain:
             gates = {"gate_bias": self.decay_bias, "head_size": self.config.head_size}
-            return self.projected(x_BNC), gates
+            return self.project_qkv_and_decay(x_BNC), gates
         log_decay = logarithm_of_gate(self.decay_proj(x_BNC), self.decay_bias)
-        return self.mixed(self.packed_qkv(x_BNC), state), {"log_decay": log_decay}
+        return self.apply_short_conv(self.packed_qkv(x_BNC), state), {"log_decay": log_decay}
 
-    def projected(self, x_BNC: torch.Tensor) -> torch.Tensor:
+    def project_qkv_and_decay(self, x_BNC: torch.Tensor) -> torch.Tensor:
         """`[B, N, 3·H·D + P]`: q, k and v (convolved), the gates before their bias, zeros to fill the row."""
         H, fill = self.config.n_head, self.row_fill()
         weight = F.pad(torch.cat((self.qkv.weight, self.decay_proj.weight)), (0, 0, 0, fill))
         bias = None if self.qkv.bias is None else F.pad(self.qkv.bias, (0, H + fill))
         rows = F.linear(x_BNC, weight, bias)
-        return rows if self.conv is None else convolved(rows, self.conv, silu=self.conv_silu)
+        return rows if self.conv is None else apply_short_conv(rows, self.conv, silu=self.conv_silu)
 
     def row_fill(self) -> int:
         """Zeros behind the gates, up to rows of whole 128-byte cache lines of 16-bit numbers.
@@ -64,14 +64,14 @@ class OursGatedAttention(OursAttention):
         H, D = self.config.n_head, self.config.head_size or 1
         return -(3 * H * D + H) % CACHE_LINE
 
-    def saved_per_token(self) -> int:
+    def saved_activations_per_token(self) -> int:
         # In fp32 three that the kernel makes of the gates; what stands behind q, k and v, convolved or not.
         H = self.config.n_head
         behind = (H + self.row_fill()) * (1 if self.conv is None else 2)
-        return super().saved_per_token() + 6 * H + behind
+        return super().saved_activations_per_token() + 6 * H + behind
 
-    def own_parameters(self) -> dict[str, float | torch.Tensor]:
-        return super().own_parameters() | {"decay_bias": decay_bias(self.config.n_head)}
+    def initial_constants(self) -> dict[str, float | torch.Tensor]:
+        return super().initial_constants() | {"decay_bias": decay_bias(self.config.n_head)}
 
 
 def decay_bias(n_head: int) -> torch.Tensor:

@@ -23,7 +23,7 @@ WIDTH = 4
 SHORT_CONV_HELP = "a causal convolution of width 4 over q, k and v of `ours*` and, with a SiLU, of `gla`."
 
 
-def convolved(
+def apply_short_conv(
     x_BNW: torch.Tensor, weight_KC: torch.Tensor, state: ConvState | None = None, *, silu: bool = False
 ) -> torch.Tensor:
     """`short_convolution` of the first C columns of x, and with `silu` a SiLU of it; the others as they are.
@@ -33,7 +33,7 @@ def convolved(
     Returns [B, N, W] in x's dtype.
     """
     if state is not None:
-        y_BNC = _continued(x_BNW, weight_KC, state)
+        y_BNC = _conv_with_state(x_BNW, weight_KC, state)
         return F.silu(y_BNC) if silu else y_BNC
     C, W = weight_KC.shape[1], x_BNW.shape[2]
     if not silu and x_BNW.is_cuda and kernel is not None and kernel.takes(x_BNW):
@@ -51,7 +51,7 @@ def _widened(weight_KC: torch.Tensor, columns: int) -> torch.Tensor:
     return torch.cat((F.pad(weight_KC[:-1], (0, columns)), F.pad(weight_KC[-1:], (0, columns), value=1.0)))
 
 
-def _continued(x_BNC: torch.Tensor, weight_KC: torch.Tensor, state: ConvState) -> torch.Tensor:
+def _conv_with_state(x_BNC: torch.Tensor, weight_KC: torch.Tensor, state: ConvState) -> torch.Tensor:
     """`short_convolution` of what the state has seen and x, of x's tokens."""
     K, N = weight_KC.shape[0], x_BNC.shape[1]
     seen = x_BNC.new_zeros(len(x_BNC), K - 1, x_BNC.shape[2]) if state.conv is None else state.conv

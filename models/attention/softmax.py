@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lingpt.common.errors import UserError, unknown
 from lingpt.kernels.torch_internals import sdpa_choice, sdpa_with_logsumexp
 from lingpt.models.attention.base import ConvState, QKVAttention
-from lingpt.models.attention.short_conv import convolved, identity_filter
+from lingpt.models.attention.short_conv import apply_short_conv, identity_filter
 
 SDPA = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -138,7 +138,7 @@ class SoftmaxAttention(QKVAttention):
             raise unknown("sdpa", sdpa, ("auto", *SDPA))
 
     @classmethod
-    def kernel(
+    def kernel_name(
         cls, config: litgpt.Config, device: torch.device, dtype: torch.dtype, *, sdpa: str, **_: bool
     ) -> str:
         assert config.head_size is not None
@@ -166,7 +166,7 @@ class SoftmaxAttention(QKVAttention):
         H, D = self.config.n_head, self.config.head_size
         qkv = self.qkv(x_BNC)
         if self.conv is not None:
-            qkv = convolved(qkv, self.conv, state)
+            qkv = apply_short_conv(qkv, self.conv, state)
         qk, v = qkv.view(B, N, 3 * H, D).split((2 * H, H), dim=2)
         q, k = apply_rope(qk, cos_NR, sin_NR).split(H, dim=2)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # views [B, H, N, D], SDPA's order
@@ -175,14 +175,14 @@ class SoftmaxAttention(QKVAttention):
             k, v = state.append(k, v)
             if state.static is not None:
                 o = split_kv_attention(q, k, v, state.static.mask.to(q.dtype), scale)
-                return self.output(o.transpose(1, 2), x_BNC)
+                return self.gate_and_project(o.transpose(1, 2), x_BNC)
             if 1 < N < k.shape[2]:  # SDPA's own causal mask starts at the first key, not the first new one
                 mask = torch.ones(N, k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - N)
         with self._kernel(decoding=state is not None):
             o = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, scale=scale, is_causal=N > 1 and mask is None
             )
-        return self.output(o.transpose(1, 2), x_BNC)
+        return self.gate_and_project(o.transpose(1, 2), x_BNC)
 
     def _kernel(self, decoding: bool) -> contextlib.AbstractContextManager:
         """Around SDPA. `sdpa` is for training: a mask or another device is not every kernel's."""
@@ -193,7 +193,7 @@ class SoftmaxAttention(QKVAttention):
     def flops_per_token(self, seq_len: int) -> int:
         return 2 * seq_len * self.config.n_embd  # q·k and p·v, two FLOPs each, over half of the N × N square
 
-    def saved_per_token(self) -> int:
+    def saved_activations_per_token(self) -> int:
         saved = 6 * self.config.n_embd  # qkv (v is a view of it), rotated q and k, o
         if self.conv is not None:
             saved += 3 * self.config.n_embd  # what is convolved
@@ -209,7 +209,7 @@ class SoftmaxAttention(QKVAttention):
         k, v = (torch.zeros(shape, device=device, dtype=dtype) for _ in "kv")
         return KVCache(k, v)
 
-    def own_parameters(self) -> dict[str, float | torch.Tensor]:
+    def initial_constants(self) -> dict[str, float | torch.Tensor]:
         return {"conv": identity_filter(3 * self.config.n_embd)}
 
 

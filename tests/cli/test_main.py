@@ -131,6 +131,9 @@ def test_trains_draws_and_goes_on(project, capsys):
         (["train", "--config", "tiny.yaml", "--train.devices", "x"], "it must be a whole number or auto"),
         (["train", "--config", "tiny.yaml", "--train.max_steps", "5", "--train.max_tokens", "512"],
          "--train.max_steps and --train.max_tokens both say how long to train: give one"),
+        # The same where the one is what the recipe says already.
+        (["train", "--config", "tiny.yaml", "--train.max_steps", "4", "--train.max_tokens=512"],
+         "--train.max_steps and --train.max_tokens both say how long to train: give one"),
         (["train", "--config", "tiny.yaml", "--train.compile", "maybe"], "one of auto, always, never"),
         (["train", "--config", "tiny.yaml", "--train.beta1", "two"], "beta1 is two; it must be a number"),
         (["train", "--config", "tiny.yaml", "--train.wandb", "x"], "wandb is x; it must be true or false"),

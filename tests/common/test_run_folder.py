@@ -7,15 +7,15 @@ import pytest
 
 from lingpt.common.errors import UserError
 from lingpt.common.run_folder import (
+    all_checkpoint_folders,
     attention_label,
     checkpoint_folder,
     checkpoint_step,
-    checkpoints,
-    named_checkpoints,
     newest_checkpoint,
     read_config,
     read_manifest,
     read_metrics,
+    valid_checkpoints,
     write_manifest,
 )
 
@@ -30,11 +30,11 @@ def write_checkpoint(run, step):
 
 def test_whole_checkpoints_are_found_in_the_order_of_their_steps(tmp_path):
     """Steps of more digits than the names have come last; other folders are not looked at."""
-    assert checkpoints(tmp_path) == [] and newest_checkpoint(tmp_path) is None
+    assert valid_checkpoints(tmp_path) == [] and newest_checkpoint(tmp_path) is None
     folders = [write_checkpoint(tmp_path, step) for step in (300, 2_000_000_000, 5)]
     (tmp_path / "checkpoints/abandoned-step-00000400").mkdir()
     (tmp_path / "checkpoints/.step-00000500.partial").mkdir()
-    assert [checkpoint_step(folder) for folder in checkpoints(tmp_path)] == [5, 300, 2_000_000_000]
+    assert [checkpoint_step(folder) for folder in valid_checkpoints(tmp_path)] == [5, 300, 2_000_000_000]
     assert newest_checkpoint(tmp_path) == folders[1] and read_manifest(folders[1])["step"] == 2_000_000_000
     assert checkpoint_step(tmp_path) is None
 
@@ -43,7 +43,7 @@ def test_whole_checkpoints_are_found_in_the_order_of_their_steps(tmp_path):
 def test_a_checkpoint_with_another_manifest_is_broken(tmp_path, text):
     folder = write_checkpoint(tmp_path, 5)
     (folder / "manifest.json").write_text(text)
-    assert checkpoints(tmp_path) == [] and named_checkpoints(tmp_path) == [folder]
+    assert valid_checkpoints(tmp_path) == [] and all_checkpoint_folders(tmp_path) == [folder]
 
 
 def test_labels():
@@ -75,4 +75,4 @@ def test_checkpoints_that_cannot_be_listed_are_not_taken_for_none(tmp_path, monk
 
     monkeypatch.setattr(type(tmp_path), "iterdir", fail)
     with pytest.raises(UserError, match=r"cannot read .*checkpoints: Input/output error"):
-        checkpoints(tmp_path)
+        valid_checkpoints(tmp_path)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lingpt.common.errors import UserError
-from lingpt.data import Batches, DataConfig, availability, cache_size, prepare
+from lingpt.data import BatchSampler, DataConfig, availability, cache_size, prepare
 from lingpt.data.dataset import CORPORA
 
 
@@ -66,7 +66,7 @@ def test_a_dataset_describes_itself(config):
 def test_batches_over_a_real_dataset(config):
     """The samples of a step are the blocks at its indices."""
     dataset = prepare(config, progress=False)
-    batches = Batches(dataset.train, seed=0, global_batch_size=6)
+    batches = BatchSampler(dataset.train, seed=0, global_batch_size=6)
     samples = batches.get(2, [4, 1])
     assert samples.tolist() == [dataset.train[batches.indices(2)[p]].tolist() for p in (4, 1)]
 

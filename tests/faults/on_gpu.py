@@ -155,7 +155,7 @@ def run(argv: list[str]) -> int:
     from lingpt.cli.main import main
     from lingpt.train import checkpoint_writer, loop
 
-    train, step, save, host = loop.Run.train, loop.Run.step, loop.Run.save, checkpoint_writer.HostCopy
+    train, step, save, host = loop.Run.train, loop.Run.step, loop.Run.save, checkpoint_writer.HostBuffers
     saves = "saves" in argv
     found: dict[str, Any] = {"losses": [], "seconds": [], "gradients": [], "steps": [], "stalls": []}
 
@@ -188,7 +188,7 @@ def run(argv: list[str]) -> int:
         found["pinned"] = checkpoint_writer.pinned_bytes(self.saved_tensors())
         return done
 
-    def is_due(self):
+    def checkpoint_due(self):
         """Where no checkpoint is being written, and enough steps were timed without one."""
         quiet = [saves == 0 for _, saves in found["steps"][-IDLE:]]
         return saves and len(found["stalls"]) < SAVES and len(quiet) == IDLE and all(quiet)
@@ -200,9 +200,12 @@ def run(argv: list[str]) -> int:
     found["copies"], found["reserving"] = [], []
     if not saves:
         checkpoint_writer.CheckpointWriter.reserve = lambda *_: None
-    host.take, host.reserve = timed(host.take, found["copies"]), timed(host.reserve, found["reserving"])
+    host.copy_to_host, host.reserve = (
+        timed(host.copy_to_host, found["copies"]),
+        timed(host.reserve, found["reserving"]),
+    )
     loop.Run.train, loop.Run.step, loop.Run.save = watched_train, watched_step, watched_save
-    loop.Run.is_due = is_due
+    loop.Run.checkpoint_due = checkpoint_due
     code = main(["train", "--config", "demo", *argv])
     print(RESULT + json.dumps(found), flush=True)
     return code

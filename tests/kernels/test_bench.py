@@ -249,6 +249,7 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     kept = Results.load(path).rows[0]
     run_bench(implementations=("sdpa-math", "ours-chunkwise"), budget=0, **options)
     whole = run_bench(implementations=("sdpa-math", "ours-chunkwise"), **options)
+    assert len({row.session for row in whole.rows}) == 2
     assert kept in whole.rows and len(whole.rows) == 4 and {row.status for row in whole.rows} == {"ok"}
     assert Results.load(path) == whole
     whole.environment["source_hash"] = "another"
@@ -476,6 +477,16 @@ def test_ratios_are_of_a_round() -> None:
     assert column(targets_table(results), "the same, eager", 4) == "1.05× / 1.05×"
 
 
+def test_ratios_are_of_a_session() -> None:
+    """Guards: rounds of an earlier session, under another load of the card, paired with those of the rows
+    that --append has added."""
+    results = made_up()
+    results.row("fla-gla", REFERENCE).session = "later"
+    table = targets_table(results)
+    assert column(table, "FLA GLA", 4).startswith("not measured: fla-gla at B=") and "in one session" in table
+    assert column(table, "FLA normalised", 4) == "8.00× / 8.00×"
+
+
 def test_a_variant_is_interleaved_with_its_base(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: where each run takes 1 % longer, the ratio is off by what passes within a turn, not by more."""
     drift = itertools.count()
@@ -580,6 +591,19 @@ def test_the_command_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture) -> 
     assert main(["bench", "--redraw", "--out", out]) == 0
     assert main(["bench", "--redraw", "--out", str(tmp_path / "none")]) == 2
     assert "run `lingpt bench` first" in capsys.readouterr().err
+
+
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: a traceback for `--device cuda:1` on a machine with one GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UserError, match=r"device 'cuda:99': .*; use --device cuda$"):
+        run_bench(device="cuda:99")
+
+
+def test_on_a_cpu_there_is_nothing_to_compile(tmp_path: Path) -> None:
+    """Guards: `--warm only` that measures."""
+    assert main(["bench", "--device", "cpu", "--warm", "only", "--out", str(tmp_path / "out")]) == 0
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lingpt.kernels import gla_tuning
-from lingpt.kernels.gla_tuning import Size, Tuning, compile_in_processes, configurations, is_tuned
+from lingpt.kernels.gla_tuning import Autotuning, Size, compile_in_processes, configurations, is_tuned
 
 SIZE = Size(1, 128, 1, 16, 16, torch.bfloat16)
 WORKER = """
@@ -59,7 +59,7 @@ def test_tunes_after_compiling_or_without_it(monkeypatch, fails):
     )
     monkeypatch.setattr(gla_tuning, "call", lambda *_: calls.append("call"))
     monkeypatch.setattr(gla_tuning, "_worker", lambda _: command("sys.exit('full')" if fails else "pass"))
-    tuning = Tuning(SIZE, torch.device("cpu"))
+    tuning = Autotuning(SIZE, torch.device("cpu"))
     for _ in range(2):
         tuning.finish(lines.append)
     assert calls == [(None if fails else 20, 0), "call"], "once"
@@ -77,7 +77,7 @@ def test_says_how_many_are_left_out(monkeypatch):
         gla_tuning, "timing_briefly", lambda *found: counts.append(found) or contextlib.nullcontext()
     )
     monkeypatch.setattr(gla_tuning, "call", lambda *_: None)
-    Tuning(SIZE, torch.device("cpu")).finish(lines.append)
+    Autotuning(SIZE, torch.device("cpu")).finish(lines.append)
     assert counts == [(20, 3)]
     assert "17 of 20 configurations are compiled (3 took longer than 50 s: left out)" in lines[1]
 

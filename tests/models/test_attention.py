@@ -158,7 +158,7 @@ def test_rows_of_the_gated_projection_are_whole_cache_lines(small):
     """q, k, v and the gates of a token, in 16 bits: every row begins at a multiple of 128 bytes."""
     for n_embd, n_head, conv in ((64, 4, False), (96, 3, True), (128, 2, True)):
         model = small("ours-gated", n_embd=n_embd, n_head=n_head, short_conv=conv)
-        row = model.transformer.h[0].attn.projected(torch.zeros(1, 1, n_embd))
+        row = model.transformer.h[0].attn.project_qkv_and_decay(torch.zeros(1, 1, n_embd))
         assert 3 * n_embd + n_head <= row.shape[-1] < 3 * n_embd + n_head + 64
         assert 2 * row.shape[-1] % 128 == 0
 
@@ -311,16 +311,16 @@ def test_what_an_attention_misses_on_a_gpu_is_one_line(monkeypatch):
 
 def test_a_kernel_has_its_name_or_one_line_why_it_cannot_run(small, monkeypatch):
     config = small("softmax").config
-    kernel, cpu = ATTENTIONS["softmax"].kernel, torch.device("cpu")
-    assert kernel(config, cpu, torch.bfloat16, sdpa="auto") == "flash"
+    kernel_name, cpu = ATTENTIONS["softmax"].kernel_name, torch.device("cpu")
+    assert kernel_name(config, cpu, torch.bfloat16, sdpa="auto") == "flash"
     for name in ("ours", "ours-decay", "ours-gated", "gla"):
         options = config.attention_options(name)
-        assert ATTENTIONS[name].kernel(config, cpu, torch.bfloat16, **options) == "chunkwise"
+        assert ATTENTIONS[name].kernel_name(config, cpu, torch.bfloat16, **options) == "chunkwise"
     with pytest.raises(UserError, match=r"efficient cannot train on cpu in bfloat16 .* use another kernel"):
-        kernel(config, cpu, torch.bfloat16, sdpa="efficient")
+        kernel_name(config, cpu, torch.bfloat16, sdpa="efficient")
     with monkeypatch.context() as without:  # in a PyTorch that does not tell, what was asked for
         without.delattr(torch, "_fused_sdp_choice")
-        assert kernel(config, cpu, torch.bfloat16, sdpa="auto") == "auto"
+        assert kernel_name(config, cpu, torch.bfloat16, sdpa="auto") == "auto"
     with pytest.raises(UserError, match=r"unknown sdpa 'falsh': did you mean 'flash'"):
         Config.from_name("demo", attention="softmax", sdpa="falsh")
 
@@ -358,7 +358,7 @@ class Mean(QKVAttention):
         self.power = power
 
     @classmethod
-    def kernel(cls, config, device, dtype, **options):
+    def kernel_name(cls, config, device, dtype, **options):
         return "pytorch"
 
     def forward(self, x_BNC, cos_NR, sin_NR, state=None):
@@ -373,7 +373,7 @@ class Mean(QKVAttention):
     def flops_per_token(self, seq_len):
         return 0
 
-    def saved_per_token(self):
+    def saved_activations_per_token(self):
         return 2 * self.config.n_embd
 
     def new_state(self, batch_size, max_seq_len, device, dtype):
@@ -403,7 +403,9 @@ def test_an_attention_of_ones_own_is_a_class_and_a_line(with_attention, tokens):
     torch.testing.assert_close(torch.cat(parts, 1), model(tokens).detach())
 
 
-@pytest.mark.parametrize("method", ["kernel", "forward", "flops_per_token", "saved_per_token", "new_state"])
+@pytest.mark.parametrize(
+    "method", ["kernel_name", "forward", "flops_per_token", "saved_activations_per_token", "new_state"]
+)
 def test_what_an_attention_lacks_is_named_before_anything_trains(with_attention, method):
     """Guards: a run that ended at its first sample of text for want of `new_state`, with an error that named
     nothing, and one without a `forward` that trained LitGPT's softmax."""

@@ -266,5 +266,7 @@ def test_other_architectures_are_refused():
         Config.from_name("demo", n_query_groups=1)
     with pytest.raises(UserError, match="norm_class_name"):
         Config.from_name("demo", norm_class_name="RMSNorm")
+    with pytest.raises(UserError, match="lm_head_bias"):  # guards: the training loss left it out
+        Config.from_name("demo", lm_head_bias=True)
     with pytest.raises(UserError, match="unknown key 'colour'"):
         Config.from_dict({"colour": 1})

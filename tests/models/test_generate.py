@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from lingpt.common.errors import UserError
 from lingpt.models import GPT, ModelArgs, generate
-from lingpt.models.generate import likeliest, sample
+from lingpt.models.generate import sample, stable_topk
 from lingpt.models.gpt import tensors_in
 
 
@@ -63,7 +63,7 @@ def test_top_k_draws_from_the_k_likeliest(small, tokens):
 def test_the_likeliest_are_the_same_whichever_of_equal_ones_a_device_picks(k, monkeypatch):
     """Guards: text that differs between devices: equal logits, which bf16 has, `topk` orders as it likes."""
     logits = torch.randint(0, 3, (5, 9), generator=torch.Generator().manual_seed(2)).float()
-    found, ids = likeliest(logits, k)
+    found, ids = stable_topk(logits, k)
     for row, values, tokens in zip(logits, found, ids, strict=True):
         expected = (row >= row.sort().values[-k]).nonzero()[:, 0]
         n = len(expected)

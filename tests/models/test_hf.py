@@ -74,9 +74,7 @@ def test_another_attention_is_not_exported(small, tmp_path, form):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "given", [{"rope_condense_ratio": 4}, {"lm_head_bias": True}, {"bias": False, "attn_bias": True}]
-)
+@pytest.mark.parametrize("given", [{"rope_condense_ratio": 4}, {"bias": False, "attn_bias": True}])
 def test_what_gpt_neox_cannot_say_is_not_exported(small, tmp_path, given):
     """Guards: a KeyError of LitGPT's converter, and folders that gave other logits in `transformers`."""
     name, value = list(given.items())[-1]

@@ -21,7 +21,7 @@ def test_every_parameter_starts_as_gpt_neox_has_it(variant):
     for module_name, module in model.named_modules():
         for parameter_name, parameter in module.named_parameters(recurse=False):
             checked.add(full_name := f"{module_name}.{parameter_name}")
-            own = module.own_parameters() if isinstance(module, Attention) else {}
+            own = module.initial_constants() if isinstance(module, Attention) else {}
             if isinstance(module, nn.LayerNorm):
                 assert (parameter == (1 if parameter_name == "weight" else 0)).all(), full_name
             elif parameter_name in ("bias", "b_offset"):

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from lingpt.models.attention import short_conv
 from lingpt.models.attention.base import RecurrentState
-from lingpt.models.attention.short_conv import WIDTH, convolved, short_convolution
+from lingpt.models.attention.short_conv import WIDTH, apply_short_conv, short_convolution
 
 
 def drawn(*shape: int) -> torch.Tensor:
@@ -32,7 +32,7 @@ def test_a_state_goes_on(pieces):
     leaves = x, weight = drawn(2, 9, 5), drawn(WIDTH, 5)
     state, parts = RecurrentState(), []
     for piece in x.split(pieces, dim=1):
-        parts.append(convolved(piece, weight, state))
+        parts.append(apply_short_conv(piece, weight, state))
         assert state.conv.untyped_storage().nbytes() == 2 * (WIDTH - 1) * 5 * 8
     y, expected = torch.cat(parts, 1), short_convolution(x, weight)
     torch.testing.assert_close(y, expected)
@@ -44,16 +44,16 @@ def test_a_state_goes_on(pieces):
 def test_a_token_is_not_padded(monkeypatch):
     """Guards: decoding through the form that is made for the compiler, five times as slow without it."""
     state, weight = RecurrentState(), torch.randn(WIDTH, 5)
-    convolved(torch.randn(2, 4, 5), weight, state)
+    apply_short_conv(torch.randn(2, 4, 5), weight, state)
     monkeypatch.delattr(short_conv, "short_convolution")
-    assert convolved(torch.randn(2, 1, 5), weight, state).shape == (2, 1, 5)
+    assert apply_short_conv(torch.randn(2, 1, 5), weight, state).shape == (2, 1, 5)
 
 
 def test_it_answers_in_the_dtype_of_its_tokens():
     """Guards: a prompt in fp32, then a step under autocast in bf16."""
     state, weight = RecurrentState(), torch.randn(WIDTH, 5)
-    convolved(torch.randn(2, 4, 5), weight, state)
-    assert convolved(torch.randn(2, 1, 5).bfloat16(), weight, state).dtype == torch.bfloat16
+    apply_short_conv(torch.randn(2, 4, 5), weight, state)
+    assert apply_short_conv(torch.randn(2, 1, 5).bfloat16(), weight, state).dtype == torch.bfloat16
 
 
 def test_it_may_be_mapped():

@@ -99,7 +99,7 @@ def test_cards_share_the_questions_where_runs_are_fewer(here, monkeypatch, runs,
     """Guards: one run on eight cards was scored by one of them, and seven waited."""
     write(TINY | {"rates": [], "seeds": runs, "attentions": ["softmax"]})
     study, folder = read_study(Path("study-tiny.yaml")), Path("runs")
-    monkeypatch.setattr(StudyRun, "is_done", lambda self: True)
+    monkeypatch.setattr(StudyRun, "has_result", lambda self: True)
     monkeypatch.setattr(StudyRun, "has_weights", lambda self: True)
     asked = []
     monkeypatch.setattr(stages, "run_jobs", lambda jobs, slots, *_, **__: asked.append((jobs, slots)) or [])

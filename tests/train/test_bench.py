@@ -15,7 +15,7 @@ from lingpt.train.bench import Identity, Shape, bench_steps, choose_shapes
 from lingpt.train.bench_results import IDENTITIES, Results, Row, draw, table
 from lingpt.train.bench_targets import targets_table
 from lingpt.train.environment import git_revision, package_hash
-from lingpt.train.machine import memory_needed
+from lingpt.train.memory_fit import memory_needed
 
 ON_A_CPU = {"tokens": 64, "accelerator": "cpu"}
 

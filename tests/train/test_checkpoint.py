@@ -7,13 +7,19 @@ import pytest
 import torch
 
 from lingpt.common.errors import UserError
-from lingpt.common.run_folder import checkpoint_step, checkpoints, read_manifest, read_metrics, write_manifest
+from lingpt.common.run_folder import (
+    checkpoint_step,
+    read_manifest,
+    read_metrics,
+    valid_checkpoints,
+    write_manifest,
+)
 from lingpt.models import load_model
 from lingpt.train import checkpoint, loop, train
 
 
 def names(folder) -> list[str]:
-    return [path.name for path in checkpoints(folder)]
+    return [path.name for path in valid_checkpoints(folder)]
 
 
 def test_keeps_the_newest_k(make_recipe):
@@ -35,7 +41,7 @@ def test_while_steps_are_skipped_none_goes(make_recipe, monkeypatch):
 
     def watched(*args):
         path = save(*args)
-        kept.append([checkpoint_step(path) for path in checkpoints(args[0])])
+        kept.append([checkpoint_step(path) for path in valid_checkpoints(args[0])])
         return path
 
     save = checkpoint.save
@@ -46,7 +52,7 @@ def test_while_steps_are_skipped_none_goes(make_recipe, monkeypatch):
 
 
 def test_a_checkpoint_is_a_model_folder_with_its_tokenizer(make_recipe):
-    newest = checkpoints(train(make_recipe()))[-1]
+    newest = valid_checkpoints(train(make_recipe()))[-1]
     assert load_model(newest, attention="ours").num_parameters() > 0
     assert (newest / "tokenizer.json").is_file()
     files = read_manifest(newest)["files"]
@@ -57,7 +63,7 @@ def test_a_checkpoint_is_a_model_folder_with_its_tokenizer(make_recipe):
 def test_a_truncated_newest_is_passed_over(make_recipe, capsys, file):
     """Whatever file a dying machine cut short, resume takes the one before and says so."""
     folder = train(make_recipe())
-    newest = checkpoints(folder)[-1] / file
+    newest = valid_checkpoints(folder)[-1] / file
     with open(newest, "r+b") as stream:
         stream.truncate(newest.stat().st_size // 2)
     assert names(folder) == ["step-00000003"]
@@ -69,7 +75,7 @@ def test_a_truncated_newest_is_passed_over(make_recipe, capsys, file):
 
 def test_a_missing_file_makes_it_not_whole(make_recipe):
     folder = train(make_recipe())
-    (checkpoints(folder)[-1] / "tokenizer.json").unlink()
+    (valid_checkpoints(folder)[-1] / "tokenizer.json").unlink()
     assert names(folder) == ["step-00000003"]
 
 
@@ -156,7 +162,7 @@ def test_a_checkpoint_that_does_not_fit(make_recipe, tmp_path):
 def test_other_data_is_refused(make_recipe):
     """The same file name with other text in it would train on other samples without a word."""
     folder = train(make_recipe(max_steps=3))
-    newest = checkpoints(folder)[-1]
+    newest = valid_checkpoints(folder)[-1]
     write_manifest(newest, read_manifest(newest) | {"data_fingerprint": "0123456789abcdef"})
     with pytest.raises(UserError, match="other data"):
         train(make_recipe())

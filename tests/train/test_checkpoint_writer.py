@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from lingpt.common.errors import UserError
-from lingpt.common.run_folder import checkpoints, damage, read_manifest, read_metrics
+from lingpt.common.run_folder import damage, read_manifest, read_metrics, valid_checkpoints
 from lingpt.train import checkpoint, checkpoint_writer, loop, train
-from lingpt.train.checkpoint_writer import CheckpointWriter, HostCopy, pinned_bytes
+from lingpt.train.checkpoint_writer import CheckpointWriter, HostBuffers, pinned_bytes
 
 
 def names(folder) -> list[str]:
-    return [path.name for path in checkpoints(folder)]
+    return [path.name for path in valid_checkpoints(folder)]
 
 
 def test_the_bytes_are_those_of_a_checkpoint_written_on_the_spot(make_recipe, monkeypatch):
@@ -150,7 +150,7 @@ def test_a_folder_that_is_gone_is_not_made_again(make_recipe, monkeypatch, capsy
 
     def unmount(self, stop):
         if self.progress.step == 4:
-            self.writer.settle()  # step 3's checkpoint is whole
+            self.writer.wait()  # step 3's checkpoint is whole
             folder.rename(folder.with_name("unmounted"))
         return step(self, stop)
 
@@ -187,14 +187,14 @@ def test_a_crash_leaves_the_checkpoint_in_hand_whole(make_recipe, monkeypatch):
 
 
 def test_copies_are_apart_and_their_memory_is_used_again():
-    host, tensor = HostCopy(), torch.arange(6.0).reshape(2, 3).t()
+    host, tensor = HostBuffers(), torch.arange(6.0).reshape(2, 3).t()
     tree = {"a": [tensor, (1, "x")], 0: {"b": torch.tensor(3)}}
-    first = host.take(tree)
+    first = host.copy_to_host(tree)
     tensor.zero_()
     assert first["a"][0].tolist() == [[0, 3], [1, 4], [2, 5]] and first["a"][1] == (1, "x")
-    second = host.take(tree)
+    second = host.copy_to_host(tree)
     assert second["a"][0].data_ptr() == first["a"][0].data_ptr() and second["a"][0].sum() == 0
-    assert host.take({"a": torch.ones(5, dtype=torch.int64)})["a"].tolist() == [1] * 5
+    assert host.copy_to_host({"a": torch.ones(5, dtype=torch.int64)})["a"].tolist() == [1] * 5
 
 
 def test_by_time_too(make_recipe, monkeypatch):
@@ -210,7 +210,7 @@ def test_the_best_is_kept(make_recipe, monkeypatch):
     options = {"eval_interval": 2, "save_interval": 3, "keep_checkpoints": 1, "keep_best": True}
     folder = train(make_recipe(max_steps=8, **options))
     assert names(folder) == ["step-00000004", "step-00000008"]
-    assert read_manifest(checkpoints(folder)[0])["val_loss"] == 3.0
+    assert read_manifest(valid_checkpoints(folder)[0])["val_loss"] == 3.0
     train(make_recipe(max_steps=14, **options))
     assert names(folder) == ["step-00000010", "step-00000014"]
 
@@ -234,7 +234,7 @@ def cut_short(make_recipe, monkeypatch, ctrl_c):
         with pytest.raises(KeyboardInterrupt, match="saved at step 3"):
             train(make_recipe(**KEEP_BEST | options))
         monkeypatch.setattr(loop.Run, "validate", lambda self, stop: LOSSES[self.progress.step])
-        (path,) = checkpoints(make_recipe().run_folder)
+        (path,) = valid_checkpoints(make_recipe().run_folder)
         assert read_manifest(path)["val_loss"] is None
         return path
 
@@ -296,7 +296,7 @@ def test_memory_is_reserved_as_a_checkpoint_needs_it(make_recipe, monkeypatch):
     def reserved(self):
         monkeypatch.setattr(checkpoint_writer.torch, "empty_like", counted)
         self.writer.reserve(self.saved_tensors())
-        self.writer.settle()
+        self.writer.wait()
         assert sum(tensor.numel() for tensor in made) > 3 * self.gpt.num_parameters()
         made.clear()
         save(self)

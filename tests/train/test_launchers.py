@@ -245,7 +245,9 @@ def test_more_processes_than_gpus(monkeypatch, launcher, line):
 def test_processes_agree_on_recipe_and_data(make_recipe, monkeypatch):
     """But for where each keeps its copy of the tokens."""
     agreed: dict[str, object] = {}
-    monkeypatch.setattr(Parallel, "agree", lambda self, machine, settings: agreed.update(settings))
+    monkeypatch.setattr(
+        Parallel, "check_same_settings", lambda self, machine, settings: agreed.update(settings)
+    )
     train(make_recipe(max_steps=1, seed=7))
     assert agreed["train.seed"] == 7 and agreed["the data"]
     assert "data.seq_len" in agreed and "data.cache_dir" not in agreed

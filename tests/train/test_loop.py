@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from lingpt.common.errors import UserError
 from lingpt.common.run_folder import read_manifest, read_metrics, write_manifest
-from lingpt.data import Batches, prepare
+from lingpt.data import BatchSampler, prepare
 from lingpt.models import ATTENTIONS
 from lingpt.train import loop, loss, report, train
 from lingpt.train.machine import choose_machine
@@ -229,7 +229,7 @@ def test_a_skipped_step_is_logged_and_can_be_replayed(make_recipe, monkeypatch):
         folder = train(make_recipe(log_interval=100))
     (line,) = [line for line in read_metrics(folder) if line.get("skipped")]
     dataset = prepare(make_recipe().data, progress=False)
-    batches = Batches(dataset.train, make_recipe().train.seed, 8)
+    batches = BatchSampler(dataset.train, make_recipe().train.seed, 8)
     assert line["step"] == 4 and line["blocks"] == batches.indices(3)
     text = replay(folder, 4, samples=2, device="cpu")
     assert "weights of step-00000003" in text and "not finite, and skipped" in text

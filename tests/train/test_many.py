@@ -27,14 +27,14 @@ from lingpt.train import Recipe, train
 RUNS = """
 import json, os, sys
 from lingpt.cli.main import main
-from lingpt.train import machine
-launcher, fits = set(), machine.fits
+from lingpt.train import strategy
+launcher, fits = set(), strategy.fits
 for env, argv in json.loads(sys.argv[1]):
     for name in launcher:
         del os.environ[name]
     os.environ.update(env)
     launcher = set(env)
-    machine.fits = (lambda *_: False) if "NO_ROOM" in env else fits
+    strategy.fits = (lambda *_: False) if "NO_ROOM" in env else fits
     if code := main(["train", "--config", "recipe.yaml", *argv]):
         sys.exit(code)
 """

@@ -11,7 +11,8 @@ from torch import nn
 from lingpt.train import TrainConfig
 from lingpt.train.machine import choose_machine
 from lingpt.train.optim import learning_rate, make_optimizer, step_where_finite
-from lingpt.train.parallel import HostNumbers, Parallel
+from lingpt.train.parallel import Parallel
+from lingpt.train.step import AsyncHostCopy
 
 
 def test_schedule_warms_up_peaks_falls_and_ends_at_the_minimum():
@@ -97,8 +98,8 @@ def test_nobody_waits_for_a_gpu_until_the_optimizer_has_its_work():
         torch.cuda.set_sync_debug_mode("error")
         try:
             norm = parallel.clip_gradients(model, 1.0)
-            sums = parallel.sums(loss_sum, True, 2.0)
-            numbers = HostNumbers(sums, norm)
+            sums = parallel.all_reduce_sum_async(loss_sum, True, 2.0)
+            numbers = AsyncHostCopy(sums, norm)
             step_where_finite(optimizer, sums[0], norm)
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -46,8 +46,8 @@ def alone() -> Parallel:
 
 
 def test_one_process_agrees_with_itself(alone):
-    assert alone.sum(torch.tensor(2.5), 3, True) == [2.5, 3.0, 1.0]
-    assert alone.gather("state") == ["state"]
+    assert alone.all_reduce_sum(torch.tensor(2.5), 3, True) == [2.5, 3.0, 1.0]
+    assert alone.all_gather_object("state") == ["state"]
     assert alone.on_rank_zero(lambda: 7) == 7
     with pytest.raises(UserError, match="no space"):
         alone.on_rank_zero(lambda: exec('raise UserError("no space")', {"UserError": UserError}))
@@ -59,7 +59,7 @@ def test_a_sum_is_one_collective(monkeypatch):
     rank.fabric.device = torch.device("cpu")
     for name in ("all_reduce", "barrier"):
         monkeypatch.setattr(torch.distributed, name, lambda *_, name=name, **options: called.append(name))
-    assert rank.sum(torch.tensor(1.5), 2) == [1.5, 2.0] and called == ["all_reduce"]
+    assert rank.all_reduce_sum(torch.tensor(1.5), 2) == [1.5, 2.0] and called == ["all_reduce"]
 
 
 def test_backward_is_of_the_mean(alone):

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from lingpt.common.errors import UserError
-from lingpt.train.prefetch import AHEAD, Prefetch
+from lingpt.train.prefetch import AHEAD, Prefetcher
 
 PIECES = [range(0, 2), range(2, 4)]
 
 
-class Batches:
+class BatchSampler:
     """Numbers in place of tokens, and which of them have been read."""
 
     def __init__(self) -> None:
@@ -27,12 +27,12 @@ class Batches:
 
 @pytest.fixture
 def batches():
-    return Batches()
+    return BatchSampler()
 
 
 @pytest.fixture
 def prefetch(batches):
-    prefetch = Prefetch(batches, PIECES, torch.device("cpu"))
+    prefetch = Prefetcher(batches, PIECES, torch.device("cpu"))
     yield prefetch
     prefetch.close()
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load
 
 from lingpt.common.errors import UserError
-from lingpt.common.run_folder import checkpoints, read_config, read_manifest, read_metrics
+from lingpt.common.run_folder import read_config, read_manifest, read_metrics, valid_checkpoints
 from lingpt.train import loop, report, train
 from lingpt.train.machine import choose_machine
 from lingpt.train.optim import step_where_finite
@@ -19,7 +19,7 @@ from lingpt.train.parallel import Parallel
 
 
 def names(folder) -> list[str]:
-    return [path.name for path in checkpoints(folder)]
+    return [path.name for path in valid_checkpoints(folder)]
 
 
 def flip_bit(path) -> None:
@@ -98,7 +98,7 @@ def test_weights_with_a_flipped_bit_start_no_run(make_recipe):
 
 def test_where_none_can_be_read_nothing_is_touched(make_recipe):
     folder = train(make_recipe())
-    for path in checkpoints(folder):
+    for path in valid_checkpoints(folder):
         flip_bit(path / "model.safetensors")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name[0] != "."}
     with pytest.raises(UserError, match=r"step-00000006 is damaged.*step-00000003 is damaged.*resume never"):
@@ -110,7 +110,7 @@ def test_where_none_can_be_read_nothing_is_touched(make_recipe):
 def test_a_checkpoint_without_checksums_is_of_an_older_version(make_recipe, capsys):
     """It goes on; a train state that does not read is passed over all the same."""
     folder = train(make_recipe())
-    for path in checkpoints(folder):
+    for path in valid_checkpoints(folder):
         manifest = read_manifest(path)
         del manifest["sha256"], manifest["checksum"], manifest["val_loss"], manifest["skipped_in_a_row"]
         (path / "manifest.json").write_text(json.dumps(manifest))
@@ -158,11 +158,11 @@ def test_the_command_that_goes_on_does(make_recipe, monkeypatch, resume):
     ):
         monkeypatch.setattr(sys, "argv", ["lingpt", "train", *argv])
         expected = "lingpt train --config 'a b.yaml' --train.resume auto"
-        assert report.go_on(make_recipe(resume=where)) == f"this command goes on: {expected}"
+        assert report.resume_message(make_recipe(resume=where)) == f"this command goes on: {expected}"
     monkeypatch.setattr(sys, "argv", ["lingpt", "train", "--config", "x.yaml"])
     same = "the same command goes on: lingpt train --config x.yaml"
-    assert report.go_on(make_recipe()) == same
-    assert report.go_on(make_recipe(name="new", resume="never")) == same, "nothing to go on from yet"
+    assert report.resume_message(make_recipe()) == same
+    assert report.resume_message(make_recipe(name="new", resume="never")) == same, "nothing to go on from yet"
 
 
 def test_what_a_killed_process_left_is_cleared(make_recipe):

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lingpt.common.errors import UserError
-from lingpt.common.run_folder import checkpoints, damage
+from lingpt.common.run_folder import damage, valid_checkpoints
 from lingpt.data import prepare
 from lingpt.models import GPT, load_model
 from lingpt.train import checkpoint
@@ -45,9 +45,8 @@ def trained(mesh, make_recipe):
 
     def save(step: int) -> None:
         state = {"optimizer": optimizer.state_dict(), "random": []}
-        checkpoint.save_shards(
-            run, gpt, gpt.state_dict(), tokenizer, state, {"step": step}, checkpoint.Kept(2), mesh.get_group()
-        )
+        weights, newest = gpt.state_dict(), checkpoint.RetentionPolicy(2)
+        checkpoint.save_shards(run, gpt, weights, tokenizer, state, {"step": step}, newest, mesh.get_group())
 
     return run, gpt, optimizer, save
 
@@ -55,7 +54,7 @@ def trained(mesh, make_recipe):
 def test_what_was_sharded_comes_back_whole_or_sharded(trained, make_recipe):
     run, gpt, optimizer, save = trained
     save(1)
-    (folder,) = checkpoints(run)
+    (folder,) = valid_checkpoints(run)
     assert damage(folder) is None
     loaded = load_model(folder)
     for (name, old), new in zip(gpt.named_parameters(), loaded.parameters(), strict=True):
@@ -107,14 +106,14 @@ def test_a_process_that_dies_is_no_failure_of_the_disk(trained, monkeypatch):
 def test_a_disk_that_is_not_shared_is_named(trained, monkeypatch):
     """Guards: a checkpoint that was declared whole, with the shards of one machine alone."""
     run, _, _, save = trained
-    together = checkpoint._on_all_ranks
+    together = checkpoint.on_all_ranks
 
     def with_another(*args):
         outcomes = together(*args)
         elsewhere = {"shard-00002-model-00002-of-00002.safetensors": "hash"}
         return [*outcomes, elsewhere] if isinstance(outcomes[0], dict) else outcomes
 
-    monkeypatch.setattr(checkpoint, "_on_all_ranks", with_another)
+    monkeypatch.setattr(checkpoint, "on_all_ranks", with_another)
     with pytest.raises(UserError, match=r"shard-00002.* must lie on a disk that all machines see"):
         save(1)
     assert not list((run / "checkpoints").iterdir())
@@ -124,7 +123,7 @@ def test_a_loss_that_comes_later_is_told_to_a_checkpoint_in_shards(trained, monk
     """The same manifest, of all processes' files. Guards: shards that are read for it, of many gigabytes."""
     run, _, _, save = trained
     save(1)
-    (folder,) = checkpoints(run)
+    (folder,) = valid_checkpoints(run)
     monkeypatch.setattr("lingpt.common.run_folder.file_sha256", Mock(side_effect=AssertionError("read")))
     checkpoint.add_val_loss(run, 1, 2.0)
     monkeypatch.undo()
@@ -134,7 +133,7 @@ def test_a_loss_that_comes_later_is_told_to_a_checkpoint_in_shards(trained, monk
 def test_a_damaged_shard_is_named(trained):
     run, _, _, save = trained
     save(1)
-    (folder,) = checkpoints(run)
+    (folder,) = valid_checkpoints(run)
     (shard,) = folder.glob("shard-*")
     with open(shard, "r+b") as file:
         file.truncate(shard.stat().st_size // 2)

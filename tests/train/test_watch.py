@@ -1,4 +1,4 @@
-"""A process that keeps the others waiting is named, and where processes cannot meet, one line says why."""
+"""Where a process dies or hangs, all end and it is named; where processes cannot meet, one line says why."""
 
 import itertools
 import os
@@ -18,9 +18,11 @@ import torch.distributed as dist
 from lingpt.common.errors import Interrupted, UserError
 from lingpt.train import TrainConfig
 from lingpt.train import watch as watch_module
-from lingpt.train.machine import choose_machine, choose_strategy
+from lingpt.train.heartbeats import Heartbeats
+from lingpt.train.machine import choose_machine
 from lingpt.train.parallel import Parallel
-from lingpt.train.watch import Heartbeats, Watch
+from lingpt.train.strategy import choose_strategy
+from lingpt.train.watch import Watch
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "test", "WORLD_SIZE": "2", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2",
@@ -40,75 +42,6 @@ class Ended(Watch):
         self.ended.set()
 
 
-def beats(*collectives: int, before: tuple[int, ...] = (), stopped: int | None = None) -> list[str | None]:
-    """What each of several processes finds once it has waited at so many `collectives` for the time-out.
-
-    before: where they have been as long, first. stopped: one that sends no more heartbeats.
-    """
-    store = dist.HashStore()
-    processes = [Heartbeats(store, rank, len(collectives), seconds=30) for rank in range(len(collectives))]
-    found: list[str | None] = [None] * len(collectives)
-    for counts in (before or collectives, collectives):
-        for _ in range(12):
-            for rank, count in enumerate(counts):
-                if found[rank] is None and (counts is not collectives or rank != stopped):
-                    found[rank] = processes[rank].beat(count)
-    return found
-
-
-def test_the_process_that_keeps_the_others_waiting_is_named():
-    """By one of them, whichever comes first, and with the function that it is in."""
-    found = beats(8, 8, 7)
-    here = rf"process 2 of 3 \(on {socket.gethostname()}, in lingpt\.\S+\)"
-    assert re.match(f"{here} has kept the others waiting for 0.5 min .--train.timeout_minutes", found[0])
-    assert found[1:] == ["", ""]
-
-
-def test_rank_zero_is_named_by_another():
-    """Guards: where rank zero was frozen nobody said anything, and torchrun named another as the cause."""
-    assert beats(7, 8, 8)[1].startswith("process 0 of 3 (on ")
-    assert beats(8, 8, before=(7, 7), stopped=0)[1].startswith("process 0 of 2 (on ")
-
-
-def test_a_process_that_is_stopped_where_the_others_wait_is_named():
-    """It has come to as many collectives as they have, and is silent."""
-    found = beats(8, 8, 8, before=(7, 7, 7), stopped=1)
-    assert found[0].startswith("process 1 of 3 (on ") and found[1:] == [None, ""]
-
-
-@pytest.mark.parametrize("before", [(8, 8), (7, 7)])
-def test_where_all_are_at_work_nothing_ends(before):
-    """Guards: a step, or a first compile, that takes longer than the time-out."""
-    assert beats(8, 8, before=before) == [None, None]
-
-
-def test_who_comes_last_to_a_long_step_s_end_is_not_late():
-    """Guards: its own wait was the step's, and it took itself for the one that keeps the others waiting."""
-    store = dist.HashStore()
-    first, last = (Heartbeats(store, rank, 2, seconds=30) for rank in range(2))
-    for _ in range(20):
-        assert first.beat(7) is None and last.beat(7) is None
-    for _ in range(5):
-        assert first.beat(8) is None and last.beat(7) is None
-    assert first.beat(8) is None and last.beat(8) is None
-
-
-def test_who_was_stopped_with_all_the_others_has_not_waited(monkeypatch):
-    """Ctrl-Z, and `fg` an hour later: time is counted in heartbeats."""
-    store = dist.HashStore()
-    processes = [Heartbeats(store, rank, 2, seconds=30) for rank in range(2)]
-    for at in (0, 3600):
-        monkeypatch.setattr(time, "monotonic", lambda at=at: at)
-        assert [one.beat(8 - rank) for rank, one in enumerate(processes)] == [None, None]
-
-
-def test_a_process_that_has_not_begun_to_count_is_late():
-    """Guards: its key is not in the store, and to wait for the key was the end of all, without a word."""
-    heartbeats = Heartbeats(dist.HashStore(), 0, 2, seconds=30)
-    (line,) = filter(None, (heartbeats.beat(1) for _ in range(12)))
-    assert "process 1 of 2 (not heard of since the start) has kept the others waiting" in line
-
-
 @pytest.mark.parametrize("speaks", [True, False])
 def test_where_the_store_is_gone_a_machine_says_so_once(monkeypatch, capsys, speaks):
     """Guards: rank zero's machine died, and the others, whose main threads wait in NCCL, ended in silence."""
@@ -116,9 +49,9 @@ def test_where_the_store_is_gone_a_machine_says_so_once(monkeypatch, capsys, spe
     store = mock.Mock()
     store.set.side_effect = RuntimeError("TCPStore sendBytes failed")
     watch = Ended()
-    watch.limit_waits(Heartbeats(store, 2, 4, seconds=0.5), lambda: 1, speaks)
+    watch.start_straggler_detection(Heartbeats(store, 2, 4, seconds=0.5), lambda: 1, speaks)
     assert watch.ended.wait(20) and watch.code == 1
-    watch.say("the main thread finds out, too")
+    watch.report_once("the main thread finds out, too")
     said = capsys.readouterr().err
     assert ("process 2 of 4" in said and "the connection to another process is lost" in said) == speaks
     assert "main thread" not in said
@@ -132,7 +65,7 @@ def test_a_store_that_does_not_answer_ends_a_run_that_waits(monkeypatch, capsys,
     store, watch, counts = mock.Mock(), Ended(), itertools.count()
     store.set.side_effect = lambda *_: time.sleep(4)
     heartbeats = Heartbeats(store, 1, 2, seconds=0.5)
-    watch.limit_waits(heartbeats, lambda: next(counts) if moves else 1, speaks=False)
+    watch.start_straggler_detection(heartbeats, lambda: next(counts) if moves else 1, speaks=False)
     assert watch.ended.wait(2) != moves
     named = "process 0 of 2 (on node-a, which does not answer) has kept the others waiting"
     assert (named in capsys.readouterr().err) != moves
@@ -157,7 +90,7 @@ class Failing(Parallel):
 @pytest.mark.parametrize("has_children", [True, False])
 def test_nccl_that_fails_is_one_line(has_children, capsys, monkeypatch):
     """Guards: every process took NCCL's errors for the death of another, and left in silence."""
-    monkeypatch.setattr(Watch.who_died, "__defaults__", (0.1,))
+    monkeypatch.setattr(watch_module, "GRACE", 0.1)
     parallel = Failing(has_children)
     with pytest.raises((UserError, dist.DistBackendError)) as raised, parallel.propagate_errors():
         raise dist.DistBackendError(NCCL_FAILED)
@@ -181,7 +114,7 @@ def test_who_has_lost_another_says_so_once_a_machine(local_rank, capsys):
 
 def test_the_main_process_says_that_it_has_lost_another(monkeypatch):
     """Guards: a traceback of gloo's, where nobody has died and the network hangs."""
-    monkeypatch.setattr(Watch.who_died, "__defaults__", (0.1,))
+    monkeypatch.setattr(watch_module, "GRACE", 0.1)
     parallel = Failing(has_children=True)
     lost = pytest.raises(
         UserError, match="the connection to another process is lost, it has ended or does not"
@@ -207,7 +140,7 @@ def test_who_leaves_is_not_interrupted():
     watch._has_parent = True
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "sleep", mock.Mock(side_effect=Interrupted(signal.SIGTERM)))
-        watch.leave()
+        watch.exit_silently()
     assert watch.code == 1
 
 
@@ -215,7 +148,7 @@ def test_a_run_that_ends_is_not_watched(capsys):
     """Nor are collectives counted any more: their group is gone."""
     watches, store, collectives = [Ended(), Ended()], dist.HashStore(), mock.Mock(return_value=1)
     for rank, one in enumerate(watches):
-        one.limit_waits(Heartbeats(store, rank, 2, seconds=0.2), collectives, speaks=True)
+        one.start_straggler_detection(Heartbeats(store, rank, 2, seconds=0.2), collectives, speaks=True)
     for one in watches:
         one.stop()
     collectives.reset_mock()
@@ -259,13 +192,13 @@ watch.GRACE = 1.0
 machine = choose_machine(TrainConfig(accelerator="cpu", devices=2))
 machine = replace(machine, strategy=os.environ.get("STRATEGY", "ddp"))
 parallel = Parallel(machine, timeout_minutes=0.05)
-parallel.sum(1.0)
+parallel.all_reduce_sum(1.0)
 """
 
 HANGS = """
 if parallel.rank == 1:
     time.sleep(300)
-parallel.sum(1.0)
+parallel.all_reduce_sum(1.0)
 """
 
 
@@ -320,7 +253,7 @@ if parallel.rank == int(os.environ["LATE"]):
     threading.Timer(1, os.kill, (os.getpid(), signal.SIGSTOP)).start()
 else:
     time.sleep(2)
-parallel.sum(1.0)
+parallel.all_reduce_sum(1.0)
 """
 
 
@@ -408,10 +341,10 @@ machine = replace(choose_machine(TrainConfig(accelerator="cpu")), strategy=strat
 try:
     parallel = Parallel(machine, timeout_minutes=1)
     try:
-        parallel.agree(machine, {"train.seed": 0, "train.max_steps": 4 + parallel.rank})
+        parallel.check_same_settings(machine, {"train.seed": 0, "train.max_steps": 4 + parallel.rank})
     except UserError as error:
         print(user_message(error))
-    parallel.agree(machine, {"train.seed": 0})
+    parallel.check_same_settings(machine, {"train.seed": 0})
 except UserError as error:
     print(user_message(error))
 """

@@ -1,4 +1,4 @@
-"""Guards that a score which was asked otherwise than the others of its column is marked."""
+"""Guards that a score whose prompts differ from the others of its column is marked."""
 
 import pytest
 
@@ -25,11 +25,11 @@ def results(entry, change):
     [
         ({"prompts": "q"}, "other questions"),
         ({"cut_prompts": 3, "max_length": 512}, "prompts cut to 512 tokens"),
-        ({"max_length": 512, "cut_prompts": 0}, None),  # all fit: asked alike
+        ({"max_length": 512, "cut_prompts": 0}, None),  # all fit: the same prompts
         ({"documents": 4, "complete": False, "prompts": "half"}, None),  # which has its *
     ],
 )
-def test_a_benchmark_that_was_asked_otherwise(change, why):
+def test_a_benchmark_with_other_prompts(change, why):
     """In Table 2, its normalised form, and the difference to softmax where that is of the same prompts."""
     tables = {table.title.split()[0]: table for table in table2_tables(results(PIQA, change))}
     for name in ("Table", "Length-normalised"):
@@ -45,7 +45,7 @@ def test_a_benchmark_that_was_asked_otherwise(change, why):
     assert "†" not in less["gla"] and (r"$\dagger$" in tables["Table"].latex()) == bool(why)
 
 
-def test_all_rows_that_are_cut_alike_are_asked_alike():
+def test_rows_that_are_cut_alike_are_not_marked():
     """And where the one is cut that most are not, or the other way round, it is the one that is marked."""
     cut = PIQA | {"cut_prompts": 3, "max_length": 512}
     assert "†" not in table2_tables(results(cut, {}))[0].text()
@@ -84,7 +84,7 @@ def test_all_rows_that_are_cut_alike_are_asked_alike():
     ],
     ids=lambda value: value.get("task", "") if isinstance(value, dict) else "",
 )
-def test_a_suite_that_was_asked_otherwise(entry, change, column, why):
+def test_a_suite_with_other_prompts(entry, change, column, why):
     """Guards: bits per byte of windows of 512 tokens beside those of 2,048, say, without a word."""
     entry = {"num_fewshot": 0, "documents": 8, "complete": True, "prompts": "p", "max_length": 2048} | entry
     entry |= {} if entry["task"] == "hellaswag" else {"texts": "novels"}

@@ -1,0 +1,21 @@
+"""Numbers as a person writes them."""
+
+
+def counted(number: int, what: str, ending: str = "s") -> str:
+    """`1 device`, `2 devices`."""
+    return f"{number} {what}{'' if number == 1 else ending}"
+
+
+def duration(seconds: float) -> str:
+    """`45 s`, `3.2 min`, `5.1 h`, `12 days`, `3.4 years`."""
+    for unit, size in (("years", 365.25 * 86400), ("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def scaled(value: float, unit: str, billion: str = "G") -> str:
+    """Three digits of it: `47.4 MB`, `142 GB`; of ` tokens`, with B for a billion, `3 B tokens`."""
+    prefixes = {1e12: "T", 1e9: billion, 1e6: "M", 1e3: "k"}
+    size = next((size for size in prefixes if value >= 0.9995 * size), 1)
+    return " ".join(f"{value / size:.3g} {prefixes.get(size, '')}{unit}".split())

@@ -1,0 +1,235 @@
+"""The losses on the page of a study: their picture, their table, the time to a loss, the learning rates."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lingpt.common.files import write_errors, write_json
+from lingpt.common.format import duration
+from lingpt.common.run_folder import attention_label, read_metrics
+from lingpt.eval.results import DASH, signed_difference
+from lingpt.eval.table2 import count
+from lingpt.eval.tables import Table
+from lingpt.models import GPT
+from lingpt.study.config import Study
+from lingpt.study.runs import StudyRun, chosen_rates, unfinished_runs
+from lingpt.train.curve_figure import caption, draw
+from lingpt.train.curves import (
+    Curve,
+    cards,
+    format_table,
+    mean_over_seeds,
+    read_curves,
+    time_to_loss,
+)
+from lingpt.train.model import model_config
+
+PAPER_TOKENS, PAPER_CARDS = 3_000_000_000, 8
+
+
+def softmax_baseline(study: Study, done: Sequence[StudyRun]) -> str | None:
+    """The row with softmax that the others are compared with: the first in `against`, else the first."""
+    softmax = [run.row for run in done if attention_label(run.recipe.model.attention) == "softmax"]
+    return next((row for row in (*study.against, *softmax) if row in softmax), None)
+
+
+def loss_sections(
+    study: Study,
+    folder: Path,
+    rate_runs: Sequence[StudyRun],
+    done: Sequence[StudyRun],
+    records: dict[str, dict[str, Any]],
+    baseline: str | None,
+) -> tuple[list[str], list[str]]:
+    """The sections on the losses of the runs that are `done`, and notes on what is odd about them.
+
+    Draws curves.png, .svg and .pdf into the folder, and writes its summary.json. records: of
+    `page_records.read_records`; baseline: the row that the times are relative to, by default the first.
+    """
+    hardware = {name: record.get("hardware") or {} for name, record in records.items()}
+    by_row, notes = _row_curves(done, hardware)
+    curves, shared = list(by_row.values()), study.runs_per_device > 1
+    drawn = [curve for row, curve in by_row.items() if row in (study.drawn or study.attentions)]
+    draw(drawn or curves, [folder / f"curves.{kind}" for kind in ("png", "svg", "pdf")], timed=not shared)
+    base = list(by_row).index(baseline) if baseline else 0
+    reached = time_to_loss(curves, base)
+    rows = _losses(study, done, by_row, hardware, baseline)
+    with write_errors(folder / "summary.json"):
+        write_json(folder / "summary.json", {"rows": rows, "time_to_loss": reached})
+    note = caption(curves).replace("\n", " ")
+    if shared:
+        note += f" {study.runs_per_device} runs shared a GPU at a time: their times are left out."
+    axes = "tokens and steps" if shared else "time, tokens and steps"
+    sections = [f"## Loss\n\n![Loss against {axes}](curves.png)\n\n{note}"]
+    sections.append(_loss_table(study, rows).text(markdown=True))
+    if not shared:
+        table = format_table(reached, curves[base].label)
+        sections.append(f"## Time to a loss\n\n```\n{table}\n```")
+    if any(run.has_result() for run in rate_runs):
+        sections.append(_rates_table(study, rate_runs, done).section())
+    return sections, notes
+
+
+def _row_curves(
+    done: Sequence[StudyRun], hardware: dict[str, dict[str, Any]]
+) -> tuple[dict[str, Curve], list[str]]:
+    """Row → its curve, the mean over its seeds; and notes on runs and rows whose times do not compare."""
+    by_row, notes = {}, []
+    for row in dict.fromkeys(run.row for run in done):
+        read = read_curves([run.folder for run in done if run.row == row])
+        first, *others = mean_over_seeds([replace(c, hardware=hardware.get(c.name, {})) for c in read])
+        by_row[row] = replace(first, label=row)
+        ran_on = {curve.name: cards(curve.hardware) for curve in (first, *others)}
+        if others:
+            named = ", ".join(f"{name}: {card}" for name, card in ran_on.items())
+            same = len(set(ran_on.values())) == 1
+            why = "has runs of different data or settings" if same else f"ran on different cards ({named})"
+            notes.append(f"{row} {why}: curve and times are the first's")
+    ran_on = {row: cards(curve.hardware) for row, curve in by_row.items()}
+    if len(set(ran_on.values())) > 1:
+        named = ", ".join(f"{row}: {machine}" for row, machine in ran_on.items())
+        notes.append(f"the rows ran on different cards ({named}): times and speeds compare these, too")
+    return by_row, notes
+
+
+def _losses(
+    study: Study,
+    done: Sequence[StudyRun],
+    curves: dict[str, Curve],
+    hardware: dict[str, dict[str, Any]],
+    baseline: str | None,
+) -> list[dict[str, Any]]:
+    """The numbers of each row that has a finished run: losses, what they are less those of the rows in
+    `against`, speed, and the loss at equal time.
+    """
+    common = min(float(curve.val[-1, 1]) for curve in curves.values())
+    rows = [
+        _row_numbers([run for run in done if run.row == row], curves[row], hardware, common)
+        for row in study.attentions
+        if row in curves
+    ]
+    compared = study.against or (baseline,)
+    for one in rows:
+        others = (other for other in rows if other["row"] in compared and other is not one)
+        one["less"] = {other["row"]: _difference(one["losses"], other["losses"]) for other in others}
+    return rows
+
+
+def _row_numbers(
+    runs: Sequence[StudyRun], curve: Curve, hardware: dict[str, dict[str, Any]], equal_time: float
+) -> dict[str, Any]:
+    """Of the finished runs of one row. equal_time: seconds of training that all rows have had."""
+    losses: list[Any] = [run.loss for run in runs]  # numbers, as they are done
+    here = cards(curve.hardware)
+    alike = [run for run in runs if cards(hardware.get(run.name, {})) == here]
+    lines = [line for run in alike for line in read_metrics(run.folder) if line.get("kind") == "train"]
+    return {
+        "row": runs[0].row,
+        "attention": curve.attention,
+        "parameters": _parameters(runs[0]),
+        "rate": runs[0].recipe.train.learning_rate,
+        "seeds": len(runs),
+        "of_seeds": [run.seed for run in runs],
+        "losses": losses,
+        "loss": statistics.mean(losses),
+        "deviation": statistics.stdev(losses) if len(losses) > 1 else None,
+        "loss_at_equal_time": _at(curve, equal_time),
+        "equal_time": equal_time,
+        "train_time": float(curve.val[-1, 1]),
+        "tokens_per_second": _median([x for line in lines if (x := line.get("tokens_per_second"))]),
+        "mfu": _median([line["mfu"] for line in lines if line.get("mfu") is not None]),
+        "cards": curve.hardware.get("world_size", 1),
+        "card": curve.hardware.get("name"),
+    }
+
+
+def _difference(losses: Sequence[float], others: Sequence[float]) -> tuple[float, float | None]:
+    """Of the means, and its standard error: each row has a variance of its own (Welch); None of one seed."""
+    error = None
+    if len(losses) > 1 and len(others) > 1:
+        error = math.sqrt(sum(statistics.variance(x) / len(x) for x in (losses, others)))
+    return statistics.mean(losses) - statistics.mean(others), error
+
+
+def _parameters(run: StudyRun) -> int:
+    with torch.device("meta"):
+        return GPT(model_config(run.recipe)).num_parameters()
+
+
+def _at(curve: Curve, seconds: float) -> float | None:
+    """The validation loss after so much training, linear between validations; None before the first, and of
+    a single one.
+    """
+    times, losses = curve.val[:, 1], curve.val[:, 2]
+    return float(np.interp(seconds, times, losses)) if len(times) > 1 and seconds >= times[0] else None
+
+
+def _median(values: list[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def _loss_table(study: Study, rows: list[dict[str, Any]]) -> Table:
+    compared = [row["row"] for row in rows if any(row["row"] in other["less"] for other in rows)]
+    body = []
+    for row in rows:
+        loss = f"{row['loss']:.4f}" + ("" if row["deviation"] is None else f" ± {row['deviation']:.4f}")
+        less = [signed_difference(row["less"].get(name), decimals=4) for name in compared]
+        cells = [row["row"], count(row["parameters"]), f"{row['rate']:g}", str(row["seeds"]), loss, *less]
+        body.append(cells + (_speed(row) if study.runs_per_device == 1 else []))
+    head = ["Row", "Parameters", "Rate", "Seeds", "Validation loss", *(f"less {name}'s" for name in compared)]
+    notes = ["Loss in nats per token of held-out text; ± the standard deviation over seeds."]
+    if any(row["deviation"] is not None for row in rows) and compared:
+        notes[0] += " Differences of means ± their standard error (Welch)."
+    if compared and len({tuple(row["of_seeds"]) for row in rows}) > 1:
+        seeds = "; ".join(f"{row['row']}: {', '.join(map(str, row['of_seeds']))}" for row in rows)
+        notes.append(f"Not all rows have the same seeds ({seeds}): their differences are of the seeds, too.")
+    if study.runs_per_device == 1:
+        head += ["at equal time", "Training", "Tokens/s", "MFU", "3 B tokens on 8 cards"]
+        common = duration(rows[0]["equal_time"])
+        notes.append(
+            f"Equal time: after {common} of training, which all rows have had. Training time is without "
+            "start-up, compiling, validation and checkpoints. The last column: as if eight cards were eight "
+            "times as fast as one."
+        )
+        if len({row["train_time"] for row in rows}) > 1:
+            notes.append(
+                "At equal time the fastest row is at the end of its schedule, the others are before the end "
+                "of theirs, at a higher learning rate: with a schedule that ends there their loss would be "
+                "lower."
+            )
+    return Table("", head, body, notes)
+
+
+def _speed(row: dict[str, Any]) -> list[str]:
+    equal = DASH if row["loss_at_equal_time"] is None else f"{row['loss_at_equal_time']:.4f}"
+    used = DASH if row["mfu"] is None else f"{100 * row['mfu']:.1f} %"
+    speed, paper = DASH, DASH
+    if tokens := row["tokens_per_second"]:
+        speed, seconds = f"{tokens:,.0f}", PAPER_TOKENS / (PAPER_CARDS * tokens / row["cards"])
+        paper = DASH if "CPU" in str(row["card"]) else duration(seconds)
+    return [equal, duration(row["train_time"]), speed, used, paper]
+
+
+def _rates_table(study: Study, rate_runs: Sequence[StudyRun], done: Sequence[StudyRun]) -> Table:
+    chosen, left = chosen_rates(rate_runs), unfinished_runs(rate_runs)
+    rows = []
+    notes = [
+        f"Validation loss after {count(study.rate_tokens)} tokens, one seed; – not finished, or not finite."
+    ]
+    for row in study.attentions:
+        finished = [run for run in rate_runs if run.row == row and run.has_result()]
+        losses = {run.options["train.learning_rate"]: run.loss for run in finished}
+        cells = [DASH if losses.get(r) is None else f"{losses[r]:.4f}" for r in study.rates]
+        none = DASH if row in left else "the recipe's"  # all have diverged
+        rows.append([row, *cells, f"{chosen[row]:g}" if row in chosen else none])
+        used = next((run.recipe.train.learning_rate for run in done if run.row == row), None)
+        if used is not None and row in chosen and used != chosen[row]:
+            notes.append(f"{row}'s runs were begun with {used:g}, and keep it.")
+    head = ["Row", *(f"{rate:g}" for rate in study.rates), "Chosen"]
+    return Table("Learning rates", head, rows, notes)

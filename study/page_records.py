@@ -1,0 +1,127 @@
+"""What the folders of a study's runs hold: what made them, and their scores."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from lingpt.common.errors import UserError
+from lingpt.common.files import read_json_object
+from lingpt.common.run_folder import ENVIRONMENT, EVAL, checkpoint_folder
+from lingpt.eval.results import read_results
+from lingpt.models import attention_form
+from lingpt.study.runs import StudyRun
+
+# What the page says of a run's environment.json, by type.
+_RECORD = {
+    "hardware": {"name": str, "precision": str, "world_size": int},
+    "versions": {},
+    "git": {"revision": str},
+    "source": str,
+    "data": {"train": {"tokens": int}},
+    "earlier": list,
+}
+
+
+def read_records(runs: Sequence[StudyRun]) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Run → what it was made with, of those that say; and a note on each whose record cannot be read."""
+    records, notes = {}, []
+    for run in runs:
+        path = run.folder / ENVIRONMENT
+        if not path.exists():
+            continue
+        try:
+            record = read_json_object(path)
+            if wrong := _mistyped(record, _RECORD):
+                raise UserError(f"{path} is damaged: {wrong} has no value of its type")
+            records[run.name] = record
+        except UserError as error:
+            notes.append(f"what {run.name} was made with: {error}")
+    return records, notes
+
+
+def _mistyped(values: dict[str, Any], kinds: dict[str, Any]) -> str | None:
+    """The first of these keys, such as `hardware.name`, whose value is of another type, or 0; what is not
+    said is of no type."""
+    for key, kind in kinds.items():
+        value = values.get(key)
+        if value is None:
+            continue
+        expected = dict if isinstance(kind, dict) else kind
+        if not isinstance(value, expected) or value == 0:
+            return key
+        if expected is dict and (inner := _mistyped(value, kind)):
+            return f"{key}.{inner}"
+    return None
+
+
+def how_it_was_made(records: dict[str, dict[str, Any]]) -> str:
+    """Machine, versions, source, from the records of the runs; restarts are said."""
+    if not records:
+        return ""
+    lines = list(dict.fromkeys(map(_made_with, records.values())))
+    if len(lines) > 1:
+        lines = ["The runs were not all made alike:", *lines]
+    again = [f"{name} ({len(found['earlier'])}×)" for name, found in records.items() if found.get("earlier")]
+    if again:
+        lines.append(f"Stopped and resumed: {', '.join(again)}; the losses go on as if they had not been.")
+    return "## How it was made\n\n" + "\n\n".join(
+        [*lines, "`lingpt study` wrote this page; `study.json` has the study."]
+    )
+
+
+def _made_with(record: dict[str, Any]) -> str:
+    """Card, versions and source of one run."""
+    hardware, versions, git = (record.get(key) or {} for key in ("hardware", "versions", "git"))
+    packages = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    source = f"LinGPT at {git['revision'][:12]}" if git.get("revision") else "LinGPT outside of git"
+    source += f", source {record['source']}" if record.get("source") else ""
+    return f"{hardware.get('name', 'unknown hardware')}, {hardware.get('precision')}; {packages}; {source}."
+
+
+def read_scores(
+    runs: Sequence[StudyRun], baseline: str | None, expected: bool
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The newest scores of each run, as `evaluate` wrote them; and notes on those that cannot be read, and on
+    the runs that have none.
+
+    baseline: the row that others are compared with. expected: whether a run should have scores by now; if
+    not, one whose weights are there to be scored gets no note.
+    """
+    results, unscored, notes = [], list[StudyRun](), list[str]()
+    for run in runs:
+        files = sorted((run.folder / EVAL).glob("step-*.json"))
+        try:
+            found = read_results(files[-1]) if files else {"scores": {}}
+        except UserError as error:
+            notes.append(str(error))
+            continue
+        if found["scores"]:
+            results.append(_as_trained(found, run, baseline))
+        else:
+            unscored.append(run)
+    return results, notes + _not_scored(unscored, expected)
+
+
+def _as_trained(result: dict[str, Any], run: StudyRun, baseline: str | None) -> dict[str, Any]:
+    """The result with what the study knows of its checkpoint: older files do not say the form, and it may
+    have been scored in another place."""
+    model = run.recipe.model
+    known = {
+        "attention": model.attention,
+        "form": attention_form(model.attention, vars(model)),
+        "path": str(checkpoint_folder(run.folder, result["checkpoint"]["step"])),
+        "baseline": run.row == baseline,
+    }
+    return result | {"checkpoint": result["checkpoint"] | known}
+
+
+def _not_scored(runs: Sequence[StudyRun], expected: bool) -> list[str]:
+    """Notes on runs without scores: one on those that can be scored, if `expected`, and one on the others."""
+    there = [run.name for run in runs if run.has_weights()]
+    others = [run.name for run in runs if run.name not in there]
+    lines = [f"in no table of scores, as they have none: {', '.join(there)}"] if there and expected else []
+    if others:
+        lines.append(
+            f"in no table of scores, as they have none and their last checkpoint is not here or not whole: "
+            f"{', '.join(others)}; to score one, remove its folder and train it again"
+        )
+    return lines

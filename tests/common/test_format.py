@@ -1,0 +1,10 @@
+"""Numbers as a person writes them."""
+
+from lingpt.common.format import scaled
+
+
+def test_numbers_are_as_a_person_writes_them():
+    """Guards: `6.14e-06 B tokens`, `0.00108 k tokens/s`, `about 0.0 GB`."""
+    assert scaled(6144, " tokens", "B") == "6.14 k tokens" and scaled(3e9, " tokens", "B") == "3 B tokens"
+    assert scaled(1.08, " tokens/s") == "1.08 tokens/s" and scaled(999_900, " tokens/s") == "1 M tokens/s"
+    assert scaled(47.4e6, "B") == "47.4 MB" and scaled(141.6e9, "B") == "142 GB" and scaled(0, "B") == "0 B"

@@ -1,0 +1,111 @@
+"""What a machine can carry, and the line where it cannot."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lingpt.common.errors import UserError
+from lingpt.common.format import scaled
+from lingpt.models import ModelArgs
+from lingpt.train import Recipe, TrainConfig
+from lingpt.train.machine import Machine
+from lingpt.train.memory_fit import fits, memory_needed, out_of_memory, what_fits_message
+from lingpt.train.plan import format_plan
+
+
+def a_run(memory: float, micro_batch_size: int, **options) -> tuple[Machine, Recipe]:
+    """Pythia-1.4b at its own length on one device."""
+    recipe = Recipe(
+        model=ModelArgs(name="pythia-1.4b"),
+        train=TrainConfig(max_steps=10, global_batch_size=24, micro_batch_size=micro_batch_size, **options),
+    )
+    recipe.data.seq_len = 2048
+    return Machine("cuda", 1, 1, "bf16-mixed", "NVIDIA H100", int(memory)), recipe
+
+
+@pytest.mark.parametrize(
+    ("memory", "micro_batch_size", "fix"),
+    [
+        (80e9, 24, r"--train.micro_batch_size 12 \(about"),  # of those that divide 24
+        (32e9, 2, r"--train.micro_batch_size 2 --train.activation_checkpointing true \(about"),
+        (24e9, 1, r"2 such devices with --train.strategy fsdp"),
+        (2e9, 1, r"shorter sequences"),
+    ],
+)
+def test_out_of_memory_says_what_was_needed_and_what_fits(memory, micro_batch_size, fix):
+    """One line with the estimate, what the card has, and options that fit by the same estimate."""
+    machine, recipe = a_run(memory, micro_batch_size)
+    config = recipe.model.config()
+    with pytest.raises(UserError) as raised, out_of_memory(machine, config, recipe):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    line = str(raised.value)
+    need = memory_needed(config, recipe, "bf16-mixed")["total"]
+    assert f"micro-batches of {micro_batch_size} need about {scaled(need, 'B')}" in line
+    assert f"NVIDIA H100 has {memory / 1e9:.0f} GB: try" in line and re.search(f"try {fix}", line)
+    if size := re.search(r"micro_batch_size (\d+) \(", line):
+        recipe.train.micro_batch_size = int(size[1])
+        assert fits(memory_needed(config, recipe, "bf16-mixed")["total"], memory)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "fix"),
+    [("ddp", 8, r"^--train.strategy fsdp --train.micro_batch_size 1"), ("fsdp", 2, r"^4 such devices")],
+)
+def test_who_has_several_devices_is_not_told_to_take_fewer(strategy, devices, fix):
+    """Guards: `2 such devices` to someone who has eight."""
+    machine, recipe = a_run(24e9 if strategy == "ddp" else 14e9, 1)
+    machine = replace(machine, strategy=strategy, devices=devices)
+    assert re.match(fix, what_fits_message(machine, recipe.model.config(), recipe))
+
+
+def test_advice_counts_what_is_gathered_once():
+    """Guards: a micro-batch said to need less than the run would then have taken."""
+    machine, recipe = a_run(80e9, 24)
+    machine = replace(machine, strategy="fsdp", devices=2, gathers_once=True)
+    config = recipe.model.config()
+    size = int(re.search(r"micro_batch_size (\d+)", what_fits_message(machine, config, recipe))[1])
+    need = memory_needed(config, recipe, "bf16-mixed", size, 2, gathers_once=True)["total"]
+    assert what_fits_message(machine, config, recipe).endswith(f"(about {scaled(need, 'B')})")
+    assert need > memory_needed(config, recipe, "bf16-mixed", size, 2)["total"]
+
+
+def test_a_model_that_no_card_holds_whole_is_trained_in_parts():
+    """Guards: pythia-12b on eight cards of 42 GB, which was made whole on each, in 47 GB of fp32. Cards that
+    cannot hold two blocks and the embeddings are still too small."""
+    machine, recipe = a_run(42e9, 1)
+    recipe.model.name = "pythia-12b"
+    machine, config = replace(machine, devices=8, strategy="fsdp"), recipe.model.config()
+    way = "--train.micro_batch_size 1 --train.activation_checkpointing true"
+    assert what_fits_message(machine, config, recipe).startswith(way)
+    assert what_fits_message(replace(machine, memory=6e9), config, recipe).startswith("shorter sequences")
+
+
+def test_a_dry_run_says_how_many_cards_a_large_model_takes():
+    """Guards: `does not fit` for every card, of a model that fits several."""
+    machine, recipe = a_run(141e9, 1)
+    recipe.model.name = "pythia-12b"
+    plan = format_plan(recipe, machine, recipe.model.config())
+    (line,) = [line for line in plan.splitlines() if line.startswith("sharded by FSDP")]
+    assert re.search(r"8 × A100 80GB.*[24] × H200", line), line
+    assert re.search(r"disk +142 GB a checkpoint, 426 GB at most", plan), "and not 1.4e+02 GB"
+
+
+def test_where_the_estimate_fits_something_else_may_use_the_card():
+    """Then the next smaller micro-batch is the advice, all the same."""
+    machine, recipe = a_run(141e9, 4)
+    with (
+        pytest.raises(UserError, match=r"something else use it\?\): try --train.micro_batch_size 3 \("),
+        out_of_memory(machine, recipe.model.config(), recipe),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_a_dry_run_says_that_it_does_not_fit_and_what_would():
+    """Before anything is allocated; and how long it takes where it fits."""
+    machine, recipe = a_run(80e9, 24)
+    config = recipe.model.config()
+    plan = format_plan(recipe, machine, config)
+    assert "does not fit: micro-batches of 24 need about" in plan
+    assert what_fits_message(machine, config, recipe) in plan and "at 40% MFU" in plan

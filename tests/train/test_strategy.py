@@ -1,0 +1,40 @@
+"""How the devices share the model, and what is said of it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lingpt.common.errors import UserError
+from lingpt.models import GPT, ModelArgs
+from lingpt.train import Recipe, TrainConfig
+from lingpt.train.machine import Machine
+from lingpt.train.report import describe
+from lingpt.train.strategy import choose_strategy
+
+
+def two_devices(**options) -> tuple[Machine, Recipe]:
+    train = TrainConfig(max_steps=10, global_batch_size=24, micro_batch_size=1, **options)
+    recipe = Recipe(model=ModelArgs(name="pythia-1.4b"), train=train)
+    return Machine("cuda", 2, 1, "bf16-mixed", "NVIDIA H100", int(141e9)), recipe
+
+
+def test_reduce_bf16_is_refused_before_anything_starts_or_says_what_it_costs():
+    """On CPUs gloo sums no bf16 under DDP; and FSDP then sums in every micro-batch."""
+    machine, recipe = two_devices(reduce_bf16=True, strategy="ddp")
+    config = recipe.model.config()
+    with pytest.raises(UserError, match="under DDP needs GPUs"):
+        choose_strategy(replace(machine, accelerator="cpu"), config, recipe)
+    recipe.train.strategy = "fsdp"
+    chosen, why = choose_strategy(machine, config, recipe)
+    assert not chosen.gathers_once and "in every micro-batch" in why
+
+
+def test_the_opening_line_names_the_strategy_where_there_are_several_devices():
+    """Guards: DDP or FSDP that the recipe asks for was named nowhere."""
+    machine, recipe = two_devices()
+    with torch.device("meta"):
+        gpt = GPT(recipe.model.config())
+    for strategy, said in (("single", "1 × NVIDIA H100, bf16"), ("fsdp", "2 × NVIDIA H100, FSDP, bf16")):
+        machine = replace(machine, strategy=strategy, devices=1 if strategy == "single" else 2)
+        assert said in describe(recipe, machine, gpt, {"ours": "cuda"}, 3)

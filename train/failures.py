@@ -1,0 +1,50 @@
+"""What a process gets where another one fails, and the lines that say so."""
+
+import socket
+
+RESUME_HINT = "the run ends, and the same command goes on from its newest checkpoint"
+_LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Socket Timeout",
+    "Timed out waiting",
+    "recvValue",
+    "Connection was likely closed",
+    "remote process exit",  # NCCL's
+)
+
+
+def connection_lost(error: BaseException) -> bool:
+    """Whether `error` is what a process gets that waits for one that has died, or came on top of that."""
+    if isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST):
+        return True
+    return error.__context__ is not None and connection_lost(error.__context__)
+
+
+def failure_message(error: BaseException, rank: int, world_size: int) -> str:
+    """The line on NCCL or gloo that has failed in this process, which no other one need see."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    if "Last error:" in lines[:-1]:  # NCCL's own word on it
+        lines[0] += f": {lines[lines.index('Last error:') + 1].strip()}"
+    return f"{_name(rank, world_size)}: the communication failed: {lines[0]}; NCCL_DEBUG=INFO says more"
+
+
+def lost_message(rank: int, world_size: int) -> str:
+    """The line of a process that waited for one that died; the launcher says which, on that one's machine."""
+    return (
+        f"{_name(rank, world_size)}: the connection to another process is lost, it has ended or does not "
+        f"answer: {RESUME_HINT}"
+    )
+
+
+def _name(rank: int, world_size: int) -> str:
+    return f"process {rank} of {world_size} (on {socket.gethostname()})"
+
+
+def straggler_message(rank: int, world_size: int, where: str, seconds: float) -> str:
+    """The line on the process that the others have waited for."""
+    return (
+        f"process {rank} of {world_size} ({where}) has kept the others waiting for {seconds / 60:.3g} min "
+        f"(--train.timeout_minutes): {RESUME_HINT}"
+    )

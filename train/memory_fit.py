@@ -1,0 +1,166 @@
+"""Whether a run fits its machine, by an estimate of the memory that it needs, and what would."""
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from lingpt.common.errors import UserError
+from lingpt.common.format import duration, scaled
+from lingpt.models import Config, memory_estimate
+from lingpt.train.config import Recipe
+from lingpt.train.loss import rows_per_chunk
+from lingpt.train.machine import Machine
+from lingpt.train.throughput import CPU_CORE_FLOPS, DEVICES, STATED_MFU, run_flops
+
+_MAX_CPU_DAYS = 7.0
+
+
+def memory_needed(
+    config: Config,
+    recipe: Recipe,
+    precision: str,
+    micro_batch_size: int | None = None,
+    over: int = 1,
+    gathers_once: bool = False,
+) -> dict[str, int]:
+    """Bytes a device needs at the peak of a step, by what they hold, and their `total`.
+
+    over: devices that the model is sharded over. gathers_once: as `Machine` says.
+    """
+    size = micro_batch_size or recipe.train.micro_batch_size
+    return memory_estimate(
+        config,
+        size,
+        recipe.data.seq_len,
+        precision,
+        loss_chunk_tokens=rows_per_chunk(config.padded_vocab_size, config.n_embd),
+        sharded_over=over,
+        activation_checkpointing=recipe.train.activation_checkpointing,
+        accumulates=recipe.train.global_batch_size > size,
+        gathers_once=gathers_once,
+    )
+
+
+def memory_here(
+    machine: Machine, config: Config, recipe: Recipe, precision: str | None = None
+) -> dict[str, int]:
+    """`memory_needed` of each device of `machine`, as it will train; at another `precision` where given."""
+    return memory_needed(
+        config,
+        recipe,
+        precision or machine.precision,
+        over=machine.sharded_over,
+        gathers_once=machine.gathers_once,
+    )
+
+
+def fits(need: float, memory: float) -> bool:
+    """Whether an estimate of `need` bytes is safe in `memory`, with CUDA's context and fragments on top."""
+    return need * 1.08 + 1e9 <= memory
+
+
+def fits_here(machine: Machine, config: Config, recipe: Recipe) -> bool:
+    """Whether the estimate of what each device needs is safe in what it has."""
+    return fits(memory_here(machine, config, recipe)["total"], machine.memory)
+
+
+def check_machine(machine: Machine, config: Config, recipe: Recipe) -> None:
+    """Refuses a model that this machine without a GPU cannot train in a week; `accelerator: cpu` insists."""
+    if machine.accelerator != "cpu":
+        return
+    need = memory_here(machine, config, recipe)["total"] * machine.devices
+    flops = run_flops(config, recipe)
+    days = flops / (CPU_CORE_FLOPS * (os.cpu_count() or 1)) / 86400
+    too_large, too_long = need > machine.memory, days > _MAX_CPU_DAYS and recipe.train.accelerator == "auto"
+    if not (too_large or too_long):
+        return
+    on_gpu = memory_needed(config, recipe, "bf16-mixed", 1)["total"]
+    such = "which no card that is known here has"
+    if cards := [device for device in DEVICES if fits(on_gpu, device.memory)]:
+        card = min(cards, key=lambda device: device.memory)
+        time_on_card = duration(flops / (card.bf16 * STATED_MFU))
+        such = f"such as {card.name}: about {time_on_card} at {STATED_MFU:.0%} MFU"
+    reason = f"about {duration(days * 86400)}"
+    if too_large:
+        reason = f"{need / 1e9:.0f} GB of memory, and it has {machine.memory / 1e9:.0f}"
+    raise UserError(
+        f"{recipe.model.name} needs a GPU: this machine has none, and on its {os.cpu_count()} cores the run "
+        f"would need {reason}; it needs one with {math.ceil(on_gpu / 1e9)} GB or more ({such}); "
+        "`--train.dry_run true` shows the plan, and the recipe `demo` trains here"
+    )
+
+
+@contextlib.contextmanager
+def out_of_memory(machine: Machine, config: Config, recipe: Recipe) -> Iterator[None]:
+    """Turns a GPU's running out of memory into a UserError that says what was needed and what to change."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise UserError(f"out of memory: {too_small_message(machine, config, recipe)}") from error
+
+
+def too_small_message(machine: Machine, config: Config, recipe: Recipe) -> str:
+    """What `recipe` needs of a device by the estimate, what the device has, and what would fit."""
+    need = memory_here(machine, config, recipe)["total"]
+    others = " (does something else use it?)" if fits(need, machine.memory) else ""
+    return (
+        f"micro-batches of {recipe.train.micro_batch_size} need about {scaled(need, 'B')} by the estimate, "
+        f"and {machine.name} has {machine.memory / 1e9:.0f} GB{others}: "
+        f"try {what_fits_message(machine, config, recipe)}"
+    )
+
+
+def what_fits_message(machine: Machine, config: Config, recipe: Recipe) -> str:
+    """The options that make `recipe` fit `machine`'s devices, by the estimate.
+
+    A smaller micro-batch; or blocks that are computed again, with the largest that then fits; or shards on
+    these devices, where each has the whole model; or more devices.
+    """
+    t, over, once = recipe.train, machine.sharded_over, machine.gathers_once
+    sizes = [size for size in micro_batch_sizes(recipe, machine.world_size) if size <= t.micro_batch_size]
+    recomputing = replace(recipe, train=replace(t, activation_checkpointing=True))
+    ways = [("", recipe, [size for size in sizes if size < t.micro_batch_size])]
+    if not t.activation_checkpointing:
+        ways.append((" --train.activation_checkpointing true", recomputing, sizes))
+    for option, changed, possible in ways:
+        if size := largest_that_fits(
+            machine.memory, machine.precision, config, changed, possible, over, once
+        ):
+            need = memory_needed(config, changed, machine.precision, size, over, once)["total"]
+            return f"--train.micro_batch_size {size}{option} (about {scaled(need, 'B')})"
+    here = machine.world_size
+    for devices in sorted({here, 2, 4, 8, 16, 32, 64}):
+        need = memory_needed(config, recomputing, machine.precision, 1, devices)["total"]
+        if devices >= here and devices > over and fits(need, machine.memory):
+            more = f"{devices} such devices with " if devices > here else ""
+            return (
+                f"{more}--train.strategy fsdp --train.micro_batch_size 1 "
+                f"--train.activation_checkpointing true (about {scaled(need, 'B')} each)"
+            )
+    return "shorter sequences (--data.seq_len), or a smaller model"
+
+
+def micro_batch_sizes(recipe: Recipe, world_size: int) -> list[int]:
+    """Those that divide a device's share of the batch, ascending."""
+    share = recipe.train.global_batch_size // world_size
+    return [size for size in range(1, share + 1) if share % size == 0]
+
+
+def largest_that_fits(
+    memory: float,
+    precision: str,
+    config: Config,
+    recipe: Recipe,
+    sizes: Sequence[int],
+    over: int = 1,
+    gathers_once: bool = False,
+) -> int:
+    """The largest of the ascending micro-batch `sizes` that fits `memory` bytes by the estimate, or 0."""
+    for size in reversed(sizes):
+        if fits(memory_needed(config, recipe, precision, size, over, gathers_once)["total"], memory):
+            return size
+    return 0

@@ -1,0 +1,55 @@
+"""How the devices of a run share its model: each has all of it (DDP), or a part (FSDP)."""
+
+from dataclasses import replace
+
+from lingpt.common.errors import UserError
+from lingpt.common.format import scaled
+from lingpt.models import Config
+from lingpt.train.config import Recipe
+from lingpt.train.machine import Machine
+from lingpt.train.memory_fit import fits, memory_needed
+
+
+def choose_strategy(machine: Machine, config: Config, recipe: Recipe) -> tuple[Machine, str | None]:
+    """`machine` with the strategy that the recipe asks for, or that its memory asks for, and why it is that.
+
+    None for the reason where there was no choice.
+    """
+    wanted, n = recipe.train.strategy, machine.world_size
+    if n == 1:
+        alone = "strategy: one device has nobody to share with: it trains as it is"
+        return machine, alone if wanted != "auto" else None
+    if wanted == "ddp":
+        return _with_ddp(machine, recipe), None
+    # Processes on a CPU share its memory.
+    room = machine.memory / (machine.devices if machine.accelerator == "cpu" else 1)
+    why = None
+    if wanted == "auto":
+        ddp, fsdp = (memory_needed(config, recipe, machine.precision, over=over)["total"] for over in (1, n))
+        has = f"of {room / 1e9:.0f} GB"
+        if fits(ddp, room):
+            why = f"strategy: DDP, for the whole model fits each device (about {scaled(ddp, 'B')} {has})"
+            return _with_ddp(machine, recipe), why
+        why = (
+            f"strategy: FSDP over {n} devices, for the whole model needs about {scaled(ddp, 'B')} {has} "
+            f"each, and a part {scaled(fsdp, 'B')}"
+        )
+    # Where there is room, the devices communicate once a step; but FSDP2 would then sum the gradients of the
+    # micro-batches in bf16, too, where those of the devices are.
+    once = memory_needed(config, recipe, machine.precision, over=n, gathers_once=True)["total"]
+    if fits(once, room) and recipe.train.reduce_bf16:
+        often = (
+            "reduce_bf16: with FSDP the gradients are summed over the devices in every micro-batch; without "
+            "it, in fp32 and once a step"
+        )
+        why = f"{why}; {often}" if why else often
+    gathers_once = fits(once, room) and not recipe.train.reduce_bf16
+    return replace(machine, strategy="fsdp", gathers_once=gathers_once), why
+
+
+def _with_ddp(machine: Machine, recipe: Recipe) -> Machine:
+    if recipe.train.reduce_bf16 and machine.accelerator == "cpu":
+        raise UserError(
+            "--train.reduce_bf16 under DDP needs GPUs: leave it out, or use --train.strategy fsdp"
+        )
+    return replace(machine, strategy="ddp")
