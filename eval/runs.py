@@ -139,7 +139,7 @@ def find_checkpoints(
     Raises UserError where nothing can be evaluated, naming what can.
     """
     if runs := list(runs):
-        return skip_failing(_newest_or_error, [Path(run) for run in runs], left_out)
+        return skip_failing(_require_checkpoint, [Path(run) for run in runs], left_out)
     every = [path.parent for path in sorted(Path(root).glob(f"*/{CONFIG}"))]
     newest_of_each = skip_failing(_newest, every, left_out)
     found = sorted((c for c in newest_of_each if c is not None), key=_time, reverse=True)
@@ -164,7 +164,7 @@ def _newest(run: Path) -> Checkpoint | None:
     return Checkpoint.open(whole[-1]) if whole else None
 
 
-def _newest_or_error(path: Path) -> Checkpoint:
+def _require_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint that a `--runs` argument means."""
     if checkpoint_step(path) is not None:
         return Checkpoint.open(path)

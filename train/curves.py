@@ -112,11 +112,10 @@ def mean_over_seeds(curves: Sequence[Curve]) -> list[Curve]:
     groups: dict[str, list[Curve]] = {}
     for curve in curves:
         groups.setdefault(_but_for_the_seed(curve), []).append(curve)
-    found = []
+    found: list[Curve] = []
     for group in groups.values():
-        mean = _mean(group)
-        shared = len(group) > 1 and len(mean.train) + len(mean.val) > 0
-        found += [mean] if shared else group
+        mean = _mean(group) if len(group) > 1 else group[0]
+        found += [mean] if len(mean.train) + len(mean.val) > 0 else group
     return found
 
 
