@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from lingpt.kernels.bench import Results, Row
 
 HELP = "Measure linear attention against the baselines: time, memory, correctness, plots."
+RENAMED = {"limit": "max_round_seconds"}
 
 TINY = ((2, 128, 2, 32), (2, 512, 2, 32), (2, 512, 2, 64))  # what a CPU can do
 
@@ -24,8 +25,8 @@ def configure(parser: ArgumentParser) -> None:
     add("--append", action="store_true", help="keep the rows of --out, measure those that are missing")
     add("--quick", action="store_true", help="fewer shapes")
     add("--budget", type=float, default=1200.0, help="seconds; what does not fit is recorded as skipped")
-    limit = "most seconds for a round of one implementation at one shape"
-    add("--limit", type=float, default=6.0, help=limit)
+    round_seconds = "for a round of one implementation at one shape"
+    add("--max_round_seconds", type=float, default=6.0, help=round_seconds)
     warm = "compile Triton kernels in parallel: first, only (and stop) or skip"
     add("--warm", type=str, default="first", help=warm)
     ncu = "count the bytes moved with NVIDIA's profiler, which must be installed"
@@ -74,7 +75,7 @@ def _measure(args: Namespace) -> "Results | None":
         args.implementations or (IMPLEMENTATIONS if cpu else DEFAULT_IMPLEMENTATIONS),
         quick=args.quick,
         budget=args.budget,
-        limit=args.limit,
+        limit=args.max_round_seconds,
         device=args.device,
         dtype=torch.float32 if cpu else torch.bfloat16,
         save_to=path,

@@ -5,6 +5,7 @@ from pathlib import Path
 from jsonargparse import ArgumentParser, Namespace
 
 HELP = "Time a whole training step of each attention, beside an identity in its place."
+RENAMED = {"tokens": "tokens_per_step"}
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -16,7 +17,7 @@ def configure(parser: ArgumentParser) -> None:
     add("--seq_lens", type=int, default=[], nargs="*", help=lengths)
     names = "names (default: all; an unknown one lists them)"
     add("--attentions", type=str, default=[], nargs="*", help=names)
-    add("--tokens", type=int, default=131072, help="of an optimiser step, at every length")
+    add("--tokens_per_step", type=int, default=131072, help="of an optimiser step, at every length")
     micro = "most tokens of a micro-batch (default: what the memory estimate allows)"
     add("--micro_batch_tokens", type=int | None, help=micro)
     add("--rounds", type=int, default=2, help="turns of each attention at a shape")
@@ -46,7 +47,7 @@ def run(args: Namespace) -> None:
     if args.redraw:
         results = Results.load(path)
     else:
-        options = ("tokens", "micro_batch_tokens", "rounds", "budget", "accelerator", "append")
+        options = ("tokens_per_step", "micro_batch_tokens", "rounds", "budget", "accelerator", "append")
         results = bench_steps(
             args.models, args.seq_lens, args.attentions, save_to=path, **{o: args[o] for o in options}
         )

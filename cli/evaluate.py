@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lingpt.eval import Checkpoint
 
 HELP = "Score checkpoints, and print the paper's Table 2, or another suite's table, with ours in it."
+RENAMED = {"out": "runs_dir", "longest": "max_length_factor"}
 
 
 class EvalFile(ActionConfigFile):
@@ -43,8 +44,8 @@ def configure(parser: ArgumentParser) -> None:
     add("--tasks", nargs="+", default=[], help=tasks)
     texts = "of language and recall: name=path of JSONL that nobody trained on, or embedded"
     add("--texts", nargs="+", default=["embedded"], help=texts)
-    longest = "training lengths that the loss by position goes up to"
-    add("--longest", type=int, default=8, help=longest)
+    factor = "the loss by position goes up to so many times the training length"
+    add("--max_length_factor", type=int, default=8, help=factor)
     add("--num_fewshot", type=int, default=0, help="examples before each question, where a task does not say")
     add("--data", type=str | None, help="folder of benchmark JSONL instead of the hub (or set EVAL_DATA)")
     add("--limit", type=int | None, help="only the first so many documents of each task")
@@ -52,7 +53,7 @@ def configure(parser: ArgumentParser) -> None:
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1")
     add("--devices", type=int, default=1, help="so many GPUs share the questions, from --device on")
     add("--dtype", type=str | None, help="float32, bfloat16 or float16 (the checkpoint's own)")
-    add("--out", default="runs", help="the folder of runs")
+    add("--runs_dir", default="runs", help="the folder of runs that --model chooses from")
     add("--redo", action="store_true", help="compute again what a run's eval/ already holds")
     add("--save", type=str | None, help="a folder for the tables: Markdown, JSON, LaTeX and PNG")
     add("--markdown", action="store_true", help="print Markdown tables")
@@ -69,7 +70,7 @@ def run(args: Namespace) -> None:
     tasks, texts = _tasks(args), parse_texts(args.texts)
     left_out: list[str] = []
     done = []
-    for checkpoint in find_checkpoints(args.out, args.model, args.runs, left_out.append):
+    for checkpoint in find_checkpoints(args.runs_dir, args.model, args.runs, left_out.append):
         try:
             scores = _score(args, checkpoint, tasks, texts, left_out.append)
         except UserError as error:
@@ -111,7 +112,8 @@ def _score(
     shots = {"num_fewshot": args.num_fewshot, "limit": args.limit}
     results = evaluate(checkpoint, tasks, data=benchmark_folder(args.data), **shots, **options)
     if {"language", "recall"} & set(args.suite):
-        results = evaluate_texts(checkpoint, args.suite, texts, longest=args.longest, **options)
+        options["max_length_factor"] = args.max_length_factor
+        results = evaluate_texts(checkpoint, args.suite, texts, **options)
     return results
 
 

@@ -3,6 +3,7 @@
 from jsonargparse import ArgumentParser, Namespace
 
 HELP = "Continue a text with a trained model."
+RENAMED = {"tokens": "max_new_tokens"}
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -14,10 +15,10 @@ def configure(parser: ArgumentParser) -> None:
     )
     add("--prompt", type=str, default="", help="the text to continue; without one, a document begins")
     add(
-        "--tokens",
+        "--max_new_tokens",
         type=int,
         default=160,
-        help="the most new tokens; the block size or a document's end may come before",
+        help="the block size or a document's end may come before",
     )
     add("--temperature", type=float, default=0.8, help="divides the logits; 0 takes the likeliest token")
     add("--top_k", type=int | None, default=50, help="draw from so many likeliest tokens; null for all")
@@ -40,7 +41,7 @@ def run(args: Namespace) -> None:
     from lingpt.data import load_tokenizer
     from lingpt.models import generate, load_model
 
-    for name, least in (("tokens", 1), ("temperature", 0), ("top_k", 1), ("seed", 0)):
+    for name, least in (("max_new_tokens", 1), ("temperature", 0), ("top_k", 1), ("seed", 0)):
         if args[name] is not None and not least <= args[name] < 2**32:
             raise UserError(f"--{name} {args[name]}: give {least} or more, below {2**32}")
     folder, device = model_folder(Path(args.model)), find_device(args.device)
@@ -58,7 +59,7 @@ def run(args: Namespace) -> None:
     ids = generate(
         model,
         torch.tensor([prompt], device=device),
-        min(args.tokens, room),
+        min(args.max_new_tokens, room),
         temperature=args.temperature,
         top_k=args.top_k,
         eos_id=tokenizer.eos_id,

@@ -1,7 +1,8 @@
 """`lingpt <verb> …`: finds the verb's file, parses, runs, and turns a user's mistake into one line.
 
 Verbs are imported lazily, so that `lingpt --help` needs no PyTorch. A verb's file exposes `HELP` (one line),
-`configure(parser)` and `run(args)`; dataclass groups arrive in `args` as instances.
+`configure(parser)` and `run(args)`; dataclass groups arrive in `args` as instances. `RENAMED` (old name → new
+name), where a verb's file has it, is for the error of whoever uses an option's old name.
 
 Exit codes: 0 done, 2 a mistake of the user or of the machine (one line on stderr), 128 + n ended by signal n
 (130 Ctrl-C, 143 SIGTERM).
@@ -124,7 +125,7 @@ def _dispatch(argv: list[str]) -> int:
 
 def parse(verb: str, module: ModuleType, argv: list[str]) -> Namespace:
     """The arguments of a verb, as its module's `run` takes them. UserError where they are none."""
-    return parse_arguments(verb, module.configure, argv, module.HELP)
+    return parse_arguments(verb, module.configure, argv, module.HELP, getattr(module, "RENAMED", None))
 
 
 def _overview() -> str:

@@ -3,7 +3,7 @@
 import argparse
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any, Literal, get_args, get_origin
 
@@ -21,11 +21,15 @@ class Parser(jsonargparse.ArgumentParser):
 
 
 def parse_arguments(
-    verb: str, configure: Callable[[jsonargparse.ArgumentParser], None], words: Sequence[str], about: str = ""
+    verb: str,
+    configure: Callable[[jsonargparse.ArgumentParser], None],
+    words: Sequence[str],
+    about: str = "",
+    renamed: Mapping[str, str] | None = None,
 ) -> jsonargparse.Namespace:
     """What `words` mean to `lingpt <verb>`, whose options `configure` adds; UserError where that is nothing.
 
-    about: what the verb does, for its `--help`.
+    about: what the verb does, for its `--help`. renamed: old name → new name of an option, for the error.
 
     In `options_given` are the options that the words name, which the values do not tell: one may be given
     the value that it has anyway.
@@ -41,7 +45,7 @@ def parse_arguments(
     try:
         args = parser.parse_args(_config_first(_whole_numbers(parser, words)))
     except argparse.ArgumentError as error:
-        raise UserError(_explain(parser, str(error))) from error
+        raise UserError(_explain(parser, str(error), renamed or {})) from error
     _refuse_nulls(parser, args)
     args = parser.instantiate_classes(args)
     args.options_given = {word.partition("=")[0] for word in words if word.startswith("--")}
@@ -112,8 +116,8 @@ def _values(text: str) -> Iterator[tuple[str, yaml.ScalarNode]]:
                 yield f"{group.value}.{key.value}", value
 
 
-def _explain(parser: jsonargparse.ArgumentParser, message: str) -> str:
-    """The parser's complaint on one line, with the nearest key where a key is unknown."""
+def _explain(parser: jsonargparse.ArgumentParser, message: str, renamed: Mapping[str, str]) -> str:
+    """The parser's complaint on one line, with the new name or the nearest key where a key is unknown."""
     line = " ".join(message.split())
     unknown = (
         re.search(r"Group '(?P<group>\S+)' does not accept nested key '(?P<key>\S+)'", line)
@@ -124,6 +128,8 @@ def _explain(parser: jsonargparse.ArgumentParser, message: str) -> str:
         return _explain_value(parser, line)
     found = unknown.groupdict()
     key = found.get("option") or ".".join(filter(None, (found.get("group"), found["key"])))
+    if key in renamed:
+        return f"unknown key {key!r}: it is now called {renamed[key]!r}"
     keys = set(parser.get_defaults(skip_validation=True).keys()) - {"config"}
     hint = nearest(key, keys)
     if "option" in found:  # as a flag, perhaps, which a switch of ours is not

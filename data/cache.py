@@ -9,7 +9,6 @@ them. An entry is a folder that is written whole or not at all. A lock lets one 
 which are checked as they are read; entries from before there were any are read without.
 """
 
-import fcntl
 import hashlib
 import json
 import sys
@@ -23,6 +22,7 @@ from tqdm import tqdm
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import new_folder, read_json_object, remove_partial, write_errors
+from lingpt.common.locks import file_lock
 from lingpt.data.corpus import Corpus, Document, Split
 from lingpt.data.stream import PackedDataset, StreamWriter
 from lingpt.data.tokenizer import Tokenizer
@@ -109,26 +109,20 @@ def _lock(folder: Path, progress: bool) -> Iterator[bool]:
     False where the disk knows no locks, as some network file systems: several may be at work then.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    path, locked = folder.parent / f".{folder.name}.lock", True
-    with path.open("a") as file:  # NFS locks what is open for writing
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if progress:
-                print(
-                    f"waiting for another process that prepares the same data and holds {path}",
-                    file=sys.stderr,
-                )
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            locked = False
-            if progress:
-                print(
-                    f"{folder.parent}: its file system knows no locks ({error.strerror}), so each process "
-                    "prepares the data: run `lingpt data` before several of them",
-                    file=sys.stderr,
-                )
-        yield locked
+    path = folder.parent / f".{folder.name}.lock"
+
+    def say(line: str) -> None:
+        if progress:
+            print(line, file=sys.stderr)
+
+    waiting = f"waiting for another process that prepares the same data and holds {path}"
+    with file_lock(path, before_waiting=lambda: say(waiting)) as lock:
+        if lock.unsupported:
+            say(
+                f"{folder.parent}: its file system knows no locks ({lock.unsupported}), so each process "
+                "prepares the data: run `lingpt data` before several of them"
+            )
+        yield lock.unsupported is None
 
 
 def _make(

@@ -33,7 +33,7 @@ class MajoritySetup:
     def notes(self, entries: Iterable[tuple[str, dict[str, Any] | None]]) -> list[str]:
         """What is marked of these named entries, and why; nothing where none is."""
         odd = [f"{name} ({self._difference(entry)})" for name, entry in entries if entry and self.mark(entry)]
-        return [f"{MARK} asked otherwise than most of the column: {'; '.join(odd)}."] if odd else []
+        return [f"{MARK} not comparable with the rest of the column: {'; '.join(odd)}."] if odd else []
 
     def _difference(self, entry: dict[str, Any]) -> str:
         """`prompts cut to 512 tokens`, `other questions`: how its setup differs."""

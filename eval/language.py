@@ -123,4 +123,6 @@ def _losses(lm: LinGPTLM, ids: list[int]) -> torch.Tensor:
         hidden = lm.model.hidden(tokens[None, :-1])[0]
         return -lm.finite(token_scores(lm.model, hidden, tokens[1:])[0].float().cpu())
     except torch.OutOfMemoryError as error:
-        raise UserError(f"out of memory with a text of {len(ids):,} tokens: lower --longest") from error
+        raise UserError(
+            f"out of memory with a text of {len(ids):,} tokens: lower --max_length_factor"
+        ) from error

@@ -114,7 +114,7 @@ def evaluate_texts(
     suites: Sequence[str],
     texts: dict[str, str],
     *,
-    longest: int = 8,
+    max_length_factor: int = 8,
     batch_tokens: int = 16384,
     device: str = "auto",
     devices: int = 1,
@@ -128,13 +128,15 @@ def evaluate_texts(
 
     Args:
         texts: name → source, as `texts.read_texts` takes it; held out, as far as the caller knows.
-        longest: the loss by position goes up to so many times the training length.
+        max_length_factor: the loss by position goes up to so many times the training length.
         The others are `harness.evaluate`'s.
 
     What a text is too short for, or has too few phrases for, is named by `log` and is no mistake.
     """
-    if longest < 1:
-        raise UserError(f"longest is {longest}; it must be at least 1, the training length itself")
+    if max_length_factor < 1:
+        raise UserError(
+            f"max_length_factor is {max_length_factor}; it must be at least 1, the training length itself"
+        )
     results, where = load_results(checkpoint), find_devices(device, devices)
     prefix, length = f"{checkpoint.run.name} step {checkpoint.step}", checkpoint.train_length
     found, to_measure = [], []
@@ -142,11 +144,11 @@ def evaluate_texts(
         with leaving_out(f"text {name}", prefix, log, left_out):
             found.append(read_texts(name, source))
     for measure in [name for suite in suites for name in MEASURES.get(suite, ())]:
-        room = length * (longest if measure == "loss_by_position" else 1)
+        room = length * (max_length_factor if measure == "loss_by_position" else 1)
         for data in found:
             key = f"{measure} ({data.name})"
             asked = {"dtype": dtype or checkpoint.dtype, "data": data.data, "max_length": room}
-            asked |= _settings(measure, longest)
+            asked |= _settings(measure, max_length_factor)
             if redo or not known_score(results, key, asked, prefix, log):
                 to_measure.append((measure, key, data, asked))
     if not to_measure:
@@ -166,11 +168,12 @@ def evaluate_texts(
     return results
 
 
-def _settings(measure: str, longest: int) -> dict[str, int]:
+def _settings(measure: str, max_length_factor: int) -> dict[str, int]:
     """What a measure depends on beside the model and the text."""
     from lingpt.eval.language import ENOUGH
 
-    return {"longest": longest, "enough": ENOUGH} if measure == "loss_by_position" else {}
+    # "longest": the files of scores have had this name from the start.
+    return {"longest": max_length_factor, "enough": ENOUGH} if measure == "loss_by_position" else {}
 
 
 def _measure(lm: Any, measure: str, texts: Texts, train_length: int) -> dict[str, Any]:

@@ -15,12 +15,30 @@ from lingpt.common.run_folder import METRICS
 from lingpt.configs import recipe_names, recipe_path
 from lingpt.study.paths import is_other
 
-_LISTS = ("rates", "suites", "tasks", "against", "drawn")
+_LISTS = ("learning_rates", "suites", "tasks", "baselines", "plotted_rows")
 _MAPPINGS = ("options", "rate_options", "texts", "mqar")
-_WHOLE = ("tokens", "seeds", "runs_per_device", "longest", "limit", "rate_tokens", "devices_per_run")
+_WHOLE = (
+    "tokens",
+    "seeds",
+    "runs_per_device",
+    "max_length_factor",
+    "limit",
+    "rate_tokens",
+    "devices_per_run",
+)
 _DECIDED = ("train.max_steps", "train.max_tokens", "train.seed", "train.name")
 STAGES = ("data", "rates", "runs", "mqar", "scores", "page")
 STUDY = "study.json"  # in the study's folder: what it is
+# Names of keys in the study.json of earlier versions, which docs/results has → names now.
+_RENAMED = {
+    "rates": "learning_rates",
+    "cards_per_run": "devices_per_run",
+    "runs_per_card": "runs_per_device",
+    "against": "baselines",
+    "drawn": "plotted_rows",
+    "longest": "max_length_factor",
+    "stopped_halfway": "interrupted_row",
+}
 
 
 @dataclass(frozen=True)
@@ -35,23 +53,23 @@ class Study:
         attentions: a name for each row → its options, as `lingpt train` takes them; the row's attention is
             `model.attention`, by default its name.
         options: of every run.
-        rates: peak learning rates; each attention gets the best of them by short runs. None: the recipe's.
+        learning_rates: peaks; each attention gets the best of them by short runs. Without any, the recipe's.
         rate_tokens: that each of the short runs is trained on.
         rate_options: of the short runs.
         devices_per_run: GPUs of one run; None for all, one run after the other.
         runs_per_device: how many runs share a GPU: small ones, whose start-up and gaps others then use. Their
             times say nothing, and the page leaves them out.
         row_by_row: all seeds of a row come before the next row; by default all rows' first seeds do.
-        against: rows that the page compares the others with; by default the first with softmax.
-        drawn: rows in the figure of the losses; by default all.
+        baselines: rows that the page compares the others with; by default the first with softmax.
+        plotted_rows: those in the figure of the losses; by default all.
         suites: of `lingpt eval`.
         tasks: of Table 2.
         eval_data: folder of benchmark JSONL; None for the Hugging Face hub.
         texts: name → JSONL that was not trained on, for the suites `language` and `recall`.
-        longest: the loss by position goes up to so many training lengths.
+        max_length_factor: the loss by position goes up to so many times the training length.
         limit: only the first so many documents of each task.
         mqar: also train and score the synthetic recall task: options of `lingpt mqar`.
-        stopped_halfway: a row whose first run is stopped halfway and goes on, which must not show.
+        interrupted_row: a row whose first run is stopped halfway and resumed, which must not show.
         about: a sentence for the page.
     """
 
@@ -61,22 +79,22 @@ class Study:
     attentions: dict[str, dict[str, Any]]
     seeds: int = 1
     options: dict[str, Any] = field(default_factory=dict)
-    rates: tuple[float, ...] = ()
+    learning_rates: tuple[float, ...] = ()
     rate_tokens: int = 0
     rate_options: dict[str, Any] = field(default_factory=dict)
     devices_per_run: int | None = 1
     runs_per_device: int = 1
     row_by_row: bool = False
-    against: tuple[str, ...] = ()
-    drawn: tuple[str, ...] = ()
+    baselines: tuple[str, ...] = ()
+    plotted_rows: tuple[str, ...] = ()
     suites: tuple[str, ...] = ("table2",)
     tasks: tuple[str, ...] = ("arc_easy", "arc_challenge", "piqa", "mmlu", "mmlu:5")
     eval_data: str | None = None
     texts: dict[str, str] = field(default_factory=dict)
-    longest: int = 8
+    max_length_factor: int = 8
     limit: int | None = None
     mqar: dict[str, Any] | None = None
-    stopped_halfway: str | None = None
+    interrupted_row: str | None = None
     about: str = ""
 
     def attention(self, row: str) -> str | list[str]:
@@ -110,7 +128,7 @@ def read_study(path: Path, changes: Mapping[str, Any] | None = None) -> Study:
     values = read_yaml(path)
     if not isinstance(values, dict):
         raise UserError(f"{path} is no study: it has no keys")
-    values = {"name": path.stem.removeprefix("study-")} | values | dict(changes or {})
+    values = {"name": path.stem.removeprefix("study-")} | _with_new_names(values) | dict(changes or {})
     known = [key.name for key in fields(Study)]
     for key in values:
         if key not in known:
@@ -130,6 +148,10 @@ def read_study(path: Path, changes: Mapping[str, Any] | None = None) -> Study:
     study = Study(**values | {key: tuple(values[key]) for key in _LISTS if key in values})
     _check(study, path)
     return study
+
+
+def _with_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {_RENAMED.get(key, key): value for key, value in values.items()}
 
 
 def with_rows(study: Study, rows: Sequence[str]) -> Study:
@@ -154,13 +176,13 @@ def with_started_runs(asked: Study, folder: Path) -> Study:
         return asked
     mend = "remove it, and the same command writes it anew"
     try:
-        before, now = read_json_object(path), json.loads(json.dumps(asdict(asked)))
+        before, now = _with_new_names(read_json_object(path)), json.loads(json.dumps(asdict(asked)))
     except UserError as error:
         raise UserError(f"{error}: {mend}") from error
     rows, seeds = before.get("attentions"), before.get("seeds")
     if not isinstance(rows, dict) or type(seeds) is not int:
         raise UserError(f"{path} is damaged: {mend}")
-    for key in ("recipe", "tokens", "options", "rates", "rate_tokens", "rate_options", "mqar"):
+    for key in ("recipe", "tokens", "options", "learning_rates", "rate_tokens", "rate_options", "mqar"):
         # MQAR may come or go, the data may move; other keys are in every study.json of this version.
         other, own = before.get(key, now[key]), now[key]
         changed = is_other(_without_data_paths(other), _without_data_paths(own))
@@ -201,14 +223,14 @@ def _check_types(values: Mapping[str, Any], path: Path) -> None:
             value = values.get(key)
             if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
                 raise UserError(f"{path}: `{key}` is {value!r}; it must be {what}")
-    words = [(key, word) for key in _LISTS if key != "rates" for word in values.get(key, ())]
+    words = [(key, word) for key in _LISTS if key != "learning_rates" for word in values.get(key, ())]
     words += [("texts", source) for source in values.get("texts", {}).values()]
     for key, word in words:
         if not isinstance(word, str):
             raise UserError(f"{path}: `{key}` has {word!r}; it must be a word")
-    for rate in values.get("rates", ()):
+    for rate in values.get("learning_rates", ()):
         if not isinstance(rate, int | float) or isinstance(rate, bool) or rate <= 0:
-            raise UserError(f"{path}: `rates` has {rate!r}; each is a learning rate, as 1.0e-3")
+            raise UserError(f"{path}: `learning_rates` has {rate!r}; each is a learning rate, as 1.0e-3")
 
 
 def _rows(attentions: Any, path: Path) -> dict[str, dict[str, Any]]:
@@ -227,7 +249,7 @@ def _rows(attentions: Any, path: Path) -> dict[str, dict[str, Any]]:
 def _check(study: Study, path: Path) -> None:
     from lingpt.eval.suites import check_suites
 
-    for key in ("tokens", "seeds", "runs_per_device", "longest", "limit", "devices_per_run"):
+    for key in ("tokens", "seeds", "runs_per_device", "max_length_factor", "limit", "devices_per_run"):
         value = getattr(study, key)
         if value is None and key in ("limit", "devices_per_run"):
             continue
@@ -239,13 +261,13 @@ def _check(study: Study, path: Path) -> None:
     for options in (study.options, study.rate_options, *study.attentions.values()):
         if taken := [key for key in _DECIDED if key in options]:
             raise UserError(f"{path}: leave out {taken[0]}: the study gives it to each run")
-    if study.rates and study.rate_tokens < 1:
-        raise UserError(f"{path}: `rates` need `rate_tokens`, how long each is tried")
-    if study.stopped_halfway is not None and study.stopped_halfway not in study.attentions:
-        raise UserError(f"{path}: stopped_halfway is {study.stopped_halfway!r}, which is no row of it")
+    if study.learning_rates and study.rate_tokens < 1:
+        raise UserError(f"{path}: `learning_rates` need `rate_tokens`, how long each is tried")
+    if study.interrupted_row is not None and study.interrupted_row not in study.attentions:
+        raise UserError(f"{path}: interrupted_row is {study.interrupted_row!r}, which is no row of it")
     if study.runs_per_device > 1 and study.devices_per_run != 1:
         raise UserError(f"{path}: runs_per_device {study.runs_per_device} is for runs on one card each")
-    for key in ("against", "drawn"):
+    for key in ("baselines", "plotted_rows"):
         if missing := [row for row in getattr(study, key) if row not in study.attentions]:
             raise UserError(f"{path}: {key} names {missing[0]!r}, which is no row of it")
     for name, what in ((study.name, "the study's"), *((row, "a run's") for row in study.attentions)):

@@ -34,9 +34,9 @@ PAPER_TOKENS, PAPER_CARDS = 3_000_000_000, 8
 
 
 def softmax_baseline(study: Study, done: Sequence[StudyRun]) -> str | None:
-    """The row with softmax that the others are compared with: the first in `against`, else the first."""
+    """The row with softmax that the others are compared with: the first of `baselines`, else the first."""
     softmax = [run.row for run in done if attention_label(run.recipe.model.attention) == "softmax"]
-    return next((row for row in (*study.against, *softmax) if row in softmax), None)
+    return next((row for row in (*study.baselines, *softmax) if row in softmax), None)
 
 
 def loss_sections(
@@ -55,7 +55,7 @@ def loss_sections(
     hardware = {name: record.get("hardware") or {} for name, record in records.items()}
     by_row, notes = _row_curves(done, hardware)
     curves, shared = list(by_row.values()), study.runs_per_device > 1
-    drawn = [curve for row, curve in by_row.items() if row in (study.drawn or study.attentions)]
+    drawn = [curve for row, curve in by_row.items() if row in (study.plotted_rows or study.attentions)]
     draw(drawn or curves, [folder / f"curves.{kind}" for kind in ("png", "svg", "pdf")], timed=not shared)
     base = list(by_row).index(baseline) if baseline else 0
     reached = time_to_loss(curves, base)
@@ -106,7 +106,7 @@ def _losses(
     baseline: str | None,
 ) -> list[dict[str, Any]]:
     """The numbers of each row that has a finished run: losses, what they are less those of the rows in
-    `against`, speed, and the loss at equal time.
+    `baselines`, speed, and the loss at equal time.
     """
     common = min(float(curve.val[-1, 1]) for curve in curves.values())
     rows = [
@@ -114,7 +114,7 @@ def _losses(
         for row in study.attentions
         if row in curves
     ]
-    compared = study.against or (baseline,)
+    compared = study.baselines or (baseline,)
     for one in rows:
         others = (other for other in rows if other["row"] in compared and other is not one)
         one["less"] = {other["row"]: _difference(one["losses"], other["losses"]) for other in others}
@@ -225,11 +225,11 @@ def _rates_table(study: Study, rate_runs: Sequence[StudyRun], done: Sequence[Stu
     for row in study.attentions:
         finished = [run for run in rate_runs if run.row == row and run.has_result()]
         losses = {run.options["train.learning_rate"]: run.loss for run in finished}
-        cells = [DASH if losses.get(r) is None else f"{losses[r]:.4f}" for r in study.rates]
+        cells = [DASH if losses.get(r) is None else f"{losses[r]:.4f}" for r in study.learning_rates]
         none = DASH if row in left else "the recipe's"  # all have diverged
         rows.append([row, *cells, f"{chosen[row]:g}" if row in chosen else none])
         used = next((run.recipe.train.learning_rate for run in done if run.row == row), None)
         if used is not None and row in chosen and used != chosen[row]:
             notes.append(f"{row}'s runs were begun with {used:g}, and keep it.")
-    head = ["Row", *(f"{rate:g}" for rate in study.rates), "Chosen"]
+    head = ["Row", *(f"{rate:g}" for rate in study.learning_rates), "Chosen"]
     return Table("Learning rates", head, rows, notes)

@@ -57,7 +57,7 @@ def format_plan(
     eight = gpu_slots(8, study.devices_per_run, study.runs_per_device)
     on_eight = sum(_seconds(left, host, len(runs), trials, eight, H200_FLOPS).values())
     of_cards = sum(map(sum, left.values())) / H200_FLOPS + host * len(left["scores"])
-    hours = (of_cards + _mqar_seconds(trials, eight)) / 3600
+    hours = (of_cards + sum(_mqar_seconds(trials, on_gpu=True))) / 3600
     head = ["Row", "Parameters", "Steps × tokens", "Runs", "Rate runs", "Done", "H200 hours to train all"]
     table = Table("", head, rows)
     cards = len({gpu for slot in slots for gpu in slot.gpus}) or len(slots)
@@ -148,11 +148,13 @@ def _seconds(
     cards = sorted({gpu for slot in slots for gpu in slot.gpus})
     scoring = scoring_slots(slots, cards, runs)
     host = host if cards else 0.0
+    # As `lingpt mqar` places them; without a GPU it trains one at a time.
+    mqar_slots = gpu_slots(len(cards), 1, PER_CARD) if cards else slots[:1]
     return {
         "rates": wall_seconds(left["rates"], slots, peak),
         "runs": wall_seconds(left["runs"], slots, peak),
         "scores": wall_seconds(left["scores"], scoring, peak, host),
-        "mqar": _mqar_seconds(trials, slots) / (len(cards) or len(slots)),
+        "mqar": wall_seconds(_mqar_seconds(trials, on_gpu=bool(cards)), mqar_slots, peak=1.0),
     }
 
 
@@ -183,7 +185,7 @@ def scored_tokens(study: Study, seq_len: int, suites: Sequence[str]) -> float:
     for source in study.texts.values() or ["embedded"]:
         most = EMBEDDED_TOKENS if source == "embedded" else math.inf
         if "language" in suites:
-            tokens += min(most, TOKENS) + min(most, PIECES * study.longest * seq_len)
+            tokens += min(most, TOKENS) + min(most, PIECES * study.max_length_factor * seq_len)
         if "recall" in suites:  # each of the four answers behind the whole text
             tokens += QUESTIONS * CHOICES * seq_len
     return tokens
@@ -196,18 +198,20 @@ def host_seconds(study: Study, suites: Sequence[str]) -> float:
     return seconds + TEXT_SECONDS * texts * (("language" in suites) + ("recall" in suites))
 
 
-def _mqar_seconds(trials: Sequence[Trial], slots: Sequence[Slot]) -> float:
-    """Of all cards, or CPU processes, together; without a GPU one process trains and the others wait."""
-    if slots[0].gpus:
-        return sum(trial.steps * trial.batch_size * trial.length for trial in trials) * MQAR_TOKEN
-    flops = 0.0
+def _mqar_seconds(trials: Sequence[Trial], on_gpu: bool) -> list[float]:
+    """Of a card, or a CPU process, for each of these trials."""
+    seconds = []
     for trial in trials:
-        with torch.device("meta"):
-            per_token = GPT(trial.config()).flops_per_token(trial.length)
-        # Of the positions the queries alone go through lm_head.
-        spared = (1 - trial.pairs / trial.length) * 6 * trial.width * trial.vocabulary
-        flops += trial.steps * trial.batch_size * trial.length * (per_token - spared)
-    return len(slots) * flops / CPU_CORE_FLOPS
+        tokens = trial.steps * trial.batch_size * trial.length
+        seconds.append(tokens * (MQAR_TOKEN if on_gpu else _mqar_token_flops(trial) / CPU_CORE_FLOPS))
+    return seconds
+
+
+def _mqar_token_flops(trial: Trial) -> float:
+    with torch.device("meta"):
+        per_token = GPT(trial.config()).flops_per_token(trial.length)
+    # Of the positions the queries alone go through lm_head.
+    return per_token - (1 - trial.pairs / trial.length) * 6 * trial.width * trial.vocabulary
 
 
 def _peak(slots: Sequence[Slot]) -> tuple[float, str]:

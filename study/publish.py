@@ -12,7 +12,7 @@ import yaml
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import read_json, read_yaml, write_errors, write_text
-from lingpt.common.run_folder import CONFIG, ENVIRONMENT, EVAL, METRICS, SAMPLES
+from lingpt.common.run_folder import CONFIG, ENVIRONMENT, EVAL, LOCK, METRICS, SAMPLES
 from lingpt.study.page import PAGE, TITLE
 from lingpt.study.paths import portable, read_utf8
 from lingpt.study.runs import StudyRun
@@ -33,7 +33,7 @@ def publish_study(folder: Path, target: Path, runs: Sequence[StudyRun]) -> Path:
     """Copies the page, tables, figures and the runs' small files to `target`, with paths as `portable` writes
     them. Raises UserError where a file is damaged, or `target` cannot be written, or has another README."""
     check_target(target)
-    names = [path for path in folder.iterdir() if path.is_file()]
+    names = [path for path in folder.iterdir() if path.name != LOCK]
     names += list((folder / "mqar").glob("mqar.*"))
     for run in runs:
         names += [run.folder / name for name in (CONFIG, ENVIRONMENT, METRICS, SAMPLES)]

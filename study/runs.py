@@ -193,14 +193,14 @@ def kept_rates(study: Study, folder: Path) -> dict[str, float | None]:
     """Of the rows whose runs have begun, the rate of the first of them: one of the study's, or None for the
     recipe's own. A run with any other rate is no run of this study."""
     kept: dict[str, float | None] = {}
-    for row, name, _ in study.run_names() if study.rates else ():
+    for row, name, _ in study.run_names() if study.learning_rates else ():
         if row in kept or not (folder / name / METRICS).exists():
             continue
         try:
             found = read_config(folder / name).get("train", {}).get("learning_rate")
         except (UserError, AttributeError):
             continue
-        if found in study.rates:
+        if found in study.learning_rates:
             kept[row] = found
         elif found == _rate("learning_rate", study.recipe, {**study.options, **study.attentions[row]}):
             kept[row] = None
@@ -215,7 +215,7 @@ def rate_runs(study: Study, folder: Path, cards: int | None) -> list[StudyRun]:
             study, folder, row, f"{row}-rate{rate:g}", 0, study.rate_tokens, rate, cards, extra
         )
         for row in study.attentions
-        for rate in study.rates
+        for rate in study.learning_rates
     ]  # fmt: skip
 
 

@@ -3,15 +3,17 @@
 What is done is not done again; what fails is named at the end, and the rest goes on.
 """
 
+import contextlib
 import shutil
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lingpt.common.errors import Interrupted, UserError, nearest
 from lingpt.common.files import write_errors, write_json
-from lingpt.common.run_folder import CHECKPOINTS, ENVIRONMENT
+from lingpt.common.locks import file_lock
+from lingpt.common.run_folder import CHECKPOINTS, ENVIRONMENT, LOCK
 from lingpt.data import find_data
 from lingpt.eval.suites import check_scoring
 from lingpt.eval.tasks.sources import benchmark_folder
@@ -68,22 +70,39 @@ def run_study(
         print(format_plan(study, work.rate_runs, work.runs, trials, slots, stages))
         return folder
     _check_inputs(study, work.runs, stages)
-    _write_study(study, folder)
+    with _locked(folder):
+        _write_study(with_started_runs(asked, folder), folder)
     work.run(stages, minutes)
-    work.refresh_runs()
-    _write_study(work.study, folder)
-    if "page" in stages:
-        scored = "scores" in stages or not {"rates", "runs"} & set(stages)
-        page = write_page(work.study, folder, work.rate_runs, work.runs, work.failures, scored=scored)
-        print(f"page    {page}")
-    if publish:
-        print(f"copied  {publish_study(folder, Path(publish), [*work.rate_runs, *work.runs])}")
+    with _locked(folder):
+        work.refresh_runs()
+        _write_study(work.study, folder)
+        if "page" in stages:
+            scored = "scores" in stages or not {"rates", "runs"} & set(stages)
+            page = write_page(work.study, folder, work.rate_runs, work.runs, work.failures, scored=scored)
+            print(f"page    {page}")
+        if publish:
+            print(f"copied  {publish_study(folder, Path(publish), [*work.rate_runs, *work.runs])}")
     if work.failures:
         named = "; ".join(f"{failure.job}: {failure.reason}" for failure in work.failures)
         raise UserError(
             f"{len(work.failures)} failed, all else is kept, and the same command tries again: {named}"
         )
     return folder
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One command at a time reads what the others have begun, and writes the study and its page: two that
+    did so at once would drop each other's rows."""
+
+    def say() -> None:
+        print(f"waiting for another `lingpt study` that writes in {folder}")
+
+    with contextlib.ExitStack() as held:
+        with write_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            held.enter_context(file_lock(folder / LOCK, before_waiting=say))
+        yield
 
 
 def _write_study(study: Study, folder: Path) -> None:
@@ -204,7 +223,7 @@ class _Stages:
             print("scores: nothing to score: no run is finished and has its weights")
             return
         slots = scoring_slots(self.slots, self._cards(), len(ready))
-        options = ["--longest", str(study.longest)]
+        options = ["--max_length_factor", str(study.max_length_factor)]
         if gpus := slots[0].gpus:
             options += ["--device", "cuda", "--devices", str(len(gpus)), "--dtype", "bfloat16"]
         options += ["--data", study.eval_data] if study.eval_data else []
@@ -238,7 +257,7 @@ class _Stages:
 
     def _training(self, run: StudyRun) -> Job:
         job = Job(run.name, run.arguments, self._log(run.name), run.status)
-        first = run.row == self.study.stopped_halfway and run.name == f"{run.row}-seed0"
+        first = run.row == self.study.interrupted_row and run.name == f"{run.row}-seed0"
         if first and not (run.folder / ENVIRONMENT).exists():
             job.interrupt = run.halfway
         return job

@@ -149,7 +149,7 @@ def bench_steps(
     seq_lens: Sequence[int] = (),
     attentions: Sequence[str] = (),
     *,
-    tokens: int = TOKENS,
+    tokens_per_step: int = TOKENS,
     micro_batch_tokens: int | None = None,
     rounds: int = ROUNDS,
     budget: float = 1500.0,
@@ -162,7 +162,7 @@ def bench_steps(
     Args:
         models, seq_lens: every one of the former at every one of the latter; by default, and for what is not
             given, SIZES at USUAL_LENGTH, and those SWEPT at all LENGTHS.
-        tokens: of an optimiser step, the same everywhere.
+        tokens_per_step: of the optimiser, the same everywhere.
         micro_batch_tokens: at most so many at once; by default as many as fit the memory by the estimate.
         budget: seconds; once it is spent, no further turn begins, and what has had none is "skipped".
         save_to: a JSON file, written after every turn.
@@ -171,7 +171,7 @@ def bench_steps(
 
     Raises UserError for names and numbers that make no benchmark.
     """
-    chosen, shapes = choose_attentions(attentions), choose_shapes(models, seq_lens, tokens)
+    chosen, shapes = choose_attentions(attentions), choose_shapes(models, seq_lens, tokens_per_step)
     if rounds < 1:
         raise UserError(f"--rounds is {rounds}; it must be at least 1")
     machine = choose_machine(TrainConfig(accelerator=accelerator, devices=1, num_nodes=1))
@@ -181,15 +181,15 @@ def bench_steps(
         warnings.warn(line, stacklevel=2)
     here = environment(parallel.device) | {"precision": machine.precision}
     results = Results.begin(here, save_to, append)
-    if others := {row.tokens for row in results.rows} - {tokens}:
+    if others := {row.tokens for row in results.rows} - {tokens_per_step}:
         raise UserError(
-            f"{save_to} has steps of {others.pop()} tokens, not to be compared with those of {tokens}: "
-            "give the same --tokens, or leave out --append"
+            f"{save_to} has steps of {others.pop()} tokens, not to be compared with those of "
+            f"{tokens_per_step}: give the same --tokens_per_step, or leave out --append"
         )
     deadline, session = time.perf_counter() + budget, datetime.now().astimezone().isoformat()
     for shape in shapes:
         todo = [name for name in chosen if not results.is_done(*shape, name)]
-        recipes = _recipes(shape, tokens, micro_batch_tokens, machine) if todo else {}
+        recipes = _recipes(shape, tokens_per_step, micro_batch_tokens, machine) if todo else {}
         torch.compiler.reset()
         with torch._dynamo.config.patch(COMPILED):
             for n, name in itertools.product(range(1, rounds + 1), todo):
@@ -220,7 +220,7 @@ def choose_attentions(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names or COMPARED))
 
 
-def choose_shapes(models: Sequence[str], seq_lens: Sequence[int], tokens: int) -> list[Shape]:
+def choose_shapes(models: Sequence[str], seq_lens: Sequence[int], tokens_per_step: int) -> list[Shape]:
     """What `bench_steps` says of its arguments; UserError for a model or a length that makes no step."""
     for model in models:
         if model not in MODELS:
@@ -230,16 +230,18 @@ def choose_shapes(models: Sequence[str], seq_lens: Sequence[int], tokens: int) -
     if not seq_lens:
         shapes += [Shape(model, seq_len) for model in SWEPT if model in models for seq_len in LENGTHS]
     for shape in shapes:
-        if shape.seq_len < 1 or tokens < 1 or tokens % shape.seq_len:
-            raise UserError(f"--tokens {tokens} is no multiple of the length {shape.seq_len}")
+        if shape.seq_len < 1 or tokens_per_step < 1 or tokens_per_step % shape.seq_len:
+            raise UserError(
+                f"--tokens_per_step {tokens_per_step} is no multiple of the length {shape.seq_len}"
+            )
     return list(dict.fromkeys(shapes))
 
 
 def _recipes(
-    shape: Shape, tokens: int, micro_batch_tokens: int | None, machine: Machine
+    shape: Shape, tokens_per_step: int, micro_batch_tokens: int | None, machine: Machine
 ) -> dict[str, Recipe]:
     """The recipe of each attention, all with the largest micro-batch that fits with the hungriest of them."""
-    sequences = tokens // shape.seq_len
+    sequences = tokens_per_step // shape.seq_len
     train = TrainConfig(
         global_batch_size=sequences,
         micro_batch_size=1,

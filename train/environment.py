@@ -42,8 +42,8 @@ def record_start(recipe: Recipe, machine: Machine, data: dict[str, Any], kernels
     if path.exists():
         try:
             before = read_json_object(path)
-            earlier = [*before.pop("earlier", []), before]
-        except (UserError, TypeError) as error:
+            earlier = [*_earlier_starts(before, path), before]
+        except UserError as error:
             with write_errors(path):
                 print_rank0(f"{error}; it is now {set_aside(path, 'damaged')}, and a new one is written")
     hardware = asdict(machine) | {"world_size": machine.world_size}
@@ -53,6 +53,14 @@ def record_start(recipe: Recipe, machine: Machine, data: dict[str, Any], kernels
         write_text(folder / CONFIG, yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
         record = {**environment(), "hardware": hardware, "attention_kernels": kernels, "data": data}
         write_json(path, record | {"earlier": earlier})
+
+
+def _earlier_starts(record: dict[str, Any], path: Path) -> list[Any]:
+    """Takes the list out of the record of the last start; UserError where it is none."""
+    earlier = record.pop("earlier", [])
+    if not isinstance(earlier, list):
+        raise UserError(f"{path} is damaged: `earlier` is no list")
+    return earlier
 
 
 def environment() -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """One process at a time trains in a run's folder."""
 
 import contextlib
-import fcntl
 import json
 import os
 import socket
@@ -11,6 +10,7 @@ from typing import Self
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import write_errors
+from lingpt.common.locks import file_lock
 from lingpt.common.run_folder import LOCK
 from lingpt.train.console import print_rank0
 
@@ -22,44 +22,44 @@ class RunLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self._handle = folder, -1
+        self.folder = folder
+        self._held: contextlib.ExitStack | None = None
 
     def acquire(self) -> None:
         """Makes the folder and takes its lock; the lock of a folder that was moved since is given back.
 
         UserError, saying who holds it, where another process does.
         """
+        path, held = self.folder / LOCK, contextlib.ExitStack()
         with write_errors(self.folder, "free some space, or choose another place with --train.out_dir"):
             self.folder.mkdir(parents=True, exist_ok=True)
-            handle = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            who = _read_holder(handle)
-            os.close(handle)
-            raise UserError(
-                f"{self.folder} is in use by {who}: wait until it has ended, or choose another --train.name"
-            ) from None
-        except OSError as error:
-            reason = error.strerror
+            try:
+                lock = held.enter_context(file_lock(path))
+            except BlockingIOError:
+                raise UserError(
+                    f"{self.folder} is in use by {_read_holder(path)}: wait until it has ended, or choose "
+                    "another --train.name"
+                ) from None
+        if lock.unsupported:
             print_rank0(
-                f"{self.folder}: its file system knows no locks ({reason}); start no second run there"
+                f"{self.folder}: its file system knows no locks ({lock.unsupported}); start no second run "
+                "there"
             )
         self.release()
-        self._handle = handle
+        self._held = held
         with contextlib.suppress(OSError):  # whoever reads it learns less
-            _write_holder(handle)
+            _write_holder(lock.file)
 
     def release(self) -> None:
-        if self._handle >= 0:
-            os.close(self._handle)
-            self._handle = -1
+        if self._held is not None:
+            self._held.close()
+            self._held = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        held = self._handle >= 0
+        held = self._held is not None
         self.release()
         with contextlib.suppress(OSError):
             if held and os.listdir(self.folder) == [LOCK]:  # refused before it began: the name is free
@@ -67,16 +67,16 @@ class RunLock:
                 self.folder.rmdir()
 
 
-def _write_holder(handle: int) -> None:
+def _write_holder(file: int) -> None:
     since = datetime.now().astimezone().isoformat(" ", "seconds")
     holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
-    os.ftruncate(handle, 0)
-    os.pwrite(handle, json.dumps(holder).encode(), 0)
+    os.ftruncate(file, 0)
+    os.pwrite(file, json.dumps(holder).encode(), 0)
 
 
-def _read_holder(handle: int) -> str:
+def _read_holder(path: Path) -> str:
     try:
-        holder = json.loads(os.pread(handle, 4096, 0))
+        holder = json.loads(path.read_bytes())
         return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"

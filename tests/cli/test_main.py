@@ -98,10 +98,14 @@ def test_trains_draws_and_goes_on(project, capsys):
     assert "would run it as plain softmax" in complaint(capsys, "export", newest, "hf", "--hf")
     assert not Path("hf").exists()
     for model in (str(run), "exported"):  # the run's newest checkpoint, and a folder of its own
-        assert main(["generate", model, "--prompt", "number 7", "--tokens", "8", "--device", "cpu"]) == 0
+        assert (
+            main(["generate", model, "--prompt", "number 7", "--max_new_tokens", "8", "--device", "cpu"]) == 0
+        )
     texts = capsys.readouterr().out
     assert texts.startswith("number 7") and texts[: len(texts) // 2] == texts[len(texts) // 2 :]
-    assert main(["generate", str(run), "--tokens", "8", "--device", "cpu", "--dtype", "bfloat16"]) == 0
+    assert (
+        main(["generate", str(run), "--max_new_tokens", "8", "--device", "cpu", "--dtype", "bfloat16"]) == 0
+    )
     assert capsys.readouterr().out.strip()
     Path("corpus.jsonl").rename("moved.jsonl")
     cpu = ["--step", "4", "--device", "cpu"]
@@ -119,6 +123,11 @@ def test_trains_draws_and_goes_on(project, capsys):
     ("argv", "line"),
     [
         (["trian"], "unknown verb 'trian' (did you mean 'train'?)"),
+        (["eval", "--out", "runs"], "unknown key 'out': it is now called 'runs_dir'"),
+        (["eval", "--longest=4"], "unknown key 'longest': it is now called 'max_length_factor'"),
+        (["generate", "runs/x", "--tokens", "8"], "unknown key 'tokens': it is now called 'max_new_tokens'"),
+        (["bench", "--limit", "6"], "unknown key 'limit': it is now called 'max_round_seconds'"),
+        (["bench", "train", "--tokens", "64"], "unknown key 'tokens': it is now called 'tokens_per_step'"),
         (["train", "--config", "demmo"], "no recipe 'demmo' (did you mean 'demo'?)"),
         (["train", "--config", "tiny.yaml", "--train.max_stepz", "3"], "did you mean 'train.max_steps'?"),
         (["train", "--profile"], "unknown key 'profile' (did you mean '--train.profile true'?)"),

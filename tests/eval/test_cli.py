@@ -43,7 +43,16 @@ def test_suites_and_files(runs, eval_data, tmp_path, capsys):
     """`--suite` measures what it names and nothing else; `--save` leaves the tables as files."""
     words = " ".join(f"{word} stone water" for word in map(str, range(60)))
     (tmp_path / "t.jsonl").write_text("\n".join(json.dumps({"text": f"{i} {words}"}) for i in range(3)))
-    suite = ["--suite", "language", "--texts", "words=t.jsonl", "--longest", "1", "--save", "tables"]
+    suite = [
+        "--suite",
+        "language",
+        "--texts",
+        "words=t.jsonl",
+        "--max_length_factor",
+        "1",
+        "--save",
+        "tables",
+    ]
     arguments = ["--runs", "runs/demo-ours", "runs/demo-softmax", "--device", "cpu", *suite]
     assert main(["eval", *arguments]) == 0
     out = capsys.readouterr().out
@@ -64,7 +73,16 @@ def test_a_checkpoint_is_loaded_once_for_all_suites(runs, eval_data, tmp_path, m
     loaded, load_lm = [], harness.load_lm
     monkeypatch.setattr(harness, "load_lm", lambda *args: loaded.append(args[0].label) or load_lm(*args))
     argv = ["--runs", "runs/demo-ours", "runs/demo-gla", "--suite", "table2", "language", "--tasks", "piqa"]
-    texts = ["--texts", "words=t.jsonl", "--longest", "1", "--data", str(eval_data), "--device", "cpu"]
+    texts = [
+        "--texts",
+        "words=t.jsonl",
+        "--max_length_factor",
+        "1",
+        "--data",
+        str(eval_data),
+        "--device",
+        "cpu",
+    ]
     assert main(["eval", *argv, *texts]) == 0 and loaded == ["ours", "gla"]
 
 
@@ -83,7 +101,7 @@ def test_defaults_are_table_2(runs, eval_data, capsys):
     ("arguments", "message"),
     [
         (["--model", "dema"], "no run of dema with a checkpoint in runs: did you mean 'demo'?"),
-        (["--out", "nowhere"], "no run with a checkpoint in nowhere: train one first"),
+        (["--runs_dir", "nowhere"], "no run with a checkpoint in nowhere: train one first"),
         (["--runs", "runs/nope"], "no run at runs/nope"),
         (["--tasks", "piqa", "--num_fewshot", "5"], "piqa_train.jsonl"),
         (["--tasks", "arc_eazy"], "did you mean 'arc_easy'?"),
@@ -123,7 +141,16 @@ def test_what_cannot_be_scored_does_not_stop_the_rest(runs, eval_data, tmp_path,
     with (data / "piqa_valid.jsonl").open("a") as file:
         file.write('{"goal": "g", "sol1": "a", "sol2": "b", "label": 7}\n')
     (tmp_path / "t.jsonl").write_text(json.dumps({"text": "the sun warms stone " * 90}) + "\n")
-    suites = ["--suite", "table2", "language", "--texts", "words=t.jsonl", "gone=no.jsonl", "--longest", "1"]
+    suites = [
+        "--suite",
+        "table2",
+        "language",
+        "--texts",
+        "words=t.jsonl",
+        "gone=no.jsonl",
+        "--max_length_factor",
+        "1",
+    ]
     argv = ["--tasks", "piqa", "arc_easy", "--data", str(data), *suites, "--device", "cpu"]
     assert main(["eval", "--runs", "runs/demo-ours", "runs/demo-gla", *argv]) == 2
     out, err = capsys.readouterr()

@@ -37,7 +37,9 @@ def test_a_benchmark_with_other_prompts(change, why):
         marked = [row[1] for row in tables[name].rows if row[column].endswith("†")]
         assert marked == (["ours, step 4"] if why else [])
         notes = [note for note in tables[name].notes if note.startswith("†")]
-        assert notes == ([f"† asked otherwise than most of the column: PIQA of ours ({why})."] if why else [])
+        assert notes == (
+            [f"† not comparable with the rest of the column: PIQA of ours ({why})."] if why else []
+        )
     less = {row[0]: row[tables["Paired"].head.index("PIQA")] for row in tables["Paired"].rows}
     cut = "cut_prompts" in change and change["cut_prompts"] > 0
     assert less["ours"].endswith("†") == cut if "ours" in less else "prompts" in change
@@ -93,5 +95,5 @@ def test_a_suite_with_other_prompts(entry, change, column, why):
         cells = {row[0]: row[table.head.index(column)] for row in table.rows}
         assert [name for name, cell in cells.items() if cell.endswith("†")] == marked
         heading = column if entry["task"] == "hellaswag" else "novels"
-        said = f"† asked otherwise than most of the column: {heading} of ours ({why})."
+        said = f"† not comparable with the rest of the column: {heading} of ours ({why})."
         assert (said in table.notes) == bool(marked)

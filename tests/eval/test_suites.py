@@ -166,7 +166,7 @@ def test_what_a_run_gets(tmp_path, tokenizer, texts, capsys):
     """Both suites on a run's checkpoint, kept, not measured again, and in tables and a figure."""
     for attention in ("ours", "softmax"):
         write_run(tmp_path, f"demo-{attention}", attention, tokenizer)
-    lines, options = [], {"longest": 2, "device": "cpu", "devices": 2}
+    lines, options = [], {"max_length_factor": 2, "device": "cpu", "devices": 2}
     found = find_checkpoints(tmp_path)
     results = [evaluate_texts(c, ["language", "recall"], texts, log=lines.append, **options) for c in found]
     assert results[0]["scores"].keys() == {"bits_per_byte (stories)", "loss_by_position (stories)"}
@@ -239,7 +239,7 @@ def test_one_load_serves_all_measures(tmp_path, tokenizer, texts, eval_data, mon
         hashed.clear()
         models.clear()
         evaluate(checkpoint, ["piqa", "arc_easy"], data=eval_data, **options, **shared)
-        found = evaluate_texts(checkpoint, suites, texts, longest=2, **options, **shared)["scores"]
+        found = evaluate_texts(checkpoint, suites, texts, max_length_factor=2, **options, **shared)["scores"]
         kept = ("metrics", "correct", "per_document", "max_length", "prompts", "dtype")
         return {key: [entry.get(name) for name in kept] for key, entry in found.items()}
 

@@ -1,6 +1,8 @@
 """Guards what a study's file may say: a mistake is one line, before anything is trained."""
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,8 @@ import yaml
 from lingpt.cli.main import main
 from lingpt.common.errors import UserError
 from lingpt.configs import recipe_path
-from lingpt.study import read_study, studies
+from lingpt.study import find_study, read_study, studies
+from lingpt.study.config import with_started_runs
 from lingpt.study.runs import rate_runs, study_runs
 from lingpt.tests.study.tiny import TINY, write
 
@@ -28,13 +31,13 @@ from lingpt.tests.study.tiny import TINY, write
         ({"attentions": ["softmx"]}, "unknown attention 'softmx'"),
         ({"options": {"train.warm_up": 3}}, "softmax: unknown key 'train.warm_up' (did you mean"),
         ({"options": {"data.seq_len": None}}, "softmax: data.seq_len is None; it must be a whole number"),
-        ({"rate_tokens": 0}, "`rates` need `rate_tokens`"),
-        ({"stopped_halfway": "gla"}, "which is no row of it"),
-        ({"against": ["gla"]}, "against names 'gla', which is no row of it"),
+        ({"rate_tokens": 0}, "`learning_rates` need `rate_tokens`"),
+        ({"interrupted_row": "gla"}, "which is no row of it"),
+        ({"baselines": ["gla"]}, "baselines names 'gla', which is no row of it"),
         ({"runs_per_device": 0}, "runs_per_device is 0"),
         ({"runs_per_device": 2, "devices_per_run": None}, "is for runs on one card each"),
         ({"devices_per_run": 0}, "devices_per_run is 0; it must be at least 1"),
-        ({"rate_tokens": None}, "`rates` need `rate_tokens`"),
+        ({"rate_tokens": None}, "`learning_rates` need `rate_tokens`"),
         ({"name": None}, "`name` has no value: give it a word, or leave it out"),
         ({"recipe": None}, "does not say `recipe`"),
         ({"tokens": None}, "does not say `tokens`"),
@@ -58,16 +61,16 @@ def test_mistakes_in_the_file(here, capsys, change, message):
     [
         ({"suites": "language"}, "`suites` is 'language'; it must be a list"),
         ({"suites": ["langauge"]}, "did you mean 'language'"),
-        ({"rates": 1e-3}, "`rates` is 0.001; it must be a list"),
-        ({"rates": ["fast"]}, "`rates` has 'fast'"),
+        ({"learning_rates": 1e-3}, "`learning_rates` is 0.001; it must be a list"),
+        ({"learning_rates": ["fast"]}, "`learning_rates` has 'fast'"),
         ({"rate_tokens": "many"}, "`rate_tokens` is 'many'; it must be a whole number"),
         ({"options": 3}, "`options` is 3; it must be `key: value`"),
         ({"options": {"train.seed": 3}}, "leave out train.seed"),
         ({"attentions": {"ours": {"train.max_steps": 3}}}, "leave out train.max_steps"),
-        ({"against": "softmax"}, "`against` is 'softmax'; it must be a list"),
+        ({"baselines": "softmax"}, "`baselines` is 'softmax'; it must be a list"),
         ({"limit": -1}, "limit is -1; it must be at least 1"),
         ({"seeds": None}, "seeds is None; it must be at least 1"),
-        ({"longest": "x"}, "`longest` is 'x'"),
+        ({"max_length_factor": "x"}, "`max_length_factor` is 'x'"),
         ({"recipe": 5}, "`recipe` is 5"),
         ({"mqar": 3}, "`mqar` is 3; it must be `key: value`"),
         ({"mqar": {"step": 3}}, "the study's `mqar`: unknown key 'step' (did you mean 'steps'?)"),
@@ -95,10 +98,26 @@ def test_a_mistake_in_the_file_is_refused_before_anything_is_trained(here, chang
 
 
 def test_a_key_without_a_value_is_none(here):
-    """Guards: `rates:` with nothing behind it was a traceback."""
-    write(TINY | {"rates": None, "options": None, "suites": None, "rate_tokens": None})
+    """Guards: `learning_rates:` with nothing behind it was a traceback."""
+    write(TINY | {"learning_rates": None, "options": None, "suites": None, "rate_tokens": None})
     study = read_study(Path("study-tiny.yaml"))
-    assert (study.rates, study.options, study.suites, study.rate_tokens) == ((), {}, ("table2",), 0)
+    assert (study.learning_rates, study.options, study.suites, study.rate_tokens) == ((), {}, ("table2",), 0)
+
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.rglob("study.json")), ids=lambda path: path.parent.name)
+def test_a_published_study_is_read(path, tmp_path):
+    """Guards: keys that have other names since. As a study's file, and as that of a folder to go on with."""
+    found, published = find_study(str(path)), json.loads(path.read_text())
+    study = read_study(found)
+    assert list(study.baselines) == published["against"] and study.max_length_factor == published["longest"]
+    assert list(study.learning_rates) == published["rates"]
+    shutil.copy(path, tmp_path)
+    assert with_started_runs(study, tmp_path) == study
+    with pytest.raises(UserError, match="another `learning_rates`"):
+        with_started_runs(replace(study, learning_rates=(7.0,)), tmp_path)
 
 
 def test_a_study_that_is_no_study(tmp_path):
@@ -149,4 +168,4 @@ def test_the_studies_that_ship(name, tmp_path):
     if name == "study-pythia-160m":
         assert first.data.seq_len == 2048 and study.tokens >= 250e6 and study.seeds == 2
         five = {"softmax", "gla", "ours", "ours-decay", "ours-gated"}
-        assert five <= set(study.attentions) and len(study.rates) == 3
+        assert five <= set(study.attentions) and len(study.learning_rates) == 3

@@ -17,7 +17,7 @@ def test_what_goes_wrong_is_named_and_the_rest_is_shown(here, capsys):
     """A run missing, unfinished, diverged, of another attention; scores damaged: a line each, on the page and
     on the terminal."""
     rows = ["softmax", "ours", "gla", "ours-decay", "ours-gated"]
-    write(TINY | {"rates": [], "seeds": 1, "attentions": rows})
+    write(TINY | {"learning_rates": [], "seeds": 1, "attentions": rows})
     folder = Path("runs/study-tiny")
     fake_run("softmax-seed0")
     fake_run("ours-seed0", steps=3)
@@ -43,7 +43,7 @@ def test_what_goes_wrong_is_named_and_the_rest_is_shown(here, capsys):
 
 def test_the_page_says_how_often_the_text_is_read(here):
     """Guards: four passes over a small corpus that looked like as much text."""
-    write(TINY | {"rates": [], "seeds": 1, "suites": [], "attentions": ["softmax"]})
+    write(TINY | {"learning_rates": [], "seeds": 1, "suites": [], "attentions": ["softmax"]})
     fake_run("softmax-seed0")
     record = {"hardware": {"name": "CPU", "precision": "32-true"}, "data": {"train": {"tokens": 150}}}
     Path("runs/study-tiny/softmax-seed0/environment.json").write_text(json.dumps(record))
@@ -56,7 +56,7 @@ def test_the_page_says_how_often_the_text_is_read(here):
 def test_runs_that_were_not_made_alike_are_said(here, second):
     """Guards: times of one card beside the speed of two, or of eight; the first run's card and versions for
     all; a page that fell over a record that does not say them."""
-    write(TINY | {"rates": [], "seeds": 2, "suites": [], "attentions": ["softmax", "ours"]})
+    write(TINY | {"learning_rates": [], "seeds": 2, "suites": [], "attentions": ["softmax", "ours"]})
     hardware = [{"name": "NVIDIA H200"}, second]
     for seed, card in enumerate(hardware):
         for row in ("softmax", "ours"):
@@ -94,7 +94,7 @@ def test_runs_that_were_not_made_alike_are_said(here, second):
 )
 def test_an_odd_record_is_named_and_the_rest_is_shown(here, record, wrong):
     """Guards: one value of another type in an environment.json was a traceback instead of a page."""
-    write(TINY | {"rates": [], "seeds": 1, "suites": [], "attentions": ["softmax"]})
+    write(TINY | {"learning_rates": [], "seeds": 1, "suites": [], "attentions": ["softmax"]})
     fake_run("softmax-seed0")
     Path("runs/study-tiny/softmax-seed0/environment.json").write_text(json.dumps(record))
     assert main([*COMMAND, "--stages", "page"]) == 0
@@ -107,7 +107,7 @@ def test_an_odd_record_is_named_and_the_rest_is_shown(here, record, wrong):
 
 def test_a_reading_that_is_no_utf8_is_one_line(here, capsys):
     """Guards: a traceback at the end of a study, when its page is written or copied."""
-    write(TINY | {"rates": [], "seeds": 1, "suites": [], "attentions": ["softmax"]})
+    write(TINY | {"learning_rates": [], "seeds": 1, "suites": [], "attentions": ["softmax"]})
     fake_run("softmax-seed0")
     Path("runs/study-tiny/reading.md").write_bytes("größer".encode("latin-1"))
     record = {"command": ["--data.source=/data/wiki.jsonl"]}  # a path, which the copy has otherwise
@@ -120,7 +120,7 @@ def test_a_reading_that_is_no_utf8_is_one_line(here, capsys):
 
 def test_seeds_of_different_data_are_said_to_be(here):
     """Guards: two runs on cards of one name `ran on different cards`, where the text had changed."""
-    write(TINY | {"rates": [], "seeds": 2, "suites": [], "attentions": ["softmax"]})
+    write(TINY | {"learning_rates": [], "seeds": 2, "suites": [], "attentions": ["softmax"]})
     for seed in range(2):
         fake_run(f"softmax-seed{seed}")
         record = {"hardware": {"name": "NVIDIA H200"}, "data": {"fingerprint": f"1f{seed}"}}
@@ -132,7 +132,7 @@ def test_seeds_of_different_data_are_said_to_be(here):
 
 def test_rates_that_were_not_tried_are_not_claimed(here):
     """Guards: "the best of 0.001, 0.003" on the page of a study whose stage `rates` was left out."""
-    write(TINY | {"rates": [1e-3, 3e-3], "seeds": 1, "suites": [], "attentions": ["softmax"]})
+    write(TINY | {"learning_rates": [1e-3, 3e-3], "seeds": 1, "suites": [], "attentions": ["softmax"]})
     fake_run("softmax-seed0")
     page = ["study", "--config", "study-tiny.yaml", "--stages", "page"]
     assert main(page) == 0
@@ -149,7 +149,7 @@ def test_a_run_that_is_not_scored_is_named(here):
     """Guards: a damaged checkpoint, say, and the run vanished from the scores without a line. The page also
     says what else than the attention its rows set."""
     rows = {"softmax": {}, "wide": {"model.attention": "softmax", "model.intermediate_size": 96}}
-    write(TINY | {"rates": [], "seeds": 1, "attentions": rows})
+    write(TINY | {"learning_rates": [], "seeds": 1, "attentions": rows})
     fake_run("softmax-seed0")
     assert main(["study", "--config", "study-tiny.yaml", "--stages", "page"]) == 0
     page = Path("runs/study-tiny/README.md").read_text()
@@ -159,7 +159,7 @@ def test_a_run_that_is_not_scored_is_named(here):
 
 def test_scores_that_come_later_are_no_trouble(here, monkeypatch):
     """Guards: `--stages runs page` that named each run for the scores that nobody had asked for."""
-    write(TINY | {"rates": [], "seeds": 1, "attentions": ["softmax"]})
+    write(TINY | {"learning_rates": [], "seeds": 1, "attentions": ["softmax"]})
     fake_run("softmax-seed0")
     file = Path("runs/study-tiny/README.md")
     monkeypatch.setattr(StudyRun, "has_weights", lambda run: True)
@@ -170,7 +170,7 @@ def test_scores_that_come_later_are_no_trouble(here, monkeypatch):
 
 def test_what_a_loss_at_equal_time_is_a_loss_of(here):
     """Guards: a loss before the end of a schedule beside one at the end, as if the two were alike."""
-    write(TINY | {"rates": [], "seeds": 1, "suites": [], "attentions": ["softmax", "ours"]})
+    write(TINY | {"learning_rates": [], "seeds": 1, "suites": [], "attentions": ["softmax", "ours"]})
     for name in ("softmax-seed0", "ours-seed0"):
         fake_run(name)
     page, said = Path("runs/study-tiny/README.md"), "the fastest row is at the end of its schedule"
@@ -184,7 +184,7 @@ def test_what_a_loss_at_equal_time_is_a_loss_of(here):
 
 def test_a_row_whose_first_validation_is_too_late_has_no_loss_at_equal_time(here):
     """Guards: the loss of a later time stood there as that at equal time."""
-    write(TINY | {"rates": [], "seeds": 1, "suites": [], "attentions": ["softmax", "ours"]})
+    write(TINY | {"learning_rates": [], "seeds": 1, "suites": [], "attentions": ["softmax", "ours"]})
     for name in ("softmax-seed0", "ours-seed0"):
         fake_run(name)
     metrics = Path("runs/study-tiny/ours-seed0/metrics.jsonl")
@@ -231,7 +231,13 @@ def test_a_row_whose_first_validation_is_too_late_has_no_loss_at_equal_time(here
 def test_an_odd_result_file_is_named_and_the_rest_is_shown(here, content):
     """Guards: a file of another version, hand-edited or cut short was a traceback instead of a page."""
     write(
-        TINY | {"rates": [], "seeds": 1, "suites": ["table2", "language"], "attentions": ["softmax", "ours"]}
+        TINY
+        | {
+            "learning_rates": [],
+            "seeds": 1,
+            "suites": ["table2", "language"],
+            "attentions": ["softmax", "ours"],
+        }
     )
     good = {"task": "piqa", "num_fewshot": 0, "documents": 8, "complete": True, "prompts": "p"}
     good |= {"metrics": {"acc": 0.5, "acc_stderr": 0.1}, "correct": {"acc": "AA=="}}
@@ -250,12 +256,21 @@ def test_an_odd_result_file_is_named_and_the_rest_is_shown(here, content):
     assert "softmax-seed0, step 4" in page and "50.00 ± 10.00" in page and "ours-seed0, step 4" not in page
 
 
-@pytest.mark.parametrize("against", ["softmax", "high"])
-def test_all_tables_compare_with_one_softmax(here, against):
+@pytest.mark.parametrize("baseline", ["softmax", "high"])
+def test_all_tables_compare_with_one_softmax(here, baseline):
     """Guards: losses less those of one softmax row, and scores less those of another, of another rate."""
     high = {"model.attention": "softmax", "train.learning_rate": 4e-3}
     rows = {"softmax": {}, "ours": {}, "high": high}
-    write(TINY | {"rates": [], "seeds": 1, "attentions": rows, "suites": ["table2"], "against": [against]})
+    write(
+        TINY
+        | {
+            "learning_rates": [],
+            "seeds": 1,
+            "attentions": rows,
+            "suites": ["table2"],
+            "baselines": [baseline],
+        }
+    )
     for row in rows:
         changes = {"learning_rate": 4e-3} if row == "high" else {}
         fake_run(f"{row}-seed0", rows[row].get("model.attention"), **changes)
@@ -266,18 +281,18 @@ def test_all_tables_compare_with_one_softmax(here, against):
         write_json(file, {"checkpoint": about, "scores": {"piqa (0-shot)": entry}})
     assert main([*COMMAND, "--stages", "page"]) == 0
     page = Path("runs/study-tiny/README.md").read_text()
-    other = {"softmax": "high", "high": "softmax"}[against]
-    assert f"less {against}'s" in page
+    other = {"softmax": "high", "high": "softmax"}[baseline]
+    assert f"less {baseline}'s" in page
     compared = re.search("^Compared with (.*)-seed0, step 4: (.*)\\.$", page, re.M)
-    assert compared[1] == against and set(compared[2].split(", ")) == {"ours-seed0", f"{other}-seed0"}
-    assert f"× {against}'s time" in page
+    assert compared[1] == baseline and set(compared[2].split(", ")) == {"ours-seed0", f"{other}-seed0"}
+    assert f"× {baseline}'s time" in page
 
 
 def test_rows_that_are_trained_alike_are_two_rows(here):
     """Guards: a page that ended in a traceback where two rows differ in what they save alone, or where a
     line of a run has no speed."""
     rows = {"softmax": {}, "again": {"model.attention": "softmax", "train.save_interval": 7}}
-    write(TINY | {"rates": [], "seeds": 1, "suites": [], "attentions": rows})
+    write(TINY | {"learning_rates": [], "seeds": 1, "suites": [], "attentions": rows})
     for name in ("softmax-seed0", "again-seed0"):
         fake_run(name)
     metrics = Path("runs/study-tiny/again-seed0/metrics.jsonl")
@@ -291,9 +306,14 @@ def test_rows_are_compared_over_their_seeds(here, pictures):
     """Mean, standard deviation, the difference to the named rows and its standard error; shared cards have no
     speed, and what is not drawn is in the table all the same.
     """
-    rows, keys = ["gla", "ours", "softmax"], {"against": ["softmax", "gla"], "drawn": ["gla", "ours"]}
+    rows, keys = (
+        ["gla", "ours", "softmax"],
+        {"baselines": ["softmax", "gla"], "plotted_rows": ["gla", "ours"]},
+    )
     write(
-        TINY | {"rates": [], "seeds": 3, "attentions": rows, "runs_per_device": 2, "row_by_row": True} | keys
+        TINY
+        | {"learning_rates": [], "seeds": 3, "attentions": rows, "runs_per_device": 2, "row_by_row": True}
+        | keys
     )
     folder = Path("runs/study-tiny")
     for row, losses in {"softmax": (4.0, 4.1, 4.2), "gla": (3.9, 3.9, 4.2), "ours": (5.0, 5.0)}.items():

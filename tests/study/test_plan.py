@@ -12,7 +12,14 @@ from lingpt.configs import recipe_path
 from lingpt.eval.mqar import Trial
 from lingpt.study import plan, read_study
 from lingpt.study.jobs import Slot, gpu_slots
-from lingpt.study.plan import H200_FLOPS, _mqar_seconds, host_seconds, scored_tokens, wall_seconds
+from lingpt.study.plan import (
+    H200_FLOPS,
+    _mqar_seconds,
+    _seconds,
+    host_seconds,
+    scored_tokens,
+    wall_seconds,
+)
 from lingpt.tests.study.tiny import COMMAND, TINY, fake_run, write
 
 
@@ -32,7 +39,7 @@ def test_the_plan_is_of_the_stages_that_are_asked_for(here, capsys, stages):
 def test_the_plan_counts_what_is_left_of_mqar(here, capsys):
     """Guards: MQAR's hours were in no plan. What is trained is not counted."""
     tiny = {"attentions": ["softmax"], "rates": [0.001, 0.01], "widths": [64], "pairs": [4], "steps": 2000}
-    write(TINY | {"rates": [], "suites": [], "mqar": tiny})
+    write(TINY | {"learning_rates": [], "suites": [], "mqar": tiny})
     command = ["study", "--config", "study-tiny.yaml", "--dry_run", "true"]
 
     def minutes():
@@ -60,7 +67,7 @@ def test_the_plan_counts_what_is_left_of_mqar(here, capsys):
 def test_the_plan_counts_what_is_left_of_the_training(here, capsys, monkeypatch):
     """Guards: all of a row's short runs as left where one was; and card hours "in all" that had what is
     trained and not what is scored."""
-    write(TINY | {"rates": [1e-3, 3e-3], "rate_tokens": 512, "seeds": 1, "attentions": ["softmax"]})
+    write(TINY | {"learning_rates": [1e-3, 3e-3], "rate_tokens": 512, "seeds": 1, "attentions": ["softmax"]})
     monkeypatch.setattr(plan, "CPU_CORE_FLOPS", 1e6)
     monkeypatch.setattr(plan, "H200_FLOPS", 1e6)
 
@@ -104,7 +111,7 @@ def test_the_plan_has_the_disk_that_the_rates_take(here, capsys):
     """Guards: the short runs' checkpoints, all of which are there until the last is over, were forgotten."""
 
     def disk(rates, *more):
-        write(TINY | {"rates": rates, "seeds": 1, "attentions": ["softmax"]})
+        write(TINY | {"learning_rates": rates, "seeds": 1, "attentions": ["softmax"]})
         assert main([*COMMAND, "--dry_run", "true", *more]) == 0
         return float(re.search(r"^disk +([\d.]+) MB", capsys.readouterr().out, re.M)[1])
 
@@ -137,5 +144,17 @@ def test_mqars_time_on_a_card_is_what_was_measured():
     found = json.loads(measured.read_text())["results"]
     names = [field.name for field in fields(Trial)]
     trials = [Trial(**{n: r[n] for n in names if n in r} | {"steps": r["trained_steps"]}) for r in found]
-    planned = _mqar_seconds(trials, [Slot("GPU 0", (0,))])
+    planned = sum(_mqar_seconds(trials, on_gpu=True))
     assert planned == pytest.approx(sum(r["seconds"] for r in found) / 8, rel=0.5)
+
+
+def test_mqar_is_not_sooner_done_for_cards_that_it_has_not():
+    """Guards: one trial on eight cards was to take an eighth of one card's time."""
+    trial = Trial("softmax", 64, 4, 1e-3, steps=2000)
+
+    def seconds(count, cards):
+        left = {"rates": [], "runs": [], "scores": []}
+        return _seconds(left, 0.0, 1, [trial] * count, gpu_slots(cards, 1), H200_FLOPS)["mqar"]
+
+    assert seconds(1, 8) == seconds(1, 1) == seconds(8, 8) > 0
+    assert seconds(64, 8) == pytest.approx(seconds(8, 1)) == pytest.approx(8 * seconds(1, 1))

@@ -28,7 +28,7 @@ def absolute(tmp_path, **changes):
         "data.cache_dir": str(tmp_path / "cache"),
     }
     texts = {"words": str(tmp_path / "held-out.jsonl")}
-    return TINY | {"rates": [], "seeds": 1, "options": options, "texts": texts, **changes}
+    return TINY | {"learning_rates": [], "seeds": 1, "options": options, "texts": texts, **changes}
 
 
 def test_a_published_study_has_no_absolute_path(here, tmp_path, monkeypatch):
@@ -44,6 +44,7 @@ def test_a_published_study_has_no_absolute_path(here, tmp_path, monkeypatch):
     config.write_text(config.read_text().replace("train.jsonl", "other.jsonl"))
     assert main([*COMMAND, *out, "--stages", "page", "--publish", "copy/study-tiny"]) == 0
     copy = Path("copy/study-tiny")
+    assert not (copy / ".lock").exists()
     assert paths_in(tmp_path / "runs", str(tmp_path)) and not paths_in(copy, str(tmp_path))
     study = json.loads((copy / "study.json").read_text())
     assert (study["options"]["data.source"], study["texts"]) == ("train.jsonl", {"words": "held-out.jsonl"})
@@ -83,7 +84,7 @@ def test_scores_are_published_as_they_are(tmp_path):
 def test_a_page_of_another_kind_is_not_overwritten(here, capsys):
     """Guards: `--publish docs/results/study` took the place of the index there. It is refused before anything
     is trained; the page that an earlier start has published is replaced."""
-    write(TINY | {"rates": [], "seeds": 1, "suites": [], "attentions": ["softmax"]})
+    write(TINY | {"learning_rates": [], "seeds": 1, "suites": [], "attentions": ["softmax"]})
     fake_run("softmax-seed0")
     index = Path("docs/README.md")
     index.parent.mkdir()

@@ -16,7 +16,7 @@ from lingpt.tests.study.tiny import COMMAND, TINY, fake_run, write
 def test_the_best_rate_is_chosen(here):
     """By the loss at the end, when all of a row's runs are over; one that diverged counts for nothing.
     Guards: the best of those that were left, where others had failed."""
-    write(TINY | {"rates": [1e-3, 3e-3, 1e-2], "attentions": ["softmax", "gla"], "rate_tokens": 512})
+    write(TINY | {"learning_rates": [1e-3, 3e-3, 1e-2], "attentions": ["softmax", "gla"], "rate_tokens": 512})
     study, folder = read_study(Path("study-tiny.yaml")), Path("runs")
     tried = rate_runs(study, folder, None)
     assert chosen_rates(tried) == {}
@@ -36,7 +36,7 @@ def test_the_best_rate_is_chosen(here):
 def test_a_rate_without_a_dot_is_a_number(here):
     """Guards: `train.learning_rate: 1e-3`, a word to YAML, was a traceback in a study that has rates, and the
     runs that had begun with it were taken for those of another study."""
-    write(TINY | {"rates": [2e-3], "seeds": 1, "attentions": ["softmax"]})
+    write(TINY | {"learning_rates": [2e-3], "seeds": 1, "attentions": ["softmax"]})
     text = Path("study-tiny.yaml").read_text()
     both = "options:\n  train.learning_rate: 1e-3\n  train.min_learning_rate: 1e-4\n"
     Path("study-tiny.yaml").write_text(text.replace("options:\n", both))
@@ -50,7 +50,9 @@ def test_a_rate_without_a_dot_is_a_number(here):
 
 def test_runs_keep_the_rate_that_they_were_begun_with(here):
     """A short run that ends later and chooses another rate changes neither the runs nor what is printed."""
-    write(TINY | {"rates": [1e-3, 3e-3], "suites": [], "attentions": ["softmax"], "rate_tokens": 512})
+    write(
+        TINY | {"learning_rates": [1e-3, 3e-3], "suites": [], "attentions": ["softmax"], "rate_tokens": 512}
+    )
     fake_run("softmax-rate0.001")
     fake_run("softmax-seed0", learning_rate=1e-3, min_learning_rate=1e-3 * (3e-4 / 3e-3))
     fake_run("softmax-rate0.003")
@@ -67,14 +69,14 @@ def test_a_run_that_was_trained_otherwise_is_named(here, capsys):
     """A row whose options changed, a run of another rate or length: in no table, not trained over, and named
     with the mend; more seeds and more rows are no change.
     """
-    write(TINY | {"rates": [], "seeds": 1, "suites": [], "attentions": ["softmax", "gla"]})
+    write(TINY | {"learning_rates": [], "seeds": 1, "suites": [], "attentions": ["softmax", "gla"]})
     fake_run("softmax-seed0")
     fake_run("gla-seed0", max_tokens=1024)
     assert main([*COMMAND, "--stages", "page"]) == 0
     page = Path("runs/study-tiny/README.md")
     assert "gla-seed0 was trained otherwise than the study now says (steps: 8 → 4): give" in page.read_text()
     wider = {"softmax": {"model.intermediate_size": 128}, "gla": {}, "ours": {}}
-    write(TINY | {"rates": [], "seeds": 2, "suites": [], "attentions": wider})
+    write(TINY | {"learning_rates": [], "seeds": 2, "suites": [], "attentions": wider})
     assert main([*COMMAND, "--stages", "data", "runs", "page"]) == 2
     assert here == ["data", "ours-seed0", "softmax-seed1", "gla-seed1", "ours-seed1"]
     assert "2 failed" in capsys.readouterr().err
@@ -88,7 +90,7 @@ def test_a_run_that_was_trained_otherwise_is_named(here, capsys):
 def test_a_study_goes_on_where_its_data_has_moved(here, capsys):
     """The same text and tokenizer at another place are the same data, by the hashes in a run's record; other
     text at that place is not, and the run trained on the old is named."""
-    write(TINY | {"rates": [], "seeds": 1, "suites": []})
+    write(TINY | {"learning_rates": [], "seeds": 1, "suites": []})
     only = ["--stages", "data", "runs", "page", "--attentions"]
     assert main([*COMMAND, *only, "softmax"]) == 0
     Path("moved").mkdir()

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from threading import Event, Thread, current_thread
 
 import pytest
 import yaml
@@ -55,7 +56,7 @@ def test_a_study_from_the_plan_to_the_page(here, tmp_path, capsys, pictures):
 
 def test_a_study_from_a_notebook(here, capsys):
     """Guards: a study that only the command could start. A call plans it, runs it, goes on and refuses."""
-    study = read_study(find_study("study-tiny.yaml"), {"rates": [], "seeds": 1, "suites": []})
+    study = read_study(find_study("study-tiny.yaml"), {"learning_rates": [], "seeds": 1, "suites": []})
     folder = run_study(study, "out", dry_run=True)
     assert folder == Path("out/study-tiny") and not folder.exists() and not here
     assert "2 rows, 1 seed, 512 tokens each" in capsys.readouterr().out
@@ -80,7 +81,7 @@ def test_a_notebook_may_change_the_recipe_between_two_calls(here, capsys):
     for batch in (4, 8):
         write({"model": {"attention": "ours"}, "train": {"global_batch_size": batch}}, "own.yaml")
         options = {key: TINY["options"][key] for key in TINY["options"] if "batch_size" not in key}
-        write(TINY | {"recipe": "own.yaml", "rates": [], "options": options})
+        write(TINY | {"recipe": "own.yaml", "learning_rates": [], "options": options})
         run_study(read_study(Path("study-tiny.yaml")), dry_run=True)
         plans.append(capsys.readouterr().out)
     assert "4 × 128" in plans[0] and "2 × 256" in plans[1]
@@ -97,7 +98,7 @@ def test_a_notebook_may_change_the_recipe_between_two_calls(here, capsys):
 )
 def test_cards_share_the_questions_where_runs_are_fewer(here, monkeypatch, runs, gpus, gone, used):
     """Guards: one run on eight cards was scored by one of them, and seven waited."""
-    write(TINY | {"rates": [], "seeds": runs, "attentions": ["softmax"]})
+    write(TINY | {"learning_rates": [], "seeds": runs, "attentions": ["softmax"]})
     study, folder = read_study(Path("study-tiny.yaml")), Path("runs")
     monkeypatch.setattr(StudyRun, "has_result", lambda self: True)
     monkeypatch.setattr(StudyRun, "has_weights", lambda self: True)
@@ -115,7 +116,7 @@ def test_cards_share_the_questions_where_runs_are_fewer(here, monkeypatch, runs,
 
 def test_a_failure_is_named_at_the_end(here, monkeypatch, capsys):
     """The others are trained; the exit code and the last line say which was not."""
-    write(TINY | {"rates": [], "seeds": 1, "suites": []})
+    write(TINY | {"learning_rates": [], "seeds": 1, "suites": []})
     run_jobs = stages.run_jobs
 
     def sick(jobs, slots, deadline=None, report=print, given_up=None):
@@ -137,7 +138,7 @@ def test_a_failure_is_named_at_the_end(here, monkeypatch, capsys):
 def test_a_row_waits_until_its_rates_are_tried(here, monkeypatch, capsys, lost):
     """Guards: a row whose short runs had failed was trained, for good, at a rate that was not the best of all
     that were asked for, beside rows that had theirs. It is left out, named, and trained by the next start."""
-    write(TINY | {"rates": [1e-3, 3e-3], "seeds": 1, "suites": []})
+    write(TINY | {"learning_rates": [1e-3, 3e-3], "seeds": 1, "suites": []})
     run_jobs, gone = stages.run_jobs, {f"mixed-rate{rate}" for rate in lost}
 
     def sick(jobs, *args, **options):
@@ -165,7 +166,7 @@ def test_a_row_waits_until_its_rates_are_tried(here, monkeypatch, capsys, lost):
 def test_what_waits_for_a_rate(here, monkeypatch):
     """Who leaves the stage `rates` out of the whole study has the recipe's rate in all rows. Once a rate is
     tried, a row without all of its own waits; a run that has begun goes on."""
-    write(TINY | {"rates": [1e-3, 3e-3], "seeds": 1, "suites": [], "rate_tokens": 512})
+    write(TINY | {"learning_rates": [1e-3, 3e-3], "seeds": 1, "suites": [], "rate_tokens": 512})
     asked = []
     monkeypatch.setattr(stages, "run_jobs", lambda jobs, *_, **__: asked.append([j.name for j in jobs]) or [])
     runs = [*COMMAND, "--stages", "runs"]
@@ -183,7 +184,7 @@ def test_what_waits_for_a_rate(here, monkeypatch):
 
 
 def test_another_study_in_the_same_folder_is_refused(here, capsys):
-    write(TINY | {"rates": [], "seeds": 1, "suites": []})
+    write(TINY | {"learning_rates": [], "seeds": 1, "suites": []})
     command = ["study", "--config", "study-tiny.yaml", "--stages", "page"]
     assert main(command) == 0 and main([*command, "--seeds", "3"]) == 0
     assert main([*command, "--tokens", "1024"]) == 2
@@ -196,21 +197,21 @@ def test_another_study_in_the_same_folder_is_refused(here, capsys):
 
 def test_a_study_without_tasks_is_scored(here):
     """Guards: `tasks: []` ended, after all training, with a line on the arguments of a child."""
-    write(TINY | {"rates": [], "seeds": 1, "tasks": [], "attentions": ["softmax"]})
+    write(TINY | {"learning_rates": [], "seeds": 1, "tasks": [], "attentions": ["softmax"]})
     assert main(COMMAND) == 0 and here == ["data", "softmax-seed0", "scores"]
     assert "## Bits per byte" in Path("runs/study-tiny/README.md").read_text()
 
 
 def test_nothing_to_score_is_said(here, capsys):
     """Guards: `--stages scores` before any run is finished ended without a word."""
-    write(TINY | {"rates": []})
+    write(TINY | {"learning_rates": []})
     assert main([*COMMAND, "--stages", "scores"]) == 0 and not here
     assert "nothing to score: no run is finished" in capsys.readouterr().out
 
 
 def test_fewer_rows_and_seeds_leave_the_others_in_the_study(here):
     """What is asked for is trained; page, study.json and summary.json have all that the folder has."""
-    write(TINY | {"rates": [], "suites": [], "attentions": ["softmax", "gla", "ours"]})
+    write(TINY | {"learning_rates": [], "suites": [], "attentions": ["softmax", "gla", "ours"]})
     for name in ("softmax-seed0", "gla-seed0", "gla-seed1"):
         fake_run(name)
     assert main([*COMMAND, "--stages", "page"]) == 0
@@ -226,7 +227,7 @@ def test_fewer_rows_and_seeds_leave_the_others_in_the_study(here):
 def test_two_commands_in_one_folder_leave_a_page_with_the_rows_of_both(here, monkeypatch):
     """Guards: page and study.json had the rows of the command that ended last alone. Here the second begins
     when nothing of the first is trained yet, and ends before it."""
-    write(TINY | {"rates": [], "suites": [], "seeds": 1})
+    write(TINY | {"learning_rates": [], "suites": [], "seeds": 1})
     first, second = ([*COMMAND, "--attentions", row] for row in ("softmax", "mixed"))
     run_jobs = stages.run_jobs
 
@@ -242,11 +243,61 @@ def test_two_commands_in_one_folder_leave_a_page_with_the_rows_of_both(here, mon
     assert study["attentions"].keys() == {row["row"] for row in summary["rows"]} == {"softmax", "mixed"}
 
 
+def test_two_commands_that_write_at_once_leave_a_page_with_the_rows_of_both(here, monkeypatch):
+    """Guards: what the second wrote while the first was at its page was overwritten without its row."""
+    write(TINY | {"learning_rates": [], "suites": [], "seeds": 1})
+    for name in ("softmax-seed0", "mixed-seed0"):
+        fake_run(name)
+    study, write_page, second_writes = read_study(Path("study-tiny.yaml")), stages.write_page, Event()
+    first, second = (with_rows(study, [row]) for row in ("softmax", "mixed"))
+    other = Thread(target=run_study, args=[second], kwargs={"stages": ["page"]})
+
+    def with_the_other(*args, **options):
+        if current_thread() is other:
+            second_writes.set()
+        else:
+            other.start()
+            if second_writes.wait(2):
+                other.join()
+        return write_page(*args, **options)
+
+    monkeypatch.setattr(stages, "write_page", with_the_other)
+    run_study(first, stages=["page"])
+    other.join()
+    files = [Path("runs/study-tiny", name) for name in ("study.json", "summary.json")]
+    kept, summary = (json.loads(file.read_text()) for file in files)
+    assert kept["attentions"].keys() == {row["row"] for row in summary["rows"]} == {"softmax", "mixed"}
+
+
+def test_a_command_that_begins_drops_no_row_that_another_wrote_meanwhile(here, monkeypatch):
+    """Guards: study.json as it was read before the first checks, written after them."""
+    write(TINY | {"learning_rates": [], "suites": [], "seeds": 1})
+    for name in ("softmax-seed0", "mixed-seed0"):
+        fake_run(name)
+    study, check_inputs = read_study(Path("study-tiny.yaml")), stages._check_inputs
+    first, second = (with_rows(study, [row]) for row in ("softmax", "mixed"))
+
+    def with_the_other(*args):
+        monkeypatch.setattr(stages, "_check_inputs", check_inputs)
+        run_study(second, stages=["page"])
+
+    monkeypatch.setattr(stages, "_check_inputs", with_the_other)
+    run_study(first, stages=["page"])
+    rows = json.loads(Path("runs/study-tiny/summary.json").read_text())["rows"]
+    assert {row["row"] for row in rows} == {"softmax", "mixed"}
+
+
 def test_a_rate_that_diverged_is_a_result(here):
     """Its start is not tried again, its checkpoints go, and the study goes on without an error."""
     write(
         TINY
-        | {"rates": [1e-3, 3e-3], "suites": [], "attentions": ["softmax"], "rate_tokens": 512, "seeds": 1}
+        | {
+            "learning_rates": [1e-3, 3e-3],
+            "suites": [],
+            "attentions": ["softmax"],
+            "rate_tokens": 512,
+            "seeds": 1,
+        }
     )
     fake_run("softmax-rate0.001")
     end = {"kind": "diverged", "step": 2, "tokens": 256, "train_time": 2.0, "skipped": 10}
@@ -262,7 +313,7 @@ def test_a_rate_that_diverged_is_a_result(here):
 def test_a_run_that_diverged_is_a_result(here, monkeypatch):
     """Guards: every later start of the command ended with an error. It is named, not trained again, and the
     rest goes on; without its folder it is trained again."""
-    write(TINY | {"rates": [], "suites": [], "attentions": ["softmax", "gla"], "seeds": 1})
+    write(TINY | {"learning_rates": [], "suites": [], "attentions": ["softmax", "gla"], "seeds": 1})
     fake_run("softmax-seed0")
     end = {"kind": "diverged", "step": 2, "tokens": 256, "train_time": 2.0, "skipped": 10}
 

@@ -20,10 +20,10 @@ TINY = {
         "train.warmup_steps": 1, "train.eval_interval": 2, "train.eval_tokens": 128,
         "train.sample_tokens": 0, "train.accelerator": "cpu", "train.wandb": False,
     },
-    "rates": [3.0e-3],
+    "learning_rates": [3.0e-3],
     "rate_tokens": 256,
     "suites": ["language"],
-    "longest": 2,
+    "max_length_factor": 2,
     "texts": {"words": "held-out.jsonl"},
     "about": "A test.",
 }  # fmt: skip

@@ -17,7 +17,7 @@ from lingpt.train.bench_targets import targets_table
 from lingpt.train.environment import git_revision, package_hash
 from lingpt.train.memory_fit import memory_needed
 
-ON_A_CPU = {"tokens": 64, "accelerator": "cpu"}
+ON_A_CPU = {"tokens_per_step": 64, "accelerator": "cpu"}
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +77,7 @@ def test_a_benchmark_goes_on_where_it_stopped(tmp_path: Path):
     whole = bench_steps(["demo"], [32], ["ours", "identity"], micro_batch_tokens=32, **options)
     assert whole.rows[0] == kept and whole.rows[1].status == "ok" and whole.rows[1].micro_batch_size == 1
     with pytest.raises(UserError, match="has steps of 64 tokens"):
-        bench_steps(["demo"], [32], ["gla"], **options | {"tokens": 128})
+        bench_steps(["demo"], [32], ["gla"], **options | {"tokens_per_step": 128})
     assert whole.environment["source"] == package_hash() and whole.environment["git"] == git_revision()
     for key in ("card", "source"):
         Results(whole.environment | {key: "another"}, whole.rows).save(path)
@@ -210,7 +210,10 @@ def test_shapes_and_mistakes(tmp_path: Path, capsys):
     for options, line in (
         (["--models", "dmo"], "unknown model 'dmo': did you mean 'demo'?"),
         (["--attentions", "softmax-flsh"], "did you mean 'softmax-flash'?"),
-        (["--seq_lens", "48", "--tokens", "64"], "--tokens 64 is no multiple of the length 48"),
+        (
+            ["--seq_lens", "48", "--tokens_per_step", "64"],
+            "--tokens_per_step 64 is no multiple of the length 48",
+        ),
         (["--redraw", "--out", str(tmp_path)], "cannot read"),
         (["--accelerator", "gpu"], "--accelerator is auto, cpu or cuda, not 'gpu'"),
     ):

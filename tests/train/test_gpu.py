@@ -138,7 +138,7 @@ def test_softmax_trains_by_the_kernel_that_is_named(sdpa):
 def test_a_step_of_every_attention_is_timed():
     """By the kernel that is named, with the memory that it takes: of 1.3 M parameters 16 bytes, and more."""
     names = ["identity", "ours", "softmax-flash", "softmax-cudnn"]
-    results = bench_steps(["demo"], [256], names, tokens=2048, accelerator="cuda", rounds=2)
+    results = bench_steps(["demo"], [256], names, tokens_per_step=2048, accelerator="cuda", rounds=2)
     assert [(row.attention, row.status) for row in results.rows] == [(name, "ok") for name in names]
     assert [row.kernel for row in results.rows[2:]] == ["flash", "cudnn"]
     assert all(row.peak_memory > 20e6 and row.steps > 10 for row in results.rows)

@@ -1,6 +1,7 @@
 """Going on with a run: what is damaged in its folder is named and passed over; the rest is not touched."""
 
 import json
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -54,12 +55,15 @@ def test_a_damaged_config_before_the_first_checkpoint(make_recipe, capsys, monke
     assert "it is written again" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("content", ["", '{"a": 1', "[]", '{"earlier": 3}', "\0"])
+@pytest.mark.parametrize("content", ["", '{"a": 1', "[]", '{"earlier": 3}', '{"earlier": "long ago"}', "\0"])
 def test_a_damaged_environment_goes_on(make_recipe, capsys, content):
     folder = train(make_recipe(max_steps=3))
     (folder / "environment.json").write_text(content)
     train(make_recipe())
-    assert "step 3 of 6" in (out := capsys.readouterr().out) and "a new one is written" in out
+    assert "step 3 of 6" in (out := capsys.readouterr().out)
+    assert re.search(
+        r"^\S+/environment\.json (is damaged|holds no JSON object).*a new one is written$", out, re.M
+    )
     assert json.loads((folder / "environment.json").read_text())["versions"]
     assert (folder / "damaged-environment.json").read_text() == content
 
