@@ -40,8 +40,8 @@ def run(args: Namespace) -> None:
 
 def _specs() -> "list[tuple[KernelSpec, str]]":
     """(spec, architecture) of every kernel; UserError where there is no compiler."""
-    from lingpt.kernels.linear_attention.cuda.compile import compiler_version
     from lingpt.kernels.linear_attention.cuda.launch import specs
+    from lingpt.kernels.linear_attention.cuda.toolchain import compiler_version
 
     compiler_version()
     return [(spec, arch) for spec in specs() for arch in spec.architectures]
@@ -50,13 +50,14 @@ def _specs() -> "list[tuple[KernelSpec, str]]":
 def _here() -> str | None:
     import torch
 
-    from lingpt.kernels.linear_attention.cuda.compile import native_arch
+    from lingpt.kernels.linear_attention.cuda.toolchain import native_arch
 
     return native_arch() if torch.cuda.is_available() else None
 
 
 def _list(args: Namespace) -> None:
-    from lingpt.kernels.linear_attention.cuda.compile import cache_folder, source_hash
+    from lingpt.kernels.linear_attention.cuda.compile import cache_folder
+    from lingpt.kernels.linear_attention.cuda.source_hash import source_hash
 
     here, specs = _here(), _specs()
     print(f"kernels {source_hash()}, cache {cache_folder()}, this machine: {here or 'no CUDA device'}")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lingpt.common.errors import UserError
 from lingpt.common.install import install_command
-from lingpt.kernels.operator import Operator, Outputs
+from lingpt.kernels.custom_op import CustomOp, Outputs
 from lingpt.kernels.precision import reverse_running_sum, state_dtype, true_fp32
 
 CHUNK, SUBCHUNK = 64, 16
@@ -72,7 +72,7 @@ def gated_linear_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     backend = choose(backend, q)
     if backend == "chunkwise":
-        o, state = _attend(Call(q, k, v, log_gate, initial_state, scale))
+        o, state = _attend(GLACall(q, k, v, log_gate, initial_state, scale))
     else:
         form = {"reference": _reference, "recurrent": _recurrent, "fla": fla_attention}[backend]
         o, state = form(q, k, v, log_gate, initial_state, scale)
@@ -179,8 +179,8 @@ def fla_attention(q, k, v, log_gate, initial_state, scale):
 #   within a sub-chunk  exp(G_i − G_j) itself, one column at a time, so that memory stays O(N·Dk).
 
 
-class Call(NamedTuple):
-    """The arguments of the chunkwise form, checked (kernels/operator.py)."""
+class GLACall(NamedTuple):
+    """The arguments of the chunkwise form, checked (kernels/custom_op.py)."""
 
     q: Tensor
     k: Tensor
@@ -190,7 +190,7 @@ class Call(NamedTuple):
     scale: float
 
 
-def _forward(call: Call) -> Outputs:
+def _forward(call: GLACall) -> Outputs:
     with torch.no_grad(), true_fp32(call.q.device):
         Q, K, V, G = _chunks(call)
         before, final = _states(K, V, G, call.state)
@@ -198,7 +198,7 @@ def _forward(call: Call) -> Outputs:
         return _tokens(o, call.q.shape[1]).to(call.q.dtype).contiguous(), final
 
 
-def _backward(call: Call, _saved: Outputs, gradients: Outputs) -> Outputs:
+def _backward(call: GLACall, _saved: Outputs, gradients: Outputs) -> Outputs:
     do, dfinal = gradients
     with torch.no_grad(), true_fp32(call.q.device):
         N, (Q, K, V, G) = call.q.shape[1], _chunks(call)
@@ -223,7 +223,7 @@ def _backward(call: Call, _saved: Outputs, gradients: Outputs) -> Outputs:
         return *own, dinitial if call.state is not None else None
 
 
-def _chunks(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _chunks(call: GLACall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """scale·q, k and v in chunks, and G. Zeros (and gates of 1) fill up the last chunk."""
     dtype, N = state_dtype(call.q.dtype), call.q.shape[1]
     C = min(CHUNK, SUBCHUNK * max(1, -(-N // SUBCHUNK)))
@@ -306,7 +306,7 @@ def _scores_backward(dA: Tensor, Q: Tensor, K: Tensor, G: Tensor) -> tuple[Tenso
     return dQ, dK
 
 
-def _fake_forward(call: Call) -> Outputs:
+def _fake_forward(call: GLACall) -> Outputs:
     B, _, H, Dk = call.q.shape
     state = call.v.new_empty(B, H, Dk, call.v.shape[-1], dtype=state_dtype(call.q.dtype))
     return call.v.new_empty(call.v.shape), state
@@ -317,9 +317,9 @@ def _flops(shapes: Any) -> int:
     return gated_linear_attention_flops(B, N, H, Dk, Dv)
 
 
-_attend = Operator(
+_attend = CustomOp(
     "gated_linear_attention",
-    Call,
+    GLACall,
     forward=_forward,
     fake_forward=_fake_forward,
     backward=_backward,

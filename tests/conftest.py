@@ -100,7 +100,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @functools.cache
 def no_compiler() -> str | None:
     """Why there is no CUDA compiler; None where there is one."""
-    from lingpt.kernels.linear_attention.cuda.compile import compiler_version
+    from lingpt.kernels.linear_attention.cuda.toolchain import compiler_version
 
     try:
         compiler_version()

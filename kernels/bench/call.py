@@ -9,7 +9,7 @@ from lingpt.kernels.bench.implementations import Implementation
 from lingpt.kernels.bench.shapes import Shape
 
 
-class Call:
+class BenchCall:
     """The inputs, and the output and gradients of the last run."""
 
     def __init__(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lingpt.kernels.bench.call import Call
+from lingpt.kernels.bench.call import BenchCall
 from lingpt.kernels.bench.shapes import Shape
 
 # Rows of a softmax that its oracle computes: the last ones, whose keys' gradients they alone decide.
@@ -13,7 +13,7 @@ TAIL = 256
 ONE_SLICE = 65536  # tokens, from which on the oracle takes one slice, not four
 
 
-def relative_errors(call: Call) -> dict[str, float]:
+def relative_errors(call: BenchCall) -> dict[str, float]:
     """Relative RMS errors of o ("o") and of the gradients ("dq" …), on up to four (batch, head) slices, the
     outermost: a wrong offset shows in the last."""
     batches, heads = _outermost(call.shape)

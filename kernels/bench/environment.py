@@ -12,7 +12,7 @@ import torch
 
 from lingpt.common.errors import UserError
 from lingpt.common.install import installed_version
-from lingpt.kernels.linear_attention.cuda.compile import source_hash
+from lingpt.kernels.linear_attention.cuda.source_hash import source_hash
 
 PACKAGES = ("lingpt", "torch", "triton", "fla-core", "cuda-core", "cuda-bindings")
 CONTEXT_GIB = 1.5  # more than a process's own share outside of PyTorch's allocator

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from lingpt.kernels.bench.call import Call
+from lingpt.kernels.bench.call import BenchCall
 from lingpt.kernels.bench.clock import Clock
 from lingpt.kernels.bench.implementations import IMPLEMENTATIONS, Implementation
 from lingpt.kernels.bench.shapes import LONG, REFERENCE, Shape
@@ -27,7 +27,7 @@ class Graphs(NamedTuple):
         )
 
 
-def capture(call: Call, clock: Clock) -> Graphs:
+def capture(call: BenchCall, clock: Clock) -> Graphs:
     stream = torch.cuda.Stream(clock.device)
     stream.wait_stream(torch.cuda.current_stream(clock.device))
     with torch.cuda.stream(stream):

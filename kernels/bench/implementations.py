@@ -117,7 +117,7 @@ def _our_kernel(shape: Shape | None, dtype: torch.dtype, device: torch.device) -
 def _our_gated_kernel(normalize: bool) -> Need:
     def need(shape: Shape | None, dtype: torch.dtype, device: torch.device) -> str | None:
         x = torch.empty(1, 1, 1, shape.D if shape else 128, dtype=dtype, device=device)
-        call = Call(q=x, k=x, v=x, log_gate=x[..., 0].float(), normalize=normalize, backend="cuda")
+        call = Call(q=x, k=x, v=x, token_log_decay=x[..., 0].float(), normalize=normalize, backend="cuda")
         return unsupported_reason(call)
 
     return need

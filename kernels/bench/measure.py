@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from lingpt.kernels.bench.call import Call
+from lingpt.kernels.bench.call import BenchCall
 from lingpt.kernels.bench.clock import Clock
 from lingpt.kernels.bench.correctness import relative_errors
 from lingpt.kernels.bench.graphs import base_of, capture, interleaved_ratios
@@ -80,11 +80,15 @@ def new_row(implementation: Implementation, shape: Shape, dtype: torch.dtype) ->
 
 
 def _fill(
-    row: Row, implementation: Implementation, dtype: torch.dtype, clock: Clock, work: Callable[[Call], None]
+    row: Row,
+    implementation: Implementation,
+    dtype: torch.dtype,
+    clock: Clock,
+    work: Callable[[BenchCall], None],
 ) -> Row:
     """The row, which `work` fills from a call on new inputs; what that raises becomes the row's status."""
     try:
-        work(Call(implementation, row.shape, dtype, clock.device))
+        work(BenchCall(implementation, row.shape, dtype, clock.device))
     except torch.OutOfMemoryError:
         row.status, row.reason = "oom", "out of memory"
     except Exception as error:  # one that cannot take this shape is a row, not the end of the run
@@ -99,7 +103,7 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
-def _first_round(row: Row, call: Call, clock: Clock, limit: float, graphs: bool, seconds: float) -> None:
+def _first_round(row: Row, call: BenchCall, clock: Clock, limit: float, graphs: bool, seconds: float) -> None:
     """Compiles, measures memory and correctness, finds how many runs fit, and times them."""
     call.both()  # compiles, autotunes: not counted against `limit`
     start = time.perf_counter()
@@ -117,7 +121,7 @@ def _first_round(row: Row, call: Call, clock: Clock, limit: float, graphs: bool,
     time_round(row, call, clock, graphs, check=True)
 
 
-def time_round(row: Row, call: Call, clock: Clock, graphs: bool, check: bool = False) -> None:
+def time_round(row: Row, call: BenchCall, clock: Clock, graphs: bool, check: bool = False) -> None:
     """The times, after two runs that are not timed; `check`, in the first round: see `_time_graphs`."""
     clock.time(call.both, repeats=2)
     row.forward_ms = clock.median(call.forward, call.clear, row.repeats)
@@ -131,7 +135,7 @@ def time_round(row: Row, call: Call, clock: Clock, graphs: bool, check: bool = F
         _time_graphs(row, call, clock, check)
 
 
-def _measure_memory(row: Row, call: Call, device: torch.device) -> None:
+def _measure_memory(row: Row, call: BenchCall, device: torch.device) -> None:
     """Peak memory beyond what is allocated before the call: inputs, do and the benchmark's own buffers."""
     unit = row.shape.unit_bytes(call.do.element_size())
     for _ in range(3):
@@ -150,7 +154,7 @@ def _measure_memory(row: Row, call: Call, device: torch.device) -> None:
             return
 
 
-def _time_graphs(row: Row, call: Call, clock: Clock, check: bool) -> None:
+def _time_graphs(row: Row, call: BenchCall, clock: Clock, check: bool) -> None:
     """The times of replays. `check`: whether they are correct, and their ratio to those of `base_of`."""
     try:
         graphs = capture(call, clock)
@@ -162,7 +166,7 @@ def _time_graphs(row: Row, call: Call, clock: Clock, check: bool) -> None:
         row.forward_graph_ms, backward = graphs.times(clock, row.repeats)
         row.backward_graph_ms = None if call.backward_unsupported_reason else backward
         if check and (base := base_of(call.implementation, row.shape)) is not None:
-            base_graphs = capture(Call(*base, call.do.dtype, clock.device), clock)
+            base_graphs = capture(BenchCall(*base, call.do.dtype, clock.device), clock)
             turns = max(1, row.repeats // 2)
             row.ratio_to_base = interleaved_ratios(graphs, base_graphs, clock, turns)
     except torch.OutOfMemoryError:

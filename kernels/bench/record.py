@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lingpt.common.files import write_json
-from lingpt.kernels.linear_attention.cuda.compile import source_hash
+from lingpt.kernels.linear_attention.cuda.source_hash import source_hash
 
 if TYPE_CHECKING:
     import pytest

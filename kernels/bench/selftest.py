@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from lingpt.kernels.bench.call import Call
+from lingpt.kernels.bench.call import BenchCall
 from lingpt.kernels.bench.correctness import relative_errors
 from lingpt.kernels.bench.implementations import IMPLEMENTATIONS
 from lingpt.kernels.bench.shapes import Shape
@@ -42,7 +42,7 @@ def _check(name: str, shape: Shape, dtype: torch.dtype, device: torch.device) ->
     implementation = IMPLEMENTATIONS[name]
     if reason := implementation.unsupported_reason(shape, dtype, device):
         return Check(name, shape, dtype, math.nan, implementation.tolerance, reason)
-    call = Call(implementation, shape, dtype, device)
+    call = BenchCall(implementation, shape, dtype, device)
     call.both()
     # dq and dk of a single token are zero, where a relative error means nothing
     errors = relative_errors(call)

@@ -70,9 +70,9 @@ def run_once(name: str, direction: str) -> None:
     """In the profiled process: everything once to compile and tune, then one direction with counters on."""
     import torch
 
-    from lingpt.kernels.bench.call import Call
+    from lingpt.kernels.bench.call import BenchCall
 
-    call = Call(IMPLEMENTATIONS[name], REFERENCE, torch.bfloat16, torch.device("cuda"))
+    call = BenchCall(IMPLEMENTATIONS[name], REFERENCE, torch.bfloat16, torch.device("cuda"))
     call.both()
     call.forward()
     torch.empty(256 << 20, dtype=torch.int8, device="cuda").zero_()  # flushes the inputs from L2

@@ -55,7 +55,7 @@ def warm_one(name: str, shape: tuple[int, int, int, int]) -> None:
     """One forward and backward in this process."""
     import torch
 
-    from lingpt.kernels.bench.call import Call
+    from lingpt.kernels.bench.call import BenchCall
 
-    Call(IMPLEMENTATIONS[name], Shape(*shape), torch.bfloat16, torch.device("cuda")).both()
+    BenchCall(IMPLEMENTATIONS[name], Shape(*shape), torch.bfloat16, torch.device("cuda")).both()
     torch.cuda.synchronize()

@@ -72,7 +72,7 @@ class Module:
         self._c_kernels: Ptx | None = None
 
     def kernel(self, name: str, signature: str) -> EmulatedKernel:
-        """To be called as compile.Kernel is, in a `with Memory(…)`."""
+        """To be called as kernel.Kernel is, in a `with Memory(…)`."""
         key = name, signature
         if key not in self._kernels:
             self._kernels[key] = EmulatedKernel(self, name, signature)

@@ -4,8 +4,8 @@ from lingpt import linear_attention
 o = linear_attention(q, k, v)        # [B, N, H, D] each
 """
 
-from lingpt.kernels.linear_attention.library import linear_attention_flops
-from lingpt.kernels.linear_attention.op import linear_attention, linear_attention_qkv
+from lingpt.kernels.linear_attention.interface import linear_attention, linear_attention_qkv
+from lingpt.kernels.linear_attention.registration import linear_attention_flops
 from lingpt.kernels.linear_attention.state import LinearAttentionState
 
 __all__ = [

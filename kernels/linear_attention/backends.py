@@ -1,7 +1,7 @@
 """Which backend answers a call: the CUDA kernel where it can, else the chunkwise form in plain PyTorch.
 
 Decided inside the operator, where torch.compile does not look. The two other forms, reference and recurrent,
-are differentiated by autograd and are called by op.py.
+are differentiated by autograd and are called by interface.py.
 """
 
 from __future__ import annotations

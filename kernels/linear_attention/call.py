@@ -16,12 +16,14 @@ T = TypeVar("T", float, Tensor, float | Tensor)
 
 
 class Call(NamedTuple):
-    """The arguments of `linear_attention` or of `linear_attention_qkv`, checked; op.py makes it.
+    """The arguments of `linear_attention` or of `linear_attention_qkv`, checked; interface.py makes it.
 
-    The operator's schema is made of these fields (kernels/operator.py): tensors first.
+    The operator's schema is made of these fields (kernels/custom_op.py): tensors first.
     """
 
-    projected: Tensor | None = None  # [B, N, 3·H·D + P], the gates' too; then qkv and log_gate are None
+    projected: Tensor | None = (
+        None  # [B, N, 3·H·D + P], the gates' too; then qkv and token_log_decay are None
+    )
     qkv: Tensor | None = None  # [B, N, 3, H, D], the fused projection; then q, k and v are None
     q: Tensor | None = None  # [B, N, H, D], as k and v
     k: Tensor | None = None
@@ -30,8 +32,10 @@ class Call(NamedTuple):
     sin: Tensor | None = None
     a: Tensor | None = None  # [H], as b; a number is in a_value
     b: Tensor | None = None
-    log_decay: Tensor | None = None  # [H] in fp32 (float64), a constant per head; None: no such decay
-    log_gate: Tensor | None = None  # [B, N, H] in fp32 (float64), each token's own decay; None: no gate
+    head_log_decay: Tensor | None = None  # [H] in fp32 (float64), a constant per head; None: no such decay
+    token_log_decay: Tensor | None = (
+        None  # [B, N, H] in fp32 (float64), each token's own decay; None: no such decay
+    )
     gate_bias: Tensor | None = None  # [H] in fp32 (float64), with `projected`
     S: Tensor | None = None  # the initial state; None: zeros
     z: Tensor | None = None
@@ -47,20 +51,20 @@ class Call(NamedTuple):
     backend: str = "auto"
 
     def unpacked(self) -> Call:
-        """`projected` replaced by qkv, a view of it, and log_gate: the form that all other properties and
-        backends take."""
+        """`projected` replaced by qkv, a view of it, and token_log_decay: the form that all other properties
+        and backends take."""
         if self.projected is None or self.gate_bias is None:
             return self
         qkv, gate, _ = split_projection(self.projected, self.gate_bias.shape[0], self.head_size)
         return self._replace(
-            projected=None, gate_bias=None, qkv=qkv, log_gate=logarithm_of_gate(gate, self.gate_bias)
+            projected=None, gate_bias=None, qkv=qkv, token_log_decay=logarithm_of_gate(gate, self.gate_bias)
         )
 
     def tokens(self, part: slice) -> Call:
         """An unpacked call of a stretch of its tokens; the initial state stays what it is."""
         found: dict[str, Any] = {
             name: x[:, part]
-            for name in ("qkv", "q", "k", "v", "log_gate")
+            for name in ("qkv", "q", "k", "v", "token_log_decay")
             if (x := getattr(self, name)) is not None
         }
         found |= {name: x[part] for name in ("cos", "sin") if (x := getattr(self, name)) is not None}
@@ -132,5 +136,5 @@ class OptionGradients(NamedTuple):
 
     a: Tensor | None = None  # [H]
     b: Tensor | None = None  # [H]
-    log_gate: Tensor | None = None  # [B, N, H]
+    token_log_decay: Tensor | None = None  # [B, N, H]
     initial_state: LinearAttentionState | None = None

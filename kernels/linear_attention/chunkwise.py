@@ -109,7 +109,7 @@ def backward(
             whole, from_all = final[:, :, None], initial[:, :, None]
             dQ, dK, dV = G @ whole.mT, V @ from_all.mT, K @ from_all
 
-        dlog_gate = _gate_gradient(call, (Q, dQ), (K, dK), before, final, after)
+        d_token_log_decay = _decay_gradient(call, (Q, dQ), (K, dK), before, final, after)
         da = None if call.a is None else dQ[..., -1].sum((0, 2, 3))
         dQ, dK = (_to_tokens(x, N)[..., :-1] for x in (dQ, dK))
         dq, dk, dv = out
@@ -117,7 +117,7 @@ def backward(
         _input_gradient(call, dK, k, 1.0, k_r, dk)
         dv.copy_(_to_tokens(dV, N)[..., : dv.shape[-1]])
         db = None if call.b is None else call.shrink_b(along_q.sum((0, 1)))
-        return OptionGradients(da, db, dlog_gate, None if call.S is None else _unpack(initial))
+        return OptionGradients(da, db, d_token_log_decay, None if call.S is None else _unpack(initial))
 
 
 # The inputs: coefficients, rotation, norms, and their gradients.
@@ -166,7 +166,7 @@ def _input_gradient(call: Call, d: Tensor, x: Tensor, b: float | Tensor, r: Tens
     return along.squeeze(-1)
 
 
-def _gate_gradient(
+def _decay_gradient(
     call: Call,
     rows: tuple[Tensor, Tensor],
     columns: tuple[Tensor, Tensor],
@@ -174,21 +174,21 @@ def _gate_gradient(
     final: Tensor,
     after: Tensor,
 ) -> Tensor | None:
-    """The gradient of log_gate [B, N, H], from `rows` q', dq' and `columns` k', dk', and the states.
+    """The gradient of token_log_decay [B, N, H], from `rows` q', dq' and `columns` k', dk', and the states.
 
-    dL/dG_j = q'_j·dq'_j − k'_j·dk'_j, and dL/dlog_gate_t = Σ_{j≥t} dL/dG_j. Pairs of tokens that are both
+    dL/dG_j = q'_j·dq'_j − k'_j·dk'_j, and dL/dg_t = Σ_{j≥t} dL/dG_j. Pairs of tokens that are both
     ≥ t appear in both terms and cancel, so both terms are computed, even where the first is 0 in exact
     arithmetic (under the normaliser). The sum runs within a chunk only, so that little rounding adds up;
     later chunks contribute ⟨S', dS'⟩ at the chunk's end.
     """
-    if call.log_gate is None:
+    if call.token_log_decay is None:
         return None
     dG = torch.linalg.vecdot(*rows) - torch.linalg.vecdot(*columns)  # [B, H, chunks, C]
     later = dG.new_zeros(*dG.shape[:3], 1)
     later[:, :, :-1, 0] = _inner(before[:, :, 1:], after[:, :, :-1])
     later[:, :, -1:, 0] = _inner(final[:, :, None], after[:, :, -1:])
     gradient = _to_tokens((reverse_running_sum(dG, 3) + later).unsqueeze(-1), call.shape[1]).squeeze(-1)
-    return gradient.masked_fill(call.log_gate <= LOG_ZERO[gradient.dtype], 0.0)
+    return gradient.masked_fill(call.token_log_decay <= LOG_ZERO[gradient.dtype], 0.0)
 
 
 def _inner(a: Tensor, b: Tensor) -> Tensor:
@@ -259,18 +259,18 @@ class _Decay(NamedTuple):
 
     @classmethod
     def of(cls, call: Call, C: int) -> _Decay | None:
-        if call.log_gate is not None:
-            return cls._of_gates(call.log_gate, C)
-        if call.log_decay is not None:
-            return cls._of_constants(call.log_decay, call.shape[1], C)
+        if call.token_log_decay is not None:
+            return cls._of_token_decays(call.token_log_decay, C)
+        if call.head_log_decay is not None:
+            return cls._of_head_decays(call.head_log_decay, call.shape[1], C)
         return None
 
     @classmethod
-    def _of_gates(cls, log_gate: Tensor, C: int) -> _Decay:
+    def _of_token_decays(cls, token_log_decay: Tensor, C: int) -> _Decay:
         """Of [B, N, H]. Only differences of G within a chunk are exponentiated, and none above 0."""
-        dtype = log_gate.dtype
-        gates = _pad_to_chunks(log_gate.clamp(min=LOG_ZERO[dtype]).unsqueeze(-1), C)
-        G = gates.double().cumsum(3)  # [B, H, chunks, C, 1]; steep gates make it large
+        dtype = token_log_decay.dtype
+        decays = _pad_to_chunks(token_log_decay.clamp(min=LOG_ZERO[dtype]).unsqueeze(-1), C)
+        G = decays.double().cumsum(3)  # [B, H, chunks, C, 1]; steep decays make it large
         causal = torch.ones(C, C, dtype=torch.bool, device=G.device).tril()
         last = G[..., -1:, :]
         return cls(
@@ -281,7 +281,7 @@ class _Decay(NamedTuple):
         )
 
     @classmethod
-    def _of_constants(cls, log_decay: Tensor, N: int, C: int) -> _Decay:
+    def _of_head_decays(cls, log_decay: Tensor, N: int, C: int) -> _Decay:
         """Of [H]: powers of γ."""
         log_decay = log_decay.view(1, -1, 1, 1, 1)
         t = torch.arange(C, device=log_decay.device)

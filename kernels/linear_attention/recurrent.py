@@ -32,14 +32,14 @@ def forward(call: Call) -> tuple[Tensor, LinearAttentionState]:
     state = call.initial_state or LinearAttentionState.zeros(B, H, D, device=call.device, dtype=dtype)
     if not call.normalize:
         state = state.without_normaliser()
-    fade = None if call.log_decay is None else call.log_decay.exp()  # [H]
-    gates = None if call.log_gate is None else call.log_gate.exp()  # [B, N, H]
+    fade = None if call.head_log_decay is None else call.head_log_decay.exp()  # [H]
+    decays = None if call.token_log_decay is None else call.token_log_decay.exp()  # [B, N, H]
     outputs = []
     for t in range(N):
         if fade is not None:
             state = LinearAttentionState(*(per_head(fade, x.ndim, 1, dtype) * x for x in state))
-        if gates is not None:
-            state = LinearAttentionState(*(gates[:, t].view(B, H, *[1] * (x.ndim - 2)) * x for x in state))
+        if decays is not None:
+            state = LinearAttentionState(*(decays[:, t].view(B, H, *[1] * (x.ndim - 2)) * x for x in state))
         S, z, c, n = state
         k_t, v_t, q_t = k_hat[:, t], values[:, t], q_hat[:, t]  # [B, H, D]
         S, c = S + k_t[..., None] * v_t[:, :, None], c + v_t

@@ -72,10 +72,10 @@ def _running_log_decay(call: Call) -> tuple[Tensor, Tensor]:
     """G_i = Σ_{t ≤ i} of the log decays, [B or 1, H, N, 1], and G_N, [B or 1, H, 1, 1]; in float64, as its
     differences are what counts."""
     _, N, H, _ = call.shape
-    if call.log_gate is not None:
-        steps = call.log_gate.double().clamp(min=LOG_ZERO[torch.float64]).transpose(1, 2)
-    elif call.log_decay is not None:
-        steps = call.log_decay.double()[None, :, None].expand(1, H, N)
+    if call.token_log_decay is not None:
+        steps = call.token_log_decay.double().clamp(min=LOG_ZERO[torch.float64]).transpose(1, 2)
+    elif call.head_log_decay is not None:
+        steps = call.head_log_decay.double()[None, :, None].expand(1, H, N)
     else:
         steps = torch.zeros(1, H, N, dtype=torch.float64, device=call.device)
     return steps.cumsum(2).unsqueeze(-1), steps.sum(2)[..., None, None]

@@ -115,7 +115,7 @@ class OursAttention(QKVAttention):
             qkv=torch.empty(1, 1, 3, config.n_head, config.head_size or 1, device=device, dtype=dtype),
             cos=rope,
             sin=rope,
-            log_gate=torch.empty(1, 1, config.n_head, device=device) if cls.token_decay else None,
+            token_log_decay=torch.empty(1, 1, config.n_head, device=device) if cls.token_decay else None,
             normalize=cls.normalizes(options["normalize"], options["output_gate"]),
         )
         return "chunkwise" if choose(call) is chunkwise else "cuda"

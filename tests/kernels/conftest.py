@@ -11,12 +11,12 @@ from lingpt.tests.kernels.on_gpu import FREE, FREE_ROTATED, ROTATED, SEPARATE
 @pytest.fixture(scope="session")
 def compiled_builds() -> None:
     """Every build that the GPU tests meet, all at once: one after the other they would take minutes."""
-    from lingpt.kernels.linear_attention.cuda import compile as nvrtc
+    from lingpt.kernels.linear_attention.cuda import toolchain
     from lingpt.kernels.linear_attention.cuda.launch import kernel_build
 
     specs = [
         (kernel_build(arch, dtype, D, decay, rope, *weights).spec(arch), arch)
-        for arch in sorted({nvrtc.native_arch(), nvrtc.native_arch().rstrip("a")}, reverse=True)
+        for arch in sorted({toolchain.native_arch(), toolchain.native_arch().rstrip("a")}, reverse=True)
         for dtype, D, decay, rope, *weights in (*ROTATED[::-1], *SEPARATE, *FREE, *FREE_ROTATED)
     ]
     with ThreadPoolExecutor(8) as pool:
@@ -27,15 +27,14 @@ def compiled_builds() -> None:
 def scan(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The card's own; on Hopper (without sm_90a's instructions) also the one of all other cards, and that as
     it is where shared memory is small."""
-    from lingpt.kernels.linear_attention.cuda import compile as nvrtc
-    from lingpt.kernels.linear_attention.cuda import launch
+    from lingpt.kernels.linear_attention.cuda import launch, toolchain
 
     def forget_the_card() -> None:
         launch._card.cache_clear()
         launch.make_plan.cache_clear()
 
     if request.param != "own scan":
-        if nvrtc.native_arch() != "sm_90a":
+        if toolchain.native_arch() != "sm_90a":
             pytest.skip("the own scan is sm_80's")
         if "small" in request.param:
             if request.node.callspec.params["D"] == 64:

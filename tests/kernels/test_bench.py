@@ -648,11 +648,11 @@ def test_kernels_are_listed_and_compiled(
 def test_the_list_agrees_with_the_operator(monkeypatch, capsys, capability: tuple, words: str) -> None:
     """Guards: "no kernel" is said of a card on which linear_attention takes another form, and of no other."""
     from lingpt.kernels.linear_attention import cuda
-    from lingpt.kernels.linear_attention.cuda import compile as nvrtc
+    from lingpt.kernels.linear_attention.cuda import toolchain
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    monkeypatch.setattr(nvrtc, "_driver_for", lambda version: None)
+    monkeypatch.setattr(toolchain, "driver_for", lambda version: None)
     monkeypatch.setattr(
         cuda, "device_unsupported_reason", cuda.device_unsupported_reason.__wrapped__
     )  # nothing cached of it
@@ -686,12 +686,12 @@ def test_an_implementation_on_the_gpu_is_timed_and_correct(name: str) -> None:
 @pytest.mark.parametrize("action", ["list", "compile"])
 def test_without_a_compiler_the_kernels_verb_says_how_to_get_one(monkeypatch, capsys, action) -> None:
     """Guards: an installation without the extras cuda12 and cuda13 gets a line, not a traceback."""
-    from lingpt.kernels.linear_attention.cuda import compile as nvrtc
+    from lingpt.kernels.linear_attention.cuda import toolchain
 
     def missing() -> tuple[int, int]:
         raise UserError("the CUDA kernels need a compiler that is not installed")
 
-    monkeypatch.setattr(nvrtc, "_nvrtc_version", missing)
+    monkeypatch.setattr(toolchain, "compiler_version", missing)
     monkeypatch.setitem(sys.modules, "cuda.pathfinder", None)
     assert main(["kernels", action]) == 2
     assert "a compiler that is not installed" in capsys.readouterr().err

@@ -13,7 +13,7 @@ import torch
 from lingpt.common.errors import UserError
 from lingpt.common.install import install_command
 from lingpt.kernels.linear_attention.cuda import compile as nvrtc
-from lingpt.kernels.linear_attention.cuda import launch
+from lingpt.kernels.linear_attention.cuda import kernel, launch, source_hash, toolchain
 
 # Shared memory that a block may have, KB (CUDA C++ Programming Guide).
 CARDS = {
@@ -26,7 +26,7 @@ CARDS = {
     "sm_120": 99,
     "sm_121": 99,
 }
-ARCHITECTURES = [*nvrtc.ARCHITECTURES, "sm_100a"]
+ARCHITECTURES = [*toolchain.ARCHITECTURES, "sm_100a"]
 
 TENSOR_CORES = r"""
 #include <cuda_bf16.h>
@@ -191,9 +191,9 @@ def test_an_unknown_architecture_is_one_line(source: Path, arch: str, words: str
 
 def test_a_missing_compiler_names_the_extra(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: without cuda-core the answer is what to install, for torch's own CUDA version."""
-    nvrtc._nvrtc_version.cache_clear()
+    toolchain.compiler_version.cache_clear()
     monkeypatch.setitem(sys.modules, "cuda.core", None)
-    monkeypatch.setattr(nvrtc.torch.version, "cuda", "12.8")
+    monkeypatch.setattr(toolchain.torch.version, "cuda", "12.8")
     with pytest.raises(UserError, match=rf"not installed: {re.escape(install_command('cuda12'))} "):
         build(source)
 
@@ -204,9 +204,9 @@ def test_a_driver_too_old_for_the_compiler_is_one_line(monkeypatch: pytest.Monke
     from cuda.bindings import driver
 
     monkeypatch.setattr(driver, "cuDriverGetVersion", lambda: (0, 12040))
-    assert nvrtc._driver_for((12, 9)) is driver
+    assert toolchain.driver_for((12, 9)) is driver
     with pytest.raises(UserError, match=r"runs CUDA up to 12.4, .* CUDA 13: .*\[cuda12\]"):
-        nvrtc._driver_for((13, 0))
+        toolchain.driver_for((13, 0))
 
 
 @pytest.mark.nvrtc
@@ -234,7 +234,7 @@ def test_arguments_lie_where_a_kernel_reads_them() -> None:
     """Guards: each pointer handed to the driver points at its value, whatever sizes stand before it."""
     import ctypes
 
-    arguments = nvrtc.PackedArguments("Pif128sqP")
+    arguments = kernel.PackedArguments("Pif128sqP")
     values = (2**40 + 7, -3, 0.5, bytes(range(128)), -(2**50), 0)
     address = arguments.pack(*values)
     pointers = (ctypes.c_void_p * len(values)).from_address(address)
@@ -251,7 +251,7 @@ def test_the_hash_is_of_substance(tmp_path: Path) -> None:
     def written(cuda: str, python: str = "x = 1\n") -> str:
         kernel.write_text(cuda)
         launcher.write_text(python)
-        return nvrtc.source_hash(tmp_path)
+        return source_hash.source_hash(tmp_path)
 
     base = written('int a = 1; const char* s = "// kept"; // note')
     commented = '/* new\n note */ int a=1;\n\nconst char* s = "// kept";'
@@ -295,7 +295,7 @@ def test_our_kernels_compile_without_spills() -> None:
     cells = [(spec, arch) for spec in launch.specs() for arch in spec.architectures]
     largest = re.compile(r"scan<bf16, 128, .*(PER_HEAD|PER_TOKEN, \d+, NORMALISED)")
     cells = [(s, arch) for s, arch in cells if arch in ("sm_80", "sm_90a") or largest.match(s.names[0])]
-    assert {arch for _, arch in cells} >= set(nvrtc.ARCHITECTURES)
+    assert {arch for _, arch in cells} >= set(toolchain.ARCHITECTURES)
     with ThreadPoolExecutor(2) as pool:
         modules = list(pool.map(lambda cell: cell[0].compile(cell[1]), cells))
     for (spec, _), module in zip(cells, modules, strict=True):
@@ -318,7 +318,7 @@ def test_a_compiled_kernel_runs(source: Path) -> None:
             __syncthreads();
             if (threadIdx.x < n) out[threadIdx.x] = tile[16000 + threadIdx.x];
         }""")
-    module = nvrtc.compile_kernels(source, nvrtc.native_arch(), {}, ["fill"])
+    module = nvrtc.compile_kernels(source, toolchain.native_arch(), {}, ["fill"])
     out = torch.zeros(32, device="cuda")
     fill = module.load({"fill": "Pfi"})["fill"]
     fill((1, 1, 1), (32, 1, 1), 65536, torch.cuda.current_stream().cuda_stream, out.data_ptr(), 0.5, 20)

@@ -19,7 +19,7 @@ from lingpt.kernels import emulator
 from lingpt.kernels.emulator import Memory
 from lingpt.kernels.linear_attention import LinearAttentionState
 from lingpt.kernels.linear_attention.call import Call
-from lingpt.kernels.linear_attention.cuda import backend, launch
+from lingpt.kernels.linear_attention.cuda import backend, launch, toolchain
 from lingpt.kernels.linear_attention.cuda import compile as nvrtc
 from lingpt.kernels.linear_attention.rope import rotate, rotate_backward
 from lingpt.tests import oracles
@@ -81,7 +81,7 @@ def slow_where_wide(builds: list[Build]) -> list:
     return [pytest.param(build, marks=[pytest.mark.slow] * (build.D == 128)) for build in builds]
 
 
-@pytest.mark.parametrize("arch", nvrtc.ARCHITECTURES)
+@pytest.mark.parametrize("arch", toolchain.ARCHITECTURES)
 def test_every_build_fits_its_card(arch: str) -> None:
     """Guards: a scan takes no more shared memory than a block can have, where it is not emulated too."""
     most = 1024 * emulator.MOST_SHARED[arch.rstrip("a")]
@@ -158,15 +158,15 @@ def run(
         options |= {"b": b} if isinstance(b, torch.Tensor) else {"b_value": b}
         options |= {"a": a} if isinstance(a, torch.Tensor) else {"a_value": a}
         options |= {} if initial is None else initial._asdict()
-        if options.get("log_decay") is not None and options["log_decay"].ndim == 3:
-            options["log_gate"] = options.pop("log_decay")
+        if (log_decay := options.pop("log_decay", None)) is not None:
+            options["head_log_decay" if log_decay.ndim == 1 else "token_log_decay"] = log_decay
         call = Call(q=q, k=k, v=v, return_state=return_state, **options)
         o, stats, final = backend.forward(call)
         gradients = backend.backward(call, o, stats, do, final, dstate, out)
     results = {"o": o, **dict(zip(("dq", "dk", "dv"), out, strict=True))}
     results |= {} if final is None else final._asdict()
-    if gradients.log_gate is not None:
-        results["dlog_decay"] = gradients.log_gate
+    if gradients.token_log_decay is not None:
+        results["dlog_decay"] = gradients.token_log_decay
     results |= {f"d{name}": x for name, x in (("a", gradients.a), ("b", gradients.b)) if x is not None}
     if gradients.initial_state is not None:
         results |= {f"d{name}": x for name, x in gradients.initial_state._asdict().items()}
@@ -321,7 +321,7 @@ def test_a_gates_gradient_where_values_have_a_mean(arch: str, emulated) -> None:
 @pytest.mark.parametrize("N", [10 * 64, 8 * 64 + 63])
 @pytest.mark.parametrize("build", slow_where_wide([*GATED, *AFFINE, SMALL[1]]), ids=str)
 def test_boundaries(build: Build, N: int, emulated, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards: the gradient of gates from the boundaries of windows; of b where it is 0."""
+    """Guards: the gradient of gates from the boundaries; of b where it is 0."""
     emulated(build)
     monkeypatch.setattr(
         launch, "choose_segments", lambda heads, length, chunk, slots: (-(-length // (5 * chunk)), 5 * chunk)
@@ -359,7 +359,7 @@ def test_the_final_states_part_is_in_no_long_sum(emulated) -> None:
     gates = torch.nn.functional.logsigmoid(randn(1, N, 1, seed=9).float())
     options = dict(log_decay=gates, normalize=False, a=1.0, dstate=dstate._replace(n=torch.zeros(1, 1)))
     ours, exact = (form(q + 1.5, k + 1.5, v, do, **options)["dlog_decay"] for form in (run, in_float64))
-    last = slice(N - launch.WINDOW, None)
+    last = slice(N - launch.BOUNDARY_INTERVAL, None)
     assert relative(ours[:, last], exact[:, last]) < 0.0025
 
 

@@ -40,10 +40,10 @@ SHAPES = [(2, 63, 32), (2, 64, 32), (2, 65, 32), (8, 600, 64), (1, 1000, 8), (1,
 
 
 def segments(B: int, N: int, H: int, D: int) -> int:
-    from lingpt.kernels.linear_attention.cuda import compile as nvrtc
+    from lingpt.kernels.linear_attention.cuda import toolchain
     from lingpt.kernels.linear_attention.cuda.launch import choose_segments, kernel_build
 
-    build = kernel_build(nvrtc.native_arch(), BF16, D, "NO_DECAY", 0)
+    build = kernel_build(toolchain.native_arch(), BF16, D, "NO_DECAY", 0)
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     return choose_segments(B * H, N, build.chunk, processors * build.blocks)[0]
 

@@ -127,7 +127,7 @@ def test_opcheck(full: bool, normalize: bool) -> None:
     if full:
         b, state = torch.ones(H, device="cuda", requires_grad=True), some_state(B, H, D)
         parts = {name: x.requires_grad_() for name, x in zip("Szcn", state, strict=True)}
-        options |= {"b": b, "log_decay": decays(H), "return_state": True, **parts}
+        options |= {"b": b, "head_log_decay": decays(H), "return_state": True, **parts}
         options |= {} if normalize else {"a": torch.ones(H, device="cuda", requires_grad=True)}
     forward, backward = (getattr(torch.ops.lingpt, f"linear_attention_{x}").default for x in ("fwd", "bwd"))
     packed = {"qkv": torch.stack((q, k, v), 2), "cos": angle.cos(), "sin": angle.sin()}
@@ -167,11 +167,10 @@ def test_memory() -> None:
 @gpu
 def test_the_first_call_and_the_next_start(tmp_path, monkeypatch) -> None:
     """Guards: under 30 s on a cold cache for everything that pythia-1.4b needs, under 1 s on a warm one."""
-    from lingpt.kernels.linear_attention.cuda import compile as nvrtc
-    from lingpt.kernels.linear_attention.cuda import launch
+    from lingpt.kernels.linear_attention.cuda import launch, toolchain
 
     monkeypatch.setenv("LINGPT_CACHE", str(tmp_path))
-    arch, seconds = nvrtc.native_arch(), []
+    arch, seconds = toolchain.native_arch(), []
     build = launch.kernel_build(arch, BF16, 128, "NO_DECAY", 32)
     for _ in range(2):
         start = time.perf_counter()
@@ -214,7 +213,7 @@ NO_KERNEL = {
 @pytest.mark.parametrize("name", NO_KERNEL)
 def test_without_a_kernel_auto_says_so_once_and_cuda_refuses(name, monkeypatch) -> None:
     """Guards: a fallback is right, and never silent; a refusal is a line, before any launch."""
-    from lingpt.kernels.linear_attention.cuda.compile import Kernel
+    from lingpt.kernels.linear_attention.cuda.kernel import Kernel
 
     call, reason = NO_KERNEL[name]
     expected = call(backend="chunkwise")
@@ -258,7 +257,7 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_told_before_any_launch(name, monkeypatch) -> None:
     """Guards: the same checks hold in front of the kernel."""
-    from lingpt.kernels.linear_attention.cuda.compile import Kernel
+    from lingpt.kernels.linear_attention.cuda.kernel import Kernel
 
     q, k, v, _ = inputs(1, 20, 2, 64, BF16)
     monkeypatch.setattr(Kernel, "__call__", None)

@@ -162,7 +162,7 @@ def test_opcheck():
     a, b = (x.float().requires_grad_() for x in (A, COEFFICIENTS))
     gate = log_decay("of tokens", CHUNK + 5).float().requires_grad_()
     parts = dict(zip("Szcn", (x.float().requires_grad_() for x in some_state()), strict=True))
-    call = Call(q=q, k=k, v=v, a=a, b=b, log_gate=gate, **parts, normalize=False, return_state=True)
+    call = Call(q=q, k=k, v=v, a=a, b=b, token_log_decay=gate, **parts, normalize=False, return_state=True)
     opcheck(torch.ops.lingpt.linear_attention_fwd, call)
 
 
@@ -201,5 +201,10 @@ def test_the_cuda_kernel_takes_it(monkeypatch):
     monkeypatch.setattr(cuda, "device_unsupported_reason", lambda *_: None)
     q, k, v = (x.bfloat16() for x in inputs(5))
     gate = torch.zeros(q.shape[:3])
-    for options in ({}, dict(normalize=False), dict(log_gate=gate), dict(normalize=False, log_gate=gate)):
+    for options in (
+        {},
+        dict(normalize=False),
+        dict(token_log_decay=gate),
+        dict(normalize=False, token_log_decay=gate),
+    ):
         assert cuda.unsupported_reason(Call(q=q, k=k, v=v, **options)) is None

@@ -41,7 +41,7 @@ def test_what_is_stale(tmp_path: Path) -> None:
 
 def test_release_check_fails_on_a_stale_record(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Guards: `make release-check` exits 1 for a stale or missing record, 0 for a good one."""
-    from lingpt.kernels.linear_attention.cuda.compile import source_hash
+    from lingpt.kernels.linear_attention.cuda.source_hash import source_hash
 
     path = tmp_path / "gpu-tests.json"
     for fields, code in (({"source_hash": "old"}, 1), ({"source_hash": source_hash()}, 0)):

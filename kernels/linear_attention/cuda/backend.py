@@ -13,17 +13,17 @@ from torch import Tensor
 
 from lingpt.common.errors import UserError
 from lingpt.kernels.linear_attention.call import Call, OptionGradients
-from lingpt.kernels.linear_attention.cuda.compile import check_usable, native_arch
 from lingpt.kernels.linear_attention.cuda.launch import (
+    BOUNDARY_INTERVAL,
     HEAD_DIMS,
     POINTERS,
     TAGS,
-    WINDOW,
     LaunchPlan,
     chunk_tokens,
     make_plan,
     operands_of,
 )
+from lingpt.kernels.linear_attention.cuda.toolchain import check_usable, native_arch
 from lingpt.kernels.linear_attention.numerics import LOG_ZERO
 from lingpt.kernels.linear_attention.state import LinearAttentionState
 from lingpt.kernels.torch_internals import raw_stream
@@ -74,13 +74,15 @@ def forward(call: Call) -> tuple[Tensor, Tensor, LinearAttentionState | None]:
         initial, final = _contiguous(call.initial_state), _new_state(call) if call.return_state else None
         g = stats.data_ptr()
         scratch = g + 4 * stats.numel()
-        gates = run.gates(scratch + 4 * run.plan.scratch_size(run.plan.segmentation), final and final.n)
-        pointers = run.pointers("FWD", g, initial=initial, final=final, scratch=scratch, gates=gates)
-        for launch in (*run.plan.gates, *run.plan.forward):
+        decays = run.decay_pointers(
+            scratch + 4 * run.plan.scratch_size(run.plan.segmentation), final and final.n
+        )
+        pointers = run.pointers("FWD", g, initial=initial, final=final, scratch=scratch, decays=decays)
+        for launch in (*run.plan.sum_decays, *run.plan.forward):
             launch(run.stream, pointers)
     if not call.normalize:
         stats[0].fill_(1.0)  # g: there is none, and no kernel writes it
-    if final is not None and call.normalize and call.log_gate is None:
+    if final is not None and call.normalize and call.token_log_decay is None:
         final.n.copy_(_token_count(call))
     return o, stats, final
 
@@ -96,7 +98,7 @@ def backward(
 ) -> OptionGradients:
     """Writes dq, dk and dv into `out`; returns the other gradients."""
     N, D = call.shape[1], call.shape[3]
-    if call.log_gate is not None and N > WINDOW and N % chunk_tokens(call.device, D):
+    if call.token_log_decay is not None and N > BOUNDARY_INTERVAL and N % chunk_tokens(call.device, D):
         return _backward_in_two(call, o, stats, do, final, dstate, out)
     q, k, v = (_aligned(x) for x in call.views)
     written = tuple(
@@ -108,19 +110,19 @@ def backward(
         found = _BackwardPass(call, tensors, stats, dstate)
         found.launch_dq()
         found.launch_dk_dv()
-        gate_gradient = found.launch_gate_gradient()
+        decay_gradient = found.launch_decay_gradient()
     for x, y in zip(out, written, strict=True):
         if x is not y:
             x.copy_(y)
-    if gate_gradient is not None and dstate is not None:
+    if decay_gradient is not None and dstate is not None:
         assert final is not None
-        _add_state(call, gate_gradient[:, WINDOW * found.plan.boundaries :], final, dstate)
+        _add_state(call, decay_gradient[:, BOUNDARY_INTERVAL * found.plan.boundaries :], final, dstate)
     (B, _, H, _), work, d_initial = call.shape, found.work, found.d_initial
-    if d_initial is not None and call.normalize and call.log_gate is None:
+    if d_initial is not None and call.normalize and call.token_log_decay is None:
         d_initial.n.copy_(_count_gradient(call, work["e"].view(B, H, N), dstate))
     a_gradient = None if call.a is None else work["da"].view(B, H, -1).sum((0, 2))
     b_gradient = None if call.b is None else call.shrink_b(work["db"].view(B, H, -1).sum((0, 2)))
-    return OptionGradients(a_gradient, b_gradient, gate_gradient, d_initial)
+    return OptionGradients(a_gradient, b_gradient, decay_gradient, d_initial)
 
 
 def _backward_in_two(
@@ -135,8 +137,8 @@ def _backward_in_two(
     """`backward` of a call cut so that its later part is whole chunks: that first, from the state at the cut,
     whose gradient the early part then starts from.
 
-    Only in whole chunks has the gradient of gates boundaries (gates.cuh), without which rounding adds up over
-    the whole sequence. The early part runs forward again, as no state is kept there.
+    Only in whole chunks has the decays' gradient boundaries (token_decay.cuh), without which rounding adds up
+    over the whole sequence. The early part runs forward again, as no state is kept there.
     """
     _, N, _, D = call.shape
     first = N % chunk_tokens(call.device, D)
@@ -162,11 +164,11 @@ def _backward_in_two(
         late_found.initial_state,
         tuple(x[:, :first] for x in out),
     )
-    assert early_found.log_gate is not None and late_found.log_gate is not None
+    assert early_found.token_log_decay is not None and late_found.token_log_decay is not None
     return OptionGradients(
         a=_sum(early_found.a, late_found.a),
         b=_sum(early_found.b, late_found.b),
-        log_gate=torch.cat((early_found.log_gate, late_found.log_gate), 1),
+        token_log_decay=torch.cat((early_found.token_log_decay, late_found.token_log_decay), 1),
         initial_state=early_found.initial_state,
     )
 
@@ -175,16 +177,19 @@ def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
     return None if x is None or y is None else x + y
 
 
-class GatePointers(NamedTuple):
+class DecayPointers(NamedTuple):
     """The addresses in struct Params that only decays of tokens' own have; 0 for null."""
 
-    gamma: int = 0
+    decay_cumsum: int = 0
     to_end: int = 0
     counts: int = 0
     chunks: int = 0
     count_out: int = 0
     dG: int = 0
     boundaries: int = 0
+    dG_columns: int = 0
+    span_sums: int = 0
+    d_log_decay: int = 0
 
 
 class _Workspace:
@@ -223,7 +228,9 @@ class _Pass:
             call.normalize_qk,
         )
         self.stream = raw_stream(call.device)
-        log_decay = call.log_decay if call.log_gate is None else call.log_gate.float().contiguous()
+        log_decay = call.head_log_decay
+        if call.token_log_decay is not None:
+            log_decay = call.token_log_decay.float().contiguous()
         options = b_tensor, a_tensor, log_decay, cos, sin
         # Until the launches, as there may be copies among them.
         self._kept = (*tensors, *options)
@@ -242,9 +249,9 @@ class _Pass:
         scratch: int = 0,
         db: int = 0,
         da: int = 0,
-        gates: GatePointers | None = None,
+        decays: DecayPointers | None = None,
     ) -> bytes:
-        """Those of struct Params; `stats`, `e`, `scratch`, `db`, `da` and `gates` are addresses."""
+        """Those of struct Params; `stats`, `e`, `scratch`, `db`, `da` and `decays` are addresses."""
         *initial_sums, n_initial = _state_pointers(initial)
         *final_sums, _ = _state_pointers(final)
         rows = stats, stats + self._row, stats + 2 * self._row, e
@@ -254,15 +261,15 @@ class _Pass:
             *rows,
             *self._option_pointers,
             *states,
-            *(gates or GatePointers()),
+            *(decays or DecayPointers()),
         )
 
-    def gates(
+    def decay_pointers(
         self, sums: int, count_out: Tensor | None = None, dG: int = 0, boundaries: int = 0
-    ) -> GatePointers:
-        """Pointers for `gates` and what reads its sums, of `plan.gate_sums_size` (gates.cuh)."""
-        gamma, to_end, counts, chunks = (sums + i * self._row for i in range(4))
-        return GatePointers(gamma, to_end, counts, chunks, _pointer(count_out), dG, boundaries)
+    ) -> DecayPointers:
+        """Pointers for `sum_decays` and what reads its sums, of `plan.decay_sums_size` (token_decay.cuh)."""
+        decay_cumsum, to_end, counts, chunks = (sums + i * self._row for i in range(4))
+        return DecayPointers(decay_cumsum, to_end, counts, chunks, _pointer(count_out), dG, boundaries)
 
 
 class _BackwardPass:
@@ -286,14 +293,14 @@ class _BackwardPass:
             e=rows,
             db=B * H * plan.segmentation.segments,
             da=plan.da_size,
-            reverse_gates=plan.gate_sums_size,
-            dG_rows=2 * rows if plan.gates else 0,
-            dG_columns=2 * rows if plan.gates else 0,
-            dG_spans=plan.gate_totals_size,
-            states=0 if left else states_size + plan.gate_sums_size,
+            reverse_decays=plan.decay_sums_size,
+            dG_rows=2 * rows if plan.sum_decays else 0,
+            dG_columns=2 * rows if plan.sum_decays else 0,
+            span_sums=plan.span_sums_size,
+            states=0 if left else states_size + plan.decay_sums_size,
         )
         self.has_states, self.states = bool(left), left or self.work.address("states")
-        self.gate_sums = self.states + 4 * states_size
+        self.decay_sums = self.states + 4 * states_size
         self.e, self.boundaries = self.work.address("e"), self.work.address("boundaries")
 
     def launch_dq(self) -> None:
@@ -301,11 +308,11 @@ class _BackwardPass:
         run, work = self.run, self.work
         for launch in self.plan.row_products:
             launch(self.stream, run.pointers("row_products", self.stats, e=self.e))
-        gates = run.gates(self.gate_sums, dG=work.address("dG_rows"), boundaries=self.boundaries)
-        before: dict[str, Any] = dict(initial=self.initial, scratch=self.states, gates=gates)
+        decays = run.decay_pointers(self.decay_sums, dG=work.address("dG_rows"), boundaries=self.boundaries)
+        before: dict[str, Any] = dict(initial=self.initial, scratch=self.states, decays=decays)
         if not self.has_states:
             pointers = run.pointers("FWD", self.stats, **before)
-            for launch in (*self.plan.gates, *self.plan.states):
+            for launch in (*self.plan.sum_decays, *self.plan.states):
                 launch(self.stream, pointers)
         db, da = work.address("db"), work.address("da")
         self.plan.dq(self.stream, run.pointers("DQ", self.stats, e=self.e, db=db, da=da, **before))
@@ -313,17 +320,17 @@ class _BackwardPass:
     def launch_dk_dv(self) -> None:
         """dk, dv and the initial state's gradient, last to first token."""
         run, work, d_initial = self.run, self.work, self.d_initial
-        gates = run.gates(
-            work.address("reverse_gates"),
+        decays = run.decay_pointers(
+            work.address("reverse_decays"),
             d_initial and d_initial.n,
             work.address("dG_columns"),
             self.boundaries,
         )
         after: dict[str, Any] = dict(
-            initial=self.dstate, final=d_initial, scratch=work.address("reverse_states"), gates=gates
+            initial=self.dstate, final=d_initial, scratch=work.address("reverse_states"), decays=decays
         )
         dk, dv = (run.pointers(mode, self.stats, e=self.e, **after) for mode in ("DK", "DV"))
-        for launch in (*self.plan.reverse_gates, *self.plan.reverse_states):
+        for launch in (*self.plan.reverse_sum_decays, *self.plan.reverse_states):
             launch(self.stream, dk)
         if self.plan.build.sm90:
             self.plan.dk_dv(self.stream, dk, dv)
@@ -331,26 +338,29 @@ class _BackwardPass:
             self.plan.dk(self.stream, dk)
             self.plan.dv(self.stream, dv)
 
-    def launch_gate_gradient(self) -> Tensor | None:
-        """The gradient of log_gate [B, N, H], from what dq and dk left of it; None where there is none."""
-        if not self.plan.gate_gradient:
+    def launch_decay_gradient(self) -> Tensor | None:
+        """The gradient of token_log_decay [B, N, H], from what dq and dk left; None where there is none."""
+        if not self.plan.decay_gradient:
             return None
         B, N, H, _ = self.call.shape
         gradient = torch.empty(B, N, H, dtype=torch.float32, device=self.call.device)
-        gates = GatePointers(
-            gamma=gradient.data_ptr(),
-            counts=self.work.address("dG_columns"),
-            chunks=self.work.address("dG_spans"),
+        decays = DecayPointers(
             dG=self.work.address("dG_rows"),
+            dG_columns=self.work.address("dG_columns"),
             boundaries=self.boundaries,
+            span_sums=self.work.address("span_sums"),
+            d_log_decay=gradient.data_ptr(),
         )
-        for launch in self.plan.gate_gradient:
-            launch(self.stream, self.run.pointers("gates", self.stats, gates=gates))
+        for launch in self.plan.decay_gradient:
+            launch(self.stream, self.run.pointers("sum_decays", self.stats, decays=decays))
         return gradient
 
 
 def _kind_of_decay(call: Call) -> str:
-    return "PER_TOKEN" if call.log_gate is not None else "NO_DECAY" if call.log_decay is None else "PER_HEAD"
+    """One of launch.DECAYS."""
+    if call.token_log_decay is not None:
+        return "PER_TOKEN"
+    return "NO_DECAY" if call.head_log_decay is None else "PER_HEAD"
 
 
 def _kind_of_weights(call: Call) -> str:
@@ -368,14 +378,14 @@ def _tensor_or_number(x: float | Tensor) -> tuple[Tensor | None, float | None]:
 def _add_state(
     call: Call, gradient: Tensor, final: LinearAttentionState, dstate: LinearAttentionState
 ) -> None:
-    """Adds the final state's part to `gradient`, dL/dlog_gate [B, tokens, H] of the tokens after the last
+    """Adds the final state's part to `gradient`, dL/dg [B, tokens, H] of the tokens after the last
     boundary: ⟨dS, S⟩, which is in dL/dG_N and therefore in the sum of every one of them."""
     B, _, H, _ = call.shape
     products = [(x * dx).reshape(B, H, -1).sum(-1) for x, dx in zip(final, dstate, strict=True)]
     added = torch.stack(products).sum(0)
-    assert call.log_gate is not None
-    gates = call.log_gate[:, -gradient.shape[1] :]
-    gradient.add_(added.unsqueeze(1)).masked_fill_(gates <= LOG_ZERO[torch.float32], 0.0)
+    assert call.token_log_decay is not None
+    decays = call.token_log_decay[:, -gradient.shape[1] :]
+    gradient.add_(added.unsqueeze(1)).masked_fill_(decays <= LOG_ZERO[torch.float32], 0.0)
 
 
 def _new_state(call: Call) -> LinearAttentionState:
@@ -390,20 +400,20 @@ def _new_state(call: Call) -> LinearAttentionState:
 
 def _stats(plan: LaunchPlan, device: torch.device) -> Tensor:
     """stats [3, B, H, N], and behind them in the same memory room for the states before the segments and for
-    what `gates` finds.
+    what `sum_decays` finds.
 
     The backward pass starts from the same: what saves stats for it saves them too, and computing them again
     would read k and v once more.
     """
     B, H, N = plan.B, plan.H, plan.N
-    size = 3 * B * H * N + plan.scratch_size(plan.segmentation) + plan.gate_sums_size
+    size = 3 * B * H * N + plan.scratch_size(plan.segmentation) + plan.decay_sums_size
     memory = torch.empty(size, dtype=torch.float32, device=device)
     return memory.as_strided((3, B, H, N), (B * H * N, H * N, N, 1))
 
 
 def _left_behind(stats: Tensor, plan: LaunchPlan) -> int:
     """The address of what forward left there, if these stats are `_stats`'; else 0."""
-    end = stats.storage_offset() + stats.numel() + plan.scratch_size(plan.segmentation) + plan.gate_sums_size
+    end = stats.storage_offset() + stats.numel() + plan.scratch_size(plan.segmentation) + plan.decay_sums_size
     ours = stats.is_contiguous() and stats.untyped_storage().nbytes() == 4 * end
     return stats.data_ptr() + 4 * stats.numel() if ours else 0
 
@@ -412,9 +422,9 @@ def _token_count(call: Call) -> Tensor:
     """The final state's (decayed) number of tokens, [B, H]."""
     B, N, H, _ = call.shape
     n = torch.zeros(B, H, dtype=torch.float32, device=call.device) if call.n is None else call.n
-    if call.log_decay is None:
+    if call.head_log_decay is None:
         return n + N
-    x = call.log_decay.double()
+    x = call.head_log_decay.double()
     geometric = torch.where(x == 0, N, torch.expm1(x * N) / torch.expm1(x))
     return n * torch.exp(x * N).float() + geometric.float()
 
@@ -422,7 +432,7 @@ def _token_count(call: Call) -> Tensor:
 def _count_gradient(call: Call, e: Tensor, dstate: LinearAttentionState | None) -> Tensor:
     """The gradient of the initial number of tokens, [B, H]: −Σ e γ^(i+1) and the final number's part."""
     _, H, N = e.shape
-    decay = e.new_zeros(H) if call.log_decay is None else call.log_decay.float()
+    decay = e.new_zeros(H) if call.head_log_decay is None else call.head_log_decay.float()
     dn = -(e * torch.exp(decay[:, None] * torch.arange(1, N + 1, device=e.device))).sum(-1)
     return dn if dstate is None else dn + dstate.n * torch.exp(decay * N)
 

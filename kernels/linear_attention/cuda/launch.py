@@ -2,8 +2,8 @@
 
 Forward: `states` and `prefix` (where sequences are cut into segments), then one scan.
 Backward: `row_products` for e, then a scan each for dq, dk and dv, after the states of their direction. On
-Hopper dq's scan finds e, and dk and dv share a launch. `gates` first sums up decays of tokens' own, for each
-direction; `gate_gradient` comes last. Without the normaliser there is no e, and no token is counted.
+Hopper dq's scan finds e, and dk and dv share a launch. `sum_decays` first sums up decays of tokens' own, for
+each direction; `decay_gradient` comes last. Without the normaliser there is no e, and no token is counted.
 """
 
 from __future__ import annotations
@@ -16,12 +16,9 @@ from typing import NamedTuple
 
 import torch
 
-from lingpt.kernels.linear_attention.cuda.compile import (
-    Kernel,
-    KernelSpec,
-    native_arch,
-    supported_architectures,
-)
+from lingpt.kernels.linear_attention.cuda.compile import KernelSpec
+from lingpt.kernels.linear_attention.cuda.kernel import Kernel
+from lingpt.kernels.linear_attention.cuda.toolchain import native_arch, supported_architectures
 from lingpt.kernels.linear_attention.numerics import LOG_ZERO, NORM_EPS
 
 SOURCE = "linear_attention.cu"
@@ -32,17 +29,19 @@ DECAYS = ("NO_DECAY", "PER_HEAD", "PER_TOKEN")  # a constant γ of each head, or
 WEIGHTS = ("NORMALISED", "AFFINE", "PRODUCTS")  # (1 + b x)/g, a + b x, b x: params.cuh
 CHUNK = 64  # tokens that a block takes at a time; 32 where shared memory is small and head_dim 128
 THREADS = 128  # of a block of the sm_80 scan, of `prefix` and `row_products`; of an sm_90a warpgroup
-GATES_THREADS = 256  # of a block of `gates`, `gate_counts` and `gate_gradient`
-GATES_HEADS = GATES_THREADS // 32  # of a block of the first and the last
-GATES_SPAN = 256  # tokens of such a block
-WINDOW = 512  # tokens between two boundaries, where the gradient of gates is known without a sum (gates.cuh)
+DECAY_THREADS = 256  # of a block of `sum_decays`, `sum_counts` and `decay_gradient`
+DECAY_HEADS = DECAY_THREADS // 32  # of a block of the first and the last
+DECAY_SPAN = 256  # tokens of such a block
+BOUNDARY_INTERVAL = (
+    512  # tokens between boundaries, where the decays' gradient is known without a sum (token_decay.cuh)
+)
 
 # Shared memory, bytes (CUDA C++ Programming Guide, table of compute capabilities).
 SMALL_SHARED = ("sm_86", "sm_89", "sm_120", "sm_121")  # 99 KB a block; the others have 163 or 227
 SM90_SHARED = 228 * 1024  # of a multiprocessor; a block costs it 1 KB more than it asks for
 RESERVED_SHARED = 1024
 
-# The tensors of a pass (forward has the first four), and which of them are a mode's operands a, b, c, unit, y
+# The tensors of a pass (forward has the first four), and which of them are a mode's operands a, b, c, qk, y
 # and o (params.cuh).
 TENSORS = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
 OPERANDS = {
@@ -51,16 +50,16 @@ OPERANDS = {
     "DK": ("v", "do", "q", "k", "dk", None),
     "DV": ("k", "q", "do", None, "dv", None),
     "row_products": ("do", None, None, None, "o", None),
-    "gates": (None,) * 6,
+    "sum_decays": (None,) * 6,
 }
 operands_of = {
     mode: itemgetter(*(TENSORS.index(name) if name else -1 for name in names))
     for mode, names in OPERANDS.items()
 }
 
-# struct Params of params.cuh: 32 pointers, which are a call's own; then the layout, which all calls of a plan
+# struct Params of params.cuh: 35 pointers, which are a call's own; then the layout, which all calls of a plan
 # share: strides, six ints, four floats. The compiler checks the sizes (KernelBuild.defines).
-POINTERS, LAYOUT = struct.Struct("@32P"), struct.Struct("@18q6i4f")
+POINTERS, LAYOUT = struct.Struct("@35P"), struct.Struct("@18q6i4f")
 PARAMS_CODE = f"{POINTERS.size + LAYOUT.size}s"
 
 
@@ -99,8 +98,8 @@ class KernelBuild:
         if self.sm90:
             return SM90_SHARED // self.blocks - RESERVED_SHARED
         tiles, scores, per_token = 2 * 6 * C * D, C * 128, C * (24 + 20 + 10 + 20)
-        gates = 42 * C + 8 if self.decay == "PER_TOKEN" else 0
-        return tiles + scores + per_token + 14 * D + 56 + gates
+        decays = 42 * C + 8 if self.decay == "PER_TOKEN" else 0
+        return tiles + scores + per_token + 14 * D + 56 + decays
 
     @property
     def names(self) -> dict[tuple[str, str | None], str]:
@@ -122,14 +121,14 @@ class KernelBuild:
         for mode, reverse in (("FWD", "false"), ("DK", "true")):
             names["prefix", mode] = f"prefix<{D}, {C}, {reverse}, {decay}, {weights}>"
             if decay == "PER_TOKEN":
-                names["gates", mode] = f"gates<{C}, {reverse}, {str(self.has_counts).lower()}>"
+                names["sum_decays", mode] = f"sum_decays<{C}, {reverse}, {str(self.has_counts).lower()}>"
             if decay == "PER_TOKEN" and self.has_counts:
-                names["gate_counts", mode] = f"gate_counts<{C}, {reverse}>"
+                names["sum_counts", mode] = f"sum_counts<{C}, {reverse}>"
         if decay == "PER_TOKEN":
             parts = 2 if self.sm90 and weights != "PRODUCTS" else 1  # of a token's, by two roles
             warps = 4 * (D // 64 + parts - 1) if self.sm90 else 4  # of outputs, and of token stats
-            names["gate_gradient", "TOTALS"] = f"gate_gradient<{D}, {C}, true, {parts}, {warps}>"
-            names["gate_gradient", None] = f"gate_gradient<{D}, {C}, false, {parts}, {warps}>"
+            names["decay_gradient", "TOTALS"] = f"decay_gradient<{D}, {C}, true, {parts}, {warps}>"
+            names["decay_gradient", None] = f"decay_gradient<{D}, {C}, false, {parts}, {warps}>"
         return names
 
     @property
@@ -149,9 +148,9 @@ class KernelBuild:
             "LAUNCH_THREADS": THREADS,
             "LAUNCH_STATE_SIZE": state_size(self.head_dim),
             "LAUNCH_BOUNDARY_SIZE": boundary_size(self.head_dim),
-            "LAUNCH_GATES_THREADS": GATES_THREADS,
-            "LAUNCH_GATES_SPAN": GATES_SPAN,
-            "LAUNCH_WINDOW": WINDOW,
+            "LAUNCH_DECAY_THREADS": DECAY_THREADS,
+            "LAUNCH_DECAY_SPAN": DECAY_SPAN,
+            "LAUNCH_BOUNDARY_INTERVAL": BOUNDARY_INTERVAL,
             "NORM_EPS": f"{NORM_EPS}f",
             "LOG_ZERO": f"{LOG_ZERO[torch.float32]}f",
         }
@@ -310,8 +309,8 @@ class LaunchPlan:
         if unsegmented:  # its one scan leaves a state a segment
             self.segmentation = self.segmentation._replace(sub_segments=1)
         self.states = self._states("FWD", self.segmentation)
-        self._gated = decay == "PER_TOKEN"
-        self.gates = self._gates("FWD")
+        self._per_token_decay = decay == "PER_TOKEN"
+        self.sum_decays = self._sum_decays("FWD")
         if "do" in self._strides:
             self._plan_backward()
         elif unsegmented:
@@ -324,7 +323,7 @@ class LaunchPlan:
         self.reverse_segmentation = self._segmentation(scans=2) if self.build.sm90 else self.segmentation
         self.dq = self._scan("DQ", self.segmentation)
         self.reverse_states = self._states("DK", self.reverse_segmentation)
-        self.reverse_gates, self.gate_gradient = self._gates("DK"), self._gate_gradient()
+        self.reverse_sum_decays, self.decay_gradient = self._sum_decays("DK"), self._decay_gradient()
         self.row_products = self._row_products()
         if self.build.sm90:  # dk and dv at once, as both read k, q and do
             self.dk_dv = self._pair()
@@ -337,20 +336,21 @@ class LaunchPlan:
         return self.B * self.H * states * state_size(self.D)
 
     @property
-    def gate_sums_size(self) -> int:
+    def decay_sums_size(self) -> int:
         """fp32 numbers: Γ and two more of every token and head, and two of every chunk."""
         chunks = -(-self.N // self.build.chunk)
-        return self.B * self.H * (3 * self.N + 2 * chunks) if self._gated else 0
+        return self.B * self.H * (3 * self.N + 2 * chunks) if self._per_token_decay else 0
 
     @property
-    def gate_totals_size(self) -> int:
-        """fp32 numbers: two of every span of a head, for `gate_gradient`."""
-        return 2 * self.B * self.H * self._spans if self._gated else 0
+    def span_sums_size(self) -> int:
+        """fp32 numbers: two of every span of a head, for `decay_gradient`."""
+        return 2 * self.B * self.H * self._spans if self._per_token_decay else 0
 
     @property
     def boundaries(self) -> int:
-        """Of a sequence, with a decay of each token's own: before tokens that are multiples of WINDOW."""
-        return (self.N - 1) // WINDOW if self._gated and self.N and self.N % self.build.chunk == 0 else 0
+        """Of a sequence, with a decay of each token's own: before every BOUNDARY_INTERVAL-th."""
+        exist = self._per_token_decay and self.N and self.N % self.build.chunk == 0
+        return (self.N - 1) // BOUNDARY_INTERVAL if exist else 0
 
     @property
     def boundaries_size(self) -> int:
@@ -365,7 +365,7 @@ class LaunchPlan:
 
     @property
     def _spans(self) -> int:
-        return max(1, -(-self.N // GATES_SPAN))
+        return max(1, -(-self.N // DECAY_SPAN))
 
     def _segmentation(self, scans: int) -> Segmentation:
         """The segments with which so many scans at once fill the card."""
@@ -405,26 +405,26 @@ class LaunchPlan:
             self._launch("prefix", mode, prefix_blocks, layout, threads=THREADS, shared=0),
         ]
 
-    def _gates(self, mode: str) -> list[Launch]:
+    def _sum_decays(self, mode: str) -> list[Launch]:
         """A token's decays, summed up in the order of a mode."""
-        if not self._gated:
+        if not self._per_token_decay:
             return []
-        layout = self._layout("gates", self.segmentation)
-        launches = [self._on_gates("gates", mode, layout)]
-        if ("gate_counts", mode) in self._kernels:
-            launches.append(self._launch("gate_counts", mode, 1, layout, threads=GATES_THREADS, shared=0))
+        layout = self._layout("sum_decays", self.segmentation)
+        launches = [self._per_span("sum_decays", mode, layout)]
+        if ("sum_counts", mode) in self._kernels:
+            launches.append(self._launch("sum_counts", mode, 1, layout, threads=DECAY_THREADS, shared=0))
         return launches
 
-    def _gate_gradient(self) -> list[Launch]:
-        if not self._gated:
+    def _decay_gradient(self) -> list[Launch]:
+        if not self._per_token_decay:
             return []
-        layout = self._layout("gates", self.segmentation)
-        return [self._on_gates("gate_gradient", mode, layout) for mode in ("TOTALS", None)]
+        layout = self._layout("sum_decays", self.segmentation)
+        return [self._per_span("decay_gradient", mode, layout) for mode in ("TOTALS", None)]
 
-    def _on_gates(self, kernel: str, mode: str | None, layout: bytes) -> Launch:
-        """On a block for every GATES_SPAN tokens of GATES_HEADS heads."""
-        grid = self._spans, self.B * -(-self.H // GATES_HEADS), 1
-        return Launch(self._kernels[kernel, mode], grid, (GATES_THREADS, 1, 1), 0, (layout,))
+    def _per_span(self, kernel: str, mode: str | None, layout: bytes) -> Launch:
+        """On a block for every DECAY_SPAN tokens of DECAY_HEADS heads."""
+        grid = self._spans, self.B * -(-self.H // DECAY_HEADS), 1
+        return Launch(self._kernels[kernel, mode], grid, (DECAY_THREADS, 1, 1), 0, (layout,))
 
     def _row_products(self) -> list[Launch]:
         """For e, which only the normaliser needs; Hopper's scan of dq finds it."""

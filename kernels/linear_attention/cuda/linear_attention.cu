@@ -10,7 +10,7 @@
 //     Y = ρ A·state + κ Σ τ c + W C
 //     state = γ^chunk state + (σ C)ᵀ B
 //
-// A decay of each token's own (PER_TOKEN) takes the place of powers of γ: gates.cuh.
+// A decay of each token's own (PER_TOKEN) takes the place of powers of γ: token_decay.cuh.
 //
 // There are two scans, of one algorithm:
 //     scan_sm80.cuh    from sm_80 on: four warps and mma.sync, all through the same phases
@@ -21,15 +21,15 @@
 //
 // Operands of the tensor cores are raw rows of q, k, v, do; norms and normalisers are applied in fp32. Sums over
 // tokens and the normaliser are fp32. Nothing is added atomically: the same inputs give the same bits.
-#include "gates.cuh"
+#include "token_decay.cuh"
 #ifdef SCAN_SM90
 #include "scan_sm90.cuh"
-template <typename T, int D, int CHUNK, int MODE, Decay DECAY, int ROPE, Weights WEIGHTS, bool STATES>
-using Scan = ScanSm90<ConfigSm90<T, D, MODE, DECAY, ROPE, WEIGHTS, STATES, false>>;
+template <typename T, int D, int CHUNK, int MODE, Decay DECAY, int ROPE, Weights WEIGHTS, bool STATE_ONLY>
+using Scan = ScanSm90<ConfigSm90<T, D, MODE, DECAY, ROPE, WEIGHTS, STATE_ONLY, false>>;
 #else
 #include "scan_sm80.cuh"
-template <typename T, int D, int CHUNK, int MODE, Decay DECAY, int ROPE, Weights WEIGHTS, bool STATES>
-using Scan = ScanSm80<ConfigSm80<T, D, CHUNK, MODE, DECAY, ROPE, WEIGHTS, STATES>>;
+template <typename T, int D, int CHUNK, int MODE, Decay DECAY, int ROPE, Weights WEIGHTS, bool STATE_ONLY>
+using Scan = ScanSm80<ConfigSm80<T, D, CHUNK, MODE, DECAY, ROPE, WEIGHTS, STATE_ONLY>>;
 #endif
 
 // Grid (segments, B·H). BLOCKS: of a multiprocessor, at least.
@@ -84,7 +84,8 @@ __global__ void __launch_bounds__(THREADS) prefix(const __grid_constant__ Params
                    : i < D * D + D ? p.initial.k[bh * D + i - D * D]
                                    : p.initial.v[bh * D + i - D * D - D]);
   }
-  constexpr int AT_ONCE = DECAY == PER_TOKEN ? 1 : 8;  // reads on their way; a gated segment's decay is many itself
+  constexpr int AT_ONCE =
+      DECAY == PER_TOKEN ? 1 : 8;  // reads on their way; with PER_TOKEN a segment's decay is many itself
   const int n = p.segments - 1;
   float* at = p.scratch + bh * n * SIZE + i;
   for (int first = 0; first < n; first += AT_ONCE, at += AT_ONCE * SIZE) {

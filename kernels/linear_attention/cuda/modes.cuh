@@ -21,7 +21,7 @@
 //     DK     b r_q          0           1           dk = r_k (y − k̂ (k̂·y))
 //     DV     b r_q          a           r_k         dv = y
 //
-// With a decay of each token's own g_t, exp(G_i − G_j) takes the place of γ^(i−j), G_i = Σ_{t≤i} g_t (gates.cuh). DQ and DK
+// With a decay of each token's own g_t, exp(G_i − G_j) takes the place of γ^(i−j), G_i = Σ_{t≤i} g_t (token_decay.cuh). DQ and DK
 // then also find the gradient of G, from q̂·dq̂ and k̂·dk̂ and sums that they have, dG_i = row_i − column_i:
 //
 //     row_i    = (do_i/g_i)·Σ_{j≤i} exp(G_i − G_j) v_j − e_i Σ_{j≤i} exp(G_i − G_j) + q̂_i·dq̂_i
@@ -39,8 +39,8 @@ enum Mode { FWD, DQ, DK, DV };
 
 struct TokenStats {  // what (1) needs of a token
   float inverse_g, e;
-  float r;     // 1/‖·‖ of the row that σ scales: k for FWD and DQ, q for DK and DV
-  float unit;  // 1/‖·‖ of the row that ρ or the projection scales: q for FWD and DQ, k for DK and DV
+  float r_sigma;  // 1/‖·‖ of the row that σ scales: k for FWD and DQ, q for DK and DV
+  float r_rho;    // 1/‖·‖ of the row that ρ or the projection scales: q for FWD and DQ, k for DK and DV
 };
 
 template <typename T, int MODE, Weights WEIGHTS = NORMALISED>
@@ -69,22 +69,23 @@ struct ModeTraits {
   // needed.
   template <typename SCAN>
   static DEVICE float sigma(const SCAN& scan, const TokenStats& s) {
-    if constexpr (!NORMALISED_WEIGHTS) return scale_sigma(scan.p) * (REVERSE ? scan.coefficient() * s.r : s.r);
-    return scale_sigma(scan.p) * (REVERSE ? scan.coefficient() * s.r * s.inverse_g : s.r);
+    if constexpr (!NORMALISED_WEIGHTS)
+      return scale_sigma(scan.p) * (REVERSE ? scan.coefficient() * s.r_sigma : s.r_sigma);
+    return scale_sigma(scan.p) * (REVERSE ? scan.coefficient() * s.r_sigma * s.inverse_g : s.r_sigma);
   }
   template <typename SCAN>
   static DEVICE float tau(const SCAN& scan, const TokenStats& s) {
     if constexpr (!NORMALISED_WEIGHTS) return MODE == DV ? scan.constant() : 1.f;
     return scale_tau(scan.p) * (MODE == FWD  ? 1.f
-                                : MODE == DQ ? s.r
-                                : MODE == DK ? -scan.coefficient() * s.e * s.r
+                                : MODE == DQ ? s.r_sigma
+                                : MODE == DK ? -scan.coefficient() * s.e * s.r_sigma
                                              : s.inverse_g);
   }
   template <typename SCAN>
   static DEVICE float rho(const SCAN& scan, const TokenStats& s) {
-    return scale_rho(scan.p) * (MODE == FWD  ? scan.coefficient() * s.unit
+    return scale_rho(scan.p) * (MODE == FWD  ? scan.coefficient() * s.r_rho
                                 : MODE == DQ ? (NORMALISED_WEIGHTS ? s.inverse_g : 1.f)
-                                : MODE == DV ? s.unit
+                                : MODE == DV ? s.r_rho
                                              : 1.f);
   }
   template <typename SCAN>
@@ -95,7 +96,7 @@ struct ModeTraits {
   template <typename SCAN>
   static DEVICE float zeta(const SCAN& scan, const TokenStats& s) {
     if constexpr (!NORMALISED_WEIGHTS) return REVERSE ? scan.constant() : 1.f;
-    return MODE == FWD ? scale_sigma(scan.p) * s.r : MODE == DQ ? 1.f : scale_tau(scan.p) * s.inverse_g;
+    return MODE == FWD ? scale_sigma(scan.p) * s.r_sigma : MODE == DQ ? 1.f : scale_tau(scan.p) * s.inverse_g;
   }
   // σ decayed to the chunk's end, as a 16-bit operand: 1/‖k‖ of a row of (almost) zeros times v stays finite.
   static DEVICE float limit_sigma(float sigma) { return T::NARROW && VALUE_ROWS ? fminf(sigma, LARGEST_SIGMA) : sigma; }

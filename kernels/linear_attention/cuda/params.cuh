@@ -10,7 +10,7 @@ enum Decay { NO_DECAY, PER_HEAD, PER_TOKEN };  // a constant γ of each head, or
 // have no normaliser.
 enum Weights { NORMALISED, AFFINE, PRODUCTS };
 
-enum Operand { A, B, C, UNIT, Y, O };  // of Params::tensors
+enum Operand { A, B, C, QK, Y, O };  // of Params::tensors; QK: the rows whose gradient a mode finds, q for DQ, k for DK
 
 struct State {  // fp32: S [BH, D, D] key by value, key vector [BH, D], value vector [BH, D]; any may be null
   float *S, *k, *v;
@@ -22,7 +22,7 @@ struct Strides {  // of [B, N, H, D], in elements; the last dimension is contigu
 
 struct Params {
   // Pointers, which every call has its own.
-  void* tensors[6];          // a, b, c, unit (q for DQ, k for DK), y, o (where DQ computes e)
+  void* tensors[6];          // by Operand; o where DQ computes e
   float *g, *rq, *rk;        // [BH, N]: written by FWD, read by the others
   float* e;                  // [BH, N]: (do·o)/g; do·o is the delta of FlashAttention
   const float* coefficient;  // b per head [H], or null: b_value
@@ -34,13 +34,16 @@ struct Params {
   const float* n_initial;  // [BH] or null
   float* db;               // [BH, segments]: DQ's sums of q̂·y
   float* da;               // AFFINE, [BH, segments]: DQ's sums of do·Σ v; on sm_90a 8 of each, of warps
-  // PER_TOKEN, by position: what gates.cuh finds before a scan, and DQ's and DK's part of the gradient of G. gamma is Γ, the
-  // chunk's cumulative log2 decay (not γ); `gate_gradient` has other contents for gamma, count and chunks: see there.
-  float *gamma, *to_end, *count;  // [BH, N]
-  float* chunks;                  // [BH, 2, chunks]
-  float* count_out;               // [BH] or null
-  float* dG;                      // [BH, N]; on sm_90a [2, BH, N]: two addends of each, by outputs and by token stats
-  float* boundaries;              // [BH, boundaries, BOUNDARY_SIZE]: what crosses them, of gates.cuh
+  // PER_TOKEN, by position: what `sum_decays` finds before a scan (token_decay.cuh), then the parts of the gradient.
+  float* decay_cumsum;    // Γ [BH, N], the cumulative log2 decay from the chunk's start
+  float *to_end, *count;  // [BH, N]
+  float* chunks;          // [BH, 2, chunks]
+  float* count_out;       // [BH] or null
+  float* dG;  // [BH, N]: DQ's rows and DK's columns; on sm_90a [2, BH, N], addends of outputs and of token stats
+  float* boundaries;        // [BH, boundaries, BOUNDARY_SIZE]: what crosses them
+  const float* dG_columns;  // `decay_gradient`: DK's dG, where dG is DQ's
+  float* span_sums;         // `decay_gradient`: [BH, 2, spans], of each span of tokens, high and low part
+  float* d_log_decay;       // `decay_gradient`: its result, [B, N, H]
 
   // The layout, which follows from shapes, strides and options.
   Strides strides[6];               // of the tensors

@@ -9,18 +9,18 @@ template <typename CONFIG>
 struct ScanSm80 : BlockSm80<CONFIG> {
   using Block = BlockSm80<CONFIG>;
   // C++ looks for no names in a base that depends on a parameter.
-  using Block::D, Block::CHUNK, Block::MODE, Block::ROPE, Block::STATES, Block::POWERS, Block::GATED, Block::HAS_G,
-      Block::SUMS_X, Block::WARPS, Block::D_STEPS, Block::CHUNK_STEPS, Block::Y_TILES, Block::STATE_TILES,
+  using Block::D, Block::CHUNK, Block::MODE, Block::ROPE, Block::STATE_ONLY, Block::POWERS, Block::PER_TOKEN_DECAY,
+      Block::HAS_G, Block::SUMS_X, Block::WARPS, Block::D_STEPS, Block::CHUNK_STEPS, Block::Y_TILES, Block::STATE_TILES,
       Block::SIXTEEN_ROWS, Block::p, Block::base, Block::tid, Block::warp, Block::g, Block::t, Block::lane,
       Block::begin, Block::log2_decay, Block::sigma, Block::tau, Block::rho, Block::kappa, Block::zeta, Block::c_sum,
       Block::b_sum, Block::partial_dots, Block::powers, Block::sigma_end, Block::tau_end, Block::zeta_end,
-      Block::b_sum_parts, Block::GAMMA, Block::NORM, Block::COUNT, Block::add_squares, Block::b_or_one, Block::bh,
+      Block::b_sum_parts, Block::CUMSUM, Block::NORM, Block::COUNT, Block::add_squares, Block::b_or_one, Block::bh,
       Block::coefficient, Block::coefficients, Block::coefficients_at_end, Block::constant, Block::count_before,
-      Block::dG, Block::end, Block::factor_in_w, Block::forget_addresses, Block::fragment_A, Block::fragment_B,
-      Block::fragment_Bt, Block::fragment_own, Block::from_start, Block::gates, Block::key_norms, Block::load,
+      Block::dG, Block::end, Block::factor_in_w, Block::recompute_addresses, Block::fragment_A, Block::fragment_B,
+      Block::fragment_Bt, Block::fragment_own, Block::from_start, Block::token_decays, Block::key_norms, Block::load,
       Block::load_tile, Block::mma_pair, Block::own_tile, Block::part, Block::power, Block::reciprocal_norms,
       Block::rotate, Block::rotate_tiles, Block::row, Block::segment, Block::sigma_rest, Block::stat, Block::tile,
-      Block::whole;
+      Block::chunk_decay;
   using typename Block::Shared;
   using typename Block::States;
   using typename Block::T;
@@ -31,7 +31,7 @@ struct ScanSm80 : BlockSm80<CONFIG> {
   DEVICE ScanSm80(const Params& params, char* shared) : Block(params, shared) {}
 
   DEVICE void run() {
-    if constexpr (STATES)
+    if constexpr (STATE_ONLY)
       run_states();
     else
       run_scan();
@@ -39,11 +39,11 @@ struct ScanSm80 : BlockSm80<CONFIG> {
   DEVICE void run_scan() {
     load<true>(0, begin);
     load_state();
-    constexpr bool COUNTS = CONFIG::NORMALISES && !GATED;
+    constexpr bool COUNTS = CONFIG::NORMALISES && !PER_TOKEN_DECAY;
     float n = COUNTS ? tokens_before<POWERS>(p, bh(), log2_decay, begin) : 0.f;
     int stage = 0;
     for (int position = begin; position < end(); position += CHUNK, stage ^= 1) {
-      forget_addresses();
+      recompute_addresses();
       int len = min(CHUNK, p.N - position);
       copy_async_wait<0>();
       __syncthreads();  // the tiles are there, and all threads are done with the other stage
@@ -53,21 +53,21 @@ struct ScanSm80 : BlockSm80<CONFIG> {
       coefficients(stage, position);
       scores(stage, position, len, n);
       float y[CHUNK_STEPS][Y_TILES][4];
-      forget_addresses();
+      recompute_addresses();
       outputs(stage, position, y);
-      forget_addresses();
+      recompute_addresses();
       if constexpr (Traits::PROJECTS)
         project(stage, y, position);
       else
         scale(stage, y, position);
-      forget_addresses();
+      recompute_addresses();
       update(stage, len);
       if (COUNTS) n = POWERS ? n * power(CHUNK) + powers[CHUNK + 1] : n + CHUNK;
     }
     __syncthreads();
     if (MODE != DQ && segment() == p.segments - 1 && p.final.S) {
-      const bool own = GATED && Traits::REVERSE;
-      store_state(States::final(p, bh(), own ? log2_gate(p, bh(), 0) : 0.f));
+      const bool own = PER_TOKEN_DECAY && Traits::REVERSE;
+      store_state(States::final(p, bh(), own ? log2_decay_of(p, bh(), 0) : 0.f));
     }
     if (CONFIG::COMPUTES_DB) store_sum(p.db, db_sums());
     if (CONFIG::COMPUTES_DA) store_sum(p.da, da_sums());
@@ -79,7 +79,7 @@ struct ScanSm80 : BlockSm80<CONFIG> {
     clear_state();
     int stage = 0;
     for (int position = begin; position < end(); position += CHUNK, stage ^= 1) {
-      forget_addresses();
+      recompute_addresses();
       copy_async_wait<0>();
       __syncthreads();
       load<false>(stage ^ 1, position + CHUNK);
@@ -99,7 +99,7 @@ struct ScanSm80 : BlockSm80<CONFIG> {
       int len = min(CHUNK, p.N - position);
       coefficients_at_end(stage, len);
       __syncthreads();
-      forget_addresses();
+      recompute_addresses();
       update(stage, len);
     }
     __syncthreads();
@@ -156,12 +156,12 @@ struct ScanSm80 : BlockSm80<CONFIG> {
     }
   }
 
-  // At a boundary (gates.cuh): DQ stores its sums and its state, the latter in 16 bits and in the order of its lanes; DK,
+  // At a boundary (token_decay.cuh): DQ stores its sums and its state, the latter in 16 bits and in the order of its lanes; DK,
   // whose lanes hold the same elements, adds up their inner products with its own.
   DEVICE void cross_boundary(int stage, int position) const {
     const int token = Traits::REVERSE ? p.N - position : position;
-    if (position == 0 || p.N % CHUNK || token % WINDOW) return;
-    const Boundary<D> boundary(p, bh(), token / WINDOW - 1);
+    if (position == 0 || p.N % CHUNK || token % BOUNDARY_INTERVAL) return;
+    const Boundary<D> boundary(p, bh(), token / BOUNDARY_INTERVAL - 1);
     if (MODE == DQ)
       leave_at(boundary, stage);
     else
@@ -206,8 +206,8 @@ struct ScanSm80 : BlockSm80<CONFIG> {
   // state += (σ C)ᵀ B, Σ τ c and Σ ζ b, everything decayed to the chunk's end.
   DEVICE void update(int stage, int len) {
     u32 tile_b = tile(stage, B), tile_c = tile(stage, C);
-    if (POWERS || GATED) {
-      float decay = whole(stage, len);
+    if (POWERS || PER_TOKEN_DECAY) {
+      float decay = chunk_decay(stage, len);
 #pragma unroll
       for (int i = 0; i < STATE_TILES; i++)
 #pragma unroll
@@ -221,20 +221,20 @@ struct ScanSm80 : BlockSm80<CONFIG> {
     for (int s = 0; s < CHUNK_STEPS; s++) {
       int j = 16 * s + 2 * t;
       u32 near = *reinterpret_cast<u32*>(sigma_end + j), far = *reinterpret_cast<u32*>(sigma_end + j + 8);
-      u32 near_rest = GATED ? *reinterpret_cast<u32*>(sigma_rest() + j) : 0,
-          far_rest = GATED ? *reinterpret_cast<u32*>(sigma_rest() + j + 8) : 0;
+      u32 near_rest = PER_TOKEN_DECAY ? *reinterpret_cast<u32*>(sigma_rest() + j) : 0,
+          far_rest = PER_TOKEN_DECAY ? *reinterpret_cast<u32*>(sigma_rest() + j + 8) : 0;
       u32 tau0 = CONFIG::SUMS_C ? part<CONFIG::SUM_PARTS>(tau_end, CHUNK, j) : 0,
           tau1 = CONFIG::SUMS_C ? part<CONFIG::SUM_PARTS>(tau_end, CHUNK, j + 8) : 0;
       u32 zeta0 = CONFIG::SUMS_B ? part<CONFIG::SUM_PARTS>(zeta_end, CHUNK, j) : 0,
           zeta1 = CONFIG::SUMS_B ? part<CONFIG::SUM_PARTS>(zeta_end, CHUNK, j + 8) : 0;
-      u32 left[STATE_TILES][4];
+      u32 lhs[STATE_TILES][4];
 #pragma unroll
       for (int i = 0; i < STATE_TILES; i++) {
         u32 r[4];
         fragment_own(r, tile_c, s, i);
         if (CONFIG::SUMS_C) mma<T>(csum[i], r[0], r[2], r[1], r[3], tau0, tau1);
-        left[i][0] = times_sigma(r[0], near, near_rest), left[i][1] = times_sigma(r[2], near, near_rest);
-        left[i][2] = times_sigma(r[1], far, far_rest), left[i][3] = times_sigma(r[3], far, far_rest);
+        lhs[i][0] = times_sigma(r[0], near, near_rest), lhs[i][1] = times_sigma(r[2], near, near_rest);
+        lhs[i][2] = times_sigma(r[1], far, far_rest), lhs[i][3] = times_sigma(r[3], far, far_rest);
         if (!CONFIG::SUMS_B) continue;
         fragment_B(r, tile_b, s, warp * STATE_TILES + i);
         mma<T>(bsum[i], r[0], r[2], r[1], r[3], zeta0, zeta1);
@@ -244,13 +244,13 @@ struct ScanSm80 : BlockSm80<CONFIG> {
         u32 r[4];
         fragment_B(r, tile_b, s, n);
 #pragma unroll
-        for (int i = 0; i < STATE_TILES; i++) mma_pair(state[i][2 * n], state[i][2 * n + 1], left[i], r);
+        for (int i = 0; i < STATE_TILES; i++) mma_pair(state[i][2 * n], state[i][2 * n + 1], lhs[i], r);
       }
     }
-    add_sums(csum, bsum, whole(stage, len));
+    add_sums(csum, bsum, chunk_decay(stage, len));
   }
   static DEVICE u32 times_sigma(u32 x, u32 sigma, u32 rest) {
-    return GATED ? multiply_add<T>(x, sigma, multiply<T>(x, rest)) : multiply<T>(x, sigma);
+    return PER_TOKEN_DECAY ? multiply_add<T>(x, sigma, multiply<T>(x, rest)) : multiply<T>(x, sigma);
   }
   // A chunk's sums onto the running ones. This warp's columns: no other reads or writes them before a barrier.
   DEVICE void add_sums(const float (&csum)[STATE_TILES][4], const float (&bsum)[STATE_TILES][4], float decay) {
@@ -286,20 +286,20 @@ struct ScanSm80 : BlockSm80<CONFIG> {
     if (has_rows) {
 #pragma unroll
       for (int k = 0; k < D_STEPS; k++) {  // X = A Bᵀ
-        u32 left[4], r[4];
-        fragment_A(left, tile_a, warp, k);
+        u32 lhs[4], r[4];
+        fragment_A(lhs, tile_a, warp, k);
 #pragma unroll
         for (int n = 0; n < CHUNK_STEPS; n++) {
           fragment_Bt(r, tile_b, n, k);
-          mma_pair(x[2 * n], x[2 * n + 1], left, r);
+          mma_pair(x[2 * n], x[2 * n + 1], lhs, r);
         }
         if (MODE == FWD) {
           fragment_Bt(r, tile_b, warp, k);
           add_squares(k_lo, k_hi, r[0], r[2], r[1], r[3]);
-          add_squares(q_lo, q_hi, left[0], left[1], left[2], left[3]);
+          add_squares(q_lo, q_hi, lhs[0], lhs[1], lhs[2], lhs[3]);
         }
         if (CONFIG::SPLITS_B)
-          mma<T>(zq, left[0], left[1], left[2], left[3], part<3>(b_sum_parts, D, 16 * k + 2 * t),
+          mma<T>(zq, lhs[0], lhs[1], lhs[2], lhs[3], part<3>(b_sum_parts, D, 16 * k + 2 * t),
                  part<3>(b_sum_parts, D, 16 * k + 2 * t + 8));
       }
       if (MODE == FWD) key_norms(k_lo, k_hi, position, true);
@@ -312,7 +312,7 @@ struct ScanSm80 : BlockSm80<CONFIG> {
     r.x = __shfl_sync(FULL_WARP, r.x, source), r.y = __shfl_sync(FULL_WARP, r.y, source);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      if (SUMS_X) forget_addresses();  // registers are short here, too
+      if (SUMS_X) recompute_addresses();  // registers are short here, too
       int row = 16 * warp + g + 8 * half;
       float rq = half ? r.y : r.x;
       float rho_i = MODE == FWD ? Traits::rho(*this, {0.f, 0.f, 0.f, rq}) : rho[row];
@@ -324,7 +324,7 @@ struct ScanSm80 : BlockSm80<CONFIG> {
           sum += __shfl_xor_sync(FULL_WARP, sum, d);
           inner += __shfl_xor_sync(FULL_WARP, inner, d);
         }
-        if (GATED && HAS_G) n_before = count_before(stage);
+        if (PER_TOKEN_DECAY && HAS_G) n_before = count_before(stage);
         if (SUMS_X)
           finish_row(stage, row, sum, inner, n_before);
         else
@@ -372,9 +372,9 @@ struct ScanSm80 : BlockSm80<CONFIG> {
     float known;
     if (HAS_G && MODE == DQ) {
       known = own + past * (rho[row] * before + kappa[row] * n_before);
-      known *= reciprocal(Traits::scale_rho(p) * factor_in_w(gates(stage, NORM)[row]));
+      known *= reciprocal(Traits::scale_rho(p) * factor_in_w(token_decays(stage, NORM)[row]));
     } else if (HAS_G) {
-      known = Traits::scale_y(p) * (own + past * before) - (past * n_before + gates(stage, COUNT)[row]);
+      known = Traits::scale_y(p) * (own + past * before) - (past * n_before + token_decays(stage, COUNT)[row]);
     } else {
       if (CONFIG::COMPUTES_DA) da_sums()[row] += own + past * before;
       known = MODE == DQ ? constant() * (own + past * before) : constant() * own + past * before;
@@ -383,17 +383,17 @@ struct ScanSm80 : BlockSm80<CONFIG> {
   }
   // Of two neighbouring columns: what they add to a row's products, and how far they have decayed there. MASKS_DECAYS: 0
   // where they come after the row. Selected, not multiplied by 0, as an exponential may overflow there.
-  static constexpr bool MASKS_DECAYS = GATED || SUMS_X;
+  static constexpr bool MASKS_DECAYS = PER_TOKEN_DECAY || SUMS_X;
   DEVICE float2 added_by_columns(int j) const {
     return MODE == FWD || !HAS_G ? make_float2(1.f, 1.f) : *reinterpret_cast<float2*>(tau + j);
   }
   DEVICE float2 decays(int stage, int row, int j) const {
     float2 decay = make_float2(1.f, 1.f);
     if (POWERS) decay = make_float2(powers[max(row - j, 0)], powers[max(row - j - 1, 0)]);
-    if (GATED) {
-      const float own = gates(stage, GAMMA)[row];
-      const float2 gamma = *reinterpret_cast<const float2*>(gates(stage, GAMMA) + j);
-      decay = make_float2(power_of_two(own - gamma.x), power_of_two(own - gamma.y));
+    if (PER_TOKEN_DECAY) {
+      const float own = token_decays(stage, CUMSUM)[row];
+      const float2 cumsum = *reinterpret_cast<const float2*>(token_decays(stage, CUMSUM) + j);
+      decay = make_float2(power_of_two(own - cumsum.x), power_of_two(own - cumsum.y));
     }
     if (MASKS_DECAYS) decay.x = j <= row ? decay.x : 0.f, decay.y = j + 1 <= row ? decay.y : 0.f;
     return decay;
@@ -438,7 +438,7 @@ struct ScanSm80 : BlockSm80<CONFIG> {
     }
     __syncthreads();  // W, and forward ρ and 1/g, are there; the tile of a is free
     if (Traits::PROJECTS) {
-      load_tile(tile_a, UNIT, position);
+      load_tile(tile_a, QK, position);
       copy_async_commit();
     }
     float2 sum[Y_TILES];
@@ -479,7 +479,7 @@ struct ScanSm80 : BlockSm80<CONFIG> {
   // This warp's columns of the output from a tile in shared memory that it has written, a 16-byte piece a lane.
   DEVICE void store(u32 tile_address, int position) const {
     constexpr int STEP = 32 / Y_TILES;  // rows that a warp stores at once
-    int piece = own_tile(lane % Y_TILES), row = lane / Y_TILES, left = p.N - position - row;
+    int piece = own_tile(lane % Y_TILES), row = lane / Y_TILES, remaining = p.N - position - row;
     u32 from = tile_address + swizzled<CHUNK>(row, piece);
     u16* to = this->row(Y, position + row) + 8 * piece;
     i64 step = (Traits::REVERSE ? -STEP : STEP) * p.strides[Y].token;
@@ -487,7 +487,7 @@ struct ScanSm80 : BlockSm80<CONFIG> {
 #pragma unroll
     for (int i = 0; i < CHUNK / STEP; i++, to += step) {
       uint4 v = ld_shared_v4((from ^ (((i * STEP) % 8) << 4)) + i * STEP * ROW_BYTES);
-      if (i * STEP < left) st_global_v4(to, v);
+      if (i * STEP < remaining) st_global_v4(to, v);
     }
   }
   // This lane's two columns of the n-th of this warp's tiles (row % 8 == g).
@@ -531,11 +531,11 @@ struct ScanSm80 : BlockSm80<CONFIG> {
   // the rows x by now, and then the result.
   DEVICE void project(int stage, float (&y)[CHUNK_STEPS][Y_TILES][4], int position) {
     const float* r = MODE == DQ ? p.rq : p.rk;
-    u32 tile_unit = tile(stage, A);
+    u32 tile_qk = tile(stage, A);
     copy_async_wait<0>();
     __syncthreads();
     if (ROPE) {
-      rotate(tile_unit, position);
+      rotate(tile_qk, position);
       __syncthreads();
     }
 #pragma unroll
@@ -544,20 +544,20 @@ struct ScanSm80 : BlockSm80<CONFIG> {
       float dot = 0.f;
 #pragma unroll
       for (int n = 0; n < Y_TILES; n++) {
-        float2 x = unpack<T>(ld_shared_b32(own_pair(tile_unit, row, n)));
+        float2 x = unpack<T>(ld_shared_b32(own_pair(tile_qk, row, n)));
         dot += x.x * y[m / 2][n][2 * (m % 2)] + x.y * y[m / 2][n][2 * (m % 2) + 1];
       }
       dot = sum_lanes<4>(dot);
       if (t == 0) partial_dots[row * WARPS + warp] = dot;
     }
     __syncthreads();
-    forget_addresses();
+    recompute_addresses();
 #pragma unroll
     for (int m = 0; m < 2 * CHUNK_STEPS; m++) {
       int row = 8 * m + g, at = position + row;
       float4 d = *reinterpret_cast<float4*>(partial_dots + row * WARPS);
       float dot = (d.x + d.y) + (d.z + d.w);
-      float norm = CONFIG::COMPUTES_DG ? gates(stage, NORM)[row] : r[stat(min(at, p.N - 1))];
+      float norm = CONFIG::COMPUTES_DG ? token_decays(stage, NORM)[row] : r[stat(min(at, p.N - 1))];
       auto [out, along] = Traits::projection(*this, norm, dot);
       if (CONFIG::FACTOR_IN_W) {
         const float factor = out;
@@ -571,7 +571,7 @@ struct ScanSm80 : BlockSm80<CONFIG> {
       }
 #pragma unroll
       for (int n = 0; n < Y_TILES; n += 2) {
-        u32 first = own_pair(tile_unit, row, n), second = own_pair(tile_unit, row, n + 1);
+        u32 first = own_pair(tile_qk, row, n), second = own_pair(tile_qk, row, n + 1);
         float2 x = unpack<T>(ld_shared_b32(first)), z = unpack<T>(ld_shared_b32(second));
         float2 lo = make_float2(out * (y[m / 2][n][2 * (m % 2)] - along * x.x),
                                 out * (y[m / 2][n][2 * (m % 2) + 1] - along * x.y));
@@ -581,7 +581,7 @@ struct ScanSm80 : BlockSm80<CONFIG> {
         st_shared_b32(first, pack<T>(lo.x, lo.y)), st_shared_b32(second, pack<T>(hi.x, hi.y));
       }
     }
-    store(tile_unit, position);
+    store(tile_qk, position);
   }
   // FACTOR_IN_W: y already has the row's factor, or in fp16 its mantissa. left_of_factor: what y is still to be multiplied by.
   // per_unit_dot: the ratio of x̂·y without the factor to x·y with it.

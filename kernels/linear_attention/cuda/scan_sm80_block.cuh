@@ -1,19 +1,20 @@
 // What all phases of the sm_80 scan share: a block's head and segment, where things are in its shared memory, loading,
 // the coefficients of its tokens, and fragments of its tiles.
 #pragma once
-#include "gates.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/mma.cuh"
 #include "rope.cuh"
 #include "scan_sm80_layout.cuh"
 #include "segments.cuh"
+#include "token_decay.cuh"
 
 template <typename CONFIG>
 struct BlockSm80 {
   using T = typename CONFIG::T;
   using Traits = typename CONFIG::Traits;
   static constexpr int D = CONFIG::D, CHUNK = CONFIG::CHUNK, MODE = CONFIG::MODE, ROPE = CONFIG::ROPE;
-  static constexpr bool STATES = CONFIG::STATES, POWERS = CONFIG::POWERS, GATED = CONFIG::GATED;
+  static constexpr bool STATE_ONLY = CONFIG::STATE_ONLY, POWERS = CONFIG::POWERS,
+                        PER_TOKEN_DECAY = CONFIG::PER_TOKEN_DECAY;
   static constexpr bool HAS_G = CONFIG::HAS_G, SUMS_X = CONFIG::SUMS_X;
   using States = SegmentStates<T, MODE, D, CONFIG::WEIGHTS>;
   using Shared = SharedSm80<D, CHUNK, CONFIG::DECAY>;
@@ -84,7 +85,7 @@ struct BlockSm80 {
   DEVICE float constant() const {  // a
     return __uint_as_float(ld_shared_b32(base + Shared::POWERS + (CHUNK + 2) * 4));
   }
-  // Row `position` of tensor a, b, c, unit or y (0 … 4).
+  // Row `position` of tensor a, b, c, qk or y (0 … 4).
   DEVICE u16* row(int tensor, int position) const { return Traits::row(p, base + Shared::HEADS, tensor, position); }
   DEVICE i64 stat(int position) const {  // of [BH, N]
     return i64((unsigned long long)u32(bh()) * u32(p.N)) + Traits::token(p, position);
@@ -92,17 +93,20 @@ struct BlockSm80 {
   DEVICE float power(int i) const { return POWERS ? powers[i] : 1.f; }
   // Decays: from before the chunk to row `i`; over a whole chunk of `len` tokens; from token `i` to the chunk's end.
   DEVICE float from_start(int stage, int i) const {
-    return GATED ? power_of_two(gates(stage, GAMMA)[i]) : power(i + Traits::POWERS_FROM_STATE);
+    return PER_TOKEN_DECAY ? power_of_two(token_decays(stage, CUMSUM)[i]) : power(i + Traits::POWERS_FROM_STATE);
   }
-  DEVICE float whole(int stage, int len) const { return GATED ? from_start(stage, CHUNK - 1) : power(len); }
+  DEVICE float chunk_decay(int stage, int len) const {
+    return PER_TOKEN_DECAY ? from_start(stage, CHUNK - 1) : power(len);
+  }
   DEVICE float to_end(int stage, int len, int i) const {
     if (i >= len) return 0.f;
-    return GATED ? power_of_two(gates(stage, TO_END)[i]) : power(len - 1 - i + Traits::POWERS_TO_STATE);
+    return PER_TOKEN_DECAY ? power_of_two(token_decays(stage, TO_END)[i])
+                           : power(len - 1 - i + Traits::POWERS_TO_STATE);
   }
-  // PER_TOKEN, per stage: what gates.cuh found of its tokens (rows past the end have the last one's), and 1/‖x‖ for DQ and DK.
-  enum { GAMMA, TO_END, NORM, COUNT };
-  DEVICE float* gates(int stage, int which) const {
-    return reinterpret_cast<float*>(smem + Shared::GATES) + (4 * stage + which) * CHUNK;
+  // PER_TOKEN, per stage: what token_decay.cuh found of its tokens (rows past the end have the last one's), and 1/‖x‖ for DQ and DK.
+  enum { CUMSUM, TO_END, NORM, COUNT };
+  DEVICE float* token_decays(int stage, int which) const {
+    return reinterpret_cast<float*>(smem + Shared::TOKEN_DECAYS) + (4 * stage + which) * CHUNK;
   }
   // The count before the chunk. In reverse it is of e.
   DEVICE float& count_before(int stage) const { return reinterpret_cast<float*>(smem + Shared::COUNTS)[stage]; }
@@ -110,11 +114,11 @@ struct BlockSm80 {
   DEVICE u16* sigma_rest() const { return reinterpret_cast<u16*>(smem + Shared::SIGMA_REST); }
   DEVICE u32 tile(int stage, int which) const {
     // `states` reads no a: two stages of two tiles, where the first four are otherwise.
-    return base + (STATES ? (2 * stage + which - 1) * Shared::TILE : stage * Shared::STAGE + which * Shared::TILE);
+    return base + (STATE_ONLY ? (2 * stage + which - 1) * Shared::TILE : stage * Shared::STAGE + which * Shared::TILE);
   }
 
   // Called between the phases of a chunk, which compute their addresses again.
-  DEVICE void forget_addresses() {
+  DEVICE void recompute_addresses() {
     reload(tid, base);
     find_lane();
   }
@@ -140,11 +144,11 @@ struct BlockSm80 {
       load_tile(tile(stage, B), B, position);
       load_tile(tile(stage, C), C, position);
       load_stats(stage, position);
-      if (GATED) load_gates(stage, position);
+      if (PER_TOKEN_DECAY) load_token_decays(stage, position);
     }
     copy_async_commit();
   }
-  // Of TokenStats: r, g, and e or (DV) unit. Without the normaliser neither g nor e.
+  // Of TokenStats: r_sigma, g, and e or (DV) r_rho. Without the normaliser neither g nor e.
   DEVICE void load_stats(int stage, int position) const {
     if (MODE == FWD || tid >= CHUNK) return;
     bool ok = position + tid < p.N;
@@ -154,15 +158,15 @@ struct BlockSm80 {
     if (HAS_G) copy_async_4(dst + CHUNK * 4, p.g + i, ok);
     if (HAS_G || MODE == DV) copy_async_4(dst + 2 * CHUNK * 4, (MODE == DV ? p.rk : p.e) + i, ok);
   }
-  DEVICE void load_gates(int stage, int position) const {
+  DEVICE void load_token_decays(int stage, int position) const {
     constexpr bool COUNTS = HAS_G && (CONFIG::NORMALISES || CONFIG::COMPUTES_DG);
     if (tid >= CHUNK) return;
     const int at = min(position + tid, p.N - 1);
     const i64 i = i64(bh()) * p.N + at;
     auto copy = [&](int which, const float* from) {
-      copy_async_4(shared_address(gates(stage, which) + tid), from, true);
+      copy_async_4(shared_address(token_decays(stage, which) + tid), from, true);
     };
-    copy(GAMMA, p.gamma + i), copy(TO_END, p.to_end + i);
+    copy(CUMSUM, p.decay_cumsum + i), copy(TO_END, p.to_end + i);
     if (CONFIG::COMPUTES_DG) copy(NORM, (MODE == DQ ? p.rq : p.rk) + stat(at));
     if (COUNTS && Traits::REVERSE) copy(COUNT, p.count + i);
     if (COUNTS && tid == 0)
@@ -193,7 +197,7 @@ struct BlockSm80 {
     float r = ok ? stats[0] : 0.f, inverse = HAS_G && ok ? 1.f / stats[CHUNK] : 0.f;
     float last = (HAS_G || MODE == DV) && ok ? stats[2 * CHUNK] : 0.f;
     const TokenStats saved = {inverse, last, r, last};
-    const float factor = CONFIG::FACTOR_IN_W ? factor_in_w(gates(stage, NORM)[tid]) : 1.f;
+    const float factor = CONFIG::FACTOR_IN_W ? factor_in_w(token_decays(stage, NORM)[tid]) : 1.f;
     sigma[tid] = Traits::sigma(*this, saved);
     if (HAS_G) tau[tid] = Traits::tau(*this, saved);
     rho[tid] = Traits::rho(*this, saved) * factor;

@@ -3,22 +3,22 @@
 #include "modes.cuh"
 #include "ptx/shared_memory.cuh"
 
-// STATES: only what a segment adds to the state.
-template <typename T_, int D_, int CHUNK_, int MODE_, Decay DECAY_, int ROPE_, Weights WEIGHTS_, bool STATES_>
+// STATE_ONLY: only what a segment adds to the state.
+template <typename T_, int D_, int CHUNK_, int MODE_, Decay DECAY_, int ROPE_, Weights WEIGHTS_, bool STATE_ONLY_>
 struct ConfigSm80 {
   using T = T_;
   using Traits = ModeTraits<T, MODE_, WEIGHTS_>;
   static constexpr int D = D_, CHUNK = CHUNK_, MODE = MODE_, ROPE = ROPE_;
   static constexpr Decay DECAY = DECAY_;
   static constexpr Weights WEIGHTS = WEIGHTS_;
-  static constexpr bool STATES = STATES_;
-  static constexpr bool POWERS = DECAY == PER_HEAD, GATED = DECAY == PER_TOKEN;
+  static constexpr bool STATE_ONLY = STATE_ONLY_;
+  static constexpr bool POWERS = DECAY == PER_HEAD, PER_TOKEN_DECAY = DECAY == PER_TOKEN;
 
-  static constexpr bool PROJECTS = Traits::PROJECTS && !STATES;
+  static constexpr bool PROJECTS = Traits::PROJECTS && !STATE_ONLY;
   static constexpr bool HAS_G = WEIGHTS == NORMALISED, HAS_A = WEIGHTS == AFFINE;
-  static constexpr bool NORMALISES = HAS_G && MODE == FWD && !STATES;  // Σ ζ b is needed on the way, times queries
+  static constexpr bool NORMALISES = HAS_G && MODE == FWD && !STATE_ONLY;  // Σ ζ b is needed on the way, times queries
   static constexpr bool COMPUTES_DB = MODE == DQ, COMPUTES_DA = HAS_A && MODE == DQ;
-  static constexpr bool COMPUTES_DG = GATED && PROJECTS;
+  static constexpr bool COMPUTES_DG = PER_TOKEN_DECAY && PROJECTS;
   // Sums of decayed X by row, which need Σ ζ b, too, times a.
   static constexpr bool SUMS_X = COMPUTES_DA || (COMPUTES_DG && WEIGHTS != PRODUCTS);
   static constexpr bool SPLITS_B = (HAS_G && MODE == FWD) || SUMS_X;  // for tensor cores
@@ -28,17 +28,18 @@ struct ConfigSm80 {
   // What weights add to products: with the normaliser κ τ, or a, for which no vectors are kept.
   static constexpr bool ADDS_A = HAS_A && Traits::VALUE_ROWS;
   static constexpr bool SUMS_C = HAS_G || ADDS_A;
-  static constexpr bool SUMS_B = SPLITS_B || (STATES && (HAS_G || (HAS_A && MODE == DK)));
-  static constexpr bool STORES_B = STATES || MODE == FWD;  // DV has what DK would
+  static constexpr bool SUMS_B = SPLITS_B || (STATE_ONLY && (HAS_G || (HAS_A && MODE == DK)));
+  static constexpr bool STORES_B = STATE_ONLY || MODE == FWD;  // DV has what DK would
   // In reverse Σ τ c and Σ ζ b are times a: a chunk's sums are, once made, in fp32.
   static constexpr bool A_TIMES_SUMS = HAS_A && Traits::REVERSE;
-  static constexpr bool HAS_ZETA = HAS_G && (STATES || (SUMS_X && MODE == DK));  // as a vector: not 1, and not FWD's σ
+  static constexpr bool HAS_ZETA =
+      HAS_G && (STATE_ONLY || (SUMS_X && MODE == DK));  // as a vector: not 1, and not FWD's σ
 
-  // 16-bit numbers that σ decayed to the chunk's end is kept in. Where gates are steep a few tokens are all of a state, and
+  // 16-bit numbers that σ decayed to the chunk's end is kept in. Where decays are steep a few tokens are all of a state, and
   // the rounding of one's σ, the same in its whole row, would not average out.
-  static constexpr int SIGMA_PARTS = GATED ? 2 : 1;
-  // And τ and ζ. Nothing else of a's part of a state is rounded, and two bf16 numbers have a gate's decay to 2⁻¹⁷ only.
-  static constexpr int SUM_PARTS = GATED && HAS_A && Traits::REVERSE ? 3 : 2;
+  static constexpr int SIGMA_PARTS = PER_TOKEN_DECAY ? 2 : 1;
+  // And τ and ζ. Nothing else of a's part of a state is rounded, and two bf16 numbers have a decay to 2⁻¹⁷ only.
+  static constexpr int SUM_PARTS = PER_TOKEN_DECAY && HAS_A && Traits::REVERSE ? 3 : 2;
 };
 
 template <int D, int CHUNK, Decay DECAY>
@@ -57,10 +58,10 @@ struct SharedSm80 {  // byte offsets; tiles first: swizzled, aligned to 1024
   static constexpr int HEADS = POWERS + (CHUNK + 4) * 4;
   // PER_TOKEN: two stages of Γ, what is left to the chunk's end, 1/‖x‖ and count; the gradient of Γ as far as scores know
   // it; the second part of σ decayed to the chunk's end; in two stages the count before the chunk
-  static constexpr int GATES = HEADS + 5 * 8;
-  static constexpr int DG = GATES + 8 * CHUNK * 4;
+  static constexpr int TOKEN_DECAYS = HEADS + 5 * 8;
+  static constexpr int DG = TOKEN_DECAYS + 8 * CHUNK * 4;
   static constexpr int SIGMA_REST = DG + CHUNK * 4;
   static constexpr int COUNTS = SIGMA_REST + CHUNK * 2;
-  static constexpr int BYTES = DECAY == PER_TOKEN ? COUNTS + 2 * 4 : GATES;
+  static constexpr int BYTES = DECAY == PER_TOKEN ? COUNTS + 2 * 4 : TOKEN_DECAYS;
   static_assert(BYTES == SHARED_BYTES, "KernelBuild.shared of launch.py");
 };

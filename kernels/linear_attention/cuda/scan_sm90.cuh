@@ -38,13 +38,13 @@ __device__ constexpr RegisterBudget register_budget() {
   if (CONFIG::D == 64) {
     // Two blocks share a multiprocessor. The scores of dk and dv have a vector of τ, too: token stats leave them
     // registers.
-    const int moved = REVERSE && !CONFIG::STATES ? 8 : 0;
+    const int moved = REVERSE && !CONFIG::STATE_ONLY ? 8 : 0;
     return {128, 48 - moved, 64 + moved, 0};
   }
   // Scores that keep powers of γ get registers from token stats in reverse, where those compute no norms, else from
   // outputs.
   const int powers = CONFIG::KEEPS_POWERS ? 16 : 0;
-  if (CONFIG::FACTORS_DECAYS && !CONFIG::STATES) {
+  if (CONFIG::FACTORS_DECAYS && !CONFIG::STATE_ONLY) {
     // Token stats take more where they are to compute e and the norms, and less in reverse.
     const int moved = REVERSE ? -8 : 8;
     return {176, 80 + moved, 80 - moved, 0};
@@ -77,7 +77,7 @@ struct ScanSm90 {
       TokenStatsSm90<CONFIG>::run(block);
     } else if (!CONFIG::UNSEGMENTED || warp < 4 * GROUPS + 8) {
       decrease_registers<REGISTERS.scores>();
-      ScoresSm90<CONFIG>::template run<!CONFIG::STATES, !CONFIG::UNSEGMENTED>(block);
+      ScoresSm90<CONFIG>::template run<!CONFIG::STATE_ONLY, !CONFIG::UNSEGMENTED>(block);
     } else {
       decrease_registers<REGISTERS.copier>();
       ScoresSm90<CONFIG>::template run<false, true>(block);

@@ -1,10 +1,10 @@
 // What all roles of an sm_90a block share: its head and segment, addresses, barriers, and the tables of a head.
 #pragma once
-#include "gates.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/wgmma.cuh"
 #include "scan_sm90_layout.cuh"
 #include "segments.cuh"
+#include "token_decay.cuh"
 
 template <typename CONFIG>
 struct BlockSm90 {
@@ -14,7 +14,7 @@ struct BlockSm90 {
   using Stage = PipelineState<Shared::STAGES>;
   static constexpr int D = CONFIG::D, CHUNK = CONFIG::CHUNK, GROUPS = CONFIG::GROUPS, PANELS = CONFIG::PANELS;
   static constexpr Decay DECAY = CONFIG::DECAY;
-  static constexpr bool STATES = CONFIG::STATES, UNSEGMENTED = CONFIG::UNSEGMENTED;
+  static constexpr bool STATE_ONLY = CONFIG::STATE_ONLY, UNSEGMENTED = CONFIG::UNSEGMENTED;
 
   const Params& p;
   char* smem;
@@ -60,8 +60,8 @@ struct BlockSm90 {
     warp = u32(tid) / 32, lane = u32(tid) % 32, g = lane / 4, t = lane % 4;
   }
   // Called between the phases of a chunk, which compute their addresses again, where registers are short.
-  DEVICE void forget_addresses() {
-    if (!UNSEGMENTED && !STATES) find_thread();
+  DEVICE void recompute_addresses() {
+    if (!UNSEGMENTED && !STATE_ONLY) find_thread();
   }
 
   // ------------------------------------------------------------------------------------- head, segment, tokens
@@ -80,7 +80,7 @@ struct BlockSm90 {
   DEVICE float power(int i) const { return DECAY == PER_HEAD ? powers[i] : 1.f; }
   DEVICE float coefficient() const { return powers[CHUNK + 1]; }                     // b
   DEVICE float constant() const { return CONFIG::HAS_A ? powers[CHUNK + 2] : 0.f; }  // a
-  // Row `position` of tensor a, b, c, unit, y or o (0 … 5).
+  // Row `position` of tensor a, b, c, qk, y or o (0 … 5).
   DEVICE u16* row(int tensor, int position) const { return Traits::row(p, base + Shared::HEADS, tensor, position); }
 
   // --------------------------------------------------------------------------------------------------- threads
@@ -103,10 +103,10 @@ struct BlockSm90 {
   DEVICE void sync_group() const { named_barrier_sync(GROUP_BARRIER + group(), WARPGROUP); }
 
   // --------------------------------------------------------------------------------------------- shared memory
-  // In the order A, B, UNIT, C: only the last may have fewer columns. `states` has no A.
+  // In the order A, B, QK, C: only the last may have fewer columns. `states` has no A.
   DEVICE u32 tile(int stage, int which) const {
-    constexpr int WITH_A = STATES ? 0 : 1, WITH_UNIT = CONFIG::PROJECTS ? 1 : 0;
-    int before = which == A ? 0 : which == B ? WITH_A : which == UNIT ? WITH_A + 1 : WITH_A + 1 + WITH_UNIT;
+    constexpr int WITH_A = STATE_ONLY ? 0 : 1, WITH_QK = CONFIG::PROJECTS ? 1 : 0;
+    int before = which == A ? 0 : which == B ? WITH_A : which == QK ? WITH_A + 1 : WITH_A + 1 + WITH_QK;
     return base + stage * Shared::STAGE + before * Shared::TILE;
   }
   DEVICE u32 scores_tile(int parity) const { return base + Shared::SCORES + parity * Shared::PANEL; }
@@ -123,10 +123,10 @@ struct BlockSm90 {
   }
 
   struct Coefficients {
-    float *from_start, *gamma;  // PER_TOKEN: exp(Γ), in FACTOR_IN_PAST with the factor, and Γ in powers of two
-    float *inverse_g, *dG;      // COMPUTES_DG, if it sums X
+    float *from_start, *cumsum;  // PER_TOKEN: exp(Γ), in FACTOR_IN_PAST with the factor, and Γ in powers of two
+    float *inverse_g, *dG;       // COMPUTES_DG, if it sums X
     float *sigma, *tau, *rho, *kappa;
-    float* columns;  // HAS_COLUMNS: [CHUNK][COLUMN], gamma, sigma, tau and inverse_g
+    float* columns;  // HAS_COLUMNS: [CHUNK][COLUMN], cumsum, sigma, tau and inverse_g
     float* row;      // DQ, DK: 1/‖x‖; FWD: the normaliser's part that all keys before share, then 1/g
     u16* sigma_end;  // [SIGMA_PARTS][CHUNK]; FACTORS_DECAYS: sigma_end_part
     float* c_sum;
@@ -135,15 +135,15 @@ struct BlockSm90 {
     float* x = reinterpret_cast<float*>(smem + Shared::COEFFICIENTS + stage * Shared::STAGE_COEFFICIENTS);
     constexpr bool APART = !CONFIG::HAS_COLUMNS;
     float *columns = x, *from_start = columns + (APART ? 0 : CONFIG::COLUMN * CHUNK);
-    float* gamma = from_start + CONFIG::HAS_FROM_START * CHUNK;
-    float* inverse_g = gamma + (APART && CONFIG::HAS_GAMMA) * CHUNK;
+    float* cumsum = from_start + CONFIG::HAS_FROM_START * CHUNK;
+    float* inverse_g = cumsum + (APART && CONFIG::HAS_CUMSUM) * CHUNK;
     float* dG = inverse_g + (APART && CONFIG::HAS_INVERSE_G) * CHUNK;
     float* sigma = dG + CONFIG::HAS_DG * CHUNK;
     float *tau = sigma + APART * CHUNK, *rho = tau + (APART && CONFIG::HAS_TAU) * CHUNK;
     float *kappa = rho + CONFIG::HAS_RHO * CHUNK, *row = kappa + CONFIG::HAS_KAPPA * CHUNK;
     u16* end = reinterpret_cast<u16*>(x + CONFIG::VECTORS * CHUNK);
     float* c_sum = reinterpret_cast<float*>(end + CONFIG::SIGMA_PARTS * CHUNK);
-    return {from_start, gamma, inverse_g, dG, sigma, tau, rho, kappa, columns, row, end, c_sum};
+    return {from_start, cumsum, inverse_g, dG, sigma, tau, rho, kappa, columns, row, end, c_sum};
   }
   // Where a part of token i's σ decayed to the chunk's end is. FACTORS_DECAYS: what a lane of outputs needs of 16 tokens is
   // 16 bytes: those of two neighbours, of the two eight further on, then the other part of each.
@@ -160,11 +160,11 @@ struct BlockSm90 {
   DEVICE float* db_sums() const { return reinterpret_cast<float*>(smem + Shared::DB_SUMS); }
 
   // What is left after a chunk of what came before it, of token `i` at the chunk's end, and of the former in row `i`.
-  DEVICE float whole(const Coefficients& c, int len) const {
+  DEVICE float chunk_decay(const Coefficients& c, int len) const {
     return DECAY == PER_TOKEN ? from_start(c, CHUNK - 1) : power(len);
   }
   DEVICE float from_start(const Coefficients& c, int i) const {
-    if (CONFIG::FACTOR_IN_PAST) return power_of_two(CONFIG::HAS_COLUMNS ? c.columns[CONFIG::COLUMN * i] : c.gamma[i]);
+    if (CONFIG::FACTOR_IN_PAST) return power_of_two(CONFIG::HAS_COLUMNS ? c.columns[CONFIG::COLUMN * i] : c.cumsum[i]);
     return DECAY == PER_TOKEN ? c.from_start[i] : power(i + Traits::POWERS_FROM_STATE);
   }
   // DQ: the factor of all rows of y, but 1 where that is 0: the gradient of b is then found all the same.
@@ -176,25 +176,27 @@ struct BlockSm90 {
   }
   DEVICE float scale_of_row(float norm) const { return Traits::scale_rho(p) * factor_in_w(norm); }
 
-  // Whether a chunk begins at one of the sequence's boundaries (gates.cuh), and what there is of that.
+  // Whether a chunk begins at one of the sequence's boundaries (token_decay.cuh), and what there is of that.
   DEVICE bool at_boundary(int position) const {
-    return CONFIG::COMPUTES_DG && position > 0 && p.N % CHUNK == 0 && boundary_token(position) % WINDOW == 0;
+    return CONFIG::COMPUTES_DG && position > 0 && p.N % CHUNK == 0 && boundary_token(position) % BOUNDARY_INTERVAL == 0;
   }
   DEVICE int boundary_token(int position) const { return Traits::REVERSE ? p.N - position : position; }
-  DEVICE Boundary<D> boundary(int position) const { return {p, bh(), boundary_token(position) / WINDOW - 1}; }
+  DEVICE Boundary<D> boundary(int position) const {
+    return {p, bh(), boundary_token(position) / BOUNDARY_INTERVAL - 1};
+  }
 
   // ---------------------------------------------------------------------------------------- states in and out
   // No pointer here may be null, and tested: ptxas 13.0 was seen to test one before its zero was there.
-  DEVICE bool has_initial() const { return !STATES && (segment() || p.initial.S); }
+  DEVICE bool has_initial() const { return !STATE_ONLY && (segment() || p.initial.S); }
   DEVICE StateSource initial() const { return States::initial(p, bh(), segment()); }
   DEVICE StateTarget before_segment(int i) const { return States::before_segment(p, bh(), i); }
   // The last segment leaves the final state; `states` what its segment adds.
   DEVICE bool has_final() const {
-    return STATES || ((UNSEGMENTED || segment() == p.segments - 1) && CONFIG::MODE != DQ && p.final.S);
+    return STATE_ONLY || ((UNSEGMENTED || segment() == p.segments - 1) && CONFIG::MODE != DQ && p.final.S);
   }
   DEVICE StateTarget final() const {
     const bool own = DECAY == PER_TOKEN && Traits::REVERSE;
-    return STATES ? before_segment(segment() + 1) : States::final(p, bh(), own ? log2_gate(p, bh(), 0) : 0.f);
+    return STATE_ONLY ? before_segment(segment() + 1) : States::final(p, bh(), own ? log2_decay_of(p, bh(), 0) : 0.f);
   }
   struct NextSegment {  // UNSEGMENTED: where the next segment begins, before which the state is left in the scratch
     int position, index;

@@ -22,7 +22,7 @@ struct CopiesSm90 {
     constexpr int Y_TILE = CONFIG::Y_TILE;
     if (last) {
 #pragma unroll
-      for (int panel = 0; panel < (CONFIG::STATES ? 0 : PANELS); panel += GROUPS)
+      for (int panel = 0; panel < (CONFIG::STATE_ONLY ? 0 : PANELS); panel += GROUPS)
         load_tile<GROUPS, WHOLE_CHUNK>(block, block.tile(stage, Y_TILE) + panel * Shared::PANEL, Y_TILE, position,
                                        PANEL_COLUMNS * panel);
       return;
@@ -39,10 +39,11 @@ struct CopiesSm90 {
     const int first = u32(block.tid) % WARPGROUP / PIECES, piece = u32(block.tid) % PIECES;
     const u16* src = block.row(tensor, position + first) + from_column + 8 * piece;
     i64 step = (Traits::REVERSE ? -STEP : STEP) * block.p.strides[tensor].token;
-    int left = block.p.N - position - first;
+    int remaining = block.p.N - position - first;
     dst += swizzled<CHUNK>(first, piece);
 #pragma unroll UNROLL
-    for (int i = 0; i < CHUNK; i += STEP, src += step) copy_async_16(dst + i * ROW_BYTES, src, WHOLE_CHUNK || i < left);
+    for (int i = 0; i < CHUNK; i += STEP, src += step)
+      copy_async_16(dst + i * ROW_BYTES, src, WHOLE_CHUNK || i < remaining);
   }
   // y from a tile of COLUMNS of 64, to `dst` in its row `position`.
   template <int COLUMNS>
@@ -50,12 +51,12 @@ struct CopiesSm90 {
     constexpr int PIECES = 8 * COLUMNS, STEP = WARPGROUP / PIECES;
     const int first = u32(block.tid) % WARPGROUP / PIECES, piece = u32(block.tid) % PIECES;
     i64 token = Traits::REVERSE ? -block.p.strides[Y].token : block.p.strides[Y].token;
-    int left = block.p.N - position - first;
+    int remaining = block.p.N - position - first;
     dst += first * token + 8 * piece, src += swizzled<CHUNK>(first, piece);
 #pragma unroll
     for (int i = 0; i < CHUNK; i += STEP, dst += STEP * token) {
       uint4 x = ld_shared_v4(src + i * ROW_BYTES);
-      if (i < left) st_global_v4(dst, x);
+      if (i < remaining) st_global_v4(dst, x);
     }
   }
 };

@@ -8,16 +8,17 @@ constexpr int WARPGROUP = 128;  // threads
 template <typename CONFIG>
 struct SharedSm90;
 
-// STATES: only what a segment adds to the state. UNSEGMENTED: a block has 64 columns of y and a whole sequence, and
+// STATE_ONLY: only what a segment adds to the state. UNSEGMENTED: a block has 64 columns of y and a whole sequence, and
 // leaves the states before the segments in the scratch on the way.
-template <typename T_, int D_, int MODE_, Decay DECAY_, int ROPE_, Weights WEIGHTS_, bool STATES_, bool UNSEGMENTED_>
+template <typename T_, int D_, int MODE_, Decay DECAY_, int ROPE_, Weights WEIGHTS_, bool STATE_ONLY_,
+          bool UNSEGMENTED_>
 struct ConfigSm90 {
   using T = T_;
   using Traits = ModeTraits<T, MODE_, WEIGHTS_>;
   static constexpr int D = D_, MODE = MODE_, ROPE = ROPE_;
   static constexpr Decay DECAY = DECAY_;
   static constexpr Weights WEIGHTS = WEIGHTS_;
-  static constexpr bool STATES = STATES_, UNSEGMENTED = UNSEGMENTED_;
+  static constexpr bool STATE_ONLY = STATE_ONLY_, UNSEGMENTED = UNSEGMENTED_;
   static_assert(!UNSEGMENTED || MODE == FWD, "the others project a whole row, or read what another scan left");
   static_assert(ROPE <= PANEL_COLUMNS, "columns that rotate together must be in one group");
 
@@ -26,10 +27,10 @@ struct ConfigSm90 {
   static constexpr int GROUPS = UNSEGMENTED ? 1 : PANELS;           // of outputs: panels of c and y that this block has
   static constexpr int D_STEPS = D / 16, CHUNK_STEPS = CHUNK / 16;  // of a product along D and along a chunk
 
-  static constexpr bool PROJECTS = Traits::PROJECTS && !STATES;
+  static constexpr bool PROJECTS = Traits::PROJECTS && !STATE_ONLY;
   static constexpr bool HAS_G = WEIGHTS == NORMALISED, HAS_A = WEIGHTS == AFFINE;
-  static constexpr bool NORMALISES = HAS_G && MODE == FWD && !STATES;  // Σ ζ b is needed on the way, times queries
-  static constexpr bool COMPUTES_E = HAS_G && MODE == DQ, COMPUTES_DB = MODE == DQ && !STATES;
+  static constexpr bool NORMALISES = HAS_G && MODE == FWD && !STATE_ONLY;  // Σ ζ b is needed on the way, times queries
+  static constexpr bool COMPUTES_E = HAS_G && MODE == DQ, COMPUTES_DB = MODE == DQ && !STATE_ONLY;
   static constexpr bool COMPUTES_DA = HAS_A && COMPUTES_DB, COMPUTES_DG = DECAY == PER_TOKEN && PROJECTS;
   // Sums of decayed X by row, which need Σ ζ b, too, times a.
   static constexpr bool SUMS_X = COMPUTES_DA || (COMPUTES_DG && WEIGHTS != PRODUCTS);
@@ -43,7 +44,8 @@ struct ConfigSm90 {
   // The number of 16-bit parts of τ and ζ. In reverse (AFFINE) these are a, whose rounding error is the same for all tokens
   // and would not average out.
   static constexpr int TAU_PARTS = HAS_A && Traits::REVERSE ? 3 : 2;
-  static constexpr bool SUMS_B = SUMS_X || (HAS_G && (MODE == FWD || STATES)) || (HAS_A && MODE == DK && STATES);
+  static constexpr bool SUMS_B =
+      SUMS_X || (HAS_G && (MODE == FWD || STATE_ONLY)) || (HAS_A && MODE == DK && STATE_ONLY);
 
   // Which vectors of one number per token a chunk has besides σ. A factor of W that has none is the same for all tokens, or
   // equals another one of its mode: DQ's τ is its σ.
@@ -54,29 +56,30 @@ struct ConfigSm90 {
   static constexpr bool HAS_KAPPA = HAS_G && MODE == DQ, HAS_TAU = HAS_G && Traits::REVERSE;
   static constexpr bool HAS_ROW = PROJECTS || NORMALISES;
   // With PER_TOKEN also exp(Γ), Γ, and where dG is found what is known of it; DK then has 1/g apart from σ.
-  static constexpr bool HAS_FROM_START = DECAY == PER_TOKEN, HAS_GAMMA = HAS_FROM_START && !STATES;
+  static constexpr bool HAS_FROM_START = DECAY == PER_TOKEN, HAS_CUMSUM = HAS_FROM_START && !STATE_ONLY;
   static constexpr bool HAS_DG = COMPUTES_DG && SUMS_X, HAS_INVERSE_G = HAS_G && COMPUTES_DG && MODE == DK;
   // Where there are registers for it, scores take exp(Γ_i − Γ_j) apart into a row's and a column's, and all that they need
   // of a token as a column of W is together, for one read: Γ, σ; in reverse τ, and DK's 1/g.
   static constexpr bool FACTORS_DECAYS = HAS_G && DECAY == PER_TOKEN && D == 128;
-  static constexpr bool HAS_COLUMNS = FACTORS_DECAYS && !STATES;
+  static constexpr bool HAS_COLUMNS = FACTORS_DECAYS && !STATE_ONLY;
   static constexpr int COLUMN = HAS_TAU ? 4 : 2;  // numbers
-  static constexpr int COLUMN_VECTORS = HAS_COLUMNS ? COLUMN : HAS_GAMMA + HAS_INVERSE_G + (STATES ? 0 : 1 + HAS_TAU);
+  static constexpr int COLUMN_VECTORS =
+      HAS_COLUMNS ? COLUMN : HAS_CUMSUM + HAS_INVERSE_G + (STATE_ONLY ? 0 : 1 + HAS_TAU);
   static constexpr int VECTORS =
-      HAS_FROM_START + HAS_DG + COLUMN_VECTORS + (STATES ? 0 : HAS_RHO + HAS_KAPPA + HAS_ROW);
+      HAS_FROM_START + HAS_DG + COLUMN_VECTORS + (STATE_ONLY ? 0 : HAS_RHO + HAS_KAPPA + HAS_ROW);
 
-  // The number of 16-bit parts of σ decayed to the chunk's end. With steep gates a few tokens make up a state, and the
+  // The number of 16-bit parts of σ decayed to the chunk's end. With steep decays a few tokens make up a state, and the
   // rounding error of a token's σ, which is the same in its whole row, would not average out.
   static constexpr int SIGMA_PARTS = DECAY == PER_TOKEN ? 2 : 1;
 
   // Which tile holds y on its way out: one that is no longer needed, unless another group's outputs may still read it.
-  static constexpr int Y_TILE = PROJECTS ? UNIT : A;
-  static constexpr bool STAGES_Y = !PROJECTS && !STATES && GROUPS > 1;
+  static constexpr int Y_TILE = PROJECTS ? QK : A;
+  static constexpr bool STAGES_Y = !PROJECTS && !STATE_ONLY && GROUPS > 1;
   // Who copies y out: whoever copies tiles in, but FWD's scores have enough to do, and outputs less.
-  static constexpr bool COPIER_STORES_Y = (MODE != FWD && !STATES) || UNSEGMENTED;
+  static constexpr bool COPIER_STORES_Y = (MODE != FWD && !STATE_ONLY) || UNSEGMENTED;
 
   // Scores keep powers of γ in registers where those are enough.
-  static constexpr bool KEEPS_POWERS = DECAY == PER_HEAD && D == 128 && !STATES;
+  static constexpr bool KEEPS_POWERS = DECAY == PER_HEAD && D == 128 && !STATE_ONLY;
   // Where registers are scarcest, multiplying by γ = 1 makes ptxas order the instructions so that none are spilled.
   static constexpr bool DECAYS_PAST = DECAY == PER_HEAD || (D == 64 && ROPE && (HAS_KAPPA || COMPUTES_DA));
 
@@ -89,7 +92,7 @@ struct SharedSm90 {  // byte offsets; tiles first: swizzled, aligned to 1024
   static constexpr bool PROJECTS = CONFIG::PROJECTS;
   static constexpr int PANEL = CHUNK * ROW_BYTES;  // 64 columns of a tile
   static constexpr int EIGHT_ROWS = 8 * ROW_BYTES;
-  static constexpr int ROW_TILES = CONFIG::STATES ? 1 : PROJECTS ? 3 : 2;  // of whole rows: (a,) b(, unit); and c's
+  static constexpr int ROW_TILES = CONFIG::STATE_ONLY ? 1 : PROJECTS ? 3 : 2;  // of whole rows: (a,) b(, qk); and c's
   static constexpr int TILE = PANELS * PANEL, STAGE = ROW_TILES * TILE + GROUPS * PANEL;
   static constexpr int STAGES = GROUPS < PANELS ? 4 : D == 64 && PROJECTS ? 2 : 3;
 
@@ -99,7 +102,7 @@ struct SharedSm90 {  // byte offsets; tiles first: swizzled, aligned to 1024
   // ones in two more; of two chunks (`states`: of every stage), then zeros
   static constexpr int END_COEFFICIENTS = Y_STAGING + (CONFIG::STAGES_Y ? 2 * GROUPS * PANEL : 0);
   // Σ ζ b from before as three 16-bit numbers, three rows of 64 columns; five rows of zeros. FWD: of every stage
-  static constexpr int B_SUMS = END_COEFFICIENTS + ((CONFIG::STATES ? STAGES : 2) + 1) * EIGHT_ROWS;
+  static constexpr int B_SUMS = END_COEFFICIENTS + ((CONFIG::STATE_ONLY ? STAGES : 2) + 1) * EIGHT_ROWS;
   static constexpr int B_SUMS_SLOTS = CONFIG::NORMALISES ? STAGES : CONFIG::SPLITS_B;
   static constexpr int COEFFICIENTS = B_SUMS + B_SUMS_SLOTS * PANELS * EIGHT_ROWS;
   // of a stage: the vectors; σ decayed to the chunk's end; Σ τ c from before, a number a column

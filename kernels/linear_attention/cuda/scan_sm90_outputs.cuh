@@ -21,7 +21,7 @@ struct OutputsSm90 {
   using Coefficients = typename Block::Coefficients;
   static constexpr int D = CONFIG::D, CHUNK = CONFIG::CHUNK, MODE = CONFIG::MODE, ROPE = CONFIG::ROPE;
   static constexpr int GROUPS = CONFIG::GROUPS, D_STEPS = CONFIG::D_STEPS, CHUNK_STEPS = CONFIG::CHUNK_STEPS;
-  static constexpr bool STATES = CONFIG::STATES, PROJECTS = CONFIG::PROJECTS, UNSEGMENTED = CONFIG::UNSEGMENTED;
+  static constexpr bool STATE_ONLY = CONFIG::STATE_ONLY, PROJECTS = CONFIG::PROJECTS, UNSEGMENTED = CONFIG::UNSEGMENTED;
   static constexpr bool WHOLE_FACTOR = CONFIG::WHOLE_FACTOR;
   static constexpr bool DECAYS_PAST = CONFIG::DECAYS_PAST, PER_TOKEN_DECAY = CONFIG::DECAY == PER_TOKEN;
 
@@ -38,7 +38,7 @@ struct OutputsSm90 {
     PipelineState<2> scored;
     cross_boundary(block, state, block.begin());
     for (; block.begin() + CHUNK * scored.i < block.end(); current.advance(), scored.advance()) {
-      block.forget_addresses();
+      block.recompute_addresses();
       const int position = block.begin() + CHUNK * scored.i, stage = current.stage(), parity = scored.stage();
       const int len = min(CHUNK, block.p.N - position);
       const Coefficients c = block.coefficients(stage);
@@ -46,42 +46,41 @@ struct OutputsSm90 {
       mbarrier_wait(block.full(stage),
                     current.phase());  // `ready` implies it, but racecheck follows one barrier, not two
       mbarrier_wait(block.ready(stage), current.phase());
-      u32 own[CHUNK_STEPS][4], left[CHUNK_STEPS][4];
+      u32 own[CHUNK_STEPS][4], lhs[CHUNK_STEPS][4];
       float y[8][4];
-      if (!STATES) multiply_state(block, y, state, stage);
-      decay_state(block, state, block.whole(c, len));
-      if (STATES) sums.decay(block, block.whole(c, len));
-      block.forget_addresses();
+      if (!STATE_ONLY) multiply_state(block, y, state, stage);
+      decay_state(block, state, block.chunk_decay(c, len));
+      if (STATE_ONLY) sums.decay(block, block.chunk_decay(c, len));
+      block.recompute_addresses();
       if (!READS_OWN_LATE) read_own(block, own, block.tile(stage, C));
-      if (!STATES) scale_past(block, y, c);
-      if (READS_OWN_LATE) block.forget_addresses(), read_own(block, own, block.tile(stage, C));
-      scale_own(block, left, own, c);
-      if (!STATES) mbarrier_wait(block.scored(parity), scored.phase());
+      if (!STATE_ONLY) scale_past(block, y, c);
+      if (READS_OWN_LATE) block.recompute_addresses(), read_own(block, own, block.tile(stage, C));
+      scale_own(block, lhs, own, c);
+      if (!STATE_ONLY) mbarrier_wait(block.scored(parity), scored.phase());
       warpgroup_arrive();
 #pragma unroll
-      for (int s = 0; s < (STATES ? 0 : CHUNK_STEPS); s++)
+      for (int s = 0; s < (STATE_ONLY ? 0 : CHUNK_STEPS); s++)
         mma_ABt<T>(y, own[s], k_along_rows<CHUNK>(block.scores_tile(parity), s), 1);
       warpgroup_commit();
 #pragma unroll
-      for (int s = 0; s < CHUNK_STEPS; s++)
-        mma_AB<T>(state, left[s], k_down_columns<CHUNK>(block.tile(stage, B), s), 1);
-      if (STATES) sums.add_chunk(block, stage, stage);
+      for (int s = 0; s < CHUNK_STEPS; s++) mma_AB<T>(state, lhs[s], k_down_columns<CHUNK>(block.tile(stage, B), s), 1);
+      if (STATE_ONLY) sums.add_chunk(block, stage, stage);
       warpgroup_commit();
       if constexpr (PROJECTS) project(block, y, stage, parity, position);
-      if constexpr (!PROJECTS && !STATES) scale(block, y, stage, parity);
-      if (!CONFIG::COPIER_STORES_Y && !STATES) {
+      if constexpr (!PROJECTS && !STATE_ONLY) scale(block, y, stage, parity);
+      if (!CONFIG::COPIER_STORES_Y && !STATE_ONLY) {
         block.sync_group();
         Copies::template store_y<1>(block, block.y_tile(stage, parity) + block.group() * Shared::PANEL,
                                     block.row(Y, position) + PANEL_COLUMNS * block.group(), position);
       }
       warpgroup_wait();
       warpgroup_fence_operand(state);
-      if (STATES) sums.wait(block);
+      if (STATE_ONLY) sums.wait(block);
       mbarrier_arrive(block.empty(stage));
-      block.forget_addresses();
+      block.recompute_addresses();
       cross_boundary(block, state, position + CHUNK);
     }
-    if (STATES) sums.store(block, block.final());
+    if (STATE_ONLY) sums.store(block, block.final());
     if (block.has_final() && MODE != DV) store_state(block, state, block.final());
     if (CONFIG::COMPUTES_DB && block.warp < 2) store_db(block);
   }
@@ -123,7 +122,7 @@ struct OutputsSm90 {
           to.S[Block::States::element(state_row(block, half), 8 * j + 2 * block.t + x)] =
               to.scale * state[j][2 * half + x];
   }
-  // At a boundary (gates.cuh): DQ stores its state, in 16 bits and in the order of its lanes; DK, whose lanes hold the same
+  // At a boundary (token_decay.cuh): DQ stores its state, in 16 bits and in the order of its lanes; DK, whose lanes hold the same
   // elements, adds up its inner product with its own.
   static DEVICE void cross_boundary(const Block& block, const float (&state)[D / 8][4], int position) {
     if (!block.at_boundary(position) || position >= block.end()) return;
@@ -191,8 +190,8 @@ struct OutputsSm90 {
       }
       if (CONFIG::FACTOR_IN_W && MODE == DK && CONFIG::HAS_G) kappa = rho;
       if (PER_TOKEN_DECAY) {
-        float2 left = *reinterpret_cast<float2*>(c.from_start + 8 * n + 2 * block.t);
-        past[0] = left.x * step, past[1] = left.y * step;  // γ = 1
+        float2 decay = *reinterpret_cast<float2*>(c.from_start + 8 * n + 2 * block.t);
+        past[0] = decay.x * step, past[1] = decay.y * step;  // γ = 1
       }
       scale[n][0] = past[0] * rho.x, scale[n][1] = past[1] * rho.y;
 #pragma unroll
@@ -228,7 +227,7 @@ struct OutputsSm90 {
                           s * 16 * ROW_BYTES);
   }
   // σ C, σ decayed to the chunk's end: what the state gains is (σ C)ᵀ B.
-  static DEVICE void scale_own(const Block& block, u32 (&left)[CHUNK_STEPS][4], const u32 (&own)[CHUNK_STEPS][4],
+  static DEVICE void scale_own(const Block& block, u32 (&lhs)[CHUNK_STEPS][4], const u32 (&own)[CHUNK_STEPS][4],
                                const Coefficients& c) {
 #pragma unroll
     for (int s = 0; s < CHUNK_STEPS; s++) {
@@ -237,20 +236,20 @@ struct OutputsSm90 {
         const u32 sigma[2] = {x.x, x.y}, rest[2] = {x.z, x.w};  // of two tokens and of two eight further on
 #pragma unroll
         for (int i = 0; i < 4; i++)
-          left[s][i] = multiply_add<T>(own[s][i], sigma[i / 2], multiply<T>(own[s][i], rest[i / 2]));
+          lhs[s][i] = multiply_add<T>(own[s][i], sigma[i / 2], multiply<T>(own[s][i], rest[i / 2]));
         continue;
       }
       const u16* sigma = c.sigma_end + 16 * s + 2 * block.t;
       u32 near = *reinterpret_cast<const u32*>(sigma), far = *reinterpret_cast<const u32*>(sigma + 8);
-      left[s][0] = multiply<T>(own[s][0], near), left[s][1] = multiply<T>(own[s][1], near);
-      left[s][2] = multiply<T>(own[s][2], far), left[s][3] = multiply<T>(own[s][3], far);
+      lhs[s][0] = multiply<T>(own[s][0], near), lhs[s][1] = multiply<T>(own[s][1], near);
+      lhs[s][2] = multiply<T>(own[s][2], far), lhs[s][3] = multiply<T>(own[s][3], far);
       if (CONFIG::SIGMA_PARTS == 1) continue;
       u32 near_rest = *reinterpret_cast<const u32*>(sigma + CHUNK),
           far_rest = *reinterpret_cast<const u32*>(sigma + CHUNK + 8);
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         u32 x = own[s][i], rest = multiply<T>(x, i < 2 ? near_rest : far_rest);
-        left[s][i] = multiply_add<T>(x, i < 2 ? near : far, rest);
+        lhs[s][i] = multiply_add<T>(x, i < 2 ? near : far, rest);
       }
     }
   }
@@ -273,7 +272,7 @@ struct OutputsSm90 {
     }
     warpgroup_wait<1>();
     warpgroup_fence_operand(y);
-    block.forget_addresses();
+    block.recompute_addresses();
     u32 to = own_y(block, stage, parity);
 #pragma unroll
     for (int n = 0; n < 8; n += 2) {
@@ -291,19 +290,19 @@ struct OutputsSm90 {
   // DQ, DK: through the norm, dx = r (y − x̂ (x̂·y)), and through RoPE; b and r as the table says.
   static DEVICE void project(Block& block, float (&y)[8][4], int stage, int parity, int position) {
     u32 x[CHUNK_STEPS][4];
-    if (READS_UNIT_EARLY) read_own(block, x, block.tile(stage, UNIT));
+    if (READS_QK_EARLY) read_own(block, x, block.tile(stage, QK));
     warpgroup_wait<1>();
     warpgroup_fence_operand(y);
-    block.forget_addresses();
+    block.recompute_addresses();
     PairAngles angles[ANGLES];
     if (ROPE) {
       if (D == 64) warpgroup_wait();  // frees registers
       read_angles<EARLY_ANGLES>(block, angles, position, 0);
-      block.forget_addresses();
+      block.recompute_addresses();
     }
     dots(block, x, y, stage, parity);
     if (ROPE && EARLY_ANGLES < ANGLES) {
-      block.forget_addresses();
+      block.recompute_addresses();
       read_angles<ANGLES - EARLY_ANGLES>(block, angles, position, EARLY_ANGLES);
     }
     block.sync_outputs();
@@ -330,7 +329,7 @@ struct OutputsSm90 {
     }
 #pragma unroll
     for (int n = 0; n < 8; n += 2) {
-      if (READS_UNIT_TWICE) read_own(block, x[n / 2], block.tile(stage, UNIT), n / 2);
+      if (READS_QK_TWICE) read_own(block, x[n / 2], block.tile(stage, QK), n / 2);
       u32 pairs[4];
 #pragma unroll
       for (int m = 0; m < 2; m++) {
@@ -397,8 +396,8 @@ struct OutputsSm90 {
     };
 #pragma unroll
     for (int n = 0; n < 4; n++) {
-      if (!READS_UNIT_EARLY && n % 2 == 0)
-        for (int s = n / 2; s < CHUNK_STEPS; s += 2) read_own(block, x[s], block.tile(stage, UNIT), s);
+      if (!READS_QK_EARLY && n % 2 == 0)
+        for (int s = n / 2; s < CHUNK_STEPS; s += 2) read_own(block, x[s], block.tile(stage, QK), s);
 #pragma unroll
       for (int i = 0; i < 2; i++) d[n][i] = halve(dot(n, i), dot(n + 4, i), 4);
     }
@@ -412,8 +411,8 @@ struct OutputsSm90 {
         make_float2(d[0][0], d[0][1]);
   }
   // x̂ is read while products run, and kept, where registers allow it.
-  static constexpr bool READS_UNIT_EARLY = D == 128 && !(ROPE && CONFIG::DECAY), READS_UNIT_TWICE = ROPE || D == 64;
-  static constexpr bool READS_PROJECTIONS_AT_ONCE = !READS_UNIT_TWICE && CONFIG::DECAY != PER_HEAD;
+  static constexpr bool READS_QK_EARLY = D == 128 && !(ROPE && CONFIG::DECAY), READS_QK_TWICE = ROPE || D == 64;
+  static constexpr bool READS_PROJECTIONS_AT_ONCE = !READS_QK_TWICE && CONFIG::DECAY != PER_HEAD;
 
   // The angles of two tokens in the two columns of this lane that rotate together. Registers hold those of ANGLES pairs of
   // tokens; EARLY_ANGLES of them are read before the dots, which hide the latency, the rest as soon as others are used.
@@ -431,11 +430,13 @@ struct OutputsSm90 {
     for (int n = 0; n < COUNT; n++) angles[(first + n) % ANGLES] = {};
     if (block.uniform_warp() >= ROPE / 16) return;
     const Params& p = block.p;
-    const int token = position + 8 * first + 2 * block.t, left = p.N - token;
+    const int token = position + 8 * first + 2 * block.t, remaining = p.N - token;
     const i64 at = i64(block.token(token)) * ROPE + 8 * own_tile(block, 0) + block.g;
 #pragma unroll
     for (int n = 0; n < COUNT; n++) {
-      auto read = [&](const float* x, int i) { return i < left ? x[at + i * (Traits::REVERSE ? -ROPE : ROPE)] : 0.f; };
+      auto read = [&](const float* x, int i) {
+        return i < remaining ? x[at + i * (Traits::REVERSE ? -ROPE : ROPE)] : 0.f;
+      };
       PairAngles& pair = angles[(first + n) % ANGLES];
       pair.cos = make_float2(read(p.cos, 8 * n), read(p.cos, 8 * n + 1));
       pair.sin = make_float2(read(p.sin, 8 * n), read(p.sin, 8 * n + 1));

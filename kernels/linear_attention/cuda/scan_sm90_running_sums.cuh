@@ -15,16 +15,16 @@ struct RunningSumsSm90 {
   using Shared = typename CONFIG::Shared;
   using Block = BlockSm90<CONFIG>;
   static constexpr int CHUNK = CONFIG::CHUNK, GROUPS = CONFIG::GROUPS, PANELS = CONFIG::PANELS;
-  static constexpr bool STATES = CONFIG::STATES, NORMALISES = CONFIG::NORMALISES;
-  static constexpr bool STORES_B = STATES || CONFIG::MODE == FWD || CONFIG::MODE == DQ;  // DV has what DK would
-  static constexpr int C_PANELS = !CONFIG::SUMS_C ? 0 : STATES ? 1 : GROUPS;
-  static constexpr int B_PANELS = !CONFIG::SUMS_B ? 0 : STATES ? 1 : PANELS;
+  static constexpr bool STATE_ONLY = CONFIG::STATE_ONLY, NORMALISES = CONFIG::NORMALISES;
+  static constexpr bool STORES_B = STATE_ONLY || CONFIG::MODE == FWD || CONFIG::MODE == DQ;  // DV has what DK would
+  static constexpr int C_PANELS = !CONFIG::SUMS_C ? 0 : STATE_ONLY ? 1 : GROUPS;
+  static constexpr int B_PANELS = !CONFIG::SUMS_B ? 0 : STATE_ONLY ? 1 : PANELS;
 
   static constexpr bool FACTOR_A = CONFIG::ADDS_A && CONFIG::MODE == FWD;
 
   float c[C_PANELS ? C_PANELS : 1][1][4], b[B_PANELS ? B_PANELS : 1][1][4];
 
-  DEVICE int first_panel(const Block& block) const { return STATES ? block.group() : 0; }
+  DEVICE int first_panel(const Block& block) const { return STATE_ONLY ? block.group() : 0; }
   DEVICE int column(const Block& block, int panel, int half) const {
     return PANEL_COLUMNS * (first_panel(block) + panel) + block.first_row() + block.g + 8 * half;
   }
@@ -59,8 +59,8 @@ struct RunningSumsSm90 {
   // parts are columns.
   DEVICE void start_chunk(Block& block, int stage, int slot, int len, float (&a_b)[1][4]) {
     block.sync_token_stats();  // τ and ζ are written, and rows are rotated
-    block.forget_addresses();
-    decay(block, block.whole(block.coefficients(stage), len));
+    block.recompute_addresses();
+    decay(block, block.chunk_decay(block.coefficients(stage), len));
     warpgroup_arrive();
 #pragma unroll
     for (int k = 0; k < (CONFIG::SUMS_X ? CONFIG::D_STEPS : 0); k++)

@@ -27,7 +27,7 @@ struct ScoresSm90 {
     PipelineState<2> scored;
     for (int position = block.begin() - (Shared::STAGES - 1) * CHUNK; position < block.end() + CHUNK;
          position += CHUNK, previous.advance()) {
-      block.forget_addresses();
+      block.recompute_addresses();
       const int parity = scored.stage();
       if (position >= block.begin()) {
         if (SCORES && position < block.end()) {
@@ -57,7 +57,7 @@ struct ScoresSm90 {
   // A thread's two rows: their factors in W, and sums over their columns.
   struct Rows {
     float rho[2], kappa[2], sum[2];
-    float gamma[2];  // PER_TOKEN, of the tokens themselves
+    float cumsum[2];  // PER_TOKEN, of the tokens themselves
   };
   static DEVICE Rows read_rows(const Block& block, const Coefficients& c, int first) {
     const float rho = CONFIG::Traits::scale_rho(block.p);
@@ -89,14 +89,14 @@ struct ScoresSm90 {
     warpgroup_wait();
     warpgroup_fence_operand(x);
     warpgroup_fence_operand(past);
-    block.forget_addresses();
+    block.recompute_addresses();
     const Coefficients c = block.coefficients(stage);
     const int first = block.first_row() + block.g;
     Rows rows = read_rows(block, c, first);
     if constexpr (CONFIG::FACTORS_DECAYS) {
       compute_tiles(block, rows, x, c, parity);
     } else {
-      if (DECAY == PER_TOKEN) rows.gamma[0] = c.gamma[first], rows.gamma[1] = c.gamma[first + 8];
+      if (DECAY == PER_TOKEN) rows.cumsum[0] = c.cumsum[first], rows.cumsum[1] = c.cumsum[first + 8];
       const int last = block.uniform_warp() % 4;
 #pragma unroll
       for (int tile = 0; tile < 4; tile++)  // of 16 × 16
@@ -143,16 +143,16 @@ struct ScoresSm90 {
       float2 sigma = *reinterpret_cast<float2*>(c.sigma + j), tau = make_float2(1.f, 1.f);
       if (CONFIG::ADDS_A) tau.x = tau.y = block.constant();
       if (CONFIG::HAS_TAU) tau = *reinterpret_cast<float2*>(c.tau + j);
-      float2 gamma = make_float2(0.f, 0.f), inverse_g = gamma;
-      if (DECAY == PER_TOKEN) gamma = *reinterpret_cast<float2*>(c.gamma + j);
+      float2 cumsum = make_float2(0.f, 0.f), inverse_g = cumsum;
+      if (DECAY == PER_TOKEN) cumsum = *reinterpret_cast<float2*>(c.cumsum + j);
       if (CONFIG::HAS_INVERSE_G) inverse_g = *reinterpret_cast<float2*>(c.inverse_g + j);
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         float2 decay = powers_of(block, powers, tile, half - m);
         int by = ahead(block) - 16 * tile + 8 * (half - m);
         if (DECAY == PER_TOKEN)
-          decay = make_float2(by >= 0 ? power_of_two(rows.gamma[half] - gamma.x) : 0.f,
-                              by >= 1 ? power_of_two(rows.gamma[half] - gamma.y) : 0.f);
+          decay = make_float2(by >= 0 ? power_of_two(rows.cumsum[half] - cumsum.x) : 0.f,
+                              by >= 1 ? power_of_two(rows.cumsum[half] - cumsum.y) : 0.f);
         float x0 = x[2 * tile + m][2 * half], x1 = x[2 * tile + m][2 * half + 1];
         if (CONFIG::HAS_INVERSE_G) x0 *= inverse_g.x, x1 *= inverse_g.y;
         if (SUMS_X) {
@@ -182,11 +182,11 @@ struct ScoresSm90 {
   // FACTORS_DECAYS: the tiles before the diagonal, and the one on it.
   static DEVICE void compute_tiles(const Block& block, Rows& rows, const float (&x)[8][4], const Coefficients& c,
                                    int parity) {
-    const float* gamma = c.columns + CONFIG::COLUMN * block.first_row();
-    const float reference = gamma[0];
+    const float* cumsum = c.columns + CONFIG::COLUMN * block.first_row();
+    const float reference = cumsum[0];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      const float decay = power_of_two(gamma[CONFIG::COLUMN * (block.g + 8 * half)] - reference);
+      const float decay = power_of_two(cumsum[CONFIG::COLUMN * (block.g + 8 * half)] - reference);
       rows.rho[half] *= decay, rows.kappa[half] *= decay;
     }
     const int last = block.uniform_warp() % 4;
@@ -205,7 +205,7 @@ struct ScoresSm90 {
     }
   }
   struct Columns {  // of two tokens
-    float2 gamma, sigma, tau, inverse_g;
+    float2 cumsum, sigma, tau, inverse_g;
   };
   static DEVICE Columns read_columns(const Coefficients& c, int j) {
     const float4 x = *reinterpret_cast<const float4*>(c.columns + CONFIG::COLUMN * j);
@@ -225,7 +225,7 @@ struct ScoresSm90 {
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         auto of = [&](float2 pair) { return i ? pair.y : pair.x; };
-        const float decay = power_of_two(reference - of(columns.gamma));
+        const float decay = power_of_two(reference - of(columns.cumsum));
         const float inverse_g = decay * (CONFIG::HAS_INVERSE_G ? of(columns.inverse_g) : 1.f);
         const float sigma = of(columns.sigma) * inverse_g, tau = of(columns.tau) * decay;
 #pragma unroll
@@ -249,7 +249,7 @@ struct ScoresSm90 {
   // Of 8 × 8, two on the diagonal, one below it, and one above it, which is 0.
   static DEVICE void compute_diagonal_tile(const Block& block, Rows& rows, const float (&x)[8][4],
                                            const Coefficients& c, int tile, int parity) {
-    const float* gamma = c.columns + CONFIG::COLUMN * (block.first_row() + block.g);
+    const float* cumsum = c.columns + CONFIG::COLUMN * (block.first_row() + block.g);
     u32 pairs[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int m = 0; m < 2; m++) {
@@ -261,7 +261,7 @@ struct ScoresSm90 {
         for (int i = 0; i < 2; i++) {
           auto of = [&](float2 pair) { return i ? pair.y : pair.x; };
           const bool counts = half > m || block.g >= 2 * block.t + i;  // else the decay may be above 1
-          const float decay = counts ? power_of_two(gamma[CONFIG::COLUMN * 8 * half] - of(columns.gamma)) : 0.f;
+          const float decay = counts ? power_of_two(cumsum[CONFIG::COLUMN * 8 * half] - of(columns.cumsum)) : 0.f;
           const float own = x[2 * tile + m][2 * half + i] * (CONFIG::HAS_INVERSE_G ? of(columns.inverse_g) : 1.f);
           if (SUMS_X) rows.sum[half] += decay * (MODE == DQ ? rows.rho[half] * own + rows.kappa[half] : own);
           w[i] = score(rows, half, of(columns.sigma), of(columns.tau), own, 0, decay);

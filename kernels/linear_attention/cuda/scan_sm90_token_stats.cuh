@@ -16,16 +16,16 @@ struct TokenStatsSm90 {
   static constexpr int D = CONFIG::D, CHUNK = CONFIG::CHUNK, PANELS = CONFIG::PANELS;
   static constexpr int MODE = CONFIG::MODE, ROPE = CONFIG::ROPE;
   static constexpr Decay DECAY = CONFIG::DECAY;
-  static constexpr bool STATES = CONFIG::STATES, HAS_G = CONFIG::HAS_G, SUMS_X = CONFIG::SUMS_X;
+  static constexpr bool STATE_ONLY = CONFIG::STATE_ONLY, HAS_G = CONFIG::HAS_G, SUMS_X = CONFIG::SUMS_X;
   static constexpr bool COMPUTES_E = CONFIG::COMPUTES_E, COMPUTES_DG = CONFIG::COMPUTES_DG;
-  static constexpr bool KEEPS_SUMS = !STATES && (CONFIG::SUMS_C || CONFIG::SUMS_B);
+  static constexpr bool KEEPS_SUMS = !STATE_ONLY && (CONFIG::SUMS_C || CONFIG::SUMS_B);
 
   // For RoPE a thread has ITEMS items of each tile. Where they are few (a model's RoPE), angles are read a chunk ahead.
   using R = Rope<T, MODE, ROPE>;
   static constexpr int ITEMS = CHUNK * ROPE / 8 / WARPGROUP;
   static constexpr bool MANY_REGISTERS = MODE == FWD || (D == 128 && !(COMPUTES_DG && (T::NARROW || MODE == DK)));
   static constexpr bool READS_ANGLES_AHEAD = ROPE && ITEMS <= PANELS && MANY_REGISTERS;
-  // DQ waits for o at the start of a chunk anyway; with gates it has no registers for both.
+  // DQ waits for o at the start of a chunk anyway; with decays of tokens' own it has no registers for both.
   static constexpr bool READS_ANGLES_WITH_O = READS_ANGLES_AHEAD && COMPUTES_E && !COMPUTES_DG;
   static constexpr bool READS_ANGLES_LAST = READS_ANGLES_AHEAD && COMPUTES_E && COMPUTES_DG;
   // Where registers allow it, all items are read before any is written, so that there is only one wait.
@@ -44,10 +44,10 @@ struct TokenStatsSm90 {
     float n = COUNTS ? tokens_before<POWERS>(p, block.bh(), block.log2_decay, block.begin()) : 0.f;
     const float chunk_tokens = COUNTS ? count_tokens<POWERS>(block.log2_decay, CHUNK) : 0.f;
     RunningSumsSm90<CONFIG> sums;
-    block.forget_addresses();
+    block.recompute_addresses();
     if (KEEPS_SUMS) sums.load(block);
     Saved next = MODE == FWD ? Saved{} : read_saved(block, block.begin());
-    Gate gate = READS_GATES_AHEAD ? read_gate(block, block.begin()) : Gate{};
+    TokenDecay token_decay = READS_DECAYS_AHEAD ? read_decay(block, block.begin()) : TokenDecay{};
     OutputRows o;
     if (READS_O_A_CHUNK_AHEAD) read_o(block, o, block.begin());
     ChunkAngles angles;
@@ -57,24 +57,24 @@ struct TokenStatsSm90 {
     float da = 0.f;
     Stage current;
     for (int position = block.begin(); position < block.end(); position += CHUNK, current.advance()) {
-      block.forget_addresses();
+      block.recompute_addresses();
       const int stage = current.stage(), len = min(CHUNK, p.N - position);
       const int slot = !KEEPS_SUMS ? stage : u32(position - block.begin()) / CHUNK % 2;  // of τ and ζ
-      if (!READS_GATES_AHEAD && !COMPUTES_E) gate = read_gate(block, position);
+      if (!READS_DECAYS_AHEAD && !COMPUTES_E) token_decay = read_decay(block, position);
       mbarrier_wait(block.empty(stage), current.phase() ^ 1);  // the coefficients' old readers, too, are done
-      chunk(block, current, slot, position, len, n, next, gate, angles, o);
+      chunk(block, current, slot, position, len, n, next, token_decay, angles, o);
       if (COUNTS) n = DECAY ? n * block.power(CHUNK) + chunk_tokens : n + CHUNK;
       if (KEEPS_SUMS) {
         sums.wait(block);
         if (position > block.begin()) mbarrier_arrive(block.empty(current.previous()));
         if (block.enters(segment, position)) sums.store(block, block.before_segment(++segment.index));
-        if (block.at_boundary(position)) cross_boundary(block, sums, gate, block.boundary(position));
+        if (block.at_boundary(position)) cross_boundary(block, sums, token_decay, block.boundary(position));
         if (SUMS_X && !COMPUTES_E) block.sync_token_stats();  // all have used the Σ ζ b of the chunk before
         sums.write(block, stage);
       }
       fence_shared();  // what was copied, rotated and written, for the warpgroups' products
       mbarrier_arrive(block.ready(stage));
-      if (READS_GATES_AHEAD) gate = read_gate(block, position + CHUNK);
+      if (READS_DECAYS_AHEAD) token_decay = read_decay(block, position + CHUNK);
       if (READS_ANGLES_LAST) read_angles(block, angles, position + CHUNK);
       if (!KEEPS_SUMS) {
         mbarrier_arrive(block.empty(stage));
@@ -84,7 +84,7 @@ struct TokenStatsSm90 {
       sums.start_chunk(block, stage, slot, len, a_b);
       if (SUMS_X) store_dG(block, a_b, stage, position, da);
     }
-    block.forget_addresses();
+    block.recompute_addresses();
     if (!KEEPS_SUMS) return;
     sums.wait(block);
     if (block.begin() < block.end()) mbarrier_arrive(block.empty(current.previous()));
@@ -94,7 +94,7 @@ struct TokenStatsSm90 {
 
   // What the forward pass saved of a token.
   struct Saved {
-    float g, e, r, unit;  // r and unit as in TokenStats
+    float g, e, r_sigma, r_rho;  // the last two as in TokenStats
   };
   static DEVICE Saved read_saved(const Block& block, int position) {
     const Params& p = block.p;
@@ -102,101 +102,103 @@ struct TokenStatsSm90 {
     if (block.uniform_warp() % 4 >= CHUNK / 32 || position + block.thread() >= p.N) return s;
     i64 i = block.stat(position + block.thread());
     if (HAS_G) s.g = p.g[i];
-    s.r = (MODE == DQ ? p.rk : p.rq)[i], s.unit = (MODE == DQ ? p.rq : p.rk)[i];
+    s.r_sigma = (MODE == DQ ? p.rk : p.rq)[i], s.r_rho = (MODE == DQ ? p.rq : p.rk)[i];
     if (HAS_G && MODE == DK) s.e = p.e[i];
     return s;
   }
 
   // Global memory is read ahead only where there are registers for it.
-  static constexpr bool READS_GATES_AHEAD = DECAY == PER_TOKEN && D == 128;
+  static constexpr bool READS_DECAYS_AHEAD = DECAY == PER_TOKEN && D == 128;
   static constexpr bool READS_O_AHEAD = COMPUTES_E && !(COMPUTES_DG && D == 64 && ROPE);
   static constexpr bool READS_O_A_CHUNK_AHEAD = COMPUTES_E && CONFIG::FACTORS_DECAYS && !ROPE;
-  // PER_TOKEN: what gates.cuh found of a row's token, as loaded: the first computation with it waits for the load.
-  struct Gate {
-    float gamma, to_end;
+  // PER_TOKEN: what token_decay.cuh found of a row's token, as loaded: the first computation with it waits for the load.
+  struct TokenDecay {
+    float cumsum, to_end;
     float count_before, count;  // of the chunks before; in reverse, of this one up to the row
   };
-  static DEVICE Gate read_gate(const Block& block, int position) {
+  static DEVICE TokenDecay read_decay(const Block& block, int position) {
     const Params& p = block.p;
     if (DECAY != PER_TOKEN || position >= p.N) return {0.f, 0.f, 0.f, 0.f};
     const i64 row = i64(block.bh()) * p.N + min(position + row_of_thread(block), p.N - 1);
-    const bool counts = HAS_G && (MODE == FWD ? !STATES : COMPUTES_DG);
-    return {p.gamma[row], p.to_end[row], counts ? Chunks<CHUNK>(p, block.bh()).count[position / CHUNK] : 0.f,
+    const bool counts = HAS_G && (MODE == FWD ? !STATE_ONLY : COMPUTES_DG);
+    return {p.decay_cumsum[row], p.to_end[row], counts ? Chunks<CHUNK>(p, block.bh()).count[position / CHUNK] : 0.f,
             counts && Traits::REVERSE ? p.count[row] : 0.f};
   }
-  static DEVICE float count(const Gate& gate) { return gate.count_before * power_of_two(gate.gamma) + gate.count; }
-  // The decay from row `i` to the chunk's end. 0 for rows past the end, whose Γ is that of the last one.
-  static DEVICE float to_end(const Block& block, const Gate& gate, int len, int i) {
-    if (i >= len) return 0.f;
-    return DECAY == PER_TOKEN ? power_of_two(gate.to_end) : block.power(len - 1 - i + Traits::POWERS_TO_STATE);
+  static DEVICE float count(const TokenDecay& token_decay) {
+    return token_decay.count_before * power_of_two(token_decay.cumsum) + token_decay.count;
   }
-  static DEVICE void write_gate(const Coefficients& c, const Gate& gate, int i, float factor = 1.f) {
-    if (DECAY == PER_TOKEN) c.from_start[i] = power_of_two(gate.gamma) * factor;
-    if (CONFIG::HAS_GAMMA && !CONFIG::HAS_COLUMNS) c.gamma[i] = gate.gamma;
+  // The decay from row `i` to the chunk's end. 0 for rows past the end, whose Γ is that of the last one.
+  static DEVICE float to_end(const Block& block, const TokenDecay& token_decay, int len, int i) {
+    if (i >= len) return 0.f;
+    return DECAY == PER_TOKEN ? power_of_two(token_decay.to_end) : block.power(len - 1 - i + Traits::POWERS_TO_STATE);
+  }
+  static DEVICE void write_decay(const Coefficients& c, const TokenDecay& token_decay, int i, float factor = 1.f) {
+    if (DECAY == PER_TOKEN) c.from_start[i] = power_of_two(token_decay.cumsum) * factor;
+    if (CONFIG::HAS_CUMSUM && !CONFIG::HAS_COLUMNS) c.cumsum[i] = token_decay.cumsum;
   }
   // What scores need of a token as a column of W.
-  static DEVICE void write_column(const Coefficients& c, const Gate& gate, int i, float sigma, float tau,
+  static DEVICE void write_column(const Coefficients& c, const TokenDecay& token_decay, int i, float sigma, float tau,
                                   float inverse_g) {
     if (CONFIG::COLUMN == 4)
-      reinterpret_cast<float4*>(c.columns)[i] = make_float4(gate.gamma, sigma, tau, inverse_g);
+      reinterpret_cast<float4*>(c.columns)[i] = make_float4(token_decay.cumsum, sigma, tau, inverse_g);
     else
-      reinterpret_cast<float2*>(c.columns)[i] = make_float2(gate.gamma, sigma);
+      reinterpret_cast<float2*>(c.columns)[i] = make_float2(token_decay.cumsum, sigma);
   }
 
   // A chunk's numbers into shared memory; `next`: what was saved of its tokens, then of the next chunk's.
   static DEVICE void chunk(Block& block, const Stage& current, int slot, int position, int len, float n, Saved& next,
-                           Gate& gate, ChunkAngles& angles, OutputRows& o) {
+                           TokenDecay& token_decay, ChunkAngles& angles, OutputRows& o) {
     const int stage = current.stage();
     const Coefficients c = block.coefficients(stage);
     if (READS_O_AHEAD && !READS_O_A_CHUNK_AHEAD) read_o(block, o, position);
     if (READS_ANGLES_WITH_O) read_angles(block, angles, position);
-    if (MODE != FWD && !COMPUTES_E) write_coefficients(block, c, next, gate, len, block.thread(), slot);
+    if (MODE != FWD && !COMPUTES_E) write_coefficients(block, c, next, token_decay, len, block.thread(), slot);
     mbarrier_wait(block.full(stage), current.phase());
     if (ROPE) rotate_tiles(block, stage, position, angles);
     // What is on its way at an mbarrier is waited for there, so the sooner the better.
     if (READS_ANGLES_AHEAD && !COMPUTES_E) read_angles(block, angles, position + CHUNK);
     if (MODE == FWD) {
       if (ROPE) block.sync_token_stats();
-      norms(block, c, stage, position, len, n, gate, slot);
+      norms(block, c, stage, position, len, n, token_decay, slot);
     }
     if (COMPUTES_E) {
-      block.forget_addresses();
+      block.recompute_addresses();
       if (!READS_O_AHEAD) read_o(block, o, position);
       row_products(block, o, block.tile(stage, A), c.row);
       if (READS_O_A_CHUNK_AHEAD) read_o(block, o, position + CHUNK);
-      if (!READS_GATES_AHEAD) gate = read_gate(block, position);
+      if (!READS_DECAYS_AHEAD) token_decay = read_decay(block, position);
       block.sync_token_stats();
       next.e = next.g != 0.f ? c.row[block.thread() % CHUNK] / next.g : 0.f;
       if (block.thread() < len) block.p.e[block.stat(position + block.thread())] = next.e;
-      write_coefficients(block, c, next, gate, len, block.thread(), slot);
+      write_coefficients(block, c, next, token_decay, len, block.thread(), slot);
     }
     if (MODE != FWD) next = read_saved(block, position + CHUNK);
   }
 
   // σ, τ, ρ, κ of a token, from what was saved. Rows past the end count nothing.
-  static DEVICE void write_coefficients(const Block& block, const Coefficients& c, const Saved& s, const Gate& gate,
-                                        int len, int i, int slot) {
+  static DEVICE void write_coefficients(const Block& block, const Coefficients& c, const Saved& s,
+                                        const TokenDecay& token_decay, int len, int i, int slot) {
     if (block.uniform_warp() % 4 >= CHUNK / 32) return;
     const Params& p = block.p;
     bool ok = i < len;
-    const TokenStats stats = {ok ? reciprocal(s.g) : 0.f, s.e, s.r, s.unit};
+    const TokenStats stats = {ok ? reciprocal(s.g) : 0.f, s.e, s.r_sigma, s.r_rho};
     float sigma = Traits::sigma(block, stats), tau = Traits::tau(block, stats);
     float rho = Traits::rho(block, stats), kappa = Traits::kappa(block, stats);
-    if (CONFIG::FACTOR_IN_W) rho *= block.factor_in_w(s.unit), kappa *= block.factor_in_w(s.unit);
-    float decay = to_end(block, gate, len, i);
-    write_gate(c, gate, i, CONFIG::FACTOR_IN_PAST ? s.unit : 1.f);
+    if (CONFIG::FACTOR_IN_W) rho *= block.factor_in_w(s.r_rho), kappa *= block.factor_in_w(s.r_rho);
+    float decay = to_end(block, token_decay, len, i);
+    write_decay(c, token_decay, i, CONFIG::FACTOR_IN_PAST ? s.r_rho : 1.f);
     if (CONFIG::HAS_INVERSE_G && !CONFIG::HAS_COLUMNS) c.inverse_g[i] = stats.inverse_g;
-    if (CONFIG::HAS_DG) c.dG[i] = HAS_G ? (MODE == DQ ? kappa : -1.f) * count(gate) : 0.f;
-    if (!STATES) {
-      const float factor = CONFIG::HAS_INVERSE_G ? Traits::sigma(block, {1.f, s.e, s.r, s.unit}) : sigma;
+    if (CONFIG::HAS_DG) c.dG[i] = HAS_G ? (MODE == DQ ? kappa : -1.f) * count(token_decay) : 0.f;
+    if (!STATE_ONLY) {
+      const float factor = CONFIG::HAS_INVERSE_G ? Traits::sigma(block, {1.f, s.e, s.r_sigma, s.r_rho}) : sigma;
       if (CONFIG::HAS_COLUMNS)
-        write_column(c, gate, i, factor, tau, stats.inverse_g);
+        write_column(c, token_decay, i, factor, tau, stats.inverse_g);
       else
         c.sigma[i] = factor;
       if (CONFIG::HAS_TAU && !CONFIG::HAS_COLUMNS) c.tau[i] = tau;
       if (CONFIG::HAS_RHO) c.rho[i] = rho;
       if (CONFIG::HAS_KAPPA) c.kappa[i] = kappa;
-      if (CONFIG::HAS_ROW) c.row[i] = s.unit;
+      if (CONFIG::HAS_ROW) c.row[i] = s.r_rho;
     }
     write_end_coefficients(block, c, slot, i, sigma * decay, tau * decay, Traits::zeta(block, stats) * decay);
   }
@@ -212,36 +214,36 @@ struct TokenStatsSm90 {
 
   // Forward, a thread per row: ρ of a query and the (decayed) count of the tokens before the chunk, which is part of its
   // normaliser; σ of a key. `states` needs only keys, and has two threads for each.
-  static constexpr int ROW_THREADS = STATES ? 2 : 1;
+  static constexpr int ROW_THREADS = STATE_ONLY ? 2 : 1;
   static DEVICE int row_of_thread(const Block& block) {
     return block.thread() / (MODE == FWD ? ROW_THREADS : 1) % CHUNK;
   }
   static DEVICE void norms(const Block& block, const Coefficients& c, int stage, int position, int len, float n,
-                           const Gate& gate, int slot) {
+                           const TokenDecay& token_decay, int slot) {
     const Params& p = block.p;
     const int i = row_of_thread(block);
-    const bool ok = i < len, key = STATES || block.uniform_warp() % 4 >= CHUNK / 32;
+    const bool ok = i < len, key = STATE_ONLY || block.uniform_warp() % 4 >= CHUNK / 32;
     float square = 0.f;
     if (HAS_G || p.normalize)
       square = squared_norm(block, block.tile(stage, key ? B : A), i, block.thread() % ROW_THREADS);
     if (ROW_THREADS == 2) square += __shfl_xor_sync(FULL_WARP, square, 1);
     const float r = reciprocal_norm(square, p.normalize);
-    if (!STATES && block.panel() == 0 && ok) (key ? p.rk : p.rq)[block.stat(position + i)] = r;
+    if (!STATE_ONLY && block.panel() == 0 && ok) (key ? p.rk : p.rq)[block.stat(position + i)] = r;
     const TokenStats stats = {0.f, 0.f, r, r};
     if (key) {
-      float sigma = ok ? Traits::sigma(block, stats) : 0.f, decay = to_end(block, gate, len, i);
+      float sigma = ok ? Traits::sigma(block, stats) : 0.f, decay = to_end(block, token_decay, len, i);
       float end = Traits::limit_sigma(sigma * decay);
       if (CONFIG::HAS_COLUMNS)
-        write_column(c, gate, i, sigma, 1.f, 0.f);
-      else if (!STATES)
+        write_column(c, token_decay, i, sigma, 1.f, 0.f);
+      else if (!STATE_ONLY)
         c.sigma[i] = sigma;
       if (block.thread() % ROW_THREADS == 0) {
         write_end_coefficients(block, c, slot, i, end, decay, end);
-        write_gate(c, gate, i);
+        write_decay(c, token_decay, i);
       }
     } else {
       c.rho[i] = Traits::rho(block, stats);
-      if (CONFIG::HAS_ROW) c.row[i] = DECAY == PER_TOKEN ? count(gate) : block.power(i + 1) * n;
+      if (CONFIG::HAS_ROW) c.row[i] = DECAY == PER_TOKEN ? count(token_decay) : block.power(i + 1) * n;
     }
   }
   // Of a row of a tile, all of it or one half. Eight threads that read at once read eight rows, or halves of four.
@@ -278,20 +280,20 @@ struct TokenStatsSm90 {
       p.dG[(i64(gridDim.y) + block.bh()) * p.N + position + row] = scale * block.from_start(c, row) * sum;
   }
 
-  // At a boundary (gates.cuh): DQ stores its sums; DK adds up their inner products with its own.
-  static DEVICE void cross_boundary(Block& block, const RunningSumsSm90<CONFIG>& sums, const Gate& gate,
+  // At a boundary (token_decay.cuh): DQ stores its sums; DK adds up their inner products with its own.
+  static DEVICE void cross_boundary(Block& block, const RunningSumsSm90<CONFIG>& sums, const TokenDecay& token_decay,
                                     const Boundary<D>& boundary) {
-    block.forget_addresses();
+    block.recompute_addresses();
     if (MODE == DQ) {
       sums.store(block, {nullptr, boundary.c, boundary.b, 1.f, 1.f, 1.f});
-      if (block.thread() == 0) *boundary.count = gate.count_before;
+      if (block.thread() == 0) *boundary.count = token_decay.count_before;
     } else {
       float sum = sums.product(block, boundary.c, boundary.b, 1.f / Traits::scale_tau(block.p));
-      if (HAS_G && block.thread() == 0) sum -= *boundary.count * gate.count_before;
+      if (HAS_G && block.thread() == 0) sum -= *boundary.count * token_decay.count_before;
       sum = sum_lanes<32>(sum);
       if (block.lane == 0) boundary.parts[4 * CONFIG::GROUPS + block.warp % 4] = sum;
     }
-    block.forget_addresses();
+    block.recompute_addresses();
   }
 
   // Dots of eight rows with eight others, on tensor cores: the diagonal of a product. A lane has row g of both, the same
@@ -344,10 +346,10 @@ struct TokenStatsSm90 {
     for (int k = 0; k < ITEMS; k++) angles.of[k] = R::angles(block.p, position, block.thread() + k * WARPGROUP);
   }
   static DEVICE void rotate_tiles(const Block& block, int stage, int position, const ChunkAngles& ahead) {
-    constexpr int UNROLL = READS_ANGLES_AHEAD ? ITEMS : 1, TILES = STATES ? 1 : 2;
+    constexpr int UNROLL = READS_ANGLES_AHEAD ? ITEMS : 1, TILES = STATE_ONLY ? 1 : 2;
     constexpr bool ROPE_B = Traits::ROPE_B;
-    char* first = block.smem + (block.tile(stage, ROPE_B && !STATES ? A : ROPE_B ? B : C) - block.base);
-    char* second = block.smem + (block.tile(stage, ROPE_B ? B : UNIT) - block.base);
+    char* first = block.smem + (block.tile(stage, ROPE_B && !STATE_ONLY ? A : ROPE_B ? B : C) - block.base);
+    char* second = block.smem + (block.tile(stage, ROPE_B ? B : QK) - block.base);
 #pragma unroll 1
     for (int done = 0; done < ITEMS; done += UNROLL) {
       const int i = block.thread() + done * WARPGROUP;

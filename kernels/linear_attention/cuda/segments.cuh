@@ -25,7 +25,7 @@ using StateTarget = StateAt<float*>;
 
 // States in and out of the scan of a mode: what `states` and `prefix` leave before a segment, and the caller's. In
 // reverse a state belongs to the token scanned next, γ times what it was at the one before: so the caller's comes in and
-// goes out as it is, however steep the decay. (PER_TOKEN: one more on the way out, gates.cuh.)
+// goes out as it is, however steep the decay. (PER_TOKEN: one more on the way out, token_decay.cuh.)
 template <typename T, int MODE, int D, Weights WEIGHTS = NORMALISED>
 struct SegmentStates {
   using Traits = ModeTraits<T, MODE, WEIGHTS>;
@@ -38,18 +38,18 @@ struct SegmentStates {
   }
   static DEVICE StateSource initial(const Params& p, int bh, int segment) {
     if (segment) {
-      StateTarget left = before_segment(p, bh, segment);
-      return {left.S, left.c, left.b, left.scale, left.scale_c, left.scale_b};
+      StateTarget before = before_segment(p, bh, segment);
+      return {before.S, before.c, before.b, before.scale, before.scale_c, before.scale_b};
     }
     const float *S = p.initial.S + i64(bh) * D * D, *k = p.initial.k + bh * D, *v = p.initial.v + bh * D;
     float s = Traits::scale_sigma(p), sv = Traits::REVERSE ? Traits::scale_tau(p) : 1.f;
     if (Traits::VALUE_ROWS) return {S, v, k, s, sv, s};
     return {S, k, v, s, s, sv};
   }
-  // log2_gate: PER_TOKEN, of the gate that is between the last token scanned and the state; else 0.
-  static DEVICE StateTarget final(const Params& p, int bh, float log2_gate) {
+  // log2_decay: PER_TOKEN, of the decay between the last token scanned and the state; else 0.
+  static DEVICE StateTarget final(const Params& p, int bh, float log2_decay) {
     float *S = p.final.S + i64(bh) * D * D, *k = p.final.k + bh * D, *v = p.final.v + bh * D;
-    float more = exp2f(log2_gate);
+    float more = exp2f(log2_decay);
     float s = more / Traits::scale_sigma(p), st = more / Traits::scale_tau(p);
     return {S, Traits::VALUE_ROWS ? v : k, Traits::VALUE_ROWS ? k : v, s, st, s};
   }

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lingpt.kernels.custom_op import CustomOp, Outputs
 from lingpt.kernels.linear_attention.backends import choose
 from lingpt.kernels.linear_attention.call import Call, split_projection
 from lingpt.kernels.linear_attention.chunkwise import CHUNK
 from lingpt.kernels.linear_attention.state import LinearAttentionState, state_shapes
-from lingpt.kernels.operator import Operator, Outputs
 from lingpt.kernels.precision import state_dtype
 
 _NO_STATE = (None,) * 4
@@ -53,15 +53,15 @@ def _backward(given: Call, saved: Outputs, gradients: Outputs) -> Outputs:
     else:
         out = tuple(d.values()) if call.qkv is None else d["qkv"].unbind(2)
     found = choose(call).backward(call, o, stats, do, final, _whole_state(call, dparts), out)
-    d_log_gate, d_bias = found.log_gate, None
+    d_log_decay, d_bias = found.token_log_decay, None
     if given.gate_bias is not None:
-        assert call.log_gate is not None and d_log_gate is not None
-        d_sum = -torch.expm1(call.log_gate) * d_log_gate  # the derivative of ln σ is 1 − σ
+        assert call.token_log_decay is not None and d_log_decay is not None
+        d_sum = -torch.expm1(call.token_log_decay) * d_log_decay  # the derivative of ln σ is 1 − σ
         d_gate.copy_(d_sum)
         rest.zero_()
-        d_log_gate, d_bias = None, d_sum.sum((0, 1))
+        d_log_decay, d_bias = None, d_sum.sum((0, 1))
     by_input = (d.get(name) for name in _INPUTS)
-    return *by_input, found.a, found.b, d_log_gate, d_bias, *(found.initial_state or _NO_STATE)
+    return *by_input, found.a, found.b, d_log_decay, d_bias, *(found.initial_state or _NO_STATE)
 
 
 def _whole_state(call: Call, dparts: list[Tensor | None]) -> LinearAttentionState | None:
@@ -90,14 +90,14 @@ def _flops(shapes: Any) -> int:
     return linear_attention_flops(B, N, H, D, shapes.causal)
 
 
-attend = Operator(
+attend = CustomOp(
     "linear_attention",
     Call,
     forward=_forward,
     fake_forward=_fake_forward,
     backward=_backward,
     flops=_flops,
-    gradients_of=(*_INPUTS, "a", "b", "log_gate", "gate_bias", "S", "z", "c", "n"),
+    gradients_of=(*_INPUTS, "a", "b", "token_log_decay", "gate_bias", "S", "z", "c", "n"),
     outputs=("o", "stats", "S", "z", "c", "n"),
     saved=("o", "stats", "S", "z", "c", "n"),
     constant=("stats",),

@@ -15,11 +15,11 @@ from lingpt.kernels.linear_attention import (
     LinearAttentionState,
     backends,
     chunkwise,
-    library,
+    interface,
     linear_attention,
     linear_attention_flops,
     linear_attention_qkv,
-    op,
+    registration,
 )
 from lingpt.kernels.linear_attention.call import Call
 from lingpt.kernels.linear_attention.cuda import backend
@@ -44,7 +44,7 @@ def all_options(causal=True):
     log_decay = torch.full((H,), -0.1) if causal else None
     parts = dict(zip("Szcn", state(True), strict=True))
     b = torch.full((H,), 0.5, requires_grad=True)
-    return {"b": b, "log_decay": log_decay, "return_state": True, **parts}
+    return {"b": b, "head_log_decay": log_decay, "return_state": True, **parts}
 
 
 def with_gates(q, k, v, P=H):
@@ -75,8 +75,8 @@ def test_opcheck(full, causal):
 def test_opcheck_with_a_decay_of_each_token_s_own():
     q, k, v = tensors(True)
     gate = torch.full((B, N, H), -0.2, requires_grad=True)
-    options, (cos, sin) = all_options() | {"log_decay": None}, rope()
-    opcheck(torch.ops.lingpt.linear_attention_fwd, Call(q=q, k=k, v=v, **options, log_gate=gate))
+    options, (cos, sin) = all_options() | {"head_log_decay": None}, rope()
+    opcheck(torch.ops.lingpt.linear_attention_fwd, Call(q=q, k=k, v=v, **options, token_log_decay=gate))
     projected = with_gates(q, k, v).detach().requires_grad_()
     bias = torch.ones(H, requires_grad=True)
     opcheck(
@@ -134,7 +134,7 @@ def test_the_direct_way_gives_the_operator_s_bits(full, packed):
     )
     call = Call(**inputs, **options)
 
-    direct = library.attend(call)
+    direct = registration.attend(call)
     whole = torch.ops.lingpt.linear_attention_fwd.default(*call)
     if not full:
         assert direct[2:] == (None,) * 4 and all(x.numel() == 0 for x in whole[2:])
@@ -228,7 +228,7 @@ def test_without_gradients_and_with_parameters():
     p = torch.nn.Parameter(q)
     o = linear_attention(p, k, v)
     assert torch.equal(o, expected) and o.requires_grad
-    assert library.attend(Call(q=p, k=k, v=v))[2:] == (None,) * 4  # past the dispatcher
+    assert registration.attend(Call(q=p, k=k, v=v))[2:] == (None,) * 4  # past the dispatcher
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             o, end = linear_attention(p, k, v, return_state=True)
@@ -517,7 +517,7 @@ def test_a_mistake_gets_one_line(name, monkeypatch):
     call, message = WRONG[name]
     given = tensors()
     initial = state()
-    monkeypatch.setattr(library, "choose", None)  # no work may begin
+    monkeypatch.setattr(registration, "choose", None)  # no work may begin
     monkeypatch.setitem(globals(), "state", lambda: initial)
     with pytest.raises(UserError, match=message) as error:
         call(*given)
@@ -563,15 +563,15 @@ print([m for m in {heavy} if m in sys.modules and m not in before])"""
 def test_what_is_per_head_reaches_the_kernels_side_by_side(monkeypatch):
     """Guards: the CUDA kernels read a, b and log_decay [H] with a stride of 1. One decay expanded to all
     heads was read beyond its end, and columns of one parameter as each other."""
-    calls, attend = [], op.attend
-    monkeypatch.setattr(op, "attend", lambda call: calls.append(call) or attend(call))
+    calls, attend = [], interface.attend
+    monkeypatch.setattr(interface, "attend", lambda call: calls.append(call) or attend(call))
     coefficients = torch.ones(H, 2, requires_grad=True)
     a, b, decay = coefficients[:, 0], coefficients[:, 1], torch.tensor([-0.1]).expand(H)
     linear_attention(
         *tensors(), b, a=a, log_decay=decay, normalize=False, backend="chunkwise"
     ).sum().backward()
     (call,) = calls
-    assert all(x.stride() == (1,) for x in (call.a, call.b, call.log_decay))
+    assert all(x.stride() == (1,) for x in (call.a, call.b, call.head_log_decay))
     assert coefficients.grad.ne(0).all()
 
 

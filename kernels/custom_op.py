@@ -3,7 +3,7 @@
 A call object is a NamedTuple: tensors first (`Tensor` or `Tensor | None`), then numbers, flags and strings.
 Its annotations are the operator's schema, so that a new argument is a new field, and no position is counted.
 
-    attend = Operator("linear_attention", Call, forward=…, backward=…, …).register()
+    attend = CustomOp("linear_attention", Call, forward=…, backward=…, …).register()
     o, stats, *state = attend(call)
 
 registers lingpt::linear_attention_fwd and lingpt::linear_attention_bwd: what they compute, their shapes (for
@@ -29,7 +29,7 @@ _library = torch.library.Library("lingpt", "FRAGMENT")
 
 
 @dataclass(frozen=True)
-class Operator(Generic[C]):
+class CustomOp(Generic[C]):
     """What an operator is made of.
 
     forward: call → outputs.
@@ -107,7 +107,7 @@ def _filled(results: Iterable[Tensor | None]) -> tuple[Tensor, ...]:
 
 
 def _register_autograd(
-    op: Operator[C], forward: torch._ops.OpOverload, backward: torch._ops.OpOverload
+    op: CustomOp[C], forward: torch._ops.OpOverload, backward: torch._ops.OpOverload
 ) -> Callable[[C], tuple[Any, ...]]:
     """Autograd functions of our own, to save host time (torch_internals.py); returns the way to call `op`."""
     fields = op.call_type._fields  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from torch import Tensor
 from lingpt.common.errors import UserError
 from lingpt.kernels.linear_attention import recurrent, reference
 from lingpt.kernels.linear_attention.call import Call, split_projection
-from lingpt.kernels.linear_attention.library import attend
+from lingpt.kernels.linear_attention.registration import attend
 from lingpt.kernels.linear_attention.state import LinearAttentionState, state_shapes
 from lingpt.kernels.precision import state_dtype
 
@@ -104,12 +104,13 @@ def linear_attention(
     Source: "Linear Attention Optimized GPU Kernel Implementation", eq. 5 and 22 with a = 1; RetNet's decay.
     """
     _check_tensors(q, k, v)
-    (decay, gate), (S, z, c, n) = _decay(log_decay, q, causal), _state(initial_state, q)
+    (head_decay, token_decay), (S, z, c, n) = _decay(log_decay, q, causal), _state(initial_state, q)
     _check_coefficients(a, b, normalize, normalize_qk)
     return _run(
         Call(
             q=q, k=k, v=v, a=_tensor(a, q, "a"), b=_tensor(b, q, "b"),
-            a_value=_number(a), b_value=_number(b), log_decay=decay, log_gate=gate, S=S, z=z, c=c, n=n,
+            a_value=_number(a), b_value=_number(b), head_log_decay=head_decay, token_log_decay=token_decay,
+            S=S, z=z, c=c, n=n,
             normalize=normalize, normalize_qk=normalize_qk, causal=causal, return_state=return_state,
             backend=_backend(backend, q, causal, initial_state is not None),
         )
@@ -174,7 +175,7 @@ def linear_attention_qkv(
     elif head_size is not None:
         raise UserError("head_size is for a projection that has gates: give their gate_bias, too")
     _check_packed(qkv, cos, sin)
-    (decay, gate), (S, z, c, n) = _decay(log_decay, qkv), _state(initial_state, qkv)
+    (head_decay, token_decay), (S, z, c, n) = _decay(log_decay, qkv), _state(initial_state, qkv)
     _check_coefficients(a, b, normalize, normalize_qk)
     backend = _backend(backend, qkv, True, initial_state is not None)
     if (
@@ -187,7 +188,8 @@ def linear_attention_qkv(
         Call(
             projected=projected, gate_bias=gate_bias, qkv=qkv if projected is None else None,
             cos=cos, sin=sin, a=_tensor(a, qkv, "a"), b=_tensor(b, qkv, "b"), head_size=head_size or 0,
-            a_value=_number(a), b_value=_number(b), log_decay=decay, log_gate=gate, S=S, z=z, c=c, n=n,
+            a_value=_number(a), b_value=_number(b), head_log_decay=head_decay, token_log_decay=token_decay,
+            S=S, z=z, c=c, n=n,
             normalize=normalize, normalize_qk=normalize_qk, return_state=return_state, backend=backend,
         )
     )  # fmt: skip

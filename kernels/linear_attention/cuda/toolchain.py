@@ -1,0 +1,131 @@
+"""The compiler's surroundings: NVRTC, CUDA's headers, the driver and architectures, each looked for once.
+
+What is missing is a UserError with the way to install or update it.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lingpt.common.errors import UserError
+from lingpt.common.install import install_command
+
+# A100; A6000 and A10; L40 and RTX 4090; H100 and H200; B200; RTX 5090 and RTX PRO 6000
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
+
+_importing = threading.Lock()  # cuda.core's own import is not safe from two threads at once
+
+
+@functools.cache
+def compiler_version() -> tuple[int, int]:
+    """(major, minor) of NVRTC; UserError with the way to install it where there is none."""
+    try:
+        with _importing:
+            import cuda.core  # noqa: F401
+            from cuda.bindings import nvrtc
+
+        return check_status(nvrtc.nvrtcVersion())
+    except (ImportError, RuntimeError) as error:  # RuntimeError: cuda-pathfinder's, of a missing library
+        hint = _install_hint()
+        raise UserError(
+            f"the CUDA kernels need a compiler that is not installed: {hint} ({error})"
+        ) from error
+
+
+def check_usable(arch: str) -> None:
+    """UserError, with the way to mend it, where kernels for `arch` cannot be compiled and loaded: a compiler
+    that knows it, its headers or a driver that is new enough is missing."""
+    check_arch(arch)
+    header_folder()
+    driver_for(compiler_version())
+
+
+def native_arch(device: int | torch.device | None = None) -> str:
+    """The architecture of a CUDA device, with the suffix that unlocks wgmma and TMA on Hopper: "sm_90a"."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}{'a' if major == 9 else ''}"
+
+
+def supported_architectures() -> tuple[str, ...]:
+    """Those of ARCHITECTURES that the installed compiler knows."""
+    known = _known_numbers()
+    return tuple(arch for arch in ARCHITECTURES if _number(arch) in known)
+
+
+def check_arch(arch: str) -> None:
+    """UserError where the compiler does not know `arch`."""
+    known = _known_numbers()
+    if _number(arch) not in known:
+        version, names = ".".join(map(str, compiler_version())), ", ".join(f"sm_{n}" for n in known)
+        raise UserError(
+            f"the CUDA {version} compiler does not know {arch}, only {names}: {_install_hint()} -U"
+        )
+
+
+def _known_numbers() -> list[int]:
+    compiler_version()
+    from cuda.bindings import nvrtc
+
+    return check_status(nvrtc.nvrtcGetSupportedArchs())
+
+
+def _number(arch: str) -> int:
+    """90 of sm_90a."""
+    match = re.fullmatch(r"sm_(\d+)[af]?", arch)
+    if match is None:
+        raise UserError(f"{arch} is no CUDA architecture: write for example sm_80 or sm_90a")
+    return int(match[1])
+
+
+def compiler_identity() -> list:
+    """What changes when the compiler or its headers are updated: versions and file sizes."""
+    version = compiler_version()
+    from cuda.pathfinder import load_nvidia_dynamic_lib
+
+    files = [Path(load_nvidia_dynamic_lib("nvrtc").abs_path), header_folder() / "cuda_bf16.hpp"]
+    return [*version, *(file.stat().st_size for file in files)]
+
+
+def header_folder() -> Path:
+    """Where `cuda_bf16.h` is: in the wheel of CUDA's runtime (torch's CUDA builds bring it), or a toolkit."""
+    from cuda.pathfinder import find_nvidia_header_directory
+
+    folder = find_nvidia_header_directory("cudart")
+    if folder is None or not (Path(folder) / "cuda_bf16.h").is_file():
+        raise UserError(
+            f"the CUDA kernels need CUDA's headers (cuda_bf16.h), not installed: {_install_hint()}"
+        )
+    return Path(folder)
+
+
+def driver_for(compiler: tuple[int, ...]) -> Any:
+    """`cuda.bindings.driver`, once the driver is known to run what the compiler makes."""
+    from cuda.bindings import driver
+
+    version = check_status(driver.cuDriverGetVersion())
+    if version // 1000 < compiler[0]:
+        runs = f"{version // 1000}.{version % 1000 // 10}"
+        raise UserError(
+            f"the NVIDIA driver runs CUDA up to {runs}, the compiler here is CUDA {compiler[0]}: "
+            f"update the driver, or {install_command(f'cuda{version // 1000}')} with such a build of torch"
+        )
+    return driver
+
+
+def _install_hint() -> str:
+    major = (torch.version.cuda or "13").split(".")[0]
+    return install_command(f"cuda{major}")
+
+
+def check_status(result: tuple) -> Any:
+    """The values of a call of `cuda.bindings`; RuntimeError where its status is an error."""
+    status, *values = result
+    if status:
+        raise RuntimeError(f"CUDA: {status!r}")
+    return values[0] if len(values) == 1 else tuple(values)
