@@ -8,7 +8,8 @@ import random
 import signal
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from lingpt.common.errors import UserError
+from lingpt.tests.forked import Forked, fork_script
 
 if TYPE_CHECKING:
     from lingpt.data import DataConfig
@@ -76,6 +78,19 @@ def figures(request: pytest.FixtureRequest) -> Iterator[dict[str, float]]:
         request.node.user_properties.append(("fault", marker.args))
     yield counts
     request.node.user_properties.append(("figures", dict(counts)))
+
+
+@pytest.fixture
+def start_script(tmp_path: Path) -> Iterator[Callable[..., Forked]]:
+    """`start_script(code, *argv, **env)`: a process that runs it; killed at the test's end, if it is left."""
+    with ExitStack() as stack:
+
+        def start(code: str, *argv: str, **env: str) -> Forked:
+            process = fork_script(code, *argv, folder=tmp_path, env={**os.environ, **env})
+            stack.callback(process.send_group, signal.SIGKILL)
+            return process
+
+        yield start
 
 
 @pytest.fixture

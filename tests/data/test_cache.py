@@ -5,8 +5,6 @@ import json
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 
@@ -34,11 +32,6 @@ def entries(config: DataConfig) -> list[str]:
     """What the cache's folder shows: entries, and anything left over, but no locks."""
     folder = Path(config.cache_dir) / "tokens"
     return sorted(p.name for p in folder.iterdir() if not p.name.endswith(".lock")) if folder.exists() else []
-
-
-def run_python(code: str, *args: str, **options) -> subprocess.Popen:
-    command = [sys.executable, "-c", code, *args]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
 
 
 PREPARE = """
@@ -152,7 +145,7 @@ def test_what_decides_the_tokens_makes_another_entry(config, write_jsonl, texts,
 
 
 @pytest.mark.parametrize("moment", ["while tokenising", "before the rename"])
-def test_a_killed_preparation_leaves_nothing_that_passes_for_whole(config, moment):
+def test_a_killed_preparation_leaves_nothing_that_passes_for_whole(config, start_script, moment):
     """SIGKILL at the worst moments; the next run starts over, and clears what is left."""
     stop = {
         "while tokenising": (
@@ -170,10 +163,10 @@ def test_a_killed_preparation_leaves_nothing_that_passes_for_whole(config, momen
             "files.sync = stop\n"
         ),
     }[moment]
-    process = run_python(PREPARE + stop + "prepare(config)", *arguments(config))
-    assert process.stdout.readline() == "now\n"
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    process = start_script(PREPARE + stop + "prepare(config)", *arguments(config))
+    process.wait_for(lambda: "now\n" in process.output())
+    process.send(signal.SIGKILL)
+    assert process.end().code == -signal.SIGKILL, process.output()
     (left_over,) = entries(config)
     assert left_over.startswith(".")
     dataset = prepare(config, progress=False)
@@ -181,15 +174,17 @@ def test_a_killed_preparation_leaves_nothing_that_passes_for_whole(config, momen
     assert dataset.cache.manifest["train"]["documents"] == 400
 
 
-def test_two_processes_at_once_do_the_work_once(config):
+def test_two_processes_at_once_do_the_work_once(config, start_script):
     """The ranks of a run, or two runs: one tokenises, the others wait and read."""
     code = PREPARE + (
         "made, real = [], cache._make\n"
         "cache._make = lambda *args: (made.append(1), real(*args))\n"
         "print(prepare(config, progress=False).fingerprint, len(made))"
     )
-    processes = [run_python(code, *arguments(config)) for _ in range(2)]
-    results = [process.communicate()[0].split() for process in processes]
+    processes = [start_script(code, *arguments(config)) for _ in range(2)]
+    outcomes = [process.end() for process in processes]
+    assert [outcome.code for outcome in outcomes] == [0, 0], "\n".join(one.output for one in outcomes)
+    results = [outcome.output.splitlines()[-1].split() for outcome in outcomes]
     assert len({fingerprint for fingerprint, _ in results}) == 1
     assert sorted(made for _, made in results) == ["0", "1"]
     assert len(entries(config)) == 1
@@ -220,36 +215,36 @@ def test_a_disk_without_locks_is_said_and_the_first_entry_stays(config, monkeypa
     assert (last.st_ino, last.st_mtime_ns) == (first[0].st_ino, first[0].st_mtime_ns)
 
 
-def test_whoever_waits_says_for_what_and_goes_on_when_the_holder_dies(config):
+def test_whoever_waits_says_for_what_and_goes_on_when_the_holder_dies(config, start_script):
     """Guards: a wait for a process that is gone, and one of which nobody knows what holds it."""
     code = PREPARE + (
         "import time\n"
         "def hold(*args): print('held', flush=True); time.sleep(60)\n"
         "cache._make = hold\nprepare(config)"
     )
-    holder = run_python(code, *arguments(config))
-    assert holder.stdout.readline() == "held\n"
-    waiting = run_python(PREPARE + "prepare(config)", *arguments(config))
+    holder = start_script(code, *arguments(config))
+    holder.wait_for(lambda: "held\n" in holder.output())
+    waiting = start_script(PREPARE + "prepare(config)", *arguments(config))
     (lock,) = (Path(config.cache_dir) / "tokens").glob("*.lock")
-    assert waiting.stderr.readline() == (
-        f"waiting for another process that prepares the same data and holds {lock}\n"
-    )
-    holder.kill()
-    holder.communicate()
-    waiting.communicate(timeout=120)
-    assert waiting.returncode == 0 and entries(config) == [lock.name[1:-5]]
+    line = f"waiting for another process that prepares the same data and holds {lock}\n"
+    waiting.wait_for(lambda: waiting.output().startswith(line))
+    holder.send(signal.SIGKILL)
+    assert waiting.runs() and holder.end().code == -signal.SIGKILL, waiting.output()
+    outcome = waiting.end()
+    assert outcome.code == 0 and outcome.output.startswith(line), outcome.output
+    assert entries(config) == [lock.name[1:-5]]
 
 
-def test_a_full_disk_is_one_line(config):
+def test_a_full_disk_is_one_line(config, start_script):
     """Files may not grow beyond 64 KB: one clear line, and nothing stays behind."""
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))\n"
         + PREPARE
         + "try: prepare(config)\nexcept UserError as error: print(error)"
     )
-    out, err = run_python(code, *arguments(config)).communicate()
+    out = start_script(code, *arguments(config)).end().output
     assert out.startswith(f"cannot write to {config.cache_dir}") and "--data.cache_dir" in out
-    assert out.count("\n") == 1 and err == "" and entries(config) == []
+    assert out.count("\n") == 1 and entries(config) == []
 
 
 def test_a_cache_that_cannot_be_written_is_one_line(config, tmp_path: Path):

@@ -1,4 +1,4 @@
-"""A recipe that trains in two seconds, the harness, and what the recipe gives where nothing happens to it."""
+"""A recipe that trains in a second, the harness, and what the recipe gives where nothing happens to it."""
 
 import contextlib
 import os
@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from lingpt.data import DataConfig
-from lingpt.tests.faults.harness import TRAIN, TWO, Harness, last_state, losses, merged, shim
-
-STEPS = 12
+from lingpt.tests.faults.harness import STEPS, TRAIN, TWO, Harness, last_state, losses, merged
+from lingpt.tests.forked import shim
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -40,7 +39,7 @@ def new_harness(corpus: DataConfig, tmp_path_factory) -> Iterator[Callable[..., 
 
         def make(folder: Path | None = None, **overrides: Any) -> Harness:
             recipe = {
-                "model": {"name": "demo"},
+                "model": {"name": "demo", "n_layer": 2, "n_embd": 64},
                 "data": {
                     name: getattr(corpus, name)
                     for name in ("source", "val_source", "seq_len", "cache_dir", "num_workers")
@@ -81,7 +80,7 @@ def undisturbed_two(new_harness) -> Undisturbed:
 
 
 def _undisturbed(harness: Harness, *options: str) -> Undisturbed:
-    outcome = harness.run(*TRAIN, *options)
+    command = harness.start(*TRAIN, *options)
+    outcome = command.end()
     assert outcome.code == 0, outcome.output
-    run = harness.folder / "runs/run"
-    return Undisturbed(losses(run), last_state(run), outcome.calls)
+    return Undisturbed(losses(command.run), last_state(command.run), command.calls)

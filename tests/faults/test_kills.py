@@ -9,7 +9,8 @@ import pytest
 
 from lingpt.common.files import PARTIAL, file_sha256
 from lingpt.tests.faults.conftest import Undisturbed
-from lingpt.tests.faults.harness import TRAIN, TWO, Fault, Harness, Outcome, last_state, losses
+from lingpt.tests.faults.harness import TRAIN, TWO, Fault, Harness, last_state, losses
+from lingpt.tests.forked import Outcome
 
 KILLS = 10  # of one run
 
@@ -59,7 +60,7 @@ def test_killed_at_any_time(harness, undisturbed, figures, seed):
     rng = random.Random(seed)
     for _ in range(KILLS):
         command = harness.start(*TRAIN)
-        time.sleep(rng.uniform(0, 4))
+        time.sleep(rng.uniform(0, 2.5))
         command.send(signal.SIGKILL)
         outcome = command.end()
         count(harness, undisturbed, outcome, figures)
@@ -75,8 +76,7 @@ def test_one_of_two_processes_is_killed(harness, undisturbed_two, figures, seed)
     rng = random.Random(seed)
     for _ in range(3 if seed else 1):
         command = harness.start(*TRAIN, *TWO)
-        command.wait_for(command.has_logged)
-        time.sleep(rng.uniform(0, 2))
+        command.wait_for_a_step(rng)
         if not (others := command.others()):
             break
         whom = rng.choice([command.pid, *others])

@@ -11,8 +11,9 @@ import time
 import pytest
 
 from lingpt.common.run_folder import newest_checkpoint, read_manifest, read_metrics
-from lingpt.tests.faults.harness import TRAIN, TWO, Command, Outcome
+from lingpt.tests.faults.harness import TRAIN, TWO, Command
 from lingpt.tests.faults.test_kills import assert_as_undisturbed
+from lingpt.tests.forked import Outcome
 
 LONG = ("--train.max_steps", "100000", "--train.save_interval", "100000", "--train.eval_interval", "50000")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -60,8 +61,9 @@ def test_a_signal_at_any_time(harness, undisturbed, figures, seed):
     for number in rng.choices(SIGNALS, k=PER_RUN if seed else 4):
         command = harness.start(*TRAIN)
         if rng.random() < 0.8:
-            command.wait_for(command.has_logged)
-        time.sleep(rng.uniform(0, 0.6))
+            command.wait_for_a_step(rng)
+        else:
+            time.sleep(rng.uniform(0, 0.6))
         command.send(number)
         outcome = command.end()
         if outcome.code != 0:  # it came too late
@@ -79,8 +81,7 @@ def test_a_signal_to_two_processes(harness, undisturbed_two, figures, seed):
     rng = random.Random(seed)
     for number in rng.choices(SIGNALS, k=5):
         command = harness.start(*TRAIN, *TWO)
-        command.wait_for(command.has_logged)
-        time.sleep(rng.uniform(0, 1))
+        command.wait_for_a_step(rng)
         others = command.others()
         to = rng.choice(["main", "other", "group"])
         if to != "other":

@@ -90,7 +90,7 @@ def history(record) -> dict:
     return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
 
 
-def test_the_record_of_a_killed_run_has_its_losses(make_recipe, logged_out, tmp_path):
+def test_the_record_of_a_killed_run_has_its_losses(make_recipe, logged_out, start_script, tmp_path):
     """Killed with all that it started, as where a machine is taken away: only the last second is lost."""
     recipe = make_recipe(wandb=True, max_steps=10**6, eval_interval=10**6, save_interval=10**6)
     (tmp_path / "recipe.json").write_text(json.dumps(recipe.to_dict()))
@@ -98,15 +98,12 @@ def test_the_record_of_a_killed_run_has_its_losses(make_recipe, logged_out, tmp_
         "import json, sys; from lingpt.train import train; from lingpt.train.config import recipe_from_dict; "
         "train(recipe_from_dict(json.load(open(sys.argv[1]))))"
     )
-    command = [sys.executable, "-P", "-c", code, str(tmp_path / "recipe.json")]
-    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
-    try:
-        wait_until(lambda: len(read_metrics(recipe.run_folder)) > 20)
-        sure = len(read_metrics(recipe.run_folder))
-        time.sleep(3)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    process = start_script(code, str(tmp_path / "recipe.json"))
+    process.wait_for(lambda: len(read_metrics(recipe.run_folder)) > 20)
+    sure = len(read_metrics(recipe.run_folder))
+    time.sleep(3)
+    process.send_group(signal.SIGKILL)
+    assert process.end().code == -signal.SIGKILL, process.output()
     (record,) = recipe.run_folder.glob("wandb/offline-run-*/*.wandb")
     logged = [history(r) for r in read_offline_record(record) if r.HasField("history")]
     written = [line["loss"] for line in read_metrics(recipe.run_folder)]

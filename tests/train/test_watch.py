@@ -1,7 +1,6 @@
 """Where a process dies or hangs, all end and it is named; where processes cannot meet, one line says why."""
 
 import itertools
-import os
 import re
 import signal
 import socket
@@ -9,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from unittest import mock
 
@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from lingpt.common.errors import Interrupted, UserError
+from lingpt.tests.forked import Outcome
 from lingpt.train import TrainConfig
 from lingpt.train import watch as watch_module
 from lingpt.train.heartbeats import Heartbeats
@@ -157,28 +158,28 @@ def test_a_run_that_ends_is_not_watched(capsys):
     assert [one.code for one in watches] == [None, None]
 
 
-def two_processes(script: str, stream: str, stopped: int | None = None, **env: str) -> list[tuple[str, int]]:
-    """What each of two processes of torchrun says on `stream`, and its exit code.
+@pytest.fixture
+def two_processes(start_script) -> Callable[..., list[Outcome]]:
+    """`two_processes(code, **env)`: how each of two processes of torchrun ends.
 
     stopped: the one that is killed, once the other has ended.
     """
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", script],
-            env=os.environ | TORCHRUN | env | {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port},
-            text=True,
-            **{stream: subprocess.PIPE},
-        )
-        for rank in ("0", "1")
-    ]
-    if stopped is not None:
-        started[1 - stopped].wait(timeout=120)
-        started[stopped].kill()
-    said = ["".join(filter(None, one.communicate(timeout=120))) for one in started]
-    return [(text, one.returncode) for text, one in zip(said, started, strict=True)]
+
+    def run(code: str, stopped: int | None = None, **env: str) -> list[Outcome]:
+        env = TORCHRUN | env | {"MASTER_PORT": free_port()}
+        processes = [start_script(code, **env, RANK=rank, LOCAL_RANK=rank) for rank in ("0", "1")]
+        if stopped is not None:
+            processes[1 - stopped].end()
+            processes[stopped].send(signal.SIGKILL)
+        return [process.end() for process in processes]
+
+    return run
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
 
 
 PARALLEL = """
@@ -202,10 +203,10 @@ parallel.all_reduce_sum(1.0)
 """
 
 
-def test_a_run_ends_where_one_process_hangs():
+def test_a_run_ends_where_one_process_hangs(two_processes):
     """Guards: every run of several processes is watched, for its own `timeout_minutes`."""
-    (first, _), (second, _) = two_processes(PARALLEL + HANGS, "stderr")
-    said = first + second
+    first, second = two_processes(PARALLEL + HANGS)
+    said = first.output + second.output
     assert said.count("lingpt: ") == 1
     assert "process 1 of 2" in said and "kept the others waiting for 0.05 min" in said
 
@@ -231,21 +232,18 @@ def assert_named(said: str, rank: int) -> None:
     assert said.count("has done micro-batch 0") == 2
 
 
-def test_who_hangs_within_a_backward_pass_is_named():
+def test_who_hangs_within_a_backward_pass_is_named(two_processes):
     """The other waits in FSDP's reduce-scatter. Guards: nobody was named; gloo's traceback ended the run."""
-    ran = two_processes(PARALLEL + HANGS_IN_BACKWARD, "stderr", STRATEGY="fsdp", LATE="1")
-    assert [code for _, code in ran] == [1, 1]
-    assert_named("".join(said for said, _ in ran), rank=1)
+    first, second = two_processes(PARALLEL + HANGS_IN_BACKWARD, STRATEGY="fsdp", LATE="1")
+    assert [first.code, second.code] == [1, 1]
+    assert_named(first.output + second.output, rank=1)
 
 
-def test_the_main_process_that_hangs_within_a_backward_pass_is_named(tmp_path):
+def test_the_main_process_that_hangs_within_a_backward_pass_is_named(start_script):
     """By the one that it has started, which waits in DDP's all-reduce; it ends both all the same."""
-    script = tmp_path / "hangs.py"
-    script.write_text(PARALLEL + HANGS_IN_BACKWARD)
-    env = os.environ | {"LATE": "0"}
-    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, env=env)
-    assert ran.returncode == 2
-    assert_named(ran.stderr, rank=0)
+    outcome = start_script(PARALLEL + HANGS_IN_BACKWARD, LATE="0").end()
+    assert outcome.code == 2, outcome.output
+    assert_named(outcome.output, rank=0)
 
 
 IS_STOPPED = """
@@ -258,12 +256,11 @@ parallel.all_reduce_sum(1.0)
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_who_is_stopped_within_a_collective_is_named(late):
+def test_who_is_stopped_within_a_collective_is_named(two_processes, late):
     """Both have come to as many; and rank zero keeps the store, in which the others would see who is late."""
-    ran = two_processes(PARALLEL + IS_STOPPED, "stderr", stopped=late, LATE=str(late))
-    said, code = ran[1 - late]
-    (line,) = [line for line in said.splitlines() if line.startswith("lingpt: ")]
-    assert line.startswith(f"lingpt: process {late} of 2 (on ") and code == 1
+    other = two_processes(PARALLEL + IS_STOPPED, stopped=late, LATE=str(late))[1 - late]
+    (line,) = other.errors
+    assert line.startswith(f"lingpt: process {late} of 2 (on ") and other.code == 1
 
 
 DIES = """
@@ -277,13 +274,11 @@ Parallel(choose_machine(TrainConfig(accelerator="cpu", devices=2)), timeout_minu
 """
 
 
-def test_a_process_that_dies_before_it_has_met_the_others_is_named(tmp_path):
+def test_a_process_that_dies_before_it_has_met_the_others_is_named(start_script):
     """Guards: Lightning's own observer, which kills the main process without a word."""
-    script = tmp_path / "dies.py"  # Lightning starts the others from a file
-    script.write_text(DIES)
-    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 2
-    assert "process 1 of 2" in ran.stderr and "was killed by signal 9" in ran.stderr
+    outcome = start_script(DIES).end()
+    assert outcome.code == 2, outcome.output
+    assert "process 1 of 2" in outcome.output and "was killed by signal 9" in outcome.output
 
 
 ORPHANED = """
@@ -314,18 +309,12 @@ Parallel(choose_machine(TrainConfig(accelerator="cpu")), timeout_minutes=0.1)
 @pytest.mark.parametrize(
     ("orphaned", "env"), [(ORPHANED, {}), (ORPHAN_OF_TORCHRUN, TORCHRUN | {"RANK": "0"})]
 )
-def test_a_process_whose_main_process_dies_while_it_imports_ends(tmp_path, monkeypatch, orphaned, env):
+def test_a_process_whose_main_process_dies_while_it_imports_ends(start_script, orphaned, env):
     """Guards: it took whoever had adopted it for its parent, and lived on."""
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
-    script = tmp_path / "orphaned.py"
-    script.write_text(orphaned)
-    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
-    assert ran.returncode == -signal.SIGKILL
-    assert re.search(r"lingpt: the main process \(pid \d+\) has died: the run ends", ran.stderr), ran.stderr
+    outcome = start_script(orphaned, **env, MASTER_PORT=free_port()).end()
+    assert outcome.code == -signal.SIGKILL
+    said = r"lingpt: the main process \(pid \d+\) has died: the run ends"
+    assert re.search(said, outcome.output), outcome.output
 
 
 DIFFER = """
@@ -350,12 +339,14 @@ except UserError as error:
 """
 
 
-def test_processes_that_would_train_in_different_ways_say_so():
+def test_processes_that_would_train_in_different_ways_say_so(two_processes):
     """Guards: cards that differ made one process take DDP and the other FSDP, and both end in a backtrace;
     with other commands, one waited for the other, and the line said that it hung."""
-    for said, _ in two_processes(DIFFER, "stdout"):
-        assert "differ in train.max_steps (ranks of 4: 0; 5: 1): start each with the same command" in said
-        assert "(ranks of ddp, 32-true: 0; fsdp, 32-true: 1): say --train.strategy" in said
+    for outcome in two_processes(DIFFER):
+        said = outcome.output
+        differ = "differ in train.max_steps (ranks of 4: 0; 5: 1): start each with the same command"
+        assert differ in said, said
+        assert "(ranks of ddp, 32-true: 0; fsdp, 32-true: 1): say --train.strategy" in said, said
 
 
 @pytest.fixture
