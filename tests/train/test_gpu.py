@@ -114,7 +114,7 @@ def test_resumes_on_a_gpu(make_recipe):
 def test_softmax_trains_by_the_kernel_that_is_named(sdpa):
     """Compiled, in bf16, with the blocks computed again; fp32, which two of them do not take, is refused."""
     config = Config.from_name("demo", attention="softmax", sdpa=sdpa)
-    kernel, cuda = ATTENTIONS["softmax"].kernel, torch.device("cuda")
+    kernel, cuda = ATTENTIONS["softmax"].kernel_name, torch.device("cuda")
     assert kernel(config, cuda, torch.bfloat16, sdpa=sdpa) == sdpa
     assert kernel(config, cuda, torch.bfloat16, sdpa="auto") in ("flash", "cudnn")
     if sdpa != "efficient":
