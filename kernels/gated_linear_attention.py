@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lingpt.common.errors import UserError
 from lingpt.common.install import install_command
+from lingpt.kernels.chunks import pad_to_chunks, to_tokens
 from lingpt.kernels.custom_op import CustomOp, Outputs
 from lingpt.kernels.precision import reverse_running_sum, state_dtype, true_fp32
 
@@ -195,14 +196,14 @@ def _forward(call: GLACall) -> Outputs:
         Q, K, V, G = _chunks(call)
         before, final = _states(K, V, G, call.state)
         o = _scores(Q, K, G) @ V + (Q * G.exp()) @ before
-        return _tokens(o, call.q.shape[1]).to(call.q.dtype).contiguous(), final
+        return to_tokens(o, call.q.shape[1]).to(call.q.dtype).contiguous(), final
 
 
 def _backward(call: GLACall, _saved: Outputs, gradients: Outputs) -> Outputs:
     do, dfinal = gradients
     with torch.no_grad(), true_fp32(call.q.device):
         N, (Q, K, V, G) = call.q.shape[1], _chunks(call)
-        dO = torch.zeros_like(V) if do is None else _to_chunks(do.to(Q.dtype), Q.shape[3])
+        dO = torch.zeros_like(V) if do is None else pad_to_chunks(do.to(Q.dtype), Q.shape[3])
         before, final = _states(K, V, G, call.state)
         after, dinitial = _adjoints(Q, dO, G, dfinal)
 
@@ -213,12 +214,12 @@ def _backward(call: GLACall, _saved: Outputs, gradients: Outputs) -> Outputs:
         dV = _scores(Q, K, G).mT @ dO + (K * to_end) @ after
 
         # G_i enters as a factor of q_i, −G_j as one of k_j, and the last G as one of the returned state.
-        dG = _tokens(Q * dQ - K * dK, N)
+        dG = to_tokens(Q * dQ - K * dK, N)
         if dfinal is not None and N:
             dG[:, -1] += (final * dfinal).sum(-1)
         dlog_gate = reverse_running_sum(dG, 1)
 
-        found = (_tokens(call.scale * dQ, N), _tokens(dK, N), _tokens(dV, N), dlog_gate)
+        found = (to_tokens(call.scale * dQ, N), to_tokens(dK, N), to_tokens(dV, N), dlog_gate)
         own = (g.to(x.dtype).contiguous() for g, x in zip(found, call[:4], strict=True))
         return *own, dinitial if call.state is not None else None
 
@@ -227,22 +228,8 @@ def _chunks(call: GLACall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """scale·q, k and v in chunks, and G. Zeros (and gates of 1) fill up the last chunk."""
     dtype, N = state_dtype(call.q.dtype), call.q.shape[1]
     C = min(CHUNK, SUBCHUNK * max(1, -(-N // SUBCHUNK)))
-    Q, K, V, gates = (_to_chunks(x.to(dtype), C) for x in call[:4])
+    Q, K, V, gates = (pad_to_chunks(x.to(dtype), C) for x in call[:4])
     return Q * call.scale, K, V, gates.cumsum(3)
-
-
-def _to_chunks(x: Tensor, C: int) -> Tensor:
-    """[B, N, H, D] → [B, H, chunks, C, D]."""
-    B, N, H, D = x.shape
-    chunks = -(-N // C)
-    padded = x.new_zeros(B, H, chunks * C, D)
-    padded[:, :, :N] = x.transpose(1, 2)
-    return padded.unflatten(2, (chunks, C))
-
-
-def _tokens(x: Tensor, N: int) -> Tensor:
-    """[B, H, chunks, C, D] → [B, N, H, D], a view."""
-    return x.flatten(2, 3)[:, :, :N].transpose(1, 2)
 
 
 def _states(K: Tensor, V: Tensor, G: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ def _server() -> multiprocessing.context.ForkServerContext:
         # Arrow's allocator would start a thread.
         quiet = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
         with _environment(LD_PRELOAD=str(shim() or ""), **quiet):
-            multiprocessing.forkserver.ensure_running()
+            forkserver.ensure_running()
     return _context
 
 

@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lingpt.kernels.chunks import pad_to_chunks, to_tokens
 from lingpt.kernels.linear_attention.call import Call, OptionGradients
 from lingpt.kernels.linear_attention.numerics import LOG_ZERO, per_head, reciprocal_norm
 from lingpt.kernels.linear_attention.rope import rotate, rotate_backward
@@ -58,7 +59,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor, LinearAttentionState | None]:
         before, final = _states(K, V, call.initial_state, decay)
 
         P = _masked(_bmm(Q, K.mT), decay) if call.causal else None
-        U = _to_tokens(_weighted_sums(P, Q, V, before, final, decay), N)
+        U = to_tokens(_weighted_sums(P, Q, V, before, final, decay), N)
         if call.normalize:
             g[:] = U[..., -1:]
             torch.div(U[..., :-1], U[..., -1:], out=o)
@@ -93,7 +94,7 @@ def backward(
         P = _masked(_bmm(Q, K.mT), decay) if call.causal else None
         if call.normalize:
             if o.dtype != do.dtype:  # its rounding, of the size of v's mean, would be in every row of e
-                o = _to_tokens(_weighted_sums(P, Q, V, before, final, decay), N)[..., :-1] / g
+                o = to_tokens(_weighted_sums(P, Q, V, before, final, decay), N)[..., :-1] / g
             G = _to_chunks(do, 1 / g, -torch.linalg.vecdot(do, o) / g[..., 0], C)
         else:
             G = _to_chunks(do, None, None, C)
@@ -111,11 +112,11 @@ def backward(
 
         d_token_log_decay = _decay_gradient(call, (Q, dQ), (K, dK), before, final, after)
         da = None if call.a is None else dQ[..., -1].sum((0, 2, 3))
-        dQ, dK = (_to_tokens(x, N)[..., :-1] for x in (dQ, dK))
+        dQ, dK = (to_tokens(x, N)[..., :-1] for x in (dQ, dK))
         dq, dk, dv = out
         along_q = _input_gradient(call, dQ, q, b, q_r, dq)
         _input_gradient(call, dK, k, 1.0, k_r, dk)
-        dv.copy_(_to_tokens(dV, N)[..., : dv.shape[-1]])
+        dv.copy_(to_tokens(dV, N)[..., : dv.shape[-1]])
         db = None if call.b is None else call.shrink_b(along_q.sum((0, 1)))
         return OptionGradients(da, db, d_token_log_decay, None if call.S is None else _unpack(initial))
 
@@ -187,7 +188,7 @@ def _decay_gradient(
     later = dG.new_zeros(*dG.shape[:3], 1)
     later[:, :, :-1, 0] = _inner(before[:, :, 1:], after[:, :, :-1])
     later[:, :, -1:, 0] = _inner(final[:, :, None], after[:, :, -1:])
-    gradient = _to_tokens((reverse_running_sum(dG, 3) + later).unsqueeze(-1), call.shape[1]).squeeze(-1)
+    gradient = to_tokens((reverse_running_sum(dG, 3) + later).unsqueeze(-1), call.shape[1]).squeeze(-1)
     return gradient.masked_fill(call.token_log_decay <= LOG_ZERO[gradient.dtype], 0.0)
 
 
@@ -220,20 +221,6 @@ def _to_chunks(x: Tensor, scale: float | Tensor | None, last: float | Tensor | N
     if last is not None:
         rows[..., D] = last
     return buffer.unflatten(2, (chunks, C))
-
-
-def _pad_to_chunks(x: Tensor, C: int) -> Tensor:
-    """[B, N, H, E] → [B, H, chunks, C, E]; zeros fill up the last chunk."""
-    B, N, H, E = x.shape
-    chunks = -(-N // C)
-    buffer = x.new_zeros(B, H, chunks * C, E)
-    buffer[:, :, :N] = x.transpose(1, 2)
-    return buffer.unflatten(2, (chunks, C))
-
-
-def _to_tokens(x: Tensor, N: int) -> Tensor:
-    """[B, H, chunks, C, E] → [B, N, H, E], a view."""
-    return x.flatten(2, 3)[:, :, :N].transpose(1, 2)
 
 
 def _bmm(a: Tensor, b: Tensor) -> Tensor:
@@ -269,7 +256,7 @@ class _Decay(NamedTuple):
     def _of_token_decays(cls, token_log_decay: Tensor, C: int) -> _Decay:
         """Of [B, N, H]. Only differences of G within a chunk are exponentiated, and none above 0."""
         dtype = token_log_decay.dtype
-        decays = _pad_to_chunks(token_log_decay.clamp(min=LOG_ZERO[dtype]).unsqueeze(-1), C)
+        decays = pad_to_chunks(token_log_decay.clamp(min=LOG_ZERO[dtype]).unsqueeze(-1), C)
         G = decays.double().cumsum(3)  # [B, H, chunks, C, 1]; steep decays make it large
         causal = torch.ones(C, C, dtype=torch.bool, device=G.device).tril()
         last = G[..., -1:, :]

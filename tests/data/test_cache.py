@@ -71,7 +71,7 @@ def test_blocks_make_every_token_a_target_once(config):
     stream = train.stream(0, 10**9)
     assert len(train) == (len(stream) - 1) // 32
     assert train[0].shape == (33,) and train[0].dtype.is_signed and train[0].element_size() == 8
-    targets = np.concatenate([block[1:].numpy() for block in train])
+    targets = np.concatenate([train[i][1:].numpy() for i in range(len(train))])
     assert np.array_equal(targets, stream[1 : 1 + 32 * len(train)])
     assert all(train[i][-1] == train[i + 1][0] for i in range(len(train) - 1))
     assert train.gather([3, 0, 3]).tolist() == [train[i].tolist() for i in (3, 0, 3)]

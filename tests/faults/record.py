@@ -62,7 +62,7 @@ class Recorder:
         self.tests: dict[str, dict[str, Any]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        properties = dict(report.user_properties)
+        properties: dict[str, Any] = dict(report.user_properties)
         if "fault" not in properties:
             return
         fault, promise = properties["fault"]

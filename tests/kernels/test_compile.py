@@ -6,6 +6,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -239,7 +240,7 @@ def test_arguments_lie_where_a_kernel_reads_them() -> None:
     address = arguments.pack(*values)
     pointers = (ctypes.c_void_p * len(values)).from_address(address)
     u64, i64 = ctypes.c_uint64, ctypes.c_int64
-    kinds = (u64, ctypes.c_int32, ctypes.c_float, ctypes.c_char * 128, i64, u64)
+    kinds: tuple[Any, ...] = (u64, ctypes.c_int32, ctypes.c_float, ctypes.c_char * 128, i64, u64)
     read = [kind.from_address(pointer) for kind, pointer in zip(kinds, pointers, strict=True)]
     assert [x.raw if hasattr(x, "raw") else x.value for x in read] == list(values)
 

@@ -4,6 +4,8 @@ The target: against float64, at most twice the error of `quantised`, the quadrat
 to the dtype, sums, weights and normaliser in fp32 and the result rounded once.
 """
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -147,7 +149,7 @@ def test_the_packed_form_rotates(D: int, R: int, normalize: bool, scan) -> None:
     q, k, v, do = inputs(B, N, H, D, BF16)
     qkv, b = torch.stack((q, k, v), 2), torch.linspace(-1, 1, H, device="cuda")
     cos, sin = (x.cuda() for x in build_rope_cache(N, R)) if R else (torch.empty(N, 0, device="cuda"),) * 2
-    options = dict(initial_state=some_state(B, H, D), return_state=True, normalize=normalize)
+    options: dict[str, Any] = dict(initial_state=some_state(B, H, D), return_state=True, normalize=normalize)
     if (D, R) == (64, 16):
         options["log_decay"] = decays(H) if normalize else log_decay("PER_TOKEN", B, N, H)
 

@@ -2,13 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from lingpt.study import read_study
 from lingpt.study.runs import rate_runs, study_runs
 
-TINY = {
+TINY: dict[str, Any] = {
     "recipe": "demo",
     "tokens": 512,
     "seeds": 2,

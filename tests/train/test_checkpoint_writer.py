@@ -52,8 +52,8 @@ def test_the_bytes_are_those_of_a_checkpoint_written_on_the_spot(make_recipe, mo
             a, b = (folder / f"checkpoints/step-{number:08d}" / file for folder in (background, spot))
             assert a.read_bytes() == b.read_bytes(), (number, file)
         # safetensors has its metadata in any order.
-        a, b = (load_file(f / f"checkpoints/step-{number:08d}/model.safetensors") for f in (background, spot))
-        assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+        x, y = (load_file(f / f"checkpoints/step-{number:08d}/model.safetensors") for f in (background, spot))
+        assert x.keys() == y.keys() and all(torch.equal(x[name], y[name]) for name in x)
 
 
 def test_one_at_a_time_and_the_last_is_waited_for(make_recipe, monkeypatch):

@@ -36,7 +36,7 @@ def read_offline_record(path: Path) -> list:
         assert checksum == zlib.crc32(part, zlib.crc32(bytes([kind])))
         parts = part if kind in (1, 2) else parts + part
         if kind in (1, 4):  # full, last
-            records.append(wandb_internal_pb2.Record.FromString(parts))
+            records.append(wandb_internal_pb2.Record.FromString(parts))  # type: ignore[attr-defined]
         at += 7 + length
     return records
 

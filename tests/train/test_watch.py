@@ -83,6 +83,8 @@ LOST = "NCCL error in: NCCLUtils.cpp:94, remote process exited or there was a ne
 class Failing(Parallel):
     """The second of two processes, or the main one that has started the other, without the other."""
 
+    watch: Ended
+
     def __init__(self, has_children: bool, local_rank: int = 1) -> None:
         self.fabric, self.watch = SimpleNamespace(global_rank=1, world_size=2, local_rank=local_rank), Ended()
         self.watch.children = [SimpleNamespace(kill=lambda: None)] if has_children else []
