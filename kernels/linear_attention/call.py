@@ -21,9 +21,7 @@ class Call(NamedTuple):
     The operator's schema is made of these fields (kernels/custom_op.py): tensors first.
     """
 
-    projected: Tensor | None = (
-        None  # [B, N, 3·H·D + P], the gates' too; then qkv and token_log_decay are None
-    )
+    projected: Tensor | None = None  # [B, N, 3·H·D + P], q, k, v and the gates; then qkv is None
     qkv: Tensor | None = None  # [B, N, 3, H, D], the fused projection; then q, k and v are None
     q: Tensor | None = None  # [B, N, H, D], as k and v
     k: Tensor | None = None
@@ -33,9 +31,7 @@ class Call(NamedTuple):
     a: Tensor | None = None  # [H], as b; a number is in a_value
     b: Tensor | None = None
     head_log_decay: Tensor | None = None  # [H] in fp32 (float64), a constant per head; None: no such decay
-    token_log_decay: Tensor | None = (
-        None  # [B, N, H] in fp32 (float64), each token's own decay; None: no such decay
-    )
+    token_log_decay: Tensor | None = None  # [B, N, H], likewise, each token's own
     gate_bias: Tensor | None = None  # [H] in fp32 (float64), with `projected`
     S: Tensor | None = None  # the initial state; None: zeros
     z: Tensor | None = None

@@ -14,7 +14,9 @@ import torch
 from lingpt.common.errors import UserError
 from lingpt.common.install import install_command
 from lingpt.kernels.linear_attention.cuda import compile as nvrtc
-from lingpt.kernels.linear_attention.cuda import kernel, launch, source_hash, toolchain
+from lingpt.kernels.linear_attention.cuda import launch, toolchain
+from lingpt.kernels.linear_attention.cuda.kernel import PackedArguments
+from lingpt.kernels.linear_attention.cuda.source_hash import source_hash
 
 # Shared memory that a block may have, KB (CUDA C++ Programming Guide).
 CARDS = {
@@ -235,7 +237,7 @@ def test_arguments_lie_where_a_kernel_reads_them() -> None:
     """Guards: each pointer handed to the driver points at its value, whatever sizes stand before it."""
     import ctypes
 
-    arguments = kernel.PackedArguments("Pif128sqP")
+    arguments = PackedArguments("Pif128sqP")
     values = (2**40 + 7, -3, 0.5, bytes(range(128)), -(2**50), 0)
     address = arguments.pack(*values)
     pointers = (ctypes.c_void_p * len(values)).from_address(address)
@@ -252,7 +254,7 @@ def test_the_hash_is_of_substance(tmp_path: Path) -> None:
     def written(cuda: str, python: str = "x = 1\n") -> str:
         kernel.write_text(cuda)
         launcher.write_text(python)
-        return source_hash.source_hash(tmp_path)
+        return source_hash(tmp_path)
 
     base = written('int a = 1; const char* s = "// kept"; // note')
     commented = '/* new\n note */ int a=1;\n\nconst char* s = "// kept";'

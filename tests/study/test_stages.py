@@ -224,6 +224,14 @@ def test_fewer_rows_and_seeds_leave_the_others_in_the_study(here):
     assert [(row["row"], row["seeds"]) for row in rows] == [("softmax", 1), ("gla", 2)]
 
 
+def rows_of_study() -> set[str]:
+    return set(json.loads(Path("runs/study-tiny/study.json").read_text())["attentions"])
+
+
+def rows_of_page() -> set[str]:
+    return {row["row"] for row in json.loads(Path("runs/study-tiny/summary.json").read_text())["rows"]}
+
+
 def test_two_commands_in_one_folder_leave_a_page_with_the_rows_of_both(here, monkeypatch):
     """Guards: page and study.json had the rows of the command that ended last alone. Here the second begins
     when nothing of the first is trained yet, and ends before it."""
@@ -238,9 +246,7 @@ def test_two_commands_in_one_folder_leave_a_page_with_the_rows_of_both(here, mon
 
     monkeypatch.setattr(stages, "run_jobs", with_the_other)
     assert main(first) == 0 and here[-2:] == ["mixed-seed0", "softmax-seed0"]
-    files = [Path("runs/study-tiny", name) for name in ("study.json", "summary.json")]
-    study, summary = (json.loads(file.read_text()) for file in files)
-    assert study["attentions"].keys() == {row["row"] for row in summary["rows"]} == {"softmax", "mixed"}
+    assert rows_of_study() == rows_of_page() == {"softmax", "mixed"}
 
 
 def test_two_commands_that_write_at_once_leave_a_page_with_the_rows_of_both(here, monkeypatch):
@@ -264,9 +270,7 @@ def test_two_commands_that_write_at_once_leave_a_page_with_the_rows_of_both(here
     monkeypatch.setattr(stages, "write_page", with_the_other)
     run_study(first, stages=["page"])
     other.join()
-    files = [Path("runs/study-tiny", name) for name in ("study.json", "summary.json")]
-    kept, summary = (json.loads(file.read_text()) for file in files)
-    assert kept["attentions"].keys() == {row["row"] for row in summary["rows"]} == {"softmax", "mixed"}
+    assert rows_of_study() == rows_of_page() == {"softmax", "mixed"}
 
 
 def test_a_command_that_begins_drops_no_row_that_another_wrote_meanwhile(here, monkeypatch):
@@ -283,8 +287,7 @@ def test_a_command_that_begins_drops_no_row_that_another_wrote_meanwhile(here, m
 
     monkeypatch.setattr(stages, "_check_inputs", with_the_other)
     run_study(first, stages=["page"])
-    rows = json.loads(Path("runs/study-tiny/summary.json").read_text())["rows"]
-    assert {row["row"] for row in rows} == {"softmax", "mixed"}
+    assert rows_of_page() == {"softmax", "mixed"}
 
 
 def test_a_rate_that_diverged_is_a_result(here):

@@ -32,9 +32,8 @@ THREADS = 128  # of a block of the sm_80 scan, of `prefix` and `row_products`; o
 DECAY_THREADS = 256  # of a block of `sum_decays`, `sum_counts` and `decay_gradient`
 DECAY_HEADS = DECAY_THREADS // 32  # of a block of the first and the last
 DECAY_SPAN = 256  # tokens of such a block
-BOUNDARY_INTERVAL = (
-    512  # tokens between boundaries, where the decays' gradient is known without a sum (token_decay.cuh)
-)
+# Tokens between boundaries, where the gradient of decays is known without a sum (token_decay.cuh).
+BOUNDARY_INTERVAL = 512
 
 # Shared memory, bytes (CUDA C++ Programming Guide, table of compute capabilities).
 SMALL_SHARED = ("sm_86", "sm_89", "sm_120", "sm_121")  # 99 KB a block; the others have 163 or 227

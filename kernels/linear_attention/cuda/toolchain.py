@@ -1,4 +1,4 @@
-"""The compiler's surroundings: NVRTC, CUDA's headers, the driver and architectures, each looked for once.
+"""What compiling and loading needs of the machine: NVRTC, CUDA's headers, the driver, an architecture.
 
 What is missing is a UserError with the way to install or update it.
 """
