@@ -34,8 +34,8 @@ def run(args: Namespace) -> None:
     import matplotlib  # noqa: F401  (the plot comes last: what it needs is asked for first)
 
     from lingpt.common.files import write_text
-    from lingpt.train.bench_decode import bench_decoding
-    from lingpt.train.bench_decode_results import DecodeResults, draw, table
+    from lingpt.train.bench.decoding import bench_decoding
+    from lingpt.train.bench.decoding_results import DecodeResults, draw, table
 
     out = Path(args.out)
     path = out / "decode.json"

@@ -36,9 +36,9 @@ def run(args: Namespace) -> None:
 
     from lingpt.common.errors import UserError
     from lingpt.common.files import write_text
-    from lingpt.train.bench import bench_steps
-    from lingpt.train.bench_results import Results, draw, table
-    from lingpt.train.bench_targets import targets_table
+    from lingpt.train.bench.step_results import Results, draw, table
+    from lingpt.train.bench.step_targets import targets_table
+    from lingpt.train.bench.steps import bench_steps
 
     if args.accelerator not in ("auto", "cpu", "cuda"):
         raise UserError(f"--accelerator is auto, cpu or cuda, not {args.accelerator!r}")

@@ -2,6 +2,6 @@
 
 import os
 
-# (pid, parent pid), read before the slow import of PyTorch, so that train/watch.py can tell whether the
-# parent has died since.
+# (pid, parent pid), read before the slow import of PyTorch: train/distributed/watch.py compares, and so sees
+# whether the parent has died since.
 STARTED = os.getpid(), os.getppid()

@@ -57,13 +57,13 @@ def table_of(path: Path, bench: str) -> str:
 
         return targets_table(Results.load(path))
     if bench == "decoding":
-        from lingpt.train.bench_decode_results import DecodeResults
-        from lingpt.train.bench_decode_results import table as decode_table
+        from lingpt.train.bench.decoding_results import DecodeResults
+        from lingpt.train.bench.decoding_results import table as decode_table
 
         return decode_table(DecodeResults.load(path))
-    from lingpt.train.bench_results import Results as Steps
-    from lingpt.train.bench_results import table
-    from lingpt.train.bench_targets import targets_table as step_targets
+    from lingpt.train.bench.step_results import Results as Steps
+    from lingpt.train.bench.step_results import table
+    from lingpt.train.bench.step_targets import targets_table as step_targets
 
     steps = Steps.load(path)
     return f"{table(steps)}\n{step_targets(steps)}"

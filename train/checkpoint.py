@@ -45,10 +45,10 @@ from lingpt.common.run_folder import (
 from lingpt.data import Tokenizer
 from lingpt.models import GPT, save_index, save_model, write_shards
 from lingpt.models.model_folder import read_pickle
-from lingpt.train.collectives import on_all_ranks
 from lingpt.train.config import recipe_from_dict
-from lingpt.train.failures import connection_lost
-from lingpt.train.sharding import split_shards
+from lingpt.train.distributed.collectives import on_all_ranks
+from lingpt.train.distributed.failures import connection_lost
+from lingpt.train.distributed.sharding import split_shards
 
 T = TypeVar("T")
 

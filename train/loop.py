@@ -32,6 +32,8 @@ from lingpt.train.compilation import compiles
 from lingpt.train.config import Recipe, check, shared_settings
 from lingpt.train.console import print_rank0, progress_bar
 from lingpt.train.determinism import deterministic
+from lingpt.train.distributed.parallel import Parallel
+from lingpt.train.distributed.strategy import choose_strategy
 from lingpt.train.environment import record_start
 from lingpt.train.loss import NextTokenLoss
 from lingpt.train.machine import Machine, choose_machine
@@ -44,7 +46,6 @@ from lingpt.train.model import (
     model_config,
 )
 from lingpt.train.optim import learning_rate, make_optimizer
-from lingpt.train.parallel import Parallel
 from lingpt.train.plan import format_plan
 from lingpt.train.prefetch import Prefetcher
 from lingpt.train.profile import COMMUNICATION, WAITING, Profiler, span
@@ -52,7 +53,6 @@ from lingpt.train.resume import give_back_name, resume_or_create
 from lingpt.train.run_lock import RunLock
 from lingpt.train.signals import Stop, stop_signals
 from lingpt.train.step import optimizer_step
-from lingpt.train.strategy import choose_strategy
 from lingpt.train.throughput import mfu
 from lingpt.train.trackers import Metrics, WandB
 

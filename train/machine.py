@@ -9,7 +9,7 @@ import torch
 from lingpt.common.errors import UserError
 from lingpt.common.format import counted
 from lingpt.train.config import TrainConfig
-from lingpt.train.launch import launched
+from lingpt.train.distributed.launch import launched
 from lingpt.train.throughput import peak_flops
 
 Precision = Literal["32-true", "bf16-mixed", "bf16-true"]

@@ -27,9 +27,9 @@ from lingpt.models import GPT, generate, load_model
 from lingpt.train.config import Recipe
 from lingpt.train.console import print_rank0
 from lingpt.train.curve_figure import draw_curves
-from lingpt.train.launch import launched
+from lingpt.train.distributed.launch import launched
+from lingpt.train.distributed.parallel import Parallel
 from lingpt.train.machine import Machine
-from lingpt.train.parallel import Parallel
 
 
 def describe(recipe: Recipe, machine: Machine, gpt: GPT, kernels: dict[str, str], steps: int) -> str:

@@ -7,8 +7,8 @@ import torch
 
 from lingpt.models import GPT
 from lingpt.train.config import Recipe
+from lingpt.train.distributed.parallel import Parallel
 from lingpt.train.optim import step_where_finite
-from lingpt.train.parallel import Parallel
 from lingpt.train.profile import span
 
 

@@ -6,10 +6,10 @@ from lingpt.configs import FOLDER, recipe_names
 from lingpt.configs.recipe import parse_recipe, training_recipes
 from lingpt.train import Recipe
 from lingpt.train.config import check
+from lingpt.train.distributed.strategy import choose_strategy
 from lingpt.train.machine import Machine
 from lingpt.train.memory_fit import fits, memory_here, memory_needed
 from lingpt.train.model import model_config
-from lingpt.train.strategy import choose_strategy
 
 PYTHIA = ["pythia-14m", "pythia-70m", "pythia-160m", "pythia-410m", "pythia-1.4b"]
 LARGE = ["pythia-2.8b", "pythia-6.9b", "pythia-12b"]

@@ -154,7 +154,7 @@ def test_a_stop_sticks_when_it_comes_in_the_middle_of_a_call(harness):
     hook = """
 import os, signal
 from pathlib import Path
-from lingpt.train.parallel import Parallel
+from lingpt.train.distributed.parallel import Parallel
 exact = Parallel.all_reduce_sum_async
 def all_reduce_sum_async(self, *values):
     found = exact(self, *values)  # what was requested so far is in there: the signal comes too late for it

@@ -19,8 +19,8 @@ from lingpt.common.run_folder import read_manifest, read_metrics, write_manifest
 from lingpt.data import BatchSampler, prepare
 from lingpt.models import ATTENTIONS
 from lingpt.train import loop, loss, report, train
+from lingpt.train.distributed.parallel import Parallel
 from lingpt.train.machine import choose_machine
-from lingpt.train.parallel import Parallel
 from lingpt.train.replay import replay
 from lingpt.train.resume import schedule_jump
 from lingpt.train.signals import Stop

@@ -14,9 +14,9 @@ from safetensors.torch import load
 from lingpt.common.errors import UserError
 from lingpt.common.run_folder import read_config, read_manifest, read_metrics, valid_checkpoints
 from lingpt.train import loop, report, train
+from lingpt.train.distributed.parallel import Parallel
 from lingpt.train.machine import choose_machine
 from lingpt.train.optim import step_where_finite
-from lingpt.train.parallel import Parallel
 
 
 def names(folder) -> list[str]:

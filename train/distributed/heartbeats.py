@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch.distributed import Store
 
-from lingpt.train.failures import straggler_message
+from lingpt.train.distributed.failures import straggler_message
 
 
 class Heartbeat(NamedTuple):

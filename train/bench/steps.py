@@ -33,7 +33,8 @@ from lingpt.data import DataConfig
 from lingpt.kernels.bench.environment import environment, used_by_others
 from lingpt.models import ATTENTIONS, MODELS, ModelArgs
 from lingpt.models.attention.base import QKVAttention
-from lingpt.train.bench_results import (
+from lingpt.train.bench.rows import attempt, skipped
+from lingpt.train.bench.step_results import (
     DENSE_IDENTITY,
     IDENTITIES,
     IDENTITY,
@@ -42,16 +43,15 @@ from lingpt.train.bench_results import (
     Results,
     Row,
 )
-from lingpt.train.bench_rows import attempt, skipped
 from lingpt.train.compilation import compiles
 from lingpt.train.config import Recipe, TrainConfig
 from lingpt.train.console import print_rank0
+from lingpt.train.distributed.parallel import Parallel
 from lingpt.train.loss import NextTokenLoss
 from lingpt.train.machine import Machine, choose_machine
 from lingpt.train.memory_fit import largest_that_fits, memory_needed, micro_batch_sizes
 from lingpt.train.model import attention_kernels, begin_autotuning, make_model
 from lingpt.train.optim import make_optimizer
-from lingpt.train.parallel import Parallel
 from lingpt.train.step import optimizer_step
 from lingpt.train.throughput import mfu
 

@@ -10,10 +10,11 @@ from lingpt.cli.main import main
 from lingpt.common.errors import UserError
 from lingpt.data import DataConfig
 from lingpt.models import ATTENTIONS, GPT, Config, ModelArgs
-from lingpt.train import Recipe, TrainConfig, bench
-from lingpt.train.bench import Identity, Shape, bench_steps, choose_shapes
-from lingpt.train.bench_results import IDENTITIES, Results, Row, draw, table
-from lingpt.train.bench_targets import targets_table
+from lingpt.train import Recipe, TrainConfig
+from lingpt.train.bench import steps
+from lingpt.train.bench.step_results import IDENTITIES, Results, Row, draw, table
+from lingpt.train.bench.step_targets import targets_table
+from lingpt.train.bench.steps import Identity, Shape, bench_steps, choose_shapes
 from lingpt.train.environment import git_revision, package_hash
 from lingpt.train.memory_fit import memory_needed
 
@@ -24,12 +25,12 @@ ON_A_CPU = {"tokens_per_step": 64, "accelerator": "cpu"}
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps a turn: one that warms up, one that is timed."""
     for name, value in (("WARMUP_STEPS", 1), ("MIN_STEPS", 1), ("MIN_SECONDS", 0.0)):
-        monkeypatch.setattr(bench, name, value)
+        monkeypatch.setattr(steps, name, value)
 
 
 def test_every_attention_takes_its_turn(tmp_path: Path, monkeypatch, capsys):
     """Two rounds over all attentions of a shape; one that cannot run, or breaks, is a row with its reason."""
-    turns, trained = [], bench.Trained
+    turns, trained = [], steps.Trained
 
     def broken(recipe, attention, parallel):
         turns.append(attention)
@@ -37,7 +38,7 @@ def test_every_attention_takes_its_turn(tmp_path: Path, monkeypatch, capsys):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return trained(recipe, attention, parallel)
 
-    monkeypatch.setattr(bench, "Trained", broken)
+    monkeypatch.setattr(steps, "Trained", broken)
     missing = classmethod(lambda cls, device: "fla-core is not installed")
     monkeypatch.setattr(ATTENTIONS["gla"], "missing_package", missing)
     names = ["identity", "ours", "softmax-flash", "ours-gated", "softmax-cudnn", "gla"]
@@ -185,13 +186,13 @@ def test_targets_are_judged_by_the_rows():
 
 def test_the_memory_estimate_is_what_was_measured():
     """Guards: today's estimate, within 10 % of what steps on an H200 have used, in the committed results."""
-    folder, ratios = Path(bench.__file__).parents[1] / "docs/results/training", {}
+    folder, ratios = Path(steps.__file__).parents[2] / "docs/results/training", {}
     for path in sorted(folder.glob("bench*.json")):
         results = Results.load(path)
         for row in results.rows:
             if row.peak_memory is None or row.attention in IDENTITIES:
                 continue
-            args = ModelArgs(name=row.model, block_size=row.seq_len, **bench.COMPARED[row.attention])
+            args = ModelArgs(name=row.model, block_size=row.seq_len, **steps.COMPARED[row.attention])
             size, batch = row.micro_batch_size, row.tokens // row.seq_len
             train = TrainConfig(global_batch_size=batch, micro_batch_size=size)
             recipe = Recipe(args, DataConfig(seq_len=row.seq_len), train)

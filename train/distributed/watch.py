@@ -5,7 +5,7 @@ traceback of its own (gloo). The main process, which Lightning starts the others
 others, and those of torchrun, see their parent go. (Lightning's own observer kills the main process with
 SIGKILL, and so without a word.) Tasks of SLURM have nobody to watch: `srun --kill-on-bad-exit=1` ends them.
 
-One that hangs is found by its heartbeats (train/heartbeats.py), by all of them.
+One that hangs is found by its heartbeats (train/distributed/heartbeats.py), by all of them.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from typing import Any
 
 from lingpt.common import STARTED
 from lingpt.train.console import print_stderr
-from lingpt.train.failures import RESUME_HINT, lost_message, straggler_message
-from lingpt.train.heartbeats import Heartbeats
+from lingpt.train.distributed.failures import RESUME_HINT, lost_message, straggler_message
+from lingpt.train.distributed.heartbeats import Heartbeats
 
 POLL_SECONDS = 0.5  # seconds between looks at parent and children
 GRACE = 5.0  # seconds for a process to end by itself, and say why

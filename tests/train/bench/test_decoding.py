@@ -11,10 +11,10 @@ from lingpt.cli import generate as generate_verb
 from lingpt.cli.main import main
 from lingpt.common.errors import UserError
 from lingpt.models import Config
-from lingpt.train import bench_decode
-from lingpt.train.bench_decode import FORMS, Decoder, bench_decoding, choose_configs, measure
-from lingpt.train.bench_decode_results import COLUMNS, DecodeResults, DecodeRow, draw, table
-from lingpt.train.bench_results import SHORT_CONV
+from lingpt.train.bench import decoding
+from lingpt.train.bench.decoding import FORMS, Decoder, bench_decoding, choose_configs, measure
+from lingpt.train.bench.decoding_results import COLUMNS, DecodeResults, DecodeRow, draw, table
+from lingpt.train.bench.step_results import SHORT_CONV
 from lingpt.train.environment import git_revision, package_hash
 
 CPU = torch.device("cpu")
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("WARMUP_TOKENS", 1), ("TIMED_TOKENS", 3), ("DRAWS", 2)):
-        monkeypatch.setattr(bench_decode, name, value)
+        monkeypatch.setattr(decoding, name, value)
 
 
 def test_the_command_measures_every_attention(tmp_path: Path, capsys):
@@ -80,7 +80,7 @@ def test_a_graph_is_captured_before_a_token_is_timed(form, monkeypatch):
     (config,) = choose_configs("demo", [form], 64).values()
     decoder, events = Decoder(config, torch.float32, CPU), []
 
-    class Noted(bench_decode.DecodingGraph):
+    class Noted(decoding.DecodingGraph):
         def prepare(self, length: int) -> None:
             events.append((length, self.state.position))
             super().prepare(length)
@@ -89,7 +89,7 @@ def test_a_graph_is_captured_before_a_token_is_timed(form, monkeypatch):
             events.append("token")
             return super().__call__(idx_BN)
 
-    monkeypatch.setattr(bench_decode, "DecodingGraph", Noted)
+    monkeypatch.setattr(decoding, "DecodingGraph", Noted)
     row = measure(DecodeRow("demo", form, 2, 64, graph=True), decoder)
     assert events == [(64, 60), *["token"] * 4]  # one to warm up
     assert row.tokens == 3 and row.line().endswith("of state a sequence") and ", graph: " in row.line()
@@ -170,7 +170,7 @@ def test_a_token_is_drawn_as_the_command_draws_it():
     parser = jsonargparse.ArgumentParser()
     generate_verb.configure(parser)
     args = parser.parse_args(["model"])
-    assert (args.temperature, args.top_k) == (bench_decode.TEMPERATURE, bench_decode.TOP_K)
+    assert (args.temperature, args.top_k) == (decoding.TEMPERATURE, decoding.TOP_K)
 
 
 def test_the_block_size_has_room_for_the_longest_context():

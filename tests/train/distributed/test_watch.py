@@ -18,12 +18,12 @@ import torch.distributed as dist
 from lingpt.common.errors import Interrupted, UserError
 from lingpt.tests.forked import Outcome
 from lingpt.train import TrainConfig
-from lingpt.train import watch as watch_module
-from lingpt.train.heartbeats import Heartbeats
+from lingpt.train.distributed import watch as watch_module
+from lingpt.train.distributed.heartbeats import Heartbeats
+from lingpt.train.distributed.parallel import Parallel
+from lingpt.train.distributed.strategy import choose_strategy
+from lingpt.train.distributed.watch import Watch
 from lingpt.train.machine import choose_machine
-from lingpt.train.parallel import Parallel
-from lingpt.train.strategy import choose_strategy
-from lingpt.train.watch import Watch
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "test", "WORLD_SIZE": "2", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2",
@@ -188,9 +188,10 @@ PARALLEL = """
 import os, signal, sys, threading, time
 import torch
 from dataclasses import replace
-from lingpt.train import TrainConfig, watch
+from lingpt.train import TrainConfig
+from lingpt.train.distributed import watch
 from lingpt.train.machine import choose_machine
-from lingpt.train.parallel import Parallel
+from lingpt.train.distributed.parallel import Parallel
 watch.GRACE = 1.0
 machine = choose_machine(TrainConfig(accelerator="cpu", devices=2))
 machine = replace(machine, strategy=os.environ.get("STRATEGY", "ddp"))
@@ -229,7 +230,7 @@ def assert_named(said: str, rank: int) -> None:
     """In one line, with its place, and after a micro-batch that took longer than the time-out on both."""
     (line,) = [line for line in said.splitlines() if line.startswith("lingpt: ")]
     assert line.startswith(
-        f"lingpt: process {rank} of 2 (on {socket.gethostname()}, in lingpt.train.parallel."
+        f"lingpt: process {rank} of 2 (on {socket.gethostname()}, in lingpt.train.distributed.parallel."
     )
     assert said.count("has done micro-batch 0") == 2
 
@@ -271,7 +272,7 @@ if os.environ.get("LOCAL_RANK") == "1":
     os.kill(os.getpid(), signal.SIGKILL)
 from lingpt.train import TrainConfig
 from lingpt.train.machine import choose_machine
-from lingpt.train.parallel import Parallel
+from lingpt.train.distributed.parallel import Parallel
 Parallel(choose_machine(TrainConfig(accelerator="cpu", devices=2)), timeout_minutes=1)
 """
 
@@ -289,7 +290,7 @@ if os.environ.get("LOCAL_RANK") == "1":
     os.kill(os.getppid(), signal.SIGKILL)
 from lingpt.train import TrainConfig
 from lingpt.train.machine import choose_machine
-from lingpt.train.parallel import Parallel
+from lingpt.train.distributed.parallel import Parallel
 Parallel(choose_machine(TrainConfig(accelerator="cpu", devices=2)), timeout_minutes=0.1)
 """
 
@@ -303,7 +304,7 @@ import lingpt.cli.main
 os.kill(os.getppid(), signal.SIGKILL)
 from lingpt.train import TrainConfig
 from lingpt.train.machine import choose_machine
-from lingpt.train.parallel import Parallel
+from lingpt.train.distributed.parallel import Parallel
 Parallel(choose_machine(TrainConfig(accelerator="cpu")), timeout_minutes=0.1)
 """
 
@@ -326,7 +327,7 @@ from lingpt.cli.main import user_message
 from lingpt.common.errors import UserError
 from lingpt.train import TrainConfig
 from lingpt.train.machine import choose_machine
-from lingpt.train.parallel import Parallel
+from lingpt.train.distributed.parallel import Parallel
 strategy = "fsdp" if os.environ["RANK"] == "1" else "ddp"
 machine = replace(choose_machine(TrainConfig(accelerator="cpu")), strategy=strategy)
 try:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from lingpt.common.figures import new_figure, save_formats
 from lingpt.common.palette import COLOURS, SPARE_COLOURS
-from lingpt.train.bench_rows import BenchResults, BenchRow, made_on, markdown, number
+from lingpt.train.bench.rows import BenchResults, BenchRow, made_on, markdown, number
 
 IDENTITY, DENSE_IDENTITY, FLASH = "identity", "identity-dense", "softmax-flash"
 IDENTITIES = (IDENTITY, DENSE_IDENTITY)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from lingpt.kernels.bench.targets import Missing, Target
-from lingpt.train.bench_results import FLASH, IDENTITY, OUTPUT_GATE, SHORT_CONV, Results
+from lingpt.train.bench.step_results import FLASH, IDENTITY, OUTPUT_GATE, SHORT_CONV, Results
 
 LARGE, SMALL = "pythia-1.4b", "pythia-160m"
 ESTIMATE = (0.9, 1.1)  # of the memory that is used

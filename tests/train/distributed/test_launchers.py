@@ -18,11 +18,11 @@ import yaml
 from lingpt.common.errors import UserError
 from lingpt.common.run_folder import read_metrics
 from lingpt.train import Recipe, TrainConfig, train
-from lingpt.train.launch import Launched, launched
+from lingpt.train.distributed.launch import Launched, launched
+from lingpt.train.distributed.parallel import Parallel
 from lingpt.train.machine import choose_machine
-from lingpt.train.parallel import Parallel
 
-EXAMPLES = Path(__file__).parents[2] / "docs/many-devices.md"
+EXAMPLES = Path(__file__).parents[3] / "docs/many-devices.md"
 OF_LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_", "GROUP_RANK", "WORLD_SIZE")
 
 # Starts the tasks of a job step on this machine, whatever nodes they are on, and ends all where one fails.

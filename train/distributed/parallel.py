@@ -2,7 +2,7 @@
 
 Every process runs the same loop and makes the same calls of `Parallel` and of the wrapped module, in the same
 order, because most of them wait for all the others. Each process holds the whole model (DDP), or a part of it
-(FSDP2, train/sharding.py). Another strategy is another `wrap`, `clip_gradients`, `state` and
+(FSDP2, train/distributed/sharding.py). Another strategy is another `wrap`, `clip_gradients`, `state` and
 `load_optimizer`; the loop stays as it is.
 """
 
@@ -27,14 +27,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lingpt.common.errors import UserError
-from lingpt.train.collectives import all_gather_object, on_all_ranks
 from lingpt.train.console import print_stderr
-from lingpt.train.fabric_setup import FSDP2Strategy, cluster_environment, ddp_strategy
-from lingpt.train.failures import connection_lost, failure_message, lost_message
-from lingpt.train.heartbeats import Heartbeats
+from lingpt.train.distributed.collectives import all_gather_object, on_all_ranks
+from lingpt.train.distributed.fabric_setup import FSDP2Strategy, cluster_environment, ddp_strategy
+from lingpt.train.distributed.failures import connection_lost, failure_message, lost_message
+from lingpt.train.distributed.heartbeats import Heartbeats
+from lingpt.train.distributed.sharding import join_shards, shard, shard_state, stay_unsharded
+from lingpt.train.distributed.watch import Watch
 from lingpt.train.machine import Machine
-from lingpt.train.sharding import join_shards, shard, shard_state, stay_unsharded
-from lingpt.train.watch import Watch
 
 if TYPE_CHECKING:
     from lightning.fabric.wrappers import _FabricModule as WrappedModule

@@ -16,7 +16,7 @@ from lightning.fabric.strategies import DDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lingpt.train.launch import launched
+from lingpt.train.distributed.launch import launched
 
 
 class FSDP2Strategy(DDPStrategy):

@@ -8,9 +8,9 @@ import torch
 from lingpt.common.errors import UserError
 from lingpt.models import GPT, ModelArgs
 from lingpt.train import Recipe, TrainConfig
+from lingpt.train.distributed.strategy import choose_strategy
 from lingpt.train.machine import Machine
 from lingpt.train.report import describe
-from lingpt.train.strategy import choose_strategy
 
 
 def two_devices(**options) -> tuple[Machine, Recipe]:

@@ -15,8 +15,8 @@ from lingpt.common.run_folder import damage, valid_checkpoints
 from lingpt.data import prepare
 from lingpt.models import GPT, load_model
 from lingpt.train import checkpoint
+from lingpt.train.distributed.sharding import join_shards, shard_state
 from lingpt.train.optim import make_optimizer
-from lingpt.train.sharding import join_shards, shard_state
 
 
 @pytest.fixture

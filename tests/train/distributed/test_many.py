@@ -27,7 +27,7 @@ from lingpt.train import Recipe, train
 RUNS = """
 import json, os, sys
 from lingpt.cli.main import main
-from lingpt.train import strategy
+from lingpt.train.distributed import strategy
 launcher, fits = set(), strategy.fits
 for env, argv in json.loads(sys.argv[1]):
     for name in launcher:

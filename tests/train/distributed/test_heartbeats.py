@@ -7,7 +7,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from lingpt.train.heartbeats import Heartbeats
+from lingpt.train.distributed.heartbeats import Heartbeats
 
 
 def beats(*collectives: int, before: tuple[int, ...] = (), stopped: int | None = None) -> list[str | None]:

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from lingpt.common.figures import new_figure, save_formats
 from lingpt.common.format import scaled
 from lingpt.common.palette import line_styles
-from lingpt.train.bench_results import LINE_COLOURS
-from lingpt.train.bench_rows import BenchResults, BenchRow, made_on, markdown, number
+from lingpt.train.bench.rows import BenchResults, BenchRow, made_on, markdown, number
+from lingpt.train.bench.step_results import LINE_COLOURS
 
 COLUMNS = (
     "model", "attention", "batch", "context", "step", "ms a token (fastest)", "tokens/s",

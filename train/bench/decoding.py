@@ -33,9 +33,9 @@ from lingpt.models import GPT, MODELS, Config, DecodingState, ModelArgs, attenti
 from lingpt.models.attention.softmax import KVCache
 from lingpt.models.decoding_graph import DecodingGraph
 from lingpt.models.generate import sample
-from lingpt.train.bench_decode_results import DecodeResults, DecodeRow
-from lingpt.train.bench_results import SHORT_CONV
-from lingpt.train.bench_rows import attempt, skipped
+from lingpt.train.bench.decoding_results import DecodeResults, DecodeRow
+from lingpt.train.bench.rows import attempt, skipped
+from lingpt.train.bench.step_results import SHORT_CONV
 
 MODEL = "pythia-1.4b"
 FORMS = ("softmax", "hybrid", SHORT_CONV, "ours", "gla")

@@ -17,10 +17,10 @@ from lingpt.common.errors import UserError
 from lingpt.models import GPT, Config, ModelArgs, save_index, save_model, write_shards
 from lingpt.train import TrainConfig
 from lingpt.train.compilation import compile_blocks
+from lingpt.train.distributed.parallel import Parallel
 from lingpt.train.loss import NextTokenLoss
 from lingpt.train.machine import choose_machine
 from lingpt.train.model import fill_shards, make_model
-from lingpt.train.parallel import Parallel
 
 
 class Rank(Parallel):

@@ -1,0 +1,1 @@
+"""Benchmarks of whole models: a training step (`lingpt bench train`), decoding (`lingpt bench decode`)."""
