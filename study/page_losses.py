@@ -218,10 +218,7 @@ def _speed(row: dict[str, Any]) -> list[str]:
 
 def _rates_table(study: Study, rate_runs: Sequence[StudyRun], done: Sequence[StudyRun]) -> Table:
     chosen, left = chosen_rates(rate_runs), unfinished_runs(rate_runs)
-    rows = []
-    notes = [
-        f"Validation loss after {count(study.rate_tokens)} tokens, one seed; – not finished, or not finite."
-    ]
+    rows, kept = [], dict[float, list[str]]()
     for row in study.attentions:
         finished = [run for run in rate_runs if run.row == row and run.has_result()]
         losses = {run.options["train.learning_rate"]: run.loss for run in finished}
@@ -230,6 +227,9 @@ def _rates_table(study: Study, rate_runs: Sequence[StudyRun], done: Sequence[Stu
         rows.append([row, *cells, f"{chosen[row]:g}" if row in chosen else none])
         used = next((run.recipe.train.learning_rate for run in done if run.row == row), None)
         if used is not None and row in chosen and used != chosen[row]:
-            notes.append(f"{row}'s runs were begun with {used:g}, and keep it.")
+            kept.setdefault(used, []).append(row)
+    tokens = count(study.rate_tokens)
+    notes = [f"Validation loss after {tokens} tokens, one seed; – not finished, or not finite."]
+    notes += [f"Had begun with {used:g}, and keep it: {', '.join(kept[used])}." for used in kept]
     head = ["Row", *(f"{rate:g}" for rate in study.learning_rates), "Chosen"]
     return Table("Learning rates", head, rows, notes)

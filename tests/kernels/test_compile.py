@@ -4,7 +4,6 @@ import re
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -291,21 +290,31 @@ def test_what_python_packs_is_what_cuda_reads(define: str, tmp_path: Path, monke
 
 @pytest.mark.nvrtc
 @pytest.mark.slow
-def test_our_kernels_compile_without_spills() -> None:
+@pytest.mark.parametrize(
+    "arch, builds",
+    [
+        (arch, rf"scan<bf16, {head_dim}, .*{decay}")
+        for arch in ("sm_80", "sm_90a")
+        for head_dim in launch.HEAD_DIMS
+        for decay in launch.DECAYS
+    ]
+    + [
+        (arch, r"scan<bf16, 128, .*(PER_HEAD|PER_TOKEN, \d+, NORMALISED)")
+        for arch in toolchain.ARCHITECTURES
+        if arch not in ("sm_80", "sm_90a")
+    ],
+)
+def test_our_kernels_compile_without_spills(arch: str, builds: str) -> None:
     """Guards: every kernel a user can meet compiles for its architectures, its values in registers; no remark
     of the compiler says that it had to serialise a warpgroup product. Of cards that share sm_80's scan only
     the two largest builds."""
-    cells = [(spec, arch) for spec in launch.specs() for arch in spec.architectures]
-    largest = re.compile(r"scan<bf16, 128, .*(PER_HEAD|PER_TOKEN, \d+, NORMALISED)")
-    cells = [(s, arch) for s, arch in cells if arch in ("sm_80", "sm_90a") or largest.match(s.names[0])]
-    assert {arch for _, arch in cells} >= set(toolchain.ARCHITECTURES)
-    with ThreadPoolExecutor(2) as pool:
-        modules = list(pool.map(lambda cell: cell[0].compile(cell[1]), cells))
-    for (spec, _), module in zip(cells, modules, strict=True):
+    specs = [s for s in launch.specs() if arch in s.architectures and re.match(builds, s.names[0])]
+    assert specs
+    for spec in specs:
+        module = spec.compile(arch)
         assert set(module.resources) == set(spec.names)  # the report holds every kernel
-    used = [(module.arch, name, use) for module in modules for name, use in module.resources.items()]
-    assert not [f"{name} on {arch}: {use}" for arch, name, use in used if use.spills]
-    assert not [remark for module in modules for remark in module.remarks]
+        assert not [f"{name}: {use}" for name, use in module.resources.items() if use.spills]
+        assert not module.remarks
 
 
 @pytest.mark.nvrtc

@@ -62,7 +62,7 @@ def test_runs_keep_the_rate_that_they_were_begun_with(here):
     page = Path("runs/study-tiny/README.md").read_text()
     assert re.search(r"\| softmax \| \S+ k +\| 0.001 \| 1     \| 4.0000", page)
     assert "softmax-seed0 was" not in page
-    assert "softmax's runs were begun with 0.001, and keep it" in page
+    assert "Had begun with 0.001, and keep it: softmax." in page
 
 
 def test_a_run_that_was_trained_otherwise_is_named(here, capsys):
