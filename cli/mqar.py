@@ -4,13 +4,14 @@ from pathlib import Path
 
 from jsonargparse import Namespace
 
-from lingpt.study.mqar import asked_trials, configure_mqar
+from lingpt.study import mqar
 
 HELP = "Train small models on associative recall (MQAR), and show how much each attention recalls."
-configure = configure_mqar
+RENAMED = mqar.RENAMED
+configure = mqar.configure_mqar
 
 
 def run(args: Namespace) -> None:
     from lingpt.eval.mqar_runs import run_mqar
 
-    run_mqar(asked_trials(args), Path(args.out), args.workers)
+    run_mqar(mqar.asked_trials(args), Path(args.out), args.workers)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lingpt.eval.mqar import Trial
 
 _WITH_CONV = ("gla", "ours", "ours-decay", "ours-gated", "ours-gated+output_gate")
+RENAMED = {"rates": "learning_rates"}  # old name → new name of an option
 DEFAULT = ("softmax", *(name + conv for name in _WITH_CONV for conv in ("", "+short_conv")))
 
 
@@ -25,8 +26,8 @@ def configure_mqar(parser: ArgumentParser) -> None:
     add("--widths", nargs="+", type=int, default=[64, 128], help="of the models")
     pairs = "of key and value in a sequence; it is 8 times as long"
     add("--pairs", nargs="+", type=int, default=[16, 32], help=pairs)
-    rates = "peak learning rates; the best counts"
-    add("--rates", nargs="+", type=float, default=[1e-3, 3e-3, 1e-2], help=rates)
+    peaks = "peaks; the best counts"
+    add("--learning_rates", nargs="+", type=float, default=[1e-3, 3e-3, 1e-2], help=peaks)
     add("--steps", type=int, default=4000, help="at most; training ends where all is right")
     add("--batch_size", type=int, default=256, help="sequences a step")
     add("--vocabulary", type=int, default=8192, help="half of it keys, half values")
@@ -40,12 +41,12 @@ def asked_trials(args: Namespace) -> "list[Trial]":
 
     if args.workers is not None and args.workers < 1:
         raise UserError(f"--workers {args.workers}: give at least 1")
-    for name in ("steps", "batch_size", "widths", "pairs", "rates"):
+    for name in ("steps", "batch_size", "widths", "pairs", "learning_rates"):
         values = args[name] if isinstance(args[name], list) else [args[name]]
         if min(values) <= 0:
             raise UserError(f"--{name} is {min(values)}: give more than 0")
     sizes = {"steps": args.steps, "batch_size": args.batch_size, "vocabulary": args.vocabulary}
-    return make_trials(args.attentions, args.widths, args.pairs, args.rates, **sizes)
+    return make_trials(args.attentions, args.widths, args.pairs, args.learning_rates, **sizes)
 
 
 def command_line(options: Mapping[str, Any]) -> list[str]:
@@ -63,7 +64,8 @@ def trials_left(study: Study, folder: Path) -> "list[Trial]":
     if study.mqar is None:
         return []
     try:
-        trials = asked_trials(parse_arguments("mqar", configure_mqar, command_line(study.mqar)))
+        words = command_line(study.mqar)
+        trials = asked_trials(parse_arguments("mqar", configure_mqar, words, renamed=RENAMED))
     except UserError as error:
         raise UserError(f"the study's `mqar`: {error}") from error
     try:

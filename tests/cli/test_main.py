@@ -126,6 +126,7 @@ def test_trains_draws_and_goes_on(project, capsys):
         (["eval", "--out", "runs"], "unknown key 'out': it is now called 'runs_dir'"),
         (["eval", "--longest=4"], "unknown key 'longest': it is now called 'max_length_factor'"),
         (["generate", "runs/x", "--tokens", "8"], "unknown key 'tokens': it is now called 'max_new_tokens'"),
+        (["mqar", "--rates", "1e-3"], "unknown key 'rates': it is now called 'learning_rates'"),
         (["bench", "--limit", "6"], "unknown key 'limit': it is now called 'max_round_seconds'"),
         (["bench", "train", "--tokens", "64"], "unknown key 'tokens': it is now called 'tokens_per_step'"),
         (["train", "--config", "demmo"], "no recipe 'demmo' (did you mean 'demo'?)"),

@@ -199,7 +199,7 @@ def test_the_command_goes_on_and_draws(tmp_path, capsys, monkeypatch):
         "ours",
         "ours+short_conv",
     ]
-    command += ["--rates", "1e-3", "1e-2"]
+    command += ["--learning_rates", "1e-3", "1e-2"]
     assert main(command) == 0
     assert "6 models, 6 to train" in capsys.readouterr().out
     results = json.loads((tmp_path / "mqar.json").read_text())["results"]
@@ -219,7 +219,7 @@ def test_the_command_goes_on_and_draws(tmp_path, capsys, monkeypatch):
     both = json.loads((tmp_path / "mqar.json").read_text())["results"]
     assert both[:6] == kept and [r["width"] for r in both[6:]] == [32] * 6  # nothing of another width is lost
     capsys.readouterr()
-    for option in ("--steps=0", "--batch_size=0", "--rates=-1"):
+    for option in ("--steps=0", "--batch_size=0", "--learning_rates=-1"):
         assert main([*command, option]) == 2
         assert "give more than 0" in capsys.readouterr().err
     monkeypatch.setattr(mqar_runs, "train_trial", lambda trial, device: trained.append(trial) or 1 / 0)

@@ -38,7 +38,13 @@ def test_the_plan_is_of_the_stages_that_are_asked_for(here, capsys, stages):
 
 def test_the_plan_counts_what_is_left_of_mqar(here, capsys):
     """Guards: MQAR's hours were in no plan. What is trained is not counted."""
-    tiny = {"attentions": ["softmax"], "rates": [0.001, 0.01], "widths": [64], "pairs": [4], "steps": 2000}
+    tiny = {
+        "attentions": ["softmax"],
+        "learning_rates": [0.001, 0.01],
+        "widths": [64],
+        "pairs": [4],
+        "steps": 2000,
+    }
     write(TINY | {"learning_rates": [], "suites": [], "mqar": tiny})
     command = ["study", "--config", "study-tiny.yaml", "--dry_run", "true"]
 
