@@ -14,7 +14,7 @@ from lingpt.study.jobs import Failure
 from lingpt.study.page_losses import loss_sections, softmax_baseline
 from lingpt.study.page_records import how_it_was_made, read_records, read_scores
 from lingpt.study.paths import read_utf8
-from lingpt.study.runs import StudyRun
+from lingpt.study.runs import StudyRun, chosen_rates
 
 PAGE, READING, TITLE = "README.md", "reading.md", "# Study "
 
@@ -44,17 +44,18 @@ def write_page(
     for line in notes:
         if line not in failed:
             print(f"not in the tables: {line}")
-    rates = sorted({run.options["train.learning_rate"] for run in rate_runs if run.has_result()})
+    tried = sorted({run.options["train.learning_rate"] for run in rate_runs if run.has_result()})
+    untuned = _not_at_the_chosen_rate(rate_runs, done) if tried else []
     parts = [
         f"{TITLE}{study.name}",
         study.about,
-        _what(study, runs, records, rates),
+        _what(study, runs, records, _rates_that_differ(done, tried, untuned)),
         read_utf8(folder / READING).strip() if (folder / READING).exists() else "",
         "## Not in the tables\n\n" + "\n".join(f"- {line}" for line in notes) if notes else "",
         *losses,
         *_score_sections(study, folder, mean_scores(results)),
         _mqar(folder),
-        _limits(study, runs, bool(rates)),
+        _limits(study, runs, untuned if tried else None),
         how_it_was_made({run.name: records[run.name] for run in done if run.name in records}),
     ]
     with write_errors(folder / PAGE):
@@ -82,18 +83,30 @@ def _failed(failures: Sequence[Failure], done: Sequence[StudyRun], excluded: Seq
     ]
 
 
-def _what(
-    study: Study, runs: Sequence[StudyRun], records: dict[str, dict[str, Any]], tuned: Sequence[float]
-) -> str:
+def _not_at_the_chosen_rate(rate_runs: Sequence[StudyRun], done: Sequence[StudyRun]) -> list[str]:
+    """The rows that were not trained at the best rate of their short runs, or have not all of these."""
+    chosen = chosen_rates(rate_runs)
+    rows = [run.row for run in done if run.recipe.train.learning_rate != chosen.get(run.row)]
+    return list(dict.fromkeys(rows))
+
+
+def _rates_that_differ(done: Sequence[StudyRun], tried: Sequence[float], untuned: Sequence[str]) -> str:
+    """`, and its learning rate, the best of 0.001, 0.003`; nothing where none was tried, or all are alike."""
+    if not tried or len({run.recipe.train.learning_rate for run in done}) < 2:
+        return ""
+    but = f" for all but {', '.join(untuned)}" if untuned else ""
+    return f", and its learning rate, the best of {', '.join(f'{rate:g}' for rate in tried)}{but}"
+
+
+def _what(study: Study, runs: Sequence[StudyRun], records: dict[str, dict[str, Any]], and_rates: str) -> str:
     recipe = runs[0].recipe
     seeds = f"{study.seeds} seeds" if study.seeds > 1 else "one seed"
     number = len(study.attentions)
     rows = f"{number} row{'s' if number > 1 else ''}"
-    rates = ", ".join(f"{rate:g}" for rate in tuned)
-    differs = f"the attention, and its learning rate, the best of {rates}" if rates else "the attention"
+    differs = f"the attention{and_rates}"
     if others := {key for options in study.attentions.values() for key in options} - _of_the_attention():
         differs += f", and where a row says so {', '.join(sorted(others))}"
-    elif not rates:
+    elif not and_rates:
         differs += " alone"
     size = f"{recipe.tokens_per_step:,} tokens a step, {recipe.total_steps:,} steps"
     same = f"{'for each seed ' * (study.seeds > 1)}the same data in the same order"
@@ -142,8 +155,9 @@ def _mqar(folder: Path) -> str:
     return f"## Associative recall (MQAR)\n\n![MQAR](mqar/mqar.png)\n\n{table}"
 
 
-def _limits(study: Study, runs: Sequence[StudyRun], tuned: bool) -> str:
-    """What follows from the study's size alone."""
+def _limits(study: Study, runs: Sequence[StudyRun], untuned: Sequence[str] | None) -> str:
+    """What follows from the study's size alone. untuned: the rows whose learning rate is not the one that was
+    found for them; None where none was looked for."""
     source = runs[0].recipe.data.source
     lines = [
         f"{count(study.tokens)} tokens a run; the paper's recipe has 3 B. What leads here may not lead there."
@@ -154,7 +168,9 @@ def _limits(study: Study, runs: Sequence[StudyRun], tuned: bool) -> str:
         lines.append(f"{study.seeds} seeds: enough to see the order of the noise, not to measure it well.")
     if source != "wiki40b":
         lines.append(f"The text is not Wiki-40B but {Path(source).name}.")
-    if not tuned:
+    if untuned:
+        lines.append(f"Not trained at the learning rate that short runs choose: {', '.join(untuned)}.")
+    elif untuned is None:
         own = any("train.learning_rate" in options for options in study.attentions.values())
         all_rows = "all rows that give none of their own" if own else "all"
         lines.append(f"The learning rate is the recipe's for {all_rows}; none was tuned.")

@@ -139,10 +139,34 @@ def test_rates_that_were_not_tried_are_not_claimed(here):
     text = Path("runs/study-tiny/README.md").read_text()
     assert "What differs is the attention alone." in text and "none was tuned" in text
     assert "best of" not in text and "Learning rates" not in text
-    fake_run("softmax-rate0.003")
-    assert main(page) == 0
-    text = Path("runs/study-tiny/README.md").read_text()
-    assert "the best of 0.003" in text and "none was tuned" not in text
+
+
+def test_the_page_says_which_rows_have_the_rate_that_was_chosen(here):
+    """Guards: "its learning rate, the best of 0.001, 0.003" where all rows had begun before, at one rate."""
+    rows = {"learning_rates": [1e-3, 3e-3], "rate_tokens": 512, "attentions": ["softmax", "ours"]}
+    write(TINY | rows | {"seeds": 1, "suites": []})
+
+    def chooses(row: str, rate: float) -> None:
+        for tried in (1e-3, 3e-3):
+            fake_run(f"{row}-rate{tried:g}")
+        metrics = Path(f"runs/study-tiny/{row}-rate{rate:g}/metrics.jsonl")
+        metrics.write_text(metrics.read_text().replace('"loss": 4.0', '"loss": 3.5'))
+
+    def page() -> str:
+        assert main(["study", "--config", "study-tiny.yaml", "--stages", "page"]) == 0
+        return Path("runs/study-tiny/README.md").read_text()
+
+    chooses("softmax", 1e-3), chooses("ours", 3e-3)
+    fake_run("softmax-seed0"), fake_run("ours-seed0")  # both at 0.003
+    text = page()
+    assert "What differs is the attention alone." in text and "none was tuned" not in text
+    assert "Not trained at the learning rate that short runs choose: softmax." in text
+    fake_run("softmax-seed0", learning_rate=1e-3, min_learning_rate=1e-3 * (3e-4 / 3e-3))
+    text = page()
+    assert "its learning rate, the best of 0.001, 0.003." in text
+    assert "Not trained at the learning rate" not in text
+    chooses("ours", 1e-3)
+    assert "its learning rate, the best of 0.001, 0.003 for all but ours." in page()
 
 
 def test_a_run_that_is_not_scored_is_named(here):

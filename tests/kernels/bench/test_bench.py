@@ -368,7 +368,7 @@ def test_rows_of_older_files(tmp_path: Path) -> None:
     old = Results.load(tmp_path / "results.json")
     assert all(row.rounds == (row.both_ms is not None) for row in old.rows)
     assert targets_table(old) == targets_table(results) and "D = 128; medians, L2" in targets_table(old)
-    for path in (Path(__file__).parents[2] / "docs/results/kernels").rglob("results.json"):
+    for path in (Path(__file__).parents[3] / "docs/results/kernels").rglob("results.json"):
         assert "medians" in targets_table(Results.load(path))
     for row in old.rows:
         row.rounds *= 3

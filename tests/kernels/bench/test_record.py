@@ -11,7 +11,7 @@ from lingpt.kernels.bench import staleness
 
 pytest_plugins = ["pytester"]
 
-TREE = Path(__file__).parents[2]
+TREE = Path(__file__).parents[3]
 
 
 def test_the_repositorys_record_is_of_this_source() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lingpt.kernels.linear_attention import LinearAttentionState, linear_attention, linear_attention_qkv
-from lingpt.tests.kernels.on_gpu import (
+from lingpt.tests.kernels.linear_attention.cuda.on_gpu import (
     BF16,
     FP16,
     FREE,

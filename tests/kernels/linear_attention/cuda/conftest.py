@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from lingpt.tests.kernels.on_gpu import FREE, FREE_ROTATED, ROTATED, SEPARATE
+from lingpt.tests.kernels.linear_attention.cuda.on_gpu import FREE, FREE_ROTATED, ROTATED, SEPARATE
 
 
 @pytest.fixture(scope="session")

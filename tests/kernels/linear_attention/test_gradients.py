@@ -70,7 +70,7 @@ def test_gradcheck_of_the_plain_call(decay):
 @pytest.mark.parametrize("causal", [True, False])
 def test_gradients_equal_autograd_through_the_definition(dtype, decay, causal):
     if decay and not causal:
-        return  # refused, see test_linear_interface.py
+        return  # refused, see test_interface.py
     q, k, v, b, state = leaves(150, B=2, H=3, D=8, dtype=dtype)
     options = dict(log_decay=[-0.1, 0.0, -0.01] if decay else None, causal=causal, return_state=True)
     gradients = {}

@@ -11,7 +11,7 @@ from torch.library import opcheck
 from lingpt.common.errors import UserError
 from lingpt.kernels.linear_attention import backends, linear_attention, linear_attention_qkv
 from lingpt.kernels.linear_attention.call import Call
-from lingpt.tests.kernels.on_gpu import BF16, decays, inputs, randn, run, some_state
+from lingpt.tests.kernels.linear_attention.cuda.on_gpu import BF16, decays, inputs, randn, run, some_state
 
 pytestmark = pytest.mark.usefixtures("compiled_builds")
 gpu = pytest.mark.gpu
