@@ -57,11 +57,24 @@ def mqar_table(results: Sequence[dict[str, Any]]) -> Table:
         "Accuracy in per cent of queries ± one standard error, the best of the rates "
         f"{_rates(results)} (in brackets). {_setting(results)}"
     ]
+    if lacking := _lacking(results):
+        notes.append(lacking)
     return Table("Associative recall (MQAR)", head, rows, notes)
 
 
 def _rates(results: Sequence[dict[str, Any]]) -> str:
     return ", ".join(f"{rate:g}" for rate in sorted({r["rate"] for r in results}))
+
+
+def _lacking(results: Sequence[dict[str, Any]]) -> str:
+    """A sentence that names the cells with results of some of the rates alone, and these; else nothing."""
+    cells: dict[str, list[dict[str, Any]]] = {}
+    for r in results:
+        name = f"{r['attention']} at {r['pairs']} pairs, width {r['width']}"
+        cells.setdefault(name, []).append(r)
+    every = _rates(results)
+    some = [f"{name}: {rates}" for name, found in cells.items() if (rates := _rates(found)) != every]
+    return f"Of fewer rates, as the others have no result: {'; '.join(some)}." if some else ""
 
 
 def _setting(results: Sequence[dict[str, Any]]) -> str:
@@ -112,5 +125,5 @@ def _draw(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     cards = " and ".join(dict.fromkeys(r["device"] for r in results if r.get("device")))
     made_on = f" {cards}." if cards else ""
     text = f"Accuracy by the best of the rates {_rates(results)}. {guess} {_setting(results)}{made_on}"
-    add_caption(figure, text)
+    add_caption(figure, " ".join(filter(None, [text, _lacking(results)])))
     return save_formats(figure, folder, "mqar")

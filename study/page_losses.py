@@ -18,6 +18,7 @@ from lingpt.eval.table2 import count
 from lingpt.eval.tables import Table
 from lingpt.models import GPT
 from lingpt.study.config import Study
+from lingpt.study.page_records import earlier_starts
 from lingpt.study.runs import StudyRun, chosen_rates, unfinished_runs
 from lingpt.train.curve_figure import caption, draw
 from lingpt.train.curves import (
@@ -54,6 +55,7 @@ def loss_sections(
     """
     hardware = {name: record.get("hardware") or {} for name, record in records.items()}
     by_row, notes = _row_curves(done, hardware)
+    notes += _moved(done, records)
     curves, shared = list(by_row.values()), study.runs_per_device > 1
     drawn = [curve for row, curve in by_row.items() if row in (study.plotted_rows or study.attentions)]
     draw(drawn or curves, [folder / f"curves.{kind}" for kind in ("png", "svg", "pdf")], timed=not shared)
@@ -85,17 +87,29 @@ def _row_curves(
         read = read_curves([run.folder for run in done if run.row == row])
         first, *others = mean_over_seeds([replace(c, hardware=hardware.get(c.name, {})) for c in read])
         by_row[row] = replace(first, label=row)
-        ran_on = {curve.name: cards(curve.hardware) for curve in (first, *others)}
         if others:
-            named = ", ".join(f"{name}: {card}" for name, card in ran_on.items())
-            same = len(set(ran_on.values())) == 1
+            ran_on = [(Path(curve.folder).name, cards(curve.hardware)) for curve in (first, *others)]
+            named = ", ".join(f"{name}: {card}" for name, card in ran_on)
+            same = len({card for _, card in ran_on}) == 1
             why = "has runs of different data or settings" if same else f"ran on different cards ({named})"
             notes.append(f"{row} {why}: curve and times are the first's")
-    ran_on = {row: cards(curve.hardware) for row, curve in by_row.items()}
-    if len(set(ran_on.values())) > 1:
-        named = ", ".join(f"{row}: {machine}" for row, machine in ran_on.items())
+    by_cards = {row: cards(curve.hardware) for row, curve in by_row.items()}
+    if len(set(by_cards.values())) > 1:
+        named = ", ".join(f"{row}: {machine}" for row, machine in by_cards.items())
         notes.append(f"the rows ran on different cards ({named}): times and speeds compare these, too")
     return by_row, notes
+
+
+def _moved(done: Sequence[StudyRun], records: dict[str, dict[str, Any]]) -> list[str]:
+    """A note on each run that was resumed on other cards than it had begun on."""
+    notes = []
+    for run in done:
+        record = records.get(run.name, {})
+        starts = [cards(start.get("hardware") or {}) for start in (*earlier_starts(record), record)]
+        if len(ran_on := list(dict.fromkeys(filter(None, starts)))) > 1:
+            named = ", then ".join(ran_on)
+            notes.append(f"{run.name} was resumed on other cards ({named}): its times are of all of them")
+    return notes
 
 
 def _losses(

@@ -57,7 +57,8 @@ def how_it_was_made(records: dict[str, dict[str, Any]]) -> str:
     """Machine, versions, source, from the records of the runs; restarts are said."""
     if not records:
         return ""
-    lines = list(dict.fromkeys(map(_made_with, records.values())))
+    starts = [start for record in records.values() for start in (*earlier_starts(record), record)]
+    lines = list(dict.fromkeys(map(_made_with, starts)))
     if len(lines) > 1:
         lines = ["The runs were not all made alike:", *lines]
     again = [f"{name} ({len(found['earlier'])}×)" for name, found in records.items() if found.get("earlier")]
@@ -66,6 +67,12 @@ def how_it_was_made(records: dict[str, dict[str, Any]]) -> str:
     return "## How it was made\n\n" + "\n\n".join(
         [*lines, "`lingpt study` wrote this page; `study.json` has the study."]
     )
+
+
+def earlier_starts(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The records of the starts before the last one, of those that can be read."""
+    starts = record.get("earlier") or []
+    return [start for start in starts if isinstance(start, dict) and not _mistyped(start, _RECORD)]
 
 
 def _made_with(record: dict[str, Any]) -> str:

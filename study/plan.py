@@ -102,7 +102,7 @@ def _costs(
         recipe = mine[0].recipe
         steps = f"{recipe.total_steps:,} × {count(recipe.tokens_per_step)}"
         done = f"{sum(run.is_finished() for run in mine)} of {len(mine)}"
-        trained = sum(flops[run.name] for run in [*short, *(mine if "runs" in stages else ())])
+        trained = sum(flops[run.name] for run in [*short, *mine])
         hours = trained / H200_FLOPS / 3600
         cells = [count(parameters[row]), steps, str(len(mine)), str(len(short)), done]
         rows.append([row, *cells, f"{hours:.3g}" if hours >= 0.001 else "< 0.001"])
@@ -112,8 +112,10 @@ def _costs(
         scored_tokens(study, recipe.data.seq_len, suites) / (recipe.total_steps * recipe.tokens_per_step) / 3
     )
     left = {
-        "rates": [flops[run.name] for run in tuning if not run.is_finished()],
-        "runs": [flops[run.name] for run in runs if "runs" in stages and not run.is_finished()],
+        "rates": [flops[run.name] * _part_left(run) for run in tuning if not run.is_finished()],
+        "runs": [
+            flops[run.name] * _part_left(run) for run in runs if "runs" in stages and not run.is_finished()
+        ],
         "scores": [flops[run.name] * scored for run in runs if suites and _is_unscored(run)],
     }
     return rows, left
@@ -175,8 +177,14 @@ def wall_seconds(flops: Sequence[float], slots: Sequence[Slot], peak: float, mor
     return max(ends)
 
 
+def _part_left(run: StudyRun) -> float:
+    """Of a run's steps."""
+    return max(0.0, 1.0 - run.step / run.recipe.total_steps)
+
+
 def _is_unscored(run: StudyRun) -> bool:
-    return not any((run.folder / EVAL).glob("step-*.json"))
+    """Whether it is to be scored: it has no scores, and has not diverged."""
+    return not run.diverged and not any((run.folder / EVAL).glob("step-*.json"))
 
 
 def scored_tokens(study: Study, seq_len: int, suites: Sequence[str]) -> float:

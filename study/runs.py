@@ -202,7 +202,7 @@ def kept_rates(study: Study, folder: Path) -> dict[str, float | None]:
             continue
         if found in study.learning_rates:
             kept[row] = found
-        elif found == _rate("learning_rate", study.recipe, {**study.options, **study.attentions[row]}):
+        elif found == untuned_rate(study, row):
             kept[row] = None
     return kept
 
@@ -251,6 +251,11 @@ def _run(
         least = rate * _min_lr_ratio(recipe, options)  # before the options have the new peak
         options |= {"train.learning_rate": rate, "train.min_learning_rate": least}
     return StudyRun(row, name, seed, recipe, options, folder / name)
+
+
+def untuned_rate(study: Study, row: str) -> float | None:
+    """The peak learning rate that recipe, study and row give, without short runs."""
+    return _rate("learning_rate", study.recipe, {**study.options, **study.attentions[row]})
 
 
 def _min_lr_ratio(recipe: str, options: dict[str, Any]) -> float:

@@ -16,6 +16,7 @@ from lingpt.train.curves import (
     labels,
     mean_over_seeds,
     read_curves,
+    shortest_ends,
     smooth,
     spikes,
     time_to_loss,
@@ -104,7 +105,7 @@ def caption(curves: Sequence[Curve]) -> str:
         marks.append("▾ loss spike")
     if any(len(c.skipped) for c in curves):
         marks.append("× step skipped")
-    data = [_one(c.config.get("data", {}).get("source") for c in curves)]
+    data = [_texts(curves)]
     if length := _one(c.config.get("data", {}).get("seq_len") for c in curves):
         data.append(f"N = {length} tokens")
     if batch := _one(_batch(c) for c in curves):
@@ -115,9 +116,18 @@ def caption(curves: Sequence[Curve]) -> str:
     return f"{text}\n{about}." if about else text
 
 
+def _texts(curves: Sequence[Curve]) -> str:
+    """The texts' names, with the folders above where two are called alike; one that has moved is one."""
+    found: dict[str, Path] = {}
+    for curve in curves:
+        if source := curve.config.get("data", {}).get("source"):
+            found.setdefault(curve.fingerprint or str(source), Path(str(source)))
+    return _one(shortest_ends(list(found.values())))
+
+
 def _one(values) -> str:
-    """The values, each once, joined by `and`; numbers with separators, paths by their last name."""
-    shown = (f"{value:,}" if isinstance(value, int) else Path(str(value)).name for value in values if value)
+    """The values, each once, joined by `and`; numbers with separators."""
+    shown = (f"{value:,}" if isinstance(value, int) else str(value) for value in values if value)
     return " and ".join(dict.fromkeys(shown))
 
 
@@ -129,7 +139,7 @@ def _batch(curve: Curve) -> int | None:
 
 def _machine(curve: Curve) -> str | None:
     found = cards(curve.hardware)
-    return f"{found} a run, {curve.hardware.get('precision')}".replace("/", "∕") if found else None
+    return f"{found} a run, {curve.hardware.get('precision')}" if found else None
 
 
 def _draw(panel, curve: Curve, column: int, scale: float, look: dict[str, str], label: str) -> None:

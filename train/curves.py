@@ -107,15 +107,16 @@ def read_curves(run_folders: Sequence[str | Path]) -> list[Curve]:
 def mean_over_seeds(curves: Sequence[Curve]) -> list[Curve]:
     """One curve for runs that differ in their seed alone, in the order of the first of each.
 
-    Where they have no logged step in common there is no mean, and they stay apart.
+    Runs of one seed are compared, as before and after a change of the code: they and their group stay apart.
+    So do runs that have no logged step in common.
     """
     groups: dict[str, list[Curve]] = {}
     for curve in curves:
         groups.setdefault(_but_for_the_seed(curve), []).append(curve)
     found: list[Curve] = []
     for group in groups.values():
-        mean = _mean(group) if len(group) > 1 else group[0]
-        found += [mean] if len(mean.train) + len(mean.val) > 0 else group
+        mean = _mean(group) if len(group) > 1 and _have_own_seeds(group) else None
+        found += [mean] if mean is not None and len(mean.train) + len(mean.val) > 0 else group
     return found
 
 
@@ -138,6 +139,10 @@ def _but_for_the_seed(curve: Curve) -> str:
         config = {key: value for key, value in config.items() if not key.startswith("data.")}
     same = [config, curve.fingerprint, cards(curve.hardware)]
     return json.dumps(same, sort_keys=True, default=str)
+
+
+def _have_own_seeds(group: list[Curve]) -> bool:
+    return len({str(curve.config["train"]["seed"]) for curve in group}) == len(group)
 
 
 def _mean(group: list[Curve]) -> Curve:
@@ -215,12 +220,12 @@ def labels(curves: Sequence[Curve]) -> list[str]:
         return found
     named = [c.folder.parent / c.name for c in curves]
     # Means of one folder that are called alike are told apart by the first run of each.
-    return _shortest_ends(
+    return shortest_ends(
         [c.folder if named.count(path) > 1 else path for c, path in zip(curves, named, strict=True)]
     )
 
 
-def _shortest_ends(paths: Sequence[Path]) -> list[str]:
+def shortest_ends(paths: Sequence[Path]) -> list[str]:
     """Of each path the shortest end that no other of them has."""
 
     def end(path: Path, depth: int) -> str:
@@ -288,7 +293,7 @@ def _first_reach(points: np.ndarray, loss: float) -> tuple[float, float]:
 def format_table(rows: list[dict[str, Any]], baseline: str = "the first run") -> str:
     """The table of `time_to_loss` as text; `baseline` says in words what the ratios are relative to."""
     if not rows:
-        return "time to loss: too few points that all runs share"
+        return "time to loss: the runs have no loss in common, or one has fewer than two points"
     names = list(rows[0]["runs"])
     width = max(24, *(len(name) + 2 for name in names))
     lines = [f"time to loss (seconds of training, step, × {baseline}'s time)"]

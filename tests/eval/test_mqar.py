@@ -3,6 +3,7 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict
 from threading import Event
 
 import pytest
@@ -240,3 +241,22 @@ def test_the_command_goes_on_and_draws(tmp_path, capsys, monkeypatch):
     assert {p.name for p in save_mqar(results, tmp_path)} >= names and said[0].endswith("q, k and v. cpu.")
     save_mqar([{key: r[key] for key in r if key != "device"} for r in results], tmp_path)  # of an older file
     assert said[1].endswith("q, k and v.")
+
+
+def test_cells_that_lack_a_rate_are_named(tmp_path, monkeypatch):
+    """Guards: "the best of the rates 0.001, 0.01" of a cell whose trial of one of them had failed."""
+    trials = make_trials(["softmax", "ours"], [16, 32], [2], [1e-3, 1e-2], **TINY)
+    made = {"accuracy": 0.5, "accuracy_stderr": 0.1}
+    results = [asdict(trial) | made for trial in trials]
+    assert len(mqar_table(results).notes) == 1
+    gone = [("softmax", 32, 1e-2), ("ours", 16, 1e-3)]
+    left = [r for r in results if (r["attention"], r["width"], r["rate"]) not in gone]
+    note = (
+        "Of fewer rates, as the others have no result: ours at 2 pairs, width 16: 0.01; "
+        "softmax at 2 pairs, width 32: 0.001."
+    )
+    assert mqar_table(left).notes[1:] == [note]
+    said = []
+    monkeypatch.setattr(mqar_results, "add_caption", lambda figure, text: said.append(text))
+    save_mqar(left, tmp_path)
+    assert said[0].endswith(note)

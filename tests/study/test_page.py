@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from lingpt.cli.main import main
 from lingpt.common.files import write_json
 from lingpt.study import read_study
+from lingpt.study.page_setting import what_it_cannot_tell
 from lingpt.study.runs import StudyRun
 from lingpt.tests.study.tiny import COMMAND, TINY, fake_run, write
 
@@ -130,15 +133,35 @@ def test_seeds_of_different_data_are_said_to_be(here):
     assert "- softmax has runs of different data or settings: curve and times are the first's" in page
 
 
+def page_of_the_study() -> str:
+    assert main([*COMMAND, "--stages", "page"]) == 0
+    return Path("runs/study-tiny/README.md").read_text()
+
+
 def test_rates_that_were_not_tried_are_not_claimed(here):
-    """Guards: "the best of 0.001, 0.003" on the page of a study whose stage `rates` was left out."""
-    write(TINY | {"learning_rates": [1e-3, 3e-3], "seeds": 1, "suites": [], "attentions": ["softmax"]})
-    fake_run("softmax-seed0")
-    page = ["study", "--config", "study-tiny.yaml", "--stages", "page"]
-    assert main(page) == 0
-    text = Path("runs/study-tiny/README.md").read_text()
-    assert "What differs is the attention alone." in text and "none was tuned" in text
+    """Guards: "the best of 0.001, 0.003" on the page of a study whose stage `rates` was left out, or is not
+    over; "the recipe's" of a rate that the study gives, or that short runs gave which are not there."""
+    write(
+        TINY | {"learning_rates": [1e-3, 3e-3], "seeds": 1, "suites": [], "attentions": ["softmax", "ours"]}
+    )
+    fake_run("softmax-seed0"), fake_run("ours-seed0")
+    text = page_of_the_study()
+    assert "What differs is the attention alone." in text
+    assert "The learning rate is the recipe's for all; none was tuned." in text
     assert "best of" not in text and "Learning rates" not in text
+    fake_run("softmax-rate0.003")
+    text = page_of_the_study()
+    assert "best of" not in text and "none was tuned" not in text
+    assert "Not trained at the best rate of their short runs: softmax, ours." in text
+    shutil.rmtree("runs/study-tiny/softmax-rate0.003")
+    fake_run("softmax-seed0", learning_rate=1e-3, min_learning_rate=1e-3 * (3e-4 / 3e-3))
+    text = page_of_the_study()
+    assert "What differs is the attention, and its learning rate." in text and "none was tuned" not in text
+    options = TINY["options"] | {"train.learning_rate": 2e-3, "train.min_learning_rate": 2e-4}
+    write(TINY | {"learning_rates": [], "seeds": 1, "suites": [], "attentions": ["ours"], "options": options})
+    shutil.rmtree("runs")
+    fake_run("ours-seed0")
+    assert "The learning rate is the study's for all; none was tuned." in page_of_the_study()
 
 
 def test_the_page_says_which_rows_have_the_rate_that_was_chosen(here):
@@ -152,21 +175,76 @@ def test_the_page_says_which_rows_have_the_rate_that_was_chosen(here):
         metrics = Path(f"runs/study-tiny/{row}-rate{rate:g}/metrics.jsonl")
         metrics.write_text(metrics.read_text().replace('"loss": 4.0', '"loss": 3.5'))
 
-    def page() -> str:
-        assert main(["study", "--config", "study-tiny.yaml", "--stages", "page"]) == 0
-        return Path("runs/study-tiny/README.md").read_text()
-
     chooses("softmax", 1e-3), chooses("ours", 3e-3)
     fake_run("softmax-seed0"), fake_run("ours-seed0")  # both at 0.003
-    text = page()
+    text = page_of_the_study()
     assert "What differs is the attention alone." in text and "none was tuned" not in text
-    assert "Not trained at the learning rate that short runs choose: softmax." in text
+    assert "Not trained at the best rate of their short runs: softmax." in text
     fake_run("softmax-seed0", learning_rate=1e-3, min_learning_rate=1e-3 * (3e-4 / 3e-3))
-    text = page()
+    text = page_of_the_study()
     assert "its learning rate, the best of 0.001, 0.003." in text
-    assert "Not trained at the learning rate" not in text
+    assert "Not trained at the best rate" not in text
     chooses("ours", 1e-3)
-    assert "its learning rate, the best of 0.001, 0.003 for all but ours." in page()
+    assert "its learning rate, the best of 0.001, 0.003 for all but ours." in page_of_the_study()
+
+
+def test_rows_of_different_data_are_said_to_be(here):
+    """Guards: "the same data in the same order", and the passes over the shorter of two texts."""
+    write(TINY | {"learning_rates": [], "seeds": 1, "suites": [], "attentions": ["softmax", "ours"]})
+    for i, row in enumerate(("softmax", "ours")):
+        fake_run(f"{row}-seed0")
+        record = {"data": {"fingerprint": f"1f{i}", "train": {"tokens": 100 + 300 * i}}}
+        Path(f"runs/study-tiny/{row}-seed0/environment.json").write_text(json.dumps(record))
+    text = page_of_the_study()
+    note = "different data (1f0: softmax-seed0; 1f1: ours-seed0): their losses compare these, too"
+    assert f"- the runs were trained on {note}" in text
+    assert "same data" not in text and "passes over" not in text
+    assert "What differs is the attention, the text." in text
+
+
+def test_a_run_that_was_resumed_elsewhere_is_said_to_be(here):
+    """Guards: times and versions of two machines under the name of the last."""
+    write(TINY | {"learning_rates": [], "seeds": 1, "suites": [], "attentions": ["softmax"]})
+    fake_run("softmax-seed0")
+    first = {"hardware": {"name": "NVIDIA A100", "world_size": 8}, "versions": {"torch": "2.9.0"}}
+    last = {"hardware": {"name": "NVIDIA H200"}, "versions": {"torch": "2.11.0"}, "earlier": [first, 3]}
+    Path("runs/study-tiny/softmax-seed0/environment.json").write_text(json.dumps(last))
+    text = page_of_the_study()
+    assert "- softmax-seed0 was resumed on other cards (8 × NVIDIA A100, then 1 × NVIDIA H200): its" in text
+    assert "torch 2.9.0" in text and "torch 2.11.0" in text and "not all made alike" in text
+
+
+def test_seeds_on_two_kinds_of_cards_are_not_called_other_data(here):
+    """Guards: two H100s and two H200s of one row, whose two means have one name."""
+    write(TINY | {"learning_rates": [], "seeds": 4, "suites": [], "attentions": ["softmax"]})
+    for seed in range(4):
+        fake_run(f"softmax-seed{seed}")
+        record = {"hardware": {"name": ("NVIDIA H100", "NVIDIA H200")[seed // 2]}}
+        Path(f"runs/study-tiny/softmax-seed{seed}/environment.json").write_text(json.dumps(record))
+    text = page_of_the_study()
+    assert "softmax ran on different cards (softmax-seed0: 1 × NVIDIA H100, softmax-seed2: 1 ×" in text
+    assert "different data" not in text
+
+
+def test_what_the_runs_cannot_tell_is_of_the_runs_that_are_there(here):
+    """Guards: "two seeds" where each row has one, a limit that the scores do not have, less than the paper's
+    tokens where it is as many."""
+    rows = {"learning_rates": [], "seeds": 2, "suites": ["table2"], "limit": 4, "attentions": ["softmax"]}
+    write(TINY | rows)
+    fake_run("softmax-seed0")
+    entry = {"task": "piqa", "num_fewshot": 0, "limit": None, "documents": 1838, "complete": True}
+    entry |= {"prompts": "p", "metrics": {"acc": 0.5, "acc_stderr": 0.01}}
+    run = {"run": "softmax-seed0", "attention": "softmax", "step": 4, "model": "demo", "tokens": 512}
+    scores = {"checkpoint": run | {"parameters": None}, "scores": {"piqa (0-shot)": entry}}
+    write_json(Path("runs/study-tiny/softmax-seed0/eval/step-00000004.json"), scores)
+    text = page_of_the_study()
+    assert "- One seed: " in text and "2 seeds" not in text.partition("cannot tell")[2]
+    assert "documents were asked" not in text and "512 tokens a run; the paper's recipe has 3 B." in text
+    scores["scores"] = {"piqa (0-shot, first 4)": entry | {"limit": 4}}
+    write_json(Path("runs/study-tiny/softmax-seed0/eval/step-00000004.json"), scores)
+    assert "Of each benchmark only the first 4 documents were asked." in page_of_the_study()
+    paper = replace(read_study(Path("study-tiny.yaml")), tokens=3_000_000_000)
+    assert "the paper's recipe has" not in what_it_cannot_tell(paper, [], [], [])
 
 
 def test_a_run_that_is_not_scored_is_named(here):

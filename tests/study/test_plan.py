@@ -95,6 +95,26 @@ def test_the_plan_counts_what_is_left_of_the_training(here, capsys, monkeypatch)
     assert (hours, rates) == ("under 0.01", None) and "(nothing)" in left and not here
 
 
+def test_the_plan_knows_how_far_a_run_is(here, capsys, monkeypatch):
+    """Guards: a run at three steps of four that counted whole, a diverged one that was to be scored, and no
+    hours to train all where the stages were others."""
+    write(TINY | {"learning_rates": [], "seeds": 1, "attentions": ["softmax"]})
+    monkeypatch.setattr(plan, "H200_FLOPS", 1e6)
+
+    def look(*stages):
+        assert main([*COMMAND, "--dry_run", "true", "--stages", *stages]) == 0
+        text = capsys.readouterr().out
+        cost = re.search(r"cost +(?:under )?([\d.]+) card hours", text)[1]
+        return float(cost), re.search(r"^softmax .* ([\d.]+)$", text, re.M)[1], text
+
+    whole, all_hours, _ = look("runs")
+    assert look("scores")[1] == all_hours
+    fake_run("softmax-seed0", steps=3)
+    assert look("runs")[0] == pytest.approx(whole / 4, rel=0.05)
+    fake_run("softmax-seed0", last={"kind": "diverged", "step": 4, "tokens": 512, "train_time": 4.0})
+    assert "(nothing)" in look("scores")[2]
+
+
 @pytest.mark.parametrize(
     ("jobs", "slots", "seconds"),
     [

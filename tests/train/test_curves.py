@@ -51,7 +51,14 @@ def test_only_losses_that_all_reach(tmp_path):
     assert rows and all(3.1 <= row["loss"] <= 4.0 for row in rows)
     never = write_run(tmp_path / "c", "softmax", 1.0, {10: 9.0, 20: 8.0})
     assert draw_curves([a, never], tmp_path / "out.png") == []
-    assert "too few" in format_table([])
+
+
+def test_what_is_said_where_there_is_no_table(tmp_path):
+    """Guards: "too few points" of two runs of 40 steps, one of which ended above where the other began."""
+    a = write_run(tmp_path / "a", "ours", 1.0, {1: 8.0, 40: 6.0})
+    b = write_run(tmp_path / "b", "gla", 1.0, {1: 4.0, 40: 3.6})
+    line = format_table(draw_curves([a, b], tmp_path / "out.png"))
+    assert line == "time to loss: the runs have no loss in common, or one has fewer than two points"
 
 
 def test_the_picture_has_both_panels_and_one_colour_an_attention(tmp_path, monkeypatch):
@@ -186,6 +193,37 @@ def test_seeds_that_share_no_step_stay_apart(tmp_path):
     assert len(draw_curves(runs, tmp_path / "out.png")) > 1
     curves = mean_over_seeds([read_curve(run) for run in runs])
     assert labels(curves) == ["a-seed0", "a-seed1"] and [curve.runs for curve in curves] == [1, 1]
+
+
+def test_runs_of_one_seed_are_compared(tmp_path):
+    """Guards: a run before a change of the kernels and one after it, drawn as a `mean of 2 seeds`; another
+    seed beside them makes no mean of either."""
+    curves = []
+    for name, seed in (("before", 0), ("after", 0), ("after-seed1", 1)):
+        run = write_run(tmp_path / name, "ours", 1.0, {2: 4.0, 4: 3.0})
+        config = {"model": {"name": "demo", "attention": "ours"}, "train": {"seed": seed, "name": name}}
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+        curves.append(read_curve(run))
+    for found in (curves[:2], curves):
+        apart = mean_over_seeds(found)
+        assert [curve.runs for curve in apart] == [1] * len(found) and "seeds" not in caption(apart)
+        assert labels(apart) == ["before", "after", "after-seed1"][: len(found)]
+    assert [curve.runs for curve in mean_over_seeds(curves[1:])] == [2]
+
+
+def test_texts_of_one_name_are_told_apart(tmp_path):
+    """Guards: `train.jsonl` under runs of two texts that are both called so; a text that has moved is one."""
+    curves = []
+    for i, (source, fingerprint) in enumerate(
+        [("/data/wiki/train.jsonl", "1f"), ("wiki/train.jsonl", "1f"), ("/data/books/train.jsonl", "2e")]
+    ):
+        run = write_run(tmp_path / f"{i}", "ours", 1.0, {2: 4.0})
+        config = {"model": {"name": "demo", "attention": "ours"}, "data": {"source": source}}
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+        (run / "environment.json").write_text(json.dumps({"data": {"fingerprint": fingerprint}}))
+        curves.append(read_curve(run))
+    assert caption(curves[:2]).endswith("\ntrain.jsonl.")
+    assert caption(curves).endswith("\nwiki/train.jsonl and books/train.jsonl.")
 
 
 def test_seeds_whose_data_has_moved_are_one_curve(tmp_path):
@@ -369,7 +407,8 @@ def test_seeds_are_one_curve_with_a_band(tmp_path):
         config |= {"train": {"seed": seed, "learning_rate": rate, "global_batch_size": 8}}
         (run / "config.yaml").write_text(yaml.safe_dump(config))
         machine = {"name": "NVIDIA H200", "world_size": 1, "precision": "bf16-mixed"}
-        (run / "environment.json").write_text(json.dumps({"hardware": machine}))
+        record = {"hardware": machine, "data": {"fingerprint": "1f"}}
+        (run / "environment.json").write_text(json.dumps(record))
         runs.append(run)
     mean, alone = mean_over_seeds([read_curve(run) for run in runs])
     assert (mean.name, mean.runs, alone.name, alone.runs) == ("gla", 2, "gla-fast", 1)

@@ -106,9 +106,10 @@ def _cells(row: Row, results: Results) -> list[str]:
     if row.ms is None or row.tokens_per_second is None:
         return [*cells, f"{row.status}: {row.reason.replace('|', '/')}"]
     ratio = row.estimated_memory / row.peak_memory if row.estimated_memory and row.peak_memory else None
+    failed = "" if row.status == "ok" else f", then {row.status}: {row.reason.replace('|', '/')}"
     return [
         *cells,
-        f"{row.ms:.1f} ({row.fastest_ms:.1f})",
+        f"{row.ms:.1f} ({row.fastest_ms:.1f}){failed}",
         f"{row.tokens_per_second / 1e3:.1f}",
         number(row.mfu, ".3f"),
         number(results.times_faster(row, IDENTITY), ".3f"),

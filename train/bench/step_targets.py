@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from lingpt.kernels.bench.targets import Missing, Target
-from lingpt.train.bench.step_results import FLASH, IDENTITY, OUTPUT_GATE, SHORT_CONV, Results
+from lingpt.train.bench.step_results import FLASH, IDENTITY, OUTPUT_GATE, SHORT_CONV, Results, Row
 
 LARGE, SMALL = "pythia-1.4b", "pythia-160m"
 ESTIMATE = (0.9, 1.1)  # of the memory that is used
@@ -20,24 +20,32 @@ def _target(what: str, required: float, aim: float | None, number: Callable) -> 
     return Target(what, required, aim, reached, at_least=True, format="{:.3f}")
 
 
+def _row(results: Results, *cell: str | int) -> Row | None:
+    """The cell's row; Missing where a round of it failed, though it keeps the times of those before."""
+    row = results.row(*cell)
+    if row is not None and row.status != "ok":
+        raise Missing(row.line().replace("|", "/"))
+    return row
+
+
 def _faster(model: str, seq_len: int, than: str, attention: str = "ours") -> Callable:
     def reached(results: Results) -> float | None:
-        row = results.row(model, seq_len, attention)
-        return results.times_faster(row, than) if row else None
+        row, other = (_row(results, model, seq_len, name) for name in (attention, than))
+        return results.times_faster(row, than) if row and other else None
 
     return reached
 
 
 def _mfu(model: str, seq_len: int) -> Callable:
     def reached(results: Results) -> float | None:
-        row = results.row(model, seq_len, "ours")
+        row = _row(results, model, seq_len, "ours")
         return row.mfu if row else None
 
     return reached
 
 
 def _long_against_short(results: Results) -> float | None:
-    long, short = (results.row(LARGE, n, "ours") for n in (65536, 2048))
+    long, short = (_row(results, LARGE, n, "ours") for n in (65536, 2048))
     if not (long and short and long.tokens_per_second and short.tokens_per_second):
         return None
     return long.tokens_per_second / short.tokens_per_second

@@ -487,6 +487,23 @@ def test_ratios_are_of_a_session() -> None:
     assert column(table, "FLA normalised", 4) == "8.00× / 8.00×"
 
 
+@pytest.mark.parametrize("reason", ["the budget of 9 s is spent", None])
+def test_the_fastest_is_of_all_that_are_named(reason: str | None) -> None:
+    """Guards: "faster than the fastest FLA", met by what was timed, while one that may be faster was skipped
+    or was not asked for."""
+    results = made_up()
+    rows = [row for row in results.rows if row.implementation == "fla-lightning"]
+    for row in rows:
+        row.status, row.reason, row.forward_ms = "skipped", reason or "", None
+    if reason is None:
+        results.rows = [row for row in results.rows if row not in rows]
+    table = targets_table(results)
+    for what, shape in (("without normaliser", REFERENCE), ("fastest FLA, each (eager)", BATCH_1)):
+        missing = f"not measured: fla-lightning at {shape}: {reason or 'no row'}"
+        assert (column(table, what, 4), column(table, what, 5)) == (missing, "–")
+    assert column(table, "FLA GLA", 5) == "aim met"
+
+
 def test_a_variant_is_interleaved_with_its_base(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: where each run takes 1 % longer, the ratio is off by what passes within a turn, not by more."""
     drift = itertools.count()

@@ -184,6 +184,29 @@ def test_targets_are_judged_by_the_rows():
     assert "ours, × FlashAttention-2 | ≥ 1.55 | ≥ 1.65 | 6.000 | aim met |" in text
 
 
+def test_a_row_that_failed_later_says_so():
+    """Guards: a later round that broke, of which table and targets said nothing, as its times are kept."""
+    results = made_up()
+    ours = results.row("pythia-160m", 8192, "ours")
+    ours.mfu, ours.status, ours.reason = 0.44, "error", "RuntimeError: a | b"
+    said = "pythia-160m N = 8192, ours: error: RuntimeError: a / b"
+    assert "| ours | 125.0 (100.0), then error: RuntimeError: a / b | 1000.0 | 0.440 |" in table(results)
+    text = targets_table(results)
+    assert f"| pythia-160m, N = 8192: ours, share | ≥ 0.85 | ≥ 0.92 | not measured: {said} | – |" in text
+    assert f"| ours, MFU | ≥ 0.43 | ≥ 0.48 | not measured: {said} | – |" in text
+    ours.status, results.row("pythia-160m", 8192, "identity").status = "ok", "oom"
+    assert "ours, share | ≥ 0.85 | ≥ 0.92 | not measured: pythia-160m N = 8192, identity: oom" in (
+        targets_table(results)
+    )
+    for row in results.rows:
+        row.model, row.status = "pythia-1.4b", "ok"
+    short, long = results.row("pythia-1.4b", 2048, "ours"), results.row("pythia-1.4b", 4096, "ours")
+    short.status, long.seq_len = "error", 65536
+    assert "those at 2048 | ≥ 0.95 | ≥ 1 | not measured: pythia-1.4b N = 2048, ours: error" in (
+        targets_table(results)
+    )
+
+
 def test_the_memory_estimate_is_what_was_measured():
     """Guards: today's estimate, within 10 % of what steps on an H200 have used, in the committed results."""
     folder, ratios = Path(steps.__file__).parents[2] / "docs/results/training", {}

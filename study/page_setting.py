@@ -1,0 +1,160 @@
+"""What a study's page says of its setting: what was run, in what the rows differ, what that cannot tell."""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lingpt.eval.table2 import count
+from lingpt.models import ATTENTIONS
+from lingpt.study.config import Study
+from lingpt.study.page_losses import PAPER_TOKENS
+from lingpt.study.runs import StudyRun, chosen_rates, unfinished_runs, untuned_rate
+
+Records = dict[str, dict[str, Any]]  # of `page_records.read_records`
+_RATE = "train.learning_rate"
+
+
+def what_was_run(
+    study: Study,
+    rate_runs: Sequence[StudyRun],
+    runs: Sequence[StudyRun],
+    done: Sequence[StudyRun],
+    records: Records,
+) -> str:
+    """Model, rows, seeds, tokens, and what differs between the rows. done: the runs in the tables."""
+    recipe = runs[0].recipe
+    seeds = f"{study.seeds} seeds" if study.seeds > 1 else "one seed"
+    number = len(study.attentions)
+    rows = f"{number} row{'s' if number > 1 else ''}"
+    size = f"{recipe.tokens_per_step:,} tokens a step, {recipe.total_steps:,} steps"
+    one_text = not texts_that_differ(done, records)
+    data = f"{'for each seed ' * (study.seeds > 1)}the same data in the same order, " if one_text else ""
+    return (
+        f"{recipe.model.name}, {rows}, {seeds}, {count(study.tokens)} tokens each, "
+        f"N = {recipe.data.seq_len:,}, {size}; {data}the same schedule. "
+        f"{_passes(study, records)}What differs is {_what_differs(study, rate_runs, done, one_text)}."
+    )
+
+
+def texts_that_differ(done: Sequence[StudyRun], records: Records) -> list[str]:
+    """A note where the records name more than one text; else nothing."""
+    found = dict[str, list[str]]()
+    for run in done:
+        if fingerprint := (records.get(run.name, {}).get("data") or {}).get("fingerprint"):
+            found.setdefault(str(fingerprint), []).append(run.name)
+    if len(found) < 2:
+        return []
+    named = "; ".join(f"{text}: {', '.join(names)}" for text, names in found.items())
+    return [f"the runs were trained on different data ({named}): their losses compare these, too"]
+
+
+def _passes(study: Study, records: Records) -> str:
+    """How often a run reads its text, where the records say how long that is, and agree."""
+    texts = [(record.get("data") or {}).get("train") or {} for record in records.values()]
+    lengths = {text["tokens"] for text in texts if text.get("tokens")}
+    if len(lengths) != 1:
+        return ""
+    (length,) = lengths
+    return f"That is {study.tokens / length:.2g} passes over the text of {count(length)} tokens. "
+
+
+def _what_differs(
+    study: Study, rate_runs: Sequence[StudyRun], done: Sequence[StudyRun], one_text: bool
+) -> str:
+    named = {key for options in study.attentions.values() for key in options}
+    others = sorted(named - _of_the_attention())
+    forms = {
+        str((study.attention(row), sorted((k, str(v)) for k, v in options.items() if k not in others)))
+        for row, options in study.attentions.items()
+    }
+    if others and len(study.attentions) > 1 and len(forms) == 1:
+        return ", ".join(others)
+    rates = _rates_that_differ(study, rate_runs, done)
+    differs = f"the attention{'' if one_text else ', the text'}{rates}"
+    if others:
+        return f"{differs}, and where a row says so {', '.join(others)}"
+    return differs if rates or not one_text else f"{differs} alone"
+
+
+def _of_the_attention() -> set[str]:
+    """The keys of a row that make its attention."""
+    options = {name for attention in ATTENTIONS.values() for name in attention.options()}
+    return {"model.attention", *(f"model.{name}" for name in options)}
+
+
+def _rates_that_differ(study: Study, rate_runs: Sequence[StudyRun], done: Sequence[StudyRun]) -> str:
+    """`, and its learning rate, the best of 0.001, 0.003`; nothing where all have one, or a row its own."""
+    if len({run.recipe.train.learning_rate for run in done}) < 2:
+        return ""
+    if tried := _tried(rate_runs):
+        rows = _without_the_best_rate(rate_runs, done)
+        but = f" for all but {', '.join(rows)}" if rows else ""
+        return f", and its learning rate, the best of {', '.join(f'{rate:g}' for rate in tried)}{but}"
+    return ", and its learning rate" if _has_chosen_rates(study, done) else ""
+
+
+def _tried(rate_runs: Sequence[StudyRun]) -> list[float]:
+    return sorted({run.options[_RATE] for run in rate_runs if run.has_result()})
+
+
+def _without_the_best_rate(rate_runs: Sequence[StudyRun], done: Sequence[StudyRun]) -> list[str]:
+    """The rows that were not trained at the best rate of their short runs, or whose are not over."""
+    chosen, left = chosen_rates(rate_runs), unfinished_runs(rate_runs)
+    rates = {run.row: run.recipe.train.learning_rate for run in done}
+    return [row for row, rate in rates.items() if row in left or rate != chosen.get(row, rate)]
+
+
+def _has_chosen_rates(study: Study, done: Sequence[StudyRun]) -> bool:
+    """Whether rows have a rate that neither recipe nor study gives them: short runs have, once."""
+    return any(run.recipe.train.learning_rate != untuned_rate(study, run.row) for run in done)
+
+
+def what_it_cannot_tell(
+    study: Study,
+    rate_runs: Sequence[StudyRun],
+    done: Sequence[StudyRun],
+    results: Sequence[dict[str, Any]],
+) -> str:
+    """What follows from the study's size alone. results: the scores in the tables."""
+    lines = []
+    if study.tokens < 0.99 * PAPER_TOKENS:
+        lines.append(
+            f"{count(study.tokens)} tokens a run; the paper's recipe has 3 B. What leads here may not lead "
+            "there."
+        )
+    lines += [*_seeds(done), *_text(done), *_tuning(study, rate_runs, done)]
+    scores = [entry for result in results for entry in result["scores"].values()]
+    if limits := sorted({entry["limit"] for entry in scores if entry.get("limit")}):
+        of = " or ".join(map(str, limits))
+        which = "each benchmark" if all(entry.get("limit") for entry in scores) else "some benchmarks"
+        lines.append(f"Of {which} only the first {of} documents were asked.")
+    return "## What these runs cannot tell\n\n" + "\n".join(f"- {line}" for line in lines) if lines else ""
+
+
+def _seeds(done: Sequence[StudyRun]) -> list[str]:
+    seeds = Counter(run.row for run in done).values()
+    if not seeds:
+        return []
+    if max(seeds) == 1:
+        return ["One seed: differences smaller than what another seed would change mean nothing."]
+    most = f"{max(seeds)} seeds" if min(seeds) == max(seeds) else f"{max(seeds)} seeds at most"
+    return [f"{most}: enough to see the order of the noise, not to measure it well."]
+
+
+def _text(done: Sequence[StudyRun]) -> list[str]:
+    sources = dict.fromkeys(str(run.recipe.data.source) for run in done)
+    names = " and ".join(Path(source).name for source in sources if source != "wiki40b")
+    return [f"The text is {names}; the paper's is Wiki-40B."] if names else []
+
+
+def _tuning(study: Study, rate_runs: Sequence[StudyRun], done: Sequence[StudyRun]) -> list[str]:
+    if _tried(rate_runs):
+        rows = _without_the_best_rate(rate_runs, done)
+        return [f"Not trained at the best rate of their short runs: {', '.join(rows)}."] if rows else []
+    if _has_chosen_rates(study, done):
+        return ["The learning rates (column Rate) were chosen by short runs that are not here."]
+    whose = "study's" if _RATE in study.options else "recipe's"
+    own = any(_RATE in options for options in study.attentions.values())
+    which = "all rows that give none of their own" if own else "all"
+    return [f"The learning rate is the {whose} for {which}; none was tuned."]
