@@ -242,6 +242,11 @@ def _check_filled(corpus: Corpus, train: StreamWriter, val: StreamWriter) -> Non
         raise UserError(
             f"{corpus.name} holds no documents: give JSONL with a text on every line, or text files"
         )
+    if not train.documents and val.documents > 1:
+        raise UserError(
+            f"all {val.documents} documents of {corpus.name} would be held out for validation: lower "
+            "--data.val_fraction"
+        )
     if not train.documents:
         raise UserError(
             f"{corpus.name} holds only {val.documents} document(s), too few to hold one out for validation: "

@@ -104,12 +104,14 @@ def _documents(source: str, matches: list[Path], named: Iterable[str]) -> list[P
 
 
 def _matches(source: str) -> list[Path]:
-    """What there is under this path (of a folder, in it) or glob, sorted."""
+    """What there is under this path (of a folder, in it, but for hidden files) or glob, sorted."""
     path = expand(source)
     with reading(source):
         if path.is_file():
             return [path]
-        return sorted(path.iterdir() if path.is_dir() else map(Path, glob.glob(str(path), recursive=True)))
+        if path.is_dir():
+            return sorted(file for file in path.iterdir() if not file.name.startswith("."))
+        return sorted(map(Path, glob.glob(str(path), recursive=True)))
 
 
 def _hashes(files: list[Path], cache_dir: Path | None) -> list[str]:

@@ -120,14 +120,14 @@ class Trial:
 def make_trials(
     attentions: list[str], widths: list[int], pairs: list[int], rates: list[float], **sizes: int
 ) -> list[Trial]:
-    """Every combination; an attention that is given in two spellings is one."""
+    """Every combination, once; an attention that is given in two spellings is one."""
     names = dict.fromkeys(attention_form(*parse_form(name)).replace(" ", "") for name in attentions)
     trials = [
         Trial(name, width, count, rate, **sizes)
-        for width in widths
-        for count in pairs
+        for width in dict.fromkeys(widths)
+        for count in dict.fromkeys(pairs)
         for name in names
-        for rate in rates
+        for rate in dict.fromkeys(rates)
     ]
     for trial in trials:
         trial.config()  # refused now

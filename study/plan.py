@@ -178,8 +178,8 @@ def wall_seconds(flops: Sequence[float], slots: Sequence[Slot], peak: float, mor
 
 
 def _part_left(run: StudyRun) -> float:
-    """Of a run's steps."""
-    return max(0.0, 1.0 - run.step / run.recipe.total_steps)
+    """Of a run's steps; all of them where its folder holds another run."""
+    return 1.0 if run.config_mismatch() else max(0.0, 1.0 - run.step / run.recipe.total_steps)
 
 
 def _is_unscored(run: StudyRun) -> bool:

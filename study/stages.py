@@ -60,7 +60,8 @@ def run_study(
         check_target(Path(publish))
     clear_caches()
     folder = Path(out) / f"study-{study.name}"
-    asked, study = study, study if dry_run else with_started_runs(study, folder)
+    asked, started = study, with_started_runs(study, folder)
+    study = asked if dry_run else started
     slots = find_slots(devices, study.devices_per_run, study.runs_per_device)
     work = _Stages(study, asked, folder, slots)
     for run in (*work.rate_runs, *work.runs):

@@ -103,7 +103,9 @@ def _train(recipe: Recipe) -> Path:
     def start() -> Path | None:
         kernels = attention_kernels(config, parallel.device, machine.precision)
         resume_from = resume_or_create(recipe, dataset.fingerprint, lock)
-        record_start(recipe, machine, dataset.describe(), kernels)
+        # A run that is asked for fewer steps than it has done trains nothing, and stays what it is.
+        if resume_from is None or checkpoint.load_manifest(resume_from)["step"] <= recipe.total_steps:
+            record_start(recipe, machine, dataset.describe(), kernels)
         return resume_from
 
     with lock:

@@ -21,6 +21,7 @@ from lingpt.common.run_folder import (
     check_undamaged,
     checkpoint_step,
     read_metrics,
+    require_newest_checkpoint,
     valid_checkpoints,
 )
 from lingpt.data import BatchSampler, prepare
@@ -48,6 +49,7 @@ def replay(
         raise UserError(f"--samples {samples}: show at least 1")
     before = [path for path in valid_checkpoints(run) if (checkpoint_step(path) or 0) < step]
     if not before:
+        require_newest_checkpoint(run)
         raise UserError(f"{run} has no checkpoint before step {step}: give a later one, or train it again")
     check_undamaged(before[-1])
     manifest = load_manifest(before[-1])

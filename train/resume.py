@@ -76,6 +76,8 @@ def _go_on(recipe: Recipe, checkpoint: Path, fingerprint: str) -> None:
             f"{checkpoint} was trained on other data ({differ}): restore the "
             "corpus and the tokenizer it had, or start another run with another --train.name"
         )
+    if recipe.train.init_from is None:  # the records of this start, too, say where the weights came from
+        recipe.train.init_from = manifest["config"].get("train", {}).get("init_from")
     _abandon_newer(recipe.run_folder, manifest["step"])
     print_rank0(
         f"resume: {checkpoint}, step {manifest['step']} of {recipe.total_steps} "
@@ -201,6 +203,8 @@ def _given_checkpoint(path: Path, recipe: Recipe) -> Path:
         raise UserError(
             f"no checkpoint {path} to resume from: give runs/<name>/checkpoints/step-…, auto or never"
         )
+    if checkpoint_step(path) is None and read_manifest(path) is None:
+        raise UserError(f"{path} is no checkpoint: give runs/<name>/checkpoints/step-…, auto or never")
     if reason := why_unusable(path):
         raise UserError(f"the checkpoint {path} {reason}: resume from another one, or auto")
     model = load_manifest(path)["config"].get("model", {})

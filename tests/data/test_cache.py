@@ -423,6 +423,14 @@ def test_too_few_documents_to_split(write_jsonl, tokenizer_path, tmp_path: Path)
         prepare(config, progress=False)
 
 
+def test_a_fraction_that_leaves_nothing_to_train_on_is_named(write_jsonl, tokenizer_path, tmp_path: Path):
+    """Guards: "too few documents" of a corpus that was all held out."""
+    source, cache = str(write_jsonl(["one", "two", "three"])), str(tmp_path / "cache")
+    config = DataConfig(source, tokenizer_path, 4, val_fraction=0.999999, cache_dir=cache)
+    with pytest.raises(UserError, match=r"all 3 documents of .* held out.*lower --data.val_fraction"):
+        prepare(config, progress=False)
+
+
 def test_no_documents(write_jsonl, tokenizer_path, tmp_path: Path):
     """A file of blank lines is a path with no documents."""
     config = DataConfig(str(write_jsonl([])), tokenizer_path, 4, cache_dir=str(tmp_path / "cache"))

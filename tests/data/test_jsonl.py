@@ -99,9 +99,11 @@ def test_an_empty_text_is_an_empty_document(tmp_path: Path):
 
 
 def test_paths_folders_and_globs(write_jsonl, tmp_path: Path):
-    """All three name the same files, in one order; other files of a folder are not touched."""
+    """All three name the same files, in one order; other files of a folder are not touched, nor hidden ones
+    (macOS leaves `._a.jsonl` beside a file on a foreign disk)."""
     files = [write_jsonl(["x"], f"folder/{n}") for n in ("a.jsonl", "b.jsonl.xz")]
     (tmp_path / "folder" / "README.md").write_text("no data")
+    (tmp_path / "folder" / "._a.jsonl").write_text("no data")
     assert find_files(str(tmp_path / "folder")) == files
     assert find_files(str(tmp_path / "folder" / "*.jsonl*")) == files
     assert find_files(str(tmp_path / "**" / "*.jsonl*")) == files

@@ -109,6 +109,14 @@ def test_a_half_written_checkpoint_is_never_chosen(how, tmp_path, tokenizer, cap
             Checkpoint.open(newest)
 
 
+def test_a_folder_that_holds_no_run_is_said_to(tmp_path):
+    """Guards: "no whole checkpoint yet: train on" of a model that was exported."""
+    (tmp_path / "exported").mkdir()
+    (tmp_path / "exported/model.safetensors").touch()
+    with pytest.raises(UserError, match="exported holds no run: give the folder of one"):
+        find_checkpoints(tmp_path, runs=[tmp_path / "exported"])
+
+
 def test_where_no_checkpoint_is_whole_the_file_is_named(tmp_path, tokenizer):
     """Guards: "no whole checkpoint yet: train on" beside one whose shard or file was missing."""
     run = write_run(tmp_path, "run", "ours", tokenizer, steps=(10,))

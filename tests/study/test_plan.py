@@ -115,6 +115,15 @@ def test_the_plan_knows_how_far_a_run_is(here, capsys, monkeypatch):
     assert "(nothing)" in look("scores")[2]
 
 
+def test_a_plan_is_refused_where_the_study_would_be(here, capsys):
+    """Guards: `--dry_run` approved, with nothing left, what the command then refused."""
+    write(TINY | {"learning_rates": [], "seeds": 1, "suites": [], "attentions": ["softmax"]})
+    fake_run("softmax-seed0")
+    assert main([*COMMAND, "--stages", "page"]) == 0
+    assert main([*COMMAND, "--tokens", "256", "--dry_run", "true"]) == 2
+    assert "holds a study with another `tokens` (512, now 256)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("jobs", "slots", "seconds"),
     [

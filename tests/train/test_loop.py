@@ -240,6 +240,8 @@ def test_a_skipped_step_is_logged_and_can_be_replayed(make_recipe, monkeypatch):
     assert shown[0].split(": ")[1].removesuffix(" …") in words
     with pytest.raises(UserError, match="no checkpoint before step 1"):
         replay(folder, 1)
+    with pytest.raises(UserError, match="typo holds no run"):
+        replay(folder.with_name("typo"), 4)
     with pytest.raises(UserError, match="--samples 0: show at least 1"):
         replay(folder, 4, samples=0)
     (folder / "config.yaml").write_text("model: {na")  # the checkpoint has the recipe too

@@ -229,6 +229,33 @@ def test_weights_to_start_from_are_not_taken_for_those_of_a_run_that_goes_on(mak
         train(make_recipe(max_steps=9, init_from=str(other / "checkpoints/step-00000006")))
 
 
+def test_where_the_weights_came_from_stays_on_record(make_recipe):
+    """Guards: a run that was resumed without `--train.init_from` had begun from nothing, by its record: the
+    command that it was started with was refused, and its curve averaged with one from random weights."""
+    init_from = str(train(make_recipe(name="other")) / "checkpoints/step-00000006")
+    train(make_recipe(max_steps=3, init_from=init_from))
+    folder = train(make_recipe())
+    newest = read_manifest(valid_checkpoints(folder)[-1]) or {}
+    assert newest["config"]["train"]["init_from"] == read_config(folder)["train"]["init_from"] == init_from
+    train(make_recipe(max_steps=7, init_from=init_from))
+
+
+def test_a_run_that_has_done_more_steps_keeps_its_record(make_recipe, capsys):
+    """Guards: asked for fewer steps it did nothing, but its config.yaml said that it was of so many."""
+    folder = train(make_recipe())
+    record = (folder / "config.yaml").read_bytes(), (folder / "environment.json").read_bytes()
+    train(make_recipe(max_steps=3))
+    assert "nothing to train: the run is at step 6 of 3" in capsys.readouterr().out
+    assert record == ((folder / "config.yaml").read_bytes(), (folder / "environment.json").read_bytes())
+
+
+def test_a_run_is_no_checkpoint(make_recipe):
+    """Guards: "is not whole" of a healthy run's folder."""
+    folder = train(make_recipe(max_steps=3))
+    with pytest.raises(UserError, match=r"is no checkpoint: give runs/<name>/checkpoints/step-…"):
+        train(make_recipe(resume=str(folder)))
+
+
 def test_a_run_s_config_goes_on_however_it_was_started(make_recipe):
     """Guards: `lingpt train --config runs/x/config.yaml` began anew where x had begun by `resume never`."""
     train(make_recipe())
