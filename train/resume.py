@@ -26,6 +26,7 @@ from lingpt.common.run_folder import (
     read_metrics,
     valid_checkpoints,
 )
+from lingpt.models.model_folder import model_folder
 from lingpt.train.checkpoint import clear_leftovers, load_manifest, why_unusable
 from lingpt.train.config import DATA_PATHS, MAY_CHANGE, Recipe, differences, recipe_from_dict
 from lingpt.train.console import print_rank0
@@ -44,6 +45,7 @@ def resume_or_create(recipe: Recipe, fingerprint: str, lock: RunLock) -> Path | 
     lock.acquire()
     with write_errors(folder, "free some space, make it writable, or choose another --train.out_dir"):
         if resume == "never":
+            _check_init_from(recipe)
             _move_aside(folder, lock)
         given = _given_checkpoint(Path(resume), recipe) if resume not in ("auto", "never") else None
         if has_begun(folder):
@@ -216,6 +218,19 @@ def _given_checkpoint(path: Path, recipe: Recipe) -> Path:
                 f"from its weights with --train.init_from {path}"
             )
     return path
+
+
+def _check_init_from(recipe: Recipe) -> None:
+    """UserError, before the old run is moved, where the new one would find no weights to start from."""
+    if recipe.train.init_from is None:
+        return
+    path = Path(recipe.train.init_from)
+    if path.resolve().is_relative_to(recipe.run_folder.resolve()):
+        raise UserError(
+            f"--train.init_from {path} is in the run that --train.resume never would move aside: choose "
+            "another --train.name"
+        )
+    model_folder(path)
 
 
 def _move_aside(folder: Path, lock: RunLock) -> None:
