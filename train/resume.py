@@ -19,6 +19,7 @@ from lingpt.common.run_folder import (
     all_checkpoint_folders,
     checkpoint_folder,
     checkpoint_step,
+    model_folder,
     newest_checkpoint,
     read_config,
     read_environment,
@@ -26,7 +27,6 @@ from lingpt.common.run_folder import (
     read_metrics,
     valid_checkpoints,
 )
-from lingpt.models.model_folder import model_folder
 from lingpt.train.checkpoint import clear_leftovers, load_manifest, why_unusable
 from lingpt.train.config import DATA_PATHS, MAY_CHANGE, Recipe, differences, recipe_from_dict
 from lingpt.train.console import print_rank0
