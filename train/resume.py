@@ -27,6 +27,7 @@ from lingpt.common.run_folder import (
     read_metrics,
     valid_checkpoints,
 )
+from lingpt.models.model_folder import CONFIG as MODEL_CONFIG
 from lingpt.train.checkpoint import clear_leftovers, load_manifest, why_unusable
 from lingpt.train.config import DATA_PATHS, MAY_CHANGE, Recipe, differences, recipe_from_dict
 from lingpt.train.console import print_rank0
@@ -230,7 +231,8 @@ def _check_init_from(recipe: Recipe) -> None:
             f"--train.init_from {path} is in the run that --train.resume never would move aside: choose "
             "another --train.name"
         )
-    model_folder(path)
+    if not (model_folder(path) / MODEL_CONFIG).is_file():
+        raise UserError(f"--train.init_from {path} holds no model: it has no {MODEL_CONFIG}")
 
 
 def _move_aside(folder: Path, lock: RunLock) -> None:
