@@ -22,7 +22,14 @@ from lingpt.models.config import Config
 from lingpt.models.gpt import GPT
 from lingpt.models.hf import is_hf_folder, read_hf
 from lingpt.models.init import set_weight
-from lingpt.models.model_folder import CONFIG, WEIGHTS, read_pickled_tensors, read_tensors, write_model_folder
+from lingpt.models.model_folder import (
+    CONFIG,
+    WEIGHTS,
+    check_holds_model,
+    read_pickled_tensors,
+    read_tensors,
+    write_model_folder,
+)
 from lingpt.models.shards import (
     is_sharded,
     read_sharded_weights,
@@ -188,9 +195,7 @@ def _read_weights(
 
 
 def _read_config(folder: Path) -> Config:
-    if not (folder / CONFIG).is_file():
-        missing = f"it has no {CONFIG}" if folder.is_dir() else "there is no such folder"
-        raise UserError(f"no model in {folder}: {missing}")
+    check_holds_model(folder)
     values = read_json_object(folder / CONFIG)
     if values.pop("model_type", None) != "lingpt":
         raise UserError(

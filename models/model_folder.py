@@ -39,6 +39,13 @@ def _os_error(error: SafetensorError) -> OSError:
     return OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))
 
 
+def check_holds_model(folder: Path) -> None:
+    """UserError where no model lies in `folder`."""
+    if not (folder / CONFIG).is_file():
+        missing = f"it has no {CONFIG}" if folder.is_dir() else "there is no such folder"
+        raise UserError(f"no model in {folder}: {missing}")
+
+
 def read_tensors(
     path: Path, device: torch.device | str = "cpu"
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -14,7 +14,7 @@ from lingpt.study.page_losses import loss_sections, softmax_baseline
 from lingpt.study.page_records import how_it_was_made, read_records, read_scores
 from lingpt.study.page_setting import texts_that_differ, what_it_cannot_tell, what_was_run
 from lingpt.study.paths import read_utf8
-from lingpt.study.runs import StudyRun
+from lingpt.study.runs import StudyRun, read_rate_search
 
 PAGE, READING, TITLE = "README.md", "reading.md", "# Study "
 
@@ -39,7 +39,8 @@ def write_page(
     baseline = softmax_baseline(study, done)
     results, unscored = read_scores(done, baseline, scored) if study.suites else ([], [])
     records, unread = read_records(runs)
-    losses, odd = loss_sections(study, folder, rate_runs, done, records, baseline) if done else ([], [])
+    rates = read_rate_search(rate_runs)
+    losses, odd = loss_sections(study, folder, rates, done, records, baseline) if done else ([], [])
     texts = texts_that_differ(done, records)
     notes = list(dict.fromkeys([*excluded, *failed, *unscored, *left_out(results), *unread, *texts, *odd]))
     for line in notes:
@@ -48,13 +49,13 @@ def write_page(
     parts = [
         f"{TITLE}{study.name}",
         study.about,
-        what_was_run(study, rate_runs, runs, done, records),
+        what_was_run(study, rates, runs, done, records),
         read_utf8(folder / READING).strip() if (folder / READING).exists() else "",
         "## Not in the tables\n\n" + "\n".join(f"- {line}" for line in notes) if notes else "",
         *losses,
         *_score_sections(study, folder, mean_scores(results)),
         _mqar(folder),
-        what_it_cannot_tell(study, rate_runs, done, results),
+        what_it_cannot_tell(study, rates, done, results),
         how_it_was_made({run.name: records[run.name] for run in done if run.name in records}),
     ]
     with write_errors(folder / PAGE):

@@ -19,7 +19,7 @@ from lingpt.eval.tables import Table
 from lingpt.models import GPT
 from lingpt.study.config import Study
 from lingpt.study.page_records import earlier_starts
-from lingpt.study.runs import StudyRun, chosen_rates, unfinished_runs
+from lingpt.study.runs import RateSearch, StudyRun
 from lingpt.train.curve_figure import caption, draw
 from lingpt.train.curves import (
     Curve,
@@ -43,7 +43,7 @@ def softmax_baseline(study: Study, done: Sequence[StudyRun]) -> str | None:
 def loss_sections(
     study: Study,
     folder: Path,
-    rate_runs: Sequence[StudyRun],
+    rates: RateSearch,
     done: Sequence[StudyRun],
     records: dict[str, dict[str, Any]],
     baseline: str | None,
@@ -73,8 +73,8 @@ def loss_sections(
     if not shared:
         table = format_table(reached, curves[base].label)
         sections.append(f"## Time to a loss\n\n```\n{table}\n```")
-    if any(run.has_result() for run in rate_runs):
-        sections.append(_rates_table(study, rate_runs, done).section())
+    if rates.losses:
+        sections.append(_rates_table(study, rates, done).section())
     return sections, notes
 
 
@@ -230,14 +230,13 @@ def _speed(row: dict[str, Any]) -> list[str]:
     return [equal, duration(row["train_time"]), speed, used, paper]
 
 
-def _rates_table(study: Study, rate_runs: Sequence[StudyRun], done: Sequence[StudyRun]) -> Table:
-    chosen, left = chosen_rates(rate_runs), unfinished_runs(rate_runs)
+def _rates_table(study: Study, rates: RateSearch, done: Sequence[StudyRun]) -> Table:
+    chosen = rates.chosen
     rows, kept = [], dict[float, list[str]]()
     for row in study.attentions:
-        finished = [run for run in rate_runs if run.row == row and run.has_result()]
-        losses = {run.options["train.learning_rate"]: run.loss for run in finished}
-        cells = [DASH if losses.get(r) is None else f"{losses[r]:.4f}" for r in study.learning_rates]
-        none = DASH if row in left else "the recipe's"  # all have diverged
+        losses = rates.losses.get(row, {})
+        cells = [f"{losses[rate]:.4f}" if rate in losses else DASH for rate in study.learning_rates]
+        none = DASH if row in rates.unfinished else "the recipe's"  # all have diverged
         rows.append([row, *cells, f"{chosen[row]:g}" if row in chosen else none])
         used = next((run.recipe.train.learning_rate for run in done if run.row == row), None)
         if used is not None and row in chosen and used != chosen[row]:

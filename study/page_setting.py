@@ -9,7 +9,7 @@ from lingpt.eval.table2 import count
 from lingpt.models import ATTENTIONS
 from lingpt.study.config import Study
 from lingpt.study.page_losses import PAPER_TOKENS
-from lingpt.study.runs import StudyRun, chosen_rates, unfinished_runs, untuned_rate
+from lingpt.study.runs import RateSearch, StudyRun, untuned_rate
 
 Records = dict[str, dict[str, Any]]  # of `page_records.read_records`
 _RATE = "train.learning_rate"
@@ -17,7 +17,7 @@ _RATE = "train.learning_rate"
 
 def what_was_run(
     study: Study,
-    rate_runs: Sequence[StudyRun],
+    rates: RateSearch,
     runs: Sequence[StudyRun],
     done: Sequence[StudyRun],
     records: Records,
@@ -33,7 +33,7 @@ def what_was_run(
     return (
         f"{recipe.model.name}, {rows}, {seeds}, {count(study.tokens)} tokens each, "
         f"N = {recipe.data.seq_len:,}, {size}; {data}the same schedule. "
-        f"{_passes(study, records)}What differs is {_what_differs(study, rate_runs, done, one_text)}."
+        f"{_passes(study, records)}What differs is {_what_differs(study, rates, done, one_text)}."
     )
 
 
@@ -59,9 +59,7 @@ def _passes(study: Study, records: Records) -> str:
     return f"That is {study.tokens / length:.2g} passes over the text of {count(length)} tokens. "
 
 
-def _what_differs(
-    study: Study, rate_runs: Sequence[StudyRun], done: Sequence[StudyRun], one_text: bool
-) -> str:
+def _what_differs(study: Study, rates: RateSearch, done: Sequence[StudyRun], one_text: bool) -> str:
     named = {key for options in study.attentions.values() for key in options}
     others = sorted(named - _of_the_attention())
     forms = {
@@ -70,11 +68,11 @@ def _what_differs(
     }
     if others and len(study.attentions) > 1 and len(forms) == 1:
         return ", ".join(others)
-    rates = _rates_that_differ(study, rate_runs, done)
-    differs = f"the attention{'' if one_text else ', the text'}{rates}"
+    and_rates = _rates_that_differ(study, rates, done)
+    differs = f"the attention{'' if one_text else ', the text'}{and_rates}"
     if others:
         return f"{differs}, and where a row says so {', '.join(others)}"
-    return differs if rates or not one_text else f"{differs} alone"
+    return differs if and_rates or not one_text else f"{differs} alone"
 
 
 def _of_the_attention() -> set[str]:
@@ -83,26 +81,21 @@ def _of_the_attention() -> set[str]:
     return {"model.attention", *(f"model.{name}" for name in options)}
 
 
-def _rates_that_differ(study: Study, rate_runs: Sequence[StudyRun], done: Sequence[StudyRun]) -> str:
+def _rates_that_differ(study: Study, rates: RateSearch, done: Sequence[StudyRun]) -> str:
     """`, and its learning rate, the best of 0.001, 0.003`; nothing where all have one, or a row its own."""
     if len({run.recipe.train.learning_rate for run in done}) < 2:
         return ""
-    if tried := _tried(rate_runs):
-        rows = _without_the_best_rate(rate_runs, done)
+    if tried := sorted({rate for losses in rates.losses.values() for rate in losses}):
+        rows = _without_the_best_rate(rates, done)
         but = f" for all but {', '.join(rows)}" if rows else ""
         return f", and its learning rate, the best of {', '.join(f'{rate:g}' for rate in tried)}{but}"
     return ", and its learning rate" if _has_chosen_rates(study, done) else ""
 
 
-def _tried(rate_runs: Sequence[StudyRun]) -> list[float]:
-    return sorted({run.options[_RATE] for run in rate_runs if run.has_result()})
-
-
-def _without_the_best_rate(rate_runs: Sequence[StudyRun], done: Sequence[StudyRun]) -> list[str]:
+def _without_the_best_rate(rates: RateSearch, done: Sequence[StudyRun]) -> list[str]:
     """The rows that were not trained at the best rate of their short runs, or whose are not over."""
-    chosen, left = chosen_rates(rate_runs), unfinished_runs(rate_runs)
-    rates = {run.row: run.recipe.train.learning_rate for run in done}
-    return [row for row, rate in rates.items() if row in left or rate != chosen.get(row, rate)]
+    used, chosen = {run.row: run.recipe.train.learning_rate for run in done}, rates.chosen
+    return [row for row, rate in used.items() if row in rates.unfinished or rate != chosen.get(row, rate)]
 
 
 def _has_chosen_rates(study: Study, done: Sequence[StudyRun]) -> bool:
@@ -112,7 +105,7 @@ def _has_chosen_rates(study: Study, done: Sequence[StudyRun]) -> bool:
 
 def what_it_cannot_tell(
     study: Study,
-    rate_runs: Sequence[StudyRun],
+    rates: RateSearch,
     done: Sequence[StudyRun],
     results: Sequence[dict[str, Any]],
 ) -> str:
@@ -123,7 +116,7 @@ def what_it_cannot_tell(
             f"{count(study.tokens)} tokens a run; the paper's recipe has 3 B. What leads here may not lead "
             "there."
         )
-    lines += [*_seeds(done), *_text(done), *_tuning(study, rate_runs, done)]
+    lines += [*_seeds(done), *_text(done), *_tuning(study, rates, done)]
     scores = [entry for result in results for entry in result["scores"].values()]
     if limits := sorted({entry["limit"] for entry in scores if entry.get("limit")}):
         of = " or ".join(map(str, limits))
@@ -148,9 +141,9 @@ def _text(done: Sequence[StudyRun]) -> list[str]:
     return [f"The text is {names}; the paper's is Wiki-40B."] if names else []
 
 
-def _tuning(study: Study, rate_runs: Sequence[StudyRun], done: Sequence[StudyRun]) -> list[str]:
-    if _tried(rate_runs):
-        rows = _without_the_best_rate(rate_runs, done)
+def _tuning(study: Study, rates: RateSearch, done: Sequence[StudyRun]) -> list[str]:
+    if rates.losses:
+        rows = _without_the_best_rate(rates, done)
         return [f"Not trained at the best rate of their short runs: {', '.join(rows)}."] if rows else []
     if _has_chosen_rates(study, done):
         return ["The learning rates (column Rate) were chosen by short runs that are not here."]

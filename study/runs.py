@@ -278,25 +278,32 @@ def _setting(key: str, recipe: str, options: dict[str, Any]) -> Any:
     return options.get(f"train.{key}", read_yaml(find_recipe(recipe)).get("train", {}).get(key))
 
 
-def unfinished_runs(runs: Sequence[StudyRun]) -> dict[str, list[str]]:
-    """Row → the names of its runs that are not over, of the rows that have some."""
-    left: dict[str, list[str]] = {}
-    for run in runs:
-        if not run.is_finished():
-            left.setdefault(run.row, []).append(run.name)
-    return left
+@dataclass(frozen=True)
+class RateSearch:
+    """What the short runs have found, each read once.
 
-
-def chosen_rates(runs: Sequence[StudyRun]) -> dict[str, float]:
-    """Of each row the rate whose short run ended with the lowest validation loss. Left out are rows without
-    one, and rows with a run that is not over: it may be the best.
+    losses: row → rate → the validation loss of a run that is done. unfinished: row → the names of its runs
+    that are not over, of the rows that have some.
     """
-    left = unfinished_runs(runs)
-    best: dict[str, tuple[float, float]] = {}
+
+    losses: dict[str, dict[float, float]]
+    unfinished: dict[str, list[str]]
+
+    @property
+    def chosen(self) -> dict[str, float]:
+        """Of each row the rate whose run ended with the lowest validation loss. Left out are rows without
+        one, and rows with a run that is not over: it may be the best.
+        """
+        rows = self.losses.items()
+        return {row: min(found, key=found.__getitem__) for row, found in rows if row not in self.unfinished}
+
+
+def read_rate_search(runs: Sequence[StudyRun]) -> RateSearch:
+    """Of the study's `rate_runs`."""
+    losses, unfinished = dict[str, dict[float, float]](), dict[str, list[str]]()
     for run in runs:
-        if run.row in left:
-            continue
-        loss, rate = run.loss if run.has_result() else None, run.options["train.learning_rate"]
-        if loss is not None and loss < best.get(run.row, (float("inf"), 0.0))[0]:
-            best[run.row] = loss, rate
-    return {row: rate for row, (_, rate) in best.items()}
+        if run.has_result() and (loss := run.loss) is not None:
+            losses.setdefault(run.row, {})[run.options["train.learning_rate"]] = loss
+        elif not run.diverged:
+            unfinished.setdefault(run.row, []).append(run.name)
+    return RateSearch(losses, unfinished)

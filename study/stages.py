@@ -23,7 +23,7 @@ from lingpt.study.mqar import command_line, trials_left
 from lingpt.study.page import write_page
 from lingpt.study.plan import format_plan
 from lingpt.study.publish import check_target, publish_study
-from lingpt.study.runs import StudyRun, chosen_rates, clear_caches, rate_runs, study_runs, unfinished_runs
+from lingpt.study.runs import StudyRun, clear_caches, rate_runs, read_rate_search, study_runs
 
 
 def run_study(
@@ -155,7 +155,7 @@ class _Stages:
 
     def _find_runs(self) -> None:
         self.rate_runs = rate_runs(self.study, self.folder, self._each)
-        self.runs = study_runs(self.study, self.folder, chosen_rates(self.rate_runs), self._each)
+        self.runs = study_runs(self.study, self.folder, read_rate_search(self.rate_runs).chosen, self._each)
 
     def run(self, stages: Sequence[str], minutes: float | None) -> None:
         """These stages but the page, until they are done, or the time is over."""
@@ -195,11 +195,11 @@ class _Stages:
             for run in runs:
                 if run.is_finished():
                     shutil.rmtree(run.folder / CHECKPOINTS, ignore_errors=True)
-        self.runs = study_runs(self.study, self.folder, chosen_rates(self.rate_runs), self._each)
+        self.runs = study_runs(self.study, self.folder, read_rate_search(self.rate_runs).chosen, self._each)
 
     def train(self) -> None:
         """A row without all its rates waits: a run that begins at another rate would keep it for good."""
-        left = unfinished_runs(self.rate_runs) if self.tunes else {}
+        left = read_rate_search(self.rate_runs).unfinished if self.tunes else {}
         runs = self._now(self.runs)
         waiting = [run for run in runs if run.row in left and not run.started]
         for run in waiting:

@@ -27,7 +27,7 @@ from lingpt.common.run_folder import (
     read_metrics,
     valid_checkpoints,
 )
-from lingpt.models.model_folder import CONFIG as MODEL_CONFIG
+from lingpt.models.model_folder import check_holds_model
 from lingpt.train.checkpoint import clear_leftovers, load_manifest, why_unusable
 from lingpt.train.config import DATA_PATHS, MAY_CHANGE, Recipe, differences, recipe_from_dict
 from lingpt.train.console import print_rank0
@@ -68,7 +68,8 @@ def resume_or_create(recipe: Recipe, fingerprint: str, lock: RunLock) -> Path | 
 
 
 def _go_on(recipe: Recipe, checkpoint: Path, fingerprint: str) -> None:
-    """Says where the run goes on, once recipe and data are known to be those of `checkpoint`."""
+    """Says where the run goes on, once recipe and data are known to be those of `checkpoint`, whose
+    `init_from` the recipe gets where it names none."""
     manifest = load_manifest(checkpoint)
     complaint = f"{checkpoint} is of a run with another config"
     _check_same(recipe, manifest["config"], complaint, MAY_CHANGE | DATA_PATHS)
@@ -231,8 +232,7 @@ def _check_init_from(recipe: Recipe) -> None:
             f"--train.init_from {path} is in the run that --train.resume never would move aside: choose "
             "another --train.name"
         )
-    if not (model_folder(path) / MODEL_CONFIG).is_file():
-        raise UserError(f"--train.init_from {path} holds no model: it has no {MODEL_CONFIG}")
+    check_holds_model(model_folder(path))
 
 
 def _move_aside(folder: Path, lock: RunLock) -> None:

@@ -12,7 +12,7 @@ from lingpt.cli.main import main
 from lingpt.common.files import write_json
 from lingpt.study import read_study
 from lingpt.study.page_setting import what_it_cannot_tell
-from lingpt.study.runs import StudyRun
+from lingpt.study.runs import RateSearch, StudyRun
 from lingpt.tests.study.tiny import COMMAND, TINY, fake_run, write
 
 
@@ -244,7 +244,7 @@ def test_what_the_runs_cannot_tell_is_of_the_runs_that_are_there(here):
     write_json(Path("runs/study-tiny/softmax-seed0/eval/step-00000004.json"), scores)
     assert "Of each benchmark only the first 4 documents were asked." in page_of_the_study()
     paper = replace(read_study(Path("study-tiny.yaml")), tokens=3_000_000_000)
-    assert "the paper's recipe has" not in what_it_cannot_tell(paper, [], [], [])
+    assert "the paper's recipe has" not in what_it_cannot_tell(paper, RateSearch({}, {}), [], [])
 
 
 def test_a_run_that_is_not_scored_is_named(here):

@@ -9,7 +9,7 @@ import pytest
 
 from lingpt.cli.main import main
 from lingpt.study import read_study
-from lingpt.study.runs import chosen_rates, kept_rates, rate_runs, study_runs
+from lingpt.study.runs import kept_rates, rate_runs, read_rate_search, study_runs
 from lingpt.tests.study.tiny import COMMAND, TINY, fake_run, write
 
 
@@ -19,17 +19,17 @@ def test_the_best_rate_is_chosen(here):
     write(TINY | {"learning_rates": [1e-3, 3e-3, 1e-2], "attentions": ["softmax", "gla"], "rate_tokens": 512})
     study, folder = read_study(Path("study-tiny.yaml")), Path("runs")
     tried = rate_runs(study, folder, None)
-    assert chosen_rates(tried) == {}
+    assert read_rate_search(tried).chosen == {}
     for name, steps in (("softmax-rate0.001", 4), ("softmax-rate0.01", 3)):
         fake_run(name, steps=steps, root="runs")
     fake_run("softmax-rate0.003", root="runs")
-    assert chosen_rates(tried) == {}
+    assert read_rate_search(tried).chosen == {}
     end = {"kind": "diverged", "step": 3, "tokens": 384, "train_time": 3.0, "skipped": 10}
     fake_run("softmax-rate0.01", steps=3, last=end, root="runs")
-    assert chosen_rates(tried) == {"softmax": 1e-3}
+    assert read_rate_search(tried).chosen == {"softmax": 1e-3}
     text = (folder / "softmax-rate0.003" / "metrics.jsonl").read_text()
     (folder / "softmax-rate0.003" / "metrics.jsonl").write_text(text.replace('"loss": 4.0', '"loss": 3.5'))
-    assert chosen_rates(tried) == {"softmax": 3e-3}
+    assert read_rate_search(tried).chosen == {"softmax": 3e-3}
     assert study_runs(study, folder, {"softmax": 3e-3}, None)[0].options["train.learning_rate"] == 3e-3
 
 

@@ -17,7 +17,7 @@ from lingpt.cli.main import main
 from lingpt.common.errors import UserError
 from lingpt.study import find_study, read_study, run_study, stages, with_rows
 from lingpt.study.jobs import Failure, Slot
-from lingpt.study.runs import StudyRun, chosen_rates, rate_runs
+from lingpt.study.runs import StudyRun, rate_runs, read_rate_search
 from lingpt.tests.study.tiny import COMMAND, TINY, fake_run, write
 
 
@@ -35,7 +35,7 @@ def test_a_study_from_the_plan_to_the_page(here, tmp_path, capsys, pictures):
     assert not any((folder / name / "checkpoints").exists() for name in tried)
     config = yaml.safe_load((folder / "mixed-seed1" / "config.yaml").read_text())
     study = read_study(Path("study-tiny.yaml"))
-    chosen = chosen_rates(rate_runs(study, folder, None))
+    chosen = read_rate_search(rate_runs(study, folder, None)).chosen
     assert config["train"]["learning_rate"] == chosen["mixed"] == 3e-3
     assert config["train"]["min_learning_rate"] == pytest.approx(chosen["mixed"] / 10)  # as in the recipe
     assert (config["train"]["seed"], config["train"]["wandb_group"]) == (1, "study-tiny")
@@ -160,7 +160,7 @@ def test_a_row_waits_until_its_rates_are_tried(here, monkeypatch, capsys, lost):
     assert "waits" not in page.read_text()
     study, folder = read_study(Path("study-tiny.yaml")), Path("runs/study-tiny")
     trained = yaml.safe_load((folder / "mixed-seed0" / "config.yaml").read_text())["train"]
-    assert trained["learning_rate"] == chosen_rates(rate_runs(study, folder, None))["mixed"]
+    assert trained["learning_rate"] == read_rate_search(rate_runs(study, folder, None)).chosen["mixed"]
 
 
 def test_what_waits_for_a_rate(here, monkeypatch):

@@ -252,7 +252,10 @@ def test_a_run_that_has_done_more_steps_keeps_its_record(make_recipe, capsys):
 def test_the_old_run_stays_where_the_new_one_has_nothing_to_start_from(make_recipe):
     """Guards: `--train.resume never` had moved the run by the time that `--train.init_from` was not found."""
     folder = train(make_recipe(max_steps=3))
-    for init_from, line in (("typo", "typo holds no model"), (str(folder), "in the run that")):
+    for init_from, line in (
+        ("typo", "no model in typo: there is no such folder"),
+        (str(folder), "in the run that"),
+    ):
         with pytest.raises(UserError, match=line):
             train(make_recipe(resume="never", init_from=init_from))
     assert names(folder) == ["step-00000003"] and not list(folder.parent.glob("*.old-*"))
