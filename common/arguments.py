@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
+from itertools import islice
 from typing import Any, Literal, get_args, get_origin
 
 import jsonargparse
@@ -58,13 +59,15 @@ def as_word(value: Any) -> str:
 
 
 def _config_first(words: Sequence[str]) -> list[str]:
-    """Moves `--config X` to the front: what the command line says wins wherever it stands."""
-    for i, word in enumerate(words):
-        if word == "--config" and i + 1 < len(words):
-            return [word, words[i + 1], *words[:i], *words[i + 2 :]]
-        if word.startswith("--config="):
-            return [word, *words[:i], *words[i + 1 :]]
-    return list(words)
+    """Moves each `--config X` to the front, in their order: what the command line says wins wherever it
+    stands."""
+    configs, others, rest = list[str](), list[str](), iter(words)
+    for word in rest:
+        if word == "--config":
+            configs += [word, *islice(rest, 1)]
+        else:
+            (configs if word.startswith("--config=") else others).append(word)
+    return configs + others
 
 
 def _whole_numbers(parser: jsonargparse.ArgumentParser, words: Sequence[str]) -> list[str]:

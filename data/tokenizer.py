@@ -72,6 +72,11 @@ class Tokenizer:
                 f"model's vocabulary only {padded_vocab_size}: take the model's own tokenizer"
             )
 
+    def count_other_tokens(self, other: "Tokenizer") -> int:
+        """How many of the ids here are another token in `other`, or none."""
+        own, others = (t.raw.get_vocab(with_added_tokens=True) for t in (self, other))
+        return len(own.items() - others.items())
+
     def save(self, folder: str | os.PathLike) -> Path:
         """Writes `tokenizer.json` into `folder` and returns its path. OSError where it cannot be written."""
         path = Path(folder) / "tokenizer.json"

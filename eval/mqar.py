@@ -102,8 +102,10 @@ class Trial:
 
     def config(self) -> Config:
         """Raises UserError for an attention or an option that there is not."""
-        own = parse_form(self.attention)[1]
-        heads: dict[str, Any] = {"gla_n_head": own.get("gla_n_head", self.heads)}
+        name, options = parse_form(self.attention)
+        heads: dict[str, Any] = {}
+        if "gla_n_head" in ATTENTIONS[name].options():
+            heads["gla_n_head"] = options.get("gla_n_head", self.heads)
         args = ModelArgs(
             "mqar",
             self.attention,

@@ -8,6 +8,7 @@ from typing import Any, Self
 import litgpt.config
 
 from lingpt.common.errors import UserError, unknown
+from lingpt.common.run_folder import attention_label
 from lingpt.models.attention import (
     ALIASES,
     ATTENTIONS,
@@ -256,9 +257,17 @@ class ModelArgs:
         return attention if n_layer is None else hybrid_layers(attention, n_layer, every)
 
     def config(self) -> Config:
-        """Raises UserError where the names or numbers make no model."""
+        """Raises UserError where the names or numbers make no model, or none of its layers has an option."""
         given = {key: value for key, value in vars(self).items() if value is not None}
-        return Config.from_name(**given)
+        config = Config.from_name(**given)
+        has = {option for name in config.attention_per_layer for option in ATTENTIONS[name].options()}
+        for option, default in option_defaults().items():
+            if option not in has and getattr(self, option) != default:
+                raise UserError(
+                    f"{option} is no option of {attention_label(self.attention)}, which has "
+                    f"{', '.join(sorted(has))}: leave model.{option} out"
+                )
+        return config
 
 
 def _aliases_in(attention: str | list[str]) -> str:

@@ -44,6 +44,7 @@ from lingpt.train.model import (
     fill_shards,
     make_model,
     model_config,
+    other_tokens_message,
 )
 from lingpt.train.optim import learning_rate, make_optimizer
 from lingpt.train.plan import format_plan
@@ -106,6 +107,8 @@ def _train(recipe: Recipe) -> Path:
         # A run that is asked for fewer steps than it has done trains nothing, and stays what it is.
         if resume_from is None or checkpoint.load_manifest(resume_from)["step"] <= recipe.total_steps:
             record_start(recipe, machine, dataset.describe(), kernels)
+        if resume_from is None and (differ := other_tokens_message(recipe, dataset.tokenizer)):
+            print_rank0(differ)
         return resume_from
 
     with lock:

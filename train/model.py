@@ -7,6 +7,7 @@ import torch
 
 from lingpt.common.errors import UserError
 from lingpt.common.run_folder import model_folder
+from lingpt.data import Tokenizer, load_tokenizer
 from lingpt.kernels.gla_tuning import Autotuning
 from lingpt.models import ATTENTIONS, GPT, Config, load_model, load_parts, load_weights
 from lingpt.train.compilation import compile_blocks, compiles
@@ -75,6 +76,23 @@ def _init_from(gpt: GPT, recipe: Recipe) -> None:
     if recipe.train.init_from:
         folder = model_folder(Path(recipe.train.init_from))
         print_rank0(f"init_from: {load_weights(gpt, folder)}")
+
+
+def other_tokens_message(recipe: Recipe, tokenizer: Tokenizer) -> str | None:
+    """The line on weights, of `init_from`, whose embeddings are those of other tokens; None for nothing to
+    say, as where no tokenizer lies beside them."""
+    if recipe.train.init_from is None:
+        return None
+    try:
+        theirs = load_tokenizer(model_folder(Path(recipe.train.init_from)))
+    except UserError:
+        return None
+    if not (other := tokenizer.count_other_tokens(theirs)):
+        return None
+    return (
+        f"init_from: {other:,} of this run's {tokenizer.vocab_size:,} tokens are others in the tokenizer of "
+        f"{theirs.name}: the embeddings taken are not theirs (--data.tokenizer {theirs.name} keeps them)"
+    )
 
 
 def begin_autotuning(

@@ -113,8 +113,10 @@ def test_trains_draws_and_goes_on(project, capsys):
     assert main(["replay", str(run), *cpu, "--data.source", "moved.jsonl"]) == 0
     assert "tiny-ours, step 4, with the weights of step-00000002" in capsys.readouterr().out
     Path("moved.jsonl").rename("corpus.jsonl")
-    # An override wins wherever it stands.
-    assert main(["train", "--train.max_steps", "6", "--config", "tiny.yaml"]) == 0
+    # An override wins wherever it stands; of two files the later one does.
+    Path("longer.yaml").write_text("train: {max_steps: 5}")
+    files = ["--config", "tiny.yaml", "--train.max_steps", "6", "--config=longer.yaml"]
+    assert main(["train", *files]) == 0
     assert "step-00000004, step 4 of 6" in capsys.readouterr().out
     assert read_metrics(run)[-1]["step"] == 6
 

@@ -184,6 +184,28 @@ def test_an_option_that_contradicts_the_attention_is_refused_wherever_it_stands(
 
 
 @pytest.mark.parametrize(
+    ("attention", "options", "line"),
+    [
+        (
+            "softmax",
+            {"output_gate": True},
+            "output_gate is no option of softmax, which has sdpa,",
+        ),
+        ("ours-gated", {"sdpa": "flash"}, "sdpa is no option of ours-gated"),
+        (["ours", "softmax"] * 2, {"gla_expand_k": 1.0}, "gla_expand_k is no option of"),
+    ],
+)
+def test_an_option_that_no_layer_has_is_refused(attention, options, line):
+    """Guards: `--model.output_gate true` beside softmax trained plain softmax, without a word. A recorded
+    model names all options; those at their defaults ask for nothing."""
+    with pytest.raises(UserError, match=line) as error:
+        ModelArgs(attention=attention, **options).config()
+    assert "\n" not in str(error.value)
+    ModelArgs(attention=attention, **dict.fromkeys(options)).config()
+    ModelArgs(attention=attention, **{name: OPTIONS[name] for name in options}).config()
+
+
+@pytest.mark.parametrize(
     ("n_layer", "every", "softmax"),
     [(6, 6, [3]), (12, 6, [3, 9]), (24, 8, [4, 12, 20]), (4, 2, [1, 3]), (4, 6, [3]), (5, 3, [1, 4])],
 )
@@ -234,7 +256,8 @@ def test_every_option_of_an_attention_can_be_set():
                 assert option.default in get_args(expected)
             else:
                 assert isinstance(option.default, expected)
-    args = parser.instantiate_classes(parser.parse_args(["--model.learnable_b=true", "--model.gla_n_head=2"]))
+    words = ["--model.attention=[ours,gla,ours,gla]", "--model.learnable_b=true", "--model.gla_n_head=2"]
+    args = parser.instantiate_classes(parser.parse_args(words))
     values = args.model.config().to_dict()
     assert (values["learnable_b"], values["gla_n_head"]) == (True, 2)
 

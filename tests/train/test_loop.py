@@ -494,6 +494,21 @@ def test_init_from_another_attention_says_what_it_took(make_recipe, capsys):
     )
 
 
+def test_init_from_weights_of_other_tokens_says_so(make_recipe, tmp_path, capsys):
+    """Guards: embeddings of another tokenizer were taken without a word where the sizes fitted."""
+    run = train(make_recipe(max_steps=1))
+    train(make_recipe(name="same", init_from=str(run), max_steps=1))
+    assert "of this run's" not in capsys.readouterr().out
+    saved = json.loads((run / "checkpoints/step-00000001/tokenizer.json").read_text())
+    vocabulary = saved["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (tmp_path / "swapped.json").write_text(json.dumps(saved))
+    other = make_recipe(name="other", init_from=str(run), max_steps=1)
+    other.data = replace(other.data, tokenizer=str(tmp_path / "swapped.json"))
+    train(other)
+    assert "init_from: 2 of this run's " in capsys.readouterr().out
+
+
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads through /proc")
 def test_closing_ends_the_process_group_where_it_is_said(make_recipe):
     """Held by DDP, it would end later, with the GIL: now and then gloo's thread waited for that, for ever."""

@@ -68,11 +68,11 @@ TARGETS = (
 
 
 def targets_table(results: Results) -> str:
-    """Markdown: each target, and how near the memory's estimate is over all rows."""
+    """Markdown: each target, and how near the memory's estimate is over all rows that were timed."""
     ratios = [
         row.estimated_memory / row.peak_memory
         for row in results.rows
-        if row.estimated_memory and row.peak_memory
+        if row.status == "ok" and row.estimated_memory and row.peak_memory
     ]
     low, high = ESTIMATE
     estimate = "not measured | –"
