@@ -1,7 +1,6 @@
 """`lingpt kernels list|compile|test|release-check`: the CUDA kernels, here and for other cards."""
 
 import json
-import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,11 +29,11 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> None:
-    from lingpt.common.errors import UserError
+    from lingpt.common.errors import unknown
 
     actions = {"list": _list, "compile": _compile, "test": _test, "release-check": _release_check}
     if args.action not in actions:
-        raise UserError(f"unknown action {args.action!r}: there are {', '.join(actions)}")
+        raise unknown("action", args.action, actions)
     actions[args.action](args)
 
 
@@ -84,6 +83,7 @@ def _unlisted() -> str:
 def _compile(args: Namespace) -> None:
     from tqdm import tqdm
 
+    from lingpt.common.devices import available_cores
     from lingpt.common.errors import UserError
 
     specs = _specs()
@@ -93,17 +93,17 @@ def _compile(args: Namespace) -> None:
         names = ", ".join(known) or "none"
         raise UserError(f"no kernel for {', '.join(unknown)}: there are kernels for {names}")
     cells = [(spec, arch) for spec, arch in specs if arch in wanted]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # the compiler runs outside Python's lock
+    with ThreadPoolExecutor(available_cores()) as pool:  # the compiler runs outside Python's lock
         compiled = pool.map(lambda cell: cell[0].compile(cell[1]), cells)
         modules = list(tqdm(compiled, total=len(cells), desc="compile", disable=None))
     print(f"{'kernel':<58} {'arch':<8}{'regs':>5}{'stack':>7}{'spills':>8}{'shared':>8}  time")
     for module in modules:
-        print("\n".join(_figures(module)))
+        print("\n".join(_resources(module)))
     if any(used.spills for module in modules for used in module.resources.values()):
         print("registers spill to memory: slow, but correct")
 
 
-def _figures(module: "CompiledModule") -> list[str]:
+def _resources(module: "CompiledModule") -> list[str]:
     """A line for each kernel of the module, and what the compiler remarked."""
     seconds = f"{module.seconds:.1f} s" if module.seconds else "cached"
     lines = []

@@ -1,8 +1,10 @@
 """The device that a user names, what it is called in results, and the dtype to compute in."""
 
+import os
+
 import torch
 
-from lingpt.common.errors import UserError
+from lingpt.common.errors import UserError, first_line, unknown
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -16,13 +18,18 @@ def find_device(name: str, instead: str = "auto") -> torch.device:
         torch.zeros(1, device=name).item()
         return torch.device(name)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"device {name!r}: {str(error).splitlines()[0]}; use --device {instead}") from error
+        raise UserError(f"device {name!r}: {first_line(error)}; use --device {instead}") from error
+
+
+def available_cores() -> int:
+    """CPU cores that this process may use: fewer than the machine has under taskset, cpusets or SLURM."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def named_dtype(name: str) -> torch.dtype:
     """UserError for a name that is none of DTYPES."""
     if name not in DTYPES:
-        raise UserError(f"unknown dtype {name!r}: one of {', '.join(DTYPES)}")
+        raise unknown("dtype", name, DTYPES)
     return getattr(torch, name)
 
 

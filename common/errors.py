@@ -1,4 +1,4 @@
-"""The one class of errors that a user can fix, the end by a signal, and the known name nearest to another."""
+"""The one class of errors that a user can fix, the end by a signal, and what their lines are made of."""
 
 import difflib
 import sys
@@ -47,6 +47,17 @@ def skip_failing(
     for reason in dict.fromkeys(map(str, errors)):
         left_out(reason)
     return results
+
+
+def first_line(error: BaseException, limit: int = 200) -> str:
+    """The first line of the error's message; its type where there is no message."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:limit] if lines else type(error).__name__
+
+
+def one_line(error: BaseException, limit: int = 200) -> str:
+    """The error's whole message in one line; its type where there is no message."""
+    return (" ".join(str(error).split()) or type(error).__name__)[:limit]
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from lingpt.common.errors import UserError
+from lingpt.common.errors import UserError, one_line
 
 # What a disk answers that is read-only, not ours, failing, or no longer there: no bug of ours.
 DISK_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ENODEV)
@@ -152,14 +152,38 @@ def write_errors(path: Path, fix: str = "free some space, or choose another plac
         ) from error
 
 
-def read_json(path: Path) -> Any:
-    """UserError, naming the file, where it cannot be read or is no JSON."""
+@contextlib.contextmanager
+def read_errors(
+    path: str | os.PathLike, fix: str = "make it readable, or give another path"
+) -> Iterator[None]:
+    """Around reading or listing `path`: the system's refusal becomes one UserError that ends with `fix`."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        yield
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
+        reason = error.strerror or str(error)
+        raise UserError(f"cannot read {path} ({reason}): {fix}") from error
+
+
+def read_text(path: Path) -> str:
+    """The text of a file that a person may have written; UserError where it is not readable UTF-8."""
+    with read_errors(path):
+        content = path.read_bytes()
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} is not UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8"
+        ) from error
+
+
+def read_json(path: Path) -> Any:
+    """UserError, naming the file, where it cannot be read or is not JSON."""
+    with read_errors(path):
+        content = path.read_bytes()
+    try:
+        return json.loads(content.decode())
     except (ValueError, RecursionError) as error:  # neither UTF-8 nor JSON
-        raise UserError(f"{path} is damaged or no JSON: {error}") from error
+        raise UserError(f"{path} is damaged or not JSON: {error}") from error
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -171,11 +195,11 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def read_yaml(path: Path) -> Any:
-    """UserError, naming the file, where it cannot be read or is no YAML."""
+    """UserError, naming the file, where it cannot be read or is not YAML."""
+    with read_errors(path):
+        content = path.read_bytes()
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
+        return yaml.safe_load(content.decode())
     # Neither UTF-8 nor YAML; a date of no calendar is a ValueError.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} is no YAML: {' '.join(str(error).split())[:200]}") from error
+        raise UserError(f"{path} is not YAML: {one_line(error)}") from error

@@ -14,8 +14,13 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
+def scaled_count(number: float) -> str:
+    """`162 M`, `1.4 B`."""
+    return scaled(number, "", "B")
+
+
 def scaled(value: float, unit: str, billion: str = "G") -> str:
-    """Three digits of it: `47.4 MB`, `142 GB`; of ` tokens`, with B for a billion, `3 B tokens`."""
+    """`value` to three significant digits with an SI prefix: `47.4 MB`; with `billion="B"`, `3 B tokens`."""
     prefixes = {1e12: "T", 1e9: billion, 1e6: "M", 1e3: "k"}
     size = next((size for size in prefixes if value >= 0.9995 * size), 1)
     return " ".join(f"{value / size:.3g} {prefixes.get(size, '')}{unit}".split())

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from lingpt.common.errors import UserError
-from lingpt.common.files import file_sha256, read_json_object, read_yaml, write_json
+from lingpt.common.files import file_sha256, read_errors, read_json_object, read_yaml, write_json
 
 CONFIG, ENVIRONMENT, METRICS = "config.yaml", "environment.json", "metrics.jsonl"
 SAMPLES, CURVES = "samples.txt", "curves.png"
@@ -114,10 +114,8 @@ def all_checkpoint_folders(run: Path) -> list[Path]:
     UserError where they cannot be listed.
     """
     folder = run / CHECKPOINTS
-    try:  # glob would take a folder that cannot be read for an empty one
+    with read_errors(folder):  # glob would take a folder that cannot be read for an empty one
         found = list(folder.iterdir()) if folder.exists() else []
-    except OSError as error:
-        raise UserError(f"cannot read {folder}: {error.strerror}") from error
     steps = [(step, path) for path in found if (step := checkpoint_step(path)) is not None]
     return [folder for _, folder in sorted(steps)]
 
@@ -233,10 +231,8 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     UserError where the file is there and cannot be read.
     """
     path = run / METRICS
-    try:
+    with read_errors(path):
         content = path.read_bytes() if path.exists() else b""
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
     *whole, last = content.split(b"\n")
     lines = [_metrics_line(line) for line in (*whole, last)]
     damaged = [str(number) for number, line in enumerate(whole, 1) if line and lines[number - 1] is None]

@@ -17,8 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from lingpt.common.errors import UserError
-from lingpt.common.files import read_json_object, write_text
-from lingpt.data.paths import reading
+from lingpt.common.files import read_errors, read_json_object, write_text
 
 NAME = "file-hashes.json"
 SETTLED = 2.0  # seconds: file systems keep times to 2 s at the coarsest (FAT)
@@ -37,7 +36,7 @@ def file_hashes(files: Sequence[Path], cache_dir: Path | None) -> list[str]:
 
     def sha256(path: Path) -> str:
         name = str(path.resolve())
-        with reading(path):
+        with read_errors(path):
             stamp = _stamp(path)
             if name in known and known[name][:-1] == stamp:
                 return known[name][-1]

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lingpt.common.errors import UserError
+from lingpt.common.errors import UserError, first_line
 
 
 @contextmanager
@@ -52,8 +52,8 @@ def _unreachable(what: str, why: str, fix: str) -> str:
 
 def hub_reason(error: Exception) -> str:
     """Why the hub did not answer, in a line. What huggingface_hub 1.3 raises after its retries hides it."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return "no network" if "the client has been closed" in lines[0] else lines[0][:160]
+    reason = first_line(error)
+    return "no network" if "the client has been closed" in reason else reason
 
 
 @contextmanager

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, BinaryIO
 import zstandard
 
 from lingpt.common.errors import UserError
+from lingpt.common.files import read_errors
 from lingpt.data.corpus import Corpus, Document, Split
 from lingpt.data.file_hashes import file_hashes
-from lingpt.data.paths import expand, reading
+from lingpt.data.paths import expand
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -87,7 +88,7 @@ def find_files(source: str, named: Iterable[str] = ()) -> list[Path]:
 
 def _documents(source: str, matches: list[Path], named: Iterable[str]) -> list[Path]:
     """`find_files` of what matches `source`."""
-    with reading(source):
+    with read_errors(source):
         one = len(matches) == 1 and expand(source).is_file()  # whatever its name
         lines = [p for p in matches if p.is_file() and (one or p.name.endswith(SUFFIXES))]
         files = lines or [p for p in matches if p.is_file() and p.suffix == TEXT]
@@ -106,7 +107,7 @@ def _documents(source: str, matches: list[Path], named: Iterable[str]) -> list[P
 def _matches(source: str) -> list[Path]:
     """What there is under this path (of a folder, in it, but for hidden files) or glob, sorted."""
     path = expand(source)
-    with reading(source):
+    with read_errors(source):
         if path.is_file():
             return [path]
         if path.is_dir():
@@ -189,19 +190,18 @@ def _whole_text(path: Path) -> Document:
     """A text file, one document, with line ends of one character."""
     with _readable(path) as file:
         try:
-            content = file.read()
+            with read_errors(path, "fetch it again"):
+                content = file.read()
             text = content.decode("utf-8-sig").replace("\r\n", "\n")
         except UnicodeDecodeError as error:
             raise UserError(
                 f"{path} is not UTF-8 at byte {error.start:,}: convert it, as by `iconv -f latin1 -t utf-8`"
             ) from None
-        except OSError as error:
-            raise UserError(f"cannot read {path} ({error.strerror}): fetch it again") from None
     return Document(text if text.strip() else "", len(content))
 
 
 def _readable(path: Path) -> io.BufferedReader:
-    with reading(path):
+    with read_errors(path):
         return path.open("rb")
 
 

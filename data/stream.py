@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lingpt.common.errors import UserError
+from lingpt.common.errors import UserError, one_line
 from lingpt.data.tokens import Encoded
 
 ROWS = 1 << 20  # tokens of a record batch: what can be viewed in one piece
@@ -35,8 +35,7 @@ class PackedDataset:
         try:
             self._chunks = _map(self.path)
         except (OSError, ValueError, KeyError, pa.ArrowException) as error:
-            reason = " ".join(str(error).split())
-            raise self._damaged(f"is no token cache ({reason})") from None
+            raise self._damaged(f"is no token cache ({one_line(error)})") from None
         lengths = [len(chunk) for chunk in self._chunks]
         if any(length != ROWS for length in lengths[:-1]) or lengths[-1:] > [ROWS]:
             raise self._damaged(f"has a record batch that is not of {ROWS} tokens")

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lingpt.common.devices import available_cores
 from lingpt.data.corpus import Document
 from lingpt.data.tokenizer import Tokenizer
 
@@ -33,10 +34,6 @@ class Encoded(NamedTuple):
 def token_dtype(vocab_size: int) -> np.dtype:
     """uint16 where every id fits, else int32."""
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.int32)
-
-
-def available_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def encode_documents(

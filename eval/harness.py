@@ -168,9 +168,8 @@ def load_lm(
     from lingpt.models import load_model
 
     check_undamaged(checkpoint.folder)
-    attention = checkpoint.attention if isinstance(checkpoint.attention, str) else list(checkpoint.attention)
     wanted = named_dtype(dtype) if dtype else None
-    model = load_model(checkpoint.folder, attention=attention, device=devices[0], dtype=wanted)
+    model = load_model(checkpoint.folder, attention=checkpoint.attention, device=devices[0], dtype=wanted)
     tokenizer = load_tokenizer(checkpoint.folder)
     tokenizer.check_fits(model.config.padded_vocab_size)
     models = [model, *(same_weights(model, device) for device in devices[1:])]

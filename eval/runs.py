@@ -63,8 +63,7 @@ class Checkpoint:
     @cached_property
     def form(self) -> str:
         """The attention and its options that are not at their defaults."""
-        attention = self.attention if isinstance(self.attention, str) else list(self.attention)
-        return attention_form(attention, read_config(self.run)["model"])
+        return attention_form(self.attention, read_config(self.run)["model"])
 
     @cached_property
     def dtype(self) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lingpt.common.files import write_errors, write_json, write_text
+from lingpt.common.format import scaled_count
 from lingpt.common.run_folder import attention_label
 from lingpt.eval.comparability import MARK, MajoritySetup, prompt_setup
 from lingpt.eval.paired import Difference, SeedDifference, paired_difference
@@ -129,17 +130,11 @@ def _our_row(result: dict[str, Any], majority: MajoritySetup) -> list[str]:
 def run_cells(result: dict[str, Any]) -> list[str]:
     """The run's name and step, its parameters and its tokens."""
     about = result["checkpoint"]
-    return [_run(result), *(count(about.get(key)) for key in ("parameters", "tokens"))]
+    return [_run(result), *(_count(about.get(key)) for key in ("parameters", "tokens"))]
 
 
-def count(number: int | None) -> str:
-    """`162 M`, `1.4 B`."""
-    if number is None:
-        return DASH
-    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return str(number)
+def _count(number: int | None) -> str:
+    return DASH if number is None else scaled_count(number)
 
 
 def _normalised(results: Sequence[dict[str, Any]]) -> Table:

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from lingpt.common.errors import UserError
+from lingpt.common.errors import UserError, unknown
 from lingpt.common.install import install_command
 from lingpt.kernels.chunks import pad_to_chunks, to_tokens
 from lingpt.kernels.custom_op import CustomOp, Outputs
@@ -111,7 +111,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, state: Tensor | No
 def choose(backend: str, q: Tensor) -> str:
     """The backend that answers, for `auto` by what the machine has. UserError where it cannot run here."""
     if backend not in BACKENDS:
-        raise UserError(f"unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
+        raise unknown("backend", backend, BACKENDS)
     if backend == "fla":
         if not HAS_FLA:
             raise UserError(f"backend='fla' needs fla-core: {install_command('gla')}")

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from tqdm import tqdm
 
+from lingpt.common.devices import available_cores
 from lingpt.kernels.gated_linear_attention import HAS_FLA, fla_attention
 
 T = TypeVar("T")
@@ -250,7 +251,7 @@ def compile_in_processes(
     extra_env: environment variables of theirs. Returns how many tasks are done, and how many there are.
     Raises RuntimeError, with the last line of its stderr, where one ends early.
     """
-    processes = processes or min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
+    processes = processes or min(available_cores(), _MOST_PROCESSES)
     tasks, deadline = itertools.count(), time.monotonic() + seconds
     with tqdm(desc="gla: compiling", unit="config", leave=False, disable=None) as bar:
         feed = functools.partial(_feed, command, extra_env or {}, tasks, deadline, bar)

@@ -8,7 +8,7 @@ other weights on purpose, and reports what it took.
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,8 +72,7 @@ def _metadata(model: GPT) -> dict[str, str]:
 def load_model(
     folder: str | Path,
     *,
-    attention: str | list[str] | None = None,
-    block_size: int | None = None,
+    attention: str | Sequence[str] | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> GPT:
@@ -81,15 +80,12 @@ def load_model(
 
     Args:
         attention: what the caller takes it to be; another than the model's is a UserError.
-        block_size: another longest sequence than it was trained with (no weight depends on it).
         device, dtype: where and as what it is wanted; on the CPU and as it was saved by default.
     """
     folder, device = Path(folder), device or "cpu"
     config = _read_config(folder)
     tensors, metadata = _read_weights(folder, device)
     _check_attention(folder, config, metadata, attention)
-    if block_size is not None:
-        config = Config.from_dict(config.to_dict() | {"block_size": block_size})
     return model_from_tensors(config, tensors, str(folder), device, dtype)
 
 
@@ -110,7 +106,7 @@ def load_parts(model: GPT, folder: Path) -> None:
 
 
 def _check_attention(
-    folder: Path, config: Config, metadata: Mapping[str, str], attention: str | list[str] | None
+    folder: Path, config: Config, metadata: Mapping[str, str], attention: str | Sequence[str] | None
 ) -> None:
     """UserError where the configuration's is not that of the weights' metadata, or not the one asked for."""
     if metadata.get(_ATTENTION) != json.dumps(config.attention):
@@ -118,7 +114,8 @@ def _check_attention(
             f"{folder}: {CONFIG} says attention {config.attention!r}, but the weights were trained with "
             f"{metadata.get(_ATTENTION, 'one that they do not name')}: restore the file that belongs to them"
         )
-    if attention is not None and _per_layer(attention, config) != config.attention_per_layer:
+    asked = [attention] * config.n_layer if isinstance(attention, str) else attention
+    if asked is not None and list(asked) != config.attention_per_layer:
         raise UserError(
             f"{folder} was trained with attention {config.attention!r}, not {attention!r}: "
             "ask for that, or start a new run from its weights with init_from"
@@ -202,10 +199,6 @@ def _read_config(folder: Path) -> Config:
             f"{folder} is no LinGPT model folder; other folders can start a new run with init_from"
         )
     return Config.from_dict(values)
-
-
-def _per_layer(attention: str | list[str], config: Config) -> list[str]:
-    return [attention] * config.n_layer if isinstance(attention, str) else list(attention)
 
 
 def _summary(names: list[str]) -> str:

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
-from lingpt.common.errors import UserError
+from lingpt.common.errors import UserError, first_line
 from lingpt.models.attention.softmax import KVCache, StaticPosition
 from lingpt.models.gpt import GPT, DecodingState, tensors_in
 
@@ -117,8 +117,8 @@ class DecodingGraph:
             self._capture(bucket)
         except RuntimeError as error:  # PyTorch's, CUDA's and out of memory; a user's mistake is none of them
             self.failed = True
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            warnings.warn(f"decoding is eager, as no CUDA graph could be captured: {reason}", stacklevel=3)
+            message = f"decoding is eager, as no CUDA graph could be captured: {first_line(error)}"
+            warnings.warn(message, stacklevel=3)
         return not self.failed
 
     def _capture(self, bucket: int) -> None:

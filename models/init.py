@@ -6,13 +6,13 @@ same weights on any device and in any order, and what two attentions share start
 
 import hashlib
 import math
-import os
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from lingpt.common.devices import available_cores
 from lingpt.models.attention import Attention
 from lingpt.models.config import Config
 
@@ -38,7 +38,7 @@ def init_weights(model: nn.Module, config: Config, seed: int) -> None:
                     f"no initialisation is declared for {full_name}: "
                     "its module's `initial_constants` gives it"
                 )
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # 1.4 B normals take a core half a minute
+    with ThreadPoolExecutor(min(8, available_cores())) as pool:  # 1.4 B normals take a core half a minute
         list(pool.map(_draw, *zip(*to_draw, strict=True)))
 
 

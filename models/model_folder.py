@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from lingpt.common.errors import UserError
+from lingpt.common.errors import UserError, first_line
 from lingpt.common.files import replacing, write_errors, write_json
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -65,7 +65,7 @@ def read_pickle(path: Path) -> Any:
         if isinstance(error, pickle.UnpicklingError):
             reason = "it holds more than tensors and plain values, and no code in a file is run"
         else:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            reason = first_line(error)
         raise UserError(f"{path} is missing, damaged, or no PyTorch checkpoint: {reason}") from error
 
 

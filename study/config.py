@@ -13,7 +13,7 @@ from lingpt.common.errors import UserError, nearest
 from lingpt.common.files import read_json_object, read_yaml
 from lingpt.common.run_folder import METRICS
 from lingpt.configs import recipe_names, recipe_path
-from lingpt.study.paths import is_other
+from lingpt.study.portable import differs
 
 _LISTS = ("learning_rates", "suites", "tasks", "baselines", "plotted_rows")
 _MAPPINGS = ("options", "rate_options", "texts", "mqar")
@@ -185,7 +185,7 @@ def with_started_runs(asked: Study, folder: Path) -> Study:
     for key in ("recipe", "tokens", "options", "learning_rates", "rate_tokens", "rate_options", "mqar"):
         # MQAR may come or go, the data may move; other keys are in every study.json of this version.
         other, own = before.get(key, now[key]), now[key]
-        changed = is_other(_without_data_paths(other), _without_data_paths(own))
+        changed = differs(_without_data_paths(other), _without_data_paths(own))
         if changed and not (key == "mqar" and None in (other, own)):
             raise UserError(
                 f"{folder} holds a study with another `{key}` ({other}, now {own}): "

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lingpt.common.files import write_errors, write_text
+from lingpt.common.files import read_text, write_errors, write_text
 from lingpt.eval.seeds import left_out, mean_scores
 from lingpt.eval.suite_tables import save_suites, suite_tables
 from lingpt.eval.table2 import save_table2, table2_tables
@@ -13,7 +13,6 @@ from lingpt.study.jobs import Failure
 from lingpt.study.page_losses import loss_sections, softmax_baseline
 from lingpt.study.page_records import how_it_was_made, read_records, read_scores
 from lingpt.study.page_setting import texts_that_differ, what_it_cannot_tell, what_was_run
-from lingpt.study.paths import read_utf8
 from lingpt.study.runs import StudyRun, read_rate_search
 
 PAGE, READING, TITLE = "README.md", "reading.md", "# Study "
@@ -50,7 +49,7 @@ def write_page(
         f"{TITLE}{study.name}",
         study.about,
         what_was_run(study, rates, runs, done, records),
-        read_utf8(folder / READING).strip() if (folder / READING).exists() else "",
+        read_text(folder / READING).strip() if (folder / READING).exists() else "",
         "## Not in the tables\n\n" + "\n".join(f"- {line}" for line in notes) if notes else "",
         *losses,
         *_score_sections(study, folder, mean_scores(results)),

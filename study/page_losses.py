@@ -11,10 +11,9 @@ import numpy as np
 import torch
 
 from lingpt.common.files import write_errors, write_json
-from lingpt.common.format import duration
+from lingpt.common.format import duration, scaled_count
 from lingpt.common.run_folder import attention_label, read_metrics
 from lingpt.eval.results import DASH, signed_difference
-from lingpt.eval.table2 import count
 from lingpt.eval.tables import Table
 from lingpt.models import GPT
 from lingpt.study.config import Study
@@ -194,7 +193,14 @@ def _loss_table(study: Study, rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         loss = f"{row['loss']:.4f}" + ("" if row["deviation"] is None else f" ± {row['deviation']:.4f}")
         less = [signed_difference(row["less"].get(name), decimals=4) for name in compared]
-        cells = [row["row"], count(row["parameters"]), f"{row['rate']:g}", str(row["seeds"]), loss, *less]
+        cells = [
+            row["row"],
+            scaled_count(row["parameters"]),
+            f"{row['rate']:g}",
+            str(row["seeds"]),
+            loss,
+            *less,
+        ]
         body.append(cells + (_speed(row) if study.runs_per_device == 1 else []))
     head = ["Row", "Parameters", "Rate", "Seeds", "Validation loss", *(f"less {name}'s" for name in compared)]
     notes = ["Loss in nats per token of held-out text; ± the standard deviation over seeds."]
@@ -241,7 +247,7 @@ def _rates_table(study: Study, rates: RateSearch, done: Sequence[StudyRun]) -> T
         used = next((run.recipe.train.learning_rate for run in done if run.row == row), None)
         if used is not None and row in chosen and used != chosen[row]:
             kept.setdefault(used, []).append(row)
-    tokens = count(study.rate_tokens)
+    tokens = scaled_count(study.rate_tokens)
     notes = [f"Validation loss after {tokens} tokens, one seed; – not finished, or not finite."]
     notes += [f"Had begun with {used:g}, and keep it: {', '.join(kept[used])}." for used in kept]
     head = ["Row", *(f"{rate:g}" for rate in study.learning_rates), "Chosen"]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lingpt.eval.table2 import count
+from lingpt.common.format import scaled_count
 from lingpt.models import ATTENTIONS
 from lingpt.study.config import Study
 from lingpt.study.page_losses import PAPER_TOKENS
@@ -31,7 +31,7 @@ def what_was_run(
     one_text = not texts_that_differ(done, records)
     data = f"{'for each seed ' * (study.seeds > 1)}the same data in the same order, " if one_text else ""
     return (
-        f"{recipe.model.name}, {rows}, {seeds}, {count(study.tokens)} tokens each, "
+        f"{recipe.model.name}, {rows}, {seeds}, {scaled_count(study.tokens)} tokens each, "
         f"N = {recipe.data.seq_len:,}, {size}; {data}the same schedule. "
         f"{_passes(study, records)}What differs is {_what_differs(study, rates, done, one_text)}."
     )
@@ -56,7 +56,7 @@ def _passes(study: Study, records: Records) -> str:
     if len(lengths) != 1:
         return ""
     (length,) = lengths
-    return f"That is {study.tokens / length:.2g} passes over the text of {count(length)} tokens. "
+    return f"That is {study.tokens / length:.2g} passes over the text of {scaled_count(length)} tokens. "
 
 
 def _what_differs(study: Study, rates: RateSearch, done: Sequence[StudyRun], one_text: bool) -> str:
@@ -113,8 +113,8 @@ def what_it_cannot_tell(
     lines = []
     if study.tokens < 0.99 * PAPER_TOKENS:
         lines.append(
-            f"{count(study.tokens)} tokens a run; the paper's recipe has 3 B. What leads here may not lead "
-            "there."
+            f"{scaled_count(study.tokens)} tokens a run; the paper's recipe has 3 B. What leads here may not "
+            "lead there."
         )
     lines += [*_seeds(done), *_text(done), *_tuning(study, rates, done)]
     scores = [entry for result in results for entry in result["scores"].values()]

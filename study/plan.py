@@ -6,13 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from lingpt.common.format import counted, duration, scaled
+from lingpt.common.format import counted, duration, scaled, scaled_count
 from lingpt.common.run_folder import EVAL
 from lingpt.data import availability
 from lingpt.eval.language import PIECES, TOKENS
 from lingpt.eval.mqar import PER_CARD, Trial
 from lingpt.eval.phrases import CHOICES, QUESTIONS
-from lingpt.eval.table2 import count
 from lingpt.eval.tables import Table
 from lingpt.models import GPT
 from lingpt.study.config import Study
@@ -66,8 +65,8 @@ def format_plan(
     data = runs[0].recipe.data
     cost = f"{hours:.3g}" if hours >= 0.01 else "under 0.01"
     lines = [
-        f"study {study.name}: {len(rows)} rows, {counted(study.seeds, 'seed')}, "
-        f"{count(study.tokens)} tokens each, N = {data.seq_len:,}; nothing is trained, this is a dry run",
+        f"study {study.name}: {len(rows)} rows, {counted(study.seeds, 'seed')}, {scaled_count(study.tokens)} "
+        f"tokens each, N = {data.seq_len:,}; nothing is trained, this is a dry run",
         "",
         table.body(),
         "",
@@ -100,11 +99,11 @@ def _costs(
     for row in study.attentions:
         mine, short = ([run for run in some if run.row == row] for some in (runs, tuning))
         recipe = mine[0].recipe
-        steps = f"{recipe.total_steps:,} × {count(recipe.tokens_per_step)}"
+        steps = f"{recipe.total_steps:,} × {scaled_count(recipe.tokens_per_step)}"
         done = f"{sum(run.is_finished() for run in mine)} of {len(mine)}"
         trained = sum(flops[run.name] for run in [*short, *mine])
         hours = trained / H200_FLOPS / 3600
-        cells = [count(parameters[row]), steps, str(len(mine)), str(len(short)), done]
+        cells = [scaled_count(parameters[row]), steps, str(len(mine)), str(len(short)), done]
         rows.append([row, *cells, f"{hours:.3g}" if hours >= 0.001 else "< 0.001"])
     # A scored token is a forward pass alone, a third of a training token.
     recipe = runs[0].recipe

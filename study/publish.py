@@ -11,10 +11,10 @@ from typing import Any
 import yaml
 
 from lingpt.common.errors import UserError
-from lingpt.common.files import read_json, read_yaml, write_errors, write_text
+from lingpt.common.files import read_json, read_text, read_yaml, write_errors, write_text
 from lingpt.common.run_folder import CONFIG, ENVIRONMENT, EVAL, LOCK, METRICS, SAMPLES
 from lingpt.study.page import PAGE, TITLE
-from lingpt.study.paths import portable, read_utf8
+from lingpt.study.portable import portable
 from lingpt.study.runs import StudyRun
 
 _READ = {".json": read_json, ".yaml": read_yaml}
@@ -71,7 +71,7 @@ def _without(moved: Mapping[str, str], path: Path) -> str:
     """The text of a file with the strings `moved`, the longest first, as these say; all else as it is."""
     if path.suffix == ".yaml":  # where a long string may be broken into lines
         return yaml.safe_dump(portable(read_yaml(path)), sort_keys=False, allow_unicode=True)
-    content = read_utf8(path)
+    content = read_text(path)
     for old, new in moved.items():
         if path.suffix == ".json":
             old, new = (json.dumps(text, ensure_ascii=False) for text in (old, new))

@@ -22,7 +22,7 @@ from lingpt.common.run_folder import (
 from lingpt.configs.recipe import find_recipe, parse_recipe
 from lingpt.data import DataConfig, content_hashes
 from lingpt.study.config import Study
-from lingpt.study.paths import is_other
+from lingpt.study.portable import differs
 from lingpt.train import Recipe
 from lingpt.train.config import DATA_PATHS, MAY_CHANGE, differences, recipe_from_dict
 
@@ -152,7 +152,7 @@ def _differences(config: dict[str, Any], recipe: Recipe, may_change: Set[str] = 
     found = differences(config, recipe.to_dict(), may_change)
     for key in ("decay_steps", "init_from"):
         before, now = getattr(recorded.train, key), getattr(recipe.train, key)
-        found += [f"train.{key}: {before} → {now}"] if is_other(before, now) else []
+        found += [f"train.{key}: {before} → {now}"] if differs(before, now) else []
     steps = recorded.total_steps, recipe.total_steps
     return found + ([f"steps: {steps[0]} → {steps[1]}"] if steps[0] != steps[1] else [])
 

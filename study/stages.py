@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lingpt.common.errors import Interrupted, UserError, nearest
+from lingpt.common.errors import Interrupted, UserError, unknown
 from lingpt.common.files import write_errors, write_json
 from lingpt.common.locks import file_lock
 from lingpt.common.run_folder import CHECKPOINTS, ENVIRONMENT, LOCK
@@ -114,7 +114,7 @@ def _write_study(study: Study, folder: Path) -> None:
 def _check_arguments(stages: Sequence[str], minutes: float | None) -> None:
     for stage in stages:
         if stage not in STAGES:
-            raise UserError(f"unknown stage {stage!r}{nearest(stage, STAGES)}; there are {', '.join(STAGES)}")
+            raise unknown("stage", stage, STAGES)
     if minutes is not None and not minutes > 0:
         raise UserError(f"--minutes {minutes:g}: give more than 0, or leave it out")
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from lingpt.common.errors import UserError
+from lingpt.common.errors import UserError, first_line
 from lingpt.common.files import (
     PARTIAL,
     disk_fix,
@@ -194,7 +194,7 @@ def not_written(run: Path, step: int, error: BaseException) -> NotWritten:
     left = f"{older} is intact" if older else "no older one exists"
     return NotWritten(
         f"the checkpoint of step {step} could not be written "
-        f"({cause.strerror or str(error).splitlines()[0]}); nothing of it is left and {left}: "
+        f"({cause.strerror or first_line(error)}); nothing of it is left and {left}: "
         f"{disk_fix(cause, run / CHECKPOINTS)}"
     )
 

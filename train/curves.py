@@ -85,8 +85,7 @@ def read_curve(run_folder: str | Path) -> Curve:
     train, val = (np.array(sorted(rows.values())).reshape(-1, 4) for rows in points.values())
     skips = np.array(skipped, dtype=float).reshape(-1, 2)
     config = read_config(folder) if (folder / CONFIG).exists() else {}
-    layers = attention if isinstance(attention, str) else list(attention)
-    name, label = attention_label(attention), attention_form(layers, config.get("model", {}))
+    name, label = attention_label(attention), attention_form(attention, config.get("model", {}))
     fingerprint = str(read_environment(folder, "data").get("fingerprint", ""))
     hardware = read_environment(folder, "hardware")
     return Curve(path.name, model, name, label, train, val, skips, config, hardware, fingerprint, folder=path)

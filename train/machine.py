@@ -6,7 +6,8 @@ from typing import Literal, get_args
 
 import torch
 
-from lingpt.common.errors import UserError
+from lingpt.common.devices import available_cores
+from lingpt.common.errors import UserError, unknown
 from lingpt.common.format import counted
 from lingpt.train.config import TrainConfig
 from lingpt.train.distributed.launch import launched
@@ -67,13 +68,13 @@ def choose_machine(config: TrainConfig) -> Machine:
         name, memory = cards[0].name, min(card.total_memory for card in cards)
         bf16 = all(card.major >= 8 for card in cards)
     else:
-        name, bf16 = f"CPU ({os.cpu_count()} cores)", False
+        name, bf16 = f"CPU ({available_cores()} cores)", False
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     wanted = ("bf16-mixed" if bf16 else "32-true") if config.precision == "auto" else config.precision
     for precision in PRECISIONS:
         if precision == wanted:
             return Machine(accelerator, devices, num_nodes, precision, name, memory)
-    raise UserError(f"unknown precision {wanted!r}: use auto, {', '.join(PRECISIONS)}")
+    raise unknown("precision", wanted, ("auto", *PRECISIONS))
 
 
 def _too_few_message(gpus: int, devices: int) -> str:

@@ -2,12 +2,12 @@
 
 import contextlib
 import math
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 
+from lingpt.common.devices import available_cores
 from lingpt.common.errors import UserError
 from lingpt.common.format import duration, scaled
 from lingpt.models import Config, memory_estimate
@@ -74,7 +74,7 @@ def check_machine(machine: Machine, config: Config, recipe: Recipe) -> None:
         return
     need = memory_here(machine, config, recipe)["total"] * machine.devices
     flops = run_flops(config, recipe)
-    days = flops / (CPU_CORE_FLOPS * (os.cpu_count() or 1)) / 86400
+    days = flops / (CPU_CORE_FLOPS * available_cores()) / 86400
     too_large, too_long = need > machine.memory, days > _MAX_CPU_DAYS and recipe.train.accelerator == "auto"
     if not (too_large or too_long):
         return
@@ -88,8 +88,8 @@ def check_machine(machine: Machine, config: Config, recipe: Recipe) -> None:
     if too_large:
         reason = f"{need / 1e9:.0f} GB of memory, and it has {machine.memory / 1e9:.0f}"
     raise UserError(
-        f"{recipe.model.name} needs a GPU: this machine has none, and on its {os.cpu_count()} cores the run "
-        f"would need {reason}; it needs one with {math.ceil(on_gpu / 1e9)} GB or more ({such}); "
+        f"{recipe.model.name} needs a GPU: this machine has none, and on its {available_cores()} cores the "
+        f"run would need {reason}; it needs one with {math.ceil(on_gpu / 1e9)} GB or more ({such}); "
         "`--train.dry_run true` shows the plan, and the recipe `demo` trains here"
     )
 

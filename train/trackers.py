@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 from urllib.parse import urlparse
 
+from lingpt.common.errors import one_line
 from lingpt.common.files import set_aside, write_errors, write_text
 from lingpt.common.run_folder import METRICS, WANDB, read_metrics
 from lingpt.train.config import Recipe
@@ -139,8 +140,7 @@ class WandB:
                 ),
             )
         except Exception as error:
-            reason = " ".join(str(error).split())
-            print_rank0(f"wandb does not start ({reason}); {METRICS} has all numbers")
+            print_rank0(f"wandb does not start ({one_line(error)}); {METRICS} has all numbers")
             return
         for clock in CLOCKS:
             self._run.define_metric(clock)
@@ -180,8 +180,9 @@ class WandB:
         self._run = None
         with contextlib.suppress(Exception):  # or it would be tried at exit, with a traceback
             wandb.teardown()
-        reason = " ".join(str(error).split()) or type(error).__name__
-        print_rank0(f"wandb has failed and is left out from here on ({reason}); {METRICS} has all numbers")
+        print_rank0(
+            f"wandb has failed and is left out from here on ({one_line(error)}); {METRICS} has all numbers"
+        )
 
 
 def _run_id(folder: Path) -> str:

@@ -14,7 +14,7 @@ from lm_eval.defaults import DEFAULT_OTHER_SEED
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
-from lingpt.common.errors import UserError, nearest
+from lingpt.common.errors import UserError, nearest, one_line
 from lingpt.data.hub import hub_errors, hub_reason
 from lingpt.eval.tasks.sources import (
     WITHOUT,
@@ -242,5 +242,6 @@ def _from_hub(manager: TaskManager, name: str) -> dict[str, Any]:
     except UserError:
         raise
     except Exception as error:  # a task may bring its own code, which has its own ways to fail
-        reason = " ".join(str(error).split())[:160] or type(error).__name__
-        raise UserError(f"lm-eval cannot load its task {name!r} ({reason}): leave the task out") from error
+        raise UserError(
+            f"lm-eval cannot load its task {name!r} ({one_line(error)}): leave the task out"
+        ) from error

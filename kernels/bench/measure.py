@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from lingpt.common.errors import first_line
 from lingpt.kernels.bench.call import BenchCall
 from lingpt.kernels.bench.clock import Clock
 from lingpt.kernels.bench.correctness import relative_errors
@@ -92,15 +93,11 @@ def _fill(
     except torch.OutOfMemoryError:
         row.status, row.reason = "oom", "out of memory"
     except Exception as error:  # one that cannot take this shape is a row, not the end of the run
-        row.status, row.reason = "error", _first_line(error)
+        row.status, row.reason = "error", f"{type(error).__name__}: {first_line(error)}"
     finally:
         if clock.cuda:
             torch.cuda.empty_cache()
     return row
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 def _first_round(row: Row, call: BenchCall, clock: Clock, limit: float, graphs: bool, seconds: float) -> None:
@@ -172,7 +169,7 @@ def _time_graphs(row: Row, call: BenchCall, clock: Clock, check: bool) -> None:
     except torch.OutOfMemoryError:
         row.graph_reason = "out of memory"
     except Exception as error:
-        row.graph_reason = _first_line(error)
+        row.graph_reason = f"{type(error).__name__}: {first_line(error)}"
     finally:
         call.clear()
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from lingpt.common.devices import find_device
-from lingpt.common.errors import UserError
+from lingpt.common.errors import UserError, unknown
 from lingpt.kernels.bench.clock import Clock
 from lingpt.kernels.bench.environment import check_same, environment, used_by_others
 from lingpt.kernels.bench.implementations import DEFAULT_IMPLEMENTATIONS, IMPLEMENTATIONS, Implementation
@@ -142,7 +142,7 @@ def _check_names(names: Iterable[str], known: Collection[str], what: str) -> lis
     names = list(dict.fromkeys(names))
     for name in names:
         if name not in known:
-            raise UserError(f"unknown {what} {name!r}: there are {', '.join(known)}")
+            raise unknown(what, name, known)
     return names
 
 

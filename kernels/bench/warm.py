@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
+from lingpt.common.devices import available_cores
 from lingpt.kernels.bench.implementations import IMPLEMENTATIONS
 from lingpt.kernels.bench.runner import choose_implementations, choose_shapes
 from lingpt.kernels.bench.shapes import SWEEPS, Shape
@@ -37,7 +38,7 @@ def warm_up(
     names = [i.name for i in chosen if i.autotunes and i.unsupported_reason() is None]
     kinds = sorted({Shape(min(s.B, 2), WARM_N, s.H, s.D) for s in shapes})
     cells = [(name, shape) for name in names for shape in kinds]
-    with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
+    with ThreadPoolExecutor(workers or available_cores()) as pool:
         ran = pool.map(lambda cell: _warm_in_process(*cell), cells)
         errors = list(tqdm(ran, total=len(cells), desc="warm", disable=None if progress else True))
     return {f"{name} {shape}": error for (name, shape), error in zip(cells, errors, strict=True) if error}

@@ -10,7 +10,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from lingpt.common.errors import UserError
+from lingpt.common.errors import UserError, unknown
 from lingpt.kernels.linear_attention import recurrent, reference
 from lingpt.kernels.linear_attention.call import Call, split_projection
 from lingpt.kernels.linear_attention.registration import attend
@@ -350,7 +350,7 @@ def _state(state: LinearAttentionState | None, like: Tensor) -> tuple[Tensor | N
 def _backend(backend: str, like: Tensor, causal: bool, has_state: bool) -> str:
     """`backend`, where "auto" may turn out to be "recurrent"; the rest is decided in backends.py."""
     if backend not in BACKENDS:
-        raise UserError(f"unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
+        raise unknown("backend", backend, BACKENDS)
     if backend == "recurrent" and not causal:
         raise UserError("the recurrent backend is causal; causal=False needs 'chunkwise' or 'reference'")
     if backend == "auto" and causal and has_state and like.shape[1] == 1 and like.device.type == "cpu":

@@ -3,7 +3,7 @@
 A form is an attention and its options in one word: `ours-gated+output_gate+softmax_every=6`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from lingpt.common.errors import UserError, unknown
@@ -55,7 +55,7 @@ def with_options(cls: type[T], unset: bool = False) -> type[T]:
     return cls
 
 
-def form_parts(attention: str | list[str], values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def form_parts(attention: str | Sequence[str], values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """The attention as one word and, of `values`, its options that are not at their defaults, by name; of a
     hybrid that `hybrid_layers` makes, the linear attention and `softmax_every`.
     """
@@ -63,12 +63,12 @@ def form_parts(attention: str | list[str], values: Mapping[str, Any]) -> tuple[s
     declared = {n: p for name in names if name in ATTENTIONS for n, p in ATTENTIONS[name].options().items()}
     options = {n: values[n] for n, p in declared.items() if n in values and values[n] != p.default}
     label, every = attention_label(attention), values.get(SOFTMAX_EVERY)
-    if isinstance(attention, list) and (hybrid := find_hybrid(attention)):
+    if not isinstance(attention, str) and (hybrid := find_hybrid(attention)):
         label, every = hybrid
     return label, options if every is None else options | {SOFTMAX_EVERY: every}
 
 
-def attention_form(attention: str | list[str], values: Mapping[str, Any]) -> str:
+def attention_form(attention: str | Sequence[str], values: Mapping[str, Any]) -> str:
     """`ours-gated + output_gate + softmax_every=4`: `form_parts` in one word; `hybrid` of the form so called.
 
     `parse_form` reads it, but for a list of layers of another kind.

@@ -27,14 +27,12 @@ def test_a_model_comes_back(small, tokens, tmp_path, variant):
     assert load_model(tmp_path / "step-1", attention=variant["attention"]).config == model.config
 
 
-def test_dtype_and_block_size_can_be_chosen(small, tokens, tmp_path):
-    """Evaluation in bf16, and at other lengths than the model was trained with."""
+def test_dtype_can_be_chosen(small, tokens, tmp_path):
+    """Evaluation in bf16."""
     model = small("ours-decay")
     save_model(model, tmp_path)
     half = load_model(tmp_path, dtype=torch.bfloat16)
     assert torch.equal(half(tokens), model.bfloat16()(tokens))
-    long = load_model(tmp_path, block_size=300)
-    assert long(tokens.repeat(1, 4)).shape[1] == 280
     save_model(half, tmp_path)
     assert {p.dtype for p in load_model(tmp_path).parameters()} == {torch.bfloat16}
 

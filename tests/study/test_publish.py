@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from lingpt.cli.main import main
-from lingpt.study.paths import is_other, portable
+from lingpt.study.portable import differs, portable
 from lingpt.study.publish import publish_study
 from lingpt.tests.study.tiny import COMMAND, TINY, fake_run, write
 
@@ -115,5 +115,5 @@ def test_a_page_of_another_kind_is_not_overwritten(here, capsys):
     ],
 )
 def test_a_path_is_published_by_its_last_names(path, published):
-    assert portable(path) == published and not is_other(published, path)
-    assert is_other("/data/elsewhere", path)
+    assert portable(path) == published and not differs(published, path)
+    assert differs("/data/elsewhere", path)

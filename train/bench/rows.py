@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 
-from lingpt.common.errors import UserError
+from lingpt.common.errors import UserError, first_line
 from lingpt.common.files import read_json_object, write_errors, write_json
 from lingpt.kernels.bench.environment import check_same
 from lingpt.train.environment import git_revision, package_hash
@@ -101,7 +101,7 @@ def attempt(row: R, work: Callable[[], R], device: torch.device) -> R:
     except UserError as error:
         row = replace(row, status="refused", reason=str(error))
     except Exception as error:  # one that cannot do this is a row, not the end of the benchmark
-        row = replace(row, status="error", reason=f"{type(error).__name__}: {error}".splitlines()[0][:300])
+        row = replace(row, status="error", reason=f"{type(error).__name__}: {first_line(error)}")
     if device.type == "cuda":
         gc.collect()  # a model and its wrappers refer to each other
         torch.cuda.empty_cache()

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lingpt.common.errors import UserError
+from lingpt.common.errors import UserError, first_line
 from lingpt.train.console import print_stderr
 from lingpt.train.distributed.collectives import all_gather_object, on_all_ranks
 from lingpt.train.distributed.fabric_setup import FSDP2Strategy, cluster_environment, ddp_strategy
@@ -147,7 +147,7 @@ class Parallel:
                 ) from error
             raise UserError(
                 f"the {machine.world_size} processes did not meet at {where}: are all of them started, with "
-                f"the same address and port, and may they connect? ({str(error).splitlines()[0]})"
+                f"the same address and port, and may they connect? ({first_line(error)})"
             ) from error
 
     @contextlib.contextmanager

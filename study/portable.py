@@ -4,8 +4,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lingpt.common.errors import UserError
-
 _PATH = re.compile(r"(?P<option>[^/=]*=)?(?P<path>/.*)", re.DOTALL)  # `--data.source=/data/wiki`, too
 
 
@@ -24,18 +22,6 @@ def portable(value: Any) -> Any:
     return (found["option"] or "") + "/".join(last)
 
 
-def is_other(before: Any, now: Any) -> bool:
+def differs(before: Any, now: Any) -> bool:
     """Whether a record of `before` says otherwise than `now`, be it as it was recorded or as published."""
     return before != now and before != portable(now)
-
-
-def read_utf8(path: Path) -> str:
-    """The text of a file that a person may have written; UserError where it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path} is not UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8"
-        ) from error
