@@ -89,7 +89,7 @@ def _take_whole(parser: jsonargparse.ArgumentParser) -> list[argparse.Action]:
 
 
 def _written_out(value: str) -> str:
-    """`3e6` and `3000000.0` as 3000000; all that is no whole number as it is."""
+    """`3e6` and `3000000.0` as 3000000; anything else unchanged."""
     if not re.fullmatch(r"\d+(\.\d*|(\.\d*)?[eE]\+?\d\d?)", value):
         return value
     number = Decimal(value)

@@ -85,7 +85,7 @@ def require_newest_checkpoint(run: Path) -> Path:
         wrong = f"{named[-1].name} {damage(named[-1])}"
         raise UserError(f"no checkpoint of {run} can be read ({wrong}): restore one from a copy")
     if not any((run / name).exists() for name in (CONFIG, METRICS, CHECKPOINTS)):
-        raise UserError(f"{run} holds no run: give the folder of one, such as runs/demo-ours")
+        raise UserError(f"{run} is not a run folder: give one, such as runs/demo-ours")
     raise UserError(f"{run} has no whole checkpoint yet: train on with the same command")
 
 

@@ -27,7 +27,7 @@ class RecipeFile(ActionConfigFile):
 
 
 def find_recipe(name: str) -> Path:
-    """The path of a recipe given as a file or as a shipped name. UserError where it is no recipe."""
+    """The path of a recipe given as a file or as a shipped name. UserError where it is not a recipe."""
     path = Path(name) if Path(name).is_file() else recipe_path(name)
     if path is None:
         known = training_recipes()
@@ -36,14 +36,14 @@ def find_recipe(name: str) -> Path:
         )
     recipe = read_yaml(path)
     if not isinstance(recipe, dict):
-        raise UserError(f"{path} is no recipe: it has no keys `model`, `data`, `train`")
+        raise UserError(f"{path} is not a recipe: it has no keys `model`, `data`, `train`")
     for key, value in recipe.items():
         if (
             not isinstance(key, str)
             or not isinstance(value, dict)
             or not all(isinstance(k, str) for k in value)
         ):
-            raise UserError(f"{path}: {key!r} is no group of keys; a recipe has `model`, `data` and `train`")
+            raise UserError(f"{path}: {key!r} is not a group of keys; they are `model`, `data` and `train`")
     return path
 
 

@@ -186,7 +186,7 @@ def _encode(
     empty: dict[str, int],
 ) -> Generator[Encoded]:
     """The encoded documents of `split`, under a progress bar; those without a text are counted in `empty`."""
-    hidden = None if progress else True  # None: hidden where stderr is no terminal
+    hidden = None if progress else True  # None: hidden where stderr is not a terminal
     bar = tqdm(
         total=split.total,
         unit=split.unit,

@@ -44,7 +44,7 @@ def jsonl_corpus(
     are held out and never trained on. The files' hashes are remembered in `cache_dir`, if given.
 
     Raises:
-        UserError: no such files; `named` are the sources that are no files, for its advice
+        UserError: no such files; `named` are the sources that are not files, for its advice
     """
     matches = _matches(source)
     files = _documents(source, matches, named)
@@ -270,9 +270,9 @@ def _text(line: bytes, where: str) -> str:
         fault = f"is not JSON ({error})"
     else:
         if not isinstance(row, dict):
-            fault = "is no JSON object"
+            fault = "is not a JSON object"
         elif "text" not in row:
             fault = 'has no "text"'
         else:
-            fault = "has a text that is no string"
+            fault = "has a text that is not a string"
     raise UserError(f'{where} {fault}: every line must be a JSON object with a string "text"')

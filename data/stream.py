@@ -35,7 +35,7 @@ class PackedDataset:
         try:
             self._chunks = _map(self.path)
         except (OSError, ValueError, KeyError, pa.ArrowException) as error:
-            raise self._damaged(f"is no token cache ({one_line(error)})") from None
+            raise self._damaged(f"is not a token cache ({one_line(error)})") from None
         lengths = [len(chunk) for chunk in self._chunks]
         if any(length != ROWS for length in lengths[:-1]) or lengths[-1:] > [ROWS]:
             raise self._damaged(f"has a record batch that is not of {ROWS} tokens")
@@ -99,7 +99,7 @@ def _map(path: Path) -> list[np.ndarray]:
         chunk.validate()  # of the header alone: no buffer is shorter than what it is said to hold
     chunks = [chunk.to_numpy(zero_copy_only=True) for chunk in column.chunks]
     if any(chunk.dtype not in (np.uint16, np.int32) for chunk in chunks):
-        raise ValueError("its tokens are no integers of 16 or 32 bits")
+        raise ValueError("its tokens are not integers of 16 or 32 bits")
     return chunks
 
 

@@ -104,7 +104,7 @@ def load_tokenizer(source: str | os.PathLike) -> Tokenizer:
         raise
     except Exception as error:  # `tokenizers` raises a bare Exception for what it cannot parse
         raise UserError(
-            f"{path} is no tokenizer.json ({error}): give one in the format of `tokenizers`"
+            f"{path} is not a tokenizer.json ({error}): give one in the format of `tokenizers`"
         ) from None
 
 

@@ -117,7 +117,7 @@ def read_results(path: Path) -> dict[str, Any]:
         if not _has(about, _CHECKPOINT) or not isinstance(scores, dict):
             raise UserError("it does not say of which run it is")
         if wrong := [key for key, entry in scores.items() if not _is_score(entry)]:
-            raise UserError(f"{wrong[0]!r} is no score")
+            raise UserError(f"{wrong[0]!r} is not a score")
     except UserError as error:
         reason = str(error).replace(str(path), "it")
         raise UserError(

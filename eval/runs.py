@@ -51,7 +51,8 @@ class Checkpoint:
         has_weights = (folder / WEIGHTS).is_file() or is_sharded(folder)
         if step is None or read_manifest(folder) is None or not has_weights:
             raise UserError(
-                f"{folder} is no whole checkpoint (step-XXXXXXXX with a manifest and all the files it lists)"
+                f"{folder} is not a complete checkpoint (step-XXXXXXXX with a manifest and all the files "
+                "that it lists)"
             )
         return cls(folder, run, step, *read_model(run))
 

@@ -196,7 +196,7 @@ def _read_config(folder: Path) -> Config:
     values = read_json_object(folder / CONFIG)
     if values.pop("model_type", None) != "lingpt":
         raise UserError(
-            f"{folder} is no LinGPT model folder; other folders can start a new run with init_from"
+            f"{folder} is not a LinGPT model folder; other folders can start a new run with init_from"
         )
     return Config.from_dict(values)
 

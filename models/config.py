@@ -107,7 +107,7 @@ class Config(litgpt.config.Config):
         for field, value in (_GPT_NEOX | {"n_query_groups": self.n_head}).items():
             if getattr(self, field) != value:
                 raise UserError(
-                    f"{field}={getattr(self, field)!r} is no GPT-NeoX model: it must be {value!r}"
+                    f"{field}={getattr(self, field)!r} is not a GPT-NeoX model: it must be {value!r}"
                 )
         for name in set(self.attention_per_layer):
             ATTENTIONS[name].check(self, **self.attention_options(name))
@@ -162,7 +162,7 @@ class Config(litgpt.config.Config):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """The inverse of `to_dict`; keys that are no field are an error."""
+        """The inverse of `to_dict`; keys that are not fields are an error."""
         if surplus := values.keys() - {field.name for field in fields(cls)}:
             raise UserError(f"unknown key {sorted(surplus)[0]!r} in the model's configuration")
         return cls(**values)
@@ -264,7 +264,7 @@ class ModelArgs:
         for option, default in option_defaults().items():
             if option not in has and getattr(self, option) != default:
                 raise UserError(
-                    f"{option} is no option of {attention_label(self.attention)}, which has "
+                    f"{option} is not an option of {attention_label(self.attention)}, which has "
                     f"{', '.join(sorted(has))}: leave model.{option} out"
                 )
         return config

@@ -64,7 +64,7 @@ def export_hf(model: GPT, folder: str | Path, tokenizer: str | Path | None = Non
     silence: a warning says so.
 
     Raises UserError for a model that a stock GPT-NeoX does not compute (another attention would load there
-    under the same keys, and run as softmax attention), and for a file that is no tokenizer.
+    under the same keys, and run as softmax attention), and for a file that is not a tokenizer.
     """
     for name, block in zip(model.config.attention_per_layer, model.blocks, strict=True):
         if not block.attn.hf_exportable:
@@ -105,7 +105,7 @@ def _end_of_text_id(tokenizer: dict[str, Any], source: str) -> int:
         match token:
             case {"content": str(content), "id": int(id)} if content == END_OF_TEXT:
                 return id
-    raise UserError(f"{source} is no tokenizer.json with the token {END_OF_TEXT}: give the model's own")
+    raise UserError(f"{source} is not a tokenizer.json with the token {END_OF_TEXT}: give the model's own")
 
 
 def read_hf(folder: Path) -> tuple[Config, dict[str, torch.Tensor]]:

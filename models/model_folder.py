@@ -27,7 +27,7 @@ def write_model_folder(
     with write_errors(folder / WEIGHTS), replacing(folder / WEIGHTS) as temporary:
         try:
             save_file(tensors, temporary, metadata={"format": "pt"} | metadata)
-        except SafetensorError as error:  # a full disk is no OSError to it
+        except SafetensorError as error:  # a full disk is not an OSError to it
             raise _os_error(error) from error
     with write_errors(folder / CONFIG):
         write_json(folder / CONFIG, config, indent=2)
@@ -66,7 +66,7 @@ def read_pickle(path: Path) -> Any:
             reason = "it holds more than tensors and plain values, and no code in a file is run"
         else:
             reason = first_line(error)
-        raise UserError(f"{path} is missing, damaged, or no PyTorch checkpoint: {reason}") from error
+        raise UserError(f"{path} is missing, damaged, or not a PyTorch checkpoint: {reason}") from error
 
 
 def read_pickled_tensors(path: Path) -> dict[str, torch.Tensor]:

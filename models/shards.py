@@ -22,7 +22,7 @@ from lingpt.common.files import read_json_object, write_json
 from lingpt.models.model_folder import CONFIG
 
 SHARDS = "shards.json"
-OPTIMIZER = "optimizer."  # the prefix of the tensors that are no weights
+OPTIMIZER = "optimizer."  # the prefix of the tensors that are not weights
 
 
 def write_shards(folder: Path, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:

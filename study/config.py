@@ -127,7 +127,7 @@ def read_study(path: Path, changes: Mapping[str, Any] | None = None) -> Study:
     """The study of a file, with `changes` to its keys. UserError for what makes none."""
     values = read_yaml(path)
     if not isinstance(values, dict):
-        raise UserError(f"{path} is no study: it has no keys")
+        raise UserError(f"{path} is not a study: it has no keys")
     values = {"name": path.stem.removeprefix("study-")} | _with_new_names(values) | dict(changes or {})
     known = [key.name for key in fields(Study)]
     for key in values:
@@ -137,7 +137,7 @@ def read_study(path: Path, changes: Mapping[str, Any] | None = None) -> Study:
             )
     for key in ("recipe", "tokens", "attentions"):
         if values.get(key) is None:
-            raise UserError(f"{path} is no study: it does not say `{key}`")
+            raise UserError(f"{path} is not a study: it does not say `{key}`")
     if values["name"] is None:
         raise UserError(f"{path}: `name` has no value: give it a word, or leave it out")
     values["attentions"] = _rows(values["attentions"], path)
@@ -210,7 +210,7 @@ def _without_data_paths(options: Any) -> Any:
 
 
 def _check_types(values: Mapping[str, Any], path: Path) -> None:
-    """UserError for what is no list, no mapping, no whole number or no rate where one is meant."""
+    """UserError for a key whose value is of the wrong type: list, mapping, whole number or learning rates."""
     for keys, kind, what in (
         (_LISTS, list | tuple, "a list"),
         (_MAPPINGS, dict, "`key: value`"),
@@ -264,12 +264,12 @@ def _check(study: Study, path: Path) -> None:
     if study.learning_rates and study.rate_tokens < 1:
         raise UserError(f"{path}: `learning_rates` need `rate_tokens`, how long each is tried")
     if study.interrupted_row is not None and study.interrupted_row not in study.attentions:
-        raise UserError(f"{path}: interrupted_row is {study.interrupted_row!r}, which is no row of it")
+        raise UserError(f"{path}: interrupted_row is {study.interrupted_row!r}, which is not one of its rows")
     if study.runs_per_device > 1 and study.devices_per_run != 1:
         raise UserError(f"{path}: runs_per_device {study.runs_per_device} is for runs on one card each")
     for key in ("baselines", "plotted_rows"):
         if missing := [row for row in getattr(study, key) if row not in study.attentions]:
-            raise UserError(f"{path}: {key} names {missing[0]!r}, which is no row of it")
+            raise UserError(f"{path}: {key} names {missing[0]!r}, which is not one of its rows")
     for name, what in ((study.name, "the study's"), *((row, "a run's") for row in study.attentions)):
         if Path(name).name != name or not name or name.startswith("."):
             raise UserError(f"{path}: {name!r} cannot name {what} folder")

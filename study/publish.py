@@ -24,7 +24,7 @@ def check_target(target: Path) -> None:
     """UserError where no folder can be, and where the page would take the place of a README.md that is no
     study's page."""
     if target.exists() and not target.is_dir():
-        raise UserError(f"{target} is no folder: give another one to publish to")
+        raise UserError(f"{target} is not a folder: give another one to publish to")
     there = target / PAGE
     if there.exists() and not there.read_bytes().startswith(TITLE.encode()):
         raise UserError(

@@ -191,7 +191,7 @@ def study_runs(study: Study, folder: Path, rates: dict[str, float], cards: int |
 
 def kept_rates(study: Study, folder: Path) -> dict[str, float | None]:
     """Of the rows whose runs have begun, the rate of the first of them: one of the study's, or None for the
-    recipe's own. A run with any other rate is no run of this study."""
+    recipe's own. A run with any other rate is not part of this study."""
     kept: dict[str, float | None] = {}
     for row, name, _ in study.run_names() if study.learning_rates else ():
         if row in kept or not (folder / name / METRICS).exists():

@@ -48,7 +48,9 @@ def test_a_pickle_with_code_is_refused_and_not_run(tmp_path, name, bare):
         )
         layers = {"model_type": "gpt_neox", "num_hidden_layers": 1, "num_attention_heads": 2}
         (folder / "config.json").write_text(json.dumps(sizes | layers))
-    with pytest.raises(UserError, match=rf"{re.escape(name)} is missing, damaged, or no PyTorch checkpoint"):
+    with pytest.raises(
+        UserError, match=rf"{re.escape(name)} is missing, damaged, or not a PyTorch checkpoint"
+    ):
         load_state(folder) if name == "train_state.pt" else load_weights(model(), folder)
     assert not proof.exists()
     with open(folder / name, "rb") as file:  # the file is as dangerous as it is said to be

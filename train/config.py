@@ -237,7 +237,7 @@ def _check_name(name: str) -> None:
     one_name = name and Path(name).name == name and not name.startswith(".")
     if not one_name or not name.isprintable() or len(name.encode()) > 200:
         raise UserError(
-            f"the run's name {name[:80]!r} is no name of a folder: give one without '/' as --train.name "
+            f"the run's name {name[:80]!r} cannot be a folder's: give one without '/' as --train.name "
             "(--train.out_dir is where runs live)"
         )
 

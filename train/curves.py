@@ -80,7 +80,7 @@ def read_curve(run_folder: str | Path) -> Curve:
         if line.get("skipped") is True and type(line.get("train_time")) in (int, float):
             skipped.append((line["step"], line["train_time"]))
     if not points["train"] and not points["val"]:
-        raise UserError(f"no losses in {folder}: it is no run folder, or its {METRICS} is empty")
+        raise UserError(f"no losses in {folder}: it is not a run folder, or its {METRICS} is empty")
     model, attention = read_model(folder) if (folder / CONFIG).exists() else ("", path.name)
     train, val = (np.array(sorted(rows.values())).reshape(-1, 4) for rows in points.values())
     skips = np.array(skipped, dtype=float).reshape(-1, 2)

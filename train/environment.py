@@ -59,7 +59,7 @@ def _earlier_starts(record: dict[str, Any], path: Path) -> list[Any]:
     """Takes the list out of the record of the last start; UserError where it is none."""
     earlier = record.pop("earlier", [])
     if not isinstance(earlier, list):
-        raise UserError(f"{path} is damaged: `earlier` is no list")
+        raise UserError(f"{path} is damaged: `earlier` is not a list")
     return earlier
 
 

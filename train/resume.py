@@ -208,7 +208,7 @@ def _given_checkpoint(path: Path, recipe: Recipe) -> Path:
             f"no checkpoint {path} to resume from: give runs/<name>/checkpoints/step-…, auto or never"
         )
     if checkpoint_step(path) is None and read_manifest(path) is None:
-        raise UserError(f"{path} is no checkpoint: give runs/<name>/checkpoints/step-…, auto or never")
+        raise UserError(f"{path} is not a checkpoint: give runs/<name>/checkpoints/step-…, auto or never")
     if reason := why_unusable(path):
         raise UserError(f"the checkpoint {path} {reason}: resume from another one, or auto")
     model = load_manifest(path)["config"].get("model", {})

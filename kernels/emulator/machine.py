@@ -123,7 +123,7 @@ class Machine:
     def register(self, operand: Any, dtype: np.dtype) -> np.ndarray:
         """A live view of a register as `dtype`; of its low part where the register is wider."""
         if not isinstance(operand, Reg):
-            raise UnknownInstruction(f"{operand} is no register")
+            raise UnknownInstruction(f"{operand} is not a register")
         row = self.registers[operand.bits][operand.row]
         if operand.bits == 1:
             return row

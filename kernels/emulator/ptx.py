@@ -187,7 +187,7 @@ class _KernelParser:
         while position < end:
             m = self.statement.match(self.ptx.text, position, end)
             if m is None:
-                raise UnknownInstruction(f"PTX line {self.ptx.line(position)} is no statement")
+                raise UnknownInstruction(f"PTX line {self.ptx.line(position)} is not a statement")
             position = m.end()
             if m["loc"]:
                 self.source = f"{self.ptx.files.get(m['file'], '?')}:{m['number']}"

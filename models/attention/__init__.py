@@ -108,7 +108,7 @@ def parse_form(form: str) -> tuple[str, dict[str, Any]]:
             )
         if name not in declared:
             raise UserError(
-                f"{form!r}: {name!r} is no option of {attention}, which has {', '.join(declared)}"
+                f"{form!r}: {name!r} is not an option of {attention}, which has {', '.join(declared)}"
             )
         values, text = _values(declared[name], text), text.lower() or "true"
         if text not in values:

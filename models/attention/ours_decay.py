@@ -1,7 +1,7 @@
 """`ours-decay`: `ours` with RetNet's constant decay per head, `γ_h = 1 − 2^(−5 − 8h/H)` (arXiv 2307.08621).
 
 A token m positions back weighs `(1 + b q̂·k̂) γ^m`: the first heads look at tens of tokens, the last at
-thousands. The decay is no parameter: the state-dict keys are those of `ours`.
+thousands. The decay is not a parameter: the state-dict keys are those of `ours`.
 """
 
 import torch

@@ -53,7 +53,7 @@ def test_saved_and_loaded_it_is_the_same(tokenizer, tmp_path: Path):
 def test_what_is_no_tokenizer_is_refused(tmp_path: Path, monkeypatch):
     """Each with the path and how to fix it."""
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match=r"tokenizer\.json is no tokenizer\.json"):
+    with pytest.raises(UserError, match=r"tokenizer\.json is not a tokenizer\.json"):
         load_tokenizer(tmp_path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"holds no tokenizer\.json"):

@@ -231,7 +231,7 @@ def test_nothing_half_written(checkpoint, eval_data, monkeypatch):
 
 
 def test_quiet(checkpoint, eval_data, capfd):
-    """No warnings, no bars where stderr is no terminal: a line a task, and one on each short file."""
+    """No warnings, no bars where stderr is not a terminal: a line a task, and one on each short file."""
     evaluate(checkpoint, ["arc_easy:2", "piqa"], data=eval_data, device="cpu")
     out, err = capfd.readouterr()
     assert err == ""

@@ -156,8 +156,8 @@ def test_the_default_has_each_with_and_without_the_convolution():
 
 def test_what_is_no_trial_is_refused():
     for form, message in [
-        ("ours+gate", "'gate' is no option of ours, which has learnable_b"),
-        ("softmax+conv", "'conv' is no option of softmax, which has sdpa"),
+        ("ours+gate", "'gate' is not an option of ours, which has learnable_b"),
+        ("softmax+conv", "'conv' is not an option of softmax, which has sdpa"),
         ("gla+gla_expand_k=half", "gla_expand_k takes a number"),
         ("gla+gla_expand_k=0", "gla_expand_k=0 times it"),
     ]:

@@ -113,7 +113,7 @@ def test_a_folder_that_holds_no_run_is_said_to(tmp_path):
     """Guards: "no whole checkpoint yet: train on" of a model that was exported."""
     (tmp_path / "exported").mkdir()
     (tmp_path / "exported/model.safetensors").touch()
-    with pytest.raises(UserError, match="exported holds no run: give the folder of one"):
+    with pytest.raises(UserError, match="exported is not a run folder: give one"):
         find_checkpoints(tmp_path, runs=[tmp_path / "exported"])
 
 
@@ -200,5 +200,5 @@ def test_a_sick_run_is_named_and_the_others_are_found(tmp_path, tokenizer, capsy
     lines = capsys.readouterr().err.splitlines()
     assert [line.split("/config.yaml")[0] for line in lines] == [f"left out: {tmp_path}/{n}" for n in "bde"]
     assert [c.run.name for c in find_checkpoints(tmp_path, runs=[tmp_path / n for n in "bca"])] == ["c", "a"]
-    with pytest.raises(UserError, match=r"b/config.yaml is no YAML"):
+    with pytest.raises(UserError, match=r"b/config.yaml is not YAML"):
         find_checkpoints(tmp_path, runs=[tmp_path / "b"])

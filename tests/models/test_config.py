@@ -70,7 +70,10 @@ def test_config_survives_json():
         ({"attention": "sofmax"}, "did you mean 'softmax'"),
         ({"attention": ["ours", "ours", "ours", "our-decay"]}, "did you mean 'ours-decay'"),
         ({"attention": "our+output_gate"}, "did you mean 'ours'"),
-        ({"attention": "ours+output"}, "'output' is no option of ours, which has learnable_b, output_gate"),
+        (
+            {"attention": "ours+output"},
+            "'output' is not an option of ours, which has learnable_b, output_gate",
+        ),
         ({"attention": "ours+output_gate=maybe"}, "output_gate takes true, false"),
         ({"attention": "softmax+sdpa"}, "sdpa takes auto, flash"),
         ({"attention": "gla+gla_n_head=two"}, "gla_n_head takes a whole number"),
@@ -84,7 +87,7 @@ def test_config_survives_json():
         ({"attention": "ours+softmax_every"}, "softmax_every takes a whole number"),
         ({"attention": "softmax+softmax_every=2"}, "makes no hybrid of softmax"),
         ({"attention": ["ours", "softmax", "hybrid", "ours"]}, "softmax_every is of all layers"),
-        ({"attention": "ours+sdpa=flash"}, "'sdpa' is no option of ours"),
+        ({"attention": "ours+sdpa=flash"}, "'sdpa' is not an option of ours"),
         ({"name": "mine", "attention": "hybrid"}, "needs model.n_layer"),
         (
             {"attention": "ours+normalize=false", "normalize": True},
@@ -189,10 +192,10 @@ def test_an_option_that_contradicts_the_attention_is_refused_wherever_it_stands(
         (
             "softmax",
             {"output_gate": True},
-            "output_gate is no option of softmax, which has sdpa,",
+            "output_gate is not an option of softmax, which has sdpa,",
         ),
-        ("ours-gated", {"sdpa": "flash"}, "sdpa is no option of ours-gated"),
-        (["ours", "softmax"] * 2, {"gla_expand_k": 1.0}, "gla_expand_k is no option of"),
+        ("ours-gated", {"sdpa": "flash"}, "sdpa is not an option of ours-gated"),
+        (["ours", "softmax"] * 2, {"gla_expand_k": 1.0}, "gla_expand_k is not an option of"),
     ],
 )
 def test_an_option_that_no_layer_has_is_refused(attention, options, line):

@@ -32,8 +32,8 @@ from lingpt.tests.study.tiny import TINY, write
         ({"options": {"train.warm_up": 3}}, "softmax: unknown key 'train.warm_up' (did you mean"),
         ({"options": {"data.seq_len": None}}, "softmax: data.seq_len is None; it must be a whole number"),
         ({"rate_tokens": 0}, "`learning_rates` need `rate_tokens`"),
-        ({"interrupted_row": "gla"}, "which is no row of it"),
-        ({"baselines": ["gla"]}, "baselines names 'gla', which is no row of it"),
+        ({"interrupted_row": "gla"}, "which is not one of its rows"),
+        ({"baselines": ["gla"]}, "baselines names 'gla', which is not one of its rows"),
         ({"runs_per_device": 0}, "runs_per_device is 0"),
         ({"runs_per_device": 2, "devices_per_run": None}, "is for runs on one card each"),
         ({"devices_per_run": 0}, "devices_per_run is 0; it must be at least 1"),
@@ -126,7 +126,7 @@ def test_a_study_that_is_no_study(tmp_path):
     with pytest.raises(UserError, match="does not say `attentions`"):
         read_study(tmp_path / "study-x.yaml")
     (tmp_path / "study-x.yaml").write_text("- 3\n")
-    with pytest.raises(UserError, match="is no study"):
+    with pytest.raises(UserError, match="is not a study"):
         read_study(tmp_path / "study-x.yaml")
     assert json.dumps(read_study(recipe_path("study-demo")).to_dict())
 

@@ -94,7 +94,7 @@ def test_a_page_of_another_kind_is_not_overwritten(here, capsys):
     assert "docs/README.md is not a study's page" in line and "\n" not in line and not here
     assert index.read_text() == "# The study\n" and list(index.parent.iterdir()) == [index]
     assert main([*COMMAND, "--publish", str(index)]) == 2
-    assert "docs/README.md is no folder" in capsys.readouterr().err and not here
+    assert "docs/README.md is not a folder" in capsys.readouterr().err and not here
     for _ in range(2):
         assert main([*COMMAND, "--stages", "page", "--publish", "docs/tiny"]) == 0
     assert Path("docs/tiny/README.md").read_text().startswith("# Study tiny\n")

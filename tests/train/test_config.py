@@ -52,7 +52,7 @@ def test_steps_are_whole_and_cover_the_tokens():
         ({"name": ""}, 1, "no name of a folder"),
         ({"learning_rate": float("inf")}, 1, "train.learning_rate is inf"),
         ({"global_batch_size": 10**12}, 1, "at most 1,048,576 sequences"),
-        ({"name": "../../x"}, 1, r"'../../x' is no name of a folder: .*--train.out_dir"),
+        ({"name": "../../x"}, 1, r"'../../x' cannot be a folder's: .*--train.out_dir"),
         ({"name": ".hidden"}, 1, "no name of a folder"),
         ({"name": "a\0b"}, 1, "no name of a folder"),
         ({"name": "x" * 300}, 1, "no name of a folder"),

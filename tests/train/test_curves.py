@@ -343,7 +343,7 @@ def test_a_sick_run_is_named_and_the_others_are_drawn(tmp_path, capsys):
     assert len(lines) == 3 and all(line.startswith("left out: ") for line in lines)
     for folder, line in zip(sick.values(), lines, strict=True):
         assert str(folder) in line
-    with pytest.raises(UserError, match=r"config.yaml is no YAML"):
+    with pytest.raises(UserError, match=r"config.yaml is not YAML"):
         draw_curves([sick["c"]], tmp_path / "out.png")
 
 

@@ -264,7 +264,7 @@ def test_the_old_run_stays_where_the_new_one_has_nothing_to_start_from(make_reci
 def test_a_run_is_no_checkpoint(make_recipe):
     """Guards: "is not whole" of a healthy run's folder."""
     folder = train(make_recipe(max_steps=3))
-    with pytest.raises(UserError, match=r"is no checkpoint: give runs/<name>/checkpoints/step-…"):
+    with pytest.raises(UserError, match=r"is not a checkpoint: give runs/<name>/checkpoints/step-…"):
         train(make_recipe(resume=str(folder)))
 
 

@@ -69,7 +69,7 @@ class BenchResults(Generic[R]):
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """UserError where it is no such file."""
+        """UserError where it is not such a file."""
         known = {field.name for field in fields(cls.ROW)}
         try:
             found = read_json_object(path)

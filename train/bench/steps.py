@@ -232,7 +232,7 @@ def choose_shapes(models: Sequence[str], seq_lens: Sequence[int], tokens_per_ste
     for shape in shapes:
         if shape.seq_len < 1 or tokens_per_step < 1 or tokens_per_step % shape.seq_len:
             raise UserError(
-                f"--tokens_per_step {tokens_per_step} is no multiple of the length {shape.seq_len}"
+                f"--tokens_per_step {tokens_per_step} is not a multiple of the length {shape.seq_len}"
             )
     return list(dict.fromkeys(shapes))
 

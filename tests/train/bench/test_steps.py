@@ -236,7 +236,7 @@ def test_shapes_and_mistakes(tmp_path: Path, capsys):
         (["--attentions", "softmax-flsh"], "did you mean 'softmax-flash'?"),
         (
             ["--seq_lens", "48", "--tokens_per_step", "64"],
-            "--tokens_per_step 64 is no multiple of the length 48",
+            "--tokens_per_step 64 is not a multiple of the length 48",
         ),
         (["--redraw", "--out", str(tmp_path)], "cannot read"),
         (["--accelerator", "gpu"], "--accelerator is auto, cpu or cuda, not 'gpu'"),
