@@ -3,7 +3,7 @@
     from lingpt import linear_attention
     o = linear_attention(q, k, v)        # [B, N, H, D] each
 
-What is imported here is looked up when it is asked for: `lingpt --help` needs no PyTorch.
+Names are imported on first use, so that `lingpt --help` needs no PyTorch.
 """
 
 import importlib

@@ -1,1 +1,1 @@
-"""The `lingpt` command: a file a verb, each imported only when its verb is asked for."""
+"""The `lingpt` command: one file per verb, imported only when that verb is called."""

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 HELP = "Measure linear attention against the baselines: time, memory, correctness, plots."
 RENAMED = {"limit": "max_round_seconds"}
 
-TINY = ((2, 128, 2, 32), (2, 512, 2, 32), (2, 512, 2, 64))  # what a CPU can do
+TINY = ((2, 128, 2, 32), (2, 512, 2, 32), (2, 512, 2, 64))  # small enough for a CPU
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -38,7 +38,7 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> None:
-    import matplotlib  # noqa: F401  (the plots come last: what they need is asked for first)
+    import matplotlib  # noqa: F401  (needed by the plots at the end: fails now if missing)
 
     from lingpt.common.errors import UserError
     from lingpt.common.files import write_text
@@ -58,7 +58,7 @@ def run(args: Namespace) -> None:
 
 
 def _measure(args: Namespace) -> "Results | None":
-    """Results, or None if only the kernels' compiling was asked for."""
+    """The results; None if only compiling the kernels was requested."""
     import torch
 
     from lingpt.kernels.bench import DEFAULT_IMPLEMENTATIONS, IMPLEMENTATIONS, Shape, run_bench, warm_up
@@ -89,7 +89,7 @@ def _measure(args: Namespace) -> "Results | None":
 
 
 def _summary(results: "Results") -> str:
-    """A line a row: what was measured, or why not; what cannot run here at all comes in one line each."""
+    """One line per row, measured or with the reason why not; one per implementation that cannot run here."""
     from lingpt.kernels.bench import IMPLEMENTATIONS
 
     device = "cpu" if results.environment["card"].startswith("CPU") else "cuda"

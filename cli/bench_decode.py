@@ -1,4 +1,4 @@
-"""`lingpt bench decode`: times a token and weighs the decoding state; writes JSON, a table and a plot."""
+"""`lingpt bench decode`: measures time per token and size of the state; writes JSON, a table and a plot."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> None:
-    import matplotlib  # noqa: F401  (the plot comes last: what it needs is asked for first)
+    import matplotlib  # noqa: F401  (needed by the plot at the end: fails now if missing)
 
     from lingpt.common.files import write_text
     from lingpt.train.bench.decoding import bench_decoding

@@ -32,7 +32,7 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> None:
-    import matplotlib  # noqa: F401  (the plot comes last: what it needs is asked for first)
+    import matplotlib  # noqa: F401  (needed by the plot at the end: fails now if missing)
 
     from lingpt.common.errors import UserError
     from lingpt.common.files import write_text

@@ -21,7 +21,7 @@ def run(args: Namespace) -> None:
 
 
 def report(dataset: Dataset, seconds: float) -> str:
-    """What a person wants to know of their data, on a screen."""
+    """A summary of the prepared data for the terminal."""
     about = dataset.describe()
     empty = sum(about.get("empty_documents", {}).values())
     rows = [

@@ -28,7 +28,7 @@ class EvalFile(ActionConfigFile):
 
 
 def configure(parser: ArgumentParser) -> None:
-    """The options of the verb; configs/table2.yaml has the defaults of those that a study fixes."""
+    """Adds the verb's options; configs/table2.yaml has the defaults of those that a study fixes."""
     parser.default_config_files = [str(recipe_path("table2"))]
     add = parser.add_argument
     add("--config", action=EvalFile, help="a YAML file, or `table2`, the default")
@@ -85,7 +85,7 @@ def run(args: Namespace) -> None:
 
 
 def _tasks(args: Namespace) -> list[str]:
-    """lm-eval's tasks of the suites asked for."""
+    """The lm-eval tasks of the requested suites."""
     from lingpt.eval.suites import commonsense_tasks
     from lingpt.eval.tasks.sources import benchmark_folder
 
@@ -100,7 +100,7 @@ def _score(
     texts: dict[str, str],
     left_out: Callable[[str], None],
 ) -> dict[str, Any]:
-    """The suites asked for, of one checkpoint; all that is known of it."""
+    """Scores one checkpoint on the requested suites; returns all its results, earlier ones included."""
     from lingpt.eval import evaluate
     from lingpt.eval.harness import load_lm
     from lingpt.eval.suites import evaluate_texts
@@ -108,7 +108,7 @@ def _score(
 
     options = {key: args[key] for key in ("batch_tokens", "device", "devices", "dtype", "redo")}
     options["left_out"] = left_out
-    options["load"] = functools.cache(load_lm)  # once for all suites, and only as long as this call
+    options["load"] = functools.cache(load_lm)  # loaded once for all suites, released after this call
     shots = {"num_fewshot": args.num_fewshot, "limit": args.limit}
     results = evaluate(checkpoint, tasks, data=benchmark_folder(args.data), **shots, **options)
     if {"language", "recall"} & set(args.suite):
@@ -118,7 +118,7 @@ def _score(
 
 
 def _show(args: Namespace, results: list[dict[str, Any]]) -> None:
-    """The tables of the suites asked for, on the terminal and, with --save, as files."""
+    """Prints the tables of the requested suites and, with --save, writes them as files."""
     from lingpt.eval import score_table, table2
     from lingpt.eval.suite_tables import save_suites, suite_tables
     from lingpt.eval.table2 import save_table2
@@ -137,7 +137,7 @@ def _show(args: Namespace, results: list[dict[str, Any]]) -> None:
 
 
 def _complain(left_out: list[str], done: bool) -> None:
-    """Ends the command with an error where something could not be scored; it has each reason once."""
+    """Ends the command with an error if something could not be scored; the message gives the reasons."""
     if not left_out:
         return
     kept = f"{len(left_out)} left out, all else is scored and kept, the same command tries again: "

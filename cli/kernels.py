@@ -17,7 +17,7 @@ RECORD = "docs/results/kernels/gpu-tests.json"
 
 
 def configure(parser: ArgumentParser) -> None:
-    """One action, and what it takes."""
+    """Adds the action and its options."""
     action = (
         "list (what there is, cached or not), compile (ahead of time; needs no GPU), test (against float64 "
         "on this GPU), release-check (is the record of the GPU tests that of this source?)"
@@ -38,7 +38,7 @@ def run(args: Namespace) -> None:
 
 
 def _specs() -> "list[tuple[KernelSpec, str]]":
-    """(spec, architecture) of every kernel; UserError where there is no compiler."""
+    """(spec, architecture) of every kernel; UserError if no compiler is installed."""
     from lingpt.kernels.linear_attention.cuda.launch import specs
     from lingpt.kernels.linear_attention.cuda.toolchain import compiler_version
 
@@ -62,14 +62,14 @@ def _list(args: Namespace) -> None:
     print(f"kernels {source_hash()}, cache {cache_folder()}, this machine: {here or 'no CUDA device'}")
     for spec, arch in specs:
         cached = "cached" if spec.is_cached(arch) else "not compiled"
-        build = f"{spec.source} {spec.names[0]}"  # its first kernel's template arguments tell builds apart
+        build = f"{spec.source} {spec.names[0]}"  # builds of one source differ in the template arguments
         print(f"{build:<76} {arch:<8} {cached:<13}{'← this GPU' if arch == here else ''}".rstrip())
     if here and here not in {arch for _, arch in specs}:
         print(f"{here}: {_unlisted()}")
 
 
 def _unlisted() -> str:
-    """What happens on this GPU, whose architecture is not compiled ahead."""
+    """What happens on this GPU, for whose architecture kernels are not compiled ahead of time."""
     import torch
 
     from lingpt.kernels.linear_attention.cuda import device_unsupported_reason
@@ -93,7 +93,7 @@ def _compile(args: Namespace) -> None:
         names = ", ".join(known) or "none"
         raise UserError(f"no kernel for {', '.join(unknown)}: there are kernels for {names}")
     cells = [(spec, arch) for spec, arch in specs if arch in wanted]
-    with ThreadPoolExecutor(available_cores()) as pool:  # the compiler runs outside Python's lock
+    with ThreadPoolExecutor(available_cores()) as pool:  # the compiler releases the GIL
         compiled = pool.map(lambda cell: cell[0].compile(cell[1]), cells)
         modules = list(tqdm(compiled, total=len(cells), desc="compile", disable=None))
     print(f"{'kernel':<58} {'arch':<8}{'regs':>5}{'stack':>7}{'spills':>8}{'shared':>8}  time")
@@ -104,7 +104,7 @@ def _compile(args: Namespace) -> None:
 
 
 def _resources(module: "CompiledModule") -> list[str]:
-    """A line for each kernel of the module, and what the compiler remarked."""
+    """One line for each kernel of the module, then the compiler's remarks."""
     seconds = f"{module.seconds:.1f} s" if module.seconds else "cached"
     lines = []
     for name, used in module.resources.items():

@@ -2,9 +2,9 @@
 
 Verbs are imported lazily, so that `lingpt --help` needs no PyTorch. A verb's file exposes `HELP` (one line),
 `configure(parser)` and `run(args)`; dataclass groups arrive in `args` as instances. `RENAMED` (old name → new
-name), where a verb's file has it, is for the error of whoever uses an option's old name.
+name), which a verb's file may have, is for the error message if an option's old name is given.
 
-Exit codes: 0 done, 2 a mistake of the user or of the machine (one line on stderr), 128 + n ended by signal n
+Exit codes: 0 done, 2 an error of the user or the machine (one line on stderr), 128 + n ended by signal n
 (130 Ctrl-C, 143 SIGTERM).
 `LINGPT_TRACEBACK=1` shows the traceback behind the line.
 """
@@ -47,15 +47,14 @@ VERBS = {  # verb: (module, what it does)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one verb and returns the exit code; `argv` defaults to the process's own, which then ends."""
+    """Runs one verb and returns the exit code; `argv` defaults to `sys.argv`, and the process then ends."""
     ends_here = argv is None
     if ends_here:
-        # What is imported stays. To look through it again and again, at the end once more, takes the garbage
-        # collector a quarter of the time of `lingpt train --help`.
+        # Imported modules never become garbage; scanning them costs a quarter of `lingpt train --help`.
         gc.disable()
     argv = list(sys.argv[1:] if argv is None else argv)
-    # Before PyTorch comes in. Where something else runs too, threads that spin while they wait for each other
-    # made a step of the demo ten times slower on two cores; threads that sleep, twice.
+    # Set before PyTorch is imported. With other load on two cores, threads that spin while waiting for each
+    # other made a step of the demo ten times slower; threads that sleep, two times.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         with _signals_interrupt():
@@ -66,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as stop:
         _complain(str(stop) or "interrupted; nothing was left half-written")
         return 128 + (stop.number if isinstance(stop, Interrupted) else signal.SIGINT)
-    except BrokenPipeError:  # `lingpt … | head` has seen enough
+    except BrokenPipeError:  # `lingpt … | head` closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except Exception as error:
@@ -79,9 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _signals_interrupt() -> Iterator[None]:
-    """While inside, the signals that would kill at once interrupt as Ctrl-C does: what is half-written goes.
+    """Makes signals that would kill at once interrupt as Ctrl-C does, so that partial files are removed.
 
-    One that is ignored stays ignored (nohup), and only a main thread has handlers.
+    A signal that is ignored stays ignored (nohup). Handlers are set in the main thread only.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -116,7 +115,7 @@ def _dispatch(argv: list[str]) -> int:
         args = parse(verb, module, rest)
     except SystemExit as done:  # --help, --print_config
         return int(done.code or 0)
-    if not gc.isenabled():  # `main` let it rest: what is imported by now is left out from here on
+    if not gc.isenabled():  # `main` disabled it: modules imported so far are not scanned any more
         gc.freeze()
         gc.enable()
     module.run(args)
@@ -124,7 +123,7 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def parse(verb: str, module: ModuleType, argv: list[str]) -> Namespace:
-    """The arguments of a verb, as its module's `run` takes them. UserError where they are none."""
+    """Parses a verb's arguments for its module's `run`; UserError if they are invalid."""
     return parse_arguments(verb, module.configure, argv, module.HELP, getattr(module, "RENAMED", None))
 
 
@@ -139,7 +138,7 @@ def _overview() -> str:
 
 
 def user_message(error: BaseException) -> str | None:
-    """The line to show for `error`, or None where it is a bug of ours and deserves its traceback."""
+    """The line to show for `error`; None if it is a bug, which keeps its traceback."""
     if isinstance(error, UserError):
         return " ".join(str(error).split())
     if isinstance(error, ModuleNotFoundError):
@@ -155,7 +154,7 @@ def user_message(error: BaseException) -> str | None:
 
 
 def _extra_with(package: str) -> str | None:
-    """The extra of pyproject.toml that brings `package`, where one does and LinGPT itself is installed."""
+    """The extra of pyproject.toml that brings `package`; None if there is none or LinGPT is not installed."""
     if installed_version("lingpt") is None:
         return None
     name = re.escape(package.replace("_", "-"))
@@ -166,7 +165,7 @@ def _extra_with(package: str) -> str | None:
 
 
 def _complain(message: str) -> None:
-    """One line on stderr; of the processes of a multi-device run, one a machine speaks."""
+    """Prints one line on stderr; in a multi-device run only one process per machine does."""
     if int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0))) == 0:
         print(f"lingpt: {message}", file=sys.stderr)
 

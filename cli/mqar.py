@@ -1,4 +1,4 @@
-"""`lingpt mqar`: trains small models on associative recall, side by side, and shows how much each recalls."""
+"""`lingpt mqar`: trains small models on associative recall, in parallel, and shows how much each recalls."""
 
 from pathlib import Path
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
-PATHS = ("source", "val_source", "tokenizer", "cache_dir")  # of the data: where it is, not which
+PATHS = ("source", "val_source", "tokenizer", "cache_dir")  # where the data is, not which data it is
 HELP = "Show what a step of a run was trained on: a loss spike, or a step that was skipped."
 
 

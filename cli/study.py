@@ -41,7 +41,7 @@ def run(args: Namespace) -> None:
 
 
 def _file(args: Namespace) -> Path:
-    """That of `--config`, or of the study named after the model; UserError where there is none."""
+    """The study's file: `--config`, or the study named after the model; UserError if there is none."""
     name = f"study-{args.model}"
     if args.config is not None or name in studies():
         return find_study(args.config or name)
@@ -53,7 +53,7 @@ def _file(args: Namespace) -> Path:
 
 
 def _asked(args: Namespace) -> Study:
-    """The study that the arguments mean: a file's, with what the command line changes."""
+    """The study that the arguments describe: a file's, changed by the command line."""
     from lingpt.eval.texts import parse_texts
 
     each = args.devices_per_run

@@ -1,4 +1,4 @@
-"""`lingpt train`: train a recipe, or go on with its run."""
+"""`lingpt train`: trains a recipe, or resumes its run."""
 
 from jsonargparse import Namespace
 

@@ -1,4 +1,4 @@
-"""The ground floor: what several folders need and none of them owns. Imports nothing of LinGPT."""
+"""Helpers shared by several folders; imports nothing else of LinGPT."""
 
 import os
 

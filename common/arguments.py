@@ -1,4 +1,4 @@
-"""A verb's arguments: parsed, with the parser's complaints in one line for the user; and values as words."""
+"""Parses a verb's arguments, with the parser's errors in one line; writes values as arguments."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ from lingpt.common.errors import UserError, nearest
 
 
 class Parser(jsonargparse.ArgumentParser):
-    """Takes `3e6` in a file for a whole number where an option takes one, as on the command line."""
+    """A parser that accepts `3e6` for an integer option in a file, as on the command line."""
 
     def parse_string(self, cfg_str: str, *args: Any, **kwargs: Any) -> jsonargparse.Namespace:
         return super().parse_string(_whole_numbers_in_file(self, cfg_str), *args, **kwargs)
@@ -28,12 +28,12 @@ def parse_arguments(
     about: str = "",
     renamed: Mapping[str, str] | None = None,
 ) -> jsonargparse.Namespace:
-    """What `words` mean to `lingpt <verb>`, whose options `configure` adds; UserError where that is nothing.
+    """Parses `words` as the arguments of `lingpt <verb>`; UserError if they are invalid.
 
-    about: what the verb does, for its `--help`. renamed: old name → new name of an option, for the error.
+    configure: adds the verb's options. about: what the verb does, for its `--help`. renamed: old name → new
+    name of an option, for the error message.
 
-    In `options_given` are the options that the words name, which the values do not tell: one may be given
-    the value that it has anyway.
+    `options_given` of the result lists the options on the command line, even those set to their default.
     """
     parser = Parser(prog=f"lingpt {verb}", description=about, exit_on_error=False, allow_abbrev=False)
     configure(parser)
@@ -54,13 +54,12 @@ def parse_arguments(
 
 
 def as_word(value: Any) -> str:
-    """A value as a command's argument: YAML in a line."""
+    """A value as a command-line argument: YAML on one line."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def _config_first(words: Sequence[str]) -> list[str]:
-    """Moves each `--config X` to the front, in their order: what the command line says wins wherever it
-    stands."""
+    """Moves each `--config X` to the front, keeping their order, so that other options override the files."""
     configs, others, rest = list[str](), list[str](), iter(words)
     for word in rest:
         if word == "--config":
@@ -71,7 +70,7 @@ def _config_first(words: Sequence[str]) -> list[str]:
 
 
 def _whole_numbers(parser: jsonargparse.ArgumentParser, words: Sequence[str]) -> list[str]:
-    """Writes out `3e9` where an option takes a whole number: the parser takes it for another."""
+    """Writes out `3e9` for options that take an integer: the parser would read a float."""
     options = {option for action in _take_whole(parser) for option in action.option_strings}
     found = []
     for before, word in zip(["", *words], words, strict=False):
@@ -83,7 +82,7 @@ def _whole_numbers(parser: jsonargparse.ArgumentParser, words: Sequence[str]) ->
 
 
 def _take_whole(parser: jsonargparse.ArgumentParser) -> list[argparse.Action]:
-    """The options that take a whole number."""
+    """The options that take an integer."""
     kinds = {action: getattr(action, "_typehint", None) for action in parser._actions if not action.nargs}
     return [action for action, kind in kinds.items() if int in (kind, *get_args(kind))]
 
@@ -97,11 +96,11 @@ def _written_out(value: str) -> str:
 
 
 def _whole_numbers_in_file(parser: jsonargparse.ArgumentParser, text: str) -> str:
-    """The recipe's text with `_written_out` numbers where a whole one is asked for; all else as it is."""
+    """The recipe's text with the numbers of integer options `_written_out`; the rest unchanged."""
     keys = {action.dest for action in _take_whole(parser)}
     try:
         found = [value for key, value in _values(text) if key in keys]
-    except (yaml.YAMLError, RecursionError):  # the parser says what is wrong with it
+    except (yaml.YAMLError, RecursionError):  # the parser will report it
         return text
     for value in sorted(found, key=lambda node: node.start_mark.index, reverse=True):
         start, end = value.start_mark.index, value.end_mark.index
@@ -111,7 +110,7 @@ def _whole_numbers_in_file(parser: jsonargparse.ArgumentParser, text: str) -> st
 
 
 def _values(text: str) -> Iterator[tuple[str, yaml.ScalarNode]]:
-    """`train.max_tokens` and its value, for every key of every group in a recipe's text."""
+    """(`train.max_tokens`, its value's node), for every key of every group in a recipe's text."""
     tree = yaml.compose(text, Loader=yaml.SafeLoader)
     for group, keys in tree.value if isinstance(tree, yaml.MappingNode) else ():
         for key, value in keys.value if isinstance(keys, yaml.MappingNode) else ():
@@ -120,7 +119,7 @@ def _values(text: str) -> Iterator[tuple[str, yaml.ScalarNode]]:
 
 
 def _explain(parser: jsonargparse.ArgumentParser, message: str, renamed: Mapping[str, str]) -> str:
-    """The parser's complaint on one line, with the new name or the nearest key where a key is unknown."""
+    """The parser's error on one line; for an unknown key, with its new name or the nearest key."""
     line = " ".join(message.split())
     unknown = (
         re.search(r"Group '(?P<group>\S+)' does not accept nested key '(?P<key>\S+)'", line)
@@ -135,7 +134,7 @@ def _explain(parser: jsonargparse.ArgumentParser, message: str, renamed: Mapping
         return f"unknown key {key!r}: it is now called {renamed[key]!r}"
     keys = set(parser.get_defaults(skip_validation=True).keys()) - {"config"}
     hint = nearest(key, keys)
-    if "option" in found:  # as a flag, perhaps, which a switch of ours is not
+    if "option" in found:  # perhaps given as a flag; our switches take a value
         for action in parser._actions:
             kind = getattr(action, "_typehint", None)
             if bool in (kind, *get_args(kind)):
@@ -144,7 +143,7 @@ def _explain(parser: jsonargparse.ArgumentParser, message: str, renamed: Mapping
 
 
 def _explain_value(parser: jsonargparse.ArgumentParser, line: str) -> str:
-    """A complaint about a value, with what the key takes in place of the parser's types."""
+    """The error about a value, with what the key takes in words instead of the parser's types."""
     options = {action.dest: action for action in parser._actions}
     if missing := re.search(r'Key "(\S+)" is required', line):
         option = options[missing[1]]
@@ -165,7 +164,7 @@ def _explain_value(parser: jsonargparse.ArgumentParser, line: str) -> str:
 
 
 def _refuse_nulls(parser: jsonargparse.ArgumentParser, args: jsonargparse.Namespace) -> None:
-    """The parser takes a null for a value of any type."""
+    """Raises UserError for a null whose option takes none: the parser accepts null for any type."""
     for action in parser._actions:
         kind = getattr(action, "_typehint", None)
         words = _words_for(kind) if type(None) not in get_args(kind) else None
@@ -174,7 +173,7 @@ def _refuse_nulls(parser: jsonargparse.ArgumentParser, args: jsonargparse.Namesp
 
 
 def _words_for(kind: Any) -> str | None:
-    """What values a type takes, in words; None where it is no type of ours."""
+    """The values of a type, in words; None if options are not of that type."""
     words = {
         int: "a whole number",
         float: "a number",

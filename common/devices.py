@@ -10,8 +10,8 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def find_device(name: str, instead: str = "auto") -> torch.device:
-    """`auto` is the first GPU, or the CPU; UserError for one that does not exist, which names what to use
-    `instead`."""
+    """The device called `name`; `auto` is the first GPU, or the CPU. UserError, with what to use `instead`,
+    if it does not exist."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -27,15 +27,15 @@ def available_cores() -> int:
 
 
 def named_dtype(name: str) -> torch.dtype:
-    """UserError for a name that is none of DTYPES."""
+    """The dtype called `name`; UserError if it is none of DTYPES."""
     if name not in DTYPES:
         raise unknown("dtype", name, DTYPES)
     return getattr(torch, name)
 
 
 def decoding_dtype(name: str | None, device: torch.device) -> torch.dtype | None:
-    """The dtype that text is generated in: the one that is named, or bf16 on a GPU that has it (Ampere's and
-    later ones), which reads half the bytes a token; else None, the checkpoint's own. UserError as above."""
+    """The dtype to generate text in: the named one (UserError as above); else, on a GPU that has bf16 (Ampere
+    or later), bf16, which halves the bytes read per token; else None, the checkpoint's own."""
     if name is not None:
         return named_dtype(name)
     has_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
@@ -43,5 +43,5 @@ def decoding_dtype(name: str | None, device: torch.device) -> torch.dtype | None
 
 
 def device_name(device: torch.device) -> str:
-    """What it is, as results record it: the GPU's name, or `cpu`."""
+    """The device's name in results: the GPU's name, or `cpu`."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

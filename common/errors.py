@@ -1,4 +1,4 @@
-"""The one class of errors that a user can fix, the end by a signal, and what their lines are made of."""
+"""UserError for errors that a user can fix, Interrupted for signals, and helpers for one-line messages."""
 
 import difflib
 import sys
@@ -25,16 +25,16 @@ class Interrupted(KeyboardInterrupt):
 
 
 def name_on_stderr(reason: str) -> None:
-    """Names what is left out."""
+    """Prints on stderr what is left out, and why."""
     print(f"left out: {reason}", file=sys.stderr)
 
 
 def skip_failing(
     function: Callable[[T], R], items: Iterable[T], left_out: Callable[[str], None] = name_on_stderr
 ) -> list[R]:
-    """`function` of each item. Those it refuses with a UserError are named to `left_out`; the others go on.
+    """`function` of each item. The message of a UserError goes to `left_out`, and the item is skipped.
 
-    Where it refuses them all, the first error is raised.
+    If all items fail, the first error is raised.
     """
     results, errors = [], []
     for item in items:
@@ -50,34 +50,34 @@ def skip_failing(
 
 
 def first_line(error: BaseException, limit: int = 200) -> str:
-    """The first line of the error's message; its type where there is no message."""
+    """The first line of the error's message; its type if the message is empty."""
     lines = str(error).strip().splitlines()
     return lines[0][:limit] if lines else type(error).__name__
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:
-    """The error's whole message in one line; its type where there is no message."""
+    """The error's whole message on one line; its type if the message is empty."""
     return (" ".join(str(error).split()) or type(error).__name__)[:limit]
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """` (did you mean 'x'?)` for the known word nearest to `word`, or nothing where none is near."""
+    """` (did you mean 'x'?)` for the known word nearest to `word`; empty if none is near."""
     question = _did_you_mean(word, known, 0.5)
     return f" ({question})" if question else ""
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> UserError:
-    """The error for a name that is in no registry."""
+    """The error for a name that is not among the known ones."""
     return UserError(f"unknown {kind} {name!r}: {suggestion(name, known)}")
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """`did you mean 'x'?` for the known name nearest to `name`, or all of them where none is near."""
+    """`did you mean 'x'?` for the known name nearest to `name`; if none is near, a list of all of them."""
     known = list(known)
     return _did_you_mean(name, known, 0.4) or f"use one of: {', '.join(known)}"
 
 
 def _did_you_mean(name: str, known: Iterable[str], similarity: float) -> str:
-    """The question, or nothing where no known name is at least so similar (0 to 1)."""
+    """The question; empty if no known name has at least this similarity (0 to 1)."""
     match = difflib.get_close_matches(str(name), list(known), n=1, cutoff=similarity)
     return f"did you mean {match[0]!r}?" if match else ""

@@ -1,4 +1,4 @@
-"""How matplotlib figures are made and written: whole, as fit for a paper, and the same bytes for the same
+"""Creates and writes matplotlib figures: atomically, ready for a paper, and the same bytes for the same
 picture."""
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ UNDATED = {"svg": {"Date": None}, "svgz": {"Date": None}, "pdf": {"CreationDate"
 def new_figure(
     width: float, height: float, dpi: int = 200, layout: Literal["constrained"] | None = "constrained"
 ) -> Any:
-    """A matplotlib figure, in inches, that belongs to no window and no global state."""
+    """A matplotlib figure of this size in inches, independent of pyplot's windows and global state."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -27,13 +27,13 @@ def new_figure(
 
 
 def style_axes(axes: Any) -> None:
-    """A light grid, and no frame above and on the right."""
+    """Adds a light grid and removes the frame at the top and on the right."""
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def figure_format(figure, out: Path, option: str = "") -> str:
-    """The format that the suffix of `out` names, PNG where it has none; UserError for one that is none."""
+    """The format named by the suffix of `out`, PNG if it has none; UserError for an unknown format."""
     kind = out.suffix[1:].lower() or "png"
     if kind not in (known := figure.canvas.get_supported_filetypes()):
         end = f"end {option} in" if option else "end it in"
@@ -42,7 +42,7 @@ def figure_format(figure, out: Path, option: str = "") -> str:
 
 
 def save_figure(figure, out: Path) -> None:
-    """Writes a figure whole or not at all. UserError for a format that is none."""
+    """Writes a figure whole or not at all. UserError for an unknown format."""
     from matplotlib import rc_context
 
     kind = figure_format(figure, out)
@@ -51,7 +51,7 @@ def save_figure(figure, out: Path) -> None:
 
 
 def save_formats(figure, folder: Path, name: str, formats: Sequence[str] = FORMATS) -> list[Path]:
-    """Writes `<folder>/<name>.<format>` in each format, as `save_figure` does; their paths."""
+    """Writes `<folder>/<name>.<format>` in each format, as `save_figure` does; returns their paths."""
     paths = [folder / f"{name}.{kind}" for kind in formats]
     for path in paths:
         save_figure(figure, path)

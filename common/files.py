@@ -1,7 +1,7 @@
 """Files and folders written whole or not at all: under a temporary name, synced to the disk, then renamed.
 
-Whoever opens a path finds what was there before or what is there now, never a part of it, whenever the writer
-is killed. A failing disk is an OSError here; `write_errors` makes it a line for the user.
+A reader finds the old content or the new, never a part of it, whenever the writer is killed. A failing disk
+is an OSError here; `write_errors` makes it a UserError.
 """
 
 import contextlib
@@ -20,14 +20,14 @@ import yaml
 
 from lingpt.common.errors import UserError, one_line
 
-# What a disk answers that is read-only, not ours, failing, or no longer there: no bug of ours.
+# Errors of a disk that is read-only, failing, gone, or not ours to write: not bugs of LinGPT.
 DISK_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ENODEV)
-PARTIAL = ".partial"  # the suffix of what is not whole yet
-ABANDONED = 3600.0  # seconds after which a file of that suffix has no writer any more
+PARTIAL = ".partial"  # the suffix of files that are not whole yet
+ABANDONED = 3600.0  # seconds after which such a file is assumed to have no writer any more
 
 
 def cache_dir() -> Path:
-    """Where tokens and compiled kernels are kept: `$LINGPT_CACHE`, else `~/.cache/lingpt`."""
+    """The folder of cached tokens and compiled kernels: `$LINGPT_CACHE`, else `~/.cache/lingpt`."""
     return Path(os.environ.get("LINGPT_CACHE") or "~/.cache/lingpt").expanduser()
 
 
@@ -35,12 +35,12 @@ def cache_dir() -> Path:
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary file in `path`'s folder; it takes `path`'s place if the block ends without an error.
 
-    What killed writers of `path` left goes, once it is old enough to be nobody's. The folder is made where it
-    is missing, but for one of `new_folder`: that has gone with its disk.
+    Removes what killed writers of `path` left behind, once it is `ABANDONED`. Creates the folder if it is
+    missing, except a temporary one of `new_folder`: that is missing only if its disk has gone.
     """
     if path.parent.suffix != PARTIAL:
         path.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(OSError):  # another user's, say: it is in nobody's way
+    with contextlib.suppress(OSError):  # another user's, for example: it does no harm
         remove_partial(path.parent, f"{path.name}.", older_than=ABANDONED)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PARTIAL)
     os.close(handle)
@@ -65,7 +65,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any, indent: int = 1) -> None:
-    """`value` as JSON in UTF-8; what JSON does not know becomes a string."""
+    """Writes `value` as JSON in UTF-8; values of other types become strings."""
     write_text(path, json.dumps(value, indent=indent, ensure_ascii=False, default=str) + "\n")
 
 
@@ -89,9 +89,9 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def remove_partial(folder: Path, name: str = "", older_than: float = 0.0) -> None:
-    """Removes what killed writers of `name…`, or of anything, left in `folder`.
+    """Removes what killed writers of `name…` (by default of any name) left in `folder`.
 
-    older_than: seconds; only what has not changed for so long. Without it no writer may be at work.
+    older_than: only files unchanged for more than so many seconds. Without it, no writer may be active.
     """
     for path in folder.glob(f".{name}*{PARTIAL}"):
         if older_than and _age(path) <= older_than:
@@ -100,7 +100,7 @@ def remove_partial(folder: Path, name: str = "", older_than: float = 0.0) -> Non
 
 
 def _age(path: Path) -> float:
-    """Seconds since it was changed; 0 where it is gone by now."""
+    """Seconds since `path` was changed; 0 if it is gone."""
     try:
         return time.time() - path.stat().st_mtime
     except OSError:
@@ -108,7 +108,7 @@ def _age(path: Path) -> float:
 
 
 def sync(path: Path) -> None:
-    """Brings a file's content, or a folder's names, to the disk."""
+    """Flushes a file's content, or a folder's entries, to the disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -117,13 +117,13 @@ def sync(path: Path) -> None:
 
 
 def file_sha256(path: Path) -> str:
-    """The SHA-256 of a file's content, in hexadecimal. Lets other threads run."""
+    """The SHA-256 of a file's content, in hexadecimal. Releases the GIL."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def set_aside(path: Path, prefix: str) -> Path:
-    """Renames `path` to `<prefix>-<its name>`, with a number where that is taken; returns the new path."""
+    """Renames `path` to `<prefix>-<its name>`, with a number if that exists; returns the new path."""
     aside, number = path.with_name(f"{prefix}-{path.name}"), 1
     while aside.exists():
         number += 1
@@ -132,7 +132,7 @@ def set_aside(path: Path, prefix: str) -> Path:
 
 
 def disk_fix(error: OSError, path: Path | str) -> str:
-    """What a user does about a disk that does not take `path`."""
+    """Advice to the user about a disk that `path` cannot be written to."""
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         return f"make {path} writable"
     if error.errno in (None, errno.ENOSPC, errno.EDQUOT):
@@ -142,7 +142,7 @@ def disk_fix(error: OSError, path: Path | str) -> str:
 
 @contextlib.contextmanager
 def write_errors(path: Path, fix: str = "free some space, or choose another place") -> Iterator[None]:
-    """Around writing `path`: a full, read-only or failing disk becomes one UserError that ends with `fix`."""
+    """Turns an OSError in writing `path` (a full or failing disk) into a UserError that ends with `fix`."""
     try:
         yield
     except OSError as error:
@@ -156,7 +156,7 @@ def write_errors(path: Path, fix: str = "free some space, or choose another plac
 def read_errors(
     path: str | os.PathLike, fix: str = "make it readable, or give another path"
 ) -> Iterator[None]:
-    """Around reading or listing `path`: the system's refusal becomes one UserError that ends with `fix`."""
+    """Turns an OSError in reading or listing `path` into a UserError that ends with `fix`."""
     try:
         yield
     except OSError as error:
@@ -165,7 +165,7 @@ def read_errors(
 
 
 def read_text(path: Path) -> str:
-    """The text of a file that a person may have written; UserError where it is not readable UTF-8."""
+    """The text of a file that a person may have written; UserError if it is not readable UTF-8."""
     with read_errors(path):
         content = path.read_bytes()
     try:
@@ -177,17 +177,17 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """UserError, naming the file, where it cannot be read or is not JSON."""
+    """The content of a JSON file; UserError, naming the file, if it cannot be read or is not JSON."""
     with read_errors(path):
         content = path.read_bytes()
     try:
         return json.loads(content.decode())
-    except (ValueError, RecursionError) as error:  # neither UTF-8 nor JSON
+    except (ValueError, RecursionError) as error:  # not UTF-8, or not JSON
         raise UserError(f"{path} is damaged or not JSON: {error}") from error
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """`read_json` of a file that holds an object; UserError where it holds anything else."""
+    """`read_json` of a file that holds an object; UserError if it holds anything else."""
     value = read_json(path)
     if not isinstance(value, dict):
         raise UserError(f"{path} holds no JSON object")
@@ -195,11 +195,11 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def read_yaml(path: Path) -> Any:
-    """UserError, naming the file, where it cannot be read or is not YAML."""
+    """The content of a YAML file; UserError, naming the file, if it cannot be read or is not YAML."""
     with read_errors(path):
         content = path.read_bytes()
     try:
         return yaml.safe_load(content.decode())
-    # Neither UTF-8 nor YAML; a date of no calendar is a ValueError.
+    # Not UTF-8, or not YAML; an impossible date is a ValueError.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not YAML: {one_line(error)}") from error

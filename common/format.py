@@ -1,4 +1,4 @@
-"""Numbers as a person writes them."""
+"""Formats numbers for people."""
 
 
 def counted(number: int, what: str, ending: str = "s") -> str:

@@ -1,4 +1,4 @@
-"""Which packages are installed, and how this installation gets what one of the project's extras brings."""
+"""Which packages are installed, and the command that installs one of the project's extras."""
 
 import functools
 import shlex
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def install_command(extra: str) -> str:
-    """A line for the shell: with the folder of a clone or an editable install, else the package's name."""
+    """The pip command for `extra`, with the folder of a clone or an editable install if this is one."""
     folder = Path(__file__).resolve().parents[1]
     if (folder / "pyproject.toml").is_file():
         return f"pip install -e {shlex.quote(f'{folder}[{extra}]')}"
@@ -16,7 +16,7 @@ def install_command(extra: str) -> str:
 
 @functools.cache
 def installed_version(package: str) -> str | None:
-    """None where it is not installed; LinGPT itself runs from a clone that is only on the path, too."""
+    """The package's version; None if it is not installed, as LinGPT may not be when it runs from a clone."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Lock(NamedTuple):
-    """file: the descriptor of the locked file. unsupported: why nothing is locked; None where it is."""
+    """file: the descriptor of the locked file. unsupported: why it is not locked; None if it is."""
 
     file: int
     unsupported: str | None
@@ -17,13 +17,13 @@ class Lock(NamedTuple):
 
 @contextlib.contextmanager
 def file_lock(path: Path, before_waiting: Callable[[], None] | None = None) -> Iterator[Lock]:
-    """Holds the lock of the file `path`, which is created if it is missing. The system releases the lock if
-    the process dies, however it dies.
+    """Holds the lock of the file `path`, which is created if it is missing. The system releases the lock when
+    the process ends, however it ends.
 
     before_waiting: called if another process holds the lock, before waiting for it. Without it, a held lock
     is a BlockingIOError.
 
-    Some network file systems support no locks: the block runs all the same, and `unsupported` says why.
+    Some network file systems support no locks: the block then runs without one, and `unsupported` says why.
     """
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # NFS locks only what is open for writing
     try:

@@ -37,13 +37,13 @@ def colours(names: Iterable[str]) -> dict[str, str]:
     }
 
 
-# Of the first line of an attention, the second, …; no multiple of each other: 20 lines that differ.
+# The dashes and markers of an attention's first line, second line, …: 4 · 5 = 20 different combinations.
 DASHES = ("-", "--", ":", "-.")
 MARKERS = ("o", "s", "^", "D", "p")
 
 
 def line_styles(attentions: Sequence[str]) -> list[dict[str, str]]:
-    """Colour, dashes and marker of a line for each of `attentions`, of which one may be there repeatedly."""
+    """Colour, dashes and marker of a line for each of `attentions`, in which one may occur repeatedly."""
     colour = colours(sorted(set(attentions)))
     styles = []
     for i, name in enumerate(attentions):

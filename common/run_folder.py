@@ -1,4 +1,4 @@
-"""What a run's folder holds. `train` writes it; `eval`, `curves` and whoever goes on with a run read it.
+"""The layout of a run's folder. `train` writes it; `eval`, `curves` and a resumed run read it.
 
     runs/<name>/
         config.yaml                  the resolved recipe
@@ -42,7 +42,7 @@ def attention_label(attention: str | Sequence[str]) -> str:
 
 
 def without_seed(name: str) -> str:
-    """What the runs `<row>-seed0`, `<row>-seed1`, … of a study share of their names."""
+    """The run's name without its seed: `<row>` for the runs `<row>-seed0`, `<row>-seed1`, … of a study."""
     return re.sub(r"-seed\d+$", "", name)
 
 
@@ -58,7 +58,7 @@ def checkpoint_step(folder: Path) -> int | None:
 
 
 def scores_file(run: Path, step: int) -> Path:
-    """Where the scores of the checkpoint of `step` are kept."""
+    """The path of the scores of the checkpoint of `step`."""
     return run / EVAL / f"step-{step:08d}.json"
 
 
@@ -68,13 +68,13 @@ def valid_checkpoints(run: Path) -> list[Path]:
 
 
 def newest_checkpoint(run: Path) -> Path | None:
-    """The run's whole checkpoint with the highest step; None where it has none."""
+    """The run's whole checkpoint with the highest step; None if it has none."""
     whole = valid_checkpoints(run)
     return whole[-1] if whole else None
 
 
 def require_newest_checkpoint(run: Path) -> Path:
-    """`newest_checkpoint`; UserError where there is none, with what is wrong with the last one.
+    """`newest_checkpoint`; UserError if there is none, with what is wrong with the last one.
 
     Newer ones that are damaged are named on stderr.
     """
@@ -90,7 +90,7 @@ def require_newest_checkpoint(run: Path) -> Path:
 
 
 def warn_skipped_checkpoints(taken: Path) -> None:
-    """A line on stderr for each checkpoint of the run that is newer than the one `taken`, and damaged."""
+    """Prints a line on stderr for each damaged checkpoint of the run that is newer than the one `taken`."""
     named = all_checkpoint_folders(taken.parent.parent)
     for newer in named[named.index(taken) + 1 :]:
         if read_manifest(newer) is None:
@@ -98,9 +98,9 @@ def warn_skipped_checkpoints(taken: Path) -> None:
 
 
 def model_folder(path: Path) -> Path:
-    """Where the model is that a user names: the newest checkpoint of a run's folder, else the folder itself.
+    """The folder of the model at `path`: the newest checkpoint of a run's folder, else `path` itself.
 
-    UserError for a run without a whole checkpoint, and where a checkpoint is damaged.
+    UserError for a run without a whole checkpoint, or if the checkpoint is damaged.
     """
     if (path / CHECKPOINTS).is_dir():
         path = require_newest_checkpoint(path)
@@ -111,17 +111,17 @@ def model_folder(path: Path) -> Path:
 def all_checkpoint_folders(run: Path) -> list[Path]:
     """Folders that carry a checkpoint's name, whole or not, oldest first; not copies under other names.
 
-    UserError where they cannot be listed.
+    UserError if they cannot be listed.
     """
     folder = run / CHECKPOINTS
-    with read_errors(folder):  # glob would take a folder that cannot be read for an empty one
+    with read_errors(folder):  # glob would treat an unreadable folder as empty
         found = list(folder.iterdir()) if folder.exists() else []
     steps = [(step, path) for path in found if (step := checkpoint_step(path)) is not None]
     return [folder for _, folder in sorted(steps)]
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any] | None:
-    """The checkpoint's manifest; None where the checkpoint is not whole, or a copy under another's name."""
+    """The checkpoint's manifest; None if the checkpoint is not whole, or a copy under another step's name."""
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text())
         sizes = manifest["files"].items()
@@ -136,9 +136,9 @@ def read_manifest(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def write_manifest(checkpoint: Path, values: dict[str, Any], sha256: Mapping[str, str] | None = None) -> None:
-    """Makes `checkpoint` whole: `values`, and the size and SHA-256 of every file that is in it by now.
+    """Completes `checkpoint`: writes `values` and the size and SHA-256 of every file in it.
 
-    sha256: of files that need not be read for it, by name.
+    sha256: known checksums by file name; those files are not read again.
     """
     known = sha256 or {}
     files = [path for path in sorted(checkpoint.iterdir()) if path.name != MANIFEST]
@@ -151,15 +151,15 @@ def write_manifest(checkpoint: Path, values: dict[str, Any], sha256: Mapping[str
 
 
 def _checksum(manifest: dict[str, Any]) -> str:
-    """SHA-256 of the manifest's own values, however they are laid out."""
+    """SHA-256 of the manifest's own values, whatever their order or formatting."""
     values = {key: value for key, value in manifest.items() if key != "checksum"}
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def damage(checkpoint: Path) -> str | None:
-    """What is wrong with the checkpoint, as `is …`; None where every file is as it was written.
+    """What is wrong with the checkpoint, as `is …`; None if every file is as it was written.
 
-    Reads all of it, where its manifest has checksums.
+    Reads every file if the manifest has checksums.
     """
     manifest = read_manifest(checkpoint)
     if manifest is None:
@@ -174,7 +174,7 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def _wrong_file(checkpoint: Path) -> str:
-    """The first file that is not there or has another size, in brackets; nothing where none has."""
+    """The first file that is missing or has another size, in brackets; empty if there is none."""
     try:
         files = json.loads((checkpoint / MANIFEST).read_text())["files"]
         for name, size in files.items():
@@ -188,13 +188,13 @@ def _wrong_file(checkpoint: Path) -> str:
 
 
 def check_undamaged(model: Path) -> None:
-    """UserError where `model` is a checkpoint, and one of its files is not as it was written."""
+    """Raises UserError if `model` is a checkpoint and one of its files is not as it was written."""
     if (model / MANIFEST).exists() and (reason := damage(model)):
         raise UserError(f"{model} {reason}: use another checkpoint, or an undamaged copy of this one")
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """The run's resolved recipe. UserError, naming the file, where it cannot be read."""
+    """The run's resolved recipe. UserError, naming the file, if it cannot be read."""
     config = read_yaml(run / CONFIG)
     if not isinstance(config, dict):
         raise UserError(f"{run / CONFIG} does not hold a run's recipe")
@@ -202,8 +202,8 @@ def read_config(run: Path) -> dict[str, Any]:
 
 
 def read_environment(run: Path, part: str) -> dict[str, Any]:
-    """What the run's record says of the latest start's `hardware`, `data`, …; empty where there is no such
-    record that can be read."""
+    """One `part` (`hardware`, `data`, …) of the run's record of its latest start; empty if it is missing or
+    unreadable."""
     try:
         found = read_json_object(run / ENVIRONMENT).get(part)
     except UserError:
@@ -212,9 +212,9 @@ def read_environment(run: Path, part: str) -> dict[str, Any]:
 
 
 def read_model(run: Path) -> tuple[str, str | tuple[str, ...]]:
-    """The name of the model that the run trains, and its attention (one, or one per layer), of its recipe.
+    """The model's name and its attention (one, or one per layer), from the run's recipe.
 
-    UserError, naming the file, where it cannot be read or does not say.
+    UserError, naming the file, if it cannot be read or does not say.
     """
     match read_config(run).get("model"):
         case {"name": str(name), "attention": str(attention)}:
@@ -225,10 +225,10 @@ def read_model(run: Path) -> tuple[str, str | tuple[str, ...]]:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The run's lines, oldest first: objects with a `step`.
+    """The lines of the run's metrics, oldest first: objects with a `step`. Empty if there is no file.
 
-    A last line that a crash cut short is left out; damaged ones before it are, too, and stderr names them.
-    UserError where the file is there and cannot be read.
+    A last line that a crash cut short is left out; so are damaged ones before it, which stderr names.
+    UserError if the file exists but cannot be read.
     """
     path = run / METRICS
     with read_errors(path):
@@ -243,7 +243,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def _metrics_line(line: bytes) -> dict[str, Any] | None:
-    """None where it is damaged."""
+    """The line's values; None if it is damaged."""
     try:
         values = json.loads(line.decode())
     except (ValueError, RecursionError):

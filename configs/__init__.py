@@ -1,4 +1,4 @@
-"""The recipes that ship with LinGPT, one YAML file a model, found by name (`lingpt train --config demo`)."""
+"""The recipes that ship with LinGPT, one YAML file each, found by name (`lingpt train --config demo`)."""
 
 from pathlib import Path
 
@@ -11,6 +11,6 @@ def recipe_names() -> list[str]:
 
 
 def recipe_path(name: str) -> Path | None:
-    """The shipped recipe called `name`, or None."""
+    """The path of the shipped recipe called `name`, or None."""
     path = FOLDER / f"{name}.yaml"
     return path if name in recipe_names() else None

@@ -27,7 +27,7 @@ class RecipeFile(ActionConfigFile):
 
 
 def find_recipe(name: str) -> Path:
-    """The path of a recipe given as a file or as a shipped name. UserError where it is not a recipe."""
+    """The path of a recipe given as a file or as a shipped name. UserError if it is not a recipe."""
     path = Path(name) if Path(name).is_file() else recipe_path(name)
     if path is None:
         known = training_recipes()
@@ -47,7 +47,7 @@ def find_recipe(name: str) -> Path:
     return path
 
 
-@functools.cache  # a parser's help names them, and each parsing has a parser
+@functools.cache  # every parser's help names them
 def training_recipes() -> tuple[str, ...]:
     """The shipped recipes that say what to train (not the evaluation's defaults)."""
     paths = {name: recipe_path(name) for name in recipe_names()}
@@ -65,7 +65,7 @@ def configure_recipe(parser: ArgumentParser) -> None:
 
 
 def parse_recipe(words: Sequence[str]) -> Recipe:
-    """The recipe that `lingpt train` makes of these arguments; UserError where they make none."""
+    """The recipe that these arguments of `lingpt train` describe; UserError if they are invalid."""
     return recipe_from(parse_arguments("train", configure_recipe, words))
 
 
@@ -83,8 +83,8 @@ def recipe_from(args: Namespace) -> Recipe:
 
 
 def _keep_the_length_given(train: TrainConfig, in_file: TrainConfig, options: Set[str]) -> None:
-    """The steps or the tokens of the command line take the place of the other in the file; UserError where
-    the command line gives both, be it with the file's own value."""
+    """Lets max_steps on the command line replace max_tokens in the file, or the reverse; UserError if the
+    command line gives both, even with the file's own value."""
     steps_given = "--train.max_steps" in options or train.max_steps != in_file.max_steps
     tokens_given = "--train.max_tokens" in options or train.max_tokens != in_file.max_tokens
     if steps_given and tokens_given:
@@ -96,13 +96,13 @@ def _keep_the_length_given(train: TrainConfig, in_file: TrainConfig, options: Se
 
 
 def _run_name(recipe: Recipe, file: Path | None) -> str:
-    """`<recipe>-<attention>…`, and the sizes that the command line gives.
+    """The run's name: `<recipe>-<attention>…` and the sizes given on the command line.
 
-    A run of this very recipe from before that, called as its model and attention, keeps its name.
+    An existing run under the old naming scheme (model-attention) keeps its name.
     """
     in_file = _recipe_in(file)
     of = recipe.model.name
-    # Not the recipe that a run has resolved to: that one goes on with the run.
+    # Not for a run's resolved recipe, which has a name: that one resumes the run.
     if file and file.resolve().parent != FOLDER and "name" not in read_yaml(file).get("train", {}):
         of = file.stem if of == in_file.model.name else f"{file.stem}-{of}"
     name = "-".join([recipe.default_name(of), *_sizes_given(recipe.model, in_file.model)])
@@ -123,14 +123,14 @@ def _recipe_in(file: Path | None) -> Recipe:
 
 
 def _sizes_given(model: ModelArgs, in_file: ModelArgs) -> list[str]:
-    """`n_layer_3` for each size that is not what `in_file` has, or the model of its name."""
+    """`n_layer_3` for each size that differs both from `in_file` and from the model of its name."""
     options = {option for attention in ATTENTIONS.values() for option in attention.options()}
     sizes = [field.name for field in fields(ModelArgs) if field.name not in {"name", "attention", *options}]
     differ = [size for size in sizes if getattr(model, size) != getattr(in_file, size)]
     if not differ:
         return []
     now, own = model.config(), None
-    with contextlib.suppress(UserError):  # a model of one's own whose sizes the command line gives
+    with contextlib.suppress(UserError):  # a custom model whose sizes are on the command line
         own = replace(in_file, name=model.name, attention=model.attention).config()
     return [
         f"{size}_{getattr(now, size)}" for size in differ if getattr(now, size) != getattr(own, size, None)

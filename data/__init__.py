@@ -1,4 +1,4 @@
-"""Text to batches: corpora, tokenizers, the token cache, the order of training samples."""
+"""From text to batches: corpora, tokenizers, the token cache, the order of training samples."""
 
 from lingpt.data.batches import BatchSampler
 from lingpt.data.dataset import (

@@ -1,6 +1,7 @@
-"""Which blocks make up the batch of a step: a pure function of (seed, step, position in the global batch).
+"""The blocks of each step's batch: a pure function of (seed, step, position in the global batch).
 
-No loader state exists, so resuming is exact at any step, and devices only decide who reads which positions.
+There is no loader state, so resuming is exact at any step; the number of devices only decides which of them
+reads which positions.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ class BatchSampler:
     """The order of training: every epoch visits every block once, in its own order; a batch may straddle two.
 
     The order is a keyed Feistel permutation with cycle walking (Black and Rogaway 2002, "Ciphers with
-    arbitrary finite domains"): constant work a sample, and the same on every machine and with every library's
+    arbitrary finite domains"): constant work per sample, and the same on every machine and with every library
     version.
     """
 
@@ -43,7 +44,7 @@ def permute(index: np.ndarray, n: int, seed: int, epoch: np.ndarray) -> np.ndarr
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     key = _mix(_mix(np.full(index.shape, seed % 2**64, dtype=np.uint64)) + epoch.astype(np.uint64))
     x = _feistel(index.astype(np.uint64), key, half)
-    while (outside := x >= n).any():  # 4^half < 4n, so a few turns suffice
+    while (outside := x >= n).any():  # 4^half < 4n, so a few iterations suffice
         x[outside] = _feistel(x[outside], key[outside], half)
     return x.astype(np.int64)
 

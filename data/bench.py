@@ -1,9 +1,9 @@
-"""How fast a corpus becomes a token cache, compared with a bare `tokenizers.encode_batch` of the same texts.
+"""Measures how fast a corpus becomes a token cache, next to a bare `tokenizers.encode_batch` of its texts.
 
     python -m lingpt.data.bench --source 'wiki/*.jsonl.xz' --tokenizer tokenizer.json --out bench.json
 
-Both start from texts in memory: reading and decompressing is timed apart. Ours includes all that the cache
-does (ids to arrays, hashes, the split, writing, syncing); the bare call keeps its results in memory.
+Both start from texts in memory: reading and decompressing is timed separately. Ours includes all that the
+cache does (ids to arrays, hashes, the split, writing, syncing); the bare call keeps its results in memory.
 """
 
 import argparse
@@ -45,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> dict:
 def measure(source: str, tokenizer: Tokenizer, max_bytes: int, repeats: int) -> dict:
     """MB/s of reading, of the bare call and of the cache, and the ratio of the latter two.
 
-    The two alternate and the best of each counts: what else the machine does can only slow them down.
-    Processor time (of all threads) is measured too: on a busy machine it is the better evidence.
+    The two alternate and the best of each counts: other load on the machine can only slow them down.
+    CPU time (of all threads) is measured too: on a busy machine it is more reliable.
     """
     start = time.perf_counter()
     documents, num_bytes = _first(open_corpus(source), max_bytes)

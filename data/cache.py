@@ -1,12 +1,12 @@
-"""The token cache: a corpus's tokens on disk, made once and memory-mapped by every run.
+"""The token cache: a corpus's tokens on disk, written once and memory-mapped by every run.
 
     <cache_dir>/tokens/<key>/{train.arrow, val.arrow, manifest.json}
 
 The key is a hash of all that decides the tokens: the documents, the tokenizer, the split, the format's
 version. The sequence length is not part of it: the cache holds streams of tokens, and blocks are views of
 them. An entry is a folder that is written whole or not at all. A lock lets one process work while the others
-(the ranks of a run, say) wait for its entry. The manifest has checksums, its own and those of the tokens,
-which are checked as they are read; entries from before there were any are read without.
+(such as the ranks of a run) wait for its entry. The manifest has checksums, its own and those of the tokens,
+which are checked as they are read; older entries have none and are read unchecked.
 """
 
 import hashlib
@@ -28,16 +28,16 @@ from lingpt.data.stream import PackedDataset, StreamWriter
 from lingpt.data.tokenizer import Tokenizer
 from lingpt.data.tokens import Encoded, encode_documents, token_dtype
 
-FORMAT = 1  # raise it when the same documents would give other files
+FORMAT = 1  # increase it when the same documents would give other files
 MANIFEST = "manifest.json"
-COUNTED = ("documents", "tokens", "bytes")  # what a split's entry in the manifest says
+COUNTED = ("documents", "tokens", "bytes")  # the fields of a split's entry in the manifest
 WRITE_ADVICE = "free some space, or choose another place with --data.cache_dir or LINGPT_CACHE"
 
 
 class TokenCache:
     """An entry of the cache: the token streams of both splits, and the manifest that describes them.
 
-    Raises UserError, naming the folder to delete, where the manifest is damaged.
+    Raises UserError, naming the folder to delete, if the manifest is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -53,14 +53,14 @@ class TokenCache:
     def _manifest_is_whole(self) -> bool:
         if self._checksums is not None or "checksum" in self.manifest:
             return self.manifest.pop("checksum", None) == _checksum(self.manifest, self._checksums)
-        splits = [self.manifest.get("train"), self.manifest.get("val")]  # of before there were checksums
+        splits = [self.manifest.get("train"), self.manifest.get("val")]  # older entries have no checksums
         return all(
             isinstance(split, dict) and all(type(split.get(key)) is int for key in COUNTED)
             for split in splits
         ) and all(isinstance(self.manifest.get(key), str) for key in ("source", "split"))
 
     def blocks(self, split: str, seq_len: int) -> PackedDataset:
-        """The stream `train` or `val` as blocks. Raises `UserError` if it was tampered with."""
+        """The stream `train` or `val` as blocks. Raises `UserError` if the file is not as it was written."""
         checksums = self._checksums[split] if self._checksums else None
         blocks = PackedDataset(self.folder / f"{split}.arrow", seq_len, checksums)
         tokens = self.manifest[split]["tokens"]
@@ -81,17 +81,17 @@ def token_cache(
     num_workers: int | None = None,
     progress: bool = True,
 ) -> TokenCache:
-    """The entry of `corpus` under `tokenizer`, made now if it does not exist.
+    """The entry of `corpus` under `tokenizer`, written now if it does not exist.
 
     Raises:
-        UserError: from the corpus; or a split got no documents; or the disk cannot be written
+        UserError: from the corpus; or if a split got no documents, or the disk cannot be written
     """
     fraction = None if corpus.val else val_fraction
     decides = json.dumps([FORMAT, corpus.content_hash, tokenizer.hash, fraction])
     folder = cache_dir / "tokens" / hashlib.sha256(decides.encode()).hexdigest()[:32]
     if not folder.exists():
         with write_errors(folder.parent, WRITE_ADVICE), _lock(folder, progress) as locked:
-            if locked:  # so these are of processes that were killed
+            if locked:  # so partial folders are those of killed processes
                 remove_partial(folder.parent, folder.name)
             try:
                 if not folder.exists():
@@ -104,9 +104,9 @@ def token_cache(
 
 @contextmanager
 def _lock(folder: Path, progress: bool) -> Iterator[bool]:
-    """Only one process at a time makes `folder`; the system takes the lock from a process that dies.
+    """Lets one process at a time write `folder`; the system releases the lock of a process that dies.
 
-    False where the disk knows no locks, as some network file systems: several may be at work then.
+    Yields False if the file system has no locks, as on some networks: several processes may then write.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     path = folder.parent / f".{folder.name}.lock"
@@ -173,7 +173,7 @@ def _make(
 
 
 def _checksum(manifest: dict[str, Any], checksums: dict[str, list[int]] | None) -> int:
-    """Of a manifest without its own checksum."""
+    """CRC-32 of a manifest (without its own checksum) and of the tokens' checksums."""
     return zlib.crc32(json.dumps([manifest, checksums], sort_keys=True).encode())
 
 
@@ -214,9 +214,10 @@ def split_by_content(
 ) -> None:
     """Holds out the documents whose hash lies in the lowest `fraction`; with None all are for training.
 
-    Equal texts stay together and the order of documents plays no part. If the fraction holds out none, the
-    text of the lowest hash is. One pass is enough, because the lowest so far is held back: it enters the
-    training stream when a lower one, or the end, comes.
+    Equal texts go to the same split, and the order of documents does not matter. If the fraction holds out
+    none, the text with the lowest hash is held out instead. One pass suffices: the text with the lowest hash
+    so far is kept back; it goes to the training stream when a lower one comes, or at the end if others were
+    held out.
     """
     threshold, lowest = None if fraction is None else fraction * 2**64, list[Encoded]()
     for document in documents:

@@ -1,7 +1,7 @@
-"""What a source of text is, whatever it is read from.
+"""The interface of a source of text, whatever it is read from.
 
-A corpus names its documents and hashes its content; documents are read when a split is iterated. All that
-comes after (tokenising, caching, packing) sees only this interface.
+A corpus describes its documents and hashes its content; documents are read when a split is iterated. The
+later steps (tokenising, caching, packing) see only this interface.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ class Document(NamedTuple):
     text: (
         str  # encodable as UTF-8; a document whose text is empty is skipped and counted when it is tokenised
     )
-    advance: int  # what reading it moved the progress bar by, in the split's unit
+    advance: int  # how far the progress bar moves for it, in the split's unit
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Corpus:
     """A source: its splits, and what identifies them.
 
     `content_hash` changes whenever a document of either split may have changed. A source without a validation
-    split (`val is None`) has a fraction of its documents held out (`cache.split_by_content`). `rule` says it
-    in words; `left_out` names what stands beside its files and is not read. With `bigram_baseline` a run also
-    reports the loss of a bigram model (`ngram.baseline_loss`).
+    split (`val is None`) has a fraction of its documents held out (`cache.split_by_content`). `rule` says in
+    words how it is split; `left_out` names files next to those read that are not read. With `bigram_baseline`
+    a run also reports the loss of a bigram model (`ngram.baseline_loss`).
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""From a configuration to blocks of tokens: what training and evaluation ask of this folder."""
+"""From a configuration to blocks of tokens: the interface of this folder for training and evaluation."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ from lingpt.data.tokenizer import Tokenizer, embedded_tokenizer, find_tokenizer,
 from lingpt.data.tokens import token_dtype
 from lingpt.data.wiki40b import wiki40b_corpus
 
-_LARGEST_BPE = 1 << 20  # tokens; its training takes memory for all of them before it begins
+_LARGEST_BPE = 1 << 20  # tokens; BPE training allocates memory for all of them before it begins
 
 
 @dataclass
@@ -37,7 +37,7 @@ class DataConfig:
             validation split if it has one, else the documents whose hash lies in the lowest val_fraction
         val_fraction: share of the documents held out where the source has no validation split, at least one
         vocab_size: tokens of the embedded corpus's BPE
-        num_workers: threads that tokenise; by default one a core
+        num_workers: threads that tokenise; by default one per core
         cache_dir: where tokens are cached, and hashes of the source's files (by path, size and time of
             change); by default $LINGPT_CACHE, else ~/.cache/lingpt
     """
@@ -52,7 +52,7 @@ class DataConfig:
     cache_dir: str | None = None
 
     def check(self) -> None:
-        """Raises `UserError` for values that cannot be meant."""
+        """Raises `UserError` for invalid values."""
         if self.seq_len < 1:
             raise UserError(f"--data.seq_len {self.seq_len}: a sample has at least one token")
         if not 0 < self.val_fraction < 1:
@@ -70,7 +70,7 @@ class DataConfig:
 class Dataset:
     """Blocks of tokens to train and to validate on, and the tokenizer that made them.
 
-    `fingerprint` identifies every token of every block: datasets of one fingerprint give the same training.
+    `fingerprint` identifies every token of every block: datasets with the same one give the same training.
     """
 
     train: PackedDataset
@@ -88,7 +88,7 @@ class Dataset:
         }
         return {
             **self.cache.manifest,
-            "source": self.corpus.name,  # the manifest has the first that made this entry
+            "source": self.corpus.name,  # the manifest names the source that wrote this entry first
             "split": self.corpus.rule,
             **splits,
             "vocab_size": self.tokenizer.vocab_size,
@@ -108,7 +108,7 @@ def prepare(config: DataConfig, *, padded_vocab_size: int | None = None, progres
 
     Args:
         padded_vocab_size: rows of the model's embedding; a tokenizer that needs more is refused at once
-        progress: show a bar, on a terminal
+        progress: show a progress bar if stderr is a terminal
 
     Raises:
         UserError: one line that says what is wrong and how to fix it
@@ -133,8 +133,8 @@ def prepare(config: DataConfig, *, padded_vocab_size: int | None = None, progres
 
 
 def content_hashes(config: DataConfig) -> dict[str, str]:
-    """`content_hash` and `tokenizer_hash` as a run's record has them, of what lies at `config`'s paths now:
-    nothing is tokenised. Raises UserError."""
+    """`content_hash` and `tokenizer_hash`, as in a run's record, of what is at `config`'s paths now, without
+    tokenising. Raises UserError."""
     corpus = open_corpus(config.source, config.val_source, _cache_folder(config))
     return {"content_hash": corpus.content_hash, "tokenizer_hash": _tokenizer(config).hash}
 
@@ -152,10 +152,10 @@ def _tokenizer(config: DataConfig) -> Tokenizer:
 
 
 class NamedCorpus(NamedTuple):
-    """A corpus that `--data.source` can name; whatever else stands there is a path."""
+    """A corpus that `--data.source` can name; any other value is a path."""
 
     open: Callable[[], Corpus]
-    cache_size: Callable[[int], str]  # of its token cache, from the bytes of a token
+    cache_size: Callable[[int], str]  # the size of its token cache, given the bytes of a token
     found: str  # where it is, in words
 
 
@@ -181,8 +181,8 @@ def open_corpus(source: str, val_source: str | None = None, cache_dir: Path | No
 
 
 def find_data(config: DataConfig) -> str:
-    """Where what `config` names is, in words, without reading or downloading it. UserError where a file is
-    not there."""
+    """Where the data of `config` is, in words, without reading or downloading it. UserError if a file is
+    missing."""
     if config.val_source:
         find_files(config.val_source)
     if config.tokenizer:
@@ -194,7 +194,7 @@ def find_data(config: DataConfig) -> str:
 
 
 def availability(config: DataConfig) -> str:
-    """`find_data` for a plan, which goes on where something is not there."""
+    """`find_data` for a plan: says what is missing instead of raising."""
     try:
         return find_data(config)
     except (UserError, OSError) as error:
@@ -202,7 +202,7 @@ def availability(config: DataConfig) -> str:
 
 
 def cache_size(source: str, vocab_size: int) -> str:
-    """How large the token cache of `source` gets, in words, as far as that is known before reading it."""
+    """The size of the token cache of `source`, in words, as far as it is known before reading."""
     token_bytes = token_dtype(vocab_size).itemsize
     known = CORPORA.get(source)
     return known.cache_size(token_bytes) if known else f"{token_bytes} bytes a token of the corpus"

@@ -1,8 +1,8 @@
 """The embedded corpus: text that every machine has, so that the first run needs no network.
 
-It is the source of a fixed list of modules of the Python standard library, one module a document. Another
-Python has other text, so the content's hash is part of the cache's name and of the run's record, and losses
-are never compared across machines. Validation is a fixed list of whole modules, which are never trained on.
+It is the source of a fixed list of modules of the Python standard library, one document per module. The text
+depends on the Python version, so the content's hash is part of the cache's name and of the run's record, and
+losses are never compared across machines. A fixed list of whole modules, never trained on, is for validation.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ TRAIN_MODULES = """
 
 
 def embedded_corpus() -> Corpus:
-    """The embedded corpus of this Python. Raises `UserError` where the library's source is not installed."""
+    """The embedded corpus of this Python. Raises `UserError` if the library's source is not installed."""
     train, val = _sources(TRAIN_MODULES.split()), _sources(VAL_MODULES.split())
     digest = hashlib.sha256()
     for text in [*train, "", *val]:

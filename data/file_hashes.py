@@ -1,10 +1,10 @@
-"""SHA-256 of a corpus's files, remembered: gigabytes are not read again at every start of every process.
+"""Cached SHA-256 of a corpus's files, so that not every process reads gigabytes again at every start.
 
     <cache_dir>/file-hashes.json     {path: [size, time of last change of the content, of the file, SHA-256]}
 
-A file that has its size and both times (in ns) from when it was hashed is taken to be the same; whatever
-writes to a file sets the second one, and nobody can set it back. A file that changed within the last seconds
-is not remembered: it could change once more within the clock's resolution.
+A file whose size and both times (in ns) are those from when it was hashed counts as unchanged; every write to
+a file sets the second time (ctime), which cannot be set back. A file that changed within the last seconds is
+not cached: it could change once more within the clock's resolution.
 """
 
 import contextlib
@@ -26,9 +26,9 @@ Stamp = list[int]  # size, mtime and ctime
 
 
 def file_hashes(files: Sequence[Path], cache_dir: Path | None) -> list[str]:
-    """The SHA-256 of each file as it lies on disk, several at a time; remembered in `cache_dir`, if given.
+    """The SHA-256 of each file as it is on disk, several in parallel; cached in `cache_dir`, if given.
 
-    Raises UserError, naming the file, where one cannot be read. A cache that cannot be written is no error.
+    Raises UserError, naming the file, if one cannot be read. A cache that cannot be written is no error.
     """
     known = _read(cache_dir / NAME) if cache_dir else {}
     new: dict[str, list] = {}
@@ -48,7 +48,7 @@ def file_hashes(files: Sequence[Path], cache_dir: Path | None) -> list[str]:
     with ThreadPoolExecutor() as pool:
         try:
             hashes = list(pool.map(sha256, files))
-        except BaseException:  # Ctrl-C does not wait for gigabytes
+        except BaseException:  # lets Ctrl-C stop without hashing the rest of large files
             stop.set()
             raise
     if cache_dir and new:
@@ -59,7 +59,7 @@ def file_hashes(files: Sequence[Path], cache_dir: Path | None) -> list[str]:
 
 
 def _sha256(path: Path, stop: threading.Event) -> str:
-    """Of the file's content; of part of it where `stop` is set meanwhile."""
+    """SHA-256 of the file's content; of part of it if `stop` is set meanwhile."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while not stop.is_set() and (piece := file.read(1 << 20)):
@@ -68,7 +68,7 @@ def _sha256(path: Path, stop: threading.Event) -> str:
 
 
 def _is_gone(name: str) -> bool:
-    """Not so where the system does not say: a disk that is away, or a folder of another user."""
+    """Whether the file is gone; False if the system cannot tell: an unmounted disk, another user's folder."""
     try:
         return not Path(name).exists()
     except OSError:
@@ -81,7 +81,7 @@ def _stamp(path: Path) -> Stamp:
 
 
 def _read(path: Path) -> dict[str, list]:
-    """What is remembered; nothing where the file is missing or damaged."""
+    """The cached entries; empty if the file is missing or damaged."""
     try:
         entries = read_json_object(path)
     except UserError:

@@ -1,4 +1,4 @@
-"""The Hugging Face hub: what goes wrong there, as one line."""
+"""Turns errors of the Hugging Face hub into one line for the user."""
 
 import errno
 import logging
@@ -10,7 +10,7 @@ from lingpt.common.errors import UserError, first_line
 
 @contextmanager
 def hub_errors(what: str, fix: str) -> Iterator[None]:
-    """Around a download of `what`: a failure becomes a `UserError` that says how to `fix` it.
+    """Turns a failed download of `what` into a `UserError` that says how to `fix` it.
 
     Without a network many classes of error are raised, some of them wrong (huggingface_hub 1.3 raises
     RuntimeError about a closed client on the second try), so whatever is neither "not found" nor a full disk
@@ -58,7 +58,7 @@ def hub_reason(error: Exception) -> str:
 
 @contextmanager
 def _quiet(name: str) -> Iterator[None]:
-    """Without the log lines of every retry: the error is enough."""
+    """Silences the log lines of every retry: the error is enough."""
     logger = logging.getLogger(name)
     before = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,8 +1,8 @@
 """Documents from disk: JSON Lines with a `text` on every line, plain or compressed, or text files of one
 document each; one file or many.
 
-JSON Lines are read line by line, so that what is wrong has a file and a line number. (The JSON reader of
-`datasets` names no line and takes a missing `text` for nothing.)
+JSON Lines are read line by line, so that an error names the file and the line. (The JSON reader of `datasets`
+names no line and accepts a missing `text`.)
 """
 
 import glob
@@ -39,12 +39,12 @@ def jsonl_corpus(
 ) -> Corpus:
     """The documents of the files that `source` names: a path, a folder or a glob.
 
-    Where several files match and one has the word `train` in its name, or in its folder's, such words decide
+    If several files match and one has the word `train` in its name, or in its folder's, such words decide
     the splits: `validation`, `valid`, `val` or `dev` is held out and `test` left alone. Files of `val_source`
-    are held out and never trained on. The files' hashes are remembered in `cache_dir`, if given.
+    are held out and never trained on. The files' hashes are cached in `cache_dir`, if given.
 
     Raises:
-        UserError: no such files; `named` are the sources that are not files, for its advice
+        UserError: no such files; its advice also offers `named`, the sources that are not files
     """
     matches = _matches(source)
     files = _documents(source, matches, named)
@@ -79,15 +79,15 @@ def with_val_files(corpus: Corpus, val_source: str, cache_dir: Path | None = Non
 
 
 def find_files(source: str, named: Iterable[str] = ()) -> list[Path]:
-    """The files that `source` names, sorted: its JSON Lines or, where there are none, its text files.
+    """The files that `source` names, sorted: its JSON Lines or, if there are none, its text files.
 
-    A `UserError` that offers `named` too if there are neither.
+    Raises a `UserError`, which also offers `named`, if there are neither.
     """
     return _documents(source, _matches(source), named)
 
 
 def _documents(source: str, matches: list[Path], named: Iterable[str]) -> list[Path]:
-    """`find_files` of what matches `source`."""
+    """`find_files`, given the paths that match `source`."""
     with read_errors(source):
         one = len(matches) == 1 and expand(source).is_file()  # whatever its name
         lines = [p for p in matches if p.is_file() and (one or p.name.endswith(SUFFIXES))]
@@ -105,7 +105,7 @@ def _documents(source: str, matches: list[Path], named: Iterable[str]) -> list[P
 
 
 def _matches(source: str) -> list[Path]:
-    """What there is under this path (of a folder, in it, but for hidden files) or glob, sorted."""
+    """The files that `source` (a file, a folder or a glob) stands for, sorted; no hidden ones of a folder."""
     path = expand(source)
     with read_errors(source):
         if path.is_file():
@@ -116,7 +116,7 @@ def _matches(source: str) -> list[Path]:
 
 
 def _hashes(files: list[Path], cache_dir: Path | None) -> list[str]:
-    """One for each file: of its bytes and of how it is read."""
+    """A hash of each file's bytes and of how it is read."""
     hashes = file_hashes(files, cache_dir)
     return [
         f"text {content}" if file.suffix == TEXT else content
@@ -125,7 +125,7 @@ def _hashes(files: list[Path], cache_dir: Path | None) -> list[str]:
 
 
 def _split_word(file: Path) -> str | None:
-    """`train`, `valid`, `test`, …: of the file's name or else of its folder's; None where neither has any."""
+    """The word `train`, `valid`, `test`, … in the file's name, else in its folder's; None if in neither."""
     found = (_SPLIT_NAME.search(name.lower()) for name in (file.name, file.parent.name))
     return next((match[1] for match in found if match), None)
 
@@ -140,7 +140,7 @@ def _by_name(files: list[Path]) -> tuple[list[Path], list[Path]]:
 
 
 def _surprises(files: list[Path], train: list[Path], val: list[Path]) -> list[str]:
-    """In words, which of a source's `files` are in neither split, and which are trained on despite a name."""
+    """Names the `files` of a source that are in neither split, or trained on despite a word in their name."""
     used = {file.resolve() for file in (*train, *val)}
     unused = [file for file in files if file.resolve() not in used]
     despite = [file for file in train if len(files) > 1 and _split_word(file) not in (None, "train")]
@@ -162,8 +162,8 @@ def _split(files: list[Path]) -> Split:
 
 
 def read_documents(path: Path) -> Iterator[Document]:
-    """The documents of one file, blank lines left out; a text of spaces alone is empty. Progress is in bytes
-    on disk.
+    """The documents of one file, without blank lines; text that is only whitespace counts as empty. Progress
+    is in bytes on disk.
 
     Raises:
         UserError: naming file and line
@@ -187,7 +187,7 @@ def read_documents(path: Path) -> Iterator[Document]:
 
 
 def _whole_text(path: Path) -> Document:
-    """A text file, one document, with line ends of one character."""
+    """A text file as one document, with CRLF line ends converted to LF."""
     with _readable(path) as file:
         try:
             with read_errors(path, "fetch it again"):
@@ -218,7 +218,7 @@ def _decompressed(file: io.BufferedReader, path: Path) -> io.BufferedIOBase | io
 
 
 class _ZstandardFile(io.RawIOBase):
-    """Decompresses frame after frame. (`zstandard`'s own reader takes a cut-off file for a whole one.)"""
+    """Decompresses frame after frame. (`zstandard`'s own reader does not notice a truncated file.)"""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._ready = file, memoryview(b"")
@@ -254,7 +254,7 @@ class _ZstandardFile(io.RawIOBase):
 
 
 def _text(line: bytes, where: str) -> str:
-    """The `text` of one line, "" if it is nothing but spaces. Raises `UserError` that begins with `where`."""
+    """The `text` of one line, "" if it is only whitespace. Raises a `UserError` that begins with `where`."""
     try:
         row = json.loads(line.decode("utf-8-sig"))
         text = row.get("text") if isinstance(row, dict) else None

@@ -8,7 +8,7 @@ MAX_TRAIN_TOKENS = 50_000_000  # time and memory grow with it
 
 
 def baseline_loss(dataset: Dataset, num_blocks: int | None = None) -> float | None:
-    """`bigram_loss` where the corpus asks for it (`Corpus.bigram_baseline`), else None."""
+    """`bigram_loss` if the corpus has `Corpus.bigram_baseline`, else None."""
     return bigram_loss(dataset, num_blocks=num_blocks) if dataset.corpus.bigram_baseline else None
 
 
@@ -24,7 +24,7 @@ def bigram_loss(dataset: Dataset, *, num_blocks: int | None = None) -> float:
     once and twice. Every target has its predecessor, also the first of a block.
 
     Args:
-        num_blocks: only the first so many validation blocks (all by default)
+        num_blocks: how many validation blocks, from the first on, to use (all by default)
     """
     vocab = dataset.tokenizer.vocab_size
     train = dataset.train.stream(0, MAX_TRAIN_TOKENS)

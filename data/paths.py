@@ -1,4 +1,4 @@
-"""The paths that a user gives."""
+"""Paths as a user gives them."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ from lingpt.common.errors import UserError
 
 
 def expand(path: str | os.PathLike) -> Path:
-    """`path` with its `~` written out. UserError where that is nobody's folder."""
+    """`path` with its `~` expanded. UserError if there is no such user."""
     try:
         return Path(path).expanduser()
     except RuntimeError:

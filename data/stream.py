@@ -1,7 +1,7 @@
 """A stream of token ids in one Arrow file: written document by document, read as blocks through a memory map.
 
-The file is a `datasets` table with one column, `token`, and a token a row. The writer computes a CRC-32 of
-each record batch; a reader that is given them checks a record batch once, when it first reads from it.
+The file is a `datasets` table with one column, `token`, and one token per row. The writer computes a CRC-32
+of each record batch; a reader that is given them checks a record batch once, when it first reads from it.
 """
 
 import contextlib
@@ -15,17 +15,17 @@ import torch
 from lingpt.common.errors import UserError, one_line
 from lingpt.data.tokens import Encoded
 
-ROWS = 1 << 20  # tokens of a record batch: what can be viewed in one piece
+ROWS = 1 << 20  # tokens of a record batch, the largest contiguous view
 
 
 class PackedDataset:
     """A stream of tokens as blocks of `seq_len + 1`; the last token of a block is the first of the next.
 
-    So every token but the first is a target once; what is left over at the end and fills no block is not
-    used. Nothing is copied until it is asked for, and pickling passes no tokens.
+    So every token but the first is a target once; tokens at the end that fill no block are not used. Blocks
+    are copied only when they are read, and pickling passes no tokens.
 
-    checksums: `StreamWriter.checksums` of the file; without them (an older cache's) nothing is checked.
-    Raises UserError for a file that is none, and for a damaged record batch when it is first read.
+    checksums: `StreamWriter.checksums` of the file; without them (older caches) nothing is checked.
+    Raises UserError for a file that is no stream, and for a damaged record batch when it is first read.
     """
 
     def __init__(self, path: str | Path, seq_len: int, checksums: Sequence[int] | None = None) -> None:
@@ -64,7 +64,7 @@ class PackedDataset:
         return torch.from_numpy(out)
 
     def stream(self, start: int, stop: int) -> np.ndarray:
-        """Tokens `start` to `stop` of the stream, as far as it goes: int64 `[stop - start]`."""
+        """Tokens `start` to `stop` of the stream, fewer at its end: int64 `[stop - start]`."""
         out = np.empty(max(0, min(stop, self.stream_length) - start), dtype=np.int64)
         self._read(start, out)
         return out
@@ -91,12 +91,12 @@ class PackedDataset:
 
 
 def _map(path: Path) -> list[np.ndarray]:
-    """The file's record batches, mapped and not read."""
+    """The file's record batches, memory-mapped and not read yet."""
     import datasets
 
     column = datasets.Dataset.from_file(str(path)).data.column("token")
     for chunk in column.chunks:
-        chunk.validate()  # of the header alone: no buffer is shorter than what it is said to hold
+        chunk.validate()  # checks the header only: no buffer is shorter than its stated length
     chunks = [chunk.to_numpy(zero_copy_only=True) for chunk in column.chunks]
     if any(chunk.dtype not in (np.uint16, np.int32) for chunk in chunks):
         raise ValueError("its tokens are not integers of 16 or 32 bits")
@@ -106,7 +106,7 @@ def _map(path: Path) -> list[np.ndarray]:
 class StreamWriter:
     """Writes documents, one after another, in record batches of exactly `ROWS` tokens; a context manager.
 
-    Raises OSError where the disk cannot be written. Only after a clean exit is the file whole.
+    Raises OSError if the disk cannot be written. The file is whole only after a clean exit.
     """
 
     def __init__(self, path: Path, dtype: np.dtype) -> None:
@@ -154,5 +154,5 @@ class StreamWriter:
             self._arrow.close()
             self._file.close()
         else:
-            with contextlib.suppress(OSError):  # after a failed write closing fails too, and says nothing new
+            with contextlib.suppress(OSError):  # after a failed write, closing fails as well: nothing new
                 self._file.close()

@@ -21,8 +21,8 @@ END_OF_TEXT = "<|endoftext|>"
 class Tokenizer:
     """A `tokenizers.Tokenizer` and what a language model needs of it: ids, text and the end-of-text id.
 
-    `encode` adds nothing, and reads a special token that is written out in the text as that token, as Hugging
-    Face's tokenizers do. Documents of a corpus are text and nothing else: see `for_documents`.
+    `encode` adds no tokens, and encodes a special token that is written out in the text as that token, as
+    Hugging Face's tokenizers do. Documents of a corpus are plain text: see `for_documents`.
     """
 
     def __init__(self, raw: tokenizers.Tokenizer, name: str) -> None:
@@ -73,12 +73,12 @@ class Tokenizer:
             )
 
     def count_other_tokens(self, other: "Tokenizer") -> int:
-        """How many of the ids here are another token in `other`, or none."""
+        """The number of ids here that are another token, or no token, in `other`."""
         own, others = (t.raw.get_vocab(with_added_tokens=True) for t in (self, other))
         return len(own.items() - others.items())
 
     def save(self, folder: str | os.PathLike) -> Path:
-        """Writes `tokenizer.json` into `folder` and returns its path. OSError where it cannot be written."""
+        """Writes `tokenizer.json` into `folder` and returns its path. OSError if it cannot be written."""
         path = Path(folder) / "tokenizer.json"
         write_text(path, self.raw.to_str(pretty=True))
         return path
@@ -109,8 +109,8 @@ def load_tokenizer(source: str | os.PathLike) -> Tokenizer:
 
 
 def find_tokenizer(source: str | os.PathLike) -> Path | None:
-    """The `tokenizer.json` that `source` names, or None where it may be a name on the hub. UserError where
-    neither can be.
+    """The `tokenizer.json` that `source` names, or None if `source` may be a name on the hub. UserError if it
+    is neither.
     """
     path = expand(source)
     if path.is_dir():
@@ -130,7 +130,7 @@ def find_tokenizer(source: str | os.PathLike) -> Path | None:
 
 
 def _may_be_on_hub(name: str) -> bool:
-    """Whether it looks like `owner/name`; all else is a path."""
+    """Whether `name` looks like `owner/name`; anything else is a path."""
     return name.count("/") <= 1 and not name.startswith(("/", ".", "~")) and not name.endswith(".json")
 
 
@@ -142,7 +142,7 @@ def _from_hub(name: str) -> Path:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE as GPT-2's (Radford et al. 2019), `<|endoftext|>` its id 0; it can encode any text."""
+    """A byte-level BPE like GPT-2's (Radford et al. 2019) with `<|endoftext|>` as id 0; encodes any text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     if vocab_size <= len(alphabet):
         raise UserError(
@@ -161,7 +161,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 def embedded_tokenizer(vocab_size: int, cache_dir: Path) -> Tokenizer:
     """The BPE of the embedded corpus's training modules: trained once, in seconds, then cached.
 
-    Raises OSError where the cache cannot be written.
+    Raises OSError if the cache cannot be written.
     """
     corpus = embedded_corpus()
     key = hashlib.sha256(f"{corpus.content_hash} {vocab_size} {tokenizers.__version__}".encode()).hexdigest()

@@ -1,9 +1,9 @@
 """Documents to token ids, in parallel and in order.
 
 Threads, not processes: `tokenizers` releases the GIL, so a few threads, each encoding a small batch, keep
-every core busy without pickling or start-up. Its own parallelism is off meanwhile: at the end of every batch
-it would wait for the longest document. A document is tokenised whole, since cutting a long one could change
-its tokens.
+every core busy without pickling or start-up. The library's own parallelism is off meanwhile: it would wait
+for the longest document at the end of every batch. A document is tokenised whole, since cutting a long one
+could change its tokens.
 """
 
 import hashlib
@@ -21,14 +21,14 @@ from lingpt.common.devices import available_cores
 from lingpt.data.corpus import Document
 from lingpt.data.tokenizer import Tokenizer
 
-BATCH_CHARACTERS = 1 << 17  # enough to make handing over cheap, little enough to keep the threads level
+BATCH_CHARACTERS = 1 << 17  # large enough for little overhead, small enough to balance the threads
 
 
 class Encoded(NamedTuple):
     ids: np.ndarray  # the document's tokens, then the end-of-text token
-    num_bytes: int  # of its text in UTF-8
+    num_bytes: int  # length of its text in UTF-8
     digest: int  # 64 bits of its text's hash, which decide between training and validation
-    advance: int  # for the progress bar
+    advance: int  # how far the progress bar moves for it
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -39,9 +39,9 @@ def token_dtype(vocab_size: int) -> np.dtype:
 def encode_documents(
     documents: Iterable[Document], tokenizer: Tokenizer, num_workers: int | None = None
 ) -> Generator[Encoded]:
-    """Every document's tokens, in the documents' order, on `num_workers` threads (by default one a core).
+    """Every document's tokens, in the documents' order, on `num_workers` threads (by default one per core).
 
-    At most three batches a thread are in flight, so memory does not grow with the corpus.
+    At most three batches per thread are in flight, so memory does not grow with the corpus.
     """
     workers = num_workers or available_cores()
     raw, dtype, eos_id = tokenizer.for_documents(), token_dtype(tokenizer.vocab_size), tokenizer.eos_id

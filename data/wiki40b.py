@@ -1,15 +1,15 @@
 """Wiki-40B (Guo et al. 2020), English, from the Hugging Face hub through `datasets`, its markup cleaned.
 
-A row is `{"wikidata_id", "text", "version_id"}`, all strings. The text is lines; some are markers, which say
+A row is `{"wikidata_id", "text", "version_id"}`, all strings. Some lines of the text are markers, which say
 what the lines after them are:
 
     _START_ARTICLE_    the title
     _START_SECTION_    a heading
     _START_PARAGRAPH_  text, in which _NEWLINE_ stands for a line break
 
-Copies made from TFDS hold `repr` of the UTF-8 bytes (`b'\\n_START_ARTICLE_\\n...'`) where the hub's hold
-text; both are read. A cleaned document is its title, headings and paragraphs as plain text, a blank line
-between them.
+Copies made from TFDS hold `repr` of the UTF-8 bytes (`b'\\n_START_ARTICLE_\\n...'`), the hub's copies text;
+both are read. A cleaned document is its title, headings and paragraphs as plain text, separated by blank
+lines.
 """
 
 import ast
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import datasets
 
 HUB_NAME, HUB_CONFIG = "google/wiki40b", "en"
-CLEANING = 1  # raise it when the same rows would give other text
+CLEANING = 1  # increase it when the same rows would give other text
 _FIELDS = {"wikidata_id", "text", "version_id"}
 _KNOWN = ("_START_ARTICLE_", "_START_SECTION_", "_START_PARAGRAPH_")
 _MARKER = re.compile(r"(?<![A-Za-z0-9])_(?:START|END)_[A-Z_]*[A-Z]_(?![A-Za-z0-9])")
@@ -55,7 +55,7 @@ def wiki40b_corpus() -> Corpus:
 
 
 def _content_hash(info: "datasets.DatasetInfo") -> str:
-    """Of what `datasets` recorded of the files that the rows came from: names with revision, sizes, rows."""
+    """Hash of the `datasets` record of the source files: names with revision, sizes, numbers of rows."""
     splits = {name: [split.num_examples, split.num_bytes] for name, split in (info.splits or {}).items()}
     record = [CLEANING, HUB_NAME, HUB_CONFIG, splits, info.download_checksums]
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""The picture in docs/kernel.md: who reads what, when, from where (the sm_90a scan).
+"""Draws the picture in docs/kernel.md: which role reads what, when and from where (the sm_90a scan).
 
 `python docs/kernel_picture.py` writes docs/kernel.svg in its own folder; with a path, it writes there, in the
 format that the suffix names.
@@ -18,7 +18,7 @@ TOKEN_STATS, SCORES, OUTPUTS, STATE = "#f5dfe7", "#e6e0f3", "#fdf0de", "#f8d9b0"
 
 
 def box(x, y, width, height, colour, title="", *lines, left=False, edge=LINE, line=0.8):
-    """Its title bold; the text centred, or from the upper left corner."""
+    """Draws a box with a bold title; the text is centred, or starts at the upper left corner."""
     style = "round,pad=0,rounding_size=3"
     plt.gca().add_patch(FancyBboxPatch((x, y), width, height, boxstyle=style, fc=colour, ec=edge, lw=line))
     if left:
@@ -45,7 +45,7 @@ def flow(start, end, y, words, at=466, both=False):
 
 
 def draw_places():
-    """What is where, and what goes from where to where, for one chunk."""
+    """Draws where data is kept and how it moves, for one chunk."""
     for x, head in ((77, "device memory"), (322, "shared memory"), (619, "registers and tensor cores")):
         text(x, 14, head, 11.5, weight="bold")
 
@@ -98,7 +98,7 @@ def draw_places():
 
 
 def draw_time():
-    """Every role on a chunk of its own; in strong lines the way of one chunk, and the next in its stage."""
+    """Draws every role at work on its own chunk; bold: the path of one chunk, then the next in its stage."""
     text(12, 462, "All at the same time, a chunk apart", 11.5, "left", weight="bold")
     words = "red: a chunk is handed on at four mbarriers.  Four stages; with fewer, copies start later"
     text(738, 462, words, align="right")

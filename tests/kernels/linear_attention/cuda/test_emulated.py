@@ -246,7 +246,7 @@ def test_the_gradient_of_a_states_c_is_that_of_fp32(build: Build, emulated) -> N
     assert relative(found, with_rope(in_float64, build, x, **options)["dc"]) < 3e-7
 
 
-@pytest.mark.parametrize("build", [*GATED_WIDE, *AFFINE], ids=str)
+@pytest.mark.parametrize("build", slow_where_wide([*GATED_WIDE, *AFFINE]), ids=str)
 def test_a_reset_is_a_new_beginning_exactly(build: Build, emulated) -> None:
     """Guards: nothing finite before a −inf is in what comes after it, nor in the final state, nor do later
     outputs give it a gradient: the same bits."""
@@ -266,7 +266,7 @@ def test_a_reset_is_a_new_beginning_exactly(build: Build, emulated) -> None:
     assert other["dlog_decay"][:, reset].eq(0).all()
 
 
-@pytest.mark.parametrize("build", [*GATED_WIDE, *AFFINE], ids=str)
+@pytest.mark.parametrize("build", slow_where_wide([*GATED_WIDE, *AFFINE]), ids=str)
 def test_a_gate_that_is_nan_is_no_reset(build: Build, emulated) -> None:
     """Guards: training that diverges is seen: a maximum with the least gate would make NaN a reset."""
     emulated(build)
