@@ -1,4 +1,4 @@
-"""A recipe that trains in a second: the demo model on short sequences of a small corpus."""
+"""A recipe that trains in a second: two layers of the demo model, short sequences of a small corpus."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +31,7 @@ def make_recipe(corpus: DataConfig, tmp_path: Path) -> Callable[..., Recipe]:
                 **overrides,
             }
         )
-        return Recipe(ModelArgs(name="demo", attention="ours"), corpus, config)
+        return Recipe(ModelArgs(name="demo", attention="ours", n_layer=2), corpus, config)
 
     return make
 

@@ -49,13 +49,13 @@ def test_steps_are_whole_and_cover_the_tokens():
         ({"eval_tokens": -4}, 1, "train.eval_tokens is -4"),
         ({"min_learning_rate": float("nan")}, 1, "train.min_learning_rate is nan"),
         ({"learning_rate": 1e-6}, 1, "min_learning_rate is 5e-05, above the peak, train.learning_rate 1e-06"),
-        ({"name": ""}, 1, "no name of a folder"),
+        ({"name": ""}, 1, "cannot be a folder's"),
         ({"learning_rate": float("inf")}, 1, "train.learning_rate is inf"),
         ({"global_batch_size": 10**12}, 1, "at most 1,048,576 sequences"),
         ({"name": "../../x"}, 1, r"'../../x' cannot be a folder's: .*--train.out_dir"),
-        ({"name": ".hidden"}, 1, "no name of a folder"),
-        ({"name": "a\0b"}, 1, "no name of a folder"),
-        ({"name": "x" * 300}, 1, "no name of a folder"),
+        ({"name": ".hidden"}, 1, "cannot be a folder's"),
+        ({"name": "a\0b"}, 1, "cannot be a folder's"),
+        ({"name": "x" * 300}, 1, "cannot be a folder's"),
     ],
 )
 def test_numbers_that_make_no_run(train, world_size, message):

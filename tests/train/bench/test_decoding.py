@@ -185,7 +185,7 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys):
         (["--attentions", "softmx"], "did you mean 'softmax'?"),
         (["--contexts", "2"], "--contexts takes numbers from 4, --batch_sizes from 1"),
         (["--batch_sizes", "0"], "--contexts takes numbers from 4, --batch_sizes from 1"),
-        (["--dtype", "fp8", "--model", "demo"], "unknown dtype 'fp8': one of float32"),
+        (["--dtype", "fp8", "--model", "demo"], "unknown dtype 'fp8': use one of: float32"),
         (["--device", "meta"], "use --device auto"),
         (["--redraw", "--out", str(tmp_path)], "cannot read"),
     ):
