@@ -81,7 +81,7 @@ class Dataset:
     cache: TokenCache
 
     def describe(self) -> dict:
-        """For the run's record: source, split, hashes; each split's documents, tokens, bytes, blocks."""
+        """The run's record of its data: source, split, hashes; documents, tokens, bytes, blocks per split."""
         splits = {
             name: {**self.cache.manifest[name], "blocks": len(blocks)}
             for name, blocks in (("train", self.train), ("val", self.val))

@@ -51,7 +51,7 @@ def _unreachable(what: str, why: str, fix: str) -> str:
 
 
 def hub_reason(error: Exception) -> str:
-    """Why the hub did not answer, in a line. What huggingface_hub 1.3 raises after its retries hides it."""
+    """Why the hub did not answer, in one line; the final error of huggingface_hub 1.3 may not say it."""
     reason = first_line(error)
     return "no network" if "the client has been closed" in reason else reason
 

@@ -57,7 +57,7 @@ class Tokenizer:
         return self.raw.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def for_documents(self) -> tokenizers.Tokenizer:
-        """A copy to which `<|endoftext|>` inside a document is thirteen characters and no end."""
+        """A copy that encodes `<|endoftext|>` in a document as plain text, not as the end-of-text token."""
         copy = tokenizers.Tokenizer.from_str(self.raw.to_str())
         copy.encode_special_tokens = True
         copy.no_truncation()

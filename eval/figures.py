@@ -1,4 +1,4 @@
-"""Figures of what evaluation measures: the loss by position."""
+"""The figure of the loss by position."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,11 +12,11 @@ from lingpt.eval.tables import add_caption
 
 
 def draw_positions(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
-    """positions.png, .svg and .pdf: the loss by position of every run, a panel a text; nothing where none
-    was measured.
+    """Draws positions.png, .svg and .pdf: the loss by position of every run, one panel per text; draws
+    nothing if none was measured.
 
-    Runs that differ in their seed (`…-seed0`, `…-seed1`) are one line, their mean. A group of positions is
-    drawn at its end. The dashed line is the training length.
+    Runs that differ only in their seed (`…-seed0`, `…-seed1`) are one line, their mean. A group of positions
+    is drawn at its end. The dashed line is the training length.
     """
     from matplotlib.ticker import NullLocator
 
@@ -63,13 +63,13 @@ def draw_positions(results: Sequence[dict[str, Any]], folder: Path) -> list[Path
 
 
 def _labels(runs: Sequence[str]) -> list[str]:
-    """The rows' names; of several runs of a row that are not one line, their own."""
+    """The name of each run's row; the run's own name if several lines are of one row."""
     rows = [without_seed(run) for run in runs]
     return [row if rows.count(row) == 1 else run for row, run in zip(rows, runs, strict=True)]
 
 
 def caption(entries: Sequence[tuple[Any, Any]]) -> str:
-    """The models, the training length, how many documents, and what it was measured on."""
+    """The caption: models, training length, number of documents, devices."""
 
     def each(values: Iterable[Any]) -> str:
         found = dict.fromkeys(value for value in values if value)

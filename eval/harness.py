@@ -41,27 +41,28 @@ def evaluate(
     left_out: Callable[[str], None] | None = None,
     load: Callable[..., Any] | None = None,
 ) -> dict[str, Any]:
-    """Scores `checkpoint` on `tasks` and returns all that is known of it (`results.load_results`).
+    """Scores `checkpoint` on `tasks` and returns all its scores, earlier ones included (`load_results`).
 
     Args:
         checkpoint: a `Checkpoint`, or the folder of one.
         tasks: lm-eval's names; `mmlu:5` asks for five examples whatever `num_fewshot` says.
         num_fewshot: examples before each question.
         data: folder of benchmark JSONL (`tasks/sources.yaml`); None loads from the Hugging Face hub.
-        limit: only the first so many documents of each task (of each of MMLU's 57 subjects); None for all.
+        limit: how many documents of each task, from the first on (of each of MMLU's 57 subjects); None for
+        all.
         batch_tokens: most tokens of a batch, padding included.
         device: `auto`, or PyTorch's name of one.
-        devices: how many share the questions, each with a copy of the model, from `device` on. The scores do
-            not depend on it.
-        dtype: to compute in, the checkpoint's own by default.
+        devices: how many devices, from `device` on, share the questions, each with a copy of the model. The
+            scores do not depend on it.
+        dtype: the dtype to compute in, the checkpoint's own by default.
         redo: compute again what the run's eval/ already holds for these weights, this data and limit.
-        log: takes a line on each task.
-        left_out: takes a line on each task that cannot be scored, and the others are; by default the first
-            such task raises.
+        log: called with a line on each task.
+        left_out: called with a line on each task that cannot be scored, while the others are; by default the
+            first such task raises.
         load: `load_lm` by default; a `functools.cache` of it serves several calls on one checkpoint.
 
-    Each score is written when its task is done, so an interruption loses one task. UserError for whatever the
-    user can fix; also where the checkpoint is not of the attention that its run was configured with.
+    Each score is written when its task is done, so an interruption loses at most one task. UserError for what
+    the user can fix, also if the checkpoint's attention is not the one its run was configured with.
     """
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = Checkpoint.open(checkpoint)
@@ -101,8 +102,8 @@ def evaluate(
 def leaving_out(
     key: str, prefix: str, log: Callable[[str], None], left_out: Callable[[str], None] | None
 ) -> Iterator[None]:
-    """Around one measurement: its UserError goes to `left_out`, where that is given, and the rest goes on.
-    `log` takes a line without the reason, which whoever gets it will print."""
+    """Passes the UserError of one measurement to `left_out`, if given, instead of raising it. `log` gets a
+    line without the reason, which `left_out` gets."""
     try:
         yield
     except UserError as error:
@@ -115,7 +116,7 @@ def leaving_out(
 def known_score(
     results: dict[str, Any], key: str, about: dict[str, Any], prefix: str, log: Callable[[str], None]
 ) -> dict[str, Any] | None:
-    """The score `key` where it has been computed with all that `about` says, and `log` says so; else None."""
+    """The score `key`, with a line to `log`, if it was computed with the settings `about`; else None."""
     known = results["scores"].get(key)
     if not known or not about.items() <= known.items():
         return None
@@ -124,7 +125,7 @@ def known_score(
 
 
 def log_rows(entry: dict[str, Any], prefix: str, log: Callable[[str], None]) -> None:
-    """A line on each benchmark file that has fewer rows than the official split, or more."""
+    """Logs a line on each benchmark file whose number of rows is not that of the official split."""
     for file, (rows, official) in entry.get("file_rows", {}).items():
         log(f"{prefix}: {file} has {rows:,} rows; the official split has {official:,}")
 
@@ -140,7 +141,7 @@ def parse_task(task: str, num_fewshot: int = 0) -> tuple[str, int]:
 
 
 def find_devices(name: str, count: int) -> tuple[torch.device, ...]:
-    """`count` devices from the one called `name` on, the CPU as often; UserError where they are not there."""
+    """`count` devices from the one called `name` on (the CPU repeated); UserError if they do not exist."""
     first = find_device(name)
     if count < 1:
         raise UserError(f"devices is {count}; it must be at least 1")
@@ -158,10 +159,10 @@ def load_lm(
     dtype: str | None = None,
     batch_tokens: int = 16384,
 ) -> Any:
-    """The checkpoint as lm-eval sees it; refused where it is of another attention than its run's.
+    """The checkpoint as an lm-eval `LM`; UserError if its attention is not its run's.
 
-    It reads as many tokens at once as its block size, which may be more than it was trained with: `reading`
-    gives it another length. The file is hashed and read once, whatever the number of devices.
+    Its context is the model's block size, which may be longer than the training length; `reading` changes it.
+    The file is hashed and read once, whatever the number of devices.
     """
     from lingpt.data import load_tokenizer
     from lingpt.eval.lm import LinGPTLM, same_weights
@@ -178,7 +179,7 @@ def load_lm(
 
 
 def describe_data(name: str, num_fewshot: int, data: Path | None) -> dict[str, str]:
-    """What a task is measured on: SHA-256 of each file, or the hub. UserError where a file is missing."""
+    """The data a task is measured on: SHA-256 of each file, or the hub. UserError if a file is missing."""
     if data is None:
         return {"from": "hub"}
     from lingpt.eval.tasks.benchmark import load_tasks
@@ -188,15 +189,15 @@ def describe_data(name: str, num_fewshot: int, data: Path | None) -> dict[str, s
 
 
 def run_task(lm: Any, name: str, num_fewshot: int, data: Path | None, limit: int | None) -> dict[str, Any]:
-    """One task or group through lm-eval: metrics with standard errors, and what they were measured on."""
+    """Runs one task or group in lm-eval: metrics with standard errors, and what they were measured on."""
     from lm_eval import evaluator
 
     from lingpt.eval.tasks.benchmark import load_tasks
 
-    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # its bootstraps would fork this process and its GPU
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # lm-eval's bootstraps would fork this process
     start, truncated, cut = time.monotonic(), lm.truncated, lm.cut_prompts
     loaded = load_tasks(name, num_fewshot, data)
-    hidden = io.StringIO()  # it announces its bootstraps, with a bar that would fill a log
+    hidden = io.StringIO()  # lm-eval prints a progress bar for its bootstraps, which would fill a log
     bars = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(hidden)
     with contextlib.redirect_stdout(hidden), bars:
         found = evaluator.evaluate(lm, loaded, limit=limit, log_samples=True, bootstrap_iters=1000)
@@ -229,7 +230,7 @@ def run_task(lm: Any, name: str, num_fewshot: int, data: Path | None, limit: int
 
 
 def how_measured(lm: Any, seconds: float) -> dict[str, Any]:
-    """What every score records of the way it was computed. `devices`: how many shared the work."""
+    """The record of how a score was computed, part of every score. `devices`: how many shared the work."""
     return {
         "max_length": lm.max_length,
         "device": device_name(lm.device),
@@ -241,7 +242,7 @@ def how_measured(lm: Any, seconds: float) -> dict[str, Any]:
 
 
 def metrics_of(found: dict[str, Any]) -> dict[str, float | None]:
-    """`{"acc,none": 0.5, "acc_stderr,none": 0.1, …}` → `{"acc": 0.5, "acc_stderr": 0.1}`; None where none."""
+    """`{"acc,none": 0.5, "acc_stderr,none": 0.1, …}` → `{"acc": 0.5, "acc_stderr": 0.1}`; None if missing."""
     return {
         key.removesuffix(",none"): value if isinstance(value, (int, float)) else None
         for key, value in found.items()
@@ -250,9 +251,10 @@ def metrics_of(found: dict[str, Any]) -> dict[str, float | None]:
 
 
 def correct_answers(samples: dict[str, list[dict[str, Any]]]) -> dict[str, str]:
-    """Which questions were answered rightly, by accuracy: `results.pack_bits`, subtasks in order of name.
+    """Which questions were answered correctly, per accuracy metric: `results.pack_bits`, subtasks in name
+    order.
 
-    With the same `prompts`, two checkpoints' bits are of the same questions, one by one.
+    With the same `prompts`, the bits of two checkpoints are of the same questions in the same order.
     """
     rows = [row for task in sorted(samples) for row in sorted(samples[task], key=lambda row: row["doc_id"])]
     metrics = [metric for metric in ("acc", "acc_norm") if all(metric in row for row in rows)]
@@ -260,7 +262,7 @@ def correct_answers(samples: dict[str, list[dict[str, Any]]]) -> dict[str, str]:
 
 
 def prompt_hash(tasks: dict[str, Any]) -> str:
-    """SHA-256 of every request: scores with the same hash were asked the same questions, byte for byte."""
+    """SHA-256 of all requests: scores with the same hash are of the same questions, byte for byte."""
     digest = hashlib.sha256()
     for name in sorted(tasks):
         for instance in tasks[name].instances:
@@ -269,7 +271,7 @@ def prompt_hash(tasks: dict[str, Any]) -> str:
 
 
 def summary(entry: dict[str, Any]) -> str:
-    """`acc 25.10 ± 0.88, acc_norm …` of an entry, in per cent where the metric is an accuracy."""
+    """An entry's metrics, as `acc 25.10 ± 0.88, acc_norm …`; accuracies in per cent."""
     shown = []
     for metric, value in entry["metrics"].items():
         if not metric.endswith("_stderr") and value is not None:
@@ -279,7 +281,7 @@ def summary(entry: dict[str, Any]) -> str:
 
 
 def work(entry: dict[str, Any]) -> str:
-    """`2376 documents, 20 s`, and how many requests did not fit the model's block size."""
+    """The work for an entry, as `2376 documents, 20 s`, and how many requests exceeded the block size."""
     text = f"{entry['documents']} documents, {entry['seconds']:.0f} s"
     if cut := entry["cut_prompts"]:
         text += f", {cut} prompt{'s' if cut > 1 else ''} cut to {entry['max_length']} tokens"

@@ -1,7 +1,6 @@
-"""How well a model knows a language, beyond choosing answers: bits per byte, and the loss by position.
-
-Bits per byte do not depend on the tokenizer; beside them stands what `xz` makes of the same bytes. The loss
-by position goes far past the length that the model was trained with (arXiv 2312.06635, figure 5).
+"""Language-modelling measures: bits per byte, and the loss by position.
+ Bits per byte do not depend on the tokenizer; those of `xz` on the same bytes are given for comparison. The
+loss by position goes far beyond the training length (arXiv 2312.06635, figure 5).
 """
 
 import itertools
@@ -18,16 +17,16 @@ from lingpt.eval.lm import LinGPTLM, token_scores
 from lingpt.eval.paired import ratio
 from lingpt.eval.texts import Texts, Unsuitable, prompts_hash, spans
 
-TOKENS = 1_000_000  # of a text that are scored
-PIECES = 32  # long pieces for the loss by position, one a document
-ENOUGH = 8  # documents that a mean at a position rests on, where the text has so many that are long
+TOKENS = 1_000_000  # scored tokens per text
+PIECES = 32  # long pieces for the loss by position, one per document
+ENOUGH = 8  # documents in the mean at each position, if that many are long enough
 
 
 def bits_per_byte(lm: LinGPTLM, texts: Texts, tokens: int = TOKENS) -> dict[str, Any]:
     """Bits per UTF-8 byte of the texts, in windows of the model's context.
 
-    Of each document the same number of tokens, at most, and a window at least; together about `tokens`. The
-    standard error is over documents.
+    Each document contributes at most the same number of tokens, at least one window; together about `tokens`.
+    The standard error is over documents.
     """
     share = max(lm.max_length, tokens // len(texts.documents))
     parts: list[tuple[list[int], str]] = []
@@ -59,10 +58,10 @@ def bits_per_byte(lm: LinGPTLM, texts: Texts, tokens: int = TOKENS) -> dict[str,
 def loss_by_position(lm: LinGPTLM, texts: Texts, train_length: int, pieces: int = PIECES) -> dict[str, Any]:
     """Nats per token by position, in groups that double, as far as `ENOUGH` documents reach.
 
-    The model must have been loaded with as large a `block_size` as is asked for. Of each document that is
-    long enough, its beginning: the same documents at all positions, so that the curve is of the position
-    alone. The group that ends at `train_length` is what the others compare with; the baseline is the loss of
-    the best unigram model of these tokens.
+    The model must have been loaded with a `block_size` as large as the longest position. The beginning of
+    each long enough document is scored: the same documents at all positions, so that the curve depends on the
+    position alone. The group that ends at `train_length` is the reference for the others; the baseline is the
+    loss of the best unigram model of these tokens.
     """
     found = [ids for d in texts.documents for ids, _ in spans(d, lm.text_tokenizer, lm.max_length, 1)]
     edges = _edges(train_length, [len(ids) for ids in found])
@@ -79,17 +78,19 @@ def loss_by_position(lm: LinGPTLM, texts: Texts, train_length: int, pieces: int 
         "documents": len(found),
         "metrics": {"loss_at_training_length": within["loss"], "loss_at_the_end": groups[-1]["loss"]},
         "positions": groups,
-        "per_document": {"losses": per_document},  # of each group
+        "per_document": {"losses": per_document},  # one per group of positions
         "unigram": entropy(token for ids in found for token in ids),
         "train_length": train_length,
-        "devices": 1,  # however many there are: the pieces are read one after another
+        "devices": 1,  # always one: the pieces are read one after another
         "prompts": prompts_hash((ids, []) for ids in found),
     }
 
 
 def _edges(train_length: int, lengths: list[int]) -> list[int]:
-    """0, N/16, N/8 … N, 2N … up to the last that `ENOUGH` of the documents reach; where fewer reach 2N, that
-    as many do. Where one alone would, or none, N. UserError where none reaches N.
+    """The edges 0, N/16, N/8 … N, 2N … of the groups, N the training length.
+
+    The last edge is one that `ENOUGH` documents reach; if fewer reach 2N, one that as many reach as 2N; if
+    one or none does, N. UserError if none reaches N.
     """
 
     def reach(edge: int) -> int:
@@ -109,14 +110,14 @@ def _edges(train_length: int, lengths: list[int]) -> list[int]:
 
 
 def entropy(tokens: Iterable[int]) -> float:
-    """Of their frequencies, in nats: what knowing these, and not the order, makes of each token."""
+    """The entropy of the tokens' frequencies, in nats: the loss of the best unigram model of them."""
     counts = Counter(tokens)
     total = counts.total()
     return -sum(n / total * math.log(n / total) for n in counts.values())
 
 
 def _losses(lm: LinGPTLM, ids: list[int]) -> torch.Tensor:
-    """The loss of each token after those before it, the first after end-of-text: fp32 `[len(ids)]`."""
+    """The loss of each token given those before it, the first given end-of-text: fp32 `[len(ids)]`."""
     device = lm.model.lm_head.weight.device
     tokens = torch.tensor([lm.eot_token_id, *ids], device=device)
     try:

@@ -1,13 +1,13 @@
-"""lm-eval's `LM` over our `GPT`: what a benchmark asks of a model, answered in batches of similar length.
+"""lm-eval's `LM` over our `GPT`: scores and generates text in batches of similar length.
 
 Text becomes tokens exactly as in lm-eval's own Hugging Face adapter (`lm_eval.models.huggingface.HFLM`), so
-the log-likelihoods equal its own on the same weights (`tests/eval/test_lm.py`). What differs is the work:
+the log-likelihoods equal its own on the same weights (`tests/eval/test_lm.py`). The computation differs:
 
 - Requests that feed the model the same tokens share a row: the four one-letter answers of an MMLU question
   cost one forward pass.
 - Rows are sorted by length and cut into batches of at most `batch_tokens` tokens, padding included. Padding
   is on the right, where causal attention cannot see it, so a score does not depend on its batch.
-- Only the positions that are scored go through `lm_head`: over 50,304 words it is most of a small model.
+- Only the scored positions go through `lm_head`, which is most of a small model at 50,304 tokens.
 """
 
 import contextlib
@@ -31,28 +31,28 @@ from lingpt.models.weights import model_from_tensors
 
 # (context tokens, tokens to score after it)
 Pair = tuple[list[int], list[int]]
-# what a model reads → the (index of the pair, tokens to predict at its end) that it serves
+# model input → the (index of the pair, tokens to predict at the input's end) that it serves
 Rows = dict[tuple[int, ...], list[tuple[int, list[int]]]]
-# `LinGPTLM._score_batch`
+# what `LinGPTLM._score_batch` returns
 Scored = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]
 
 PAIRS_AT_ONCE = 4096  # texts tokenised at once: enough to keep every core busy
 LOGITS_AT_ONCE = 2048  # rows of [vocabulary] held in fp32: 0.4 GB at Pythia's vocabulary
-MAX_NEW_TOKENS = 256  # lm-eval's default where a task does not say
+MAX_NEW_TOKENS = 256  # lm-eval's default if a task does not say
 
 
 class LinGPTLM(TemplateLM):
     """Scores and generates text with a `GPT`, in the dtype and on the device its weights are in.
 
     Args:
-        model: a `lingpt.models.GPT`; put into eval mode. Or the same model on several devices, which share
-            the batches: these, and so the scores, are the same whatever the number of devices.
+        model: a `lingpt.models.GPT`, which is put into eval mode; or the same model on several devices, which
+            share the batches. The batches, and so the scores, do not depend on the number of devices.
         tokenizer: its `lingpt.data.Tokenizer`.
         batch_tokens: most tokens of a batch, padding included (a longer sequence is a batch of its own).
-        progress: show a bar, where stderr is a terminal.
+        progress: show a progress bar if stderr is a terminal.
 
     Attributes:
-        max_length: most tokens of context, the model's block size.
+        max_length: most tokens of context: the model's block size.
         truncated: requests so far whose context was cut on the left to fit `max_length`.
         cut_prompts: distinct contexts among those: a question's answers share theirs.
     """
@@ -80,7 +80,7 @@ class LinGPTLM(TemplateLM):
         self._device, self.dtype = weight.device, weight.dtype
 
     def reading(self, length: int) -> "LinGPTLM":
-        """The same weights, not copied, in models that read `length` tokens at once."""
+        """The same weights, shared, in models with a block size of `length` tokens."""
         models = [same_weights(model, model.lm_head.weight.device, length) for model in self.models]
         return LinGPTLM(
             models,
@@ -102,8 +102,8 @@ class LinGPTLM(TemplateLM):
     def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Pair]:
         """lm-eval's `_encode_pair`, and its rule for an empty context, with each text tokenised once.
 
-        Spaces that end the context belong to the continuation; the two are tokenised together and cut where
-        the tokens of the context alone end. An empty context is the end-of-text token.
+        Spaces at the end of the context move to the continuation; the two are tokenised together and cut
+        where the tokens of the context alone end. An empty context is the end-of-text token.
         """
         encoded = []
         for start in range(0, len(pairs), PAIRS_AT_ONCE):
@@ -128,7 +128,7 @@ class LinGPTLM(TemplateLM):
     # ------------------------------------------------------------------ scoring
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """`(log P(continuation | context), is it what greedy decoding gives?)` of each request."""
+        """`(log P(continuation | context), whether greedy decoding gives it)` for each request."""
         pairs = self.encode_pairs([request.args for request in requests])
         return self.score(pairs, disable_tqdm)
 
@@ -141,12 +141,12 @@ class LinGPTLM(TemplateLM):
         return self.score([(context, continuation) for _, context, continuation in requests], disable_tqdm)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """log P of each whole text, in disjoint windows of `max_length`, the first one after end-of-text."""
+        """log P of each whole text, in disjoint windows of `max_length`; end-of-text precedes the first."""
         texts = self.text_tokenizer.encode_batch([request.args[0] for request in requests])
         return self.rolling(texts, disable_tqdm)
 
     def rolling(self, texts: Sequence[list[int]], disable_tqdm: bool = False) -> list[float]:
-        """`loglikelihood_rolling` of texts that are tokens already."""
+        """`loglikelihood_rolling` of tokenised texts."""
         windows: list[Pair] = []
         owner: list[int] = []
         for i, tokens in enumerate(texts):
@@ -160,7 +160,7 @@ class LinGPTLM(TemplateLM):
 
     @torch.inference_mode()
     def score(self, pairs: Sequence[Pair], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Sum of log-probabilities, and whether every token is the arg-max, of each pair's second half."""
+        """Each continuation's sum of log-probabilities, and whether each of its tokens is the arg-max."""
         rows = self._rows(pairs)
         logprob = torch.zeros(len(pairs), dtype=torch.float64)
         greedy = torch.ones(len(pairs), dtype=torch.bool)
@@ -173,7 +173,7 @@ class LinGPTLM(TemplateLM):
         return list(zip(logprob.tolist(), greedy.tolist(), strict=True))
 
     def _shared(self, batches: Iterable[list[tuple[int, ...]]], rows: Rows) -> Iterator[Scored]:
-        """The scores of all batches, in their order; each is computed by a model that has nothing to do."""
+        """The scores of all batches, in their order; each batch goes to an idle model."""
         idle: queue.SimpleQueue[GPT] = queue.SimpleQueue()
         for model in self.models:
             idle.put(model)
@@ -210,10 +210,10 @@ class LinGPTLM(TemplateLM):
         self.cut_prompts += len(cut)
         return rows
 
-    @torch.inference_mode()  # which is a thread's own
+    @torch.inference_mode()  # again: the mode is per thread
     def _score_batch(self, model: GPT, batch: list[tuple[int, ...]], rows: Rows) -> Scored:
-        """Of every token scored: the index of its pair, its log-probability, is it the arg-max? And how many
-        pairs these are."""
+        """For every scored token: the index of its pair, its log-probability, whether it is the arg-max. Then
+        the number of pairs scored."""
         device = model.lm_head.weight.device
         length = len(batch[0])  # the longest: rows come sorted
         owners: list[int] = []
@@ -238,7 +238,7 @@ class LinGPTLM(TemplateLM):
         return torch.tensor(owners), logprob.double(), best, sum(len(rows[row]) for row in batch)
 
     def finite(self, logprob: torch.Tensor) -> torch.Tensor:
-        """The same; UserError where one is not: comparing them would give accuracies all the same."""
+        """`logprob`; UserError if one is not finite, as accuracies would hide it."""
         if not logprob.isfinite().all():
             raise UserError(
                 f"{self.name}: a log-likelihood is not finite: the weights are damaged, or diverged"
@@ -251,7 +251,7 @@ class LinGPTLM(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Greedy text after each context, up to a stop sequence, end-of-text or `max_gen_toks`.
 
-        Contexts of equal length share a batch (a recurrent state has no place for padding on the left).
+        Contexts of equal length share a batch (a recurrent state would see padding on the left).
         """
         texts = self.text_tokenizer.encode_batch([request.args[0] for request in requests])
         groups = defaultdict(list)
@@ -292,7 +292,7 @@ class LinGPTLM(TemplateLM):
         tokens: list[list[int]] = [[] for _ in contexts]
         running = [True] * len(contexts)
         for _ in range(max_new):
-            last = self.model.hidden(idx, state)[:, -1]  # of a prompt, one row of logits is enough
+            last = self.model.hidden(idx, state)[:, -1]  # one row of logits is enough for a prompt
             idx = self.model.lm_head(last).argmax(-1, keepdim=True)
             for b, token in enumerate(idx[:, 0].tolist()):
                 if not running[b]:
@@ -310,8 +310,8 @@ class LinGPTLM(TemplateLM):
 
 
 def same_weights(model: GPT, device: torch.device, block_size: int | None = None) -> GPT:
-    """A model with the weights of another, which it shares on the same device; of its block size by default,
-    which no weight depends on."""
+    """A model with the weights of `model`, shared if on the same device. The block size, by default the
+    model's, may differ: no weight depends on it."""
     size = {"block_size": block_size or model.config.block_size}
     config = Config.from_dict(model.config.to_dict() | size)
     weights = {name: tensor.to(device) for name, tensor in model.state_dict().items()}
@@ -319,9 +319,9 @@ def same_weights(model: GPT, device: torch.device, block_size: int | None = None
 
 
 def token_scores(model: GPT, hidden: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`hidden [n, C]`, `target [n]` → log-probabilities `[n]` in fp32 (or wider), is it the arg-max? `[n]`.
+    """`hidden [n, C]`, `target [n]` → log-probabilities `[n]` in fp32 (or wider), whether the arg-max `[n]`.
 
-    In pieces: the logits of all n would be the largest tensor by far.
+    Computed in pieces: the logits of all n would be the largest tensor by far.
     """
     parts = []
     for h, t in zip(hidden.split(LOGITS_AT_ONCE), target.split(LOGITS_AT_ONCE), strict=True):
@@ -333,13 +333,13 @@ def token_scores(model: GPT, hidden: torch.Tensor, target: torch.Tensor) -> tupl
 
 
 def _move_spaces(context: str, continuation: str) -> tuple[str, str]:
-    """Moves whitespace that ends the context to the continuation: tokenizers join a space to what follows."""
+    """Moves whitespace at the context's end to the continuation: tokenizers join a space to what follows."""
     stripped = context.rstrip()
     return stripped, context[len(stripped) :] + continuation
 
 
 def _batches(rows: Iterable[tuple[int, ...]], batch_tokens: int) -> Iterator[list[tuple[int, ...]]]:
-    """Cuts rows that come longest first into batches of at most `batch_tokens`, padding included."""
+    """Splits rows, longest first, into batches of at most `batch_tokens` tokens, padding included."""
     batch: list[tuple[int, ...]] = []
     for row in rows:
         if batch and len(batch[0]) * (len(batch) + 1) > batch_tokens:

@@ -1,11 +1,11 @@
-"""Multi-query associative recall (MQAR): which value stood with this key? Generated, trained and scored.
+"""Multi-query associative recall (MQAR): generates sequences, trains small models on them and scores these.
 
 The task is that of Arora et al. 2023 ("Zoology", arXiv 2312.04927), which arXiv 2312.06635 §5.2 (figure 4)
-uses: a sequence begins with pairs of key and value; later each key comes again, once, and the model is to say
+uses: a sequence begins with key–value pairs; later each key occurs again, once, and the model must predict
 its value. The gaps before it follow a power law; all other positions hold random tokens.
 
-Small models are trained on sequences that are never repeated, each attention with every learning rate, and
-the best counts. The blocks are Pythia's, MLP included (Zoology's have none).
+The models are trained on sequences that are never repeated, each attention with every learning rate, and the
+best rate counts. The blocks are Pythia's, MLP included (Zoology's have none).
 """
 
 import math
@@ -31,13 +31,13 @@ from lingpt.models.weight_decay import parameter_groups
 
 POWER = 0.01  # Zoology's exponent of the gaps
 TEST_SEED, TEST_SEQUENCES, TEST_BATCH = 2**31, 1024, 256
-EVERY = 250  # steps between looks at the accuracy
+EVERY = 250  # steps between evaluations of the accuracy
 ENOUGH = 0.999  # accuracy at which training ends
 PER_CARD = 8  # processes that share a GPU: models this small leave most of it idle
 
 
 class Batch(NamedTuple):
-    """tokens `[B, N]`; positions `[B, P]` of the queries in them; values `[B, P]`, what is asked for."""
+    """tokens `[B, N]`; positions `[B, P]` of the queries in them; values `[B, P]`, the right answers."""
 
     tokens: torch.Tensor
     positions: torch.Tensor
@@ -47,8 +47,8 @@ class Batch(NamedTuple):
 def make_batch(
     size: int, pairs: int, length: int, vocabulary: int, seed: int, device: torch.device | str = "cpu"
 ) -> Batch:
-    """`size` sequences, a function of the seed (and of the device's kind). Keys are from the lower half of
-    the vocabulary, values from the upper; none comes twice in a sequence's pairs.
+    """`size` sequences, a function of the seed (and of the type of device). Keys are from the lower half of
+    the vocabulary, values from the upper; none occurs twice in a sequence's pairs.
     """
     half, room = vocabulary // 2, (length - 2 * pairs) // 2
     if pairs < 1 or room < pairs or half <= pairs:
@@ -101,7 +101,7 @@ class Trial:
         return f"{self.attention}, width {self.width}, {self.pairs} pairs, rate {self.rate:g}"
 
     def config(self) -> Config:
-        """Raises UserError for an attention or an option that there is not."""
+        """The model's configuration. Raises UserError for an unknown attention or option."""
         name, options = parse_form(self.attention)
         heads: dict[str, Any] = {}
         if "gla_n_head" in ATTENTIONS[name].options():
@@ -122,7 +122,7 @@ class Trial:
 def make_trials(
     attentions: list[str], widths: list[int], pairs: list[int], rates: list[float], **sizes: int
 ) -> list[Trial]:
-    """Every combination, once; an attention that is given in two spellings is one."""
+    """Every combination, once; an attention given in two spellings counts as one."""
     names = dict.fromkeys(attention_form(*parse_form(name)).replace(" ", "") for name in attentions)
     trials = [
         Trial(name, width, count, rate, **sizes)
@@ -132,16 +132,16 @@ def make_trials(
         for rate in dict.fromkeys(rates)
     ]
     for trial in trials:
-        trial.config()  # refused now
+        trial.config()  # raises now, not in training
         make_batch(1, trial.pairs, trial.length, trial.vocabulary, 0)
     return trials
 
 
 def train_trial(trial: Trial, device: str = "cpu") -> dict[str, Any]:
-    """Trains one model and scores it on 1,024 sequences that are not trained on.
+    """Trains one model and scores it on 1,024 held-out sequences.
 
-    Returns the trial, `accuracy` (per query), its standard error over sequences, the accuracies on the way,
-    steps and seconds. Ends early where all is right.
+    Returns the trial, `accuracy` (per query), its standard error over sequences, the accuracies during
+    training, steps and seconds. Stops early at an accuracy of `ENOUGH`.
     """
     started, where = time.monotonic(), torch.device(device)
     model = GPT.create(trial.config(), trial.seed, device=where)
@@ -178,18 +178,18 @@ def train_trial(trial: Trial, device: str = "cpu") -> dict[str, Any]:
 
 
 def without_conv(attention: str) -> str:
-    """Its kernels are those of the attention without the short convolution, and so is its colour."""
+    """The attention without the short convolution: both have the same attention kernels and colour."""
     return "+".join(word for word in attention.split("+") if word != "short_conv")
 
 
 def is_tuned_first(trial: Trial) -> bool:
-    """Whether its attention has kernels that are tuned for a size before they run (GLA's)."""
+    """Whether the trial's attention has kernels that are autotuned for a size before they run (GLA's)."""
     return ATTENTIONS[parse_form(trial.attention)[0]].begin_autotuning is not Attention.begin_autotuning
 
 
 def tune(trial: Trial) -> None:
-    """Has the kernels of a trial's size tuned, which takes about a minute; other processes find the choices
-    on disk."""
+    """Autotunes the kernels for a trial's size, which takes about a minute; other processes read the choices
+    from disk."""
     with torch.device("meta"):
         attention = GPT(trial.config()).blocks[0].attn
     size = trial.batch_size, trial.length, torch.bfloat16, torch.device("cuda")
@@ -198,7 +198,7 @@ def tune(trial: Trial) -> None:
 
 
 def rate_factor(step: int, steps: int) -> float:
-    """Linear warm-up over a tenth, then a cosine down to zero."""
+    """The learning-rate factor: linear warm-up over a tenth of the steps, then a cosine down to zero."""
     warmup = max(1, steps // 10)
     if step < warmup:
         return (step + 1) / warmup
@@ -206,7 +206,7 @@ def rate_factor(step: int, steps: int) -> float:
 
 
 def answer(model: GPT, batch: Batch) -> torch.Tensor:
-    """Logits `[B, P, V]` at the queries alone."""
+    """Logits `[B, P, V]` at the queries only."""
     hidden = model.hidden(batch.tokens)
     index = batch.positions[..., None].expand(-1, -1, hidden.shape[-1])
     return model.lm_head(hidden.gather(1, index))

@@ -1,4 +1,4 @@
-"""MQAR's results: their file, the table and the figure, each attention by its best learning rate (arXiv
+"""MQAR's results: their file, the table and the figure, each attention at its best learning rate (arXiv
 2312.06635, figure 4)."""
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ RESULTS = "mqar.json"
 
 
 def read_known(path: Path, trials: list[Trial]) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
-    """What the file holds: results of other trials, and those of these by key. UserError if damaged."""
+    """The file's results: those of other trials, and those of `trials` by key. UserError if it is damaged."""
     if not path.exists():
         return [], {}
     try:
@@ -31,19 +31,19 @@ def read_known(path: Path, trials: list[Trial]) -> tuple[list[dict[str, Any]], d
 
 
 def best(results: Sequence[dict[str, Any]], attention: str, width: int, pairs: int) -> dict[str, Any] | None:
-    """The result of the best rate; None where there is none."""
+    """The result with the best learning rate; None if there is none."""
     found = [r for r in results if (r["attention"], r["width"], r["pairs"]) == (attention, width, pairs)]
     return max(found, key=lambda r: r["accuracy"], default=None)
 
 
 def settings(results: Sequence[dict[str, Any]]) -> tuple[list[str], list[int], list[int]]:
-    """The attentions, in their order, the widths and the numbers of pairs that there are results of."""
+    """The attentions (in their order), widths and numbers of pairs that have results."""
     widths, pairs = (sorted({r[key] for r in results}) for key in ("width", "pairs"))
     return list(dict.fromkeys(r["attention"] for r in results)), widths, pairs
 
 
 def mqar_table(results: Sequence[dict[str, Any]]) -> Table:
-    """A row an attention, a column for each width and number of pairs."""
+    """One row per attention, one column for each width and number of pairs."""
     attentions, widths, pairs = settings(results)
     columns = [(width, count) for count in pairs for width in widths]
     rows = []
@@ -67,7 +67,7 @@ def _rates(results: Sequence[dict[str, Any]]) -> str:
 
 
 def _lacking(results: Sequence[dict[str, Any]]) -> str:
-    """A sentence that names the cells with results of some of the rates alone, and these; else nothing."""
+    """A sentence that names the cells with results for only some of the rates, and these; else nothing."""
     cells: dict[str, list[dict[str, Any]]] = {}
     for r in results:
         name = f"{r['attention']} at {r['pairs']} pairs, width {r['width']}"

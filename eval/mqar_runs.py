@@ -1,4 +1,4 @@
-"""MQAR's models, trained side by side; each result is kept as it comes."""
+"""Trains MQAR's models in parallel; each result is saved as it comes."""
 
 import multiprocessing
 import os
@@ -19,14 +19,14 @@ from lingpt.eval.mqar_results import RESULTS, mqar_table, read_known, save_mqar
 
 
 def run_mqar(trials: list[Trial], folder: Path, workers: int | None = None) -> list[dict[str, Any]]:
-    """Trains and scores what `folder` has no result of; writes mqar.json, the table and the figure there.
+    """Trains and scores the trials without a result in `folder`; writes mqar.json, the table and the figure.
 
     Args:
-        trials: as `make_trials` gives them.
-        folder: what it holds of other trials stays in it; a damaged file is kept aside.
-        workers: processes; by default `PER_CARD` a GPU, and this one alone without a GPU.
+        trials: from `make_trials`.
+        folder: for the results; those of other trials are kept, a damaged file is set aside.
+        workers: processes; by default `PER_CARD` per GPU, and only this one without a GPU.
 
-    Returns each trial's result, in the order of `trials`. Raises UserError at the end where some failed.
+    Returns each trial's result, in the order of `trials`. Raises UserError at the end if some failed.
     """
     path, failed = folder / RESULTS, []
     _, known = _known(path, trials)
@@ -55,7 +55,7 @@ def run_mqar(trials: list[Trial], folder: Path, workers: int | None = None) -> l
 
 
 def _known(path: Path, trials: list[Trial]) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
-    """`read_known`; a damaged file is kept aside."""
+    """`read_known`; a damaged file is set aside."""
     try:
         return read_known(path, trials)
     except UserError:
@@ -64,7 +64,7 @@ def _known(path: Path, trials: list[Trial]) -> tuple[list[dict[str, Any]], dict[
 
 
 def _trained(trials: list[Trial], workers: int | None) -> Iterator[tuple[Trial, Any]]:
-    """(trial, its result or the error), as they are done: in this process, or in several on all GPUs."""
+    """(trial, its result or the error), as they finish: in this process, or in several on all GPUs."""
     cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
     workers = min(workers or max(1, PER_CARD * cards), max(1, len(trials)))
     if workers == 1:
@@ -85,7 +85,7 @@ def _trained(trials: list[Trial], workers: int | None) -> Iterator[tuple[Trial, 
             tuned_first = [trial for trial in left if cards and is_tuned_first(trial)]
             try:
                 yield from _as_trained(pool, _train_here, left, tuned_first, tune)
-            except BaseException:  # a signal, say: what they train would be waited for, and thrown away
+            except BaseException:  # such as a signal: do not wait for results that would be discarded
                 for process in multiprocessing.active_children():
                     if process not in not_ours:
                         process.terminate()
@@ -99,8 +99,8 @@ def _trained(trials: list[Trial], workers: int | None) -> Iterator[tuple[Trial, 
 def _in_new_pools(
     trials: list[Trial], in_a_pool: Callable[[list[Trial]], Iterator[tuple[Trial, Any]]]
 ) -> Iterator[tuple[Trial, Any]]:
-    """What `in_a_pool` yields; those that were left when a process of the pool died are trained in a new one,
-    for as long as each pool trains any."""
+    """What `in_a_pool` yields. If a process dies, the remaining trials are trained in a new pool, as long as
+    each pool finishes at least one."""
     left = trials
     while left:
         lost = []
@@ -124,10 +124,10 @@ def _as_trained(
     tuned_first: list[Trial],
     tune: Callable[[Trial], None],
 ) -> Iterator[tuple[Trial, Any]]:
-    """(trial, its result or the error), as they are done in `pool`.
+    """(trial, its result or the error), as they finish in `pool`.
 
-    Those of `tuned_first` come last: one of each attention and width is tuned for, one after the other as
-    each takes all cores, while the pool trains the rest.
+    Those of `tuned_first` start last: the kernels of each attention and width are autotuned first, one after
+    another as each takes all cores, while the pool trains the rest.
     """
     done: SimpleQueue[tuple[Trial, Any]] = SimpleQueue()
 
@@ -138,7 +138,7 @@ def _as_trained(
     def submit(trial: Trial) -> None:
         try:
             future = pool.submit(train, trial)
-        except RuntimeError as error:  # the pool has lost a process, or is shut
+        except RuntimeError as error:  # a process of the pool died, or it is shut down
             done.put((trial, error))
         else:
             future.add_done_callback(lambda future: put(trial, future))
@@ -166,7 +166,7 @@ def _as_trained(
 
 
 def _take_device(devices: Any) -> None:
-    """Of a worker process: the device that it keeps, and no more threads than its share."""
+    """Initialises a worker process: takes its device from the queue and limits PyTorch to one thread."""
     device = os.environ["LINGPT_MQAR_DEVICE"] = devices.get()
     torch.set_num_threads(1)
     if device != "cpu":

@@ -1,9 +1,9 @@
-"""Two checkpoints on the same questions: the difference of their accuracies and its interval. On the same
-documents: that of their losses and its standard error.
+"""Paired differences of two checkpoints: of accuracies on the same questions, with an interval; of losses on
+the same documents, with a standard error.
 
-A difference between two accuracies is known better than either: questions that both get right, or both
-wrong, say nothing about it. What counts are those that one alone gets right. So it is with documents that
-both models find hard.
+The difference between two accuracies is known better than either: questions that both get right, or both
+wrong, do not change it; only those count that just one gets right. The same holds for documents that are hard
+for both models.
 """
 
 import math
@@ -18,7 +18,7 @@ RESAMPLES = 10_000
 
 
 class Difference(NamedTuple):
-    """Accuracy of the first less that of the second, and its 95 % interval."""
+    """Accuracy of the first minus that of the second, with its 95 % interval."""
 
     mean: float
     low: float
@@ -27,8 +27,8 @@ class Difference(NamedTuple):
 
 
 class SeedDifference(NamedTuple):
-    """Mean accuracy of a row's seeds less that of another's, and its standard error; None where one of the
-    rows has a single seed, or of a single question."""
+    """Mean accuracy over a row's seeds minus that of another row, with its standard error; the error is None
+    if one of the rows has a single seed, or there is a single question."""
 
     mean: float
     stderr: float | None
@@ -36,8 +36,8 @@ class SeedDifference(NamedTuple):
 
 
 def paired_difference(a: dict[str, Any], b: dict[str, Any]) -> Difference | SeedDifference | None:
-    """In accuracy, of two entries of `evaluate`'s scores, or of `mean_scores`; None where they were not asked
-    the same questions, or do not say which they answered."""
+    """The difference in accuracy of two entries of `evaluate`'s scores or of `mean_scores`; None if their
+    questions differ, or if they do not record which were answered correctly."""
     if a.get("prompts") != b.get("prompts") or a["documents"] != b["documents"]:
         return None
     packed = [entry.get("correct", {}).get("acc") for entry in (a, b)]
@@ -49,10 +49,10 @@ def paired_difference(a: dict[str, Any], b: dict[str, Any]) -> Difference | Seed
 
 
 def over_seeds(first: np.ndarray, second: np.ndarray) -> SeedDifference:
-    """`first`, `second`: bool `[seeds, questions]`.
+    """The difference of two rows; `first`, `second`: bool `[seeds, questions]`.
 
-    Two variances are added: over the questions, of the difference at each; over the seeds, of each row's
-    accuracies (Welch).
+    Its variance is the sum of that over the questions (of the difference at each) and that over the seeds (of
+    each row's accuracies, Welch).
     """
     each, error = first.mean(0) - second.mean(0), None
     if min(len(first), len(second), len(each)) > 1:
@@ -75,8 +75,8 @@ def bootstrap(first: np.ndarray, second: np.ndarray) -> Difference:
 
 
 def bits_difference(a: dict[str, Any], b: dict[str, Any]) -> tuple[float, float | None] | None:
-    """Bits per byte of one entry less the other's, and the standard error as of `ratio_difference`; None
-    where they are not of the same documents, or do not have them one by one."""
+    """Bits per byte of `a` minus those of `b`, with the standard error of `ratio_difference`; None if they
+    are not of the same documents, or not recorded per document."""
     if (pair := _per_document(a, b)) is None:
         return None
     first, second = (np.array([run["nats"] for run in runs]) / math.log(2) for runs in pair)
@@ -84,7 +84,7 @@ def bits_difference(a: dict[str, Any], b: dict[str, Any]) -> tuple[float, float 
 
 
 def position_differences(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[float, float | None]] | None:
-    """As `bits_difference`, of the loss of each group of positions."""
+    """The same as `bits_difference`, for the loss of each group of positions."""
     ends = [[group["to"] for group in entry["positions"]] for entry in (a, b)]
     if ends[0] != ends[1] or (pair := _per_document(a, b)) is None:
         return None
@@ -94,10 +94,10 @@ def position_differences(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[flo
 
 
 def _per_document(a: dict[str, Any], b: dict[str, Any]) -> list[list[dict[str, Any]]] | None:
-    """Of each entry the values of the documents, of each of its runs."""
+    """For each entry, the values per document of each of its runs; None as for `bits_difference`."""
     if a.get("prompts") != b.get("prompts") or a["documents"] != b["documents"]:
         return None
-    if not all("per_document" in entry for entry in (a, b)):  # of an older version
+    if not all("per_document" in entry for entry in (a, b)):  # scored by an older version
         return None
     kept = [entry["per_document"] for entry in (a, b)]
     return [runs if isinstance(runs, list) else [runs] for runs in kept]
@@ -106,8 +106,8 @@ def _per_document(a: dict[str, Any], b: dict[str, Any]) -> list[list[dict[str, A
 def ratio_difference(
     first: np.ndarray, second: np.ndarray, sizes: Sequence[int]
 ) -> tuple[float, float | None]:
-    """Σ first / Σ sizes less Σ second / Σ sizes, and its standard error, paired over the items; of seeds, the
-    variances are added as in `over_seeds`. `first`, `second`: `[seeds, items]`."""
+    """Σ first / Σ sizes − Σ second / Σ sizes, with its standard error, paired over the items; with several
+    seeds, variances are added as in `over_seeds`. `first`, `second`: `[seeds, items]`."""
     mean, error = ratio((first.mean(0) - second.mean(0)).tolist(), sizes)
     seeds = len(first), len(second)
     if error is None or seeds == (1, 1):
@@ -119,7 +119,7 @@ def ratio_difference(
 
 
 def ratio(totals: Sequence[float], sizes: Sequence[int]) -> tuple[float, float | None]:
-    """Σ totals / Σ sizes, and its standard error over the items (linearised); None of a single one."""
+    """Σ totals / Σ sizes, with its standard error over the items (linearised); None for a single item."""
     n, value = len(totals), sum(totals) / sum(sizes)
     if n < 2:
         return value, None

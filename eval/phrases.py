@@ -1,9 +1,8 @@
-"""Recall on real text: a phrase of a long text is asked for again at its end.
+"""Recall on real text: the model must recall a phrase of a long text at its end.
 
-The text is followed by the words that stood before one of its phrases; the model chooses between that phrase
-and three others of the same text. A phrase is two or three capitalised words in a row (a name, as a rule), or
-a long word, which occurs once. The same question without the text is the baseline: what the words alone give
-away.
+The text is followed by the words that preceded one of its phrases; the model chooses between that phrase and
+three others of the same text. A phrase is two or three capitalised words in a row (usually a name), or a long
+word, and occurs once. The same question without the text is the baseline: what the words alone tell.
 """
 
 import random
@@ -17,14 +16,14 @@ from lingpt.eval.texts import Texts, Unsuitable, prompts_hash, spans
 
 QUESTIONS, OF_A_DOCUMENT = 256, 8
 CHOICES, CUE_WORDS = 4, 8
-ROOM = 64  # tokens for the question behind the text
+ROOM = 64  # tokens for the question after the text
 NAME = re.compile(r"(?<=[a-z,;] )[A-Z][a-z]+(?: [A-Z][a-z]+){1,2}\b")
 WORD = re.compile(r"(?<=[a-z,;] )[a-z]{8,}\b")
 
 
 @dataclass(frozen=True)
 class Question:
-    """`text` has the answer, which is `choices[0]`, once, after the words of `cue`."""
+    """`choices[0]` is the answer; `text` contains it once, after the words of `cue`."""
 
     text: str
     cue: str
@@ -34,8 +33,8 @@ class Question:
 def recall_phrases(lm: LinGPTLM, texts: Texts) -> dict[str, Any]:
     """Accuracy with the text and without it, and how often greedy decoding gives the phrase itself.
 
-    Answers are compared by log-likelihood per byte; the right one must be ahead of all others.
-    The text fills the model's context.
+    Answers are compared by log-likelihood per byte; the right one must have the highest. The text fills the
+    model's context.
     """
     asked = make_questions(lm, texts)
     if len(asked) < 2:
@@ -81,7 +80,7 @@ def _ask(lm: LinGPTLM, asked: list[Question], contexts: list[str]) -> list[_Answ
 
 
 def make_questions(lm: LinGPTLM, texts: Texts) -> list[Question]:
-    """One question a piece of text, spread over the documents; the same for models of one context length."""
+    """One question per piece of text, spread over the documents; equal for models of one context length."""
     length = lm.max_length - min(ROOM, lm.max_length // 4)
     each = min(OF_A_DOCUMENT, QUESTIONS // len(texts.documents) + 2)  # a piece may have no question
     found: list[list[Question]] = []
@@ -95,7 +94,7 @@ def make_questions(lm: LinGPTLM, texts: Texts) -> list[Question]:
 
 
 def ask_about(text: str, seed: int) -> Question | None:
-    """A question on a phrase of the first half of `text`; None where it has none."""
+    """A question on a phrase of the first half of `text`; None if there is none."""
     rng = random.Random(seed)
     for pattern in (NAME, WORD):
         matches = {m.group(): m for m in pattern.finditer(text) if text.count(m.group()) == 1}
@@ -110,7 +109,7 @@ def ask_about(text: str, seed: int) -> Question | None:
 
 
 def _cue(text: str, match: re.Match[str]) -> str:
-    """The eight words before a phrase, of its own line, where these stand nowhere else; else nothing."""
+    """The eight words before a phrase on its line; empty if there are fewer or the text repeats them."""
     line = text[: match.start()].rpartition("\n")[2]
     words = line.split()
     cue = line.rstrip()[-len(" ".join(words[-CUE_WORDS:])) :]

@@ -1,4 +1,4 @@
-"""Scores on disk: `runs/<name>/eval/step-XXXXXXXX.json`, one entry a task, merged and written atomically."""
+"""Scores on disk: `runs/<name>/eval/step-XXXXXXXX.json`, an entry per task, merged and written atomically."""
 
 import base64
 import math
@@ -14,8 +14,8 @@ from lingpt.common.files import read_json_object, set_aside, write_errors, write
 from lingpt.common.run_folder import scores_file
 from lingpt.eval.runs import Checkpoint
 
-DASH = "–"  # what was not evaluated, in tables
-# What a result file holds: the types of what tables and figures read.
+DASH = "–"  # in tables, for what was not evaluated
+# The types of the fields in a result file that tables and figures read.
 _NUMBER = int | float | None
 _CHECKPOINT = {
     "run": str,
@@ -41,7 +41,7 @@ _OF_TASK: dict[str, dict[str, Any]] = {
     "recall_phrases": {"texts": str},
 }
 _BITS = ("bits_per_byte", "xz_bits_per_byte")
-_GROUP = {"to": int, "loss": int | float}  # of positions
+_GROUP = {"to": int, "loss": int | float}  # a group of positions
 
 
 def results_path(checkpoint: Checkpoint) -> Path:
@@ -49,14 +49,15 @@ def results_path(checkpoint: Checkpoint) -> Path:
 
 
 def task_key(task: str, num_fewshot: int, limit: int | None = None) -> str:
-    """`arc_easy (0-shot)`, or `arc_easy (0-shot, first 100)`: a limited score never replaces a full one."""
+    """The score's key, `arc_easy (0-shot)` or `arc_easy (0-shot, first 100)`: a limited one never replaces a
+    full one."""
     return f"{task} ({num_fewshot}-shot{f', first {limit}' if limit else ''})"
 
 
 def percent(metrics: dict[str, float | None], metric: str) -> str:
-    """`25.10 ± 0.88`: an accuracy and its standard error in per cent; `–` where it was not computed.
+    """An accuracy and its standard error in per cent, as `25.10 ± 0.88`; `–` if it was not computed.
 
-    Of none right, or all, the formula's error is 0, which says nothing, and is left out.
+    With none or all answers right the formula's error is a meaningless 0, which is left out.
     """
     value, error = metrics.get(metric), metrics.get(f"{metric}_stderr")
     if value is None:
@@ -65,7 +66,7 @@ def percent(metrics: dict[str, float | None], metric: str) -> str:
 
 
 def signed_difference(difference: tuple[float, float | None] | None, decimals: int) -> str:
-    """`+0.044 ± 0.003`: a difference and its standard error, where it has one; `–` where there is none."""
+    """A difference and its standard error, if it has one, as `+0.044 ± 0.003`; `–` if there is none."""
     if difference is None:
         return DASH
     value, error = difference
@@ -74,12 +75,12 @@ def signed_difference(difference: tuple[float, float | None] | None, decimals: i
 
 
 def pack_bits(bits: Sequence[bool]) -> str:
-    """Bits as base64, eight a byte: a benchmark of 14,042 questions in 2.3 kB."""
+    """Bits as base64, eight per byte: 14,042 questions in 2.3 kB."""
     return base64.b64encode(np.packbits(np.asarray(bits, dtype=bool)).tobytes()).decode()
 
 
 def unpack_bits(packed: str, count: int) -> np.ndarray:
-    """The inverse: bool `[count]`. UserError where `packed` is none."""
+    """The inverse of `pack_bits`: bool `[count]`. UserError if `packed` is not valid."""
     try:
         bits = np.unpackbits(np.frombuffer(base64.b64decode(packed), dtype=np.uint8))[:count].astype(bool)
     except (ValueError, TypeError) as error:
@@ -90,9 +91,9 @@ def unpack_bits(packed: str, count: int) -> np.ndarray:
 
 
 def load_results(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What is known of this checkpoint: `{"checkpoint": {…}, "scores": {key: entry}}`.
+    """All scores of this checkpoint: `{"checkpoint": {…}, "scores": {key: entry}}`.
 
-    Scores of other weights that once stood at the same step (of a run started from scratch) are left out. A
+    Scores of other weights at the same step (before the run was restarted from scratch) are left out. A
     damaged file is renamed to `damaged-…` and named on stderr.
     """
     attention = checkpoint.attention
@@ -110,7 +111,7 @@ def load_results(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """What `add_score` has written. UserError, naming the file, where no tables can be made of it."""
+    """Reads a file of `add_score`. UserError, naming the file, if tables cannot be made of it."""
     try:
         found = read_json_object(path)
         about, scores = found.get("checkpoint"), found.get("scores")
@@ -127,12 +128,12 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def _has(value: Any, fields: dict[str, Any]) -> bool:
-    """Whether it is an object with these fields, each of its type."""
+    """Whether `value` is an object with these fields, each of its type."""
     return isinstance(value, dict) and all(isinstance(value.get(key), kind) for key, kind in fields.items())
 
 
 def _is_score(entry: Any) -> bool:
-    """Whether it has all that the tables and figures read."""
+    """Whether `entry` has every field that the tables and figures read."""
     if not _has(entry, _SCORE) or not _has(entry, _OF_TASK.get(entry["task"], {})):
         return False
     metrics, positions = entry["metrics"], entry.get("positions", [])
@@ -192,9 +193,9 @@ def _known_scores(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def add_score(checkpoint: Checkpoint, key: str, entry: dict[str, Any]) -> dict[str, Any]:
-    """Merges one entry into the file and returns everything known.
+    """Merges one entry into the file and returns all scores.
 
-    Of part of a benchmark (a file of fewer rows) it does not replace one of the whole.
+    A score of part of a benchmark (a file with fewer rows) does not replace one of the whole.
     """
     results = load_results(checkpoint)
     known = results["scores"].get(key)

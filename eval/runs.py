@@ -1,4 +1,4 @@
-"""Finds what to evaluate: the newest run of each attention of a model, with its options, and the
+"""Finds what to evaluate: the newest run of each attention form (attention and options) of a model, and the
 run's newest whole checkpoint."""
 
 import hashlib
@@ -45,7 +45,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: str | Path) -> "Checkpoint":
-        """The checkpoint `runs/<name>/checkpoints/step-XXXXXXXX`; UserError where it is not whole."""
+        """The checkpoint `runs/<name>/checkpoints/step-XXXXXXXX`; UserError if it is not whole."""
         folder = Path(folder)
         step, run = checkpoint_step(folder), folder.parent.parent
         has_weights = (folder / WEIGHTS).is_file() or is_sharded(folder)
@@ -78,7 +78,7 @@ class Checkpoint:
 
     @cached_property
     def facts(self) -> dict[str, int | None]:
-        """Parameters, tokens and length that it was trained with, and the seed; None where it is not said."""
+        """Parameters, training tokens, training length and seed; None for one that is not recorded."""
         manifest = read_manifest(self.folder) or {}
         recipe = manifest.get("config") or {}
         return {
@@ -90,7 +90,7 @@ class Checkpoint:
 
     @cached_property
     def train_length(self) -> int:
-        """Tokens of a training sample; where it is not said, the model's block size."""
+        """Tokens of a training sample; if not recorded, the model's block size."""
         return self.facts["seq_len"] or read_json_object(self.folder / "config.json")["block_size"]
 
     def _parameters(self) -> int:
@@ -103,7 +103,7 @@ class Checkpoint:
     def weights(self) -> str:
         """A fingerprint of the weights: SHA-256 of each tensor's name, shape, dtype and middle row.
 
-        Tells apart any two trainings (every weight moves at every step) without reading gigabytes.
+        Distinguishes any two trainings (every weight changes at every step) without reading gigabytes.
         """
         if is_sharded(self.folder):
             shards = (read_manifest(self.folder) or {}).get("sha256", {})
@@ -127,16 +127,15 @@ def find_checkpoints(
     runs: Iterable[str | Path] = (),
     left_out: Callable[[str], None] = name_on_stderr,
 ) -> list[Checkpoint]:
-    """What `lingpt eval` evaluates.
+    """The checkpoints that `lingpt eval` evaluates.
 
     Args:
         root: the folder of runs.
-        model: the newest run of each attention, with its options, of this model; by default of the newest
-            run's.
-        runs: these runs instead (or checkpoint folders of theirs), all of them.
-        left_out: takes a line on each run that cannot be read; the others go on.
+        model: selects the newest run of each attention form of this model; by default the newest run's model.
+        runs: evaluate all of these runs (or checkpoint folders of runs) instead.
+        left_out: called with a line on each run that cannot be read, which is skipped.
 
-    Raises UserError where nothing can be evaluated, naming what can.
+    Raises UserError if nothing can be evaluated, naming what can.
     """
     if runs := list(runs):
         return skip_failing(_require_checkpoint, [Path(run) for run in runs], left_out)
@@ -159,13 +158,13 @@ def find_checkpoints(
 
 
 def _newest(run: Path) -> Checkpoint | None:
-    """None for a run that has no whole checkpoint yet."""
+    """The run's newest whole checkpoint; None if it has none yet."""
     whole = valid_checkpoints(run)
     return Checkpoint.open(whole[-1]) if whole else None
 
 
 def _require_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint that a `--runs` argument means."""
+    """The checkpoint that a `--runs` argument names."""
     if checkpoint_step(path) is not None:
         return Checkpoint.open(path)
     if not path.is_dir():
@@ -178,7 +177,7 @@ def _require_checkpoint(path: Path) -> Checkpoint:
 
 @contextmanager
 def _weights(folder: Path) -> Iterator[Any]:
-    """The checkpoint's weights, opened and not yet read; UserError where they are damaged."""
+    """The checkpoint's weights, opened and not yet read; UserError if they are damaged."""
     try:
         with safe_open(folder / WEIGHTS, framework="pt") as file:
             yield file

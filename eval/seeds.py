@@ -1,4 +1,4 @@
-"""The scores of runs that differ in their seed alone as one result: means, and their standard errors."""
+"""Combines the scores of runs that differ only in their seed into one result: means with standard errors."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 from lingpt.common.run_folder import without_seed
 
-# q is the most that the mean's error over questions can be, since all seeds had the same ones.
+# q is an upper bound of the mean's error over questions, since all seeds had the same questions.
 NOTE = (
     "Of n seeds: their mean ± √(s²/n + q²), s the standard deviation over the seeds, q the mean of their "
     "errors over {}."
@@ -15,18 +15,18 @@ NOTE = (
 
 
 def mean_scores(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One result for the runs `…-seed0`, `…-seed1`, … at the same step, in the order of the first of each.
+    """Combines the runs `…-seed0`, `…-seed1`, … at the same step into one result, in order of the first run.
 
-    It is what `evaluate` returns, with means for `metrics` and `positions`, which also get `lowest` and
-    `highest`; in `correct`, `per_document` and the checkpoint's `seed` is a list with an item for each run. A
-    score that not all of them have, on the same questions, is left out.
+    A result is as `evaluate` returns it, with means for `metrics` and `positions`, which also get `lowest`
+    and `highest`; `correct`, `per_document` and the checkpoint's `seed` become lists with one item per run. A
+    score that not all runs have, on the same questions, is left out.
     """
     groups = _groups(results)
     return [_mean(row, group) if len(group) > 1 else group[0] for row, group in groups]
 
 
 def left_out(results: Sequence[dict[str, Any]]) -> list[str]:
-    """A line for each score that `mean_scores` leaves out: a run lacks it, or was asked other questions."""
+    """One line for each score that `mean_scores` leaves out: a run lacks it, or had other questions."""
     lines = []
     for row, group in _groups(results):
         for key in dict.fromkeys(key for result in group for key in result["scores"]):
@@ -40,13 +40,13 @@ def left_out(results: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _groups(results: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """(row, the results of its seeds)."""
+    """Groups the results by row: (row, the results of its seeds)."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for result in results:
         about = result["checkpoint"]
         row = without_seed(about["run"])
         path = str(about.get("path"))
-        # In the same folder of runs; one whose name says no seed is alone.
+        # Seeds of a row are in the same folder of runs; a run without a seed in its name stays alone.
         where = path if row == about["run"] else path.partition(about["run"])[0]
         trained = tuple(about.get(key) for key in ("model", "form", "step", "tokens", "seq_len"))
         groups.setdefault((row, where, *trained), []).append(result)
@@ -54,23 +54,23 @@ def _groups(results: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str,
 
 
 def _asked(entry: dict[str, Any]) -> tuple[Any, ...]:
-    """Equal for entries of the same questions."""
+    """A key, equal for entries of the same questions."""
     return entry.get("documents"), entry.get("prompts"), len(entry.get("positions", ()))
 
 
 def seeds(result: dict[str, Any]) -> int:
-    """How many seeds it is the mean of."""
+    """The number of seeds that `result` is the mean of."""
     return len(seed_list(result))
 
 
 def seed_list(result: dict[str, Any]) -> list[Any]:
-    """The seeds that it is the mean of."""
+    """The seeds that `result` is the mean of."""
     seed = result["checkpoint"].get("seed")
     return seed if isinstance(seed, list) else [seed]
 
 
 def shared_seeds(one: dict[str, Any], other: dict[str, Any]) -> list[Any]:
-    """The seeds that both are means of."""
+    """The seeds that both results have."""
     return [seed for seed in seed_list(one) if seed in seed_list(other)]
 
 
@@ -97,12 +97,12 @@ def _of_seed(result: dict[str, Any], seed: Any) -> dict[str, Any]:
 
 
 def seeds_note(results: Sequence[dict[str, Any]], over: str = "questions") -> list[str]:
-    """What the errors of means are, where there are any; `over`: what a run's own error is over."""
+    """A note on the errors of means, if there are means; `over`: what a run's own error is taken over."""
     return [NOTE.format(over)] if any(seeds(result) > 1 for result in results) else []
 
 
 def mean_and_error(values: Sequence[float], errors: Sequence[float | None]) -> tuple[float, float | None]:
-    """The mean over seeds and its standard error as in `NOTE`; None where a run's own error is not known."""
+    """The mean over seeds and its standard error as in `NOTE`, None if a run's own error is not known."""
     known = [error for error in errors if error is not None]
     if len(known) < len(values):
         return fmean(values), None
@@ -141,7 +141,7 @@ def _mean_entry(entries: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _mean_group(groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of one group of positions."""
+    """The mean over seeds of one group of positions."""
     losses = [group["loss"] for group in groups]
     mean, error = mean_and_error(losses, [group.get("stderr") for group in groups])
     return groups[0] | {"loss": mean, "stderr": error, "lowest": min(losses), "highest": max(losses)}

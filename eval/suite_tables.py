@@ -1,4 +1,4 @@
-"""The tables of the suites beside Table 2: `suites.py` measures what they show."""
+"""The tables of the suites other than Table 2; `suites.py` measures what they show."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +31,7 @@ LESS_NOTE = (
 
 
 def suite_tables(results: Sequence[dict[str, Any]], suites: Sequence[str] = SUITES) -> list[Table]:
-    """Of each of these suites, beside Table 2, that has been measured."""
+    """The tables of those of `suites` (except Table 2) that have been measured."""
     makers = {
         "commonsense": (_commonsense_table,),
         "language": (_bits_table, _position_table, _position_differences_table),
@@ -44,7 +44,7 @@ def suite_tables(results: Sequence[dict[str, Any]], suites: Sequence[str] = SUIT
 def save_suites(
     results: Sequence[dict[str, Any]], folder: Path, suites: Sequence[str] = SUITES
 ) -> list[Path]:
-    """Writes suites.md, .tex and .png, and positions.png and .svg, as far as there is something to show."""
+    """Writes suites.md, .tex and .png, and the figure `positions`, if there is something to show."""
     tables = suite_tables(results, suites)
     if not tables:
         return []
@@ -96,7 +96,7 @@ def _bits_table(results: Sequence[dict[str, Any]]) -> Table:
     rows = [[form(result), *run_cells(result)] for result in measured]
     xz, head = ["xz -9", "", "", ""], ["Mechanism", "Run", "Parameters", "Tokens"]
     notes = ["Bits per UTF-8 byte of held-out text, ± one standard error over documents; xz for comparison."]
-    compared: set[int] = set()  # which of `measured` have a difference
+    compared: set[int] = set()  # indices of `measured` that have a difference
     for name in names:
         key = f"bits_per_byte ({name})"
         entries = [result["scores"].get(key) for result in measured]
@@ -153,7 +153,7 @@ def _position_table(results: Sequence[dict[str, Any]]) -> Table:
 
 
 def _position_differences_table(results: Sequence[dict[str, Any]]) -> Table:
-    """Of each group of positions, where the documents' losses are known: older files do not have them."""
+    """Differences to softmax per group of positions; needs losses per document, which old files lack."""
     found = []
     for result in results:
         for name in _texts_of([result], "loss_by_position"):
@@ -175,7 +175,7 @@ def _position_differences_table(results: Sequence[dict[str, Any]]) -> Table:
 
 
 def _loss(group: dict[str, Any]) -> str:
-    """`4.512 ± 0.031`; of one document alone there is no error."""
+    """The loss as `4.512 ± 0.031`; without an error for a single document."""
     error = group.get("stderr")
     return f"{group['loss']:.3f}" + (f" ± {error:.3f}" if error is not None else "")
 
@@ -211,7 +211,7 @@ def _recall_table(results: Sequence[dict[str, Any]]) -> Table:
 
 
 def _odd_notes(results: Sequence[dict[str, Any]], majority: MajoritySetup, measure: str) -> list[str]:
-    """What a † of this measure stands for."""
+    """The notes on the † of this measure."""
     return majority.notes(
         (f"{entry['texts']} of {result['checkpoint']['run']}", entry)
         for result in results
@@ -223,7 +223,7 @@ def _odd_notes(results: Sequence[dict[str, Any]], majority: MajoritySetup, measu
 def pair_with_softmax(
     result: dict[str, Any], results: Sequence[dict[str, Any]], key: str
 ) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """The scores `key` of the run and of its softmax run, to compare; None where there is no pair."""
+    """The scores `key` of the run and of the softmax run to compare with; None if there is no pair."""
     return entries_with_softmax(result, results, lambda scores: scores.get(key))
 
 

@@ -1,4 +1,4 @@
-"""Suites beside Table 2: what is asked, chance or a baseline for each.
+"""The evaluation suites other than Table 2: their questions, and chance or a baseline for each.
 
 table2        the paper's benchmarks
 commonsense   OpenBookQA, WinoGrande, SIQA, LAMBADA, HellaSwag, by lm-eval
@@ -29,7 +29,7 @@ from lingpt.eval.texts import Texts, Unsuitable, read_texts
 
 
 class Benchmark(NamedTuple):
-    """A column of the table: the metric that the literature reports, and what guessing gets, in per cent."""
+    """A column of the table: the metric that the literature reports, and the chance level in per cent."""
 
     heading: str
     task: str
@@ -50,7 +50,7 @@ MEASURES = {"language": ("bits_per_byte", "loss_by_position"), "recall": ("recal
 
 
 def check_suites(names: Sequence[str]) -> None:
-    """UserError for a suite that there is not."""
+    """Raises UserError for an unknown suite."""
     for name in names:
         if name not in SUITES:
             raise unknown("suite", name, SUITES)
@@ -59,9 +59,9 @@ def check_suites(names: Sequence[str]) -> None:
 def check_scoring(
     suites: Sequence[str], tasks: Sequence[str], texts: dict[str, str], data: Path | None
 ) -> None:
-    """UserError for a task that there is not, and for benchmarks or texts that are not where they should be.
+    """Raises UserError for an unknown task, and for missing benchmark files or texts.
 
-    tasks: of Table 2; `texts` and `data` as `evaluate_texts` and `evaluate` take them.
+    tasks: those of Table 2; `texts` and `data` as `evaluate_texts` and `evaluate` take them.
     """
     if data is not None:
         from lingpt.eval.tasks.sources import check_folder
@@ -80,7 +80,7 @@ def check_scoring(
 def asked_scores(
     results: dict[str, Any], suites: Sequence[str], tasks: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
-    """Of a checkpoint's scores those of these suites; of Table 2 also what was scored before."""
+    """A checkpoint's scores of these suites; for Table 2, also those of its tasks that are not in `tasks`."""
     from lingpt.eval.table2 import COLUMNS
 
     names = {task.partition(":")[0] for task in tasks} | {m for s in suites for m in MEASURES.get(s, ())}
@@ -89,9 +89,9 @@ def asked_scores(
 
 
 def commonsense_tasks(data: Path | None) -> list[str]:
-    """lm-eval's names; of a local folder those that it has, the others named on stderr.
+    """The suite's lm-eval tasks; with a local folder, those it has files for, the others named on stderr.
 
-    UserError where it has none.
+    UserError if it has none.
     """
     tasks = list(dict.fromkeys(benchmark.task for benchmark in COMMONSENSE))
     if data is None:
@@ -124,14 +124,14 @@ def evaluate_texts(
     left_out: Callable[[str], None] | None = None,
     load: Callable[..., Any] | None = None,
 ) -> dict[str, Any]:
-    """The suites `language` and `recall` of a checkpoint on texts; returns all that is known of it.
+    """Scores a checkpoint on texts (suites `language` and `recall`); returns all its scores.
 
     Args:
-        texts: name → source, as `texts.read_texts` takes it; held out, as far as the caller knows.
-        max_length_factor: the loss by position goes up to so many times the training length.
+        texts: name → source, as `texts.read_texts` takes it; the caller must know that it is held out.
+        max_length_factor: the loss by position goes up to this multiple of the training length.
         The others are `harness.evaluate`'s.
 
-    What a text is too short for, or has too few phrases for, is named by `log` and is no mistake.
+    A measure that a text is too short for, or has too few phrases for, is skipped with a line to `log`.
     """
     if max_length_factor < 1:
         raise UserError(
@@ -169,10 +169,10 @@ def evaluate_texts(
 
 
 def _settings(measure: str, max_length_factor: int) -> dict[str, int]:
-    """What a measure depends on beside the model and the text."""
+    """The settings that a measure depends on, besides the model and the text."""
     from lingpt.eval.language import ENOUGH
 
-    # "longest": the files of scores have had this name from the start.
+    # "longest" is the factor's name in all files of scores.
     return {"longest": max_length_factor, "enough": ENOUGH} if measure == "loss_by_position" else {}
 
 

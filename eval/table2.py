@@ -1,6 +1,6 @@
-"""The paper's Table 2 with our scores next to it, and what a reader needs to trust them.
+"""The paper's Table 2 with our scores next to it, and what a reader needs to judge them.
 
-Beside the accuracies: their length-normalised form where lm-eval has both, the paired differences to softmax
+Besides the accuracies: their length-normalised form if lm-eval has both, the paired differences to softmax
 over the same questions, chance, parameters and tokens of each run, and how many prompts did not fit.
 """
 
@@ -17,8 +17,8 @@ from lingpt.eval.results import DASH, percent, signed_difference, task_key
 from lingpt.eval.seeds import seeds, seeds_note, shared_seeds, with_shared_seed
 from lingpt.eval.tables import Table, draw_tables
 
-# Column heading and the task (with its number of examples) under it. Two columns are headed
-# ARC-E in the only copy of the paper at hand, which does not say how they differ.
+# (column heading, task, number of examples). The only copy of the paper at hand heads two columns ARC-E and
+# does not say how they differ.
 COLUMNS = (
     ("MMLU (0-shot)", "mmlu", 0),
     ("MMLU (5-shot)", "mmlu", 5),
@@ -61,7 +61,7 @@ def table2(results: Sequence[dict[str, Any]], markdown: bool = False) -> str:
 
 
 def table2_tables(results: Sequence[dict[str, Any]]) -> list[Table]:
-    """Table 2; then, as far as there is something to show, normalised accuracies and paired differences."""
+    """Table 2; then normalised accuracies and paired differences, if there are any."""
     tables = [_accuracies(results), _normalised(results), _differences(results)]
     return [table for table in tables if table.rows]
 
@@ -81,7 +81,7 @@ def save_table2(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
 
 
 def table2_values(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """All numbers of the tables, none rounded: of each run and column the metrics, and the difference."""
+    """All numbers of the tables, not rounded: for each run and column the metrics and the difference."""
     rows = []
     for result in results:
         cells = {}
@@ -100,7 +100,7 @@ def table2_values(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _column_key(i: int) -> str:
-    """The column's task; the second of two that are headed alike says so."""
+    """A key for the column: its task, marked for the second of two columns with the same heading."""
     _, task, shots = COLUMNS[i]
     again = " (second column)" if COLUMNS[i] in COLUMNS[:i] else ""
     return f"{task_key(task, shots)}{again}"
@@ -138,7 +138,7 @@ def _count(number: int | None) -> str:
 
 
 def _normalised(results: Sequence[dict[str, Any]]) -> Table:
-    """Accuracy by log-likelihood per character of the answer, of the tasks that lm-eval has it for."""
+    """Accuracy by log-likelihood per character of the answer, for the tasks for which lm-eval has it."""
     columns = [column for column in dict.fromkeys(COLUMNS) if column[1] != "mmlu"]
     rows, majority = [], MajoritySetup(results)
     for result in results:
@@ -170,7 +170,7 @@ def _differences(results: Sequence[dict[str, Any]]) -> Table:
 def difference(
     result: dict[str, Any], results: Sequence[dict[str, Any]], task: str, shots: int
 ) -> Difference | SeedDifference | None:
-    """Difference of a run to its softmax run on one task; None where there is no pair."""
+    """Difference of a run to its softmax run on one task; None if there is no pair."""
     pair = entries_with_softmax(result, results, lambda scores: best_entry(scores, task, shots))
     return paired_difference(*pair) if pair else None
 
@@ -180,8 +180,8 @@ def entries_with_softmax(
     results: Sequence[dict[str, Any]],
     entry_of: Callable[[dict[str, Any]], dict[str, Any] | None],
 ) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """The entries to compare, the run's and its softmax run's, which `entry_of` finds in the scores of each;
-    None where there is no pair."""
+    """The entries of the run and of its softmax run, which `entry_of` finds in the scores of each; None if
+    there is no pair."""
     softmax = softmax_of(result, results)
     if softmax is None or softmax is result:
         return None
@@ -190,9 +190,8 @@ def entries_with_softmax(
 
 
 def softmax_of(result: dict[str, Any], results: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The softmax run to compare with, of the same model: the `baseline` that a study names, else softmax
-    without options, if there is one; of several, that which has more of a shared seed, the same tokens and
-    the same length."""
+    """The softmax run of the same model to compare with: the `baseline` that a study names, else softmax
+    without options, else any; of several, the one with the most in common of seed, tokens and length."""
 
     def likeness(other: dict[str, Any]) -> tuple[bool, bool, int]:
         same = [about.get(key) == other["checkpoint"].get(key) for key in ("tokens", "seq_len")]
@@ -207,8 +206,8 @@ def softmax_of(result: dict[str, Any], results: Sequence[dict[str, Any]]) -> dic
 
 
 def comparison_notes(compared: Sequence[dict[str, Any]], results: Sequence[dict[str, Any]]) -> list[str]:
-    """Which softmax run of `results` each run is compared with, and where that is of another seed or number
-    of tokens. compared: the runs that the table has a difference of."""
+    """Notes on which softmax run of `results` each run is compared with, and whether its seed, number of
+    tokens or length differs. compared: the runs with a difference in the table."""
     found: dict[str, list[str]] = {}
     for result in compared:
         softmax = softmax_of(result, results)
@@ -227,7 +226,7 @@ def comparison_notes(compared: Sequence[dict[str, Any]], results: Sequence[dict[
 
 
 def signed_points(found: Difference | SeedDifference | None) -> str:
-    """`+0.53 [−0.42, +1.47]` or, of several seeds, `+0.53 ± 0.40`: in points of a per cent."""
+    """The difference in percentage points: `+0.53 [−0.42, +1.47]` or, over several seeds, `+0.53 ± 0.40`."""
     if found is None:
         return DASH
     if isinstance(found, SeedDifference):
@@ -242,7 +241,7 @@ def column_notes(
     majority: MajoritySetup,
     columns: Sequence[tuple[str, str, int]] = COLUMNS,
 ) -> list[str]:
-    """What a * and a † stand for. columns: as `COLUMNS`."""
+    """The notes on * and †. columns: as `COLUMNS`."""
     entries = [
         (f"{heading} of {result['checkpoint']['run']}", best_entry(result["scores"], task, shots))
         for heading, task, shots in dict.fromkeys(columns)
@@ -252,7 +251,7 @@ def column_notes(
 
 
 def _partial_notes(results: Sequence[dict[str, Any]], columns: Sequence[tuple[str, str, int]]) -> list[str]:
-    """Which benchmarks were not asked whole, and why."""
+    """Notes on which benchmarks were evaluated in part only, and why."""
     found: dict[str, None] = {}
     for heading, task, shots in dict.fromkeys(columns):
         for entry in (best_entry(result["scores"], task, shots) for result in results):
@@ -268,7 +267,7 @@ def _partial_notes(results: Sequence[dict[str, Any]], columns: Sequence[tuple[st
 
 
 def _cut_notes(results: Sequence[dict[str, Any]]) -> list[str]:
-    """A line for each benchmark with prompts that did not fit, and how many of how many."""
+    """A note for each benchmark with prompts that did not fit: how many of how many."""
     found: dict[str, dict[str, None]] = {}
     for heading, task, shots in dict.fromkeys(COLUMNS):
         for result in results:
@@ -291,7 +290,7 @@ def score_table(results: Sequence[dict[str, Any]], markdown: bool = False) -> st
 
 
 def best_entry(scores: dict[str, Any], task: str, num_fewshot: int) -> dict[str, Any] | None:
-    """The score on the whole benchmark, or on the largest part of it that was evaluated."""
+    """The score on the whole benchmark, else on the largest part of it that was evaluated."""
     matching = [e for e in scores.values() if (e["task"], e["num_fewshot"]) == (task, num_fewshot)]
     whole = scores.get(task_key(task, num_fewshot))
     return whole or max(matching, key=lambda entry: entry["documents"], default=None)
@@ -300,8 +299,8 @@ def best_entry(scores: dict[str, Any], task: str, num_fewshot: int) -> dict[str,
 def _cell(
     scores: dict[str, Any], task: str, num_fewshot: int, majority: MajoritySetup, metric: str = "acc"
 ) -> str:
-    """As `percent`; marked * where it is of part of the benchmark, † where its prompts differ from those of
-    most of the column."""
+    """The score as `percent` formats it, marked * if it is of part of the benchmark, † if its prompts differ
+    from those of most of the column."""
     best = best_entry(scores, task, num_fewshot)
     if best is None or best["metrics"].get(metric) is None:
         return DASH
@@ -309,12 +308,12 @@ def _cell(
 
 
 def marks(entry: dict[str, Any], majority: MajoritySetup) -> str:
-    """Those that `column_notes` explains."""
+    """The marks * and † of a score, which `column_notes` explains."""
     return ("" if entry["complete"] else "*") + majority.mark(entry)
 
 
 def _signed_cell(result: dict[str, Any], results: Sequence[dict[str, Any]], task: str, shots: int) -> str:
-    """The difference to softmax; marked * where it is of part of the benchmark, † as `CUT_NOTE` says."""
+    """The difference to softmax, marked * if it is of part of the benchmark, † as `CUT_NOTE` says."""
     pair = entries_with_softmax(result, results, lambda scores: best_entry(scores, task, shots))
     found = paired_difference(*pair) if pair else None
     if pair is None or found is None:

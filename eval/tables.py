@@ -1,4 +1,4 @@
-"""A table once, printed four ways: for the terminal, in Markdown, in LaTeX (booktabs), and as a picture."""
+"""Tables, written in four forms: for the terminal, in Markdown, in LaTeX (booktabs), and as a picture."""
 
 import textwrap
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _LATEX = {
 
 @dataclass
 class Table:
-    """Cells as they are printed, a heading a column, and the notes that belong under them."""
+    """Cells as they are printed, one heading per column, and the notes below them."""
 
     title: str
     head: list[str]
@@ -25,7 +25,7 @@ class Table:
     notes: list[str] = field(default_factory=list)
 
     def body(self, markdown: bool = False) -> str:
-        """The cells alone, in columns."""
+        """The cells only, in columns."""
         lines = [self.head, *self.rows]
         widths = [max(len(row[i]) for row in lines) for i in range(len(self.head))]
         text = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in lines]
@@ -40,7 +40,7 @@ class Table:
         return self.body(markdown) + (f"\n\n{notes}" if notes else "")
 
     def section(self) -> str:
-        """Markdown, under the title."""
+        """A Markdown section: the title, then the table."""
         return f"## {self.title}\n\n{self.text(markdown=True)}"
 
     def latex(self) -> str:
@@ -66,7 +66,7 @@ def latex_escape(text: str) -> str:
 
 def draw_tables(tables: Sequence[Table], out: Path) -> None:
     """The tables below each other as one picture; the suffix of `out` names its format."""
-    row, size = 0.2, 8.0  # inches a line; points
+    row, size = 0.2, 8.0  # inches per line; font size in points
     widths = [[max(len(line[i]) for line in (t.head, *t.rows)) for i in range(len(t.head))] for t in tables]
     width = max(6.0, 0.068 * max(sum(w) + 3 * len(w) for w in widths))
     notes = [[part for note in t.notes for part in textwrap.wrap(note, int(width / 0.062))] for t in tables]
@@ -98,6 +98,6 @@ def draw_tables(tables: Sequence[Table], out: Path) -> None:
 
 
 def add_caption(figure, text: str) -> None:
-    """Under a matplotlib figure, in lines as wide as it."""
+    """Adds a caption under a matplotlib figure, wrapped to its width."""
     lines = textwrap.fill(text, int(15 * figure.get_figwidth()))
     figure.supxlabel(lines, fontsize=7.5, color="0.25", x=0.01, ha="left")

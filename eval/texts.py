@@ -1,4 +1,4 @@
-"""Held-out texts that a model is measured on: documents, their tokens, and the bytes that these stand for."""
+"""Held-out texts to evaluate a model on: documents, their tokens, and the text of these tokens."""
 
 import hashlib
 import os
@@ -16,10 +16,10 @@ from lingpt.data.jsonl import find_files, read_documents
 
 
 class Unsuitable(UserError):
-    """A text that something cannot be measured on, by its nature: nothing has gone wrong."""
+    """The text does not suit a measure (it is too short, for example); not a failure."""
 
 
-CHARACTERS = 12  # of a token, amply: 4 of English text
+CHARACTERS = 12  # per token, a generous bound: English text has 4
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,7 @@ def parse_texts(words: Iterable[str]) -> dict[str, str]:
 def read_texts(name: str, source: str) -> Texts:
     """The documents of JSONL (a path, folder or glob), or of `embedded`, its validation modules.
 
-    UserError where they cannot be read. They must be text that nobody trained on: that is the caller's to
-    know.
+    UserError if they cannot be read. The caller must make sure that the text was not trained on.
     """
     if source == "embedded":
         corpus = embedded_corpus()
@@ -63,8 +62,8 @@ def read_texts(name: str, source: str) -> Texts:
 
 
 def _hashes(files: list[Path]) -> dict[str, str]:
-    """The SHA-256 of each file by its name, as recorded scores have it; by its path from the folder that is
-    common to all where another has its name, so that none is lost."""
+    """The SHA-256 of each file by its name, as in recorded scores; files of equal name by their path below
+    the folder common to all files."""
     names = Counter(file.name for file in files)
     common = os.path.commonpath([file.parent for file in files])
     return {
@@ -74,13 +73,13 @@ def _hashes(files: list[Path]) -> dict[str, str]:
 
 
 def spans(text: str, tokenizer: Tokenizer, length: int, most: int) -> Iterator[tuple[list[int], str]]:
-    """Up to `most` pieces of `length` tokens, in their order, each with its text; the last is shorter.
+    """Up to `most` pieces of `length` tokens, in their order, each with its text; the last may be shorter.
 
-    Tokens may be bytes of a character. One that is cut at the end of a piece stands whole in that piece's
-    text, and again in the next one's. Bits per byte are of one piece a document and count no byte twice, but
-    where the document goes on, up to three bytes of its last character that the piece's tokens do not have.
+    Tokens may be bytes of a character. A character cut at the end of a piece is whole in that piece's text,
+    and again in the next one's. Bits per byte use one piece per document, so no byte counts twice; but if the
+    document goes on, up to three bytes count of a last character that the piece's tokens do not complete.
     """
-    text = text[: CHARACTERS * length * most]  # of a novel, what is needed and no more
+    text = text[: CHARACTERS * length * most]  # only as much of a novel as is needed
     encoded = tokenizer.raw.encode(text, add_special_tokens=False)
     for start in range(0, min(len(encoded.ids), length * most), length):
         stop = min(start + length, len(encoded.ids))
@@ -88,7 +87,7 @@ def spans(text: str, tokenizer: Tokenizer, length: int, most: int) -> Iterator[t
 
 
 def prompts_hash(pairs: Iterable[tuple[list[int], list[int]]]) -> str:
-    """SHA-256 of what is asked, token by token."""
+    """SHA-256 of the prompts' tokens."""
     digest = hashlib.sha256()
     for pair in pairs:
         digest.update(repr(pair).encode())

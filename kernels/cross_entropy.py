@@ -1,7 +1,6 @@
 """Cross-entropy of rows of logits and its gradient, in place: a Triton kernel.
-
-A block reads its row twice, the second time from a cache, and writes it once: the time is that of reading and
-writing the logits once, as an element costs two exponentials, to the base of 2, and ten other instructions.
+ A block reads its row twice, the second time from a cache, and writes it once. It is memory-bound, by reading
+and writing the logits once: an element costs only two exponentials (base 2) and ten other instructions.
 """
 
 import torch
@@ -11,8 +10,7 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-# How a block reads its row: of WARPS warps a thread takes DEPTH × 8 logits at a time, STAGES of them on their
-# way.
+# A block has WARPS warps; each thread loads DEPTH × 8 logits at a time, pipelined in STAGES.
 WARPS, DEPTH, STAGES = 16, 2, 1
 
 
@@ -21,8 +19,8 @@ def cross_entropy_in_place(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum of −log softmax(logits)[target] over R rows, nats, fp32, and its gradient by the logits.
 
-    logits_RV: bf16, fp16 or fp32, contiguous; the gradient is written over them. targets_R: int64, too.
-    The softmax is in fp32.
+    logits_RV: bf16, fp16 or fp32, contiguous, overwritten by the gradient. targets_R: int64, contiguous.
+    The softmax is computed in fp32.
     """
     R, V = logits_RV.shape
     losses_R = torch.empty(R, dtype=torch.float32, device=logits_RV.device)
@@ -40,8 +38,9 @@ def _row(
     target = tl.load(targets + row)
     at_target = tl.load(logits + target).to(tl.float32)
     columns = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    # Of each lane the largest logit, in powers of 2, and the sum of 2^(logit − that). It is finite from the
-    # start, as ∞ − ∞ were NaN, and rounded once: what subtracts it is right whatever the logits' size.
+    # Per lane: the largest logit · log2 e (`top`) and the sum of 2^(logit · log2 e − top). `top` starts
+    # finite, as ∞ − ∞ would be NaN, and is rounded once, so that every use subtracts the same number, however
+    # large.
     top = tl.full([LANES], -1e38, tl.float32)
     total = tl.zeros([LANES], tl.float32)
     for start in tl.range(0, V, DEPTH * LANES, num_stages=STAGES):
@@ -60,5 +59,5 @@ def _row(
         at = start + columns
         x = tl.load(logits + at, mask=at < V, other=0.0, eviction_policy="evict_first").to(tl.float32)
         tl.store(logits + at, tl.exp2(x * LOG2E - highest) * scale, mask=at < V)
-    tl.debug_barrier()  # the target's is written after its column's
+    tl.debug_barrier()  # the target's gradient overwrites what the loop wrote
     tl.store(logits + target, tl.exp2(at_target * LOG2E - highest) * scale - 1.0)

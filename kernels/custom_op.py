@@ -1,13 +1,13 @@
-"""Operators of torch.library with an analytical backward, made of plain functions of one call object.
+"""Operators of torch.library with an analytical backward, made from plain functions of one call object.
 
 A call object is a NamedTuple: tensors first (`Tensor` or `Tensor | None`), then numbers, flags and strings.
-Its annotations are the operator's schema, so that a new argument is a new field, and no position is counted.
+Its annotations are the operator's schema: a new argument is a new field, without counting positions.
 
     attend = CustomOp("linear_attention", Call, forward=…, backward=…, …).register()
     o, stats, *state = attend(call)
 
-registers lingpt::linear_attention_fwd and lingpt::linear_attention_bwd: what they compute, their shapes (for
-the compiler), their FLOPs (an operator without a formula counts as nothing, and MFU lies) and autograd.
+registers lingpt::linear_attention_fwd and lingpt::linear_attention_bwd: their computation, shapes (for the
+compiler), FLOPs (an operator without a formula counts as zero, so MFU would be wrong) and autograd.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,7 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 from lingpt.kernels.torch_internals import HAS_SHORTCUTS, below_autograd, is_plain_call, is_unobserved
 
 C = TypeVar("C", bound=tuple)  # the call object, a NamedTuple
-Outputs = tuple[Tensor | None, ...]  # None for what was not asked for
+Outputs = tuple[Tensor | None, ...]  # None for outputs that were not requested
 
 _NUMBERS = {kind: kind.__name__ for kind in (float, int, bool, str)}
 _SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?"} | _NUMBERS
@@ -30,14 +30,13 @@ _library = torch.library.Library("lingpt", "FRAGMENT")
 
 @dataclass(frozen=True)
 class CustomOp(Generic[C]):
-    """What an operator is made of.
+    """The parts of an operator.
 
-    forward: call → outputs.
-    fake_forward: the same on tensors without data.
-    backward: (call, saved outputs, gradients of the differentiable outputs, each or None) → a gradient for
-        each field in `gradients_of`, None where there is none.
-    flops: of forward, from a call whose tensors are their shapes; backward counts twice that.
-    outputs: their names; of these, `saved` (the first few) are kept for backward, and `constant` have no
+    forward: call → outputs. fake_forward: the same on tensors without data. backward: (call, saved outputs,
+    gradient or None of each differentiable output) → a gradient for each field
+        in `gradients_of`, or None.
+    flops: FLOPs of forward, from a call with shapes instead of tensors; backward counts twice that.
+    outputs: the names of the outputs; `saved` (the first few) are kept for backward, `constant` have no
         gradient.
     """
 
@@ -49,15 +48,16 @@ class CustomOp(Generic[C]):
     flops: Callable[[Any], int]
     gradients_of: tuple[str, ...]
     outputs: tuple[str, ...]
-    saved: tuple[str, ...] = ()  # None, or empty in a graph, where it was not asked for
+    saved: tuple[str, ...] = ()  # None (in a graph, empty) if not requested
     constant: tuple[str, ...] = ()
 
     def register(self) -> Callable[[C], tuple[Any, ...]]:
-        """Registers the operator; returns the way to call it."""
+        """Registers the operator; returns the function that calls it."""
         forward_name, backward_name = f"{self.name}_fwd", f"{self.name}_bwd"
         fields = get_type_hints(self.call_type)
         arguments = ", ".join(f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in fields.items())
-        # A final state has the names of the initial one, and Inductor refuses two arguments of one name.
+        # The final state has the same names as the initial one, and Inductor rejects duplicate argument
+        # names.
         saved = "".join(f", Tensor? saved_{name}" for name in self.saved)
         gradients = "".join(f", Tensor? d{name}" for name in self._differentiable)
         _library.define(f"{forward_name}({arguments}) -> ({_tensors(self.outputs)})")
@@ -100,7 +100,7 @@ def _tensors(names: tuple[str, ...]) -> str:
 
 
 def _filled(results: Iterable[Tensor | None]) -> tuple[Tensor, ...]:
-    """Empty tensors in place of what was not asked for: an operator returns nothing but tensors."""
+    """Replaces outputs that were not requested by empty tensors: an operator can return only tensors."""
     results = tuple(results)
     first = next(x for x in results if x is not None)
     return tuple(first.new_empty(0) if x is None else x for x in results)
@@ -109,7 +109,7 @@ def _filled(results: Iterable[Tensor | None]) -> tuple[Tensor, ...]:
 def _register_autograd(
     op: CustomOp[C], forward: torch._ops.OpOverload, backward: torch._ops.OpOverload
 ) -> Callable[[C], tuple[Any, ...]]:
-    """Autograd functions of our own, to save host time (torch_internals.py); returns the way to call `op`."""
+    """Registers own autograd functions, to save host time (torch_internals.py); returns how to call `op`."""
     fields = op.call_type._fields  # type: ignore[attr-defined]
     n_tensors = sum(kind in (Tensor, Tensor | None) for kind in get_type_hints(op.call_type).values())
     n_saved, constant = len(op.saved), [op.outputs.index(name) for name in op.constant]
@@ -171,9 +171,9 @@ def _register_autograd(
     _library.impl(f"{op.name}_bwd", Backward.apply, "Autograd")
 
     def run(call: C) -> tuple[Any, ...]:
-        """Calls the operator; where nothing observes it, the autograd function alone, without the dispatcher.
-        That gives None for outputs not asked for."""
-        # is_compiling() first: the compiler knows its value, and never traces the rest.
+        """Calls the operator; if nothing observes it, only the autograd function, without the dispatcher,
+        which gives None for outputs that were not requested."""
+        # is_compiling() first: the compiler knows its value and does not trace the rest.
         if torch.compiler.is_compiling() or not is_plain_call(call):
             return forward(*call)
         return Forward.apply(True, *call)

@@ -1,9 +1,9 @@
-"""Gated linear attention (Yang et al., 2024), the mechanism that the linear kernel is compared with.
+"""Gated linear attention (Yang et al., 2024), a baseline for the linear kernel.
 
     S_t = diag(α_t) S_{t−1} + k_t v_tᵀ,    o_t = scale · S_tᵀ q_t                                     (eq. 3)
 
-with a gate α_t ∈ (0, 1] for every key dimension. Four forms of one function: the definition, a chunkwise one
-in plain PyTorch (any device, analytical backward), the recurrence for decoding, and fla-core's Triton kernel.
+with a gate α_t ∈ (0, 1] for every key dimension. Four implementations: the definition, a chunkwise form in
+plain PyTorch (any device, analytical backward), the recurrence for decoding, and fla-core's Triton kernel.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ def gated_linear_attention(
     return_state: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Causal attention through a state that every key dimension forgets at its own, data-dependent rate.
+    """Causal linear attention whose state decays at a data-dependent rate per key dimension.
 
     Args:
-        q, k: [B, N, H, Dk]; v: [B, N, H, Dv], of one dtype and device.
+        q, k: [B, N, H, Dk]; v: [B, N, H, Dv], all of one dtype and device.
         log_gate: ln α, [B, N, H, Dk], finite and ≤ 0 (values are not checked); any floating-point dtype.
         scale: factor on q; None means Dk^−0.5.
-        initial_state: [B, H, Dk, Dv], fp32 (float64 for float64 inputs): what an earlier piece returned.
+        initial_state: [B, H, Dk, Dv], fp32 (float64 for float64 inputs): the state of an earlier part.
         return_state: return the state after the last token as well.
         backend: one of
             "reference"  the definition, quadratic, float64 inside;
             "chunkwise"  plain PyTorch on any device, with an analytical backward;
             "recurrent"  token by token, for decoding;
             "fla"        fla-core's chunk_gla, CUDA only (under torch.compile it breaks the graph);
-            "auto"       recurrent for one token; fla for bf16 and fp16 on CUDA where it is installed; else
+            "auto"       recurrent for one token; fla for bf16 and fp16 on CUDA if it is installed; else
                          chunkwise.
 
     Returns:
-        o [B, N, H, Dv] in q's dtype; with `return_state`, (o, state). Gradients reach every tensor argument.
+        o [B, N, H, Dv] in q's dtype; with `return_state`, (o, state). Every tensor argument gets a gradient.
 
     Raises:
         UserError: for wrong shapes, dtypes or devices, or a backend that cannot run here, before any work.
@@ -81,7 +81,7 @@ def gated_linear_attention(
 
 
 def gated_linear_attention_flops(B: int, N: int, H: int, Dk: int, Dv: int) -> int:
-    """FLOPs of the forward pass: the matrix products of the chunkwise form, causal ones counted once.
+    """FLOPs of the forward pass: the matrix products of the chunkwise form, of causal ones the causal half.
 
     Per token and head 4·Dk·Dv across chunks (q·S, and k vᵀ into S), and 2·C·(Dk + Dv) / 2 within chunks of
     C = 64 tokens. The gates' element-wise work is not counted. The backward pass counts twice that.
@@ -109,7 +109,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, state: Tensor | No
 
 
 def choose(backend: str, q: Tensor) -> str:
-    """The backend that answers, for `auto` by what the machine has. UserError where it cannot run here."""
+    """The backend to use, for `auto` by what the machine has. UserError if it cannot run here."""
     if backend not in BACKENDS:
         raise unknown("backend", backend, BACKENDS)
     if backend == "fla":
@@ -119,7 +119,7 @@ def choose(backend: str, q: Tensor) -> str:
             raise UserError(f"backend='fla' needs CUDA tensors; these are on {q.device}")
     if backend != "auto":
         return backend
-    if q.shape[1] == 1:  # the first one, too: fla would compile and tune its kernels for it
+    if q.shape[1] == 1:  # also at the first token, for which fla would compile and tune its kernels
         return "recurrent"
     if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16) or q.shape[1] == 0:
         return "chunkwise"
@@ -132,9 +132,9 @@ def choose(backend: str, q: Tensor) -> str:
 
 
 def _reference(q, k, v, log_gate, initial_state, scale):
-    """o_i = scale Σ_{j≤i} (Σ_d q_id k_jd exp(G_id − G_jd)) v_j, G the running sum of log_gate; in float64.
+    """o_i = scale Σ_{j≤i} (Σ_d q_id k_jd exp(G_id − G_jd)) v_j, G the cumulative sum of log_gate; in float64.
 
-    The oracle of the other forms. Memory O(N²·Dk).
+    The oracle for the other backends. Memory O(N²·Dk).
     """
     q64, k64, v64, G = (x.double().transpose(1, 2) for x in (q, k, v, log_gate))  # [B, H, N, ·]
     G, N = G.cumsum(2), q.shape[1]
@@ -151,7 +151,7 @@ def _reference(q, k, v, log_gate, initial_state, scale):
 
 
 def _recurrent(q, k, v, log_gate, initial_state, scale):
-    """The recurrence itself; element-wise products and sums, exact in fp32 under autocast and TF32 too."""
+    """The recurrence, by element-wise products and sums, whose precision autocast and TF32 do not reduce."""
     dtype, (B, N, H, Dk) = state_dtype(q.dtype), q.shape
     qs, ks, vs, gate = scale * q.to(dtype), k.to(dtype), v.to(dtype), log_gate.to(dtype).exp()
     state = initial_state if initial_state is not None else qs.new_zeros(B, H, Dk, v.shape[-1])
@@ -163,7 +163,7 @@ def _recurrent(q, k, v, log_gate, initial_state, scale):
     return o, state
 
 
-@torch.compiler.disable  # its kernels are tuned when first called, which a graph cannot hold
+@torch.compiler.disable  # its kernels are autotuned at the first call, which a graph cannot contain
 def fla_attention(q, k, v, log_gate, initial_state, scale):
     """fla-core's `chunk_gla`: (o, state)."""
     from fla.ops.gla import chunk_gla
@@ -171,10 +171,10 @@ def fla_attention(q, k, v, log_gate, initial_state, scale):
     return chunk_gla(q, k, v, log_gate, scale=scale, initial_state=initial_state, output_final_state=True)
 
 
-# The chunkwise form. With G the running sum of log_gate within a chunk, token j weighs exp(G_i − G_j) in
-# row i, per key dimension. That is no product of a row's and a column's factor that fp32 could hold:
-# exp(−G_j) overflows. So every exponent below is a difference that is ≤ 0 (section 4.3 of the paper,
-# "secondary-level chunking"):
+# The chunkwise form. With G the cumulative sum of log_gate within a chunk, token j has weight exp(G_i − G_j)
+# in row i, per key dimension. As a product of a row's and a column's factor it would overflow in fp32
+# (exp(−G_j)). So every exponent below is a difference that is ≤ 0 (section 4.3 of the paper, "secondary-level
+# chunking"):
 #   across chunks       exp(G_i) from the chunk's start, exp(G_C − G_j) to its end;
 #   across sub-chunks   exp(G_i − R) · exp(R − G_j), R being G just before the row's sub-chunk;
 #   within a sub-chunk  exp(G_i − G_j) itself, one column at a time, so that memory stays O(N·Dk).
@@ -225,7 +225,7 @@ def _backward(call: GLACall, _saved: Outputs, gradients: Outputs) -> Outputs:
 
 
 def _chunks(call: GLACall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """scale·q, k and v in chunks, and G. Zeros (and gates of 1) fill up the last chunk."""
+    """scale·q, k and v in chunks, and G. The last chunk is padded with zeros (and gates of 1)."""
     dtype, N = state_dtype(call.q.dtype), call.q.shape[1]
     C = min(CHUNK, SUBCHUNK * max(1, -(-N // SUBCHUNK)))
     Q, K, V, gates = (pad_to_chunks(x.to(dtype), C) for x in call[:4])
@@ -274,7 +274,7 @@ def _scores(Q: Tensor, K: Tensor, G: Tensor) -> Tensor:
 
 
 def _scores_backward(dA: Tensor, Q: Tensor, K: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of Q and K, given that of `_scores` (zero above the diagonal)."""
+    """The gradients of Q and K, given that of `_scores` (dA, zero above the diagonal)."""
     C, c = Q.shape[-2], SUBCHUNK
     dQ, dK = torch.zeros_like(Q), torch.zeros_like(K)
     for start in range(0, C, c):

@@ -1,13 +1,11 @@
-"""What fla-core's GLA kernels need before the first step: compiled in parallel, tuned, remembered.
-
-At its first call at a size each of the kernels tries all of its configurations, 314 in all: Triton compiles
-one, times it, and goes on to the next, for minutes on one core. Here the same configurations are compiled
-first, in a process per core, into the disk cache that Triton looks in; those that take too long are left
-out. Then they are timed as always, each for a shorter time, alone on the GPU. Triton's cache keeps the
-choices (FLA asks it to): the next start compiles and times nothing.
-
-The processes record what Triton would tune by one call at a short length, on CPU tensors and without a
-launch: no kernel depends on the length. Of several processes that train on a machine the first tunes.
+"""Compiles fla-core's GLA kernels in parallel and autotunes them before the first step.
+ At its first call at a size each kernel tries all of its configurations, 314 in all: Triton compiles one,
+times it, and continues with the next, for minutes on one core. Here the same configurations are compiled
+first, in one process per core, into Triton's disk cache; those that take too long are left out. Then they are
+timed as usual, but for a shorter time each, alone on the GPU. Triton's cache keeps the choices (FLA enables
+that), so the next start compiles and times nothing.
+ The processes record what Triton would tune in one call at a short length, on CPU tensors and without a
+launch: no kernel depends on the length. If several processes train on a machine, the first tunes.
 """
 
 from __future__ import annotations
@@ -35,14 +33,14 @@ from lingpt.kernels.gated_linear_attention import HAS_FLA, fla_attention
 
 T = TypeVar("T")
 
-SHORT_TIMING = {"warmup": 5, "rep": 20}  # ms a configuration, a fifth of Triton's
-COMPILE_SECONDS = 50.0  # what is not compiled by then is not tuned; 16 cores need less for all of it
+SHORT_TIMING = {"warmup": 5, "rep": 20}  # ms per configuration, a fifth of Triton's
+COMPILE_SECONDS = 50.0  # configurations not compiled by then are left out; 16 cores need less for all
 _SHORT_N = 128  # two chunks
-_MOST_PROCESSES = 16  # each may hold half a GB of the GPU's memory, for its CUDA context
+_MOST_PROCESSES = 16  # each may use half a GB of GPU memory for its CUDA context
 
 
 class Size(NamedTuple):
-    """Of a call: B sequences of N tokens, H heads, key and value dimensions of a head, and a dtype."""
+    """A call's size: B sequences of N tokens, H heads, key and value dimensions of a head, and the dtype."""
 
     B: int
     N: int
@@ -53,9 +51,9 @@ class Size(NamedTuple):
 
 
 class Autotuning:
-    """Begun when it is made, in the background; `finish` when the GPU has nothing else to do.
+    """Autotuning that starts compiling in the background at once; call `finish` when the GPU is idle.
 
-    Nothing is compiled where the kernels are tuned for `size` already. Until then others may use the GPU.
+    Nothing is compiled if the kernels are already tuned for `size`. Until `finish`, others may use the GPU.
     """
 
     def __init__(self, size: Size, device: torch.device) -> None:
@@ -67,7 +65,7 @@ class Autotuning:
             self._compiled = _in_background(compile_all)
 
     def finish(self, report: Callable[[str], None]) -> None:
-        """Waits for the compiling, then tunes. Where compiling in parallel fails, Triton does all of it."""
+        """Waits for the compilation, then tunes. If parallel compilation failed, Triton compiles serially."""
         if not self.needed:
             return
         report(
@@ -89,23 +87,23 @@ class Autotuning:
 
 
 def begin_autotuning(size: Size, device: torch.device) -> Autotuning | None:
-    """Begins to tune for calls of `size` on `device`; None where FLA's kernels do not run."""
+    """Starts autotuning for calls of `size` on `device`; None if FLA's kernels do not run there."""
     tuned = HAS_FLA and device.type == "cuda" and size.dtype in (torch.bfloat16, torch.float16)
     return Autotuning(size, device) if tuned else None
 
 
 def keep_triton_cache() -> None:
-    """Names Triton's cache for this process; inductor, with its first kernel, would name a temporary one."""
+    """Sets Triton's cache folder for this process; inductor would set a temporary one at its first kernel."""
     from triton import knobs
 
     os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
 
 
 def triton_cache_env() -> dict[str, str]:
-    """Environment variables with which another process finds in Triton's cache what this one looks for.
+    """Environment variables that make another process use the same entries of Triton's cache as this one.
 
-    Entries are named after ptxas's version too, which a process asks for once; but inductor, with its first
-    kernel, names another ptxas for this process and those that it starts.
+    An entry's name includes the version of ptxas, which a process reads once; but inductor, at its first
+    kernel, sets another ptxas for this process and those that it starts.
     """
     from triton.backends.nvidia.compiler import get_ptxas_version
     from triton.runtime import driver
@@ -114,7 +112,7 @@ def triton_cache_env() -> dict[str, str]:
 
 
 def call(size: Size, device: torch.device) -> None:
-    """A forward and a backward pass, as training makes them."""
+    """Runs a forward and a backward pass, as in training."""
     B, N, H, Dk, Dv, dtype = size
     made = functools.partial(torch.zeros, device=device, requires_grad=True)
     q, k = (made(B, N, H, Dk, dtype=dtype) for _ in "qk")
@@ -132,7 +130,7 @@ class _NotTuned(Exception):
 
 
 def is_tuned(calls: Callable[[], None]) -> bool:
-    """Whether `calls()` finds the choice of each kernel that it meets, in memory or on disk."""
+    """Whether the choices for all kernels that `calls()` launches are known, in memory or on disk."""
 
     def not_tuned(*_: Any, **__: Any) -> None:
         raise _NotTuned
@@ -147,10 +145,10 @@ def is_tuned(calls: Callable[[], None]) -> bool:
 
 @contextlib.contextmanager
 def timing_briefly(total: int | None = None, left_out: int = 0) -> Iterator[None]:
-    """While inside, Triton's autotuners time a configuration for a fifth of the time or less, behind a bar.
+    """Makes Triton's autotuners time each configuration for at most a fifth of the time, with a progress bar.
 
-    total: of configurations, where it is known. left_out: how many of them were not compiled in time. That
-    many cache misses are treated as failed configurations; a kernel left with none is compiled at its first
+    total: number of configurations, if known. left_out: how many of them were not compiled in time. That many
+    cache misses are treated as failed configurations; a kernel left with none is compiled at its first
     launch.
     """
     from triton.runtime.autotuner import Autotuner
@@ -160,7 +158,7 @@ def timing_briefly(total: int | None = None, left_out: int = 0) -> Iterator[None
         missing = iter(range(left_out))
 
         def briefly(tuner: Any, *args: Any, config: Any, **meta: Any) -> Any:
-            if tuner._do_bench is None:  # the kernel has no clock of its own
+            if tuner._do_bench is None:  # the kernel has no timer of its own
                 tuner.do_bench = clock
             clock.times(tuner.nargs)
             bar.update()
@@ -175,21 +173,21 @@ def timing_briefly(total: int | None = None, left_out: int = 0) -> Iterator[None
 
 
 class _Clock:
-    """Triton's `do_bench`, in short; of what is far slower than the fastest so far, a single run is timed."""
+    """A shorter `do_bench` of Triton's; configurations much slower than the fastest so far are timed once."""
 
-    TOO_SLOW, CHEAP = 3.0, 1.0  # × the fastest; ms: a shorter time is largely the host's, and costs little
+    TOO_SLOW, CHEAP = 3.0, 1.0  # × the fastest; ms, below which times are mostly host time, and cheap
 
     def __init__(self) -> None:
         self._call: Any = None
         self._fastest = math.inf
 
     def times(self, call: Any) -> None:
-        """What is timed from now on are configurations of this call of a kernel."""
+        """Sets the call whose configurations are timed from now on."""
         if call is not self._call:
             self._call, self._fastest = call, math.inf
 
     def __call__(self, kernel: Callable[[], Any], quantiles: tuple[float, ...]) -> list[float]:
-        """Milliseconds."""
+        """Milliseconds of `kernel`, one number per quantile."""
         from triton.testing import do_bench
 
         kernel()  # loads it
@@ -208,15 +206,15 @@ class _Clock:
 
 @contextlib.contextmanager
 def _not_compiling(kernels: Iterator[int]) -> Iterator[None]:
-    """While inside, a miss of Triton's cache fails instead of compiling, as often as `kernels` has items."""
+    """Makes misses of Triton's cache fail instead of compiling, as often as `kernels` has items."""
     from triton.compiler import ASTSource
     from triton.runtime.errors import PTXASError
 
-    own = ASTSource.make_ir  # called for what the cache does not hold
+    own = ASTSource.make_ir  # called at a cache miss
 
     def make_ir(source: Any, *args: Any, **options: Any) -> Any:
         for _ in kernels:
-            raise PTXASError("not compiled in time")  # the autotuner goes on with the next configuration
+            raise PTXASError("not compiled in time")  # the autotuner continues with the next configuration
         return own(source, *args, **options)
 
     ASTSource.make_ir = make_ir
@@ -228,7 +226,7 @@ def _not_compiling(kernels: Iterator[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replaced(method: str, by: Callable) -> Iterator[None]:
-    """Another method of Triton's autotuners, while inside."""
+    """Replaces a method of Triton's autotuners inside the block."""
     from triton.runtime.autotuner import Autotuner
 
     own = getattr(Autotuner, method)
@@ -245,11 +243,11 @@ def compile_in_processes(
     seconds: float = COMPILE_SECONDS,
     extra_env: dict[str, str] | None = None,
 ) -> tuple[int, int]:
-    """Has `command`, in as many processes as there are cores, do its work for so many seconds at most.
+    """Runs `command` in one process per core (at most `_MOST_PROCESSES`), for at most `seconds`.
 
-    Each process writes how many tasks there are, then a line for each task whose number it has read.
-    extra_env: environment variables of theirs. Returns how many tasks are done, and how many there are.
-    Raises RuntimeError, with the last line of its stderr, where one ends early.
+    Each process writes the number of tasks, then a line after each task whose number it was sent. extra_env:
+    environment variables for the processes. Returns (tasks done, tasks in all). Raises RuntimeError, with the
+    last line of its stderr, if one ends early.
     """
     processes = processes or min(available_cores(), _MOST_PROCESSES)
     tasks, deadline = itertools.count(), time.monotonic() + seconds
@@ -265,7 +263,7 @@ def compile_in_processes(
 def _feed(
     command: list[str], extra_env: dict[str, str], tasks: Iterator[int], deadline: float, bar: tqdm
 ) -> tuple[int, int]:
-    """Starts one process, and gives it one task after the other until there are no more, or no more time."""
+    """Starts one process and sends it tasks one by one, until all are done or the time is up."""
     found = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
     environment = os.environ | found | {"OMP_NUM_THREADS": "1"} | extra_env
     done = total = 0
@@ -291,7 +289,7 @@ def _feed(
 
         bar.total = total = reply() or 0
         while (task := next(tasks)) < total:
-            with contextlib.suppress(BrokenPipeError):  # the missing reply says more
+            with contextlib.suppress(BrokenPipeError):  # the missing reply is reported below
                 os.write(stdin.fileno(), b"%d\n" % task)
             if reply() is None:
                 break
@@ -303,7 +301,7 @@ def _feed(
 
 @contextlib.contextmanager
 def _ended_at(deadline: float, process: subprocess.Popen) -> Iterator[None]:
-    """Ends the process, a leader of its session, and those that it has started, if it runs so long."""
+    """Kills the process, a session leader, and those it has started, if it still runs at the deadline."""
 
     def end() -> None:
         if process.poll() is None:
@@ -319,7 +317,7 @@ def _ended_at(deadline: float, process: subprocess.Popen) -> Iterator[None]:
 
 
 def _in_background(function: Callable[[], T]) -> Future[T]:
-    """In a thread that the process does not wait for when it ends."""
+    """Runs `function` in a daemon thread, which does not keep the process alive."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -341,27 +339,27 @@ def _worker(size: Size) -> list[str]:
 
 
 def serve(*size: Any) -> None:
-    """Compiles the configurations whose numbers come in."""
+    """Compiles the configurations whose numbers arrive on stdin."""
     from triton.runtime import driver
 
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no reply
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # keeps prints of libraries out of the replies
     asked = Size(*size)
     short = asked._replace(N=min(asked.N, _SHORT_N))
     found = configurations(functools.partial(call, short, torch.device("cpu")))
     print(len(found), file=replies)
     for line in sys.stdin:
-        with contextlib.suppress(Exception):  # Triton will meet it again, and pass over the configuration
+        with contextlib.suppress(Exception):  # Triton will hit the same error and skip the configuration
             kernel = found[int(line)]()
-            driver.active.launcher_cls(kernel.src, kernel.metadata)  # the C that launches it, compiled once
+            driver.active.launcher_cls(kernel.src, kernel.metadata)  # compiles its C launcher
         print(line.strip(), file=replies)
 
 
 def configurations(calls: Callable[[], None]) -> list[Callable[[], Any]]:
-    """What `calls()` would tune: of each kernel that it meets, each configuration's compilation, not yet run.
+    """Functions that compile what `calls()` would tune: one per kernel and configuration. Launches nothing.
 
-    Those of many warps first, the backward pass before the forward pass: few warps with a large tile have
-    the longest code, which takes the longest to compile and runs slowly. Launches nothing.
+    Those of many warps come first, of the backward pass before the forward pass: few warps with a large tile
+    have the longest code, which takes the longest to compile and runs slowly.
     """
     found: list[tuple[int, Callable[[], Any]]] = []
 

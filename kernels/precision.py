@@ -9,15 +9,16 @@ from torch import Tensor
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums are kept in, and what the PyTorch forms compute in: fp32, or float64 for float64 inputs."""
+    """The dtype of sums, and of computation in the PyTorch forms: fp32, or float64 for float64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @contextmanager
 def true_fp32(device: torch.device) -> Iterator[None]:
-    """fp32 products in fp32: no autocast, no TF32 (CUDA), no bf16 (oneDNN), whatever the caller allows.
+    """Computes fp32 products in fp32: no autocast, no TF32 (CUDA), no bf16 (oneDNN), whatever the caller
+    allows.
 
-    The sums over a long sequence live in these products, and a training run commonly allows TF32 for speed.
+    These products contain the sums over a long sequence, and training runs often allow TF32 for speed.
     """
     backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
     matmul = backend.matmul
@@ -33,5 +34,5 @@ def true_fp32(device: torch.device) -> Iterator[None]:
 
 
 def reverse_running_sum(x: Tensor, dim: int) -> Tensor:
-    """Σ_{j≥i} x_j along `dim`: of x's shape and floating-point dtype, in which it is summed."""
+    """Σ_{j≥i} x_j along `dim`, with x's shape and floating-point dtype, in which it is summed."""
     return x.flip(dim).cumsum(dim).flip(dim)

@@ -1,8 +1,7 @@
-"""A causal convolution of four taps along the sequence, one filter a channel: Triton, a pass each way.
-
-A block has a stretch of tokens of a few hundred channels, and the last three tokens in registers: each way
-every tensor is read once and written once, but for three tokens a stretch. What the compiler makes of the
-PyTorch form reads x and the gradient once more for that of the filter.
+"""A causal depthwise convolution of four taps along the sequence: Triton, one kernel each for both passes.
+ A block processes a range of tokens of a few hundred channels, with the last three tokens in registers: each
+pass reads and writes every tensor once, except for three tokens per range. The compiled PyTorch form reads x
+and the gradient once more for the filter's gradient.
 """
 
 from typing import Any, NamedTuple
@@ -15,19 +14,19 @@ DTYPES = torch.bfloat16, torch.float16, torch.float32
 
 
 class Blocks(NamedTuple):
-    """Of a block: `tokens`, a multiple of four; `channels`, a power of two; `warps`."""
+    """The size of a block: `tokens`, a multiple of four; `channels`, a power of two; `warps`."""
 
     tokens: int
     channels: int
     warps: int
 
 
-# The fastest of those in docs/results/training/short-conv.json.
+# The fastest sizes in docs/results/training/short-conv.json.
 FORWARD, BACKWARD = Blocks(128, 256, 1), Blocks(128, 128, 1)
 
 
 def takes(x_BNC: torch.Tensor) -> bool:
-    """Whether `convolve` serves this tensor of a GPU."""
+    """Whether `convolve` supports this CUDA tensor."""
     return x_BNC.dtype in DTYPES and x_BNC.stride(-1) == 1
 
 
@@ -61,7 +60,7 @@ def _gradients(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> tuple
         strides = *x.stride()[:2], *x.shape[1:]
         with torch.cuda.device_of(x):
             _backward[grid](dy, x, weight.contiguous(), dx, parts, *strides, *sizes, num_warps=BACKWARD.warps)
-    return dx, parts.sum(0).to(weight.dtype)  # in one order: the same inputs give the same bits
+    return dx, parts.sum(0).to(weight.dtype)  # in a fixed order: deterministic
 
 
 def _grid(x: torch.Tensor, blocks: Blocks) -> tuple[tuple[int, int, int], tuple[int, int]]:
@@ -121,7 +120,7 @@ def _forward(
 def _backward(
     dy, x, weight, dx, parts, stride_b, stride_n, N, C, TOKENS: tl.constexpr, CHANNELS: tl.constexpr
 ):  # fmt: skip
-    """dx_t = Σ_k w_k dy_{t+3−k}; of a stretch dw_k = Σ_t dy_t x_{t−3+k}, the dy of its own tokens."""
+    """dx_t = Σ_k w_k dy_{t+3−k}; and the block's part of dw_k = Σ_t dy_t x_{t−3+k}, over its own tokens t."""
     first = tl.program_id(0) * TOKENS
     batch = tl.program_id(1).to(tl.int64)
     c = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
@@ -179,7 +178,7 @@ def _filters(weight, C, inside):
 
 @triton.jit
 def _token(rows, t, stride, N, inside):
-    """Token t in fp32, zeros beyond the ends of the sequence."""
+    """Token t in fp32; zeros outside of the sequence."""
     at = tl.cast(t, tl.int64) * stride
     return tl.load(rows + at, mask=inside & (t >= 0) & (t < N), other=0.0).to(tl.float32)
 

@@ -1,7 +1,6 @@
-"""All that is used of PyTorch's private interface (`torch._C`, `torch.ops.aten._…`), each with its reason.
-
-The operators stay what they are without these: each saves time in a call, nothing more; and `sdpa_choice` is
-for a record. In a release that has lost one, the public way is taken.
+"""All uses of PyTorch's private interface (`torch._C`, `torch.ops.aten._…`), each with its reason.
+ The operators work without them: they only save time per call, and `sdpa_choice` is for a record. If a
+release of PyTorch lacks one, the public interface is used.
 """
 
 from collections.abc import Sequence
@@ -21,29 +20,29 @@ try:
     )
     from torch._C._autograd import _profiler_enabled
 
-    HAS_SHORTCUTS = True  # else every call takes the dispatcher, and autograd is torch.library's
+    HAS_SHORTCUTS = True  # else calls go through the dispatcher, with torch.library's autograd
 except ImportError:
     HAS_SHORTCUTS = False
 _raw_stream = getattr(
     torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
 )
 
-# The types of an operator's arguments, without those that override what torch does.
+# The types of an operator's arguments, excluding subclasses that override torch functions.
 _PLAIN_TYPES = {Tensor, torch.nn.Parameter, type(None), float, bool, int, str}
 
 
 def below_autograd() -> Any:
     """A context in which operators skip autograd's dispatch key.
 
-    `torch.library.register_autograd` does the same inside, but spends 50 µs a call on a schema's defaults.
+    `torch.library.register_autograd` does the same, but spends 50 µs per call on a schema's defaults.
     """
     return _AutoDispatchBelowAutograd()
 
 
 def is_plain_call(args: Sequence[Any]) -> bool:
-    """Whether an operator may be called past the dispatcher, as nothing would notice.
+    """Whether an operator may be called without the dispatcher, as nothing observes the call.
 
-    The dispatcher costs several µs a call: of short sequences, as much as the launches.
+    The dispatcher costs several µs per call: for short sequences as much as the launches.
     """
     observed = (
         not HAS_SHORTCUTS
@@ -55,8 +54,8 @@ def is_plain_call(args: Sequence[Any]) -> bool:
 
 
 def is_unobserved(args: Sequence[Any]) -> bool:
-    """Whether all tensors are real ones, and no mode or transform is active that wants to see the operator (a
-    FLOP counter, a tracer, vmap). Autograd may be."""
+    """Whether all tensors are real, and no mode or transform that observes operators is active (a FLOP
+    counter, a tracer, vmap). Autograd may be active."""
     if not HAS_SHORTCUTS:
         return False
     tensors = (x for x in args if isinstance(x, Tensor))
@@ -66,11 +65,11 @@ def is_unobserved(args: Sequence[Any]) -> bool:
 
 
 def sdpa_choice(q: Tensor, k: Tensor, v: Tensor) -> int | None:
-    """The number of the `SDPBackend` that causal `scaled_dot_product_attention` takes for `[B, H, N, D]`.
+    """The number of the `SDPBackend` that causal `scaled_dot_product_attention` uses for `[B, H, N, D]`.
 
-    PyTorch has no public question for it, and its answer depends on the card and on cuDNN's version.
-    RuntimeError, after warnings that say why, where none of those that are enabled can run; or ERROR. None:
-    this PyTorch does not tell.
+    PyTorch has no public function for it, and the choice depends on the card and on cuDNN's version. If none
+    of the enabled backends can run: RuntimeError, after warnings that say why, or ERROR. None: this PyTorch
+    does not tell.
     """
     choose = getattr(torch, "_fused_sdp_choice", None)
     return choose and choose(q, k, v, is_causal=True)
@@ -79,11 +78,11 @@ def sdpa_choice(q: Tensor, k: Tensor, v: Tensor) -> int | None:
 def sdpa_with_logsumexp(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
 ) -> tuple[Tensor, Tensor] | None:
-    """`scaled_dot_product_attention` under a mask that is added, and the logsumexp of each row's scores.
+    """`scaled_dot_product_attention` with an additive mask, and the logsumexp of each row's scores.
 
     q [B, H, N, D], k and v [B, H, M, D], mask [B, H, N, M] of one dtype; expanded and strided views are fine.
     Returns o [B, H, N, D] and [B, H, N] in fp32. None: this PyTorch, or the device, has no such operator. The
-    public function does not return the logsumexp, without which splits of the keys cannot be put together.
+    public function does not return the logsumexp, which is needed to combine splits of the keys.
     """
     names = {
         "cuda": "_scaled_dot_product_efficient_attention",
@@ -96,7 +95,7 @@ def sdpa_with_logsumexp(
         o, logsumexp, *_ = operator(q, k, v, mask, True, scale=scale)
     else:
         o, logsumexp = operator(q, k, v, attn_mask=mask, scale=scale)
-    return o, logsumexp[..., : q.shape[2]]  # CUDA's has rows to spare
+    return o, logsumexp[..., : q.shape[2]]  # on CUDA its rows are padded
 
 
 def raw_stream(device: torch.device) -> int:

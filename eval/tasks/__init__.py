@@ -1,1 +1,1 @@
-"""Benchmarks: lm-eval's stock tasks, with `EVAL_DATA` files in the hub's place where they are given."""
+"""Benchmarks: lm-eval's stock tasks, reading `EVAL_DATA` files instead of the hub if they are given."""

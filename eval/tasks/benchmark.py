@@ -1,4 +1,4 @@
-"""lm-eval's stock tasks, with one thing replaced: where the rows come from."""
+"""lm-eval's stock tasks, except for where the rows come from."""
 
 import contextlib
 import io
@@ -31,7 +31,7 @@ STOCK = Path(lm_eval.tasks.__file__).parent
 
 
 class Benchmark(ConfigurableTask):
-    """A stock task whose rows come from `metadata["eval_data"]`, a folder of JSONL, where that is given."""
+    """A stock task whose rows come from `metadata["eval_data"]`, a folder of JSONL, if that is given."""
 
     def __init__(self, config: dict[str, Any], **kwargs: Any) -> None:
         self._examples: dict[tuple[str, int], Any] = {}
@@ -57,7 +57,7 @@ class Benchmark(ConfigurableTask):
 
     @property
     def source(self) -> Source:
-        """The local files of this task's data set; UserError where none are known."""
+        """The local files of this task's data set; UserError if none are known."""
         source = find_source(self.config.dataset_path, self.config.dataset_name)
         unknown = [split for split in self.splits if source is None or split not in source.splits]
         if source is None or unknown:
@@ -68,14 +68,14 @@ class Benchmark(ConfigurableTask):
 
     @property
     def files(self) -> list[Path]:
-        """The local files that this task reads; none where its rows come from the hub."""
+        """The local files that this task reads; none if its rows come from the hub."""
         if self.folder is None:
             return []
         return [split_file(self.folder, self.source, split) for split in self.splits]
 
     @property
     def odd_rows(self) -> dict[str, list[int]]:
-        """The file evaluated → its rows and those of the official split, where these differ."""
+        """Evaluated file → its number of rows and that of the official split, if these differ."""
         if self.folder is None:
             return {}
         source, split = self.source, self.splits[0]
@@ -93,7 +93,7 @@ class Benchmark(ConfigurableTask):
             return
         try:
             super().download(dataset_kwargs, **kwargs)
-        except Exception as error:  # each library below has its own ways to be offline
+        except Exception as error:  # each library raises its own errors when offline
             raise UserError(
                 f"{self.config.task}: cannot load {self.DATASET_PATH} from the Hugging Face hub "
                 f"({hub_reason(error)}). Without network, set EVAL_DATA (or --data) to a folder with the "
@@ -109,15 +109,15 @@ class Benchmark(ConfigurableTask):
         return DatasetDict({split: Dataset.from_list(part) for split, part in rows.items()})
 
     def fewshot_docs(self) -> Any:
-        """The pool of examples; None where no shot is asked for, so that no file is needed."""
+        """The pool of examples; None at zero shots, so that no file is needed."""
         if self.folder is not None and not self.config.num_fewshot:
             return None
         return super().fewshot_docs()
 
-    # ------------------------------------------------------------------ the same prompts, sooner
+    # ------------------------------------------------------------------ the same prompts, faster
 
     def build_all_requests(self, *, limit: int | None = None, **kwargs: Any) -> None:
-        """As the stock task, but once for all checkpoints, and without a progress bar a subject of MMLU."""
+        """Like the stock task's, but built once for all checkpoints, and without a progress bar."""
         if self._built is not False and self._built == limit:
             for instance in self._instances:
                 instance.resps, instance.filtered_resps = [], {}
@@ -137,10 +137,10 @@ class Benchmark(ConfigurableTask):
         return self._once("target", doc, doc_to_target, super().doc_to_target)
 
     def _once(self, kind: str, doc: dict, template: Any, render: Callable[[dict, Any], Any]) -> Any:
-        """Renders an example once: lm-eval compiles the template again for each question that it precedes.
+        """Renders an example once: lm-eval would compile its template again for each question it precedes.
 
-        Only examples come with a template of their own (`fewshot_config`); they live as long as the task, so
-        that their identity is a key.
+        Only examples have their own template (`fewshot_config`); they live as long as the task, so their id
+        is a valid key.
         """
         if template is None:
             return render(doc, None)
@@ -153,8 +153,8 @@ class Benchmark(ConfigurableTask):
 def load_tasks(name: str, num_fewshot: int = 0, data: Path | None = None) -> dict[str, Any]:
     """The stock task, group or tag `name` with `num_fewshot` examples, as `TaskManager.load` returns it.
 
-    With `data`, rows come from the JSONL files there and the network is never asked. UserError for a name
-    that lm-eval does not have, a file that is missing, a hub out of reach.
+    With `data`, rows come from the JSONL files there, without network access. UserError for a name that
+    lm-eval does not have, a missing file, or an unreachable hub.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     if data is not None:
@@ -171,7 +171,7 @@ def load_tasks(name: str, num_fewshot: int = 0, data: Path | None = None) -> dic
 
 
 def check_task(name: str, num_fewshot: int = 0, data: Path | None = None) -> None:
-    """UserError for an unknown task or, with `data`, one whose files cannot be read; downloads nothing."""
+    """Raises UserError for an unknown task or, with `data`, unreadable files of it; downloads nothing."""
     if data is not None:
         load_tasks(name, num_fewshot, data)
     elif name not in TaskManager(include_defaults=False, include_path=covered()).all_tasks:
@@ -179,12 +179,12 @@ def check_task(name: str, num_fewshot: int = 0, data: Path | None = None) -> Non
 
 
 def covered() -> list[Path]:
-    """The folders of stock tasks that `sources.yaml` names. The index of all tasks takes ten seconds."""
+    """The folders of stock tasks that `sources.yaml` names (indexing all tasks takes ten seconds)."""
     return list(dict.fromkeys(STOCK / source.tasks for source in sources().values()))
 
 
 def local_tasks(data: Path) -> list[str]:
-    """The stock tasks whose zero-shot questions are in the folder `data`; of MMLU, the group alone."""
+    """The stock tasks whose zero-shot questions are in the folder `data`; for MMLU only the group."""
     manager = TaskManager(include_defaults=False, include_path=covered())
     found = set()
     for entry in manager.task_index.values():
@@ -203,7 +203,7 @@ def _load(name: str, num_fewshot: int, data: str | None, stamp: tuple) -> dict[s
     if name in manager.all_tasks:
         overrides = {"class": Benchmark, "num_fewshot": num_fewshot}
         for entry in manager.task_index.values():
-            # Without a path, lm-eval takes the config from memory; its index leaves `!function` unresolved.
+            # lm-eval uses the config in memory only without a path; its index leaves `!function` unresolved.
             if entry.name in manager.all_subtasks:
                 entry.cfg, entry.yaml_path = {**load_yaml(entry.yaml_path), **overrides}, None
     elif data is not None:
@@ -221,7 +221,7 @@ def _load(name: str, num_fewshot: int, data: str | None, stamp: tuple) -> dict[s
 
 
 def _all_tasks(name: str) -> TaskManager:
-    """Of all of lm-eval's tasks; UserError where `name` is none of them."""
+    """The task manager of all of lm-eval's tasks; UserError if `name` is none of them."""
     manager = _stock_tasks()
     if name not in manager.all_tasks:
         raise UserError(f"lm-eval has no task {name!r}{nearest(name, manager.all_tasks)}")
@@ -230,18 +230,18 @@ def _all_tasks(name: str) -> TaskManager:
 
 @cache
 def _stock_tasks() -> TaskManager:
-    """All 13,000 tasks' index, which takes ten seconds."""
+    """The index of all 13,000 tasks, which takes ten seconds to build."""
     return TaskManager()
 
 
 def _from_hub(manager: TaskManager, name: str) -> dict[str, Any]:
-    """`manager.load`; UserError where the hub is out of reach, or the task needs what is not here."""
+    """`manager.load`; UserError if the hub is unreachable, or lm-eval cannot load the task."""
     try:
         with hub_errors(f"the data set of the task {name!r}", "leave the task out"):
             return manager.load(name)
     except UserError:
         raise
-    except Exception as error:  # a task may bring its own code, which has its own ways to fail
+    except Exception as error:  # a task's own code may raise anything
         raise UserError(
             f"lm-eval cannot load its task {name!r} ({one_line(error)}): leave the task out"
         ) from error

@@ -1,7 +1,7 @@
 """Reads benchmark splits from local JSONL, in the fields of their hub versions, as `sources.yaml` maps them.
 
-Rows are read line by line into memory (MMLU is 7.5 MB): no cache folder, no lock, no network, and a bad line
-is named by file and number.
+Rows are read line by line into memory (MMLU is 7.5 MB): no cache folder, no lock, no network, and an error
+names the file and the line.
 """
 
 import json
@@ -31,7 +31,8 @@ def _labelled(value: Any) -> bool:
     return len(value["text"]) == len(value["label"])
 
 
-# What a field may be: a test of its value (and its row, whose other fields are tested before), and the words.
+# Kinds of a field: a test of its value (and its row, whose earlier fields have passed), and the kind in
+# words.
 KINDS: dict[str, tuple[Callable[[Any, dict[str, Any]], bool], str]] = {
     "text": (lambda value, row: isinstance(value, str), "a string"),
     "texts": (lambda value, row: _texts(value), "a list of two or more strings"),
@@ -50,8 +51,8 @@ KINDS: dict[str, tuple[Callable[[Any, dict[str, Any]], bool], str]] = {
 
 
 def _one_question(row: dict[str, Any]) -> dict[str, Any]:
-    """SIQA with context and question in one text: the stock prompt joins the two by the space that parts them
-    here, wherever that is."""
+    """SIQA with context and question in one text, split at the last space: the stock prompt joins the two
+    with a space, so any split gives the same prompt."""
     context, _, question = row["question"].rpartition(" ")
     answers = dict(zip(("answerA", "answerB", "answerC"), row["choices"], strict=True))
     return {"context": context, "question": question, **answers, "label": str(row["label"] + 1)}
@@ -75,7 +76,7 @@ class SplitFile:
 class Source:
     """A hub data set as local files, and lm-eval's folder of the tasks on it.
 
-    `fields`: what a row must have, each of one of `KINDS`; a field follows those that its kind looks at.
+    `fields`: the fields of a row, each of one of `KINDS`; a field follows those that its kind looks at.
     `select` is the field that names the hub configuration, if any; `reader` is one of `READERS`.
     """
 
@@ -88,7 +89,7 @@ class Source:
 
 @cache
 def sources() -> dict[str, Source]:
-    """Every data set that `EVAL_DATA` can stand in for, by `path` or `path/name` on the hub."""
+    """Every data set that `EVAL_DATA` can replace, by `path` or `path/name` on the hub."""
     text = (resources.files("lingpt.eval.tasks") / "sources.yaml").read_text(encoding="utf-8")
     return {
         name: Source(
@@ -108,19 +109,19 @@ def find_source(path: str, name: str | None) -> Source | None:
 
 
 def benchmark_folder(given: str | None) -> Path | None:
-    """The folder of local files: the given one, or that of the environment; None for the hub."""
+    """The folder of local files: the given one, or the environment's; None to use the hub."""
     folder = given or os.environ.get("EVAL_DATA")
     return Path(folder) if folder else None
 
 
 def check_folder(folder: Path) -> None:
-    """UserError where there is no folder of local files."""
+    """Raises UserError if the folder of local files does not exist."""
     if not folder.is_dir():
         raise UserError(f"no folder {folder} (--data, or EVAL_DATA)")
 
 
 def split_file(folder: Path, source: Source, split: str) -> Path:
-    """The file of a split; UserError where it does not exist."""
+    """The file of a split; UserError if it does not exist."""
     file = folder / source.splits[split].file
     if not file.is_file():
         raise UserError(f"{folder} has no {file.name} (the {split} split): put it there, or {WITHOUT}")
@@ -128,7 +129,7 @@ def split_file(folder: Path, source: Source, split: str) -> Path:
 
 
 def read_split(folder: Path, source: Source, split: str, name: str | None) -> list[dict[str, Any]]:
-    """Rows of `split`, of the configuration `name` where several share a file; UserError where one is bad."""
+    """Rows of `split`, of the configuration `name` if several share a file; UserError if one is invalid."""
     file = split_file(folder, source, split)
     rows = read_rows(file, source.fields)
     if source.select is not None:
@@ -142,9 +143,9 @@ def read_split(folder: Path, source: Source, split: str, name: str | None) -> li
 
 
 def read_rows(file: Path, fields: dict[str, str]) -> list[dict[str, Any]]:
-    """Every row of a file, checked to have `fields` of their kinds; read once while the file stays as it is.
+    """Every row of a file, checked to have `fields` of their kinds; cached while the file is unchanged.
 
-    UserError, naming file and line, where one has not.
+    UserError, naming file and line, if a row does not.
     """
     stat = file.stat()
     return _read(file, tuple(fields.items()), stat.st_mtime_ns, stat.st_size)

@@ -1,4 +1,4 @@
-"""Our kernels against the baselines, as data: names for both and for shapes, one runner, JSON, plots."""
+"""Benchmarks our kernels against the baselines: named implementations and shapes, one runner, JSON, plots."""
 
 from lingpt.kernels.bench.implementations import DEFAULT_IMPLEMENTATIONS, IMPLEMENTATIONS, Implementation
 from lingpt.kernels.bench.plots import draw

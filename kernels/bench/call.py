@@ -1,4 +1,4 @@
-"""An implementation's forward and backward on one set of inputs: what is timed is also what is checked."""
+"""An implementation's forward and backward on one set of inputs, which are both timed and checked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class BenchCall:
         self.grads: tuple[Tensor, ...] = ()
 
     def forward(self) -> None:
-        self.clear()  # or two outputs would live at once
+        self.clear()  # otherwise two outputs would be in memory
         self.o = self.implementation.call(self.inputs)
 
     def backward(self) -> None:

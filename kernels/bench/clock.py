@@ -1,4 +1,4 @@
-"""Times: of any work on a device, of a large copy, and of what autograd takes for itself."""
+"""Measures times: of any work on a device, of a large copy, and of autograd's overhead."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 
 class Clock:
-    """Times work: by events on CUDA, with the L2 cache flushed before each, by the wall clock elsewhere."""
+    """Times work: with CUDA events, flushing the L2 cache before each run; elsewhere with the wall clock."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.cuda = device.type == "cuda"
-        # Larger than any L2; writing it also gives the host time to queue the launch that is timed.
+        # Larger than any L2 cache; writing it also gives the host time to enqueue the timed launch.
         self._flush = torch.empty(256 << 20, dtype=torch.int8, device=device) if self.cuda else None
 
     def time(
@@ -34,7 +34,7 @@ class Clock:
         return [milliseconds() for milliseconds in spans]
 
     def _span(self, work: Callable[[], object]) -> Callable[[], float]:
-        """Runs `work`; what it returns gives the milliseconds, once the device has finished."""
+        """Runs `work`; returns a function that gives the milliseconds once the device has finished."""
         if self._flush is None:
             began = time.perf_counter()
             work()
@@ -53,14 +53,14 @@ class Clock:
         return statistics.median(self.time(work, before, repeats))
 
     def copy_bandwidth(self, size: int = 1 << 30) -> float:
-        """Bytes a second of a large copy, read and written both counted: what the memory gives now."""
+        """Bytes per second of a large copy, read plus written: the memory bandwidth available now."""
         source = torch.randint(0, 127, (size,), dtype=torch.int8, device=self.device)
         target = torch.empty_like(source)
         self.time(lambda: target.copy_(source), repeats=3)
         return 2 * size / (self.median(lambda: target.copy_(source), repeats=20) / 1e3)
 
     def empty_node(self) -> tuple[float, float]:
-        """Milliseconds of a forward and a backward that do nothing: autograd's part of an eager call."""
+        """Milliseconds of an empty forward and an empty backward: autograd's share of an eager call."""
         x = torch.zeros(1, device=self.device, requires_grad=True)
         do = torch.ones(1, device=self.device)
         output: list[Tensor] = []

@@ -8,14 +8,15 @@ from torch import Tensor
 from lingpt.kernels.bench.call import BenchCall
 from lingpt.kernels.bench.shapes import Shape
 
-# Rows of a softmax that its oracle computes: the last ones, whose keys' gradients they alone decide.
+# Rows of a softmax that its oracle computes: the last ones, which alone determine the gradients of their
+# keys.
 TAIL = 256
-ONE_SLICE = 65536  # tokens, from which on the oracle takes one slice, not four
+ONE_SLICE = 65536  # tokens from which the oracle takes one slice instead of four
 
 
 def relative_errors(call: BenchCall) -> dict[str, float]:
-    """Relative RMS errors of o ("o") and of the gradients ("dq" …), on up to four (batch, head) slices, the
-    outermost: a wrong offset shows in the last."""
+    """Relative RMS errors of o ("o") and of the gradients ("dq" …), on the up to four outermost (batch, head)
+    slices: a wrong offset shows in the last."""
     batches, heads = _outermost(call.shape)
     quadratic = call.implementation.quadratic
 
@@ -46,7 +47,7 @@ def _outermost(shape: Shape) -> tuple[list[int], list[int]]:
 
 
 def _slice(x: Tensor, batches: list[int], heads: list[int]) -> Tensor:
-    """Of [B, N, H, D], [B, N, 3, H, D], [B, N, H] or [H] the chosen batches and heads; [N, R] as it is."""
+    """The chosen batches and heads of [B, N, H, D], [B, N, 3, H, D], [B, N, H] or [H]; [N, R] unchanged."""
     if x.ndim == 2:
         return x
     if x.ndim in (1, 3):

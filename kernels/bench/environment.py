@@ -1,4 +1,4 @@
-"""Where a result comes from: the card, its driver, the versions, the kernels' source."""
+"""The environment of a result: the card, its driver, the versions, the kernels' source."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lingpt.common.install import installed_version
 from lingpt.kernels.linear_attention.cuda.source_hash import source_hash
 
 PACKAGES = ("lingpt", "torch", "triton", "fla-core", "cuda-core", "cuda-bindings")
-CONTEXT_GIB = 1.5  # more than a process's own share outside of PyTorch's allocator
+CONTEXT_GIB = 1.5  # more than a process uses outside of PyTorch's allocator
 
 
 def environment(device: torch.device | None = None) -> dict[str, Any]:
@@ -34,13 +34,13 @@ def environment(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def check_same(path: Path | None, recorded: dict[str, Any], here: dict[str, Any]) -> None:
-    """UserError where the environment `recorded` at `path` differs from `here` in anything but the date."""
+    """Raises UserError if the environment `recorded` at `path` differs from `here` in more than the date."""
     if differ := [key for key in here if key != "date" and recorded.get(key) != here[key]]:
         raise UserError(f"{path} is of another {', '.join(differ)}: measure again, without --append")
 
 
 def used_by_others(device: torch.device) -> str | None:
-    """A line if another process holds memory of this card: it may compute there and falsify every timing."""
+    """A warning if another process holds memory of this card, as it may distort every timing; else None."""
     free, total = torch.cuda.mem_get_info(device)
     others = (total - free - torch.cuda.memory_reserved(device)) / 2**30
     if others < CONTEXT_GIB:

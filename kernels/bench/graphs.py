@@ -1,4 +1,4 @@
-"""Replays of CUDA graphs: the same work without Python, and two calls compared within a few per cent."""
+"""Replays of CUDA graphs: times without Python overhead, and comparisons of two calls to a few per cent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lingpt.kernels.bench.shapes import LONG, REFERENCE, Shape
 
 
 class Graphs(NamedTuple):
-    """Of a call's forward and, captured after it, of its backward."""
+    """CUDA graphs of a call's forward and, captured after it, of its backward."""
 
     forward: torch.cuda.CUDAGraph
     backward: torch.cuda.CUDAGraph
@@ -42,18 +42,18 @@ def capture(call: BenchCall, clock: Clock) -> Graphs:
 
 
 def base_of(implementation: Implementation, shape: Shape) -> tuple[Implementation, Shape] | None:
-    """What a cell is also compared with, by interleaved replays: a variant with its base, our long sequences
-    with REFERENCE."""
+    """The cell to compare with by interleaved replays: the base of a variant, REFERENCE for ours on long
+    sequences; None for others."""
     if implementation.variant_of is not None:
         return IMPLEMENTATIONS[implementation.variant_of], shape
     return (implementation, REFERENCE) if implementation.ours and shape in LONG else None
 
 
 def interleaved_ratios(graphs: Graphs, base: Graphs, clock: Clock, turns: int) -> list[float]:
-    """The times of forward and of backward over those of `base`: a few replays of the one, a few of the
-    other, `turns` times.
+    """The times of forward and of backward over those of `base`, in `turns` alternations of a few replays
+    each.
 
-    A few per cent between two cells are less than what clocks drift from one to the next.
+    Alternating matters: between two cells, clocks drift by more than the few per cent to be measured.
     """
     ratios: tuple[list[float], list[float]] = [], []
     for _ in range(turns):

@@ -1,9 +1,8 @@
-"""Every attention that is measured, by name: its inputs, its call, and what is correct for it in float64.
+"""Every attention that is measured, by name: its inputs, its call, and its float64 oracle.
+ Each is checked against its *own* function (softmax is not expected to be linear attention), on the tensors
+that were timed: `oracle` recomputes some (batch, head) slices of them in float64.
 
-Each is held to its *own* function (a softmax is no worse for not being linear attention), on the very tensors
-that were timed: `oracle` recomputes, in float64, some (batch, head) slices of them.
-
-To add one: an entry of IMPLEMENTATIONS, at the end of this file.
+To add one, add an entry to IMPLEMENTATIONS at the end of this file.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from lingpt.kernels.linear_attention.numerics import B_SHRINK
 
 MakeInputs = Callable[[Shape, torch.dtype, torch.device], Inputs]
 Attention = Callable[[Inputs], Tensor]
-Need = Callable[[Shape | None, torch.dtype, torch.device], str | None]  # None where it is met, else why not
+Need = Callable[[Shape | None, torch.dtype, torch.device], str | None]  # None if it is met, else why not
 
 
 @dataclass(frozen=True)
@@ -43,15 +42,15 @@ class Implementation:
     call: Attention
     oracle: Attention
     needs: tuple[Need, ...] = ()
-    backward_needs: tuple[Need, ...] = ()  # where they are not met, forward alone is measured
+    backward_needs: tuple[Need, ...] = ()  # if they are not met, only forward is measured
     min_traffic: tuple[int, int] = (4, 8)  # tensors of U bytes that forward and backward must read or write
-    quadratic: bool = False  # in N: time grows with its square
+    quadratic: bool = False  # whether time grows with the square of N
     ours: bool = False
     tolerance: float = 2e-2  # relative RMS error of bf16; beyond it a result is wrong
-    autotunes: bool = False  # for minutes, on a cold cache
+    autotunes: bool = False  # takes minutes with a cold cache
     training_only: bool = False  # a variant: measured at the training shapes, not swept
     variant_of: str | None = None  # the implementation that its replays are interleaved with
-    colour_of: str | None = None  # whose colour in common/palette.py it takes; None: that of its own name
+    colour_of: str | None = None  # the name whose colour in common/palette.py it takes; None: its own
 
     def unsupported_reason(
         self,
@@ -59,7 +58,7 @@ class Implementation:
         dtype: torch.dtype = torch.bfloat16,
         device: str | torch.device = "cuda",
     ) -> str | None:
-        """None where it runs here, else the reason why not."""
+        """Why it does not run here; None if it does."""
         return _first_reason(self.needs, shape, dtype, torch.device(device))
 
     def backward_unsupported_reason(
@@ -68,11 +67,11 @@ class Implementation:
         dtype: torch.dtype = torch.bfloat16,
         device: str | torch.device = "cuda",
     ) -> str | None:
-        """The same of its backward pass."""
+        """Why its backward pass does not run here; None if it does."""
         return _first_reason(self.backward_needs, shape, dtype, torch.device(device))
 
     def flops(self, shape: Shape) -> int:
-        """Of forward: matrix products only, causal ones counted once."""
+        """FLOPs of the forward pass: matrix products only, of causal ones only the causal half."""
         B, N, H, D = shape
         return 2 * B * H * N * N * D if self.quadratic else linear_attention_flops(B, N, H, D)
 
@@ -123,10 +122,10 @@ def _our_gated_kernel(normalize: bool) -> Need:
     return need
 
 
-# Calls of ours; with backend "chunkwise" they are oracles, too, in the dtype they are given (float64)
+# Calls of ours; with backend "chunkwise" they are also oracles, in the dtype of their inputs (float64)
 
 
-PRODUCTS: dict[str, Any] = {"a": 0.0, "normalize": False, "normalize_qk": False}  # q·k alone: simple GLA, SSD
+PRODUCTS: dict[str, Any] = {"a": 0.0, "normalize": False, "normalize_qk": False}  # q·k only: simple GLA, SSD
 AFFINE: dict[str, Any] = {"normalize": False}  # 1 + q̂·k̂: what `ours-gated+output_gate` trains with
 
 
@@ -143,7 +142,7 @@ def _ours_packed(backend: str) -> Attention:
 
 
 def _output(o: object) -> Tensor:
-    """o of an operator that returns (o, state) only where it is asked for the state."""
+    """o of an operator that returns o, or (o, state) if the state is requested."""
     assert isinstance(o, Tensor)
     return o
 
@@ -152,9 +151,9 @@ def _output(o: object) -> Tensor:
 
 
 def _cumsum(x: Inputs) -> Tensor:
-    """Linear attention as PyTorch has it: all tokens' states by cumulative sums, autograd for the rest.
+    """Linear attention in plain PyTorch: all tokens' states by cumulative sums, the backward by autograd.
 
-    The sums are fp32: kept in bf16 they make the gradients wrong (dk by 3.6 % at N = 8192 on an H200).
+    The sums are fp32: bf16 sums make the gradients wrong (dk by 3.6 % at N = 8192 on an H200).
     """
     dtype = torch.promote_types(x["q"].dtype, torch.float32)
     q, k, v = normalize(x["q"], dim=-1), normalize(x["k"], dim=-1), x["v"]

@@ -1,4 +1,4 @@
-"""Inputs of the attentions that are measured: signed random numbers of a fixed seed, as training has them."""
+"""Inputs of the benchmarked attentions: signed random numbers from a fixed seed, as in training."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch.nn.functional import logsigmoid, normalize
 
 from lingpt.kernels.bench.shapes import Shape
 
-# By name: q, k, v … [B, N, H, D]; qkv [B, N, 3, H, D]; values of a token and head [B, N, H], of a head [H];
-# cos and sin [N, R]
+# Name → tensor: q, k, v … [B, N, H, D]; qkv [B, N, 3, H, D]; values per token and head [B, N, H], per head
+# [H]; cos and sin [N, R]
 Inputs = dict[str, Tensor]
 
 
@@ -32,7 +32,7 @@ def positive(shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
 
 
 def packed(shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
-    """The model's own call: a fused projection, and RoPE on a quarter of the dimensions as Pythia has it."""
+    """Inputs as the model has them: a fused projection, and RoPE on a quarter of the dimensions (Pythia)."""
     B, N, H, D = shape
     generator = torch.Generator(device).manual_seed(20)
     qkv = torch.randn((B, N, 3, H, D), generator=generator, device=device, dtype=dtype)
@@ -42,7 +42,7 @@ def packed(shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
     return {"qkv": qkv.requires_grad_(), "cos": angle.cos(), "sin": angle.sin()}
 
 
-# Decays of a head
+# Decays per head
 
 
 def decayed(shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
@@ -52,32 +52,32 @@ def decayed(shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
 
 
 def lightning(shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
-    """The decays that chunk_lightning_attn gives layer 0: for the oracle, the call makes them itself."""
+    """The decays of chunk_lightning_attn for layer 0, for the oracle only: the call computes its own."""
     head = torch.arange(shape.H, device=device, dtype=torch.float32)
     return random(shape, dtype, device) | {"log_decay": -8 / shape.H * head}
 
 
-# Gates: decays of a token
+# Gates: decays per token
 
 
 def token_decayed(shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
-    """log σ(x + ln(γ_h / (1 − γ_h))) in fp32, as `ours-gated` has it at its start."""
+    """Decays log σ(x + ln(γ_h / (1 − γ_h))) in fp32, as `ours-gated` has them at initialisation."""
     x = decayed(shape, dtype, device)
     before = _per_token(shape, device) + torch.logit(x["log_decay"].exp())
     return x | {"log_decay": logsigmoid(before).requires_grad_()}
 
 
 def mamba2(shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
-    """The same decays as Mamba-2 has them, exp(dt·A), with A = −1; dt is in fp32."""
+    """The same decays in Mamba-2's form, exp(dt·A), with A = −1; dt is in fp32."""
     x = token_decayed(shape, dtype, device)
     dt = (-x.pop("log_decay")).detach().requires_grad_()
     return x | {"dt": dt, "A": torch.full((shape.H,), -1.0, device=device)}
 
 
 def mlstm(shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
-    """The same decays as mLSTM has them, σ(f), and input gates σ(i).
+    """The same decays in mLSTM's form, σ(f), and input gates σ(i).
 
-    In memory heads come before tokens, as its kernels want it: they need not copy.
+    In memory, heads come before tokens, as its kernels expect: they need not copy.
     """
     x = {
         name: t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
@@ -106,6 +106,6 @@ def gated(shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
 
 
 def _per_token(shape: Shape, device: torch.device, seed: int = 21) -> Tensor:
-    """[B, N, H] in fp32."""
+    """Random numbers [B, N, H] in fp32."""
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(shape[:3], generator=generator, device=device)

@@ -1,4 +1,5 @@
-"""One implementation at one shape: time, memory and correctness of the same call, a row a round."""
+"""Measures time, memory and correctness of one implementation at one shape, in the same call; one row per
+round."""
 
 from __future__ import annotations
 
@@ -6,7 +7,6 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -18,6 +18,7 @@ from lingpt.kernels.bench.correctness import relative_errors
 from lingpt.kernels.bench.graphs import base_of, capture, interleaved_ratios
 from lingpt.kernels.bench.implementations import Implementation
 from lingpt.kernels.bench.results import Row
+from lingpt.kernels.bench.rows import attempt
 from lingpt.kernels.bench.shapes import Shape
 
 TIMES = ("forward_ms", "backward_ms", "both_ms", "forward_graph_ms", "backward_graph_ms")
@@ -33,10 +34,10 @@ def measure(
     graphs: bool = False,
     seconds: float = 0.15,
 ) -> Row:
-    """Never raises for what the implementation does. `seconds`: to aim for; `limit`: the most, without
-    compiling.
+    """The first round: never raises for what the implementation does. `seconds`: the time to aim for;
+    `limit`: the maximum, without compiling.
 
-    This is the first round; `measure_again` gives more, and `over_rounds` makes one row of them.
+    `measure_again` gives more rounds, and `over_rounds` combines them into one row.
     """
     row = new_row(implementation, shape, dtype)
     row.tolerance = implementation.tolerance
@@ -44,22 +45,32 @@ def measure(
     if reason := implementation.unsupported_reason(shape, dtype, clock.device):
         row.status, row.reason = "skipped", reason
         return row
-    return _fill(
-        row, implementation, dtype, clock, lambda call: _first_round(row, call, clock, limit, graphs, seconds)
-    )
+
+    def work() -> Row:
+        call = BenchCall(implementation, shape, dtype, clock.device)
+        _first_round(row, call, clock, limit, graphs, seconds)
+        return row
+
+    return attempt(row, work, clock.device)
 
 
 def measure_again(first: Row, implementation: Implementation, dtype: torch.dtype, clock: Clock) -> Row:
-    """A later round of what `first` timed: the times alone, on new inputs, in a row of their own."""
+    """A later round of what `first` timed: only the times, on new inputs, in a new row."""
     row = new_row(implementation, first.shape, dtype)
     row.repeats = first.repeats
     graphs = first.forward_graph_ms is not None
-    return _fill(row, implementation, dtype, clock, lambda call: time_round(row, call, clock, graphs))
+
+    def work() -> Row:
+        call = BenchCall(implementation, first.shape, dtype, clock.device)
+        time_round(row, call, clock, graphs)
+        return row
+
+    return attempt(row, work, clock.device)
 
 
 def over_rounds(rows: list[Row]) -> Row:
-    """The first round's row, with each time the median over the rounds. A later round in which anything
-    failed does not count, and `reason` says so."""
+    """The first round's row, with each time replaced by the median over the rounds. A later round in which
+    anything failed does not count, and `reason` says so."""
     first, *later = rows
     if not later:
         return first
@@ -78,26 +89,6 @@ def over_rounds(rows: list[Row]) -> Row:
 
 def new_row(implementation: Implementation, shape: Shape, dtype: torch.dtype) -> Row:
     return Row(implementation.name, shape, str(dtype).removeprefix("torch."))
-
-
-def _fill(
-    row: Row,
-    implementation: Implementation,
-    dtype: torch.dtype,
-    clock: Clock,
-    work: Callable[[BenchCall], None],
-) -> Row:
-    """The row, which `work` fills from a call on new inputs; what that raises becomes the row's status."""
-    try:
-        work(BenchCall(implementation, row.shape, dtype, clock.device))
-    except torch.OutOfMemoryError:
-        row.status, row.reason = "oom", "out of memory"
-    except Exception as error:  # one that cannot take this shape is a row, not the end of the run
-        row.status, row.reason = "error", f"{type(error).__name__}: {first_line(error)}"
-    finally:
-        if clock.cuda:
-            torch.cuda.empty_cache()
-    return row
 
 
 def _first_round(row: Row, call: BenchCall, clock: Clock, limit: float, graphs: bool, seconds: float) -> None:
@@ -119,7 +110,7 @@ def _first_round(row: Row, call: BenchCall, clock: Clock, limit: float, graphs: 
 
 
 def time_round(row: Row, call: BenchCall, clock: Clock, graphs: bool, check: bool = False) -> None:
-    """The times, after two runs that are not timed; `check`, in the first round: see `_time_graphs`."""
+    """Measures the times, after two untimed runs. `check` (in the first round): see `_time_graphs`."""
     clock.time(call.both, repeats=2)
     row.forward_ms = clock.median(call.forward, call.clear, row.repeats)
     call.clear()
@@ -133,7 +124,7 @@ def time_round(row: Row, call: BenchCall, clock: Clock, graphs: bool, check: boo
 
 
 def _measure_memory(row: Row, call: BenchCall, device: torch.device) -> None:
-    """Peak memory beyond what is allocated before the call: inputs, do and the benchmark's own buffers."""
+    """Measures peak memory beyond what was allocated before: inputs, do and the benchmark's own buffers."""
     unit = row.shape.unit_bytes(call.do.element_size())
     for _ in range(3):
         call.clear()
@@ -146,13 +137,13 @@ def _measure_memory(row: Row, call: BenchCall, device: torch.device) -> None:
             call.backward()
             row.both_memory = (torch.cuda.max_memory_allocated(device) - base) / unit
         call.clear()
-        # Autograd's thread frees the last graph of a run when it gets to it: perhaps within the next one.
+        # Autograd's thread frees the last graph of a run asynchronously, perhaps during the next run.
         if torch.cuda.memory_allocated(device) == base:
             return
 
 
 def _time_graphs(row: Row, call: BenchCall, clock: Clock, check: bool) -> None:
-    """The times of replays. `check`: whether they are correct, and their ratio to those of `base_of`."""
+    """Measures the times of replays. `check`: also their correctness, and their ratio to `base_of`."""
     try:
         graphs = capture(call, clock)
         graphs.forward.replay()

@@ -1,4 +1,4 @@
-"""What is correct for each baseline that is measured: its function, in the dtype it is given (float64)."""
+"""The oracle of each baseline: its function, computed in the dtype of its inputs (float64)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHUNK = 64
 
 
 def linear(x: Inputs) -> Tensor:
-    """Linear attention without normaliser: the gated form, its gates one or a head's or token's decay."""
+    """Linear attention without normaliser: the gated form, with gates of 1 or a decay per head or token."""
     q, k, v = x["q"], x["k"], x["v"]
     decay = x.get("log_decay", torch.zeros_like(q[..., 0]))  # [H] or [B, N, H]
     return _gated(q, k, v, decay[..., None].expand_as(q), scale=1.0)
@@ -35,10 +35,10 @@ def mlstm(x: Inputs) -> Tensor:
 
 
 def delta_rule(x: Inputs) -> Tensor:
-    """S_t = γ S_{t−1} + β k (v − γ S_{t−1}ᵀ k)ᵀ, o_t = S_tᵀ q / √D: Gated DeltaNet, arXiv 2412.06464.
+    """Gated DeltaNet, arXiv 2412.06464: S_t = γ S_{t−1} + β k (v − γ S_{t−1}ᵀ k)ᵀ, o_t = S_tᵀ q / √D.
 
-    Chunk by chunk: of u_t = β (v − γ S_{t−1}ᵀ k), what each token writes, (I + A) U = β (V − e^G K S), where
-    A_tj = β_t exp(G_t − G_j) k_t·k_j for j < t and S is the state before the chunk.
+    Computed by chunks: the tokens' updates u_t = β (v − γ S_{t−1}ᵀ k) solve (I + A) U = β (V − e^G K S),
+    where A_tj = β_t exp(G_t − G_j) k_t·k_j for j < t and S is the state before the chunk.
     """
     scale, outputs = x["q"].shape[-1] ** -0.5, []
     S = torch.zeros_like(x["k"][:, 0, :, :, None] * x["v"][:, 0, :, None])  # [B, H, D, D]
@@ -59,7 +59,7 @@ def gated(x: Inputs) -> Tensor:
 
 
 def softmax(x: Inputs) -> Tensor:
-    """Rows of q may be fewer than those of k: then they are the last."""
+    """Causal softmax attention; if q has fewer rows than k, they are the last ones."""
     q, k, v = (x[n].transpose(1, 2) for n in "qkv")
     rows, N = q.shape[2], k.shape[2]
     scores = q @ k.mT * q.shape[-1] ** -0.5

@@ -1,4 +1,4 @@
-"""The plots, from results alone: time and memory over N and D, and the traffic over the least possible."""
+"""The plots, from results alone: time and memory over N and D, and traffic relative to the minimum."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ PANELS = (
     ("both_memory", "peak memory, forward + backward", "GB beyond the inputs"),
 )
 DIRECTIONS = ("forward", "backward")
-FAILURES = {"oom": "out of memory", "wrong": "wrong result", "error": "failed"}
+FAILURES = {"oom": "out of memory", "wrong": "wrong result", "refused": "cannot run", "error": "failed"}
 COLOUR_NAMES = {name: i.colour_of or name for name, i in IMPLEMENTATIONS.items()}
 COLOURS = colours(COLOUR_NAMES.values())
 
 
 def draw(results: Results, folder: Path) -> list[Path]:
-    """Draws what the results hold: `sweep-n.png`, `sweep-d.png`, `traffic.png`, `bytes.png`; their paths."""
+    """Draws `sweep-n.png`, `sweep-d.png`, `traffic.png`, `bytes.png`, as far as measured; their paths."""
     estimated = "time × copy bandwidth / least possible bytes (an upper bound)"
     counted = "bytes to and from DRAM, counted by the GPU / least possible"
     figures = {
@@ -47,7 +47,7 @@ def draw(results: Results, folder: Path) -> list[Path]:
 
 
 def style(name: str) -> dict[str, Any]:
-    """An implementation's colour and marker, the same in every plot; ours thicker and on top. Of those that
+    """An implementation's colour and marker, the same in every plot; ours are thicker and on top. If several
     share a colour, the first has a solid line."""
     ours, index = IMPLEMENTATIONS[name].ours, list(IMPLEMENTATIONS).index(name)
     shared = COLOUR_NAMES[name] in list(COLOUR_NAMES.values())[:index]
@@ -62,7 +62,7 @@ def style(name: str) -> dict[str, Any]:
 
 
 def _sweep(results: Results, axis: str, fixed: dict[str, int]) -> Figure | None:
-    """A line an implementation, three panels. Only correct results are drawn; the caption lists the rest."""
+    """Three panels, a line per implementation. Only correct results are drawn; the caption lists the rest."""
     batches = [row.shape.B for row in results.rows if _matches(row.shape, fixed)]
     fixed = {"B": max(batches, default=0)} | fixed
     rows = [r for r in results.rows if _matches(r.shape, fixed) and not _is_variant(r)]
@@ -126,7 +126,7 @@ def _ticks(panel: Axes, values: list[int]) -> None:
 
 
 def _caption(rows: list[Row], axis: str) -> str:
-    """What is missing from the lines, and why: a line that ends early would mislead otherwise."""
+    """The caption: what is missing from the lines, and why (a line that ends early would mislead)."""
     missing: dict[tuple[str, str], list[int]] = {}
     for row in rows:
         if row.status in FAILURES:
@@ -144,18 +144,20 @@ def _caption(rows: list[Row], axis: str) -> str:
 
 
 def _bytes_in_the_time(results: Results) -> dict[str, dict[str, float]]:
-    """Bytes that a copy moves in an implementation's time, by implementation and direction: for a kernel that
-    something else bounds, a loose bound."""
+    """Bytes that a copy moves in an implementation's time, by implementation and direction: an upper bound of
+    its traffic, loose if its kernel is not memory-bound."""
     return {
         name: {d: getattr(row, f"{d}_ms") / 1e3 * results.copy_bandwidth for d in DIRECTIONS}
         for name in IMPLEMENTATIONS
-        if (row := results.row(name, REFERENCE))
+        if (row := results.correct_row(name, REFERENCE))
     }
 
 
 def _traffic(results: Results, moved: dict[str, dict[str, float]], label: str) -> Figure | None:
-    """Bytes moved over the least that an implementation's own operator must move, at REFERENCE."""
-    rows = [row for name in IMPLEMENTATIONS if name in moved and (row := results.row(name, REFERENCE))]
+    """Bytes moved relative to the minimum that an implementation's operator must move, at REFERENCE."""
+    rows = [
+        row for name in IMPLEMENTATIONS if name in moved and (row := results.correct_row(name, REFERENCE))
+    ]
     if not rows:
         return None
     figure, panels = _figure(len(DIRECTIONS), width=5.5, height=0.4 * len(rows) + 1.6)

@@ -1,11 +1,11 @@
-"""The record of the GPU tests, which CI cannot run: written where there is a GPU, checked everywhere.
+"""The record of the GPU tests, which CI cannot run: written on a machine with a GPU, checked everywhere.
 
 As a pytest plugin it counts the tests marked `gpu` and writes them with the hash of the kernels' source (and
 the expression of `-k`, if some were left out):
 
     pytest -m gpu -p lingpt.kernels.bench.record --gpu-record docs/results/kernels/gpu-tests.json
 
-`staleness` gives the reason why a record is not one of this source (None: it is).
+`staleness` says why a record does not match this source (None: it does).
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     import pytest
 
 RUN_THEM = "run `make test-gpu` on a machine with a GPU"
-WITHOUT_FLA = "not fla and not gla"  # the one selection that speaks for the kernels: FLA's tests are of FLA's
+WITHOUT_FLA = "not fla and not gla"  # the one selection accepted: it leaves out only tests of FLA's kernels
 
 
 def staleness(path: Path, current: str | None = None) -> str | None:
-    """Why the record at `path` is not one of the source with hash `current` (by default the tree's)."""
+    """Why the record at `path` does not match the source with hash `current` (by default the tree's); None if
+    it does."""
     current = current or source_hash()
     try:
         record = json.loads(path.read_text())

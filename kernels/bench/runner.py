@@ -1,8 +1,8 @@
 """The sweep over implementations and shapes.
 
-Hosts and clocks drift, by 5 % to twofold within a minute. So the training shapes, which are compared, are
-timed in ROUNDS rounds, each over all of them and all implementations: ratios are taken within a round, and a
-bad minute does not fall on one row alone.
+Hosts and clocks drift, by 5 % up to a factor of two within a minute. So the training shapes, which are
+compared, are timed in ROUNDS rounds, each over all of them and all implementations: ratios are taken within a
+round, and a bad minute does not affect one row only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lingpt.kernels.bench.measure import measure, measure_again, new_row, over_r
 from lingpt.kernels.bench.results import Cell, Results, Row
 from lingpt.kernels.bench.shapes import CUMSUM, QUICK, SWEEPS, Shape
 
-ROUNDS = 5  # of the training shapes, whose times are compared as ratios
+ROUNDS = 5  # rounds of the training shapes, whose times are compared as ratios
 
 
 def run_bench(
@@ -46,11 +46,11 @@ def run_bench(
     """Measures `implementations` (names; default: all but the slow PyTorch ones) on the sweeps named in
     `only` (default: all).
 
-    `quick` takes fewer shapes; `budget` is in seconds: once it is spent, no further timing begins, and what
-    does not fit is recorded as skipped; `limit` is the most that one implementation may take at one shape in
-    a round, predicted from its smaller ones. A shape of two sweeps is measured once. The results go to
-    `save_to` after every row; `append` keeps the rows that are there, if they are of this card, these
-    versions and this source, and does not time them again. Ratios are of what one call has measured.
+    `quick` takes fewer shapes; `budget` is in seconds: once it is spent, no further timing begins, and the
+    rest is recorded as skipped; `limit` is the maximum in seconds that one implementation may take at one
+    shape in a round, predicted from its smaller shapes. A shape of two sweeps is measured once. The results
+    go to `save_to` after every row; `append` keeps the rows there, if they are of this card, these versions
+    and this source, and does not time them again. Ratios compare only what one call has measured.
 
     Raises UserError for a name that does not exist and for a machine without the device.
     """
@@ -67,13 +67,13 @@ def run_bench(
     check_same(save_to, results.environment, environment(device))
     deadline, session = time.perf_counter() + budget, datetime.now().astimezone().isoformat()
     schedule = _schedule(shapes, chosen, training, results)
-    rounds: dict[Cell, list[Row]] = defaultdict(list)  # of each cell, a row a round
+    rounds: dict[Cell, list[Row]] = defaultdict(list)  # one row per round for each cell
     timings = tqdm(schedule, desc="bench", unit="timing", disable=None if progress else True)
     for n, shape, implementation in timings:
         timings.set_postfix_str(f"{implementation.name} {shape} round {n}")
         rows = rounds[implementation.name, shape]
         spent = f"the budget of {budget:.0f} s is spent" if time.perf_counter() > deadline else None
-        if n > 1 and (spent or not rows[-1].rounds):  # never timed, or failed since
+        if n > 1 and (spent or not rows[-1].rounds):  # never timed, or failed in an earlier round
             continue
         if n > 1:
             row = measure_again(rows[0], implementation, dtype, clock)
@@ -92,7 +92,7 @@ def run_bench(
 
 
 def _usable_device(name: str | torch.device) -> torch.device:
-    """The device, made the current one; UserError where there is none."""
+    """The device, made the current one; UserError if there is none."""
     if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", str(name)):
         raise UserError(f"unknown device {str(name)!r}: use cuda, cuda:1 … or cpu")
     device = torch.device(name)
@@ -105,9 +105,9 @@ def _usable_device(name: str | torch.device) -> torch.device:
 
 
 def _new_results(clock: Clock) -> Results:
-    results = Results(environment(clock.device), clock.copy_bandwidth(1 << 30 if clock.cuda else 1 << 24))
-    results.empty_node_ms = list(clock.empty_node())
-    return results
+    bandwidth = clock.copy_bandwidth(1 << 30 if clock.cuda else 1 << 24)
+    empty_node_ms = list(clock.empty_node())
+    return Results(environment(clock.device), copy_bandwidth=bandwidth, empty_node_ms=empty_node_ms)
 
 
 def _schedule(
@@ -126,7 +126,7 @@ def _schedule(
 
 
 def choose_implementations(names: Iterable[str]) -> list[Implementation]:
-    """By name, by default DEFAULT_IMPLEMENTATIONS; UserError for a name that does not exist."""
+    """The implementations by name, by default DEFAULT_IMPLEMENTATIONS; UserError for an unknown name."""
     names = _check_names(names, IMPLEMENTATIONS, "implementation") or DEFAULT_IMPLEMENTATIONS
     return [IMPLEMENTATIONS[name] for name in names]
 
@@ -138,7 +138,7 @@ def choose_shapes(only: Iterable[str], sweeps: dict[str, tuple[Shape, ...]]) -> 
 
 
 def _check_names(names: Iterable[str], known: Collection[str], what: str) -> list[str]:
-    """Each of the names once; UserError for one that is not known."""
+    """The names without duplicates; UserError for an unknown one."""
     names = list(dict.fromkeys(names))
     for name in names:
         if name not in known:
@@ -147,9 +147,9 @@ def _check_names(names: Iterable[str], known: Collection[str], what: str) -> lis
 
 
 def _too_slow(rows: list[Row], implementation: Implementation, shape: Shape, limit: float) -> str | None:
-    """Why the implementation is not tried at this shape, going by the shapes that it was timed at."""
+    """Why the implementation would exceed `limit` at this shape, judging by shapes timed already; or None."""
     predicted = _predict(rows, implementation, shape)
-    if predicted is None or 8 * predicted <= limit:  # one to warm, one to size, two, three to time and more
+    if predicted is None or 8 * predicted <= limit:  # warm-up, sizing, two untimed, three timed, and more
         return None
     return f"would take about {predicted:.1f} s a call, the limit is {limit:.0f} s in all"
 

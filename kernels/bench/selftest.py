@@ -33,7 +33,7 @@ class Check(NamedTuple):
 
 
 def self_test(names: tuple[str, ...] = OURS, device: str = "cuda") -> list[Check]:
-    """Forward and backward of every form at short, odd and chunk-sized lengths."""
+    """Checks forward and backward of every form at short, odd and chunk-sized lengths."""
     cells = [(name, dtype, shape) for name in names for dtype in DTYPES for shape in SHAPES]
     return [_check(name, shape, dtype, torch.device(device)) for name, dtype, shape in cells]
 
@@ -44,7 +44,7 @@ def _check(name: str, shape: Shape, dtype: torch.dtype, device: torch.device) ->
         return Check(name, shape, dtype, math.nan, implementation.tolerance, reason)
     call = BenchCall(implementation, shape, dtype, device)
     call.both()
-    # dq and dk of a single token are zero, where a relative error means nothing
+    # dq and dk of a single token are zero, so their relative error is meaningless
     errors = relative_errors(call)
     worst = max(error for key, error in errors.items() if shape.N > 1 or key in ("o", "dv"))
     return Check(name, shape, dtype, worst, implementation.tolerance, "")

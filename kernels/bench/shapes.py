@@ -1,4 +1,4 @@
-"""The shapes that are measured: which sweep asks for them, in the order in which they run."""
+"""The shapes that are measured, by sweep, in the order in which they run."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Shape(NamedTuple):
         return self.B * self.N * self.H * self.D * item_size
 
 
-REFERENCE = Shape(4, 8192, 16, 128)  # where the targets are set
+REFERENCE = Shape(4, 8192, 16, 128)  # the shape of most targets
 BATCH_1 = Shape(1, 8192, 16, 128)
 LONG = Shape(1, 32768, 16, 128), Shape(1, 131072, 16, 128)  # their target: REFERENCE's time per token
-CUMSUM = Shape(1, 4096, 16, 128)  # the default-PyTorch form needs B·N·H·D² numbers
+CUMSUM = Shape(1, 4096, 16, 128)  # the plain PyTorch form needs B·N·H·D² numbers
 
 SWEEPS: dict[str, tuple[Shape, ...]] = {
     "training": (

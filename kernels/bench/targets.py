@@ -1,6 +1,6 @@
-"""The targets of our kernels as a table: what each asks, what was reached, met or not, from results alone.
+"""The targets of our kernels as a table, from results alone: each target, what was reached, met or not.
 
-Times are of eager calls, the host's share with them, unless a target's text says that graphs were replayed.
+Times are of eager calls, including host time, unless a target's text says that graphs were replayed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ UNNORMALISED = ("fla-linear", "fla-fused-linear", "fla-lightning")
 FLA = (*UNNORMALISED, "fla-linear-norm", "fla-gla")
 DIRECTIONS = ("forward_ms", "backward_ms")
 
-Reached = Callable[[Any], list[float]]  # raises Missing where the results do not hold the numbers
+Reached = Callable[[Any], list[float]]  # raises Missing if the results lack the numbers
 
 
 @dataclass(frozen=True)
 class Target:
-    """A number to reach: `required`, and better `aim`. `lingpt bench train` has its own, of this class."""
+    """A number to reach: at least `required`, ideally `aim`. `lingpt bench train` has its own targets of this
+    class."""
 
     what: str
     required: float | None  # None: reported, not judged
@@ -42,7 +43,7 @@ class Target:
         return "aim met" if self.aim is not None and self.met(values, self.aim) else "met"
 
     def line(self, results: Any) -> str:
-        """Its line of the table."""
+        """The target's line of the table."""
         sign = "≥" if self.at_least else "≤"
         bounds = " | ".join(f"{sign} {x:g}" if x is not None else "" for x in (self.required, self.aim))
         try:
@@ -54,7 +55,7 @@ class Target:
 
 
 class Missing(LookupError):
-    """A number that no row holds, and which."""
+    """A number is in no row; the message says which."""
 
 
 def targets_table(results: Results) -> str:
@@ -80,7 +81,7 @@ def targets_table(results: Results) -> str:
 
 
 def _medians(rows: list[Row]) -> str:
-    """What the times of these rows are, and over how many rounds, if that is more than one."""
+    """What the times of these rows are medians of, with the number of rounds if there are several."""
     rounds = [row.rounds for row in rows if row.rounds]
     fewest, most = min(rounds, default=1), max(rounds, default=1)
     if most == 1:
@@ -93,7 +94,7 @@ def _medians(rows: list[Row]) -> str:
 
 def _row(results: Results, cell: Cell, field: str) -> Row:
     """The cell's row, with a correct number in `field`."""
-    row = results.row(*cell, field)
+    row = results.correct_row(*cell, field)
     if row is None or getattr(row, field) is None:
         tried = next((r for r in results.rows if r.cell == cell), None)
         raise Missing(
@@ -107,9 +108,10 @@ def _value(results: Results, cell: Cell, field: str) -> float:
 
 
 def _ratio(results: Results, cell: Cell, base_cell: Cell, field: str) -> float:
-    """Of two times: the median of the rounds' ratios, as clocks drift less within a round than between.
+    """The ratio of two times: the median of the ratios within rounds, as clocks drift less there than
+    between.
 
-    Missing where the two were measured in different sessions (`--append`): no round has both.
+    Missing if the two were measured in different sessions (`--append`): no round has both.
     """
     row, base = (_row(results, x, field) for x in (cell, base_cell))
     if row.session != base.session:
@@ -127,15 +129,15 @@ def _multiple_of_floor(direction: str, units: int, name: str = "ours") -> Reache
 def _faster(
     baselines: tuple[str, ...], shape: Shape, fields: tuple[str, ...] = DIRECTIONS, graph: bool = False
 ) -> Reached:
-    """How many times faster than the fastest of `baselines`, for each of `fields`.
+    """How many times faster ours is than the fastest of `baselines`, for each of `fields`.
 
-    Missing where one of them has no correct time: it may be the fastest.
+    Missing if one of them has no correct time: it might be the fastest.
     """
 
     def ratio(results: Results, field: str) -> float:
         name = field.replace("_ms", "_graph_ms") if graph else field
         _row(results, ("ours", shape), name)
-        if not any((row := results.row(x, shape, name)) and getattr(row, name) for x in baselines):
+        if not any((row := results.correct_row(x, shape, name)) and getattr(row, name) for x in baselines):
             raise Missing(f"none of {', '.join(baselines)} at {shape}")
         return min(_ratio(results, (baseline, shape), ("ours", shape), name) for baseline in baselines)
 
@@ -143,7 +145,7 @@ def _faster(
 
 
 def _empty_node(results: Results) -> list[float]:
-    """Of eager calls at B = 1, the share that PyTorch's autograd takes on this host for doing nothing."""
+    """The share of eager calls at B = 1 that an empty autograd node takes on this host."""
     if not results.empty_node_ms:
         raise Missing("an empty autograd node")
     nodes = zip(results.empty_node_ms, DIRECTIONS, strict=True)
@@ -151,17 +153,17 @@ def _empty_node(results: Results) -> list[float]:
 
 
 def _per_token(ratio: float, shape: Shape) -> float:
-    """The ratio of a time at `shape` to one at REFERENCE, for as many tokens."""
+    """The ratio of a time at `shape` to one at REFERENCE, per token."""
     return ratio * (REFERENCE.B * REFERENCE.N) / (shape.B * shape.N)
 
 
 def _eager_per_token(cell: Cell) -> Reached:
-    """A cell's times per token over those of ours at REFERENCE."""
+    """A cell's eager times per token relative to those of ours at REFERENCE."""
     return lambda r: [_per_token(_ratio(r, cell, ("ours", REFERENCE), d), cell[1]) for d in DIRECTIONS]
 
 
 def _interleaved(cell: Cell) -> Reached:
-    """The same, of interleaved replays."""
+    """A cell's times per token relative to those of ours at REFERENCE, by interleaved replays."""
 
     def ratios(results: Results) -> list[float]:
         row = _row(results, cell, "both_ms")
@@ -176,7 +178,7 @@ def _memory(field: str) -> Reached:
     return lambda r: [_value(r, ("ours", REFERENCE), field)]
 
 
-# What is asked, the required number, the aim, and what was reached.
+# The target in words, the required number, the aim, and what was reached.
 TARGETS = (
     Target("forward, B=4 N=8192, multiple of the 4 U floor", 2.2, 1.3, _multiple_of_floor("forward_ms", 4)),
     Target("backward, B=4 N=8192, multiple of the 8 U floor", 3.6, 2.0, _multiple_of_floor("backward_ms", 8)),

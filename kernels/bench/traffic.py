@@ -1,4 +1,4 @@
-"""Bytes that really go to and from DRAM, from the GPU's counters, through NVIDIA's profiler `ncu`."""
+"""Measures the bytes moved to and from DRAM with the GPU's counters, by NVIDIA's profiler `ncu`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 
 
 def count_bytes(names: Iterable[str]) -> dict[str, dict[str, float]]:
-    """Implementation → "forward", "backward" → bytes at REFERENCE, of those of `names` that run here.
+    """Implementation → "forward" or "backward" → bytes at REFERENCE, for those of `names` that run here.
 
-    UserError where `ncu` is missing or counts nothing.
+    UserError if `ncu` is missing or counts nothing.
     """
     from tqdm import tqdm
 
@@ -45,7 +45,7 @@ def _runs_both_ways(name: str) -> bool:
 def _profile(name: str, direction: str) -> float:
     call = f"run_once({name!r}, {direction!r})"
     script = f"from lingpt.kernels.bench.traffic import run_once; {call}"
-    # Caches are left as they are between kernels: what one leaves for the next in L2 is no traffic.
+    # Caches are not flushed between kernels: data that one leaves in L2 for the next is not DRAM traffic.
     options = ["--csv", "--print-units", "base", "--cache-control", "none", "--profile-from-start", "off"]
     command = ["ncu", *options, "--metrics", ",".join(METRICS), sys.executable, "-c", script]
     ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONSAFEPATH": "1"})
@@ -67,7 +67,7 @@ def parse_counts(output: str) -> float:
 
 
 def run_once(name: str, direction: str) -> None:
-    """In the profiled process: everything once to compile and tune, then one direction with counters on."""
+    """Runs in the profiled process: all once, to compile and tune, then one direction with counters on."""
     import torch
 
     from lingpt.kernels.bench.call import BenchCall

@@ -1,7 +1,7 @@
-"""Compiles what Triton kernels need before the clock starts, in parallel processes that share one cache.
+"""Compiles Triton kernels before the benchmark, in parallel processes that share one cache.
 
-They autotune for minutes on a cold cache. Here only the compiling is shared, never a choice of configuration:
-with other processes at work it would be a bad one. So FLA's cache of choices is off here, and the
+With a cold cache they autotune for minutes. Here only compiled kernels are shared, not the choice of a
+configuration, which other running processes would distort. So FLA's cache of choices is off here, and the
 benchmark tunes again, alone, on compiled kernels.
 """
 
@@ -18,7 +18,7 @@ from lingpt.kernels.bench.implementations import IMPLEMENTATIONS
 from lingpt.kernels.bench.runner import choose_implementations, choose_shapes
 from lingpt.kernels.bench.shapes import SWEEPS, Shape
 
-WARM_N = 1024  # kernels depend on B = 1 or not, on H and on D; not on N, as long as 16 divides it
+WARM_N = 1024  # kernels depend on whether B is 1, on H and on D; not on N, as long as 16 divides it
 
 
 def warm_up(
@@ -27,8 +27,8 @@ def warm_up(
     workers: int | None = None,
     progress: bool = True,
 ) -> dict[str, str]:
-    """Runs every implementation that autotunes once at each kind of shape of the sweeps named in `only`
-    (default: all); returns the errors, by "implementation shape".
+    """Runs every autotuning implementation once at each kind of shape of the sweeps named in `only` (default:
+    all); returns the errors by "implementation shape".
 
     Raises UserError for a name that does not exist.
     """
@@ -45,7 +45,7 @@ def warm_up(
 
 
 def _warm_in_process(name: str, shape: Shape) -> str | None:
-    """None if it worked, else the last line of the error."""
+    """Runs `warm_one` in a new process; None if it worked, else the last line of the error."""
     script = f"from lingpt.kernels.bench.warm import warm_one; warm_one({name!r}, {tuple(shape)})"
     environment = os.environ | {"FLA_CACHE_RESULTS": "0", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
@@ -53,7 +53,7 @@ def _warm_in_process(name: str, shape: Shape) -> str | None:
 
 
 def warm_one(name: str, shape: tuple[int, int, int, int]) -> None:
-    """One forward and backward in this process."""
+    """Runs one forward and backward in this process."""
     import torch
 
     from lingpt.kernels.bench.call import BenchCall

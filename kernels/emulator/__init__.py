@@ -1,21 +1,21 @@
-"""Runs PTX on numpy: the project's own CUDA kernels, where there is no GPU.
+"""Emulates PTX in numpy: runs the project's own CUDA kernels without a GPU.
 
     spec = kernel_build("sm_90a", torch.bfloat16, 64, decay="NO_DECAY", rope=0).spec("sm_90a")
     module = Module(spec.source, "sm_90a", spec.defines)
     kernel = module.kernel("prefix<64, false, false>", PARAMS_CODE)
-    with Memory(q, k, v):                       # and every tensor that PyTorch makes in here
+    with Memory(q, k, v):                       # and every tensor that PyTorch creates inside
         kernel((blocks, 1, 1), (128, 1, 1), shared_bytes, 0, *arguments)
 
-NVRTC compiles. Global memory is the host's: pointers are `data_ptr()`s of CPU tensors, and an access outside
-of the tensors in `Memory` is an error. Shared memory is watched for races, for reads of what is still in
-flight, and for ordinary writes that reach wgmma without fence.proxy.async. Asynchronous copies and products
-complete at the latest moment that is legal. faults.py lists the errors.
+NVRTC compiles the source. Global memory is the host's: pointers are `data_ptr()`s of CPU tensors, and an
+access outside of the tensors in `Memory` is an error. Shared memory is checked for races, for reads of data
+still in flight, and for ordinary writes that reach wgmma without fence.proxy.async. Asynchronous copies and
+products complete at the latest legal moment. faults.py lists the errors.
 
 It is stricter than the hardware: a thread that has returned does not count at a barrier; wgmma needs
-wgmma.fence behind every wait that leaves nothing in flight.
+wgmma.fence after every wait that leaves nothing in flight.
 
 It implements what the project's kernels use, and little more; the rest raises UnknownInstruction. It does not
-see races between lanes of one warp, nor between blocks.
+detect races between lanes of one warp, nor between blocks.
 """
 
 from __future__ import annotations
@@ -58,13 +58,14 @@ __all__ = [
     "UnknownInstruction",
 ]
 
-# KB of shared memory a block (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability").
+# KB of shared memory per block (CUDA C++ Programming Guide, "Technical Specifications per Compute
+# Capability").
 MOST_SHARED = dict.fromkeys(("sm_90", "sm_100", "sm_103"), 227) | {"sm_80": 163}
 MOST_SHARED |= dict.fromkeys(("sm_86", "sm_89", "sm_120", "sm_121"), 99)
 
 
 class Module:
-    """A source for an architecture. Its kernels are compiled one by one, when they are first launched."""
+    """A source file for one architecture. Each kernel is compiled when it is first launched."""
 
     def __init__(self, source: str | Path, arch: str, defines: Mapping[str, Any]) -> None:
         self.source, self.arch, self.defines = str(source), arch, dict(defines)
@@ -72,18 +73,18 @@ class Module:
         self._c_kernels: Ptx | None = None
 
     def kernel(self, name: str, signature: str) -> EmulatedKernel:
-        """To be called as kernel.Kernel is, in a `with Memory(…)`."""
+        """A kernel, to be called like kernel.Kernel, inside a `with Memory(…)`."""
         key = name, signature
         if key not in self._kernels:
             self._kernels[key] = EmulatedKernel(self, name, signature)
         return self._kernels[key]
 
     def load(self, signatures: Mapping[str, str]) -> dict[str, EmulatedKernel]:
-        """As CompiledModule.load."""
+        """The kernels of these names, like CompiledModule.load."""
         return {name: self.kernel(name, signature) for name, signature in signatures.items()}
 
     def parsed(self, name: str) -> Kernel:
-        """An instance of a template is compiled alone; `extern "C"` kernels of a file all come at once."""
+        """The parsed kernel. A template instance is compiled alone, `extern "C"` kernels all at once."""
         if "<" in name:
             text, symbols = compile_ptx(self.source, self.arch, self.defines, [name])
             return Ptx(text).kernel(symbols[name])
@@ -94,7 +95,7 @@ class Module:
 
 
 class EmulatedKernel:
-    """`kernel(grid, block, shared, stream, *arguments)` runs all blocks, one after the other."""
+    """A kernel: `kernel(grid, block, shared, stream, *arguments)` runs all blocks, one after another."""
 
     def __init__(self, module: Module, name: str, signature: str) -> None:
         self.module, self.name = module, name

@@ -1,4 +1,4 @@
-"""Loads and stores, and the fence between the proxies."""
+"""The instructions ld, st and fence.proxy.async."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from lingpt.kernels.emulator.ptx import Instruction, Reg
 
 
 def units(address: np.ndarray, size: int) -> np.ndarray:
-    """What the race detector watches of `size` bytes at every address: [n, ⌈size/2⌉]."""
+    """The units that the race detector watches, for `size` bytes at every address: [n, ⌈size/2⌉]."""
     return (address >> 1)[:, None] + np.arange(max(size // 2, 1))
 
 
-# Loads and stores. A generic address is one of global memory: shared memory has none without a cvta.
+# Loads and stores. A generic address is a global one: shared memory has none without a cvta.
 
 
 def _form(code: Instruction) -> tuple[str, np.dtype, int]:
-    """The space; the type of the elements; how many."""
+    """The state space, the type of the elements, and their number."""
     spaces = [p.split("::")[0] for p in code.parts if p.split("::")[0] in SPACES]
     count = next((int(p[1]) for p in code.parts if p in ("v2", "v4")), 1)
     return spaces[0] if spaces else "global", DTYPES[code.parts[-1]], count
@@ -67,7 +67,7 @@ def _ld(m: Machine, code: Instruction) -> Operation:
 
 
 def _destination(m: Machine, register: Reg, dtype: np.dtype) -> np.ndarray:
-    """A register may be wider than what is loaded, which is then extended."""
+    """The view of `register` to load into; a value narrower than the register is extended."""
     if dtype.kind == "f":
         return m.register(register, dtype)
     return m.register(register, np.dtype(f"{dtype.kind}{max(register.bits // 8, dtype.itemsize)}"))

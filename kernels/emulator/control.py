@@ -71,7 +71,7 @@ class Barriers(Component):
 
 @builds("bar")
 def _bar(m: Machine, code: Instruction) -> Operation:
-    """bar.sync, of the block or of a number of threads; bar.warp.sync, of whole warps."""
+    """bar.sync for the block or a number of threads; bar.warp.sync for whole warps."""
     if code.opcode == "bar.warp.sync":
         return _warp_barrier(m, code)
     if code.opcode != "bar.sync":
@@ -104,6 +104,6 @@ def _warp_barrier(m: Machine, code: Instruction) -> Operation:
 
 
 def require_full(members: np.ndarray, mask: Mask) -> None:
-    """That a `.sync` instruction names all lanes of its warp."""
+    """Checks that a `.sync` instruction names all lanes of its warp."""
     if (members[True if mask is True else mask] != 0xFFFFFFFF).any():
         raise UnknownInstruction("an instruction for part of a warp")

@@ -1,4 +1,4 @@
-"""cp.async: the bytes arrive when their thread waits for them, and not before."""
+"""cp.async: the bytes arrive only when their thread waits for them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from lingpt.kernels.emulator.ptx import Instruction
 
 @dataclasses.dataclass
 class Copy:
-    """What one instruction copies, an entry a thread: where to, the bytes, and the thread's commit group.
+    """The copies of one instruction, one entry per thread: destination, bytes, and the thread's commit group.
 
-    `clock`: of the thread's warp when it attached the copy to an mbarrier, or −1.
+    `clock`: the clock of the thread's warp when it attached the copy to an mbarrier, or −1.
     """
 
     lanes: np.ndarray
@@ -30,17 +30,17 @@ class Copy:
     by: int
 
     def of(self, chosen: np.ndarray) -> Copy:
-        """The part of these threads."""
+        """The copies of the chosen threads."""
         lanes, address, data = self.lanes[chosen], self.address[chosen], self.data[chosen]
         return Copy(lanes, address, data, self.group[chosen], self.clock[chosen], self.by)
 
 
 class Copies(Component):
-    """A block's cp.async in flight. Those that are never waited for do no harm."""
+    """A block's cp.async in flight. Copies that nothing waits for are not an error."""
 
     def reset(self) -> None:
         self.pending: list[Copy] = []
-        self.committed = np.zeros(self.m.T, np.int64)  # groups of every thread
+        self.committed = np.zeros(self.m.T, np.int64)  # number of commit groups per thread
 
     def start(self, lanes: np.ndarray, address: np.ndarray, data: np.ndarray, by: int) -> None:
         size = data.shape[1]
@@ -49,12 +49,12 @@ class Copies(Component):
         self.pending.append(Copy(lanes, address, data, self.committed[lanes], np.full(len(lanes), -1), by))
 
     def wait(self, mask: Mask, leave: int) -> None:
-        """For all groups of these threads but the last `leave`."""
+        """Completes all commit groups of these threads except the last `leave`."""
         done = np.where(mask, self.committed - leave, -1)
         self.complete(lambda copy: copy.group < done[copy.lanes])
 
     def attach(self, lanes: np.ndarray) -> Callable[[], None]:
-        """An mbarrier will report all copies of these threads so far. Returns what completes them."""
+        """Attaches these threads' copies so far to an mbarrier; returns the function that completes them."""
         clock = self.m.race.clock[self.m.warp_of]
         for copy in self.pending:
             mine = np.isin(copy.lanes, lanes) & (copy.clock < 0)
@@ -100,7 +100,7 @@ def _cp(m: Machine, code: Instruction) -> Operation:
 
 
 def _copy(m: Machine, code: Instruction, copies: Copies) -> Operation:
-    """Of `count` bytes, zeros behind them up to `size`."""
+    """cp.async of `count` bytes, padded with zeros to `size`."""
     to, source, (width, count) = *map(m.addresses, code.operands[:2]), code.operands[2:]
     size, counts = int(width.text), m.source(count, U32)
 
@@ -122,7 +122,8 @@ def _copy(m: Machine, code: Instruction, copies: Copies) -> Operation:
 def _arrive(m: Machine, code: Instruction, copies: Copies) -> Operation:
     """cp.async.mbarrier.arrive.noinc: arrives when the thread's cp.async so far are complete.
 
-    It passes on what its warp knew when it executed this, not what it has learned since.
+    It passes on what its warp had synchronised with when it executed this, not what it synchronised with
+    later.
     """
     barriers, addresses = m.component(Mbarriers), m.addresses(code.operands[0])
 

@@ -1,16 +1,16 @@
-"""What the emulator reports. A message names the kernel, the block, the instruction and its source line."""
+"""The emulator's errors. A message names the kernel, the block, the instruction and its source line."""
 
 
 class EmulatorError(Exception):
-    """A kernel did what it must not do, or what the emulator does not implement."""
+    """A kernel did something illegal, or something that the emulator does not implement."""
 
 
 class MemcheckError(EmulatorError):
-    """An access outside of what was allocated, or not aligned to its size."""
+    """An access outside of allocated memory, or not aligned to its size."""
 
 
 class RaceError(EmulatorError):
-    """Accesses to shared memory that nothing orders, or to what a copy or product in flight is using."""
+    """Unordered accesses to shared memory, or accesses to data that a copy or product in flight uses."""
 
 
 class ProxyError(EmulatorError):

@@ -1,8 +1,7 @@
 """A block of threads: registers, the binding of instructions to numpy, and the scheduler.
-
-Every register is a row of one number a thread. An instruction becomes a function of the mask of threads that
-execute it: True for all, or an array of bool. Threads at the smallest program counter run first, together,
-so that those who diverged at an `if` converge again behind it; they run to the end of a basic block.
+ Every register is a row with one number per thread. An instruction becomes a function of the mask of threads
+that execute it: True for all, or an array of bool. Threads at the smallest program counter run first,
+together, so that those that diverged at an `if` converge after it; they run to the end of a basic block.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ DTYPES |= {"f16": np.dtype("u2"), "bf16": np.dtype("u2"), "f16x2": np.dtype("u4"
 BOOL, U32, U64, F32 = (DTYPES[kind] for kind in ("pred", "u32", "u64", "f32"))
 
 BUILDERS: dict[str, Callable[[Machine, Instruction], Operation]] = {}
-ENDS = ("bra", "ret", "bar", "mbarrier.try_wait")  # what a basic block ends with
+ENDS = ("bra", "ret", "bar", "mbarrier.try_wait")  # instructions that end a basic block
 ALIGNED = {"mma", "ldmatrix", "stmatrix", "bar", "shfl", "vote"}  # executed by whole warps only
 
 
 def builds(*names: str):
-    """Registers how an instruction, by the first word of its opcode, becomes a function."""
+    """Registers the builder of the function for instructions whose opcode starts with one of `names`."""
 
     def register(builder):
         BUILDERS.update(dict.fromkeys(names, builder))
@@ -57,17 +56,17 @@ def builds(*names: str):
 
 
 class Component:
-    """Something of a block that has state of its own: copies in flight, mbarriers, …"""
+    """A part of a block that has its own state: copies in flight, mbarriers, …"""
 
     def __init__(self, m: Machine) -> None:
         self.m = m
         self.reset()
 
     def reset(self) -> None:
-        """A block begins."""
+        """Called when a block begins."""
 
     def finish(self) -> None:
-        """It has ended: raises an error if something must not be left unfinished."""
+        """Called when the block has ended: raises an error if something was left unfinished."""
 
     def state(self) -> list[str]:
         """Lines for the report of a deadlock."""
@@ -76,11 +75,11 @@ class Component:
 
 @dataclasses.dataclass
 class BasicBlock:
-    """Straight code: from a label, or behind a branch, to the next of them."""
+    """Straight-line code: from a label or the instruction after a branch to the next of these."""
 
     operations: list[Operation]
     first: int  # index of the first instruction
-    after: int  # and of the one behind the last
+    after: int  # index after the last instruction
     end: Operation | None  # a branch or wait, which sets the program counter
     at_once: int  # threads that must execute it together: 1, 32 (a warp) or 128 (a warpgroup)
 
@@ -104,14 +103,14 @@ class Machine:
         self.shared = SharedMemory(self.shared_size)
         self.race = Race(self.warps, self.shared.end, self.describe)
         self.components: list[Component] = []
-        # Each completes copies in flight that report to an mbarrier.
+        # Each event completes copies in flight that report to an mbarrier.
         self.async_events: list[Callable[[], None]] = []
         self._bind()
 
     # Addresses and operands
 
     def _place_variables(self, dynamic_size: int) -> None:
-        """Addresses of shared variables, dynamic ones behind the others; of parameters, from 0."""
+        """Assigns addresses to shared variables (dynamic ones last), and to parameters (from 0)."""
         self.symbols = {name: offset for name, (offset, _) in self.kernel.parameters.items()}
         end = SHARED_START
         for variable in sorted(self.kernel.shared, key=lambda v: v.size == 0):
@@ -121,7 +120,7 @@ class Machine:
         self.shared_size = end - SHARED_START + dynamic_size
 
     def register(self, operand: Any, dtype: np.dtype) -> np.ndarray:
-        """A live view of a register as `dtype`; of its low part where the register is wider."""
+        """A live view of a register as `dtype`; of its low part if the register is wider."""
         if not isinstance(operand, Reg):
             raise UnknownInstruction(f"{operand} is not a register")
         row = self.registers[operand.bits][operand.row]
@@ -130,7 +129,7 @@ class Machine:
         return row.view(dtype)[:: row.itemsize // dtype.itemsize or 1]
 
     def source(self, operand: Any, dtype: np.dtype) -> np.ndarray:
-        """[threads] of anything that can be read: a live view, or a constant."""
+        """The values [threads] of any readable operand: a live view, or a constant."""
         if isinstance(operand, Reg):
             return self.register(operand, dtype)
         key = operand, dtype.str
@@ -151,7 +150,7 @@ class Machine:
 
     def _named(self, name: str, dtype: np.dtype) -> np.ndarray:
         if name.startswith(("%ctaid.", "%nctaid.")):
-            value = np.zeros(self.T, dtype)  # filled in for every block
+            value = np.zeros(self.T, dtype)  # set for every block
             self.grid_registers.append((name, value))
             return value
         known: dict[str, Any] = {"%tid.x": self.all_lanes, "%ntid.x": self.T, "%laneid": self.lane_of}
@@ -161,13 +160,13 @@ class Machine:
         return np.broadcast_to(known[name], self.T).astype(dtype)
 
     def addresses(self, operand: Address) -> Callable[[np.ndarray], np.ndarray]:
-        """A function of lanes: their addresses, int64. 32-bit registers hold shared addresses."""
+        """A function from lanes to their addresses, int64. 32-bit registers hold shared addresses."""
         narrow = isinstance(operand.base, Reg) and operand.base.bits == 32
         base = self.source(operand.base, U32 if narrow else DTYPES["s64"])
         return lambda lanes: base[lanes].astype(np.int64) + operand.offset
 
     def component(self, kind: type[Component]) -> Any:
-        """The one of this class."""
+        """The block's component of this class, created on first use."""
         found = next((x for x in self.components if isinstance(x, kind)), None)
         if found is None:
             found = kind(self)
@@ -180,7 +179,7 @@ class Machine:
         code = self.kernel.code
         starts = {0, len(code), *self.kernel.labels.values()}
         for instruction in code:
-            if instruction.opcode.startswith("mbarrier.try_wait"):  # where those who wait come back to
+            if instruction.opcode.startswith("mbarrier.try_wait"):  # waiting threads come back here
                 starts.add(instruction.index)
             if ends(instruction):
                 starts.add(instruction.index + 1)
@@ -208,7 +207,7 @@ class Machine:
             raise UnknownInstruction(f"{self.kernel.name}: {instruction}: {error!r}") from error
 
     def guard(self, instruction: Instruction) -> Callable[[Mask], Mask]:
-        """Which of the threads pass the instruction's predicate."""
+        """A function from the mask to the threads that pass the instruction's predicate."""
         guard = instruction.guard
         if guard is None:
             return lambda mask: mask
@@ -233,13 +232,13 @@ class Machine:
 
         return guarded
 
-    # What operations ask of a mask
+    # Properties of a mask, for operations
 
     def lanes(self, mask: Mask) -> np.ndarray:
         return self.all_lanes if mask is True else np.flatnonzero(mask)
 
     def whole_warps(self, mask: Mask) -> np.ndarray:
-        """The warps that execute. The scheduler runs them whole; a predicate must not split them."""
+        """The warps in the mask. The scheduler runs whole warps; a predicate must not split them."""
         if mask is True:
             return np.arange(self.warps)
         counts = mask.reshape(-1, 32).sum(1)
@@ -253,12 +252,12 @@ class Machine:
         return str(self.kernel.code[index])
 
     def run(self, ctaid: tuple[int, int, int], grid: tuple[int, int, int]) -> None:
-        """One block."""
+        """Runs one block."""
         for name, value in self.grid_registers:
             value[:] = (grid if name.startswith("%n") else ctaid)["xyz".index(name[-1])]
         self.shared.clear()
         for rows in self.registers.values():
-            rows.view(np.uint8).fill(1 if rows.dtype == bool else 0xFF)  # NaN, and no address
+            rows.view(np.uint8).fill(1 if rows.dtype == bool else 0xFF)  # NaN, and an invalid address
         self.race.clear()
         self.async_events.clear()
         self.pc, self.status = np.zeros(self.T, np.int64), np.full(self.T, RUN, np.int8)
@@ -295,7 +294,7 @@ class Machine:
         raise DeadlockError(f"{self.where}: no end after {MOST_STEPS} steps")
 
     def _converge(self, at: int, size: int) -> np.ndarray:
-        """The threads at `at` whose warps (warpgroups) are there as a whole; the others wait."""
+        """The threads at `at` whose whole warp (warpgroup) is there; the others wait."""
         here = (self.pc == at) & ((self.status == RUN) | (self.status == CONVERGE))
         end = self.T // size * size
         mask = np.zeros(self.T, bool)
@@ -318,7 +317,7 @@ class Machine:
             raise type(error)(f"{self.where}: {self.describe(index)}: {error}") from None
 
     def _unblock(self) -> None:
-        """No thread runs: the oldest copy in flight completes, at the latest moment."""
+        """Completes the oldest copy in flight, as no thread can run: the latest legal moment."""
         if not self.async_events:
             self._deadlock()
         self.async_events.pop(0)()
@@ -335,7 +334,7 @@ class Machine:
             lines.append(f"{_threads(gone)} have returned")
         raise DeadlockError(f"{self.where}: no thread can go on:\n  " + "\n  ".join(lines))
 
-    # What the end of a basic block does with its threads
+    # For the ends of basic blocks: moves threads
 
     def goto(self, mask: Mask, target: int) -> None:
         if mask is True:
@@ -344,7 +343,7 @@ class Machine:
             self.pc[mask] = target
 
     def diverge(self, mask: Mask) -> np.ndarray:
-        """The mask as an array; from here on threads have program counters of their own."""
+        """The mask as an array; from here on each thread has its own program counter."""
         if self.converged is None:
             return mask
         self.pc[:] = self.converged
@@ -356,7 +355,7 @@ class Machine:
 
 
 def ends(instruction: Instruction) -> bool:
-    """Whether a basic block ends with it."""
+    """Whether a basic block ends with this instruction."""
     return instruction.opcode.startswith(ENDS)
 
 

@@ -1,4 +1,4 @@
-"""mbarriers: who arrives passes on what it knows, who waits for a phase learns it."""
+"""mbarriers: arriving warps send their vector clocks, warps that wait for the phase receive them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from lingpt.kernels.emulator.ptx import Instruction
 
 @dataclasses.dataclass
 class Mbarrier:
-    """`phase` counts those completed; `message` is what the arrivals of this one have passed on."""
+    """`phase` counts completed phases; `message` merges the clocks that arrivals in the current one sent."""
 
     expected: int
     pending: int
     message: np.ndarray
     phase: int = 0
-    completed: np.ndarray | None = None  # the message of the last phase that is
+    completed: np.ndarray | None = None  # the message of the last completed phase
 
 
 class Mbarriers(Component):
-    """A block's, by their address."""
+    """A block's mbarriers, by address."""
 
     def reset(self) -> None:
         self.at: dict[int, Mbarrier] = {}
@@ -57,7 +57,7 @@ class Mbarriers(Component):
             self.m.wake(MBARRIER)
 
     def arriving(self, lanes: np.ndarray, addresses: np.ndarray) -> list[tuple[int, Mbarrier, int]]:
-        """Warps, mbarriers, and how many of the warp's lanes arrive there."""
+        """(warp, mbarrier, the number of the warp's lanes that arrive there)."""
         pairs = collections.Counter(zip((lanes // 32).tolist(), addresses.tolist(), strict=True))
         return [(warp, self.find(address, warp), count) for (warp, address), count in pairs.items()]
 
@@ -99,12 +99,12 @@ def _arrive(m: Machine, code: Instruction, barriers: Mbarriers) -> Operation:
 
 
 def _wait(m: Machine, code: Instruction, barriers: Mbarriers) -> Operation:
-    """It never fails: threads stay at it until a phase completes, and then look again."""
+    """mbarrier.try_wait, which never fails here: threads wait until a phase completes, then test again."""
     predicate, operand, parity = code.operands
     p, addresses, wanted = m.register(predicate, BOOL), m.addresses(operand), m.source(parity, U32)
 
     def over(address: int, parity: int, warps: list[int]) -> bool:
-        """Whether the phase of this parity is; the warps then learn what it passes on."""
+        """Whether the phase of this parity has completed; if so, the warps receive its message."""
         for warp in warps:
             barrier = barriers.find(address, warp)
         done = barrier.phase & 1 != parity & 1

@@ -1,4 +1,4 @@
-"""Global memory (the host's: every access must fall into a registered tensor) and shared memory."""
+"""Global memory (the host's: every access must be within a registered tensor) and shared memory."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch.utils._pytree import tree_leaves
 
 from lingpt.kernels.emulator.faults import MemcheckError
 
-SHARED_START = 1024  # where shared memory begins: nothing is at address 0, as on Hopper
+SHARED_START = 1024  # first address of shared memory; as on Hopper, nothing is at address 0
 UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 
 
 class Memory(TorchDispatchMode):
-    """The tensors that kernels may touch: those given, and all that PyTorch makes inside of the `with`.
+    """The tensors that kernels may access: those given, and all that PyTorch creates inside the `with`.
 
-    A tensor counts with the bounds of its storage, as long as the storage lives.
+    The bounds are those of a tensor's storage, as long as the storage lives.
     """
 
     active: ClassVar[list[Memory]] = []
@@ -50,13 +50,13 @@ class Memory(TorchDispatchMode):
         return result
 
     def ranges(self) -> list[tuple[int, int]]:
-        """Start and size of all that lives now."""
+        """Start and size of every storage that is still alive."""
         self._storages = {a: entry for a, entry in self._storages.items() if not entry[1].expired()}
         return [(address, size) for address, (size, _) in self._storages.items()]
 
 
 class _Span:
-    """The host's memory between two addresses, for numpy."""
+    """A range of the host's memory, as a numpy array interface."""
 
     def __init__(self, start: int, count: int, dtype: np.dtype) -> None:
         self.__array_interface__ = {
@@ -68,7 +68,7 @@ class _Span:
 
 
 class GlobalMemory:
-    """Checked reads and writes at the host's addresses. Every launch has its own."""
+    """Checked reads and writes at host addresses; one object per launch."""
 
     def __init__(self, ranges: list[tuple[int, int]]) -> None:
         ranges = sorted(ranges)
@@ -79,7 +79,7 @@ class GlobalMemory:
         self.views = {n: np.asarray(_Span(self.base, length // n, t)) for n, t in UNSIGNED.items()}
 
     def load(self, address: np.ndarray, size: int, count: int, lanes: np.ndarray) -> np.ndarray:
-        """[threads, count] elements of `size` bytes, raw."""
+        """Loads raw elements of `size` bytes: [threads, count]."""
         return self.views[size][self._indices(address, size, count, lanes)]
 
     def store(self, address: np.ndarray, values: np.ndarray, lanes: np.ndarray) -> None:
@@ -116,7 +116,7 @@ class GlobalMemory:
 
 
 class SharedMemory:
-    """A block's. Filled with 0xFF, so that what was never written is a NaN."""
+    """A block's shared memory, filled with 0xFF so that unwritten floats are NaN."""
 
     def __init__(self, size: int) -> None:
         self.end = SHARED_START + size

@@ -1,4 +1,4 @@
-"""PTX text → kernels as lists of instructions with their operands resolved to registers."""
+"""Parses PTX text into kernels: lists of instructions with their operands resolved to registers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTHS |= {"pred": 1, "bf16": 16, "f16x2": 32, "bf16x2": 32}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reg:
-    """A virtual register: its width (1 for a predicate) and its row among those of that width."""
+    """A virtual register: its width in bits (1 for a predicate) and its row among those of that width."""
 
     bits: int
     row: int
@@ -51,7 +51,7 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Inverted:
-    """`!p`."""
+    """`!p`: an inverted predicate."""
 
     register: Any
 
@@ -63,9 +63,9 @@ class Instruction:
     operands: tuple
     guard: Any  # a predicate, an Inverted one, or None
     text: str
-    line: int  # in the PTX
-    source: str  # "linear_attention.cu:93", or nothing where the compiler does not say
-    parts: list[str] = dataclasses.field(init=False)  # of the opcode
+    line: int  # line number in the PTX
+    source: str  # "linear_attention.cu:93", or empty if the compiler does not say
+    parts: list[str] = dataclasses.field(init=False)  # the opcode, split at its dots
 
     def __post_init__(self) -> None:
         self.parts = self.opcode.split(".")
@@ -78,7 +78,7 @@ class Instruction:
 
 @dataclasses.dataclass(slots=True)
 class Variable:
-    """In shared memory; size 0: what a launch adds."""
+    """A variable in shared memory; size 0: dynamic shared memory, sized by the launch."""
 
     name: str
     align: int
@@ -91,8 +91,8 @@ class Kernel:
     parameters: dict[str, tuple[int, int]]  # name → offset, size
     code: list[Instruction]
     labels: dict[str, int]
-    registers: dict[int, int]  # width → how many
-    shared: list[Variable]  # the module's and its own
+    registers: dict[int, int]  # width → number of registers
+    shared: list[Variable]  # those of the module and of the kernel
     max_threads: int
 
     @property
@@ -101,17 +101,17 @@ class Kernel:
 
 
 class Ptx:
-    """The PTX of a module; kernels are parsed when they are asked for."""
+    """The PTX of a module; kernels are parsed on demand."""
 
     def __init__(self, text: str) -> None:
-        # Comments become blanks of their length, so that positions still give the line.
+        # Comments are replaced by blanks of equal length, so that positions are unchanged.
         self.text = re.sub(r"//[^\n]*", lambda m: " " * len(m[0]), text)
         self.newlines = [m.start() for m in re.finditer("\n", self.text)]
         files = re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', self.text, re.MULTILINE)
         self.files = {number: path.rsplit("/", 1)[-1] for number, path in files}
         entry = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)([^{;]*)\{", re.DOTALL)
         self.entries = {m[1]: m for m in entry.finditer(self.text)}
-        outside, end = "", 0  # of the kernels
+        outside, end = "", 0  # the text outside of kernels
         for m in self.entries.values():
             outside, end = outside + self.text[end : m.start()], _closing_brace(self.text, m.end())
         statements = re.split(r"[;\n]", outside + self.text[end:])
@@ -126,7 +126,7 @@ class Ptx:
 
 
 def _closing_brace(text: str, start: int) -> int:
-    """Where the brace that is open at `start` is closed."""
+    """The position where the brace that is open at `start` is closed."""
     depth = 1
     for m in re.compile("[{}]").finditer(text, start):
         depth += 1 if m[0] == "{" else -1
@@ -147,7 +147,7 @@ def _shared_variable(statement: str) -> Variable | None:
 
 
 def immediate_bits(text: str, width: int) -> int:
-    """A number of PTX as the raw bits of `width` bytes; `0f…` are the bits of an fp32."""
+    """A PTX number as the raw bits of `width` bytes; `0f…` are the bits of an fp32 number."""
     if text[:2] not in ("0f", "0F"):
         return int(text.rstrip("U"), 0) & ((1 << 8 * width) - 1)
     if width != 4:
@@ -156,7 +156,7 @@ def immediate_bits(text: str, width: int) -> int:
 
 
 class _KernelParser:
-    """Parses one kernel. Scopes (`{ … }` of inline assembly) have registers and labels of their own."""
+    """Parses one kernel. Scopes (`{ … }` of inline assembly) have their own registers and labels."""
 
     statement = re.compile(
         r"\s*(?:(?P<loc>\.loc\s+(?P<file>\d+)\s+(?P<number>\d+)[^\n]*)"
@@ -172,7 +172,7 @@ class _KernelParser:
         self.counts = {1: 0, 16: 0, 32: 0, 64: 0}  # registers of each width
         self.code: list[Instruction] = []
         self.targets: dict[str, int] = {}
-        self.branches: list[tuple[Instruction, tuple[int, ...]]] = []  # whose labels are not resolved yet
+        self.branches: list[tuple[Instruction, tuple[int, ...]]] = []  # branches to resolve, with their scope
         self.source = ""
         self.shared = list(ptx.shared)
         parameters = _parameters(match[2])
@@ -263,7 +263,7 @@ class _KernelParser:
 
 
 def split_operands(text: str) -> list[str]:
-    """At the commas that are in no braces."""
+    """Splits the text at commas outside of braces and brackets."""
     if "{" not in text and "[" not in text:
         return [x.strip() for x in text.split(",")] if text else []
     found, depth, start = [], 0, 0
@@ -278,7 +278,7 @@ def split_operands(text: str) -> list[str]:
 
 
 def _parameters(text: str) -> dict[str, tuple[int, int]]:
-    """Name → offset and size in the buffer that a launch fills."""
+    """Name → offset and size of a parameter in the buffer that a launch fills."""
     found, end = {}, 0
     for m in re.finditer(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([^\[,\s]+)(?:\[(\d+)\])?", text):
         width = WIDTHS[m[2]] // 8

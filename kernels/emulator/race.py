@@ -1,9 +1,8 @@
-"""Happens-before on shared memory: races, what is in flight, and the fence between the two proxies.
-
-A warp is one thread of execution (its own lanes are taken to be in order). Warps have vector clocks, which
-barriers merge and mbarriers carry from those who arrive to those who wait. Shared memory is watched in units
-of two bytes. A stamp is `clock << 24 | instruction`; a stamp that is not above the reader's bound for the
-writer happened before.
+"""Race detection in shared memory by happens-before: races, data in flight, and the fence between proxies.
+ A warp is one thread of execution (accesses of its own lanes count as ordered). Warps have vector clocks,
+which barriers merge and mbarriers pass from arriving to waiting warps. Shared memory is watched in units of
+two bytes. A stamp is `clock << 24 | instruction`; an access happened before if its stamp is at most the
+warp's bound for its actor.
 """
 
 from __future__ import annotations
@@ -14,24 +13,24 @@ import numpy as np
 
 from lingpt.kernels.emulator.faults import ProxyError, RaceError
 
-TICK = 1 << 24  # a stamp's clock; below it the index of the instruction
+TICK = 1 << 24  # one clock tick in a stamp; the bits below are the instruction's index
 IN_FLIGHT = 1 << 60
 
 
 class Race:
-    """The watch over one block's shared memory."""
+    """The race detector for one block's shared memory."""
 
     def __init__(self, warps: int, size: int, describe: Callable[[int], str]) -> None:
         self.warps, self.describe = warps, describe
         units = -(-size // 2)
-        # Actors: the warps, all that is in flight, the warpgroups' products.
+        # Actors: the warps; everything in flight (one actor); the products of each warpgroup.
         self.groups = warps + 1
         self.actors = self.groups + -(-warps // 4)
         self.writer = np.zeros(units, np.int16)
-        self.written = np.zeros(units, np.int64)  # stamp
-        self.reads = np.zeros((self.actors, units), np.int64)  # the last by each actor, a stamp
-        self.flights = np.zeros(units, np.int16)  # reads in flight
-        # The last stamp of each actor that happened before; and the last that the async proxy sees.
+        self.written = np.zeros(units, np.int64)  # stamp of the last write
+        self.reads = np.zeros((self.actors, units), np.int64)  # stamp of the last read by each actor
+        self.flights = np.zeros(units, np.int16)  # number of reads in flight
+        # Per warp and actor, the last stamp that happened before, and the last that the async proxy sees.
         self.bounds = np.zeros((2, warps, self.actors), np.int64)
         self.knows, self.fenced = self.bounds
         self.clock = np.zeros(warps, np.int64)
@@ -47,16 +46,16 @@ class Race:
     # Synchronisation
 
     def tick(self, warps: np.ndarray | int) -> None:
-        """What these warps do from now on is unknown to a warp that learns what they did so far."""
+        """Advances these warps' clocks: their later accesses are not ordered by what they send up to now."""
         self.clock[warps] += TICK
         self.knows[warps, warps] = self.clock[warps] + TICK - 1
 
     def message(self) -> np.ndarray:
-        """What an mbarrier passes on before the first arrival: nothing."""
+        """The message of an mbarrier before the first arrival: empty bounds."""
         return np.zeros((2, self.actors), np.int64)
 
     def send(self, warp: int, message: np.ndarray) -> None:
-        """An arrival: what the warp knows is added to what the mbarrier passes on."""
+        """An arrival: merges the warp's bounds into the mbarrier's message."""
         np.maximum(message, self.bounds[:, warp], out=message)
         self.tick(warp)
 
@@ -64,20 +63,21 @@ class Race:
         np.maximum(self.bounds[:, warp], message, out=self.bounds[:, warp])
 
     def barrier(self, warps: np.ndarray) -> None:
-        """A barrier among these warps."""
+        """A barrier of these warps: merges their bounds."""
         self.bounds[:, warps] = self.bounds[:, warps].max(1, keepdims=True)
         self.tick(warps)
 
     def fence(self, warps: np.ndarray) -> None:
-        """fence.proxy.async: what these warps know of is visible to the async proxy behind it.
+        """fence.proxy.async: makes all writes that happened before it in these warps visible to the async
+        proxy.
 
-        It is enough that the fence is somewhere on the way from the write to the product (PTX ISA,
+        The fence may be anywhere on the causality path from the write to the product (PTX ISA,
         "Proxy-preserved base causality order").
         """
         self.fenced[warps] = np.maximum(self.fenced[warps], self.knows[warps])
         self.tick(warps)
 
-    # Accesses. `units`: [n, k] indices of two bytes; `warps`: [n] who; `by`: the instruction
+    # Accesses. `units`: [n, k] indices of two-byte units; `warps`: [n], the warps; `by`: the instruction
 
     def read(self, units: np.ndarray, warps: np.ndarray, by: int) -> None:
         self.check_written(units, warps)
@@ -91,18 +91,18 @@ class Race:
             self._report_write(clash, units, warps, "writes")
 
     def start_write(self, units: np.ndarray, warps: np.ndarray, by: int) -> None:
-        """A cp.async: no warp may touch these bytes until `end_write`."""
+        """Starts a cp.async: no warp may access these bytes until `end_write`."""
         self._check_write(units, warps)
         self.writer[units] = self.warps
         self.written[units] = IN_FLIGHT | by
 
     def end_write(self, units: np.ndarray, warps: np.ndarray, by: int, clock: np.ndarray) -> None:
-        """From here on an ordinary write of its warp, at this time of the warp's."""
+        """Ends a cp.async, which from now on is an ordinary write of its warp, at the warp's time `clock`."""
         self.writer[units] = warps[:, None]
         self.written[units] = clock[:, None] | by
 
     def start_product(self, units: np.ndarray, warps: np.ndarray, by: int) -> None:
-        """The async proxy reads for these warps: no warp may write these bytes until `end_product`."""
+        """Starts a read by the async proxy for these warps: no warp may write there until `end_product`."""
         everyone = np.repeat(units, len(warps), 0)
         self.check_written(everyone, warps)
         self._check_fenced(everyone, warps)
@@ -110,7 +110,7 @@ class Race:
         self.reads[self.warps, units] = IN_FLIGHT | by
 
     def end_product(self, units: np.ndarray, group: int, by: int) -> None:
-        """A warpgroup has waited for a product, which ends as one: each of the warps may speak for it."""
+        """Ends a product for which a warpgroup has waited: for all four of its warps it happened before."""
         self.flights[units] -= 1
         self.reads[self.warps, units] *= self.flights[units] > 0
         self.products += TICK
@@ -118,7 +118,8 @@ class Race:
         self.knows[4 * group : 4 * group + 4, self.groups + group] = self.products + TICK - 1
 
     def check_written(self, units: np.ndarray, warps: np.ndarray, verb: str = "reads") -> None:
-        """What was written there happened before. Alone: a read that leaves no trace, of an mbarrier."""
+        """Checks that the last writes happened before. Without `read`, for reads that are not recorded: of an
+        mbarrier."""
         bad = self.written[units] > self.knows[warps[:, None], self.writer[units]]
         if bad.any():
             self._report_write(bad, units, warps, verb)

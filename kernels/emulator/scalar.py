@@ -1,4 +1,4 @@
-"""Instructions that a thread executes on its registers, and the exchange between the lanes of a warp."""
+"""Instructions on a thread's registers, and exchanges between the lanes of a warp."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def narrow(x: np.ndarray, kind: str) -> np.ndarray:
         return x.astype(np.float16).view(np.uint16)
     size = x.dtype.itemsize
     word = np.dtype(f"u{size}").type
-    dropped = {4: 16, 8: 45}[size]  # bits of the significand that bf16 has not
+    dropped = {4: 16, 8: 45}[size]  # bits of the significand that bf16 lacks
     bits = np.ascontiguousarray(x).view(word)
     half = word((1 << (dropped - 1)) - 1) + (bits >> word(dropped) & word(1))
     rounded = (bits + half) >> word(dropped) << word(dropped)
@@ -39,7 +39,7 @@ def narrow(x: np.ndarray, kind: str) -> np.ndarray:
     return np.where(np.isnan(x), 0x7FFF, single >> 16).astype(np.uint16)
 
 
-# Forms of operations
+# Shared forms of instructions
 
 
 def _type(code: Instruction) -> str:
@@ -48,24 +48,24 @@ def _type(code: Instruction) -> str:
 
 
 def _check_plain(code: Instruction) -> None:
-    """Rounding to nearest, no saturation, no carry."""
+    """Checks that the instruction rounds to nearest, without saturation or carry."""
     if {"rm", "rp", "rz", "sat", "cc"} & set(code.parts):
         raise UnknownInstruction("this rounding, saturation or carry")
 
 
 def elementwise(m: Machine, code: Instruction, function: Callable, dtype: np.dtype) -> Operation:
-    """d = function(a, …) for a numpy ufunc."""
+    """The operation d = function(a, …) for a numpy ufunc."""
     d, *sources = m.register(code.operands[0], dtype), *(m.source(x, dtype) for x in code.operands[1:])
     return lambda mask: function(*sources, out=d, where=mask)
 
 
 def computed(d: np.ndarray, function: Callable[[], np.ndarray]) -> Operation:
-    """d = function() for any function."""
+    """The operation d = function() for any function."""
     return lambda mask: np.copyto(d, function(), where=mask, casting="unsafe")
 
 
 def _halves(m: Machine, code: Instruction, function: Callable) -> Operation:
-    """On 16-bit floats or pairs of them: in float64, rounded once."""
+    """The operation on 16-bit floats or pairs of them: computed in float64, rounded once."""
     kind = _type(code)
     d = m.register(code.operands[0], DTYPES[kind])
     sources = [m.source(x, d.dtype) for x in code.operands[1:]]
@@ -106,7 +106,7 @@ def _bitwise(m: Machine, code: Instruction) -> Operation:
 
 
 def _product(kind: str, part: str) -> tuple[Callable[[np.ndarray, np.ndarray], np.ndarray], np.dtype]:
-    """The lower half, the upper one or both of a product of integers; and its type."""
+    """(the lower half, upper half or all of an integer product, its type)."""
     dtype = DTYPES[kind]
     if part == "lo":
         return np.multiply, dtype
@@ -141,7 +141,7 @@ def _mad(m: Machine, code: Instruction) -> Operation:
 
 @builds("fma")
 def _fma(m: Machine, code: Instruction) -> Operation:
-    """The product of two fp32 numbers is exact in float64."""
+    """fma, in float64: there the product of two fp32 numbers is exact."""
     kind, down = _type(code), code.parts[1] == "rm"
     if code.parts[1] not in ("rn", "rm") or "sat" in code.parts or (down and kind in HALVES):
         raise UnknownInstruction("this rounding or saturation")
@@ -181,7 +181,7 @@ FUNCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 @builds(*FUNCTIONS)
 def _function(m: Machine, code: Instruction) -> Operation:
-    """Of one fp32 number, rounded to nearest: more exact than the hardware's `.approx`."""
+    """A function of one fp32 number, rounded to nearest: more accurate than the hardware's `.approx`."""
     _check_plain(code)
     function, a = FUNCTIONS[code.parts[0]], m.source(code.operands[1], DTYPES[_type(code)])
     if a.dtype != F32:
@@ -200,7 +200,7 @@ def _copysign(m: Machine, code: Instruction) -> Operation:
 
 @builds("shl", "shr")
 def _shift(m: Machine, code: Instruction) -> Operation:
-    """By the width or more: zeros, or copies of the sign."""
+    """Shifts; a shift by the width or more gives zeros, or copies of the sign."""
     dtype = DTYPES[_type(code)]
     left, most = code.parts[0] == "shl", 8 * dtype.itemsize - 1
     shift, d = np.left_shift if left else np.right_shift, m.register(code.operands[0], dtype)
@@ -218,7 +218,7 @@ def _shift(m: Machine, code: Instruction) -> Operation:
 
 @builds("bfi")
 def _insert(m: Machine, code: Instruction) -> Operation:
-    """`length` low bits of a, put into b at `position`; both are numbers in the code."""
+    """Inserts the `length` low bits of a into b at `position`; both numbers are immediates."""
     dtype = DTYPES[_type(code)]
     a, b = (m.source(x, dtype) for x in code.operands[1:3])
     position, length = (int(x.text) for x in code.operands[3:])
@@ -230,7 +230,7 @@ def _insert(m: Machine, code: Instruction) -> Operation:
 
 @builds("prmt")
 def _permute(m: Machine, code: Instruction) -> Operation:
-    """Four bytes out of the eight of a and b, each by four bits of a number in the code."""
+    """Selects four of the eight bytes of a and b, each by four bits of an immediate."""
     if len(code.parts) > 2 or int(code.operands[3].text) & 0x8888:
         raise UnknownInstruction("in a mode, or of signs")
     a, b = (m.source(x, U32) for x in code.operands[1:3])
@@ -256,7 +256,7 @@ COMPARISONS = {
 
 @builds("setp")
 def _setp(m: Machine, code: Instruction) -> Operation:
-    """Of floats, `lt` and the like are false for a NaN, `ltu` and the like are true."""
+    """Comparisons; of floats with a NaN, `lt` and the like are false, `ltu` and the like true."""
     _, name, *between, kind = code.parts
     if kind in HALVES or set(between) - {"ftz"}:
         raise UnknownInstruction("of 16-bit floats, or together with another predicate")
@@ -283,7 +283,7 @@ def _selp(m: Machine, code: Instruction) -> Operation:
 
 @builds("mov")
 def _mov(m: Machine, code: Instruction) -> Operation:
-    """Also between a register and a vector of its parts: parts of registers are views."""
+    """mov, also between a register and a vector of its parts, which are views of it."""
     dtype, (to, source) = DTYPES[_type(code)], code.operands
     if not isinstance(to, tuple) and not isinstance(source, tuple):
         d, a = m.register(to, dtype), m.source(source, dtype)
@@ -308,7 +308,7 @@ def _mov(m: Machine, code: Instruction) -> Operation:
 
 @builds("cvta")
 def _cvta(m: Machine, code: Instruction) -> Operation:
-    """A generic address is the host's, as one of global memory is."""
+    """cvta: generic addresses are host addresses, as global ones are."""
     if code.opcode != "cvta.to.global.u64":
         raise UnknownInstruction("generic addresses of other memory than global")
     d, a = m.register(code.operands[0], U64), m.source(code.operands[1], U64)
@@ -332,7 +332,7 @@ def _cvt(m: Machine, code: Instruction) -> Operation:
 
 
 def _extended(m: Machine, register: Reg, kind: str) -> np.ndarray:
-    """A register may be wider than what it gets: that is extended by its kind of integer."""
+    """The view of `register` to write to; a narrower integer is sign- or zero-extended, by its type."""
     dtype = DTYPES[kind]
     if dtype != F32 and kind not in HALVES:
         dtype = np.dtype(f"{dtype.kind}{max(register.bits // 8, dtype.itemsize)}")
@@ -362,7 +362,7 @@ def _conversion(source: str, to: str, modifiers: list[str]) -> Callable[[np.ndar
 
 
 def _to_integer(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The nearest that there is; 0 for a NaN."""
+    """The nearest integer that `dtype` holds; 0 for a NaN."""
     bounds = np.iinfo(dtype)
     inside = np.clip(np.nan_to_num(x, nan=0.0), float(bounds.min), float(bounds.max))
     top = inside >= float(bounds.max)
@@ -374,7 +374,7 @@ def _to_integer(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 @builds("shfl")
 def _shfl(m: Machine, code: Instruction) -> Operation:
-    """`d|p`: p, where it is given, is whether the lane that d comes from is in the segment."""
+    """shfl to `d|p`: p, if given, is whether the source lane of d is in the segment."""
     mode, first = code.parts[2], code.operands[0]
     sources = {"down": np.add, "bfly": np.bitwise_xor}
     if mode not in (*sources, "idx"):
@@ -420,5 +420,5 @@ def _vote(m: Machine, code: Instruction) -> Operation:
 
 @builds("setmaxnreg")
 def _nothing(m: Machine, code: Instruction) -> Operation:
-    """How many registers a warpgroup has makes no difference here."""
+    """setmaxnreg has no effect here."""
     return lambda mask: None

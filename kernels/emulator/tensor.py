@@ -1,6 +1,6 @@
 """Tensor cores: ldmatrix, stmatrix, mma.sync and wgmma. Products are exact, sums in fp32.
 
-In a fragment lane 4g + t has row g and columns 2t, 2t + 1 of an 8×8 matrix.
+In a fragment, lane 4g + t holds row g and columns 2t, 2t + 1 of an 8×8 matrix.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lingpt.kernels.emulator.scalar import widen
 
 
 def matrix_shape(code: Instruction) -> tuple[int, bool]:
-    """How many 8×8 matrices; whether they are transposed."""
+    """(number of 8×8 matrices, whether they are transposed)."""
     form = re.fullmatch(r"(?:ld|st)matrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16", code.opcode)
     if form is None:
         raise UnknownInstruction("matrices other than 8×8 of 16 bits")
@@ -61,7 +61,7 @@ def _stmatrix(m: Machine, code: Instruction) -> Operation:
 
 
 def _matrix_rows(m: Machine, warps: np.ndarray, count: int, addresses) -> tuple[np.ndarray, np.ndarray]:
-    """Checked addresses of the rows of all matrices, and the lanes 8i … 8i+7 that gave them."""
+    """Checked addresses of the rows of all matrices, and the lanes 8i … 8i+7 that provide them."""
     lanes = (32 * warps[:, None] + np.arange(8 * count)).reshape(-1)
     rows = addresses(lanes)
     m.shared.check(rows, 16, lanes)
@@ -94,12 +94,12 @@ def _mma(m: Machine, code: Instruction) -> Operation:
     return mma
 
 
-# wgmma: issued, it runs until wgmma.wait_group; then, and not before, the accumulators are there
+# wgmma runs asynchronously; only wgmma.wait_group makes the accumulators available
 
 
 @dataclasses.dataclass
 class Product:
-    """d += a·b of a warpgroup, under way. `a`, `b`: units of shared memory; or `a` numbers from registers."""
+    """A warpgroup's d += a·b in flight. `a`, `b`: units of shared memory; or `a`: numbers from registers."""
 
     registers: tuple[int, ...]
     a: np.ndarray
@@ -111,19 +111,19 @@ class Product:
 
     @property
     def operands(self) -> list[np.ndarray]:
-        """Those in shared memory: [1, units]."""
+        """The operands in shared memory: [1, units] each."""
         return [x.reshape(1, -1) for x in ((self.a, self.b) if self.a_is_shared else (self.b,))]
 
 
 class Warpgroups(Component):
-    """The products of a block that have not been waited for."""
+    """The products of a block that nothing has waited for yet."""
 
     def reset(self) -> None:
         self.count = self.m.T // 128
         self.accumulators = self.m.registers[32].view(np.float32)
         self.open: list[list[Product]] = [[] for _ in range(self.count)]
         self.groups: list[list[list[Product]]] = [[] for _ in range(self.count)]
-        # What registers will hold.
+        # The values that registers will get.
         self.values: list[dict[tuple, np.ndarray]] = [{} for _ in range(self.count)]
         self.fenced = [False] * self.count
 
@@ -156,7 +156,7 @@ class Warpgroups(Component):
         self.open[group] = []
 
     def wait(self, group: int, leave: int) -> None:
-        """All groups but the last `leave`."""
+        """Completes all commit groups but the last `leave`."""
         values, lanes = self.values[group], slice(128 * group, 128 * group + 128)
         while len(self.groups[group]) > leave:
             for product in self.groups[group].pop(0):
@@ -176,7 +176,7 @@ class Warpgroups(Component):
 
 
 def _to_fragment(d: np.ndarray) -> np.ndarray:
-    """[64, N] → [N/2 registers, 128 lanes]."""
+    """Accumulators [64, N] → [N/2 registers, 128 lanes]."""
     n = d.shape[1]
     return d.reshape(4, 2, 8, n // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4).reshape(n // 2, 128)
 
@@ -188,13 +188,13 @@ def _from_fragment(registers: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(maxsize=4096)
 def operand_units(descriptor: int, outer: int, transposed: bool) -> np.ndarray:
-    """[outer, 16]: where in shared memory, in units of two bytes, the elements of an operand lie.
+    """The addresses of an operand's elements in shared memory, in units of two bytes: [outer, 16].
 
     PTX ISA, "Matrix descriptor": start, leading and stride byte offsets, base offset, swizzle mode. Eight
-    rows of 128 bytes make an atom; the swizzle takes bits 4 … 6 of an address ^ bits 7 … 9.
-        K contiguous: a row of an atom is an outer index; atoms follow at the stride.
-        transposed: a row is a k, its columns 64 outer indices; atoms follow along k at the stride,
-        and 64 outer indices on at the leading offset.
+    rows of 128 bytes are an atom; the swizzle XORs bits 4 … 6 of an address with bits 7 … 9.
+        K contiguous: a row of an atom is an outer index; the next atom is one stride further.
+        transposed: a row is a k, its columns 64 outer indices; the next atom along k is one stride further,
+        that of the next 64 outer indices one leading offset.
     """
     start, leading, stride = (((descriptor >> shift) & 0x3FFF) << 4 for shift in (0, 16, 32))
     if descriptor >> 62 != 1 or descriptor >> 49 & 7:
@@ -266,7 +266,7 @@ def _mma_async(m: Machine, code: Instruction, groups: Warpgroups) -> Operation:
 
 
 def _agreed(values: np.ndarray, what: str) -> bool | int:
-    """The value that all threads of a warpgroup agree on."""
+    """The value, which must be equal in all threads of a warpgroup."""
     if (values != values[0]).any():
         raise LaunchError(f"the threads of a warpgroup disagree on {what}")
     return values[0].item()
@@ -280,7 +280,8 @@ def _shared_operand(m: Machine, descriptors: np.ndarray, group: int, outer: int,
 
 
 def _left(registers: list[np.ndarray], kind: str) -> np.ndarray:
-    """[64, 16] from four registers of 128 lanes: rows g and g + 8 of a warp's 16, columns 2t and 2t + 8."""
+    """The left operand [64, 16], from four registers of 128 lanes: rows g and g + 8 of a warp's 16, columns
+    2t and 2t + 8."""
     x = np.stack(registers).reshape(2, 2, 4, 8, 4)  # column half, row half, warp, g, t
     x = np.ascontiguousarray(x.transpose(2, 1, 3, 0, 4)).reshape(64, 8)
     return widen(x.view(np.uint16), kind)

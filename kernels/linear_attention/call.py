@@ -1,4 +1,4 @@
-"""One call of the operator is one object, which the schema, autograd and every backend take."""
+"""A call of the operator as one object, used by the schema, autograd and every backend."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ T = TypeVar("T", float, Tensor, float | Tensor)
 
 
 class Call(NamedTuple):
-    """The arguments of `linear_attention` or of `linear_attention_qkv`, checked; interface.py makes it.
+    """The checked arguments of `linear_attention` or `linear_attention_qkv`; interface.py creates it.
 
-    The operator's schema is made of these fields (kernels/custom_op.py): tensors first.
+    These fields are the operator's schema (kernels/custom_op.py): tensors first.
     """
 
-    projected: Tensor | None = None  # [B, N, 3·H·D + P], q, k, v and the gates; then qkv is None
-    qkv: Tensor | None = None  # [B, N, 3, H, D], the fused projection; then q, k and v are None
-    q: Tensor | None = None  # [B, N, H, D], as k and v
+    projected: Tensor | None = None  # [B, N, 3·H·D + P]: q, k, v and the gates; qkv is then None
+    qkv: Tensor | None = None  # [B, N, 3, H, D]: the fused projection; q, k and v are then None
+    q: Tensor | None = None  # [B, N, H, D], like k and v
     k: Tensor | None = None
     v: Tensor | None = None
     cos: Tensor | None = None  # [N, R]; None: q and k are not rotated
     sin: Tensor | None = None
-    a: Tensor | None = None  # [H], as b; a number is in a_value
+    a: Tensor | None = None  # [H], like b; None if it is a number, a_value
     b: Tensor | None = None
-    head_log_decay: Tensor | None = None  # [H] in fp32 (float64), a constant per head; None: no such decay
-    token_log_decay: Tensor | None = None  # [B, N, H], likewise, each token's own
+    head_log_decay: Tensor | None = None  # [H] in fp32 (float64), constant per head; None: no such decay
+    token_log_decay: Tensor | None = None  # [B, N, H] in fp32 (float64), one per token
     gate_bias: Tensor | None = None  # [H] in fp32 (float64), with `projected`
     S: Tensor | None = None  # the initial state; None: zeros
     z: Tensor | None = None
@@ -47,8 +47,8 @@ class Call(NamedTuple):
     backend: str = "auto"
 
     def unpacked(self) -> Call:
-        """`projected` replaced by qkv, a view of it, and token_log_decay: the form that all other properties
-        and backends take."""
+        """The call with `projected` replaced by qkv, a view of it, and token_log_decay: the form that all
+        other properties and backends take."""
         if self.projected is None or self.gate_bias is None:
             return self
         qkv, gate, _ = split_projection(self.projected, self.gate_bias.shape[0], self.head_size)
@@ -57,7 +57,7 @@ class Call(NamedTuple):
         )
 
     def tokens(self, part: slice) -> Call:
-        """An unpacked call of a stretch of its tokens; the initial state stays what it is."""
+        """The unpacked call for a slice of its tokens, with the same initial state."""
         found: dict[str, Any] = {
             name: x[:, part]
             for name in ("qkv", "q", "k", "v", "token_log_decay")
@@ -68,12 +68,12 @@ class Call(NamedTuple):
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """q, k and v, or qkv alone."""
+        """q, k and v, or only qkv."""
         return (self.q, self.k, self.v) if self.qkv is None else (self.qkv,)  # type: ignore[return-value]
 
     @property
     def views(self) -> tuple[Tensor, ...]:
-        """q, k and v, [B, N, H, D] each; of a fused projection, strided views."""
+        """q, k and v, [B, N, H, D] each; strided views if the projection is fused."""
         return self.inputs if self.qkv is None else self.qkv.unbind(2)
 
     @property
@@ -92,17 +92,17 @@ class Call(NamedTuple):
 
     @property
     def constant(self) -> float | Tensor:
-        """a, a number or [H]; 1 under the normaliser, where only b/a counts."""
+        """a, a number or [H]; 1 with the normaliser, where only b/a matters."""
         return self.a_value if self.a is None else self.a
 
     @property
     def coefficient(self) -> float | Tensor:
-        """b, a number or [H], as it is used: shrunk where every weight must be positive."""
+        """The effective b, a number or [H]: shrunk if every weight must be positive."""
         return self.shrink_b(self.b_value if self.b is None else self.b)
 
     def shrink_b(self, b: T) -> T:
-        """The b that is used, from the caller's; likewise the gradient of the caller's b, from that of the b
-        used."""
+        """The effective b from the caller's b; likewise the gradient of the caller's b from that of the
+        effective b."""
         return b * B_SHRINK if self.normalize and self.normalize_qk else b
 
     @property
@@ -113,7 +113,7 @@ class Call(NamedTuple):
 
 
 def logarithm_of_gate(z: Tensor, bias: Tensor) -> Tensor:
-    """logsigmoid(z + bias), in fp32 (float64) from the sum on: γ is within 2⁻¹³ of 1.
+    """logsigmoid(z + bias), in fp32 (float64) including the sum, as γ may be within 2⁻¹³ of 1.
 
     z: [B, N, H], bias: [H], of any floating-point dtype. Returns [B, N, H] in fp32 (float64).
     """
@@ -121,14 +121,14 @@ def logarithm_of_gate(z: Tensor, bias: Tensor) -> Tensor:
 
 
 def split_projection(projected: Tensor, H: int, D: int) -> tuple[Tensor, Tensor, Tensor]:
-    """qkv [B, N, 3, H, D], the gates before their bias [B, N, H] and what is left of each row, views."""
+    """Views of qkv [B, N, 3, H, D], of the gates before their bias [B, N, H] and of the rest of each row."""
     width = projected.shape[2]
     qkv, gate, rest = projected.split_with_sizes((3 * H * D, H, width - (3 * D + 1) * H), 2)
     return qkv.unflatten(2, (3, H, D)), gate, rest
 
 
 class OptionGradients(NamedTuple):
-    """What a backward pass returns next to dq, dk and dv; None where the call has no such tensor."""
+    """The gradients of a backward pass besides dq, dk and dv; None if the call has no such tensor."""
 
     a: Tensor | None = None  # [H]
     b: Tensor | None = None  # [H]

@@ -1,6 +1,6 @@
-"""Linear attention chunk by chunk in plain PyTorch, forward and backward: any device, memory linear in N.
+"""Chunkwise linear attention in plain PyTorch, forward and backward: any device, memory linear in N.
 
-The normaliser is one more column. With the rows
+The normaliser is an additional column. With the rows
 
     q' = [b q̂, 1],   k' = [k̂, 1],   v' = [v, 1]          of width E = D + 1
 
@@ -15,8 +15,8 @@ Without the normaliser q' = [b q̂, a], v' = v and h' = do, and S and c are the 
 
 Each splits into products of [C, E] matrices under a triangular mask within a chunk of C tokens, and
 products with the state before the chunk (the sums over j ≤ i) or its adjoint after the chunk (the sums over
-i ≥ j). The rows lie in chunks, [B, H, chunks, C, E], so that one batched product serves every chunk of
-every head; what fills up the last chunk is zero and adds nothing. Without a causal mask the whole sequence
+i ≥ j). The rows are stored by chunk, [B, H, chunks, C, E], so that one batched product serves every chunk of
+every head; the last chunk is padded with zeros, which add nothing. Without a causal mask the whole sequence
 is one chunk.
 """
 
@@ -38,12 +38,12 @@ CHUNK = 64
 
 
 def unsupported_reason(call: Call) -> str | None:
-    """It serves every call."""
+    """None: this backend serves every call."""
     return None
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor, LinearAttentionState | None]:
-    """o, stats and the final state, as `backends.Backend` has it. No graph is recorded."""
+    """o, stats and the final state, as in `backends.Backend`. No autograd graph is recorded."""
     with torch.no_grad(), true_fp32(call.device):
         (q, k, v), (B, N, H, D), C = call.views, call.shape, _chunk_size(call)
         o = torch.empty(B, N, H, D, dtype=q.dtype, device=q.device)
@@ -77,10 +77,10 @@ def backward(
     dstate: LinearAttentionState | None,
     out: tuple[Tensor, ...],
 ) -> OptionGradients:
-    """Writes dq, dk and dv into `out`; returns the other gradients, as `backends.Backend` has it.
+    """Writes dq, dk and dv into `out`; returns the other gradients, as in `backends.Backend`.
 
     o, do: [B, N, H, D]; stats: [3, B, H, N] of forward, fp32 (float64); `out`: three [B, N, H, D] in the
-    inputs' dtype, or views of dqkv. The final state is found again, so `_final` is not read.
+    inputs' dtype, or views of dqkv. The final state is recomputed, so `_final` is not read.
     """
     with torch.no_grad(), true_fp32(call.device):
         (q, k, v), N, C = call.views, call.shape[1], _chunk_size(call)
@@ -93,7 +93,7 @@ def backward(
         before, final = _states(K, V, call.initial_state, decay)
         P = _masked(_bmm(Q, K.mT), decay) if call.causal else None
         if call.normalize:
-            if o.dtype != do.dtype:  # its rounding, of the size of v's mean, would be in every row of e
+            if o.dtype != do.dtype:  # o's rounding error, relative to v's mean, would be in every row of e
                 o = to_tokens(_weighted_sums(P, Q, V, before, final, decay), N)[..., :-1] / g
             G = _to_chunks(do, 1 / g, -torch.linalg.vecdot(do, o) / g[..., 0], C)
         else:
@@ -131,7 +131,7 @@ def _coefficients(call: Call) -> tuple[float | Tensor, float | Tensor]:
 
 
 def _rotated(x: Tensor, call: Call) -> Tensor:
-    """x [B, N, H, D] in fp32 (float64), rotated where the call has RoPE."""
+    """x [B, N, H, D] in fp32 (float64), rotated if the call has RoPE."""
     x = x.to(state_dtype(x.dtype))
     return x if call.cos is None or call.sin is None else rotate(x, call.cos, call.sin)
 
@@ -139,7 +139,7 @@ def _rotated(x: Tensor, call: Call) -> Tensor:
 def _weighted_sums(
     P: Tensor | None, Q: Tensor, V: Tensor, before: Tensor, final: Tensor, decay: _Decay | None
 ) -> Tensor:
-    """Σ_j w_ij v'_j, [B, H, chunks, C, ·]; P: the weights within each chunk; None where all j count."""
+    """Σ_j w_ij v'_j, [B, H, chunks, C, ·]; P: the weights within each chunk; None if not causal."""
     if P is None:
         return Q @ final[:, :, None]
     U = _bmm(P, V)
@@ -148,12 +148,12 @@ def _weighted_sums(
 
 
 def _per_token(stats: Tensor) -> tuple[Tensor, ...]:
-    """Views of g, 1/‖q‖ and 1/‖k‖ (1 where rows are not normalised), [B, N, H, 1] each."""
+    """Views of g, 1/‖q‖ and 1/‖k‖ (1 if rows are not normalised), [B, N, H, 1] each."""
     return stats.transpose(2, 3).unsqueeze(-1).unbind()
 
 
 def _input_gradient(call: Call, d: Tensor, x: Tensor, b: float | Tensor, r: Tensor, out: Tensor) -> Tensor:
-    """Writes the gradient of what was rotated to x, given that of b x̂, x̂ = r x; returns x̂·d [B, N, H].
+    """Writes the gradient of x before rotation, given d, that of b x̂ with x̂ = r x; returns x̂·d [B, N, H].
 
     With dx̂ = b d, the gradient of x is r (dx̂ − x̂ (x̂·dx̂)) = r b (d − r² (x·d) x).
     """
@@ -175,12 +175,12 @@ def _decay_gradient(
     final: Tensor,
     after: Tensor,
 ) -> Tensor | None:
-    """The gradient of token_log_decay [B, N, H], from `rows` q', dq' and `columns` k', dk', and the states.
+    """The gradient of token_log_decay [B, N, H], from `rows` q', dq', `columns` k', dk', and the states.
 
-    dL/dG_j = q'_j·dq'_j − k'_j·dk'_j, and dL/dg_t = Σ_{j≥t} dL/dG_j. Pairs of tokens that are both
-    ≥ t appear in both terms and cancel, so both terms are computed, even where the first is 0 in exact
-    arithmetic (under the normaliser). The sum runs within a chunk only, so that little rounding adds up;
-    later chunks contribute ⟨S', dS'⟩ at the chunk's end.
+    dL/dG_j = q'_j·dq'_j − k'_j·dk'_j, and dL/dg_t = Σ_{j≥t} dL/dG_j. Pairs of tokens that are both ≥ t are in
+    both terms and cancel, so both terms are computed, even if the first is 0 in exact arithmetic (with the
+    normaliser). The sum runs within a chunk only, so that little rounding accumulates; later chunks
+    contribute ⟨S', dS'⟩ at the chunk's end.
     """
     if call.token_log_decay is None:
         return None
@@ -193,7 +193,7 @@ def _decay_gradient(
 
 
 def _inner(a: Tensor, b: Tensor) -> Tensor:
-    """⟨a, b⟩ of states, over the last two dimensions."""
+    """The inner product ⟨a, b⟩ of states, over the last two dimensions."""
     return torch.linalg.vecdot(a.flatten(-2), b.flatten(-2))
 
 
@@ -206,8 +206,8 @@ def _chunk_size(call: Call) -> int:
 
 
 def _to_chunks(x: Tensor, scale: float | Tensor | None, last: float | Tensor | None, C: int) -> Tensor:
-    """[B, N, H, D] → [B, H, chunks, C, D + 1]: the rows `scale`·x and one more column, `last` [B, N, H]; no
-    such column for None."""
+    """[B, N, H, D] → [B, H, chunks, C, D + 1]: the rows `scale`·x and an additional column `last` [B, N, H],
+    unless it is None."""
     B, N, H, D = x.shape
     chunks = -(-N // C)
     width = D if last is None else D + 1
@@ -234,9 +234,9 @@ def _add_bmm(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 class _Decay(NamedTuple):
-    """What is left of token j in row i: exp(G_i − G_j), G being the running sum of the chunk's log decays.
+    """The decay factors exp(G_i − G_j) of token j in row i, G the cumulative sum of the chunk's log decays.
 
-    [B, H, chunks, C, ·] or what broadcasts to it.
+    Shapes [B, H, chunks, C, ·], or broadcastable to it.
     """
 
     within: Tensor  # from token j to token i ≥ j of a chunk, else 0           [.., C, C]
@@ -254,7 +254,7 @@ class _Decay(NamedTuple):
 
     @classmethod
     def _of_token_decays(cls, token_log_decay: Tensor, C: int) -> _Decay:
-        """Of [B, N, H]. Only differences of G within a chunk are exponentiated, and none above 0."""
+        """The factors for [B, N, H]. Only differences of G within a chunk, all ≤ 0, are exponentiated."""
         dtype = token_log_decay.dtype
         decays = pad_to_chunks(token_log_decay.clamp(min=LOG_ZERO[dtype]).unsqueeze(-1), C)
         G = decays.double().cumsum(3)  # [B, H, chunks, C, 1]; steep decays make it large
@@ -269,7 +269,7 @@ class _Decay(NamedTuple):
 
     @classmethod
     def _of_head_decays(cls, log_decay: Tensor, N: int, C: int) -> _Decay:
-        """Of [H]: powers of γ."""
+        """The factors for [H]: powers of γ."""
         log_decay = log_decay.view(1, -1, 1, 1, 1)
         t = torch.arange(C, device=log_decay.device)
         length = (N - C * torch.arange(-(-N // C), device=log_decay.device)).clamp(max=C)[:, None, None]
@@ -287,7 +287,7 @@ def _times(x: Tensor, factor: Tensor | None) -> Tensor:
 
 
 def _masked(scores: Tensor, decay: _Decay | None) -> Tensor:
-    """The causal part of a chunk's scores [.., C, C], decayed; in place."""
+    """Applies the decay and the causal mask to a chunk's scores [.., C, C], in place."""
     return scores.tril_() if decay is None else scores.mul_(decay.within)
 
 
@@ -308,7 +308,7 @@ def _states(
 def _adjoints(
     Q: Tensor, G: Tensor, dfinal: LinearAttentionState | None, decay: _Decay | None
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of S' after each chunk [B, H, chunks, E, ·] and that before the first one [B, H, E, ·]."""
+    """The gradients of S' after each chunk [B, H, chunks, E, ·] and before the first one [B, H, E, ·]."""
     sums = _bmm(_times(Q, decay and decay.from_start).mT, G)
     adjoint = _pack(dfinal, sums)
     for chunk in reversed(range(sums.shape[2])):
@@ -317,14 +317,14 @@ def _adjoints(
 
 
 def _carry(own: Tensor, state: Tensor, decay: _Decay | None, chunk: int) -> Tensor:
-    """Carries `state` across a chunk whose own sum is `own`; what came in takes that sum's place."""
+    """Carries `state` across a chunk with the sum `own`; stores the incoming state in place of that sum."""
     carried = own + state if decay is None else torch.addcmul(own, decay.whole[:, :, chunk], state)
     own.copy_(state)
     return carried
 
 
 def _pack(state: LinearAttentionState | None, like: Tensor) -> Tensor:
-    """The sums as the blocks of S' = Σ [k̂, 1] v'ᵀ; zero for None. `like` is [B, H, .., E, ·], like S'."""
+    """S' = Σ [k̂, 1] v'ᵀ, with the state's sums as its blocks; zero for None. `like`: [B, H, .., E, ·]."""
     packed = like.new_zeros(*like.shape[:2], *like.shape[-2:])
     if state is not None:
         D = state.c.shape[-1]
@@ -335,7 +335,7 @@ def _pack(state: LinearAttentionState | None, like: Tensor) -> Tensor:
 
 
 def _unpack(packed: Tensor) -> LinearAttentionState:
-    """The inverse; z and n are zeros without the normaliser."""
+    """The inverse of `_pack`; z and n are zeros without the normaliser."""
     D = packed.shape[-2] - 1
     if packed.shape[-1] == D:
         packed = torch.nn.functional.pad(packed, (0, 1))

@@ -1,4 +1,4 @@
-"""Linear attention for its users: what may be asked, and which form answers."""
+"""The public operators of linear attention: checks their arguments and calls a backend."""
 
 from __future__ import annotations
 
@@ -50,43 +50,44 @@ def linear_attention(
     return_state: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, LinearAttentionState]:
-    """Linear attention with the kernel f(x) = 1 + b·x and a normaliser, or f(x) = a + b·x and none.
+    """Linear attention with the kernel f(x) = 1 + b·x and a normaliser, or f(x) = a + b·x without one.
 
-    o_i = Σ_j w_ij v_j / Σ_j w_ij over j ≤ i, w_ij = (1 + b q̂_i·k̂_j) γ_{j+1} ⋯ γ_i, q̂ and k̂ being unit rows.
+    o_i = Σ_j w_ij v_j / Σ_j w_ij over j ≤ i, w_ij = (1 + b q̂_i·k̂_j) γ_{j+1} ⋯ γ_i, with unit rows q̂ and
+    k̂.
 
     No weight is negative for |b| ≤ 1, so o is a convex combination of the values. To keep it one in floating
-    point, for q = −k too, the coefficient in use is b·(1 − 2⁻⁶), and norms are √(‖x‖² + 10⁻¹²): a row of
-    zeros gives weight 1 to everything. State and normaliser are summed in fp32.
+    point, also for q = −k, the effective coefficient is b·(1 − 2⁻⁶), and norms are √(‖x‖² + 10⁻¹²): a row of
+    zeros gives weight 1 to all tokens. State and normaliser are summed in fp32.
 
-    Without the normaliser o_i = Σ_j w_ij v_j, w_ij = (a + b q̂_i·k̂_j) γ_{j+1} ⋯ γ_i, with a and b as they are:
-    for what ends in a norm of each head's output, which takes any factor per token away. With a = 0, b = 1
-    it is RetNet's retention, lightning attention, simple GLA and Mamba-2's SSD.
+    Without the normaliser o_i = Σ_j w_ij v_j, w_ij = (a + b q̂_i·k̂_j) γ_{j+1} ⋯ γ_i, with a and b unchanged:
+    for layers that normalise each head's output afterwards, which removes any factor per token. With a = 0, b
+    = 1 it is RetNet's retention, lightning attention, simple GLA and Mamba-2's SSD.
 
     Args:
         q, k, v: [B, N, H, D] of one dtype (bf16, fp16, fp32, float64) and device; strided views are fine.
-        b: a number, |b| ≤ 1, or a tensor [H], which gets a gradient and whose values are not checked.
-        a: with `normalize=False`, a number or a tensor [H], as b then: of any size and sign. With the
-            normaliser only b/a counts, and a is 1.
-        log_decay: ln γ ≤ 0 (unchecked in a tensor: above 0 the past grows, and may overflow); None is γ = 1.
-            Needs `causal`. Its shape decides:
-            [H]        a finite constant per head; it can have no gradient (log_decay.expand(B, N, H) has);
-            [B, N, H]  each token's own, with a gradient: what came before token t fades by γ_t. −inf is a
-                       reset: nothing finite before that token weighs anything, exactly. A NaN or an
-                       infinity does, as 0 · NaN is NaN: what fills up packed sequences must be finite.
+        b: a number, |b| ≤ 1, or a tensor [H], which gets a gradient and whose values are not checked. a: only
+        with `normalize=False`: a number or a tensor [H]; a and b may then have any size and sign. With
+            the normaliser only b/a matters, and a is 1.
+        log_decay: ln γ ≤ 0 (not checked in a tensor: above 0 the past grows, and may overflow); None is γ =
+        1.
+            Needs `causal`. Its shape is one of:
+            [H]        a finite constant per head, without a gradient (log_decay.expand(B, N, H) has one);
+            [B, N, H]  a decay per token, with a gradient: everything before token t decays by γ_t. −inf is a
+                       reset: finite values before that token have weight exactly 0. A NaN or infinity there
+                       still spreads, as 0 · NaN is NaN: padding of packed sequences must be finite.
         normalize: divide by the sum of the weights. False: z and n of a state are zeros and are not read.
-        normalize_qk: False takes q, k and b as they are. The normaliser, where there is one, may then come
-            near zero or change sign, and o be anything: that is the caller's risk.
-        causal: False sums over all j.
-        initial_state: what an earlier piece of the sequence returned; fp32 (float64 for float64 inputs). It
-            gets gradients, as q, k and v do.
+        normalize_qk: False uses q, k and b unchanged. A normaliser may then be near zero or change sign, with
+            meaningless o: the caller must prevent that.
+        causal: False sums over all j. initial_state: the state of an earlier part of the sequence; fp32
+        (float64 for float64 inputs). It gets
+            gradients, as q, k and v do.
         return_state: return the state after the last token as well.
         backend: one of
-            "reference"  the definition, quadratic; for second derivatives, forward mode and torch.func, too;
-            "chunkwise"  plain PyTorch on any device, with an analytical backward;
-            "recurrent"  token by token, for decoding;
-            "cuda"       bf16 and fp16 on tensor cores;
-            "auto"       the CUDA kernel where there is one, else chunkwise, with one warning where a GPU was
-                         to be expected to do better; recurrent for one token with a state on a CPU.
+            "reference"  the definition, quadratic; also for second derivatives, forward mode and torch.func;
+            "chunkwise"  plain PyTorch on any device, with an analytical backward; "recurrent"  token by
+            token, for decoding; "cuda"       bf16 and fp16 on tensor cores; "auto"       the CUDA kernel if
+            it can run, else chunkwise, with one warning if the CUDA kernel would
+                         have been expected; recurrent for one token with a state on a CPU.
 
     Returns:
         o [B, N, H, D] in q's dtype; with `return_state`, (o, state).
@@ -94,8 +95,9 @@ def linear_attention(
     Raises:
         UserError: for wrong shapes, dtypes or devices, or numbers out of range, before any work.
 
-    Packed sequences of different lengths, as FlashAttention has them (`cu_seqlens`; q, k, v [total, H, D]),
-    each begin with a reset. Outputs and gradients are those of a call for each, a state is the last one's:
+    For packed sequences of different lengths, as in FlashAttention (`cu_seqlens`; q, k, v [total, H, D]),
+    begin each with a reset. Outputs and gradients are those of separate calls; the state is the last
+    sequence's:
 
         log_decay = q.new_zeros(1, *q.shape[:2], dtype=torch.float32)  # or each token's own
         log_decay = log_decay.index_fill(1, cu_seqlens[:-1].long(), -torch.inf)
@@ -147,20 +149,21 @@ def linear_attention_qkv(
     return_state: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, LinearAttentionState]:
-    """Causal `linear_attention` of a fused projection, with RoPE inside; its backward writes one buffer.
+    """Causal `linear_attention` of a fused projection, with RoPE applied inside; backward writes one buffer.
 
     Args:
         qkv: [B, N, 3, H, D]: q, k and v of each token.
         cos, sin: [N, R], R even and at most D: the leading R dimensions of q and k are rotated as LitGPT does
-            (`litgpt.model.build_rope_cache`). Slice them at the first token's position when decoding. Packed
-            sequences need not count from 0 each: only distances within one matter. They are constants, but
-            for the backends "reference" and "recurrent".
-        gate_bias: [H]. Then the projection has each token's gates, too: qkv is [B, N, 3·H·D + P], the first H
-            of the P numbers behind q, k and v are z, and log_decay is logsigmoid(z + gate_bias), in fp32
-            (float64). What follows z is not read, and its gradient is zero: fill rows up to a multiple of 16
-            bytes, and the CUDA kernel reads them without a copy. `log_decay` is to be None.
-        head_size: D, with gate_bias and not without: such a row's shape does not tell it.
-        The rest is as in `linear_attention`.
+            (`litgpt.model.build_rope_cache`). When decoding, slice them at the first token's position.
+            Positions of packed sequences need not restart at 0: only distances within a sequence matter. They
+            are constants (no gradient), except in the backends "reference" and "recurrent".
+        gate_bias: [H]. If given, the projection also holds the gates of each token: qkv is [B, N, 3·H·D + P],
+            the first H of the P numbers after q, k and v are z, and log_decay is logsigmoid(z + gate_bias),
+            in fp32 (float64); the argument `log_decay` must be None. The numbers after z are not read, and
+            their gradient is zero: pad rows to a multiple of 16 bytes to let the CUDA kernel read them
+            without a copy.
+        head_size: D, required with gate_bias (the shape of such a row does not give it), else None.
+        The others are those of `linear_attention`.
 
     Returns:
         o [B, N, H, D] in qkv's dtype; with `return_state`, (o, state).
@@ -203,8 +206,8 @@ def _run(call: Call) -> Tensor | tuple[Tensor, LinearAttentionState]:
     return (o, LinearAttentionState(*parts)) if call.return_state else o
 
 
-# Validation: shapes, dtypes and Python numbers only. A tensor's values are never read: that would wait for
-# the GPU and break a graph.
+# Validation of shapes, dtypes and Python numbers only. A tensor's values are never read: that would
+# synchronise with the GPU and break a graph.
 
 
 def _check_are_tensors(**given: object) -> None:
@@ -227,7 +230,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _ways_to_one_shape(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """What grouped heads and head sizes that differ can do; nothing for other shapes."""
+    """Advice for grouped heads and different head sizes; empty for other shapes."""
     if any(x.ndim != 4 or x.shape[:2] != q.shape[:2] for x in (q, k, v)):
         return ""
     ways = []
@@ -241,7 +244,7 @@ def _ways_to_one_shape(q: Tensor, k: Tensor, v: Tensor) -> str:
 def _check_projected(
     projected: Tensor, gate_bias: Tensor, head_size: int | None, log_decay: object
 ) -> Tensor:
-    """qkv [B, N, 3, H, D], a view of a projection [B, N, 3·H·D + P] that has the gates, too."""
+    """Checks a projection with gates, [B, N, 3·H·D + P]; returns its view qkv [B, N, 3, H, D]."""
     if log_decay is not None:
         raise UserError("gate_bias says that the decay is in the projection: leave log_decay at None")
     _check_are_tensors(qkv=projected, gate_bias=gate_bias)
@@ -293,7 +296,7 @@ def _tensor(x: float | Tensor, like: Tensor, name: str) -> Tensor | None:
 
 
 def _per_head(x: Tensor, like: Tensor, name: str) -> Tensor:
-    """A tensor [H] in the dtype of the sums, its numbers side by side, as the kernels read them."""
+    """A tensor [H] in the dtype of the sums, contiguous, as the kernels need it."""
     if x.shape != like.shape[-2:-1] or not x.is_floating_point() or x.device != like.device:
         got = f"{x.dtype} {list(x.shape)} on {x.device}"
         raise UserError(f"{name} must be floating point [H = {like.shape[-2]}] on {like.device}; got {got}")
@@ -303,7 +306,7 @@ def _per_head(x: Tensor, like: Tensor, name: str) -> Tensor:
 def _decay(
     log_decay: Tensor | Sequence[float] | None, like: Tensor, causal: bool = True
 ) -> tuple[Tensor | None, Tensor | None]:
-    """A constant per head [H] and each token's own [B, N, H], at most one of them, in the sums' dtype."""
+    """(decay per head [H], decay per token [B, N, H]) in the sums' dtype, at most one of them not None."""
     if log_decay is None:
         return None, None
     if not causal:
@@ -348,7 +351,7 @@ def _state(state: LinearAttentionState | None, like: Tensor) -> tuple[Tensor | N
 
 
 def _backend(backend: str, like: Tensor, causal: bool, has_state: bool) -> str:
-    """`backend`, where "auto" may turn out to be "recurrent"; the rest is decided in backends.py."""
+    """`backend`, with "auto" resolved to "recurrent" if that applies; backends.py decides the rest."""
     if backend not in BACKENDS:
         raise unknown("backend", backend, BACKENDS)
     if backend == "recurrent" and not causal:

@@ -1,4 +1,4 @@
-"""Linear attention one token at a time: the form for decoding, with memory that does not grow."""
+"""Linear attention one token at a time: the form for decoding, with constant memory."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def forward(call: Call) -> tuple[Tensor, LinearAttentionState]:
     """S ← γS + k̂vᵀ, likewise z, c and n; then o = (c + b Sᵀq̂) / (n + b z·q̂), and without the normaliser
     o = a c + b Sᵀq̂. Returns o and the final state.
 
-    Differentiable by autograd, which keeps a state a token: meant for inference. Written in elementwise
-    products and sums: they are exact in fp32 under autocast and where TF32 is allowed, and a matrix-vector
-    product is bound by memory anyway.
+    Differentiable by autograd, which keeps one state per token, but meant for inference. Written as
+    elementwise products and sums, whose precision autocast and TF32 do not reduce; a matrix-vector product is
+    memory-bound anyway.
     """
     dtype, (B, N, H, D) = state_dtype(call.dtype), call.shape
     q_hat, k_hat, values = (x.to(dtype) for x in call.views)

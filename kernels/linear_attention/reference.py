@@ -1,4 +1,4 @@
-"""Linear attention by its definition: quadratic in the length, the oracle of the other forms."""
+"""Linear attention by its definition: quadratic in the length, the oracle for the other forms."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from lingpt.kernels.precision import state_dtype, true_fp32
 
 
 def forward(call: Call) -> tuple[Tensor, LinearAttentionState]:
-    """o_i = Σ_j w_ij v_j / Σ_j w_ij with w_ij = (a + b q̂_i·k̂_j) exp(G_i − G_j) over j ≤ i (all j where not
-    causal), G the running sum of the log decays; without the normaliser o_i = Σ_j w_ij v_j. Returns o and the
-    final state.
+    """o_i = Σ_j w_ij v_j / Σ_j w_ij with w_ij = (a + b q̂_i·k̂_j) exp(G_i − G_j) over j ≤ i (all j if not
+    causal), G the cumulative sum of the log decays; without the normaliser o_i = Σ_j w_ij v_j. Returns o and
+    the final state.
 
     Any dtype and device, differentiable by autograd; fp32 inside (float64 for float64 inputs). Memory O(N²).
     """
@@ -30,14 +30,14 @@ def forward(call: Call) -> tuple[Tensor, LinearAttentionState]:
         a, b = (per_head(x, ndim=4, dim=1, dtype=dtype) for x in (call.constant, call.coefficient))
         G, total = _running_log_decay(call)
 
-        # Token j's weight in row i.
+        # The weight of token j in row i.
         w = a + b * (q_hat @ k_hat.mT)  # [B, H, N, N]
         if call.causal:
             causal = torch.ones(N, N, dtype=torch.bool, device=call.device).tril()
             w = w * (G - G.mT).masked_fill(~causal, float("-inf")).exp().to(dtype)
         o, g = w @ values, w.sum(-1, keepdim=True)
 
-        # What came before the first token weighs exp(G_i) in row i.
+        # The initial state has weight exp(G_i) in row i.
         from_start = G.exp().to(dtype)
         if call.initial_state is not None:
             S, z, c, n = call.initial_state
@@ -47,7 +47,7 @@ def forward(call: Call) -> tuple[Tensor, LinearAttentionState]:
         if call.normalize:
             o = o / g
 
-        # The sums at the end: token j weighs exp(G_N − G_j), the initial state exp(G_N).
+        # The final sums: token j has weight exp(G_N − G_j), the initial state exp(G_N).
         to_end = (total - G).exp().to(dtype)
         state = LinearAttentionState(
             S=(to_end * k_hat).mT @ values,
@@ -69,8 +69,8 @@ def forward(call: Call) -> tuple[Tensor, LinearAttentionState]:
 
 
 def _running_log_decay(call: Call) -> tuple[Tensor, Tensor]:
-    """G_i = Σ_{t ≤ i} of the log decays, [B or 1, H, N, 1], and G_N, [B or 1, H, 1, 1]; in float64, as its
-    differences are what counts."""
+    """The cumulative log decays G_i, [B or 1, H, N, 1], and G_N, [B or 1, H, 1, 1]; in float64, as only their
+    differences are used."""
     _, N, H, _ = call.shape
     if call.token_log_decay is not None:
         steps = call.token_log_decay.double().clamp(min=LOG_ZERO[torch.float64]).transpose(1, 2)

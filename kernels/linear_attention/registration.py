@@ -1,8 +1,8 @@
-"""Linear attention as an operator of torch.library: `attend(call)` gives o, stats and the final state.
+"""Linear attention as a torch.library operator: `attend(call)` returns o, stats and the final state.
 
     lingpt::linear_attention_fwd, lingpt::linear_attention_bwd
 
-The schema is the Call's; both passes are those of the backend that backends.py chooses.
+The schema comes from `Call`; both passes are those of the backend that backends.py chooses.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from lingpt.kernels.linear_attention.state import LinearAttentionState, state_sh
 from lingpt.kernels.precision import state_dtype
 
 _NO_STATE = (None,) * 4
-_INPUTS = ("projected", "qkv", "q", "k", "v")  # a call has the first, the second, or q, k and v
+_INPUTS = ("projected", "qkv", "q", "k", "v")  # a call has `projected`, `qkv`, or q, k and v
 
 
 def linear_attention_flops(B: int, N: int, H: int, D: int, causal: bool = True) -> int:
-    """FLOPs of the forward pass: the matrix products of the chunkwise form, causal ones counted once.
+    """FLOPs of the forward pass: the matrix products of the chunkwise form, of causal ones the causal half.
 
-    Per token and head 4·D² across chunks (q̂·S, and k̂vᵀ into S), and 4·C·D / 2 within chunks of C = 64 tokens
-    (q̂·k̂ and the weights times v, half of them behind the mask). The backward pass counts twice that: two
-    products for each, and nothing for what is computed again.
+    Per token and head 4·D² across chunks (q̂·S, and k̂vᵀ into S), and 4·C·D / 2 within chunks of C = 64
+    tokens (q̂·k̂ and the weights times v, half of them masked). The backward pass counts twice that: two
+    products for each, without recomputation.
     """
     within = 2 * min(N, CHUNK) * D if causal else 0
     return B * N * H * (4 * D * D + within)
@@ -65,7 +65,7 @@ def _backward(given: Call, saved: Outputs, gradients: Outputs) -> Outputs:
 
 
 def _whole_state(call: Call, dparts: list[Tensor | None]) -> LinearAttentionState | None:
-    """The gradient of the final state: all four parts, or None where it has none."""
+    """The gradient of the final state, with all four parts; None if it has no gradient."""
     if not call.return_state or all(x is None for x in dparts):
         return None
     B, _, H, D = call.shape

@@ -11,8 +11,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Args:
         x: [B, N, H, D].
-        cos, sin: [N, R], R even and at most D, as `litgpt.model.build_rope_cache` makes them; taken in x's
-            dtype.
+        cos, sin: [N, R], R even and at most D, as from `litgpt.model.build_rope_cache`; cast to x's dtype.
 
     Returns [B, N, H, D] in x's dtype.
     """
@@ -22,7 +21,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rotate_backward(dx: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The gradient of x, given that of `rotate(x, cos, sin)`: the transposed map.
 
-    dx, and what is returned: [B, N, H, D], of one dtype; cos, sin: [N, R].
+    dx and the result: [B, N, H, D], of one dtype; cos, sin: [N, R].
     """
     return _turn(dx, cos, sin, backward=True)
 

@@ -1,4 +1,4 @@
-"""The running state of linear attention: what it remembers of the tokens that it has seen."""
+"""The recurrent state of linear attention."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 
 class LinearAttentionState(NamedTuple):
-    """All that linear attention remembers of the tokens it has seen; fp32 (float64 for float64 inputs).
+    """The state after the tokens seen so far, fp32 (float64 for float64 inputs); its size is constant.
 
-    It adds up: the state of a sequence is the sum of the states of its pieces, each decayed to the end.
-    With a decay γ, token j of N counts γ^(N−1−j) in each of the sums. z and n serve the normaliser: without
-    it (`normalize=False`) they are zeros and are not read.
+    States add up: that of a sequence is the sum of the states of its parts, each decayed to the end. With a
+    decay γ, token j of N has weight γ^(N−1−j) in each of the sums. z and n are for the normaliser: without it
+    (`normalize=False`) they are zeros and are not read.
     """
 
     S: Tensor  # Σ k̂ⱼ vⱼᵀ  [B, H, D, D], key index before value index
@@ -30,14 +30,14 @@ class LinearAttentionState(NamedTuple):
         return cls(*(torch.zeros(shape, device=device, dtype=dtype) for shape in shapes))
 
     def without_normaliser(self) -> LinearAttentionState:
-        """With zeros for z and n."""
+        """The state with zeros for z and n."""
         return self._replace(z=torch.zeros_like(self.z), n=torch.zeros_like(self.n))
 
     @classmethod
     def empty(
         cls, batch_size: int, n_head: int, head_dim: int, *, device=None, dtype: torch.dtype = torch.float32
     ) -> LinearAttentionState:
-        """A state to be written."""
+        """An uninitialised state."""
         shapes = state_shapes(batch_size, n_head, head_dim)
         return cls(*(torch.empty(shape, device=device, dtype=dtype) for shape in shapes))
 

@@ -1,6 +1,6 @@
-"""The attentions by name: `attention: ours` in a recipe picks one, a list gives each layer its own.
+"""The attentions by name: `attention: ours` in a recipe selects one, a list one per layer.
 
-A form is an attention and its options in one word: `ours-gated+output_gate+softmax_every=6`.
+A form is an attention with its options in one word: `ours-gated+output_gate+softmax_every=6`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,10 +33,11 @@ def option_defaults() -> dict[str, Any]:
 
 
 def with_options(cls: type[T], unset: bool = False) -> type[T]:
-    """Class decorator, below `@dataclass`: adds a field for each option of each attention, and its help.
+    """Class decorator, below `@dataclass`: adds a field for each option of each attention, with its help.
 
     The help becomes the last lines of the docstring's `Args:`, where jsonargparse reads it.
-    unset: a field is None until it is given a value, so that a default that is given can be told from none.
+    unset: fields are None by default, so that an option that was given its default can be told from one that
+    was not given.
     """
     for attention in ATTENTIONS.values():
         for name, option in attention.options().items():
@@ -56,8 +57,8 @@ def with_options(cls: type[T], unset: bool = False) -> type[T]:
 
 
 def form_parts(attention: str | Sequence[str], values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The attention as one word and, of `values`, its options that are not at their defaults, by name; of a
-    hybrid that `hybrid_layers` makes, the linear attention and `softmax_every`.
+    """The attention as one word, and those of its options in `values` that are not at their defaults; for a
+    hybrid of `hybrid_layers`, the linear attention, with `softmax_every` among the options.
     """
     names = [attention] if isinstance(attention, str) else attention
     declared = {n: p for name in names if name in ATTENTIONS for n, p in ATTENTIONS[name].options().items()}
@@ -69,9 +70,10 @@ def form_parts(attention: str | Sequence[str], values: Mapping[str, Any]) -> tup
 
 
 def attention_form(attention: str | Sequence[str], values: Mapping[str, Any]) -> str:
-    """`ours-gated + output_gate + softmax_every=4`: `form_parts` in one word; `hybrid` of the form so called.
+    """The form as text, `ours-gated + output_gate + softmax_every=4`, from `form_parts`; or its alias
+    `hybrid`.
 
-    `parse_form` reads it, but for a list of layers of another kind.
+    `parse_form` reads it, except for a list of layers that is no hybrid of `hybrid_layers`.
     """
     label, options = form_parts(attention, values)
     words = [name if value is True else f"{name}={_text(value)}" for name, value in options.items()]
@@ -84,10 +86,10 @@ def _text(value: Any) -> str:
 
 
 def parse_form(form: str) -> tuple[str, dict[str, Any]]:
-    """`ours-gated+output_gate+normalize=false` → the attention and its options, true where no value stands.
+    """`ours-gated+output_gate+normalize=false` → the attention and its options; one without a value is true.
 
-    `softmax_every`, an option of the whole model (`hybrid_layers`), may be among them, with softmax's own.
-    Raises UserError for an attention or an option that there is not.
+    `softmax_every`, an option of the whole model (`hybrid_layers`), may be among them, and then softmax's
+    options. Raises UserError for an unknown attention or option.
     """
     attention, *words = (word.strip() for word in form.split("+"))
     if attention in ALIASES:

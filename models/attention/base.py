@@ -1,4 +1,5 @@
-"""What a mechanism declares. To add one: a file with a subclass of `Attention`, a registry line, a test.
+"""The interface of an attention mechanism. To add one: a file with a subclass of `Attention`, a registry
+line, a test.
 
 Shapes: B batch, N tokens, C = n_embd, H heads, D head dimension, R rotated dimensions.
 """
@@ -32,23 +33,25 @@ class Fp32Buffers(nn.Module):
 
 
 class Attention(Fp32Buffers, ABC):
-    """One layer's causal mixing of tokens: its subclass declares everything that depends on the mechanism.
+    """One layer's causal attention; a subclass declares everything that depends on the mechanism.
 
-    What is abstract each has to have; without, no model is built, rather than a run that ends at its first
-    sample of text.
+    A subclass must define all abstract methods: a missing one fails when the model is built, not when a run
+    generates its first sample of text.
 
-    Its constructor takes LitGPT's configuration of the model, the layer's index and, by keyword only, the
+    Its constructor takes LitGPT's configuration of the model, the layer's index and, keyword-only, the
     mechanism's options, each `name: Annotated[type, "help"] = default`. A recipe sets them as `model.<name>`.
-    The linear layer that writes to the residual stream is called `proj`: initialisation goes by that name.
+    The linear layer that writes to the residual stream must be called `proj`: initialisation uses that name.
 
     `static_step` lets decoding replay a CUDA graph of one token's step (models/decoding_graph.py), if all
-    layers have it; else decoding is eager. It promises of `forward` with one token and a state that has seen
-    some:
+    layers have it; else decoding is eager. It promises for `forward` with one token and a state that has seen
+    tokens:
 
-    - it does not wait for the device, and runs the same kernels whatever the state has seen: no shape and no
-      Python number in it grows. Keys and values are a `KVCache`'s (softmax.py), which knows how
-    - the state is an object with attributes, whose tensors are of the same number, shapes and dtypes
-      afterwards, new ones or the old ones; what else it holds has not changed
+    - it does not synchronise with the device, and runs the same kernels whatever the state has seen: none of
+    its
+      shapes and Python numbers grows. Keys and values must be in a `KVCache` (softmax.py), which ensures that
+    - the state is an object with attributes, whose tensors keep their number, shapes and dtypes, although
+    they
+      may be new tensors; its other attributes do not change
     """
 
     hf_exportable: bool = False  # can a stock GPT-NeoX compute the same from the same tensors?
@@ -56,7 +59,7 @@ class Attention(Fp32Buffers, ABC):
 
     @classmethod
     def options(cls) -> dict[str, inspect.Parameter]:
-        """The keyword-only parameters of the constructors, by name; a subclass has its base's."""
+        """The keyword-only parameters of the constructor, by name; a subclass inherits those of its bases."""
         found: dict[str, inspect.Parameter] = {}
         for base in reversed(cls.__mro__):
             if "__init__" in vars(base):
@@ -75,29 +78,30 @@ class Attention(Fp32Buffers, ABC):
     ) -> str:
         """The name of the kernel that trains it on this device, for a run's record.
 
-        dtype: of the projections' output. UserError where the one that the options name cannot run. Where
-        there is nothing to choose, `pytorch` will do.
+        dtype: that of the projections' output. UserError if the kernel that the options name cannot run. A
+        mechanism without a choice may return `pytorch`.
         """
 
     @classmethod
     def missing_package(cls, device: torch.device) -> str | None:
-        """What is not installed of what its fast kernel needs on this device, and how to get it, in one line;
-        None where nothing is missing."""
+        """A line that says which package its fast kernel lacks on this device and how to install it; None if
+        nothing is missing."""
         return None
 
     @abstractmethod
     def forward(
         self, x_BNC: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor, state: Any = None
     ) -> torch.Tensor:
-        """`[B, N, C]` → the same, in the dtype of `proj`'s output. cos and sin `[N, R]` are of x's positions.
+        """`[B, N, C]` → the same, in the dtype of `proj`'s output. cos and sin `[N, R]` are those of x's
+        positions.
 
-        With a decoding state, x continues what it has seen, and updates it.
+        With a decoding state, x continues the tokens it has seen, and the state is updated.
         Raises UserError for more tokens than the state has room for.
         """
 
     @abstractmethod
     def flops_per_token(self, seq_len: int) -> int:
-        """Forward FLOPs per token of the mixing alone, causal counted once; `GPT` counts linear layers."""
+        """Forward FLOPs per token of the attention itself, causal half only; `GPT` counts linear layers."""
 
     @abstractmethod
     def saved_activations_per_token(self) -> int:
@@ -106,20 +110,20 @@ class Attention(Fp32Buffers, ABC):
 
     @abstractmethod
     def new_state(self, batch_size: int, max_seq_len: int, device: torch.device, dtype: torch.dtype) -> Any:
-        """What decoding carries from token to token, empty; the layer's forward updates it in place."""
+        """An empty decoding state, which the layer's forward updates in place."""
 
     def begin_autotuning(
         self, batch_size: int, seq_len: int, dtype: torch.dtype, device: torch.device
     ) -> Autotuning | None:
-        """Begins to choose how the mechanism's kernels run at a size; None where nothing is to be chosen."""
+        """Starts autotuning the kernels for this size; None if there is nothing to tune."""
         return None
 
     def initial_constants(self) -> dict[str, float | torch.Tensor]:
-        """Parameters that are neither linear layers nor norms, with the constants that each starts at."""
+        """Initial values of the parameters that are neither in linear layers nor in norms, by name."""
         return {}
 
     def reset_buffers(self, device: torch.device) -> None:
-        """Recompute the buffers, for a module that comes from the meta device."""
+        """Recomputes the buffers, for a module that comes from the meta device."""
 
 
 class QKVAttention(CausalSelfAttention, Attention):
@@ -133,18 +137,18 @@ class QKVAttention(CausalSelfAttention, Attention):
     forward = Attention.forward  # abstract again: LitGPT's is softmax
 
     def add_output_gate(self, wanted: bool) -> None:
-        """Makes the parameters of the output gate, or None in their place."""
+        """Creates the parameters of the output gate, or sets them to None."""
         config = self.config
         self.gate_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias) if wanted else None
         self.norm = nn.LayerNorm(config.head_size or 1, eps=config.norm_eps) if wanted else None
 
     def packed_qkv(self, x_BNC: torch.Tensor) -> torch.Tensor:
-        """`[B, N, 3, H, D]`, a view of the projection's output."""
+        """qkv `[B, N, 3, H, D]`, a view of the projection's output."""
         B, N, _ = x_BNC.shape
         return self.qkv(x_BNC).view(B, N, 3, self.config.n_head, self.config.head_size)
 
     def gate_and_project(self, o_BNHD: torch.Tensor, x_BNC: torch.Tensor) -> torch.Tensor:
-        """y `[B, N, C]` of the heads' outputs and the layer's input: `W_O o`.
+        """The layer's output `[B, N, C]` from the heads' outputs o and the layer's input x: `W_O o`.
 
         With an output gate, as in GLA (arXiv 2312.06635), `W_O (silu(x W_r) ⊙ LayerNorm_head(o))`.
         """
@@ -154,21 +158,21 @@ class QKVAttention(CausalSelfAttention, Attention):
 
 
 def is_plain_linear(layer: nn.Module) -> bool:
-    """Whether calling the layer is a product with its weight, plus its bias, and nothing more: no subclass of
-    nn.Linear or wrapper of one (LoRA, a parametrisation), no `forward` of the instance's own, no hooks."""
+    """Whether calling the layer only multiplies by its weight and adds its bias: it is no subclass or wrapper
+    of nn.Linear (LoRA, a parametrisation), and its instance has no own `forward` and no hooks."""
     hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
     return type(layer) is nn.Linear and "forward" not in vars(layer) and not any(hooks)
 
 
 @dataclass
 class ConvState:
-    """What decoding carries of a short convolution."""
+    """The decoding state of a short convolution."""
 
     conv: torch.Tensor | None = field(default=None, kw_only=True)  # the last tokens that it has seen
 
 
 @dataclass
 class RecurrentState(ConvState):
-    """A decoding state that does not grow: what the operator returned last, None at the start."""
+    """A decoding state of constant size. `value`: the state last returned by the operator, at first None."""
 
     value: Any = None

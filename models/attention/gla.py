@@ -1,12 +1,12 @@
 """`gla`: gated linear attention (Yang et al., arXiv 2312.06635, §4.4).
 
     α_t = σ(x W_α¹ W_α² + b_α)^(1/τ)         low-rank gate: rank 16, τ = 16
-    S_t = diag(α_t) S_{t−1} + k_tᵀ v_t        per head, d_k = gla_expand_k·d (d/2) and d_v = d over all heads
+    S_t = diag(α_t) S_{t−1} + k_tᵀ v_t        per head; over all heads d_k = gla_expand_k·d (d/2) and d_v = d
     y_t = (swish(x W_r + b_r) ⊙ LN(q_t S_t)) W_O
 
 No rotary embeddings, as in the paper. One projection, `qkvr`, gives q, k, v and r, with Pythia's biases.
-With `short_conv` a causal convolution of width 4 and a SiLU run over q, k and v, as in FLA's layer; without
-the SiLU GLA does not learn to recall (docs/results/gate/learning).
+With `short_conv` a causal convolution of width 4 and a SiLU are applied to q, k and v, as in FLA's layer;
+without the SiLU GLA does not learn to recall (docs/results/gate/learning).
 """
 
 from typing import Annotated, Any
@@ -105,10 +105,10 @@ class GLAAttention(Attention):
         return gated_linear_attention_flops(1, seq_len, H, self.d_k // H, self.d_v // H) // seq_len
 
     def saved_activations_per_token(self) -> int:
-        # qkvr; FLA's copies of q, k and v, its sum of the gates (fp32), the gate before its logarithm; o, and
-        # what `proj` reads
+        # qkvr; FLA's copies of q, k and v, its cumulative gates (fp32), the gate before its logarithm; o and
+        # the input of `proj`
         saved = 2 * (self.d_k + self.d_v) + (2 * self.d_k + self.d_v) + 3 * self.d_k + 2 * self.d_v
-        return saved if self.conv is None else saved + 2 * self.d_k + self.d_v  # and what is convolved
+        return saved if self.conv is None else saved + 2 * self.d_k + self.d_v  # and the convolution's input
 
     def new_state(
         self, batch_size: int, max_seq_len: int, device: torch.device, dtype: torch.dtype

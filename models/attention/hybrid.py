@@ -1,7 +1,6 @@
-"""Hybrids: linear attention with a layer of softmax attention now and then, which looks back exactly.
-
-A linear attention's state is of a fixed size, and what it has not kept cannot be recalled. One softmax layer
-in six makes up for that, and decoding's memory grows with the context in those layers alone.
+"""Hybrids: linear attention with softmax attention in some layers.
+ A linear attention's state has a fixed size and cannot recall everything. One softmax layer in six makes up
+for that, and decoding's memory grows with the context only in those layers.
 """
 
 from collections.abc import Sequence
@@ -10,13 +9,13 @@ from lingpt.common.errors import UserError
 
 SOFTMAX = "softmax"
 SOFTMAX_EVERY = "softmax_every"  # in an attention's form: `ours-gated+softmax_every=6`
-# The form that learns best (docs/results/study), by one word.
+# An alias for the form that learns best (docs/results/study).
 ALIASES = {"hybrid": f"ours-gated+output_gate+short_conv+{SOFTMAX_EVERY}=6"}
 
 
 def hybrid_layers(attention: str, n_layer: int, every: int) -> list[str]:
-    """The attention of each layer: of each `every` the middle one is softmax, as in Jamba (arXiv 2403.19887),
-    whose attn_layer_period and attn_layer_offset are 8 and 4. UserError where that makes no hybrid.
+    """The attention of each layer: the middle one of each `every` is softmax, as in Jamba (arXiv 2403.19887),
+    whose attn_layer_period and attn_layer_offset are 8 and 4. UserError if that is not a hybrid.
     """
     if attention == SOFTMAX or every < 2 or every // 2 >= n_layer:
         raise UserError(

@@ -2,20 +2,20 @@
 
     o_i = Σ_{j≤i} (1 + b q̂_i·k̂_j) v_j / Σ_{j≤i} (1 + b q̂_i·k̂_j)
 
-The paper's `a + b·x` has one coefficient too many: under the normaliser only b/a counts. Rotary embeddings
-are Pythia's, inside the operator, which reads the fused projection as it is: no transpose, split or copy.
+The paper's `a + b·x` has a redundant coefficient: with the normaliser only b/a matters. Rotary embeddings are
+Pythia's, applied inside the operator, which reads the fused projection without a transpose, split or copy.
 
-Its options are not the paper's; `ours-decay` and `ours-gated` have them too:
+Its options are not in the paper; `ours-decay` and `ours-gated` have them too:
 
-    learnable_b     b per head is learned; without the normaliser a, too
+    learnable_b     b per head is learned; without the normaliser also a
     output_gate     y = W_O (silu(x W_r) ⊙ LayerNorm_head(o)), as in GLA (base.py)
-    normalize       false, the default with output_gate and for it alone: o_i = Σ_{j≤i} (a + b q̂_i·k̂_j) v_j.
-                    LayerNorm takes out any factor per token, the normaliser among them; a and b may then be
-                    of any size and sign. It learns as well (docs/results/gate/learning)
+    normalize       false (only with output_gate, and its default then): o_i = Σ_{j≤i} (a + b q̂_i·k̂_j) v_j.
+                    LayerNorm removes any factor per token, such as the normaliser; a and b may then have any
+                    size and sign. It learns as well (docs/results/gate/learning)
     short_conv      a causal convolution of width 4 over q, k and v (short_conv.py)
-    conv_silu       and a SiLU behind it, as in GLA's layer of FLA and in Mamba-2 (arXiv 2405.21060)
-    constant        false, where there is no normaliser: a = 0. `ours-decay` is then RetNet's retention (arXiv
-                    2307.08621) of unit q and k, `ours-gated` simple GLA, the same as Mamba-2's SSD
+    conv_silu       a SiLU after it, as in FLA's GLA layer and in Mamba-2 (arXiv 2405.21060)
+    constant        false (only without the normaliser): a = 0. `ours-decay` is then RetNet's retention (arXiv
+                    2307.08621) with unit q and k, `ours-gated` simple GLA, the same as Mamba-2's SSD
 """
 
 import functools
@@ -34,14 +34,14 @@ from lingpt.models.attention.short_conv import SHORT_CONV_HELP, apply_short_conv
 
 
 class OursAttention(QKVAttention):
-    """LitGPT's parameters and keys. `learnable_b` adds `attn.b_offset` `[H]`, b = 1 + b_offset, at first 0;
-    without the normaliser `attn.a_offset` alike.
+    """Has LitGPT's parameters and keys. `learnable_b` adds `attn.b_offset` `[H]`, initially 0, b = 1 +
+    b_offset; without the normaliser also `attn.a_offset`.
 
     Stored as offsets so that a and b start at exactly 1 and small steps are not lost in bf16.
     """
 
     static_step = True
-    token_decay: ClassVar[bool] = False  # does each token give a decay of its own?
+    token_decay: ClassVar[bool] = False  # whether decays are per token
     log_decay: torch.Tensor | None  # None in `ours`; a buffer that moves with the model in `ours-decay`
 
     def __init__(
@@ -78,7 +78,7 @@ class OursAttention(QKVAttention):
 
     @staticmethod
     def normalizes(normalize: bool | None, output_gate: bool) -> bool:
-        """What the option `normalize` comes to."""
+        """Whether to normalise: the option `normalize`, or its default."""
         return not output_gate if normalize is None else normalize
 
     @classmethod
@@ -109,7 +109,7 @@ class OursAttention(QKVAttention):
     def kernel_name(
         cls, config: litgpt.Config, device: torch.device, dtype: torch.dtype, *args: Any, **options: Any
     ) -> str:
-        """`cuda`, or `chunkwise`, which is PyTorch's."""
+        """`cuda`, or `chunkwise`, the PyTorch form."""
         rope = torch.empty(1, config.rope_n_elem, device=device)
         call = Call(
             qkv=torch.empty(1, 1, 3, config.n_head, config.head_size or 1, device=device, dtype=dtype),
@@ -121,14 +121,14 @@ class OursAttention(QKVAttention):
         return "chunkwise" if choose(call) is chunkwise else "cuda"
 
     def a(self) -> float | torch.Tensor:
-        """The constant: 1.0, or `[H]` in fp32, free; 0.0 without `constant`."""
+        """The constant: 1.0, or `[H]` in fp32, unbounded; 0.0 without `constant`."""
         return float(self.constant) if self.a_offset is None else 1.0 + self.a_offset.float()
 
     def b(self) -> float | torch.Tensor:
-        """The coefficient: 1.0, or `[H]` in fp32: within [-1, 1], and without the normaliser free.
+        """The coefficient: 1.0, or `[H]` in fp32, within [-1, 1]; unbounded without the normaliser.
 
-        Clamped forward, its gradient passed as it is: a step out of the interval is held at the edge and can
-        come back, where the gradient of a plain clamp would be zero for ever.
+        Clamped in the forward pass with a straight-through gradient: with a plain clamp, the gradient outside
+        of the interval would be zero for ever.
         """
         if self.b_offset is None:
             return 1.0
@@ -140,11 +140,11 @@ class OursAttention(QKVAttention):
     def operator_inputs(
         self, x_BNC: torch.Tensor, state: RecurrentState | None
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """What the operator reads: qkv `[B, N, 3, H, D]`, convolved, and how the past fades, by argument."""
+        """The operator's inputs: qkv `[B, N, 3, H, D]`, convolved, and the arguments that give the decay."""
         return self.apply_short_conv(self.packed_qkv(x_BNC), state), {"log_decay": self.log_decay}
 
     def apply_short_conv(self, qkv_BN3HD: torch.Tensor, state: RecurrentState | None) -> torch.Tensor:
-        """qkv `[B, N, 3, H, D]` after the convolution, where there is one; the state's `conv` is updated."""
+        """qkv `[B, N, 3, H, D]` after the convolution, if there is one; updates the state's `conv`."""
         if self.conv is None:
             return qkv_BN3HD
         return apply_short_conv(qkv_BN3HD.flatten(2), self.conv, state, silu=self.conv_silu).view_as(
@@ -177,9 +177,9 @@ class OursAttention(QKVAttention):
         C, H = self.config.n_embd, self.config.n_head
         saved = 4 * C + 2 * H  # qkv, o, and the normaliser in fp32
         if self.conv is not None:
-            saved += 3 * C * (2 if self.conv_silu else 1)  # what is convolved, and what the SiLU reads
+            saved += 3 * C * (2 if self.conv_silu else 1)  # the convolution's input, and the SiLU's
         if self.gate_proj is not None:
-            saved += 2 * C  # the gate before its silu, and what `proj` reads
+            saved += 2 * C  # the gate before its silu, and the input of `proj`
         return saved
 
     def new_state(

@@ -1,10 +1,10 @@
-"""`ours-gated`: `ours` with a decay that each token gives for itself, one number a head.
+"""`ours-gated`: `ours` with a data-dependent decay per token and head.
 
     o_i = Σ_{j≤i} (1 + b q̂_i·k̂_j) exp(g_{j+1} + … + g_i) v_j / Σ_{j≤i} (the same weights)
     g_t = logsigmoid(x_t·w_h + c_h)
 
-The scalar gate of Mamba-2 and mLSTM on the normalised `1 + b·x`. c_h starts at RetNet's constant decays
-(`ours-decay`): ln(γ_h / (1 − γ_h)); it is a bias, so it has no weight decay.
+This is the scalar gate of Mamba-2 and mLSTM with the normalised `1 + b·x`. c_h is initialised to RetNet's
+constant decays (`ours-decay`), ln(γ_h / (1 − γ_h)); as a bias it has no weight decay.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ CACHE_LINE = 64  # 16-bit numbers
 
 
 class OursGatedAttention(OursAttention):
-    """`ours` and, per head, `attn.decay_proj.weight` `[H, C]` and `attn.decay_bias` `[H]`."""
+    """`ours` with the parameters `attn.decay_proj.weight` `[H, C]` and `attn.decay_bias` `[H]`."""
 
     token_decay = True
 
@@ -36,9 +36,11 @@ class OursGatedAttention(OursAttention):
     def operator_inputs(
         self, x_BNC: torch.Tensor, state: RecurrentState | None
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Training, q, k, v and the gates are one product: x is read once, its gradient written once.
+        """The operator's inputs. In training, q, k, v and the gates come from one matrix product, so that x
+        is read once and its gradient written once.
 
-        Not where one of the layers is more than its weights (LoRA, a parametrisation, a hook): it is called.
+        If one of the layers is more than its weights (LoRA, a parametrisation, a hook), both are called
+        instead.
         """
         plain = is_plain_linear(self.qkv) and is_plain_linear(self.decay_proj)
         if state is None and plain:
@@ -48,7 +50,7 @@ class OursGatedAttention(OursAttention):
         return self.apply_short_conv(self.packed_qkv(x_BNC), state), {"log_decay": log_decay}
 
     def project_qkv_and_decay(self, x_BNC: torch.Tensor) -> torch.Tensor:
-        """`[B, N, 3·H·D + P]`: q, k and v (convolved), the gates before their bias, zeros to fill the row."""
+        """`[B, N, 3·H·D + P]`: q, k and v (convolved), the gates before their bias, and zeros as padding."""
         H, fill = self.config.n_head, self.row_fill()
         weight = F.pad(torch.cat((self.qkv.weight, self.decay_proj.weight)), (0, 0, 0, fill))
         bias = None if self.qkv.bias is None else F.pad(self.qkv.bias, (0, H + fill))
@@ -56,16 +58,18 @@ class OursGatedAttention(OursAttention):
         return rows if self.conv is None else apply_short_conv(rows, self.conv, silu=self.conv_silu)
 
     def row_fill(self) -> int:
-        """Zeros behind the gates, up to rows of whole 128-byte cache lines of 16-bit numbers.
+        """The number of zeros after the gates, which pad rows to whole 128-byte cache lines (in 16-bit
+        numbers).
 
-        The kernel and tensor cores need whole 16 bytes. Filled to no more, it is the likely cause of a slower
-        step of pythia-1.4b (docs/results/training).
+        The kernel and tensor cores need multiples of 16 bytes only, but padding to no more is the likely
+        cause of a slower step of pythia-1.4b (docs/results/training).
         """
         H, D = self.config.n_head, self.config.head_size or 1
         return -(3 * H * D + H) % CACHE_LINE
 
     def saved_activations_per_token(self) -> int:
-        # In fp32 three that the kernel makes of the gates; what stands behind q, k and v, convolved or not.
+        # Three fp32 numbers per head that the kernel derives from the gates; the columns after q, k and v,
+        # once more if they pass through the convolution.
         H = self.config.n_head
         behind = (H + self.row_fill()) * (1 if self.conv is None else 2)
         return super().saved_activations_per_token() + 6 * H + behind

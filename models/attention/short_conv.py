@@ -1,7 +1,7 @@
 """A short convolution along the sequence, one filter per channel, as in H3, Hyena and Mamba.
 
-Linear attention compares a query with single tokens. A few taps bring a key to its value's place, which
-decides associative recall.
+Linear attention compares a query with single tokens. A short convolution moves a key to its value's position,
+which decides associative recall.
 """
 
 import functools
@@ -26,10 +26,11 @@ SHORT_CONV_HELP = "a causal convolution of width 4 over q, k and v of `ours*` an
 def apply_short_conv(
     x_BNW: torch.Tensor, weight_KC: torch.Tensor, state: ConvState | None = None, *, silu: bool = False
 ) -> torch.Tensor:
-    """`short_convolution` of the first C columns of x, and with `silu` a SiLU of it; the others as they are.
+    """`short_convolution` of the first C columns of x, with `silu` followed by a SiLU; other columns
+    unchanged.
 
-    x_BNW: [B, N, W], W ≥ C; with a decoding state, W = C. weight_KC: [K, C]. x continues what the state has
-    seen: `state.conv`: [B, K − 1, C], the last tokens, None before the first, is updated.
+    x_BNW: [B, N, W], W ≥ C; with a decoding state, W = C. weight_KC: [K, C]. x continues the tokens that the
+    state has seen; `state.conv` [B, K − 1, C], the last of them (None before the first), is updated.
     Returns [B, N, W] in x's dtype.
     """
     if state is not None:
@@ -38,26 +39,26 @@ def apply_short_conv(
     C, W = weight_KC.shape[1], x_BNW.shape[2]
     if not silu and x_BNW.is_cuda and kernel is not None and kernel.takes(x_BNW):
         return kernel.convolve(x_BNW, _widened(weight_KC, W - C))
-    # The compiler makes one pass of the convolution and its SiLU, which would be one more behind the kernel.
+    # The compiler fuses the convolution with its SiLU, which would be a separate pass after the kernel.
     y_BNC = short_convolution(x_BNW[..., :C], weight_KC)
     y_BNC = F.silu(y_BNC) if silu else y_BNC
     return y_BNC if C == W else torch.cat((y_BNC, x_BNW[..., C:]), dim=-1)
 
 
 def _widened(weight_KC: torch.Tensor, columns: int) -> torch.Tensor:
-    """With so many filters more that change nothing: one pass writes a row whole."""
+    """The filters and `columns` identity filters more, so that one pass writes whole rows."""
     if columns == 0:
         return weight_KC
     return torch.cat((F.pad(weight_KC[:-1], (0, columns)), F.pad(weight_KC[-1:], (0, columns), value=1.0)))
 
 
 def _conv_with_state(x_BNC: torch.Tensor, weight_KC: torch.Tensor, state: ConvState) -> torch.Tensor:
-    """`short_convolution` of what the state has seen and x, of x's tokens."""
+    """`short_convolution` at x's tokens, with those that the state has seen before them."""
     K, N = weight_KC.shape[0], x_BNC.shape[1]
     seen = x_BNC.new_zeros(len(x_BNC), K - 1, x_BNC.shape[2]) if state.conv is None else state.conv
     whole_BNC = torch.cat((seen.to(x_BNC.dtype), x_BNC), dim=1)
-    state.conv = whole_BNC[:, N:].clone()  # the last K − 1 tokens, and not the rest in a view's memory
-    if N == 1:  # a few kernels; the form below is made for the compiler, and without it pads a copy per tap
+    state.conv = whole_BNC[:, N:].clone()  # the last K − 1 tokens; a view would keep all in memory
+    if N == 1:  # only a few kernels; the form below is for the compiler: eager, it pads one copy per tap
         y_B1C = (weight_KC.to(state_dtype(x_BNC.dtype)) * whole_BNC).sum(1, keepdim=True)
         return y_B1C.to(x_BNC.dtype)
     return short_convolution(whole_BNC, weight_KC)[:, K - 1 :]
@@ -68,7 +69,7 @@ def short_convolution(x_BNC: torch.Tensor, weight_KC: torch.Tensor) -> torch.Ten
 
     Args:
         x_BNC: [B, N, C], any dtype.
-        weight_KC: [K, C]; the last row weighs the token itself.
+        weight_KC: [K, C]; the last row is the weight of the token itself.
 
     Returns y [B, N, C] in x's dtype, summed in fp32 (float64 for float64 inputs).
     """
@@ -76,8 +77,8 @@ def short_convolution(x_BNC: torch.Tensor, weight_KC: torch.Tensor) -> torch.Ten
 
 
 class _Convolution(torch.autograd.Function):
-    """With a backward of its own, whose terms are so arranged that the compiler makes one pass over the
-    tokens each way and keeps x alone: autograd's would keep a padded copy of it."""
+    """The convolution with its own backward, arranged so that the compiler makes one pass over the tokens in
+    each direction and keeps only x; autograd would keep a padded copy of it."""
 
     generate_vmap_rule = True
 
@@ -98,16 +99,16 @@ class _Convolution(torch.autograd.Function):
 
 
 def _weighted(x_BNC: torch.Tensor, weight_KC: torch.Tensor, direction: int) -> torch.Tensor:
-    """Σ_k w_k x shifted by K − 1 − k tokens, to the future (1) or to the past (−1)."""
+    """Σ_k w_k x, x shifted by K − 1 − k tokens towards the future (direction 1) or the past (−1)."""
     K, weight_KC = weight_KC.shape[0], weight_KC.to(state_dtype(x_BNC.dtype))
     taps = (weight_KC[k] * _shifted(x_BNC, direction * (K - 1 - k)) for k in range(K))
     y_BNC = functools.reduce(torch.add, taps)
-    # PyTorch 2.11 compiles a conversion to the same dtype so that the function has no gradient.
+    # A conversion to the same dtype loses the function's gradient when PyTorch 2.11 compiles it.
     return y_BNC if y_BNC.dtype == x_BNC.dtype else y_BNC.to(x_BNC.dtype)
 
 
 def _shifted(x_BNC: torch.Tensor, tokens: int) -> torch.Tensor:
-    """y_t = x_{t − tokens}, zeros beyond the ends."""
+    """y_t = x_{t − tokens}, with zeros beyond the ends."""
     N = x_BNC.shape[1]
     if tokens < 0:
         return F.pad(x_BNC, (0, 0, 0, -tokens))[:, -tokens:]
@@ -115,7 +116,7 @@ def _shifted(x_BNC: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def identity_filter(channels: int) -> torch.Tensor:
-    """The filter [K, C] that changes nothing: where training starts."""
+    """The identity filter [K, C], the initial value in training."""
     weight = torch.zeros(WIDTH, channels)
     weight[-1] = 1.0
     return weight

@@ -1,12 +1,12 @@
 """Softmax attention with rotary embeddings, as in Pythia: `softmax(q·k / √D) v` through PyTorch's SDPA.
 
-LitGPT's `CausalSelfAttention` bit for bit in fp32 (tested), with one concatenation where it has four.
+Equal to LitGPT's `CausalSelfAttention` bit for bit in fp32 (tested), with one concatenation instead of four.
 
-SDPA is several kernels; which one it takes depends on the card and on cuDNN's version. `sdpa` names the one
-that training uses: `flash` is FlashAttention-2, the paper's baseline.
+SDPA has several kernels; its choice depends on the card and on cuDNN's version. `sdpa` names the one that
+training uses: `flash` is FlashAttention-2, the paper's baseline.
 
-`softmax_conv` and `softmax_gate` are what `short_conv` and `output_gate` are to `ours*`. They have names of
-their own, because a hybrid's softmax layers are plain; a fair comparison with it wants them, too.
+`softmax_conv` and `softmax_gate` are the counterparts of `short_conv` and `output_gate` of `ours*`. They have
+their own names, because a hybrid's softmax layers are plain, but a fair comparison with a hybrid needs them.
 """
 
 import contextlib
@@ -32,13 +32,13 @@ SDPA = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-# cuDNN, which PyTorch prefers on Hopper, makes a plan for each number of keys: in decoding for every token.
+# Without cuDNN, which PyTorch prefers on Hopper: it makes a plan for each number of keys, so for every token.
 DECODING = [kernel for name, kernel in SDPA.items() if name != "cudnn"]
-KV_SPLIT = 512  # keys of a split of the cache, in a static step
+KV_SPLIT = 512  # keys per split of the cache in a static step
 
 
 def apply_rope(x_BNHD: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor) -> torch.Tensor:
-    """LitGPT's `apply_rope` on the leading R dimensions. It computes in the tables' dtype, kernels in x's.
+    """LitGPT's `apply_rope` on the leading R dimensions, computed in the dtype of the tables.
 
     x_BNHD: [B, N, H, D]; cos_NR, sin_NR: [N, R], R even and at most D. Returns [B, N, H, D] in x's dtype.
     """
@@ -50,11 +50,11 @@ def apply_rope(x_BNHD: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor)
 
 @dataclass
 class StaticPosition:
-    """Where the one token of a static step stands (models/decoding_graph.py), in tensors on the device.
+    """The position of a static step's token (models/decoding_graph.py), in tensors on the device.
 
-    index: [1], int64, the tokens before it. mask: [1, 1, 1, keys], added to the scores: 0 for the tokens up
-    to it; for the places behind them so little that they weigh 0, but not −inf, of which a split that has no
-    token would make NaN.
+    index: [1], int64, the number of tokens before it. mask: [1, 1, 1, keys], added to the scores: 0 up to the
+    token; after it so negative that weights are 0, but not −inf, which would give NaN in a split without
+    tokens.
     """
 
     index: torch.Tensor
@@ -76,11 +76,11 @@ class KVCache(ConvState):
     k: torch.Tensor
     v: torch.Tensor
     length: int = 0
-    static: StaticPosition | None = None  # during a static step, which takes no notice of `length`
+    static: StaticPosition | None = None  # set during a static step, which ignores `length`
 
     def append(self, k_BHND: torch.Tensor, v_BHND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds N tokens, `[B, H, N, D]` each, and returns all keys and values so far, `[B, H, length, D]`, in
-        the dtype of those given; in a static step as many as `static.mask` has. Raises UserError for more
+        the dtype of those given; in a static step, those that `static.mask` covers. Raises UserError for more
         tokens than the cache has room for.
         """
         if self.static is not None:
@@ -101,15 +101,15 @@ class KVCache(ConvState):
             raise UserError(f"decoding {tokens} tokens with a cache of {self.k.shape[2]}: raise max_seq_len")
 
     def fill(self, length: int) -> None:
-        """Random keys and values, as if `length` tokens had been seen: what decoding costs after a prompt is
-        measured so without one."""
+        """Fills the cache with random keys and values, as if it had seen `length` tokens: to measure decoding
+        without a prompt."""
         self.k.normal_()
         self.v.normal_()
         self.length = length
 
 
 class SoftmaxAttention(QKVAttention):
-    """LitGPT's parameters and keys, and those of the options."""
+    """Softmax attention with LitGPT's parameters and keys, and those of the options."""
 
     static_step = True
 
@@ -185,7 +185,8 @@ class SoftmaxAttention(QKVAttention):
         return self.gate_and_project(o.transpose(1, 2), x_BNC)
 
     def _kernel(self, decoding: bool) -> contextlib.AbstractContextManager:
-        """Around SDPA. `sdpa` is for training: a mask or another device is not every kernel's."""
+        """A context that selects SDPA's kernel. `sdpa` applies to training only: not every kernel supports a
+        mask or another device."""
         if decoding:
             return sdpa_kernel(DECODING)
         return _forced_kernel(self.sdpa if self.training else "auto")
@@ -196,9 +197,9 @@ class SoftmaxAttention(QKVAttention):
     def saved_activations_per_token(self) -> int:
         saved = 6 * self.config.n_embd  # qkv (v is a view of it), rotated q and k, o
         if self.conv is not None:
-            saved += 3 * self.config.n_embd  # what is convolved
+            saved += 3 * self.config.n_embd  # the convolution's input
         if self.gate_proj is not None:
-            saved += 2 * self.config.n_embd  # the gate before its silu, and what `proj` reads
+            saved += 2 * self.config.n_embd  # the gate before its silu, and the input of `proj`
         return saved
 
     def new_state(
@@ -216,11 +217,11 @@ class SoftmaxAttention(QKVAttention):
 def split_kv_attention(
     q_BH1D: torch.Tensor, k_BHND: torch.Tensor, v_BHND: torch.Tensor, mask_111N: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """SDPA of one query a head, `[B, H, 1, D]`, under a mask without −inf, in splits of KV_SPLIT keys, as
-    Flash-Decoding has them.
+    """SDPA of one query per head, `[B, H, 1, D]`, with a mask without −inf, in splits of KV_SPLIT keys as in
+    Flash-Decoding.
 
-    Under a mask SDPA has no kernel that splits the keys of a head: one multiprocessor would read all of them.
-    Here a split is a head of its own, and outputs are put together by their logsumexp. k and v are views.
+    With a mask SDPA has no kernel that splits a head's keys: one multiprocessor would read all of them. Here
+    each split is treated as a head, and outputs are combined by their logsumexp. k and v are views.
     """
     B, H, N, D = k_BHND.shape
     if N > KV_SPLIT and N % KV_SPLIT == 0:
@@ -235,12 +236,12 @@ def split_kv_attention(
 
 
 def _forced_kernel(sdpa: str) -> contextlib.AbstractContextManager:
-    """Around SDPA: the kernel of that name or none; for `auto` what PyTorch takes."""
+    """A context in which SDPA uses the kernel of that name or fails; for `auto`, PyTorch chooses."""
     return contextlib.nullcontext() if sdpa == "auto" else sdpa_kernel(SDPA[sdpa])
 
 
 def _reason(reasons: list[warnings.WarningMessage]) -> str:
-    """` (…)` with what PyTorch has warned of, less its headings and what it says of the other kernels."""
+    """` (…)` with PyTorch's warning, without its headings and its remarks on other kernels."""
     lines = [str(reason.message).partition(" (Triggered internally")[0].strip() for reason in reasons]
     own = [line for line in lines if "not used because" not in line and "runtime disabled" not in line]
     return f" ({own[0].rstrip('.')})" if own else ""

@@ -29,12 +29,12 @@ import torch
 from lingpt.common.devices import decoding_dtype, find_device
 from lingpt.common.errors import UserError, unknown
 from lingpt.kernels.bench.environment import environment, used_by_others
+from lingpt.kernels.bench.rows import attempt, skipped
 from lingpt.models import GPT, MODELS, Config, DecodingState, ModelArgs, attention_form
 from lingpt.models.attention.softmax import KVCache
 from lingpt.models.decoding_graph import DecodingGraph
 from lingpt.models.generate import sample
 from lingpt.train.bench.decoding_results import DecodeResults, DecodeRow
-from lingpt.train.bench.rows import attempt, skipped
 from lingpt.train.bench.step_results import SHORT_CONV
 
 MODEL = "pythia-1.4b"

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 from lingpt.common.figures import new_figure, save_formats
 from lingpt.common.format import scaled
 from lingpt.common.palette import line_styles
-from lingpt.train.bench.rows import BenchResults, BenchRow, made_on, markdown, number
+from lingpt.kernels.bench.rows import BenchRow
+from lingpt.train.bench.rows import ModelBenchResults, made_on, markdown, number
 from lingpt.train.bench.step_results import LINE_COLOURS
 
 COLUMNS = (
@@ -52,7 +53,7 @@ class DecodeRow(BenchRow):
 
 
 @dataclass
-class DecodeResults(BenchResults[DecodeRow]):
+class DecodeResults(ModelBenchResults[DecodeRow]):
     """Where it ran, and a row for each attention, batch size and context."""
 
     ROW = DecodeRow

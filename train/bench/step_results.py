@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 from lingpt.common.figures import new_figure, save_formats
 from lingpt.common.palette import COLOURS, SPARE_COLOURS
-from lingpt.train.bench.rows import BenchResults, BenchRow, made_on, markdown, number
+from lingpt.kernels.bench.rows import BenchRow
+from lingpt.train.bench.rows import ModelBenchResults, made_on, markdown, number
 
 IDENTITY, DENSE_IDENTITY, FLASH = "identity", "identity-dense", "softmax-flash"
 IDENTITIES = (IDENTITY, DENSE_IDENTITY)
@@ -61,7 +62,7 @@ class Row(BenchRow):
 
 
 @dataclass
-class Results(BenchResults[Row]):
+class Results(ModelBenchResults[Row]):
     """Where it ran, and a row for each attention, model and length."""
 
     ROW = Row

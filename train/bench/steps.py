@@ -31,9 +31,9 @@ from torch import nn
 from lingpt.common.errors import UserError, unknown
 from lingpt.data import DataConfig
 from lingpt.kernels.bench.environment import environment, used_by_others
+from lingpt.kernels.bench.rows import attempt, skipped
 from lingpt.models import ATTENTIONS, MODELS, ModelArgs
 from lingpt.models.attention.base import QKVAttention
-from lingpt.train.bench.rows import attempt, skipped
 from lingpt.train.bench.step_results import (
     DENSE_IDENTITY,
     IDENTITIES,

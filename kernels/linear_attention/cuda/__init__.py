@@ -1,4 +1,4 @@
-"""Linear attention on tensor cores, compiled on the user's machine: the backend that backends.py chooses."""
+"""The CUDA backend of linear attention: tensor-core kernels, compiled on the user's machine."""
 
 from lingpt.kernels.linear_attention.cuda.backend import (
     backward,

@@ -1,4 +1,4 @@
-"""The CUDA backend: serves a Call with the kernels that launch.py plans, as `backends.Backend` has it."""
+"""The CUDA backend, a `backends.Backend`: serves a Call with the kernels that launch.py plans."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MAX_BATCH_HEADS = 65535  # CUDA's limit on the grid's second dimension
 
 
 def unsupported_reason(call: Call) -> str | None:
-    """None where the kernels can serve this call, else the reason why not, for a user."""
+    """Why the kernels cannot serve this call, in words for a user; None if they can."""
     B, _, H, D = call.shape
     if reason := device_unsupported_reason(call.dtype, D, call.device):
         return reason
@@ -49,7 +49,7 @@ def unsupported_reason(call: Call) -> str | None:
 
 @functools.cache
 def device_unsupported_reason(dtype: torch.dtype, head_dim: int, device: torch.device) -> str | None:
-    """None where kernels run for this dtype, head_dim and card, else the reason why not."""
+    """Why no kernels run for this dtype, head_dim and card; None if they do."""
     if dtype not in TAGS:
         return f"it takes bf16 and fp16, not {dtype}"
     if head_dim not in HEAD_DIMS:
@@ -134,11 +134,11 @@ def _backward_in_two(
     dstate: LinearAttentionState | None,
     out: tuple[Tensor, ...],
 ) -> OptionGradients:
-    """`backward` of a call cut so that its later part is whole chunks: that first, from the state at the cut,
-    whose gradient the early part then starts from.
+    """`backward` of a call cut in two, so that the later part is whole chunks. The later part comes first,
+    from the state at the cut; the early part then starts from that state's gradient.
 
-    Only in whole chunks has the decays' gradient boundaries (token_decay.cuh), without which rounding adds up
-    over the whole sequence. The early part runs forward again, as no state is kept there.
+    The decays' gradient has boundaries only in whole chunks (token_decay.cuh); without them, rounding
+    accumulates over the whole sequence. The early part runs forward again, as no state is kept at the cut.
     """
     _, N, _, D = call.shape
     first = N % chunk_tokens(call.device, D)
@@ -178,7 +178,7 @@ def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
 
 
 class DecayPointers(NamedTuple):
-    """The addresses in struct Params that only decays of tokens' own have; 0 for null."""
+    """The addresses in struct Params that only per-token decays need; 0 for null."""
 
     decay_cumsum: int = 0
     to_end: int = 0
@@ -193,7 +193,7 @@ class DecayPointers(NamedTuple):
 
 
 class _Workspace:
-    """fp32 numbers in one allocation, so many of each name."""
+    """Named buffers of fp32 numbers in one allocation; `sizes`: numbers of each."""
 
     def __init__(self, device: torch.device, **sizes: int) -> None:
         begins = accumulate(sizes.values(), initial=0)
@@ -232,7 +232,7 @@ class _Pass:
         if call.token_log_decay is not None:
             log_decay = call.token_log_decay.float().contiguous()
         options = b_tensor, a_tensor, log_decay, cos, sin
-        # Until the launches, as there may be copies among them.
+        # Kept alive until the launches, as some may be copies.
         self._kept = (*tensors, *options)
         self._option_pointers = [_pointer(x) for x in options]
         self._tensors = [x.data_ptr() for x in tensors] + [0]
@@ -251,7 +251,7 @@ class _Pass:
         da: int = 0,
         decays: DecayPointers | None = None,
     ) -> bytes:
-        """Those of struct Params; `stats`, `e`, `scratch`, `db`, `da` and `decays` are addresses."""
+        """The pointers of struct Params; `stats`, `e`, `scratch`, `db`, `da` and `decays` are addresses."""
         *initial_sums, n_initial = _state_pointers(initial)
         *final_sums, _ = _state_pointers(final)
         rows = stats, stats + self._row, stats + 2 * self._row, e
@@ -267,13 +267,14 @@ class _Pass:
     def decay_pointers(
         self, sums: int, count_out: Tensor | None = None, dG: int = 0, boundaries: int = 0
     ) -> DecayPointers:
-        """Pointers for `sum_decays` and what reads its sums, of `plan.decay_sums_size` (token_decay.cuh)."""
+        """Pointers for `sum_decays` and the readers of its sums, which have `plan.decay_sums_size` numbers
+        (token_decay.cuh)."""
         decay_cumsum, to_end, counts, chunks = (sums + i * self._row for i in range(4))
         return DecayPointers(decay_cumsum, to_end, counts, chunks, _pointer(count_out), dG, boundaries)
 
 
 class _BackwardPass:
-    """The launches of a backward pass, in the order of the methods, and the memory that they share."""
+    """The launches of a backward pass, in the order of its methods, and the memory they share."""
 
     def __init__(
         self, call: Call, tensors: tuple[Tensor, ...], stats: Tensor, dstate: LinearAttentionState | None
@@ -339,7 +340,8 @@ class _BackwardPass:
             self.plan.dv(self.stream, dv)
 
     def launch_decay_gradient(self) -> Tensor | None:
-        """The gradient of token_log_decay [B, N, H], from what dq and dk left; None where there is none."""
+        """The gradient of token_log_decay [B, N, H], from what the scans for dq and dk stored; None without
+        per-token decays."""
         if not self.plan.decay_gradient:
             return None
         B, N, H, _ = self.call.shape
@@ -357,14 +359,14 @@ class _BackwardPass:
 
 
 def _kind_of_decay(call: Call) -> str:
-    """One of launch.DECAYS."""
+    """The kind of decay, one of launch.DECAYS."""
     if call.token_log_decay is not None:
         return "PER_TOKEN"
     return "NO_DECAY" if call.head_log_decay is None else "PER_HEAD"
 
 
 def _kind_of_weights(call: Call) -> str:
-    """One of launch.WEIGHTS. PRODUCTS leaves Σ v out, which a state has even where a is 0."""
+    """The kind of weights, one of launch.WEIGHTS. PRODUCTS omits Σ v, which a state has even if a is 0."""
     if call.normalize:
         return "NORMALISED"
     has_state = call.return_state or call.S is not None
@@ -379,7 +381,7 @@ def _add_state(
     call: Call, gradient: Tensor, final: LinearAttentionState, dstate: LinearAttentionState
 ) -> None:
     """Adds the final state's part to `gradient`, dL/dg [B, tokens, H] of the tokens after the last
-    boundary: ⟨dS, S⟩, which is in dL/dG_N and therefore in the sum of every one of them."""
+    boundary: ⟨dS, S⟩, which is part of dL/dG_N and so of the sum of each of them."""
     B, _, H, _ = call.shape
     products = [(x * dx).reshape(B, H, -1).sum(-1) for x, dx in zip(final, dstate, strict=True)]
     added = torch.stack(products).sum(0)
@@ -389,7 +391,7 @@ def _add_state(
 
 
 def _new_state(call: Call) -> LinearAttentionState:
-    """To be written; without the normaliser the kernels leave z and n out."""
+    """An uninitialised state; z and n are zeros without the normaliser, as the kernels do not write them."""
     B, _, H, D = call.shape
     state = LinearAttentionState.empty(B, H, D, device=call.device)
     if not call.normalize:
@@ -399,11 +401,11 @@ def _new_state(call: Call) -> LinearAttentionState:
 
 
 def _stats(plan: LaunchPlan, device: torch.device) -> Tensor:
-    """stats [3, B, H, N], and behind them in the same memory room for the states before the segments and for
-    what `sum_decays` finds.
+    """stats [3, B, H, N], followed in the same memory by room for the states before the segments and for the
+    results of `sum_decays`.
 
-    The backward pass starts from the same: what saves stats for it saves them too, and computing them again
-    would read k and v once more.
+    The backward pass needs the same numbers: saving stats for it saves them too, and recomputing them would
+    read k and v once more.
     """
     B, H, N = plan.B, plan.H, plan.N
     size = 3 * B * H * N + plan.scratch_size(plan.segmentation) + plan.decay_sums_size
@@ -412,14 +414,14 @@ def _stats(plan: LaunchPlan, device: torch.device) -> Tensor:
 
 
 def _left_behind(stats: Tensor, plan: LaunchPlan) -> int:
-    """The address of what forward left there, if these stats are `_stats`'; else 0."""
+    """The address of what forward stored after the stats, if `_stats` allocated them; else 0."""
     end = stats.storage_offset() + stats.numel() + plan.scratch_size(plan.segmentation) + plan.decay_sums_size
     ours = stats.is_contiguous() and stats.untyped_storage().nbytes() == 4 * end
     return stats.data_ptr() + 4 * stats.numel() if ours else 0
 
 
 def _token_count(call: Call) -> Tensor:
-    """The final state's (decayed) number of tokens, [B, H]."""
+    """The (decayed) number of tokens in the final state, [B, H]."""
     B, N, H, _ = call.shape
     n = torch.zeros(B, H, dtype=torch.float32, device=call.device) if call.n is None else call.n
     if call.head_log_decay is None:
@@ -430,7 +432,7 @@ def _token_count(call: Call) -> Tensor:
 
 
 def _count_gradient(call: Call, e: Tensor, dstate: LinearAttentionState | None) -> Tensor:
-    """The gradient of the initial number of tokens, [B, H]: −Σ e γ^(i+1) and the final number's part."""
+    """The gradient of the initial number of tokens, [B, H]: −Σ e γ^(i+1), plus the final number's part."""
     _, H, N = e.shape
     decay = e.new_zeros(H) if call.head_log_decay is None else call.head_log_decay.float()
     dn = -(e * torch.exp(decay[:, None] * torch.arange(1, N + 1, device=e.device))).sum(-1)
@@ -438,7 +440,7 @@ def _count_gradient(call: Call, e: Tensor, dstate: LinearAttentionState | None) 
 
 
 def _current_device(device: torch.device) -> contextlib.AbstractContextManager:
-    """Makes the device current, if it isn't."""
+    """A context in which the device is current."""
     is_current = torch.cuda.current_device() == device.index
     return contextlib.nullcontext() if is_current else torch.cuda.device(device)
 
@@ -448,7 +450,8 @@ def _contiguous(state: LinearAttentionState | None) -> LinearAttentionState | No
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """The kernels read 16 bytes at a time: rows that start elsewhere (a slice of odd width) are copied."""
+    """x, or a copy if its rows are not 16-byte aligned (a slice of odd width): the kernels read 16 bytes at
+    a time."""
     return x if _is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
 

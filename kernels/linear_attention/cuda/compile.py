@@ -1,9 +1,8 @@
-"""CUDA source → cubin → launchable kernel, on the user's machine, from pip packages alone.
-
-NVRTC (through NVIDIA's `cuda-core`) compiles in a second or so and needs no GPU, so that CI checks every
-architecture. What it makes is a *cubin*, never PTX: a driver runs the cubins of every compiler of its own
-CUDA major version, also of a newer minor one. The cubin, the names of its kernels and the report of `ptxas`
-are cached in one file per (source and all that it includes, architecture, options, compiler version).
+"""Compiles CUDA source to cubins and loads their kernels, on the user's machine, from pip packages alone.
+ NVRTC (through NVIDIA's `cuda-core`) compiles in about a second and needs no GPU, so CI checks every
+architecture. The result is a *cubin*, not PTX: a driver runs the cubins of every compiler of its own CUDA
+major version, also of a newer minor one. The cubin, the names of its kernels and the report of `ptxas` are
+cached in one file per (source and all that it includes, architecture, options, compiler version).
 
     module = compile_kernels("forward.cu", "sm_90a", {"HEAD_DIM": 128}, ["forward<128, true>"])
     module.resources["forward<128, true>"].spills            # bytes; 0 is what we want
@@ -42,7 +41,7 @@ PTXAS_OPTIONS = {arch: ("--register-usage-level=3",) for arch in ("sm_100", "sm_
 
 @dataclasses.dataclass(frozen=True)
 class KernelSpec:
-    """One translation unit: what `compile_kernels` takes, as data for `lingpt kernels` and the tests."""
+    """One translation unit: arguments of `compile_kernels`, as data for `lingpt kernels` and the tests."""
 
     source: str
     names: tuple[str, ...]
@@ -59,7 +58,8 @@ class KernelSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Resources:
-    """What a kernel takes, says `ptxas`: registers, stack and spills (bytes) a thread; shared a block."""
+    """A kernel's resources, as `ptxas` reports them: registers, stack and spills (bytes) per thread; static
+    shared memory (bytes) per block."""
 
     registers: int
     stack: int
@@ -74,7 +74,7 @@ class Resources:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledModule:
-    """A cubin and what is known of it. `symbols` maps each asked-for name to the mangled one in the cubin."""
+    """A cubin and facts about it. `symbols` maps each requested name to the mangled one in the cubin."""
 
     arch: str
     cubin: bytes
@@ -90,7 +90,7 @@ class CompiledModule:
 
     @property
     def remarks(self) -> list[str]:
-        """Lines of the compiler worth reading: warnings, and wgmma that `ptxas` had to serialise."""
+        """Lines of the compiler's log to show: warnings, and wgmma that `ptxas` had to serialise."""
         return [line for line in self.log.splitlines() if re.search(r"warning|Performance Loss", line)]
 
     def load(self, signatures: Mapping[str, str]) -> dict[str, Kernel]:
@@ -110,9 +110,9 @@ def compile_kernels(
     """Compiles `source` (a file of this folder, or a path) for `arch` ("sm_90a"), or finds it in the cache.
 
     `names` are C++ name expressions (`kernel<64, true>`) or names of extern "C" kernels; `options` go to
-    `cuda.core.ProgramOptions` (`use_fast_math=True`, `max_register_count=168` …; `ptxas_options` is taken).
-    Raises UserError where the compiler is missing or does not know `arch`, RuntimeError with the compiler's
-    log where the source does not compile.
+    `cuda.core.ProgramOptions` (`use_fast_math=True`, `max_register_count=168` …; `ptxas_options` is set
+    here). Raises UserError if the compiler is missing or does not know `arch`, RuntimeError with the
+    compiler's log if the source does not compile.
     """
     request = _Request(source, arch, defines, tuple(names), options)
     path = request.cache_file()
@@ -128,7 +128,7 @@ def compile_ptx(
 ) -> tuple[str, dict[str, str]]:
     """The PTX of `source` with its line numbers, and the mangled name of each of `names`: for the emulator.
 
-    Cached, and raises, as `compile_kernels`. Kernels that are extern "C" are there without being asked for.
+    Caches and raises like `compile_kernels`. Kernels that are extern "C" need not be in `names`.
     """
     request = _Request(source, arch, defines, tuple(names), {"lineinfo": True})
     path = request.cache_file().with_suffix(".ptx")
@@ -140,12 +140,12 @@ def compile_ptx(
 
 
 def cache_folder() -> Path:
-    """`$LINGPT_CACHE/kernels`, or `~/.cache/lingpt/kernels`."""
+    """The cache of compiled kernels: `$LINGPT_CACHE/kernels`, else `~/.cache/lingpt/kernels`."""
     return cache_dir() / "kernels"
 
 
 def parse_ptxas_report(log: str) -> dict[str, Resources]:
-    """The figures of `ptxas -v`, by mangled name. Functions that were not inlined count for their kernel."""
+    """The numbers of `ptxas -v`, by mangled name. Functions that were not inlined count for their kernel."""
     frame = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
     report = {}
     for section in re.split(r"Compiling entry function ", log)[1:]:
@@ -159,7 +159,7 @@ def parse_ptxas_report(log: str) -> dict[str, Resources]:
 
 @dataclasses.dataclass(frozen=True)
 class _Request:
-    """All that decides what the compiler makes."""
+    """Everything that determines the compiler's output."""
 
     source: str | Path
     arch: str
@@ -218,7 +218,7 @@ class _Request:
         return CompiledModule(self.arch, bytes(built.code), symbols, text, seconds, None)
 
     def compile_ptx(self) -> CompiledModule:
-        """PTX in the cubin's place. By NVRTC itself: cuda.core asks the driver, and there may be none."""
+        """Compiles to PTX instead of a cubin, by NVRTC itself: cuda.core would need a driver for it."""
         check_arch(self.arch)
         from cuda.bindings import nvrtc
 
@@ -248,7 +248,7 @@ class _Request:
 
 
 def _write_cached(path: Path, module: CompiledModule) -> Path | None:
-    """The file, or None with a warning where it cannot be written."""
+    """Writes the cache file; returns its path, or None with a warning if it cannot be written."""
     body = json.dumps({"symbols": module.symbols, "log": module.log}).encode() + b"\n" + module.cubin
     try:
         write_bytes(path, hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
@@ -260,7 +260,7 @@ def _write_cached(path: Path, module: CompiledModule) -> Path | None:
 
 
 def _read_cached(path: Path, arch: str) -> CompiledModule | None:
-    """None where there is no file, or its checksum is not that of its content."""
+    """The cached module; None if there is no file, or its checksum does not match its content."""
     try:
         checksum, _, body = path.read_bytes().partition(b"\n")
     except OSError:

@@ -1,7 +1,7 @@
-"""A compiled kernel as a callable, whose launch goes straight through `cuLaunchKernel`.
+"""A compiled kernel as a callable that calls `cuLaunchKernel` directly, to save host time.
 
-Its arguments are packed by one `struct` call into a buffer made once; `cuda.core.launch` builds a config and
-an argument holder a call.
+Its arguments are packed by one `struct` call into a buffer allocated once; `cuda.core.launch` would build a
+config and an argument holder per call.
 
     kernel = Kernel(handle, "forward<128, true>", "PPPPif")
     kernel((blocks, 1, 1), (256, 1, 1), shared_bytes, stream, q.data_ptr(), ..., n, scale)
@@ -64,7 +64,7 @@ _this_thread = threading.local()
 def _bind_context(driver: Any) -> None:
     """Gives this thread a current context, if CUDA's runtime has not done so yet.
 
-    In a thread of autograd's, and on device 0, our launch may be the first that asks for one.
+    In an autograd thread, and on device 0, our launch may be the first CUDA call that needs one.
     """
     if not int(check_status(driver.cuCtxGetCurrent())):
         device = check_status(driver.cuDeviceGet(torch.cuda.current_device()))
@@ -73,9 +73,9 @@ def _bind_context(driver: Any) -> None:
 
 
 class PackedArguments(threading.local):
-    """A kernel's arguments in memory as `cuLaunchKernel` wants them: an array of pointers to the values.
+    """A kernel's arguments in memory in the form of `cuLaunchKernel`: an array of pointers to the values.
 
-    One buffer a thread: autograd launches backward kernels from threads of its own.
+    One buffer per thread: autograd launches backward kernels from its own threads.
     """
 
     def __init__(self, signature: str) -> None:

@@ -1,9 +1,8 @@
-"""Plans the launches of linear_attention.cu: which kernels a pass takes, on what grid, with what Params.
-
-Forward: `states` and `prefix` (where sequences are cut into segments), then one scan.
-Backward: `row_products` for e, then a scan each for dq, dk and dv, after the states of their direction. On
-Hopper dq's scan finds e, and dk and dv share a launch. `sum_decays` first sums up decays of tokens' own, for
-each direction; `decay_gradient` comes last. Without the normaliser there is no e, and no token is counted.
+"""Plans the launches of linear_attention.cu: the kernels of a pass, their grids and their Params.
+ Forward: `states` and `prefix` (if sequences are cut into segments), then one scan. Backward: `row_products`
+for e, then one scan each for dq, dk and dv, after the states of their direction. On Hopper dq's scan computes
+e, and dk and dv share a launch. With per-token decays, `sum_decays` comes first, for each direction, and
+`decay_gradient` last. Without the normaliser there is no e, and tokens are not counted.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ THREADS = 128  # of a block of the sm_80 scan, of `prefix` and `row_products`; o
 DECAY_THREADS = 256  # of a block of `sum_decays`, `sum_counts` and `decay_gradient`
 DECAY_HEADS = DECAY_THREADS // 32  # of a block of the first and the last
 DECAY_SPAN = 256  # tokens of such a block
-# Tokens between boundaries, where the gradient of decays is known without a sum (token_decay.cuh).
+# Tokens between boundaries, at which the gradient of decays is computed without a sum (token_decay.cuh).
 BOUNDARY_INTERVAL = 512
 
 # Shared memory, bytes (CUDA C++ Programming Guide, table of compute capabilities).
@@ -40,8 +39,8 @@ SMALL_SHARED = ("sm_86", "sm_89", "sm_120", "sm_121")  # 99 KB a block; the othe
 SM90_SHARED = 228 * 1024  # of a multiprocessor; a block costs it 1 KB more than it asks for
 RESERVED_SHARED = 1024
 
-# The tensors of a pass (forward has the first four), and which of them are a mode's operands a, b, c, qk, y
-# and o (params.cuh).
+# The tensors of a pass (forward has the first four), and those that are a mode's operands a, b, c, qk, y and
+# o (params.cuh).
 TENSORS = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
 OPERANDS = {
     "FWD": ("q", "k", "v", None, "o", None),
@@ -56,25 +55,25 @@ operands_of = {
     for mode, names in OPERANDS.items()
 }
 
-# struct Params of params.cuh: 35 pointers, which are a call's own; then the layout, which all calls of a plan
+# struct Params of params.cuh: 35 pointers, different in each call; then the layout, which all calls of a plan
 # share: strides, six ints, four floats. The compiler checks the sizes (KernelBuild.defines).
 POINTERS, LAYOUT = struct.Struct("@35P"), struct.Struct("@18q6i4f")
 PARAMS_CODE = f"{POINTERS.size + LAYOUT.size}s"
 
 
 def state_size(head_dim: int) -> int:
-    """fp32 numbers of a state in the scratch: S, and two vectors."""
+    """Size of a state in the scratch, in fp32 numbers: S and two vectors."""
     return head_dim * head_dim + 2 * head_dim
 
 
 def boundary_size(head_dim: int) -> int:
-    """fp32 numbers of a boundary: a state in 16 bits, two vectors, and 16 more."""
+    """Size of a boundary, in fp32 numbers: a state in 16 bits, two vectors, and 16 more."""
     return head_dim * head_dim // 2 + 2 * head_dim + 16
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelBuild:
-    """One build of the kernels: everything that is a template argument, and what follows from it."""
+    """One build of the kernels: all template arguments, and what follows from them."""
 
     tag: str
     head_dim: int
@@ -87,12 +86,12 @@ class KernelBuild:
 
     @functools.cached_property
     def threads(self) -> int:
-        """Of a block of a scan: on sm_90a a warpgroup for every 64 columns, and two more."""
+        """Threads of a scan's block: on sm_90a a warpgroup for every 64 columns, and two more."""
         return (self.head_dim // 64 + 2) * THREADS if self.sm90 else THREADS
 
     @functools.cached_property
     def shared(self) -> int:
-        """Dynamic shared memory of a scan, bytes: SharedSm80::BYTES; on sm_90a all that a block can have."""
+        """Dynamic shared memory of a scan in bytes: SharedSm80::BYTES; on sm_90a all a block can have."""
         C, D = self.chunk, self.head_dim
         if self.sm90:
             return SM90_SHARED // self.blocks - RESERVED_SHARED
@@ -102,7 +101,7 @@ class KernelBuild:
 
     @property
     def names(self) -> dict[tuple[str, str | None], str]:
-        """(kernel, mode) → its instance in C++; some have no mode."""
+        """(kernel, mode) → name of its C++ template instance; some kernels have no mode."""
         D, C, decay, weights = self.head_dim, self.chunk, self.decay, self.weights
         options = f"{decay}, {self.rope}, {weights}"
         flags = f"{options}, {self.blocks}"
@@ -137,7 +136,7 @@ class KernelBuild:
 
     @property
     def defines(self) -> dict[str, object]:
-        """What the source shares with Python: taken from here, or checked by a static_assert there."""
+        """Constants that the source shares with Python: defined here, or checked by a static_assert there."""
         return {
             **({"SCAN_SM90": 1} if self.sm90 else {}),
             "POINTERS_BYTES": POINTERS.size,
@@ -161,7 +160,7 @@ class KernelBuild:
 def kernel_build(
     arch: str, dtype: torch.dtype, head_dim: int, decay: str, rope: int, weights: str = "NORMALISED"
 ) -> KernelBuild:
-    """The build for a card: chunks of 64 tokens where shared memory holds two stages of three tiles of them.
+    """The build for a card: with chunks of 64 tokens if shared memory holds two stages of three such tiles.
 
     `decay`: one of DECAYS. `rope`: a multiple of 16 up to head_dim, or 0. Hopper's warpgroups rotate within
     64 columns at most. `weights`: one of WEIGHTS.
@@ -178,7 +177,8 @@ def _chunk(arch: str, head_dim: int) -> int:
 
 
 def specs() -> list[KernelSpec]:
-    """What `lingpt kernels` compiles ahead: bf16, for models (RoPE on a quarter) and for separate q, k, v."""
+    """The builds that `lingpt kernels` compiles ahead: bf16, for models (RoPE on a quarter of the dimensions)
+    and for separate q, k, v."""
     builds: dict[KernelBuild, list[str]] = {}
     for arch in supported_architectures():
         for head_dim in HEAD_DIMS:
@@ -189,7 +189,7 @@ def specs() -> list[KernelSpec]:
 
 
 def _compiled_ahead(head_dim: int) -> list[tuple[str, int, str]]:
-    """(decay, rope, weights)."""
+    """(decay, rope, weights) of the builds that are compiled ahead."""
     model = head_dim // 4
     return [
         ("NO_DECAY", 0, "NORMALISED"),
@@ -201,7 +201,7 @@ def _compiled_ahead(head_dim: int) -> list[tuple[str, int, str]]:
 
 @functools.cache
 def load_kernels(build: KernelBuild, arch: str) -> dict[tuple[str, str | None], Kernel]:
-    """Compiled and loaded, by kernel and mode, as `build.names`."""
+    """The build's kernels, compiled and loaded: (kernel, mode) → Kernel, with the keys of `build.names`."""
     names = build.names
     signatures = {
         name: PARAMS_CODE * (2 if kernel == "scan_pair" else 1) for (kernel, _), name in names.items()
@@ -212,20 +212,20 @@ def load_kernels(build: KernelBuild, arch: str) -> dict[tuple[str, str | None], 
 
 @functools.cache
 def _card(device: torch.device) -> tuple[str, int]:
-    """Its architecture and its number of multiprocessors."""
+    """The card's architecture and number of multiprocessors."""
     return native_arch(device), torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def chunk_tokens(device: torch.device, head_dim: int) -> int:
-    """Tokens that a block takes at a time."""
+    """Tokens per chunk, which a block processes at a time."""
     return _chunk(_card(device)[0], head_dim)
 
 
 @functools.lru_cache(maxsize=1024)
 def choose_segments(batch_heads: int, seq_len: int, chunk: int, slots: int) -> tuple[int, int]:
-    """(segments, tokens a segment): how to cut sequences so that all `slots` blocks of a card have work.
+    """(segments, tokens per segment): how to cut sequences so that all `slots` blocks of a card have work.
 
-    The cost of a choice is the tokens that the busiest slot scans, a third more if states come first.
+    The cost of a choice is the number of tokens that the busiest slot scans, times 1.35 if states come first.
     """
     best, best_cost = (1, max(seq_len, 1)), float("inf")
     for segments in range(1, max(1, seq_len // (4 * chunk)) + 1):
@@ -241,21 +241,22 @@ def choose_segments(batch_heads: int, seq_len: int, chunk: int, slots: int) -> t
 
 @functools.lru_cache(maxsize=1024)
 def choose_sub_segments(segments: int, chunks: int, slots: int) -> int:
-    """Into how many sub-segments `states` cuts so many segments of so many chunks each, to fill `slots`."""
+    """The number of sub-segments that `states` cuts each segment into, to fill `slots`; `segments`: the
+    number of segments over all heads, `chunks`: chunks per segment."""
     fitting = (n for n in range(1, chunks // 4 + 1) if chunks % n == 0 and n * segments <= slots)
     return max(fitting, default=1) if segments else 1
 
 
 class Segmentation(NamedTuple):
-    """Sequences as `segments` of `segment_len` tokens; a block of `states` scans one of a segment's
-    `sub_segments`."""
+    """How sequences are cut: into `segments` of `segment_len` tokens; a block of `states` scans one of the
+    `sub_segments` of a segment."""
 
     segments: int
     segment_len: int
     sub_segments: int
 
     def for_states(self) -> Segmentation:
-        """As `states` sees it: every sub-segment but the last segment's, each a segment."""
+        """The segmentation for `states`: each sub-segment is a segment, and the last segment is not cut."""
         return Segmentation(
             (self.segments - 1) * self.sub_segments + 1, self.segment_len // self.sub_segments, 1
         )
@@ -263,7 +264,7 @@ class Segmentation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """A kernel with its grid, and of each struct Params (the pair's: two) what follows the pointers."""
+    """A kernel with its grid, and the part after the pointers of each struct Params (two for `scan_pair`)."""
 
     kernel: Kernel
     grid: tuple[int, int, int]
@@ -276,10 +277,10 @@ class Launch:
 
 
 class LaunchPlan:
-    """What shapes, strides and options decide of a pass: its launches, and how large its scratch is.
+    """The plan of a pass, from shapes, strides and options: its launches and the size of its scratch.
 
-    `strides`: of TENSORS, forward of the first four; `a`, `b`: a number, None for a tensor. `make_plan` keeps
-    plans: a short call's time is mostly the host's, and autograd's thread runs it on cold caches.
+    `strides`: of TENSORS (forward: of the first four); `a`, `b`: a number, None for a tensor. `make_plan`
+    caches plans: a short call takes mostly host time, and autograd's thread runs it with cold CPU caches.
     """
 
     def __init__(
@@ -318,7 +319,7 @@ class LaunchPlan:
             self.forward = [*self.states, self._scan("FWD", self.segmentation)]
 
     def _plan_backward(self) -> None:
-        """dq; then dk and dv, in reverse, cut for both of their scans where they share a launch."""
+        """Plans dq, then dk and dv in reverse, segmented for two concurrent scans if they share a launch."""
         self.reverse_segmentation = self._segmentation(scans=2) if self.build.sm90 else self.segmentation
         self.dq = self._scan("DQ", self.segmentation)
         self.reverse_states = self._states("DK", self.reverse_segmentation)
@@ -330,35 +331,36 @@ class LaunchPlan:
             self.dk, self.dv = (self._scan(mode, self.segmentation) for mode in ("DK", "DV"))
 
     def scratch_size(self, segmentation: Segmentation) -> int:
-        """fp32 numbers: a state for every sub-segment of every segment but the last."""
+        """Size in fp32 numbers: a state for every sub-segment of every segment but the last."""
         states = (segmentation.segments - 1) * segmentation.sub_segments
         return self.B * self.H * states * state_size(self.D)
 
     @property
     def decay_sums_size(self) -> int:
-        """fp32 numbers: Γ and two more of every token and head, and two of every chunk."""
+        """Size in fp32 numbers: Γ and two more per token and head, and two per chunk and head."""
         chunks = -(-self.N // self.build.chunk)
         return self.B * self.H * (3 * self.N + 2 * chunks) if self._per_token_decay else 0
 
     @property
     def span_sums_size(self) -> int:
-        """fp32 numbers: two of every span of a head, for `decay_gradient`."""
+        """Size in fp32 numbers: two per span and head, for `decay_gradient`."""
         return 2 * self.B * self.H * self._spans if self._per_token_decay else 0
 
     @property
     def boundaries(self) -> int:
-        """Of a sequence, with a decay of each token's own: before every BOUNDARY_INTERVAL-th."""
+        """Boundaries of a sequence with per-token decays, every BOUNDARY_INTERVAL tokens; 0 unless it is a
+        whole number of chunks."""
         exist = self._per_token_decay and self.N and self.N % self.build.chunk == 0
         return (self.N - 1) // BOUNDARY_INTERVAL if exist else 0
 
     @property
     def boundaries_size(self) -> int:
-        """fp32 numbers, of all heads."""
+        """Size of all boundaries in fp32 numbers."""
         return self.B * self.H * self.boundaries * boundary_size(self.D)
 
     @property
     def da_size(self) -> int:
-        """fp32 numbers: the gradient of a, of every segment; on Hopper in eight parts."""
+        """Size in fp32 numbers of the gradient of a: one per segment, on Hopper eight parts of it."""
         parts = 8 if self.build.sm90 else 1
         return parts * self.B * self.H * self.segmentation.segments if self.build.weights == "AFFINE" else 0
 
@@ -367,14 +369,14 @@ class LaunchPlan:
         return max(1, -(-self.N // DECAY_SPAN))
 
     def _segmentation(self, scans: int) -> Segmentation:
-        """The segments with which so many scans at once fill the card."""
+        """The segmentation with which `scans` concurrent scans fill the card."""
         heads, chunk = self.B * self.H, self.build.chunk
         segments, segment_len = choose_segments(scans * heads, self.N, chunk, self._slots)
         sub_segments = choose_sub_segments(heads * (segments - 1), segment_len // chunk, self._slots)
         return Segmentation(segments, segment_len, sub_segments)
 
     def _is_unsegmented(self) -> bool:
-        """Whether blocks of 64 columns fill the card with whole sequences, where blocks of whole heads would
+        """Whether blocks of 64 columns fill the card with whole sequences, although blocks of whole heads do
         not."""
         blocks = self.B * self.H * (self.D // 64)
         exists = ("scan_unsegmented", None) in self._kernels and self.segmentation.segments > 1
@@ -384,17 +386,18 @@ class LaunchPlan:
         return self._launch("scan", mode, segmentation.segments, self._layout(mode, segmentation))
 
     def _unsegmented(self) -> Launch:
-        """The forward scan of whole sequences. It leaves the states before the segments, too."""
+        """The forward scan of whole sequences, which also stores the states before the segments."""
         layout = self._layout("FWD", self.segmentation)
         return self._launch("scan_unsegmented", None, self.D // 64, layout, threads=4 * THREADS)
 
     def _pair(self) -> Launch:
-        # All of dk first: two multiprocessors share a cache of instructions, which holds only one's code.
+        # All of dk first: two multiprocessors share an instruction cache, which holds the code of one scan
+        # only.
         layouts = (self._layout(mode, self.reverse_segmentation) for mode in ("DK", "DV"))
         return self._launch("scan_pair", None, self.reverse_segmentation.segments, *layouts, depth=2)
 
     def _states(self, mode: str, segmentation: Segmentation) -> list[Launch]:
-        """The state before every segment but the first, into the scratch."""
+        """Launches that write the state before every segment but the first into the scratch."""
         if segmentation.segments == 1:
             return []
         for_states, prefix_blocks = segmentation.for_states(), -(-state_size(self.D) // THREADS)
@@ -405,7 +408,7 @@ class LaunchPlan:
         ]
 
     def _sum_decays(self, mode: str) -> list[Launch]:
-        """A token's decays, summed up in the order of a mode."""
+        """Launches that sum the per-token decays, in the direction of a mode."""
         if not self._per_token_decay:
             return []
         layout = self._layout("sum_decays", self.segmentation)
@@ -421,12 +424,12 @@ class LaunchPlan:
         return [self._per_span("decay_gradient", mode, layout) for mode in ("TOTALS", None)]
 
     def _per_span(self, kernel: str, mode: str | None, layout: bytes) -> Launch:
-        """On a block for every DECAY_SPAN tokens of DECAY_HEADS heads."""
+        """A launch with one block for every DECAY_SPAN tokens of DECAY_HEADS heads."""
         grid = self._spans, self.B * -(-self.H // DECAY_HEADS), 1
         return Launch(self._kernels[kernel, mode], grid, (DECAY_THREADS, 1, 1), 0, (layout,))
 
     def _row_products(self) -> list[Launch]:
-        """For e, which only the normaliser needs; Hopper's scan of dq finds it."""
+        """The launch for e, which only the normaliser needs; none on Hopper, where dq's scan computes it."""
         if ("row_products", None) not in self._kernels:
             return []
         layout = self._layout("row_products", self.segmentation)
@@ -443,13 +446,13 @@ class LaunchPlan:
         threads: int | None = None,
         shared: int | None = None,
     ) -> Launch:
-        """On `width` × B·H × `depth` blocks, of a scan's threads and shared memory by default."""
+        """A launch on `width` × B·H × `depth` blocks, by default with a scan's threads and shared memory."""
         grid, block = (width, self.B * self.H, depth), (threads or self.build.threads, 1, 1)
         shared = self.build.shared if shared is None else shared
         return Launch(self._kernels[kernel, mode], grid, block, shared, layouts)
 
     def _layout(self, mode: str, segmentation: Segmentation) -> bytes:
-        """struct Params after its pointers."""
+        """The part of struct Params after its pointers."""
         strides = (self._strides.get(name or "", (0, 0, 0, 0)) for name in OPERANDS[mode])
         flat = [stride for batch, token, head, _ in strides for stride in (batch, head, token)]
         return LAYOUT.pack(*flat, self.N, self.H, *segmentation, *self._numbers)

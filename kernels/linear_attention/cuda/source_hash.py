@@ -1,4 +1,4 @@
-"""The hash of the kernels' source that a record of GPU tests is of (kernels/bench/record.py)."""
+"""The hash of the kernels' source, which a record of GPU tests refers to (kernels/bench/record.py)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from lingpt.kernels.linear_attention.cuda.compile import SOURCE_FOLDER
 
 
 def source_hash(folder: Path = SOURCE_FOLDER) -> str:
-    """A hash of the CUDA source, of the Python that compiles and launches it and of the constants that it is
-    compiled with, without comments, docstrings and blank space, so that only a change of substance makes a
-    record of GPU tests stale."""
+    """A hash of the CUDA source, of the Python that compiles and launches it, and of the constants that it is
+    compiled with. Comments in CUDA, docstrings and comment lines in Python, and blank space do not count, so
+    that only changes of code make a record of GPU tests stale."""
     digest = hashlib.sha256()
     for path in sorted([*folder.rglob("*"), *folder.parent.glob("numerics.py")]):
         if path.suffix in (".cu", ".cuh", ".h"):
@@ -27,7 +27,7 @@ def source_hash(folder: Path = SOURCE_FOLDER) -> str:
 
 
 def strip_cuda(text: str) -> str:
-    """C++ source as a row of tokens: no comments, no blank space (strings are kept whole)."""
+    """C++ source as tokens separated by single blanks, without comments (strings are kept whole)."""
     string_or_comment = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
     bare = string_or_comment.sub(lambda m: m[0] if m[0].startswith('"') else " ", text)
     return " ".join(re.findall(r'"(?:\\.|[^"\\])*"|\w+|\S', bare))

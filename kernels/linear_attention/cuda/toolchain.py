@@ -1,6 +1,6 @@
-"""What compiling and loading needs of the machine: NVRTC, CUDA's headers, the driver, an architecture.
+"""Finds what compiling and loading needs on the machine: NVRTC, CUDA's headers, the driver, an architecture.
 
-What is missing is a UserError with the way to install or update it.
+A missing part raises a UserError that says how to install or update it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _importing = threading.Lock()  # cuda.core's own import is not safe from two thr
 
 @functools.cache
 def compiler_version() -> tuple[int, int]:
-    """(major, minor) of NVRTC; UserError with the way to install it where there is none."""
+    """(major, minor) of NVRTC; UserError that says how to install it if it is missing."""
     try:
         with _importing:
             import cuda.core  # noqa: F401
@@ -39,8 +39,8 @@ def compiler_version() -> tuple[int, int]:
 
 
 def check_usable(arch: str) -> None:
-    """UserError, with the way to mend it, where kernels for `arch` cannot be compiled and loaded: a compiler
-    that knows it, its headers or a driver that is new enough is missing."""
+    """Raises UserError, with the fix, if kernels for `arch` cannot be compiled and loaded: there is no
+    compiler that knows it, no headers, or no driver that is new enough."""
     check_arch(arch)
     header_folder()
     driver_for(compiler_version())
@@ -53,13 +53,13 @@ def native_arch(device: int | torch.device | None = None) -> str:
 
 
 def supported_architectures() -> tuple[str, ...]:
-    """Those of ARCHITECTURES that the installed compiler knows."""
+    """The ARCHITECTURES that the installed compiler knows."""
     known = _known_numbers()
     return tuple(arch for arch in ARCHITECTURES if _number(arch) in known)
 
 
 def check_arch(arch: str) -> None:
-    """UserError where the compiler does not know `arch`."""
+    """Raises UserError if the compiler does not know `arch`."""
     known = _known_numbers()
     if _number(arch) not in known:
         version, names = ".".join(map(str, compiler_version())), ", ".join(f"sm_{n}" for n in known)
@@ -76,7 +76,7 @@ def _known_numbers() -> list[int]:
 
 
 def _number(arch: str) -> int:
-    """90 of sm_90a."""
+    """The number of an architecture: 90 of sm_90a."""
     match = re.fullmatch(r"sm_(\d+)[af]?", arch)
     if match is None:
         raise UserError(f"{arch} is no CUDA architecture: write for example sm_80 or sm_90a")
@@ -84,7 +84,7 @@ def _number(arch: str) -> int:
 
 
 def compiler_identity() -> list:
-    """What changes when the compiler or its headers are updated: versions and file sizes."""
+    """Versions and file sizes, which change when the compiler or its headers are updated."""
     version = compiler_version()
     from cuda.pathfinder import load_nvidia_dynamic_lib
 
@@ -93,7 +93,8 @@ def compiler_identity() -> list:
 
 
 def header_folder() -> Path:
-    """Where `cuda_bf16.h` is: in the wheel of CUDA's runtime (torch's CUDA builds bring it), or a toolkit."""
+    """The folder of `cuda_bf16.h`: in the wheel of CUDA's runtime (torch's CUDA builds bring it) or a
+    toolkit; UserError if it is missing."""
     from cuda.pathfinder import find_nvidia_header_directory
 
     folder = find_nvidia_header_directory("cudart")
@@ -105,7 +106,7 @@ def header_folder() -> Path:
 
 
 def driver_for(compiler: tuple[int, ...]) -> Any:
-    """`cuda.bindings.driver`, once the driver is known to run what the compiler makes."""
+    """`cuda.bindings.driver`; UserError if the driver cannot run the compiler's output."""
     from cuda.bindings import driver
 
     version = check_status(driver.cuDriverGetVersion())
@@ -124,7 +125,7 @@ def _install_hint() -> str:
 
 
 def check_status(result: tuple) -> Any:
-    """The values of a call of `cuda.bindings`; RuntimeError where its status is an error."""
+    """The results of a `cuda.bindings` call; RuntimeError if its status is an error."""
     status, *values = result
     if status:
         raise RuntimeError(f"CUDA: {status!r}")

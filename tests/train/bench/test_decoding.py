@@ -187,7 +187,7 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys):
         (["--batch_sizes", "0"], "--contexts takes numbers from 4, --batch_sizes from 1"),
         (["--dtype", "fp8", "--model", "demo"], "unknown dtype 'fp8': use one of: float32"),
         (["--device", "meta"], "use --device auto"),
-        (["--redraw", "--out", str(tmp_path)], "cannot read"),
+        (["--redraw", "--out", str(tmp_path)], "run `lingpt bench decode` first"),
     ):
         assert main(["bench", "decode", *options, "--budget", "0"]) == 2
         assert line in capsys.readouterr().err

@@ -238,7 +238,7 @@ def test_shapes_and_mistakes(tmp_path: Path, capsys):
             ["--seq_lens", "48", "--tokens_per_step", "64"],
             "--tokens_per_step 64 is not a multiple of the length 48",
         ),
-        (["--redraw", "--out", str(tmp_path)], "cannot read"),
+        (["--redraw", "--out", str(tmp_path)], "run `lingpt bench train` first"),
         (["--accelerator", "gpu"], "--accelerator is auto, cpu or cuda, not 'gpu'"),
     ):
         assert main(["bench", "train", *options]) == 2
