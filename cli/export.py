@@ -19,14 +19,14 @@ def run(args: Namespace) -> None:
 
     from lingpt.common.errors import UserError
     from lingpt.common.files import new_folder, write_errors
-    from lingpt.common.run_folder import model_folder
+    from lingpt.common.run_folder import TOKENIZER, find_model_folder
     from lingpt.models import export_hf, load_model, save_model
 
     out = Path(args.out)
     if out.exists():
         raise UserError(f"{out} exists: choose another folder")
-    source = model_folder(Path(args.model))
-    model, tokenizer = load_model(source), source / "tokenizer.json"
+    source = find_model_folder(Path(args.model))
+    model, tokenizer = load_model(source), source / TOKENIZER
     with write_errors(out), new_folder(out) as folder:
         if args.hf:
             export_hf(model, folder, tokenizer if tokenizer.is_file() else None)

@@ -37,19 +37,19 @@ def run(args: Namespace) -> None:
 
     from lingpt.common.devices import decoding_dtype, find_device
     from lingpt.common.errors import UserError
-    from lingpt.common.run_folder import model_folder
+    from lingpt.common.run_folder import MODEL_CONFIG, TOKENIZER, find_model_folder
     from lingpt.data import load_tokenizer
     from lingpt.models import generate, load_model
 
     for name, least in (("max_new_tokens", 1), ("temperature", 0), ("top_k", 1), ("seed", 0)):
         if args[name] is not None and not least <= args[name] < 2**32:
             raise UserError(f"--{name} {args[name]}: give {least} or more, below {2**32}")
-    folder, device = model_folder(Path(args.model)), find_device(args.device)
+    folder, device = find_model_folder(Path(args.model)), find_device(args.device)
     dtype = decoding_dtype(args.dtype, device)
-    if (folder / "config.json").is_file() and not (folder / "tokenizer.json").is_file():
+    if (folder / MODEL_CONFIG).is_file() and not (folder / TOKENIZER).is_file():
         raise UserError(f"{folder} has no tokenizer.json: copy that of the run into it")
     model = load_model(folder, device=device, dtype=dtype)
-    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    tokenizer = load_tokenizer(folder / TOKENIZER)
     prompt = tokenizer.encode(args.prompt) or [tokenizer.eos_id]
     room = model.max_seq_length - len(prompt)
     if room < 1:

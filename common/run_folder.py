@@ -32,7 +32,9 @@ CONFIG, ENVIRONMENT, METRICS = "config.yaml", "environment.json", "metrics.jsonl
 SAMPLES, CURVES = "samples.txt", "curves.png"
 CHECKPOINTS, EVAL, WANDB, LOCK = "checkpoints", "eval", "wandb", ".lock"
 PROFILE = "profile"
-WEIGHTS, TRAIN_STATE, MANIFEST = "model.safetensors", "train_state.pt", "manifest.json"
+# Of a checkpoint; the first three are those of any model folder.
+MODEL_CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
+TRAIN_STATE, MANIFEST = "train_state.pt", "manifest.json"
 _STEP = re.compile(r"step-([0-9]{8,})")
 
 
@@ -97,7 +99,7 @@ def warn_skipped_checkpoints(taken: Path) -> None:
             print(f"{newer} {damage(newer)} and is passed over for {taken.name}", file=sys.stderr)
 
 
-def model_folder(path: Path) -> Path:
+def find_model_folder(path: Path) -> Path:
     """The folder of the model at `path`: the newest checkpoint of a run's folder, else `path` itself.
 
     UserError for a run without a whole checkpoint, or if the checkpoint is damaged.

@@ -11,6 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import write_text
+from lingpt.common.run_folder import TOKENIZER
 from lingpt.data.embedded import embedded_corpus
 from lingpt.data.hub import hub_errors
 from lingpt.data.paths import expand
@@ -79,7 +80,7 @@ class Tokenizer:
 
     def save(self, folder: str | os.PathLike) -> Path:
         """Writes `tokenizer.json` into `folder` and returns its path. OSError if it cannot be written."""
-        path = Path(folder) / "tokenizer.json"
+        path = Path(folder) / TOKENIZER
         write_text(path, self.raw.to_str(pretty=True))
         return path
 
@@ -114,7 +115,7 @@ def find_tokenizer(source: str | os.PathLike) -> Path | None:
     """
     path = expand(source)
     if path.is_dir():
-        path = path / "tokenizer.json"
+        path = path / TOKENIZER
         if not path.exists():
             raise UserError(
                 f"the folder {source} holds no tokenizer.json: give one that does, or a name on the hub"
@@ -138,7 +139,7 @@ def _from_hub(name: str) -> Path:
     from huggingface_hub import hf_hub_download
 
     with hub_errors(f"the tokenizer {name}", "give the path of a tokenizer.json with TOKENIZER=<path>"):
-        return Path(hf_hub_download(name, "tokenizer.json"))
+        return Path(hf_hub_download(name, TOKENIZER))
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -166,6 +167,6 @@ def embedded_tokenizer(vocab_size: int, cache_dir: Path) -> Tokenizer:
     corpus = embedded_corpus()
     key = hashlib.sha256(f"{corpus.content_hash} {vocab_size} {tokenizers.__version__}".encode()).hexdigest()
     folder = cache_dir / "tokenizers" / key[:32]
-    if not (folder / "tokenizer.json").exists():
+    if not (folder / TOKENIZER).exists():
         train_bpe((d.text for d in corpus.train.read()), vocab_size).save(folder)
     return Tokenizer(load_tokenizer(folder).raw, f"embedded byte-level BPE of {vocab_size}")

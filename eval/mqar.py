@@ -33,7 +33,7 @@ POWER = 0.01  # Zoology's exponent of the gaps
 TEST_SEED, TEST_SEQUENCES, TEST_BATCH = 2**31, 1024, 256
 EVERY = 250  # steps between evaluations of the accuracy
 ENOUGH = 0.999  # accuracy at which training ends
-PER_CARD = 8  # processes that share a GPU: models this small leave most of it idle
+TRIALS_PER_GPU = 8  # processes that share a GPU: models this small leave most of it idle
 
 
 class Batch(NamedTuple):
@@ -190,8 +190,7 @@ def is_tuned_first(trial: Trial) -> bool:
 def tune(trial: Trial) -> None:
     """Autotunes the kernels for a trial's size, which takes about a minute; other processes read the choices
     from disk."""
-    with torch.device("meta"):
-        attention = GPT(trial.config()).blocks[0].attn
+    attention = GPT.on_meta(trial.config()).blocks[0].attn
     size = trial.batch_size, trial.length, torch.bfloat16, torch.device("cuda")
     if tuning := attention.begin_autotuning(*size):
         tuning.finish(print)

@@ -14,7 +14,7 @@ import torch
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import set_aside, write_errors, write_json
-from lingpt.eval.mqar import PER_CARD, Trial, is_tuned_first, train_trial, tune, without_conv
+from lingpt.eval.mqar import TRIALS_PER_GPU, Trial, is_tuned_first, train_trial, tune, without_conv
 from lingpt.eval.mqar_results import RESULTS, mqar_table, read_known, save_mqar
 
 
@@ -24,7 +24,7 @@ def run_mqar(trials: list[Trial], folder: Path, workers: int | None = None) -> l
     Args:
         trials: from `make_trials`.
         folder: for the results; those of other trials are kept, a damaged file is set aside.
-        workers: processes; by default `PER_CARD` per GPU, and only this one without a GPU.
+        workers: processes; by default `TRIALS_PER_GPU` per GPU, and only this one without a GPU.
 
     Returns each trial's result, in the order of `trials`. Raises UserError at the end if some failed.
     """
@@ -66,7 +66,7 @@ def _known(path: Path, trials: list[Trial]) -> tuple[list[dict[str, Any]], dict[
 def _trained(trials: list[Trial], workers: int | None) -> Iterator[tuple[Trial, Any]]:
     """(trial, its result or the error), as they finish: in this process, or in several on all GPUs."""
     cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    workers = min(workers or max(1, PER_CARD * cards), max(1, len(trials)))
+    workers = min(workers or max(1, TRIALS_PER_GPU * cards), max(1, len(trials)))
     if workers == 1:
         for trial in trials:
             try:

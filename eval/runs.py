@@ -18,6 +18,7 @@ from lingpt.common.errors import UserError, name_on_stderr, skip_failing, sugges
 from lingpt.common.files import read_json_object
 from lingpt.common.run_folder import (
     CONFIG,
+    MODEL_CONFIG,
     WEIGHTS,
     attention_label,
     checkpoint_step,
@@ -91,7 +92,7 @@ class Checkpoint:
     @cached_property
     def train_length(self) -> int:
         """Tokens of a training sample; if not recorded, the model's block size."""
-        return self.facts["seq_len"] or read_json_object(self.folder / "config.json")["block_size"]
+        return self.facts["seq_len"] or read_json_object(self.folder / MODEL_CONFIG)["block_size"]
 
     def _parameters(self) -> int:
         if is_sharded(self.folder):

@@ -1,4 +1,4 @@
-"""In which precision and order the PyTorch forms compute, whatever a training run allows around them."""
+"""Precision and order of sums in the PyTorch forms, whatever precision a training run allows elsewhere."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -34,7 +34,7 @@ def convolve(x_BNC: torch.Tensor, weight_4C: torch.Tensor) -> torch.Tensor:
     """y_t = Σ_k w_k x_{t−3+k}, zeros before the first token, summed in fp32; differentiable once.
 
     x_BNC: [B, N, C] on CUDA, one of DTYPES, channels contiguous. weight_4C: [4, C], floating point; the last
-    row weighs the token itself. Returns [B, N, C] in x's dtype, contiguous.
+    row is the weight of the token itself. Returns [B, N, C] in x's dtype, contiguous.
     """
     return _convolve(x_BNC, weight_4C)
 

@@ -99,5 +99,5 @@ def sdpa_with_logsumexp(
 
 
 def raw_stream(device: torch.device) -> int:
-    """PyTorch's current stream as a raw handle, as Inductor gets it: a Stream object costs ten times that."""
+    """PyTorch's current stream as a raw handle, as in Inductor: a Stream object takes ten times as long."""
     return _raw_stream(device.index)

@@ -1,8 +1,7 @@
-"""Model folders, and two ways of reading one.
-
-The attention stands in both files of a folder: under the same keys, weights would otherwise load silently as
-another attention. `load_model` gives back what was saved, or refuses; `load_weights` starts a new run from
-other weights on purpose, and reports what it took.
+"""Writes model folders, and reads them in two ways.
+ The attention is recorded in both files of a folder: as their keys are the same, weights could otherwise load
+silently as another attention. `load_model` returns the saved model, or refuses; `load_weights` starts a new
+run from other weights on purpose, and reports which tensors it took.
 """
 
 import json
@@ -18,13 +17,12 @@ import torch
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import read_json_object
+from lingpt.common.run_folder import MODEL_CONFIG, WEIGHTS
 from lingpt.models.config import Config
 from lingpt.models.gpt import GPT
 from lingpt.models.hf import is_hf_folder, read_hf
 from lingpt.models.init import set_weight
 from lingpt.models.model_folder import (
-    CONFIG,
-    WEIGHTS,
     check_holds_model,
     read_pickled_tensors,
     read_tensors,
@@ -41,7 +39,7 @@ from lingpt.models.weights import check_same_tensors, model_from_tensors
 
 _ATTENTION = "lingpt.attention"  # key in the metadata of the weights
 
-# The sizes, and what decides how weights are used but leaves no trace in their shapes.
+# The sizes, and settings that determine how weights are used but do not show in their shapes.
 _ARCHITECTURE = (
     "n_layer", "n_embd", "n_head", "parallel_residual", "norm_eps",
     "rotary_percentage", "rope_base", "rope_condense_ratio",
@@ -49,15 +47,15 @@ _ARCHITECTURE = (
 
 
 def save_model(model: GPT, folder: str | Path, weights: dict[str, torch.Tensor] | None = None) -> None:
-    """Writes the model's folder, each file whole or not at all. Raises UserError where it cannot.
+    """Writes the model's folder, each file whole or not at all. Raises UserError if it cannot.
 
-    weights: the model's state dict, where it has been gathered already (sharded training).
+    weights: the model's state dict, if it has been gathered already (sharded training).
     """
     write_model_folder(Path(folder), _config_of(model), weights or model.state_dict(), _metadata(model))
 
 
 def save_index(model: GPT, folder: str | Path) -> None:
-    """Makes a folder that holds all shards of the model's weights (models/shards.py) a model folder."""
+    """Turns a folder with all shards of the model's weights (models/shards.py) into a model folder."""
     write_index(Path(folder), _config_of(model), _metadata(model))
 
 
@@ -79,8 +77,8 @@ def load_model(
     """The model of a folder, with the attention it was trained with.
 
     Args:
-        attention: what the caller takes it to be; another than the model's is a UserError.
-        device, dtype: where and as what it is wanted; on the CPU and as it was saved by default.
+        attention: the attention that the caller expects; UserError if the model has another.
+        device, dtype: of the loaded model; by default the CPU and the saved dtype.
     """
     folder, device = Path(folder), device or "cpu"
     config = _read_config(folder)
@@ -92,7 +90,7 @@ def load_model(
 @torch.no_grad()
 def load_parts(model: GPT, folder: Path) -> None:
     """Overwrites a sharded model's weights with those of a folder that `load_model` would read, each process
-    its parts alone. Raises UserError as that does.
+    only its parts. Raises the same UserErrors.
     """
     config, own = _read_config(folder), model.state_dict()
     if is_sharded(folder):
@@ -108,11 +106,13 @@ def load_parts(model: GPT, folder: Path) -> None:
 def _check_attention(
     folder: Path, config: Config, metadata: Mapping[str, str], attention: str | Sequence[str] | None
 ) -> None:
-    """UserError where the configuration's is not that of the weights' metadata, or not the one asked for."""
+    """Raises UserError if the configuration's attention is not the one in the weights' metadata, or not the
+    one requested."""
     if metadata.get(_ATTENTION) != json.dumps(config.attention):
         raise UserError(
-            f"{folder}: {CONFIG} says attention {config.attention!r}, but the weights were trained with "
-            f"{metadata.get(_ATTENTION, 'one that they do not name')}: restore the file that belongs to them"
+            f"{folder}: {MODEL_CONFIG} says attention {config.attention!r}, but the weights were trained "
+            f"with {metadata.get(_ATTENTION, 'one that they do not name')}: restore the file that belongs to "
+            "them"
         )
     asked = [attention] * config.n_layer if isinstance(attention, str) else attention
     if asked is not None and list(asked) != config.attention_per_layer:
@@ -124,7 +124,7 @@ def _check_attention(
 
 @dataclass
 class LoadReport:
-    """What `load_weights` did, by tensor name: taken from the source, new (as initialised), left unused."""
+    """The result of `load_weights`, by tensor name: taken from the source, new (as initialised), unused."""
 
     source: str
     taken: list[str] = field(default_factory=list)
@@ -141,11 +141,12 @@ class LoadReport:
 
 @torch.no_grad()
 def load_weights(model: GPT, path: str | Path) -> LoadReport:
-    """Starts `model` from other weights (`init_from`): overwrites the parameters that the source has.
+    """Initialises `model` from other weights (`init_from`): overwrites the parameters that the source has.
 
     Args:
-        path: a Hugging Face GPT-NeoX folder (Pythia), a LitGPT one (`lit_model.pth`), or a model folder
-            of ours with any attention.
+        path: a Hugging Face GPT-NeoX folder (Pythia), a LitGPT one (`lit_model.pth`), or a LinGPT model
+        folder
+            with any attention.
 
     Only attention layers may differ. Raises UserError for a source of another size or architecture.
     """
@@ -169,7 +170,7 @@ def load_weights(model: GPT, path: str | Path) -> LoadReport:
 
 
 def _read_any(folder: Path) -> tuple[litgpt.config.Config, dict[str, torch.Tensor], str]:
-    """Configuration and tensors (LitGPT's keys) of a folder of any kind, and what kind it is."""
+    """The configuration and tensors (LitGPT's keys) of a folder of any of these kinds, and its kind."""
     if (folder / "lit_model.pth").is_file():
         try:
             config = litgpt.config.Config.from_checkpoint(folder)
@@ -185,7 +186,7 @@ def _read_any(folder: Path) -> tuple[litgpt.config.Config, dict[str, torch.Tenso
 def _read_weights(
     folder: Path, device: torch.device | str = "cpu"
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The weights, in one file or in shards, and their metadata."""
+    """The weights, from one file or from shards, and their metadata."""
     if is_sharded(folder):
         return read_sharded_weights(folder, device)
     return read_tensors(folder / WEIGHTS, device)
@@ -193,7 +194,7 @@ def _read_weights(
 
 def _read_config(folder: Path) -> Config:
     check_holds_model(folder)
-    values = read_json_object(folder / CONFIG)
+    values = read_json_object(folder / MODEL_CONFIG)
     if values.pop("model_type", None) != "lingpt":
         raise UserError(
             f"{folder} is not a LinGPT model folder; other folders can start a new run with init_from"

@@ -1,4 +1,4 @@
-"""What a model is: LitGPT's `Config`, the attention with its options, and the names that a user may give."""
+"""A model's configuration: LitGPT's `Config`, the attention with its options, and the names of models."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
@@ -19,8 +19,8 @@ from lingpt.models.attention import (
     with_options,
 )
 
-# Tiny, Pythia in every other respect: trains on a laptop's CPU in minutes. Heads of 64: the CUDA kernel
-# takes those.
+# Tiny, otherwise like Pythia: trains on a laptop's CPU in minutes. The head size is 64, which the CUDA kernel
+# supports.
 DEMO = {
     "name": "demo",
     "block_size": 256,
@@ -35,11 +35,11 @@ MODELS |= {
     name: config for name, config in litgpt.config.name_to_config.items() if name.startswith("pythia-")
 }
 
-# What a model of one's own has where its recipe does not say: Pythia's. Three sizes have no default.
+# Defaults of a custom model: Pythia's. Three sizes have no default.
 OWN = {"block_size": 2048, "vocab_size": 50254, "padding_multiple": 128}
 NEEDED = ("n_layer", "n_embd", "n_head")
 
-# Least and most of each size. Beyond is a slip of the keyboard, and would take all memory before it is seen.
+# Minimum and maximum of each size. Values beyond are typing errors, which would exhaust memory.
 _LIMITS = {
     "block_size": (1, 1 << 24),
     "vocab_size": (1, 1 << 24),
@@ -52,7 +52,7 @@ _LIMITS = {
     "rope_base": (1, 1 << 40),
 }
 
-# The GPT-NeoX architecture in LitGPT's terms: what the attentions here assume of everything around them.
+# The GPT-NeoX architecture in LitGPT's terms: what the attentions here assume of the rest of the model.
 _GPT_NEOX = {
     "norm_class_name": "LayerNorm",
     "norm_qk": False,
@@ -82,8 +82,8 @@ _GPT_NEOX = {
 class Config(litgpt.config.Config):
     """LitGPT's `Config`, the attention, and every attention's options.
 
-    Raises UserError for an unknown attention, a list of the wrong length, or an architecture that is not
-    GPT-NeoX's (grouped queries, sliding windows and other variants that LitGPT has and Pythia has not).
+    Raises UserError for an unknown attention, a list of the wrong length, or an architecture other than
+    GPT-NeoX (grouped queries, sliding windows and other variants that LitGPT has but Pythia has not).
 
     Args:
         attention: one name of `ATTENTIONS`, or a list with one per layer (a hybrid).
@@ -122,7 +122,7 @@ class Config(litgpt.config.Config):
             )
 
     def _check_sizes(self) -> None:
-        """What LitGPT takes for granted. UserError where a number makes no model."""
+        """Checks what LitGPT assumes of the sizes. UserError for numbers that make no model."""
         for name, (least, most) in _LIMITS.items():
             value = getattr(self, name)
             derived = value is None and name in ("padded_vocab_size", "intermediate_size")
@@ -144,14 +144,14 @@ class Config(litgpt.config.Config):
         return [self.attention] * self.n_layer if isinstance(self.attention, str) else list(self.attention)
 
     def attention_options(self, name: str) -> dict[str, Any]:
-        """The values here of the options that an attention declares."""
+        """This configuration's values of the options that an attention declares."""
         return {option: getattr(self, option) for option in ATTENTIONS[name].options()}
 
     @classmethod
     def from_name(cls, name: str, **overrides: Any) -> Self:
         """The configuration of `demo` or of a Pythia model, with any field overridden.
 
-        Under another name the sizes in `NEEDED` must be given; the others are Pythia's.
+        For another name the sizes in `NEEDED` must be given; the others default to Pythia's.
         """
         if name in MODELS:
             return cls(**(MODELS[name] | overrides))
@@ -168,36 +168,37 @@ class Config(litgpt.config.Config):
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field, in types that JSON knows."""
+        """Every field, in JSON types."""
         return asdict(self)
 
 
 @dataclass
 @partial(with_options, unset=True)
 class ModelArgs:
-    """The model as a recipe names it, and its sizes where they are not the named model's.
+    """The model that a recipe names, and sizes that differ from the named model's.
 
-    An attention's option may stand in `attention` or in its own field; in both, it has to be the same.
+    An attention's option may be given in `attention` or in its own field; in both, it must be the same.
 
     Args:
-        name: `demo` or a Pythia model (`pythia-14m` … `pythia-12b`), or one of your own, whose n_layer,
+        name: `demo`, a Pythia model (`pythia-14m` … `pythia-12b`), or a name for your own model, whose
+        n_layer,
             n_embd and n_head must then be given.
         attention: one of the attentions, or a list with one per layer. Options may follow a `+`
             (`ours-gated+output_gate`); they hold for all layers that have them. `+softmax_every=6` makes the
             fourth of each six layers softmax; `hybrid` is ours-gated+output_gate+short_conv+softmax_every=6.
         block_size: longest sequence, in tokens; None keeps the model's own (2048 for most Pythia models).
-        vocab_size: size of the vocabulary; None keeps the model's own. Padded as the model pads its own.
+        vocab_size: size of the vocabulary, before padding; None keeps the model's own.
         padded_vocab_size: rows of the embedding; None derives it from vocab_size.
-        padding_multiple: the embedding's rows are a multiple of it.
-        n_layer: layers.
-        n_embd: dimensions of the residual stream.
-        n_head: heads of the attention; they share n_embd.
-        intermediate_size: dimensions within the MLP; None is four times n_embd.
-        rotary_percentage: part of each head that is rotated by its position; Pythia's is 0.25.
-        rope_base: base of the rotation's frequencies; Pythia's is 10000.
+        padding_multiple: the number of rows of the embedding is a multiple of it.
+        n_layer: number of layers.
+        n_embd: dimension of the residual stream.
+        n_head: number of attention heads; each has n_embd / n_head dimensions.
+        intermediate_size: hidden dimension of the MLP; None is four times n_embd.
+        rotary_percentage: part of each head's dimensions with rotary embedding; Pythia's is 0.25.
+        rope_base: base of the rotary frequencies; Pythia's is 10000.
         parallel_residual: attention and MLP read the same input, as in Pythia; false is one after the other.
-        norm_eps: of the layer norms; Pythia's is 1e-5.
-        bias: the linear layers have biases, as Pythia's do.
+        norm_eps: epsilon of the layer norms; Pythia's is 1e-5.
+        bias: whether linear layers have biases, as Pythia's do.
     """
 
     name: str = "demo"
@@ -217,8 +218,8 @@ class ModelArgs:
     bias: bool | None = None
 
     def __post_init__(self) -> None:
-        """The options in `attention` become fields, a hybrid a list of its layers; what is given nowhere has
-        its default.
+        """Moves the options in `attention` to their fields, expands a hybrid to a list of its layers, and
+        sets options that are not given to their defaults.
 
         UserError for an option that is unknown, or has two values.
         """
@@ -252,7 +253,7 @@ class ModelArgs:
             setattr(self, option, default[option] if value is None else value)
 
     def _hybrid(self, attention: str, every: int) -> str | list[str]:
-        """`hybrid_layers` of this model; the bare name where it says no n_layer, and so makes no model."""
+        """`hybrid_layers` for this model; only the name if n_layer is unknown (`config` then raises)."""
         n_layer = self.n_layer or MODELS.get(self.name, {}).get("n_layer")
         return attention if n_layer is None else hybrid_layers(attention, n_layer, every)
 
@@ -271,7 +272,7 @@ class ModelArgs:
 
 
 def _aliases_in(attention: str | list[str]) -> str:
-    """`; hybrid is ours-gated+…`, for each form that `attention` calls by its name."""
+    """`; hybrid is ours-gated+…`, for each alias in `attention`."""
     names = [attention] if isinstance(attention, str) else attention
     called = {str(name).partition("+")[0].strip() for name in names}
     return "".join(f"; {name} is {form}" for name, form in ALIASES.items() if name in called)

@@ -1,14 +1,13 @@
-"""Decoding on a GPU: one token's step captured in a CUDA graph, which costs the host one launch a token.
-
-Eager, the hundreds of launches of a step take several times as long as the GPU needs to read the weights. A
-graph repeats the same kernels on the same addresses, so what it captures is a static step:
-
-- the token and its position are tensors on the device, where the rotary tables are looked up
-- a softmax layer writes the key and the value at the position, and attends under a mask to a bucket of its
-  cache: a power of two of keys, at least LEAST_BUCKET, or the whole. Each has a graph, captured when first
+"""Decoding on a GPU: one token's step captured in a CUDA graph, which costs the host one launch per token.
+ In eager mode the hundreds of launches of a step take several times as long as the GPU needs to read the
+weights. A graph repeats the same kernels on the same addresses, so it captures a static step:
+ - the token and its position are tensors on the device, where the rotary tables are looked up - a softmax
+layer writes the key and the value at the position, and attends with a mask to a bucket of its cache:
+  a power of two of keys, at least LEAST_BUCKET, or the whole. Each bucket has a graph, captured when first
   needed
-- all other states keep their tensors: what a layer replaces is copied back at the end of the step, which
-  reads and writes a linear attention's state once more, and needs nothing of an operator
+- all other states keep their tensors: those that a layer replaces are copied back at the end of the step.
+This
+  reads and writes a linear attention's state once more, but needs no special operator
 
 On a CPU the same step runs without a capture; there it is tested against the eager one.
 """
@@ -26,24 +25,24 @@ from lingpt.common.errors import UserError, first_line
 from lingpt.models.attention.softmax import KVCache, StaticPosition
 from lingpt.models.gpt import GPT, DecodingState, tensors_in
 
-LEAST_BUCKET = 256  # keys: fewer cost no less
+LEAST_BUCKET = 256  # keys; fewer are not faster
 WARMUP_STEPS = 2
-_one_at_a_time = threading.Lock()  # captures share a stream: another thread's step would be in the graph
+_one_at_a_time = threading.Lock()  # captures share a stream: a graph would include another thread's step
 
 
 class Step(Protocol):
-    """A static step; without `keep` the states stay as they were (a warm-up). Returns logits `[B, V]`."""
+    """A static step; without `keep` the states are unchanged (a warm-up). Returns logits `[B, V]`."""
 
     def __call__(self, *, keep: bool) -> torch.Tensor: ...
 
 
 class DecodingGraph:
-    """Steps of one model through one decoding state, of one token by CUDA graphs, of more eagerly.
+    """Steps a model through a decoding state: single tokens by CUDA graphs, several tokens eagerly.
 
-    The graphs and their memory live as long as this object. From the first one on the weights must stay where
-    they are, autocast must stay as it is, and nothing else may step the state.
+    The graphs and their memory live as long as this object. Once there is a graph, weights must not move,
+    autocast must not change, and nothing else may step the state.
 
-    Raises UserError where an attention of the model has no `static_step` (attention/base.py).
+    Raises UserError if an attention of the model has no `static_step` (attention/base.py).
     """
 
     def __init__(self, model: GPT, state: DecodingState) -> None:
@@ -57,24 +56,24 @@ class DecodingGraph:
         self._idx_B1 = torch.zeros(state.batch_size, 1, dtype=torch.long, device=self.device)
         self._position_1 = torch.zeros(1, dtype=torch.long, device=self.device)
         self._graphs: dict[int, tuple[Any, torch.Tensor]] = {}  # bucket → graph, and the logits it writes
-        # One pool for all: they never run at once, and of each other's memory need the logits alone.
+        # One memory pool for all graphs: they never run concurrently, and only their logits are kept.
         self._pool = torch.cuda.graph_pool_handle() if self.captures else None
 
     @torch.no_grad()
     def __call__(self, idx_BN: torch.Tensor) -> torch.Tensor:
-        """Logits `[B, padded_vocab_size]` of what follows the next tokens `[B, N]`, which the state has then
-        seen. The next call overwrites them.
+        """Steps through the next tokens `[B, N]`; returns the logits `[B, padded_vocab_size]` after the last
+        one, which the next call overwrites.
 
-        The first tokens, and several at once, are eager. So is everything after a capture that failed, with
-        one warning. Raises UserError for more tokens than there is room for.
+        The first tokens, and several at once, run eagerly; so does everything after a failed capture, which
+        warns once. Raises UserError for more tokens than there is room for.
         """
         if idx_BN.shape[1] != 1 or self.state.position == 0 or self.failed:
-            self._graphs.clear()  # an eager step puts other tensors into the state
+            self._graphs.clear()  # an eager step replaces the state's tensors
             return self.model.next_logits(idx_BN, self.state)
         bucket = self._bucket(self.state.position + 1)
         self.state.check_step(*idx_BN.shape)
         self._idx_B1.copy_(idx_BN)
-        self._position_1.fill_(self.state.position)  # before a capture, too: its warm-up writes there
+        self._position_1.fill_(self.state.position)  # also needed by a capture, whose warm-up writes there
         if not self.captures:
             logits_BV = self._step(bucket, keep=True)
         elif self._can_capture(bucket):
@@ -89,8 +88,8 @@ class DecodingGraph:
 
     @torch.no_grad()
     def prepare(self, length: int) -> None:
-        """Captures now all that steps up to so many tokens replay, of a state that has seen a token; raises
-        what prevents it."""
+        """Captures now all graphs for steps up to `length` tokens; the state must have seen a token. Raises
+        the error of a capture that fails."""
         tokens = self.state.position + 1
         self._position_1.fill_(self.state.position)
         while self.captures and tokens <= length:
@@ -100,11 +99,11 @@ class DecodingGraph:
 
     @property
     def buckets(self) -> list[int]:
-        """Those that have a graph now; of a model without softmax layers, [0]."""
+        """The buckets that have a graph now; [0] for a model without softmax layers."""
         return list(self._graphs)
 
     def _bucket(self, length: int) -> int:
-        """Keys that a softmax layer attends to at the last of so many tokens; 0 without such a layer."""
+        """The number of keys that softmax layers attend to at token `length`; 0 without such layers."""
         self.model.check_length(length)
         if not self._caches:
             return 0
@@ -112,26 +111,26 @@ class DecodingGraph:
         return min(max(LEAST_BUCKET, 1 << (length - 1).bit_length()), self._caches[0].k.shape[2])
 
     def _can_capture(self, bucket: int) -> bool:
-        """`_capture`, or a warning and False."""
+        """Captures the bucket's graph; False, with a warning, if that fails."""
         try:
             self._capture(bucket)
-        except RuntimeError as error:  # PyTorch's, CUDA's and out of memory; a user's mistake is none of them
+        except RuntimeError as error:  # of PyTorch or CUDA, or out of memory; never a UserError
             self.failed = True
             message = f"decoding is eager, as no CUDA graph could be captured: {first_line(error)}"
             warnings.warn(message, stacklevel=3)
         return not self.failed
 
     def _capture(self, bucket: int) -> None:
-        """The bucket's graph, where there is none yet. The states are as before, whether it fails or not."""
+        """Captures the bucket's graph if there is none yet. The states are unchanged, even if it fails."""
         if bucket not in self._graphs:
             with _without_autocast_cache(self.device):
                 step = functools.partial(self._step, bucket)
                 self._graphs[bucket] = capture(step, self.device, self._pool)
 
     def _step(self, bucket: int, *, keep: bool) -> torch.Tensor:
-        """The static step of `_idx_B1` at `_position_1`; without `keep` a key and a value at that position,
-        which the step writes again, are all it changes. The states' attributes are afterwards what they were,
-        their tensors with new values."""
+        """The static step of `_idx_B1` at `_position_1`: the states keep their attributes and tensors, which
+        get new values. Without `keep` only the key and value at that position change, which a step
+        overwrites."""
         model, layers, position = self.model, self.state.layers, self._position_1
         before = [dict(vars(layer)) for layer in layers]
         try:
@@ -150,15 +149,15 @@ class DecodingGraph:
 
 
 def has_static_step(model: GPT) -> bool:
-    """Whether every layer's attention declares that one token's step can be captured."""
+    """Whether every layer's attention declares `static_step`."""
     return all(getattr(block.attn, "static_step", False) for block in model.blocks)
 
 
 def capture(step: Step, device: torch.device, pool: Any) -> tuple[Any, torch.Tensor]:
-    """A CUDA graph of `step(keep=True)`, which is captured and not run, and the logits that replays write.
+    """A CUDA graph of `step(keep=True)`, captured but not run, and the logits that replays write.
 
-    Warm-up comes first, on the same stream: kernels are compiled, tuned and loaded, workspaces allocated,
-    which a capture cannot hold. RuntimeError where the step does what cannot be captured.
+    A warm-up comes first, on the same stream, to compile, tune and load kernels and to allocate workspaces,
+    which cannot be captured. RuntimeError if the step cannot be captured.
     """
     with _one_at_a_time:
         return _capture(step, device, pool)
@@ -168,15 +167,15 @@ def _capture(step: Step, device: torch.device, pool: Any) -> tuple[Any, torch.Te
     here, side = torch.cuda.current_stream(device), _side_stream(device)
     side.wait_stream(here)
     try:
-        with torch.cuda.stream(side):  # which also leaves the stream of a capture that has failed
+        with torch.cuda.stream(side):  # also leaves the stream if the capture fails
             for _ in range(WARMUP_STEPS):
                 step(keep=False)
             graph = torch.cuda.CUDAGraph()
-            # thread_local: other threads, as NCCL's or a data loader's, may go on calling CUDA.
+            # thread_local: other threads, such as NCCL's or a data loader's, may still call CUDA.
             with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
                 logits_BV = step(keep=True)
     except RuntimeError:
-        # PyTorch leaves its generator in the capture: nothing random could be drawn any more in this process.
+        # PyTorch leaves its generator in capture mode: this process could not draw random numbers any more.
         generator = torch.cuda.default_generators[here.device_index]
         generator.graphsafe_set_state(generator.clone_state())
         raise
@@ -187,13 +186,14 @@ def _capture(step: Step, device: torch.device, pool: Any) -> tuple[Any, torch.Te
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all captures: cuBLAS keeps a workspace for each stream that it has run on."""
+    """One stream for all captures: cuBLAS keeps a workspace for each stream it has run on."""
     return torch.cuda.Stream(device)
 
 
 @contextmanager
 def _without_autocast_cache(device: torch.device) -> Iterator[None]:
-    """A graph must cast the weights itself: autocast frees its cached casts when its context ends."""
+    """Disables autocast's cache: a graph must cast the weights itself, as cached casts are freed when
+    autocast's context ends."""
     kind = device.type
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     with torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False):
@@ -201,13 +201,13 @@ def _without_autocast_cache(device: torch.device) -> Iterator[None]:
 
 
 def _copy_back(before: list[dict[str, Any]], after: list[dict[str, Any]], keep: bool) -> None:
-    """Copies the tensors of the states after a step into those before it; without `keep` the other way round:
-    the same kernels, and the states stay as they are. RuntimeError where number, shapes or dtypes differ.
+    """Copies the tensors of the states after a step into those before it; without `keep` in the other
+    direction: the same kernels, but unchanged states. RuntimeError if number, shapes or dtypes differ.
     """
     old, new = list(tensors_in(before)), list(tensors_in(after))
     if [(x.shape, x.dtype) for x in old] != [(x.shape, x.dtype) for x in new]:
         raise RuntimeError("a decoding state changes its tensors' shapes or dtypes from token to token")
     pairs = [(x, y) for x, y in zip(old, new, strict=True) if x is not y]
-    for dtype in dict.fromkeys(x.dtype for x, _ in pairs):  # of one dtype, all are copied by one kernel
+    for dtype in dict.fromkeys(x.dtype for x, _ in pairs):  # one kernel per dtype copies all
         into, source = zip(*(pair for pair in pairs if pair[0].dtype == dtype), strict=True)
         torch._foreach_copy_(*((into, source) if keep else (source, into)))

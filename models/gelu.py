@@ -1,12 +1,10 @@
 """The exact GELU, x Φ(x), of 16-bit activations in half of the instructions.
-
-PyTorch's takes erf: 36 instructions an element forward and 51 backward (docs/results/training), more than a
+ PyTorch's uses erf: 36 instructions per element forward and 51 backward (docs/results/training), more than a
 GPU issues while it reads and writes the element. With a = |x|
 
     Φ(−a) = exp(−a²/2) R(a)
-
-and R is smooth: a polynomial of degree 9 has it within 7·10⁻⁵ where GELU is above 10⁻³, a thirtieth of what
-rounding to bf16 takes away: 21 instructions forward, 24 backward.
+ and R is smooth: a polynomial of degree 9 approximates it within 7·10⁻⁵ where GELU is above 10⁻³, a thirtieth
+of the rounding error of bf16, with 21 instructions forward and 24 backward.
 """
 
 import math
@@ -20,12 +18,12 @@ _R = (
     -0.012472170405089855, 0.0024008951149880886, -0.00029989020549692214, 2.1688842025469057e-05,
     -6.862717896183312e-07,
 )  # fmt: skip
-_FITTED = 6.0  # up to here; beyond, Φ(−a) is below 10⁻⁹
+_FITTED = 6.0  # upper end of the fit; beyond it Φ(−a) is below 10⁻⁹
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
-    """x Φ(x), of any shape, in x's floating-point dtype: in a compiled block on a GPU, of 16-bit x, as above;
-    else PyTorch's, one kernel of its own.
+    """x Φ(x), of any shape, in x's floating-point dtype: as above for 16-bit x in a compiled block on a GPU;
+    else PyTorch's GELU, a single kernel.
     """
     if torch.compiler.is_compiling() and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
         return fast_gelu(x)
@@ -33,7 +31,7 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
 
 
 def fast_gelu(x: torch.Tensor) -> torch.Tensor:
-    """x Φ(x), of any shape; fp32 inside. Keeps x alone for the backward pass."""
+    """x Φ(x), of any shape, computed in fp32. Saves only x for the backward pass."""
     return _Gelu.apply(x)
 
 
@@ -52,7 +50,7 @@ class _Gelu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
-        """dy (Φ(x) + x φ(x))"""
+        """dx = dy (Φ(x) + x φ(x))."""
         (x,) = ctx.saved_tensors
         x32 = x.float()
         _, below, exponential = _tail(x32)
@@ -61,7 +59,7 @@ class _Gelu(torch.autograd.Function):
 
 
 def _tail(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """a = |x|, as far as R is fitted; Φ(−|x|); and exp(−x²/2)."""
+    """(a = |x|, limited to the range of the fit; Φ(−|x|); exp(−x²/2))."""
     a = torch.where(x.abs() < _FITTED, x.abs(), _FITTED)
     ratio = torch.full_like(a, _R[-1])
     for coefficient in reversed(_R[:-1]):

@@ -33,8 +33,8 @@ class DecodingState:
     position: int = 0
 
     def check_step(self, batch_size: int, tokens: int) -> None:
-        """Before a layer's state is changed: UserError for another batch, or more tokens than there is room
-        for."""
+        """Raises UserError, before any layer's state changes, for another batch size or more tokens than
+        there is room for."""
         if batch_size != self.batch_size:
             raise UserError(f"{batch_size} rows of tokens for a decoding state of {self.batch_size}")
         for layer in self.layers:
@@ -42,12 +42,12 @@ class DecodingState:
                 layer.check_length(self.position + tokens)
 
     def num_bytes(self) -> int:
-        """Of all tensors in it; of a cache with its room for tokens that are still to come."""
+        """Bytes of all tensors in the state, including a cache's unused capacity."""
         return sum(x.numel() * x.element_size() for x in tensors_in(self.layers))
 
 
 def tensors_in(x: Any) -> Iterator[torch.Tensor]:
-    """Those in a layer's state, whatever it is made of, in a fixed order."""
+    """The tensors in a layer's state, however nested, in a fixed order."""
     if isinstance(x, torch.Tensor):
         yield x
     elif isinstance(x, list | tuple):
@@ -60,7 +60,7 @@ def tensors_in(x: Any) -> Iterator[torch.Tensor]:
 
 
 class MLP(litgpt.model.GptNeoxMLP):
-    """LitGPT's, with `models.gelu`."""
+    """LitGPT's MLP, with `models.gelu`."""
 
     def forward(self, x_BNC: torch.Tensor) -> torch.Tensor:
         return self.proj(gelu(self.fc(x_BNC)))
@@ -86,13 +86,13 @@ class GPT(Fp32Buffers, litgpt.model.GPT):
     """A causal language model, `[B, N]` token ids → `[B, N, padded_vocab_size]` logits.
 
     The constructor leaves PyTorch's default weights; `init_weights(seed)` sets those a run starts from.
-    Raises UserError where a sequence is longer than the model's block size.
+    Raises UserError if a sequence is longer than the model's block size.
     """
 
     config: Config
     cos: torch.Tensor
     sin: torch.Tensor
-    recompute_blocks: bool = False  # activation checkpointing: of each block only the input is kept
+    recompute_blocks: bool = False  # activation checkpointing: only the input of each block is kept
 
     def __init__(self, config: Config) -> None:
         nn.Module.__init__(self)  # not LitGPT's constructor, which would build its blocks
@@ -113,12 +113,17 @@ class GPT(Fp32Buffers, litgpt.model.GPT):
         return cast("list[Block]", list(self.transformer["h"].children()))
 
     @classmethod
+    def on_meta(cls, config: Config) -> Self:
+        """A model without memory, to be counted or to be filled."""
+        with torch.device("meta"):
+            return cls(config)
+
+    @classmethod
     def create(
         cls, config: Config, seed: int, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
     ) -> Self:
-        """A model with `init_weights(seed)`, built where it will live, no default weights drawn before."""
-        with torch.device("meta"):
-            model = cls(config)
+        """A model with `init_weights(seed)`, built on its device without drawing default weights first."""
+        model = cls.on_meta(config)
         model = model.to(dtype or torch.get_default_dtype()).to_empty(device=device)
         model.reset_parameters()
         model.init_weights(seed)
@@ -129,7 +134,7 @@ class GPT(Fp32Buffers, litgpt.model.GPT):
         return self.lm_head(self.hidden(idx_BN))
 
     def hidden(self, idx_BN: torch.Tensor, state: DecodingState | None = None) -> torch.Tensor:
-        """What `lm_head` reads, `[B, N, C]`: lets a loss compute its logits in pieces."""
+        """The input of `lm_head`, `[B, N, C]`: lets a loss compute its logits in pieces."""
         start = state.position if state is not None else 0
         end = start + idx_BN.shape[1]
         self.check_length(end)
@@ -143,7 +148,7 @@ class GPT(Fp32Buffers, litgpt.model.GPT):
         x_BNC = self.transformer["wte"](idx_BN)
         for block in self.blocks:
             if self.recompute_blocks and torch.is_grad_enabled():
-                # There is no dropout: no random state to keep.
+                # No dropout, so there is no random state to keep.
                 x_BNC = checkpoint(
                     block, x_BNC, cos_NR, sin_NR, use_reentrant=False, preserve_rng_state=False
                 )
@@ -154,16 +159,16 @@ class GPT(Fp32Buffers, litgpt.model.GPT):
     def hidden_with_state(
         self, idx_BN: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor, layers: list[Any]
     ) -> torch.Tensor:
-        """`hidden`, `[B, N, C]`, of tokens that continue what the layers' states have seen, and update them.
-        cos and sin `[N, R]` are of the tokens' positions."""
+        """`hidden`, `[B, N, C]`, of tokens that continue those the layers' states have seen; updates the
+        states. cos and sin `[N, R]` are those of the tokens' positions."""
         x_BNC = self.transformer["wte"](idx_BN)
         for block, layer_state in zip(self.blocks, layers, strict=True):
-            # `forward`, not a compiled call, which would compile again for each length.
+            # `forward`, as a compiled call would recompile for each length.
             x_BNC = block.forward(x_BNC, cos_NR, sin_NR, layer_state)
         return self.transformer["ln_f"](x_BNC)
 
     def check_length(self, tokens: int) -> None:
-        """Raises UserError for a longer sequence than the rotary tables have positions."""
+        """Raises UserError for a sequence longer than the block size, the length of the rotary tables."""
         if tokens > self.max_seq_length:
             raise UserError(
                 f"a sequence of {tokens} tokens, but the model's block size is {self.max_seq_length}: "
@@ -179,7 +184,7 @@ class GPT(Fp32Buffers, litgpt.model.GPT):
     ) -> DecodingState:
         """An empty decoding state for sequences of up to `max_seq_len` tokens (the block size by default).
 
-        dtype: of keys and values; by default what autocast computes in where it is on, else the weights'.
+        dtype: that of keys and values; by default autocast's if it is enabled, else the weights'.
         """
         max_seq_len = max_seq_len or self.max_seq_length
         device = device or self.lm_head.weight.device
@@ -200,21 +205,21 @@ class GPT(Fp32Buffers, litgpt.model.GPT):
         return self.lm_head(self.hidden(idx_BN, state)[:, -1])
 
     def init_weights(self, seed: int) -> None:
-        """Weights of a fresh run, a function of the seed alone (models/init.py)."""
+        """Sets the weights of a new run, a function of the seed only (models/init.py)."""
         init_weights(self, self.config, seed)
 
     def reset_parameters(self) -> None:
-        """Recomputes the constants, for a model that `to_empty` has brought from the meta device."""
+        """Recomputes the constants, for a model that `to_empty` has moved from the meta device."""
         self.reset_buffers(self.cos.device)
 
     def reset_buffers(self, device: torch.device) -> None:
-        """Recomputes the RoPE tables and whatever constants the attentions have."""
+        """Recomputes the RoPE tables and the attentions' buffers."""
         self.cos, self.sin = self.rope_cache(device)
         for block in self.blocks:
             block.attn.reset_buffers(device)
 
     def rope_cache(self, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """LitGPT's tables, computed on the CPU wherever they go: the same bits on every device."""
+        """LitGPT's tables, always computed on the CPU, so that they are bit-identical on every device."""
         device = device or torch.get_default_device()
         where = device if device.type == "meta" else torch.device("cpu")  # a plan costs no memory
         cos, sin = super().rope_cache(where)
@@ -226,8 +231,8 @@ class GPT(Fp32Buffers, litgpt.model.GPT):
     def flops_per_token(self, seq_len: int) -> int:
         """FLOPs per token of a training step at this sequence length: forward, and twice that backward.
 
-        Matrix products only: 2 per weight of a linear layer (`lm_head` in; the embedding is a look-up), and
-        what each layer's attention declares, causal attention counted once.
+        Matrix products only: 2 per weight of a linear layer (including `lm_head`; the embedding is a
+        look-up), and what each layer's attention declares, of causal attention only the causal half.
         """
         linear = sum(2 * m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         return 3 * (linear + sum(block.attn.flops_per_token(seq_len) for block in self.blocks))

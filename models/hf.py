@@ -13,13 +13,14 @@ from litgpt.scripts import convert_hf_checkpoint, convert_lit_checkpoint
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import read_json_object, write_errors, write_json
+from lingpt.common.run_folder import MODEL_CONFIG, TOKENIZER, WEIGHTS
 from lingpt.models.attention import attention_form
 from lingpt.models.config import Config
 from lingpt.models.gpt import GPT
-from lingpt.models.model_folder import CONFIG, WEIGHTS, read_pickled_tensors, read_tensors, write_model_folder
+from lingpt.models.model_folder import read_pickled_tensors, read_tensors, write_model_folder
 from lingpt.models.weights import model_from_tensors
 
-TOKENIZER, END_OF_TEXT = "tokenizer.json", "<|endoftext|>"
+END_OF_TEXT = "<|endoftext|>"
 
 # In the order of preference; each may come in shards, with `<name>.index.json` next to them.
 _WEIGHTS = {WEIGHTS: lambda path: read_tensors(path)[0], "pytorch_model.bin": read_pickled_tensors}
@@ -33,7 +34,7 @@ _CONSTANTS = (".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias
 
 def is_hf_folder(folder: Path) -> bool:
     """Is this a folder of `transformers`' GPT-NeoX?"""
-    config = folder / CONFIG
+    config = folder / MODEL_CONFIG
     return config.is_file() and read_json_object(config).get("model_type") == "gpt_neox"
 
 
@@ -110,14 +111,14 @@ def _end_of_text_id(tokenizer: dict[str, Any], source: str) -> int:
 
 def read_hf(folder: Path) -> tuple[Config, dict[str, torch.Tensor]]:
     """The configuration of a GPT-NeoX folder, and its tensors under LitGPT's keys."""
-    config = _from_hf_config(read_json_object(folder / CONFIG), folder)
+    config = _from_hf_config(read_json_object(folder / MODEL_CONFIG), folder)
     tensors: dict[str, torch.Tensor] = {}
     try:
         convert_hf_checkpoint.copy_weights_gpt_neox(config, tensors, _read_weights(folder))
     except KeyError as error:
         raise UserError(f"{folder} has a tensor {error} that is none of GPT-NeoX's") from error
     except RuntimeError as error:  # of the wrong shape, where one is split
-        raise UserError(f"{folder / CONFIG} does not fit the weights beside it: {error}") from error
+        raise UserError(f"{folder / MODEL_CONFIG} does not fit the weights beside it: {error}") from error
     return config, tensors
 
 
@@ -172,11 +173,11 @@ def _from_hf_config(hf: dict[str, Any], folder: Path) -> Config:
             attention="softmax",
         )
     except KeyError as error:
-        raise UserError(f"{folder / CONFIG} lacks {error}") from error
+        raise UserError(f"{folder / MODEL_CONFIG} lacks {error}") from error
     except UserError:
         raise
     except (TypeError, ValueError) as error:
-        raise UserError(f"{folder / CONFIG} has a value that is none of GPT-NeoX's: {error}") from error
+        raise UserError(f"{folder / MODEL_CONFIG} has a value that is none of GPT-NeoX's: {error}") from error
 
 
 def _to_hf_config(model: GPT, eos_id: int) -> dict[str, Any]:

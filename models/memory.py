@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-import torch
-
 from lingpt.common.errors import UserError, unknown
 from lingpt.models.config import Config
 from lingpt.models.gpt import GPT
@@ -53,8 +51,7 @@ def memory_estimate(
         raise unknown("precision", precision, _BYTES)
     if seq_len > config.block_size:
         raise UserError(f"sequences of {seq_len} tokens exceed the block size {config.block_size}")
-    with torch.device("meta"):
-        model = GPT(config)
+    model = GPT.on_meta(config)
     size, tokens, sharded = _BYTES[precision], micro_batch_size * seq_len, sharded_over > 1
     n, at_once = model.num_parameters(), _gathered_at_once(model)
     embedding = config.padded_vocab_size * config.n_embd  # as many weights as the last layer has

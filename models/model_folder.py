@@ -15,8 +15,7 @@ from safetensors.torch import save_file
 
 from lingpt.common.errors import UserError, first_line
 from lingpt.common.files import replacing, write_errors, write_json
-
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
+from lingpt.common.run_folder import MODEL_CONFIG, WEIGHTS
 
 
 def write_model_folder(
@@ -29,8 +28,8 @@ def write_model_folder(
             save_file(tensors, temporary, metadata={"format": "pt"} | metadata)
         except SafetensorError as error:  # a full disk is not an OSError to it
             raise _os_error(error) from error
-    with write_errors(folder / CONFIG):
-        write_json(folder / CONFIG, config, indent=2)
+    with write_errors(folder / MODEL_CONFIG):
+        write_json(folder / MODEL_CONFIG, config, indent=2)
 
 
 def _os_error(error: SafetensorError) -> OSError:
@@ -41,8 +40,8 @@ def _os_error(error: SafetensorError) -> OSError:
 
 def check_holds_model(folder: Path) -> None:
     """UserError where no model lies in `folder`."""
-    if not (folder / CONFIG).is_file():
-        missing = f"it has no {CONFIG}" if folder.is_dir() else "there is no such folder"
+    if not (folder / MODEL_CONFIG).is_file():
+        missing = f"it has no {MODEL_CONFIG}" if folder.is_dir() else "there is no such folder"
         raise UserError(f"no model in {folder}: {missing}")
 
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import read_json_object, write_json
-from lingpt.models.model_folder import CONFIG
+from lingpt.common.run_folder import MODEL_CONFIG
 
 SHARDS = "shards.json"
 OPTIMIZER = "optimizer."  # the prefix of the tensors that are not weights
@@ -37,7 +37,7 @@ def write_shards(folder: Path, tensors: Mapping[str, torch.Tensor], group: dist.
 def write_index(folder: Path, config: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
     """Makes the shards in `folder` a model folder: after all of them are written, by one rank."""
     files = sorted(path.name for path in folder.glob("*.safetensors"))
-    write_json(folder / CONFIG, config, indent=2)
+    write_json(folder / MODEL_CONFIG, config, indent=2)
     write_json(folder / SHARDS, {"metadata": dict(metadata), "files": files})
 
 

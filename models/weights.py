@@ -15,8 +15,7 @@ def model_from_tensors(
     dtype: torch.dtype | None = None,
 ) -> GPT:
     """A model that holds these tensors; UserError, naming `source`, where they are not exactly its own."""
-    with torch.device("meta"):
-        model = GPT(config)
+    model = GPT.on_meta(config)
     check_same_tensors(model.state_dict(), tensors, f"{source} does not hold a {config.name!r}")
     model.load_state_dict(tensors, assign=True)
     model.reset_buffers(torch.device(device))

@@ -25,7 +25,7 @@ USER_ERROR = 2  # exit code
 # What `train` and `eval` say of a card that CUDA no longer sees: a user's error elsewhere, and none here. The
 # second is the beginning of `find_device`'s "device 'cuda:0': …", whatever the card's number.
 CARD_GONE = ("no CUDA device", "device 'cuda")
-Card = tuple[int, ...]  # the GPUs that a job runs on; () is the CPU
+Gpus = tuple[int, ...]  # the GPUs that a job runs on; () is the CPU
 GRACE = 600.0  # seconds that a stopped child has to save
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b.*:")  # a traceback's line on it
 
@@ -35,7 +35,7 @@ class Slot:
     """What a job runs on: GPUs by number, or nothing in particular (a CPU)."""
 
     name: str
-    gpus: Card = ()
+    gpus: Gpus = ()
 
     def environment(self) -> dict[str, str]:
         if not self.gpus:
@@ -60,7 +60,7 @@ class Job:
     status: Callable[[], str] | None = None
     interrupt: Callable[[], bool] | None = None
     attempts: int = 0
-    failed_on: list[Card] = field(default_factory=list)
+    failed_on: list[Gpus] = field(default_factory=list)
     begin: int = 0  # of this attempt's output in the log
 
     def progress(self) -> str:
@@ -102,27 +102,27 @@ class Stopped(Exception):
 
 
 @dataclass
-class _Cards:
+class _GpuHealth:
     """Those that the slots are on, how many jobs in a row failed on each, and those that are given up."""
 
-    all: set[Card]
-    given_up: set[Card]
-    failed_in_a_row: Counter[Card] = field(default_factory=Counter)
+    all: set[Gpus]
+    given_up: set[Gpus]
+    failed_in_a_row: Counter[Gpus] = field(default_factory=Counter)
 
     @property
-    def alive(self) -> set[Card]:
+    def alive(self) -> set[Gpus]:
         return self.all - self.given_up or self.all
 
-    def suits(self, card: Card, job: Job) -> bool:
+    def suits(self, gpus: Gpus, job: Job) -> bool:
         """Whether the job may start there: on no given-up card, nor where it failed if there is another."""
-        return card in self.alive and (card not in job.failed_on or self.alive <= set(job.failed_on))
+        return gpus in self.alive and (gpus not in job.failed_on or self.alive <= set(job.failed_on))
 
-    def failed(self, card: Card) -> bool:
+    def failed(self, gpus: Gpus) -> bool:
         """Counts a failure; whether the card is given up for it."""
-        self.failed_in_a_row[card] += 1
-        lost = self.failed_in_a_row[card] >= 2 and card in self.alive and self.alive != {card}
+        self.failed_in_a_row[gpus] += 1
+        lost = self.failed_in_a_row[gpus] >= 2 and gpus in self.alive and self.alive != {gpus}
         if lost:
-            self.given_up.add(card)
+            self.given_up.add(gpus)
         return lost
 
 
@@ -131,7 +131,7 @@ def run_jobs(
     slots: Sequence[Slot],
     deadline: float | None = None,
     report: Callable[[str], None] = print,
-    given_up: set[Card] | None = None,
+    given_up: set[Gpus] | None = None,
 ) -> list[Failure]:
     """Runs all jobs, each on a slot of its own while it runs; returns those that failed, with the reason.
 
@@ -139,17 +139,17 @@ def run_jobs(
     given_up: cards that no job is started on; those that are given up here are added.
     """
     waiting, idle, running = deque(jobs), list(slots), list[_Running]()
-    cards = _Cards({slot.gpus for slot in slots}, set() if given_up is None else given_up)
+    health = _GpuHealth({slot.gpus for slot in slots}, set() if given_up is None else given_up)
     failures: list[Failure] = []
     last_status = time.monotonic()
     try:
         while waiting or running:
-            running += _start_those_that_can(waiting, idle, cards, report)
+            running += _start_those_that_can(waiting, idle, health, report)
             time.sleep(POLL)
             for one in [one for one in running if one.process.poll() is not None or _stop_if_asked(one)]:
                 running.remove(one)
                 idle.append(one.slot)
-                _ended(one, waiting, cards, failures, report)
+                _ended(one, waiting, health, failures, report)
             if deadline is not None and time.monotonic() >= deadline:
                 raise Stopped(failures)
             if running and time.monotonic() - last_status >= STATUS:
@@ -161,12 +161,12 @@ def run_jobs(
 
 
 def _start_those_that_can(
-    waiting: deque[Job], idle: list[Slot], cards: _Cards, report: Callable[[str], None]
+    waiting: deque[Job], idle: list[Slot], health: _GpuHealth, report: Callable[[str], None]
 ) -> list[_Running]:
     """Starts on each idle slot the first job that it suits."""
     started = []
     for slot in list(idle):
-        job = next((job for job in waiting if cards.suits(slot.gpus, job)), None)
+        job = next((job for job in waiting if health.suits(slot.gpus, job)), None)
         if job is not None:
             waiting.remove(job)
             idle.remove(slot)
@@ -203,30 +203,30 @@ def _start(job: Job, slot: Slot, report: Callable[[str], None]) -> _Running:
 def _ended(
     one: _Running,
     waiting: deque[Job],
-    cards: _Cards,
+    health: _GpuHealth,
     failures: list[Failure],
     report: Callable[[str], None],
 ) -> None:
     """Reports it; a job that is to go on, or to be tried once more, waits again."""
-    job, card, code = one.job, one.slot.gpus, one.process.returncode
+    job, gpus, code = one.job, one.slot.gpus, one.process.returncode
     if one.interrupted:
         report(f"{job.name}: stopped {job.progress()}, and goes on")
         waiting.appendleft(job)
         return
     if code == 0:
-        cards.failed_in_a_row[card] = 0
+        health.failed_in_a_row[gpus] = 0
         report(f"{job.name}: done after {(time.monotonic() - one.started) / 60:.1f} min")
         return
     reason = f"ended by {signal.Signals(-code).name}" if code < 0 else job.last_line() or f"exit code {code}"
-    gone = bool(card) and any(words in reason for words in CARD_GONE)
+    gone = bool(gpus) and any(words in reason for words in CARD_GONE)
     if code == USER_ERROR and not gone:
-        cards.failed_in_a_row[card] = 0
-    elif job.failed_on and card not in job.failed_on:
-        job.failed_on.append(card)  # on a second card, too: it is not the card's doing
+        health.failed_in_a_row[gpus] = 0
+    elif job.failed_on and gpus not in job.failed_on:
+        job.failed_on.append(gpus)  # on a second card, too: it is not the card's doing
     else:
-        job.failed_on.append(card)
-        if cards.failed(card):
-            report(f"GPU {', '.join(map(str, card))} is given up: two jobs in a row failed on it")
+        job.failed_on.append(gpus)
+        if health.failed(gpus):
+            report(f"GPU {', '.join(map(str, gpus))} is given up: two jobs in a row failed on it")
         if len(job.failed_on) < 2:
             report(f"{job.name}: failed on {one.slot.name} ({reason}); it is tried once more")
             waiting.append(job)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from lingpt.common.files import write_errors, write_json
 from lingpt.common.format import duration, scaled_count
@@ -22,8 +21,8 @@ from lingpt.study.runs import RateSearch, StudyRun
 from lingpt.train.curve_figure import caption, draw
 from lingpt.train.curves import (
     Curve,
-    cards,
     format_table,
+    hardware_label,
     mean_over_seeds,
     read_curves,
     time_to_loss,
@@ -87,12 +86,12 @@ def _row_curves(
         first, *others = mean_over_seeds([replace(c, hardware=hardware.get(c.name, {})) for c in read])
         by_row[row] = replace(first, label=row)
         if others:
-            ran_on = [(Path(curve.folder).name, cards(curve.hardware)) for curve in (first, *others)]
+            ran_on = [(Path(curve.folder).name, hardware_label(curve.hardware)) for curve in (first, *others)]
             named = ", ".join(f"{name}: {card}" for name, card in ran_on)
             same = len({card for _, card in ran_on}) == 1
             why = "has runs of different data or settings" if same else f"ran on different cards ({named})"
             notes.append(f"{row} {why}: curve and times are the first's")
-    by_cards = {row: cards(curve.hardware) for row, curve in by_row.items()}
+    by_cards = {row: hardware_label(curve.hardware) for row, curve in by_row.items()}
     if len(set(by_cards.values())) > 1:
         named = ", ".join(f"{row}: {machine}" for row, machine in by_cards.items())
         notes.append(f"the rows ran on different cards ({named}): times and speeds compare these, too")
@@ -104,7 +103,7 @@ def _moved(done: Sequence[StudyRun], records: dict[str, dict[str, Any]]) -> list
     notes = []
     for run in done:
         record = records.get(run.name, {})
-        starts = [cards(start.get("hardware") or {}) for start in (*earlier_starts(record), record)]
+        starts = [hardware_label(start.get("hardware") or {}) for start in (*earlier_starts(record), record)]
         if len(ran_on := list(dict.fromkeys(filter(None, starts)))) > 1:
             named = ", then ".join(ran_on)
             notes.append(f"{run.name} was resumed on other cards ({named}): its times are of all of them")
@@ -139,8 +138,8 @@ def _row_numbers(
 ) -> dict[str, Any]:
     """Of the finished runs of one row. equal_time: seconds of training that all rows have had."""
     losses: list[Any] = [run.loss for run in runs]  # numbers, as they are done
-    here = cards(curve.hardware)
-    alike = [run for run in runs if cards(hardware.get(run.name, {})) == here]
+    here = hardware_label(curve.hardware)
+    alike = [run for run in runs if hardware_label(hardware.get(run.name, {})) == here]
     lines = [line for run in alike for line in read_metrics(run.folder) if line.get("kind") == "train"]
     return {
         "row": runs[0].row,
@@ -171,8 +170,7 @@ def _difference(losses: Sequence[float], others: Sequence[float]) -> tuple[float
 
 
 def _parameters(run: StudyRun) -> int:
-    with torch.device("meta"):
-        return GPT(model_config(run.recipe)).num_parameters()
+    return GPT.on_meta(model_config(run.recipe)).num_parameters()
 
 
 def _at(curve: Curve, seconds: float) -> float | None:

@@ -4,13 +4,11 @@ import heapq
 import math
 from collections.abc import Sequence
 
-import torch
-
 from lingpt.common.format import counted, duration, scaled, scaled_count
 from lingpt.common.run_folder import EVAL
 from lingpt.data import availability
 from lingpt.eval.language import PIECES, TOKENS
-from lingpt.eval.mqar import PER_CARD, Trial
+from lingpt.eval.mqar import TRIALS_PER_GPU, Trial
 from lingpt.eval.phrases import CHOICES, QUESTIONS
 from lingpt.eval.tables import Table
 from lingpt.models import GPT
@@ -29,7 +27,7 @@ EMBEDDED_TOKENS = 1e5  # of the text that comes with Python, at most
 TABLE2_SECONDS, COMMONSENSE_SECONDS, TEXT_SECONDS = 95.0, 30.0, 12.0
 # Seconds of a card for a token of MQAR: these models are too small for their FLOPs to say. A process among
 # others on an H200 took 1.6e-6 to 2.1e-6 (docs/results/gate/learning/mqar.json).
-MQAR_TOKEN = 2e-6 / PER_CARD
+MQAR_TOKEN = 2e-6 / TRIALS_PER_GPU
 H200 = next(device for device in DEVICES if device.name == "H200")
 H200_FLOPS = H200.bf16 * STATED_MFU  # FLOP/s that it is taken to reach
 
@@ -47,8 +45,8 @@ def format_plan(
     trials = trials if "mqar" in stages else ()
     suites = study.suites if "scores" in stages else ()
     with_mqar = study.mqar is not None and "mqar" in stages
-    with torch.device("meta"):
-        parameters = {r.row: GPT(model_config(r.recipe)).num_parameters() for r in runs if r.seed == 0}
+    firsts = [run for run in runs if run.seed == 0]
+    parameters = {run.row: GPT.on_meta(model_config(run.recipe)).num_parameters() for run in firsts}
     rows, left = _costs(study, rate_runs, runs, stages, parameters)
     disk = _disk(rate_runs, runs, stages, parameters)
     host = host_seconds(study, suites)
@@ -150,7 +148,7 @@ def _seconds(
     scoring = scoring_slots(slots, cards, runs)
     host = host if cards else 0.0
     # As `lingpt mqar` places them; without a GPU it trains one at a time.
-    mqar_slots = gpu_slots(len(cards), 1, PER_CARD) if cards else slots[:1]
+    mqar_slots = gpu_slots(len(cards), 1, TRIALS_PER_GPU) if cards else slots[:1]
     return {
         "rates": wall_seconds(left["rates"], slots, peak),
         "runs": wall_seconds(left["runs"], slots, peak),
@@ -215,8 +213,7 @@ def _mqar_seconds(trials: Sequence[Trial], on_gpu: bool) -> list[float]:
 
 
 def _mqar_token_flops(trial: Trial) -> float:
-    with torch.device("meta"):
-        per_token = GPT(trial.config()).flops_per_token(trial.length)
+    per_token = GPT.on_meta(trial.config()).flops_per_token(trial.length)
     # Of the positions the queries alone go through lm_head.
     return per_token - (1 - trial.pairs / trial.length) * 6 * trial.width * trial.vocabulary
 

@@ -11,8 +11,8 @@ from lingpt.common.figures import figure_format, new_figure, save_figure, style_
 from lingpt.common.palette import MARKERS, line_styles
 from lingpt.train.curves import (
     Curve,
-    cards,
     find_curve,
+    hardware_label,
     labels,
     mean_over_seeds,
     read_curves,
@@ -138,7 +138,7 @@ def _batch(curve: Curve) -> int | None:
 
 
 def _machine(curve: Curve) -> str | None:
-    found = cards(curve.hardware)
+    found = hardware_label(curve.hardware)
     return f"{found} a run, {curve.hardware.get('precision')}" if found else None
 
 

@@ -119,7 +119,7 @@ def mean_over_seeds(curves: Sequence[Curve]) -> list[Curve]:
     return found
 
 
-def cards(hardware: dict[str, Any]) -> str | None:
+def hardware_label(hardware: dict[str, Any]) -> str | None:
     """`2 × NVIDIA H200`: what times and speeds are of; None where a record does not say."""
     name = hardware.get("name")
     return f"{hardware.get('world_size', 1)} × {name}" if name else None
@@ -136,7 +136,7 @@ def _but_for_the_seed(curve: Curve) -> str:
     config = {key: value for key, value in with_defaults(curve.config).items() if key not in _OWN}
     if curve.fingerprint:
         config = {key: value for key, value in config.items() if not key.startswith("data.")}
-    same = [config, curve.fingerprint, cards(curve.hardware)]
+    same = [config, curve.fingerprint, hardware_label(curve.hardware)]
     return json.dumps(same, sort_keys=True, default=str)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from lingpt.common.errors import UserError
-from lingpt.common.run_folder import model_folder
+from lingpt.common.run_folder import find_model_folder
 from lingpt.data import Tokenizer, load_tokenizer
 from lingpt.kernels.gla_tuning import Autotuning
 from lingpt.models import ATTENTIONS, GPT, Config, load_model, load_parts, load_weights
@@ -48,8 +48,7 @@ def make_model(
     its weights afterwards.
     """
     if sharded:
-        with torch.device("meta"):
-            gpt = GPT(config)
+        gpt = GPT.on_meta(config)
     elif checkpoint:
         gpt = load_model(checkpoint, attention=recipe.model.attention, device=device)
     else:
@@ -74,7 +73,7 @@ def fill_shards(gpt: GPT, recipe: Recipe, checkpoint: Path | None) -> None:
 def _init_from(gpt: GPT, recipe: Recipe) -> None:
     """Starts from other weights where the recipe names some."""
     if recipe.train.init_from:
-        folder = model_folder(Path(recipe.train.init_from))
+        folder = find_model_folder(Path(recipe.train.init_from))
         print_rank0(f"init_from: {load_weights(gpt, folder)}")
 
 
@@ -84,7 +83,7 @@ def other_tokens_message(recipe: Recipe, tokenizer: Tokenizer) -> str | None:
     if recipe.train.init_from is None:
         return None
     try:
-        theirs = load_tokenizer(model_folder(Path(recipe.train.init_from)))
+        theirs = load_tokenizer(find_model_folder(Path(recipe.train.init_from)))
     except UserError:
         return None
     if not (other := tokenizer.count_other_tokens(theirs)):
@@ -101,8 +100,7 @@ def begin_autotuning(
     """What is tuned for a GPU before the first step, begun: for each mechanism of the model that has such."""
     if device.type != "cuda":
         return []
-    with torch.device("meta"):
-        mechanisms = {type(block.attn): block.attn for block in GPT(config).blocks}.values()
+    mechanisms = {type(block.attn): block.attn for block in GPT.on_meta(config).blocks}.values()
     size = recipe.train.micro_batch_size, recipe.data.seq_len, compute_dtype(precision)
     begun = [attention.begin_autotuning(*size, device) for attention in mechanisms]
     return [tuning for tuning in begun if tuning]

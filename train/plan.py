@@ -24,8 +24,7 @@ SHOWN = ("RTX A6000", "A100 40GB", "A100 80GB", "H100 SXM", "H200")
 
 def format_plan(recipe: Recipe, machine: Machine, config: Config) -> str:
     """The plan as text: parameters, FLOPs, memory, tokens, steps, disk, and how long on known devices."""
-    with torch.device("meta"):
-        gpt = GPT(config)
+    gpt = GPT.on_meta(config)
     t, data, world_size = recipe.train, recipe.data, machine.world_size
     on_gpu = "bf16-mixed" if t.precision == "auto" else t.precision
     precision = machine.precision if machine.accelerator == "cuda" else on_gpu

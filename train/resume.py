@@ -19,7 +19,7 @@ from lingpt.common.run_folder import (
     all_checkpoint_folders,
     checkpoint_folder,
     checkpoint_step,
-    model_folder,
+    find_model_folder,
     newest_checkpoint,
     read_config,
     read_environment,
@@ -232,7 +232,7 @@ def _check_init_from(recipe: Recipe) -> None:
             f"--train.init_from {path} is in the run that --train.resume never would move aside: choose "
             "another --train.name"
         )
-    check_holds_model(model_folder(path))
+    check_holds_model(find_model_folder(path))
 
 
 def _move_aside(folder: Path, lock: RunLock) -> None:

@@ -88,8 +88,7 @@ def measured_flops(accelerator: str, precision: str) -> float:
 
 def run_flops(config: Config, recipe: Recipe) -> float:
     """FLOPs of the whole run, from the model's own declaration."""
-    with torch.device("meta"):
-        per_token = GPT(config).flops_per_token(recipe.data.seq_len)
+    per_token = GPT.on_meta(config).flops_per_token(recipe.data.seq_len)
     return float(per_token) * recipe.total_steps * recipe.tokens_per_step
 
 

@@ -121,7 +121,7 @@ def parse_form(form: str) -> tuple[str, dict[str, Any]]:
 
 
 def _values(kind: Any, text: str) -> dict[str, Any]:
-    """Text → value, of an option of this type: all values or, of numbers, this one."""
+    """Text → value, for an option of type `kind`: all its values or, for numbers, only that of `text`."""
     values: dict[str, Any] = {}
     for part in (kind, *get_args(kind)):
         if part is bool:

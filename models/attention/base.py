@@ -127,7 +127,7 @@ class Attention(Fp32Buffers, ABC):
 
 
 class QKVAttention(CausalSelfAttention, Attention):
-    """A mechanism on LitGPT's projections, `qkv` and `proj`: keeps the keys, replaces the forward."""
+    """A mechanism on LitGPT's projections, `qkv` and `proj`, with their state-dict keys and a new forward."""
 
     config: litgpt.Config
     qkv: nn.Linear

@@ -26,7 +26,7 @@ def hybrid_layers(attention: str, n_layer: int, every: int) -> list[str]:
 
 
 def find_hybrid(layers: Sequence[str]) -> tuple[str, int] | None:
-    """The attention and the least `every` of which `hybrid_layers` makes these layers; None if of none."""
+    """The attention and the smallest `every` with which `hybrid_layers` gives these layers; else None."""
     others = set(layers) - {SOFTMAX}
     if len(others) != 1 or SOFTMAX not in layers:
         return None

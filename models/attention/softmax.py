@@ -62,9 +62,9 @@ class StaticPosition:
 
     @classmethod
     def of(cls, index: torch.Tensor, keys: int, dtype: torch.dtype) -> "StaticPosition":
-        """Attending to the first `keys` places of a cache, more than `index`; the mask in `dtype`."""
+        """The position `index`, which attends to the first `keys` > `index` places; the mask in `dtype`."""
         behind = torch.arange(keys, device=index.device) > index
-        least = torch.finfo(dtype).min / 2  # a score, or the logarithm's other base, may be on top
+        least = torch.finfo(dtype).min / 2  # half: leaves room for a score, and for another log base
         mask = torch.zeros(keys, dtype=dtype, device=index.device).masked_fill(behind, least)
         return cls(index, mask.view(1, 1, 1, keys))
 

@@ -10,7 +10,7 @@ import torch
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import write_json
-from lingpt.common.run_folder import CONFIG, model_folder, read_manifest, write_manifest
+from lingpt.common.run_folder import CONFIG, find_model_folder, read_manifest, write_manifest
 from lingpt.eval import Checkpoint, evaluate, find_checkpoints
 from lingpt.models import OPTIMIZER, save_index, write_shards
 
@@ -103,7 +103,7 @@ def test_a_half_written_checkpoint_is_never_chosen(how, tmp_path, tokenizer, cap
         assert find_checkpoints(tmp_path, runs=runs)[0].step == 10
         line = rf"{newest} is not whole.* and is passed over for step-00000010\n"
         assert re.fullmatch(line if newest.exists() else "", capsys.readouterr().err)
-    assert model_folder(run).name == "step-00000010" and bool(capsys.readouterr().err) == newest.exists()
+    assert find_model_folder(run).name == "step-00000010" and bool(capsys.readouterr().err) == newest.exists()
     if newest.exists():
         with pytest.raises(UserError, match="no whole checkpoint"):
             Checkpoint.open(newest)
@@ -121,7 +121,7 @@ def test_where_no_checkpoint_is_whole_the_file_is_named(tmp_path, tokenizer):
     """Guards: "no whole checkpoint yet: train on" beside one whose shard or file was missing."""
     run = write_run(tmp_path, "run", "ours", tokenizer, steps=(10,))
     (run / "checkpoints/step-00000010/model.safetensors").unlink()
-    for choose in (model_folder, lambda run: find_checkpoints(tmp_path, runs=[run])):
+    for choose in (find_model_folder, lambda run: find_checkpoints(tmp_path, runs=[run])):
         with pytest.raises(UserError, match=r"step-00000010 is not whole \(model.safetensors is missing\)"):
             choose(run)
 

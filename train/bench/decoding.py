@@ -53,9 +53,7 @@ class Decoder:
 
     @functools.cached_property
     def model(self) -> GPT:
-        with torch.device("meta"):
-            model = GPT(self.config)
-        model = model.to(self.dtype).to_empty(device=self.device)
+        model = GPT.on_meta(self.config).to(self.dtype).to_empty(device=self.device)
         model.reset_parameters()
         with torch.no_grad():
             for parameter in model.parameters():
