@@ -18,7 +18,13 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from lingpt.kernels.torch_internals import HAS_SHORTCUTS, below_autograd, is_plain_call, is_unobserved
+from lingpt.kernels.torch_internals import (
+    HAS_SHORTCUTS,
+    below_autograd,
+    is_plain_call,
+    is_unobserved,
+    transforms_active,
+)
 
 C = TypeVar("C", bound=tuple)  # the call object, a NamedTuple
 Outputs = tuple[Tensor | None, ...]  # None for outputs that were not requested
@@ -136,6 +142,10 @@ def _register_autograd(
     def refuse(ctx, *_):
         raise RuntimeError(f"{op.name} has no second derivative; backend='reference' has")
 
+    def refuse_transform(*_):
+        what = "neither forward mode nor torch.func's derivatives"
+        raise RuntimeError(f"{op.name} has {what}; backend='reference' has")
+
     if not HAS_SHORTCUTS:
         torch.library.register_autograd(forward.name(), differentiate, setup_context=save, lib=_library)
         torch.library.register_autograd(backward.name(), refuse, lib=_library)
@@ -156,6 +166,8 @@ def _register_autograd(
         def backward(ctx, *d_outputs):
             return None, *differentiate(ctx, *d_outputs)
 
+        jvp = staticmethod(refuse_transform)
+
     class Backward(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *args):
@@ -165,6 +177,8 @@ def _register_autograd(
         backward = staticmethod(refuse)
 
     def forward_autograd(*args):
+        if transforms_active():  # of torch.func, but for vmap, which has been taken apart by now
+            refuse_transform()
         return _filled(Forward.apply(is_unobserved(args), *args))
 
     _library.impl(f"{op.name}_fwd", forward_autograd, "Autograd")

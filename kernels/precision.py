@@ -20,6 +20,13 @@ def true_fp32(device: torch.device) -> Iterator[None]:
 
     These products contain the sums over a long sequence, and training runs often allow TF32 for speed.
     """
+    if device.type == "meta":  # computes nothing, and has no autocast
+        yield
+        return
+    if torch.compiler.is_compiling():  # a graph cannot change the backends' precision
+        with torch.autocast(device.type, enabled=False):
+            yield
+        return
     backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
     matmul = backend.matmul
     before = matmul.fp32_precision

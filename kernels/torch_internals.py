@@ -1,5 +1,6 @@
 """All uses of PyTorch's private interface (`torch._C`, `torch.ops.aten._…`), each with its reason.
- The operators work without them: they only save time per call, and `sdpa_choice` is for a record. If a
+
+The operators work without them: they only save time per call, and `sdpa_choice` is for a record. If a
 release of PyTorch lacks one, the public interface is used.
 """
 
@@ -19,6 +20,7 @@ try:
         _len_torch_function_stack,
     )
     from torch._C._autograd import _profiler_enabled
+    from torch._C._functorch import is_legacy_batchedtensor
 
     HAS_SHORTCUTS = True  # else calls go through the dispatcher, with torch.library's autograd
 except ImportError:
@@ -29,6 +31,15 @@ _raw_stream = getattr(
 
 # The types of an operator's arguments, excluding subclasses that override torch functions.
 _PLAIN_TYPES = {Tensor, torch.nn.Parameter, type(None), float, bool, int, str}
+
+
+def name_for_export(namedtuple: type, name: str) -> None:
+    """Lets `torch.export.save` keep programs that take or return this NamedTuple.
+
+    The public registration is for classes that are not containers already.
+    """
+    if register := getattr(torch.utils._pytree, "_register_namedtuple", None):
+        register(namedtuple, serialized_type_name=name)
 
 
 def below_autograd() -> Any:
@@ -58,10 +69,19 @@ def is_unobserved(args: Sequence[Any]) -> bool:
     counter, a tracer, vmap). Autograd may be active."""
     if not HAS_SHORTCUTS:
         return False
-    tensors = (x for x in args if isinstance(x, Tensor))
-    real = _PLAIN_TYPES.issuperset(map(type, args)) and not (first := next(tensors)).is_meta
-    observed = _len_torch_dispatch_stack() or _are_functorch_transforms_active()
-    return real and not observed and not _is_functional_tensor(first)
+    if not _PLAIN_TYPES.issuperset(map(type, args)):
+        return False
+    if _len_torch_dispatch_stack() or _are_functorch_transforms_active():
+        return False
+    tensors = [x for x in args if isinstance(x, Tensor)]
+    if any(map(is_legacy_batchedtensor, tensors)):  # gradients under `is_grads_batched`
+        return False
+    return not tensors[0].is_meta and not _is_functional_tensor(tensors[0])
+
+
+def transforms_active() -> bool:
+    """Whether a transform of torch.func is active here."""
+    return HAS_SHORTCUTS and _are_functorch_transforms_active()
 
 
 def sdpa_choice(q: Tensor, k: Tensor, v: Tensor) -> int | None:

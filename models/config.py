@@ -239,7 +239,7 @@ class ModelArgs:
             self.attention = bare
 
     def _set_options(self, in_forms: Iterable[tuple[str, Any]]) -> None:
-        """Every option's value, of its field, the forms in `attention` or its default. UserError for two."""
+        """Sets options from their fields, the forms in `attention` or defaults. UserError for two values."""
         default = option_defaults()
         given = {field.name: getattr(self, field.name) for field in fields(self) if field.name in default}
         for option, value in in_forms:
@@ -258,7 +258,7 @@ class ModelArgs:
         return attention if n_layer is None else hybrid_layers(attention, n_layer, every)
 
     def config(self) -> Config:
-        """Raises UserError where the names or numbers make no model, or none of its layers has an option."""
+        """The `Config`. UserError if the names or numbers make no model, or no layer has a given option."""
         given = {key: value for key, value in vars(self).items() if value is not None}
         config = Config.from_name(**given)
         has = {option for name in config.attention_per_layer for option in ATTENTIONS[name].options()}

@@ -1,4 +1,4 @@
-"""Text from a model, token by token, through its decoding state."""
+"""Generates text with a model, token by token, with a decoding state."""
 
 import functools
 from collections.abc import Callable
@@ -25,16 +25,16 @@ def generate(
     """Continues the prompts `[B, N]` (N ≥ 1) by up to `max_new_tokens`; returns prompt and continuation.
 
     Args:
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_k: draw from the k likeliest tokens only.
-        eos_id: a row that has drawn this token goes on with it; when all rows have, generation ends.
-        seed: of the draws, made on the CPU: the same logits give the same text on any device.
-        graph: replay a CUDA graph of one token's step (decoding_graph.py), which computes the same up to
-            rounding; by default on a GPU. Where an attention has no static step, or none can be captured
-            (with a warning), decoding is eager.
+        temperature: divides the logits; 0 takes the most likely token.
+        top_k: sample from the k most likely tokens only.
+        eos_id: after this token a row is filled up with it; when all rows have drawn it, generation ends.
+        seed: of the sampling, which is on the CPU: the same logits give the same text on any device.
+        graph: replay a CUDA graph of one token's step (decoding_graph.py), with equal results up to rounding;
+            by default on a GPU. If an attention has no static step, or the capture fails (with a warning),
+            decoding is eager.
 
-    Raises UserError for an empty prompt, numbers out of range, logits that are not finite, and where prompt
-    and continuation exceed the block size.
+    Raises UserError for an empty prompt, numbers out of range, logits that are not finite, or a prompt and
+    continuation longer than the block size.
     """
     B, N = idx_BN.shape
     for name, value, least in (
@@ -73,15 +73,15 @@ def generate(
 def sample(
     logits_BV: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator
 ) -> torch.Tensor:
-    """One token id per row, `[B, 1]`, on the CPU: it waits for the device."""
+    """Samples one token id per row, `[B, 1]`, on the CPU; synchronises with the device."""
     if temperature == 0:
-        return logits_BV.argmax(dim=-1, keepdim=True).cpu()  # of equal ones the first, on any device
+        return logits_BV.argmax(dim=-1, keepdim=True).cpu()  # the first of equal ones, on any device
     ids_BK = None
     if top_k is None:
         logits_BK = logits_BV.float().cpu()
     else:
         logits_BK, ids_BK = stable_topk(logits_BV.float(), top_k)
-    logits_BK = logits_BK - logits_BK.amax(-1, keepdim=True)  # no overflow, however small the temperature
+    logits_BK = logits_BK - logits_BK.amax(-1, keepdim=True)  # no overflow at any temperature
     if logits_BK.isnan().any():
         raise UserError("the model's logits are not finite: is it of a run that diverged?")
     drawn_B1 = torch.multinomial((logits_BK / temperature).softmax(dim=-1), 1, generator=generator)
@@ -91,9 +91,9 @@ def sample(
 def stable_topk(logits_BV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The k largest logits of each row and their ids, in the order of the ids, `[B, K]` on the CPU.
 
-    The other fifty thousand stay on the device: to draw among them all took the CPU a millisecond a row.
-    Which of equal logits `topk` picks depends on the device; so those that equal the k-th come along, K ≥ k.
-    A row with fewer than K is filled up with −inf.
+    The other fifty thousand stay on the device: sampling from all took the CPU a millisecond per row. Which
+    of several equal logits `topk` picks depends on the device, so all that equal the k-th are included, K ≥
+    k. Rows with fewer than K are padded with −inf.
     """
     V = logits_BV.shape[-1]
     kth_B1 = logits_BV.topk(min(k, V), dim=-1).values[:, -1:]

@@ -1,10 +1,9 @@
 """The language model: LitGPT's GPT-NeoX with the attention that the configuration names in each layer.
-
-Notable:
-- LitGPT's norms, MLP (with a GELU of fewer instructions, gelu.py), rotary tables and keys; its `Block`
+ Notable: - LitGPT's norms, MLP (with a GELU of fewer instructions, gelu.py), rotary tables and state-dict
+keys; its `Block`
   hard-codes the attention, ours looks it up
-- one forward for training and for decoding: with a state, the tokens continue what the state has seen
-- its own account of parameters and FLOPs, to which each mechanism adds its part
+- one forward for training and for decoding: with a state, the tokens continue those it has seen
+- it counts its own parameters and FLOPs; each mechanism declares its part
 """
 
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from lingpt.models.init import init_weights
 
 @dataclass
 class DecodingState:
-    """What decoding carries: each layer's own state, and how many tokens they have seen."""
+    """The state of decoding: each layer's own state, and the number of tokens they have seen."""
 
     layers: list[Any]
     batch_size: int
@@ -201,7 +200,7 @@ class GPT(Fp32Buffers, litgpt.model.GPT):
 
     @torch.no_grad()
     def next_logits(self, idx_BN: torch.Tensor, state: DecodingState) -> torch.Tensor:
-        """As `step`, of the last of these tokens alone, `[B, padded_vocab_size]`: all that a prompt needs."""
+        """`step` with the logits of the last token only, `[B, padded_vocab_size]`: enough for a prompt."""
         return self.lm_head(self.hidden(idx_BN, state)[:, -1])
 
     def init_weights(self, seed: int) -> None:

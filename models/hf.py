@@ -1,7 +1,7 @@
-"""To and from Hugging Face's GPT-NeoX, Pythia's own format.
+"""Reads and writes Hugging Face's GPT-NeoX, Pythia's own format.
 
-The tensors are the same but for their names and the fused projection: Hugging Face interleaves q, k, v per
-head (`[H, 3, D]` rows), LitGPT stacks them (`[3, H, D]`). LitGPT's converters do both.
+The tensors are the same except for their names and the fused projection: Hugging Face interleaves q, k, v per
+head (`[H, 3, D]` rows), LitGPT stacks them (`[3, H, D]`). LitGPT's converters handle both.
 """
 
 import warnings
@@ -22,10 +22,10 @@ from lingpt.models.weights import model_from_tensors
 
 END_OF_TEXT = "<|endoftext|>"
 
-# In the order of preference; each may come in shards, with `<name>.index.json` next to them.
+# Names of weight files in order of preference; each may be in shards, with `<name>.index.json` next to them.
 _WEIGHTS = {WEIGHTS: lambda path: read_tensors(path)[0], "pytorch_model.bin": read_pickled_tensors}
 
-# What LitGPT's configuration can say and GPT-NeoX's cannot, or not alike to all releases of `transformers`.
+# Settings of LitGPT that GPT-NeoX's configuration lacks, or that releases of `transformers` read differently.
 _NOT_EXPORTED = {"attn_bias": False, "rope_condense_ratio": 1}
 
 # Buffers of older releases of `transformers`: constants, not weights.
@@ -33,7 +33,7 @@ _CONSTANTS = (".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias
 
 
 def is_hf_folder(folder: Path) -> bool:
-    """Is this a folder of `transformers`' GPT-NeoX?"""
+    """Whether `folder` is one of `transformers`' GPT-NeoX."""
     config = folder / MODEL_CONFIG
     return config.is_file() and read_json_object(config).get("model_type") == "gpt_neox"
 
@@ -45,11 +45,12 @@ def load_hf(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
 ) -> GPT:
-    """A GPT-NeoX folder (Pythia) as our model. Python API; the commands read such a folder only for
-    `init_from`, with `load_weights`.
+    """Loads a GPT-NeoX folder (Pythia) as our model. For the Python API; the commands read such a folder only
+    for `init_from`, with `load_weights`.
 
-    With another attention than softmax its weights are only a start (see `load_weights`), and the folder must
-    have every tensor of the mechanism. Raises UserError for a folder that is none, or another architecture.
+    With an attention other than softmax the weights are only an initialisation (see `load_weights`), and the
+    folder must have every tensor of the mechanism. Raises UserError for a folder without a model, or with
+    another architecture.
     """
     folder = Path(folder)
     config, tensors = read_hf(folder)
@@ -61,11 +62,11 @@ def export_hf(model: GPT, folder: str | Path, tokenizer: str | Path | None = Non
     """Writes `config.json` and `model.safetensors` that `transformers` loads as `GPTNeoXForCausalLM`.
 
     tokenizer: a `tokenizer.json`, or a folder that holds one, such as the model's checkpoint; with it
-    `AutoTokenizer` loads the same tokenizer from `folder`. Without one it would give an empty tokenizer in
-    silence: a warning says so.
+    `AutoTokenizer` loads the same tokenizer from `folder`. Without it, `AutoTokenizer` would silently give an
+    empty tokenizer, so there is a warning.
 
     Raises UserError for a model that a stock GPT-NeoX does not compute (another attention would load there
-    under the same keys, and run as softmax attention), and for a file that is not a tokenizer.
+    with the same keys, and run as softmax attention), and for a file that is not a tokenizer.
     """
     for name, block in zip(model.config.attention_per_layer, model.blocks, strict=True):
         if not block.attn.hf_exportable:
@@ -117,7 +118,7 @@ def read_hf(folder: Path) -> tuple[Config, dict[str, torch.Tensor]]:
         convert_hf_checkpoint.copy_weights_gpt_neox(config, tensors, _read_weights(folder))
     except KeyError as error:
         raise UserError(f"{folder} has a tensor {error} that is none of GPT-NeoX's") from error
-    except RuntimeError as error:  # of the wrong shape, where one is split
+    except RuntimeError as error:  # wrong shape of a tensor that is split
         raise UserError(f"{folder / MODEL_CONFIG} does not fit the weights beside it: {error}") from error
     return config, tensors
 
@@ -137,7 +138,7 @@ def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _shards(index: Path) -> list[str]:
-    """The files that an index of weights names, all of them next to it."""
+    """The files that an index of weights names, all in its folder."""
     names = read_json_object(index).get("weight_map")
     shards = list(names.values()) if isinstance(names, dict) else []
     if not shards or not all(isinstance(name, str) and Path(name).name == name for name in shards):
@@ -148,7 +149,7 @@ def _shards(index: Path) -> list[str]:
 def _from_hf_config(hf: dict[str, Any], folder: Path) -> Config:
     if hf.get("model_type") != "gpt_neox":
         raise UserError(f"{folder} is a {hf.get('model_type')} model, not a gpt_neox (Pythia) one")
-    rope = hf.get("rope_parameters")  # transformers 5; before, keys of their own
+    rope = hf.get("rope_parameters")  # in transformers 5; earlier releases have separate keys
     rope = rope if isinstance(rope, dict) else {}
     scaled = hf.get("rope_scaling") or rope.get("rope_type", "default") != "default"
     if hf.get("hidden_act", "gelu") != "gelu" or hf.get("tie_word_embeddings") or scaled:
@@ -199,7 +200,7 @@ def _to_hf_config(model: GPT, eos_id: int) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "bos_token_id": eos_id,
         "eos_token_id": eos_id,
-        # Given twice: transformers 5 reads the first where it is given alone, and `rotary_pct` over it.
+        # In both forms: transformers 5 reads the first one if it is alone, but `rotary_pct` overrides it.
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": float(config.rope_base),

@@ -1,7 +1,7 @@
-"""How the weights start: GPT-NeoX's scheme, as Pythia was trained (`small_init` and `wang_init` of gpt-neox).
+"""Initial weights: GPT-NeoX's scheme, as for Pythia (`small_init` and `wang_init` of gpt-neox).
 
-Each parameter draws from a generator of its own, seeded by (seed, name), on the CPU in fp32: a seed gives the
-same weights on any device and in any order, and what two attentions share starts equal.
+Each parameter has its own random generator, seeded by (seed, name), on the CPU in fp32: a seed gives the same
+weights on any device and in any order, and parameters that two attentions share are initially equal.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from lingpt.models.config import Config
 
 @torch.no_grad()
 def init_weights(model: nn.Module, config: Config, seed: int) -> None:
-    """Sets every parameter of a `GPT`. NotImplementedError names one that no rule covers."""
+    """Initialises every parameter of a `GPT`. NotImplementedError names one that no rule covers."""
     to_draw = []
     for module_name, module in model.named_modules():
         constants = module.initial_constants() if isinstance(module, Attention) else {}
@@ -43,7 +43,8 @@ def init_weights(model: nn.Module, config: Config, seed: int) -> None:
 
 
 def _std(name: str, weight: torch.Tensor, config: Config) -> float:
-    """`wang_init`, 2/(L√d), for what writes to the residual stream; `small_init`, √(2/(5d)), for the rest."""
+    """The standard deviation: `wang_init`, 2/(L√d), for layers that write to the residual stream, else
+    `small_init`, √(2/(5d))."""
     if name.endswith((".attn.proj.weight", ".mlp.proj.weight")):
         return 2.0 / (config.n_layer * math.sqrt(config.n_embd))
     return math.sqrt(2.0 / (5.0 * weight.shape[1]))  # what a linear layer reads, what an embedding gives
@@ -58,10 +59,10 @@ def _draw(parameter: nn.Parameter, std: float, seed: int, name: str) -> None:
 
 
 def set_weight(weight: torch.Tensor, value: torch.Tensor) -> None:
-    """Overwrites a weight with `value`; of a sharded one, the part that this process has."""
+    """Overwrites a weight with `value`; if it is sharded, the part that this process has."""
     if isinstance(weight, DTensor):
         value = value.to(weight.device).expand(weight.shape)
-        # No process sends: each takes its part of its own copy.
+        # No communication: each process takes its part of its own copy.
         value = distribute_tensor(value, weight.device_mesh, weight.placements, src_data_rank=None).to_local()
         weight = weight.to_local()
     weight.copy_(value)

@@ -1,8 +1,8 @@
-"""Imports Lightning without what its metrics bring: seconds less for every start.
-
-Lightning imports torchmetrics, and that transformers (with scikit-learn, for BERTScore), scipy and matplotlib
-wherever they are installed: nearly half of the processor time of `import litgpt`, and nothing here uses these
-metrics. While Lightning is imported they count as not installed. Import this before Lightning or LitGPT.
+"""Imports Lightning without the packages that its metrics import: saves seconds at every start.
+ Lightning imports torchmetrics, which imports transformers (with scikit-learn, for BERTScore), scipy and
+matplotlib if they are installed: nearly half of the CPU time of `import litgpt`, and nothing here uses these
+metrics. While Lightning is imported they count as not installed. Import this module before Lightning or
+LitGPT.
 """
 
 from unittest.mock import patch

@@ -1,4 +1,4 @@
-"""How much memory a training step takes: an estimate, made before anything is allocated."""
+"""Estimates the memory of a training step before anything is allocated."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from lingpt.models.gpt import GPT
 
 
 class _Bytes(NamedTuple):
-    """Of a weight, of the copy that autocast makes of it, of its gradient, and of an activation."""
+    """Bytes of a weight, of autocast's copy of it, of its gradient, and of an activation."""
 
     weight: int
     copy: int
@@ -17,7 +17,7 @@ class _Bytes(NamedTuple):
 
 
 _BYTES = {"32-true": _Bytes(4, 0, 4, 4), "bf16-mixed": _Bytes(4, 2, 4, 2), "bf16-true": _Bytes(2, 0, 2, 2)}
-_MOMENTS = 2  # that AdamW keeps of each weight, in the weight's dtype
+_MOMENTS = 2  # numbers that AdamW keeps per weight, in the weight's dtype
 
 
 def memory_estimate(
@@ -31,21 +31,21 @@ def memory_estimate(
     accumulates: bool = True,
     gathers_once: bool = False,
 ) -> dict[str, int]:
-    """Bytes on one device at the peak of a step, by what they hold, and their `total`.
+    """Bytes on one device at the peak of a step, by their use, and their `total`.
 
-    An estimate: what each compiled block keeps for its backward pass, counted, at the moment when the loss
-    is computed. torch.compile keeps the inputs of matrix products and of attention, and computes again what
-    is cheap; eager mode keeps up to twice as much of an attention with a gate or a convolution. The
-    allocator's fragments, CUDA's context and workspaces come on top.
+    The estimate counts the activations that each compiled block saves for backward, at the moment when the
+    loss is computed. torch.compile saves the inputs of matrix products and of attention, and recomputes what
+    is cheap; eager mode saves up to twice as much in an attention with a gate or a convolution.
+    Fragmentation, CUDA's context and workspaces are not included.
 
     Args:
         precision: Fabric's name (`32-true`, `bf16-mixed` or `bf16-true`).
-        loss_chunk_tokens: tokens whose logits exist at a time; None for all of the micro-batch.
-        sharded_over: devices that share parameters, gradients and optimizer (FSDP2), each of which holds two
-            blocks and all that is in no block whole at a time.
-        activation_checkpointing: each block's input is kept, and one block's activations at a time.
-        accumulates: whether gradients of earlier micro-batches are there while a later one is computed.
-        gathers_once: under sharding, a device holds all parameters, and its own gradient, whole for a step.
+        loss_chunk_tokens: tokens whose logits exist at a time; None for the whole micro-batch.
+        sharded_over: number of devices that shard parameters, gradients and optimizer (FSDP2); each has two
+            blocks, and all parameters outside of blocks, unsharded at a time.
+        activation_checkpointing: save each block's input, and one block's activations at a time. accumulates:
+        whether gradients of earlier micro-batches are in memory while a later one is computed. gathers_once:
+        when sharding, each device has all parameters, and its own gradient, unsharded for a step.
     """
     if precision not in _BYTES:
         raise unknown("precision", precision, _BYTES)
@@ -54,22 +54,22 @@ def memory_estimate(
     model = GPT.on_meta(config)
     size, tokens, sharded = _BYTES[precision], micro_batch_size * seq_len, sharded_over > 1
     n, at_once = model.num_parameters(), _gathered_at_once(model)
-    embedding = config.padded_vocab_size * config.n_embd  # as many weights as the last layer has
+    embedding = config.padded_vocab_size * config.n_embd  # number of weights; the last layer has as many
     part = -(-n // sharded_over)
     whole = 0 if not sharded else n if gathers_once else at_once
     copied = (at_once if sharded and activation_checkpointing else n) - embedding
-    keeps_gradient = not sharded or (gathers_once and accumulates)  # whole, to the end of the step
+    keeps_gradient = not sharded or (gathers_once and accumulates)  # unsharded, to the end of the step
     held = {
         "activations": tokens * _activations(model, size, activation_checkpointing),
-        # On a GPU, compiled, their gradient takes their place.
+        # Compiled on a GPU, their gradient overwrites them.
         "logits": min(tokens, loss_chunk_tokens or tokens) * config.padded_vocab_size * size.activation,
-        # What the last layer reads, and its gradient; and the gradient of that layer's weight, which the loss
-        # has long before the others'.
+        # The last layer's input and its gradient; and the gradient of that layer's weight, which exists long
+        # before the others.
         "loss": 2 * tokens * config.n_embd * size.weight + keeps_gradient * embedding * size.gradient,
     }
-    # Of those that are whole under sharding the embedding's comes last, when the activations are gone.
+    # Of the unsharded gradients, the embedding's is computed last, when the activations are freed.
     gradients = (n if keeps_gradient else part + max(0, at_once - embedding)) * size.gradient
-    if not accumulates:  # then they come while the activations go
+    if not accumulates:  # they are then allocated while activations are freed
         gradients = max(0, gradients - sum(held.values()))
     estimate = {
         "parameters": (part + whole) * size.weight + copied * size.copy,
@@ -81,18 +81,18 @@ def memory_estimate(
 
 
 def _gathered_at_once(model: GPT) -> int:
-    """The weights that are whole at a time under sharding: of the two largest blocks, and of no block."""
+    """Number of weights that sharding gathers at a time: of the two largest blocks and outside of blocks."""
     sizes = sorted(sum(p.numel() for p in block.parameters()) for block in model.blocks)
     return model.num_parameters() - sum(sizes[:-2])
 
 
 def _activations(model: GPT, size: _Bytes, activation_checkpointing: bool) -> int:
-    """Bytes a token that the blocks keep for their backward pass."""
+    """Bytes per token that the blocks save for their backward pass."""
     config = model.config
-    # of each block: the outputs of both norms, the input and the output of GELU
+    # per block: the attention's, the outputs of both norms, the input and the output of GELU
     kept = [
         block.attn.saved_activations_per_token() + 2 * (config.n_embd + config.intermediate_size)
         for block in model.blocks
     ]
-    inputs = (config.n_layer + 1) * config.n_embd  # of each layer, in the weights' dtype
+    inputs = (config.n_layer + 1) * config.n_embd  # inputs of each layer, in the weights' dtype
     return (max(kept) if activation_checkpointing else sum(kept)) * size.activation + inputs * size.weight

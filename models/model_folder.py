@@ -1,6 +1,6 @@
-"""A model's folder, `config.json` and `model.safetensors`, ours and Hugging Face's alike.
+"""Model folders with `config.json` and `model.safetensors`, for both LinGPT's and Hugging Face's format.
 
-Each file is written whole or not at all; every failure is one UserError that names the file.
+Each file is written whole or not at all; every failure is a UserError that names the file.
 """
 
 import os
@@ -21,25 +21,25 @@ from lingpt.common.run_folder import MODEL_CONFIG, WEIGHTS
 def write_model_folder(
     folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], metadata: dict[str, str]
 ) -> None:
-    """metadata: of the safetensors file, next to its format."""
+    """Writes both files. metadata: of the safetensors file, in addition to its format."""
     tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     with write_errors(folder / WEIGHTS), replacing(folder / WEIGHTS) as temporary:
         try:
             save_file(tensors, temporary, metadata={"format": "pt"} | metadata)
-        except SafetensorError as error:  # a full disk is not an OSError to it
+        except SafetensorError as error:  # safetensors raises it, not OSError, for a full disk
             raise _os_error(error) from error
     with write_errors(folder / MODEL_CONFIG):
         write_json(folder / MODEL_CONFIG, config, indent=2)
 
 
 def _os_error(error: SafetensorError) -> OSError:
-    """The system's error that safetensors has only in its text, `… (os error 28)`."""
+    """The OSError that safetensors reports only in its text, `… (os error 28)`."""
     number = re.search(r"\(os error (\d+)\)", str(error))
     return OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))
 
 
 def check_holds_model(folder: Path) -> None:
-    """UserError where no model lies in `folder`."""
+    """Raises UserError if there is no model in `folder`."""
     if not (folder / MODEL_CONFIG).is_file():
         missing = f"it has no {MODEL_CONFIG}" if folder.is_dir() else "there is no such folder"
         raise UserError(f"no model in {folder}: {missing}")
@@ -57,10 +57,10 @@ def read_tensors(
 
 
 def read_pickle(path: Path) -> Any:
-    """What `torch.save` wrote: tensors and plain values. Code in the file is never run."""
+    """Reads a file of `torch.save`: tensors and plain values. Code in the file is never run."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # what damaged instructions lead to has no end: KeyError, UnicodeError, …
+    except Exception as error:  # damaged pickles raise anything: KeyError, UnicodeError, …
         if isinstance(error, pickle.UnpicklingError):
             reason = "it holds more than tensors and plain values, and no code in a file is run"
         else:
@@ -69,7 +69,7 @@ def read_pickle(path: Path) -> Any:
 
 
 def read_pickled_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file that `torch.save` wrote, by name."""
+    """The tensors in a file of `torch.save`, by name."""
     values = read_pickle(path)
     values = values.get("model", values) if isinstance(values, dict) else {}  # LitGPT's trainer wraps them
     if not values or not all(isinstance(value, torch.Tensor) for value in values.values()):

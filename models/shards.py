@@ -1,7 +1,7 @@
-"""A model folder in shards: every process writes its own part, and any number of processes reads them back.
+"""Model folders in shards: every process writes its own part, and any number of processes can read them.
 
-torch.distributed.checkpoint (DCP) in safetensors files, which hold no code; `shards.json` names the files.
-Next to the weights a checkpoint has other tensors there, each under a name with a prefix of its own.
+Uses torch.distributed.checkpoint (DCP) with safetensors files, which contain no code; `shards.json` names the
+files. Besides the weights a checkpoint has other tensors there, whose names have a prefix.
 """
 
 import json
@@ -26,16 +26,16 @@ OPTIMIZER = "optimizer."  # the prefix of the tensors that are not weights
 
 
 def write_shards(folder: Path, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    """Every rank of `group` calls it and writes its own parts of the DTensors among `tensors`.
+    """Writes this rank's parts of the DTensors among `tensors`; every rank of `group` must call it.
 
-    A tensor that is on every rank is written once. Raises CheckpointException on all ranks where one fails.
+    A tensor that is on every rank is written once. Raises CheckpointException on all ranks if one fails.
     """
     writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
     dcp.save(dict(tensors), storage_writer=writer, process_group=group)
 
 
 def write_index(folder: Path, config: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
-    """Makes the shards in `folder` a model folder: after all of them are written, by one rank."""
+    """Turns the shards in `folder` into a model folder; called by one rank after all are written."""
     files = sorted(path.name for path in folder.glob("*.safetensors"))
     write_json(folder / MODEL_CONFIG, config, indent=2)
     write_json(folder / SHARDS, {"metadata": dict(metadata), "files": files})
@@ -46,9 +46,9 @@ def is_sharded(folder: Path) -> bool:
 
 
 def read_shards(folder: Path, into: dict[str, torch.Tensor]) -> None:
-    """Fills the tensors `into` in place; of a DTensor, this rank's part. No process waits for another.
+    """Fills the tensors `into` in place, of a DTensor this rank's part. Processes do not wait for each other.
 
-    Raises UserError where a shard is missing or damaged, or where a tensor is not in them.
+    Raises UserError if a shard is missing or damaged, or a tensor is not in them.
     """
     found = _described(folder)
     try:
@@ -57,7 +57,7 @@ def read_shards(folder: Path, into: dict[str, torch.Tensor]) -> None:
                 raise UserError(f"{folder} does not hold {name}")
             if found[name].size != tensor.shape:
                 raise UserError(f"{folder}: {name} is {list(found[name].size)}, not {list(tensor.shape)}")
-        with warnings.catch_warnings():  # that nobody else takes part is meant
+        with warnings.catch_warnings():  # reading without a process group is intended
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(into, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
     except (SafetensorError, OSError, CheckpointException) as error:
@@ -67,7 +67,7 @@ def read_shards(folder: Path, into: dict[str, torch.Tensor]) -> None:
 def read_sharded_weights(
     folder: Path, device: torch.device | str = "cpu"
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The model's weights, whole, and the metadata of the folder."""
+    """The model's weights, unsharded, and the metadata of the folder."""
     metadata = shards_metadata(folder)
     tensors = {
         name: torch.empty(tensor.size, dtype=tensor.properties.dtype, device=device)
@@ -78,27 +78,27 @@ def read_sharded_weights(
 
 
 def shards_metadata(folder: Path) -> dict[str, str]:
-    """What `write_index` was given beside the configuration."""
+    """The metadata that `write_index` was given."""
     return _index(folder)["metadata"]
 
 
 def sharded_dtype(folder: Path) -> torch.dtype:
-    """The dtype of the weights (of the largest tensor). UserError where a shard is missing."""
+    """The dtype of the weights (of the largest tensor). UserError if a shard is missing."""
     return max(_weights(folder).values(), key=lambda tensor: tensor.size.numel()).properties.dtype
 
 
 def sharded_parameters(folder: Path) -> int:
-    """How many numbers the weights are. UserError where a shard is missing."""
+    """The number of parameters. UserError if a shard is missing."""
     return sum(tensor.size.numel() for tensor in _weights(folder).values())
 
 
 def _weights(folder: Path) -> dict[str, TensorStorageMetadata]:
-    """`_described`, without what is the optimizer's."""
+    """`_described`, without the optimizer's tensors."""
     return {name: value for name, value in _described(folder).items() if not name.startswith(OPTIMIZER)}
 
 
 def _described(folder: Path) -> dict[str, TensorStorageMetadata]:
-    """Shape and dtype of every tensor in the shards, by name. UserError where a shard is missing."""
+    """Shape and dtype of every tensor in the shards, by name. UserError if a shard is missing."""
     for name in _index(folder)["files"]:
         if not (folder / name).is_file():
             raise UserError(f"the shard {folder / name} is missing: restore it, or use another checkpoint")
@@ -110,7 +110,7 @@ def _described(folder: Path) -> dict[str, TensorStorageMetadata]:
 
 
 def _damaged(folder: Path, error: BaseException) -> UserError:
-    """The line on `error`, with the name of the first shard that cannot be opened."""
+    """The UserError for `error`, with the name of the first shard that cannot be opened."""
     for name in _index(folder)["files"]:
         try:
             with safe_open(str(folder / name), framework="pt"):

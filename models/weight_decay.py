@@ -1,4 +1,4 @@
-"""Which parameters weight decay is on: Pythia's recipe, in training and in the small models of MQAR alike."""
+"""The parameters with weight decay: Pythia's recipe, both in training and for the small models of MQAR."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from torch import nn
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """An optimizer's: matrices decay; biases, norms and a learnable b (fewer dimensions) don't."""
+    """Parameter groups for an optimizer: matrices decay; biases, norms and a learnable b (1-d) do not."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     return [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},

@@ -1,4 +1,4 @@
-"""A model out of tensors: exactly its own, or an error that names the first one that is not."""
+"""Builds a model from tensors that match it exactly; an error names the first one that does not."""
 
 import torch
 
@@ -14,7 +14,7 @@ def model_from_tensors(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
 ) -> GPT:
-    """A model that holds these tensors; UserError, naming `source`, where they are not exactly its own."""
+    """A model with these tensors; UserError, naming `source`, if they do not match it exactly."""
     model = GPT.on_meta(config)
     check_same_tensors(model.state_dict(), tensors, f"{source} does not hold a {config.name!r}")
     model.load_state_dict(tensors, assign=True)
@@ -29,7 +29,7 @@ def check_same_tensors(
     *,
     optional: str | None = None,
 ) -> None:
-    """UserError, `complaint` and the first tensor that is missing, surplus or of another shape.
+    """Raises UserError, with `complaint`, for the first tensor that is missing, surplus or of another shape.
 
     Names that contain `optional` may be missing or surplus.
     """

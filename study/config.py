@@ -1,6 +1,6 @@
-"""What a study is: several attentions, each with several seeds, trained alike and scored alike.
+"""The configuration of a study: several attentions with several seeds each, trained and scored alike.
 
-A file `configs/study-<name>.yaml` says it; the fields of `Study` are its keys.
+A file `configs/study-<name>.yaml` defines it; its keys are the fields of `Study`.
 """
 
 import json
@@ -28,8 +28,8 @@ _WHOLE = (
 )
 _DECIDED = ("train.max_steps", "train.max_tokens", "train.seed", "train.name")
 STAGES = ("data", "rates", "runs", "mqar", "scores", "page")
-STUDY = "study.json"  # in the study's folder: what it is
-# Names of keys in the study.json of earlier versions, which docs/results has → names now.
+STUDY = "study.json"  # the study's configuration, in its folder
+# Old name → new name, for keys in the study.json of earlier versions (docs/results has some).
 _RENAMED = {
     "rates": "learning_rates",
     "cards_per_run": "devices_per_run",
@@ -46,30 +46,31 @@ class Study:
     """The keys of a study's file.
 
     Args:
-        name: of its folder; by default the file's, without `study-`.
-        recipe: what every run starts from, a file or the name of one that ships.
-        tokens: that each run is trained on.
-        seeds: how many runs of each attention, with the seeds 0, 1, …
-        attentions: a name for each row → its options, as `lingpt train` takes them; the row's attention is
-            `model.attention`, by default its name.
-        options: of every run.
-        learning_rates: peaks; each attention gets the best of them by short runs. Without any, the recipe's.
-        rate_tokens: that each of the short runs is trained on.
-        rate_options: of the short runs.
-        devices_per_run: GPUs of one run; None for all, one run after the other.
-        runs_per_device: how many runs share a GPU: small ones, whose start-up and gaps others then use. Their
-            times say nothing, and the page leaves them out.
-        row_by_row: all seeds of a row come before the next row; by default all rows' first seeds do.
+        name: name of the study's folder, `study-<name>`; by default that of the file, without `study-`.
+        recipe: recipe of every run: a file, or the name of one that ships.
+        tokens: training tokens per run.
+        seeds: number of runs per attention, with the seeds 0, 1, …
+        attentions: row name → its options, as `lingpt train` takes them; the row's attention is
+            `model.attention`, by default the row's name.
+        options: options of every run.
+        learning_rates: peak learning rates to try; each attention gets the best one in short runs. Empty: the
+            recipe's.
+        rate_tokens: training tokens of each short run. rate_options: options of the short runs.
+        devices_per_run: GPUs per run; None for all, with one run after another. runs_per_device: number of
+        runs that share a GPU, for small runs that leave most of it idle. Their times
+            are meaningless, and the page leaves them out.
+        row_by_row: train all seeds of a row before the next row; by default the first seeds of all rows.
         baselines: rows that the page compares the others with; by default the first with softmax.
-        plotted_rows: those in the figure of the losses; by default all.
-        suites: of `lingpt eval`.
-        tasks: of Table 2.
+        plotted_rows: rows in the figure of the losses; by default all.
+        suites: suites of `lingpt eval`.
+        tasks: tasks of Table 2.
         eval_data: folder of benchmark JSONL; None for the Hugging Face hub.
         texts: name → JSONL that was not trained on, for the suites `language` and `recall`.
-        max_length_factor: the loss by position goes up to so many times the training length.
-        limit: only the first so many documents of each task.
-        mqar: also train and score the synthetic recall task: options of `lingpt mqar`.
-        interrupted_row: a row whose first run is stopped halfway and resumed, which must not show.
+        max_length_factor: the loss by position goes up to this multiple of the training length.
+        limit: evaluate only so many documents of each task, from the first on.
+        mqar: options of `lingpt mqar`, to also train and score the synthetic recall task.
+        interrupted_row: a row whose first run is stopped halfway and resumed, which must not change its
+        losses.
         about: a sentence for the page.
     """
 
@@ -110,12 +111,12 @@ class Study:
 
 
 def studies() -> list[str]:
-    """The studies that ship."""
+    """The names of the shipped studies."""
     return [name for name in recipe_names() if name.startswith("study-")]
 
 
 def find_study(name: str) -> Path:
-    """The file of a study, given as a path or as a shipped name. UserError where there is none."""
+    """The file of a study, given as a path or as a shipped name. UserError if there is none."""
     path = Path(name) if Path(name).is_file() else recipe_path(name)
     if path is None or "attentions" not in (read_yaml(path) or {}):
         known = studies()
@@ -124,7 +125,7 @@ def find_study(name: str) -> Path:
 
 
 def read_study(path: Path, changes: Mapping[str, Any] | None = None) -> Study:
-    """The study of a file, with `changes` to its keys. UserError for what makes none."""
+    """The study of a file, with `changes` to its keys. UserError if it is invalid."""
     values = read_yaml(path)
     if not isinstance(values, dict):
         raise UserError(f"{path} is not a study: it has no keys")
@@ -141,7 +142,7 @@ def read_study(path: Path, changes: Mapping[str, Any] | None = None) -> Study:
     if values["name"] is None:
         raise UserError(f"{path}: `name` has no value: give it a word, or leave it out")
     values["attentions"] = _rows(values["attentions"], path)
-    for key in (*_LISTS, *_MAPPINGS, "rate_tokens"):  # a key without a value is none
+    for key in (*_LISTS, *_MAPPINGS, "rate_tokens"):  # a key without a value counts as empty
         if values.get(key, ()) is None:
             del values[key]
     _check_types(values, path)
@@ -155,7 +156,7 @@ def _with_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_rows(study: Study, rows: Sequence[str]) -> Study:
-    """The study with these rows: its own, or names of attentions. UserError for what is neither."""
+    """The study with these rows: rows of its own, or attentions. UserError for anything else."""
     from lingpt.models import ALIASES, ATTENTIONS
 
     attentions = [*ATTENTIONS, *ALIASES]
@@ -167,9 +168,9 @@ def with_rows(study: Study, rows: Sequence[str]) -> Study:
 
 
 def with_started_runs(asked: Study, folder: Path) -> Study:
-    """The study with the rows and seeds that its folder has runs of, though they are not asked for now.
+    """The study `asked` for, plus the rows and seeds that its folder already has runs of.
 
-    UserError where the folder holds another study. Runs whose row has changed are told apart one by one.
+    UserError if the folder holds another study. Runs whose row has changed are detected later, one by one.
     """
     path = folder / STUDY
     if not path.exists():
@@ -183,7 +184,7 @@ def with_started_runs(asked: Study, folder: Path) -> Study:
     if not isinstance(rows, dict) or type(seeds) is not int:
         raise UserError(f"{path} is damaged: {mend}")
     for key in ("recipe", "tokens", "options", "learning_rates", "rate_tokens", "rate_options", "mqar"):
-        # MQAR may come or go, the data may move; other keys are in every study.json of this version.
+        # MQAR may be added or removed, the data may move; other keys are in every study.json of this version.
         other, own = before.get(key, now[key]), now[key]
         changed = differs(_without_data_paths(other), _without_data_paths(own))
         if changed and not (key == "mqar" and None in (other, own)):
@@ -201,7 +202,7 @@ def with_started_runs(asked: Study, folder: Path) -> Study:
 
 
 def _without_data_paths(options: Any) -> Any:
-    """Options but for where text and tokenizer are: the runs' records have the hashes of both."""
+    """Options without the paths of text and tokenizer: the runs' records have the hashes of both."""
     from lingpt.train.config import DATA_PATHS
 
     if not isinstance(options, dict):
@@ -210,7 +211,7 @@ def _without_data_paths(options: Any) -> Any:
 
 
 def _check_types(values: Mapping[str, Any], path: Path) -> None:
-    """UserError for a key whose value is of the wrong type: list, mapping, whole number or learning rates."""
+    """Raises UserError for a value of the wrong type: lists, mappings, integers, words, learning rates."""
     for keys, kind, what in (
         (_LISTS, list | tuple, "a list"),
         (_MAPPINGS, dict, "`key: value`"),
@@ -234,7 +235,7 @@ def _check_types(values: Mapping[str, Any], path: Path) -> None:
 
 
 def _rows(attentions: Any, path: Path) -> dict[str, dict[str, Any]]:
-    """`[ours, gla]` and `{ours: {}, mine: {model.attention: ours}}` alike."""
+    """Row → options, from `[ours, gla]` or from `{ours: {}, mine: {model.attention: ours}}`."""
     if isinstance(attentions, list):
         attentions = {name: {} for name in attentions}
     if not isinstance(attentions, dict) or not attentions:

@@ -1,9 +1,8 @@
-"""Child processes of the real command, side by side: one a card, or one over all cards.
-
-A job that fails does not end the others. One that fails for no reason of its user's (a card that died, a
-process that was killed) is tried once more, on another card where there is one: it waits for that. A card on
-which two jobs in a row failed so is given up while there are others. A signal, or the end of the time, stops
-the children as Ctrl-C would, and waits until they have saved.
+"""Runs child processes of the `lingpt` command in parallel: one per card, or one over all cards.
+ A job that fails does not end the others. One that fails without a user error (a card died, a process was
+killed) is retried once, on another card if there is one, for which it waits. A card on which two jobs in a
+row failed in this way is given up if there are others. A signal, or the end of the time, stops the children
+as Ctrl-C would, and waits until they have saved.
 """
 
 import os
@@ -20,19 +19,19 @@ from pathlib import Path
 from lingpt.common.errors import UserError
 
 COMMAND = (sys.executable, "-P", "-m", "lingpt.cli.main")
-POLL, STATUS = 0.2, 60.0  # seconds between looks, and between lines on what is running
+POLL, STATUS = 0.2, 60.0  # seconds between polls, and between status lines
 USER_ERROR = 2  # exit code
-# What `train` and `eval` say of a card that CUDA no longer sees: a user's error elsewhere, and none here. The
-# second is the beginning of `find_device`'s "device 'cuda:0': …", whatever the card's number.
+# Messages of `train` and `eval` about a card that CUDA no longer sees: elsewhere a user error, but not here.
+# The second is the beginning of `find_device`'s "device 'cuda:0': …", whatever the card's number.
 CARD_GONE = ("no CUDA device", "device 'cuda")
 Gpus = tuple[int, ...]  # the GPUs that a job runs on; () is the CPU
 GRACE = 600.0  # seconds that a stopped child has to save
-_ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b.*:")  # a traceback's line on it
+_ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b.*:")  # the error's line in a traceback
 
 
 @dataclass(frozen=True)
 class Slot:
-    """What a job runs on: GPUs by number, or nothing in particular (a CPU)."""
+    """A place for a job: GPUs by number, or none (a CPU)."""
 
     name: str
     gpus: Gpus = ()
@@ -48,10 +47,10 @@ class Slot:
 
 @dataclass
 class Job:
-    """One command: `arguments` of `lingpt`, its output in `log`; `status` says how far it is (by default, the
-    last line of its output).
+    """One command: `arguments` of `lingpt`, its output in `log`; `status` describes its progress (by default
+    the last line of its output).
 
-    interrupt: when it is true the job is stopped, as by a signal, and started again.
+    interrupt: once it returns true, the job is stopped, as by a signal, and started again.
     """
 
     name: str
@@ -61,7 +60,7 @@ class Job:
     interrupt: Callable[[], bool] | None = None
     attempts: int = 0
     failed_on: list[Gpus] = field(default_factory=list)
-    begin: int = 0  # of this attempt's output in the log
+    begin: int = 0  # where this attempt's output begins in the log
 
     def progress(self) -> str:
         return self.last_line() if self.status is None else self.status()
@@ -69,7 +68,7 @@ class Job:
     def last_line(self) -> str:
         """The last line of this attempt's output, which says why it ended; cut to 300 characters.
 
-        Of a traceback the line that names the error: after PyTorch's stand hints and where it was raised.
+        If it is a traceback, the line with the error: after PyTorch's errors come hints and the place.
         """
         text = self.log.read_bytes()[self.begin :].decode(errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -94,7 +93,7 @@ class _Running:
 
 
 class Stopped(Exception):
-    """The time is over: the children have saved and ended. `failures` had failed by then."""
+    """The time is up; the children have saved and ended. `failures`: the jobs that had failed by then."""
 
     def __init__(self, failures: list[Failure]) -> None:
         super().__init__("the time is over")
@@ -103,7 +102,7 @@ class Stopped(Exception):
 
 @dataclass
 class _GpuHealth:
-    """Those that the slots are on, how many jobs in a row failed on each, and those that are given up."""
+    """The cards of the slots, the number of jobs in a row that failed on each, and those given up."""
 
     all: set[Gpus]
     given_up: set[Gpus]
@@ -114,11 +113,12 @@ class _GpuHealth:
         return self.all - self.given_up or self.all
 
     def suits(self, gpus: Gpus, job: Job) -> bool:
-        """Whether the job may start there: on no given-up card, nor where it failed if there is another."""
+        """Whether the job may start on `card`: not if it is given up, nor if it failed there and there are
+        others."""
         return gpus in self.alive and (gpus not in job.failed_on or self.alive <= set(job.failed_on))
 
     def failed(self, gpus: Gpus) -> bool:
-        """Counts a failure; whether the card is given up for it."""
+        """Counts a failure; returns whether the card is now given up."""
         self.failed_in_a_row[gpus] += 1
         lost = self.failed_in_a_row[gpus] >= 2 and gpus in self.alive and self.alive != {gpus}
         if lost:
@@ -133,10 +133,10 @@ def run_jobs(
     report: Callable[[str], None] = print,
     given_up: set[Gpus] | None = None,
 ) -> list[Failure]:
-    """Runs all jobs, each on a slot of its own while it runs; returns those that failed, with the reason.
+    """Runs all jobs, one per slot at a time; returns those that failed, with the reason.
 
-    deadline: of `time.monotonic()`; when it is reached, what runs is stopped and `Stopped` is raised.
-    given_up: cards that no job is started on; those that are given up here are added.
+    deadline: in `time.monotonic()`; when it is reached, running jobs are stopped and `Stopped` is raised.
+    given_up: cards that are not used; cards given up here are added.
     """
     waiting, idle, running = deque(jobs), list(slots), list[_Running]()
     health = _GpuHealth({slot.gpus for slot in slots}, set() if given_up is None else given_up)
@@ -163,7 +163,7 @@ def run_jobs(
 def _start_those_that_can(
     waiting: deque[Job], idle: list[Slot], health: _GpuHealth, report: Callable[[str], None]
 ) -> list[_Running]:
-    """Starts on each idle slot the first job that it suits."""
+    """Starts on each idle slot the first waiting job that its card suits."""
     started = []
     for slot in list(idle):
         job = next((job for job in waiting if health.suits(slot.gpus, job)), None)
@@ -175,7 +175,7 @@ def _start_those_that_can(
 
 
 def _stop_if_asked(one: _Running) -> bool:
-    """Stops a job that is to be interrupted, and waits for its end; whether it was."""
+    """Stops the job if it is to be interrupted, and waits for its end; returns whether it did."""
     if one.job.interrupt is None or not one.job.interrupt():
         return False
     one.job.interrupt, one.interrupted = None, True
@@ -195,7 +195,7 @@ def _start(job: Job, slot: Slot, report: Callable[[str], None]) -> _Running:
             stdout=log,
             stderr=subprocess.STDOUT,
             env=slot.environment(),
-            start_new_session=True,  # Ctrl-C is ours to pass on
+            start_new_session=True,  # Ctrl-C goes to the parent only, which stops the children
         )
     return _Running(job, slot, process)
 
@@ -207,7 +207,7 @@ def _ended(
     failures: list[Failure],
     report: Callable[[str], None],
 ) -> None:
-    """Reports it; a job that is to go on, or to be tried once more, waits again."""
+    """Handles the end of a job: reports it; a job that was interrupted, or is retried, waits again."""
     job, gpus, code = one.job, one.slot.gpus, one.process.returncode
     if one.interrupted:
         report(f"{job.name}: stopped {job.progress()}, and goes on")
@@ -222,7 +222,7 @@ def _ended(
     if code == USER_ERROR and not gone:
         health.failed_in_a_row[gpus] = 0
     elif job.failed_on and gpus not in job.failed_on:
-        job.failed_on.append(gpus)  # on a second card, too: it is not the card's doing
+        job.failed_on.append(gpus)  # also on a second card: not the card's fault
     else:
         job.failed_on.append(gpus)
         if health.failed(gpus):
@@ -236,7 +236,7 @@ def _ended(
 
 
 def _stop(running: Sequence[_Running]) -> None:
-    """Ends what still runs: SIGTERM, which training answers by saving, and after a long while SIGKILL."""
+    """Ends running jobs: by SIGTERM, on which training saves, then, after `GRACE`, by SIGKILL."""
     for one in running:
         if one.process.poll() is None:
             one.process.terminate()
@@ -250,10 +250,10 @@ def _stop(running: Sequence[_Running]) -> None:
 
 
 def find_slots(devices: int | None, each: int | None, sharing: int = 1) -> list[Slot]:
-    """The places for jobs: of `devices` GPUs (all that are here by default), `each` a job, or all of them.
+    """The slots on `devices` GPUs (by default all), with `each` GPUs per job (by default all).
 
-    `sharing` jobs are on the same GPUs at a time. Without a GPU, `devices` processes on the CPU, one by
-    default. UserError where the GPUs are not there.
+    `sharing` jobs share the same GPUs. Without a GPU, `devices` processes on the CPU, by default one.
+    UserError if there are not enough GPUs.
     """
     import torch
 
@@ -269,22 +269,22 @@ def find_slots(devices: int | None, each: int | None, sharing: int = 1) -> list[
 
 
 def gpu_slots(count: int, each: int | None, sharing: int = 1) -> list[Slot]:
-    """`find_slots` of so many GPUs."""
+    """`find_slots` on `count` GPUs."""
     slots = card_slots(range(count), count if each is None else min(each, count))
     if sharing == 1:
         return slots
-    # A place on each card, then the second on each: few jobs are spread.
+    # The first place on each card, then the second on each, so that few jobs are spread over the cards.
     places = range(1, sharing + 1)
     return [Slot(f"{slot.name}, place {place}", slot.gpus) for place in places for slot in slots]
 
 
 def card_slots(cards: Sequence[int], each: int) -> list[Slot]:
-    """A place for every `each` of these GPUs; those that are left over have none."""
+    """One slot for every `each` of these GPUs; GPUs left over get none."""
     groups = [tuple(cards[start : start + each]) for start in range(0, len(cards) - each + 1, each)]
     return [Slot(f"GPU {', '.join(map(str, group))}", group) for group in groups]
 
 
 def scoring_slots(slots: Sequence[Slot], cards: Sequence[int], runs: int) -> Sequence[Slot]:
-    """Where so many runs are scored: of fewer runs than cards, several cards share the questions of each."""
+    """The slots for scoring `runs` runs: if there are more cards, several share the questions of each run."""
     each = len(cards) // runs
     return card_slots(cards, each) if each > len(slots[0].gpus) else slots

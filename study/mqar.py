@@ -1,4 +1,4 @@
-"""Associative recall (MQAR): the options of `lingpt mqar`, which `mqar` in a study's file takes, too."""
+"""Associative recall (MQAR): the options of `lingpt mqar`, also used by `mqar` in a study's file."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,7 +36,7 @@ def configure_mqar(parser: ArgumentParser) -> None:
 
 
 def asked_trials(args: Namespace) -> "list[Trial]":
-    """The models that the arguments ask for. UserError where they make none."""
+    """The models that the arguments describe. UserError if they are invalid."""
     from lingpt.eval.mqar import make_trials
 
     if args.workers is not None and args.workers < 1:
@@ -50,15 +50,15 @@ def asked_trials(args: Namespace) -> "list[Trial]":
 
 
 def command_line(options: Mapping[str, Any]) -> list[str]:
-    """The arguments that a study's `mqar: {steps: 500, widths: [64]}` means."""
+    """The command-line arguments for a study's `mqar: {steps: 500, widths: [64]}`."""
     lists = {key: value if isinstance(value, list) else [value] for key, value in options.items()}
     given = {key: values for key, values in lists.items() if values != [None]}
     return [word for key, values in given.items() for word in (f"--{key}", *map(as_word, values))]
 
 
 def trials_left(study: Study, folder: Path) -> "list[Trial]":
-    """The models of the study's MQAR that are not trained yet. UserError for options that `lingpt mqar`
-    refuses."""
+    """The models of the study's MQAR that are not trained yet. UserError for options that `lingpt mqar` does
+    not accept."""
     from lingpt.eval.mqar_results import RESULTS, read_known
 
     if study.mqar is None:
@@ -70,6 +70,6 @@ def trials_left(study: Study, folder: Path) -> "list[Trial]":
         raise UserError(f"the study's `mqar`: {error}") from error
     try:
         known = read_known(folder / "mqar" / RESULTS, trials)[1]
-    except UserError:  # which `lingpt mqar` keeps aside
+    except UserError:  # `lingpt mqar` sets the damaged file aside
         known = {}
     return [trial for trial in trials if trial.key not in known]

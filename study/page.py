@@ -1,4 +1,4 @@
-"""The page of a study: what was run, what came out, and what it cannot tell; from the runs' folders alone."""
+"""The page of a study: what was run, the results, and their limits; from the runs' folders alone."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,12 +26,13 @@ def write_page(
     failures: Sequence[Failure] = (),
     scored: bool = True,
 ) -> Path:
-    """Writes tables, figures and README.md into the study's folder; returns the page's path. What is not in
-    the tables, and why, is on the page and is printed, but for `failures`, which the command names itself.
+    """Writes tables, figures and README.md into the study's folder; returns the page's path. Runs that are
+    not in the tables, and why, are on the page and printed, except `failures`, which the command prints
+    itself.
 
-    scored: false where the runs' scores come later: none is then missed, if a run's weights are there.
+    scored: false if the runs are scored later: runs with weights then need no scores.
 
-    Where the folder has a `reading.md`, a person's reading of the numbers, the page begins with it.
+    If the folder has a `reading.md`, a person's interpretation of the numbers, the page begins with it.
     """
     done, excluded = _with_results(study, runs)
     failed = _failed(failures, done, excluded)
@@ -63,7 +64,7 @@ def write_page(
 
 
 def _with_results(study: Study, runs: Sequence[StudyRun]) -> tuple[list[StudyRun], list[str]]:
-    """The runs that can stand in the tables, in the study's order, and notes on why the others cannot."""
+    """The runs for the tables, in the study's order, and notes on why the others are left out."""
     rows, reasons = list(study.attentions), [(run, run.exclusion_reason()) for run in runs]
     done = [run for run, reason in reasons if reason is None]
     missing = [run.name for run in runs if not run.started]
@@ -73,7 +74,7 @@ def _with_results(study: Study, runs: Sequence[StudyRun]) -> tuple[list[StudyRun
 
 
 def _failed(failures: Sequence[Failure], done: Sequence[StudyRun], excluded: Sequence[str]) -> list[str]:
-    """A line for each failure that `excluded` does not name already, and that no other process made good."""
+    """One line for each failure that is not in `excluded`, unless its run is `done` by now."""
     names = {run.name for run in done}
     return [
         f"{failure.job} failed: {failure.reason}"
@@ -83,7 +84,7 @@ def _failed(failures: Sequence[Failure], done: Sequence[StudyRun], excluded: Seq
 
 
 def _score_sections(study: Study, folder: Path, results: Sequence[dict[str, Any]]) -> list[str]:
-    """The tables of the scores, which are also written into the folder with their figures."""
+    """The sections with the tables of scores; also writes these and their figures into the folder."""
     if not results:
         return []
     tables = table2_tables(results) if "table2" in study.suites else []

@@ -1,4 +1,4 @@
-"""The losses on the page of a study: their picture, their table, the time to a loss, the learning rates."""
+"""The losses on the page of a study: figure, table, time to a loss, and learning rates."""
 
 import math
 import statistics
@@ -33,7 +33,7 @@ PAPER_TOKENS, PAPER_CARDS = 3_000_000_000, 8
 
 
 def softmax_baseline(study: Study, done: Sequence[StudyRun]) -> str | None:
-    """The row with softmax that the others are compared with: the first of `baselines`, else the first."""
+    """The softmax row that the others are compared with: the first in `baselines`, else the first one."""
     softmax = [run.row for run in done if attention_label(run.recipe.model.attention) == "softmax"]
     return next((row for row in (*study.baselines, *softmax) if row in softmax), None)
 
@@ -46,10 +46,10 @@ def loss_sections(
     records: dict[str, dict[str, Any]],
     baseline: str | None,
 ) -> tuple[list[str], list[str]]:
-    """The sections on the losses of the runs that are `done`, and notes on what is odd about them.
+    """The sections on the losses of the runs that are `done`, and notes on oddities.
 
-    Draws curves.png, .svg and .pdf into the folder, and writes its summary.json. records: of
-    `page_records.read_records`; baseline: the row that the times are relative to, by default the first.
+    Draws curves.png, .svg and .pdf into the folder, and writes its summary.json. records: from
+    `page_records.read_records`; baseline: the row that times are relative to, by default the first.
     """
     hardware = {name: record.get("hardware") or {} for name, record in records.items()}
     by_row, notes = _row_curves(done, hardware)
@@ -79,7 +79,7 @@ def loss_sections(
 def _row_curves(
     done: Sequence[StudyRun], hardware: dict[str, dict[str, Any]]
 ) -> tuple[dict[str, Curve], list[str]]:
-    """Row → its curve, the mean over its seeds; and notes on runs and rows whose times do not compare."""
+    """Row → its curve, the mean over its seeds; and notes on runs and rows whose times are not comparable."""
     by_row, notes = {}, []
     for row in dict.fromkeys(run.row for run in done):
         read = read_curves([run.folder for run in done if run.row == row])
@@ -99,7 +99,7 @@ def _row_curves(
 
 
 def _moved(done: Sequence[StudyRun], records: dict[str, dict[str, Any]]) -> list[str]:
-    """A note on each run that was resumed on other cards than it had begun on."""
+    """A note on each run that was resumed on other cards than before."""
     notes = []
     for run in done:
         record = records.get(run.name, {})
@@ -117,7 +117,7 @@ def _losses(
     hardware: dict[str, dict[str, Any]],
     baseline: str | None,
 ) -> list[dict[str, Any]]:
-    """The numbers of each row that has a finished run: losses, what they are less those of the rows in
+    """The numbers of each row that has a finished run: losses, their differences to those of the rows in
     `baselines`, speed, and the loss at equal time.
     """
     common = min(float(curve.val[-1, 1]) for curve in curves.values())
@@ -136,8 +136,8 @@ def _losses(
 def _row_numbers(
     runs: Sequence[StudyRun], curve: Curve, hardware: dict[str, dict[str, Any]], equal_time: float
 ) -> dict[str, Any]:
-    """Of the finished runs of one row. equal_time: seconds of training that all rows have had."""
-    losses: list[Any] = [run.loss for run in runs]  # numbers, as they are done
+    """The numbers of one row, from its finished runs. equal_time: training seconds that all rows reach."""
+    losses: list[Any] = [run.loss for run in runs]  # finished runs have a loss
     here = hardware_label(curve.hardware)
     alike = [run for run in runs if hardware_label(hardware.get(run.name, {})) == here]
     lines = [line for run in alike for line in read_metrics(run.folder) if line.get("kind") == "train"]
@@ -162,7 +162,8 @@ def _row_numbers(
 
 
 def _difference(losses: Sequence[float], others: Sequence[float]) -> tuple[float, float | None]:
-    """Of the means, and its standard error: each row has a variance of its own (Welch); None of one seed."""
+    """The difference of the means, and its standard error with separate variances (Welch); the error is None
+    if a row has one seed."""
     error = None
     if len(losses) > 1 and len(others) > 1:
         error = math.sqrt(sum(statistics.variance(x) / len(x) for x in (losses, others)))
@@ -174,8 +175,8 @@ def _parameters(run: StudyRun) -> int:
 
 
 def _at(curve: Curve, seconds: float) -> float | None:
-    """The validation loss after so much training, linear between validations; None before the first, and of
-    a single one.
+    """The validation loss after `seconds` of training, linear between validations; None before the first one,
+    or if there is only one.
     """
     times, losses = curve.val[:, 1], curve.val[:, 2]
     return float(np.interp(seconds, times, losses)) if len(times) > 1 and seconds >= times[0] else None
@@ -240,7 +241,7 @@ def _rates_table(study: Study, rates: RateSearch, done: Sequence[StudyRun]) -> T
     for row in study.attentions:
         losses = rates.losses.get(row, {})
         cells = [f"{losses[rate]:.4f}" if rate in losses else DASH for rate in study.learning_rates]
-        none = DASH if row in rates.unfinished else "the recipe's"  # all have diverged
+        none = DASH if row in rates.unfinished else "the recipe's"  # all of them diverged
         rows.append([row, *cells, f"{chosen[row]:g}" if row in chosen else none])
         used = next((run.recipe.train.learning_rate for run in done if run.row == row), None)
         if used is not None and row in chosen and used != chosen[row]:

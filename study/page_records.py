@@ -1,4 +1,4 @@
-"""What the folders of a study's runs hold: what made them, and their scores."""
+"""Reads the records and the scores in the folders of a study's runs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from lingpt.eval.results import read_results
 from lingpt.models import attention_form
 from lingpt.study.runs import StudyRun
 
-# What the page says of a run's environment.json, by type.
+# The fields of a run's environment.json that the page uses, with their types.
 _RECORD = {
     "hardware": {"name": str, "precision": str, "world_size": int},
     "versions": {},
@@ -22,7 +22,7 @@ _RECORD = {
 
 
 def read_records(runs: Sequence[StudyRun]) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Run → what it was made with, of those that say; and a note on each whose record cannot be read."""
+    """Run → its record, for runs that have one; and a note on each whose record cannot be read."""
     records, notes = {}, []
     for run in runs:
         path = run.folder / ENVIRONMENT
@@ -39,8 +39,8 @@ def read_records(runs: Sequence[StudyRun]) -> tuple[dict[str, dict[str, Any]], l
 
 
 def _mistyped(values: dict[str, Any], kinds: dict[str, Any]) -> str | None:
-    """The first of these keys, such as `hardware.name`, whose value is of another type, or 0; what is not
-    said is of no type."""
+    """The first of these keys, such as `hardware.name`, whose value has another type or is 0; missing values
+    are fine. None if there is none."""
     for key, kind in kinds.items():
         value = values.get(key)
         if value is None:
@@ -54,7 +54,7 @@ def _mistyped(values: dict[str, Any], kinds: dict[str, Any]) -> str | None:
 
 
 def how_it_was_made(records: dict[str, dict[str, Any]]) -> str:
-    """Machine, versions, source, from the records of the runs; restarts are said."""
+    """The section on machine, versions and source, from the records of the runs, with restarts."""
     if not records:
         return ""
     starts = [start for record in records.values() for start in (*earlier_starts(record), record)]
@@ -70,7 +70,7 @@ def how_it_was_made(records: dict[str, dict[str, Any]]) -> str:
 
 
 def earlier_starts(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The records of the starts before the last one, of those that can be read."""
+    """The readable records of the starts before the last one."""
     starts = record.get("earlier") or []
     return [start for start in starts if isinstance(start, dict) and not _mistyped(start, _RECORD)]
 
@@ -87,11 +87,11 @@ def _made_with(record: dict[str, Any]) -> str:
 def read_scores(
     runs: Sequence[StudyRun], baseline: str | None, expected: bool
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """The newest scores of each run, as `evaluate` wrote them; and notes on those that cannot be read, and on
-    the runs that have none.
+    """The newest scores of each run, as `evaluate` wrote them; and notes on unreadable scores and on runs
+    without any.
 
-    baseline: the row that others are compared with. expected: whether a run should have scores by now; if
-    not, one whose weights are there to be scored gets no note.
+    baseline: the row that others are compared with. expected: whether runs should have scores by now; if not,
+    runs that still have their weights get no note.
     """
     results, unscored, notes = [], list[StudyRun](), list[str]()
     for run in runs:
@@ -109,8 +109,8 @@ def read_scores(
 
 
 def _as_trained(result: dict[str, Any], run: StudyRun, baseline: str | None) -> dict[str, Any]:
-    """The result with what the study knows of its checkpoint: older files do not say the form, and it may
-    have been scored in another place."""
+    """The result, completed by what the study knows of its checkpoint: older files lack the form, and the run
+    may have been scored at another path."""
     model = run.recipe.model
     known = {
         "attention": model.attention,
@@ -122,7 +122,7 @@ def _as_trained(result: dict[str, Any], run: StudyRun, baseline: str | None) -> 
 
 
 def _not_scored(runs: Sequence[StudyRun], expected: bool) -> list[str]:
-    """Notes on runs without scores: one on those that can be scored, if `expected`, and one on the others."""
+    """Notes on runs without scores: one on those that can be scored (if `expected`), one on the others."""
     there = [run.name for run in runs if run.has_weights()]
     others = [run.name for run in runs if run.name not in there]
     lines = [f"in no table of scores, as they have none: {', '.join(there)}"] if there and expected else []

@@ -1,4 +1,4 @@
-"""What a study's page says of its setting: what was run, in what the rows differ, what that cannot tell."""
+"""The setting on a study's page: what was run, how the rows differ, and what the runs cannot tell."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from lingpt.study.config import Study
 from lingpt.study.page_losses import PAPER_TOKENS
 from lingpt.study.runs import RateSearch, StudyRun, untuned_rate
 
-Records = dict[str, dict[str, Any]]  # of `page_records.read_records`
+Records = dict[str, dict[str, Any]]  # from `page_records.read_records`
 _RATE = "train.learning_rate"
 
 
@@ -22,7 +22,7 @@ def what_was_run(
     done: Sequence[StudyRun],
     records: Records,
 ) -> str:
-    """Model, rows, seeds, tokens, and what differs between the rows. done: the runs in the tables."""
+    """The text on model, rows, seeds, tokens, and what differs between rows. done: the runs in the tables."""
     recipe = runs[0].recipe
     seeds = f"{study.seeds} seeds" if study.seeds > 1 else "one seed"
     number = len(study.attentions)
@@ -38,7 +38,7 @@ def what_was_run(
 
 
 def texts_that_differ(done: Sequence[StudyRun], records: Records) -> list[str]:
-    """A note where the records name more than one text; else nothing."""
+    """A note if the records name more than one text; else none."""
     found = dict[str, list[str]]()
     for run in done:
         if fingerprint := (records.get(run.name, {}).get("data") or {}).get("fingerprint"):
@@ -50,7 +50,7 @@ def texts_that_differ(done: Sequence[StudyRun], records: Records) -> list[str]:
 
 
 def _passes(study: Study, records: Records) -> str:
-    """How often a run reads its text, where the records say how long that is, and agree."""
+    """How often a run reads its text; empty if the records do not give one length of it."""
     texts = [(record.get("data") or {}).get("train") or {} for record in records.values()]
     lengths = {text["tokens"] for text in texts if text.get("tokens")}
     if len(lengths) != 1:
@@ -76,13 +76,14 @@ def _what_differs(study: Study, rates: RateSearch, done: Sequence[StudyRun], one
 
 
 def _of_the_attention() -> set[str]:
-    """The keys of a row that make its attention."""
+    """The option keys that define a row's attention."""
     options = {name for attention in ATTENTIONS.values() for name in attention.options()}
     return {"model.attention", *(f"model.{name}" for name in options)}
 
 
 def _rates_that_differ(study: Study, rates: RateSearch, done: Sequence[StudyRun]) -> str:
-    """`, and its learning rate, the best of 0.001, 0.003`; nothing where all have one, or a row its own."""
+    """`, and its learning rate, the best of 0.001, 0.003`; empty if all runs have the same one, or the rates
+    are those given for the rows."""
     if len({run.recipe.train.learning_rate for run in done}) < 2:
         return ""
     if tried := sorted({rate for losses in rates.losses.values() for rate in losses}):
@@ -93,13 +94,13 @@ def _rates_that_differ(study: Study, rates: RateSearch, done: Sequence[StudyRun]
 
 
 def _without_the_best_rate(rates: RateSearch, done: Sequence[StudyRun]) -> list[str]:
-    """The rows that were not trained at the best rate of their short runs, or whose are not over."""
+    """The rows not trained at the best rate of their short runs, or whose short runs are unfinished."""
     used, chosen = {run.row: run.recipe.train.learning_rate for run in done}, rates.chosen
     return [row for row, rate in used.items() if row in rates.unfinished or rate != chosen.get(row, rate)]
 
 
 def _has_chosen_rates(study: Study, done: Sequence[StudyRun]) -> bool:
-    """Whether rows have a rate that neither recipe nor study gives them: short runs have, once."""
+    """Whether rows have a rate that neither recipe nor study gives: earlier short runs chose it."""
     return any(run.recipe.train.learning_rate != untuned_rate(study, run.row) for run in done)
 
 
@@ -109,7 +110,7 @@ def what_it_cannot_tell(
     done: Sequence[StudyRun],
     results: Sequence[dict[str, Any]],
 ) -> str:
-    """What follows from the study's size alone. results: the scores in the tables."""
+    """The limits that follow from the study's size alone. results: the scores in the tables."""
     lines = []
     if study.tokens < 0.99 * PAPER_TOKENS:
         lines.append(

@@ -1,4 +1,4 @@
-"""`lingpt study --dry_run`: what a study costs, before anything is trained: time, disk, card hours."""
+"""`lingpt study --dry_run`: estimates a study's cost before anything is trained: time, disk, card hours."""
 
 import heapq
 import math
@@ -19,17 +19,17 @@ from lingpt.train.machine import choose_machine
 from lingpt.train.model import model_config
 from lingpt.train.throughput import CPU_CORE_FLOPS, DEVICES, STATED_MFU, peak_flops, run_flops
 
-TABLE2_TOKENS = 13e6  # of a GPT-NeoX tokenizer, MMLU's five examples included
+TABLE2_TOKENS = 13e6  # with a GPT-NeoX tokenizer, including MMLU's five examples
 COMMONSENSE_TOKENS = 1e6
-EMBEDDED_TOKENS = 1e5  # of the text that comes with Python, at most
-# Seconds of an H200 that a run's scores take beside the model's FLOPs: questions are short, the host builds
-# them. As three runs of pythia-160m took (docs/results/study/pythia-160m); of a text, for each of its suites.
+EMBEDDED_TOKENS = 1e5  # upper bound for the text that comes with Python
+# Seconds on an H200 that scoring a run takes besides the model's FLOPs (short questions, built by the host),
+# as measured on three runs of pythia-160m (docs/results/study/pythia-160m); for texts, per text and suite.
 TABLE2_SECONDS, COMMONSENSE_SECONDS, TEXT_SECONDS = 95.0, 30.0, 12.0
-# Seconds of a card for a token of MQAR: these models are too small for their FLOPs to say. A process among
-# others on an H200 took 1.6e-6 to 2.1e-6 (docs/results/gate/learning/mqar.json).
+# Seconds of a card per token of MQAR, measured as the models are too small to estimate it from FLOPs: one of
+# several processes on an H200 took 1.6e-6 to 2.1e-6 (docs/results/gate/learning/mqar.json).
 MQAR_TOKEN = 2e-6 / TRIALS_PER_GPU
 H200 = next(device for device in DEVICES if device.name == "H200")
-H200_FLOPS = H200.bf16 * STATED_MFU  # FLOP/s that it is taken to reach
+H200_FLOPS = H200.bf16 * STATED_MFU  # FLOP/s that it is assumed to reach
 
 
 def format_plan(
@@ -40,7 +40,7 @@ def format_plan(
     slots: Sequence[Slot],
     stages: Sequence[str],
 ) -> str:
-    """The plan of these stages: a line a row, then the whole. trials: of MQAR, those that are left."""
+    """The plan of these stages: one line per row, then the totals. trials: the MQAR trials left to train."""
     peak, device = _peak(slots)
     trials = trials if "mqar" in stages else ()
     suites = study.suites if "scores" in stages else ()
@@ -89,7 +89,7 @@ def _costs(
     stages: Sequence[str],
     parameters: dict[str, int],
 ) -> tuple[list[list[str]], dict[str, list[float]]]:
-    """The cells of each row; and by stage the FLOPs of each run that is left. parameters: of each row."""
+    """The cells of each row; and, by stage, the FLOPs left in each run. parameters: number of each row's."""
     suites = study.suites if "scores" in stages else ()
     tuning = rate_runs if "rates" in stages else ()
     flops = {run.name: run_flops(model_config(run.recipe), run.recipe) for run in (*tuning, *runs)}
@@ -103,7 +103,7 @@ def _costs(
         hours = trained / H200_FLOPS / 3600
         cells = [scaled_count(parameters[row]), steps, str(len(mine)), str(len(short)), done]
         rows.append([row, *cells, f"{hours:.3g}" if hours >= 0.001 else "< 0.001"])
-    # A scored token is a forward pass alone, a third of a training token.
+    # A scored token takes only a forward pass, a third of a training token's FLOPs.
     recipe = runs[0].recipe
     scored = (
         scored_tokens(study, recipe.data.seq_len, suites) / (recipe.total_steps * recipe.tokens_per_step) / 3
@@ -124,10 +124,10 @@ def _disk(
     stages: Sequence[str],
     parameters: dict[str, int],
 ) -> float:
-    """Bytes of checkpoints, at most: the short runs' go when all of these are over, before the runs begin."""
+    """Maximum bytes of checkpoints: those of the short runs are deleted before the runs begin."""
 
     def size(some: Sequence[StudyRun]) -> float:
-        # Weights and AdamW's two moments in fp32; one more checkpoint than are kept, while it is written.
+        # Weights and AdamW's two moments in fp32; one checkpoint more than are kept, while it is written.
         return sum(12 * parameters[run.row] * (run.recipe.train.keep_checkpoints + 1) for run in some)
 
     started = [run for run in runs if run.started]
@@ -143,11 +143,12 @@ def _seconds(
     slots: Sequence[Slot],
     peak: float,
 ) -> dict[str, float]:
-    """Of each stage, on these slots. host: seconds of a run's scores beside the FLOPs; runs: of the study."""
+    """Seconds of each stage on these slots. host: seconds of scoring a run besides its FLOPs; runs: number of
+    runs in the study."""
     cards = sorted({gpu for slot in slots for gpu in slot.gpus})
     scoring = scoring_slots(slots, cards, runs)
     host = host if cards else 0.0
-    # As `lingpt mqar` places them; without a GPU it trains one at a time.
+    # The slots that `lingpt mqar` uses; without a GPU it trains one model at a time.
     mqar_slots = gpu_slots(len(cards), 1, TRIALS_PER_GPU) if cards else slots[:1]
     return {
         "rates": wall_seconds(left["rates"], slots, peak),
@@ -158,9 +159,9 @@ def _seconds(
 
 
 def wall_seconds(flops: Sequence[float], slots: Sequence[Slot], peak: float, more: float = 0.0) -> float:
-    """Until all jobs are done: each begins, in this order, on the slot that is free first.
+    """Seconds until all jobs are done: each starts, in this order, on the slot that is free first.
 
-    flops: of each job. peak: FLOP/s of a card, or a CPU process. more: seconds of each beside its FLOPs.
+    flops: of each job. peak: FLOP/s of a card, or a CPU process. more: seconds per job besides its FLOPs.
     """
     if not flops:
         return 0.0
@@ -175,36 +176,36 @@ def wall_seconds(flops: Sequence[float], slots: Sequence[Slot], peak: float, mor
 
 
 def _part_left(run: StudyRun) -> float:
-    """Of a run's steps; all of them where its folder holds another run."""
+    """The share of a run's steps that is left; 1 if its folder holds another run."""
     return 1.0 if run.config_mismatch() else max(0.0, 1.0 - run.step / run.recipe.total_steps)
 
 
 def _is_unscored(run: StudyRun) -> bool:
-    """Whether it is to be scored: it has no scores, and has not diverged."""
+    """Whether the run is to be scored: it has no scores, and has not diverged."""
     return not run.diverged and not any((run.folder / EVAL).glob("step-*.json"))
 
 
 def scored_tokens(study: Study, seq_len: int, suites: Sequence[str]) -> float:
-    """Of the questions and texts of these suites, at most and in round figures; each is read once a run."""
+    """The approximate maximum number of tokens in the questions and texts of these suites, per run."""
     tokens = TABLE2_TOKENS * ("table2" in suites) + COMMONSENSE_TOKENS * ("commonsense" in suites)
     for source in study.texts.values() or ["embedded"]:
         most = EMBEDDED_TOKENS if source == "embedded" else math.inf
         if "language" in suites:
             tokens += min(most, TOKENS) + min(most, PIECES * study.max_length_factor * seq_len)
-        if "recall" in suites:  # each of the four answers behind the whole text
+        if "recall" in suites:  # each of the four answers after the whole text
             tokens += QUESTIONS * CHOICES * seq_len
     return tokens
 
 
 def host_seconds(study: Study, suites: Sequence[str]) -> float:
-    """Of the scores of one run on a GPU: what they take beside the model's FLOPs."""
+    """Seconds that scoring one run on a GPU takes besides the model's FLOPs."""
     seconds = TABLE2_SECONDS * ("table2" in suites) + COMMONSENSE_SECONDS * ("commonsense" in suites)
     texts = sum(source != "embedded" for source in study.texts.values())
     return seconds + TEXT_SECONDS * texts * (("language" in suites) + ("recall" in suites))
 
 
 def _mqar_seconds(trials: Sequence[Trial], on_gpu: bool) -> list[float]:
-    """Of a card, or a CPU process, for each of these trials."""
+    """Seconds of a card, or of a CPU process, for each of these trials."""
     seconds = []
     for trial in trials:
         tokens = trial.steps * trial.batch_size * trial.length
@@ -214,12 +215,12 @@ def _mqar_seconds(trials: Sequence[Trial], on_gpu: bool) -> list[float]:
 
 def _mqar_token_flops(trial: Trial) -> float:
     per_token = GPT.on_meta(trial.config()).flops_per_token(trial.length)
-    # Of the positions the queries alone go through lm_head.
+    # Only the positions of queries go through lm_head.
     return per_token - (1 - trial.pairs / trial.length) * 6 * trial.width * trial.vocabulary
 
 
 def _peak(slots: Sequence[Slot]) -> tuple[float, str]:
-    """FLOP/s that one card, or one CPU process, of this machine is taken to reach, and its name."""
+    """FLOP/s that one card, or one CPU process, of this machine is assumed to reach, and its name."""
     from lingpt.train import TrainConfig
 
     if not slots[0].gpus:

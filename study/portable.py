@@ -1,15 +1,15 @@
-"""The texts that a study publishes. A path in them says which file or folder it was, not where it lay."""
+"""Makes the paths in a study's published texts portable: they name the file or folder, not its location."""
 
 import re
 from pathlib import Path
 from typing import Any
 
-_PATH = re.compile(r"(?P<option>[^/=]*=)?(?P<path>/.*)", re.DOTALL)  # `--data.source=/data/wiki`, too
+_PATH = re.compile(r"(?P<option>[^/=]*=)?(?P<path>/.*)", re.DOTALL)  # also `--data.source=/data/wiki`
 
 
 def portable(value: Any) -> Any:
-    """`value`, a string or a tree of them, with every absolute path as its last name; a file's, which has a
-    suffix, as its last two: `wiki/test.jsonl`. The name of the home folder is left out."""
+    """`value`, a string or a tree of them, with every absolute path cut to its last name, or if it has a
+    suffix (a file) to the last two: `wiki/test.jsonl`. The name of the home folder is left out."""
     if isinstance(value, dict):
         return {key: portable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -23,5 +23,5 @@ def portable(value: Any) -> Any:
 
 
 def differs(before: Any, now: Any) -> bool:
-    """Whether a record of `before` says otherwise than `now`, be it as it was recorded or as published."""
+    """Whether the recorded value `before` differs from `now`, both as it is and as published (`portable`)."""
     return before != now and before != portable(now)

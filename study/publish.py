@@ -1,5 +1,5 @@
-"""A study's folder as it is published: page, tables, figures and small files; no weights, and no path of the
-machine that it was made on."""
+"""Publishes a study's folder: page, tables, figures and small files, without weights and without paths of the
+machine."""
 
 import json
 import re
@@ -21,7 +21,7 @@ _READ = {".json": read_json, ".yaml": read_yaml}
 
 
 def check_target(target: Path) -> None:
-    """UserError where no folder can be, and where the page would take the place of a README.md that is no
+    """Raises UserError if `target` is not a folder, or if the page would overwrite a README.md that is not a
     study's page."""
     if target.exists() and not target.is_dir():
         raise UserError(f"{target} is not a folder: give another one to publish to")
@@ -33,8 +33,8 @@ def check_target(target: Path) -> None:
 
 
 def publish_study(folder: Path, target: Path, runs: Sequence[StudyRun]) -> Path:
-    """Copies the page, tables, figures and the runs' small files to `target`, with paths as `portable` writes
-    them. Raises UserError where a file is damaged, or `target` cannot be written, or has another README."""
+    """Copies the page, tables, figures and the runs' small files to `target`, with `portable` paths. Raises
+    UserError if a file is damaged, or `target` cannot be written or has another README."""
     check_target(target)
     names = [path for path in folder.iterdir() if path.name != LOCK]
     names += list((folder / "mqar").glob("mqar.*"))
@@ -56,7 +56,7 @@ def publish_study(folder: Path, target: Path, runs: Sequence[StudyRun]) -> Path:
 
 
 def _texts(tree: Any) -> Iterator[str]:
-    """The strings of a file but for its scores: packed answers may begin with a `/`."""
+    """The strings in a file, without its scores: packed answers may begin with a `/`."""
     if isinstance(tree, str):
         yield tree
     elif isinstance(tree, dict):
@@ -68,14 +68,14 @@ def _texts(tree: Any) -> Iterator[str]:
 
 
 def _without(moved: Mapping[str, str], path: Path) -> str:
-    """The text of a file with the strings `moved`, the longest first, as these say; all else as it is."""
-    if path.suffix == ".yaml":  # where a long string may be broken into lines
+    """The text of a file with the strings replaced as in `moved` (longest first)."""
+    if path.suffix == ".yaml":  # long strings may be broken into lines
         return yaml.safe_dump(portable(read_yaml(path)), sort_keys=False, allow_unicode=True)
     content = read_text(path)
     for old, new in moved.items():
         if path.suffix == ".json":
             old, new = (json.dumps(text, ensure_ascii=False) for text in (old, new))
             content = content.replace(old, new)
-        elif old.startswith("/"):  # a path amid words
+        elif old.startswith("/"):  # a path within text
             content = re.sub(rf"(?<![\w./~-]){re.escape(old)}(?![\w-])", new.replace("\\", r"\\"), content)
     return content

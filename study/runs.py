@@ -1,4 +1,4 @@
-"""The runs of a study: the command of each, its recipe, and how far it is."""
+"""The runs of a study: the command of each, its recipe, and its progress."""
 
 import math
 from collections.abc import Sequence, Set
@@ -40,13 +40,13 @@ class StudyRun:
 
     @property
     def arguments(self) -> list[str]:
-        """Of `lingpt`, as a child process gets them."""
+        """The arguments of `lingpt` for a child process."""
         options = [f"--{key}={as_word(value)}" for key, value in self.options.items()]
         return ["train", "--config", self.recipe_name, *options]
 
     @cached_property
     def recipe(self) -> Recipe:
-        """What these arguments mean; UserError where they mean nothing."""
+        """The recipe of these arguments; UserError if they are invalid."""
         try:
             return _recipe(tuple(self.arguments[1:]))
         except UserError as error:
@@ -54,7 +54,7 @@ class StudyRun:
 
     @property
     def step(self) -> int:
-        """The last step that its metrics have; 0 where it has not begun."""
+        """The last step in its metrics; 0 if it has not begun."""
         return max((line["step"] for line in read_metrics(self.folder)), default=0)
 
     def halfway(self) -> bool:
@@ -62,7 +62,7 @@ class StudyRun:
 
     @property
     def loss(self) -> float | None:
-        """The validation loss at the last step; None of a run that has not got there."""
+        """The validation loss at the last step; None if the run has not reached it."""
         lines = [line for line in read_metrics(self.folder) if line.get("kind") == "val"]
         at_end = [line.get("loss") for line in lines if line["step"] >= self.recipe.total_steps]
         number = at_end and isinstance(at_end[-1], int | float) and math.isfinite(at_end[-1])
@@ -77,8 +77,8 @@ class StudyRun:
         return (self.folder / METRICS).exists()
 
     def config_mismatch(self) -> str | None:
-        """How its record differs from what the study says now, in what decides a loss; None where it does
-        not, or where nothing has been trained.
+        """How its record differs from the study's current configuration, in what determines losses; None if
+        it does not, or if nothing has been trained.
         """
         if not self.started:
             return None
@@ -101,7 +101,7 @@ class StudyRun:
         return None
 
     def _same_data(self) -> bool:
-        """Whether text and tokenizer, wherever they lie now, are those that it was trained on."""
+        """Whether text and tokenizer, wherever they are now, are those that the run was trained on."""
         try:
             record = read_environment(self.folder, "data")
             return _content_hashes(*astuple(self.recipe.data)).items() <= record.items()
@@ -109,7 +109,7 @@ class StudyRun:
             return False
 
     def exclusion_reason(self) -> str | None:
-        """Why the run cannot stand in the tables, in a line; None where it can."""
+        """Why the run is left out of the tables, in one line; None if it is not."""
         if not self.started:
             return f"{self.name} has not been trained"
         if mismatch := self.config_mismatch():
@@ -128,14 +128,14 @@ class StudyRun:
         return None
 
     def has_weights(self) -> bool:
-        """Whether the checkpoint of its last step is there, and whole: what is scored."""
+        """Whether the checkpoint of its last step, which is scored, exists and is whole."""
         return read_manifest(checkpoint_folder(self.folder, self.recipe.total_steps)) is not None
 
     def has_result(self) -> bool:
         return self.exclusion_reason() is None
 
     def is_finished(self) -> bool:
-        """Whether nothing is left to train: done, or diverged, which is a result, too."""
+        """Whether nothing is left to train: done, or diverged, which counts as a result."""
         return self.has_result() or self.diverged
 
     def status(self) -> str:
@@ -146,8 +146,8 @@ class StudyRun:
 
 
 def _differences(config: dict[str, Any], recipe: Recipe, may_change: Set[str] = MAY_CHANGE) -> list[str]:
-    """`key: old → new` for what decides a loss and is not the same; also what a run that goes on may change,
-    where that makes it another run."""
+    """`key: old → new` for every difference that affects losses, including those that a resumed run may have
+    but that make it another run of the study."""
     recorded = recipe_from_dict(config)
     found = differences(config, recipe.to_dict(), may_change)
     for key in ("decay_steps", "init_from"):
@@ -159,20 +159,20 @@ def _differences(config: dict[str, Any], recipe: Recipe, may_change: Set[str] = 
 
 @cache
 def _recipe(arguments: tuple[str, ...]) -> Recipe:
-    """What `lingpt train` makes of its arguments; kept, since parsing takes a tenth of a second."""
+    """The recipe that `lingpt train` makes of its arguments; cached, as parsing takes a tenth of a second."""
     recipe = parse_recipe(arguments)
-    recipe.model.config()  # an attention that there is not, or a list that is too short
+    recipe.model.config()  # raises for an unknown attention, or a list that is too short
     return recipe
 
 
 @cache
 def _content_hashes(*data: Any) -> dict[str, str]:
-    """Of what lies where this `DataConfig` says; kept, since the tokenizer is read for it."""
+    """`content_hashes` of the files that this `DataConfig` names; cached, as the tokenizer is read for it."""
     return content_hashes(DataConfig(*data))
 
 
 def clear_caches() -> None:
-    """For a process that lives longer than one study: the files may have changed since."""
+    """Clears the caches, for a process that runs several studies: files may have changed since."""
     _recipe.cache_clear()
     _content_hashes.cache_clear()
 
@@ -180,7 +180,7 @@ def clear_caches() -> None:
 def study_runs(study: Study, folder: Path, rates: dict[str, float], cards: int | None) -> list[StudyRun]:
     """Every run of the study; `rates` has the chosen peak learning rate of a row, where one was chosen.
 
-    A row whose runs have begun keeps their rate, whatever was chosen since.
+    A row whose runs have begun keeps their rate, even if another has been chosen since.
     """
     used = {**rates, **kept_rates(study, folder)}
     return [
@@ -190,8 +190,8 @@ def study_runs(study: Study, folder: Path, rates: dict[str, float], cards: int |
 
 
 def kept_rates(study: Study, folder: Path) -> dict[str, float | None]:
-    """Of the rows whose runs have begun, the rate of the first of them: one of the study's, or None for the
-    recipe's own. A run with any other rate is not part of this study."""
+    """Row → learning rate of its first run that has begun: one of the study's rates, or None for the untuned
+    one. A run with any other rate is not part of this study."""
     kept: dict[str, float | None] = {}
     for row, name, _ in study.run_names() if study.learning_rates else ():
         if row in kept or not (folder / name / METRICS).exists():
@@ -208,7 +208,7 @@ def kept_rates(study: Study, folder: Path) -> dict[str, float | None]:
 
 
 def rate_runs(study: Study, folder: Path, cards: int | None) -> list[StudyRun]:
-    """The short runs that find the learning rate of each row."""
+    """The short runs that choose the learning rate of each row."""
     extra = {"train.wandb": False, "train.sample_tokens": 0, **study.rate_options}
     return [
         _run(
@@ -234,7 +234,7 @@ def _run(
         **study.options,
         **study.attentions[row],
         "model.attention": study.attention(row),
-        "train.max_steps": None,  # the tokens decide
+        "train.max_steps": None,  # `max_tokens` decides
         "train.max_tokens": tokens,
         "train.seed": seed,
         "train.name": name,
@@ -246,9 +246,9 @@ def _run(
     if cards is not None:
         options["train.devices"] = cards
         if _setting("accelerator", recipe, options) in (None, "auto"):
-            options["train.accelerator"] = "cuda"  # a card that died must not mean training on the CPU
+            options["train.accelerator"] = "cuda"  # if a card died, do not train on the CPU
     if rate is not None:
-        least = rate * _min_lr_ratio(recipe, options)  # before the options have the new peak
+        least = rate * _min_lr_ratio(recipe, options)  # computed before the options get the new peak
         options |= {"train.learning_rate": rate, "train.min_learning_rate": least}
     return StudyRun(row, name, seed, recipe, options, folder / name)
 
@@ -259,13 +259,13 @@ def untuned_rate(study: Study, row: str) -> float | None:
 
 
 def _min_lr_ratio(recipe: str, options: dict[str, Any]) -> float:
-    """Where the schedule ends, as a share of the peak, in the recipe with the study's options."""
+    """The final learning rate as a share of the peak, in the recipe with the study's options."""
     least, peak = (_rate(key, recipe, options) for key in ("min_learning_rate", "learning_rate"))
     return least / peak if least and peak else 0.05
 
 
 def _rate(key: str, recipe: str, options: dict[str, Any]) -> float | None:
-    """`_setting` of a learning rate: YAML takes `1e-3`, which has no dot, for a word."""
+    """`_setting` of a learning rate as a number: YAML reads `1e-3`, which has no dot, as a string."""
     value = _setting(key, recipe, options)
     try:
         return None if value is None else float(value)
@@ -274,16 +274,16 @@ def _rate(key: str, recipe: str, options: dict[str, Any]) -> float | None:
 
 
 def _setting(key: str, recipe: str, options: dict[str, Any]) -> Any:
-    """`train.<key>` of the recipe with the study's options; None where neither says."""
+    """`train.<key>` of the recipe with the study's options; None if neither has it."""
     return options.get(f"train.{key}", read_yaml(find_recipe(recipe)).get("train", {}).get(key))
 
 
 @dataclass(frozen=True)
 class RateSearch:
-    """What the short runs have found, each read once.
+    """The results of the short runs, each read once.
 
-    losses: row → rate → the validation loss of a run that is done. unfinished: row → the names of its runs
-    that are not over, of the rows that have some.
+    losses: row → rate → validation loss, of finished runs. unfinished: row → the names of its unfinished
+    runs, for rows that have some.
     """
 
     losses: dict[str, dict[float, float]]
@@ -291,15 +291,15 @@ class RateSearch:
 
     @property
     def chosen(self) -> dict[str, float]:
-        """Of each row the rate whose run ended with the lowest validation loss. Left out are rows without
-        one, and rows with a run that is not over: it may be the best.
+        """Row → the rate whose run ended with the lowest validation loss. Left out are rows without results,
+        and rows with an unfinished run, which may be the best.
         """
         rows = self.losses.items()
         return {row: min(found, key=found.__getitem__) for row, found in rows if row not in self.unfinished}
 
 
 def read_rate_search(runs: Sequence[StudyRun]) -> RateSearch:
-    """Of the study's `rate_runs`."""
+    """The results of the study's `rate_runs`."""
     losses, unfinished = dict[str, dict[float, float]](), dict[str, list[str]]()
     for run in runs:
         if run.has_result() and (loss := run.loss) is not None:

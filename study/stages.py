@@ -1,6 +1,6 @@
-"""A study from its data to its page. Each training and each scoring is a child process of the real command.
+"""Runs a study from its data to its page. Each training and each scoring is a child process of `lingpt`.
 
-What is done is not done again; what fails is named at the end, and the rest goes on.
+Finished work is not repeated; failures are named at the end, and do not stop the rest.
 """
 
 import contextlib
@@ -38,22 +38,21 @@ def run_study(
 ) -> Path:
     """Trains and scores the study's runs, and writes tables, figures and a page; returns the study's folder.
 
-    The same call goes on where an earlier one has stopped. How far it is, is printed. lingpt has to be
-    installed: what trains and scores are child processes, `python -m lingpt.cli.main`.
+    The same call continues where an earlier one stopped. Progress is printed. lingpt must be installed: the
+    child processes are `python -m lingpt.cli.main`.
 
     Args:
-        study: as `read_study` gives it. What its folder has of other rows and seeds stays on the page.
+        study: from `read_study`. Other rows and seeds in its folder stay on the page.
         out: the study's folder is `<out>/study-<name>`.
-        devices: GPUs to use, by default all; where there is none, processes on the CPU, by default one.
-        stages: those of `STAGES` to do; they are done in that order.
-        minutes: stop after so many, when what runs has saved; by default at the end.
+        devices: number of GPUs, by default all; without a GPU, processes on the CPU, by default one.
+        stages: the `STAGES` to run, always in that order.
+        minutes: stop after so many minutes, once running jobs have saved; by default run to the end.
         publish: a folder that gets a copy of the page, tables, figures and small files of the runs.
-        dry_run: print the plan and stop; nothing is written.
+        dry_run: print the plan and stop, without writing anything.
 
     Raises:
-        UserError: before anything is trained, for what cannot be done; at the end, for what has failed, all
-            else being kept.
-        Interrupted: a KeyboardInterrupt; after Ctrl-C or a signal, when what ran has saved.
+        UserError: before any training for what cannot work; at the end for what has failed (all else is
+        kept). Interrupted: a KeyboardInterrupt; after Ctrl-C or a signal, once running jobs have saved.
     """
     _check_arguments(stages, minutes)
     if publish:
@@ -65,7 +64,7 @@ def run_study(
     slots = find_slots(devices, study.devices_per_run, study.runs_per_device)
     work = _Stages(study, asked, folder, slots)
     for run in (*work.rate_runs, *work.runs):
-        _ = run.recipe  # refused now, not after hours
+        _ = run.recipe  # raises now, not after hours
     trials = trials_left(study, folder)
     if dry_run:
         print(format_plan(study, work.rate_runs, work.runs, trials, slots, stages))
@@ -93,8 +92,8 @@ def run_study(
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One command at a time reads what the others have begun, and writes the study and its page: two that
-    did so at once would drop each other's rows."""
+    """Lets one command at a time read what others have begun, and write the study and its page: two at once
+    would lose each other's rows."""
 
     def say() -> None:
         print(f"waiting for another `lingpt study` that writes in {folder}")
@@ -120,7 +119,7 @@ def _check_arguments(stages: Sequence[str], minutes: float | None) -> None:
 
 
 def _check_inputs(study: Study, runs: Sequence[StudyRun], stages: Sequence[str]) -> None:
-    """UserError for data, benchmarks, tasks or texts that these stages would not find, hours from now."""
+    """Raises UserError now for data, benchmarks, tasks or texts that these stages would miss hours later."""
     if {"data", "rates", "runs"} & set(stages):
         for data in {str(run.recipe.data): run.recipe.data for run in runs}.values():
             find_data(data)
@@ -129,18 +128,18 @@ def _check_inputs(study: Study, runs: Sequence[StudyRun], stages: Sequence[str])
 
 
 class _Stages:
-    """The stages, each a few child processes; `failures` has what failed so far.
+    """The stages, which run child processes; `failures` lists those that failed so far.
 
-    study: with all that its folder has; asked: the rows and seeds of it that are trained and scored now.
+    study: with all rows and seeds in its folder; asked: with those that are trained and scored now.
     """
 
     def __init__(self, study: Study, asked: Study, folder: Path, slots: Sequence[Slot]) -> None:
         self.study, self.asked, self.folder, self.slots = study, asked, folder, slots
         self.deadline: float | None = None
         self.failures: list[Failure] = []
-        self.given_up: set[tuple[int, ...]] = set()  # cards, for as long as the command runs
+        self.given_up: set[tuple[int, ...]] = set()  # cards not used any more by this command
         self._find_runs()
-        # Whoever leaves `rates` out, with none begun, wants the recipe's.
+        # Without the stage `rates`, and if no short run has begun, the recipe's rates are used.
         self.tunes = any(run.started for run in self.rate_runs)
 
     @property
@@ -149,7 +148,7 @@ class _Stages:
         return len(self.slots[0].gpus) or None
 
     def refresh_runs(self) -> None:
-        """Takes in the rows and seeds that another command has begun in the folder since, or this one has."""
+        """Adds the rows and seeds that this or another command has begun in the folder since."""
         self.study = with_started_runs(self.asked, self.folder)
         self._find_runs()
 
@@ -158,7 +157,7 @@ class _Stages:
         self.runs = study_runs(self.study, self.folder, read_rate_search(self.rate_runs).chosen, self._each)
 
     def run(self, stages: Sequence[str], minutes: float | None) -> None:
-        """These stages but the page, until they are done, or the time is over."""
+        """Runs these stages, without the page, until they are done or the time is up."""
         if minutes is not None:
             self.deadline = time.monotonic() + 60 * minutes
         order = {
@@ -179,7 +178,7 @@ class _Stages:
             raise Interrupted(number, "stopped, and what ran has saved; the same command goes on") from stop
 
     def data(self) -> None:
-        """Tokenises once; the runs then share the cache. UserError where it fails: nothing else can begin."""
+        """Tokenises once; the runs then share the cache. UserError if it fails, as nothing else can begin."""
         self._run_jobs(
             [Job("data", ["data", *self.runs[0].arguments[1:]], self._log("data"))], self.slots[:1]
         )
@@ -187,7 +186,7 @@ class _Stages:
             raise UserError(f"the data cannot be prepared: {self.failures[0].reason}")
 
     def rates(self) -> None:
-        """The short runs; their weights are not kept. The runs then have the rates that were chosen."""
+        """Trains the short runs, without keeping their weights. The runs then get the chosen rates."""
         runs, self.tunes = self._now(self.rate_runs), True
         try:
             self._train(runs)
@@ -198,7 +197,7 @@ class _Stages:
         self.runs = study_runs(self.study, self.folder, read_rate_search(self.rate_runs).chosen, self._each)
 
     def train(self) -> None:
-        """A row without all its rates waits: a run that begins at another rate would keep it for good."""
+        """Trains the runs. Rows with unfinished short runs wait, as a run keeps the rate it begins with."""
         left = read_rate_search(self.rate_runs).unfinished if self.tunes else {}
         runs = self._now(self.runs)
         waiting = [run for run in runs if run.row in left and not run.started]
@@ -215,7 +214,7 @@ class _Stages:
         self._run_jobs([Job("mqar", arguments, self._log("mqar"))], [all_cards])
 
     def score(self) -> None:
-        """One process a slot, with its share of the runs: the questions are built once in each."""
+        """Scores the runs: one process per slot, which builds the questions once for its share of them."""
         study = self.study
         ready = [str(run.folder) for run in self._now(self.runs) if run.has_result() and run.has_weights()]
         if not study.suites:
@@ -241,12 +240,12 @@ class _Stages:
         self._run_jobs(jobs, slots)
 
     def _now(self, runs: Sequence[StudyRun]) -> list[StudyRun]:
-        """Those that are asked for now."""
+        """Those of `runs` that are requested now."""
         return [run for run in runs if run.row in self.asked.attentions and run.seed < self.asked.seeds]
 
     def _train(self, runs: Sequence[StudyRun]) -> None:
-        """What is not done yet. A folder that holds another run is left as it is, and named; a run that
-        diverged is a result, and no failure."""
+        """Trains the unfinished runs. A folder that holds another run is a failure and is left unchanged; a
+        run that diverged is a result, not a failure."""
         others = {run.name: mismatch for run in runs if (mismatch := run.config_mismatch())}
         self.failures += [Failure(name, mismatch) for name, mismatch in others.items()]
         left = [run for run in runs if not (run.is_finished() or run.name in others)]

@@ -1,4 +1,4 @@
-"""Training: the recipe, the loop, checkpoints, trackers, curves."""
+"""Training: recipe, loop, checkpoints, trackers, curves."""
 
 from lingpt.train.config import Recipe, TrainConfig
 from lingpt.train.curve_figure import draw_curves

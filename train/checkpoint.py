@@ -1,8 +1,8 @@
-"""Checkpoints of a run, whole or not there at all: the newest few are kept.
+"""Checkpoints of a run, written whole or not at all; the newest few are kept.
 
 A checkpoint is a model folder (`lingpt.models.load_model` reads it) with the tokenizer, the train state
-(optimizer, random states of all ranks) and the manifest: how far the run was, its recipe, and the data's
-fingerprint. A sharded run's has weights and optimizer in shards, one file a process.
+(optimizer, random states of all ranks) and the manifest: the run's progress, its recipe, and the data's
+fingerprint. In a sharded run, weights and optimizer are in shards, one file per process.
 """
 
 import contextlib
@@ -57,8 +57,8 @@ _MANIFEST_KEYS = {"step", "tokens", "train_time", "skipped", "config", "data_fin
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """Which checkpoints stay: the `newest` few, the one with the lowest validation loss, and, always, those
-    that a run is extended from (`is_wsd_decay_start`)."""
+    """Which checkpoints are kept: the `newest` few, with `best` the one with the lowest validation loss, and
+    always those that a run can be extended from (`is_wsd_decay_start`)."""
 
     newest: int
     best: bool = False
@@ -75,7 +75,7 @@ def save(
 ) -> Path:
     """Writes the checkpoint of step `manifest["step"]`, then removes those that `retention` does not keep.
 
-    weights: the whole model's. state: the train state. Raises UserError where it cannot be written; then
+    weights: of the whole model. state: the train state. Raises UserError if it cannot be written; then
     nothing of it is left and the older ones are untouched.
     """
     final = checkpoint_folder(run, manifest["step"])
@@ -100,9 +100,9 @@ def save_shards(
     retention: RetentionPolicy,
     group: dist.ProcessGroup,
 ) -> None:
-    """`save` by all ranks of `group` together, each its own parts of the DTensors, on a disk they share.
+    """`save` by all ranks of `group` together: each writes its own parts of the DTensors, to a shared disk.
 
-    Rank zero makes the folder, and names it once all shards are there. Where one rank fails, all raise the
+    Rank zero creates the folder, and renames it once all shards are there. If one rank fails, all raise the
     same UserError.
     """
     final, rank = checkpoint_folder(run, manifest["step"]), dist.get_rank(group)
@@ -138,7 +138,7 @@ def save_shards(
 
 
 def _check_all_here(run: Path, folder: Path, shards: list[str]) -> None:
-    """NotWritten where a shard that a rank has written is not on the disk that rank zero sees."""
+    """Raises NotWritten if rank zero does not see a shard that a rank has written."""
     for name in shards:
         if not (folder / name).is_file():
             raise NotWritten(
@@ -148,11 +148,11 @@ def _check_all_here(run: Path, folder: Path, shards: list[str]) -> None:
 
 
 def _or_not_written(run: Path, step: int, function: Callable[[], T]) -> T:
-    """`function()`; NotWritten where it fails, for the other ranks to hear of it, whatever it is."""
+    """`function()`; any failure becomes NotWritten, which the other ranks are told of."""
     try:
         return function()
     except (Exception, CheckpointException) as error:
-        if connection_lost(error):  # another process has died: the disk is well
+        if connection_lost(error):  # another process has died: no failure of the disk
             raise
         raise not_written(run, step, error) from error
 
@@ -161,23 +161,23 @@ def _or_not_written(run: Path, step: int, function: Callable[[], T]) -> T:
 def new_checkpoint(run: Path, manifest: dict[str, Any], retention: RetentionPolicy) -> Iterator[Path]:
     """A folder to fill, which becomes the run's checkpoint of the manifest's step at the end of the block.
 
-    Raises UserError where the block or the disk fails.
+    Raises UserError if the block or the disk fails.
     """
     final = checkpoint_folder(run, manifest["step"])
     try:
-        final.parent.mkdir(exist_ok=True)  # not the run's own: where a disk is gone, it is not to be made
+        final.parent.mkdir(exist_ok=True)  # not the run's folder: if its disk is gone, do not recreate it
         clear_leftovers(run)
-        if (run / METRICS).exists():  # on the disk, too, up to this step, when the power fails
+        if (run / METRICS).exists():  # so that metrics up to this step survive a power failure
             sync(run / METRICS)
         with new_folder(final) as folder:
             yield folder
-            if final.exists():  # a broken one: whole ones are never written again
+            if final.exists():  # a damaged one: whole ones are never rewritten
                 set_aside(final, "damaged")
-    except (OSError, RuntimeError, UserError) as error:  # a full disk is a RuntimeError to PyTorch's writer
+    except (OSError, RuntimeError, UserError) as error:  # PyTorch raises RuntimeError for a full disk
         if connection_lost(error):
             raise
         raise not_written(run, manifest["step"], error) from error
-    # While steps are skipped, a new checkpoint is no better than the old ones: none of them goes.
+    # While steps are skipped, a new checkpoint is no better than the old ones: keep all.
     if not manifest.get("skipped_in_a_row"):
         prune_checkpoints(run, retention)
 
@@ -187,7 +187,7 @@ class NotWritten(UserError):
 
 
 def not_written(run: Path, step: int, error: BaseException) -> NotWritten:
-    """The line on it; of several ranks, that of the one that failed first."""
+    """The NotWritten for `error`; one from another rank is returned unchanged."""
     if isinstance(error, NotWritten):
         return error
     older, cause = newest_checkpoint(run), _os_error(error)
@@ -205,56 +205,56 @@ def prune_checkpoints(run: Path, retention: RetentionPolicy) -> None:
     best = min(whole, key=val_loss, default=None) if retention.best else None
     for old in whole[: -retention.newest]:
         if old != best and not is_wsd_decay_start(old):
-            try:  # renamed first: one that is killed meanwhile leaves no half of a checkpoint
+            try:  # renamed first: a kill leaves no partial checkpoint
                 doomed = old.rename(old.with_name(f".{old.name}.old{PARTIAL}"))
-            except OSError:  # it is removed next time
+            except OSError:  # removed next time
                 continue
             shutil.rmtree(doomed, ignore_errors=True)
 
 
 def val_loss(checkpoint: Path) -> float:
-    """The validation loss at the checkpoint's step; infinite where there was no validation."""
+    """The validation loss at the checkpoint's step; infinite if there was no validation."""
     loss = (read_manifest(checkpoint) or {}).get("val_loss")
     return loss if isinstance(loss, float) and not math.isnan(loss) else math.inf
 
 
 def is_wsd_decay_start(checkpoint: Path) -> bool:
-    """Whether the decay of `wsd` began there, by the recipe that it was trained with."""
-    with contextlib.suppress(UserError):  # of a version whose recipe cannot be read any more
+    """Whether the decay of `wsd` begins at this checkpoint, by the recipe it was trained with."""
+    with contextlib.suppress(UserError):  # of a version whose recipe is not readable any more
         recipe = recipe_from_dict(load_manifest(checkpoint)["config"])
         return recipe.decay_start == checkpoint_step(checkpoint)
     return False
 
 
 def best_loss(run: Path) -> float:
-    """The lowest validation loss of the run's checkpoints; infinite where there is none."""
+    """The lowest validation loss of the run's checkpoints; infinite if there is none."""
     return min(map(val_loss, valid_checkpoints(run)), default=math.inf)
 
 
 def add_val_loss(run: Path, step: int, loss: float) -> None:
-    """Writes the step's validation loss into its checkpoint, which was saved before there was one.
+    """Writes the step's validation loss into its checkpoint, which was saved before the validation.
 
-    Nothing where the run has no such checkpoint (it goes on from another's). Raises UserError where the disk
-    does not take it; then the checkpoint is as it was.
+    Does nothing if the run has no such checkpoint (it resumed from another run's). Raises UserError if the
+    disk cannot be written; the checkpoint is then unchanged.
     """
     folder = checkpoint_folder(run, step)
     if (manifest := read_manifest(folder)) is None:
         return
     with write_errors(folder, "free some space, or make it writable, and give the same command again"):
-        remove_partial(folder)  # what a killed writer left: it would be listed as a file of the checkpoint
+        remove_partial(folder)  # left by a killed writer; the manifest would list it
         write_manifest(folder, manifest | {"val_loss": loss}, manifest.get("sha256"))
 
 
 def clear_leftovers(run: Path) -> None:
-    """Removes what a killed process left half-written."""
+    """Removes partial files and folders of killed processes."""
     remove_partial(run / CHECKPOINTS, "step-")
 
 
 def _os_error(error: BaseException) -> OSError:
-    """The system's own error, which PyTorch's writer and ours hide behind others; an empty one for none."""
+    """The OSError behind the errors of PyTorch's writer and ours; an empty one if there is none."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, CheckpointException):  # of several ranks: each with a traceback
+        if isinstance(cause, CheckpointException):  # one error per rank, with traceback
             cause, _ = next(iter(cause.failures.values()))
         if isinstance(cause, OSError) and cause.strerror:
             return cause
@@ -263,7 +263,7 @@ def _os_error(error: BaseException) -> OSError:
 
 
 def load_manifest(checkpoint: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint to go on from. UserError where the checkpoint is not whole."""
+    """The manifest of a checkpoint to resume from. UserError if the checkpoint is not whole."""
     manifest = read_manifest(checkpoint)
     if manifest is None or not isinstance(manifest.get("config"), dict) or _MANIFEST_KEYS - manifest.keys():
         raise UserError(f"the checkpoint {checkpoint} is not whole: resume from an older one, or auto")
@@ -271,7 +271,7 @@ def load_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def load_state(checkpoint: Path) -> dict[str, Any]:
-    """The train state: `optimizer` and `random`, one entry a rank. UserError where it is damaged."""
+    """The train state: `optimizer`, and `random` with one entry per rank. UserError if it is damaged."""
     state = read_pickle(checkpoint / TRAIN_STATE)
     if not isinstance(state, dict) or not {"optimizer", "random"} <= state.keys():
         raise UserError(f"{checkpoint / TRAIN_STATE} holds no train state")
@@ -279,10 +279,10 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def why_unusable(checkpoint: Path) -> str | None:
-    """Why a run cannot go on from the checkpoint, as `is …`; None where it can. Reads all of it."""
+    """Why a run cannot resume from the checkpoint, as `is …`; None if it can. Reads all of it."""
     if reason := damage(checkpoint):
         return reason
-    try:  # those of older versions have no checksums
+    try:  # checkpoints of older versions have no checksums
         load_manifest(checkpoint)
         load_state(checkpoint)
     except UserError as error:

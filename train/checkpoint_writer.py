@@ -1,4 +1,4 @@
-"""Checkpoints in the background: copied to the host's memory, and written while training goes on."""
+"""Asynchronous checkpoints: copied to host memory, and written in the background while training continues."""
 
 import contextlib
 import itertools
@@ -14,19 +14,19 @@ from torch.distributed.tensor import DTensor
 from lingpt.common.errors import UserError
 from lingpt.train.console import print_rank0
 
-MAX_FAILURES = 10  # in a row; then the run ends
-RETRY_SECONDS = 60.0  # between two tries while training goes on
-LAST_TRIES, LAST_PAUSE = 3, 1.0  # when the run ends and nothing is left to train meanwhile
+MAX_FAILURES = 10  # failures in a row after which the run ends
+RETRY_SECONDS = 60.0  # between two tries during training
+LAST_TRIES, LAST_PAUSE = 3, 1.0  # tries at the end of the run, and seconds between them
 
 
 class CheckpointWriter:
-    """Writes one checkpoint at a time in a thread of its own, so that a step never waits for the disk.
+    """Writes one checkpoint at a time in a background thread, so that a step does not wait for the disk.
 
-    What cannot be written is said in a line and tried again, every `RETRY_SECONDS` and with every newer
-    checkpoint, which takes its place. After `MAX_FAILURES` in a row the error is raised.
+    A failed write is reported in one line and retried every `RETRY_SECONDS`, until a newer checkpoint
+    replaces it. After `MAX_FAILURES` in a row the error is raised.
 
-    mesh: where the state is sharded, and all processes write together, their mesh on the host. What fails is
-    then tried again with the next checkpoint only, which all of them reach.
+    mesh: if the state is sharded, so that all processes write together, their mesh on the host. There is then
+    no retry before the next checkpoint, which all of them reach.
     """
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
@@ -42,7 +42,7 @@ class CheckpointWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Lets the checkpoint in hand be written to its end, but for a user who leaves at once."""
+        """Waits until the current checkpoint is written, unless the user leaves at once."""
         self._stop_retrying.set()
         if self._thread and not (kind and issubclass(kind, KeyboardInterrupt)):
             self._thread.join()
@@ -52,9 +52,9 @@ class CheckpointWriter:
         return self._failures >= MAX_FAILURES
 
     def reserve(self, like: Sequence[torch.Tensor]) -> None:
-        """Takes the host's memory for a state of such tensors, in its order, before the first one comes.
+        """Allocates host memory for a state of such tensors, in this order, before the first checkpoint.
 
-        In the background: to pin it takes seconds, for which the first checkpoint would stop training.
+        Runs in the background: pinning takes seconds, for which the first checkpoint would block training.
         """
         self._thread = threading.Thread(target=self._host.reserve, args=(like,), name="pinning", daemon=True)
         self._thread.start()
@@ -62,8 +62,8 @@ class CheckpointWriter:
     def submit(self, state: Any, write: Callable[[Any], object]) -> None:
         """Copies `state`, a tree of tensors, and calls `write(copy)` in the background.
 
-        Waits for the checkpoint before this one, if it is still being written. Raises UserError where too
-        many in a row have failed.
+        Waits for the previous checkpoint, if it is still being written. Raises UserError if too many in a row
+        have failed.
         """
         self.wait()
         if self._error and self.too_many_failures:
@@ -71,12 +71,12 @@ class CheckpointWriter:
         copy = self._host.copy_to_host(state)
         self._write = lambda: write(copy)
         self._stop_retrying.clear()
-        # A daemon: a user who leaves at once does not wait for it, and what is half-written is not kept.
+        # A daemon: a user who leaves at once does not wait for it, and the partial checkpoint is discarded.
         self._thread = threading.Thread(target=self._write_until_done, name="checkpoint", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits until nothing is being written; a failed checkpoint is not tried again meanwhile."""
+        """Waits until nothing is being written; a failed checkpoint is not retried meanwhile."""
         self._stop_retrying.set()
         if self._thread:
             self._thread.join()
@@ -85,7 +85,7 @@ class CheckpointWriter:
             raise self._bug
 
     def finish(self) -> None:
-        """Waits until the last checkpoint is written; UserError where a few more tries do not help."""
+        """Waits until the last checkpoint is written; UserError if it still fails after `LAST_TRIES`."""
         self.wait()
         for _ in range(LAST_TRIES - 1):
             if self._error:
@@ -120,9 +120,9 @@ class CheckpointWriter:
 
 
 class HostBuffers:
-    """Copies trees of tensors to the host's memory, always to the same: pinned, where they are on a GPU.
+    """Copies trees of tensors to host memory, always to the same buffers: pinned if the tensors are on a GPU.
 
-    mesh: of the copies of DTensors.
+    mesh: the mesh of the copies of DTensors.
     """
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
@@ -130,8 +130,8 @@ class HostBuffers:
         self._mesh = mesh
 
     def reserve(self, like: Sequence[torch.Tensor]) -> None:
-        """Makes the memory for tensors like these, which `copy_to_host` will meet in this order."""
-        device = like[0].device  # a thread has a current GPU of its own
+        """Allocates buffers for tensors like these, which `copy_to_host` will get in this order."""
+        device = like[0].device  # the current GPU is per thread
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             for number, tensor in enumerate(like):
                 self._buffer(number, tensor.to_local() if isinstance(tensor, DTensor) else tensor)
@@ -157,7 +157,7 @@ class HostBuffers:
                 return {key: copy(part) for key, part in value.items()}
             if isinstance(value, list | tuple):
                 parts = [copy(part) for part in value]
-                # One tuple in two places (AdamW's betas) stays one, for its pickle to stay the same.
+                # A tuple shared by two places (AdamW's betas) stays shared, so that its pickle is the same.
                 unchanged = all(new is old for new, old in zip(parts, value, strict=True))
                 return value if isinstance(value, tuple) and unchanged else type(value)(parts)
             return value
@@ -178,5 +178,5 @@ class HostBuffers:
 
 
 def pinned_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """The pinned memory that copies of `tensors` take: PyTorch rounds each up to a power of two."""
+    """Bytes of pinned memory for copies of `tensors`: PyTorch rounds each up to a power of two."""
     return sum(1 << max(0, tensor.nbytes - 1).bit_length() for tensor in tensors)

@@ -1,4 +1,4 @@
-"""What a run is made of: `Recipe` = the model, the data, and how to train the one on the other."""
+"""The configuration of a run: a `Recipe` of model, data and training options."""
 
 import math
 from collections.abc import Set
@@ -15,65 +15,66 @@ from lingpt.models import ALIASES, ModelArgs, attention_form, form_parts
 
 @dataclass
 class TrainConfig:
-    """How to train. Batches are counted in sequences of `data.seq_len` tokens, steps in optimiser steps.
+    """How to train. Batch sizes are in sequences of `data.seq_len` tokens, steps are optimiser steps.
 
     Args:
-        name: the run's folder under `out_dir`; by default `<recipe>-<attention>`, those of the attention's
-            options that are not at their defaults, and the model's sizes that the command line gives. A
-            recipe is called as its file, or else as its model.
-        out_dir: where runs live.
-        max_steps: optimiser steps; or give `max_tokens`. On the command line, either takes the place of what
-            the recipe says.
-        max_tokens: tokens to train on, rounded up to whole steps, where `max_steps` is not given.
-        global_batch_size: sequences an optimiser step, over all devices.
-        micro_batch_size: sequences a device takes at once; the rest is accumulated, exactly.
-        learning_rate: the peak, reached after `warmup_steps`.
-        min_learning_rate: where the schedule ends, at the last step.
+        name: name of the run's folder in `out_dir`; by default `<recipe>-<attention>`, with the attention's
+            options that are not at their defaults, and the model sizes given on the command line. A recipe is
+            named after its file, or else after its model.
+        out_dir: folder of the runs.
+        max_steps: optimiser steps; or give `max_tokens`. On the command line, either one overrides the
+            recipe's.
+        max_tokens: tokens to train on, rounded up to whole steps, if `max_steps` is not given.
+        global_batch_size: sequences per optimiser step, over all devices.
+        micro_batch_size: sequences per forward and backward pass on each device; gradients are accumulated
+            exactly.
+        learning_rate: the peak learning rate, reached after `warmup_steps`.
+        min_learning_rate: the learning rate at the last step.
         warmup_steps: steps of linear warm-up, at most a tenth of the run's.
         schedule: after the warm-up, `cosine` falls from the peak to the minimum over the whole run; `wsd`
             (warm-up, stable, decay) stays at the peak and falls over the last `decay_steps`: a run can be
             extended from the checkpoint where its decay began, which is kept.
-        decay_steps: of `wsd`; by default a fifth of all steps.
-        weight_decay: AdamW's, on matrices, a short convolution's filter among them; not on biases, norms and
-            a learnable b.
-        beta1: AdamW's.
-        beta2: AdamW's.
-        grad_clip: the largest norm of the gradient over all parameters.
-        seed: of the initial weights and of the order of the samples.
-        precision: `auto` is bf16-mixed where the device has bf16 tensor cores, else 32-true; or one of
-            32-true, bf16-mixed, bf16-true.
-        deterministic: two runs of a seed on the same device are equal, bit by bit; slower on a GPU
+        decay_steps: length of the decay of `wsd`; by default a fifth of all steps.
+        weight_decay: AdamW's weight decay, on matrices and the filter of a short convolution, not on biases,
+            norms and a learnable b.
+        beta1: AdamW's beta1.
+        beta2: AdamW's beta2.
+        grad_clip: maximum norm of the gradient over all parameters.
+        seed: seed of the initial weights and of the order of the samples.
+        precision: `auto` is bf16-mixed if the device has bf16 tensor cores, else 32-true; or one of 32-true,
+            bf16-mixed, bf16-true.
+        deterministic: make two runs with the same seed on the same device bit-identical; slower on a GPU
             (docs/reliability.md).
-        compile: torch.compile of the blocks and the loss: on a GPU (`auto`), always or never.
+        compile: when to use torch.compile for the blocks and the loss: on a GPU (`auto`), always or never.
         accelerator: `auto`, `cpu` or `cuda`.
-        devices: processes on this machine, one a GPU; `auto` takes every GPU, or one CPU process, or what
+        devices: processes on this machine, one per GPU; `auto` takes every GPU, or one CPU process, or what
             torchrun or SLURM has started here.
-        num_nodes: machines; `auto` is what torchrun or SLURM has started.
+        num_nodes: number of machines; `auto` is what torchrun or SLURM has started.
         strategy: how several devices share the work: `ddp`, each with the whole model; `fsdp`, each with a
-            part of parameters, gradients and optimizer (FSDP2); `auto` takes DDP where it fits the memory.
-        activation_checkpointing: keep each block's input only, and compute the block again in the backward
-            pass: less memory, a third more work.
+            part of parameters, gradients and optimizer (FSDP2); `auto` uses DDP if it fits the memory.
+        activation_checkpointing: save only each block's input, and recompute the block in the backward pass:
+            less memory, a third more computation.
         timeout_minutes: how long one process waits for another before the run ends.
         reduce_bf16: sum gradients over the devices in bf16: half the bytes of each sum, less exact. With FSDP
-            that is in every micro-batch, where fp32 gradients are summed once a step if there is room.
+            this sums in every micro-batch, while fp32 gradients are summed once per step if memory allows.
         eval_interval: steps between validations; the last step is always validated.
-        eval_tokens: validation tokens, the same ones every time; 0 for all there are.
+        eval_tokens: validation tokens, the same ones every time; 0 for all of them.
         save_interval: steps between checkpoints; the last step is always saved.
         save_minutes: also save when this many minutes have passed since the last checkpoint; 0 for never.
         keep_checkpoints: how many of the newest are kept, besides those where a decay of `wsd` began.
         keep_best: also save when the validation loss is the lowest so far, and keep that checkpoint.
         log_interval: steps between training lines in metrics.jsonl.
-        resume: `auto` goes on with the newest whole checkpoint of the run, `never` starts from scratch (the
-            old run is moved aside), a checkpoint folder goes on from that one.
+        resume: `auto` resumes from the newest whole checkpoint of the run, `never` starts from scratch (the
+            old run is moved aside), a checkpoint folder resumes from that checkpoint.
         init_from: start a new run from these weights: a Hugging Face Pythia folder, a model folder, or a
             run's folder (its newest checkpoint).
         wandb: also track in Weights & Biases, offline unless logged in.
-        wandb_project: its project.
-        wandb_group: its group; by default the model's name.
+        wandb_project: project in Weights & Biases.
+        wandb_group: group in Weights & Biases; by default the model's name.
         sample_tokens: tokens of text to generate at the end; 0 for none.
-        profile: record where the time of two steps goes, after the first two: a trace (Perfetto) and a table
-            in the run's folder.
-        dry_run: print what would happen, and stop.
+        profile: profile two steps, after the first two: writes a trace (Perfetto) and a table to the run's
+            folder.
+        dry_run: print the plan, and stop.
     """
 
     name: str | None = None
@@ -119,7 +120,8 @@ class TrainConfig:
     dry_run: bool = False
 
 
-# May change when a run goes on: how long, how often, on what, where. The losses stay comparable.
+# Keys that may change when a run resumes: how long, how often, on which devices, where. Losses stay
+# comparable.
 MAY_CHANGE = {
     "train.name", "train.out_dir", "train.max_steps", "train.max_tokens", "train.micro_batch_size",
     "train.decay_steps", "train.deterministic", "train.save_minutes", "train.keep_best",
@@ -131,11 +133,11 @@ MAY_CHANGE = {
 }  # fmt: skip
 
 
-# Where the data is; which data it is, its fingerprint says.
+# Where the data is; its fingerprint identifies it.
 DATA_PATHS = {"data.source", "data.val_source", "data.tokenizer"}
 
-# May differ between the processes of a run: where a machine has its copy of the data, and how tokens are made
-# of it.
+# Keys that may differ between the processes of a run: where each machine has its copy of the data, and how it
+# tokenises it.
 NODE_LOCAL = DATA_PATHS | {"data.cache_dir", "data.num_workers"}
 
 
@@ -161,8 +163,8 @@ class Recipe:
         return self.default_name(self.model.name) if self.train.name is None else self.train.name
 
     def default_name(self, of: str) -> str:
-        """`<of>-<attention>`, then its options that are not at their defaults, or `<of>-hybrid`
-        where the form has a name.
+        """`<of>-<attention>`, then its options that are not at their defaults; or `<of>-hybrid` if the form
+        has an alias.
         """
         if self.attention_form in ALIASES:
             return f"{of}-{self.attention_form}"
@@ -180,7 +182,7 @@ class Recipe:
 
     @property
     def total_steps(self) -> int:
-        """Optimiser steps of the whole run; UserError where the recipe does not say."""
+        """Optimiser steps of the whole run; UserError if the recipe does not say."""
         if self.train.max_steps is not None:
             return self.train.max_steps
         if self.train.max_tokens is None:
@@ -189,13 +191,13 @@ class Recipe:
 
     @property
     def decay_start(self) -> int | None:
-        """How many steps are done when `wsd` begins to decay; None for a schedule without a plateau."""
+        """The number of steps before the decay of `wsd`; None for a schedule without a plateau."""
         if self.train.schedule != "wsd":
             return None
         return max(0, self.total_steps - decay_steps(self.train, self.total_steps))
 
     def validation_blocks(self, available: int) -> int:
-        """How many of the `available` validation blocks, the first ones, are validated on."""
+        """The number of validation blocks used, the first ones of those `available`."""
         return min(self.train.eval_tokens // self.data.seq_len or available, available)
 
     def to_dict(self) -> dict[str, Any]:
@@ -203,9 +205,9 @@ class Recipe:
 
 
 def recipe_from_dict(values: dict[str, Any]) -> Recipe:
-    """The recipe of a run's config.yaml or manifest; UserError where it holds none.
+    """The recipe of a run's config.yaml or manifest; UserError if it holds none.
 
-    What it lacks has its default: the option is newer than the run.
+    Missing keys get their defaults: the option is newer than the run.
     """
     try:
         return Recipe(
@@ -216,11 +218,11 @@ def recipe_from_dict(values: dict[str, Any]) -> Recipe:
 
 
 def decay_steps(config: TrainConfig, total_steps: int) -> int:
-    """Steps of `wsd`'s decay: a fifth of all, as in Hägele et al. 2024, where the recipe does not say."""
+    """Steps of `wsd`'s decay: by default a fifth of all, as in Hägele et al. 2024."""
     return max(1, total_steps // 5) if config.decay_steps is None else config.decay_steps
 
 
-_RANGES = {  # least and most
+_RANGES = {  # (minimum, maximum)
     "min_learning_rate": (0, 1000),
     "warmup_steps": (0, 10**12),
     "weight_decay": (0, 1000),
@@ -229,11 +231,11 @@ _RANGES = {  # least and most
     "seed": (0, 2**32 - 1),
     "timeout_minutes": (0, 525_600),  # a year
 }
-_LARGEST_BATCH = 1 << 20  # sequences; beyond is a slip of the keyboard, and each is named by its number
+_LARGEST_BATCH = 1 << 20  # sequences; larger ones are typing errors, and each sequence takes an index
 
 
 def _check_name(name: str) -> None:
-    """Refuses what is not the name of one folder: a run lies in `out_dir`, and nowhere else."""
+    """Raises UserError unless `name` is the name of a single folder: a run must be directly in `out_dir`."""
     one_name = name and Path(name).name == name and not name.startswith(".")
     if not one_name or not name.isprintable() or len(name.encode()) > 200:
         raise UserError(
@@ -243,7 +245,7 @@ def _check_name(name: str) -> None:
 
 
 def check(recipe: Recipe, world_size: int) -> None:
-    """Refuses numbers that make no run: UserError, before any work."""
+    """Raises UserError for invalid numbers, before any work."""
     recipe.data.check()
     _check_name(recipe.run_name)
     t = recipe.train
@@ -316,12 +318,12 @@ def differences(old: dict[str, Any], new: dict[str, Any], may_change: Set[str] =
 
 
 def shared_settings(recipe: Recipe) -> dict[str, object]:
-    """`{"train.seed": 0}`: what has to be the same in all processes of a run."""
+    """The settings that must be the same in all processes of a run, as `{"train.seed": 0}`."""
     return {key: value for key, value in flatten(recipe.to_dict()).items() if key not in NODE_LOCAL}
 
 
 def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
-    """A run's config, flat. A key that it lacks has its default: the option is newer than the run."""
+    """A run's config, flattened. Missing keys get their defaults: the option is newer than the run."""
     return flatten(Recipe().to_dict()) | flatten(config)
 
 

@@ -1,4 +1,4 @@
-"""What a run prints."""
+"""Printing during a run."""
 
 import os
 import sys
@@ -12,28 +12,28 @@ T = TypeVar("T")
 
 
 def print_rank0(message: str) -> None:
-    """To stdout, around the progress bar, from the first process alone; also before there are others."""
+    """Prints to stdout, without breaking the progress bar, on rank zero only; also before the launch."""
     if not _is_rank_zero():
         return
     try:
         tqdm.write(message)
         sys.stdout.flush()
-    except OSError:  # nobody reads it any more (a closed terminal, `| head`): no reason to end a run
+    except OSError:  # the reader is gone (a closed terminal, `| head`): no reason to end a run
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
 
 
 def progress_bar(iterable: Iterable[T] | None = None, **options: Any) -> tqdm:
-    """tqdm's, drawn by the first process alone, and only on a terminal."""
+    """A tqdm bar, drawn on rank zero only, and only on a terminal."""
     return tqdm(iterable, disable=None if _is_rank_zero() else True, **options)
 
 
 def print_stderr(line: str) -> None:
-    """By this process, whichever it is."""
+    """Prints from this process, whichever it is."""
     print(f"lingpt: {line}", file=sys.stderr, flush=True)
 
 
 def _is_rank_zero() -> bool:
-    """Fabric's answer: from its import on it has the rank that the environment says, before it launches."""
+    """Whether this is rank zero, as Fabric knows it from the environment even before the launch."""
     return getattr(rank_zero_only, "rank", 0) == 0

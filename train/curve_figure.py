@@ -1,4 +1,4 @@
-"""Loss curves of several runs in one picture: against time, tokens and steps (the paper's figure 5)."""
+"""Draws loss curves of several runs in one figure: against time, tokens and steps (the paper's figure 5)."""
 
 import math
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from lingpt.train.curves import (
     time_to_loss,
 )
 
-HANDLE = 4.0  # of a legend's lines, in font sizes: dashes show beside the marker
+HANDLE = 4.0  # length of a legend's lines in font sizes, enough to show dashes beside the marker
 STEP, TIME, LOSS, TOKENS = range(4)  # columns of a curve's points
 
 
@@ -34,12 +34,11 @@ def draw_curves(
 ) -> list[dict[str, Any]]:
     """Draws loss against time, tokens and steps into `out`; returns the table of `time_to_loss`.
 
-    Runs that differ in their seed alone are one curve, their mean, with a band from the lowest to the
-    highest.
+    Runs that differ only in their seed are one curve, their mean, with a band from the lowest to the highest.
 
     Args:
-        baseline: the run, or its attention, that the times are relative to; by default the first.
-        formats: the same picture beside `out` with these suffixes, such as `svg`, `pdf`.
+        baseline: the run, or its attention, that times are relative to; by default the first.
+        formats: also write the figure next to `out` with these suffixes, such as `svg`, `pdf`.
     """
     curves, out = mean_over_seeds(read_curves(run_folders)), Path(out)
     base = find_curve(curves, baseline) if baseline else 0
@@ -48,9 +47,9 @@ def draw_curves(
 
 
 def draw(curves: list[Curve], paths: Sequence[Path], timed: bool = True) -> None:
-    """The picture in each of `paths`, whose suffixes are its formats: UserError for a format that is none.
+    """Writes the figure to each of `paths`, whose suffixes are its formats: UserError for an unknown format.
 
-    timed: false leaves out the panel with the time, for runs whose times cannot be compared.
+    timed: false leaves out the time panel, for runs whose times are not comparable.
     """
     figure = new_figure(12, 4.6, layout=None)
     for path in paths:
@@ -81,7 +80,7 @@ def draw(curves: list[Curve], paths: Sequence[Path], timed: bool = True) -> None
 
 
 def _legend(figure, panel, rows: int) -> None:
-    """Within the last panel, above where the curves end; beside it where it would lie on them."""
+    """Adds the legend in the last panel, above the ends of the curves; next to it if it would cover them."""
     font = {"frameon": False, "fontsize": 9 if rows < 7 else 7.5, "handlelength": HANDLE}
     legend = panel.legend(loc="upper right", **font)
     size = legend.get_window_extent().width / panel.get_window_extent().width
@@ -95,7 +94,7 @@ def _legend(figure, panel, rows: int) -> None:
 
 
 def caption(curves: Sequence[Curve]) -> str:
-    """What the picture shows: the lines, the data and its length, the hardware, in two lines or three."""
+    """The caption, in two or three lines: what is plotted, the data and its length, the hardware."""
     marks = ["Lines: training loss, centred average", "open markers: validation, the last one by its name"]
     for count in sorted({c.runs for c in curves if c.runs > 1}):
         means = [label for label, c in zip(labels(curves), curves, strict=True) if c.runs == count]
@@ -117,7 +116,7 @@ def caption(curves: Sequence[Curve]) -> str:
 
 
 def _texts(curves: Sequence[Curve]) -> str:
-    """The texts' names, with the folders above where two are called alike; one that has moved is one."""
+    """The texts' names, with parent folders if two have the same name; a text that was moved counts once."""
     found: dict[str, Path] = {}
     for curve in curves:
         if source := curve.config.get("data", {}).get("source"):
@@ -126,7 +125,7 @@ def _texts(curves: Sequence[Curve]) -> str:
 
 
 def _one(values) -> str:
-    """The values, each once, joined by `and`; numbers with separators."""
+    """The distinct values, joined by `and`; numbers with separators."""
     shown = (f"{value:,}" if isinstance(value, int) else str(value) for value in values if value)
     return " and ".join(dict.fromkeys(shown))
 
@@ -145,7 +144,7 @@ def _machine(curve: Curve) -> str | None:
 def _draw(panel, curve: Curve, column: int, scale: float, look: dict[str, str], label: str) -> None:
     colour = look["color"]
     style = {"color": colour, "linestyle": look["linestyle"], "linewidth": 1.6}
-    # A further row of an attention often ends where the first does: its markers leave that one's visible.
+    # Another row of an attention often ends where the first one does: hollow markers keep that one visible.
     face = "white" if look["marker"] == MARKERS[0] else "none"
     point = {"marker": look["marker"], "markersize": 5, "markerfacecolor": face, "markeredgewidth": 1.4}
     if len(curve.train):
@@ -157,7 +156,7 @@ def _draw(panel, curve: Curve, column: int, scale: float, look: dict[str, str], 
         x = getattr(curve, kind)[:, column] / scale
         bounds = curve.lowest[kind], curve.highest[kind]
         panel.fill_between(x, *bounds, color=colour, alpha=0.2, linewidth=0)
-    # On the panel's upper edge: a spike's loss may lie outside.
+    # Marked on the panel's upper edge, as a spike's loss may be outside of it.
     if column in (STEP, TIME):
         spiky = curve.train[spikes(curve.train[:, LOSS])] if curve.runs == 1 else curve.train[:0]
         for marker, found in (("v", spiky), ("x", curve.skipped)):
@@ -172,7 +171,7 @@ def _draw(panel, curve: Curve, column: int, scale: float, look: dict[str, str], 
 
 
 def _limits(panel, curves: list[Curve]) -> None:
-    """Leaves the first fall out of the picture: what matters is below the loss at a quarter of the run."""
+    """Limits the y-axis to losses below that at a quarter of the run, which leaves out the initial fall."""
     tops, bottoms = [], []
     for c in curves:
         loss = smooth(c.train[:, LOSS]) if len(c.train) else c.val[:, LOSS]

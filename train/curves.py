@@ -1,6 +1,6 @@
-"""The losses of runs, the mean over those that differ in their seed alone, and how long each took to a loss.
-
-Read from `metrics.jsonl`, `config.yaml` and `environment.json` of the runs; `curve_figure.py` draws them.
+"""Loss curves of runs, their mean over seeds, and the time to reach a loss.
+ They are read from `metrics.jsonl`, `config.yaml` and `environment.json` of the runs; `curve_figure.py` draws
+them.
 """
 
 import json
@@ -27,9 +27,9 @@ from lingpt.common.run_folder import (
 from lingpt.models import attention_form
 from lingpt.train.config import with_defaults
 
-SPIKE_WINDOW, SPIKE_SPREADS, LEAST_SPIKE = 50, 8.0, 0.1  # steps; spreads, and nats, above their median
+SPIKE_WINDOW, SPIKE_SPREADS, LEAST_SPIKE = 50, 8.0, 0.1  # steps; spreads, and nats, above the window's median
 N_TARGETS = 5
-# What may differ between runs that are the same but for their seed.
+# Keys that may differ between runs that count as equal except for their seed.
 _OWN = {
     "train.seed", "train.name", "train.out_dir", "train.devices", "train.resume", "train.wandb",
     "train.wandb_group", "train.sample_tokens", "train.save_interval",
@@ -38,15 +38,15 @@ _OWN = {
 
 @dataclass
 class Curve:
-    """A run's numbers, or the mean of runs that differ in their seed alone.
+    """A run's curve, or the mean of runs that differ only in their seed.
 
-    label: in the legend and the tables, where it tells the curves apart: the attention with its options.
+    label: the attention with its options; used in legend and tables if it distinguishes the curves.
     train, val: float64 [points, 4] of (step, train_time, loss, tokens), in seconds and nats per token.
-    skipped: the steps that changed nothing, since they were not finite; [points, 2] of (step, train_time).
-    config, hardware: of the run's recipe and record; empty where there is none.
-    fingerprint: of the data, by the record; empty where that does not say.
-    runs: how many it is the mean of; `lowest` and `highest` are then the losses' bounds at each point.
-    folder: the run's, from the root; of a mean, the first run's.
+    skipped: the steps skipped as they were not finite; [points, 2] of (step, train_time).
+    config, hardware: from the run's recipe and record; empty if there is none.
+    fingerprint: of the data, from the record; empty if it does not say.
+    runs: number of runs in the mean; `lowest` and `highest` are then the bounds of the losses at each point.
+    folder: the run's absolute path; of a mean, the first run's.
     """
 
     name: str
@@ -66,9 +66,9 @@ class Curve:
 
 
 def read_curve(run_folder: str | Path) -> Curve:
-    """A run's losses. Raises UserError where the folder holds none, or its recipe is damaged."""
+    """A run's curve. Raises UserError if the folder has no losses, or its recipe is damaged."""
     folder, path = Path(run_folder), _from_root(run_folder)
-    points: dict[str, dict[float, tuple[float, ...]]] = {"train": {}, "val": {}}  # of a step the last line
+    points: dict[str, dict[float, tuple[float, ...]]] = {"train": {}, "val": {}}  # the last line of each step
     skipped: list[tuple[float, float]] = []
     for line in read_metrics(folder):
         if line.get("kind") in ("train", "val"):
@@ -92,22 +92,22 @@ def read_curve(run_folder: str | Path) -> Curve:
 
 
 def _from_root(path: str | Path) -> Path:
-    """The path without `.` and `..`; links keep their names, by which the user knows them."""
+    """The absolute path without `.` and `..`; symbolic links keep the names that the user knows."""
     return Path(os.path.abspath(path))
 
 
 def read_curves(run_folders: Sequence[str | Path]) -> list[Curve]:
-    """The losses of the runs that have any; the others are named on stderr. UserError where none has."""
+    """The curves of the runs that have losses; the others are named on stderr. UserError if none has."""
     if not run_folders:
         raise UserError("no runs to draw: name their folders, such as runs/demo-ours runs/demo-softmax")
     return skip_failing(read_curve, run_folders)
 
 
 def mean_over_seeds(curves: Sequence[Curve]) -> list[Curve]:
-    """One curve for runs that differ in their seed alone, in the order of the first of each.
+    """One curve per group of runs that differ only in their seed, in the order of each group's first run.
 
-    Runs of one seed are compared, as before and after a change of the code: they and their group stay apart.
-    So do runs that have no logged step in common.
+    A group with two runs of the same seed (before and after a change of the code, for example) stays separate
+    runs. So do runs that have no logged step in common.
     """
     groups: dict[str, list[Curve]] = {}
     for curve in curves:
@@ -120,15 +120,16 @@ def mean_over_seeds(curves: Sequence[Curve]) -> list[Curve]:
 
 
 def hardware_label(hardware: dict[str, Any]) -> str | None:
-    """`2 × NVIDIA H200`: what times and speeds are of; None where a record does not say."""
+    """The cards that times and speeds are of, as `2 × NVIDIA H200`; None if the record does not say."""
     name = hardware.get("name")
     return f"{hardware.get('world_size', 1)} × {name}" if name else None
 
 
 def _but_for_the_seed(curve: Curve) -> str:
-    """Equal for runs of one recipe, data and hardware, whatever their seed; a run that names none is alone.
+    """A key, equal for runs of one recipe, data and hardware, whatever their seed; a run without a recorded
+    seed gets its own key.
 
-    Where the data lay, and may have moved from, is no matter if the records have its fingerprint.
+    If the records have the data's fingerprint, its path is ignored.
     """
     train = curve.config.get("train")
     if not isinstance(train, dict) or "seed" not in train:
@@ -145,7 +146,7 @@ def _have_own_seeds(group: list[Curve]) -> bool:
 
 
 def _mean(group: list[Curve]) -> Curve:
-    """The mean at the steps that all have, of times and losses alike, and the losses' bounds."""
+    """The mean of times and losses at the steps that all runs have, with the bounds of the losses."""
     first = group[0]
     values: dict[str, np.ndarray] = {}
     bounds: dict[str, tuple[np.ndarray, np.ndarray]] = {}
@@ -169,7 +170,7 @@ def _mean(group: list[Curve]) -> Curve:
 
 
 def find_curve(curves: Sequence[Curve], name: str) -> int:
-    """The index of the run that `name` means: by its label in the table, its name, its folder's path, or its
+    """The index of the run called `name`: its label in the table, its name, its folder's path, or its
     attention."""
     known, last = labels(curves), Path(name).name
     candidates: list[tuple[list[Any], Any]] = [
@@ -186,9 +187,9 @@ def find_curve(curves: Sequence[Curve], name: str) -> int:
 
 
 def spikes(loss: np.ndarray) -> np.ndarray:
-    """Indices of the losses far above those of the steps before: 8 spreads over their median.
+    """Indices of losses far above those of the preceding steps: 8 spreads above their median.
 
-    The spread is the median distance from the median, scaled to a normal distribution's deviation.
+    The spread is the median absolute deviation, scaled to a normal distribution's standard deviation.
     """
     if len(loss) <= SPIKE_WINDOW:
         return np.empty(0, dtype=int)
@@ -200,9 +201,9 @@ def spikes(loss: np.ndarray) -> np.ndarray:
 
 
 def smooth(loss: np.ndarray) -> np.ndarray:
-    """Centred moving average over 1/50 of the curve; at the ends, over the part of the window that is there.
+    """Centred moving average over 1/50 of the curve; the window is truncated at the ends.
 
-    Centred, it does not lag: an average of the past alone would lie above a falling loss.
+    It is centred so that it does not lag: an average over the past would be above a falling loss.
     """
     if not len(loss):
         return loss
@@ -211,21 +212,21 @@ def smooth(loss: np.ndarray) -> np.ndarray:
 
 
 def labels(curves: Sequence[Curve]) -> list[str]:
-    """The attention with its options where that tells the runs apart, else the runs' names, with the folders
-    above where a name repeats."""
+    """Labels of the curves: the attention with its options if that distinguishes the runs, else the runs'
+    names, with parent folders if a name repeats."""
     found = [c.label for c in curves]
     one_model = len({c.model for c in curves}) == 1
     if one_model and len(set(found)) == len(curves):
         return found
     named = [c.folder.parent / c.name for c in curves]
-    # Means of one folder that are called alike are told apart by the first run of each.
+    # Means of one folder with equal names are distinguished by the first run of each.
     return shortest_ends(
         [c.folder if named.count(path) > 1 else path for c, path in zip(curves, named, strict=True)]
     )
 
 
 def shortest_ends(paths: Sequence[Path]) -> list[str]:
-    """Of each path the shortest end that no other of them has."""
+    """The shortest suffix of each path that no other path has."""
 
     def end(path: Path, depth: int) -> str:
         return str(Path(*path.parts[-depth:]))
@@ -240,11 +241,11 @@ def shortest_ends(paths: Sequence[Path]) -> list[str]:
 
 
 def time_to_loss(curves: Sequence[Curve], baseline: int = 0) -> list[dict[str, Any]]:
-    """When each run first reached the losses that all of them reach: `{loss, runs: {label: …}}`.
+    """When each run first reached losses that all of them reach: `{loss, runs: {label: …}}`.
 
-    On validation losses where every run has two or more, else on the smoothed training losses; linear between
-    points. A run's entry is {time, step, ratio}.
-    `ratio` is the time over that of the run number `baseline`: below 1 is faster.
+    Uses validation losses if every run has at least two, else smoothed training losses; linear between
+    points. A run's entry is {time, step, ratio}; `ratio` is its time divided by that of run number
+    `baseline`: below 1 is faster.
     """
     measured = all(len(c.val) >= 2 for c in curves)
     tables = [c.val if measured else c.train for c in curves]
@@ -270,7 +271,7 @@ def time_to_loss(curves: Sequence[Curve], baseline: int = 0) -> list[dict[str, A
 
 
 def _targets(low: float, high: float) -> list[float]:
-    """Losses, two decimals, evenly from near `high` down to the lowest that all reach."""
+    """Evenly spaced losses, rounded to two decimals, from near `high` down to `low`."""
     lowest = math.ceil(low * 100) / 100
     if lowest > high:
         return []

@@ -1,4 +1,4 @@
-"""`--train.deterministic true`: the same bits again."""
+"""`--train.deterministic true`: bit-identical repetition of a run."""
 
 import contextlib
 import os
@@ -10,9 +10,9 @@ import torch
 
 @contextlib.contextmanager
 def deterministic(enabled: bool) -> Iterator[None]:
-    """While inside, and where enabled, PyTorch computes everything in an order that is always the same.
+    """Makes PyTorch compute everything in a fixed order inside the block, if enabled.
 
-    The same device, processes, micro-batches and versions then give the same bits. Before CUDA starts.
+    The same device, processes, micro-batches and versions then give the same bits. Enter before CUDA starts.
     """
     if not enabled:
         yield
@@ -21,12 +21,12 @@ def deterministic(enabled: bool) -> Iterator[None]:
     flags = cudnn.deterministic, cudnn.benchmark
     empty: Any = torch.utils.deterministic
     fill = empty.fill_uninitialized_memory
-    # cuBLAS reads it when it starts; the processes that are launched later inherit it.
+    # cuBLAS reads it when it starts; processes launched later inherit it.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     try:
         torch.use_deterministic_algorithms(True)
         cudnn.deterministic, cudnn.benchmark = True, False
-        # Nothing here reads memory that it has not written: filling every new tensor would only cost time.
+        # Nothing here reads uninitialised memory: filling every new tensor would only cost time.
         empty.fill_uninitialized_memory = False
         yield
     finally:

@@ -1,4 +1,4 @@
-"""What a run was made with, recorded in its folder at each start."""
+"""Records a run's environment in its folder at each start."""
 
 import functools
 import hashlib
@@ -32,10 +32,10 @@ _CODE = ("common", "configs", "kernels", "models", "data", "train", "eval", "stu
 
 
 def record_start(recipe: Recipe, machine: Machine, data: dict[str, Any], kernels: dict[str, str]) -> None:
-    """Writes the resolved recipe and the environment; earlier starts of the same run stay in the latter.
+    """Writes the resolved recipe and the environment, which also keeps those of the run's earlier starts.
 
-    data: what the dataset says of itself. kernels: `attention_kernels`. Raises UserError where the folder
-    cannot be written.
+    data: `Dataset.describe()`. kernels: `attention_kernels`. Raises UserError if the folder cannot be
+    written.
     """
     folder = recipe.run_folder
     path, earlier = folder / ENVIRONMENT, []
@@ -49,14 +49,14 @@ def record_start(recipe: Recipe, machine: Machine, data: dict[str, Any], kernels
     hardware = asdict(machine) | {"world_size": machine.world_size}
     with write_errors(folder, "free some space, or choose another place with --train.out_dir"):
         config = recipe.to_dict()
-        config["train"] |= {"resume": "auto", "profile": False}  # of this start alone
+        config["train"] |= {"resume": "auto", "profile": False}  # options of this start only
         write_text(folder / CONFIG, yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
         record = {**environment(), "hardware": hardware, "attention_kernels": kernels, "data": data}
         write_json(path, record | {"earlier": earlier})
 
 
 def _earlier_starts(record: dict[str, Any], path: Path) -> list[Any]:
-    """Takes the list out of the record of the last start; UserError where it is none."""
+    """Removes the list of earlier starts from the record of the last one; UserError if it is not a list."""
     earlier = record.pop("earlier", [])
     if not isinstance(earlier, list):
         raise UserError(f"{path} is damaged: `earlier` is not a list")
@@ -64,7 +64,7 @@ def _earlier_starts(record: dict[str, Any], path: Path) -> list[Any]:
 
 
 def environment() -> dict[str, Any]:
-    """When, with what, from which source, and by which command."""
+    """Date, versions, source and command of this process."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
@@ -81,9 +81,9 @@ def environment() -> dict[str, Any]:
 
 @functools.cache
 def package_hash() -> str:
-    """Of all code of LinGPT but its tests: says which source a run had where git is absent or has changes.
+    """Hash of all of LinGPT's code except tests: identifies a run's source without git, or with changes.
 
-    Read once: a process goes on with the code that it has imported.
+    Computed once: a process keeps running the code that it imported.
     """
     digest = hashlib.sha256()
     for path in (path for folder in _CODE for path in sorted((_ROOT / folder).rglob("*"))):

@@ -1,15 +1,17 @@
 """The training loop.
 
 Notable:
-- gradient accumulation is exact: every token weighs the same, however the batch is cut over devices
-- the clock counts training alone: start-up, compiling, validation and checkpoints stand apart, and a resumed
-  run's clock goes on from where it was
-- what step s trains on is a pure function of (seed, s); on a CPU, a resumed run equals, bit by bit, one that
+- gradient accumulation is exact: every token has the same weight, however the batch is split over devices
+- the clock measures only training, without start-up, compiling, validation and checkpoints; a resumed run's
+  clock continues
+- the batch of step s is a pure function of (seed, s); on a CPU, a resumed run is bit-identical to one that
   never stopped
-- a step whose loss or gradient is not finite changes nothing, is counted, and its blocks are logged; ten in a
-  row end the run, and the same command does not run into them again
-- Ctrl-C, SIGTERM and the like: the step is finished, saved, and one line says how to go on; in a validation,
-  which the same command then repeats, without waiting for its end
+- a step whose loss or gradient is not finite is skipped and counted, and its blocks are logged; ten in a row
+end
+  the run, and the same command then refuses to repeat them
+- on Ctrl-C, SIGTERM and similar signals the run finishes the step, saves, and prints how to resume; a
+validation
+  is cut short, and the same command repeats it
 """
 
 import gc
@@ -62,9 +64,9 @@ MAX_SKIPPED_IN_A_ROW = 10
 
 @dataclass
 class Progress:
-    """How far a run is: optimiser steps, tokens, seconds of training, and steps that were skipped.
+    """A run's progress: optimiser steps, tokens, seconds of training, and skipped steps.
 
-    skipped_in_a_row: up to now, without one that was not.
+    skipped_in_a_row: number of consecutive skipped steps up to now.
     """
 
     step: int = 0
@@ -75,9 +77,9 @@ class Progress:
 
 
 def train(recipe: Recipe) -> Path:
-    """Trains, or goes on with, the run that `recipe` describes; returns its folder.
+    """Trains or resumes the run that `recipe` describes; returns its folder.
 
-    Raises UserError for what the user can fix, and KeyboardInterrupt, with the line to show, where a signal
+    Raises UserError for what the user can fix, and KeyboardInterrupt, with the message to show, if a signal
     stopped the run.
     """
     with deterministic(recipe.train.deterministic):
@@ -96,7 +98,7 @@ def _train(recipe: Recipe) -> Path:
         print_rank0(why)
     if machine.accelerator == "cuda" and not fits_here(machine, config, recipe):
         print_rank0(f"memory: {too_small_message(machine, config, recipe)}")
-    # Before the processes are launched: a long tokenisation would run into their timeouts.
+    # Before the processes are launched, as a long tokenisation would exceed their timeouts.
     dataset = prepare(recipe.data, padded_vocab_size=config.padded_vocab_size)
     parallel = Parallel(machine, recipe.train.reduce_bf16, recipe.train.timeout_minutes)
     lock = RunLock(recipe.run_folder)
@@ -104,7 +106,7 @@ def _train(recipe: Recipe) -> Path:
     def start() -> Path | None:
         kernels = attention_kernels(config, parallel.device, machine.precision)
         resume_from = resume_or_create(recipe, dataset.fingerprint, lock)
-        # A run that is asked for fewer steps than it has done trains nothing, and stays what it is.
+        # A run that has already done more steps than requested trains nothing and keeps its record.
         if resume_from is None or checkpoint.load_manifest(resume_from)["step"] <= recipe.total_steps:
             record_start(recipe, machine, dataset.describe(), kernels)
         if resume_from is None and (differ := other_tokens_message(recipe, dataset.tokenizer)):
@@ -127,7 +129,7 @@ def _train(recipe: Recipe) -> Path:
                 if parallel.rank == 0:
                     give_back_name(recipe.run_folder)
                 raise
-        if parallel.rank == 0:  # the others leave quietly: an exit code of theirs would kill this process
+        if parallel.rank == 0:  # others exit with 0: another exit code would kill this process
             if not finished:
                 raise Interrupted(stop.number, report.stopped_message(recipe, run.progress.step))
             report.final_report(recipe, dataset, parallel, run.progress.train_time)
@@ -135,7 +137,7 @@ def _train(recipe: Recipe) -> Path:
 
 
 class Run:
-    """A run in progress: model, optimizer, data and trackers, and what happens to them."""
+    """A run in progress: model, optimizer, data and trackers."""
 
     def __init__(
         self,
@@ -161,7 +163,7 @@ class Run:
         if resume_from:
             manifest, state = checkpoint.load_manifest(resume_from), checkpoint.load_state(resume_from)
             parallel.load_optimizer(self.optimizer, state["optimizer"], resume_from)
-            if parallel.rank < len(state["random"]):  # a rank that is new keeps its seed
+            if parallel.rank < len(state["random"]):  # a new rank keeps its seed
                 checkpoint.restore_random_state(state["random"][parallel.rank])
             self.progress = Progress(**{k: manifest.get(k, new) for k, new in asdict(self.progress).items()})
         self.batches = BatchSampler(dataset.train, t.seed, t.global_batch_size)
@@ -181,7 +183,7 @@ class Run:
             self.trackers.append(WandB(self.recipe))
 
     def train(self, stop: Stop) -> bool:
-        """Optimiser steps to the last one, or until all ranks have agreed to stop; whether all is done."""
+        """Trains to the last step, or until all ranks agree to stop; returns whether all steps are done."""
         t, total = self.recipe.train, self.recipe.total_steps
         validated = not self.validation_was_left() or self.validate_and_log(stop, saved=True)
         if self.progress.step >= total:
@@ -228,9 +230,9 @@ class Run:
         )
 
     def step(self, stop: Stop) -> dict[str, Any]:
-        """One optimiser step on the next global batch; its loss, learning rate and gradient norm.
+        """One optimiser step on the next global batch; returns its loss, learning rate and gradient norm.
 
-        Here the ranks agree on `stop`: what was requested on one of them is agreed on by all.
+        The ranks also agree on `stop` here: a request on one of them is agreed on by all.
         """
         t, parallel, tokens = self.recipe.train, self.parallel, self.recipe.tokens_per_step
         rate = learning_rate(self.progress.step, self.recipe.total_steps, t)
@@ -239,7 +241,7 @@ class Run:
         n = len(self.micro_batches)
         blocks = map(self.micro_batch, range(n))
         numbers = optimizer_step(self, blocks, n, lambda: (stop.requested, self.save_requested()))
-        # The step's one synchronisation. The optimizer, launched before, keeps a GPU busy meanwhile.
+        # The only synchronisation of a step. The optimizer, launched before, keeps a GPU busy meanwhile.
         with span(COMMUNICATION if parallel.world_size > 1 else WAITING):
             total, stops, saves, grad_norm = numbers.wait()
         if stops:
@@ -260,18 +262,19 @@ class Run:
         return line
 
     def micro_batch(self, i: int) -> torch.Tensor:
-        """This rank's i-th one of the next step."""
+        """This rank's i-th micro-batch of the next step."""
         with span("data"):
             return self.parallel.to_device(self.micro_batches.get(self.progress.step, i))
 
     def propagate_stop(self, stop: Stop) -> None:
-        """All ranks know by now that one of them was asked to stop; they stop, for the same signal."""
+        """Sets `stop` on all ranks, with the same signal, once they know that one was asked to stop."""
         stop.agreed, stop.number = True, max(self.parallel.all_gather_object(stop.number))
 
     def warm_up(self) -> None:
-        """Compiles and tunes for a GPU before the clock starts: a micro-batch, its gradient is dropped.
+        """Compiles and tunes for a GPU before the clock starts, with one micro-batch whose gradient is
+        dropped.
 
-        As the last one of a step, so that the communication starts, too.
+        It runs as the last micro-batch of a step, so that the communication is initialised, too.
         """
         if self.parallel.device.type != "cuda" or self.progress.step >= self.recipe.total_steps:
             return
@@ -286,7 +289,7 @@ class Run:
         print_rank0(f"ready after {duration(time.perf_counter() - began)} of compiling")
 
     def tune(self) -> None:
-        """The machine's first process tunes; then the others find what it has chosen in the cache."""
+        """Tunes on the machine's first process; the others then read its choices from the cache."""
         for tuning in self.tunings:
             tuning.finish(print_rank0)
         self.parallel.all_gather_object(None)
@@ -296,7 +299,7 @@ class Run:
                 tuning.finish(print_rank0)
 
     def validation_was_left(self) -> bool:
-        """Whether the run goes on from a step whose validation a signal cut short."""
+        """Whether the run resumes at a step whose validation was cut short by a signal."""
         step, every = self.progress.step, self.recipe.train.eval_interval
 
         def missing() -> bool:
@@ -307,10 +310,10 @@ class Run:
         return due and self.parallel.on_rank_zero(missing)
 
     def validate_and_log(self, stop: Stop, trained: str = "", speed: str = "", saved: bool = False) -> bool:
-        """Whether it came to its end; it does not where all ranks have agreed to stop.
+        """Validates and logs; returns whether it finished, which it does not if all ranks agree to stop.
 
-        trained, speed: what the line says of training. saved: the step's checkpoint is there already, and is
-        told the loss. UserError on all ranks where its disk does not take that.
+        trained, speed: parts of the printed line, on training. saved: the step's checkpoint exists already,
+        and gets the loss. UserError on all ranks if its disk cannot be written.
         """
         val = self.validate(stop)
         if val is None:
@@ -319,7 +322,7 @@ class Run:
         print_rank0(
             f"step {self.progress.step}/{self.recipe.total_steps} · {trained}validation {val:.4f}{speed}"
         )
-        if saved:  # before the log, whose line says that this validation need not be made again
+        if saved:  # before the log, whose line marks this validation as done
             self.parallel.on_rank_zero(lambda: checkpoint.add_val_loss(self.folder, self.progress.step, val))
             self.best = self.parallel.on_rank_zero(lambda: checkpoint.best_loss(self.folder))
         self.log("val", loss=val)
@@ -328,7 +331,7 @@ class Run:
 
     @torch.no_grad()
     def validate(self, stop: Stop) -> float | None:
-        """Nats per token on the first validation blocks, always the same ones; None where it is stopped."""
+        """Nats per token on the first validation blocks, always the same ones; None if stopped."""
         if stop.agreed:
             return None
         val, parallel = self.dataset.val, self.parallel
@@ -340,14 +343,14 @@ class Run:
             if counts:
                 loss_sum += loss
                 tokens += len(batch) * val.seq_len
-            if parallel.any_rank(stop.requested):  # at each batch, since all of them may take long
+            if parallel.any_rank(stop.requested):  # checked at each batch, as all of them may take long
                 self.propagate_stop(stop)
                 return None
         total, all_tokens = parallel.all_reduce_sum(loss_sum, tokens)
         return total / all_tokens
 
     def save_requested(self) -> bool:
-        """Whether `save_minutes` are over, or too many saves have failed and everyone is to end."""
+        """Whether `save_minutes` have passed, or too many saves have failed, so that the run must end."""
         minutes = self.recipe.train.save_minutes
         due = minutes > 0 and time.monotonic() - self.last_save >= 60 * minutes
         return due or self.writer.too_many_failures
@@ -359,14 +362,14 @@ class Run:
         return at or self.save_due
 
     def update_best(self) -> bool:
-        """Takes this step's validation loss as the best if it is the lowest so far; whether it is."""
+        """Records this step's validation loss as the best if it is the lowest so far; whether it is."""
         if self.val_loss is None or not self.val_loss < self.best:
             return False
         self.best = self.val_loss
         return True
 
     def save(self) -> None:
-        """Has a checkpoint written in the background; every rank raises UserError after too many failures."""
+        """Writes a checkpoint in the background; every rank raises UserError after too many failures."""
         self.last_save = time.monotonic()
         weights, optimizer = self.parallel.state(self.gpt, self.optimizer)
         state = {"optimizer": optimizer, "random": self.parallel.all_gather_object(checkpoint.random_state())}
@@ -393,16 +396,16 @@ class Run:
         self.parallel.on_checkpoint_ranks(submit)
 
     def saved_tensors(self) -> list[torch.Tensor]:
-        """Tensors like those that `save` will find, in its order, before AdamW has made its own."""
+        """Tensors like those that `save` will copy, in the same order, before AdamW has created its state."""
         weights, _ = self.parallel.state(self.gpt, self.optimizer)
         tensors = list(weights.values())
         for group in self.optimizer.param_groups:
-            for parameter in group["params"]:  # the count of its steps, and two moments
+            for parameter in group["params"]:  # step count and two moments
                 tensors += [torch.empty((), device=parameter.device), parameter, parameter]
         return tensors
 
     def finish_saving(self) -> None:
-        """Waits for the last checkpoint; every rank raises UserError where it cannot be written."""
+        """Waits for the last checkpoint; every rank raises UserError if it cannot be written."""
 
         def finish() -> None:
             with report.how_to_go_on(self.recipe):
@@ -411,7 +414,7 @@ class Run:
         self.parallel.on_checkpoint_ranks(finish)
 
     def throughput(self, since: Progress) -> dict[str, Any]:
-        """Tokens a second, and the MFU, since then."""
+        """Tokens per second and MFU since the progress `since`."""
         seconds = self.progress.train_time - since.train_time
         rate = (self.progress.tokens - since.tokens) / max(seconds, 1e-9)
         used = mfu(rate, self.flops_per_token, self.machine.peak, self.machine.world_size)
@@ -427,7 +430,7 @@ class Run:
             tracker.close()
 
     def close(self) -> None:
-        """Ends the trackers and the other processes, and frees the memory of model and optimizer."""
+        """Closes the trackers and the process group, and frees the memory of model and optimizer."""
         self.parallel.on_rank_zero(self.close_trackers)
         self.profiler.close()
         self.micro_batches.close()

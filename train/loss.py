@@ -1,10 +1,9 @@
 """Cross-entropy of the next token in chunks, so that the logits never exist all at once.
-
-At N = 8192 and a vocabulary of 50,304 the fp32 logits of one sequence are 1.6 GB, and their gradient as much
-again. Here each chunk of rows makes its logits, its loss and its part of the gradients, and forgets them: the
-backward pass has nothing left to compute, so that the FLOPs are those of the plain form (as in Hsu et al.
-2024, "Liger Kernel"). Compiled, a chunk's logits are read once or twice and their gradient is written once,
-both in the products' dtype: the softmax in fp32 stays in registers. On a GPU that is a kernel of our own.
+ At N = 8192 and a vocabulary of 50,304 the fp32 logits of one sequence are 1.6 GB, and their gradient as much
+again. Here each chunk of rows computes its logits, its loss and its part of the gradients, and frees the
+logits: the backward pass has nothing left to compute, so the FLOPs are those of the plain form (as in Hsu et
+al. 2024, "Liger Kernel"). Compiled, a chunk's logits are read once or twice and their gradient is written
+once, both in the products' dtype: the fp32 softmax stays in registers. On a GPU our own kernel does that.
 """
 
 import importlib
@@ -18,25 +17,25 @@ from torch.profiler import record_function
 from lingpt.models import GPT
 from lingpt.train.compilation import compile_options
 
-# Most logits at a time: 512 MB in bf16. Each chunk reads and writes the fp32 gradient of the whole weight.
+# Maximum logits per chunk: 512 MB in bf16. Each chunk reads and writes the fp32 gradient of the whole weight.
 CHUNK_ELEMENTS = 2**28
-SMALL_EMBD = 1024  # up to here twice as many: a small model's products fill a large GPU only with many rows
+SMALL_EMBD = 1024  # up to here twice as many: small models need many rows to fill a large GPU
 LossAndGradient = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def loss_and_gradient(logits_RV: torch.Tensor, targets_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of a chunk's losses, in fp32 or better, and its gradient by the logits, in their dtype."""
+    """The sum of a chunk's losses, in fp32 or wider, and its gradient by the logits, in their dtype."""
     log_p_RV = F.log_softmax(logits_RV, dim=-1, dtype=torch.promote_types(logits_RV.dtype, torch.float32))
     loss, p_RV = F.nll_loss(log_p_RV, targets_R, reduction="sum"), log_p_RV.exp()
     is_target_RV = targets_R[:, None] == torch.arange(logits_RV.shape[1], device=targets_R.device)
-    # softmax − onehot, by a comparison: a scattered write would bring the fp32 matrix to memory.
+    # softmax − onehot, by a comparison: a scatter would materialise the fp32 matrix.
     return loss, torch.where(is_target_RV, p_RV - 1, p_RV).to(logits_RV.dtype)
 
 
 class NextTokenLoss(nn.Module):
-    """`[B, N+1]` token ids → the sum over B·N targets of −log p(token | the ones before), nats.
+    """`[B, N+1]` token ids → the sum over B·N targets of −log p(token | the tokens before), nats.
 
-    compiled: what is done with each chunk's logits is one kernel; on a GPU a gradient takes their place.
+    compiled: each chunk's logits are processed by one kernel; on a GPU the gradient overwrites them.
     """
 
     def __init__(self, gpt: GPT, compiled: bool = False) -> None:
@@ -44,7 +43,7 @@ class NextTokenLoss(nn.Module):
         self.gpt = gpt
         self.chunk_loss: LossAndGradient = loss_and_gradient
         if compiled and gpt.lm_head.weight.device.type == "cuda":
-            # Triton is there only where there are such cards.
+            # Triton is installed only on machines with such cards.
             self.chunk_loss = importlib.import_module("lingpt.kernels.cross_entropy").cross_entropy_in_place
         elif compiled:
             self.chunk_loss = torch.compile(loss_and_gradient, **compile_options())
@@ -57,7 +56,7 @@ class NextTokenLoss(nn.Module):
 
 
 def rows_per_chunk(vocab_size: int, n_embd: int) -> int:
-    """Tokens whose logits exist at a time: a power of two, so that chunks are alike and tiles are whole."""
+    """Tokens whose logits exist at a time: a power of two, so that chunks are equal and tiles are whole."""
     elements = CHUNK_ELEMENTS if n_embd > SMALL_EMBD else 2 * CHUNK_ELEMENTS
     return 1 << max(0, (elements // vocab_size).bit_length() - 1)
 
@@ -71,9 +70,9 @@ def cross_entropy_sum(
 ) -> torch.Tensor:
     """Sum over all tokens of −log p(target), nats, a scalar in fp32 (float64 for float64 inputs).
 
-    hidden_BNC: what the last linear layer reads. weight_VC: its weight. targets_BN: int64 token ids.
-    rows: tokens a chunk; `rows_per_chunk` by default. chunk_loss: `loss_and_gradient`, compiled or not.
-    Products are in autocast's dtype where autocast is on, else in the inputs'; the softmax in fp32 or better.
+    hidden_BNC: input of the last linear layer. weight_VC: its weight. targets_BN: int64 token ids.
+    rows: tokens per chunk; by default `rows_per_chunk`. chunk_loss: `loss_and_gradient`, compiled or not.
+    Products are in autocast's dtype if it is enabled, else in the inputs'; the softmax is in fp32 or wider.
     """
     hidden_TC, targets_T = hidden_BNC.flatten(0, -2), targets_BN.flatten()
     rows = rows or rows_per_chunk(*weight_VC.shape)

@@ -1,4 +1,4 @@
-"""What a run will run on: devices and precision."""
+"""Chooses what a run runs on: devices and precision."""
 
 import os
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 @dataclass(frozen=True)
 class Machine:
-    """The devices of a run. `peak` is one device's FLOP/s at `precision`, or None where it is not known.
+    """The devices of a run. `peak` is one device's FLOP/s at `precision`, or None if it is not known.
 
-    devices: of one machine. memory: bytes of one device; on a CPU, of the machine, whose processes share it.
-    strategy: how they share the model; `single` for one device. gathers_once: under `fsdp`, each device has
-    the whole parameters, and sums its own gradient, for as long as a step takes.
+    devices: number per machine. memory: bytes of one device; on a CPU, of the machine, whose processes share
+    it. strategy: how devices share the model; `single` for one device. gathers_once: with `fsdp`, each device
+    keeps the parameters, and accumulates its own gradient, unsharded during a step.
     """
 
     accelerator: str
@@ -41,7 +41,7 @@ class Machine:
 
     @property
     def sharded_over(self) -> int:
-        """Devices that share one model's parameters."""
+        """The number of devices that share one model's parameters."""
         return self.world_size if self.strategy == "fsdp" else 1
 
     @property
@@ -50,7 +50,7 @@ class Machine:
 
 
 def choose_machine(config: TrainConfig) -> Machine:
-    """What `config` asks for, on this machine. Raises UserError where it is not there."""
+    """The devices and precision of `config` on this machine. Raises UserError if they are not available."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     accelerator = ("cuda" if gpus else "cpu") if config.accelerator == "auto" else config.accelerator
     if accelerator == "cuda" and not gpus:
@@ -64,7 +64,7 @@ def choose_machine(config: TrainConfig) -> Machine:
         raise UserError("several GPUs need NCCL, which this PyTorch was built without: --train.devices 1")
     if accelerator == "cuda":
         cards = [torch.cuda.get_device_properties(index) for index in range(devices)]
-        # What the smallest and the oldest of them can do.
+        # Limited by the smallest and the oldest of the cards.
         name, memory = cards[0].name, min(card.total_memory for card in cards)
         bf16 = all(card.major >= 8 for card in cards)
     else:
@@ -88,9 +88,9 @@ def _too_few_message(gpus: int, devices: int) -> str:
 
 
 def _processes(config: TrainConfig, there: int) -> tuple[int, int]:
-    """Processes on each machine, and machines: as the recipe says, or as a launcher has started them.
+    """(processes per machine, machines): from the recipe, or as a launcher has started them.
 
-    there: devices of this machine. Raises UserError where recipe and launcher disagree.
+    there: number of devices of this machine. Raises UserError if recipe and launcher disagree.
     """
     launcher = launched()
     if launcher is None:

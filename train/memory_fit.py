@@ -1,4 +1,4 @@
-"""Whether a run fits its machine, by an estimate of the memory that it needs, and what would."""
+"""Whether a run fits its machine, by an estimate of the memory it needs, and which options would fit."""
 
 import contextlib
 import math
@@ -27,9 +27,9 @@ def memory_needed(
     over: int = 1,
     gathers_once: bool = False,
 ) -> dict[str, int]:
-    """Bytes a device needs at the peak of a step, by what they hold, and their `total`.
+    """Bytes that a device needs at the peak of a step, by their use, and their `total`.
 
-    over: devices that the model is sharded over. gathers_once: as `Machine` says.
+    over: number of devices that the model is sharded over. gathers_once: as in `Machine`.
     """
     size = micro_batch_size or recipe.train.micro_batch_size
     return memory_estimate(
@@ -48,7 +48,7 @@ def memory_needed(
 def memory_here(
     machine: Machine, config: Config, recipe: Recipe, precision: str | None = None
 ) -> dict[str, int]:
-    """`memory_needed` of each device of `machine`, as it will train; at another `precision` where given."""
+    """`memory_needed` on each device of `machine`, as it will train, or at another `precision`, if given."""
     return memory_needed(
         config,
         recipe,
@@ -59,17 +59,18 @@ def memory_here(
 
 
 def fits(need: float, memory: float) -> bool:
-    """Whether an estimate of `need` bytes is safe in `memory`, with CUDA's context and fragments on top."""
+    """Whether an estimate of `need` bytes fits `memory`, with room for CUDA's context and fragmentation."""
     return need * 1.08 + 1e9 <= memory
 
 
 def fits_here(machine: Machine, config: Config, recipe: Recipe) -> bool:
-    """Whether the estimate of what each device needs is safe in what it has."""
+    """Whether the memory that each device needs, by the estimate, fits."""
     return fits(memory_here(machine, config, recipe)["total"], machine.memory)
 
 
 def check_machine(machine: Machine, config: Config, recipe: Recipe) -> None:
-    """Refuses a model that this machine without a GPU cannot train in a week; `accelerator: cpu` insists."""
+    """Raises UserError for a model that this machine without a GPU cannot train in a week, unless
+    `accelerator: cpu` is given."""
     if machine.accelerator != "cpu":
         return
     need = memory_here(machine, config, recipe)["total"] * machine.devices
@@ -96,7 +97,7 @@ def check_machine(machine: Machine, config: Config, recipe: Recipe) -> None:
 
 @contextlib.contextmanager
 def out_of_memory(machine: Machine, config: Config, recipe: Recipe) -> Iterator[None]:
-    """Turns a GPU's running out of memory into a UserError that says what was needed and what to change."""
+    """Turns a GPU's out-of-memory error into a UserError that says what was needed and what to change."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -117,8 +118,8 @@ def too_small_message(machine: Machine, config: Config, recipe: Recipe) -> str:
 def what_fits_message(machine: Machine, config: Config, recipe: Recipe) -> str:
     """The options that make `recipe` fit `machine`'s devices, by the estimate.
 
-    A smaller micro-batch; or blocks that are computed again, with the largest that then fits; or shards on
-    these devices, where each has the whole model; or more devices.
+    A smaller micro-batch; or activation checkpointing, with the largest micro-batch that then fits; or
+    sharding over these devices instead of the whole model on each; or more devices.
     """
     t, over, once = recipe.train, machine.sharded_over, machine.gathers_once
     sizes = [size for size in micro_batch_sizes(recipe, machine.world_size) if size <= t.micro_batch_size]
@@ -145,7 +146,7 @@ def what_fits_message(machine: Machine, config: Config, recipe: Recipe) -> str:
 
 
 def micro_batch_sizes(recipe: Recipe, world_size: int) -> list[int]:
-    """Those that divide a device's share of the batch, ascending."""
+    """The micro-batch sizes that divide a device's share of the batch, ascending."""
     share = recipe.train.global_batch_size // world_size
     return [size for size in range(1, share + 1) if share % size == 0]
 
@@ -159,7 +160,7 @@ def largest_that_fits(
     over: int = 1,
     gathers_once: bool = False,
 ) -> int:
-    """The largest of the ascending micro-batch `sizes` that fits `memory` bytes by the estimate, or 0."""
+    """The largest of the ascending micro-batch `sizes` that fits `memory` bytes by the estimate; else 0."""
     for size in reversed(sizes):
         if fits(memory_needed(config, recipe, precision, size, over, gathers_once)["total"], memory):
             return size

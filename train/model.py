@@ -1,5 +1,5 @@
-"""The model that a run trains: new, from other weights, or from the checkpoint that the run goes on from; and
-the kernels that it trains with."""
+"""The model that a run trains: new, from other weights, or from the checkpoint that the run resumes; and the
+kernels that it trains with."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from lingpt.train.throughput import compute_dtype
 
 
 def model_config(recipe: Recipe) -> Config:
-    """The model's config, once the sequence is known to fit it."""
+    """The model's config; UserError if the sequence length does not fit it."""
     config = recipe.model.config()
     if recipe.data.seq_len > config.block_size:
         raise UserError(
@@ -28,9 +28,9 @@ def model_config(recipe: Recipe) -> Config:
 
 
 def attention_kernels(config: Config, device: torch.device, precision: str) -> dict[str, str]:
-    """`{"ours": "cuda", "softmax": "flash"}`: which kernel trains each of the model's attentions.
+    """The kernel that trains each of the model's attentions: `{"ours": "cuda", "softmax": "flash"}`.
 
-    precision: Fabric's name. UserError where the kernel that the recipe names cannot run on this device.
+    precision: Fabric's name. UserError if the kernel that the recipe names cannot run on this device.
     """
     dtype = compute_dtype(precision)
     return {
@@ -42,10 +42,10 @@ def attention_kernels(config: Config, device: torch.device, precision: str) -> d
 def make_model(
     recipe: Recipe, config: Config, checkpoint: Path | None, device: torch.device, sharded: bool = False
 ) -> GPT:
-    """The model on `device`, its blocks compiled where the recipe asks for that; the same on every rank.
+    """The model on `device`, with compiled blocks if the recipe asks for that; the same on every rank.
 
-    sharded: it will be, by `Parallel.wrap`; until then it is on the meta device, and `fill_shards` gives it
-    its weights afterwards.
+    sharded: the model stays on the meta device, to be sharded by `Parallel.wrap`; `fill_shards` then sets its
+    weights.
     """
     if sharded:
         gpt = GPT.on_meta(config)
@@ -61,7 +61,7 @@ def make_model(
 
 
 def fill_shards(gpt: GPT, recipe: Recipe, checkpoint: Path | None) -> None:
-    """Gives a sharded model the weights that `make_model` would: every process its part alone."""
+    """Sets the weights of a sharded model to those of `make_model`; every process only its part."""
     gpt.reset_parameters()
     if checkpoint:
         load_parts(gpt, checkpoint)
@@ -71,15 +71,15 @@ def fill_shards(gpt: GPT, recipe: Recipe, checkpoint: Path | None) -> None:
 
 
 def _init_from(gpt: GPT, recipe: Recipe) -> None:
-    """Starts from other weights where the recipe names some."""
+    """Initialises the model from other weights, if the recipe names some."""
     if recipe.train.init_from:
         folder = find_model_folder(Path(recipe.train.init_from))
         print_rank0(f"init_from: {load_weights(gpt, folder)}")
 
 
 def other_tokens_message(recipe: Recipe, tokenizer: Tokenizer) -> str | None:
-    """The line on weights, of `init_from`, whose embeddings are those of other tokens; None for nothing to
-    say, as where no tokenizer lies beside them."""
+    """A line on `init_from` weights whose tokenizer gives other tokens to the embedding rows; None if it
+    agrees or there is no tokenizer beside them."""
     if recipe.train.init_from is None:
         return None
     try:
@@ -97,7 +97,7 @@ def other_tokens_message(recipe: Recipe, tokenizer: Tokenizer) -> str | None:
 def begin_autotuning(
     recipe: Recipe, config: Config, precision: str, device: torch.device
 ) -> list[Autotuning]:
-    """What is tuned for a GPU before the first step, begun: for each mechanism of the model that has such."""
+    """Starts the autotuning for a GPU of each mechanism of the model that has kernels to tune."""
     if device.type != "cuda":
         return []
     mechanisms = {type(block.attn): block.attn for block in GPT.on_meta(config).blocks}.values()

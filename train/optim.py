@@ -1,4 +1,4 @@
-"""AdamW as Pythia's recipe has it, and the learning rate as a pure function of the step."""
+"""AdamW as in Pythia's recipe, and the learning rate as a pure function of the step."""
 
 import math
 from typing import Any
@@ -12,7 +12,8 @@ from lingpt.train.config import TrainConfig, decay_steps
 
 
 def learning_rate(step: int, total_steps: int, config: TrainConfig) -> float:
-    """The rate of optimiser step `step` (0-based): linear warm-up to the peak, then the schedule's way down.
+    """The learning rate of optimiser step `step` (0-based): linear warm-up to the peak, then the schedule's
+    decay.
 
     A run too short for its warm-up warms up over a tenth of its steps. The last step has the minimum.
     `wsd` decays with 1 − √progress (Hägele et al. 2024, "Scaling laws and compute-optimal training beyond
@@ -31,21 +32,22 @@ def learning_rate(step: int, total_steps: int, config: TrainConfig) -> float:
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW, fused on a GPU, with weight decay on what `parameter_groups` says."""
+    """AdamW, fused on a GPU, with weight decay as in `parameter_groups`."""
     groups = parameter_groups(model, config.weight_decay)
     fused = all(p.is_cuda for group in groups for p in group["params"])
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=fused)
 
 
 def step_where_finite(optimizer: torch.optim.Optimizer, *numbers: torch.Tensor) -> None:
-    """A step of the optimizer that changes nothing where one of `numbers`, scalars, is not finite.
+    """A step of the optimizer that changes nothing if one of `numbers`, scalars, is not finite.
 
-    A fused optimizer is told on the device, as GradScaler tells it, and nobody waits. Any other waits.
+    A fused optimizer checks that on the device, as with GradScaler, without synchronisation; others
+    synchronise.
     """
     finite = torch.stack([number.isfinite() for number in numbers]).all()
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     if optimizer.defaults["fused"] and not isinstance(next(parameters), DTensor):
-        bare: Any = getattr(optimizer, "optimizer", optimizer)  # without Fabric's wrapper
+        bare: Any = getattr(optimizer, "optimizer", optimizer)  # unwrapped from Fabric
         bare.found_inf = finite.logical_not().float()
         optimizer.step()
     elif finite.item():

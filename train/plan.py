@@ -1,4 +1,4 @@
-"""`DRY=1`: what a run would be, before anything is built, downloaded or allocated."""
+"""`DRY=1`: describes a run before anything is built, downloaded or allocated."""
 
 import torch
 
@@ -23,7 +23,7 @@ SHOWN = ("RTX A6000", "A100 40GB", "A100 80GB", "H100 SXM", "H200")
 
 
 def format_plan(recipe: Recipe, machine: Machine, config: Config) -> str:
-    """The plan as text: parameters, FLOPs, memory, tokens, steps, disk, and how long on known devices."""
+    """The plan as text: parameters, FLOPs, memory, tokens, steps, disk, and the time on known devices."""
     gpt = GPT.on_meta(config)
     t, data, world_size = recipe.train, recipe.data, machine.world_size
     on_gpu = "bf16-mixed" if t.precision == "auto" else t.precision
@@ -72,14 +72,13 @@ def format_plan(recipe: Recipe, machine: Machine, config: Config) -> str:
 
 
 def _pinned(gpt: GPT, precision: str, machine: Machine) -> int:
-    """Bytes, of each process that writes, for weights and AdamW's two moments."""
+    """Bytes of pinned memory for weights and AdamW's two moments, in each process that writes checkpoints."""
     weights = [p.to(torch.bfloat16) if precision == "bf16-true" else p for p in gpt.parameters()]
     return 3 * pinned_bytes(weights) // machine.sharded_over
 
 
 def _speed(machine: Machine, flops_per_token: float) -> tuple[float, str]:
-    """Tokens/s of this machine at the stated MFU, and of what that is a part: a known peak, or a measured
-    one."""
+    """Tokens/s of this machine at the stated MFU, and a text on its basis: a known peak or a measured one."""
     if rate := tokens_per_second(STATED_MFU, flops_per_token, machine):
         return rate, f"{STATED_MFU:.0%} MFU"
     found = measured_flops(machine.accelerator, machine.precision)
@@ -89,7 +88,7 @@ def _speed(machine: Machine, flops_per_token: float) -> tuple[float, str]:
 
 
 def tokens_per_second(used: float, flops_per_token: float, machine: Machine) -> float | None:
-    """Tokens/s of this machine at an MFU of `used`, or None where its peak is not known."""
+    """Tokens/s of this machine at an MFU of `used`, or None if its peak is not known."""
     full = mfu(1.0, flops_per_token, machine.peak, machine.world_size)
     return used / full if full else None
 
@@ -116,7 +115,8 @@ def _here(machine: Machine, config: Config, recipe: Recipe) -> str:
 
 
 def _sharded(device: Device, config: Config, recipe: Recipe, precision: str, need: int) -> str | None:
-    """`4 × A100 40GB`: how few that share the model it fits; None where it `need`s no sharing, or none do."""
+    """The smallest number of devices that fit the sharded model, as `4 × A100 40GB`; None if one device fits
+    `need` bytes, or no number fits."""
     for devices in () if fits(need, device.memory) else (2, 4, 8):
         if fits(memory_needed(config, recipe, precision, over=devices)["total"], device.memory):
             return f"{devices} × {device.name}"

@@ -1,6 +1,6 @@
-"""Micro-batches, read in a thread while the ones before them are trained on: no step waits for the disk.
+"""Prefetches micro-batches in a thread while earlier ones are trained on, so that no step waits for the disk.
 
-What is read is a pure function of (seed, step, positions), as without it: the thread only reads earlier.
+A micro-batch is still a pure function of (seed, step, positions): the thread only reads earlier.
 """
 
 import functools
@@ -11,14 +11,14 @@ import torch
 
 from lingpt.data import BatchSampler
 
-AHEAD = 3  # micro-batches
+AHEAD = 3  # number of prefetched micro-batches
 
 
 class Prefetcher:
-    """The micro-batches of the steps, one after another, each `[micro-batch, seq_len + 1]` int64.
+    """The micro-batches of all steps in order, each `[micro-batch, seq_len + 1]` int64.
 
-    micro_batches: this rank's positions in the global batch, of each micro-batch of a step. device: where
-    they will go; for a GPU they lie in pinned memory, from which it copies while it computes.
+    micro_batches: this rank's positions in the global batch, for each micro-batch of a step. device: their
+    destination; for a GPU they are in pinned memory, for asynchronous copies.
     """
 
     def __init__(
@@ -31,11 +31,11 @@ class Prefetcher:
         self._coming: dict[int, Future[torch.Tensor]] = {}
 
     def __len__(self) -> int:
-        """Micro-batches of a step."""
+        """The number of micro-batches per step."""
         return len(self._micro_batches)
 
     def get(self, step: int, number: int) -> torch.Tensor:
-        """Micro-batch `number` of `step`; those that follow it are begun."""
+        """Micro-batch `number` of `step`; starts reading the following ones."""
         n = len(self)
         first = step * n + number
         self._coming = {at: future for at, future in self._coming.items() if at >= first}

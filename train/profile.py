@@ -1,8 +1,7 @@
-"""`--train.profile true`: where the time of a few steps goes, as a trace for Perfetto and as a table.
-
-The parts of a step are named ranges (`span`). On a GPU a kernel belongs to the part in which it was launched,
-by whatever thread (autograd has its own); NCCL's belong to the communication, in which the host waits for the
-device, too: all that is left of it where a process is alone.
+"""`--train.profile true`: profiles a few steps, as a trace for Perfetto and as a table.
+ The parts of a step are named ranges (`span`). On a GPU a kernel belongs to the part in which it was
+launched, by any thread (autograd has its own); NCCL's kernels belong to the communication. In that part the
+host also waits for the device; with a single process there is only that waiting.
 """
 
 import gzip
@@ -19,16 +18,16 @@ from lingpt.common.files import write_errors, write_text
 from lingpt.common.format import counted
 from lingpt.train.console import print_rank0
 
-SKIPPED, STEPS = 2, 2  # steps of this start: those that still compile, and those that are traced
-COMMUNICATION, WAITING = "communication", "waiting for the device"  # the step's end, with others and alone
+SKIPPED, STEPS = 2, 2  # steps after the start: skipped as they still compile, then traced
+COMMUNICATION, WAITING = "communication", "waiting for the device"  # the end of a step, by world size
 PARTS = ("data", "forward", "loss", "backward", COMMUNICATION, WAITING, "optimizer")
 TRACE, SUMMARY = "trace.json.gz", "summary.txt"
 
-span = record_function  # `with span("forward"):` names a part of a step, for the profiler
+span = record_function  # `with span("forward"):` names a part of a step
 
 
 class Profiler:
-    """Records the steps after the first `SKIPPED` of this start, and writes what it has found to `folder`."""
+    """Records the steps after the first `SKIPPED` of this start, and writes the results to `folder`."""
 
     def __init__(self, folder: Path, enabled: bool) -> None:
         self._folder, self._profile, self._steps = folder, None, 0
@@ -42,7 +41,7 @@ class Profiler:
             self._profile.start()
 
     def step(self) -> None:
-        """A step is over."""
+        """Called at the end of each step."""
         self._steps += 1
         if self._profile:
             self._profile.step()
@@ -57,7 +56,7 @@ class Profiler:
                 )
 
     def _write(self, recorded: profile) -> None:
-        if self._steps <= SKIPPED:  # PyTorch's profiler has started, all the same
+        if self._steps <= SKIPPED:  # although PyTorch's profiler has started
             return
         try:
             with write_errors(self._folder):
@@ -66,7 +65,7 @@ class Profiler:
                 with gzip.open(self._folder / TRACE, "rt") as file:
                     text = summary(json.load(file)["traceEvents"])
                 write_text(self._folder / SUMMARY, text + "\n")
-        except ValueError as error:  # UserError, or a trace that was cut; no reason to end a run
+        except ValueError as error:  # UserError, or a truncated trace: no reason to end a run
             print_rank0(f"profile: {error}; training goes on without it")
             return
         print_rank0(f"{text}\ntrace {self._folder / TRACE} (open it at ui.perfetto.dev)")
@@ -82,7 +81,7 @@ def summary(events: list[dict[str, Any]]) -> str:
     wall = sum(step["dur"] for step in steps)
     parts = sorted((s for s in spans if s["name"] != "step"), key=lambda span: span["ts"])
     host = Counter({name: sum(s["dur"] for s in parts if s["name"] == name) for name in PARTS})
-    host["forward"] -= host["loss"]  # which lies within it
+    host["forward"] -= host["loss"]  # the loss is part of it
     kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     device, busy = _of_parts(kernels, events, parts), _union(kernels)
     n = len(steps)
@@ -109,7 +108,7 @@ def summary(events: list[dict[str, Any]]) -> str:
 def _of_parts(
     kernels: list[dict[str, Any]], events: list[dict[str, Any]], parts: list[dict[str, Any]]
 ) -> dict[str, float]:
-    """Microseconds of the kernels of each part: of that in which they were launched, the innermost."""
+    """Microseconds of the kernels launched in each part (the innermost part counts)."""
     launches = {
         event["args"]["correlation"]: event["ts"]
         for event in events
@@ -123,7 +122,7 @@ def _of_parts(
         if kernel["name"].startswith("nccl"):
             name = COMMUNICATION
         elif at is not None:
-            # The innermost is the last to start; a part holds at most one other.
+            # The innermost part is the last to start; parts are nested at most once.
             last = bisect_right(starts, at)
             inside = [part for part in parts[max(0, last - 2) : last] if at <= part["ts"] + part["dur"]]
             name = inside[-1]["name"] if inside else "other"

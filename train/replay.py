@@ -1,8 +1,7 @@
-"""`lingpt replay`: what a step of a run was trained on, and what it does to the weights that it met.
-
-What a step trains on depends on nothing but the seed and the step, so any step can be looked at, skipped or
-not. The weights are those of the nearest checkpoint before it: the step's own where a checkpoint lies right
-before it, or where the steps between were skipped.
+"""`lingpt replay`: shows what a step of a run was trained on, with losses and gradient norm.
+ The batch of a step depends only on the seed and the step, so any step can be replayed, even a skipped one.
+The weights are those of the nearest checkpoint before it; they are exactly the step's weights if the
+checkpoint is right before it, or the steps between were skipped.
 """
 
 from collections.abc import Mapping
@@ -31,7 +30,7 @@ from lingpt.train.config import recipe_from_dict
 from lingpt.train.loss import NextTokenLoss
 from lingpt.train.model import attention_kernels
 
-TEXT_TOKENS = 64  # of a sample that are shown
+TEXT_TOKENS = 64  # tokens shown of each sample
 
 
 def replay(
@@ -39,9 +38,9 @@ def replay(
 ) -> str:
     """Step `step` (1-based, as in metrics.jsonl) as text: loss, gradient norm, and the worst `samples`.
 
-    In fp32, on `device`, by the kernels that the first line names; another line says in what that is not how
-    it was trained. `moved` says where the data is now, by the names of `DataConfig`. Raises UserError where
-    the run has no checkpoint before the step, where that is damaged, and where the data is not as it was.
+    Computed in fp32, on `device`, by the kernels named in the first line; another line says how this differs
+    from training. `moved`: where the data is now, by fields of `DataConfig`. Raises UserError if the run has
+    no checkpoint before the step, if it is damaged, or if the data has changed.
     """
     if step < 1:
         raise UserError(f"--step {step}: steps count from 1, as in metrics.jsonl")
@@ -62,7 +61,7 @@ def replay(
             f"{dataset.fingerprint}): restore the corpus and the tokenizer it had, or say where they are "
             "(--data.source, --data.tokenizer)"
         )
-    # For evaluation: the kernel that the recipe names for training may have no fp32 (flash, cudnn).
+    # In evaluation mode: the recipe's training kernel may not support fp32 (flash, cudnn).
     gpt = load_model(before[-1], device=where, dtype=torch.float32).eval()
     any_kernel = Config.from_dict(gpt.config.to_dict() | {"sdpa": "auto"})
     kernels = attention_kernels(any_kernel, where, "32-true")
@@ -95,7 +94,7 @@ def replay(
 def _not_as_trained(
     run: Path, step: int, checkpoint: Path, kernels: dict[str, str], device: torch.device
 ) -> list[str]:
-    """A line on what keeps the numbers from being those of training; none where nothing does."""
+    """A line on why the numbers may differ from those in training; none if they do not."""
     why = []
     skipped = {line["step"] for line in read_metrics(run) if line.get("skipped")}
     if between := set(range((checkpoint_step(checkpoint) or 0) + 1, step)) - skipped:
@@ -111,7 +110,7 @@ def _not_as_trained(
 
 
 def _starts(run: Path) -> list[str]:
-    """What the run was trained on, for each of its starts, the first one first; none without a record."""
+    """The device and precision of each start of the run, oldest first; empty without a record."""
     try:
         record = read_json_object(run / ENVIRONMENT)
         return [
@@ -123,7 +122,7 @@ def _starts(run: Path) -> list[str]:
 
 
 def _made_on(hardware: dict[str, Any], kernels: dict[str, str]) -> str:
-    """`NVIDIA H200 in bf16-mixed (softmax by cudnn)`: what decides how numbers are rounded."""
+    """What determines rounding, as `NVIDIA H200 in bf16-mixed (softmax by cudnn)`."""
     name = "CPU" if str(hardware["name"]).startswith("CPU") else hardware["name"]
     return f"{name} in {hardware['precision']} ({_by(kernels)})"
 

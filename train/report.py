@@ -1,4 +1,4 @@
-"""What a run tells its user: when it starts, while it trains, when it stops, and what came out."""
+"""The messages of a run to its user: at the start, during training, when it stops, and the final report."""
 
 import contextlib
 import shlex
@@ -33,7 +33,7 @@ from lingpt.train.machine import Machine
 
 
 def describe(recipe: Recipe, machine: Machine, gpt: GPT, kernels: dict[str, str], steps: int) -> str:
-    """Model, devices, and what is left to train. kernels: each attention's."""
+    """The first lines of a run: model, devices, and what is left to train. kernels: of each attention."""
     shared = "" if machine.strategy == "single" else f"{machine.strategy.upper()}, "
     by = [kernel if len(kernels) == 1 else f"{name} by {kernel}" for name, kernel in kernels.items()]
     return (
@@ -44,7 +44,7 @@ def describe(recipe: Recipe, machine: Machine, gpt: GPT, kernels: dict[str, str]
 
 
 def speed(line: dict[str, Any], recipe: Recipe, step: int, memory: int) -> str:
-    """Tokens a second, the MFU, the most memory that a device has used (bytes), and the time that is left."""
+    """Tokens per second, MFU, peak memory of a device (`memory`, bytes), and the time left, as text."""
     rate = line["tokens_per_second"]
     used = f" · MFU {line['mfu']:.0%}" if line["mfu"] is not None else ""
     left = duration((recipe.total_steps - step) * recipe.tokens_per_step / max(rate, 1e-9))
@@ -52,7 +52,7 @@ def speed(line: dict[str, Any], recipe: Recipe, step: int, memory: int) -> str:
 
 
 class StatusLine:
-    """What the bar says, as a line of its own once a minute: for a batch job, which has no terminal."""
+    """Prints the progress bar's content as a line once a minute, for batch jobs without a terminal."""
 
     EVERY = 60.0  # seconds
 
@@ -61,7 +61,7 @@ class StatusLine:
         self.told()
 
     def told(self) -> None:
-        """Another line has just said how far the run is."""
+        """To be called when another line has just reported the progress."""
         self.last = time.monotonic()
 
     def tell(self, line: str) -> None:
@@ -71,7 +71,7 @@ class StatusLine:
 
 
 def mixed_devices_message(devices: list[str]) -> str | None:
-    """The line on devices that differ; None where they do not."""
+    """The message on devices of different kinds; None if they are equal."""
     names = sorted(set(devices))
     if len(names) == 1:
         return None
@@ -80,7 +80,7 @@ def mixed_devices_message(devices: list[str]) -> str | None:
 
 
 def diverged_message(run: Path, step: int, skipped: int) -> str:
-    """Why the run has ended, and the ways from here; the same command would only do the same steps again."""
+    """The message on why the run ended and the options; the same command would only repeat the same steps."""
     newest = newest_checkpoint(run)
     left = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
     good = [c for c in valid_checkpoints(run) if (checkpoint_step(c) or 0) <= step - skipped]
@@ -98,13 +98,13 @@ def stopped_message(recipe: Recipe, step: int) -> str:
 
 
 def resume_message(recipe: Recipe) -> str:
-    """The command that goes on with the run from its newest checkpoint.
+    """The command that resumes the run from its newest checkpoint.
 
-    That is not the same one where this start was from scratch (`resume never`) or from a named checkpoint: it
-    would start over, or go back.
+    It is not the same command if this start was from scratch (`resume never`) or from a named checkpoint:
+    that would start over, or go back.
     """
     from_newest = recipe.train.resume == "auto" or not newest_checkpoint(recipe.run_folder)
-    if launched():  # whose own command line is not known here
+    if launched():  # the launcher's command line is not known here
         return f"the same command{'' if from_newest else ' with --train.resume auto'} goes on"
     argv = sys.argv[1:]
     if from_newest:
@@ -120,7 +120,7 @@ def resume_message(recipe: Recipe) -> str:
 
 @contextlib.contextmanager
 def how_to_go_on(recipe: Recipe) -> Iterator[None]:
-    """A UserError of the block also says how the run goes on once its cause is gone."""
+    """Adds to a UserError of the block how to resume the run once its cause is fixed."""
     try:
         yield
     except UserError as error:
@@ -128,9 +128,10 @@ def how_to_go_on(recipe: Recipe) -> Iterator[None]:
 
 
 def final_report(recipe: Recipe, dataset: Dataset, parallel: Parallel, train_time: float) -> None:
-    """Samples, the validation loss, the curves. From the run's folder, so that rank zero needs no other rank.
+    """Prints samples and the validation loss, and draws the curves, from the run's folder, so that rank zero
+    needs no other rank.
 
-    train_time: seconds of training in all.
+    train_time: total seconds of training.
     """
     run, t = recipe.run_folder, recipe.train
     checkpoint = newest_checkpoint(run)
@@ -138,7 +139,7 @@ def final_report(recipe: Recipe, dataset: Dataset, parallel: Parallel, train_tim
         try:
             gpt = load_model(checkpoint, device=parallel.device)
             text = sample_text(gpt, dataset, t.sample_tokens, parallel)
-        except torch.OutOfMemoryError:  # something else has come to the GPU; the run is done all the same
+        except torch.OutOfMemoryError:  # another process uses the GPU; the run is complete anyway
             print_rank0(f"no samples: out of memory; `lingpt generate {run} --device cpu` needs no GPU")
         else:
             with write_errors(run / SAMPLES):
@@ -165,7 +166,7 @@ def sample_text(gpt: GPT, dataset: Dataset, max_tokens: int, parallel: Parallel)
 
     def complete(prompt: torch.Tensor) -> str:
         with parallel.autocast():
-            # Eager: beside a training that fills the memory, graphs have no room.
+            # Eager: next to a training run that fills the memory, there is no room for graphs.
             idx_1N = prompt[None].to(parallel.device)
             ids = generate(gpt, idx_1N, max_tokens, temperature=0.8, top_k=50, graph=False)
         return tokenizer.decode(ids[0, len(prompt) :].tolist())

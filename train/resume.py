@@ -1,4 +1,4 @@
-"""A new run, or an old one that goes on: what is in the run's folder decides, and it must fit the recipe."""
+"""Starts a new run or resumes one, depending on the run's folder, whose content must match the recipe."""
 
 import contextlib
 import math
@@ -37,10 +37,10 @@ from lingpt.train.run_lock import RunLock
 
 
 def resume_or_create(recipe: Recipe, fingerprint: str, lock: RunLock) -> Path | None:
-    """Takes the `lock` of the recipe's run; the checkpoint that the run goes on from, or None for a new run.
+    """Takes the `lock` of the recipe's run; returns the checkpoint to resume from, or None for a new run.
 
-    fingerprint: of the data. Raises UserError where another process is at work in the folder, where it holds
-    another run, or where no checkpoint fits. A checkpoint that is damaged is passed over for the one before.
+    fingerprint: of the data. Raises UserError if another process is using the folder, if it holds another
+    run, or if no checkpoint matches. A damaged checkpoint is skipped for the one before.
     """
     folder, resume = recipe.run_folder, recipe.train.resume
     lock.acquire()
@@ -53,7 +53,7 @@ def resume_or_create(recipe: Recipe, fingerprint: str, lock: RunLock) -> Path | 
             if config := _recorded_config(folder):
                 recorded = read_environment(folder, "data").get("fingerprint")
                 same_data = newest_checkpoint(folder) or recorded == fingerprint
-                may_change = MAY_CHANGE | DATA_PATHS if same_data else MAY_CHANGE  # of a checkpoint: below
+                may_change = MAY_CHANGE | DATA_PATHS if same_data else MAY_CHANGE  # checkpoints: below
                 _check_same(recipe, config, f"{folder} holds a run with another config", may_change)
             if given is None:
                 _check_not_diverged(folder)
@@ -68,8 +68,8 @@ def resume_or_create(recipe: Recipe, fingerprint: str, lock: RunLock) -> Path | 
 
 
 def _go_on(recipe: Recipe, checkpoint: Path, fingerprint: str) -> None:
-    """Says where the run goes on, once recipe and data are known to be those of `checkpoint`, whose
-    `init_from` the recipe gets where it names none."""
+    """Checks that recipe and data are those of `checkpoint`, and prints where the run resumes. A recipe
+    without `init_from` gets the checkpoint's."""
     manifest = load_manifest(checkpoint)
     complaint = f"{checkpoint} is of a run with another config"
     _check_same(recipe, manifest["config"], complaint, MAY_CHANGE | DATA_PATHS)
@@ -80,7 +80,7 @@ def _go_on(recipe: Recipe, checkpoint: Path, fingerprint: str) -> None:
             f"{checkpoint} was trained on other data ({differ}): restore the "
             "corpus and the tokenizer it had, or start another run with another --train.name"
         )
-    if recipe.train.init_from is None:  # the records of this start, too, say where the weights came from
+    if recipe.train.init_from is None:  # so that this start's record also says where the weights came from
         recipe.train.init_from = manifest["config"].get("train", {}).get("init_from")
     _abandon_newer(recipe.run_folder, manifest["step"])
     print_rank0(
@@ -94,7 +94,8 @@ def _go_on(recipe: Recipe, checkpoint: Path, fingerprint: str) -> None:
 def _recorded_config(folder: Path) -> dict[str, Any] | None:
     """The recipe that the folder's run was started with; None for a new run.
 
-    From the newest checkpoint, which was written whole, before config.yaml: that may be cut, empty or gone.
+    Read from the newest checkpoint, which is always whole; else from config.yaml, which may be truncated,
+    empty or missing.
     """
     newest = newest_checkpoint(folder)
     config = (read_manifest(newest) or {}).get("config") if newest else None
@@ -113,9 +114,9 @@ def _recorded_config(folder: Path) -> dict[str, Any] | None:
 
 
 def _newest_usable(folder: Path) -> Path | None:
-    """The newest checkpoint that can be read; damaged ones after it are moved aside, each with a line.
+    """The newest readable checkpoint; damaged ones after it are moved aside, with a line for each.
 
-    None where the run has no checkpoint. UserError where it has some, and none can be read.
+    None if the run has no checkpoint. UserError if it has some, but none is readable.
     """
     damaged: list[tuple[Path, str]] = []
     for path in reversed(all_checkpoint_folders(folder)):
@@ -138,21 +139,21 @@ def _newest_usable(folder: Path) -> Path | None:
 
 
 def has_begun(folder: Path) -> bool:
-    """Whether the run in `folder` has done a step that left a trace; until then its name is not taken."""
+    """Whether the run in `folder` has recorded a step; before that, its name counts as free."""
     return bool(all_checkpoint_folders(folder) or read_metrics(folder))
 
 
 def give_back_name(folder: Path) -> None:
-    """Removes what the start of a run has written, where no step came of it."""
+    """Removes what the start of a run wrote, if it has recorded no step."""
     try:
         if has_begun(folder):
             return
-    except UserError:  # it cannot be read
+    except UserError:  # unreadable: leave it
         return
     for name in (CONFIG, ENVIRONMENT, METRICS):
         (folder / name).unlink(missing_ok=True)
     shutil.rmtree(folder / WANDB, ignore_errors=True)
-    with contextlib.suppress(OSError):  # not empty: what else is in there is not ours
+    with contextlib.suppress(OSError):  # not empty: other files are not ours
         folder.rmdir()
 
 
@@ -164,7 +165,8 @@ def _check_not_diverged(folder: Path) -> None:
 
 
 def schedule_jump(recipe: Recipe, manifest: dict[str, Any]) -> str | None:
-    """What another number of steps does to the learning rate where the run goes on; None for nothing."""
+    """The message on how a changed number of steps makes the learning rate jump on resuming; None if it does
+    not."""
     before, step = recipe_from_dict(manifest["config"]), manifest["step"]
     if not 0 < step < recipe.total_steps:
         return None
@@ -192,7 +194,7 @@ def schedule_jump(recipe: Recipe, manifest: dict[str, Any]) -> str | None:
 
 
 def _check_same(recipe: Recipe, old: dict[str, Any], complaint: str, may_change: Set[str]) -> None:
-    if recipe.train.init_from is not None:  # weights that the run did not start from would be left unused
+    if recipe.train.init_from is not None:  # another `init_from` would be silently unused
         may_change = may_change - {"train.init_from"}
     if differ := differences(old, recipe.to_dict(), may_change):
         raise UserError(
@@ -202,7 +204,7 @@ def _check_same(recipe: Recipe, old: dict[str, Any], complaint: str, may_change:
 
 
 def _given_checkpoint(path: Path, recipe: Recipe) -> Path:
-    """`path`, once it is known to be a checkpoint of the recipe's model and attention."""
+    """Checks that `path` is a checkpoint of the recipe's model and attention; returns it."""
     if not path.is_dir():
         raise UserError(
             f"no checkpoint {path} to resume from: give runs/<name>/checkpoints/step-…, auto or never"
@@ -223,7 +225,7 @@ def _given_checkpoint(path: Path, recipe: Recipe) -> Path:
 
 
 def _check_init_from(recipe: Recipe) -> None:
-    """UserError, before the old run is moved, where the new one would find no weights to start from."""
+    """Raises UserError, before the old run is moved, if there are no `init_from` weights for the new one."""
     if recipe.train.init_from is None:
         return
     path = Path(recipe.train.init_from)
@@ -236,7 +238,7 @@ def _check_init_from(recipe: Recipe) -> None:
 
 
 def _move_aside(folder: Path, lock: RunLock) -> None:
-    """Gives the run in `folder`, if there is one, another name, and takes the lock of the new folder."""
+    """Renames the run in `folder`, if there is one, and takes the lock of the new folder."""
     if not any(path.name != LOCK for path in folder.iterdir()):
         return
     number = 1
@@ -248,8 +250,8 @@ def _move_aside(folder: Path, lock: RunLock) -> None:
 
 
 def _abandon_newer(folder: Path, step: int) -> None:
-    """Checkpoints after the one resumed from are of a branch that is left: kept, but not found again, with a
-    copy of its losses."""
+    """Renames checkpoints newer than `step`, which belong to an abandoned branch, so that they are kept but
+    not found again; also keeps a copy of the losses."""
     newer = [path for path in valid_checkpoints(folder) if (checkpoint_step(path) or 0) > step]
     metrics = folder / METRICS
     if newer and metrics.exists():

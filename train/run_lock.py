@@ -1,4 +1,4 @@
-"""One process at a time trains in a run's folder."""
+"""A lock that lets only one process at a time train in a run's folder."""
 
 import contextlib
 import json
@@ -16,9 +16,9 @@ from lingpt.train.console import print_rank0
 
 
 class RunLock:
-    """A lock on a run's folder; the system takes it from a process that dies, however it dies.
+    """A lock on a run's folder; the system releases it when the process ends, however it ends.
 
-    As a context manager it is given back at the end.
+    As a context manager it is released at the end.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -26,9 +26,9 @@ class RunLock:
         self._held: contextlib.ExitStack | None = None
 
     def acquire(self) -> None:
-        """Makes the folder and takes its lock; the lock of a folder that was moved since is given back.
+        """Creates the folder and takes its lock; releases the lock of a folder that was moved since.
 
-        UserError, saying who holds it, where another process does.
+        UserError, with the holder, if another process holds it.
         """
         path, held = self.folder / LOCK, contextlib.ExitStack()
         with write_errors(self.folder, "free some space, or choose another place with --train.out_dir"):
@@ -47,7 +47,7 @@ class RunLock:
             )
         self.release()
         self._held = held
-        with contextlib.suppress(OSError):  # whoever reads it learns less
+        with contextlib.suppress(OSError):  # then others cannot see the holder
             _write_holder(lock.file)
 
     def release(self) -> None:
@@ -62,7 +62,7 @@ class RunLock:
         held = self._held is not None
         self.release()
         with contextlib.suppress(OSError):
-            if held and os.listdir(self.folder) == [LOCK]:  # refused before it began: the name is free
+            if held and os.listdir(self.folder) == [LOCK]:  # failed before it began: free the name
                 (self.folder / LOCK).unlink()
                 self.folder.rmdir()
 

@@ -1,4 +1,4 @@
-"""Signals that end a run: it finishes its step, saves, and ends; Ctrl-C twice leaves at once."""
+"""Signals that end a run: it finishes its step, saves, and ends; a second Ctrl-C ends it at once."""
 
 import contextlib
 import os
@@ -11,18 +11,17 @@ from types import FrameType
 
 from lingpt.train.console import print_rank0
 
-# Ctrl-C; what schedulers send before they kill (SLURM's --signal=USR1, say); and a terminal that is gone.
+# Ctrl-C; what schedulers send before they kill (such as SLURM's --signal=USR1); and a closed terminal.
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-SAME_REQUEST = 1.0  # seconds: a launcher passes on what the terminal has sent to everyone already
+SAME_REQUEST = 1.0  # seconds: a launcher forwards a signal that the terminal has already sent to all
 
 
 @dataclass
 class Stop:
     """Whether the run is to end.
 
-    requested: a signal has come to this process. agreed: all processes know of it and end at the same step;
-    one that left on its own request would leave the others waiting for it. Nothing takes either back.
-    number: the signal.
+    requested: this process got a signal. agreed: all processes know of it and end at the same step, as one
+    that left alone would leave the others waiting. Neither is ever reset. number: the signal.
     """
 
     requested: bool = False
@@ -32,11 +31,11 @@ class Stop:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[Stop]:
-    """While inside, a signal of `NUMBERS` sets `requested`, and a second Ctrl-C acts as it always does.
+    """Inside the block, a signal of `NUMBERS` sets `requested`, and a second Ctrl-C interrupts as usual.
 
-    The other signals only ask, however often: they come from machines, which have SIGKILL for the rest, and a
-    second one would kill the save that the first one asked for. A signal that is ignored stays ignored:
-    shells start a script's background jobs that way, and nohup.
+    The other signals only request a stop, however often they come: schedulers have SIGKILL for the rest, and
+    a second signal would kill the save that the first one requested. A signal that is ignored stays ignored,
+    as in background jobs of shell scripts and with nohup.
     """
     stop, since = Stop(), 0.0
     handlers = {number: signal.getsignal(number) for number in NUMBERS}
@@ -50,7 +49,7 @@ def stop_signals() -> Iterator[Stop]:
         if not stop.requested:
             stop.requested, stop.number, since = True, number, time.monotonic()
             leave_closed_terminal()
-            # A handler may have interrupted a write to the same stream, which must not be entered twice.
+            # The handler may have interrupted a write to the same stream, which is not reentrant.
             with contextlib.suppress(RuntimeError):
                 print_rank0(
                     "stopping: the step is finished and saved first; Ctrl-C once more to leave at once"
@@ -66,7 +65,7 @@ def stop_signals() -> Iterator[Stop]:
 
 
 def leave_closed_terminal() -> None:
-    """Where the terminal is gone, output goes nowhere; an error in writing it would end the run unsaved."""
+    """Redirects output to /dev/null if the terminal is closed, as a write error would end the run unsaved."""
     for stream in (1, 2):
         with contextlib.suppress(OSError):
             if stat.S_ISCHR(os.fstat(stream).st_mode) and not os.isatty(stream):

@@ -1,4 +1,4 @@
-"""One optimiser step: what a run does again and again, and what `lingpt bench train` times."""
+"""One optimiser step, used by training and timed by `lingpt bench train`."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ from lingpt.train.profile import span
 
 
 class AsyncHostCopy:
-    """The numbers in these tensors, which the device may not have computed yet, on their way to the host."""
+    """An asynchronous copy to the host of the numbers in tensors that may not have been computed yet."""
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         values = torch.cat([tensor.double().flatten() for tensor in tensors])
@@ -24,14 +24,14 @@ class AsyncHostCopy:
             self._copied.record()
 
     def wait(self) -> list[float]:
-        """Waits for what the device had been given to do by then, and for nothing that was launched since."""
+        """Waits for the work launched before the copy, not for work launched since; returns the numbers."""
         if self._copied:
             self._copied.synchronize()
         return self._values.tolist()
 
 
 class Training(Protocol):
-    """A model in training: `model` is the loss of `gpt`, wrapped for the devices, as `optimizer` is."""
+    """A model in training: `model` computes the loss of `gpt`; it and `optimizer` are wrapped."""
 
     recipe: Recipe
     parallel: Parallel
@@ -46,11 +46,12 @@ def optimizer_step(
     n: int,
     flags: Callable[[], Sequence[bool]] = lambda: (),
 ) -> AsyncHostCopy:
-    """A step on the gradient of `n` micro-batches `[B, N + 1]` of this rank, which lie on the device.
+    """A step with the gradient of `n` micro-batches `[B, N + 1]` of this rank, which are on the device.
 
-    Every token of the global batch weighs the same. A loss or a gradient that is not finite changes nothing.
-    All is launched and nothing waited for: the numbers returned are the loss summed over the tokens of all
-    ranks, on how many ranks each of the `flags` is set after the last micro-batch, and the gradient's norm.
+    Every token of the global batch has the same weight. If the loss or the gradient is not finite, nothing
+    changes. Launches everything without synchronisation. The returned numbers are the loss summed over the
+    tokens of all ranks, on how many ranks each of the `flags` is set after the last micro-batch, and the
+    gradient's norm.
     """
     recipe, parallel, optimizer = training.recipe, training.parallel, training.optimizer
     parallel.zero_gradients(optimizer)

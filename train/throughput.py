@@ -1,8 +1,8 @@
-"""How fast a device could compute at most, and which part of that a run reaches (MFU).
+"""Peak FLOP/s of devices, and the share of the peak that a run reaches (MFU).
 
-Peaks are dense (no sparsity), in FLOP/s; bf16 on tensor cores with fp32 accumulation, fp32 on the ordinary
-cores (PyTorch's default: no TF32). Source: NVIDIA's data sheets and architecture white papers. MFU (model
-FLOPs utilisation) as in Chowdhery et al. 2022 ("PaLM", appendix B), with causal attention counted once.
+Peaks are dense (no sparsity), in FLOP/s; bf16 on tensor cores with fp32 accumulation, fp32 on CUDA cores
+(PyTorch's default: no TF32). Source: NVIDIA's data sheets and architecture white papers. MFU (model FLOPs
+utilisation) as in Chowdhery et al. 2022 ("PaLM", appendix B), of causal attention only the causal half.
 """
 
 import time
@@ -14,7 +14,7 @@ from lingpt.models import GPT, Config
 from lingpt.train.config import Recipe
 
 STATED_MFU = 0.4  # for estimates of how long a run takes
-CPU_CORE_FLOPS = 5e10  # what a core reaches in fp32, generously
+CPU_CORE_FLOPS = 5e10  # a generous estimate of what a core reaches in fp32
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Device:
 
 
 _GB = 1e9
-DEVICES = (  # the first whose pattern is part of the device's name; so the longer patterns come first
+DEVICES = (  # the first whose pattern is in the device's name counts, so longer patterns come first
     Device("B200", "B200", 2250e12, 75e12, 180 * _GB),
     Device("H200", "H200", 989e12, 67e12, 141 * _GB),
     Device("H100 NVL", "H100 NVL", 835e12, 60e12, 94 * _GB),
@@ -60,7 +60,7 @@ def known_device(name: str) -> Device | None:
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Peak FLOP/s of one device at one of Fabric's precisions, or None where it is not known."""
+    """Peak FLOP/s of one device at one of Fabric's precisions, or None if it is not known."""
     device = known_device(device_name)
     if device is None:
         return None
@@ -68,12 +68,12 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
 
 def compute_dtype(precision: str) -> torch.dtype:
-    """Of matrix products, and of attention, in one of Fabric's precisions that are ours."""
+    """The dtype of matrix products and attention in one of the supported Fabric precisions."""
     return torch.bfloat16 if precision.startswith("bf16") else torch.float32
 
 
 def measured_flops(accelerator: str, precision: str) -> float:
-    """FLOP/s that matrix products reach on this machine's first device, from 0.2 s of them."""
+    """FLOP/s that matrix products reach on this machine's first device, measured for 0.2 s."""
     dtype = compute_dtype(precision)
     size = 4096 if accelerator == "cuda" else 512
     matrix = torch.ones(size, size, dtype=dtype, device=accelerator)
@@ -87,7 +87,7 @@ def measured_flops(accelerator: str, precision: str) -> float:
 
 
 def run_flops(config: Config, recipe: Recipe) -> float:
-    """FLOPs of the whole run, from the model's own declaration."""
+    """FLOPs of the whole run, from the model's `flops_per_token`."""
     per_token = GPT.on_meta(config).flops_per_token(recipe.data.seq_len)
     return float(per_token) * recipe.total_steps * recipe.tokens_per_step
 
@@ -95,5 +95,5 @@ def run_flops(config: Config, recipe: Recipe) -> float:
 def mfu(
     tokens_per_second: float, flops_per_token: float, peak: float | None, n_device: int = 1
 ) -> float | None:
-    """The part of the devices' peak that went into the model's own FLOPs: 0 … 1, or None without a peak."""
+    """The share of the devices' peak that the model's own FLOPs use, 0 … 1; None if the peak is not known."""
     return tokens_per_second * flops_per_token / (peak * n_device) if peak else None

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: `metrics.jsonl`, always, and Weights & Biases, offline unless logged in."""
+"""Trackers of a run's numbers: `metrics.jsonl`, always, and Weights & Biases, offline unless logged in."""
 
 import contextlib
 import json
@@ -19,9 +19,9 @@ from lingpt.train.console import print_rank0
 
 
 class Metrics:
-    """Appends to `metrics.jsonl`. A resumed run first cuts what was written after the checkpoint's step.
+    """Appends to `metrics.jsonl`. A resumed run first removes lines after the checkpoint's step.
 
-    A disk that takes nothing does not end training: the lines wait in memory, in their order.
+    A failing disk does not end training: the lines wait in memory, in order.
     """
 
     def __init__(self, run: Path, resumed_step: int) -> None:
@@ -30,14 +30,14 @@ class Metrics:
         kept = [line for line in lines if line["step"] <= resumed_step and resumed_step > 0]
         text = "".join(json.dumps(line) + "\n" for line in kept)
         with write_errors(self._path):
-            if lines and not kept:  # of a start that came to no checkpoint, or whose checkpoints are gone
+            if lines and not kept:  # from a start without a checkpoint, or whose checkpoints are gone
                 print_rank0(f"the metrics of the start before are now {set_aside(self._path, 'abandoned')}")
             write_text(self._path, text)
-        self._size = len(text.encode())  # what is in the file
+        self._size = len(text.encode())  # bytes in the file
         self._waiting, self._failed = b"", False
 
     def write(self, line: dict[str, Any]) -> None:
-        """One line, at once; numbers that are not finite become null (JSON has no NaN)."""
+        """Writes one line immediately; numbers that are not finite become null (JSON has no NaN)."""
         self._waiting += (json.dumps(finite(line)) + "\n").encode()
         try:
             self._append()
@@ -50,12 +50,12 @@ class Metrics:
             self._failed = True
 
     def close(self) -> None:
-        """UserError where lines are left that cannot be written."""
+        """Writes the remaining lines; UserError if they cannot be written."""
         with write_errors(self._path):
             self._append()
 
     def _append(self) -> None:
-        """Writes what waits. Opens the file each time: its disk may have gone and come back."""
+        """Writes the waiting lines. Opens the file each time, as its disk may have gone and come back."""
         if not self._waiting:
             return
         handle = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
@@ -82,12 +82,12 @@ WandBMode = Literal["online", "offline", "disabled", "shared"]
 
 
 def wandb_mode() -> WandBMode:
-    """`WANDB_MODE` where it is set; else online for a user who is logged in, and offline for all others.
+    """`WANDB_MODE` if it is set; else online for a user who is logged in, and offline for all others.
 
-    Looks for the key where wandb does (environment, then the netrc file); neither asks nor uses the network.
+    Looks for the key where wandb does (environment, then the netrc file), without a prompt or network access.
     """
     if mode := os.environ.get("WANDB_MODE"):
-        return cast(WandBMode, mode)  # of another one wandb complains
+        return cast(WandBMode, mode)  # wandb reports an invalid one
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return "online"
     host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
@@ -101,13 +101,13 @@ def wandb_mode() -> WandBMode:
 
 
 class WandB:
-    """A Weights & Biases run: grouped by model, or with the study that it belongs to, and one id for life.
+    """A Weights & Biases run with a permanent id, grouped by model or by study.
 
-    The losses stand there three times, over training time, tokens and steps: its panels are the paper's
-    figure 5.
+    The losses are logged three times, over training time, tokens and steps: its panels are the paper's figure
+    5.
 
-    It gets what metrics.jsonl has, each line at its step: a resumed run's lines again, unless it has them.
-    Tracking must not end a run: where wandb fails, one line says so and metrics.jsonl goes on.
+    It gets the lines of metrics.jsonl, each at its step; for a resumed run also earlier lines that it lacks.
+    Tracking must not end a run: if wandb fails, one line says so and metrics.jsonl continues.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -121,7 +121,7 @@ class WandB:
                 project=recipe.train.wandb_project,
                 name=recipe.run_name,
                 group=recipe.train.wandb_group or recipe.model.name,
-                # One for each option: wandb refuses a tag of more than 64 characters.
+                # One tag per option: wandb rejects tags of more than 64 characters.
                 tags=list(dict.fromkeys([recipe.attention_label, *recipe.attention_form.split(" + ")])),
                 id=_run_id(folder),
                 resume="allow",
@@ -135,7 +135,7 @@ class WandB:
                     x_disable_stats=True,
                     disable_git=True,  # a diff or a remote's URL may hold a password
                     disable_code=True,
-                    # A killed run's record holds all but its last second, not all but the last 15.
+                    # A killed run loses only its last second of the record, not its last 15.
                     x_transaction_log_flush_interval=1.0,
                 ),
             )
@@ -150,7 +150,7 @@ class WandB:
             self._run.define_metric(f"train/{name}", step_metric="train_time")
         self._run.define_metric("val/loss", step_metric="train_time")
         for line in read_metrics(recipe.run_folder):
-            if line["step"] >= self._run.step:  # 0 offline; online, it goes on from what the server has
+            if line["step"] >= self._run.step:  # `step` is 0 offline; online, it is what the server has
                 self.write(line)
 
     def write(self, line: dict[str, Any]) -> None:
@@ -174,11 +174,11 @@ class WandB:
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
-        """Whatever fails in wandb, or in the process that it runs next to this one."""
+        """Handles any failure in wandb, or in the process that it runs next to this one."""
         import wandb
 
         self._run = None
-        with contextlib.suppress(Exception):  # or it would be tried at exit, with a traceback
+        with contextlib.suppress(Exception):  # otherwise wandb tries it at exit, with a traceback
             wandb.teardown()
         print_rank0(
             f"wandb has failed and is left out from here on ({one_line(error)}); {METRICS} has all numbers"
@@ -186,7 +186,7 @@ class WandB:
 
 
 def _run_id(folder: Path) -> str:
-    """The id that this run has had from its first start on."""
+    """The id that this run has had since its first start."""
     path = folder / "run_id"
     try:
         known = path.read_text().strip()

@@ -17,10 +17,10 @@ from lingpt.common.files import read_json_object, write_errors, write_json
 
 @dataclass
 class BenchRow:
-    """What was measured in one cell, or why not.
+    """The measurement of one cell, or why there is none.
 
-    status: "ok", "oom", "refused" (a kernel or a package that is not there), "error", or "skipped" (the
-    budget was spent), each with its `reason`.
+    status: "ok", "oom", "refused" (a kernel or a package is missing), "error", or "skipped" (the budget was
+    spent), each with its `reason`.
     """
 
     KEY: ClassVar[tuple[str, ...]]  # the fields that name the cell
@@ -77,7 +77,7 @@ class BenchResults(Generic[R]):
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """UserError if there is no such file, or it holds other things."""
+        """Reads results; UserError if there is no such file, or it does not hold results of this kind."""
         if not path.exists():
             raise UserError(f"no results at {path}: run `{cls.COMMAND}` first")
         found = read_json_object(path)

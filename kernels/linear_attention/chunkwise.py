@@ -288,7 +288,9 @@ def _times(x: Tensor, factor: Tensor | None) -> Tensor:
 
 def _masked(scores: Tensor, decay: _Decay | None) -> Tensor:
     """Applies the decay and the causal mask to a chunk's scores [.., C, C], in place."""
-    return scores.tril_() if decay is None else scores.mul_(decay.within)
+    if decay is not None:
+        scores.mul_(decay.within)
+    return scores.tril_()  # selected, although `within` is 0 there: 0 · NaN would reach earlier tokens
 
 
 # States: S', [E, E] with E = D + 1, without the normaliser [E, D], and its adjoint.

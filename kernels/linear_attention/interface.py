@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import reprlib
 from collections.abc import Sequence
 from typing import Literal, overload
@@ -17,6 +18,7 @@ from lingpt.kernels.linear_attention.registration import attend
 from lingpt.kernels.linear_attention.state import LinearAttentionState, state_shapes
 from lingpt.kernels.precision import state_dtype
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 BACKENDS = ("auto", "reference", "chunkwise", "recurrent", "cuda")
 _DIFFERENTIATED = {"reference": reference, "recurrent": recurrent}  # by autograd; the others have a backward
 
@@ -65,12 +67,11 @@ def linear_attention(
 
     Args:
         q, k, v: [B, N, H, D] of one dtype (bf16, fp16, fp32, float64) and device; strided views are fine.
-        b: a number, |b| ≤ 1, or a tensor [H], which gets a gradient and whose values are not checked. a: only
-        with `normalize=False`: a number or a tensor [H]; a and b may then have any size and sign. With
-            the normaliser only b/a matters, and a is 1.
-        log_decay: ln γ ≤ 0 (not checked in a tensor: above 0 the past grows, and may overflow); None is γ =
-        1.
-            Needs `causal`. Its shape is one of:
+        b: a number, |b| ≤ 1, or a tensor [H], which gets a gradient and whose values are not checked.
+        a: only with `normalize=False`: a number or a tensor [H]; a and b may then have any size and sign.
+            With the normaliser only b/a matters, and a is 1.
+        log_decay: ln γ ≤ 0 (not checked in a tensor: above 0 the past grows, and may overflow); None is
+            γ = 1. Needs `causal`. Its shape is one of:
             [H]        a finite constant per head, without a gradient (log_decay.expand(B, N, H) has one);
             [B, N, H]  a decay per token, with a gradient: everything before token t decays by γ_t. −inf is a
                        reset: finite values before that token have weight exactly 0. A NaN or infinity there
@@ -78,16 +79,17 @@ def linear_attention(
         normalize: divide by the sum of the weights. False: z and n of a state are zeros and are not read.
         normalize_qk: False uses q, k and b unchanged. A normaliser may then be near zero or change sign, with
             meaningless o: the caller must prevent that.
-        causal: False sums over all j. initial_state: the state of an earlier part of the sequence; fp32
-        (float64 for float64 inputs). It gets
-            gradients, as q, k and v do.
+        causal: False sums over all j.
+        initial_state: the state of an earlier part of the sequence; fp32 (float64 for float64 inputs). It
+            gets gradients, as q, k and v do.
         return_state: return the state after the last token as well.
         backend: one of
             "reference"  the definition, quadratic; also for second derivatives, forward mode and torch.func;
-            "chunkwise"  plain PyTorch on any device, with an analytical backward; "recurrent"  token by
-            token, for decoding; "cuda"       bf16 and fp16 on tensor cores; "auto"       the CUDA kernel if
-            it can run, else chunkwise, with one warning if the CUDA kernel would
-                         have been expected; recurrent for one token with a state on a CPU.
+            "chunkwise"  plain PyTorch on any device, with an analytical backward;
+            "recurrent"  token by token, for decoding;
+            "cuda"       bf16 and fp16 on tensor cores;
+            "auto"       the CUDA kernel if it can run, else chunkwise, with one warning if the CUDA kernel
+                         would have been expected; recurrent for one token with a state on a CPU.
 
     Returns:
         o [B, N, H, D] in q's dtype; with `return_state`, (o, state).
@@ -99,13 +101,17 @@ def linear_attention(
     begin each with a reset. Outputs and gradients are those of separate calls; the state is the last
     sequence's:
 
-        log_decay = q.new_zeros(1, *q.shape[:2], dtype=torch.float32)  # or each token's own
-        log_decay = log_decay.index_fill(1, cu_seqlens[:-1].long(), -torch.inf)
+        log_decay = q.new_zeros(1, total + 1, H, dtype=torch.float32)  # or each token's own, and one more
+        log_decay = log_decay.index_fill(1, cu_seqlens.long(), -torch.inf)[:, :total]
         o = linear_attention(q[None], k[None], v[None], log_decay=log_decay)[0]
+
+    Rows of q and k must have a norm below 10¹⁹ (fp32's ‖x‖² ends there). A NaN or infinity in v may spread to
+    earlier tokens of its head, one in q or k to later ones.
 
     Source: "Linear Attention Optimized GPU Kernel Implementation", eq. 5 and 22 with a = 1; RetNet's decay.
     """
     _check_tensors(q, k, v)
+    _check_flags(normalize=normalize, normalize_qk=normalize_qk, causal=causal, return_state=return_state)
     (head_decay, token_decay), (S, z, c, n) = _decay(log_decay, q, causal), _state(initial_state, q)
     _check_coefficients(a, b, normalize, normalize_qk)
     return _run(
@@ -178,6 +184,7 @@ def linear_attention_qkv(
     elif head_size is not None:
         raise UserError("head_size is for a projection that has gates: give their gate_bias, too")
     _check_packed(qkv, cos, sin)
+    _check_flags(normalize=normalize, normalize_qk=normalize_qk, return_state=return_state)
     (head_decay, token_decay), (S, z, c, n) = _decay(log_decay, qkv), _state(initial_state, qkv)
     _check_coefficients(a, b, normalize, normalize_qk)
     backend = _backend(backend, qkv, True, initial_state is not None)
@@ -213,7 +220,18 @@ def _run(call: Call) -> Tensor | tuple[Tensor, LinearAttentionState]:
 def _check_are_tensors(**given: object) -> None:
     for name, x in given.items():
         if not isinstance(x, Tensor):
-            raise UserError(f"{name} must be a tensor; got {reprlib.repr(x)}")
+            raise UserError(f"{name} must be a tensor; got {_shown(x)}")
+
+
+def _shown(x: object) -> str:
+    """The beginning of its `repr`, in one line."""
+    return " ".join(reprlib.repr(x).split())
+
+
+def _check_flags(**given: object) -> None:
+    for name, x in given.items():
+        if not isinstance(x, bool):
+            raise UserError(f"{name} must be True or False; got {_shown(x)}")
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -223,8 +241,9 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         shapes = f"{list(shape)}, {list(k.shape)}, {list(v.shape)}"
         ways = _ways_to_one_shape(q, k, v)
         raise UserError(f"q, k and v must have one shape [B, N, H, D]; got {shapes}{ways}")
-    if not dtype.is_floating_point or k.dtype != dtype or v.dtype != dtype:
-        raise UserError(f"q, k and v must have one floating-point dtype; got {dtype}, {k.dtype}, {v.dtype}")
+    if dtype not in DTYPES or k.dtype != dtype or v.dtype != dtype:
+        dtypes = f"{dtype}, {k.dtype}, {v.dtype}"
+        raise UserError(f"q, k and v must have one dtype, bf16, fp16, fp32 or float64; got {dtypes}")
     if k.device != device or v.device != device:
         raise UserError(f"q, k and v must be on one device; got {device}, {k.device}, {v.device}")
 
@@ -264,12 +283,15 @@ def _check_projected(
 def _check_packed(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
     _check_are_tensors(qkv=qkv, cos=cos, sin=sin)
     shape, rope, device = qkv.shape, cos.shape, qkv.device
-    if len(shape) != 5 or shape[2] != 3 or not qkv.is_floating_point():
-        raise UserError(f"qkv must be floating point [B, N, 3, H, D]; got {qkv.dtype} {list(shape)}")
+    if len(shape) != 5 or shape[2] != 3 or qkv.dtype not in DTYPES:
+        wanted = "[B, N, 3, H, D] in bf16, fp16, fp32 or float64"
+        raise UserError(f"qkv must be {wanted}; got {qkv.dtype} {list(shape)}")
     N, D = shape[1], shape[-1]
     if sin.shape != rope or len(rope) != 2 or rope[0] != N or rope[1] % 2 or rope[1] > D:
         shapes = f"{list(rope)} and {list(sin.shape)}"
         raise UserError(f"cos and sin must be [N = {N}, R], R even and at most D = {D}; got {shapes}")
+    if not cos.is_floating_point() or not sin.is_floating_point():
+        raise UserError(f"cos and sin must be floating point; got {cos.dtype} and {sin.dtype}")
     if cos.device != device or sin.device != device:
         devices = f"{device}, {cos.device}, {sin.device}"
         raise UserError(f"qkv, cos and sin must be on one device; got {devices}")
@@ -277,8 +299,12 @@ def _check_packed(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 def _check_coefficients(a: float | Tensor, b: float | Tensor, normalize: bool, normalize_qk: bool) -> None:
     for name, x in (("a", a), ("b", b)):
-        if not isinstance(x, (int, float, Tensor)):
-            raise UserError(f"{name} must be a number or a tensor [H]; got {reprlib.repr(x)}")
+        if isinstance(x, Tensor):
+            continue
+        if not isinstance(x, numbers.Real):
+            raise UserError(f"{name} must be a number or a tensor [H]; got {_shown(x)}")
+        if not -math.inf < x < math.inf:
+            raise UserError(f"{name} must be finite; got {_shown(x)}")
     if not normalize:
         return
     if isinstance(a, Tensor) or a != 1:
@@ -314,7 +340,7 @@ def _decay(
     if not isinstance(log_decay, Tensor):
         if not isinstance(log_decay, Sequence) or not all(_is_finite_decay(x) for x in log_decay):
             wanted = "a tensor, or for each head a finite number of at most 0"
-            raise UserError(f"log_decay must be {wanted}; got {reprlib.repr(log_decay)}")
+            raise UserError(f"log_decay must be {wanted}; got {_shown(log_decay)}")
         log_decay = torch.tensor(log_decay, dtype=state_dtype(like.dtype), device=like.device)
     per_token = (*like.shape[:2], like.shape[-2])
     if log_decay.shape not in (per_token[2:], per_token) or not log_decay.is_floating_point():
@@ -331,14 +357,14 @@ def _decay(
 
 
 def _is_finite_decay(x: object) -> bool:
-    return isinstance(x, (int, float)) and -math.inf < x <= 0
+    return isinstance(x, numbers.Real) and -math.inf < x <= 0
 
 
 def _state(state: LinearAttentionState | None, like: Tensor) -> tuple[Tensor | None, ...]:
     if state is None:
         return (None,) * 4
     if not isinstance(state, tuple) or len(state) != 4:
-        got = f"{len(state)} parts" if isinstance(state, tuple) else reprlib.repr(state)
+        got = f"{len(state)} parts" if isinstance(state, tuple) else _shown(state)
         raise UserError(f"initial_state must be a LinearAttentionState (S, z, c, n); got {got}")
     shapes = state_shapes(like.shape[0], *like.shape[-2:])
     dtype, device = state_dtype(like.dtype), like.device

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lingpt.kernels.linear_attention import reference
 from lingpt.kernels.linear_attention.call import Call
-from lingpt.kernels.linear_attention.numerics import per_head, reciprocal_norm
+from lingpt.kernels.linear_attention.numerics import per_head
+from lingpt.kernels.linear_attention.reference import unit_rows
 from lingpt.kernels.linear_attention.rope import rotate
 from lingpt.kernels.linear_attention.state import LinearAttentionState
 from lingpt.kernels.precision import state_dtype
@@ -21,11 +23,13 @@ def forward(call: Call) -> tuple[Tensor, LinearAttentionState]:
     memory-bound anyway.
     """
     dtype, (B, N, H, D) = state_dtype(call.dtype), call.shape
+    if N == 0:
+        return reference.forward(call)
     q_hat, k_hat, values = (x.to(dtype) for x in call.views)
     if call.cos is not None and call.sin is not None:
         q_hat, k_hat = rotate(q_hat, call.cos, call.sin), rotate(k_hat, call.cos, call.sin)
     if call.normalize_qk:
-        q_hat, k_hat = q_hat * reciprocal_norm(q_hat), k_hat * reciprocal_norm(k_hat)
+        q_hat, k_hat = unit_rows(q_hat), unit_rows(k_hat)
     q_hat = per_head(call.coefficient, ndim=4, dim=2, dtype=dtype) * q_hat
     a = per_head(call.constant, ndim=3, dim=1, dtype=dtype)
 
@@ -49,5 +53,4 @@ def forward(call: Call) -> tuple[Tensor, LinearAttentionState]:
             u = u / (n + (q_t * z).sum(-1))[..., None]
         state = LinearAttentionState(S, z, c, n)
         outputs.append(u)
-    o = torch.stack(outputs, dim=1) if outputs else values
-    return o.to(call.dtype), state
+    return torch.stack(outputs, dim=1).to(call.dtype), state

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lingpt.kernels.linear_attention.call import Call
-from lingpt.kernels.linear_attention.numerics import LOG_ZERO, per_head, reciprocal_norm
+from lingpt.kernels.linear_attention.numerics import LOG_ZERO, NORM_EPS, per_head
 from lingpt.kernels.linear_attention.rope import rotate
 from lingpt.kernels.linear_attention.state import LinearAttentionState
 from lingpt.kernels.precision import state_dtype, true_fp32
@@ -17,7 +17,8 @@ def forward(call: Call) -> tuple[Tensor, LinearAttentionState]:
     causal), G the cumulative sum of the log decays; without the normaliser o_i = Σ_j w_ij v_j. Returns o and
     the final state.
 
-    Any dtype and device, differentiable by autograd; fp32 inside (float64 for float64 inputs). Memory O(N²).
+    Any dtype and device, differentiable by autograd; fp32 inside (float64 for float64 inputs), the backward
+    pass too where autocast does not include it. Memory O(N²).
     """
     with true_fp32(call.device):
         dtype, (B, N, H, _) = state_dtype(call.dtype), call.shape
@@ -26,7 +27,7 @@ def forward(call: Call) -> tuple[Tensor, LinearAttentionState]:
             q, k = rotate(q, call.cos, call.sin), rotate(k, call.cos, call.sin)
         q_hat, k_hat, values = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, N, D]
         if call.normalize_qk:
-            q_hat, k_hat = q_hat * reciprocal_norm(q_hat), k_hat * reciprocal_norm(k_hat)
+            q_hat, k_hat = unit_rows(q_hat), unit_rows(k_hat)
         a, b = (per_head(x, ndim=4, dim=1, dtype=dtype) for x in (call.constant, call.coefficient))
         G, total = _running_log_decay(call)
 
@@ -35,6 +36,7 @@ def forward(call: Call) -> tuple[Tensor, LinearAttentionState]:
         if call.causal:
             causal = torch.ones(N, N, dtype=torch.bool, device=call.device).tril()
             w = w * (G - G.mT).masked_fill(~causal, float("-inf")).exp().to(dtype)
+            w = w.masked_fill(~causal, 0.0)  # selected: 0 · NaN would bring a later key's NaN here
         o, g = w @ values, w.sum(-1, keepdim=True)
 
         # The initial state has weight exp(G_i) in row i.
@@ -53,7 +55,7 @@ def forward(call: Call) -> tuple[Tensor, LinearAttentionState]:
             S=(to_end * k_hat).mT @ values,
             z=(to_end * k_hat).sum(2),
             c=(to_end * values).sum(2),
-            n=to_end.sum((2, 3)).expand(B, H),
+            n=to_end.sum((2, 3)).expand(B, H).clone(),
         )
         if call.initial_state is not None:
             whole = total.exp().to(dtype).flatten(1)  # [B or 1, H]
@@ -65,7 +67,12 @@ def forward(call: Call) -> tuple[Tensor, LinearAttentionState]:
             )
         if not call.normalize:
             state = state.without_normaliser()
-        return o.transpose(1, 2).to(call.dtype), state
+        return o.transpose(1, 2).to(call.dtype).contiguous(), state
+
+
+def unit_rows(x: Tensor) -> Tensor:
+    """x/√(‖x‖² + NORM_EPS) over the last dimension, twice differentiable at a row of zeros as well."""
+    return x * (x.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()
 
 
 def _running_log_decay(call: Call) -> tuple[Tensor, Tensor]:

@@ -7,13 +7,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lingpt.kernels.torch_internals import name_for_export
+
 
 class LinearAttentionState(NamedTuple):
     """The state after the tokens seen so far, fp32 (float64 for float64 inputs); its size is constant.
 
     States add up: that of a sequence is the sum of the states of its parts, each decayed to the end. With a
     decay γ, token j of N has weight γ^(N−1−j) in each of the sums. z and n are for the normaliser: without it
-    (`normalize=False`) they are zeros and are not read.
+    (`normalize=False`) they are zeros and are not read; a call with the normaliser must not take it.
     """
 
     S: Tensor  # Σ k̂ⱼ vⱼᵀ  [B, H, D, D], key index before value index
@@ -42,9 +44,8 @@ class LinearAttentionState(NamedTuple):
         return cls(*(torch.empty(shape, device=device, dtype=dtype) for shape in shapes))
 
 
-torch.serialization.add_safe_globals(
-    [LinearAttentionState]
-)  # for torch.load, with weights_only as by default
+torch.serialization.add_safe_globals([LinearAttentionState])  # torch.load's default is weights_only
+name_for_export(LinearAttentionState, "lingpt.LinearAttentionState")
 
 
 def state_shapes(B: int, H: int, D: int) -> tuple[tuple[int, ...], ...]:

@@ -1,18 +1,15 @@
-"""`lingpt bench decode`: the time of a token and the size of the state, of each attention, over the context.
-
-What is timed is what `lingpt generate` does for each new token: a step of the model through its decoding
-state and the draw of the token, which waits for the device. The step is the replay of a CUDA graph; on a
-CPU, and where that is asked for, it is eager. Weights are random.
-
-Notable:
-- no prompt as long as the context runs through the model. Keys and values are random numbers as many as the
-  context has; the state of a linear attention is as large after one token as at any context, so one token
-  makes it. Neither the time of a token nor the size of a state depends on the values
-- the tokens that are timed are the last ones of the context: the state is full to it when its bytes are
-  counted
-- CUDA graphs are captured before the first of them
-- one model is in memory at a time; what does not fit, or fails, is a row with its reason, and the results are
-  written after every row
+"""`lingpt bench decode`: each attention's time per token and size of the state, over the context length.
+ It times what `lingpt generate` does for each new token: a step of the model with its decoding state, and the
+sampling of the token, which synchronises with the device. The step is the replay of a CUDA graph; on a CPU,
+or on request, it is eager. Weights are random.
+ Notable: - no prompt of the context's length is processed. A KV cache is filled with random numbers; the
+state of a linear
+  attention has the same size after one token as at any context, so one token suffices. Neither the time per
+  token nor the size of a state depends on the values
+- the timed tokens are the last ones of the context, so the state is full when its bytes are counted - CUDA
+graphs are captured before the first of them - one model is in memory at a time; a configuration that does not
+fit, or fails, becomes a row with the reason,
+  and the results are written after every row
 """
 
 import functools
@@ -41,12 +38,12 @@ MODEL = "pythia-1.4b"
 FORMS = ("softmax", "hybrid", SHORT_CONV, "ours", "gla")
 CONTEXTS, BATCH_SIZES = (2048, 8192, 32768, 131072), (1, 16)
 TEMPERATURE, TOP_K = 0.8, 50  # the defaults of `lingpt generate`
-# At most half of the context. Once MAX_SECONDS have been timed, no further token is.
+# Warm-up and timed tokens are at most half of the context; timing stops after MAX_SECONDS.
 WARMUP_TOKENS, TIMED_TOKENS, DRAWS, MAX_SECONDS = 8, 64, 10, 3.0
 
 
 class Decoder:
-    """A model with random weights, made when it is first asked for: that, too, may be out of memory."""
+    """A model with random weights, built on first use, as building it may run out of memory, too."""
 
     def __init__(self, config: Config, dtype: torch.dtype, device: torch.device) -> None:
         self.config, self.dtype, self.device = config, dtype, device
@@ -61,7 +58,7 @@ class Decoder:
         return model.eval()
 
     def state_after(self, tokens: int, batch_size: int, max_seq_len: int) -> DecodingState:
-        """A state as decoding has it after so many tokens, at least one, though only one was seen."""
+        """A decoding state as after `tokens` (at least one) tokens, although only one was processed."""
         state = self.model.new_state(batch_size, max_seq_len)
         self.model.step(torch.zeros(batch_size, 1, dtype=torch.long, device=self.device), state)
         for layer in state.layers:
@@ -84,19 +81,19 @@ def bench_decoding(
     save_to: Path | None = None,
     append: bool = False,
 ) -> DecodeResults:
-    """Times a token of each attention at each context and batch size, and counts the bytes of its state.
+    """Measures the time per token and the bytes of the state of each attention, context and batch size.
 
     Args:
-        attentions: names or forms, as a recipe has them; FORMS by default.
-        contexts, batch_sizes: CONTEXTS and BATCH_SIZES by default.
-        dtype: bf16 by default on a GPU that has it, else fp32.
-        graph: on a GPU, replays of a CUDA graph of the step; False for eager steps.
-        budget: seconds; once it is spent, nothing further begins, and what is left is "skipped".
+        attentions: names or forms, as in a recipe; by default FORMS.
+        contexts, batch_sizes: by default CONTEXTS and BATCH_SIZES.
+        dtype: by default bf16 on a GPU that has it, else fp32.
+        graph: on a GPU, replay a CUDA graph of the step; False for eager steps.
+        budget: seconds; once it is spent, no further measurement begins, and the rest is "skipped".
         save_to: a JSON file, written after every row.
-        append: keep what `save_to` holds, of this card, these versions and this code, and measure what is
-            missing.
+        append: keep the results in `save_to`, if they are of this card, these versions and this code, and
+            measure what is missing.
 
-    Raises UserError for names and numbers that make no benchmark.
+    Raises UserError for invalid names and numbers.
     """
     contexts, batch_sizes = contexts or CONTEXTS, batch_sizes or BATCH_SIZES
     if min(contexts) < 4 or min(batch_sizes) < 1:
@@ -126,7 +123,7 @@ def bench_decoding(
 
 
 def choose_configs(model: str, attentions: Sequence[str], block_size: int) -> dict[str, Config]:
-    """By the form's name, as tables have it, the model with each attention; UserError for unknown ones."""
+    """Form (as named in tables) → the model's configuration with it; UserError for unknown names."""
     if model not in MODELS:
         raise unknown("model", model, MODELS)
     configs = {}
@@ -138,7 +135,7 @@ def choose_configs(model: str, attentions: Sequence[str], block_size: int) -> di
 
 @torch.no_grad()
 def measure(row: DecodeRow, decoder: Decoder) -> DecodeRow:
-    """The row with its times and bytes."""
+    """Measures the row's times and bytes."""
     device, cuda = decoder.device, decoder.device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
@@ -172,7 +169,7 @@ def measure(row: DecodeRow, decoder: Decoder) -> DecodeRow:
 
 
 def _times(work: Callable[[], object], most: int) -> list[float]:
-    """Milliseconds of each of `most` runs, fewer after MAX_SECONDS, of work whose result is on the CPU."""
+    """Milliseconds of each of up to `most` runs, until MAX_SECONDS, of work whose result is on the CPU."""
     spans: list[float] = []
     while len(spans) < most and sum(spans) < 1e3 * MAX_SECONDS:
         began = time.perf_counter()

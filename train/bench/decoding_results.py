@@ -1,4 +1,4 @@
-"""What `lingpt bench decode` found: a JSON file, a table, and a picture over the context."""
+"""The results of `lingpt bench decode`: a JSON file, a table, and a figure over the context length."""
 
 import itertools
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ COLUMNS = (
     "model", "attention", "batch", "context", "step", "ms a token (fastest)", "tokens/s",
     "of it the draw, ms", "state of a sequence, MB", "memory GB",
 )  # fmt: skip
-TICKS = {  # of the panels' axes, by what these are in
+TICKS = {  # unit → ticks of a panel's axis
     "ms": tuple(digit * 10.0**n for n in range(-1, 4) for digit in (1, 1.5, 2, 3, 5, 7)),
     "MB": tuple(digit * 10.0**n for n in range(-2, 7) for digit in (1, 3)),
 }
@@ -24,7 +24,7 @@ TICKS = {  # of the panels' axes, by what these are in
 
 @dataclass
 class DecodeRow(BenchRow):
-    """One attention in one model at one batch size and context, which is full when the last token is made."""
+    """One attention in one model at one batch size and context; the last timed token fills the context."""
 
     KEY: ClassVar[tuple[str, ...]] = ("model", "attention", "batch_size", "context", "graph")
 
@@ -32,20 +32,20 @@ class DecodeRow(BenchRow):
     attention: str
     batch_size: int
     context: int  # tokens of each sequence
-    graph: bool = False  # the step is the replay of a CUDA graph; else eager
-    ms: float | None = None  # of one token for each sequence of the batch: the model's step and the draw
+    graph: bool = False  # whether the step is the replay of a CUDA graph
+    ms: float | None = None  # per token (one for each sequence of the batch): the model's step and sampling
     fastest_ms: float | None = None
-    draw_ms: float | None = None  # of the draw alone
-    tokens: int = 0  # that were timed
-    state_bytes: int | None = None  # of what decoding carries for one sequence
-    peak_memory: int | None = None  # bytes on the card: weights, states and what a step needs besides
+    draw_ms: float | None = None  # of sampling alone
+    tokens: int = 0  # number of timed tokens
+    state_bytes: int | None = None  # of the decoding state of one sequence
+    peak_memory: int | None = None  # bytes on the card: weights, states and temporary memory of a step
 
     @property
     def step(self) -> str:
         return "graph" if self.graph else "eager"
 
     def line(self) -> str:
-        """What a screen shows of it."""
+        """The row as a line for the terminal."""
         what = f"{self.model} {self.attention}, batch {self.batch_size}, context {self.context}, {self.step}"
         if self.ms is None or self.state_bytes is None:
             return f"{what}: {self.status}: {self.reason}"
@@ -54,14 +54,14 @@ class DecodeRow(BenchRow):
 
 @dataclass
 class DecodeResults(ModelBenchResults[DecodeRow]):
-    """Where it ran, and a row for each attention, batch size and context."""
+    """The environment, and a row for each attention, batch size and context."""
 
     ROW = DecodeRow
     COMMAND = "lingpt bench decode"
 
 
 def table(results: DecodeResults) -> str:
-    """Markdown: a line a row, and under what it was measured."""
+    """A Markdown table with one line per row, and the conditions of the measurement."""
     head = (
         f"# Decoding\n\n{made_on(results.environment)}.\n\n"
         "A token as `lingpt generate` makes it, of a model with random weights: a step through the decoding "
@@ -87,8 +87,8 @@ def _cells(row: DecodeRow) -> list[str]:
 
 
 def draw(results: DecodeResults, folder: Path) -> list[Path]:
-    """Time and state over the context, two panels a model: `decode.png` and `.svg` in the folder. Their
-    paths; none where nothing was measured."""
+    """Draws time and size of the state over the context, two panels per model: `decode.png` and `.svg` in the
+    folder. Returns their paths; none if nothing was measured."""
     rows = [row for row in results.rows if row.ms is not None]
     models = list(dict.fromkeys(row.model for row in rows))
     if not rows:
@@ -107,7 +107,7 @@ def draw(results: DecodeResults, folder: Path) -> list[Path]:
 
 
 def _draw_model(rows: list[DecodeRow], times: Any, states: Any) -> None:
-    """A line for each attention, in `times` for each batch size and kind of step, too, by its dashes."""
+    """Draws a line for each attention; in `times` also for each batch size and kind of step, by dashes."""
     attentions, batch_sizes, contexts, steps = (
         list(dict.fromkeys(getattr(row, name) for row in rows))
         for name in ("attention", "batch_size", "context", "step")

@@ -17,20 +17,20 @@ class ModelBenchResults(BenchResults[R]):
 
     @classmethod
     def begin(cls, here: dict[str, Any], save_to: Path | None, append: bool) -> Self:
-        """New results of this code and of the environment `here`; with `append` those of `save_to`, if any.
+        """New results for this code and the environment `here`; with `append`, those in `save_to`, if any.
 
-        UserError where these are of another card, other versions or other code.
+        UserError if these are of another card, other versions or other code.
         """
         here = here | {"source": package_hash()}
         there = save_to if append and save_to and save_to.is_file() else None
-        # The commit stands beside the hash for the reader: another one may have the same code.
+        # The commit is recorded for the reader only: another commit may have the same code.
         results = cls.load(there) if there else cls(here | {"git": git_revision()})
         check_same(save_to, results.environment, here)
         return results
 
 
 def made_on(environment: dict[str, Any]) -> str:
-    """`NVIDIA H200, bf16-mixed, torch 2.11.0, …; commit 5123394, 2026-11-22`, for the head of a table."""
+    """The head of a table: `NVIDIA H200, bf16-mixed, torch 2.11.0, …; commit 5123394, 2026-11-22`."""
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
     return (
         f"{environment['card']}, {environment['precision']}, {versions}; "
@@ -39,19 +39,19 @@ def made_on(environment: dict[str, Any]) -> str:
 
 
 def _code(environment: dict[str, Any]) -> str:
-    """`commit 5123394, `; nothing for results of before it was recorded."""
+    """`commit 5123394, `; empty for old results without it."""
     if git := environment.get("git"):
         return f"commit {git['revision'][:7]}{' with changes' if git['dirty'] else ''}, "
-    source = environment.get("source")  # the hash of what is installed, where there is no git
+    source = environment.get("source")  # the hash of the installed code, without git
     return f"source {source}, " if source else ""
 
 
 def markdown(columns: tuple[str, ...], lines: list[list[str]]) -> str:
-    """A table; of a line with fewer cells than columns the rest stays empty."""
+    """A Markdown table; lines with fewer cells than columns are padded with empty ones."""
     head = f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n"
     return head + "".join(f"| {' | '.join(line)} |{' |' * (len(columns) - len(line))}\n" for line in lines)
 
 
 def number(value: float | None, format: str) -> str:
-    """The value, or a dash where it is not known."""
+    """The value, formatted; a dash if it is not known."""
     return "–" if value is None else f"{value:{format}}"

@@ -1,4 +1,4 @@
-"""What `lingpt bench train` found: a JSON file, a table, and a picture over the sequence length."""
+"""The results of `lingpt bench train`: a JSON file, a table, and a figure over the sequence length."""
 
 import statistics
 from dataclasses import dataclass, field
@@ -29,9 +29,9 @@ COLUMNS = (
 
 @dataclass
 class Row(BenchRow):
-    """One attention in one model at one sequence length. Of times, the median over the rounds.
+    """One attention in one model at one sequence length. Times are medians over the rounds.
 
-    A row of several rounds whose later one failed has its status, and keeps its times.
+    If a later round fails, the row gets its status and keeps the times of the earlier ones.
     """
 
     KEY: ClassVar[tuple[str, ...]] = ("model", "seq_len", "attention")
@@ -39,22 +39,22 @@ class Row(BenchRow):
     model: str
     seq_len: int
     attention: str
-    session: str = ""  # when the command began that measured it; unknown in older files
-    kernel: str | None = None  # of the attention, that ran
+    session: str = ""  # start time of the command that measured it; unknown in older files
+    kernel: str | None = None  # the attention kernel that ran
     micro_batch_size: int = 0  # sequences
     tokens: int = 0  # of an optimiser step
     ms: float | None = None  # of an optimiser step
     fastest_ms: float | None = None
     by_round: list[float] = field(default_factory=list)  # each round's median
-    steps: int = 0  # that were timed
-    first_step_seconds: float | None = None  # with making, compiling and tuning
+    steps: int = 0  # number of timed steps
+    first_step_seconds: float | None = None  # including building the model, compiling and tuning
     tokens_per_second: float | None = None
     mfu: float | None = None
-    peak_memory: int | None = None  # bytes on the card, once all is compiled
+    peak_memory: int | None = None  # bytes on the card, after compilation
     estimated_memory: int | None = None
 
     def line(self) -> str:
-        """What a screen shows of it."""
+        """The row as a line for the terminal."""
         what = f"{self.model} N = {self.seq_len}, {self.attention}"
         if self.status != "ok" or self.ms is None:
             return f"{what}: {self.status}: {self.reason}"
@@ -63,15 +63,15 @@ class Row(BenchRow):
 
 @dataclass
 class Results(ModelBenchResults[Row]):
-    """Where it ran, and a row for each attention, model and length."""
+    """The environment, and a row for each attention, model and length."""
 
     ROW = Row
     COMMAND = "lingpt bench train"
 
     def times_faster(self, row: Row, than: str) -> float | None:
-        """The time of `than` at the row's shape over the row's: the median of the rounds' ratios.
+        """The time of `than` at the row's shape divided by the row's: the median of the rounds' ratios.
 
-        None where one of the two was not measured, or in another session: no round has both.
+        None if one of the two was not measured, or in another session: no round has both.
         """
         other = self.row(row.model, row.seq_len, than)
         if other is None or other.session != row.session or not other.by_round or not row.by_round:
@@ -83,7 +83,7 @@ class Results(ModelBenchResults[Row]):
 
 
 def table(results: Results) -> str:
-    """Markdown: a line a row, and under what it was measured."""
+    """A Markdown table with one line per row, and the conditions of the measurement."""
     head = (
         f"# A training step\n\n{made_on(results.environment)}.\n\n"
         "Share: the time of the identity over the attention's. × FA2: how many times faster than softmax by "
@@ -95,7 +95,7 @@ def table(results: Results) -> str:
 
 
 def _sorted(results: Results) -> list[Row]:
-    """By model in the order of the rows, then by length."""
+    """The rows sorted by model (in order of appearance), then by length."""
     models = _models(results)
     return sorted(results.rows, key=lambda row: (models.index(row.model), row.seq_len))
 
@@ -121,8 +121,8 @@ def _cells(row: Row, results: Results) -> list[str]:
 
 
 def draw(results: Results, folder: Path) -> list[Path]:
-    """How many times faster than FlashAttention-2 over N, a panel a model that has several lengths:
-    `speed-up.png` and `.svg` in the folder. Their paths; none where there is nothing to draw."""
+    """Draws the speed-up over FlashAttention-2 against N, one panel per model with several lengths:
+    `speed-up.png` and `.svg` in the folder. Returns their paths; none if there is nothing to draw."""
     panels = {model: lines for model in _models(results) if (lines := _speed_ups(results, model))}
     if not panels:
         return []
@@ -153,7 +153,7 @@ def _models(results: Results) -> list[str]:
 
 
 def _speed_ups(results: Results, model: str) -> dict[str, list[tuple[int, float]]]:
-    """Of each attention, (N, times faster than FlashAttention-2), where there are two lengths or more."""
+    """Attention → [(N, speed-up over FlashAttention-2)]; empty unless one has two lengths or more."""
     lines: dict[str, list[tuple[int, float]]] = {}
     for row in _sorted(results):
         if row.model == model and (ratio := results.times_faster(row, FLASH)):

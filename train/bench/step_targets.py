@@ -1,4 +1,4 @@
-"""What a training step is held to, beside what `lingpt bench train` has measured: from its results alone."""
+"""The targets of a training step next to the measurements of `lingpt bench train`, from its results alone."""
 
 from collections.abc import Callable
 
@@ -6,11 +6,11 @@ from lingpt.kernels.bench.targets import Missing, Target
 from lingpt.train.bench.step_results import FLASH, IDENTITY, OUTPUT_GATE, SHORT_CONV, Results, Row
 
 LARGE, SMALL = "pythia-1.4b", "pythia-160m"
-ESTIMATE = (0.9, 1.1)  # of the memory that is used
+ESTIMATE = (0.9, 1.1)  # bounds of estimated memory / used memory
 
 
 def _target(what: str, required: float, aim: float | None, number: Callable) -> Target:
-    """`number` of the results, None where they do not hold it, is to be at least `required`."""
+    """A target: `number` of the results (None if they lack it) must be at least `required`."""
 
     def reached(results: Results) -> list[float]:
         if (value := number(results)) is None:
@@ -21,7 +21,7 @@ def _target(what: str, required: float, aim: float | None, number: Callable) -> 
 
 
 def _row(results: Results, *cell: str | int) -> Row | None:
-    """The cell's row; Missing where a round of it failed, though it keeps the times of those before."""
+    """The cell's row; Missing if a round failed, even if the row has times of earlier rounds."""
     row = results.row(*cell)
     if row is not None and row.status != "ok":
         raise Missing(row.line().replace("|", "/"))
@@ -68,7 +68,7 @@ TARGETS = (
 
 
 def targets_table(results: Results) -> str:
-    """Markdown: each target, and how near the memory's estimate is over all rows that were timed."""
+    """A Markdown table of the targets, and the accuracy of the memory estimate over all timed rows."""
     ratios = [
         row.estimated_memory / row.peak_memory
         for row in results.rows

@@ -1,16 +1,14 @@
-"""`lingpt bench train`: the time of a whole training step of each attention, beside an identity in its place.
-
-What is timed is what trains: a run's model, compiled blocks, precision, loss, gradient clipping and
-optimizer, on random tokens and without a log. The identity keeps the linear layers before and after the
-mixing: its time over an attention's is the part of the step that is not spent on mixing. Its gradients of q
-and k are zeros, which a card multiplies faster than other numbers; `identity-dense` has v's gradient in their
-place, for as many bytes.
-
-Notable:
-- at each shape the attentions take turns, in rounds: ratios are taken within a round, and a bad minute does
-  not fall on one of them alone; what a round compiled, the next one finds
-- one model is in memory at a time, and one size of the micro-batch serves all attentions of a shape
-- an attention that fails is a row with its reason, and the results are written after every turn
+"""`lingpt bench train`: the time of a whole training step with each attention, and with an identity instead.
+ It times real training: a run's model, compiled blocks, precision, loss, gradient clipping and optimizer, on
+random tokens and without logging. The identity keeps the linear layers around the attention: its time divided
+by an attention's is the share of the step outside of the attention itself. Its gradients of q and k are
+zeros, which a card multiplies faster than other numbers; `identity-dense` uses v's gradient instead, with as
+many bytes.
+ Notable: - at each shape the attentions take turns, in rounds: ratios are taken within a round, and a bad
+minute does not
+  affect one of them only; later rounds reuse what the first one compiled
+- one model is in memory at a time, and all attentions of a shape have the same micro-batch size
+- an attention that fails becomes a row with the reason, and the results are written after every turn
 """
 
 import functools
@@ -55,9 +53,9 @@ from lingpt.train.optim import make_optimizer
 from lingpt.train.step import optimizer_step
 from lingpt.train.throughput import mfu
 
-# What a recipe says of the model under each name that is compared.
+# The model options of a recipe, for each name that is compared.
 COMPARED: dict[str, dict[str, Any]] = {
-    IDENTITY: {"attention": "softmax"},  # whose linear layers it keeps
+    IDENTITY: {"attention": "softmax"},  # the identity keeps its linear layers
     DENSE_IDENTITY: {"attention": "softmax"},
     "ours": {"attention": "ours"},
     "ours-gated": {"attention": "ours-gated"},
@@ -73,9 +71,10 @@ SIZES = ("pythia-70m", "pythia-160m", "pythia-410m", "pythia-1.4b")
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
 USUAL_LENGTH, SWEPT = 8192, ("pythia-160m", "pythia-1.4b")  # every size at this, and these at every length
 TOKENS, ROUNDS = 131072, 2
-# A turn is WARMUP_STEPS that are not timed, then MIN_STEPS or more for MIN_SECONDS, within MAX_SECONDS.
+# A turn is WARMUP_STEPS untimed steps, then at least MIN_STEPS and MIN_SECONDS, at most MAX_SECONDS.
 WARMUP_STEPS, MIN_STEPS, MIN_SECONDS, MAX_SECONDS = 2, 3, 2.0, 15.0
-# Above the number of attentions: each is compiled once a shape. Beyond it PyTorch would go on in eager mode.
+# Above the number of attentions, as each is compiled once per shape: beyond the limit PyTorch would run
+# eagerly.
 COMPILED: dict[str, Any] = {"recompile_limit": 2 * len(COMPARED), "fail_on_recompile_limit_hit": True}
 
 
@@ -85,7 +84,7 @@ class Shape(NamedTuple):
 
 
 class _GradientOfV(torch.autograd.Function):
-    """qkv [B, N, 3C] as it is; v's gradient is also that of q and k."""
+    """Returns qkv [B, N, 3C] unchanged; backward uses v's gradient for q and k, too."""
 
     @staticmethod
     def forward(qkv: torch.Tensor) -> torch.Tensor:
@@ -101,7 +100,7 @@ class _GradientOfV(torch.autograd.Function):
 
 
 class Identity(nn.Module):
-    """Mixes nothing: o = v between the linear layers of the attention whose place it takes."""
+    """No attention: o = v between the linear layers of the attention that it replaces."""
 
     def __init__(self, replaced: QKVAttention, dense: bool = False) -> None:
         super().__init__()
@@ -120,7 +119,7 @@ class Identity(nn.Module):
 
 
 class Trained:
-    """A model in training: a run's steps, on the same random tokens again and again."""
+    """A model in training: a run's steps, repeated on the same random tokens."""
 
     def __init__(self, recipe: Recipe, attention: str, parallel: Parallel) -> None:
         self.recipe, self.parallel, config = recipe, parallel, recipe.model.config()
@@ -137,7 +136,7 @@ class Trained:
         self.micro_batch = torch.randint(config.vocab_size, shape, device=parallel.device)
 
     def step(self) -> None:
-        """One optimiser step. RuntimeError where its loss is not finite: what is timed must train."""
+        """One optimiser step. RuntimeError if its loss is not finite, as only real training is timed."""
         n = self.recipe.train.global_batch_size // self.recipe.train.micro_batch_size
         numbers = optimizer_step(self, itertools.repeat(self.micro_batch, n), n)
         if not all(map(math.isfinite, numbers.wait())):  # waits for the device, as in a run
@@ -160,16 +159,16 @@ def bench_steps(
     """Times a training step of each of the `attentions` (names of COMPARED) at each model and length.
 
     Args:
-        models, seq_lens: every one of the former at every one of the latter; by default, and for what is not
-            given, SIZES at USUAL_LENGTH, and those SWEPT at all LENGTHS.
-        tokens_per_step: of the optimiser, the same everywhere.
-        micro_batch_tokens: at most so many at once; by default as many as fit the memory by the estimate.
-        budget: seconds; once it is spent, no further turn begins, and what has had none is "skipped".
-        save_to: a JSON file, written after every turn.
-        append: keep what `save_to` holds, of this card, these versions and this code, and measure what is
-            missing. Ratios are of what one session has measured.
+        models, seq_lens: every model at every length; if not given, SIZES at USUAL_LENGTH, and those SWEPT at
+            all LENGTHS.
+        tokens_per_step: tokens per optimiser step, the same everywhere. micro_batch_tokens: maximum tokens of
+        a micro-batch; by default as many as fit the memory by the estimate. budget: seconds; once it is
+        spent, no further turn begins, and attentions without any are "skipped". save_to: a JSON file, written
+        after every turn. append: keep the results in `save_to`, if they are of this card, these versions and
+        this code, and
+            measure what is missing. Ratios compare only what one session has measured.
 
-    Raises UserError for names and numbers that make no benchmark.
+    Raises UserError for invalid names and numbers.
     """
     chosen, shapes = choose_attentions(attentions), choose_shapes(models, seq_lens, tokens_per_step)
     if rounds < 1:
@@ -213,7 +212,7 @@ def bench_steps(
 
 
 def choose_attentions(names: Sequence[str]) -> list[str]:
-    """Each once, by default all of COMPARED; UserError for one that is not there."""
+    """The names without duplicates, by default all of COMPARED; UserError for an unknown one."""
     for name in names:
         if name not in COMPARED:
             raise unknown("attention", name, COMPARED)
@@ -221,7 +220,7 @@ def choose_attentions(names: Sequence[str]) -> list[str]:
 
 
 def choose_shapes(models: Sequence[str], seq_lens: Sequence[int], tokens_per_step: int) -> list[Shape]:
-    """What `bench_steps` says of its arguments; UserError for a model or a length that makes no step."""
+    """The shapes as documented in `bench_steps`; UserError for an unknown model or an impossible length."""
     for model in models:
         if model not in MODELS:
             raise unknown("model", model, MODELS)
@@ -240,12 +239,13 @@ def choose_shapes(models: Sequence[str], seq_lens: Sequence[int], tokens_per_ste
 def _recipes(
     shape: Shape, tokens_per_step: int, micro_batch_tokens: int | None, machine: Machine
 ) -> dict[str, Recipe]:
-    """The recipe of each attention, all with the largest micro-batch that fits with the hungriest of them."""
+    """The recipe of each attention, all with the largest micro-batch that fits for the one with the largest
+    estimate."""
     sequences = tokens_per_step // shape.seq_len
     train = TrainConfig(
         global_batch_size=sequences,
         micro_batch_size=1,
-        learning_rate=1e-5,  # of a first step of the warm-up
+        learning_rate=1e-5,  # as in the first step of a warm-up
         min_learning_rate=0.0,
         precision=machine.precision,
         max_steps=1,
@@ -279,13 +279,13 @@ def _new_row(attention: str, recipe: Recipe, machine: Machine, session: str) -> 
         session=session,
         micro_batch_size=size,
         tokens=recipe.tokens_per_step,
-        # The estimate knows no identity.
+        # There is no estimate for the identity.
         estimated_memory=_estimate(recipe, machine, size) if attention not in IDENTITIES else None,
     )
 
 
 def _timed(row: Row, recipe: Recipe, machine: Machine, parallel: Parallel) -> Row:
-    """The row with another round."""
+    """Times another round; returns the row with it."""
     device, kernels = parallel.device, {}
     if row.attention not in IDENTITIES:
         config = recipe.model.config()
@@ -305,7 +305,7 @@ def _timed(row: Row, recipe: Recipe, machine: Machine, parallel: Parallel) -> Ro
     while sum(spans) < (MAX_SECONDS if len(spans) < MIN_STEPS else MIN_SECONDS):
         began = time.perf_counter()
         trained.step()
-        spans.append(time.perf_counter() - began)  # from one wait for the device to the next
+        spans.append(time.perf_counter() - began)  # from one synchronisation to the next
     by_round = [*row.by_round, 1e3 * statistics.median(spans)]
     seconds = statistics.median(by_round) / 1e3
     per_token = trained.gpt.flops_per_token(row.seq_len)

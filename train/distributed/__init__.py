@@ -1,1 +1,1 @@
-"""A run of many processes: how they start, share a model (DDP, FSDP2), talk, and notice a failure."""
+"""Runs with several processes: launch, shared model (DDP, FSDP2), collectives, and failure detection."""

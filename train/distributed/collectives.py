@@ -1,4 +1,4 @@
-"""What processes tell each other in Python objects, in the group of all of them or in another."""
+"""Collectives on Python objects, in the default process group or in another."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -11,14 +11,14 @@ T = TypeVar("T")
 
 
 def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The `value` of every rank of `group`, by rank; of the default group where none is given."""
+    """The `value` of every rank of `group` (by default the default group), by rank."""
     everyone = [value] * dist.get_world_size(group)
     dist.all_gather_object(everyone, value, group=group)
     return everyone
 
 
 def on_all_ranks(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """`function()` on every rank of `group`, each rank's result; the first UserError is raised on all."""
+    """The results of `function()` on every rank of `group`, by rank; the first UserError is raised on all."""
     outcome: T | UserError
     try:
         outcome = function()

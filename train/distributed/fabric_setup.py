@@ -1,4 +1,4 @@
-"""How Fabric starts the processes of a run and wraps the model in them."""
+"""Configures Fabric: how it starts the processes of a run and wraps the model."""
 
 import inspect
 from collections.abc import Callable
@@ -20,9 +20,9 @@ from lingpt.train.distributed.launch import launched
 
 
 class FSDP2Strategy(DDPStrategy):
-    """Starts and connects the processes as DDP does, and has `shard` shard the module over them.
+    """Starts and connects the processes as DDP does, and shards the module over them with `shard`.
 
-    (Lightning's own for FSDP2 makes groups of processes while it connects them, before they can agree.)
+    (Lightning's own FSDP2 strategy creates process groups while connecting, before the processes can agree.)
     """
 
     def __init__(self, shard: Callable[[nn.Module], nn.Module], timeout: timedelta) -> None:
@@ -34,7 +34,7 @@ class FSDP2Strategy(DDPStrategy):
 
 
 def cluster_environment() -> ClusterEnvironment:
-    """Where the processes' numbers come from. (Lightning would take any SLURM job for one of `srun`.)"""
+    """The source of the processes' ranks. (Lightning would treat any SLURM job as started by `srun`.)"""
     launcher = launched()
     if launcher is None:
         return LightningEnvironment()
@@ -42,12 +42,12 @@ def cluster_environment() -> ClusterEnvironment:
 
 
 def ddp_strategy(timeout: timedelta) -> DDPStrategy:
-    # Fabric builds DDP on a stream of its own, and autograd's last nodes stay there: harmless.
+    # Fabric builds DDP on a separate stream, where autograd's last nodes stay: harmless.
     torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
-    # Dynamo would cut each compiled block at the edges of DDP's buckets, for the sake of gradients that come
-    # early. Blocks are compiled one by one, and their gradients come early enough.
+    # Dynamo would split each compiled block at the boundaries of DDP's buckets, to get gradients earlier.
+    # Blocks are compiled one by one, so their gradients come early enough.
     torch._dynamo.config.optimize_ddp = False
-    # The buffers are constants: no need to broadcast them at every forward. PyTorch 2.13 renamed the option.
+    # Buffers are constants and need no broadcast at every forward. PyTorch 2.13 renamed the option.
     known = inspect.signature(DistributedDataParallel).parameters
     broadcast = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     options: dict[str, Any] = {broadcast: False, "gradient_as_bucket_view": True}

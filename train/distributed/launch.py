@@ -1,4 +1,4 @@
-"""Who started this process: torchrun, SLURM, or the user, whose process then starts the others itself."""
+"""Detects what started this process: torchrun, SLURM, or the user, whose process then starts the others."""
 
 import os
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from lingpt.common.errors import UserError
 
 @dataclass(frozen=True)
 class Launched:
-    """What a launcher has started: so many processes on this machine, and so many in all."""
+    """What a launcher has started: the number of processes on this machine, and in total."""
 
     by: str
     here: int
@@ -22,15 +22,15 @@ class Launched:
 
 
 def launched() -> Launched | None:
-    """None where no launcher has started this process as one of several.
+    """The launcher that started this process as one of several; None if there is none.
 
-    So with SLURM in a batch script without `srun`, and in a shell that `srun` has opened. Raises UserError
-    where SLURM has not been told how many to start on each machine.
+    There is none in a SLURM batch script without `srun`, or in a shell opened by `srun`. Raises UserError if
+    SLURM was not told how many processes to start on each machine.
     """
     env = os.environ
     if is_torchelastic_launched():
         return Launched("torchrun", int(env["LOCAL_WORLD_SIZE"]), int(env["WORLD_SIZE"]))
-    # srun's own: the variables of a job (SLURM_NTASKS) are set where nothing has been started, too.
+    # Variables of srun's steps: those of a job (SLURM_NTASKS) are set even if nothing has been started.
     tasks, machines = (int(env.get(f"SLURM_STEP_NUM_{what}", 1)) for what in ("TASKS", "NODES"))
     if tasks == 1:
         return None

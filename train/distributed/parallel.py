@@ -1,9 +1,8 @@
-"""The processes of a run: the one place that knows how many there are, and how they work together.
-
-Every process runs the same loop and makes the same calls of `Parallel` and of the wrapped module, in the same
-order, because most of them wait for all the others. Each process holds the whole model (DDP), or a part of it
-(FSDP2, train/distributed/sharding.py). Another strategy is another `wrap`, `clip_gradients`, `state` and
-`load_optimizer`; the loop stays as it is.
+"""The processes of a run: the only place that knows how many there are and how they cooperate.
+ Every process runs the same loop and makes the same calls of `Parallel` and of the wrapped module, in the
+same order, because most of them wait for all other processes. Each process holds the whole model (DDP), or a
+part of it (FSDP2, train/distributed/sharding.py). Another strategy needs another `wrap`, `clip_gradients`,
+`state` and `load_optimizer`; the loop does not change.
 """
 
 import contextlib
@@ -45,11 +44,11 @@ TIMEOUT_MINUTES = 30.0
 
 
 def separate_gradients(module: nn.Module) -> None:
-    """Copies a gradient that lies in the memory of another parameter's.
+    """Copies a gradient that shares memory with another parameter's gradient.
 
-    Two biases that are added to the same sum have the same gradient, and a backward pass that Inductor has
-    compiled returns one buffer for both. The next micro-batch would be added to it twice, and the clipping
-    scale it twice.
+    Two biases that are added to the same sum have the same gradient, and a backward pass compiled by Inductor
+    returns one buffer for both. The next micro-batch would be added to it twice, and clipping would scale it
+    twice.
     """
     seen = set()
     for parameter in module.parameters():
@@ -60,20 +59,20 @@ def separate_gradients(module: nn.Module) -> None:
 
 
 class Parallel:
-    """One process's view of them all. Making it starts the others.
+    """One process's view of all processes. Its constructor starts the others.
 
-    reduce_bf16: gradients are summed over the processes in bf16. timeout_minutes: how long one process waits
-    for another. Raises UserError where they do not meet.
+    reduce_bf16: sum gradients over the processes in bf16. timeout_minutes: how long one process waits for
+    another. Raises UserError if they cannot connect.
     """
 
-    _error_of_all: UserError | None = None  # that all processes have raised
+    _error_of_all: UserError | None = None  # the UserError that all processes raised
 
     def __init__(
         self, machine: Machine, reduce_bf16: bool = False, timeout_minutes: float = TIMEOUT_MINUTES
     ) -> None:
         self.watch, self.sharded, self._reduce_bf16 = Watch(), machine.strategy == "fsdp", reduce_bf16
         self._gathers_once, self._ddp = machine.gathers_once, machine.strategy == "ddp"
-        self._timeout = timedelta(minutes=timeout_minutes + 2)  # after `watch`, which says more
+        self._timeout = timedelta(minutes=timeout_minutes + 2)  # later than `watch`, which reports more
         self.fabric = Fabric(
             accelerator=machine.accelerator,
             devices=machine.devices,
@@ -85,15 +84,15 @@ class Parallel:
         with self._connection(machine), self.watch.launched_by(self.fabric.strategy.launcher):
             self.fabric.launch()
         if self.world_size > 1:
-            # A connection of its own: while the main thread waits in one, others wait behind it.
+            # A separate connection: other threads would have to wait while the main thread waits in its own.
             store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
             heartbeats = Heartbeats(store, self.rank, self.world_size, 60 * timeout_minutes)
             self.watch.start_straggler_detection(heartbeats, self._collectives, self.local_rank_zero)
 
     def check_same_settings(self, machine: Machine, settings: dict[str, object]) -> None:
-        """Before the processes build anything together: UserError on all of them where they differ.
+        """Raises UserError on all processes if they differ, before they build anything together.
 
-        machine: what each has chosen by its own cards. settings: what else has to be the same, by name.
+        machine: what each process chose for its cards. settings: what else must be the same, by name.
         """
         everyone = self.all_gather_object((machine, settings))
         if difference := _difference_message(everyone):
@@ -103,19 +102,18 @@ class Parallel:
 
     @functools.cached_property
     def host_mesh(self) -> DeviceMesh | None:
-        """Where checkpoints are written in shards: a group of the processes' own, for the threads that write.
-
-        Training does not use it meanwhile.
+        """A separate process group on the host for the threads that write sharded checkpoints; None if the
+        model is not sharded. Training does not use it.
         """
         if not self.sharded:
             return None
         return DeviceMesh.from_group(dist.new_group(backend="gloo", timeout=self._timeout), "cpu")
 
     def _collectives(self) -> int:
-        """How many collectives this process has come to, the threads' that write checkpoints among them."""
+        """The number of collectives this process has reached, including those of checkpoint writers."""
         if not dist.is_initialized():
             return -1
-        mesh = self.__dict__.get("host_mesh")  # where it is made already
+        mesh = self.__dict__.get("host_mesh")  # if it exists already
         groups = [dist.group.WORLD, *([mesh.get_group()] if mesh else [])]
         return sum(group._get_sequence_number_for_group() for group in groups)
 
@@ -130,14 +128,14 @@ class Parallel:
 
     @contextlib.contextmanager
     def _connection(self, machine: Machine) -> Iterator[None]:
-        """Around the first time that the processes meet: UserError where they do not."""
+        """Turns errors in the first connection of the processes into a UserError."""
         try:
             yield
         except dist.DistError as error:
             where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             if isinstance(error, dist.DistBackendError) and not connection_lost(error):
                 line = failure_message(error, self.rank, self.world_size)
-                if not self.local_rank_zero:  # the others have nobody who speaks for them
+                if not self.local_rank_zero:  # rank zero of the machine raises it, others print it
                     print_stderr(line)
                 raise UserError(line) from error
             if "EADDRINUSE" in str(error):
@@ -152,9 +150,9 @@ class Parallel:
 
     @contextlib.contextmanager
     def propagate_errors(self) -> Iterator[None]:
-        """Around the run: where a process dies or fails, one line, and the end of all.
+        """Wraps the run: if a process dies or fails, all end, with one message.
 
-        Raises UserError with the line in the main process; the others leave.
+        Raises UserError with the message in the main process; the others exit.
         """
         try:
             yield
@@ -162,13 +160,13 @@ class Parallel:
             if self.world_size == 1:
                 raise
             is_lost, failed = connection_lost(error), isinstance(error, dist.DistError)
-            is_said = self.local_rank_zero or error is self._error_of_all  # by the command line
+            is_said = self.local_rank_zero or error is self._error_of_all  # printed by the command line
             if self.watch.children:
                 line = self.watch.first_death_message() if is_lost or failed else None
                 self.watch.end_children()
                 if failed:
                     line = line or failure_message(error, self.rank, self.world_size)
-                elif is_lost and isinstance(error, RuntimeError):  # nobody has died: gloo's time is over
+                elif is_lost and isinstance(error, RuntimeError):  # no process died: gloo timed out
                     line = line or lost_message(self.rank, self.world_size)
                 if line:
                     raise UserError(line) from error
@@ -205,21 +203,21 @@ class Parallel:
 
     @property
     def peak_memory(self) -> int:
-        """The most bytes that this process has used so far: of the GPU's memory, or of the host's."""
+        """The peak memory of this process so far in bytes: of the GPU, or of the host."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def seed(self, seed: int) -> None:
-        """Seeds the global random generators, each rank's with another seed."""
+        """Seeds the global random generators, with a different seed on each rank."""
         self.fabric.seed_everything(seed + self.rank, verbose=False)
 
     # -- the model ------------------------------------------------------------------------------------------
 
     def wrap(self, module: nn.Module) -> "WrappedModule":
-        """`module` over all processes, in the run's precision. Its optimizer is made after this.
+        """Wraps `module` for all processes, in the run's precision. Create its optimizer after this.
 
-        Sharded, it comes from the meta device, and its weights have yet to be set.
+        If sharded, `module` must be on the meta device, and its weights must be set afterwards.
         """
         wrapped = self.fabric.setup_module(module, move_to_device=not self.sharded)
         for inner in wrapped.children():
@@ -234,9 +232,9 @@ class Parallel:
 
     @contextlib.contextmanager
     def accumulate(self, module: "WrappedModule", enabled: bool) -> Iterator[None]:
-        """Around a forward and a backward pass whose gradients may stay on this rank, where it is enabled.
+        """Wraps a forward and a backward pass whose gradients may stay on this rank, if enabled.
 
-        Sharded gradients are summed in every pass, unless there is the memory for whole ones.
+        Sharded gradients are reduced in every pass, unless there is memory for unsharded ones.
         """
         if self._gathers_once:
             stay_unsharded(module.module, enabled)
@@ -246,27 +244,27 @@ class Parallel:
         separate_gradients(module)
 
     def zero_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Frees them; DDP's, which are views of its buckets, stay: others would take as much memory again."""
+        """Frees the gradients; DDP's, views of its buckets, are zeroed: new ones would double the memory."""
         optimizer.zero_grad(set_to_none=not self._ddp)
 
     def backward(self, loss_sum: torch.Tensor, count: int) -> None:
         """Adds this rank's part of the gradient of (the sum of all ranks' `loss_sum`) / `count`."""
-        # DDP and FSDP take the mean over ranks; the factor makes it the sum.
+        # DDP and FSDP average over ranks; the factor turns that into the sum.
         self.fabric.backward(loss_sum * (self.world_size / count))
 
     def clip_gradients(self, module: nn.Module, max_norm: float) -> torch.Tensor:
-        """Scales the gradients down to `max_norm` over all parameters; returns the norm before, a scalar."""
+        """Clips gradients to the norm `max_norm` over all parameters; returns the norm before, a scalar."""
         norm = nn.utils.clip_grad_norm_(module.parameters(), max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def state(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
-        """Weights and optimizer state, whole and for rank zero to write; or, sharded, DTensors."""
+        """Weights and optimizer state: unsharded, for rank zero to write, or DTensors if sharded."""
         return module.state_dict(), optimizer.state_dict()
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, state: dict, checkpoint: Path) -> None:
-        """Sets the optimizer to the `state` of a checkpoint, of one process or of any number of them."""
+        """Sets the optimizer to the `state` of a checkpoint, written by any number of processes."""
         state = shard_state(optimizer, join_shards(optimizer, state, checkpoint))
-        # How a step is computed is this device's matter, whichever the checkpoint is from.
+        # How a step is computed depends on this device, not on the one that wrote the checkpoint.
         groups = [
             loaded | {key: own[key] for key in ("fused", "foreach")}
             for loaded, own in zip(state["param_groups"], optimizer.param_groups, strict=True)
@@ -274,7 +272,7 @@ class Parallel:
         optimizer.load_state_dict(state | {"param_groups": groups})
 
     def autocast(self) -> AbstractContextManager:
-        """The run's precision, for a module that is not wrapped."""
+        """A context with the run's precision, for a module that is not wrapped."""
         return self.fabric.autocast()
 
     # -- the data -------------------------------------------------------------------------------------------
@@ -282,8 +280,8 @@ class Parallel:
     def micro_batches(self, n: int, size: int) -> Iterator[tuple[range, bool]]:
         """This rank's share of `n` samples in micro-batches of `size`, and whether each counts.
 
-        Every rank gets as many, since all must make the same calls. Where the samples run out, that is the
-        first micro-batch of all once more (a shape that is compiled already), and it does not count.
+        Every rank gets the same number, since all must make the same calls. If the samples run out, the very
+        first micro-batch is repeated (its shape is already compiled) and does not count.
         """
         rounds = -(-n // (size * self.world_size))
         for i in range(rounds):
@@ -292,8 +290,8 @@ class Parallel:
             yield samples or range(n)[:size], bool(samples)
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A CPU tensor, of any shape and dtype, on this rank's device. To a GPU through pinned memory, and
-        without waiting: what the current stream does next finds it there.
+        """Copies a CPU tensor, of any shape and dtype, to this rank's device; to a GPU from pinned memory and
+        asynchronously, in order with the current stream.
         """
         if self.device.type == "cuda" and not tensor.is_pinned():
             tensor = tensor.pin_memory()
@@ -302,19 +300,19 @@ class Parallel:
     # -- agreement ------------------------------------------------------------------------------------------
 
     def all_reduce_sum(self, *values: torch.Tensor | float) -> list[float]:
-        """Each value summed over all ranks, in float64. Waits for the device."""
+        """Each value summed over all ranks, in float64. Synchronises with the device."""
         return self.all_reduce_sum_async(*values).tolist()
 
     def all_reduce_sum_async(self, *values: torch.Tensor | float) -> torch.Tensor:
-        """`all_reduce_sum` on the device, [n] float64, without waiting for it."""
+        """`all_reduce_sum` on the device, [n] float64, without synchronisation."""
         own = [
             value.double() if isinstance(value, torch.Tensor)
-            # Filled in by a kernel: a copy of a number from the host waits for the device.
+            # Filled by a kernel: copying a number from the host would synchronise.
             else torch.full((), value, dtype=torch.float64, device=self.device)
             for value in values
         ]  # fmt: skip
         sums = torch.stack(own)
-        if self.world_size > 1:  # not by Fabric, which has a barrier before each
+        if self.world_size > 1:  # not by Fabric, which adds a barrier
             dist.all_reduce(sums)
         return sums
 
@@ -341,7 +339,7 @@ class Parallel:
         return result
 
     def on_checkpoint_ranks(self, function: Callable[[], object]) -> None:
-        """`function()` on the ranks that write checkpoints: rank zero, or, sharded, all of them.
+        """Calls `function` on the ranks that write checkpoints: rank zero, or all ranks if sharded.
 
         The first UserError of any is raised on all ranks.
         """
@@ -355,10 +353,10 @@ class Parallel:
             raise
 
     def close(self) -> None:
-        """Ends the group of processes. Nobody may hold the wrapped module any more.
+        """Destroys the process group. There must be no references to the wrapped module any more.
 
-        DDP's reducer must not be the last to hold the group: it would destroy it with the GIL held, and
-        gloo's thread, which is waited for there, may be waiting for the GIL.
+        DDP's reducer must not hold the last reference to the group: it would destroy it while holding the
+        GIL, and wait for gloo's thread, which may be waiting for the GIL.
         """
         if dist.is_available() and dist.is_initialized():
             self.fabric.barrier()
@@ -367,7 +365,7 @@ class Parallel:
 
 
 def _difference_message(everyone: list[tuple[Machine, dict[str, object]]]) -> str | None:
-    """The line on what the processes would not do alike; None where there is nothing. By rank."""
+    """The message on the settings that differ between processes, by rank; None if none does."""
     for name in everyone[0][1]:
         values = [str(settings.get(name)) for _, settings in everyone]
         if len(set(values)) > 1:
@@ -385,7 +383,7 @@ def _difference_message(everyone: list[tuple[Machine, dict[str, object]]]) -> st
 
 
 def _ranks(values: list[str]) -> str:
-    """`ddp: 0, 2; fsdp: 1`: which ranks have which of the `values`, which are by rank."""
+    """Which ranks have which of the `values` (by rank), as `ddp: 0, 2; fsdp: 1`."""
     return "; ".join(
         f"{value}: {', '.join(str(rank) for rank, other in enumerate(values) if other == value)}"
         for value in dict.fromkeys(values)

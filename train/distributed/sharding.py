@@ -1,10 +1,10 @@
 """FSDP2: every process holds a part of each parameter, of its gradient and of its optimizer state.
 
 A block's parameters are all-gathered right before its forward and its backward pass, and its gradient is
-reduce-scattered right after, in every micro-batch: what a device holds unsharded is two blocks at a time, and
-the embeddings. Where the memory allows it (`gathers_once`), parameters are gathered in a step's first micro-
-batch, gradients reduce-scattered in its last, and both unsharded until then. All of it is fp32 (bf16 where
-the run's precision is bf16-true), and autocast casts as under DDP: the losses are those of DDP.
+reduce-scattered right after, in every micro-batch: a device holds two blocks and the embeddings unsharded at
+a time. If memory allows it (`gathers_once`), parameters are gathered in a step's first micro-batch, gradients
+reduce-scattered in its last, and both stay unsharded until then. All of it is fp32 (bf16 if the run's
+precision is bf16-true), and autocast casts as with DDP, so the losses are those of DDP.
 """
 
 from pathlib import Path
@@ -31,14 +31,14 @@ def shard(module: nn.Module, mesh: DeviceMesh, reduce_bf16: bool, gathers_once: 
 
 
 def stay_unsharded(module: nn.Module, enabled: bool) -> None:
-    """Whether parameters and gradient of a sharded module stay unsharded after its next backward pass."""
+    """Sets whether a sharded module's parameters and gradient stay unsharded after its next backward pass."""
     assert isinstance(module, FSDPModule)
     module.set_requires_gradient_sync(not enabled)
     module.set_reshard_after_backward(not enabled)
 
 
 def split_shards(state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """An optimizer's state dict as the DTensors in it, by name, and the rest, with None in their places."""
+    """Splits an optimizer's state dict into its DTensors, by name, and the rest, with None in their place."""
     tensors: dict[str, torch.Tensor] = {}
     rest: dict[int, dict[str, Any]] = {}
     for index, values in state["state"].items():
@@ -48,9 +48,9 @@ def split_shards(state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[s
 
 
 def join_shards(optimizer: torch.optim.Optimizer, state: dict[str, Any], shards: Path) -> dict[str, Any]:
-    """The inverse of `split_shards`: with the tensors in the folder `shards`, sharded as the parameters.
+    """The inverse of `split_shards`: reads the tensors from the folder `shards`, sharded like the parameters.
 
-    Raises UserError where a shard is missing or damaged.
+    Raises UserError if a shard is missing or damaged.
     """
     parameters = _parameters(optimizer)
     into = {
@@ -69,7 +69,7 @@ def join_shards(optimizer: torch.optim.Optimizer, state: dict[str, Any], shards:
 
 
 def shard_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state dict with its whole tensors sharded as the parameters are."""
+    """An optimizer's state dict with its unsharded tensors sharded like the parameters."""
     parameters = _parameters(optimizer)
 
     def divide(index: int, value: Any) -> Any:
@@ -78,7 +78,7 @@ def shard_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict
             return value
         if value.shape != like.shape:
             return value
-        # No process sends: each takes its part of its own copy.
+        # No communication: each process takes its part of its own copy.
         value = value.to(like.device_mesh.device_type)
         return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
 
@@ -90,10 +90,10 @@ def shard_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict
 
 
 def _name(index: int, key: str) -> str:
-    """Of one parameter's optimizer state, in the shards."""
+    """The name of an entry of one parameter's optimizer state in the shards."""
     return f"{OPTIMIZER}{index}.{key}"
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """By index, as in the optimizer's state dict."""
+    """The parameters by index, as in the optimizer's state dict."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

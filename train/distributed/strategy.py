@@ -1,4 +1,4 @@
-"""How the devices of a run share its model: each has all of it (DDP), or a part (FSDP)."""
+"""Chooses how the devices of a run share its model: each has all of it (DDP), or a part (FSDP)."""
 
 from dataclasses import replace
 
@@ -11,9 +11,8 @@ from lingpt.train.memory_fit import fits, memory_needed
 
 
 def choose_strategy(machine: Machine, config: Config, recipe: Recipe) -> tuple[Machine, str | None]:
-    """`machine` with the strategy that the recipe asks for, or that its memory asks for, and why it is that.
-
-    None for the reason where there was no choice.
+    """`machine` with the recipe's strategy, or else the one that its memory needs; and the reason, or None if
+    there is nothing to explain.
     """
     wanted, n = recipe.train.strategy, machine.world_size
     if n == 1:
@@ -34,8 +33,8 @@ def choose_strategy(machine: Machine, config: Config, recipe: Recipe) -> tuple[M
             f"strategy: FSDP over {n} devices, for the whole model needs about {scaled(ddp, 'B')} {has} "
             f"each, and a part {scaled(fsdp, 'B')}"
         )
-    # Where there is room, the devices communicate once a step; but FSDP2 would then sum the gradients of the
-    # micro-batches in bf16, too, where those of the devices are.
+    # If memory allows, devices communicate once per step; but with `reduce_bf16`, FSDP2 would then accumulate
+    # the gradients of the micro-batches in bf16, too.
     once = memory_needed(config, recipe, machine.precision, over=n, gathers_once=True)["total"]
     if fits(once, room) and recipe.train.reduce_bf16:
         often = (

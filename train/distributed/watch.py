@@ -1,11 +1,10 @@
-"""The processes of a machine watch each other: where one dies, the others end within seconds, with one line.
+"""The processes of a machine watch each other: if one dies, the others end within seconds, with one message.
+ A process that waits for a dead one would wait until the process group's timeout (NCCL), or fail with its own
+traceback (gloo). The main process, from which Lightning starts the others, sees them end; the others, and
+those of torchrun, see their parent end. (Lightning's own observer kills the main process with SIGKILL, so
+without a message.) Tasks of SLURM have no such parent: `srun --kill-on-bad-exit=1` ends them.
 
-A process that waits for a dead one waits for as long as the process group's timeout (NCCL), or fails with a
-traceback of its own (gloo). The main process, which Lightning starts the others from, sees them end; the
-others, and those of torchrun, see their parent go. (Lightning's own observer kills the main process with
-SIGKILL, and so without a word.) Tasks of SLURM have nobody to watch: `srun --kill-on-bad-exit=1` ends them.
-
-One that hangs is found by its heartbeats (train/distributed/heartbeats.py), by all of them.
+A process that hangs is found by all others through heartbeats (train/distributed/heartbeats.py).
 """
 
 import contextlib
@@ -23,13 +22,13 @@ from lingpt.train.console import print_stderr
 from lingpt.train.distributed.failures import RESUME_HINT, lost_message, straggler_message
 from lingpt.train.distributed.heartbeats import Heartbeats
 
-POLL_SECONDS = 0.5  # seconds between looks at parent and children
+POLL_SECONDS = 0.5  # seconds between checks of parent and children
 GRACE = 5.0  # seconds for a process to end by itself, and say why
-_MAIN = "LINGPT_MAIN_PID"  # in the environment of the processes that the main process starts
+_MAIN = "LINGPT_MAIN_PID"  # environment variable of the processes that the main process starts
 
 
 class Watch:
-    """Watches this process's parent, where it is one of several, and then its children, if it starts any."""
+    """Watches this process's parent, if it is one of several, and its children, if it starts any."""
 
     def __init__(self) -> None:
         self.children: list[subprocess.Popen] = []
@@ -44,10 +43,10 @@ class Watch:
 
     @contextlib.contextmanager
     def launched_by(self, launcher: Any) -> Iterator[None]:
-        """Around a launch: watches the processes that Lightning's `launcher` starts, from their start on.
+        """Wraps a launch: watches the processes that Lightning's `launcher` starts, from their start on.
 
-        They are taken from its list, within the seconds after which its own observer would look there. Where
-        the launch fails they end with it: one that is still importing would wait for this one in vain.
+        They are removed from its list before its own observer first looks there. If the launch fails, they
+        are ended: one that is still importing would wait for this process in vain.
         """
         launched, count = getattr(launcher, "procs", []), getattr(launcher, "num_processes", 1) - 1
         over, taken = threading.Event(), threading.Event()
@@ -62,7 +61,7 @@ class Watch:
 
         threading.Thread(target=take, name="watch-children", daemon=True).start()
         failed = True
-        os.environ[_MAIN] = str(os.getpid())  # which those that are started now inherit
+        os.environ[_MAIN] = str(os.getpid())  # inherited by the processes started now
         try:
             yield
             failed = False
@@ -76,10 +75,10 @@ class Watch:
     def start_straggler_detection(
         self, heartbeats: Heartbeats, collectives: Callable[[], int], speaks: bool
     ) -> None:
-        """From here on ends a process that waits for another one for too long; one of them says which.
+        """From now on, ends this process if it waits too long for another one; one process reports which.
 
-        collectives: how many this process has come to. speaks: for its machine, where the store that
-        they would agree in is gone.
+        collectives: gives the number of collectives this process has reached. speaks: whether it prints for
+        its machine if the store, by which processes agree, is gone.
         """
         args = (heartbeats, collectives, speaks)
         threading.Thread(
@@ -87,19 +86,19 @@ class Watch:
         ).start()
 
     def stop(self) -> None:
-        """From here on everyone may end, and `collectives` is not called any more."""
+        """Stops watching: processes may end from now on, and `collectives` is not called any more."""
         with self._counting:
             self._stopped.set()
 
     def report_once(self, line: str) -> None:
-        """Prints why the run ends, once; an empty line: another process says it."""
+        """Prints why the run ends, only once; with an empty line, another process prints it."""
         with self._report_lock:
             if line and not self._reported:
                 print_stderr(line)
             self._reported = True
 
     def first_death_message(self) -> str | None:
-        """The line on the first process that died, if one does within `GRACE` seconds."""
+        """The message on the first process that died, if one dies within `GRACE` seconds; else None."""
         until = time.monotonic() + GRACE
         while self.children and not self._died and time.monotonic() < until:
             time.sleep(0.05)
@@ -111,8 +110,8 @@ class Watch:
             child.kill()
 
     def exit_silently(self) -> None:
-        """Ends a process that cannot go on, in silence, once its parent has had the time to say why."""
-        with contextlib.suppress(KeyboardInterrupt):  # torchrun's SIGTERM, since another has died
+        """Ends this process without a message, after giving its parent time to say why."""
+        with contextlib.suppress(KeyboardInterrupt):  # torchrun's SIGTERM, as another process has died
             time.sleep(GRACE if self._has_parent else 0)
         self._exit(1)
 
@@ -129,10 +128,10 @@ class Watch:
             for number, child in enumerate(self.children, start=1):
                 if child.poll():
                     who = f"process {number} of {len(self.children) + 1} (pid {child.pid})"
-                    # One that ended with 2 has said what is to be changed.
+                    # A process that exited with 2 has printed what the user must change.
                     way = RESUME_HINT if child.returncode != 2 else "the run ends"
                     self._died = f"{who} {_ending_message(child.returncode)}: {way}"
-                    # The main thread may be about to end with a line of its own, or wait in vain.
+                    # The main thread may be about to end with its own message, or wait in vain.
                     if not self._stopped.wait(GRACE):
                         self.report_once(self._died)
                         self.end_children()
@@ -148,7 +147,7 @@ class Watch:
             threading.Thread(target=self._limit_answer, args=args, name="watch-store", daemon=True).start()
             try:
                 line = heartbeats.beat(count)
-            except RuntimeError:  # the store is gone, and with it the process that keeps it
+            except RuntimeError:  # the store is gone, with the process that hosts it
                 # The main thread may be about to say so, or wait in vain.
                 if not self._stopped.wait(GRACE):
                     self.report_once(lost_message(heartbeats.rank, heartbeats.world_size) if speaks else "")
@@ -162,9 +161,9 @@ class Watch:
     def _limit_answer(
         self, answered: threading.Event, heartbeats: Heartbeats, collectives: Callable[[], int], speaks: bool
     ) -> None:
-        """Ends a run that stands still while its store does not answer: one that is stopped never does."""
+        """Ends a run that makes no progress while its store does not answer, as its process was stopped."""
         count, still = None, 0.0
-        while still < 0.9 * heartbeats.seconds:  # others are asked from a tenth of it on
+        while still < 0.9 * heartbeats.seconds:  # the store is read only after a tenth of it
             if answered.wait(heartbeats.interval):
                 return
             before, count = count, self._count(collectives)
@@ -172,34 +171,34 @@ class Watch:
                 return
             still = still + heartbeats.interval if count == before else 0.0
         where = f"on {os.environ.get('MASTER_ADDR')}, which does not answer"
-        speaks = speaks or heartbeats.rank == 1  # beside rank zero, which is stopped
+        speaks = speaks or heartbeats.rank == 1  # rank zero is stopped and cannot speak
         self._end(straggler_message(0, heartbeats.world_size, where, heartbeats.seconds) if speaks else "")
 
     def _count(self, collectives: Callable[[], int]) -> int | None:
-        """What `collectives` says; None once everyone may end, when it may not be called any more."""
+        """The result of `collectives`; None after `stop`, when it must not be called any more."""
         with self._counting:
             return None if self._stopped.is_set() else collectives()
 
     def _end(self, line: str) -> None:
-        """Says why the run ends, and ends this process and those that it has started."""
+        """Prints why the run ends, and ends this process and its children."""
         self.report_once(line)
         if self.children:
             self.end_children()
             return self._exit(2)
-        time.sleep(GRACE)  # the others hear that it is said
+        time.sleep(GRACE)  # lets the others see that it was reported
         self._exit(1)
 
     def _exit(self, code: int) -> None:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        os._exit(code)  # the main thread waits in a collective, deaf to everything
+        os._exit(code)  # the main thread is blocked in a collective
 
 
 def _parent() -> int:
-    """Who started this process, or is its parent now: the one that did may have died while it imported."""
+    """The pid of the process that started this one, which may have died since; else of its current parent."""
     if main := os.environ.pop(_MAIN, None):
         return int(main)
-    pid, parent = STARTED  # another process's in one that has been forked since
+    pid, parent = STARTED  # of another process if this one was forked since
     return parent if "TORCHELASTIC_RUN_ID" in os.environ and pid == os.getpid() else os.getppid()
 
 

@@ -9,7 +9,7 @@ import torch
 from lingpt.kernels.linear_attention import LinearAttentionState, linear_attention
 from lingpt.kernels.linear_attention.chunkwise import CHUNK
 from lingpt.tests import oracles
-from lingpt.tests.oracles import FORMS, assert_same, by_definition, relative
+from lingpt.tests.oracles import FORMS, assert_same, by_definition, randn, relative
 
 AROUND_A_CHUNK = (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 7)
 
@@ -150,6 +150,38 @@ def test_rows_without_direction_or_against_it_stay_within_the_values(backend, dt
     torch.testing.assert_close(o[:, :, 3].double(), mean, rtol=rounding, atol=rounding)
 
 
+@pytest.mark.parametrize("decay", [None, [-0.1, -0.2]])
+@pytest.mark.parametrize("backend", FORMS)
+def test_a_key_that_is_nan_reaches_no_earlier_token(backend, decay):
+    """Guards: a mask that multiplies: 0 · NaN is NaN."""
+    q, k, v = (randn(1, 8, 2, 4, seed=seed) for seed in range(3))
+    k[0, 5] = float("nan")
+    o = linear_attention(q, k, v, log_decay=decay, backend=backend)
+    assert o[:, :5].isfinite().all() and o[:, 5:].isnan().all()
+
+
+@pytest.mark.parametrize("backend", FORMS)
+def test_what_comes_out_is_laid_out_alike(backend):
+    """Guards: `o.view(B, N, H * D)` failed with one backend; and resetting the count of one sequence, in
+    place, reset that of all."""
+    q, k, v = (randn(2, 8, 2, 4, seed=seed) for seed in range(3))
+    o, state = linear_attention(q, k, v, return_state=True, backend=backend)
+    assert o.is_contiguous() and all(x.is_contiguous() for x in state)
+
+
+@pytest.mark.parametrize("backend", FORMS)
+def test_a_form_runs_without_data_and_in_one_graph(backend):
+    """On the meta device, and compiled. Guards: the reference did neither."""
+    q, k, v = (randn(2, 8, 2, 4, seed=seed) for seed in range(3))
+    assert linear_attention(*(x.to("meta") for x in (q, k, v)), backend=backend).shape == q.shape
+
+    def attend(q):
+        return linear_attention(q, k, v, backend=backend)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q), attend(q))
+
+
 def test_a_long_sequence_does_not_drift():
     """The state is summed in fp32: a count in bf16 would stop at 256."""
     x = inputs(32768, B=1, H=1, D=16, dtype=torch.float32)
@@ -186,6 +218,20 @@ def test_one_token_with_a_state_decodes_recurrently_on_a_cpu(monkeypatch):
     assert not called
     linear_attention(q, k, v, initial_state=some_state())
     assert called
+
+
+def test_a_program_that_carries_a_state_is_exported(tmp_path):
+    class Step(torch.nn.Module):
+        def forward(self, q, k, v, state):
+            return linear_attention(q, k, v, initial_state=state, return_state=True)
+
+    q, k, v = (randn(1, 3, 2, 4, seed=seed) for seed in range(3))
+    state = linear_attention(q, k, v, return_state=True)[1]
+    torch.export.save(torch.export.export(Step(), (q, k, v, state)), tmp_path / "step.pt2")
+    o, final = torch.export.load(tmp_path / "step.pt2").module()(q, k, v, state)
+    expected = Step()(q, k, v, state)
+    assert isinstance(final, LinearAttentionState)
+    torch.testing.assert_close((o, *final), (expected[0], *expected[1]))
 
 
 def test_a_state_is_saved_and_loaded(tmp_path):

@@ -134,6 +134,57 @@ def test_a_second_derivative_is_refused_and_not_silently_wrong():
     assert q.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("backend", ["reference", "recurrent"])
+def test_a_second_derivative_at_a_row_of_zeros(backend):
+    """Guards: it was NaN: a norm, which is squared again, has none there."""
+    q, k, v, *_ = leaves(5)
+    with torch.no_grad():
+        q[0, 2, 0], k[0, 3, 1] = 0.0, 0.0
+    o = linear_attention(q, k, v, backend=backend)
+    first = torch.autograd.grad(o.square().sum(), (q, k), create_graph=True)
+    assert all(x.isfinite().all() for x in torch.autograd.grad(sum(x.square().sum() for x in first), (q, k)))
+
+
+def test_gradients_of_a_batch_of_losses():
+    """`is_grads_batched`, which jacobians use. Guards: it reached the analytical backward unmapped."""
+    q, k, v, *_ = leaves(5)
+    o = linear_attention(q, k, v, backend="chunkwise")
+    do = torch.stack([o.detach(), torch.ones_like(o)])
+    batched = torch.autograd.grad(o, (q, k, v), do, is_grads_batched=True, retain_graph=True)
+    for i in range(2):
+        alone = torch.autograd.grad(o, (q, k, v), do[i], retain_graph=True)
+        torch.testing.assert_close(tuple(x[i] for x in batched), alone)
+
+
+def test_what_only_the_definition_can_do_is_refused_with_its_name():
+    """Forward mode and torch.func. Guards: PyTorch's own message named neither the operator nor a way out."""
+    q, k, v = (x.detach() for x in leaves(5)[:3])
+
+    def loss(q, backend="chunkwise"):
+        return linear_attention(q, k, v, backend=backend).sum()
+
+    for derive in (
+        lambda: torch.func.grad(loss)(q),
+        lambda: torch.func.jvp(loss, (q,), (q,)),
+        lambda: torch.vmap(torch.func.grad(loss))(torch.stack([q, q])),
+    ):
+        with pytest.raises(RuntimeError, match=r"linear_attention has neither .* backend='reference' has"):
+            derive()
+    assert torch.func.grad(loss)(q, "reference").isfinite().all()
+
+
+@pytest.mark.parametrize("backend", FORMS)
+def test_no_tokens_have_gradients_and_their_own_state(backend):
+    """Guards: token by token, o was v itself, and the state the one that was given."""
+    q, k, v, _, state = leaves(0)
+    given = LinearAttentionState(*state)
+    o, final = linear_attention(q, k, v, initial_state=given, return_state=True, backend=backend)
+    (o.sum() + sum(x.sum() for x in final)).backward()
+    assert all(x.grad.shape == x.shape for x in (q, k, v))
+    for x, old in zip(final, given, strict=True):
+        assert torch.equal(x, old) and x.data_ptr() != old.data_ptr() and old.grad.eq(1).all()
+
+
 def test_saved_for_backward_is_linear_in_the_length():
     """q, k, v and o of N·D each, normaliser and norms of N: no state per chunk, no weights."""
     q, k, v, *_ = leaves(512, H=2, D=16, dtype=torch.float32)

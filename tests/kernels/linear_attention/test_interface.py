@@ -57,6 +57,13 @@ def rope(R=4):
     return angle.cos(), angle.sin()
 
 
+def test_numbers_of_other_packages_are_numbers():
+    q, k, v = tensors()
+    numpy = torch.tensor([0.5, -0.25]).numpy()  # its items are np.float32
+    found = linear_attention(q, k, v, numpy[0], log_decay=[numpy[1]] * H)
+    assert torch.equal(found, linear_attention(q, k, v, 0.5, log_decay=[-0.25] * H))
+
+
 # torch.library and torch.compile
 
 
@@ -424,7 +431,27 @@ WRONG = {
     "integers": (lambda q, k, v: linear_attention(q.int(), k.int(), v.int()), "dtype"),
     "devices": (lambda q, k, v: linear_attention(q, k.to("meta"), v), "device"),
     "b too large": (lambda q, k, v: linear_attention(q, k, v, 1.5), "at most 1"),
-    "b no number": (lambda q, k, v: linear_attention(q, k, v, float("nan")), "at most 1"),
+    "b no number": (lambda q, k, v: linear_attention(q, k, v, float("nan")), "b must be finite; got nan"),
+    "a no number": (
+        lambda q, k, v: linear_attention(q, k, v, a=float("inf"), normalize=False),
+        "a must be finite; got inf",
+    ),
+    "b of two lines": (
+        lambda q, k, v: linear_attention(q, k, v, q[0, :2, 0].numpy()),
+        "b must be a number or a tensor",
+    ),
+    "a flag that is none": (
+        lambda q, k, v: linear_attention(q, k, v, normalize=None),
+        "normalize must be True or False; got None",
+    ),
+    "eight bits": (
+        lambda q, k, v: linear_attention(*(x.to(torch.float8_e4m3fn) for x in (q, k, v))),
+        "one dtype, bf16, fp16, fp32 or float64; got torch.float8_e4m3fn",
+    ),
+    "angles as integers": (
+        lambda q, k, v: linear_attention_qkv(torch.stack((q, k, v), 2), *(x.int() for x in rope())),
+        "cos and sin must be floating point",
+    ),
     "b's shape": (lambda q, k, v: linear_attention(q, k, v, torch.ones(H + 1)), "b must be"),
     "b's dtype": (lambda q, k, v: linear_attention(q, k, v, torch.ones(H).int()), "b must be"),
     "b's device": (lambda q, k, v: linear_attention(q, k, v, torch.ones(H, device="meta")), "b must be"),

@@ -78,15 +78,17 @@ def test_a_reset_is_a_new_beginning_exactly(backend, at):
 @pytest.mark.parametrize("backend", FORMS)
 def test_packed_sequences_are_as_separate_calls(backend, normalize):
     """The docstring's way from FlashAttention's `cu_seqlens`: outputs and all gradients, sequences
-    of one token and over a chunk's edge among them."""
+    of one token, over a chunk's edge and, at the end, of none among them."""
+    total = 2 * CHUNK + 33
     cu_seqlens = torch.tensor(
-        [0, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 30, 2 * CHUNK + 33], dtype=torch.int32
+        [0, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 30, total, total], dtype=torch.int32
     )
-    leaves = [x.flatten(0, 1)[: cu_seqlens[-1]].detach().requires_grad_() for x in inputs(2 * CHUNK)]
+    leaves = [x.flatten(0, 1)[:total].detach().requires_grad_() for x in inputs(2 * CHUNK)]
     q, k, v, gate = leaves
     b = torch.tensor([0.9, -0.5, 0.2], dtype=torch.float64, requires_grad=True)
     options = dict(normalize=normalize, backend=backend)
-    log_decay = gate[None].index_fill(1, cu_seqlens[:-1].long(), RESET)
+    log_decay = torch.nn.functional.pad(gate, (0, 0, 0, 1))[None]
+    log_decay = log_decay.index_fill(1, cu_seqlens.long(), RESET)[:, :total]
     packed = linear_attention(q[None], k[None], v[None], b, log_decay=log_decay, **options)[0]
     pieces = zip(*(x.split(cu_seqlens.diff().tolist()) for x in leaves), strict=True)
     separate = [
