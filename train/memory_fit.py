@@ -105,7 +105,7 @@ def out_of_memory(machine: Machine, config: Config, recipe: Recipe) -> Iterator[
 
 
 def too_small_message(machine: Machine, config: Config, recipe: Recipe) -> str:
-    """What `recipe` needs of a device by the estimate, what the device has, and what would fit."""
+    """A message: the memory that `recipe` needs by the estimate, what a device has, and what would fit."""
     need = memory_here(machine, config, recipe)["total"]
     others = " (does something else use it?)" if fits(need, machine.memory) else ""
     return (

@@ -66,10 +66,10 @@ def test_a_failing_disk_is_one_line(tmp_path):
 
 @pytest.mark.parametrize(("read", "text"), [(read_json, "{"), (read_yaml, "a: [1\n")])
 def test_what_cannot_be_read_is_one_line_with_the_file(tmp_path, read, text):
-    with pytest.raises(UserError, match=r"cannot read .*nowhere: No such file"):
+    with pytest.raises(UserError, match=r"cannot read .*nowhere \(No such file"):
         read(tmp_path / "nowhere")
     write_text(tmp_path / "broken", text)
-    with pytest.raises(UserError, match=r"broken is .*no (JSON|YAML)") as error:
+    with pytest.raises(UserError, match=r"broken is .*not (JSON|YAML)") as error:
         read(tmp_path / "broken")
     assert "\n" not in str(error.value)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\xfa")

@@ -105,7 +105,7 @@ def test_a_half_written_checkpoint_is_never_chosen(how, tmp_path, tokenizer, cap
         assert re.fullmatch(line if newest.exists() else "", capsys.readouterr().err)
     assert find_model_folder(run).name == "step-00000010" and bool(capsys.readouterr().err) == newest.exists()
     if newest.exists():
-        with pytest.raises(UserError, match="no whole checkpoint"):
+        with pytest.raises(UserError, match="not a complete checkpoint"):
             Checkpoint.open(newest)
 
 

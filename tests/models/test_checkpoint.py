@@ -119,12 +119,12 @@ def damage_foreign_config(folder):
     [
         (damage_nothing_there, "no model in .*: there is no such folder"),
         (damage_truncated_weights, "model.safetensors is missing, damaged"),
-        (damage_truncated_config, "config.json is damaged or no JSON"),
+        (damage_truncated_config, "config.json is damaged or not JSON"),
         (damage_other_weights, "weights were trained with one that they do not name"),
         (damage_missing_tensor, "transformer.h.1.mlp.fc.bias is missing"),
         (damage_other_size, r"does not hold a 'small': lm_head.weight is \[128, 64\], not \[128, 32\]"),
         (damage_unknown_key, "unknown key 'colour'"),
-        (damage_foreign_config, "no LinGPT model folder"),
+        (damage_foreign_config, "not a LinGPT model folder"),
     ],
 )
 def test_a_damaged_folder_is_one_line(small, tmp_path, damage, message):

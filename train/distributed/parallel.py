@@ -325,7 +325,7 @@ class Parallel:
         return [value] if self.world_size == 1 else all_gather_object(value)
 
     def on_rank_zero(self, function: Callable[[], T]) -> T:
-        """`function()` on rank zero; its result, or its UserError, on all ranks: none is left waiting."""
+        """`function()` on rank zero; all ranks get its result or its UserError, so none is left waiting."""
         outcome: list[T | UserError] = []
         if self.rank == 0:
             try:
