@@ -25,7 +25,7 @@ from lingpt.eval.table2 import (
 from lingpt.eval.tables import Table, draw_tables
 
 LESS_NOTE = (
-    "To softmax: less softmax's of the same model on the same documents, ± one standard error of the paired "
+    "To softmax: minus softmax's of the same model on the same documents, ± one standard error of the paired "
     "difference over documents and, of several seeds, over these."
 )
 
@@ -171,7 +171,7 @@ def _position_differences_table(results: Sequence[dict[str, Any]]) -> Table:
     head = ["Mechanism", "Run", "Text", "Documents", *(f"≤ {end:,}" for end in ends)]
     compared = [r for r in results if any(r is one for one, *_ in found)]
     notes = [LESS_NOTE, *comparison_notes(compared, results)]
-    return Table("Loss by position, less softmax's", head, rows, notes)
+    return Table("Loss by position, minus softmax's", head, rows, notes)
 
 
 def _loss(group: dict[str, Any]) -> str:

@@ -40,7 +40,7 @@ NOTES = (
     "The paper heads two columns ARC-E without saying how they differ; our one ARC-Easy score is in both.",
 )
 DIFFERENCE_NOTE = (
-    "Difference: accuracy less softmax's of the same model, in points, over the same questions, with the "
+    "Difference: accuracy minus softmax's of the same model, in points, over the same questions, with the "
     "[95 % interval] of a paired bootstrap or, of several seeds, ± a standard error over questions, paired, "
     "and seeds."
 )

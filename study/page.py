@@ -16,6 +16,7 @@ from lingpt.study.page_setting import texts_that_differ, what_it_cannot_tell, wh
 from lingpt.study.runs import StudyRun, read_rate_search
 
 PAGE, READING, TITLE = "README.md", "reading.md", "# Study "
+MQAR = "mqar/mqar.md"
 
 
 def write_page(
@@ -42,7 +43,9 @@ def write_page(
     rates = read_rate_search(rate_runs)
     losses, odd = loss_sections(study, folder, rates, done, records, baseline) if done else ([], [])
     texts = texts_that_differ(done, records)
-    notes = list(dict.fromkeys([*excluded, *failed, *unscored, *left_out(results), *unread, *texts, *odd]))
+    mqar = ["MQAR: not trained"] if study.mqar is not None and not (folder / MQAR).exists() else []
+    notes = [*excluded, *failed, *unscored, *left_out(results), *unread, *texts, *odd, *mqar]
+    notes = list(dict.fromkeys(notes))
     for line in notes:
         if line not in failed:
             print(f"not in the tables: {line}")
@@ -98,8 +101,7 @@ def _score_sections(study: Study, folder: Path, results: Sequence[dict[str, Any]
 
 
 def _mqar(folder: Path) -> str:
-    text = folder / "mqar" / "mqar.md"
-    if not text.exists():
+    if not (folder / MQAR).exists():
         return ""
-    table = text.read_text(encoding="utf-8").strip()
+    table = read_text(folder / MQAR).strip()
     return f"## Associative recall (MQAR)\n\n![MQAR](mqar/mqar.png)\n\n{table}"

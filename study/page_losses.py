@@ -201,7 +201,7 @@ def _loss_table(study: Study, rows: list[dict[str, Any]]) -> Table:
             *less,
         ]
         body.append(cells + (_speed(row) if study.runs_per_device == 1 else []))
-    head = ["Row", "Parameters", "Rate", "Seeds", "Validation loss", *(f"less {name}'s" for name in compared)]
+    head = ["Row", "Parameters", "Rate", "Seeds", "Validation loss", *(f"minus {name}" for name in compared)]
     notes = ["Loss in nats per token of held-out text; ± the standard deviation over seeds."]
     if any(row["deviation"] is not None for row in rows) and compared:
         notes[0] += " Differences of means ± their standard error (Welch)."

@@ -110,7 +110,7 @@ def test_the_notes_name_what_is_compared():
         for result in results:
             result["scores"] = {"loss_by_position (x)": entry} if result in scored else {}
         less = suite_tables(results)[-1]
-        assert less.title == "Loss by position, less softmax's"
+        assert less.title == "Loss by position, minus softmax's"
         assert less.notes[1:] == [f"Compared with softmax-seed0, step 4: {named}."]
 
 

@@ -183,7 +183,7 @@ def test_what_a_run_gets(tmp_path, tokenizer, texts, capsys):
     assert rows[0][3] == "5" and " ± " in rows[0][4] and rows[-1][:3] == ["Unigram", "", "stories"]
     bits = {row[1]: row for row in tables["Bits per byte"].rows}
     assert tables["Bits per byte"].head[-2:] == ["stories", "to softmax"] and "±" in bits[rows[0][1]][-1]
-    less = tables["Loss by position, less softmax's"]
+    less = tables["Loss by position, minus softmax's"]
     assert [row[:4] for row in less.rows] == [rows[0][:4]] and "±" in less.rows[0][-1]
     older = copy.deepcopy(results)
     for result in older:

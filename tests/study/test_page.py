@@ -20,7 +20,7 @@ def test_what_goes_wrong_is_named_and_the_rest_is_shown(here, capsys):
     """A run missing, unfinished, diverged, of another attention; scores damaged: a line each, on the page and
     on the terminal."""
     rows = ["softmax", "ours", "gla", "ours-decay", "ours-gated"]
-    write(TINY | {"learning_rates": [], "seeds": 1, "attentions": rows})
+    write(TINY | {"learning_rates": [], "seeds": 1, "attentions": rows, "mqar": {}})
     folder = Path("runs/study-tiny")
     fake_run("softmax-seed0")
     fake_run("ours-seed0", steps=3)
@@ -36,6 +36,7 @@ def test_what_goes_wrong_is_named_and_the_rest_is_shown(here, capsys):
         "ours-seed0 is unfinished: step 3 of 4",
         "gla-seed0 diverged at step 4: its loss was not finite",
         "not trained: ours-decay-seed0",
+        "MQAR: not trained",
         "ours-gated-seed0 was trained with ours, and its row is ours-gated: give the study another --name",
         "step-00000004.json is damaged",
     ):
@@ -384,7 +385,7 @@ def test_all_tables_compare_with_one_softmax(here, baseline):
     assert main([*COMMAND, "--stages", "page"]) == 0
     page = Path("runs/study-tiny/README.md").read_text()
     other = {"softmax": "high", "high": "softmax"}[baseline]
-    assert f"less {baseline}'s" in page
+    assert f"minus {baseline}" in page
     compared = re.search("^Compared with (.*)-seed0, step 4: (.*)\\.$", page, re.M)
     assert compared[1] == baseline and set(compared[2].split(", ")) == {"ours-seed0", f"{other}-seed0"}
     assert f"× {baseline}'s time" in page
