@@ -1,5 +1,6 @@
 """Cross-entropy of rows of logits and its gradient, in place: a Triton kernel.
- A block reads its row twice, the second time from a cache, and writes it once. It is memory-bound, by reading
+
+A block reads its row twice, the second time from a cache, and writes it once. It is memory-bound, by reading
 and writing the logits once: an element costs only two exponentials (base 2) and ten other instructions.
 """
 

@@ -38,9 +38,10 @@ _library = torch.library.Library("lingpt", "FRAGMENT")
 class CustomOp(Generic[C]):
     """The parts of an operator.
 
-    forward: call → outputs. fake_forward: the same on tensors without data. backward: (call, saved outputs,
-    gradient or None of each differentiable output) → a gradient for each field
-        in `gradients_of`, or None.
+    forward: call → outputs.
+    fake_forward: the same on tensors without data.
+    backward: (call, saved outputs, gradient or None of each differentiable output) → a gradient for each
+        field in `gradients_of`, or None.
     flops: FLOPs of forward, from a call with shapes instead of tensors; backward counts twice that.
     outputs: the names of the outputs; `saved` (the first few) are kept for backward, `constant` have no
         gradient.
@@ -142,7 +143,7 @@ def _register_autograd(
     def refuse(ctx, *_):
         raise RuntimeError(f"{op.name} has no second derivative; backend='reference' has")
 
-    def refuse_transform(*_):
+    def refuse_transform(ctx, *_):
         what = "neither forward mode nor torch.func's derivatives"
         raise RuntimeError(f"{op.name} has {what}; backend='reference' has")
 
@@ -177,8 +178,8 @@ def _register_autograd(
         backward = staticmethod(refuse)
 
     def forward_autograd(*args):
-        if transforms_active():  # of torch.func, but for vmap, which has been taken apart by now
-            refuse_transform()
+        if transforms_active():  # torch.func's, except vmap, which is already resolved
+            refuse_transform(None)
         return _filled(Forward.apply(is_unobserved(args), *args))
 
     _library.impl(f"{op.name}_fwd", forward_autograd, "Autograd")

@@ -1,10 +1,12 @@
 """Compiles fla-core's GLA kernels in parallel and autotunes them before the first step.
- At its first call at a size each kernel tries all of its configurations, 314 in all: Triton compiles one,
+
+At its first call at a size each kernel tries all of its configurations, 314 in all: Triton compiles one,
 times it, and continues with the next, for minutes on one core. Here the same configurations are compiled
 first, in one process per core, into Triton's disk cache; those that take too long are left out. Then they are
 timed as usual, but for a shorter time each, alone on the GPU. Triton's cache keeps the choices (FLA enables
 that), so the next start compiles and times nothing.
- The processes record what Triton would tune in one call at a short length, on CPU tensors and without a
+
+The processes record what Triton would tune in one call at a short length, on CPU tensors and without a
 launch: no kernel depends on the length. If several processes train on a machine, the first tunes.
 """
 

@@ -1,5 +1,6 @@
 """A causal depthwise convolution of four taps along the sequence: Triton, one kernel each for both passes.
- A block processes a range of tokens of a few hundred channels, with the last three tokens in registers: each
+
+A block processes a range of tokens of a few hundred channels, with the last three tokens in registers: each
 pass reads and writes every tensor once, except for three tokens per range. The compiled PyTorch form reads x
 and the gradient once more for the filter's gradient.
 """

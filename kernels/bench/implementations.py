@@ -1,5 +1,6 @@
 """Every attention that is measured, by name: its inputs, its call, and its float64 oracle.
- Each is checked against its *own* function (softmax is not expected to be linear attention), on the tensors
+
+Each is checked against its *own* function (softmax is not expected to be linear attention), on the tensors
 that were timed: `oracle` recomputes some (batch, head) slices of them in float64.
 
 To add one, add an entry to IMPLEMENTATIONS at the end of this file.

@@ -1,5 +1,6 @@
 """A block of threads: registers, the binding of instructions to numpy, and the scheduler.
- Every register is a row with one number per thread. An instruction becomes a function of the mask of threads
+
+Every register is a row with one number per thread. An instruction becomes a function of the mask of threads
 that execute it: True for all, or an array of bool. Threads at the smallest program counter run first,
 together, so that those that diverged at an `if` converge after it; they run to the end of a basic block.
 """

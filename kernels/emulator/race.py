@@ -1,5 +1,6 @@
 """Race detection in shared memory by happens-before: races, data in flight, and the fence between proxies.
- A warp is one thread of execution (accesses of its own lanes count as ordered). Warps have vector clocks,
+
+A warp is one thread of execution (accesses of its own lanes count as ordered). Warps have vector clocks,
 which barriers merge and mbarriers pass from arriving to waiting warps. Shared memory is watched in units of
 two bytes. A stamp is `clock << 24 | instruction`; an access happened before if its stamp is at most the
 warp's bound for its actor.

@@ -20,7 +20,7 @@ from lingpt.kernels.precision import state_dtype
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 BACKENDS = ("auto", "reference", "chunkwise", "recurrent", "cuda")
-_DIFFERENTIATED = {"reference": reference, "recurrent": recurrent}  # by autograd; the others have a backward
+_DIFFERENTIATED = {"reference": reference, "recurrent": recurrent}  # by autograd; others have a backward
 
 
 @overload
@@ -37,6 +37,13 @@ def linear_attention(
     normalize_qk: bool = ..., causal: bool = ..., initial_state: LinearAttentionState | None = ...,
     return_state: Literal[True], backend: str = ...,
 ) -> tuple[Tensor, LinearAttentionState]: ...  # fmt: skip
+@overload
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, b: float | Tensor = ..., *,
+    a: float | Tensor = ..., log_decay: Tensor | Sequence[float] | None = ..., normalize: bool = ...,
+    normalize_qk: bool = ..., causal: bool = ..., initial_state: LinearAttentionState | None = ...,
+    return_state: bool, backend: str = ...,
+) -> Tensor | tuple[Tensor, LinearAttentionState]: ...  # fmt: skip
 def linear_attention(
     q: Tensor,
     k: Tensor,
@@ -139,6 +146,13 @@ def linear_attention_qkv(
     gate_bias: Tensor | None = ..., head_size: int | None = ..., normalize_qk: bool = ...,
     initial_state: LinearAttentionState | None = ..., return_state: Literal[True], backend: str = ...,
 ) -> tuple[Tensor, LinearAttentionState]: ...  # fmt: skip
+@overload
+def linear_attention_qkv(
+    qkv: Tensor, cos: Tensor, sin: Tensor, b: float | Tensor = ..., *,
+    a: float | Tensor = ..., log_decay: Tensor | Sequence[float] | None = ..., normalize: bool = ...,
+    gate_bias: Tensor | None = ..., head_size: int | None = ..., normalize_qk: bool = ...,
+    initial_state: LinearAttentionState | None = ..., return_state: bool, backend: str = ...,
+) -> Tensor | tuple[Tensor, LinearAttentionState]: ...  # fmt: skip
 def linear_attention_qkv(
     qkv: Tensor,
     cos: Tensor,
@@ -357,7 +371,7 @@ def _decay(
 
 
 def _is_finite_decay(x: object) -> bool:
-    return isinstance(x, numbers.Real) and -math.inf < x <= 0
+    return isinstance(x, numbers.Real) and -math.inf < float(x) <= 0
 
 
 def _state(state: LinearAttentionState | None, like: Tensor) -> tuple[Tensor | None, ...]:

@@ -1,5 +1,6 @@
 """Compiles CUDA source to cubins and loads their kernels, on the user's machine, from pip packages alone.
- NVRTC (through NVIDIA's `cuda-core`) compiles in about a second and needs no GPU, so CI checks every
+
+NVRTC (through NVIDIA's `cuda-core`) compiles in about a second and needs no GPU, so CI checks every
 architecture. The result is a *cubin*, not PTX: a driver runs the cubins of every compiler of its own CUDA
 major version, also of a newer minor one. The cubin, the names of its kernels and the report of `ptxas` are
 cached in one file per (source and all that it includes, architecture, options, compiler version).

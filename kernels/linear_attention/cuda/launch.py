@@ -1,5 +1,6 @@
 """Plans the launches of linear_attention.cu: the kernels of a pass, their grids and their Params.
- Forward: `states` and `prefix` (if sequences are cut into segments), then one scan. Backward: `row_products`
+
+Forward: `states` and `prefix` (if sequences are cut into segments), then one scan. Backward: `row_products`
 for e, then one scan each for dq, dk and dv, after the states of their direction. On Hopper dq's scan computes
 e, and dk and dv share a launch. With per-token decays, `sum_decays` comes first, for each direction, and
 `decay_gradient` last. Without the normaliser there is no e, and tokens are not counted.

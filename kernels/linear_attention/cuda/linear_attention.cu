@@ -1,8 +1,8 @@
-// Linear attention, normalised or not, forward and backward: the kernels. One chunkwise scan serves all four outputs; modes.cuh
-// has its sum, equation (1), and the table of what it sums in which mode.
+// The kernels of linear attention, normalised or not, forward and backward. One chunkwise scan serves all four outputs;
+// modes.cuh has its sum, equation (1), and the table of its operands in each mode.
 //
 // A block owns one head of one sequence, or a segment of it, and scans it in chunks of tokens. The running state
-// Σ σ_j c_j b_jᵀ stays in the fp32 accumulators of the tensor cores, its rows (the columns of c and y) shared out over
+// Σ σ_j c_j b_jᵀ stays in the fp32 accumulators of the tensor cores, its rows (the columns of c and y) distributed over
 // the warps. Within a chunk
 //
 //     X = A Bᵀ
@@ -10,17 +10,17 @@
 //     Y = ρ A·state + κ Σ τ c + W C
 //     state = γ^chunk state + (σ C)ᵀ B
 //
-// A decay of each token's own (PER_TOKEN) takes the place of powers of γ: token_decay.cuh.
+// Per-token decays (PER_TOKEN) replace powers of γ: token_decay.cuh.
 //
-// There are two scans, of one algorithm:
-//     scan_sm80.cuh    from sm_80 on: four warps and mma.sync, all through the same phases
-//     scan_sm90.cuh    sm_90a (a build with SCAN_SM90): wgmma, and warpgroups with roles, so that loading, what belongs to
-//                      single tokens, and the products overlap
-// Both stand on params.cuh (what a launch passes), modes.cuh, segments.cuh (states in and out), rope.cuh and ptx/
+// Two scans implement the same algorithm:
+//     scan_sm80.cuh    from sm_80 on: four warps and mma.sync, all in the same phases
+//     scan_sm90.cuh    sm_90a (a build with SCAN_SM90): wgmma, and warpgroups with roles, so that loading, per-token
+//                      computations and matrix products overlap
+// Both use params.cuh (the arguments of a launch), modes.cuh, segments.cuh (states in and out), rope.cuh and ptx/
 // (wrappers of instructions).
 //
 // Operands of the tensor cores are raw rows of q, k, v, do; norms and normalisers are applied in fp32. Sums over
-// tokens and the normaliser are fp32. Nothing is added atomically: the same inputs give the same bits.
+// tokens and the normaliser are fp32. There are no atomic additions: results are deterministic.
 #include "token_decay.cuh"
 #ifdef SCAN_SM90
 #include "scan_sm90.cuh"
@@ -32,7 +32,7 @@ template <typename T, int D, int CHUNK, int MODE, Decay DECAY, int ROPE, Weights
 using Scan = ScanSm80<ConfigSm80<T, D, CHUNK, MODE, DECAY, ROPE, WEIGHTS, STATE_ONLY>>;
 #endif
 
-// Grid (segments, B·H). BLOCKS: of a multiprocessor, at least.
+// Grid (segments, B·H). BLOCKS: minimum number per multiprocessor.
 template <typename T, int D, int CHUNK, int MODE, Decay DECAY, int ROPE, Weights WEIGHTS, int BLOCKS>
 __global__ void __launch_bounds__(SCAN_THREADS, BLOCKS) scan(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char smem[];
@@ -47,14 +47,14 @@ __global__ void __launch_bounds__(SCAN_THREADS, BLOCKS) states(const __grid_cons
 }
 
 #ifdef SCAN_SM90
-// The forward scan of whole sequences, 64 columns of o a block, with a warpgroup more than `scan`. Grid (D/64, B·H).
+// The forward scan of whole sequences, 64 columns of o per block, with a warpgroup more than `scan`. Grid (D/64, B·H).
 template <typename T, int D, Decay DECAY, int ROPE, Weights WEIGHTS>
 __global__ void __launch_bounds__(4 * WARPGROUP, 1) scan_unsegmented(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char smem[];
   ScanSm90<ConfigSm90<T, D, FWD, DECAY, ROPE, WEIGHTS, false, true>>(p, smem).run();
 }
 
-// dk and dv at once: what both read may come from device memory once. Grid (segments, B·H, 2).
+// dk and dv in one launch, so that shared operands may be read from device memory once. Grid (segments, B·H, 2).
 template <typename T, int D, Decay DECAY, int ROPE, Weights WEIGHTS, int BLOCKS>
 __global__ void __launch_bounds__(SCAN_THREADS, BLOCKS)
     scan_pair(const __grid_constant__ Params dk, const __grid_constant__ Params dv) {
@@ -67,7 +67,8 @@ __global__ void __launch_bounds__(SCAN_THREADS, BLOCKS)
 }
 #endif
 
-// Scratch: what each segment adds → the state before the next one. Grid (⌈STATE_SIZE/THREADS⌉, B·H).
+// In the scratch, turns each segment's own state into the state before the next segment, in place.
+// Grid (⌈STATE_SIZE/THREADS⌉, B·H).
 template <int D, int CHUNK, bool REVERSE, Decay DECAY, Weights WEIGHTS>
 __global__ void __launch_bounds__(THREADS) prefix(const __grid_constant__ Params p) {
   constexpr int SIZE = STATE_SIZE<D>;
@@ -85,7 +86,7 @@ __global__ void __launch_bounds__(THREADS) prefix(const __grid_constant__ Params
                                    : p.initial.v[bh * D + i - D * D - D]);
   }
   constexpr int AT_ONCE =
-      DECAY == PER_TOKEN ? 1 : 8;  // reads on their way; with PER_TOKEN a segment's decay is many itself
+      DECAY == PER_TOKEN ? 1 : 8;  // reads in flight; with PER_TOKEN a segment's decay takes many reads
   const int n = p.segments - 1;
   float* at = p.scratch + bh * n * SIZE + i;
   for (int first = 0; first < n; first += AT_ONCE, at += AT_ONCE * SIZE) {
@@ -101,7 +102,7 @@ __global__ void __launch_bounds__(THREADS) prefix(const __grid_constant__ Params
   }
 }
 
-// e = (do·o)/g of every token. y: o, a: do. D/8 lanes a row; grid (⌈N·H · D/8 / THREADS⌉, B).
+// e = (do·o)/g of every token; operand Y is o, A is do. D/8 lanes per row; grid (⌈N·H · D/8 / THREADS⌉, B).
 template <typename T, int D>
 __global__ void __launch_bounds__(THREADS) row_products(const __grid_constant__ Params p) {
   constexpr int LANES = D / 8;

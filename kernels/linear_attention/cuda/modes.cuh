@@ -1,4 +1,4 @@
-// One sum, four outputs: what the modes of a scan are.
+// The four modes of a scan: all outputs are one sum with different operands.
 //
 // With rows a, b, c of three tensors and scalars per token, every output is
 //
@@ -13,7 +13,7 @@
 // where r_x = 1/‖x‖, g is the normaliser and e = (do·o)/g (docs/kernel.md derives it from the paper's eq. 16–21). In
 // reverse j ≤ i counts from the end: a token's position is its place in its mode's order.
 //
-// Without the normaliser g = 1 and e = 0, and o = y, of weights a + b q̂·k̂ (AFFINE) or b q̂·k̂ (PRODUCTS). What is left of the table:
+// Without the normaliser g = 1, e = 0 and o = y, with weights a + b q̂·k̂ (AFFINE) or b q̂·k̂ (PRODUCTS). The table is:
 //
 //            σ              κ τ         ρ           then
 //     FWD    r_k            a           b r_q       o  = y
@@ -21,13 +21,13 @@
 //     DK     b r_q          0           1           dk = r_k (y − k̂ (k̂·y))
 //     DV     b r_q          a           r_k         dv = y
 //
-// With a decay of each token's own g_t, exp(G_i − G_j) takes the place of γ^(i−j), G_i = Σ_{t≤i} g_t (token_decay.cuh). DQ and DK
-// then also find the gradient of G, from q̂·dq̂ and k̂·dk̂ and sums that they have, dG_i = row_i − column_i:
+// With per-token log decays g_t, exp(G_i − G_j) replaces γ^(i−j), G_i = Σ_{t≤i} g_t (token_decay.cuh). DQ and DK then
+// also compute the gradient of G, from q̂·dq̂ and k̂·dk̂ and sums that they have anyway, dG_i = row_i − column_i:
 //
 //     row_i    = (do_i/g_i)·Σ_{j≤i} exp(G_i − G_j) v_j − e_i Σ_{j≤i} exp(G_i − G_j) + q̂_i·dq̂_i
 //     column_j = v_j·Σ_{i≥j} exp(G_i − G_j) do_i/g_i − Σ_{i≥j} exp(G_i − G_j) e_i + k̂_j·dk̂_j
 //
-// (AFFINE: a times the sum over v, and over do; the sum of it over i is the gradient of a. PRODUCTS: q̂·dq̂ and k̂·dk̂ alone.)
+// (AFFINE: a times the first sum; the sum of do_i·Σ v over i is the gradient of a. PRODUCTS: only q̂·dq̂ and k̂·dk̂.)
 // Pairs of tokens that are both ≥ t must cancel exactly between Σ_{i≥t} row_i and Σ_{j≥t} column_j. Therefore DQ and DK use
 // bit-identical 16-bit W_ij: the factors b r_q and r_k of a row of y, in the table under "then", are part of ρ and κ. In fp16
 // only their mantissas are, and y is scaled by their exponents afterwards.
@@ -37,7 +37,7 @@
 
 enum Mode { FWD, DQ, DK, DV };
 
-struct TokenStats {  // what (1) needs of a token
+struct TokenStats {  // the numbers of a token in (1)
   float inverse_g, e;
   float r_sigma;  // 1/‖·‖ of the row that σ scales: k for FWD and DQ, q for DK and DV
   float r_rho;    // 1/‖·‖ of the row that ρ or the projection scales: q for FWD and DQ, k for DK and DV
@@ -52,8 +52,8 @@ struct ModeTraits {
   // Powers of γ from the state before a chunk to its first row, and from a chunk's last row to the state after it: in
   // reverse a state belongs to the token scanned next.
   static constexpr int POWERS_FROM_STATE = REVERSE ? 0 : 1, POWERS_TO_STATE = REVERSE ? 1 : 0;
-  static constexpr bool PROJECTS = MODE == DQ || MODE == DK;  // ends in the gradient of a normalised row
-  // Which operands are q or k, that RoPE rotates.
+  static constexpr bool PROJECTS = MODE == DQ || MODE == DK;  // whether the output is the gradient of a normalised row
+  // The operands that are q or k, which RoPE rotates.
   static constexpr bool ROPE_A = MODE == FWD || MODE == DV;
   static constexpr bool ROPE_B = MODE == FWD || MODE == DV;
   static constexpr bool ROPE_C = MODE == DQ || MODE == DK;
@@ -65,8 +65,8 @@ struct ModeTraits {
     return ld_shared_pointer(heads + 8 * tensor) + i64(position) * (REVERSE ? -x.token : x.token);
   }
 
-  // The table's σ, τ, ρ, κ of a token, scaled. Of the scan: p, and coefficient(), b of the head, read where it is
-  // needed.
+  // The table's σ, τ, ρ, κ of a token, scaled. `scan` provides p and coefficient(), b of the head, which is read only
+  // if needed.
   template <typename SCAN>
   static DEVICE float sigma(const SCAN& scan, const TokenStats& s) {
     if constexpr (!NORMALISED_WEIGHTS)
@@ -98,7 +98,7 @@ struct ModeTraits {
     if constexpr (!NORMALISED_WEIGHTS) return REVERSE ? scan.constant() : 1.f;
     return MODE == FWD ? scale_sigma(scan.p) * s.r_sigma : MODE == DQ ? 1.f : scale_tau(scan.p) * s.inverse_g;
   }
-  // σ decayed to the chunk's end, as a 16-bit operand: 1/‖k‖ of a row of (almost) zeros times v stays finite.
+  // Limits σ decayed to the chunk's end, a 16-bit operand, so that 1/‖k‖ of a row of (almost) zeros times v is finite.
   static DEVICE float limit_sigma(float sigma) { return T::NARROW && VALUE_ROWS ? fminf(sigma, LARGEST_SIGMA) : sigma; }
 
   // DQ, DK: the factor of a whole row of y.
@@ -119,7 +119,7 @@ struct ModeTraits {
   static constexpr float LARGEST_SIGMA = 2048.f;
   static DEVICE float range(const Params& p) { return T::NARROW ? p.range : 1.f; }
   static DEVICE float inverse_range(const Params& p) { return T::NARROW ? p.inverse_range : 1.f; }
-  // The others are scaled otherwise than FWD because of 1/g, which falls with a sequence's length; without it, alike.
+  // The others are scaled differently from FWD because of 1/g, which falls with the sequence length; without it, alike.
   static constexpr bool AS_FWD = MODE == FWD || !NORMALISED_WEIGHTS;
   static DEVICE float scale_sigma(const Params& p) { return REVERSE && !AS_FWD ? range(p) : inverse_range(p); }
   static DEVICE float scale_tau(const Params& p) { return AS_FWD ? 1.f : scale_sigma(p); }
@@ -128,5 +128,5 @@ struct ModeTraits {
   static DEVICE float scale_y(const Params& p) { return AS_FWD ? 1.f : inverse_range(p); }
 };
 
-// 1/‖row‖ from its square. NORM_EPS is a define: numerics.py has it, for all backends.
+// 1/‖row‖ from ‖row‖². NORM_EPS is a define, from numerics.py, which has it for all backends.
 DEVICE float reciprocal_norm(float square, int normalize) { return normalize ? rsqrtf(square + NORM_EPS) : 1.f; }

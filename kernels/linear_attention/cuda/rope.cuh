@@ -1,5 +1,5 @@
-// RoPE in place, on the leading ROPE columns of tiles that have landed, rounded as a model in 16 bits would; and its
-// transpose, on gradients in fp32. Column i rotates with column i + ROPE/2.
+// RoPE in place, on the leading ROPE columns of loaded tiles, rounded as in a 16-bit model; and its transpose, on
+// gradients in fp32. Column i rotates with column i + ROPE/2.
 #pragma once
 #include "modes.cuh"
 
@@ -24,7 +24,7 @@ template <typename T, int MODE, int ROPE>
 struct Rope {
   static constexpr int HALF = ROPE ? ROPE / 16 : 1;  // 16-byte pieces of a row that rotate with as many others
 
-  // An item's row. Half a warp, which reads at once, has rows whose pieces the swizzle puts in different banks.
+  // An item's row. Half a warp reads at once: its rows are such that the swizzle puts their pieces in different banks.
   static DEVICE int row(u32 i) {
     constexpr int APART = HALF > 2 ? 2 : HALF > 1 ? 1 : 0;  // log2 of the distance of its rows
     u32 j = i / (2 * HALF);

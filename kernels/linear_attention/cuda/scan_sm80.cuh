@@ -1,14 +1,14 @@
-// The scan from sm_80 on: four warps and mma.sync, all warps through the same phases.
+// The scan from sm_80 on: four warps with mma.sync, all in the same phases.
 //
-// A warp has 16 rows of X and W and all columns, then D/4 columns of Y and all rows. It owns the same columns' rows of
-// the state, which goes from accumulators to operands without leaving registers.
+// A warp computes 16 rows of X and W, all columns, then D/4 columns of Y, all rows. It owns the rows of the state that
+// belong to these columns; the state goes from accumulators to operands without leaving registers.
 #pragma once
 #include "scan_sm80_block.cuh"
 
 template <typename CONFIG>
 struct ScanSm80 : BlockSm80<CONFIG> {
   using Block = BlockSm80<CONFIG>;
-  // C++ looks for no names in a base that depends on a parameter.
+  // C++ does not look up names in a base class that depends on a template parameter.
   using Block::D, Block::CHUNK, Block::MODE, Block::ROPE, Block::STATE_ONLY, Block::POWERS, Block::PER_TOKEN_DECAY,
       Block::HAS_G, Block::SUMS_X, Block::WARPS, Block::D_STEPS, Block::CHUNK_STEPS, Block::Y_TILES, Block::STATE_TILES,
       Block::SIXTEEN_ROWS, Block::p, Block::base, Block::tid, Block::warp, Block::g, Block::t, Block::lane,
@@ -46,7 +46,7 @@ struct ScanSm80 : BlockSm80<CONFIG> {
       recompute_addresses();
       int len = min(CHUNK, p.N - position);
       copy_async_wait<0>();
-      __syncthreads();  // the tiles are there, and all threads are done with the other stage
+      __syncthreads();  // the tiles are loaded, and all threads are done with the other stage
       load<true>(stage ^ 1, position + CHUNK);
       if (CONFIG::COMPUTES_DG) cross_boundary(stage, position);
       rotate_tiles(stage, position, true);
@@ -73,7 +73,7 @@ struct ScanSm80 : BlockSm80<CONFIG> {
     if (CONFIG::COMPUTES_DA) store_sum(p.da, da_sums());
   }
 
-  // What this segment adds to the state: FWD's S, Σ k̂, Σ v; DK's and DV's adjoints of them.
+  // Computes this segment's own state: FWD's S, Σ k̂, Σ v; DK's and DV's adjoints of them.
   DEVICE void run_states() {
     load<false>(0, begin);
     clear_state();
@@ -140,7 +140,7 @@ struct ScanSm80 : BlockSm80<CONFIG> {
       split<T, 3>(b_sum_parts + i, D, b_sum[i]);
     }
   }
-  // To global memory. Call it after a barrier: it stores others' sums.
+  // Stores the state to global memory. Call it after a barrier, as it stores sums of other threads.
   DEVICE void store_state(const StateTarget& to) {
     if (MODE != DV)
 #pragma unroll
@@ -156,8 +156,8 @@ struct ScanSm80 : BlockSm80<CONFIG> {
     }
   }
 
-  // At a boundary (token_decay.cuh): DQ stores its sums and its state, the latter in 16 bits and in the order of its lanes; DK,
-  // whose lanes hold the same elements, adds up their inner products with its own.
+  // At a boundary (token_decay.cuh): DQ stores its sums and its state, the latter in 16 bits and in the order of its
+  // lanes; DK, whose lanes hold the same elements, computes their inner products with its own.
   DEVICE void cross_boundary(int stage, int position) const {
     const int token = Traits::REVERSE ? p.N - position : position;
     if (position == 0 || p.N % CHUNK || token % BOUNDARY_INTERVAL) return;
@@ -193,7 +193,7 @@ struct ScanSm80 : BlockSm80<CONFIG> {
         sum += x.x * own[2 * (i % 2)], sum += x.y * own[2 * (i % 2) + 1];
       }
     }
-    if (Traits::AS_FWD) sum *= Traits::range(p) * Traits::range(p);  // over both σ's scales, which are else 1 together
+    if (Traits::AS_FWD) sum *= Traits::range(p) * Traits::range(p);  // undoes both σ's scales, whose product is else 1
     for (int i = tid; i < D; i += THREADS) {
       if (CONFIG::SUMS_C) sum += c_sum[i] * boundary.c[i];
       if (CONFIG::SUMS_B) sum += b_sum[i] * boundary.b[i] * Traits::scale_y(p);
@@ -252,7 +252,7 @@ struct ScanSm80 : BlockSm80<CONFIG> {
   static DEVICE u32 times_sigma(u32 x, u32 sigma, u32 rest) {
     return PER_TOKEN_DECAY ? multiply_add<T>(x, sigma, multiply<T>(x, rest)) : multiply<T>(x, sigma);
   }
-  // A chunk's sums onto the running ones. This warp's columns: no other reads or writes them before a barrier.
+  // Adds a chunk's sums to the running ones, in this warp's columns: no other warp accesses them before a barrier.
   DEVICE void add_sums(const float (&csum)[STATE_TILES][4], const float (&bsum)[STATE_TILES][4], float decay) {
     const float factor = CONFIG::A_TIMES_SUMS ? constant() : 1.f;
 #pragma unroll
@@ -270,15 +270,15 @@ struct ScanSm80 : BlockSm80<CONFIG> {
         if (CONFIG::SPLITS_B) split<T, 3>(b_sum_parts + column, D, sum);
       }
   }
-  // Of a row over its columns, in lanes t == 0. All lanes call it.
+  // The sum of a row over its columns, valid in lanes t == 0. All lanes call it.
   static DEVICE float sum_of_parts(const float (&sum)[4], int half) {
     const float two = sum[2 * half] + sum[2 * half + 1];
     return CONFIG::SUM_PARTS == 3 ? two + __shfl_down_sync(FULL_WARP, sum[2 * half], 1) : two;
   }
 
   // --------------------------------------------------------------------------------------- a chunk's output
-  // W into shared memory: this warp's 16 rows (all columns: skipping masked ones costs more in branches than it
-  // saves). Forward also the norms (written before the barrier inside) and g; SUMS_X: what the rows of X sum up to.
+  // Writes W to shared memory: this warp's 16 rows (all columns: skipping masked ones costs more in branches than it
+  // saves). Forward also computes the norms (written before the barrier inside) and g; SUMS_X: the sums of X's rows.
   DEVICE void scores(int stage, int position, int len, float n_before) {
     u32 tile_a = tile(stage, A), tile_b = tile(stage, B);
     const bool has_rows = CHUNK_STEPS == 4 || warp < CHUNK_STEPS;
@@ -304,7 +304,7 @@ struct ScanSm80 : BlockSm80<CONFIG> {
       }
       if (MODE == FWD) key_norms(k_lo, k_hi, position, true);
     }
-    __syncthreads();  // σ (and τ, ρ, κ) of the whole chunk are there
+    __syncthreads();  // σ (and τ, ρ, κ) of the whole chunk are written
     coefficients_at_end(stage, len);
     if (!has_rows) return;
     float2 r = reciprocal_norms(q_lo, q_hi);
@@ -312,7 +312,7 @@ struct ScanSm80 : BlockSm80<CONFIG> {
     r.x = __shfl_sync(FULL_WARP, r.x, source), r.y = __shfl_sync(FULL_WARP, r.y, source);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      if (SUMS_X) recompute_addresses();  // registers are short here, too
+      if (SUMS_X) recompute_addresses();  // few registers here, too
       int row = 16 * warp + g + 8 * half;
       float rq = half ? r.y : r.x;
       float rho_i = MODE == FWD ? Traits::rho(*this, {0.f, 0.f, 0.f, rq}) : rho[row];
@@ -336,7 +336,7 @@ struct ScanSm80 : BlockSm80<CONFIG> {
       }
     }
   }
-  // Writes a row of W to shared memory. Returns this lane's part of the row's sum; with SUMS_X, of its decayed X instead.
+  // Writes a row of W to shared memory. Returns this lane's part of the row's sum; with SUMS_X, that of its decayed X.
   DEVICE float weigh_row(int stage, int row, const float (&x)[CHUNK / 8][4], int half, float rho_i,
                          float kappa_i) const {
     float sum = 0.f;
@@ -364,8 +364,8 @@ struct ScanSm80 : BlockSm80<CONFIG> {
     kappa[row] = 1.f / normaliser;
     if (position + row < p.N) p.g[stat(position + row)] = normaliser;
   }
-  // From a row's sum of decayed X (own) and its a times Σ ζ b of the tokens before the chunk (before): da, and their part
-  // of the row's (DK: column's) dG.
+  // Computes da, and the scores' part of a row's (DK: column's) dG, from the row's sum of decayed X (own) and its row
+  // of a times Σ ζ b of the tokens before the chunk (before).
   DEVICE void finish_row(int stage, int row, float own, float before, float n_before) const {
     if (t > 0) return;
     const float past = from_start(stage, row);
@@ -381,8 +381,8 @@ struct ScanSm80 : BlockSm80<CONFIG> {
     }
     if (CONFIG::COMPUTES_DG) dG()[row] = known;
   }
-  // Of two neighbouring columns: what they add to a row's products, and how far they have decayed there. MASKS_DECAYS: 0
-  // where they come after the row. Selected, not multiplied by 0, as an exponential may overflow there.
+  // For two neighbouring columns: what they add to a row's products, and their decays at the row. MASKS_DECAYS: decays
+  // are 0 if they come after the row; selected, not multiplied by 0, as an exponential may overflow there.
   static constexpr bool MASKS_DECAYS = PER_TOKEN_DECAY || SUMS_X;
   DEVICE float2 added_by_columns(int j) const {
     return MODE == FWD || !HAS_G ? make_float2(1.f, 1.f) : *reinterpret_cast<float2*>(tau + j);
@@ -409,7 +409,7 @@ struct ScanSm80 : BlockSm80<CONFIG> {
     return rho * sigma * x + kappa * tau;
   }
 
-  // Y of all rows, this warp's columns, unfinished: what came before the chunk, then W C.
+  // Computes Y of all rows in this warp's columns, unscaled: the part of the state before the chunk, then W C.
   DEVICE void outputs(int stage, int position, float (&y)[CHUNK_STEPS][Y_TILES][4]) {
     u32 tile_a = tile(stage, A), tile_c = tile(stage, C);
 #pragma unroll
@@ -436,7 +436,7 @@ struct ScanSm80 : BlockSm80<CONFIG> {
         for (int n = 0; n < Y_TILES; n++) mma<T>(y[m][n], r[0], r[1], r[2], r[3], right[n][0], right[n][1]);
       }
     }
-    __syncthreads();  // W, and forward ρ and 1/g, are there; the tile of a is free
+    __syncthreads();  // W, and forward ρ and 1/g, are written; the tile of a is free
     if (Traits::PROJECTS) {
       load_tile(tile_a, QK, position);
       copy_async_commit();
@@ -476,7 +476,7 @@ struct ScanSm80 : BlockSm80<CONFIG> {
     }
   }
 
-  // This warp's columns of the output from a tile in shared memory that it has written, a 16-byte piece a lane.
+  // Stores this warp's columns of the output from a tile in shared memory that it has written, 16 bytes per lane.
   DEVICE void store(u32 tile_address, int position) const {
     constexpr int STEP = 32 / Y_TILES;  // rows that a warp stores at once
     int piece = own_tile(lane % Y_TILES), row = lane / Y_TILES, remaining = p.N - position - row;
@@ -490,12 +490,12 @@ struct ScanSm80 : BlockSm80<CONFIG> {
       if (i * STEP < remaining) st_global_v4(to, v);
     }
   }
-  // This lane's two columns of the n-th of this warp's tiles (row % 8 == g).
+  // The address of this lane's two columns in the n-th of this warp's tiles (row % 8 == g).
   DEVICE u32 own_pair(u32 tile_address, int row, int n) const {
     return tile_address + swizzled<CHUNK>(row, own_tile(n)) + 4 * t;
   }
 
-  // FWD: o = y/g; DV: dv = y. Through the tile of a, which is free.
+  // FWD: o = y/g; DV: dv = y. Stored through the tile of a, which is free.
   DEVICE void scale(int stage, const float (&y)[CHUNK_STEPS][Y_TILES][4], int position) {
 #pragma unroll
     for (int m = 0; m < CHUNK_STEPS; m++)
@@ -518,7 +518,7 @@ struct ScanSm80 : BlockSm80<CONFIG> {
     rotate_back(lo, hi, cos, sin);
   }
 
-  // DQ: Σ q̂·y of row i of every chunk, and with a those of X; ζ and τ, whose places they take, are not in use there.
+  // DQ: Σ q̂·y over row i of all chunks, and with a also the sums of X; they use the memory of ζ and τ, unused in DQ.
   DEVICE float* db_sums() const { return zeta; }
   DEVICE float* da_sums() const { return tau; }
   DEVICE void store_sum(float* to, const float* rows) const {
@@ -527,8 +527,8 @@ struct ScanSm80 : BlockSm80<CONFIG> {
     if (lane == 0) to[bh() * p.segments + segment()] = sum;
   }
 
-  // DQ, DK: through the norm, dx = r (y − x̂ (x̂·y)), and through RoPE; b and r as the table says. The tile of a holds
-  // the rows x by now, and then the result.
+  // DQ, DK: the gradient through the norm, dx = r (y − x̂ (x̂·y)), and through RoPE; b and r as in the table. The tile
+  // of a holds the rows x by now, and then the result.
   DEVICE void project(int stage, float (&y)[CHUNK_STEPS][Y_TILES][4], int position) {
     const float* r = MODE == DQ ? p.rq : p.rk;
     u32 tile_qk = tile(stage, A);
@@ -583,8 +583,8 @@ struct ScanSm80 : BlockSm80<CONFIG> {
     }
     store(tile_qk, position);
   }
-  // FACTOR_IN_W: y already has the row's factor, or in fp16 its mantissa. left_of_factor: what y is still to be multiplied by.
-  // per_unit_dot: the ratio of x̂·y without the factor to x·y with it.
+  // FACTOR_IN_W: y already includes the row's factor, or in fp16 its mantissa. left_of_factor: the factor that y still
+  // lacks. per_unit_dot: the ratio of x̂·y without the factor to x·y with it.
   DEVICE float left_of_factor(float factor) const {
     if (!CONFIG::WHOLE_FACTOR) return exponent(factor);
     return MODE == DQ && coefficient() == 0.f ? 0.f : 1.f;  // else b_or_one() is b

@@ -1,5 +1,5 @@
-// What all phases of the sm_80 scan share: a block's head and segment, where things are in its shared memory, loading,
-// the coefficients of its tokens, and fragments of its tiles.
+// Shared by all phases of the sm_80 scan: a block's head and segment, the addresses in its shared memory, loading, the
+// coefficients of its tokens, and fragments of its tiles.
 #pragma once
 #include "ptx/copy.cuh"
 #include "ptx/mma.cuh"
@@ -21,7 +21,7 @@ struct BlockSm80 {
   static_assert(SCAN_THREADS == THREADS, "KernelBuild.threads of launch.py");
   static constexpr int WARPS = THREADS / 32;
   static constexpr int PIECES = D / 8;             // 16-byte pieces of a row
-  static constexpr int D_STEPS = D / 16;           // of a product along D
+  static constexpr int D_STEPS = D / 16;           // steps of a product along D
   static constexpr int CHUNK_STEPS = CHUNK / 16;   // and along a chunk
   static constexpr int Y_TILES = D / (8 * WARPS);  // 8-column tiles of y that a warp owns
   static constexpr int STATE_TILES = Y_TILES / 2;  // the same as 16-row tiles of the state
@@ -42,7 +42,7 @@ struct BlockSm80 {
     find_lane();
     base = shared_address(smem);
     int batch = bh() / p.H, h = bh() % p.H;
-    if (tid < 5) {  // every tensor's row of this head at position 0: five pointers fewer in registers
+    if (tid < 5) {  // every tensor's row of this head at position 0: saves five pointers in registers
       i64 last = Traits::REVERSE ? (p.N - 1) * p.strides[tid].token : 0;
       reinterpret_cast<u16**>(smem + Shared::HEADS)[tid] = head_of(p, tid, batch, h) + last;
     }
@@ -66,8 +66,8 @@ struct BlockSm80 {
     if (POWERS && HAS_G && MODE == FWD && tid == 0) powers[CHUNK + 1] = count_tokens<POWERS>(log2_decay, CHUNK);
   }
 
-  // ----------------------------------------------------------------------------------------- where things are
-  // Head, segment and its end are read again where they are needed: registers are short.
+  // ------------------------------------------------------------------------------------------------ addresses
+  // Head, segment and its end are re-read when needed, to save registers.
   DEVICE int bh() const {
     int r;
     asm volatile("mov.u32 %0, %%ctaid.y;" : "=r"(r));
@@ -87,7 +87,7 @@ struct BlockSm80 {
   }
   // Row `position` of tensor a, b, c, qk or y (0 … 4).
   DEVICE u16* row(int tensor, int position) const { return Traits::row(p, base + Shared::HEADS, tensor, position); }
-  DEVICE i64 stat(int position) const {  // of [BH, N]
+  DEVICE i64 stat(int position) const {  // index in [BH, N]
     return i64((unsigned long long)u32(bh()) * u32(p.N)) + Traits::token(p, position);
   }
   DEVICE float power(int i) const { return POWERS ? powers[i] : 1.f; }
@@ -103,21 +103,22 @@ struct BlockSm80 {
     return PER_TOKEN_DECAY ? power_of_two(token_decays(stage, TO_END)[i])
                            : power(len - 1 - i + Traits::POWERS_TO_STATE);
   }
-  // PER_TOKEN, per stage: what token_decay.cuh found of its tokens (rows past the end have the last one's), and 1/‖x‖ for DQ and DK.
+  // PER_TOKEN, per stage: its tokens' results of token_decay.cuh (rows past the end have the last one's), and 1/‖x‖ for
+  // DQ and DK.
   enum { CUMSUM, TO_END, NORM, COUNT };
   DEVICE float* token_decays(int stage, int which) const {
     return reinterpret_cast<float*>(smem + Shared::TOKEN_DECAYS) + (4 * stage + which) * CHUNK;
   }
-  // The count before the chunk. In reverse it is of e.
+  // The count before the chunk; in reverse the sum of e.
   DEVICE float& count_before(int stage) const { return reinterpret_cast<float*>(smem + Shared::COUNTS)[stage]; }
   DEVICE float* dG() const { return reinterpret_cast<float*>(smem + Shared::DG); }
   DEVICE u16* sigma_rest() const { return reinterpret_cast<u16*>(smem + Shared::SIGMA_REST); }
   DEVICE u32 tile(int stage, int which) const {
-    // `states` reads no a: two stages of two tiles, where the first four are otherwise.
+    // `states` does not read a: its two stages of two tiles are in place of the first four tiles.
     return base + (STATE_ONLY ? (2 * stage + which - 1) * Shared::TILE : stage * Shared::STAGE + which * Shared::TILE);
   }
 
-  // Called between the phases of a chunk, which compute their addresses again.
+  // Called between the phases of a chunk, which then recompute their addresses.
   DEVICE void recompute_addresses() {
     reload(tid, base);
     find_lane();
@@ -148,7 +149,7 @@ struct BlockSm80 {
     }
     copy_async_commit();
   }
-  // Of TokenStats: r_sigma, g, and e or (DV) r_rho. Without the normaliser neither g nor e.
+  // Loads, of TokenStats, r_sigma, g, and e or (DV) r_rho; neither g nor e without the normaliser.
   DEVICE void load_stats(int stage, int position) const {
     if (MODE == FWD || tid >= CHUNK) return;
     bool ok = position + tid < p.N;
@@ -189,7 +190,7 @@ struct BlockSm80 {
   }
 
   // --------------------------------------------------------------------------------- per-token coefficients
-  // σ, τ, ρ, κ of a chunk, from what the forward pass saved. Rows past the end count nothing.
+  // Computes σ, τ, ρ, κ of a chunk from what the forward pass saved. Rows past the end contribute nothing.
   DEVICE void coefficients(int stage, int position) const {
     if (MODE == FWD || tid >= CHUNK) return;
     const float* stats = reinterpret_cast<const float*>(smem + Shared::STATS) + stage * 3 * CHUNK + tid;
@@ -204,7 +205,7 @@ struct BlockSm80 {
     if (HAS_G) kappa[tid] = Traits::kappa(*this, saved) * factor;
     if (CONFIG::HAS_ZETA) zeta[tid] = Traits::zeta(*this, saved);
   }
-  // The same, decayed to the end of a chunk of `len` tokens. Call it after a barrier: it reads others' σ and τ.
+  // The same, decayed to the end of a chunk of `len` tokens. Call it after a barrier: it reads other threads' σ and τ.
   DEVICE void coefficients_at_end(int stage, int len) const {
     if (tid >= CHUNK) return;
     float decay = to_end(stage, len, tid);
@@ -218,26 +219,26 @@ struct BlockSm80 {
                                   : CONFIG::HAS_ZETA ? zeta[tid] * decay
                                                      : decay);
   }
-  // DQ: b, the factor of all rows of y; but 1 where b is 0, so that the gradient of b can still be found.
+  // DQ: b, the factor of all rows of y; but 1 if b is 0, so that the gradient of b can still be computed.
   DEVICE float b_or_one() const { return MODE == DQ && coefficient() != 0.f ? coefficient() : 1.f; }
-  // FACTOR_IN_W: the part of a row's factor that is in ρ and κ.
+  // FACTOR_IN_W: the part of a row's factor that ρ and κ include.
   DEVICE float factor_in_w(float norm) const {
     return CONFIG::WHOLE_FACTOR ? b_or_one() * norm : mantissa(Traits::row_factor(*this, norm));
   }
 
-  // Products of 16 rows with themselves: row g's square is on the diagonals, lo of the first eight rows and hi of the
-  // others.
+  // Products of 16 rows with themselves: row g's square is on the diagonals, of lo for the first eight rows and of hi
+  // for the others.
   static DEVICE void add_squares(float (&lo)[4], float (&hi)[4], u32 x0, u32 x1, u32 x2, u32 x3) {
     mma<T>(lo, x0, x1, x2, x3, x0, x2);
     mma<T>(hi, x0, x1, x2, x3, x1, x3);
   }
-  // 1/‖row‖ from there; valid in lanes t == g/2, rows g (x) and g + 8 (y).
+  // 1/‖row‖ from these; valid in lanes t == g/2, for rows g (x) and g + 8 (y).
   DEVICE float2 reciprocal_norms(const float (&lo)[4], const float (&hi)[4]) const {
     int normalize = p.normalize;
     return make_float2(reciprocal_norm(g & 1 ? lo[1] : lo[0], normalize),
                        reciprocal_norm(g & 1 ? hi[3] : hi[2], normalize));
   }
-  // σ of the rows of k that this warp owns (forward), into shared memory.
+  // Writes σ of the rows of k that this warp owns (forward) to shared memory.
   DEVICE void key_norms(const float (&lo)[4], const float (&hi)[4], int position, bool save) const {
     float2 r = reciprocal_norms(lo, hi);
     if (t != g >> 1) return;
@@ -275,12 +276,12 @@ struct BlockSm80 {
     int piece = lane / 16 ? own_tile(2 * i + 1) : own_tile(2 * i);
     ldmatrix_trans(r, address + swizzled<CHUNK>(lane % 16, piece) + s * SIXTEEN_ROWS);
   }
-  // 16 columns of d: a left operand times both halves of a right one.
+  // Adds to 16 columns of d: a left operand times both halves of a right one.
   static DEVICE void mma_pair(float (&first)[4], float (&second)[4], const u32 (&a)[4], const u32 (&b)[4]) {
     mma<T>(first, a[0], a[1], a[2], a[3], b[0], b[1]);
     mma<T>(second, a[0], a[1], a[2], a[3], b[2], b[3]);
   }
-  // Of PARTS rows of 16-bit numbers two neighbours in row g (further rows: 0): column (row) g of an operand.
+  // Two neighbours in row g of PARTS rows of 16-bit numbers (0 for further rows): column (row) g of an operand.
   template <int PARTS>
   DEVICE u32 part(const u16* from, int stride, int i) const {
     return g < PARTS ? *reinterpret_cast<const u32*>(from + g * stride + i) : 0;

@@ -1,4 +1,4 @@
-// What all roles of an sm_90a block share: its head and segment, addresses, barriers, and the tables of a head.
+// Shared by all roles of an sm_90a block: its head and segment, addresses, barriers, and the tables of a head.
 #pragma once
 #include "ptx/mbarrier.cuh"
 #include "ptx/wgmma.cuh"
@@ -21,7 +21,7 @@ struct BlockSm90 {
   u32 base;
   int tid, warp, lane, g, t;  // g, t: the lane's row and column pair in a tensor-core tile
   float log2_decay;
-  float* powers;  // 16 zeros, γ⁰ … γ⁶⁴, b, a; where scores read pairs of powers, the zeros and powers again
+  float* powers;  // 16 zeros, γ⁰ … γ⁶⁴, b, a; if scores read pairs of powers, a copy of the zeros and powers
 
   DEVICE BlockSm90(const Params& params, char* shared) : p(params), smem(shared) {
     base = shared_address(smem);
@@ -59,7 +59,7 @@ struct BlockSm90 {
     reload(tid, base);
     warp = u32(tid) / 32, lane = u32(tid) % 32, g = lane / 4, t = lane % 4;
   }
-  // Called between the phases of a chunk, which compute their addresses again, where registers are short.
+  // Called between the phases of a chunk, which then recompute their addresses, to save registers.
   DEVICE void recompute_addresses() {
     if (!UNSEGMENTED && !STATE_ONLY) find_thread();
   }
@@ -67,12 +67,12 @@ struct BlockSm90 {
   // ------------------------------------------------------------------------------------- head, segment, tokens
   DEVICE int bh() const { return blockIdx.y; }
   DEVICE int segment() const { return UNSEGMENTED ? 0 : blockIdx.x; }
-  DEVICE int panel() const { return UNSEGMENTED ? blockIdx.x : 0; }  // the first of c and y
+  DEVICE int panel() const { return UNSEGMENTED ? blockIdx.x : 0; }  // the first panel of c and y
   DEVICE int first_column() const { return UNSEGMENTED ? PANEL_COLUMNS * panel() : 0; }
   DEVICE int begin() const { return UNSEGMENTED ? 0 : segment() * p.segment_len; }
   DEVICE int end() const {
     int x = UNSEGMENTED ? p.N : min(begin() + p.segment_len, p.N);
-    asm volatile("" : "+r"(x));  // computed again, not carried in a register
+    asm volatile("" : "+r"(x));  // recomputed, not kept in a register
     return x;
   }
   DEVICE int token(int position) const { return Traits::token(p, position); }
@@ -85,8 +85,8 @@ struct BlockSm90 {
 
   // --------------------------------------------------------------------------------------------------- threads
   DEVICE int thread() const { return u32(tid) % WARPGROUP; }
-  // `warp`, of which the compiler can see that all lanes have the same: it takes branches on it to be uniform, and what
-  // is computed for products after them, above all their descriptors, stays in uniform registers.
+  // `warp` in a form that the compiler knows to be equal in all lanes: branches on it are then uniform, and later
+  // computations for products, above all their descriptors, stay in uniform registers.
   DEVICE int uniform_warp() const { return __shfl_sync(FULL_WARP, warp, 0); }
   DEVICE int group() const { return GROUPS == 1 ? 0 : warp / 4; }  // of outputs
   // A warp's rows of a chunk, or columns of a panel.
@@ -103,7 +103,7 @@ struct BlockSm90 {
   DEVICE void sync_group() const { named_barrier_sync(GROUP_BARRIER + group(), WARPGROUP); }
 
   // --------------------------------------------------------------------------------------------- shared memory
-  // In the order A, B, QK, C: only the last may have fewer columns. `states` has no A.
+  // The address of a tile; they are in the order A, B, QK, C: only the last may have fewer columns. `states` has no A.
   DEVICE u32 tile(int stage, int which) const {
     constexpr int WITH_A = STATE_ONLY ? 0 : 1, WITH_QK = CONFIG::PROJECTS ? 1 : 0;
     int before = which == A ? 0 : which == B ? WITH_A : which == QK ? WITH_A + 1 : WITH_A + 1 + WITH_QK;
@@ -113,7 +113,7 @@ struct BlockSm90 {
   DEVICE u32 y_tile(int stage, int parity) const {
     return CONFIG::STAGES_Y ? base + Shared::Y_STAGING + parity * GROUPS * Shared::PANEL : tile(stage, CONFIG::Y_TILE);
   }
-  // Offsets of tiles of eight rows of 16-bit numbers, and the address of a number there.
+  // Offsets of tiles with eight rows of 16-bit numbers, and the address of a number in one.
   DEVICE int b_sums(int stage) const {
     return Shared::B_SUMS + (CONFIG::NORMALISES ? stage * PANELS * Shared::EIGHT_ROWS : 0);
   }
@@ -123,11 +123,11 @@ struct BlockSm90 {
   }
 
   struct Coefficients {
-    float *from_start, *cumsum;  // PER_TOKEN: exp(Γ), in FACTOR_IN_PAST with the factor, and Γ in powers of two
+    float *from_start, *cumsum;  // PER_TOKEN: exp(Γ), with FACTOR_IN_PAST times the factor, and Γ in log2
     float *inverse_g, *dG;       // COMPUTES_DG, if it sums X
     float *sigma, *tau, *rho, *kappa;
     float* columns;  // HAS_COLUMNS: [CHUNK][COLUMN], cumsum, sigma, tau and inverse_g
-    float* row;      // DQ, DK: 1/‖x‖; FWD: the normaliser's part that all keys before share, then 1/g
+    float* row;      // DQ, DK: 1/‖x‖; FWD: the decayed count before the chunk, then 1/g
     u16* sigma_end;  // [SIGMA_PARTS][CHUNK]; FACTORS_DECAYS: sigma_end_part
     float* c_sum;
   };
@@ -145,13 +145,13 @@ struct BlockSm90 {
     float* c_sum = reinterpret_cast<float*>(end + CONFIG::SIGMA_PARTS * CHUNK);
     return {from_start, cumsum, inverse_g, dG, sigma, tau, rho, kappa, columns, row, end, c_sum};
   }
-  // Where a part of token i's σ decayed to the chunk's end is. FACTORS_DECAYS: what a lane of outputs needs of 16 tokens is
-  // 16 bytes: those of two neighbours, of the two eight further on, then the other part of each.
+  // The address of a part of token i's σ decayed to the chunk's end. FACTORS_DECAYS: the numbers that a lane of outputs
+  // needs of 16 tokens are 16 adjacent bytes: of two neighbours, of the two eight further, then their other parts.
   static DEVICE u16* sigma_end_part(const Coefficients& c, int part, int i) {
     if (!CONFIG::FACTORS_DECAYS) return c.sigma_end + part * CHUNK + i;
     return c.sigma_end + i / 16 * 32 + i % 8 / 2 * 8 + part * 4 + i / 8 % 2 * 2 + i % 2;
   }
-  // DQ: a warp's part of the gradient of a: one of eight.
+  // DQ: stores a warp's part of the gradient of a, one of eight.
   DEVICE void store_da(float sum, int first) const {
     sum = sum_lanes<32>(sum);
     if (lane == 0) p.da[(bh() * p.segments + segment()) * 8 + first + warp % 4] = sum;
@@ -159,7 +159,7 @@ struct BlockSm90 {
   // DQ: Σ q̂·y, the gradient of b, by token of a chunk.
   DEVICE float* db_sums() const { return reinterpret_cast<float*>(smem + Shared::DB_SUMS); }
 
-  // What is left after a chunk of what came before it, of token `i` at the chunk's end, and of the former in row `i`.
+  // The decay of the past over a whole chunk; and, in `from_start`, up to row `i`.
   DEVICE float chunk_decay(const Coefficients& c, int len) const {
     return DECAY == PER_TOKEN ? from_start(c, CHUNK - 1) : power(len);
   }
@@ -167,16 +167,16 @@ struct BlockSm90 {
     if (CONFIG::FACTOR_IN_PAST) return power_of_two(CONFIG::HAS_COLUMNS ? c.columns[CONFIG::COLUMN * i] : c.cumsum[i]);
     return DECAY == PER_TOKEN ? c.from_start[i] : power(i + Traits::POWERS_FROM_STATE);
   }
-  // DQ: the factor of all rows of y, but 1 where that is 0: the gradient of b is then found all the same.
+  // DQ: b, the factor of all rows of y; but 1 if b is 0, so that the gradient of b can still be computed.
   DEVICE float b_or_one() const { return CONFIG::MODE == DQ && coefficient() != 0.f ? coefficient() : 1.f; }
-  // DQ, DK: what ρ and κ have of the factor of a row of this norm; and ρ, but for DQ's 1/g.
+  // DQ, DK: the part of a row's factor that ρ and κ include, given 1/‖row‖; and ρ, without DQ's 1/g.
   DEVICE float factor_in_w(float norm) const {
     if (!CONFIG::FACTOR_IN_W) return 1.f;
     return CONFIG::WHOLE_FACTOR ? b_or_one() * norm : mantissa(Traits::row_factor(*this, norm));
   }
   DEVICE float scale_of_row(float norm) const { return Traits::scale_rho(p) * factor_in_w(norm); }
 
-  // Whether a chunk begins at one of the sequence's boundaries (token_decay.cuh), and what there is of that.
+  // Whether a chunk begins at one of the sequence's boundaries (token_decay.cuh), and that boundary.
   DEVICE bool at_boundary(int position) const {
     return CONFIG::COMPUTES_DG && position > 0 && p.N % CHUNK == 0 && boundary_token(position) % BOUNDARY_INTERVAL == 0;
   }
@@ -186,11 +186,11 @@ struct BlockSm90 {
   }
 
   // ---------------------------------------------------------------------------------------- states in and out
-  // No pointer here may be null, and tested: ptxas 13.0 was seen to test one before its zero was there.
+  // No pointer here may be null for callers to test: ptxas 13.0 was seen to test one before its zero was written.
   DEVICE bool has_initial() const { return !STATE_ONLY && (segment() || p.initial.S); }
   DEVICE StateSource initial() const { return States::initial(p, bh(), segment()); }
   DEVICE StateTarget before_segment(int i) const { return States::before_segment(p, bh(), i); }
-  // The last segment leaves the final state; `states` what its segment adds.
+  // The last segment stores the final state; `states` its segment's own state.
   DEVICE bool has_final() const {
     return STATE_ONLY || ((UNSEGMENTED || segment() == p.segments - 1) && CONFIG::MODE != DQ && p.final.S);
   }
@@ -198,7 +198,7 @@ struct BlockSm90 {
     const bool own = DECAY == PER_TOKEN && Traits::REVERSE;
     return STATE_ONLY ? before_segment(segment() + 1) : States::final(p, bh(), own ? log2_decay_of(p, bh(), 0) : 0.f);
   }
-  struct NextSegment {  // UNSEGMENTED: where the next segment begins, before which the state is left in the scratch
+  struct NextSegment {  // UNSEGMENTED: where the next segment begins, before which the state is stored in the scratch
     int position, index;
   };
   DEVICE NextSegment next_segment() const { return {p.segment_len, 0}; }

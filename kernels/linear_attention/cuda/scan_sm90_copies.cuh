@@ -1,4 +1,4 @@
-// Copies of an sm_90a block: tiles in, asynchronously, and y out, by a warpgroup each.
+// Copies of an sm_90a block, each by a warpgroup: loads tiles, asynchronously, and stores y.
 #pragma once
 #include "ptx/copy.cuh"
 #include "scan_sm90_block.cuh"
@@ -10,7 +10,7 @@ struct CopiesSm90 {
   using Block = BlockSm90<CONFIG>;
   static constexpr int CHUNK = CONFIG::CHUNK, GROUPS = CONFIG::GROUPS, PANELS = CONFIG::PANELS;
 
-  // All tiles but the one that y may be in, or (last) that.
+  // Loads all tiles except the one that y may be in, or (last) that one.
   static DEVICE void load(const Block& block, int stage, int position, bool last) {
     if (position + CHUNK <= block.p.N)
       load_tiles<true>(block, stage, position, last);
@@ -31,8 +31,8 @@ struct CopiesSm90 {
     load_tile<PANELS, WHOLE_CHUNK>(block, block.tile(stage, B), B, position);
     load_tile<GROUPS, WHOLE_CHUNK>(block, block.tile(stage, C), C, position);
   }
-  // COLUMNS of 64 by 128 threads, rows that are copied at once a multiple of 8. Copied out, a thread reads where it
-  // will copy to (so both take as many columns): what comes next need not wait for other threads.
+  // Loads COLUMNS × 64 columns with 128 threads, a multiple of 8 rows at a time. When y is stored, a thread reads the
+  // places that it will load to next (so both use the same number of columns), without waiting for other threads.
   template <int COLUMNS, bool WHOLE_CHUNK>
   static DEVICE void load_tile(const Block& block, u32 dst, int tensor, int position, int from_column = 0) {
     constexpr int PIECES = 8 * COLUMNS, STEP = WARPGROUP / PIECES, UNROLL = WHOLE_CHUNK ? CHUNK / STEP : 1;
@@ -45,7 +45,7 @@ struct CopiesSm90 {
     for (int i = 0; i < CHUNK; i += STEP, src += step)
       copy_async_16(dst + i * ROW_BYTES, src, WHOLE_CHUNK || i < remaining);
   }
-  // y from a tile of COLUMNS of 64, to `dst` in its row `position`.
+  // Stores y from a tile of COLUMNS × 64 columns to `dst`, its row `position`.
   template <int COLUMNS>
   static DEVICE void store_y(const Block& block, u32 src, u16* dst, int position) {
     constexpr int PIECES = 8 * COLUMNS, STEP = WARPGROUP / PIECES;

@@ -1,10 +1,10 @@
-// The role "outputs" of an sm_90a block, a warpgroup for every 64 columns of y and c: y, and the state.
+// The role "outputs" of an sm_90a block, a warpgroup for every 64 columns of y and c: computes y and the state.
 //
-// Y is made transposed, columns of c by tokens: the state, whose rows are columns of c, then goes from accumulators to
-// operands without leaving registers. Per chunk a group issues
+// Y is computed transposed, columns of c by tokens, so that the state, whose rows are columns of c, goes from
+// accumulators to operands without leaving registers. Per chunk a group issues
 //
 //     Yᵀ = state Aᵀ, scaled
-//     Yᵀ += Cᵀ Wᵀ               and  state += (σ C)ᵀ B      (both at once; y is finished under the latter)
+//     Yᵀ += Cᵀ Wᵀ               and  state += (σ C)ᵀ B      (both at once; y is finished during the latter)
 #pragma once
 #include "ptx/mma.cuh"
 #include "rope.cuh"
@@ -25,7 +25,7 @@ struct OutputsSm90 {
   static constexpr bool WHOLE_FACTOR = CONFIG::WHOLE_FACTOR;
   static constexpr bool DECAYS_PAST = CONFIG::DECAYS_PAST, PER_TOKEN_DECAY = CONFIG::DECAY == PER_TOKEN;
 
-  // Where registers are few.
+  // To save registers.
   static constexpr bool READS_OWN_LATE = CONFIG::KEEPS_POWERS || (CONFIG::FACTOR_IN_W && D == 64 && CONFIG::HAS_A);
 
   static DEVICE void run(Block& block) {
@@ -91,7 +91,7 @@ struct OutputsSm90 {
     int i = 2 * block.warp + half;
     return i < 2 * HALF ? i / 2 + half * HALF : i;
   }
-  // A row of the state, which is a column of c.
+  // The index of a row of the state, which is a column of c.
   static DEVICE int own_row(const Block& block, int half) { return 8 * own_tile(block, half) + block.g; }
   static DEVICE int state_row(const Block& block, int half) { return block.first_column() + own_row(block, half); }
 
@@ -122,8 +122,8 @@ struct OutputsSm90 {
           to.S[Block::States::element(state_row(block, half), 8 * j + 2 * block.t + x)] =
               to.scale * state[j][2 * half + x];
   }
-  // At a boundary (token_decay.cuh): DQ stores its state, in 16 bits and in the order of its lanes; DK, whose lanes hold the same
-  // elements, adds up its inner product with its own.
+  // At a boundary (token_decay.cuh): DQ stores its state, in 16 bits and in the order of its lanes; DK, whose lanes
+  // hold the same elements, computes its inner product with its own.
   static DEVICE void cross_boundary(const Block& block, const float (&state)[D / 8][4], int position) {
     if (!block.at_boundary(position) || position >= block.end()) return;
     const Boundary<D> boundary = block.boundary(position);
@@ -151,7 +151,7 @@ struct OutputsSm90 {
     return pack<T>(state[2 * k + i / 2][2 * (i % 2)], state[2 * k + i / 2][2 * (i % 2) + 1]);
   }
   static DEVICE void decay_state(const Block& block, float (&state)[D / 8][4], float decay) {
-    // A branch, so that ptxas leaves this under the product that reads the state, and not behind the wait for it.
+    // A branch, so that ptxas leaves this during the product that reads the state, and not after the wait for it.
     if (PER_TOKEN_DECAY && __all_sync(FULL_WARP, decay == 1.f)) return;
     if (PER_TOKEN_DECAY) warpgroup_fence_operand(state);
 #pragma unroll
@@ -160,7 +160,7 @@ struct OutputsSm90 {
       for (int i = 0; i < 4; i++) state[j][i] *= decay;
   }
 
-  // Yᵀ of what came before the chunk: issued, and not waited for.
+  // Issues, without waiting, Yᵀ's part from the state before the chunk.
   static DEVICE void multiply_state(const Block& block, float (&y)[8][4], const float (&state)[D / 8][4], int stage) {
     u32 rounded[D_STEPS][4];
 #pragma unroll
@@ -172,7 +172,7 @@ struct OutputsSm90 {
     for (int k = 0; k < D_STEPS; k++) mma_ABt<T>(y, rounded[k], k_along_rows<CHUNK>(block.tile(stage, A), k), k > 0);
     warpgroup_commit();
   }
-  // Waits for that product, and makes it γ^(i+1) (ρ y + κ Σ τ c).
+  // Waits for that product y, and turns it into γ^(i+1) (ρ y + κ Σ τ c).
   static DEVICE void scale_past(Block& block, float (&y)[8][4], const Coefficients& c) {
     constexpr bool SUMS_C = CONFIG::SUMS_C;
     const float c_sum[2] = {SUMS_C ? c.c_sum[own_row(block, 0)] : 0.f, SUMS_C ? c.c_sum[own_row(block, 1)] : 0.f},
@@ -216,7 +216,7 @@ struct OutputsSm90 {
     }
   }
 
-  // Tiles of eight tokens by eight of this warp's columns, transposed: fragments of Cᵀ, and where Yᵀ's are.
+  // Reads tiles of eight tokens by eight of this warp's columns, transposed: fragments of Cᵀ, in the layout of Yᵀ's.
   static DEVICE void read_own(const Block& block, u32 (&r)[CHUNK_STEPS][4], u32 tile_address) {
 #pragma unroll
     for (int s = 0; s < CHUNK_STEPS; s++) read_own(block, r[s], tile_address, s);
@@ -226,14 +226,14 @@ struct OutputsSm90 {
                           swizzled<CHUNK>(block.lane % 8 + 8 * (block.lane / 16), own_tile(block, block.lane / 8 % 2)) +
                           s * 16 * ROW_BYTES);
   }
-  // σ C, σ decayed to the chunk's end: what the state gains is (σ C)ᵀ B.
+  // Computes σ C, with σ decayed to the chunk's end: the state's increment is (σ C)ᵀ B.
   static DEVICE void scale_own(const Block& block, u32 (&lhs)[CHUNK_STEPS][4], const u32 (&own)[CHUNK_STEPS][4],
                                const Coefficients& c) {
 #pragma unroll
     for (int s = 0; s < CHUNK_STEPS; s++) {
       if (CONFIG::FACTORS_DECAYS) {
         const uint4 x = *reinterpret_cast<const uint4*>(Block::sigma_end_part(c, 0, 16 * s + 2 * block.t));
-        const u32 sigma[2] = {x.x, x.y}, rest[2] = {x.z, x.w};  // of two tokens and of two eight further on
+        const u32 sigma[2] = {x.x, x.y}, rest[2] = {x.z, x.w};  // of two tokens, and of the two that are eight further
 #pragma unroll
         for (int i = 0; i < 4; i++)
           lhs[s][i] = multiply_add<T>(own[s][i], sigma[i / 2], multiply<T>(own[s][i], rest[i / 2]));
@@ -255,7 +255,7 @@ struct OutputsSm90 {
   }
 
   // ------------------------------------------------------------------------------------------------- y, finished
-  // This lane's row of this warp's two tiles of y, of the first eight tokens.
+  // The address of this lane's row in this warp's two tiles of y, for the first eight tokens.
   static DEVICE u32 own_y(const Block& block, int stage, int parity) {
     return block.y_tile(stage, parity) + block.group() * Shared::PANEL +
            swizzled<CHUNK>(block.lane % 8 + 8 * (block.lane / 16), own_tile(block, (block.lane / 8) % 2) % 8);
@@ -263,7 +263,7 @@ struct OutputsSm90 {
   // FWD: o = y/g, or y; DV: dv = y.
   static DEVICE void scale(Block& block, float (&y)[8][4], int stage, int parity) {
     const float scale = Traits::scale_y(block.p);
-    float2 scales[8];  // of two tokens, read under the product
+    float2 scales[8];  // of two tokens, read during the product
 #pragma unroll
     for (int n = 0; n < 8; n++) {
       scales[n] = make_float2(scale, scale);
@@ -287,7 +287,7 @@ struct OutputsSm90 {
     }
   }
 
-  // DQ, DK: through the norm, dx = r (y − x̂ (x̂·y)), and through RoPE; b and r as the table says.
+  // DQ, DK: the gradient through the norm, dx = r (y − x̂ (x̂·y)), and through RoPE; b and r as in the table.
   static DEVICE void project(Block& block, float (&y)[8][4], int stage, int parity, int position) {
     u32 x[CHUNK_STEPS][4];
     if (READS_QK_EARLY) read_own(block, x, block.tile(stage, QK));
@@ -310,7 +310,7 @@ struct OutputsSm90 {
     block.sync_group();
     const bool rotates = ROPE && block.uniform_warp() < ROPE / 16;
     u32 to = own_y(block, stage, parity);
-    float2 along[8], out[8];  // of two tokens: how far to go back along x, and what to scale by
+    float2 along[8], out[8];  // of two tokens: Projection's `along` and `out`
     auto read_projection = [&](int n) {
       if (WHOLE_FACTOR) {
         along[n] = *reinterpret_cast<float2*>(group_projections(block) + 8 * n + 2 * block.t);
@@ -348,7 +348,7 @@ struct OutputsSm90 {
       if (ROPE && n + ANGLES < 8) read_angles<2>(block, angles, position, n + ANGLES);
     }
   }
-  // A token's x·y from all warps' parts; its (out, along) for this group.
+  // Sums a token's x·y over all warps' parts; writes its (out, along) for this group.
   static DEVICE void write_projection(Block& block, int token, int stage, int parity, int position) {
     const Params& p = block.p;
     const float* from = partial_dots(block, parity) + token;
@@ -381,7 +381,7 @@ struct OutputsSm90 {
   static DEVICE float* partial_dots(const Block& block, int parity) {
     return reinterpret_cast<float*>(block.smem + Shared::PARTIAL_DOTS) + parity * 4 * GROUPS * CHUNK;
   }
-  // x·y of every token over this warp's columns.
+  // Computes x·y of every token over this warp's columns.
   static DEVICE void dots(const Block& block, u32 (&x)[CHUNK_STEPS][4], const float (&y)[8][4], int stage, int parity) {
     float d[4][2];
     auto part = [](float2 pair, int i) { return i ? pair.y : pair.x; };
@@ -389,7 +389,7 @@ struct OutputsSm90 {
       return part(unpack<T>(x[n / 2][2 * (n % 2)]), i) * y[n][i] +
              part(unpack<T>(x[n / 2][2 * (n % 2) + 1]), i) * y[n][2 + i];
     };
-    // Sums over g: each step halves the tokens a lane is left with, in the end two.
+    // Sums over g: each step halves the number of tokens per lane, down to two.
     auto halve = [&](float low, float high, int bit) {
       bool upper = block.g & bit;
       return (upper ? high : low) + __shfl_xor_sync(FULL_WARP, upper ? low : high, 4 * bit);
@@ -410,7 +410,7 @@ struct OutputsSm90 {
     *reinterpret_cast<float2*>(partial_dots(block, parity) + block.warp * CHUNK + 8 * block.g + 2 * block.t) =
         make_float2(d[0][0], d[0][1]);
   }
-  // x̂ is read while products run, and kept, where registers allow it.
+  // x̂ is read while products run, and kept, if registers allow it.
   static constexpr bool READS_QK_EARLY = D == 128 && !(ROPE && CONFIG::DECAY), READS_QK_TWICE = ROPE || D == 64;
   static constexpr bool READS_PROJECTIONS_AT_ONCE = !READS_QK_TWICE && CONFIG::DECAY != PER_HEAD;
 
@@ -422,8 +422,8 @@ struct OutputsSm90 {
   struct PairAngles {
     float2 cos, sin;
   };
-  // Reads those of COUNT pairs of tokens, from the chunk's token 8·first on. Warps that rotate nothing get zeros: registers
-  // that are not written on every path would stay live throughout the loop.
+  // Reads the angles of COUNT pairs of tokens, from the chunk's token 8·first on. Warps that rotate nothing get zeros:
+  // registers that are not written on every path would stay live throughout the loop.
   template <int COUNT>
   static DEVICE void read_angles(const Block& block, PairAngles (&angles)[ANGLES], int position, int first) {
 #pragma unroll

@@ -1,7 +1,8 @@
 // Σ τ c and Σ ζ b of an sm_90a block over all tokens so far, in a warpgroup's accumulators: transposed tiles times τ
 // and ζ.
 //
-// Token stats keep them, whose results per chunk need them; in `states`, outputs do, each group those of its own columns.
+// Token stats keep them, as their results per chunk need them; in `states`, each group of outputs keeps those of its
+// own columns.
 //
 // Fragment layout: each warp owns 16 of 64 columns, each lane two rows (g, g + 8). Lanes t = 0 hold Σ τ c, lanes t = 1
 // Σ ζ b: [2·half] is the high 16-bit part's sum, [2·half + 1] the low part's. With TAU_PARTS = 3 the third part's is in
@@ -28,7 +29,7 @@ struct RunningSumsSm90 {
   DEVICE int column(const Block& block, int panel, int half) const {
     return PANEL_COLUMNS * (first_panel(block) + panel) + block.first_row() + block.g + 8 * half;
   }
-  // use(sum, tensor, panel) for each.
+  // Calls use(sum, tensor, panel) for each sum.
   template <typename USE>
   DEVICE void each(const Block& block, USE use) {
 #pragma unroll
@@ -37,7 +38,7 @@ struct RunningSumsSm90 {
     for (int i = 0; i < B_PANELS; i++) use(b[i], B, first_panel(block) + i);
   }
 
-  // Issues products only: to be called between warpgroup_arrive and warpgroup_commit.
+  // Issues the products of a chunk; call it between warpgroup_arrive and warpgroup_commit.
   DEVICE void add_chunk(const Block& block, int stage, int slot) {
     each(block, [&](float (&sum)[1][4], int tensor, int panel) {
 #pragma unroll
@@ -83,14 +84,14 @@ struct RunningSumsSm90 {
     each(block, [&](float (&sum)[1][4], int, int) { warpgroup_fence_operand(sum); });
   }
 
-  // The sum of one of a lane's two rows: its high and its low part.
+  // The sum of one of a lane's two rows: its high plus its low part.
   static DEVICE float total(const float (&sum)[1][4], int half) { return sum[0][2 * half] + sum[0][2 * half + 1]; }
-  static DEVICE float total(const Block& block, const float (&sum)[1][4], int half) {  // with the third
+  static DEVICE float total(const Block& block, const float (&sum)[1][4], int half) {  // plus the third part
     const float others = CONFIG::TAU_PARTS == 3 ? __shfl_sync(FULL_WARP, sum[0][2 * half], block.lane | 2) : 0.f;
     return total(sum, half) + others;
   }
-  // Writes the sums to shared memory, for a stage's chunk. Σ τ c is multiplied by κ where that is a. Each of four lanes writes
-  // one column of Σ ζ b.
+  // Writes the sums to shared memory, for a stage's chunk. Σ τ c is multiplied by κ if that is a. Each of four lanes
+  // writes one column of Σ ζ b.
   DEVICE void write(const Block& block, int stage) const {
     float* to = block.coefficients(stage).c_sum;
     float own = 0.f;

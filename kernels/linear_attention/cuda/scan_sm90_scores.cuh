@@ -1,5 +1,5 @@
-// The role "scores" of an sm_90a block: W from X = A Bᵀ, once for all columns of y, and forward the normaliser. The
-// warpgroup also copies, unless a block of 64 columns has another for that.
+// The role "scores" of an sm_90a block: computes W from X = A Bᵀ, once for all columns of y, and forward the
+// normaliser. The warpgroup also copies, unless a block of 64 columns has another one for that.
 #pragma once
 #include "ptx/mma.cuh"
 #include "scan_sm90_copies.cuh"
@@ -57,7 +57,7 @@ struct ScoresSm90 {
   // A thread's two rows: their factors in W, and sums over their columns.
   struct Rows {
     float rho[2], kappa[2], sum[2];
-    float cumsum[2];  // PER_TOKEN, of the tokens themselves
+    float cumsum[2];  // PER_TOKEN: Γ of the rows' tokens
   };
   static DEVICE Rows read_rows(const Block& block, const Coefficients& c, int first) {
     const float rho = CONFIG::Traits::scale_rho(block.p);
@@ -68,19 +68,19 @@ struct ScoresSm90 {
     if (CONFIG::HAS_KAPPA) rows.kappa[0] = c.kappa[first], rows.kappa[1] = c.kappa[first + 8];
     return rows;
   }
-  // Powers of γ by how far a lane's rows of W are ahead of its columns: γ^(ahead + 8 − 8i) and γ^(ahead + 7 − 8i).
+  // Powers of γ for the distances of a lane's rows of W from its columns: γ^(ahead + 8 − 8i) and γ^(ahead + 7 − 8i).
   struct Powers {
     float2 of[KEEPS_POWERS ? 9 : 1];
   };
 
-  // W of this warp's 16 rows, into shared memory; forward also the normalisers. What is above the diagonal stays zero.
+  // Writes W of this warp's 16 rows to shared memory; forward also the normalisers. Above the diagonal it stays zero.
   static DEVICE void compute(Block& block, int stage, int position, int parity, const Powers& powers, float& da) {
     float x[8][4], past[1][4];
     warpgroup_arrive();
 #pragma unroll
     for (int k = 0; k < D_STEPS; k++)
       mma_ABt<T>(x, k_along_rows<CHUNK>(block.tile(stage, A), k), k_along_rows<CHUNK>(block.tile(stage, B), k), k > 0);
-    // Forward: queries times Σ ζ b from before, whose three 16-bit parts are columns.
+    // Forward: queries times Σ ζ b before the chunk, whose three 16-bit parts are columns.
 #pragma unroll
     for (int k = 0; k < (CONFIG::NORMALISES ? D_STEPS : 0); k++)
       mma_ABt<T>(past, k_along_rows<CHUNK>(block.tile(stage, A), k),
@@ -99,7 +99,7 @@ struct ScoresSm90 {
       if (DECAY == PER_TOKEN) rows.cumsum[0] = c.cumsum[first], rows.cumsum[1] = c.cumsum[first + 8];
       const int last = block.uniform_warp() % 4;
 #pragma unroll
-      for (int tile = 0; tile < 4; tile++)  // of 16 × 16
+      for (int tile = 0; tile < 4; tile++)  // 16 × 16 tiles
         if (tile <= last) compute_tile(block, rows, x, c, tile, parity, powers);
     }
     if (CONFIG::NORMALISES) normalisers(block, rows, past, c, position);
@@ -109,7 +109,7 @@ struct ScoresSm90 {
       if (CONFIG::COMPUTES_DA && block.t < 2) da += sum;
     }
   }
-  // Of four lanes, the first finishes one row and the second the other.
+  // Computes the normalisers: of each four lanes, the first finishes one row and the second the other.
   static DEVICE void normalisers(Block& block, Rows& rows, const float (&past)[1][4], const Coefficients& c,
                                  int position) {
     const int first = block.first_row() + block.g;
@@ -126,7 +126,7 @@ struct ScoresSm90 {
     }
   }
 
-  // Of four lanes: the first row's sum in the first, the second row's in the second.
+  // The rows' sums over four lanes: the first row's in the first lane, the second row's in the second.
   static DEVICE float sum_of_row(const Block& block, const Rows& rows) {
     const bool second = block.t % 2;
     float sum =
@@ -170,7 +170,7 @@ struct ScoresSm90 {
     }
     stmatrix(address(block, parity, tile), pairs[0], pairs[1], pairs[2], pairs[3]);
   }
-  // W_ij. Where i < j it is 0: with DECAY because `decay` is, else because `ahead` = i − j is negative.
+  // W_ij; 0 if i < j: with DECAY because `decay` is 0, else because `ahead` = i − j is negative.
   static DEVICE float score(const Rows& rows, int half, float sigma, float tau, float x, int ahead, float decay) {
     float y = rows.rho[half] * sigma * x;
     if (HAS_G && MODE == DQ) y = sigma * (rows.rho[half] * x + rows.kappa[half]);
@@ -179,7 +179,7 @@ struct ScoresSm90 {
     return DECAY ? y * decay : ahead >= 0 ? y : 0.f;
   }
 
-  // FACTORS_DECAYS: the tiles before the diagonal, and the one on it.
+  // FACTORS_DECAYS: computes the tiles before the diagonal, and the one on it.
   static DEVICE void compute_tiles(const Block& block, Rows& rows, const float (&x)[8][4], const Coefficients& c,
                                    int parity) {
     const float* cumsum = c.columns + CONFIG::COLUMN * block.first_row();
@@ -213,8 +213,8 @@ struct ScoresSm90 {
     const float4 y = *reinterpret_cast<const float4*>(c.columns + CONFIG::COLUMN * (j + 1));
     return {{x.x, y.x}, {x.y, y.y}, {x.z, y.z}, {x.w, y.w}};
   }
-  // exp(Γ_i − Γ_j) is exp(Γ_i − Γ_r), which is in `rows`, times exp(Γ_r − Γ_j), a column's: r is the warp's first row, which
-  // lies between them, so that neither is above 1. DK's sums are still to be multiplied by the former.
+  // exp(Γ_i − Γ_j) is exp(Γ_i − Γ_r), which is in `rows`, times exp(Γ_r − Γ_j), the column's factor: r is the warp's
+  // first row, which is between i and j, so that neither exceeds 1. DK's sums still lack the former factor.
   static DEVICE void compute_tile_before(const Block& block, Rows& rows, const float (&x)[8][4], const Coefficients& c,
                                          float reference, int tile, int parity) {
     u32 pairs[4];
@@ -246,7 +246,7 @@ struct ScoresSm90 {
     }
     stmatrix(address(block, parity, tile), pairs[0], pairs[1], pairs[2], pairs[3]);
   }
-  // Of 8 × 8, two on the diagonal, one below it, and one above it, which is 0.
+  // The 16 × 16 tile on the diagonal: two 8 × 8 tiles on it, one below it, and one above it, which is 0.
   static DEVICE void compute_diagonal_tile(const Block& block, Rows& rows, const float (&x)[8][4],
                                            const Coefficients& c, int tile, int parity) {
     const float* cumsum = c.columns + CONFIG::COLUMN * (block.first_row() + block.g);
@@ -279,7 +279,7 @@ struct ScoresSm90 {
     return pair;
   }
 
-  // How far this lane's first row is ahead of its first column.
+  // The distance of this lane's first row from its first column.
   static DEVICE int ahead(const Block& block) { return block.first_row() + block.g - 2 * block.t; }
   static DEVICE void read_powers(const Block& block, Powers& powers) {
 #pragma unroll
@@ -297,7 +297,7 @@ struct ScoresSm90 {
     return make_float2(pair.y, pair.x);
   }
 
-  // Where this lane's row of 16 × 16 of this warp's scores is.
+  // The address of this lane's row in a 16 × 16 tile of this warp's scores.
   static DEVICE u32 address(const Block& block, int parity, int tile) {
     return block.scores_tile(parity) +
            (swizzled<CHUNK>(block.first_row() + block.lane % 16, block.lane / 16) ^ (tile << 5));

@@ -1,5 +1,5 @@
-// The role "token stats" of an sm_90a block: what belongs to a token alone. RoPE in place, norms, (1)'s coefficients,
-// in DQ e, which DK and DV read; and it keeps the running sums (in `states`, outputs do).
+// The role "token stats" of an sm_90a block: per-token computations. RoPE in place, norms, (1)'s coefficients, in DQ e,
+// which DK and DV read; it also keeps the running sums (in `states`, outputs do).
 #pragma once
 #include "ptx/mma.cuh"
 #include "rope.cuh"
@@ -20,15 +20,15 @@ struct TokenStatsSm90 {
   static constexpr bool COMPUTES_E = CONFIG::COMPUTES_E, COMPUTES_DG = CONFIG::COMPUTES_DG;
   static constexpr bool KEEPS_SUMS = !STATE_ONLY && (CONFIG::SUMS_C || CONFIG::SUMS_B);
 
-  // For RoPE a thread has ITEMS items of each tile. Where they are few (a model's RoPE), angles are read a chunk ahead.
+  // For RoPE a thread has ITEMS items of each tile. If they are few (a model's RoPE), angles are read a chunk ahead.
   using R = Rope<T, MODE, ROPE>;
   static constexpr int ITEMS = CHUNK * ROPE / 8 / WARPGROUP;
   static constexpr bool MANY_REGISTERS = MODE == FWD || (D == 128 && !(COMPUTES_DG && (T::NARROW || MODE == DK)));
   static constexpr bool READS_ANGLES_AHEAD = ROPE && ITEMS <= PANELS && MANY_REGISTERS;
-  // DQ waits for o at the start of a chunk anyway; with decays of tokens' own it has no registers for both.
+  // DQ waits for o at the start of a chunk anyway; with per-token decays it has no registers for both.
   static constexpr bool READS_ANGLES_WITH_O = READS_ANGLES_AHEAD && COMPUTES_E && !COMPUTES_DG;
   static constexpr bool READS_ANGLES_LAST = READS_ANGLES_AHEAD && COMPUTES_E && COMPUTES_DG;
-  // Where registers allow it, all items are read before any is written, so that there is only one wait.
+  // If registers allow it, all items are read before any is written, so that there is only one wait.
   static constexpr bool READS_ITEMS_AT_ONCE = READS_ANGLES_AHEAD && !COMPUTES_E;
   struct ChunkAngles {
     Angles of[READS_ANGLES_AHEAD ? ITEMS : 1];
@@ -61,7 +61,7 @@ struct TokenStatsSm90 {
       const int stage = current.stage(), len = min(CHUNK, p.N - position);
       const int slot = !KEEPS_SUMS ? stage : u32(position - block.begin()) / CHUNK % 2;  // of τ and ζ
       if (!READS_DECAYS_AHEAD && !COMPUTES_E) token_decay = read_decay(block, position);
-      mbarrier_wait(block.empty(stage), current.phase() ^ 1);  // the coefficients' old readers, too, are done
+      mbarrier_wait(block.empty(stage), current.phase() ^ 1);  // so readers of the coefficients are done, too
       chunk(block, current, slot, position, len, n, next, token_decay, angles, o);
       if (COUNTS) n = DECAY ? n * block.power(CHUNK) + chunk_tokens : n + CHUNK;
       if (KEEPS_SUMS) {
@@ -69,10 +69,10 @@ struct TokenStatsSm90 {
         if (position > block.begin()) mbarrier_arrive(block.empty(current.previous()));
         if (block.enters(segment, position)) sums.store(block, block.before_segment(++segment.index));
         if (block.at_boundary(position)) cross_boundary(block, sums, token_decay, block.boundary(position));
-        if (SUMS_X && !COMPUTES_E) block.sync_token_stats();  // all have used the Σ ζ b of the chunk before
+        if (SUMS_X && !COMPUTES_E) block.sync_token_stats();  // all threads have used the previous chunk's Σ ζ b
         sums.write(block, stage);
       }
-      fence_shared();  // what was copied, rotated and written, for the warpgroups' products
+      fence_shared();  // makes copied, rotated and written data visible to products
       mbarrier_arrive(block.ready(stage));
       if (READS_DECAYS_AHEAD) token_decay = read_decay(block, position + CHUNK);
       if (READS_ANGLES_LAST) read_angles(block, angles, position + CHUNK);
@@ -92,7 +92,7 @@ struct TokenStatsSm90 {
     if (CONFIG::COMPUTES_DA) block.store_da(da, 0);
   }
 
-  // What the forward pass saved of a token.
+  // A token's numbers saved by the forward pass.
   struct Saved {
     float g, e, r_sigma, r_rho;  // the last two as in TokenStats
   };
@@ -107,14 +107,14 @@ struct TokenStatsSm90 {
     return s;
   }
 
-  // Global memory is read ahead only where there are registers for it.
+  // Global memory is read ahead only if there are registers for it.
   static constexpr bool READS_DECAYS_AHEAD = DECAY == PER_TOKEN && D == 128;
   static constexpr bool READS_O_AHEAD = COMPUTES_E && !(COMPUTES_DG && D == 64 && ROPE);
   static constexpr bool READS_O_A_CHUNK_AHEAD = COMPUTES_E && CONFIG::FACTORS_DECAYS && !ROPE;
-  // PER_TOKEN: what token_decay.cuh found of a row's token, as loaded: the first computation with it waits for the load.
+  // PER_TOKEN: the results of token_decay.cuh for a row's token, as loaded: their first use waits for the load.
   struct TokenDecay {
     float cumsum, to_end;
-    float count_before, count;  // of the chunks before; in reverse, of this one up to the row
+    float count_before, count;  // of the chunks before; in reverse, of this chunk up to the row
   };
   static DEVICE TokenDecay read_decay(const Block& block, int position) {
     const Params& p = block.p;
@@ -136,7 +136,7 @@ struct TokenStatsSm90 {
     if (DECAY == PER_TOKEN) c.from_start[i] = power_of_two(token_decay.cumsum) * factor;
     if (CONFIG::HAS_CUMSUM && !CONFIG::HAS_COLUMNS) c.cumsum[i] = token_decay.cumsum;
   }
-  // What scores need of a token as a column of W.
+  // Writes the numbers that scores need of a token as a column of W.
   static DEVICE void write_column(const Coefficients& c, const TokenDecay& token_decay, int i, float sigma, float tau,
                                   float inverse_g) {
     if (CONFIG::COLUMN == 4)
@@ -145,7 +145,7 @@ struct TokenStatsSm90 {
       reinterpret_cast<float2*>(c.columns)[i] = make_float2(token_decay.cumsum, sigma);
   }
 
-  // A chunk's numbers into shared memory; `next`: what was saved of its tokens, then of the next chunk's.
+  // Writes a chunk's numbers to shared memory; `next`: the saved numbers of its tokens, then of the next chunk's.
   static DEVICE void chunk(Block& block, const Stage& current, int slot, int position, int len, float n, Saved& next,
                            TokenDecay& token_decay, ChunkAngles& angles, OutputRows& o) {
     const int stage = current.stage();
@@ -155,7 +155,7 @@ struct TokenStatsSm90 {
     if (MODE != FWD && !COMPUTES_E) write_coefficients(block, c, next, token_decay, len, block.thread(), slot);
     mbarrier_wait(block.full(stage), current.phase());
     if (ROPE) rotate_tiles(block, stage, position, angles);
-    // What is on its way at an mbarrier is waited for there, so the sooner the better.
+    // Loads in flight at an mbarrier are waited for there, so they are issued as early as possible.
     if (READS_ANGLES_AHEAD && !COMPUTES_E) read_angles(block, angles, position + CHUNK);
     if (MODE == FWD) {
       if (ROPE) block.sync_token_stats();
@@ -175,7 +175,7 @@ struct TokenStatsSm90 {
     if (MODE != FWD) next = read_saved(block, position + CHUNK);
   }
 
-  // σ, τ, ρ, κ of a token, from what was saved. Rows past the end count nothing.
+  // Writes σ, τ, ρ, κ of a token, from the saved numbers. Rows past the end contribute nothing.
   static DEVICE void write_coefficients(const Block& block, const Coefficients& c, const Saved& s,
                                         const TokenDecay& token_decay, int len, int i, int slot) {
     if (block.uniform_warp() % 4 >= CHUNK / 32) return;
@@ -202,7 +202,7 @@ struct TokenStatsSm90 {
     }
     write_end_coefficients(block, c, slot, i, sigma * decay, tau * decay, Traits::zeta(block, stats) * decay);
   }
-  // σ, τ and ζ decayed to the chunk's end, as factors for tensor cores.
+  // Writes σ, τ and ζ decayed to the chunk's end, as factors for tensor cores.
   static DEVICE void write_end_coefficients(const Block& block, const Coefficients& c, int slot, int i, float sigma,
                                             float tau, float zeta) {
     split<T, CONFIG::SIGMA_PARTS>([&](int part) { return Block::sigma_end_part(c, part, i); }, sigma);
@@ -212,8 +212,8 @@ struct TokenStatsSm90 {
     if (CONFIG::SUMS_B) split<T, PARTS>([&](int part) { return in_row(part < 2 ? 2 + part : 6); }, zeta);
   }
 
-  // Forward, a thread per row: ρ of a query and the (decayed) count of the tokens before the chunk, which is part of its
-  // normaliser; σ of a key. `states` needs only keys, and has two threads for each.
+  // Forward, with a thread per row: ρ of a query, and the (decayed) count of the tokens before the chunk, which is part
+  // of its normaliser; σ of a key. `states` needs only keys, and has two threads for each.
   static constexpr int ROW_THREADS = STATE_ONLY ? 2 : 1;
   static DEVICE int row_of_thread(const Block& block) {
     return block.thread() / (MODE == FWD ? ROW_THREADS : 1) % CHUNK;
@@ -246,7 +246,8 @@ struct TokenStatsSm90 {
       if (CONFIG::HAS_ROW) c.row[i] = DECAY == PER_TOKEN ? count(token_decay) : block.power(i + 1) * n;
     }
   }
-  // Of a row of a tile, all of it or one half. Eight threads that read at once read eight rows, or halves of four.
+  // The squared norm of a row of a tile, or of one half. Eight threads that read at once read eight rows, or the halves
+  // of four.
   static DEVICE float squared_norm(const Block& block, u32 tile_address, int row, int half) {
     float sum[4] = {};
 #pragma unroll
@@ -263,12 +264,12 @@ struct TokenStatsSm90 {
     return (sum[0] + sum[1]) + (sum[2] + sum[3]);
   }
 
-  // What the tokens before the chunk contribute to its rows (DK: columns) of dG, and to da. DQ: do/g times Σ v; DK: v times
-  // Σ do/g.
+  // The contribution of the tokens before the chunk to its rows (DK: columns) of dG, and to da. DQ: do/g times Σ v;
+  // DK: v times Σ do/g.
   static DEVICE void store_dG(const Block& block, const float (&a_b)[1][4], int stage, int position, float& da) {
     const Params& p = block.p;
     const float first = RunningSumsSm90<CONFIG>::total(a_b, 0), second = RunningSumsSm90<CONFIG>::total(a_b, 1);
-    const bool odd = block.t % 2;  // of two rows of four lanes, one
+    const bool odd = block.t % 2;  // one of the four lanes' two rows
     const float sum = (odd ? second : first) + __shfl_xor_sync(FULL_WARP, odd ? first : second, 1);
     const int row = block.first_row() + block.g + 8 * block.t;
     if (block.t > 1 || position + row >= p.N) return;
@@ -280,7 +281,7 @@ struct TokenStatsSm90 {
       p.dG[(i64(gridDim.y) + block.bh()) * p.N + position + row] = scale * block.from_start(c, row) * sum;
   }
 
-  // At a boundary (token_decay.cuh): DQ stores its sums; DK adds up their inner products with its own.
+  // At a boundary (token_decay.cuh): DQ stores its sums; DK computes their inner products with its own.
   static DEVICE void cross_boundary(Block& block, const RunningSumsSm90<CONFIG>& sums, const TokenDecay& token_decay,
                                     const Boundary<D>& boundary) {
     block.recompute_addresses();
@@ -296,15 +297,15 @@ struct TokenStatsSm90 {
     block.recompute_addresses();
   }
 
-  // Dots of eight rows with eight others, on tensor cores: the diagonal of a product. A lane has row g of both, the same
-  // eight columns of 32 at a time, which need not be those that the instruction takes them for. Odd rows begin with the
-  // other 32 of 64, so that no two lanes that read at once meet in a bank.
+  // Dot products of eight rows with eight others, on tensor cores: the diagonal of a product. A lane has row g of both,
+  // the same eight columns of 32 at a time, which may differ from the columns the instruction assumes. Odd rows begin
+  // with the other 32 of 64, so that lanes that read at once have no bank conflicts.
   static DEVICE int piece_of_lane(const Block& block, int j) { return 4 * (j ^ block.g % 2) + block.t; }
   static DEVICE uint4 read_piece(const Block& block, u32 tile_address, int first_row, int j) {
     return ld_shared_v4(tile_address + swizzled<CHUNK>(first_row + block.g, piece_of_lane(block, j)));
   }
-  // Rows 8 to 15 of the instruction's left operand are rows 0 to 7 again, with other columns: 16 bytes are then an operand
-  // as they are read. The first product has the dots of the first and third words, the second the others'.
+  // Rows 8 to 15 of the instruction's left operand are rows 0 to 7 again, with other columns: 16 bytes are then an
+  // operand as they are read. The first product has the dots of the first and third words, the second the others'.
   struct Dots {
     float first[4] = {}, second[4] = {};
   };
@@ -312,13 +313,13 @@ struct TokenStatsSm90 {
     mma<T>(dots.first, x.x, x.y, x.z, x.w, y.x, y.z);
     mma<T>(dots.second, x.x, x.y, x.z, x.w, y.y, y.w);
   }
-  // Row g's is in one lane of four.
+  // Row g's dot product is in one lane of four.
   static DEVICE bool has_own_dot(const Block& block) { return block.t == block.g / 2; }
   static DEVICE float own_dot(const Block& block, const Dots& dots) {
     return block.g % 2 ? dots.first[1] + dots.second[3] : dots.first[0] + dots.second[2];
   }
 
-  // do·o of this warp's rows; o comes straight from global memory, asked for before the wait for the tiles.
+  // do·o of this warp's rows; o is read directly from global memory, before the wait for the tiles.
   static DEVICE void read_o(const Block& block, OutputRows& o, int position) {
 #pragma unroll
     for (int i = 0; i < 2; i++)
@@ -340,7 +341,7 @@ struct TokenStatsSm90 {
     }
   }
 
-  // RoPE in place, of the tiles that it concerns.
+  // RoPE in place, on the tiles that need it.
   static DEVICE void read_angles(const Block& block, ChunkAngles& angles, int position) {
 #pragma unroll
     for (int k = 0; k < ITEMS; k++) angles.of[k] = R::angles(block.p, position, block.thread() + k * WARPGROUP);

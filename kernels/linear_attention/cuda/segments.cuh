@@ -1,20 +1,20 @@
-// Segments of a sequence: the states before and after them, and how many tokens came before.
+// Segments of a sequence: the states before and after them, and the number of tokens before.
 //
-// `states` computes the state that each segment adds, `prefix` sums them in a fixed order, and every scan starts from
-// what came before its segment. A scratch state is S [D, D] (key, value), then two vectors [D], of keys and of values.
+// `states` computes each segment's own state, `prefix` sums them in a fixed order, and every scan starts from the state
+// before its segment. A scratch state is S [D, D] (key, value), then two vectors [D], of keys and of values.
 #pragma once
 #include "modes.cuh"
 
 template <int D>
-constexpr int STATE_SIZE = D * D + 2 * D;  // of a scratch state, fp32 numbers
+constexpr int STATE_SIZE = D * D + 2 * D;  // fp32 numbers in a scratch state
 
-// The state after a segment; of its sub-segments the last.
+// The address of the state after a segment, that is, after its last sub-segment.
 template <int D>
 DEVICE float* scratch_state(const Params& p, int bh, int segment) {
   return p.scratch + (i64(bh) * (p.segments - 1) * p.sub_segments + (segment + 1) * p.sub_segments - 1) * STATE_SIZE<D>;
 }
 
-// Where a state's S [D, D], Σ τ c and Σ ζ b come from or go to, each times its scale.
+// Source or target of a state's S [D, D], Σ τ c and Σ ζ b, with the scale of each.
 template <typename POINTER>
 struct StateAt {
   POINTER S, c, b;
@@ -23,9 +23,9 @@ struct StateAt {
 using StateSource = StateAt<const float*>;
 using StateTarget = StateAt<float*>;
 
-// States in and out of the scan of a mode: what `states` and `prefix` leave before a segment, and the caller's. In
-// reverse a state belongs to the token scanned next, γ times what it was at the one before: so the caller's comes in and
-// goes out as it is, however steep the decay. (PER_TOKEN: one more on the way out, token_decay.cuh.)
+// States in and out of a mode's scan: the state of `states` and `prefix` before a segment, and the caller's. In reverse
+// a state belongs to the token scanned next, γ times its value at the one before, so the caller's states are used and
+// returned without a decay. (PER_TOKEN: with one more decay on the way out, token_decay.cuh.)
 template <typename T, int MODE, int D, Weights WEIGHTS = NORMALISED>
 struct SegmentStates {
   using Traits = ModeTraits<T, MODE, WEIGHTS>;
@@ -46,14 +46,14 @@ struct SegmentStates {
     if (Traits::VALUE_ROWS) return {S, v, k, s, sv, s};
     return {S, k, v, s, s, sv};
   }
-  // log2_decay: PER_TOKEN, of the decay between the last token scanned and the state; else 0.
+  // log2_decay: with PER_TOKEN, the log2 of the decay between the last token scanned and the state; else 0.
   static DEVICE StateTarget final(const Params& p, int bh, float log2_decay) {
     float *S = p.final.S + i64(bh) * D * D, *k = p.final.k + bh * D, *v = p.final.v + bh * D;
     float more = exp2f(log2_decay);
     float s = more / Traits::scale_sigma(p), st = more / Traits::scale_tau(p);
     return {S, Traits::VALUE_ROWS ? v : k, Traits::VALUE_ROWS ? k : v, s, st, s};
   }
-  // Of S [key, value], from the row (a column of c) and the column (of b) of the state in registers.
+  // Index in S [key, value], from the row (a column of c) and the column (of b) of the state in registers.
   static DEVICE int element(int row, int column) { return Traits::VALUE_ROWS ? column * D + row : row * D + column; }
 };
 
@@ -63,7 +63,7 @@ DEVICE float count_tokens(float log2_decay, int n) {
   float x = DECAY ? log2_decay * LN_2 : 0.f;
   return x == 0.f ? float(n) : expm1f(x * float(n)) / expm1f(x);
 }
-// Of the tokens before position `begin`.
+// The decayed count of the tokens before position `begin`.
 template <bool DECAY>
 DEVICE float tokens_before(const Params& p, int bh, float log2_decay, int begin) {
   float n0 = p.n_initial ? p.n_initial[bh] : 0.f;

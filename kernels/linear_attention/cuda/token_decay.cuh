@@ -1,20 +1,20 @@
-// A decay of each token's own, g_t ≤ 0, −∞ for a reset: what a scan needs of it, by position, from one pass over the decays.
+// Per-token log decays g_t ≤ 0, −∞ for a reset: one pass over them computes what a scan needs, by position.
 //
-// With G_i = Σ_{t≤i} g_t, powers of γ become differences of G: γ^(i−j) → exp(G_i − G_j). Only differences within a chunk are
-// taken, and of Γ, the sum from the chunk's start, as G grows without bound. In reverse the decay between two neighbouring
-// positions is that of the one scanned first (the later token). So position 0 has no decay, and that of token 0, which is
-// scanned last, applies to the adjoint of the initial state.
+// With G_i = Σ_{t≤i} g_t, powers of γ become differences of G: γ^(i−j) → exp(G_i − G_j). Only differences within a
+// chunk are taken, of Γ, the sum from the chunk's start, as G grows without bound. In reverse the decay between two
+// neighbouring positions is that of the one scanned first (the later token). So position 0 has no decay, and that of
+// token 0, which is scanned last, applies to the adjoint of the initial state.
 #pragma once
 #include "params.cuh"
 
-// Threads of a block of the kernels here. It reads and writes eight heads (32 bytes) of [B, N, H] at once; each warp works on
-// one of them.
+// Threads per block of the kernels here. A block reads and writes eight heads (32 bytes) of [B, N, H] at once; each
+// warp works on one of them.
 constexpr int DECAY_THREADS = 256, DECAY_HEADS = DECAY_THREADS / 32;
 static_assert(DECAY_THREADS == LAUNCH_DECAY_THREADS, "DECAY_THREADS of launch.py");
-constexpr int DECAY_SPAN = 256, DECAY_ITEMS = DECAY_SPAN / 32;  // positions of a block; of a lane, one after the other
+constexpr int DECAY_SPAN = 256, DECAY_ITEMS = DECAY_SPAN / 32;  // positions per block, and consecutive ones per lane
 static_assert(DECAY_SPAN == LAUNCH_DECAY_SPAN, "DECAY_SPAN of launch.py");
 
-// Where a thread is in a grid (⌈N / DECAY_SPAN⌉, B·⌈H / DECAY_HEADS⌉).
+// A thread's position in a grid (⌈N / DECAY_SPAN⌉, B·⌈H / DECAY_HEADS⌉).
 struct DecayBlock {
   int batches, batch, first_head, first;  // first: position
   int warp, lane;
@@ -27,8 +27,8 @@ struct DecayBlock {
     bh = i64(batch) * p.H + first_head + warp;
   }
   DEVICE bool has_head(const Params& p) const { return first_head + warp < p.H; }  // this warp
-  // use(i, head, place): of this thread's elements of the span in [B, N, H], the position and the head in the span, and
-  // where token(first + i) is.
+  // Calls use(i, head, place) for this thread's elements of the span in [B, N, H]: the position and the head within the
+  // span, and the index of token(first + i).
   template <typename TOKEN, typename USE>
   DEVICE void each(const Params& p, TOKEN token, USE use) const {
     const int head = threadIdx.x % DECAY_HEADS;
@@ -38,33 +38,35 @@ struct DecayBlock {
       use(i, head, (i64(batch) * p.N + token(first + i)) * p.H + first_head + head);
   }
 };
-// One number per position and head, in shared memory; padded, so that reading along either has (almost) no bank conflicts.
+// One number per position and head in shared memory, padded so that reads along either have (almost) no bank conflicts.
 struct DecayTile {
   float of[DECAY_HEADS][DECAY_SPAN + DECAY_SPAN / 8 + 4];
   DEVICE float& at(int head, int i) { return of[head][i + i / 8]; }
 };
 
-// log2 of a decay. Anything below LOG_ZERO (numerics.py), a decay of 0, is clamped to it, as −∞ − (−∞) would be NaN. A NaN stays
-// NaN; fmaxf would turn it into a reset.
+// log2 of a decay. Anything below LOG_ZERO (numerics.py), a decay of 0, is clamped to it, as −∞ − (−∞) would be NaN. A
+// NaN stays NaN; fmaxf would turn it into a reset.
 DEVICE float log2_decay_of(float log_decay) { return (log_decay < LOG_ZERO ? LOG_ZERO : log_decay) * LOG2_E; }
 DEVICE float log2_decay_of(const Params& p, i64 bh, int token) {
   return log2_decay_of(p.log_decay[(bh / p.H * p.N + token) * p.H + bh % p.H]);
 }
 
-// [BH, 2, chunks]: each chunk's log2 decay, and its sum of counts, which `sum_counts` replaces by that of all chunks before.
+// Params::chunks, [BH, 2, chunks]: each chunk's log2 decay and its count, which `sum_counts` replaces by the count of
+// all chunks before.
 template <int CHUNK>
 struct Chunks {
-  float *log2_decay, *count;  // of a head
+  float *log2_decay, *count;  // of one head
   int n;
   DEVICE Chunks(const Params& p, i64 bh) : n((p.N + CHUNK - 1) / CHUNK) {
     log2_decay = p.chunks + 2 * bh * n, count = log2_decay + n;
   }
 };
 
-// dL/dg_t is a suffix sum over all later tokens, so rounding errors accumulate with N. At a boundary, before every BOUNDARY_INTERVAL-th
-// token, the sum is also <S, dS>, the inner product of the forward state (DQ has it) and its adjoint (DK has it). Restarting
-// there keeps every sum within one window. N must be a multiple of CHUNK, or DQ's and DK's chunk edges don't coincide, and no
-// boundary is used: where N > BOUNDARY_INTERVAL, backend.py then splits off the first N % CHUNK tokens.
+// dL/dg_t is a suffix sum over all later tokens, so rounding errors accumulate with N. At a boundary, before every
+// BOUNDARY_INTERVAL-th token, the sum is also <S, dS>, the inner product of the forward state (DQ has it) and its
+// adjoint (DK has it). Restarting there keeps every sum within one window. Unless N is a multiple of CHUNK, DQ's and
+// DK's chunk edges do not coincide, and no boundary is used: if N > BOUNDARY_INTERVAL, backend.py splits off the first
+// N % CHUNK tokens.
 constexpr int BOUNDARY_INTERVAL = LAUNCH_BOUNDARY_INTERVAL;
 static_assert(BOUNDARY_INTERVAL % DECAY_SPAN == 0, "a span is of one window");
 template <int D>
@@ -72,7 +74,7 @@ constexpr int BOUNDARY_SIZE = D * D / 2 + 2 * D + 16;  // fp32 numbers
 template <int D>
 struct Boundary {
   static_assert(BOUNDARY_SIZE<D> == LAUNCH_BOUNDARY_SIZE, "boundary_size of launch.py");
-  uint4* state;          // S, rounded, as DQ's lanes hold it
+  uint4* state;          // S, rounded, in the order of DQ's lanes
   float *c, *b, *count;  // DQ's Σ τ c and Σ ζ b, [D] each, and count
   float* parts;          // <S, dS> without the decay into the token, a part per warp: outputs' warps, then token stats'
   DEVICE Boundary(const Params& p, i64 bh, int i) {
@@ -92,13 +94,13 @@ DEVICE float decay_of_segment(const Params& p, i64 bh, int segment) {
 
 DEVICE float from_lane(float x, int lane) { return __shfl_sync(FULL_WARP, x, lane & 31); }
 
-// A stretch of positions: its decay, and the count that it leaves.
+// A range of positions: its total decay, and its decayed count.
 struct Stretch {
   float log2_decay, count;
   DEVICE void append(Stretch x) { count = count * exp2f(x.log2_decay) + x.count, log2_decay += x.log2_decay; }
 };
 DEVICE Stretch from_lane(Stretch x, int lane) { return {from_lane(x.log2_decay, lane), from_lane(x.count, lane)}; }
-// Of all lanes up to this one.
+// Inclusive scan: the range of all lanes up to this one.
 DEVICE Stretch append_lanes(Stretch x, int lane) {
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) {
@@ -108,14 +110,14 @@ DEVICE Stretch append_lanes(Stretch x, int lane) {
   return x;
 }
 
-// A warp's part of `sum_decays`: a chunk.
+// A warp's part of `sum_decays`: one chunk.
 template <int CHUNK, bool REVERSE, bool COUNTS>
 DEVICE void sum_chunk_decays(const Params& p, const DecayBlock& block, DecayTile& decays, int in_span) {
-  constexpr int ITEMS = CHUNK / 32;  // of a lane
+  constexpr int ITEMS = CHUNK / 32;  // per lane
   const int lane = block.lane, begin = block.first + in_span, chunk = begin / CHUNK, position = begin + lane * ITEMS;
   const i64 first_of_head = block.bh * p.N;
   const Chunks<CHUNK> chunks(p, block.bh);
-  Stretch up_to[ITEMS];  // this lane's positions
+  Stretch up_to[ITEMS];  // up to each of this lane's positions
   float to_end[ITEMS];
 #pragma unroll
   for (int i = 0; i < ITEMS; i++) {
@@ -126,7 +128,7 @@ DEVICE void sum_chunk_decays(const Params& p, const DecayBlock& block, DecayTile
   to_end[ITEMS - 1] = 0.f;
 #pragma unroll
   for (int i = ITEMS - 1; i > 0; i--) to_end[i - 1] = to_end[i] + up_to[i].log2_decay;
-  float lanes_on = to_end[0] + up_to[0].log2_decay;  // of all lanes from this one on
+  float lanes_on = to_end[0] + up_to[0].log2_decay;  // sum over all lanes from this one on
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) {
     float x = from_lane(lanes_on, lane + d);
@@ -158,10 +160,10 @@ DEVICE void sum_chunk_decays(const Params& p, const DecayBlock& block, DecayTile
 // Writes, by position:
 //
 //     decay_cumsum  Γ_i, the cumulative log2 decay from the chunk's start up to position i
-//     to_end        what the rest of the chunk adds to it; summed from the end, so that an earlier reset costs no accuracy
+//     to_end        what the rest of the chunk adds to it; summed from the end, so an earlier reset costs no accuracy
 //     count         in reverse: Σ exp(G_i − G_j) e_i over i ≥ j of the chunk
 //
-// and chunks (see `Chunks`). COUNTS: with a normaliser, which alone needs counts. Grid: DecayBlock.
+// and chunks (see `Chunks`). COUNTS: with a normaliser; only that needs counts. Grid: DecayBlock.
 template <int CHUNK, bool REVERSE, bool COUNTS>
 __global__ void __launch_bounds__(DECAY_THREADS) sum_decays(const __grid_constant__ Params p) {
   __shared__ DecayTile decays;
@@ -180,8 +182,9 @@ __global__ void __launch_bounds__(DECAY_THREADS) sum_decays(const __grid_constan
     if (block.first + i < p.N) sum_chunk_decays<CHUNK, REVERSE, COUNTS>(p, block, decays, i);
 }
 
-// After `sum_decays`: chunks' counts → those of all before. n_initial: the count before the first; in reverse the gradient of the
-// final one. count_out: the final state's; in reverse the gradient of the initial one. Grid (1, B·H).
+// After `sum_decays`: replaces each chunk's count by that of all chunks before. n_initial: the initial count; in
+// reverse the gradient of the final one. count_out: the final count; in reverse the gradient of the initial one.
+// Grid (1, B·H).
 template <int CHUNK, bool REVERSE>
 __global__ void __launch_bounds__(DECAY_THREADS) sum_counts(const __grid_constant__ Params p) {
   constexpr int WARPS = DECAY_THREADS / 32;
@@ -210,7 +213,7 @@ __global__ void __launch_bounds__(DECAY_THREADS) sum_counts(const __grid_constan
     p.count_out[bh] = REVERSE ? -all.count * exp2f(log2_decay_of(p, bh, 0)) : all.count;
 }
 
-// A sum of fp32 numbers and its rounding errors: dG_i add up over a whole sequence, and nearly cancel.
+// A sum of fp32 numbers with its rounding errors: the dG_i of a whole sequence are summed, and nearly cancel.
 struct LongSum {
   float high, low;
   DEVICE void add(LongSum x) {
@@ -229,7 +232,7 @@ DEVICE LongSum sum_of_lanes(LongSum x, int lane) {
   return x;
 }
 
-// Of this warp's numbers in a tile, those of the lanes before.
+// The sum of this warp's numbers in a tile over the lanes before this one.
 DEVICE LongSum sum_before(DecayTile& tile, const DecayBlock& block) {
   LongSum lanes = {0.f, 0.f};
 #pragma unroll
@@ -244,7 +247,7 @@ DEVICE LongSum sum_before(DecayTile& tile, const DecayBlock& block) {
   return sum;
 }
 
-// A lane's part of the gradient of G from the boundary before `token` on. WARPS: of DK's scan, that leave a part each.
+// A lane's part of the sum at the boundary before `token`. WARPS: the number of warps of DK's scan, each with a part.
 template <int D, int WARPS>
 DEVICE float across_boundary(const Params& p, const DecayBlock& block, int token) {
   if (block.lane >= WARPS) return 0.f;
@@ -252,9 +255,9 @@ DEVICE float across_boundary(const Params& p, const DecayBlock& block, int token
          exp2f(log2_decay_of(p, block.bh, token));
 }
 
-// dL/dg_t = Σ_{i≥t} dG_i, as g_t is in G_i for i ≥ t; 0 at a reset. dG_i = row_i − column_i, which DQ and DK left in PARTS
-// addends by position. Launched with TOTALS first, which leaves the sum of each span, then without, which leaves d_log_decay.
-// Each boundary has WARPS parts. Grid: DecayBlock, spans and tokens from the last to the first.
+// dL/dg_t = Σ_{i≥t} dG_i, as g_t is in G_i for i ≥ t; 0 at a reset. dG_i = row_i − column_i, which DQ and DK stored as
+// PARTS addends by position. Launched first with TOTALS, which writes the sum of each span, then without, which writes
+// d_log_decay. Each boundary has WARPS parts. Grid: DecayBlock, spans and tokens from the last to the first.
 template <int D, int CHUNK, bool TOTALS, int PARTS, int WARPS>
 __global__ void __launch_bounds__(DECAY_THREADS) decay_gradient(const __grid_constant__ Params p) {
   const DecayBlock block(p);
@@ -279,7 +282,7 @@ __global__ void __launch_bounds__(DECAY_THREADS) decay_gradient(const __grid_con
     __shared__ DecayTile tile;
 #pragma unroll
     for (int i = block.lane; i < DECAY_SPAN; i += 32) tile.at(block.warp, i) = dG(i);
-    // The spans before, up to a boundary where there is one.
+    // The sums of the spans before, up to a boundary if there is one.
     const int end = ((last - block.first) / BOUNDARY_INTERVAL + 1) * BOUNDARY_INTERVAL;
     const bool bounded = p.N % CHUNK == 0 && end < p.N;
     const int first_span = bounded ? (last + 1 - end) / DECAY_SPAN : 0;

@@ -1,8 +1,8 @@
-// Asynchronous copies from global to shared memory (cp.async), 16 or 4 bytes a thread.
+// Asynchronous copies from global to shared memory (cp.async), 16 or 4 bytes per thread.
 #pragma once
 #include "ptx/numbers.cuh"
 
-// With valid = false they write zeros and read nothing.
+// With valid = false, they write zeros and read nothing.
 DEVICE void copy_async_16(u32 dst, const void* src, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(valid ? 16 : 0));
 }

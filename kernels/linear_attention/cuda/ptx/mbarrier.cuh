@@ -1,15 +1,15 @@
-// Barriers of some of a block's threads: in shared memory (mbarrier, sm_90), and the named ones of the hardware.
+// Barriers for some of a block's threads: in shared memory (mbarrier, sm_90), and the hardware's named barriers.
 #pragma once
 #include "ptx/numbers.cuh"
 
 DEVICE void mbarrier_init(u32 barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-// Every thread arrives for itself: as fast as one lane behind __syncwarp, and racecheck can follow it.
+// Every thread arrives itself: as fast as one lane arriving after __syncwarp, and racecheck can follow it.
 DEVICE void mbarrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// Arrives when the thread's copies so far have landed.
+// Arrives when the thread's copies so far are complete.
 DEVICE void mbarrier_arrive_after_copies(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -27,7 +27,7 @@ DEVICE void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// A stage of a ring of buffers, and how often, mod 2, the ring was passed: what mbarrier_wait asks for.
+// A stage of a ring of buffers, and the number of passes through the ring mod 2, the parity for mbarrier_wait.
 template <int STAGES>
 struct PipelineState {
   static constexpr bool POWER_OF_TWO = (STAGES & STAGES - 1) == 0;

@@ -1,8 +1,8 @@
-// Tensor cores of a warp (from sm_80 on): mma.sync, and the loads and stores of its fragments.
+// Tensor-core instructions of a warp (from sm_80 on): mma.sync, and loads and stores of its fragments.
 #pragma once
 #include "ptx/numbers.cuh"
 
-// d[16×8] += a[16×16]·b[16×8]. With g = lane/4, t = lane%4 a lane holds
+// d[16×8] += a[16×16]·b[16×8]. With g = lane/4, t = lane%4, a lane holds
 //   a: rows g, g+8, columns 2t.. and 2t+8..   b: columns (n) g, rows (k) 2t.. and 2t+8..   d: rows g, g+8, columns 2t..
 template <typename T>
 DEVICE void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1);
@@ -20,8 +20,8 @@ DEVICE void mma<fp16>(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Four 8×8 tiles of 16-bit numbers from shared memory, or to it (sm_90); lanes 8i … 8i+7 give the row addresses of tile
-// i.
+// Load four 8×8 tiles of 16-bit numbers from shared memory, or store them (sm_90); lanes 8i … 8i+7 provide the row
+// addresses of tile i.
 DEVICE void ldmatrix(u32 (&r)[4], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

@@ -1,4 +1,4 @@
-// Numbers: types, pairs of 16-bit numbers in a register, fp32 values as sums of 16-bit ones.
+// Number types, pairs of 16-bit numbers in a register, and fp32 values split into sums of 16-bit ones.
 #pragma once
 
 typedef unsigned int u32;
@@ -40,14 +40,14 @@ DEVICE float reciprocal(float x) {
   return r;
 }
 
-// 2^x, without a branch: 0 where that would be subnormal.
+// 2^x, without a branch; 0 if it would be subnormal.
 DEVICE float power_of_two(float x) {
   float r;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
   return r;
 }
 
-// x = mantissa(x) · exponent(x): of size 1 to 2, and a power of two, which is 0 where x is 0 or subnormal.
+// x = mantissa(x) · exponent(x): a number of magnitude 1 to 2, and a power of two (0 if x is 0 or subnormal).
 DEVICE float mantissa(float x) { return __uint_as_float((__float_as_uint(x) & 0x807fffffu) | 0x3f800000u); }
 DEVICE float exponent(float x) { return __uint_as_float(__float_as_uint(x) & 0x7f800000u); }
 
@@ -123,7 +123,7 @@ DEVICE float dot(const uint4& x, const uint4& y) {
   return dot<T>(x.x, y.x) + dot<T>(x.y, y.y) + dot<T>(x.z, y.z) + dot<T>(x.w, y.w);
 }
 
-// x as a sum of PARTS 16-bit numbers, number i to address(i): tensor cores then multiply by all of x.
+// Writes x as a sum of PARTS 16-bit numbers, number i to address(i), so that tensor cores multiply by all of x.
 template <typename T, int PARTS, typename ADDRESS>
 DEVICE void split(ADDRESS address, float x) {
 #pragma unroll
@@ -138,7 +138,7 @@ DEVICE void split(u16* to, int stride, float x) {
   split<T, PARTS>([&](int i) { return to + i * stride; }, x);
 }
 
-// The same of two neighbours.
+// The same for two neighbours.
 template <typename T, int PARTS>
 DEVICE void split(u16* to, int stride, float2 x) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// Shared memory: 32-bit addresses, loads and stores that are one instruction each, and the swizzle of a tile.
+// Shared memory: 32-bit addresses, loads and stores of one instruction each, and the swizzle of a tile.
 #pragma once
 #include "ptx/numbers.cuh"
 
@@ -25,12 +25,12 @@ DEVICE u16* ld_shared_pointer(u32 address) {
 DEVICE void st_shared_b32(u32 address, u32 x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }
-// To global memory. As one instruction: the compiler was seen to split an assignment of uint4 into four.
+// Stores to global memory in one instruction: the compiler was seen to split an assignment of uint4 into four.
 DEVICE void st_global_v4(void* to, const uint4& x) {
   asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w));
 }
 
-// A tile of ROWS rows of 16-bit numbers: panels of 64 columns, one after the other, whose rows are 128 bytes.
+// A tile of ROWS rows of 16-bit numbers consists of panels of 64 columns, one after another, with rows of 128 bytes.
 constexpr int PANEL_COLUMNS = 64, ROW_BYTES = 128;  // of a panel
 
 // The byte offset of 16-byte piece `piece` (eight columns) of row `row`. The exclusive or spreads the eight rows that

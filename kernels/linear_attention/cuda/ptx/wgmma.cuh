@@ -1,8 +1,8 @@
-// Tensor cores of a warpgroup (sm_90a): four warps multiply 64 rows at once, operands straight from shared memory.
+// Tensor-core instructions of a warpgroup (sm_90a): four warps multiply 64 rows, with operands in shared memory.
 #pragma once
 #include "ptx/shared_memory.cuh"
 
-// Ordinary writes to shared memory become visible to warpgroup products (before a barrier).
+// Makes ordinary writes to shared memory visible to warpgroup products; call it before a barrier.
 DEVICE void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 DEVICE void warpgroup_arrive() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void warpgroup_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -10,14 +10,14 @@ template <int PENDING = 0>
 DEVICE void warpgroup_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-// What an accumulator holds is there only after the wait: nothing that reads it may move before this.
+// An accumulator is valid only after the wait: keeps the compiler from moving reads of it before this.
 template <int N>
 DEVICE void warpgroup_fence_operand(float (&d)[N][4]) {
 #pragma unroll
   for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])::"memory");
 }
 
-// A warpgroup's threads get fewer registers (setmaxnreg), or more as soon as others have left them.
+// Gives a warpgroup's threads fewer registers (setmaxnreg), or more, as soon as others have released them.
 template <int REGISTERS>
 DEVICE void decrease_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
@@ -27,15 +27,15 @@ DEVICE void increase_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-// Sixteen of K of a tile in shared memory, as the tensor cores read it: swizzled() in shared_memory.cuh, "128-byte
-// swizzle" in the PTX ISA; panels start at multiples of 1024 bytes, eight rows are 1024 bytes apart.
+// Describes 16 elements along K of a tile in shared memory to the tensor cores: swizzled() in shared_memory.cuh,
+// "128-byte swizzle" in the PTX ISA; panels start at multiples of 1024 bytes, eight rows are 1024 bytes apart.
 typedef unsigned long long Descriptor;
 DEVICE Descriptor descriptor(u32 tile, u32 panel, u32 offset) {
-  u32 low = ((tile & 0x3ffff) >> 4 | panel >> 4 << 16) + (offset >> 4);  // of a tile only the sum differs
+  u32 low = ((tile & 0x3ffff) >> 4 | panel >> 4 << 16) + (offset >> 4);  // within a tile only the sum differs
   return Descriptor(1024 >> 4 | 1 << 30) << 32 | low;                    // eight rows further; 128-byte swizzle
 }
-// Of a tile of ROWS rows: columns 16k … 16k+15, where K runs along its rows; or rows 16k … 16k+15, where K runs down
-// its columns.
+// Descriptors of a tile of ROWS rows: of columns 16k … 16k+15, if K runs along its rows; of rows 16k … 16k+15, if K
+// runs down its columns.
 template <int ROWS>
 DEVICE Descriptor k_along_rows(u32 tile, int k) {
   return descriptor(tile, 0, (k / 4) * ROWS * ROW_BYTES + (k % 4) * 32);
@@ -45,14 +45,14 @@ DEVICE Descriptor k_down_columns(u32 tile, int k) {
   return descriptor(tile, ROWS * ROW_BYTES, k * 16 * ROW_BYTES);
 }
 
-// One instruction: d[64×8N] = a·b over 16 of K, or d += a·b where `add` is not 0; N is 1, 8 or 16. a in shared memory
-// or in registers, laid out as in mma(); b in shared memory. Warp w has rows 16w … 16w+15 of d and of an a in
+// One instruction: d[64×8N] = a·b over 16 elements of K, or d += a·b if `add` is not 0; N is 1, 8 or 16. a is in shared
+// memory, or in registers as in mma(); b is in shared memory. Warp w has rows 16w … 16w+15 of d, and of an a in
 // registers.
 constexpr int K_MAJOR = 0, MN_MAJOR = 1;  // K along a tile's rows, or down its columns
 template <typename T, int N, int B, int A = K_MAJOR>
 struct Wgmma;
 
-// The instruction names every number of d, so each N has a text of its own. D_N: those names; TILES_N(0): the operands
+// The instruction names every register of d, so each N has its own text. D_N: those names; TILES_N(0): the operands
 // they stand for; O0 … O6: the names of the operands after d.
 #define D_1 "%0,%1,%2,%3"
 #define D_8                                               \
@@ -107,8 +107,8 @@ WGMMA_OF(fp16, "f16")
 #undef WGMMA
 #undef WGMMA_OF
 
-// Named by how the operands' tiles lie: A [64, K], At [K, 64], B [K, 8N], Bt [8N, K]. Between warpgroup_arrive and
-// warpgroup_commit. An a in registers is an A.
+// Named after the layout of the operands' tiles: A [64, K], At [K, 64], B [K, 8N], Bt [8N, K]. Call them between
+// warpgroup_arrive and warpgroup_commit. An a in registers is an A.
 template <typename T, int N, typename OPERAND>
 DEVICE void mma_ABt(float (&d)[N][4], const OPERAND& a, Descriptor b, int add) {
   Wgmma<T, N, K_MAJOR>::mma(d, a, b, add);
