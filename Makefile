@@ -55,7 +55,7 @@ study: $(READY) ## train and score several attentions: MODEL= TOKENS= ATTNS="sof
 		$(call opt,--source,$(DATA)) $(call opt,--tokenizer,$(TOKENIZER)) $(call opt,--eval_data,$(EVAL_DATA)) \
 		$(call opt,--name,$(NAME)) $(if $(filter-out 0,$(DRY)),--dry_run true) $(ARGS))
 
-curves: $(READY) ## loss curves of runs in one picture: RUNS="runs/a runs/b" (default: all)
+curves: $(READY) ## loss curves of runs in one figure: RUNS="runs/a runs/b" (default: all)
 	$(BIN)lingpt curves $(strip $(RUNS) $(ARGS))
 
 bench: $(READY) ## measure the kernels against the baselines (GPU; ARGS="--device cpu" for a taste), or, with ARGS=train, whole training steps, with ARGS=decode, decoding
@@ -67,7 +67,7 @@ test: $(READY) ## all tests that this machine can run; LINGPT_TEST_DATA=folder a
 test-gpu: $(READY) ## the GPU tests, and their record in docs/results/kernels
 	$(BIN)pytest -m gpu -p lingpt.kernels.bench.record --gpu-record docs/results/kernels/gpu-tests.json $(ARGS)
 
-soak: $(READY) ## faults for an hour or two (kills, signals, failing disks, damage, odd input), and the record of it
+soak: $(READY) ## inject faults for an hour or two (kills, signals, failing disks, damage, odd input), and record it
 	LINGPT_SOAK=1 LINGPT_PROPERTY_FACTOR=72 OMP_NUM_THREADS=1 $(BIN)pytest -n $(strip $(JOBS)) -m fault \
 		-p lingpt.tests.faults.record --fault-record $(FAULT_RECORD) $(ARGS)
 
@@ -84,12 +84,12 @@ check-types: $(READY) # the link: mypy sees the package under its own name, what
 	@mkdir -p .types && ln -sfn .. .types/lingpt
 	$(BIN)mypy -n 2
 
-format: $(READY) ## put the source in shape
+format: $(READY) ## format the source
 	$(BIN)ruff check --fix .
 	$(BIN)ruff format .
 	$(BIN)clang-format -i $(CUDA_SOURCES)
 
-release-check: $(READY) ## does the record of the GPU tests speak for this source?
+release-check: $(READY) ## do the recorded GPU tests match this source?
 	$(BIN)lingpt kernels release-check
 
 install: $(READY) ## make the environment; TORCH_INDEX=https://download.pytorch.org/whl/cpu for PyTorch without CUDA

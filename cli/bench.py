@@ -18,16 +18,21 @@ def configure(parser: ArgumentParser) -> None:
     """Options of the benchmark."""
     add = parser.add_argument
     add("--only", type=str, default=[], nargs="*", help="training, sweep-n, sweep-d (default: all)")
-    names = "names, ours and the baselines' (default: all; an unknown name lists them)"
+    names = "implementations to measure, ours and the baselines (default: all; an unknown name lists them)"
     add("--implementations", type=str, default=[], nargs="*", help=names)
     folder = "folder of results.json, targets.md and the plots"
     add("--out", type=str, default="runs/bench/kernels", help=folder)
-    add("--append", action="store_true", help="keep the rows of --out, measure those that are missing")
-    add("--quick", action="store_true", help="fewer shapes")
-    add("--budget", type=float, default=1200.0, help="seconds; what does not fit is recorded as skipped")
-    round_seconds = "for a round of one implementation at one shape"
+    add("--append", action="store_true", help="keep the rows in --out and measure those that are missing")
+    add("--quick", action="store_true", help="measure fewer shapes")
+    add(
+        "--budget",
+        type=float,
+        default=1200.0,
+        help="time limit in seconds; what does not fit is recorded as skipped",
+    )
+    round_seconds = "time limit in seconds for a round of one implementation at one shape"
     add("--max_round_seconds", type=float, default=6.0, help=round_seconds)
-    warm = "compile Triton kernels in parallel: first, only (and stop) or skip"
+    warm = "compile Triton kernels in parallel: first, only (then stop) or skip"
     add("--warm", type=str, default="first", help=warm)
     ncu = "count the bytes moved with NVIDIA's profiler, which must be installed"
     add("--ncu", action="store_true", help=ncu)

@@ -10,22 +10,27 @@ HELP = "Time a token of decoding, and weigh the state, of each attention over th
 def configure(parser: ArgumentParser) -> None:
     """Options of the benchmark."""
     add = parser.add_argument
-    add("--model", type=str, default="pythia-1.4b", help="its size; the weights are random")
-    names = "attentions, with options behind a + (default: softmax, hybrid, "
+    add("--model", type=str, default="pythia-1.4b", help="the model, with random weights")
+    names = "attentions, with options after a + (default: softmax, hybrid, "
     names += "ours-gated+output_gate+short_conv, ours, gla)"
     add("--attentions", type=str, default=[], nargs="*", help=names)
-    contexts = "tokens that a sequence has (default: 2048, 8192, 32768, 131072)"
+    contexts = "context lengths in tokens (default: 2048, 8192, 32768, 131072)"
     add("--contexts", type=int, default=[], nargs="*", help=contexts)
-    add("--batch_sizes", type=int, default=[], nargs="*", help="sequences at once (default: 1 and 16)")
+    add("--batch_sizes", type=int, default=[], nargs="*", help="batch sizes in sequences (default: 1 and 16)")
     kinds = "bfloat16, float16 or float32 (bfloat16 on a GPU that has it, else float32)"
     add("--dtype", type=str | None, help=kinds)
     add("--device", type=str, default="auto", help="auto, cpu, cuda, cuda:1")
     graph = "on a GPU, time replays of a CUDA graph of a step, as `lingpt generate` does; false: eager steps"
     add("--graph", type=bool, default=True, help=graph)
-    add("--budget", type=float, default=150.0, help="seconds; what does not fit is recorded as skipped")
+    add(
+        "--budget",
+        type=float,
+        default=150.0,
+        help="time limit in seconds; what does not fit is recorded as skipped",
+    )
     folder = "folder of decode.json, decode.md and the plot"
     add("--out", type=str, default="runs/bench/decoding", help=folder)
-    add("--append", action="store_true", help="keep the rows of --out, measure those that are missing")
+    add("--append", action="store_true", help="keep the rows in --out and measure those that are missing")
     redraw = "measure nothing: table and plot from the decode.json in --out"
     add("--redraw", action="store_true", help=redraw)
 

@@ -13,15 +13,20 @@ def configure(parser: ArgumentParser) -> None:
     add = parser.add_argument
     models = "models (default: pythia-70m to -1.4b at N = 8192, and -160m and -1.4b at all lengths)"
     add("--models", type=str, default=[], nargs="*", help=models)
-    lengths = "sequence lengths, of all models (default: 2048 to 131072)"
+    lengths = "sequence lengths, for all models (default: 2048 to 131072)"
     add("--seq_lens", type=int, default=[], nargs="*", help=lengths)
-    names = "names (default: all; an unknown one lists them)"
+    names = "attentions to time (default: all; an unknown name lists them)"
     add("--attentions", type=str, default=[], nargs="*", help=names)
-    add("--tokens_per_step", type=int, default=131072, help="of an optimiser step, at every length")
+    add("--tokens_per_step", type=int, default=131072, help="tokens per optimiser step, at every length")
     micro = "most tokens of a micro-batch (default: what the memory estimate allows)"
     add("--micro_batch_tokens", type=int | None, help=micro)
-    add("--rounds", type=int, default=2, help="turns of each attention at a shape")
-    add("--budget", type=float, default=1500.0, help="seconds; what does not fit is recorded as skipped")
+    add("--rounds", type=int, default=2, help="how often each attention is timed at a shape")
+    add(
+        "--budget",
+        type=float,
+        default=1500.0,
+        help="time limit in seconds; what does not fit is recorded as skipped",
+    )
     add("--accelerator", type=str, default="auto", help="auto, cpu or cuda")
     folder = "folder of bench.json, bench.md and the plot"
     add("--out", type=str, default="runs/bench/training", help=folder)

@@ -12,14 +12,14 @@ HELP = "Draw the loss curves of runs, and print how long each took to the losses
 
 
 def configure(parser: ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="*", type=str, help="run folders; by default all of runs/")
+    parser.add_argument("runs", nargs="*", type=str, help="run folders (default: all in runs/)")
     parser.add_argument(
-        "--baseline", type=str | None, help="the run that times are relative to; by default the first"
+        "--baseline", type=str | None, help="run that times are relative to (default: the first)"
     )
-    formats = "formats to write it in besides that of --out, such as svg pdf"
+    formats = "more formats to write besides that of --out, such as svg pdf"
     parser.add_argument("--formats", nargs="*", default=["svg"], help=formats)
     parser.add_argument(
-        "--out", type=str, default="curves.png", help="the picture; the table goes next to it as JSON"
+        "--out", type=str, default="curves.png", help="figure to write; the table goes next to it as JSON"
     )
 
 

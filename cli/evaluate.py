@@ -35,27 +35,32 @@ def configure(parser: ArgumentParser) -> None:
     add(
         "--model",
         type=str | None,
-        help="the newest run of each attention, with its options, of this model (of the newest run's)",
+        help="score the newest run of each attention form of this model (default: the newest run's model)",
     )
-    add("--runs", nargs="+", default=[], help="these runs, or checkpoint folders, instead")
-    suites = "table2 (the default), commonsense, language, recall; one or more"
+    add("--runs", nargs="+", default=[], help="score these runs or checkpoint folders instead")
+    suites = "one or more of table2 (the default), commonsense, language, recall"
     add("--suite", nargs="+", default=["table2"], help=suites)
-    tasks = "of table2: names of lm-eval's tasks; `mmlu:5` asks for five examples"
+    tasks = "tasks of the suite table2, as lm-eval names them; `mmlu:5` asks for five examples"
     add("--tasks", nargs="+", default=[], help=tasks)
-    texts = "of language and recall: name=path of JSONL that nobody trained on, or embedded"
+    texts = "texts of language and recall: name=path of held-out JSONL or .txt files, or embedded"
     add("--texts", nargs="+", default=["embedded"], help=texts)
-    factor = "the loss by position goes up to so many times the training length"
+    factor = "the loss by position goes up to this multiple of the training length"
     add("--max_length_factor", type=int, default=8, help=factor)
-    add("--num_fewshot", type=int, default=0, help="examples before each question, where a task does not say")
+    add(
+        "--num_fewshot",
+        type=int,
+        default=0,
+        help="examples before each question, unless the task says how many",
+    )
     add("--data", type=str | None, help="folder of benchmark JSONL instead of the hub (or set EVAL_DATA)")
-    add("--limit", type=int | None, help="only the first so many documents of each task")
+    add("--limit", type=int | None, help="score only the first LIMIT documents of each task")
     add("--batch_tokens", type=int, default=16384, help="most tokens of a batch; lower it if memory runs out")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1")
-    add("--devices", type=int, default=1, help="so many GPUs share the questions, from --device on")
-    add("--dtype", type=str | None, help="float32, bfloat16 or float16 (the checkpoint's own)")
+    add("--devices", type=int, default=1, help="number of GPUs that share the questions, from --device on")
+    add("--dtype", type=str | None, help="float32, bfloat16 or float16 (default: the checkpoint's)")
     add("--runs_dir", default="runs", help="the folder of runs that --model chooses from")
-    add("--redo", action="store_true", help="compute again what a run's eval/ already holds")
-    add("--save", type=str | None, help="a folder for the tables: Markdown, JSON, LaTeX and PNG")
+    add("--redo", action="store_true", help="compute scores again that a run's eval/ already holds")
+    add("--save", type=str | None, help="folder to write the tables to: Markdown, JSON, LaTeX and PNG")
     add("--markdown", action="store_true", help="print Markdown tables")
 
 

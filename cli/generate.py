@@ -13,20 +13,20 @@ def configure(parser: ArgumentParser) -> None:
         type=str,
         help="a run's folder (its newest checkpoint), a checkpoint, or a folder of `lingpt export`",
     )
-    add("--prompt", type=str, default="", help="the text to continue; without one, a document begins")
+    add("--prompt", type=str, default="", help="text to continue; by default a new document begins")
     add(
         "--max_new_tokens",
         type=int,
         default=160,
-        help="the block size or a document's end may come before",
+        help="most tokens to generate; it stops earlier at the block size or at the end of the document",
     )
-    add("--temperature", type=float, default=0.8, help="divides the logits; 0 takes the likeliest token")
-    add("--top_k", type=int | None, default=50, help="draw from so many likeliest tokens; null for all")
-    add("--seed", type=int, default=0, help="of the draws: the same text each time")
+    add("--temperature", type=float, default=0.8, help="sampling temperature; 0 takes the likeliest token")
+    add("--top_k", type=int | None, default=50, help="sample from the TOP_K likeliest tokens; null for all")
+    add("--seed", type=int, default=0, help="seed of the sampling: the same text each time")
     add("--device", type=str, default="auto", help="auto, cpu, cuda, cuda:1")
-    own = "float32, bfloat16 or float16 (bfloat16 on a GPU that has it, elsewhere the checkpoint's own)"
+    own = "float32, bfloat16 or float16 (default: bfloat16 on a GPU that has it, else the checkpoint's)"
     add("--dtype", type=str | None, help=own)
-    graph = "on a GPU, replay a CUDA graph of a token's step; false: eager steps, which take longer"
+    graph = "on a GPU, replay a CUDA graph of each token's step; false runs slower, eager steps"
     add("--graph", type=bool, default=True, help=graph)
 
 

@@ -23,9 +23,11 @@ def configure(parser: ArgumentParser) -> None:
         "on this GPU), release-check (is the record of the GPU tests that of this source?)"
     )
     parser.add_argument("action", type=str, help=action)
-    arch = "sm_80 sm_90a …; default: this GPU's, else all"
+    arch = "architectures to compile for, such as sm_80 sm_90a (default: this GPU's, else all)"
     parser.add_argument("--arch", type=str, default=[], nargs="*", help=arch)
-    parser.add_argument("--record", type=str, default=RECORD, help="for release-check")
+    parser.add_argument(
+        "--record", type=str, default=RECORD, help="the record to compare with, for release-check"
+    )
 
 
 def run(args: Namespace) -> None:

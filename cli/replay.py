@@ -11,7 +11,7 @@ HELP = "Show what a step of a run was trained on: a loss spike, or a step that w
 def configure(parser: ArgumentParser) -> None:
     parser.add_argument("run", type=str, help="the run's folder")
     parser.add_argument("--step", type=int, required=True, help="the step, as in metrics.jsonl")
-    parser.add_argument("--samples", type=int, default=8, help="how many of its samples are shown")
+    parser.add_argument("--samples", type=int, default=8, help="number of its samples to show")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1")
     for key in PATHS:
         moved = f"the run's --data.{key} where it has moved since"

@@ -14,23 +14,43 @@ HELP = "Train and score several attentions alike, and write the tables, the figu
 def configure(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--config", type=str | None, help="a study: a YAML file, or one of " + ", ".join(studies()))
-    add("--model", type=str, default="demo", help="the study of this model (study-<model>), without --config")
-    add("--tokens", type=int | None, help="that each run is trained on")
-    add("--attentions", nargs="+", default=[], help="the rows: of the study's, or names of attentions")
-    add("--seeds", type=int | None, help="runs of each row")
-    add("--devices", type=int | None, help="GPUs (all); without one, processes on the CPU (1)")
-    each = "GPUs of one run, or `all`: one run over all, then the next"
+    add(
+        "--model",
+        type=str,
+        default="demo",
+        help="without --config, take the study of this model (study-<model>)",
+    )
+    add("--tokens", type=int | None, help="training tokens per run")
+    add(
+        "--attentions", nargs="+", default=[], help="rows to train: rows of the study, or names of attentions"
+    )
+    add("--seeds", type=int | None, help="number of runs per row")
+    add(
+        "--devices",
+        type=int | None,
+        help="number of GPUs (default: all); without a GPU, of CPU processes (default: 1)",
+    )
+    each = "GPUs per run, or `all`: one run after another, each on all GPUs"
     add("--devices_per_run", type=str | None, help=each)
-    add("--source", type=str | None, help="what to train on, as --data.source of `lingpt train`")
-    add("--tokenizer", type=str | None, help="its tokenizer, as --data.tokenizer")
+    add("--source", type=str | None, help="text to train on, as --data.source of `lingpt train`")
+    add("--tokenizer", type=str | None, help="tokenizer, as --data.tokenizer of `lingpt train`")
     add("--eval_data", type=str | None, help="folder of benchmark JSONL instead of the hub")
-    add("--texts", nargs="+", default=[], help="name=path of held-out JSONL for the suites language, recall")
+    add(
+        "--texts",
+        nargs="+",
+        default=[],
+        help="name=path of held-out JSONL or .txt for the suites language, recall",
+    )
     add("--out", type=str, default="runs", help="the study's folder is <out>/study-<name>")
-    add("--name", type=str | None, help="another name, for a study that differs from the one in its folder")
-    add("--stages", nargs="+", default=[], help=f"some of {', '.join(STAGES)} (all)")
-    add("--minutes", type=float | None, help="stop after so many; the same command goes on")
-    add("--publish", type=str | None, help="copy page, tables, figures and small files of the runs here")
-    add("--dry_run", type=bool, default=False, help="print the plan, and stop")
+    add("--name", type=str | None, help="another name, for a study that differs from the one in the folder")
+    add("--stages", nargs="+", default=[], help=f"some of {', '.join(STAGES)} (default: all)")
+    add("--minutes", type=float | None, help="stop after this many minutes; the same command continues")
+    add(
+        "--publish",
+        type=str | None,
+        help="folder to copy the page, tables, figures and small files of the runs to",
+    )
+    add("--dry_run", type=bool, default=False, help="print the plan and stop")
 
 
 def run(args: Namespace) -> None:

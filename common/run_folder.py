@@ -32,7 +32,7 @@ CONFIG, ENVIRONMENT, METRICS = "config.yaml", "environment.json", "metrics.jsonl
 SAMPLES, CURVES = "samples.txt", "curves.png"
 CHECKPOINTS, EVAL, WANDB, LOCK = "checkpoints", "eval", "wandb", ".lock"
 PROFILE = "profile"
-# Of a checkpoint; the first three are those of any model folder.
+# Files of a checkpoint; the first three are those of any model folder.
 MODEL_CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
 TRAIN_STATE, MANIFEST = "train_state.pt", "manifest.json"
 _STEP = re.compile(r"step-([0-9]{8,})")

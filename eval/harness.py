@@ -48,8 +48,7 @@ def evaluate(
         tasks: lm-eval's names; `mmlu:5` asks for five examples whatever `num_fewshot` says.
         num_fewshot: examples before each question.
         data: folder of benchmark JSONL (`tasks/sources.yaml`); None loads from the Hugging Face hub.
-        limit: how many documents of each task, from the first on (of each of MMLU's 57 subjects); None for
-        all.
+        limit: how many documents of each task (of each of MMLU's 57 subjects), the first ones; None for all.
         batch_tokens: most tokens of a batch, padding included.
         device: `auto`, or PyTorch's name of one.
         devices: how many devices, from `device` on, share the questions, each with a copy of the model. The

@@ -1,5 +1,6 @@
 """Language-modelling measures: bits per byte, and the loss by position.
- Bits per byte do not depend on the tokenizer; those of `xz` on the same bytes are given for comparison. The
+
+Bits per byte do not depend on the tokenizer; those of `xz` on the same bytes are given for comparison. The
 loss by position goes far beyond the training length (arXiv 2312.06635, figure 5).
 """
 

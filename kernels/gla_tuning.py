@@ -2,7 +2,7 @@
 
 At its first call at a size each kernel tries all of its configurations, 314 in all: Triton compiles one,
 times it, and continues with the next, for minutes on one core. Here the same configurations are compiled
-first, in one process per core, into Triton's disk cache; those that take too long are left out. Then they are
+first, in up to 16 processes, into Triton's disk cache; those that take too long are left out. Then they are
 timed as usual, but for a shorter time each, alone on the GPU. Triton's cache keeps the choices (FLA enables
 that), so the next start compiles and times nothing.
 

@@ -1,5 +1,6 @@
 """Writes model folders, and reads them in two ways.
- The attention is recorded in both files of a folder: as their keys are the same, weights could otherwise load
+
+The attention is recorded in both files of a folder: as their keys are the same, weights could otherwise load
 silently as another attention. `load_model` returns the saved model, or refuses; `load_weights` starts a new
 run from other weights on purpose, and reports which tensors it took.
 """
@@ -145,8 +146,7 @@ def load_weights(model: GPT, path: str | Path) -> LoadReport:
 
     Args:
         path: a Hugging Face GPT-NeoX folder (Pythia), a LitGPT one (`lit_model.pth`), or a LinGPT model
-        folder
-            with any attention.
+            folder with any attention.
 
     Only attention layers may differ. Raises UserError for a source of another size or architecture.
     """

@@ -181,8 +181,7 @@ class ModelArgs:
 
     Args:
         name: `demo`, a Pythia model (`pythia-14m` … `pythia-12b`), or a name for your own model, whose
-        n_layer,
-            n_embd and n_head must then be given.
+            n_layer, n_embd and n_head must then be given.
         attention: one of the attentions, or a list with one per layer. Options may follow a `+`
             (`ours-gated+output_gate`); they hold for all layers that have them. `+softmax_every=6` makes the
             fourth of each six layers softmax; `hybrid` is ours-gated+output_gate+short_conv+softmax_every=6.

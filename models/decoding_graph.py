@@ -1,13 +1,14 @@
 """Decoding on a GPU: one token's step captured in a CUDA graph, which costs the host one launch per token.
- In eager mode the hundreds of launches of a step take several times as long as the GPU needs to read the
+
+In eager mode the hundreds of launches of a step take several times as long as the GPU needs to read the
 weights. A graph repeats the same kernels on the same addresses, so it captures a static step:
- - the token and its position are tensors on the device, where the rotary tables are looked up - a softmax
-layer writes the key and the value at the position, and attends with a mask to a bucket of its cache:
-  a power of two of keys, at least LEAST_BUCKET, or the whole. Each bucket has a graph, captured when first
-  needed
+
+- the token and its position are tensors on the device, where the rotary tables are looked up
+- a softmax layer writes the key and the value at the position, and attends with a mask to a bucket of its
+  cache: a power of two of keys, at least LEAST_BUCKET, or the whole. Each bucket has a graph, captured when
+  first needed
 - all other states keep their tensors: those that a layer replaces are copied back at the end of the step.
-This
-  reads and writes a linear attention's state once more, but needs no special operator
+  This reads and writes a linear attention's state once more, but needs no special operator
 
 On a CPU the same step runs without a capture; there it is tested against the eager one.
 """

@@ -1,9 +1,11 @@
 """The exact GELU, x Φ(x), of 16-bit activations in half of the instructions.
- PyTorch's uses erf: 36 instructions per element forward and 51 backward (docs/results/training), more than a
+
+PyTorch's uses erf: 36 instructions per element forward and 51 backward (docs/results/training), more than a
 GPU issues while it reads and writes the element. With a = |x|
 
     Φ(−a) = exp(−a²/2) R(a)
- and R is smooth: a polynomial of degree 9 approximates it within 7·10⁻⁵ where GELU is above 10⁻³, a thirtieth
+
+and R is smooth: a polynomial of degree 9 approximates it within 7·10⁻⁵ where GELU is above 10⁻³, a thirtieth
 of the rounding error of bf16, with 21 instructions forward and 24 backward.
 """
 

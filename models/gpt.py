@@ -1,7 +1,8 @@
 """The language model: LitGPT's GPT-NeoX with the attention that the configuration names in each layer.
- Notable: - LitGPT's norms, MLP (with a GELU of fewer instructions, gelu.py), rotary tables and state-dict
-keys; its `Block`
-  hard-codes the attention, ours looks it up
+
+Notable:
+- LitGPT's norms, MLP (with a GELU of fewer instructions, gelu.py), rotary tables and state-dict keys; its
+  `Block` hard-codes the attention, ours looks it up
 - one forward for training and for decoding: with a state, the tokens continue those it has seen
 - it counts its own parameters and FLOPs; each mechanism declares its part
 """

@@ -1,5 +1,6 @@
 """Imports Lightning without the packages that its metrics import: saves seconds at every start.
- Lightning imports torchmetrics, which imports transformers (with scikit-learn, for BERTScore), scipy and
+
+Lightning imports torchmetrics, which imports transformers (with scikit-learn, for BERTScore), scipy and
 matplotlib if they are installed: nearly half of the CPU time of `import litgpt`, and nothing here uses these
 metrics. While Lightning is imported they count as not installed. Import this module before Lightning or
 LitGPT.

@@ -43,9 +43,10 @@ def memory_estimate(
         loss_chunk_tokens: tokens whose logits exist at a time; None for the whole micro-batch.
         sharded_over: number of devices that shard parameters, gradients and optimizer (FSDP2); each has two
             blocks, and all parameters outside of blocks, unsharded at a time.
-        activation_checkpointing: save each block's input, and one block's activations at a time. accumulates:
-        whether gradients of earlier micro-batches are in memory while a later one is computed. gathers_once:
-        when sharding, each device has all parameters, and its own gradient, unsharded for a step.
+        activation_checkpointing: save each block's input, and one block's activations at a time.
+        accumulates: whether gradients of earlier micro-batches are in memory while a later one is computed.
+        gathers_once: when sharding, each device has all parameters, and its own gradient, unsharded for a
+            step.
     """
     if precision not in _BYTES:
         raise unknown("precision", precision, _BYTES)

@@ -55,10 +55,11 @@ class Study:
         options: options of every run.
         learning_rates: peak learning rates to try; each attention gets the best one in short runs. Empty: the
             recipe's.
-        rate_tokens: training tokens of each short run. rate_options: options of the short runs.
-        devices_per_run: GPUs per run; None for all, with one run after another. runs_per_device: number of
-        runs that share a GPU, for small runs that leave most of it idle. Their times
-            are meaningless, and the page leaves them out.
+        rate_tokens: training tokens of each short run.
+        rate_options: options of the short runs.
+        devices_per_run: GPUs per run; None for all, with one run after another.
+        runs_per_device: number of runs that share a GPU, for small runs that leave most of it idle. Their
+            times are meaningless, and the page leaves them out.
         row_by_row: train all seeds of a row before the next row; by default the first seeds of all rows.
         baselines: rows that the page compares the others with; by default the first with softmax.
         plotted_rows: rows in the figure of the losses; by default all.
@@ -70,7 +71,7 @@ class Study:
         limit: evaluate only so many documents of each task, from the first on.
         mqar: options of `lingpt mqar`, to also train and score the synthetic recall task.
         interrupted_row: a row whose first run is stopped halfway and resumed, which must not change its
-        losses.
+            losses.
         about: a sentence for the page.
     """
 

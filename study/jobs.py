@@ -1,5 +1,6 @@
 """Runs child processes of the `lingpt` command in parallel: one per card, or one over all cards.
- A job that fails does not end the others. One that fails without a user error (a card died, a process was
+
+A job that fails does not end the others. One that fails without a user error (a card died, a process was
 killed) is retried once, on another card if there is one, for which it waits. A card on which two jobs in a
 row failed in this way is given up if there are others. A signal, or the end of the time, stops the children
 as Ctrl-C would, and waits until they have saved.

@@ -21,17 +21,22 @@ DEFAULT = ("softmax", *(name + conv for name in _WITH_CONV for conv in ("", "+sh
 def configure_mqar(parser: ArgumentParser) -> None:
     """Adds the options of `lingpt mqar` to `parser`."""
     add = parser.add_argument
-    names = "attentions, `+` their options: ours-gated+output_gate+short_conv"
+    names = "attentions, with options after a +: ours-gated+output_gate+short_conv"
     add("--attentions", nargs="+", default=list(DEFAULT), help=names)
-    add("--widths", nargs="+", type=int, default=[64, 128], help="of the models")
-    pairs = "of key and value in a sequence; it is 8 times as long"
+    add("--widths", nargs="+", type=int, default=[64, 128], help="model widths")
+    pairs = "key-value pairs per sequence; the sequence has 8 times as many tokens"
     add("--pairs", nargs="+", type=int, default=[16, 32], help=pairs)
-    peaks = "peaks; the best counts"
+    peaks = "peak learning rates; the best one counts"
     add("--learning_rates", nargs="+", type=float, default=[1e-3, 3e-3, 1e-2], help=peaks)
-    add("--steps", type=int, default=4000, help="at most; training ends where all is right")
-    add("--batch_size", type=int, default=256, help="sequences a step")
-    add("--vocabulary", type=int, default=8192, help="half of it keys, half values")
-    add("--workers", type=int | None, help="processes (8 a GPU; 1 without one)")
+    add(
+        "--steps",
+        type=int,
+        default=4000,
+        help="most training steps; training stops early once all answers are right",
+    )
+    add("--batch_size", type=int, default=256, help="sequences per step")
+    add("--vocabulary", type=int, default=8192, help="vocabulary size, half keys and half values")
+    add("--workers", type=int | None, help="processes (default: 8 per GPU, 1 without a GPU)")
     add("--out", type=str, default="runs/mqar", help="folder of mqar.json, the table and the figure")
 
 

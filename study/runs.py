@@ -178,7 +178,7 @@ def clear_caches() -> None:
 
 
 def study_runs(study: Study, folder: Path, rates: dict[str, float], cards: int | None) -> list[StudyRun]:
-    """Every run of the study; `rates` has the chosen peak learning rate of a row, where one was chosen.
+    """Every run of the study; `rates`: row → its chosen peak learning rate, for rows that have one.
 
     A row whose runs have begun keeps their rate, even if another has been chosen since.
     """

@@ -52,7 +52,8 @@ def run_study(
 
     Raises:
         UserError: before any training for what cannot work; at the end for what has failed (all else is
-        kept). Interrupted: a KeyboardInterrupt; after Ctrl-C or a signal, once running jobs have saved.
+            kept).
+        Interrupted: a KeyboardInterrupt; after Ctrl-C or a signal, once running jobs have saved.
     """
     _check_arguments(stages, minutes)
     if publish:
@@ -240,7 +241,7 @@ class _Stages:
         self._run_jobs(jobs, slots)
 
     def _now(self, runs: Sequence[StudyRun]) -> list[StudyRun]:
-        """Those of `runs` that are requested now."""
+        """The `runs` that are requested now."""
         return [run for run in runs if run.row in self.asked.attentions and run.seed < self.asked.seeds]
 
     def _train(self, runs: Sequence[StudyRun]) -> None:

@@ -1,5 +1,6 @@
 """Loss curves of runs, their mean over seeds, and the time to reach a loss.
- They are read from `metrics.jsonl`, `config.yaml` and `environment.json` of the runs; `curve_figure.py` draws
+
+They are read from `metrics.jsonl`, `config.yaml` and `environment.json` of the runs; `curve_figure.py` draws
 them.
 """
 

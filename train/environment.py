@@ -34,8 +34,7 @@ _CODE = ("common", "configs", "kernels", "models", "data", "train", "eval", "stu
 def record_start(recipe: Recipe, machine: Machine, data: dict[str, Any], kernels: dict[str, str]) -> None:
     """Writes the resolved recipe and the environment, which also keeps those of the run's earlier starts.
 
-    data: `Dataset.describe()`. kernels: `attention_kernels`. Raises UserError if the folder cannot be
-    written.
+    data: `Dataset.describe()`. kernels: `attention_kernels`. UserError if the folder cannot be written.
     """
     folder = recipe.run_folder
     path, earlier = folder / ENVIRONMENT, []

@@ -7,11 +7,9 @@ Notable:
 - the batch of step s is a pure function of (seed, s); on a CPU, a resumed run is bit-identical to one that
   never stopped
 - a step whose loss or gradient is not finite is skipped and counted, and its blocks are logged; ten in a row
-end
-  the run, and the same command then refuses to repeat them
+  end the run, and the same command then refuses to repeat them
 - on Ctrl-C, SIGTERM and similar signals the run finishes the step, saves, and prints how to resume; a
-validation
-  is cut short, and the same command repeats it
+  validation is cut short, and the same command repeats it
 """
 
 import gc
@@ -356,7 +354,7 @@ class Run:
         return due or self.writer.too_many_failures
 
     def checkpoint_due(self) -> bool:
-        """Whether a checkpoint is due at this step, by count, by time, or as what a run is extended from."""
+        """Whether a checkpoint is due at this step: by interval, by time, or before the decay of `wsd`."""
         step = self.progress.step
         at = step % self.recipe.train.save_interval == 0 or step == self.recipe.decay_start
         return at or self.save_due

@@ -1,5 +1,6 @@
 """Cross-entropy of the next token in chunks, so that the logits never exist all at once.
- At N = 8192 and a vocabulary of 50,304 the fp32 logits of one sequence are 1.6 GB, and their gradient as much
+
+At N = 8192 and a vocabulary of 50,304 the fp32 logits of one sequence are 1.6 GB, and their gradient as much
 again. Here each chunk of rows computes its logits, its loss and its part of the gradients, and frees the
 logits: the backward pass has nothing left to compute, so the FLOPs are those of the plain form (as in Hsu et
 al. 2024, "Liger Kernel"). Compiled, a chunk's logits are read once or twice and their gradient is written

@@ -1,7 +1,8 @@
 """`--train.profile true`: profiles a few steps, as a trace for Perfetto and as a table.
- The parts of a step are named ranges (`span`). On a GPU a kernel belongs to the part in which it was
-launched, by any thread (autograd has its own); NCCL's kernels belong to the communication. In that part the
-host also waits for the device; with a single process there is only that waiting.
+
+The parts of a step are named ranges (`span`). On a GPU a kernel belongs to the part in which it was launched,
+by any thread (autograd has its own); NCCL's kernels belong to the communication. In that part the host also
+waits for the device; with a single process there is only that waiting.
 """
 
 import gzip

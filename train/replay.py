@@ -1,5 +1,6 @@
 """`lingpt replay`: shows what a step of a run was trained on, with losses and gradient norm.
- The batch of a step depends only on the seed and the step, so any step can be replayed, even a skipped one.
+
+The batch of a step depends only on the seed and the step, so any step can be replayed, even a skipped one.
 The weights are those of the nearest checkpoint before it; they are exactly the step's weights if the
 checkpoint is right before it, or the steps between were skipped.
 """

@@ -47,11 +47,9 @@ class Attention(Fp32Buffers, ABC):
     tokens:
 
     - it does not synchronise with the device, and runs the same kernels whatever the state has seen: none of
-    its
-      shapes and Python numbers grows. Keys and values must be in a `KVCache` (softmax.py), which ensures that
+      its shapes and Python numbers grows. For keys and values this needs a `KVCache` (softmax.py)
     - the state is an object with attributes, whose tensors keep their number, shapes and dtypes, although
-    they
-      may be new tensors; its other attributes do not change
+      they may be new tensors; its other attributes do not change
     """
 
     hf_exportable: bool = False  # can a stock GPT-NeoX compute the same from the same tensors?

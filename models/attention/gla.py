@@ -40,7 +40,7 @@ class GLAAttention(Attention):
         config: litgpt.Config,
         layer_idx: int,
         *,
-        gla_n_head: Annotated[int, "number of heads of `gla`, whatever the model's own."] = 4,
+        gla_n_head: Annotated[int, "number of heads of `gla`, independent of the model's."] = 4,
         gla_expand_k: Annotated[
             float, "width of q and k of `gla` as a part of the model's (FLA's expand_k); 1 doubles its state."
         ] = 0.5,

@@ -1,5 +1,6 @@
 """Hybrids: linear attention with softmax attention in some layers.
- A linear attention's state has a fixed size and cannot recall everything. One softmax layer in six makes up
+
+A linear attention's state has a fixed size and cannot recall everything. One softmax layer in six makes up
 for that, and decoding's memory grows with the context only in those layers.
 """
 

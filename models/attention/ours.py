@@ -53,13 +53,13 @@ class OursAttention(QKVAttention):
             bool,
             "learn the coefficient b of `ours*` per head (without `normalize` a, too) instead of using 1.",
         ] = False,
-        output_gate: Annotated[bool, "a gate and a norm on the output of `ours*`, as GLA has them."] = False,
+        output_gate: Annotated[bool, "a gate and a norm on the output of `ours*`, as in GLA."] = False,
         normalize: Annotated[
             bool | None,
             "divide by the weights' sum in `ours*`; by default without `output_gate`, whose norm will do.",
         ] = None,
         short_conv: Annotated[bool, SHORT_CONV_HELP] = False,
-        conv_silu: Annotated[bool, "a SiLU behind the convolution of `ours*`, as `gla` has it."] = False,
+        conv_silu: Annotated[bool, "a SiLU after the convolution of `ours*`, as in `gla`."] = False,
         constant: Annotated[
             bool,
             "the 1 in the `1 + b·x` of `ours*`; without it, behind `output_gate`, RetNet or simple GLA.",

@@ -1,15 +1,17 @@
 """`lingpt bench decode`: each attention's time per token and size of the state, over the context length.
- It times what `lingpt generate` does for each new token: a step of the model with its decoding state, and the
+
+It times what `lingpt generate` does for each new token: a step of the model with its decoding state, and the
 sampling of the token, which synchronises with the device. The step is the replay of a CUDA graph; on a CPU,
 or on request, it is eager. Weights are random.
- Notable: - no prompt of the context's length is processed. A KV cache is filled with random numbers; the
-state of a linear
-  attention has the same size after one token as at any context, so one token suffices. Neither the time per
-  token nor the size of a state depends on the values
-- the timed tokens are the last ones of the context, so the state is full when its bytes are counted - CUDA
-graphs are captured before the first of them - one model is in memory at a time; a configuration that does not
-fit, or fails, becomes a row with the reason,
-  and the results are written after every row
+
+Notable:
+- no prompt of the context's length is processed. A KV cache is filled with random numbers; the state of a
+  linear attention has the same size after one token as at any context, so one token suffices. Neither the
+  time per token nor the size of a state depends on the values
+- the timed tokens are the last ones of the context, so the state is full when its bytes are counted
+- CUDA graphs are captured before the first of them
+- one model is in memory at a time; a configuration that does not fit, or fails, becomes a row with the
+  reason, and the results are written after every row
 """
 
 import functools

@@ -1,12 +1,14 @@
 """`lingpt bench train`: the time of a whole training step with each attention, and with an identity instead.
- It times real training: a run's model, compiled blocks, precision, loss, gradient clipping and optimizer, on
+
+It times real training: a run's model, compiled blocks, precision, loss, gradient clipping and optimizer, on
 random tokens and without logging. The identity keeps the linear layers around the attention: its time divided
 by an attention's is the share of the step outside of the attention itself. Its gradients of q and k are
 zeros, which a card multiplies faster than other numbers; `identity-dense` uses v's gradient instead, with as
 many bytes.
- Notable: - at each shape the attentions take turns, in rounds: ratios are taken within a round, and a bad
-minute does not
-  affect one of them only; later rounds reuse what the first one compiled
+
+Notable:
+- at each shape the attentions take turns, in rounds: ratios are taken within a round, and a bad minute does
+  not affect one of them only; later rounds reuse what the first one compiled
 - one model is in memory at a time, and all attentions of a shape have the same micro-batch size
 - an attention that fails becomes a row with the reason, and the results are written after every turn
 """
@@ -161,11 +163,12 @@ def bench_steps(
     Args:
         models, seq_lens: every model at every length; if not given, SIZES at USUAL_LENGTH, and those SWEPT at
             all LENGTHS.
-        tokens_per_step: tokens per optimiser step, the same everywhere. micro_batch_tokens: maximum tokens of
-        a micro-batch; by default as many as fit the memory by the estimate. budget: seconds; once it is
-        spent, no further turn begins, and attentions without any are "skipped". save_to: a JSON file, written
-        after every turn. append: keep the results in `save_to`, if they are of this card, these versions and
-        this code, and
+        tokens_per_step: tokens per optimiser step, the same everywhere.
+        micro_batch_tokens: maximum tokens of a micro-batch; by default as many as fit the memory by the
+            estimate.
+        budget: seconds; once it is spent, no further turn begins, and attentions without any are "skipped".
+        save_to: a JSON file, written after every turn.
+        append: keep the results in `save_to`, if they are of this card, these versions and this code, and
             measure what is missing. Ratios compare only what one session has measured.
 
     Raises UserError for invalid names and numbers.

@@ -1,8 +1,9 @@
 """The processes of a run: the only place that knows how many there are and how they cooperate.
- Every process runs the same loop and makes the same calls of `Parallel` and of the wrapped module, in the
-same order, because most of them wait for all other processes. Each process holds the whole model (DDP), or a
-part of it (FSDP2, train/distributed/sharding.py). Another strategy needs another `wrap`, `clip_gradients`,
-`state` and `load_optimizer`; the loop does not change.
+
+Every process runs the same loop and makes the same calls of `Parallel` and of the wrapped module, in the same
+order, because most of them wait for all other processes. Each process holds the whole model (DDP), or a part
+of it (FSDP2, train/distributed/sharding.py). Another strategy needs another `wrap`, `clip_gradients`, `state`
+and `load_optimizer`; the loop does not change.
 """
 
 import contextlib

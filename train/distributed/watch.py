@@ -1,5 +1,6 @@
 """The processes of a machine watch each other: if one dies, the others end within seconds, with one message.
- A process that waits for a dead one would wait until the process group's timeout (NCCL), or fail with its own
+
+A process that waits for a dead one would wait until the process group's timeout (NCCL), or fail with its own
 traceback (gloo). The main process, from which Lightning starts the others, sees them end; the others, and
 those of torchrun, see their parent end. (Lightning's own observer kills the main process with SIGKILL, so
 without a message.) Tasks of SLURM have no such parent: `srun --kill-on-bad-exit=1` ends them.
