@@ -164,10 +164,15 @@ def read_errors(
         raise UserError(f"cannot read {path} ({reason}): {fix}") from error
 
 
+def read_bytes(path: Path) -> bytes:
+    """UserError, naming the file, where it cannot be read."""
+    with read_errors(path):
+        return path.read_bytes()
+
+
 def read_text(path: Path) -> str:
     """The text of a file that a person may have written; UserError if it is not readable UTF-8."""
-    with read_errors(path):
-        content = path.read_bytes()
+    content = read_bytes(path)
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -178,8 +183,7 @@ def read_text(path: Path) -> str:
 
 def read_json(path: Path) -> Any:
     """The content of a JSON file; UserError, naming the file, if it cannot be read or is not JSON."""
-    with read_errors(path):
-        content = path.read_bytes()
+    content = read_bytes(path)
     try:
         return json.loads(content.decode())
     except (ValueError, RecursionError) as error:  # not UTF-8, or not JSON
@@ -196,8 +200,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 def read_yaml(path: Path) -> Any:
     """The content of a YAML file; UserError, naming the file, if it cannot be read or is not YAML."""
-    with read_errors(path):
-        content = path.read_bytes()
+    content = read_bytes(path)
     try:
         return yaml.safe_load(content.decode())
     # Not UTF-8, or not YAML; an impossible date is a ValueError.

@@ -73,7 +73,7 @@ class Tokenizer:
                 f"model's vocabulary only {padded_vocab_size}: take the model's own tokenizer"
             )
 
-    def count_other_tokens(self, other: "Tokenizer") -> int:
+    def count_differing_ids(self, other: "Tokenizer") -> int:
         """The number of ids here that are another token, or no token, in `other`."""
         own, others = (t.raw.get_vocab(with_added_tokens=True) for t in (self, other))
         return len(own.items() - others.items())

@@ -24,7 +24,7 @@ from lingpt.eval.table2 import (
 )
 from lingpt.eval.tables import Table, draw_tables
 
-LESS_NOTE = (
+TO_SOFTMAX_NOTE = (
     "To softmax: minus softmax's of the same model on the same documents, ± one standard error of the paired "
     "difference over documents and, of several seeds, over these."
 )
@@ -110,7 +110,7 @@ def _bits_table(results: Sequence[dict[str, Any]]) -> Table:
         known = next(entry["metrics"]["xz_bits_per_byte"] for entry in entries if entry)
         xz += [f"{known:.3f}", ""] if shown else [f"{known:.3f}"]
         head += [name, "to softmax"] if shown else [name]
-    notes += [LESS_NOTE] if compared else []
+    notes += [TO_SOFTMAX_NOTE] if compared else []
     notes += seeds_note(results, "documents") + _odd_notes(results, majority, "bits_per_byte")
     notes += comparison_notes([measured[i] for i in sorted(compared)], results)
     return Table("Bits per byte", head, [*rows, xz] if rows else [], notes)
@@ -170,7 +170,7 @@ def _position_differences_table(results: Sequence[dict[str, Any]]) -> Table:
     ]
     head = ["Mechanism", "Run", "Text", "Documents", *(f"≤ {end:,}" for end in ends)]
     compared = [r for r in results if any(r is one for one, *_ in found)]
-    notes = [LESS_NOTE, *comparison_notes(compared, results)]
+    notes = [TO_SOFTMAX_NOTE, *comparison_notes(compared, results)]
     return Table("Loss by position, minus softmax's", head, rows, notes)
 
 

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 from lingpt.kernels.torch_internals import (
     HAS_SHORTCUTS,
     below_autograd,
+    is_batched,
     is_plain_call,
     is_unobserved,
     transforms_active,
@@ -133,7 +134,8 @@ def _register_autograd(
         tensors = ctx.saved_tensors
         call, saved = op.call_type(*tensors[:n_tensors], *ctx.values), tensors[n_tensors:]
         d_outputs = tuple(d_outputs[i] for i in differentiable)
-        if not torch.is_grad_enabled() and is_unobserved((*d_outputs, tensors[0], *saved)):
+        observed = torch.is_grad_enabled() or not is_unobserved((*d_outputs, tensors[0], *saved))
+        if not observed and not is_batched(d_outputs):
             gradients = op.backward(call, saved, d_outputs)
         else:
             gradients = backward(*call, *saved, *d_outputs)

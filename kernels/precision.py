@@ -23,21 +23,20 @@ def true_fp32(device: torch.device) -> Iterator[None]:
     if device.type == "meta":  # computes nothing, and has no autocast
         yield
         return
-    if torch.compiler.is_compiling():  # a graph cannot change the backends' precision
-        with torch.autocast(device.type, enabled=False):
+    with torch.autocast(device.type, enabled=False):
+        if torch.compiler.is_compiling():  # a graph cannot change the backends' precision
             yield
-        return
-    backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
-    matmul = backend.matmul
-    before = matmul.fp32_precision
-    if before != "ieee":
-        matmul.fp32_precision = "ieee"
-    try:
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
+            return
+        backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+        matmul = backend.matmul
+        before = matmul.fp32_precision
         if before != "ieee":
-            matmul.fp32_precision = before
+            matmul.fp32_precision = "ieee"
+        try:
+            yield
+        finally:
+            if before != "ieee":
+                matmul.fp32_precision = before
 
 
 def reverse_running_sum(x: Tensor, dim: int) -> Tensor:

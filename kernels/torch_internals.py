@@ -69,19 +69,21 @@ def is_unobserved(args: Sequence[Any]) -> bool:
     counter, a tracer, vmap). Autograd may be active."""
     if not HAS_SHORTCUTS:
         return False
-    if not _PLAIN_TYPES.issuperset(map(type, args)):
-        return False
-    if _len_torch_dispatch_stack() or _are_functorch_transforms_active():
-        return False
-    tensors = [x for x in args if isinstance(x, Tensor)]
-    if any(map(is_legacy_batchedtensor, tensors)):  # gradients under `is_grads_batched`
-        return False
-    return not tensors[0].is_meta and not _is_functional_tensor(tensors[0])
+    tensors = (x for x in args if isinstance(x, Tensor))
+    real = _PLAIN_TYPES.issuperset(map(type, args)) and not (first := next(tensors)).is_meta
+    observed = _len_torch_dispatch_stack() or _are_functorch_transforms_active()
+    return real and not observed and not _is_functional_tensor(first)
+
+
+def is_batched(gradients: Sequence[Tensor | None]) -> bool:
+    """Whether these are gradients of a batch of losses (`is_grads_batched`), a vmap that `is_unobserved` does
+    not see."""
+    return any(x is not None and is_legacy_batchedtensor(x) for x in gradients)
 
 
 def transforms_active() -> bool:
     """Whether a transform of torch.func is active here."""
-    return HAS_SHORTCUTS and _are_functorch_transforms_active()
+    return _are_functorch_transforms_active()
 
 
 def sdpa_choice(q: Tensor, k: Tensor, v: Tensor) -> int | None:

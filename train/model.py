@@ -78,19 +78,19 @@ def _init_from(gpt: GPT, recipe: Recipe) -> None:
 
 
 def other_tokens_message(recipe: Recipe, tokenizer: Tokenizer) -> str | None:
-    """A line on `init_from` weights whose tokenizer gives other tokens to the embedding rows; None if it
-    agrees or there is no tokenizer beside them."""
+    """A line if the tokenizer of the `init_from` weights differs from this run's; None if it is the same or
+    there is none beside them."""
     if recipe.train.init_from is None:
         return None
     try:
-        theirs = load_tokenizer(find_model_folder(Path(recipe.train.init_from)))
+        theirs = load_tokenizer(find_model_folder(Path(recipe.train.init_from), verify=False))
     except UserError:
         return None
-    if not (other := tokenizer.count_other_tokens(theirs)):
+    if not (differing := tokenizer.count_differing_ids(theirs)):
         return None
     return (
-        f"init_from: {other:,} of this run's {tokenizer.vocab_size:,} tokens are others in the tokenizer of "
-        f"{theirs.name}: the embeddings taken are not theirs (--data.tokenizer {theirs.name} keeps them)"
+        f"init_from: {differing:,} of this run's {tokenizer.vocab_size:,} token ids are other tokens in the "
+        f"tokenizer of {theirs.name}, whose embeddings they start with: --data.tokenizer {theirs.name} fits"
     )
 
 

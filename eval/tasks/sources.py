@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from lingpt.common.errors import UserError
-from lingpt.common.files import read_errors
+from lingpt.common.files import read_bytes
 
 WITHOUT = "leave out --data (and EVAL_DATA) to take it from the hub"
 
@@ -153,8 +153,7 @@ def read_rows(file: Path, fields: dict[str, str]) -> list[dict[str, Any]]:
 
 @lru_cache(maxsize=16)
 def _read(file: Path, fields: tuple[tuple[str, str], ...], mtime: int, size: int) -> list[dict[str, Any]]:
-    with read_errors(file):
-        lines = file.read_bytes().split(b"\n")
+    lines = read_bytes(file).split(b"\n")
     named = enumerate(lines, start=1)
     rows = [_row(line, f"{file}:{number}", dict(fields)) for number, line in named if line.strip()]
     if not rows:

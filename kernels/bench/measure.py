@@ -7,6 +7,7 @@ import gc
 import math
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -18,7 +19,7 @@ from lingpt.kernels.bench.correctness import relative_errors
 from lingpt.kernels.bench.graphs import base_of, capture, interleaved_ratios
 from lingpt.kernels.bench.implementations import Implementation
 from lingpt.kernels.bench.results import Row
-from lingpt.kernels.bench.rows import attempt
+from lingpt.kernels.bench.rows import attempt, skipped
 from lingpt.kernels.bench.shapes import Shape
 
 TIMES = ("forward_ms", "backward_ms", "both_ms", "forward_graph_ms", "backward_graph_ms")
@@ -43,15 +44,10 @@ def measure(
     row.tolerance = implementation.tolerance
     row.forward_flops = implementation.flops(shape)
     if reason := implementation.unsupported_reason(shape, dtype, clock.device):
-        row.status, row.reason = "skipped", reason
-        return row
-
-    def work() -> Row:
-        call = BenchCall(implementation, shape, dtype, clock.device)
-        _first_round(row, call, clock, limit, graphs, seconds)
-        return row
-
-    return attempt(row, work, clock.device)
+        return skipped(row, reason)
+    return _attempt(
+        row, implementation, dtype, clock, lambda call: _first_round(row, call, clock, limit, graphs, seconds)
+    )
 
 
 def measure_again(first: Row, implementation: Implementation, dtype: torch.dtype, clock: Clock) -> Row:
@@ -59,13 +55,7 @@ def measure_again(first: Row, implementation: Implementation, dtype: torch.dtype
     row = new_row(implementation, first.shape, dtype)
     row.repeats = first.repeats
     graphs = first.forward_graph_ms is not None
-
-    def work() -> Row:
-        call = BenchCall(implementation, first.shape, dtype, clock.device)
-        time_round(row, call, clock, graphs)
-        return row
-
-    return attempt(row, work, clock.device)
+    return _attempt(row, implementation, dtype, clock, lambda call: time_round(row, call, clock, graphs))
 
 
 def over_rounds(rows: list[Row]) -> Row:
@@ -89,6 +79,22 @@ def over_rounds(rows: list[Row]) -> Row:
 
 def new_row(implementation: Implementation, shape: Shape, dtype: torch.dtype) -> Row:
     return Row(implementation.name, shape, str(dtype).removeprefix("torch."))
+
+
+def _attempt(
+    row: Row,
+    implementation: Implementation,
+    dtype: torch.dtype,
+    clock: Clock,
+    fill: Callable[[BenchCall], None],
+) -> Row:
+    """The row, which `fill` fills from a call on new inputs, or why it could not."""
+
+    def work() -> Row:
+        fill(BenchCall(implementation, row.shape, dtype, clock.device))
+        return row
+
+    return attempt(row, work, clock.device)
 
 
 def _first_round(row: Row, call: BenchCall, clock: Clock, limit: float, graphs: bool, seconds: float) -> None:

@@ -108,6 +108,11 @@ def attempt(row: R, work: Callable[[], R], device: torch.device) -> R:
     return row
 
 
-def skipped(row: R, budget: float) -> R:
-    """The row of a cell that was left out because the budget, in seconds, was spent."""
-    return replace(row, status="skipped", reason=f"the budget of {budget:.0f} s is spent")
+def skipped(row: R, reason: str) -> R:
+    """The row of a cell that was left out; a later benchmark may measure it."""
+    return replace(row, status="skipped", reason=reason)
+
+
+def budget_spent(budget: float) -> str:
+    """The reason for skipping once the budget, in seconds, is spent."""
+    return f"the budget of {budget:.0f} s is spent"

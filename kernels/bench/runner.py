@@ -24,6 +24,7 @@ from lingpt.kernels.bench.environment import check_same, environment, used_by_ot
 from lingpt.kernels.bench.implementations import DEFAULT_IMPLEMENTATIONS, IMPLEMENTATIONS, Implementation
 from lingpt.kernels.bench.measure import measure, measure_again, new_row, over_rounds
 from lingpt.kernels.bench.results import Cell, Results, Row
+from lingpt.kernels.bench.rows import budget_spent, skipped
 from lingpt.kernels.bench.shapes import CUMSUM, QUICK, SWEEPS, Shape
 
 ROUNDS = 5  # rounds of the training shapes, whose times are compared as ratios
@@ -72,14 +73,13 @@ def run_bench(
     for n, shape, implementation in timings:
         timings.set_postfix_str(f"{implementation.name} {shape} round {n}")
         rows = rounds[implementation.name, shape]
-        spent = f"the budget of {budget:.0f} s is spent" if time.perf_counter() > deadline else None
+        spent = budget_spent(budget) if time.perf_counter() > deadline else None
         if n > 1 and (spent or not rows[-1].rounds):  # never timed, or failed in an earlier round
             continue
         if n > 1:
             row = measure_again(rows[0], implementation, dtype, clock)
         elif reason := spent or _too_slow(results.rows, implementation, shape, limit):
-            row = new_row(implementation, shape, dtype)
-            row.status, row.reason = "skipped", reason
+            row = skipped(new_row(implementation, shape, dtype), reason)
         else:
             graphs = shape in training and shape != CUMSUM
             row = measure(implementation, shape, dtype, clock, limit=limit, graphs=graphs)

@@ -19,6 +19,7 @@ from lingpt.kernels.linear_attention.state import LinearAttentionState, state_sh
 from lingpt.kernels.precision import state_dtype
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_NUMBERS = (int, float, numbers.Real)  # the last one, of NumPy for instance, takes the longest to check
 BACKENDS = ("auto", "reference", "chunkwise", "recurrent", "cuda")
 _DIFFERENTIATED = {"reference": reference, "recurrent": recurrent}  # by autograd; others have a backward
 
@@ -315,7 +316,7 @@ def _check_coefficients(a: float | Tensor, b: float | Tensor, normalize: bool, n
     for name, x in (("a", a), ("b", b)):
         if isinstance(x, Tensor):
             continue
-        if not isinstance(x, numbers.Real):
+        if not isinstance(x, _NUMBERS):
             raise UserError(f"{name} must be a number or a tensor [H]; got {_shown(x)}")
         if not -math.inf < x < math.inf:
             raise UserError(f"{name} must be finite; got {_shown(x)}")
@@ -371,7 +372,7 @@ def _decay(
 
 
 def _is_finite_decay(x: object) -> bool:
-    return isinstance(x, numbers.Real) and -math.inf < float(x) <= 0
+    return isinstance(x, _NUMBERS) and -math.inf < float(x) <= 0
 
 
 def _state(state: LinearAttentionState | None, like: Tensor) -> tuple[Tensor | None, ...]:

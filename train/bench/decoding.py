@@ -28,7 +28,7 @@ import torch
 from lingpt.common.devices import decoding_dtype, find_device
 from lingpt.common.errors import UserError, unknown
 from lingpt.kernels.bench.environment import environment, used_by_others
-from lingpt.kernels.bench.rows import attempt, skipped
+from lingpt.kernels.bench.rows import attempt, budget_spent, skipped
 from lingpt.models import GPT, MODELS, Config, DecodingState, ModelArgs, attention_form
 from lingpt.models.attention.softmax import KVCache
 from lingpt.models.decoding_graph import DecodingGraph
@@ -114,7 +114,7 @@ def bench_decoding(
             if results.is_done(*row.cell):
                 continue
             if time.perf_counter() > deadline:
-                row = skipped(row, budget)
+                row = skipped(row, budget_spent(budget))
             else:
                 row = attempt(row, functools.partial(measure, row, decoder), where)
                 print(row.line(), flush=True)

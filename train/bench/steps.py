@@ -31,7 +31,7 @@ from torch import nn
 from lingpt.common.errors import UserError, unknown
 from lingpt.data import DataConfig
 from lingpt.kernels.bench.environment import environment, used_by_others
-from lingpt.kernels.bench.rows import attempt, skipped
+from lingpt.kernels.bench.rows import attempt, budget_spent, skipped
 from lingpt.models import ATTENTIONS, MODELS, ModelArgs
 from lingpt.models.attention.base import QKVAttention
 from lingpt.train.bench.step_results import (
@@ -203,7 +203,7 @@ def bench_steps(
                 if n > 1 and (late or row.status != "ok"):
                     continue
                 if late:
-                    row = skipped(row, budget)
+                    row = skipped(row, budget_spent(budget))
                 else:
                     work = functools.partial(_timed, row, recipes[name], machine, parallel)
                     row = attempt(row, work, parallel.device)
