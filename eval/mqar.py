@@ -190,9 +190,8 @@ def is_tuned_first(trial: Trial) -> bool:
 def tune(trial: Trial) -> None:
     """Autotunes the kernels for a trial's size, which takes about a minute; other processes read the choices
     from disk."""
-    attention = GPT.on_meta(trial.config()).blocks[0].attn
     size = trial.batch_size, trial.length, torch.bfloat16, torch.device("cuda")
-    if tuning := attention.begin_autotuning(*size):
+    for tuning in GPT.on_meta(trial.config()).begin_autotuning(*size):
         tuning.finish(print)
 
 

@@ -9,10 +9,12 @@ plain PyTorch (any device, analytical backward), the recurrence for decoding, an
 from __future__ import annotations
 
 import importlib.util
+import threading
 import warnings
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lingpt.common.errors import UserError, unknown
@@ -24,6 +26,7 @@ from lingpt.kernels.precision import reverse_running_sum, state_dtype, true_fp32
 CHUNK, SUBCHUNK = 64, 16
 BACKENDS = ("auto", "reference", "chunkwise", "recurrent", "fla")
 HAS_FLA = importlib.util.find_spec("fla") is not None
+_TRITON_LOCK = threading.Lock()  # evaluation has a thread per GPU; Triton's autotuners serve one at a time
 
 
 @overload
@@ -166,6 +169,30 @@ def _recurrent(q, k, v, log_gate, initial_state, scale):
 @torch.compiler.disable  # its kernels are autotuned at the first call, which a graph cannot contain
 def fla_attention(q, k, v, log_gate, initial_state, scale):
     """fla-core's `chunk_gla`: (o, state)."""
+    attend = _chunk_gla if torch.is_grad_enabled() else _chunk_gla_of_few_shapes
+    return attend(q, k, v, log_gate, initial_state, scale)
+
+
+@torch.compiler.disable
+def _chunk_gla_of_few_shapes(q, k, v, log_gate, initial_state, scale):
+    """`_chunk_gla` for inference, whose batches have hundreds of shapes.
+
+    FLA's kernels are compiled and autotuned anew for each batch size and, below 64 tokens, for other chunk
+    sizes. So the batch is padded to a power of two and the sequence to a chunk, with zeros, which change
+    neither o nor the state.
+    """
+    B, N = q.shape[:2]
+    rows, tokens = (1 << max(0, B - 1).bit_length()) - B, max(0, CHUNK - N)
+    if rows or tokens:
+        q, k, v, log_gate = (F.pad(x, (0, 0, 0, 0, 0, tokens, 0, rows)) for x in (q, k, v, log_gate))
+        if initial_state is not None:
+            initial_state = F.pad(initial_state, (0, 0, 0, 0, 0, 0, 0, rows))
+    with _TRITON_LOCK:
+        o, state = _chunk_gla(q, k, v, log_gate, initial_state, scale)
+    return o[:B, :N], state[:B]
+
+
+def _chunk_gla(q, k, v, log_gate, initial_state, scale):
     from fla.ops.gla import chunk_gla
 
     return chunk_gla(q, k, v, log_gate, scale=scale, initial_state=initial_state, output_final_state=True)

@@ -42,7 +42,8 @@ _MOST_PROCESSES = 16  # each may use half a GB of GPU memory for its CUDA contex
 
 
 class Size(NamedTuple):
-    """A call's size: B sequences of N tokens, H heads, key and value dimensions of a head, and the dtype."""
+    """A call's size: B sequences of N tokens, H heads, key and value dimensions of a head, and the dtype;
+    and whether there is a backward pass."""
 
     B: int
     N: int
@@ -50,6 +51,7 @@ class Size(NamedTuple):
     Dk: int
     Dv: int
     dtype: torch.dtype
+    backward: bool = True
 
 
 class Autotuning:
@@ -114,14 +116,16 @@ def triton_cache_env() -> dict[str, str]:
 
 
 def call(size: Size, device: torch.device) -> None:
-    """Runs a forward and a backward pass, as in training."""
-    B, N, H, Dk, Dv, dtype = size
-    made = functools.partial(torch.zeros, device=device, requires_grad=True)
+    """Runs a forward and, as in training, a backward pass."""
+    B, N, H, Dk, Dv, dtype, backward = size
+    made = functools.partial(torch.zeros, device=device, requires_grad=backward)
     q, k = (made(B, N, H, Dk, dtype=dtype) for _ in "qk")
     v = made(B, N, H, Dv, dtype=dtype)
     log_gate = made(B, N, H, Dk, dtype=torch.float32)
-    o, _ = fla_attention(q, k, v, log_gate, None, Dk**-0.5)
-    o.sum().backward()
+    with torch.set_grad_enabled(backward):
+        o, _ = fla_attention(q, k, v, log_gate, None, Dk**-0.5)
+    if backward:
+        o.sum().backward()
 
 
 # -- in the process that trains ------------------------------------------------------------------------------

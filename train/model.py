@@ -97,10 +97,8 @@ def other_tokens_message(recipe: Recipe, tokenizer: Tokenizer) -> str | None:
 def begin_autotuning(
     recipe: Recipe, config: Config, precision: str, device: torch.device
 ) -> list[Autotuning]:
-    """Starts the autotuning for a GPU of each mechanism of the model that has kernels to tune."""
+    """Starts the autotuning of a run's kernels, if it trains on a GPU."""
     if device.type != "cuda":
         return []
-    mechanisms = {type(block.attn): block.attn for block in GPT.on_meta(config).blocks}.values()
     size = recipe.train.micro_batch_size, recipe.data.seq_len, compute_dtype(precision)
-    begun = [attention.begin_autotuning(*size, device) for attention in mechanisms]
-    return [tuning for tuning in begun if tuning]
+    return GPT.on_meta(config).begin_autotuning(*size, device)

@@ -111,9 +111,10 @@ class Attention(Fp32Buffers, ABC):
         """An empty decoding state, which the layer's forward updates in place."""
 
     def begin_autotuning(
-        self, batch_size: int, seq_len: int, dtype: torch.dtype, device: torch.device
+        self, batch_size: int, seq_len: int, dtype: torch.dtype, device: torch.device, backward: bool
     ) -> Autotuning | None:
-        """Starts autotuning the kernels for this size; None if there is nothing to tune."""
+        """Starts autotuning the kernels for this size, those of the backward pass only if it will run; None
+        if there is nothing to tune."""
         return None
 
     def initial_constants(self) -> dict[str, float | torch.Tensor]:

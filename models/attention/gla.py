@@ -116,10 +116,11 @@ class GLAAttention(Attention):
         return RecurrentState()
 
     def begin_autotuning(
-        self, batch_size: int, seq_len: int, dtype: torch.dtype, device: torch.device
+        self, batch_size: int, seq_len: int, dtype: torch.dtype, device: torch.device, backward: bool
     ) -> Autotuning | None:
         H = self.n_head
-        return begin_autotuning(Size(batch_size, seq_len, H, self.d_k // H, self.d_v // H, dtype), device)
+        size = Size(batch_size, seq_len, H, self.d_k // H, self.d_v // H, dtype, backward)
+        return begin_autotuning(size, device)
 
     def initial_constants(self) -> dict[str, float | torch.Tensor]:
         return {"conv": identity_filter(2 * self.d_k + self.d_v)}

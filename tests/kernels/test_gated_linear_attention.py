@@ -1,5 +1,11 @@
 """Gated linear attention: definition, chunkwise form, recurrence and fla-core's kernel are one function."""
 
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.autograd import gradcheck
@@ -11,6 +17,7 @@ from lingpt.kernels.gated_linear_attention import (
     CHUNK,
     SUBCHUNK,
     choose,
+    fla_attention,
     gated_linear_attention,
     gated_linear_attention_flops,
 )
@@ -90,6 +97,63 @@ def test_pieces_with_the_state_carried_equal_the_whole(backend):
 def test_one_token_takes_the_form_that_decodes():
     """Guards: fla's kernels compiled and tuned for one token, with which text without a prompt begins."""
     assert [choose("auto", torch.empty(1, n, 1, 1)) for n in (1, 2)] == ["recurrent", "chunkwise"]
+
+
+@pytest.fixture
+def fla(monkeypatch):
+    """A stand-in for fla-core on the CPU; `fla.sizes` has the batch size and length of each call."""
+    busy, sizes = threading.Lock(), []
+
+    def chunk_gla(q, k, v, log_gate, *, scale, initial_state, output_final_state):
+        assert output_final_state and busy.acquire(blocking=False), "entered by two threads at once"
+        time.sleep(0.01)
+        busy.release()
+        sizes.append(tuple(q.shape[:2]))
+        options = dict(scale=scale, initial_state=initial_state, return_state=True, backend="chunkwise")
+        return gated_linear_attention(q, k, v, log_gate, **options)
+
+    module = SimpleNamespace(chunk_gla=chunk_gla, sizes=sizes)
+    for name in ("fla", "fla.ops"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "fla.ops.gla", module)
+    return module
+
+
+@pytest.mark.parametrize("with_state", [False, True])
+def test_inference_gives_fla_few_shapes(fla, with_state):
+    """Guards: kernels autotuned anew for each of evaluation's batches, which took five times as long."""
+    for N in (2, CHUNK, CHUNK + 5):
+        for B in (1, 2, 3, 5, 8):
+            *tensors, state = inputs(N, B=B, dtype=torch.float32)
+            state = state if with_state else None
+            expected = gated_linear_attention(
+                *tensors, scale=0.7, initial_state=state, return_state=True, backend="chunkwise"
+            )
+            with torch.inference_mode():
+                result = fla_attention(*tensors, state, 0.7)
+            for x, y in zip(result, expected, strict=True):
+                torch.testing.assert_close(x, y)
+    assert {B for B, _ in fla.sizes} == {1, 2, 4, 8} and {N for _, N in fla.sizes} == {CHUNK, CHUNK + 5}
+
+
+def test_training_gives_fla_its_shapes(fla):
+    """A batch of a run has one shape: nothing is copied to pad it."""
+    *tensors, _ = inputs(3, B=3, dtype=torch.float32)
+    fla_attention(*tensors, None, 1.0)
+    assert fla.sizes == [(3, 3)]
+
+
+def test_threads_take_turns_in_fla(fla):
+    """Guards: "NoneType is not a mapping": two GPUs' threads of an evaluation in one Triton autotuner."""
+    *tensors, _ = inputs(2, B=1, dtype=torch.float32)
+
+    def attend(_: int) -> None:
+        with torch.inference_mode():  # a thread's own setting
+            fla_attention(*tensors, None, 1.0)
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(attend, range(8)))
+    assert len(fla.sizes) == 8
 
 
 @pytest.mark.parametrize("backend", GATED_FORMS)
@@ -175,3 +239,9 @@ def test_fla_s_kernel_equals_the_chunkwise_form(strength):
         results[backend] = (o, end, *gradients)
     for name, x, y in zip(("o", "state", "dq", "dk", "dv", "dg", "dstate"), *results.values(), strict=True):
         assert relative(x, y.double()) < 2e-2, name
+    with torch.inference_mode():  # padded: three rows, less than a chunk of tokens
+        o, end = fla_attention(*(x.repeat(3, 1, 1, 1)[:3, :20] for x in leaves[:4]), None, 0.1)
+        exact = gated_linear_attention(
+            *(x[:1, :20] for x in leaves[:4]), scale=0.1, return_state=True, backend="chunkwise"
+        )
+    assert relative(o[2], exact[0][0].double()) < 2e-2 and relative(end[2], exact[1][0].double()) < 2e-2
