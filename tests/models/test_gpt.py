@@ -202,7 +202,6 @@ def test_decoding_compiles_nothing(small, tokens, attention):
     assert compiled.frame_count > 0
 
 
-@pytest.mark.gpu
 def test_inference_tunes_each_mechanism_once(small, capsys, monkeypatch):
     """In the weights' dtype, no backward pass, and lines on stderr: stdout has a command's result."""
     sizes, attention = [], ATTENTIONS["gla"]
@@ -214,6 +213,7 @@ def test_inference_tunes_each_mechanism_once(small, capsys, monkeypatch):
     assert capsys.readouterr() == ("", "tuned\n")
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_gpu_gives_the_logits_of_the_cpu(small, tokens, name):
     """The same model on the card, in fp32 near the CPU's logits and in bf16 within its error."""
