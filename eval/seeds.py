@@ -18,25 +18,27 @@ def mean_scores(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Combines the runs `…-seed0`, `…-seed1`, … at the same step into one result, in order of the first run.
 
     A result is as `evaluate` returns it, with means for `metrics` and `positions`, which also get `lowest`
-    and `highest`; `correct`, `per_document` and the checkpoint's `seed` become lists with one item per run. A
-    score that not all runs have, on the same questions, is left out.
+    and `highest`; `correct`, `per_document` and the checkpoint's `seed` become lists with one item per run.
+    Scores that not all of a row's runs have, on the same questions, are in further results: means over the
+    runs that have them, or a run's own.
     """
-    groups = _groups(results)
-    return [_mean(row, group) if len(group) > 1 else group[0] for row, group in groups]
+    return [result for row, group in _groups(results) for result in _combined(row, group)]
 
 
-def left_out(results: Sequence[dict[str, Any]]) -> list[str]:
-    """One line for each score that `mean_scores` leaves out: a run lacks it, or had other questions."""
-    lines = []
-    for row, group in _groups(results):
-        for key in dict.fromkeys(key for result in group for key in result["scores"]):
-            have = [result for result in group if key in result["scores"]]
-            lacking = [r["checkpoint"]["run"] for r in group if key not in r["scores"]]
-            if lacking:
-                lines.append(f"{', '.join(lacking)} has no score of {key}: {row} is without it")
-            elif len({_asked(result["scores"][key]) for result in have}) > 1:
-                lines.append(f"{row} is without {key}: its runs were not asked the same questions")
-    return lines
+def _combined(row: str, group: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The results of a row: one for each set of runs with scores in common, the largest set first."""
+    if len(group) == 1:
+        return group
+    keys_of: dict[tuple[int, ...], list[str]] = {}  # indices of runs → the scores that these have in common
+    for key in dict.fromkeys(key for result in group for key in result["scores"]):
+        asked: dict[tuple[Any, ...], list[int]] = {}
+        for i, result in enumerate(group):
+            if key in result["scores"]:
+                asked.setdefault(_asked(result["scores"][key]), []).append(i)
+        for members in asked.values():
+            keys_of.setdefault(tuple(members), []).append(key)
+    found = [_mean(row, [group[i] for i in members], keys) for members, keys in keys_of.items()]
+    return sorted(found, key=seeds, reverse=True) or [_mean(row, group, [])]
 
 
 def _groups(results: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
@@ -109,14 +111,13 @@ def mean_and_error(values: Sequence[float], errors: Sequence[float | None]) -> t
     return fmean(values), math.hypot(stdev(values) / math.sqrt(len(values)), fmean(known))
 
 
-def _mean(row: str, group: list[dict[str, Any]]) -> dict[str, Any]:
+def _mean(row: str, group: list[dict[str, Any]], keys: Sequence[str]) -> dict[str, Any]:
+    """The mean of the runs' scores `keys`; of a single run these scores themselves."""
+    if len(group) == 1:
+        return group[0] | {"scores": {key: group[0]["scores"][key] for key in keys}}
     abouts = [result["checkpoint"] for result in group]
     same = {key: value for key, value in abouts[0].items() if all(a.get(key) == value for a in abouts)}
-    scores = {}
-    for key in group[0]["scores"]:
-        entries = [result["scores"].get(key, {}) for result in group]
-        if len({_asked(entry) for entry in entries}) == 1:
-            scores[key] = _mean_entry(entries)
+    scores = {key: _mean_entry([result["scores"][key] for result in group]) for key in keys}
     return {"checkpoint": same | {"run": row, "seed": [a.get("seed") for a in abouts]}, "scores": scores}
 
 

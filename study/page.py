@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lingpt.common.files import read_text, write_errors, write_text
-from lingpt.eval.seeds import left_out, mean_scores
+from lingpt.eval.seeds import mean_scores
 from lingpt.eval.suite_tables import save_suites, suite_tables
 from lingpt.eval.table2 import save_table2, table2_tables
 from lingpt.study.config import Study
@@ -44,7 +44,7 @@ def write_page(
     losses, odd = loss_sections(study, folder, rates, done, records, baseline) if done else ([], [])
     texts = texts_that_differ(done, records)
     mqar = ["MQAR: not trained"] if study.mqar is not None and not (folder / MQAR).exists() else []
-    notes = [*excluded, *failed, *unscored, *left_out(results), *unread, *texts, *odd, *mqar]
+    notes = [*excluded, *failed, *unscored, *unread, *texts, *odd, *mqar]
     notes = list(dict.fromkeys(notes))
     for line in notes:
         if line not in failed:

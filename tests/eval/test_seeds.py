@@ -7,7 +7,7 @@ import pytest
 
 from lingpt.eval.paired import bits_difference, bootstrap, over_seeds, position_differences
 from lingpt.eval.results import pack_bits
-from lingpt.eval.seeds import left_out, mean_and_error, mean_scores
+from lingpt.eval.seeds import mean_and_error, mean_scores
 from lingpt.eval.suite_tables import pair_with_softmax, suite_tables
 from lingpt.eval.table2 import softmax_of, table2_tables
 from lingpt.eval.tables import Table
@@ -112,18 +112,6 @@ def test_the_notes_name_what_is_compared():
         less = suite_tables(results)[-1]
         assert less.title == "Loss by position, minus softmax's"
         assert less.notes[1:] == [f"Compared with softmax-seed0, step 4: {named}."]
-
-
-def test_a_score_that_is_left_out_is_named():
-    """Guards: the scores of seeds that were stopped while they were scored, or asked other questions."""
-    results = [run("ours", i, [1, 0, 1]) for i in range(2)] + [run("gla", i, [1, 0, 1]) for i in range(2)]
-    assert left_out(results) == []
-    results[1]["scores"]["mmlu (0-shot)"] = results[1]["scores"]["piqa (0-shot)"]
-    results[2]["scores"]["piqa (0-shot)"]["prompts"] = "others"
-    assert left_out(results) == [
-        "ours-seed0 has no score of mmlu (0-shot): ours is without it",
-        "gla is without piqa (0-shot): its runs were not asked the same questions",
-    ]
 
 
 def test_single_runs_are_as_before():
@@ -241,14 +229,36 @@ def test_the_paired_difference_by_position():
     assert position_differences(entries[0], entries[1] | {"positions": [{"to": 32}, {"to": 96}]}) is None
 
 
-def test_what_not_every_seed_was_asked_is_left_out():
-    """Guards: a mean over fewer seeds than the row says, or over other questions."""
-    results = [run("ours", i, [1, 0, 1, 1]) for i in range(2)]
-    other = copy.deepcopy(results)
+def test_what_not_every_seed_was_asked_has_a_row_of_its_own():
+    """Guards: a mean over fewer seeds than the row says, or over other questions; and the scores of one seed
+    left out where another was stopped while it was scored."""
+    results = [run("ours", i, [1, 0, 1, 1]) for i in range(3)]
+    piqa = results[0]["scores"]["piqa (0-shot)"]
+    for result in results[1:]:
+        result["scores"]["arc_easy (0-shot)"] = piqa | {"task": "arc_easy"}
+    results[2]["scores"]["mmlu (0-shot)"] = piqa | {"task": "mmlu"}
+    found = [
+        (r["checkpoint"]["run"], r["checkpoint"]["seed"], list(r["scores"])) for r in mean_scores(results)
+    ]
+    assert found == [
+        ("ours", [0, 1, 2], ["piqa (0-shot)"]),
+        ("ours", [1, 2], ["arc_easy (0-shot)"]),
+        ("ours-seed2", 2, ["mmlu (0-shot)"]),
+    ]
+    (main, *_) = table2_tables(mean_scores(results))
+    shown = [[cell != "–" for cell in row[4:]] for row in main.rows if row[1].startswith("ours")]
+    assert shown == [
+        [False, False, True, False, False, False],
+        [False, False, False, False, True, True],
+        [True, False, False, False, False, False],
+    ]
+    other = [run("ours", i, [1, 0, 1, 1]) for i in range(2)]
     other[1]["scores"]["piqa (0-shot)"]["prompts"] = "q"
-    assert mean_scores(other)[0]["scores"] == {}
-    del results[1]["scores"]["piqa (0-shot)"]
-    assert mean_scores(results)[0]["scores"] == {}
+    assert mean_scores(other) == other and mean_scores(mean_scores(results)) == mean_scores(results)
+    for result in other:
+        result["scores"] = {}
+    (row,) = mean_scores(other)
+    assert row["checkpoint"]["seed"] == [0, 1] and row["scores"] == {}
 
 
 def test_positions_have_their_bounds():
