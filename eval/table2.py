@@ -109,12 +109,17 @@ def _column_key(i: int) -> str:
 def _accuracies(results: Sequence[dict[str, Any]]) -> Table:
     """The paper's rows, each followed by our checkpoints of that attention, then our other attentions."""
     rows, majority = [], MajoritySetup(results)
-    scored = [r for r in results if any(best_entry(r["scores"], task, n) for _, task, n in COLUMNS)]
+    # Without any score: not evaluated yet. With none of these alone: a row of other tables.
+    shown = [
+        r
+        for r in results
+        if not r["scores"] or any(best_entry(r["scores"], task, n) for _, task, n in COLUMNS)
+    ]
     for attention, (name, values) in PAPER.items():
         rows.append([name, *PAPER_RUN, *(f"{value:.2f}" for value in values)])
-        ours = [result for result in scored if label(result) == attention]
+        ours = [result for result in shown if label(result) == attention]
         rows += [["" if form(r) == attention else form(r), *_our_row(r, majority)] for r in ours]
-    for result in sorted(scored, key=label):
+    for result in sorted(shown, key=label):
         if label(result) not in PAPER:
             rows.append([form(result), *_our_row(result, majority)])
     rows.append(["Chance", "", "", "", *(str(value) for value in CHANCE)])
