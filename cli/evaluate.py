@@ -1,6 +1,5 @@
 """`lingpt eval`: scores the newest checkpoint of each attention of a model and prints the paper's Table 2."""
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,20 +105,17 @@ def _score(
     left_out: Callable[[str], None],
 ) -> dict[str, Any]:
     """Scores one checkpoint on the requested suites; returns all its results, earlier ones included."""
-    from lingpt.eval import evaluate
-    from lingpt.eval.harness import load_lm
-    from lingpt.eval.suites import evaluate_texts
+    from lingpt.eval.harness import task_measurements
+    from lingpt.eval.scoring import Scorer
+    from lingpt.eval.suites import text_measurements
     from lingpt.eval.tasks.sources import benchmark_folder
 
     options = {key: args[key] for key in ("batch_tokens", "device", "devices", "dtype", "redo")}
-    options["left_out"] = left_out
-    options["load"] = functools.cache(load_lm)  # loaded once for all suites, released after this call
-    shots = {"num_fewshot": args.num_fewshot, "limit": args.limit}
-    results = evaluate(checkpoint, tasks, data=benchmark_folder(args.data), **shots, **options)
-    if {"language", "recall"} & set(args.suite):
-        options["max_length_factor"] = args.max_length_factor
-        results = evaluate_texts(checkpoint, args.suite, texts, **options)
-    return results
+    scorer = Scorer(checkpoint, left_out=left_out, **options)
+    data = benchmark_folder(args.data)
+    of_tasks = task_measurements(scorer, tasks, args.num_fewshot, data, args.limit)
+    of_texts = text_measurements(scorer, args.suite, texts, args.max_length_factor)
+    return scorer.score([*of_tasks, *of_texts])
 
 
 def _show(args: Namespace, results: list[dict[str, Any]]) -> None:

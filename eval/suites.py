@@ -6,26 +6,17 @@ language      bits per byte of held-out text, and the loss by position past the 
 recall        phrases of a long text, asked for again at its end
 """
 
+import functools
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lingpt.common.errors import UserError, unknown
 from lingpt.data.jsonl import find_files
-from lingpt.eval.harness import (
-    find_devices,
-    how_measured,
-    known_score,
-    leaving_out,
-    load_lm,
-    parse_task,
-    summary,
-)
-from lingpt.eval.results import add_score, load_results
-from lingpt.eval.runs import Checkpoint
-from lingpt.eval.texts import Texts, Unsuitable, read_texts
+from lingpt.eval.harness import parse_task
+from lingpt.eval.scoring import Measurement, Scorer
+from lingpt.eval.texts import Texts, read_texts
 
 
 class Benchmark(NamedTuple):
@@ -61,7 +52,7 @@ def check_scoring(
 ) -> None:
     """Raises UserError for an unknown task, and for missing benchmark files or texts.
 
-    tasks: those of Table 2; `texts` and `data` as `evaluate_texts` and `evaluate` take them.
+    tasks: those of Table 2; `texts` and `data` as `text_measurements` and `evaluate` take them.
     """
     if data is not None:
         from lingpt.eval.tasks.sources import check_folder
@@ -109,63 +100,33 @@ def commonsense_tasks(data: Path | None) -> list[str]:
     return there
 
 
-def evaluate_texts(
-    checkpoint: Checkpoint,
-    suites: Sequence[str],
-    texts: dict[str, str],
-    *,
-    max_length_factor: int = 8,
-    batch_tokens: int = 16384,
-    device: str = "auto",
-    devices: int = 1,
-    dtype: str | None = None,
-    redo: bool = False,
-    log: Callable[[str], None] = print,
-    left_out: Callable[[str], None] | None = None,
-    load: Callable[..., Any] | None = None,
-) -> dict[str, Any]:
-    """Scores a checkpoint on texts (suites `language` and `recall`); returns all its scores.
+def text_measurements(
+    scorer: Scorer, suites: Sequence[str], texts: dict[str, str], max_length_factor: int = 8
+) -> list[Measurement]:
+    """The measurements of the suites `language` and `recall`; texts that cannot be read are left out.
 
     Args:
         texts: name → source, as `texts.read_texts` takes it; the caller must know that it is held out.
         max_length_factor: the loss by position goes up to this multiple of the training length.
-        The others are `harness.evaluate`'s.
 
-    A measure that a text is too short for, or has too few phrases for, is skipped with a line to `log`.
+    A measure that a text is too short for, or has too few phrases for, is skipped with a line to the log.
     """
     if max_length_factor < 1:
         raise UserError(
             f"max_length_factor is {max_length_factor}; it must be at least 1, the training length itself"
         )
-    results, where = load_results(checkpoint), find_devices(device, devices)
-    prefix, length = f"{checkpoint.run.name} step {checkpoint.step}", checkpoint.train_length
-    found, to_measure = [], []
-    for name, source in texts.items():
-        with leaving_out(f"text {name}", prefix, log, left_out):
+    measures = [name for suite in suites for name in MEASURES.get(suite, ())]
+    length, found, measurements = scorer.checkpoint.train_length, [], []
+    for name, source in texts.items() if measures else ():
+        with scorer.leaving_out(f"text {name}"):
             found.append(read_texts(name, source))
-    for measure in [name for suite in suites for name in MEASURES.get(suite, ())]:
+    for measure in measures:
         room = length * (max_length_factor if measure == "loss_by_position" else 1)
         for data in found:
-            key = f"{measure} ({data.name})"
-            asked = {"dtype": dtype or checkpoint.dtype, "data": data.data, "max_length": room}
-            asked |= _settings(measure, max_length_factor)
-            if redo or not known_score(results, key, asked, prefix, log):
-                to_measure.append((measure, key, data, asked))
-    if not to_measure:
-        return results
-    loaded = (load or load_lm)(checkpoint, where, dtype, batch_tokens)
-    for measure, key, data, asked in to_measure:
-        with leaving_out(key, prefix, log, left_out):
-            lm, start = loaded.reading(asked["max_length"]), time.monotonic()
-            try:
-                entry = _measure(lm, measure, data, length)
-            except Unsuitable as error:
-                log(f"{prefix}: {key}: not measured: {error}")
-                continue
-            seconds = time.monotonic() - start
-            results = add_score(checkpoint, key, _about(lm, measure, data.name, seconds) | asked | entry)
-            log(f"{prefix}: {key}: {summary(entry)} ({entry['documents']} documents, {seconds:.0f} s)")
-    return results
+            settings = scorer.settings(room, data.data, **_settings(measure, max_length_factor))
+            compute = functools.partial(_measure, measure=measure, texts=data, train_length=length)
+            measurements.append(Measurement(f"{measure} ({data.name})", settings, compute))
+    return measurements
 
 
 def _settings(measure: str, max_length_factor: int) -> dict[str, int]:
@@ -180,13 +141,9 @@ def _measure(lm: Any, measure: str, texts: Texts, train_length: int) -> dict[str
     from lingpt.eval.language import bits_per_byte, loss_by_position
     from lingpt.eval.phrases import recall_phrases
 
+    entry = {"task": measure, "num_fewshot": 0, "texts": texts.name, "complete": True}
     if measure == "bits_per_byte":
-        return bits_per_byte(lm, texts)
+        return entry | bits_per_byte(lm, texts)
     if measure == "loss_by_position":
-        return loss_by_position(lm, texts, train_length)
-    return recall_phrases(lm, texts)
-
-
-def _about(lm: Any, measure: str, texts: str, seconds: float) -> dict[str, Any]:
-    about = {"task": measure, "num_fewshot": 0, "texts": texts, "complete": True}
-    return about | how_measured(lm, seconds)
+        return entry | loss_by_position(lm, texts, train_length)
+    return entry | recall_phrases(lm, texts)

@@ -11,7 +11,7 @@ import yaml
 
 from lingpt.cli.main import main
 from lingpt.configs import recipe_path
-from lingpt.eval import harness
+from lingpt.eval import scoring
 from lingpt.models import GPT
 
 from .conftest import BLOCK_SIZE, write_run
@@ -72,8 +72,8 @@ def test_a_checkpoint_is_loaded_once_for_all_suites(runs, eval_data, tmp_path, m
     tuned = []
     monkeypatch.setattr(GPT, "autotune_inference", lambda _, *size: tuned.append(size))
     (tmp_path / "t.jsonl").write_text(json.dumps({"text": "the sun warms stone " * 90}) + "\n")
-    loaded, load_lm = [], harness.load_lm
-    monkeypatch.setattr(harness, "load_lm", lambda *args: loaded.append(args[0].label) or load_lm(*args))
+    loaded, load_lm = [], scoring.load_lm
+    monkeypatch.setattr(scoring, "load_lm", lambda *args: loaded.append(args[0].label) or load_lm(*args))
     argv = ["--runs", "runs/demo-ours", "runs/demo-gla", "--suite", "table2", "language", "--tasks", "piqa"]
     texts = [
         "--texts",

@@ -121,7 +121,7 @@ def test_what_is_there_is_not_computed_again(checkpoint, eval_data, monkeypatch)
     from lingpt.eval import harness
 
     run_task = harness.run_task
-    monkeypatch.setattr(harness, "run_task", lambda *args: ran.append(args[1:3]) or run_task(*args))
+    monkeypatch.setattr(harness, "run_task", lambda lm, **asked: ran.append(asked) or run_task(lm, **asked))
 
     def again(tasks=("piqa",), **options):
         ran.clear()
@@ -147,7 +147,9 @@ def test_a_part_does_not_replace_the_whole(checkpoint, eval_data, monkeypatch):
     from lingpt.eval import harness
 
     run_task, complete, lines = harness.run_task, [True, False, True], []
-    monkeypatch.setattr(harness, "run_task", lambda *args: run_task(*args) | {"complete": complete.pop(0)})
+    monkeypatch.setattr(
+        harness, "run_task", lambda *args, **asked: run_task(*args, **asked) | {"complete": complete.pop(0)}
+    )
     options = {"data": eval_data, "device": "cpu", "redo": True, "log": lines.append}
     first, second, third = (evaluate(checkpoint, ["piqa"], **options) for _ in range(3))
     dates = [found["scores"]["piqa (0-shot)"]["date"] for found in (first, second, third)]
@@ -218,10 +220,10 @@ def test_nothing_half_written(checkpoint, eval_data, monkeypatch):
 
     run_task = harness.run_task
 
-    def interrupted(lm, name, *args):
+    def interrupted(lm, *, name, **asked):
         if name == "arc_easy":
             raise KeyboardInterrupt
-        return run_task(lm, name, *args)
+        return run_task(lm, name, **asked)
 
     monkeypatch.setattr(harness, "run_task", interrupted)
     with pytest.raises(KeyboardInterrupt):

@@ -1,7 +1,6 @@
 """Guards the suites beside Table 2: each number against its definition, each with chance or a baseline."""
 
 import copy
-import functools
 import itertools
 import json
 import lzma
@@ -14,15 +13,17 @@ import torch
 import lingpt.models
 from lingpt.common.errors import UserError
 from lingpt.common.files import file_sha256
-from lingpt.eval import LinGPTLM, evaluate, find_checkpoints, harness
+from lingpt.eval import LinGPTLM, find_checkpoints, scoring
 from lingpt.eval.figures import caption, draw_positions
+from lingpt.eval.harness import task_measurements
 from lingpt.eval.language import _edges, bits_per_byte, loss_by_position
 from lingpt.eval.paired import ratio
 from lingpt.eval.phrases import ask_about, make_questions, recall_phrases
 from lingpt.eval.results import unpack_bits
+from lingpt.eval.scoring import Scorer
 from lingpt.eval.seeds import mean_scores
 from lingpt.eval.suite_tables import save_suites, suite_tables
-from lingpt.eval.suites import check_suites, commonsense_tasks, evaluate_texts
+from lingpt.eval.suites import check_suites, commonsense_tasks, text_measurements
 from lingpt.eval.texts import Texts, parse_texts, read_texts, spans
 from lingpt.models import GPT, Config
 
@@ -166,15 +167,19 @@ def test_what_a_run_gets(tmp_path, tokenizer, texts, capsys):
     """Both suites on a run's checkpoint, kept, not measured again, and in tables and a figure."""
     for attention in ("ours", "softmax"):
         write_run(tmp_path, f"demo-{attention}", attention, tokenizer)
-    lines, options = [], {"max_length_factor": 2, "device": "cpu", "devices": 2}
-    found = find_checkpoints(tmp_path)
-    results = [evaluate_texts(c, ["language", "recall"], texts, log=lines.append, **options) for c in found]
+    lines, found = [], find_checkpoints(tmp_path)
+
+    def measure(checkpoint, *suites):
+        scorer = Scorer(checkpoint, log=lines.append, device="cpu", devices=2)
+        return scorer.score(text_measurements(scorer, suites, texts, max_length_factor=2))
+
+    results = [measure(checkpoint, "language", "recall") for checkpoint in found]
     assert results[0]["scores"].keys() == {"bits_per_byte (stories)", "loss_by_position (stories)"}
     devices = {entry["task"]: entry["devices"] for entry in results[0]["scores"].values()}
     assert devices == {"bits_per_byte": 2, "loss_by_position": 1}  # how many scored
     assert sum("not measured: no questions on phrases" in line for line in lines) == 2
     lines.clear()
-    again = evaluate_texts(found[0], ["language"], texts, log=lines.append, **options)
+    again = measure(found[0], "language")
     assert again == results[0] and all("computed before" in line for line in lines)
     tables = {table.title: table for table in suite_tables(results)}
     assert [row[0] for row in tables["Bits per byte"].rows] == ["ours", "softmax", "xz -9"]
@@ -223,7 +228,7 @@ def test_one_load_serves_all_measures(tmp_path, tokenizer, texts, eval_data, mon
     write_run(tmp_path, "demo-ours", "ours", tokenizer)
     (checkpoint,) = find_checkpoints(tmp_path)
     hashed, models = [], []
-    load_model, check_undamaged = lingpt.models.load_model, harness.check_undamaged
+    load_model, check_undamaged = lingpt.models.load_model, scoring.check_undamaged
 
     def counted(*args, **options):
         model = load_model(*args, **options)
@@ -231,24 +236,19 @@ def test_one_load_serves_all_measures(tmp_path, tokenizer, texts, eval_data, mon
         return model
 
     monkeypatch.setattr(lingpt.models, "load_model", counted)
-    monkeypatch.setattr(harness, "check_undamaged", lambda path: hashed.append(check_undamaged(path)))
-    options = {"device": "cpu", "log": lambda line: None, "redo": True}
-    suites = ["language", "recall"]
+    monkeypatch.setattr(scoring, "check_undamaged", lambda path: hashed.append(check_undamaged(path)))
 
-    def scores(**shared):
-        hashed.clear()
-        models.clear()
-        evaluate(checkpoint, ["piqa", "arc_easy"], data=eval_data, **options, **shared)
-        found = evaluate_texts(checkpoint, suites, texts, max_length_factor=2, **options, **shared)["scores"]
+    def scores(devices):
+        scorer = Scorer(checkpoint, device="cpu", devices=devices, redo=True, log=lambda line: None)
+        of_tasks = task_measurements(scorer, ["piqa", "arc_easy"], 0, eval_data, None)
+        of_texts = text_measurements(scorer, ["language", "recall"], texts, max_length_factor=2)
+        found = scorer.score([*of_tasks, *of_texts])["scores"]
         kept = ("metrics", "correct", "per_document", "max_length", "prompts", "dtype")
         return {key: [entry.get(name) for name in kept] for key, entry in found.items()}
 
-    load = functools.cache(harness.load_lm)
-    shared = scores(load=load, devices=2)
-    assert len(hashed) == len(models) == 1 and len(shared) == 4
-    del load
-    assert models[0]() is None
-    assert scores() == shared and len(hashed) == len(models) == 2  # a call each
+    shared = scores(devices=2)
+    assert len(hashed) == len(models) == 1 and len(shared) == 4 and models[0]() is None
+    assert scores(devices=1) == shared and len(hashed) == len(models) == 2
 
 
 def test_the_lines_of_the_loss_by_position(tmp_path, monkeypatch):
