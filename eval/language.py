@@ -88,7 +88,7 @@ def loss_by_position(lm: LinGPTLM, texts: Texts, train_length: int, pieces: int 
 
 
 def _edges(train_length: int, lengths: list[int]) -> list[int]:
-    """The edges 0, N/16, N/8 … N, 2N … of the groups, N the training length.
+    """The edges 0, N/16, N/8 … N, 2N … of the groups, N the training length; rounded down.
 
     The last edge is one that `ENOUGH` documents reach; if fewer reach 2N, one that as many reach as 2N; if
     one or none does, N. UserError if none reaches N.
@@ -102,8 +102,7 @@ def _edges(train_length: int, lengths: list[int]) -> list[int]:
             f"the longest document has {max(lengths, default=0):,} tokens, fewer than the training length "
             f"{train_length:,}: the loss by position needs longer texts"
         )
-    edges, edge = [0], max(1, train_length // 16)
-    edges += [edge * 2**i for i in range(64) if edge * 2**i < train_length] + [train_length]
+    edges = [0, *sorted({max(1, train_length >> i) for i in range(5)})]
     past = reach(2 * train_length)
     while past > 1 and reach(2 * edges[-1]) == past:
         edges.append(2 * edges[-1])

@@ -1,7 +1,6 @@
 """Scores a checkpoint: what its file of scores lacks is measured, on a model that is loaded once."""
 
 import contextlib
-import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
@@ -77,19 +76,17 @@ class Scorer:
         dtype = self.dtype or self.checkpoint.dtype
         return {"dtype": dtype, "max_length": max_length, "data": data} | others
 
-    @functools.cached_property
-    def lm(self) -> Any:
-        """The model as an lm-eval `LM`, loaded when the first score needs it."""
-        return load_lm(self.checkpoint, self.devices, self.dtype, self.batch_tokens)
-
     def score(self, measurements: Iterable[Measurement]) -> dict[str, Any]:
         """Measures what is not known yet and returns all scores of the checkpoint (`load_results`).
 
         Each is written when it is done, so an interruption loses at most one.
         """
-        for measurement in [m for m in measurements if self.redo or not self._is_known(m)]:
+        left = [m for m in measurements if self.redo or not self._is_known(m)]
+        if left:  # loaded out here: damaged weights are one error, not one for each score
+            lm = load_lm(self.checkpoint, self.devices, self.dtype, self.batch_tokens)
+        for measurement in left:
             with self.leaving_out(measurement.key):
-                self._measure(measurement)
+                self._measure(measurement, lm)
         return self.results
 
     @contextlib.contextmanager
@@ -116,9 +113,9 @@ class Scorer:
         self._log_rows(key, known)
         return True
 
-    def _measure(self, measurement: Measurement) -> None:
+    def _measure(self, measurement: Measurement, lm: Any) -> None:
         key, settings, measure = measurement
-        lm, start = self.lm.reading(settings["max_length"]), time.monotonic()
+        lm, start = lm.reading(settings["max_length"]), time.monotonic()
         try:
             entry = measure(lm)
         except Unsuitable as error:

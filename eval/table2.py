@@ -197,12 +197,14 @@ def entries_with_softmax(
 
 def softmax_of(result: dict[str, Any], results: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """The softmax run of the same model to compare with: the `baseline` that a study names, else softmax
-    without options, else any; of several, the one with the most in common of seed, tokens and length."""
+    without options, else any; of several, one with scores of the same tasks, and the most in common of seed,
+    tokens and length."""
 
-    def likeness(other: dict[str, Any]) -> tuple[bool, bool, int]:
+    def likeness(other: dict[str, Any]) -> tuple[bool, bool, bool, int]:
         same = [about.get(key) == other["checkpoint"].get(key) for key in ("tokens", "seq_len")]
         named = other["checkpoint"].get("baseline", False)
-        return named, form(other) == "softmax", sum(same) + bool(shared_seeds(result, other))
+        comparable = bool(result["scores"].keys() & other["scores"].keys())
+        return named, form(other) == "softmax", comparable, sum(same) + bool(shared_seeds(result, other))
 
     about = result["checkpoint"]
     same = [

@@ -193,7 +193,7 @@ def test_a_run_with_damaged_weights_is_named_and_the_others_are_scored(runs, eva
     """Its damage shows when it is loaded: the other runs' scores come anyway."""
     file = runs / "demo-gla" / "checkpoints" / "step-00000010" / "model.safetensors"
     file.write_bytes(b"\xff" * file.stat().st_size)
-    assert main(["eval", "--tasks", "piqa", "--data", str(eval_data), "--device", "cpu"]) == 2
+    assert main(["eval", "--tasks", "piqa", "arc_easy", "--data", str(eval_data), "--device", "cpu"]) == 2
     out, err = capsys.readouterr()
     (line,) = err.splitlines()
     assert line.startswith("lingpt: 1 left out, all else is scored and kept")

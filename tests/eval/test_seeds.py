@@ -261,6 +261,18 @@ def test_what_not_every_seed_was_asked_has_a_row_of_its_own():
     assert row["checkpoint"]["seed"] == [0, 1] and row["scores"] == {}
 
 
+def test_a_score_that_one_seed_of_the_baseline_has_is_compared():
+    """Guards: no difference to softmax where not all of its seeds have the score."""
+    results = [run(name, i, [1, 0, 1, 1]) for name in ("softmax", "ours") for i in range(2)]
+    for result in (results[0], results[2]):
+        entry = result["scores"]["piqa (0-shot)"] | {"task": "recall_phrases", "texts": "x"}
+        result["scores"]["recall_phrases (x)"] = entry
+    (table,) = suite_tables(mean_scores(results))
+    assert table.head[-1] == "to softmax" and table.rows[1][1] == "ours-seed0, step 4"
+    assert table.rows[1][-1].startswith("+0.00") and table.rows[0][-1] == "–"
+    assert "Compared with softmax-seed0, step 4: ours-seed0." in table.notes
+
+
 def test_positions_have_their_bounds():
     results = [run("ours", i, [1, 0]) for i in range(2)]
     for i, result in enumerate(results):

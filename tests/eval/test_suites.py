@@ -126,6 +126,14 @@ def test_the_last_position_is_one_that_several_documents_reach(lengths, last):
     assert _edges(32, lengths)[-1] == last
 
 
+@pytest.mark.parametrize("train_length", [1, 17, 1000, 4097])
+def test_the_group_that_ends_at_the_training_length_is_half_of_it(train_length):
+    """Guards: a loss at the training length of its last token alone, as 4,097 is no multiple of 16."""
+    edges = _edges(train_length, [10**5] * 10)
+    end = edges.index(train_length)
+    assert edges[end - 1] == train_length // 2 and edges[:end] == sorted(set(edges[:end]))
+
+
 def test_a_question_on_a_phrase():
     """The phrase stands once, in the first half; the cue before it, once; the others are of the same text."""
     lines = [f"the sun warms a stone cold water {i} runs under {name} and on" for i, name in enumerate(
