@@ -75,16 +75,17 @@ class Benchmark(ConfigurableTask):
 
     @property
     def odd_rows(self) -> dict[str, list[int]]:
-        """Evaluated file → its number of rows and that of the official split, if these differ."""
-        if self.folder is None:
-            return {}
-        source, split = self.source, self.splits[0]
-        rows, official = len(read_rows(self.files[0], source.fields)), source.splits[split].rows
-        return {self.files[0].name: [rows, official]} if rows != official else {}
+        """File of questions or examples → its number of rows and that of the official split, if these differ."""
+        found = {}
+        for file, split in zip(self.files, self.splits if self.files else (), strict=True):
+            rows, official = len(read_rows(file, self.source.fields)), self.source.splits[split].rows
+            if rows != official:
+                found[file.name] = [rows, official]
+        return found
 
     @property
     def complete(self) -> bool:
-        """Whether what is evaluated is the official split (the hub's always is)."""
+        """Whether questions and examples are of the official splits (the hub's always are)."""
         return not self.odd_rows
 
     def download(self, dataset_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
@@ -106,6 +107,11 @@ class Benchmark(ConfigurableTask):
 
         name = self.config.dataset_name
         rows = {split: read_split(folder, self.source, split, name) for split in self.splits}
+        examples, wanted = rows[self.splits[-1]], self.config.num_fewshot or 0
+        if len(examples) < wanted:
+            raise UserError(
+                f"{self.files[-1]} has {len(examples)} rows for {self.config.task}: too few for {wanted} examples"
+            )
         return DatasetDict({split: Dataset.from_list(part) for split, part in rows.items()})
 
     def fewshot_docs(self) -> Any:

@@ -6,7 +6,7 @@ names the file and the line.
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib import resources
@@ -21,8 +21,8 @@ from lingpt.common.files import read_bytes
 WITHOUT = "leave out --data (and EVAL_DATA) to take it from the hub"
 
 
-def _texts(value: Any) -> bool:
-    return isinstance(value, list) and len(value) > 1 and all(isinstance(text, str) for text in value)
+def _texts(value: Any, counts: Container[int] = range(2, 1000)) -> bool:
+    return isinstance(value, list) and len(value) in counts and all(isinstance(text, str) for text in value)
 
 
 def _labelled(value: Any) -> bool:
@@ -35,7 +35,13 @@ def _labelled(value: Any) -> bool:
 # words.
 KINDS: dict[str, tuple[Callable[[Any, dict[str, Any]], bool], str]] = {
     "text": (lambda value, row: isinstance(value, str), "a string"),
-    "texts": (lambda value, row: _texts(value), "a list of two or more strings"),
+    "words": (
+        lambda value, row: isinstance(value, str) and len(value.split()) > 1,
+        "a string of two or more words",
+    ),
+    "text with a blank": (lambda value, row: isinstance(value, str) and "_" in value, "a string with a _"),
+    "three texts": (lambda value, row: _texts(value, (3,)), "a list of three strings"),
+    "four texts": (lambda value, row: _texts(value, (4,)), "a list of four strings"),
     "labelled texts": (
         lambda value, row: _labelled(value),
         '{"text": […], "label": […]}, two or more of each',
@@ -136,10 +142,7 @@ def read_split(folder: Path, source: Source, split: str, name: str | None) -> li
         rows = [row for row in rows if row[source.select] == name]
         if not rows:
             raise UserError(f"{file} has no row whose {source.select} is {name!r}")
-    try:
-        return [READERS[source.reader](row) for row in rows]
-    except ValueError as error:
-        raise UserError(f"{file} has a question of another number of answers ({error})") from error
+    return [READERS[source.reader](row) for row in rows]
 
 
 def read_rows(file: Path, fields: dict[str, str]) -> list[dict[str, Any]]:

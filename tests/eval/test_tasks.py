@@ -106,8 +106,17 @@ def test_official_counts(name, count, real_data):
 
 
 def test_an_incomplete_file_is_known(eval_data):
-    """A file shorter than the official split is usable, and its scores are marked."""
+    """A file shorter than the official split is usable, and its scores are marked; one of examples as well."""
     assert not load_tasks("arc_easy", 0, eval_data)["tasks"]["arc_easy"].complete
+    rows = {"arc_easy_test.jsonl": [9, 2376], "arc_easy_train.jsonl": [12, 2251]}
+    assert load_tasks("arc_easy", 2, eval_data)["tasks"]["arc_easy"].odd_rows == rows
+
+
+def test_too_few_examples_are_one_line(eval_data):
+    """Guards: an AssertionError of lm-eval's sampler, and no further task scored."""
+    for task, few, message in (("arc_easy", 13, "train.* has 12 rows"), ("mmlu", 6, "dev.* has 5 rows")):
+        with pytest.raises(UserError, match=f"{message} for .*: too few for {few} examples"):
+            load_tasks(task, few, eval_data)
 
 
 def test_requests_are_built_once_for_all_checkpoints(eval_data):
@@ -150,7 +159,9 @@ def test_bad_lines_are_named(tmp_path):
 
 PIQA = {"goal": "g", "sol1": "a", "sol2": "b", "label": 0}
 ARC = {"question": "q", "choices": {"text": ["a", "b"], "label": ["A", "B"]}, "answerKey": "A"}
-MMLU = {"question": "q", "subject": "anatomy", "choices": ["a", "b"], "answer": 0}
+MMLU = {"question": "q", "subject": "anatomy", "choices": ["a", "b", "c", "d"], "answer": 0}
+SIQA = {"question": "q r", "choices": ["a", "b", "c"], "label": 0}
+WINOGRANDE = {"sentence": "a _ b", "option1": "x", "option2": "y", "answer": "1"}
 WRONG = [
     ("piqa_valid", "piqa", PIQA, {"label": 7}, "'label' is 7; it must be 0 or 1"),
     ("piqa_valid", "piqa", PIQA, {"label": True}, "'label' is true"),
@@ -160,9 +171,19 @@ WRONG = [
     ("arc_easy_test", "arc_easy", ARC, {"choices": {"text": ["a", "b"], "label": ["A"]}}, "'choices' is"),
     ("arc_easy_test", "arc_easy", ARC, {"answerKey": "C"}, "it must be one of the choices' labels"),
     ("arc_easy_test", "arc_easy", ARC, {"answerKey": {}}, "it must be one of the choices' labels"),
-    ("mmlu_test", "mmlu_anatomy", MMLU, {"answer": 2}, "'answer' is 2; it must be the number of a choice"),
+    ("mmlu_test", "mmlu_anatomy", MMLU, {"answer": 4}, "'answer' is 4; it must be the number of a choice"),
     ("mmlu_test", "mmlu_anatomy", MMLU, {"answer": -1}, "'answer' is -1"),
-    ("mmlu_test", "mmlu_anatomy", MMLU, {"choices": "ab"}, "'choices' is .*; it must be a list of two"),
+    ("mmlu_test", "mmlu_anatomy", MMLU, {"choices": "ab"}, "'choices' is .*; it must be a list of four"),
+    ("mmlu_test", "mmlu_anatomy", MMLU, {"choices": ["a", "b", "c"]}, "it must be a list of four strings"),
+    ("social_iqa_validation", "social_iqa", SIQA, {"choices": ["a", "b"]}, "it must be a list of three"),
+    (
+        "winogrande_validation",
+        "winogrande",
+        WINOGRANDE,
+        {"sentence": "a X b"},
+        "it must be a string with a _",
+    ),
+    ("lambada_openai_test", "lambada_openai", {"text": "a b"}, {"text": ""}, "a string of two or more words"),
 ]
 
 
@@ -237,11 +258,6 @@ def test_prompts_of_functions_and_of_converted_rows(tmp_path):
     task = load_tasks("social_iqa", 0, tmp_path)["tasks"]["social_iqa"]
     assert requests({"s": task})["s"] == [("Q: Tracy ran. Why did she?\nA:", f" {x}") for x in "abc"]
     assert task.doc_to_target(task.eval_docs[0]) == 2
-    (tmp_path / "social_iqa_validation.jsonl").write_text(
-        json.dumps(tracy | {"choices": ["a", "b", "c", "d"]})
-    )
-    with pytest.raises(UserError, match=r"social_iqa_validation\.jsonl has a question of another number"):
-        load_tasks("social_iqa", 0, tmp_path)
 
 
 def test_every_source_belongs_to_a_stock_task():
