@@ -75,7 +75,7 @@ class Benchmark(ConfigurableTask):
 
     @property
     def odd_rows(self) -> dict[str, list[int]]:
-        """File of questions or examples → its number of rows and that of the official split, if these differ."""
+        """File in use → its number of rows and that of the official split, if these differ."""
         found = {}
         for file, split in zip(self.files, self.splits if self.files else (), strict=True):
             rows, official = len(read_rows(file, self.source.fields)), self.source.splits[split].rows
@@ -109,9 +109,8 @@ class Benchmark(ConfigurableTask):
         rows = {split: read_split(folder, self.source, split, name) for split in self.splits}
         examples, wanted = rows[self.splits[-1]], self.config.num_fewshot or 0
         if len(examples) < wanted:
-            raise UserError(
-                f"{self.files[-1]} has {len(examples)} rows for {self.config.task}: too few for {wanted} examples"
-            )
+            rows_of = f"{self.files[-1]} has {len(examples)} rows for {self.config.task}"
+            raise UserError(f"{rows_of}: too few for {wanted} examples")
         return DatasetDict({split: Dataset.from_list(part) for split, part in rows.items()})
 
     def fewshot_docs(self) -> Any:

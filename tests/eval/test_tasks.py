@@ -106,7 +106,7 @@ def test_official_counts(name, count, real_data):
 
 
 def test_an_incomplete_file_is_known(eval_data):
-    """A file shorter than the official split is usable, and its scores are marked; one of examples as well."""
+    """A file shorter than the official split is usable, its scores are marked; one of examples as well."""
     assert not load_tasks("arc_easy", 0, eval_data)["tasks"]["arc_easy"].complete
     rows = {"arc_easy_test.jsonl": [9, 2376], "arc_easy_train.jsonl": [12, 2251]}
     assert load_tasks("arc_easy", 2, eval_data)["tasks"]["arc_easy"].odd_rows == rows
