@@ -52,12 +52,14 @@ def draw_positions(results: Sequence[dict[str, Any]], folder: Path) -> list[Path
         panel.xaxis.set_major_formatter("{x:,.0f}")
         panel.xaxis.set_minor_locator(NullLocator())
         panel.tick_params(axis="x", labelrotation=45)
-        panel.set_title(name, loc="left", fontsize=10)
+        panel.set_title(name, loc="left", fontsize=10, parse_math=False)
         panel.set_xlabel("position (tokens)")
         style_axes(panel)
     panels[0].set_ylabel("loss (nats per token)")
     lines = [legend[i] for i in sorted(legend)]
-    figure.legend(handles=lines, loc="outside right upper", frameon=False, fontsize=8, handlelength=4)
+    key = figure.legend(handles=lines, loc="outside right upper", frameon=False, fontsize=8, handlelength=4)
+    for text in key.get_texts():
+        text.set_parse_math(False)  # a $ in a name begins no formula
     add_caption(figure, caption([(about, entry) for about, entries in found for entry in entries]))
     return save_formats(figure, folder, "positions")
 

@@ -98,8 +98,13 @@ def run_task(lm: Any, name: str, num_fewshot: int, data: Path | None, limit: int
     loaded = load_tasks(name, num_fewshot, data)
     hidden = io.StringIO()  # lm-eval prints a progress bar for its bootstraps, which would fill a log
     bars = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(hidden)
-    with contextlib.redirect_stdout(hidden), bars:
-        found = evaluator.evaluate(lm, loaded, limit=limit, log_samples=True, bootstrap_iters=1000)
+    try:
+        with contextlib.redirect_stdout(hidden), bars:
+            found = evaluator.evaluate(lm, loaded, limit=limit, log_samples=True, bootstrap_iters=1000)
+    except ArithmeticError as error:  # such as exp of a mean loss above 709 nats
+        raise UserError(
+            f"the model's losses are too large for the metrics of {name} ({error}): score another checkpoint"
+        ) from error
     parts = {task: metrics_of(found["results"][task]) for task in loaded["tasks"]}
     whole = metrics_of(found["groups"][name]) if name in found.get("groups", {}) else parts.get(name)
     counts = found["n-samples"]

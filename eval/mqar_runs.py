@@ -1,5 +1,6 @@
 """Trains MQAR's models in parallel; each result is saved as it comes."""
 
+import contextlib
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
@@ -14,6 +15,8 @@ import torch
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import set_aside, write_errors, write_json
+from lingpt.common.locks import file_lock
+from lingpt.common.run_folder import LOCK
 from lingpt.eval.mqar import TRIALS_PER_GPU, Trial, is_tuned_first, train_trial, tune, without_conv
 from lingpt.eval.mqar_results import RESULTS, mqar_table, read_known, save_mqar
 
@@ -38,9 +41,9 @@ def run_mqar(trials: list[Trial], folder: Path, workers: int | None = None) -> l
             print(f"failed: {failed[-1]}")
             continue
         known[trial.key] = result
-        others, found = _known(path, trials)  # another command may have written there meanwhile
-        known = found | known
-        with write_errors(path):
+        with _locked(folder):
+            others, found = _known(path, trials)  # another command may have written there meanwhile
+            known = found | known
             write_json(path, {"results": [*others, *known.values()]}, indent=1)
         print(f"{trial.key}: accuracy {100 * result['accuracy']:.2f} after {result['trained_steps']} steps")
     results = [known[trial.key] for trial in trials if trial.key in known]
@@ -52,6 +55,15 @@ def run_mqar(trials: list[Trial], folder: Path, workers: int | None = None) -> l
             f"{len(failed)} of {len(trials)} models failed, the same command tries again: {failed[0]}"
         )
     return results
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Lets one command at a time read the results and write them; UserError if they cannot be written."""
+    with write_errors(folder / RESULTS):
+        folder.mkdir(parents=True, exist_ok=True)
+        with file_lock(folder / LOCK, before_waiting=lambda: None):
+            yield
 
 
 def _known(path: Path, trials: list[Trial]) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:

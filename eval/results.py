@@ -11,7 +11,8 @@ import numpy as np
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import read_json_object, set_aside, write_errors, write_json
-from lingpt.common.run_folder import scores_file
+from lingpt.common.locks import file_lock
+from lingpt.common.run_folder import EVAL, scores_file
 from lingpt.eval.runs import Checkpoint
 
 DASH = "–"  # in tables, for what was not evaluated
@@ -193,16 +194,16 @@ def _known_scores(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def add_score(checkpoint: Checkpoint, key: str, entry: dict[str, Any]) -> dict[str, Any]:
-    """Merges one entry into the file and returns all scores.
+    """Merges one entry into the file, one process at a time, and returns all scores.
 
     A score of part of a benchmark (a file with fewer rows) does not replace one of the whole.
     """
-    results = load_results(checkpoint)
-    known = results["scores"].get(key)
-    if known and known["complete"] and not entry["complete"]:
-        return results
-    results["scores"][key] = entry
     path = results_path(checkpoint)
-    with write_errors(path):
-        write_json(path, results, indent=2)
+    lock = checkpoint.run / f".{EVAL}.lock"  # the run's own is held by its training
+    with write_errors(path), file_lock(lock, before_waiting=lambda: None):
+        results = load_results(checkpoint)
+        known = results["scores"].get(key)
+        if not known or not known["complete"] or entry["complete"]:
+            results["scores"][key] = entry
+            write_json(path, results, indent=2)
     return results

@@ -4,6 +4,7 @@ run's newest whole checkpoint."""
 import hashlib
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -167,13 +168,13 @@ def _newest(run: Path) -> Checkpoint | None:
 def _require_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint that a `--runs` argument names."""
     if checkpoint_step(path) is not None:
-        return Checkpoint.open(path)
+        return Checkpoint.open(os.path.abspath(path))  # the run of `.` has its name, too
     if not path.is_dir():
         raise UserError(f"no run at {path}")
     if not (path / CONFIG).exists() and (within := sorted(path.glob(f"*/{CONFIG}"))):
         names = ", ".join(config.parent.name for config in within)
         raise UserError(f"{path} is a folder of runs ({names}), and no run: give some of them, {path}/…")
-    return Checkpoint.open(require_newest_checkpoint(path))
+    return Checkpoint.open(os.path.abspath(require_newest_checkpoint(path)))
 
 
 @contextmanager

@@ -84,7 +84,8 @@ def _benchmark(result: dict[str, Any], benchmark: Benchmark, majority: MajorityS
     if benchmark.metric.startswith("acc"):
         return percent(entry["metrics"], benchmark.metric) + marks(entry, majority)
     value, error = entry["metrics"][benchmark.metric], entry["metrics"].get(f"{benchmark.metric}_stderr")
-    value_format, error_format = (",.0f", ",.0f") if value >= 100 else (".3g", ".2g")  # never 7.03e+04
+    # Never 7.03e+04, nor 31 digits.
+    value_format, error_format = (",.0f", ",.0f") if 100 <= value < 1e6 else (".3g", ".2g")
     text = f"{value:{value_format}}" + (f" ± {error:{error_format}}" if error else "")
     return text + marks(entry, majority)
 
@@ -138,8 +139,7 @@ def _position_table(results: Sequence[dict[str, Any]]) -> Table:
         cells = [losses.get(end, DASH) for end in ends]
         documents = str(entry["documents"]) + majority.mark(entry)
         rows.append([form(result), run_cells(result)[0], entry["texts"], documents, *cells])
-    baselines = {entry["texts"]: entry["unigram"] for _, entry in found if entry.get("unigram")}
-    rows += [["Unigram", "", text, "", *[f"{loss:.3f}"] * len(ends)] for text, loss in baselines.items()]
+    rows += _unigram_rows(found, len(ends))
     lengths = sorted({f"{entry['train_length']:,}" for _, entry in found})
     notes = [
         f"Nats per token at the positions up to each length (from the one before it on); trained at "
@@ -150,6 +150,20 @@ def _position_table(results: Sequence[dict[str, Any]]) -> Table:
     head = ["Mechanism", "Run", "Text", "Documents", *(f"≤ {end:,}" for end in ends)]
     notes += seeds_note(results, "documents") + _odd_notes(results, majority, "loss_by_position")
     return Table("Loss by position", head, rows, notes)
+
+
+def _unigram_rows(found: Sequence[tuple[dict[str, Any], dict[str, Any]]], columns: int) -> list[list[str]]:
+    """The unigram's row of each text; several where tokenizers differ, with the runs that each is of."""
+    runs: dict[str, dict[str, dict[str, None]]] = {}  # text → loss → the runs
+    for result, entry in found:
+        if entry.get("unigram"):
+            losses = runs.setdefault(entry["texts"], {})
+            losses.setdefault(f"{entry['unigram']:.3f}", {})[result["checkpoint"]["run"]] = None
+    return [
+        ["Unigram", ", ".join(names) if len(losses) > 1 else "", text, "", *[loss] * columns]
+        for text, losses in runs.items()
+        for loss, names in losses.items()
+    ]
 
 
 def _position_differences_table(results: Sequence[dict[str, Any]]) -> Table:

@@ -234,14 +234,17 @@ def comparison_notes(compared: Sequence[dict[str, Any]], results: Sequence[dict[
 
 
 def signed_points(found: Difference | SeedDifference | None) -> str:
-    """The difference in percentage points: `+0.53 [−0.42, +1.47]` or, over several seeds, `+0.53 ± 0.40`."""
+    """The difference in percentage points: `+0.53 [−0.42, +1.47]` or, over several seeds, `+0.53 ± 0.40`.
+
+    An interval or error of 0 says nothing (a single question, or no run alone is right) and is left out.
+    """
     if found is None:
         return DASH
     if isinstance(found, SeedDifference):
-        error = None if found.stderr is None else 100 * found.stderr
+        error = 100 * found.stderr if found.stderr else None
         return signed_difference((100 * found.mean, error), decimals=2)
     mean, low, high = (signed_difference((100 * value, None), decimals=2) for value in found[:3])
-    return f"{mean} [{low}, {high}]"
+    return mean if found.low == found.high else f"{mean} [{low}, {high}]"
 
 
 def column_notes(

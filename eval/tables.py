@@ -1,5 +1,6 @@
 """Tables, written in four forms: for the terminal, in Markdown, in LaTeX (booktabs), and as a picture."""
 
+import functools
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ class Table:
     def body(self, markdown: bool = False) -> str:
         """The cells only, in columns."""
         lines = [self.head, *self.rows]
+        if markdown:
+            lines = [[cell.replace("|", r"\|") for cell in line] for line in lines]
         widths = [max(len(row[i]) for row in lines) for i in range(len(self.head))]
         text = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in lines]
         text.insert(1, ["-" * width for width in widths])
@@ -76,10 +79,11 @@ def draw_tables(tables: Sequence[Table], out: Path) -> None:
     axes.set_xlim(-0.1, width + 0.1)
     axes.set_ylim(height, 0)
     axes.axis("off")
+    write = functools.partial(axes.text, va="center", parse_math=False)  # a $ in a name begins no formula
     y = 0.0
     for table, cells, lines in zip(tables, widths, notes, strict=True):
         y += 1.2 * row
-        axes.text(0, y, table.title, fontsize=size + 1, fontweight="bold", va="center")
+        write(0, y, table.title, fontsize=size + 1, fontweight="bold")
         scale = width / (sum(cells) + 3 * len(cells))
         starts = [scale * (sum(cells[:i]) + 3 * i) for i in range(len(cells))]
         for thickness, offset in ((1.2, 0.7), (0.6, 1.8)):
@@ -87,12 +91,12 @@ def draw_tables(tables: Sequence[Table], out: Path) -> None:
         for number, line in enumerate([table.head, *table.rows]):
             y += (1.25 if number < 2 else 1.0) * row
             for x, cell in zip(starts, line, strict=True):
-                axes.text(x, y, cell, fontsize=size, va="center")
+                write(x, y, cell, fontsize=size)
         y += 0.7 * row
         axes.plot([0, width], [y, y], color="black", linewidth=1.2)
         for note in lines:
             y += row
-            axes.text(0, y, note, fontsize=size - 1, color="0.3", va="center")
+            write(0, y, note, fontsize=size - 1, color="0.3")
         y += 0.6 * row
     save_figure(figure, out)
 
@@ -100,4 +104,4 @@ def draw_tables(tables: Sequence[Table], out: Path) -> None:
 def add_caption(figure, text: str) -> None:
     """Adds a caption under a matplotlib figure, wrapped to its width."""
     lines = textwrap.fill(text, int(15 * figure.get_figwidth()))
-    figure.supxlabel(lines, fontsize=7.5, color="0.25", x=0.01, ha="left")
+    figure.supxlabel(lines, fontsize=7.5, color="0.25", x=0.01, ha="left", parse_math=False)

@@ -6,16 +6,19 @@ row failed in this way is given up if there are others. A signal, or the end of 
 as Ctrl-C would, and waits until they have saved.
 """
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 
 from lingpt.common.errors import UserError
 
@@ -145,7 +148,7 @@ def run_jobs(
     last_status = time.monotonic()
     try:
         while waiting or running:
-            running += _start_those_that_can(waiting, idle, health, report)
+            _start_those_that_can(waiting, idle, running, health, failures, report)
             time.sleep(POLL)
             for one in [one for one in running if one.process.poll() is not None or _stop_if_asked(one)]:
                 running.remove(one)
@@ -162,17 +165,46 @@ def run_jobs(
 
 
 def _start_those_that_can(
-    waiting: deque[Job], idle: list[Slot], health: _GpuHealth, report: Callable[[str], None]
-) -> list[_Running]:
-    """Starts on each idle slot the first waiting job that its card suits."""
-    started = []
+    waiting: deque[Job],
+    idle: list[Slot],
+    running: list[_Running],
+    health: _GpuHealth,
+    failures: list[Failure],
+    report: Callable[[str], None],
+) -> None:
+    """Starts on each idle slot the first waiting job that its card suits, and adds it to `running`. A job
+    that cannot be started, as its log cannot be written, has failed."""
     for slot in list(idle):
         job = next((job for job in waiting if health.suits(slot.gpus, job)), None)
-        if job is not None:
-            waiting.remove(job)
+        if job is None:
+            continue
+        waiting.remove(job)
+        report(f"{job.name}: starts on {slot.name}")
+        try:
+            with _signals_held():  # an exception within `Popen` would lose the child
+                running.append(_start(job, slot))
+        except OSError as error:
+            _failed(job, f"cannot be started ({error})", failures, report)
+        else:
             idle.remove(slot)
-            started.append(_start(job, slot, report))
-    return started
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """Holds back Python's signal handlers until the block has ended. Only the main thread has any."""
+    came = list[tuple[int, FrameType | None]]()
+    here = threading.current_thread() is threading.main_thread()
+    numbers: list[int] = [*signal.valid_signals()] if here else []
+    handlers = {n: handler for n in numbers if callable(handler := signal.getsignal(n))}
+    try:
+        for number in handlers:
+            signal.signal(number, lambda *signalled: came.append(signalled))
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number, frame in came:
+            handlers[number](number, frame)
 
 
 def _stop_if_asked(one: _Running) -> bool:
@@ -184,11 +216,10 @@ def _stop_if_asked(one: _Running) -> bool:
     return True
 
 
-def _start(job: Job, slot: Slot, report: Callable[[str], None]) -> _Running:
+def _start(job: Job, slot: Slot) -> _Running:
     job.log.parent.mkdir(parents=True, exist_ok=True)
     job.attempts += 1
     job.begin = job.log.stat().st_size if job.log.exists() else 0
-    report(f"{job.name}: starts on {slot.name}")
     with job.log.open("ab") as log:
         process = subprocess.Popen(
             [*COMMAND, *job.arguments],
@@ -232,6 +263,10 @@ def _ended(
             report(f"{job.name}: failed on {one.slot.name} ({reason}); it is tried once more")
             waiting.append(job)
             return
+    _failed(job, reason, failures, report)
+
+
+def _failed(job: Job, reason: str, failures: list[Failure], report: Callable[[str], None]) -> None:
     report(f"{job.name}: failed: {reason} ({job.log})")
     failures.append(Failure(job.name, reason))
 

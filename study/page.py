@@ -16,7 +16,8 @@ from lingpt.study.page_setting import texts_that_differ, what_it_cannot_tell, wh
 from lingpt.study.runs import StudyRun, read_rate_search
 
 PAGE, READING, TITLE = "README.md", "reading.md", "# Study "
-MQAR = "mqar/mqar.md"
+MQAR, POSITIONS = "mqar/mqar.md", "positions.png"
+KINDS = ("md", "json", "tex", "png", "svg", "pdf")  # of the tables and figures of scores
 
 
 def write_page(
@@ -32,6 +33,8 @@ def write_page(
     itself.
 
     scored: false if the runs are scored later: runs with weights then need no scores.
+
+    An earlier page stays if no run has results: a --source that the runs were not trained on would empty it.
 
     If the folder has a `reading.md`, a person's interpretation of the numbers, the page begins with it.
     """
@@ -49,6 +52,9 @@ def write_page(
     for line in notes:
         if line not in failed:
             print(f"not in the tables: {line}")
+    if not done and (folder / PAGE).exists():
+        print(f"{folder / PAGE} is left as it is: no run has results for a new one")
+        return folder / PAGE
     parts = [
         f"{TITLE}{study.name}",
         study.about,
@@ -89,15 +95,24 @@ def _failed(failures: Sequence[Failure], done: Sequence[StudyRun], excluded: Seq
 def _score_sections(study: Study, folder: Path, results: Sequence[dict[str, Any]]) -> list[str]:
     """The sections with the tables of scores; also writes these and their figures into the folder."""
     if not results:
+        _remove_scores(folder, kept=[])
         return []
     tables = table2_tables(results) if "table2" in study.suites else []
-    if tables:
-        save_table2(results, folder)
-    save_suites(results, folder)
+    written = save_table2(results, folder) if tables else []
+    written += save_suites(results, folder)
+    _remove_scores(folder, written)
     sections = [table.section() for table in [*tables, *suite_tables(results)]]
-    if (folder / "positions.png").exists():
-        sections.append("![Loss by position](positions.png)")
+    if folder / POSITIONS in written:
+        sections.append(f"![Loss by position]({POSITIONS})")
     return sections
+
+
+def _remove_scores(folder: Path, kept: Sequence[Path]) -> None:
+    """Removes the tables and figures of scores that an earlier page has left in the folder."""
+    names = [f"{name}.{kind}" for name in ("table2", "suites", "positions") for kind in KINDS]
+    with write_errors(folder):
+        for path in {folder / name for name in names} - set(kept):
+            path.unlink(missing_ok=True)
 
 
 def _mqar(folder: Path) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import read_json_object
-from lingpt.common.run_folder import ENVIRONMENT, EVAL, checkpoint_folder
+from lingpt.common.run_folder import ENVIRONMENT, checkpoint_folder, scores_file
 from lingpt.eval.results import read_results
 from lingpt.models import attention_form
 from lingpt.study.runs import StudyRun
@@ -87,25 +87,36 @@ def _made_with(record: dict[str, Any]) -> str:
 def read_scores(
     runs: Sequence[StudyRun], baseline: str | None, expected: bool
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """The newest scores of each run, as `evaluate` wrote them; and notes on unreadable scores and on runs
-    without any.
+    """The scores of each run's last step, as `evaluate` wrote them; and notes on unreadable scores and on
+    runs without any.
 
     baseline: the row that others are compared with. expected: whether runs should have scores by now; if not,
     runs that still have their weights get no note.
     """
     results, unscored, notes = [], list[StudyRun](), list[str]()
     for run in runs:
-        files = sorted((run.folder / EVAL).glob("step-*.json"))
+        file = scores_file(run.folder, run.recipe.total_steps)
         try:
-            found = read_results(files[-1]) if files else {"scores": {}}
+            found = read_results(file) if file.exists() else {"scores": {}}
         except UserError as error:
             notes.append(str(error))
             continue
-        if found["scores"]:
+        if found["scores"] and (other := _of_another_run(found["checkpoint"], run)):
+            notes.append(f"{file} is left out: it has scores of {other}; remove it to score {run.name} again")
+        elif found["scores"]:
             results.append(_as_trained(found, run, baseline))
         else:
             unscored.append(run)
     return results, notes + _not_scored(unscored, expected)
+
+
+def _of_another_run(scored: dict[str, Any], run: StudyRun) -> str | None:
+    """The run, with its attention, that was scored, if it is another than `run`."""
+    attention, wanted = scored.get("attention"), run.recipe.model.attention
+    wanted = wanted if isinstance(wanted, str) else list(wanted)
+    if scored["run"] == run.name and attention in (None, wanted):
+        return None
+    return f"{scored['run']} ({attention})"
 
 
 def _as_trained(result: dict[str, Any], run: StudyRun, baseline: str | None) -> dict[str, Any]:
@@ -125,10 +136,11 @@ def _not_scored(runs: Sequence[StudyRun], expected: bool) -> list[str]:
     """Notes on runs without scores: one on those that can be scored (if `expected`), one on the others."""
     there = [run.name for run in runs if run.has_weights()]
     others = [run.name for run in runs if run.name not in there]
-    lines = [f"in no table of scores, as they have none: {', '.join(there)}"] if there and expected else []
+    reason = "in no table of scores, as they have none of their last step"
+    lines = [f"{reason}: {', '.join(there)}"] if there and expected else []
     if others:
         lines.append(
-            f"in no table of scores, as they have none and their last checkpoint is not here or not whole: "
+            f"{reason} and their last checkpoint is not here or not whole: "
             f"{', '.join(others)}; to score one, remove its folder and train it again"
         )
     return lines

@@ -11,6 +11,7 @@ from lingpt.common.arguments import as_word
 from lingpt.common.errors import UserError
 from lingpt.common.files import read_yaml
 from lingpt.common.run_folder import (
+    CONFIG,
     METRICS,
     checkpoint_folder,
     read_config,
@@ -97,6 +98,8 @@ class StudyRun:
             return f"was trained with {found}, and its row is {wanted}: {mend}"
         if differ:
             some = "; ".join(differ[:3]) + ("; …" if len(differ) > 3 else "")
+            if not but_for_paths:
+                mend = f"give its --source and --tokenizer ({self.folder / CONFIG} has them); else {mend}"
             return f"was trained otherwise than the study now says ({some}): {mend}"
         return None
 

@@ -2,6 +2,8 @@
 
 import json
 import math
+import shutil
+from threading import Thread
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch
 from lingpt.common.devices import find_device
 from lingpt.common.errors import UserError
 from lingpt.common.run_folder import write_manifest
-from lingpt.eval import evaluate, find_checkpoints
+from lingpt.eval import evaluate, find_checkpoints, results
 from lingpt.eval.harness import parse_task
 from lingpt.eval.results import unpack_bits
 
@@ -172,10 +174,26 @@ def test_weights_that_are_not_finite_have_no_scores(checkpoint, tokenizer, eval_
     assert evaluate(checkpoint.folder, [], **QUIET)["scores"] == {}
 
 
+def test_a_perplexity_that_is_no_number_does_not_end_the_rest(checkpoint, tokenizer, eval_data, tmp_path):
+    """Guards: a traceback of lm-eval's `exp`, and no score of the tasks after it."""
+    from .conftest import write_checkpoint
+
+    data, left_out = tmp_path / "data", []
+    shutil.copytree(eval_data, data)
+    rows = [{"text": "cold water runs under old stone"}, {"text": "birds sing rain"}]
+    (data / "lambada_openai_test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = tiny_model("ours")
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1e4)
+    write_checkpoint(checkpoint.folder, model, tokenizer)
+    options = QUIET | {"data": data, "left_out": left_out.append}
+    scores = evaluate(checkpoint.folder, ["lambada_openai", "piqa"], **options)["scores"]
+    assert scores.keys() == {"piqa (0-shot)"} and len(left_out) == 1
+    assert left_out[0].startswith("lambada_openai (0-shot): ") and "too large for" in left_out[0]
+
+
 def test_changed_data_and_changed_weights_are_computed_again(checkpoint, tokenizer, eval_data, tmp_path):
     """A file with other rows is another measurement; scores of other weights at the same step are dropped."""
-    import shutil
-
     from .conftest import tiny_model, write_checkpoint
 
     copy = tmp_path / "data"
@@ -214,6 +232,25 @@ def test_each_answer_is_kept(checkpoint, eval_data):
     assert scores["arc_easy (0-shot)"]["correct"].keys() == {"acc", "acc_norm"}
 
 
+def test_two_commands_at_the_same_moment_keep_each_other_s_scores(checkpoint, monkeypatch):
+    """Guards: two `lingpt eval` of one run had both read the file, and the second to write it lost the
+    score of the first."""
+    entry = {"task": "x", "num_fewshot": 0, "documents": 1, "complete": True, "metrics": {}}
+    beside = Thread(target=results.add_score, args=(checkpoint, "b", entry))
+    write = results.write_json
+
+    def while_another_writes(path, found, indent):
+        if beside.ident is None:
+            beside.start()
+            beside.join(0.5)  # it waits for this one
+        write(path, found, indent=indent)
+
+    monkeypatch.setattr(results, "write_json", while_another_writes)
+    results.add_score(checkpoint, "a", entry)
+    beside.join()
+    assert on_disk(checkpoint)["scores"].keys() == {"a", "b"}
+
+
 def test_nothing_half_written(checkpoint, eval_data, monkeypatch):
     """Interrupted in the second task: the first one's score is on disk, whole, and no other file is left."""
     from lingpt.eval import harness
@@ -238,6 +275,7 @@ def test_quiet(checkpoint, eval_data, capfd):
     out, err = capfd.readouterr()
     assert err == ""
     assert [line.split(": ")[:2] for line in out.splitlines()] == [
+        ["demo-ours step 10", "arc_easy (2-shot)"],
         ["demo-ours step 10", "arc_easy (2-shot)"],
         ["demo-ours step 10", "arc_easy (2-shot)"],
         ["demo-ours step 10", "piqa (0-shot)"],

@@ -73,6 +73,17 @@ def test_runs_by_name(tmp_path, tokenizer):
         find_checkpoints(tmp_path, runs=[tmp_path / "nowhere"])
 
 
+def test_the_run_that_one_stands_in_has_its_name(tmp_path, tokenizer, monkeypatch):
+    """Guards: `--runs .` was scored as the run "", and so it stood in the tables."""
+    run = write_run(tmp_path, "mine", "ours", tokenizer)
+    monkeypatch.chdir(run)
+    for path in (".", "checkpoints/step-00000010"):
+        (found,) = find_checkpoints("nowhere", runs=[path])
+        assert (found.run, found.run.name) == (run, "mine")
+    monkeypatch.chdir(run / "checkpoints")
+    assert find_checkpoints("nowhere", runs=[".."])[0].run.name == "mine"
+
+
 def cut(folder):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])

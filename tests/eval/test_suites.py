@@ -259,6 +259,15 @@ def test_one_load_serves_all_measures(tmp_path, tokenizer, texts, eval_data, mon
     assert scores(devices=1) == shared and len(hashed) == len(models) == 2
 
 
+def positions(run, texts, step=4, **more):
+    """A result with the loss by position of these texts."""
+    about = {"run": run, "path": run, "model": "demo", "attention": "ours", "form": run, "step": step}
+    groups = [{"to": 32, "loss": 4.0, "stderr": 0.1}, {"to": 64, "loss": 3.0, "stderr": 0.1}]
+    entry = {"task": "loss_by_position", "documents": 8, "metrics": {}, "positions": groups}
+    entry |= {"train_length": 32, "prompts": "p", "complete": True, "num_fewshot": 0} | more
+    return {"checkpoint": about, "scores": {f"loss_by_position ({t})": entry | {"texts": t} for t in texts}}
+
+
 def test_the_lines_of_the_loss_by_position(tmp_path, monkeypatch):
     """Guards: `softmax-seed0` where the losses' figure says `softmax`; a legend on the lines; a row in other
     dashes on the text that another row was not measured on."""
@@ -267,18 +276,8 @@ def test_the_lines_of_the_loss_by_position(tmp_path, monkeypatch):
     kept, save = [], Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda fig, *a, **k: (kept.append(fig), save(fig, *a, **k)))
 
-    def result(run, step, texts):
-        about = {"run": run, "path": run, "model": "demo", "attention": "ours", "form": run, "step": step}
-        groups = [{"to": 32, "loss": 4.0, "stderr": 0.1}, {"to": 64, "loss": 3.0, "stderr": 0.1}]
-        entry = {"task": "loss_by_position", "documents": 8, "metrics": {}, "positions": groups}
-        entry |= {"train_length": 32, "prompts": "p", "complete": True, "num_fewshot": 0}
-        return {
-            "checkpoint": about,
-            "scores": {f"loss_by_position ({t})": entry | {"texts": t} for t in texts},
-        }
-
-    results = [result("a-seed0", 4, ["x"]), result("b-seed0", 4, ["x", "y"]), result("c-seed0", 4, ["y"])]
-    draw_positions([*results, result("c-seed0", 8, ["y"])], tmp_path)
+    results = [positions("a-seed0", ["x"]), positions("b-seed0", ["x", "y"]), positions("c-seed0", ["y"])]
+    draw_positions([*results, positions("c-seed0", ["y"], step=8)], tmp_path)
     (legend,) = kept[0].legends
     names = ["a", "b", "c-seed0", "c-seed0"]  # the last two are no line of one row
     assert [text.get_text() for text in legend.get_texts()] == names
@@ -290,16 +289,31 @@ def test_the_lines_of_the_loss_by_position(tmp_path, monkeypatch):
     assert legend.get_window_extent().x0 > kept[0].axes[-1].get_window_extent().x1
 
 
+def test_names_are_drawn_as_they_are(tmp_path):
+    """Guards: `$` in the name of a text or of a run began a formula, whose error ended the command."""
+    assert len(draw_positions([positions("run $x_$", ["text $y_$"])], tmp_path)) == 3
+
+
+def test_the_unigram_is_of_each_tokenizer():
+    """Guards: of two models with their own tokenizers the second's number, as if it were both's."""
+    results = [positions("a", ["x"], unigram=5.0), positions("b", ["x"], unigram=5.0)]
+    results += [positions("c", ["x", "y"], unigram=6.0)]
+    table = suite_tables(results, ["language"])[0]
+    rows = [(row[1], row[2], row[4]) for row in table.rows if row[0] == "Unigram"]
+    assert rows == [("a, b", "x", "5.000"), ("c", "x", "6.000"), ("", "y", "6.000")]
+
+
 @pytest.mark.parametrize(
     ("metrics", "cell"),
     [
         ({"perplexity": 70254.67, "perplexity_stderr": 3857.45}, "70,255 ± 3,857"),
         ({"perplexity": 12.345, "perplexity_stderr": 0.1234}, "12.3 ± 0.12"),
+        ({"perplexity": 1.234e30, "perplexity_stderr": 5.67e28}, "1.23e+30 ± 5.7e+28"),
         ({"perplexity": math.inf, "perplexity_stderr": None}, "inf"),
     ],
 )
 def test_a_perplexity_as_it_is_read(metrics, cell):
-    """Guards: 7.03e+04 ± 3.9e+03."""
+    """Guards: 7.03e+04 ± 3.9e+03; a cell of as many digits as a huge one has."""
     entry = {"task": "lambada_openai", "num_fewshot": 0, "documents": 9, "complete": True}
     entry |= {"metrics": {"acc": 0.1, "acc_stderr": 0.1} | metrics}
     about = {"run": "a", "step": 1, "form": "ours", "attention": "ours", "model": "demo", "path": "a"}
@@ -311,9 +325,13 @@ def test_a_perplexity_as_it_is_read(metrics, cell):
 def test_mistakes(eval_data, tmp_path, capsys):
     with pytest.raises(UserError, match="did you mean 'commonsense'"):
         check_suites(["comonsense"])
-    with pytest.raises(UserError, match="give name=path"):
-        parse_texts(["novels"])
-    assert parse_texts(["embedded", "a=b=c"]) == {"embedded": "embedded", "a": "b=c"}
+    for word in ("novels", "=novels", "novels="):
+        with pytest.raises(UserError, match="give name=path"):
+            parse_texts([word])
+    with pytest.raises(UserError, match="--texts names 'a' twice"):
+        parse_texts(["a=x", "b=x", "a=y"])
+    words = ["embedded", "a=b=c", "novels=novels"]
+    assert parse_texts(words) == {"embedded": "embedded", "a": "b=c", "novels": "novels"}
     assert commonsense_tasks(None)[-1] == "hellaswag"
     with pytest.raises(UserError, match="has no file for any of openbookqa"):
         commonsense_tasks(eval_data)
@@ -341,6 +359,14 @@ def test_pieces_are_the_text(tokenizer, length):
         first = ends[i * length - 1] if i else 0
         last = ends[i * length + len(ids) - 1]
         assert part == text[owners[first] : owners[last - 1] + 1]
+
+
+def test_a_special_token_written_in_a_text_is_text(tokenizer):
+    """As in training: an article about language models does not end in the middle."""
+    text = "the sun<|endoftext|>warms"
+    ((tokens, part),) = spans(text, tokenizer, 100, 1)
+    assert tokens == tokenizer.for_documents().encode(text).ids and tokenizer.eos_id not in tokens
+    assert part == text
 
 
 def test_the_bytes_of_a_character_that_is_cut(lm):

@@ -7,9 +7,10 @@ import pytest
 
 from lingpt.common.run_folder import attention_label
 from lingpt.eval import score_table, table2
-from lingpt.eval.paired import bootstrap, paired_difference
+from lingpt.eval.paired import Difference, SeedDifference, bootstrap, paired_difference
 from lingpt.eval.results import pack_bits, task_key
-from lingpt.eval.table2 import comparison_notes, save_table2, table2_tables
+from lingpt.eval.table2 import comparison_notes, save_table2, signed_points, table2_tables
+from lingpt.eval.tables import Table, draw_tables
 
 
 def result(attention, scores, step=300, form=None):
@@ -138,6 +139,28 @@ def test_the_interval_is_the_bootstraps():
     means = [(a[i].mean() - b[i].mean()) for i in rng.integers(0, 300, (4000, 300))]
     np.testing.assert_allclose([found.low, found.high], np.percentile(means, [2.5, 97.5]), atol=0.012)
     assert found.mean == pytest.approx(a.mean() - b.mean())
+
+
+def test_names_are_shown_as_they_are(tmp_path):
+    """Guards: `$` began a formula, whose error ended the command; `|` began another cell in Markdown."""
+    table = Table("of $x_$", ["Run $", "of a|b"], [["$y_$", "c|d"]], ["$z_$"])
+    assert table.body(markdown=True).splitlines() == [
+        r"| Run $ | of a\|b |",
+        "| ----- | ------- |",
+        r"| $y_$  | c\|d    |",
+    ]
+    assert table.body().splitlines()[-1] == "$y_$   c|d"
+    draw_tables([table], tmp_path / "table.png")
+    assert (tmp_path / "table.png").exists()
+
+
+def test_a_difference_without_an_interval():
+    """Guards: `[+0.00, +0.00]`, as if a difference of no question that one run alone gets right, or of a
+    single one, were exact."""
+    assert signed_points(Difference(0.0, 0.0, 0.0, 8)) == "+0.00"
+    assert signed_points(Difference(-1.0, -1.0, -1.0, 1)) == "−100.00"
+    assert signed_points(Difference(0.25, 0.0, 0.5, 8)) == "+25.00 [+0.00, +50.00]"
+    assert signed_points(SeedDifference(0.0, 0.0, 8)) == "+0.00"
 
 
 def test_four_files(tmp_path):

@@ -1,6 +1,8 @@
 """Guards the children of a study: side by side, each on its card, and what happens when one fails or dies."""
 
 import os
+import signal
+import subprocess
 import sys
 import time
 
@@ -159,6 +161,41 @@ def test_the_end_of_the_time_lets_the_children_save(job, tmp_path):
     with pytest.raises(Stopped):
         run_jobs([first, job("second", "pass")], [Slot("CPU")], time.monotonic() + 0.8, lambda line: None)
     assert first.log.read_text() == "on\nsaved\n" and not (tmp_path / "second.log").exists()
+
+
+def test_a_signal_while_jobs_are_started_leaves_none_behind(job, monkeypatch):
+    """Guards: children that trained on, unknown to all, as they were started in the same round; the signal
+    comes where one is running already and `Popen` has not returned it."""
+    children, popen = [], subprocess.Popen
+
+    def start(*args, **options):
+        children.append(popen(*args, **options))
+        if len(children) == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return children[-1]
+
+    monkeypatch.setattr(jobs.subprocess, "Popen", start)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_jobs(
+                [job(f"job{i}", "time.sleep(60)") for i in range(8)],
+                [Slot(f"CPU {i}") for i in range(8)],
+                report=lambda line: None,
+            )
+        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert [child.poll() for child in children] == [-signal.SIGTERM] * 3
+
+
+def test_a_job_that_cannot_be_started_does_not_end_the_others(job, tmp_path):
+    """Guards: a log that cannot be opened ended the study, and left the jobs that ran to themselves."""
+    (tmp_path / "wrong.log").mkdir()
+    every = [job("first", "print('done')"), job("wrong", "pass"), job("last", "print('done')")]
+    (found,) = run_jobs(every, [Slot("CPU"), Slot("CPU 2")], report=lambda line: None)
+    assert found.job == "wrong" and "wrong.log" in found.reason
+    assert every[0].log.read_text() == every[2].log.read_text() == "done\n"
 
 
 def test_stopped_halfway_and_started_again(job, tmp_path):

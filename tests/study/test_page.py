@@ -260,15 +260,80 @@ def test_a_run_that_is_not_scored_is_named(here):
     assert "What differs is the attention, and where a row says so model.intermediate_size." in page
 
 
+def write_scores(name, step, **scores):
+    about = {"run": name, "attention": name.partition("-")[0], "step": step, "model": "demo", "tokens": 512}
+    about |= {"parameters": None, "path": name}
+    file = Path(f"runs/study-tiny/{name}/eval/step-{step:08d}.json")
+    write_json(file, {"checkpoint": about, "scores": scores})
+
+
+def test_only_scores_of_the_last_step_are_the_run_s(here):
+    """Guards: a run of 4 steps in the tables with the scores of its second one, without a word."""
+    write(TINY | {"learning_rates": [], "seeds": 1, "suites": ["table2"], "attentions": ["softmax", "ours"]})
+    entry = {"task": "piqa", "num_fewshot": 0, "documents": 8, "complete": True, "prompts": "p"}
+    entry |= {"metrics": {"acc": 0.5, "acc_stderr": 0.1}}
+    for name, steps in (("softmax-seed0", (2, 4, 8)), ("ours-seed0", (2,))):
+        fake_run(name)
+        for step in steps:
+            write_scores(name, step, **{"piqa (0-shot)": entry})
+    text = page_of_the_study()
+    assert "softmax-seed0, step 4" in text and not re.search("step (2|8)", text)
+    assert re.search("^- in no table of scores, .* none of their last step .*: ours-seed0;", text, re.M)
+
+
+def test_scores_of_another_run_are_left_out(here):
+    """Guards: a row with the scores of another attention, whose file was copied there, without a word."""
+    write(TINY | {"learning_rates": [], "seeds": 1, "suites": ["table2"], "attentions": ["softmax", "ours"]})
+    entry = {"task": "piqa", "num_fewshot": 0, "documents": 8, "complete": True, "prompts": "p"}
+    entry |= {"metrics": {"acc": 0.5, "acc_stderr": 0.1}}
+    for name in ("softmax-seed0", "ours-seed0"):
+        fake_run(name)
+        write_scores(name, 4, **{"piqa (0-shot)": entry})
+    file = Path("runs/study-tiny/ours-seed0/eval/step-00000004.json")
+    shutil.copy("runs/study-tiny/softmax-seed0/eval/step-00000004.json", file)
+    text = page_of_the_study()
+    assert f"- {file} is left out: it has scores of softmax-seed0 (softmax); remove it to" in text
+    assert "ours-seed0, step 4" not in text and "softmax-seed0, step 4" in text
+
+
+def test_tables_of_an_earlier_page_do_not_stay(here):
+    """Guards: the picture of scores that are gone, still on the page; tables of a suite that the study no
+    longer has, still published."""
+    values = TINY | {"learning_rates": [], "seeds": 1, "attentions": ["softmax"]}
+    folder = Path("runs/study-tiny")
+    same = {"num_fewshot": 0, "documents": 8, "complete": True, "prompts": "p"}
+    piqa = same | {"task": "piqa", "metrics": {"acc": 0.5, "acc_stderr": 0.1}}
+    bits = same | {"task": "bits_per_byte", "texts": "words"}
+    bits |= {"metrics": {"bits_per_byte": 1.5, "xz_bits_per_byte": 2.5}}
+    positions = same | {"task": "loss_by_position", "texts": "words", "train_length": 32, "metrics": {}}
+    positions |= {"positions": [{"from": 0, "to": 32, "loss": 4.0, "stderr": 0.1}]}
+    every = {"piqa (0-shot)": piqa, "bits_per_byte (words)": bits, "loss_by_position (words)": positions}
+
+    def written(suites, *keys):
+        write(values | {"suites": suites})
+        write_scores("softmax-seed0", 4, **{key: every[key] for key in keys})
+        shown = "positions.png" in page_of_the_study()
+        found = {path.stem for path in folder.iterdir()} & {"table2", "suites", "positions"}
+        assert shown == ("positions" in found)
+        return found
+
+    write(values)
+    fake_run("softmax-seed0")
+    assert written(["table2", "language"], *every) == {"table2", "suites", "positions"}
+    assert written(["language"], "bits_per_byte (words)") == {"suites"}
+    (folder / "reading.md").write_text("A person's.")
+    assert written(["language"]) == set() and (folder / "reading.md").exists()
+
+
 def test_scores_that_come_later_are_no_trouble(here, monkeypatch):
     """Guards: `--stages runs page` that named each run for the scores that nobody had asked for."""
     write(TINY | {"learning_rates": [], "seeds": 1, "attentions": ["softmax"]})
     fake_run("softmax-seed0")
-    file = Path("runs/study-tiny/README.md")
+    file, line = Path("runs/study-tiny/README.md"), "they have none of their last step: softmax-seed0\n"
     monkeypatch.setattr(StudyRun, "has_weights", lambda run: True)
     for words, named in ((["runs", "page"], False), (["page"], True)):
         assert main(["study", "--config", "study-tiny.yaml", "--stages", *words]) == 0
-        assert ("in no table of scores, as they have none: softmax-seed0\n" in file.read_text()) == named
+        assert (line in file.read_text()) == named
 
 
 def test_what_a_loss_at_equal_time_is_a_loss_of(here):
@@ -379,7 +444,8 @@ def test_all_tables_compare_with_one_softmax(here, baseline):
         fake_run(f"{row}-seed0", rows[row].get("model.attention"), **changes)
         entry = {"task": "piqa", "num_fewshot": 0, "documents": 8, "complete": True, "prompts": "p"}
         entry |= {"metrics": {"acc": 0.5, "acc_stderr": 0.1}, "correct": {"acc": "AA=="}}
-        about = {"run": f"{row}-seed0", "attention": row, "step": 4, "model": "demo", "tokens": 512}
+        attention = rows[row].get("model.attention", row)
+        about = {"run": f"{row}-seed0", "attention": attention, "step": 4, "model": "demo", "tokens": 512}
         file = Path(f"runs/study-tiny/{row}-seed0/eval/step-00000004.json")
         write_json(file, {"checkpoint": about, "scores": {"piqa (0-shot)": entry}})
     assert main([*COMMAND, "--stages", "page"]) == 0

@@ -89,7 +89,7 @@ def test_a_run_that_was_trained_otherwise_is_named(here, capsys):
 
 def test_a_study_goes_on_where_its_data_has_moved(here, capsys):
     """The same text and tokenizer at another place are the same data, by the hashes in a run's record; other
-    text at that place is not, and the run trained on the old is named."""
+    text at that place is not: the runs trained on the old are named, and their page stays."""
     write(TINY | {"learning_rates": [], "seeds": 1, "suites": []})
     only = ["--stages", "data", "runs", "page", "--attentions"]
     assert main([*COMMAND, *only, "softmax"]) == 0
@@ -103,6 +103,12 @@ def test_a_study_goes_on_where_its_data_has_moved(here, capsys):
     assert "Not in the tables" not in page.read_text()
     text = Path("moved/train.jsonl").read_text()
     Path("other.jsonl").write_text(text.replace("sun", "moon"))
+    before = page.read_text()
     assert main([*COMMAND, "--source", "other.jsonl", *moved[2:], "--stages", "page"]) == 0
     change = "(data.source: moved/train.jsonl → other.jsonl)"
-    assert f"mixed-seed0 was trained otherwise than the study now says {change}: " in page.read_text()
+    mend = (
+        "give its --source and --tokenizer (runs/study-tiny/mixed-seed0/config.yaml has them); else give the"
+    )
+    printed = capsys.readouterr().out
+    assert f"mixed-seed0 was trained otherwise than the study now says {change}: {mend}" in printed
+    assert page.read_text() == before and f"{page} is left as it is: no run has results" in printed
