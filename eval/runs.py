@@ -4,7 +4,6 @@ run's newest whole checkpoint."""
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,6 +49,7 @@ class Checkpoint:
         """The checkpoint `runs/<name>/checkpoints/step-XXXXXXXX`; UserError if it is not whole."""
         folder = Path(folder)
         step, run = checkpoint_step(folder), folder.parent.parent
+        run = run.resolve() if run.name in ("", "..") else run  # the run of `.` has its name, too
         has_weights = (folder / WEIGHTS).is_file() or is_sharded(folder)
         if step is None or read_manifest(folder) is None or not has_weights:
             raise UserError(
@@ -168,13 +168,13 @@ def _newest(run: Path) -> Checkpoint | None:
 def _require_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint that a `--runs` argument names."""
     if checkpoint_step(path) is not None:
-        return Checkpoint.open(os.path.abspath(path))  # the run of `.` has its name, too
+        return Checkpoint.open(path)
     if not path.is_dir():
         raise UserError(f"no run at {path}")
     if not (path / CONFIG).exists() and (within := sorted(path.glob(f"*/{CONFIG}"))):
         names = ", ".join(config.parent.name for config in within)
         raise UserError(f"{path} is a folder of runs ({names}), and no run: give some of them, {path}/…")
-    return Checkpoint.open(os.path.abspath(require_newest_checkpoint(path)))
+    return Checkpoint.open(require_newest_checkpoint(path))
 
 
 @contextmanager
