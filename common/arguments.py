@@ -13,6 +13,8 @@ import yaml
 
 from lingpt.common.errors import UserError, nearest
 
+_NULLS = ("", "~", "null", "Null", "NULL")  # in YAML
+
 
 class Parser(jsonargparse.ArgumentParser):
     """A parser that accepts `3e6` for an integer option in a file, as on the command line."""
@@ -48,6 +50,7 @@ def parse_arguments(
     except argparse.ArgumentError as error:
         raise UserError(_explain(parser, str(error), renamed or {})) from error
     _refuse_nulls(parser, args)
+    _refuse_hidden_nulls(parser, args, words)
     args = parser.instantiate_classes(args)
     args.options_given = {word.partition("=")[0] for word in words if word.startswith("--")}
     return args
@@ -170,6 +173,20 @@ def _refuse_nulls(parser: jsonargparse.ArgumentParser, args: jsonargparse.Namesp
         words = _words_for(kind) if type(None) not in get_args(kind) else None
         if words and action.default is not None and args.get(action.dest, action.default) is None:
             raise UserError(f"{action.dest} is null; it must be {words}")
+
+
+def _refuse_hidden_nulls(
+    parser: jsonargparse.ArgumentParser, args: jsonargparse.Namespace, words: Sequence[str]
+) -> None:
+    """Raises UserError for a word that YAML reads as null and that does not say so: `#1` is a comment."""
+    keys = {option: action.dest for action in parser._actions for option in action.option_strings}
+    given = dict[str, str]()
+    for before, word in zip(["", *words], words, strict=False):
+        option, _, value = (before, "", word) if before in keys else word.partition("=")
+        given[option] = value
+    for option, value in given.items():
+        if option in keys and args.get(keys[option], value) is None and value.strip() not in _NULLS:
+            raise UserError(f"{option} {value!r} is a null in YAML: begin it with another character")
 
 
 def _words_for(kind: Any) -> str | None:

@@ -66,7 +66,9 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, value: Any, indent: int = 1) -> None:
     """Writes `value` as JSON in UTF-8; values of other types become strings."""
-    write_text(path, json.dumps(value, indent=indent, ensure_ascii=False, default=str) + "\n")
+    text = json.dumps(value, indent=indent, ensure_ascii=False, default=str) + "\n"
+    # A file's name that is not UTF-8 has lone surrogates in Python, whose escape of one is JSON's too.
+    write_bytes(path, text.encode(errors="backslashreplace"))
 
 
 @contextlib.contextmanager

@@ -37,11 +37,12 @@ def file_hashes(files: Sequence[Path], cache_dir: Path | None) -> list[str]:
     def sha256(path: Path) -> str:
         name = str(path.resolve())
         with read_errors(path):
-            stamp = _stamp(path)
+            stamp = file_stamp(path)
             if name in known and known[name][:-1] == stamp:
                 return known[name][-1]
             digest = _sha256(path, stop)
-            if _stamp(path) == stamp and time.time() - max(stamp[1:]) / 1e9 > SETTLED:
+            _, _, changed = stamp
+            if file_stamp(path) == stamp and time.time() - changed / 1e9 > SETTLED:
                 new[name] = [*stamp, digest]
         return digest
 
@@ -75,7 +76,8 @@ def _is_gone(name: str) -> bool:
         return False
 
 
-def _stamp(path: Path) -> Stamp:
+def file_stamp(path: Path) -> Stamp:
+    """What changes whenever the file is written to."""
     stat = path.stat()
     return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 

@@ -23,13 +23,14 @@ import zstandard
 from lingpt.common.errors import UserError
 from lingpt.common.files import read_errors
 from lingpt.data.corpus import Corpus, Document, Split
-from lingpt.data.file_hashes import file_hashes
+from lingpt.data.file_hashes import file_hashes, file_stamp
 from lingpt.data.paths import expand
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-SUFFIXES = (".jsonl", ".gz", ".xz", ".zst")
+COMPRESSED = (".gz", ".xz", ".zst")
+SUFFIXES = (".jsonl", *COMPRESSED)
 TEXT, PARQUET = ".txt", ".parquet"
 _SPLIT_NAME = re.compile(r"(?:^|[._-])(train|validation|valid|val|dev|test)(?![a-z])")
 
@@ -59,23 +60,23 @@ def jsonl_corpus(
         raise UserError(
             f"{source} has no file that is not in {val_source} too: give other text to train or validate on"
         )
+    splits = _split(train), _split(val) if val else None
     hashes = _hashes([*train, *val], cache_dir)
     parts = [hashes[: len(train)], hashes[len(train) :]]
     content_hash = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     read = {*files, *val}
     others = [p for p in matches if p not in read and not p.name.startswith(".")]
     rule = "; ".join([held_out, *_surprises(files, train, val)])
-    return Corpus(
-        source, content_hash, _split(train), _split(val) if val else None, rule, left_out=_names(others)
-    )
+    return Corpus(source, content_hash, *splits, rule, left_out=_names(others))
 
 
 def with_val_files(corpus: Corpus, val_source: str, cache_dir: Path | None = None) -> Corpus:
     """`corpus` with the JSONL or text files of `val_source` for validation."""
     files = find_files(val_source)
+    split = _split(files)
     content_hash = hashlib.sha256(f"{corpus.content_hash} {_hashes(files, cache_dir)}".encode()).hexdigest()
     rule = f"held out: {val_source}; left alone: the validation split of {corpus.name}"
-    return replace(corpus, content_hash=content_hash, val=_split(files), rule=rule)
+    return replace(corpus, content_hash=content_hash, val=split, rule=rule)
 
 
 def find_files(source: str, named: Iterable[str] = ()) -> list[Path]:
@@ -154,11 +155,23 @@ def _names(paths: list[Path]) -> str:
 
 
 def _split(files: list[Path]) -> Split:
-    def read() -> Iterator[Document]:
-        for path in files:
-            yield from read_documents(path)
+    """The documents of `files`, to be made before these are hashed: a UserError ends the reading of a file
+    that has changed since.
+    """
+    stamps = list(map(_stamp, files))
 
-    return Split(read, total=sum(f.stat().st_size for f in files), unit="B")
+    def read() -> Iterator[Document]:
+        for path, stamp in zip(files, stamps, strict=True):
+            yield from read_documents(path)
+            if _stamp(path) != stamp:
+                raise UserError(f"{path} changed after it was hashed: run again when nothing writes to it")
+
+    return Split(read, total=sum(size for size, *_ in stamps), unit="B")
+
+
+def _stamp(path: Path) -> list[int]:
+    with read_errors(path):
+        return file_stamp(path)
 
 
 def read_documents(path: Path) -> Iterator[Document]:
@@ -206,6 +219,8 @@ def _readable(path: Path) -> io.BufferedReader:
 
 
 def _decompressed(file: io.BufferedReader, path: Path) -> io.BufferedIOBase | io.RawIOBase:
+    if path.suffix in COMPRESSED and not file.peek(1):
+        raise EOFError("it is empty")
     match path.suffix:
         case ".gz":
             return gzip.GzipFile(fileobj=file)
@@ -223,6 +238,7 @@ class _ZstandardFile(io.RawIOBase):
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._ready = file, memoryview(b"")
         self._frame: zstandard.ZstdDecompressionObj | None = None
+        self._decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # that of `zstd --long=31`
 
     def readable(self) -> bool:
         return True
@@ -245,7 +261,7 @@ class _ZstandardFile(io.RawIOBase):
             if frame is None:
                 return False
             raise EOFError("a Zstandard frame ends early")
-        self._frame = frame = frame or zstandard.ZstdDecompressor().decompressobj()
+        self._frame = frame = frame or self._decompressor.decompressobj()
         try:
             self._ready = memoryview(frame.decompress(data))
         except zstandard.ZstdError as error:

@@ -58,11 +58,16 @@ class Tokenizer:
         return self.raw.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def for_documents(self) -> tokenizers.Tokenizer:
-        """A copy that encodes `<|endoftext|>` in a document as plain text, not as the end-of-text token."""
+        """A copy that encodes `<|endoftext|>` in a document as plain text, not as the end-of-text token.
+
+        The same copy at every call: do not change it.
+        """
+        return self._for_documents
+
+    @functools.cached_property
+    def _for_documents(self) -> tokenizers.Tokenizer:
         copy = tokenizers.Tokenizer.from_str(self.raw.to_str())
         copy.encode_special_tokens = True
-        copy.no_truncation()
-        copy.no_padding()
         return copy
 
     def check_fits(self, padded_vocab_size: int) -> None:
@@ -89,7 +94,11 @@ class Tokenizer:
 
 
 def _from_string(text: str, name: str) -> Tokenizer:
-    return Tokenizer(tokenizers.Tokenizer.from_str(text), name)
+    """The tokenizer of a tokenizer.json, without its settings that cut texts off or pad them."""
+    raw = tokenizers.Tokenizer.from_str(text)
+    raw.no_truncation()
+    raw.no_padding()
+    return Tokenizer(raw, name)
 
 
 def load_tokenizer(source: str | os.PathLike) -> Tokenizer:

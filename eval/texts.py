@@ -33,15 +33,19 @@ class Texts:
 
 def parse_texts(words: Iterable[str]) -> dict[str, str]:
     """`["novels=texts/novels.jsonl.xz"]` → `{"novels": "texts/novels.jsonl.xz"}`; `embedded` stands for
-    itself.
+    itself. UserError for any other word without `=`, and for a name given twice.
     """
-    pairs = [(word.partition("=")[0], word.partition("=")[2] or word) for word in words]
-    for name, source in pairs:
-        if not name or (source == name != "embedded"):
+    texts = dict[str, str]()
+    for word in words:
+        name, _, source = ("embedded=embedded" if word == "embedded" else word).partition("=")
+        if not name or not source:
             raise UserError(
-                f"--texts {name!r}: give name=path, such as novels=texts/novels.jsonl.xz, or embedded"
+                f"--texts {word!r}: give name=path, such as novels=texts/novels.jsonl.xz, or embedded"
             )
-    return dict(pairs)
+        if name in texts:
+            raise UserError(f"--texts names {name!r} twice: give each text its own name")
+        texts[name] = source
+    return texts
 
 
 @lru_cache(maxsize=4)
@@ -80,7 +84,7 @@ def spans(text: str, tokenizer: Tokenizer, length: int, most: int) -> Iterator[t
     document goes on, up to three bytes count of a last character that the piece's tokens do not complete.
     """
     text = text[: CHARACTERS * length * most]  # only as much of a novel as is needed
-    encoded = tokenizer.raw.encode(text, add_special_tokens=False)
+    encoded = tokenizer.for_documents().encode(text, add_special_tokens=False)
     for start in range(0, min(len(encoded.ids), length * most), length):
         stop = min(start + length, len(encoded.ids))
         yield encoded.ids[start:stop], text[encoded.offsets[start][0] : encoded.offsets[stop - 1][1]]

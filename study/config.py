@@ -272,6 +272,9 @@ def _check(study: Study, path: Path) -> None:
     for key in ("baselines", "plotted_rows"):
         if missing := [row for row in getattr(study, key) if row not in study.attentions]:
             raise UserError(f"{path}: {key} names {missing[0]!r}, which is not one of its rows")
+    for name in map(str, study.texts):
+        if not name or "=" in name or name.startswith("-"):
+            raise UserError(f"{path}: {name!r} cannot name a text: it is given to `lingpt eval` as name=path")
     for name, what in ((study.name, "the study's"), *((row, "a run's") for row in study.attentions)):
         if Path(name).name != name or not name or name.startswith("."):
             raise UserError(f"{path}: {name!r} cannot name {what} folder")

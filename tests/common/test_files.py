@@ -31,6 +31,14 @@ def test_a_file_is_replaced_whole_or_stays(tmp_path):
     assert os.listdir(path.parent) == ["file.json"], "something is left"
 
 
+def test_a_file_name_that_is_not_utf8_comes_back_from_json(tmp_path):
+    """Guards: a score that was lost, as the record names the file that the text was read from."""
+    name = os.fsdecode(b"caf\xe9 \\ \xc3\xa9.jsonl")
+    write_json(tmp_path / "file.json", {name: tmp_path / name})
+    assert read_json(tmp_path / "file.json") == {name: str(tmp_path / name)}
+    assert "é.jsonl" in (tmp_path / "file.json").read_text()
+
+
 def test_a_folder_appears_whole_or_not_at_all(tmp_path):
     with pytest.raises(RuntimeError), new_folder(tmp_path / "folder") as folder:
         (folder / "a").write_text("half")

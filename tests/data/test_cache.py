@@ -263,6 +263,23 @@ def test_a_bad_line_leaves_nothing(config):
     assert entries(config) == []
 
 
+@pytest.mark.parametrize("name", ["train.jsonl", "val.jsonl"])
+def test_a_source_that_changes_after_it_is_hashed_leaves_nothing(config, monkeypatch, name):
+    """Guards: an entry of other documents than those whose hash names it."""
+    path = Path(config.source).with_name(name)
+
+    def changed_first(*arguments, **options):
+        path.write_bytes(path.read_bytes() + b'{"text": "one more"}\n')
+        return cache.token_cache(*arguments, **options)
+
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr("lingpt.data.dataset.token_cache", changed_first)
+        with pytest.raises(UserError, match=rf"{name} changed after it was hashed"):
+            prepare(config, progress=False)
+    assert entries(config) == []
+    assert prepare(config, progress=False).cache.manifest[path.stem]["documents"] in (401, 6)
+
+
 def test_an_interruption_leaves_nothing(config, monkeypatch):
     """Ctrl-C while tokenising."""
 

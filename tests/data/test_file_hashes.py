@@ -64,6 +64,15 @@ def test_a_file_written_just_now_is_not_remembered(tmp_path: Path):
     assert not cache.exists()
 
 
+def test_a_file_dated_in_the_future_is_hashed_once(settled, hashed, tmp_path: Path):
+    path, cache = tmp_path / "a.jsonl", tmp_path / "cache"
+    path.write_bytes(b"one")
+    os.utime(path, (4e9, 4e9))
+    for _ in range(2):
+        assert file_hashes.file_hashes([path], cache) == [hashlib.sha256(b"one").hexdigest()]
+    assert len(hashed) == 1
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"PATH": 3}', '{"PATH": [1, 2, 3, 4]}', b"\xff\xfe"])
 def test_a_damaged_memory_is_none(settled, hashed, tmp_path: Path, content):
     path, cache = tmp_path / "a.jsonl", tmp_path / "cache"

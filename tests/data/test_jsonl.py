@@ -45,16 +45,32 @@ def test_files_joined_from_parts_are_read_to_the_end(tmp_path: Path, texts, name
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.xz", "a.jsonl.zst"])
-@pytest.mark.parametrize("harm", ["cut off", "not compressed", "flipped"])
+@pytest.mark.parametrize("harm", ["cut off", "empty", "not compressed", "flipped"])
 def test_damaged_files_are_refused(tmp_path: Path, texts, name, harm):
     """A half-downloaded file must not pass for a shorter one."""
     whole = COMPRESS[name](rows(texts(3000)))
-    damaged = {"cut off": whole[:-40], "not compressed": rows(texts(3)), "flipped": b"\0\0\0\0" + whole[4:]}[
-        harm
-    ]
-    (tmp_path / name).write_bytes(damaged)
+    damaged = {
+        "cut off": whole[:-40],
+        "empty": b"",
+        "not compressed": rows(texts(3)),
+        "flipped": b"\0\0\0\0" + whole[4:],
+    }
+    (tmp_path / name).write_bytes(damaged[harm])
     with pytest.raises(UserError, match=r"a\.jsonl\..* is damaged or cut off after line \d+"):
         list(read_documents(tmp_path / name))
+
+
+@pytest.mark.parametrize("log", [27, 28, 31])
+def test_a_long_zstandard_window_is_read(tmp_path: Path, log):
+    """Guards: files of `zstd --long=31`, which were called damaged."""
+    data = rows(["rain"])
+    header = zstandard.FRAME_HEADER + bytes(
+        [0, (log - 10) << 3]
+    )  # RFC 8878: no size, no checksum; the window
+    block = (len(data) << 3 | 1).to_bytes(3, "little") + data  # the last one, not compressed
+    assert zstandard.get_frame_parameters(header).window_size == 1 << log
+    (tmp_path / "a.zst").write_bytes(header + block)
+    assert [d.text for d in read_documents(tmp_path / "a.zst")] == ["rain"]
 
 
 BAD_LINES = {

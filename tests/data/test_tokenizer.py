@@ -50,6 +50,17 @@ def test_saved_and_loaded_it_is_the_same(tokenizer, tmp_path: Path):
         assert again.encode(ANY_TEXT) == tokenizer.encode(ANY_TEXT)
 
 
+@pytest.mark.parametrize("settings", ["truncation", "padding"])
+def test_a_text_is_encoded_whole_and_alone(tokenizer, tmp_path: Path, settings):
+    """Guards: settings in a tokenizer.json that cut texts off or pad them, in scoring but not in training."""
+    raw = tokenizers.Tokenizer.from_str(tokenizer.raw.to_str())
+    raw.enable_truncation(2) if settings == "truncation" else raw.enable_padding()
+    raw.save(str(tmp_path / "tokenizer.json"))
+    loaded, texts = load_tokenizer(tmp_path), [ANY_TEXT, "x"]
+    assert loaded.encode_batch(texts) == tokenizer.encode_batch(texts)
+    assert loaded.encode(ANY_TEXT) == tokenizer.encode(ANY_TEXT) and loaded.hash == tokenizer.hash
+
+
 def test_what_is_no_tokenizer_is_refused(tmp_path: Path, monkeypatch):
     """Each with the path and how to fix it."""
     (tmp_path / "tokenizer.json").write_text("{}")
