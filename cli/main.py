@@ -53,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Imported modules never become garbage; scanning them costs a quarter of `lingpt train --help`.
         gc.disable()
     argv = list(sys.argv[1:] if argv is None else argv)
+    _open_streams()
     # Set before PyTorch is imported. With other load on two cores, threads that spin while waiting for each
     # other made a step of the demo ten times slower; threads that sleep, two times.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -74,6 +75,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         _complain(message)
         return 2
+
+
+def _open_streams() -> None:
+    """Makes stdout and stderr take any text: a closed one drops it, another encoding than UTF-8 gets `?`."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - open until the process ends
+        stream = getattr(sys, name)
+        if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
 
 
 @contextlib.contextmanager

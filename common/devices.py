@@ -16,9 +16,12 @@ def find_device(name: str, instead: str = "auto") -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.zeros(1, device=name).item()
-        return torch.device(name)
+        device = torch.device(name)
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device {name!r}: {first_line(error)}; use --device {instead}") from error
+    if device.type == "cpu" and device.index is not None:
+        raise UserError(f"device {name!r}: the CPU has no number; use --device cpu")
+    return device
 
 
 def available_cores() -> int:

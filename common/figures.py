@@ -1,6 +1,7 @@
 """Creates and writes matplotlib figures: atomically, ready for a paper, and the same bytes for the same
 picture."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +12,7 @@ from lingpt.common.files import replacing, write_errors
 # Type 3 fonts, matplotlib's own choice in a PDF, are refused by many publishers; names in an SVG are random.
 STYLE: Any = {"pdf.fonttype": 42, "ps.fonttype": 42, "svg.hashsalt": "lingpt"}
 FORMATS = ("png", "svg", "pdf")
+KNOWN_FORMATS = ("eps", "jpeg", "jpg", "pdf", "png", "ps", "svg", "svgz", "tif", "tiff", "webp")
 UNDATED = {"svg": {"Date": None}, "svgz": {"Date": None}, "pdf": {"CreationDate": None}}
 
 
@@ -32,20 +34,33 @@ def style_axes(axes: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def figure_format(figure, out: Path, option: str = "") -> str:
+def figure_format(out: Path, option: str = "") -> str:
     """The format named by the suffix of `out`, PNG if it has none; UserError for an unknown format."""
     kind = out.suffix[1:].lower() or "png"
-    if kind not in (known := figure.canvas.get_supported_filetypes()):
+    if kind not in KNOWN_FORMATS:
         end = f"end {option} in" if option else "end it in"
-        raise UserError(f"cannot draw a .{kind}: {end} one of .{', .'.join(sorted(known))}")
+        raise UserError(f"cannot draw a .{kind}: {end} one of .{', .'.join(KNOWN_FORMATS)}")
     return kind
+
+
+def figure_paths(out: Path, formats: Sequence[str]) -> list[Path]:
+    """`out`, as given by `--out`, and the same with each suffix of `--formats`; UserError if one of them
+    cannot be a figure."""
+    if os.path.isdir(out):  # unlike `is_dir`, of a name that is too long, too
+        raise UserError(f"--out {out} is a folder: name a file, such as {out / 'curves.png'}")
+    figure_format(out, "--out")
+    kinds = [kind.removeprefix(".") for kind in formats]
+    for kind in kinds:
+        if kind.lower() not in KNOWN_FORMATS:
+            raise UserError(f"cannot draw a {kind!r}: give --formats of {', '.join(KNOWN_FORMATS)}")
+    return [out, *(out.with_suffix(f".{kind}") for kind in kinds)]
 
 
 def save_figure(figure, out: Path) -> None:
     """Writes a figure whole or not at all. UserError for an unknown format."""
     from matplotlib import rc_context
 
-    kind = figure_format(figure, out)
+    kind = figure_format(out)
     with write_errors(out), replacing(out) as temporary, rc_context(STYLE):
         figure.savefig(temporary, format=kind, metadata=UNDATED.get(kind))
 

@@ -14,6 +14,7 @@ from lingpt.common.files import read_yaml
 from lingpt.common.run_folder import CONFIG, read_config
 from lingpt.configs import FOLDER, recipe_names, recipe_path
 from lingpt.data import DataConfig
+from lingpt.data.paths import expand
 from lingpt.models import ATTENTIONS, ModelArgs
 from lingpt.train import Recipe, TrainConfig
 from lingpt.train.config import differences
@@ -72,27 +73,31 @@ def parse_recipe(words: Sequence[str]) -> Recipe:
 def recipe_from(args: Namespace) -> Recipe:
     """The recipe that the parsed (and instantiated) arguments describe, and the name of its run."""
     recipe = Recipe(model=args.model, data=args.data, train=args.train)
+    for key in ("out_dir", "resume", "init_from"):
+        if (path := getattr(recipe.train, key)) and path.startswith("~"):
+            setattr(recipe.train, key, str(expand(path)))
     files = [Path(path) for path in args.get("config") or []]
-    file = files[0] if files else None
     if None not in (recipe.train.max_steps, recipe.train.max_tokens):
-        _keep_the_length_given(recipe.train, _recipe_in(file).train, args.options_given)
+        _keep_the_length_given(recipe.train, files, args.options_given)
     if recipe.train.name is None:
-        name = _run_name(recipe, file)
+        name = _run_name(recipe, files[0] if files else None)
         recipe.train.name = None if name == recipe.run_name else name
     return recipe
 
 
-def _keep_the_length_given(train: TrainConfig, in_file: TrainConfig, options: Set[str]) -> None:
-    """Lets max_steps on the command line replace max_tokens in the file, or the reverse; UserError if the
-    command line gives both, even with the file's own value."""
-    steps_given = "--train.max_steps" in options or train.max_steps != in_file.max_steps
-    tokens_given = "--train.max_tokens" in options or train.max_tokens != in_file.max_tokens
-    if steps_given and tokens_given:
+def _keep_the_length_given(train: TrainConfig, files: Sequence[Path], options: Set[str]) -> None:
+    """Keeps max_steps or max_tokens, whichever the command line gives, or else the last file that gives one;
+    UserError if the command line gives both, even with the file's own value."""
+    keys, in_files = {"max_steps", "max_tokens"}, _recipe_in(*files).train
+    given = {
+        key for key in keys if f"--train.{key}" in options or getattr(train, key) != getattr(in_files, key)
+    }
+    if given == keys:
         raise UserError("--train.max_steps and --train.max_tokens both say how long to train: give one")
-    if steps_given:
-        train.max_tokens = None
-    elif tokens_given:
-        train.max_steps = None
+    for file in reversed(files):
+        given = given or {key for key in keys if getattr(_recipe_in(file).train, key) is not None}
+    for key in keys - given:
+        setattr(train, key, None)
 
 
 def _run_name(recipe: Recipe, file: Path | None) -> str:
@@ -100,10 +105,9 @@ def _run_name(recipe: Recipe, file: Path | None) -> str:
 
     An existing run under the old naming scheme (model-attention) keeps its name.
     """
-    in_file = _recipe_in(file)
+    in_file = _recipe_in(file) if file else Recipe()
     of = recipe.model.name
-    # Not for a run's resolved recipe, which has a name: that one resumes the run.
-    if file and file.resolve().parent != FOLDER and "name" not in read_yaml(file).get("train", {}):
+    if file and _names_its_run(file):
         of = file.stem if of == in_file.model.name else f"{file.stem}-{of}"
     name = "-".join([recipe.default_name(of), *_sizes_given(recipe.model, in_file.model)])
     before = Path(recipe.train.out_dir) / f"{recipe.model.name}-{recipe.attention_label}"
@@ -114,11 +118,20 @@ def _run_name(recipe: Recipe, file: Path | None) -> str:
     return name
 
 
-def _recipe_in(file: Path | None) -> Recipe:
-    """The recipe of the file, without the command line."""
+def _names_its_run(file: Path) -> bool:
+    """Whether a run is named after this file: not a shipped one, nor one that has a name."""
+    train = read_yaml(file).get("train", {})
+    # A run's resolved recipe has every key, and resumes that run even if its name is null.
+    resolved = file.name == CONFIG and "name" in train
+    return train.get("name") is None and not resolved and file.resolve().parent != FOLDER
+
+
+def _recipe_in(*files: Path) -> Recipe:
+    """The recipe of the files, without the command line."""
     parser = Parser(exit_on_error=False)
     configure_recipe(parser)
-    args = parser.instantiate_classes(parser.parse_args(["--config", str(file)] if file else []))
+    words = [word for file in files for word in ("--config", str(file))]
+    args = parser.instantiate_classes(parser.parse_args(words))
     return Recipe(model=args.model, data=args.data, train=args.train)
 
 

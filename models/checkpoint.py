@@ -42,7 +42,7 @@ _ATTENTION = "lingpt.attention"  # key in the metadata of the weights
 
 # The sizes, and settings that determine how weights are used but do not show in their shapes.
 _ARCHITECTURE = (
-    "n_layer", "n_embd", "n_head", "parallel_residual", "norm_eps",
+    "n_layer", "n_embd", "n_head", "n_query_groups", "head_size", "parallel_residual", "norm_eps",
     "rotary_percentage", "rope_base", "rope_condense_ratio",
 )  # fmt: skip
 
@@ -125,7 +125,8 @@ def _check_attention(
 
 @dataclass
 class LoadReport:
-    """The result of `load_weights`, by tensor name: taken from the source, new (as initialised), unused."""
+    """The result of `load_weights`, by tensor name: taken from the source, new (as initialised), unused. A
+    tensor that has another shape in the source is both new and unused."""
 
     source: str
     taken: list[str] = field(default_factory=list)
@@ -159,13 +160,14 @@ def load_weights(model: GPT, path: str | Path) -> LoadReport:
                 f"{complaint}: {name} is {getattr(source, name)}, not {getattr(model.config, name)}"
             )
     check_same_tensors(own, tensors, complaint, optional=".attn.")
-    for name in own.keys() & tensors.keys():
+    taken = [name for name in own if name in tensors and own[name].shape == tensors[name].shape]
+    for name in taken:
         set_weight(own[name], tensors[name])
     return LoadReport(
         f"{folder} ({kind})",
-        taken=[name for name in own if name in tensors],
-        new=[name for name in own if name not in tensors],
-        unused=[name for name in tensors if name not in own],
+        taken=taken,
+        new=[name for name in own if name not in taken],
+        unused=[name for name in tensors if name not in taken],
     )
 
 

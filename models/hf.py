@@ -26,7 +26,7 @@ END_OF_TEXT = "<|endoftext|>"
 _WEIGHTS = {WEIGHTS: lambda path: read_tensors(path)[0], "pytorch_model.bin": read_pickled_tensors}
 
 # Settings of LitGPT that GPT-NeoX's configuration lacks, or that releases of `transformers` read differently.
-_NOT_EXPORTED = {"attn_bias": False, "rope_condense_ratio": 1}
+_NOT_EXPORTED = {"attn_bias": False, "rope_condense_ratio": 1, "bias": True}
 
 # Buffers of older releases of `transformers`: constants, not weights.
 _CONSTANTS = (".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
@@ -152,9 +152,11 @@ def _from_hf_config(hf: dict[str, Any], folder: Path) -> Config:
     rope = hf.get("rope_parameters")  # in transformers 5; earlier releases have separate keys
     rope = rope if isinstance(rope, dict) else {}
     scaled = hf.get("rope_scaling") or rope.get("rope_type", "default") != "default"
-    if hf.get("hidden_act", "gelu") != "gelu" or hf.get("tie_word_embeddings") or scaled:
+    unbiased = not hf.get("attention_bias", True)  # of attention only: the MLP has biases all the same
+    if hf.get("hidden_act", "gelu") != "gelu" or hf.get("tie_word_embeddings") or scaled or unbiased:
         raise UserError(
-            f"{folder} is a variant of GPT-NeoX that is not supported (activation, tied or scaled)"
+            f"{folder} is a variant of GPT-NeoX that is not supported (activation, tied, scaled or without "
+            "biases)"
         )
     try:
         return Config(
@@ -170,7 +172,6 @@ def _from_hf_config(hf: dict[str, Any], folder: Path) -> Config:
             rotary_percentage=rope.get("partial_rotary_factor", hf.get("rotary_pct", 0.25)),
             rope_base=int(rope.get("rope_theta", hf.get("rotary_emb_base", 10000))),
             parallel_residual=hf.get("use_parallel_residual", True),
-            bias=hf.get("attention_bias", True),
             attention="softmax",
         )
     except KeyError as error:
@@ -195,7 +196,7 @@ def _to_hf_config(model: GPT, eos_id: int) -> dict[str, Any]:
         "intermediate_size": config.intermediate_size,
         "layer_norm_eps": config.norm_eps,
         "use_parallel_residual": config.parallel_residual,
-        "attention_bias": config.bias,
+        "attention_bias": True,
         "hidden_act": "gelu",
         "tie_word_embeddings": False,
         "bos_token_id": eos_id,

@@ -31,12 +31,14 @@ def check_same_tensors(
 ) -> None:
     """Raises UserError, with `complaint`, for the first tensor that is missing, surplus or of another shape.
 
-    Names that contain `optional` may be missing or surplus.
+    Names that contain `optional` may be missing, surplus or of another shape.
     """
     for name in [*own, *(name for name in given if name not in own)]:
+        if optional is not None and optional in name:
+            continue
         if name in own and name in given:
             if own[name].shape != given[name].shape:
                 shapes = f"{list(given[name].shape)}, not {list(own[name].shape)}"
                 raise UserError(f"{complaint}: {name} is {shapes}")
-        elif optional is None or optional not in name:
+        else:
             raise UserError(f"{complaint}: {name} {'is missing' if name in own else 'has no place in it'}")

@@ -217,6 +217,11 @@ def recipe_from_dict(values: dict[str, Any]) -> Recipe:
         raise UserError(f"the run's recipe is damaged, or of another version of LinGPT ({error})") from error
 
 
+def warmup_steps(config: TrainConfig, total_steps: int) -> int:
+    """Steps of the warm-up: at most a tenth of all."""
+    return min(config.warmup_steps, max(1, total_steps // 10))
+
+
 def decay_steps(config: TrainConfig, total_steps: int) -> int:
     """Steps of `wsd`'s decay: by default a fifth of all, as in Hägele et al. 2024."""
     return max(1, total_steps // 5) if config.decay_steps is None else config.decay_steps
@@ -249,6 +254,8 @@ def check(recipe: Recipe, world_size: int) -> None:
     recipe.data.check()
     _check_name(recipe.run_name)
     t = recipe.train
+    if t.init_from == "":
+        raise UserError("train.init_from is empty: name a model's or a run's folder, or leave it out")
     for name, (least, most) in _RANGES.items():
         value = getattr(t, name)
         if not least <= value <= most:
@@ -279,8 +286,10 @@ def check(recipe: Recipe, world_size: int) -> None:
             f"train.decay_steps is of the schedule wsd, and train.schedule is {t.schedule}: leave it out, or "
             "give --train.schedule wsd"
         )
-    if t.decay_steps is not None and not 1 <= t.decay_steps <= recipe.total_steps:
-        raise UserError(f"train.decay_steps is {t.decay_steps}; it must be 1 to {recipe.total_steps}")
+    longest_decay = max(1, recipe.total_steps - warmup_steps(t, recipe.total_steps))
+    if t.decay_steps is not None and not 1 <= t.decay_steps <= longest_decay:
+        bound = f"1 to {longest_decay}, the steps after the warm-up"
+        raise UserError(f"train.decay_steps is {t.decay_steps}; it must be {bound}")
     if not t.save_minutes >= 0:
         raise UserError(f"train.save_minutes is {t.save_minutes}; it must be 0 (never) or more")
     if recipe.total_steps < 1:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lingpt.common.figures import figure_format, new_figure, save_figure, style_axes
+from lingpt.common.figures import figure_paths, new_figure, save_figure, style_axes
 from lingpt.common.palette import MARKERS, line_styles
 from lingpt.train.curves import (
     Curve,
@@ -39,10 +39,13 @@ def draw_curves(
     Args:
         baseline: the run, or its attention, that times are relative to; by default the first.
         formats: also write the figure next to `out` with these suffixes, such as `svg`, `pdf`.
+
+    Raises UserError, before anything is read, for a folder as `out` and for an unknown format.
     """
-    curves, out = mean_over_seeds(read_curves(run_folders)), Path(out)
+    paths = figure_paths(Path(out), formats)
+    curves = mean_over_seeds(read_curves(run_folders))
     base = find_curve(curves, baseline) if baseline else 0
-    draw(curves, [out, *(out.with_suffix(f".{suffix}") for suffix in formats)])
+    draw(curves, paths)
     return time_to_loss(curves, base)
 
 
@@ -52,8 +55,6 @@ def draw(curves: list[Curve], paths: Sequence[Path], timed: bool = True) -> None
     timed: false leaves out the time panel, for runs whose times are not comparable.
     """
     figure = new_figure(12, 4.6, layout=None)
-    for path in paths:
-        figure_format(figure, path, "--out")
     unit, seconds = _time_unit(max(_last(c, TIME) for c in curves))
     tokens, size = _token_unit(max(_last(c, TOKENS) for c in curves))
     axes = [(TIME, seconds, f"training time ({unit})"), (TOKENS, size, tokens), (STEP, 1, "step")]

@@ -26,15 +26,18 @@ from lingpt.common.run_folder import (
     without_seed,
 )
 from lingpt.models import attention_form
-from lingpt.train.config import with_defaults
+from lingpt.train.config import MAY_CHANGE, with_defaults
 
 SPIKE_WINDOW, SPIKE_SPREADS, LEAST_SPIKE = 50, 8.0, 0.1  # steps; spreads, and nats, above the window's median
 N_TARGETS = 5
-# Keys that may differ between runs that count as equal except for their seed.
-_OWN = {
-    "train.seed", "train.name", "train.out_dir", "train.devices", "train.resume", "train.wandb",
-    "train.wandb_group", "train.sample_tokens", "train.save_interval",
+# Keys that may change when a run resumes, and that change its length, its first weights or its time.
+_MATTERS = {
+    "train.max_steps", "train.max_tokens", "train.decay_steps", "train.init_from", "train.micro_batch_size",
+    "train.deterministic", "train.compile", "train.accelerator", "train.num_nodes", "train.strategy",
+    "train.activation_checkpointing",
 }  # fmt: skip
+# Keys that may differ between runs that count as equal except for their seed.
+_OWN = {"train.seed"} | MAY_CHANGE - _MATTERS
 
 
 @dataclass

@@ -269,21 +269,25 @@ class Run:
         stop.agreed, stop.number = True, max(self.parallel.all_gather_object(stop.number))
 
     def warm_up(self) -> None:
-        """Compiles and tunes for a GPU before the clock starts, with one micro-batch whose gradient is
+        """Compiles, and tunes for a GPU, before the clock starts, with one micro-batch whose gradient is
         dropped.
 
         It runs as the last micro-batch of a step, so that the communication is initialised, too.
         """
-        if self.parallel.device.type != "cuda" or self.progress.step >= self.recipe.total_steps:
+        on_gpu = self.parallel.device.type == "cuda"
+        needed = on_gpu or compiles(self.recipe, self.parallel.device)
+        if not needed or self.progress.step >= self.recipe.total_steps:
             return
         began = time.perf_counter()
-        self.parallel.on_checkpoint_ranks(lambda: self.writer.reserve(self.saved_tensors()))
-        self.tune()
+        if on_gpu:
+            self.parallel.on_checkpoint_ranks(lambda: self.writer.reserve(self.saved_tensors()))
+            self.tune()
         with self.parallel.accumulate(self.model, enabled=False):
             loss = self.model(self.micro_batch(0))
             self.parallel.backward(loss, self.recipe.tokens_per_step)
         self.parallel.zero_gradients(self.optimizer)
-        torch.cuda.synchronize()
+        if on_gpu:
+            torch.cuda.synchronize()
         print_rank0(f"ready after {duration(time.perf_counter() - began)} of compiling")
 
     def tune(self) -> None:

@@ -8,18 +8,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lingpt.models.weight_decay import parameter_groups
-from lingpt.train.config import TrainConfig, decay_steps
+from lingpt.train.config import TrainConfig, decay_steps, warmup_steps
 
 
 def learning_rate(step: int, total_steps: int, config: TrainConfig) -> float:
     """The learning rate of optimiser step `step` (0-based): linear warm-up to the peak, then the schedule's
     decay.
 
-    A run too short for its warm-up warms up over a tenth of its steps. The last step has the minimum.
-    `wsd` decays with 1 − √progress (Hägele et al. 2024, "Scaling laws and compute-optimal training beyond
-    fixed training durations").
+    A run too short for its warm-up warms up over a tenth of its steps. The last step has the minimum, unless
+    the warm-up is all there is. `wsd` decays with 1 − √progress (Hägele et al. 2024, "Scaling laws and
+    compute-optimal training beyond fixed training durations").
     """
-    warmup = min(config.warmup_steps, max(1, total_steps // 10))
+    warmup = warmup_steps(config, total_steps)
     if step < warmup:
         return config.learning_rate * (step + 1) / warmup
     span = config.learning_rate - config.min_learning_rate
@@ -27,7 +27,8 @@ def learning_rate(step: int, total_steps: int, config: TrainConfig) -> float:
         decay = decay_steps(config, total_steps)
         done = min(1.0, max(0, step - (total_steps - 1 - decay)) / decay)
         return config.min_learning_rate + span * (1 - math.sqrt(done))
-    progress = min(1.0, (step - warmup) / max(1, total_steps - 1 - warmup))
+    last = total_steps - 1 - warmup
+    progress = min(1.0, (step - warmup) / last) if last > 0 else 1.0
     return config.min_learning_rate + span * 0.5 * (1 + math.cos(math.pi * progress))
 
 

@@ -80,11 +80,12 @@ def summary(events: list[dict[str, Any]]) -> str:
     if not steps:
         return "profile: no step was recorded (the run has too few)"
     wall = sum(step["dur"] for step in steps)
-    parts = sorted((s for s in spans if s["name"] != "step"), key=lambda span: span["ts"])
+    inside = (s for s in spans if s["name"] != "step" and _is_within(steps, s["ts"]))  # not in a validation
+    parts = sorted(inside, key=lambda span: span["ts"])
     host = Counter({name: sum(s["dur"] for s in parts if s["name"] == name) for name in PARTS})
     host["forward"] -= host["loss"]  # the loss is part of it
-    kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    device, busy = _of_parts(kernels, events, parts), _union(kernels)
+    kernels = [k for k in _kernels(events) if _is_within(steps, k["ts" if k["launch"] is None else "launch"])]
+    device, busy = _of_parts(kernels, parts), _union(kernels)
     n = len(steps)
     lines = [
         f"{counted(n, 'step')} of {wall / n / 1e3:.1f} ms; ms a step:",
@@ -106,20 +107,27 @@ def summary(events: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _of_parts(
-    kernels: list[dict[str, Any]], events: list[dict[str, Any]], parts: list[dict[str, Any]]
-) -> dict[str, float]:
-    """Microseconds of the kernels launched in each part (the innermost part counts)."""
+def _is_within(steps: list[dict[str, Any]], at: float) -> bool:
+    return any(step["ts"] <= at <= step["ts"] + step["dur"] for step in steps)
+
+
+def _kernels(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The kernels, each with the time of its launch as `launch`; None if that was not recorded."""
     launches = {
         event["args"]["correlation"]: event["ts"]
         for event in events
         if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
     }
+    kernels = (e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"))
+    return [k | {"launch": launches.get(k.get("args", {}).get("correlation"))} for k in kernels]
+
+
+def _of_parts(kernels: list[dict[str, Any]], parts: list[dict[str, Any]]) -> dict[str, float]:
+    """Microseconds of the kernels launched in each part (the innermost part counts)."""
     starts = [part["ts"] for part in parts]
     found: dict[str, float] = defaultdict(float)
     for kernel in kernels:
-        at = launches.get(kernel.get("args", {}).get("correlation"))
-        name = "other"
+        at, name = kernel["launch"], "other"
         if kernel["name"].startswith("nccl"):
             name = COMMUNICATION
         elif at is not None:

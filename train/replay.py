@@ -41,7 +41,7 @@ def replay(
 
     Computed in fp32, on `device`, by the kernels named in the first line; another line says how this differs
     from training. `moved`: where the data is now, by fields of `DataConfig`. Raises UserError if the run has
-    no checkpoint before the step, if it is damaged, or if the data has changed.
+    not trained the step or has no checkpoint before it, if that is damaged, or if the data has changed.
     """
     if step < 1:
         raise UserError(f"--step {step}: steps count from 1, as in metrics.jsonl")
@@ -51,6 +51,8 @@ def replay(
     if not before:
         require_newest_checkpoint(run)
         raise UserError(f"{run} has no checkpoint before step {step}: give a later one, or train it again")
+    if step > (newest := _newest_step(run)):
+        raise UserError(f"--step {step}: {run} has {counted(newest, 'step')}")
     check_undamaged(before[-1])
     manifest = load_manifest(before[-1])
     recipe = recipe_from_dict(manifest["config"])
@@ -130,6 +132,12 @@ def _made_on(hardware: dict[str, Any], kernels: dict[str, str]) -> str:
 
 def _by(kernels: dict[str, str]) -> str:
     return ", ".join(f"{attention} by {kernel}" for attention, kernel in kernels.items())
+
+
+def _newest_step(run: Path) -> int:
+    """The newest step that the run's metrics or checkpoints name; 0 without one."""
+    saved = [checkpoint_step(path) or 0 for path in valid_checkpoints(run)]
+    return max([*saved, *(line["step"] for line in read_metrics(run))], default=0)
 
 
 def _as_logged(run: Path, step: int) -> str:

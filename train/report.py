@@ -141,11 +141,14 @@ def final_report(recipe: Recipe, dataset: Dataset, parallel: Parallel, train_tim
             text = sample_text(gpt, dataset, t.sample_tokens, parallel)
         except torch.OutOfMemoryError:  # another process uses the GPU; the run is complete anyway
             print_rank0(f"no samples: out of memory; `lingpt generate {run} --device cpu` needs no GPU")
+        except UserError as error:  # the run diverged in its last steps, for example
+            print_rank0(f"no samples: {error}")
         else:
             with write_errors(run / SAMPLES):
                 write_text(run / SAMPLES, text)
             print_rank0(f"\n{text}\n")
-    validations = [line for line in read_metrics(run) if line["kind"] == "val" and line["loss"] is not None]
+    lines = read_metrics(run)
+    validations = [line for line in lines if line.get("kind") == "val" and line.get("loss") is not None]
     if validations:
         last = validations[-1]
         text = f"validation loss {last['loss']:.4f} nats/token after {last['step']} steps"

@@ -27,7 +27,7 @@ from lingpt.common.run_folder import (
     read_metrics,
     valid_checkpoints,
 )
-from lingpt.models.model_folder import check_holds_model
+from lingpt.models import GPT, load_weights
 from lingpt.train.checkpoint import clear_leftovers, load_manifest, why_unusable
 from lingpt.train.config import DATA_PATHS, MAY_CHANGE, Recipe, differences, recipe_from_dict
 from lingpt.train.console import print_rank0
@@ -46,8 +46,7 @@ def resume_or_create(recipe: Recipe, fingerprint: str, lock: RunLock) -> Path | 
     lock.acquire()
     with write_errors(folder, "free some space, make it writable, or choose another --train.out_dir"):
         if resume == "never":
-            _check_init_from(recipe)
-            _move_aside(folder, lock)
+            _move_aside(recipe, lock)
         given = _given_checkpoint(Path(resume), recipe) if resume not in ("auto", "never") else None
         if has_begun(folder):
             if config := _recorded_config(folder):
@@ -194,8 +193,9 @@ def schedule_jump(recipe: Recipe, manifest: dict[str, Any]) -> str | None:
 
 
 def _check_same(recipe: Recipe, old: dict[str, Any], complaint: str, may_change: Set[str]) -> None:
-    if recipe.train.init_from is not None:  # another `init_from` would be silently unused
-        may_change = may_change - {"train.init_from"}
+    init_from, was = recipe.train.init_from, old.get("train", {}).get("init_from")
+    if init_from and not (was and Path(was).resolve() == Path(init_from).resolve()):
+        may_change = may_change - {"train.init_from"}  # it would be silently unused
     if differ := differences(old, recipe.to_dict(), may_change):
         raise UserError(
             f"{complaint} ({'; '.join(differ)}): choose another --train.name, or start from scratch with "
@@ -225,7 +225,8 @@ def _given_checkpoint(path: Path, recipe: Recipe) -> Path:
 
 
 def _check_init_from(recipe: Recipe) -> None:
-    """Raises UserError, before the old run is moved, if there are no `init_from` weights for the new one."""
+    """Raises UserError, before the old run is moved, if the new one cannot start from its `init_from`
+    weights."""
     if recipe.train.init_from is None:
         return
     path = Path(recipe.train.init_from)
@@ -234,13 +235,15 @@ def _check_init_from(recipe: Recipe) -> None:
             f"--train.init_from {path} is in the run that --train.resume never would move aside: choose "
             "another --train.name"
         )
-    check_holds_model(find_model_folder(path))
+    load_weights(GPT.on_meta(recipe.model.config()), find_model_folder(path))
 
 
-def _move_aside(folder: Path, lock: RunLock) -> None:
-    """Renames the run in `folder`, if there is one, and takes the lock of the new folder."""
+def _move_aside(recipe: Recipe, lock: RunLock) -> None:
+    """Renames the run in the recipe's folder, if there is one, and takes the lock of the new folder."""
+    folder = recipe.run_folder
     if not any(path.name != LOCK for path in folder.iterdir()):
         return
+    _check_init_from(recipe)
     number = 1
     while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():
         number += 1

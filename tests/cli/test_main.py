@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import io
 import json
 import os
 import re
@@ -177,6 +178,11 @@ def test_trains_draws_and_goes_on(project, capsys):
         (["train", "--config", "tiny.yaml", "--model.vocab_size", "100"], "vocab"),
         (["train", "--config", "tiny.yaml", "--data.source", "caf\udce9.jsonl"], "is not UTF-8: convert"),
         (["curves", "nowhere"], "no losses in nowhere"),
+        (["curves", "nowhere", "--out", "."], "--out . is a folder: name a file, such as curves.png"),
+        (["curves", "nowhere", "--out", ""], "--out . is a folder"),
+        (["curves", "nowhere", "--out", "a.pgf"], "cannot draw a .pgf: end --out in one of"),
+        (["curves", "nowhere", "--formats", ""], "cannot draw a '': give --formats of eps, jpeg"),
+        (["curves", "nowhere", "--formats", "svg", "a/b"], "cannot draw a 'a/b': give --formats of"),
         (["generate", "nowhere"], "no model in nowhere: there is no such folder"),
         (["export", ".", "out"], "no model in .: it has no config.json"),
         (["generate", "nowhere", "--top_k", "0"], "--top_k 0: give 1 or more"),
@@ -339,6 +345,24 @@ def test_a_disk_that_fails_at_the_start_is_one_line(project, capsys, monkeypatch
     assert f"runs/demo-ours/.lock: {os.strerror(number)}" in complaint(
         capsys, "train", "--config", "tiny.yaml"
     )
+
+
+def test_a_closed_stream_drops_what_is_printed(monkeypatch):
+    """Guards: `lingpt train … >&-`, which ended in a traceback."""
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    monkeypatch.setattr(cli, "_overview", lambda: f"{sys.stdout.isatty()} {sys.stderr.isatty()}")
+    assert (main(["--help"]), main(["trian"])) == (0, 2)
+
+
+def test_a_stream_of_another_encoding_gets_question_marks(monkeypatch):
+    """Guards: a run that trains, and ends in a traceback as it prints its text."""
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "latin-1"))
+    monkeypatch.setattr(cli, "_overview", lambda: "naïve 水")
+    assert main(["--help"]) == 0
+    sys.stdout.flush()
+    assert written.getvalue() == "naïve ?\n".encode("latin-1")
 
 
 def test_a_missing_package_is_one_line_with_its_extra(capsys, monkeypatch):

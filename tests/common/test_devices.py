@@ -1,10 +1,17 @@
-"""Guards the dtype that text is generated in."""
+"""Guards the device that is named, and the dtype that text is generated in."""
 
 import pytest
 import torch
 
-from lingpt.common.devices import decoding_dtype
+from lingpt.common.devices import decoding_dtype, find_device
 from lingpt.common.errors import UserError
+
+
+def test_a_cpu_has_no_number():
+    """Guards: `cpu:1`, with which a model folder was called damaged."""
+    assert find_device("cpu") == torch.device("cpu")
+    with pytest.raises(UserError, match="device 'cpu:1': the CPU has no number; use --device cpu"):
+        find_device("cpu:1")
 
 
 def test_a_gpu_that_has_bf16_generates_in_it(monkeypatch):

@@ -3,7 +3,7 @@
 import pytest
 
 from lingpt.common.errors import UserError
-from lingpt.common.figures import save_figure
+from lingpt.common.figures import KNOWN_FORMATS, figure_paths, save_figure
 
 
 def figure():
@@ -12,6 +12,19 @@ def figure():
     drawn = Figure(figsize=(2, 1))
     drawn.subplots().plot([1, 2], marker="o", label="softmax")
     return drawn
+
+
+@pytest.mark.parametrize("kind", KNOWN_FORMATS)
+def test_every_known_format_is_written(tmp_path, kind):
+    """Guards: `.pgf`, which matplotlib lists, and then refuses what it writes as SVG."""
+    save_figure(figure(), tmp_path / f"a.{kind}")
+    assert (tmp_path / f"a.{kind}").stat().st_size
+
+
+def test_more_formats_stand_next_to_the_figure(tmp_path):
+    """With or without a dot, never two: `curves..svg`."""
+    paths = figure_paths(tmp_path / "curves.png", [".svg", "pdf"])
+    assert [path.name for path in paths] == ["curves.png", "curves.svg", "curves.pdf"]
 
 
 @pytest.mark.parametrize("kind", ["pdf", "svg", "png"])

@@ -1,7 +1,9 @@
 """Every shipped YAML is loaded against the dataclasses, and has the numbers of the paper's recipe."""
 
 import pytest
+import yaml
 
+from lingpt.common.errors import UserError
 from lingpt.configs import FOLDER, recipe_names
 from lingpt.configs.recipe import parse_recipe, training_recipes
 from lingpt.train import Recipe
@@ -17,6 +19,54 @@ LARGE = ["pythia-2.8b", "pythia-6.9b", "pythia-12b"]
 
 def load(name: str) -> Recipe:
     return parse_recipe(["--config", name])
+
+
+S, T = {"max_steps": 7}, {"max_tokens": 1000}
+
+
+@pytest.mark.parametrize(
+    ("files", "options", "length"),
+    [
+        ([S, T], "", (None, 1000)),
+        ([S, T, S], "", (7, None)),
+        ([T, S | T, {"seed": 1}], "", (7, 1000)),  # one file with both: the steps count
+        ([S, T], "--train.max_steps 5", (5, None)),
+        ([S, T], "--train.max_steps 7", (7, None)),
+        ([T, S], "--train.max_tokens=99", (None, 99)),
+        ([S, {"max_steps": None}, T], "", (None, 1000)),
+    ],
+)
+def test_the_last_length_wins(tmp_path, files, options, length):
+    """Guards: of several files the first one's, or a refusal as if the command line gave two."""
+    words = options.split()
+    for i, train in enumerate(files):
+        (tmp_path / f"{i}.yaml").write_text(yaml.safe_dump({"train": train}))
+        words += ["--config", str(tmp_path / f"{i}.yaml")]
+    train = parse_recipe(words).train
+    assert (train.max_steps, train.max_tokens) == length
+
+
+def test_a_recipe_whose_name_is_null_is_named_after_its_file(tmp_path):
+    """As one without a name; but a run's own recipe, which has every key, goes on with that run."""
+    for file, name in (("mine.yaml", "mine-ours"), ("config.yaml", "demo-ours")):
+        (tmp_path / file).write_text(yaml.safe_dump({"model": {"name": "demo"}, "train": {"name": None}}))
+        assert parse_recipe(["--config", str(tmp_path / file)]).run_name == name
+
+
+def test_a_home_folder_is_written_out(monkeypatch):
+    """Guards: a folder called `~`, while the data's `~` is the home folder."""
+    monkeypatch.setenv("HOME", "/home/me")
+    train = parse_recipe(
+        ["--train.out_dir", "~/runs", "--train.resume=~/a/step-1", "--train.init_from", "~/b"]
+    ).train
+    assert (train.out_dir, train.resume, train.init_from) == (
+        "/home/me/runs",
+        "/home/me/a/step-1",
+        "/home/me/b",
+    )
+    with pytest.raises(UserError, match="no home folder ~nobody-here"):
+        parse_recipe(["--train.out_dir", "~nobody-here/runs"])
+    assert parse_recipe(["--train.out_dir", ""]).train.out_dir == ""
 
 
 def test_the_recipes_of_the_readme_ship():

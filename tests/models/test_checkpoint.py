@@ -198,6 +198,28 @@ def test_the_report_says_what_is_new_and_unused(small, tmp_path):
     assert "transformer.h.*.attn.b_offset ×3" in lines[3]
 
 
+def test_a_tensor_of_another_shape_is_new_and_unused(small, tmp_path):
+    """Guards: `gla` with its convolution as no beginning for ours with one, of other channels."""
+    source = small("gla", seed=1, short_conv=True)
+    model = small("ours-gated", seed=2, output_gate=True, short_conv=True)
+    name = "transformer.h.0.attn.conv"
+    save_model(source, tmp_path)
+    fresh = model.state_dict()[name].clone()
+    report = load_weights(model, tmp_path)
+    assert name in report.new and name in report.unused and name not in report.taken
+    assert torch.equal(model.state_dict()[name], fresh)
+    assert all(line.count("attn.conv ×3") == 1 for line in str(report).splitlines()[2:])
+
+
+def test_fewer_keys_than_queries_are_another_model(small, tmp_path):
+    """Guards: attention left as it was initialised where LitGPT's checkpoint has grouped queries."""
+    write_litgpt_folder(small("softmax"), tmp_path / "source")
+    config = tmp_path / "source/model_config.yaml"
+    config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | {"n_query_groups": 2}))
+    with pytest.raises(UserError, match="n_query_groups is 2, not 4"):
+        load_weights(small(), tmp_path / "source")
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

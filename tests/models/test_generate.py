@@ -87,8 +87,17 @@ def test_logits_that_are_no_numbers_are_an_error():
     """Guards: text out of a model that has diverged, as if nothing were wrong."""
     logits = torch.tensor([[0.0, torch.nan, 1.0, 2.0]])
     for top_k in (2, None):
-        with pytest.raises(UserError, match="not finite"):
-            sample(logits, 1.0, top_k, torch.Generator())
+        for temperature in (0, 1.0):
+            with pytest.raises(UserError, match="not finite"):
+                sample(logits, temperature, top_k, torch.Generator())
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-38])
+def test_the_least_temperature_is_greedy(temperature):
+    """Guards: an error of `multinomial`, as a temperature that is 0 in fp32 gave 0 / 0."""
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.999]])
+    for top_k in (3, None):
+        assert sample(logits, temperature, top_k, torch.Generator()).item() == 1
 
 
 def test_temperature_flattens(small, tokens):

@@ -74,7 +74,9 @@ def test_another_attention_is_not_exported(small, tmp_path, form):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("given", [{"rope_condense_ratio": 4}, {"bias": False, "attn_bias": True}])
+@pytest.mark.parametrize(
+    "given", [{"rope_condense_ratio": 4}, {"bias": False, "attn_bias": True}, {"bias": False}]
+)
 def test_what_gpt_neox_cannot_say_is_not_exported(small, tmp_path, given):
     """Guards: a KeyError of LitGPT's converter, and folders that gave other logits in `transformers`."""
     name, value = list(given.items())[-1]
@@ -110,6 +112,9 @@ def test_damaged_folders_are_one_line(small, tmp_path):
     scaled = values["rope_parameters"] | {"rope_type": "linear", "factor": 4.0}  # as transformers 5 has it
     config.write_text(json.dumps(values | {"rope_parameters": scaled}))
     with pytest.raises(UserError, match=r"not supported .*scaled"):
+        load_hf(tmp_path)
+    config.write_text(json.dumps(values | {"attention_bias": False}))  # of the MLP it has biases all the same
+    with pytest.raises(UserError, match=r"not supported .*without biases"):
         load_hf(tmp_path)
     for value in ({"rope_theta": "much"}, {"rope_theta": []}):
         config.write_text(json.dumps(values | {"rope_parameters": value}))

@@ -39,3 +39,27 @@ def test_a_deterministic_run_s_kernels_are_not_chosen_by_timing(make_recipe, mon
         train(recipe)
         assert asked == [options] * (recipe.model.config().n_layer + 1)
         asked.clear()
+
+
+def test_compiling_is_no_training_time(make_recipe, monkeypatch):
+    """Guards: on a CPU `--train.compile always` compiled on the clock. `never` starts without a warm-up."""
+    before_the_first_step, step, calls = {}, Run.step, []
+
+    def first_step(self, stop):
+        before_the_first_step.setdefault(self.folder.name, len(calls) > 0)
+        return step(self, stop)
+
+    def compile(function, **_):
+        def compiled(*args, **kwargs):
+            calls.append(function)
+            return function(*args, **kwargs)
+
+        return compiled
+
+    monkeypatch.setattr(Run, "step", first_step)
+    monkeypatch.setattr(torch, "compile", compile)
+    losses = []
+    for when in ("never", "always"):
+        folder = train(make_recipe(name=when, max_steps=2, compile=when))
+        losses.append([line["loss"] for line in read_metrics(folder)])
+    assert before_the_first_step == {"never": False, "always": True} and losses[0] == losses[1]

@@ -36,7 +36,7 @@ def test_steps_are_whole_and_cover_the_tokens():
         ({"learning_rate": 0.0}, 1, "above 0"),
         ({"max_steps": 0}, 1, "no step to train"),
         ({"decay_steps": 5}, 1, "decay_steps is of the schedule wsd, and train.schedule is cosine"),
-        ({"decay_steps": 50, "schedule": "wsd"}, 1, "train.decay_steps is 50; it must be 1 to 10"),
+        ({"decay_steps": 50, "schedule": "wsd"}, 1, "train.decay_steps is 50; it must be 1 to 9"),
         ({"eval_tokens": 100}, 1, "less than one sequence"),
         ({"beta1": 2.0}, 1, "train.beta1 is 2.0; it must be at least 0 and below 1"),
         ({"beta2": 1.0}, 1, "train.beta2 is 1.0"),
@@ -50,6 +50,7 @@ def test_steps_are_whole_and_cover_the_tokens():
         ({"min_learning_rate": float("nan")}, 1, "train.min_learning_rate is nan"),
         ({"learning_rate": 1e-6}, 1, "min_learning_rate is 5e-05, above the peak, train.learning_rate 1e-06"),
         ({"name": ""}, 1, "cannot be a folder's"),
+        ({"init_from": ""}, 1, "train.init_from is empty"),
         ({"learning_rate": float("inf")}, 1, "train.learning_rate is inf"),
         ({"global_batch_size": 10**12}, 1, "at most 1,048,576 sequences"),
         ({"name": "../../x"}, 1, r"'../../x' cannot be a folder's: .*--train.out_dir"),
@@ -62,6 +63,15 @@ def test_numbers_that_make_no_run(train, world_size, message):
     """Nothing is floored in silence; the message names what would do."""
     with pytest.raises(UserError, match=message):
         check(recipe(**train), world_size)
+
+
+def test_a_decay_begins_after_the_warm_up():
+    """Guards: a decay that overlaps it dropped the rate off a cliff. A short run warms up over a tenth."""
+    for steps, warmup, longest in ((1000, 100, 900), (100, 90, 90), (100, 5, 95), (2, 100, 1), (1, 100, 1)):
+        run = {"schedule": "wsd", "max_steps": steps, "warmup_steps": warmup}
+        check(recipe(**run, decay_steps=longest), 1)
+        with pytest.raises(UserError, match=rf"decay_steps is {longest + 1}; it must be 1 to {longest}"):
+            check(recipe(**run, decay_steps=longest + 1), 1)
 
 
 def test_names():

@@ -258,6 +258,26 @@ def test_seeds_recorded_before_and_after_an_option_came_are_one_curve(tmp_path):
     assert [curve.runs for curve in mean_over_seeds(curves)] == [2, 1, 1]
 
 
+def test_seeds_with_other_bookkeeping_are_one_curve(tmp_path):
+    """Guards: no mean of two seeds of which one kept more checkpoints. What changes time, length or the
+    first weights is a difference."""
+    runs = [
+        {},
+        {"keep_checkpoints": 9, "save_minutes": 5.0, "keep_best": True, "timeout_minutes": 1.0},
+        {"wandb_project": "mine", "profile": True, "log_interval": 2, "eval_interval": 7},
+        {"compile": "never"},
+        {"max_steps": 4},
+        {"init_from": "runs/other"},
+    ]
+    curves = []
+    for seed, train in enumerate(runs):
+        run = write_run(tmp_path / f"a-seed{seed}", "ours", 1.0, {2: 4.0})
+        config = {"model": {"name": "demo", "attention": "ours"}, "train": {"seed": seed} | train}
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+        curves.append(read_curve(run))
+    assert [curve.runs for curve in mean_over_seeds(curves)] == [3, 1, 1, 1]
+
+
 def test_a_legend_that_does_not_fit_stands_beside_the_panels(tmp_path, monkeypatch):
     """Guards: long names of runs across the curves; ticks cut at the right edge."""
     from matplotlib.figure import Figure

@@ -252,6 +252,15 @@ def test_a_skipped_step_is_logged_and_can_be_replayed(make_recipe, monkeypatch):
         replay(folder, 4)
 
 
+def test_a_step_that_was_not_trained_is_not_replayed(make_recipe):
+    """Guards: losses of a step that the run does not have. A step of the metrics alone counts."""
+    folder = train(make_recipe(max_steps=4))
+    with pytest.raises(UserError, match=r"--step 5: .* has 4 steps"):
+        replay(folder, 5, device="cpu")
+    shutil.rmtree(folder / "checkpoints/step-00000004")
+    assert "step 4, with the weights of step-00000003" in replay(folder, 4, device="cpu")
+
+
 def test_replay_gives_the_loss_and_the_norm_of_training(make_recipe):
     folder = train(make_recipe(save_interval=4, grad_clip=1e-9))
     line = next(line for line in read_metrics(folder) if line["step"] == 5)
@@ -476,6 +485,28 @@ def test_samples_that_find_no_memory_are_left_out(make_recipe, monkeypatch, caps
     out = capsys.readouterr().out
     assert f"no samples: out of memory; `lingpt generate {folder} --device cpu`" in out
     assert "validation loss" in out and not (folder / "samples.txt").exists()
+
+
+def test_a_model_that_cannot_sample_leaves_the_samples_out(make_recipe, capsys):
+    """Guards: a run that diverged in its last steps ended with an error, and without its report."""
+    folder = train(make_recipe(learning_rate=1e3, max_steps=8, sample_tokens=8, grad_clip=1e9))
+    out = capsys.readouterr().out
+    assert "no samples: the model's logits are not finite" in out and not (folder / "samples.txt").exists()
+    assert f"run   {folder}" in out
+
+
+def test_a_metrics_line_without_its_kind_does_not_end_the_run(make_recipe, monkeypatch, capsys):
+    """Guards: a KeyError after the last step."""
+    close = loop.Run.close
+
+    def close_and_damage(self):
+        close(self)
+        with (self.folder / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 3}\n{"step": 3, "kind": "val"}\n')
+
+    monkeypatch.setattr(loop.Run, "close", close_and_damage)
+    train(make_recipe())
+    assert "validation loss" in capsys.readouterr().out
 
 
 def test_init_from_another_attention_says_what_it_took(make_recipe, capsys):

@@ -47,6 +47,13 @@ def test_a_run_shorter_than_its_warm_up_still_reaches_the_peak():
     assert learning_rate(0, 1, config) > 0
 
 
+def test_a_short_run_ends_at_the_minimum():
+    """Guards: the second of two steps was at the peak."""
+    for schedule in ("cosine", "wsd"):
+        config = TrainConfig(learning_rate=1e-3, min_learning_rate=5e-5, schedule=schedule)
+        assert [learning_rate(step, 2, config) for step in range(2)] == [1e-3, 5e-5]
+
+
 def test_decay_on_matrices_only():
     """One step with zero gradients moves what decays, and nothing else."""
     model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 3), nn.LayerNorm(3))

@@ -73,6 +73,26 @@ def test_a_kernel_belongs_to_the_part_that_launched_it():
     assert re.search(r"0\.30  matmul", text)
 
 
+def test_what_is_between_the_steps_is_no_part_of_them():
+    """Guards: a validation between the traced steps made `forward -157.6%` of them."""
+    events = [
+        event("step", 0, 1000),
+        event("forward", 100, 200),
+        event("loss", 200, 90),
+        event("launch", 150, 5, "cuda_runtime", correlation=1),
+        event("matmul", 1010, 100, "kernel", correlation=1),  # late, and still the step's
+        event("loss", 1200, 9000),
+        event("launch", 1300, 5, "cuda_runtime", correlation=2),
+        event("softmax", 1400, 5000, "kernel", correlation=2),
+        event("copy", 1500, 5000, "gpu_memcpy"),
+        event("step", 11000, 1000),
+    ]
+    text = summary(events)
+    assert row(text, "forward") == [0.06, 5.5, 0.05, 5.0] and row(text, "loss")[:2] == [0.04, 4.5]
+    assert row(text, "other kernels") == [0.0, 0.0] and row(text, "device idle") == [0.95, 95.0]
+    assert "softmax" not in text
+
+
 def test_a_profile_that_cannot_be_written_does_not_end_the_run(make_recipe, capsys):
     """Guards: rank zero ended with it, and left the others waiting."""
     recipe = make_recipe(profile=True, max_steps=5)

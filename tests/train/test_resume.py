@@ -240,6 +240,15 @@ def test_where_the_weights_came_from_stays_on_record(make_recipe):
     train(make_recipe(max_steps=7, init_from=init_from))
 
 
+def test_the_folder_of_the_weights_may_be_written_in_another_way(make_recipe, monkeypatch):
+    """Guards: `--train.init_from runs/sm/` was "another config" than `runs/sm`."""
+    other = train(make_recipe(name="other", max_steps=1))
+    monkeypatch.chdir(other.parent)
+    train(make_recipe(max_steps=1, init_from="other"))
+    for steps, same in enumerate(("other/", "./other", str(other)), 2):
+        train(make_recipe(max_steps=steps, init_from=same))
+
+
 def test_a_run_that_has_done_more_steps_keeps_its_record(make_recipe, capsys):
     """Guards: asked for fewer steps it did nothing, but its config.yaml said that it was of so many."""
     folder = train(make_recipe())
@@ -258,6 +267,17 @@ def test_the_old_run_stays_where_the_new_one_has_nothing_to_start_from(make_reci
     ):
         with pytest.raises(UserError, match=line):
             train(make_recipe(resume="never", init_from=init_from))
+    assert names(folder) == ["step-00000003"] and not list(folder.parent.glob("*.old-*"))
+
+
+def test_the_old_run_stays_where_the_new_one_cannot_start_from_the_weights(make_recipe):
+    """Guards: `--train.resume never` had moved the run by the time that the weights were of another size."""
+    other = make_recipe(name="other", max_steps=1)
+    other.model.n_layer = 3
+    init_from = str(train(other))
+    folder = train(make_recipe(max_steps=3))
+    with pytest.raises(UserError, match="is another model than 'demo': n_layer is 3, not 2"):
+        train(make_recipe(resume="never", init_from=init_from))
     assert names(folder) == ["step-00000003"] and not list(folder.parent.glob("*.old-*"))
 
 

@@ -10,6 +10,7 @@ import sys
 import time
 import zlib
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -220,6 +221,22 @@ def test_wandb_failing_does_not_end_the_run(make_recipe, monkeypatch, capsys, ki
     folder = train(make_recipe(wandb=True, max_steps=2))
     assert "wandb does not start (no service)" in capsys.readouterr().out
     assert read_metrics(folder)[-1]["step"] == 2
+
+
+def test_a_resumed_record_lacks_lines_that_do_not_say_what_they_are(make_recipe, monkeypatch, capsys):
+    """Guards: a line without its kind ended the run with a KeyError."""
+    import wandb
+
+    logged: list[int] = []
+    run = mock.Mock(step=0, log=lambda values, step: logged.append(step))
+    monkeypatch.setattr(wandb, "init", lambda **_: run)
+    recipe = make_recipe(wandb=True)
+    recipe.run_folder.mkdir(parents=True)
+    whole = {"kind": "train", "step": 1, "tokens": 256, "train_time": 1.0, "loss": 9.0}
+    lines = [whole, {"step": 2}, {"kind": "train", "step": 3}, whole | {"step": 4}]
+    (recipe.run_folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    trackers.WandB(recipe)
+    assert logged == [1, 4] and "wandb" not in capsys.readouterr().out
 
 
 def test_a_wandb_that_cannot_be_imported_does_not_end_the_run(make_recipe, monkeypatch, capsys):

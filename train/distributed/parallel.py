@@ -211,7 +211,7 @@ class Parallel:
 
     def seed(self, seed: int) -> None:
         """Seeds the global random generators, with a different seed on each rank."""
-        self.fabric.seed_everything(seed + self.rank, verbose=False)
+        self.fabric.seed_everything((seed + self.rank) % 2**32, verbose=False)  # numpy's largest is 2³² − 1
 
     # -- the model ------------------------------------------------------------------------------------------
 

@@ -53,6 +53,15 @@ def test_one_process_agrees_with_itself(alone):
         alone.on_rank_zero(lambda: exec('raise UserError("no space")', {"UserError": UserError}))
 
 
+def test_every_seed_can_be_that_of_a_later_rank():
+    """Guards: numpy refused the seed of rank 1 where the recipe's was the largest."""
+    rank, seeds = Rank(1, 2), []
+    rank.fabric.seed_everything = lambda seed, verbose: seeds.append(seed)
+    for seed in (0, 2**32 - 1):
+        rank.seed(seed)
+    assert seeds == [1, 0]
+
+
 def test_a_sum_is_one_collective(monkeypatch):
     """Guards: there was a barrier before it, in every step."""
     rank, called = Rank(0, 2), []
