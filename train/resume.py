@@ -35,6 +35,8 @@ from lingpt.train.optim import learning_rate
 from lingpt.train.report import diverged_message
 from lingpt.train.run_lock import RunLock
 
+ABANDONED = "abandoned"  # begins the names of what a run that went back to an older checkpoint has left
+
 
 def resume_or_create(recipe: Recipe, fingerprint: str, lock: RunLock) -> Path | None:
     """Takes the `lock` of the recipe's run; returns the checkpoint to resume from, or None for a new run.
@@ -213,6 +215,11 @@ def _given_checkpoint(path: Path, recipe: Recipe) -> Path:
         raise UserError(f"{path} is not a checkpoint: give runs/<name>/checkpoints/step-…, auto or never")
     if reason := why_unusable(path):
         raise UserError(f"the checkpoint {path} {reason}: resume from another one, or auto")
+    if path.name.startswith(f"{ABANDONED}-") and path.resolve().is_relative_to(recipe.run_folder.resolve()):
+        raise UserError(
+            f"{path} is of a branch that this run has left, and its losses are not the run's: continue it as "
+            "a run of its own, with another --train.name"
+        )
     model = load_manifest(path)["config"].get("model", {})
     for key in ("name", "attention"):
         was, now = model.get(key), getattr(recipe.model, key)
@@ -259,9 +266,9 @@ def _abandon_newer(folder: Path, step: int) -> None:
     metrics = folder / METRICS
     if newer and metrics.exists():
         with write_errors(metrics):
-            aside = set_aside(metrics, "abandoned")
+            aside = set_aside(metrics, ABANDONED)
             write_text(metrics, aside.read_text(encoding="utf-8"))
         print_rank0(f"resume: the losses so far are in {aside}, too")
     for path in newer:
-        aside = set_aside(path, "abandoned")
+        aside = set_aside(path, ABANDONED)
         print_rank0(f"resume: the newer {path.name} is now {aside}")

@@ -151,6 +151,20 @@ def test_twice_from_the_same_old_checkpoint(make_recipe):
     assert aside == ["abandoned-step-00000006", "abandoned-step-00000006.2"]
 
 
+def test_a_branch_that_was_left_goes_on_as_another_run(make_recipe):
+    """Guards: one run with the losses of two branches, which `auto` resumed from the other one's newer
+    checkpoint."""
+    folder = train(make_recipe())
+    train(make_recipe(resume=str(folder / "checkpoints/step-00000003")))
+    left = str(folder / "checkpoints/abandoned-step-00000006")
+    before = (folder / "metrics.jsonl").read_text()
+    with pytest.raises(UserError, match=r"of a branch that this run has left.* with another --train.name"):
+        train(make_recipe(resume=left, max_steps=8))
+    assert (folder / "metrics.jsonl").read_text() == before
+    other = train(make_recipe(resume=left, max_steps=8, name="other"))
+    assert names(other)[-1] == "step-00000008" and names(folder)[-1] == "step-00000006"
+
+
 @pytest.mark.parametrize("resume", ["never", "named"])
 def test_the_command_that_goes_on_does(make_recipe, monkeypatch, resume):
     """The same one would start over, or go back to the checkpoint that it names."""
