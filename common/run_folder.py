@@ -12,6 +12,7 @@
         samples.txt, curves.png, wandb/
         profile/                     trace.json.gz and summary.txt of --train.profile
         .lock                        host and process that train here now
+        .eval.lock                   held while a score is written
 
 A checkpoint is whole when its manifest, which is written last, is there and every file has the size it names.
 The manifest also has the SHA-256 of every file, and of itself; those of older versions have none.
@@ -32,6 +33,7 @@ CONFIG, ENVIRONMENT, METRICS = "config.yaml", "environment.json", "metrics.jsonl
 SAMPLES, CURVES = "samples.txt", "curves.png"
 CHECKPOINTS, EVAL, WANDB, LOCK = "checkpoints", "eval", "wandb", ".lock"
 PROFILE = "profile"
+ABANDONED = "abandoned"  # before the name of a checkpoint, or of the losses, that the run has left
 # Files of a checkpoint; the first three are those of any model folder.
 MODEL_CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
 TRAIN_STATE, MANIFEST = "train_state.pt", "manifest.json"

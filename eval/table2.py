@@ -109,7 +109,7 @@ def _column_key(i: int) -> str:
 def _accuracies(results: Sequence[dict[str, Any]]) -> Table:
     """The paper's rows, each followed by our checkpoints of that attention, then our other attentions."""
     rows, majority = [], MajoritySetup(results)
-    # Without any score: not evaluated yet. With none of these alone: a row of other tables.
+    # Without any score a checkpoint is a row of dashes; with scores of other suites alone, in their tables.
     shown = [
         r
         for r in results

@@ -169,13 +169,13 @@ def _recurrent(q, k, v, log_gate, initial_state, scale):
 @torch.compiler.disable  # its kernels are autotuned at the first call, which a graph cannot contain
 def fla_attention(q, k, v, log_gate, initial_state, scale):
     """fla-core's `chunk_gla`: (o, state)."""
-    attend = _chunk_gla if torch.is_grad_enabled() else _chunk_gla_of_few_shapes
+    attend = _chunk_gla if torch.is_grad_enabled() else _chunk_gla_padded
     return attend(q, k, v, log_gate, initial_state, scale)
 
 
 @torch.compiler.disable
-def _chunk_gla_of_few_shapes(q, k, v, log_gate, initial_state, scale):
-    """`_chunk_gla` for inference, whose batches have hundreds of shapes.
+def _chunk_gla_padded(q, k, v, log_gate, initial_state, scale):
+    """`_chunk_gla` for inference, whose batches have hundreds of sizes.
 
     FLA's kernels are compiled and autotuned anew for each batch size and, below 64 tokens, for other chunk
     sizes. So the batch is padded to a power of two and the sequence to a chunk, with zeros, which change

@@ -11,6 +11,7 @@ from lingpt.common.errors import UserError
 from lingpt.common.files import remove_partial, set_aside, write_errors, write_text
 from lingpt.common.format import duration
 from lingpt.common.run_folder import (
+    ABANDONED,
     CONFIG,
     ENVIRONMENT,
     LOCK,
@@ -34,8 +35,6 @@ from lingpt.train.console import print_rank0
 from lingpt.train.optim import learning_rate
 from lingpt.train.report import diverged_message
 from lingpt.train.run_lock import RunLock
-
-ABANDONED = "abandoned"  # begins the names of what a run that went back to an older checkpoint has left
 
 
 def resume_or_create(recipe: Recipe, fingerprint: str, lock: RunLock) -> Path | None:

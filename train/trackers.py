@@ -13,7 +13,7 @@ from urllib.parse import urlparse
 
 from lingpt.common.errors import one_line
 from lingpt.common.files import set_aside, write_errors, write_text
-from lingpt.common.run_folder import METRICS, WANDB, read_metrics
+from lingpt.common.run_folder import ABANDONED, METRICS, WANDB, read_metrics
 from lingpt.train.config import Recipe
 from lingpt.train.console import print_rank0
 
@@ -31,7 +31,7 @@ class Metrics:
         text = "".join(json.dumps(line) + "\n" for line in kept)
         with write_errors(self._path):
             if lines and not kept:  # from a start without a checkpoint, or whose checkpoints are gone
-                print_rank0(f"the metrics of the start before are now {set_aside(self._path, 'abandoned')}")
+                print_rank0(f"the metrics of the start before are now {set_aside(self._path, ABANDONED)}")
             write_text(self._path, text)
         self._size = len(text.encode())  # bytes in the file
         self._waiting, self._failed = b"", False

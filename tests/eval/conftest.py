@@ -150,6 +150,25 @@ def mmlu_subjects() -> list[str]:
 
 
 @pytest.fixture
+def at_the_same_moment(monkeypatch):
+    """`at_the_same_moment(module, beside)` starts the thread `beside` just before the module's first
+    `write_json`, and gives it time to write as well."""
+
+    def start(module, beside):
+        write = module.write_json
+
+        def while_another_writes(path, value, indent):
+            if beside.ident is None:
+                beside.start()
+                beside.join(1.0)  # it waits for this one
+            write(path, value, indent=indent)
+
+        monkeypatch.setattr(module, "write_json", while_another_writes)
+
+    return start
+
+
+@pytest.fixture
 def no_network(monkeypatch):
     """Every way out raises, with a class that no `except OSError` can swallow."""
 

@@ -232,20 +232,12 @@ def test_each_answer_is_kept(checkpoint, eval_data):
     assert scores["arc_easy (0-shot)"]["correct"].keys() == {"acc", "acc_norm"}
 
 
-def test_two_commands_at_the_same_moment_keep_each_other_s_scores(checkpoint, monkeypatch):
+def test_two_commands_at_the_same_moment_keep_each_other_s_scores(checkpoint, at_the_same_moment):
     """Guards: two `lingpt eval` of one run had both read the file, and the second to write it lost the
     score of the first."""
     entry = {"task": "x", "num_fewshot": 0, "documents": 1, "complete": True, "metrics": {}}
     beside = Thread(target=results.add_score, args=(checkpoint, "b", entry))
-    write = results.write_json
-
-    def while_another_writes(path, found, indent):
-        if beside.ident is None:
-            beside.start()
-            beside.join(0.5)  # it waits for this one
-        write(path, found, indent=indent)
-
-    monkeypatch.setattr(results, "write_json", while_another_writes)
+    at_the_same_moment(results, beside)
     results.add_score(checkpoint, "a", entry)
     beside.join()
     assert on_disk(checkpoint)["scores"].keys() == {"a", "b"}

@@ -187,18 +187,11 @@ def test_two_commands_side_by_side_keep_each_other_s_results(tmp_path, monkeypat
     assert [result["attention"] for result in results] == ["softmax", "ours"]
 
 
-def test_two_commands_at_the_same_moment_keep_each_other_s_results(tmp_path, monkeypatch):
+def test_two_commands_at_the_same_moment_keep_each_other_s_results(tmp_path, at_the_same_moment):
     """Guards: both had read the file, and the second to write it lost what the first had written."""
     ours, softmax = ([*make_trials([name], [32], [2], [1e-3], **TINY)] for name in ("ours", "softmax"))
-    beside, write = Thread(target=mqar_runs.run_mqar, args=(softmax, tmp_path)), mqar_runs.write_json
-
-    def while_another_writes(path, results, indent):
-        if beside.ident is None:
-            beside.start()
-            beside.join(1.0)  # it waits for this one
-        write(path, results, indent=indent)
-
-    monkeypatch.setattr(mqar_runs, "write_json", while_another_writes)
+    beside = Thread(target=mqar_runs.run_mqar, args=(softmax, tmp_path))
+    at_the_same_moment(mqar_runs, beside)
     mqar_runs.run_mqar(ours, tmp_path)
     beside.join()
     results = json.loads((tmp_path / "mqar.json").read_text())["results"]
