@@ -173,10 +173,10 @@ class Parallel:
                     raise UserError(line) from error
             elif is_lost or failed:
                 if not is_lost:
-                    self.watch.report_once(failure_message(error, self.rank, self.world_size))
-                elif self.local_rank_zero:
-                    self.watch.report_once(lost_message(self.rank, self.world_size))
-                self.watch.exit_silently()
+                    line = failure_message(error, self.rank, self.world_size)
+                else:
+                    line = lost_message(self.rank, self.world_size) if self.local_rank_zero else ""
+                self.watch.leave(line)
             elif isinstance(error, UserError) and not is_said:
                 print_stderr(f"process {self.rank}: {error}")
             raise

@@ -110,10 +110,17 @@ class Watch:
         for child in self.children:
             child.kill()
 
-    def exit_silently(self) -> None:
-        """Ends this process without a message, after giving its parent time to say why."""
-        with contextlib.suppress(KeyboardInterrupt):  # torchrun's SIGTERM, as another process has died
-            time.sleep(GRACE if self._has_parent else 0)
+    def leave(self, line: str = "") -> None:
+        """Prints `line` (`report_once`) and ends this process, after giving its parent time to say why.
+
+        torchrun sends SIGTERM as soon as another process has died: this process then ends at once, and the
+        signal is not reported as an interruption.
+        """
+        signaled = threading.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: signaled.set())
+        self.report_once(line)
+        signaled.wait(GRACE if self._has_parent else 0)
         self._exit(1)
 
     def _watch_parent(self) -> None:

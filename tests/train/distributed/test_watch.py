@@ -1,6 +1,7 @@
 """Where a process dies or hangs, all end and it is named; where processes cannot meet, one line says why."""
 
 import itertools
+import os
 import re
 import signal
 import socket
@@ -8,8 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
+from types import FrameType, SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -41,6 +42,15 @@ class Ended(Watch):
     def _exit(self, code: int) -> None:
         self.code = code
         self.ended.set()
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers() -> Iterator[None]:
+    """Restores them after each test: a process that leaves does not."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("speaks", [True, False])
@@ -137,14 +147,25 @@ def test_a_signal_while_a_process_gives_up_changes_nothing():
     assert parallel.watch.code == 1
 
 
-def test_who_leaves_is_not_interrupted():
-    """Guards: torchrun sends SIGTERM where another process has died, and the line was `interrupted`."""
-    watch = Ended()
+def test_who_leaves_is_not_interrupted(monkeypatch, capsys):
+    """Guards: torchrun's SIGTERM, sent as another process has died, came while the line was printed, and the
+    command line added a second one, `interrupted`.
+    """
+
+    def print_signaled(line: str) -> None:
+        print(line, file=sys.stderr)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:  # the command line's
+        raise Interrupted(number)
+
+    monkeypatch.setattr(watch_module, "print_stderr", print_signaled)
+    signal.signal(signal.SIGTERM, interrupt)
+    watch, start = Ended(), time.monotonic()
     watch._has_parent = True
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(time, "sleep", mock.Mock(side_effect=Interrupted(signal.SIGTERM)))
-        watch.exit_silently()
-    assert watch.code == 1
+    watch.leave("a process has died")
+    assert watch.code == 1 and capsys.readouterr().err == "a process has died\n"
+    assert time.monotonic() - start < watch_module.GRACE, "the signal did not shorten the wait"
 
 
 def test_a_run_that_ends_is_not_watched(capsys):
