@@ -6,6 +6,15 @@ def counted(number: int, what: str, ending: str = "s") -> str:
     return f"{number} {what}{'' if number == 1 else ending}"
 
 
+def with_error(value: float, error: float | None, spec: str, error_spec: str = "") -> str:
+    """`4.512 ± 0.031`, or `+0.044 ± 0.003` for the spec `+.3f`; the value alone if the error is None.
+
+    spec: the format of both; `error_spec` that of the error if it is another.
+    """
+    text = f"{value:{spec}}".replace("-", "−")
+    return text if error is None else f"{text} ± {error:{error_spec or spec.removeprefix('+')}}"
+
+
 def duration(seconds: float) -> str:
     """`45 s`, `3.2 min`, `5.1 h`, `12 days`, `3.4 years`."""
     for unit, size in (("years", 365.25 * 86400), ("days", 86400), ("h", 3600), ("min", 60)):

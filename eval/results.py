@@ -11,6 +11,7 @@ import numpy as np
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import read_json_object, set_aside, write_errors, write_json
+from lingpt.common.format import with_error
 from lingpt.common.locks import file_lock
 from lingpt.common.run_folder import EVAL, scores_file
 from lingpt.eval.runs import Checkpoint
@@ -63,16 +64,12 @@ def percent(metrics: dict[str, float | None], metric: str) -> str:
     value, error = metrics.get(metric), metrics.get(f"{metric}_stderr")
     if value is None:
         return DASH
-    return f"{100 * value:.2f}" + (f" ± {100 * error:.2f}" if error else "")
+    return with_error(100 * value, 100 * error if error else None, ".2f")
 
 
 def signed_difference(difference: tuple[float, float | None] | None, decimals: int) -> str:
     """A difference and its standard error, if it has one, as `+0.044 ± 0.003`; `–` if there is none."""
-    if difference is None:
-        return DASH
-    value, error = difference
-    text = f"{value:+.{decimals}f}".replace("-", "−")
-    return text if error is None else f"{text} ± {error:.{decimals}f}"
+    return DASH if difference is None else with_error(*difference, f"+.{decimals}f")
 
 
 def pack_bits(bits: Sequence[bool]) -> str:
@@ -200,7 +197,7 @@ def add_score(checkpoint: Checkpoint, key: str, entry: dict[str, Any]) -> dict[s
     """
     path = results_path(checkpoint)
     lock = checkpoint.run / f".{EVAL}.lock"  # the run's own is held by its training
-    with write_errors(path), file_lock(lock, before_waiting=lambda: None):
+    with write_errors(path), file_lock(lock):
         results = load_results(checkpoint)
         known = results["scores"].get(key)
         if not known or not known["complete"] or entry["complete"]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lingpt.common.files import write_errors, write_text
+from lingpt.common.format import with_error
 from lingpt.eval.comparability import MajoritySetup
 from lingpt.eval.figures import draw_positions
 from lingpt.eval.paired import bits_difference, paired_difference, position_differences
@@ -86,8 +87,7 @@ def _benchmark(result: dict[str, Any], benchmark: Benchmark, majority: MajorityS
     value, error = entry["metrics"][benchmark.metric], entry["metrics"].get(f"{benchmark.metric}_stderr")
     # Never 7.03e+04, nor 31 digits.
     value_format, error_format = (",.0f", ",.0f") if 100 <= value < 1e6 else (".3g", ".2g")
-    text = f"{value:{value_format}}" + (f" ± {error:{error_format}}" if error else "")
-    return text + marks(entry, majority)
+    return with_error(value, error or None, value_format, error_format) + marks(entry, majority)
 
 
 def _bits_table(results: Sequence[dict[str, Any]]) -> Table:
@@ -121,7 +121,7 @@ def _bits(entry: dict[str, Any] | None) -> str:
     if entry is None:
         return DASH
     value, error = entry["metrics"]["bits_per_byte"], entry["metrics"].get("bits_per_byte_stderr")
-    return f"{value:.3f}" + (f" ± {error:.3f}" if error else "")
+    return with_error(value, error or None, ".3f")
 
 
 def _position_table(results: Sequence[dict[str, Any]]) -> Table:
@@ -135,7 +135,7 @@ def _position_table(results: Sequence[dict[str, Any]]) -> Table:
     ends = sorted({group["to"] for _, entry in found for group in entry["positions"]})
     rows, majority = [], MajoritySetup(results)
     for result, entry in found:
-        losses = {group["to"]: _loss(group) for group in entry["positions"]}
+        losses = {g["to"]: with_error(g["loss"], g.get("stderr"), ".3f") for g in entry["positions"]}
         cells = [losses.get(end, DASH) for end in ends]
         documents = str(entry["documents"]) + majority.mark(entry)
         rows.append([form(result), run_cells(result)[0], entry["texts"], documents, *cells])
@@ -186,12 +186,6 @@ def _position_differences_table(results: Sequence[dict[str, Any]]) -> Table:
     compared = [r for r in results if any(r is one for one, *_ in found)]
     notes = [TO_SOFTMAX_NOTE, *comparison_notes(compared, results)]
     return Table("Loss by position, minus softmax's", head, rows, notes)
-
-
-def _loss(group: dict[str, Any]) -> str:
-    """The loss as `4.512 ± 0.031`; without an error for a single document."""
-    error = group.get("stderr")
-    return f"{group['loss']:.3f}" + (f" ± {error:.3f}" if error is not None else "")
 
 
 def _recall_table(results: Sequence[dict[str, Any]]) -> Table:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from lingpt.common.files import write_errors, write_json
-from lingpt.common.format import duration, scaled_count
+from lingpt.common.format import duration, scaled_count, with_error
 from lingpt.common.run_folder import attention_label, read_metrics
 from lingpt.eval.results import DASH, signed_difference
 from lingpt.eval.tables import Table
@@ -190,7 +190,7 @@ def _loss_table(study: Study, rows: list[dict[str, Any]]) -> Table:
     compared = [row["row"] for row in rows if any(row["row"] in other["less"] for other in rows)]
     body = []
     for row in rows:
-        loss = f"{row['loss']:.4f}" + ("" if row["deviation"] is None else f" ± {row['deviation']:.4f}")
+        loss = with_error(row["loss"], row["deviation"], ".4f")
         less = [signed_difference(row["less"].get(name), decimals=4) for name in compared]
         cells = [
             row["row"],
