@@ -123,7 +123,7 @@ def _accuracies(results: Sequence[dict[str, Any]]) -> Table:
         if label(result) not in PAPER:
             rows.append([form(result), *_our_row(result, majority)])
     rows.append(["Chance", "", "", "", *(str(value) for value in CHANCE)])
-    notes = [*NOTES, *seeds_note(results), *column_notes(results, majority), *_cut_notes(results)]
+    notes = [*NOTES, *seeds_note(results), *column_notes(results, majority)]
     head = ["Mechanism", "Run", "Parameters", "Tokens", *(heading for heading, _, _ in COLUMNS)]
     return Table("Table 2 of the paper, and ours", head, rows, notes)
 
@@ -252,13 +252,13 @@ def column_notes(
     majority: MajoritySetup,
     columns: Sequence[tuple[str, str, int]] = COLUMNS,
 ) -> list[str]:
-    """The notes on * and †. columns: as `COLUMNS`."""
+    """The notes on * and †, and on prompts that were cut. columns: as `COLUMNS`."""
     entries = [
         (f"{heading} of {result['checkpoint']['run']}", best_entry(result["scores"], task, shots))
         for heading, task, shots in dict.fromkeys(columns)
         for result in results
     ]
-    return _partial_notes(results, columns) + majority.notes(entries)
+    return [*_partial_notes(results, columns), *majority.notes(entries), *_cut_notes(results, columns)]
 
 
 def _partial_notes(results: Sequence[dict[str, Any]], columns: Sequence[tuple[str, str, int]]) -> list[str]:
@@ -277,10 +277,13 @@ def _partial_notes(results: Sequence[dict[str, Any]], columns: Sequence[tuple[st
     return [f"* not the whole benchmark: {'; '.join(found)}."] if found else []
 
 
-def _cut_notes(results: Sequence[dict[str, Any]]) -> list[str]:
+def _cut_notes(results: Sequence[dict[str, Any]], columns: Sequence[tuple[str, str, int]]) -> list[str]:
     """A note for each benchmark with prompts that did not fit: how many of how many."""
+    headings: dict[tuple[str, int], str] = {}  # a benchmark's first one: it may have several columns
+    for heading, task, shots in columns:
+        headings.setdefault((task, shots), heading)
     found: dict[str, dict[str, None]] = {}
-    for heading, task, shots in dict.fromkeys(COLUMNS):
+    for (task, shots), heading in headings.items():
         for result in results:
             entry = best_entry(result["scores"], task, shots)
             if entry and entry.get("cut_prompts") and entry.get("max_length"):

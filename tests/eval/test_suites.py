@@ -322,6 +322,18 @@ def test_a_perplexity_as_it_is_read(metrics, cell):
     assert table.rows[0][table.head.index("LAMBADA ppl")] == cell
 
 
+def test_prompts_that_were_cut_are_noted():
+    """As in Table 2, and once for a benchmark with two columns. Guards: LAMBADA's, of which nothing was
+    said."""
+    entry = {"task": "lambada_openai", "num_fewshot": 0, "documents": 5153, "complete": True}
+    entry |= {"metrics": {"acc": 0.1, "perplexity": 9.0}, "cut_prompts": 12, "max_length": 64}
+    about = {"run": "a", "step": 1, "form": "ours", "attention": "ours", "model": "demo", "path": "a"}
+    results = [{"checkpoint": about, "scores": {"lambada_openai (0-shot)": entry}}]
+    (table,) = suite_tables(results, ["commonsense"])
+    notes = [note for note in table.notes if "cut on the left" in note]
+    assert notes == ["LAMBADA: 12 of 5,153 prompts at 64 tokens were cut on the left to fit."]
+
+
 def test_mistakes(eval_data, tmp_path, capsys):
     with pytest.raises(UserError, match="did you mean 'commonsense'"):
         check_suites(["comonsense"])
