@@ -16,30 +16,47 @@ class Lock(NamedTuple):
 
 
 @contextlib.contextmanager
-def file_lock(path: Path, before_waiting: Callable[[], None] | None = None) -> Iterator[Lock]:
-    """Holds the lock of the file `path`, which is created if it is missing. The system releases the lock when
-    the process ends, however it ends.
+def file_lock(
+    path: Path, blocking: bool = True, before_waiting: Callable[[], None] | None = None
+) -> Iterator[Lock]:
+    """Holds the lock of the file `path`, which is created if it is missing, with its folder. The system
+    releases the lock when the process ends, however it ends. Only its holder may remove the file.
 
-    before_waiting: called if another process holds the lock, before waiting for it. Without it, a held lock
-    is a BlockingIOError.
+    blocking: wait while another process holds the lock; otherwise a held lock is a BlockingIOError.
+    before_waiting: called before waiting, if that is needed.
 
     Some network file systems support no locks: the block then runs without one, and `unsupported` says why.
     """
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # NFS locks only what is open for writing
-    try:
-        yield Lock(file, _acquire(file, before_waiting))
-    finally:
-        os.close(file)
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # NFS locks only what is open for writing
+        try:
+            unsupported = _acquire(file, blocking, before_waiting)
+            if _is_at(file, path):
+                yield Lock(file, unsupported)
+                return
+        finally:
+            os.close(file)
 
 
-def _acquire(file: int, before_waiting: Callable[[], None] | None) -> str | None:
+def _acquire(file: int, blocking: bool, before_waiting: Callable[[], None] | None) -> str | None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        if before_waiting is None:
+        if not blocking:
             raise
-        before_waiting()
+        if before_waiting:
+            before_waiting()
         fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:
         return error.strerror or str(error)
     return None
+
+
+def _is_at(file: int, path: Path) -> bool:
+    """Whether `file` still is the one at `path`: its last holder may have removed or moved it since we opened
+    it, and others would then lock another file."""
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False

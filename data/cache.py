@@ -108,7 +108,6 @@ def _lock(folder: Path, progress: bool) -> Iterator[bool]:
 
     Yields False if the file system has no locks, as on some networks: several processes may then write.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
     path = folder.parent / f".{folder.name}.lock"
 
     def say(line: str) -> None:

@@ -60,10 +60,8 @@ def run_mqar(trials: list[Trial], folder: Path, workers: int | None = None) -> l
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Lets one command at a time read the results and write them; UserError if they cannot be written."""
-    with write_errors(folder / RESULTS):
-        folder.mkdir(parents=True, exist_ok=True)
-        with file_lock(folder / LOCK, before_waiting=lambda: None):
-            yield
+    with write_errors(folder / RESULTS), file_lock(folder / LOCK):
+        yield
 
 
 def _known(path: Path, trials: list[Trial]) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:

@@ -101,7 +101,6 @@ def _locked(folder: Path) -> Iterator[None]:
 
     with contextlib.ExitStack() as held:
         with write_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
             held.enter_context(file_lock(folder / LOCK, before_waiting=say))
         yield
 

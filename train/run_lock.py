@@ -32,9 +32,8 @@ class RunLock:
         """
         path, held = self.folder / LOCK, contextlib.ExitStack()
         with write_errors(self.folder, "free some space, or choose another place with --train.out_dir"):
-            self.folder.mkdir(parents=True, exist_ok=True)
             try:
-                lock = held.enter_context(file_lock(path))
+                lock = held.enter_context(file_lock(path, blocking=False))
             except BlockingIOError:
                 raise UserError(
                     f"{self.folder} is in use by {_read_holder(path)}: wait until it has ended, or choose "
@@ -59,12 +58,14 @@ class RunLock:
         return self
 
     def __exit__(self, *_: object) -> None:
-        held = self._held is not None
-        self.release()
+        if self._held is None:
+            return
         with contextlib.suppress(OSError):
-            if held and os.listdir(self.folder) == [LOCK]:  # failed before it began: free the name
+            if os.listdir(self.folder) == [LOCK]:  # failed before it began: free the name
                 (self.folder / LOCK).unlink()
-                self.folder.rmdir()
+        self.release()
+        with contextlib.suppress(OSError):  # not empty
+            self.folder.rmdir()
 
 
 def _write_holder(file: int) -> None:

@@ -10,7 +10,7 @@ from lingpt.common.locks import file_lock
 
 
 def test_a_held_lock_is_refused_or_waited_for(tmp_path):
-    path, waits, done = tmp_path / ".lock", Event(), Event()
+    path, waits, done = tmp_path / "new" / ".lock", Event(), Event()
 
     def wait() -> None:
         with file_lock(path, before_waiting=waits.set):
@@ -18,7 +18,7 @@ def test_a_held_lock_is_refused_or_waited_for(tmp_path):
 
     with file_lock(path) as lock:
         assert lock.unsupported is None and os.fstat(lock.file).st_ino == path.stat().st_ino
-        with pytest.raises(BlockingIOError), file_lock(path):
+        with pytest.raises(BlockingIOError), file_lock(path, blocking=False):
             pass
         waiter = Thread(target=wait, daemon=True)
         waiter.start()
@@ -27,6 +27,26 @@ def test_a_held_lock_is_refused_or_waited_for(tmp_path):
     assert done.is_set()
     with file_lock(path) as lock:
         assert lock.unsupported is None
+
+
+def test_who_waited_for_a_file_that_is_gone_locks_the_one_that_others_see(tmp_path):
+    path, waits, locked, checked = tmp_path / ".lock", Event(), Event(), Event()
+
+    def wait() -> None:
+        with file_lock(path, before_waiting=waits.set):
+            locked.set()
+            checked.wait(60)
+
+    waiter = Thread(target=wait, daemon=True)
+    with file_lock(path):
+        waiter.start()
+        assert waits.wait(60)
+        path.unlink()
+    assert locked.wait(60)
+    with pytest.raises(BlockingIOError), file_lock(path, blocking=False):
+        pass
+    checked.set()
+    waiter.join(60)
 
 
 def test_an_error_releases_it(tmp_path):
@@ -42,6 +62,6 @@ def test_a_disk_without_locks_is_said_and_stops_nobody(tmp_path, monkeypatch, nu
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("fcntl.flock", flock)
-    for before_waiting in (None, pytest.fail):
-        with file_lock(tmp_path / ".lock", before_waiting) as lock:
+    for blocking in (True, False):
+        with file_lock(tmp_path / ".lock", blocking, pytest.fail) as lock:
             assert lock.unsupported == os.strerror(number)

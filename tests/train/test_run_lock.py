@@ -68,6 +68,23 @@ def test_a_start_that_is_refused_leaves_no_folder(make_recipe, tmp_path):
     assert not make_recipe().run_folder.exists()
 
 
+def test_a_start_that_fails_removes_no_lock_of_another(tmp_path):
+    folder = tmp_path / "run"
+    second = RunLock(folder)
+
+    class Failing(RunLock):
+        def release(self) -> None:  # the moment at which another process gets the lock
+            was_held = self._held is not None
+            super().release()
+            if was_held:
+                second.acquire()
+
+    with Failing(folder) as first:
+        first.acquire()
+    with second, pytest.raises(UserError, match="in use"):
+        RunLock(folder).acquire()
+
+
 def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
     def flock(*_):
         raise OSError(38, "Function not implemented")
