@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 from lingpt.common.errors import UserError, unknown
-from lingpt.models.config import Config
 from lingpt.models.gpt import GPT
 
 
@@ -21,7 +20,7 @@ _MOMENTS = 2  # numbers that AdamW keeps per weight, in the weight's dtype
 
 
 def memory_estimate(
-    config: Config,
+    model: GPT,
     micro_batch_size: int,
     seq_len: int,
     precision: str = "bf16-mixed",
@@ -39,6 +38,7 @@ def memory_estimate(
     Fragmentation, CUDA's context and workspaces are not included.
 
     Args:
+        model: on any device; only its shapes count.
         precision: Fabric's name (`32-true`, `bf16-mixed` or `bf16-true`).
         loss_chunk_tokens: tokens whose logits exist at a time; None for the whole micro-batch.
         sharded_over: number of devices that shard parameters, gradients and optimizer (FSDP2); each has two
@@ -48,11 +48,11 @@ def memory_estimate(
         gathers_once: when sharding, each device has all parameters, and its own gradient, unsharded for a
             step.
     """
+    config = model.config
     if precision not in _BYTES:
         raise unknown("precision", precision, _BYTES)
     if seq_len > config.block_size:
         raise UserError(f"sequences of {seq_len} tokens exceed the block size {config.block_size}")
-    model = GPT.on_meta(config)
     size, tokens, sharded = _BYTES[precision], micro_batch_size * seq_len, sharded_over > 1
     n, at_once = model.num_parameters(), _gathered_at_once(model)
     embedding = config.padded_vocab_size * config.n_embd  # number of weights; the last layer has as many

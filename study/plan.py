@@ -92,7 +92,7 @@ def _costs(
     """The cells of each row; and, by stage, the FLOPs left in each run. parameters: number of each row's."""
     suites = study.suites if "scores" in stages else ()
     tuning = rate_runs if "rates" in stages else ()
-    flops = {run.name: run_flops(model_config(run.recipe), run.recipe) for run in (*tuning, *runs)}
+    flops = {run.name: run_flops(GPT.on_meta(model_config(run.recipe)), run.recipe) for run in (*tuning, *runs)}
     rows = []
     for row in study.attentions:
         mine, short = ([run for run in some if run.row == row] for some in (runs, tuning))

@@ -3,6 +3,6 @@
 from lingpt.train.config import Recipe, TrainConfig
 from lingpt.train.curve_figure import draw_curves
 from lingpt.train.curves import format_table
-from lingpt.train.loop import train
+from lingpt.train.loop import check_recipe, train
 
-__all__ = ["Recipe", "TrainConfig", "draw_curves", "format_table", "train"]
+__all__ = ["Recipe", "TrainConfig", "check_recipe", "draw_curves", "format_table", "train"]

@@ -25,7 +25,7 @@ from lingpt.common.errors import Interrupted, UserError
 from lingpt.common.format import duration
 from lingpt.common.run_folder import PROFILE, read_metrics
 from lingpt.data import BatchSampler, Dataset, prepare
-from lingpt.models import Config
+from lingpt.models import GPT, Config
 from lingpt.train import checkpoint, report
 from lingpt.train.checkpoint_writer import CheckpointWriter
 from lingpt.train.compilation import compiles
@@ -84,25 +84,35 @@ def train(recipe: Recipe) -> Path:
         return _train(recipe)
 
 
-def _train(recipe: Recipe) -> Path:
-    config = model_config(recipe)
-    machine, why = choose_strategy(choose_machine(recipe.train), config, recipe)
+def check_recipe(recipe: Recipe) -> tuple[GPT, Machine, str | None]:
+    """The model, on the meta device; the machine, with how its devices share the model; and why they do (None
+    if there is nothing to explain). UserError, before any work, for what cannot be trained here; a dry run
+    may be too large for it.
+    """
+    gpt = GPT.on_meta(model_config(recipe))
+    machine, why = choose_strategy(choose_machine(recipe.train), gpt, recipe)
     check(recipe, machine.world_size)
+    if not recipe.train.dry_run:
+        check_machine(machine, gpt, recipe)
+    return gpt, machine, why
+
+
+def _train(recipe: Recipe) -> Path:
+    gpt, machine, why = check_recipe(recipe)
     if recipe.train.dry_run:
-        print_rank0("\n".join([format_plan(recipe, machine, config), *([why] if why else [])]))
+        print_rank0("\n".join([format_plan(recipe, machine, gpt), *([why] if why else [])]))
         return recipe.run_folder
-    check_machine(machine, config, recipe)
     if why:
         print_rank0(why)
-    if machine.accelerator == "cuda" and not fits_here(machine, config, recipe):
-        print_rank0(f"memory: {too_small_message(machine, config, recipe)}")
+    if machine.accelerator == "cuda" and not fits_here(machine, gpt, recipe):
+        print_rank0(f"memory: {too_small_message(machine, gpt, recipe)}")
     # Before the processes are launched, as a long tokenisation would exceed their timeouts.
-    dataset = prepare(recipe.data, padded_vocab_size=config.padded_vocab_size)
+    dataset = prepare(recipe.data, padded_vocab_size=gpt.config.padded_vocab_size)
     parallel = Parallel(machine, recipe.train.reduce_bf16, recipe.train.timeout_minutes)
     lock = RunLock(recipe.run_folder)
 
     def start() -> Path | None:
-        kernels = attention_kernels(config, parallel.device, machine.precision)
+        kernels = attention_kernels(gpt.config, parallel.device, machine.precision)
         resume_from = resume_or_create(recipe, dataset.fingerprint, lock)
         # A run that has already done more steps than requested trains nothing and keeps its record.
         if resume_from is None or checkpoint.load_manifest(resume_from)["step"] <= recipe.total_steps:
@@ -112,13 +122,13 @@ def _train(recipe: Recipe) -> Path:
         return resume_from
 
     with lock:
-        with parallel.propagate_errors(), out_of_memory(machine, config, recipe):
+        with parallel.propagate_errors(), out_of_memory(machine, gpt, recipe):
             parallel.check_same_settings(machine, shared_settings(recipe) | {"the data": dataset.fingerprint})
             if differ := report.mixed_devices_message(parallel.all_gather_object(parallel.device_name)):
                 print_rank0(differ)
             resume_from = parallel.on_rank_zero(start)
             try:
-                run = Run(recipe, machine, config, dataset, parallel, resume_from)
+                run = Run(recipe, machine, gpt.config, dataset, parallel, resume_from)
                 run.warm_up()
                 with run.writer, stop_signals() as stop:
                     finished = run.train(stop)

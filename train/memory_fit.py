@@ -10,7 +10,7 @@ import torch
 from lingpt.common.devices import available_cores
 from lingpt.common.errors import UserError
 from lingpt.common.format import duration, scaled
-from lingpt.models import Config, memory_estimate
+from lingpt.models import GPT, memory_estimate
 from lingpt.train.config import Recipe
 from lingpt.train.loss import rows_per_chunk
 from lingpt.train.machine import Machine
@@ -20,7 +20,7 @@ _MAX_CPU_DAYS = 7.0
 
 
 def memory_needed(
-    config: Config,
+    gpt: GPT,
     recipe: Recipe,
     precision: str,
     micro_batch_size: int | None = None,
@@ -33,11 +33,11 @@ def memory_needed(
     """
     size = micro_batch_size or recipe.train.micro_batch_size
     return memory_estimate(
-        config,
+        gpt,
         size,
         recipe.data.seq_len,
         precision,
-        loss_chunk_tokens=rows_per_chunk(config.padded_vocab_size, config.n_embd),
+        loss_chunk_tokens=rows_per_chunk(gpt.config.padded_vocab_size, gpt.config.n_embd),
         sharded_over=over,
         activation_checkpointing=recipe.train.activation_checkpointing,
         accumulates=recipe.train.global_batch_size > size,
@@ -45,12 +45,10 @@ def memory_needed(
     )
 
 
-def memory_here(
-    machine: Machine, config: Config, recipe: Recipe, precision: str | None = None
-) -> dict[str, int]:
+def memory_here(machine: Machine, gpt: GPT, recipe: Recipe, precision: str | None = None) -> dict[str, int]:
     """`memory_needed` on each device of `machine`, as it will train, or at another `precision`, if given."""
     return memory_needed(
-        config,
+        gpt,
         recipe,
         precision or machine.precision,
         over=machine.sharded_over,
@@ -63,23 +61,23 @@ def fits(need: float, memory: float) -> bool:
     return need * 1.08 + 1e9 <= memory
 
 
-def fits_here(machine: Machine, config: Config, recipe: Recipe) -> bool:
+def fits_here(machine: Machine, gpt: GPT, recipe: Recipe) -> bool:
     """Whether the memory that each device needs, by the estimate, fits."""
-    return fits(memory_here(machine, config, recipe)["total"], machine.memory)
+    return fits(memory_here(machine, gpt, recipe)["total"], machine.memory)
 
 
-def check_machine(machine: Machine, config: Config, recipe: Recipe) -> None:
+def check_machine(machine: Machine, gpt: GPT, recipe: Recipe) -> None:
     """Raises UserError for a model that this machine without a GPU cannot train in a week, unless
     `accelerator: cpu` is given."""
     if machine.accelerator != "cpu":
         return
-    need = memory_here(machine, config, recipe)["total"] * machine.devices
-    flops = run_flops(config, recipe)
+    need = memory_here(machine, gpt, recipe)["total"] * machine.devices
+    flops = run_flops(gpt, recipe)
     days = flops / (CPU_CORE_FLOPS * available_cores()) / 86400
     too_large, too_long = need > machine.memory, days > _MAX_CPU_DAYS and recipe.train.accelerator == "auto"
     if not (too_large or too_long):
         return
-    on_gpu = memory_needed(config, recipe, "bf16-mixed", 1)["total"]
+    on_gpu = memory_needed(gpt, recipe, "bf16-mixed", 1)["total"]
     such = "which no card that is known here has"
     if cards := [device for device in DEVICES if fits(on_gpu, device.memory)]:
         card = min(cards, key=lambda device: device.memory)
@@ -96,26 +94,26 @@ def check_machine(machine: Machine, config: Config, recipe: Recipe) -> None:
 
 
 @contextlib.contextmanager
-def out_of_memory(machine: Machine, config: Config, recipe: Recipe) -> Iterator[None]:
+def out_of_memory(machine: Machine, gpt: GPT, recipe: Recipe) -> Iterator[None]:
     """Turns a GPU's out-of-memory error into a UserError that says what was needed and what to change."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise UserError(f"out of memory: {too_small_message(machine, config, recipe)}") from error
+        raise UserError(f"out of memory: {too_small_message(machine, gpt, recipe)}") from error
 
 
-def too_small_message(machine: Machine, config: Config, recipe: Recipe) -> str:
+def too_small_message(machine: Machine, gpt: GPT, recipe: Recipe) -> str:
     """A message: the memory that `recipe` needs by the estimate, what a device has, and what would fit."""
-    need = memory_here(machine, config, recipe)["total"]
+    need = memory_here(machine, gpt, recipe)["total"]
     others = " (does something else use it?)" if fits(need, machine.memory) else ""
     return (
         f"micro-batches of {recipe.train.micro_batch_size} need about {scaled(need, 'B')} by the estimate, "
         f"and {machine.name} has {machine.memory / 1e9:.0f} GB{others}: "
-        f"try {what_fits_message(machine, config, recipe)}"
+        f"try {what_fits_message(machine, gpt, recipe)}"
     )
 
 
-def what_fits_message(machine: Machine, config: Config, recipe: Recipe) -> str:
+def what_fits_message(machine: Machine, gpt: GPT, recipe: Recipe) -> str:
     """The options that make `recipe` fit `machine`'s devices, by the estimate.
 
     A smaller micro-batch; or activation checkpointing, with the largest micro-batch that then fits; or
@@ -128,14 +126,12 @@ def what_fits_message(machine: Machine, config: Config, recipe: Recipe) -> str:
     if not t.activation_checkpointing:
         ways.append((" --train.activation_checkpointing true", recomputing, sizes))
     for option, changed, possible in ways:
-        if size := largest_that_fits(
-            machine.memory, machine.precision, config, changed, possible, over, once
-        ):
-            need = memory_needed(config, changed, machine.precision, size, over, once)["total"]
+        if size := largest_that_fits(machine.memory, machine.precision, gpt, changed, possible, over, once):
+            need = memory_needed(gpt, changed, machine.precision, size, over, once)["total"]
             return f"--train.micro_batch_size {size}{option} (about {scaled(need, 'B')})"
     here = machine.world_size
     for devices in sorted({here, 2, 4, 8, 16, 32, 64}):
-        need = memory_needed(config, recomputing, machine.precision, 1, devices)["total"]
+        need = memory_needed(gpt, recomputing, machine.precision, 1, devices)["total"]
         if devices >= here and devices > over and fits(need, machine.memory):
             more = f"{devices} such devices with " if devices > here else ""
             return (
@@ -154,7 +150,7 @@ def micro_batch_sizes(recipe: Recipe, world_size: int) -> list[int]:
 def largest_that_fits(
     memory: float,
     precision: str,
-    config: Config,
+    gpt: GPT,
     recipe: Recipe,
     sizes: Sequence[int],
     over: int = 1,
@@ -162,6 +158,6 @@ def largest_that_fits(
 ) -> int:
     """The largest of the ascending micro-batch `sizes` that fits `memory` bytes by the estimate; else 0."""
     for size in reversed(sizes):
-        if fits(memory_needed(config, recipe, precision, size, over, gathers_once)["total"], memory):
+        if fits(memory_needed(gpt, recipe, precision, size, over, gathers_once)["total"], memory):
             return size
     return 0

@@ -4,7 +4,7 @@ import torch
 
 from lingpt.common.format import counted, duration, scaled
 from lingpt.data import availability, cache_size
-from lingpt.models import GPT, Config
+from lingpt.models import GPT
 from lingpt.train.checkpoint_writer import pinned_bytes
 from lingpt.train.config import Recipe
 from lingpt.train.machine import Machine
@@ -22,16 +22,15 @@ from lingpt.train.throughput import DEVICES, STATED_MFU, Device, measured_flops,
 SHOWN = ("RTX A6000", "A100 40GB", "A100 80GB", "H100 SXM", "H200")
 
 
-def format_plan(recipe: Recipe, machine: Machine, config: Config) -> str:
+def format_plan(recipe: Recipe, machine: Machine, gpt: GPT) -> str:
     """The plan as text: parameters, FLOPs, memory, tokens, steps, disk, and the time on known devices."""
-    gpt = GPT.on_meta(config)
     t, data, world_size = recipe.train, recipe.data, machine.world_size
     on_gpu = "bf16-mixed" if t.precision == "auto" else t.precision
     precision = machine.precision if machine.accelerator == "cuda" else on_gpu
     tokens = recipe.total_steps * recipe.tokens_per_step
-    flops = run_flops(config, recipe)
-    need = memory_here(machine, config, recipe, precision)
-    least = memory_needed(config, recipe, precision, over=machine.sharded_over)["total"]
+    flops = run_flops(gpt, recipe)
+    need = memory_here(machine, gpt, recipe, precision)
+    least = memory_needed(gpt, recipe, precision, over=machine.sharded_over)["total"]
     parts = ", ".join(f"{name} {scaled(size, 'B')}" for name, size in need.items() if name != "total")
     checkpoint = gpt.num_parameters() * (2 if precision == "bf16-true" else 4) * 3  # AdamW has two moments
     most = checkpoint * (t.keep_checkpoints + t.keep_best + (t.schedule == "wsd") + 1)
@@ -47,10 +46,10 @@ def format_plan(recipe: Recipe, machine: Machine, config: Config) -> str:
         "memory": f"{scaled(need['total'], 'B')} a device at micro-batch {t.micro_batch_size}, {precision}, "
         f"estimated ({parts})",
         "disk": f"{scaled(checkpoint, 'B')} a checkpoint, {scaled(most, 'B')} at most while saving (keep "
-        f"{t.keep_checkpoints}); token cache {cache_size(data.source, config.padded_vocab_size)}",
+        f"{t.keep_checkpoints}); token cache {cache_size(data.source, gpt.config.padded_vocab_size)}",
         "host": f"{scaled(_pinned(gpt, precision, machine), 'B')} of pinned memory beside a GPU: the copy of "
         "a checkpoint that is written while training goes on",
-        "here": _here(machine, config, recipe),
+        "here": _here(machine, gpt, recipe),
     }
     micro_batch = f"at micro-batch {t.micro_batch_size}"
     shown = [next(device for device in DEVICES if device.name == name) for name in SHOWN]
@@ -62,9 +61,9 @@ def format_plan(recipe: Recipe, machine: Machine, config: Config) -> str:
         "",
         f"{'device':<12} {'memory':>7}  {micro_batch:<17} {'largest micro-batch':<20} {'1 device':>10} "
         f"{'8 devices':>10}   at {STATED_MFU:.0%} MFU",
-        *(_row(device, recipe, machine, config, precision, least, flops) for device in shown),
+        *(_row(device, recipe, machine, gpt, precision, least, flops) for device in shown),
     ]
-    if several := [text for device in shown if (text := _sharded(device, config, recipe, precision, least))]:
+    if several := [text for device in shown if (text := _sharded(device, gpt, recipe, precision, least))]:
         lines += ["", f"sharded by FSDP {micro_batch} it fits {', '.join(several)}"]
     rate, basis = _speed(machine, flops / tokens)
     lines += ["", f"here: about {scaled(rate, ' tokens/s')} at {basis}, {duration(tokens / rate)}"]
@@ -94,10 +93,10 @@ def tokens_per_second(used: float, flops_per_token: float, machine: Machine) -> 
 
 
 def _row(
-    device: Device, recipe: Recipe, machine: Machine, config: Config, precision: str, need: int, flops: float
+    device: Device, recipe: Recipe, machine: Machine, gpt: GPT, precision: str, need: int, flops: float
 ) -> str:
     sizes = micro_batch_sizes(recipe, machine.world_size)
-    largest = largest_that_fits(device.memory, precision, config, recipe, sizes, machine.sharded_over)
+    largest = largest_that_fits(device.memory, precision, gpt, recipe, sizes, machine.sharded_over)
     peak = device.fp32 if precision.startswith("32") else device.bf16
     seconds = flops / (peak * STATED_MFU)
     return (
@@ -106,19 +105,19 @@ def _row(
     )
 
 
-def _here(machine: Machine, config: Config, recipe: Recipe) -> str:
+def _here(machine: Machine, gpt: GPT, recipe: Recipe) -> str:
     if machine.accelerator == "cpu":
         return f"{machine.name}, no GPU"
-    fitting = fits_here(machine, config, recipe)
-    verdict = "fits" if fitting else f"does not fit: {too_small_message(machine, config, recipe)}"
+    fitting = fits_here(machine, gpt, recipe)
+    verdict = "fits" if fitting else f"does not fit: {too_small_message(machine, gpt, recipe)}"
     return f"{machine.devices} × {machine.name}, {machine.memory / 1e9:.0f} GB each: {verdict}"
 
 
-def _sharded(device: Device, config: Config, recipe: Recipe, precision: str, need: int) -> str | None:
+def _sharded(device: Device, gpt: GPT, recipe: Recipe, precision: str, need: int) -> str | None:
     """The smallest number of devices that fit the sharded model, as `4 × A100 40GB`; None if one device fits
     `need` bytes, or no number fits."""
     for devices in () if fits(need, device.memory) else (2, 4, 8):
-        if fits(memory_needed(config, recipe, precision, over=devices)["total"], device.memory):
+        if fits(memory_needed(gpt, recipe, precision, over=devices)["total"], device.memory):
             return f"{devices} × {device.name}"
     return None
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lingpt.models import GPT, Config
+from lingpt.models import GPT
 from lingpt.train.config import Recipe
 
 STATED_MFU = 0.4  # for estimates of how long a run takes
@@ -86,9 +86,9 @@ def measured_flops(accelerator: str, precision: str) -> float:
     return 2 * size**3 * count / seconds
 
 
-def run_flops(config: Config, recipe: Recipe) -> float:
+def run_flops(gpt: GPT, recipe: Recipe) -> float:
     """FLOPs of the whole run, from the model's `flops_per_token`."""
-    per_token = GPT.on_meta(config).flops_per_token(recipe.data.seq_len)
+    per_token = gpt.flops_per_token(recipe.data.seq_len)
     return float(per_token) * recipe.total_steps * recipe.tokens_per_step
 
 

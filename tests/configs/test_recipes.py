@@ -6,6 +6,7 @@ import yaml
 from lingpt.common.errors import UserError
 from lingpt.configs import FOLDER, recipe_names
 from lingpt.configs.recipe import parse_recipe, training_recipes
+from lingpt.models import GPT
 from lingpt.train import Recipe
 from lingpt.train.config import check
 from lingpt.train.distributed.strategy import choose_strategy
@@ -94,7 +95,7 @@ def test_pythia_recipes_are_the_papers(name):
     assert (t.global_batch_size, t.max_tokens) == (256, 3 * 10**9)
     assert (t.learning_rate, t.min_learning_rate) == (1e-3, 5e-5)
     assert (t.warmup_steps, t.weight_decay, t.beta1, t.beta2, t.grad_clip) == (100, 0.1, 0.9, 0.95, 1.0)
-    need = memory_needed(model_config(recipe), recipe, "bf16-mixed")["total"]
+    need = memory_needed(GPT.on_meta(model_config(recipe)), recipe, "bf16-mixed")["total"]
     assert fits(need, 48e9)
 
 
@@ -118,12 +119,12 @@ def test_several_cards_share_what_one_cannot_hold(name, cards, memory, recompute
     recipe = load(name)
     assert recipe.train.activation_checkpointing == (name in ("pythia-6.9b", "pythia-12b"))
     recipe.train.activation_checkpointing = recompute
-    config = model_config(recipe)
+    gpt = GPT.on_meta(model_config(recipe))
     machine, why = choose_strategy(
-        Machine("cuda", cards, 1, "bf16-mixed", "a card", int(memory)), config, recipe
+        Machine("cuda", cards, 1, "bf16-mixed", "a card", int(memory)), gpt, recipe
     )
     assert machine.strategy == strategy and strategy.upper() in (why or "")
-    assert fits(memory_needed(config, recipe, "bf16-mixed", over=machine.sharded_over)["total"], memory)
-    assert fits(memory_needed(config, recipe, "32-true")["parameters"], memory), "whole, when it is made"
+    assert fits(memory_needed(gpt, recipe, "bf16-mixed", over=machine.sharded_over)["total"], memory)
+    assert fits(memory_needed(gpt, recipe, "32-true")["parameters"], memory), "whole, when it is made"
     assert machine.gathers_once == ((name, cards) in (("pythia-2.8b", 4), ("pythia-12b", 8))), "with room"
-    assert fits(memory_here(machine, config, recipe)["total"], memory)
+    assert fits(memory_here(machine, gpt, recipe)["total"], memory)

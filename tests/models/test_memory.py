@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lingpt.common.errors import UserError
-from lingpt.models import Config, memory_estimate
+from lingpt.models import GPT, Config, memory_estimate
 
 
 def kept_for_backward(model, idx) -> int:
@@ -30,7 +30,7 @@ def kept_for_backward(model, idx) -> int:
 def test_activations_are_what_autograd_keeps(small, variant):
     """Too low and a run dies where a dry run promised room; too high and a card that would do is refused."""
     model = small(n_embd=128, **variant)
-    estimate = memory_estimate(model.config, micro_batch_size=4, seq_len=96, precision="32-true")
+    estimate = memory_estimate(model, micro_batch_size=4, seq_len=96, precision="32-true")
     idx = torch.zeros(4, 96, dtype=torch.long)
     assert estimate["activations"] == pytest.approx(kept_for_backward(model, idx), rel=0.15)
 
@@ -54,7 +54,7 @@ def test_activations_are_what_compiled_blocks_keep(small, attention, options):
     model = small(attention, n_embd=128, **options)
     for block in model.blocks:
         block.compile(dynamic=False, backend="aot_eager_decomp_partition")
-    estimate = memory_estimate(model.config, micro_batch_size=4, seq_len=96, precision="bf16-mixed")
+    estimate = memory_estimate(model, micro_batch_size=4, seq_len=96, precision="bf16-mixed")
     with torch.autocast("cpu", torch.bfloat16):
         kept = kept_for_backward(model, torch.zeros(4, 96, dtype=torch.long))
     matrices = [m.weight for block in model.blocks for m in block.modules() if isinstance(m, nn.Linear)]
@@ -64,9 +64,9 @@ def test_activations_are_what_compiled_blocks_keep(small, attention, options):
 
 def test_gradients_stand_beside_the_activations_only_where_they_are_accumulated(small):
     """In a step of one micro-batch they come while the activations go: the larger of the two counts."""
-    config = small("ours").config
+    model = small("ours")
     few, many = (
-        [memory_estimate(config, size, 32, "32-true", accumulates=a) for a in (True, False)]
+        [memory_estimate(model, size, 32, "32-true", accumulates=a) for a in (True, False)]
         for size in (1, 64)
     )
     assert many[1]["gradients"] == 0 and few[1]["gradients"] > 0
@@ -78,7 +78,7 @@ def test_weights_gradients_and_adamw_are_counted(small):
     """fp32: 4 + 4 + 8 bytes a parameter; bf16-true half of that."""
     n = small("ours").num_parameters()
     for precision, size in (("32-true", 4), ("bf16-true", 2)):
-        estimate = memory_estimate(small("ours").config, 1, 32, precision)
+        estimate = memory_estimate(small("ours"), 1, 32, precision)
         parts = [estimate[part] for part in ("parameters", "gradients", "optimizer")]
         assert parts == [n * size, n * size, 2 * n * size]
         assert estimate["total"] == sum(value for part, value in estimate.items() if part != "total")
@@ -86,17 +86,17 @@ def test_weights_gradients_and_adamw_are_counted(small):
 
 def test_a_loss_in_chunks_needs_fewer_logits():
     """At 50304 words the logits of a long batch are as large as the model."""
-    config = Config.from_name("pythia-70m")
-    whole, chunked = (memory_estimate(config, 8, 2048, loss_chunk_tokens=c) for c in (None, 1024))
+    model = GPT.on_meta(Config.from_name("pythia-70m"))
+    whole, chunked = (memory_estimate(model, 8, 2048, loss_chunk_tokens=c) for c in (None, 1024))
     assert whole["logits"] == 16 * chunked["logits"] > whole["parameters"]
     assert whole["activations"] == chunked["activations"]
 
 
 def test_shards_and_recomputed_blocks_need_less():
     """FSDP divides what AdamW keeps; a recomputed block leaves its input: 12 B parameters on eight cards."""
-    config = Config.from_name("pythia-12b")
+    model = GPT.on_meta(config := Config.from_name("pythia-12b"))
     whole, shards, both = (
-        memory_estimate(config, 1, 2048, sharded_over=over, activation_checkpointing=recompute)
+        memory_estimate(model, 1, 2048, sharded_over=over, activation_checkpointing=recompute)
         for over, recompute in ((1, False), (8, False), (8, True))
     )
     assert shards["optimizer"] == pytest.approx(whole["optimizer"] / 8, rel=1e-6)
@@ -111,13 +111,13 @@ def test_shards_and_recomputed_blocks_need_less():
 
 def test_shards_that_are_gathered_once_a_step_take_more():
     """All weights in fp32 instead of those of two blocks, and a whole gradient where one is accumulated."""
-    config = Config.from_name("pythia-1.4b")
+    model = GPT.on_meta(config := Config.from_name("pythia-1.4b"))
 
     def estimate(**options) -> dict[str, int]:
-        return memory_estimate(config, 4, 2048, sharded_over=2, **options)
+        return memory_estimate(model, 4, 2048, sharded_over=2, **options)
 
     always, once = estimate(), estimate(gathers_once=True)
-    n = memory_estimate(config, 4, 2048)["gradients"] // 4
+    n = memory_estimate(model, 4, 2048)["gradients"] // 4
     assert once["gradients"] == 4 * n and always["gradients"] < 3 * n
     of_block = 12 * config.n_embd**2
     assert once["parameters"] - always["parameters"] == pytest.approx(4 * 22 * of_block, rel=0.01)
@@ -128,8 +128,8 @@ def test_shards_that_are_gathered_once_a_step_take_more():
 
 def test_mistakes_are_one_line():
     """A dry run names what it cannot estimate."""
-    config = Config.from_name("demo")
+    model = GPT.on_meta(Config.from_name("demo"))
     with pytest.raises(UserError, match="did you mean 'bf16-mixed'"):
-        memory_estimate(config, 1, 64, "bf16mixed")
+        memory_estimate(model, 1, 64, "bf16mixed")
     with pytest.raises(UserError, match="exceed the block size 256"):
-        memory_estimate(config, 1, 512)
+        memory_estimate(model, 1, 512)

@@ -8,8 +8,8 @@ import torch
 
 from lingpt.common.errors import UserError
 from lingpt.common.format import scaled
-from lingpt.models import ModelArgs
-from lingpt.train import Recipe, TrainConfig
+from lingpt.models import GPT, ModelArgs
+from lingpt.train import Recipe, TrainConfig, train
 from lingpt.train.machine import Machine
 from lingpt.train.memory_fit import fits, memory_needed, out_of_memory, what_fits_message
 from lingpt.train.plan import format_plan
@@ -37,16 +37,16 @@ def a_run(memory: float, micro_batch_size: int, **options) -> tuple[Machine, Rec
 def test_out_of_memory_says_what_was_needed_and_what_fits(memory, micro_batch_size, fix):
     """One line with the estimate, what the card has, and options that fit by the same estimate."""
     machine, recipe = a_run(memory, micro_batch_size)
-    config = recipe.model.config()
-    with pytest.raises(UserError) as raised, out_of_memory(machine, config, recipe):
+    gpt = GPT.on_meta(recipe.model.config())
+    with pytest.raises(UserError) as raised, out_of_memory(machine, gpt, recipe):
         raise torch.OutOfMemoryError("CUDA out of memory")
     line = str(raised.value)
-    need = memory_needed(config, recipe, "bf16-mixed")["total"]
+    need = memory_needed(gpt, recipe, "bf16-mixed")["total"]
     assert f"micro-batches of {micro_batch_size} need about {scaled(need, 'B')}" in line
     assert f"NVIDIA H100 has {memory / 1e9:.0f} GB: try" in line and re.search(f"try {fix}", line)
     if size := re.search(r"micro_batch_size (\d+) \(", line):
         recipe.train.micro_batch_size = int(size[1])
-        assert fits(memory_needed(config, recipe, "bf16-mixed")["total"], memory)
+        assert fits(memory_needed(gpt, recipe, "bf16-mixed")["total"], memory)
 
 
 @pytest.mark.parametrize(
@@ -57,18 +57,18 @@ def test_who_has_several_devices_is_not_told_to_take_fewer(strategy, devices, fi
     """Guards: `2 such devices` to someone who has eight."""
     machine, recipe = a_run(24e9 if strategy == "ddp" else 14e9, 1)
     machine = replace(machine, strategy=strategy, devices=devices)
-    assert re.match(fix, what_fits_message(machine, recipe.model.config(), recipe))
+    assert re.match(fix, what_fits_message(machine, GPT.on_meta(recipe.model.config()), recipe))
 
 
 def test_advice_counts_what_is_gathered_once():
     """Guards: a micro-batch said to need less than the run would then have taken."""
     machine, recipe = a_run(80e9, 24)
     machine = replace(machine, strategy="fsdp", devices=2, gathers_once=True)
-    config = recipe.model.config()
-    size = int(re.search(r"micro_batch_size (\d+)", what_fits_message(machine, config, recipe))[1])
-    need = memory_needed(config, recipe, "bf16-mixed", size, 2, gathers_once=True)["total"]
-    assert what_fits_message(machine, config, recipe).endswith(f"(about {scaled(need, 'B')})")
-    assert need > memory_needed(config, recipe, "bf16-mixed", size, 2)["total"]
+    gpt = GPT.on_meta(recipe.model.config())
+    size = int(re.search(r"micro_batch_size (\d+)", what_fits_message(machine, gpt, recipe))[1])
+    need = memory_needed(gpt, recipe, "bf16-mixed", size, 2, gathers_once=True)["total"]
+    assert what_fits_message(machine, gpt, recipe).endswith(f"(about {scaled(need, 'B')})")
+    assert need > memory_needed(gpt, recipe, "bf16-mixed", size, 2)["total"]
 
 
 def test_a_model_that_no_card_holds_whole_is_trained_in_parts():
@@ -76,17 +76,17 @@ def test_a_model_that_no_card_holds_whole_is_trained_in_parts():
     cannot hold two blocks and the embeddings are still too small."""
     machine, recipe = a_run(42e9, 1)
     recipe.model.name = "pythia-12b"
-    machine, config = replace(machine, devices=8, strategy="fsdp"), recipe.model.config()
+    machine, gpt = replace(machine, devices=8, strategy="fsdp"), GPT.on_meta(recipe.model.config())
     way = "--train.micro_batch_size 1 --train.activation_checkpointing true"
-    assert what_fits_message(machine, config, recipe).startswith(way)
-    assert what_fits_message(replace(machine, memory=6e9), config, recipe).startswith("shorter sequences")
+    assert what_fits_message(machine, gpt, recipe).startswith(way)
+    assert what_fits_message(replace(machine, memory=6e9), gpt, recipe).startswith("shorter sequences")
 
 
 def test_a_dry_run_says_how_many_cards_a_large_model_takes():
     """Guards: `does not fit` for every card, of a model that fits several."""
     machine, recipe = a_run(141e9, 1)
     recipe.model.name = "pythia-12b"
-    plan = format_plan(recipe, machine, recipe.model.config())
+    plan = format_plan(recipe, machine, GPT.on_meta(recipe.model.config()))
     (line,) = [line for line in plan.splitlines() if line.startswith("sharded by FSDP")]
     assert re.search(r"8 × A100 80GB.*[24] × H200", line), line
     assert re.search(r"disk +142 GB a checkpoint, 426 GB at most", plan), "and not 1.4e+02 GB"
@@ -97,7 +97,7 @@ def test_where_the_estimate_fits_something_else_may_use_the_card():
     machine, recipe = a_run(141e9, 4)
     with (
         pytest.raises(UserError, match=r"something else use it\?\): try --train.micro_batch_size 3 \("),
-        out_of_memory(machine, recipe.model.config(), recipe),
+        out_of_memory(machine, GPT.on_meta(recipe.model.config()), recipe),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -105,7 +105,16 @@ def test_where_the_estimate_fits_something_else_may_use_the_card():
 def test_a_dry_run_says_that_it_does_not_fit_and_what_would():
     """Before anything is allocated; and how long it takes where it fits."""
     machine, recipe = a_run(80e9, 24)
-    config = recipe.model.config()
-    plan = format_plan(recipe, machine, config)
+    gpt = GPT.on_meta(recipe.model.config())
+    plan = format_plan(recipe, machine, gpt)
     assert "does not fit: micro-batches of 24 need about" in plan
-    assert what_fits_message(machine, config, recipe) in plan and "at 40% MFU" in plan
+    assert what_fits_message(machine, gpt, recipe) in plan and "at 40% MFU" in plan
+
+
+def test_a_dry_run_builds_the_model_once(monkeypatch, capsys):
+    """Guards: pythia-12b was built for each of 58 estimates, which took most of a dry run's time."""
+    built, build = [], GPT.__init__
+    monkeypatch.setattr(GPT, "__init__", lambda gpt, config: built.append(gpt) or build(gpt, config))
+    _, recipe = a_run(80e9, 24, dry_run=True, accelerator="cpu")
+    train(recipe)
+    assert "H200" in capsys.readouterr().out and len(built) == 1

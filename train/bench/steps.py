@@ -32,7 +32,7 @@ from lingpt.common.errors import UserError, unknown
 from lingpt.data import DataConfig
 from lingpt.kernels.bench.environment import environment, used_by_others
 from lingpt.kernels.bench.rows import attempt, budget_spent, skipped
-from lingpt.models import ATTENTIONS, MODELS, ModelArgs
+from lingpt.models import ATTENTIONS, GPT, MODELS, ModelArgs
 from lingpt.models.attention.base import QKVAttention
 from lingpt.train.bench.step_results import (
     DENSE_IDENTITY,
@@ -263,14 +263,15 @@ def _recipes(
     if micro_batch_tokens is not None:
         size = max((size for size in sizes if size * shape.seq_len <= micro_batch_tokens), default=1)
     else:
-        config = hungriest.model.config()
-        size = largest_that_fits(machine.memory, machine.precision, config, hungriest, sizes) or 1
+        gpt = GPT.on_meta(hungriest.model.config())
+        size = largest_that_fits(machine.memory, machine.precision, gpt, hungriest, sizes) or 1
     train = replace(train, micro_batch_size=size)
     return {name: replace(recipe, train=train) for name, recipe in recipes.items()}
 
 
 def _estimate(recipe: Recipe, machine: Machine, micro_batch_size: int) -> int:
-    return memory_needed(recipe.model.config(), recipe, machine.precision, micro_batch_size)["total"]
+    gpt = GPT.on_meta(recipe.model.config())
+    return memory_needed(gpt, recipe, machine.precision, micro_batch_size)["total"]
 
 
 def _new_row(attention: str, recipe: Recipe, machine: Machine, session: str) -> Row:

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 from lingpt.common.errors import UserError
 from lingpt.common.format import scaled
-from lingpt.models import Config
+from lingpt.models import GPT
 from lingpt.train.config import Recipe
 from lingpt.train.machine import Machine
 from lingpt.train.memory_fit import fits, memory_needed
 
 
-def choose_strategy(machine: Machine, config: Config, recipe: Recipe) -> tuple[Machine, str | None]:
+def choose_strategy(machine: Machine, gpt: GPT, recipe: Recipe) -> tuple[Machine, str | None]:
     """`machine` with the recipe's strategy, or else the one that its memory needs; and the reason, or None if
     there is nothing to explain.
     """
@@ -24,7 +24,7 @@ def choose_strategy(machine: Machine, config: Config, recipe: Recipe) -> tuple[M
     room = machine.memory / (machine.devices if machine.accelerator == "cpu" else 1)
     why = None
     if wanted == "auto":
-        ddp, fsdp = (memory_needed(config, recipe, machine.precision, over=over)["total"] for over in (1, n))
+        ddp, fsdp = (memory_needed(gpt, recipe, machine.precision, over=over)["total"] for over in (1, n))
         has = f"of {room / 1e9:.0f} GB"
         if fits(ddp, room):
             why = f"strategy: DDP, for the whole model fits each device (about {scaled(ddp, 'B')} {has})"
@@ -35,7 +35,7 @@ def choose_strategy(machine: Machine, config: Config, recipe: Recipe) -> tuple[M
         )
     # If memory allows, devices communicate once per step; but with `reduce_bf16`, FSDP2 would then accumulate
     # the gradients of the micro-batches in bf16, too.
-    once = memory_needed(config, recipe, machine.precision, over=n, gathers_once=True)["total"]
+    once = memory_needed(gpt, recipe, machine.precision, over=n, gathers_once=True)["total"]
     if fits(once, room) and recipe.train.reduce_bf16:
         often = (
             "reduce_bf16: with FSDP the gradients are summed over the devices in every micro-batch; without "

@@ -219,7 +219,8 @@ def test_the_memory_estimate_is_what_was_measured():
             size, batch = row.micro_batch_size, row.tokens // row.seq_len
             train = TrainConfig(global_batch_size=batch, micro_batch_size=size)
             recipe = Recipe(args, DataConfig(seq_len=row.seq_len), train)
-            need = memory_needed(args.config(), recipe, results.environment["precision"])["total"]
+            gpt, precision = GPT.on_meta(args.config()), results.environment["precision"]
+            need = memory_needed(gpt, recipe, precision)["total"]
             ratios[path.name, row.model, row.seq_len, row.attention] = need / row.peak_memory
     sizes = {"pythia-70m", "pythia-160m", "pythia-410m", "pythia-1.4b"}
     assert {model for _, model, _, _ in ratios} == sizes and len(ratios) > 15

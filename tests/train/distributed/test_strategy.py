@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 from lingpt.common.errors import UserError
 from lingpt.models import GPT, ModelArgs
@@ -22,19 +21,18 @@ def two_devices(**options) -> tuple[Machine, Recipe]:
 def test_reduce_bf16_is_refused_before_anything_starts_or_says_what_it_costs():
     """On CPUs gloo sums no bf16 under DDP; and FSDP then sums in every micro-batch."""
     machine, recipe = two_devices(reduce_bf16=True, strategy="ddp")
-    config = recipe.model.config()
+    gpt = GPT.on_meta(recipe.model.config())
     with pytest.raises(UserError, match="under DDP needs GPUs"):
-        choose_strategy(replace(machine, accelerator="cpu"), config, recipe)
+        choose_strategy(replace(machine, accelerator="cpu"), gpt, recipe)
     recipe.train.strategy = "fsdp"
-    chosen, why = choose_strategy(machine, config, recipe)
+    chosen, why = choose_strategy(machine, gpt, recipe)
     assert not chosen.gathers_once and "in every micro-batch" in why
 
 
 def test_the_opening_line_names_the_strategy_where_there_are_several_devices():
     """Guards: DDP or FSDP that the recipe asks for was named nowhere."""
     machine, recipe = two_devices()
-    with torch.device("meta"):
-        gpt = GPT(recipe.model.config())
+    gpt = GPT.on_meta(recipe.model.config())
     for strategy, said in (("single", "1 × NVIDIA H100, bf16"), ("fsdp", "2 × NVIDIA H100, FSDP, bf16")):
         machine = replace(machine, strategy=strategy, devices=1 if strategy == "single" else 2)
         assert said in describe(recipe, machine, gpt, {"ours": "cuda"}, 3)

@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from lingpt.common.errors import Interrupted, UserError
+from lingpt.models import GPT
 from lingpt.tests.forked import Outcome
 from lingpt.train import TrainConfig
 from lingpt.train.distributed import watch as watch_module
@@ -382,7 +383,7 @@ def torchrun(monkeypatch):
 
 def test_a_port_that_is_taken_is_one_line(torchrun, monkeypatch, make_recipe):
     recipe = make_recipe(strategy="fsdp")
-    machine, _ = choose_strategy(choose_machine(recipe.train), recipe.model.config(), recipe)
+    machine, _ = choose_strategy(choose_machine(recipe.train), GPT.on_meta(recipe.model.config()), recipe)
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
