@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from typing import Literal, overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lingpt.common.errors import UserError, unknown
 from lingpt.kernels.linear_attention import recurrent, reference
-from lingpt.kernels.linear_attention.call import Call, split_projection
+from lingpt.kernels.linear_attention.call import Call, logarithm_of_gate, split_projection
 from lingpt.kernels.linear_attention.registration import attend
 from lingpt.kernels.linear_attention.state import LinearAttentionState, state_shapes
 from lingpt.kernels.precision import state_dtype
@@ -27,22 +28,25 @@ _DIFFERENTIATED = {"reference": reference, "recurrent": recurrent}  # by autogra
 @overload
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, b: float | Tensor = ..., *,
-    a: float | Tensor = ..., log_decay: Tensor | Sequence[float] | None = ..., normalize: bool = ...,
-    normalize_qk: bool = ..., causal: bool = ..., initial_state: LinearAttentionState | None = ...,
+    a: float | Tensor = ..., log_decay: Tensor | Sequence[float] | None = ...,
+    cu_seqlens: Tensor | None = ..., normalize: bool = ..., normalize_qk: bool = ..., causal: bool = ...,
+    initial_state: LinearAttentionState | None = ...,
     return_state: Literal[False] = ..., backend: str = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, b: float | Tensor = ..., *,
-    a: float | Tensor = ..., log_decay: Tensor | Sequence[float] | None = ..., normalize: bool = ...,
-    normalize_qk: bool = ..., causal: bool = ..., initial_state: LinearAttentionState | None = ...,
+    a: float | Tensor = ..., log_decay: Tensor | Sequence[float] | None = ...,
+    cu_seqlens: Tensor | None = ..., normalize: bool = ..., normalize_qk: bool = ..., causal: bool = ...,
+    initial_state: LinearAttentionState | None = ...,
     return_state: Literal[True], backend: str = ...,
 ) -> tuple[Tensor, LinearAttentionState]: ...  # fmt: skip
 @overload
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, b: float | Tensor = ..., *,
-    a: float | Tensor = ..., log_decay: Tensor | Sequence[float] | None = ..., normalize: bool = ...,
-    normalize_qk: bool = ..., causal: bool = ..., initial_state: LinearAttentionState | None = ...,
+    a: float | Tensor = ..., log_decay: Tensor | Sequence[float] | None = ...,
+    cu_seqlens: Tensor | None = ..., normalize: bool = ..., normalize_qk: bool = ..., causal: bool = ...,
+    initial_state: LinearAttentionState | None = ...,
     return_state: bool, backend: str = ...,
 ) -> Tensor | tuple[Tensor, LinearAttentionState]: ...  # fmt: skip
 def linear_attention(
@@ -53,6 +57,7 @@ def linear_attention(
     *,
     a: float | Tensor = 1.0,
     log_decay: Tensor | Sequence[float] | None = None,
+    cu_seqlens: Tensor | None = None,
     normalize: bool = True,
     normalize_qk: bool = True,
     causal: bool = True,
@@ -84,6 +89,10 @@ def linear_attention(
             [B, N, H]  a decay per token, with a gradient: everything before token t decays by γ_t. −inf is a
                        reset: finite values before that token have weight exactly 0. A NaN or infinity there
                        still spreads, as 0 · NaN is NaN: padding of packed sequences must be finite.
+        cu_seqlens: int32 or int64 [sequences + 1], from 0 to N, not decreasing (not checked), as in
+            FlashAttention: q, k and v [1, N, H, D] hold sequences of different lengths, one after the other.
+            Outputs and gradients are those of separate calls: each sequence begins with a reset. Not together
+            with initial_state or return_state.
         normalize: divide by the sum of the weights. False: z and n of a state are zeros and are not read.
         normalize_qk: False uses q, k and b unchanged. A normaliser may then be near zero or change sign, with
             meaningless o: the caller must prevent that.
@@ -105,14 +114,6 @@ def linear_attention(
     Raises:
         UserError: for wrong shapes, dtypes or devices, or numbers out of range, before any work.
 
-    For packed sequences of different lengths, as in FlashAttention (`cu_seqlens`; q, k, v [total, H, D]),
-    begin each with a reset. Outputs and gradients are those of separate calls; the state is the last
-    sequence's:
-
-        log_decay = q.new_zeros(1, total + 1, H, dtype=torch.float32)  # or each token's own, and one more
-        log_decay = log_decay.index_fill(1, cu_seqlens.long(), -torch.inf)[:, :total]
-        o = linear_attention(q[None], k[None], v[None], log_decay=log_decay)[0]
-
     Rows of q and k must have a norm below 10¹⁹ (fp32's ‖x‖² ends there). A NaN or infinity in v may spread to
     earlier tokens of its head, one in q or k to later ones.
 
@@ -120,7 +121,11 @@ def linear_attention(
     """
     _check_tensors(q, k, v)
     _check_flags(normalize=normalize, normalize_qk=normalize_qk, causal=causal, return_state=return_state)
-    (head_decay, token_decay), (S, z, c, n) = _decay(log_decay, q, causal), _state(initial_state, q)
+    _check_sequences(cu_seqlens, q, causal, initial_state, return_state)
+    (head_decay, token_decay), (S, z, c, n) = (
+        _decay(log_decay, q, cu_seqlens, causal),
+        _state(initial_state, q),
+    )
     _check_coefficients(a, b, normalize, normalize_qk)
     return _run(
         Call(
@@ -136,22 +141,25 @@ def linear_attention(
 @overload
 def linear_attention_qkv(
     qkv: Tensor, cos: Tensor, sin: Tensor, b: float | Tensor = ..., *,
-    a: float | Tensor = ..., log_decay: Tensor | Sequence[float] | None = ..., normalize: bool = ...,
-    gate_bias: Tensor | None = ..., head_size: int | None = ..., normalize_qk: bool = ...,
+    a: float | Tensor = ..., log_decay: Tensor | Sequence[float] | None = ...,
+    cu_seqlens: Tensor | None = ..., gate_bias: Tensor | None = ..., head_size: int | None = ...,
+    normalize: bool = ..., normalize_qk: bool = ...,
     initial_state: LinearAttentionState | None = ..., return_state: Literal[False] = ..., backend: str = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def linear_attention_qkv(
     qkv: Tensor, cos: Tensor, sin: Tensor, b: float | Tensor = ..., *,
-    a: float | Tensor = ..., log_decay: Tensor | Sequence[float] | None = ..., normalize: bool = ...,
-    gate_bias: Tensor | None = ..., head_size: int | None = ..., normalize_qk: bool = ...,
+    a: float | Tensor = ..., log_decay: Tensor | Sequence[float] | None = ...,
+    cu_seqlens: Tensor | None = ..., gate_bias: Tensor | None = ..., head_size: int | None = ...,
+    normalize: bool = ..., normalize_qk: bool = ...,
     initial_state: LinearAttentionState | None = ..., return_state: Literal[True], backend: str = ...,
 ) -> tuple[Tensor, LinearAttentionState]: ...  # fmt: skip
 @overload
 def linear_attention_qkv(
     qkv: Tensor, cos: Tensor, sin: Tensor, b: float | Tensor = ..., *,
-    a: float | Tensor = ..., log_decay: Tensor | Sequence[float] | None = ..., normalize: bool = ...,
-    gate_bias: Tensor | None = ..., head_size: int | None = ..., normalize_qk: bool = ...,
+    a: float | Tensor = ..., log_decay: Tensor | Sequence[float] | None = ...,
+    cu_seqlens: Tensor | None = ..., gate_bias: Tensor | None = ..., head_size: int | None = ...,
+    normalize: bool = ..., normalize_qk: bool = ...,
     initial_state: LinearAttentionState | None = ..., return_state: bool, backend: str = ...,
 ) -> Tensor | tuple[Tensor, LinearAttentionState]: ...  # fmt: skip
 def linear_attention_qkv(
@@ -162,6 +170,7 @@ def linear_attention_qkv(
     *,
     a: float | Tensor = 1.0,
     log_decay: Tensor | Sequence[float] | None = None,
+    cu_seqlens: Tensor | None = None,
     gate_bias: Tensor | None = None,
     head_size: int | None = None,
     normalize: bool = True,
@@ -196,11 +205,16 @@ def linear_attention_qkv(
     if gate_bias is not None:
         projected, qkv = qkv, _check_projected(qkv, gate_bias, head_size, log_decay)
         gate_bias = gate_bias.to(state_dtype(qkv.dtype)).contiguous()
+        if cu_seqlens is not None:  # the resets go into log_decay
+            gate = split_projection(projected, *qkv.shape[-2:])[1]
+            log_decay = logarithm_of_gate(gate, gate_bias)
+            projected = gate_bias = head_size = None
     elif head_size is not None:
         raise UserError("head_size is for a projection that has gates: give their gate_bias, too")
     _check_packed(qkv, cos, sin)
     _check_flags(normalize=normalize, normalize_qk=normalize_qk, return_state=return_state)
-    (head_decay, token_decay), (S, z, c, n) = _decay(log_decay, qkv), _state(initial_state, qkv)
+    _check_sequences(cu_seqlens, qkv, True, initial_state, return_state)
+    (head_decay, token_decay), (S, z, c, n) = _decay(log_decay, qkv, cu_seqlens), _state(initial_state, qkv)
     _check_coefficients(a, b, normalize, normalize_qk)
     backend = _backend(backend, qkv, True, initial_state is not None)
     if (
@@ -344,10 +358,47 @@ def _per_head(x: Tensor, like: Tensor, name: str) -> Tensor:
     return x.to(state_dtype(like.dtype)).contiguous()
 
 
+def _check_sequences(
+    cu_seqlens: object, like: Tensor, causal: bool, initial_state: object, return_state: bool
+) -> None:
+    if cu_seqlens is None:
+        return
+    _check_are_tensors(cu_seqlens=cu_seqlens)
+    assert isinstance(cu_seqlens, Tensor)
+    if cu_seqlens.ndim != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        got = f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}"
+        raise UserError(f"cu_seqlens must be int32 or int64 [sequences + 1]; got {got}")
+    if cu_seqlens.device != like.device:
+        raise UserError(f"cu_seqlens must be on {like.device}; got {cu_seqlens.device}")
+    if like.shape[0] != 1:
+        raise UserError(f"with cu_seqlens the sequences are in one row, B = 1; got B = {like.shape[0]}")
+    if not causal:
+        raise UserError("cu_seqlens needs causal=True: call each sequence by itself")
+    if initial_state is not None or return_state:
+        raise UserError("cu_seqlens goes without a state: call a sequence by itself to give or get its state")
+
+
 def _decay(
-    log_decay: Tensor | Sequence[float] | None, like: Tensor, causal: bool = True
+    log_decay: Tensor | Sequence[float] | None,
+    like: Tensor,
+    cu_seqlens: Tensor | None = None,
+    causal: bool = True,
 ) -> tuple[Tensor | None, Tensor | None]:
     """(decay per head [H], decay per token [B, N, H]) in the sums' dtype, at most one of them not None."""
+    head, token = _checked_decay(log_decay, like, causal)
+    if cu_seqlens is None:
+        return head, token
+    B, N, H = *like.shape[:2], like.shape[-2]
+    if token is None:
+        decay = like.new_zeros(H, dtype=state_dtype(like.dtype)) if head is None else head
+        token = decay.expand(B, N, H)
+    one_more = F.pad(token, (0, 0, 0, 1))  # an empty last sequence begins after the last token
+    return None, one_more.index_fill(1, cu_seqlens.long(), -math.inf)[:, :N]
+
+
+def _checked_decay(
+    log_decay: Tensor | Sequence[float] | None, like: Tensor, causal: bool
+) -> tuple[Tensor | None, Tensor | None]:
     if log_decay is None:
         return None, None
     if not causal:

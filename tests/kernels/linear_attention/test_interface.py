@@ -401,6 +401,10 @@ def changed(**parts):
     return state()._replace(**parts)
 
 
+def sequences():
+    return torch.tensor([0, 5], dtype=torch.int32)
+
+
 WRONG = {
     "no tensor": (lambda q, k, v: linear_attention(q, None, v), "k must be a tensor; got None"),
     "arrays": (lambda q, k, v: linear_attention(q.numpy(), k.numpy(), v.numpy()), "q must be a tensor"),
@@ -464,6 +468,30 @@ WRONG = {
     "decay as a word": (lambda q, k, v: linear_attention(q, k, v, log_decay="fast"), "for each head"),
     "decay's shape": (lambda q, k, v: linear_attention(q, k, v, log_decay=torch.zeros(H, 1)), "log_decay"),
     "decay's length": (lambda q, k, v: linear_attention(q, k, v, log_decay=[-0.1]), "log_decay"),
+    "sequences as a list": (
+        lambda q, k, v: linear_attention(q[:1], k[:1], v[:1], cu_seqlens=[0, 5]),
+        "cu_seqlens must be a tensor",
+    ),
+    "sequences' dtype": (
+        lambda q, k, v: linear_attention(q[:1], k[:1], v[:1], cu_seqlens=torch.zeros(2)),
+        "cu_seqlens must be int32 or int64 \\[sequences \\+ 1\\]; got torch.float32",
+    ),
+    "sequences' device": (
+        lambda q, k, v: linear_attention(q[:1], k[:1], v[:1], cu_seqlens=sequences().to("meta")),
+        "cu_seqlens must be on cpu; got meta",
+    ),
+    "sequences of several rows": (
+        lambda q, k, v: linear_attention(q, k, v, cu_seqlens=sequences()),
+        "in one row, B = 1; got B = 2",
+    ),
+    "sequences, not causal": (
+        lambda q, k, v: linear_attention(q[:1], k[:1], v[:1], cu_seqlens=sequences(), causal=False),
+        "cu_seqlens needs causal=True",
+    ),
+    "sequences with a state": (
+        lambda q, k, v: linear_attention(q[:1], k[:1], v[:1], cu_seqlens=sequences(), return_state=True),
+        "cu_seqlens goes without a state",
+    ),
     "decay, not causal": (
         lambda q, k, v: linear_attention(q, k, v, log_decay=[-0.1] * H, causal=False),
         "causal",

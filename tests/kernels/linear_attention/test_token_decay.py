@@ -1,5 +1,7 @@
 """A decay of each token's own, log_decay [B, N, H]: every form against the definition, gradients, resets."""
 
+from itertools import pairwise, starmap
+
 import pytest
 import torch
 
@@ -74,41 +76,63 @@ def test_a_reset_is_a_new_beginning_exactly(backend, at):
     assert all(torch.equal(x, y) for x, y in zip(state_other, state_same, strict=True))
 
 
+@pytest.mark.parametrize("decay", ["none", "head", "token"])
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("backend", FORMS)
-def test_packed_sequences_are_as_separate_calls(backend, normalize):
-    """The docstring's way from FlashAttention's `cu_seqlens`: outputs and all gradients, sequences
-    of one token, over a chunk's edge and, at the end, of none among them."""
+def test_packed_sequences_are_as_separate_calls(backend, normalize, decay):
+    """`cu_seqlens`: outputs and all gradients, sequences of one token, over a chunk's edge and, at the end,
+    of none among them."""
     total = 2 * CHUNK + 33
     cu_seqlens = torch.tensor(
         [0, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 30, total, total], dtype=torch.int32
     )
-    leaves = [x.flatten(0, 1)[:total].detach().requires_grad_() for x in inputs(2 * CHUNK)]
-    q, k, v, gate = leaves
+    q, k, v, gate = (x.flatten(0, 1)[None, :total].detach().requires_grad_() for x in inputs(2 * CHUNK))
     b = torch.tensor([0.9, -0.5, 0.2], dtype=torch.float64, requires_grad=True)
     options = dict(normalize=normalize, backend=backend)
-    log_decay = torch.nn.functional.pad(gate, (0, 0, 0, 1))[None]
-    log_decay = log_decay.index_fill(1, cu_seqlens.long(), RESET)[:, :total]
-    packed = linear_attention(q[None], k[None], v[None], b, log_decay=log_decay, **options)[0]
-    pieces = zip(*(x.split(cu_seqlens.diff().tolist()) for x in leaves), strict=True)
+    of_head = torch.tensor([-0.01, -0.1, 0.0], dtype=torch.float64) if decay == "head" else None
+
+    def log_decay(part: slice) -> torch.Tensor | None:
+        return gate[:, part] if decay == "token" else of_head
+
+    everything = slice(None)
+    packed = linear_attention(q, k, v, b, log_decay=log_decay(everything), cu_seqlens=cu_seqlens, **options)
     separate = [
-        linear_attention(*(x[None] for x in qkv), b, log_decay=gate[None], **options)[0]
-        for *qkv, gate in pieces
+        linear_attention(*(x[:, part] for x in (q, k, v)), b, log_decay=log_decay(part), **options)
+        for part in starmap(slice, pairwise(cu_seqlens.tolist()))
     ]
-    do = randn(*packed.shape, seed=5, dtype=torch.float64)
-    found, expected = ((o, *torch.autograd.grad(o, [*leaves, b], do)) for o in (packed, torch.cat(separate)))
+    do, leaves = (
+        randn(*packed.shape, seed=5, dtype=torch.float64),
+        [q, k, v, b, *([gate] * (decay == "token"))],
+    )
+    found, expected = ((o, *torch.autograd.grad(o, leaves, do)) for o in (packed, torch.cat(separate, 1)))
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y)
 
 
-def test_packed_sequences_need_no_positions_of_their_own():
-    """RoPE's positions may run on: only distances within a sequence matter."""
+@pytest.mark.parametrize("gated", [False, True])
+def test_packed_sequences_need_no_positions_of_their_own(gated):
+    """RoPE's positions may run on: only distances within a sequence matter; with gates in the projection,
+    too."""
     qkv, angle = randn(1, 50, 3, H, D, seed=6, dtype=torch.float64), torch.arange(50.0)[:, None] / 7
     cos, sin = angle.cos().expand(50, 4), angle.sin().expand(50, 4)
-    resets = torch.zeros(1, 50, H).index_fill(1, torch.tensor([0, 20]), RESET)
-    packed = linear_attention_qkv(qkv, cos, sin, log_decay=resets)
-    second = linear_attention_qkv(qkv[:, 20:], cos[:30], sin[:30])
-    torch.testing.assert_close(packed[:, 20:], second)
+    options = {}
+    if gated:
+        gates = randn(1, 50, H, seed=7, dtype=torch.float64)
+        qkv = torch.cat([qkv.flatten(2), gates], 2)
+        options = dict(gate_bias=torch.linspace(0, 3, H, dtype=torch.float64), head_size=D)
+    packed = linear_attention_qkv(qkv, cos, sin, cu_seqlens=torch.tensor([0, 20, 50]), **options)
+    for part in (slice(0, 20), slice(20, 50)):
+        length = part.stop - part.start
+        alone = linear_attention_qkv(qkv[:, part], cos[:length], sin[:length], **options)
+        torch.testing.assert_close(packed[:, part], alone)
+
+
+def test_packed_sequences_compile_into_one_graph():
+    qkv = [randn(1, 50, H, D, seed=seed, dtype=torch.float32) for seed in range(3)]
+    cu_seqlens = torch.tensor([0, 20, 50])
+    compiled = torch.compile(linear_attention, fullgraph=True, backend="aot_eager")
+    expected = linear_attention(*qkv, cu_seqlens=cu_seqlens)
+    torch.testing.assert_close(compiled(*qkv, cu_seqlens=cu_seqlens), expected)
 
 
 def test_a_learned_constant_is_not_taken_for_a_fixed_one():
