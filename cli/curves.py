@@ -16,8 +16,8 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--baseline", type=str | None, help="run that times are relative to (default: the first)"
     )
-    formats = "more formats to write besides that of --out, such as svg pdf"
-    parser.add_argument("--formats", nargs="*", default=["svg"], help=formats)
+    formats = "more formats to write besides that of --out, such as pdf svg"
+    parser.add_argument("--formats", nargs="*", default=["pdf"], help=formats)
     parser.add_argument(
         "--out", type=str, default="curves.png", help="figure to write; the table goes next to it as JSON"
     )

@@ -2,6 +2,7 @@
 picture."""
 
 import os
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +12,7 @@ from lingpt.common.files import replacing, write_errors
 
 # Type 3 fonts, matplotlib's own choice in a PDF, are refused by many publishers; names in an SVG are random.
 STYLE: Any = {"pdf.fonttype": 42, "ps.fonttype": 42, "svg.hashsalt": "lingpt"}
-FORMATS = ("png", "svg", "pdf")
+FORMATS = ("png", "pdf")  # of every published figure: for pages and for papers; an SVG is many times larger
 KNOWN_FORMATS = ("eps", "jpeg", "jpg", "pdf", "png", "ps", "svg", "svgz", "tif", "tiff", "webp")
 UNDATED = {"svg": {"Date": None}, "svgz": {"Date": None}, "pdf": {"CreationDate": None}}
 
@@ -34,6 +35,12 @@ def style_axes(axes: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def add_caption(figure: Any, text: str) -> None:
+    """Adds a caption under a figure with the constrained layout, each line of `text` wrapped to its width."""
+    lines = [textwrap.fill(line, int(15 * figure.get_figwidth())) for line in text.splitlines()]
+    figure.supxlabel("\n".join(lines), fontsize=7.5, color="0.25", x=0.01, ha="left", parse_math=False)
+
+
 def figure_format(out: Path, option: str = "") -> str:
     """The format named by the suffix of `out`, PNG if it has none; UserError for an unknown format."""
     kind = out.suffix[1:].lower() or "png"
@@ -53,7 +60,7 @@ def figure_paths(out: Path, formats: Sequence[str]) -> list[Path]:
     for kind in kinds:
         if kind.lower() not in KNOWN_FORMATS:
             raise UserError(f"cannot draw a {kind!r}: give --formats of {', '.join(KNOWN_FORMATS)}")
-    return [out, *(out.with_suffix(f".{kind}") for kind in kinds)]
+    return list(dict.fromkeys([out, *(out.with_suffix(f".{kind}") for kind in kinds)]))
 
 
 def save_figure(figure, out: Path) -> None:
@@ -65,9 +72,9 @@ def save_figure(figure, out: Path) -> None:
         figure.savefig(temporary, format=kind, metadata=UNDATED.get(kind))
 
 
-def save_formats(figure, folder: Path, name: str, formats: Sequence[str] = FORMATS) -> list[Path]:
-    """Writes `<folder>/<name>.<format>` in each format, as `save_figure` does; returns their paths."""
-    paths = [folder / f"{name}.{kind}" for kind in formats]
+def save_formats(figure, folder: Path, name: str) -> list[Path]:
+    """Writes `<folder>/<name>.<format>` in each of `FORMATS`, as `save_figure` does; returns their paths."""
+    paths = [folder / f"{name}.{kind}" for kind in FORMATS]
     for path in paths:
         save_figure(figure, path)
     return paths

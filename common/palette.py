@@ -1,19 +1,24 @@
-"""One colour for each attention in all pictures: Okabe and Ito's palette, for any colour vision.
+"""The look of each attention, the same in every figure: Okabe and Ito's colours, for any colour vision.
 
-Several lines of one attention differ in their dashes and markers.
+A line is looked up by its form, an attention with its options such as `ours-gated+output_gate`. The colour is
+that of the attention, dashes and marker are those of the options.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 COLOURS = {
     "ours": "#D55E00",  # vermilion
     "ours-decay": "#0072B2",  # blue
     "ours-gated": "#CC79A7",  # reddish purple
-    "ours-gated+softmax": "#B2182B",  # crimson
-    "hybrid": "#B2182B",  # the same
+    "hybrid": "#B2182B",  # crimson; every form with softmax in some of its layers
     "softmax": "#000000",
+    "softmax-flash": "#000000",
+    "softmax-cudnn": "#999999",
     "gla": "#009E73",  # bluish green
-    "sdpa-cudnn": "#999999",  # softmax by another library
+    "identity": "#56B4E9",  # sky blue
+    "identity-dense": "#56B4E9",
 }
 SPARE_COLOURS = (
     "#882255",
@@ -26,28 +31,66 @@ SPARE_COLOURS = (
     "#666666",
     "#3690C0",
 )
+# The n-th look of a colour has the n-th of both (after the last comes the first): 6 · 5 = 30 looks.
+DASHES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (8, 2)), (0, (3, 1, 1, 1, 1, 1)))
+MARKERS = ("o", "s", "^", "D", "p")
+# The look of a form with options, which are sorted; without options it is 0.
+LOOKS = {
+    "ours+short_conv": 1,
+    "ours-decay+short_conv": 1,
+    "ours-gated+output_gate+short_conv": 1,
+    "ours-gated+output_gate": 2,
+    "ours-gated+short_conv": 3,
+    "ours-gated+output_gate+short_conv+softmax_every=4": 1,
+    "hybrid+softmax_every=4": 1,  # the same
+    "ours-gated+output_gate+short_conv+softmax_every=3": 2,
+    "hybrid+softmax_every=3": 2,  # the same
+    "softmax+softmax_conv+softmax_gate": 1,
+    "softmax+softmax_conv": 2,
+    "gla+short_conv": 1,
+    "gla+gla_expand_k=1+short_conv": 2,
+    "identity-dense": 1,
+}
 
 
 def colours(names: Iterable[str]) -> dict[str, str]:
-    """A colour for each name: its own, or, in the order of the names, a spare one."""
-    names = list(dict.fromkeys(names))
+    """A colour for each name: its own, or, in alphabetical order, a spare one."""
+    names = sorted(set(names))
     spare = [name for name in names if name not in COLOURS]
     return {
         name: COLOURS.get(name) or SPARE_COLOURS[spare.index(name) % len(SPARE_COLOURS)] for name in names
     }
 
 
-# The dashes and markers of an attention's first line, second line, …: 4 · 5 = 20 different combinations.
-DASHES = ("-", "--", ":", "-.")
-MARKERS = ("o", "s", "^", "D", "p")
+def line_styles(forms: Sequence[str]) -> list[dict[str, Any]]:
+    """Colour, dashes and marker of a line for each of `forms`, whatever their order.
+
+    A form that is not in `LOOKS`, and the second line of a form, take the first look of their colour that no
+    other line of the figure has, in alphabetical order.
+    """
+    names = [_sorted_options(form) for form in forms]
+    colour = colours(map(_attention, names))
+    found: dict[int, tuple[str, int]] = {}  # index of the line → its colour and look
+    for i, name in enumerate(names):
+        look = LOOKS.get(name, None if "+" in name else 0)
+        if look is not None and name not in names[:i]:
+            found[i] = colour[_attention(name)], look
+    for i in sorted(set(range(len(names))) - set(found), key=lambda i: (names[i], i)):
+        own = colour[_attention(names[i])]
+        found[i] = own, next(look for look in itertools.count(1) if (own, look) not in found.values())
+    return [
+        {"color": own, "linestyle": DASHES[look % len(DASHES)], "marker": MARKERS[look % len(MARKERS)]}
+        for own, look in map(found.__getitem__, range(len(names)))
+    ]
 
 
-def line_styles(attentions: Sequence[str]) -> list[dict[str, str]]:
-    """Colour, dashes and marker of a line for each of `attentions`, in which one may occur repeatedly."""
-    colour = colours(sorted(set(attentions)))
-    styles = []
-    for i, name in enumerate(attentions):
-        turn = attentions[:i].count(name)
-        dashes, marker = DASHES[turn % len(DASHES)], MARKERS[turn % len(MARKERS)]
-        styles.append({"color": colour[name], "linestyle": dashes, "marker": marker})
-    return styles
+def _sorted_options(form: str) -> str:
+    attention, *options = (word.strip() for word in form.split("+"))
+    return "+".join([attention, *sorted(options)])
+
+
+def _attention(form: str) -> str:
+    """The attention that the form has its colour from."""
+    attention, *options = form.split("+")
+    mixed = any(option == "softmax" or option.startswith("softmax_every=") for option in options)
+    return "hybrid" if mixed else attention

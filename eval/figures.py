@@ -4,15 +4,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lingpt.common.figures import new_figure, save_formats, style_axes
+from lingpt.common.figures import add_caption, new_figure, save_formats, style_axes
 from lingpt.common.palette import line_styles
-from lingpt.common.run_folder import attention_label, without_seed
+from lingpt.common.run_folder import without_seed
 from lingpt.eval.seeds import mean_scores
-from lingpt.eval.tables import add_caption
 
 
 def draw_positions(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
-    """Draws positions.png, .svg and .pdf: the loss by position of every run, one panel per text; draws
+    """Draws positions.png and .pdf: the loss by position of every run, one panel per text; draws
     nothing if none was measured.
 
     Runs that differ only in their seed (`…-seed0`, `…-seed1`) are one line, their mean. A group of positions
@@ -32,7 +31,7 @@ def draw_positions(results: Sequence[dict[str, Any]], folder: Path) -> list[Path
     width = 1.2 + 3.9 * len(names) + 0.7 + 0.07 * max(map(len, labels))  # inches: the panels and the legend
     figure = new_figure(width, 3.6)
     panels = figure.subplots(1, len(names), squeeze=False)[0]
-    styles = line_styles([attention_label(about["attention"]) for about, _ in found])
+    styles = line_styles([about["form"] for about, _ in found])
     for panel, name in zip(panels, names, strict=True):
         drawn = [
             (i, entry) for i, (_, entries) in enumerate(found) for entry in entries if entry["texts"] == name

@@ -178,7 +178,7 @@ def train_trial(trial: Trial, device: str = "cpu") -> dict[str, Any]:
 
 
 def without_conv(attention: str) -> str:
-    """The attention without the short convolution: both have the same attention kernels and colour."""
+    """The attention without the short convolution: both have the same attention kernels."""
     return "+".join(word for word in attention.split("+") if word != "short_conv")
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from lingpt.common.errors import UserError
-from lingpt.common.figures import new_figure, save_formats, style_axes
+from lingpt.common.figures import add_caption, new_figure, save_formats, style_axes
 from lingpt.common.files import read_json_object, write_errors, write_text
-from lingpt.common.palette import colours
-from lingpt.eval.mqar import Trial, without_conv
+from lingpt.common.palette import line_styles
+from lingpt.eval.mqar import Trial
 from lingpt.eval.results import DASH, percent
-from lingpt.eval.tables import Table, add_caption, draw_tables
+from lingpt.eval.tables import Table, draw_tables
 
 RESULTS = "mqar.json"
 
@@ -87,7 +87,7 @@ def _setting(results: Sequence[dict[str, Any]]) -> str:
 
 
 def save_mqar(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
-    """Writes mqar.md, mqar.tex, mqar-table.png and the figure mqar.png, .svg and .pdf."""
+    """Writes mqar.md, mqar.tex, mqar-table.png and the figure mqar.png and .pdf."""
     table = mqar_table(results)
     paths = [folder / name for name in ("mqar.md", "mqar.tex", "mqar-table.png")]
     with write_errors(folder):
@@ -102,15 +102,13 @@ def _draw(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     legend = 1.0 + 0.07 * max(map(len, attentions))  # inches
     figure = new_figure(legend + 3.0 * len(pairs), 3.6)
     panels = figure.subplots(1, len(pairs), sharex=True, sharey=True, squeeze=False)[0]
-    colour = colours(map(without_conv, attentions))
+    styles = dict(zip(attentions, line_styles(attentions), strict=True))
     for panel, count in zip(panels, pairs, strict=True):
         for name in attentions:
             found = [(width, r) for width in widths if (r := best(results, name, width, count))]
-            conv = without_conv(name) != name
-            style = {"color": colour[without_conv(name)], "linestyle": "--" if conv else "-"}
-            mark = {"marker": "s" if conv else "o", "markersize": 4.5, "linewidth": 1.5}
             y = [100 * r["accuracy"] for _, r in found]
-            panel.plot([width for width, _ in found], y, label=name, **style, **mark)
+            size = {"markersize": 4.5, "linewidth": 1.5}
+            panel.plot([width for width, _ in found], y, label=name, **styles[name], **size)
         panel.axhline(100 / count, color="0.5", linestyle=(0, (4, 3)), linewidth=0.9)
         panel.set_title(f"{count} pairs", loc="left", fontsize=10)
         panel.set_xlabel("width")

@@ -99,9 +99,3 @@ def draw_tables(tables: Sequence[Table], out: Path) -> None:
             write(0, y, note, fontsize=size - 1, color="0.3")
         y += 0.6 * row
     save_figure(figure, out)
-
-
-def add_caption(figure, text: str) -> None:
-    """Adds a caption under a matplotlib figure, wrapped to its width."""
-    lines = textwrap.fill(text, int(15 * figure.get_figwidth()))
-    figure.supxlabel(lines, fontsize=7.5, color="0.25", x=0.01, ha="left", parse_math=False)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from lingpt.common.figures import save_formats
 from lingpt.common.files import write_errors, write_json
 from lingpt.common.format import duration, scaled_count, with_error
 from lingpt.common.run_folder import attention_label, read_metrics
@@ -48,7 +49,7 @@ def loss_sections(
 ) -> tuple[list[str], list[str]]:
     """The sections on the losses of the runs that are `done`, and notes on oddities.
 
-    Draws curves.png, .svg and .pdf into the folder, and writes its summary.json. records: from
+    Draws the figure `curves` into the folder, and writes its summary.json. records: from
     `page_records.read_records`; baseline: the row that times are relative to, by default the first.
     """
     hardware = {name: record.get("hardware") or {} for name, record in records.items()}
@@ -56,7 +57,7 @@ def loss_sections(
     notes += _moved(done, records)
     curves, shared = list(by_row.values()), study.runs_per_device > 1
     drawn = [curve for row, curve in by_row.items() if row in (study.plotted_rows or study.attentions)]
-    draw(drawn or curves, [folder / f"curves.{kind}" for kind in ("png", "svg", "pdf")], timed=not shared)
+    save_formats(draw(drawn or curves, timed=not shared), folder, "curves")
     base = list(by_row).index(baseline) if baseline else 0
     reached = time_to_loss(curves, base)
     rows = _losses(study, done, by_row, hardware, baseline)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lingpt.common.figures import figure_paths, new_figure, save_figure, style_axes
+from lingpt.common.figures import add_caption, figure_paths, new_figure, save_figure, style_axes
 from lingpt.common.palette import MARKERS, line_styles
 from lingpt.train.curves import (
     Curve,
@@ -22,8 +22,10 @@ from lingpt.train.curves import (
     time_to_loss,
 )
 
+SHORT_LEGEND = 1.8  # inches beside the panels, for which the figure has room
 HANDLE = 4.0  # length of a legend's lines in font sizes, enough to show dashes beside the marker
 STEP, TIME, LOSS, TOKENS = range(4)  # columns of a curve's points
+DRAWN_POINTS = 200  # of an averaged line, which has no more detail: all steps are megabytes of vectors
 
 
 def draw_curves(
@@ -45,23 +47,25 @@ def draw_curves(
     paths = figure_paths(Path(out), formats)
     curves = mean_over_seeds(read_curves(run_folders))
     base = find_curve(curves, baseline) if baseline else 0
-    draw(curves, paths)
+    figure = draw(curves)
+    for path in paths:
+        save_figure(figure, path)
     return time_to_loss(curves, base)
 
 
-def draw(curves: list[Curve], paths: Sequence[Path], timed: bool = True) -> None:
-    """Writes the figure to each of `paths`, whose suffixes are its formats: UserError for an unknown format.
+def draw(curves: list[Curve], timed: bool = True) -> Any:
+    """The matplotlib figure.
 
     timed: false leaves out the time panel, for runs whose times are not comparable.
     """
-    figure = new_figure(12, 4.6, layout=None)
+    figure = new_figure(12, 4.6)
     unit, seconds = _time_unit(max(_last(c, TIME) for c in curves))
     tokens, size = _token_unit(max(_last(c, TOKENS) for c in curves))
     axes = [(TIME, seconds, f"training time ({unit})"), (TOKENS, size, tokens), (STEP, 1, "step")]
     axes = axes if timed else axes[1:]
     panels = figure.subplots(1, len(axes), sharey=True)
     for panel, (column, scale, name) in zip(panels, axes, strict=True):
-        styles = line_styles([curve.attention for curve in curves])
+        styles = line_styles([curve.form for curve in curves])
         for style, label, curve in zip(styles, labels(curves), curves, strict=True):
             _draw(panel, curve, column, scale, style, label)
         if column == STEP:
@@ -72,26 +76,23 @@ def draw(curves: list[Curve], paths: Sequence[Path], timed: bool = True) -> None
     panels[0].set_ylabel("loss (nats per token)")
     _limits(panels[0], curves)
     models = sorted({c.model for c in curves if c.model})
-    figure.suptitle(" and ".join(models), x=0.01, y=0.985, ha="left", fontsize=11, fontweight="bold")
-    figure.text(0.01, 0.015, caption(curves), fontsize=8, color="0.25", ha="left", va="bottom")
-    figure.subplots_adjust(left=0.06, right=0.98, top=0.92, bottom=0.21, wspace=0.06)
+    figure.suptitle(" and ".join(models), x=0.01, ha="left", fontsize=11, fontweight="bold")
     _legend(figure, panels[-1], len(curves))
-    for path in paths:
-        save_figure(figure, path)
+    add_caption(figure, caption(curves))
+    return figure
 
 
 def _legend(figure, panel, rows: int) -> None:
-    """Adds the legend in the last panel, above the ends of the curves; next to it if it would cover them."""
+    """Adds the legend in the last panel, above the ends of the curves; next to it if it would cover them, in
+    a figure that is wider if the names are long."""
     font = {"frameon": False, "fontsize": 9 if rows < 7 else 7.5, "handlelength": HANDLE}
     legend = panel.legend(loc="upper right", **font)
-    size = legend.get_window_extent().width / panel.get_window_extent().width
-    if size < 0.75 and rows < 6:
+    width = legend.get_window_extent().width
+    if width < 0.75 * panel.get_window_extent().width and rows < 6:
         return
     legend.remove()
-    legend = figure.legend(*panel.get_legend_handles_labels(), loc="upper right", **font)
-    left = legend.get_window_extent().x0 / figure.bbox.width
-    figure.subplots_adjust(right=left - 0.005)
-    legend.set_bbox_to_anchor((1.0, 0.94))
+    figure.set_figwidth(figure.get_figwidth() + max(0.0, width / figure.dpi - SHORT_LEGEND))
+    figure.legend(*panel.get_legend_handles_labels(), loc="outside right upper", **font)
 
 
 def caption(curves: Sequence[Curve]) -> str:
@@ -142,21 +143,23 @@ def _machine(curve: Curve) -> str | None:
     return f"{found} a run, {curve.hardware.get('precision')}" if found else None
 
 
-def _draw(panel, curve: Curve, column: int, scale: float, look: dict[str, str], label: str) -> None:
+def _draw(panel, curve: Curve, column: int, scale: float, look: dict[str, Any], label: str) -> None:
     colour = look["color"]
     style = {"color": colour, "linestyle": look["linestyle"], "linewidth": 1.6}
     # Another row of an attention often ends where the first one does: hollow markers keep that one visible.
     face = "white" if look["marker"] == MARKERS[0] else "none"
     point = {"marker": look["marker"], "markersize": 5, "markerfacecolor": face, "markeredgewidth": 1.4}
     if len(curve.train):
-        x = curve.train[:, column] / scale
+        x, shown = curve.train[:, column] / scale, _shown(len(curve.train))
         if curve.runs == 1:
-            panel.plot(x, curve.train[:, LOSS], color=colour, alpha=0.15, linewidth=0.7)
-        panel.plot(x, smooth(curve.train[:, LOSS]), **style)
+            every = {"color": colour, "alpha": 0.15, "linewidth": 0.7, "rasterized": True}
+            panel.plot(x, curve.train[:, LOSS], **every)
+        panel.plot(x[shown], smooth(curve.train[:, LOSS])[shown], **style)
     for kind in curve.lowest:
         x = getattr(curve, kind)[:, column] / scale
-        bounds = curve.lowest[kind], curve.highest[kind]
-        panel.fill_between(x, *bounds, color=colour, alpha=0.2, linewidth=0)
+        shown = _shown(len(x))
+        bounds = curve.lowest[kind][shown], curve.highest[kind][shown]
+        panel.fill_between(x[shown], *bounds, color=colour, alpha=0.2, linewidth=0)
     # Marked on the panel's upper edge, as a spike's loss may be outside of it.
     if column in (STEP, TIME):
         spiky = curve.train[spikes(curve.train[:, LOSS])] if curve.runs == 1 else curve.train[:0]
@@ -169,6 +172,11 @@ def _draw(panel, curve: Curve, column: int, scale: float, look: dict[str, str], 
     panel.plot(curve.val[:, column] / scale, curve.val[:, LOSS], **style | point | own_line)
     final = f"  {curve.val[-1, LOSS]:.3f}" if len(curve.val) else ""
     panel.plot([], [], **style, **point, label=label + final)
+
+
+def _shown(points: int) -> np.ndarray:
+    """Indices of the points that are drawn: all, or `DRAWN_POINTS` at equal distances with both ends."""
+    return np.linspace(0, points - 1, min(points, DRAWN_POINTS)).round().astype(int)
 
 
 def _limits(panel, curves: list[Curve]) -> None:

@@ -30,21 +30,22 @@ from lingpt.train.config import MAY_CHANGE, with_defaults
 
 SPIKE_WINDOW, SPIKE_SPREADS, LEAST_SPIKE = 50, 8.0, 0.1  # steps; spreads, and nats, above the window's median
 N_TARGETS = 5
-# Keys that may change when a run resumes, and that change its length, its first weights or its time.
-_MATTERS = {
+# Keys that may change when a run resumes, and that change its losses or its times.
+_CHANGES_RESULTS = {
     "train.max_steps", "train.max_tokens", "train.decay_steps", "train.init_from", "train.micro_batch_size",
     "train.deterministic", "train.compile", "train.accelerator", "train.num_nodes", "train.strategy",
     "train.activation_checkpointing",
 }  # fmt: skip
 # Keys that may differ between runs that count as equal except for their seed.
-_OWN = {"train.seed"} | MAY_CHANGE - _MATTERS
+_MAY_DIFFER = {"train.seed"} | MAY_CHANGE - _CHANGES_RESULTS
 
 
 @dataclass
 class Curve:
     """A run's curve, or the mean of runs that differ only in their seed.
 
-    label: the attention with its options; used in legend and tables if it distinguishes the curves.
+    form: the attention with its options, by which a line has its look.
+    label: the form, or the name of a study's row; used in legend and tables if it distinguishes the curves.
     train, val: float64 [points, 4] of (step, train_time, loss, tokens), in seconds and nats per token.
     skipped: the steps skipped as they were not finite; [points, 2] of (step, train_time).
     config, hardware: from the run's recipe and record; empty if there is none.
@@ -56,6 +57,7 @@ class Curve:
     name: str
     model: str
     attention: str
+    form: str
     label: str
     train: np.ndarray
     val: np.ndarray
@@ -89,10 +91,11 @@ def read_curve(run_folder: str | Path) -> Curve:
     train, val = (np.array(sorted(rows.values())).reshape(-1, 4) for rows in points.values())
     skips = np.array(skipped, dtype=float).reshape(-1, 2)
     config = read_config(folder) if (folder / CONFIG).exists() else {}
-    name, label = attention_label(attention), attention_form(attention, config.get("model", {}))
+    name, form = attention_label(attention), attention_form(attention, config.get("model", {}))
     fingerprint = str(read_environment(folder, "data").get("fingerprint", ""))
     hardware = read_environment(folder, "hardware")
-    return Curve(path.name, model, name, label, train, val, skips, config, hardware, fingerprint, folder=path)
+    about = (path.name, model, name, form, form)
+    return Curve(*about, train, val, skips, config, hardware, fingerprint, folder=path)
 
 
 def _from_root(path: str | Path) -> Path:
@@ -138,7 +141,7 @@ def _but_for_the_seed(curve: Curve) -> str:
     train = curve.config.get("train")
     if not isinstance(train, dict) or "seed" not in train:
         return f"{curve.name} {id(curve)}"
-    config = {key: value for key, value in with_defaults(curve.config).items() if key not in _OWN}
+    config = {key: value for key, value in with_defaults(curve.config).items() if key not in _MAY_DIFFER}
     if curve.fingerprint:
         config = {key: value for key, value in config.items() if not key.startswith("data.")}
     same = [config, curve.fingerprint, hardware_label(curve.hardware)]

@@ -273,7 +273,7 @@ _ALL = (
     Implementation("sdpa-flash", "FlashAttention-2 (SDPA)", inputs.random, _sdpa("FLASH_ATTENTION"),
                    oracles.softmax, (_cuda_device,), quadratic=True, colour_of="softmax"),
     Implementation("sdpa-cudnn", "cuDNN attention (SDPA)", inputs.random, _sdpa("CUDNN_ATTENTION"),
-                   oracles.softmax, (_cuda_device,), quadratic=True),
+                   oracles.softmax, (_cuda_device,), quadratic=True, colour_of="softmax-cudnn"),
     Implementation("sdpa-math", "softmax in PyTorch (SDPA)", inputs.random, _sdpa("MATH"), oracles.softmax,
                    quadratic=True, colour_of="softmax"),
 )  # fmt: skip

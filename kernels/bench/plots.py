@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lingpt.common.figures import new_figure, save_figure
+from lingpt.common.figures import add_caption, new_figure, save_formats, style_axes
 from lingpt.common.palette import colours
 from lingpt.kernels.bench.implementations import IMPLEMENTATIONS
 from lingpt.kernels.bench.results import Results, Row
@@ -29,21 +28,17 @@ COLOURS = colours(COLOUR_NAMES.values())
 
 
 def draw(results: Results, folder: Path) -> list[Path]:
-    """Draws `sweep-n.png`, `sweep-d.png`, `traffic.png`, `bytes.png`, as far as measured; their paths."""
+    """Draws the figures `sweep-n`, `sweep-d`, `traffic` and `bytes`, as far as measured; their paths."""
     estimated = "time × copy bandwidth / least possible bytes (an upper bound)"
     counted = "bytes to and from DRAM, counted by the GPU / least possible"
     figures = {
-        "sweep-n.png": _sweep(results, "N", {"H": 16, "D": 128}),
-        "sweep-d.png": _sweep(results, "D", {"H": 16, "N": 4096}),
-        "traffic.png": _traffic(results, _bytes_in_the_time(results), estimated),
-        "bytes.png": _traffic(results, results.bytes_moved, counted),
+        "sweep-n": _sweep(results, "N", {"H": 16, "D": 128}),
+        "sweep-d": _sweep(results, "D", {"H": 16, "N": 4096}),
+        "traffic": _traffic(results, _bytes_in_the_time(results), estimated),
+        "bytes": _traffic(results, results.bytes_moved, counted),
     }
-    drawn = []
-    for name, figure in figures.items():
-        if figure is not None:
-            drawn.append(folder / name)
-            save_figure(figure, folder / name)
-    return drawn
+    drawn = [save_formats(figure, folder, name) for name, figure in figures.items() if figure is not None]
+    return [path for paths in drawn for path in paths]
 
 
 def style(name: str) -> dict[str, Any]:
@@ -76,13 +71,13 @@ def _sweep(results: Results, axis: str, fixed: dict[str, int]) -> Figure | None:
             _floor(panel, results, shapes, axis, 4 if field == "forward_ms" else 8)
         panel.set(xscale="log", yscale="log", title=title, xlabel=axis, ylabel=unit)
         _ticks(panel, [getattr(shape, axis) for shape in shapes])
-        panel.grid(True, which="major", alpha=0.3)
+        style_axes(panel)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", fontsize=8, frameon=False)
     where = " ".join(f"{name}={value}" for name, value in fixed.items())
     figure.suptitle(f"{where}, {rows[0].dtype}, {results.environment['card']}", fontsize=11)
     if caption := _caption(rows, axis):
-        figure.supxlabel("\n".join(textwrap.wrap(caption, 190)), fontsize=6.5, color="dimgrey")
+        add_caption(figure, caption)
     return figure
 
 

@@ -1,6 +1,8 @@
-"""Guards colours and styles: lines of one attention look alike and can be told apart."""
+"""Guards colours and styles: a form looks the same in every figure, and no two lines of one look alike."""
 
-from lingpt.common.palette import COLOURS, line_styles
+import itertools
+
+from lingpt.common.palette import COLOURS, DASHES, LOOKS, MARKERS, line_styles
 
 
 def test_lines_of_one_attention_share_its_colour_and_differ():
@@ -10,3 +12,44 @@ def test_lines_of_one_attention_share_its_colour_and_differ():
     assert len(ours) == 6 and len({tuple(style.values()) for style in styles}) == 7
     assert styles[1] == {"color": COLOURS["softmax"], "linestyle": "-", "marker": "o"}
     assert len({style["marker"] for style in ours[:5]}) == 5
+
+
+def test_a_form_looks_the_same_whatever_else_is_drawn():
+    """Guards: `ours-gated` solid in one figure and dashed in another, by the order of rows; options that are
+    in another order, or written with spaces."""
+    gated, conv, mine = "ours-gated", "ours-gated + output_gate + short_conv", "ours-gated + learnable_b"
+    looks = [
+        dict(zip(forms, line_styles(forms), strict=True))
+        for forms in itertools.permutations([gated, conv, "softmax", mine])
+    ]
+    assert all(look == looks[0] for look in looks)
+    assert line_styles([conv])[0] == line_styles(["ours-gated+short_conv+output_gate"])[0] == looks[0][conv]
+    assert len({tuple(look.values()) for look in looks[0].values()}) == 4
+    assert looks[0][gated]["linestyle"] == "-" and looks[0][conv]["linestyle"] == "--"
+
+
+def test_a_second_line_of_a_form_does_not_take_the_look_of_another():
+    """Guards: the second row of `gated-conv`, with wider heads, as dotted as the output gate alone."""
+    forms = ["ours-gated+output_gate+short_conv"] * 2 + ["ours-gated+output_gate"]
+    assert len({tuple(style.values()) for style in line_styles(forms)}) == 3
+    assert line_styles(forms)[2] == line_styles(forms[2:])[0]
+
+
+def test_some_softmax_layers_make_a_hybrid():
+    """Crimson, however it is written: an alias, an option, a list of layers."""
+    forms = ["hybrid", "ours-gated+softmax_every=3", "gla + softmax", "hybrid+softmax_every=4"]
+    assert {style["color"] for style in line_styles(forms)} == {COLOURS["hybrid"]}
+    spelled = "ours-gated + output_gate + short_conv + softmax_every=4"
+    assert line_styles([spelled]) == line_styles(forms[3:])
+
+
+def test_names_that_have_no_colour_differ():
+    assert len({style["color"] for style in line_styles(["theirs", "mine", "softmax"])}) == 3
+    assert line_styles(["theirs", "mine"]) == line_styles(["mine", "theirs"])[::-1]
+
+
+def test_every_look_is_written_as_it_is_looked_up():
+    """Guards: a form whose options are not sorted, which no line would ever have."""
+    for form in LOOKS:
+        assert form == "+".join([form.split("+")[0], *sorted(form.split("+")[1:])])
+    assert len(set(zip(itertools.cycle(DASHES), MARKERS * len(DASHES), strict=False))) == 30

@@ -58,7 +58,7 @@ def test_suites_and_files(runs, eval_data, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "Bits per byte" in out and "Loss by position" in out and "Regular Attention" not in out
     saved = {path.name for path in (tmp_path / "tables").iterdir()}
-    assert {"suites.md", "positions.svg"} <= saved and "table2.json" not in saved
+    assert {"suites.md", "positions.pdf"} <= saved and "table2.json" not in saved
     assert main(["eval", *arguments[:5], "--tasks", "piqa", "--data", str(eval_data)]) == 0
     out = capsys.readouterr().out
     assert "piqa_valid.jsonl has 6 rows; the official split has 1,838" in out

@@ -471,7 +471,7 @@ def test_rows_that_are_trained_alike_are_two_rows(here):
     assert [row["row"] for row in table] == ["softmax", "again"] and table[1]["tokens_per_second"] is None
 
 
-def test_rows_are_compared_over_their_seeds(here, pictures):
+def test_rows_are_compared_over_their_seeds(here, pictures, monkeypatch):
     """Mean, standard deviation, the difference to the named rows and its standard error; shared cards have no
     speed, and what is not drawn is in the table all the same.
     """
@@ -495,6 +495,7 @@ def test_rows_are_compared_over_their_seeds(here, pictures):
         *(f"gla-seed{i}" for i in range(3)),
         "ours-seed0",
     ]
+    monkeypatch.setattr("lingpt.common.figures.FORMATS", ("svg",))  # text in it can be read
     assert main(["study", "--config", "study-tiny.yaml", "--stages", "page"]) == 0
     page = (folder / "README.md").read_text()
     assert "| 4.1000 ± 0.1000 | +0.1000 ± 0.1155 | –                |" in page  # √(0.01/3 + 0.03/3)
@@ -504,3 +505,45 @@ def test_rows_are_compared_over_their_seeds(here, pictures):
     assert "the same seeds (gla: 0, 1, 2; ours: 0, 1; softmax: 0, 1, 2): their differences are of the" in page
     picture = (folder / "curves.svg").read_text()
     assert "ours" in picture and "softmax" not in picture and "training time" not in picture
+
+
+def test_times_and_losses_are_compared_with_the_row_that_is_named(here, capsys):
+    """Guards: time to a loss relative to softmax, whatever was asked for. By default it is the first row, as in
+    `lingpt curves`."""
+    tiny = TINY | {"attentions": ["gla", "softmax", "ours"], "learning_rates": [], "seeds": 1, "suites": []}
+    write(tiny)
+    for row in tiny["attentions"]:
+        fake_run(f"{row}-seed0")
+    page = [*COMMAND, "--stages", "page"]
+    for baselines, words, compared in [
+        ([], [], ["gla"]),
+        ([], ["--baseline", "ours"], ["ours"]),
+        (["softmax"], [], ["softmax"]),
+        (["softmax"], ["--baseline", "ours"], ["ours", "softmax"]),
+    ]:
+        write(tiny | {"baselines": baselines})
+        assert main([*page, *words]) == 0
+        text = Path("runs/study-tiny/README.md").read_text()
+        assert f"× {compared[0]}'s time" in text
+        assert sorted(re.findall(r"minus (\S+)", text)) == sorted(compared)
+    capsys.readouterr()
+    assert main([*page, "--baseline", "our"]) == 2
+    assert capsys.readouterr().err == "lingpt: unknown baseline 'our': did you mean 'ours'?\n"
+
+
+def test_a_benchmark_without_a_file_is_in_the_plan_and_on_the_page(here, capsys):
+    """Guards: HellaSwag left out with a word on stderr alone."""
+    Path("eval").mkdir()
+    Path("eval/lambada_openai_test.jsonl").write_text("{}")
+    lacks = "openbookqa, winogrande, social_iqa, hellaswag"
+    tiny = {"learning_rates": [], "seeds": 1, "attentions": ["softmax"], "suites": ["commonsense"]}
+    write(TINY | tiny | {"eval_data": "eval"})
+    assert main([*COMMAND, "--dry_run", "true"]) == 0
+    assert f"\nscores  commonsense; eval has no file for {lacks}\n" in capsys.readouterr().out
+    fake_run("softmax-seed0")
+    entry = {"task": "lambada_openai", "num_fewshot": 0, "documents": 8, "complete": True, "prompts": "p"}
+    entry |= {"metrics": {"acc": 0.5, "acc_stderr": 0.1, "perplexity": 20.0, "perplexity_stderr": 1.0}}
+    write_scores("softmax-seed0", 4, **{"lambada_openai (0-shot)": entry})
+    assert main([*COMMAND, "--stages", "page"]) == 0
+    text = Path("runs/study-tiny/README.md").read_text()
+    assert f"- no run has a score of {lacks} (eval has no file for {lacks})\n" in text

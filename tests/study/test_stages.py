@@ -44,7 +44,7 @@ def test_a_study_from_the_plan_to_the_page(here, tmp_path, capsys, pictures):
         assert words in page
     assert "Not in the tables" not in page
     assert "softmax, step 4, 2 seeds" in page and "softmax-seed0, step 4" not in page
-    for name in ("curves.png", "curves.svg", "curves.pdf", "positions.svg", "suites.tex", "summary.json"):
+    for name in ("curves.png", "curves.pdf", "positions.pdf", "suites.tex", "summary.json"):
         assert (folder / name).stat().st_size > 100
     here.clear()
     again = ["--stages", "data", "rates", "runs", "scores", "--publish", str(tmp_path / "docs")]
@@ -73,6 +73,52 @@ def test_a_study_from_a_notebook(here, capsys):
     ]:
         with pytest.raises(UserError, match=message):
             run_study(study, "out", **mistake)
+
+
+def test_a_study_begins_with_its_plan(here, capsys, monkeypatch):
+    """Guards: a study that said what it would take only if asked by `--dry_run`. Once, before the first child
+    starts; on resuming, of what is left; of a page alone there is none."""
+    write(TINY | {"learning_rates": [], "suites": []})
+    run_jobs, before = stages.run_jobs, []
+
+    def first(jobs, *args, **options):
+        before.append(capsys.readouterr().out)
+        return run_jobs(jobs, *args, **options)
+
+    monkeypatch.setattr(stages, "run_jobs", first)
+    assert main([*COMMAND, "--attentions", "softmax"]) == 0
+    assert re.search(r"^softmax .* 0 of 2 ", before[0], re.M) and "(runs " in before[0]
+    assert "dry run" not in before[0] and not any("card hours" in text for text in before[1:])
+    before.clear()
+    assert main(COMMAND) == 0
+    for row, done in (("softmax", 2), ("mixed", 0)):
+        assert re.search(rf"^{row} .* {done} of 2 ", before[0], re.M)
+    before.clear()
+    assert main(COMMAND) == 0 and "study tiny: nothing is left to train or to score\n" in before[0]
+    assert main([*COMMAND, "--stages", "page"]) == 0 and "nothing is left" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "rates", "message"),
+    [
+        ({"train.min_learning_rate": 1e9}, [], "train.min_learning_rate is 1000000000.0; it must be at most"),
+        ({"train.min_learning_rate": 0.5}, [], "train.min_learning_rate is 0.5, above the peak"),
+        ({"train.min_learning_rate": 0.5}, [1e-3], "train.min_learning_rate is 0.1"),
+        ({"train.micro_batch_size": 3}, [], "micro_batch_size 3"),
+        ({"data.seq_len": 64}, [], "data.seq_len 64 is longer than the block size 32"),
+        ({"train.learnin_rate": 1e-3}, [], "learnin_rate"),
+        ({"train.grad_clip": "much"}, [], "grad_clip"),
+    ],
+)
+def test_a_row_that_cannot_work_is_refused_before_any_other_trains(here, capsys, options, rates, message):
+    """Guards: what was found only in that row's turn, perhaps hours later. By the dry run, too."""
+    rows = {"softmax": {}, "wrong": {"model.attention": "ours", **options}}
+    write(TINY | {"attentions": rows, "learning_rates": rates, "suites": [], "seeds": 1})
+    for command in (COMMAND, [*COMMAND, "--dry_run", "true"]):
+        assert main(command) == 2
+        line = capsys.readouterr().err.strip()
+        assert line.startswith("lingpt: wrong: ") and message in line and "\n" not in line
+    assert not here and not Path("runs").exists()
 
 
 def test_a_notebook_may_change_the_recipe_between_two_calls(here, capsys):
@@ -121,16 +167,16 @@ def test_a_failure_is_named_at_the_end(here, monkeypatch, capsys):
 
     def sick(jobs, slots, deadline=None, report=print, given_up=None):
         well = [job for job in jobs if job.name != "mixed-seed0"]
-        missing = [Failure(job.name, "ended by SIGKILL") for job in jobs if job not in well]
+        missing = [Failure(job.name, "ended by SIGKILL", job.log) for job in jobs if job not in well]
         return run_jobs(well, slots, deadline, report) + missing
 
     monkeypatch.setattr(stages, "run_jobs", sick)
     assert main(["study", "--config", "study-tiny.yaml"]) == 2
     out, err = capsys.readouterr()
-    assert (
-        "1 failed, all else is kept, and the same command tries again: mixed-seed0: ended by SIGKILL" in err
-    )
-    assert "mixed-seed0 failed: ended by SIGKILL" in Path("runs/study-tiny/README.md").read_text()
+    again = "1 failed, all else is kept, and the same command tries again: mixed-seed0: ended by SIGKILL"
+    assert f"{again} (runs/study-tiny/logs/mixed-seed0.log)\n" in err
+    page = Path("runs/study-tiny/README.md").read_text()
+    assert "mixed-seed0 failed: ended by SIGKILL (logs/mixed-seed0.log)\n" in page
     assert Path("runs/study-tiny/softmax-seed0/checkpoints").is_dir() and "page " in out
 
 

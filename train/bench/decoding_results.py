@@ -7,10 +7,9 @@ from typing import Any, ClassVar
 
 from lingpt.common.figures import new_figure, save_formats
 from lingpt.common.format import scaled
-from lingpt.common.palette import line_styles
+from lingpt.common.palette import DASHES, line_styles
 from lingpt.kernels.bench.rows import BenchRow
 from lingpt.train.bench.rows import ModelBenchResults, made_on, markdown, number
-from lingpt.train.bench.step_results import LINE_COLOURS
 
 COLUMNS = (
     "model", "attention", "batch", "context", "step", "ms a token (fastest)", "tokens/s",
@@ -87,8 +86,8 @@ def _cells(row: DecodeRow) -> list[str]:
 
 
 def draw(results: DecodeResults, folder: Path) -> list[Path]:
-    """Draws time and size of the state over the context, two panels per model: `decode.png` and `.svg` in the
-    folder. Returns their paths; none if nothing was measured."""
+    """Draws time and size of the state over the context, two panels per model: the figure `decode` in the
+    folder. Returns its paths; none if nothing was measured."""
     rows = [row for row in results.rows if row.ms is not None]
     models = list(dict.fromkeys(row.model for row in rows))
     if not rows:
@@ -103,7 +102,7 @@ def draw(results: DecodeResults, folder: Path) -> list[Path]:
     figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=8, handlelength=4)
     environment = results.environment
     figure.suptitle(f"{environment['card']}, {environment['precision']}", fontsize=11)
-    return save_formats(figure, folder, "decode", ("png", "svg"))
+    return save_formats(figure, folder, "decode")
 
 
 def _draw_model(rows: list[DecodeRow], times: Any, states: Any) -> None:
@@ -112,9 +111,10 @@ def _draw_model(rows: list[DecodeRow], times: Any, states: Any) -> None:
         list(dict.fromkeys(getattr(row, name) for row in rows))
         for name in ("attention", "batch_size", "context", "step")
     )
-    lines = list(itertools.product(attentions, batch_sizes, steps))
-    for (attention, batch, step), style in zip(lines, line_styles([name for name, *_ in lines]), strict=True):
-        style |= {"color": LINE_COLOURS.get(attention, style["color"])}
+    kinds = list(itertools.product(batch_sizes, steps))
+    styles = dict(zip(attentions, line_styles(attentions), strict=True))
+    for attention, (batch, step) in itertools.product(attentions, kinds):
+        style = styles[attention] | {"linestyle": DASHES[kinds.index((batch, step)) % len(DASHES)]}
         own = sorted(
             (row for row in rows if (row.attention, row.batch_size, row.step) == (attention, batch, step)),
             key=lambda row: row.context,

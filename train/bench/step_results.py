@@ -6,21 +6,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lingpt.common.figures import new_figure, save_formats
-from lingpt.common.palette import COLOURS, SPARE_COLOURS
+from lingpt.common.palette import line_styles
 from lingpt.kernels.bench.rows import BenchRow
 from lingpt.train.bench.rows import ModelBenchResults, made_on, markdown, number
 
 IDENTITY, DENSE_IDENTITY, FLASH = "identity", "identity-dense", "softmax-flash"
 IDENTITIES = (IDENTITY, DENSE_IDENTITY)
 OUTPUT_GATE, SHORT_CONV = "ours-gated+output_gate", "ours-gated+output_gate+short_conv"
-LINE_COLOURS = COLOURS | {
-    FLASH: COLOURS["softmax"],
-    "softmax-cudnn": COLOURS["sdpa-cudnn"],
-    IDENTITY: SPARE_COLOURS[2],
-    DENSE_IDENTITY: SPARE_COLOURS[2],
-    OUTPUT_GATE: SPARE_COLOURS[1],
-    SHORT_CONV: SPARE_COLOURS[3],
-}
 COLUMNS = (
     "model", "N", "micro-batch", "attention", "ms a step (fastest)", "k tokens/s", "MFU", "share", "× FA2",
     "memory GB", "estimate",
@@ -122,18 +114,17 @@ def _cells(row: Row, results: Results) -> list[str]:
 
 def draw(results: Results, folder: Path) -> list[Path]:
     """Draws the speed-up over FlashAttention-2 against N, one panel per model with several lengths:
-    `speed-up.png` and `.svg` in the folder. Returns their paths; none if there is nothing to draw."""
+    the figure `speed-up` in the folder. Returns its paths; none if there is nothing to draw."""
     panels = {model: lines for model in _models(results) if (lines := _speed_ups(results, model))}
     if not panels:
         return []
     figure = new_figure(6.4 * len(panels), 4.6, dpi=130)
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for panel, (model, lines) in zip(axes, panels.items(), strict=True):
-        for name, points in lines.items():
+        for (name, points), style in zip(lines.items(), line_styles(list(lines)), strict=True):
             x, y = zip(*points, strict=True)
-            style = "o:" if name in IDENTITIES else "o-"
             width = 2.5 if name.startswith("ours") else 1.3
-            panel.plot(x, y, style, label=name, color=LINE_COLOURS[name], linewidth=width, markersize=4)
+            panel.plot(x, y, label=name, linewidth=width, markersize=4, **style)
         ticks = sorted({n for points in lines.values() for n, _ in points})
         panel.set(xscale="log", yscale="log", title=model, xlabel="N, tokens of a sequence")
         panel.set_xticks(ticks, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in ticks])
@@ -145,7 +136,7 @@ def draw(results: Results, folder: Path) -> list[Path]:
     axes[0].set_ylabel("a training step, × as fast as by FlashAttention-2")
     axes[0].legend(fontsize=8, frameon=False)
     figure.suptitle(f"{results.environment['card']}, {results.environment['precision']}", fontsize=11)
-    return save_formats(figure, folder, "speed-up", ("png", "svg"))
+    return save_formats(figure, folder, "speed-up")
 
 
 def _models(results: Results) -> list[str]:

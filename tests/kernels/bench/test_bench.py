@@ -15,6 +15,7 @@ import torch
 
 from lingpt.cli.main import main
 from lingpt.common.errors import UserError
+from lingpt.common.figures import FORMATS
 from lingpt.common.palette import COLOURS
 from lingpt.kernels.bench import (
     DEFAULT_IMPLEMENTATIONS,
@@ -568,12 +569,13 @@ def test_plots_hold_every_correct_implementation(tmp_path: Path) -> None:
     """Guards: the plots come from the results alone, bytes where they were counted; of a size to read."""
     from matplotlib.image import imread
 
-    results, names = made_up(scale=1.4), ["sweep-n.png", "sweep-d.png", "traffic.png"]
-    assert [path.name for path in draw(results, tmp_path)] == names
+    results = made_up(scale=1.4)
+    names = [f"{name}.{kind}" for name in ("sweep-n", "sweep-d", "traffic", "bytes") for kind in FORMATS]
+    assert [path.name for path in draw(results, tmp_path)] == names[:-2]
     results.bytes_moved = {name: {"forward": 5e8, "backward": 2e9} for name in ("ours", "fla-linear")}
     paths = draw(results, tmp_path)
-    assert [path.name for path in paths] == [*names, "bytes.png"]
-    for path in paths:
+    assert [path.name for path in paths] == names
+    for path in paths[::2]:
         picture = imread(path)
         assert picture.shape[1] > 1000 and picture.std() > 0.05
     assert draw(Results(made_up().environment, copy_bandwidth=4e12), tmp_path / "empty") == []

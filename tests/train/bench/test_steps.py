@@ -149,7 +149,7 @@ def test_ratios_are_taken_within_a_round(tmp_path: Path, capsys):
     assert main(["bench", "train", "--redraw", "--out", str(tmp_path)]) == 0
     assert (tmp_path / "bench.md").read_text().startswith(table(results))
     assert (tmp_path / "speed-up.png").read_bytes().startswith(b"\x89PNG")
-    assert "softmax-flash" not in results.rows[0].line() and "speed-up.svg" in capsys.readouterr().out
+    assert "softmax-flash" not in results.rows[0].line() and "speed-up.pdf" in capsys.readouterr().out
     results.rows = results.rows[:3]
     assert draw(results, tmp_path / "one length") == [], "no line has two points"
 
