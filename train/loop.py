@@ -111,24 +111,24 @@ def _train(recipe: Recipe) -> Path:
     parallel = Parallel(machine, recipe.train.reduce_bf16, recipe.train.timeout_minutes)
     lock = RunLock(recipe.run_folder)
 
-    def start() -> Path | None:
+    def start() -> tuple[Path | None, Path | None]:
         kernels = attention_kernels(gpt.config, parallel.device, machine.precision)
-        resume_from = resume_or_create(recipe, dataset.fingerprint, lock)
+        resume_from, init_from = resume_or_create(recipe, dataset.fingerprint, lock)
         # A run that has already done more steps than requested trains nothing and keeps its record.
         if resume_from is None or checkpoint.load_manifest(resume_from)["step"] <= recipe.total_steps:
             record_start(recipe, machine, dataset.describe(), kernels)
-        if resume_from is None and (differ := other_tokens_message(recipe, dataset.tokenizer)):
+        if init_from and (differ := other_tokens_message(init_from, dataset.tokenizer)):
             print_rank0(differ)
-        return resume_from
+        return resume_from, init_from
 
     with lock:
         with parallel.propagate_errors(), out_of_memory(machine, gpt, recipe):
             parallel.check_same_settings(machine, shared_settings(recipe) | {"the data": dataset.fingerprint})
             if differ := report.mixed_devices_message(parallel.all_gather_object(parallel.device_name)):
                 print_rank0(differ)
-            resume_from = parallel.on_rank_zero(start)
+            resume_from, init_from = parallel.on_rank_zero(start)
             try:
-                run = Run(recipe, machine, gpt.config, dataset, parallel, resume_from)
+                run = Run(recipe, machine, gpt.config, dataset, parallel, resume_from, init_from)
                 run.warm_up()
                 with run.writer, stop_signals() as stop:
                     finished = run.train(stop)
@@ -154,7 +154,8 @@ class Run:
         config: Config,
         dataset: Dataset,
         parallel: Parallel,
-        resume_from: Path | None,
+        resume_from: Path | None = None,
+        init_from: Path | None = None,
     ) -> None:
         t = recipe.train
         self.recipe, self.machine, self.dataset, self.parallel = recipe, machine, dataset, parallel
@@ -162,11 +163,11 @@ class Run:
         parallel.seed(t.seed)
         tunes = parallel.local_rank_zero
         self.tunings = begin_autotuning(recipe, config, machine.precision, parallel.device) if tunes else []
-        self.gpt = make_model(recipe, config, resume_from, parallel.device, parallel.sharded)
+        self.gpt = make_model(recipe, config, parallel.device, resume_from, init_from, parallel.sharded)
         self.flops_per_token = self.gpt.flops_per_token(recipe.data.seq_len)
         self.model = parallel.wrap(NextTokenLoss(self.gpt, compiles(recipe, parallel.device)))
         if parallel.sharded:
-            fill_shards(self.gpt, recipe, resume_from)
+            fill_shards(self.gpt, t.seed, resume_from, init_from)
         self.optimizer = parallel.wrap_optimizer(make_optimizer(self.gpt, t))
         if resume_from:
             manifest, state = checkpoint.load_manifest(resume_from), checkpoint.load_state(resume_from)

@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 
 from lingpt.common.errors import UserError
-from lingpt.common.run_folder import find_model_folder
 from lingpt.data import Tokenizer, load_tokenizer
 from lingpt.kernels.gla_tuning import Autotuning
 from lingpt.models import ATTENTIONS, GPT, Config, load_model, load_parts, load_weights
@@ -40,50 +39,52 @@ def attention_kernels(config: Config, device: torch.device, precision: str) -> d
 
 
 def make_model(
-    recipe: Recipe, config: Config, checkpoint: Path | None, device: torch.device, sharded: bool = False
+    recipe: Recipe,
+    config: Config,
+    device: torch.device,
+    resume_from: Path | None = None,
+    init_from: Path | None = None,
+    sharded: bool = False,
 ) -> GPT:
     """The model on `device`, with compiled blocks if the recipe asks for that; the same on every rank.
 
-    sharded: the model stays on the meta device, to be sharded by `Parallel.wrap`; `fill_shards` then sets its
-    weights.
+    resume_from: a checkpoint of this model. init_from: the folder of a model, whose weights a new one takes
+    where they fit. sharded: the model stays on the meta device, to be sharded by `Parallel.wrap`;
+    `fill_shards` then sets its weights.
     """
     if sharded:
         gpt = GPT.on_meta(config)
-    elif checkpoint:
-        gpt = load_model(checkpoint, attention=recipe.model.attention, device=device)
+    elif resume_from:
+        gpt = load_model(resume_from, attention=recipe.model.attention, device=device)
     else:
         gpt = GPT.create(config, recipe.train.seed, device)
-        _init_from(gpt, recipe)
+        _init_from(gpt, init_from)
     gpt.recompute_blocks = recipe.train.activation_checkpointing
     if compiles(recipe, device):
         compile_blocks(gpt, sharded)
     return gpt
 
 
-def fill_shards(gpt: GPT, recipe: Recipe, checkpoint: Path | None) -> None:
+def fill_shards(gpt: GPT, seed: int, resume_from: Path | None, init_from: Path | None) -> None:
     """Sets the weights of a sharded model to those of `make_model`; every process only its part."""
     gpt.reset_parameters()
-    if checkpoint:
-        load_parts(gpt, checkpoint)
+    if resume_from:
+        load_parts(gpt, resume_from)
     else:
-        gpt.init_weights(recipe.train.seed)
-        _init_from(gpt, recipe)
+        gpt.init_weights(seed)
+        _init_from(gpt, init_from)
 
 
-def _init_from(gpt: GPT, recipe: Recipe) -> None:
-    """Initialises the model from other weights, if the recipe names some."""
-    if recipe.train.init_from:
-        folder = find_model_folder(Path(recipe.train.init_from))
+def _init_from(gpt: GPT, folder: Path | None) -> None:
+    if folder:
         print_rank0(f"init_from: {load_weights(gpt, folder)}")
 
 
-def other_tokens_message(recipe: Recipe, tokenizer: Tokenizer) -> str | None:
+def other_tokens_message(init_from: Path, tokenizer: Tokenizer) -> str | None:
     """A line if the tokenizer of the `init_from` weights differs from this run's; None if it is the same or
     there is none beside them."""
-    if recipe.train.init_from is None:
-        return None
     try:
-        theirs = load_tokenizer(find_model_folder(Path(recipe.train.init_from), verify=False))
+        theirs = load_tokenizer(init_from)
     except UserError:
         return None
     if not (differing := tokenizer.count_differing_ids(theirs)):

@@ -37,17 +37,19 @@ from lingpt.train.report import diverged_message
 from lingpt.train.run_lock import RunLock
 
 
-def resume_or_create(recipe: Recipe, fingerprint: str, lock: RunLock) -> Path | None:
-    """Takes the `lock` of the recipe's run; returns the checkpoint to resume from, or None for a new run.
+def resume_or_create(recipe: Recipe, fingerprint: str, lock: RunLock) -> tuple[Path | None, Path | None]:
+    """Takes the `lock` of the recipe's run; returns the checkpoint to resume from, or None for a new run, and
+    the model folder that a new run takes its weights from, if the recipe has `init_from`.
 
     fingerprint: of the data. Raises UserError if another process is using the folder, if it holds another
     run, or if no checkpoint matches. A damaged checkpoint is skipped for the one before.
     """
-    folder, resume = recipe.run_folder, recipe.train.resume
+    folder, resume, init_from = recipe.run_folder, recipe.train.resume, None
     lock.acquire()
     with write_errors(folder, "free some space, make it writable, or choose another --train.out_dir"):
-        if resume == "never":
-            _move_aside(recipe, lock)
+        if resume == "never" and any(path.name != LOCK for path in folder.iterdir()):
+            init_from = _checked_init_from(recipe)
+            _move_aside(folder, lock)
         given = _given_checkpoint(Path(resume), recipe) if resume not in ("auto", "never") else None
         if has_begun(folder):
             if config := _recorded_config(folder):
@@ -59,12 +61,13 @@ def resume_or_create(recipe: Recipe, fingerprint: str, lock: RunLock) -> Path | 
                 _check_not_diverged(folder)
         checkpoint = given or _newest_usable(folder)
         if checkpoint is None:
+            init_from = init_from or _find_init_from(recipe)
             print_rank0(f"new run: {folder}")
         else:
             _go_on(recipe, checkpoint, fingerprint)
         clear_leftovers(folder)
         remove_partial(folder)
-    return checkpoint
+    return checkpoint, init_from
 
 
 def _go_on(recipe: Recipe, checkpoint: Path, fingerprint: str) -> None:
@@ -230,26 +233,25 @@ def _given_checkpoint(path: Path, recipe: Recipe) -> Path:
     return path
 
 
-def _check_init_from(recipe: Recipe) -> None:
-    """Raises UserError, before the old run is moved, if the new one cannot start from its `init_from`
-    weights."""
-    if recipe.train.init_from is None:
-        return
-    path = Path(recipe.train.init_from)
-    if path.resolve().is_relative_to(recipe.run_folder.resolve()):
-        raise UserError(
-            f"--train.init_from {path} is in the run that --train.resume never would move aside: choose "
-            "another --train.name"
-        )
-    load_weights(GPT.on_meta(recipe.model.config()), find_model_folder(path))
+def _find_init_from(recipe: Recipe) -> Path | None:
+    """The model folder of the recipe's `init_from`, if it has one. UserError if it is missing or damaged."""
+    return find_model_folder(Path(recipe.train.init_from)) if recipe.train.init_from else None
 
 
-def _move_aside(recipe: Recipe, lock: RunLock) -> None:
-    """Renames the run in the recipe's folder, if there is one, and takes the lock of the new folder."""
-    folder = recipe.run_folder
-    if not any(path.name != LOCK for path in folder.iterdir()):
-        return
-    _check_init_from(recipe)
+def _checked_init_from(recipe: Recipe) -> Path | None:
+    """`_find_init_from`; UserError, before the old run is moved, if the new one cannot start from there."""
+    if folder := _find_init_from(recipe):
+        if folder.resolve().is_relative_to(recipe.run_folder.resolve()):
+            raise UserError(
+                f"--train.init_from {recipe.train.init_from} is in the run that --train.resume never would "
+                "move aside: choose another --train.name"
+            )
+        load_weights(GPT.on_meta(recipe.model.config()), folder)
+    return folder
+
+
+def _move_aside(folder: Path, lock: RunLock) -> None:
+    """Renames the run in `folder`, and takes the lock of the new folder."""
     number = 1
     while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():
         number += 1

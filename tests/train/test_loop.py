@@ -30,7 +30,7 @@ def start(recipe) -> loop.Run:
     """A run that has begun but not trained."""
     machine, dataset = choose_machine(recipe.train), prepare(recipe.data, progress=False)
     recipe.run_folder.mkdir(parents=True, exist_ok=True)
-    return loop.Run(recipe, machine, recipe.model.config(), dataset, Parallel(machine), None)
+    return loop.Run(recipe, machine, recipe.model.config(), dataset, Parallel(machine))
 
 
 def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:

@@ -272,6 +272,17 @@ def test_a_run_that_has_done_more_steps_keeps_its_record(make_recipe, capsys):
     assert record == ((folder / "config.yaml").read_bytes(), (folder / "environment.json").read_bytes())
 
 
+def test_what_a_start_found_it_starts_from(make_recipe, monkeypatch, capsys):
+    """Guards: each rank looked for the newest checkpoint of `--train.init_from` itself, even while that run
+    was saving another."""
+    other = train(make_recipe(name="other", max_steps=2, save_interval=1, keep_checkpoints=2))
+    newest, later = other / "checkpoints/step-00000002", other / "saved-a-moment-later"
+    newest.rename(later)
+    monkeypatch.setattr("lingpt.train.loop.record_start", lambda *_: later.rename(newest))
+    train(make_recipe(max_steps=1, init_from=str(other)))
+    assert f"weights from {newest.with_name('step-00000001')} (" in capsys.readouterr().out
+
+
 def test_the_old_run_stays_where_the_new_one_has_nothing_to_start_from(make_recipe):
     """Guards: `--train.resume never` had moved the run by the time that `--train.init_from` was not found."""
     folder = train(make_recipe(max_steps=3))

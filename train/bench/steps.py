@@ -127,7 +127,7 @@ class Trained:
         self.recipe, self.parallel, config = recipe, parallel, recipe.model.config()
         for tuning in begin_autotuning(recipe, config, recipe.train.precision, parallel.device):
             tuning.finish(print_rank0)
-        self.gpt = make_model(recipe, config, None, parallel.device)
+        self.gpt = make_model(recipe, config, parallel.device)
         if attention in IDENTITIES:
             for block in self.gpt.blocks:
                 assert isinstance(block.attn, QKVAttention)

@@ -152,17 +152,17 @@ def test_a_sharded_model_has_the_weights_of_a_whole_one(make_recipe, tmp_path, s
     recipe.model, config = ModelArgs(attention="hybrid"), other.config
     whole = GPT.create(config, seed=0) if source == "seed" else other
     checkpoint = tmp_path if source in ("one file", "shards") else None
-    recipe.train.init_from = str(tmp_path) if source == "init_from" else None
+    init_from = tmp_path if source == "init_from" else None
     with one_process("fsdp") as parallel:
         if source == "shards":
             write_shards(tmp_path, other.state_dict(), torch.distributed.group.WORLD)
             save_index(other, tmp_path)
         else:
             save_model(other, tmp_path)
-        gpt = make_model(recipe, config, checkpoint, parallel.device, sharded=True)
+        gpt = make_model(recipe, config, parallel.device, sharded=True)
         assert all(parameter.is_meta for parameter in gpt.parameters() if parameter.ndim > 1)
         parallel.wrap(NextTokenLoss(gpt))
-        fill_shards(gpt, recipe, checkpoint)
+        fill_shards(gpt, recipe.train.seed, checkpoint, init_from)
         for (name, sharded), expected in zip(gpt.named_parameters(), whole.parameters(), strict=True):
             assert isinstance(sharded, DTensor) and torch.equal(sharded.full_tensor(), expected), name
         for (name, constant), expected in zip(gpt.named_buffers(), whole.buffers(), strict=True):
