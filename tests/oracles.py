@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from lingpt.kernels import gated_linear_attention as gated
-from lingpt.kernels.linear_attention import LinearAttentionState, interface, linear_attention
+from lingpt.kernels.linear_attention import LinearAttentionState, arguments, linear_attention
 from lingpt.kernels.linear_attention.numerics import B_SHRINK, reciprocal_norm
 from lingpt.kernels.precision import true_fp32
 
 # The backends that run on any device.
-FORMS = tuple(name for name in interface.BACKENDS if name not in ("auto", "cuda"))
+FORMS = tuple(name for name in arguments.BACKENDS if name not in ("auto", "cuda"))
 GATED_FORMS = tuple(name for name in gated.BACKENDS if name not in ("auto", "fla"))
 
 
