@@ -76,24 +76,26 @@ def sample(
     """Samples one token id per row, `[B, 1]`, on the CPU; synchronises with the device."""
     if temperature == 0:
         best_B1 = logits_BV.argmax(dim=-1, keepdim=True)  # the first of equal ones, on any device; or a NaN
-        _check_finite(logits_BV.gather(-1, best_B1))
-        return best_B1.cpu()
+        # Marked on the device, so that one transfer brings the ids and what is wrong with them.
+        best_B1 = best_B1.where(logits_BV.gather(-1, best_B1).isfinite(), -1).cpu()
+        _check_finite(best_B1 >= 0)
+        return best_B1
     ids_BK = None
     if top_k is None:
         logits_BK = logits_BV.float().cpu()
     else:
         logits_BK, ids_BK = stable_topk(logits_BV.float(), top_k)
     largest_B1 = logits_BK.amax(-1, keepdim=True)
-    _check_finite(largest_B1)
+    _check_finite(largest_B1.isfinite())
     # No overflow at any temperature, and no 0 / 0 at one that is zero in fp32.
     scaled_BK = (logits_BK - largest_B1) / max(temperature, torch.finfo(torch.float32).tiny)
     drawn_B1 = torch.multinomial(scaled_BK.softmax(dim=-1), 1, generator=generator)
     return drawn_B1 if ids_BK is None else ids_BK.gather(1, drawn_B1)
 
 
-def _check_finite(largest_B1: torch.Tensor) -> None:
-    """Raises UserError if a row's largest logit, which is NaN if any is, is not finite."""
-    if not largest_B1.isfinite().all():
+def _check_finite(finite_B1: torch.Tensor) -> None:
+    """Raises UserError unless each row's largest logit, which is NaN if any is, is finite."""
+    if not finite_B1.all():
         raise UserError("the model's logits are not finite: is it of a run that diverged?")
 
 
