@@ -4,6 +4,7 @@ import base64
 import math
 import sys
 from collections.abc import Sequence
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -12,38 +13,57 @@ import numpy as np
 from lingpt.common.errors import UserError
 from lingpt.common.files import read_json_object, set_aside, write_errors, write_json
 from lingpt.common.format import with_error
+from lingpt.common.json_values import is_positive_int, what_is_wrong
 from lingpt.common.locks import file_lock
 from lingpt.common.run_folder import EVAL, scores_file
 from lingpt.eval.runs import Checkpoint
 
 DASH = "–"  # in tables, for what was not evaluated
-# The types of the fields in a result file that tables and figures read.
-_NUMBER = int | float | None
-_CHECKPOINT = {
-    "run": str,
-    "step": int,
-    "attention": str | list,
-    "parameters": int | None,
-    "tokens": int | None,
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not math.isnan(value)
+
+
+def _is_number_or_none(value: Any) -> bool:
+    return value is None or _is_number(value)
+
+
+def _is_metrics(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_number_or_none, value.values()))
+
+
+# What tables and figures read of a result file.
+_RESULTS = {
+    "checkpoint": {
+        "run": str,
+        "step": int,
+        "attention": str | list,
+        "parameters": int | None,
+        "tokens": int | None,
+    },
+    "scores": dict,
 }
-_SCORE: dict[str, Any] = {
+_SCORE = {
     "task": str,
     "num_fewshot": int,
-    "documents": int,
+    "documents": is_positive_int,
     "complete": bool,
-    "metrics": dict,
+    "metrics": _is_metrics,
     "cut_prompts": int | None,
     "max_length": int | None,
-    "unigram": _NUMBER,
+    "unigram": int | float | None,
     "prompts": str | None,
 }
+_GROUP = {"to": int, "loss": _is_number, "stderr": _is_number_or_none}  # a group of positions
 _OF_TASK: dict[str, dict[str, Any]] = {
-    "bits_per_byte": {"texts": str},
-    "loss_by_position": {"texts": str, "train_length": int, "positions": list},
+    "bits_per_byte": {
+        "texts": str,
+        "metrics": {"bits_per_byte": _is_number, "xz_bits_per_byte": _is_number},
+    },
+    "loss_by_position": {"texts": str, "train_length": int, "positions": [_GROUP]},
     "recall_phrases": {"texts": str},
 }
-_BITS = ("bits_per_byte", "xz_bits_per_byte")
-_GROUP = {"to": int, "loss": int | float}  # a group of positions
 
 
 def results_path(checkpoint: Checkpoint) -> Path:
@@ -112,11 +132,9 @@ def read_results(path: Path) -> dict[str, Any]:
     """Reads a file of `add_score`. UserError, naming the file, if tables cannot be made of it."""
     try:
         found = read_json_object(path)
-        about, scores = found.get("checkpoint"), found.get("scores")
-        if not _has(about, _CHECKPOINT) or not isinstance(scores, dict):
-            raise UserError("it does not say of which run it is")
-        if wrong := [key for key, entry in scores.items() if not _is_score(entry)]:
-            raise UserError(f"{wrong[0]!r} is not a score")
+        wrong = what_is_wrong(found, _RESULTS)
+        if wrong := wrong or next(filter(None, starmap(_wrong_score, found["scores"].items())), None):
+            raise UserError(wrong)
     except UserError as error:
         reason = str(error).replace(str(path), "it")
         raise UserError(
@@ -125,33 +143,22 @@ def read_results(path: Path) -> dict[str, Any]:
     return found
 
 
-def _has(value: Any, fields: dict[str, Any]) -> bool:
-    """Whether `value` is an object with these fields, each of its type."""
-    return isinstance(value, dict) and all(isinstance(value.get(key), kind) for key, kind in fields.items())
-
-
-def _is_score(entry: Any) -> bool:
-    """Whether `entry` has every field that the tables and figures read."""
-    if not _has(entry, _SCORE) or not _has(entry, _OF_TASK.get(entry["task"], {})):
-        return False
-    metrics, positions = entry["metrics"], entry.get("positions", [])
-    if entry["documents"] < 1 or (entry["task"] == "loss_by_position" and not positions):
-        return False
-    if entry["task"] == "bits_per_byte" and not _has(metrics, dict.fromkeys(_BITS, int | float)):
-        return False
+def _wrong_score(key: str, entry: Any) -> str | None:
+    """What is wrong with a field of this score that tables or figures read; None if nothing is."""
+    if wrong := what_is_wrong(entry, _SCORE, key) or what_is_wrong(
+        entry, _OF_TASK.get(entry["task"], {}), key
+    ):
+        return wrong
+    if entry.get("positions") == []:
+        return f"{key}.positions is []"
     try:
         for packed in entry.get("correct", {}).values():
             unpack_bits(packed, entry["documents"])
     except (UserError, AttributeError):
-        return False
+        return f"{key}.correct has no answer to each question"
     if "per_document" in entry and not _has_documents(entry):
-        return False
-    numbers = [*metrics.values(), *(group.get("stderr") for group in positions if isinstance(group, dict))]
-    if not all(_has(group, _GROUP) for group in positions) or not all(
-        isinstance(x, _NUMBER) for x in numbers
-    ):
-        return False
-    return not any(x is not None and math.isnan(x) for x in [*numbers, *(g["loss"] for g in positions)])
+        return f"{key}.per_document has no number for each document"
+    return None
 
 
 def _has_documents(entry: dict[str, Any]) -> bool:

@@ -5,18 +5,19 @@ from typing import Any
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import read_json_object
+from lingpt.common.json_values import is_positive_int, what_is_wrong
 from lingpt.common.run_folder import ENVIRONMENT, checkpoint_folder, scores_file
 from lingpt.eval.results import read_results
 from lingpt.models import attention_form
 from lingpt.study.runs import StudyRun
 
-# The fields of a run's environment.json that the page uses, with their types.
+# What the page uses of a run's environment.json.
 _RECORD = {
-    "hardware": {"name": str, "precision": str, "world_size": int},
+    "hardware": {"name": str, "precision": str, "world_size": is_positive_int},
     "versions": {},
     "git": {"revision": str},
     "source": str,
-    "data": {"train": {"tokens": int}},
+    "data": {"train": {"tokens": is_positive_int}},
     "earlier": list,
 }
 
@@ -30,27 +31,12 @@ def read_records(runs: Sequence[StudyRun]) -> tuple[dict[str, dict[str, Any]], l
             continue
         try:
             record = read_json_object(path)
-            if wrong := _mistyped(record, _RECORD):
-                raise UserError(f"{path} is damaged: {wrong} has no value of its type")
+            if wrong := what_is_wrong(record, _RECORD, partial=True):
+                raise UserError(f"{path} is damaged: {wrong}")
             records[run.name] = record
         except UserError as error:
             notes.append(f"what {run.name} was made with: {error}")
     return records, notes
-
-
-def _mistyped(values: dict[str, Any], kinds: dict[str, Any]) -> str | None:
-    """The first of these keys, such as `hardware.name`, whose value has another type or is 0; missing values
-    are fine. None if there is none."""
-    for key, kind in kinds.items():
-        value = values.get(key)
-        if value is None:
-            continue
-        expected = dict if isinstance(kind, dict) else kind
-        if not isinstance(value, expected) or value == 0:
-            return key
-        if expected is dict and (inner := _mistyped(value, kind)):
-            return f"{key}.{inner}"
-    return None
 
 
 def how_it_was_made(records: dict[str, dict[str, Any]]) -> str:
@@ -72,7 +58,7 @@ def how_it_was_made(records: dict[str, dict[str, Any]]) -> str:
 def earlier_starts(record: dict[str, Any]) -> list[dict[str, Any]]:
     """The readable records of the starts before the last one."""
     starts = record.get("earlier") or []
-    return [start for start in starts if isinstance(start, dict) and not _mistyped(start, _RECORD)]
+    return [start for start in starts if start is not None and not what_is_wrong(start, _RECORD, partial=True)]
 
 
 def _made_with(record: dict[str, Any]) -> str:

@@ -85,14 +85,14 @@ def test_runs_that_were_not_made_alike_are_said(here, second):
 @pytest.mark.parametrize(
     ("record", "wrong"),
     [
-        ({"hardware": "H200"}, "hardware has"),
-        ({"hardware": {"name": "NVIDIA H200", "world_size": "two"}}, "hardware.world_size has"),
-        ({"hardware": {"name": "NVIDIA H200", "world_size": 0}}, "hardware.world_size has"),
-        ({"versions": ["torch"]}, "versions has"),
-        ({"git": {"revision": 3}}, "git.revision has"),
-        ({"data": [3]}, "data has"),
-        ({"data": {"train": {"tokens": "many"}}}, "data.train.tokens has"),
-        ({"earlier": 3}, "earlier has"),
+        ({"hardware": "H200"}, "hardware is 'H200'"),
+        ({"hardware": {"name": "NVIDIA H200", "world_size": "two"}}, "hardware.world_size is 'two'"),
+        ({"hardware": {"name": "NVIDIA H200", "world_size": 0}}, "hardware.world_size is 0"),
+        ({"versions": ["torch"]}, "versions is "),
+        ({"git": {"revision": 3}}, "git.revision is 3"),
+        ({"data": [3]}, "data is "),
+        ({"data": {"train": {"tokens": "many"}}}, "data.train.tokens is 'many'"),
+        ({"earlier": 3}, "earlier is 3"),
         ([], "holds no JSON object"),
     ],
 )
