@@ -32,7 +32,7 @@ SPARE_COLOURS = (
     "#3690C0",
 )
 # The n-th look of a colour has the n-th of both (after the last comes the first): 6 · 5 = 30 looks.
-DASHES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (8, 2)), (0, (3, 1, 1, 1, 1, 1)))
+DASHES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (5, 1.5, 1, 1.5, 1, 1.5)), (0, (1, 4)))
 MARKERS = ("o", "s", "^", "D", "p")
 # The look of a form with options, which are sorted; without options it is 0.
 LOOKS = {
@@ -45,6 +45,7 @@ LOOKS = {
     "hybrid+softmax_every=4": 1,  # the same
     "ours-gated+output_gate+short_conv+softmax_every=3": 2,
     "hybrid+softmax_every=3": 2,  # the same
+    "ours-gated+output_gate+short_conv+softmax": 3,  # other layers are softmax: a list of them
     "softmax+softmax_conv+softmax_gate": 1,
     "softmax+softmax_conv": 2,
     "gla+short_conv": 1,

@@ -25,7 +25,7 @@ from lingpt.train.curves import (
 SHORT_LEGEND = 1.8  # inches beside the panels, for which the figure has room
 HANDLE = 4.0  # length of a legend's lines in font sizes, enough to show dashes beside the marker
 STEP, TIME, LOSS, TOKENS = range(4)  # columns of a curve's points
-DRAWN_POINTS = 200  # of an averaged line, which has no more detail: all steps are megabytes of vectors
+DRAWN_POINTS = 200  # of a line: an average has no more detail, and all steps are megabytes of vectors
 
 
 def draw_curves(
@@ -152,8 +152,8 @@ def _draw(panel, curve: Curve, column: int, scale: float, look: dict[str, Any], 
     if len(curve.train):
         x, shown = curve.train[:, column] / scale, _shown(len(curve.train))
         if curve.runs == 1:
-            every = {"color": colour, "alpha": 0.15, "linewidth": 0.7, "rasterized": True}
-            panel.plot(x, curve.train[:, LOSS], **every)
+            noise = _extremes(curve.train[:, LOSS])
+            panel.plot(x[noise], curve.train[noise, LOSS], color=colour, alpha=0.15, linewidth=0.7)
         panel.plot(x[shown], smooth(curve.train[:, LOSS])[shown], **style)
     for kind in curve.lowest:
         x = getattr(curve, kind)[:, column] / scale
@@ -177,6 +177,12 @@ def _draw(panel, curve: Curve, column: int, scale: float, look: dict[str, Any], 
 def _shown(points: int) -> np.ndarray:
     """Indices of the points that are drawn: all, or `DRAWN_POINTS` at equal distances with both ends."""
     return np.linspace(0, points - 1, min(points, DRAWN_POINTS)).round().astype(int)
+
+
+def _extremes(loss: np.ndarray) -> np.ndarray:
+    """Indices of the lowest and the highest loss in each of `DRAWN_POINTS` parts of the curve."""
+    parts = np.array_split(np.arange(len(loss)), min(len(loss), DRAWN_POINTS))
+    return np.unique([part[find(loss[part])] for part in parts for find in (np.argmin, np.argmax)])
 
 
 def _limits(panel, curves: list[Curve]) -> None:

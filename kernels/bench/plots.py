@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 MARKERS = "os^vDPX*<>hp"
 PANELS = (
-    ("forward_ms", "forward", "ms"),
-    ("backward_ms", "backward", "ms"),
-    ("both_memory", "peak memory, forward + backward", "GB beyond the inputs"),
+    ("forward_ms", "forward", "time (ms)"),
+    ("backward_ms", "backward", "time (ms)"),
+    ("both_memory", "peak memory, forward + backward", "memory beyond the inputs (GB)"),
 )
+AXES = {"N": "N (tokens of a sequence)", "D": "D (width of a head)"}
 DIRECTIONS = ("forward", "backward")
 FAILURES = {"oom": "out of memory", "wrong": "wrong result", "refused": "cannot run", "error": "failed"}
 COLOUR_NAMES = {name: i.colour_of or name for name, i in IMPLEMENTATIONS.items()}
@@ -65,11 +66,11 @@ def _sweep(results: Results, axis: str, fixed: dict[str, int]) -> Figure | None:
         return None
     figure, panels = _figure(len(PANELS), width=5.2)
     shapes = sorted({row.shape for row in rows}, key=lambda shape: getattr(shape, axis))
-    for panel, (field, title, unit) in zip(panels, PANELS, strict=True):
+    for panel, (field, title, label) in zip(panels, PANELS, strict=True):
         _lines(panel, rows, axis, field)
         if field.endswith("_ms"):
             _floor(panel, results, shapes, axis, 4 if field == "forward_ms" else 8)
-        panel.set(xscale="log", yscale="log", title=title, xlabel=axis, ylabel=unit)
+        panel.set(xscale="log", yscale="log", title=title, xlabel=AXES[axis], ylabel=label)
         _ticks(panel, [getattr(shape, axis) for shape in shapes])
         style_axes(panel)
     handles, labels = panels[0].get_legend_handles_labels()

@@ -313,6 +313,15 @@ def test_spikes_and_skipped_steps_are_marked(tmp_path, monkeypatch):
     assert "▾ loss spike" in kept[0].texts[-1].get_text()
 
 
+def test_a_long_run_is_drawn_with_few_points(tmp_path):
+    """Guards: a figure of a few runs that takes megabytes; a spike, or the end, that is left out for it."""
+    losses = {1: 9.0, 4000: 4.0, 4001: 20.0, 4002: 4.0, 9000: 3.0}
+    panel = draw([read_curve(write_run(tmp_path / "a", "ours", 1.0, losses))]).axes[-1]
+    every, averaged = panel.lines[:2]
+    assert len(every.get_xdata()) <= 400 and len(averaged.get_xdata()) == 200
+    assert every.get_ydata().max() == 20 and averaged.get_xdata()[[0, -1]].tolist() == [1, 9000]
+
+
 def test_smoothing_keeps_a_constant_and_follows_a_fall():
     np.testing.assert_allclose(smooth(np.full(500, 3.0)), 3.0)
     falling = np.linspace(5, 3, 500)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lingpt.common.figures import new_figure, save_formats
+from lingpt.common.figures import add_caption, new_figure, save_formats, style_axes
 from lingpt.common.format import scaled
 from lingpt.common.palette import DASHES, line_styles
 from lingpt.kernels.bench.rows import BenchRow
@@ -100,8 +100,7 @@ def draw(results: DecodeResults, folder: Path) -> list[Path]:
         axes[1].set_title(f"{model}: decoding state of a sequence")
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=8, handlelength=4)
-    environment = results.environment
-    figure.suptitle(f"{environment['card']}, {environment['precision']}", fontsize=11)
+    add_caption(figure, f"A model with random weights; medians.\n{made_on(results.environment)}.")
     return save_formats(figure, folder, "decode")
 
 
@@ -125,11 +124,11 @@ def _draw_model(rows: list[DecodeRow], times: Any, states: Any) -> None:
         if (batch, step) == (batch_sizes[0], steps[0]):
             y = [(row.state_bytes or 0) / 1e6 for row in own]
             states.plot(x, y, markersize=4, linewidth=1.5, **style)
-    for panel, unit in ((times, "ms"), (states, "MB")):
-        panel.set(xscale="log", yscale="log", xlabel="context, tokens", ylabel=unit)
+    for panel, what, unit in ((times, "time", "ms"), (states, "state", "MB")):
+        panel.set(xscale="log", yscale="log", xlabel="context (tokens)", ylabel=f"{what} ({unit})")
         panel.set_xticks(contexts, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in contexts])
         low, high = panel.get_ylim()
         ticks = [y for y in TICKS[unit] if low <= y <= high]
         panel.set_yticks(ticks, [f"{y:g}" for y in ticks])
         panel.minorticks_off()
-        panel.grid(True, alpha=0.3)
+        style_axes(panel)

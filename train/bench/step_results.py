@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lingpt.common.figures import new_figure, save_formats
+from lingpt.common.figures import add_caption, new_figure, save_formats, style_axes
 from lingpt.common.palette import line_styles
 from lingpt.kernels.bench.rows import BenchRow
 from lingpt.train.bench.rows import ModelBenchResults, made_on, markdown, number
@@ -126,16 +126,17 @@ def draw(results: Results, folder: Path) -> list[Path]:
             width = 2.5 if name.startswith("ours") else 1.3
             panel.plot(x, y, label=name, linewidth=width, markersize=4, **style)
         ticks = sorted({n for points in lines.values() for n, _ in points})
-        panel.set(xscale="log", yscale="log", title=model, xlabel="N, tokens of a sequence")
+        panel.set(xscale="log", yscale="log", title=model, xlabel="N (tokens of a sequence)")
         panel.set_xticks(ticks, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in ticks])
         low, high = panel.get_ylim()
         marks = [y for y in (0.5, 0.7, 1, 1.5, 2, 3, 5, 7, 10, 15, 20, 30) if low <= y <= high]
         panel.set_yticks(marks, [f"{y:g}×" for y in marks])
         panel.minorticks_off()
-        panel.grid(True, alpha=0.3)
+        style_axes(panel)
     axes[0].set_ylabel("a training step, × as fast as by FlashAttention-2")
     axes[0].legend(fontsize=8, frameon=False)
-    figure.suptitle(f"{results.environment['card']}, {results.environment['precision']}", fontsize=11)
+    batches = " and ".join(f"{tokens:,}" for tokens in sorted({row.tokens for row in results.rows if row.ms}))
+    add_caption(figure, f"{batches} tokens a step.\n{made_on(results.environment)}.")
     return save_formats(figure, folder, "speed-up")
 
 
