@@ -109,26 +109,16 @@ def _train(recipe: Recipe) -> Path:
     # Before the processes are launched, as a long tokenisation would exceed their timeouts.
     dataset = prepare(recipe.data, padded_vocab_size=gpt.config.padded_vocab_size)
     parallel = Parallel(machine, recipe.train.reduce_bf16, recipe.train.timeout_minutes)
-    lock = RunLock(recipe.run_folder)
-
-    def start() -> tuple[Path | None, Path | None]:
-        kernels = attention_kernels(gpt.config, parallel.device, machine.precision)
-        resume_from, init_from = resume_or_create(recipe, dataset.fingerprint, lock)
-        # A run that has already done more steps than requested trains nothing and keeps its record.
-        if resume_from is None or checkpoint.load_manifest(resume_from)["step"] <= recipe.total_steps:
-            record_start(recipe, machine, dataset.describe(), kernels)
-        if init_from and (differ := other_tokens_message(init_from, dataset.tokenizer)):
-            print_rank0(differ)
-        return resume_from, init_from
-
-    with lock:
+    with RunLock(recipe.run_folder) as lock:
         with parallel.propagate_errors(), out_of_memory(machine, gpt, recipe):
             parallel.check_same_settings(machine, shared_settings(recipe) | {"the data": dataset.fingerprint})
             if differ := report.mixed_devices_message(parallel.all_gather_object(parallel.device_name)):
                 print_rank0(differ)
-            resume_from, init_from = parallel.on_rank_zero(start)
+            weights = parallel.on_rank_zero(
+                lambda: _start(recipe, machine, gpt.config, dataset, parallel.device, lock)
+            )
             try:
-                run = Run(recipe, machine, gpt.config, dataset, parallel, resume_from, init_from)
+                run = Run(recipe, machine, gpt.config, dataset, parallel, *weights)
                 run.warm_up()
                 with run.writer, stop_signals() as stop:
                     finished = run.train(stop)
@@ -142,6 +132,20 @@ def _train(recipe: Recipe) -> Path:
                 raise Interrupted(stop.number, report.stopped_message(recipe, run.progress.step))
             report.final_report(recipe, dataset, parallel, run.progress.train_time)
     return recipe.run_folder
+
+
+def _start(
+    recipe: Recipe, machine: Machine, config: Config, dataset: Dataset, device: torch.device, lock: RunLock
+) -> tuple[Path | None, Path | None]:
+    """Prepares the run's folder and records this start; returns what `resume_or_create` does."""
+    kernels = attention_kernels(config, device, machine.precision)
+    resume_from, init_from = resume_or_create(recipe, dataset.fingerprint, lock)
+    # A run that has already done more steps than requested trains nothing and keeps its record.
+    if resume_from is None or checkpoint.load_manifest(resume_from)["step"] <= recipe.total_steps:
+        record_start(recipe, machine, dataset.describe(), kernels)
+    if init_from and (differ := other_tokens_message(init_from, dataset.tokenizer)):
+        print_rank0(differ)
+    return resume_from, init_from
 
 
 class Run:
@@ -217,7 +221,7 @@ class Run:
                     self.log("train", **line)
                     speed = report.speed(line, self.recipe, step, self.parallel.peak_memory)
                     bar.set_postfix_str(f"loss {line['loss']:.3f}{speed}")
-                    status.tell(f"step {step}/{total} · loss {line['loss']:.4f}{speed}")
+                    status.print_if_due(f"step {step}/{total} · loss {line['loss']:.4f}{speed}")
                     logged = replace(self.progress)
                 bar.update()
                 if self.progress.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
@@ -225,7 +229,7 @@ class Run:
                     self.parallel.on_rank_zero(self.raise_diverged)
                 if step % t.eval_interval == 0 or last:
                     validated = self.validate_and_log(stop, f"loss {line['loss']:.4f} · ", speed)
-                    status.told()
+                    status.restart()
                 is_best = self.update_best()
                 if (is_best and t.keep_best) or self.checkpoint_due() or last or stop.agreed:
                     self.save()
@@ -248,8 +252,8 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         n = len(self.micro_batches)
-        blocks = map(self.micro_batch, range(n))
-        numbers = optimizer_step(self, blocks, n, lambda: (stop.requested, self.save_requested()))
+        micro_batches = map(self.micro_batch, range(n))
+        numbers = optimizer_step(self, micro_batches, n, lambda: (stop.requested, self.save_requested()))
         # The only synchronisation of a step. The optimizer, launched before, keeps a GPU busy meanwhile.
         with span(COMMUNICATION if parallel.world_size > 1 else WAITING):
             total, stops, saves, grad_norm = numbers.wait()

@@ -24,40 +24,19 @@ SHOWN = ("RTX A6000", "A100 40GB", "A100 80GB", "H100 SXM", "H200")
 
 def format_plan(recipe: Recipe, machine: Machine, gpt: GPT) -> str:
     """The plan as text: parameters, FLOPs, memory, tokens, steps, disk, and the time on known devices."""
-    t, data, world_size = recipe.train, recipe.data, machine.world_size
+    t = recipe.train
     on_gpu = "bf16-mixed" if t.precision == "auto" else t.precision
     precision = machine.precision if machine.accelerator == "cuda" else on_gpu
     tokens = recipe.total_steps * recipe.tokens_per_step
     flops = run_flops(gpt, recipe)
-    need = memory_here(machine, gpt, recipe, precision)
     least = memory_needed(gpt, recipe, precision, over=machine.sharded_over)["total"]
-    parts = ", ".join(f"{name} {scaled(size, 'B')}" for name, size in need.items() if name != "total")
-    checkpoint = gpt.num_parameters() * (2 if precision == "bf16-true" else 4) * 3  # AdamW has two moments
-    most = checkpoint * (t.keep_checkpoints + t.keep_best + (t.schedule == "wsd") + 1)
-    accumulated = t.global_batch_size // (t.micro_batch_size * world_size)
-    about = {
-        "model": f"{gpt.num_parameters():,} parameters; {scaled(gpt.flops_per_token(data.seq_len), 'FLOP')} "
-        "per token (forward and backward)",
-        "data": f"{data.source}, sequences of {data.seq_len:,} tokens, tokenizer "
-        f"{data.tokenizer or 'of the embedded corpus'}; {availability(data)}",
-        "batch": f"{t.global_batch_size} sequences = {recipe.tokens_per_step:,} tokens a step: "
-        f"{counted(world_size, 'device')} × micro-batch {t.micro_batch_size} × {accumulated} accumulated",
-        "run": f"{recipe.total_steps:,} steps, {scaled(tokens, ' tokens', 'B')}, {flops:.3g} FLOP",
-        "memory": f"{scaled(need['total'], 'B')} a device at micro-batch {t.micro_batch_size}, {precision}, "
-        f"estimated ({parts})",
-        "disk": f"{scaled(checkpoint, 'B')} a checkpoint, {scaled(most, 'B')} at most while saving (keep "
-        f"{t.keep_checkpoints}); token cache {cache_size(data.source, gpt.config.padded_vocab_size)}",
-        "host": f"{scaled(_pinned(gpt, precision, machine), 'B')} of pinned memory beside a GPU: the copy of "
-        "a checkpoint that is written while training goes on",
-        "here": _here(machine, gpt, recipe),
-    }
     micro_batch = f"at micro-batch {t.micro_batch_size}"
     shown = [next(device for device in DEVICES if device.name == name) for name in SHOWN]
     lines = [
         f"{recipe.run_name}: {recipe.model.name} with {recipe.attention_form}; nothing is trained, this is "
         "a dry run",
         "",
-        *(f"{name:<10} {text}" for name, text in about.items()),
+        *(f"{name:<10} {text}" for name, text in _about(recipe, machine, gpt, precision).items()),
         "",
         f"{'device':<12} {'memory':>7}  {micro_batch:<17} {'largest micro-batch':<20} {'1 device':>10} "
         f"{'8 devices':>10}   at {STATED_MFU:.0%} MFU",
@@ -68,6 +47,34 @@ def format_plan(recipe: Recipe, machine: Machine, gpt: GPT) -> str:
     rate, basis = _speed(machine, flops / tokens)
     lines += ["", f"here: about {scaled(rate, ' tokens/s')} at {basis}, {duration(tokens / rate)}"]
     return "\n".join(lines)
+
+
+def _about(recipe: Recipe, machine: Machine, gpt: GPT, precision: str) -> dict[str, str]:
+    """The lines above the table of devices: name → text."""
+    t, data, world_size = recipe.train, recipe.data, machine.world_size
+    tokens = recipe.total_steps * recipe.tokens_per_step
+    need = memory_here(machine, gpt, recipe, precision)
+    parts = ", ".join(f"{name} {scaled(size, 'B')}" for name, size in need.items() if name != "total")
+    checkpoint = gpt.num_parameters() * (2 if precision == "bf16-true" else 4) * 3  # AdamW has two moments
+    most = checkpoint * (t.keep_checkpoints + t.keep_best + (t.schedule == "wsd") + 1)
+    accumulated = t.global_batch_size // (t.micro_batch_size * world_size)
+    return {
+        "model": f"{gpt.num_parameters():,} parameters; {scaled(gpt.flops_per_token(data.seq_len), 'FLOP')} "
+        "per token (forward and backward)",
+        "data": f"{data.source}, sequences of {data.seq_len:,} tokens, tokenizer "
+        f"{data.tokenizer or 'of the embedded corpus'}; {availability(data)}",
+        "batch": f"{t.global_batch_size} sequences = {recipe.tokens_per_step:,} tokens a step: "
+        f"{counted(world_size, 'device')} × micro-batch {t.micro_batch_size} × {accumulated} accumulated",
+        "run": f"{recipe.total_steps:,} steps, {scaled(tokens, ' tokens', 'B')}, "
+        f"{run_flops(gpt, recipe):.3g} FLOP",
+        "memory": f"{scaled(need['total'], 'B')} a device at micro-batch {t.micro_batch_size}, {precision}, "
+        f"estimated ({parts})",
+        "disk": f"{scaled(checkpoint, 'B')} a checkpoint, {scaled(most, 'B')} at most while saving (keep "
+        f"{t.keep_checkpoints}); token cache {cache_size(data.source, gpt.config.padded_vocab_size)}",
+        "host": f"{scaled(_pinned(gpt, precision, machine), 'B')} of pinned memory beside a GPU: the copy of "
+        "a checkpoint that is written while training goes on",
+        "here": _here(machine, gpt, recipe),
+    }
 
 
 def _pinned(gpt: GPT, precision: str, machine: Machine) -> int:

@@ -57,17 +57,17 @@ class StatusLine:
     EVERY = 60.0  # seconds
 
     def __init__(self, bar: tqdm) -> None:
-        self.drawn = not bar.disable
-        self.told()
+        self.needed = bar.disable
+        self.restart()
 
-    def told(self) -> None:
-        """To be called when another line has just reported the progress."""
+    def restart(self) -> None:
+        """Restarts the minute: another line has just reported the progress."""
         self.last = time.monotonic()
 
-    def tell(self, line: str) -> None:
-        if not self.drawn and time.monotonic() - self.last >= self.EVERY:
+    def print_if_due(self, line: str) -> None:
+        if self.needed and time.monotonic() - self.last >= self.EVERY:
             print_rank0(line)
-            self.told()
+            self.restart()
 
 
 def mixed_devices_message(devices: list[str]) -> str | None:
