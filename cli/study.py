@@ -6,7 +6,7 @@ from pathlib import Path
 from jsonargparse import ArgumentParser, Namespace
 
 from lingpt.common.errors import UserError
-from lingpt.study import STAGES, Study, find_study, read_study, studies, with_rows
+from lingpt.study import STAGES, Study, find_study, read_study, studies, with_baseline, with_rows
 
 HELP = "Train and score several attentions alike, and write the tables, the figures and a page."
 
@@ -25,6 +25,8 @@ def configure(parser: ArgumentParser) -> None:
         "--attentions", nargs="+", default=[], help="rows to train: rows of the study, or names of attentions"
     )
     add("--seeds", type=int | None, help="number of runs per row")
+    row = "row that times and losses are compared with (default: the study's, else the first)"
+    add("--baseline", type=str | None, help=row)
     add(
         "--devices",
         type=int | None,
@@ -87,4 +89,5 @@ def _asked(args: Namespace) -> Study:
     study = read_study(_file(args), changes)
     options = {"data.source": args.source, "data.tokenizer": args.tokenizer}
     study = replace(study, options=study.options | {key: v for key, v in options.items() if v is not None})
-    return with_rows(study, args.attentions) if args.attentions else study
+    study = with_rows(study, args.attentions) if args.attentions else study
+    return with_baseline(study, args.baseline) if args.baseline is not None else study

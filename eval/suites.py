@@ -79,25 +79,42 @@ def asked_scores(
     return {key: entry for key, entry in results["scores"].items() if entry["task"] in names}
 
 
+def suite_tasks(suite: str, tasks: Sequence[str]) -> list[str]:
+    """What a suite measures, by the name that a score has as its `task`. tasks: those of Table 2."""
+    if suite == "table2":
+        return list(dict.fromkeys(task.partition(":")[0] for task in tasks))
+    if suite == "commonsense":
+        return list(dict.fromkeys(benchmark.task for benchmark in COMMONSENSE))
+    return list(MEASURES[suite])
+
+
 def commonsense_tasks(data: Path | None) -> list[str]:
     """The suite's lm-eval tasks; with a local folder, those it has files for, the others named on stderr.
 
     UserError if it has none.
     """
-    tasks = list(dict.fromkeys(benchmark.task for benchmark in COMMONSENSE))
+    from lingpt.eval.tasks.sources import WITHOUT
+
+    tasks, missing = suite_tasks("commonsense", ()), tasks_without_file(data)
+    if missing == tasks:
+        raise UserError(f"{data} has no file for any of {', '.join(tasks)}; {WITHOUT}")
+    if missing:
+        print(f"commonsense: {data} has no file for {', '.join(missing)}", file=sys.stderr)
+    return [task for task in tasks if task not in missing]
+
+
+def tasks_without_file(data: Path | None) -> list[str]:
+    """The tasks of the suite `commonsense` that the folder `data` has no file for; none from the hub (None).
+    UserError if there is no such folder.
+    """
     if data is None:
-        return tasks
+        return []
     from lingpt.eval.tasks.benchmark import local_tasks
-    from lingpt.eval.tasks.sources import WITHOUT, check_folder
+    from lingpt.eval.tasks.sources import check_folder
 
     check_folder(data)
     local = local_tasks(data)
-    there = [task for task in tasks if task in local]
-    if not there:
-        raise UserError(f"{data} has no file for any of {', '.join(tasks)}; {WITHOUT}")
-    if missing := [task for task in tasks if task not in there]:
-        print(f"commonsense: {data} has no file for {', '.join(missing)}", file=sys.stderr)
-    return there
+    return [task for task in suite_tasks("commonsense", ()) if task not in local]
 
 
 def text_measurements(

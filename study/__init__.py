@@ -9,12 +9,21 @@
 
 from typing import TYPE_CHECKING, Any
 
-from lingpt.study.config import STAGES, Study, find_study, read_study, studies, with_rows
+from lingpt.study.config import STAGES, Study, find_study, read_study, studies, with_baseline, with_rows
 
 if TYPE_CHECKING:
     from lingpt.study.stages import run_study
 
-__all__ = ["STAGES", "Study", "find_study", "read_study", "run_study", "studies", "with_rows"]
+__all__ = [
+    "STAGES",
+    "Study",
+    "find_study",
+    "read_study",
+    "run_study",
+    "studies",
+    "with_baseline",
+    "with_rows",
+]
 
 
 def __getattr__(name: str) -> Any:

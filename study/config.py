@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from lingpt.common.errors import UserError, nearest
+from lingpt.common.errors import UserError, nearest, unknown
 from lingpt.common.files import read_json_object, read_yaml
 from lingpt.common.run_folder import METRICS
 from lingpt.configs import recipe_names, recipe_path
@@ -61,7 +61,8 @@ class Study:
         runs_per_device: number of runs that share a GPU, for small runs that leave most of it idle. Their
             times are meaningless, and the page leaves them out.
         row_by_row: train all seeds of a row before the next row; by default the first seeds of all rows.
-        baselines: rows that the page compares the others with; by default the first with softmax.
+        baselines: rows whose losses the page compares the others' with; times are relative to the first of
+            them. By default the first row.
         plotted_rows: rows in the figure of the losses; by default all.
         suites: suites of `lingpt eval`.
         tasks: tasks of Table 2.
@@ -166,6 +167,13 @@ def with_rows(study: Study, rows: Sequence[str]) -> Study:
         if row not in known and row.partition("+")[0] not in attentions:
             raise UserError(f"unknown attention {row!r}{nearest(row, known)}: {', '.join(known)}")
     return replace(study, attentions={row: study.attentions.get(row, {}) for row in rows})
+
+
+def with_baseline(study: Study, row: str) -> Study:
+    """The study with this row as the first of its `baselines`. UserError if it is not one of its rows."""
+    if row not in study.attentions:
+        raise unknown("baseline", row, study.attentions)
+    return replace(study, baselines=(row, *(other for other in study.baselines if other != row)))
 
 
 def with_started_runs(asked: Study, folder: Path) -> Study:

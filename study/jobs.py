@@ -30,6 +30,8 @@ USER_ERROR = 2  # exit code
 CARD_GONE = ("no CUDA device", "device 'cuda")
 Gpus = tuple[int, ...]  # the GPUs that a job runs on; () is the CPU
 GRACE = 600.0  # seconds that a stopped child has to save
+OURS = "lingpt: "  # before an error that LinGPT explains
+FOREIGN = 300  # characters shown of a last line that is not ours
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b.*:")  # the error's line in a traceback
 
 
@@ -70,21 +72,32 @@ class Job:
         return self.last_line() if self.status is None else self.status()
 
     def last_line(self) -> str:
-        """The last line of this attempt's output, which says why it ended; cut to 300 characters.
+        """The last line of this attempt's output, which says why it ended: whole if it is LinGPT's own error,
+        as that says at its end how to mend it; of any other the first `FOREIGN` characters.
 
         If it is a traceback, the line with the error: after PyTorch's errors come hints and the place.
         """
         text = self.log.read_bytes()[self.begin :].decode(errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
-        if "Traceback (most recent call last):" in lines and not lines[-1].startswith("lingpt: "):
+        if not lines:
+            return ""
+        if lines[-1].startswith(OURS):
+            return lines[-1].removeprefix(OURS)
+        if "Traceback (most recent call last):" in lines:
             lines = [line for line in lines if _ERROR.match(line)] or lines
-        return lines[-1].removeprefix("lingpt: ")[:300] if lines else ""
+        return lines[-1] if len(lines[-1]) <= FOREIGN else f"{lines[-1][:FOREIGN]}…"
 
 
 @dataclass(frozen=True)
 class Failure:
+    """A job that failed, and why. log: the file of its output; None if it was not started."""
+
     job: str
     reason: str
+    log: Path | None = None
+
+    def __str__(self) -> str:
+        return f"{self.job}: {self.reason}" + (f" ({self.log})" if self.log else "")
 
 
 @dataclass
@@ -268,7 +281,7 @@ def _ended(
 
 def _failed(job: Job, reason: str, failures: list[Failure], report: Callable[[str], None]) -> None:
     report(f"{job.name}: failed: {reason} ({job.log})")
-    failures.append(Failure(job.name, reason))
+    failures.append(Failure(job.name, reason, job.log))
 
 
 def _stop(running: Sequence[_Running]) -> None:

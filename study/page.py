@@ -1,18 +1,24 @@
 """The page of a study: what was run, the results, and their limits; from the runs' folders alone."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
+from lingpt.common.errors import UserError
 from lingpt.common.files import read_text, write_errors, write_text
+from lingpt.common.run_folder import attention_label
 from lingpt.eval.seeds import mean_scores
 from lingpt.eval.suite_tables import save_suites, suite_tables
+from lingpt.eval.suites import suite_tasks, tasks_without_file
 from lingpt.eval.table2 import save_table2, table2_tables
+from lingpt.eval.tasks.sources import benchmark_folder
 from lingpt.study.config import Study
 from lingpt.study.jobs import Failure
-from lingpt.study.page_losses import loss_sections, softmax_baseline
+from lingpt.study.page_losses import baseline_row, loss_sections
 from lingpt.study.page_records import how_it_was_made, read_records, read_scores
 from lingpt.study.page_setting import texts_that_differ, what_it_cannot_tell, what_was_run
+from lingpt.study.portable import portable
 from lingpt.study.runs import StudyRun, read_rate_search
 
 PAGE, READING, TITLE = "README.md", "reading.md", "# Study "
@@ -38,16 +44,20 @@ def write_page(
 
     If the folder has a `reading.md`, a person's interpretation of the numbers, the page begins with it.
     """
-    done, excluded = _with_results(study, runs)
-    failed = _failed(failures, done, excluded)
-    baseline = softmax_baseline(study, done)
-    results, unscored = read_scores(done, baseline, scored) if study.suites else ([], [])
+    done, excluded = _with_results(study, runs, {failure.job for failure in failures})
+    failed = _failed(failures, done, excluded, folder)
+    # Scores are compared with softmax alone.
+    softmax = [run for run in done if attention_label(run.recipe.model.attention) == "softmax"]
+    results, notes_on_scores = list[dict[str, Any]](), list[str]()
+    if study.suites:
+        results, notes_on_scores = read_scores(done, baseline_row(study, softmax), scored)
+        notes_on_scores += _tasks_not_scored(study, results)
     records, unread = read_records(runs)
     rates = read_rate_search(rate_runs)
-    losses, odd = loss_sections(study, folder, rates, done, records, baseline) if done else ([], [])
+    losses, odd = loss_sections(study, folder, rates, done, records) if done else ([], [])
     texts = texts_that_differ(done, records)
     mqar = ["MQAR: not trained"] if study.mqar is not None and not (folder / MQAR).exists() else []
-    notes = [*excluded, *failed, *unscored, *unread, *texts, *odd, *mqar]
+    notes = [*excluded, *failed, *notes_on_scores, *unread, *texts, *odd, *mqar]
     notes = list(dict.fromkeys(notes))
     for line in notes:
         if line not in failed:
@@ -72,24 +82,50 @@ def write_page(
     return folder / PAGE
 
 
-def _with_results(study: Study, runs: Sequence[StudyRun]) -> tuple[list[StudyRun], list[str]]:
-    """The runs for the tables, in the study's order, and notes on why the others are left out."""
+def _with_results(
+    study: Study, runs: Sequence[StudyRun], failed: Set[str]
+) -> tuple[list[StudyRun], list[str]]:
+    """The runs for the tables, in the study's order, and notes on why the others are left out; not on those
+    that `failed` before they had begun."""
     rows, reasons = list(study.attentions), [(run, run.exclusion_reason()) for run in runs]
     done = [run for run, reason in reasons if reason is None]
-    missing = [run.name for run in runs if not run.started]
+    missing = [run.name for run in runs if not run.started and run.name not in failed]
     notes = [f"not trained: {', '.join(missing)}"] if missing else []
     notes += [reason for run, reason in reasons if reason is not None and run.started]
     return sorted(done, key=lambda run: (rows.index(run.row), run.seed)), notes
 
 
-def _failed(failures: Sequence[Failure], done: Sequence[StudyRun], excluded: Sequence[str]) -> list[str]:
+def _log(failure: Failure, folder: Path) -> str:
+    """The file of the job's output, in brackets, by its path in the study's folder."""
+    return f" ({failure.log.relative_to(folder)})" if failure.log else ""
+
+
+def _failed(
+    failures: Sequence[Failure], done: Sequence[StudyRun], excluded: Sequence[str], folder: Path
+) -> list[str]:
     """One line for each failure that is not in `excluded`, unless its run is `done` by now."""
     names = {run.name for run in done}
     return [
-        f"{failure.job} failed: {failure.reason}"
+        f"{failure.job} failed: {failure.reason}{_log(failure, folder)}"
         for failure in failures
         if f"{failure.job} {failure.reason}" not in excluded and failure.job not in names
     ]
+
+
+def _tasks_not_scored(study: Study, results: Sequence[dict[str, Any]]) -> list[str]:
+    """Notes on the tasks of the study's suites that no run has a score of, though runs have others: on those
+    that the folder of benchmarks has no file for, and on the rest."""
+    scored = {entry["task"] for result in results for entry in result["scores"].values()}
+    asked = [task for suite in study.suites for task in suite_tasks(suite, study.tasks)]
+    missing = [task for task in asked if task not in scored] if results else []
+    if not missing:
+        return []
+    folder, without = benchmark_folder(study.eval_data), list[str]()
+    with contextlib.suppress(UserError):  # the folder may be on another machine
+        without = [task for task in tasks_without_file(folder) if task in missing]
+    others = [task for task in missing if task not in without]
+    notes = [f"{portable(str(folder))} has no file for {', '.join(without)}"] if without else []
+    return notes + ([f"no run has a score of {', '.join(others)}"] if others else [])
 
 
 def _score_sections(study: Study, folder: Path, results: Sequence[dict[str, Any]]) -> list[str]:

@@ -12,7 +12,6 @@ import numpy as np
 from lingpt.common.figures import save_formats
 from lingpt.common.files import write_errors, write_json
 from lingpt.common.format import duration, scaled_count, with_error
-from lingpt.common.run_folder import attention_label, read_metrics
 from lingpt.eval.results import DASH, signed_difference
 from lingpt.eval.tables import Table
 from lingpt.models import GPT
@@ -33,10 +32,10 @@ from lingpt.train.model import model_config
 PAPER_TOKENS, PAPER_CARDS = 3_000_000_000, 8
 
 
-def softmax_baseline(study: Study, done: Sequence[StudyRun]) -> str | None:
-    """The softmax row that the others are compared with: the first in `baselines`, else the first one."""
-    softmax = [run.row for run in done if attention_label(run.recipe.model.attention) == "softmax"]
-    return next((row for row in (*study.baselines, *softmax) if row in softmax), None)
+def baseline_row(study: Study, runs: Sequence[StudyRun]) -> str | None:
+    """The row of `runs` that the others are compared with: the first in `baselines`, else the first."""
+    rows = [run.row for run in runs]
+    return next((row for row in (*study.baselines, *rows) if row in rows), None)
 
 
 def loss_sections(
@@ -45,12 +44,11 @@ def loss_sections(
     rates: RateSearch,
     done: Sequence[StudyRun],
     records: dict[str, dict[str, Any]],
-    baseline: str | None,
 ) -> tuple[list[str], list[str]]:
     """The sections on the losses of the runs that are `done`, and notes on oddities.
 
     Draws the figure `curves` into the folder, and writes its summary.json. records: from
-    `page_records.read_records`; baseline: the row that times are relative to, by default the first.
+    `page_records.read_records`.
     """
     hardware = {name: record.get("hardware") or {} for name, record in records.items()}
     by_row, notes = _row_curves(done, hardware)
@@ -58,7 +56,8 @@ def loss_sections(
     curves, shared = list(by_row.values()), study.runs_per_device > 1
     drawn = [curve for row, curve in by_row.items() if row in (study.plotted_rows or study.attentions)]
     save_formats(draw(drawn or curves, timed=not shared), folder, "curves")
-    base = list(by_row).index(baseline) if baseline else 0
+    baseline = baseline_row(study, done) or next(iter(by_row))
+    base = list(by_row).index(baseline)
     reached = time_to_loss(curves, base)
     rows = _losses(study, done, by_row, hardware, baseline)
     with write_errors(folder / "summary.json"):
@@ -116,7 +115,7 @@ def _losses(
     done: Sequence[StudyRun],
     curves: dict[str, Curve],
     hardware: dict[str, dict[str, Any]],
-    baseline: str | None,
+    baseline: str,
 ) -> list[dict[str, Any]]:
     """The numbers of each row that has a finished run: losses, their differences to those of the rows in
     `baselines`, speed, and the loss at equal time.
@@ -141,7 +140,7 @@ def _row_numbers(
     losses: list[Any] = [run.loss for run in runs]  # finished runs have a loss
     here = hardware_label(curve.hardware)
     alike = [run for run in runs if hardware_label(hardware.get(run.name, {})) == here]
-    lines = [line for run in alike for line in read_metrics(run.folder) if line.get("kind") == "train"]
+    lines = [line for run in alike for line in run.metrics if line.get("kind") == "train"]
     return {
         "row": runs[0].row,
         "attention": curve.attention,

@@ -58,7 +58,9 @@ def how_it_was_made(records: dict[str, dict[str, Any]]) -> str:
 def earlier_starts(record: dict[str, Any]) -> list[dict[str, Any]]:
     """The readable records of the starts before the last one."""
     starts = record.get("earlier") or []
-    return [start for start in starts if start is not None and not what_is_wrong(start, _RECORD, partial=True)]
+    return [
+        start for start in starts if start is not None and not what_is_wrong(start, _RECORD, partial=True)
+    ]
 
 
 def _made_with(record: dict[str, Any]) -> str:
@@ -76,8 +78,8 @@ def read_scores(
     """The scores of each run's last step, as `evaluate` wrote them; and notes on unreadable scores and on
     runs without any.
 
-    baseline: the row that others are compared with. expected: whether runs should have scores by now; if not,
-    runs that still have their weights get no note.
+    baseline: the softmax row that others are compared with. expected: whether runs should have scores by now;
+    if not, runs that still have their weights get no note.
     """
     results, unscored, notes = [], list[StudyRun](), list[str]()
     for run in runs:

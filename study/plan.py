@@ -1,16 +1,22 @@
-"""`lingpt study --dry_run`: estimates a study's cost before anything is trained: time, disk, card hours."""
+"""The plan of a study: estimates its cost before anything is trained: time, disk, card hours."""
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 
+from lingpt.common.errors import UserError
 from lingpt.common.format import counted, duration, scaled, scaled_count
-from lingpt.common.run_folder import EVAL
+from lingpt.common.run_folder import scores_file
 from lingpt.data import availability
 from lingpt.eval.language import PIECES, TOKENS
 from lingpt.eval.mqar import TRIALS_PER_GPU, Trial
 from lingpt.eval.phrases import CHOICES, QUESTIONS
+from lingpt.eval.results import read_results
+from lingpt.eval.suites import suite_tasks, tasks_without_file
 from lingpt.eval.tables import Table
+from lingpt.eval.tasks.sources import benchmark_folder
 from lingpt.models import GPT
 from lingpt.study.config import Study
 from lingpt.study.jobs import Slot, gpu_slots, scoring_slots
@@ -39,42 +45,30 @@ def format_plan(
     trials: Sequence[Trial],
     slots: Sequence[Slot],
     stages: Sequence[str],
+    dry_run: bool,
 ) -> str:
     """The plan of these stages: one line per row, then the totals. trials: the MQAR trials left to train."""
-    peak, device = _peak(slots)
     trials = trials if "mqar" in stages else ()
-    suites = study.suites if "scores" in stages else ()
-    with_mqar = study.mqar is not None and "mqar" in stages
-    firsts = [run for run in runs if run.seed == 0]
-    parameters = {run.row: GPT.on_meta(model_config(run.recipe)).num_parameters() for run in firsts}
-    rows, left = _costs(study, rate_runs, runs, stages, parameters)
-    disk = _disk(rate_runs, runs, stages, parameters)
-    host = host_seconds(study, suites)
-    seconds = _seconds(left, host, len(runs), trials, slots, peak)
-    eight = gpu_slots(8, study.devices_per_run, study.runs_per_device)
-    on_eight = sum(_seconds(left, host, len(runs), trials, eight, H200_FLOPS).values())
-    of_cards = sum(map(sum, left.values())) / H200_FLOPS + host * len(left["scores"])
-    hours = (of_cards + sum(_mqar_seconds(trials, on_gpu=True))) / 3600
-    head = ["Row", "Parameters", "Steps × tokens", "Runs", "Rate runs", "Done", "H200 hours to train all"]
-    table = Table("", head, rows)
-    cards = len({gpu for slot in slots for gpu in slot.gpus}) or len(slots)
-    each = len(slots[0].gpus) or 1
-    parts = ", ".join(f"{name} {duration(value)}" for name, value in seconds.items() if value)
+    rate_runs = rate_runs if "rates" in stages else ()
+    models = _models((*rate_runs, *runs))
+    left = _work_left(study, rate_runs, runs, stages, models)
+    if not (dry_run or left or trials):
+        return f"study {study.name}: nothing is left to train or to score"
     data = runs[0].recipe.data
-    cost = f"{hours:.3g}" if hours >= 0.01 else "under 0.01"
+    head = ["Row", "Parameters", "Steps × tokens", "Runs", "Rate runs", "Done", "H200 hours to train all"]
+    table = Table("", head, [_row(row, rate_runs, runs, models) for row in study.attentions])
     lines = [
-        f"study {study.name}: {len(rows)} rows, {counted(study.seeds, 'seed')}, {scaled_count(study.tokens)} "
-        f"tokens each, N = {data.seq_len:,}; nothing is trained, this is a dry run",
+        f"study {study.name}: {counted(len(table.rows), 'row')}, {counted(study.seeds, 'seed')}, "
+        f"{scaled_count(study.tokens)} tokens each, N = {data.seq_len:,}"
+        + ("; nothing is trained, this is a dry run" if dry_run else ""),
         "",
         table.body(),
         "",
         f"data    {data.source}: {availability(data)}",
-        f"here    {cards} × {device}, {each} a run, {len(slots)} at once; what is left takes about "
-        f"{duration(sum(seconds.values()))} ({parts or 'nothing'})",
-        f"cost    {cost} card hours on H200s for what is left, at {STATED_MFU:.0%} of their peak: "
-        f"{duration(on_eight)} on eight",
-        f"disk    {scaled(disk, 'B')} of checkpoints at most; the rates' go when these are chosen",
-        f"scores  {', '.join(suites) or 'none'}" + ("; MQAR" if with_mqar else ""),
+        *_time(study, left, len(runs), trials, slots),
+        f"disk    {scaled(_disk(rate_runs, runs, stages, models), 'B')} of checkpoints at most"
+        + ("; the rates' go when these are chosen" if rate_runs else ""),
+        f"scores  {_scores(study, stages)}",
         "Small models and short sequences reach less of the peak: the time is then longer."
         + (f" With a limit of {study.limit} documents a task scoring takes less." if study.limit else "")
         + (" MQAR's is the most: training ends where all is right." if trials else ""),
@@ -82,86 +76,143 @@ def format_plan(
     return "\n".join(lines)
 
 
-def _costs(
+@dataclass(frozen=True)
+class _Left:
+    """What is left to compute: the FLOPs of each run, by stage. host: seconds besides these that scoring each
+    of the runs takes on a GPU."""
+
+    rates: list[float]
+    runs: list[float]
+    scores: list[float]
+    host: list[float]
+
+    def __bool__(self) -> bool:
+        return bool(self.rates or self.runs or self.scores)
+
+
+def _models(runs: Iterable[StudyRun]) -> dict[str, GPT]:
+    """Run → its model on the meta device. Equal models are built once: a large one takes a second."""
+    built, found = dict[str, GPT](), {}
+    for run in runs:
+        key = str(run.recipe.model)
+        if key not in built:
+            built[key] = GPT.on_meta(model_config(run.recipe))
+        found[run.name] = built[key]
+    return found
+
+
+def _row(
+    row: str, rate_runs: Sequence[StudyRun], runs: Sequence[StudyRun], models: dict[str, GPT]
+) -> list[str]:
+    """The cells of a row."""
+    mine, short = ([run for run in some if run.row == row] for some in (runs, rate_runs))
+    recipe = mine[0].recipe
+    hours = sum(run_flops(models[run.name], run.recipe) for run in [*short, *mine]) / H200_FLOPS / 3600
+    return [
+        row,
+        scaled_count(models[mine[0].name].num_parameters()),
+        f"{recipe.total_steps:,} × {scaled_count(recipe.tokens_per_step)}",
+        str(len(mine)),
+        str(len(short)),
+        f"{sum(run.is_finished() for run in mine)} of {len(mine)}",
+        f"{hours:.3g}" if hours >= 0.001 else "< 0.001",
+    ]
+
+
+def _work_left(
     study: Study,
     rate_runs: Sequence[StudyRun],
     runs: Sequence[StudyRun],
     stages: Sequence[str],
-    parameters: dict[str, int],
-) -> tuple[list[list[str]], dict[str, list[float]]]:
-    """The cells of each row; and, by stage, the FLOPs left in each run. parameters: number of each row's."""
-    suites = study.suites if "scores" in stages else ()
-    tuning = rate_runs if "rates" in stages else ()
-    flops = {run.name: run_flops(GPT.on_meta(model_config(run.recipe)), run.recipe) for run in (*tuning, *runs)}
-    rows = []
-    for row in study.attentions:
-        mine, short = ([run for run in some if run.row == row] for some in (runs, tuning))
-        recipe = mine[0].recipe
-        steps = f"{recipe.total_steps:,} × {scaled_count(recipe.tokens_per_step)}"
-        done = f"{sum(run.is_finished() for run in mine)} of {len(mine)}"
-        trained = sum(flops[run.name] for run in [*short, *mine])
-        hours = trained / H200_FLOPS / 3600
-        cells = [scaled_count(parameters[row]), steps, str(len(mine)), str(len(short)), done]
-        rows.append([row, *cells, f"{hours:.3g}" if hours >= 0.001 else "< 0.001"])
-    # A scored token takes only a forward pass, a third of a training token's FLOPs.
-    recipe = runs[0].recipe
-    scored = (
-        scored_tokens(study, recipe.data.seq_len, suites) / (recipe.total_steps * recipe.tokens_per_step) / 3
+    models: dict[str, GPT],
+) -> _Left:
+    def training(some: Sequence[StudyRun]) -> list[float]:
+        unfinished = [run for run in some if not run.is_finished()]
+        return [run_flops(models[run.name], run.recipe) * _part_left(run) for run in unfinished]
+
+    scores, host = list[float](), list[float]()
+    for run in runs if "scores" in stages else ():
+        if suites := _suites_left(study, run):
+            length = run.recipe.data.seq_len
+            # A scored token takes only a forward pass, a third of a training token's FLOPs.
+            token = models[run.name].flops_per_token(length) / 3
+            scores.append(token * scored_tokens(study, length, suites))
+            host.append(host_seconds(study, suites))
+    return _Left(training(rate_runs), training(runs if "runs" in stages else ()), scores, host)
+
+
+def _time(
+    study: Study, left: _Left, runs: int, trials: Sequence[Trial], slots: Sequence[Slot]
+) -> tuple[str, str]:
+    """The lines on the time here, and on the cost in card hours. runs: number of runs in the study."""
+    peak, device = _peak(slots)
+    cards, each = len({gpu for slot in slots for gpu in slot.gpus}) or len(slots), len(slots[0].gpus) or 1
+    seconds = _seconds(left, runs, trials, slots, peak)
+    parts = ", ".join(f"{name} {duration(value)}" for name, value in seconds.items() if value)
+    eight = gpu_slots(8, study.devices_per_run, study.runs_per_device)
+    on_eight = sum(_seconds(left, runs, trials, eight, H200_FLOPS).values())
+    of_cards = sum((*left.rates, *left.runs, *left.scores)) / H200_FLOPS + sum(left.host)
+    hours = (of_cards + sum(_mqar_seconds(trials, on_gpu=True))) / 3600
+    cost = f"{hours:.3g}" if hours >= 0.01 else "under 0.01"
+    return (
+        f"here    {cards} × {device}, {each} a run, {len(slots)} at once; what is left takes about "
+        f"{duration(sum(seconds.values()))} ({parts or 'nothing'})",
+        f"cost    {cost} card hours on H200s for what is left, at {STATED_MFU:.0%} of their peak: "
+        f"{duration(on_eight)} on eight",
     )
-    left = {
-        "rates": [flops[run.name] * _part_left(run) for run in tuning if not run.is_finished()],
-        "runs": [
-            flops[run.name] * _part_left(run) for run in runs if "runs" in stages and not run.is_finished()
-        ],
-        "scores": [flops[run.name] * scored for run in runs if suites and _is_unscored(run)],
-    }
-    return rows, left
+
+
+def _scores(study: Study, stages: Sequence[str]) -> str:
+    """The suites, and the tasks that are left out as the folder of benchmarks has no file for them; MQAR."""
+    suites = study.suites if "scores" in stages else ()
+    words = ", ".join(suites) or "none"
+    folder = benchmark_folder(study.eval_data)
+    if "commonsense" in suites and (missing := tasks_without_file(folder)):
+        words += f"; {folder} has no file for {', '.join(missing)}"
+    return words + ("; MQAR" if study.mqar is not None and "mqar" in stages else "")
 
 
 def _disk(
     rate_runs: Sequence[StudyRun],
     runs: Sequence[StudyRun],
     stages: Sequence[str],
-    parameters: dict[str, int],
+    models: dict[str, GPT],
 ) -> float:
     """Maximum bytes of checkpoints: those of the short runs are deleted before the runs begin."""
 
     def size(some: Sequence[StudyRun]) -> float:
         # Weights and AdamW's two moments in fp32; one checkpoint more than are kept, while it is written.
-        return sum(12 * parameters[run.row] * (run.recipe.train.keep_checkpoints + 1) for run in some)
+        kept = ((models[run.name], run.recipe.train.keep_checkpoints) for run in some)
+        return sum(12 * model.num_parameters() * (keep + 1) for model, keep in kept)
 
     started = [run for run in runs if run.started]
-    tuning = [run for run in rate_runs if "rates" in stages and not run.is_finished()]
+    tuning = [run for run in rate_runs if not run.is_finished()]
     return max(size([*tuning, *started]), size(runs if "runs" in stages else started))
 
 
 def _seconds(
-    left: dict[str, list[float]],
-    host: float,
-    runs: int,
-    trials: Sequence[Trial],
-    slots: Sequence[Slot],
-    peak: float,
+    left: _Left, runs: int, trials: Sequence[Trial], slots: Sequence[Slot], peak: float
 ) -> dict[str, float]:
-    """Seconds of each stage on these slots. host: seconds of scoring a run besides its FLOPs; runs: number of
-    runs in the study."""
+    """Seconds of each stage on these slots. runs: number of runs in the study."""
     cards = sorted({gpu for slot in slots for gpu in slot.gpus})
     scoring = scoring_slots(slots, cards, runs)
-    host = host if cards else 0.0
+    host = left.host if cards else ()
     # The slots that `lingpt mqar` uses; without a GPU it trains one model at a time.
     mqar_slots = gpu_slots(len(cards), 1, TRIALS_PER_GPU) if cards else slots[:1]
     return {
-        "rates": wall_seconds(left["rates"], slots, peak),
-        "runs": wall_seconds(left["runs"], slots, peak),
-        "scores": wall_seconds(left["scores"], scoring, peak, host),
+        "rates": wall_seconds(left.rates, slots, peak),
+        "runs": wall_seconds(left.runs, slots, peak),
+        "scores": wall_seconds(left.scores, scoring, peak, host),
         "mqar": wall_seconds(_mqar_seconds(trials, on_gpu=bool(cards)), mqar_slots, peak=1.0),
     }
 
 
-def wall_seconds(flops: Sequence[float], slots: Sequence[Slot], peak: float, more: float = 0.0) -> float:
+def wall_seconds(
+    flops: Sequence[float], slots: Sequence[Slot], peak: float, more: Sequence[float] = ()
+) -> float:
     """Seconds until all jobs are done: each starts, in this order, on the slot that is free first.
 
-    flops: of each job. peak: FLOP/s of a card, or a CPU process. more: seconds per job besides its FLOPs.
+    flops: of each job. peak: FLOP/s of a card, or a CPU process. more: seconds of each job besides its FLOPs.
     """
     if not flops:
         return 0.0
@@ -170,8 +221,8 @@ def wall_seconds(flops: Sequence[float], slots: Sequence[Slot], peak: float, mor
     sharing = math.ceil(used / groups)  # jobs on the same cards at a time
     speed = peak * (len(slots[0].gpus) or 1) / sharing
     ends = [0.0] * used
-    for job in flops:
-        heapq.heapreplace(ends, ends[0] + job / speed + more)
+    for job, besides in zip(flops, more or [0.0] * len(flops), strict=True):
+        heapq.heapreplace(ends, ends[0] + job / speed + besides)
     return max(ends)
 
 
@@ -180,9 +231,18 @@ def _part_left(run: StudyRun) -> float:
     return 1.0 if run.config_mismatch() else max(0.0, 1.0 - run.step / run.recipe.total_steps)
 
 
-def _is_unscored(run: StudyRun) -> bool:
-    """Whether the run is to be scored: it has no scores, and has not diverged."""
-    return not run.diverged and not any((run.folder / EVAL).glob("step-*.json"))
+def _suites_left(study: Study, run: StudyRun) -> list[str]:
+    """The suites that the run has no score of; none if it has diverged."""
+    if run.diverged:
+        return []
+    file = scores_file(run.folder, run.recipe.total_steps)
+    try:
+        scored = (
+            {entry["task"] for entry in read_results(file)["scores"].values()} if file.exists() else set()
+        )
+    except UserError:  # it is scored again
+        scored = set()
+    return [suite for suite in study.suites if scored.isdisjoint(suite_tasks(suite, study.tasks))]
 
 
 def scored_tokens(study: Study, seq_len: int, suites: Sequence[str]) -> float:
@@ -209,10 +269,13 @@ def _mqar_seconds(trials: Sequence[Trial], on_gpu: bool) -> list[float]:
     seconds = []
     for trial in trials:
         tokens = trial.steps * trial.batch_size * trial.length
-        seconds.append(tokens * (MQAR_TOKEN if on_gpu else _mqar_token_flops(trial) / CPU_CORE_FLOPS))
+        # The rate does not matter: one model of each kind is built.
+        flops = 0.0 if on_gpu else _mqar_token_flops(replace(trial, rate=0.0))
+        seconds.append(tokens * (MQAR_TOKEN if on_gpu else flops / CPU_CORE_FLOPS))
     return seconds
 
 
+@cache
 def _mqar_token_flops(trial: Trial) -> float:
     per_token = GPT.on_meta(trial.config()).flops_per_token(trial.length)
     # Only the positions of queries go through lm_head.

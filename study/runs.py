@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence, Set
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,11 @@ from lingpt.configs.recipe import find_recipe, parse_recipe
 from lingpt.data import DataConfig, content_hashes
 from lingpt.study.config import Study
 from lingpt.study.portable import differs
-from lingpt.train import Recipe
+from lingpt.train import Recipe, check_recipe
 from lingpt.train.config import DATA_PATHS, MAY_CHANGE, differences, recipe_from_dict
+
+# A run's folder → the state of its metrics when they were last read, and their lines.
+_METRICS: dict[Path, tuple[tuple[int, ...], list[dict[str, Any]]]] = {}
 
 
 @dataclass(frozen=True)
@@ -53,10 +56,32 @@ class StudyRun:
         except UserError as error:
             raise UserError(f"{self.row}: {error}") from error
 
+    def check(self, dry_run: bool = False) -> None:
+        """Raises UserError, with the row's name, for what `lingpt train` refuses before any work. dry_run: a
+        model may be too large for this machine, as in a dry run of `lingpt train`."""
+        recipe = self.recipe
+        try:
+            check_recipe(replace(recipe, train=replace(recipe.train, dry_run=dry_run)))
+        except UserError as error:
+            raise UserError(f"{self.row}: {error}") from error
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines that `read_metrics` finds; the file is read again only if it has changed."""
+        try:
+            stat = (self.folder / METRICS).stat()
+        except OSError:  # there is none, or it cannot be read, which `read_metrics` says
+            return read_metrics(self.folder)
+        state = stat.st_ino, stat.st_mtime_ns, stat.st_size
+        read = _METRICS.get(self.folder)
+        if read is None or read[0] != state:
+            read = _METRICS[self.folder] = state, read_metrics(self.folder)
+        return read[1]
+
     @property
     def step(self) -> int:
         """The last step in its metrics; 0 if it has not begun."""
-        return max((line["step"] for line in read_metrics(self.folder)), default=0)
+        return max((line["step"] for line in self.metrics), default=0)
 
     def halfway(self) -> bool:
         return 2 * self.step >= self.recipe.total_steps
@@ -64,14 +89,14 @@ class StudyRun:
     @property
     def loss(self) -> float | None:
         """The validation loss at the last step; None if the run has not reached it."""
-        lines = [line for line in read_metrics(self.folder) if line.get("kind") == "val"]
+        lines = [line for line in self.metrics if line.get("kind") == "val"]
         at_end = [line.get("loss") for line in lines if line["step"] >= self.recipe.total_steps]
         number = at_end and isinstance(at_end[-1], int | float) and math.isfinite(at_end[-1])
         return at_end[-1] if number else None
 
     @property
     def diverged(self) -> bool:
-        return any(line.get("kind") == "diverged" for line in read_metrics(self.folder)[-2:])
+        return any(line.get("kind") == "diverged" for line in self.metrics[-2:])
 
     @property
     def started(self) -> bool:
@@ -142,7 +167,7 @@ class StudyRun:
         return self.has_result() or self.diverged
 
     def status(self) -> str:
-        lines = [line for line in read_metrics(self.folder) if line.get("kind") == "train"]
+        lines = [line for line in self.metrics if line.get("kind") == "train"]
         last = lines[-1].get("loss") if lines else None
         loss = f", loss {last:.3f}" if isinstance(last, int | float) else ""
         return f"at step {self.step} of {self.recipe.total_steps}{loss}"
@@ -178,6 +203,7 @@ def clear_caches() -> None:
     """Clears the caches, for a process that runs several studies: files may have changed since."""
     _recipe.cache_clear()
     _content_hashes.cache_clear()
+    _METRICS.clear()
 
 
 def study_runs(study: Study, folder: Path, rates: dict[str, float], cards: int | None) -> list[StudyRun]:

@@ -13,8 +13,9 @@ from pathlib import Path
 from lingpt.common.errors import Interrupted, UserError, unknown
 from lingpt.common.files import write_errors, write_json
 from lingpt.common.locks import file_lock
-from lingpt.common.run_folder import CHECKPOINTS, ENVIRONMENT, LOCK
+from lingpt.common.run_folder import CHECKPOINTS, ENVIRONMENT, LOCK, without_seed
 from lingpt.data import find_data
+from lingpt.eval.mqar import Trial
 from lingpt.eval.suites import check_scoring
 from lingpt.eval.tasks.sources import benchmark_folder
 from lingpt.study.config import STAGES, STUDY, Study, with_started_runs
@@ -64,13 +65,14 @@ def run_study(
     study = asked if dry_run else started
     slots = find_slots(devices, study.devices_per_run, study.runs_per_device)
     work = _Stages(study, asked, folder, slots)
-    for run in (*work.rate_runs, *work.runs):
-        _ = run.recipe  # raises now, not after hours
+    work.check(stages, dry_run)
     trials = trials_left(study, folder)
+    if not dry_run:
+        _check_inputs(study, work.runs, stages)
+    if dry_run or {"rates", "runs", "mqar", "scores"} & set(stages):
+        print(work.plan(trials, stages, dry_run))
     if dry_run:
-        print(format_plan(study, work.rate_runs, work.runs, trials, slots, stages))
         return folder
-    _check_inputs(study, work.runs, stages)
     with _locked(folder):
         _write_study(with_started_runs(asked, folder), folder)
     work.run(stages, minutes)
@@ -84,7 +86,7 @@ def run_study(
         if publish:
             print(f"copied  {publish_study(folder, Path(publish), [*work.rate_runs, *work.runs])}")
     if work.failures:
-        named = "; ".join(f"{failure.job}: {failure.reason}" for failure in work.failures)
+        named = "; ".join(map(str, work.failures))
         raise UserError(
             f"{len(work.failures)} failed, all else is kept, and the same command tries again: {named}"
         )
@@ -155,6 +157,22 @@ class _Stages:
     def _find_runs(self) -> None:
         self.rate_runs = rate_runs(self.study, self.folder, self._each)
         self.runs = study_runs(self.study, self.folder, read_rate_search(self.rate_runs).chosen, self._each)
+
+    def check(self, stages: Sequence[str], dry_run: bool) -> None:
+        """Raises UserError now, not after hours, for a row with options that do not exist, and for a run that
+        these stages have yet to train if `lingpt train` would refuse it."""
+        for run in (*self.rate_runs, *self.runs):
+            _ = run.recipe
+        trained = {"rates": self.rate_runs, "runs": self.runs}
+        asked = [run for stage, runs in trained.items() if stage in stages for run in self._now(runs)]
+        left = {without_seed(run.name): run for run in asked if not run.is_finished()}  # seeds are alike
+        for run in left.values():
+            run.check(dry_run)
+
+    def plan(self, trials: Sequence[Trial], stages: Sequence[str], dry_run: bool) -> str:
+        """The plan of what is requested now. trials: the MQAR trials left to train."""
+        rates, runs = self._now(self.rate_runs), self._now(self.runs)
+        return format_plan(self.asked, rates, runs, trials, self.slots, stages, dry_run)
 
     def run(self, stages: Sequence[str], minutes: float | None) -> None:
         """Runs these stages, without the page, until they are done or the time is up."""

@@ -77,6 +77,16 @@ def test_a_traceback_s_reason_is_its_error(job, error, reason):
     assert found.reason == reason
 
 
+@pytest.mark.parametrize(("begin", "shown"), [("lingpt: ", "{}"), ("", "{:.300}…")], ids=["ours", "other"])
+def test_the_end_of_our_own_line_is_not_cut(job, begin, shown):
+    """Guards: a reason cut after 300 characters, before its end: how to mend it. The log is named."""
+    text = "x" * 400 + ": use another"
+    code = f"sys.exit(print({begin + text!r}) or 2)"
+    (found,) = run_jobs([job("x", code)], [Slot("CPU")], report=[].append)
+    assert found.reason == shown.format(text)
+    assert str(found) == f"x: {found.reason} ({found.log})" and found.log.read_text().endswith("another\n")
+
+
 def test_a_card_that_died_is_given_up(job, tmp_path):
     """All that starts on card 0 crashes: the work is done on card 1, and nothing is lost."""
     code = "sys.exit(1) if os.environ['CUDA_VISIBLE_DEVICES'] == '0' else time.sleep(0.05)"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lingpt.cli.main import main
-from lingpt.study import read_study
+from lingpt.study import read_study, runs
 from lingpt.study.runs import kept_rates, rate_runs, read_rate_search, study_runs
 from lingpt.tests.study.tiny import COMMAND, TINY, fake_run, write
 
@@ -112,3 +112,20 @@ def test_a_study_goes_on_where_its_data_has_moved(here, capsys):
     printed = capsys.readouterr().out
     assert f"mixed-seed0 was trained otherwise than the study now says {change}: {mend}" in printed
     assert page.read_text() == before and f"{page} is left as it is: no run has results" in printed
+
+
+def test_metrics_are_read_once(here, monkeypatch):
+    """Guards: a file of megabytes that was parsed for every property of the run, five times a second. What is
+    written since is seen."""
+    write(TINY | {"learning_rates": [], "seeds": 1})
+    fake_run("softmax-seed0", steps=2)
+    read, folders = runs.read_metrics, []
+    monkeypatch.setattr(runs, "read_metrics", lambda folder: folders.append(folder) or read(folder))
+    runs.clear_caches()
+    study = read_study(Path("study-tiny.yaml"))
+    run, again = (study_runs(study, Path("runs/study-tiny"), {}, None)[0] for _ in range(2))
+    assert (run.step, run.loss, run.diverged, again.step) == (2, None, False, 2)
+    assert run.exclusion_reason() == "softmax-seed0 is unfinished: step 2 of 4"
+    assert run.status() == "at step 2 of 4, loss 6.000" and run.halfway() and len(folders) == 1
+    fake_run("softmax-seed0")
+    assert (run.step, run.loss, run.is_finished()) == (4, 4.0, True) and len(folders) == 2

@@ -177,6 +177,7 @@ def test_a_failure_is_named_at_the_end(here, monkeypatch, capsys):
     assert f"{again} (runs/study-tiny/logs/mixed-seed0.log)\n" in err
     page = Path("runs/study-tiny/README.md").read_text()
     assert "mixed-seed0 failed: ended by SIGKILL (logs/mixed-seed0.log)\n" in page
+    assert "not trained" not in page
     assert Path("runs/study-tiny/softmax-seed0/checkpoints").is_dir() and "page " in out
 
 
