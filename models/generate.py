@@ -37,20 +37,7 @@ def generate(
     continuation longer than the block size.
     """
     B, N = idx_BN.shape
-    for name, value, least in (
-        ("max_new_tokens", max_new_tokens, 0),
-        ("temperature", temperature, 0),
-        ("top_k", top_k, 1),
-    ):
-        if value is not None and not value >= least:
-            raise UserError(f"{name} is {value}; it must be at least {least}")
-    if N == 0:
-        raise UserError("nothing to continue: give a prompt of at least one token")
-    if N + max_new_tokens > model.max_seq_length:
-        raise UserError(
-            f"a prompt of {N} tokens and {max_new_tokens} new ones exceed block size {model.max_seq_length}: "
-            "shorten one of them"
-        )
+    _check_arguments(model, N, max_new_tokens, temperature, top_k)
     generator = torch.Generator().manual_seed(seed)
     state = model.new_state(B, N + max_new_tokens)
     step: Callable[[torch.Tensor], torch.Tensor] = functools.partial(model.next_logits, state=state)
@@ -68,6 +55,25 @@ def generate(
             break
         last_BN = new_B1.to(idx_BN.device)
     return torch.cat(tokens, dim=1).to(idx_BN.device)
+
+
+def _check_arguments(
+    model: GPT, prompt_tokens: int, max_new_tokens: int, temperature: float, top_k: int | None
+) -> None:
+    for name, value, least in (
+        ("max_new_tokens", max_new_tokens, 0),
+        ("temperature", temperature, 0),
+        ("top_k", top_k, 1),
+    ):
+        if value is not None and not value >= least:
+            raise UserError(f"{name} is {value}; it must be at least {least}")
+    if prompt_tokens == 0:
+        raise UserError("nothing to continue: give a prompt of at least one token")
+    if prompt_tokens + max_new_tokens > model.max_seq_length:
+        raise UserError(
+            f"a prompt of {prompt_tokens} tokens and {max_new_tokens} new ones exceed block size "
+            f"{model.max_seq_length}: shorten one of them"
+        )
 
 
 def sample(

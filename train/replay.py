@@ -47,14 +47,8 @@ def replay(
         raise UserError(f"--step {step}: steps count from 1, as in metrics.jsonl")
     if samples < 1:
         raise UserError(f"--samples {samples}: show at least 1")
-    before = [path for path in valid_checkpoints(run) if (checkpoint_step(path) or 0) < step]
-    if not before:
-        require_newest_checkpoint(run)
-        raise UserError(f"{run} has no checkpoint before step {step}: give a later one, or train it again")
-    if step > (newest := _newest_step(run)):
-        raise UserError(f"--step {step}: {run} has {counted(newest, 'step')}")
-    check_undamaged(before[-1])
-    manifest = load_manifest(before[-1])
+    checkpoint = _checkpoint_before(run, step)
+    manifest = load_manifest(checkpoint)
     recipe = recipe_from_dict(manifest["config"])
     where = find_device(device)
     dataset = prepare(replace(recipe.data, **(moved or {})))
@@ -65,10 +59,10 @@ def replay(
             "(--data.source, --data.tokenizer)"
         )
     # In evaluation mode: the recipe's training kernel may not support fp32 (flash, cudnn).
-    gpt = load_model(before[-1], device=where, dtype=torch.float32).eval()
+    gpt = load_model(checkpoint, device=where, dtype=torch.float32).eval()
     any_kernel = Config.from_dict(gpt.config.to_dict() | {"sdpa": "auto"})
     kernels = attention_kernels(any_kernel, where, "32-true")
-    otherwise = _not_as_trained(run, step, before[-1], kernels, where)
+    otherwise = _not_as_trained(run, step, checkpoint, kernels, where)
     batches = BatchSampler(dataset.train, recipe.train.seed, recipe.train.global_batch_size)
     model, tokens = NextTokenLoss(gpt), recipe.tokens_per_step
     losses: list[float] = []
@@ -81,7 +75,7 @@ def replay(
     blocks = batches.indices(step - 1)
     worst = sorted(range(len(losses)), key=lambda i: -losses[i] if losses[i] == losses[i] else -torch.inf)
     lines = [
-        f"{run.name}, step {step}, with the weights of {before[-1].name}, in fp32 ({_by(kernels)})",
+        f"{run.name}, step {step}, with the weights of {checkpoint.name}, in fp32 ({_by(kernels)})",
         f"loss {sum(losses) / len(losses):.4f} nats/token, gradient norm {norm:.4g} before clipping at "
         f"{recipe.train.grad_clip:g}; when it was trained: {_as_logged(run, step)}",
         *otherwise,
@@ -92,6 +86,17 @@ def replay(
         text = " ".join(dataset.tokenizer.decode(sample.tolist()).split())
         lines.append(f"  {losses[position]:8.4f}  position {position}, block {blocks[position]}: {text} …")
     return "\n".join(lines)
+
+
+def _checkpoint_before(run: Path, step: int) -> Path:
+    before = [path for path in valid_checkpoints(run) if (checkpoint_step(path) or 0) < step]
+    if not before:
+        require_newest_checkpoint(run)
+        raise UserError(f"{run} has no checkpoint before step {step}: give a later one, or train it again")
+    if step > (newest := _newest_step(run)):
+        raise UserError(f"--step {step}: {run} has {counted(newest, 'step')}")
+    check_undamaged(before[-1])
+    return before[-1]
 
 
 def _not_as_trained(
