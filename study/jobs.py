@@ -173,6 +173,8 @@ def run_jobs(
                 last_status = time.monotonic()
                 report(" · ".join(f"{one.job.name} {one.job.progress()}".strip() for one in running))
     finally:
+        if running:
+            report(f"stopping: waits until {', '.join(one.job.name for one in running)} has saved")
         _stop(running)
     return failures
 

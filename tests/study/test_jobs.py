@@ -167,9 +167,10 @@ SAVES = (
 
 
 def test_the_end_of_the_time_lets_the_children_save(job, tmp_path):
-    first = job("first", SAVES)
+    first, lines = job("first", SAVES), []
     with pytest.raises(Stopped):
-        run_jobs([first, job("second", "pass")], [Slot("CPU")], time.monotonic() + 0.8, lambda line: None)
+        run_jobs([first, job("second", "pass")], [Slot("CPU")], time.monotonic() + 0.8, lines.append)
+    assert lines[-1] == "stopping: waits until first has saved"  # it may take minutes
     assert first.log.read_text() == "on\nsaved\n" and not (tmp_path / "second.log").exists()
 
 
