@@ -60,7 +60,7 @@ def replay(
         )
     # In evaluation mode: the recipe's training kernel may not support fp32 (flash, cudnn).
     gpt = load_model(checkpoint, device=where, dtype=torch.float32).eval()
-    any_kernel = Config.from_dict(gpt.config.to_dict() | {"sdpa": "auto"})
+    any_kernel = Config.from_dict(gpt.config.to_dict() | {"sdpa": "auto", "backend": "auto"})
     kernels = attention_kernels(any_kernel, where, "32-true")
     otherwise = _not_as_trained(run, step, checkpoint, kernels, where)
     batches = BatchSampler(dataset.train, recipe.train.seed, recipe.train.global_batch_size)
@@ -146,7 +146,7 @@ def _newest_step(run: Path) -> int:
 
 
 def _as_logged(run: Path, step: int) -> str:
-    found = [line for line in read_metrics(run) if line["step"] == step and line.get("kind") == "train"]
+    found = [line for line in read_metrics(run) if line["step"] == step and line["kind"] == "train"]
     return _numbers(found[-1]) if found else "not logged"
 
 

@@ -16,21 +16,25 @@ Its options are not in the paper; `ours-decay` and `ours-gated` have them too:
     conv_silu       a SiLU after it, as in FLA's GLA layer and in Mamba-2 (arXiv 2405.21060)
     constant        false (only without the normaliser): a = 0. `ours-decay` is then RetNet's retention (arXiv
                     2307.08621) with unit q and k, `ours-gated` simple GLA, the same as Mamba-2's SSD
+    backend         the operator's in training: `cuda`, `chunkwise` (PyTorch), or `auto`. Scores and decoding
+                    always choose, as a checkpoint may be on another device
 """
 
 import functools
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import litgpt
 import torch
 from torch import nn
 
-from lingpt.common.errors import UserError
+from lingpt.common.errors import UserError, unknown
 from lingpt.kernels.linear_attention import chunkwise, linear_attention_flops, linear_attention_qkv
 from lingpt.kernels.linear_attention.backends import choose
 from lingpt.kernels.linear_attention.call import Call
 from lingpt.models.attention.base import QKVAttention, RecurrentState
 from lingpt.models.attention.short_conv import SHORT_CONV_HELP, apply_short_conv, identity_filter
+
+BACKENDS = ("auto", "cuda", "chunkwise")
 
 
 class OursAttention(QKVAttention):
@@ -64,10 +68,14 @@ class OursAttention(QKVAttention):
             bool,
             "the 1 in the `1 + b·x` of `ours*`; without it, behind `output_gate`, RetNet or simple GLA.",
         ] = True,
+        backend: Annotated[
+            Literal["auto", "cuda", "chunkwise"],
+            "what trains `ours*`: the CUDA kernel, or the same in PyTorch; `auto` takes the first if it can.",
+        ] = "auto",
     ) -> None:
         super().__init__(config, layer_idx)
         self.normalize = normalize = self.normalizes(normalize, output_gate)
-        self.constant, self.conv_silu = constant, conv_silu
+        self.constant, self.conv_silu, self.backend = constant, conv_silu, backend
         free_a = learnable_b and constant and not normalize
         self.b_offset = nn.Parameter(torch.zeros(config.n_head)) if learnable_b else None
         self.a_offset = nn.Parameter(torch.zeros(config.n_head)) if free_a else None
@@ -91,8 +99,11 @@ class OursAttention(QKVAttention):
         short_conv: bool,
         conv_silu: bool,
         constant: bool,
+        backend: str,
         **_: bool,
     ) -> None:
+        if backend not in BACKENDS:
+            raise unknown("backend", backend, BACKENDS)
         if conv_silu and not short_conv:
             raise UserError("conv_silu=True needs short_conv=True, behind which the SiLU stands")
         normalizes = cls.normalizes(normalize, output_gate)
@@ -117,6 +128,7 @@ class OursAttention(QKVAttention):
             sin=rope,
             token_log_decay=torch.empty(1, 1, config.n_head, device=device) if cls.token_decay else None,
             normalize=cls.normalizes(options["normalize"], options["output_gate"]),
+            backend=options["backend"],
         )
         return "chunkwise" if choose(call) is chunkwise else "cuda"
 
@@ -162,7 +174,7 @@ class OursAttention(QKVAttention):
         qkv, decay = self.operator_inputs(x_BNC, state)
         attend = functools.partial(
             linear_attention_qkv, qkv, cos_NR, sin_NR, self.b(),
-            a=self.a(), normalize=self.normalize, **decay,
+            a=self.a(), normalize=self.normalize, backend=self.backend if self.training else "auto", **decay,
         )  # fmt: skip
         if state is None:
             o_BNHD = attend()

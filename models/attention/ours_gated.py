@@ -28,7 +28,7 @@ class OursGatedAttention(OursAttention):
 
     token_decay = True
 
-    def __init__(self, config: litgpt.Config, layer_idx: int, **options: bool) -> None:
+    def __init__(self, config: litgpt.Config, layer_idx: int, **options: Any) -> None:
         super().__init__(config, layer_idx, **options)
         self.decay_proj = nn.Linear(config.n_embd, config.n_head, bias=False)
         self.decay_bias = nn.Parameter(decay_bias(config.n_head))

@@ -300,6 +300,22 @@ def test_the_kernel_that_is_named_is_training_s_alone(small, tokens):
     assert torch.equal(cudnn.eval()(tokens), model(tokens))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["ours", "ours-decay", "ours-gated"])
+def test_the_backend_that_is_named_trains_and_no_other(small, tokens, name):
+    """A model that was trained by the CUDA kernel is scored and decodes where there is no GPU."""
+    model, cuda = small(name, backend="chunkwise"), small(name, backend="cuda")
+    with pytest.raises(UserError, match=r"backend='cuda' cannot run this: the tensors are on cpu"):
+        cuda(tokens)
+    assert torch.equal(cuda.eval()(tokens), model(tokens))
+    assert torch.equal(cuda.step(tokens, cuda.new_state(2)), model.eval().step(tokens, model.new_state(2)))
+    options = cuda.config.attention_options(name)
+    with pytest.raises(UserError, match=r"backend='cuda' cannot run this"):
+        ATTENTIONS[name].kernel_name(cuda.config, torch.device("cpu"), torch.bfloat16, **options)
+    with pytest.raises(UserError, match=r"unknown backend 'chunk': .*chunkwise"):
+        Config.from_name("demo", attention=name, backend="chunk")
+
+
 def test_what_an_attention_misses_on_a_gpu_is_one_line(monkeypatch):
     """Guards: a comparison with GLA that is one with its slow form, unawares."""
     monkeypatch.setattr("lingpt.models.attention.gla.HAS_FLA", False)
