@@ -318,7 +318,7 @@ def test_a_gates_gradient_where_values_have_a_mean(arch: str, emulated) -> None:
     assert relative(ours, exact) < 2 * relative(limit, exact) and relative(ours, exact) < 0.06
 
 
-@pytest.mark.parametrize("N", [10 * 64, 8 * 64 + 63])
+@pytest.mark.parametrize("N", [pytest.param(10 * 64, marks=pytest.mark.slow), 8 * 64 + 63])
 @pytest.mark.parametrize("build", slow_where_wide([*GATED, *AFFINE, SMALL[1]]), ids=str)
 def test_boundaries(build: Build, N: int, emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: the gradient of gates from the boundaries; of b where it is 0."""
