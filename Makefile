@@ -55,7 +55,7 @@ study: $(READY) ## train and score several attentions: MODEL= TOKENS= ATTNS="sof
 		$(call opt,--source,$(DATA)) $(call opt,--tokenizer,$(TOKENIZER)) $(call opt,--eval_data,$(EVAL_DATA)) \
 		$(call opt,--name,$(NAME)) $(if $(filter-out 0,$(DRY)),--dry_run true) $(ARGS))
 
-curves: $(READY) ## loss curves of runs in one figure: RUNS="runs/a runs/b" (default: all)
+curves: $(READY) ## loss curves of runs, or of a study, in one figure: RUNS="runs/a runs/b" (default: all in runs/)
 	$(BIN)lingpt curves $(strip $(RUNS) $(ARGS))
 
 bench: $(READY) ## measure the kernels against the baselines (GPU; ARGS="--device cpu" for a taste), or, with ARGS=train, whole training steps, with ARGS=decode, decoding

@@ -5,14 +5,14 @@ from pathlib import Path
 from jsonargparse import ArgumentParser, Namespace
 
 from lingpt.common.files import write_errors, write_json
-from lingpt.common.run_folder import METRICS
-from lingpt.train import draw_curves, format_table
+from lingpt.train import draw_curves, find_runs, format_table
 
 HELP = "Draw the loss curves of runs, and print how long each took to the losses that all of them reach."
 
 
 def configure(parser: ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="*", type=str, help="run folders (default: all in runs/)")
+    runs = "folders of runs, or of studies (default: the runs in runs/, or those of its only study)"
+    parser.add_argument("runs", nargs="*", type=str, help=runs)
     parser.add_argument(
         "--baseline", type=str | None, help="run that times are relative to (default: the first)"
     )
@@ -24,10 +24,10 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> None:
-    folders = args.runs or sorted(str(path.parent) for path in Path("runs").glob(f"*/{METRICS}"))
+    folders = find_runs(args.runs)
     rows = draw_curves(folders, args.out, args.baseline, args.formats)
     table = Path(args.out).with_suffix(".json")
     with write_errors(table):
-        write_json(table, {"runs": folders, "time_to_loss": rows})
+        write_json(table, {"runs": [str(folder) for folder in folders], "time_to_loss": rows})
     print(format_table(rows, args.baseline) if args.baseline else format_table(rows))
     print(f"\nplot   {args.out}\ntable  {table}")

@@ -232,7 +232,8 @@ def read_model(run: Path) -> tuple[str, str | tuple[str, ...]]:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The lines of the run's metrics, oldest first: objects with a `step`. Empty if there is no file.
+    """The lines of the run's metrics, oldest first: objects with a `kind` (`train`, `val`, `diverged`) and a
+    `step`. Empty if there is no file.
 
     A last line that a crash cut short is left out; so are damaged ones before it, which stderr names.
     UserError if the file exists but cannot be read.
@@ -255,4 +256,5 @@ def _metrics_line(line: bytes) -> dict[str, Any] | None:
         values = json.loads(line.decode())
     except (ValueError, RecursionError):
         return None
-    return values if isinstance(values, dict) and type(values.get("step")) is int else None
+    whole = isinstance(values, dict) and type(values.get("kind")) is str and type(values.get("step")) is int
+    return values if whole else None

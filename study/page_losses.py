@@ -140,7 +140,7 @@ def _row_numbers(
     losses: list[Any] = [run.loss for run in runs]  # finished runs have a loss
     here = hardware_label(curve.hardware)
     alike = [run for run in runs if hardware_label(hardware.get(run.name, {})) == here]
-    lines = [line for run in alike for line in run.metrics if line.get("kind") == "train"]
+    lines = [line for run in alike for line in run.metrics if line["kind"] == "train"]
     return {
         "row": runs[0].row,
         "attention": curve.attention,

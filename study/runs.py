@@ -89,14 +89,14 @@ class StudyRun:
     @property
     def loss(self) -> float | None:
         """The validation loss at the last step; None if the run has not reached it."""
-        lines = [line for line in self.metrics if line.get("kind") == "val"]
+        lines = [line for line in self.metrics if line["kind"] == "val"]
         at_end = [line.get("loss") for line in lines if line["step"] >= self.recipe.total_steps]
         number = at_end and isinstance(at_end[-1], int | float) and math.isfinite(at_end[-1])
         return at_end[-1] if number else None
 
     @property
     def diverged(self) -> bool:
-        return any(line.get("kind") == "diverged" for line in self.metrics[-2:])
+        return any(line["kind"] == "diverged" for line in self.metrics[-2:])
 
     @property
     def started(self) -> bool:
@@ -167,7 +167,7 @@ class StudyRun:
         return self.has_result() or self.diverged
 
     def status(self) -> str:
-        lines = [line for line in self.metrics if line.get("kind") == "train"]
+        lines = [line for line in self.metrics if line["kind"] == "train"]
         last = lines[-1].get("loss") if lines else None
         loss = f", loss {last:.3f}" if isinstance(last, int | float) else ""
         return f"at step {self.step} of {self.recipe.total_steps}{loss}"

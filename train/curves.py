@@ -7,6 +7,7 @@ them.
 import json
 import math
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -77,7 +78,7 @@ def read_curve(run_folder: str | Path) -> Curve:
     points: dict[str, dict[float, tuple[float, ...]]] = {"train": {}, "val": {}}  # the last line of each step
     skipped: list[tuple[float, float]] = []
     for line in read_metrics(folder):
-        if line.get("kind") in ("train", "val"):
+        if line["kind"] in ("train", "val"):
             point = [line.get(key) for key in ("step", "train_time", "loss")]
             numbers = tuple(x for x in point if isinstance(x, int | float) and math.isfinite(x))
             if len(numbers) == len(point):
@@ -96,6 +97,33 @@ def read_curve(run_folder: str | Path) -> Curve:
     hardware = read_environment(folder, "hardware")
     about = (path.name, model, name, form, form)
     return Curve(*about, train, val, skips, config, hardware, fingerprint, folder=path)
+
+
+def find_runs(given: Sequence[str | Path], root: Path = Path("runs")) -> list[Path]:
+    """The folders of the runs to draw. A folder of runs, such as a study's, stands for its runs; if some have
+    seeds in their names, for these alone, without a study's short runs of other learning rates.
+
+    By default the runs in `root`, or those of the one study in it. Raises UserError if it has several studies
+    and no other run: runs of different studies are drawn together only where they are named.
+    """
+    if not given:
+        studies = sorted({path.parent.parent for path in root.glob(f"study-*/*/{METRICS}")})
+        runs = sorted(path.parent for path in root.glob(f"*/{METRICS}"))
+        names = ", ".join(map(str, studies))
+        if not runs and len(studies) > 1:
+            raise UserError(f"{root} has several studies: name one, lingpt curves {studies[0]} (of {names})")
+        if runs and studies:
+            print(f"not drawn: the runs of {names}; to draw them, name the folder", file=sys.stderr)
+        given = runs or studies
+    return [run for folder in given for run in _runs_in(Path(folder))]
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    if (folder / METRICS).exists():
+        return [folder]
+    runs = sorted(path.parent for path in folder.glob(f"*/{METRICS}"))
+    seeds = [run for run in runs if without_seed(run.name) != run.name]
+    return seeds or runs or [folder]
 
 
 def _from_root(path: str | Path) -> Path:

@@ -321,7 +321,7 @@ class Run:
 
         def missing() -> bool:
             lines = read_metrics(self.folder)
-            return not any(line.get("kind") == "val" and line["step"] == step for line in lines)
+            return not any(line["kind"] == "val" and line["step"] == step for line in lines)
 
         due = step > 0 and (step % every == 0 or step >= self.recipe.total_steps)
         return due and self.parallel.on_rank_zero(missing)

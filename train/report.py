@@ -148,7 +148,7 @@ def final_report(recipe: Recipe, dataset: Dataset, parallel: Parallel, train_tim
                 write_text(run / SAMPLES, text)
             print_rank0(f"\n{text}\n")
     lines = read_metrics(run)
-    validations = [line for line in lines if line.get("kind") == "val" and line.get("loss") is not None]
+    validations = [line for line in lines if line["kind"] == "val" and line.get("loss") is not None]
     if validations:
         last = validations[-1]
         text = f"validation loss {last['loss']:.4f} nats/token after {last['step']} steps"

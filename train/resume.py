@@ -163,7 +163,7 @@ def give_back_name(folder: Path) -> None:
 def _check_not_diverged(folder: Path) -> None:
     """Raises UserError if the run diverged: the same recipe would only repeat the same steps."""
     lines = read_metrics(folder)
-    if lines and lines[-1].get("kind") == "diverged":
+    if lines and lines[-1]["kind"] == "diverged":
         raise UserError(diverged_message(folder, lines[-1]["step"], lines[-1].get("skipped", 0)))
 
 

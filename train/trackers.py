@@ -150,7 +150,7 @@ class WandB:
             self._run.define_metric(f"train/{name}", step_metric="train_time")
         self._run.define_metric("val/loss", step_metric="train_time")
         for line in read_metrics(recipe.run_folder):
-            whole = line.keys() >= {"kind", *CLOCKS}
+            whole = line.keys() >= set(CLOCKS)
             if whole and line["step"] >= self._run.step:  # 0 offline; online, it is what the server has
                 self.write(line)
 

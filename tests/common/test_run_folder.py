@@ -51,10 +51,12 @@ def test_labels():
     assert attention_label(["ours", "softmax", "ours"]) == "ours+softmax"
 
 
-def test_metrics_end_where_a_crash_cut_them_and_a_config_has_keys(tmp_path):
+def test_metrics_end_where_a_crash_cut_them_and_a_config_has_keys(tmp_path, capsys):
     assert read_metrics(tmp_path) == []
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
+    lines = '{"kind": "train", "step": 1}\n{"step": 3}\n{"kind": "val", "step": 2}\n'
+    (tmp_path / "metrics.jsonl").write_text(lines + '{"kind": "tr')
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
+    assert capsys.readouterr().err.endswith("damaged, and these lines of it are left out: 2\n")
     (tmp_path / "config.yaml").write_text("- 1\n")
     with pytest.raises(UserError, match=r"config.yaml does not hold a run's recipe"):
         read_config(tmp_path)

@@ -10,7 +10,7 @@ from lingpt.common.errors import UserError
 from lingpt.common.palette import COLOURS
 from lingpt.train import draw_curves, format_table
 from lingpt.train.curve_figure import caption, draw
-from lingpt.train.curves import find_curve, labels, mean_over_seeds, read_curve, smooth, spikes
+from lingpt.train.curves import find_curve, find_runs, labels, mean_over_seeds, read_curve, smooth, spikes
 
 
 def write_run(folder, attention, seconds_per_step, val, model="demo"):
@@ -95,6 +95,26 @@ def test_the_first_fall_does_not_fill_the_picture(tmp_path):
     figure = draw([read_curve(write_run(tmp_path / "a", "ours", 1.0, losses))])
     low, high = figure.axes[0].get_ylim()
     assert 3.9 < low < 4.0 and 4.2 < high < 4.4
+
+
+def test_the_runs_that_are_drawn(tmp_path, capsys):
+    """Those in runs/, else those of its only study, without its short runs of other rates; a study that is
+    named stands for its runs. Guards: "no runs to draw" of a study of ten; two studies in one figure."""
+    root, losses = tmp_path / "runs", {2: 4.0, 4: 3.0}
+    with pytest.raises(UserError, match="no runs to draw"):
+        draw_curves(find_runs([], root), tmp_path / "out.png")
+    study = [write_run(root / "study-a" / f"ours-seed{i}", "ours", 1.0, losses) for i in range(2)]
+    write_run(root / "study-a" / "ours-rate0.001", "ours", 1.0, losses)
+    assert find_runs([], root) == study == find_runs([root / "study-a"])
+    other = write_run(root / "study-b" / "mine", "ours", 1.0, losses)
+    with pytest.raises(UserError, match=r"runs has several studies: name one, lingpt curves .*/study-a"):
+        find_runs([], root)
+    alone = write_run(root / "demo-ours", "ours", 1.0, losses)
+    assert (
+        find_runs([], root) == [alone]
+        and f"not drawn: the runs of {root}/study-a, " in capsys.readouterr().err
+    )
+    assert find_runs([alone, root / "study-b", tmp_path / "x"]) == [alone, other, tmp_path / "x"]
 
 
 def test_labels_are_attentions_only_where_these_tell_runs_apart(tmp_path):
