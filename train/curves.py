@@ -330,14 +330,14 @@ def format_table(rows: list[dict[str, Any]], baseline: str = "the first run") ->
     if not rows:
         return "time to loss: the runs have no loss in common, or one has fewer than two points"
     names = list(rows[0]["runs"])
-    width = max(24, *(len(name) + 2 for name in names))
+    widths = {name: max(24, len(name) + 2) for name in names}
     lines = [f"time to loss (seconds of training, step, × {baseline}'s time)"]
-    lines.append(f"{'loss':>7}" + "".join(f"{name:>{width}}" for name in names))
+    lines.append(f"{'loss':>7}" + "".join(f"{name:>{widths[name]}}" for name in names))
     for row in rows:
-        cells = []
-        for name in names:
+        line = f"{row['loss']:7.2f}"
+        for name, width in widths.items():
             run = row["runs"][name]
             ratio = f" {run['ratio']:5.2f}×" if run["ratio"] is not None else ""
-            cells.append(f"{run['time']:8.1f} s {run['step']:6.0f}{ratio}")
-        lines.append(f"{row['loss']:7.2f}" + "".join(f"{cell:>{width}}" for cell in cells))
+            line += f"{run['time']:8.1f} s {run['step']:6.0f}{ratio}".rjust(width)
+        lines.append(line)
     return "\n".join(lines)
