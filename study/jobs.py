@@ -174,7 +174,8 @@ def run_jobs(
                 report(" · ".join(f"{one.job.name} {one.job.progress()}".strip() for one in running))
     finally:
         if running:
-            report(f"stopping: waits until {', '.join(one.job.name for one in running)} has saved")
+            with contextlib.suppress(OSError):  # the terminal may be gone; the children must be stopped
+                report(f"stopping: waits until {', '.join(one.job.name for one in running)} has saved")
         _stop(running)
     return failures
 

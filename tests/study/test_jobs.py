@@ -174,6 +174,21 @@ def test_the_end_of_the_time_lets_the_children_save(job, tmp_path):
     assert first.log.read_text() == "on\nsaved\n" and not (tmp_path / "second.log").exists()
 
 
+def test_a_terminal_that_is_gone_leaves_no_child_behind(job):
+    """Guards: children that trained on, as the line that they are stopped could not be printed."""
+    lines: list[str] = []
+
+    def report(line: str) -> None:
+        lines.append(line)
+        if len(lines) > 1:
+            raise BrokenPipeError
+
+    first = job("first", SAVES)
+    with pytest.raises(Stopped):
+        run_jobs([first], [Slot("CPU")], time.monotonic() + 0.8, report)
+    assert len(lines) == 2 and first.log.read_text() == "on\nsaved\n"
+
+
 def test_a_signal_while_jobs_are_started_leaves_none_behind(job, monkeypatch):
     """Guards: children that trained on, unknown to all, as they were started in the same round; the signal
     comes where one is running already and `Popen` has not returned it."""
