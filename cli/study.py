@@ -25,7 +25,7 @@ def configure(parser: ArgumentParser) -> None:
         "--attentions", nargs="+", default=[], help="rows to train: rows of the study, or names of attentions"
     )
     add("--seeds", type=int | None, help="number of runs per row")
-    row = "row that times and losses are compared with (default: the study's, else the first)"
+    row = "row that times and losses are compared with (default: the study's, else softmax)"
     add("--baseline", type=str | None, help=row)
     add(
         "--devices",

@@ -62,7 +62,7 @@ class Study:
             times are meaningless, and the page leaves them out.
         row_by_row: train all seeds of a row before the next row; by default the first seeds of all rows.
         baselines: rows whose losses the page compares the others' with; times are relative to the first of
-            them. By default the first row.
+            them. By default softmax, if it is a row, else the first.
         plotted_rows: rows in the figure of the losses; by default all.
         suites: suites of `lingpt eval`.
         tasks: tasks of Table 2.

@@ -7,7 +7,6 @@ from typing import Any
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import read_text, write_errors, write_text
-from lingpt.common.run_folder import attention_label
 from lingpt.eval.seeds import mean_scores
 from lingpt.eval.suite_tables import save_suites, suite_tables
 from lingpt.eval.suites import suite_tasks, tasks_without_file
@@ -15,7 +14,7 @@ from lingpt.eval.table2 import save_table2, table2_tables
 from lingpt.eval.tasks.sources import benchmark_folder
 from lingpt.study.config import Study
 from lingpt.study.jobs import Failure
-from lingpt.study.page_losses import baseline_row, loss_sections
+from lingpt.study.page_losses import baseline_row, loss_sections, softmax_runs
 from lingpt.study.page_records import how_it_was_made, read_records, read_scores
 from lingpt.study.page_setting import texts_that_differ, what_it_cannot_tell, what_was_run
 from lingpt.study.portable import portable
@@ -47,7 +46,7 @@ def write_page(
     done, excluded = _with_results(study, runs, {failure.job for failure in failures})
     failed = _failed(failures, done, excluded, folder)
     # Scores are compared with softmax alone.
-    softmax = [run for run in done if attention_label(run.recipe.model.attention) == "softmax"]
+    softmax = softmax_runs(done)
     results, notes_on_scores = list[dict[str, Any]](), list[str]()
     if study.suites:
         results, notes_on_scores = read_scores(done, baseline_row(study, softmax), scored)

@@ -12,6 +12,7 @@ import numpy as np
 from lingpt.common.figures import save_formats
 from lingpt.common.files import write_errors, write_json
 from lingpt.common.format import duration, scaled_count, with_error
+from lingpt.common.run_folder import attention_label
 from lingpt.eval.results import DASH, signed_difference
 from lingpt.eval.tables import Table
 from lingpt.models import GPT
@@ -33,9 +34,16 @@ PAPER_TOKENS, PAPER_CARDS = 3_000_000_000, 8
 
 
 def baseline_row(study: Study, runs: Sequence[StudyRun]) -> str | None:
-    """The row of `runs` that the others are compared with: the first in `baselines`, else the first."""
+    """The row of `runs` that the others are compared with: the first in `baselines`, else the first of
+    softmax attention, else the first."""
     rows = [run.row for run in runs]
-    return next((row for row in (*study.baselines, *rows) if row in rows), None)
+    softmax = [run.row for run in softmax_runs(runs)]
+    return next((row for row in (*study.baselines, *softmax, *rows) if row in rows), None)
+
+
+def softmax_runs(runs: Sequence[StudyRun]) -> list[StudyRun]:
+    """The runs with softmax attention in all layers."""
+    return [run for run in runs if attention_label(run.recipe.model.attention) == "softmax"]
 
 
 def loss_sections(

@@ -508,15 +508,14 @@ def test_rows_are_compared_over_their_seeds(here, pictures, monkeypatch):
 
 
 def test_times_and_losses_are_compared_with_the_row_that_is_named(here, capsys):
-    """Guards: time to a loss relative to softmax, whatever was asked for. By default it is the first row, as
-    in `lingpt curves`."""
+    """Guards: time to a loss relative to softmax, whatever was asked for."""
     tiny = TINY | {"attentions": ["gla", "softmax", "ours"], "learning_rates": [], "seeds": 1, "suites": []}
     write(tiny)
     for row in tiny["attentions"]:
         fake_run(f"{row}-seed0")
     page = [*COMMAND, "--stages", "page"]
     for baselines, words, compared in [
-        ([], [], ["gla"]),
+        ([], [], ["softmax"]),
         ([], ["--baseline", "ours"], ["ours"]),
         (["softmax"], [], ["softmax"]),
         (["softmax"], ["--baseline", "ours"], ["ours", "softmax"]),
