@@ -53,7 +53,7 @@ def format_plan(
     models = _models((*rate_runs, *runs))
     left = _work_left(study, rate_runs, runs, stages, models)
     if not (dry_run or left or trials):
-        return f"study {study.name}: nothing is left to train or to score"
+        return f"study {study.name}: nothing is left to train, and each suite has scores"
     data = runs[0].recipe.data
     head = ["Row", "Parameters", "Steps × tokens", "Runs", "Rate runs", "Done", "H200 hours to train all"]
     table = Table("", head, [_row(row, rate_runs, runs, models) for row in study.attentions])
@@ -167,8 +167,11 @@ def _scores(study: Study, stages: Sequence[str]) -> str:
     suites = study.suites if "scores" in stages else ()
     words = ", ".join(suites) or "none"
     folder = benchmark_folder(study.eval_data)
-    if "commonsense" in suites and (missing := tasks_without_file(folder)):
-        words += f"; {folder} has no file for {', '.join(missing)}"
+    try:
+        if "commonsense" in suites and (missing := tasks_without_file(folder)):
+            words += f"; {folder} has no file for {', '.join(missing)}"
+    except UserError as error:  # a dry run plans all the same, as without the data
+        words += f"; NOT FOUND: {error}"
     return words + ("; MQAR" if study.mqar is not None and "mqar" in stages else "")
 
 
@@ -232,7 +235,7 @@ def _part_left(run: StudyRun) -> float:
 
 
 def _suites_left(study: Study, run: StudyRun) -> list[str]:
-    """The suites that the run has no score of; none if it has diverged."""
+    """The suites that the run has no score of at all; none if it has diverged."""
     if run.diverged:
         return []
     file = scores_file(run.folder, run.recipe.total_steps)

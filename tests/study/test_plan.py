@@ -37,6 +37,14 @@ def test_the_plan_is_of_the_stages_that_are_asked_for(here, capsys, stages):
     assert suites[0] != "none" and suites[1] == (suites[0] if "scores" in stages else "none")
 
 
+def test_the_plan_says_which_benchmarks_are_not_there(here, capsys):
+    """Guards: a dry run that was refused on a machine without them, where it could plan without the text."""
+    write(TINY | {"learning_rates": [], "suites": ["commonsense"], "eval_data": "nowhere"})
+    assert main([*COMMAND, "--dry_run", "true"]) == 0
+    assert "\nscores  commonsense; NOT FOUND: no folder nowhere (" in capsys.readouterr().out
+    assert main(COMMAND) == 2 and "no folder nowhere" in capsys.readouterr().err and not here
+
+
 def test_the_plan_counts_what_is_left_of_mqar(here, capsys):
     """Guards: MQAR's hours were in no plan. What is trained is not counted."""
     tiny = {
