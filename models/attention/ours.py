@@ -21,7 +21,7 @@ Its options are not in the paper; `ours-decay` and `ours-gated` have them too:
 """
 
 import functools
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import litgpt
 import torch
@@ -34,7 +34,7 @@ from lingpt.kernels.linear_attention.call import Call
 from lingpt.models.attention.base import QKVAttention, RecurrentState
 from lingpt.models.attention.short_conv import SHORT_CONV_HELP, apply_short_conv, identity_filter
 
-BACKENDS = ("auto", "cuda", "chunkwise")
+Backend = Literal["auto", "cuda", "chunkwise"]
 
 
 class OursAttention(QKVAttention):
@@ -69,7 +69,7 @@ class OursAttention(QKVAttention):
             "the 1 in the `1 + b·x` of `ours*`; without it, behind `output_gate`, RetNet or simple GLA.",
         ] = True,
         backend: Annotated[
-            Literal["auto", "cuda", "chunkwise"],
+            Backend,
             "what trains `ours*`: the CUDA kernel, or the same in PyTorch; `auto` takes the first if it can.",
         ] = "auto",
     ) -> None:
@@ -102,8 +102,8 @@ class OursAttention(QKVAttention):
         backend: str,
         **_: bool,
     ) -> None:
-        if backend not in BACKENDS:
-            raise unknown("backend", backend, BACKENDS)
+        if backend not in get_args(Backend):
+            raise unknown("backend", backend, get_args(Backend))
         if conv_silu and not short_conv:
             raise UserError("conv_silu=True needs short_conv=True, behind which the SiLU stands")
         normalizes = cls.normalizes(normalize, output_gate)
@@ -130,7 +130,10 @@ class OursAttention(QKVAttention):
             normalize=cls.normalizes(options["normalize"], options["output_gate"]),
             backend=options["backend"],
         )
-        return "chunkwise" if choose(call) is chunkwise else "cuda"
+        try:
+            return "chunkwise" if choose(call) is chunkwise else "cuda"
+        except UserError as error:
+            raise UserError(f"model.backend: {error}; use chunkwise, or auto") from error
 
     def a(self) -> float | torch.Tensor:
         """The constant: 1.0, or `[H]` in fp32, unbounded; 0.0 without `constant`."""
