@@ -28,6 +28,7 @@ from lingpt.common.arguments import parse_arguments
 from lingpt.common.errors import Interrupted, UserError, nearest
 from lingpt.common.files import DISK_ERRORS, disk_fix
 from lingpt.common.install import install_command, installed_version
+from lingpt.common.parent import end_with_parent
 
 VERBS = {  # verb: (module, what it does)
     "train": ("lingpt.cli.train", "train a model, or go on with a run"),
@@ -59,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         with _signals_interrupt():
+            end_with_parent()
             code = _dispatch(argv)
         if ends_here:
             gc.freeze()

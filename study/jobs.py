@@ -3,7 +3,7 @@
 A job that fails does not end the others. One that fails without a user error (a card died, a process was
 killed) is retried once, on another card if there is one, for which it waits. A card on which two jobs in a
 row failed in this way is given up if there are others. A signal, or the end of the time, stops the children
-as Ctrl-C would, and waits until they have saved.
+as Ctrl-C would, and waits until they have saved. If this process is killed, they save and end, too.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from lingpt.common.errors import UserError
+from lingpt.common.parent import ends_with_this_process
 
 COMMAND = (sys.executable, "-P", "-m", "lingpt.cli.main")
 POLL, STATUS = 0.2, 60.0  # seconds between polls, and between status lines
@@ -242,7 +243,7 @@ def _start(job: Job, slot: Slot) -> _Running:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=slot.environment(),
+            env=slot.environment() | ends_with_this_process(),
             start_new_session=True,  # Ctrl-C goes to the parent only, which stops the children
         )
     return _Running(job, slot, process)
