@@ -116,11 +116,13 @@ class Watch:
         torchrun sends SIGTERM as soon as another process has died: this process then ends at once, and the
         signal is not reported as an interruption.
         """
-        signaled = threading.Event()
+        signals: list[int] = []  # not an Event: the handler may interrupt the code that holds its lock
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: signaled.set())
+            signal.signal(number, lambda number, _: signals.append(number))
         self.report_once(line)
-        signaled.wait(GRACE if self._has_parent else 0)
+        until = time.monotonic() + GRACE
+        while self._has_parent and not signals and time.monotonic() < until:
+            time.sleep(0.05)
         self._exit(1)
 
     def _watch_parent(self) -> None:

@@ -169,6 +169,45 @@ def test_who_leaves_is_not_interrupted(monkeypatch, capsys):
     assert time.monotonic() - start < watch_module.GRACE, "the signal did not shorten the wait"
 
 
+def test_a_signal_at_any_moment_lets_a_process_leave(monkeypatch):
+    """Guards: a handler that waited for a lock which the code that it had interrupted held, for ever."""
+
+    def leave(signaled_at: int) -> bool:
+        """Whether the process still left at the line of this number, when the signal came."""
+        lines = 0
+
+        def trace(frame: FrameType, event: str, argument: object) -> Callable:
+            nonlocal lines
+            lines += event == "line"
+            if event == "line" and lines == signaled_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return trace
+
+        watch = Ended()
+        watch._has_parent = True
+        sys.settrace(trace)
+        try:
+            watch.leave("a process has died")
+        finally:
+            sys.settrace(None)
+        assert watch.code == 1
+        return lines >= signaled_at
+
+    def stuck(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(watch_module, "GRACE", 0.1)
+    monkeypatch.setattr(watch_module, "print_stderr", lambda line: None)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # until the process leaves
+    before = signal.signal(signal.SIGALRM, stuck)
+    signal.setitimer(signal.ITIMER_REAL, 30)
+    try:
+        assert next(at for at in itertools.count(1) if not leave(at)) > 10
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def test_a_run_that_ends_is_not_watched(capsys):
     """Nor are collectives counted any more: their group is gone."""
     watches, store, collectives = [Ended(), Ended()], dist.HashStore(), mock.Mock(return_value=1)
