@@ -28,8 +28,7 @@ def file_lock(
     Some network file systems support no locks: the block then runs without one, and `unsupported` says why.
     """
     while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # NFS locks only what is open for writing
+        file = _open(path)
         try:
             unsupported = _acquire(file, blocking, before_waiting)
             if _is_at(file, path):
@@ -37,6 +36,17 @@ def file_lock(
                 return
         finally:
             os.close(file)
+
+
+def _open(path: Path, attempts: int = 10) -> int:
+    """The opened file; created, with its folder, as often as another process removes these meanwhile."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # NFS locks only what is open for writing
+    except (FileNotFoundError, FileExistsError):
+        if attempts == 1:
+            raise
+        return _open(path, attempts - 1)
 
 
 def _acquire(file: int, blocking: bool, before_waiting: Callable[[], None] | None) -> str | None:

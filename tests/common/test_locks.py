@@ -2,6 +2,7 @@
 
 import errno
 import os
+from pathlib import Path
 from threading import Event, Thread
 
 import pytest
@@ -47,6 +48,23 @@ def test_who_waited_for_a_file_that_is_gone_locks_the_one_that_others_see(tmp_pa
         pass
     checked.set()
     waiter.join(60)
+
+
+def test_a_folder_that_is_removed_in_between_is_made_again(tmp_path, monkeypatch):
+    """Guards: `cannot write` of who starts a run as another process, whose start has failed, removes the
+    folder. A folder that cannot be made is an error."""
+    path, mkdir, removed = tmp_path / "run" / ".lock", Path.mkdir, []
+
+    def mkdir_and_lose(folder: Path, *args, **options) -> None:
+        mkdir(folder, *args, **options)
+        if not removed:
+            removed.append(folder.rmdir())
+
+    monkeypatch.setattr(Path, "mkdir", mkdir_and_lose)
+    with file_lock(path):
+        assert path.exists() and removed
+    with pytest.raises(FileExistsError), file_lock(path / ".lock"):
+        pass
 
 
 def test_an_error_releases_it(tmp_path):
