@@ -234,7 +234,8 @@ def _given_checkpoint(path: Path, recipe: Recipe) -> Path:
 
 
 def _find_init_from(recipe: Recipe) -> Path | None:
-    """The model folder of the recipe's `init_from`, if it has one. UserError if it is missing or damaged."""
+    """The model folder of the recipe's `init_from`, if it has one; `load_weights` finds out if it does not
+    exist. UserError if it is damaged."""
     return find_model_folder(Path(recipe.train.init_from)) if recipe.train.init_from else None
 
 
