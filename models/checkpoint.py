@@ -119,7 +119,8 @@ def _check_attention(
     if asked is not None and list(asked) != config.attention_per_layer:
         raise UserError(
             f"{folder} was trained with attention {config.attention!r}, not {attention!r}: "
-            "ask for that, or start a new run from its weights with init_from"
+            "ask for that, move the checkpoint to the run that it belongs to, or start a new run from its "
+            "weights with init_from"
         )
 
 

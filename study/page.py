@@ -1,7 +1,7 @@
 """The page of a study: what was run, the results, and their limits; from the runs' folders alone."""
 
 import contextlib
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from lingpt.eval.suites import suite_tasks, tasks_without_file
 from lingpt.eval.table2 import save_table2, table2_tables
 from lingpt.eval.tasks.sources import benchmark_folder
 from lingpt.study.config import Study
-from lingpt.study.jobs import Failure
+from lingpt.study.jobs import Failure, by_reason
 from lingpt.study.page_losses import baseline_row, loss_sections, softmax_runs
 from lingpt.study.page_records import how_it_was_made, read_records, read_scores
 from lingpt.study.page_setting import texts_that_differ, what_it_cannot_tell, what_was_run
@@ -56,7 +56,7 @@ def write_page(
     losses, odd = loss_sections(study, folder, rates, done, records) if done else ([], [])
     texts = texts_that_differ(done, records)
     mqar = ["MQAR: not trained"] if study.mqar is not None and not (folder / MQAR).exists() else []
-    notes = [*excluded, *failed, *notes_on_scores, *unread, *texts, *odd, *mqar]
+    notes = [*by_reason(excluded.items()), *failed, *notes_on_scores, *unread, *texts, *odd, *mqar]
     notes = list(dict.fromkeys(notes))
     for line in notes:
         if line not in failed:
@@ -83,32 +83,24 @@ def write_page(
 
 def _with_results(
     study: Study, runs: Sequence[StudyRun], failed: Set[str]
-) -> tuple[list[StudyRun], list[str]]:
-    """The runs for the tables, in the study's order, and notes on why the others are left out; not on those
+) -> tuple[list[StudyRun], dict[str, str]]:
+    """The runs for the tables, in the study's order, and why the others are left out: run → reason; not those
     that `failed` before they had begun."""
     rows, reasons = list(study.attentions), [(run, run.exclusion_reason()) for run in runs]
     done = [run for run, reason in reasons if reason is None]
-    missing = [run.name for run in runs if not run.started and run.name not in failed]
-    notes = [f"not trained: {', '.join(missing)}"] if missing else []
-    notes += [reason for run, reason in reasons if reason is not None and run.started]
-    return sorted(done, key=lambda run: (rows.index(run.row), run.seed)), notes
-
-
-def _log(failure: Failure, folder: Path) -> str:
-    """The file of the job's output, in brackets, by its path in the study's folder."""
-    return f" ({failure.log.relative_to(folder)})" if failure.log else ""
+    others = [(run, reason) for run, reason in reasons if reason is not None]
+    others.sort(key=lambda other: other[0].started)  # those that are not trained first
+    excluded = {run.name: reason for run, reason in others if run.started or run.name not in failed}
+    return sorted(done, key=lambda run: (rows.index(run.row), run.seed)), excluded
 
 
 def _failed(
-    failures: Sequence[Failure], done: Sequence[StudyRun], excluded: Sequence[str], folder: Path
+    failures: Sequence[Failure], done: Sequence[StudyRun], excluded: Mapping[str, str], folder: Path
 ) -> list[str]:
-    """One line for each failure that is not in `excluded`, unless its run is `done` by now."""
+    """Lines on the failures that `excluded` does not give, unless the run is `done` by now."""
     names = {run.name for run in done}
-    return [
-        f"{failure.job} failed: {failure.reason}{_log(failure, folder)}"
-        for failure in failures
-        if f"{failure.job} {failure.reason}" not in excluded and failure.job not in names
-    ]
+    left = [one for one in failures if excluded.get(one.job) != one.reason and one.job not in names]
+    return by_reason((one.job, f"failed: {one.why(folder)}") for one in left)
 
 
 def _tasks_not_scored(study: Study, results: Sequence[dict[str, Any]]) -> list[str]:

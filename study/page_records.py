@@ -124,11 +124,10 @@ def _not_scored(runs: Sequence[StudyRun], expected: bool) -> list[str]:
     """Notes on runs without scores: one on those that can be scored (if `expected`), one on the others."""
     there = [run.name for run in runs if run.has_weights()]
     others = [run.name for run in runs if run.name not in there]
-    reason = "in no table of scores, as they have none of their last step"
-    lines = [f"{reason}: {', '.join(there)}"] if there and expected else []
+    lines = [f"no scores of the last step: {', '.join(there)}"] if there and expected else []
     if others:
         lines.append(
-            f"{reason} and their last checkpoint is not here or not whole: "
+            "no scores of the last step, whose checkpoint is not here or not whole: "
             f"{', '.join(others)}; to score one, remove its folder and train it again"
         )
     return lines

@@ -118,7 +118,7 @@ def what_it_cannot_tell(
             "lead there."
         )
     lines += [*_seeds(done), *_text(done), *_tuning(study, rates, done)]
-    scores = [entry for result in results for entry in result["scores"].values()]
+    scores = [x for result in results for x in result["scores"].values() if "texts" not in x]
     if limits := sorted({entry["limit"] for entry in scores if entry.get("limit")}):
         of = " or ".join(map(str, limits))
         which = "each benchmark" if all(entry.get("limit") for entry in scores) else "some benchmarks"

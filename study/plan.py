@@ -70,7 +70,11 @@ def format_plan(
         + ("; the rates' go when these are chosen" if rate_runs else ""),
         f"scores  {_scores(study, stages)}",
         "Small models and short sequences reach less of the peak: the time is then longer."
-        + (f" With a limit of {study.limit} documents a task scoring takes less." if study.limit else "")
+        + (
+            f" With a limit of {study.limit} documents a task scoring takes less."
+            if study.limit and left.scores
+            else ""
+        )
         + (" MQAR's is the most: training ends where all is right." if trials else ""),
     ]
     return "\n".join(lines)

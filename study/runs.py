@@ -108,7 +108,7 @@ class StudyRun:
         """
         if not self.started:
             return None
-        mend = f"give the study another --name, or remove {self.folder}"
+        mend = "give the study another --name, or remove the folder of the run"
         try:
             trained, wanted = read_model(self.folder)[1], self.recipe.model.attention
             config = read_config(self.folder)
@@ -117,15 +117,15 @@ class StudyRun:
             if differ != but_for_paths and self._same_data():
                 differ = but_for_paths
         except (UserError, TypeError) as error:
-            return f"does not say what it was trained with ({error}): {mend}"
+            return f"it does not say what it was trained with ({error}): {mend}"
         found = trained if isinstance(trained, str) else list(trained)
         if found != wanted:
-            return f"was trained with {found}, and its row is {wanted}: {mend}"
+            return f"trained with {found}, and its row is {wanted}: {mend}"
         if differ:
             some = "; ".join(differ[:3]) + ("; …" if len(differ) > 3 else "")
             if not but_for_paths:
-                mend = f"give its --source and --tokenizer ({self.folder / CONFIG} has them); else {mend}"
-            return f"was trained otherwise than the study now says ({some}): {mend}"
+                mend = f"give its --source and --tokenizer (its {CONFIG} has them); else {mend}"
+            return f"trained otherwise than the study now says ({some}): {mend}"
         return None
 
     def _same_data(self) -> bool:
@@ -137,22 +137,18 @@ class StudyRun:
             return False
 
     def exclusion_reason(self) -> str | None:
-        """Why the run is left out of the tables, in one line; None if it is not."""
+        """Why the run is left out of the tables, in words that other runs may share; None if it is not."""
         if not self.started:
-            return f"{self.name} has not been trained"
+            return "not trained"
         if mismatch := self.config_mismatch():
-            return f"{self.name} {mismatch}"
+            return mismatch
+        again = "remove the folder of the run to train it again"
         if self.diverged:
-            return (
-                f"{self.name} diverged at step {self.step}: its loss was not finite; "
-                f"remove {self.folder} to train it again"
-            )
+            return f"diverged at step {self.step}, its loss was not finite: {again}"
         if self.loss is None and self.step >= self.recipe.total_steps:
-            return (
-                f"{self.name} has no validation loss at its last step: remove {self.folder} to train it again"
-            )
+            return f"no validation loss at its last step: {again}"
         if self.loss is None:
-            return f"{self.name} is unfinished: step {self.step} of {self.recipe.total_steps}"
+            return f"unfinished, at step {self.step} of {self.recipe.total_steps}"
         return None
 
     def has_weights(self) -> bool:

@@ -19,7 +19,7 @@ from lingpt.eval.mqar import Trial
 from lingpt.eval.suites import check_scoring
 from lingpt.eval.tasks.sources import benchmark_folder
 from lingpt.study.config import STAGES, STUDY, Study, with_started_runs
-from lingpt.study.jobs import Failure, Job, Slot, Stopped, find_slots, run_jobs, scoring_slots
+from lingpt.study.jobs import Failure, Job, Slot, Stopped, by_reason, find_slots, run_jobs, scoring_slots
 from lingpt.study.mqar import command_line, trials_left
 from lingpt.study.page import write_page
 from lingpt.study.plan import format_plan
@@ -86,7 +86,7 @@ def run_study(
         if publish:
             print(f"copied  {publish_study(folder, Path(publish), [*work.rate_runs, *work.runs])}")
     if work.failures:
-        named = "; ".join(map(str, work.failures))
+        named = "; ".join(by_reason((failure.job, failure.why()) for failure in work.failures))
         raise UserError(
             f"{len(work.failures)} failed, all else is kept, and the same command tries again: {named}"
         )

@@ -84,7 +84,7 @@ def test_the_end_of_our_own_line_is_not_cut(job, begin, shown):
     code = f"sys.exit(print({begin + text!r}) or 2)"
     (found,) = run_jobs([job("x", code)], [Slot("CPU")], report=[].append)
     assert found.reason == shown.format(text)
-    assert str(found) == f"x: {found.reason} ({found.log})" and found.log.read_text().endswith("another\n")
+    assert found.why() == f"{found.reason} ({found.log})" and found.log.read_text().endswith("another\n")
 
 
 def test_a_card_that_died_is_given_up(job, tmp_path):

@@ -33,11 +33,11 @@ def test_what_goes_wrong_is_named_and_the_rest_is_shown(here, capsys):
     assert main(["study", "--config", "study-tiny.yaml", "--stages", "page"]) == 0
     page, printed = (folder / "README.md").read_text(), capsys.readouterr().out
     for line in (
-        "ours-seed0 is unfinished: step 3 of 4",
-        "gla-seed0 diverged at step 4: its loss was not finite",
-        "not trained: ours-decay-seed0",
+        "ours-seed0: unfinished, at step 3 of 4",
+        "gla-seed0: diverged at step 4, its loss was not finite",
+        "ours-decay-seed0: not trained",
         "MQAR: not trained",
-        "ours-gated-seed0 was trained with ours, and its row is ours-gated: give the study another --name",
+        "ours-gated-seed0: trained with ours, and its row is ours-gated: give the study another --name",
         "step-00000004.json is damaged",
     ):
         assert len(re.findall(rf"^- .*{line}", page, re.M)) == 1
@@ -242,6 +242,12 @@ def test_what_the_runs_cannot_tell_is_of_the_runs_that_are_there(here):
     assert "- One seed: " in text and "2 seeds" not in text.partition("cannot tell")[2]
     assert "documents were asked" not in text and "512 tokens a run; the paper's recipe has 3 B." in text
     scores["scores"] = {"piqa (0-shot, first 4)": entry | {"limit": 4}}
+    text = entry | {
+        "task": "bits_per_byte",
+        "texts": "novels",
+        "metrics": {"bits_per_byte": 1.0, "xz_bits_per_byte": 2.0},
+    }
+    scores["scores"]["bits_per_byte (novels)"] = text  # it has no limit
     write_json(Path("runs/study-tiny/softmax-seed0/eval/step-00000004.json"), scores)
     assert "Of each benchmark only the first 4 documents were asked." in page_of_the_study()
     paper = replace(read_study(Path("study-tiny.yaml")), tokens=3_000_000_000)
@@ -256,7 +262,7 @@ def test_a_run_that_is_not_scored_is_named(here):
     fake_run("softmax-seed0")
     assert main(["study", "--config", "study-tiny.yaml", "--stages", "page"]) == 0
     page = Path("runs/study-tiny/README.md").read_text()
-    assert re.search("^- in no table of scores, .* not whole: softmax-seed0; to score one", page, re.M)
+    assert re.search("^- no scores of the last step, .* not whole: softmax-seed0; to score one", page, re.M)
     assert "What differs is the attention, and where a row says so model.intermediate_size." in page
 
 
@@ -278,7 +284,7 @@ def test_only_scores_of_the_last_step_are_the_run_s(here):
             write_scores(name, step, **{"piqa (0-shot)": entry})
     text = page_of_the_study()
     assert "softmax-seed0, step 4" in text and not re.search("step (2|8)", text)
-    assert re.search("^- in no table of scores, .* none of their last step .*: ours-seed0;", text, re.M)
+    assert re.search("^- no scores of the last step, .*: ours-seed0;", text, re.M)
 
 
 def test_scores_of_another_run_are_left_out(here):
@@ -329,7 +335,7 @@ def test_scores_that_come_later_are_no_trouble(here, monkeypatch):
     """Guards: `--stages runs page` that named each run for the scores that nobody had asked for."""
     write(TINY | {"learning_rates": [], "seeds": 1, "attentions": ["softmax"]})
     fake_run("softmax-seed0")
-    file, line = Path("runs/study-tiny/README.md"), "they have none of their last step: softmax-seed0\n"
+    file, line = Path("runs/study-tiny/README.md"), "- no scores of the last step: softmax-seed0\n"
     monkeypatch.setattr(StudyRun, "has_weights", lambda run: True)
     for words, named in ((["runs", "page"], False), (["page"], True)):
         assert main(["study", "--config", "study-tiny.yaml", "--stages", *words]) == 0
@@ -501,7 +507,7 @@ def test_rows_are_compared_over_their_seeds(here, pictures, monkeypatch):
     assert "| 4.1000 ± 0.1000 | +0.1000 ± 0.1155 | –                |" in page  # √(0.01/3 + 0.03/3)
     assert "| 4.0000 ± 0.1732 | –                | −0.1000 ± 0.1155 |" in page
     assert "| 5.0000 ± 0.0000 | +1.0000 ± 0.1000 | +0.9000 ± 0.0577 |" in page
-    assert "Tokens/s" not in page and "2 runs shared a GPU" in page and "not trained: ours-seed2\n" in page
+    assert "Tokens/s" not in page and "2 runs shared a GPU" in page and "ours-seed2: not trained\n" in page
     assert "the same seeds (gla: 0, 1, 2; ours: 0, 1; softmax: 0, 1, 2): their differences are of the" in page
     picture = (folder / "curves.svg").read_text()
     assert "ours" in picture and "softmax" not in picture and "training time" not in picture

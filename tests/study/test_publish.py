@@ -50,7 +50,6 @@ def test_a_published_study_has_no_absolute_path(here, tmp_path, monkeypatch):
     assert (study["options"]["data.source"], study["texts"]) == ("train.jsonl", {"words": "held-out.jsonl"})
     assert yaml.safe_load((copy / "softmax-seed0/config.yaml").read_text())["data"]["source"] == "train.jsonl"
     assert "(data.source: other.jsonl → train.jsonl): " in (copy / "README.md").read_text()
-    assert "remove study-tiny/mixed-seed0" in (copy / "README.md").read_text()
 
     shutil.rmtree(copy / "mixed-seed0")
     here.clear()

@@ -61,7 +61,7 @@ def test_runs_keep_the_rate_that_they_were_begun_with(here):
     assert main([*COMMAND, "--stages", "page"]) == 0
     page = Path("runs/study-tiny/README.md").read_text()
     assert re.search(r"\| softmax \| \S+ k +\| 0.001 \| 1     \| 4.0000", page)
-    assert "softmax-seed0 was" not in page
+    assert "softmax-seed0:" not in page
     assert "Had begun with 0.001, and keep it: softmax." in page
 
 
@@ -74,17 +74,31 @@ def test_a_run_that_was_trained_otherwise_is_named(here, capsys):
     fake_run("gla-seed0", max_tokens=1024)
     assert main([*COMMAND, "--stages", "page"]) == 0
     page = Path("runs/study-tiny/README.md")
-    assert "gla-seed0 was trained otherwise than the study now says (steps: 8 → 4): give" in page.read_text()
+    assert "gla-seed0: trained otherwise than the study now says (steps: 8 → 4): give" in page.read_text()
     wider = {"softmax": {"model.intermediate_size": 128}, "gla": {}, "ours": {}}
     write(TINY | {"learning_rates": [], "seeds": 2, "suites": [], "attentions": wider})
     assert main([*COMMAND, "--stages", "data", "runs", "page"]) == 2
     assert here == ["data", "ours-seed0", "softmax-seed1", "gla-seed1", "ours-seed1"]
     assert "2 failed" in capsys.readouterr().err
-    line = (
-        "softmax-seed0 was trained otherwise than the study now says (model.intermediate_size: None → 128): "
-    )
-    assert line + "give the study another --name, or remove runs/study-tiny/softmax-seed0" in page.read_text()
+    line = "softmax-seed0: trained otherwise than the study now says (model.intermediate_size: None → 128): "
+    assert line + "give the study another --name, or remove the folder of the run" in page.read_text()
     assert json.loads(Path("runs/study-tiny/summary.json").read_text())["rows"][0]["seeds"] == 1
+
+
+def test_runs_with_one_reason_are_one_line(here, capsys):
+    """Guards: a page of a published study, without its --source, was as many long lines as it has runs."""
+    write(TINY | {"learning_rates": [], "seeds": 2, "suites": [], "attentions": ["softmax", "gla"]})
+    named = [f"{row}-seed{seed}" for seed in (0, 1) for row in ("softmax", "gla")]
+    for name in named:
+        fake_run(name, max_tokens=1024)
+    assert main([*COMMAND, "--stages", "runs", "page"]) == 2
+    error = capsys.readouterr().err
+    line = f"{', '.join(named)}: trained otherwise than the study now says (steps: 8 → 4): give the study"
+    assert error.count("trained otherwise") == 1 and "4 failed, all else is kept" in error and line in error
+    assert main([*COMMAND, "--stages", "page"]) == 0
+    assert capsys.readouterr().out.count(f"not in the tables: {line}") == 1
+    page = Path("runs/study-tiny/README.md").read_text()
+    assert f"- {line}" in page and page.count("trained otherwise") == 1
 
 
 def test_a_study_goes_on_where_its_data_has_moved(here, capsys):
@@ -106,11 +120,9 @@ def test_a_study_goes_on_where_its_data_has_moved(here, capsys):
     before = page.read_text()
     assert main([*COMMAND, "--source", "other.jsonl", *moved[2:], "--stages", "page"]) == 0
     change = "(data.source: moved/train.jsonl → other.jsonl)"
-    mend = (
-        "give its --source and --tokenizer (runs/study-tiny/mixed-seed0/config.yaml has them); else give the"
-    )
+    mend = "give its --source and --tokenizer (its config.yaml has them); else give the"
     printed = capsys.readouterr().out
-    assert f"mixed-seed0 was trained otherwise than the study now says {change}: {mend}" in printed
+    assert f"mixed-seed0: trained otherwise than the study now says {change}: {mend}" in printed
     assert page.read_text() == before and f"{page} is left as it is: no run has results" in printed
 
 
@@ -125,7 +137,7 @@ def test_metrics_are_read_once(here, monkeypatch):
     study = read_study(Path("study-tiny.yaml"))
     run, again = (study_runs(study, Path("runs/study-tiny"), {}, None)[0] for _ in range(2))
     assert (run.step, run.loss, run.diverged, again.step) == (2, None, False, 2)
-    assert run.exclusion_reason() == "softmax-seed0 is unfinished: step 2 of 4"
+    assert run.exclusion_reason() == "unfinished, at step 2 of 4"
     assert run.status() == "at step 2 of 4, loss 6.000" and run.halfway() and len(folders) == 1
     fake_run("softmax-seed0")
     assert (run.step, run.loss, run.is_finished()) == (4, 4.0, True) and len(folders) == 2

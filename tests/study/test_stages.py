@@ -176,7 +176,7 @@ def test_a_failure_is_named_at_the_end(here, monkeypatch, capsys):
     again = "1 failed, all else is kept, and the same command tries again: mixed-seed0: ended by SIGKILL"
     assert f"{again} (runs/study-tiny/logs/mixed-seed0.log)\n" in err
     page = Path("runs/study-tiny/README.md").read_text()
-    assert "mixed-seed0 failed: ended by SIGKILL (logs/mixed-seed0.log)\n" in page
+    assert "mixed-seed0: failed: ended by SIGKILL (logs/mixed-seed0.log)\n" in page
     assert "not trained" not in page
     assert Path("runs/study-tiny/softmax-seed0/checkpoints").is_dir() and "page " in out
 
@@ -198,7 +198,7 @@ def test_a_row_waits_until_its_rates_are_tried(here, monkeypatch, capsys, lost):
     line, page = capsys.readouterr().err.strip(), Path("runs/study-tiny/README.md")
     why = f"it waits for its learning rate, until the stage `rates` is done with {', '.join(sorted(gone))}"
     assert f"mixed-seed0: {why}" in line and "\n" not in line
-    assert f"- mixed-seed0 failed: {why}\n" in page.read_text()
+    assert f"- mixed-seed0: failed: {why}\n" in page.read_text()
     table = page.read_text().partition("## Learning rates")[2]
     assert re.search(r"^\| mixed .*\| – +\|$", table, re.M) and "the recipe's" not in table
     here.clear()
@@ -378,8 +378,8 @@ def test_a_run_that_diverged_is_a_result(here, monkeypatch):
     assert main(train) == 0 and main(train) == 0
     assert here == ["gla-seed0"]
     page = Path("runs/study-tiny/README.md").read_text()
-    line = "- gla-seed0 diverged at step 2: its loss was not finite; remove runs/study-tiny/gla-seed0"
-    assert line in page and "gla-seed0 failed" not in page
+    line = "- gla-seed0: diverged at step 2, its loss was not finite: remove the folder of the run"
+    assert line in page and "gla-seed0: failed" not in page
     shutil.rmtree("runs/study-tiny/gla-seed0")
     assert main(train) == 0 and here == ["gla-seed0"] * 2
 
