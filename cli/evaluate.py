@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 
-from lingpt.common.errors import UserError
+from lingpt.common.errors import UserError, by_reason
 from lingpt.configs import recipe_path
 
 if TYPE_CHECKING:
@@ -142,4 +142,7 @@ def _complain(left_out: list[str], done: bool) -> None:
     if not left_out:
         return
     kept = f"{len(left_out)} left out, all else is scored and kept, the same command tries again: "
-    raise UserError((kept if done else "") + "; ".join(left_out))
+    parts = [line.partition(": ") for line in left_out]  # what, and why
+    reasons = by_reason((what, why) for what, colon, why in parts if colon)
+    reasons += [what for what, colon, _ in parts if not colon]
+    raise UserError((kept if done else "") + "; ".join(reasons))

@@ -49,6 +49,14 @@ def skip_failing(
     return results
 
 
+def by_reason(reasons: Iterable[tuple[str, str]]) -> list[str]:
+    """A line `a, b: reason` for each reason of these (name, reason): names that share one are in one line."""
+    names: dict[str, dict[str, None]] = {}  # as an ordered set
+    for name, reason in reasons:
+        names.setdefault(reason, {})[name] = None
+    return [f"{', '.join(named)}: {reason}" for reason, named in names.items()]
+
+
 def first_line(error: BaseException, limit: int = 200) -> str:
     """The first line of the error's message; its type if the message is empty."""
     lines = str(error).strip().splitlines()

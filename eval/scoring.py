@@ -97,7 +97,7 @@ class Scorer:
             yield
         except UserError as error:
             if self.report_left_out is None:
-                raise
+                raise UserError(f"{key}: {error}") from error
             self.log(f"{key}: left out")
             self.report_left_out(f"{key}: {error}")
 

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -101,14 +101,6 @@ class Failure:
         """The reason and, in brackets, the log, by its path in `folder`."""
         log = self.log.relative_to(folder) if self.log and folder else self.log
         return self.reason + (f" ({log})" if log else "")
-
-
-def by_reason(reasons: Iterable[tuple[str, str]]) -> list[str]:
-    """A line `a, b: reason` for each reason of these (name, reason): names that share one are in one line."""
-    names: dict[str, list[str]] = {}
-    for name, reason in reasons:
-        names.setdefault(reason, []).append(name)
-    return [f"{', '.join(named)}: {reason}" for reason, named in names.items()]
 
 
 @dataclass

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from lingpt.common.errors import UserError
+from lingpt.common.errors import UserError, by_reason
 from lingpt.common.files import read_text, write_errors, write_text
 from lingpt.eval.seeds import mean_scores
 from lingpt.eval.suite_tables import save_suites, suite_tables
@@ -13,7 +13,7 @@ from lingpt.eval.suites import suite_tasks, tasks_without_file
 from lingpt.eval.table2 import save_table2, table2_tables
 from lingpt.eval.tasks.sources import benchmark_folder
 from lingpt.study.config import Study
-from lingpt.study.jobs import Failure, by_reason
+from lingpt.study.jobs import Failure
 from lingpt.study.page_losses import baseline_row, loss_sections, softmax_runs
 from lingpt.study.page_records import how_it_was_made, read_records, read_scores
 from lingpt.study.page_setting import texts_that_differ, what_it_cannot_tell, what_was_run

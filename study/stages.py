@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lingpt.common.errors import Interrupted, UserError, unknown
+from lingpt.common.errors import Interrupted, UserError, by_reason, unknown
 from lingpt.common.files import write_errors, write_json
 from lingpt.common.locks import file_lock
 from lingpt.common.run_folder import CHECKPOINTS, ENVIRONMENT, LOCK, without_seed
@@ -19,7 +19,7 @@ from lingpt.eval.mqar import Trial
 from lingpt.eval.suites import check_scoring
 from lingpt.eval.tasks.sources import benchmark_folder
 from lingpt.study.config import STAGES, STUDY, Study, with_started_runs
-from lingpt.study.jobs import Failure, Job, Slot, Stopped, by_reason, find_slots, run_jobs, scoring_slots
+from lingpt.study.jobs import Failure, Job, Slot, Stopped, find_slots, run_jobs, scoring_slots
 from lingpt.study.mqar import command_line, trials_left
 from lingpt.study.page import write_page
 from lingpt.study.plan import format_plan

@@ -96,9 +96,8 @@ class Benchmark(ConfigurableTask):
             super().download(dataset_kwargs, **kwargs)
         except Exception as error:  # each library raises its own errors when offline
             raise UserError(
-                f"{self.config.task}: cannot load {self.DATASET_PATH} from the Hugging Face hub "
-                f"({hub_reason(error)}). Without network, set EVAL_DATA (or --data) to a folder with the "
-                "benchmark's JSONL files"
+                f"cannot be loaded from the Hugging Face hub ({hub_reason(error)}); without network, set "
+                "EVAL_DATA (or --data) to a folder with the benchmarks' JSONL files"
             ) from error
 
     def _read_local(self, folder: Path) -> Any:

@@ -217,7 +217,7 @@ def test_no_network_says_how_to_fix_it(monkeypatch):
         raise ConnectionError("no route to host")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
-    with pytest.raises(UserError, match=r"ai2_arc from the Hugging Face hub \(no route to host\).*EVAL_DATA"):
+    with pytest.raises(UserError, match=r"loaded from the Hugging Face hub \(no route to host\).*EVAL_DATA"):
         load_tasks("arc_easy", 0, None)
 
 
