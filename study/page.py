@@ -115,8 +115,8 @@ def _tasks_not_scored(study: Study, results: Sequence[dict[str, Any]]) -> list[s
     with contextlib.suppress(UserError):  # the folder may be on another machine
         without = [task for task in tasks_without_file(folder) if task in missing]
     others = [task for task in missing if task not in without]
-    notes = [f"{portable(str(folder))} has no file for {', '.join(without)}"] if without else []
-    return notes + ([f"no run has a score of {', '.join(others)}"] if others else [])
+    notes = [f"{', '.join(without)}: no file in {portable(str(folder))}"] if without else []
+    return notes + ([f"{', '.join(others)}: no run has a score"] if others else [])
 
 
 def _score_sections(study: Study, folder: Path, results: Sequence[dict[str, Any]]) -> list[str]:

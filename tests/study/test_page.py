@@ -551,6 +551,6 @@ def test_a_benchmark_without_a_file_is_in_the_plan_and_on_the_page(here, capsys)
     write_scores("softmax-seed0", 4, **{"lambada_openai (0-shot)": entry})
     assert main([*COMMAND, "--stages", "page"]) == 0
     text = Path("runs/study-tiny/README.md").read_text()
-    assert f"- eval has no file for {lacks}\n" in text and "no run has a score" not in text
+    assert f"- {lacks}: no file in eval\n" in text and "no run has a score" not in text
     shutil.rmtree("eval")  # as on another machine
-    assert f"- no run has a score of {lacks}\n" in page_of_the_study()
+    assert f"- {lacks}: no run has a score\n" in page_of_the_study()
