@@ -17,7 +17,8 @@ def ends_with_this_process() -> dict[str, str]:
 def end_with_parent() -> None:
     """If the parent asked for it, this process gets a SIGTERM when the parent has died, even by SIGKILL.
 
-    Its own children do not inherit that. Only Linux has it.
+    Its own children do not inherit that. Only Linux has it, and takes the end of the thread that started this
+    process for the parent's: start children in a thread that stays.
     """
     parent = os.environ.pop(_PARENT, None)
     if parent is None or sys.platform != "linux":
