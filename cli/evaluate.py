@@ -72,20 +72,20 @@ def run(args: Namespace) -> None:
     if "table2" in args.suite and not args.tasks:
         raise UserError("no task to evaluate: give --tasks, for example --tasks arc_easy piqa")
     tasks, texts = _tasks(args), parse_texts(args.texts)
-    left_out: list[str] = []
+    unread, unscored = list[str](), list[tuple[str, str]]()  # of runs, and of scores with their reasons
     done = []
-    for checkpoint in find_checkpoints(args.runs_dir, args.model, args.runs, left_out.append):
+    for checkpoint in find_checkpoints(args.runs_dir, args.model, args.runs, unread.append):
         try:
-            scores = _score(args, checkpoint, tasks, texts, left_out.append)
+            scores = _score(args, checkpoint, tasks, texts, lambda *score: unscored.append(score))
         except UserError as error:
-            left_out.append(str(error))
+            unread.append(str(error))
             continue
         if asked := asked_scores(scores, args.suite, tasks):
             done.append((scores | {"scores": asked}, results_path(checkpoint)))
     if done:
         _show(args, [scores for scores, _ in done])
         print("\nWritten: " + ", ".join(str(path) for _, path in done))
-    _complain(list(dict.fromkeys(left_out)), bool(done))
+    _complain(unread, unscored, bool(done))
 
 
 def _tasks(args: Namespace) -> list[str]:
@@ -102,7 +102,7 @@ def _score(
     checkpoint: "Checkpoint",
     tasks: list[str],
     texts: dict[str, str],
-    left_out: Callable[[str], None],
+    left_out: Callable[[str, str], None],
 ) -> dict[str, Any]:
     """Scores one checkpoint on the requested suites; returns all its results, earlier ones included."""
     from lingpt.eval.harness import task_measurements
@@ -137,12 +137,12 @@ def _show(args: Namespace, results: list[dict[str, Any]]) -> None:
         print("\nTables: " + ", ".join(str(path) for path in written))
 
 
-def _complain(left_out: list[str], done: bool) -> None:
-    """Ends the command with an error if something could not be scored; the message gives the reasons."""
-    if not left_out:
-        return
-    kept = f"{len(left_out)} left out, all else is scored and kept, the same command tries again: "
-    parts = [line.partition(": ") for line in left_out]  # what, and why
-    reasons = by_reason((what, why) for what, colon, why in parts if colon)
-    reasons += [what for what, colon, _ in parts if not colon]
-    raise UserError((kept if done else "") + "; ".join(reasons))
+def _complain(unread: list[str], unscored: list[tuple[str, str]], done: bool) -> None:
+    """Ends the command with an error if something could not be scored; the message gives the reasons.
+
+    unread: why runs could not. unscored: the scores that could not be computed, and why.
+    """
+    unread, unscored = list(dict.fromkeys(unread)), list(dict.fromkeys(unscored))
+    if number := len(unread) + len(unscored):
+        kept = f"{number} left out, all else is scored and kept, the same command tries again: "
+        raise UserError((kept if done else "") + "; ".join([*unread, *by_reason(unscored)]))

@@ -45,8 +45,8 @@ class Scorer:
         dtype: the dtype to compute in, the checkpoint's own by default.
         redo: compute again what the run's eval/ already holds.
         log: called with a line on each score.
-        left_out: called with a line on each score that cannot be computed, while the others are; by default
-            the first one raises.
+        left_out: called with the name of each score that cannot be computed, and why, while the others are;
+            by default the first one raises.
 
     UserError for what the user can fix, also if the checkpoint's attention is not the one its run was
     configured with.
@@ -62,7 +62,7 @@ class Scorer:
         dtype: str | None = None,
         redo: bool = False,
         log: Callable[[str], None] = print,
-        left_out: Callable[[str], None] | None = None,
+        left_out: Callable[[str, str], None] | None = None,
     ) -> None:
         if dtype is not None:
             named_dtype(dtype)
@@ -99,7 +99,7 @@ class Scorer:
             if self.report_left_out is None:
                 raise UserError(f"{key}: {error}") from error
             self.log(f"{key}: left out")
-            self.report_left_out(f"{key}: {error}")
+            self.report_left_out(key, str(error))
 
     def log(self, line: str) -> None:
         """Logs a line on this checkpoint."""

@@ -13,6 +13,7 @@ from lingpt.models.attention import (
     ALIASES,
     ATTENTIONS,
     SOFTMAX_EVERY,
+    check_options,
     hybrid_layers,
     option_defaults,
     parse_form,
@@ -110,7 +111,9 @@ class Config(litgpt.config.Config):
                     f"{field}={getattr(self, field)!r} is not a GPT-NeoX model: it must be {value!r}"
                 )
         for name in set(self.attention_per_layer):
-            ATTENTIONS[name].check(self, **self.attention_options(name))
+            options = self.attention_options(name)
+            check_options(name, options)
+            ATTENTIONS[name].check(self, **options)
         if self.n_embd != self.n_head * self.head_size:
             raise UserError(
                 f"n_embd={self.n_embd} is not n_head={self.n_head} times head_size={self.head_size}"

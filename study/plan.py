@@ -81,7 +81,7 @@ def format_plan(
 
 
 @dataclass(frozen=True)
-class _Left:
+class _WorkLeft:
     """What is left to compute: the FLOPs of each run, by stage. host: seconds besides these that scoring each
     of the runs takes on a GPU."""
 
@@ -129,7 +129,7 @@ def _work_left(
     runs: Sequence[StudyRun],
     stages: Sequence[str],
     models: dict[str, GPT],
-) -> _Left:
+) -> _WorkLeft:
     def training(some: Sequence[StudyRun]) -> list[float]:
         unfinished = [run for run in some if not run.is_finished()]
         return [run_flops(models[run.name], run.recipe) * _part_left(run) for run in unfinished]
@@ -142,11 +142,11 @@ def _work_left(
             token = models[run.name].flops_per_token(length) / 3
             scores.append(token * scored_tokens(study, length, suites))
             host.append(host_seconds(study, suites))
-    return _Left(training(rate_runs), training(runs if "runs" in stages else ()), scores, host)
+    return _WorkLeft(training(rate_runs), training(runs if "runs" in stages else ()), scores, host)
 
 
 def _time(
-    study: Study, left: _Left, runs: int, trials: Sequence[Trial], slots: Sequence[Slot]
+    study: Study, left: _WorkLeft, runs: int, trials: Sequence[Trial], slots: Sequence[Slot]
 ) -> tuple[str, str]:
     """The lines on the time here, and on the cost in card hours. runs: number of runs in the study."""
     peak, device = _peak(slots)
@@ -198,7 +198,7 @@ def _disk(
 
 
 def _seconds(
-    left: _Left, runs: int, trials: Sequence[Trial], slots: Sequence[Slot], peak: float
+    left: _WorkLeft, runs: int, trials: Sequence[Trial], slots: Sequence[Slot], peak: float
 ) -> dict[str, float]:
     """Seconds of each stage on these slots. runs: number of runs in the study."""
     cards = sorted({gpu for slot in slots for gpu in slot.gpus})

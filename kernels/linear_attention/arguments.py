@@ -166,10 +166,7 @@ def _per_head(x: Tensor, like: Tensor, name: str) -> Tensor:
 
 
 def _decay(
-    log_decay: Tensor | Sequence[float] | None,
-    like: Tensor,
-    cu_seqlens: Tensor | None = None,
-    causal: bool = True,
+    log_decay: Tensor | Sequence[float] | None, like: Tensor, cu_seqlens: Tensor | None, causal: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """(decay per head [H], decay per token [B, N, H]) in the sums' dtype, at most one of them not None."""
     head, token = _checked_decay(log_decay, like, causal)

@@ -56,6 +56,14 @@ def with_options(cls: type[T], unset: bool = False) -> type[T]:
     return cls
 
 
+def check_options(attention: str, options: Mapping[str, Any]) -> None:
+    """Raises UserError for an option with several named values (`sdpa`) that has another one."""
+    for name, option in ATTENTIONS[attention].options().items():
+        kind = get_args(option.annotation)[0]
+        if get_origin(kind) is Literal and options[name] not in get_args(kind):
+            raise unknown(name, options[name], get_args(kind))
+
+
 def form_parts(attention: str | Sequence[str], values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """The attention as one word, and those of its options in `values` that are not at their defaults; for a
     hybrid of `hybrid_layers`, the linear attention, with `softmax_every` among the options.
@@ -141,6 +149,7 @@ __all__ = [
     "SOFTMAX_EVERY",
     "Attention",
     "attention_form",
+    "check_options",
     "form_parts",
     "hybrid_layers",
     "option_defaults",

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lingpt.common.errors import UserError, unknown
+from lingpt.common.errors import UserError
 from lingpt.kernels.torch_internals import sdpa_choice, sdpa_with_logsumexp
 from lingpt.models.attention.base import ConvState, QKVAttention
 from lingpt.models.attention.short_conv import apply_short_conv, identity_filter
@@ -131,11 +131,6 @@ class SoftmaxAttention(QKVAttention):
         self.sdpa, self.hf_exportable = sdpa, not (softmax_conv or softmax_gate)
         self.conv = nn.Parameter(identity_filter(3 * config.n_embd)) if softmax_conv else None  # [4, 3C]
         self.add_output_gate(softmax_gate)
-
-    @classmethod
-    def check(cls, config: litgpt.Config, *, sdpa: str, **_: bool) -> None:
-        if sdpa not in ("auto", *SDPA):
-            raise unknown("sdpa", sdpa, ("auto", *SDPA))
 
     @classmethod
     def kernel_name(

@@ -14,9 +14,9 @@ from lingpt.study import plan, read_study
 from lingpt.study.jobs import Slot, gpu_slots
 from lingpt.study.plan import (
     H200_FLOPS,
-    _Left,
     _mqar_seconds,
     _seconds,
+    _WorkLeft,
     host_seconds,
     scored_tokens,
     wall_seconds,
@@ -196,7 +196,7 @@ def test_mqar_is_not_sooner_done_for_cards_that_it_has_not():
     trial = Trial("softmax", 64, 4, 1e-3, steps=2000)
 
     def seconds(count, cards):
-        left = _Left([], [], [], [])
+        left = _WorkLeft([], [], [], [])
         return _seconds(left, 1, [trial] * count, gpu_slots(cards, 1), H200_FLOPS)["mqar"]
 
     assert seconds(1, 8) == seconds(1, 1) == seconds(8, 8) > 0
