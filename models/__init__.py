@@ -9,7 +9,15 @@ from lingpt.models.attention import (
     form_parts,
     parse_form,
 )
-from lingpt.models.checkpoint import LoadReport, load_model, load_parts, load_weights, save_index, save_model
+from lingpt.models.checkpoint import (
+    LoadReport,
+    check_source,
+    load_model,
+    load_parts,
+    load_weights,
+    save_index,
+    save_model,
+)
 from lingpt.models.config import MODELS, Config, ModelArgs
 from lingpt.models.generate import generate
 from lingpt.models.gpt import GPT, Block, DecodingState
@@ -39,6 +47,7 @@ __all__ = [
     "LoadReport",
     "ModelArgs",
     "attention_form",
+    "check_source",
     "export_hf",
     "form_parts",
     "generate",

@@ -39,6 +39,7 @@ from lingpt.models.shards import (
 from lingpt.models.weights import check_same_tensors, model_from_tensors
 
 _ATTENTION = "lingpt.attention"  # key in the metadata of the weights
+_LITGPT_WEIGHTS = "lit_model.pth"
 
 # The sizes, and settings that determine how weights are used but do not show in their shapes.
 _ARCHITECTURE = (
@@ -172,14 +173,21 @@ def load_weights(model: GPT, path: str | Path) -> LoadReport:
     )
 
 
+def check_source(folder: Path) -> None:
+    """Raises UserError if `load_weights` would find no model in `folder`; reads no weights."""
+    if not (folder / _LITGPT_WEIGHTS).is_file():
+        check_holds_model(folder)
+
+
 def _read_any(folder: Path) -> tuple[litgpt.config.Config, dict[str, torch.Tensor], str]:
     """The configuration and tensors (LitGPT's keys) of a folder of any of these kinds, and its kind."""
-    if (folder / "lit_model.pth").is_file():
+    check_source(folder)
+    if (folder / _LITGPT_WEIGHTS).is_file():
         try:
             config = litgpt.config.Config.from_checkpoint(folder)
         except (FileNotFoundError, ValueError, TypeError) as error:
             raise UserError(f"{folder} has no readable model_config.yaml: {error}") from error
-        return config, read_pickled_tensors(folder / "lit_model.pth"), "LitGPT checkpoint"
+        return config, read_pickled_tensors(folder / _LITGPT_WEIGHTS), "LitGPT checkpoint"
     if is_hf_folder(folder):
         return *read_hf(folder), "Hugging Face GPT-NeoX"
     config = _read_config(folder)

@@ -57,8 +57,8 @@ class StudyRun:
             raise UserError(f"{self.row}: {error}") from error
 
     def check(self, dry_run: bool = False) -> None:
-        """Raises UserError, with the row's name, for what `lingpt train` refuses before any work. dry_run: a
-        model may be too large for this machine, as in a dry run of `lingpt train`."""
+        """Raises UserError, with the row's name, for what `lingpt train` refuses before any work. dry_run: as
+        in a dry run of `lingpt train`, it may be a run for another machine."""
         recipe = self.recipe
         try:
             check_recipe(replace(recipe, train=replace(recipe.train, dry_run=dry_run)))

@@ -50,7 +50,7 @@ from lingpt.train.optim import learning_rate, make_optimizer
 from lingpt.train.plan import format_plan
 from lingpt.train.prefetch import Prefetcher
 from lingpt.train.profile import COMMUNICATION, WAITING, Profiler, span
-from lingpt.train.resume import give_back_name, resume_or_create
+from lingpt.train.resume import check_init_from, give_back_name, resume_or_create
 from lingpt.train.run_lock import RunLock
 from lingpt.train.signals import Stop, stop_signals
 from lingpt.train.step import optimizer_step
@@ -87,13 +87,16 @@ def train(recipe: Recipe) -> Path:
 def check_recipe(recipe: Recipe) -> tuple[GPT, Machine, str | None]:
     """The model, on the meta device; the machine, with how its devices share the model; and why they do (None
     if there is nothing to explain). UserError, before any work, for what cannot be trained here; a dry run
-    may be too large for it.
+    may be for another machine: too large for this one, or with kernels or weights that it lacks.
     """
     gpt = GPT.on_meta(model_config(recipe))
     machine, why = choose_strategy(choose_machine(recipe.train), gpt, recipe)
     check(recipe, machine.world_size)
     if not recipe.train.dry_run:
         check_machine(machine, gpt, recipe)
+        check_init_from(recipe)
+        if machine.accelerator == "cpu":  # on a GPU it takes a context, so there each process checks its own
+            attention_kernels(gpt.config, torch.device("cpu"), machine.precision)
     return gpt, machine, why
 
 

@@ -28,7 +28,7 @@ from lingpt.common.run_folder import (
     read_metrics,
     valid_checkpoints,
 )
-from lingpt.models import GPT, load_weights
+from lingpt.models import GPT, check_source, load_weights
 from lingpt.train.checkpoint import clear_leftovers, load_manifest, why_unusable
 from lingpt.train.config import DATA_PATHS, MAY_CHANGE, Recipe, differences, recipe_from_dict
 from lingpt.train.console import print_rank0
@@ -231,6 +231,14 @@ def _given_checkpoint(path: Path, recipe: Recipe) -> Path:
                 f"from its weights with --train.init_from {path}"
             )
     return path
+
+
+def check_init_from(recipe: Recipe) -> None:
+    """Raises UserError if the recipe's run begins from weights that do not exist; reads none of them."""
+    t = recipe.train
+    begins = t.resume == "never" or (t.resume == "auto" and newest_checkpoint(recipe.run_folder) is None)
+    if t.init_from and begins:
+        check_source(find_model_folder(Path(t.init_from), verify=False))
 
 
 def _find_init_from(recipe: Recipe) -> Path | None:

@@ -121,6 +121,27 @@ def test_a_row_that_cannot_work_is_refused_before_any_other_trains(here, capsys,
     assert not here and not Path("runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train.init_from": "nowhere"}, "no model in nowhere: there is no such folder"),
+        ({"model.attention": "softmax", "model.sdpa": "cudnn"}, "model.sdpa cudnn cannot train on cpu"),
+        ({"model.backend": "cuda"}, "model.backend: "),
+    ],
+    ids=["weights", "sdpa", "backend"],
+)
+def test_what_a_row_lacks_here_is_said_before_any_other_trains(here, capsys, options, message):
+    """Guards: weights that do not exist and a kernel that cannot run, found only in the row's turn. The dry
+    run may be for another machine."""
+    rows = {"softmax": {}, "wrong": {"model.attention": "ours", **options}}
+    write(TINY | {"attentions": rows, "learning_rates": [], "suites": [], "seeds": 1})
+    assert main(COMMAND) == 2
+    line = capsys.readouterr().err.strip()
+    assert line.startswith("lingpt: wrong: ") and message in line and "\n" not in line
+    assert not here and not Path("runs").exists()
+    assert main([*COMMAND, "--dry_run", "true"]) == 0
+
+
 def test_a_notebook_may_change_the_recipe_between_two_calls(here, capsys):
     """Guards: a plan, and a comparison with what was trained, by a recipe as it was in the first call."""
     plans = []

@@ -283,6 +283,21 @@ def test_what_a_start_found_it_starts_from(make_recipe, monkeypatch, capsys):
     assert f"weights from {newest.with_name('step-00000001')} (" in capsys.readouterr().out
 
 
+def test_weights_that_do_not_exist_are_missed_before_the_data_is_read(make_recipe, monkeypatch):
+    """Guards: a typo in `--train.init_from` that was found after hours of tokenising."""
+    monkeypatch.setattr("lingpt.train.loop.prepare", lambda *_, **__: pytest.fail("the data is read"))
+    with pytest.raises(UserError, match="no model in typo: there is no such folder"):
+        train(make_recipe(init_from="typo"))
+
+
+def test_a_run_goes_on_without_the_weights_it_began_with(make_recipe):
+    """Guards: a resumed run that asks for what it does not read."""
+    init_from = train(make_recipe(name="other", max_steps=1))
+    train(make_recipe(max_steps=2, init_from=str(init_from)))
+    shutil.rmtree(init_from)
+    assert names(train(make_recipe(max_steps=3, init_from=str(init_from))))[-1] == "step-00000003"
+
+
 def test_the_old_run_stays_where_the_new_one_has_nothing_to_start_from(make_recipe):
     """Guards: `--train.resume never` had moved the run by the time that `--train.init_from` was not found."""
     folder = train(make_recipe(max_steps=3))
