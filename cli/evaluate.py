@@ -65,7 +65,7 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> None:
     from lingpt.eval import find_checkpoints, results_path
-    from lingpt.eval.suites import asked_scores, check_suites
+    from lingpt.eval.suites import check_suites, suite_scores
     from lingpt.eval.texts import parse_texts
 
     check_suites(args.suite)
@@ -80,7 +80,7 @@ def run(args: Namespace) -> None:
         except UserError as error:
             unread.append(str(error))
             continue
-        if asked := asked_scores(scores, args.suite, tasks):
+        if asked := suite_scores(scores, args.suite, args.tasks):
             done.append((scores | {"scores": asked}, results_path(checkpoint)))
     if done:
         _show(args, [scores for scores, _ in done])

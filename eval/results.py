@@ -76,6 +76,11 @@ def task_key(task: str, num_fewshot: int, limit: int | None = None) -> str:
     return f"{task} ({num_fewshot}-shot{f', first {limit}' if limit else ''})"
 
 
+def text_key(measure: str, text: str) -> str:
+    """The score's key, `bits_per_byte (novels)`."""
+    return f"{measure} ({text})"
+
+
 def percent(metrics: dict[str, float | None], metric: str) -> str:
     """An accuracy and its standard error in per cent, as `25.10 ± 0.88`; `–` if it was not computed.
 

@@ -9,7 +9,7 @@ from lingpt.common.format import with_error
 from lingpt.eval.comparability import MajoritySetup
 from lingpt.eval.figures import draw_positions
 from lingpt.eval.paired import bits_difference, paired_difference, position_differences
-from lingpt.eval.results import DASH, percent, signed_difference
+from lingpt.eval.results import DASH, percent, signed_difference, text_key
 from lingpt.eval.seeds import seeds_note
 from lingpt.eval.suites import COMMONSENSE, SUITES, Benchmark
 from lingpt.eval.table2 import (
@@ -93,13 +93,13 @@ def _benchmark(result: dict[str, Any], benchmark: Benchmark, majority: MajorityS
 def _bits_table(results: Sequence[dict[str, Any]]) -> Table:
     """Bits per byte of each text, and those of `xz`."""
     names, majority = _texts_of(results, "bits_per_byte"), MajoritySetup(results)
-    measured = [r for r in results if any(f"bits_per_byte ({name})" in r["scores"] for name in names)]
+    measured = [r for r in results if any(text_key("bits_per_byte", name) in r["scores"] for name in names)]
     rows = [[form(result), *run_cells(result)] for result in measured]
     xz, head = ["xz -9", "", "", ""], ["Mechanism", "Run", "Parameters", "Tokens"]
     notes = ["Bits per UTF-8 byte of held-out text, ± one standard error over documents; xz for comparison."]
     compared: set[int] = set()  # indices of `measured` that have a difference
     for name in names:
-        key = f"bits_per_byte ({name})"
+        key = text_key("bits_per_byte", name)
         entries = [result["scores"].get(key) for result in measured]
         pairs = [pair_with_softmax(result, results, key) for result in measured]
         less = [signed_difference(bits_difference(*p) if p else None, decimals=3) for p in pairs]
@@ -171,7 +171,7 @@ def _position_differences_table(results: Sequence[dict[str, Any]]) -> Table:
     found = []
     for result in results:
         for name in _texts_of([result], "loss_by_position"):
-            key = f"loss_by_position ({name})"
+            key = text_key("loss_by_position", name)
             pair = pair_with_softmax(result, results, key)
             if pair and (less := position_differences(*pair)):
                 ends = [group["to"] for group in pair[0]["positions"]]
@@ -192,7 +192,7 @@ def _recall_table(results: Sequence[dict[str, Any]]) -> Table:
     names, rows, compared, majority = _texts_of(results, "recall_phrases"), [], [], MajoritySetup(results)
     for result in results:
         for name in names:
-            key = f"recall_phrases ({name})"
+            key = text_key("recall_phrases", name)
             if entry := result["scores"].get(key):
                 cells = [percent(entry["metrics"], metric) for metric in ("acc", "acc_alone", "exact")]
                 pair = pair_with_softmax(result, results, key)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from lingpt.common.errors import UserError, unknown
 from lingpt.data.jsonl import find_files
 from lingpt.eval.harness import parse_task
+from lingpt.eval.results import text_key
 from lingpt.eval.scoring import Measurement, Scorer
 from lingpt.eval.texts import Texts, read_texts
 
@@ -68,24 +69,24 @@ def check_scoring(
             find_files(source, ["embedded"])
 
 
-def asked_scores(
-    results: dict[str, Any], suites: Sequence[str], tasks: Sequence[str]
-) -> dict[str, dict[str, Any]]:
-    """A checkpoint's scores of these suites; for Table 2, also those of its tasks that are not in `tasks`."""
-    from lingpt.eval.table2 import COLUMNS
-
-    names = {task.partition(":")[0] for task in tasks} | {m for s in suites for m in MEASURES.get(s, ())}
-    names |= {task for _, task, _ in COLUMNS if "table2" in suites}
-    return {key: entry for key, entry in results["scores"].items() if entry["task"] in names}
-
-
 def suite_tasks(suite: str, tasks: Sequence[str]) -> list[str]:
-    """What a suite measures, by the name that a score has as its `task`. tasks: those of Table 2."""
+    """The names of what a suite measures, each the `task` of a score. tasks: those of Table 2."""
     if suite == "table2":
         return list(dict.fromkeys(task.partition(":")[0] for task in tasks))
     if suite == "commonsense":
         return list(dict.fromkeys(benchmark.task for benchmark in COMMONSENSE))
     return list(MEASURES[suite])
+
+
+def suite_scores(
+    results: dict[str, Any], suites: Sequence[str], tasks: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """A checkpoint's scores of these suites' tasks; for Table 2, also of those that are not in `tasks`."""
+    from lingpt.eval.table2 import COLUMNS
+
+    names = {task for suite in suites for task in suite_tasks(suite, tasks)}
+    names |= {task for _, task, _ in COLUMNS if "table2" in suites}
+    return {key: entry for key, entry in results["scores"].items() if entry["task"] in names}
 
 
 def commonsense_tasks(data: Path | None) -> list[str]:
@@ -142,7 +143,7 @@ def text_measurements(
         for data in found:
             settings = scorer.settings(room, data.data, **_settings(measure, max_length_factor))
             compute = functools.partial(_measure, measure=measure, texts=data, train_length=length)
-            measurements.append(Measurement(f"{measure} ({data.name})", settings, compute))
+            measurements.append(Measurement(text_key(measure, data.name), settings, compute))
     return measurements
 
 

@@ -1,22 +1,25 @@
 """The plan of a study: estimates its cost before anything is trained: time, disk, card hours."""
 
+import contextlib
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from lingpt.common.errors import UserError
 from lingpt.common.format import counted, duration, scaled, scaled_count
 from lingpt.common.run_folder import scores_file
 from lingpt.data import availability
+from lingpt.eval.harness import parse_task
 from lingpt.eval.language import PIECES, TOKENS
 from lingpt.eval.mqar import TRIALS_PER_GPU, Trial
 from lingpt.eval.phrases import CHOICES, QUESTIONS
-from lingpt.eval.results import read_results
-from lingpt.eval.suites import suite_tasks, tasks_without_file
+from lingpt.eval.results import read_results, task_key, text_key
+from lingpt.eval.suites import MEASURES, suite_tasks, tasks_without_file
 from lingpt.eval.tables import Table
-from lingpt.eval.tasks.sources import benchmark_folder
+from lingpt.eval.tasks.sources import benchmark_folder, official_questions
 from lingpt.models import GPT
 from lingpt.study.config import Study
 from lingpt.study.jobs import Slot, gpu_slots, scoring_slots
@@ -25,12 +28,13 @@ from lingpt.train.machine import choose_machine
 from lingpt.train.model import model_config
 from lingpt.train.throughput import CPU_CORE_FLOPS, DEVICES, STATED_MFU, peak_flops, run_flops
 
-TABLE2_TOKENS = 13e6  # with a GPT-NeoX tokenizer, including MMLU's five examples
-COMMONSENSE_TOKENS = 1e6
+QUESTION_TOKENS = 120  # of a benchmark's question with its choices, or of an example before it
+OTHER_QUESTIONS = 10_000  # of a benchmark whose size is not known here; HellaSwag has as many
+MMLU_SUBJECTS = 57  # a limit is one of each
 EMBEDDED_TOKENS = 1e5  # upper bound for the text that comes with Python
-# Seconds on an H200 that scoring a run takes besides the model's FLOPs (short questions, built by the host),
-# as measured on three runs of pythia-160m (docs/results/study/pythia-160m); for texts, per text and suite.
-TABLE2_SECONDS, COMMONSENSE_SECONDS, TEXT_SECONDS = 95.0, 30.0, 12.0
+# Seconds on an H200 that scoring takes besides the model's FLOPs (short questions, built by the host), per
+# question and per measure of a text, as measured on pythia-160m (docs/results/study/pythia-160m).
+QUESTION_SECONDS, TEXT_SECONDS = 0.003, 8.0
 # Seconds of a card per token of MQAR, measured as the models are too small to estimate it from FLOPs: one of
 # several processes on an H200 took 1.6e-6 to 2.1e-6 (docs/results/gate/learning/mqar.json).
 MQAR_TOKEN = 2e-6 / TRIALS_PER_GPU
@@ -53,7 +57,7 @@ def format_plan(
     models = _models((*rate_runs, *runs))
     left = _work_left(study, rate_runs, runs, stages, models)
     if not (dry_run or left or trials):
-        return f"study {study.name}: nothing is left to train, and each suite has scores"
+        return f"study {study.name}: nothing is left to train or to score"
     data = runs[0].recipe.data
     head = ["Row", "Parameters", "Steps × tokens", "Runs", "Rate runs", "Done", "H200 hours to train all"]
     table = Table("", head, [_row(row, rate_runs, runs, models) for row in study.attentions])
@@ -70,11 +74,6 @@ def format_plan(
         + ("; the rates' go when these are chosen" if rate_runs else ""),
         f"scores  {_scores(study, stages)}",
         "Small models and short sequences reach less of the peak: the time is then longer."
-        + (
-            f" With a limit of {study.limit} documents a task scoring takes less."
-            if study.limit and left.scores
-            else ""
-        )
         + (" MQAR's is the most: training ends where all is right." if trials else ""),
     ]
     return "\n".join(lines)
@@ -135,13 +134,15 @@ def _work_left(
         return [run_flops(models[run.name], run.recipe) * _part_left(run) for run in unfinished]
 
     scores, host = list[float](), list[float]()
-    for run in runs if "scores" in stages else ():
-        if suites := _suites_left(study, run):
-            length = run.recipe.data.seq_len
+    scored = runs if "scores" in stages else ()
+    costs = {length: score_costs(study, length) for length in {run.recipe.data.seq_len for run in scored}}
+    for run in scored:
+        length = run.recipe.data.seq_len
+        if left := _scores_left(run, costs[length]):
+            tokens, seconds = map(sum, zip(*left, strict=True))
             # A scored token takes only a forward pass, a third of a training token's FLOPs.
-            token = models[run.name].flops_per_token(length) / 3
-            scores.append(token * scored_tokens(study, length, suites))
-            host.append(host_seconds(study, suites))
+            scores.append(models[run.name].flops_per_token(length) / 3 * tokens)
+            host.append(seconds)
     return _WorkLeft(training(rate_runs), training(runs if "runs" in stages else ()), scores, host)
 
 
@@ -238,37 +239,48 @@ def _part_left(run: StudyRun) -> float:
     return 1.0 if run.config_mismatch() else max(0.0, 1.0 - run.step / run.recipe.total_steps)
 
 
-def _suites_left(study: Study, run: StudyRun) -> list[str]:
-    """The suites that the run has no score of at all; none if it has diverged."""
+def _scores_left(run: StudyRun, costs: Mapping[str, tuple[float, float]]) -> list[tuple[float, float]]:
+    """The `score_costs` of those that the run lacks; none if it has diverged."""
     if run.diverged:
         return []
-    file = scores_file(run.folder, run.recipe.total_steps)
-    try:
-        scored = (
-            {entry["task"] for entry in read_results(file)["scores"].values()} if file.exists() else set()
-        )
-    except UserError:  # it is scored again
-        scored = set()
-    return [suite for suite in study.suites if scored.isdisjoint(suite_tasks(suite, study.tasks))]
+    file, known = scores_file(run.folder, run.recipe.total_steps), dict[str, Any]()
+    with contextlib.suppress(UserError):  # a damaged file: it is scored again
+        known = read_results(file)["scores"] if file.exists() else known
+    return [cost for key, cost in costs.items() if key not in known]
 
 
-def scored_tokens(study: Study, seq_len: int, suites: Sequence[str]) -> float:
-    """The approximate maximum number of tokens in the questions and texts of these suites, per run."""
-    tokens = TABLE2_TOKENS * ("table2" in suites) + COMMONSENSE_TOKENS * ("commonsense" in suites)
-    for source in study.texts.values() or ["embedded"]:
-        most = EMBEDDED_TOKENS if source == "embedded" else math.inf
-        if "language" in suites:
-            tokens += min(most, TOKENS) + min(most, PIECES * study.max_length_factor * seq_len)
-        if "recall" in suites:  # each of the four answers after the whole text
-            tokens += QUESTIONS * CHOICES * seq_len
-    return tokens
+def score_costs(study: Study, seq_len: int) -> dict[str, tuple[float, float]]:
+    """Each score of a run, by its key → the tokens to score for it, roughly, and the seconds that it takes on
+    a GPU besides the model's FLOPs. Texts count as long ones, benchmarks as complete."""
+    costs = dict[str, tuple[float, float]]()
+    for name, shots in map(parse_task, _tasks(study)):
+        questions = official_questions(name) or OTHER_QUESTIONS
+        if study.limit:
+            questions = min(questions, study.limit * (MMLU_SUBJECTS if name == "mmlu" else 1))
+        each = QUESTION_TOKENS * (1 + shots)
+        costs[task_key(name, shots, study.limit)] = each * questions, QUESTION_SECONDS * questions
+    most = {
+        "bits_per_byte": TOKENS,
+        "loss_by_position": PIECES * study.max_length_factor * seq_len,
+        "recall_phrases": QUESTIONS * CHOICES * seq_len,  # each of the four answers after the whole text
+    }
+    for text, source in (study.texts or {"embedded": "embedded"}).items():
+        for measure in (measure for suite in study.suites for measure in MEASURES.get(suite, ())):
+            short = source == "embedded" and measure != "recall_phrases"
+            tokens = min(most[measure], EMBEDDED_TOKENS) if short else most[measure]
+            costs[text_key(measure, text)] = tokens, 0.0 if source == "embedded" else TEXT_SECONDS
+    return costs
 
 
-def host_seconds(study: Study, suites: Sequence[str]) -> float:
-    """Seconds that scoring one run on a GPU takes besides the model's FLOPs."""
-    seconds = TABLE2_SECONDS * ("table2" in suites) + COMMONSENSE_SECONDS * ("commonsense" in suites)
-    texts = sum(source != "embedded" for source in study.texts.values())
-    return seconds + TEXT_SECONDS * texts * (("language" in suites) + ("recall" in suites))
+def _tasks(study: Study) -> list[str]:
+    """The benchmarks of the study's suites, `mmlu:5` with five examples; not those without a file."""
+    tasks = list(study.tasks) if "table2" in study.suites else []
+    if "commonsense" in study.suites:
+        tasks += suite_tasks("commonsense", ())
+        with contextlib.suppress(UserError):  # no such folder, which `_scores` says
+            missing = tasks_without_file(benchmark_folder(study.eval_data))
+            tasks = [task for task in tasks if task not in missing]
+    return tasks
 
 
 def _mqar_seconds(trials: Sequence[Trial], on_gpu: bool) -> list[float]:

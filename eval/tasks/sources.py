@@ -109,6 +109,15 @@ def sources() -> dict[str, Source]:
     }
 
 
+def official_questions(task: str) -> int | None:
+    """The number of questions of lm-eval's `task`, by whose name its files begin; None if it is not known."""
+    for source in sources().values():
+        split = source.splits.get("test") or source.splits["validation"]
+        if split.file.startswith(f"{task}_"):
+            return split.rows
+    return None
+
+
 def find_source(path: str, name: str | None) -> Source | None:
     """The local source of the hub data set `path` with configuration `name`."""
     return sources().get(f"{path}/{name}") or sources().get(path)

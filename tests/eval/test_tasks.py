@@ -11,8 +11,8 @@ from lm_eval.defaults import DEFAULT_OTHER_SEED
 from lm_eval.tasks import TaskManager
 
 from lingpt.common.errors import UserError
-from lingpt.eval.tasks.benchmark import covered, load_tasks
-from lingpt.eval.tasks.sources import sources
+from lingpt.eval.tasks.benchmark import covered, load_tasks, local_tasks
+from lingpt.eval.tasks.sources import official_questions, sources
 
 STOCK = Path(lm_eval.tasks.__file__).parent
 CASES = [("arc_easy", 0), ("arc_easy", 5), ("arc_challenge", 3), ("piqa", 0), ("mmlu", 5)]
@@ -273,3 +273,12 @@ def test_every_source_belongs_to_a_stock_task():
         assert tasks, name
         keys = ("training_split", "validation_split", "test_split", "fewshot_split")
         assert set(source.splits) <= {cfg.get(key) for cfg in tasks for key in keys}
+
+
+def test_files_are_named_by_their_tasks(tmp_path):
+    """Guards: a benchmark whose number of questions a study's plan does not find."""
+    for split in (split for source in sources().values() for split in source.splits.values()):
+        (tmp_path / split.file).touch()
+    found = {task: official_questions(task) for task in local_tasks(tmp_path)}
+    assert len([number for number in found.values() if number]) == len(sources())
+    assert (found["mmlu"], found["piqa"], official_questions("hellaswag")) == (14042, 1838, None)

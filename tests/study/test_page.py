@@ -13,7 +13,7 @@ from lingpt.common.files import write_json
 from lingpt.study import read_study
 from lingpt.study.page_setting import what_it_cannot_tell
 from lingpt.study.runs import RateSearch, StudyRun
-from lingpt.tests.study.tiny import COMMAND, TINY, fake_run, write
+from lingpt.tests.study.tiny import COMMAND, TINY, fake_run, write, write_scores
 
 
 def test_what_goes_wrong_is_named_and_the_rest_is_shown(here, capsys):
@@ -264,13 +264,6 @@ def test_a_run_that_is_not_scored_is_named(here):
     page = Path("runs/study-tiny/README.md").read_text()
     assert re.search("^- no scores of the last step, .* not whole: softmax-seed0; to score one", page, re.M)
     assert "What differs is the attention, and where a row says so model.intermediate_size." in page
-
-
-def write_scores(name, step, **scores):
-    about = {"run": name, "attention": name.partition("-")[0], "step": step, "model": "demo", "tokens": 512}
-    about |= {"parameters": None, "path": name}
-    file = Path(f"runs/study-tiny/{name}/eval/step-{step:08d}.json")
-    write_json(file, {"checkpoint": about, "scores": scores})
 
 
 def test_only_scores_of_the_last_step_are_the_run_s(here):

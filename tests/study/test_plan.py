@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -10,18 +10,17 @@ import pytest
 from lingpt.cli.main import main
 from lingpt.configs import recipe_path
 from lingpt.eval.mqar import Trial
-from lingpt.study import plan, read_study
+from lingpt.study import plan, read_study, stages
 from lingpt.study.jobs import Slot, gpu_slots
 from lingpt.study.plan import (
     H200_FLOPS,
     _mqar_seconds,
     _seconds,
     _WorkLeft,
-    host_seconds,
-    scored_tokens,
+    score_costs,
     wall_seconds,
 )
-from lingpt.tests.study.tiny import COMMAND, TINY, fake_run, write
+from lingpt.tests.study.tiny import COMMAND, TINY, fake_run, write, write_scores
 
 
 @pytest.mark.parametrize("stages", [["data", "runs"], ["rates"], ["scores", "page"]], ids=" ".join)
@@ -124,6 +123,26 @@ def test_the_plan_knows_how_far_a_run_is(here, capsys, monkeypatch):
     assert "(nothing)" in look("scores")[2]
 
 
+def test_the_plan_counts_each_score_that_is_left(here, capsys, monkeypatch):
+    """Guards: a suite with one score of several that counted as done."""
+    questions = {"arc_easy": 2376, "arc_challenge": 1172, "piqa": 1838}
+    row = {"learning_rates": [], "seeds": 1, "attentions": ["softmax"]}
+    write(TINY | row | {"suites": ["table2"], "tasks": [*questions]})
+    fake_run("softmax-seed0")
+    monkeypatch.setattr(plan, "H200_FLOPS", 1e6)
+    hours, scores = [], {}
+    for task in questions:
+        assert main([*COMMAND, "--dry_run", "true"]) == 0
+        hours.append(float(re.search(r"cost +([\d.]+) card hours", capsys.readouterr().out)[1]))
+        score = {"task": task, "num_fewshot": 0, "documents": 8, "complete": True, "metrics": {}}
+        scores[f"{task} (0-shot)"] = score
+        write_scores("softmax-seed0", 4, **scores)
+    left = [2376 + 1172 + 1838, 1172 + 1838, 1838]
+    assert hours == pytest.approx([hours[0] * questions / left[0] for questions in left], rel=0.01)
+    monkeypatch.setattr(stages, "check_scoring", lambda *_: None)
+    assert main(COMMAND) == 0 and "nothing is left to train or to score" in capsys.readouterr().out
+
+
 def test_a_plan_is_refused_where_the_study_would_be(here, capsys):
     """Guards: `--dry_run` approved, with nothing left, what the command then refused."""
     write(TINY | {"learning_rates": [], "seeds": 1, "suites": [], "attentions": ["softmax"]})
@@ -171,14 +190,25 @@ def test_the_time_of_scores_is_what_was_measured():
     folder = Path(__file__).parents[2] / "docs" / "results" / "study" / "pythia-160m"
     texts = {"wikipedia": "test.jsonl.xz", "novels": "novels.jsonl.xz"}
     study = read_study(recipe_path("study-pythia-160m"), {"texts": texts})
-    flops = scored_tokens(study, 2048, study.suites) * 2 * 162e6
-    planned = host_seconds(study, study.suites) + flops / H200_FLOPS
-    files = list(folder.glob("*-seed0/eval/*.json"))
-    assert files
-    scores = [entry for file in files for entry in json.loads(file.read_text())["scores"].values()]
-    assert planned == pytest.approx(sum(entry["seconds"] for entry in scores) / len(files), rel=1 / 3)
-    demo = read_study(recipe_path("study-demo"))
-    assert scored_tokens(demo, 256, demo.suites) < 5e5 and host_seconds(demo, demo.suites) == 0
+    costs = score_costs(study, 2048)
+    files = [json.loads(file.read_text()) for file in folder.glob("*-seed0/eval/*.json")]
+    scores = [(key, entry["seconds"]) for file in files for key, entry in file["scores"].items()]
+    assert files and {key for key, _ in scores} == costs.keys() - {"hellaswag (0-shot)"}
+    planned = sum(costs[key][0] * 2 * 162e6 / H200_FLOPS + costs[key][1] for key, _ in scores)
+    assert planned == pytest.approx(sum(seconds for _, seconds in scores), rel=1 / 3)
+    demo = score_costs(read_study(recipe_path("study-demo")), 256).values()
+    assert sum(tokens for tokens, _ in demo) < 5e5 and sum(seconds for _, seconds in demo) == 0
+
+
+def test_a_limit_makes_scoring_shorter():
+    """Guards: the time of whole benchmarks for a hundredth of their questions. MMLU has 57 subjects."""
+    study = read_study(recipe_path("study-pythia-160m"), {"suites": ["table2"], "limit": 10})
+    seconds = {key: round(1000 * cost[1]) for key, cost in score_costs(study, 2048).items()}
+    arc, mmlu = seconds["arc_easy (0-shot, first 10)"], seconds["mmlu (5-shot, first 10)"]
+    assert (arc, mmlu) == (30, 57 * 30) and len(seconds) == 5
+    assert score_costs(replace(study, limit=10**6), 2048).keys() != score_costs(study, 2048).keys()
+    whole = score_costs(replace(study, limit=10**6), 2048).values()
+    assert list(whole) == list(score_costs(replace(study, limit=None), 2048).values())
 
 
 def test_mqars_time_on_a_card_is_what_was_measured():

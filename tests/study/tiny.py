@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from lingpt.common.files import write_json
 from lingpt.study import read_study
 from lingpt.study.runs import rate_runs, study_runs
 
@@ -59,3 +60,11 @@ def fake_run(
         lines += [{"kind": "val", **clock, "loss": 8.0 - step}] if step % 2 == 0 else []
     lines += [last] if last else []
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def write_scores(name, step, **scores):
+    """The scores of a run's checkpoint as `lingpt eval` leaves them."""
+    about = {"run": name, "attention": name.partition("-")[0], "step": step, "model": "demo", "tokens": 512}
+    about |= {"parameters": None, "path": name}
+    file = Path(f"runs/study-tiny/{name}/eval/step-{step:08d}.json")
+    write_json(file, {"checkpoint": about, "scores": scores})
