@@ -33,9 +33,9 @@ def write_page(
     failures: Sequence[Failure] = (),
     scored: bool = True,
 ) -> Path:
-    """Writes tables, figures and README.md into the study's folder; returns the page's path. Runs that are
-    not in the tables, and why, are on the page and printed, except `failures`, which the command prints
-    itself.
+    """Writes tables, figures and README.md into the study's folder; returns the page's path. What is not in
+    the tables, and why, and notes on what is, are on the page and printed, except `failures`, which the
+    command prints itself.
 
     scored: false if the runs are scored later: runs with weights then need no scores.
 
@@ -56,11 +56,13 @@ def write_page(
     losses, odd = loss_sections(study, folder, rates, done, records) if done else ([], [])
     texts = texts_that_differ(done, records)
     mqar = ["MQAR: not trained"] if study.mqar is not None and not (folder / MQAR).exists() else []
-    notes = [*by_reason(excluded.items()), *failed, *notes_on_scores, *unread, *texts, *odd, *mqar]
-    notes = list(dict.fromkeys(notes))
-    for line in notes:
+    left_out = list(dict.fromkeys([*by_reason(excluded.items()), *failed, *notes_on_scores, *mqar]))
+    notes = [*unread, *texts, *odd]
+    for line in left_out:
         if line not in failed:
             print(f"not in the tables: {line}")
+    for line in notes:
+        print(f"note: {line}")
     if not done and (folder / PAGE).exists():
         print(f"{folder / PAGE} is left as it is: no run has results for a new one")
         return folder / PAGE
@@ -69,7 +71,8 @@ def write_page(
         study.about,
         what_was_run(study, rates, runs, done, records),
         read_text(folder / READING).strip() if (folder / READING).exists() else "",
-        "## Not in the tables\n\n" + "\n".join(f"- {line}" for line in notes) if notes else "",
+        _listed("Not in the tables", left_out),
+        _listed("Notes", notes),
         *losses,
         *_score_sections(study, folder, mean_scores(results)),
         _mqar(folder),
@@ -79,6 +82,11 @@ def write_page(
     with write_errors(folder / PAGE):
         write_text(folder / PAGE, "\n\n".join(filter(None, parts)) + "\n")
     return folder / PAGE
+
+
+def _listed(heading: str, lines: Sequence[str]) -> str:
+    """The section with these lines; empty without any."""
+    return f"## {heading}\n\n" + "\n".join(f"- {line}" for line in lines) if lines else ""
 
 
 def _with_results(

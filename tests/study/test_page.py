@@ -32,6 +32,7 @@ def test_what_goes_wrong_is_named_and_the_rest_is_shown(here, capsys):
     damaged.write_text("{")
     assert main(["study", "--config", "study-tiny.yaml", "--stages", "page"]) == 0
     page, printed = (folder / "README.md").read_text(), capsys.readouterr().out
+    left_out = page.partition("## Not in the tables\n")[2].partition("\n## ")[0]
     for line in (
         "ours-seed0: unfinished, at step 3 of 4",
         "gla-seed0: diverged at step 4, its loss was not finite",
@@ -40,7 +41,7 @@ def test_what_goes_wrong_is_named_and_the_rest_is_shown(here, capsys):
         "ours-gated-seed0: trained with ours, and its row is ours-gated: give the study another --name",
         "step-00000004.json is damaged",
     ):
-        assert len(re.findall(rf"^- .*{line}", page, re.M)) == 1
+        assert len(re.findall(rf"^- .*{line}", left_out, re.M)) == 1
         assert len(re.findall(rf"^not in the tables: .*{line}", printed, re.M)) == 1
     assert re.search(r"\| softmax \| \S+ k +\| 0.003 \| 1     \| 4.0000", page) and not here
 
@@ -59,7 +60,7 @@ def test_the_page_says_how_often_the_text_is_read(here):
 @pytest.mark.parametrize("second", [{"name": "NVIDIA H100"}, {"name": "NVIDIA H200", "world_size": 8}])
 def test_runs_that_were_not_made_alike_are_said(here, second):
     """Guards: times of one card beside the speed of two, or of eight; the first run's card and versions for
-    all; a page that fell over a record that does not say them."""
+    all; a page that fell over a record that does not say them; remarks under "Not in the tables"."""
     write(TINY | {"learning_rates": [], "seeds": 2, "suites": [], "attentions": ["softmax", "ours"]})
     hardware = [{"name": "NVIDIA H200"}, second]
     for seed, card in enumerate(hardware):
@@ -73,8 +74,10 @@ def test_runs_that_were_not_made_alike_are_said(here, second):
     page = Path("runs/study-tiny/README.md").read_text()
     cards = [f"{card.get('world_size', 1)} × {card['name']}" for card in hardware]
     named = ", ".join(f"softmax-seed{seed}: {card}" for seed, card in enumerate(cards))
-    assert "- the rows ran on different cards (softmax: 1 × NVIDIA H200, ours: None)" in page
-    assert f"- softmax ran on different cards ({named}): curve and times are the first's" in page
+    assert "Not in the tables" not in page  # both are
+    notes = page.partition("## Notes\n")[2].partition("\n## ")[0]
+    assert "- the rows ran on different cards (softmax: 1 × NVIDIA H200, ours: None)" in notes
+    assert f"- softmax ran on different cards ({named}): curve and times are the first's" in notes
     rows = json.loads(Path("runs/study-tiny/summary.json").read_text())["rows"]
     assert [row["tokens_per_second"] for row in rows] == [128.0, 128.0] and rows[0]["seeds"] == 2
     how = page.partition("## How it was made")[2]
