@@ -1,7 +1,7 @@
 """The look of each attention, the same in every figure: Okabe and Ito's colours, for any colour vision.
 
-A line is looked up by its form, an attention with its options such as `ours-gated+output_gate`. The colour is
-that of the attention, dashes and marker are those of the options.
+A line is looked up by its form as `models.attention_form` writes it, an attention with its options such as
+`ours-gated+output_gate`. The colour is that of the attention, dashes and marker are those of the options.
 """
 
 import itertools
@@ -42,9 +42,7 @@ LOOKS = {
     "ours-gated+output_gate": 2,
     "ours-gated+short_conv": 3,
     "ours-gated+output_gate+short_conv+softmax_every=4": 1,
-    "hybrid+softmax_every=4": 1,  # the same
     "ours-gated+output_gate+short_conv+softmax_every=3": 2,
-    "hybrid+softmax_every=3": 2,  # the same
     "ours-gated+output_gate+short_conv+softmax": 3,  # other layers are softmax: a list of them
     "softmax+softmax_conv+softmax_gate": 1,
     "softmax+softmax_conv": 2,
