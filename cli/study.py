@@ -20,19 +20,22 @@ def configure(parser: ArgumentParser) -> None:
         default="demo",
         help="without --config, take the study of this model (study-<model>)",
     )
-    add("--tokens", type=int | None, help="training tokens per run")
+    add("--tokens", type=int | None, help="training tokens per run (default: the study's)")
     add(
-        "--attentions", nargs="+", default=[], help="rows to train: rows of the study, or names of attentions"
+        "--attentions",
+        nargs="+",
+        default=[],
+        help="rows to train: rows of the study, or names of attentions (default: the study's)",
     )
-    add("--seeds", type=int | None, help="number of runs per row")
-    row = "row that times and losses are compared with (default: the study's, else softmax)"
+    add("--seeds", type=int | None, help="number of runs per row (default: the study's)")
+    row = "row that times and losses are compared with (default: the study's, else softmax, else its first)"
     add("--baseline", type=str | None, help=row)
     add(
         "--devices",
         type=int | None,
         help="number of GPUs (default: all); without a GPU, of CPU processes (default: 1)",
     )
-    each = "GPUs per run, or `all`: one run after another, each on all GPUs"
+    each = "GPUs per run, or `all`: one run after another, each on all GPUs (default: the study's)"
     add("--devices_per_run", type=str | None, help=each)
     add("--source", type=str | None, help="text to train on, as --data.source of `lingpt train`")
     add("--tokenizer", type=str | None, help="tokenizer, as --data.tokenizer of `lingpt train`")

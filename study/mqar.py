@@ -32,7 +32,7 @@ def configure_mqar(parser: ArgumentParser) -> None:
         "--steps",
         type=int,
         default=4000,
-        help="most training steps; training stops early once all answers are right",
+        help="most training steps; training stops early once 99.9 % of answers are right",
     )
     add("--batch_size", type=int, default=256, help="sequences per step")
     add("--vocabulary", type=int, default=8192, help="vocabulary size, half keys and half values")

@@ -74,7 +74,7 @@ def format_plan(
         + ("; the rates' go when these are chosen" if rate_runs else ""),
         f"scores  {_scores(study, stages)}",
         "Small models and short sequences reach less of the peak: the time is then longer."
-        + (" MQAR's is the most: training ends where all is right." if trials else ""),
+        + (" MQAR's is the most: training ends once 99.9 % of answers are right." if trials else ""),
     ]
     return "\n".join(lines)
 

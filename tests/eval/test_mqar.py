@@ -14,6 +14,8 @@ from lingpt.cli.main import main, parse
 from lingpt.common.errors import UserError
 from lingpt.eval import mqar_results, mqar_runs
 from lingpt.eval.mqar import (
+    ENOUGH,
+    TRIALS_PER_GPU,
     Trial,
     accuracy,
     is_tuned_first,
@@ -152,6 +154,13 @@ def test_the_default_has_each_with_and_without_the_convolution():
     names = list(dict.fromkeys(trial.attention for trial in found))
     assert names == list(DEFAULT) and "ours-gated+output_gate+short_conv" in names
     assert [name for name in names if "short_conv" in name] == [f"{name}+short_conv" for name in names[1::2]]
+
+
+def test_the_help_says_what_is_done(capsys):
+    """Guards: "once all answers are right" of training that ends before; the number of processes twice."""
+    assert main(["mqar", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"once {100 * ENOUGH:g} % of answers are right" in text and f"{TRIALS_PER_GPU} per GPU" in text
 
 
 def test_what_is_no_trial_is_refused():
