@@ -34,6 +34,7 @@ class Row(BenchRow):
     session: str = ""  # start time of the command that measured it; unknown in older files
     kernel: str | None = None  # the attention kernel that ran
     micro_batch_size: int = 0  # sequences
+    activation_checkpointing: bool = False
     tokens: int = 0  # of an optimiser step
     ms: float | None = None  # of an optimiser step
     fastest_ms: float | None = None
@@ -83,6 +84,8 @@ def table(results: Results) -> str:
     )
     if len({row.session for row in results.rows}) > 1:
         head += "Measured in several sessions (`--append`): share and × FA2 are taken within one.\n\n"
+    if lengths := _recomputed(results):
+        head += f"{lengths}, as one sequence does not fit without it.\n\n"
     return head + markdown(COLUMNS, [_cells(row, results) for row in _sorted(results)])
 
 
@@ -93,7 +96,9 @@ def _sorted(results: Results) -> list[Row]:
 
 
 def _cells(row: Row, results: Results) -> list[str]:
-    cells = [row.model, str(row.seq_len), str(row.micro_batch_size or "–"), row.attention]
+    recomputed = ", recomputed" if row.activation_checkpointing else ""
+    micro_batch = f"{row.micro_batch_size or '–'}{recomputed}"
+    cells = [row.model, str(row.seq_len), micro_batch, row.attention]
     if row.kernel and row.kernel not in row.attention:
         cells[-1] += f" ({row.kernel})"
     if row.ms is None or row.tokens_per_second is None:
@@ -137,8 +142,16 @@ def draw(results: Results, folder: Path) -> list[Path]:
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=8, handlelength=4)
     batches = " and ".join(f"{tokens:,}" for tokens in sorted({row.tokens for row in results.rows if row.ms}))
-    add_caption(figure, f"{batches} tokens a step.\n{made_on(results.environment)}.")
+    recomputed = f" {lengths}." if (lengths := _recomputed(results)) else ""
+    add_caption(figure, f"{batches} tokens a step.{recomputed}\n{made_on(results.environment)}.")
     return save_formats(figure, folder, "speed-up")
+
+
+def _recomputed(results: Results) -> str:
+    """`At N = 131,072 blocks are recomputed (activation checkpointing)`; empty if no row has it."""
+    lengths = sorted({row.seq_len for row in results.rows if row.activation_checkpointing})
+    names = " and ".join(f"{length:,}" for length in lengths)
+    return f"At N = {names} blocks are recomputed (activation checkpointing)" if lengths else ""
 
 
 def _models(results: Results) -> list[str]:

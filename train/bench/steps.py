@@ -9,7 +9,8 @@ many bytes.
 Notable:
 - at each shape the attentions take turns, in rounds: ratios are taken within a round, and a bad minute does
   not affect one of them only; later rounds reuse what the first one compiled
-- one model is in memory at a time, and all attentions of a shape have the same micro-batch size
+- one model is in memory at a time; all attentions of a shape have the same micro-batch size, and activation
+  checkpointing if one of them needs it
 - an attention that fails becomes a row with the reason, and the results are written after every turn
 """
 
@@ -243,7 +244,7 @@ def _recipes(
     shape: Shape, tokens_per_step: int, micro_batch_tokens: int | None, machine: Machine
 ) -> dict[str, Recipe]:
     """The recipe of each attention, all with the largest micro-batch that fits for the one with the largest
-    estimate."""
+    estimate; with activation checkpointing where not even one sequence fits without it."""
     sequences = tokens_per_step // shape.seq_len
     train = TrainConfig(
         global_batch_size=sequences,
@@ -262,11 +263,20 @@ def _recipes(
     sizes = micro_batch_sizes(hungriest, machine.world_size)
     if micro_batch_tokens is not None:
         size = max((size for size in sizes if size * shape.seq_len <= micro_batch_tokens), default=1)
+        train = replace(train, micro_batch_size=size)
     else:
-        gpt = GPT.on_meta(hungriest.model.config())
-        size = largest_that_fits(machine.memory, machine.precision, gpt, hungriest, sizes) or 1
-    train = replace(train, micro_batch_size=size)
+        train = _that_fits(hungriest, machine, sizes)
     return {name: replace(recipe, train=train) for name, recipe in recipes.items()}
+
+
+def _that_fits(hungriest: Recipe, machine: Machine, sizes: Sequence[int]) -> TrainConfig:
+    gpt, train = GPT.on_meta(hungriest.model.config()), hungriest.train
+    for recomputed in (False, True):
+        train = replace(train, activation_checkpointing=recomputed)
+        recipe = replace(hungriest, train=train)
+        if size := largest_that_fits(machine.memory, machine.precision, gpt, recipe, sizes):
+            return replace(train, micro_batch_size=size)
+    return train
 
 
 def _estimate(recipe: Recipe, machine: Machine, micro_batch_size: int) -> int:
@@ -282,6 +292,7 @@ def _new_row(attention: str, recipe: Recipe, machine: Machine, session: str) -> 
         attention,
         session=session,
         micro_batch_size=size,
+        activation_checkpointing=recipe.train.activation_checkpointing,
         tokens=recipe.tokens_per_step,
         # There is no estimate for the identity.
         estimated_memory=_estimate(recipe, machine, size) if attention not in IDENTITIES else None,

@@ -1,6 +1,7 @@
 """A training step of each attention: the rows, their file and table, and what happens to those that fail."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from lingpt.train.bench.step_results import IDENTITIES, Results, Row, draw, tabl
 from lingpt.train.bench.step_targets import targets_table
 from lingpt.train.bench.steps import Identity, Shape, bench_steps, choose_shapes
 from lingpt.train.environment import git_revision, package_hash
+from lingpt.train.machine import choose_machine
 from lingpt.train.memory_fit import memory_needed
 
 ON_A_CPU = {"tokens_per_step": 64, "accelerator": "cpu"}
@@ -217,7 +219,11 @@ def test_the_memory_estimate_is_what_was_measured():
                 continue
             args = ModelArgs(name=row.model, block_size=row.seq_len, **steps.COMPARED[row.attention])
             size, batch = row.micro_batch_size, row.tokens // row.seq_len
-            train = TrainConfig(global_batch_size=batch, micro_batch_size=size)
+            train = TrainConfig(
+                global_batch_size=batch,
+                micro_batch_size=size,
+                activation_checkpointing=row.activation_checkpointing,
+            )
             recipe = Recipe(args, DataConfig(seq_len=row.seq_len), train)
             gpt, precision = GPT.on_meta(args.config()), results.environment["precision"]
             need = memory_needed(gpt, recipe, precision)["total"]
@@ -225,6 +231,25 @@ def test_the_memory_estimate_is_what_was_measured():
     sizes = {"pythia-70m", "pythia-160m", "pythia-410m", "pythia-1.4b"}
     assert {model for _, model, _, _ in ratios} == sizes and len(ratios) > 15
     assert not {row: ratio for row, ratio in ratios.items() if not 0.9 <= ratio <= 1.1}
+
+
+def test_a_length_that_fits_no_card_is_recomputed(tmp_path: Path):
+    """Guards: pythia-1.4b at N = 131072, which ended without memory on an H200 with every attention."""
+    machine, shape = choose_machine(TrainConfig(accelerator="cpu")), Shape("pythia-14m", 65536)
+    recipes = {
+        memory: steps._recipes(shape, 131072, None, replace(machine, memory=memory))
+        for memory in (20e9, 10e9, 6e9, 1e9)
+    }
+    chosen = {
+        memory: {(r.train.micro_batch_size, r.train.activation_checkpointing) for r in of_memory.values()}
+        for memory, of_memory in recipes.items()
+    }
+    assert chosen == {20e9: {(2, False)}, 10e9: {(1, False)}, 6e9: {(2, True)}, 1e9: {(1, True)}}
+    results = made_up()
+    assert "recomputed" not in table(results)
+    results.rows[0].micro_batch_size, results.rows[0].activation_checkpointing = 8, True
+    assert "| 2048 | 8, recomputed | identity |" in table(results)
+    assert "At N = 2,048 blocks are recomputed (activation checkpointing), as one sequence" in table(results)
 
 
 def test_shapes_and_mistakes(tmp_path: Path, capsys):
