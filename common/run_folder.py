@@ -77,13 +77,14 @@ def newest_checkpoint(run: Path) -> Path | None:
     return whole[-1] if whole else None
 
 
-def require_newest_checkpoint(run: Path) -> Path:
+def require_newest_checkpoint(run: Path, warn: bool = True) -> Path:
     """`newest_checkpoint`; UserError if there is none, with what is wrong with the last one.
 
-    Newer ones that are damaged are named on stderr.
+    warn: name newer ones that are damaged on stderr.
     """
     if newest := newest_checkpoint(run):
-        warn_skipped_checkpoints(newest)
+        if warn:
+            warn_skipped_checkpoints(newest)
         return newest
     if named := all_checkpoint_folders(run):
         wrong = f"{named[-1].name} {damage(named[-1])}"
@@ -104,12 +105,13 @@ def warn_skipped_checkpoints(taken: Path) -> None:
 def find_model_folder(path: Path, verify: bool = True) -> Path:
     """The folder of the model at `path`: the newest checkpoint of a run's folder, else `path` itself.
 
-    verify: also compare the checksums, which reads every file of a checkpoint.
+    verify: also compare the checksums, which reads every file of a checkpoint, and name newer checkpoints
+        that are damaged on stderr.
 
     UserError for a run without a whole checkpoint, or if the checkpoint is damaged.
     """
     if (path / CHECKPOINTS).is_dir():
-        path = require_newest_checkpoint(path)
+        path = require_newest_checkpoint(path, warn=verify)
     if verify:
         check_undamaged(path)
     return path

@@ -290,6 +290,16 @@ def test_weights_that_do_not_exist_are_missed_before_the_data_is_read(make_recip
         train(make_recipe(init_from="typo"))
 
 
+def test_a_damaged_checkpoint_of_the_weights_run_is_named_once(make_recipe, capsys):
+    """Guards: the same line from the check before any work, from every process and row that makes it."""
+    train(make_recipe(name="other", max_steps=1))
+    folder = train(make_recipe(name="other", max_steps=2))
+    (folder / "checkpoints/step-00000002/model.safetensors").unlink()
+    capsys.readouterr()
+    train(make_recipe(max_steps=1, init_from=str(folder)))
+    assert capsys.readouterr().err.count("is passed over for step-00000001") == 1
+
+
 def test_a_run_goes_on_without_the_weights_it_began_with(make_recipe):
     """Guards: a resumed run that asks for what it does not read."""
     init_from = train(make_recipe(name="other", max_steps=1))
