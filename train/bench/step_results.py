@@ -84,8 +84,8 @@ def table(results: Results) -> str:
     )
     if len({row.session for row in results.rows}) > 1:
         head += "Measured in several sessions (`--append`): share and × FA2 are taken within one.\n\n"
-    if lengths := _recomputed(results):
-        head += f"{lengths}, as one sequence does not fit without it.\n\n"
+    if note := _recomputed_lengths(results):
+        head += f"{note}, as one sequence does not fit without it.\n\n"
     return head + markdown(COLUMNS, [_cells(row, results) for row in _sorted(results)])
 
 
@@ -142,12 +142,12 @@ def draw(results: Results, folder: Path) -> list[Path]:
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=8, handlelength=4)
     batches = " and ".join(f"{tokens:,}" for tokens in sorted({row.tokens for row in results.rows if row.ms}))
-    recomputed = f" {lengths}." if (lengths := _recomputed(results)) else ""
-    add_caption(figure, f"{batches} tokens a step.{recomputed}\n{made_on(results.environment)}.")
+    note = f" {note}." if (note := _recomputed_lengths(results)) else ""
+    add_caption(figure, f"{batches} tokens a step.{note}\n{made_on(results.environment)}.")
     return save_formats(figure, folder, "speed-up")
 
 
-def _recomputed(results: Results) -> str:
+def _recomputed_lengths(results: Results) -> str:
     """`At N = 131,072 blocks are recomputed (activation checkpointing)`; empty if no row has it."""
     lengths = sorted({row.seq_len for row in results.rows if row.activation_checkpointing})
     names = " and ".join(f"{length:,}" for length in lengths)

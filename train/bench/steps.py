@@ -265,15 +265,17 @@ def _recipes(
         size = max((size for size in sizes if size * shape.seq_len <= micro_batch_tokens), default=1)
         train = replace(train, micro_batch_size=size)
     else:
-        train = _that_fits(hungriest, machine, sizes)
+        train = _largest_micro_batch(hungriest, machine, sizes)
     return {name: replace(recipe, train=train) for name, recipe in recipes.items()}
 
 
-def _that_fits(hungriest: Recipe, machine: Machine, sizes: Sequence[int]) -> TrainConfig:
-    gpt, train = GPT.on_meta(hungriest.model.config()), hungriest.train
-    for recomputed in (False, True):
-        train = replace(train, activation_checkpointing=recomputed)
-        recipe = replace(hungriest, train=train)
+def _largest_micro_batch(recipe: Recipe, machine: Machine, sizes: Sequence[int]) -> TrainConfig:
+    """The recipe's settings with the largest micro-batch that fits, with activation checkpointing only if
+    none fits without it; if none fits at all, with one sequence."""
+    gpt, train = GPT.on_meta(recipe.model.config()), recipe.train
+    for checkpointing in (False, True):
+        train = replace(train, activation_checkpointing=checkpointing)
+        recipe = replace(recipe, train=train)
         if size := largest_that_fits(machine.memory, machine.precision, gpt, recipe, sizes):
             return replace(train, micro_batch_size=size)
     return train
