@@ -113,8 +113,8 @@ class _CrossEntropySum(torch.autograd.Function):
 
 
 def _add_product(sum_VC: torch.Tensor, x_VR: torch.Tensor, y_RC: torch.Tensor) -> None:
-    """sum += x y. A product of 16-bit numbers adds to an fp32 sum itself on a GPU, which saves a pass over both
-    and rounds nothing to 16 bits (PyTorch has no such operator on CPUs)."""
+    """sum += x y. On a GPU a product of 16-bit numbers adds to an fp32 sum itself, which saves a pass over
+    both and rounds nothing to 16 bits. (PyTorch has no such operator on CPUs.)"""
     if sum_VC.is_cuda and sum_VC.dtype == torch.float32 != x_VR.dtype:
         torch.addmm(sum_VC, x_VR, y_RC, out_dtype=torch.float32, out=sum_VC)
     else:

@@ -10,7 +10,7 @@ Notable:
 - at each shape the attentions take turns, in rounds: ratios are taken within a round, and a bad minute does
   not affect one of them only; later rounds reuse what the first one compiled
 - one model is in memory at a time; all attentions of a shape have the same micro-batch size, and activation
-  checkpointing if one of them needs it
+  checkpointing if all of them need it
 - an attention that fails becomes a row with the reason, and the results are written after every turn
 """
 
@@ -243,8 +243,7 @@ def choose_shapes(models: Sequence[str], seq_lens: Sequence[int], tokens_per_ste
 def _recipes(
     shape: Shape, tokens_per_step: int, micro_batch_tokens: int | None, machine: Machine
 ) -> dict[str, Recipe]:
-    """The recipe of each attention, all with the largest micro-batch that fits for the one with the largest
-    estimate; with activation checkpointing where not even one sequence fits without it."""
+    """The recipe of each attention, all with the same settings (`_largest_micro_batch`)."""
     sequences = tokens_per_step // shape.seq_len
     train = TrainConfig(
         global_batch_size=sequences,
@@ -259,25 +258,33 @@ def _recipes(
         name: Recipe(ModelArgs(name=shape.model, block_size=shape.seq_len, **model), data, train)
         for name, model in COMPARED.items()
     }
-    hungriest = max(recipes.values(), key=lambda recipe: _estimate(recipe, machine, 1))
-    sizes = micro_batch_sizes(hungriest, machine.world_size)
+    sizes = micro_batch_sizes(next(iter(recipes.values())), machine.world_size)
     if micro_batch_tokens is not None:
         size = max((size for size in sizes if size * shape.seq_len <= micro_batch_tokens), default=1)
         train = replace(train, micro_batch_size=size)
     else:
-        train = _largest_micro_batch(hungriest, machine, sizes)
+        train = _largest_micro_batch(list(recipes.values()), machine, sizes)
     return {name: replace(recipe, train=train) for name, recipe in recipes.items()}
 
 
-def _largest_micro_batch(recipe: Recipe, machine: Machine, sizes: Sequence[int]) -> TrainConfig:
-    """The recipe's settings with the largest micro-batch that fits, with activation checkpointing only if
-    none fits without it; if none fits at all, with one sequence."""
-    gpt, train = GPT.on_meta(recipe.model.config()), recipe.train
+def _largest_micro_batch(recipes: Sequence[Recipe], machine: Machine, sizes: Sequence[int]) -> TrainConfig:
+    """The recipes' settings with the largest micro-batch that fits each of them, or one sequence; with
+    activation checkpointing only if one sequence fits none of them without it."""
+    train = recipes[0].train
     for checkpointing in (False, True):
         train = replace(train, activation_checkpointing=checkpointing)
-        recipe = replace(recipe, train=train)
-        if size := largest_that_fits(machine.memory, machine.precision, gpt, recipe, sizes):
-            return replace(train, micro_batch_size=size)
+        fitting = [
+            largest_that_fits(
+                machine.memory,
+                machine.precision,
+                GPT.on_meta(recipe.model.config()),
+                replace(recipe, train=train),
+                sizes,
+            )
+            for recipe in recipes
+        ]
+        if any(fitting):
+            return replace(train, micro_batch_size=max(1, min(fitting)))
     return train
 
 
