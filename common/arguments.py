@@ -1,6 +1,7 @@
 """Parses a verb's arguments, with the parser's errors in one line; writes values as arguments."""
 
 import argparse
+import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,8 +38,7 @@ def parse_arguments(
 
     `options_given` of the result lists the options on the command line, even those set to their default.
     """
-    parser = Parser(prog=f"lingpt {verb}", description=about, exit_on_error=False, allow_abbrev=False)
-    configure(parser)
+    parser = _parser(verb, configure, about)
     for word in words:
         try:
             word.encode()
@@ -54,6 +54,13 @@ def parse_arguments(
     args = parser.instantiate_classes(args)
     args.options_given = {word.partition("=")[0] for word in words if word.startswith("--")}
     return args
+
+
+@functools.lru_cache(maxsize=16)  # a study parses a recipe for each run; to build the parser takes as long
+def _parser(verb: str, configure: Callable[[jsonargparse.ArgumentParser], None], about: str) -> Parser:
+    parser = Parser(prog=f"lingpt {verb}", description=about, exit_on_error=False, allow_abbrev=False)
+    configure(parser)
+    return parser
 
 
 def as_word(value: Any) -> str:

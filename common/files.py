@@ -5,7 +5,9 @@ is an OSError here; `write_errors` makes it a UserError.
 """
 
 import contextlib
+import copy
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -204,7 +206,12 @@ def read_yaml(path: Path) -> Any:
     """The content of a YAML file; UserError, naming the file, if it cannot be read or is not YAML."""
     content = read_bytes(path)
     try:
-        return yaml.safe_load(content.decode())
+        return copy.deepcopy(_parsed_yaml(content))
     # Not UTF-8, or not YAML; an impossible date is a ValueError.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not YAML: {one_line(error)}") from error
+
+
+@functools.lru_cache(maxsize=128)  # a study reads its runs' configs again and again, each in 10 ms
+def _parsed_yaml(content: bytes) -> Any:
+    return yaml.safe_load(content.decode())

@@ -128,11 +128,17 @@ def _names_its_run(file: Path) -> bool:
 
 def _recipe_in(*files: Path) -> Recipe:
     """The recipe of the files, without the command line."""
-    parser = Parser(exit_on_error=False)
-    configure_recipe(parser)
+    parser = _file_parser()
     words = [word for file in files for word in ("--config", str(file))]
     args = parser.instantiate_classes(parser.parse_args(words))
     return Recipe(model=args.model, data=args.data, train=args.train)
+
+
+@functools.cache  # to build it takes as long as to parse
+def _file_parser() -> Parser:
+    parser = Parser(exit_on_error=False)
+    configure_recipe(parser)
+    return parser
 
 
 def _sizes_given(model: ModelArgs, in_file: ModelArgs) -> list[str]:

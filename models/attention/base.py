@@ -4,9 +4,10 @@ line, a test.
 Shapes: B batch, N tokens, C = n_embd, H heads, D head dimension, R rotated dimensions.
 """
 
+import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -56,7 +57,8 @@ class Attention(Fp32Buffers, ABC):
     static_step: bool = False  # can a CUDA graph replay one token's step?
 
     @classmethod
-    def options(cls) -> dict[str, inspect.Parameter]:
+    @functools.cache  # a study asks for them hundreds of times
+    def options(cls) -> Mapping[str, inspect.Parameter]:
         """The keyword-only parameters of the constructor, by name; a subclass inherits those of its bases."""
         found: dict[str, inspect.Parameter] = {}
         for base in reversed(cls.__mro__):
