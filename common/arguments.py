@@ -38,7 +38,7 @@ def parse_arguments(
 
     `options_given` of the result lists the options on the command line, even those set to their default.
     """
-    parser = _parser(verb, configure, about)
+    parser = parser_of(verb, configure, about)
     for word in words:
         try:
             word.encode()
@@ -57,7 +57,8 @@ def parse_arguments(
 
 
 @functools.lru_cache(maxsize=16)  # a study parses a recipe for each run; to build the parser takes as long
-def _parser(verb: str, configure: Callable[[jsonargparse.ArgumentParser], None], about: str) -> Parser:
+def parser_of(verb: str, configure: Callable[[jsonargparse.ArgumentParser], None], about: str) -> Parser:
+    """The parser of `lingpt <verb>` (`parse_arguments`); the same one for the same arguments."""
     parser = Parser(prog=f"lingpt {verb}", description=about, exit_on_error=False, allow_abbrev=False)
     configure(parser)
     return parser

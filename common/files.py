@@ -212,6 +212,6 @@ def read_yaml(path: Path) -> Any:
         raise UserError(f"{path} is not YAML: {one_line(error)}") from error
 
 
-@functools.lru_cache(maxsize=128)  # a study reads its runs' configs again and again, each in 10 ms
+@functools.lru_cache(maxsize=128)  # a study reads the same recipes and configs for every run
 def _parsed_yaml(content: bytes) -> Any:
     return yaml.safe_load(content.decode())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 
-from lingpt.common.arguments import Parser, parse_arguments
+from lingpt.common.arguments import parse_arguments, parser_of
 from lingpt.common.errors import UserError, nearest
 from lingpt.common.files import read_yaml
 from lingpt.common.run_folder import CONFIG, read_config
@@ -128,17 +128,10 @@ def _names_its_run(file: Path) -> bool:
 
 def _recipe_in(*files: Path) -> Recipe:
     """The recipe of the files, without the command line."""
-    parser = _file_parser()
+    parser = parser_of("train", configure_recipe, "")
     words = [word for file in files for word in ("--config", str(file))]
     args = parser.instantiate_classes(parser.parse_args(words))
     return Recipe(model=args.model, data=args.data, train=args.train)
-
-
-@functools.cache  # to build it takes as long as to parse
-def _file_parser() -> Parser:
-    parser = Parser(exit_on_error=False)
-    configure_recipe(parser)
-    return parser
 
 
 def _sizes_given(model: ModelArgs, in_file: ModelArgs) -> list[str]:

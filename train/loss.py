@@ -101,7 +101,7 @@ class _CrossEntropySum(torch.autograd.Function):
             loss, d_logits_RV = chunk_loss(hidden_RC @ low_VC.T, targets_T[chunk])
             total += loss
             d_hidden_TC[chunk] = d_logits_RV @ low_VC
-            _add_product(d_weight_VC, d_logits_RV.T, hidden_RC)
+            _addmm_(d_weight_VC, d_logits_RV.T, hidden_RC)
         ctx.save_for_backward(d_hidden_TC, d_weight_VC)
         return total
 
@@ -112,10 +112,10 @@ class _CrossEntropySum(torch.autograd.Function):
         return d_hidden_TC * d_total, d_weight_VC * d_total, None, None, None, None
 
 
-def _add_product(sum_VC: torch.Tensor, x_VR: torch.Tensor, y_RC: torch.Tensor) -> None:
-    """sum += x y. On a GPU a product of 16-bit numbers adds to an fp32 sum itself, which saves a pass over
-    both and rounds nothing to 16 bits. (PyTorch has no such operator on CPUs.)"""
-    if sum_VC.is_cuda and sum_VC.dtype == torch.float32 != x_VR.dtype:
-        torch.addmm(sum_VC, x_VR, y_RC, out_dtype=torch.float32, out=sum_VC)
+def _addmm_(total_VC: torch.Tensor, x_VR: torch.Tensor, y_RC: torch.Tensor) -> None:
+    """total += x y, in place. On a GPU the matrix product of 16-bit x and y accumulates into an fp32 total:
+    it is neither rounded to 16 bits nor written and read again. (PyTorch has no such operator on CPUs.)"""
+    if total_VC.is_cuda and total_VC.dtype == torch.float32 and x_VR.dtype != torch.float32:
+        torch.addmm(total_VC, x_VR, y_RC, out_dtype=torch.float32, out=total_VC)
     else:
-        sum_VC += x_VR @ y_RC
+        total_VC += x_VR @ y_RC
