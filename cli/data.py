@@ -4,8 +4,8 @@ import time
 
 from jsonargparse import Namespace
 
-from lingpt.configs.recipe import configure_recipe, recipe_from
 from lingpt.data import Dataset, prepare
+from lingpt.train.recipe import configure_recipe, recipe_from
 
 HELP = "Prepare a corpus: tokenise it into the cache, and show what is in it."
 configure = configure_recipe

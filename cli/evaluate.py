@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 
 from lingpt.common.errors import UserError, by_reason
-from lingpt.configs import recipe_path
 
 if TYPE_CHECKING:
     from lingpt.eval import Checkpoint
 
 HELP = "Score checkpoints, and print the paper's Table 2, or another suite's table, with ours in it."
+DEFAULTS = Path(__file__).parents[1] / "eval" / "table2.yaml"
 RENAMED = {"out": "runs_dir", "longest": "max_length_factor"}
 
 
@@ -20,15 +20,15 @@ class EvalFile(ActionConfigFile):
     """`--config`: a YAML file, or the name of one that ships with LinGPT (`table2`)."""
 
     def __call__(self, parser, cfg, values, option_string=None):
-        path = Path(values) if Path(values).is_file() else recipe_path(values)
-        if path is None:
+        path = DEFAULTS if values == "table2" and not Path(values).is_file() else Path(values)
+        if not path.is_file():
             raise UserError(f"no file {values!r}; --config takes a YAML file, or `table2`")
         super().__call__(parser, cfg, str(path), option_string)
 
 
 def configure(parser: ArgumentParser) -> None:
-    """Adds the verb's options; configs/table2.yaml has the defaults of those that a study fixes."""
-    parser.default_config_files = [str(recipe_path("table2"))]
+    """Adds the verb's options; eval/table2.yaml has the defaults of those that a study fixes."""
+    parser.default_config_files = [str(DEFAULTS)]
     add = parser.add_argument
     add("--config", action=EvalFile, help="a YAML file, or `table2`, the default")
     add(

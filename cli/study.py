@@ -18,7 +18,7 @@ def configure(parser: ArgumentParser) -> None:
         "--model",
         type=str,
         default="demo",
-        help="without --config, take the study of this model (study-<model>)",
+        help="without --config, take the study named after this model",
     )
     add("--tokens", type=int | None, help="training tokens per run (default: the study's)")
     add(
@@ -67,9 +67,8 @@ def run(args: Namespace) -> None:
 
 def _file(args: Namespace) -> Path:
     """The study's file: `--config`, or the study named after the model; UserError if there is none."""
-    name = f"study-{args.model}"
-    if args.config is not None or name in studies():
-        return find_study(args.config or name)
+    if args.config is not None or args.model in studies():
+        return find_study(args.config or args.model)
     known = ", ".join(f"{study} ({read_study(find_study(study)).recipe})" for study in studies())
     raise UserError(
         f"no study is named after the model {args.model!r}: with --config (make study STUDY=…) give one of "

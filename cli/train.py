@@ -2,8 +2,8 @@
 
 from jsonargparse import Namespace
 
-from lingpt.configs.recipe import configure_recipe, recipe_from
 from lingpt.train import train
+from lingpt.train.recipe import configure_recipe, recipe_from
 
 HELP = "Train a model, or go on with its run: one folder a run, under runs/."
 configure = configure_recipe

@@ -1,7 +1,7 @@
 """A study: several attentions with several seeds each, trained and scored alike, with a page of results.
 
     from lingpt.study import find_study, read_study, run_study
-    study = read_study(find_study("study-demo"), {"seeds": 1})
+    study = read_study(find_study("demo"), {"seeds": 1})
     folder = run_study(study)            # runs/study-demo, with README.md
 
 `run_study` is imported on first use, so that `lingpt study --help` needs no PyTorch.

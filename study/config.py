@@ -1,6 +1,6 @@
 """The configuration of a study: several attentions with several seeds each, trained and scored alike.
 
-A file `configs/study-<name>.yaml` defines it; its keys are the fields of `Study`.
+A file `configs/studies/<name>.yaml` defines it; its keys are the fields of `Study`.
 """
 
 import json
@@ -12,8 +12,8 @@ from typing import Any
 from lingpt.common.errors import UserError, nearest, unknown
 from lingpt.common.files import read_json_object, read_yaml
 from lingpt.common.run_folder import METRICS
-from lingpt.configs import recipe_names, recipe_path
 from lingpt.study.portable import differs
+from lingpt.train.recipe import RECIPES
 
 _LISTS = ("learning_rates", "suites", "tasks", "baselines", "plotted_rows")
 _MAPPINGS = ("options", "rate_options", "texts", "mqar")
@@ -27,6 +27,7 @@ _WHOLE = (
     "devices_per_run",
 )
 _DECIDED = ("train.max_steps", "train.max_tokens", "train.seed", "train.name")
+STUDIES = RECIPES / "studies"  # those that ship with LinGPT
 STAGES = ("data", "rates", "runs", "mqar", "scores", "page")
 STUDY = "study.json"  # the study's configuration, in its folder
 # Old name → new name, for keys in the study.json of earlier versions (docs/results has some).
@@ -114,14 +115,15 @@ class Study:
 
 def studies() -> list[str]:
     """The names of the shipped studies."""
-    return [name for name in recipe_names() if name.startswith("study-")]
+    return sorted(path.stem for path in STUDIES.glob("*.yaml"))
 
 
 def find_study(name: str) -> Path:
     """The file of a study, given as a path or as a shipped name. UserError if there is none."""
-    path = Path(name) if Path(name).is_file() else recipe_path(name)
-    if path is None or "attentions" not in (read_yaml(path) or {}):
-        known = studies()
+    known, path = studies(), Path(name)
+    if not path.is_file() and name in known:
+        path = STUDIES / f"{name}.yaml"
+    if not path.is_file() or "attentions" not in (read_yaml(path) or {}):
         raise UserError(f"no study {name!r}{nearest(name, known)}; a file, or one of {', '.join(known)}")
     return path
 

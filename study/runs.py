@@ -20,12 +20,12 @@ from lingpt.common.run_folder import (
     read_metrics,
     read_model,
 )
-from lingpt.configs.recipe import find_recipe, parse_recipe
 from lingpt.data import DataConfig, content_hashes
 from lingpt.study.config import Study
 from lingpt.study.portable import differs
 from lingpt.train import Recipe, check_recipe
 from lingpt.train.config import DATA_PATHS, MAY_CHANGE, differences, recipe_from_dict
+from lingpt.train.recipe import find_recipe, parse_recipe
 
 # A run's folder → the state of its metrics when they were last read, and their lines.
 _METRICS: dict[Path, tuple[tuple[int, ...], list[dict[str, Any]]]] = {}

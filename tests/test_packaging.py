@@ -23,8 +23,8 @@ import lingpt
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = PROJECT["tool"]["setuptools"]["packages"]
-FOLDERS = ("common", "kernels", "models", "data", "train", "eval", "configs", "study", "cli")
-BARE_NAMES = (*FOLDERS, "tests")
+FOLDERS = ("common", "kernels", "models", "data", "train", "eval", "study", "cli")
+BARE_NAMES = (*FOLDERS, "configs", "tests")
 TOP = ("__init__.py", "py.typed")
 SHIPPED = (".py", ".typed", ".yaml", ".cu", ".cuh", ".h", ".json")
 
@@ -36,8 +36,7 @@ MAY_IMPORT = {
     "data": {"common"},
     "train": {"common", "kernels", "models", "data"},
     "eval": {"common", "kernels", "models", "data"},
-    "configs": {"common", "models", "data", "train"},
-    "study": {"common", "models", "data", "train", "eval", "configs"},
+    "study": {"common", "models", "data", "train", "eval"},
     "cli": set(FOLDERS),
 }
 # What only the extras `train` and `eval` bring, and what these bring in turn.
@@ -47,11 +46,11 @@ HEAVY = ("litgpt", "lightning", "datasets", "lm_eval", "wandb", "transformers", 
 def sources(*suffixes: str) -> list[Path]:
     """Our files of these kinds, as git knows them or will; all there are where there is no git."""
     command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run([*command, *TOP, *FOLDERS], capture_output=True, text=True)
+    listed = subprocess.run([*command, *TOP, *FOLDERS, "configs"], capture_output=True, text=True)
     paths = [ROOT / name for name in listed.stdout.split("\0") if name]
     if not paths:
         paths = [ROOT / name for name in TOP]
-        paths += [path for name in FOLDERS for path in (ROOT / name).rglob("*")]
+        paths += [path for name in (*FOLDERS, "configs") for path in (ROOT / name).rglob("*")]
     return sorted(path for path in paths if path.suffix in suffixes and path.is_file())
 
 
@@ -124,7 +123,7 @@ def test_bare_names_never_find_this_repository_under_pytest():
 @pytest.mark.parametrize("how", ["safe path", "console script"])
 def test_bare_names_never_find_this_repository_from_the_root(how, tmp_path):
     code = (
-        "import lingpt.configs, importlib.util as u\n"
+        "import lingpt.cli, importlib.util as u\n"
         f"specs = [u.find_spec(name) for name in {BARE_NAMES}]\n"
         "for s in filter(None, specs): print(s.origin, *(s.submodule_search_locations or []), sep='\\n')"
     )
@@ -177,6 +176,7 @@ def test_the_wheel_holds_every_source_recipe_and_kernel(tmp_path):
     wanted = {f"lingpt/{path.relative_to(ROOT).as_posix()}" for path in sources(*SHIPPED)}
     assert names - metadata == wanted
     assert {"lingpt/__init__.py", "lingpt/py.typed", "lingpt/configs/demo.yaml"} <= wanted
+    assert "lingpt/configs/studies/demo.yaml" in wanted
     assert "lingpt/eval/tasks/sources.yaml" in wanted
     cuda = "lingpt/kernels/linear_attention/cuda/"
     assert {".cu", ".cuh", ".py"} <= {Path(name).suffix for name in wanted if name.startswith(cuda)}
@@ -368,8 +368,8 @@ def test_constraints_pin_every_dependency_within_its_bounds():
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_imports_point_one_way(folder):
-    """common ← kernels ← models ← train, eval; common ← data ← train, eval; train ← configs; all of them ←
-    study; the command line on top."""
+    """common ← kernels ← models ← train, eval; common ← data ← train, eval; all of them ← study; the command
+    line on top."""
     for path, tree in trees(folder):
         for module, names, line in imports(tree):
             if module == "lingpt" or module.startswith("lingpt."):

@@ -5,7 +5,7 @@ import pytest
 from lingpt.cli import study, train
 from lingpt.cli.main import parse
 from lingpt.common.errors import UserError
-from lingpt.configs.recipe import parse_recipe
+from lingpt.train.recipe import parse_recipe
 
 
 @pytest.mark.parametrize("words", [["--tokens", "3e9"], ["--tokens=3E+9"], ["--tokens", "3.0e9"]])

@@ -27,7 +27,7 @@ def test_the_version_of_a_package_that_is_not_installed_is_none():
 
 def test_nobody_else_writes_the_command_or_reads_versions():
     root = Path(install.__file__).parents[1]
-    folders = ("kernels", "models", "data", "train", "eval", "configs", "study", "cli")
+    folders = ("kernels", "models", "data", "train", "eval", "study", "cli")
     paths = [path for name in folders for path in (root / name).rglob("*.py")]
     assert paths and not [path for path in paths if "lingpt[" in path.read_text()]
     assert not [path for path in paths if "PackageNotFoundError" in path.read_text()]

@@ -4,8 +4,6 @@ import pytest
 import yaml
 
 from lingpt.common.errors import UserError
-from lingpt.configs import FOLDER, recipe_names
-from lingpt.configs.recipe import parse_recipe, training_recipes
 from lingpt.models import GPT
 from lingpt.train import Recipe
 from lingpt.train.config import check
@@ -13,6 +11,7 @@ from lingpt.train.distributed.strategy import choose_strategy
 from lingpt.train.machine import Machine
 from lingpt.train.memory_fit import fits, memory_here, memory_needed
 from lingpt.train.model import model_config
+from lingpt.train.recipe import RECIPES, parse_recipe, recipe_names
 
 PYTHIA = ["pythia-14m", "pythia-70m", "pythia-160m", "pythia-410m", "pythia-1.4b"]
 LARGE = ["pythia-2.8b", "pythia-6.9b", "pythia-12b"]
@@ -71,11 +70,11 @@ def test_a_home_folder_is_written_out(monkeypatch):
 
 
 def test_the_recipes_of_the_readme_ship():
-    assert {"demo", *PYTHIA, *LARGE} <= set(training_recipes())
-    assert {path.stem for path in FOLDER.glob("*.yaml")} == set(recipe_names())
+    assert {"demo", *PYTHIA, *LARGE} == set(recipe_names())
+    assert {path.name for path in RECIPES.iterdir() if path.suffix != ".yaml"} == {"studies"}
 
 
-@pytest.mark.parametrize("name", training_recipes())
+@pytest.mark.parametrize("name", recipe_names())
 def test_loads_makes_a_model_and_divides(name):
     recipe = load(name)
     assert recipe.model.name == name, "a recipe is named after its model"

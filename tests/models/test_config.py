@@ -9,9 +9,9 @@ import litgpt.config
 import pytest
 
 from lingpt.common.errors import UserError
-from lingpt.configs.recipe import parse_recipe
 from lingpt.models import ATTENTIONS, MODELS, Config, ModelArgs, attention_form
 from lingpt.models.attention import option_defaults
+from lingpt.train.recipe import parse_recipe
 
 OPTIONS = option_defaults()
 

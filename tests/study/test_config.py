@@ -10,7 +10,6 @@ import yaml
 
 from lingpt.cli.main import main
 from lingpt.common.errors import UserError
-from lingpt.configs import recipe_path
 from lingpt.study import find_study, read_study, studies
 from lingpt.study.config import with_started_runs
 from lingpt.study.runs import rate_runs, study_runs
@@ -132,26 +131,26 @@ def test_a_study_that_is_no_study(tmp_path):
     (tmp_path / "study-x.yaml").write_text("- 3\n")
     with pytest.raises(UserError, match="is not a study"):
         read_study(tmp_path / "study-x.yaml")
-    assert json.dumps(read_study(recipe_path("study-demo")).to_dict())
+    assert json.dumps(read_study(find_study("demo")).to_dict())
 
 
 @pytest.mark.parametrize("name", studies())
 def test_the_studies_that_ship(name, tmp_path):
     """Each run's options make a recipe; a paper's own numbers; a hybrid has as many layers as its model."""
-    study = read_study(recipe_path(name))
+    study = read_study(find_study(name))
     for one in [
         *study_runs(study, tmp_path, {}, 1)[: len(study.attentions)],
         *rate_runs(study, tmp_path, 1)[:1],
     ]:
         assert one.recipe.model.config().attention_per_layer
     first = study_runs(study, tmp_path, {}, 1)[0].recipe
-    if name == "study-pythia-1.4b":
+    if name == "pythia-1.4b":
         assert (first.train.max_tokens, first.data.seq_len, first.data.source) == (3 * 10**9, 8192, "wiki40b")
         assert (first.train.global_batch_size, first.train.learning_rate) == (256, 1e-3)
-    if name == "study-pythia-1.4b-short":
+    if name == "pythia-1.4b-short":
         assert first.data.seq_len == 8192 and study.tokens >= 100e6
         assert 250_000 <= first.tokens_per_step <= 500_000
-    if name == "study-gate":  # the setting of the first runs, in all that decides a loss
+    if name == "gate":  # the setting of the first runs, in all that decides a loss
         runs = Path(__file__).parents[2] / "docs" / "results" / "first-runs" / "runs"
         before = yaml.safe_load((runs / "pythia-70m-softmax" / "config.yaml").read_text())
         where = {
@@ -170,7 +169,7 @@ def test_the_studies_that_ship(name, tmp_path):
         assert (first.data.seq_len, first.model.block_size, first.model.name) == (2048, 2048, "pythia-70m")
         names = [run.name for run in study_runs(study, tmp_path, {}, 1)[:4]]
         assert names == ["softmax-seed0", "softmax-seed1", "softmax-seed2", "gla-seed0"]
-    if name == "study-pythia-160m":
+    if name == "pythia-160m":
         assert first.data.seq_len == 2048 and study.tokens >= 250e6 and study.seeds == 2
         five = {"softmax", "gla", "ours", "ours-decay", "ours-gated"}
         assert five <= set(study.attentions) and len(study.learning_rates) == 3

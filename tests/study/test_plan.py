@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from lingpt.cli.main import main
-from lingpt.configs import recipe_path
 from lingpt.eval.mqar import Trial
-from lingpt.study import plan, read_study, stages
+from lingpt.study import find_study, plan, read_study, stages
 from lingpt.study.jobs import Slot, gpu_slots
 from lingpt.study.plan import (
     H200_FLOPS,
@@ -189,20 +188,20 @@ def test_the_time_of_scores_is_what_was_measured():
     one on a CPU. The mean over the runs, within a third."""
     folder = Path(__file__).parents[2] / "docs" / "results" / "study" / "pythia-160m"
     texts = {"wikipedia": "test.jsonl.xz", "novels": "novels.jsonl.xz"}
-    study = read_study(recipe_path("study-pythia-160m"), {"texts": texts})
+    study = read_study(find_study("pythia-160m"), {"texts": texts})
     costs = score_costs(study, 2048)
     files = [json.loads(file.read_text()) for file in folder.glob("*-seed0/eval/*.json")]
     scores = [(key, entry["seconds"]) for file in files for key, entry in file["scores"].items()]
     assert files and {key for key, _ in scores} == costs.keys() - {"hellaswag (0-shot)"}
     planned = sum(costs[key][0] * 2 * 162e6 / H200_FLOPS + costs[key][1] for key, _ in scores)
     assert planned == pytest.approx(sum(seconds for _, seconds in scores), rel=1 / 3)
-    demo = score_costs(read_study(recipe_path("study-demo")), 256).values()
+    demo = score_costs(read_study(find_study("demo")), 256).values()
     assert sum(tokens for tokens, _ in demo) < 5e5 and sum(seconds for _, seconds in demo) == 0
 
 
 def test_a_limit_makes_scoring_shorter():
     """Guards: the time of whole benchmarks for a hundredth of their questions. MMLU has 57 subjects."""
-    study = read_study(recipe_path("study-pythia-160m"), {"suites": ["table2"], "limit": 10})
+    study = read_study(find_study("pythia-160m"), {"suites": ["table2"], "limit": 10})
     seconds = {key: round(1000 * cost[1]) for key, cost in score_costs(study, 2048).items()}
     arc, mmlu = seconds["arc_easy (0-shot, first 10)"], seconds["mmlu (5-shot, first 10)"]
     assert (arc, mmlu) == (30, 57 * 30) and len(seconds) == 5

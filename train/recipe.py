@@ -1,7 +1,6 @@
 """A recipe from arguments: `--config`, a file or a shipped name, and `--model.*`, `--data.*`, `--train.*`."""
 
 import contextlib
-import functools
 from collections.abc import Sequence, Set
 from dataclasses import fields, replace
 from pathlib import Path
@@ -12,12 +11,18 @@ from lingpt.common.arguments import parse_arguments, parser_of
 from lingpt.common.errors import UserError, nearest
 from lingpt.common.files import read_yaml
 from lingpt.common.run_folder import CONFIG, read_config
-from lingpt.configs import FOLDER, recipe_names, recipe_path
 from lingpt.data import DataConfig
 from lingpt.data.paths import expand
 from lingpt.models import ATTENTIONS, ModelArgs
 from lingpt.train import Recipe, TrainConfig
 from lingpt.train.config import differences
+
+RECIPES = Path(__file__).parents[1] / "configs"  # those that ship with LinGPT
+
+
+def recipe_names() -> list[str]:
+    """The names of the recipes that ship: their files without `.yaml`."""
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
 class RecipeFile(ActionConfigFile):
@@ -29,9 +34,10 @@ class RecipeFile(ActionConfigFile):
 
 def find_recipe(name: str) -> Path:
     """The path of a recipe given as a file or as a shipped name. UserError if it is not a recipe."""
-    path = Path(name) if Path(name).is_file() else recipe_path(name)
-    if path is None:
-        known = training_recipes()
+    known, path = recipe_names(), Path(name)
+    if not path.is_file() and name in known:
+        path = RECIPES / f"{name}.yaml"
+    elif not path.is_file():
         raise UserError(
             f"no recipe {name!r}{nearest(name, known)}; it is a file or one of: {', '.join(known)}"
         )
@@ -48,17 +54,10 @@ def find_recipe(name: str) -> Path:
     return path
 
 
-@functools.cache  # every parser's help names them
-def training_recipes() -> tuple[str, ...]:
-    """The shipped recipes that say what to train (not the evaluation's defaults)."""
-    paths = {name: recipe_path(name) for name in recipe_names()}
-    return tuple(name for name, path in paths.items() if path and "model" in read_yaml(path))
-
-
 def configure_recipe(parser: ArgumentParser) -> None:
     """Adds `--config`, `--model.*`, `--data.*` and `--train.*` to `parser`."""
     parser.add_argument(
-        "--config", action=RecipeFile, help=f"recipe: a YAML file or one of {', '.join(training_recipes())}"
+        "--config", action=RecipeFile, help=f"recipe: a YAML file or one of {', '.join(recipe_names())}"
     )
     parser.add_class_arguments(ModelArgs, "model")
     parser.add_class_arguments(DataConfig, "data")
@@ -123,7 +122,7 @@ def _names_its_run(file: Path) -> bool:
     train = read_yaml(file).get("train", {})
     # A run's resolved recipe has every key, and resumes that run even if its name is null.
     resolved = file.name == CONFIG and "name" in train
-    return train.get("name") is None and not resolved and file.resolve().parent != FOLDER
+    return train.get("name") is None and not resolved and file.resolve().parent != RECIPES
 
 
 def _recipe_in(*files: Path) -> Recipe:
