@@ -5,7 +5,9 @@ from pathlib import Path
 from jsonargparse import ArgumentParser, Namespace
 
 from lingpt.common.files import write_errors, write_json
-from lingpt.train import draw_curves, find_runs, format_table
+from lingpt.models import attention_form
+from lingpt.plots.curve_figure import draw_curves
+from lingpt.plots.curves import find_runs, format_table
 
 HELP = "Draw the loss curves of runs, and print how long each took to the losses that all of them reach."
 
@@ -25,7 +27,7 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> None:
     folders = find_runs(args.runs)
-    rows = draw_curves(folders, args.out, args.baseline, args.formats)
+    rows = draw_curves(folders, args.out, args.baseline, args.formats, attention_form)
     table = Path(args.out).with_suffix(".json")
     with write_errors(table):
         write_json(table, {"runs": [str(folder) for folder in folders], "time_to_loss": rows})

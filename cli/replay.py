@@ -19,7 +19,7 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> None:
-    from lingpt.train.replay import replay
+    from lingpt.train.runs.replay import replay
 
     moved = {key: args[f"data.{key}"] for key in PATHS if args[f"data.{key}"] is not None}
     print(replay(Path(args.run), args.step, args.samples, args.device, moved))

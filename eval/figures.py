@@ -4,10 +4,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lingpt.common.figures import add_caption, new_figure, save_formats, style_axes
-from lingpt.common.palette import line_styles
 from lingpt.common.run_folder import without_seed
 from lingpt.eval.seeds import mean_scores
+from lingpt.plots.figures import add_caption, new_figure, save_formats, style_axes
+from lingpt.plots.palette import line_styles
 
 
 def draw_positions(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:

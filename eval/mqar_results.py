@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from lingpt.common.errors import UserError
-from lingpt.common.figures import add_caption, new_figure, save_formats, style_axes
 from lingpt.common.files import read_json_object, write_errors, write_text
-from lingpt.common.palette import line_styles
 from lingpt.eval.mqar import Trial
 from lingpt.eval.results import DASH, percent
 from lingpt.eval.tables import Table, draw_tables
+from lingpt.plots.figures import add_caption, new_figure, save_formats, style_axes
+from lingpt.plots.palette import line_styles
 
 RESULTS = "mqar.json"
 

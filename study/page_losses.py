@@ -9,18 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from lingpt.common.figures import save_formats
 from lingpt.common.files import write_errors, write_json
 from lingpt.common.format import duration, scaled_count, with_error
 from lingpt.common.run_folder import attention_label
 from lingpt.eval.results import DASH, signed_difference
 from lingpt.eval.tables import Table
-from lingpt.models import GPT
-from lingpt.study.config import Study
-from lingpt.study.page_records import earlier_starts
-from lingpt.study.runs import RateSearch, StudyRun
-from lingpt.train.curve_figure import caption, draw
-from lingpt.train.curves import (
+from lingpt.models import GPT, attention_form
+from lingpt.plots.curve_figure import caption, draw
+from lingpt.plots.curves import (
     Curve,
     format_table,
     hardware_label,
@@ -28,6 +24,10 @@ from lingpt.train.curves import (
     read_curves,
     time_to_loss,
 )
+from lingpt.plots.figures import save_formats
+from lingpt.study.config import Study
+from lingpt.study.page_records import earlier_starts
+from lingpt.study.runs import RateSearch, StudyRun
 from lingpt.train.model import model_config
 
 PAPER_TOKENS, PAPER_CARDS = 3_000_000_000, 8
@@ -90,7 +90,7 @@ def _row_curves(
     """Row → its curve, the mean over its seeds; and notes on runs and rows whose times are not comparable."""
     by_row, notes = {}, []
     for row in dict.fromkeys(run.row for run in done):
-        read = read_curves([run.folder for run in done if run.row == row])
+        read = read_curves([run.folder for run in done if run.row == row], attention_form)
         first, *others = mean_over_seeds([replace(c, hardware=hardware.get(c.name, {})) for c in read])
         by_row[row] = replace(first, label=row)
         if others:

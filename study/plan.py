@@ -24,9 +24,9 @@ from lingpt.models import GPT
 from lingpt.study.config import Study
 from lingpt.study.jobs import Slot, gpu_slots, scoring_slots
 from lingpt.study.runs import StudyRun
-from lingpt.train.machine import choose_machine
 from lingpt.train.model import model_config
-from lingpt.train.throughput import CPU_CORE_FLOPS, DEVICES, STATED_MFU, peak_flops, run_flops
+from lingpt.train.planning.machine import choose_machine
+from lingpt.train.planning.throughput import CPU_CORE_FLOPS, DEVICES, STATED_MFU, peak_flops, run_flops
 
 QUESTION_TOKENS = 120  # of a benchmark's question with its choices, or of an example before it
 OTHER_QUESTIONS = 10_000  # of a benchmark whose size is not known here; HellaSwag has as many

@@ -29,7 +29,7 @@ SHIM = Path(__file__).with_name("faults") / "shim.c"
 HANG = 300.0  # seconds after which a process counts as hung
 LINGER = 60.0  # seconds that the processes which it has started may outlive it
 PRELOADED = [
-    __name__, "lingpt.cli.main", "lingpt.cli.train", "lingpt.train.trackers", "lingpt.train.curves",
+    __name__, "lingpt.cli.main", "lingpt.cli.train", "lingpt.train.runs.trackers", "lingpt.plots.curves",
     "datasets", "matplotlib.figure", "matplotlib.backends.backend_agg",
 ]  # fmt: skip
 

@@ -23,7 +23,7 @@ import lingpt
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = PROJECT["tool"]["setuptools"]["packages"]
-FOLDERS = ("common", "kernels", "models", "data", "train", "eval", "study", "cli")
+FOLDERS = ("common", "plots", "kernels", "models", "data", "train", "eval", "study", "cli")
 BARE_NAMES = (*FOLDERS, "configs", "tests")
 TOP = ("__init__.py", "py.typed")
 SHIPPED = (".py", ".typed", ".yaml", ".cu", ".cuh", ".h", ".json")
@@ -31,12 +31,13 @@ SHIPPED = (".py", ".typed", ".yaml", ".cu", ".cuh", ".h", ".json")
 # What a folder may import of the others; nothing reaches back.
 MAY_IMPORT = {
     "common": set(),
-    "kernels": {"common"},
+    "plots": {"common"},
+    "kernels": {"common", "plots"},
     "models": {"common", "kernels"},
     "data": {"common"},
-    "train": {"common", "kernels", "models", "data"},
-    "eval": {"common", "kernels", "models", "data"},
-    "study": {"common", "models", "data", "train", "eval"},
+    "train": {"common", "plots", "kernels", "models", "data"},
+    "eval": {"common", "plots", "kernels", "models", "data"},
+    "study": {"common", "plots", "models", "data", "train", "eval"},
     "cli": set(FOLDERS),
 }
 # What only the extras `train` and `eval` bring, and what these bring in turn.

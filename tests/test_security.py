@@ -13,7 +13,7 @@ from lingpt.cli.main import main
 from lingpt.common.errors import UserError
 from lingpt.models import Config, load_weights
 from lingpt.models.gpt import GPT
-from lingpt.train.checkpoint import load_state
+from lingpt.train.runs.checkpoint import load_state
 
 ROOT = Path(__file__).parent.parent
 

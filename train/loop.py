@@ -26,18 +26,14 @@ from lingpt.common.format import duration
 from lingpt.common.run_folder import PROFILE, read_metrics
 from lingpt.data import BatchSampler, Dataset, prepare
 from lingpt.models import GPT, Config
-from lingpt.train import checkpoint, report
-from lingpt.train.checkpoint_writer import CheckpointWriter
+from lingpt.train import report
 from lingpt.train.compilation import compiles
 from lingpt.train.config import Recipe, check, shared_settings
 from lingpt.train.console import print_rank0, progress_bar
 from lingpt.train.determinism import deterministic
 from lingpt.train.distributed.parallel import Parallel
 from lingpt.train.distributed.strategy import choose_strategy
-from lingpt.train.environment import record_start
 from lingpt.train.loss import NextTokenLoss
-from lingpt.train.machine import Machine, choose_machine
-from lingpt.train.memory_fit import check_machine, fits_here, out_of_memory, too_small_message
 from lingpt.train.model import (
     attention_kernels,
     begin_autotuning,
@@ -47,15 +43,20 @@ from lingpt.train.model import (
     other_tokens_message,
 )
 from lingpt.train.optim import learning_rate, make_optimizer
-from lingpt.train.plan import format_plan
+from lingpt.train.planning.machine import Machine, choose_machine
+from lingpt.train.planning.memory_fit import check_machine, fits_here, out_of_memory, too_small_message
+from lingpt.train.planning.plan import format_plan
+from lingpt.train.planning.throughput import mfu
 from lingpt.train.prefetch import Prefetcher
 from lingpt.train.profile import COMMUNICATION, WAITING, Profiler, span
-from lingpt.train.resume import check_init_from, give_back_name, resume_or_create
-from lingpt.train.run_lock import RunLock
+from lingpt.train.runs import checkpoint
+from lingpt.train.runs.checkpoint_writer import CheckpointWriter
+from lingpt.train.runs.environment import record_start
+from lingpt.train.runs.resume import check_init_from, give_back_name, resume_or_create
+from lingpt.train.runs.run_lock import RunLock
+from lingpt.train.runs.trackers import Metrics, WandB
 from lingpt.train.signals import Stop, stop_signals
 from lingpt.train.step import optimizer_step
-from lingpt.train.throughput import mfu
-from lingpt.train.trackers import Metrics, WandB
 
 MAX_SKIPPED_IN_A_ROW = 10
 

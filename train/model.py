@@ -12,7 +12,7 @@ from lingpt.models import ATTENTIONS, GPT, Config, load_model, load_parts, load_
 from lingpt.train.compilation import compile_blocks, compiles
 from lingpt.train.config import Recipe
 from lingpt.train.console import print_rank0
-from lingpt.train.throughput import compute_dtype
+from lingpt.train.planning.throughput import compute_dtype
 
 
 def model_config(recipe: Recipe) -> Config:

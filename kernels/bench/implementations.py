@@ -51,7 +51,7 @@ class Implementation:
     autotunes: bool = False  # takes minutes with a cold cache
     training_only: bool = False  # a variant: measured at the training shapes, not swept
     variant_of: str | None = None  # the implementation that its replays are interleaved with
-    colour_of: str | None = None  # the name whose colour in common/palette.py it takes; None: its own
+    colour_of: str | None = None  # the name whose colour in plots/palette.py it takes; None: its own
 
     def unsupported_reason(
         self,

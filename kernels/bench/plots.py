@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lingpt.common.figures import add_caption, new_figure, save_formats, style_axes
-from lingpt.common.palette import colours
 from lingpt.kernels.bench.implementations import IMPLEMENTATIONS
 from lingpt.kernels.bench.results import Results, Row
 from lingpt.kernels.bench.shapes import REFERENCE, Shape
+from lingpt.plots.figures import add_caption, new_figure, save_formats, style_axes
+from lingpt.plots.palette import colours
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -330,7 +330,7 @@ def test_a_full_disk_is_one_line(project, capsys, monkeypatch):
     def full(*_args, **_kwargs):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/tiny-ours/metrics.jsonl")
 
-    monkeypatch.setattr("lingpt.train.trackers.Metrics.write", full)
+    monkeypatch.setattr("lingpt.train.runs.trackers.Metrics.write", full)
     assert "the disk is full writing runs/tiny-ours/metrics.jsonl" in complaint(
         capsys, "train", "--config", "tiny.yaml"
     )

@@ -8,9 +8,9 @@ from lingpt.models import GPT
 from lingpt.train import Recipe
 from lingpt.train.config import check
 from lingpt.train.distributed.strategy import choose_strategy
-from lingpt.train.machine import Machine
-from lingpt.train.memory_fit import fits, memory_here, memory_needed
 from lingpt.train.model import model_config
+from lingpt.train.planning.machine import Machine
+from lingpt.train.planning.memory_fit import fits, memory_here, memory_needed
 from lingpt.train.recipe import RECIPES, parse_recipe, recipe_names
 
 PYTHIA = ["pythia-14m", "pythia-70m", "pythia-160m", "pythia-410m", "pythia-1.4b"]

@@ -153,7 +153,8 @@ def saving() -> bool:
 def run(argv: list[str]) -> int:
     """`lingpt train *argv` on the demo's recipe, watched; waits for a line on stdin before its first step."""
     from lingpt.cli.main import main
-    from lingpt.train import checkpoint_writer, loop
+    from lingpt.train import loop
+    from lingpt.train.runs import checkpoint_writer
 
     train, step, save, host = loop.Run.train, loop.Run.step, loop.Run.save, checkpoint_writer.HostBuffers
     saves = "saves" in argv

@@ -31,7 +31,7 @@ def here(tmp_path, monkeypatch):
 
     monkeypatch.setattr(stages, "run_jobs", run_jobs)
     # Pictures take seconds, and few tests look at them: each run's own, and what the study's show.
-    monkeypatch.setattr(report, "draw_curves", lambda *_: [])
+    monkeypatch.setattr(report, "draw_curves", lambda *_, **__: [])
     monkeypatch.setattr(Figure, "savefig", lambda _, path, **options: Path(path).touch())
     monkeypatch.chdir(tmp_path)
     words = "the sun warms stone cold water runs under old bridges birds sing rain"

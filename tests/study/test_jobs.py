@@ -127,7 +127,7 @@ def test_a_card_that_cuda_no_longer_sees(job):
 
     from lingpt.common.devices import find_device
     from lingpt.train import TrainConfig
-    from lingpt.train.machine import choose_machine
+    from lingpt.train.planning.machine import choose_machine
 
     if not torch.cuda.is_available():  # what the commands say is what is looked for
         for ask in (lambda: find_device("cuda"), lambda: choose_machine(TrainConfig(accelerator="cuda"))):

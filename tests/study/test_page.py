@@ -497,7 +497,7 @@ def test_rows_are_compared_over_their_seeds(here, pictures, monkeypatch):
         *(f"gla-seed{i}" for i in range(3)),
         "ours-seed0",
     ]
-    monkeypatch.setattr("lingpt.common.figures.FORMATS", ("svg",))  # text in it can be read
+    monkeypatch.setattr("lingpt.plots.figures.FORMATS", ("svg",))  # text in it can be read
     assert main(["study", "--config", "study-tiny.yaml", "--stages", "page"]) == 0
     page = (folder / "README.md").read_text()
     assert "| 4.1000 ± 0.1000 | +0.1000 ± 0.1155 | –                |" in page  # √(0.01/3 + 0.03/3)

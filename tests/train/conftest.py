@@ -44,4 +44,4 @@ def picture() -> None:
 @pytest.fixture(autouse=True)
 def without_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "picture" not in request.fixturenames:
-        monkeypatch.setattr("lingpt.train.report.draw_curves", lambda *_: None)
+        monkeypatch.setattr("lingpt.train.report.draw_curves", lambda *_, **__: None)

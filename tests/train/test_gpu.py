@@ -14,7 +14,7 @@ from lingpt.train.bench.steps import bench_steps
 from lingpt.train.compilation import compile_blocks
 from lingpt.train.distributed.parallel import Parallel
 from lingpt.train.loss import NextTokenLoss
-from lingpt.train.machine import choose_machine
+from lingpt.train.planning.machine import choose_machine
 
 
 @pytest.mark.gpu

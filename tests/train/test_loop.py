@@ -20,9 +20,9 @@ from lingpt.data import BatchSampler, prepare
 from lingpt.models import ATTENTIONS
 from lingpt.train import loop, loss, report, train
 from lingpt.train.distributed.parallel import Parallel
-from lingpt.train.machine import choose_machine
-from lingpt.train.replay import replay
-from lingpt.train.resume import schedule_jump
+from lingpt.train.planning.machine import choose_machine
+from lingpt.train.runs.replay import replay
+from lingpt.train.runs.resume import schedule_jump
 from lingpt.train.signals import Stop
 
 
@@ -247,7 +247,7 @@ def test_a_skipped_step_is_logged_and_can_be_replayed(make_recipe, monkeypatch):
     (folder / "config.yaml").write_text("model: {na")  # the checkpoint has the recipe too
     assert replay(folder, 4, samples=2, device="cpu") == text
     corpus = make_recipe().data
-    monkeypatch.setattr("lingpt.train.replay.prepare", lambda data: prepare(replace(corpus, seq_len=16)))
+    monkeypatch.setattr("lingpt.train.runs.replay.prepare", lambda data: prepare(replace(corpus, seq_len=16)))
     with pytest.raises(UserError, match="was trained on other data"):
         replay(folder, 4)
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from lingpt.train import TrainConfig
 from lingpt.train.distributed.parallel import Parallel
-from lingpt.train.machine import choose_machine
 from lingpt.train.optim import learning_rate, make_optimizer, step_where_finite
+from lingpt.train.planning.machine import choose_machine
 from lingpt.train.step import AsyncHostCopy
 
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lingpt.common.figures import add_caption, new_figure, save_formats, style_axes
 from lingpt.common.format import scaled
-from lingpt.common.palette import DASHES, line_styles
 from lingpt.kernels.bench.rows import BenchRow
+from lingpt.plots.figures import add_caption, new_figure, save_formats, style_axes
+from lingpt.plots.palette import DASHES, line_styles
 from lingpt.train.bench.rows import ModelBenchResults, made_on, markdown, number
 
 COLUMNS = (

@@ -6,7 +6,7 @@ from typing import Any, Self, TypeVar
 
 from lingpt.kernels.bench.environment import check_same
 from lingpt.kernels.bench.rows import BenchResults, BenchRow
-from lingpt.train.environment import git_revision, package_hash
+from lingpt.train.runs.environment import git_revision, package_hash
 
 R = TypeVar("R", bound=BenchRow)
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lingpt.common.figures import add_caption, new_figure, save_formats, style_axes
-from lingpt.common.palette import line_styles
 from lingpt.kernels.bench.rows import BenchRow
+from lingpt.plots.figures import add_caption, new_figure, save_formats, style_axes
+from lingpt.plots.palette import line_styles
 from lingpt.train.bench.rows import ModelBenchResults, made_on, markdown, number
 
 IDENTITY, DENSE_IDENTITY, FLASH = "identity", "identity-dense", "softmax-flash"

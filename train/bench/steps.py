@@ -49,12 +49,12 @@ from lingpt.train.config import Recipe, TrainConfig
 from lingpt.train.console import print_rank0
 from lingpt.train.distributed.parallel import Parallel
 from lingpt.train.loss import NextTokenLoss
-from lingpt.train.machine import Machine, choose_machine
-from lingpt.train.memory_fit import largest_that_fits, memory_needed, micro_batch_sizes
 from lingpt.train.model import attention_kernels, begin_autotuning, make_model
 from lingpt.train.optim import make_optimizer
+from lingpt.train.planning.machine import Machine, choose_machine
+from lingpt.train.planning.memory_fit import largest_that_fits, memory_needed, micro_batch_sizes
+from lingpt.train.planning.throughput import mfu
 from lingpt.train.step import optimizer_step
-from lingpt.train.throughput import mfu
 
 # The model options of a recipe, for each name that is compared.
 COMPARED: dict[str, dict[str, Any]] = {

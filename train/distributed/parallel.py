@@ -34,7 +34,7 @@ from lingpt.train.distributed.failures import connection_lost, failure_message, 
 from lingpt.train.distributed.heartbeats import Heartbeats
 from lingpt.train.distributed.sharding import join_shards, shard, shard_state, stay_unsharded
 from lingpt.train.distributed.watch import Watch
-from lingpt.train.machine import Machine
+from lingpt.train.planning.machine import Machine
 
 if TYPE_CHECKING:
     from lightning.fabric.wrappers import _FabricModule as WrappedModule

@@ -6,8 +6,8 @@ from lingpt.common.errors import UserError
 from lingpt.common.format import scaled
 from lingpt.models import GPT
 from lingpt.train.config import Recipe
-from lingpt.train.machine import Machine
-from lingpt.train.memory_fit import fits, memory_needed
+from lingpt.train.planning.machine import Machine
+from lingpt.train.planning.memory_fit import fits, memory_needed
 
 
 def choose_strategy(machine: Machine, gpt: GPT, recipe: Recipe) -> tuple[Machine, str | None]:

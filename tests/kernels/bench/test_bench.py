@@ -15,8 +15,6 @@ import torch
 
 from lingpt.cli.main import main
 from lingpt.common.errors import UserError
-from lingpt.common.figures import FORMATS
-from lingpt.common.palette import COLOURS
 from lingpt.kernels.bench import (
     DEFAULT_IMPLEMENTATIONS,
     IMPLEMENTATIONS,
@@ -44,6 +42,8 @@ from lingpt.kernels.bench.shapes import BATCH_1, CUMSUM, LONG, REFERENCE
 from lingpt.kernels.bench.targets import TARGETS
 from lingpt.kernels.bench.traffic import parse_counts
 from lingpt.kernels.bench.warm import WARM_N
+from lingpt.plots.figures import FORMATS
+from lingpt.plots.palette import COLOURS
 from lingpt.tests.oracles import simple_gla
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from lingpt.train.bench import decoding
 from lingpt.train.bench.decoding import FORMS, Decoder, bench_decoding, choose_configs, measure
 from lingpt.train.bench.decoding_results import COLUMNS, DecodeResults, DecodeRow, draw, table
 from lingpt.train.bench.step_results import SHORT_CONV
-from lingpt.train.environment import git_revision, package_hash
+from lingpt.train.runs.environment import git_revision, package_hash
 
 CPU = torch.device("cpu")
 
@@ -107,7 +107,7 @@ def test_eager_steps_stand_beside_graphs(tmp_path: Path, monkeypatch: pytest.Mon
     assert [row.graph for row in results.rows] == [False, True, True, False]
     assert "| demo | ours | 1 | 16 | graph | 1.00 (1.00) |" in table(results)
     assert "| demo | ours | 1 | 16 | eager | 1.00 (1.00) |" in table(results)
-    monkeypatch.setattr("lingpt.common.figures.FORMATS", ("svg",))  # text in it can be read
+    monkeypatch.setattr("lingpt.plots.figures.FORMATS", ("svg",))  # text in it can be read
     draw(results, tmp_path)
     picture = (tmp_path / "decode.svg").read_text()
     assert "ours, batch 1, graph" in picture and "ours, batch 1, eager" in picture

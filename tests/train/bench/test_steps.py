@@ -16,9 +16,9 @@ from lingpt.train.bench import steps
 from lingpt.train.bench.step_results import IDENTITIES, Results, Row, draw, table
 from lingpt.train.bench.step_targets import targets_table
 from lingpt.train.bench.steps import Identity, Shape, bench_steps, choose_shapes
-from lingpt.train.environment import git_revision, package_hash
-from lingpt.train.machine import choose_machine
-from lingpt.train.memory_fit import memory_needed
+from lingpt.train.planning.machine import choose_machine
+from lingpt.train.planning.memory_fit import memory_needed
+from lingpt.train.runs.environment import git_revision, package_hash
 
 ON_A_CPU = {"tokens_per_step": 64, "accelerator": "cpu"}
 

@@ -20,7 +20,7 @@ from lingpt.common.run_folder import read_metrics
 from lingpt.train import Recipe, TrainConfig, train
 from lingpt.train.distributed.launch import Launched, launched
 from lingpt.train.distributed.parallel import Parallel
-from lingpt.train.machine import choose_machine
+from lingpt.train.planning.machine import choose_machine
 
 EXAMPLES = Path(__file__).parents[3] / "docs/many-devices.md"
 OF_LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_", "GROUP_RANK", "WORLD_SIZE")
@@ -237,7 +237,7 @@ def test_more_processes_than_gpus(monkeypatch, launcher, line):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     if launcher:
         started = Launched(launcher, here=4, everywhere=4)
-        monkeypatch.setattr("lingpt.train.machine.launched", lambda: started)
+        monkeypatch.setattr("lingpt.train.planning.machine.launched", lambda: started)
     with pytest.raises(UserError, match=line):
         choose_machine(TrainConfig(devices="auto" if launcher else 4))
 

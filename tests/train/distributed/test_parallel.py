@@ -19,8 +19,8 @@ from lingpt.train import TrainConfig
 from lingpt.train.compilation import compile_blocks
 from lingpt.train.distributed.parallel import Parallel
 from lingpt.train.loss import NextTokenLoss
-from lingpt.train.machine import choose_machine
 from lingpt.train.model import fill_shards, make_model
+from lingpt.train.planning.machine import choose_machine
 
 
 class Rank(Parallel):

@@ -14,9 +14,9 @@ from lingpt.common.errors import UserError
 from lingpt.common.run_folder import damage, valid_checkpoints
 from lingpt.data import prepare
 from lingpt.models import GPT, load_model
-from lingpt.train import checkpoint
 from lingpt.train.distributed.sharding import join_shards, shard_state
 from lingpt.train.optim import make_optimizer
+from lingpt.train.runs import checkpoint
 
 
 @pytest.fixture

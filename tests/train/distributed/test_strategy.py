@@ -8,7 +8,7 @@ from lingpt.common.errors import UserError
 from lingpt.models import GPT, ModelArgs
 from lingpt.train import Recipe, TrainConfig
 from lingpt.train.distributed.strategy import choose_strategy
-from lingpt.train.machine import Machine
+from lingpt.train.planning.machine import Machine
 from lingpt.train.report import describe
 
 

@@ -25,7 +25,7 @@ from lingpt.train.distributed.heartbeats import Heartbeats
 from lingpt.train.distributed.parallel import Parallel
 from lingpt.train.distributed.strategy import choose_strategy
 from lingpt.train.distributed.watch import Watch
-from lingpt.train.machine import choose_machine
+from lingpt.train.planning.machine import choose_machine
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "test", "WORLD_SIZE": "2", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2",
@@ -251,7 +251,7 @@ import torch
 from dataclasses import replace
 from lingpt.train import TrainConfig
 from lingpt.train.distributed import watch
-from lingpt.train.machine import choose_machine
+from lingpt.train.planning.machine import choose_machine
 from lingpt.train.distributed.parallel import Parallel
 watch.GRACE = 1.0
 machine = choose_machine(TrainConfig(accelerator="cpu", devices=2))
@@ -332,7 +332,7 @@ import os, signal
 if os.environ.get("LOCAL_RANK") == "1":
     os.kill(os.getpid(), signal.SIGKILL)
 from lingpt.train import TrainConfig
-from lingpt.train.machine import choose_machine
+from lingpt.train.planning.machine import choose_machine
 from lingpt.train.distributed.parallel import Parallel
 Parallel(choose_machine(TrainConfig(accelerator="cpu", devices=2)), timeout_minutes=1)
 """
@@ -350,7 +350,7 @@ import os, signal
 if os.environ.get("LOCAL_RANK") == "1":
     os.kill(os.getppid(), signal.SIGKILL)
 from lingpt.train import TrainConfig
-from lingpt.train.machine import choose_machine
+from lingpt.train.planning.machine import choose_machine
 from lingpt.train.distributed.parallel import Parallel
 Parallel(choose_machine(TrainConfig(accelerator="cpu", devices=2)), timeout_minutes=0.1)
 """
@@ -364,7 +364,7 @@ if "LOCAL_RANK" not in os.environ:
 import lingpt.cli.main
 os.kill(os.getppid(), signal.SIGKILL)
 from lingpt.train import TrainConfig
-from lingpt.train.machine import choose_machine
+from lingpt.train.planning.machine import choose_machine
 from lingpt.train.distributed.parallel import Parallel
 Parallel(choose_machine(TrainConfig(accelerator="cpu")), timeout_minutes=0.1)
 """
@@ -387,7 +387,7 @@ from dataclasses import replace
 from lingpt.cli.main import user_message
 from lingpt.common.errors import UserError
 from lingpt.train import TrainConfig
-from lingpt.train.machine import choose_machine
+from lingpt.train.planning.machine import choose_machine
 from lingpt.train.distributed.parallel import Parallel
 strategy = "fsdp" if os.environ["RANK"] == "1" else "ddp"
 machine = replace(choose_machine(TrainConfig(accelerator="cpu")), strategy=strategy)

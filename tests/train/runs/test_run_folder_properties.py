@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lingpt.common.run_folder import read_config, read_metrics, read_model
+from lingpt.plots.curve_figure import draw_curves
+from lingpt.plots.curves import read_curve
 from lingpt.tests.properties import examples, result_or_line
-from lingpt.train.curve_figure import draw_curves
-from lingpt.train.curves import read_curve
 
 VALUES = st.none() | st.integers() | st.floats() | st.text(max_size=5) | st.lists(st.integers(), max_size=2)
 POINTS = st.fixed_dictionaries(

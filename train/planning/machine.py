@@ -11,7 +11,7 @@ from lingpt.common.errors import UserError, unknown
 from lingpt.common.format import counted
 from lingpt.train.config import TrainConfig
 from lingpt.train.distributed.launch import launched
-from lingpt.train.throughput import peak_flops
+from lingpt.train.planning.throughput import peak_flops
 
 Precision = Literal["32-true", "bf16-mixed", "bf16-true"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)

@@ -3,7 +3,7 @@
 import pytest
 
 from lingpt.common.errors import UserError
-from lingpt.common.figures import KNOWN_FORMATS, figure_paths, save_figure
+from lingpt.plots.figures import KNOWN_FORMATS, figure_paths, save_figure
 
 
 def figure():

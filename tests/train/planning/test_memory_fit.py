@@ -10,9 +10,9 @@ from lingpt.common.errors import UserError
 from lingpt.common.format import scaled
 from lingpt.models import GPT, ModelArgs
 from lingpt.train import Recipe, TrainConfig, train
-from lingpt.train.machine import Machine
-from lingpt.train.memory_fit import fits, memory_needed, out_of_memory, what_fits_message
-from lingpt.train.plan import format_plan
+from lingpt.train.planning.machine import Machine
+from lingpt.train.planning.memory_fit import fits, memory_needed, out_of_memory, what_fits_message
+from lingpt.train.planning.plan import format_plan
 
 
 def a_run(memory: float, micro_batch_size: int, **options) -> tuple[Machine, Recipe]:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 
 from lingpt.train import TrainConfig
-from lingpt.train.machine import choose_machine
+from lingpt.train.planning.machine import choose_machine
 
 
 def test_the_smallest_card_decides(monkeypatch):

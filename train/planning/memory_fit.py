@@ -13,8 +13,8 @@ from lingpt.common.format import duration, scaled
 from lingpt.models import GPT, memory_estimate
 from lingpt.train.config import Recipe
 from lingpt.train.loss import rows_per_chunk
-from lingpt.train.machine import Machine
-from lingpt.train.throughput import CPU_CORE_FLOPS, DEVICES, STATED_MFU, run_flops
+from lingpt.train.planning.machine import Machine
+from lingpt.train.planning.throughput import CPU_CORE_FLOPS, DEVICES, STATED_MFU, run_flops
 
 _MAX_CPU_DAYS = 7.0
 

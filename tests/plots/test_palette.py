@@ -2,7 +2,7 @@
 
 import itertools
 
-from lingpt.common.palette import COLOURS, DASHES, LOOKS, MARKERS, line_styles
+from lingpt.plots.palette import COLOURS, DASHES, LOOKS, MARKERS, line_styles
 
 
 def test_lines_of_one_attention_share_its_colour_and_differ():

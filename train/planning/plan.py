@@ -5,10 +5,9 @@ import torch
 from lingpt.common.format import counted, duration, scaled
 from lingpt.data import availability, cache_size
 from lingpt.models import GPT
-from lingpt.train.checkpoint_writer import pinned_bytes
 from lingpt.train.config import Recipe
-from lingpt.train.machine import Machine
-from lingpt.train.memory_fit import (
+from lingpt.train.planning.machine import Machine
+from lingpt.train.planning.memory_fit import (
     fits,
     fits_here,
     largest_that_fits,
@@ -17,7 +16,8 @@ from lingpt.train.memory_fit import (
     micro_batch_sizes,
     too_small_message,
 )
-from lingpt.train.throughput import DEVICES, STATED_MFU, Device, measured_flops, mfu, run_flops
+from lingpt.train.planning.throughput import DEVICES, STATED_MFU, Device, measured_flops, mfu, run_flops
+from lingpt.train.runs.checkpoint_writer import pinned_bytes
 
 SHOWN = ("RTX A6000", "A100 40GB", "A100 80GB", "H100 SXM", "H200")
 

@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 
 from lingpt.common.errors import UserError
 from lingpt.common.run_folder import damage, read_manifest, read_metrics, valid_checkpoints
-from lingpt.train import checkpoint, checkpoint_writer, loop, train
-from lingpt.train.checkpoint_writer import CheckpointWriter, HostBuffers, pinned_bytes
+from lingpt.train import loop, train
+from lingpt.train.runs import checkpoint, checkpoint_writer
+from lingpt.train.runs.checkpoint_writer import CheckpointWriter, HostBuffers, pinned_bytes
 
 
 def names(folder) -> list[str]:

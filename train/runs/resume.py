@@ -29,12 +29,12 @@ from lingpt.common.run_folder import (
     valid_checkpoints,
 )
 from lingpt.models import GPT, check_source, load_weights
-from lingpt.train.checkpoint import clear_leftovers, load_manifest, why_unusable
 from lingpt.train.config import DATA_PATHS, MAY_CHANGE, Recipe, differences, recipe_from_dict
 from lingpt.train.console import print_rank0
 from lingpt.train.optim import learning_rate
 from lingpt.train.report import diverged_message
-from lingpt.train.run_lock import RunLock
+from lingpt.train.runs.checkpoint import clear_leftovers, load_manifest, why_unusable
+from lingpt.train.runs.run_lock import RunLock
 
 
 def resume_or_create(recipe: Recipe, fingerprint: str, lock: RunLock) -> tuple[Path | None, Path | None]:

@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from lingpt.common.figures import add_caption, figure_paths, new_figure, save_figure, style_axes
-from lingpt.common.palette import MARKERS, line_styles
-from lingpt.train.curves import (
+from lingpt.plots.curves import (
     Curve,
+    Form,
     find_curve,
     hardware_label,
     labels,
@@ -20,7 +19,10 @@ from lingpt.train.curves import (
     smooth,
     spikes,
     time_to_loss,
+    without_options,
 )
+from lingpt.plots.figures import add_caption, figure_paths, new_figure, save_figure, style_axes
+from lingpt.plots.palette import MARKERS, line_styles
 
 SHORT_LEGEND = 1.8  # inches beside the panels, for which the figure has room
 HANDLE = 4.0  # length of a legend's lines in font sizes, enough to show dashes beside the marker
@@ -33,6 +35,7 @@ def draw_curves(
     out: str | Path,
     baseline: str | None = None,
     formats: Sequence[str] = (),
+    form_of: Form = without_options,
 ) -> list[dict[str, Any]]:
     """Draws loss against time, tokens and steps into `out`; returns the table of `time_to_loss`.
 
@@ -41,11 +44,12 @@ def draw_curves(
     Args:
         baseline: the run, or its attention, that times are relative to; by default the first.
         formats: also write the figure next to `out` with these suffixes, such as `svg`, `pdf`.
+        form_of: names a run's attention with its options; by default without them.
 
     Raises UserError, before anything is read, for a folder as `out` and for an unknown format.
     """
     paths = figure_paths(Path(out), formats)
-    curves = mean_over_seeds(read_curves(run_folders))
+    curves = mean_over_seeds(read_curves(run_folders, form_of))
     base = find_curve(curves, baseline) if baseline else 0
     figure = draw(curves)
     for path in paths:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lingpt.train.throughput import known_device, mfu, peak_flops
+from lingpt.train.planning.throughput import known_device, mfu, peak_flops
 
 
 @pytest.mark.parametrize(

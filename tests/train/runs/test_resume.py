@@ -15,8 +15,8 @@ from lingpt.common.errors import UserError
 from lingpt.common.run_folder import read_config, read_manifest, read_metrics, valid_checkpoints
 from lingpt.train import loop, report, train
 from lingpt.train.distributed.parallel import Parallel
-from lingpt.train.machine import choose_machine
 from lingpt.train.optim import step_where_finite
+from lingpt.train.planning.machine import choose_machine
 
 
 def names(folder) -> list[str]:

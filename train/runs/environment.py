@@ -20,15 +20,15 @@ from lingpt.common.install import installed_version
 from lingpt.common.run_folder import CONFIG, ENVIRONMENT
 from lingpt.train.config import Recipe
 from lingpt.train.console import print_rank0
-from lingpt.train.machine import Machine
+from lingpt.train.planning.machine import Machine
 
 _PACKAGES = (
     "lingpt", "torch", "lightning", "litgpt", "transformers", "datasets", "tokenizers", "lm-eval", "wandb",
     "numpy", "cuda-core", "fla-core",
 )  # fmt: skip
 
-_ROOT = Path(__file__).resolve().parent.parent
-_CODE = ("common", "configs", "kernels", "models", "data", "train", "eval", "study", "cli")
+_ROOT = Path(__file__).resolve().parents[2]
+_CODE = ("common", "configs", "kernels", "models", "data", "train", "plots", "eval", "study", "cli")
 
 
 def record_start(recipe: Recipe, machine: Machine, data: dict[str, Any], kernels: dict[str, str]) -> None:

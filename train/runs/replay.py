@@ -26,10 +26,10 @@ from lingpt.common.run_folder import (
 )
 from lingpt.data import BatchSampler, prepare
 from lingpt.models import Config, load_model
-from lingpt.train.checkpoint import load_manifest
 from lingpt.train.config import recipe_from_dict
 from lingpt.train.loss import NextTokenLoss
 from lingpt.train.model import attention_kernels
+from lingpt.train.runs.checkpoint import load_manifest
 
 TEXT_TOKENS = 64  # tokens shown of each sample
 

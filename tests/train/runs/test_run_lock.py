@@ -9,7 +9,7 @@ import pytest
 
 from lingpt.common.errors import UserError
 from lingpt.train import train
-from lingpt.train.run_lock import RunLock
+from lingpt.train.runs.run_lock import RunLock
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,19 +26,20 @@ from lingpt.common.run_folder import (
     read_model,
     without_seed,
 )
-from lingpt.models import attention_form
-from lingpt.train.config import MAY_CHANGE, with_defaults
 
 SPIKE_WINDOW, SPIKE_SPREADS, LEAST_SPIKE = 50, 8.0, 0.1  # steps; spreads, and nats, above the window's median
 N_TARGETS = 5
-# Keys that may change when a run resumes, and that change its losses or its times.
-_CHANGES_RESULTS = {
-    "train.max_steps", "train.max_tokens", "train.decay_steps", "train.init_from", "train.micro_batch_size",
-    "train.deterministic", "train.compile", "train.accelerator", "train.num_nodes", "train.strategy",
-    "train.activation_checkpointing",
-}  # fmt: skip
 # Keys that may differ between runs that count as equal except for their seed.
-_MAY_DIFFER = {"train.seed"} | MAY_CHANGE - _CHANGES_RESULTS
+_MAY_DIFFER = {
+    "train": {
+        "seed", "name", "out_dir", "devices", "save_minutes", "keep_best", "timeout_minutes", "eval_interval",
+        "save_interval", "keep_checkpoints", "log_interval", "resume", "wandb", "wandb_project",
+        "wandb_group", "sample_tokens", "profile", "dry_run",
+    },
+    "data": {"cache_dir", "num_workers"},
+}  # fmt: skip
+# The attention with its options in one word, from the attention and the `model` part of a run's config.
+Form = Callable[[str | Sequence[str], dict[str, Any]], str]
 
 
 @dataclass
@@ -72,7 +73,11 @@ class Curve:
     folder: Path = Path()
 
 
-def read_curve(run_folder: str | Path) -> Curve:
+def without_options(attention: str | Sequence[str], model: dict[str, Any]) -> str:
+    return attention_label(attention)
+
+
+def read_curve(run_folder: str | Path, form_of: Form = without_options) -> Curve:
     """A run's curve. Raises UserError if the folder has no losses, or its recipe is damaged."""
     folder, path = Path(run_folder), _from_root(run_folder)
     points: dict[str, dict[float, tuple[float, ...]]] = {"train": {}, "val": {}}  # the last line of each step
@@ -92,7 +97,7 @@ def read_curve(run_folder: str | Path) -> Curve:
     train, val = (np.array(sorted(rows.values())).reshape(-1, 4) for rows in points.values())
     skips = np.array(skipped, dtype=float).reshape(-1, 2)
     config = read_config(folder) if (folder / CONFIG).exists() else {}
-    name, form = attention_label(attention), attention_form(attention, config.get("model", {}))
+    name, form = attention_label(attention), form_of(attention, config.get("model", {}))
     fingerprint = str(read_environment(folder, "data").get("fingerprint", ""))
     hardware = read_environment(folder, "hardware")
     about = (path.name, model, name, form, form)
@@ -131,11 +136,11 @@ def _from_root(path: str | Path) -> Path:
     return Path(os.path.abspath(path))
 
 
-def read_curves(run_folders: Sequence[str | Path]) -> list[Curve]:
+def read_curves(run_folders: Sequence[str | Path], form_of: Form = without_options) -> list[Curve]:
     """The curves of the runs that have losses; the others are named on stderr. UserError if none has."""
     if not run_folders:
         raise UserError("no runs to draw: name their folders, such as runs/demo-ours runs/demo-softmax")
-    return skip_failing(read_curve, run_folders)
+    return skip_failing(lambda folder: read_curve(folder, form_of), run_folders)
 
 
 def mean_over_seeds(curves: Sequence[Curve]) -> list[Curve]:
@@ -164,14 +169,17 @@ def _but_for_the_seed(curve: Curve) -> str:
     """A key, equal for runs of one recipe, data and hardware, whatever their seed; a run without a recorded
     seed gets its own key.
 
-    If the records have the data's fingerprint, its path is ignored.
+    If the records have the data's fingerprint, its path is ignored. An option that is off is as one that is
+    missing: it may be newer than the run.
     """
     train = curve.config.get("train")
     if not isinstance(train, dict) or "seed" not in train:
         return f"{curve.name} {id(curve)}"
-    config = {key: value for key, value in with_defaults(curve.config).items() if key not in _MAY_DIFFER}
-    if curve.fingerprint:
-        config = {key: value for key, value in config.items() if not key.startswith("data.")}
+    config = {
+        part: {key: x for key, x in values.items() if x and key not in _MAY_DIFFER.get(part, ())}
+        for part, values in curve.config.items()
+        if isinstance(values, dict) and not (part == "data" and curve.fingerprint)
+    }
     same = [config, curve.fingerprint, hardware_label(curve.hardware)]
     return json.dumps(same, sort_keys=True, default=str)
 

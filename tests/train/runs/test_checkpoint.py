@@ -15,7 +15,8 @@ from lingpt.common.run_folder import (
     write_manifest,
 )
 from lingpt.models import load_model
-from lingpt.train import checkpoint, loop, train
+from lingpt.train import loop, train
+from lingpt.train.runs import checkpoint
 
 
 def names(folder) -> list[str]:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from lingpt.train import environment
+from lingpt.train.runs import environment
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 package_hash = environment.package_hash.__wrapped__  # reads the files each time
 
 

@@ -17,7 +17,8 @@ import pytest
 from lingpt.common.errors import UserError
 from lingpt.common.run_folder import read_metrics
 from lingpt.models import ModelArgs
-from lingpt.train import loop, trackers, train
+from lingpt.train import loop, train
+from lingpt.train.runs import trackers
 
 
 def read_offline_record(path: Path) -> list:

@@ -7,10 +7,19 @@ import pytest
 import yaml
 
 from lingpt.common.errors import UserError
-from lingpt.common.palette import COLOURS
-from lingpt.train import draw_curves, format_table
-from lingpt.train.curve_figure import caption, draw
-from lingpt.train.curves import find_curve, find_runs, labels, mean_over_seeds, read_curve, smooth, spikes
+from lingpt.models import attention_form
+from lingpt.plots.curve_figure import caption, draw, draw_curves
+from lingpt.plots.curves import (
+    find_curve,
+    find_runs,
+    format_table,
+    labels,
+    mean_over_seeds,
+    read_curve,
+    smooth,
+    spikes,
+)
+from lingpt.plots.palette import COLOURS
 
 
 def write_run(folder, attention, seconds_per_step, val, model="demo"):
@@ -118,9 +127,11 @@ def test_the_runs_that_are_drawn(tmp_path, capsys):
 
 
 def test_labels_are_attentions_only_where_these_tell_runs_apart(tmp_path):
-    a = read_curve(write_run(tmp_path / "a", "ours", 1.0, {2: 4.0, 4: 3.0}))
-    b = read_curve(write_run(tmp_path / "b", ["ours", "softmax"], 1.0, {2: 4.0, 4: 3.0}))
-    c = read_curve(write_run(tmp_path / "c", "gla", 1.0, {2: 4.0, 4: 3.0}, model="pythia-70m"))
+    a = read_curve(write_run(tmp_path / "a", "ours", 1.0, {2: 4.0, 4: 3.0}), attention_form)
+    b = read_curve(write_run(tmp_path / "b", ["ours", "softmax"], 1.0, {2: 4.0, 4: 3.0}), attention_form)
+    c = read_curve(
+        write_run(tmp_path / "c", "gla", 1.0, {2: 4.0, 4: 3.0}, model="pythia-70m"), attention_form
+    )
     assert labels([a, b]) == ["ours", "ours + softmax_every=2"]
     assert labels([a, c]) == ["a", "c"]
 
@@ -167,7 +178,7 @@ def test_forms_of_one_attention_have_their_options_as_labels(tmp_path):
     gated = write_run(tmp_path / "b", "ours-gated", 1.0, {2: 4.0, 4: 3.0})
     config = {"model": {"name": "demo", "attention": "ours-gated", "output_gate": True}}
     (gated / "config.yaml").write_text(yaml.safe_dump(config))
-    curves = [read_curve(plain), read_curve(gated)]
+    curves = [read_curve(plain, attention_form), read_curve(gated, attention_form)]
     assert labels(curves) == ["ours-gated", "ours-gated + output_gate"]
     assert find_curve([curves[1]], "ours-gated") == 0  # its attention names it, too
 
