@@ -17,7 +17,7 @@ PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 
 FAULT_RECORD ?= docs/results/reliability/faults.json#  of `make soak`
 
-CUDA_SOURCES = $(sort $(shell find kernels tests -name '*.cu' -o -name '*.cuh'))
+CUDA_SOURCES = $(sort $(shell find kernels ptx_emulator tests -name '*.cu' -o -name '*.cuh'))
 
 # `$(call opt,--key,$(VALUE))` is `--key 'VALUE'`, or nothing where VALUE is empty; a quote in it stays one.
 quoted = '$(subst ','\'',$(strip $(1)))'
@@ -65,7 +65,7 @@ test: $(READY) ## all tests that this machine can run; LINGPT_TEST_DATA=folder a
 	OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) $(BIN)pytest -n $(strip $(JOBS)) $(ARGS)
 
 test-gpu: $(READY) ## the GPU tests, and their record in docs/results/kernels
-	$(BIN)pytest -m gpu -p lingpt.kernels.bench.record --gpu-record docs/results/kernels/gpu-tests.json $(ARGS)
+	$(BIN)pytest -m gpu -p lingpt.bench.record --gpu-record docs/results/kernels/gpu-tests.json $(ARGS)
 
 soak: $(READY) ## inject faults for an hour or two (kills, signals, failing disks, damage, odd input), and record it
 	LINGPT_SOAK=1 LINGPT_PROPERTY_FACTOR=72 OMP_NUM_THREADS=1 $(BIN)pytest -n $(strip $(JOBS)) -m fault \

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from jsonargparse import ArgumentParser, Namespace
 
 if TYPE_CHECKING:
-    from lingpt.kernels.bench import Results, Row
+    from lingpt.bench.kernels import Results, Row
 
 HELP = "Measure linear attention against the baselines: time, memory, correctness, plots."
 RENAMED = {"limit": "max_round_seconds"}
@@ -45,9 +45,9 @@ def configure(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> None:
     import matplotlib  # noqa: F401  (needed by the plots at the end: fails now if missing)
 
+    from lingpt.bench.kernels import Results, draw, targets_table
     from lingpt.common.errors import UserError
     from lingpt.common.files import write_text
-    from lingpt.kernels.bench import Results, draw, targets_table
 
     if args.warm not in ("first", "only", "skip"):
         raise UserError(f"--warm is first, only or skip, not {args.warm!r}")
@@ -66,8 +66,8 @@ def _measure(args: Namespace) -> "Results | None":
     """The results; None if only compiling the kernels was requested."""
     import torch
 
-    from lingpt.kernels.bench import DEFAULT_IMPLEMENTATIONS, IMPLEMENTATIONS, Shape, run_bench, warm_up
-    from lingpt.kernels.bench.traffic import count_bytes
+    from lingpt.bench.kernels import DEFAULT_IMPLEMENTATIONS, IMPLEMENTATIONS, Shape, run_bench, warm_up
+    from lingpt.bench.kernels.traffic import count_bytes
 
     cpu, path = args.device == "cpu", Path(args.out) / "results.json"
     if not cpu and args.warm != "skip":
@@ -95,7 +95,7 @@ def _measure(args: Namespace) -> "Results | None":
 
 def _summary(results: "Results") -> str:
     """One line per row, measured or with the reason why not; one per implementation that cannot run here."""
-    from lingpt.kernels.bench import IMPLEMENTATIONS
+    from lingpt.bench.kernels import IMPLEMENTATIONS
 
     device = "cpu" if results.environment["card"].startswith("CPU") else "cuda"
     names = dict.fromkeys(row.implementation for row in results.rows)

@@ -38,9 +38,9 @@ def configure(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> None:
     import matplotlib  # noqa: F401  (needed by the plot at the end: fails now if missing)
 
+    from lingpt.bench.decoding import bench_decoding
+    from lingpt.bench.decoding_results import DecodeResults, draw, table
     from lingpt.common.files import write_text
-    from lingpt.train.bench.decoding import bench_decoding
-    from lingpt.train.bench.decoding_results import DecodeResults, draw, table
 
     out = Path(args.out)
     path = out / "decode.json"

@@ -39,11 +39,11 @@ def configure(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> None:
     import matplotlib  # noqa: F401  (needed by the plot at the end: fails now if missing)
 
+    from lingpt.bench.step_results import Results, draw, table
+    from lingpt.bench.step_targets import targets_table
+    from lingpt.bench.steps import bench_steps
     from lingpt.common.errors import UserError
     from lingpt.common.files import write_text
-    from lingpt.train.bench.step_results import Results, draw, table
-    from lingpt.train.bench.step_targets import targets_table
-    from lingpt.train.bench.steps import bench_steps
 
     if args.accelerator not in ("auto", "cpu", "cuda"):
         raise UserError(f"--accelerator is auto, cpu or cuda, not {args.accelerator!r}")

@@ -118,8 +118,8 @@ def _resources(module: "CompiledModule") -> list[str]:
 def _test(args: Namespace) -> None:
     import torch
 
+    from lingpt.bench.kernels.selftest import self_test
     from lingpt.common.errors import UserError
-    from lingpt.kernels.bench.selftest import self_test
 
     if not torch.cuda.is_available():
         message = "there is no CUDA device here to test the kernels on; `lingpt kernels compile` needs none"
@@ -137,7 +137,7 @@ def _test(args: Namespace) -> None:
 
 
 def _release_check(args: Namespace) -> None:
-    from lingpt.kernels.bench import staleness
+    from lingpt.bench.kernels import staleness
 
     if reason := staleness(Path(args.record)):
         print(f"lingpt: {reason}", file=sys.stderr)

@@ -53,17 +53,17 @@ def bench_tables() -> list[tuple[Path, str]]:
 def table_of(path: Path, bench: str) -> str:
     """What `lingpt bench`, `lingpt bench train` and `lingpt bench decode` write beside it with --redraw."""
     if bench == "kernels":
-        from lingpt.kernels.bench import Results, targets_table
+        from lingpt.bench.kernels import Results, targets_table
 
         return targets_table(Results.load(path))
     if bench == "decoding":
-        from lingpt.train.bench.decoding_results import DecodeResults
-        from lingpt.train.bench.decoding_results import table as decode_table
+        from lingpt.bench.decoding_results import DecodeResults
+        from lingpt.bench.decoding_results import table as decode_table
 
         return decode_table(DecodeResults.load(path))
-    from lingpt.train.bench.step_results import Results as Steps
-    from lingpt.train.bench.step_results import table
-    from lingpt.train.bench.step_targets import targets_table as step_targets
+    from lingpt.bench.step_results import Results as Steps
+    from lingpt.bench.step_results import table
+    from lingpt.bench.step_targets import targets_table as step_targets
 
     steps = Steps.load(path)
     return f"{table(steps)}\n{step_targets(steps)}"

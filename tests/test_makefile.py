@@ -108,7 +108,7 @@ def test_check_runs_every_tool_on_every_source():
     lines = dry("check").splitlines()
     assert [line.split()[0] for line in lines] == ["ruff", "ruff", "clang-format", "mkdir", "mypy"]
     cuda = {
-        path.relative_to(ROOT) for suffix in ("*.cu", "*.cuh") for path in ROOT.glob(f"[kt]*/**/{suffix}")
+        path.relative_to(ROOT) for suffix in ("*.cu", "*.cuh") for path in ROOT.glob(f"[kpt]*/**/{suffix}")
     }
     assert {Path(word) for word in lines[2].split() if ".cu" in word} == cuda != set()
     assert "ln -sfn .. .types/lingpt" in lines[3]

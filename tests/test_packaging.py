@@ -23,7 +23,7 @@ import lingpt
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = PROJECT["tool"]["setuptools"]["packages"]
-FOLDERS = ("common", "plots", "kernels", "models", "data", "train", "eval", "study", "cli")
+FOLDERS = ("common", "plots", "kernels", "models", "data", "train", "eval", "bench", "study", "cli")
 BARE_NAMES = (*FOLDERS, "configs", "tests")
 TOP = ("__init__.py", "py.typed")
 SHIPPED = (".py", ".typed", ".yaml", ".cu", ".cuh", ".h", ".json")
@@ -32,11 +32,12 @@ SHIPPED = (".py", ".typed", ".yaml", ".cu", ".cuh", ".h", ".json")
 MAY_IMPORT = {
     "common": set(),
     "plots": {"common"},
-    "kernels": {"common", "plots"},
+    "kernels": {"common"},
     "models": {"common", "kernels"},
     "data": {"common"},
     "train": {"common", "plots", "kernels", "models", "data"},
     "eval": {"common", "plots", "kernels", "models", "data"},
+    "bench": {"common", "plots", "kernels", "models", "data", "train"},
     "study": {"common", "plots", "models", "data", "train", "eval"},
     "cli": set(FOLDERS),
 }
@@ -380,6 +381,19 @@ def test_imports_point_one_way(folder):
                 assert other == folder or other in MAY_IMPORT[folder], f"{where} imports lingpt.{other}"
                 private = [name for name in [*module.split("."), *names] if re.match(r"_(?!_)", name)]
                 assert other == folder or not private, f"{where} imports {private} of lingpt.{other}"
+
+
+def test_the_emulator_is_a_tool_of_its_own():
+    """Guards: a way back into the package; the emulator is handed a compiler."""
+    for path in (ROOT / "ptx_emulator").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            else:
+                continue
+            assert not [name for name in names if name.startswith("lingpt")], f"{path.name}:{node.lineno}"
 
 
 def test_modules_import_one_another_in_no_circle():

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from lingpt.bench import data as bench
 from lingpt.cli.main import main
-from lingpt.data import bench
 
 
 @pytest.fixture(autouse=True)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lingpt.bench.steps import bench_steps
 from lingpt.common.errors import UserError
 from lingpt.common.run_folder import read_metrics
 from lingpt.models import ALIASES, ATTENTIONS, GPT, Config, ModelArgs
 from lingpt.train import TrainConfig, train
-from lingpt.train.bench.steps import bench_steps
 from lingpt.train.compilation import compile_blocks
 from lingpt.train.distributed.parallel import Parallel
 from lingpt.train.loss import NextTokenLoss

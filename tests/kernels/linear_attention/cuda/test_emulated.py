@@ -15,13 +15,13 @@ import weakref
 import pytest
 import torch
 
-from lingpt.kernels import emulator
-from lingpt.kernels.emulator import Memory
+from lingpt import ptx_emulator as emulator
 from lingpt.kernels.linear_attention import LinearAttentionState
 from lingpt.kernels.linear_attention.call import Call
 from lingpt.kernels.linear_attention.cuda import backend, launch, toolchain
 from lingpt.kernels.linear_attention.cuda import compile as nvrtc
 from lingpt.kernels.linear_attention.rope import rotate, rotate_backward
+from lingpt.ptx_emulator import Memory
 from lingpt.tests import oracles
 from lingpt.tests.oracles import (
     above_twice,
@@ -119,7 +119,7 @@ def compiled(spec: nvrtc.KernelSpec, arch: str) -> emulator.Module:
 @functools.lru_cache(maxsize=len(COMMON) + 2)  # a module's kernels hold some 10 MB each
 def module(source: str, arch: str, defines: tuple, names: tuple) -> emulator.Module:
     """`names` tell builds apart."""
-    return emulator.Module(source, arch, dict(defines))
+    return emulator.Module(functools.partial(nvrtc.compile_ptx, source, arch, dict(defines)), arch)
 
 
 def inputs(build: Build, B: int, N: int, H: int) -> list[torch.Tensor]:

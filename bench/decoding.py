@@ -1,0 +1,180 @@
+"""`lingpt bench decode`: each attention's time per token and size of the state, over the context length.
+
+It times what `lingpt generate` does for each new token: a step of the model with its decoding state, and the
+sampling of the token, which synchronises with the device. The step is the replay of a CUDA graph; on a CPU,
+or on request, it is eager. Weights are random.
+
+Notable:
+- no prompt of the context's length is processed. A KV cache is filled with random numbers; the state of a
+  linear attention has the same size after one token as at any context, so one token suffices. Neither the
+  time per token nor the size of a state depends on the values
+- the timed tokens are the last ones of the context, so the state is full when its bytes are counted
+- CUDA graphs are captured before the first of them
+- one model is in memory at a time; a configuration that does not fit, or fails, becomes a row with the
+  reason, and the results are written after every row
+"""
+
+import functools
+import itertools
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from lingpt.bench.decoding_results import DecodeResults, DecodeRow
+from lingpt.bench.environment import environment, used_by_others
+from lingpt.bench.rows import attempt, budget_spent, skipped
+from lingpt.bench.step_results import SHORT_CONV
+from lingpt.common.devices import decoding_dtype, find_device
+from lingpt.common.errors import UserError, unknown
+from lingpt.models import GPT, MODELS, Config, DecodingState, ModelArgs, attention_form
+from lingpt.models.attention.softmax import KVCache
+from lingpt.models.decoding_graph import DecodingGraph
+from lingpt.models.generate import sample
+
+MODEL = "pythia-1.4b"
+FORMS = ("softmax", "hybrid", SHORT_CONV, "ours", "gla")
+CONTEXTS, BATCH_SIZES = (2048, 8192, 32768, 131072), (1, 16)
+TEMPERATURE, TOP_K = 0.8, 50  # the defaults of `lingpt generate`
+# Warm-up and timed tokens are at most half of the context; timing stops after MAX_SECONDS.
+WARMUP_TOKENS, TIMED_TOKENS, DRAWS, MAX_SECONDS = 8, 64, 10, 3.0
+
+
+class Decoder:
+    """A model with random weights, built on first use, as building it may run out of memory, too."""
+
+    def __init__(self, config: Config, dtype: torch.dtype, device: torch.device) -> None:
+        self.config, self.dtype, self.device = config, dtype, device
+
+    @functools.cached_property
+    def model(self) -> GPT:
+        model = GPT.on_meta(self.config).to(self.dtype).to_empty(device=self.device)
+        model.reset_parameters()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(0.0, 0.02)
+        return model.eval()
+
+    def state_after(self, tokens: int, batch_size: int, max_seq_len: int) -> DecodingState:
+        """A decoding state as after `tokens` (at least one) tokens, although only one was processed."""
+        state = self.model.new_state(batch_size, max_seq_len)
+        self.model.step(torch.zeros(batch_size, 1, dtype=torch.long, device=self.device), state)
+        for layer in state.layers:
+            if isinstance(layer, KVCache):
+                layer.fill(tokens)
+        state.position = tokens
+        return state
+
+
+def bench_decoding(
+    model: str = MODEL,
+    attentions: Sequence[str] = (),
+    contexts: Sequence[int] = (),
+    batch_sizes: Sequence[int] = (),
+    *,
+    dtype: str | None = None,
+    device: str = "auto",
+    graph: bool = True,
+    budget: float = 150.0,
+    save_to: Path | None = None,
+    append: bool = False,
+) -> DecodeResults:
+    """Measures the time per token and the bytes of the state of each attention, context and batch size.
+
+    Args:
+        attentions: names or forms, as in a recipe; by default FORMS.
+        contexts, batch_sizes: by default CONTEXTS and BATCH_SIZES.
+        dtype: by default bf16 on a GPU that has it, else fp32.
+        graph: on a GPU, replay a CUDA graph of the step; False for eager steps.
+        budget: seconds; once it is spent, no further measurement begins, and the rest is "skipped".
+        save_to: a JSON file, written after every row.
+        append: keep the results in `save_to`, if they are of this card, these versions and this code, and
+            measure what is missing.
+
+    Raises UserError for invalid names and numbers.
+    """
+    contexts, batch_sizes = contexts or CONTEXTS, batch_sizes or BATCH_SIZES
+    if min(contexts) < 4 or min(batch_sizes) < 1:
+        raise UserError("--contexts takes numbers from 4, --batch_sizes from 1")
+    configs = choose_configs(model, attentions, max(contexts))
+    where = find_device(device)
+    if where.type == "cuda" and (line := used_by_others(where)):
+        warnings.warn(line, stacklevel=2)
+    kind = decoding_dtype(dtype, where) or torch.float32
+    here = environment(where) | {"precision": str(kind).removeprefix("torch.")}
+    results, deadline = DecodeResults.begin(here, save_to, append), time.perf_counter() + budget
+    for form, config in configs.items():
+        decoder = Decoder(config, kind, where)
+        for batch_size, context in itertools.product(batch_sizes, contexts):
+            row = DecodeRow(model, form, batch_size, context, graph=graph and where.type == "cuda")
+            if results.is_done(*row.cell):
+                continue
+            if time.perf_counter() > deadline:
+                row = skipped(row, budget_spent(budget))
+            else:
+                row = attempt(row, functools.partial(measure, row, decoder), where)
+                print(row.line(), flush=True)
+            results.put(row)
+            if save_to is not None:
+                results.save(save_to)
+    return results
+
+
+def choose_configs(model: str, attentions: Sequence[str], block_size: int) -> dict[str, Config]:
+    """Form (as named in tables) → the model's configuration with it; UserError for unknown names."""
+    if model not in MODELS:
+        raise unknown("model", model, MODELS)
+    configs = {}
+    for attention in attentions or FORMS:
+        args = ModelArgs(name=model, attention=attention, block_size=block_size)
+        configs[attention_form(args.attention, vars(args)).replace(" ", "")] = args.config()
+    return configs
+
+
+@torch.no_grad()
+def measure(row: DecodeRow, decoder: Decoder) -> DecodeRow:
+    """Measures the row's times and bytes."""
+    device, cuda = decoder.device, decoder.device.type == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    tokens = min(WARMUP_TOKENS + TIMED_TOKENS, row.context // 2)
+    state = decoder.state_after(row.context - tokens, row.batch_size, row.context)
+    step: Callable[[torch.Tensor], torch.Tensor] = functools.partial(decoder.model.next_logits, state=state)
+    if row.graph:
+        step = graph = DecodingGraph(decoder.model, state)
+        graph.prepare(row.context)
+    idx_B1 = torch.zeros(row.batch_size, 1, dtype=torch.long, device=device)
+    generator = torch.Generator().manual_seed(0)
+
+    def token() -> None:
+        nonlocal idx_B1
+        idx_B1 = sample(step(idx_B1), TEMPERATURE, TOP_K, generator).to(device)
+
+    warmup = min(WARMUP_TOKENS, tokens // 2)
+    _times(token, warmup)
+    spans = _times(token, tokens - warmup)
+    logits_BV = torch.randn(row.batch_size, decoder.config.padded_vocab_size, device=device).to(decoder.dtype)
+    draws = _times(lambda: sample(logits_BV, TEMPERATURE, TOP_K, generator), DRAWS)
+    return replace(
+        row,
+        ms=statistics.median(spans),
+        fastest_ms=min(spans),
+        draw_ms=statistics.median(draws),
+        tokens=len(spans),
+        state_bytes=state.num_bytes() // row.batch_size,
+        peak_memory=torch.cuda.max_memory_allocated(device) if cuda else None,
+    )
+
+
+def _times(work: Callable[[], object], most: int) -> list[float]:
+    """Milliseconds of each of up to `most` runs, until MAX_SECONDS, of work whose result is on the CPU."""
+    spans: list[float] = []
+    while len(spans) < most and sum(spans) < 1e3 * MAX_SECONDS:
+        began = time.perf_counter()
+        work()
+        spans.append(1e3 * (time.perf_counter() - began))
+    return spans

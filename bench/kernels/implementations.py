@@ -1,0 +1,284 @@
+"""Every attention that is measured, by name: its inputs, its call, and its float64 oracle.
+
+Each is checked against its *own* function (softmax is not expected to be linear attention), on the tensors
+that were timed: `oracle` recomputes some (batch, head) slices of them in float64.
+
+To add one, add an entry to IMPLEMENTATIONS at the end of this file.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize, scaled_dot_product_attention
+
+from lingpt.bench.kernels import inputs, oracles
+from lingpt.bench.kernels.inputs import Inputs
+from lingpt.bench.kernels.shapes import Shape
+from lingpt.common.install import install_command
+from lingpt.kernels.linear_attention import linear_attention, linear_attention_flops, linear_attention_qkv
+from lingpt.kernels.linear_attention.call import Call
+from lingpt.kernels.linear_attention.cuda import device_unsupported_reason, unsupported_reason
+from lingpt.kernels.linear_attention.numerics import B_SHRINK
+
+MakeInputs = Callable[[Shape, torch.dtype, torch.device], Inputs]
+Attention = Callable[[Inputs], Tensor]
+Need = Callable[[Shape | None, torch.dtype, torch.device], str | None]  # None if it is met, else why not
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One attention under a name. `call` takes the inputs, `oracle` float64 slices of them."""
+
+    name: str
+    title: str
+    inputs: MakeInputs
+    call: Attention
+    oracle: Attention
+    needs: tuple[Need, ...] = ()
+    backward_needs: tuple[Need, ...] = ()  # if they are not met, only forward is measured
+    min_traffic: tuple[int, int] = (4, 8)  # tensors of U bytes that forward and backward must read or write
+    quadratic: bool = False  # whether time grows with the square of N
+    ours: bool = False
+    tolerance: float = 2e-2  # relative RMS error of bf16; beyond it a result is wrong
+    autotunes: bool = False  # takes minutes with a cold cache
+    training_only: bool = False  # a variant: measured at the training shapes, not swept
+    variant_of: str | None = None  # the implementation that its replays are interleaved with
+    colour_of: str | None = None  # the name whose colour in plots/palette.py it takes; None: its own
+
+    def unsupported_reason(
+        self,
+        shape: Shape | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        device: str | torch.device = "cuda",
+    ) -> str | None:
+        """Why it does not run here; None if it does."""
+        return _first_reason(self.needs, shape, dtype, torch.device(device))
+
+    def backward_unsupported_reason(
+        self,
+        shape: Shape | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        device: str | torch.device = "cuda",
+    ) -> str | None:
+        """Why its backward pass does not run here; None if it does."""
+        return _first_reason(self.backward_needs, shape, dtype, torch.device(device))
+
+    def flops(self, shape: Shape) -> int:
+        """FLOPs of the forward pass: matrix products only, of causal ones only the causal half."""
+        B, N, H, D = shape
+        return 2 * B * H * N * N * D if self.quadratic else linear_attention_flops(B, N, H, D)
+
+
+# What an implementation needs
+
+
+def _first_reason(
+    needs: tuple[Need, ...], shape: Shape | None, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    return next((reason for need in needs if (reason := need(shape, dtype, device))), None)
+
+
+def _cuda_device(shape: Shape | None, dtype: torch.dtype, device: torch.device) -> str | None:
+    return None if device.type == "cuda" and torch.cuda.is_available() else "needs a CUDA device"
+
+
+def _package(module: str, name: str, install: str) -> Need:
+    def need(shape: Shape | None, dtype: torch.dtype, device: torch.device) -> str | None:
+        installed = importlib.util.find_spec(module) is not None
+        return None if installed else f"{name} is not installed: {install}"
+
+    return need
+
+
+def _sound_scalar_gates(shape: Shape | None, dtype: torch.dtype, device: torch.device) -> str | None:
+    """FLA's gradients of scalar gates are wrong on Hopper before Triton 3.7.1 (its issues 640 and 984)."""
+    found = importlib.metadata.version("triton")
+    if torch.cuda.get_device_capability(device)[0] != 9 or _numbers(found) >= (3, 7, 1):
+        return None
+    return f"no backward pass: on Hopper it needs Triton 3.7.1 or newer, this is {found}"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+
+
+def _our_kernel(shape: Shape | None, dtype: torch.dtype, device: torch.device) -> str | None:
+    return device_unsupported_reason(dtype, shape.D if shape else 128, device)
+
+
+def _our_gated_kernel(normalize: bool) -> Need:
+    def need(shape: Shape | None, dtype: torch.dtype, device: torch.device) -> str | None:
+        x = torch.empty(1, 1, 1, shape.D if shape else 128, dtype=dtype, device=device)
+        call = Call(q=x, k=x, v=x, token_log_decay=x[..., 0].float(), normalize=normalize, backend="cuda")
+        return unsupported_reason(call)
+
+    return need
+
+
+# Calls of ours; with backend "chunkwise" they are also oracles, in the dtype of their inputs (float64)
+
+
+PRODUCTS: dict[str, Any] = {"a": 0.0, "normalize": False, "normalize_qk": False}  # q·k only: simple GLA, SSD
+AFFINE: dict[str, Any] = {"normalize": False}  # 1 + q̂·k̂: what `ours-gated+output_gate` trains with
+
+
+def _ours(backend: str, **options: Any) -> Attention:
+    def call(x: Inputs) -> Tensor:
+        decay = x.get("log_decay")
+        return _output(linear_attention(x["q"], x["k"], x["v"], log_decay=decay, **options, backend=backend))
+
+    return call
+
+
+def _ours_packed(backend: str) -> Attention:
+    return lambda x: _output(linear_attention_qkv(x["qkv"], x["cos"], x["sin"], backend=backend))
+
+
+def _output(o: object) -> Tensor:
+    """o of an operator that returns o, or (o, state) if the state is requested."""
+    assert isinstance(o, Tensor)
+    return o
+
+
+# Calls of the baselines
+
+
+def _cumsum(x: Inputs) -> Tensor:
+    """Linear attention in plain PyTorch: all tokens' states by cumulative sums, the backward by autograd.
+
+    The sums are fp32: bf16 sums make the gradients wrong (dk by 3.6 % at N = 8192 on an H200).
+    """
+    dtype = torch.promote_types(x["q"].dtype, torch.float32)
+    q, k, v = normalize(x["q"], dim=-1), normalize(x["k"], dim=-1), x["v"]
+    S = (k.unsqueeze(-1) * v.unsqueeze(-2)).cumsum(1, dtype=dtype)  # [B, N, H, D, D]
+    z, c = k.cumsum(1, dtype=dtype), v.cumsum(1, dtype=dtype)
+    n = torch.arange(1, q.shape[1] + 1, device=q.device).view(1, -1, 1, 1)
+    u = c + B_SHRINK * (q.to(dtype).unsqueeze(-2) @ S).squeeze(-2)
+    g = n + B_SHRINK * (q * z).sum(-1, keepdim=True)
+    return (u / g).to(x["q"].dtype)
+
+
+def _fla_linear(function: str, normalize: bool) -> Attention:
+    def call(x: Inputs) -> Tensor:
+        from fla.ops import linear_attn
+
+        return getattr(linear_attn, function)(x["q"], x["k"], x["v"], scale=1.0, normalize=normalize)[0]
+
+    return call
+
+
+def _fla_lightning(x: Inputs) -> Tensor:
+    from fla.ops.lightning_attn import chunk_lightning_attn
+
+    return chunk_lightning_attn(x["q"], x["k"], x["v"], layer_idx=0, num_layers=12, scale=1.0)[0]
+
+
+def _fla_gla(x: Inputs) -> Tensor:
+    from fla.ops.gla import chunk_gla
+
+    return chunk_gla(x["q"], x["k"], x["v"], x["g"])[0]
+
+
+def _fla_simple_gla(x: Inputs) -> Tensor:
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    return chunk_simple_gla(x["q"], x["k"], x["v"], x["log_decay"], scale=1.0)[0]
+
+
+def _fla_delta_rule(x: Inputs) -> Tensor:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    return chunk_gated_delta_rule(x["q"], x["k"], x["v"], x["log_decay"], x["beta"])[0]
+
+
+def _mamba2(x: Inputs) -> Tensor:
+    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+    return mamba_chunk_scan_combined(x["v"], x["dt"], x["A"], x["k"], x["q"], chunk_size=256)
+
+
+def _mlstm(x: Inputs) -> Tensor:
+    from mlstm_kernels.torch.chunkwise.triton_xl_chunk_siging import mlstm_siging_chunkwise__xl_chunk
+
+    q, k, v, i, f = (x[name].transpose(1, 2) for name in "qkvif")
+    dtype = x["q"].dtype
+    o = mlstm_siging_chunkwise__xl_chunk(q, k, v, i, f, normalize=False, autocast_kernel_dtype=dtype)
+    return o.transpose(1, 2)
+
+
+def _sdpa(backend: str) -> Attention:
+    def call(x: Inputs) -> Tensor:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        q, k, v = (x[n].transpose(1, 2) for n in "qkv")
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+    return call
+
+
+# The registry
+
+_OUR_KERNEL = (_cuda_device, _our_kernel)
+_FLA = (_cuda_device, _package("fla", "fla-core", install_command("gla")))
+_MAMBA = (_cuda_device, _package("mamba_ssm", "mamba-ssm", "pip install mamba-ssm"))
+_MLSTM = (_cuda_device, _package("mlstm_kernels", "mlstm-kernels", "pip install mlstm-kernels"))
+
+_ALL = (
+    Implementation("ours", "ours", inputs.random, _ours("cuda"), _ours("chunkwise"), _OUR_KERNEL, ours=True),
+    Implementation("ours-decay", "ours, with decay", inputs.decayed, _ours("cuda"), _ours("chunkwise"),
+                   _OUR_KERNEL, ours=True, training_only=True, variant_of="ours"),
+    Implementation("ours-gated", "ours, a decay of each token's own", inputs.token_decayed, _ours("cuda"),
+                   _ours("chunkwise"), (*_OUR_KERNEL, _our_gated_kernel(normalize=True)), ours=True,
+                   training_only=True, variant_of="ours"),
+    Implementation("ours-unnormalised", "the same, no normaliser (a = 0)", inputs.token_decayed,
+                   _ours("cuda", **PRODUCTS), oracles.linear,
+                   (*_OUR_KERNEL, _our_gated_kernel(normalize=False)), ours=True, training_only=True,
+                   variant_of="ours", colour_of="ours-gated"),
+    Implementation("ours-affine", "the same, no normaliser (a = b = 1)", inputs.token_decayed,
+                   _ours("cuda", **AFFINE), _ours("chunkwise", **AFFINE),
+                   (*_OUR_KERNEL, _our_gated_kernel(normalize=False)), ours=True, training_only=True,
+                   variant_of="ours", colour_of="ours-gated"),
+    Implementation("ours-packed", "ours, packed qkv with RoPE", inputs.packed, _ours_packed("cuda"),
+                   _ours_packed("chunkwise"), _OUR_KERNEL, ours=True, training_only=True, colour_of="ours"),
+    Implementation("ours-chunkwise", "ours, chunkwise PyTorch", inputs.random, _ours("chunkwise"),
+                   _ours("chunkwise"), colour_of="ours"),
+    Implementation("torch-cumsum", "PyTorch, cumulative sums", inputs.random, _cumsum, _ours("chunkwise")),
+    Implementation("fla-linear", "FLA linear", inputs.random, _fla_linear("chunk_linear_attn", False),
+                   oracles.linear, _FLA, autotunes=True),
+    Implementation("fla-linear-norm", "FLA linear, normalised", inputs.positive,
+                   _fla_linear("chunk_linear_attn", True), oracles.normalised, _FLA, autotunes=True),
+    Implementation("fla-fused-linear", "FLA fused linear", inputs.random,
+                   _fla_linear("fused_chunk_linear_attn", False), oracles.linear, _FLA, autotunes=True),
+    Implementation("fla-lightning", "FLA lightning", inputs.lightning, _fla_lightning, oracles.linear, _FLA,
+                   autotunes=True),
+    Implementation("fla-gla", "FLA GLA", inputs.gated, _fla_gla, oracles.gated, _FLA, autotunes=True,
+                   min_traffic=(5, 10), colour_of="gla"),
+    Implementation("fla-simple-gla", "FLA simple GLA", inputs.token_decayed, _fla_simple_gla, oracles.linear,
+                   _FLA, (_sound_scalar_gates,), autotunes=True, training_only=True),
+    Implementation("fla-delta-rule", "FLA Gated DeltaNet", inputs.delta_rule, _fla_delta_rule,
+                   oracles.delta_rule, _FLA, (_sound_scalar_gates,), autotunes=True, training_only=True),
+    Implementation("mamba2", "Mamba-2's SSD", inputs.mamba2, _mamba2, oracles.mamba2, _MAMBA,
+                   autotunes=True, training_only=True),
+    Implementation("mlstm", "mLSTM, sigmoid input gates", inputs.mlstm, _mlstm, oracles.mlstm, _MLSTM,
+                   training_only=True),
+    Implementation("sdpa-flash", "FlashAttention-2 (SDPA)", inputs.random, _sdpa("FLASH_ATTENTION"),
+                   oracles.softmax, (_cuda_device,), quadratic=True, colour_of="softmax"),
+    Implementation("sdpa-cudnn", "cuDNN attention (SDPA)", inputs.random, _sdpa("CUDNN_ATTENTION"),
+                   oracles.softmax, (_cuda_device,), quadratic=True, colour_of="softmax-cudnn"),
+    Implementation("sdpa-math", "softmax in PyTorch (SDPA)", inputs.random, _sdpa("MATH"), oracles.softmax,
+                   quadratic=True, colour_of="softmax"),
+)  # fmt: skip
+
+IMPLEMENTATIONS = {implementation.name: implementation for implementation in _ALL}
+DEFAULT_IMPLEMENTATIONS = tuple(
+    name for name in IMPLEMENTATIONS if name not in ("sdpa-math", "ours-chunkwise")
+)

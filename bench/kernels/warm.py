@@ -1,0 +1,62 @@
+"""Compiles Triton kernels before the benchmark, in parallel processes that share one cache.
+
+With a cold cache they autotune for minutes. Here only compiled kernels are shared, not the choice of a
+configuration, which other running processes would distort. So FLA's cache of choices is off here, and the
+benchmark tunes again, alone, on compiled kernels.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+from lingpt.bench.kernels.implementations import IMPLEMENTATIONS
+from lingpt.bench.kernels.runner import choose_implementations, choose_shapes
+from lingpt.bench.kernels.shapes import SWEEPS, Shape
+from lingpt.common.devices import available_cores
+
+WARM_N = 1024  # kernels depend on whether B is 1, on H and on D; not on N, as long as 16 divides it
+
+
+def warm_up(
+    implementations: Iterable[str] = (),
+    only: Iterable[str] = (),
+    workers: int | None = None,
+    progress: bool = True,
+) -> dict[str, str]:
+    """Runs every autotuning implementation once at each kind of shape of the sweeps named in `only` (default:
+    all); returns the errors by "implementation shape".
+
+    Raises UserError for a name that does not exist.
+    """
+    from tqdm import tqdm
+
+    chosen, shapes = choose_implementations(implementations), choose_shapes(only, SWEEPS)
+    names = [i.name for i in chosen if i.autotunes and i.unsupported_reason() is None]
+    kinds = sorted({Shape(min(s.B, 2), WARM_N, s.H, s.D) for s in shapes})
+    cells = [(name, shape) for name in names for shape in kinds]
+    with ThreadPoolExecutor(workers or available_cores()) as pool:
+        ran = pool.map(lambda cell: _warm_in_process(*cell), cells)
+        errors = list(tqdm(ran, total=len(cells), desc="warm", disable=None if progress else True))
+    return {f"{name} {shape}": error for (name, shape), error in zip(cells, errors, strict=True) if error}
+
+
+def _warm_in_process(name: str, shape: Shape) -> str | None:
+    """Runs `warm_one` in a new process; None if it worked, else the last line of the error."""
+    script = f"from lingpt.bench.kernels.warm import warm_one; warm_one({name!r}, {tuple(shape)})"
+    environment = os.environ | {"FLA_CACHE_RESULTS": "0", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    return None if ran.returncode == 0 else (ran.stderr.strip().splitlines() or ["no message"])[-1]
+
+
+def warm_one(name: str, shape: tuple[int, int, int, int]) -> None:
+    """Runs one forward and backward in this process."""
+    import torch
+
+    from lingpt.bench.kernels.call import BenchCall
+
+    BenchCall(IMPLEMENTATIONS[name], Shape(*shape), torch.bfloat16, torch.device("cuda")).both()
+    torch.cuda.synchronize()

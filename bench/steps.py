@@ -1,0 +1,347 @@
+"""`lingpt bench train`: the time of a whole training step with each attention, and with an identity instead.
+
+It times real training: a run's model, compiled blocks, precision, loss, gradient clipping and optimizer, on
+random tokens and without logging. The identity keeps the linear layers around the attention: its time divided
+by an attention's is the share of the step outside of the attention itself. Its gradients of q and k are
+zeros, which a card multiplies faster than other numbers; `identity-dense` uses v's gradient instead, with as
+many bytes.
+
+Notable:
+- at each shape the attentions take turns, in rounds: ratios are taken within a round, and a bad minute does
+  not affect one of them only; later rounds reuse what the first one compiled
+- one model is in memory at a time; all attentions of a shape have the same micro-batch size, and activation
+  checkpointing if all of them need it
+- an attention that fails becomes a row with the reason, and the results are written after every turn
+"""
+
+import functools
+import itertools
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from lingpt.bench.environment import environment, used_by_others
+from lingpt.bench.rows import attempt, budget_spent, skipped
+from lingpt.bench.step_results import (
+    DENSE_IDENTITY,
+    IDENTITIES,
+    IDENTITY,
+    OUTPUT_GATE,
+    SHORT_CONV,
+    Results,
+    Row,
+)
+from lingpt.common.errors import UserError, unknown
+from lingpt.data import DataConfig
+from lingpt.models import ATTENTIONS, GPT, MODELS, ModelArgs
+from lingpt.models.attention.base import QKVAttention
+from lingpt.train.compilation import compiles
+from lingpt.train.config import Recipe, TrainConfig
+from lingpt.train.console import print_rank0
+from lingpt.train.distributed.parallel import Parallel
+from lingpt.train.loss import NextTokenLoss
+from lingpt.train.model import attention_kernels, begin_autotuning, make_model
+from lingpt.train.optim import make_optimizer
+from lingpt.train.planning.machine import Machine, choose_machine
+from lingpt.train.planning.memory_fit import largest_that_fits, memory_needed, micro_batch_sizes
+from lingpt.train.planning.throughput import mfu
+from lingpt.train.step import optimizer_step
+
+# The model options of a recipe, for each name that is compared.
+COMPARED: dict[str, dict[str, Any]] = {
+    IDENTITY: {"attention": "softmax"},  # the identity keeps its linear layers
+    DENSE_IDENTITY: {"attention": "softmax"},
+    "ours": {"attention": "ours"},
+    "ours-gated": {"attention": "ours-gated"},
+    OUTPUT_GATE: {"attention": OUTPUT_GATE},
+    SHORT_CONV: {"attention": SHORT_CONV},
+    "hybrid": {"attention": "hybrid"},
+    "ours-decay": {"attention": "ours-decay"},
+    "softmax-flash": {"attention": "softmax", "sdpa": "flash"},
+    "softmax-cudnn": {"attention": "softmax", "sdpa": "cudnn"},
+    "gla": {"attention": "gla"},
+}
+SIZES = ("pythia-70m", "pythia-160m", "pythia-410m", "pythia-1.4b")
+LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
+USUAL_LENGTH, SWEPT = 8192, ("pythia-160m", "pythia-1.4b")  # every size at this, and these at every length
+TOKENS, ROUNDS = 131072, 2
+# A turn is WARMUP_STEPS untimed steps, then at least MIN_STEPS and MIN_SECONDS, at most MAX_SECONDS.
+WARMUP_STEPS, MIN_STEPS, MIN_SECONDS, MAX_SECONDS = 2, 3, 2.0, 15.0
+# Above the number of attentions, as each is compiled once per shape: beyond the limit PyTorch would run
+# eagerly.
+COMPILED: dict[str, Any] = {"recompile_limit": 2 * len(COMPARED), "fail_on_recompile_limit_hit": True}
+
+
+class Shape(NamedTuple):
+    model: str
+    seq_len: int
+
+
+class _GradientOfV(torch.autograd.Function):
+    """Returns qkv [B, N, 3C] unchanged; backward uses v's gradient for q and k, too."""
+
+    @staticmethod
+    def forward(qkv: torch.Tensor) -> torch.Tensor:
+        return qkv.view_as(qkv)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, dqkv: torch.Tensor) -> torch.Tensor:
+        return dqkv[..., -(dqkv.shape[-1] // 3) :].repeat(1, 1, 3)
+
+
+class Identity(nn.Module):
+    """No attention: o = v between the linear layers of the attention that it replaces."""
+
+    def __init__(self, replaced: QKVAttention, dense: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.proj, self.dense = replaced.qkv, replaced.proj, dense
+
+    def forward(
+        self, x_BNC: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor, state: Any = None
+    ) -> torch.Tensor:
+        qkv = self.qkv(x_BNC)
+        if self.dense:
+            qkv = _GradientOfV.apply(qkv)
+        return self.proj(qkv[..., -x_BNC.shape[-1] :])
+
+    def flops_per_token(self, seq_len: int) -> int:
+        return 0
+
+
+class Trained:
+    """A model in training: a run's steps, repeated on the same random tokens."""
+
+    def __init__(self, recipe: Recipe, attention: str, parallel: Parallel) -> None:
+        self.recipe, self.parallel, config = recipe, parallel, recipe.model.config()
+        for tuning in begin_autotuning(recipe, config, recipe.train.precision, parallel.device):
+            tuning.finish(print_rank0)
+        self.gpt = make_model(recipe, config, parallel.device)
+        if attention in IDENTITIES:
+            for block in self.gpt.blocks:
+                assert isinstance(block.attn, QKVAttention)
+                block.add_module("attn", Identity(block.attn, dense=attention == DENSE_IDENTITY))
+        self.model = parallel.wrap(NextTokenLoss(self.gpt, compiles(recipe, parallel.device)))
+        self.optimizer = parallel.wrap_optimizer(make_optimizer(self.gpt, recipe.train))
+        shape = recipe.train.micro_batch_size, recipe.data.seq_len + 1
+        self.micro_batch = torch.randint(config.vocab_size, shape, device=parallel.device)
+
+    def step(self) -> None:
+        """One optimiser step. RuntimeError if its loss is not finite, as only real training is timed."""
+        n = self.recipe.train.global_batch_size // self.recipe.train.micro_batch_size
+        numbers = optimizer_step(self, itertools.repeat(self.micro_batch, n), n)
+        if not all(map(math.isfinite, numbers.wait())):  # waits for the device, as in a run
+            raise RuntimeError("the loss or the gradient is not finite")
+
+
+def bench_steps(
+    models: Sequence[str] = (),
+    seq_lens: Sequence[int] = (),
+    attentions: Sequence[str] = (),
+    *,
+    tokens_per_step: int = TOKENS,
+    micro_batch_tokens: int | None = None,
+    rounds: int = ROUNDS,
+    budget: float = 1500.0,
+    accelerator: Literal["auto", "cpu", "cuda"] = "auto",
+    save_to: Path | None = None,
+    append: bool = False,
+) -> Results:
+    """Times a training step of each of the `attentions` (names of COMPARED) at each model and length.
+
+    Args:
+        models, seq_lens: every model at every length; if not given, SIZES at USUAL_LENGTH, and those SWEPT at
+            all LENGTHS.
+        tokens_per_step: tokens per optimiser step, the same everywhere.
+        micro_batch_tokens: maximum tokens of a micro-batch; by default as many as fit the memory by the
+            estimate.
+        budget: seconds; once it is spent, no further turn begins, and attentions without any are "skipped".
+        save_to: a JSON file, written after every turn.
+        append: keep the results in `save_to`, if they are of this card, these versions and this code, and
+            measure what is missing. Ratios compare only what one session has measured.
+
+    Raises UserError for invalid names and numbers.
+    """
+    chosen, shapes = choose_attentions(attentions), choose_shapes(models, seq_lens, tokens_per_step)
+    if rounds < 1:
+        raise UserError(f"--rounds is {rounds}; it must be at least 1")
+    machine = choose_machine(TrainConfig(accelerator=accelerator, devices=1, num_nodes=1))
+    parallel = Parallel(machine)
+    parallel.seed(0)
+    if parallel.device.type == "cuda" and (line := used_by_others(parallel.device)):
+        warnings.warn(line, stacklevel=2)
+    here = environment(parallel.device) | {"precision": machine.precision}
+    results = Results.begin(here, save_to, append)
+    if others := {row.tokens for row in results.rows} - {tokens_per_step}:
+        raise UserError(
+            f"{save_to} has steps of {others.pop()} tokens, not to be compared with those of "
+            f"{tokens_per_step}: give the same --tokens_per_step, or leave out --append"
+        )
+    deadline, session = time.perf_counter() + budget, datetime.now().astimezone().isoformat()
+    for shape in shapes:
+        todo = [name for name in chosen if not results.is_done(*shape, name)]
+        recipes = _recipes(shape, tokens_per_step, micro_batch_tokens, machine) if todo else {}
+        torch.compiler.reset()
+        with torch._dynamo.config.patch(COMPILED):
+            for n, name in itertools.product(range(1, rounds + 1), todo):
+                late = time.perf_counter() > deadline
+                row = results.row(*shape, name)
+                if n == 1:
+                    row = _new_row(name, recipes[name], machine, session)
+                assert row is not None
+                if n > 1 and (late or row.status != "ok"):
+                    continue
+                if late:
+                    row = skipped(row, budget_spent(budget))
+                else:
+                    work = functools.partial(_timed, row, recipes[name], machine, parallel)
+                    row = attempt(row, work, parallel.device)
+                    print_rank0(f"{row.line()}, round {n}")
+                results.put(row)
+                if save_to is not None:
+                    results.save(save_to)
+    return results
+
+
+def choose_attentions(names: Sequence[str]) -> list[str]:
+    """The names without duplicates, by default all of COMPARED; UserError for an unknown one."""
+    for name in names:
+        if name not in COMPARED:
+            raise unknown("attention", name, COMPARED)
+    return list(dict.fromkeys(names or COMPARED))
+
+
+def choose_shapes(models: Sequence[str], seq_lens: Sequence[int], tokens_per_step: int) -> list[Shape]:
+    """The shapes as documented in `bench_steps`; UserError for an unknown model or an impossible length."""
+    for model in models:
+        if model not in MODELS:
+            raise unknown("model", model, MODELS)
+    models = models or SIZES
+    shapes = [Shape(model, seq_len) for model in models for seq_len in seq_lens or (USUAL_LENGTH,)]
+    if not seq_lens:
+        shapes += [Shape(model, seq_len) for model in SWEPT if model in models for seq_len in LENGTHS]
+    for shape in shapes:
+        if shape.seq_len < 1 or tokens_per_step < 1 or tokens_per_step % shape.seq_len:
+            raise UserError(
+                f"--tokens_per_step {tokens_per_step} is not a multiple of the length {shape.seq_len}"
+            )
+    return list(dict.fromkeys(shapes))
+
+
+def _recipes(
+    shape: Shape, tokens_per_step: int, micro_batch_tokens: int | None, machine: Machine
+) -> dict[str, Recipe]:
+    """The recipe of each attention, all with the same settings (`_largest_micro_batch`)."""
+    sequences = tokens_per_step // shape.seq_len
+    train = TrainConfig(
+        global_batch_size=sequences,
+        micro_batch_size=1,
+        learning_rate=1e-5,  # as in the first step of a warm-up
+        min_learning_rate=0.0,
+        precision=machine.precision,
+        max_steps=1,
+    )
+    data = DataConfig(seq_len=shape.seq_len)
+    recipes = {
+        name: Recipe(ModelArgs(name=shape.model, block_size=shape.seq_len, **model), data, train)
+        for name, model in COMPARED.items()
+    }
+    sizes = micro_batch_sizes(next(iter(recipes.values())), machine.world_size)
+    if micro_batch_tokens is not None:
+        size = max((size for size in sizes if size * shape.seq_len <= micro_batch_tokens), default=1)
+        train = replace(train, micro_batch_size=size)
+    else:
+        train = _largest_micro_batch(list(recipes.values()), machine, sizes)
+    return {name: replace(recipe, train=train) for name, recipe in recipes.items()}
+
+
+def _largest_micro_batch(recipes: Sequence[Recipe], machine: Machine, sizes: Sequence[int]) -> TrainConfig:
+    """The recipes' settings with the largest micro-batch that fits each of them, or one sequence; with
+    activation checkpointing only if one sequence fits none of them without it."""
+    train = recipes[0].train
+    for checkpointing in (False, True):
+        train = replace(train, activation_checkpointing=checkpointing)
+        fitting = [
+            largest_that_fits(
+                machine.memory,
+                machine.precision,
+                GPT.on_meta(recipe.model.config()),
+                replace(recipe, train=train),
+                sizes,
+            )
+            for recipe in recipes
+        ]
+        if any(fitting):
+            return replace(train, micro_batch_size=max(1, min(fitting)))
+    return train
+
+
+def _estimate(recipe: Recipe, machine: Machine, micro_batch_size: int) -> int:
+    gpt = GPT.on_meta(recipe.model.config())
+    return memory_needed(gpt, recipe, machine.precision, micro_batch_size)["total"]
+
+
+def _new_row(attention: str, recipe: Recipe, machine: Machine, session: str) -> Row:
+    size = recipe.train.micro_batch_size
+    return Row(
+        recipe.model.name,
+        recipe.data.seq_len,
+        attention,
+        session=session,
+        micro_batch_size=size,
+        activation_checkpointing=recipe.train.activation_checkpointing,
+        tokens=recipe.tokens_per_step,
+        # There is no estimate for the identity.
+        estimated_memory=_estimate(recipe, machine, size) if attention not in IDENTITIES else None,
+    )
+
+
+def _timed(row: Row, recipe: Recipe, machine: Machine, parallel: Parallel) -> Row:
+    """Times another round; returns the row with it."""
+    device, kernels = parallel.device, {}
+    if row.attention not in IDENTITIES:
+        config = recipe.model.config()
+        for name in config.attention_per_layer:
+            if missing := ATTENTIONS[name].missing_package(device):
+                raise UserError(missing)
+        kernels = attention_kernels(config, device, machine.precision)
+    began = time.perf_counter()
+    trained = Trained(recipe, row.attention, parallel)
+    trained.step()
+    first = time.perf_counter() - began
+    for _ in range(WARMUP_STEPS - 1):
+        trained.step()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    spans: list[float] = []
+    while sum(spans) < (MAX_SECONDS if len(spans) < MIN_STEPS else MIN_SECONDS):
+        began = time.perf_counter()
+        trained.step()
+        spans.append(time.perf_counter() - began)  # from one synchronisation to the next
+    by_round = [*row.by_round, 1e3 * statistics.median(spans)]
+    seconds = statistics.median(by_round) / 1e3
+    per_token = trained.gpt.flops_per_token(row.seq_len)
+    return replace(
+        row,
+        kernel=" and ".join(dict.fromkeys(kernels.values())) or None,
+        by_round=by_round,
+        fastest_ms=min(1e3 * min(spans), row.fastest_ms or math.inf),
+        steps=row.steps + len(spans),
+        first_step_seconds=row.first_step_seconds or first,
+        ms=1e3 * seconds,
+        tokens_per_second=row.tokens / seconds,
+        mfu=mfu(row.tokens / seconds, per_token, machine.peak),
+        peak_memory=parallel.peak_memory if device.type == "cuda" else None,
+    )

@@ -1,0 +1,274 @@
+"""A training step of each attention: the rows, their file and table, and what happens to those that fail."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lingpt.bench import steps
+from lingpt.bench.step_results import IDENTITIES, Results, Row, draw, table
+from lingpt.bench.step_targets import targets_table
+from lingpt.bench.steps import Identity, Shape, bench_steps, choose_shapes
+from lingpt.cli.main import main
+from lingpt.common.errors import UserError
+from lingpt.data import DataConfig
+from lingpt.models import ATTENTIONS, GPT, Config, ModelArgs
+from lingpt.train import Recipe, TrainConfig
+from lingpt.train.planning.machine import choose_machine
+from lingpt.train.planning.memory_fit import memory_needed
+from lingpt.train.runs.environment import git_revision, package_hash
+
+ON_A_CPU = {"tokens_per_step": 64, "accelerator": "cpu"}
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps a turn: one that warms up, one that is timed."""
+    for name, value in (("WARMUP_STEPS", 1), ("MIN_STEPS", 1), ("MIN_SECONDS", 0.0)):
+        monkeypatch.setattr(steps, name, value)
+
+
+def test_every_attention_takes_its_turn(tmp_path: Path, monkeypatch, capsys):
+    """Two rounds over all attentions of a shape; one that cannot run, or breaks, is a row with its reason."""
+    turns, trained = [], steps.Trained
+
+    def broken(recipe, attention, parallel):
+        turns.append(attention)
+        if attention == "ours-gated":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return trained(recipe, attention, parallel)
+
+    monkeypatch.setattr(steps, "Trained", broken)
+    missing = classmethod(lambda cls, device: "fla-core is not installed")
+    monkeypatch.setattr(ATTENTIONS["gla"], "missing_package", missing)
+    names = ["identity", "ours", "softmax-flash", "ours-gated", "softmax-cudnn", "gla"]
+    path = tmp_path / "bench.json"
+    results = bench_steps(["demo"], [16], names, save_to=path, **ON_A_CPU)
+    # A kernel or package that is not there builds no model; what failed is left out.
+    rounds = [*names[:4], *names[:3]]
+    assert turns == rounds
+    assert [row.status for row in results.rows] == ["ok", "ok", "ok", "oom", "refused", "refused"]
+    refused = results.rows[4]
+    assert refused.ms is None and refused.reason.startswith("model.sdpa cudnn cannot train on cpu")
+    assert results.rows[5].reason == "fla-core is not installed"
+    for row in results.rows[:3]:
+        assert (row.micro_batch_size, row.tokens, row.steps, len(row.by_round)) == (4, 64, 2, 2)
+        assert row.fastest_ms <= min(row.by_round) <= row.ms <= max(row.by_round)
+        assert row.tokens_per_second == pytest.approx(64e3 / row.ms)
+        assert row.mfu is None and row.peak_memory is None, "of a GPU alone"
+        assert (row.estimated_memory is None) == (row.attention == "identity")
+    assert results.rows[2].kernel == "flash"
+    assert Results.load(path) == results, "the file holds everything"
+    shares = [row["share_of_identity"] for row in json.loads(path.read_text())["rows"]]
+    assert shares[0] == 1.0 and 0 < shares[1] < 10 and shares[3] is None
+    text = table(results)
+    assert text.count("| demo | 16 | 4 |") == 6 and "| oom: out of memory |" in text
+    assert {line.count("|") for line in text.splitlines() if line.startswith("|")} == {12}
+    assert "demo N = 16, ours" in capsys.readouterr().out
+
+
+def test_a_benchmark_goes_on_where_it_stopped(tmp_path: Path):
+    """--append measures what the budget left out, keeps what is there, and refuses another machine's or
+    code's; guards: a JSON that did not say of which code it is."""
+    path = tmp_path / "bench.json"
+    options = ON_A_CPU | {"save_to": path, "append": True, "rounds": 1}
+    kept = bench_steps(["demo"], [32], ["identity"], **options).rows[0]
+    skipped = bench_steps(["demo"], [32], ["identity", "ours"], budget=0, **options).rows
+    assert skipped[0] == kept and skipped[1].status == "skipped" and "budget of 0 s" in skipped[1].reason
+    whole = bench_steps(["demo"], [32], ["ours", "identity"], micro_batch_tokens=32, **options)
+    assert whole.rows[0] == kept and whole.rows[1].status == "ok" and whole.rows[1].micro_batch_size == 1
+    with pytest.raises(UserError, match="has steps of 64 tokens"):
+        bench_steps(["demo"], [32], ["gla"], **options | {"tokens_per_step": 128})
+    assert whole.environment["source"] == package_hash() and whole.environment["git"] == git_revision()
+    for key in ("card", "source"):
+        Results(whole.environment | {key: "another"}, whole.rows).save(path)
+        with pytest.raises(UserError, match=f"of another {key}: measure again"):
+            bench_steps(["demo"], [32], ["ours"], **options)
+
+
+def test_the_table_names_the_code():
+    """And says nothing of it where the file is of before it was recorded."""
+    results, commit = made_up(), {"revision": "5123394abc", "dirty": True}
+    for known, said in (
+        ({}, "bf16-mixed, ; today."),
+        ({"source": "0a1b"}, "bf16-mixed, ; source 0a1b, today."),
+        ({"source": "0a1b", "git": commit}, "bf16-mixed, ; commit 5123394 with changes, today."),
+    ):
+        results.environment |= known
+        assert f"GPU, {said}" in table(results)
+
+
+def test_the_identity_mixes_nothing():
+    """o = v between the same linear layers, whatever the other tokens are, and no FLOPs but theirs."""
+    config = Config.from_name("demo", attention="softmax", n_layer=1)
+    softmax = GPT.create(config, seed=0).blocks[0].attn
+    identity, x = Identity(softmax), torch.randn(2, 5, 128, requires_grad=True)
+    values = torch.nn.functional.linear(x, softmax.qkv.weight[256:], softmax.qkv.bias[256:])
+    torch.testing.assert_close(identity(x, None, None), softmax.proj(values))
+    assert dict(identity.named_parameters()).keys() == dict(softmax.named_parameters()).keys()
+    assert identity.flops_per_token(100) == 0
+
+
+def test_the_dense_identity_has_no_gradient_of_zeros():
+    """The same output, also compiled; q's and k's weights have v's gradient, where the other's have none."""
+    softmax = GPT.create(Config.from_name("demo", attention="softmax", n_layer=1), seed=0).blocks[0].attn
+    x, weight = torch.randn(2, 5, 128), softmax.qkv.weight
+    plain, dense = Identity(softmax), Identity(softmax, dense=True)
+    gradients = []
+    for attention in (plain, dense, torch.compile(dense, backend="aot_eager", fullgraph=True)):
+        o = attention(x, None, None)
+        torch.testing.assert_close(o, plain(x, None, None))
+        (gradient,) = torch.autograd.grad(o.square().sum(), weight)
+        gradients.append(gradient.unflatten(0, (3, 128)))
+    assert not gradients[0][:2].any() and gradients[0][2].any()
+    for gradient in gradients[1:]:
+        torch.testing.assert_close(gradient, gradients[0][2].expand(3, 128, 128))
+
+
+def made_up() -> Results:
+    """Three lengths of two attentions; ours is 2, 4 and 6 times faster than FlashAttention-2."""
+    rows = []
+    for n, factor in ((2048, 2.0), (4096, 4.0), (8192, 6.0)):
+        for name, ms in (("identity", 0.9), ("ours", 1.0), ("softmax-flash", factor)):
+            rounds = [100 * ms, 150 * ms]
+            row = Row("pythia-160m", n, name, ms=125 * ms, fastest_ms=100 * ms, by_round=rounds)
+            row.tokens_per_second, row.peak_memory, row.estimated_memory = 1e6, 2 * 10**9, 10**9
+            rows.append(row)
+    return Results({"card": "GPU", "precision": "bf16-mixed", "versions": {}, "date": "today"}, rows)
+
+
+def test_ratios_are_taken_within_a_round(tmp_path: Path, capsys):
+    """And the picture and the table come from the file alone."""
+    results = made_up()
+    ours = results.row("pythia-160m", 4096, "ours")
+    assert results.times_faster(ours, "softmax-flash") == pytest.approx(4.0)
+    assert results.times_faster(ours, "identity") == pytest.approx(0.9)
+    assert results.times_faster(ours, "gla") is None
+    assert "| 0.900 | 4.00 | 2.0 | 0.50 |" in table(results)
+    results.save(tmp_path / "bench.json")
+    assert main(["bench", "train", "--redraw", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "bench.md").read_text().startswith(table(results))
+    assert (tmp_path / "speed-up.png").read_bytes().startswith(b"\x89PNG")
+    assert "softmax-flash" not in results.rows[0].line() and "speed-up.pdf" in capsys.readouterr().out
+    results.rows = results.rows[:3]
+    assert draw(results, tmp_path / "one length") == [], "no line has two points"
+
+
+def test_ratios_are_taken_within_a_session(tmp_path: Path):
+    """Guards: rounds of an earlier session, hours or another load of the card away, paired with those of the
+    rows that --append has added."""
+    options = ON_A_CPU | {"save_to": tmp_path / "bench.json", "append": True}
+    first = bench_steps(["demo"], [16], ["identity", "ours"], **options)
+    assert first.times_faster(first.row("demo", 16, "ours"), "identity") and "sessions" not in table(first)
+    both = bench_steps(["demo"], [16], ["identity", "ours", "gla"], **options)
+    ours, gla = (both.row("demo", 16, name) for name in ("ours", "gla"))
+    assert both.times_faster(ours, "identity") and both.times_faster(gla, "identity") is None
+    assert gla.ms and gla.session != ours.session and "several sessions" in table(both)
+
+
+def test_targets_are_judged_by_the_rows():
+    """What is not measured is said to be so."""
+    results = made_up()
+    for row in results.rows:
+        row.mfu = 0.44
+    text = targets_table(results)
+    assert "| pythia-160m, N = 8192: ours, share | ≥ 0.85 | ≥ 0.92 | 0.900 | met |" in text
+    assert "| ours, MFU | ≥ 0.43 | ≥ 0.48 | 0.440 | met |" in text
+    assert "0.50 to 0.50 | **not met** |" in text and text.count("| not measured: no result | – |") == 10
+    for row in results.rows:
+        row.model = "pythia-1.4b"
+    assert "ours, tokens/s of those at 2048 | ≥ 0.95 | ≥ 1 | not measured" in targets_table(results)
+    results.rows[4].seq_len = 65536  # ours at 4096
+    text = targets_table(results)
+    assert "tokens/s of those at 2048 | ≥ 0.95 | ≥ 1 | 1.000 | aim met |" in text
+    assert "ours, × FlashAttention-2 | ≥ 1.55 | ≥ 1.65 | 6.000 | aim met |" in text
+
+
+def test_a_row_that_failed_later_says_so():
+    """Guards: a later round that broke, of which table and targets said nothing, as its times are kept."""
+    results = made_up()
+    ours = results.row("pythia-160m", 8192, "ours")
+    ours.mfu, ours.status, ours.reason = 0.44, "error", "RuntimeError: a | b"
+    said = "pythia-160m N = 8192, ours: error: RuntimeError: a / b"
+    assert "| ours | 125.0 (100.0), then error: RuntimeError: a / b | 1000.0 | 0.440 |" in table(results)
+    text = targets_table(results)
+    assert f"| pythia-160m, N = 8192: ours, share | ≥ 0.85 | ≥ 0.92 | not measured: {said} | – |" in text
+    assert f"| ours, MFU | ≥ 0.43 | ≥ 0.48 | not measured: {said} | – |" in text
+    ours.status, results.row("pythia-160m", 8192, "identity").status = "ok", "oom"
+    assert "ours, share | ≥ 0.85 | ≥ 0.92 | not measured: pythia-160m N = 8192, identity: oom" in (
+        targets_table(results)
+    )
+    for row in results.rows:
+        row.model, row.status = "pythia-1.4b", "ok"
+    short, long = results.row("pythia-1.4b", 2048, "ours"), results.row("pythia-1.4b", 4096, "ours")
+    short.status, long.seq_len = "error", 65536
+    assert "those at 2048 | ≥ 0.95 | ≥ 1 | not measured: pythia-1.4b N = 2048, ours: error" in (
+        targets_table(results)
+    )
+
+
+def test_the_memory_estimate_is_what_was_measured():
+    """Guards: today's estimate, within 10 % of what steps on an H200 have used, in the committed results."""
+    folder, ratios = Path(__file__).parents[2] / "docs/results/training", {}
+    for path in sorted(folder.glob("bench*.json")):
+        results = Results.load(path)
+        for row in results.rows:
+            if row.peak_memory is None or row.attention in IDENTITIES:
+                continue
+            args = ModelArgs(name=row.model, block_size=row.seq_len, **steps.COMPARED[row.attention])
+            size, batch = row.micro_batch_size, row.tokens // row.seq_len
+            train = TrainConfig(
+                global_batch_size=batch,
+                micro_batch_size=size,
+                activation_checkpointing=row.activation_checkpointing,
+            )
+            recipe = Recipe(args, DataConfig(seq_len=row.seq_len), train)
+            gpt, precision = GPT.on_meta(args.config()), results.environment["precision"]
+            need = memory_needed(gpt, recipe, precision)["total"]
+            ratios[path.name, row.model, row.seq_len, row.attention] = need / row.peak_memory
+    sizes = {"pythia-70m", "pythia-160m", "pythia-410m", "pythia-1.4b"}
+    assert {model for _, model, _, _ in ratios} == sizes and len(ratios) > 15
+    assert not {row: ratio for row, ratio in ratios.items() if not 0.9 <= ratio <= 1.1}
+
+
+def test_a_length_that_does_not_fit_is_recomputed():
+    """Guards: pythia-1.4b at N = 131072 ran out of an H200's memory with every attention; and at 65536, where
+    some fit, all were recomputed."""
+    machine, shape = choose_machine(TrainConfig(accelerator="cpu")), Shape("pythia-14m", 65536)
+    recipes = {
+        memory: steps._recipes(shape, 131072, None, replace(machine, memory=memory))
+        for memory in (20e9, 10e9, 7e9, 6e9, 1e9)
+    }
+    chosen = {
+        memory: {(r.train.micro_batch_size, r.train.activation_checkpointing) for r in of_memory.values()}
+        for memory, of_memory in recipes.items()
+    }
+    # At 7 GB one sequence fits with `ours`, and not with a short convolution.
+    fits = {20e9: (2, False), 10e9: (1, False), 7e9: (1, False), 6e9: (2, True), 1e9: (1, True)}
+    assert chosen == {memory: {settings} for memory, settings in fits.items()}
+    results = made_up()
+    assert "recomputed" not in table(results)
+    results.rows[0].micro_batch_size, results.rows[0].activation_checkpointing = 8, True
+    assert "| 2048 | 8, recomputed | identity |" in table(results)
+    assert "At N = 2,048 blocks are recomputed (activation checkpointing), as one sequence" in table(results)
+
+
+def test_shapes_and_mistakes(tmp_path: Path, capsys):
+    sizes = ("pythia-70m", "pythia-160m", "pythia-410m", "pythia-1.4b")
+    shapes = choose_shapes((), (), 131072)
+    assert shapes[:4] == [Shape(size, 8192) for size in sizes] and len(shapes) == 4 + 2 * 6
+    assert choose_shapes(["demo"], (), 8192) == [Shape("demo", 8192)]
+    for options, line in (
+        (["--models", "dmo"], "unknown model 'dmo': did you mean 'demo'?"),
+        (["--attentions", "softmax-flsh"], "did you mean 'softmax-flash'?"),
+        (
+            ["--seq_lens", "48", "--tokens_per_step", "64"],
+            "--tokens_per_step 64 is not a multiple of the length 48",
+        ),
+        (["--redraw", "--out", str(tmp_path)], "run `lingpt bench train` first"),
+        (["--accelerator", "gpu"], "--accelerator is auto, cpu or cuda, not 'gpu'"),
+    ):
+        assert main(["bench", "train", *options]) == 2
+        assert line in capsys.readouterr().err
