@@ -2,18 +2,20 @@
 
 PYTHON ?= python3#         makes the environment (3.11 or newer)
 VENV ?= .venv#             where it lives; `make VENV= …` uses the environment you are in instead
-TORCH_INDEX ?=#            another index for PyTorch's build, e.g. https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=#            another index for PyTorch's build; without a GPU the CPU build's, if it answers
 JOBS ?= 2#                 processes of `make test`
 
 # The CUDA that the driver runs: its major version picks the compiler's. Empty on a machine with no GPU.
 CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/\1/p')
-EXTRAS ?= dev$(if $(CUDA),$(comma)cuda$(CUDA)$(comma)gla)
 comma := ,
+GPU_EXTRAS := $(if $(CUDA),$(comma)cuda$(CUDA)$(comma)gla)
+CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 VENV := $(strip $(VENV))
 BIN := $(if $(VENV),$(VENV)/bin/)
-READY := $(if $(VENV),$(VENV)/.ready)
 PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
+# What a target needs: train, eval (which has train) or dev (which has all). A file says that it is installed.
+ready = $(if $(VENV),$(VENV)/.$(1)-installed)
 
 FAULT_RECORD ?= docs/results/reliability/faults.json#  of `make soak`
 
@@ -28,7 +30,7 @@ RUN = $(strip $(call opt,--train.devices,$(DEVICES)) $(call opt,--train.resume,$
 	$(call opt,--train.name,$(NAME)) $(if $(filter-out 0,$(DRY)),--train.dry_run true))
 
 .DEFAULT_GOAL := help
-.PHONY: help install train data eval study curves bench test test-gpu soak check check-lint check-format check-types format \
+.PHONY: help install train data eval study curves bench test test-all test-gpu soak check check-lint check-format check-types format \
 	release-check
 .SUFFIXES:
 MAKEFLAGS += --no-builtin-rules --no-print-directory
@@ -39,71 +41,83 @@ help: ## this list
 		while IFS='|' read -r name text; do printf '  %-14s %s\n' "$$name" "$$text"; done
 	@echo "Any option of the command fits in ARGS: make train ARGS=\"--train.max_steps 100\"; \`lingpt --help\` has them."
 
-train: $(READY) ## train a model: MODEL=demo|pythia-160m… ATTN=ours|ours-decay|ours-gated|softmax|gla|hybrid (or ours-gated+output_gate) DATA= TOKENIZER= DEVICES= RESUME= NAME= DRY=1
+train: $(call ready,train) ## train a model: MODEL=demo|pythia-160m… ATTN=ours|ours-decay|ours-gated|softmax|gla|hybrid (or ours-gated+output_gate) DATA= TOKENIZER= DEVICES= RESUME= NAME= DRY=1
 	$(BIN)lingpt train $(strip $(RECIPE) $(RUN) $(ARGS))
 
-data: $(READY) ## prepare a model's corpus and show it: MODEL= DATA= TOKENIZER=
+data: $(call ready,train) ## prepare a model's corpus and show it: MODEL= DATA= TOKENIZER=
 	$(BIN)lingpt data $(strip $(RECIPE) $(ARGS))
 
-eval: $(READY) ## score checkpoints, print the paper's Table 2: MODEL= or RUNS="runs/a runs/b", EVAL_DATA=folder
+eval: $(call ready,eval) ## score checkpoints, print the paper's Table 2: MODEL= or RUNS="runs/a runs/b", EVAL_DATA=folder
 	$(BIN)lingpt eval $(strip $(call opt,--model,$(MODEL)) $(if $(RUNS),--runs $(RUNS)) \
 		$(call opt,--data,$(EVAL_DATA)) $(ARGS))
 
-study: $(READY) ## train and score several attentions: MODEL= TOKENS= ATTNS="softmax ours" SEEDS= DEVICES= DATA= TOKENIZER= EVAL_DATA= DRY=1
+study: $(call ready,eval) ## train and score several attentions: MODEL= TOKENS= ATTNS="softmax ours" SEEDS= DEVICES= DATA= TOKENIZER= EVAL_DATA= DRY=1
 	$(BIN)lingpt study $(strip $(call opt,--config,$(STUDY)) $(call opt,--model,$(MODEL)) $(call opt,--tokens,$(TOKENS)) \
 		$(if $(ATTNS),--attentions $(ATTNS)) $(call opt,--seeds,$(SEEDS)) $(call opt,--devices,$(DEVICES)) \
 		$(call opt,--source,$(DATA)) $(call opt,--tokenizer,$(TOKENIZER)) $(call opt,--eval_data,$(EVAL_DATA)) \
 		$(call opt,--name,$(NAME)) $(if $(filter-out 0,$(DRY)),--dry_run true) $(ARGS))
 
-curves: $(READY) ## loss curves of runs, or of a study, in one figure: RUNS="runs/a runs/b" (default: all in runs/)
+curves: $(call ready,train) ## loss curves of runs, or of a study, in one figure: RUNS="runs/a runs/b" (default: all in runs/)
 	$(BIN)lingpt curves $(strip $(RUNS) $(ARGS))
 
-bench: $(READY) ## measure the kernels against the baselines (GPU; ARGS="--device cpu" for a taste), or, with ARGS=train, whole training steps, with ARGS=decode, decoding
+bench: $(call ready,train) ## measure the kernels against the baselines (GPU; ARGS="--device cpu" for a taste), or, with ARGS=train, whole training steps, with ARGS=decode, decoding
 	$(BIN)lingpt bench $(ARGS)
 
-test: $(READY) ## all tests that this machine can run; LINGPT_TEST_DATA=folder adds those on real data
-	OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) $(BIN)pytest -n $(strip $(JOBS)) $(ARGS)
+PYTEST = OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) $(BIN)pytest -n $(strip $(JOBS))
 
-test-gpu: $(READY) ## the GPU tests, and their record in docs/results/kernels
+test: $(call ready,dev) ## a check of this machine in minutes: the tests that are not marked slow
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: $(call ready,dev) ## all tests that this machine can run; LINGPT_TEST_DATA=folder adds those on real data
+	$(PYTEST) $(ARGS)
+
+test-gpu: $(call ready,dev) ## the GPU tests, and their record in docs/results/kernels
 	$(BIN)pytest -m gpu -p lingpt.bench.record --gpu-record docs/results/kernels/gpu-tests.json $(ARGS)
 
-soak: $(READY) ## inject faults for an hour or two (kills, signals, failing disks, damage, odd input), and record it
+soak: $(call ready,dev) ## inject faults for an hour or two (kills, signals, failing disks, damage, odd input), and record it
 	LINGPT_SOAK=1 LINGPT_PROPERTY_FACTOR=72 OMP_NUM_THREADS=1 $(BIN)pytest -n $(strip $(JOBS)) -m fault \
 		-p lingpt.tests.faults.record --fault-record $(FAULT_RECORD) $(ARGS)
 
 check: check-lint check-format check-types ## lint, formatting, types (`make -k check` shows all that fails)
 
-check-lint: $(READY)
+check-lint: $(call ready,dev)
 	$(BIN)ruff check .
 
-check-format: $(READY)
+check-format: $(call ready,dev)
 	$(BIN)ruff format --check .
 	$(BIN)clang-format --dry-run -Werror $(CUDA_SOURCES)
 
-check-types: $(READY) # the link: mypy sees the package under its own name, whatever the clone's is
+check-types: $(call ready,dev) # the link: mypy sees the package under its own name, whatever the clone's is
 	@mkdir -p .types && ln -sfn .. .types/lingpt
 	$(BIN)mypy -n 2
 
-format: $(READY) ## format the source
+format: $(call ready,dev) ## format the source
 	$(BIN)ruff check --fix .
 	$(BIN)ruff format .
 	$(BIN)clang-format -i $(CUDA_SOURCES)
 
-release-check: $(READY) ## do the recorded GPU tests match this source?
+release-check: $(call ready,dev) ## do the recorded GPU tests match this source?
 	$(BIN)lingpt kernels release-check
 
-install: $(READY) ## make the environment; TORCH_INDEX=https://download.pytorch.org/whl/cpu for PyTorch without CUDA
+install: $(call ready,dev) ## everything, for tests and checks too: TORCH_INDEX=URL for another PyTorch than this machine's
 
 ifneq ($(VENV),)
-$(READY): pyproject.toml constraints.txt
+$(VENV)/.torch-installed: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "LinGPT needs Python 3.11 or newer: make PYTHON=python3.12 …" >&2; exit 2; }
-	@echo "making the environment $(VENV) (once; with PyTorch, minutes)"
-	@test -x $(VENV)/bin/python || $(PYTHON) -m venv --upgrade-deps $(VENV)
-	$(PY) -m pip install torch -c constraints.txt $(call opt,--index-url,$(TORCH_INDEX))
-	$(PY) -m pip install -qq -e '.[$(EXTRAS)]' -c constraints.txt
+	@echo "making the environment $(VENV), once: PyTorch$(if $(CUDA), for CUDA (gigabytes)) and other packages, minutes"
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv --upgrade-deps $(VENV)
+	@index=$(call quoted,$(TORCH_INDEX)); \
+	if [ -z "$$index" ] && [ -z "$(CUDA)" ] && $(PY) -c \
+		'from urllib.request import urlopen; urlopen("$(CPU_INDEX)/torch/", timeout=5)' 2>/dev/null; \
+	then index=$(CPU_INDEX); fi; \
+	set -x; $(PY) -m pip install torch -c constraints.txt $${index:+--index-url "$$index"}
+	@touch $@
+
+$(VENV)/.%-installed: pyproject.toml $(VENV)/.torch-installed
+	$(PY) -m pip install -e '.[$*$(GPU_EXTRAS)]' -c constraints.txt
 	@test -z "$(CUDA)" || $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo \
 		"PyTorch cannot use this GPU (the driver runs CUDA $(CUDA)): remove $(VENV) and give the build that can," \
 		"make install TORCH_INDEX=… (pytorch.org lists them)" >&2; exit 2; }
-	@touch $@
+	@touch $(patsubst %,$(VENV)/.%-installed,train $(if $(filter-out train,$*),eval) $(filter dev,$*))
 endif

@@ -91,7 +91,7 @@ def test_study_takes_its_variables():
 
 def test_help_lists_every_target():
     lines = make("help")
-    for target in ("train", "data", "eval", "curves", "bench", "test", "test-gpu", "check", "release-check"):
+    for target in ("train", "data", "eval", "curves", "bench", "test", "test-all", "test-gpu", "check", "release-check"):
         assert f"\n  {target} " in lines
         assert dry(target).strip()
 
@@ -118,6 +118,12 @@ def test_an_environment_is_made_once_and_by_the_constraints():
     """Guards: what is installed on first use is the tested set, and a changed pyproject.toml is noticed."""
     assert not dry("install").strip().startswith("python"), "VENV= makes no environment"
     lines = make("-n", "VENV=/nonexistent", "CUDA=13", "TORCH_INDEX=https://index", "curves")
-    assert "pip install torch -c constraints.txt --index-url 'https://index'" in lines
-    assert "-e '.[dev,cuda13,gla]' -c constraints.txt" in lines
+    assert "index='https://index'" in lines and "pip install torch -c constraints.txt" in lines
+    assert "-e '.[train,cuda13,gla]' -c constraints.txt" in lines, "only what training needs"
     assert lines.rstrip().endswith("/nonexistent/bin/lingpt curves")
+    for target, extra in {"eval": "eval", "test": "dev"}.items():
+        assert f"-e '.[{extra}]'" in make("-n", "VENV=/nonexistent", "CUDA=", target)
+
+
+def test_a_newcomers_tests_are_those_that_are_not_slow():
+    assert dry("test").strip().endswith('-m "not slow"') and "slow" not in dry("test-all")
