@@ -1,6 +1,6 @@
 """Counts what a newcomer has to hold in the head: lines, the files that a step and a call pass, words.
 
-    python -m lingpt.tests.house            # a Markdown table
+python -m lingpt.tests.house            # a Markdown table
 """
 
 import subprocess
