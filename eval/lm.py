@@ -27,7 +27,7 @@ from tqdm import tqdm
 from lingpt.common.errors import UserError
 from lingpt.data import Tokenizer
 from lingpt.models import GPT, Config
-from lingpt.models.weights import model_from_tensors
+from lingpt.models.checkpoint import model_from_tensors
 
 # (context tokens, tokens to score after it)
 Pair = tuple[list[int], list[int]]

@@ -1,6 +1,6 @@
-"""Language models: LitGPT's GPT-NeoX (Pythia) with a choice of attention."""
+"""Language models: GPT-NeoX (Pythia) with a choice of attention."""
 
-import lingpt.models.lightning_import  # noqa: F401 (before LitGPT imports Lightning)
+from lingpt.models.architecture import MODELS
 from lingpt.models.attention import (
     ALIASES,
     ATTENTIONS,
@@ -18,10 +18,10 @@ from lingpt.models.checkpoint import (
     save_index,
     save_model,
 )
-from lingpt.models.config import MODELS, Config, ModelArgs
+from lingpt.models.config import Config, ModelArgs
 from lingpt.models.generate import generate
 from lingpt.models.gpt import GPT, Block, DecodingState
-from lingpt.models.hf import export_hf, load_hf
+from lingpt.models.gpt_neox import export_hf
 from lingpt.models.memory import memory_estimate
 from lingpt.models.shards import (
     OPTIMIZER,
@@ -52,7 +52,6 @@ __all__ = [
     "form_parts",
     "generate",
     "is_sharded",
-    "load_hf",
     "load_model",
     "load_parts",
     "load_weights",

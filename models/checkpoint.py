@@ -13,22 +13,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import litgpt.config
 import torch
 
 from lingpt.common.errors import UserError
-from lingpt.common.files import read_json_object
+from lingpt.common.files import read_json_object, read_yaml
 from lingpt.common.run_folder import MODEL_CONFIG, WEIGHTS
+from lingpt.models.architecture import MODELS
 from lingpt.models.config import Config
 from lingpt.models.gpt import GPT
-from lingpt.models.hf import is_hf_folder, read_hf
+from lingpt.models.gpt_neox import is_gpt_neox_folder, read_gpt_neox
 from lingpt.models.init import set_weight
-from lingpt.models.model_folder import (
-    check_holds_model,
-    read_pickled_tensors,
-    read_tensors,
-    write_model_folder,
-)
+from lingpt.models.model_folder import read_pickled_tensors, read_tensors, write_model_folder
 from lingpt.models.shards import (
     is_sharded,
     read_sharded_weights,
@@ -36,15 +31,13 @@ from lingpt.models.shards import (
     shards_metadata,
     write_index,
 )
-from lingpt.models.weights import check_same_tensors, model_from_tensors
 
 _ATTENTION = "lingpt.attention"  # key in the metadata of the weights
 _LITGPT_WEIGHTS = "lit_model.pth"
 
 # The sizes, and settings that determine how weights are used but do not show in their shapes.
 _ARCHITECTURE = (
-    "n_layer", "n_embd", "n_head", "n_query_groups", "head_size", "parallel_residual", "norm_eps",
-    "rotary_percentage", "rope_base", "rope_condense_ratio",
+    "n_layer", "n_embd", "n_head", "parallel_residual", "norm_eps", "rotary_percentage", "rope_base",
 )  # fmt: skip
 
 
@@ -76,46 +69,63 @@ def load_model(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> GPT:
-    """The model of a folder, with the attention it was trained with.
+    """The model of a LinGPT, GPT-NeoX or LitGPT folder, with the attention it was trained with.
 
     Args:
         attention: the attention that the caller expects; UserError if the model has another.
         device, dtype: of the loaded model; by default the CPU and the saved dtype.
     """
     folder, device = Path(folder), device or "cpu"
-    config = _read_config(folder)
-    tensors, metadata = _read_weights(folder, device)
-    _check_attention(folder, config, metadata, attention)
+    config, tensors, _ = _read_model(folder, device)
+    _check_requested(folder, config, attention)
     return model_from_tensors(config, tensors, str(folder), device, dtype)
+
+
+def model_from_tensors(
+    config: Config,
+    tensors: dict[str, torch.Tensor],
+    source: str,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> GPT:
+    """A model with these tensors; UserError, naming `source`, if they do not match it exactly."""
+    model = GPT.on_meta(config)
+    _check_same_tensors(model.state_dict(), tensors, f"{source} does not hold a {config.name!r}")
+    model.load_state_dict(tensors, assign=True)
+    model.reset_buffers(torch.device(device))
+    return model.to(device=device, dtype=dtype)
 
 
 @torch.no_grad()
 def load_parts(model: GPT, folder: Path) -> None:
-    """Overwrites a sharded model's weights with those of a folder that `load_model` would read, each process
-    only its parts. Raises the same UserErrors.
+    """Overwrites a sharded model's weights with those of a checkpoint, each process only its parts. Raises
+    the UserErrors of `load_model`.
     """
-    config, own = _read_config(folder), model.state_dict()
+    own = model.state_dict()
     if is_sharded(folder):
-        _check_attention(folder, config, shards_metadata(folder), model.config.attention)
+        config = _read_config(folder)
+        _check_recorded(folder, config, shards_metadata(folder))
+        _check_requested(folder, config, model.config.attention)
         return read_shards(folder, own)
-    tensors, metadata = read_tensors(folder / WEIGHTS)
-    _check_attention(folder, config, metadata, model.config.attention)
-    check_same_tensors(own, tensors, f"{folder} does not hold a {model.config.name!r}")
+    config, tensors, _ = _read_model(folder)
+    _check_requested(folder, config, model.config.attention)
+    _check_same_tensors(own, tensors, f"{folder} does not hold a {model.config.name!r}")
     for name, weight in own.items():
         set_weight(weight, tensors[name])
 
 
-def _check_attention(
-    folder: Path, config: Config, metadata: Mapping[str, str], attention: str | Sequence[str] | None
-) -> None:
-    """Raises UserError if the configuration's attention is not the one in the weights' metadata, or not the
-    one requested."""
+def _check_recorded(folder: Path, config: Config, metadata: Mapping[str, str]) -> None:
+    """Raises UserError if the configuration's attention is not the one in the weights' metadata."""
     if metadata.get(_ATTENTION) != json.dumps(config.attention):
         raise UserError(
             f"{folder}: {MODEL_CONFIG} says attention {config.attention!r}, but the weights were trained "
             f"with {metadata.get(_ATTENTION, 'one that they do not name')}: restore the file that belongs to "
             "them"
         )
+
+
+def _check_requested(folder: Path, config: Config, attention: str | Sequence[str] | None) -> None:
+    """Raises UserError if the model has not the attention that was asked for."""
     asked = [attention] * config.n_layer if isinstance(attention, str) else attention
     if asked is not None and list(asked) != config.attention_per_layer:
         raise UserError(
@@ -154,14 +164,14 @@ def load_weights(model: GPT, path: str | Path) -> LoadReport:
     Only attention layers may differ. Raises UserError for a source of another size or architecture.
     """
     folder = Path(path)
-    source, tensors, kind = _read_any(folder)
+    source, tensors, kind = _read_model(folder)
     own, complaint = model.state_dict(), f"{folder} is another model than {model.config.name!r}"
     for name in _ARCHITECTURE:
         if getattr(source, name) != getattr(model.config, name):
             raise UserError(
                 f"{complaint}: {name} is {getattr(source, name)}, not {getattr(model.config, name)}"
             )
-    check_same_tensors(own, tensors, complaint, optional=".attn.")
+    _check_same_tensors(own, tensors, complaint, optional=".attn.")
     taken = [name for name in own if name in tensors and own[name].shape == tensors[name].shape]
     for name in taken:
         set_weight(own[name], tensors[name])
@@ -174,43 +184,66 @@ def load_weights(model: GPT, path: str | Path) -> LoadReport:
 
 
 def check_source(folder: Path) -> None:
-    """Raises UserError if `load_weights` would find no model in `folder`; reads no weights."""
-    if not (folder / _LITGPT_WEIGHTS).is_file():
-        check_holds_model(folder)
+    """Raises UserError if there is no model in `folder`; reads no weights."""
+    if not any((folder / name).is_file() for name in (_LITGPT_WEIGHTS, MODEL_CONFIG)):
+        missing = f"it has no {MODEL_CONFIG}" if folder.is_dir() else "there is no such folder"
+        raise UserError(f"no model in {folder}: {missing}")
 
 
-def _read_any(folder: Path) -> tuple[litgpt.config.Config, dict[str, torch.Tensor], str]:
-    """The configuration and tensors (LitGPT's keys) of a folder of any of these kinds, and its kind."""
+def _read_model(
+    folder: Path, device: torch.device | str = "cpu"
+) -> tuple[Config, dict[str, torch.Tensor], str]:
+    """The configuration and tensors (LitGPT's keys) of a folder of any kind, and its kind in words."""
     check_source(folder)
     if (folder / _LITGPT_WEIGHTS).is_file():
-        try:
-            config = litgpt.config.Config.from_checkpoint(folder)
-        except (FileNotFoundError, ValueError, TypeError) as error:
-            raise UserError(f"{folder} has no readable model_config.yaml: {error}") from error
-        return config, read_pickled_tensors(folder / _LITGPT_WEIGHTS), "LitGPT checkpoint"
-    if is_hf_folder(folder):
-        return *read_hf(folder), "Hugging Face GPT-NeoX"
+        return _litgpt_config(folder), read_pickled_tensors(folder / _LITGPT_WEIGHTS), "LitGPT checkpoint"
+    if is_gpt_neox_folder(folder):
+        return *read_gpt_neox(folder), "Hugging Face GPT-NeoX"
     config = _read_config(folder)
-    return config, _read_weights(folder)[0], f"LinGPT model with attention {config.attention!r}"
-
-
-def _read_weights(
-    folder: Path, device: torch.device | str = "cpu"
-) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The weights, from one file or from shards, and their metadata."""
     if is_sharded(folder):
-        return read_sharded_weights(folder, device)
-    return read_tensors(folder / WEIGHTS, device)
+        tensors, metadata = read_sharded_weights(folder, device)
+    else:
+        tensors, metadata = read_tensors(folder / WEIGHTS, device)
+    _check_recorded(folder, config, metadata)
+    return config, tensors, f"LinGPT model with attention {config.attention!r}"
+
+
+def _litgpt_config(folder: Path) -> Config:
+    """The configuration of a LitGPT checkpoint, from its file or else the name of its folder."""
+    path = folder / "model_config.yaml"
+    if not path.is_file() and folder.name in MODELS:
+        return Config.from_name(folder.name, attention="softmax")
+    values = read_yaml(path)
+    return Config.from_dict((values if isinstance(values, dict) else {}) | {"attention": "softmax"})
 
 
 def _read_config(folder: Path) -> Config:
-    check_holds_model(folder)
     values = read_json_object(folder / MODEL_CONFIG)
-    if values.pop("model_type", None) != "lingpt":
-        raise UserError(
-            f"{folder} is not a LinGPT model folder; other folders can start a new run with init_from"
-        )
+    if (kind := values.pop("model_type", None)) != "lingpt":
+        raise UserError(f"{folder} holds a {kind} model: LinGPT reads its own, GPT-NeoX and LitGPT's")
     return Config.from_dict(values)
+
+
+def _check_same_tensors(
+    own: dict[str, torch.Tensor],
+    given: dict[str, torch.Tensor],
+    complaint: str,
+    *,
+    optional: str | None = None,
+) -> None:
+    """Raises UserError, with `complaint`, for the first tensor that is missing, surplus or of another shape.
+
+    Names that contain `optional` may be missing, surplus or of another shape.
+    """
+    for name in [*own, *(name for name in given if name not in own)]:
+        if optional is not None and optional in name:
+            continue
+        if name in own and name in given:
+            if own[name].shape != given[name].shape:
+                shapes = f"{list(given[name].shape)}, not {list(own[name].shape)}"
+                raise UserError(f"{complaint}: {name} is {shapes}")
+        else:
+            raise UserError(f"{complaint}: {name} {'is missing' if name in own else 'has no place in it'}")
 
 
 def _summary(names: list[str]) -> str:

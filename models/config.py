@@ -1,14 +1,13 @@
-"""A model's configuration: LitGPT's `Config`, the attention with its options, and the names of models."""
+"""A model's configuration: its sizes, the attention with its options; and how a recipe names it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import partial
-from typing import Any, Self
-
-import litgpt.config
+from typing import TYPE_CHECKING, Any, Self
 
 from lingpt.common.errors import UserError, unknown
 from lingpt.common.run_folder import attention_label
+from lingpt.models.architecture import MODELS, Architecture
 from lingpt.models.attention import (
     ALIASES,
     ATTENTIONS,
@@ -20,71 +19,15 @@ from lingpt.models.attention import (
     with_options,
 )
 
-# Tiny, otherwise like Pythia: trains on a laptop's CPU in minutes. The head size is 64, which the CUDA kernel
-# supports.
-DEMO = {
-    "name": "demo",
-    "block_size": 256,
-    "vocab_size": 2048,
-    "padding_multiple": 64,
-    "n_layer": 4,
-    "n_embd": 128,
-    "n_head": 2,
-}
-MODELS: dict[str, dict[str, Any]] = {"demo": DEMO}
-MODELS |= {
-    name: config for name, config in litgpt.config.name_to_config.items() if name.startswith("pythia-")
-}
-
-# Defaults of a custom model: Pythia's. Three sizes have no default.
-OWN = {"block_size": 2048, "vocab_size": 50254, "padding_multiple": 128}
-NEEDED = ("n_layer", "n_embd", "n_head")
-
-# Minimum and maximum of each size. Values beyond are typing errors, which would exhaust memory.
-_LIMITS = {
-    "block_size": (1, 1 << 24),
-    "vocab_size": (1, 1 << 24),
-    "padded_vocab_size": (1, 1 << 24),
-    "padding_multiple": (1, 1 << 16),
-    "n_layer": (1, 1 << 10),
-    "n_embd": (2, 1 << 17),
-    "n_head": (1, 1 << 16),
-    "intermediate_size": (1, 1 << 20),
-    "rope_base": (1, 1 << 40),
-}
-
-# The GPT-NeoX architecture in LitGPT's terms: what the attentions here assume of the rest of the model.
-_GPT_NEOX = {
-    "norm_class_name": "LayerNorm",
-    "norm_qk": False,
-    "norm_1": True,
-    "norm_2": True,
-    "post_attention_norm": False,
-    "post_mlp_norm": False,
-    "shared_attention_norm": False,
-    "attention_scores_scalar": None,
-    "attention_logit_softcapping": None,
-    "final_logit_softcapping": None,
-    "lm_head_bias": False,
-    "sliding_window_size": None,
-    "latent_attention": None,
-    "rope_adjustments": None,
-    "rope_interleave": False,
-    "rope_local_base_freq": None,
-    "rope_indices": None,
-    "mlp_class_name": "GptNeoxMLP",
-    "gelu_approximate": "none",
-    "scale_embeddings": False,
-}
+NEEDED = ("n_layer", "n_embd", "n_head")  # sizes that have no default
 
 
-@dataclass
+@dataclass(kw_only=True)
 @with_options
-class Config(litgpt.config.Config):
-    """LitGPT's `Config`, the attention, and every attention's options.
+class Config(Architecture):
+    """A model: its sizes, the attention, and every attention's options.
 
-    Raises UserError for an unknown attention, a list of the wrong length, or an architecture other than
-    GPT-NeoX (grouped queries, sliding windows and other variants that LitGPT has but Pythia has not).
+    Raises UserError for an unknown attention, a list of the wrong length, or numbers that make no model.
 
     Args:
         attention: one name of `ATTENTIONS`, or a list with one per layer (a hybrid).
@@ -92,10 +35,16 @@ class Config(litgpt.config.Config):
 
     attention: str | list[str] = "ours"
 
+    if TYPE_CHECKING:  # the options, which `with_options` adds
+
+        def __getattr__(self, name: str) -> Any: ...
+
     def __post_init__(self) -> None:
-        self._check_sizes()
         super().__post_init__()
-        for name in self.attention_per_layer:
+        layers = self.attention if isinstance(self.attention, list) else [self.attention]
+        if not all(isinstance(name, str) for name in layers):
+            raise UserError(f"attention={self.attention!r}: give one name, or a list with one per layer")
+        for name in layers:
             if "+" in name or name in ALIASES:
                 raise UserError(f"{name!r} is a form: ModelArgs(name, attention={name!r}).config() reads it")
             if name not in ATTENTIONS:
@@ -105,41 +54,10 @@ class Config(litgpt.config.Config):
                 f"attention lists {len(self.attention)} layers, but {self.name!r} has {self.n_layer}: "
                 "give one name, or one per layer"
             )
-        for field, value in (_GPT_NEOX | {"n_query_groups": self.n_head}).items():
-            if getattr(self, field) != value:
-                raise UserError(
-                    f"{field}={getattr(self, field)!r} is not a GPT-NeoX model: it must be {value!r}"
-                )
-        for name in set(self.attention_per_layer):
+        for name in set(layers):
             options = self.attention_options(name)
             check_options(name, options)
             ATTENTIONS[name].check(self, **options)
-        if self.n_embd != self.n_head * self.head_size:
-            raise UserError(
-                f"n_embd={self.n_embd} is not n_head={self.n_head} times head_size={self.head_size}"
-            )
-        if self.rope_n_elem < 2 or self.rope_n_elem % 2:
-            raise UserError(
-                f"rotary_percentage={self.rotary_percentage} of head_size={self.head_size} rotates "
-                f"{self.rope_n_elem} dimensions: choose one that gives an even number, 2 or more"
-            )
-
-    def _check_sizes(self) -> None:
-        """Checks what LitGPT assumes of the sizes. UserError for numbers that make no model."""
-        for name, (least, most) in _LIMITS.items():
-            value = getattr(self, name)
-            derived = value is None and name in ("padded_vocab_size", "intermediate_size")
-            if not derived and (type(value) is not int or not least <= value <= most):
-                raise UserError(f"{name}={value}: it must be a whole number from {least} to {most:,}")
-        for name in ("rotary_percentage", "norm_eps"):
-            value = getattr(self, name)
-            if type(value) not in (int, float) or not 0 < value <= 1:
-                raise UserError(f"{name}={value}: it must be above 0 and at most 1")
-        if self.n_embd % self.n_head:
-            raise UserError(f"n_embd={self.n_embd} must be a multiple of n_head={self.n_head}")
-        layers = self.attention if isinstance(self.attention, list) else [self.attention]
-        if not all(isinstance(name, str) for name in layers):
-            raise UserError(f"attention={self.attention!r}: give one name, or a list with one per layer")
 
     @property
     def attention_per_layer(self) -> list[str]:
@@ -156,19 +74,22 @@ class Config(litgpt.config.Config):
 
         For another name the sizes in `NEEDED` must be given; the others default to Pythia's.
         """
-        if name in MODELS:
-            return cls(**(MODELS[name] | overrides))
-        if missing := [size for size in NEEDED if size not in overrides]:
+        values = MODELS.get(name, {}) | {"name": name} | overrides
+        if missing := [size for size in NEEDED if size not in values]:
             needs = ", ".join(f"model.{size}" for size in missing)
             raise UserError(f"{unknown('model', name, MODELS)}; a model of your own needs {needs}")
-        return cls(**(OWN | {"name": name} | overrides))
+        return cls.from_dict(values)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """The inverse of `to_dict`; keys that are not fields are an error."""
-        if surplus := values.keys() - {field.name for field in fields(cls)}:
-            raise UserError(f"unknown key {sorted(surplus)[0]!r} in the model's configuration")
-        return cls(**values)
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The inverse of `to_dict`. Also reads what LitGPT and earlier versions wrote, with LitGPT's other
+        settings. UserError for keys that are unknown or missing, and for what is no GPT-NeoX."""
+        if missing := [name for name in ("name", *NEEDED) if name not in values]:
+            raise UserError(f"the model's configuration lacks {', '.join(missing)}")
+        own = {field.name for field in fields(cls)}
+        config = cls(**{name: value for name, value in values.items() if name in own})
+        config.check_other_settings({name: value for name, value in values.items() if name not in own})
+        return config
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, in JSON types."""

@@ -1,8 +1,8 @@
-"""The language model: LitGPT's GPT-NeoX with the attention that the configuration names in each layer.
+"""The language model: GPT-NeoX (Pythia) with the attention that the configuration names in each layer.
 
 Notable:
-- LitGPT's norms, MLP (with a GELU of fewer instructions, gelu.py), rotary tables and state-dict keys; its
-  `Block` hard-codes the attention, ours looks it up
+- LitGPT's state-dict keys, and its numbers bit for bit with softmax attention in fp32 (tested); imports only
+  PyTorch and our operators
 - one forward for training and for decoding: with a state, the tokens continue those it has seen
 - it counts its own parameters and FLOPs; each mechanism declares its part
 """
@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self, cast
 
-import litgpt.model
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -62,54 +61,77 @@ def tensors_in(x: Any) -> Iterator[torch.Tensor]:
         yield from tensors_in(vars(x))
 
 
-class MLP(litgpt.model.GptNeoxMLP):
-    """LitGPT's MLP, with `models.gelu`."""
+class MLP(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.fc = nn.Linear(config.n_embd, config.intermediate_size, bias=config.bias)
+        self.proj = nn.Linear(config.intermediate_size, config.n_embd, bias=config.bias)
 
     def forward(self, x_BNC: torch.Tensor) -> torch.Tensor:
         return self.proj(gelu(self.fc(x_BNC)))
 
 
-class Block(litgpt.model.Block):
-    """LitGPT's block with the attention of its layer; `state` is that attention's decoding state."""
+class Block(nn.Module):
+    """One layer. Attention and MLP read the same input, or with `parallel_residual: false` one after the
+    other."""
 
     def __init__(self, config: Config, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
+        super().__init__()
         name = config.attention_per_layer[layer_idx]
+        self.config = config
+        self.norm_1 = nn.LayerNorm(config.n_embd, eps=config.norm_eps)
         self.attn = ATTENTIONS[name](config, layer_idx, **config.attention_options(name))
+        self.norm_2 = nn.LayerNorm(config.n_embd, eps=config.norm_eps)
         self.mlp = MLP(config)
 
     def forward(
         self, x_BNC: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor, state: Any = None
     ) -> torch.Tensor:
+        """`[B, N, C]` → the same; `state` is the attention's decoding state."""
         attended = self.attn(self.norm_1(x_BNC), cos_NR, sin_NR, state) + x_BNC
         return self.mlp(self.norm_2(x_BNC if self.config.parallel_residual else attended)) + attended
 
 
-class GPT(Fp32Buffers, litgpt.model.GPT):
+def rope_tables(config: Config, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of the rotary embedding, `[block_size, R]` in fp32; both halves of a row are the same.
+
+    Always computed on the CPU, so that they are bit-identical on every device.
+    """
+    where = device if device.type == "meta" else torch.device("cpu")  # a plan costs no memory
+    exponents = torch.arange(0, config.rope_n_elem, 2, device=where).float() / config.rope_n_elem
+    positions = torch.arange(config.block_size, device=where).float()
+    angles = torch.outer(positions, 1.0 / config.rope_base**exponents).repeat(1, 2)
+    return torch.cos(angles).to(device), torch.sin(angles).to(device)
+
+
+class GPT(Fp32Buffers):
     """A causal language model, `[B, N]` token ids → `[B, N, padded_vocab_size]` logits.
 
     The constructor leaves PyTorch's default weights; `init_weights(seed)` sets those a run starts from.
     Raises UserError if a sequence is longer than the model's block size.
     """
 
-    config: Config
     cos: torch.Tensor
     sin: torch.Tensor
     recompute_blocks: bool = False  # activation checkpointing: only the input of each block is kept
 
     def __init__(self, config: Config) -> None:
-        nn.Module.__init__(self)  # not LitGPT's constructor, which would build its blocks
+        super().__init__()
         self.config = config
         self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
         self.transformer = nn.ModuleDict(
             {
                 "wte": nn.Embedding(config.padded_vocab_size, config.n_embd),
                 "h": nn.ModuleList(Block(config, layer_idx) for layer_idx in range(config.n_layer)),
-                "ln_f": config.norm_class(config.n_embd, eps=config.norm_eps),
+                "ln_f": nn.LayerNorm(config.n_embd, eps=config.norm_eps),
             }
         )
-        self.mask_cache = None
-        self.max_seq_length = config.block_size  # LitGPT's setter fills `cos` and `sin` [block_size, R]
+        for name, table in zip(("cos", "sin"), rope_tables(config, torch.get_default_device()), strict=True):
+            self.register_buffer(name, table, persistent=False)
+
+    @property
+    def max_seq_length(self) -> int:
+        return self.config.block_size
 
     @property
     def blocks(self) -> list[Block]:
@@ -235,16 +257,9 @@ class GPT(Fp32Buffers, litgpt.model.GPT):
 
     def reset_buffers(self, device: torch.device) -> None:
         """Recomputes the RoPE tables and the attentions' buffers."""
-        self.cos, self.sin = self.rope_cache(device)
+        self.cos, self.sin = rope_tables(self.config, device)
         for block in self.blocks:
             block.attn.reset_buffers(device)
-
-    def rope_cache(self, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """LitGPT's tables, always computed on the CPU, so that they are bit-identical on every device."""
-        device = device or torch.get_default_device()
-        where = device if device.type == "meta" else torch.device("cpu")  # a plan costs no memory
-        cos, sin = super().rope_cache(where)
-        return cos.to(device), sin.to(device)
 
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters())

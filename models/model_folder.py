@@ -38,13 +38,6 @@ def _os_error(error: SafetensorError) -> OSError:
     return OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))
 
 
-def check_holds_model(folder: Path) -> None:
-    """Raises UserError if there is no model in `folder`."""
-    if not (folder / MODEL_CONFIG).is_file():
-        missing = f"it has no {MODEL_CONFIG}" if folder.is_dir() else "there is no such folder"
-        raise UserError(f"no model in {folder}: {missing}")
-
-
 def read_tensors(
     path: Path, device: torch.device | str = "cpu"
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -1,5 +1,6 @@
 """Training: recipe, loop, checkpoints, trackers."""
 
+import lingpt.models.lightning_import  # noqa: F401 (before anything else imports Lightning)
 from lingpt.train.config import Recipe, TrainConfig
 from lingpt.train.loop import check_recipe, train
 

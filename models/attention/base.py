@@ -11,13 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-import litgpt
 import torch
 import torch.nn.functional as F
-from litgpt.model import CausalSelfAttention
 from torch import nn
 
 from lingpt.kernels.gla_tuning import Autotuning
+from lingpt.models.architecture import Architecture
 
 
 class Fp32Buffers(nn.Module):
@@ -39,7 +38,7 @@ class Attention(Fp32Buffers, ABC):
     A subclass must define all abstract methods: a missing one fails when the model is built, not when a run
     generates its first sample of text.
 
-    Its constructor takes LitGPT's configuration of the model, the layer's index and, keyword-only, the
+    Its constructor takes the model's architecture, the layer's index and, keyword-only, the
     mechanism's options, each `name: Annotated[type, "help"] = default`. A recipe sets them as `model.<name>`.
     The linear layer that writes to the residual stream must be called `proj`: initialisation uses that name.
 
@@ -68,13 +67,13 @@ class Attention(Fp32Buffers, ABC):
         return found
 
     @classmethod
-    def check(cls, config: litgpt.Config, *args: Any, **options: Any) -> None:
+    def check(cls, config: Architecture, *args: Any, **options: Any) -> None:
         """Raises UserError for a configuration and options that the mechanism cannot be built from."""
 
     @classmethod
     @abstractmethod
     def kernel_name(
-        cls, config: litgpt.Config, device: torch.device, dtype: torch.dtype, *args: Any, **options: Any
+        cls, config: Architecture, device: torch.device, dtype: torch.dtype, *args: Any, **options: Any
     ) -> str:
         """The name of the kernel that trains it on this device, for a run's record.
 
@@ -127,21 +126,23 @@ class Attention(Fp32Buffers, ABC):
         """Recomputes the buffers, for a module that comes from the meta device."""
 
 
-class QKVAttention(CausalSelfAttention, Attention):
-    """A mechanism on LitGPT's projections, `qkv` and `proj`, with their state-dict keys and a new forward."""
+class QKVAttention(Attention):
+    """A mechanism on Pythia's projections, `qkv` and `proj`, with LitGPT's state-dict keys."""
 
-    config: litgpt.Config
-    qkv: nn.Linear
-    proj: nn.Linear
     gate_proj: nn.Linear | None
     norm: nn.LayerNorm | None
-    forward = Attention.forward  # abstract again: LitGPT's is softmax
+
+    def __init__(self, config: Architecture, layer_idx: int) -> None:
+        super().__init__()
+        self.config = config
+        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
     def add_output_gate(self, wanted: bool) -> None:
         """Creates the parameters of the output gate, or sets them to None."""
         config = self.config
         self.gate_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias) if wanted else None
-        self.norm = nn.LayerNorm(config.head_size or 1, eps=config.norm_eps) if wanted else None
+        self.norm = nn.LayerNorm(config.head_size, eps=config.norm_eps) if wanted else None
 
     def packed_qkv(self, x_BNC: torch.Tensor) -> torch.Tensor:
         """qkv `[B, N, 3, H, D]`, a view of the projection's output."""

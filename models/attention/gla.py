@@ -11,7 +11,6 @@ without the SiLU GLA does not learn to recall (docs/results/gate/learning).
 
 from typing import Annotated, Any
 
-import litgpt
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -25,6 +24,7 @@ from lingpt.kernels.gated_linear_attention import (
     gated_linear_attention_flops,
 )
 from lingpt.kernels.gla_tuning import Autotuning, Size, begin_autotuning
+from lingpt.models.architecture import Architecture
 from lingpt.models.attention.base import Attention, RecurrentState
 from lingpt.models.attention.short_conv import SHORT_CONV_HELP, apply_short_conv, identity_filter
 
@@ -37,7 +37,7 @@ class GLAAttention(Attention):
 
     def __init__(
         self,
-        config: litgpt.Config,
+        config: Architecture,
         layer_idx: int,
         *,
         gla_n_head: Annotated[int, "number of heads of `gla`, independent of the model's."] = 4,
@@ -56,7 +56,7 @@ class GLAAttention(Attention):
         self.proj = nn.Linear(self.d_v, config.n_embd, bias=config.bias)
 
     @classmethod
-    def check(cls, config: litgpt.Config, *, gla_n_head: int, gla_expand_k: float, **_: bool) -> None:
+    def check(cls, config: Architecture, *, gla_n_head: int, gla_expand_k: float, **_: bool) -> None:
         d_k = gla_expand_k * config.n_embd
         if gla_n_head < 1 or config.n_embd % gla_n_head or d_k <= 0 or d_k % gla_n_head:
             raise UserError(
@@ -66,7 +66,7 @@ class GLAAttention(Attention):
 
     @classmethod
     def kernel_name(
-        cls, config: litgpt.Config, device: torch.device, dtype: torch.dtype, *args: Any, **options: Any
+        cls, config: Architecture, device: torch.device, dtype: torch.dtype, *args: Any, **options: Any
     ) -> str:
         return choose("auto", torch.empty(1, 2, 1, 1, device=device, dtype=dtype))
 

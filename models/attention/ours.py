@@ -23,7 +23,6 @@ Its options are not in the paper; `ours-decay` and `ours-gated` have them too:
 import functools
 from typing import Annotated, Any, ClassVar, Literal
 
-import litgpt
 import torch
 from torch import nn
 
@@ -31,6 +30,7 @@ from lingpt.common.errors import UserError
 from lingpt.kernels.linear_attention import chunkwise, linear_attention_flops, linear_attention_qkv
 from lingpt.kernels.linear_attention.backends import choose
 from lingpt.kernels.linear_attention.call import Call
+from lingpt.models.architecture import Architecture
 from lingpt.models.attention.base import QKVAttention, RecurrentState
 from lingpt.models.attention.short_conv import SHORT_CONV_HELP, apply_short_conv, identity_filter
 
@@ -48,7 +48,7 @@ class OursAttention(QKVAttention):
 
     def __init__(
         self,
-        config: litgpt.Config,
+        config: Architecture,
         layer_idx: int,
         *,
         learnable_b: Annotated[
@@ -90,7 +90,7 @@ class OursAttention(QKVAttention):
     @classmethod
     def check(
         cls,
-        config: litgpt.Config,
+        config: Architecture,
         *,
         normalize: bool | None,
         output_gate: bool,
@@ -113,12 +113,12 @@ class OursAttention(QKVAttention):
 
     @classmethod
     def kernel_name(
-        cls, config: litgpt.Config, device: torch.device, dtype: torch.dtype, *args: Any, **options: Any
+        cls, config: Architecture, device: torch.device, dtype: torch.dtype, *args: Any, **options: Any
     ) -> str:
         """`cuda`, or `chunkwise`, the PyTorch form."""
         rope = torch.empty(1, config.rope_n_elem, device=device)
         call = Call(
-            qkv=torch.empty(1, 1, 3, config.n_head, config.head_size or 1, device=device, dtype=dtype),
+            qkv=torch.empty(1, 1, 3, config.n_head, config.head_size, device=device, dtype=dtype),
             cos=rope,
             sin=rope,
             token_log_decay=torch.empty(1, 1, config.n_head, device=device) if cls.token_decay else None,

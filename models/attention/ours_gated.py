@@ -9,12 +9,12 @@ constant decays (`ours-decay`), ln(γ_h / (1 − γ_h)); as a bias it has no wei
 
 from typing import Any
 
-import litgpt
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from lingpt.kernels.linear_attention.call import logarithm_of_gate
+from lingpt.models.architecture import Architecture
 from lingpt.models.attention.base import RecurrentState, is_plain_linear
 from lingpt.models.attention.ours import OursAttention
 from lingpt.models.attention.ours_decay import log_decay
@@ -28,7 +28,7 @@ class OursGatedAttention(OursAttention):
 
     token_decay = True
 
-    def __init__(self, config: litgpt.Config, layer_idx: int, **options: Any) -> None:
+    def __init__(self, config: Architecture, layer_idx: int, **options: Any) -> None:
         super().__init__(config, layer_idx, **options)
         self.decay_proj = nn.Linear(config.n_embd, config.n_head, bias=False)
         self.decay_bias = nn.Parameter(decay_bias(config.n_head))
@@ -64,7 +64,7 @@ class OursGatedAttention(OursAttention):
         The kernel and tensor cores need multiples of 16 bytes only, but padding to no more is the likely
         cause of a slower step of pythia-1.4b (docs/results/training).
         """
-        H, D = self.config.n_head, self.config.head_size or 1
+        H, D = self.config.n_head, self.config.head_size
         return -(3 * H * D + H) % CACHE_LINE
 
     def saved_activations_per_token(self) -> int:

@@ -15,7 +15,6 @@ import warnings
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-import litgpt
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -23,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lingpt.common.errors import UserError
 from lingpt.kernels.torch_internals import sdpa_choice, sdpa_with_logsumexp
+from lingpt.models.architecture import Architecture
 from lingpt.models.attention.base import ConvState, QKVAttention
 from lingpt.models.attention.short_conv import apply_short_conv, identity_filter
 
@@ -115,7 +115,7 @@ class SoftmaxAttention(QKVAttention):
 
     def __init__(
         self,
-        config: litgpt.Config,
+        config: Architecture,
         layer_idx: int,
         *,
         sdpa: Annotated[
@@ -134,9 +134,8 @@ class SoftmaxAttention(QKVAttention):
 
     @classmethod
     def kernel_name(
-        cls, config: litgpt.Config, device: torch.device, dtype: torch.dtype, *, sdpa: str, **_: bool
+        cls, config: Architecture, device: torch.device, dtype: torch.dtype, *, sdpa: str, **_: bool
     ) -> str:
-        assert config.head_size is not None
         shape = 1, 128, config.n_head, config.head_size
         with torch.enable_grad(), warnings.catch_warnings(record=True) as reasons, _forced_kernel(sdpa):
             warnings.simplefilter("always")

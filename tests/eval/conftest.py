@@ -12,7 +12,7 @@ from lingpt.common.files import write_json
 from lingpt.common.run_folder import CONFIG, checkpoint_folder, write_manifest
 from lingpt.data import Tokenizer
 from lingpt.data.tokenizer import train_bpe
-from lingpt.models import ATTENTIONS, GPT, Config, load_hf, save_model
+from lingpt.models import ATTENTIONS, GPT, Config, load_model, save_model
 
 BLOCK_SIZE = 64
 SENTENCE = "the sun warms stone cold water runs under old bridges birds sing rain"
@@ -54,7 +54,7 @@ def hf_folder(tokenizer, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def softmax_model(hf_folder) -> GPT:
-    return load_hf(hf_folder)
+    return load_model(hf_folder)
 
 
 @pytest.fixture(scope="session", params=[name for name in ATTENTIONS if name != "softmax"])

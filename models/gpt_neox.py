@@ -8,54 +8,30 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
-from litgpt.scripts import convert_hf_checkpoint, convert_lit_checkpoint
 
-from lingpt.common.errors import UserError
-from lingpt.common.files import read_json_object, write_errors, write_json
+from lingpt.common.errors import UserError, first_line
+from lingpt.common.files import read_errors, read_json_object, write_errors, write_json, write_text
 from lingpt.common.run_folder import MODEL_CONFIG, TOKENIZER, WEIGHTS
 from lingpt.models.attention import attention_form
 from lingpt.models.config import Config
 from lingpt.models.gpt import GPT
 from lingpt.models.model_folder import read_pickled_tensors, read_tensors, write_model_folder
-from lingpt.models.weights import model_from_tensors
 
 END_OF_TEXT = "<|endoftext|>"
 
 # Names of weight files in order of preference; each may be in shards, with `<name>.index.json` next to them.
 _WEIGHTS = {WEIGHTS: lambda path: read_tensors(path)[0], "pytorch_model.bin": read_pickled_tensors}
 
-# Settings of LitGPT that GPT-NeoX's configuration lacks, or that releases of `transformers` read differently.
-_NOT_EXPORTED = {"attn_bias": False, "rope_condense_ratio": 1, "bias": True}
-
 # Buffers of older releases of `transformers`: constants, not weights.
 _CONSTANTS = (".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
 
 
-def is_hf_folder(folder: Path) -> bool:
+def is_gpt_neox_folder(folder: Path) -> bool:
     """Whether `folder` is one of `transformers`' GPT-NeoX."""
     config = folder / MODEL_CONFIG
     return config.is_file() and read_json_object(config).get("model_type") == "gpt_neox"
-
-
-def load_hf(
-    folder: str | Path,
-    *,
-    attention: str | list[str] = "softmax",
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype | None = None,
-) -> GPT:
-    """Loads a GPT-NeoX folder (Pythia) as our model. For the Python API; the commands read such a folder only
-    for `init_from`, with `load_weights`.
-
-    With an attention other than softmax the weights are only an initialisation (see `load_weights`), and the
-    folder must have every tensor of the mechanism. Raises UserError for a folder without a model, or with
-    another architecture.
-    """
-    folder = Path(folder)
-    config, tensors = read_hf(folder)
-    config = Config.from_dict(config.to_dict() | {"attention": attention})
-    return model_from_tensors(config, tensors, str(folder), device, dtype)
 
 
 def export_hf(model: GPT, folder: str | Path, tokenizer: str | Path | None = None) -> None:
@@ -68,54 +44,59 @@ def export_hf(model: GPT, folder: str | Path, tokenizer: str | Path | None = Non
     Raises UserError for a model that a stock GPT-NeoX does not compute (another attention would load there
     with the same keys, and run as softmax attention), and for a file that is not a tokenizer.
     """
+    from litgpt.scripts.convert_lit_checkpoint import copy_weights_gpt_neox
+
+    import lingpt.models.lightning_import  # noqa: F401
+
     for name, block in zip(model.config.attention_per_layer, model.blocks, strict=True):
         if not block.attn.hf_exportable:
             form = attention_form(name, model.config.to_dict())
             raise UserError(
                 f"a model with attention {form!r} cannot be exported: GPT-NeoX would run it as plain softmax"
             )
-    for field, value in _NOT_EXPORTED.items():
-        if (own := getattr(model.config, field)) != value:
-            raise UserError(
-                f"a model with {field}={own} cannot be exported: GPT-NeoX would run it with {field}={value}"
-            )
-    values = _read_tokenizer(Path(tokenizer)) if tokenizer else None
-    if values is None:
+    if not model.config.bias:
+        raise UserError("a model with bias=False cannot be exported: GPT-NeoX would run it with bias=True")
+    text, eos_id = _read_tokenizer(Path(tokenizer)) if tokenizer else ("", 0)
+    if not text:
         warnings.warn(
             f"{folder} gets no tokenizer, and AutoTokenizer makes an empty one of it: give export_hf one",
             stacklevel=2,
         )
-    eos_id = 0 if values is None else _end_of_text_id(values, str(tokenizer))
     tensors: dict[str, torch.Tensor] = {}
-    convert_lit_checkpoint.copy_weights_gpt_neox(model.config, tensors, model.state_dict())
+    copy_weights_gpt_neox(model.config, tensors, model.state_dict())
     write_model_folder(Path(folder), _to_hf_config(model, eos_id), tensors, metadata={})
-    if values is not None:
+    if text:
         about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.config.block_size}
         about |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
         with write_errors(Path(folder)):
-            write_json(Path(folder) / TOKENIZER, values)
+            write_text(Path(folder) / TOKENIZER, text)
             write_json(Path(folder) / "tokenizer_config.json", about)
 
 
-def _read_tokenizer(path: Path) -> dict[str, Any]:
-    return read_json_object(path / TOKENIZER if path.is_dir() else path)
+def _read_tokenizer(path: Path) -> tuple[str, int]:
+    """A tokenizer.json's content, and the id of the token that separates documents."""
+    path = path / TOKENIZER if path.is_dir() else path
+    with read_errors(path):
+        text = path.read_text(encoding="utf-8")
+    try:
+        eos_id = tokenizers.Tokenizer.from_str(text).token_to_id(END_OF_TEXT)
+    except Exception as error:  # `tokenizers` raises a bare Exception for what it cannot parse
+        raise UserError(f"{path} is not a tokenizer.json: {first_line(error)}") from error
+    if eos_id is None:
+        raise UserError(f"{path} has no token {END_OF_TEXT}: give the model's own tokenizer.json")
+    return text, eos_id
 
 
-def _end_of_text_id(tokenizer: dict[str, Any], source: str) -> int:
-    """The id of the token that separates documents, in the content of a tokenizer.json."""
-    for token in tokenizer.get("added_tokens") or []:
-        match token:
-            case {"content": str(content), "id": int(id)} if content == END_OF_TEXT:
-                return id
-    raise UserError(f"{source} is not a tokenizer.json with the token {END_OF_TEXT}: give the model's own")
-
-
-def read_hf(folder: Path) -> tuple[Config, dict[str, torch.Tensor]]:
+def read_gpt_neox(folder: Path) -> tuple[Config, dict[str, torch.Tensor]]:
     """The configuration of a GPT-NeoX folder, and its tensors under LitGPT's keys."""
+    from litgpt.scripts.convert_hf_checkpoint import copy_weights_gpt_neox
+
+    import lingpt.models.lightning_import  # noqa: F401
+
     config = _from_hf_config(read_json_object(folder / MODEL_CONFIG), folder)
     tensors: dict[str, torch.Tensor] = {}
     try:
-        convert_hf_checkpoint.copy_weights_gpt_neox(config, tensors, _read_weights(folder))
+        copy_weights_gpt_neox(config, tensors, _read_weights(folder))
     except KeyError as error:
         raise UserError(f"{folder} has a tensor {error} that is none of GPT-NeoX's") from error
     except RuntimeError as error:  # wrong shape of a tensor that is split
@@ -147,8 +128,6 @@ def _shards(index: Path) -> list[str]:
 
 
 def _from_hf_config(hf: dict[str, Any], folder: Path) -> Config:
-    if hf.get("model_type") != "gpt_neox":
-        raise UserError(f"{folder} is a {hf.get('model_type')} model, not a gpt_neox (Pythia) one")
     rope = hf.get("rope_parameters")  # in transformers 5; earlier releases have separate keys
     rope = rope if isinstance(rope, dict) else {}
     scaled = hf.get("rope_scaling") or rope.get("rope_type", "default") != "default"
@@ -170,15 +149,13 @@ def _from_hf_config(hf: dict[str, Any], folder: Path) -> Config:
             intermediate_size=hf["intermediate_size"],
             norm_eps=hf.get("layer_norm_eps", 1e-5),
             rotary_percentage=rope.get("partial_rotary_factor", hf.get("rotary_pct", 0.25)),
-            rope_base=int(rope.get("rope_theta", hf.get("rotary_emb_base", 10000))),
+            rope_base=rope.get("rope_theta", hf.get("rotary_emb_base", 10000)),
             parallel_residual=hf.get("use_parallel_residual", True),
             attention="softmax",
         )
     except KeyError as error:
         raise UserError(f"{folder / MODEL_CONFIG} lacks {error}") from error
-    except UserError:
-        raise
-    except (TypeError, ValueError) as error:
+    except UserError as error:
         raise UserError(f"{folder / MODEL_CONFIG} has a value that is none of GPT-NeoX's: {error}") from error
 
 

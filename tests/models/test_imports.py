@@ -1,4 +1,4 @@
-"""Lightning's import leaves out what its metrics would bring."""
+"""What an import does not bring: packages that are slow to import, or not in a small install."""
 
 import subprocess
 import sys
@@ -8,10 +8,20 @@ def test_training_does_not_import_what_lightnings_metrics_would_bring():
     """Guards: a start of ten seconds instead of five, of each process, for what nothing uses; and that the
     packages count as installed afterwards."""
     code = (
-        "import sys; import lingpt.train.distributed.parallel, lingpt.cli.train, lingpt.models.hf\n"
+        "import sys; import lingpt.train.distributed.parallel, lingpt.cli.train\n"
         "print(*{'transformers', 'sklearn', 'scipy', 'matplotlib'} & set(sys.modules))\n"
         "from lightning_utilities.core.imports import RequirementCache, package_available\n"
         "print(bool(RequirementCache('transformers>=4.4.0')), package_available('scipy'))"
     )
     run = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
     assert run.stdout == "\nTrue True\n", run.stdout + run.stderr
+
+
+def test_the_network_needs_pytorch_alone():
+    """Guards: an exported model that asks for the training stack where only transformers is installed."""
+    code = (
+        "import sys; import lingpt.models\n"
+        "print(*{'litgpt', 'lightning', 'transformers', 'datasets', 'jsonargparse'} & set(sys.modules))"
+    )
+    run = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert run.stdout == "\n", run.stdout + run.stderr

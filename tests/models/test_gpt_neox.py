@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from lingpt.common.errors import UserError
 from lingpt.data import load_tokenizer
 from lingpt.data.tokenizer import train_bpe
-from lingpt.models import ATTENTIONS, export_hf, load_hf
+from lingpt.models import ATTENTIONS, export_hf, load_model
 
 
 @pytest.fixture(params=[(0.25, True), (1.0, False)], ids=["pythia", "full-rotary-sequential"])
@@ -42,7 +42,7 @@ def test_softmax_has_transformers_logits(hf_model, tokens, tmp_path, layout):
     else:
         hf_model.save_pretrained(tmp_path, max_shard_size="200KB" if layout == "sharded" else "1GB")
     assert (tmp_path / "model.safetensors.index.json").exists() == (layout == "sharded")
-    model = load_hf(tmp_path)
+    model = load_model(tmp_path)
     torch.testing.assert_close(model(tokens), hf_model(tokens).logits, rtol=0, atol=1e-5)
 
 
@@ -57,7 +57,7 @@ def test_our_softmax_models_run_in_transformers(small, tokens, tmp_path):
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert type(theirs).__name__ == "GPTNeoXForCausalLM"
     torch.testing.assert_close(theirs(tokens).logits, model(tokens), rtol=0, atol=1e-5)
-    again = load_hf(tmp_path)
+    again = load_model(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     assert again.config.rotary_percentage == 0.5
 
@@ -74,23 +74,11 @@ def test_another_attention_is_not_exported(small, tmp_path, form):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "given", [{"rope_condense_ratio": 4}, {"bias": False, "attn_bias": True}, {"bias": False}]
-)
-def test_what_gpt_neox_cannot_say_is_not_exported(small, tmp_path, given):
-    """Guards: a KeyError of LitGPT's converter, and folders that gave other logits in `transformers`."""
-    name, value = list(given.items())[-1]
-    with pytest.raises(UserError, match=f"a model with {name}={value} cannot be exported"):
-        export_hf(small("softmax", **given), tmp_path / "out")
+def test_what_gpt_neox_cannot_say_is_not_exported(small, tmp_path):
+    """Guards: a KeyError of LitGPT's converter."""
+    with pytest.raises(UserError, match="a model with bias=False cannot be exported"):
+        export_hf(small("softmax", bias=False), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_stock_weights_under_another_attention(hf_model, tokens, tmp_path):
-    """`ours` has softmax's tensors, `gla` has not: the one loads, the other says what is missing."""
-    hf_model.save_pretrained(tmp_path)
-    assert load_hf(tmp_path, attention="ours").config.attention == "ours"
-    with pytest.raises(UserError, match=r"attn\.qkvr\.weight is missing"):
-        load_hf(tmp_path, attention="gla")
 
 
 def test_damaged_folders_are_one_line(small, tmp_path):
@@ -99,35 +87,35 @@ def test_damaged_folders_are_one_line(small, tmp_path):
     weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"
     save_file(load_file(weights) | {"gpt_neox.layers.0.adapter": torch.ones(1)}, weights)
     with pytest.raises(UserError, match=r"gpt_neox\.layers"):
-        load_hf(tmp_path)
+        load_model(tmp_path)
     weights.unlink()
     with pytest.raises(UserError, match="no weights in"):
-        load_hf(tmp_path)
+        load_model(tmp_path)
     index = tmp_path / "model.safetensors.index.json"
     for names in ({}, {"weight_map": 3}, {"weight_map": {"a": "../model.safetensors"}}):
         index.write_text(json.dumps(names))
         with pytest.raises(UserError, match="names no files of its folder"):
-            load_hf(tmp_path)
+            load_model(tmp_path)
     values = json.loads(config.read_text())
     scaled = values["rope_parameters"] | {"rope_type": "linear", "factor": 4.0}  # as transformers 5 has it
     config.write_text(json.dumps(values | {"rope_parameters": scaled}))
     with pytest.raises(UserError, match=r"not supported .*scaled"):
-        load_hf(tmp_path)
+        load_model(tmp_path)
     config.write_text(json.dumps(values | {"attention_bias": False}))  # of the MLP it has biases all the same
     with pytest.raises(UserError, match=r"not supported .*without biases"):
-        load_hf(tmp_path)
+        load_model(tmp_path)
     for value in ({"rope_theta": "much"}, {"rope_theta": []}):
         config.write_text(json.dumps(values | {"rope_parameters": value}))
         with pytest.raises(UserError, match="a value that is none of GPT-NeoX's"):
-            load_hf(tmp_path)
+            load_model(tmp_path)
     config.write_text(json.dumps({"model_type": "gpt_neox"}))
     with pytest.raises(UserError, match="lacks 'max_position_embeddings'"):
-        load_hf(tmp_path)
+        load_model(tmp_path)
     config.write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(UserError, match="llama"):
-        load_hf(tmp_path)
-    with pytest.raises(UserError, match="cannot read"):
-        load_hf(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="holds a llama model: LinGPT reads its own, GPT-NeoX"):
+        load_model(tmp_path)
+    with pytest.raises(UserError, match=r"no model in .*: there is no such folder"):
+        load_model(tmp_path / "nowhere")
 
 
 TEXT = "naïve 水 🙂\n\n\tdef f():\r\n  x = 1   <|endoftext|> the  end"
