@@ -11,34 +11,40 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lingpt.common.errors import UserError
-    from lingpt.kernels.gated_linear_attention import gated_linear_attention
+    from lingpt.kernels.gated_linear_attention import (
+        gated_linear_attention,
+        gated_linear_attention_with_state,
+    )
     from lingpt.kernels.linear_attention import (
         LinearAttentionState,
         linear_attention,
         linear_attention_qkv,
+        linear_attention_qkv_with_state,
+        linear_attention_with_state,
     )
 
 __all__ = [
     "LinearAttentionState",
     "UserError",
     "gated_linear_attention",
+    "gated_linear_attention_with_state",
     "linear_attention",
     "linear_attention_qkv",
+    "linear_attention_qkv_with_state",
+    "linear_attention_with_state",
 ]
 
-_MODULES = {
-    "LinearAttentionState": "lingpt.kernels.linear_attention",
-    "UserError": "lingpt.common.errors",
-    "gated_linear_attention": "lingpt.kernels.gated_linear_attention",
-    "linear_attention": "lingpt.kernels.linear_attention",
-    "linear_attention_qkv": "lingpt.kernels.linear_attention",
-}
+_LINEAR, _GATED = "lingpt.kernels.linear_attention", "lingpt.kernels.gated_linear_attention"
 
 
 def __getattr__(name: str) -> object:
-    if name not in _MODULES:
+    if name == "UserError":
+        module = "lingpt.common.errors"
+    elif name in __all__:
+        module = _GATED if name.startswith("gated") else _LINEAR
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULES[name]), name)
+    return getattr(importlib.import_module(module), name)
 
 
 def __dir__() -> list[str]:

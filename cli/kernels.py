@@ -41,8 +41,8 @@ def run(args: Namespace) -> None:
 
 def _specs() -> "list[tuple[KernelSpec, str]]":
     """(spec, architecture) of every kernel; UserError if no compiler is installed."""
-    from lingpt.kernels.linear_attention.cuda.launch import specs
     from lingpt.kernels.linear_attention.cuda.toolchain import compiler_version
+    from lingpt.kernels.linear_attention.cuda.variants import specs
 
     compiler_version()
     return [(spec, arch) for spec in specs() for arch in spec.architectures]
@@ -75,7 +75,7 @@ def _unlisted() -> str:
     import torch
 
     from lingpt.kernels.linear_attention.cuda import device_unsupported_reason
-    from lingpt.kernels.linear_attention.cuda.launch import HEAD_DIMS
+    from lingpt.kernels.linear_attention.cuda.variants import HEAD_DIMS
 
     if reason := device_unsupported_reason(torch.bfloat16, HEAD_DIMS[0], torch.device("cuda")):
         return f"no kernel ({reason}); linear_attention runs its chunkwise PyTorch form here"

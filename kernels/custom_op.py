@@ -8,9 +8,13 @@ Its annotations are the operator's schema: a new argument is a new field, withou
 
 registers lingpt::linear_attention_fwd and lingpt::linear_attention_bwd: their computation, shapes (for the
 compiler), FLOPs (an operator without a formula counts as zero, so MFU would be wrong) and autograd.
+
+Autograd is not `torch.library.register_autograd`'s, which spends 50 µs per call on a schema's defaults, and a
+call that nothing observes skips the dispatcher: for short sequences that takes as long as the launches. Both
+use private names of PyTorch. If a release lacks one, the public interface is used.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, get_type_hints
 
@@ -18,20 +22,29 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from lingpt.kernels.torch_internals import (
-    HAS_SHORTCUTS,
-    below_autograd,
-    is_batched,
-    is_plain_call,
-    is_unobserved,
-    transforms_active,
-)
+try:
+    from torch import _is_functional_tensor
+    from torch._C import (
+        _are_functorch_transforms_active,
+        _AutoDispatchBelowAutograd,
+        _is_tracing,
+        _len_torch_dispatch_stack,
+        _len_torch_function_stack,
+    )
+    from torch._C._autograd import _profiler_enabled
+    from torch._C._functorch import is_legacy_batchedtensor
+
+    HAS_SHORTCUTS = True
+except ImportError:
+    HAS_SHORTCUTS = False
 
 C = TypeVar("C", bound=tuple)  # the call object, a NamedTuple
 Outputs = tuple[Tensor | None, ...]  # None for outputs that were not requested
 
 _NUMBERS = {kind: kind.__name__ for kind in (float, int, bool, str)}
 _SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?"} | _NUMBERS
+# The types of an operator's arguments, excluding subclasses that override torch functions.
+_PLAIN_TYPES = {Tensor, torch.nn.Parameter, type(None), *_NUMBERS}
 _library = torch.library.Library("lingpt", "FRAGMENT")
 
 
@@ -61,50 +74,53 @@ class CustomOp(Generic[C]):
 
     def register(self) -> Callable[[C], tuple[Any, ...]]:
         """Registers the operator; returns the function that calls it."""
-        forward_name, backward_name = f"{self.name}_fwd", f"{self.name}_bwd"
-        fields = get_type_hints(self.call_type)
-        arguments = ", ".join(f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in fields.items())
+        kinds = get_type_hints(self.call_type)
+        arguments = ", ".join(f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in kinds.items())
         # The final state has the same names as the initial one, and Inductor rejects duplicate argument
         # names.
-        saved = "".join(f", Tensor? saved_{name}" for name in self.saved)
-        gradients = "".join(f", Tensor? d{name}" for name in self._differentiable)
-        _library.define(f"{forward_name}({arguments}) -> ({_tensors(self.outputs)})")
-        _library.define(f"{backward_name}({arguments}{saved}{gradients}) -> ({_tensors(self.gradients_of)})")
-        _library.impl(forward_name, self._run_forward, "CompositeExplicitAutograd")
-        _library.impl(backward_name, self._run_backward, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"lingpt::{forward_name}", self._fake_forward, lib=_library)
-        torch.library.register_fake(f"lingpt::{backward_name}", self._fake_backward, lib=_library)
-        forward, backward = (getattr(torch.ops.lingpt, name) for name in (forward_name, backward_name))
-        register_flop_formula(forward)(lambda *args, **_: self.flops(self._call(args)))
-        register_flop_formula(backward)(lambda *args, **_: 2 * self.flops(self._call(args)))
-        return _register_autograd(self, forward.default, backward.default)
+        rest = [f"saved_{name}" for name in self.saved]
+        rest += [f"d{name}" for name in self.outputs if name not in self.constant]
+        more = "".join(f", Tensor? {name}" for name in rest)
 
-    @property
-    def _differentiable(self) -> list[str]:
-        return [name for name in self.outputs if name not in self.constant]
+        def call_of(args: Sequence[Any]) -> C:
+            return self.call_type(*args[: len(kinds)])
 
-    def _call(self, args: tuple) -> C:
-        return self.call_type(*args[: len(self.call_type._fields)])  # type: ignore[attr-defined]
+        def run_backward(*args: Any) -> tuple[Tensor, ...]:
+            saved, gradients = args[len(kinds) :][: len(self.saved)], args[len(kinds) + len(self.saved) :]
+            return _filled(self.backward(call_of(args), saved, gradients))
 
-    def _run_forward(self, *args: Any) -> tuple[Tensor, ...]:
-        return _filled(self.forward(self._call(args)))
+        def fake_backward(*args: Any) -> tuple[Tensor, ...]:
+            inputs = [getattr(call_of(args), name) for name in self.gradients_of]
+            return _filled(None if x is None else x.new_empty(x.shape) for x in inputs)
 
-    def _run_backward(self, *args: Any) -> tuple[Tensor, ...]:
-        call = self._call(args)
-        rest = args[len(call) :]
-        return _filled(self.backward(call, rest[: len(self.saved)], rest[len(self.saved) :]))
-
-    def _fake_forward(self, *args: Any) -> tuple[Tensor, ...]:
-        return _filled(self.fake_forward(self._call(args)))
-
-    def _fake_backward(self, *args: Any) -> tuple[Tensor, ...]:
-        call = self._call(args)
-        inputs = [getattr(call, name) for name in self.gradients_of]
-        return _filled([None if x is None else x.new_empty(x.shape) for x in inputs])
+        forward = _define(
+            f"{self.name}_fwd({arguments})",
+            len(self.outputs),
+            run=lambda *args: _filled(self.forward(call_of(args))),
+            fake=lambda *args: _filled(self.fake_forward(call_of(args))),
+            flops=lambda *args, **_: self.flops(call_of(args)),
+        )
+        backward = _define(
+            f"{self.name}_bwd({arguments}{more})",
+            len(self.gradients_of),
+            run=run_backward,
+            fake=fake_backward,
+            flops=lambda *args, **_: 2 * self.flops(call_of(args)),
+        )
+        return _register_autograd(self, forward, backward)
 
 
-def _tensors(names: tuple[str, ...]) -> str:
-    return ", ".join(["Tensor"] * len(names))
+def _define(
+    signature: str, outputs: int, run: Callable, fake: Callable, flops: Callable
+) -> torch._ops.OpOverload:
+    """Defines an operator that returns so many tensors, except its autograd."""
+    name = signature.partition("(")[0]
+    _library.define(f"{signature} -> ({', '.join(['Tensor'] * outputs)})")
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"lingpt::{name}", fake, lib=_library)
+    operator = getattr(torch.ops.lingpt, name)
+    register_flop_formula(operator)(flops)
+    return operator.default
 
 
 def _filled(results: Iterable[Tensor | None]) -> tuple[Tensor, ...]:
@@ -117,11 +133,11 @@ def _filled(results: Iterable[Tensor | None]) -> tuple[Tensor, ...]:
 def _register_autograd(
     op: CustomOp[C], forward: torch._ops.OpOverload, backward: torch._ops.OpOverload
 ) -> Callable[[C], tuple[Any, ...]]:
-    """Registers own autograd functions, to save host time (torch_internals.py); returns how to call `op`."""
-    fields = op.call_type._fields  # type: ignore[attr-defined]
-    n_tensors = sum(kind in (Tensor, Tensor | None) for kind in get_type_hints(op.call_type).values())
-    n_saved, constant = len(op.saved), [op.outputs.index(name) for name in op.constant]
-    gradient_index = [op.gradients_of.index(name) if name in op.gradients_of else None for name in fields]
+    """Registers the autograd functions; returns how to call `op`."""
+    kinds = get_type_hints(op.call_type)
+    n_tensors, n_saved = sum(kind in (Tensor, Tensor | None) for kind in kinds.values()), len(op.saved)
+    gradient_index = [op.gradients_of.index(name) if name in op.gradients_of else None for name in kinds]
+    constant = [op.outputs.index(name) for name in op.constant]
     differentiable = [i for i, name in enumerate(op.outputs) if name not in op.constant]
 
     def save(ctx, inputs, output):
@@ -134,11 +150,12 @@ def _register_autograd(
         tensors = ctx.saved_tensors
         call, saved = op.call_type(*tensors[:n_tensors], *ctx.values), tensors[n_tensors:]
         d_outputs = tuple(d_outputs[i] for i in differentiable)
-        observed = torch.is_grad_enabled() or not is_unobserved((*d_outputs, tensors[0], *saved))
-        if not observed and not is_batched(d_outputs):
-            gradients = op.backward(call, saved, d_outputs)
-        else:
+        observed = torch.is_grad_enabled() or not _is_unobserved((*d_outputs, tensors[0], *saved))
+        # Gradients of a batch of losses (`is_grads_batched`) are a vmap that `_is_unobserved` does not see.
+        if observed or any(x is not None and is_legacy_batchedtensor(x) for x in d_outputs):
             gradients = backward(*call, *saved, *d_outputs)
+        else:
+            gradients = op.backward(call, saved, d_outputs)
         by_field = (None if i is None else gradients[i] for i in gradient_index)
         return tuple(None if x is None else g for x, g in zip(call, by_field, strict=True))
 
@@ -160,7 +177,7 @@ def _register_autograd(
             if direct:
                 outputs = op.forward(op.call_type(*args))
             else:
-                with below_autograd():
+                with _AutoDispatchBelowAutograd():
                     outputs = forward(*args)
             save(ctx, args, outputs)
             return outputs
@@ -174,15 +191,15 @@ def _register_autograd(
     class Backward(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *args):
-            with below_autograd():
+            with _AutoDispatchBelowAutograd():
                 return backward(*args)
 
         backward = staticmethod(refuse)
 
     def forward_autograd(*args):
-        if transforms_active():  # torch.func's, except vmap, which is already resolved
+        if _are_functorch_transforms_active():  # torch.func's, except vmap, which is already resolved
             refuse_transform(None)
-        return _filled(Forward.apply(is_unobserved(args), *args))
+        return _filled(Forward.apply(_is_unobserved(args), *args))
 
     _library.impl(f"{op.name}_fwd", forward_autograd, "Autograd")
     _library.impl(f"{op.name}_bwd", Backward.apply, "Autograd")
@@ -191,8 +208,25 @@ def _register_autograd(
         """Calls the operator; if nothing observes it, only the autograd function, without the dispatcher,
         which gives None for outputs that were not requested."""
         # is_compiling() first: the compiler knows its value and does not trace the rest.
-        if torch.compiler.is_compiling() or not is_plain_call(call):
+        if torch.compiler.is_compiling() or not _is_plain_call(call):
             return forward(*call)
         return Forward.apply(True, *call)
 
     return run
+
+
+def _is_plain_call(args: Sequence[Any]) -> bool:
+    """Whether an operator may be called without the dispatcher, as nothing observes the call."""
+    observed = _len_torch_function_stack() or _profiler_enabled() or _is_tracing()  # by torch.jit
+    return not observed and _is_unobserved(args)
+
+
+def _is_unobserved(args: Sequence[Any]) -> bool:
+    """Whether all tensors are real, and no mode or transform that observes operators is active (a FLOP
+    counter, a tracer, vmap). Autograd may be active."""
+    if not HAS_SHORTCUTS:
+        return False
+    tensors = (x for x in args if isinstance(x, Tensor))
+    real = _PLAIN_TYPES.issuperset(map(type, args)) and not (first := next(tensors)).is_meta
+    observed = _len_torch_dispatch_stack() or _are_functorch_transforms_active()
+    return real and not observed and not _is_functional_tensor(first)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import threading
 import warnings
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +19,8 @@ from torch import Tensor
 
 from lingpt.common.errors import UserError, unknown
 from lingpt.common.install import install_command
-from lingpt.kernels.chunks import pad_to_chunks, to_tokens
 from lingpt.kernels.custom_op import CustomOp, Outputs
-from lingpt.kernels.precision import reverse_running_sum, state_dtype, true_fp32
+from lingpt.kernels.numerics import pad_to_chunks, reverse_running_sum, state_dtype, to_tokens, true_fp32
 
 CHUNK, SUBCHUNK = 64, 16
 BACKENDS = ("auto", "reference", "chunkwise", "recurrent", "fla")
@@ -29,16 +28,6 @@ HAS_FLA = importlib.util.find_spec("fla") is not None
 _TRITON_LOCK = threading.Lock()  # evaluation has a thread per GPU; Triton's autotuners serve one at a time
 
 
-@overload
-def gated_linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, *, scale: float | None = ...,
-    initial_state: Tensor | None = ..., return_state: Literal[False] = ..., backend: str = ...,
-) -> Tensor: ...  # fmt: skip
-@overload
-def gated_linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, *, scale: float | None = ...,
-    initial_state: Tensor | None = ..., return_state: Literal[True], backend: str = ...,
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def gated_linear_attention(
     q: Tensor,
     k: Tensor,
@@ -47,9 +36,8 @@ def gated_linear_attention(
     *,
     scale: float | None = None,
     initial_state: Tensor | None = None,
-    return_state: bool = False,
     backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor:
     """Causal linear attention whose state decays at a data-dependent rate per key dimension.
 
     Args:
@@ -57,7 +45,6 @@ def gated_linear_attention(
         log_gate: ln α, [B, N, H, Dk], finite and ≤ 0 (values are not checked); any floating-point dtype.
         scale: factor on q; None means Dk^−0.5.
         initial_state: [B, H, Dk, Dv], fp32 (float64 for float64 inputs): the state of an earlier part.
-        return_state: return the state after the last token as well.
         backend: one of
             "reference"  the definition, quadratic, float64 inside;
             "chunkwise"  plain PyTorch on any device, with an analytical backward;
@@ -67,20 +54,34 @@ def gated_linear_attention(
                          chunkwise.
 
     Returns:
-        o [B, N, H, Dv] in q's dtype; with `return_state`, (o, state). Every tensor argument gets a gradient.
+        o [B, N, H, Dv] in q's dtype. Every tensor argument gets a gradient.
 
     Raises:
         UserError: for wrong shapes, dtypes or devices, or a backend that cannot run here, before any work.
     """
+    return gated_linear_attention_with_state(
+        q, k, v, log_gate, scale=scale, initial_state=initial_state, backend=backend
+    )[0]
+
+
+def gated_linear_attention_with_state(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_gate: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """`gated_linear_attention` and the state after the last token: (o, state)."""
     _check(q, k, v, log_gate, initial_state)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     backend = choose(backend, q)
     if backend == "chunkwise":
-        o, state = _attend(GLACall(q, k, v, log_gate, initial_state, scale))
-    else:
-        form = {"reference": _reference, "recurrent": _recurrent, "fla": fla_attention}[backend]
-        o, state = form(q, k, v, log_gate, initial_state, scale)
-    return (o, state) if return_state else o
+        return _attend(GLACall(q, k, v, log_gate, initial_state, scale))
+    form = {"reference": _reference, "recurrent": _recurrent, "fla": fla_attention}[backend]
+    return form(q, k, v, log_gate, initial_state, scale)
 
 
 def gated_linear_attention_flops(B: int, N: int, H: int, Dk: int, Dv: int) -> int:
@@ -129,7 +130,7 @@ def choose(backend: str, q: Tensor) -> str:
     if not HAS_FLA and not torch.compiler.is_compiling():
         warnings.warn(
             "gated_linear_attention runs on the slower chunkwise backend: fla-core is not installed",
-            stacklevel=3,
+            stacklevel=4,
         )
     return "fla" if HAS_FLA else "chunkwise"
 

@@ -12,12 +12,16 @@ import torch
 from torch import Tensor
 
 from lingpt.kernels import gated_linear_attention as gated
-from lingpt.kernels.linear_attention import LinearAttentionState, arguments, linear_attention
-from lingpt.kernels.linear_attention.numerics import B_SHRINK, reciprocal_norm
-from lingpt.kernels.precision import true_fp32
+from lingpt.kernels.linear_attention import (
+    LinearAttentionState,
+    interface,
+    linear_attention,
+    linear_attention_with_state,
+)
+from lingpt.kernels.numerics import B_SHRINK, reciprocal_norm, true_fp32
 
 # The backends that run on any device.
-FORMS = tuple(name for name in arguments.BACKENDS if name not in ("auto", "cuda"))
+FORMS = tuple(name for name in interface.BACKENDS if name not in ("auto", "cuda"))
 GATED_FORMS = tuple(name for name in gated.BACKENDS if name not in ("auto", "fla"))
 
 
@@ -45,7 +49,7 @@ def some_state(
     q, k, v, _ = (x.to(dtype) for x in inputs(B, 50, H, D, torch.bfloat16, seed, device))
     if options.get("normalize_qk") is False:
         k = 0.05 * k
-    state = linear_attention(q, k, v, return_state=True, backend="reference", **options)[1]
+    state = linear_attention_with_state(q, k, v, backend="reference", **options)[1]
     return LinearAttentionState(*(x.contiguous() for x in state))
 
 
@@ -161,9 +165,11 @@ def forward_backward(
         initial = LinearAttentionState(*(x.detach().requires_grad_() for x in initial))
         leaves += initial
         names += ["dS", "dz", "dc", "dn"]
-    options |= dict(initial_state=initial, return_state=return_state, backend=backend)
-    o = linear_attention(*leaves[:3], b, **options)
-    o, state = o if return_state else (o, ())
+    options |= dict(initial_state=initial, backend=backend)
+    if return_state:
+        o, state = linear_attention_with_state(*leaves[:3], b, **options)
+    else:
+        o, state = linear_attention(*leaves[:3], b, **options), ()
     results, cotangents = [o], [do]
     if dstate is not None:
         results += state

@@ -271,7 +271,7 @@ def distributions(
     """Whom an imported top-level module may come from, for all that is neither ours nor Python's."""
     tops = {module.partition(".")[0] for _, tree in trees for module, _, _ in imports(tree, leave_out)}
     only_with_a_gpu = {"fla": ["fla-core"], "mamba_ssm": ["mamba-ssm"], "mlstm_kernels": ["mlstm-kernels"]}
-    known = {**only_with_a_gpu, "cuda": ["cuda-core", "cuda-bindings"], **packages_distributions()}
+    known = {**only_with_a_gpu, "cuda": ["cuda-bindings"], **packages_distributions()}
     known["triton"] = ["torch"]  # PyTorch's builds for GPUs bring it
     ours = {*sys.stdlib_module_names, "lingpt"}
     return {top: {canonicalize_name(name) for name in known[top]} for top in tops - ours}

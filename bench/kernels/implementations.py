@@ -26,7 +26,7 @@ from lingpt.common.install import install_command
 from lingpt.kernels.linear_attention import linear_attention, linear_attention_flops, linear_attention_qkv
 from lingpt.kernels.linear_attention.call import Call
 from lingpt.kernels.linear_attention.cuda import device_unsupported_reason, unsupported_reason
-from lingpt.kernels.linear_attention.numerics import B_SHRINK
+from lingpt.kernels.numerics import B_SHRINK
 
 MakeInputs = Callable[[Shape, torch.dtype, torch.device], Inputs]
 Attention = Callable[[Inputs], Tensor]

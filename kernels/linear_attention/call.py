@@ -1,4 +1,4 @@
-"""A call of the operator as one object, used by the schema, autograd and every backend."""
+"""A call of the operator as one object: what the schema, autograd and every backend take and return."""
 
 from __future__ import annotations
 
@@ -8,11 +8,46 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lingpt.kernels.linear_attention.numerics import B_SHRINK
-from lingpt.kernels.linear_attention.state import LinearAttentionState
-from lingpt.kernels.precision import state_dtype
+from lingpt.kernels.numerics import B_SHRINK, state_dtype
 
 T = TypeVar("T", float, Tensor, float | Tensor)
+
+
+class LinearAttentionState(NamedTuple):
+    """The state after the tokens seen so far, fp32 (float64 for float64 inputs); its size is constant.
+
+    States add up: that of a sequence is the sum of the states of its parts, each decayed to the end. With a
+    decay γ, token j of N has weight γ^(N−1−j) in each of the sums. z and n are for the normaliser: without it
+    (`normalize=False`) they are zeros and are not read; a call with the normaliser must not take it.
+    """
+
+    S: Tensor  # Σ k̂ⱼ vⱼᵀ  [B, H, D, D], key index before value index
+    z: Tensor  # Σ k̂ⱼ      [B, H, D]
+    c: Tensor  # Σ vⱼ       [B, H, D]
+    n: Tensor  # Σ 1        [B, H]
+
+    @classmethod
+    def zeros(
+        cls, batch_size: int, n_head: int, head_dim: int, *, device=None, dtype: torch.dtype = torch.float32
+    ) -> LinearAttentionState:
+        """The state before the first token."""
+        shapes = state_shapes(batch_size, n_head, head_dim)
+        return cls(*(torch.zeros(shape, device=device, dtype=dtype) for shape in shapes))
+
+    def without_normaliser(self) -> LinearAttentionState:
+        """The state with zeros for z and n."""
+        return self._replace(z=torch.zeros_like(self.z), n=torch.zeros_like(self.n))
+
+
+torch.serialization.add_safe_globals([LinearAttentionState])  # torch.load's default is weights_only
+# `torch.export.save` keeps programs that take or return it; the public registration is for other classes.
+if register := getattr(torch.utils._pytree, "_register_namedtuple", None):
+    register(LinearAttentionState, serialized_type_name="lingpt.LinearAttentionState")
+
+
+def state_shapes(B: int, H: int, D: int) -> tuple[tuple[int, ...], ...]:
+    """Shapes of S, z, c and n."""
+    return (B, H, D, D), (B, H, D), (B, H, D), (B, H)
 
 
 class Call(NamedTuple):
@@ -127,8 +162,28 @@ def split_projection(projected: Tensor, H: int, D: int) -> tuple[Tensor, Tensor,
     return qkv.unflatten(2, (3, H, D)), gate, rest
 
 
-class OptionGradients(NamedTuple):
-    """The gradients of a backward pass besides dq, dk and dv; None if the call has no such tensor."""
+class Outputs(NamedTuple):
+    """The results of a forward pass: all that the backward pass needs besides the call.
+
+    Any backend's backward pass can follow the forward pass of another.
+    """
+
+    o: Tensor  # [B, N, H, D] in the inputs' dtype
+    # [3, B, H, N], fp32 (float64): the normaliser g = Σ w, 1/‖q‖ and 1/‖k‖ (g is meaningless without
+    # `normalize`, the norms are without `normalize_qk`)
+    stats: Tensor
+    state: LinearAttentionState | None  # the final state if `call.return_state`
+
+
+class OutputGradients(NamedTuple):
+    """The gradients of the outputs."""
+
+    o: Tensor
+    state: LinearAttentionState | None = None  # None if it has no gradient
+
+
+class InputGradients(NamedTuple):
+    """The gradients of the inputs besides q, k and v; None if the call has no such tensor."""
 
     a: Tensor | None = None  # [H]
     b: Tensor | None = None  # [H]

@@ -27,12 +27,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lingpt.kernels.chunks import pad_to_chunks, to_tokens
-from lingpt.kernels.linear_attention.call import Call, OptionGradients
-from lingpt.kernels.linear_attention.numerics import LOG_ZERO, per_head, reciprocal_norm
+from lingpt.kernels.linear_attention.call import (
+    Call,
+    InputGradients,
+    LinearAttentionState,
+    OutputGradients,
+    Outputs,
+)
 from lingpt.kernels.linear_attention.rope import rotate, rotate_backward
-from lingpt.kernels.linear_attention.state import LinearAttentionState
-from lingpt.kernels.precision import reverse_running_sum, state_dtype, true_fp32
+from lingpt.kernels.numerics import (
+    LOG_ZERO,
+    pad_to_chunks,
+    per_head,
+    reciprocal_norm,
+    reverse_running_sum,
+    state_dtype,
+    to_tokens,
+    true_fp32,
+)
 
 CHUNK = 64
 
@@ -42,8 +54,8 @@ def unsupported_reason(call: Call) -> str | None:
     return None
 
 
-def forward(call: Call) -> tuple[Tensor, Tensor, LinearAttentionState | None]:
-    """o, stats and the final state, as in `backends.Backend`. No autograd graph is recorded."""
+def forward(call: Call) -> Outputs:
+    """As in `operator.Backend`. No autograd graph is recorded."""
     with torch.no_grad(), true_fp32(call.device):
         (q, k, v), (B, N, H, D), C = call.views, call.shape, _chunk_size(call)
         o = torch.empty(B, N, H, D, dtype=q.dtype, device=q.device)
@@ -65,23 +77,17 @@ def forward(call: Call) -> tuple[Tensor, Tensor, LinearAttentionState | None]:
             torch.div(U[..., :-1], U[..., -1:], out=o)
         else:
             o.copy_(U)
-        return o, stats, _unpack(final) if call.return_state else None
+        return Outputs(o, stats, _unpack(final) if call.return_state else None)
 
 
 def backward(
-    call: Call,
-    o: Tensor,
-    stats: Tensor,
-    do: Tensor,
-    _final: LinearAttentionState | None,
-    dstate: LinearAttentionState | None,
-    out: tuple[Tensor, ...],
-) -> OptionGradients:
-    """Writes dq, dk and dv into `out`; returns the other gradients, as in `backends.Backend`.
+    call: Call, saved: Outputs, gradients: OutputGradients, out: tuple[Tensor, ...]
+) -> InputGradients:
+    """Writes dq, dk and dv into `out`; returns the other gradients, as in `operator.Backend`.
 
-    o, do: [B, N, H, D]; stats: [3, B, H, N] of forward, fp32 (float64); `out`: three [B, N, H, D] in the
-    inputs' dtype, or views of dqkv. The final state is recomputed, so `_final` is not read.
+    `out`: three [B, N, H, D] in the inputs' dtype, or views of dqkv. The final state is recomputed, not read.
     """
+    (o, stats, _), (do, dstate) = saved, gradients
     with torch.no_grad(), true_fp32(call.device):
         (q, k, v), N, C = call.views, call.shape[1], _chunk_size(call)
         a, b = _coefficients(call)
@@ -118,7 +124,7 @@ def backward(
         _input_gradient(call, dK, k, 1.0, k_r, dk)
         dv.copy_(to_tokens(dV, N)[..., : dv.shape[-1]])
         db = None if call.b is None else call.shrink_b(along_q.sum((0, 1)))
-        return OptionGradients(da, db, d_token_log_decay, None if call.S is None else _unpack(initial))
+        return InputGradients(da, db, d_token_log_decay, None if call.S is None else _unpack(initial))
 
 
 # The inputs: coefficients, rotation, norms, and their gradients.

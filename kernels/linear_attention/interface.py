@@ -1,47 +1,39 @@
-"""The public operators of linear attention: their arguments, checked, become a `Call` of a backend."""
+"""The public operators of linear attention: their arguments, checked here, become a `Call` of a backend.
+
+Only shapes, dtypes and Python numbers are checked. A tensor's values are never read: that would synchronise
+with the GPU and break a graph. All errors are UserErrors.
+"""
 
 from __future__ import annotations
 
+import math
+import numbers
+import reprlib
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from lingpt.common.errors import UserError
-from lingpt.kernels.linear_attention import arguments, recurrent, reference
-from lingpt.kernels.linear_attention.call import Call, logarithm_of_gate, split_projection
-from lingpt.kernels.linear_attention.registration import attend
-from lingpt.kernels.linear_attention.state import LinearAttentionState
-from lingpt.kernels.precision import state_dtype
+from lingpt.common.errors import UserError, unknown
+from lingpt.kernels.linear_attention import recurrent, reference
+from lingpt.kernels.linear_attention.call import (
+    Call,
+    LinearAttentionState,
+    logarithm_of_gate,
+    split_projection,
+    state_shapes,
+)
+from lingpt.kernels.linear_attention.operator import attend
+from lingpt.kernels.numerics import state_dtype
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+BACKENDS = ("auto", "reference", "chunkwise", "recurrent", "cuda")
 _DIFFERENTIATED = {"reference": reference, "recurrent": recurrent}  # by autograd; others have a backward
+_NUMBERS = (int, float, numbers.Real)  # the last one, of NumPy for instance, takes the longest to check
 
 
-@overload
-def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, b: float | Tensor = ..., *,
-    a: float | Tensor = ..., log_decay: Tensor | Sequence[float] | None = ...,
-    cu_seqlens: Tensor | None = ..., normalize: bool = ..., normalize_qk: bool = ..., causal: bool = ...,
-    initial_state: LinearAttentionState | None = ...,
-    return_state: Literal[False] = ..., backend: str = ...,
-) -> Tensor: ...  # fmt: skip
-@overload
-def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, b: float | Tensor = ..., *,
-    a: float | Tensor = ..., log_decay: Tensor | Sequence[float] | None = ...,
-    cu_seqlens: Tensor | None = ..., normalize: bool = ..., normalize_qk: bool = ..., causal: bool = ...,
-    initial_state: LinearAttentionState | None = ...,
-    return_state: Literal[True], backend: str = ...,
-) -> tuple[Tensor, LinearAttentionState]: ...  # fmt: skip
-@overload
-def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, b: float | Tensor = ..., *,
-    a: float | Tensor = ..., log_decay: Tensor | Sequence[float] | None = ...,
-    cu_seqlens: Tensor | None = ..., normalize: bool = ..., normalize_qk: bool = ..., causal: bool = ...,
-    initial_state: LinearAttentionState | None = ...,
-    return_state: bool, backend: str = ...,
-) -> Tensor | tuple[Tensor, LinearAttentionState]: ...  # fmt: skip
 def linear_attention(
     q: Tensor,
     k: Tensor,
@@ -55,9 +47,8 @@ def linear_attention(
     normalize_qk: bool = True,
     causal: bool = True,
     initial_state: LinearAttentionState | None = None,
-    return_state: bool = False,
     backend: str = "auto",
-) -> Tensor | tuple[Tensor, LinearAttentionState]:
+) -> Tensor:
     """Linear attention with the kernel f(x) = 1 + b·x and a normaliser, or f(x) = a + b·x without one.
 
     o_i = Σ_j w_ij v_j / Σ_j w_ij over j ≤ i, w_ij = (1 + b q̂_i·k̂_j) γ_{j+1} ⋯ γ_i, with unit rows q̂ and
@@ -85,14 +76,13 @@ def linear_attention(
         cu_seqlens: int32 or int64 [sequences + 1], from 0 to N, not decreasing (not checked), as in
             FlashAttention: q, k and v [1, N, H, D] hold sequences of different lengths, one after the other.
             Outputs and gradients are those of separate calls: each sequence begins with a reset. Not together
-            with initial_state or return_state.
+            with a state.
         normalize: divide by the sum of the weights. False: z and n of a state are zeros and are not read.
         normalize_qk: False uses q, k and b unchanged. A normaliser may then be near zero or change sign, with
             meaningless o: the caller must prevent that.
         causal: False sums over all j.
         initial_state: the state of an earlier part of the sequence; fp32 (float64 for float64 inputs). It
             gets gradients, as q, k and v do.
-        return_state: return the state after the last token as well.
         backend: one of
             "reference"  the definition, quadratic; also for second derivatives, forward mode and torch.func;
             "chunkwise"  plain PyTorch on any device, with an analytical backward;
@@ -102,7 +92,7 @@ def linear_attention(
                          would have been expected; recurrent for one token with a state on a CPU.
 
     Returns:
-        o [B, N, H, D] in q's dtype; with `return_state`, (o, state).
+        o [B, N, H, D] in q's dtype. `linear_attention_with_state` also returns the final state.
 
     Raises:
         UserError: for wrong shapes, dtypes or devices, or numbers out of range, before any work.
@@ -112,38 +102,37 @@ def linear_attention(
 
     Source: "Linear Attention Optimized GPU Kernel Implementation", eq. 5 and 22 with a = 1; RetNet's decay.
     """
-    arguments.check_tensors(q, k, v)
-    options = arguments.check_options(
-        q, a=a, b=b, log_decay=log_decay, cu_seqlens=cu_seqlens, causal=causal, normalize=normalize,
-        normalize_qk=normalize_qk, initial_state=initial_state, return_state=return_state, backend=backend,
-    )  # fmt: skip
-    return _run(Call(q=q, k=k, v=v, **options))
+    return _run(_call(
+        q, k, v, a=a, b=b, log_decay=log_decay, cu_seqlens=cu_seqlens, causal=causal, normalize=normalize,
+        normalize_qk=normalize_qk, initial_state=initial_state, return_state=False, backend=backend,
+    ))[0]  # fmt: skip
 
 
-@overload
-def linear_attention_qkv(
-    qkv: Tensor, cos: Tensor, sin: Tensor, b: float | Tensor = ..., *,
-    a: float | Tensor = ..., log_decay: Tensor | Sequence[float] | None = ...,
-    cu_seqlens: Tensor | None = ..., gate_bias: Tensor | None = ..., head_size: int | None = ...,
-    normalize: bool = ..., normalize_qk: bool = ...,
-    initial_state: LinearAttentionState | None = ..., return_state: Literal[False] = ..., backend: str = ...,
-) -> Tensor: ...  # fmt: skip
-@overload
-def linear_attention_qkv(
-    qkv: Tensor, cos: Tensor, sin: Tensor, b: float | Tensor = ..., *,
-    a: float | Tensor = ..., log_decay: Tensor | Sequence[float] | None = ...,
-    cu_seqlens: Tensor | None = ..., gate_bias: Tensor | None = ..., head_size: int | None = ...,
-    normalize: bool = ..., normalize_qk: bool = ...,
-    initial_state: LinearAttentionState | None = ..., return_state: Literal[True], backend: str = ...,
-) -> tuple[Tensor, LinearAttentionState]: ...  # fmt: skip
-@overload
-def linear_attention_qkv(
-    qkv: Tensor, cos: Tensor, sin: Tensor, b: float | Tensor = ..., *,
-    a: float | Tensor = ..., log_decay: Tensor | Sequence[float] | None = ...,
-    cu_seqlens: Tensor | None = ..., gate_bias: Tensor | None = ..., head_size: int | None = ...,
-    normalize: bool = ..., normalize_qk: bool = ...,
-    initial_state: LinearAttentionState | None = ..., return_state: bool, backend: str = ...,
-) -> Tensor | tuple[Tensor, LinearAttentionState]: ...  # fmt: skip
+def linear_attention_with_state(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    b: float | Tensor = 1.0,
+    *,
+    a: float | Tensor = 1.0,
+    log_decay: Tensor | Sequence[float] | None = None,
+    normalize: bool = True,
+    normalize_qk: bool = True,
+    causal: bool = True,
+    initial_state: LinearAttentionState | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, LinearAttentionState]:
+    """`linear_attention` and the state after the last token: (o, state).
+
+    Given as `initial_state` of the next call, the state continues the sequence: for decoding, or for long
+    sequences in parts. Of packed sequences (cu_seqlens) call each one by itself.
+    """
+    return _run(_call(
+        q, k, v, a=a, b=b, log_decay=log_decay, cu_seqlens=None, causal=causal, normalize=normalize,
+        normalize_qk=normalize_qk, initial_state=initial_state, return_state=True, backend=backend,
+    ))  # fmt: skip
+
+
 def linear_attention_qkv(
     qkv: Tensor,
     cos: Tensor,
@@ -158,9 +147,8 @@ def linear_attention_qkv(
     normalize: bool = True,
     normalize_qk: bool = True,
     initial_state: LinearAttentionState | None = None,
-    return_state: bool = False,
     backend: str = "auto",
-) -> Tensor | tuple[Tensor, LinearAttentionState]:
+) -> Tensor:
     """Causal `linear_attention` of a fused projection, with RoPE applied inside; backward writes one buffer.
 
     Args:
@@ -178,14 +166,71 @@ def linear_attention_qkv(
         The others are those of `linear_attention`.
 
     Returns:
-        o [B, N, H, D] in qkv's dtype; with `return_state`, (o, state).
+        o [B, N, H, D] in qkv's dtype. `linear_attention_qkv_with_state` also returns the state.
 
     Raises:
         UserError: for wrong shapes, dtypes or devices, or numbers out of range, before any work.
     """
+    return _run(_packed_call(
+        qkv, cos, sin, gate_bias, head_size, a=a, b=b, log_decay=log_decay, cu_seqlens=cu_seqlens,
+        normalize=normalize, normalize_qk=normalize_qk, initial_state=initial_state, return_state=False,
+        backend=backend,
+    ))[0]  # fmt: skip
+
+
+def linear_attention_qkv_with_state(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    b: float | Tensor = 1.0,
+    *,
+    a: float | Tensor = 1.0,
+    log_decay: Tensor | Sequence[float] | None = None,
+    gate_bias: Tensor | None = None,
+    head_size: int | None = None,
+    normalize: bool = True,
+    normalize_qk: bool = True,
+    initial_state: LinearAttentionState | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, LinearAttentionState]:
+    """`linear_attention_qkv` and the state after the last token: (o, state)."""
+    return _run(_packed_call(
+        qkv, cos, sin, gate_bias, head_size, a=a, b=b, log_decay=log_decay, cu_seqlens=None,
+        normalize=normalize, normalize_qk=normalize_qk, initial_state=initial_state, return_state=True,
+        backend=backend,
+    ))  # fmt: skip
+
+
+def _run(call: Call) -> tuple[Tensor, LinearAttentionState]:
+    """o and the final state, whose parts mean nothing if the call does not ask for it."""
+    if call.backend in _DIFFERENTIATED:
+        return _DIFFERENTIATED[call.backend].forward(call.unpacked())
+    o, _, *parts = attend(call)
+    return o, LinearAttentionState(*parts)
+
+
+# The calls that the arguments make.
+
+
+def _call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Call:
+    _check_qkv(q, k, v)
+    return Call(q=q, k=k, v=v, **_checked_options(q, **options))
+
+
+def _packed_call(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    gate_bias: Tensor | None,
+    head_size: int | None,
+    *,
+    log_decay: Tensor | Sequence[float] | None,
+    cu_seqlens: Tensor | None,
+    **options: Any,
+) -> Call:
     projected = None
     if gate_bias is not None:
-        projected, qkv = qkv, arguments.check_projected(qkv, gate_bias, head_size, log_decay)
+        projected, qkv = qkv, _check_projected(qkv, gate_bias, head_size, log_decay)
         gate_bias = gate_bias.to(state_dtype(qkv.dtype)).contiguous()
         if cu_seqlens is not None:  # the resets go into log_decay
             gate = split_projection(projected, *qkv.shape[-2:])[1]
@@ -193,21 +238,244 @@ def linear_attention_qkv(
             projected = gate_bias = head_size = None
     elif head_size is not None:
         raise UserError("head_size is for a projection that has gates: give their gate_bias, too")
-    arguments.check_packed(qkv, cos, sin)
-    options = arguments.check_options(
-        qkv, a=a, b=b, log_decay=log_decay, cu_seqlens=cu_seqlens, causal=True, normalize=normalize,
-        normalize_qk=normalize_qk, initial_state=initial_state, return_state=return_state, backend=backend,
-    )  # fmt: skip
+    _check_packed(qkv, cos, sin)
+    checked = _checked_options(qkv, log_decay=log_decay, cu_seqlens=cu_seqlens, causal=True, **options)
     needs_gradient = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
-    if needs_gradient and options["backend"] not in _DIFFERENTIATED:
+    if needs_gradient and checked["backend"] not in _DIFFERENTIATED:
         raise UserError("cos and sin get no gradient here: detach them, or take backend='reference'")
     tensors = {"qkv": qkv} if projected is None else {"projected": projected, "gate_bias": gate_bias}
-    return _run(Call(**tensors, cos=cos, sin=sin, head_size=head_size or 0, **options))
+    return Call(**tensors, cos=cos, sin=sin, head_size=head_size or 0, **checked)
 
 
-def _run(call: Call) -> Tensor | tuple[Tensor, LinearAttentionState]:
-    if call.backend in _DIFFERENTIATED:
-        o, state = _DIFFERENTIATED[call.backend].forward(call.unpacked())
-        return (o, state) if call.return_state else o
-    o, _, *parts = attend(call)
-    return (o, LinearAttentionState(*parts)) if call.return_state else o
+# Checks.
+
+
+def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    _check_are_tensors(q=q, k=k, v=v)
+    shape, dtype, device = q.shape, q.dtype, q.device
+    if len(shape) != 4 or k.shape != shape or v.shape != shape:
+        shapes = f"{list(shape)}, {list(k.shape)}, {list(v.shape)}"
+        ways = _ways_to_one_shape(q, k, v)
+        raise UserError(f"q, k and v must have one shape [B, N, H, D]; got {shapes}{ways}")
+    if dtype not in DTYPES or k.dtype != dtype or v.dtype != dtype:
+        dtypes = f"{dtype}, {k.dtype}, {v.dtype}"
+        raise UserError(f"q, k and v must have one dtype, bf16, fp16, fp32 or float64; got {dtypes}")
+    if k.device != device or v.device != device:
+        raise UserError(f"q, k and v must be on one device; got {device}, {k.device}, {v.device}")
+
+
+def _ways_to_one_shape(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """Advice for grouped heads and different head sizes; empty for other shapes."""
+    if any(x.ndim != 4 or x.shape[:2] != q.shape[:2] for x in (q, k, v)):
+        return ""
+    ways = []
+    if q.shape[2] != k.shape[2] or q.shape[2] != v.shape[2]:
+        ways.append("repeat_interleave k and v along dim 2")
+    if q.shape[3] != k.shape[3] or q.shape[3] != v.shape[3]:
+        ways.append("pad the smaller heads with zeros, then cut o")
+    return f": {', '.join(ways)}"
+
+
+def _check_packed(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
+    _check_are_tensors(qkv=qkv, cos=cos, sin=sin)
+    shape, rope, device = qkv.shape, cos.shape, qkv.device
+    if len(shape) != 5 or shape[2] != 3 or qkv.dtype not in DTYPES:
+        wanted = "[B, N, 3, H, D] in bf16, fp16, fp32 or float64"
+        raise UserError(f"qkv must be {wanted}; got {qkv.dtype} {list(shape)}")
+    N, D = shape[1], shape[-1]
+    if sin.shape != rope or len(rope) != 2 or rope[0] != N or rope[1] % 2 or rope[1] > D:
+        shapes = f"{list(rope)} and {list(sin.shape)}"
+        raise UserError(f"cos and sin must be [N = {N}, R], R even and at most D = {D}; got {shapes}")
+    if not cos.is_floating_point() or not sin.is_floating_point():
+        raise UserError(f"cos and sin must be floating point; got {cos.dtype} and {sin.dtype}")
+    if cos.device != device or sin.device != device:
+        devices = f"{device}, {cos.device}, {sin.device}"
+        raise UserError(f"qkv, cos and sin must be on one device; got {devices}")
+
+
+def _check_projected(
+    projected: Tensor, gate_bias: Tensor, head_size: int | None, log_decay: object
+) -> Tensor:
+    """Checks a projection with gates, [B, N, 3·H·D + P]; returns its view qkv [B, N, 3, H, D]."""
+    if log_decay is not None:
+        raise UserError("gate_bias says that the decay is in the projection: leave log_decay at None")
+    _check_are_tensors(qkv=projected, gate_bias=gate_bias)
+    if gate_bias.ndim != 1 or not gate_bias.is_floating_point() or gate_bias.device != projected.device:
+        got = f"{gate_bias.dtype} {list(gate_bias.shape)} on {gate_bias.device}"
+        raise UserError(f"gate_bias must be floating point [H] on {projected.device}; got {got}")
+    whole = isinstance(head_size, (int, torch.SymInt)) and not isinstance(head_size, bool)
+    if head_size is None or not whole or head_size < 1:
+        raise UserError(f"gate_bias needs head_size, the D of q, k and v in each row; got {head_size!r}")
+    H, shape = gate_bias.shape[0], projected.shape
+    if len(shape) != 3 or shape[2] < (3 * head_size + 1) * H or not projected.is_floating_point():
+        sizes, got = f"H = {H}, D = {head_size}, P ≥ H", f"{projected.dtype} {list(shape)}"
+        raise UserError(f"with gates qkv must be floating point [B, N, 3·H·D + P], {sizes}; got {got}")
+    return split_projection(projected, H, head_size)[0]
+
+
+def _checked_options(
+    like: Tensor,
+    *,
+    a: float | Tensor,
+    b: float | Tensor,
+    log_decay: Tensor | Sequence[float] | None,
+    cu_seqlens: Tensor | None,
+    normalize: bool,
+    normalize_qk: bool,
+    causal: bool,
+    initial_state: LinearAttentionState | None,
+    return_state: bool,
+    backend: str,
+) -> dict[str, Any]:
+    """The fields of a `Call` besides its inputs; `like` is q [B, N, H, D] or qkv [B, N, 3, H, D], checked."""
+    _check_flags(normalize=normalize, normalize_qk=normalize_qk, causal=causal)
+    _check_sequences(cu_seqlens, like, causal, initial_state)
+    _check_coefficients(a, b, normalize, normalize_qk)
+    head_decay, token_decay = _decay(log_decay, like, cu_seqlens, causal)
+    S, z, c, n = _state(initial_state, like)
+    return {
+        "a": _per_head_or_none(a, like, "a"), "b": _per_head_or_none(b, like, "b"),
+        "a_value": _number(a), "b_value": _number(b),
+        "head_log_decay": head_decay, "token_log_decay": token_decay, "S": S, "z": z, "c": c, "n": n,
+        "normalize": normalize, "normalize_qk": normalize_qk, "causal": causal, "return_state": return_state,
+        "backend": _backend(backend, like, causal, initial_state is not None),
+    }  # fmt: skip
+
+
+def _check_are_tensors(**given: object) -> None:
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            raise UserError(f"{name} must be a tensor; got {_shown(x)}")
+
+
+def _check_flags(**given: object) -> None:
+    for name, x in given.items():
+        if not isinstance(x, bool):
+            raise UserError(f"{name} must be True or False; got {_shown(x)}")
+
+
+def _shown(x: object) -> str:
+    """The beginning of its `repr`, in one line."""
+    return " ".join(reprlib.repr(x).split())
+
+
+def _check_coefficients(a: float | Tensor, b: float | Tensor, normalize: bool, normalize_qk: bool) -> None:
+    for name, x in (("a", a), ("b", b)):
+        if isinstance(x, Tensor):
+            continue
+        if not isinstance(x, _NUMBERS):
+            raise UserError(f"{name} must be a number or a tensor [H]; got {_shown(x)}")
+        if not -math.inf < x < math.inf:
+            raise UserError(f"{name} must be finite; got {_shown(x)}")
+    if not normalize:
+        return
+    if isinstance(a, Tensor) or a != 1:
+        raise UserError("under the normaliser only b/a counts: leave a at 1, or pass normalize=False")
+    if normalize_qk and not isinstance(b, Tensor) and not -1.0 <= b <= 1.0:
+        raise UserError(f"|b| must be at most 1 with normalize_qk, or weights turn negative; got {b}")
+
+
+def _number(x: float | Tensor) -> float:
+    return 1.0 if isinstance(x, Tensor) else float(x)
+
+
+def _per_head_or_none(x: float | Tensor, like: Tensor, name: str) -> Tensor | None:
+    return _per_head(x, like, name) if isinstance(x, Tensor) else None
+
+
+def _per_head(x: Tensor, like: Tensor, name: str) -> Tensor:
+    """A tensor [H] in the dtype of the sums, contiguous, as the kernels need it."""
+    if x.shape != like.shape[-2:-1] or not x.is_floating_point() or x.device != like.device:
+        got = f"{x.dtype} {list(x.shape)} on {x.device}"
+        raise UserError(f"{name} must be floating point [H = {like.shape[-2]}] on {like.device}; got {got}")
+    return x.to(state_dtype(like.dtype)).contiguous()
+
+
+def _decay(
+    log_decay: Tensor | Sequence[float] | None, like: Tensor, cu_seqlens: Tensor | None, causal: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """(decay per head [H], decay per token [B, N, H]) in the sums' dtype, at most one of them not None."""
+    head, token = _checked_decay(log_decay, like, causal)
+    if cu_seqlens is None:
+        return head, token
+    B, N, H = *like.shape[:2], like.shape[-2]
+    if token is None:
+        decay = like.new_zeros(H, dtype=state_dtype(like.dtype)) if head is None else head
+        token = decay.expand(B, N, H)
+    one_more = F.pad(token, (0, 0, 0, 1))  # an empty last sequence begins after the last token
+    return None, one_more.index_fill(1, cu_seqlens.long(), -math.inf)[:, :N]
+
+
+def _checked_decay(
+    log_decay: Tensor | Sequence[float] | None, like: Tensor, causal: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    if log_decay is None:
+        return None, None
+    if not causal:
+        raise UserError("log_decay needs causal=True: a decay runs from the past to the present")
+    if not isinstance(log_decay, Tensor):
+        if not isinstance(log_decay, Sequence) or not all(_is_finite_decay(x) for x in log_decay):
+            wanted = "a tensor, or for each head a finite number of at most 0"
+            raise UserError(f"log_decay must be {wanted}; got {_shown(log_decay)}")
+        log_decay = torch.tensor(log_decay, dtype=state_dtype(like.dtype), device=like.device)
+    per_token = (*like.shape[:2], like.shape[-2])
+    if log_decay.shape not in (per_token[2:], per_token) or not log_decay.is_floating_point():
+        shapes = f"[H = {per_token[2]}] or [B, N, H] = {list(per_token)}"
+        got = f"{log_decay.dtype} {list(log_decay.shape)}"
+        raise UserError(f"log_decay must be floating point {shapes}; got {got}")
+    if log_decay.device != like.device:
+        raise UserError(f"log_decay must be on {like.device}; got {log_decay.device}")
+    if log_decay.ndim == 1 and log_decay.requires_grad and torch.is_grad_enabled():
+        ways = "give log_decay.expand(B, N, H), or detach it"
+        raise UserError(f"log_decay [H] is a constant and would never get its gradient: {ways}")
+    log_decay = log_decay.to(state_dtype(like.dtype))
+    return (log_decay.contiguous(), None) if log_decay.ndim == 1 else (None, log_decay)
+
+
+def _is_finite_decay(x: object) -> bool:
+    return isinstance(x, _NUMBERS) and -math.inf < float(x) <= 0
+
+
+def _check_sequences(cu_seqlens: object, like: Tensor, causal: bool, initial_state: object) -> None:
+    if cu_seqlens is None:
+        return
+    _check_are_tensors(cu_seqlens=cu_seqlens)
+    assert isinstance(cu_seqlens, Tensor)
+    if cu_seqlens.ndim != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        got = f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}"
+        raise UserError(f"cu_seqlens must be int32 or int64 [sequences + 1]; got {got}")
+    if cu_seqlens.device != like.device:
+        raise UserError(f"cu_seqlens must be on {like.device}; got {cu_seqlens.device}")
+    if like.shape[0] != 1:
+        raise UserError(f"with cu_seqlens the sequences are in one row, B = 1; got B = {like.shape[0]}")
+    if not causal:
+        raise UserError("cu_seqlens needs causal=True: call each sequence by itself")
+    if initial_state is not None:
+        raise UserError("cu_seqlens goes without a state: call a sequence by itself to give or get its state")
+
+
+def _state(state: LinearAttentionState | None, like: Tensor) -> tuple[Tensor | None, ...]:
+    if state is None:
+        return (None,) * 4
+    if not isinstance(state, tuple) or len(state) != 4:
+        got = f"{len(state)} parts" if isinstance(state, tuple) else _shown(state)
+        raise UserError(f"initial_state must be a LinearAttentionState (S, z, c, n); got {got}")
+    shapes = state_shapes(like.shape[0], *like.shape[-2:])
+    dtype, device = state_dtype(like.dtype), like.device
+    for name, x, shape in zip("Szcn", state, shapes, strict=True):
+        _check_are_tensors(**{f"initial_state.{name}": x})
+        if x.shape != shape or x.dtype != dtype or x.device != device:
+            got = f"{x.dtype} {list(x.shape)} on {x.device}"
+            raise UserError(f"initial_state.{name} must be {dtype} {list(shape)} on {device}; got {got}")
+    return tuple(state)
+
+
+def _backend(backend: str, like: Tensor, causal: bool, has_state: bool) -> str:
+    """`backend`, with "auto" resolved to "recurrent" if that applies; operator.py decides the rest."""
+    if backend not in BACKENDS:
+        raise unknown("backend", backend, BACKENDS)
+    if backend == "recurrent" and not causal:
+        raise UserError("the recurrent backend is causal; causal=False needs 'chunkwise' or 'reference'")
+    if backend == "auto" and causal and has_state and like.shape[1] == 1 and like.device.type == "cpu":
+        return "recurrent"
+    return backend

@@ -6,12 +6,10 @@ import torch
 from torch import Tensor
 
 from lingpt.kernels.linear_attention import reference
-from lingpt.kernels.linear_attention.call import Call
-from lingpt.kernels.linear_attention.numerics import per_head
+from lingpt.kernels.linear_attention.call import Call, LinearAttentionState
 from lingpt.kernels.linear_attention.reference import unit_rows
 from lingpt.kernels.linear_attention.rope import rotate
-from lingpt.kernels.linear_attention.state import LinearAttentionState
-from lingpt.kernels.precision import state_dtype
+from lingpt.kernels.numerics import per_head, state_dtype
 
 
 def forward(call: Call) -> tuple[Tensor, LinearAttentionState]:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lingpt.kernels.linear_attention.call import Call
-from lingpt.kernels.linear_attention.numerics import LOG_ZERO, NORM_EPS, per_head
+from lingpt.kernels.linear_attention.call import Call, LinearAttentionState
 from lingpt.kernels.linear_attention.rope import rotate
-from lingpt.kernels.linear_attention.state import LinearAttentionState
-from lingpt.kernels.precision import state_dtype, true_fp32
+from lingpt.kernels.numerics import LOG_ZERO, NORM_EPS, per_head, state_dtype, true_fp32
 
 
 def forward(call: Call) -> tuple[Tensor, LinearAttentionState]:

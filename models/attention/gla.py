@@ -22,6 +22,7 @@ from lingpt.kernels.gated_linear_attention import (
     choose,
     gated_linear_attention,
     gated_linear_attention_flops,
+    gated_linear_attention_with_state,
 )
 from lingpt.kernels.gla_tuning import Autotuning, Size, begin_autotuning
 from lingpt.models.architecture import Architecture
@@ -95,9 +96,7 @@ class GLAAttention(Attention):
         if state is None:
             o = gated_linear_attention(q, k, v, log_gate)
         else:
-            o, state.value = gated_linear_attention(
-                q, k, v, log_gate, initial_state=state.value, return_state=True
-            )
+            o, state.value = gated_linear_attention_with_state(q, k, v, log_gate, initial_state=state.value)
         return self.proj(F.silu(r) * self.norm(o).flatten(2))
 
     def flops_per_token(self, seq_len: int) -> int:

@@ -20,16 +20,20 @@ Its options are not in the paper; `ours-decay` and `ours-gated` have them too:
                     always choose, as a checkpoint may be on another device
 """
 
-import functools
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import nn
 
 from lingpt.common.errors import UserError
-from lingpt.kernels.linear_attention import chunkwise, linear_attention_flops, linear_attention_qkv
-from lingpt.kernels.linear_attention.backends import choose
+from lingpt.kernels.linear_attention import (
+    chunkwise,
+    linear_attention_flops,
+    linear_attention_qkv,
+    linear_attention_qkv_with_state,
+)
 from lingpt.kernels.linear_attention.call import Call
+from lingpt.kernels.linear_attention.operator import choose
 from lingpt.models.architecture import Architecture
 from lingpt.models.attention.base import QKVAttention, RecurrentState
 from lingpt.models.attention.short_conv import SHORT_CONV_HELP, apply_short_conv, identity_filter
@@ -170,14 +174,15 @@ class OursAttention(QKVAttention):
     ) -> torch.Tensor:
         """`[B, N, C]` → the same; `state.value` is the operator's state after the last token, fp32."""
         qkv, decay = self.operator_inputs(x_BNC, state)
-        attend = functools.partial(
-            linear_attention_qkv, qkv, cos_NR, sin_NR, self.b(),
-            a=self.a(), normalize=self.normalize, backend=self.backend if self.training else "auto", **decay,
-        )  # fmt: skip
+        inputs = qkv, cos_NR, sin_NR, self.b()
+        backend = self.backend if self.training else "auto"
+        options: dict[str, Any] = dict(a=self.a(), normalize=self.normalize, backend=backend, **decay)
         if state is None:
-            o_BNHD = attend()
+            o_BNHD = linear_attention_qkv(*inputs, **options)
         else:
-            o_BNHD, state.value = attend(initial_state=state.value, return_state=True)
+            o_BNHD, state.value = linear_attention_qkv_with_state(
+                *inputs, initial_state=state.value, **options
+            )
         return self.gate_and_project(o_BNHD, x_BNC)
 
     def flops_per_token(self, seq_len: int) -> int:

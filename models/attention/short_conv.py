@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from lingpt.kernels.precision import state_dtype
+from lingpt.kernels.numerics import state_dtype
 from lingpt.models.attention.base import ConvState
 
 kernel: Any

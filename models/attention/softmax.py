@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lingpt.common.errors import UserError
-from lingpt.kernels.torch_internals import sdpa_choice, sdpa_with_logsumexp
+from lingpt.kernels.sdpa import sdpa_choice, sdpa_with_logsumexp
 from lingpt.models.architecture import Architecture
 from lingpt.models.attention.base import ConvState, QKVAttention
 from lingpt.models.attention.short_conv import apply_short_conv, identity_filter

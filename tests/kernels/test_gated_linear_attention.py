@@ -20,6 +20,7 @@ from lingpt.kernels.gated_linear_attention import (
     fla_attention,
     gated_linear_attention,
     gated_linear_attention_flops,
+    gated_linear_attention_with_state,
 )
 from lingpt.tests.oracles import GATED_FORMS, gated_by_definition, randn, relative
 
@@ -49,9 +50,9 @@ def test_the_reference_is_the_definition():
 @pytest.mark.parametrize("strength", [1 / 16, 30.0])
 def test_every_form_equals_the_reference_in_float64(backend, N, with_state, strength):
     *tensors, state = inputs(N, strength=strength)
-    options = dict(initial_state=state if with_state else None, return_state=True, scale=0.7)
-    expected = gated_linear_attention(*tensors, backend="reference", **options)
-    result = gated_linear_attention(*tensors, backend=backend, **options)
+    options = dict(initial_state=state if with_state else None, scale=0.7)
+    expected = gated_linear_attention_with_state(*tensors, backend="reference", **options)
+    result = gated_linear_attention_with_state(*tensors, backend=backend, **options)
     for x, y in zip(result, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
 
@@ -62,9 +63,7 @@ def test_gradcheck_of_everything_at_once(N, strength):
     *tensors, state = inputs(N, B=1, H=2, Dk=2, Dv=3, strength=strength)
 
     def f(q, k, v, log_gate, state):
-        return gated_linear_attention(
-            q, k, v, log_gate, initial_state=state, return_state=True, backend="chunkwise"
-        )
+        return gated_linear_attention_with_state(q, k, v, log_gate, initial_state=state, backend="chunkwise")
 
     assert gradcheck(f, [x.requires_grad_() for x in (*tensors, state)], fast_mode=N > 3)
 
@@ -84,11 +83,11 @@ def test_gates_that_shut_do_not_overflow():
 @pytest.mark.parametrize("backend", GATED_FORMS)
 def test_pieces_with_the_state_carried_equal_the_whole(backend):
     *tensors, _ = inputs(100)
-    whole, end = gated_linear_attention(*tensors, return_state=True, backend=backend)
+    whole, end = gated_linear_attention_with_state(*tensors, backend=backend)
     state, outputs = None, []
     for piece in (slice(0, 1), slice(1, 67), slice(67, 67), slice(67, 100)):
         parts = (x[:, piece] for x in tensors)
-        o, state = gated_linear_attention(*parts, initial_state=state, return_state=True, backend=backend)
+        o, state = gated_linear_attention_with_state(*parts, initial_state=state, backend=backend)
         outputs.append(o)
     torch.testing.assert_close(torch.cat(outputs, 1), whole)
     torch.testing.assert_close(state, end)
@@ -109,8 +108,8 @@ def fla(monkeypatch):
         time.sleep(0.01)
         busy.release()
         sizes.append(tuple(q.shape[:2]))
-        options = dict(scale=scale, initial_state=initial_state, return_state=True, backend="chunkwise")
-        return gated_linear_attention(q, k, v, log_gate, **options)
+        options = dict(scale=scale, initial_state=initial_state, backend="chunkwise")
+        return gated_linear_attention_with_state(q, k, v, log_gate, **options)
 
     module = SimpleNamespace(chunk_gla=chunk_gla, sizes=sizes)
     for name in ("fla", "fla.ops"):
@@ -126,8 +125,8 @@ def test_inference_gives_fla_few_shapes(fla, with_state):
         for B in (1, 2, 3, 5, 8):
             *tensors, state = inputs(N, B=B, dtype=torch.float32)
             state = state if with_state else None
-            expected = gated_linear_attention(
-                *tensors, scale=0.7, initial_state=state, return_state=True, backend="chunkwise"
+            expected = gated_linear_attention_with_state(
+                *tensors, scale=0.7, initial_state=state, backend="chunkwise"
             )
             with torch.inference_mode():
                 result = fla_attention(*tensors, state, 0.7)
@@ -159,9 +158,9 @@ def test_threads_take_turns_in_fla(fla):
 @pytest.mark.parametrize("backend", GATED_FORMS)
 def test_low_precision_keeps_its_state_in_fp32(backend):
     *tensors, state = inputs(100, dtype=torch.bfloat16)
-    o, end = gated_linear_attention(*tensors, initial_state=state, return_state=True, backend=backend)
+    o, end = gated_linear_attention_with_state(*tensors, initial_state=state, backend=backend)
     doubles = [x.double() for x in (*tensors, state)]
-    exact, exact_end = gated_linear_attention(*doubles[:4], initial_state=doubles[4], return_state=True)
+    exact, exact_end = gated_linear_attention_with_state(*doubles[:4], initial_state=doubles[4])
     assert o.dtype == torch.bfloat16 and end.dtype == torch.float32
     assert relative(o, exact) < 4e-3  # bf16 rounds to 2⁻⁹
     torch.testing.assert_close(end.double(), exact_end, rtol=1e-4, atol=1e-4)
@@ -232,16 +231,14 @@ def test_fla_s_kernel_equals_the_chunkwise_form(strength):
     leaves = [x.cuda().requires_grad_() for x in (*tensors, state)]
     results = {}
     for backend in ("fla", "chunkwise"):
-        o, end = gated_linear_attention(
-            *leaves[:4], initial_state=leaves[4], return_state=True, backend=backend
-        )
+        o, end = gated_linear_attention_with_state(*leaves[:4], initial_state=leaves[4], backend=backend)
         gradients = torch.autograd.grad(o.float().square().sum() + end.square().sum(), leaves)
         results[backend] = (o, end, *gradients)
     for name, x, y in zip(("o", "state", "dq", "dk", "dv", "dg", "dstate"), *results.values(), strict=True):
         assert relative(x, y.double()) < 2e-2, name
     with torch.inference_mode():  # padded: three rows, less than a chunk of tokens
         o, end = fla_attention(*(x.repeat(3, 1, 1, 1)[:3, :20] for x in leaves[:4]), None, 0.1)
-        exact = gated_linear_attention(
-            *(x[:1, :20] for x in leaves[:4]), scale=0.1, return_state=True, backend="chunkwise"
+        exact = gated_linear_attention_with_state(
+            *(x[:1, :20] for x in leaves[:4]), scale=0.1, backend="chunkwise"
         )
     assert relative(o[2], exact[0][0].double()) < 2e-2 and relative(end[2], exact[1][0].double()) < 2e-2

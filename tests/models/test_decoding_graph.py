@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lingpt.common.errors import UserError
-from lingpt.kernels.torch_internals import sdpa_with_logsumexp
+from lingpt.kernels.sdpa import sdpa_with_logsumexp
 from lingpt.models import ATTENTIONS, GPT, ModelArgs, decoding_graph, generate
 from lingpt.models.attention import softmax
 from lingpt.models.attention.softmax import KVCache, StaticPosition, split_kv_attention

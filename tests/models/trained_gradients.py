@@ -27,7 +27,7 @@ from lingpt.cli.main import main
 from lingpt.common.files import write_json
 from lingpt.common.run_folder import read_metrics
 from lingpt.kernels.linear_attention.call import split_projection
-from lingpt.kernels.precision import state_dtype
+from lingpt.kernels.numerics import state_dtype
 from lingpt.models import GPT
 from lingpt.models.attention import ours
 from lingpt.train import loop

@@ -1,13 +1,13 @@
 """Compiles CUDA source to cubins and loads their kernels, on the user's machine, from pip packages alone.
 
-NVRTC (through NVIDIA's `cuda-core`) compiles in about a second and needs no GPU, so CI checks every
-architecture. The result is a *cubin*, not PTX: a driver runs the cubins of every compiler of its own CUDA
-major version, also of a newer minor one. The cubin, the names of its kernels and the report of `ptxas` are
-cached in one file per (source and all that it includes, architecture, options, compiler version).
+NVRTC compiles in about a second and needs no GPU, so CI checks every architecture. The result is a *cubin*,
+not PTX: a driver runs the cubins of every compiler of its own CUDA major version, also of a newer minor one.
+The cubin, the names of its kernels and the report of `ptxas` are cached in one file per (source and all that
+it includes, architecture, options, compiler version).
 
     module = compile_kernels("forward.cu", "sm_90a", {"HEAD_DIM": 128}, ["forward<128, true>"])
     module.resources["forward<128, true>"].spills            # bytes; 0 is what we want
-    kernel = module.load({"forward<128, true>": "PPPPif"})["forward<128, true>"]
+    kernel = module.load(["forward<128, true>"])["forward<128, true>"]
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ import re
 import time
 import warnings
 from collections.abc import Iterable, Mapping
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from lingpt.common.files import cache_dir, write_bytes
-from lingpt.kernels.linear_attention.cuda.kernel import Kernel
+from lingpt.kernels.linear_attention.cuda.launch import Kernel
 from lingpt.kernels.linear_attention.cuda.toolchain import (
     ARCHITECTURES,
     check_arch,
@@ -47,14 +46,13 @@ class KernelSpec:
     source: str
     names: tuple[str, ...]
     defines: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     architectures: tuple[str, ...] = ARCHITECTURES
 
     def compile(self, arch: str) -> CompiledModule:
-        return compile_kernels(self.source, arch, self.defines, self.names, **self.options)
+        return compile_kernels(self.source, arch, self.defines, self.names)
 
     def is_cached(self, arch: str) -> bool:
-        return _Request(self.source, arch, self.defines, self.names, self.options).cache_file().is_file()
+        return _Request(self.source, arch, self.defines, self.names).cache_file().is_file()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,14 +73,14 @@ class Resources:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledModule:
-    """A cubin and facts about it. `symbols` maps each requested name to the mangled one in the cubin."""
+    """A cubin (or PTX) and facts about it. `symbols` maps each requested name to the mangled one in it."""
 
     arch: str
-    cubin: bytes
+    code: bytes
     symbols: dict[str, str]
     log: str
-    seconds: float  # the compile time; 0 when it came from the cache
-    path: Path | None  # the cache file, None if it could not be written
+    seconds: float = 0.0  # the compile time; 0 when it came from the cache
+    path: Path | None = None  # the cache file, None if it could not be written
 
     @property
     def resources(self) -> dict[str, Resources]:
@@ -94,34 +92,27 @@ class CompiledModule:
         """Lines of the compiler's log to show: warnings, and wgmma that `ptxas` had to serialise."""
         return [line for line in self.log.splitlines() if re.search(r"warning|Performance Loss", line)]
 
-    def load(self, signatures: Mapping[str, str]) -> dict[str, Kernel]:
-        """The kernels, for every device of this architecture. `signatures`: each kernel's parameters in
-        `struct` codes (`P` pointer, `i` int32, `q` int64, `f` float, `128s` a tensor map …)."""
+    def load(self, names: Iterable[str]) -> dict[str, Kernel]:
+        """The kernels of these names, for every device of this architecture."""
         driver = driver_for(compiler_version())
-        library = check_status(driver.cuLibraryLoadData(self.cubin, [], [], 0, [], [], 0))
-        handles = {
-            n: check_status(driver.cuLibraryGetKernel(library, self.symbols[n].encode())) for n in signatures
+        library = check_status(driver.cuLibraryLoadData(self.code, [], [], 0, [], [], 0))
+        symbols = {name: self.symbols[name].encode() for name in names}
+        return {
+            name: Kernel(check_status(driver.cuLibraryGetKernel(library, symbol)), name)
+            for name, symbol in symbols.items()
         }
-        return {name: Kernel(handles[name], name, signature) for name, signature in signatures.items()}
 
 
 def compile_kernels(
-    source: str | Path, arch: str, defines: Mapping[str, Any], names: Iterable[str], **options: Any
+    source: str | Path, arch: str, defines: Mapping[str, Any], names: Iterable[str]
 ) -> CompiledModule:
     """Compiles `source` (a file of this folder, or a path) for `arch` ("sm_90a"), or finds it in the cache.
 
-    `names` are C++ name expressions (`kernel<64, true>`) or names of extern "C" kernels; `options` go to
-    `cuda.core.ProgramOptions` (`use_fast_math=True`, `max_register_count=168` …; `ptxas_options` is set
-    here). Raises UserError if the compiler is missing or does not know `arch`, RuntimeError with the
-    compiler's log if the source does not compile.
+    `names` are C++ name expressions (`kernel<64, true>`) or names of extern "C" kernels. Raises UserError if
+    the compiler is missing or does not know `arch`, RuntimeError with the compiler's log if the source does
+    not compile.
     """
-    request = _Request(source, arch, defines, tuple(names), options)
-    path = request.cache_file()
-    module = _read_cached(path, arch)
-    if module is None:
-        module = request.compile()
-        module = dataclasses.replace(module, path=_write_cached(path, module))
-    return module
+    return _Request(source, arch, defines, tuple(names)).module()
 
 
 def compile_ptx(
@@ -131,13 +122,8 @@ def compile_ptx(
 
     Caches and raises like `compile_kernels`. Kernels that are extern "C" need not be in `names`.
     """
-    request = _Request(source, arch, defines, tuple(names), {"lineinfo": True})
-    path = request.cache_file().with_suffix(".ptx")
-    module = _read_cached(path, arch)
-    if module is None:
-        module = request.compile_ptx()
-        _write_cached(path, module)
-    return module.cubin.decode(), module.symbols
+    module = _Request(source, arch, defines, tuple(names), ptx=True).module()
+    return module.code.decode(), module.symbols
 
 
 def cache_folder() -> Path:
@@ -166,7 +152,16 @@ class _Request:
     arch: str
     defines: Mapping[str, Any]
     names: tuple[str, ...]
-    options: Mapping[str, Any]
+    ptx: bool = False  # instead of a cubin
+
+    def module(self) -> CompiledModule:
+        """From the cache, or compiled."""
+        path = self.cache_file()
+        module = _read_cached(path, self.arch)
+        if module is None:
+            module = self.compile()
+            module = dataclasses.replace(module, path=_write_cached(path, module))
+        return module
 
     def files(self) -> dict[Path, bytes]:
         """The source and all that it includes in quotes, from the includer's folder or the source's own."""
@@ -182,75 +177,59 @@ class _Request:
             queue += [folder / name for name in includes for folder in (path.parent, start.parent)]
         return found
 
+    def options(self) -> list[str]:
+        """Those that do not depend on where files lie."""
+        result = ["-lineinfo"] if self.ptx else ["-v", *PTXAS_OPTIONS.get(self.arch, ())]
+        if not self.ptx:  # -v: the report that `resources` reads
+            result = [f"--ptxas-options={option}" for option in result]
+        result += [f"--gpu-architecture={self.arch}", "--std=c++17"]
+        return result + [f"-D{name}={value}" for name, value in sorted(self.defines.items())]
+
     def cache_file(self) -> Path:
         digest = hashlib.sha256()
         for path, content in sorted(self.files().items()):
             digest.update(path.name.encode() + b"\0" + content + b"\0")
-        defines, options = sorted(self.defines.items()), sorted(self.options.items())
-        settings = [self.arch, PTXAS_OPTIONS.get(self.arch), defines, self.names, options]
-        digest.update(json.dumps([*settings, *compiler_identity()], default=str).encode())
-        return cache_folder() / f"{Path(self.source).stem}-{self.arch}-{digest.hexdigest()[:24]}.cubin"
+        digest.update(json.dumps([self.options(), self.names, *compiler_identity()]).encode())
+        name = f"{Path(self.source).stem}-{self.arch}-{digest.hexdigest()[:24]}"
+        return cache_folder() / (name + (".ptx" if self.ptx else ".cubin"))
 
     def compile(self) -> CompiledModule:
         check_arch(self.arch)
-        from cuda.core import Program, ProgramOptions
-
-        path = SOURCE_FOLDER / self.source
-        options = ProgramOptions(
-            name=path.name,
-            arch=self.arch,
-            std="c++17",
-            include_path=[str(path.parent), str(header_folder())],
-            define_macro=[(name, str(value)) for name, value in self.defines.items()] or None,
-            # -v: the report that `resources` reads
-            ptxas_options=["-v", *PTXAS_OPTIONS.get(self.arch, ())],
-            **self.options,
-        )
-        log = StringIO()
-        start = time.perf_counter()
-        try:
-            program = Program(path.read_text(), "c++", options)
-            built = program.compile("cubin", name_expressions=self.names, logs=log)
-        except Exception as error:
-            raise RuntimeError(f"{path.name} does not compile for {self.arch}: {error}") from error
-        symbols = {name: built.symbol_mapping.get(name, name) for name in self.names}
-        symbols = {name: s.decode() if isinstance(s, bytes) else s for name, s in symbols.items()}
-        text, seconds = log.getvalue().replace("\0", ""), time.perf_counter() - start
-        return CompiledModule(self.arch, bytes(built.code), symbols, text, seconds, None)
-
-    def compile_ptx(self) -> CompiledModule:
-        """Compiles to PTX instead of a cubin, by NVRTC itself: cuda.core would need a driver for it."""
-        check_arch(self.arch)
         from cuda.bindings import nvrtc
 
-        path = SOURCE_FOLDER / self.source
-        flags = [f"--gpu-architecture={self.arch}", "--std=c++17", "-lineinfo"]
-        flags += [f"-I{path.parent}", f"-I{header_folder()}"]
-        flags += [f"-D{name}={value}" for name, value in self.defines.items()]
-        start = time.perf_counter()
+        path, start = SOURCE_FOLDER / self.source, time.perf_counter()
+        options = [*self.options(), f"-I{path.parent}", f"-I{header_folder()}"]
         program = check_status(nvrtc.nvrtcCreateProgram(path.read_bytes(), path.name.encode(), 0, [], []))
-        for name in self.names:
-            check_status(nvrtc.nvrtcAddNameExpression(program, name.encode()))
-        (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
-        log = b" " * check_status(nvrtc.nvrtcGetProgramLogSize(program))
-        check_status(nvrtc.nvrtcGetProgramLog(program, log))
-        text = log.decode().replace("\0", "")
-        if status:
-            raise RuntimeError(f"{path.name} does not compile for {self.arch}: {text}")
-        symbols = {
-            name: check_status(nvrtc.nvrtcGetLoweredName(program, name.encode())).decode()
-            for name in self.names
-        }
-        ptx = b" " * check_status(nvrtc.nvrtcGetPTXSize(program))
-        check_status(nvrtc.nvrtcGetPTX(program, ptx))
-        check_status(nvrtc.nvrtcDestroyProgram(program))
-        seconds = time.perf_counter() - start
-        return CompiledModule(self.arch, ptx.rstrip(b"\0"), symbols, text, seconds, None)
+        try:
+            for name in self.names:
+                check_status(nvrtc.nvrtcAddNameExpression(program, name.encode()))
+            (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [x.encode() for x in options])
+            log = _output(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode()
+            if status:
+                raise RuntimeError(f"{path.name} does not compile for {self.arch}: {log}")
+            if self.ptx:
+                code = _output(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program)
+            else:
+                code = _output(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
+            symbols = {
+                name: check_status(nvrtc.nvrtcGetLoweredName(program, name.encode())).decode()
+                for name in self.names
+            }
+        finally:
+            check_status(nvrtc.nvrtcDestroyProgram(program))
+        return CompiledModule(self.arch, code, symbols, log, time.perf_counter() - start)
+
+
+def _output(size: Any, get: Any, program: Any) -> bytes:
+    """One of NVRTC's results, without the zero after a text."""
+    buffer = b" " * check_status(size(program))
+    check_status(get(program, buffer))
+    return buffer if buffer.startswith(b"\x7fELF") else buffer.rstrip(b"\0")
 
 
 def _write_cached(path: Path, module: CompiledModule) -> Path | None:
     """Writes the cache file; returns its path, or None with a warning if it cannot be written."""
-    body = json.dumps({"symbols": module.symbols, "log": module.log}).encode() + b"\n" + module.cubin
+    body = json.dumps({"symbols": module.symbols, "log": module.log}).encode() + b"\n" + module.code
     try:
         write_bytes(path, hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
     except OSError as error:
@@ -268,5 +247,5 @@ def _read_cached(path: Path, arch: str) -> CompiledModule | None:
         return None
     if hashlib.sha256(body).hexdigest().encode() != checksum:
         return None
-    header, _, cubin = body.partition(b"\n")
-    return CompiledModule(arch=arch, cubin=cubin, seconds=0.0, path=path, **json.loads(header))
+    header, _, code = body.partition(b"\n")
+    return CompiledModule(arch, code, path=path, **json.loads(header))

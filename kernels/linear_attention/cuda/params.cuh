@@ -54,8 +54,8 @@ struct Params {
   float range, inverse_range;  // fp16: a power of two that keeps 16-bit operands in range; bf16: 1
 };
 
-// Checks against the sizes that launch.py passes to the compiler.
-static_assert(THREADS == LAUNCH_THREADS, "THREADS of launch.py");
+// Checks against the sizes that variants.py passes to the compiler.
+static_assert(THREADS == LAUNCH_THREADS, "THREADS of variants.py");
 #if __has_builtin(__builtin_offsetof)  // not in NVRTC 13.0
 static_assert(__builtin_offsetof(Params, strides) == POINTERS_BYTES, "POINTERS of launch.py");
 #endif

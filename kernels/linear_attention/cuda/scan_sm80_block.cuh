@@ -18,7 +18,7 @@ struct BlockSm80 {
   static constexpr bool HAS_G = CONFIG::HAS_G, SUMS_X = CONFIG::SUMS_X;
   using States = SegmentStates<T, MODE, D, CONFIG::WEIGHTS>;
   using Shared = SharedSm80<D, CHUNK, CONFIG::DECAY>;
-  static_assert(SCAN_THREADS == THREADS, "KernelBuild.threads of launch.py");
+  static_assert(SCAN_THREADS == THREADS, "Variant.threads of variants.py");
   static constexpr int WARPS = THREADS / 32;
   static constexpr int PIECES = D / 8;             // 16-byte pieces of a row
   static constexpr int D_STEPS = D / 16;           // steps of a product along D

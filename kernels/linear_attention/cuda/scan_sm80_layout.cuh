@@ -64,5 +64,5 @@ struct SharedSm80 {  // byte offsets; tiles first: swizzled, aligned to 1024
   static constexpr int SIGMA_REST = DG + CHUNK * 4;
   static constexpr int COUNTS = SIGMA_REST + CHUNK * 2;
   static constexpr int BYTES = DECAY == PER_TOKEN ? COUNTS + 2 * 4 : TOKEN_DECAYS;
-  static_assert(BYTES == SHARED_BYTES, "KernelBuild.shared of launch.py");
+  static_assert(BYTES == SHARED_BYTES, "Sm80.shared of variants.py");
 };

@@ -56,7 +56,7 @@ __device__ constexpr RegisterBudget register_budget() {
 template <typename CONFIG>
 struct ScanSm90 {
   static constexpr int GROUPS = CONFIG::GROUPS, WARPGROUPS = GROUPS + 2 + CONFIG::UNSEGMENTED;
-  static_assert(CONFIG::UNSEGMENTED || WARPGROUPS * WARPGROUP == SCAN_THREADS, "KernelBuild.threads of launch.py");
+  static_assert(CONFIG::UNSEGMENTED || WARPGROUPS * WARPGROUP == SCAN_THREADS, "Variant.threads of variants.py");
   static constexpr RegisterBudget REGISTERS = register_budget<CONFIG>();
   // A multiprocessor's 65536 registers over the threads of one block (D = 128) or two, rounded down to multiples of 8.
   static constexpr int AT_LAUNCH = CONFIG::D == 64 ? 80 : 128;

@@ -120,5 +120,5 @@ struct SharedSm90 {  // byte offsets; tiles first: swizzled, aligned to 1024
   static constexpr int HEADS = POWERS + (2 * POWERS_TABLE - 2) * 4;
   static constexpr int BARRIERS = HEADS + 6 * 8;
   static constexpr int BYTES = BARRIERS + (3 * STAGES + 2) * 8;
-  static_assert(BYTES <= SHARED_BYTES, "what launch.py gives a block (KernelBuild.shared)");
+  static_assert(BYTES <= SHARED_BYTES, "what Sm90.shared of variants.py gives a block");
 };

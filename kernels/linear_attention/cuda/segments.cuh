@@ -29,7 +29,7 @@ using StateTarget = StateAt<float*>;
 template <typename T, int MODE, int D, Weights WEIGHTS = NORMALISED>
 struct SegmentStates {
   using Traits = ModeTraits<T, MODE, WEIGHTS>;
-  static_assert(STATE_SIZE<D> == LAUNCH_STATE_SIZE, "state_size of launch.py");
+  static_assert(STATE_SIZE<D> == LAUNCH_STATE_SIZE, "state_size of variants.py");
 
   static DEVICE StateTarget before_segment(const Params& p, int bh, int segment) {
     float* S = scratch_state<D>(p, bh, segment - 1);

@@ -10,9 +10,9 @@
 // Threads per block of the kernels here. A block reads and writes eight heads (32 bytes) of [B, N, H] at once; each
 // warp works on one of them.
 constexpr int DECAY_THREADS = 256, DECAY_HEADS = DECAY_THREADS / 32;
-static_assert(DECAY_THREADS == LAUNCH_DECAY_THREADS, "DECAY_THREADS of launch.py");
+static_assert(DECAY_THREADS == LAUNCH_DECAY_THREADS, "DECAY_THREADS of variants.py");
 constexpr int DECAY_SPAN = 256, DECAY_ITEMS = DECAY_SPAN / 32;  // positions per block, and consecutive ones per lane
-static_assert(DECAY_SPAN == LAUNCH_DECAY_SPAN, "DECAY_SPAN of launch.py");
+static_assert(DECAY_SPAN == LAUNCH_DECAY_SPAN, "DECAY_SPAN of variants.py");
 
 // A thread's position in a grid (⌈N / DECAY_SPAN⌉, B·⌈H / DECAY_HEADS⌉).
 struct DecayBlock {
@@ -73,7 +73,7 @@ template <int D>
 constexpr int BOUNDARY_SIZE = D * D / 2 + 2 * D + 16;  // fp32 numbers
 template <int D>
 struct Boundary {
-  static_assert(BOUNDARY_SIZE<D> == LAUNCH_BOUNDARY_SIZE, "boundary_size of launch.py");
+  static_assert(BOUNDARY_SIZE<D> == LAUNCH_BOUNDARY_SIZE, "boundary_size of variants.py");
   uint4* state;          // S, rounded, in the order of DQ's lanes
   float *c, *b, *count;  // DQ's Σ τ c and Σ ζ b, [D] each, and count
   float* parts;          // <S, dS> without the decay into the token, a part per warp: outputs' warps, then token stats'

@@ -19,7 +19,7 @@ from lingpt.common.install import install_command
 # A100; A6000 and A10; L40 and RTX 4090; H100 and H200; B200; RTX 5090 and RTX PRO 6000
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 
-_importing = threading.Lock()  # cuda.core's own import is not safe from two threads at once
+_importing = threading.Lock()  # its import is not safe from two threads at once
 
 
 @functools.cache
@@ -27,7 +27,6 @@ def compiler_version() -> tuple[int, int]:
     """(major, minor) of NVRTC; UserError that says how to install it if it is missing."""
     try:
         with _importing:
-            import cuda.core  # noqa: F401
             from cuda.bindings import nvrtc
 
         return check_status(nvrtc.nvrtcVersion())

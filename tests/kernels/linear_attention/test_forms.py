@@ -6,7 +6,11 @@ import sys
 import pytest
 import torch
 
-from lingpt.kernels.linear_attention import LinearAttentionState, linear_attention
+from lingpt.kernels.linear_attention import (
+    LinearAttentionState,
+    linear_attention,
+    linear_attention_with_state,
+)
 from lingpt.kernels.linear_attention.chunkwise import CHUNK
 from lingpt.tests import oracles
 from lingpt.tests.oracles import FORMS, assert_same, by_definition, randn, relative
@@ -43,10 +47,11 @@ def test_every_form_equals_the_reference_in_float64(backend, N, decay, with_stat
         log_decay=torch.tensor([0.0, -0.01, -2.0], dtype=torch.float64) if decay else None,
         normalize_qk=normalize_qk,
         initial_state=some_state(normalize_qk=normalize_qk) if with_state else None,
-        return_state=True,
     )
-    expected = linear_attention(q, k, v, backend="reference", **options)
-    assert_same(linear_attention(q, k, v, backend=backend, **options), expected, rtol=1e-10, atol=1e-10)
+    expected = linear_attention_with_state(q, k, v, backend="reference", **options)
+    assert_same(
+        linear_attention_with_state(q, k, v, backend=backend, **options), expected, rtol=1e-10, atol=1e-10
+    )
 
 
 @pytest.mark.parametrize("N", [1, CHUNK, CHUNK + 1])
@@ -54,9 +59,11 @@ def test_every_form_equals_the_reference_in_float64(backend, N, decay, with_stat
 def test_without_a_causal_mask_every_token_sees_all(N, with_state):
     q, k, v = inputs(N)
     state = some_state() if with_state else None
-    options = dict(causal=False, initial_state=state, return_state=True)
-    result = linear_attention(q, k, v, backend="chunkwise", **options)
-    assert_same(result, linear_attention(q, k, v, backend="reference", **options), rtol=1e-10, atol=1e-10)
+    options = dict(causal=False, initial_state=state)
+    result = linear_attention_with_state(q, k, v, backend="chunkwise", **options)
+    assert_same(
+        result, linear_attention_with_state(q, k, v, backend="reference", **options), rtol=1e-10, atol=1e-10
+    )
     # The last row of the causal form sees all too: its query, asked in place of every other, gives the same.
     causal = linear_attention(q, k, v, initial_state=state)
     torch.testing.assert_close(result[0][:, -1], causal[:, -1])
@@ -68,10 +75,8 @@ def test_without_a_causal_mask_every_token_sees_all(N, with_state):
 )
 def test_low_precision_is_rounded_once_and_no_more(backend, dtype, tolerance):
     q, k, v = inputs(200, dtype=dtype)
-    exact, exact_state = linear_attention(
-        *(x.double() for x in (q, k, v)), return_state=True, backend="reference"
-    )
-    o, state = linear_attention(q, k, v, return_state=True, backend=backend)
+    exact, exact_state = linear_attention_with_state(*(x.double() for x in (q, k, v)), backend="reference")
+    o, state = linear_attention_with_state(q, k, v, backend=backend)
     assert o.dtype == dtype and all(x.dtype == torch.float32 for x in state)
     torch.testing.assert_close(o.double(), exact, rtol=tolerance, atol=tolerance)
     for x, y in zip(state, exact_state, strict=True):
@@ -82,11 +87,13 @@ def test_low_precision_is_rounded_once_and_no_more(backend, dtype, tolerance):
 @pytest.mark.parametrize("decay", [False, True])
 def test_pieces_with_the_state_carried_equal_the_whole(backend, decay):
     q, k, v = inputs(150)
-    options = dict(log_decay=[-0.1, -0.01, -1.0] if decay else None, return_state=True, backend=backend)
-    whole = linear_attention(q, k, v, **options)
+    options = dict(log_decay=[-0.1, -0.01, -1.0] if decay else None, backend=backend)
+    whole = linear_attention_with_state(q, k, v, **options)
     state, outputs = None, []
     for piece in (slice(0, 1), slice(1, 70), slice(70, 70), slice(70, 134), slice(134, 150)):
-        o, state = linear_attention(q[:, piece], k[:, piece], v[:, piece], initial_state=state, **options)
+        o, state = linear_attention_with_state(
+            q[:, piece], k[:, piece], v[:, piece], initial_state=state, **options
+        )
         outputs.append(o)
     assert_same((torch.cat(outputs, 1), state), whole, rtol=1e-10, atol=1e-10)
 
@@ -96,8 +103,8 @@ def test_states_add_up_each_decayed_to_the_end():
     log_decay = torch.tensor([0.0, -0.05, -0.3], dtype=torch.float64)
 
     def state(piece):
-        options = dict(log_decay=log_decay, return_state=True, backend="chunkwise")
-        return linear_attention(q[:, piece], k[:, piece], v[:, piece], **options)[1]
+        options = dict(log_decay=log_decay, backend="chunkwise")
+        return linear_attention_with_state(q[:, piece], k[:, piece], v[:, piece], **options)[1]
 
     first, second, whole = state(slice(0, 30)), state(slice(30, 100)), state(slice(0, 100))
     for x, y, total in zip(first, second, whole, strict=True):
@@ -107,7 +114,7 @@ def test_states_add_up_each_decayed_to_the_end():
 
 def test_the_count_is_the_number_of_tokens():
     q, k, v = inputs(70)
-    assert linear_attention(q, k, v, return_state=True)[1].n.unique().tolist() == [70]
+    assert linear_attention_with_state(q, k, v)[1].n.unique().tolist() == [70]
 
 
 @pytest.mark.parametrize("backend", FORMS)
@@ -115,8 +122,8 @@ def test_the_count_is_the_number_of_tokens():
 def test_no_tokens_leave_the_state_as_it_was(backend, with_state):
     q, k, v = (x.requires_grad_() for x in inputs(0))
     before = some_state() if with_state else LinearAttentionState.zeros(2, 3, 8, dtype=torch.float64)
-    options = dict(return_state=True, backend=backend, log_decay=[-0.1] * 3)
-    o, after = linear_attention(q, k, v, initial_state=before if with_state else None, **options)
+    options = dict(backend=backend, log_decay=[-0.1] * 3)
+    o, after = linear_attention_with_state(q, k, v, initial_state=before if with_state else None, **options)
     assert o.shape == (2, 0, 3, 8) and o.requires_grad
     for x, y in zip(after, before, strict=True):
         torch.testing.assert_close(x, y)
@@ -165,7 +172,7 @@ def test_what_comes_out_is_laid_out_alike(backend):
     """Guards: `o.view(B, N, H * D)` failed with one backend; and resetting the count of one sequence, in
     place, reset that of all."""
     q, k, v = (randn(2, 8, 2, 4, seed=seed) for seed in range(3))
-    o, state = linear_attention(q, k, v, return_state=True, backend=backend)
+    o, state = linear_attention_with_state(q, k, v, backend=backend)
     assert o.is_contiguous() and all(x.is_contiguous() for x in state)
 
 
@@ -187,7 +194,7 @@ def test_a_long_sequence_does_not_drift():
     x = inputs(32768, B=1, H=1, D=16, dtype=torch.float32)
     q, k, v = ((y + mean).bfloat16() for y, mean in zip(x, (0.3, 0.3, 1.0), strict=True))
     o = linear_attention(q, k, v)[:, -2048:].double()
-    state = linear_attention(*(x[:, :-2048].double() for x in (q, k, v)), return_state=True)[1]
+    state = linear_attention_with_state(*(x[:, :-2048].double() for x in (q, k, v)))[1]
     exact = linear_attention(*(x[:, -2048:].double() for x in (q, k, v)), initial_state=state)
     assert relative(o, exact) < 3e-3
 
@@ -203,7 +210,7 @@ def test_strided_views_are_taken_as_they_are():
 
 def test_a_strong_decay_underflows_to_nothing_and_not_to_nan():
     q, k, v = inputs(130, dtype=torch.float32)
-    o, state = linear_attention(q, k, v, log_decay=[-200.0] * 3, return_state=True, backend="chunkwise")
+    o, state = linear_attention_with_state(q, k, v, log_decay=[-200.0] * 3, backend="chunkwise")
     torch.testing.assert_close(o, v)  # only the token itself is left
     assert all(x.isfinite().all() for x in state)
 
@@ -223,10 +230,10 @@ def test_one_token_with_a_state_decodes_recurrently_on_a_cpu(monkeypatch):
 def test_a_program_that_carries_a_state_is_exported(tmp_path):
     class Step(torch.nn.Module):
         def forward(self, q, k, v, state):
-            return linear_attention(q, k, v, initial_state=state, return_state=True)
+            return linear_attention_with_state(q, k, v, initial_state=state)
 
     q, k, v = (randn(1, 3, 2, 4, seed=seed) for seed in range(3))
-    state = linear_attention(q, k, v, return_state=True)[1]
+    state = linear_attention_with_state(q, k, v)[1]
     torch.export.save(torch.export.export(Step(), (q, k, v, state)), tmp_path / "step.pt2")
     o, final = torch.export.load(tmp_path / "step.pt2").module()(q, k, v, state)
     expected = Step()(q, k, v, state)

@@ -4,7 +4,11 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from lingpt.kernels.linear_attention import LinearAttentionState, linear_attention
+from lingpt.kernels.linear_attention import (
+    LinearAttentionState,
+    linear_attention,
+    linear_attention_with_state,
+)
 from lingpt.kernels.linear_attention.chunkwise import CHUNK
 from lingpt.tests.oracles import FORMS, randn
 
@@ -36,7 +40,7 @@ def test_gradcheck_of_everything_at_once(N, decay, normalize_qk):
         options = dict(
             log_decay=log_decay, normalize_qk=normalize_qk, initial_state=LinearAttentionState(*state)
         )
-        o, final = linear_attention(q, k, v, b, return_state=True, backend="chunkwise", **options)
+        o, final = linear_attention_with_state(q, k, v, b, backend="chunkwise", **options)
         return o, *final
 
     assert gradcheck(f, (q, k, v, b, *state), fast_mode=N > 2)
@@ -49,7 +53,7 @@ def test_gradcheck_without_a_causal_mask(N, normalize_qk):
 
     def f(q, k, v, b, *state):
         options = dict(normalize_qk=normalize_qk, causal=False, initial_state=LinearAttentionState(*state))
-        o, final = linear_attention(q, k, v, b, return_state=True, backend="chunkwise", **options)
+        o, final = linear_attention_with_state(q, k, v, b, backend="chunkwise", **options)
         return o, *final
 
     assert gradcheck(f, (q, k, v, b, *state))
@@ -72,10 +76,10 @@ def test_gradients_equal_autograd_through_the_definition(dtype, decay, causal):
     if decay and not causal:
         return  # refused, see test_interface.py
     q, k, v, b, state = leaves(150, B=2, H=3, D=8, dtype=dtype)
-    options = dict(log_decay=[-0.1, 0.0, -0.01] if decay else None, causal=causal, return_state=True)
+    options = dict(log_decay=[-0.1, 0.0, -0.01] if decay else None, causal=causal)
     gradients = {}
     for backend in ("reference", "chunkwise"):
-        o, final = linear_attention(
+        o, final = linear_attention_with_state(
             q, k, v, b, initial_state=LinearAttentionState(*state), backend=backend, **options
         )
         parts = [(randn(*x.shape, seed=9, dtype=dtype) * x).sum() for x in (o, *final)]
@@ -116,9 +120,9 @@ def test_only_what_requires_a_gradient_gets_one():
 def test_a_loss_on_the_state_alone():
     """The output's gradient is missing, as in truncated back-propagation through the last piece's state."""
     q, k, v, *_ = leaves(5)
-    _, state = linear_attention(q, k, v, return_state=True, backend="chunkwise")
+    _, state = linear_attention_with_state(q, k, v, backend="chunkwise")
     dk, dq = torch.autograd.grad(state.S.sum(), (k, q))
-    reference_state = linear_attention(q, k, v, return_state=True, backend="reference")[1]
+    reference_state = linear_attention_with_state(q, k, v, backend="reference")[1]
     torch.testing.assert_close(dk, torch.autograd.grad(reference_state.S.sum(), k)[0])
     assert not dq.any()
 
@@ -178,7 +182,7 @@ def test_no_tokens_have_gradients_and_their_own_state(backend):
     """Guards: token by token, o was v itself, and the state the one that was given."""
     q, k, v, _, state = leaves(0)
     given = LinearAttentionState(*state)
-    o, final = linear_attention(q, k, v, initial_state=given, return_state=True, backend=backend)
+    o, final = linear_attention_with_state(q, k, v, initial_state=given, backend=backend)
     (o.sum() + sum(x.sum() for x in final)).backward()
     assert all(x.grad.shape == x.shape for x in (q, k, v))
     for x, old in zip(final, given, strict=True):

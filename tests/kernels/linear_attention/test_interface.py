@@ -13,13 +13,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from lingpt.common.errors import UserError
 from lingpt.kernels.linear_attention import (
     LinearAttentionState,
-    backends,
     chunkwise,
     interface,
     linear_attention,
     linear_attention_flops,
     linear_attention_qkv,
-    registration,
+    linear_attention_qkv_with_state,
+    linear_attention_with_state,
+    operator,
 )
 from lingpt.kernels.linear_attention.call import Call
 from lingpt.kernels.linear_attention.cuda import backend
@@ -35,7 +36,7 @@ def tensors(requires_grad=False, dtype=torch.float32, shape=(B, N, H, D)):
 
 def state(requires_grad=False):
     q, k, v = tensors()
-    parts = linear_attention(q, k, v, return_state=True)[1]
+    parts = linear_attention_with_state(q, k, v)[1]
     return LinearAttentionState(*(x.detach().clone().requires_grad_(requires_grad) for x in parts))
 
 
@@ -99,9 +100,9 @@ def test_opcheck_with_a_decay_of_each_token_s_own():
 def test_compiles_into_one_graph_with_equal_results(compiler, backend, with_state):
     def block(qkv, cos, sin, b, *parts):
         initial = LinearAttentionState(*parts) if parts else None
-        options = dict(initial_state=initial, return_state=True, log_decay=(-0.1, -0.2), backend=backend)
-        o, end = linear_attention_qkv(2 * qkv, cos, sin, b, **options)
-        o, end = linear_attention(o, o, o, b, initial_state=end, return_state=True, backend=backend)
+        options = dict(initial_state=initial, log_decay=(-0.1, -0.2), backend=backend)
+        o, end = linear_attention_qkv_with_state(2 * qkv, cos, sin, b, **options)
+        o, end = linear_attention_with_state(o, o, o, b, initial_state=end, backend=backend)
         return (o * end.z.sum()).sum()
 
     parts = state(True) if with_state else ()
@@ -118,7 +119,7 @@ def test_compiles_into_one_graph_with_equal_results(compiler, backend, with_stat
 
 def test_meta_tensors_have_shapes():
     q = torch.empty(B, N, H, D, device="meta", dtype=torch.bfloat16)
-    o, end = linear_attention(q, q, q, return_state=True)
+    o, end = linear_attention_with_state(q, q, q)
     assert (o.shape, o.dtype) == (q.shape, q.dtype)
     assert end.S.shape == (B, H, D, D) and end.S.dtype == torch.float32
 
@@ -126,7 +127,7 @@ def test_meta_tensors_have_shapes():
 # The way past the dispatcher: nobody who could see the operator notices it
 
 
-def operator(q, k, v):
+def dispatched(q, k, v):
     """linear_attention(q, k, v), by the operator."""
     return torch.ops.lingpt.linear_attention_fwd.default(*Call(q=q, k=k, v=v))[0]
 
@@ -141,7 +142,7 @@ def test_the_direct_way_gives_the_operator_s_bits(full, packed):
     )
     call = Call(**inputs, **options)
 
-    direct = registration.attend(call)
+    direct = operator.attend(call)
     whole = torch.ops.lingpt.linear_attention_fwd.default(*call)
     if not full:
         assert direct[2:] == (None,) * 4 and all(x.numel() == 0 for x in whole[2:])
@@ -205,7 +206,7 @@ def test_transforms_do_to_it_what_they_do_to_the_operator():
         lambda attention: torch.vmap(torch.func.grad(lambda q: attention(q, k, v).sum()))(batches[0]),
         lambda attention: torch.func.functionalize(attention)(q, k, v),
     ):
-        ours, expected = outcome(transform, linear_attention), outcome(transform, operator)
+        ours, expected = outcome(transform, linear_attention), outcome(transform, dispatched)
         assert type(ours) is type(expected)
         assert torch.equal(ours, expected) if isinstance(ours, torch.Tensor) else ours == expected
 
@@ -235,10 +236,10 @@ def test_without_gradients_and_with_parameters():
     p = torch.nn.Parameter(q)
     o = linear_attention(p, k, v)
     assert torch.equal(o, expected) and o.requires_grad
-    assert registration.attend(Call(q=p, k=k, v=v))[2:] == (None,) * 4  # past the dispatcher
+    assert operator.attend(Call(q=p, k=k, v=v))[2:] == (None,) * 4  # past the dispatcher
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
-            o, end = linear_attention(p, k, v, return_state=True)
+            o, end = linear_attention_with_state(p, k, v)
         assert torch.equal(o, expected) and not o.requires_grad and not end.S.requires_grad
     assert not expected.requires_grad
 
@@ -337,17 +338,17 @@ class Kernel:
 def kernel(monkeypatch):
     """The stand-in in the CUDA kernel's place, told that CPU tensors are its own."""
     kernel = Kernel()
-    monkeypatch.setattr(backends, "cuda", lambda: kernel)
-    monkeypatch.setattr(backends, "_cuda_unsupported_reason", kernel.unsupported_reason)
+    monkeypatch.setattr(operator, "cuda", lambda: kernel)
+    monkeypatch.setattr(operator, "_cuda_unsupported_reason", kernel.unsupported_reason)
     monkeypatch.setattr(backend, "device_unsupported_reason", lambda dtype, head_dim, device: None)
-    monkeypatch.setattr(backends, "warn_once", lambda reason: warnings.warn(reason, stacklevel=2))
+    monkeypatch.setattr(operator, "warn_once", lambda reason: warnings.warn(reason, stacklevel=2))
     return kernel
 
 
 def test_the_kernel_runs_forward_and_backward_where_it_can(kernel):
     q, k, v = tensors(True, torch.bfloat16)
     b = torch.ones(H, requires_grad=True)
-    o, end = linear_attention(q, k, v, b, return_state=True, backend="cuda")
+    o, end = linear_attention_with_state(q, k, v, b, backend="cuda")
     (o.sum() + end.S.sum()).backward()  # gradients expanded from one number
     qkv = torch.stack(tensors(dtype=torch.bfloat16, shape=(B, N, H, 16)), 2).requires_grad_()
     linear_attention_qkv(qkv, *rope(16), log_decay=[-0.1] * H, backend="cuda").sum().backward()
@@ -489,7 +490,7 @@ WRONG = {
         "cu_seqlens needs causal=True",
     ),
     "sequences with a state": (
-        lambda q, k, v: linear_attention(q[:1], k[:1], v[:1], cu_seqlens=sequences(), return_state=True),
+        lambda q, k, v: linear_attention(q[:1], k[:1], v[:1], cu_seqlens=sequences(), initial_state=state()),
         "cu_seqlens goes without a state",
     ),
     "decay, not causal": (
@@ -572,7 +573,7 @@ def test_a_mistake_gets_one_line(name, monkeypatch):
     call, message = WRONG[name]
     given = tensors()
     initial = state()
-    monkeypatch.setattr(registration, "choose", None)  # no work may begin
+    monkeypatch.setattr(operator, "choose", None)  # no work may begin
     monkeypatch.setitem(globals(), "state", lambda: initial)
     with pytest.raises(UserError, match=message) as error:
         call(*given)
@@ -605,7 +606,7 @@ def test_the_import_is_light():
     import subprocess
     import sys
 
-    heavy = "['cuda.core', 'litgpt', 'lightning', 'transformers', 'triton', 'fla']"
+    heavy = "['cuda.bindings', 'litgpt', 'lightning', 'transformers', 'triton', 'fla']"
     program = f"""
 import sys, torch.utils.flop_counter
 before = set(sys.modules)

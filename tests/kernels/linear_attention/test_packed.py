@@ -5,7 +5,12 @@ import torch
 from litgpt.model import build_rope_cache
 from torch.autograd import gradcheck
 
-from lingpt.kernels.linear_attention import LinearAttentionState, linear_attention, linear_attention_qkv
+from lingpt.kernels.linear_attention import (
+    LinearAttentionState,
+    linear_attention_qkv,
+    linear_attention_qkv_with_state,
+    linear_attention_with_state,
+)
 from lingpt.kernels.linear_attention.rope import rotate, rotate_backward
 from lingpt.tests.oracles import FORMS, randn, relative, rotated
 
@@ -19,7 +24,7 @@ def packed(N, B=2, H=3, D=8, R=4, dtype=torch.float64):
 def separately(qkv, cos, sin, *args, **options):
     """LitGPT's rotation and the separate form."""
     q, k, v = qkv.unbind(2)
-    return linear_attention(rotated(q, cos, sin), rotated(k, cos, sin), v, *args, **options)
+    return linear_attention_with_state(rotated(q, cos, sin), rotated(k, cos, sin), v, *args, **options)
 
 
 @pytest.mark.parametrize("R", [0, 4, 8])
@@ -38,8 +43,8 @@ def test_rotation_is_litgpt_s_and_its_backward_the_transpose(R):
 def test_packed_equals_separate(backend, N, decay):
     qkv, cos, sin = packed(N)
     b = torch.tensor([0.5, 1.0, -0.9], dtype=torch.float64).requires_grad_()
-    options = dict(log_decay=[-0.1, 0.0, -0.5] if decay else None, return_state=True)
-    o, state = linear_attention_qkv(qkv, cos, sin, b, backend=backend, **options)
+    options = dict(log_decay=[-0.1, 0.0, -0.5] if decay else None)
+    o, state = linear_attention_qkv_with_state(qkv, cos, sin, b, backend=backend, **options)
     o_expected, state_expected = separately(qkv, cos, sin, b, backend="reference", **options)
     for x, y in zip((o, *state), (o_expected, *state_expected), strict=True):
         torch.testing.assert_close(x, y)
@@ -60,10 +65,14 @@ def test_gates_in_the_projection_are_log_decay(backend, N, P):
     behind[..., H:] = torch.nan
     projected = torch.cat((qkv.detach().flatten(2), behind), 2).requires_grad_()
     bias = torch.tensor([3.0, 0.0, -1.0], dtype=torch.float64).requires_grad_()
-    options = dict(return_state=True, backend=backend)
-    o, state = linear_attention_qkv(projected, cos, sin, 0.9, gate_bias=bias, head_size=D, **options)
+    options = dict(backend=backend)
+    o, state = linear_attention_qkv_with_state(
+        projected, cos, sin, 0.9, gate_bias=bias, head_size=D, **options
+    )
     log_decay = torch.nn.functional.logsigmoid(projected[..., 3 * H * D : 3 * H * D + H] + bias)
-    o_expected, state_expected = linear_attention_qkv(qkv, cos, sin, 0.9, log_decay=log_decay, **options)
+    o_expected, state_expected = linear_attention_qkv_with_state(
+        qkv, cos, sin, 0.9, log_decay=log_decay, **options
+    )
     for x, y in zip((o, *state), (o_expected, *state_expected), strict=True):
         torch.testing.assert_close(x, y)
     do = randn(*o.shape, seed=2, dtype=torch.float64)
@@ -84,10 +93,8 @@ def test_gradcheck_with_states(normalize_qk):
     b = torch.tensor([0.5, 0.9], dtype=torch.float64)
 
     def f(qkv, b, *state):
-        options = dict(
-            normalize_qk=normalize_qk, initial_state=LinearAttentionState(*state), return_state=True
-        )
-        o, final = linear_attention_qkv(qkv, cos, sin, b, backend="chunkwise", **options)
+        options = dict(normalize_qk=normalize_qk, initial_state=LinearAttentionState(*state))
+        o, final = linear_attention_qkv_with_state(qkv, cos, sin, b, backend="chunkwise", **options)
         return o, *final
 
     assert gradcheck(f, [x.requires_grad_() for x in (qkv, b, *state)])
@@ -96,11 +103,11 @@ def test_gradcheck_with_states(normalize_qk):
 def test_decoding_a_prompt_and_then_tokens_equals_the_whole():
     qkv, cos, sin = packed(30)
     whole = linear_attention_qkv(qkv, cos, sin)
-    o, state = linear_attention_qkv(qkv[:, :20], cos[:20], sin[:20], return_state=True)
+    o, state = linear_attention_qkv_with_state(qkv[:, :20], cos[:20], sin[:20])
     outputs = [o]
     for t in range(20, 30):
         at = slice(t, t + 1)
-        o, state = linear_attention_qkv(qkv[:, at], cos[at], sin[at], initial_state=state, return_state=True)
+        o, state = linear_attention_qkv_with_state(qkv[:, at], cos[at], sin[at], initial_state=state)
         outputs.append(o)
     torch.testing.assert_close(torch.cat(outputs, 1), whole)
 
@@ -121,7 +128,7 @@ def test_bf16_is_as_close_as_its_rounding():
     low = qkv.detach().bfloat16().requires_grad_()
     exact = low.detach().double().requires_grad_()
     o = linear_attention_qkv(low, cos, sin)
-    o_exact = separately(exact, cos.double(), sin.double(), backend="reference")
+    o_exact, _ = separately(exact, cos.double(), sin.double(), backend="reference")
     do = torch.randn_like(o)
     (d,), (d_exact,) = torch.autograd.grad(o, low, do), torch.autograd.grad(o_exact, exact, do.double())
     for x, y in ((o, o_exact), (d, d_exact)):

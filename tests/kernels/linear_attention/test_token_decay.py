@@ -10,6 +10,8 @@ from lingpt.kernels.linear_attention import (
     LinearAttentionState,
     linear_attention,
     linear_attention_qkv,
+    linear_attention_qkv_with_state,
+    linear_attention_with_state,
 )
 from lingpt.kernels.linear_attention.chunkwise import CHUNK
 from lingpt.tests import oracles
@@ -42,8 +44,10 @@ def test_the_reference_is_the_definition():
 @pytest.mark.parametrize("N", LENGTHS)
 def test_every_form_equals_the_reference(backend, N, with_state):
     q, k, v, gate = inputs(N)
-    options = dict(log_decay=gate, initial_state=some_state() if with_state else None, return_state=True)
-    found, expected = (linear_attention(q, k, v, 0.7, backend=x, **options) for x in (backend, "reference"))
+    options = dict(log_decay=gate, initial_state=some_state() if with_state else None)
+    found, expected = (
+        linear_attention_with_state(q, k, v, 0.7, backend=x, **options) for x in (backend, "reference")
+    )
     assert_same(found, expected)
 
 
@@ -51,9 +55,9 @@ def test_every_form_equals_the_reference(backend, N, with_state):
 def test_equal_gates_are_a_constant_decay(backend):
     q, k, v, _ = inputs(2 * CHUNK + 3)
     constant = torch.tensor([-0.3, -0.01, 0.0], dtype=torch.float64)
-    options = dict(return_state=True, backend=backend)
-    found = linear_attention(q, k, v, log_decay=constant.expand(B, q.shape[1], H), **options)
-    assert_same(found, linear_attention(q, k, v, log_decay=constant, **options))
+    options = dict(backend=backend)
+    found = linear_attention_with_state(q, k, v, log_decay=constant.expand(B, q.shape[1], H), **options)
+    assert_same(found, linear_attention_with_state(q, k, v, log_decay=constant, **options))
 
 
 @pytest.mark.parametrize("backend", FORMS)
@@ -62,16 +66,16 @@ def test_a_reset_is_a_new_beginning_exactly(backend, at):
     """Guards: packed documents are kept apart: nothing before a −inf weighs anything, and there is no NaN."""
     q, k, v, gate = inputs(2 * CHUNK + 9)
     gate[:, at] = RESET
-    options = dict(return_state=True, backend=backend)
-    o, state = linear_attention(q, k, v, log_decay=gate, initial_state=some_state(), **options)
+    options = dict(backend=backend)
+    o, state = linear_attention_with_state(q, k, v, log_decay=gate, initial_state=some_state(), **options)
     rest = [x[:, at:] for x in (q, k, v)]
-    o_rest, state_rest = linear_attention(*rest, log_decay=gate[:, at:], **options)
+    o_rest, state_rest = linear_attention_with_state(*rest, log_decay=gate[:, at:], **options)
     assert_same((o[:, at:], state), (o_rest, state_rest))
     others = [x.clone() for x in (q, k, v)]
     for x in others:
         x[:, :at] = 1e30
-    o_other, state_other = linear_attention(*others, log_decay=gate, **options)
-    o_same, state_same = linear_attention(q, k, v, log_decay=gate, **options)
+    o_other, state_other = linear_attention_with_state(*others, log_decay=gate, **options)
+    o_same, state_same = linear_attention_with_state(q, k, v, log_decay=gate, **options)
     assert torch.equal(o_other[:, at:], o_same[:, at:])
     assert all(torch.equal(x, y) for x, y in zip(state_other, state_same, strict=True))
 
@@ -165,8 +169,8 @@ def test_flat_and_steep_gates(value):
     q, k, v, _ = (x.float() for x in inputs(5 * CHUNK))
     gate = torch.full(q.shape[:3], value)
     gate[:, ::7] = -0.1
-    o, state = linear_attention(q, k, v, log_decay=gate, return_state=True, backend="chunkwise")
-    exact = linear_attention(*(x.double() for x in (q, k, v)), log_decay=gate.double(), return_state=True)
+    o, state = linear_attention_with_state(q, k, v, log_decay=gate, backend="chunkwise")
+    exact = linear_attention_with_state(*(x.double() for x in (q, k, v)), log_decay=gate.double())
     assert_same((o, state), (exact[0].float(), LinearAttentionState(*(x.float() for x in exact[1]))))
 
 
@@ -183,12 +187,12 @@ def test_a_long_sequence_of_small_decays_does_not_drift():
 @pytest.mark.parametrize("backend", [form for form in FORMS if form != "reference"])
 def test_pieces_with_the_state_carried_equal_the_whole(backend):
     q, k, v, gate = inputs(2 * CHUNK + 5)
-    whole = linear_attention(q, k, v, log_decay=gate, return_state=True, backend="reference")
+    whole = linear_attention_with_state(q, k, v, log_decay=gate, backend="reference")
     state, outputs = None, []
     for piece in (slice(0, 50), slice(50, 51), slice(51, None)):
         x = (q[:, piece], k[:, piece], v[:, piece])
-        options = dict(log_decay=gate[:, piece], initial_state=state, return_state=True, backend=backend)
-        o, state = linear_attention(*x, **options)
+        options = dict(log_decay=gate[:, piece], initial_state=state, backend=backend)
+        o, state = linear_attention_with_state(*x, **options)
         outputs.append(o)
     assert_same((torch.cat(outputs, 1), state), whole)
 
@@ -207,12 +211,14 @@ def test_gradients_equal_autograd_through_the_definition(packed, with_state):
 
     def gradients(backend):
         q, k, v, gate, b, *parts = leaves
-        options = dict(log_decay=gate, return_state=True, backend=backend)
+        options = dict(log_decay=gate, backend=backend)
         options["initial_state"] = LinearAttentionState(*parts) if parts else None
         if packed:
-            o, state = linear_attention_qkv(torch.stack((q, k, v), 2), angle.cos(), angle.sin(), b, **options)
+            o, state = linear_attention_qkv_with_state(
+                torch.stack((q, k, v), 2), angle.cos(), angle.sin(), b, **options
+            )
         else:
-            o, state = linear_attention(q, k, v, b, **options)
+            o, state = linear_attention_with_state(q, k, v, b, **options)
         loss = sum((w * x).sum() for w, x in zip(weights, (o, *state), strict=True))
         return torch.autograd.grad(loss, leaves)
 
@@ -248,7 +254,7 @@ def test_one_graph():
     q, k, v, gate = (x.float().requires_grad_() for x in inputs(70))
 
     def block(q, k, v, x):
-        o, state = linear_attention(q, k, v, log_decay=torch.nn.functional.logsigmoid(x), return_state=True)
+        o, state = linear_attention_with_state(q, k, v, log_decay=torch.nn.functional.logsigmoid(x))
         return o.sum() + state.S.square().sum()
 
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")

@@ -5,7 +5,12 @@ import torch
 from torch.library import opcheck
 
 from lingpt.common.errors import UserError
-from lingpt.kernels.linear_attention import LinearAttentionState, linear_attention, linear_attention_qkv
+from lingpt.kernels.linear_attention import (
+    LinearAttentionState,
+    linear_attention,
+    linear_attention_qkv_with_state,
+    linear_attention_with_state,
+)
 from lingpt.kernels.linear_attention.call import Call
 from lingpt.kernels.linear_attention.chunkwise import CHUNK
 from lingpt.kernels.linear_attention.cuda import backend as cuda
@@ -65,10 +70,12 @@ def test_a_weighs_the_sum_of_the_values(backend):
 def test_every_form_equals_the_reference(backend, N, with_state, decay):
     q, k, v = inputs(N)
     options = dict(
-        a=A, b=COEFFICIENTS, log_decay=log_decay(decay, N), normalize=False, return_state=True,
+        a=A, b=COEFFICIENTS, log_decay=log_decay(decay, N), normalize=False,
         initial_state=some_state() if with_state else None,
     )  # fmt: skip
-    found, expected = (linear_attention(q, k, v, backend=x, **options) for x in (backend, "reference"))
+    found, expected = (
+        linear_attention_with_state(q, k, v, backend=x, **options) for x in (backend, "reference")
+    )
     assert_same(found, expected)
     assert not found[1].z.any() and not found[1].n.any()
 
@@ -78,12 +85,14 @@ def test_pieces_with_the_state_carried_equal_the_whole(backend):
     """A normalised run's state will do, too: z and n are not read."""
     N = CHUNK + 20
     q, k, v = inputs(N)
-    gate, options = log_decay("of tokens", N), dict(a=A, b=COEFFICIENTS, normalize=False, return_state=True)
+    gate, options = log_decay("of tokens", N), dict(a=A, b=COEFFICIENTS, normalize=False)
     gate = gate.clamp(min=-3)  # without the reset, which would hide the state
-    whole = linear_attention(q, k, v, log_decay=gate, initial_state=some_state(), backend=backend, **options)
+    whole = linear_attention_with_state(
+        q, k, v, log_decay=gate, initial_state=some_state(), backend=backend, **options
+    )
     state, outputs = some_state(), []
     for piece in (slice(0, 50), slice(50, 51), slice(51, None)):
-        o, state = linear_attention(
+        o, state = linear_attention_with_state(
             *(x[:, piece] for x in (q, k, v)), log_decay=gate[:, piece], initial_state=state, backend=backend,
             **options,
         )  # fmt: skip
@@ -93,8 +102,10 @@ def test_pieces_with_the_state_carried_equal_the_whole(backend):
 
 def test_without_a_causal_mask_every_token_sees_all():
     q, k, v = inputs(9)
-    options = dict(a=A, b=COEFFICIENTS, normalize=False, causal=False, return_state=True)
-    found, expected = (linear_attention(q, k, v, backend=x, **options) for x in ("chunkwise", "reference"))
+    options = dict(a=A, b=COEFFICIENTS, normalize=False, causal=False)
+    found, expected = (
+        linear_attention_with_state(q, k, v, backend=x, **options) for x in ("chunkwise", "reference")
+    )
     assert_same(found, expected)
 
 
@@ -114,12 +125,14 @@ def test_gradients_equal_autograd_through_the_definition(with_state, packed, dec
 
     def gradients(backend):
         q, k, v, a, b, *parts = leaves
-        options = dict(a=a, b=b, log_decay=fade, normalize=False, return_state=True, backend=backend)
+        options = dict(a=a, b=b, log_decay=fade, normalize=False, backend=backend)
         options["initial_state"] = LinearAttentionState(*parts[:4]) if with_state else None
         if packed:
-            o, state = linear_attention_qkv(torch.stack((q, k, v), 2), angle.cos(), angle.sin(), **options)
+            o, state = linear_attention_qkv_with_state(
+                torch.stack((q, k, v), 2), angle.cos(), angle.sin(), **options
+            )
         else:
-            o, state = linear_attention(q, k, v, **options)
+            o, state = linear_attention_with_state(q, k, v, **options)
         loss = sum((w * x).sum() for w, x in zip(weights, (o, *state), strict=True))
         return torch.autograd.grad(loss, leaves, materialize_grads=True)  # z and n are not read
 
@@ -171,7 +184,7 @@ def test_one_graph():
     a, b = (x.float().requires_grad_() for x in (A, COEFFICIENTS))
 
     def block(q, k, v, a, b):
-        o, state = linear_attention(q, k, v, 2 * b, a=2 * a, normalize=False, return_state=True)
+        o, state = linear_attention_with_state(q, k, v, 2 * b, a=2 * a, normalize=False)
         return o.sum() + state.S.square().sum()
 
     leaves = (q, k, v, a, b)

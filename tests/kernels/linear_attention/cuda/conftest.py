@@ -12,10 +12,10 @@ from lingpt.tests.kernels.linear_attention.cuda.on_gpu import FREE, FREE_ROTATED
 def compiled_builds() -> None:
     """Every build that the GPU tests meet, all at once: one after the other they would take minutes."""
     from lingpt.kernels.linear_attention.cuda import toolchain
-    from lingpt.kernels.linear_attention.cuda.launch import kernel_build
+    from lingpt.kernels.linear_attention.cuda.variants import variant_for
 
     specs = [
-        (kernel_build(arch, dtype, D, decay, rope, *weights).spec(arch), arch)
+        (variant_for(arch, dtype, D, decay, rope, *weights).spec(arch), arch)
         for arch in sorted({toolchain.native_arch(), toolchain.native_arch().rstrip("a")}, reverse=True)
         for dtype, D, decay, rope, *weights in (*ROTATED[::-1], *SEPARATE, *FREE, *FREE_ROTATED)
     ]
@@ -27,11 +27,12 @@ def compiled_builds() -> None:
 def scan(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The card's own; on Hopper (without sm_90a's instructions) also the one of all other cards, and that as
     it is where shared memory is small."""
-    from lingpt.kernels.linear_attention.cuda import launch, toolchain
+    from lingpt.kernels.linear_attention.cuda import plan, toolchain, variants
 
     def forget_the_card() -> None:
-        launch._card.cache_clear()
-        launch.make_plan.cache_clear()
+        plan._card.cache_clear()
+        plan.make_plan.cache_clear()
+        variants.variant_for.cache_clear()
 
     if request.param != "own scan":
         if toolchain.native_arch() != "sm_90a":
@@ -39,8 +40,8 @@ def scan(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         if "small" in request.param:
             if request.node.callspec.params["D"] == 64:
                 pytest.skip("chunks are small with a head_dim of 128")
-            monkeypatch.setattr(launch, "SMALL_SHARED", (*launch.SMALL_SHARED, "sm_90"))
-        monkeypatch.setattr(launch, "native_arch", lambda device: "sm_90")
+            monkeypatch.setattr(variants, "SMALL_SHARED", (*variants.SMALL_SHARED, "sm_90"))
+        monkeypatch.setattr(plan, "native_arch", lambda device: "sm_90")
     forget_the_card()
     yield request.param
     monkeypatch.undo()

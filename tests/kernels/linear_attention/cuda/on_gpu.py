@@ -9,7 +9,7 @@ from lingpt.tests import oracles
 BF16, FP16 = torch.bfloat16, torch.float16
 
 # dtype, head_dim, decay, rotated dimensions, and weights without a normaliser
-DECAYS = ("NO_DECAY", "PER_HEAD", "PER_TOKEN")  # as in launch.py, which needs no import to collect tests
+DECAYS = ("NO_DECAY", "PER_HEAD", "PER_TOKEN")  # as in variants.py, which needs no import to collect tests
 SEPARATE = [(dtype, D, decay, 0) for dtype in (BF16, FP16) for D in (64, 128) for decay in DECAYS]
 ROTATED = [
     (BF16, 64, "PER_HEAD", 16),

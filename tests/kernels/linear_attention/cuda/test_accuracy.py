@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from lingpt.kernels.linear_attention import LinearAttentionState, linear_attention, linear_attention_qkv
+from lingpt.kernels.linear_attention import (
+    LinearAttentionState,
+    linear_attention,
+    linear_attention_qkv,
+    linear_attention_qkv_with_state,
+    linear_attention_with_state,
+)
 from lingpt.tests.kernels.linear_attention.cuda.on_gpu import (
     BF16,
     FP16,
@@ -43,9 +49,10 @@ SHAPES = [(2, 63, 32), (2, 64, 32), (2, 65, 32), (8, 600, 64), (1, 1000, 8), (1,
 
 def segments(B: int, N: int, H: int, D: int) -> int:
     from lingpt.kernels.linear_attention.cuda import toolchain
-    from lingpt.kernels.linear_attention.cuda.launch import choose_segments, kernel_build
+    from lingpt.kernels.linear_attention.cuda.plan import choose_segments
+    from lingpt.kernels.linear_attention.cuda.variants import variant_for
 
-    build = kernel_build(toolchain.native_arch(), BF16, D, "NO_DECAY", 0)
+    build = variant_for(toolchain.native_arch(), BF16, D, "NO_DECAY", 0)
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     return choose_segments(B * H, N, build.chunk, processors * build.blocks)[0]
 
@@ -149,13 +156,13 @@ def test_the_packed_form_rotates(D: int, R: int, normalize: bool, scan) -> None:
     q, k, v, do = inputs(B, N, H, D, BF16)
     qkv, b = torch.stack((q, k, v), 2), torch.linspace(-1, 1, H, device="cuda")
     cos, sin = (x.cuda() for x in build_rope_cache(N, R)) if R else (torch.empty(N, 0, device="cuda"),) * 2
-    options: dict[str, Any] = dict(initial_state=some_state(B, H, D), return_state=True, normalize=normalize)
+    options: dict[str, Any] = dict(initial_state=some_state(B, H, D), normalize=normalize)
     if (D, R) == (64, 16):
         options["log_decay"] = decays(H) if normalize else log_decay("PER_TOKEN", B, N, H)
 
     def both(qkv, cos, sin, b, do, backend, **options):
         qkv, b = qkv.detach().requires_grad_(), b.detach().requires_grad_()
-        o, state = linear_attention_qkv(qkv, cos, sin, b, backend=backend, **options)
+        o, state = linear_attention_qkv_with_state(qkv, cos, sin, b, backend=backend, **options)
         return o, *state[:3], *torch.autograd.grad(o, (qkv, b), do)
 
     ours = both(qkv, cos, sin, b, do, "cuda", **options)
@@ -247,13 +254,11 @@ def test_pieces_make_the_whole() -> None:
     """Guards: the state carried from piece to piece, through odd lengths and one token at a time."""
     q, k, v, _ = inputs(2, 1001, 4, 64, BF16)
     decay = decays(4)
-    whole, end = linear_attention(q, k, v, log_decay=decay, return_state=True, backend="cuda")
+    whole, end = linear_attention_with_state(q, k, v, log_decay=decay, backend="cuda")
     outputs, state, start = [], None, 0
     for stop in (0, 1, 2, 65, 700, 1000, 1001):
         piece = (x[:, start:stop] for x in (q, k, v))
-        o, state = linear_attention(
-            *piece, log_decay=decay, initial_state=state, return_state=True, backend="cuda"
-        )
+        o, state = linear_attention_with_state(*piece, log_decay=decay, initial_state=state, backend="cuda")
         outputs.append(o)
         start = stop
     assert relative(torch.cat(outputs, 1), whole.double()) < 5e-3

@@ -1,11 +1,12 @@
 """The compiler, with no GPU: headers from pip, every architecture, the cache, the report of ptxas."""
 
+import itertools
 import re
+import struct
 import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,7 @@ import torch
 from lingpt.common.errors import UserError
 from lingpt.common.install import install_command
 from lingpt.kernels.linear_attention.cuda import compile as nvrtc
-from lingpt.kernels.linear_attention.cuda import launch, toolchain
-from lingpt.kernels.linear_attention.cuda.kernel import PackedArguments
+from lingpt.kernels.linear_attention.cuda import launch, toolchain, variants
 from lingpt.kernels.linear_attention.cuda.source_hash import source_hash
 
 # Shared memory that a block may have, KB (CUDA C++ Programming Guide).
@@ -88,7 +88,7 @@ def build(source: Path, arch: str = "sm_80", names: tuple[str, ...] = (NAME,), s
 def test_tensor_cores_and_headers_compile_for_every_architecture(source: Path, arch: str) -> None:
     """Guards: pip's headers are found, templates get their names, the report has figures that can be true."""
     module = build(source, arch)
-    assert module.cubin[:4] == b"\x7fELF" and module.symbols[NAME].encode() in module.cubin
+    assert module.code[:4] == b"\x7fELF" and module.symbols[NAME].encode() in module.code
     used = module.resources[NAME]
     assert 8 <= used.registers <= 64 and used.spills == 0 and used.shared == 64 * 4
 
@@ -120,7 +120,7 @@ def test_the_cache_serves_the_same_and_notices_every_change(source: Path) -> Non
     """Guards: a second start compiles nothing; a changed source, include, define or architecture does not."""
     first, again = build(source), build(source)
     assert first.seconds > 0 and again.seconds == 0
-    assert (again.cubin, again.symbols, again.resources) == (first.cubin, first.symbols, first.resources)
+    assert (again.code, again.symbols, again.resources) == (first.code, first.symbols, first.resources)
     source.with_name("tile.cuh").write_text(TILE + "// changed\n")
     assert build(source).seconds > 0
     folder = source.with_name("folder")
@@ -143,7 +143,7 @@ def test_a_damaged_cache_file_is_compiled_again(source: Path, damage) -> None:
     first = build(source)
     first.path.write_bytes(damage(first.path.read_bytes()))
     again = build(source)
-    assert again.seconds > 0 and again.cubin == first.cubin
+    assert again.seconds > 0 and again.code == first.code
     assert build(source).seconds == 0
 
 
@@ -152,7 +152,7 @@ def test_many_at_once_leave_one_whole_file(source: Path) -> None:
     """Guards: processes that start together do not corrupt the cache and leave no half-written file."""
     script = (
         "import sys; from lingpt.kernels.linear_attention.cuda.compile import compile_kernels as c;"
-        f"print(len(c(sys.argv[1], 'sm_80', {{'SCALE': 1}}, ['{NAME}']).cubin))"
+        f"print(len(c(sys.argv[1], 'sm_80', {{'SCALE': 1}}, ['{NAME}']).code))"
     )
     command = [sys.executable, "-c", script, str(source)]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
@@ -163,7 +163,7 @@ def test_many_at_once_leave_one_whole_file(source: Path) -> None:
         thread.join()
     sizes = {int(process.communicate(timeout=60)[0]) for process in started}
     module = build(source)
-    assert sizes == {len(module.cubin)} and module.seconds == 0
+    assert sizes == {len(module.code)} and module.seconds == 0
     assert list(nvrtc.cache_folder().iterdir()) == [module.path]
 
 
@@ -173,7 +173,7 @@ def test_an_unwritable_cache_warns_and_works(source: Path, monkeypatch: pytest.M
     source.with_name("file").write_text("")
     monkeypatch.setenv("LINGPT_CACHE", str(source.with_name("file")))
     with pytest.warns(UserWarning, match="compiled again at every start"):
-        assert build(source).cubin[:4] == b"\x7fELF"
+        assert build(source).code[:4] == b"\x7fELF"
 
 
 @pytest.mark.nvrtc
@@ -192,9 +192,9 @@ def test_an_unknown_architecture_is_one_line(source: Path, arch: str, words: str
 
 
 def test_a_missing_compiler_names_the_extra(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards: without cuda-core the answer is what to install, for torch's own CUDA version."""
+    """Guards: without cuda-bindings the answer is what to install, for torch's own CUDA version."""
     toolchain.compiler_version.cache_clear()
-    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     monkeypatch.setattr(toolchain.torch.version, "cuda", "12.8")
     with pytest.raises(UserError, match=rf"not installed: {re.escape(install_command('cuda12'))} "):
         build(source)
@@ -232,18 +232,24 @@ def test_what_is_missing_is_known_before_the_first_kernel(missing: str, monkeypa
     assert words[missing] in reason and "\n" not in reason
 
 
-def test_arguments_lie_where_a_kernel_reads_them() -> None:
-    """Guards: each pointer handed to the driver points at its value, whatever sizes stand before it."""
-    import ctypes
-
-    arguments = PackedArguments("Pif128sqP")
-    values = (2**40 + 7, -3, 0.5, bytes(range(128)), -(2**50), 0)
-    address = arguments.pack(*values)
-    pointers = (ctypes.c_void_p * len(values)).from_address(address)
-    u64, i64 = ctypes.c_uint64, ctypes.c_int64
-    kinds: tuple[Any, ...] = (u64, ctypes.c_int32, ctypes.c_float, ctypes.c_char * 128, i64, u64)
-    read = [kind.from_address(pointer) for kind, pointer in zip(kinds, pointers, strict=True)]
-    assert [x.raw if hasattr(x, "raw") else x.value for x in read] == list(values)
+def test_the_fields_that_python_packs_are_those_of_struct_params() -> None:
+    """Guards: a field that one side has added, renamed or moved: a kernel would read its neighbour."""
+    source = (nvrtc.SOURCE_FOLDER / "params.cuh").read_text()
+    body = re.search(r"struct Params \{(.*?)\n\};", re.sub(r"//[^\n]*", "", source), re.DOTALL)[1]
+    operands = re.search(r"enum Operand \{ (.*?) \}", source)[1].split(", ")
+    parts = {
+        "tensors[6]": operands,
+        "strides[6]": [f"{x}_{dim}" for x in operands for dim in ("batch", "head", "token")],
+        **{state: [f"{state}_{x}" for x in "Skv"] for state in ("initial", "final")},
+    }
+    fields = []
+    for declaration in filter(str.strip, body.split(";")):
+        names = re.fullmatch(r"\s*(?:const )?\w+(.*)", declaration, re.DOTALL)[1].split(",")
+        for name in (x.strip(" *\n") for x in names):
+            fields += parts.get(name, [name])
+    assert fields == [*launch.POINTERS.names, *launch.LAYOUT.names]
+    with pytest.raises(KeyError, match="has no stats"):
+        launch.POINTERS.pack({"stats": 1})
 
 
 def test_the_hash_is_of_substance(tmp_path: Path) -> None:
@@ -266,11 +272,13 @@ def test_the_hash_is_of_substance(tmp_path: Path) -> None:
     assert written('int a = 1; const char* s = "// kept";') != base
 
 
-@pytest.mark.parametrize("head_dim", launch.HEAD_DIMS)
 @pytest.mark.parametrize("arch, kilobytes", [*CARDS.items()])
-def test_a_block_fits_every_card(arch: str, kilobytes: int, head_dim: int) -> None:
+def test_a_block_fits_every_card(arch: str, kilobytes: int) -> None:
     """Guards: a block that asks for more shared memory than the card gives one."""
-    assert launch.kernel_build(arch, torch.bfloat16, head_dim, "NO_DECAY", 0).shared <= kilobytes * 1024
+    for dtype, D, decay in itertools.product(variants.TAGS, variants.HEAD_DIMS, variants.DECAYS):
+        for rope in (0, D // 4, D):
+            build = variants.variant_for(arch, dtype, D, decay, rope)
+            assert build.shared <= kilobytes * 1024, build
 
 
 @pytest.mark.nvrtc
@@ -282,10 +290,10 @@ def test_what_python_packs_is_what_cuda_reads(define: str, tmp_path: Path, monke
     """Guards: a size that one side has changed and the other has not: the compiler refuses it."""
     monkeypatch.setenv("LINGPT_CACHE", str(tmp_path))
     for arch, smaller in (("sm_80", 8), ("sm_90a", 65536)):
-        build = launch.kernel_build(arch, torch.bfloat16, 64, "NO_DECAY", 0)
+        build = variants.variant_for(arch, torch.bfloat16, 64, "NO_DECAY", 0)
         wrong = build.defines | {define: build.defines[define] - smaller}
-        with pytest.raises(RuntimeError, match=r"static assertion failed .*launch\.py"):
-            nvrtc.compile_kernels(launch.SOURCE, arch, wrong, [build.names["scan", "FWD"]])
+        with pytest.raises(RuntimeError, match=r"static assertion failed .*(launch|variants)\.py"):
+            nvrtc.compile_kernels(variants.SOURCE, arch, wrong, [build.names["scan", "FWD"]])
 
 
 @pytest.mark.nvrtc
@@ -295,8 +303,8 @@ def test_what_python_packs_is_what_cuda_reads(define: str, tmp_path: Path, monke
     [
         (arch, rf"scan<bf16, {head_dim}, .*{decay}")
         for arch in ("sm_80", "sm_90a")
-        for head_dim in launch.HEAD_DIMS
-        for decay in launch.DECAYS
+        for head_dim in variants.HEAD_DIMS
+        for decay in variants.DECAYS
     ]
     + [
         (arch, r"scan<bf16, 128, .*(PER_HEAD|PER_TOKEN, \d+, NORMALISED)")
@@ -308,7 +316,7 @@ def test_our_kernels_compile_without_spills(arch: str, builds: str) -> None:
     """Guards: every kernel a user can meet compiles for its architectures, its values in registers; no remark
     of the compiler says that it had to serialise a warpgroup product. Of cards that share sm_80's scan only
     the two largest builds."""
-    specs = [s for s in launch.specs() if arch in s.architectures and re.match(builds, s.names[0])]
+    specs = [s for s in variants.specs() if arch in s.architectures and re.match(builds, s.names[0])]
     assert specs
     for spec in specs:
         module = spec.compile(arch)
@@ -320,7 +328,7 @@ def test_our_kernels_compile_without_spills(arch: str, builds: str) -> None:
 @pytest.mark.nvrtc
 @pytest.mark.gpu
 def test_a_compiled_kernel_runs(source: Path) -> None:
-    """Guards: load, packed arguments and dynamic shared memory above 48 KB, on torch's stream."""
+    """Guards: load, arguments and dynamic shared memory above 48 KB, on torch's stream."""
     import torch
 
     source.write_text(r"""
@@ -332,6 +340,7 @@ def test_a_compiled_kernel_runs(source: Path) -> None:
         }""")
     module = nvrtc.compile_kernels(source, toolchain.native_arch(), {}, ["fill"])
     out = torch.zeros(32, device="cuda")
-    fill = module.load({"fill": "Pfi"})["fill"]
-    fill((1, 1, 1), (32, 1, 1), 65536, torch.cuda.current_stream().cuda_stream, out.data_ptr(), 0.5, 20)
+    (fill,) = module.load(["fill"]).values()
+    arguments = struct.pack("P", out.data_ptr()), struct.pack("f", 0.5), struct.pack("i", 20)
+    fill((1, 1, 1), 32, 65536, torch.cuda.current_stream().cuda_stream, *arguments)
     assert out.tolist() == [20.5] * 20 + [0.0] * 12

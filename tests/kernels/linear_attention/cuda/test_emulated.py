@@ -9,16 +9,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import weakref
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
 
 from lingpt import ptx_emulator as emulator
 from lingpt.kernels.linear_attention import LinearAttentionState
-from lingpt.kernels.linear_attention.call import Call
-from lingpt.kernels.linear_attention.cuda import backend, launch, toolchain
+from lingpt.kernels.linear_attention.call import Call, OutputGradients
+from lingpt.kernels.linear_attention.cuda import backend, launch, plan, variants
 from lingpt.kernels.linear_attention.cuda import compile as nvrtc
 from lingpt.kernels.linear_attention.rope import rotate, rotate_backward
 from lingpt.ptx_emulator import Memory
@@ -54,7 +54,7 @@ class Build:
     def __str__(self) -> str:
         options = [f"{self.decay}-decay"] * bool(self.decay) + [f"rope{self.rope}"] * bool(self.rope)
         options += [] if self.weights == "NORMALISED" else [self.weights.lower()]
-        return "-".join([self.arch, launch.TAGS[self.dtype], str(self.D), *options])
+        return "-".join([self.arch, variants.TAGS[self.dtype], str(self.D), *options])
 
 
 ARCHS = ("sm_80", "sm_90a")  # the two sources: a scan of mma, and Hopper's of wgmma
@@ -81,22 +81,13 @@ def slow_where_wide(builds: list[Build]) -> list:
     return [pytest.param(build, marks=[pytest.mark.slow] * (build.D == 128)) for build in builds]
 
 
-@pytest.mark.parametrize("arch", toolchain.ARCHITECTURES)
-def test_every_build_fits_its_card(arch: str) -> None:
-    """Guards: a scan takes no more shared memory than a block can have, where it is not emulated too."""
-    most = 1024 * emulator.MOST_SHARED[arch.rstrip("a")]
-    for dtype, D, decay in itertools.product(launch.TAGS, launch.HEAD_DIMS, launch.DECAYS):
-        for rope in (0, D // 4, D):
-            assert launch.kernel_build(arch, dtype, D, decay, rope).shared <= most, (dtype, D, decay, rope)
-
-
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch):
     """The CUDA backend on CPU tensors: `emulated(build)` makes the machine the build's."""
 
     def pretend(build: Build) -> None:
-        monkeypatch.setattr(launch, "_card", lambda device: (build.arch, 132))
-        monkeypatch.setattr(nvrtc.KernelSpec, "compile", compiled)
+        monkeypatch.setattr(plan, "_card", lambda device: (build.arch, 132))
+        monkeypatch.setattr(nvrtc.KernelSpec, "compile", lambda *args: Compiled(*args))
         monkeypatch.setattr(backend, "raw_stream", lambda device: 0)
         monkeypatch.setattr(backend, "_current_device", lambda device: contextlib.nullcontext())
         clear_caches()
@@ -107,13 +98,26 @@ def emulated(monkeypatch: pytest.MonkeyPatch):
 
 
 def clear_caches() -> None:
-    """What launch.py keeps of the machine."""
-    for function in vars(launch).values():
+    """What is kept of the machine."""
+    for function in (*vars(plan).values(), variants.Variant.load):
         getattr(function, "cache_clear", lambda: None)()
 
 
-def compiled(spec: nvrtc.KernelSpec, arch: str) -> emulator.Module:
-    return module(spec.source, arch, tuple(spec.defines.items()), spec.names)
+PARAMS = launch.POINTERS.size + launch.LAYOUT.size  # bytes
+
+
+class Compiled:
+    """A `CompiledModule` whose kernels the emulator runs."""
+
+    def __init__(self, spec: nvrtc.KernelSpec, arch: str) -> None:
+        self.module = module(spec.source, arch, tuple(spec.defines.items()), spec.names)
+
+    def load(self, names: Iterable[str]) -> dict[str, Callable[..., None]]:
+        return {name: functools.partial(self.launch, name) for name in names}
+
+    def launch(self, name: str, grid: tuple, threads: int, shared: int, stream: int, *params: bytes) -> None:
+        kernel = self.module.kernel(name, len(params) * f"{PARAMS}s")
+        kernel(grid, (threads, 1, 1), shared, stream, *params)
 
 
 @functools.lru_cache(maxsize=len(COMMON) + 2)  # a module's kernels hold some 10 MB each
@@ -161,9 +165,10 @@ def run(
         if (log_decay := options.pop("log_decay", None)) is not None:
             options["head_log_decay" if log_decay.ndim == 1 else "token_log_decay"] = log_decay
         call = Call(q=q, k=k, v=v, return_state=return_state, **options)
-        o, stats, final = backend.forward(call)
-        gradients = backend.backward(call, o, stats, do, final, dstate, out)
-    results = {"o": o, **dict(zip(("dq", "dk", "dv"), out, strict=True))}
+        outputs = backend.forward(call)
+        gradients = backend.backward(call, outputs, OutputGradients(do, dstate), out)
+    final = outputs.state
+    results = {"o": outputs.o, **dict(zip(("dq", "dk", "dv"), out, strict=True))}
     results |= {} if final is None else final._asdict()
     if gradients.token_log_decay is not None:
         results["dlog_decay"] = gradients.token_log_decay
@@ -219,7 +224,7 @@ def test_steep_constant_decays(
 ) -> None:
     """Guards: the final state's gradient where 1/γ is beyond fp32, or fp16: dk and dv were NaN."""
     emulated(build)
-    monkeypatch.setattr(launch, "choose_segments", lambda *sizes: segments)
+    monkeypatch.setattr(plan, "choose_segments", lambda *sizes: segments)
     x, options = inputs(build, 1, 130, 2), all_options(build, 1, 130, 2)
     options["log_decay"] = torch.tensor([-100.0, -14.0])
     ours, exact = run(*x, **options), with_rope(in_float64, build, x, **options)
@@ -324,7 +329,7 @@ def test_boundaries(build: Build, N: int, emulated, monkeypatch: pytest.MonkeyPa
     """Guards: the gradient of gates from the boundaries; of b where it is 0."""
     emulated(build)
     monkeypatch.setattr(
-        launch, "choose_segments", lambda heads, length, chunk, slots: (-(-length // (5 * chunk)), 5 * chunk)
+        plan, "choose_segments", lambda heads, length, chunk, slots: (-(-length // (5 * chunk)), 5 * chunk)
     )
     x, options = inputs(build, 1, N, 2), all_options(build, 1, N, 2) | {"b": torch.tensor([0.0, -0.7])}
     ours = run(*x, **options)
@@ -359,7 +364,7 @@ def test_the_final_states_part_is_in_no_long_sum(emulated) -> None:
     gates = torch.nn.functional.logsigmoid(randn(1, N, 1, seed=9).float())
     options = dict(log_decay=gates, normalize=False, a=1.0, dstate=dstate._replace(n=torch.zeros(1, 1)))
     ours, exact = (form(q + 1.5, k + 1.5, v, do, **options)["dlog_decay"] for form in (run, in_float64))
-    last = slice(N - launch.BOUNDARY_INTERVAL, None)
+    last = slice(N - variants.BOUNDARY_INTERVAL, None)
     assert relative(ours[:, last], exact[:, last]) < 0.0025
 
 
@@ -377,7 +382,7 @@ def test_copies_are_kept_until_the_launches(emulated, monkeypatch: pytest.Monkey
         copies.append(weakref.ref(y := x.clone()))
         return y
 
-    def launched(self: launch.Launch, stream: int, *pointers: bytes) -> None:
+    def launched(self: launch.Launch, stream: int, tensors: dict, addresses: dict) -> None:
         assert copies and all(copy() is not None for copy in copies)
 
     build = GATED[1]
@@ -399,8 +404,8 @@ def test_segments(build: Build, sub_segments: int, emulated, monkeypatch: pytest
     emulated(build)
     B, N, H = 1, 60 + 120 * sub_segments, 2
     x, options = inputs(build, B, N, H), all_options(build, B, N, H)
-    monkeypatch.setattr(launch, "choose_segments", choose_segments)
-    monkeypatch.setattr(launch, "choose_sub_segments", lambda segments, chunks, slots: sub_segments)
+    monkeypatch.setattr(plan, "choose_segments", choose_segments)
+    monkeypatch.setattr(plan, "choose_sub_segments", lambda segments, chunks, slots: sub_segments)
     ours = run(*x, **options)
     assert not too_inexact(ours, build, x, options)
 
@@ -412,9 +417,9 @@ def test_stages_filled_again(build: Build, emulated, monkeypatch: pytest.MonkeyP
     B, N, H = 1, 2 * 6 * 64 - 20, 1
     x, options = inputs(build, B, N, H), all_options(build, B, N, H)
     monkeypatch.setattr(
-        launch, "choose_segments", lambda heads, length, chunk, slots: (-(-length // (6 * chunk)), 6 * chunk)
+        plan, "choose_segments", lambda heads, length, chunk, slots: (-(-length // (6 * chunk)), 6 * chunk)
     )
-    monkeypatch.setattr(launch, "choose_sub_segments", lambda segments, chunks, slots: 1)
+    monkeypatch.setattr(plan, "choose_sub_segments", lambda segments, chunks, slots: 1)
     ours = run(*x, **options)
     assert not too_inexact(ours, build, x, options)
 
@@ -426,13 +431,13 @@ def test_unsegmented_sequences(build: Build, emulated, monkeypatch: pytest.Monke
     emulated(build)
     B, N, H = 1, 436, 2  # seven chunks: each of four stages is filled again
     x, options = inputs(build, B, N, H), all_options(build, B, N, H)
-    monkeypatch.setattr(launch, "_card", lambda device: (build.arch, 5))
+    monkeypatch.setattr(plan, "_card", lambda device: (build.arch, 5))
     monkeypatch.setattr(
-        launch, "choose_segments", lambda heads, length, chunk, slots: (-(-length // chunk), chunk)
+        plan, "choose_segments", lambda heads, length, chunk, slots: (-(-length // chunk), chunk)
     )
-    planned, unsegmented = [], launch.LaunchPlan._unsegmented
+    planned, unsegmented = [], plan.Plan._unsegmented
     monkeypatch.setattr(
-        launch.LaunchPlan, "_unsegmented", lambda plan: planned.append(plan) or unsegmented(plan)
+        plan.Plan, "_unsegmented", lambda self, cut: planned.append(self) or unsegmented(self, cut)
     )
     ours = run(*x, **options)
     assert planned and not too_inexact(ours, build, x, options)
@@ -443,7 +448,7 @@ def test_segments_that_the_launcher_chooses(build: Build, emulated) -> None:
     """Guards: the launcher's own choice for a long sequence; the backward pass reuses the states."""
     emulated(build)
     x = inputs(build, 1, 520, 1)
-    assert launch.choose_segments(1, 520, 64, 132)[0] > 1
+    assert plan.choose_segments(1, 520, 64, 132)[0] > 1
     ours, exact = run(*x), in_float64(*x)
     for name in ("o", "S", "z", "c", "dq", "dk", "dv"):
         assert relative(ours[name], exact[name]) < 8e-3, name

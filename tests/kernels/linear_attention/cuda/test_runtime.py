@@ -9,7 +9,7 @@ import torch
 from torch.library import opcheck
 
 from lingpt.common.errors import UserError
-from lingpt.kernels.linear_attention import backends, linear_attention, linear_attention_qkv
+from lingpt.kernels.linear_attention import linear_attention, linear_attention_qkv, operator
 from lingpt.kernels.linear_attention.call import Call
 from lingpt.tests.kernels.linear_attention.cuda.on_gpu import BF16, decays, inputs, randn, run, some_state
 
@@ -167,14 +167,14 @@ def test_memory() -> None:
 @gpu
 def test_the_first_call_and_the_next_start(tmp_path, monkeypatch) -> None:
     """Guards: under 30 s on a cold cache for everything that pythia-1.4b needs, under 1 s on a warm one."""
-    from lingpt.kernels.linear_attention.cuda import launch, toolchain
+    from lingpt.kernels.linear_attention.cuda import toolchain, variants
 
     monkeypatch.setenv("LINGPT_CACHE", str(tmp_path))
     arch, seconds = toolchain.native_arch(), []
-    build = launch.kernel_build(arch, BF16, 128, "NO_DECAY", 32)
+    build = variants.variant_for(arch, BF16, 128, "NO_DECAY", 32)
     for _ in range(2):
         start = time.perf_counter()
-        launch.load_kernels.__wrapped__(build, arch)
+        variants.Variant.load.__wrapped__(build, arch)
         seconds.append(time.perf_counter() - start)
     assert seconds[0] < 30 and seconds[1] < 1
 
@@ -213,12 +213,12 @@ NO_KERNEL = {
 @pytest.mark.parametrize("name", NO_KERNEL)
 def test_without_a_kernel_auto_says_so_once_and_cuda_refuses(name, monkeypatch) -> None:
     """Guards: a fallback is right, and never silent; a refusal is a line, before any launch."""
-    from lingpt.kernels.linear_attention.cuda.kernel import Kernel
+    from lingpt.kernels.linear_attention.cuda.launch import Kernel
 
     call, reason = NO_KERNEL[name]
     expected = call(backend="chunkwise")
     monkeypatch.setattr(Kernel, "__call__", None)
-    backends.warn_once.cache_clear()
+    operator.warn_once.cache_clear()
     with pytest.warns(UserWarning, match=f"chunkwise.*{reason}"):
         assert torch.equal(call(), expected)
     with warnings.catch_warnings():
@@ -236,7 +236,7 @@ def test_fp32_stays_on_the_chunkwise_backend() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(linear_attention(*x), linear_attention(*x, backend="chunkwise"))
-    backends.warn_once.cache_clear()
+    operator.warn_once.cache_clear()
     with torch.autocast("cuda", BF16), pytest.warns(UserWarning, match="bf16 and fp16, not torch.float32"):
         linear_attention(*x)
     with pytest.raises(UserError, match="bf16 and fp16"):
@@ -257,7 +257,7 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_told_before_any_launch(name, monkeypatch) -> None:
     """Guards: the same checks hold in front of the kernel."""
-    from lingpt.kernels.linear_attention.cuda.kernel import Kernel
+    from lingpt.kernels.linear_attention.cuda.launch import Kernel
 
     q, k, v, _ = inputs(1, 20, 2, 64, BF16)
     monkeypatch.setattr(Kernel, "__call__", None)

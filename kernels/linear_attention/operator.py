@@ -2,25 +2,86 @@
 
     lingpt::linear_attention_fwd, lingpt::linear_attention_bwd
 
-The schema comes from `Call`; both passes are those of the backend that backends.py chooses.
+The schema comes from `Call`; both passes are those of the backend that `choose` takes: the CUDA kernel if it
+can serve the call, else the chunkwise form. torch.compile does not trace that choice. The other two forms,
+reference and recurrent, are differentiated by autograd and are called by interface.py.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import importlib
+import warnings
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from lingpt.kernels.custom_op import CustomOp, Outputs
-from lingpt.kernels.linear_attention.backends import choose
-from lingpt.kernels.linear_attention.call import Call, split_projection
-from lingpt.kernels.linear_attention.chunkwise import CHUNK
-from lingpt.kernels.linear_attention.state import LinearAttentionState, state_shapes
-from lingpt.kernels.precision import state_dtype
+from lingpt.common.errors import UserError
+from lingpt.kernels import custom_op
+from lingpt.kernels.linear_attention import chunkwise
+from lingpt.kernels.linear_attention.call import (
+    Call,
+    InputGradients,
+    LinearAttentionState,
+    OutputGradients,
+    Outputs,
+    split_projection,
+    state_shapes,
+)
+from lingpt.kernels.numerics import state_dtype
 
 _NO_STATE = (None,) * 4
 _INPUTS = ("projected", "qkv", "q", "k", "v")  # a call has `projected`, `qkv`, or q, k and v
+
+
+class Backend(Protocol):
+    """A module that computes both passes of a call."""
+
+    def unsupported_reason(self, call: Call) -> str | None:
+        """Why the backend cannot serve this call, in words for a user; None if it can."""
+
+    def forward(self, call: Call) -> Outputs: ...
+
+    def backward(
+        self, call: Call, saved: Outputs, gradients: OutputGradients, out: tuple[Tensor, ...]
+    ) -> InputGradients:
+        """Writes dq, dk and dv into `out` (last dimension contiguous); returns the other gradients."""
+
+
+def choose(call: Call) -> Backend:
+    """The backend for `call.backend` "cuda", "chunkwise" or "auto".
+
+    Raises UserError if "cuda" cannot serve the call. "auto" falls back to chunkwise and warns once per
+    reason, but not about fp32/fp64 inputs outside CUDA autocast, which the kernel never takes.
+    """
+    if call.backend == "chunkwise" or (call.backend == "auto" and call.device.type != "cuda"):
+        return chunkwise
+    reason = _cuda_unsupported_reason(call)
+    if reason is not None and call.backend == "cuda":
+        raise UserError(f"backend='cuda' cannot run this: {reason}")
+    expected = call.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled("cuda")
+    if reason is not None and expected:
+        warn_once(reason)
+    empty = call.inputs[0].numel() == 0  # the chunkwise form handles empty inputs
+    return chunkwise if reason is not None or empty else cuda()
+
+
+def _cuda_unsupported_reason(call: Call) -> str | None:
+    if call.device.type != "cuda":
+        return f"the tensors are on {call.device.type}"
+    return cuda().unsupported_reason(call)
+
+
+@functools.cache
+def cuda() -> Backend:
+    """The CUDA backend, imported when a CUDA tensor first arrives."""
+    return importlib.import_module("lingpt.kernels.linear_attention.cuda")
+
+
+@functools.cache
+def warn_once(reason: str) -> None:
+    warnings.warn(f"linear_attention runs on the slower chunkwise backend: {reason}", stacklevel=2)
 
 
 def linear_attention_flops(B: int, N: int, H: int, D: int, causal: bool = True) -> int:
@@ -30,21 +91,21 @@ def linear_attention_flops(B: int, N: int, H: int, D: int, causal: bool = True) 
     tokens (q̂·k̂ and the weights times v, half of them masked). The backward pass counts twice that: two
     products for each, without recomputation.
     """
-    within = 2 * min(N, CHUNK) * D if causal else 0
+    within = 2 * min(N, chunkwise.CHUNK) * D if causal else 0
     return B * N * H * (4 * D * D + within)
 
 
-def _forward(call: Call) -> Outputs:
+def _forward(call: Call) -> custom_op.Outputs:
     call = call.unpacked()
     o, stats, state = choose(call).forward(call)
     return o, stats, *(state or _NO_STATE)
 
 
-def _backward(given: Call, saved: Outputs, gradients: Outputs) -> Outputs:
+def _backward(given: Call, saved: custom_op.Outputs, gradients: custom_op.Outputs) -> custom_op.Outputs:
     call, (o, stats, *parts), (do, *dparts) = given.unpacked(), saved, gradients
-    final = LinearAttentionState(*parts) if call.return_state else None  # type: ignore[arg-type]
     assert o is not None and stats is not None
-    do = torch.zeros_like(o) if do is None else do
+    outputs = Outputs(o, stats, LinearAttentionState(*parts) if call.return_state else None)  # type: ignore[arg-type]
+    d_outputs = OutputGradients(torch.zeros_like(o) if do is None else do, _whole_state(call, dparts))
     tensors = {name: x for name in _INPUTS if (x := getattr(given, name)) is not None}
     d = {name: torch.empty_like(x, memory_format=torch.contiguous_format) for name, x in tensors.items()}
     if given.gate_bias is not None:
@@ -52,7 +113,7 @@ def _backward(given: Call, saved: Outputs, gradients: Outputs) -> Outputs:
         out = dqkv.unbind(2)
     else:
         out = tuple(d.values()) if call.qkv is None else d["qkv"].unbind(2)
-    found = choose(call).backward(call, o, stats, do, final, _whole_state(call, dparts), out)
+    found = choose(call).backward(call, outputs, d_outputs, out)
     d_log_decay, d_bias = found.token_log_decay, None
     if given.gate_bias is not None:
         assert call.token_log_decay is not None and d_log_decay is not None
@@ -74,7 +135,7 @@ def _whole_state(call: Call, dparts: list[Tensor | None]) -> LinearAttentionStat
     return LinearAttentionState(*(zero if x is None else x for x, zero in zip(dparts, zeros, strict=True)))
 
 
-def _fake_forward(call: Call) -> Outputs:
+def _fake_forward(call: Call) -> custom_op.Outputs:
     call = call.unpacked()
     (B, N, H, D), given = call.shape, call.inputs[0]
     stats = given.new_empty(3, B, H, N, dtype=state_dtype(call.dtype))
@@ -90,7 +151,7 @@ def _flops(shapes: Any) -> int:
     return linear_attention_flops(B, N, H, D, shapes.causal)
 
 
-attend = CustomOp(
+attend = custom_op.CustomOp(
     "linear_attention",
     Call,
     forward=_forward,

@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from lingpt.kernels import torch_internals
-from lingpt.kernels.gated_linear_attention import gated_linear_attention
-from lingpt.kernels.linear_attention import LinearAttentionState, linear_attention
+from lingpt.kernels import custom_op
+from lingpt.kernels.gated_linear_attention import gated_linear_attention_with_state
+from lingpt.kernels.linear_attention import (
+    LinearAttentionState,
+    linear_attention,
+    linear_attention_with_state,
+)
 
 SHORTCUTS = (
     "torch._is_functional_tensor",
@@ -28,7 +32,7 @@ def test_without_any_one_of_the_names_there_are_no_shortcuts(missing, monkeypatc
     """Guards: an import that fails under a PyTorch that pyproject.toml allows."""
     if missing:
         monkeypatch.delattr(missing)
-    spec = importlib.util.spec_from_file_location("again", torch_internals.__file__)
+    spec = importlib.util.spec_from_file_location("again", custom_op.__file__)
     again = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(again)
     assert again.HAS_SHORTCUTS is not bool(missing)
@@ -43,10 +47,10 @@ def results() -> list[torch.Tensor]:
     def linear(q, k, v, gate, S):
         initial = LinearAttentionState(S, S[..., 0], S[..., 1], S[..., 2, 2].square())
         b, log_decay = gate[0, 0, :, 0].tanh(), -gate[..., 1].square()
-        return linear_attention(q, k, v, b, log_decay=log_decay, initial_state=initial, return_state=True)
+        return linear_attention_with_state(q, k, v, b, log_decay=log_decay, initial_state=initial)
 
     def gated(q, k, v, gate, S):
-        return gated_linear_attention(q, k, v, -gate.square(), initial_state=S, return_state=True)
+        return gated_linear_attention_with_state(q, k, v, -gate.square(), initial_state=S)
 
     def plain(q, k, v, gate, S):
         return linear_attention(q, k, v), (gate * S.sum()).sum()
@@ -65,10 +69,10 @@ import sys, torch
 name = "_are_functorch_transforms_active"
 hidden = getattr(torch._C, name)
 delattr(torch._C, name)
-from lingpt.kernels import torch_internals
+from lingpt.kernels import custom_op
 setattr(torch._C, name, hidden)  # PyTorch itself needs it
-assert not torch_internals.HAS_SHORTCUTS
-from lingpt.tests.kernels.test_torch_internals import results
+assert not custom_op.HAS_SHORTCUTS
+from lingpt.tests.kernels.test_custom_op import results
 torch.save(results(), sys.argv[1])
 """
 

@@ -1,0 +1,92 @@
+"""Numerics of the operators: constants of the definition, dtypes of sums, chunks of tokens.
+
+Used by the PyTorch forms; NORM_EPS and LOG_ZERO are compiled into the CUDA kernels, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# The norm of x is sqrt(‖x‖² + NORM_EPS): a row of zeros stays zeros, so it gives weight 1 to everything.
+NORM_EPS = 1e-12
+
+# With unit q and k a weight 1 + b·q̂·k̂ may be as small as 1 − |b|: 0 for q = −k, b = 1, where rounding alone
+# would decide the normaliser's sign. So the effective coefficient is b·B_SHRINK, which keeps every weight at
+# 2⁻⁶ or more for |b| ≤ 1, in every backend, forward and backward (`Call.shrink_b`).
+B_SHRINK = 1.0 - 2.0**-6
+
+# The log decay that counts as −inf (its exp is 0). Smaller ones, including −inf (a reset), are replaced by
+# it: −inf − (−inf) is NaN, and the smaller the cumulative sums of a chunk, the more exact their differences.
+LOG_ZERO = {torch.float32: -104.0, torch.float64: -1000.0}
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums, and of computation in the PyTorch forms: fp32, or float64 for float64 inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@contextmanager
+def true_fp32(device: torch.device) -> Iterator[None]:
+    """Computes fp32 products in fp32: no autocast, no TF32 (CUDA), no bf16 (oneDNN), whatever the caller
+    allows.
+
+    These products contain the sums over a long sequence, and training runs often allow TF32 for speed.
+    """
+    if device.type == "meta":  # computes nothing, and has no autocast
+        yield
+        return
+    with torch.autocast(device.type, enabled=False):
+        if torch.compiler.is_compiling():  # a graph cannot change the backends' precision
+            yield
+            return
+        backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+        matmul = backend.matmul
+        before = matmul.fp32_precision
+        if before != "ieee":
+            matmul.fp32_precision = "ieee"
+        try:
+            yield
+        finally:
+            if before != "ieee":
+                matmul.fp32_precision = before
+
+
+def per_head(x: float | Tensor, ndim: int, dim: int, dtype: torch.dtype) -> float | Tensor:
+    """[H] reshaped to broadcast along dimension `dim` of an `ndim`-dimensional tensor; a number unchanged."""
+    if not isinstance(x, Tensor):
+        return x
+    shape = [1] * ndim
+    shape[dim] = -1
+    return x.to(dtype).view(shape)
+
+
+def reciprocal_norm(x: Tensor) -> Tensor:
+    """1/√(‖x‖² + NORM_EPS) over the last dimension: [..., D] → [..., 1], computed in x's dtype.
+
+    Every backend computes it in fp32 (float64): in fp16 NORM_EPS would be 0.
+    """
+    return (torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() + NORM_EPS).rsqrt()
+
+
+def reverse_running_sum(x: Tensor, dim: int) -> Tensor:
+    """Σ_{j≥i} x_j along `dim`, with x's shape and floating-point dtype, in which it is summed."""
+    return x.flip(dim).cumsum(dim).flip(dim)
+
+
+def pad_to_chunks(x: Tensor, C: int) -> Tensor:
+    """[B, N, H, D] → [B, H, chunks, C, D], a copy; the last chunk is padded with zeros."""
+    B, N, H, D = x.shape
+    chunks = -(-N // C)
+    padded = x.new_zeros(B, H, chunks * C, D)
+    padded[:, :, :N] = x.transpose(1, 2)
+    return padded.unflatten(2, (chunks, C))
+
+
+def to_tokens(x: Tensor, N: int) -> Tensor:
+    """[B, H, chunks, C, D] → [B, N, H, D], a view without the padding of the last chunk."""
+    return x.flatten(2, 3)[:, :, :N].transpose(1, 2)

@@ -1,0 +1,38 @@
+"""Functions of `scaled_dot_product_attention` that PyTorch has, but not in its public interface."""
+
+import torch
+from torch import Tensor
+
+
+def sdpa_choice(q: Tensor, k: Tensor, v: Tensor) -> int | None:
+    """The number of the `SDPBackend` that causal `scaled_dot_product_attention` uses for `[B, H, N, D]`.
+
+    PyTorch has no public function for it, and the choice depends on the card and on cuDNN's version. If none
+    of the enabled backends can run: RuntimeError, after warnings that say why, or ERROR. None: this PyTorch
+    does not tell.
+    """
+    choose = getattr(torch, "_fused_sdp_choice", None)
+    return choose and choose(q, k, v, is_causal=True)
+
+
+def sdpa_with_logsumexp(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
+) -> tuple[Tensor, Tensor] | None:
+    """`scaled_dot_product_attention` with an additive mask, and the logsumexp of each row's scores.
+
+    q [B, H, N, D], k and v [B, H, M, D], mask [B, H, N, M] of one dtype; expanded and strided views are fine.
+    Returns o [B, H, N, D] and [B, H, N] in fp32. None: this PyTorch, or the device, has no such operator. The
+    public function does not return the logsumexp, which is needed to combine splits of the keys.
+    """
+    names = {
+        "cuda": "_scaled_dot_product_efficient_attention",
+        "cpu": "_scaled_dot_product_flash_attention_for_cpu",
+    }
+    operator = getattr(torch.ops.aten, names.get(q.device.type, ""), None)
+    if operator is None:
+        return None
+    if q.is_cuda:
+        o, logsumexp, *_ = operator(q, k, v, mask, True, scale=scale)
+    else:
+        o, logsumexp = operator(q, k, v, attn_mask=mask, scale=scale)
+    return o, logsumexp[..., : q.shape[2]]  # on CUDA its rows are padded
