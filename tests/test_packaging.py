@@ -188,12 +188,13 @@ def test_the_wheel_holds_every_source_recipe_and_kernel(tmp_path):
 TYPED = """
 import torch
 from lingpt import gated_linear_attention, linear_attention, linear_attention_qkv
+from lingpt import gated_linear_attention_with_state, linear_attention_with_state
 x = torch.ones(1, 8, 2, 16)
 linear_attention(x, x, x).sum()
 gated_linear_attention(x, x, x, x).sum()
 linear_attention_qkv(x, x, x).sum()
-gated_linear_attention(x, x, x, x, return_state=True)[1].sum()
-_, state = linear_attention(x, x, x, return_state=True)
+gated_linear_attention_with_state(x, x, x, x)[1].sum()
+_, state = linear_attention_with_state(x, x, x)
 state.Z
 """
 

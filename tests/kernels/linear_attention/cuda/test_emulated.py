@@ -16,13 +16,14 @@ import pytest
 import torch
 
 from lingpt import ptx_emulator as emulator
-from lingpt.kernels.linear_attention import LinearAttentionState
+from lingpt.kernels.linear_attention import LinearAttentionState, linear_attention, operator
 from lingpt.kernels.linear_attention.call import Call, OutputGradients
 from lingpt.kernels.linear_attention.cuda import backend, launch, plan, variants
 from lingpt.kernels.linear_attention.cuda import compile as nvrtc
 from lingpt.kernels.linear_attention.rope import rotate, rotate_backward
 from lingpt.ptx_emulator import Memory
 from lingpt.tests import oracles
+from lingpt.tests.house import files_passed
 from lingpt.tests.oracles import (
     above_twice,
     check_q_opposite_to_k,
@@ -391,6 +392,24 @@ def test_copies_are_kept_until_the_launches(emulated, monkeypatch: pytest.Monkey
     monkeypatch.setattr(backend, "_aligned", copied)
     monkeypatch.setattr(launch.Launch, "__call__", launched)
     run(*inputs(build, 1, 64, 1), **all_options(build, 1, 64, 1))
+
+
+@pytest.mark.parametrize("build", [PLAIN[1], GATED[0]], ids=str)
+def test_a_call_passes_seven_files(build: Build, emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: a short way from the public function to a kernel's launch and back, with what is done once
+    left out."""
+    emulated(build)
+    monkeypatch.setattr(operator, "_cuda_unsupported_reason", lambda call: None)
+    monkeypatch.setattr(Compiled, "launch", lambda *args: None)
+    q, k, v, do = (x.requires_grad_() for x in inputs(build, 1, 130, 2))
+    decay = torch.zeros(1, 130, 2, requires_grad=True) if build.decay else None
+
+    def call() -> None:
+        linear_attention(q, k, v, log_decay=decay, backend="cuda").backward(do)
+
+    call()
+    found = {path for path in files_passed(call) if not path.startswith("tests")}
+    assert len(found) <= 7, found
 
 
 @pytest.mark.parametrize("sub_segments", [1, 2])
