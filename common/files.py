@@ -11,8 +11,9 @@ import functools
 import hashlib
 import json
 import os
+import secrets
 import shutil
-import tempfile
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,12 +45,13 @@ def replacing(path: Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(OSError):  # another user's, for example: it does no harm
         remove_partial(path.parent, f"{path.name}.", older_than=ABANDONED)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PARTIAL)
+    temporary = _partial_name(path)
+    handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)  # less the umask
+    mode = os.fstat(handle).st_mode & 0o777
     os.close(handle)
-    temporary = Path(name)
     try:
         yield temporary
-        temporary.chmod(0o644)  # mkstemp's 0600 would hide it from other users of a shared folder
+        temporary.chmod(mode)  # a library may have written another file there, hidden from other users
         sync(temporary)
         temporary.replace(path)
         sync(path.parent)
@@ -79,17 +81,21 @@ def new_folder(path: Path) -> Iterator[Path]:
 
     `path` must not exist by then. Subfolders are not synced.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=PARTIAL))
+    temporary = _partial_name(path)
+    temporary.mkdir(parents=True)
     try:
         yield temporary
-        temporary.chmod(0o755)
         for file in (*temporary.iterdir(), temporary):
             sync(file)
         temporary.rename(path)
         sync(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _partial_name(path: Path) -> Path:
+    """The name of a new temporary file or folder beside `path`."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
 
 
 def remove_partial(folder: Path, name: str = "", older_than: float = 0.0) -> None:
@@ -109,6 +115,15 @@ def _age(path: Path) -> float:
         return time.time() - path.stat().st_mtime
     except OSError:
         return 0.0
+
+
+def others_can_write(path: Path) -> bool:
+    """Whether `path` may be the work of someone whom this user does not trust: others can write to it, or it
+    belongs neither to this user, nor root, nor the owner of its folder."""
+    found = path.stat()
+    trusted = {os.geteuid(), 0, path.parent.stat().st_uid}
+    writable = found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX
+    return bool(writable) or found.st_uid not in trusted
 
 
 def sync(path: Path) -> None:

@@ -6,7 +6,7 @@ The key is a hash of all that decides the tokens: the documents, the tokenizer, 
 version. The sequence length is not part of it: the cache holds streams of tokens, and blocks are views of
 them. An entry is a folder that is written whole or not at all. A lock lets one process work while the others
 (such as the ranks of a run) wait for its entry. The manifest has checksums, its own and those of the tokens,
-which are checked as they are read; older entries have none and are read unchecked.
+which are checked as they are read.
 """
 
 import hashlib
@@ -21,7 +21,13 @@ from typing import Any
 from tqdm import tqdm
 
 from lingpt.common.errors import UserError
-from lingpt.common.files import new_folder, read_json_object, remove_partial, write_errors
+from lingpt.common.files import (
+    new_folder,
+    others_can_write,
+    read_json_object,
+    remove_partial,
+    write_errors,
+)
 from lingpt.common.locks import file_lock
 from lingpt.data.corpus import Corpus, Document, Split
 from lingpt.data.stream import PackedDataset, StreamWriter
@@ -30,7 +36,6 @@ from lingpt.data.tokens import Encoded, encode_documents, token_dtype
 
 FORMAT = 1  # increase it when the same documents would give other files
 MANIFEST = "manifest.json"
-COUNTED = ("documents", "tokens", "bytes")  # the fields of a split's entry in the manifest
 WRITE_ADVICE = "free some space, or choose another place with --data.cache_dir or LINGPT_CACHE"
 
 
@@ -46,23 +51,13 @@ class TokenCache:
             self.manifest: dict[str, Any] = read_json_object(folder / MANIFEST)
         except UserError as error:
             raise UserError(f"{error}: delete {folder} and run again") from None
-        self._checksums: dict[str, list[int]] | None = self.manifest.pop("checksums", None)
-        if not self._manifest_is_whole():
+        self._checksums: Any = self.manifest.pop("checksums", None)
+        if self.manifest.pop("checksum", None) != _checksum(self.manifest, self._checksums):
             raise UserError(f"{folder / MANIFEST} is damaged: delete {folder} and run again")
-
-    def _manifest_is_whole(self) -> bool:
-        if self._checksums is not None or "checksum" in self.manifest:
-            return self.manifest.pop("checksum", None) == _checksum(self.manifest, self._checksums)
-        splits = [self.manifest.get("train"), self.manifest.get("val")]  # older entries have no checksums
-        return all(
-            isinstance(split, dict) and all(type(split.get(key)) is int for key in COUNTED)
-            for split in splits
-        ) and all(isinstance(self.manifest.get(key), str) for key in ("source", "split"))
 
     def blocks(self, split: str, seq_len: int) -> PackedDataset:
         """The stream `train` or `val` as blocks. Raises `UserError` if the file is not as it was written."""
-        checksums = self._checksums[split] if self._checksums else None
-        blocks = PackedDataset(self.folder / f"{split}.arrow", seq_len, checksums)
+        blocks = PackedDataset(self.folder / f"{split}.arrow", seq_len, self._checksums[split])
         tokens = self.manifest[split]["tokens"]
         if blocks.stream_length != tokens:
             raise UserError(
@@ -99,6 +94,12 @@ def token_cache(
             except OSError:
                 if not folder.exists():  # without a lock, another process may have been first
                     raise
+    for path in (folder.parent, folder, *folder.iterdir()):
+        if others_can_write(path):
+            raise UserError(
+                f"others can write to {path}, so its tokens may not be those of the text: `chmod -R o-w` it "
+                "if you trust it, or choose another place with --data.cache_dir or LINGPT_CACHE"
+            )
     return TokenCache(folder)
 
 
@@ -171,7 +172,7 @@ def _make(
         print(f"{corpus.name}: not read: {corpus.left_out}", file=sys.stderr)
 
 
-def _checksum(manifest: dict[str, Any], checksums: dict[str, list[int]] | None) -> int:
+def _checksum(manifest: dict[str, Any], checksums: Any) -> int:
     """CRC-32 of a manifest (without its own checksum) and of the tokens' checksums."""
     return zlib.crc32(json.dumps([manifest, checksums], sort_keys=True).encode())
 

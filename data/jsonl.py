@@ -5,18 +5,19 @@ JSON Lines are read line by line, so that an error names the file and the line. 
 names no line and accepts a missing `text`.)
 """
 
+import functools
 import glob
-import gzip
 import hashlib
 import io
 import json
 import lzma
+import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import zstandard
 
@@ -29,7 +30,22 @@ from lingpt.data.paths import expand
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-COMPRESSED = (".gz", ".xz", ".zst")
+
+class Compression(NamedTuple):
+    start: re.Pattern[bytes]  # what every file begins with
+    decompressor: Callable[[], Any]  # of one stream; a file may have several, one after another
+    padding: int  # after a stream any number of so many zeros may follow; 0: none
+
+
+COMPRESSED = {
+    ".gz": Compression(re.compile(rb"\x1f\x8b"), functools.partial(zlib.decompressobj, wbits=31), padding=1),
+    ".xz": Compression(re.compile(rb"\xfd7zXZ\x00"), lzma.LZMADecompressor, padding=4),
+    ".zst": Compression(
+        re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"),  # a frame, or one to be skipped
+        lambda: zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj(),  # of `zstd --long=31`
+        padding=0,
+    ),
+}
 SUFFIXES = (".jsonl", *COMPRESSED)
 TEXT, PARQUET = ".txt", ".parquet"
 _SPLIT_NAME = re.compile(r"(?:^|[._-])(train|validation|valid|val|dev|test)(?![a-z])")
@@ -113,7 +129,10 @@ def _matches(source: str) -> list[Path]:
             return [path]
         if path.is_dir():
             return sorted(file for file in path.iterdir() if not file.name.startswith("."))
-        return sorted(map(Path, glob.glob(str(path), recursive=True)))
+        found = sorted(map(Path, glob.glob(str(path), recursive=True)))
+        found.sort(key=lambda path: -len(path.parts))
+        # Each file once, by its shortest path: `**` follows a link to its own folder for ever.
+        return sorted({os.path.realpath(path): path for path in found}.values())
 
 
 def _hashes(files: list[Path], cache_dir: Path | None) -> list[str]:
@@ -156,9 +175,12 @@ def _names(paths: list[Path]) -> str:
 
 def _split(files: list[Path]) -> Split:
     """The documents of `files`, to be made before these are hashed: a UserError ends the reading of a file
-    that has changed since.
+    that has changed since. UserError for a file whose name says otherwise how it is compressed: its bytes
+    might be in the token cache, read otherwise.
     """
     stamps = list(map(_stamp, files))
+    for path in files:
+        _check_compression(path)
 
     def read() -> Iterator[Document]:
         for path, stamp in zip(files, stamps, strict=True):
@@ -174,6 +196,16 @@ def _stamp(path: Path) -> list[int]:
         return file_stamp(path)
 
 
+def _check_compression(path: Path) -> None:
+    with _readable(path) as file:
+        begins = file.read(6)
+    found = next((suffix for suffix, kind in COMPRESSED.items() if kind.start.match(begins)), "")
+    if path.suffix in COMPRESSED and found != path.suffix:
+        raise UserError(f"{path} is no {path.suffix} file: fetch it again, or give it its own name")
+    if found and found != path.suffix:
+        raise UserError(f"{path} is compressed: add {found} to its name")
+
+
 def read_documents(path: Path) -> Iterator[Document]:
     """The documents of one file, without blank lines; text that is only whitespace counts as empty. Progress
     is in bytes on disk.
@@ -187,13 +219,13 @@ def read_documents(path: Path) -> Iterator[Document]:
     number, position = 0, 0
     with _readable(path) as file:
         try:
-            for number, line in enumerate(io.BufferedReader(_decompressed(file, path), 1 << 20), start=1):
+            for number, line in enumerate(io.BufferedReader(_Decompressed.of(file, path), 1 << 20), start=1):
                 if line.isspace():
                     continue
                 text = _text(line, f"{path}, line {number}")
                 before, position = position, file.tell()
                 yield Document(text, position - before)
-        except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+        except (OSError, EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError) as error:
             raise UserError(
                 f"{path} is damaged or cut off after line {number} ({error}): fetch it again"
             ) from None
@@ -218,27 +250,20 @@ def _readable(path: Path) -> io.BufferedReader:
         return path.open("rb")
 
 
-def _decompressed(file: io.BufferedReader, path: Path) -> io.BufferedIOBase | io.RawIOBase:
-    if path.suffix in COMPRESSED and not file.peek(1):
-        raise EOFError("it is empty")
-    match path.suffix:
-        case ".gz":
-            return gzip.GzipFile(fileobj=file)
-        case ".xz":
-            return lzma.LZMAFile(file)
-        case ".zst":
-            return _ZstandardFile(file)
-        case _:
-            return file
+class _Decompressed(io.RawIOBase):
+    """The content of a compressed file, all of its streams. EOFError, or the library's own error, unless each
+    is whole and nothing but padding follows them: the libraries' readers ignore what follows, or a stream
+    that ends early."""
 
+    def __init__(self, file: BinaryIO, kind: Compression) -> None:
+        self._file, self._kind, self._ready = file, kind, memoryview(b"")
+        self._stream, self._rest = kind.decompressor(), b""  # the present stream, and what was read beyond it
+        self._zeros = 0
 
-class _ZstandardFile(io.RawIOBase):
-    """Decompresses frame after frame. (`zstandard`'s own reader does not notice a truncated file.)"""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._ready = file, memoryview(b"")
-        self._frame: zstandard.ZstdDecompressionObj | None = None
-        self._decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # that of `zstd --long=31`
+    @classmethod
+    def of(cls, file: io.BufferedReader, path: Path) -> io.RawIOBase | io.BufferedReader:
+        """The content of `file`, compressed as the suffix of `path` says."""
+        return cls(file, COMPRESSED[path.suffix]) if path.suffix in COMPRESSED else file
 
     def readable(self) -> bool:
         return True
@@ -253,19 +278,25 @@ class _ZstandardFile(io.RawIOBase):
         return count
 
     def _decompress_more(self) -> bool:
-        frame, rest = self._frame, b""
-        if frame is not None and frame.eof:
-            rest, frame = frame.unused_data, None
-        data = rest or self._file.read(1 << 17)
-        if not data:
-            if frame is None:
+        """Decompresses what can be had of the file's next piece; False at its end."""
+        data = self._rest or self._file.read(1 << 16)
+        self._rest = b""
+        if self._stream.eof and data and self._kind.padding:
+            padded, data = len(data), data.lstrip(b"\0")
+            self._zeros += padded - len(data)
+            if not data:
+                return True
+        if self._stream.eof:
+            if self._zeros and self._zeros % self._kind.padding:
+                raise EOFError(f"{self._zeros} zeros are no padding")
+            if not data:
                 return False
-            raise EOFError("a Zstandard frame ends early")
-        self._frame = frame = frame or self._decompressor.decompressobj()
-        try:
-            self._ready = memoryview(frame.decompress(data))
-        except zstandard.ZstdError as error:
-            raise EOFError(str(error)) from None
+            self._stream, self._zeros = self._kind.decompressor(), 0
+        elif not data:
+            raise EOFError("it is empty" if self._file.tell() == 0 else "it ends early")
+        self._ready = memoryview(self._stream.decompress(data))
+        if self._stream.eof:
+            self._rest = self._stream.unused_data
         return True
 
 

@@ -24,11 +24,11 @@ class PackedDataset:
     So every token but the first is a target once; tokens at the end that fill no block are not used. Blocks
     are copied only when they are read, and pickling passes no tokens.
 
-    checksums: `StreamWriter.checksums` of the file; without them (older caches) nothing is checked.
+    checksums: `StreamWriter.checksums` of the file.
     Raises UserError for a file that is no stream, and for a damaged record batch when it is first read.
     """
 
-    def __init__(self, path: str | Path, seq_len: int, checksums: Sequence[int] | None = None) -> None:
+    def __init__(self, path: str | Path, seq_len: int, checksums: Sequence[int]) -> None:
         import pyarrow as pa
 
         self.path, self.seq_len, self._checksums = Path(path), seq_len, checksums
@@ -39,10 +39,10 @@ class PackedDataset:
         lengths = [len(chunk) for chunk in self._chunks]
         if any(length != ROWS for length in lengths[:-1]) or lengths[-1:] > [ROWS]:
             raise self._damaged(f"has a record batch that is not of {ROWS} tokens")
-        if checksums is not None and len(checksums) != len(lengths):
+        if len(checksums) != len(lengths):
             raise self._damaged(f"has {len(lengths)} record batches and should have {len(checksums)}")
         self.stream_length = sum(lengths)
-        self._checked = [checksums is None] * len(lengths)
+        self._checked = [False] * len(lengths)
 
     def _damaged(self, fault: str) -> UserError:
         return UserError(f"{self.path} {fault}: delete {self.path.parent} and run again")
@@ -80,7 +80,7 @@ class PackedDataset:
             done += len(piece)
 
     def _check(self, chunk: int) -> None:
-        if self._checksums is not None and zlib.crc32(self._chunks[chunk].data) != self._checksums[chunk]:
+        if zlib.crc32(self._chunks[chunk].data) != self._checksums[chunk]:
             first = chunk * ROWS
             last = first + len(self._chunks[chunk]) - 1
             raise self._damaged(f"is damaged (its tokens {first} to {last} are not those that were written)")

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from lingpt.common.errors import UserError
+from lingpt.common.errors import UserError, first_line
 from lingpt.common.files import write_text
 from lingpt.common.run_folder import TOKENIZER
 from lingpt.data.embedded import embedded_corpus
@@ -23,7 +24,8 @@ class Tokenizer:
     """A `tokenizers.Tokenizer` and what a language model needs of it: ids, text and the end-of-text id.
 
     `encode` adds no tokens, and encodes a special token that is written out in the text as that token, as
-    Hugging Face's tokenizers do. Documents of a corpus are plain text: see `for_documents`.
+    Hugging Face's tokenizers do. Documents of a corpus are plain text: see
+    `for_documents`.
     """
 
     def __init__(self, raw: tokenizers.Tokenizer, name: str) -> None:
@@ -48,26 +50,44 @@ class Tokenizer:
         return hashlib.sha256(self.raw.to_str().encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        return self.raw.encode(text, add_special_tokens=False).ids
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [e.ids for e in self.raw.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return self._ids(self.raw, texts)
+
+    def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode_batch`, with `<|endoftext|>` in a text as plain text."""
+        return self._ids(self.for_documents, texts)
+
+    def _ids(self, raw: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+        try:
+            return [e.ids for e in raw.encode_batch_fast(list(texts), add_special_tokens=False)]
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of `tokenizers`, which exports no such class
+                raise
+            raise UserError(
+                f"the tokenizer {self.name} fails on this text ({first_line(error)}): take one with other "
+                "regular expressions"
+            ) from None
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids` (a list, array or tensor), special tokens written out."""
         return self.raw.decode([int(i) for i in ids], skip_special_tokens=False)
 
-    def for_documents(self) -> tokenizers.Tokenizer:
-        """A copy that encodes `<|endoftext|>` in a document as plain text, not as the end-of-text token.
-
-        The same copy at every call: do not change it.
-        """
-        return self._for_documents
-
     @functools.cached_property
-    def _for_documents(self) -> tokenizers.Tokenizer:
-        copy = tokenizers.Tokenizer.from_str(self.raw.to_str())
+    def for_documents(self) -> tokenizers.Tokenizer:
+        """A copy that encodes `<|endoftext|>` in a document as plain text, not as the end-of-text token. Do
+        not change it. UserError if the tokenizer's vocabulary has no other tokens for it."""
+        values = json.loads(self.raw.to_str())
+        for token in values["added_tokens"]:
+            token["special"] |= token["content"] == END_OF_TEXT  # others are never encoded as plain text
+        copy = tokenizers.Tokenizer.from_str(json.dumps(values))
         copy.encode_special_tokens = True
+        if self.eos_id in copy.encode(f"{END_OF_TEXT} a {END_OF_TEXT}a", add_special_tokens=False).ids:
+            raise UserError(
+                f"the tokenizer {self.name} takes the text {END_OF_TEXT} for the end of a document, which a "
+                "document may contain: take one whose vocabulary has it as an added token only"
+            )
         return copy
 
     def check_fits(self, padded_vocab_size: int) -> None:

@@ -44,11 +44,11 @@ def encode_documents(
     At most three batches per thread are in flight, so memory does not grow with the corpus.
     """
     workers = num_workers or available_cores()
-    raw, dtype, eos_id = tokenizer.for_documents(), token_dtype(tokenizer.vocab_size), tokenizer.eos_id
+    dtype, eos_id = token_dtype(tokenizer.vocab_size), tokenizer.eos_id
 
     def encode(batch: list[Document]) -> list[Encoded]:
-        encodings = raw.encode_batch_fast([d.text for d in batch], add_special_tokens=False)
-        return [_encoded(d, e.ids, eos_id, dtype) for d, e in zip(batch, encodings, strict=True)]
+        ids = tokenizer.encode_documents([document.text for document in batch])
+        return [_encoded(d, i, eos_id, dtype) for d, i in zip(batch, ids, strict=True)]
 
     batches, pending = _batched(documents), deque[Future[list[Encoded]]]()
     with _tokenizers_parallelism_off(), ThreadPoolExecutor(workers) as pool:

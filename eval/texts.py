@@ -84,7 +84,7 @@ def spans(text: str, tokenizer: Tokenizer, length: int, most: int) -> Iterator[t
     document goes on, up to three bytes count of a last character that the piece's tokens do not complete.
     """
     text = text[: CHARACTERS * length * most]  # only as much of a novel as is needed
-    encoded = tokenizer.for_documents().encode(text, add_special_tokens=False)
+    encoded = tokenizer.for_documents.encode(text, add_special_tokens=False)
     for start in range(0, min(len(encoded.ids), length * most), length):
         stop = min(start + length, len(encoded.ids))
         yield encoded.ids[start:stop], text[encoded.offsets[start][0] : encoded.offsets[stop - 1][1]]

@@ -5,6 +5,7 @@ import gzip
 import json
 import lzma
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,28 @@ def test_files_joined_from_parts_are_read_to_the_end(tmp_path: Path, texts, name
     first, second = texts(200, seed=1), texts(200, seed=2)
     (tmp_path / name).write_bytes(COMPRESS[name](rows(first)) + COMPRESS[name](rows(second)))
     assert [d.text for d in read_documents(tmp_path / name)] == first + second
+
+
+@pytest.mark.parametrize(
+    ("name", "zeros"), [("a.xz", 4), ("a.xz", 70_000), ("a.gz", 1), ("a.gz", 512), ("a.zst", 0)]
+)
+def test_padding_and_every_stream_after_it(tmp_path: Path, texts, name, zeros):
+    """Guards: the second half of a file, lost without a word behind four zeros that the format allows there;
+    and the same zeros at the end, refused as damage."""
+    first, second = (COMPRESS[f"a.jsonl{name[1:]}"](rows(texts(200, seed=seed))) for seed in (1, 2))
+    (tmp_path / name).write_bytes(first + bytes(zeros) + second + bytes(2 * zeros))
+    assert [d.text for d in read_documents(tmp_path / name)] == texts(200, seed=1) + texts(200, seed=2)
+
+
+@pytest.mark.parametrize("name", ["a.gz", "a.xz", "a.zst"])
+@pytest.mark.parametrize("harm", ["header", "cut off", "padding", "garbage"])
+def test_a_damaged_second_stream_is_refused(tmp_path: Path, texts, name, harm):
+    """Guards: 20 of 40 documents of an .xz file whose second stream has a damaged header."""
+    first, second = (COMPRESS[f"a.jsonl{name[1:]}"](rows(texts(200, seed=seed))) for seed in (1, 2))
+    end = {"header": b"?" + second[1:], "cut off": second[:-9], "padding": b"\0\0\0\1" + second}
+    (tmp_path / name).write_bytes(first + end.get(harm, second + b"garbage"))
+    with pytest.raises(UserError, match=rf"{name} is damaged or cut off after line \d+"):
+        list(read_documents(tmp_path / name))
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.xz", "a.jsonl.zst"])
@@ -122,8 +145,28 @@ def test_paths_folders_and_globs(write_jsonl, tmp_path: Path):
     (tmp_path / "folder" / "._a.jsonl").write_text("no data")
     assert find_files(str(tmp_path / "folder")) == files
     assert find_files(str(tmp_path / "folder" / "*.jsonl*")) == files
+    (tmp_path / "folder" / "itself").symlink_to(tmp_path / "folder")  # guards: each document 41 times
     assert find_files(str(tmp_path / "**" / "*.jsonl*")) == files
     assert find_files(str(files[0])) == files[:1]
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "line"),
+    [
+        ("a.jsonl", "b.gz", "is no .gz file"),
+        ("a.jsonl.xz", "b.zst", "is no .zst file"),
+        ("a.jsonl.gz", "b.jsonl", "is compressed: add .gz to its name"),
+        ("a.gz", "b", "is compressed: add .gz to its name"),
+    ],
+)
+def test_a_wrong_suffix_is_refused_whether_or_not_its_bytes_are_cached(tmp_path: Path, given, name, line):
+    """Guards: a file that could not be read, and could once the same bytes under another name had been
+    tokenised."""
+    for path in (tmp_path / given, tmp_path / name):
+        path.write_bytes(COMPRESS[given](rows(["rain", "snow"])))
+    assert [d.text for d in jsonl_corpus(str(tmp_path / given)).train.read()] == ["rain", "snow"]
+    with pytest.raises(UserError, match=re.escape(f"{tmp_path / name} {line}")):
+        jsonl_corpus(str(tmp_path / name))
 
 
 def test_text_files_are_documents(write_jsonl, tmp_path: Path):

@@ -1,5 +1,6 @@
 """Tokenizers: what fits, what is refused, and that the embedded BPE is the same everywhere."""
 
+import json
 import os
 import pickle
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+from tokenizers import models, pre_tokenizers
 
 from lingpt.common.errors import UserError
 from lingpt.data import Tokenizer, load_tokenizer
@@ -26,9 +28,50 @@ def test_end_of_text_inside_a_document_is_text(tokenizer):
     """An article about language models must not end in the middle; a prompt may use the token."""
     assert tokenizer.eos_id == 0
     assert tokenizer.encode("a<|endoftext|>b").count(0) == 1
-    document = tokenizer.for_documents().encode("a<|endoftext|>b").ids
+    (document,) = tokenizer.encode_documents(["a<|endoftext|>b"])
     assert 0 not in document and tokenizer.decode(document) == "a<|endoftext|>b"
     assert tokenizer.encode("a<|endoftext|>b").count(0) == 1  # the copy left the original alone
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"special": False}, {"normalized": True}, {"single_word": True}, {"lstrip": True, "rstrip": True}, None],
+    ids=str,
+)
+def test_end_of_text_is_text_however_the_token_is_declared(tokenizer, change):
+    """Guards: documents cut in two where the added token is not `special`; without one it is only in the
+    vocabulary."""
+    values = json.loads(tokenizer.raw.to_str())
+    (token,) = values["added_tokens"]
+    if change is None:
+        values["added_tokens"] = []
+    else:
+        token.update({"special": False} | change)
+    declared = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(values)), "declared")
+    text = "an <|endoftext|> b<|endoftext|>c"
+    (ids,) = declared.encode_documents([text])
+    assert declared.eos_id == 0 and 0 not in ids and declared.decode(ids) == text
+
+
+def test_a_vocabulary_with_no_other_tokens_for_end_of_text_is_refused():
+    """Guards: the same where the whole word is a token of the model itself."""
+    raw = tokenizers.Tokenizer(models.WordLevel({"<|endoftext|>": 0, "a": 1, "?": 2}, unk_token="?"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    with pytest.raises(UserError, match=r"the tokenizer words takes the text <\|endoftext\|> for the end"):
+        Tokenizer(raw, "words").encode_documents(["a a"])
+
+
+def test_a_tokenizer_that_panics_is_one_line(tokenizer, tmp_path: Path):
+    """Guards: a traceback with Rust's PanicException, which is no Exception, from a regular expression that
+    loads and gives up on a text."""
+    values = json.loads(tokenizer.raw.to_str())
+    pattern = {"Regex": "(?:(a|aa)+)+$"}
+    values["pre_tokenizer"] = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    panics = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(values)), "panics")
+    for encode in (panics.encode_documents, panics.encode_batch):
+        with pytest.raises(UserError, match=r"tokenizer panics fails on this text .*retry-limit") as error:
+            encode(["a" * 40 + "b"])
+        assert "\n" not in str(error.value)
 
 
 def test_added_tokens_count(tokenizer_path):

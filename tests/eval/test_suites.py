@@ -376,7 +376,7 @@ def test_a_special_token_written_in_a_text_is_text(tokenizer):
     """As in training: an article about language models does not end in the middle."""
     text = "the sun<|endoftext|>warms"
     ((tokens, part),) = spans(text, tokenizer, 100, 1)
-    assert tokens == tokenizer.for_documents().encode(text).ids and tokenizer.eos_id not in tokens
+    assert tokens == tokenizer.for_documents.encode(text).ids and tokenizer.eos_id not in tokens
     assert part == text
 
 
