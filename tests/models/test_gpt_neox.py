@@ -141,6 +141,32 @@ def test_the_tokenizer_is_exported_too(small, tmp_path, request, given):
     assert theirs.eos_token_id == eos == tokenizer.eos_id and theirs.model_max_length == 96
 
 
+def test_an_end_token_that_is_only_in_the_vocabulary_is_exported(small, tmp_path):
+    """Guards: a tokenizer that trains and generates, and was then refused as none with that token."""
+    from transformers import AutoTokenizer
+
+    values = json.loads(train_bpe(["the river ran slowly"] * 9, 300).raw.to_str())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values | {"added_tokens": []}))
+    export_hf(small("softmax"), tmp_path / "out", tmp_path)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 0
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert theirs.eos_token_id == 0
+    assert theirs.encode("the river") == load_tokenizer(tmp_path).encode("the river")
+
+
+@torch.no_grad()
+def test_a_base_of_the_rotary_frequencies_that_is_not_whole(hf_model, tokens, tmp_path):
+    """Guards: `rope_theta` 10.7, read as 10."""
+    hf_model.save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    rope = values["rope_parameters"] = values["rope_parameters"] | {"rope_theta": 10.7}
+    values["rotary_pct"] = rope["partial_rotary_factor"]  # transformers 5 forgets it otherwise
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    model, theirs = load_model(tmp_path), type(hf_model).from_pretrained(tmp_path)
+    assert model.config.rope_base == 10.7
+    torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("content", ["{}", "{", '{"added_tokens": []}'])
 def test_what_is_no_tokenizer_is_not_exported(small, tmp_path, content):
     """One line, and no half of an export."""
