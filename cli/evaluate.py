@@ -1,36 +1,26 @@
 """`lingpt eval`: scores the newest checkpoint of each attention of a model and prints the paper's Table 2."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 
 from lingpt.common.errors import UserError, by_reason
+from lingpt.eval.paper import TASKS
 
 if TYPE_CHECKING:
-    from lingpt.eval import Checkpoint
+    from lingpt.eval.runs import Checkpoint
+    from lingpt.eval.scores import Result
 
 HELP = "Score checkpoints, and print the paper's Table 2, or another suite's table, with ours in it."
-DEFAULTS = Path(__file__).parents[1] / "eval" / "table2.yaml"
 RENAMED = {"out": "runs_dir", "longest": "max_length_factor"}
 
 
-class EvalFile(ActionConfigFile):
-    """`--config`: a YAML file, or the name of one that ships with LinGPT (`table2`)."""
-
-    def __call__(self, parser, cfg, values, option_string=None):
-        path = DEFAULTS if values == "table2" and not Path(values).is_file() else Path(values)
-        if not path.is_file():
-            raise UserError(f"no file {values!r}; --config takes a YAML file, or `table2`")
-        super().__call__(parser, cfg, str(path), option_string)
-
-
 def configure(parser: ArgumentParser) -> None:
-    """Adds the verb's options; eval/table2.yaml has the defaults of those that a study fixes."""
-    parser.default_config_files = [str(DEFAULTS)]
     add = parser.add_argument
-    add("--config", action=EvalFile, help="a YAML file, or `table2`, the default")
+    add("--config", action=ActionConfigFile, help="a YAML file with these options")
     add(
         "--model",
         type=str | None,
@@ -40,7 +30,7 @@ def configure(parser: ArgumentParser) -> None:
     suites = "one or more of table2 (the default), commonsense, language, recall"
     add("--suite", nargs="+", default=["table2"], help=suites)
     tasks = "tasks of the suite table2, as lm-eval names them; `mmlu:5` asks for five examples"
-    add("--tasks", nargs="+", default=[], help=tasks)
+    add("--tasks", nargs="+", default=list(TASKS), help=tasks)
     texts = "texts of language and recall: name=path of held-out JSONL or .txt files, or embedded"
     add("--texts", nargs="+", default=["embedded"], help=texts)
     factor = "the loss by position goes up to this multiple of the training length"
@@ -64,71 +54,60 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> None:
-    from lingpt.eval import find_checkpoints, results_path
-    from lingpt.eval.suites import check_suites, suite_scores
+    from lingpt.eval.runs import find_checkpoints
+    from lingpt.eval.scores import results_path
+    from lingpt.eval.suites import benchmark_tasks, check_suites, suite_scores
+    from lingpt.eval.tasks.sources import benchmark_folder
     from lingpt.eval.texts import parse_texts
 
     check_suites(args.suite)
-    if "table2" in args.suite and not args.tasks:
-        raise UserError("no task to evaluate: give --tasks, for example --tasks arc_easy piqa")
-    tasks, texts = _tasks(args), parse_texts(args.texts)
+    data, texts = benchmark_folder(args.data), parse_texts(args.texts)
+    tasks = benchmark_tasks(args.suite, args.tasks, data)
     unread, unscored = list[str](), list[tuple[str, str]]()  # of runs, and of scores with their reasons
-    done = []
+    done, paths = list["Result"](), list[Path]()
     for checkpoint in find_checkpoints(args.runs_dir, args.model, args.runs, unread.append):
         try:
-            scores = _score(args, checkpoint, tasks, texts, lambda *score: unscored.append(score))
+            result = _score(args, checkpoint, tasks, data, texts, lambda *score: unscored.append(score))
         except UserError as error:
             unread.append(str(error))
             continue
-        if asked := suite_scores(scores, args.suite, args.tasks):
-            done.append((scores | {"scores": asked}, results_path(checkpoint)))
+        if asked := suite_scores(result, args.suite, args.tasks):
+            done.append(replace(result, scores=asked))
+            paths.append(results_path(checkpoint))
     if done:
-        _show(args, [scores for scores, _ in done])
-        print("\nWritten: " + ", ".join(str(path) for _, path in done))
+        _show(args, done)
+        print("\nWritten: " + ", ".join(map(str, paths)))
     _complain(unread, unscored, bool(done))
-
-
-def _tasks(args: Namespace) -> list[str]:
-    """The lm-eval tasks of the requested suites."""
-    from lingpt.eval.suites import commonsense_tasks
-    from lingpt.eval.tasks.sources import benchmark_folder
-
-    tasks = list(args.tasks) if "table2" in args.suite else []
-    return tasks + (commonsense_tasks(benchmark_folder(args.data)) if "commonsense" in args.suite else [])
 
 
 def _score(
     args: Namespace,
     checkpoint: "Checkpoint",
     tasks: list[str],
+    data: Path | None,
     texts: dict[str, str],
     left_out: Callable[[str, str], None],
-) -> dict[str, Any]:
-    """Scores one checkpoint on the requested suites; returns all its results, earlier ones included."""
+) -> "Result":
+    """Scores one checkpoint on the requested suites; returns all its scores, earlier ones included."""
     from lingpt.eval.harness import task_measurements
     from lingpt.eval.scoring import Scorer
     from lingpt.eval.suites import text_measurements
-    from lingpt.eval.tasks.sources import benchmark_folder
 
     options = {key: args[key] for key in ("batch_tokens", "device", "devices", "dtype", "redo")}
     scorer = Scorer(checkpoint, left_out=left_out, **options)
-    data = benchmark_folder(args.data)
     of_tasks = task_measurements(scorer, tasks, args.num_fewshot, data, args.limit)
     of_texts = text_measurements(scorer, args.suite, texts, args.max_length_factor)
     return scorer.score([*of_tasks, *of_texts])
 
 
-def _show(args: Namespace, results: list[dict[str, Any]]) -> None:
+def _show(args: Namespace, results: "list[Result]") -> None:
     """Prints the tables of the requested suites and, with --save, writes them as files."""
-    from lingpt.eval import score_table, table2
-    from lingpt.eval.suite_tables import save_suites, suite_tables
-    from lingpt.eval.table2 import save_table2
+    from lingpt.eval.suite_tables import save_suites, score_table, suite_tables
+    from lingpt.eval.table2 import save_table2, table2_tables
 
-    print("\n" + score_table(results, args.markdown))
-    if "table2" in args.suite:
-        print("\nTable 2 of the paper, and ours\n")
-        print(table2(results, args.markdown))
-    for table in suite_tables(results, args.suite):
+    tables = table2_tables(results) if "table2" in args.suite else []
+    print("\n" + score_table(results).text(args.markdown))
+    for table in [*tables, *suite_tables(results, args.suite)]:
         print(f"\n{table.title}\n\n{table.text(args.markdown)}")
     if args.save:
         folder = Path(args.save)

@@ -9,13 +9,16 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import file_sha256
-from lingpt.eval.results import pack_bits, task_key
 from lingpt.eval.runs import Checkpoint
+from lingpt.eval.scores import Result, Score, pack_bits, task_key
 from lingpt.eval.scoring import Measurement, Scorer
+
+if TYPE_CHECKING:
+    from lingpt.eval.lm import LinGPTLM
 
 
 def evaluate(
@@ -26,8 +29,8 @@ def evaluate(
     data: str | Path | None = None,
     limit: int | None = None,
     **options: Any,
-) -> dict[str, Any]:
-    """Scores `checkpoint` on `tasks` and returns all its scores, earlier ones included (`load_results`).
+) -> Result:
+    """Scores `checkpoint` on `tasks` and returns all its scores, earlier ones included.
 
     Args:
         checkpoint: a `Checkpoint`, or the folder of one.
@@ -61,9 +64,9 @@ def task_measurements(
     for name, shots in [parse_task(task, num_fewshot) for task in tasks]:
         key = task_key(name, shots, limit)
         with scorer.leaving_out(key):
-            about = scorer.settings(scorer.checkpoint.train_length, describe_data(name, shots, folder))
+            files = describe_data(name, shots, folder)
             measure = functools.partial(run_task, name=name, num_fewshot=shots, data=folder, limit=limit)
-            found.append(Measurement(key, about, measure))
+            found.append(Measurement(key, scorer.checkpoint.train_length, files, measure))
     return found
 
 
@@ -87,50 +90,47 @@ def describe_data(name: str, num_fewshot: int, data: Path | None) -> dict[str, s
     return {"from": "files"} | {file.name: file_sha256(file) for file in sorted(files)}
 
 
-def run_task(lm: Any, name: str, num_fewshot: int, data: Path | None, limit: int | None) -> dict[str, Any]:
+def run_task(lm: "LinGPTLM", name: str, num_fewshot: int, data: Path | None, limit: int | None) -> Score:
     """Runs one task or group in lm-eval: metrics with standard errors, and what they were measured on."""
-    from lm_eval import evaluator
-
     from lingpt.eval.tasks.benchmark import load_tasks
 
-    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # lm-eval's bootstraps would fork this process
-    truncated, cut = lm.truncated, lm.cut_prompts
+    cut = lm.cut_prompts
     loaded = load_tasks(name, num_fewshot, data)
+    tasks, found = loaded["tasks"], _evaluate(lm, name, loaded, limit)
+    parts = {task: metrics_of(found["results"][task]) for task in tasks}
+    whole = metrics_of(found["groups"][name]) if name in found.get("groups", {}) else parts.get(name)
+    counts = [found["n-samples"][task] for task in tasks]
+    odd_rows = [getattr(task, "odd_rows", {}) for task in tasks.values()]
+    return Score(
+        task=name,
+        num_fewshot=num_fewshot,
+        limit=limit,
+        documents=sum(count["effective"] for count in counts),
+        complete=not any(odd_rows) and all(count["effective"] == count["original"] for count in counts),
+        file_rows={file: rows for files in odd_rows for file, rows in files.items()},
+        metrics=whole or {},
+        correct=correct_answers(found["samples"]),
+        subtasks={} if list(parts) == [name] else parts,
+        version=found["versions"].get(name),
+        prompts=prompt_hash(tasks),
+        cut_prompts=lm.cut_prompts - cut,
+    )
+
+
+def _evaluate(lm: "LinGPTLM", name: str, loaded: dict[str, Any], limit: int | None) -> dict[str, Any]:
+    """lm-eval's results, without its progress bars; UserError if a metric overflows."""
+    from lm_eval import evaluator
+
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # lm-eval's bootstraps would fork this process
     hidden = io.StringIO()  # lm-eval prints a progress bar for its bootstraps, which would fill a log
     bars = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(hidden)
     try:
         with contextlib.redirect_stdout(hidden), bars:
-            found = evaluator.evaluate(lm, loaded, limit=limit, log_samples=True, bootstrap_iters=1000)
+            return evaluator.evaluate(lm, loaded, limit=limit, log_samples=True, bootstrap_iters=1000)
     except ArithmeticError as error:  # such as exp of a mean loss above 709 nats
         raise UserError(
             f"the model's losses are too large for the metrics of {name} ({error}): score another checkpoint"
         ) from error
-    parts = {task: metrics_of(found["results"][task]) for task in loaded["tasks"]}
-    whole = metrics_of(found["groups"][name]) if name in found.get("groups", {}) else parts.get(name)
-    counts = found["n-samples"]
-    return {
-        "task": name,
-        "num_fewshot": num_fewshot,
-        "limit": limit,
-        "documents": sum(counts[task]["effective"] for task in parts),
-        "complete": all(
-            counts[part]["effective"] == counts[part]["original"] and getattr(task, "complete", True)
-            for part, task in loaded["tasks"].items()
-        ),
-        "file_rows": {
-            file: list(rows)
-            for task in loaded["tasks"].values()
-            for file, rows in getattr(task, "odd_rows", {}).items()
-        },
-        "metrics": whole or {},
-        "correct": correct_answers(found["samples"]),
-        "subtasks": {} if list(parts) == [name] else parts,
-        "version": found["versions"].get(name),
-        "prompts": prompt_hash(loaded["tasks"]),
-        "truncated": lm.truncated - truncated,
-        "cut_prompts": lm.cut_prompts - cut,
-        "batch_tokens": lm.batch_tokens,
-    }
 
 
 def metrics_of(found: dict[str, Any]) -> dict[str, float | None]:
@@ -143,7 +143,7 @@ def metrics_of(found: dict[str, Any]) -> dict[str, float | None]:
 
 
 def correct_answers(samples: dict[str, list[dict[str, Any]]]) -> dict[str, str]:
-    """Which questions were answered correctly, per accuracy metric: `results.pack_bits`, subtasks in name
+    """Which questions were answered correctly, per accuracy metric: `scores.pack_bits`, subtasks in name
     order.
 
     With the same `prompts`, the bits of two checkpoints are of the same questions in the same order.

@@ -9,13 +9,13 @@ import lzma
 import math
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
 from lingpt.common.errors import UserError
+from lingpt.eval.comparison import ratio
 from lingpt.eval.lm import LinGPTLM, token_scores
-from lingpt.eval.paired import ratio
+from lingpt.eval.scores import PerDocument, Positions, Score
 from lingpt.eval.texts import Texts, Unsuitable, prompts_hash, spans
 
 TOKENS = 1_000_000  # scored tokens per text
@@ -23,7 +23,7 @@ PIECES = 32  # long pieces for the loss by position, one per document
 ENOUGH = 8  # documents in the mean at each position, if that many are long enough
 
 
-def bits_per_byte(lm: LinGPTLM, texts: Texts, tokens: int = TOKENS) -> dict[str, Any]:
+def bits_per_byte(lm: LinGPTLM, texts: Texts, tokens: int = TOKENS) -> Score:
     """Bits per UTF-8 byte of the texts, in windows of the model's context.
 
     Each document contributes at most the same number of tokens, at least one window; together about `tokens`.
@@ -41,22 +41,24 @@ def bits_per_byte(lm: LinGPTLM, texts: Texts, tokens: int = TOKENS) -> dict[str,
     compressed = len(lzma.compress("\n".join(text for _, text in parts).encode(), preset=9))
     value, error = ratio(nats, sizes)
     to_bits = 1 / math.log(2)
-    return {
-        "documents": len(parts),
-        "metrics": {
+    return Score(
+        task="bits_per_byte",
+        texts=texts.name,
+        documents=len(parts),
+        complete=True,
+        metrics={
             "bits_per_byte": to_bits * value,
             "bits_per_byte_stderr": to_bits * error if error is not None else None,
             "loss": sum(nats) / taken,
             "xz_bits_per_byte": 8 * compressed / sum(sizes),
         },
-        "per_document": {"nats": [round(x, 2) for x in nats], "bytes": sizes},
-        "tokens": taken,
-        "prompts": prompts_hash((ids, []) for ids, _ in parts),
-    }
+        per_document=PerDocument(nats=tuple(round(x, 2) for x in nats), bytes=tuple(sizes)),
+        prompts=prompts_hash((ids, []) for ids, _ in parts),
+    )
 
 
 @torch.inference_mode()
-def loss_by_position(lm: LinGPTLM, texts: Texts, train_length: int, pieces: int = PIECES) -> dict[str, Any]:
+def loss_by_position(lm: LinGPTLM, texts: Texts, train_length: int, pieces: int = PIECES) -> Score:
     """Nats per token by position, in groups that double, as far as `ENOUGH` documents reach.
 
     The model must have been loaded with a `block_size` as large as the longest position. The beginning of
@@ -72,19 +74,22 @@ def loss_by_position(lm: LinGPTLM, texts: Texts, train_length: int, pieces: int 
     for start, stop in itertools.pairwise(edges):
         per_window = losses[:, start:stop].mean(1)
         error = per_window.std().item() / math.sqrt(len(found)) if len(found) > 1 else None
-        groups.append({"from": start, "to": stop, "loss": per_window.mean().item(), "stderr": error})
-        per_document.append([round(x, 4) for x in per_window.tolist()])
-    within = next(group for group in groups if group["to"] == train_length)
-    return {
-        "documents": len(found),
-        "metrics": {"loss_at_training_length": within["loss"], "loss_at_the_end": groups[-1]["loss"]},
-        "positions": groups,
-        "per_document": {"losses": per_document},  # one per group of positions
-        "unigram": entropy(token for ids in found for token in ids),
-        "train_length": train_length,
-        "devices": 1,  # always one: the pieces are read one after another
-        "prompts": prompts_hash((ids, []) for ids in found),
-    }
+        groups.append(Positions(to=stop, loss=per_window.mean().item(), stderr=error))
+        per_document.append(tuple(round(x, 4) for x in per_window.tolist()))
+    within = next(group for group in groups if group.to == train_length)
+    return Score(
+        task="loss_by_position",
+        texts=texts.name,
+        documents=len(found),
+        complete=True,
+        metrics={"loss_at_training_length": within.loss, "loss_at_the_end": groups[-1].loss},
+        positions=tuple(groups),
+        per_document=PerDocument(losses=tuple(per_document)),
+        unigram=entropy(token for ids in found for token in ids),
+        train_length=train_length,
+        devices=1,  # always one: the pieces are read one after another
+        prompts=prompts_hash((ids, []) for ids in found),
+    )
 
 
 def _edges(train_length: int, lengths: list[int]) -> list[int]:

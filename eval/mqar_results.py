@@ -9,7 +9,7 @@ from typing import Any
 from lingpt.common.errors import UserError
 from lingpt.common.files import read_json_object, write_errors, write_text
 from lingpt.eval.mqar import Trial
-from lingpt.eval.results import DASH, percent
+from lingpt.eval.scores import DASH, percent
 from lingpt.eval.tables import Table, draw_tables
 from lingpt.plots.figures import add_caption, new_figure, save_formats, style_axes
 from lingpt.plots.palette import line_styles
@@ -49,7 +49,7 @@ def mqar_table(results: Sequence[dict[str, Any]]) -> Table:
     rows = []
     for name in attentions:
         found = [best(results, name, width, count) for width, count in columns]
-        cells = (DASH if f is None else f"{percent(f, 'accuracy')} ({f['rate']:g})" for f in found)
+        cells = (DASH if f is None else f"{percent(f['accuracy'], f['accuracy_stderr'])} ({f['rate']:g})" for f in found)
         rows.append([name, *cells])
     rows.append(["A guess among the values", *(f"{100 / count:.2f}" for _, count in columns)])
     head = ["Attention", *(f"{count} pairs, width {width}" for width, count in columns)]

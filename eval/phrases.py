@@ -8,10 +8,10 @@ word, and occurs once. The same question without the text is the baseline: what 
 import random
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 from lingpt.eval.lm import LinGPTLM, Pair
-from lingpt.eval.results import pack_bits
+from lingpt.eval.scores import Score, pack_bits
 from lingpt.eval.texts import Texts, Unsuitable, prompts_hash, spans
 
 QUESTIONS, OF_A_DOCUMENT = 256, 8
@@ -30,7 +30,7 @@ class Question:
     choices: tuple[str, ...]
 
 
-def recall_phrases(lm: LinGPTLM, texts: Texts) -> dict[str, Any]:
+def recall_phrases(lm: LinGPTLM, texts: Texts) -> Score:
     """Accuracy with the text and without it, and how often greedy decoding gives the phrase itself.
 
     Answers are compared by log-likelihood per byte; the right one must have the highest. The text fills the
@@ -52,17 +52,19 @@ def recall_phrases(lm: LinGPTLM, texts: Texts) -> dict[str, Any]:
     ):
         mean = sum(values) / len(values)
         metrics |= {name: mean, f"{name}_stderr": (mean * (1 - mean) / (len(values) - 1)) ** 0.5}
-    return {
-        "documents": len(asked),
-        "metrics": metrics,
-        "correct": {"acc": pack_bits(right)},
-        "prompts": prompts_hash((lm.tok_encode(q.text + q.cue), []) for q in asked),
-        "example": {"cue": asked[0].cue, "choices": list(asked[0].choices)},
-    }
+    return Score(
+        task="recall_phrases",
+        texts=texts.name,
+        documents=len(asked),
+        complete=True,
+        metrics=metrics,
+        correct={"acc": pack_bits(right)},
+        prompts=prompts_hash((lm.tok_encode(q.text + q.cue), []) for q in asked),
+        example={"cue": asked[0].cue, "choices": list(asked[0].choices)},
+    )
 
 
-@dataclass(frozen=True)
-class _Answer:
+class _Answer(NamedTuple):
     right: bool
     greedy: bool
 

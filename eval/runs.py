@@ -4,14 +4,12 @@ run's newest whole checkpoint."""
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from lingpt.common.errors import UserError, name_on_stderr, skip_failing, suggestion
@@ -69,58 +67,60 @@ class Checkpoint:
         return attention_form(self.attention, read_config(self.run)["model"])
 
     @cached_property
+    def manifest(self) -> dict[str, Any]:
+        return read_manifest(self.folder) or {}
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[list[int], str]]:
+        """The shape and dtype of each tensor of an unsharded checkpoint; UserError if it is damaged."""
+        try:
+            with safe_open(self.folder / WEIGHTS, framework="pt") as file:
+                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+                return {name: (part.get_shape(), part.get_dtype()) for name, part in slices.items()}
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{self.folder / WEIGHTS} is damaged: {error}") from error
+
+    @cached_property
     def dtype(self) -> str:
         """The dtype of the weights (of the largest tensor), as PyTorch names it."""
         if is_sharded(self.folder):
             return str(sharded_dtype(self.folder)).removeprefix("torch.")
-        with _weights(self.folder) as file:
-            tensors = [file.get_slice(name) for name in file.keys()]  # noqa: SIM118
-            largest = max(tensors, key=lambda tensor: math.prod(tensor.get_shape()))
-            return DTYPES.get(largest.get_dtype(), largest.get_dtype())
+        _, largest = max(self._shapes.values(), key=lambda tensor: math.prod(tensor[0]))
+        return DTYPES.get(largest, largest)
 
     @cached_property
-    def facts(self) -> dict[str, int | None]:
-        """Parameters, training tokens, training length and seed; None for one that is not recorded."""
-        manifest = read_manifest(self.folder) or {}
-        recipe = manifest.get("config") or {}
-        return {
-            "parameters": self._parameters(),
-            "tokens": manifest.get("tokens"),
-            "seq_len": (recipe.get("data") or {}).get("seq_len"),
-            "seed": (recipe.get("train") or {}).get("seed"),
-        }
+    def parameters(self) -> int:
+        if is_sharded(self.folder):
+            return sharded_parameters(self.folder)
+        return sum(math.prod(shape) for shape, _ in self._shapes.values())
+
+    @cached_property
+    def seq_len(self) -> int | None:
+        """Tokens of a training sample; None if it is not recorded."""
+        return self._recipe("data").get("seq_len")
+
+    @property
+    def seed(self) -> int | None:
+        return self._recipe("train").get("seed")
+
+    @property
+    def tokens(self) -> int | None:
+        """The number of tokens that it was trained on."""
+        return self.manifest.get("tokens")
+
+    def _recipe(self, section: str) -> dict[str, Any]:
+        return (self.manifest.get("config") or {}).get(section) or {}
 
     @cached_property
     def train_length(self) -> int:
         """Tokens of a training sample; if not recorded, the model's block size."""
-        return self.facts["seq_len"] or read_json_object(self.folder / MODEL_CONFIG)["block_size"]
+        return self.seq_len or read_json_object(self.folder / MODEL_CONFIG)["block_size"]
 
-    def _parameters(self) -> int:
-        if is_sharded(self.folder):
-            return sharded_parameters(self.folder)
-        with _weights(self.folder) as file:
-            return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-
-    @cached_property
+    @property
     def weights(self) -> str:
-        """A fingerprint of the weights: SHA-256 of each tensor's name, shape, dtype and middle row.
-
-        Distinguishes any two trainings (every weight changes at every step) without reading gigabytes.
-        """
-        if is_sharded(self.folder):
-            shards = (read_manifest(self.folder) or {}).get("sha256", {})
-            return hashlib.sha256(json.dumps(shards, sort_keys=True).encode()).hexdigest()
-        digest = hashlib.sha256()
-        with _weights(self.folder) as file:
-            digest.update(json.dumps(file.metadata(), sort_keys=True).encode())
-            for name in sorted(file.keys()):
-                tensor = file.get_slice(name)
-                shape, dtype = tensor.get_shape(), tensor.get_dtype()
-                middle = shape[0] // 2 if shape else 0
-                part = tensor[middle : middle + 1] if len(shape) > 1 else file.get_tensor(name)
-                digest.update(json.dumps([name, shape, dtype]).encode())
-                digest.update(part.flatten().view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
+        """A fingerprint of the checkpoint's files, weights among them."""
+        hashes = json.dumps(self.manifest.get("sha256", {}), sort_keys=True)
+        return hashlib.sha256(hashes.encode()).hexdigest()
 
 
 def find_checkpoints(
@@ -175,16 +175,6 @@ def _require_checkpoint(path: Path) -> Checkpoint:
         names = ", ".join(config.parent.name for config in within)
         raise UserError(f"{path} is a folder of runs ({names}), and no run: give some of them, {path}/…")
     return Checkpoint.open(require_newest_checkpoint(path))
-
-
-@contextmanager
-def _weights(folder: Path) -> Iterator[Any]:
-    """The checkpoint's weights, opened and not yet read; UserError if they are damaged."""
-    try:
-        with safe_open(folder / WEIGHTS, framework="pt") as file:
-            yield file
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{folder / WEIGHTS} is damaged: {error}") from error
 
 
 def _time(checkpoint: Checkpoint) -> int:

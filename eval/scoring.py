@@ -3,8 +3,9 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -12,25 +13,29 @@ from lingpt.common.devices import device_name, find_device, named_dtype
 from lingpt.common.errors import UserError
 from lingpt.common.install import installed_version
 from lingpt.common.run_folder import check_undamaged
-from lingpt.eval.results import add_score, load_results, percent, results_path
 from lingpt.eval.runs import Checkpoint
+from lingpt.eval.scores import Result, Score, add_score, is_share, load_results, results_path
 from lingpt.eval.texts import Unsuitable
+
+if TYPE_CHECKING:
+    from lingpt.eval.lm import LinGPTLM
 
 PACKAGES = ("lingpt", "lm_eval", "torch", "datasets", "tokenizers")
 
 
 class Measurement(NamedTuple):
-    """A score to measure.
+    """A score to measure. A known score of another context length or other data is measured again.
 
     key: its name in the file of scores.
-    settings: what it depends on besides the weights: a known score with others is measured again.
-        `max_length` is the model's context.
-    measure: computes it, given the model as an lm-eval `LM`.
+    max_length: the model's context in tokens.
+    data: the files that it is measured on, with their hashes.
+    measure: computes it with the model, an lm-eval `LM`.
     """
 
     key: str
-    settings: dict[str, Any]
-    measure: Callable[[Any], dict[str, Any]]
+    max_length: int
+    data: dict[str, str]
+    measure: "Callable[[LinGPTLM], Score]"
 
 
 class Scorer:
@@ -66,17 +71,13 @@ class Scorer:
     ) -> None:
         if dtype is not None:
             named_dtype(dtype)
-        self.checkpoint, self.batch_tokens, self.dtype, self.redo = checkpoint, batch_tokens, dtype, redo
+        self.checkpoint, self.batch_tokens, self.redo = checkpoint, batch_tokens, redo
+        self.dtype = dtype or checkpoint.dtype
         self.devices, self.report_left_out = find_devices(device, devices), left_out
         self.name = f"{checkpoint.run.name} step {checkpoint.step}"
         self.results, self._log = load_results(checkpoint), log
 
-    def settings(self, max_length: int, data: dict[str, str], **others: Any) -> dict[str, Any]:
-        """`Measurement.settings` of a score on this data."""
-        dtype = self.dtype or self.checkpoint.dtype
-        return {"dtype": dtype, "max_length": max_length, "data": data} | others
-
-    def score(self, measurements: Iterable[Measurement]) -> dict[str, Any]:
+    def score(self, measurements: Iterable[Measurement]) -> Result:
         """Measures what is not known yet and returns all scores of the checkpoint (`load_results`).
 
         Each is written when it is done, so an interruption loses at most one.
@@ -106,31 +107,42 @@ class Scorer:
         self._log(f"{self.name}: {line}")
 
     def _is_known(self, measurement: Measurement) -> bool:
-        key, known = measurement.key, self.results["scores"].get(measurement.key)
-        if not known or not measurement.settings.items() <= known.items():
+        key, known = measurement.key, self.results.scores.get(measurement.key)
+        wanted = measurement.max_length, measurement.data, self.dtype
+        if not known or (known.max_length, known.data, known.dtype) != wanted:
             return False
         self.log(f"{key}: {summary(known)} (computed before; --redo computes it again)")
         self._log_rows(key, known)
         return True
 
-    def _measure(self, measurement: Measurement, lm: Any) -> None:
-        key, settings, measure = measurement
-        lm, start = lm.reading(settings["max_length"]), time.monotonic()
+    def _measure(self, measurement: Measurement, lm: "LinGPTLM") -> None:
+        key, max_length, data, measure = measurement
+        lm, start = lm.reading(max_length), time.monotonic()
         try:
-            entry = measure(lm)
+            score = measure(lm)
         except Unsuitable as error:
             self.log(f"{key}: not measured: {error}")
             return
-        entry = entry | how_measured(lm, time.monotonic() - start) | settings | entry
-        self.results = add_score(self.checkpoint, key, entry)
-        self.log(f"{key}: {summary(entry)} ({work(entry)})")
-        self._log_rows(key, entry)
-        if self.results["scores"][key] is not entry:
+        score = replace(
+            score,
+            max_length=max_length,
+            data=data,
+            dtype=self.dtype,
+            device=device_name(lm.device),
+            devices=score.devices or len(lm.models),
+            seconds=round(time.monotonic() - start, 1),
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            versions={package: installed_version(package) for package in PACKAGES},
+        )
+        self.results = add_score(self.checkpoint, key, score)
+        self.log(f"{key}: {summary(score)} ({work(score)})")
+        self._log_rows(key, score)
+        if self.results.scores[key] is not score:
             self.log(f"{key}: not kept: {results_path(self.checkpoint)} has the whole benchmark")
 
-    def _log_rows(self, key: str, entry: dict[str, Any]) -> None:
+    def _log_rows(self, key: str, score: Score) -> None:
         """Logs a line on each benchmark file whose number of rows is not that of the official split."""
-        for file, (rows, official) in entry.get("file_rows", {}).items():
+        for file, (rows, official) in score.file_rows.items():
             self.log(f"{key}: {file} has {rows:,} rows; the official split has {official:,}")
 
 
@@ -150,9 +162,9 @@ def find_devices(name: str, count: int) -> tuple[torch.device, ...]:
 def load_lm(
     checkpoint: Checkpoint,
     devices: Sequence[torch.device],
-    dtype: str | None,
+    dtype: str,
     batch_tokens: int,
-) -> Any:
+) -> "LinGPTLM":
     """The checkpoint as an lm-eval `LM`; UserError if its attention is not its run's.
 
     Its context is the model's block size, which may be longer than the training length; `reading` changes it.
@@ -163,8 +175,9 @@ def load_lm(
     from lingpt.models import load_model
 
     check_undamaged(checkpoint.folder)
-    wanted = named_dtype(dtype) if dtype else None
-    model = load_model(checkpoint.folder, attention=checkpoint.attention, device=devices[0], dtype=wanted)
+    model = load_model(
+        checkpoint.folder, attention=checkpoint.attention, device=devices[0], dtype=named_dtype(dtype)
+    )
     tokenizer = load_tokenizer(checkpoint.folder)
     tokenizer.check_fits(model.config.padded_vocab_size)
     length = model.config.block_size
@@ -174,31 +187,18 @@ def load_lm(
     return LinGPTLM(models, tokenizer, batch_tokens=batch_tokens, name=name)
 
 
-def how_measured(lm: Any, seconds: float) -> dict[str, Any]:
-    """The record of how a score was computed, part of every score. `devices`: how many shared the work."""
-    return {
-        "max_length": lm.max_length,
-        "device": device_name(lm.device),
-        "devices": len(lm.models),
-        "seconds": round(seconds, 1),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": {package: installed_version(package) for package in PACKAGES},
-    }
-
-
-def summary(entry: dict[str, Any]) -> str:
-    """An entry's metrics, as `acc 25.10 ± 0.88, acc_norm …`; accuracies in per cent."""
+def summary(score: Score) -> str:
+    """A score's metrics, as `acc 25.10 ± 0.88, perplexity 30.12`; accuracies in per cent."""
     shown = []
-    for metric, value in entry["metrics"].items():
+    for metric, value in score.metrics.items():
         if not metric.endswith("_stderr") and value is not None:
-            text = percent(entry["metrics"], metric) if metric.startswith("acc") else f"{value:.2f}"
-            shown.append(f"{metric} {text}")
+            shown.append(f"{metric} {score.percent(metric) if is_share(metric) else f'{value:.2f}'}")
     return ", ".join(shown)
 
 
-def work(entry: dict[str, Any]) -> str:
-    """The work for an entry, as `2376 documents, 20 s`, and how many requests exceeded the block size."""
-    text = f"{entry['documents']} documents, {entry['seconds']:.0f} s"
-    if cut := entry.get("cut_prompts"):
-        text += f", {cut} prompt{'s' if cut > 1 else ''} cut to {entry['max_length']} tokens"
+def work(score: Score) -> str:
+    """The work for a score, as `2376 documents, 20 s`, and how many requests exceeded the block size."""
+    text = f"{score.documents} documents, {score.seconds:.0f} s"
+    if cut := score.cut_prompts:
+        text += f", {cut} prompt{'s' if cut > 1 else ''} cut to {score.max_length} tokens"
     return text

@@ -1,44 +1,54 @@
-"""The evaluation suites other than Table 2: their questions, and chance or a baseline for each.
-
-table2        the paper's benchmarks
-commonsense   OpenBookQA, WinoGrande, SIQA, LAMBADA, HellaSwag, by lm-eval
-language      bits per byte of held-out text, and the loss by position past the training length
-recall        phrases of a long text, asked for again at its end
-"""
+"""The suites of `lingpt eval`: which benchmarks and which measures of held-out text each has."""
 
 import functools
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from lingpt.common.errors import UserError, unknown
 from lingpt.data.jsonl import find_files
+from lingpt.eval import table2
+from lingpt.eval.benchmarks import Column
 from lingpt.eval.harness import parse_task
-from lingpt.eval.results import text_key
+from lingpt.eval.scores import Result, Score, text_key
 from lingpt.eval.scoring import Measurement, Scorer
 from lingpt.eval.texts import Texts, read_texts
 
+if TYPE_CHECKING:
+    from lingpt.eval.lm import LinGPTLM
 
-class Benchmark(NamedTuple):
-    """A column of the table: the metric that the literature reports, and the chance level in per cent."""
 
-    heading: str
-    task: str
-    metric: str
-    chance: str
+@dataclass(frozen=True)
+class Suite:
+    """columns: benchmarks, by lm-eval. measures: of held-out text."""
+
+    about: str
+    columns: tuple[Column, ...] = ()
+    measures: tuple[str, ...] = ()
 
 
 COMMONSENSE = (
-    Benchmark("OpenBookQA", "openbookqa", "acc_norm", "25"),
-    Benchmark("WinoGrande", "winogrande", "acc", "50"),
-    Benchmark("SIQA", "social_iqa", "acc", "33.3"),
-    Benchmark("LAMBADA", "lambada_openai", "acc", "0"),
-    Benchmark("LAMBADA ppl", "lambada_openai", "perplexity", "none"),
-    Benchmark("HellaSwag", "hellaswag", "acc_norm", "25"),
+    Column("OpenBookQA", "openbookqa", 0, "acc_norm", "25"),
+    Column("WinoGrande", "winogrande", 0, "acc", "50"),
+    Column("SIQA", "social_iqa", 0, "acc", "33.3"),
+    Column("LAMBADA", "lambada_openai", 0, "acc", "0"),
+    Column("LAMBADA ppl", "lambada_openai", 0, "perplexity", "none"),
+    Column("HellaSwag", "hellaswag", 0, "acc_norm", "25"),
 )
-SUITES = ("table2", "commonsense", "language", "recall")
-MEASURES = {"language": ("bits_per_byte", "loss_by_position"), "recall": ("recall_phrases",)}
+SUITES = {
+    "table2": Suite("the paper's benchmarks", columns=table2.COLUMNS),
+    "commonsense": Suite("OpenBookQA, WinoGrande, SIQA, LAMBADA, HellaSwag", columns=COMMONSENSE),
+    "language": Suite(
+        "bits per byte of held-out text, and the loss by position past the training length",
+        measures=("bits_per_byte", "loss_by_position"),
+    ),
+    "recall": Suite(
+        "phrases of a long text, asked for again at its end",
+        measures=("recall_phrases",),
+    ),
+}
 
 
 def check_suites(names: Sequence[str]) -> None:
@@ -46,6 +56,25 @@ def check_suites(names: Sequence[str]) -> None:
     for name in names:
         if name not in SUITES:
             raise unknown("suite", name, SUITES)
+
+
+def measures_of(suites: Sequence[str]) -> list[str]:
+    """The suites' measures of held-out text."""
+    return [measure for suite in suites for measure in SUITES[suite].measures]
+
+
+def suite_tasks(suite: str, tasks: Sequence[str]) -> list[str]:
+    """The names of what a suite measures, each the `task` of a score. tasks: those of Table 2."""
+    if suite == "table2":
+        return list(dict.fromkeys(task.partition(":")[0] for task in tasks))
+    return list(dict.fromkeys([*(c.task for c in SUITES[suite].columns), *SUITES[suite].measures]))
+
+
+def suite_scores(result: Result, suites: Sequence[str], tasks: Sequence[str]) -> dict[str, Score]:
+    """A checkpoint's scores of these suites' tasks; for Table 2, also of those that are not in `tasks`."""
+    names = {task for suite in suites for task in suite_tasks(suite, tasks)}
+    names |= {column.task for suite in suites for column in SUITES[suite].columns}
+    return {key: score for key, score in result.scores.items() if score.task in names}
 
 
 def check_scoring(
@@ -59,54 +88,37 @@ def check_scoring(
         from lingpt.eval.tasks.sources import check_folder
 
         check_folder(data)
-    names = list(tasks) if "table2" in suites else []
-    for name in names + (commonsense_tasks(data) if "commonsense" in suites else []):
+    for name in benchmark_tasks(suites, tasks, data):
         from lingpt.eval.tasks.benchmark import check_task  # lm-eval takes seconds to import
 
         check_task(*parse_task(name), data)
-    for source in texts.values() if set(suites) & MEASURES.keys() else ():
+    for source in texts.values() if measures_of(suites) else ():
         if source != "embedded":
             find_files(source, ["embedded"])
 
 
-def suite_tasks(suite: str, tasks: Sequence[str]) -> list[str]:
-    """The names of what a suite measures, each the `task` of a score. tasks: those of Table 2."""
-    if suite == "table2":
-        return list(dict.fromkeys(task.partition(":")[0] for task in tasks))
-    if suite == "commonsense":
-        return list(dict.fromkeys(benchmark.task for benchmark in COMMONSENSE))
-    return list(MEASURES[suite])
-
-
-def suite_scores(
-    results: dict[str, Any], suites: Sequence[str], tasks: Sequence[str]
-) -> dict[str, dict[str, Any]]:
-    """A checkpoint's scores of these suites' tasks; for Table 2, also of those that are not in `tasks`."""
-    from lingpt.eval.table2 import COLUMNS
-
-    names = {task for suite in suites for task in suite_tasks(suite, tasks)}
-    names |= {task for _, task, _ in COLUMNS if "table2" in suites}
-    return {key: entry for key, entry in results["scores"].items() if entry["task"] in names}
-
-
-def commonsense_tasks(data: Path | None) -> list[str]:
-    """The suite's lm-eval tasks; with a local folder, those it has files for, the others named on stderr.
-
-    UserError if it has none.
+def benchmark_tasks(suites: Sequence[str], tasks: Sequence[str], data: Path | None) -> list[str]:
+    """The suites' lm-eval tasks: for Table 2 `tasks`; of the others, with a local folder, those that it has
+    files for, the others named on stderr. UserError if it has none of a suite.
     """
     from lingpt.eval.tasks.sources import WITHOUT
 
-    tasks, missing = suite_tasks("commonsense", ()), tasks_without_file(data)
-    if missing == tasks:
-        raise UserError(f"{data} has no file for any of {', '.join(tasks)}; {WITHOUT}")
-    if missing:
-        print(f"commonsense: {data} has no file for {', '.join(missing)}", file=sys.stderr)
-    return [task for task in tasks if task not in missing]
+    found = list(tasks) if "table2" in suites else []
+    for suite in suites:
+        if suite == "table2" or not SUITES[suite].columns:
+            continue
+        wanted, missing = suite_tasks(suite, ()), tasks_without_file([suite], data)
+        if missing == wanted:
+            raise UserError(f"{data} has no file for any of {', '.join(wanted)}; {WITHOUT}")
+        if missing:
+            print(f"{suite}: {data} has no file for {', '.join(missing)}", file=sys.stderr)
+        found += [task for task in wanted if task not in missing]
+    return found
 
 
-def tasks_without_file(data: Path | None) -> list[str]:
-    """The tasks of the suite `commonsense` that the folder `data` has no file for; none from the hub (None).
-    UserError if there is no such folder.
+def tasks_without_file(suites: Sequence[str], data: Path | None) -> list[str]:
+    """The tasks of these suites (other than Table 2's) that the folder `data` has no file for; none from the
+    hub (None). UserError if there is no such folder.
     """
     if data is None:
         return []
@@ -115,13 +127,14 @@ def tasks_without_file(data: Path | None) -> list[str]:
 
     check_folder(data)
     local = local_tasks(data)
-    return [task for task in suite_tasks("commonsense", ()) if task not in local]
+    wanted = [column.task for suite in suites if suite != "table2" for column in SUITES[suite].columns]
+    return [task for task in dict.fromkeys(wanted) if task not in local]
 
 
 def text_measurements(
     scorer: Scorer, suites: Sequence[str], texts: dict[str, str], max_length_factor: int = 8
 ) -> list[Measurement]:
-    """The measurements of the suites `language` and `recall`; texts that cannot be read are left out.
+    """The measures of held-out text of these suites; texts that cannot be read are left out.
 
     Args:
         texts: name → source, as `texts.read_texts` takes it; the caller must know that it is held out.
@@ -133,35 +146,25 @@ def text_measurements(
         raise UserError(
             f"max_length_factor is {max_length_factor}; it must be at least 1, the training length itself"
         )
-    measures = [name for suite in suites for name in MEASURES.get(suite, ())]
-    length, found, measurements = scorer.checkpoint.train_length, [], []
+    measures, found, measurements = measures_of(suites), [], []
     for name, source in texts.items() if measures else ():
         with scorer.leaving_out(f"text {name}"):
             found.append(read_texts(name, source))
+    length = scorer.checkpoint.train_length
     for measure in measures:
         room = length * (max_length_factor if measure == "loss_by_position" else 1)
-        for data in found:
-            settings = scorer.settings(room, data.data, **_settings(measure, max_length_factor))
-            compute = functools.partial(_measure, measure=measure, texts=data, train_length=length)
-            measurements.append(Measurement(text_key(measure, data.name), settings, compute))
+        for text in found:
+            compute = functools.partial(_measure, measure=measure, texts=text, train_length=length)
+            measurements.append(Measurement(text_key(measure, text.name), room, text.data, compute))
     return measurements
 
 
-def _settings(measure: str, max_length_factor: int) -> dict[str, int]:
-    """The settings that a measure depends on, besides the model and the text."""
-    from lingpt.eval.language import ENOUGH
-
-    # "longest" is the factor's name in all files of scores.
-    return {"longest": max_length_factor, "enough": ENOUGH} if measure == "loss_by_position" else {}
-
-
-def _measure(lm: Any, measure: str, texts: Texts, train_length: int) -> dict[str, Any]:
+def _measure(lm: "LinGPTLM", measure: str, texts: Texts, train_length: int) -> Score:
     from lingpt.eval.language import bits_per_byte, loss_by_position
     from lingpt.eval.phrases import recall_phrases
 
-    entry = {"task": measure, "num_fewshot": 0, "texts": texts.name, "complete": True}
     if measure == "bits_per_byte":
-        return entry | bits_per_byte(lm, texts)
+        return bits_per_byte(lm, texts)
     if measure == "loss_by_position":
-        return entry | loss_by_position(lm, texts, train_length)
-    return entry | recall_phrases(lm, texts)
+        return loss_by_position(lm, texts, train_length)
+    return recall_phrases(lm, texts)

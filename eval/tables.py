@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lingpt.plots.figures import new_figure, save_figure
+from lingpt.common.files import write_errors, write_text
 
 _LATEX = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_",
@@ -65,6 +66,16 @@ class Table:
 
 def latex_escape(text: str) -> str:
     return "".join(_LATEX.get(character, character) for character in text)
+
+
+def save_tables(tables: Sequence[Table], folder: Path, name: str) -> list[Path]:
+    """Writes `<name>.md`, `.tex` and `.png` into `folder`; returns their paths."""
+    paths = [folder / f"{name}.{kind}" for kind in ("md", "tex", "png")]
+    with write_errors(folder):
+        write_text(paths[0], "\n\n".join(table.section() for table in tables) + "\n")
+        write_text(paths[1], "\n\n".join(table.latex() for table in tables) + "\n")
+    draw_tables(tables, paths[2])
+    return paths
 
 
 def draw_tables(tables: Sequence[Table], out: Path) -> None:
