@@ -4,14 +4,14 @@ from pathlib import Path
 
 from jsonargparse import Namespace
 
-from lingpt.study import mqar
+from lingpt.eval.recall import options
 
 HELP = "Train small models on associative recall (MQAR), and show how much each attention recalls."
-RENAMED = mqar.RENAMED
-configure = mqar.configure_mqar
+RENAMED = options.RENAMED
+configure = options.configure
 
 
 def run(args: Namespace) -> None:
-    from lingpt.eval.mqar_runs import run_mqar
+    from lingpt.eval.recall.runs import run_mqar
 
-    run_mqar(mqar.asked_trials(args), Path(args.out), args.workers)
+    run_mqar(options.asked_trials(args), Path(args.out), args.workers)

@@ -108,10 +108,10 @@ def chance_row(columns: Sequence[Column]) -> list[str]:
 
 def average_cell(columns: Sequence[Column], result: Result) -> str:
     """The mean of the columns that are in per cent; – unless the result has all of them."""
-    scores = [column.score(result) for column in columns if is_share(column.metric)]
-    values = [score and score.metrics.get(column.metric) for column, score in zip(columns, scores)]
+    found = [(c.score(result), c.metric) for c in columns if is_share(c.metric)]
+    values = [score.metrics.get(metric) for score, metric in found if score]
     known = [value for value in values if value is not None]
-    return f"{100 * fmean(known):.2f}" if known and len(known) == len(values) else DASH
+    return f"{100 * fmean(known):.2f}" if known and len(known) == len(found) else DASH
 
 
 def difference_table(columns: Sequence[Column], results: Sequence[Result]) -> Table:

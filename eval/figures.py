@@ -4,11 +4,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lingpt.plots.figures import add_caption, new_figure, save_formats, style_axes
-from lingpt.plots.palette import line_styles
 from lingpt.common.run_folder import without_seed
 from lingpt.eval.comparison import mean_scores
 from lingpt.eval.scores import About, Result, Score
+from lingpt.plots.figures import add_caption, new_figure, save_formats, style_axes
+from lingpt.plots.palette import line_styles
 
 
 def draw_positions(results: Sequence[Result], folder: Path) -> list[Path]:

@@ -136,7 +136,7 @@ def _evaluate(lm: "LinGPTLM", name: str, loaded: dict[str, Any], limit: int | No
 def metrics_of(found: dict[str, Any]) -> dict[str, float | None]:
     """`{"acc,none": 0.5, "acc_stderr,none": 0.1, …}` → `{"acc": 0.5, "acc_stderr": 0.1}`; None if missing."""
     return {
-        key.removesuffix(",none"): value if isinstance(value, (int, float)) else None
+        key.removesuffix(",none"): float(value) if isinstance(value, (int, float)) else None
         for key, value in found.items()
         if "," in key
     }

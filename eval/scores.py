@@ -1,4 +1,5 @@
-"""Scores, and their file: `runs/<name>/eval/step-XXXXXXXX.json`, an entry per task, merged and written atomically."""
+"""Scores, and their file `runs/<name>/eval/step-XXXXXXXX.json`: an entry per task, merged and written
+atomically."""
 
 import base64
 import math
@@ -126,11 +127,11 @@ class About:
     """The checkpoint that was scored. `baseline`: a study compares others with it (never in a file)."""
 
     run: str
-    path: str
     model: str
     attention: str | tuple[str, ...]
-    form: str
     step: Count
+    form: str = ""
+    path: str = ""
     weights: str = ""
     parameters: Count | None = None
     tokens: Count | None = None

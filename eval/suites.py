@@ -161,7 +161,7 @@ def text_measurements(
 
 def _measure(lm: "LinGPTLM", measure: str, texts: Texts, train_length: int) -> Score:
     from lingpt.eval.language import bits_per_byte, loss_by_position
-    from lingpt.eval.phrases import recall_phrases
+    from lingpt.eval.recall.phrases import recall_phrases
 
     if measure == "bits_per_byte":
         return bits_per_byte(lm, texts)

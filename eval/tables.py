@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lingpt.plots.figures import new_figure, save_figure
 from lingpt.common.files import write_errors, write_text
+from lingpt.plots.figures import new_figure, save_figure
 
 _LATEX = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_",

@@ -3,11 +3,11 @@
 import contextlib
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any
 
 from lingpt.common.errors import UserError, by_reason
 from lingpt.common.files import read_text, write_errors, write_text
-from lingpt.eval.seeds import mean_scores
+from lingpt.eval.comparison import mean_scores
+from lingpt.eval.scores import Result
 from lingpt.eval.suite_tables import save_suites, suite_tables
 from lingpt.eval.suites import suite_tasks, tasks_without_file
 from lingpt.eval.table2 import save_table2, table2_tables
@@ -21,7 +21,7 @@ from lingpt.study.portable import portable
 from lingpt.study.runs import StudyRun, read_rate_search
 
 PAGE, READING, TITLE = "README.md", "reading.md", "# Study "
-MQAR, POSITIONS = "mqar/mqar.md", "positions.png"
+MQAR, POSITIONS = "mqar/mqar-table.md", "positions.png"
 KINDS = ("md", "json", "tex", "png", "svg", "pdf")  # of the tables and figures of scores
 
 
@@ -47,7 +47,7 @@ def write_page(
     failed = _failed(failures, done, excluded, folder)
     # Scores are compared with softmax alone.
     softmax = softmax_runs(done)
-    results, notes_on_scores = list[dict[str, Any]](), list[str]()
+    results, notes_on_scores = list[Result](), list[str]()
     if study.suites:
         results, notes_on_scores = read_scores(done, baseline_row(study, softmax), scored)
         notes_on_scores += _tasks_not_scored(study, results)
@@ -111,23 +111,23 @@ def _failed(
     return by_reason((one.job, f"failed: {one.why(folder)}") for one in left)
 
 
-def _tasks_not_scored(study: Study, results: Sequence[dict[str, Any]]) -> list[str]:
+def _tasks_not_scored(study: Study, results: Sequence[Result]) -> list[str]:
     """Notes on the tasks of the study's suites that no run has a score of, though runs have others: on those
     that the folder of benchmarks has no file for, and on the rest."""
-    scored = {entry["task"] for result in results for entry in result["scores"].values()}
+    scored = {score.task for result in results for score in result.scores.values()}
     asked = [task for suite in study.suites for task in suite_tasks(suite, study.tasks)]
     missing = [task for task in asked if task not in scored] if results else []
     if not missing:
         return []
     folder, without = benchmark_folder(study.eval_data), list[str]()
     with contextlib.suppress(UserError):  # the folder may be on another machine
-        without = [task for task in tasks_without_file(folder) if task in missing]
+        without = [task for task in tasks_without_file(study.suites, folder) if task in missing]
     others = [task for task in missing if task not in without]
     notes = [f"{', '.join(without)}: no file in {portable(str(folder))}"] if without else []
     return notes + ([f"{', '.join(others)}: no run has a score"] if others else [])
 
 
-def _score_sections(study: Study, folder: Path, results: Sequence[dict[str, Any]]) -> list[str]:
+def _score_sections(study: Study, folder: Path, results: Sequence[Result]) -> list[str]:
     """The sections with the tables of scores; also writes these and their figures into the folder."""
     if not results:
         _remove_scores(folder, kept=[])
@@ -153,5 +153,4 @@ def _remove_scores(folder: Path, kept: Sequence[Path]) -> None:
 def _mqar(folder: Path) -> str:
     if not (folder / MQAR).exists():
         return ""
-    table = read_text(folder / MQAR).strip()
-    return f"## Associative recall (MQAR)\n\n![MQAR](mqar/mqar.png)\n\n{table}"
+    return read_text(folder / MQAR).strip() + "\n\n![MQAR](mqar/mqar.png)"

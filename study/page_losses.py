@@ -12,7 +12,7 @@ import numpy as np
 from lingpt.common.files import write_errors, write_json
 from lingpt.common.format import duration, scaled_count, with_error
 from lingpt.common.run_folder import attention_label
-from lingpt.eval.results import DASH, signed_difference
+from lingpt.eval.scores import DASH, signed_difference
 from lingpt.eval.tables import Table
 from lingpt.models import GPT, attention_form
 from lingpt.plots.curve_figure import caption, draw

@@ -1,13 +1,14 @@
 """Reads the records and the scores in the folders of a study's runs."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import read_json_object
 from lingpt.common.json_values import is_positive_int, what_is_wrong
-from lingpt.common.run_folder import ENVIRONMENT, checkpoint_folder, scores_file
-from lingpt.eval.results import read_results
+from lingpt.common.run_folder import ENVIRONMENT, attention_label, checkpoint_folder, scores_file
+from lingpt.eval.scores import About, Result, read_results
 from lingpt.models import attention_form
 from lingpt.study.runs import StudyRun
 
@@ -74,50 +75,49 @@ def _made_with(record: dict[str, Any]) -> str:
 
 def read_scores(
     runs: Sequence[StudyRun], baseline: str | None, expected: bool
-) -> tuple[list[dict[str, Any]], list[str]]:
+) -> tuple[list[Result], list[str]]:
     """The scores of each run's last step, as `evaluate` wrote them; and notes on unreadable scores and on
     runs without any.
 
     baseline: the softmax row that others are compared with. expected: whether runs should have scores by now;
     if not, runs that still have their weights get no note.
     """
-    results, unscored, notes = [], list[StudyRun](), list[str]()
+    results, unscored, notes = list[Result](), list[StudyRun](), list[str]()
     for run in runs:
         file = scores_file(run.folder, run.recipe.total_steps)
         try:
-            found = read_results(file) if file.exists() else {"scores": {}}
+            found = read_results(file) if file.exists() else None
         except UserError as error:
             notes.append(str(error))
             continue
-        if found["scores"] and (other := _of_another_run(found["checkpoint"], run)):
-            notes.append(f"{file} is left out: it has scores of {other}; remove it to score {run.name} again")
-        elif found["scores"]:
-            results.append(_as_trained(found, run, baseline))
-        else:
+        if not found or not found.scores:
             unscored.append(run)
+        elif other := _of_another_run(found.checkpoint, run):
+            notes.append(f"{file} is left out: it has scores of {other}; remove it to score {run.name} again")
+        else:
+            results.append(_as_trained(found, run, baseline))
     return results, notes + _not_scored(unscored, expected)
 
 
-def _of_another_run(scored: dict[str, Any], run: StudyRun) -> str | None:
+def _of_another_run(scored: About, run: StudyRun) -> str | None:
     """The run, with its attention, that was scored, if it is another than `run`."""
-    attention, wanted = scored.get("attention"), run.recipe.model.attention
-    wanted = wanted if isinstance(wanted, str) else list(wanted)
-    if scored["run"] == run.name and attention in (None, wanted):
+    wanted = run.recipe.model.attention
+    if (scored.run, scored.attention) == (run.name, wanted if isinstance(wanted, str) else tuple(wanted)):
         return None
-    return f"{scored['run']} ({attention})"
+    return f"{scored.run} ({attention_label(scored.attention)})"
 
 
-def _as_trained(result: dict[str, Any], run: StudyRun, baseline: str | None) -> dict[str, Any]:
-    """The result, completed by what the study knows of its checkpoint: older files lack the form, and the run
-    may have been scored at another path."""
-    model = run.recipe.model
-    known = {
-        "attention": model.attention,
-        "form": attention_form(model.attention, vars(model)),
-        "path": str(checkpoint_folder(run.folder, result["checkpoint"]["step"])),
-        "baseline": run.row == baseline,
-    }
-    return result | {"checkpoint": result["checkpoint"] | known}
+def _as_trained(result: Result, run: StudyRun, baseline: str | None) -> Result:
+    """The result, completed by what the study knows of its checkpoint: it may have been scored at another
+    path."""
+    model, step = run.recipe.model, result.checkpoint.step
+    about = replace(
+        result.checkpoint,
+        form=attention_form(model.attention, vars(model)),
+        path=str(checkpoint_folder(run.folder, step)),
+        baseline=run.row == baseline,
+    )
+    return replace(result, checkpoint=about)
 
 
 def _not_scored(runs: Sequence[StudyRun], expected: bool) -> list[str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lingpt.common.format import scaled_count
+from lingpt.eval.scores import Result
 from lingpt.models import ATTENTIONS
 from lingpt.study.config import Study
 from lingpt.study.page_losses import PAPER_TOKENS
@@ -108,7 +109,7 @@ def what_it_cannot_tell(
     study: Study,
     rates: RateSearch,
     done: Sequence[StudyRun],
-    results: Sequence[dict[str, Any]],
+    results: Sequence[Result],
 ) -> str:
     """The limits that follow from the study's size alone. results: the scores in the tables."""
     lines = []
@@ -118,10 +119,10 @@ def what_it_cannot_tell(
             "lead there."
         )
     lines += [*_seeds(done), *_text(done), *_tuning(study, rates, done)]
-    scores = [x for result in results for x in result["scores"].values() if "texts" not in x]
-    if limits := sorted({entry["limit"] for entry in scores if entry.get("limit")}):
+    scores = [x for result in results for x in result.scores.values() if x.texts is None]
+    if limits := sorted({score.limit for score in scores if score.limit}):
         of = " or ".join(map(str, limits))
-        which = "each benchmark" if all(entry.get("limit") for entry in scores) else "some benchmarks"
+        which = "each benchmark" if all(score.limit for score in scores) else "some benchmarks"
         lines.append(f"Of {which} only the first {of} documents were asked.")
     return "## What these runs cannot tell\n\n" + "\n".join(f"- {line}" for line in lines) if lines else ""
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 from lingpt.common.errors import UserError
 from lingpt.common.format import counted, duration, scaled, scaled_count
@@ -14,10 +13,10 @@ from lingpt.common.run_folder import scores_file
 from lingpt.data import availability
 from lingpt.eval.harness import parse_task
 from lingpt.eval.language import PIECES, TOKENS
-from lingpt.eval.mqar import TRIALS_PER_GPU, Trial
-from lingpt.eval.phrases import CHOICES, QUESTIONS
-from lingpt.eval.results import read_results, task_key, text_key
-from lingpt.eval.suites import MEASURES, suite_tasks, tasks_without_file
+from lingpt.eval.recall.mqar import TRIALS_PER_GPU, Trial
+from lingpt.eval.recall.phrases import CHOICES, QUESTIONS
+from lingpt.eval.scores import read_results, task_key, text_key
+from lingpt.eval.suites import measures_of, suite_tasks, tasks_without_file
 from lingpt.eval.tables import Table
 from lingpt.eval.tasks.sources import benchmark_folder, official_questions
 from lingpt.models import GPT
@@ -173,7 +172,7 @@ def _scores(study: Study, stages: Sequence[str]) -> str:
     words = ", ".join(suites) or "none"
     folder = benchmark_folder(study.eval_data)
     try:
-        if "commonsense" in suites and (missing := tasks_without_file(folder)):
+        if missing := tasks_without_file(suites, folder):
             words += f"; {folder} has no file for {', '.join(missing)}"
     except UserError as error:  # a dry run plans all the same, as without the data
         words += f"; NOT FOUND: {error}"
@@ -243,9 +242,9 @@ def _scores_left(run: StudyRun, costs: Mapping[str, tuple[float, float]]) -> lis
     """The `score_costs` of those that the run lacks; none if it has diverged."""
     if run.diverged:
         return []
-    file, known = scores_file(run.folder, run.recipe.total_steps), dict[str, Any]()
+    file, known = scores_file(run.folder, run.recipe.total_steps), set[str]()
     with contextlib.suppress(UserError):  # a damaged file: it is scored again
-        known = read_results(file)["scores"] if file.exists() else known
+        known = set(read_results(file).scores) if file.exists() else known
     return [cost for key, cost in costs.items() if key not in known]
 
 
@@ -265,7 +264,7 @@ def score_costs(study: Study, seq_len: int) -> dict[str, tuple[float, float]]:
         "recall_phrases": QUESTIONS * CHOICES * seq_len,  # each of the four answers after the whole text
     }
     for text, source in (study.texts or {"embedded": "embedded"}).items():
-        for measure in (measure for suite in study.suites for measure in MEASURES.get(suite, ())):
+        for measure in measures_of(study.suites):
             short = source == "embedded" and measure != "recall_phrases"
             tokens = min(most[measure], EMBEDDED_TOKENS) if short else most[measure]
             costs[text_key(measure, text)] = tokens, 0.0 if source == "embedded" else TEXT_SECONDS
@@ -275,11 +274,11 @@ def score_costs(study: Study, seq_len: int) -> dict[str, tuple[float, float]]:
 def _tasks(study: Study) -> list[str]:
     """The benchmarks of the study's suites, `mmlu:5` with five examples; not those without a file."""
     tasks = list(study.tasks) if "table2" in study.suites else []
-    if "commonsense" in study.suites:
-        tasks += suite_tasks("commonsense", ())
-        with contextlib.suppress(UserError):  # no such folder, which `_scores` says
-            missing = tasks_without_file(benchmark_folder(study.eval_data))
-            tasks = [task for task in tasks if task not in missing]
+    others = [suite for suite in study.suites if suite != "table2"]
+    tasks += [task for suite in others for task in suite_tasks(suite, ()) if task not in measures_of(others)]
+    with contextlib.suppress(UserError):  # no such folder, which `_scores` says
+        missing = tasks_without_file(study.suites, benchmark_folder(study.eval_data))
+        tasks = [task for task in tasks if task not in missing]
     return tasks
 
 

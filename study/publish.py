@@ -37,7 +37,7 @@ def publish_study(folder: Path, target: Path, runs: Sequence[StudyRun]) -> Path:
     UserError if a file is damaged, or `target` cannot be written or has another README."""
     check_target(target)
     names = [path for path in folder.iterdir() if path.name != LOCK]
-    names += list((folder / "mqar").glob("mqar.*"))
+    names += list((folder / "mqar").glob("mqar*"))
     for run in runs:
         names += [run.folder / name for name in (CONFIG, ENVIRONMENT, METRICS, SAMPLES)]
         names += sorted((run.folder / EVAL).glob("step-*.json"))

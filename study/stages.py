@@ -15,12 +15,12 @@ from lingpt.common.files import write_errors, write_json
 from lingpt.common.locks import file_lock
 from lingpt.common.run_folder import CHECKPOINTS, ENVIRONMENT, LOCK, without_seed
 from lingpt.data import find_data
-from lingpt.eval.mqar import Trial
+from lingpt.eval.recall.mqar import Trial
+from lingpt.eval.recall.options import command_line, trials_left
 from lingpt.eval.suites import check_scoring
 from lingpt.eval.tasks.sources import benchmark_folder
 from lingpt.study.config import STAGES, STUDY, Study, with_started_runs
 from lingpt.study.jobs import Failure, Job, Slot, Stopped, find_slots, run_jobs, scoring_slots
-from lingpt.study.mqar import command_line, trials_left
 from lingpt.study.page import write_page
 from lingpt.study.plan import format_plan
 from lingpt.study.publish import check_target, publish_study
@@ -66,7 +66,7 @@ def run_study(
     slots = find_slots(devices, study.devices_per_run, study.runs_per_device)
     work = _Stages(study, asked, folder, slots)
     work.check(stages, dry_run)
-    trials = trials_left(study, folder)
+    trials = trials_left(study.mqar, folder / "mqar") if study.mqar is not None else []
     if not dry_run:
         _check_inputs(study, work.runs, stages)
     if dry_run or {"rates", "runs", "mqar", "scores"} & set(stages):

@@ -74,19 +74,14 @@ class Benchmark(ConfigurableTask):
         return [split_file(self.folder, self.source, split) for split in self.splits]
 
     @property
-    def odd_rows(self) -> dict[str, list[int]]:
+    def odd_rows(self) -> dict[str, tuple[int, int]]:
         """File in use → its number of rows and that of the official split, if these differ."""
         found = {}
         for file, split in zip(self.files, self.splits if self.files else (), strict=True):
             rows, official = len(read_rows(file, self.source.fields)), self.source.splits[split].rows
             if rows != official:
-                found[file.name] = [rows, official]
+                found[file.name] = rows, official
         return found
-
-    @property
-    def complete(self) -> bool:
-        """Whether questions and examples are of the official splits (the hub's always are)."""
-        return not self.odd_rows
 
     def download(self, dataset_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if self.folder is not None:

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from lingpt.common.files import write_json
-from lingpt.common.run_folder import CONFIG, checkpoint_folder, write_manifest
+from lingpt.common.run_folder import CONFIG, attention_label, checkpoint_folder, write_manifest
 from lingpt.data import Tokenizer
 from lingpt.data.tokenizer import train_bpe
+from lingpt.eval.scores import About, Result, Score
 from lingpt.models import ATTENTIONS, GPT, Config, load_model, save_model
 
 BLOCK_SIZE = 64
@@ -60,6 +61,19 @@ def softmax_model(hf_folder) -> GPT:
 @pytest.fixture(scope="session", params=[name for name in ATTENTIONS if name != "softmax"])
 def linear_model(request) -> GPT:
     return tiny_model(request.param)
+
+
+def result(run: str, attention: str | list[str] = "ours", scores=None, **about) -> Result:
+    """The scores of a run, by key, as `lingpt eval` reads them from its file."""
+    known = {"path": f"runs/{run}", "step": 4, "model": "demo", "parameters": 10, "tokens": 20, "seed": 0}
+    known |= {"form": attention_label(attention)} | about
+    one = attention if isinstance(attention, str) else tuple(attention)
+    return Result(checkpoint=About(run=run, attention=one, **known), scores=scores or {})
+
+
+def score(task: str = "piqa", **values) -> Score:
+    """A score of a whole benchmark of eight questions, or what `values` say."""
+    return Score(**{"task": task, "documents": 8, "complete": True, "prompts": "p"} | values)
 
 
 def tiny_model(attention: str | list[str], seed: int = 0) -> GPT:

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 from threading import Thread
 
 import pytest
@@ -11,11 +12,13 @@ import torch
 from lingpt.common.devices import find_device
 from lingpt.common.errors import UserError
 from lingpt.common.run_folder import write_manifest
-from lingpt.eval import evaluate, find_checkpoints, results
-from lingpt.eval.harness import parse_task
-from lingpt.eval.results import unpack_bits
+from lingpt.eval import scores
+from lingpt.eval.harness import evaluate, parse_task
+from lingpt.eval.lm import LinGPTLM
+from lingpt.eval.runs import find_checkpoints
+from lingpt.eval.scores import About, read_results, results_path, unpack_bits
 
-from .conftest import tiny_model, write_run
+from .conftest import score, tiny_model, write_checkpoint, write_run
 
 pytestmark = pytest.mark.usefixtures("no_network")
 QUIET = {"device": "cpu", "log": lambda line: None}
@@ -27,43 +30,41 @@ def checkpoint(tmp_path, tokenizer):
 
 
 def on_disk(checkpoint):
-    return json.loads((checkpoint.run / "eval" / f"step-{checkpoint.step:08d}.json").read_text())
+    return read_results(results_path(checkpoint))
 
 
 def test_scores_are_written(checkpoint, eval_data):
     """Accuracy, its standard error, its normalised form, and everything needed to know what they are of."""
     results = evaluate(checkpoint, ["arc_easy", "piqa"], data=eval_data, **QUIET)
     assert results == on_disk(checkpoint)
-    assert results["checkpoint"] == {
-        "run": "demo-ours",
-        "path": str(checkpoint.folder),
-        "model": "demo",
-        "attention": "ours",
-        "form": "ours",
-        "step": 10,
-        "weights": checkpoint.weights,
-        "parameters": tiny_model("ours").num_parameters(),
-        "tokens": None,  # a checkpoint of this test's, whose manifest does not say
-        "seq_len": None,
-        "seed": None,
-    }
-    entry = results["scores"]["arc_easy (0-shot)"]
-    p, n = entry["metrics"]["acc"], entry["documents"]
+    assert results.checkpoint == About(
+        run="demo-ours",
+        path=str(checkpoint.folder),
+        model="demo",
+        attention="ours",
+        form="ours",
+        step=10,
+        weights=checkpoint.weights,
+        parameters=tiny_model("ours").num_parameters(),
+        # The manifest of this test's checkpoint says no tokens, length or seed.
+    )
+    entry = results.scores["arc_easy (0-shot)"]
+    p, n = entry.metrics["acc"], entry.documents
     assert n == 9 and p * 9 == pytest.approx(round(p * 9))
-    assert entry["metrics"]["acc_stderr"] == pytest.approx(math.sqrt(p * (1 - p) / (n - 1)))
-    assert {"acc_norm", "acc_norm_stderr"} < entry["metrics"].keys()
-    assert entry["data"].keys() == {"from", "arc_easy_test.jsonl"}
-    assert (entry["version"], entry["dtype"]) == (1.0, "float32")
-    assert (entry["limit"], entry["complete"]) == (None, False)
-    assert len(entry["prompts"]) == 64 and entry["versions"]["lm_eval"] and entry["max_length"] == 64
-    assert (entry["device"], entry["devices"]) == ("cpu", 1) and entry["seconds"] >= 0 and entry["date"]
+    assert entry.metrics["acc_stderr"] == pytest.approx(math.sqrt(p * (1 - p) / (n - 1)))
+    assert {"acc_norm", "acc_norm_stderr"} < entry.metrics.keys()
+    assert entry.data.keys() == {"from", "arc_easy_test.jsonl"}
+    assert (entry.version, entry.dtype) == (1.0, "float32")
+    assert (entry.limit, entry.complete) == (None, False)
+    assert len(entry.prompts) == 64 and entry.versions["lm_eval"] and entry.max_length == 64
+    assert (entry.device, entry.devices) == ("cpu", 1) and entry.seconds >= 0 and entry.date
 
 
 def test_no_more_is_read_at_once_than_in_training(checkpoint, eval_data):
     """Guards: a model trained on samples shorter than its block size was scored beyond their length."""
     write_manifest(checkpoint.folder, {"config": {"data": {"seq_len": 32}}})
-    entry = evaluate(checkpoint, ["piqa"], data=eval_data, **QUIET)["scores"]["piqa (0-shot)"]
-    assert entry["max_length"] == 32 < tiny_model("ours").config.block_size
+    entry = evaluate(checkpoint, ["piqa"], data=eval_data, **QUIET).scores["piqa (0-shot)"]
+    assert entry.max_length == 32 < tiny_model("ours").config.block_size
 
 
 def test_accuracy_is_right(checkpoint, eval_data):
@@ -73,7 +74,7 @@ def test_accuracy_is_right(checkpoint, eval_data):
     from lingpt.data import load_tokenizer
     from lingpt.models import load_model
 
-    metrics = evaluate(checkpoint, ["piqa"], data=eval_data, **QUIET)["scores"]["piqa (0-shot)"]["metrics"]
+    metrics = evaluate(checkpoint, ["piqa"], data=eval_data, **QUIET).scores["piqa (0-shot)"].metrics
     model, tokenizer = load_model(checkpoint.folder), load_tokenizer(checkpoint.folder)
     right, right_norm, rows = 0, 0, [json.loads(line) for line in (eval_data / "piqa_valid.jsonl").open()]
     for row in rows:
@@ -93,8 +94,6 @@ def test_acc_norm_divides_by_characters_not_bytes(checkpoint, tmp_path, monkeypa
     """Guards answers that are not ASCII: −20 over ten ä is −2 a character and −1 a byte; −24 over fifteen a
     is −1.6 of either. As it stands the first answer is likelier; per character it is the second.
     """
-    from lingpt.eval import LinGPTLM
-
     answers = {"ä" * 10: -20.0, "a" * 15: -24.0}
     row = {"goal": "Which?", **dict(zip(("sol1", "sol2"), answers, strict=True)), "label": 1}
     (tmp_path / "piqa_valid.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -103,18 +102,18 @@ def test_acc_norm_divides_by_characters_not_bytes(checkpoint, tmp_path, monkeypa
         return [(answers[request.args[1].strip()], False) for request in requests]
 
     monkeypatch.setattr(LinGPTLM, "loglikelihood", loglikelihood)
-    metrics = evaluate(checkpoint, ["piqa"], data=tmp_path, **QUIET)["scores"]["piqa (0-shot)"]["metrics"]
+    metrics = evaluate(checkpoint, ["piqa"], data=tmp_path, **QUIET).scores["piqa (0-shot)"].metrics
     assert (metrics["acc"], metrics["acc_norm"]) == (0.0, 1.0)
 
 
 def test_mmlu_is_weighted_by_size(checkpoint, eval_data):
     """The group is the mean over questions, not over subjects; its 57 parts are kept."""
-    entry = evaluate(checkpoint, ["mmlu:2"], data=eval_data, **QUIET)["scores"]["mmlu (2-shot)"]
-    subjects = entry["subtasks"]
+    entry = evaluate(checkpoint, ["mmlu:2"], data=eval_data, **QUIET).scores["mmlu (2-shot)"]
+    subjects = entry.subtasks
     sizes = {name: 3 if name in ("mmlu_abstract_algebra", "mmlu_anatomy") else 2 for name in subjects}
-    assert len(subjects) == 57 and entry["documents"] == sum(sizes.values()) == 116
+    assert len(subjects) == 57 and entry.documents == sum(sizes.values()) == 116
     right = sum(subjects[name]["acc"] * size for name, size in sizes.items())
-    assert entry["metrics"]["acc"] == pytest.approx(right / 116)
+    assert entry.metrics["acc"] == pytest.approx(right / 116)
 
 
 def test_what_is_there_is_not_computed_again(checkpoint, eval_data, monkeypatch):
@@ -139,7 +138,7 @@ def test_what_is_there_is_not_computed_again(checkpoint, eval_data, monkeypatch)
     assert again()[0] == 0  # the limited score is kept next to the full one
     assert again(tasks=("piqa", "arc_easy", "arc_easy:2"))[0] == 2
     assert again(dtype="bfloat16")[0] == 1
-    assert on_disk(checkpoint)["scores"].keys() == {
+    assert on_disk(checkpoint).scores.keys() == {
         "piqa (0-shot)", "piqa (0-shot, first 2)", "arc_easy (0-shot)", "arc_easy (2-shot)",
     }  # fmt: skip
 
@@ -150,20 +149,20 @@ def test_a_part_does_not_replace_the_whole(checkpoint, eval_data, monkeypatch):
 
     run_task, complete, lines = harness.run_task, [True, False, True], []
     monkeypatch.setattr(
-        harness, "run_task", lambda *args, **asked: run_task(*args, **asked) | {"complete": complete.pop(0)}
+        harness,
+        "run_task",
+        lambda *args, **asked: replace(run_task(*args, **asked), complete=complete.pop(0)),
     )
     options = {"data": eval_data, "device": "cpu", "redo": True, "log": lines.append}
     first, second, third = (evaluate(checkpoint, ["piqa"], **options) for _ in range(3))
-    dates = [found["scores"]["piqa (0-shot)"]["date"] for found in (first, second, third)]
-    assert dates[0] == dates[1] and second["scores"]["piqa (0-shot)"]["complete"]
+    dates = [found.scores["piqa (0-shot)"].date for found in (first, second, third)]
+    assert dates[0] == dates[1] and second.scores["piqa (0-shot)"].complete
     assert sum("not kept" in line for line in lines) == 1
-    assert third["scores"] == on_disk(checkpoint)["scores"]
+    assert third.scores == on_disk(checkpoint).scores
 
 
 def test_weights_that_are_not_finite_have_no_scores(checkpoint, tokenizer, eval_data):
     """Guards: accuracies that look like any, of comparing NaNs."""
-    from .conftest import write_checkpoint
-
     model = tiny_model("ours")
     with torch.no_grad():
         model.transformer.ln_f.weight[0] = math.nan
@@ -171,13 +170,11 @@ def test_weights_that_are_not_finite_have_no_scores(checkpoint, tokenizer, eval_
     name = f"{checkpoint.run.name} step {checkpoint.step}"
     with pytest.raises(UserError, match=f"{name}: a log-likelihood is not finite"):
         evaluate(checkpoint.folder, ["piqa"], **QUIET, data=eval_data)
-    assert evaluate(checkpoint.folder, [], **QUIET)["scores"] == {}
+    assert evaluate(checkpoint.folder, [], **QUIET).scores == {}
 
 
 def test_a_perplexity_that_is_no_number_does_not_end_the_rest(checkpoint, tokenizer, eval_data, tmp_path):
     """Guards: a traceback of lm-eval's `exp`, and no score of the tasks after it."""
-    from .conftest import write_checkpoint
-
     data, left_out = tmp_path / "data", []
     shutil.copytree(eval_data, data)
     rows = [{"text": "cold water runs under old stone"}, {"text": "birds sing rain"}]
@@ -187,7 +184,7 @@ def test_a_perplexity_that_is_no_number_does_not_end_the_rest(checkpoint, tokeni
         model.lm_head.weight.mul_(1e4)
     write_checkpoint(checkpoint.folder, model, tokenizer)
     options = QUIET | {"data": data, "left_out": lambda *score: left_out.append(score)}
-    scores = evaluate(checkpoint.folder, ["lambada_openai", "piqa"], **options)["scores"]
+    scores = evaluate(checkpoint.folder, ["lambada_openai", "piqa"], **options).scores
     assert scores.keys() == {"piqa (0-shot)"} and len(left_out) == 1
     name, reason = left_out[0]
     assert name == "lambada_openai (0-shot)" and "too large for" in reason
@@ -195,17 +192,15 @@ def test_a_perplexity_that_is_no_number_does_not_end_the_rest(checkpoint, tokeni
 
 def test_changed_data_and_changed_weights_are_computed_again(checkpoint, tokenizer, eval_data, tmp_path):
     """A file with other rows is another measurement; scores of other weights at the same step are dropped."""
-    from .conftest import tiny_model, write_checkpoint
-
     copy = tmp_path / "data"
     shutil.copytree(eval_data, copy)
     evaluate(checkpoint, ["piqa", "arc_easy"], data=copy, **QUIET)
     file = copy / "piqa_valid.jsonl"
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:4]))
-    assert evaluate(checkpoint, ["piqa"], data=copy, **QUIET)["scores"]["piqa (0-shot)"]["documents"] == 4
+    assert evaluate(checkpoint, ["piqa"], data=copy, **QUIET).scores["piqa (0-shot)"].documents == 4
     write_checkpoint(checkpoint.folder, tiny_model("ours", seed=99), tokenizer)
     results = evaluate(checkpoint.folder, ["piqa"], data=copy, **QUIET)
-    assert results["scores"].keys() == {"piqa (0-shot)"}
+    assert results.scores.keys() == {"piqa (0-shot)"}
 
 
 def test_a_damaged_result_file_is_kept_aside(checkpoint, eval_data, capsys):
@@ -216,32 +211,31 @@ def test_a_damaged_result_file_is_kept_aside(checkpoint, eval_data, capsys):
         ('{"checkpoint": {', '{"checkpoint": {"weights": "x"}, "scores": {"a": 1}}')
     ):
         path.write_text(content)
-        scores = evaluate(checkpoint, ["piqa"], data=eval_data, **QUIET)["scores"]
+        scores = evaluate(checkpoint, ["piqa"], data=eval_data, **QUIET).scores
         aside = "damaged-step-00000010.json" + (".2" if number else "")
-        assert (path.parent / aside).read_text() == content and on_disk(checkpoint)["scores"] == scores
+        assert (path.parent / aside).read_text() == content and on_disk(checkpoint).scores == scores
         assert f"{path} is damaged; it is kept as {aside}" in capsys.readouterr().err
 
 
 def test_each_answer_is_kept(checkpoint, eval_data):
     """As many as questions, and as many right as the accuracy says, also over MMLU's subjects."""
-    scores = evaluate(checkpoint, ["arc_easy", "mmlu:1"], data=eval_data, devices=2, **QUIET)["scores"]
+    scores = evaluate(checkpoint, ["arc_easy", "mmlu:1"], data=eval_data, devices=2, **QUIET).scores
     for entry in scores.values():
-        assert entry["devices"] == 2
-        for metric, packed in entry["correct"].items():
-            bits = unpack_bits(packed, entry["documents"])
-            assert len(bits) == entry["documents"] and bits.mean() == pytest.approx(entry["metrics"][metric])
+        assert entry.devices == 2
+        for metric, packed in entry.correct.items():
+            bits = unpack_bits(packed, entry.documents)
+            assert len(bits) == entry.documents and bits.mean() == pytest.approx(entry.metrics[metric])
     assert scores["arc_easy (0-shot)"]["correct"].keys() == {"acc", "acc_norm"}
 
 
 def test_two_commands_at_the_same_moment_keep_each_other_s_scores(checkpoint, at_the_same_moment):
     """Guards: two `lingpt eval` of one run had both read the file, and the second to write it lost the
     score of the first."""
-    entry = {"task": "x", "num_fewshot": 0, "documents": 1, "complete": True, "metrics": {}}
-    beside = Thread(target=results.add_score, args=(checkpoint, "b", entry))
-    at_the_same_moment(results, beside)
-    results.add_score(checkpoint, "a", entry)
+    beside = Thread(target=scores.add_score, args=(checkpoint, "b", score("x")))
+    at_the_same_moment(scores, beside)
+    scores.add_score(checkpoint, "a", score("x"))
     beside.join()
-    assert on_disk(checkpoint)["scores"].keys() == {"a", "b"}
+    assert on_disk(checkpoint).scores.keys() == {"a", "b"}
 
 
 def test_nothing_half_written(checkpoint, eval_data, monkeypatch):
@@ -258,7 +252,7 @@ def test_nothing_half_written(checkpoint, eval_data, monkeypatch):
     monkeypatch.setattr(harness, "run_task", interrupted)
     with pytest.raises(KeyboardInterrupt):
         evaluate(checkpoint, ["piqa", "arc_easy"], data=eval_data, **QUIET)
-    assert on_disk(checkpoint)["scores"].keys() == {"piqa (0-shot)"}
+    assert on_disk(checkpoint).scores.keys() == {"piqa (0-shot)"}
     assert [file.name for file in (checkpoint.run / "eval").iterdir()] == ["step-00000010.json"]
 
 
@@ -297,9 +291,9 @@ def test_real_benchmarks(checkpoint, real_data):
     """A few real questions of each benchmark through a tiny model: the counts and shots are right."""
     commonsense = ["lambada_openai", "openbookqa", "winogrande", "social_iqa"]
     tasks = ["arc_easy", "arc_challenge:5", "piqa", "mmlu:5", *commonsense]
-    scores = evaluate(checkpoint, tasks, data=real_data / "eval", limit=2, **QUIET)["scores"]
-    assert [entry["documents"] for entry in scores.values()] == [2, 2, 2, 114, 2, 2, 2, 2]
-    assert all(not entry["complete"] for entry in scores.values())
-    assert all(0 <= entry["metrics"]["acc"] <= 1 for entry in scores.values())
+    scores = evaluate(checkpoint, tasks, data=real_data / "eval", limit=2, **QUIET).scores
+    assert [entry.documents for entry in scores.values()] == [2, 2, 2, 114, 2, 2, 2, 2]
+    assert all(not entry.complete for entry in scores.values())
+    assert all(0 <= entry.metrics["acc"] <= 1 for entry in scores.values())
     cut = scores["mmlu (5-shot, first 2)"]
     assert (cut["truncated"], cut["cut_prompts"]) == (4 * 114, 114)

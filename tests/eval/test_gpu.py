@@ -9,7 +9,8 @@ from lm_eval.api.instance import Instance
 
 from lingpt.common.run_folder import checkpoint_folder
 from lingpt.data import load_tokenizer
-from lingpt.eval import LinGPTLM, evaluate
+from lingpt.eval.harness import evaluate
+from lingpt.eval.lm import LinGPTLM
 from lingpt.models import ATTENTIONS, GPT, ModelArgs
 
 from .conftest import sentence, tiny_model, write_checkpoint, write_config
@@ -39,7 +40,7 @@ def test_arc_easy_takes_less_than_a_minute(attention, real_data, tmp_path):
     write_config(tmp_path / "run", "pythia-70m", attention)
     write_checkpoint(folder, model, load_tokenizer(real_data / "tokenizer"))
     start = time.monotonic()
-    entry = evaluate(folder, ["arc_easy"], data=real_data / "eval")["scores"]["arc_easy (0-shot)"]
-    assert entry["documents"] == 2376 and entry["complete"]
+    entry = evaluate(folder, ["arc_easy"], data=real_data / "eval").scores["arc_easy (0-shot)"]
+    assert entry.documents == 2376 and entry.complete
     assert time.monotonic() - start < 60
-    assert torch.cuda.get_device_name() == entry["device"]
+    assert torch.cuda.get_device_name() == entry.device

@@ -10,7 +10,7 @@ from lm_eval.api.instance import Instance
 
 from lingpt.common.errors import UserError
 from lingpt.data import load_tokenizer
-from lingpt.eval import LinGPTLM
+from lingpt.eval.lm import LinGPTLM
 from lingpt.models import export_hf
 
 from .conftest import BLOCK_SIZE, sentence, tiny_model

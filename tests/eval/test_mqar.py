@@ -12,10 +12,12 @@ import torch
 from lingpt.cli import mqar
 from lingpt.cli.main import main, parse
 from lingpt.common.errors import UserError
-from lingpt.eval import mqar_results, mqar_runs
-from lingpt.eval.mqar import (
+from lingpt.eval.recall import results as mqar_results
+from lingpt.eval.recall import runs as mqar_runs
+from lingpt.eval.recall.mqar import (
     ENOUGH,
     TRIALS_PER_GPU,
+    Trained,
     Trial,
     accuracy,
     is_tuned_first,
@@ -24,12 +26,18 @@ from lingpt.eval.mqar import (
     rate_factor,
     train_trial,
 )
-from lingpt.eval.mqar_results import best, mqar_table, save_mqar
-from lingpt.eval.mqar_runs import _as_trained, _in_new_pools
+from lingpt.eval.recall.options import DEFAULT, asked_trials
+from lingpt.eval.recall.results import best, mqar_table, save_mqar
+from lingpt.eval.recall.runs import _as_trained, _in_new_pools
 from lingpt.models import GPT, ModelArgs
-from lingpt.study.mqar import DEFAULT, asked_trials
 
 TINY = {"steps": 2, "batch_size": 32, "vocabulary": 32}
+
+
+def trained(trial: Trial, accuracy: float = 0.5, **values) -> Trained:
+    """The trial's result."""
+    known = {"accuracy_stderr": 0.1, "parameters": 1, "curve": (), "trained_steps": 2, "seconds": 1.0}
+    return Trained(**asdict(trial), accuracy=accuracy, **(known | values))
 
 
 def test_every_query_has_its_value_in_the_pairs():
@@ -59,8 +67,8 @@ def test_a_small_model_learns_to_recall():
     trial = Trial("ours+short_conv", width=32, pairs=2, rate=3e-2, steps=75, batch_size=32, vocabulary=16)
     fresh = accuracy(GPT.create(trial.config(), 0), trial, torch.device("cpu"))
     found = train_trial(trial)
-    assert fresh[0] < 0.3 and found["accuracy"] > 0.75 and 0 < found["accuracy_stderr"] < 0.02
-    assert found["curve"] == [[75, round(found["accuracy"], 5)]]
+    assert fresh[0] < 0.3 and found.accuracy > 0.75 and 0 < found.accuracy_stderr < 0.02
+    assert found.curve == ((75, round(found.accuracy, 5)),)
 
 
 def test_the_rate_rises_and_falls():
@@ -109,7 +117,7 @@ def test_a_process_that_dies_takes_no_other_model_along(capsys):
 
     def in_a_pool(left):
         pools.append(len(left))
-        yield left[0], {"accuracy": 1.0}
+        yield left[0], trained(left[0])
         for trial in left[1:]:
             yield (
                 trial,
@@ -117,7 +125,9 @@ def test_a_process_that_dies_takes_no_other_model_along(capsys):
             )
 
     found = dict(_in_new_pools(trials, in_a_pool))
-    assert pools == [4, 3, 2] and [isinstance(found[trial], dict) for trial in trials] == [True] * 3 + [False]
+    assert pools == [4, 3, 2] and [isinstance(found[trial], Trained) for trial in trials] == [True] * 3 + [
+        False
+    ]
     assert str(found[trials[3]]) == "bad" and "the 3 models that are left" in capsys.readouterr().out
     broken = BrokenProcessPool("no memory")
     assert list(_in_new_pools(trials, lambda left: ((trial, broken) for trial in left))) == [
@@ -249,30 +259,29 @@ def test_the_command_goes_on_and_draws(tmp_path, capsys, monkeypatch):
     (tmp_path / "mqar.json").write_text("{")
     assert main(command) == 2
     assert "kept as damaged-mqar.json" in capsys.readouterr().out
-    results[0]["accuracy"], results[1]["accuracy"] = 0.25, 0.5
-    assert best(results, "softmax", 16, 2)["rate"] == 1e-2
+
+
+def test_the_best_rate_counts(tmp_path, monkeypatch):
+    """In the table, and the figure's caption names the devices."""
+    trials = make_trials(["softmax"], [16], [2], [1e-3, 1e-2], **TINY)
+    results = [trained(trials[0], 0.25, device="cpu"), trained(trials[1], 0.5, device="cpu")]
+    assert best(results, "softmax", 16, 2) is results[1]
     rows = {row[0]: row[1] for row in mqar_table(results).rows}
-    assert (
-        rows["softmax"].startswith("50.00 ±")
-        and rows["softmax"].endswith("(0.01)")
-        and rows["A guess among the values"] == "50.00"
-    )
+    assert rows == {"softmax": "50.00 ± 10.00 (0.01)", "A guess among the values": "50.00"}
     said = []
     monkeypatch.setattr(mqar_results, "add_caption", lambda figure, text: said.append(text))
-    names = {"mqar.md", "mqar.png", "mqar.pdf"}
-    assert {p.name for p in save_mqar(results, tmp_path)} >= names and said[0].endswith("q, k and v. cpu.")
-    save_mqar([{key: r[key] for key in r if key != "device"} for r in results], tmp_path)  # of an older file
-    assert said[1].endswith("q, k and v.")
+    names = {"mqar-table.md", "mqar-table.tex", "mqar-table.png", "mqar.png", "mqar.pdf"}
+    assert {path.name for path in save_mqar(results, tmp_path)} == names
+    assert said[0].endswith("q, k and v. cpu.")
 
 
 def test_cells_that_lack_a_rate_are_named(tmp_path, monkeypatch):
     """Guards: "the best of the rates 0.001, 0.01" of a cell whose trial of one of them had failed."""
     trials = make_trials(["softmax", "ours"], [16, 32], [2], [1e-3, 1e-2], **TINY)
-    made = {"accuracy": 0.5, "accuracy_stderr": 0.1}
-    results = [asdict(trial) | made for trial in trials]
+    results = [trained(trial) for trial in trials]
     assert len(mqar_table(results).notes) == 1
     gone = [("softmax", 32, 1e-2), ("ours", 16, 1e-3)]
-    left = [r for r in results if (r["attention"], r["width"], r["rate"]) not in gone]
+    left = [r for r in results if (r.attention, r.width, r.rate) not in gone]
     note = (
         "Of fewer rates, as the others have no result: ours at 2 pairs, width 16: 0.01; "
         "softmax at 2 pairs, width 32: 0.001."

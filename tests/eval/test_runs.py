@@ -11,7 +11,8 @@ import torch
 from lingpt.common.errors import UserError
 from lingpt.common.files import write_json
 from lingpt.common.run_folder import CONFIG, find_model_folder, read_manifest, write_manifest
-from lingpt.eval import Checkpoint, evaluate, find_checkpoints
+from lingpt.eval.harness import evaluate
+from lingpt.eval.runs import Checkpoint, find_checkpoints
 from lingpt.models import OPTIMIZER, save_index, write_shards
 
 from .conftest import tiny_model, write_checkpoint, write_run
@@ -162,11 +163,9 @@ def test_a_checkpoint_in_shards_is_scored_as_one_file_is(tmp_path, tokenizer, ev
     save_index(model, sharded.folder)
     write_manifest(sharded.folder, {})
     sharded = find_checkpoints(tmp_path, runs=[runs[1]])[0]
-    assert sharded.facts["parameters"] == whole.facts["parameters"] == model.num_parameters()
-    entries = [evaluate(one, ["piqa"], data=eval_data, device="cpu") for one in (whole, sharded)]
-    assert (
-        entries[0]["scores"]["piqa (0-shot)"]["metrics"] == entries[1]["scores"]["piqa (0-shot)"]["metrics"]
-    )
+    assert sharded.parameters == whole.parameters == model.num_parameters()
+    found = [evaluate(one, ["piqa"], data=eval_data, device="cpu").scores for one in (whole, sharded)]
+    assert found[0]["piqa (0-shot)"].metrics == found[1]["piqa (0-shot)"].metrics
 
 
 def test_damaged_weights_are_one_line(tmp_path, tokenizer, eval_data):

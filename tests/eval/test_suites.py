@@ -1,11 +1,11 @@
 """Guards the suites beside Table 2: each number against its definition, each with chance or a baseline."""
 
-import copy
 import itertools
 import json
 import lzma
 import math
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,21 +13,22 @@ import torch
 import lingpt.models
 from lingpt.common.errors import UserError
 from lingpt.common.files import file_sha256
-from lingpt.eval import LinGPTLM, find_checkpoints, scoring
+from lingpt.eval import scoring
+from lingpt.eval.comparison import mean_scores, ratio
 from lingpt.eval.figures import caption, draw_positions
 from lingpt.eval.harness import task_measurements
 from lingpt.eval.language import _edges, bits_per_byte, loss_by_position
-from lingpt.eval.paired import ratio
-from lingpt.eval.phrases import ask_about, make_questions, recall_phrases
-from lingpt.eval.results import unpack_bits
+from lingpt.eval.lm import LinGPTLM
+from lingpt.eval.recall.phrases import ask_about, make_questions, recall_phrases
+from lingpt.eval.runs import find_checkpoints
+from lingpt.eval.scores import Positions, unpack_bits
 from lingpt.eval.scoring import Scorer
-from lingpt.eval.seeds import mean_scores
 from lingpt.eval.suite_tables import save_suites, suite_tables
-from lingpt.eval.suites import check_suites, commonsense_tasks, text_measurements
+from lingpt.eval.suites import benchmark_tasks, check_suites, text_measurements
 from lingpt.eval.texts import Texts, parse_texts, read_texts, spans
 from lingpt.models import GPT, Config
 
-from .conftest import BLOCK_SIZE, sentence, tiny_model, write_run
+from .conftest import BLOCK_SIZE, result, score, sentence, tiny_model, write_run
 
 pytestmark = pytest.mark.usefixtures("no_network")
 
@@ -67,9 +68,9 @@ def test_bits_per_byte_is_the_loss_over_the_bytes(lm, texts, tokenizer):
             total += torch.nn.functional.cross_entropy(logits, target, reduction="sum").item()
         nats.append(total)
         size.append(len(text.encode()))
-    metrics = found["metrics"]
+    metrics = found.metrics
     assert metrics["bits_per_byte"] == pytest.approx(sum(nats) / sum(size) / math.log(2), rel=1e-5)
-    assert found["documents"] == 6 and found["per_document"]["bytes"] == size
+    assert found.documents == 6 and list(found.per_document.bytes) == size
     packed = lzma.compress("\n".join(parts).encode(), preset=9)
     assert metrics["xz_bits_per_byte"] == 8 * len(packed) / sum(size)
     left_out = [(sum(nats) - n) / (sum(size) - s) for n, s in zip(nats, size, strict=True)]
@@ -85,28 +86,18 @@ def test_the_loss_by_position_goes_past_the_training_length(texts, tokenizer):
     lm = LinGPTLM(model, tokenizer, progress=False)
     data = read_texts("stories", texts["stories"])
     found = loss_by_position(lm, data, train_length=32, pieces=3)
-    groups, kept = found["positions"], found["per_document"]["losses"]
-    assert [pytest.approx(group["loss"], abs=1e-4) for group in groups] == [sum(x) / 3 for x in kept]
-    assert [(g["from"], g["to"]) for g in groups] == [
-        (0, 2),
-        (2, 4),
-        (4, 8),
-        (8, 16),
-        (16, 32),
-        (32, 64),
-        (64, 128),
-    ]
+    groups, kept = found.positions, found.per_document.losses
+    assert [pytest.approx(group.loss, abs=1e-4) for group in groups] == [sum(x) / 3 for x in kept]
+    assert [group.to for group in groups] == [2, 4, 8, 16, 32, 64, 128]
     pieces = [tokenizer.encode(text)[:128] for text in data.documents[1:4]]
     ids = torch.tensor([[tokenizer.eos_id, *piece] for piece in pieces])
     with torch.no_grad():
         logits = model(ids[:, :-1])
     losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
-    assert groups[-1]["loss"] == pytest.approx(losses[:, 64:].mean().item(), rel=1e-5)
-    assert found["metrics"]["loss_at_training_length"] == pytest.approx(
-        losses[:, 16:32].mean().item(), rel=1e-5
-    )
+    assert groups[-1].loss == pytest.approx(losses[:, 64:].mean().item(), rel=1e-5)
+    assert found.metrics["loss_at_training_length"] == pytest.approx(losses[:, 16:32].mean().item(), rel=1e-5)
     counts = torch.bincount(ids[:, 1:].flatten()).double()
-    assert found["unigram"] == pytest.approx(torch.distributions.Categorical(counts).entropy().item())
+    assert found.unigram == pytest.approx(torch.distributions.Categorical(counts).entropy().item())
     with pytest.raises(UserError, match="needs longer texts"):
         loss_by_position(lm, Texts("short", ("the sun",), {}), train_length=32)
 
@@ -164,11 +155,11 @@ def test_recall_is_found_by_a_model_that_copies(lm, texts, monkeypatch):
     questions = make_questions(wide, data)
     assert len(questions) >= 5
     found = recall_phrases(wide, data)
-    assert (found["metrics"]["acc"], found["metrics"]["exact"]) == (1.0, 1.0)
-    assert found["metrics"]["acc_alone"] < 1 and found["documents"] == len(questions)
-    assert unpack_bits(found["correct"]["acc"], len(questions)).all()
+    assert (found.metrics["acc"], found.metrics["exact"]) == (1.0, 1.0)
+    assert found.metrics["acc_alone"] < 1 and found.documents == len(questions)
+    assert unpack_bits(found.correct["acc"], len(questions)).all()
     monkeypatch.setattr(wide, "score", lambda pairs: [(0.0, False)] * len(pairs))
-    assert recall_phrases(wide, data)["metrics"]["acc"] == 0  # ties know nothing
+    assert recall_phrases(wide, data).metrics["acc"] == 0  # ties know nothing
 
 
 def test_what_a_run_gets(tmp_path, tokenizer, texts, capsys):
@@ -182,8 +173,8 @@ def test_what_a_run_gets(tmp_path, tokenizer, texts, capsys):
         return scorer.score(text_measurements(scorer, suites, texts, max_length_factor=2))
 
     results = [measure(checkpoint, "language", "recall") for checkpoint in found]
-    assert results[0]["scores"].keys() == {"bits_per_byte (stories)", "loss_by_position (stories)"}
-    devices = {entry["task"]: entry["devices"] for entry in results[0]["scores"].values()}
+    assert results[0].scores.keys() == {"bits_per_byte (stories)", "loss_by_position (stories)"}
+    devices = {one.task: one.devices for one in results[0].scores.values()}
     assert devices == {"bits_per_byte": 2, "loss_by_position": 1}  # how many scored
     assert sum("not measured: no questions on phrases" in line for line in lines) == 2
     lines.clear()
@@ -198,35 +189,20 @@ def test_what_a_run_gets(tmp_path, tokenizer, texts, capsys):
     assert tables["Bits per byte"].head[-2:] == ["stories", "to softmax"] and "±" in bits[rows[0][1]][-1]
     less = tables["Loss by position, minus softmax's"]
     assert [row[:4] for row in less.rows] == [rows[0][:4]] and "±" in less.rows[0][-1]
-    older = copy.deepcopy(results)
-    for result in older:
-        for entry in result["scores"].values():
-            entry.pop("per_document", None)
-    tables = {table.title: table for table in suite_tables(older)}
-    assert tables.keys() == {"Bits per byte", "Loss by position"}
-    assert tables["Bits per byte"].head[-1] == "stories" and tables["Loss by position"].rows == rows
-    entries = [(r["checkpoint"], r["scores"]["loss_by_position (stories)"]) for r in results]
+    losses = [(r.checkpoint, r.scores["loss_by_position (stories)"]) for r in results]
+    assert caption(losses) == "demo; dashed: the training length, 64 tokens; documents: 5 of stories; cpu."
+    paths = save_suites(results, tmp_path / "tables")
+    names = ["suites.md", "suites.tex", "suites.png", "positions.png", "positions.pdf"]
+    assert [path.name for path in paths] == names
+    assert paths[-2].read_bytes().startswith(b"\x89PNG") and paths[-1].read_bytes().startswith(b"%PDF")
     same = {"form": "x", "attention": "x"}
-    said = "demo; dashed: the training length, 64 tokens; documents: 5 of stories; cpu."
-    assert caption(entries) == said
     seeds = [
-        r | {"checkpoint": r["checkpoint"] | {"run": f"x-seed{i}", "path": f"x-seed{i}"} | same}
+        replace(r, checkpoint=replace(r.checkpoint, run=f"x-seed{i}", path=f"x-seed{i}", seed=i, **same))
         for i, r in enumerate(results)
     ]
     (mean,) = mean_scores(seeds)
-    assert "mean over seeds, band" in caption(
-        [(mean["checkpoint"], mean["scores"]["loss_by_position (stories)"])]
-    )
+    assert "mean over seeds, band" in caption([(mean.checkpoint, mean.scores["loss_by_position (stories)"])])
     assert [row[1] for row in suite_tables([mean])[1].rows][:1] == ["x, step 10, 2 seeds"]
-    paths = save_suites(results, tmp_path / "tables")
-    assert [p.name for p in paths] == [
-        "suites.md",
-        "suites.tex",
-        "suites.png",
-        "positions.png",
-        "positions.pdf",
-    ]
-    assert paths[-2].read_bytes().startswith(b"\x89PNG") and paths[-1].read_bytes().startswith(b"%PDF")
 
 
 def test_one_load_serves_all_measures(tmp_path, tokenizer, texts, eval_data, monkeypatch):
@@ -249,9 +225,9 @@ def test_one_load_serves_all_measures(tmp_path, tokenizer, texts, eval_data, mon
         scorer = Scorer(checkpoint, device="cpu", devices=devices, redo=True, log=lambda line: None)
         of_tasks = task_measurements(scorer, ["piqa", "arc_easy"], 0, eval_data, None)
         of_texts = text_measurements(scorer, ["language", "recall"], texts, max_length_factor=2)
-        found = scorer.score([*of_tasks, *of_texts])["scores"]
+        found = scorer.score([*of_tasks, *of_texts]).scores
         kept = ("metrics", "correct", "per_document", "max_length", "prompts", "dtype")
-        return {key: [entry.get(name) for name in kept] for key, entry in found.items()}
+        return {key: [getattr(one, name) for name in kept] for key, one in found.items()}
 
     shared = scores(devices=2)
     assert len(hashed) == len(models) == 1 and len(shared) == 4 and models[0]() is None
@@ -260,11 +236,10 @@ def test_one_load_serves_all_measures(tmp_path, tokenizer, texts, eval_data, mon
 
 def positions(run, texts, step=4, **more):
     """A result with the loss by position of these texts."""
-    about = {"run": run, "path": run, "model": "demo", "attention": "ours", "form": "ours", "step": step}
-    groups = [{"to": 32, "loss": 4.0, "stderr": 0.1}, {"to": 64, "loss": 3.0, "stderr": 0.1}]
-    entry = {"task": "loss_by_position", "documents": 8, "metrics": {}, "positions": groups}
-    entry |= {"train_length": 32, "prompts": "p", "complete": True, "num_fewshot": 0} | more
-    return {"checkpoint": about, "scores": {f"loss_by_position ({t})": entry | {"texts": t} for t in texts}}
+    groups = tuple(Positions(to=to, loss=loss, stderr=0.1) for to, loss in ((32, 4.0), (64, 3.0)))
+    values = {"positions": groups, "train_length": 32} | more
+    scores = {f"loss_by_position ({t})": score("loss_by_position", texts=t, **values) for t in texts}
+    return result(run, scores=scores, step=step, path=run)
 
 
 def test_the_lines_of_the_loss_by_position(tmp_path, monkeypatch):
@@ -313,10 +288,8 @@ def test_the_unigram_is_of_each_tokenizer():
 )
 def test_a_perplexity_as_it_is_read(metrics, cell):
     """Guards: 7.03e+04 ± 3.9e+03; a cell of as many digits as a huge one has."""
-    entry = {"task": "lambada_openai", "num_fewshot": 0, "documents": 9, "complete": True}
-    entry |= {"metrics": {"acc": 0.1, "acc_stderr": 0.1} | metrics}
-    about = {"run": "a", "step": 1, "form": "ours", "attention": "ours", "model": "demo", "path": "a"}
-    results = [{"checkpoint": about, "scores": {"lambada_openai (0-shot)": entry}}]
+    found = score("lambada_openai", metrics={"acc": 0.1, "acc_stderr": 0.1} | metrics)
+    results = [result("a", scores={"lambada_openai (0-shot)": found})]
     (table,) = suite_tables(results, ["commonsense"])
     assert table.rows[0][table.head.index("LAMBADA ppl")] == cell
 
@@ -324,10 +297,9 @@ def test_a_perplexity_as_it_is_read(metrics, cell):
 def test_prompts_that_were_cut_are_noted():
     """As in Table 2, and once for a benchmark with two columns. Guards: LAMBADA's, of which nothing was
     said."""
-    entry = {"task": "lambada_openai", "num_fewshot": 0, "documents": 5153, "complete": True}
-    entry |= {"metrics": {"acc": 0.1, "perplexity": 9.0}, "cut_prompts": 12, "max_length": 64}
-    about = {"run": "a", "step": 1, "form": "ours", "attention": "ours", "model": "demo", "path": "a"}
-    results = [{"checkpoint": about, "scores": {"lambada_openai (0-shot)": entry}}]
+    cut = {"documents": 5153, "cut_prompts": 12, "max_length": 64}
+    found = score("lambada_openai", metrics={"acc": 0.1, "perplexity": 9.0}, **cut)
+    results = [result("a", scores={"lambada_openai (0-shot)": found})]
     (table,) = suite_tables(results, ["commonsense"])
     notes = [note for note in table.notes if "cut on the left" in note]
     assert notes == ["LAMBADA: 12 of 5,153 prompts at 64 tokens were cut on the left to fit."]
@@ -343,11 +315,11 @@ def test_mistakes(eval_data, tmp_path, capsys):
         parse_texts(["a=x", "b=x", "a=y"])
     words = ["embedded", "a=b=c", "novels=novels"]
     assert parse_texts(words) == {"embedded": "embedded", "a": "b=c", "novels": "novels"}
-    assert commonsense_tasks(None)[-1] == "hellaswag"
+    assert benchmark_tasks(["commonsense"], (), None)[-1] == "hellaswag"
     with pytest.raises(UserError, match="has no file for any of openbookqa"):
-        commonsense_tasks(eval_data)
+        benchmark_tasks(["commonsense"], (), eval_data)
     (tmp_path / "lambada_openai_test.jsonl").write_text("{}")
-    assert commonsense_tasks(tmp_path) == ["lambada_openai"]
+    assert benchmark_tasks(["commonsense"], (), tmp_path) == ["lambada_openai"]
     assert "has no file for openbookqa" in capsys.readouterr().err
     (tmp_path / "x.jsonl").write_text('{"text": " "}\n')
     with pytest.raises(UserError, match="holds no text"):
@@ -385,7 +357,7 @@ def test_the_bytes_of_a_character_that_is_cut(lm):
     are 21 characters and a byte, and count as 22 characters. Of one that is, every byte once."""
     for characters, counted in ((40, 66), (20, 60)):
         found = bits_per_byte(lm, Texts("x", ("水" * characters,), {}), tokens=1)
-        assert found["per_document"]["bytes"] == [counted]
+        assert found.per_document.bytes == (counted,)
 
 
 def test_no_file_is_lost_in_the_fingerprint(tmp_path):

@@ -1,35 +1,43 @@
 """Guards Table 2: the paper's values as printed there, ours in the right cells, dashes elsewhere."""
 
 import json
+from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from lingpt.common.run_folder import attention_label
-from lingpt.eval import score_table, table2
-from lingpt.eval.paired import Difference, SeedDifference, bootstrap, paired_difference
-from lingpt.eval.results import pack_bits, task_key
-from lingpt.eval.table2 import comparison_notes, save_table2, signed_points, table2_tables
+from lingpt.eval.scores import Result, task_key
+from lingpt.eval.suite_tables import score_table
+from lingpt.eval.table2 import save_table2, table2_tables
 from lingpt.eval.tables import Table, draw_tables
 
+from . import conftest
 
-def result(attention, scores, step=300, form=None):
+
+def result(attention, scores, form=None) -> Result:
     """`{(task, shots, limit): (acc, stderr)}` as `evaluate` returns it."""
-    return {
-        "checkpoint": {"run": "pythia-70m-run", "attention": attention, "step": step}
-        | {"form": form or attention_label(attention)}
-        | {"model": "pythia-70m", "parameters": 70_426_624, "tokens": 41_943_040, "seed": 0, "seq_len": 2048},
-        "scores": {
-            task_key(task, shots, limit): {
-                "task": task,
-                "num_fewshot": shots,
-                "metrics": {"acc": acc, "acc_stderr": stderr},
-                "documents": limit or 1000,
-                "complete": limit is None,
-            }
+    sizes = {"step": 300, "parameters": 70_426_624, "tokens": 41_943_040}
+    more = {"form": form} if form else {}
+    return conftest.result(
+        "pythia-70m-run",
+        attention,
+        {
+            task_key(task, shots, limit): conftest.score(
+                task,
+                num_fewshot=shots,
+                metrics={"acc": acc, "acc_stderr": stderr},
+                documents=limit or 1000,
+                complete=limit is None,
+                prompts=None,
+            )
             for (task, shots, limit), (acc, stderr) in scores.items()
         },
-    }
+        **sizes,
+        **more,
+    )
+
+
+def table2(results, markdown=False) -> str:
+    return table2_tables(results)[0].text(markdown)
 
 
 def cells(table):
@@ -85,7 +93,7 @@ def test_forms_of_one_attention_are_told_apart(tmp_path):
     named = [row[0] for row in main.rows]
     assert named[-4:-1] == forms and named[3:5] == ["ours + learnable_b", ""]
     paths = save_table2(results, tmp_path)
-    for path, form in ((paths[0], forms[2]), (paths[1], forms[2]), (paths[2], forms[2].replace("_", r"\_"))):
+    for path, form in ((paths[0], forms[2]), (paths[1], forms[2].replace("_", r"\_")), (paths[3], forms[2])):
         assert form in path.read_text()
 
 
@@ -100,45 +108,25 @@ def test_notes_and_alignment(markdown):
 
 
 def test_every_score_is_listed():
-    rows = cells(score_table(RESULTS, markdown=True))
+    rows = cells(score_table(RESULTS).text(markdown=True))
     assert len(rows) == 2 + 6
-    assert ["ours", "pythia-70m-run, step 300", "arc_easy (0-shot)", "37.12 ± 0.99", "–", "1000"] in rows
+    assert [
+        "ours",
+        "pythia-70m-run, step 300",
+        "arc_easy (0-shot)",
+        "37.12 ± 0.99",
+        "–",
+        "–",
+        "–",
+        "1000",
+    ] in rows
 
 
-def test_paired_differences_are_of_the_same_questions():
-    """By hand: of 8 questions one run alone gets 3, softmax alone 1; with other prompts there is no pair."""
-    bits = {"a": [1, 1, 1, 1, 0, 0, 1, 0], "b": [1, 0, 0, 0, 1, 0, 1, 0]}
-    entries = {
-        name: {"task": "piqa", "num_fewshot": 0, "documents": 8, "complete": True, "prompts": "p"}
-        | {
-            "correct": {"acc": pack_bits(b)},
-            "metrics": {"acc": sum(b) / 8, "acc_stderr": 0.1, "acc_norm": 0.5},
-        }
-        | {"cut_prompts": 3, "max_length": 64}
-        for name, b in bits.items()
-    }
-    ours, softmax = (result(attention, {}) for attention in ("ours", "softmax"))
-    ours["scores"], softmax["scores"] = ({task_key("piqa", 0): entries[n]} for n in "ab")
-    found = paired_difference(entries["a"], entries["b"])
-    assert (found.mean, found.questions) == (2 / 8, 8) and found.low < 0 < found.high
-    assert paired_difference(entries["a"], entries["b"] | {"prompts": "q"}) is None
-    main, normalised, paired = table2_tables([ours, softmax])
-    assert [row[0] for row in paired.rows] == ["ours"] and paired.rows[0][4].startswith("+25.00 [")
-    assert [row[4] for row in normalised.rows] == ["50.00", "50.00", "50"]
-    assert paired.notes[-1] == "Compared with pythia-70m-run, step 300: pythia-70m-run."
-    ours["checkpoint"]["seed"] = 1
-    assert comparison_notes([ours], [ours, softmax])[0].endswith("pythia-70m-run (of another seed).")
+def test_the_normalised_accuracies_and_the_prompts_that_were_cut():
+    piqa = conftest.score(metrics={"acc": 0.5, "acc_norm": 0.25}, cut_prompts=3, max_length=64)
+    main, normalised = table2_tables([replace(result("ours", {}), scores={task_key("piqa", 0): piqa})])
+    assert normalised.head[4:] == ["PIQA"] and [row[4] for row in normalised.rows] == ["25.00", "50"]
     assert any("3 of 8 prompts at 64 tokens were cut" in note for note in main.notes)
-
-
-def test_the_interval_is_the_bootstraps():
-    """Against a bootstrap over questions, drawn one by one."""
-    rng = np.random.default_rng(1)
-    a, b = rng.random(300) < 0.6, rng.random(300) < 0.5
-    found = bootstrap(a, b)
-    means = [(a[i].mean() - b[i].mean()) for i in rng.integers(0, 300, (4000, 300))]
-    np.testing.assert_allclose([found.low, found.high], np.percentile(means, [2.5, 97.5]), atol=0.012)
-    assert found.mean == pytest.approx(a.mean() - b.mean())
 
 
 def test_names_are_shown_as_they_are(tmp_path):
@@ -154,22 +142,13 @@ def test_names_are_shown_as_they_are(tmp_path):
     assert (tmp_path / "table.png").exists()
 
 
-def test_a_difference_without_an_interval():
-    """Guards: `[+0.00, +0.00]`, as if a difference of no question that one run alone gets right, or of a
-    single one, were exact."""
-    assert signed_points(Difference(0.0, 0.0, 0.0, 8)) == "+0.00"
-    assert signed_points(Difference(-1.0, -1.0, -1.0, 1)) == "−100.00"
-    assert signed_points(Difference(0.25, 0.0, 0.5, 8)) == "+25.00 [+0.00, +50.00]"
-    assert signed_points(SeedDifference(0.0, 0.0, 8)) == "+0.00"
-
-
 def test_four_files(tmp_path):
     """Markdown, JSON with every number, LaTeX that needs booktabs alone, and a picture."""
     paths = save_table2(RESULTS, tmp_path)
-    assert [path.suffix for path in paths] == [".md", ".json", ".tex", ".png"]
-    values = json.loads(paths[1].read_text())
-    assert values["paper"]["ours"]["mmlu (5-shot)"] == 25.90 and len(values["runs"]) == len(RESULTS)
+    assert [path.suffix for path in paths] == [".md", ".tex", ".png", ".json"]
+    values = json.loads(paths[3].read_text())
+    assert values["paper"]["ours"][1] == 25.90 and len(values["runs"]) == len(RESULTS)
     assert values["runs"][0]["cells"]["arc_easy (0-shot)"]["metrics"]["acc"] == 0.3712
-    tex = paths[2].read_text()
+    tex = paths[1].read_text()
     assert r"37.12 $\pm$ 0.99" in tex and r"\toprule" in tex and "%" not in tex.replace(r"\%", "")
-    assert paths[3].read_bytes().startswith(b"\x89PNG")
+    assert paths[2].read_bytes().startswith(b"\x89PNG")

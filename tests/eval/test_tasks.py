@@ -102,13 +102,12 @@ def test_official_counts(name, count, real_data):
     tasks = load_tasks(name, 0, real_data / "eval")["tasks"]
     assert sum(len(task.eval_docs) for task in tasks.values()) == count
     assert len(tasks) == (57 if name == "mmlu" else 1)
-    assert all(task.complete for task in tasks.values())
+    assert not any(task.odd_rows for task in tasks.values())
 
 
 def test_an_incomplete_file_is_known(eval_data):
     """A file shorter than the official split is usable, its scores are marked; one of examples as well."""
-    assert not load_tasks("arc_easy", 0, eval_data)["tasks"]["arc_easy"].complete
-    rows = {"arc_easy_test.jsonl": [9, 2376], "arc_easy_train.jsonl": [12, 2251]}
+    rows = {"arc_easy_test.jsonl": (9, 2376), "arc_easy_train.jsonl": (12, 2251)}
     assert load_tasks("arc_easy", 2, eval_data)["tasks"]["arc_easy"].odd_rows == rows
 
 
@@ -241,7 +240,7 @@ def test_the_hub_path_is_the_stock_task(eval_data, monkeypatch):
     expected = requests(stock_tasks("arc_challenge", 2, eval_data, monkeypatch))
     tasks = load_tasks("arc_challenge", 2, None)["tasks"]
     assert requests(tasks) == expected
-    assert tasks["arc_challenge"].complete
+    assert not tasks["arc_challenge"].odd_rows
 
 
 def test_prompts_of_functions_and_of_converted_rows(tmp_path):

@@ -378,8 +378,6 @@ def test_a_row_whose_first_validation_is_too_late_has_no_loss_at_equal_time(here
         {"correct": {"acc": "!"}},
         {"correct": ["acc"]},
         {"task": "loss_by_position", "texts": "words", "train_length": 32, "positions": [{"to": "32"}]},
-        {"task": "bits_per_byte", "texts": "words"},
-        {"task": "loss_by_position", "texts": "words", "train_length": 32, "positions": []},
         {
             "task": "bits_per_byte",
             "texts": "words",
@@ -393,7 +391,6 @@ def test_a_row_whose_first_validation_is_too_late_has_no_loss_at_equal_time(here
             "positions": [{"to": 32, "loss": 4}],
             "per_document": {"losses": [[4.0] * 7 + [None]]},
         },
-        {"task": "recall_phrases"},
         {"documents": 0, "correct": {}},
         {"prompts": ["p"]},
     ],

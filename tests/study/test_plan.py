@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lingpt.cli.main import main
-from lingpt.eval.mqar import Trial
+from lingpt.eval.recall.mqar import Trial
 from lingpt.study import find_study, plan, read_study, stages
 from lingpt.study.jobs import Slot, gpu_slots
 from lingpt.study.plan import (
@@ -68,7 +68,9 @@ def test_the_plan_counts_what_is_left_of_mqar(here, capsys):
         "rate": 0.001,
         "steps": 2000,
     }
-    trial |= {"batch_size": 256, "vocabulary": 8192, "heads": 2, "layers": 2, "seed": 0, "accuracy": 0.5}
+    trial |= {"batch_size": 256, "vocabulary": 8192, "heads": 2, "layers": 2, "seed": 0}
+    trial |= {"accuracy": 0.5, "accuracy_stderr": 0.1, "parameters": 1, "curve": [[250, 0.5]]}
+    trial |= {"trained_steps": 250, "seconds": 1.0}
     results = Path("runs/study-tiny/mqar/mqar.json")
     results.parent.mkdir(parents=True)
     results.write_text(json.dumps({"results": [trial]}))

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -17,11 +18,21 @@ from lingpt.common.errors import UserError
 from lingpt.common.files import set_aside, write_errors, write_json
 from lingpt.common.locks import file_lock
 from lingpt.common.run_folder import LOCK
-from lingpt.eval.mqar import TRIALS_PER_GPU, Trial, is_tuned_first, train_trial, tune, without_conv
-from lingpt.eval.mqar_results import RESULTS, mqar_table, read_known, save_mqar
+from lingpt.eval.recall.mqar import (
+    TRIALS_PER_GPU,
+    Trained,
+    Trial,
+    is_tuned_first,
+    train_trial,
+    tune,
+    without_conv,
+)
+from lingpt.eval.recall.results import RESULTS, mqar_table, read_known, save_mqar
+
+Outcome = tuple[Trial, Trained | BaseException]
 
 
-def run_mqar(trials: list[Trial], folder: Path, workers: int | None = None) -> list[dict[str, Any]]:
+def run_mqar(trials: list[Trial], folder: Path, workers: int | None = None) -> list[Trained]:
     """Trains and scores the trials without a result in `folder`; writes mqar.json, the table and the figure.
 
     Args:
@@ -36,7 +47,7 @@ def run_mqar(trials: list[Trial], folder: Path, workers: int | None = None) -> l
     left = [trial for trial in trials if trial.key not in known]
     print(f"{len(trials)} models, {len(left)} to train; {path}")
     for trial, result in _trained(left, workers):
-        if isinstance(result, Exception):
+        if isinstance(result, BaseException):
             failed.append(f"{trial.key}: {' '.join(str(result).split())[:200]}")
             print(f"failed: {failed[-1]}")
             continue
@@ -44,8 +55,8 @@ def run_mqar(trials: list[Trial], folder: Path, workers: int | None = None) -> l
         with _locked(folder):
             others, found = _known(path, trials)  # another command may have written there meanwhile
             known = found | known
-            write_json(path, {"results": [*others, *known.values()]}, indent=1)
-        print(f"{trial.key}: accuracy {100 * result['accuracy']:.2f} after {result['trained_steps']} steps")
+            write_json(path, {"results": [asdict(one) for one in [*others, *known.values()]]}, indent=1)
+        print(f"{trial.key}: accuracy {100 * result.accuracy:.2f} after {result.trained_steps} steps")
     results = [known[trial.key] for trial in trials if trial.key in known]
     if results:
         table = mqar_table(results)
@@ -64,7 +75,7 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _known(path: Path, trials: list[Trial]) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+def _known(path: Path, trials: list[Trial]) -> tuple[list[Trained], dict[str, Trained]]:
     """`read_known`; a damaged file is set aside."""
     try:
         return read_known(path, trials)
@@ -73,7 +84,7 @@ def _known(path: Path, trials: list[Trial]) -> tuple[list[dict[str, Any]], dict[
         return [], {}
 
 
-def _trained(trials: list[Trial], workers: int | None) -> Iterator[tuple[Trial, Any]]:
+def _trained(trials: list[Trial], workers: int | None) -> Iterator[Outcome]:
     """(trial, its result or the error), as they finish: in this process, or in several on all GPUs."""
     cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
     workers = min(workers or max(1, TRIALS_PER_GPU * cards), max(1, len(trials)))
@@ -86,7 +97,7 @@ def _trained(trials: list[Trial], workers: int | None) -> Iterator[tuple[Trial, 
         return
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
 
-    def in_a_pool(left: list[Trial]) -> Iterator[tuple[Trial, Any]]:
+    def in_a_pool(left: list[Trial]) -> Iterator[Outcome]:
         devices = context.Queue()
         for i in range(workers):
             devices.put(f"cuda:{i % cards}" if cards else "cpu")
@@ -107,8 +118,8 @@ def _trained(trials: list[Trial], workers: int | None) -> Iterator[tuple[Trial, 
 
 
 def _in_new_pools(
-    trials: list[Trial], in_a_pool: Callable[[list[Trial]], Iterator[tuple[Trial, Any]]]
-) -> Iterator[tuple[Trial, Any]]:
+    trials: list[Trial], in_a_pool: Callable[[list[Trial]], Iterator[Outcome]]
+) -> Iterator[Outcome]:
     """What `in_a_pool` yields. If a process dies, the remaining trials are trained in a new pool, as long as
     each pool finishes at least one."""
     left = trials
@@ -129,19 +140,19 @@ def _in_new_pools(
 
 def _as_trained(
     pool: Executor,
-    train: Callable[[Trial], dict[str, Any]],
+    train: Callable[[Trial], Trained],
     trials: list[Trial],
     tuned_first: list[Trial],
     tune: Callable[[Trial], None],
-) -> Iterator[tuple[Trial, Any]]:
+) -> Iterator[Outcome]:
     """(trial, its result or the error), as they finish in `pool`.
 
     Those of `tuned_first` start last: the kernels of each attention and width are autotuned first, one after
     another as each takes all cores, while the pool trains the rest.
     """
-    done: SimpleQueue[tuple[Trial, Any]] = SimpleQueue()
+    done: SimpleQueue[Outcome] = SimpleQueue()
 
-    def put(trial: Trial, future: Future[dict[str, Any]]) -> None:
+    def put(trial: Trial, future: Future[Trained]) -> None:
         if not future.cancelled():
             done.put((trial, future.exception() or future.result()))
 
@@ -183,5 +194,5 @@ def _take_device(devices: Any) -> None:
         torch.cuda.set_device(device)
 
 
-def _train_here(trial: Trial) -> dict[str, Any]:
+def _train_here(trial: Trial) -> Trained:
     return train_trial(trial, os.environ["LINGPT_MQAR_DEVICE"])

@@ -119,6 +119,23 @@ class Trial:
         return args.config()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Trained(Trial):
+    """A trained model: the accuracy per query on held-out sequences and its standard error over these; the
+    accuracies during training, as (step, accuracy)."""
+
+    accuracy: float
+    accuracy_stderr: float
+    parameters: int
+    curve: tuple[tuple[int, float], ...]
+    trained_steps: int
+    seconds: float
+    device: str = ""
+
+    def is_of(self, trial: Trial) -> bool:
+        return asdict(trial).items() <= asdict(self).items()
+
+
 def make_trials(
     attentions: list[str], widths: list[int], pairs: list[int], rates: list[float], **sizes: int
 ) -> list[Trial]:
@@ -137,12 +154,8 @@ def make_trials(
     return trials
 
 
-def train_trial(trial: Trial, device: str = "cpu") -> dict[str, Any]:
-    """Trains one model and scores it on 1,024 held-out sequences.
-
-    Returns the trial, `accuracy` (per query), its standard error over sequences, the accuracies during
-    training, steps and seconds. Stops early at an accuracy of `ENOUGH`.
-    """
+def train_trial(trial: Trial, device: str = "cpu") -> Trained:
+    """Trains one model and scores it on 1,024 held-out sequences. Stops early at an accuracy of `ENOUGH`."""
     started, where = time.monotonic(), torch.device(device)
     model = GPT.create(trial.config(), trial.seed, device=where)
     optimizer = torch.optim.AdamW(parameter_groups(model, 0.1), lr=trial.rate, betas=(0.9, 0.95))
@@ -162,19 +175,19 @@ def train_trial(trial: Trial, device: str = "cpu") -> dict[str, Any]:
         schedule.step()
         if step % every == 0 or step == trial.steps:
             found = accuracy(model, trial, where)
-            curve.append([step, round(found[0], 5)])
+            curve.append((step, round(found[0], 5)))
             if found[0] >= ENOUGH or not math.isfinite(loss.item()):
                 break
-    return {
+    return Trained(
         **asdict(trial),
-        "parameters": model.num_parameters(),
-        "accuracy": found[0],
-        "accuracy_stderr": found[1],
-        "curve": curve,
-        "trained_steps": step,
-        "seconds": round(time.monotonic() - started, 1),
-        "device": device_name(where),
-    }
+        accuracy=found[0],
+        accuracy_stderr=found[1],
+        parameters=model.num_parameters(),
+        curve=tuple(curve),
+        trained_steps=step,
+        seconds=round(time.monotonic() - started, 1),
+        device=device_name(where),
+    )
 
 
 def without_conv(attention: str) -> str:

@@ -1,4 +1,4 @@
-"""Associative recall (MQAR): the options of `lingpt mqar`, also used by `mqar` in a study's file."""
+"""The options of `lingpt mqar`, which are also those of `mqar` in a study's file."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,17 +8,16 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lingpt.common.arguments import as_word, parse_arguments
 from lingpt.common.errors import UserError
-from lingpt.study.config import Study
 
 if TYPE_CHECKING:
-    from lingpt.eval.mqar import Trial
+    from lingpt.eval.recall.mqar import Trial
 
 _WITH_CONV = ("gla", "ours", "ours-decay", "ours-gated", "ours-gated+output_gate")
 RENAMED = {"rates": "learning_rates"}  # old name → new name of an option
 DEFAULT = ("softmax", *(name + conv for name in _WITH_CONV for conv in ("", "+short_conv")))
 
 
-def configure_mqar(parser: ArgumentParser) -> None:
+def configure(parser: ArgumentParser) -> None:
     """Adds the options of `lingpt mqar` to `parser`."""
     add = parser.add_argument
     names = "attentions, with options after a +: ours-gated+output_gate+short_conv"
@@ -42,7 +41,7 @@ def configure_mqar(parser: ArgumentParser) -> None:
 
 def asked_trials(args: Namespace) -> "list[Trial]":
     """The models that the arguments describe. UserError if they are invalid."""
-    from lingpt.eval.mqar import make_trials
+    from lingpt.eval.recall.mqar import make_trials
 
     if args.workers is not None and args.workers < 1:
         raise UserError(f"--workers {args.workers}: give at least 1")
@@ -61,20 +60,17 @@ def command_line(options: Mapping[str, Any]) -> list[str]:
     return [word for key, values in given.items() for word in (f"--{key}", *map(as_word, values))]
 
 
-def trials_left(study: Study, folder: Path) -> "list[Trial]":
-    """The models of the study's MQAR that are not trained yet. UserError for options that `lingpt mqar` does
-    not accept."""
-    from lingpt.eval.mqar_results import RESULTS, read_known
+def trials_left(options: Mapping[str, Any], folder: Path) -> "list[Trial]":
+    """The models of a study's `mqar` that have no result in `folder`. UserError for options that `lingpt
+    mqar` does not accept."""
+    from lingpt.eval.recall.results import RESULTS, read_known
 
-    if study.mqar is None:
-        return []
     try:
-        words = command_line(study.mqar)
-        trials = asked_trials(parse_arguments("mqar", configure_mqar, words, renamed=RENAMED))
+        trials = asked_trials(parse_arguments("mqar", configure, command_line(options), renamed=RENAMED))
     except UserError as error:
         raise UserError(f"the study's `mqar`: {error}") from error
     try:
-        known = read_known(folder / "mqar" / RESULTS, trials)[1]
+        known = read_known(folder / RESULTS, trials)[1]
     except UserError:  # `lingpt mqar` sets the damaged file aside
         known = {}
     return [trial for trial in trials if trial.key not in known]
