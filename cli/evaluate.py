@@ -18,9 +18,18 @@ HELP = "Score checkpoints, and print the paper's Table 2, or another suite's tab
 RENAMED = {"out": "runs_dir", "longest": "max_length_factor"}
 
 
+class EvalFile(ActionConfigFile):
+    """`--config`: a YAML file."""
+
+    def __call__(self, parser, cfg, values, option_string=None):
+        if not Path(values).is_file():
+            raise UserError(f"no file {values!r}; --config takes a YAML file with these options")
+        super().__call__(parser, cfg, values, option_string)
+
+
 def configure(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("--config", action=ActionConfigFile, help="a YAML file with these options")
+    add("--config", action=EvalFile, help="a YAML file with these options")
     add(
         "--model",
         type=str | None,

@@ -53,8 +53,7 @@ class LinGPTLM(TemplateLM):
 
     Attributes:
         max_length: most tokens of context: the model's block size.
-        truncated: requests so far whose context was cut on the left to fit `max_length`.
-        cut_prompts: distinct contexts among those: a question's answers share theirs.
+        cut_prompts: distinct contexts so far that were cut on the left to fit `max_length`.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class LinGPTLM(TemplateLM):
         self.batch_tokens = batch_tokens
         self.max_length = model.config.block_size
         self.progress, self.name = progress, name
-        self.truncated = self.cut_prompts = 0
+        self.cut_prompts = 0
         weight = model.lm_head.weight
         self._device, self.dtype = weight.device, weight.dtype
 
@@ -201,7 +200,6 @@ class LinGPTLM(TemplateLM):
         cut: set[tuple[int, ...]] = set()
         for i, (context, continuation) in enumerate(pairs):
             if len(context) + len(continuation) > self.max_length + 1:
-                self.truncated += 1
                 cut.add(tuple(context))
             for start in range(0, len(continuation), self.max_length):
                 piece = continuation[start : start + self.max_length]

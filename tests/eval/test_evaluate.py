@@ -225,7 +225,7 @@ def test_each_answer_is_kept(checkpoint, eval_data):
         for metric, packed in entry.correct.items():
             bits = unpack_bits(packed, entry.documents)
             assert len(bits) == entry.documents and bits.mean() == pytest.approx(entry.metrics[metric])
-    assert scores["arc_easy (0-shot)"]["correct"].keys() == {"acc", "acc_norm"}
+    assert scores["arc_easy (0-shot)"].correct.keys() == {"acc", "acc_norm"}
 
 
 def test_two_commands_at_the_same_moment_keep_each_other_s_scores(checkpoint, at_the_same_moment):

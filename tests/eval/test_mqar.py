@@ -95,19 +95,16 @@ def test_what_is_trained_is_there_while_others_are_tuned_for():
     with ThreadPoolExecutor(2) as pool:
         results = _as_trained(
             pool,
-            lambda trial: {"attention": trial.attention},
+            trained,
             [*gla, softmax, *others],
             [*gla, *others],
             tune,
         )
-        assert next(results) == (softmax, {"attention": "softmax"})
+        assert next(results) == (softmax, trained(softmax))
         seen.set()
-        found = {(trial.width, trial.attention): str(result) for trial, result in results}
-    assert tuned == [32, 64]
-    assert found == {
-        **{(32, name): str({"attention": name}) for name in both},
-        **{(64, name): "no kernels" for name in both},
-    }
+        found = dict(results)
+    assert tuned == [32, 64] and {trial: found[trial] for trial in gla} == {t: trained(t) for t in gla}
+    assert [str(found[trial]) for trial in others] == ["no kernels"] * 2
 
 
 def test_a_process_that_dies_takes_no_other_model_along(capsys):
