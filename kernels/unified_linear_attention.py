@@ -1,0 +1,265 @@
+"""Linear attention with any decay, where one function is forward and backward (Qin et al., eq. 2, 8 and 9).
+
+    S_i = diag(exp l_i) S_{i−1} diag(exp r_i) + k_i v_iᵀ,    y_i = S_iᵀ q_i
+
+with log decays l of the key's and r of the value's dimension, each per head, per token or per channel. With L
+and R their cumulative sums
+
+    y_i = Σ_{j≤i} [(q_i ⊙ exp(L_i − L_j))·k_j] (v_j ⊙ exp(R_i − R_j)) =: f(q, k, v; L, R, →)
+
+and with ←, the same over j ≥ i with exp(L_j − L_i), exp(R_j − R_i), the backward pass is
+
+    dq = f(dy, v, k; R, L, →)      dk = f(v, dy, q; R, L, ←)      dv = f(k, q, dy; L, R, ←)
+    dL = q ⊙ dq − k ⊙ dk           dR = dy ⊙ y − v ⊙ dv           dl_t = Σ_{i≥t} dL_i,  dr_t = Σ_{i≥t} dR_i
+
+RetNet and lightning attention have one l per head, Mamba-2 and mLSTM one per token, GLA, HGRN-2 and gated
+retention one per channel. Plain PyTorch on any device, in fp32 (float64 for float64 inputs), differentiable
+any number of times, memory O(N).
+
+Every exponent is a difference that is ≤ 0. For decays per channel that takes two levels of chunks (GLA, Yang
+et al., §4.3): rows in blocks of 16 refer to the block's first row, the diagonal block is computed from the
+differences themselves.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lingpt.common.errors import UserError
+from lingpt.kernels.chunks import pad_to_chunks, to_tokens
+from lingpt.kernels.linear_attention.numerics import LOG_ZERO
+from lingpt.kernels.precision import state_dtype, true_fp32
+
+BLOCK = 16  # rows that share a reference row, if decays are per channel
+
+
+def unified_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    left: float | Tensor | None = None,
+    right: float | Tensor | None = None,
+    *,
+    reverse: bool = False,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = 64,
+) -> Tensor:
+    """y_i = Σ_{j≤i} [(q_i ⊙ exp(L_i − L_j))·k_j] (v_j ⊙ exp(R_i − R_j)), L and R the cumulative sums of `left`
+    and `right`.
+
+    Args:
+        q, k: [B, N, H, Dk]; v: [B, N, H, Dv]; one floating-point dtype and device.
+        left, right: log decays ≤ 0 (of tensors values are not checked): a number, [H], [B, N, H], or per
+            channel [B, N, H, Dk] and [B, N, H, Dv]. −inf is a reset: nothing before the token has weight.
+        reverse: sums over j ≥ i instead, with exp(L_j − L_i) and exp(R_j − R_i).
+        initial_state: [B, H, Dk, Dv], fp32 (float64 for float64 inputs): S before the first token; with
+            `reverse`, after the last.
+        cu_seqlens: [sequences + 1], the boundaries of sequences packed in one row (B = 1, no states).
+        chunk_size: tokens that are computed as one matrix product; a multiple of 16.
+
+    Returns:
+        y [B, N, H, Dv] in q's dtype. Every tensor argument gets a gradient.
+
+    Raises:
+        UserError: for shapes, dtypes, devices or numbers that do not fit.
+    """
+    return unified_linear_attention_with_state(
+        q, k, v, left, right,
+        reverse=reverse, initial_state=initial_state, cu_seqlens=cu_seqlens, chunk_size=chunk_size,
+    )[0]  # fmt: skip
+
+
+def unified_linear_attention_with_state(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    left: float | Tensor | None = None,
+    right: float | Tensor | None = None,
+    *,
+    reverse: bool = False,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = 64,
+) -> tuple[Tensor, Tensor]:
+    """`unified_linear_attention`, and the state after the last token, [B, H, Dk, Dv] in fp32 (float64).
+
+    With `reverse` it is the state before the first token, Σ_j diag(exp L_j) k_j v_jᵀ diag(exp R_j).
+    """
+    _check(q, k, v, initial_state, cu_seqlens, chunk_size)
+    l, r = _log_decay("left", left, q), _log_decay("right", right, v)
+    if cu_seqlens is not None:
+        l = _with_resets(l, cu_seqlens)
+    if initial_state is None:
+        initial_state = q.new_zeros(q.shape[0], q.shape[2], k.shape[3], v.shape[3], dtype=l.dtype)
+    if not reverse:
+        y, state = _Forward.apply(q, k, v, l, r, initial_state, chunk_size)
+        return y, state
+    # From the other end: token i then carries the decay of the token after it, and what is left is the first's.
+    q, k, v, l, r = (x.flip(1) for x in (q, k, v, l, r))
+    y, state = _Forward.apply(q, k, v, _one_later(l), _one_later(r), initial_state, chunk_size)
+    if l.shape[1]:
+        state = l[:, -1].exp().unsqueeze(-1) * state * r[:, -1].exp().unsqueeze(-2)
+    return y.flip(1), state
+
+
+class _Forward(torch.autograd.Function):
+    """y and the final state; the backward pass is the same function, with its arguments in other places."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, l, r, state, chunk_size):  # type: ignore[no-untyped-def]
+        with torch.no_grad(), true_fp32(q.device):
+            y, final = _chunkwise(q, k, v, l, r, state, chunk_size)
+        ctx.save_for_backward(q, k, v, l, r, state, y, final)
+        ctx.chunk_size = chunk_size
+        return y, final
+
+    @staticmethod
+    def backward(ctx, dy, dfinal):  # type: ignore[no-untyped-def]
+        q, k, v, l, r, state, y, final = ctx.saved_tensors
+        size, wide = {"chunk_size": ctx.chunk_size}, state.dtype
+        # In fp32, as the gradients of the decays are differences of the others.
+        q_, k_, v_, dy, y = (x.to(wide) for x in (q, k, v, dy, y))
+        dq = unified_linear_attention(dy, v_, k_, r, l, initial_state=state.mT, **size)
+        dk = unified_linear_attention(v_, dy, q_, r, l, reverse=True, initial_state=dfinal.mT, **size)
+        dv, dstate = unified_linear_attention_with_state(
+            k_, q_, dy, l, r, reverse=True, initial_state=dfinal, **size
+        )
+        at_end = final * dfinal  # the last L and R are factors of the returned state, too
+        dl = _decay_gradient(q_ * dq - k_ * dk, at_end.sum(-1), l)
+        dr = _decay_gradient(dy * y - v_ * dv, at_end.sum(-2), r)
+        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), dl, dr, dstate, None
+
+
+def _decay_gradient(d: Tensor, at_end: Tensor, log_decay: Tensor) -> Tensor:
+    """Σ_{i≥t} d_i + `at_end`, summed over channels if the decay has one for all of them."""
+    d, at_end = d.double(), at_end.double()
+    if log_decay.shape[-1] == 1:
+        d, at_end = d.sum(-1, keepdim=True), at_end.sum(-1, keepdim=True)
+    return (d.flip(1).cumsum(1).flip(1) + at_end[:, None]).to(log_decay.dtype)
+
+
+# The chunkwise form. [B, H, chunks, C, ·] throughout; L and R restart in every chunk.
+
+
+def _chunkwise(q, k, v, l, r, state, chunk_size):  # type: ignore[no-untyped-def]
+    dtype, N = state.dtype, q.shape[1]
+    C = min(chunk_size, BLOCK * max(1, -(-N // BLOCK)))
+    Q, K, V = (pad_to_chunks(x.to(dtype), C) for x in (q, k, v))
+    L, R = (pad_to_chunks(x.double(), C).cumsum(3) for x in (l, r))
+    from_start_L, from_start_R = L.exp().to(dtype), R.exp().to(dtype)
+    to_end_L, to_end_R = ((X[..., -1:, :] - X).exp().to(dtype) for X in (L, R))
+
+    sums = (K * to_end_L).mT @ (V * to_end_R)  # [B, H, chunks, Dk, Dv]
+    whole = from_start_L[..., -1:, :].mT * from_start_R[..., -1:, :]
+    before = []
+    for chunk in range(sums.shape[2]):
+        before.append(state)
+        state = whole[:, :, chunk] * state + sums[:, :, chunk]
+    if not before:
+        return torch.zeros_like(v), state.clone()
+    past = ((Q * from_start_L) @ torch.stack(before, 2)) * from_start_R
+    y = _weighted_sums(_scores(Q, K, L), V, R) + past
+    return to_tokens(y, N).to(q.dtype).contiguous(), state
+
+
+def _scores(Q: Tensor, K: Tensor, L: Tensor) -> Tensor:
+    """Σ_d q_id k_jd exp(L_id − L_jd) for j ≤ i, else 0: [.., C, C]."""
+    C = Q.shape[-2]
+    if L.shape[-1] == 1:
+        return (Q @ K.mT) * _decays_within(L, Q.dtype).squeeze(-1)
+    scores = Q.new_zeros(*Q.shape[:-1], C)
+    for first in range(0, C, BLOCK):
+        rows, past = slice(first, first + BLOCK), slice(0, first)
+        fade = _decays_within(L[..., rows, :], Q.dtype)
+        block = torch.einsum("...id,...jd,...ijd->...ij", Q[..., rows, :], K[..., rows, :], fade)
+        scores[..., rows, rows] = block
+        q_fade, k_fade = _around(L, rows, past, Q.dtype)
+        scores[..., rows, past] = (Q[..., rows, :] * q_fade) @ (K[..., past, :] * k_fade).mT
+    return scores
+
+
+def _weighted_sums(P: Tensor, V: Tensor, R: Tensor) -> Tensor:
+    """Σ_{j≤i} P_ij v_jd exp(R_id − R_jd): [.., C, Dv], for P that is 0 above the diagonal."""
+    C = V.shape[-2]
+    if R.shape[-1] == 1:
+        return (P * _decays_within(R, V.dtype).squeeze(-1)) @ V
+    y = torch.empty_like(V)
+    for first in range(0, C, BLOCK):
+        rows, past = slice(first, first + BLOCK), slice(0, first)
+        fade = _decays_within(R[..., rows, :], V.dtype)
+        block = torch.einsum("...ij,...jd,...ijd->...id", P[..., rows, rows], V[..., rows, :], fade)
+        y_fade, v_fade = _around(R, rows, past, V.dtype)
+        y[..., rows, :] = block + y_fade * (P[..., rows, past] @ (V[..., past, :] * v_fade))
+    return y
+
+
+def _decays_within(G: Tensor, dtype: torch.dtype) -> Tensor:
+    """exp(G_i − G_j) for j ≤ i, else 0: [.., C, C, D] for G [.., C, D]."""
+    C = G.shape[-2]
+    causal = torch.ones(C, C, dtype=torch.bool, device=G.device).tril()[..., None]
+    differences = G[..., :, None, :] - G[..., None, :, :]
+    return differences.masked_fill(~causal, float("-inf")).exp().to(dtype)
+
+
+def _around(G: Tensor, rows: slice, past: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """exp(G_i − G_r) of `rows` and exp(G_r − G_j) of the `past` tokens, r the first row: neither exceeds 1."""
+    reference = G[..., rows, :][..., :1, :]
+    return (G[..., rows, :] - reference).exp().to(dtype), (reference - G[..., past, :]).exp().to(dtype)
+
+
+# The arguments.
+
+
+def _check(q, k, v, state, cu_seqlens, chunk_size):  # type: ignore[no-untyped-def]
+    if q.ndim != 4 or k.shape != q.shape or v.ndim != 4 or v.shape[:-1] != q.shape[:-1]:
+        shapes = ", ".join(f"{n} {list(x.shape)}" for n, x in {"q": q, "k": k, "v": v}.items())
+        raise UserError(f"q and k must be [B, N, H, Dk] and v [B, N, H, Dv]; got {shapes}")
+    if not q.is_floating_point() or not (q.dtype == k.dtype == v.dtype):
+        raise UserError(f"q, k and v must have one floating-point dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
+    shape, dtype = (q.shape[0], q.shape[2], q.shape[3], v.shape[3]), state_dtype(q.dtype)
+    if state is not None and (state.shape != shape or state.dtype != dtype):
+        raise UserError(f"initial_state must be {dtype} {list(shape)}; got {state.dtype} {list(state.shape)}")
+    if chunk_size < BLOCK or chunk_size % BLOCK:
+        raise UserError(f"chunk_size={chunk_size} must be a multiple of {BLOCK}")
+    if cu_seqlens is not None and (q.shape[0] != 1 or state is not None):
+        raise UserError("cu_seqlens needs B = 1 and no initial_state: a packed row is one batch entry")
+    if cu_seqlens is not None and (
+        cu_seqlens.ndim != 1 or not cu_seqlens.numel() or cu_seqlens.is_floating_point()
+    ):
+        raise UserError(f"cu_seqlens must be integers [sequences + 1]; got {list(cu_seqlens.shape)}")
+
+
+def _log_decay(name: str, decay: float | Tensor | None, x: Tensor) -> Tensor:
+    """The log decay as [B, N, H, 1 or D], at least LOG_ZERO, in fp32 (float64)."""
+    B, N, H, D = x.shape
+    dtype = state_dtype(x.dtype)
+    if decay is None or not isinstance(decay, Tensor):
+        number = float(decay or 0.0)
+        if not number <= 0:
+            raise UserError(f"{name}={number} must be a log decay, at most 0")
+        decay = x.new_full((), number, dtype=dtype).expand(H)
+    if decay.shape == (H,):
+        decay = decay.expand(B, N, H)
+    if decay.shape == (B, N, H):
+        decay = decay.unsqueeze(-1)
+    if decay.shape not in ((B, N, H, 1), (B, N, H, D)) or not decay.is_floating_point():
+        raise UserError(
+            f"{name} must be a number, [H], [B, N, H] or [B, N, H, {D}] of floating point, with H = {H}; "
+            f"got {decay.dtype} {list(decay.shape)}"
+        )
+    return decay.to(dtype).clamp(min=LOG_ZERO[dtype])
+
+
+def _with_resets(log_decay: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """The log decays with a reset at the first token of each packed sequence."""
+    N = log_decay.shape[1]
+    first = torch.zeros(N + 1, dtype=torch.bool, device=log_decay.device)
+    first = first.index_fill(0, cu_seqlens.long(), True)[:N]
+    return log_decay.masked_fill(first[None, :, None, None], LOG_ZERO[log_decay.dtype])
+
+
+def _one_later(log_decay: Tensor) -> Tensor:
+    """Token i's log decay at token i + 1; none at the first."""
+    return torch.cat((torch.zeros_like(log_decay[:, :1]), log_decay[:, :-1]), 1)

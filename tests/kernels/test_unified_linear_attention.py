@@ -1,0 +1,170 @@
+"""One function for forward and backward, with any decay, against its recurrence in float64."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lingpt.common.errors import UserError
+from lingpt.kernels.unified_linear_attention import (
+    unified_linear_attention,
+    unified_linear_attention_with_state,
+)
+
+B, N, H, DK, DV = 2, 75, 3, 8, 12
+KINDS = ("none", "head", "token", "channel")
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def decay(kind: str, D: int, seed: int) -> torch.Tensor | None:
+    """Log decays; those per token and channel have steep ones and resets."""
+    shape = {"none": (), "head": (H,), "token": (B, N, H), "channel": (B, N, H, D)}[kind]
+    if not shape:
+        return None
+    g = F.logsigmoid(3 + 2 * randn(*shape, seed=seed))
+    if kind in ("token", "channel"):
+        g[:, 11] = -40.0
+        g[:, 30] = float("-inf")
+    return g.requires_grad_()
+
+
+def inputs(left: str = "channel", right: str = "none") -> tuple:
+    q, k = (randn(B, N, H, DK, seed=i).requires_grad_() for i in (1, 2))
+    v, state = randn(B, N, H, DV, seed=3).requires_grad_(), randn(B, H, DK, DV, seed=4).requires_grad_()
+    return q, k, v, decay(left, DK, 5), decay(right, DV, 6), state
+
+
+def by_recurrence(q, k, v, left, right, state, reverse=False):
+    """The definition token by token; in reverse a token's decay is applied on the way to the one before."""
+
+    def full(g, D):
+        g = torch.zeros(H, dtype=q.dtype) if g is None else g
+        g = g.expand(B, N, H) if g.ndim == 1 else g
+        g = g.unsqueeze(-1) if g.ndim == 3 else g
+        return g.expand(B, N, H, D).clamp(min=-1000.0)
+
+    left, right, rows = full(left, DK), full(right, DV), []
+    for i in reversed(range(N)) if reverse else range(N):
+        decay = left[:, i].exp()[..., None] * right[:, i].exp()[..., None, :]
+        own = k[:, i, ..., None] * v[:, i, ..., None, :]
+        seen = state + own if reverse else decay * state + own
+        rows.append((q[:, i, ..., None] * seen).sum(-2))
+        state = decay * seen if reverse else seen
+    return torch.stack(rows[::-1] if reverse else rows, 1), state
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(("left", "right"), itertools.product(KINDS, KINDS))
+def test_the_function_is_its_recurrence_and_so_are_its_gradients(left, right, reverse):
+    q, k, v, l, r, state = inputs(left, right)
+    dy, dstate = randn(B, N, H, DV, seed=7), randn(B, H, DK, DV, seed=8)
+    wanted = [x for x in (q, k, v, l, r, state) if x is not None]
+    found = []
+    for call in (
+        lambda: unified_linear_attention_with_state(q, k, v, l, r, reverse=reverse, initial_state=state),
+        lambda: by_recurrence(q, k, v, l, r, state, reverse),
+    ):
+        y, final = call()
+        gradients = torch.autograd.grad((y * dy).sum() + (final * dstate).sum(), wanted)
+        found.append((y, final, *(g.nan_to_num() for g in gradients)))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
+
+
+def test_the_backward_pass_is_the_function_with_its_arguments_permuted():
+    """Qin et al., eq. 8, as a user would write it."""
+    q, k, v, l, r, _ = inputs("channel", "channel")
+    y = unified_linear_attention(q, k, v, l, r)
+    dy = randn(B, N, H, DV, seed=7)
+    dq, dk, dv, dl = torch.autograd.grad(y, (q, k, v, l), dy)
+    with torch.no_grad():
+        again = (
+            unified_linear_attention(dy, v, k, r, l),
+            unified_linear_attention(v, dy, q, r, l, reverse=True),
+            unified_linear_attention(k, q, dy, l, r, reverse=True),
+        )
+    for ours, theirs in zip((dq, dk, dv), again, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    gradient = (q * dq - k * dk).flip(1).cumsum(1).flip(1)
+    torch.testing.assert_close(dl, gradient.masked_fill(l <= -1000.0, 0.0))
+
+
+def test_second_derivatives():
+    q, k, v, l, r, _ = inputs("channel", "token")
+    few = [x[:, :20].detach().requires_grad_() for x in (q, k, v, l.clamp(min=-5), r.clamp(min=-5))]
+    assert torch.autograd.gradgradcheck(unified_linear_attention, few)
+
+
+@pytest.mark.parametrize("left", ["token", "channel"])
+def test_fp32_is_near_float64_over_long_and_steep_sequences(left):
+    """Guards: exponents above 0, which overflow where decays are steep."""
+    shape = (1, 2000, 2) if left == "token" else (1, 2000, 2, DK)
+    q, k, v = (randn(1, 2000, 2, DK, seed=i) for i in range(3))
+    g = F.logsigmoid(6 * randn(*shape, seed=4))
+    exact = unified_linear_attention(q, k, v, g)
+    ours = unified_linear_attention(q.float(), k.float(), v.float(), g.float())
+    assert (ours - exact).norm() < 1e-5 * exact.norm()
+
+
+@pytest.mark.parametrize("chunk_size", [16, 32, 128])
+def test_the_chunk_size_changes_nothing_but_rounding(chunk_size):
+    q, k, v, l, r, _ = inputs("channel", "channel")
+    one, other = (unified_linear_attention(q, k, v, l, r, chunk_size=size) for size in (64, chunk_size))
+    torch.testing.assert_close(one, other)
+
+
+def test_packed_sequences_are_single_ones():
+    """Guards: a token that reads the sequence before its own, in either direction."""
+    q, k, v = (randn(1, 60, H, D, seed=i) for i, D in enumerate((DK, DK, DV)))
+    l = F.logsigmoid(randn(1, 60, H, DK, seed=5))
+    bounds = torch.tensor([0, 17, 17, 44, 60])
+    for reverse in (False, True):
+        packed = unified_linear_attention(q, k, v, l, cu_seqlens=bounds, reverse=reverse)
+        for a, b in itertools.pairwise(bounds.tolist()):
+            single = unified_linear_attention(q[:, a:b], k[:, a:b], v[:, a:b], l[:, a:b], reverse=reverse)
+            torch.testing.assert_close(packed[:, a:b], single)
+
+
+def test_a_sequence_in_two_parts():
+    q, k, v, l, r, _ = inputs("channel", "channel")
+    whole, end = unified_linear_attention_with_state(q, k, v, l, r)
+    parts, state = [], None
+    for part in (slice(0, 33), slice(33, N)):
+        given = (x[:, part] for x in (q, k, v, l, r))
+        y, state = unified_linear_attention_with_state(*given, initial_state=state)
+        parts.append(y)
+    torch.testing.assert_close(torch.cat(parts, 1), whole)
+    torch.testing.assert_close(state, end)
+
+
+def test_no_tokens_and_one():
+    for n in (0, 1):
+        q, k, v = (randn(B, n, H, DK, seed=i).requires_grad_() for i in range(3))
+        y, state = unified_linear_attention_with_state(q, k, v, -0.1)
+        (y.sum() + state.sum()).backward()
+        assert y.shape == q.shape and q.grad.shape == q.shape and state.shape == (B, H, DK, DK)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"left": 0.1}, "left=0.1 must be a log decay, at most 0"),
+        (
+            {"right": torch.zeros(B, N, H, DK)},
+            r"right must be a number, \[H\], \[B, N, H\] or \[B, N, H, 12\]",
+        ),
+        ({"v": torch.zeros(B, N, H)}, r"q and k must be \[B, N, H, Dk\] and v \[B, N, H, Dv\]"),
+        ({"k": torch.zeros(B, N, H, DK)}, "one floating-point dtype"),
+        ({"initial_state": torch.zeros(B, H, DV, DK)}, "initial_state must be torch.float64"),
+        ({"chunk_size": 24}, "chunk_size=24 must be a multiple of 16"),
+        ({"cu_seqlens": torch.tensor([0, N])}, "cu_seqlens needs B = 1"),
+    ],
+)
+def test_a_mistake_is_a_line(change, message):
+    q, k, v, *_ = inputs()
+    with pytest.raises(UserError, match=message):
+        unified_linear_attention(**({"q": q, "k": k, "v": v} | change))
