@@ -96,7 +96,7 @@ def unified_linear_attention_with_state(
     if not reverse:
         y, state = _Forward.apply(q, k, v, l, r, initial_state, chunk_size)
         return y, state
-    # From the other end: token i then carries the decay of the token after it, and what is left is the first's.
+    # From the other end a token carries the decay of the one after it; the first token's is applied last.
     q, k, v, l, r = (x.flip(1) for x in (q, k, v, l, r))
     y, state = _Forward.apply(q, k, v, _one_later(l), _one_later(r), initial_state, chunk_size)
     if l.shape[1]:
@@ -204,7 +204,7 @@ def _decays_within(G: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _around(G: Tensor, rows: slice, past: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """exp(G_i − G_r) of `rows` and exp(G_r − G_j) of the `past` tokens, r the first row: neither exceeds 1."""
+    """exp(G_i − G_r) of `rows` and exp(G_r − G_j) of `past`, r the first row: neither exceeds 1."""
     reference = G[..., rows, :][..., :1, :]
     return (G[..., rows, :] - reference).exp().to(dtype), (reference - G[..., past, :]).exp().to(dtype)
 
