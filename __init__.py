@@ -22,6 +22,10 @@ if TYPE_CHECKING:
         linear_attention_qkv_with_state,
         linear_attention_with_state,
     )
+    from lingpt.kernels.unified_linear_attention import (
+        unified_linear_attention,
+        unified_linear_attention_with_state,
+    )
 
 __all__ = [
     "LinearAttentionState",
@@ -32,16 +36,21 @@ __all__ = [
     "linear_attention_qkv",
     "linear_attention_qkv_with_state",
     "linear_attention_with_state",
+    "unified_linear_attention",
+    "unified_linear_attention_with_state",
 ]
 
-_LINEAR, _GATED = "lingpt.kernels.linear_attention", "lingpt.kernels.gated_linear_attention"
+_MODULES = {
+    "gated": "gated_linear_attention",
+    "unified": "unified_linear_attention",
+}  # by a name's first word
 
 
 def __getattr__(name: str) -> object:
     if name == "UserError":
         module = "lingpt.common.errors"
     elif name in __all__:
-        module = _GATED if name.startswith("gated") else _LINEAR
+        module = f"lingpt.kernels.{_MODULES.get(name.partition('_')[0], 'linear_attention')}"
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(module), name)

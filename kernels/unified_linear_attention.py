@@ -27,9 +27,14 @@ import torch
 from torch import Tensor
 
 from lingpt.common.errors import UserError
-from lingpt.kernels.chunks import pad_to_chunks, to_tokens
-from lingpt.kernels.linear_attention.numerics import LOG_ZERO
-from lingpt.kernels.precision import state_dtype, true_fp32
+from lingpt.kernels.numerics import (
+    LOG_ZERO,
+    pad_to_chunks,
+    reverse_running_sum,
+    state_dtype,
+    to_tokens,
+    true_fp32,
+)
 
 BLOCK = 16  # rows that share a reference row, if decays are per channel
 
@@ -46,8 +51,8 @@ def unified_linear_attention(
     cu_seqlens: Tensor | None = None,
     chunk_size: int = 64,
 ) -> Tensor:
-    """y_i = Σ_{j≤i} [(q_i ⊙ exp(L_i − L_j))·k_j] (v_j ⊙ exp(R_i − R_j)), L and R the cumulative sums of `left`
-    and `right`.
+    """y_i = Σ_{j≤i} [(q_i ⊙ exp(L_i − L_j))·k_j] (v_j ⊙ exp(R_i − R_j)), with L and R the cumulative sums of
+    `left` and `right`.
 
     Args:
         q, k: [B, N, H, Dk]; v: [B, N, H, Dv]; one floating-point dtype and device.
@@ -137,7 +142,7 @@ def _decay_gradient(d: Tensor, at_end: Tensor, log_decay: Tensor) -> Tensor:
     d, at_end = d.double(), at_end.double()
     if log_decay.shape[-1] == 1:
         d, at_end = d.sum(-1, keepdim=True), at_end.sum(-1, keepdim=True)
-    return (d.flip(1).cumsum(1).flip(1) + at_end[:, None]).to(log_decay.dtype)
+    return (reverse_running_sum(d, 1) + at_end[:, None]).to(log_decay.dtype)
 
 
 # The chunkwise form. [B, H, chunks, C, ·] throughout; L and R restart in every chunk.
