@@ -6,20 +6,18 @@ with a gate α_t ∈ (0, 1] for every key dimension. Four implementations: the d
 plain PyTorch (any device, analytical backward), the recurrence for decoding, and fla-core's Triton kernel.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import threading
 import warnings
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from lingpt.common.errors import UserError, unknown
 from lingpt.common.install import install_command
-from lingpt.kernels.custom_op import CustomOp, Outputs
 from lingpt.kernels.numerics import pad_to_chunks, reverse_running_sum, state_dtype, to_tokens, true_fp32
 
 CHUNK, SUBCHUNK = 64, 16
@@ -78,10 +76,13 @@ def gated_linear_attention_with_state(
     _check(q, k, v, log_gate, initial_state)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     backend = choose(backend, q)
-    if backend == "chunkwise":
-        return _attend(GLACall(q, k, v, log_gate, initial_state, scale))
-    form = {"reference": _reference, "recurrent": _recurrent, "fla": fla_attention}[backend]
-    return form(q, k, v, log_gate, initial_state, scale)
+    forms = {
+        "chunkwise": _chunkwise,
+        "reference": _reference,
+        "recurrent": _recurrent,
+        "fla": fla_attention,
+    }
+    return forms[backend](q, k, v, log_gate, initial_state, scale)
 
 
 def gated_linear_attention_flops(B: int, N: int, H: int, Dk: int, Dv: int) -> int:
@@ -208,31 +209,27 @@ def _chunk_gla(q, k, v, log_gate, initial_state, scale):
 #   within a sub-chunk  exp(G_i − G_j) itself, one column at a time, so that memory stays O(N·Dk).
 
 
-class GLACall(NamedTuple):
-    """The arguments of the chunkwise form, checked (kernels/custom_op.py)."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    log_gate: Tensor
-    state: Tensor | None
-    scale: float
-
-
-def _forward(call: GLACall) -> Outputs:
-    with torch.no_grad(), true_fp32(call.q.device):
-        Q, K, V, G = _chunks(call)
-        before, final = _states(K, V, G, call.state)
+@torch.library.custom_op("lingpt::gated_linear_attention_fwd", mutates_args=())
+def _chunkwise(
+    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, state: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    with torch.no_grad(), true_fp32(q.device):
+        Q, K, V, G = _chunks(q, k, v, log_gate, scale)
+        before, final = _states(K, V, G, state)
         o = _scores(Q, K, G) @ V + (Q * G.exp()) @ before
-        return to_tokens(o, call.q.shape[1]).to(call.q.dtype).contiguous(), final
+        return to_tokens(o, q.shape[1]).to(q.dtype).contiguous(), final
 
 
-def _backward(call: GLACall, _saved: Outputs, gradients: Outputs) -> Outputs:
-    do, dfinal = gradients
-    with torch.no_grad(), true_fp32(call.q.device):
-        N, (Q, K, V, G) = call.q.shape[1], _chunks(call)
+@torch.library.custom_op("lingpt::gated_linear_attention_bwd", mutates_args=())
+def _chunkwise_backward(
+    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, state: Tensor | None, scale: float,
+    do: Tensor | None, dfinal: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
+    """The gradients of q, k, v, log_gate and, if there is one, of the initial state."""
+    with torch.no_grad(), true_fp32(q.device):
+        N, (Q, K, V, G) = q.shape[1], _chunks(q, k, v, log_gate, scale)
         dO = torch.zeros_like(V) if do is None else pad_to_chunks(do.to(Q.dtype), Q.shape[3])
-        before, final = _states(K, V, G, call.state)
+        before, final = _states(K, V, G, state)
         after, dinitial = _adjoints(Q, dO, G, dfinal)
 
         from_start, to_end = G.exp(), (G[..., -1:, :] - G).exp()
@@ -247,17 +244,54 @@ def _backward(call: GLACall, _saved: Outputs, gradients: Outputs) -> Outputs:
             dG[:, -1] += (final * dfinal).sum(-1)
         dlog_gate = reverse_running_sum(dG, 1)
 
-        found = (to_tokens(call.scale * dQ, N), to_tokens(dK, N), to_tokens(dV, N), dlog_gate)
-        own = (g.to(x.dtype).contiguous() for g, x in zip(found, call[:4], strict=True))
-        return *own, dinitial if call.state is not None else None
+        found = (to_tokens(scale * dQ, N), to_tokens(dK, N), to_tokens(dV, N), dlog_gate)
+        own = [d.to(x.dtype).contiguous() for d, x in zip(found, (q, k, v, log_gate), strict=True)]
+        return own if state is None else [*own, dinitial]
 
 
-def _chunks(call: GLACall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@_chunkwise.register_fake
+def _(q, k, v, log_gate, state, scale):
+    B, _, H, Dk = q.shape
+    return v.new_empty(v.shape), v.new_empty(B, H, Dk, v.shape[-1], dtype=state_dtype(q.dtype))
+
+
+@_chunkwise_backward.register_fake
+def _(q, k, v, log_gate, state, scale, do, dfinal):
+    return [x.new_empty(x.shape) for x in (q, k, v, log_gate, state) if x is not None]
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, do: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
+    gradients = _chunkwise_backward(*ctx.saved_tensors, ctx.scale, do, dfinal)
+    return *gradients, *[None] * (6 - len(gradients))
+
+
+_chunkwise.register_autograd(_differentiate, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.lingpt.gated_linear_attention_fwd)
+def _flops(q: tuple, k: tuple, v: tuple, *_: Any, **__: Any) -> int:
+    return gated_linear_attention_flops(*q, v[-1])
+
+
+@register_flop_formula(torch.ops.lingpt.gated_linear_attention_bwd)
+def _flops_backward(q: tuple, k: tuple, v: tuple, *_: Any, **__: Any) -> int:
+    return 2 * gated_linear_attention_flops(*q, v[-1])
+
+
+def _chunks(
+    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """scale·q, k and v in chunks, and G. The last chunk is padded with zeros (and gates of 1)."""
-    dtype, N = state_dtype(call.q.dtype), call.q.shape[1]
+    dtype, N = state_dtype(q.dtype), q.shape[1]
     C = min(CHUNK, SUBCHUNK * max(1, -(-N // SUBCHUNK)))
-    Q, K, V, gates = (pad_to_chunks(x.to(dtype), C) for x in call[:4])
-    return Q * call.scale, K, V, gates.cumsum(3)
+    Q, K, V, gates = (pad_to_chunks(x.to(dtype), C) for x in (q, k, v, log_gate))
+    return Q * scale, K, V, gates.cumsum(3)
 
 
 def _states(K: Tensor, V: Tensor, G: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -319,26 +353,3 @@ def _scores_backward(dA: Tensor, Q: Tensor, K: Tensor, G: Tensor) -> tuple[Tenso
             dq[..., j:, :] += weighted * k[..., j : j + 1, :]
             dk[..., j, :] += (weighted * q[..., j:, :]).sum(-2)
     return dQ, dK
-
-
-def _fake_forward(call: GLACall) -> Outputs:
-    B, _, H, Dk = call.q.shape
-    state = call.v.new_empty(B, H, Dk, call.v.shape[-1], dtype=state_dtype(call.q.dtype))
-    return call.v.new_empty(call.v.shape), state
-
-
-def _flops(shapes: Any) -> int:
-    (B, N, H, Dk), Dv = shapes.q, shapes.v[-1]
-    return gated_linear_attention_flops(B, N, H, Dk, Dv)
-
-
-_attend = CustomOp(
-    "gated_linear_attention",
-    GLACall,
-    forward=_forward,
-    fake_forward=_fake_forward,
-    backward=_backward,
-    flops=_flops,
-    gradients_of=("q", "k", "v", "log_gate", "state"),
-    outputs=("o", "state"),
-).register()

@@ -5,6 +5,10 @@
 The schema comes from `Call`; both passes are those of the backend that `choose` takes: the CUDA kernel if it
 can serve the call, else the chunkwise form. torch.compile does not trace that choice. The other two forms,
 reference and recurrent, are differentiated by autograd and are called by interface.py.
+
+Autograd is not `torch.library.register_autograd`'s, which spends 50 µs per call on a schema's defaults, and a
+call that nothing observes skips the dispatcher: for short sequences that takes as long as the launches. Both
+use private names of PyTorch. If a release lacks one, the public interface is used.
 """
 
 from __future__ import annotations
@@ -12,13 +16,14 @@ from __future__ import annotations
 import functools
 import importlib
 import warnings
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from lingpt.common.errors import UserError
-from lingpt.kernels import custom_op
 from lingpt.kernels.linear_attention import chunkwise
 from lingpt.kernels.linear_attention.call import (
     Call,
@@ -31,8 +36,28 @@ from lingpt.kernels.linear_attention.call import (
 )
 from lingpt.kernels.numerics import state_dtype
 
+try:
+    from torch import _is_functional_tensor
+    from torch._C import (
+        _are_functorch_transforms_active,
+        _AutoDispatchBelowAutograd,
+        _is_tracing,
+        _len_torch_dispatch_stack,
+        _len_torch_function_stack,
+    )
+    from torch._C._autograd import _profiler_enabled
+    from torch._C._functorch import is_legacy_batchedtensor
+
+    HAS_SHORTCUTS = True
+except ImportError:
+    HAS_SHORTCUTS = False
+
+Results = tuple[Tensor | None, ...]  # of an operator; None for what was not requested
+
 _NO_STATE = (None,) * 4
+_OUTPUTS = ("o", "stats", "S", "z", "c", "n")
 _INPUTS = ("projected", "qkv", "q", "k", "v")  # a call has `projected`, `qkv`, or q, k and v
+_GRADIENTS_OF = (*_INPUTS, "a", "b", "token_log_decay", "gate_bias", "S", "z", "c", "n")
 
 
 class Backend(Protocol):
@@ -95,13 +120,13 @@ def linear_attention_flops(B: int, N: int, H: int, D: int, causal: bool = True) 
     return B * N * H * (4 * D * D + within)
 
 
-def _forward(call: Call) -> custom_op.Outputs:
+def _forward(call: Call) -> Results:
     call = call.unpacked()
     o, stats, state = choose(call).forward(call)
     return o, stats, *(state or _NO_STATE)
 
 
-def _backward(given: Call, saved: custom_op.Outputs, gradients: custom_op.Outputs) -> custom_op.Outputs:
+def _backward(given: Call, saved: Results, gradients: Results) -> Results:
     call, (o, stats, *parts), (do, *dparts) = given.unpacked(), saved, gradients
     assert o is not None and stats is not None
     outputs = Outputs(o, stats, LinearAttentionState(*parts) if call.return_state else None)  # type: ignore[arg-type]
@@ -135,7 +160,7 @@ def _whole_state(call: Call, dparts: list[Tensor | None]) -> LinearAttentionStat
     return LinearAttentionState(*(zero if x is None else x for x, zero in zip(dparts, zeros, strict=True)))
 
 
-def _fake_forward(call: Call) -> custom_op.Outputs:
+def _fake_forward(call: Call) -> Results:
     call = call.unpacked()
     (B, N, H, D), given = call.shape, call.inputs[0]
     stats = given.new_empty(3, B, H, N, dtype=state_dtype(call.dtype))
@@ -151,15 +176,165 @@ def _flops(shapes: Any) -> int:
     return linear_attention_flops(B, N, H, D, shapes.causal)
 
 
-attend = custom_op.CustomOp(
-    "linear_attention",
-    Call,
-    forward=_forward,
-    fake_forward=_fake_forward,
-    backward=_backward,
-    flops=_flops,
-    gradients_of=(*_INPUTS, "a", "b", "token_log_decay", "gate_bias", "S", "z", "c", "n"),
-    outputs=("o", "stats", "S", "z", "c", "n"),
-    saved=("o", "stats", "S", "z", "c", "n"),
-    constant=("stats",),
-).register()
+# The registration: the schema, shapes for the compiler, FLOPs (an operator without a formula counts as zero,
+# so MFU would be wrong) and autograd.
+
+_KINDS = get_type_hints(Call)
+_NUMBERS = {kind: kind.__name__ for kind in (float, int, bool, str)}
+_SCHEMA_TYPES = {Tensor | None: "Tensor?"} | _NUMBERS
+_N_TENSORS = sum(kind not in _NUMBERS for kind in _KINDS.values())  # the first fields
+# The types of the operator's arguments, excluding subclasses that override torch functions.
+_PLAIN_TYPES = {Tensor, torch.nn.Parameter, type(None), *_NUMBERS}
+_library = torch.library.Library("lingpt", "FRAGMENT")
+
+
+def _call_of(args: Sequence[Any]) -> Call:
+    return Call(*args[: len(_KINDS)])
+
+
+def _filled(results: Iterable[Tensor | None]) -> tuple[Tensor, ...]:
+    """Replaces outputs that were not requested by empty tensors: an operator can return only tensors."""
+    results = tuple(results)
+    first = next(x for x in results if x is not None)
+    return tuple(first.new_empty(0) if x is None else x for x in results)
+
+
+def _run_backward(*args: Any) -> tuple[Tensor, ...]:
+    rest = args[len(_KINDS) :]
+    return _filled(_backward(_call_of(args), rest[: len(_OUTPUTS)], rest[len(_OUTPUTS) :]))
+
+
+def _fake_backward(*args: Any) -> tuple[Tensor, ...]:
+    inputs = [getattr(_call_of(args), name) for name in _GRADIENTS_OF]
+    return _filled(None if x is None else x.new_empty(x.shape) for x in inputs)
+
+
+def _define(
+    name: str, arguments: list[str], outputs: int, run: Callable, fake: Callable, flops: Callable
+) -> torch._ops.OpOverload:
+    """Defines an operator that returns so many tensors, without its autograd."""
+    _library.define(f"{name}({', '.join(arguments)}) -> ({', '.join(['Tensor'] * outputs)})")
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"lingpt::{name}", fake, lib=_library)
+    operator = getattr(torch.ops.lingpt, name)
+    register_flop_formula(operator)(flops)
+    return operator.default
+
+
+_arguments = [f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in _KINDS.items()]
+_forward_op = _define(
+    "linear_attention_fwd",
+    _arguments,
+    len(_OUTPUTS),
+    run=lambda *args: _filled(_forward(_call_of(args))),
+    fake=lambda *args: _filled(_fake_forward(_call_of(args))),
+    flops=lambda *args, **_: _flops(_call_of(args)),
+)
+# The final state has the same names as the initial one, and Inductor rejects duplicate argument names.
+_saved = [f"Tensor? saved_{name}" for name in _OUTPUTS]
+_d_outputs = [f"Tensor? d{name}" for name in _OUTPUTS if name != "stats"]
+_backward_op = _define(
+    "linear_attention_bwd",
+    [*_arguments, *_saved, *_d_outputs],
+    len(_GRADIENTS_OF),
+    run=_run_backward,
+    fake=_fake_backward,
+    flops=lambda *args, **_: 2 * _flops(_call_of(args)),
+)
+
+
+def _save(ctx: Any, inputs: tuple, output: Results) -> None:
+    ctx.save_for_backward(*inputs[:_N_TENSORS], *output)
+    ctx.values = inputs[_N_TENSORS:]
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx: Any, do: Tensor | None, _dstats: None, *dstate: Tensor | None) -> Results:
+    tensors, gradients = ctx.saved_tensors, (do, *dstate)
+    call, saved = Call(*tensors[:_N_TENSORS], *ctx.values), tensors[_N_TENSORS:]
+    observed = torch.is_grad_enabled() or not _is_unobserved((*gradients, tensors[0], *saved))
+    # Gradients of a batch of losses (`is_grads_batched`) are a vmap that `_is_unobserved` does not see.
+    if observed or any(x is not None and is_legacy_batchedtensor(x) for x in gradients):
+        results = _backward_op(*call, *saved, *gradients)
+    else:
+        results = _backward(call, saved, gradients)
+    found = dict(zip(_GRADIENTS_OF, results, strict=True))
+    return tuple(None if x is None else found.get(name) for name, x in zip(_KINDS, call, strict=True))
+
+
+def _refuse_second(ctx: Any, *_: Any) -> None:
+    raise RuntimeError("linear_attention has no second derivative; backend='reference' has")
+
+
+def _refuse_transform(ctx: Any, *_: Any) -> None:
+    what = "neither forward mode nor torch.func's derivatives"
+    raise RuntimeError(f"linear_attention has {what}; backend='reference' has")
+
+
+class _Forward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, direct: bool, *args: Any) -> Results:
+        if direct:
+            outputs = _forward(Call(*args))
+        else:
+            with _AutoDispatchBelowAutograd():
+                outputs = _forward_op(*args)
+        _save(ctx, args, outputs)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *d_outputs: Any) -> Results:
+        return None, *_differentiate(ctx, *d_outputs)
+
+    jvp = staticmethod(_refuse_transform)
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        with _AutoDispatchBelowAutograd():
+            return _backward_op(*args)
+
+    backward = staticmethod(_refuse_second)
+
+
+def _forward_autograd(*args: Any) -> tuple[Tensor, ...]:
+    if _are_functorch_transforms_active():  # torch.func's, except vmap, which is already resolved
+        _refuse_transform(None)
+    return _filled(_Forward.apply(_is_unobserved(args), *args))
+
+
+if HAS_SHORTCUTS:
+    _library.impl("linear_attention_fwd", _forward_autograd, "Autograd")
+    _library.impl("linear_attention_bwd", _Backward.apply, "Autograd")
+else:
+    torch.library.register_autograd(_forward_op.name(), _differentiate, setup_context=_save, lib=_library)
+    torch.library.register_autograd(_backward_op.name(), _refuse_second, lib=_library)
+
+
+def attend(call: Call) -> Results:
+    """Calls the operator; if nothing observes it, only the autograd function, without the dispatcher, which
+    gives None for outputs that were not requested."""
+    # is_compiling() first: the compiler knows its value and does not trace the rest.
+    if torch.compiler.is_compiling() or not _is_plain(call):
+        return _forward_op(*call)
+    return _Forward.apply(True, *call)
+
+
+def _is_plain(call: Call) -> bool:
+    """Whether the call may do without the dispatcher."""
+    if not HAS_SHORTCUTS or _len_torch_function_stack() or _profiler_enabled() or _is_tracing():
+        return False
+    return _is_unobserved(call)
+
+
+def _is_unobserved(args: Sequence[Any]) -> bool:
+    """Whether all tensors are real, and no mode or transform that observes operators is active (a FLOP
+    counter, a tracer, vmap). Autograd may be active."""
+    if not HAS_SHORTCUTS:
+        return False
+    tensors = (x for x in args if isinstance(x, Tensor))
+    real = _PLAIN_TYPES.issuperset(map(type, args)) and not (first := next(tensors)).is_meta
+    observed = _len_torch_dispatch_stack() or _are_functorch_transforms_active()
+    return real and not observed and not _is_functional_tensor(first)
