@@ -18,11 +18,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lingpt.common.errors import UserError
+from lingpt.kernels.gelu import gelu
 from lingpt.kernels.gla_tuning import Autotuning
 from lingpt.models.attention import ATTENTIONS
 from lingpt.models.attention.base import Fp32Buffers
 from lingpt.models.config import Config
-from lingpt.models.gelu import gelu
 from lingpt.models.init import init_weights
 
 

@@ -11,10 +11,10 @@ import importlib
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.profiler import record_function
 
+from lingpt.kernels.cross_entropy import loss_and_gradient
 from lingpt.models import GPT
 from lingpt.train.compilation import compile_options
 
@@ -22,15 +22,6 @@ from lingpt.train.compilation import compile_options
 CHUNK_ELEMENTS = 2**28
 SMALL_EMBD = 1024  # up to here twice as many: small models need many rows to fill a large GPU
 LossAndGradient = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-
-
-def loss_and_gradient(logits_RV: torch.Tensor, targets_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of a chunk's losses, in fp32 or wider, and its gradient by the logits, in their dtype."""
-    log_p_RV = F.log_softmax(logits_RV, dim=-1, dtype=torch.promote_types(logits_RV.dtype, torch.float32))
-    loss, p_RV = F.nll_loss(log_p_RV, targets_R, reduction="sum"), log_p_RV.exp()
-    is_target_RV = targets_R[:, None] == torch.arange(logits_RV.shape[1], device=targets_R.device)
-    # softmax − onehot, by a comparison: a scatter would materialise the fp32 matrix.
-    return loss, torch.where(is_target_RV, p_RV - 1, p_RV).to(logits_RV.dtype)
 
 
 class NextTokenLoss(nn.Module):
@@ -45,7 +36,9 @@ class NextTokenLoss(nn.Module):
         self.chunk_loss: LossAndGradient = loss_and_gradient
         if compiled and gpt.lm_head.weight.device.type == "cuda":
             # Triton is installed only on machines with such cards.
-            self.chunk_loss = importlib.import_module("lingpt.kernels.cross_entropy").cross_entropy_in_place
+            self.chunk_loss = importlib.import_module(
+                "lingpt.kernels.cross_entropy_triton"
+            ).cross_entropy_in_place
         elif compiled:
             self.chunk_loss = torch.compile(loss_and_gradient, **compile_options())
 

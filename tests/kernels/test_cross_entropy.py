@@ -12,7 +12,7 @@ ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 @pytest.mark.parametrize("scale", [1.0, 30.0])
 def test_loss_and_gradient_are_those_of_float64(dtype, V, scale):
     """Rows that one logit rules, that are all alike and far from 0; a vocabulary that fills no block."""
-    from lingpt.kernels.cross_entropy import cross_entropy_in_place
+    from lingpt.kernels.cross_entropy_triton import cross_entropy_in_place
 
     generator = torch.Generator("cuda").manual_seed(0)
     logits = (scale * torch.randn(70, V, device="cuda", generator=generator)).to(dtype)
@@ -30,7 +30,7 @@ def test_loss_and_gradient_are_those_of_float64(dtype, V, scale):
 
 def test_what_is_not_finite_is_not_hidden():
     """Such a step is skipped: its loss has to say so."""
-    from lingpt.kernels.cross_entropy import cross_entropy_in_place
+    from lingpt.kernels.cross_entropy_triton import cross_entropy_in_place
 
     for wrong in (torch.nan, torch.inf):
         logits = torch.zeros(3, 50304, device="cuda", dtype=torch.bfloat16)

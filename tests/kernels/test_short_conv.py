@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lingpt.models.attention import short_conv
+from lingpt.kernels import short_conv
 
 pytestmark = pytest.mark.gpu
 
@@ -39,7 +39,7 @@ def test_values_and_gradients(N, dtype):
     """Guards: ends of sequences and of blocks, channels that fill no block, no leak from one sequence to the
     next, columns behind the channels, which pass as they are."""
     x, weight, dy = drawn(3, N, 840, 776, dtype)
-    y = short_conv.apply_short_conv(x, weight)
+    y = short_conv.convolve_columns(x, weight)
     dx, dw = torch.autograd.grad(y, (x, weight), dy)
     y_exact, dx_exact, dw_exact = exact(x, weight, dy)
     assert is_close(y[..., :776], y_exact, dtype) and torch.equal(y[..., 776:], x[..., 776:])
@@ -48,7 +48,7 @@ def test_values_and_gradients(N, dtype):
     assert all(
         map(
             torch.equal,
-            torch.autograd.grad(short_conv.apply_short_conv(x, weight), (x, weight), dy),
+            torch.autograd.grad(short_conv.convolve_columns(x, weight), (x, weight), dy),
             (dx, dw),
         )
     )
@@ -61,11 +61,11 @@ def test_views_and_no_tokens():
         (x[..., :256], dy[..., 128:384]),
         (x[..., 128:384], dy[:1, :, :1].expand(2, 70, 256)),
     ):
-        y = short_conv.apply_short_conv(columns, weight)
+        y = short_conv.convolve_columns(columns, weight)
         (dx,) = torch.autograd.grad(y, columns, given)
         y_exact, dx_exact, _ = exact(columns, weight, given)
         assert is_close(y, y_exact, torch.bfloat16) and is_close(dx, dx_exact, torch.bfloat16)
-    assert short_conv.apply_short_conv(x[:, :0], weight).shape == (2, 0, 512)
+    assert short_conv.convolve_columns(x[:, :0], weight).shape == (2, 0, 512)
 
 
 def test_in_a_compiled_block():
@@ -73,7 +73,7 @@ def test_in_a_compiled_block():
     x, weight, dy = drawn(2, 200, 320, 256, torch.bfloat16)
 
     def block(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return 2 * short_conv.apply_short_conv(x + 1, weight)
+        return 2 * short_conv.convolve_columns(x + 1, weight)
 
     y = torch.compile(block, fullgraph=True)(x, weight)
     assert torch.equal(y, block(x, weight))
@@ -91,4 +91,4 @@ def test_more_than_two_billion_elements():
     x = torch.zeros(1, 2**20 + 100, 2048 + 64, device="cuda", dtype=torch.bfloat16)
     x[0, -5:] = 1.0
     weight = torch.ones(4, x.shape[2], device="cuda")
-    assert short_conv.apply_short_conv(x, weight)[0, -6:, -1].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 4.0]
+    assert short_conv.convolve_columns(x, weight)[0, -6:, -1].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 4.0]

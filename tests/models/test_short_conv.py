@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from lingpt.kernels.short_conv import short_convolution
 from lingpt.models.attention import short_conv
 from lingpt.models.attention.base import RecurrentState
-from lingpt.models.attention.short_conv import WIDTH, apply_short_conv, short_convolution
+from lingpt.models.attention.short_conv import WIDTH, apply_short_conv
 
 
 def drawn(*shape: int) -> torch.Tensor:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lingpt.models.gelu import fast_gelu, gelu
+from lingpt.kernels.gelu import fast_gelu, gelu
 
 
 def every(dtype: torch.dtype) -> torch.Tensor:

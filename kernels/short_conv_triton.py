@@ -1,0 +1,189 @@
+"""A causal depthwise convolution of four taps along the sequence: Triton, one kernel each for both passes.
+
+A block processes a range of tokens of a few hundred channels, with the last three tokens in registers: each
+pass reads and writes every tensor once, except for three tokens per range. The compiled PyTorch form reads x
+and the gradient once more for the filter's gradient.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+DTYPES = torch.bfloat16, torch.float16, torch.float32
+
+
+class Blocks(NamedTuple):
+    """The size of a block: `tokens`, a multiple of four; `channels`, a power of two; `warps`."""
+
+    tokens: int
+    channels: int
+    warps: int
+
+
+# The fastest sizes in docs/results/training/short-conv.json.
+FORWARD, BACKWARD = Blocks(128, 256, 1), Blocks(128, 128, 1)
+
+
+def takes(x_BNC: torch.Tensor) -> bool:
+    """Whether `convolve` supports this CUDA tensor."""
+    return x_BNC.dtype in DTYPES and x_BNC.stride(-1) == 1
+
+
+def convolve(x_BNC: torch.Tensor, weight_4C: torch.Tensor) -> torch.Tensor:
+    """y_t = Σ_k w_k x_{t−3+k}, zeros before the first token, summed in fp32; differentiable once.
+
+    x_BNC: [B, N, C] on CUDA, one of DTYPES, channels contiguous. weight_4C: [4, C], floating point; the last
+    row is the weight of the token itself. Returns [B, N, C] in x's dtype, contiguous.
+    """
+    return _convolve(x_BNC, weight_4C)
+
+
+@torch.library.custom_op("lingpt::short_conv_fwd", mutates_args=(), device_types="cuda")
+def _convolve(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    grid, sizes = _grid(x, FORWARD)
+    if y.numel():
+        with torch.cuda.device_of(x):  # Triton launches on the current one
+            _forward[grid](
+                x, weight.contiguous(), y, *x.stride()[:2], *x.shape[1:], *sizes, num_warps=FORWARD.warps
+            )
+    return y
+
+
+@torch.library.custom_op("lingpt::short_conv_bwd", mutates_args=(), device_types="cuda")
+def _gradients(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    dy, dx = dy.contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    grid, sizes = _grid(x, BACKWARD)
+    parts = torch.empty(grid[0] * grid[1], *weight.shape, dtype=torch.float32, device=x.device)
+    if dx.numel():
+        strides = *x.stride()[:2], *x.shape[1:]
+        with torch.cuda.device_of(x):
+            _backward[grid](dy, x, weight.contiguous(), dx, parts, *strides, *sizes, num_warps=BACKWARD.warps)
+    return dx, parts.sum(0).to(weight.dtype)  # in a fixed order: deterministic
+
+
+def _grid(x: torch.Tensor, blocks: Blocks) -> tuple[tuple[int, int, int], tuple[int, int]]:
+    B, N, C = x.shape
+    grid = triton.cdiv(N, blocks.tokens), B, triton.cdiv(C, blocks.channels)
+    return grid, (blocks.tokens, blocks.channels)
+
+
+@_convolve.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+@_gradients.register_fake
+def _(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _autograd(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return _gradients(dy, *ctx.saved_tensors)
+
+
+_convolve.register_autograd(_autograd, setup_context=_setup_context)
+
+
+@triton.jit
+def _forward(
+    x, weight, y, stride_b, stride_n, N, C, TOKENS: tl.constexpr, CHANNELS: tl.constexpr
+):  # fmt: skip
+    first = tl.program_id(0) * TOKENS
+    batch = tl.program_id(1).to(tl.int64)
+    c = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
+    inside = c < C
+    w0, w1, w2, w3 = _filters(weight + c, C, inside)
+    x += batch * stride_b + c
+    y += batch * N * C + c
+    x0 = _token(x, first - 3, stride_n, N, inside)
+    x1 = _token(x, first - 2, stride_n, N, inside)
+    x2 = _token(x, first - 1, stride_n, N, inside)
+    for t in range(first, tl.minimum(first + TOKENS, N), 4):
+        x3 = _token(x, t, stride_n, N, inside)
+        x4 = _token(x, t + 1, stride_n, N, inside)
+        x5 = _token(x, t + 2, stride_n, N, inside)
+        x6 = _token(x, t + 3, stride_n, N, inside)
+        _store(y, t, C, N, inside, w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3)
+        _store(y, t + 1, C, N, inside, w0 * x1 + w1 * x2 + w2 * x3 + w3 * x4)
+        _store(y, t + 2, C, N, inside, w0 * x2 + w1 * x3 + w2 * x4 + w3 * x5)
+        _store(y, t + 3, C, N, inside, w0 * x3 + w1 * x4 + w2 * x5 + w3 * x6)
+        x0, x1, x2 = x4, x5, x6
+
+
+@triton.jit
+def _backward(
+    dy, x, weight, dx, parts, stride_b, stride_n, N, C, TOKENS: tl.constexpr, CHANNELS: tl.constexpr
+):  # fmt: skip
+    """dx_t = Σ_k w_k dy_{t+3−k}; and the block's part of dw_k = Σ_t dy_t x_{t−3+k}, over its own tokens t."""
+    first = tl.program_id(0) * TOKENS
+    batch = tl.program_id(1).to(tl.int64)
+    c = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
+    inside = c < C
+    w0, w1, w2, w3 = _filters(weight + c, C, inside)
+    x += batch * stride_b + c
+    dx += batch * N * C + c
+    dy += batch * N * C + c
+    x0 = _token(x, first - 3, stride_n, N, inside)
+    x1 = _token(x, first - 2, stride_n, N, inside)
+    x2 = _token(x, first - 1, stride_n, N, inside)
+    d0 = _token(dy, first, C, N, inside)
+    d1 = _token(dy, first + 1, C, N, inside)
+    d2 = _token(dy, first + 2, C, N, inside)
+    dw0 = tl.zeros([CHANNELS], tl.float32)
+    dw1 = tl.zeros([CHANNELS], tl.float32)
+    dw2 = tl.zeros([CHANNELS], tl.float32)
+    dw3 = tl.zeros([CHANNELS], tl.float32)
+    for t in range(first, tl.minimum(first + TOKENS, N), 4):
+        x3 = _token(x, t, stride_n, N, inside)
+        x4 = _token(x, t + 1, stride_n, N, inside)
+        x5 = _token(x, t + 2, stride_n, N, inside)
+        x6 = _token(x, t + 3, stride_n, N, inside)
+        d3 = _token(dy, t + 3, C, N, inside)
+        d4 = _token(dy, t + 4, C, N, inside)
+        d5 = _token(dy, t + 5, C, N, inside)
+        d6 = _token(dy, t + 6, C, N, inside)
+        _store(dx, t, C, N, inside, w3 * d0 + w2 * d1 + w1 * d2 + w0 * d3)
+        _store(dx, t + 1, C, N, inside, w3 * d1 + w2 * d2 + w1 * d3 + w0 * d4)
+        _store(dx, t + 2, C, N, inside, w3 * d2 + w2 * d3 + w1 * d4 + w0 * d5)
+        _store(dx, t + 3, C, N, inside, w3 * d3 + w2 * d4 + w1 * d5 + w0 * d6)
+        dw0 += d0 * x0 + d1 * x1 + d2 * x2 + d3 * x3
+        dw1 += d0 * x1 + d1 * x2 + d2 * x3 + d3 * x4
+        dw2 += d0 * x2 + d1 * x3 + d2 * x4 + d3 * x5
+        dw3 += d0 * x3 + d1 * x4 + d2 * x5 + d3 * x6
+        x0, x1, x2 = x4, x5, x6
+        d0, d1, d2 = d4, d5, d6
+    block = batch * tl.num_programs(0) + tl.program_id(0)
+    parts += block * 4 * C + c
+    tl.store(parts, dw0, mask=inside)
+    tl.store(parts + C, dw1, mask=inside)
+    tl.store(parts + 2 * C, dw2, mask=inside)
+    tl.store(parts + 3 * C, dw3, mask=inside)
+
+
+@triton.jit
+def _filters(weight, C, inside):
+    """The four taps of a block's channels in fp32."""
+    w0 = tl.load(weight, mask=inside, other=0.0).to(tl.float32)
+    w1 = tl.load(weight + C, mask=inside, other=0.0).to(tl.float32)
+    w2 = tl.load(weight + 2 * C, mask=inside, other=0.0).to(tl.float32)
+    w3 = tl.load(weight + 3 * C, mask=inside, other=0.0).to(tl.float32)
+    return w0, w1, w2, w3
+
+
+@triton.jit
+def _token(rows, t, stride, N, inside):
+    """Token t in fp32; zeros outside of the sequence."""
+    at = tl.cast(t, tl.int64) * stride
+    return tl.load(rows + at, mask=inside & (t >= 0) & (t < N), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(rows, t, stride, N, inside, value):
+    tl.store(rows + tl.cast(t, tl.int64) * stride, value, mask=inside & (t < N))
