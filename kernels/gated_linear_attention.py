@@ -276,12 +276,13 @@ _chunkwise.register_autograd(_differentiate, setup_context=_save)
 
 @register_flop_formula(torch.ops.lingpt.gated_linear_attention_fwd)
 def _flops(q: tuple, k: tuple, v: tuple, *_: Any, **__: Any) -> int:
-    return gated_linear_attention_flops(*q, v[-1])
+    B, N, H, Dk = q
+    return gated_linear_attention_flops(B, N, H, Dk, v[-1])
 
 
 @register_flop_formula(torch.ops.lingpt.gated_linear_attention_bwd)
 def _flops_backward(q: tuple, k: tuple, v: tuple, *_: Any, **__: Any) -> int:
-    return 2 * gated_linear_attention_flops(*q, v[-1])
+    return 2 * _flops(q, k, v)
 
 
 def _chunks(

@@ -313,7 +313,7 @@ else:
     torch.library.register_autograd(_backward_op.name(), _refuse_second, lib=_library)
 
 
-def attend(call: Call) -> Results:
+def attend(call: Call) -> tuple[Any, ...]:
     """Calls the operator; if nothing observes it, only the autograd function, without the dispatcher, which
     gives None for outputs that were not requested."""
     # is_compiling() first: the compiler knows its value and does not trace the rest.

@@ -2,8 +2,8 @@
 
 NVRTC compiles in about a second and needs no GPU, so CI checks every architecture. The result is a *cubin*,
 not PTX: a driver runs the cubins of every compiler of its own CUDA major version, also of a newer minor one.
-The cubin, the names of its kernels and the report of `ptxas` are cached in one file per (source and all that
-it includes, architecture, options, compiler version).
+The cubin, the names of its kernels and the report of `ptxas` are cached in one file per (sources in its
+folder, architecture, options, compiler version).
 
     module = compile_kernels("forward.cu", "sm_90a", {"HEAD_DIM": 128}, ["forward<128, true>"])
     module.resources["forward<128, true>"].spills            # bytes; 0 is what we want
@@ -154,6 +154,10 @@ class _Request:
     names: tuple[str, ...]
     ptx: bool = False  # instead of a cubin
 
+    @property
+    def path(self) -> Path:
+        return SOURCE_FOLDER / self.source  # an absolute path stays as it is
+
     def module(self) -> CompiledModule:
         """From the cache, or compiled."""
         path = self.cache_file()
@@ -162,20 +166,6 @@ class _Request:
             module = self.compile()
             module = dataclasses.replace(module, path=_write_cached(path, module))
         return module
-
-    def files(self) -> dict[Path, bytes]:
-        """The source and all that it includes in quotes, from the includer's folder or the source's own."""
-        start = SOURCE_FOLDER / self.source  # an absolute path stays as it is
-        found: dict[Path, bytes] = {}
-        queue = [start]
-        while queue:
-            path = queue.pop()
-            if path in found or (path != start and not path.is_file()):
-                continue
-            found[path] = path.read_bytes()
-            includes = re.findall(r'#\s*include\s*"([^"]+)"', found[path].decode())
-            queue += [folder / name for name in includes for folder in (path.parent, start.parent)]
-        return found
 
     def options(self) -> list[str]:
         """Those that do not depend on where files lie."""
@@ -187,8 +177,9 @@ class _Request:
 
     def cache_file(self) -> Path:
         digest = hashlib.sha256()
-        for path, content in sorted(self.files().items()):
-            digest.update(path.name.encode() + b"\0" + content + b"\0")
+        folder = self.path.parent
+        for path in sorted([*folder.rglob("*.cu"), *folder.rglob("*.cuh")]):  # all that it may include
+            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
         digest.update(json.dumps([self.options(), self.names, *compiler_identity()]).encode())
         name = f"{Path(self.source).stem}-{self.arch}-{digest.hexdigest()[:24]}"
         return cache_folder() / (name + (".ptx" if self.ptx else ".cubin"))
@@ -197,7 +188,7 @@ class _Request:
         check_arch(self.arch)
         from cuda.bindings import nvrtc
 
-        path, start = SOURCE_FOLDER / self.source, time.perf_counter()
+        path, start = self.path, time.perf_counter()
         options = [*self.options(), f"-I{path.parent}", f"-I{header_folder()}"]
         program = check_status(nvrtc.nvrtcCreateProgram(path.read_bytes(), path.name.encode(), 0, [], []))
         try:

@@ -6,7 +6,6 @@ A missing part raises a UserError that says how to install or update it.
 from __future__ import annotations
 
 import functools
-import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -53,33 +52,24 @@ def native_arch(device: int | torch.device | None = None) -> str:
 
 def supported_architectures() -> tuple[str, ...]:
     """The ARCHITECTURES that the installed compiler knows."""
-    known = _known_numbers()
-    return tuple(arch for arch in ARCHITECTURES if _number(arch) in known)
+    known = _known_architectures()
+    return tuple(arch for arch in ARCHITECTURES if arch.rstrip("af") in known)
 
 
 def check_arch(arch: str) -> None:
     """Raises UserError if the compiler does not know `arch`."""
-    known = _known_numbers()
-    if _number(arch) not in known:
-        version, names = ".".join(map(str, compiler_version())), ", ".join(f"sm_{n}" for n in known)
+    if arch.rstrip("af") not in (known := _known_architectures()):
+        version = ".".join(map(str, compiler_version()))
         raise UserError(
-            f"the CUDA {version} compiler does not know {arch}, only {names}: {_install_hint()} -U"
+            f"the CUDA {version} compiler does not know {arch}, only {', '.join(known)}: {_install_hint()} -U"
         )
 
 
-def _known_numbers() -> list[int]:
+def _known_architectures() -> list[str]:
     compiler_version()
     from cuda.bindings import nvrtc
 
-    return check_status(nvrtc.nvrtcGetSupportedArchs())
-
-
-def _number(arch: str) -> int:
-    """The number of an architecture: 90 of sm_90a."""
-    match = re.fullmatch(r"sm_(\d+)[af]?", arch)
-    if match is None:
-        raise UserError(f"{arch} is no CUDA architecture: write for example sm_80 or sm_90a")
-    return int(match[1])
+    return [f"sm_{number}" for number in check_status(nvrtc.nvrtcGetSupportedArchs())]
 
 
 def compiler_identity() -> list:

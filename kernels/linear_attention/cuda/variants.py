@@ -6,10 +6,11 @@ shared memory, names, constants. A new architecture is a subclass in VARIANTS, a
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import itertools
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -53,7 +54,7 @@ def boundary_size(head_dim: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Variant:
+class Variant(abc.ABC):
     """One build: the template arguments that all variants have."""
 
     tag: str
@@ -69,39 +70,33 @@ class Variant:
     dk_dv: ClassVar[tuple[tuple[str, tuple[str, ...]], ...]]
     da_parts: ClassVar[int]  # numbers per segment that add up to the gradient of a
 
-    @classmethod
-    def for_card(cls, arch: str, dtype: torch.dtype, head_dim: int, **options: Any) -> Variant:
-        """The build for an architecture. options: decay, rope and weights."""
-        blocks, chunk = cls.blocks_of(arch, head_dim), chunk_tokens(arch, head_dim)
-        return cls(TAGS[dtype], head_dim, chunk, blocks, **options)
+    @staticmethod
+    @abc.abstractmethod
+    def serves(arch: str, rope: int) -> bool: ...
 
     @staticmethod
-    def serves(arch: str, rope: int) -> bool:
-        raise NotImplementedError
-
-    @staticmethod
-    def blocks_of(arch: str, head_dim: int) -> int:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def blocks_of(arch: str, head_dim: int) -> int: ...
 
     @property
+    @abc.abstractmethod
     def threads(self) -> int:
         """Threads of a scan's block."""
-        raise NotImplementedError
 
     @property
+    @abc.abstractmethod
     def shared(self) -> int:
         """Dynamic shared memory of a scan's block in bytes."""
-        raise NotImplementedError
 
     @property
+    @abc.abstractmethod
     def scans(self) -> dict[Name, str]:
         """The kernels that only this variant has, with their template instances."""
-        raise NotImplementedError
 
     @property
-    def gradient_warps(self) -> tuple[int, int]:
-        """(addends that the scans leave of each token's part of the gradient of G, warps that write them)."""
-        raise NotImplementedError
+    @abc.abstractmethod
+    def gradient_parts(self) -> tuple[int, int]:
+        """Addends that scans leave of each token's part of the gradient of G, and warps that write them."""
 
     @property
     def counts(self) -> bool:
@@ -132,7 +127,7 @@ class Variant:
             if self.per_token and self.counts:
                 names["sum_counts", mode] = f"sum_counts<{C}, {reverse}>"
         if self.per_token:
-            parts, warps = self.gradient_warps
+            parts, warps = self.gradient_parts
             for key, totals in (("TOTALS", "true"), (None, "false")):
                 names["decay_gradient", key] = f"decay_gradient<{D}, {C}, {totals}, {parts}, {warps}>"
         return names
@@ -174,7 +169,7 @@ class Sm80(Variant):
     dk_dv = (("scan", ("DK",)), ("scan", ("DV",)))
     da_parts = 1
     threads = THREADS
-    gradient_warps = (1, 4)
+    gradient_parts = (1, 4)
 
     @staticmethod
     def serves(arch: str, rope: int) -> bool:
@@ -242,12 +237,12 @@ class Sm90(Variant):
         return names
 
     @property
-    def gradient_warps(self) -> tuple[int, int]:
+    def gradient_parts(self) -> tuple[int, int]:
         parts = 1 if self.weights == "PRODUCTS" else 2  # of a token's, by two roles
         return parts, 4 * (self.head_dim // 64 + parts - 1)
 
 
-VARIANTS = (Sm90, Sm80)  # the first that serves a card is taken
+VARIANTS: tuple[type[Variant], ...] = (Sm90, Sm80)  # the first that serves a card is taken
 
 
 @functools.cache
@@ -257,7 +252,8 @@ def variant_for(
     """The build for a card. `decay`: one of DECAYS. `rope`: a multiple of 16 up to head_dim, or 0. `weights`:
     one of WEIGHTS."""
     variant = next(variant for variant in VARIANTS if variant.serves(arch, rope))
-    return variant.for_card(arch, dtype, head_dim, decay=decay, rope=rope, weights=weights)
+    chunk, blocks = chunk_tokens(arch, head_dim), variant.blocks_of(arch, head_dim)
+    return variant(TAGS[dtype], head_dim, chunk, blocks, decay, rope, weights)
 
 
 def specs() -> list[KernelSpec]:
