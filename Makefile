@@ -72,7 +72,7 @@ test-all: $(call ready,dev) ## all tests that this machine can run; LINGPT_TEST_
 	$(PYTEST) $(ARGS)
 
 test-gpu: $(call ready,dev) ## the GPU tests, and their record in docs/results/kernels
-	$(BIN)pytest -m gpu -p lingpt.bench.record --gpu-record docs/results/kernels/gpu-tests.json $(ARGS)
+	$(BIN)pytest -m gpu -p lingpt.tests.gpu_record --gpu-record docs/results/kernels/gpu-tests.json $(ARGS)
 
 soak: $(call ready,dev) ## inject faults for an hour or two (kills, signals, failing disks, damage, odd input), and record it
 	LINGPT_SOAK=1 LINGPT_PROPERTY_FACTOR=72 OMP_NUM_THREADS=1 $(BIN)pytest -n $(strip $(JOBS)) -m fault \

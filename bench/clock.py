@@ -1,4 +1,4 @@
-"""Measures times: of any work on a device, of a large copy, and of autograd's overhead."""
+"""Measures times: of any work on a device, and of a large copy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor
 
 
 class Clock:
@@ -58,27 +57,3 @@ class Clock:
         target = torch.empty_like(source)
         self.time(lambda: target.copy_(source), repeats=3)
         return 2 * size / (self.median(lambda: target.copy_(source), repeats=20) / 1e3)
-
-    def empty_node(self) -> tuple[float, float]:
-        """Milliseconds of an empty forward and an empty backward: autograd's share of an eager call."""
-        x = torch.zeros(1, device=self.device, requires_grad=True)
-        do = torch.ones(1, device=self.device)
-        output: list[Tensor] = []
-
-        def forward() -> None:
-            output[:] = [_EmptyNode.apply(x)]
-
-        def backward() -> None:
-            torch.autograd.grad(output[0], x, do)
-
-        return self.median(forward, repeats=50), self.median(backward, forward, repeats=50)
-
-
-class _EmptyNode(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, do: Tensor) -> Tensor:
-        return do

@@ -1,45 +1,23 @@
-"""Measures how fast a corpus becomes a token cache, next to a bare `tokenizers.encode_batch` of its texts.
-
-    python -m lingpt.bench.data --source 'wiki/*.jsonl.xz' --tokenizer tokenizer.json --out bench.json
+"""`lingpt bench data`: how fast a corpus becomes a token cache, next to a bare `tokenizers.encode_batch`.
 
 Both start from texts in memory: reading and decompressing is timed separately. Ours includes all that the
 cache does (ids to arrays, hashes, the split, writing, syncing); the bare call keeps its results in memory.
 """
 
-import argparse
 import functools
-import json
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import tokenizers
 
-from lingpt.common.files import cache_dir, write_json
 from lingpt.data.cache import token_cache
 from lingpt.data.corpus import Corpus, Document, Split
 from lingpt.data.dataset import open_corpus
-from lingpt.data.tokenizer import Tokenizer, embedded_tokenizer, load_tokenizer
+from lingpt.data.tokenizer import Tokenizer
 from lingpt.data.tokens import available_cores
-
-
-def main(argv: Sequence[str] | None = None) -> dict:
-    """Measures, prints, writes JSON where `--out` says, and returns what it wrote."""
-    parser = argparse.ArgumentParser(prog="lingpt.bench.data", description=__doc__.splitlines()[0])
-    parser.add_argument("--source", default="embedded", help="as in --data.source")
-    parser.add_argument("--tokenizer", help="as in --data.tokenizer")
-    parser.add_argument("--megabytes", type=float, default=16, help="of text to measure on")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="JSON file to write")
-    args = parser.parse_args(argv)
-    tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else embedded_tokenizer(2048, cache_dir())
-    result = measure(args.source, tokenizer, int(args.megabytes * 1e6), args.repeats)
-    print(json.dumps(result, indent=2))
-    if args.out:
-        write_json(args.out, result, indent=2)
-    return result
 
 
 def measure(source: str, tokenizer: Tokenizer, max_bytes: int, repeats: int) -> dict:
@@ -94,7 +72,3 @@ def _seconds(call: Callable[[], object]) -> tuple[float, float]:
     wall, cpu = time.perf_counter(), time.process_time()
     call()
     return time.perf_counter() - wall, time.process_time() - cpu
-
-
-if __name__ == "__main__":
-    main()

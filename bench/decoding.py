@@ -18,19 +18,17 @@ import functools
 import itertools
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from lingpt.bench.decoding_results import DecodeResults, DecodeRow
-from lingpt.bench.environment import environment, used_by_others
-from lingpt.bench.rows import attempt, budget_spent, skipped
+from lingpt.bench.environment import warn_if_shared
+from lingpt.bench.results import Session
 from lingpt.bench.step_results import SHORT_CONV
 from lingpt.common.devices import decoding_dtype, find_device
-from lingpt.common.errors import UserError, unknown
+from lingpt.common.errors import unknown
 from lingpt.models import GPT, MODELS, Config, DecodingState, ModelArgs, attention_form
 from lingpt.models.attention.softmax import KVCache
 from lingpt.models.decoding_graph import DecodingGraph
@@ -98,29 +96,20 @@ def bench_decoding(
     Raises UserError for invalid names and numbers.
     """
     contexts, batch_sizes = contexts or CONTEXTS, batch_sizes or BATCH_SIZES
-    if min(contexts) < 4 or min(batch_sizes) < 1:
-        raise UserError("--contexts takes numbers from 4, --batch_sizes from 1")
     configs = choose_configs(model, attentions, max(contexts))
     where = find_device(device)
-    if where.type == "cuda" and (line := used_by_others(where)):
-        warnings.warn(line, stacklevel=2)
+    warn_if_shared(where)
     kind = decoding_dtype(dtype, where) or torch.float32
-    here = environment(where) | {"precision": str(kind).removeprefix("torch.")}
-    results, deadline = DecodeResults.begin(here, save_to, append), time.perf_counter() + budget
+    results = DecodeResults.begin(where, str(kind).removeprefix("torch."), save_to, append)
+    session = Session(results, where, budget, save_to)
     for form, config in configs.items():
         decoder = Decoder(config, kind, where)
         for batch_size, context in itertools.product(batch_sizes, contexts):
             row = DecodeRow(model, form, batch_size, context, graph=graph and where.type == "cuda")
             if results.is_done(*row.cell):
                 continue
-            if time.perf_counter() > deadline:
-                row = skipped(row, budget_spent(budget))
-            else:
-                row = attempt(row, functools.partial(measure, row, decoder), where)
+            if session.turn(row, functools.partial(measure, decoder=decoder)):
                 print(row.line(), flush=True)
-            results.put(row)
-            if save_to is not None:
-                results.save(save_to)
     return results
 
 
@@ -136,8 +125,8 @@ def choose_configs(model: str, attentions: Sequence[str], block_size: int) -> di
 
 
 @torch.no_grad()
-def measure(row: DecodeRow, decoder: Decoder) -> DecodeRow:
-    """Measures the row's times and bytes."""
+def measure(row: DecodeRow, decoder: Decoder) -> None:
+    """Fills in the row's times and bytes."""
     device, cuda = decoder.device, decoder.device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
@@ -159,15 +148,9 @@ def measure(row: DecodeRow, decoder: Decoder) -> DecodeRow:
     spans = _times(token, tokens - warmup)
     logits_BV = torch.randn(row.batch_size, decoder.config.padded_vocab_size, device=device).to(decoder.dtype)
     draws = _times(lambda: sample(logits_BV, TEMPERATURE, TOP_K, generator), DRAWS)
-    return replace(
-        row,
-        ms=statistics.median(spans),
-        fastest_ms=min(spans),
-        draw_ms=statistics.median(draws),
-        tokens=len(spans),
-        state_bytes=state.num_bytes() // row.batch_size,
-        peak_memory=torch.cuda.max_memory_allocated(device) if cuda else None,
-    )
+    row.ms, row.fastest_ms, row.draw_ms = statistics.median(spans), min(spans), statistics.median(draws)
+    row.tokens, row.state_bytes = len(spans), state.num_bytes() // row.batch_size
+    row.peak_memory = torch.cuda.max_memory_allocated(device) if cuda else None
 
 
 def _times(work: Callable[[], object], most: int) -> list[float]:

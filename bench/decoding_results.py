@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lingpt.bench.model_rows import ModelBenchResults, made_on, markdown, number
-from lingpt.bench.rows import BenchRow
+from lingpt.bench.results import BenchResults, BenchRow, made_on, markdown, number
 from lingpt.common.format import scaled
 from lingpt.plots.figures import add_caption, new_figure, save_formats, style_axes
 from lingpt.plots.palette import DASHES, line_styles
@@ -52,29 +51,45 @@ class DecodeRow(BenchRow):
 
 
 @dataclass
-class DecodeResults(ModelBenchResults[DecodeRow]):
+class DecodeResults(BenchResults[DecodeRow]):
     """The environment, and a row for each attention, batch size and context."""
 
     ROW = DecodeRow
     COMMAND = "lingpt bench decode"
+    NAME = "decode"
 
+    def table(self) -> str:
+        head = (
+            f"# Decoding\n\n{made_on(self.environment)}.\n\n"
+            "A token as `lingpt generate` makes it, of a model with random weights: a step through the "
+            "decoding state (the replay of a CUDA graph, or eager), and the draw. One for each sequence of "
+            "the batch; the median, and the fastest. State: what decoding carries for a sequence as long as "
+            "the context. Memory: the most that was used, with the weights.\n\n"
+        )
+        return head + markdown(COLUMNS, list(map(_cells, self.rows)))
 
-def table(results: DecodeResults) -> str:
-    """A Markdown table with one line per row, and the conditions of the measurement."""
-    head = (
-        f"# Decoding\n\n{made_on(results.environment)}.\n\n"
-        "A token as `lingpt generate` makes it, of a model with random weights: a step through the decoding "
-        "state (the replay of a CUDA graph, or eager), and the draw. One for each sequence of the batch; the "
-        "median, and the fastest. State: what decoding carries for a sequence as long as the context. "
-        "Memory: the most that was used, with the weights.\n\n"
-    )
-    return head + markdown(COLUMNS, [_cells(row) for row in results.rows])
+    def draw(self, folder: Path) -> list[Path]:
+        """Time and size of the state over the context, two panels per model."""
+        rows = [row for row in self.rows if row.ms is not None]
+        models = list(dict.fromkeys(row.model for row in rows))
+        if not rows:
+            return []
+        figure = new_figure(13.6, 4.2 * len(models), dpi=130)
+        panels = figure.subplots(len(models), 2, squeeze=False)
+        for axes, model in zip(panels, models, strict=True):
+            _draw_model([row for row in rows if row.model == model], *axes)
+            axes[0].set_title(f"{model}: time of a token")
+            axes[1].set_title(f"{model}: decoding state of a sequence")
+        handles, labels = panels[0][0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=8, handlelength=4)
+        add_caption(figure, f"A model with random weights; medians.\n{made_on(self.environment)}.")
+        return save_formats(figure, folder, "decode")
 
 
 def _cells(row: DecodeRow) -> list[str]:
     cells = [row.model, row.attention, str(row.batch_size), str(row.context), row.step]
     if row.ms is None or row.state_bytes is None:
-        return [*cells, f"{row.status}: {row.reason.replace('|', '/')}"]
+        return [*cells, row.failure]
     return [
         *cells,
         f"{row.ms:.2f} ({row.fastest_ms:.2f})",
@@ -83,25 +98,6 @@ def _cells(row: DecodeRow) -> list[str]:
         f"{row.state_bytes / 1e6:.2f}",
         number(row.peak_memory and row.peak_memory / 1e9, ".1f"),
     ]
-
-
-def draw(results: DecodeResults, folder: Path) -> list[Path]:
-    """Draws time and size of the state over the context, two panels per model: the figure `decode` in the
-    folder. Returns its paths; none if nothing was measured."""
-    rows = [row for row in results.rows if row.ms is not None]
-    models = list(dict.fromkeys(row.model for row in rows))
-    if not rows:
-        return []
-    figure = new_figure(13.6, 4.2 * len(models), dpi=130)
-    panels = figure.subplots(len(models), 2, squeeze=False)
-    for axes, model in zip(panels, models, strict=True):
-        _draw_model([row for row in rows if row.model == model], *axes)
-        axes[0].set_title(f"{model}: time of a token")
-        axes[1].set_title(f"{model}: decoding state of a sequence")
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=8, handlelength=4)
-    add_caption(figure, f"A model with random weights; medians.\n{made_on(results.environment)}.")
-    return save_formats(figure, folder, "decode")
 
 
 def _draw_model(rows: list[DecodeRow], times: Any, states: Any) -> None:

@@ -1,16 +1,15 @@
-"""The environment of a result: the card, its driver, the versions, the kernels' source."""
+"""The environment of a result: the card, its driver, the versions, the source."""
 
 from __future__ import annotations
 
 import datetime
 import platform
 import subprocess
-from pathlib import Path
+import warnings
 from typing import Any
 
 import torch
 
-from lingpt.common.errors import UserError
 from lingpt.common.install import installed_version
 from lingpt.kernels.linear_attention.cuda.source_hash import source_hash
 
@@ -19,7 +18,9 @@ CONTEXT_GIB = 1.5  # more than a process uses outside of PyTorch's allocator
 
 
 def environment(device: torch.device | None = None) -> dict[str, Any]:
-    """Card, driver, versions, source hash and date, for the head of a file of results."""
+    """Card, driver, versions, the hashes of the kernels' and all source, the commit, and the date."""
+    from lingpt.train.runs.environment import git_revision, package_hash  # needs the extra `train`
+
     cuda = torch.cuda.is_available() and (device is None or device.type == "cuda")
     return {
         "card": torch.cuda.get_device_name(device) if cuda else f"CPU ({platform.machine()})",
@@ -29,23 +30,23 @@ def environment(device: torch.device | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: number for name in PACKAGES if (number := _version(name))},
         "source_hash": source_hash(),
+        "source": package_hash(),
+        "git": git_revision(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
 
 
-def check_same(path: Path | None, recorded: dict[str, Any], here: dict[str, Any]) -> None:
-    """Raises UserError if the environment `recorded` at `path` differs from `here` in more than the date."""
-    if differ := [key for key in here if key != "date" and recorded.get(key) != here[key]]:
-        raise UserError(f"{path} is of another {', '.join(differ)}: measure again, without --append")
-
-
-def used_by_others(device: torch.device) -> str | None:
-    """A warning if another process holds memory of this card, as it may distort every timing; else None."""
+def warn_if_shared(device: torch.device) -> None:
+    """Warns if another process holds memory of this card, as it may distort every timing."""
+    if device.type != "cuda":
+        return
     free, total = torch.cuda.mem_get_info(device)
     others = (total - free - torch.cuda.memory_reserved(device)) / 2**30
-    if others < CONTEXT_GIB:
-        return None
-    return f"another process holds {others:.1f} GiB of this card: end it, or the timings may be wrong"
+    if others >= CONTEXT_GIB:
+        warnings.warn(
+            f"another process holds {others:.1f} GiB of this card: end it, or the timings may be wrong",
+            stacklevel=2,
+        )
 
 
 def _version(package: str) -> str | None:

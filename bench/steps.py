@@ -19,18 +19,16 @@ import itertools
 import math
 import statistics
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
-from lingpt.bench.environment import environment, used_by_others
-from lingpt.bench.rows import attempt, budget_spent, skipped
+from lingpt.bench.environment import warn_if_shared
+from lingpt.bench.results import Session
 from lingpt.bench.step_results import (
     DENSE_IDENTITY,
     IDENTITIES,
@@ -175,43 +173,30 @@ def bench_steps(
     Raises UserError for invalid names and numbers.
     """
     chosen, shapes = choose_attentions(attentions), choose_shapes(models, seq_lens, tokens_per_step)
-    if rounds < 1:
-        raise UserError(f"--rounds is {rounds}; it must be at least 1")
     machine = choose_machine(TrainConfig(accelerator=accelerator, devices=1, num_nodes=1))
     parallel = Parallel(machine)
     parallel.seed(0)
-    if parallel.device.type == "cuda" and (line := used_by_others(parallel.device)):
-        warnings.warn(line, stacklevel=2)
-    here = environment(parallel.device) | {"precision": machine.precision}
-    results = Results.begin(here, save_to, append)
+    warn_if_shared(parallel.device)
+    results = Results.begin(parallel.device, machine.precision, save_to, append)
     if others := {row.tokens for row in results.rows} - {tokens_per_step}:
         raise UserError(
             f"{save_to} has steps of {others.pop()} tokens, not to be compared with those of "
             f"{tokens_per_step}: give the same --tokens_per_step, or leave out --append"
         )
-    deadline, session = time.perf_counter() + budget, datetime.now().astimezone().isoformat()
+    session = Session(results, parallel.device, budget, save_to)
     for shape in shapes:
         todo = [name for name in chosen if not results.is_done(*shape, name)]
         recipes = _recipes(shape, tokens_per_step, micro_batch_tokens, machine) if todo else {}
         torch.compiler.reset()
         with torch._dynamo.config.patch(COMPILED):
             for n, name in itertools.product(range(1, rounds + 1), todo):
-                late = time.perf_counter() > deadline
-                row = results.row(*shape, name)
-                if n == 1:
-                    row = _new_row(name, recipes[name], machine, session)
-                assert row is not None
-                if n > 1 and (late or row.status != "ok"):
-                    continue
-                if late:
-                    row = skipped(row, budget_spent(budget))
-                else:
-                    work = functools.partial(_timed, row, recipes[name], machine, parallel)
-                    row = attempt(row, work, parallel.device)
+                row = results.row(*shape, name) if n > 1 else None
+                row = row or _new_row(name, recipes[name], machine)
+                work = functools.partial(
+                    _time_round, recipe=recipes[name], machine=machine, parallel=parallel
+                )
+                if session.turn(row, work, first=n == 1):
                     print_rank0(f"{row.line()}, round {n}")
-                results.put(row)
-                if save_to is not None:
-                    results.save(save_to)
     return results
 
 
@@ -293,13 +278,12 @@ def _estimate(recipe: Recipe, machine: Machine, micro_batch_size: int) -> int:
     return memory_needed(gpt, recipe, machine.precision, micro_batch_size)["total"]
 
 
-def _new_row(attention: str, recipe: Recipe, machine: Machine, session: str) -> Row:
+def _new_row(attention: str, recipe: Recipe, machine: Machine) -> Row:
     size = recipe.train.micro_batch_size
     return Row(
         recipe.model.name,
         recipe.data.seq_len,
         attention,
-        session=session,
         micro_batch_size=size,
         activation_checkpointing=recipe.train.activation_checkpointing,
         tokens=recipe.tokens_per_step,
@@ -308,8 +292,8 @@ def _new_row(attention: str, recipe: Recipe, machine: Machine, session: str) -> 
     )
 
 
-def _timed(row: Row, recipe: Recipe, machine: Machine, parallel: Parallel) -> Row:
-    """Times another round; returns the row with it."""
+def _time_round(row: Row, recipe: Recipe, machine: Machine, parallel: Parallel) -> None:
+    """Times another round of the row."""
     device, kernels = parallel.device, {}
     if row.attention not in IDENTITIES:
         config = recipe.model.config()
@@ -330,18 +314,12 @@ def _timed(row: Row, recipe: Recipe, machine: Machine, parallel: Parallel) -> Ro
         began = time.perf_counter()
         trained.step()
         spans.append(time.perf_counter() - began)  # from one synchronisation to the next
-    by_round = [*row.by_round, 1e3 * statistics.median(spans)]
-    seconds = statistics.median(by_round) / 1e3
-    per_token = trained.gpt.flops_per_token(row.seq_len)
-    return replace(
-        row,
-        kernel=" and ".join(dict.fromkeys(kernels.values())) or None,
-        by_round=by_round,
-        fastest_ms=min(1e3 * min(spans), row.fastest_ms or math.inf),
-        steps=row.steps + len(spans),
-        first_step_seconds=row.first_step_seconds or first,
-        ms=1e3 * seconds,
-        tokens_per_second=row.tokens / seconds,
-        mfu=mfu(row.tokens / seconds, per_token, machine.peak),
-        peak_memory=parallel.peak_memory if device.type == "cuda" else None,
-    )
+    row.add_round(ms=1e3 * statistics.median(spans))
+    assert row.ms is not None
+    row.kernel = " and ".join(dict.fromkeys(kernels.values())) or None
+    row.fastest_ms = min(1e3 * min(spans), row.fastest_ms or math.inf)
+    row.steps += len(spans)
+    row.first_step_seconds = row.first_step_seconds or first
+    row.tokens_per_second = 1e3 * row.tokens / row.ms
+    row.mfu = mfu(row.tokens_per_second, trained.gpt.flops_per_token(row.seq_len), machine.peak)
+    row.peak_memory = parallel.peak_memory if device.type == "cuda" else None

@@ -4,6 +4,8 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
+from lingpt.cli.bench import add_common
+
 HELP = "Time a token of decoding, and weigh the state, of each attention over the context."
 
 
@@ -22,35 +24,22 @@ def configure(parser: ArgumentParser) -> None:
     add("--device", type=str, default="auto", help="auto, cpu, cuda, cuda:1")
     graph = "on a GPU, time replays of a CUDA graph of a step, as `lingpt generate` does; false: eager steps"
     add("--graph", type=bool, default=True, help=graph)
-    add(
-        "--budget",
-        type=float,
-        default=150.0,
-        help="time limit in seconds; what does not fit is recorded as skipped",
-    )
-    folder = "folder of decode.json, decode.md and the plot"
-    add("--out", type=str, default="runs/bench/decoding", help=folder)
-    add("--append", action="store_true", help="keep the rows in --out and measure those that are missing")
-    redraw = "measure nothing: table and plot from the decode.json in --out"
-    add("--redraw", action="store_true", help=redraw)
+    add_common(parser, budget=150.0, out="runs/bench/decoding")
 
 
 def run(args: Namespace) -> None:
     import matplotlib  # noqa: F401  (needed by the plot at the end: fails now if missing)
 
     from lingpt.bench.decoding import bench_decoding
-    from lingpt.bench.decoding_results import DecodeResults, draw, table
-    from lingpt.common.files import write_text
+    from lingpt.bench.decoding_results import DecodeResults
+    from lingpt.bench.results import check_numbers
 
+    check_numbers(args, contexts=(4, 1e9), batch_sizes=(1, 1e6), budget=(0, 1e9))
     out = Path(args.out)
-    path = out / "decode.json"
     if args.redraw:
-        results = DecodeResults.load(path)
+        results = DecodeResults.load(out / "decode.json")
     else:
         sizes = ("model", "attentions", "contexts", "batch_sizes")
-        names = (*sizes, "dtype", "device", "graph", "budget", "append")
-        results = bench_decoding(save_to=path, **{name: args[name] for name in names})
-    text = table(results)
-    write_text(out / "decode.md", text)
-    print(text)
-    print("\n".join(f"wrote {written}" for written in (path, out / "decode.md", *draw(results, out))))
+        options = {name: args[name] for name in (*sizes, "dtype", "device", "graph", "budget", "append")}
+        results = bench_decoding(**options, save_to=out / "decode.json")
+    results.report(out)

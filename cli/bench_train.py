@@ -4,6 +4,8 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
+from lingpt.cli.bench import add_common
+
 HELP = "Time a whole training step of each attention, beside an identity in its place."
 RENAMED = {"tokens": "tokens_per_step"}
 
@@ -21,42 +23,28 @@ def configure(parser: ArgumentParser) -> None:
     micro = "most tokens of a micro-batch (default: what the memory estimate allows)"
     add("--micro_batch_tokens", type=int | None, help=micro)
     add("--rounds", type=int, default=2, help="how often each attention is timed at a shape")
-    add(
-        "--budget",
-        type=float,
-        default=1500.0,
-        help="time limit in seconds; what does not fit is recorded as skipped",
-    )
     add("--accelerator", type=str, default="auto", help="auto, cpu or cuda")
-    folder = "folder of bench.json, bench.md and the plot"
-    add("--out", type=str, default="runs/bench/training", help=folder)
-    append = "keep the rows of --out, measure those that are missing; ratios are within a session"
-    add("--append", action="store_true", help=append)
-    redraw = "measure nothing: table and plot from the bench.json in --out"
-    add("--redraw", action="store_true", help=redraw)
+    add_common(parser, budget=1500.0, out="runs/bench/training")
 
 
 def run(args: Namespace) -> None:
     import matplotlib  # noqa: F401  (needed by the plot at the end: fails now if missing)
 
-    from lingpt.bench.step_results import Results, draw, table
-    from lingpt.bench.step_targets import targets_table
+    from lingpt.bench.results import check_numbers
+    from lingpt.bench.step_results import Results
     from lingpt.bench.steps import bench_steps
     from lingpt.common.errors import UserError
-    from lingpt.common.files import write_text
 
     if args.accelerator not in ("auto", "cpu", "cuda"):
         raise UserError(f"--accelerator is auto, cpu or cuda, not {args.accelerator!r}")
+    tokens = (1, 1e9)
+    check_numbers(args, seq_lens=tokens, tokens_per_step=tokens, micro_batch_tokens=tokens)
+    check_numbers(args, rounds=(1, 1e6), budget=(0, 1e9))
     out = Path(args.out)
-    path = out / "bench.json"
     if args.redraw:
-        results = Results.load(path)
+        results = Results.load(out / "bench.json")
     else:
-        options = ("tokens_per_step", "micro_batch_tokens", "rounds", "budget", "accelerator", "append")
-        results = bench_steps(
-            args.models, args.seq_lens, args.attentions, save_to=path, **{o: args[o] for o in options}
-        )
-    text = f"{table(results)}\n{targets_table(results)}"
-    write_text(out / "bench.md", text)
-    print(text)
-    print("\n".join(f"wrote {written}" for written in (path, out / "bench.md", *draw(results, out))))
+        names = ("models", "seq_lens", "attentions", "tokens_per_step", "micro_batch_tokens", "rounds")
+        options = {name: args[name] for name in (*names, "budget", "accelerator", "append")}
+        results = bench_steps(**options, save_to=out / "bench.json")
+    results.report(out)

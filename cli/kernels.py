@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 HELP = "List, compile and test the CUDA kernels."
 
 RECORD = "docs/results/kernels/gpu-tests.json"
+RUN_THEM = "run `make test-gpu` on a machine with a GPU"
+WITHOUT_FLA = "not fla and not gla"  # the one selection accepted: it leaves out only tests of FLA's kernels
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -137,8 +139,6 @@ def _test(args: Namespace) -> None:
 
 
 def _release_check(args: Namespace) -> None:
-    from lingpt.bench.kernels import staleness
-
     if reason := staleness(Path(args.record)):
         print(f"lingpt: {reason}", file=sys.stderr)
         sys.exit(1)
@@ -146,3 +146,26 @@ def _release_check(args: Namespace) -> None:
     counts = ", ".join(f"{record[word]} {word}" for word in ("passed", "skipped"))
     selection = f" (-k '{record['selected']}')" if "selected" in record else ""
     print(f"the record of the GPU tests is that of this source: {counts}{selection}")
+
+
+def staleness(path: Path, current: str | None = None) -> str | None:
+    """Why the record at `path` does not match the source with hash `current` (by default the tree's); None if
+    it does."""
+    from lingpt.kernels.linear_attention.cuda.source_hash import source_hash
+
+    current = current or source_hash()
+    try:
+        record = json.loads(path.read_text())
+        recorded, passed, failed = (record[key] for key in ("source_hash", "passed", "failed"))
+        selected = record.get("selected", WITHOUT_FLA)
+    except FileNotFoundError:
+        return f"no GPU record at {path}: {RUN_THEM}"
+    except (ValueError, KeyError, TypeError):
+        return f"unreadable GPU record {path}: {RUN_THEM}"
+    if recorded != current:
+        return f"stale GPU record (kernels {recorded}, the tree has {current}): {RUN_THEM}"
+    if failed or not passed:
+        return f"the GPU record has {passed} tests passed and {failed} failed: fix them and {RUN_THEM}"
+    if selected != WITHOUT_FLA:
+        return f"the GPU record is of some tests alone (-k '{selected}'): {RUN_THEM}"
+    return None

@@ -1,12 +1,17 @@
-"""An implementation's forward and backward on one set of inputs, which are both timed and checked."""
+"""An implementation's forward and backward on one set of inputs, timed and checked against float64."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lingpt.bench.kernels.implementations import Implementation
 from lingpt.bench.kernels.shapes import Shape
+
+TAIL = 256  # rows of a softmax that its oracle computes: the last ones, which alone determine their keys' dk
+ONE_SLICE = 65536  # tokens from which the oracle takes one (batch, head) slice instead of four
 
 
 class BenchCall:
@@ -42,3 +47,63 @@ class BenchCall:
 
     def clear(self) -> None:
         self.o, self.grads = None, ()
+
+
+class Graphs(NamedTuple):
+    """CUDA graphs of a call's forward and, captured after it, of its backward: replays have no host time."""
+
+    forward: torch.cuda.CUDAGraph
+    backward: torch.cuda.CUDAGraph
+
+
+def capture(call: BenchCall, device: torch.device) -> Graphs:
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        call.both()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graphs = Graphs(torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph())
+    with torch.cuda.graph(graphs.forward, stream=stream):
+        call.forward()
+    with torch.cuda.graph(graphs.backward, stream=stream, pool=graphs.forward.pool()):
+        call.backward()
+    return graphs
+
+
+def relative_errors(call: BenchCall) -> dict[str, float]:
+    """Relative RMS errors of o ("o") and of the gradients ("dq" …), on the up to four outermost (batch, head)
+    slices: a wrong offset shows in the last."""
+    B, N, H, _ = call.shape
+    batches, heads = ([-1], [-1]) if N >= ONE_SLICE else (sorted({0, B - 1}), sorted({0, H - 1}))
+    quadratic = call.implementation.quadratic
+
+    def take(x: Tensor) -> Tensor:
+        return _slice(x.detach(), batches, heads)
+
+    def tail(x: Tensor) -> Tensor:
+        return x[:, -TAIL:] if quadratic else x
+
+    assert call.o is not None, "the errors are those of a call that ran"
+    exact = {name: take(x).double().requires_grad_(x.requires_grad) for name, x in call.inputs.items()}
+    expected = call.implementation.oracle(exact | {"q": tail(exact["q"])} if quadratic else exact)
+    errors = {"o": _relative_rms(tail(take(call.o)), expected.detach())}
+    if call.backward_unsupported_reason:
+        return errors
+    leaves = [exact[name] for name in call.leaves]
+    gradients = torch.autograd.grad(expected, leaves, tail(take(call.do).double()))
+    for name, grad, gradient in zip(call.leaves, call.grads, gradients, strict=True):
+        errors[f"d{name}"] = _relative_rms(tail(take(grad)), tail(gradient))
+    return errors
+
+
+def _slice(x: Tensor, batches: list[int], heads: list[int]) -> Tensor:
+    """The chosen batches and heads of [B, N, H, D], [B, N, 3, H, D], [B, N, H] or [H]; [N, R] unchanged."""
+    if x.ndim == 2:
+        return x
+    if x.ndim in (1, 3):
+        return (x[batches] if x.ndim == 3 else x)[..., heads]
+    return x[batches][..., heads, :]
+
+
+def _relative_rms(x: Tensor, exact: Tensor) -> float:
+    return (torch.linalg.vector_norm(x.double() - exact) / torch.linalg.vector_norm(exact)).item()

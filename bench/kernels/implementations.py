@@ -23,10 +23,12 @@ from lingpt.bench.kernels import inputs, oracles
 from lingpt.bench.kernels.inputs import Inputs
 from lingpt.bench.kernels.shapes import Shape
 from lingpt.common.install import install_command
-from lingpt.kernels.linear_attention import linear_attention, linear_attention_flops, linear_attention_qkv
+from lingpt.kernels.linear_attention import linear_attention, linear_attention_qkv
 from lingpt.kernels.linear_attention.call import Call
 from lingpt.kernels.linear_attention.cuda import device_unsupported_reason, unsupported_reason
 from lingpt.kernels.numerics import B_SHRINK
+
+BF16 = torch.bfloat16
 
 MakeInputs = Callable[[Shape, torch.dtype, torch.device], Inputs]
 Attention = Callable[[Inputs], Tensor]
@@ -50,31 +52,19 @@ class Implementation:
     tolerance: float = 2e-2  # relative RMS error of bf16; beyond it a result is wrong
     autotunes: bool = False  # takes minutes with a cold cache
     training_only: bool = False  # a variant: measured at the training shapes, not swept
-    variant_of: str | None = None  # the implementation that its replays are interleaved with
     colour_of: str | None = None  # the name whose colour in plots/palette.py it takes; None: its own
 
     def unsupported_reason(
-        self,
-        shape: Shape | None = None,
-        dtype: torch.dtype = torch.bfloat16,
-        device: str | torch.device = "cuda",
+        self, shape: Shape | None = None, dtype: torch.dtype = BF16, device: str | torch.device = "cuda"
     ) -> str | None:
         """Why it does not run here; None if it does."""
         return _first_reason(self.needs, shape, dtype, torch.device(device))
 
     def backward_unsupported_reason(
-        self,
-        shape: Shape | None = None,
-        dtype: torch.dtype = torch.bfloat16,
-        device: str | torch.device = "cuda",
+        self, shape: Shape | None = None, dtype: torch.dtype = BF16, device: str | torch.device = "cuda"
     ) -> str | None:
         """Why its backward pass does not run here; None if it does."""
         return _first_reason(self.backward_needs, shape, dtype, torch.device(device))
-
-    def flops(self, shape: Shape) -> int:
-        """FLOPs of the forward pass: matrix products only, of causal ones only the causal half."""
-        B, N, H, D = shape
-        return 2 * B * H * N * N * D if self.quadratic else linear_attention_flops(B, N, H, D)
 
 
 # What an implementation needs
@@ -235,18 +225,18 @@ _MLSTM = (_cuda_device, _package("mlstm_kernels", "mlstm-kernels", "pip install 
 _ALL = (
     Implementation("ours", "ours", inputs.random, _ours("cuda"), _ours("chunkwise"), _OUR_KERNEL, ours=True),
     Implementation("ours-decay", "ours, with decay", inputs.decayed, _ours("cuda"), _ours("chunkwise"),
-                   _OUR_KERNEL, ours=True, training_only=True, variant_of="ours"),
+                   _OUR_KERNEL, ours=True, training_only=True),
     Implementation("ours-gated", "ours, a decay of each token's own", inputs.token_decayed, _ours("cuda"),
                    _ours("chunkwise"), (*_OUR_KERNEL, _our_gated_kernel(normalize=True)), ours=True,
-                   training_only=True, variant_of="ours"),
+                   training_only=True),
     Implementation("ours-unnormalised", "the same, no normaliser (a = 0)", inputs.token_decayed,
                    _ours("cuda", **PRODUCTS), oracles.linear,
                    (*_OUR_KERNEL, _our_gated_kernel(normalize=False)), ours=True, training_only=True,
-                   variant_of="ours", colour_of="ours-gated"),
+                   colour_of="ours-gated"),
     Implementation("ours-affine", "the same, no normaliser (a = b = 1)", inputs.token_decayed,
                    _ours("cuda", **AFFINE), _ours("chunkwise", **AFFINE),
                    (*_OUR_KERNEL, _our_gated_kernel(normalize=False)), ours=True, training_only=True,
-                   variant_of="ours", colour_of="ours-gated"),
+                   colour_of="ours-gated"),
     Implementation("ours-packed", "ours, packed qkv with RoPE", inputs.packed, _ours_packed("cuda"),
                    _ours_packed("chunkwise"), _OUR_KERNEL, ours=True, training_only=True, colour_of="ours"),
     Implementation("ours-chunkwise", "ours, chunkwise PyTorch", inputs.random, _ours("chunkwise"),

@@ -1,107 +1,37 @@
-"""Measures time, memory and correctness of one implementation at one shape, in the same call; one row per
-round."""
+"""Measures time, memory and correctness of one implementation at one shape, in the same call."""
 
 from __future__ import annotations
 
 import gc
 import math
-import statistics
 import time
-from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
 from lingpt.bench.clock import Clock
-from lingpt.bench.kernels.call import BenchCall
-from lingpt.bench.kernels.correctness import relative_errors
-from lingpt.bench.kernels.graphs import base_of, capture, interleaved_ratios
-from lingpt.bench.kernels.implementations import Implementation
+from lingpt.bench.kernels.call import BenchCall, capture, relative_errors
+from lingpt.bench.kernels.implementations import IMPLEMENTATIONS
 from lingpt.bench.kernels.results import Row
-from lingpt.bench.kernels.shapes import Shape
-from lingpt.bench.rows import attempt, skipped
+from lingpt.bench.results import Skipped
 from lingpt.common.errors import first_line
 
-TIMES = ("forward_ms", "backward_ms", "both_ms", "forward_graph_ms", "backward_graph_ms")
 
+def first_round(
+    row: Row, clock: Clock, *, limit: float = 10.0, graphs: bool = False, seconds: float = 0.15
+) -> None:
+    """Compiles, measures memory and correctness, finds how many runs fit, and times them.
 
-def measure(
-    implementation: Implementation,
-    shape: Shape,
-    dtype: torch.dtype,
-    clock: Clock,
-    *,
-    limit: float = 10.0,
-    graphs: bool = False,
-    seconds: float = 0.15,
-) -> Row:
-    """The first round: never raises for what the implementation does. `seconds`: the time to aim for;
-    `limit`: the maximum, without compiling.
-
-    `measure_again` gives more rounds, and `over_rounds` combines them into one row.
+    `seconds`: the time to aim for; `limit`: the maximum, without compiling; `graphs`: time CUDA graphs, too.
+    Skipped if the implementation does not run here.
     """
-    row = new_row(implementation, shape, dtype)
-    row.tolerance = implementation.tolerance
-    row.forward_flops = implementation.flops(shape)
-    if reason := implementation.unsupported_reason(shape, dtype, clock.device):
-        return skipped(row, reason)
-    return _attempt(
-        row, implementation, dtype, clock, lambda call: _first_round(row, call, clock, limit, graphs, seconds)
-    )
-
-
-def measure_again(first: Row, implementation: Implementation, dtype: torch.dtype, clock: Clock) -> Row:
-    """A later round of what `first` timed: only the times, on new inputs, in a new row."""
-    row = new_row(implementation, first.shape, dtype)
-    row.repeats = first.repeats
-    graphs = first.forward_graph_ms is not None
-    return _attempt(row, implementation, dtype, clock, lambda call: time_round(row, call, clock, graphs))
-
-
-def over_rounds(rows: list[Row]) -> Row:
-    """The first round's row, with each time replaced by the median over the rounds. A later round in which
-    anything failed does not count, and `reason` says so."""
-    first, *later = rows
-    if not later:
-        return first
-    complete = [first, *(row for row in later if row.rounds and not row.graph_reason)]
-    failed = [
-        f"round {n}: {row.reason or row.graph_reason}"
-        for n, row in enumerate(later, 2)
-        if row not in complete
-    ]
-    times = {name: [getattr(row, name) for row in complete] for name in TIMES}
-    medians = {name: statistics.median(ms) for name, ms in times.items() if None not in ms}
-    by_round = {name: times[name] for name in medians}
-    reason = "; ".join(filter(None, [first.reason, *failed]))
-    return replace(first, rounds=len(complete), by_round=by_round, reason=reason, **medians)
-
-
-def new_row(implementation: Implementation, shape: Shape, dtype: torch.dtype) -> Row:
-    return Row(implementation.name, shape, str(dtype).removeprefix("torch."))
-
-
-def _attempt(
-    row: Row,
-    implementation: Implementation,
-    dtype: torch.dtype,
-    clock: Clock,
-    fill: Callable[[BenchCall], None],
-) -> Row:
-    """The row, which `fill` fills from a call on new inputs, or why it could not."""
-
-    def work() -> Row:
-        fill(BenchCall(implementation, row.shape, dtype, clock.device))
-        return row
-
-    return attempt(row, work, clock.device)
-
-
-def _first_round(row: Row, call: BenchCall, clock: Clock, limit: float, graphs: bool, seconds: float) -> None:
-    """Compiles, measures memory and correctness, finds how many runs fit, and times them."""
+    implementation, dtype = IMPLEMENTATIONS[row.implementation], getattr(torch, row.dtype)
+    if reason := implementation.unsupported_reason(row.shape, dtype, clock.device):
+        raise Skipped(reason)
+    call = BenchCall(implementation, row.shape, dtype, clock.device)
     call.both()  # compiles, autotunes: not counted against `limit`
     start = time.perf_counter()
-    row.errors, row.reason = relative_errors(call), call.backward_unsupported_reason or ""
+    row.tolerance, row.errors = implementation.tolerance, relative_errors(call)
+    row.reason = call.backward_unsupported_reason or ""
     if not _within_tolerance(row.errors, row):
         worst = max(row.errors, key=lambda name: _nan_last(row.errors[name]))
         row.status, row.reason = "wrong", f"{worst} is off by {row.errors[worst]:.1e} (relative RMS)"
@@ -112,21 +42,47 @@ def _first_round(row: Row, call: BenchCall, clock: Clock, limit: float, graphs: 
     once = sum(clock.time(call.both)) / 1e3
     left = max(limit - (time.perf_counter() - start), 0.0)
     row.repeats = int(max(3, min(50, seconds / once, left / (3 * once))))
-    time_round(row, call, clock, graphs, check=True)
+    _time(row, call, clock, graphs, check=True)
 
 
-def time_round(row: Row, call: BenchCall, clock: Clock, graphs: bool, check: bool = False) -> None:
-    """Measures the times, after two untimed runs. `check` (in the first round): see `_time_graphs`."""
+def next_round(row: Row, clock: Clock) -> None:
+    """A later round: only the times, on new inputs, and those of graphs if the first round had them."""
+    implementation, dtype = IMPLEMENTATIONS[row.implementation], getattr(torch, row.dtype)
+    call = BenchCall(implementation, row.shape, dtype, clock.device)
+    _time(row, call, clock, graphs=row.forward_graph_ms is not None and not row.graph_reason)
+
+
+def _time(row: Row, call: BenchCall, clock: Clock, graphs: bool, check: bool = False) -> None:
+    """Adds a round of times, after two untimed runs. `check`: whether a replay gives the correct result."""
     clock.time(call.both, repeats=2)
-    row.forward_ms = clock.median(call.forward, call.clear, row.repeats)
+    times = {"forward_ms": clock.median(call.forward, call.clear, row.repeats)}
     call.clear()
     if not call.backward_unsupported_reason:
-        row.backward_ms = clock.median(call.backward, call.forward, row.repeats)
-        row.both_ms = clock.median(call.both, call.clear, row.repeats)
-    row.rounds = 1
+        times["backward_ms"] = clock.median(call.backward, call.forward, row.repeats)
+        times["both_ms"] = clock.median(call.both, call.clear, row.repeats)
     call.clear()
     if graphs and clock.cuda:
-        _time_graphs(row, call, clock, check)
+        try:
+            times |= _time_graphs(row, call, clock, check)
+        except torch.OutOfMemoryError:
+            row.graph_reason = "out of memory"
+        except Exception as error:
+            row.graph_reason = f"{type(error).__name__}: {first_line(error)}"
+        call.clear()
+    row.add_round(**times)
+
+
+def _time_graphs(row: Row, call: BenchCall, clock: Clock, check: bool) -> dict[str, float]:
+    graphs = capture(call, clock.device)
+    graphs.forward.replay()
+    graphs.backward.replay()
+    if check and not _within_tolerance(relative_errors(call), row):
+        row.graph_reason = "a replay gives another result"
+        return {}
+    times = {"forward_graph_ms": clock.median(graphs.forward.replay, repeats=row.repeats)}
+    if not call.backward_unsupported_reason:
+        times["backward_graph_ms"] = clock.median(graphs.backward.replay, graphs.forward.replay, row.repeats)
+    return times
 
 
 def _measure_memory(row: Row, call: BenchCall, device: torch.device) -> None:
@@ -146,29 +102,6 @@ def _measure_memory(row: Row, call: BenchCall, device: torch.device) -> None:
         # Autograd's thread frees the last graph of a run asynchronously, perhaps during the next run.
         if torch.cuda.memory_allocated(device) == base:
             return
-
-
-def _time_graphs(row: Row, call: BenchCall, clock: Clock, check: bool) -> None:
-    """Measures the times of replays. `check`: also their correctness, and their ratio to `base_of`."""
-    try:
-        graphs = capture(call, clock)
-        graphs.forward.replay()
-        graphs.backward.replay()
-        if check and not _within_tolerance(relative_errors(call), row):
-            row.graph_reason = "a replay gives another result"
-            return
-        row.forward_graph_ms, backward = graphs.times(clock, row.repeats)
-        row.backward_graph_ms = None if call.backward_unsupported_reason else backward
-        if check and (base := base_of(call.implementation, row.shape)) is not None:
-            base_graphs = capture(BenchCall(*base, call.do.dtype, clock.device), clock)
-            turns = max(1, row.repeats // 2)
-            row.ratio_to_base = interleaved_ratios(graphs, base_graphs, clock, turns)
-    except torch.OutOfMemoryError:
-        row.graph_reason = "out of memory"
-    except Exception as error:
-        row.graph_reason = f"{type(error).__name__}: {first_line(error)}"
-    finally:
-        call.clear()
 
 
 def _within_tolerance(errors: dict[str, float], row: Row) -> bool:

@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lingpt.bench.kernels.implementations import IMPLEMENTATIONS
-from lingpt.bench.kernels.results import Results, Row
+from lingpt.bench.kernels.results import DIRECTIONS, Results, Row
 from lingpt.bench.kernels.shapes import REFERENCE, Shape
 from lingpt.plots.figures import add_caption, new_figure, save_formats, style_axes
 from lingpt.plots.palette import colours
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MARKERS = "os^vDPX*<>hp"
@@ -21,8 +20,8 @@ PANELS = (
     ("backward_ms", "backward", "time (ms)"),
     ("both_memory", "peak memory, forward + backward", "memory beyond the inputs (GB)"),
 )
+TRAFFIC = {"forward_ms": 4, "backward_ms": 8}  # the least, in tensors of U bytes
 AXES = {"N": "N (tokens of a sequence)", "D": "D (width of a head)"}
-DIRECTIONS = ("forward", "backward")
 FAILURES = {"oom": "out of memory", "wrong": "wrong result", "refused": "cannot run", "error": "failed"}
 COLOUR_NAMES = {name: i.colour_of or name for name, i in IMPLEMENTATIONS.items()}
 COLOURS = colours(COLOUR_NAMES.values())
@@ -61,17 +60,26 @@ def _sweep(results: Results, axis: str, fixed: dict[str, int]) -> Figure | None:
     """Three panels, a line per implementation. Only correct results are drawn; the caption lists the rest."""
     batches = [row.shape.B for row in results.rows if _matches(row.shape, fixed)]
     fixed = {"B": max(batches, default=0)} | fixed
-    rows = [r for r in results.rows if _matches(r.shape, fixed) and not _is_variant(r)]
+    swept = [name for name, implementation in IMPLEMENTATIONS.items() if not implementation.training_only]
+    rows = [row for row in results.rows if row.implementation in swept and _matches(row.shape, fixed)]
+    rows.sort(key=lambda row: getattr(row.shape, axis))
     if len({getattr(row.shape, axis) for row in rows if row.status == "ok"}) < 2:
         return None
     figure, panels = _figure(len(PANELS), width=5.2)
-    shapes = sorted({row.shape for row in rows}, key=lambda shape: getattr(shape, axis))
+    values = sorted({getattr(row.shape, axis) for row in rows})
     for panel, (field, title, label) in zip(panels, PANELS, strict=True):
-        _lines(panel, rows, axis, field)
-        if field.endswith("_ms"):
-            _floor(panel, results, shapes, axis, 4 if field == "forward_ms" else 8)
+        for name in dict.fromkeys(row.implementation for row in rows):
+            own = [row for row in rows if row.implementation == name and row.is_correct(field)]
+            if own:
+                x, y = [getattr(row.shape, axis) for row in own], [_value(row, field) for row in own]
+                panel.plot(x, y, label=IMPLEMENTATIONS[name].title, **style(name))
+        if units := TRAFFIC.get(field):
+            shapes = {getattr(row.shape, axis): row.shape for row in rows}
+            bounds = [results.lower_bound_ms(shape, units) for shape in shapes.values()]
+            panel.plot(list(shapes), bounds, ":", color="grey", label="least traffic at the copy bandwidth")
         panel.set(xscale="log", yscale="log", title=title, xlabel=AXES[axis], ylabel=label)
-        _ticks(panel, [getattr(shape, axis) for shape in shapes])
+        panel.set_xticks(values, list(map(_tick, values)))
+        panel.minorticks_off()
         style_axes(panel)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", fontsize=8, frameon=False)
@@ -86,39 +94,15 @@ def _matches(shape: Shape, fixed: dict[str, int]) -> bool:
     return all(getattr(shape, name) == value for name, value in fixed.items())
 
 
-def _is_variant(row: Row) -> bool:
-    return IMPLEMENTATIONS[row.implementation].training_only
-
-
-def _lines(panel: Axes, rows: list[Row], axis: str, field: str) -> None:
-    for name in dict.fromkeys(row.implementation for row in rows):
-        points = sorted(
-            (getattr(row.shape, axis), _value(row, field))
-            for row in rows
-            if row.implementation == name and row.is_correct(field) and getattr(row, field)
-        )
-        if points:
-            panel.plot(*zip(*points, strict=True), label=IMPLEMENTATIONS[name].title, **style(name))
-
-
 def _value(row: Row, field: str) -> float:
     value = getattr(row, field)
     return value * row.shape.unit_bytes() / 1e9 if field.endswith("memory") else value
 
 
-def _floor(panel: Axes, results: Results, shapes: list[Shape], axis: str, units: int) -> None:
-    floor = [results.floor_ms(shape, units) for shape in shapes]
-    label = "least traffic at the copy bandwidth"
-    panel.plot([getattr(shape, axis) for shape in shapes], floor, ":", color="grey", label=label)
-
-
-def _ticks(panel: Axes, values: list[int]) -> None:
-    labels = [
-        f"{v // 1024}k" if v >= 1024 and v % 1024 == 0 else f"{v // 1000}k" if v >= 1000 else str(v)
-        for v in values
-    ]
-    panel.set_xticks(values, labels)
-    panel.minorticks_off()
+def _tick(value: int) -> str:
+    if value < 1000:
+        return str(value)
+    return f"{value // 1024}k" if value % 1024 == 0 else f"{value // 1000}k"
 
 
 def _caption(rows: list[Row], axis: str) -> str:

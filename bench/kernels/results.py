@@ -1,25 +1,30 @@
-"""The results of a benchmark run, and their JSON file."""
+"""The results of `lingpt bench`: their JSON file and table."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
+import torch
+
+from lingpt.bench.clock import Clock
+from lingpt.bench.kernels.implementations import IMPLEMENTATIONS
 from lingpt.bench.kernels.shapes import Shape
-from lingpt.bench.rows import BenchResults, BenchRow
+from lingpt.bench.results import BenchResults, BenchRow, made_on, markdown, number
 
-Cell = tuple[str, Shape]  # an implementation's name, and the shape it runs at
-
-OLD_FIELDS = {"peer": "implementation", "beside": "ratio_to_base", "graph": "graph_reason"}  # old: new
+DIRECTIONS = ("forward", "backward")
+COLUMNS = (
+    "shape", "implementation", "ms", "replayed, ms", "× ours", "× lower bound", "memory, U", "error",
+)  # fmt: skip
 
 
 @dataclass
 class Row(BenchRow):
-    """One implementation at one shape. Times are in ms: the median of a round's runs, and over several rounds
-    the median of these medians. Memory is in U (one [B, N, H, D] tensor).
+    """One implementation at one shape. Times are in ms, memory is in U (one [B, N, H, D] tensor).
 
-    status: "ok" (forward only if `reason` says why there is no backward pass); "wrong" (timed, but its result
-    is not its function's: ratios do not use it), or one of BenchRow's.
+    status: "ok" (forward only if `reason` says why there is no backward pass); "wrong" (timed once, but its
+    result is not its function's: ratios do not use it), or one of BenchRow's.
     """
 
     KEY: ClassVar[tuple[str, ...]] = ("implementation", "shape")
@@ -27,7 +32,6 @@ class Row(BenchRow):
     implementation: str
     shape: Shape
     dtype: str
-    session: str = ""  # start time of the call of run_bench that measured it; unknown in older files
     forward_ms: float | None = None
     backward_ms: float | None = None
     both_ms: float | None = None  # forward and backward, one after the other
@@ -36,27 +40,21 @@ class Row(BenchRow):
     graph_reason: str = ""  # why there is no replay time
     forward_memory: float | None = None  # peak beyond the inputs and do
     both_memory: float | None = None
-    forward_flops: int = 0
     repeats: int = 0  # runs per time and round
-    rounds: int = 0  # rounds in the times; 0: not timed
-    by_round: dict[str, list[float]] = field(default_factory=dict)  # the times of each round, if several
-    # Forward and backward: replay time over that of the base (graphs.base_of), both replayed interleaved.
-    ratio_to_base: list[float] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)  # relative RMS of o and of each gradient
     tolerance: float = 0.0
 
     def is_correct(self, field: str) -> bool:
         """Whether what `field` timed was correct: a wrong gradient does not invalidate a forward time."""
-        forward = field.startswith("forward")
-        if self.status == "wrong" and forward:
+        if getattr(self, field) is None:
+            return False
+        if self.status == "wrong" and field.startswith("forward"):
             return self.errors.get("o", float("inf")) <= self.tolerance
-        return self.status == "ok" and (forward or self.backward_ms is not None)
+        return self.status == "ok"
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Row:
-        values = {OLD_FIELDS.get(name, name): value for name, value in values.items()}
-        before_rounds = {"rounds": int(values["both_ms"] is not None)}  # even older files: one, if timed
-        return super().from_dict(before_rounds | values | {"shape": Shape(**values["shape"])})
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        return super().from_dict(values | {"shape": Shape(**values["shape"])})
 
 
 @dataclass
@@ -65,20 +63,75 @@ class Results(BenchResults[Row]):
 
     ROW = Row
     COMMAND = "lingpt bench"
+    NAME = "results"
 
     copy_bandwidth: float = field(kw_only=True)  # bytes per second, read plus written
     # implementation → direction → bytes, from the GPU's counters
     bytes_moved: dict[str, dict[str, float]] = field(default_factory=dict)
-    empty_node_ms: list[float] = field(default_factory=list)  # an empty autograd node: forward, backward
+
+    @classmethod
+    def new(cls, here: dict[str, Any], device: torch.device) -> Self:
+        size = 1 << 30 if device.type == "cuda" else 1 << 24
+        return cls(here, copy_bandwidth=Clock(device).copy_bandwidth(size))
 
     def correct_row(self, implementation: str, shape: Shape, field: str = "both_ms") -> Row | None:
         """The cell's row, if what `field` timed is correct (by default forward and backward)."""
         row = self.row(implementation, shape)
         return row if row is not None and row.is_correct(field) else None
 
-    def floor_ms(self, shape: Shape, units: int) -> float:
+    def lower_bound_ms(self, shape: Shape, units: int) -> float:
         """The time of moving `units` × U at the copy bandwidth."""
         return units * shape.unit_bytes() / self.copy_bandwidth * 1e3
 
     def as_dict(self, row: Row) -> dict[str, Any]:
         return super().as_dict(row) | {"shape": row.shape._asdict()}
+
+    def table(self) -> str:
+        """A line for each row; what runs nowhere is listed below with its reason."""
+        head = (
+            f"# Kernels\n\n{made_on(self.environment)}, kernels {self.environment['source_hash']}.\n\n"
+            "Forward / backward, of eager calls and of replayed CUDA graphs; medians, the L2 cache flushed. "
+            "× ours: eager, within a round. Lower bound: the least possible memory traffic at the speed of a "
+            f"copy, here {self.copy_bandwidth / 1e12:.3g} TB/s. Memory: the peak beyond the inputs, of "
+            "forward and of both passes; U is one tensor [B, N, H, D]. Error: the largest relative RMS, "
+            "against float64.\n\n"
+        )
+        ran = {row.implementation for row in self.rows if row.status != "skipped"}
+        lines = [self._cells(row) for row in self.rows if row.implementation in ran]
+        absent = {row.implementation: row.failure for row in self.rows if row.implementation not in ran}
+        below = "".join(f"\n- {name}: {reason}" for name, reason in absent.items())
+        return head + markdown(COLUMNS, lines) + (f"{below}\n" if below else "")
+
+    def _cells(self, row: Row) -> list[str]:
+        cells = [str(row.shape), row.implementation]
+        if row.forward_ms is None:
+            return [*cells, row.failure]
+        ours = self.row("ours", row.shape)
+        eager, replayed, ratios, bounds = [], [], [], []
+        for direction, units in zip(DIRECTIONS, IMPLEMENTATIONS[row.implementation].min_traffic, strict=True):
+            field = f"{direction}_ms"
+            ms, correct = getattr(row, field), row.is_correct(field)
+            eager.append(ms)
+            replayed.append(getattr(row, f"{direction}_graph_ms"))
+            bounds.append(ms / self.lower_bound_ms(row.shape, units) if correct else None)
+            comparable = correct and ours is not None and ours.is_correct(field)
+            ratios.append(self.ratio(row, ours, field) if comparable else None)
+        note = row.failure or row.reason
+        return [
+            *cells,
+            _pair(eager, ".3f") + (f", {note}" if note else ""),
+            row.graph_reason or _pair(replayed, ".3f"),
+            _pair(ratios, ".2f"),
+            _pair(bounds, ".2f"),
+            _pair([row.forward_memory, row.both_memory], ".2f"),
+            number(max(row.errors.values(), default=None), ".1e"),
+        ]
+
+    def draw(self, folder: Path) -> list[Path]:
+        from lingpt.bench.kernels.plots import draw
+
+        return draw(self, folder)
+
+
+def _pair(values: list[float | None], format: str) -> str:
+    return " / ".join(number(value, format) for value in values) if any(values) else "–"

@@ -1,33 +1,25 @@
-"""The sweep over implementations and shapes.
-
-Hosts and clocks drift, by 5 % up to a factor of two within a minute. So the training shapes, which are
-compared, are timed in ROUNDS rounds, each over all of them and all implementations: ratios are taken within a
-round, and a bad minute does not affect one row only.
-"""
+"""The sweep over implementations and shapes; the training shapes, which are compared, in ROUNDS rounds."""
 
 from __future__ import annotations
 
+import functools
 import re
-import time
-import warnings
-from collections import defaultdict
 from collections.abc import Collection, Iterable
-from datetime import datetime
 from pathlib import Path
 
 import torch
 
 from lingpt.bench.clock import Clock
-from lingpt.bench.environment import check_same, environment, used_by_others
+from lingpt.bench.environment import warn_if_shared
 from lingpt.bench.kernels.implementations import DEFAULT_IMPLEMENTATIONS, IMPLEMENTATIONS, Implementation
-from lingpt.bench.kernels.measure import measure, measure_again, new_row, over_rounds
-from lingpt.bench.kernels.results import Cell, Results, Row
+from lingpt.bench.kernels.measure import first_round, next_round
+from lingpt.bench.kernels.results import Results, Row
 from lingpt.bench.kernels.shapes import CUMSUM, QUICK, SWEEPS, Shape
-from lingpt.bench.rows import budget_spent, skipped
+from lingpt.bench.results import Session, Skipped
 from lingpt.common.devices import find_device
 from lingpt.common.errors import UserError, unknown
 
-ROUNDS = 5  # rounds of the training shapes, whose times are compared as ratios
+ROUNDS = 5
 
 
 def run_bench(
@@ -61,34 +53,45 @@ def run_bench(
     sweeps = sweeps or (QUICK if quick else SWEEPS)
     chosen, shapes = choose_implementations(implementations), choose_shapes(only, sweeps)
     training = set(sweeps.get("training", ()))
-    clock = Clock(device)
-    if clock.cuda and (line := used_by_others(device)):
-        warnings.warn(line, stacklevel=2)
-    results = Results.load(save_to) if append and save_to and save_to.is_file() else _new_results(clock)
-    check_same(save_to, results.environment, environment(device))
-    deadline, session = time.perf_counter() + budget, datetime.now().astimezone().isoformat()
+    warn_if_shared(device)
+    name = str(dtype).removeprefix("torch.")
+    results = Results.begin(device, name, save_to, append)
     schedule = _schedule(shapes, chosen, training, results)
-    rounds: dict[Cell, list[Row]] = defaultdict(list)  # one row per round for each cell
+    clock, session = Clock(device), Session(results, device, budget, save_to)
     timings = tqdm(schedule, desc="bench", unit="timing", disable=None if progress else True)
     for n, shape, implementation in timings:
         timings.set_postfix_str(f"{implementation.name} {shape} round {n}")
-        rows = rounds[implementation.name, shape]
-        spent = budget_spent(budget) if time.perf_counter() > deadline else None
-        if n > 1 and (spent or not rows[-1].rounds):  # never timed, or failed in an earlier round
-            continue
-        if n > 1:
-            row = measure_again(rows[0], implementation, dtype, clock)
-        elif reason := spent or _too_slow(results.rows, implementation, shape, limit):
-            row = skipped(new_row(implementation, shape, dtype), reason)
-        else:
+        if n == 1:
             graphs = shape in training and shape != CUMSUM
-            row = measure(implementation, shape, dtype, clock, limit=limit, graphs=graphs)
-        row.session = session
-        rows.append(row)
-        results.put(over_rounds(rows))
-        if save_to is not None:
-            results.save(save_to)
+            measure = functools.partial(_first_round, results.rows, clock, limit=limit, graphs=graphs)
+            session.turn(Row(implementation.name, shape, name), measure)
+        elif row := results.row(implementation.name, shape):
+            session.turn(row, functools.partial(next_round, clock=clock), first=False)
     return results
+
+
+def _first_round(rows: list[Row], clock: Clock, row: Row, *, limit: float, graphs: bool) -> None:
+    predicted = _predict(rows, row)
+    if predicted is not None and 8 * predicted > limit:  # warm-up, sizing, two untimed, three timed, and more
+        raise Skipped(f"would take about {predicted:.1f} s a call, the limit is {limit:.0f} s in all")
+    first_round(row, clock, limit=limit, graphs=graphs)
+
+
+def _predict(rows: list[Row], row: Row) -> float | None:
+    """Seconds of forward and backward of the row, scaled from the largest shape timed; None if none was."""
+
+    def work(s: Shape) -> float:
+        return s.B * s.H * s.D * s.N ** (2 if IMPLEMENTATIONS[row.implementation].quadratic else 1)
+
+    timed = [
+        (work(other.shape), other.both_ms)
+        for other in rows
+        if other.implementation == row.implementation and other.both_ms is not None
+    ]
+    if not timed:
+        return None
+    largest, ms = max(timed, key=lambda pair: pair[0])
+    return ms / 1e3 * work(row.shape) / largest
 
 
 def _usable_device(name: str | torch.device) -> torch.device:
@@ -102,12 +105,6 @@ def _usable_device(name: str | torch.device) -> torch.device:
     if device.index is not None:
         torch.cuda.set_device(find_device(str(device), instead="cuda"))
     return device
-
-
-def _new_results(clock: Clock) -> Results:
-    bandwidth = clock.copy_bandwidth(1 << 30 if clock.cuda else 1 << 24)
-    empty_node_ms = list(clock.empty_node())
-    return Results(environment(clock.device), copy_bandwidth=bandwidth, empty_node_ms=empty_node_ms)
 
 
 def _schedule(
@@ -144,28 +141,3 @@ def _check_names(names: Iterable[str], known: Collection[str], what: str) -> lis
         if name not in known:
             raise unknown(what, name, known)
     return names
-
-
-def _too_slow(rows: list[Row], implementation: Implementation, shape: Shape, limit: float) -> str | None:
-    """Why the implementation would exceed `limit` at this shape, judging by shapes timed already; or None."""
-    predicted = _predict(rows, implementation, shape)
-    if predicted is None or 8 * predicted <= limit:  # warm-up, sizing, two untimed, three timed, and more
-        return None
-    return f"would take about {predicted:.1f} s a call, the limit is {limit:.0f} s in all"
-
-
-def _predict(rows: list[Row], implementation: Implementation, shape: Shape) -> float | None:
-    """Seconds of forward and backward at `shape`, scaled from the largest timed; None if none was."""
-
-    def work(s: Shape) -> float:
-        return s.B * s.H * s.D * s.N ** (2 if implementation.quadratic else 1)
-
-    timed = [
-        (work(row.shape), row.both_ms)
-        for row in rows
-        if row.implementation == implementation.name and row.both_ms is not None
-    ]
-    if not timed:
-        return None
-    largest, ms = max(timed, key=lambda pair: pair[0])
-    return ms / 1e3 * work(shape) / largest

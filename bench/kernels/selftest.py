@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from lingpt.bench.kernels.call import BenchCall
-from lingpt.bench.kernels.correctness import relative_errors
+from lingpt.bench.kernels.call import BenchCall, relative_errors
 from lingpt.bench.kernels.implementations import IMPLEMENTATIONS
 from lingpt.bench.kernels.shapes import Shape
 

@@ -21,19 +21,13 @@ class Shape(NamedTuple):
         return self.B * self.N * self.H * self.D * item_size
 
 
-REFERENCE = Shape(4, 8192, 16, 128)  # the shape of most targets
+REFERENCE = Shape(4, 8192, 16, 128)  # the shape of the figures of traffic
 BATCH_1 = Shape(1, 8192, 16, 128)
-LONG = Shape(1, 32768, 16, 128), Shape(1, 131072, 16, 128)  # their target: REFERENCE's time per token
+LONG = Shape(1, 32768, 16, 128), Shape(1, 131072, 16, 128)
 CUMSUM = Shape(1, 4096, 16, 128)  # the plain PyTorch form needs B·N·H·D² numbers
 
 SWEEPS: dict[str, tuple[Shape, ...]] = {
-    "training": (
-        REFERENCE,
-        BATCH_1,
-        *LONG,
-        Shape(4, 8192, 12, 64),
-        CUMSUM,
-    ),
+    "training": (REFERENCE, BATCH_1, *LONG, Shape(4, 8192, 12, 64), CUMSUM),
     "sweep-n": tuple(Shape(4, N, 16, 128) for N in (1024, 4096, 16384, 65536, 131072, 300_000)),
     "sweep-d": tuple(Shape(4, 4096, 16, D) for D in (32, 64, 128, 256)),
 }

@@ -9,7 +9,11 @@ import subprocess
 import sys
 from collections.abc import Iterable
 
+import torch
+
+from lingpt.bench.kernels.call import BenchCall
 from lingpt.bench.kernels.implementations import IMPLEMENTATIONS
+from lingpt.bench.kernels.results import DIRECTIONS
 from lingpt.bench.kernels.shapes import REFERENCE
 from lingpt.common.errors import UserError
 
@@ -27,19 +31,12 @@ def count_bytes(names: Iterable[str]) -> dict[str, dict[str, float]]:
         raise UserError(
             "counting bytes needs NVIDIA's profiler `ncu` on the PATH; without --ncu they are estimated"
         )
-    names = [name for name in names if _runs_both_ways(name)]
     counted: dict[str, dict[str, float]] = {}
-    for name in tqdm(names, desc="count", unit="implementation", disable=None):
-        counted[name] = {direction: _profile(name, direction) for direction in ("forward", "backward")}
+    for name in tqdm(list(names), desc="count", unit="implementation", disable=None):
+        runs = IMPLEMENTATIONS[name]
+        if not (runs.unsupported_reason(REFERENCE) or runs.backward_unsupported_reason(REFERENCE)):
+            counted[name] = {direction: _profile(name, direction) for direction in DIRECTIONS}
     return counted
-
-
-def _runs_both_ways(name: str) -> bool:
-    implementation = IMPLEMENTATIONS[name]
-    return (
-        implementation.unsupported_reason(REFERENCE) is None
-        and implementation.backward_unsupported_reason(REFERENCE) is None
-    )
 
 
 def _profile(name: str, direction: str) -> float:
@@ -68,10 +65,6 @@ def parse_counts(output: str) -> float:
 
 def run_once(name: str, direction: str) -> None:
     """Runs in the profiled process: all once, to compile and tune, then one direction with counters on."""
-    import torch
-
-    from lingpt.bench.kernels.call import BenchCall
-
     call = BenchCall(IMPLEMENTATIONS[name], REFERENCE, torch.bfloat16, torch.device("cuda"))
     call.both()
     call.forward()

@@ -13,6 +13,9 @@ import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
+import torch
+
+from lingpt.bench.kernels.call import BenchCall
 from lingpt.bench.kernels.implementations import IMPLEMENTATIONS
 from lingpt.bench.kernels.runner import choose_implementations, choose_shapes
 from lingpt.bench.kernels.shapes import SWEEPS, Shape
@@ -21,12 +24,7 @@ from lingpt.common.devices import available_cores
 WARM_N = 1024  # kernels depend on whether B is 1, on H and on D; not on N, as long as 16 divides it
 
 
-def warm_up(
-    implementations: Iterable[str] = (),
-    only: Iterable[str] = (),
-    workers: int | None = None,
-    progress: bool = True,
-) -> dict[str, str]:
+def warm_up(implementations: Iterable[str] = (), only: Iterable[str] = ()) -> dict[str, str]:
     """Runs every autotuning implementation once at each kind of shape of the sweeps named in `only` (default:
     all); returns the errors by "implementation shape".
 
@@ -38,9 +36,9 @@ def warm_up(
     names = [i.name for i in chosen if i.autotunes and i.unsupported_reason() is None]
     kinds = sorted({Shape(min(s.B, 2), WARM_N, s.H, s.D) for s in shapes})
     cells = [(name, shape) for name in names for shape in kinds]
-    with ThreadPoolExecutor(workers or available_cores()) as pool:
+    with ThreadPoolExecutor(available_cores()) as pool:
         ran = pool.map(lambda cell: _warm_in_process(*cell), cells)
-        errors = list(tqdm(ran, total=len(cells), desc="warm", disable=None if progress else True))
+        errors = list(tqdm(ran, total=len(cells), desc="warm", disable=None))
     return {f"{name} {shape}": error for (name, shape), error in zip(cells, errors, strict=True) if error}
 
 
@@ -54,9 +52,5 @@ def _warm_in_process(name: str, shape: Shape) -> str | None:
 
 def warm_one(name: str, shape: tuple[int, int, int, int]) -> None:
     """Runs one forward and backward in this process."""
-    import torch
-
-    from lingpt.bench.kernels.call import BenchCall
-
     BenchCall(IMPLEMENTATIONS[name], Shape(*shape), torch.bfloat16, torch.device("cuda")).both()
     torch.cuda.synchronize()

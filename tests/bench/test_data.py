@@ -3,11 +3,23 @@
 import json
 from pathlib import Path
 
-from lingpt.bench.data import main
+import pytest
+
+from lingpt.cli.main import main
 
 
-def test_what_is_measured_is_written(tmp_path: Path) -> None:
-    """On a part of the embedded corpus; guards: a benchmark that nobody runs until it is needed."""
-    found = main(["--megabytes", "0.3", "--repeats", "1", "--out", str(tmp_path / "bench.json")])
-    assert json.loads((tmp_path / "bench.json").read_text())["ratio"] == found["ratio"]
-    assert found["megabytes"] > 0 and found["processor_time_ratio"] > 0
+def test_what_is_measured_is_printed_and_written(tmp_path: Path, capsys):
+    """On a part of the embedded corpus. Both speeds come from a clock, and the ratio from both."""
+    out = tmp_path / "bench.json"
+    assert main(["bench", "data", "--megabytes", "0.3", "--repeats", "1", "--out", str(out)]) == 0
+    result = json.loads(out.read_text())
+    assert json.loads(capsys.readouterr().out) == result
+    speeds = result["cache_megabytes_per_second"], result["encode_batch_megabytes_per_second"]
+    assert min(speeds) > 0 and result["ratio"] == pytest.approx(speeds[0] / speeds[1])
+    assert result["megabytes"] > 0 and len(result["seconds_wall_and_processor"]["cache"]) == 1
+
+
+@pytest.mark.parametrize(("option", "value"), [("megabytes", "-1"), ("megabytes", "1e9"), ("repeats", "0")])
+def test_numbers_have_a_range(option: str, value: str, capsys):
+    assert main(["bench", "data", f"--{option}", value]) == 2
+    assert capsys.readouterr().err.startswith(f"lingpt: --{option} {float(value):g}: give a number from ")

@@ -9,7 +9,7 @@ import torch
 
 from lingpt.bench import decoding
 from lingpt.bench.decoding import FORMS, Decoder, bench_decoding, choose_configs, measure
-from lingpt.bench.decoding_results import COLUMNS, DecodeResults, DecodeRow, draw, table
+from lingpt.bench.decoding_results import COLUMNS, DecodeResults, DecodeRow
 from lingpt.bench.step_results import SHORT_CONV
 from lingpt.cli import generate as generate_verb
 from lingpt.cli.main import main
@@ -52,7 +52,7 @@ def test_the_command_measures_every_attention(tmp_path: Path, capsys):
     assert growth == 48 * token // 4, "one of the four layers is softmax"
 
     text = (tmp_path / "decode.md").read_text()
-    assert text in out and text == table(results)
+    assert text in out and text == results.table()
     assert {line.count("|") for line in text.splitlines() if line.startswith("|")} == {len(COLUMNS) + 1}
     assert (tmp_path / "decode.png").read_bytes().startswith(b"\x89PNG") and "decode.pdf" in out
     (tmp_path / "decode.md").unlink()
@@ -90,10 +90,12 @@ def test_a_graph_is_captured_before_a_token_is_timed(form, monkeypatch):
             return super().__call__(idx_BN)
 
     monkeypatch.setattr(decoding, "DecodingGraph", Noted)
-    row = measure(DecodeRow("demo", form, 2, 64, graph=True), decoder)
+    row = DecodeRow("demo", form, 2, 64, graph=True)
+    measure(row, decoder)
     assert events == [(64, 60), *["token"] * 4]  # one to warm up
     assert row.tokens == 3 and row.line().endswith("of state a sequence") and ", graph: " in row.line()
-    eager = measure(DecodeRow("demo", form, 2, 64), decoder)
+    eager = DecodeRow("demo", form, 2, 64)
+    measure(eager, decoder)
     assert len(events) == 5 and eager.state_bytes == row.state_bytes and ", eager: " in eager.line()
 
 
@@ -105,10 +107,10 @@ def test_eager_steps_stand_beside_graphs(tmp_path: Path, monkeypatch: pytest.Mon
     for row in rows:
         results.put(row)
     assert [row.graph for row in results.rows] == [False, True, True, False]
-    assert "| demo | ours | 1 | 16 | graph | 1.00 (1.00) |" in table(results)
-    assert "| demo | ours | 1 | 16 | eager | 1.00 (1.00) |" in table(results)
+    assert "| demo | ours | 1 | 16 | graph | 1.00 (1.00) |" in results.table()
+    assert "| demo | ours | 1 | 16 | eager | 1.00 (1.00) |" in results.table()
     monkeypatch.setattr("lingpt.plots.figures.FORMATS", ("svg",))  # text in it can be read
-    draw(results, tmp_path)
+    results.draw(tmp_path)
     picture = (tmp_path / "decode.svg").read_text()
     assert "ours, batch 1, graph" in picture and "ours, batch 1, eager" in picture
 
@@ -139,12 +141,12 @@ def test_what_does_not_fit_is_a_row(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(Decoder, "state_after", limited)
     results = bench_decoding("demo", ["softmax", "gla", "ours"], [16, 32], [1, 2], device="cpu")
     assert [row.status for row in results.rows] == ["ok"] * 2 + ["ok", "oom"] + ["error"] * 4 + ["ok"] * 4
-    text = table(results)
+    text = results.table()
     assert "| demo | softmax | 2 | 32 | eager | oom: out of memory | | | | |" in text
     assert "| error: RuntimeError: broken / here | | | | |" in text
     assert results.rows[3].line().endswith("context 32, eager: oom: out of memory")
-    assert draw(results, tmp_path)
-    assert draw(DecodeResults(results.environment, results.rows[3:5]), tmp_path) == [], "nothing to draw"
+    assert results.draw(tmp_path)
+    assert DecodeResults(results.environment, results.rows[3:5]).draw(tmp_path) == [], "nothing to draw"
 
 
 def test_a_benchmark_goes_on_where_it_stopped(tmp_path: Path):
@@ -184,13 +186,14 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys):
     for options, line in (
         (["--model", "dmo"], "unknown model 'dmo': did you mean 'demo'?"),
         (["--attentions", "softmx"], "did you mean 'softmax'?"),
-        (["--contexts", "2"], "--contexts takes numbers from 4, --batch_sizes from 1"),
-        (["--batch_sizes", "0"], "--contexts takes numbers from 4, --batch_sizes from 1"),
+        (["--contexts", "2"], "--contexts 2: give a number from 4 to 1,000,000,000"),
+        (["--batch_sizes", "0"], "--batch_sizes 0: give a number from 1 to 1,000,000"),
         (["--dtype", "fp8", "--model", "demo"], "unknown dtype 'fp8': use one of: float32"),
         (["--device", "meta"], "use --device auto"),
+        (["--budget", "-1"], "--budget -1: give a number from 0 "),
         (["--redraw", "--out", str(tmp_path)], "run `lingpt bench decode` first"),
     ):
-        assert main(["bench", "decode", *options, "--budget", "0"]) == 2
+        assert main(["bench", "decode", "--budget", "0", *options]) == 2
         assert line in capsys.readouterr().err
 
 

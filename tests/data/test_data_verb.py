@@ -1,11 +1,9 @@
 """`lingpt data`, as a user types it."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from lingpt.bench import data as bench
 from lingpt.cli.main import main
 
 
@@ -36,18 +34,6 @@ def test_a_bad_line_is_one_line_and_exit_code_2(tmp_path: Path, capsys):
     assert main(["data", "--data.source", str(path), "--data.vocab_size", "300"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and err.startswith(f'lingpt: {path}, line 2 has no "text"')
-
-
-def test_the_benchmark_writes_what_it_prints(write_jsonl, texts, tokenizer_path, tmp_path: Path, capsys):
-    """Both speeds come from a clock, and the ratio from both."""
-    out = tmp_path / "bench.json"
-    source = str(write_jsonl(texts(500)))
-    bench.main(["--source", source, "--tokenizer", tokenizer_path, "--repeats", "1", "--out", str(out)])
-    result = json.loads(out.read_text())
-    assert json.loads(capsys.readouterr().out) == result
-    speeds = result["cache_megabytes_per_second"], result["encode_batch_megabytes_per_second"]
-    assert min(speeds) > 0 and result["ratio"] == pytest.approx(speeds[0] / speeds[1])
-    assert result["documents"] == 500 and len(result["seconds_wall_and_processor"]["cache"]) == 1
 
 
 def test_it_names_what_was_asked_for_and_what_is_not_read(write_jsonl, texts, tokenizer_path, capsys):

@@ -28,7 +28,7 @@ _PACKAGES = (
 )  # fmt: skip
 
 _ROOT = Path(__file__).resolve().parents[2]
-_CODE = ("common", "configs", "kernels", "models", "data", "train", "plots", "eval", "study", "cli")
+_CODE = ("common", "configs", "kernels", "models", "data", "train", "plots", "eval", "bench", "study", "cli")
 
 
 def record_start(recipe: Recipe, machine: Machine, data: dict[str, Any], kernels: dict[str, str]) -> None:

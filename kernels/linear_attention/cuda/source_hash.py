@@ -1,4 +1,4 @@
-"""The hash of the kernels' source, which a record of GPU tests refers to (bench/record.py)."""
+"""The hash of the kernels' source, which a record of GPU tests refers to (tests/gpu_record.py)."""
 
 from __future__ import annotations
 

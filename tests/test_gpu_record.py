@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from lingpt.bench.kernels import staleness
-from lingpt.cli.kernels import RECORD
+from lingpt.cli.kernels import RECORD, staleness
 from lingpt.cli.main import main
 
 pytest_plugins = ["pytester"]
 
-TREE = Path(__file__).parents[2]
+TREE = Path(__file__).parents[1]
 
 
 def test_the_repositorys_record_is_of_this_source() -> None:
@@ -83,7 +82,7 @@ def test_of_the_cpu(): pass
 def run(pytester: pytest.Pytester, suite: str, *options: str) -> pytest.RunResult:
     pytester.makeini("[pytest]\nmarkers =\n    gpu: x\n")
     pytester.makepyfile(suite)
-    plugin = ("-p", "lingpt.bench.record", "--gpu-record", "out/record.json")
+    plugin = ("-p", "lingpt.tests.gpu_record", "--gpu-record", "out/record.json")
     return pytester.runpytest_inprocess(*plugin, *options)
 
 

@@ -1,0 +1,234 @@
+"""What all benchmarks share: rows in a JSON file, how they are measured in rounds, and their report.
+
+Hosts and clocks drift, by 5 % up to a factor of two within a minute. So what is compared takes turns, in
+rounds: a time is the median over the rounds, a ratio is taken within a round, and a bad minute does not
+affect one row only. A cell that fails is a row with the reason.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Self, TypeVar
+
+import torch
+
+from lingpt.bench.environment import environment
+from lingpt.common.errors import UserError, first_line
+from lingpt.common.files import read_json_object, write_errors, write_json, write_text
+
+
+@dataclass
+class BenchRow:
+    """The measurement of one cell, or why there is none. A time is the median of `by_round`.
+
+    status: "ok", "oom", "refused" (a kernel or a package is missing), "error", or "skipped" (left out), each
+    with its `reason`. If a later round fails, the row gets its status and keeps the times of earlier ones.
+    """
+
+    KEY: ClassVar[tuple[str, ...]]  # the fields that name the cell
+
+    status: str = field(default="ok", kw_only=True)
+    reason: str = field(default="", kw_only=True)
+    session: str = field(default="", kw_only=True)  # start time of the command that measured it
+    by_round: dict[str, list[float]] = field(default_factory=dict, kw_only=True)  # field → ms in each round
+
+    @property
+    def cell(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, name) for name in self.KEY)
+
+    @property
+    def failure(self) -> str:
+        """`oom: out of memory`, as it stands in a table; empty for a row that is ok."""
+        return "" if self.status == "ok" else f"{self.status}: {self.reason.replace('|', '/')}"
+
+    def add_round(self, **times: float) -> None:
+        """Adds the times (ms) of another round, by field; the fields become the medians."""
+        for name, ms in times.items():
+            self.by_round.setdefault(name, []).append(ms)
+            setattr(self, name, statistics.median(self.by_round[name]))
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """The row that `BenchResults.as_dict` wrote; keys that are not fields are ignored."""
+        known = {field.name for field in fields(cls)}
+        return cls(**{key: value for key, value in values.items() if key in known})
+
+
+R = TypeVar("R", bound=BenchRow)
+
+
+@dataclass
+class BenchResults(Generic[R]):
+    """The environment of a benchmark and a row for each cell; a subclass may add fields of the whole run."""
+
+    ROW: ClassVar[type[BenchRow]]
+    COMMAND: ClassVar[str]  # the command that writes the file
+    NAME: ClassVar[str]  # of the JSON file and the table
+
+    environment: dict[str, Any]
+    rows: list[R] = field(default_factory=list)
+
+    @classmethod
+    def begin(cls, device: torch.device, precision: str, save_to: Path | None, append: bool) -> Self:
+        """New results for this machine and code; with `append`, those in `save_to`, if there are any.
+
+        UserError if these are of another card, other versions or other code.
+        """
+        here = environment(device) | {"precision": precision}
+        if not (append and save_to and save_to.is_file()):
+            return cls.new(here, device)
+        results = cls.load(save_to)
+        compared = set(here) - {"date", "git"}  # another commit may have the same code
+        if other := [key for key in here if key in compared and results.environment.get(key) != here[key]]:
+            raise UserError(f"{save_to} is of another {', '.join(other)}: measure again, without --append")
+        return results
+
+    @classmethod
+    def new(cls, here: dict[str, Any], device: torch.device) -> Self:
+        return cls(here)
+
+    def row(self, *cell: Any) -> R | None:
+        return next((row for row in self.rows if row.cell == cell), None)
+
+    def is_done(self, *cell: Any) -> bool:
+        """Whether this cell was tried, with any outcome; skipped cells may be tried again."""
+        row = self.row(*cell)
+        return row is not None and row.status != "skipped"
+
+    def put(self, row: R) -> None:
+        """Adds the row, or replaces the earlier one of its cell."""
+        earlier = self.row(*row.cell)
+        index = len(self.rows) if earlier is None else self.rows.index(earlier)
+        self.rows[index : index + 1] = [row]
+
+    def ratio(self, row: R | None, than: R | None, field: str = "ms") -> float | None:
+        """The row's time over that of `than`: the median of the rounds' ratios.
+
+        None if one of the two was not measured, or in another session: no round has both.
+        """
+        if row is None or than is None or row.session != than.session:
+            return None
+        rounds = list(zip(row.by_round.get(field, ()), than.by_round.get(field, ()), strict=False))
+        return statistics.median(a / b for a, b in rounds) if rounds else None
+
+    def table(self) -> str:
+        """The rows as Markdown, with the conditions of the measurement."""
+        raise NotImplementedError
+
+    def draw(self, folder: Path) -> list[Path]:
+        """Draws the figures, as far as they were measured; returns their paths."""
+        raise NotImplementedError
+
+    def report(self, folder: Path) -> None:
+        """Prints the table and writes it and the figures beside the JSON file."""
+        table = self.table()
+        write_text(folder / f"{self.NAME}.md", table)
+        print(table)
+        written = [folder / f"{self.NAME}.json", folder / f"{self.NAME}.md", *self.draw(folder)]
+        print("\n".join(f"wrote {path}" for path in written))
+
+    def as_dict(self, row: R) -> dict[str, Any]:
+        """The row as it stands in the file."""
+        return asdict(row)
+
+    def save(self, path: Path) -> None:
+        head = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "rows"}
+        with write_errors(path):
+            write_json(path, head | {"rows": list(map(self.as_dict, self.rows))})
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Reads results; UserError if there is no such file, or it does not hold results of this kind."""
+        if not path.exists():
+            raise UserError(f"no results at {path}: run `{cls.COMMAND}` first")
+        found = read_json_object(path)
+        known = {field.name for field in fields(cls)}
+        try:
+            head = {key: value for key, value in found.items() if key in known}
+            rows = [cls.ROW.from_dict(row) for row in found["rows"]]
+            return cls(**(head | {"environment": dict(found["environment"]), "rows": rows}))
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise UserError(
+                f"{path} holds no results of `{cls.COMMAND}` ({error!r}): move it away"
+            ) from error
+
+
+class Skipped(Exception):
+    """Raised while a row is measured: why it is left out."""
+
+
+class Session(Generic[R]):
+    """One call of a benchmark: gives rows turns until the budget (seconds) is spent, and saves after each."""
+
+    def __init__(
+        self, results: BenchResults[R], device: torch.device, budget: float, save_to: Path | None
+    ) -> None:
+        self.results, self.device, self.budget, self.save_to = results, device, budget, save_to
+        self.deadline = time.perf_counter() + budget
+        self.name = datetime.now().astimezone().isoformat()
+
+    def turn(self, row: R, measure: Callable[[R], None], first: bool = True) -> bool:
+        """Has `measure` fill the row, or its next round; what it raises becomes the row's status and reason.
+
+        False if it had no turn: a later round of a row that has failed, or beyond the budget.
+        """
+        late = time.perf_counter() > self.deadline
+        if not first and (late or row.status != "ok"):
+            return False
+        row.session = self.name
+        try:
+            if late:
+                raise Skipped(f"the budget of {self.budget:.0f} s is spent")
+            measure(row)
+        except Skipped as reason:
+            row.status, row.reason = "skipped", str(reason)
+        except torch.OutOfMemoryError:
+            row.status, row.reason = "oom", "out of memory"
+        except UserError as error:
+            row.status, row.reason = "refused", str(error)
+        except Exception as error:  # a cell that fails is a row, not the end of the benchmark
+            row.status, row.reason = "error", f"{type(error).__name__}: {first_line(error)}"
+        if self.device.type == "cuda":
+            gc.collect()  # a model and its wrappers refer to each other
+            torch.cuda.empty_cache()
+        self.results.put(row)
+        if self.save_to is not None:
+            self.results.save(self.save_to)
+        return not late
+
+
+def check_numbers(options: Any, **ranges: tuple[float, float]) -> None:
+    """UserError if one of the command's options, a number or a list of numbers, is outside of its range."""
+    for name, (least, most) in ranges.items():
+        value = options[name]
+        for number in value if isinstance(value, Sequence) else [value]:
+            if number is not None and not least <= number <= most:
+                raise UserError(f"--{name} {number:g}: give a number from {least:g} to {most:,.0f}")
+
+
+def made_on(environment: dict[str, Any]) -> str:
+    """The head of a table: `NVIDIA H200, bf16-mixed, torch 2.11.0, …; commit 5123394, 2026-11-22`."""
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    if git := environment.get("git"):
+        code = f"commit {git['revision'][:7]}{' with changes' if git['dirty'] else ''}, "
+    else:  # the hash of the installed code, without git
+        code = f"source {environment['source']}, " if "source" in environment else ""
+    return f"{environment['card']}, {environment['precision']}, {versions}; {code}{environment['date']}"
+
+
+def markdown(columns: tuple[str, ...], lines: list[list[str]]) -> str:
+    """A Markdown table; lines with fewer cells than columns are padded with empty ones."""
+    head = f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n"
+    return head + "".join(f"| {' | '.join(line)} |{' |' * (len(columns) - len(line))}\n" for line in lines)
+
+
+def number(value: float | None, format: str) -> str:
+    """The value, formatted; a dash if it is not known."""
+    return "–" if value is None or math.isnan(value) else f"{value:{format}}"
