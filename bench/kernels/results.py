@@ -1,22 +1,38 @@
-"""The results of `lingpt bench`: their JSON file and table."""
+"""The results of `lingpt bench`: their JSON file, table, and figures of sweeps and traffic."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 
 from lingpt.bench.clock import Clock
 from lingpt.bench.kernels.implementations import IMPLEMENTATIONS
-from lingpt.bench.kernels.shapes import Shape
+from lingpt.bench.kernels.shapes import REFERENCE, Shape
 from lingpt.bench.results import BenchResults, BenchRow, made_on, markdown, number
+from lingpt.plots.figures import add_caption, new_figure, save_formats, style_axes
+from lingpt.plots.palette import colours
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 DIRECTIONS = ("forward", "backward")
 COLUMNS = (
     "shape", "implementation", "ms", "replayed, ms", "× ours", "× lower bound", "memory, U", "error",
 )  # fmt: skip
+MARKERS = "os^vDPX*<>hp"
+PANELS = (
+    ("forward_ms", "forward", "time (ms)"),
+    ("backward_ms", "backward", "time (ms)"),
+    ("both_memory", "peak memory, forward + backward", "memory beyond the inputs (GB)"),
+)
+TRAFFIC = {"forward_ms": 4, "backward_ms": 8}  # the least, in tensors of U bytes
+AXES = {"N": "N (tokens of a sequence)", "D": "D (width of a head)"}
+FAILURES = {"oom": "out of memory", "wrong": "wrong result", "refused": "cannot run", "error": "failed"}
+COLOUR_NAMES = {name: i.colour_of or name for name, i in IMPLEMENTATIONS.items()}
+COLOURS = colours(COLOUR_NAMES.values())
 
 
 @dataclass
@@ -128,10 +144,143 @@ class Results(BenchResults[Row]):
         ]
 
     def draw(self, folder: Path) -> list[Path]:
-        from lingpt.bench.kernels.plots import draw
-
-        return draw(self, folder)
+        """Draws the figures `sweep-n`, `sweep-d`, `traffic` and `bytes`, as far as measured."""
+        estimated = "time × copy bandwidth / least possible bytes (an upper bound)"
+        counted = "bytes to and from DRAM, counted by the GPU / least possible"
+        figures = {
+            "sweep-n": _sweep(self, "N", {"H": 16, "D": 128}),
+            "sweep-d": _sweep(self, "D", {"H": 16, "N": 4096}),
+            "traffic": _traffic(self, _bytes_in_the_time(self), estimated),
+            "bytes": _traffic(self, self.bytes_moved, counted),
+        }
+        drawn = [save_formats(figure, folder, name) for name, figure in figures.items() if figure is not None]
+        return [path for paths in drawn for path in paths]
 
 
 def _pair(values: list[float | None], format: str) -> str:
     return " / ".join(number(value, format) for value in values) if any(values) else "–"
+
+
+# Figures
+
+
+def style(name: str) -> dict[str, Any]:
+    """An implementation's colour and marker, the same in every plot; ours are thicker and on top. If several
+    share a colour, the first has a solid line."""
+    ours, index = IMPLEMENTATIONS[name].ours, list(IMPLEMENTATIONS).index(name)
+    shared = COLOUR_NAMES[name] in list(COLOUR_NAMES.values())[:index]
+    return {
+        "color": COLOURS[COLOUR_NAMES[name]],
+        "linestyle": "--" if shared else "-",
+        "marker": MARKERS[index % len(MARKERS)],
+        "linewidth": 2.5 if ours else 1.3,
+        "zorder": 3 if ours else 2,
+        "markersize": 6 if ours else 4,
+    }
+
+
+def _sweep(results: Results, axis: str, fixed: dict[str, int]) -> Figure | None:
+    """Three panels, a line per implementation. Only correct results are drawn; the caption lists the rest."""
+    batches = [row.shape.B for row in results.rows if _matches(row.shape, fixed)]
+    fixed = {"B": max(batches, default=0)} | fixed
+    swept = [name for name, implementation in IMPLEMENTATIONS.items() if not implementation.training_only]
+    rows = [row for row in results.rows if row.implementation in swept and _matches(row.shape, fixed)]
+    rows.sort(key=lambda row: getattr(row.shape, axis))
+    if len({getattr(row.shape, axis) for row in rows if row.status == "ok"}) < 2:
+        return None
+    figure, panels = _figure(len(PANELS), width=5.2)
+    values = sorted({getattr(row.shape, axis) for row in rows})
+    for panel, (name, title, label) in zip(panels, PANELS, strict=True):
+        for implementation in dict.fromkeys(row.implementation for row in rows):
+            own = [row for row in rows if row.implementation == implementation and row.is_correct(name)]
+            if own:
+                x, y = [getattr(row.shape, axis) for row in own], [_value(row, name) for row in own]
+                panel.plot(x, y, label=IMPLEMENTATIONS[implementation].title, **style(implementation))
+        if units := TRAFFIC.get(name):
+            shapes = {getattr(row.shape, axis): row.shape for row in rows}
+            bounds = [results.lower_bound_ms(shape, units) for shape in shapes.values()]
+            panel.plot(list(shapes), bounds, ":", color="grey", label="least traffic at the copy bandwidth")
+        panel.set(xscale="log", yscale="log", title=title, xlabel=AXES[axis], ylabel=label)
+        panel.set_xticks(values, list(map(_tick, values)))
+        panel.minorticks_off()
+        style_axes(panel)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", fontsize=8, frameon=False)
+    where = " ".join(f"{name}={value}" for name, value in fixed.items())
+    figure.suptitle(f"{where}, {rows[0].dtype}, {results.environment['card']}", fontsize=11)
+    if caption := _caption(rows, axis):
+        add_caption(figure, caption)
+    return figure
+
+
+def _matches(shape: Shape, fixed: dict[str, int]) -> bool:
+    return all(getattr(shape, name) == value for name, value in fixed.items())
+
+
+def _value(row: Row, field: str) -> float:
+    value = getattr(row, field)
+    return value * row.shape.unit_bytes() / 1e9 if field.endswith("memory") else value
+
+
+def _tick(value: int) -> str:
+    if value < 1000:
+        return str(value)
+    return f"{value // 1024}k" if value % 1024 == 0 else f"{value // 1000}k"
+
+
+def _caption(rows: list[Row], axis: str) -> str:
+    """The caption: what is missing from the lines, and why (a line that ends early would mislead)."""
+    missing: dict[tuple[str, str], list[int]] = {}
+    for row in rows:
+        if row.status in FAILURES:
+            only_gradient = row.status == "wrong" and row.is_correct("forward_ms")
+            why = "wrong gradient" if only_gradient else FAILURES[row.status]
+            title = IMPLEMENTATIONS[row.implementation].title
+            missing.setdefault((title, why), []).append(getattr(row.shape, axis))
+    sentences = [
+        f"{title}: {why} at {axis} = {', '.join(map(str, sorted(values)))}"
+        for (title, why), values in missing.items()
+    ]
+    if any(row.status == "skipped" and row.reason.startswith("would take") for row in rows):
+        sentences.append("lines that end early: the next point would take longer than the run allows")
+    return "; ".join(sentences)
+
+
+def _bytes_in_the_time(results: Results) -> dict[str, dict[str, float]]:
+    """Bytes that a copy moves in an implementation's time, by implementation and direction: an upper bound of
+    its traffic, loose if its kernel is not memory-bound."""
+    return {
+        name: {d: getattr(row, f"{d}_ms") / 1e3 * results.copy_bandwidth for d in DIRECTIONS}
+        for name in IMPLEMENTATIONS
+        if (row := results.correct_row(name, REFERENCE))
+    }
+
+
+def _traffic(results: Results, moved: dict[str, dict[str, float]], label: str) -> Figure | None:
+    """Bytes moved relative to the minimum that an implementation's operator must move, at REFERENCE."""
+    rows = [
+        row for name in IMPLEMENTATIONS if name in moved and (row := results.correct_row(name, REFERENCE))
+    ]
+    if not rows:
+        return None
+    figure, panels = _figure(len(DIRECTIONS), width=5.5, height=0.4 * len(rows) + 1.6)
+    for index, (panel, direction) in enumerate(zip(panels, DIRECTIONS, strict=True)):
+        ratios = {}
+        for row in rows:
+            least = IMPLEMENTATIONS[row.implementation].min_traffic[index] * row.shape.unit_bytes()
+            ratios[row.implementation] = moved[row.implementation][direction] / least
+        names = sorted(ratios, key=lambda name: ratios[name], reverse=True)
+        titles = [IMPLEMENTATIONS[name].title for name in names]
+        bars = panel.barh(titles, [ratios[n] for n in names], color=[style(n)["color"] for n in names])
+        panel.bar_label(bars, fmt="%.2f×", padding=3, fontsize=8)
+        panel.axvline(1, color="grey", linestyle=":")
+        panel.set(title=direction, xlim=(0, 1.2 * max(ratios.values())))
+    figure.supxlabel(label, fontsize=9)
+    figure.suptitle(f"{REFERENCE}, {rows[0].dtype}, {results.environment['card']}", fontsize=11)
+    return figure
+
+
+def _figure(columns: int, width: float, height: float = 4.6) -> tuple[Figure, Any]:
+    """A figure with a row of panels, each `width` by `height` inches."""
+    figure = new_figure(width * columns, height, dpi=130)
+    return figure, figure.subplots(1, columns)

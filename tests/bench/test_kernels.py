@@ -16,8 +16,7 @@ from lingpt.bench.environment import warn_if_shared
 from lingpt.bench.kernels import inputs, measure, runner
 from lingpt.bench.kernels.call import TAIL
 from lingpt.bench.kernels.implementations import DEFAULT_IMPLEMENTATIONS, IMPLEMENTATIONS, Implementation
-from lingpt.bench.kernels.plots import draw, style
-from lingpt.bench.kernels.results import Results, Row
+from lingpt.bench.kernels.results import Results, Row, style
 from lingpt.bench.kernels.runner import run_bench
 from lingpt.bench.kernels.shapes import BATCH_1, CUMSUM, REFERENCE, SWEEPS, Shape
 from lingpt.bench.kernels.traffic import parse_counts
@@ -406,14 +405,14 @@ def test_plots_hold_every_correct_implementation(tmp_path: Path) -> None:
 
     results = made_up(scale=1.4)
     names = [f"{name}.{kind}" for name in ("sweep-n", "sweep-d", "traffic", "bytes") for kind in FORMATS]
-    assert [path.name for path in draw(results, tmp_path)] == names[:-2]
+    assert [path.name for path in results.draw(tmp_path)] == names[:-2]
     results.bytes_moved = {name: {"forward": 5e8, "backward": 2e9} for name in ("ours", "fla-linear")}
-    paths = draw(results, tmp_path)
+    paths = results.draw(tmp_path)
     assert [path.name for path in paths] == names
     for path in paths[::2]:
         picture = imread(path)
         assert picture.shape[1] > 1000 and picture.std() > 0.05
-    assert draw(Results(made_up().environment, copy_bandwidth=4e12), tmp_path / "empty") == []
+    assert Results(made_up().environment, copy_bandwidth=4e12).draw(tmp_path / "empty") == []
 
 
 def test_an_attention_has_one_colour() -> None:
