@@ -6,9 +6,12 @@ from statistics import fmean
 
 from lingpt.common.format import scaled_count, with_error
 from lingpt.eval.comparison import (
-    MARK,
-    MajoritySetup,
+    MARK_NOTES,
+    OTHER,
+    PART,
+    Marks,
     comparison_notes,
+    mark_notes,
     pair_with_softmax,
     paired_difference,
     prompt_setup,
@@ -25,7 +28,9 @@ DIFFERENCE_NOTE = (
     "[95 % interval] of a paired bootstrap or, of several seeds, ± a standard error over questions, paired, "
     "and seeds."
 )
-CUT_NOTE = f"{MARK} of the two runs one had its prompts cut to another length, or not at all."
+DIFFERENCE_MARKS = MARK_NOTES | {
+    OTHER: f"{OTHER} of the two runs one had its prompts cut to another length, or not at all."
+}
 
 
 @dataclass(frozen=True)
@@ -52,13 +57,13 @@ class Column:
         found = self.find(result)
         return found[1] if found else None
 
-    def cell(self, result: Result, majority: MajoritySetup) -> str:
-        """The score, marked * if it is of part of the benchmark, † if its prompts differ from most."""
+    def cell(self, result: Result, marks: Marks) -> str:
+        """The score with its marks."""
         score = self.score(result)
         if score is None or score.metrics.get(self.metric) is None:
             return DASH
         text = score.percent(self.metric) if is_share(self.metric) else perplexity(score, self.metric)
-        return text + ("" if score.complete else "*") + majority.mark(score)
+        return text + marks.of(score)
 
 
 def perplexity(score: Score, metric: str | None = None) -> str:
@@ -83,9 +88,9 @@ def benchmark_table(
     title: str, columns: Sequence[Column], results: Sequence[Result], note: str, average: bool = False
 ) -> Table:
     """A row for each result with a score, and chance. average: add the mean of the columns in per cent."""
-    majority, shown = MajoritySetup(results), [r for r in results if any(c.score(r) for c in columns)]
-    columns = [c for c in columns if any(c.cell(result, majority) != DASH for result in shown)]
-    rows = [run_row(result, columns, majority) for result in shown]
+    marks, shown = Marks(results), [r for r in results if any(c.score(r) for c in columns)]
+    columns = [c for c in columns if any(c.cell(result, marks) != DASH for result in shown)]
+    rows = [run_row(result, columns, marks) for result in shown]
     rows = [row for row in rows if set(row[len(HEAD) :]) - {DASH}]
     rows += [chance_row(columns)] if rows else []
     head = [*HEAD, *(column.heading for column in columns)]
@@ -93,12 +98,12 @@ def benchmark_table(
         head.append("Average")
         means = [average_cell(columns, result) for result in shown]
         rows = [[*row, mean] for row, mean in zip(rows, [*means, ""], strict=True)]
-    notes = [note, *seeds_note(results), *column_notes(columns, results, majority)]
+    notes = [note, *seeds_note(results), *mark_notes(rows), *cut_notes(columns, results)]
     return Table(title, head, rows, notes)
 
 
-def run_row(result: Result, columns: Sequence[Column], majority: MajoritySetup) -> list[str]:
-    cells = (column.cell(result, majority) for column in columns)
+def run_row(result: Result, columns: Sequence[Column], marks: Marks) -> list[str]:
+    cells = (column.cell(result, marks) for column in columns)
     return [result.checkpoint.form, *about_run(result), *cells]
 
 
@@ -122,46 +127,24 @@ def difference_table(columns: Sequence[Column], results: Sequence[Result]) -> Ta
         if set(cells) != {DASH}:
             rows.append([result.checkpoint.form, run_name(result), *cells])
             compared.append(result)
-    notes = [DIFFERENCE_NOTE, *comparison_notes(compared, results), *_partial_notes(columns, results)]
-    notes += [CUT_NOTE] if any(MARK in cell for row in rows for cell in row) else []
+    notes = [DIFFERENCE_NOTE, *comparison_notes(compared, results), *mark_notes(rows, DIFFERENCE_MARKS)]
     head = ["Mechanism", "Run", *(column.heading for column in columns)]
     return Table("Paired differences to softmax", head, rows, notes)
 
 
 def _difference_cell(column: Column, result: Result, results: Sequence[Result]) -> str:
-    """The difference to softmax, marked * if it is of part of the benchmark, † as `CUT_NOTE` says."""
+    """The difference to softmax, with the marks of `DIFFERENCE_MARKS`."""
     found = column.find(result)
     pair = pair_with_softmax(result, results, found[0]) if found else None
     difference = paired_difference(*pair) if pair else None
     if pair is None or difference is None:
         return DASH
-    star = "" if pair[0].complete else "*"
-    dagger = "" if prompt_setup(pair[0]) == prompt_setup(pair[1]) else MARK
-    return difference.points() + star + dagger
+    part = "" if pair[0].complete else PART
+    other = "" if prompt_setup(pair[0]) == prompt_setup(pair[1]) else OTHER
+    return difference.points() + part + other
 
 
-def column_notes(columns: Sequence[Column], results: Sequence[Result], majority: MajoritySetup) -> list[str]:
-    """The notes on * and †, and on prompts that were cut."""
-    scores = [(f"{c.heading} of {r.checkpoint.run}", c.score(r)) for c in columns for r in results]
-    return [*_partial_notes(columns, results), *majority.notes(scores), *_cut_notes(columns, results)]
-
-
-def _partial_notes(columns: Sequence[Column], results: Sequence[Result]) -> list[str]:
-    """A note on which benchmarks were evaluated in part only, and why."""
-    found: dict[str, None] = {}
-    for column in columns:
-        for score in (column.score(result) for result in results):
-            if score and not score.complete:
-                why = [
-                    f"{f} has {rows:,} rows of {official:,}"
-                    for f, (rows, official) in score.file_rows.items()
-                ]
-                why += [f"--limit {score.limit}"] if score.limit else []
-                found[f"{column.heading} ({', '.join(why) or f'{score.documents:,} documents'})"] = None
-    return [f"* not the whole benchmark: {'; '.join(found)}."] if found else []
-
-
-def _cut_notes(columns: Sequence[Column], results: Sequence[Result]) -> list[str]:
+def cut_notes(columns: Sequence[Column], results: Sequence[Result]) -> list[str]:
     """A note for each benchmark with prompts that did not fit: how many of how many."""
     headings: dict[tuple[str, int], Column] = {}  # a benchmark's first column: it may have several
     for column in columns:

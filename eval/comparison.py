@@ -22,7 +22,11 @@ from lingpt.common.run_folder import attention_label, without_seed
 from lingpt.eval.scores import About, Positions, Result, Score, signed_difference, unpack_bits
 
 RESAMPLES = 10_000
-MARK = "†"
+PART, OTHER = "*", "†"
+MARK_NOTES = {
+    PART: f"{PART} not the whole benchmark: --limit, or a file with fewer rows than the official split.",
+    OTHER: f"{OTHER} not comparable with the rest of the column: other questions, or cut to another length.",
+}
 # q is an upper bound of the mean's error over questions, since all seeds had the same questions.
 SEEDS_NOTE = (
     "Of n seeds: their mean ± √(s²/n + q²), s the standard deviation over the seeds, q the mean of their "
@@ -289,51 +293,32 @@ def run_name(result: Result) -> str:
 
 def prompt_setup(score: Score) -> tuple[str | None, int | None]:
     """A key, equal for comparable scores: the same prompts, cut to the same length if any was cut."""
-    return score.prompts, _length(score)
+    length = score.max_length if score.texts or score.cut_prompts else None
+    return score.prompts, score.train_length or length
 
 
-class MajoritySetup:
-    """The prompt setup of most rows of each column (of two equally common ones, the first row's).
-
-    A part of a benchmark, which tables mark with a * already, is compared with the same part only.
-    """
+class Marks:
+    """Marks scores: * of a part of the benchmark, † of another prompt setup than most rows of the column (of
+    two equally common ones, the first row's). Parts are compared with the same part only."""
 
     def __init__(self, results: Sequence[Result]) -> None:
         setups: dict[Any, Counter[tuple[str | None, int | None]]] = defaultdict(Counter)
         for result in results:
             for score in result.scores.values():
-                setups[_column(score)][prompt_setup(score)] += 1
+                setups[self._column(score)][prompt_setup(score)] += 1
         self._setups = {column: counts.most_common(1)[0][0] for column, counts in setups.items()}
 
-    def mark(self, score: Score | None) -> str:
-        """`†` for a score with another setup, else nothing."""
-        return MARK if score and prompt_setup(score) != self._setups[_column(score)] else ""
+    def of(self, score: Score) -> str:
+        usual = prompt_setup(score) == self._setups[self._column(score)]
+        return ("" if score.complete else PART) + ("" if usual else OTHER)
 
-    def notes(self, scores: Iterable[tuple[str, Score | None]]) -> list[str]:
-        """A note that names the marked scores and says why they are; no note if none is."""
-        odd = [f"{name} ({self._difference(score)})" for name, score in scores if score and self.mark(score)]
-        return [f"{MARK} not comparable with the rest of the column: {'; '.join(odd)}."] if odd else []
-
-    def _difference(self, score: Score) -> str:
-        """How the score's setup differs: `prompts cut to 512 tokens`, `other questions`."""
-        prompts, majority_length = self._setups[_column(score)]
-        length, found = _length(score), []
-        if length != majority_length and length is None:
-            found.append("no prompt cut")
-        elif length != majority_length:
-            found.append(f"{length:,} tokens a piece" if score.texts else f"prompts cut to {length:,} tokens")
-        if score.prompts != prompts:
-            found.append("other pieces" if score.texts else "other questions")
-        return ", ".join(found)
+    @staticmethod
+    def _column(score: Score) -> tuple[Any, ...]:
+        part = None if score.complete else score.documents
+        return score.task, score.num_fewshot, score.texts, part
 
 
-def _column(score: Score) -> tuple[Any, ...]:
-    part = "whole" if score.complete else score.documents
-    return score.task, score.num_fewshot, score.texts, part
-
-
-def _length(score: Score) -> int | None:
-    """The length in tokens that a score depends on: of the pieces of a text, or that prompts were cut to."""
-    if score.train_length:  # the loss by position has groups up to it
-        return score.train_length
-    return score.max_length if score.texts or score.cut_prompts else None
+def mark_notes(rows: Iterable[Sequence[str]], notes: dict[str, str] = MARK_NOTES) -> list[str]:
+    """The notes on the marks that end a cell of these rows."""
+    ends = {mark for row in rows for cell in row for mark in cell[-2:]}
+    return [note for mark, note in notes.items() if mark in ends]

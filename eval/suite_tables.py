@@ -1,15 +1,16 @@
 """The tables of the suites other than Table 2; `suites.py` measures what they show."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lingpt.common.format import with_error
-from lingpt.eval.benchmarks import DIFFERENCE_NOTE, HEAD, about_run, benchmark_table, perplexity
+from lingpt.eval.benchmarks import DIFFERENCE_NOTE, benchmark_table, perplexity
 from lingpt.eval.comparison import (
-    MajoritySetup,
+    Marks,
     comparison_notes,
     document_differences,
     label,
+    mark_notes,
     pair_with_softmax,
     paired_difference,
     run_name,
@@ -20,9 +21,22 @@ from lingpt.eval.scores import DASH, Result, Score, signed_difference, text_key
 from lingpt.eval.suites import COMMONSENSE, SUITES
 from lingpt.eval.tables import Table, save_tables
 
+Pair = tuple[Score, Score]
+TO_SOFTMAX = "to softmax"
 TO_SOFTMAX_NOTE = (
     "To softmax: minus softmax's of the same model on the same documents, ± one standard error of the paired "
     "difference over documents and, of several seeds, over these."
+)
+BITS_NOTE = "Bits per UTF-8 byte of held-out text, ± one standard error over documents; xz for comparison."
+POSITION_NOTE = (
+    "Nats per token at the positions up to each length (from the one before it on); trained at {} tokens. "
+    "Beyond that a model that extrapolates does not get worse. ± one standard error over the documents, the "
+    "same ones at all positions. Unigram: the tokens' frequencies in the text, all that can be known without "
+    "their order."
+)
+RECALL_NOTE = (
+    "A phrase of a long text is asked for again at its end, by the eight words that stood before it: chosen "
+    "among four phrases of the text (a guess: 25); the same without the text; given by greedy decoding."
 )
 COMMONSENSE_NOTE = (
     "Accuracy in per cent ± one standard error (OpenBookQA and HellaSwag: length-normalised), zero-shot; "
@@ -37,7 +51,7 @@ def suite_tables(results: Sequence[Result], suites: Sequence[str] = tuple(SUITES
     if "commonsense" in suites:
         tables.append(benchmark_table("Commonsense", COMMONSENSE, results, COMMONSENSE_NOTE))
     if "language" in suites:
-        tables += [_bits_table(results), _position_table(results), _position_differences_table(results)]
+        tables += [_bits_table(results), *_position_tables(results)]
     if "recall" in suites:
         tables.append(_recall_table(results))
     return [table for table in tables if table.rows]
@@ -63,137 +77,88 @@ def score_table(results: Sequence[Result]) -> Table:
     return Table("", head, rows)
 
 
-def _bits_table(results: Sequence[Result]) -> Table:
-    """Bits per byte of each text, and those of `xz`."""
-    majority = MajoritySetup(results)
-    measured = [result for result in results if result.of_task("bits_per_byte")]
-    rows = [[result.checkpoint.form, *about_run(result)] for result in measured]
-    xz, head, compared = ["xz -9", "", "", ""], list(HEAD), list[Result]()
-    for name in _texts_of(results, "bits_per_byte"):
-        key = text_key("bits_per_byte", name)
-        scores = [result.scores.get(key) for result in measured]
-        less = [_bits_to_softmax(result, results, key) for result in measured]
-        for row, score in zip(rows, scores, strict=True):
-            row.append(DASH if score is None else score.number("bits_per_byte", ".3f") + majority.mark(score))
-        head.append(name)
-        xz.append(next(score.number("xz_bits_per_byte", ".3f") for score in scores if score))
-        if set(less) - {DASH}:
-            for row, cell in zip(rows, less, strict=True):
-                row.append(cell)
-            head.append("to softmax")
-            xz.append("")
-            compared += [
-                r for r, cell in zip(measured, less, strict=True) if cell != DASH and r not in compared
-            ]
-    notes = ["Bits per UTF-8 byte of held-out text, ± one standard error over documents; xz for comparison."]
-    notes += [TO_SOFTMAX_NOTE] if compared else []
-    notes += seeds_note(results, "documents") + _odd_notes(results, majority, "bits_per_byte")
-    notes += comparison_notes([result for result in measured if result in compared], results)
-    return Table("Bits per byte", head, [*rows, xz] if rows else [], notes)
+def _text_table(
+    title: str,
+    measure: str,
+    results: Sequence[Result],
+    columns: Callable[[Score, Pair | None], dict[str, str]],
+    note: str,
+    softmax_note: str,
+    over: str = "documents",
+) -> Table:
+    """A row for each run and text. Columns and rows without a number are left out.
 
-
-def _bits_to_softmax(result: Result, results: Sequence[Result], key: str) -> str:
-    pair = pair_with_softmax(result, results, key)
-    less = document_differences(*pair) if pair else None
-    return signed_difference(less[0] if less else None, decimals=3)
-
-
-def _position_table(results: Sequence[Result]) -> Table:
-    """Nats per token by position: one table for all texts, groups of positions as columns."""
-    found = [(result, score) for result in results for score in result.of_task("loss_by_position")]
-    ends = sorted({group.to for _, score in found for group in score.positions})
-    rows, majority = [], MajoritySetup(results)
-    for result, score in found:
-        losses = {group.to: with_error(group.loss, group.stderr, ".3f") for group in score.positions}
-        cells = [losses.get(end, DASH) for end in ends]
-        documents = str(score.documents) + majority.mark(score)
-        rows.append([result.checkpoint.form, run_name(result), str(score.texts), documents, *cells])
-    rows += _unigram_rows(found, len(ends))
-    lengths = sorted({f"{score.train_length:,}" for _, score in found})
-    notes = [
-        f"Nats per token at the positions up to each length (from the one before it on); trained at "
-        f"{' and '.join(lengths)} tokens. Beyond that a model that extrapolates does not get worse. ± one "
-        "standard error over the documents, the same ones at all positions. Unigram: the tokens' frequencies "
-        "in the text, all that can be known without their order."
-    ]
-    notes += seeds_note(results, "documents") + _odd_notes(results, majority, "loss_by_position")
-    return Table("Loss by position", _position_head(ends), rows, notes)
-
-
-def _position_head(ends: Sequence[int]) -> list[str]:
-    return ["Mechanism", "Run", "Text", "Documents", *(f"≤ {end:,}" for end in ends)]
-
-
-def _unigram_rows(found: Sequence[tuple[Result, Score]], columns: int) -> list[list[str]]:
-    """The unigram's row of each text; several where tokenizers differ, with the runs that each is of."""
-    runs: dict[str, dict[str, dict[str, None]]] = {}  # text → loss → the runs
-    for result, score in found:
-        if score.unigram:
-            losses = runs.setdefault(str(score.texts), {})
-            losses.setdefault(f"{score.unigram:.3f}", {})[result.checkpoint.run] = None
-    return [
-        ["Unigram", ", ".join(names) if len(losses) > 1 else "", text, "", *[loss] * columns]
-        for text, losses in runs.items()
-        for loss, names in losses.items()
-    ]
-
-
-def _position_differences_table(results: Sequence[Result]) -> Table:
-    """Differences to softmax per group of positions."""
-    found = []
+    columns: heading → cell, of a score and the pair with softmax's, if there is one; `TO_SOFTMAX` and all of
+    a table without `note` are differences, which `softmax_note` explains. over: what errors are over.
+    """
+    found, marks = list[tuple[Result, Score, dict[str, str]]](), Marks(results)
     for result in results:
-        for name in _texts_of([result], "loss_by_position"):
-            pair = pair_with_softmax(result, results, text_key("loss_by_position", name))
-            if pair and (less := document_differences(*pair)):
-                ends = [group.to for group in pair[0].positions]
-                cells = {end: signed_difference(x, decimals=3) for end, x in zip(ends, less, strict=True)}
-                found.append((result, name, str(pair[0].documents), cells))
-    ends = sorted({end for *_, cells in found for end in cells})
+        for score in result.of_task(measure):
+            pair = pair_with_softmax(result, results, text_key(measure, score.texts or ""))
+            found.append((result, score, columns(score, pair)))
+    found = [(result, score, cells) for result, score, cells in found if set(cells.values()) - {DASH}]
+    head = [h for h in (found[0][2] if found else ()) if any(cells[h] != DASH for *_, cells in found)]
     rows = [
-        [result.checkpoint.form, run_name(result), name, documents, *(cells.get(end, DASH) for end in ends)]
-        for result, name, documents, cells in found
+        [
+            *(result.checkpoint.form, run_name(result), score.texts or DASH),
+            *(f"{score.documents}{marks.of(score)}", *(cells[heading] for heading in head)),
+        ]
+        for result, score, cells in found
     ]
-    compared = [r for r in results if any(r is one for one, *_ in found)]
-    notes = [TO_SOFTMAX_NOTE, *comparison_notes(compared, results)]
-    return Table("Loss by position, minus softmax's", _position_head(ends), rows, notes)
-
-
-def _recall_table(results: Sequence[Result]) -> Table:
-    rows, compared, majority = [], list[Result](), MajoritySetup(results)
-    for result in results:
-        for score in result.of_task("recall_phrases"):
-            pair = pair_with_softmax(result, results, text_key("recall_phrases", str(score.texts)))
-            less = paired_difference(*pair) if pair else None
-            questions = str(score.documents) + majority.mark(score)
-            about = [result.checkpoint.form, run_name(result), str(score.texts), questions]
-            cells = [score.percent(metric) for metric in ("acc", "acc_alone", "exact")]
-            rows.append([*about, *cells, less.points() if less else DASH])
-            if less and result not in compared:
-                compared.append(result)
-    if rows:
-        rows.append(["Chance", "", "", "", "25", "25", "0", ""])
-    head = ["Mechanism", "Run", "Text", "Questions", "right of four", "without the text", "word for word"]
-    notes = [
-        "A phrase of a long text is asked for again at its end, by the eight words that stood before it: "
-        "chosen among four phrases of the text; the same without the text; given by greedy decoding."
-    ]
-    if compared:
-        head.append("to softmax")
-        notes += [DIFFERENCE_NOTE, *comparison_notes(compared, results)]
-    else:
-        rows = [row[:-1] for row in rows]
-    notes += seeds_note(results) + _odd_notes(results, majority, "recall_phrases")
-    return Table("Recall of phrases", head, rows, notes)
-
-
-def _odd_notes(results: Sequence[Result], majority: MajoritySetup, measure: str) -> list[str]:
-    """The notes on the † of this measure."""
-    return majority.notes(
-        (f"{score.texts} of {result.checkpoint.run}", score)
-        for result in results
-        for score in result.of_task(measure)
+    compared = [result for result, _, cells in found if not note or cells.get(TO_SOFTMAX, DASH) != DASH]
+    notes = [note, *seeds_note(results, over)] if note else []
+    notes += [softmax_note, *comparison_notes(compared, results)] if compared else []
+    return Table(
+        title, ["Mechanism", "Run", "Text", over.capitalize(), *head], rows, notes + mark_notes(rows)
     )
 
 
-def _texts_of(results: Sequence[Result], measure: str) -> list[str]:
-    return list(dict.fromkeys(str(s.texts) for result in results for s in result.of_task(measure)))
+def _bits_table(results: Sequence[Result]) -> Table:
+    """Bits per byte of each text, and those of `xz`."""
+
+    def columns(score: Score, pair: Pair | None) -> dict[str, str]:
+        less = document_differences(*pair) if pair else None
+        return {
+            "bits per byte": score.number("bits_per_byte", ".3f"),
+            "xz -9": score.number("xz_bits_per_byte", ".3f"),
+            TO_SOFTMAX: signed_difference(less[0] if less else None, decimals=3),
+        }
+
+    return _text_table("Bits per byte", "bits_per_byte", results, columns, BITS_NOTE, TO_SOFTMAX_NOTE)
+
+
+def _position_tables(results: Sequence[Result]) -> list[Table]:
+    """Nats per token by position, groups of positions as columns; and minus softmax's."""
+    scores = [score for result in results for score in result.of_task("loss_by_position")]
+    ends = sorted({group.to for score in scores for group in score.positions})
+
+    def losses(score: Score, pair: Pair | None) -> dict[str, str]:
+        cells = {group.to: with_error(group.loss, group.stderr, ".3f") for group in score.positions}
+        unigram = {"unigram": DASH if score.unigram is None else f"{score.unigram:.3f}"}
+        return unigram | {f"≤ {end:,}": cells.get(end, DASH) for end in ends}
+
+    def differences(score: Score, pair: Pair | None) -> dict[str, str]:
+        less = (document_differences(*pair) if pair else None) or []
+        cells = {g.to: signed_difference(x, 3) for g, x in zip(score.positions, less, strict=False)}
+        return {f"≤ {end:,}": cells.get(end, DASH) for end in ends}
+
+    lengths = " and ".join(sorted({f"{score.train_length:,}" for score in scores if score.train_length}))
+    note, task = POSITION_NOTE.format(lengths), "loss_by_position"
+    return [
+        _text_table("Loss by position", task, results, losses, note, TO_SOFTMAX_NOTE),
+        _text_table("Loss by position, minus softmax's", task, results, differences, "", TO_SOFTMAX_NOTE),
+    ]
+
+
+def _recall_table(results: Sequence[Result]) -> Table:
+    def columns(score: Score, pair: Pair | None) -> dict[str, str]:
+        less = paired_difference(*pair) if pair else None
+        return {
+            "right of four": score.percent("acc"),
+            "without the text": score.percent("acc_alone"),
+            "word for word": score.percent("exact"),
+            TO_SOFTMAX: less.points() if less else DASH,
+        }
+
+    name, notes = "recall_phrases", (RECALL_NOTE, DIFFERENCE_NOTE)
+    return _text_table("Recall of phrases", name, results, columns, *notes, over="questions")

@@ -16,11 +16,11 @@ from lingpt.eval.benchmarks import (
     Column,
     benchmark_table,
     chance_row,
-    column_notes,
+    cut_notes,
     difference_table,
     run_row,
 )
-from lingpt.eval.comparison import MajoritySetup, label, pair_with_softmax, paired_difference, seeds_note
+from lingpt.eval.comparison import Marks, label, mark_notes, pair_with_softmax, paired_difference, seeds_note
 from lingpt.eval.scores import Result
 from lingpt.eval.tables import Table, save_tables
 
@@ -43,20 +43,20 @@ def table2_tables(results: Sequence[Result]) -> list[Table]:
 
 def _accuracies(results: Sequence[Result]) -> Table:
     """The paper's rows, each followed by our checkpoints of that attention, then our other attentions."""
-    rows, majority = [], MajoritySetup(results)
+    rows, marks = [], Marks(results)
     # Without any score a checkpoint is a row of dashes; with scores of other suites alone, in their tables.
     shown = [r for r in results if not r.scores or any(column.score(r) for column in COLUMNS)]
     for attention, (name, values) in paper.ACCURACIES.items():
         rows.append([name, *paper.RUN, *(f"{value:.2f}" for value in values)])
         for result in shown:
             if label(result.checkpoint) == attention:
-                form, *cells = run_row(result, TWICE, majority)
+                form, *cells = run_row(result, TWICE, marks)
                 rows.append(["" if form == attention else form, *cells])
     others = [result for result in shown if label(result.checkpoint) not in paper.ACCURACIES]
     for result in sorted(others, key=lambda result: label(result.checkpoint)):
-        rows.append(run_row(result, TWICE, majority))
+        rows.append(run_row(result, TWICE, marks))
     rows.append(chance_row(TWICE))
-    notes = [*NOTES, *seeds_note(results), *column_notes(COLUMNS, results, majority)]
+    notes = [*NOTES, *seeds_note(results), *mark_notes(rows), *cut_notes(COLUMNS, results)]
     head = [*HEAD, *(column.heading for column in TWICE)]
     return Table("Table 2 of the paper, and ours", head, rows, notes)
 

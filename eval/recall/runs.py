@@ -2,15 +2,13 @@
 
 import contextlib
 import multiprocessing
-import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Thread
-from typing import Any
+from threading import Lock
 
 import torch
 
@@ -94,105 +92,60 @@ def _trained(trials: list[Trial], workers: int | None) -> Iterator[Outcome]:
                 yield trial, train_trial(trial, "cuda" if cards else "cpu")
             except Exception as error:
                 yield trial, error
-        return
-    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-
-    def in_a_pool(left: list[Trial]) -> Iterator[Outcome]:
-        devices = context.Queue()
-        for i in range(workers):
-            devices.put(f"cuda:{i % cards}" if cards else "cpu")
-        not_ours = multiprocessing.active_children()
-        with ProcessPoolExecutor(workers, context, initializer=_take_device, initargs=(devices,)) as pool:
-            tuned_first = [trial for trial in left if cards and is_tuned_first(trial)]
-            try:
-                yield from _as_trained(pool, _train_here, left, tuned_first, tune)
-            except BaseException:  # such as a signal: do not wait for results that would be discarded
-                for process in multiprocessing.active_children():
-                    if process not in not_ours:
-                        process.terminate()
-                raise
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)
-
-    yield from _in_new_pools(trials, in_a_pool)
+    else:
+        devices = [f"cuda:{i % cards}" if cards else "cpu" for i in range(workers)]
+        yield from in_processes(trials, [Worker(device) for device in devices], tune if cards else None)
 
 
-def _in_new_pools(
-    trials: list[Trial], in_a_pool: Callable[[list[Trial]], Iterator[Outcome]]
-) -> Iterator[Outcome]:
-    """What `in_a_pool` yields. If a process dies, the remaining trials are trained in a new pool, as long as
-    each pool finishes at least one."""
-    left = trials
-    while left:
-        lost = []
-        for trial, result in in_a_pool(left):
-            if isinstance(result, BrokenProcessPool):
-                lost.append((trial, result))
-            else:
-                yield trial, result
-        if len(lost) == len(left):
-            yield from lost
-            return
-        left = [trial for trial, _ in lost]
-        if left:
-            print(f"a process has died; the {len(left)} models that are left go on in new ones")
+class Worker:
+    """A process of its own that trains on one device; a new one takes its place if it dies."""
 
+    def __init__(self, device: str) -> None:
+        self.device, self._pool = device, self._new_pool()
 
-def _as_trained(
-    pool: Executor,
-    train: Callable[[Trial], Trained],
-    trials: list[Trial],
-    tuned_first: list[Trial],
-    tune: Callable[[Trial], None],
-) -> Iterator[Outcome]:
-    """(trial, its result or the error), as they finish in `pool`.
+    def _new_pool(self) -> ProcessPoolExecutor:
+        # CUDA does not survive a fork. Models this small gain nothing from more threads.
+        return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,))
 
-    Those of `tuned_first` start last: the kernels of each attention and width are autotuned first, one after
-    another as each takes all cores, while the pool trains the rest.
-    """
-    done: SimpleQueue[Outcome] = SimpleQueue()
-
-    def put(trial: Trial, future: Future[Trained]) -> None:
-        if not future.cancelled():
-            done.put((trial, future.exception() or future.result()))
-
-    def submit(trial: Trial) -> None:
+    def train(self, trial: Trial) -> Trained:
         try:
-            future = pool.submit(train, trial)
-        except RuntimeError as error:  # a process of the pool died, or it is shut down
-            done.put((trial, error))
-        else:
-            future.add_done_callback(lambda future: put(trial, future))
-
-    def tune_and_submit() -> None:
-        by_size: dict[tuple[str, int], list[Trial]] = {}
-        for trial in tuned_first:
-            by_size.setdefault((without_conv(trial.attention), trial.width), []).append(trial)
-        for alike in by_size.values():
-            try:
-                tune(alike[0])
-            except Exception as error:
-                for trial in alike:
-                    done.put((trial, error))
-                continue
-            for trial in alike:
-                submit(trial)
-
-    for trial in trials:
-        if trial not in tuned_first:
-            submit(trial)
-    Thread(target=tune_and_submit, daemon=True).start()
-    for _ in trials:
-        yield done.get()
+            return self._pool.submit(train_trial, trial, self.device).result()
+        except BrokenProcessPool:
+            self._pool = self._new_pool()
+            raise
 
 
-def _take_device(devices: Any) -> None:
-    """Initialises a worker process: takes its device from the queue and limits PyTorch to one thread."""
-    device = os.environ["LINGPT_MQAR_DEVICE"] = devices.get()
-    torch.set_num_threads(1)
-    if device != "cpu":
-        torch.cuda.set_device(device)
+def in_processes(
+    trials: list[Trial], workers: Sequence[Worker], tune: Callable[[Trial], None] | None
+) -> Iterator[Outcome]:
+    """(trial, its result or the error), as they finish. tune: called once for each size of the attentions
+    whose kernels are autotuned (`is_tuned_first`), one at a time, as it takes all cores; these come last, so
+    that the others are trained meanwhile."""
+    idle, tuning, tuned = SimpleQueue[Worker](), Lock(), set[tuple[str, int]]()
+    not_ours = set(multiprocessing.active_children())
+    for worker in workers:
+        idle.put(worker)
 
+    def train(trial: Trial) -> Trained:
+        if tune and is_tuned_first(trial):
+            size = without_conv(trial.attention), trial.width
+            with tuning:
+                if size not in tuned:
+                    tune(trial)
+                    tuned.add(size)
+        worker = idle.get()
+        try:
+            return worker.train(trial)
+        finally:
+            idle.put(worker)
 
-def _train_here(trial: Trial) -> Trained:
-    return train_trial(trial, os.environ["LINGPT_MQAR_DEVICE"])
+    threads = ThreadPoolExecutor(len(workers))
+    order = sorted(trials, key=is_tuned_first) if tune else trials
+    futures = {threads.submit(train, trial): trial for trial in order}
+    try:
+        for future in as_completed(futures):
+            yield futures[future], future.exception() or future.result()
+    finally:  # after a signal, too: do not wait for results that would be discarded
+        threads.shutdown(wait=False, cancel_futures=True)
+        for process in set(multiprocessing.active_children()) - not_ours:
+            process.terminate()

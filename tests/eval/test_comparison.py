@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from lingpt.eval.comparison import (
+    MARK_NOTES,
     Difference,
     bootstrap,
     comparison_notes,
@@ -333,15 +334,15 @@ BITS = [1, 0] * 4
 
 
 @pytest.mark.parametrize(
-    ("change", "why"),
+    ("change", "is_marked"),
     [
-        ({"prompts": "q"}, "other questions"),
-        ({"cut_prompts": 3, "max_length": 512}, "prompts cut to 512 tokens"),
-        ({"max_length": 512, "cut_prompts": 0}, None),  # all fit: the same prompts
-        ({"documents": 4, "complete": False, "prompts": "half"}, None),  # which has its *
+        ({"prompts": "q"}, True),
+        ({"cut_prompts": 3, "max_length": 512}, True),
+        ({"max_length": 512, "cut_prompts": 0}, False),  # all fit: the same prompts
+        ({"documents": 4, "complete": False, "prompts": "half"}, False),  # which has its *
     ],
 )
-def test_a_benchmark_with_other_prompts(change, why):
+def test_a_benchmark_with_other_prompts(change, is_marked):
     """In Table 2, its normalised form, and the difference to softmax where that is of the same prompts."""
     piqa = answered(BITS)
     piqa = replace(piqa, metrics=piqa.metrics | {"acc_norm": 0.25})
@@ -349,48 +350,40 @@ def test_a_benchmark_with_other_prompts(change, why):
     for name in ("Table", "Length-normalised"):
         column = tables[name].head.index("PIQA")
         marked = [row[1] for row in tables[name].rows if row[column].endswith("†")]
-        assert marked == (["ours, step 4"] if why else [])
-        notes = [note for note in tables[name].notes if note.startswith("†")]
-        said = f"† not comparable with the rest of the column: PIQA of ours ({why})."
-        assert notes == ([said] if why else [])
+        assert marked == (["ours, step 4"] if is_marked else [])
+        assert (MARK_NOTES["†"] in tables[name].notes) == is_marked
+        assert (MARK_NOTES["*"] in tables[name].notes) == ("complete" in change)
     less = {row[0]: row[tables["Paired"].head.index("PIQA")] for row in tables["Paired"].rows}
     cut = "cut_prompts" in change and change["cut_prompts"] > 0
     assert less["ours"].endswith("†") == cut if "ours" in less else "prompts" in change
     assert any("† of the two runs one had its prompts cut" in note for note in tables["Paired"].notes) == cut
-    assert "†" not in less["gla"] and (r"$\dagger$" in tables["Table"].latex()) == bool(why)
+    assert "†" not in less["gla"] and (r"$\dagger$" in tables["Table"].latex()) == is_marked
 
 
 def test_rows_that_are_cut_alike_are_not_marked():
     """And where the one is cut that most are not, or the other way round, it is the one that is marked."""
     cut = replace(answered(BITS), cut_prompts=3, max_length=512)
     assert "†" not in table2_tables(three(cut))[0].text()
-    (note,) = [n for n in table2_tables(three(cut, cut_prompts=0))[0].notes if n.startswith("†")]
-    assert note.endswith("PIQA of ours (no prompt cut).")
+    rows = table2_tables(three(cut, cut_prompts=0))[0].rows
+    assert [row[1] for row in rows if "†" in row[6]] == ["ours, step 4"]
 
 
 @pytest.mark.parametrize(
-    ("task", "values", "change", "column", "why"),
+    ("task", "values", "change", "column"),
     [
-        ("bits_per_byte", {}, {"max_length": 512}, "novels", "512 tokens a piece"),
+        ("bits_per_byte", {}, {"max_length": 512}, "Documents"),
         (
             "loss_by_position",
             {"train_length": 64, "positions": (Positions(to=32, loss=4.0),)},
             {"train_length": 32, "prompts": "q"},
             "Documents",
-            "32 tokens a piece, other pieces",
         ),
-        ("recall_phrases", {}, {"prompts": "q"}, "Questions", "other pieces"),
-        (
-            "hellaswag",
-            {"texts": None},
-            {"cut_prompts": 1, "max_length": 512},
-            "HellaSwag",
-            "prompts cut to 512 tokens",
-        ),
+        ("recall_phrases", {}, {"prompts": "q"}, "Questions"),
+        ("hellaswag", {"texts": None}, {"cut_prompts": 1, "max_length": 512}, "HellaSwag"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_suite_with_other_prompts(task, values, change, column, why):
+def test_a_suite_with_other_prompts(task, values, change, column):
     """Guards: bits per byte of windows of 512 tokens beside those of 2,048, say, without a word."""
     metrics = {"bits_per_byte": 1.0, "xz_bits_per_byte": 2.0, "acc": 0.5, "acc_norm": 0.5}
     found = score(task, **{"metrics": metrics, "max_length": 2048, "texts": "novels"} | values)
@@ -398,6 +391,4 @@ def test_a_suite_with_other_prompts(task, values, change, column, why):
         table = suite_tables(three(found, **changes))[0]
         shown = {row[0]: row[table.head.index(column)] for row in table.rows}
         assert [name for name, cell in shown.items() if cell.endswith("†")] == marked
-        heading = column if task == "hellaswag" else "novels"
-        said = f"† not comparable with the rest of the column: {heading} of ours ({why})."
-        assert (said in table.notes) == bool(marked)
+        assert (MARK_NOTES["†"] in table.notes) == bool(marked)

@@ -1,7 +1,7 @@
 """Guards MQAR: the task is solvable, by recall alone; a model learns it; what is shown is what was found."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 from threading import Event, Thread
@@ -28,9 +28,10 @@ from lingpt.eval.recall.mqar import (
 )
 from lingpt.eval.recall.options import DEFAULT, asked_trials
 from lingpt.eval.recall.results import best, mqar_table, save_mqar
-from lingpt.eval.recall.runs import _as_trained, _in_new_pools
+from lingpt.eval.recall.runs import Worker, in_processes
 from lingpt.models import GPT, ModelArgs
 
+DEADLY = 1.0  # a learning rate
 TINY = {"steps": 2, "batch_size": 32, "vocabulary": 32}
 
 
@@ -38,6 +39,26 @@ def trained(trial: Trial, accuracy: float = 0.5, **values) -> Trained:
     """The trial's result."""
     known = {"accuracy_stderr": 0.1, "parameters": 1, "curve": (), "trained_steps": 2, "seconds": 1.0}
     return Trained(**asdict(trial), accuracy=accuracy, **(known | values))
+
+
+class FakeWorker(Worker):
+    """Trains nothing; its process dies at the rate `DEADLY`, and is of no use from then on."""
+
+    def _new_pool(self):
+        return FakePool()
+
+
+class FakePool:
+    dead = False
+
+    def submit(self, train, trial: Trial, device: str) -> Future[Trained]:
+        future = Future[Trained]()
+        self.dead |= trial.rate == DEADLY
+        if self.dead:
+            future.set_exception(BrokenProcessPool("a process was terminated"))
+        else:
+            future.set_result(trained(trial))
+        return future
 
 
 def test_every_query_has_its_value_in_the_pairs():
@@ -92,44 +113,22 @@ def test_what_is_trained_is_there_while_others_are_tuned_for():
         if trial.width == 64:
             raise RuntimeError("no kernels")
 
-    with ThreadPoolExecutor(2) as pool:
-        results = _as_trained(
-            pool,
-            trained,
-            [*gla, softmax, *others],
-            [*gla, *others],
-            tune,
-        )
-        assert next(results) == (softmax, trained(softmax))
-        seen.set()
-        found = dict(results)
-    assert tuned == [32, 64] and {trial: found[trial] for trial in gla} == {t: trained(t) for t in gla}
+    results = in_processes([*gla, softmax, *others], [FakeWorker("cpu"), FakeWorker("cpu")], tune)
+    assert next(results) == (softmax, trained(softmax))
+    seen.set()
+    found = dict(results)
+    assert sorted(tuned) == [32, 64, 64] and {trial: found[trial] for trial in gla} == {
+        trial: trained(trial) for trial in gla
+    }
     assert [str(found[trial]) for trial in others] == ["no kernels"] * 2
 
 
-def test_a_process_that_dies_takes_no_other_model_along(capsys):
+def test_a_process_that_dies_takes_no_other_model_along():
     """Guards: all that were left failed with the process of one (the system had no memory, say)."""
-    trials = make_trials(["softmax"], [32], [2], [1e-3, 1e-2, 1e-1, 1.0], **TINY)
-    pools = []
-
-    def in_a_pool(left):
-        pools.append(len(left))
-        yield left[0], trained(left[0])
-        for trial in left[1:]:
-            yield (
-                trial,
-                BrokenProcessPool("a process was terminated") if len(pools) < 3 else RuntimeError("bad"),
-            )
-
-    found = dict(_in_new_pools(trials, in_a_pool))
-    assert pools == [4, 3, 2] and [isinstance(found[trial], Trained) for trial in trials] == [True] * 3 + [
-        False
-    ]
-    assert str(found[trials[3]]) == "bad" and "the 3 models that are left" in capsys.readouterr().out
-    broken = BrokenProcessPool("no memory")
-    assert list(_in_new_pools(trials, lambda left: ((trial, broken) for trial in left))) == [
-        (trial, broken) for trial in trials
-    ]
+    trials = make_trials(["softmax"], [32], [2], [DEADLY, 1e-2, 1e-1], **TINY)
+    found = dict(in_processes(trials, [FakeWorker("cpu")], None))
+    assert [isinstance(found[trial], Trained) for trial in trials] == [False, True, True]
+    assert isinstance(found[trials[0]], BrokenProcessPool)
 
 
 def test_an_attention_with_its_options_is_one_word():

@@ -181,14 +181,15 @@ def test_what_a_run_gets(tmp_path, tokenizer, texts, capsys):
     again = measure(found[0], "language")
     assert again == results[0] and all("computed before" in line for line in lines)
     tables = {table.title: table for table in suite_tables(results)}
-    assert [row[0] for row in tables["Bits per byte"].rows] == ["ours", "softmax", "xz -9"]
-    assert tables["Loss by position"].head[-2:] == [f"≤ {BLOCK_SIZE}", f"≤ {2 * BLOCK_SIZE}"]
-    rows = tables["Loss by position"].rows
-    assert rows[0][3] == "5" and " ± " in rows[0][4] and rows[-1][:3] == ["Unigram", "", "stories"]
-    bits = {row[1]: row for row in tables["Bits per byte"].rows}
-    assert tables["Bits per byte"].head[-2:] == ["stories", "to softmax"] and "±" in bits[rows[0][1]][-1]
+    bits = tables["Bits per byte"]
+    assert bits.head[4:] == ["bits per byte", "xz -9", "to softmax"]
+    assert [row[0] for row in bits.rows] == ["ours", "softmax"]
+    assert "±" in bits.rows[0][-1] and bits.rows[1][-1] == "–"
+    losses = tables["Loss by position"]
+    assert losses.head[4] == "unigram" and losses.head[-2:] == [f"≤ {BLOCK_SIZE}", f"≤ {2 * BLOCK_SIZE}"]
+    assert losses.rows[0][3] == "5" and " ± " in losses.rows[0][5]
     less = tables["Loss by position, minus softmax's"]
-    assert [row[:4] for row in less.rows] == [rows[0][:4]] and "±" in less.rows[0][-1]
+    assert [row[:4] for row in less.rows] == [losses.rows[0][:4]] and "±" in less.rows[0][-1]
     losses = [(r.checkpoint, r.scores["loss_by_position (stories)"]) for r in results]
     assert caption(losses) == "demo; dashed: the training length, 64 tokens; documents: 5 of stories; cpu."
     paths = save_suites(results, tmp_path / "tables")
@@ -268,13 +269,13 @@ def test_names_are_drawn_as_they_are(tmp_path):
     assert len(draw_positions([positions("run $x_$", ["text $y_$"])], tmp_path)) == 2
 
 
-def test_the_unigram_is_of_each_tokenizer():
-    """Guards: of two models with their own tokenizers the second's number, as if it were both's."""
-    results = [positions("a", ["x"], unigram=5.0), positions("b", ["x"], unigram=5.0)]
-    results += [positions("c", ["x", "y"], unigram=6.0)]
-    table = suite_tables(results, ["language"])[0]
-    rows = [(row[1], row[2], row[4]) for row in table.rows if row[0] == "Unigram"]
-    assert rows == [("a, b", "x", "5.000"), ("c", "x", "6.000"), ("", "y", "6.000")]
+def test_positions_are_in_their_order():
+    """Of models trained at different lengths; each with the unigram of its own tokenizer."""
+    short = (Positions(to=16, loss=4.5), Positions(to=32, loss=4.0))
+    results = [positions("a", ["x"], unigram=5.0), positions("b", ["x"], positions=short)]
+    (table,) = suite_tables(results, ["language"])
+    assert table.head[4:] == ["unigram", "≤ 16", "≤ 32", "≤ 64"]
+    assert [row[4:6] for row in table.rows] == [["5.000", "–"], ["–", "4.500"]]
 
 
 @pytest.mark.parametrize(
