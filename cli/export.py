@@ -1,6 +1,12 @@
 """`lingpt export`: a trained model, in shards or not, as a folder with one file of weights."""
 
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from jsonargparse import ArgumentParser, Namespace
+
+if TYPE_CHECKING:
+    from lingpt.models import GPT
 
 HELP = "Write a trained model as one file: LinGPT's own folder, or Hugging Face's."
 
@@ -9,13 +15,12 @@ def configure(parser: ArgumentParser) -> None:
     model = "a run's folder (its newest checkpoint), a checkpoint, or any model folder"
     parser.add_argument("model", type=str, help=model)
     parser.add_argument("out", type=str, help="the folder to write, which must not exist")
-    hf = "as transformers reads it (GPT-NeoX; softmax attention only)"
+    hf = "as transformers reads it: plain softmax as GPT-NeoX, all others after `import lingpt.hf`"
     parser.add_argument("--hf", action="store_true", help=hf)
 
 
 def run(args: Namespace) -> None:
     import shutil
-    from pathlib import Path
 
     from lingpt.common.errors import UserError
     from lingpt.common.files import new_folder, write_errors
@@ -29,9 +34,45 @@ def run(args: Namespace) -> None:
     model, tokenizer = load_model(source), source / TOKENIZER
     with write_errors(out), new_folder(out) as folder:
         if args.hf:
-            export_hf(model, folder, tokenizer if tokenizer.is_file() else None)
+            export_hf(model, folder, tokenizer if tokenizer.is_file() else None, model_card(model, source))
         else:
             save_model(model, folder)
             if tokenizer.is_file():
                 shutil.copyfile(tokenizer, folder / tokenizer.name)
     print(f"wrote {out} from {source}: {model.num_parameters():,} parameters")
+
+
+def model_card(model: "GPT", source: Path) -> str:
+    """The README.md of an exported model, with the recipe, data, and scores of its run if it has one."""
+    import json
+    from importlib.metadata import version
+
+    import yaml
+
+    from lingpt.common.files import read_json_object
+    from lingpt.common.run_folder import CONFIG, read_config, read_environment, read_manifest, scores_file
+    from lingpt.models import attention_form
+
+    config = model.config
+    form = attention_form(config.attention, config.to_dict())
+    load = "" if form == "softmax" else "import lingpt.hf\n"
+    lines = [
+        f"# {config.name} with attention {form}",
+        f"{model.num_parameters():,} parameters, {config.n_layer} layers, sequences of up to "
+        f"{config.block_size:,} tokens. Trained with LinGPT {version('lingpt')}, PyTorch {version('torch')}.",
+        f"```python\n{load}from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        "model = AutoModelForCausalLM.from_pretrained(folder)\n"
+        "tokenizer = AutoTokenizer.from_pretrained(folder)\n```",
+    ]
+    run, manifest = source.parent.parent, read_manifest(source)
+    if manifest is not None and (run / CONFIG).is_file():
+        step = manifest.get("step", 0)
+        data = read_environment(run, "data")
+        lines += [
+            f"Step {step:,} of a run on {data.get('source', 'unknown text')}, {manifest.get('tokens', 0):,} "
+            f"tokens. Its recipe:\n\n```yaml\n{yaml.safe_dump(read_config(run), sort_keys=False)}```"
+        ]
+        if (scores := scores_file(run, step)).is_file():
+            found = json.dumps(read_json_object(scores).get("scores"), indent=1)
+            lines += [f"Its scores:\n\n```json\n{found}\n```"]
+    return "\n\n".join(lines) + "\n"

@@ -19,9 +19,9 @@ from lingpt.models.checkpoint import (
     save_model,
 )
 from lingpt.models.config import Config, ModelArgs
+from lingpt.models.export import export_hf
 from lingpt.models.generate import generate
 from lingpt.models.gpt import GPT, Block, DecodingState
-from lingpt.models.gpt_neox import export_hf
 from lingpt.models.memory import memory_estimate
 from lingpt.models.shards import (
     OPTIMIZER,

@@ -21,7 +21,7 @@ from lingpt.common.run_folder import MODEL_CONFIG, WEIGHTS
 from lingpt.models.architecture import MODELS
 from lingpt.models.config import Config
 from lingpt.models.gpt import GPT
-from lingpt.models.gpt_neox import is_gpt_neox_folder, read_gpt_neox
+from lingpt.models.gpt_neox import is_gpt_neox_folder, read_gpt_neox, read_hf_weights
 from lingpt.models.init import set_weight
 from lingpt.models.model_folder import read_pickled_tensors, read_tensors, write_model_folder
 from lingpt.models.shards import (
@@ -200,12 +200,15 @@ def _read_model(
     if is_gpt_neox_folder(folder):
         return *read_gpt_neox(folder), "Hugging Face GPT-NeoX"
     config = _read_config(folder)
+    kind = f"LinGPT model with attention {config.attention!r}"
+    if _is_export(folder):
+        return config, read_hf_weights(folder), kind
     if is_sharded(folder):
         tensors, metadata = read_sharded_weights(folder, device)
     else:
         tensors, metadata = read_tensors(folder / WEIGHTS, device)
     _check_recorded(folder, config, metadata)
-    return config, tensors, f"LinGPT model with attention {config.attention!r}"
+    return config, tensors, kind
 
 
 def _litgpt_config(folder: Path) -> Config:
@@ -221,7 +224,16 @@ def _read_config(folder: Path) -> Config:
     values = read_json_object(folder / MODEL_CONFIG)
     if (kind := values.pop("model_type", None)) != "lingpt":
         raise UserError(f"{folder} holds a {kind} model: LinGPT reads its own, GPT-NeoX and LitGPT's")
-    return Config.from_dict(values)
+    if (network := values.get("network")) is None:
+        return Config.from_dict(values)
+    if not isinstance(network, dict):  # of `export_hf`, or saved by transformers
+        raise UserError(f"{folder / MODEL_CONFIG} is damaged: its network is no object")
+    return Config.from_dict(network | {"padded_vocab_size": values.get("vocab_size")})
+
+
+def _is_export(folder: Path) -> bool:
+    """Whether transformers may have written the weights: without our metadata, and in other files."""
+    return "network" in read_json_object(folder / MODEL_CONFIG)
 
 
 def _check_same_tensors(

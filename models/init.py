@@ -6,6 +6,7 @@ weights on any device and in any order, and parameters that two attentions share
 
 import hashlib
 import math
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -18,13 +19,18 @@ from lingpt.models.config import Config
 
 
 @torch.no_grad()
-def init_weights(model: nn.Module, config: Config, seed: int) -> None:
-    """Initialises every parameter of a `GPT`. NotImplementedError names one that no rule covers."""
+def init_weights(
+    model: nn.Module, config: Config, seed: int, loaded: Callable[[nn.Parameter], bool] = lambda _: False
+) -> None:
+    """Initialises every parameter of a `GPT` but those that are `loaded`. NotImplementedError names one that
+    no rule covers."""
     to_draw = []
     for module_name, module in model.named_modules():
         constants = module.initial_constants() if isinstance(module, Attention) else {}
         for name, parameter in module.named_parameters(recurse=False):
             full_name = f"{module_name}.{name}"
+            if loaded(parameter):
+                continue
             if name in constants:
                 set_weight(parameter, torch.as_tensor(constants[name]))
             elif isinstance(module, nn.LayerNorm):

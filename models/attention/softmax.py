@@ -71,11 +71,13 @@ class StaticPosition:
 
 @dataclass
 class KVCache(ConvState):
-    """Keys and values `[B, H, room, D]`; the first `length` positions are filled."""
+    """Keys and values `[B, H, room, D]`; the first `length` positions are filled, or in each row of a batch
+    that is padded on the left those from `start` `[B]` to there."""
 
     k: torch.Tensor
     v: torch.Tensor
     length: int = 0
+    start: torch.Tensor | None = None
     static: StaticPosition | None = None  # set during a static step, which ignores `length`
 
     def append(self, k_BHND: torch.Tensor, v_BHND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -170,8 +172,12 @@ class SoftmaxAttention(QKVAttention):
             if state.static is not None:
                 o = split_kv_attention(q, k, v, state.static.mask.to(q.dtype), scale)
                 return self.gate_and_project(o.transpose(1, 2), x_BNC)
-            if 1 < N < k.shape[2]:  # SDPA's own causal mask starts at the first key, not the first new one
-                mask = torch.ones(N, k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - N)
+            keys = k.shape[2]
+            if 1 < N < keys or state.start is not None:
+                # SDPA's own causal mask starts at the first key, not the first new one.
+                mask = torch.ones(N, keys, dtype=torch.bool, device=q.device).tril(keys - N)
+            if mask is not None and state.start is not None:
+                mask = mask & (torch.arange(keys, device=q.device) >= state.start[:, None, None, None])
         with self._kernel(decoding=state is not None):
             o = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, scale=scale, is_causal=N > 1 and mask is None

@@ -1,0 +1,293 @@
+"""LinGPT's network as transformers' classes: the base model, and the one with a head for the next token.
+
+A linear attention has no mask that could hide a token: whatever it reads enters its state. Padding on the
+left and the borders of packed sequences are therefore never read: each sequence of a batch runs by itself, or
+together with those that start and end in the same columns. Padding on the right changes nothing that is not
+padding, and runs as it is.
+"""
+
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from lingpt.common.errors import UserError
+from lingpt.hf.cache import LinGPTCache, join_rows
+from lingpt.hf.config import LinGPTConfig
+from lingpt.models import Attention, Block
+from lingpt.models.attention.base import Fp32Buffers
+from lingpt.models.attention.softmax import KVCache
+from lingpt.models.gpt import rope_tables
+from lingpt.models.init import init_weights
+
+Piece = tuple[torch.Tensor, int, int]  # rows of a batch, their first column and the one after their last
+
+
+class LinGPTPreTrainedModel(PreTrainedModel):
+    config: LinGPTConfig
+    config_class = LinGPTConfig
+    base_model_prefix = "transformer"
+    supports_gradient_checkpointing = True
+    _no_split_modules: ClassVar[list[str]] = ["Block"]
+    _is_stateful = True  # a state cannot go back: no assisted decoding
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Called for each module that was built on the meta device, or was not loaded."""
+        if isinstance(module, LinGPTModel):
+            module.reset_buffers()
+        if isinstance(module, Attention):
+            module.reset_buffers(next(module.parameters()).device)
+        if module is self:
+            seed = torch.initial_seed()
+            init_weights(self, self.config.lingpt_config(), seed, loaded=_is_loaded)
+
+
+def _is_loaded(parameter: nn.Parameter) -> bool:
+    return parameter.is_meta or getattr(parameter, "_is_hf_initialized", False)
+
+
+class LinGPTModel(Fp32Buffers, LinGPTPreTrainedModel):
+    """The network without its head: token ids → `last_hidden_state`."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def __init__(self, config: LinGPTConfig) -> None:
+        super().__init__(config)
+        own = config.lingpt_config()
+        self.wte = nn.Embedding(own.padded_vocab_size, own.n_embd)
+        self.h = nn.ModuleList(Block(own, layer_idx) for layer_idx in range(own.n_layer))
+        self.ln_f = nn.LayerNorm(own.n_embd, eps=own.norm_eps)
+        for name, table in zip(("cos", "sin"), rope_tables(own, torch.get_default_device()), strict=True):
+            self.register_buffer(name, table, persistent=False)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def reset_buffers(self) -> None:
+        self.cos, self.sin = rope_tables(self.config.lingpt_config(), self.cos.device)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.wte
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.wte = value
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: LinGPTCache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool = False,
+        output_hidden_states: bool = False,
+        return_dict: bool = True,
+        cu_seq_lens_q: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast | tuple:
+        """
+        Args:
+            input_ids, inputs_embeds: `[B, N]` or `[B, N, C]`, one of them.
+            attention_mask: `[B, N]`, with a cache also `[B, columns seen + N]`; 0 is padding.
+            position_ids: `[B, N]`; where one is 0, a packed sequence begins. Otherwise not read.
+            past_key_values: the cache of the columns before these; it is updated.
+            use_cache: return a cache for the columns after these, as `generate` asks for. It costs time and,
+                as training's fused kernels compute no states, a rounding.
+            cu_seq_lens_q: borders of the sequences that are packed into one row, `[sequences + 1]`.
+
+        Raises ValueError for a row of padding only, for padding between tokens, and with a cache for any on
+        the right; for more columns than the model's block size.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give input_ids or inputs_embeds, one of them")
+        x_BNC = self.wte(input_ids) if inputs_embeds is None else inputs_embeds
+        B, N, _ = x_BNC.shape
+        cache = past_key_values
+        if N == 0:
+            raise ValueError("nothing to continue: give each row at least one token")
+        if cache is not None and not isinstance(cache, LinGPTCache):
+            raise ValueError(f"a {type(cache).__name__} holds no states: give a LinGPTCache, or none")
+        pieces = []
+        if cache is None and not use_cache:
+            pieces = packed_pieces(position_ids, cu_seq_lens_q, B, N, x_BNC.device)
+        continues = cache is not None and cache.seen > 0
+        if attention_mask is not None:
+            pieces = padded_pieces(attention_mask[:, -N:].bool(), use_cache, continues) or pieces
+        if pieces:
+            hidden, cache = self._run_pieces(x_BNC, pieces, use_cache)
+        else:
+            if cache is None and use_cache:
+                cache = self.new_cache(B, N, x_BNC.dtype)
+            hidden = self._run(x_BNC, cache)
+        output = BaseModelOutputWithPast(
+            last_hidden_state=hidden[-1],
+            past_key_values=cache,
+            hidden_states=tuple(hidden) if output_hidden_states else None,
+        )
+        return output if return_dict else output.to_tuple()
+
+    def _run(
+        self, x_BNC: torch.Tensor, cache: LinGPTCache | None = None, first: int = 0
+    ) -> list[torch.Tensor]:
+        """The embeddings, the output of each layer but the last, and the normed one of the last, of columns
+        that follow those in the cache, if there is one."""
+        N = x_BNC.shape[1]
+        start = 0 if cache is None else cache.seen
+        if (end := start + N) > len(self.cos):
+            raise UserError(
+                f"a sequence of {end} tokens, but the model's block size is {len(self.cos)}: shorten it"
+            )
+        if cache is not None:
+            cache.reserve(end)
+            cache.seen = end
+        cos_NR, sin_NR = (table[start:end].to(x_BNC.device) for table in (self.cos, self.sin))
+        hidden = [x_BNC]
+        for block, state in zip(self.h, cache.layers if cache else [None] * len(self.h), strict=True):
+            if self.gradient_checkpointing and self.training and state is None:
+                x_BNC = self._gradient_checkpointing_func(block, x_BNC, cos_NR, sin_NR)
+            else:
+                x_BNC = block(x_BNC, cos_NR, sin_NR, state)
+            hidden.append(x_BNC)
+        hidden[-1] = self.ln_f(x_BNC)
+        return hidden
+
+    def _run_pieces(
+        self, x_BNC: torch.Tensor, pieces: list[Piece], use_cache: bool
+    ) -> tuple[list[torch.Tensor], LinGPTCache | None]:
+        """`_run` of each piece, with zeros between them, and a cache of all rows."""
+        hidden = [torch.zeros_like(x_BNC) for _ in range(len(self.h) + 1)]
+        caches = []
+        for rows, start, end in pieces:
+            cache = self.new_cache(len(rows), end, x_BNC.dtype, start) if use_cache else None
+            parts = self._run(x_BNC[rows, start:end], cache)
+            where = rows[:, None], torch.arange(start, end, device=rows.device)
+            hidden = [
+                whole.index_put(where, x.to(whole.dtype)) for whole, x in zip(hidden, parts, strict=True)
+            ]
+            caches.append(cache)
+        if not use_cache:
+            return hidden, None
+        layers = join_rows([cache.layers for cache in caches], torch.cat([rows for rows, _, _ in pieces]))
+        return hidden, LinGPTCache(layers, x_BNC.shape[1])
+
+    def new_cache(
+        self, batch_size: int, columns: int, dtype: torch.dtype, start: int | None = None
+    ) -> LinGPTCache:
+        """An empty cache with room for so many columns; the first `start` of them are padding."""
+        cache = LinGPTCache([], start or 0)
+        for block in self.h:
+            device = block.norm_1.weight.device
+            state = block.attn.new_state(batch_size, columns, device, dtype)
+            if isinstance(state, KVCache) and start is not None:
+                state.length, state.start = start, torch.full((batch_size,), start, device=device)
+            cache.layers.append(state)
+        return cache
+
+
+def padded_pieces(mask_BN: torch.Tensor, use_cache: bool, continues: bool) -> list[Piece]:
+    """The rows by the columns in which they start; empty if none has padding on the left."""
+    if mask_BN.all():
+        return []
+    if continues:
+        raise ValueError("padding after tokens that the cache has seen: pad the prompt on the left, once")
+    N, numbers = mask_BN.shape[1], mask_BN.int()
+    starts, ends, counts = numbers.argmax(1), N - numbers.flip(1).argmax(1), numbers.sum(1)
+    if not counts.all():
+        raise ValueError("a row of padding only: give each row at least one token")
+    if (counts < ends - starts).any():
+        raise ValueError("padding between tokens: pad on the left or the right")
+    if use_cache and (ends < N).any():
+        raise ValueError("padding on the right would enter the states: set padding_side='left'")
+    if not starts.any():
+        return []
+    return [((starts == s).nonzero().flatten(), s, N) for s in starts.unique().tolist()]
+
+
+def packed_pieces(
+    position_ids: torch.Tensor | None, cu_seq_lens: torch.Tensor | None, B: int, N: int, device: torch.device
+) -> list[Piece]:
+    """The sequences packed into each row; empty if there is one in each."""
+    if cu_seq_lens is not None:
+        borders = [sorted({0, *cu_seq_lens.tolist(), N})]
+    elif position_ids is not None:
+        begins = (position_ids.expand(B, N) == 0)[:, 1:]
+        borders = [[0, *(row.nonzero().flatten() + 1).tolist(), N] for row in begins] if begins.any() else []
+    else:
+        return []
+    if all(len(row) == 2 for row in borders):
+        return []
+    return [
+        (torch.tensor([row], device=device), start, end)
+        for row, columns in enumerate(borders)
+        for start, end in pairwise(columns)
+    ]
+
+
+class LinGPTForCausalLM(LinGPTPreTrainedModel, GenerationMixin):
+    """The network with its head: token ids → logits of each next token, and the loss of `labels`."""
+
+    def __init__(self, config: LinGPTConfig) -> None:
+        super().__init__(config)
+        self.transformer = LinGPTModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.transformer.wte
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.transformer.wte = value
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        self.lm_head = value
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: LinGPTCache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool = False,
+        output_hidden_states: bool = False,
+        return_dict: bool = True,
+        logits_to_keep: int | torch.Tensor = 0,
+        cu_seq_lens_q: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | tuple:
+        """As `LinGPTModel`.
+
+        Args:
+            labels: `[B, N]`, the input ids again; −100 is ignored, as for padding.
+            logits_to_keep: only the logits of so many last columns (0: all), or of these columns.
+        """
+        base = self.transformer(
+            input_ids,
+            attention_mask,
+            position_ids,
+            past_key_values,
+            inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            cu_seq_lens_q=cu_seq_lens_q,
+        )
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(base.last_hidden_state[:, keep])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs)
+        output = CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=base.past_key_values,
+            hidden_states=base.hidden_states,
+        )
+        return output if return_dict else output.to_tuple()

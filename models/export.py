@@ -1,0 +1,78 @@
+"""Writes a model as a folder that transformers reads: config, weights, tokenizer, defaults of `generate`.
+
+Plain softmax models become stock GPT-NeoX ones. Others have a `model_type` of their own, which `import
+lingpt.hf` registers; their tensors are those of a LinGPT checkpoint, which `load_model` reads, too.
+"""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from lingpt.common.errors import UserError, first_line
+from lingpt.common.files import read_errors, write_errors, write_json, write_text
+from lingpt.common.run_folder import TOKENIZER
+from lingpt.models.gpt import GPT
+from lingpt.models.gpt_neox import write_gpt_neox
+from lingpt.models.model_folder import write_model_folder
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+def export_hf(
+    model: GPT, folder: str | Path, tokenizer: str | Path | None = None, card: str | None = None
+) -> None:
+    """Writes the folder that `AutoModelForCausalLM` and `AutoTokenizer` load.
+
+    tokenizer: a `tokenizer.json`, or a folder that holds one, such as the model's checkpoint. Without it,
+        `AutoTokenizer` would silently give an empty tokenizer, so there is a warning.
+    card: the text of its README.md.
+
+    Raises UserError for a file that is not a tokenizer.
+    """
+    folder = Path(folder)
+    text, eos_id = _read_tokenizer(Path(tokenizer)) if tokenizer else (None, 0)
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eos_id)
+    about: dict[str, Any] = {"dtype": str(model.lm_head.weight.dtype).removeprefix("torch."), **ids}
+    if model.config.bias and all(block.attn.hf_exportable for block in model.blocks):
+        write_gpt_neox(model, folder, about)
+    else:
+        own = {
+            "model_type": "lingpt",
+            "architectures": ["LinGPTForCausalLM"],
+            "network": model.config.to_dict(),
+            "vocab_size": model.config.padded_vocab_size,
+        }
+        write_model_folder(folder, own | about, model.state_dict(), metadata={})
+    with write_errors(folder):
+        write_json(folder / "generation_config.json", ids)
+        if card is not None:
+            write_text(folder / "README.md", card)
+        if text is None:
+            warnings.warn(
+                f"{folder} gets no tokenizer, and AutoTokenizer makes an empty one of it: give export_hf one",
+                stacklevel=2,
+            )
+            return
+        names = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), END_OF_TEXT)
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "padding_side": "left"}
+        write_text(folder / TOKENIZER, text)
+        write_json(
+            folder / "tokenizer_config.json",
+            names | settings | {"model_max_length": model.config.block_size},
+        )
+
+
+def _read_tokenizer(path: Path) -> tuple[str, int]:
+    """A tokenizer.json's content, and the id of the token that separates documents."""
+    path = path / TOKENIZER if path.is_dir() else path
+    with read_errors(path):
+        text = path.read_text(encoding="utf-8")
+    try:
+        eos_id = tokenizers.Tokenizer.from_str(text).token_to_id(END_OF_TEXT)
+    except Exception as error:  # `tokenizers` raises a bare Exception for what it cannot parse
+        raise UserError(f"{path} is not a tokenizer.json: {first_line(error)}") from error
+    if eos_id is None:
+        raise UserError(f"{path} has no token {END_OF_TEXT}: give the model's own tokenizer.json")
+    return text, eos_id

@@ -1,0 +1,217 @@
+"""Our models in transformers: the same numbers, and what its users do with a model."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+import lingpt.hf
+from lingpt.common.errors import UserError
+from lingpt.data.tokenizer import train_bpe
+from lingpt.models import ALIASES, ATTENTIONS, GPT, ModelArgs, export_hf, generate, load_model
+
+NOT_STOCK = [*(name for name in ATTENTIONS if name != "softmax"), "softmax+softmax_gate+softmax_conv"]
+FORMS = [*NOT_STOCK, *ALIASES, "gla+short_conv", "ours+learnable_b+short_conv"]
+
+
+def make(form: str, seed: int = 0) -> GPT:
+    """A model of four layers with heads of 16, 120 tokens in 128 rows."""
+    sizes = {"n_layer": 4, "n_embd": 64, "n_head": 4, "block_size": 96, "vocab_size": 120}
+    model = GPT(ModelArgs("small", form, padding_multiple=64, **sizes).config())
+    model.init_weights(seed)
+    return model.eval()
+
+
+@pytest.fixture(params=FORMS)
+def model(request: pytest.FixtureRequest) -> GPT:
+    return make(request.param)
+
+
+@pytest.fixture
+def exported(model, tmp_path):
+    """The exported model, loaded by transformers."""
+    export_hf(model, tmp_path / "out")
+    return AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+@pytest.fixture
+def tokens() -> torch.Tensor:
+    return torch.randint(1, 120, (2, 70), generator=torch.Generator().manual_seed(1))
+
+
+def padded(tokens: torch.Tensor, lengths: list[int], side: str = "left") -> dict[str, torch.Tensor]:
+    """Rows of these lengths, padded with token 0, and their mask."""
+    ids, mask = torch.zeros(len(lengths), max(lengths), dtype=torch.long), None
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(lengths):
+        where = slice(max(lengths) - length, None) if side == "left" else slice(length)
+        ids[row, where], mask[row, where] = tokens[row % len(tokens), :length], 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@torch.no_grad()
+def test_logits_are_lingpts(model, exported, tokens, tmp_path):
+    """To the bit, in fp32; the base model's output is what the head reads; no constant is lost on meta."""
+    output = exported(tokens, output_hidden_states=True)
+    assert torch.equal(output.logits, model(tokens)) and len(output.hidden_states) == 5
+    base = AutoModel.from_pretrained(tmp_path / "out")(tokens).last_hidden_state
+    assert torch.equal(base, model.hidden(tokens)) and torch.equal(base, output.hidden_states[-1])
+    assert torch.equal(exported(tokens, logits_to_keep=3).logits, output.logits[:, -3:])
+    constants = [*model.buffers()]
+    assert all(torch.equal(*pair) for pair in zip(exported.buffers(), constants, strict=True))
+
+
+@torch.no_grad()
+def test_generate_is_lingpts(model, exported, tokens):
+    """Greedy, with a state of constant size in all layers but softmax's."""
+    prompt = tokens[:, :9]
+    ids = exported.generate(prompt, max_new_tokens=64, do_sample=False, pad_token_id=0, eos_token_id=None)
+    assert torch.equal(ids, generate(model, prompt, 64, temperature=0))
+    sizes = []
+    for columns in (20, 60):
+        cache = exported(tokens[:, :columns], use_cache=True).past_key_values
+        sizes.append([lingpt.hf.LinGPTCache([layer]).num_bytes() for layer in cache.layers])
+    grows = [a != b for a, b in zip(*sizes, strict=True)]
+    assert grows == [name == "softmax" for name in model.config.attention_per_layer]
+
+
+@torch.no_grad()
+def test_padding_on_the_left_changes_nothing(exported, tokens):
+    """Guards: padding tokens in the state of a linear attention, which moved the last logits by 0.16."""
+    lengths = [31, 8, 31, 2]
+    batch = padded(tokens, lengths)
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    together, forward = exported.generate(**batch, **options), exported(**batch).logits
+    for row, length in enumerate(lengths):
+        alone = tokens[row % 2, None, :length]
+        torch.testing.assert_close(forward[row, 31 - length :], exported(alone).logits[0], rtol=0, atol=1e-5)
+        single = exported.generate(alone, attention_mask=torch.ones_like(alone), **options)
+        assert together.sequences[row, 31:].tolist() == single.sequences[0, length:].tolist()
+        for a, b in zip(together.logits, single.logits, strict=True):
+            torch.testing.assert_close(a[row], b[0], rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_beams_and_sequences_are_those_without_a_cache(exported, tokens):
+    """A beam's state goes where the beam goes."""
+    batch = padded(tokens, [20, 13])
+    options = {"max_new_tokens": 8, "num_beams": 3, "num_return_sequences": 2, "do_sample": False}
+    options |= {"pad_token_id": 0, "eos_token_id": None}
+    with_cache, without = (exported.generate(**batch, **options, use_cache=use) for use in (True, False))
+    assert torch.equal(with_cache, without) and len(with_cache) == 4
+
+
+@torch.no_grad()
+def test_packed_sequences_do_not_see_each_other(exported, tokens):
+    """By position ids that begin again, or by borders, as collators without padding give them."""
+    row, lengths = tokens[:1], (23, 40, 7)
+    parts = [exported(part).logits for part in row.split(lengths, dim=1)]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    for given in ({"position_ids": positions}, {"cu_seq_lens_q": torch.tensor([0, 23, 63, 70])}):
+        torch.testing.assert_close(exported(row, **given).logits, torch.cat(parts, dim=1), rtol=0, atol=1e-5)
+
+
+def test_a_step_of_training(exported, tokens):
+    """The loss of labels, of which −100 is ignored, with padding on either side; the same with its blocks
+    recomputed; every parameter has a gradient."""
+    whole, batch = tokens[:, :33], padded(tokens, [33, 20], "right")
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    loss = exported(**batch, labels=labels).loss
+    parts = [exported(x[None], labels=x[None]).loss for x in (whole[0], whole[1, :20])]
+    torch.testing.assert_close(loss, (32 * parts[0] + 19 * parts[1]) / 51)
+    left = padded(tokens, [33, 20])
+    labels = left["input_ids"].masked_fill(left["attention_mask"] == 0, -100)
+    labels[1, 13] = -100  # the first token, which only padding precedes
+    torch.testing.assert_close(exported(**left, labels=labels).loss, loss)
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in exported.named_parameters()}
+    assert all(gradient.any() for gradient in gradients.values())
+    exported.zero_grad()
+    exported.train().gradient_checkpointing_enable()
+    exported(**left, labels=labels).loss.backward()
+    for name, p in exported.named_parameters():
+        torch.testing.assert_close(p.grad, gradients[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+@torch.no_grad()
+def test_saved_and_loaded_it_is_the_same(model, exported, tokens, tmp_path):
+    """By transformers, in one file and in shards, in bf16, and read by LinGPT again."""
+    for dtype in (torch.float32, torch.bfloat16):
+        exported = exported.to(dtype)
+        exported.save_pretrained(tmp_path / str(dtype), max_shard_size="100KB")
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / str(dtype), dtype="auto", device_map="cpu")
+        own = load_model(tmp_path / str(dtype))
+        for name, tensor in exported.state_dict().items():
+            assert torch.equal(again.state_dict()[name], tensor) and torch.equal(
+                own.state_dict()[name], tensor
+            )
+        assert torch.equal(again(tokens).logits, own(tokens)) and own.config == model.config
+        assert {buffer.dtype for buffer in again.buffers()} == {torch.float32}
+    assert torch.equal(load_model(tmp_path / "out")(tokens), model(tokens))
+
+
+def test_a_new_model_starts_as_gpt_neox_does(tokens):
+    """From a configuration alone, in transformers' way."""
+    config = lingpt.hf.LinGPTConfig(make("hybrid").config.to_dict())
+    torch.manual_seed(0)
+    fresh = AutoModelForCausalLM.from_config(config)
+    assert fresh.transformer.h[0].mlp.proj.weight.std().item() == pytest.approx(2 / (4 * 8), rel=0.05)
+    assert not fresh.transformer.h[0].mlp.proj.bias.any()
+    assert all(torch.isfinite(x).all() for x in (*fresh.parameters(), *fresh.buffers()))
+    assert fresh(tokens).logits.std() > 0
+
+
+def test_the_tokenizer_comes_along(tmp_path):
+    """Unequal prompts can be padded at once."""
+    from transformers import AutoTokenizer
+
+    tokenizer = train_bpe(["the river ran slowly past old mills"] * 9, 300)
+    export_hf(make("ours"), tmp_path / "out", tokenizer.save(tmp_path / "from"))
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    batch = theirs(["the river ran", "old"], return_tensors="pt", padding=True)
+    assert batch["attention_mask"][1, 0] == 0 and theirs.pad_token_id == tokenizer.eos_id
+    assert theirs.encode("the river ran") == tokenizer.encode("the river ran")
+
+
+@torch.no_grad()
+def test_mistakes_are_one_line(tmp_path, tokens):
+    """What a state cannot do is said, not done wrong."""
+    export_hf(make("ours"), tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    right, empty = padded(tokens, [9, 5], "right"), padded(tokens, [9, 0])
+    hole = {"input_ids": tokens[:, :3], "attention_mask": torch.tensor([[1, 0, 1], [1, 1, 1]])}
+    for given, line in (
+        (right | {"use_cache": True}, "padding on the right would enter the states"),
+        (empty, "a row of padding only"),
+        (hole, "padding between tokens"),
+        ({"input_ids": tokens[:, :0]}, "nothing to continue"),
+        ({}, "give input_ids or inputs_embeds"),
+        ({"input_ids": tokens.repeat(1, 2)}, "140 tokens, but the model's block size is 96"),
+        ({"input_ids": tokens, "past_key_values": object()}, "holds no states"),
+    ):
+        with pytest.raises(ValueError, match=line) as error:
+            model(**given)
+        assert "\n" not in str(error.value)
+    config = AutoConfig.from_pretrained(tmp_path)
+    config.network["from_the_future"] = 1
+    with pytest.raises(UserError, match="unknown key 'from_the_future'"):
+        AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.slow
+def test_it_needs_pytorch_and_transformers_alone(tmp_path):
+    """Guards: a model that loads only where the training stack is installed."""
+    export_hf(make("hybrid"), tmp_path)
+    code = (
+        "import sys\n"
+        "for name in ('litgpt', 'lightning', 'datasets', 'wandb', 'jsonargparse', 'zstandard', 'lm_eval'):\n"
+        "    sys.modules[name] = None\n"
+        "import lingpt.hf, torch; from transformers import AutoModelForCausalLM\n"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
+        "print(model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=4).shape)"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code, tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
