@@ -7,7 +7,7 @@ padding, and runs as it is.
 """
 
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ class LinGPTPreTrainedModel(PreTrainedModel):
     config_class = LinGPTConfig
     base_model_prefix = "transformer"
     supports_gradient_checkpointing = True
-    _no_split_modules: ClassVar[list[str]] = ["Block"]
+    _no_split_modules = ["Block"]  # noqa: RUF012
     _is_stateful = True  # a state cannot go back: no assisted decoding
 
     @torch.no_grad()
@@ -53,8 +53,10 @@ def _is_loaded(parameter: nn.Parameter) -> bool:
 class LinGPTModel(Fp32Buffers, LinGPTPreTrainedModel):
     """The network without its head: token ids → `last_hidden_state`."""
 
+    config: LinGPTConfig
     cos: torch.Tensor
     sin: torch.Tensor
+    _gradient_checkpointing_func: Any
 
     def __init__(self, config: LinGPTConfig) -> None:
         super().__init__(config)
@@ -73,7 +75,7 @@ class LinGPTModel(Fp32Buffers, LinGPTPreTrainedModel):
     def get_input_embeddings(self) -> nn.Module:
         return self.wte
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
         self.wte = value
 
     def forward(
@@ -160,18 +162,18 @@ class LinGPTModel(Fp32Buffers, LinGPTPreTrainedModel):
     ) -> tuple[list[torch.Tensor], LinGPTCache | None]:
         """`_run` of each piece, with zeros between them, and a cache of all rows."""
         hidden = [torch.zeros_like(x_BNC) for _ in range(len(self.h) + 1)]
-        caches = []
+        states: list[list[Any]] = []
         for rows, start, end in pieces:
             cache = self.new_cache(len(rows), end, x_BNC.dtype, start) if use_cache else None
             parts = self._run(x_BNC[rows, start:end], cache)
+            states += [cache.layers] if cache else []
             where = rows[:, None], torch.arange(start, end, device=rows.device)
             hidden = [
                 whole.index_put(where, x.to(whole.dtype)) for whole, x in zip(hidden, parts, strict=True)
             ]
-            caches.append(cache)
         if not use_cache:
             return hidden, None
-        layers = join_rows([cache.layers for cache in caches], torch.cat([rows for rows, _, _ in pieces]))
+        layers = join_rows(states, torch.cat([rows for rows, _, _ in pieces]))
         return hidden, LinGPTCache(layers, x_BNC.shape[1])
 
     def new_cache(
@@ -180,6 +182,7 @@ class LinGPTModel(Fp32Buffers, LinGPTPreTrainedModel):
         """An empty cache with room for so many columns; the first `start` of them are padding."""
         cache = LinGPTCache([], start or 0)
         for block in self.h:
+            assert isinstance(block, Block)
             device = block.norm_1.weight.device
             state = block.attn.new_state(batch_size, columns, device, dtype)
             if isinstance(state, KVCache) and start is not None:
@@ -239,13 +242,13 @@ class LinGPTForCausalLM(LinGPTPreTrainedModel, GenerationMixin):
     def get_input_embeddings(self) -> nn.Module:
         return self.transformer.wte
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
         self.transformer.wte = value
 
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
 
-    def set_output_embeddings(self, value: nn.Module) -> None:
+    def set_output_embeddings(self, value: nn.Linear) -> None:
         self.lm_head = value
 
     def forward(

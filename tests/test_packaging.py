@@ -23,7 +23,7 @@ import lingpt
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = PROJECT["tool"]["setuptools"]["packages"]
-FOLDERS = ("common", "plots", "kernels", "models", "data", "train", "eval", "bench", "study", "cli")
+FOLDERS = ("common", "plots", "kernels", "models", "hf", "data", "train", "eval", "bench", "study", "cli")
 BARE_NAMES = (*FOLDERS, "configs", "tests")
 TOP = ("__init__.py", "py.typed")
 SHIPPED = (".py", ".typed", ".yaml", ".cu", ".cuh", ".h", ".json")
@@ -34,6 +34,7 @@ MAY_IMPORT = {
     "plots": {"common"},
     "kernels": {"common"},
     "models": {"common", "kernels"},
+    "hf": {"common", "kernels", "models"},
     "data": {"common"},
     "train": {"common", "plots", "kernels", "models", "data"},
     "eval": {"common", "plots", "kernels", "models", "data"},
@@ -281,7 +282,7 @@ def distributions(
 def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
     """Guards: a package that only another one's dependencies bring, and one that nothing needs any more."""
     imported = distributions(trees())
-    declared = requirements() | requirements("eval")
+    declared = requirements() | requirements("eval") | requirements("hf")
     everywhere = declared | requirements("cuda13") | requirements("bench")
     assert not {top: names for top, names in imported.items() if not names & set(everywhere)}
     assert set(declared) <= set().union(*imported.values())

@@ -96,14 +96,16 @@ def test_trains_draws_and_goes_on(project, capsys):
     assert weights[0].keys() == weights[1].keys() and Path("exported/tokenizer.json").is_file()
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert "exported exists" in complaint(capsys, "export", newest, "exported")
-    assert "would run it as plain softmax" in complaint(capsys, "export", newest, "hf", "--hf")
-    assert not Path("hf").exists()
-    for model in (str(run), "exported"):  # the run's newest checkpoint, and a folder of its own
+    assert main(["export", str(run), "hf", "--hf"]) == 0
+    card = Path("hf/README.md").read_text()
+    capsys.readouterr()
+    assert "Step 4 of a run on" in card and "import lingpt.hf" in card and "attention: ours" in card
+    for model in (str(run), "exported", "hf"):  # the run's newest checkpoint, and folders of its own
         assert (
             main(["generate", model, "--prompt", "number 7", "--max_new_tokens", "8", "--device", "cpu"]) == 0
         )
     texts = capsys.readouterr().out
-    assert texts.startswith("number 7") and texts[: len(texts) // 2] == texts[len(texts) // 2 :]
+    assert texts.startswith("number 7") and texts == 3 * texts[: len(texts) // 3]
     assert (
         main(["generate", str(run), "--max_new_tokens", "8", "--device", "cpu", "--dtype", "bfloat16"]) == 0
     )

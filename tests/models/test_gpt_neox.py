@@ -64,21 +64,15 @@ def test_our_softmax_models_run_in_transformers(small, tokens, tmp_path):
 
 OTHERS = [{"attention": name} for name in ATTENTIONS if name != "softmax"]
 OTHERS += [{"attention": ["softmax", "softmax", "ours"]}, {"attention": "softmax", "softmax_gate": True}]
+OTHERS += [{"attention": "softmax", "bias": False}]
 
 
 @pytest.mark.parametrize("form", OTHERS)
-def test_another_attention_is_not_exported(small, tmp_path, form):
-    """Under GPT-NeoX's keys it would load there and be scored as softmax attention."""
-    with pytest.raises(UserError, match=r"attention '.*(ours|gla|softmax_gate).*' cannot be exported"):
-        export_hf(small(**form), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_what_gpt_neox_cannot_say_is_not_exported(small, tmp_path):
-    """Guards: a KeyError of LitGPT's converter."""
-    with pytest.raises(UserError, match="a model with bias=False cannot be exported"):
-        export_hf(small("softmax", bias=False), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+def test_what_gpt_neox_cannot_say_is_not_exported_as_one(small, tmp_path, form):
+    """Under GPT-NeoX's keys another attention would load there and be scored as softmax attention."""
+    export_hf(small(**form), tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "lingpt"
+    assert load_model(tmp_path).config == small(**form).config
 
 
 def test_damaged_folders_are_one_line(small, tmp_path):
