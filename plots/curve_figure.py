@@ -1,6 +1,7 @@
 """Draws loss curves of several runs in one figure: against time, tokens and steps (the paper's figure 5)."""
 
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 from lingpt.plots.curves import (
     Curve,
     Form,
+    different_texts,
     find_curve,
     hardware_label,
     labels,
@@ -51,6 +53,8 @@ def draw_curves(
     paths = figure_paths(Path(out), formats)
     curves = mean_over_seeds(read_curves(run_folders, form_of))
     base = find_curve(curves, baseline) if baseline else 0
+    if differ := different_texts(curves):
+        print(differ, file=sys.stderr)
     figure = draw(curves)
     for path in paths:
         save_figure(figure, path)
@@ -69,16 +73,14 @@ def draw(curves: list[Curve], timed: bool = True) -> Any:
     axes = axes if timed else axes[1:]
     panels = figure.subplots(1, len(axes), sharey=True)
     for panel, (column, scale, name) in zip(panels, axes, strict=True):
-        styles = line_styles([curve.form for curve in curves])
-        for style, label, curve in zip(styles, labels(curves), curves, strict=True):
-            _draw(panel, curve, column, scale, style, label)
+        _draw_all(panel, curves, column, scale)
         if column == STEP:
             panel.xaxis.set_major_formatter("{x:,.10g}")
         panel.set_xlabel(name)
         style_axes(panel)
         panel.set_xlim(left=0)
     panels[0].set_ylabel("loss (nats per token)")
-    _limits(panels[0], curves)
+    _add_inset(panels[0], curves, *axes[0][:2])
     models = sorted({c.model for c in curves if c.model})
     figure.suptitle(" and ".join(models), x=0.01, ha="left", fontsize=11, fontweight="bold")
     _legend(figure, panels[-1], len(curves))
@@ -87,9 +89,10 @@ def draw(curves: list[Curve], timed: bool = True) -> Any:
 
 
 def _legend(figure, panel, rows: int) -> None:
-    """Adds the legend in the last panel, above the ends of the curves; next to it if it would cover them, in
-    a figure that is wider if the names are long."""
-    font = {"frameon": False, "fontsize": 9 if rows < 7 else 7.5, "handlelength": HANDLE}
+    """Adds the legend in the last panel, sorted by the losses in it; next to the panel if it would cover the
+    curves, in a figure that is wider if the names are long."""
+    font: dict[str, Any] = {"frameon": False, "fontsize": 9 if rows < 7 else 7.5, "handlelength": HANDLE}
+    font |= {"title": "last validation loss", "title_fontsize": font["fontsize"], "alignment": "right"}
     legend = panel.legend(loc="upper right", **font)
     width = legend.get_window_extent().width
     if width < 0.75 * panel.get_window_extent().width and rows < 6:
@@ -101,7 +104,7 @@ def _legend(figure, panel, rows: int) -> None:
 
 def caption(curves: Sequence[Curve]) -> str:
     """The caption, in two or three lines: what is plotted, the data and its length, the hardware."""
-    marks = ["Lines: training loss, centred average", "open markers: validation, the last one by its name"]
+    marks = ["Lines: training loss, centred average", "open markers: validation"]
     for count in sorted({c.runs for c in curves if c.runs > 1}):
         means = [label for label, c in zip(labels(curves), curves, strict=True) if c.runs == count]
         which = "" if len(means) == len(curves) else f"{', '.join(means)}: "
@@ -116,6 +119,8 @@ def caption(curves: Sequence[Curve]) -> str:
     if batch := _one(_batch(c) for c in curves):
         data.append(f"{batch} tokens a step")
     hardware = _one(_machine(c) for c in curves)
+    if differ := different_texts(curves):
+        marks.insert(0, differ)
     text = "; ".join(marks) + "."
     about = "; ".join(filter(None, [*data, hardware]))
     return f"{text}\n{about}." if about else text
@@ -145,6 +150,15 @@ def _batch(curve: Curve) -> int | None:
 def _machine(curve: Curve) -> str | None:
     found = hardware_label(curve.hardware)
     return f"{found} a run, {curve.hardware.get('precision')}" if found else None
+
+
+def _draw_all(panel, curves: list[Curve], column: int, scale: float) -> None:
+    """Draws the curves against a column of their points, from the highest last validation loss to the lowest:
+    the legend has them in the order of their ends."""
+    looks = zip(line_styles([curve.form for curve in curves]), labels(curves), curves, strict=True)
+    last = {id(c): float(c.val[-1, LOSS]) if len(c.val) else math.inf for c in curves}
+    for style, label, curve in sorted(looks, key=lambda look: (-last[id(look[2])], look[1])):
+        _draw(panel, curve, column, scale, style, label)
 
 
 def _draw(panel, curve: Curve, column: int, scale: float, look: dict[str, Any], label: str) -> None:
@@ -189,15 +203,25 @@ def _extremes(loss: np.ndarray) -> np.ndarray:
     return np.unique([part[find(loss[part])] for part in parts for find in (np.argmin, np.argmax)])
 
 
-def _limits(panel, curves: list[Curve]) -> None:
-    """Limits the y-axis to losses below that at a quarter of the run, which leaves out the initial fall."""
+def _add_inset(panel, curves: list[Curve], column: int, scale: float) -> None:
+    """Shows the losses below that at a quarter of the run larger, in a part of the panel that no curve
+    crosses, if the first fall leaves them little room."""
     tops, bottoms = [], []
     for c in curves:
         loss = smooth(c.train[:, LOSS]) if len(c.train) else c.val[:, LOSS]
         tops.append(loss[len(loss) // 4])
         bottoms.append(min(loss.min(), c.val[:, LOSS].min() if len(c.val) else math.inf))
-    room = max(max(tops) - min(bottoms), 0.1)
-    panel.set_ylim(min(bottoms) - 0.05 * room, max(tops) + 0.05 * room)
+    top, bottom = max(tops), min(bottoms)
+    low, high = panel.get_ylim()
+    if top - bottom > (high - low) / 3:
+        return
+    room = 0.05 * max(top - bottom, 0.1)
+    inset = panel.inset_axes([0.4, 0.42, 0.58, 0.54])
+    _draw_all(inset, curves, column, scale)
+    longest = panel.get_xlim()[1]
+    inset.set(xlim=(longest / 4, longest), ylim=(bottom - room, top + room))
+    inset.tick_params(labelsize=7)
+    style_axes(inset)
 
 
 def _time_unit(longest: float) -> tuple[str, float]:

@@ -38,6 +38,12 @@ _MAY_DIFFER = {
     },
     "data": {"cache_dir", "num_workers"},
 }  # fmt: skip
+# Keys of the model that are no options of an attention.
+_ARCHITECTURE = {
+    "name", "attention", "block_size", "vocab_size", "padded_vocab_size", "padding_multiple", "n_layer",
+    "n_embd", "n_head", "intermediate_size", "rotary_percentage", "rope_base", "parallel_residual",
+    "norm_eps", "bias",
+}  # fmt: skip
 # The attention with its options in one word, from the attention and the `model` part of a run's config.
 Form = Callable[[str | Sequence[str], dict[str, Any]], str]
 
@@ -52,6 +58,7 @@ class Curve:
     skipped: the steps skipped as they were not finite; [points, 2] of (step, train_time).
     config, hardware: from the run's recipe and record; empty if there is none.
     fingerprint: of the data, from the record; empty if it does not say.
+    text: what identifies the tokens that are validated on; curves with another are not comparable.
     runs: number of runs in the mean; `lowest` and `highest` are then the bounds of the losses at each point.
     folder: the run's absolute path; of a mean, the first run's.
     """
@@ -67,6 +74,7 @@ class Curve:
     config: dict[str, Any] = field(default_factory=dict)
     hardware: dict[str, Any] = field(default_factory=dict)
     fingerprint: str = ""
+    text: str = ""
     runs: int = 1
     lowest: dict[str, np.ndarray] = field(default_factory=dict)
     highest: dict[str, np.ndarray] = field(default_factory=dict)
@@ -98,10 +106,31 @@ def read_curve(run_folder: str | Path, form_of: Form = without_options) -> Curve
     skips = np.array(skipped, dtype=float).reshape(-1, 2)
     config = read_config(folder) if (folder / CONFIG).exists() else {}
     name, form = attention_label(attention), form_of(attention, config.get("model", {}))
-    fingerprint = str(read_environment(folder, "data").get("fingerprint", ""))
-    hardware = read_environment(folder, "hardware")
+    data, hardware = read_environment(folder, "data"), read_environment(folder, "hardware")
+    fingerprint = str(data.get("fingerprint", ""))
     about = (path.name, model, name, form, form)
-    return Curve(*about, train, val, skips, config, hardware, fingerprint, folder=path)
+    return Curve(*about, train, val, skips, config, hardware, fingerprint, _text(data, config), folder=path)
+
+
+def _text(data: dict[str, Any], config: dict[str, Any]) -> str:
+    """What identifies the validation text of a run, from its record; the data's fingerprint where the record
+    has no more, empty if it has none."""
+    split, settings = data.get("val"), config.get("train")
+    if not isinstance(split, dict) or not isinstance(settings, dict):
+        return str(data.get("fingerprint", ""))
+    counts = [split.get(key) for key in ("documents", "bytes", "tokens")]
+    return str([data.get("tokenizer_hash"), *counts, settings.get("eval_tokens")])
+
+
+def different_texts(curves: Sequence[Curve]) -> str | None:
+    """The message on runs that were validated on different texts; None if none is known to be."""
+    by_text: dict[str, list[str]] = {}
+    for label, curve in zip(labels(curves), curves, strict=True):
+        by_text.setdefault(curve.text, []).append(label)
+    groups = [", ".join(names) for text, names in by_text.items() if text]
+    if len(groups) < 2:
+        return None
+    return f"not comparable, as the validation texts differ: {' | '.join(groups)}"
 
 
 def find_runs(given: Sequence[str | Path], root: Path = Path("runs")) -> list[Path]:
@@ -169,8 +198,8 @@ def _but_for_the_seed(curve: Curve) -> str:
     """A key, equal for runs of one recipe, data and hardware, whatever their seed; a run without a recorded
     seed gets its own key.
 
-    If the records have the data's fingerprint, its path is ignored. An option that is off is as one that is
-    missing: it may be newer than the run.
+    If the records have the data's fingerprint, its path is ignored. The attention's options are compared by
+    the form; another that is off or has no value counts as missing, as it may be newer than the run.
     """
     train = curve.config.get("train")
     if not isinstance(train, dict) or "seed" not in train:
@@ -180,7 +209,8 @@ def _but_for_the_seed(curve: Curve) -> str:
         for part, values in curve.config.items()
         if isinstance(values, dict) and not (part == "data" and curve.fingerprint)
     }
-    same = [config, curve.fingerprint, hardware_label(curve.hardware)]
+    config["model"] = {key: x for key, x in config.get("model", {}).items() if key in _ARCHITECTURE}
+    same = [config, curve.form, curve.fingerprint, hardware_label(curve.hardware)]
     return json.dumps(same, sort_keys=True, default=str)
 
 
@@ -215,13 +245,12 @@ def _mean(group: list[Curve]) -> Curve:
 def find_curve(curves: Sequence[Curve], name: str) -> int:
     """The index of the run called `name`: its label in the table, its name, its folder's path, or its
     attention."""
-    known, last = labels(curves), Path(name).name
+    known = labels(curves)
     candidates: list[tuple[list[Any], Any]] = [
-        (known, str(Path(name))),
+        (known, name),
         ([curve.folder for curve in curves], _from_root(name)),
-        (known, last),
-        ([curve.name for curve in curves], last),
-        ([curve.attention for curve in curves], last),
+        ([curve.name for curve in curves], name),
+        ([curve.attention for curve in curves], name),
     ]
     for names, wanted in candidates:
         if names.count(wanted) == 1:

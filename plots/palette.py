@@ -1,7 +1,8 @@
 """The look of each attention, the same in every figure: Okabe and Ito's colours, for any colour vision.
 
 A line is looked up by its form as `models.attention_form` writes it, an attention with its options such as
-`ours-gated+output_gate`. The colour is that of the attention, dashes and marker are those of the options.
+`ours-gated+output_gate`. The colour is that of the attention; its shade, dashes and marker are those of the
+options.
 """
 
 import itertools
@@ -18,20 +19,12 @@ COLOURS = {
     "softmax-cudnn": "#999999",
     "gla": "#009E73",  # bluish green
     "identity": "#56B4E9",  # sky blue
-    "identity-dense": "#56B4E9",
+    "identity-dense": "#2A6F97",
 }
-SPARE_COLOURS = (
-    "#882255",
-    "#E69F00",
-    "#56B4E9",
-    "#8C510A",
-    "#5E4FA2",
-    "#1B7837",
-    "#F0E442",
-    "#666666",
-    "#3690C0",
-)
-# The n-th look of a colour has the n-th of both (after the last comes the first): 6 · 5 = 30 looks.
+SPARE_COLOURS = ("#882255", "#E69F00", "#8C510A", "#5E4FA2", "#1B7837", "#F0E442", "#666666", "#3690C0")
+# The n-th look of a colour has its n-th shade, dashes and marker (after the last comes the first): 30 looks.
+# A shade is the part of white, or of black where it is negative, that is mixed in.
+SHADES = (0.0, 0.3, -0.35, 0.5, -0.6, 0.65)
 DASHES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (5, 1.5, 1, 1.5, 1, 1.5)), (0, (1, 4)))
 MARKERS = ("o", "s", "^", "D", "p")
 # The look of a form with options, which are sorted; without options it is 0.
@@ -48,7 +41,6 @@ LOOKS = {
     "softmax+softmax_conv": 2,
     "gla+short_conv": 1,
     "gla+gla_expand_k=1+short_conv": 2,
-    "identity-dense": 1,
 }
 
 
@@ -62,7 +54,7 @@ def colours(names: Iterable[str]) -> dict[str, str]:
 
 
 def line_styles(forms: Sequence[str]) -> list[dict[str, Any]]:
-    """Colour, dashes and marker of a line for each of `forms`, whatever their order.
+    """Colour, dashes and marker of a line for each of `forms`, whatever their order; no two are equal.
 
     A form that is not in `LOOKS`, and the second line of a form, take the first look of their colour that no
     other line of the figure has, in alphabetical order.
@@ -78,9 +70,20 @@ def line_styles(forms: Sequence[str]) -> list[dict[str, Any]]:
         own = colour[_attention(names[i])]
         found[i] = own, next(look for look in itertools.count(1) if (own, look) not in found.values())
     return [
-        {"color": own, "linestyle": DASHES[look % len(DASHES)], "marker": MARKERS[look % len(MARKERS)]}
+        {
+            "color": shade(own, SHADES[look % len(SHADES)]),
+            "linestyle": DASHES[look % len(DASHES)],
+            "marker": MARKERS[look % len(MARKERS)],
+        }
         for own, look in map(found.__getitem__, range(len(names)))
     ]
+
+
+def shade(colour: str, part: float) -> str:
+    """`colour` mixed with this part of white, or of black if it is negative; black becomes grey."""
+    target = 255 if part > 0 or colour == COLOURS["softmax"] else 0
+    channels = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(x + abs(part) * (target - x)):02X}" for x in channels)
 
 
 def _sorted_options(form: str) -> str:

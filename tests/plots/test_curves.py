@@ -19,7 +19,7 @@ from lingpt.plots.curves import (
     smooth,
     spikes,
 )
-from lingpt.plots.palette import COLOURS
+from lingpt.plots.palette import COLOURS, SHADES, shade
 
 
 def write_run(folder, attention, seconds_per_step, val, model="demo"):
@@ -71,8 +71,8 @@ def test_what_is_said_where_there_is_no_table(tmp_path):
 
 
 def test_the_picture_has_both_panels_and_one_colour_an_attention(tmp_path, monkeypatch):
-    """Loss against time and against step; one attention has one colour, its runs differ in dashes and
-    markers. Guards: rows that no legend told apart."""
+    """Loss against time and against step; one attention has one colour, its runs differ in its shade, dashes
+    and markers. Guards: rows that no legend told apart."""
     from matplotlib.figure import Figure
 
     kept = []
@@ -92,18 +92,50 @@ def test_the_picture_has_both_panels_and_one_colour_an_attention(tmp_path, monke
     lines = step_panel.get_legend().get_lines()
     drawn = [(line.get_color(), line.get_linestyle(), line.get_marker()) for line in lines]
     ours, softmax = COLOURS["ours"], COLOURS["softmax"]
-    assert drawn == [(ours, "-", "o"), (ours, "--", "s"), (softmax, "-", "o")]
+    assert drawn == [(ours, "-", "o"), (shade(ours, SHADES[1]), "--", "s"), (softmax, "-", "o")]
+    assert step_panel.get_legend().get_title().get_text() == "last validation loss"
     assert step_panel.xaxis.get_major_formatter()(2000) == "2,000"
     points = [line for line in time_panel.lines if line.get_marker() == "o" and len(line.get_xdata())]
     np.testing.assert_allclose(points[-1].get_xdata(), [90 / 60, 360 / 60])
 
 
-def test_the_first_fall_does_not_fill_the_picture(tmp_path):
-    """Guards: three fifths of the picture for the first tenth of a run, and rows in one line at the end."""
+def test_all_of_the_training_is_shown_and_its_end_larger(tmp_path):
+    """Guards: axes that cut off the start; rows in one line at the end, below the first fall."""
     losses = {1: 9.0, 40: 6.0, 100: 4.2, 400: 4.0}
-    figure = draw([read_curve(write_run(tmp_path / "a", "ours", 1.0, losses))])
-    low, high = figure.axes[0].get_ylim()
-    assert 3.9 < low < 4.0 and 4.2 < high < 4.4
+    panels = draw([read_curve(write_run(tmp_path / "a", "ours", 1.0, losses))]).axes
+    for panel in panels:
+        (low, high), (left, right) = panel.get_ylim(), panel.get_xlim()
+        assert low < 4.0 and high > 9.0 and left == 0 and right >= 400 / 60
+    (inset,) = panels[0].child_axes
+    assert 3.9 < inset.get_ylim()[0] < 4.0 and 4.2 < inset.get_ylim()[1] < 4.4
+    flat = {1: 4.4, 100: 4.2, 400: 4.0}
+    assert not draw([read_curve(write_run(tmp_path / "b", "ours", 1.0, flat))]).axes[0].child_axes
+
+
+def test_the_legend_has_the_order_of_the_curves_ends(tmp_path):
+    ends = {"softmax": 3.0, "ours": 3.2, "gla": 3.1}
+    curves = [read_curve(write_run(tmp_path / n, n, 1.0, {1: 9.0, 40: end})) for n, end in ends.items()]
+    texts = [text.get_text() for text in draw(curves).axes[-1].get_legend().get_texts()]
+    assert texts == ["ours  3.200", "gla  3.100", "softmax  3.000"]
+
+
+def test_runs_of_different_validation_texts_are_marked(tmp_path, capsys):
+    """Guards: losses of different texts, or of more and fewer tokens of one, drawn as if one were better."""
+    runs = []
+    for name, documents, tokens in [("a", 10, 100), ("b", 10, 100), ("c", 11, 100), ("d", 10, 900)]:
+        run = write_run(tmp_path / name, "ours", 1.0, {10: 4.0, 20: 2.0})
+        config = {"model": {"name": "demo", "attention": "ours"}, "train": {"eval_tokens": tokens}}
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+        text = {"documents": documents, "bytes": 1000, "tokens": 900}
+        record = {"data": {"tokenizer_hash": "1f", "val": text, "fingerprint": name}}
+        (run / "environment.json").write_text(json.dumps(record))
+        runs.append(run)
+    draw_curves(runs[:2], tmp_path / "out.png")
+    assert capsys.readouterr().err == ""
+    draw_curves(runs, tmp_path / "out.png")
+    line = "not comparable, as the validation texts differ: a, b | c | d"
+    assert capsys.readouterr().err == f"{line}\n"
+    assert caption([read_curve(run) for run in runs]).startswith(f"{line};")
 
 
 def test_the_runs_that_are_drawn(tmp_path, capsys):
@@ -272,7 +304,7 @@ def test_seeds_recorded_before_and_after_an_option_came_are_one_curve(tmp_path):
     first. An option that is given is still a difference."""
     runs = [
         ({}, {}),
-        ({"softmax_gate": False}, {"reduce_bf16": False}),
+        ({"softmax_gate": False, "constant": True}, {"reduce_bf16": False}),
         ({"softmax_gate": True}, {}),
         ({}, {"reduce_bf16": True}),
     ]
@@ -281,7 +313,7 @@ def test_seeds_recorded_before_and_after_an_option_came_are_one_curve(tmp_path):
         run = write_run(tmp_path / f"a-seed{seed}", "softmax", 1.0, {2: 4.0})
         model, train = {"name": "demo", "attention": "softmax"} | model, {"seed": seed} | train
         (run / "config.yaml").write_text(yaml.safe_dump({"model": model, "train": train}))
-        curves.append(read_curve(run))
+        curves.append(read_curve(run, attention_form))
     assert [curve.runs for curve in mean_over_seeds(curves)] == [2, 1, 1]
 
 
