@@ -183,9 +183,18 @@ def read_errors(
         raise UserError(f"cannot read {path} ({reason}): {fix}") from error
 
 
+def is_regular(path: Path) -> bool:
+    """Whether `path` is a file: no link, no device (which may have no end), no FIFO (which may block)."""
+    with contextlib.suppress(OSError, ValueError):
+        return stat.S_ISREG(path.lstat().st_mode)
+    return False
+
+
 def read_bytes(path: Path) -> bytes:
-    """UserError, naming the file, where it cannot be read."""
+    """UserError, naming the file, where it cannot be read, or is a device or a FIFO."""
     with read_errors(path):
+        if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():
+            raise OSError(errno.EINVAL, "it is no regular file")
         return path.read_bytes()
 
 

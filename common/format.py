@@ -15,12 +15,17 @@ def with_error(value: float, error: float | None, spec: str, error_spec: str = "
     return text if error is None else f"{text} ± {error:{error_spec or spec.removeprefix('+')}}"
 
 
-def duration(seconds: float) -> str:
-    """`45 s`, `3.2 min`, `5.1 h`, `12 days`, `3.4 years`."""
+def duration(seconds: float, rough: bool = False) -> str:
+    """`45 s`, `3.2 min`, `5.1 h`, `12.0 days`, `3.4 years`. rough: to one digit, `3 min`, `10 days`."""
     for unit, size in (("years", 365.25 * 86400), ("days", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 1.5 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} s"
+            return f"{one_digit(seconds / size):.0f} {unit}" if rough else f"{seconds / size:.1f} {unit}"
+    return f"{one_digit(seconds) if rough else seconds:.0f} s"
+
+
+def one_digit(number: float) -> float:
+    """`number` rounded to its first digit: of an estimate that says no more."""
+    return float(f"{number:.0e}")
 
 
 def scaled_count(number: float) -> str:

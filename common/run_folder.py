@@ -15,11 +15,12 @@
         .eval.lock                   held while a score is written
 
 A checkpoint is whole when its manifest, which is written last, is there and every file has the size it names.
-The manifest also has the SHA-256 of every file, and of itself; those of older versions have none.
+The manifest also has the SHA-256 of every file, and of itself. No link is followed out of a run's folder.
 """
 
 import hashlib
 import json
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,15 @@ from pathlib import Path
 from typing import Any
 
 from lingpt.common.errors import UserError
-from lingpt.common.files import file_sha256, read_errors, read_json_object, read_yaml, write_json
+from lingpt.common.files import (
+    file_sha256,
+    is_regular,
+    read_bytes,
+    read_errors,
+    read_json_object,
+    read_yaml,
+    write_json,
+)
 
 CONFIG, ENVIRONMENT, METRICS = "config.yaml", "environment.json", "metrics.jsonl"
 SAMPLES, CURVES = "samples.txt", "curves.png"
@@ -38,6 +47,18 @@ ABANDONED = "abandoned"  # before the name of a checkpoint, or of the losses, th
 MODEL_CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
 TRAIN_STATE, MANIFEST = "train_state.pt", "manifest.json"
 _STEP = re.compile(r"step-([0-9]{8,})")
+
+
+def check_links(run: Path) -> None:
+    """Raises UserError if the run's folder, or that of its checkpoints, holds a symbolic link out of it: what
+    is written through such a link, or removed, is not the run's."""
+    root = os.path.realpath(run)
+    for path in [*run.glob("*"), *run.glob(f"{CHECKPOINTS}/*")]:
+        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
+            raise UserError(
+                f"{path} is a symbolic link that leads out of the run's folder: remove it "
+                "(--train.out_dir is where runs live)"
+            )
 
 
 def attention_label(attention: str | Sequence[str]) -> str:
@@ -131,17 +152,28 @@ def all_checkpoint_folders(run: Path) -> list[Path]:
 
 def read_manifest(checkpoint: Path) -> dict[str, Any] | None:
     """The checkpoint's manifest; None if the checkpoint is not whole, or a copy under another step's name."""
+    manifest, _ = _whole(checkpoint)
+    return manifest
+
+
+def _whole(checkpoint: Path) -> tuple[dict[str, Any] | None, str]:
+    """The manifest of a whole checkpoint; else None, and the file that is missing or has another size, in
+    brackets, if it is known."""
     try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text())
-        sizes = manifest["files"].items()
-        whole = all((checkpoint / name).stat().st_size == size for name, size in sizes)
-        whole &= manifest.get("checksum") in (None, _checksum(manifest))
-        whole &= (
-            None in (steps := (checkpoint_step(checkpoint), manifest.get("step"))) or len(set(steps)) == 1
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-    return manifest if whole else None
+        manifest = read_json_object(checkpoint / MANIFEST)
+        sizes, step = manifest["files"], checkpoint_step(checkpoint)
+        whole = manifest["sha256"].keys() == sizes.keys() and manifest["checksum"] == _checksum(manifest)
+        if not whole or step not in (None, manifest["step"]):
+            return None, ""
+        for name, size in sizes.items():
+            path = checkpoint / name
+            if Path(name).name != name or not is_regular(path):
+                return None, f" ({name} is {'no file of its own' if path.exists() else 'missing'})"
+            if (now := path.stat().st_size) != size:
+                return None, f" ({name} has {now} bytes, and was written with {size})"
+    except (UserError, OSError, ValueError, KeyError, TypeError, AttributeError):  # the manifest is damaged
+        return None, ""
+    return manifest, ""
 
 
 def write_manifest(checkpoint: Path, values: dict[str, Any], sha256: Mapping[str, str] | None = None) -> None:
@@ -166,34 +198,18 @@ def _checksum(manifest: dict[str, Any]) -> str:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """What is wrong with the checkpoint, as `is …`; None if every file is as it was written.
-
-    Reads every file if the manifest has checksums.
-    """
-    manifest = read_manifest(checkpoint)
+    """What is wrong with the checkpoint, as `is …`; None if every file, all of which it reads, is as it was
+    written."""
+    manifest, wrong_file = _whole(checkpoint)
     if manifest is None:
-        return f"is not whole{_wrong_file(checkpoint)}"
-    for name, checksum in manifest.get("sha256", {}).items():
+        return f"is not whole{wrong_file}"
+    for name, checksum in manifest["sha256"].items():
         try:
             if file_sha256(checkpoint / name) != checksum:
                 return f"is damaged ({name} does not match its checksum)"
         except OSError as error:
             return f"is not readable ({name}: {error.strerror})"
     return None
-
-
-def _wrong_file(checkpoint: Path) -> str:
-    """The first file that is missing or has another size, in brackets; empty if there is none."""
-    try:
-        files = json.loads((checkpoint / MANIFEST).read_text())["files"]
-        for name, size in files.items():
-            if not (path := checkpoint / name).exists():
-                return f" ({name} is missing)"
-            if (now := path.stat().st_size) != size:
-                return f" ({name} has {now} bytes, and was written with {size})"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # the manifest itself is damaged
-        pass
-    return ""
 
 
 def check_undamaged(model: Path) -> None:
@@ -241,8 +257,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     UserError if the file exists but cannot be read.
     """
     path = run / METRICS
-    with read_errors(path):
-        content = path.read_bytes() if path.exists() else b""
+    content = read_bytes(path) if path.exists() else b""
     *whole, last = content.split(b"\n")
     lines = [_metrics_line(line) for line in (*whole, last)]
     damaged = [str(number) for number, line in enumerate(whole, 1) if line and lines[number - 1] is None]

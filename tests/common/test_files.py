@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 import time
 
 import pytest
@@ -93,3 +94,17 @@ def test_what_a_killed_writer_left_goes_later(tmp_path):
         os.utime(left, (time.time() - age,) * 2)
     write_json(tmp_path / "x.json", {})
     assert sorted(path.name for path in tmp_path.iterdir()) == [new.name, "x.json"]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
+def test_files_keep_the_umask(tmp_path, umask):
+    """Guards: files of a group that its members cannot write; private files that all can read."""
+    before = os.umask(umask)
+    try:
+        write_text(tmp_path / "a", "x")
+        with new_folder(tmp_path / "b"):
+            pass
+    finally:
+        os.umask(before)
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("a", "b")]
+    assert modes == [0o666 & ~umask, 0o777 & ~umask]

@@ -1,6 +1,6 @@
 """Numbers as a person writes them."""
 
-from lingpt.common.format import scaled, with_error
+from lingpt.common.format import duration, scaled, with_error
 
 
 def test_numbers_are_as_a_person_writes_them():
@@ -8,6 +8,12 @@ def test_numbers_are_as_a_person_writes_them():
     assert scaled(6144, " tokens", "B") == "6.14 k tokens" and scaled(3e9, " tokens", "B") == "3 B tokens"
     assert scaled(1.08, " tokens/s") == "1.08 tokens/s" and scaled(999_900, " tokens/s") == "1 M tokens/s"
     assert scaled(47.4e6, "B") == "47.4 MB" and scaled(141.6e9, "B") == "142 GB" and scaled(0, "B") == "0 B"
+
+
+def test_a_rough_estimate_has_one_digit():
+    """Guards: a guess of how long a CPU takes, to the second."""
+    times = [duration(seconds, rough=True) for seconds in (7.4, 83, 575, 9000, 30 * 3600.0)]
+    assert times == ["7 s", "80 s", "10 min", "2 h", "30 h"] and duration(575) == "9.6 min"
 
 
 def test_a_value_and_its_error():

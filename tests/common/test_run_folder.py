@@ -1,16 +1,20 @@
 """A run's folder: what counts as a checkpoint, and in which order."""
 
 import errno
+import json
 import os
 
 import pytest
 
+from lingpt.common import run_folder
 from lingpt.common.errors import UserError
 from lingpt.common.run_folder import (
     all_checkpoint_folders,
     attention_label,
+    check_links,
     checkpoint_folder,
     checkpoint_step,
+    damage,
     newest_checkpoint,
     read_config,
     read_manifest,
@@ -44,6 +48,51 @@ def test_a_checkpoint_with_another_manifest_is_broken(tmp_path, text):
     folder = write_checkpoint(tmp_path, 5)
     (folder / "manifest.json").write_text(text)
     assert valid_checkpoints(tmp_path) == [] and all_checkpoint_folders(tmp_path) == [folder]
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "../../victim", "link", "fifo", "folder", "a\0b", "x" * 300])
+def test_a_manifest_names_files_of_its_folder_only(tmp_path, name):
+    """Guards: a manifest that made a reader hash a device without end, or a file elsewhere."""
+    (tmp_path / "victim").write_text("12345678")
+    folder = write_checkpoint(tmp_path, 5)
+    (folder / "link").symlink_to(tmp_path / "victim")
+    os.mkfifo(folder / "fifo")
+    (folder / "folder").mkdir()
+    manifest = read_manifest(folder)
+    values = {key: value for key, value in manifest.items() if key != "checksum"}
+    values["files"] = {**manifest["files"], name: 8}
+    values["sha256"] = {**manifest["sha256"], name: "0" * 64}
+    (folder / "manifest.json").write_text(json.dumps(values | {"checksum": run_folder._checksum(values)}))
+    assert read_manifest(folder) is None and damage(folder).startswith("is not whole")
+
+
+def test_deeply_nested_json_is_a_damaged_manifest(tmp_path):
+    folder = write_checkpoint(tmp_path, 5)
+    (folder / "manifest.json").write_text("[" * 100_000)
+    assert read_manifest(folder) is None and damage(folder) == "is not whole"
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml"])
+def test_what_is_no_regular_file_is_one_line(tmp_path, name):
+    """Guards: `lingpt curves` waiting for ever at a FIFO."""
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(UserError, match=rf"cannot read .*{name} \(it is no regular file"):
+        (read_metrics if name == "metrics.jsonl" else read_config)(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", [".lock", "wandb", "checkpoints", "checkpoints/step-00000003", "metrics.jsonl"]
+)
+def test_no_link_is_followed_out_of_a_run(tmp_path, name):
+    run, victim = tmp_path / "run", tmp_path / "victim"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "inside").symlink_to(run / "checkpoints")
+    check_links(run)
+    if name == "checkpoints":
+        (run / name).rmdir()
+    (run / name).symlink_to(victim)
+    with pytest.raises(UserError, match=rf"{name} is a symbolic link that leads out"):
+        check_links(run)
 
 
 def test_labels():

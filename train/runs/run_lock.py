@@ -11,26 +11,28 @@ from typing import Self
 from lingpt.common.errors import UserError
 from lingpt.common.files import write_errors
 from lingpt.common.locks import file_lock
-from lingpt.common.run_folder import LOCK
+from lingpt.common.run_folder import LOCK, check_links
 from lingpt.train.console import print_rank0
 
 
 class RunLock:
     """A lock on a run's folder; the system releases it when the process ends, however it ends.
 
-    As a context manager it is released at the end.
+    As a context manager it is released at the end. In other processes than rank zero it is never acquired.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._held: contextlib.ExitStack | None = None
+        self._file = -1
 
     def acquire(self) -> None:
         """Creates the folder and takes its lock; releases the lock of a folder that was moved since.
 
-        UserError, with the holder, if another process holds it.
+        UserError, with the holder, if another process holds it; or if a link leads out of the folder.
         """
         path, held = self.folder / LOCK, contextlib.ExitStack()
+        check_links(self.folder)
         with write_errors(self.folder, "free some space, or choose another place with --train.out_dir"):
             try:
                 lock = held.enter_context(file_lock(path, blocking=False))
@@ -45,9 +47,31 @@ class RunLock:
                 "there"
             )
         self.release()
-        self._held = held
+        self._held, self._file = held, lock.file
         with contextlib.suppress(OSError):  # then others cannot see the holder
             _write_holder(lock.file)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the folder was deleted, or moved and its name used again: what is there is not this run's.
+
+        False while nothing is there, as when its disk has gone for a while.
+        """
+        if self._held is None:
+            return False
+        try:
+            own = os.fstat(self._file)
+            return own.st_nlink == 0 or not os.path.samestat(own, os.stat(self.folder / LOCK))
+        except OSError:
+            return False
+
+    def check(self) -> None:
+        """Raises UserError if the folder `is_lost`."""
+        if self.is_lost:
+            raise UserError(
+                f"{self.folder} was deleted or moved while its run trained, and is not this run's any more: "
+                "the run ends, and nothing more is written there"
+            )
 
     def release(self) -> None:
         if self._held is not None:
@@ -60,6 +84,8 @@ class RunLock:
     def __exit__(self, *_: object) -> None:
         if self._held is None:
             return
+        if self.is_lost:
+            return self.release()
         with contextlib.suppress(OSError):
             if os.listdir(self.folder) == [LOCK]:  # failed before it began: free the name
                 (self.folder / LOCK).unlink()

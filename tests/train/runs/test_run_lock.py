@@ -2,13 +2,15 @@
 
 import multiprocessing
 import os
+import shutil
 import socket
 import time
 
 import pytest
 
 from lingpt.common.errors import UserError
-from lingpt.train import train
+from lingpt.common.locks import file_lock
+from lingpt.train import loop, train
 from lingpt.train.runs.run_lock import RunLock
 
 
@@ -93,3 +95,55 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
     with RunLock(tmp_path) as lock:
         lock.acquire()
     assert "knows no locks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("moved", [True, False], ids=["moved", "deleted"])
+def test_a_run_whose_folder_is_another_s_ends_with_one_line(make_recipe, monkeypatch, moved):
+    """Its name is used again while it trains. Guards: two runs mixed in a folder, the second's checkpoints
+    pruned by the first."""
+    recipe, step, other = make_recipe(max_steps=30, save_interval=1, keep_checkpoints=1), loop.Run.step, {}
+    folder = recipe.run_folder
+
+    def take_over(self, stop):
+        if self.progress.step == 4:
+            self.writer.wait()
+            folder.rename(folder.with_name("aside")) if moved else shutil.rmtree(folder)
+            folder.mkdir()
+            for name in (".lock", "metrics.jsonl", "config.yaml"):
+                (folder / name).write_text("another's")
+            shutil.copytree(folder, other.setdefault("copy", folder.with_name("copy")))
+        return step(self, stop)
+
+    monkeypatch.setattr(loop.Run, "step", take_over)
+    with pytest.raises(UserError, match="was deleted or moved while its run trained"):
+        train(recipe)
+    for name in os.listdir(other["copy"]):
+        assert (folder / name).read_bytes() == (other["copy"] / name).read_bytes(), name
+    assert sorted(os.listdir(folder)) == sorted(os.listdir(other["copy"]))
+
+
+def test_a_run_whose_folder_is_deleted_ends_with_one_line(make_recipe, monkeypatch):
+    step, recipe = loop.Run.step, make_recipe(max_steps=30, save_interval=100)
+
+    def delete(self, stop):
+        if self.progress.step == 4:
+            shutil.rmtree(recipe.run_folder)
+        return step(self, stop)
+
+    monkeypatch.setattr(loop.Run, "step", delete)
+    with pytest.raises(UserError, match="was deleted or moved while its run trained"):
+        train(recipe)
+    assert not recipe.run_folder.exists()
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
+    """Guards: a run's folder from someone else, whose lock emptied the file that it led to."""
+    victim, run = tmp_path / "victim", tmp_path / "run"
+    victim.write_text("mine")
+    run.mkdir()
+    (run / ".lock").symlink_to(victim)
+    with pytest.raises(UserError, match="symbolic link"):
+        RunLock(run).acquire()
+    with pytest.raises(OSError), file_lock(run / ".lock"):
+        pass
+    assert victim.read_text() == "mine"
