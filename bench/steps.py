@@ -48,11 +48,10 @@ from lingpt.train.console import print_rank0
 from lingpt.train.distributed.parallel import Parallel
 from lingpt.train.loss import NextTokenLoss
 from lingpt.train.model import attention_kernels, begin_autotuning, make_model
-from lingpt.train.optim import make_optimizer
 from lingpt.train.planning.machine import Machine, choose_machine
 from lingpt.train.planning.memory_fit import largest_that_fits, memory_needed, micro_batch_sizes
 from lingpt.train.planning.throughput import mfu
-from lingpt.train.step import optimizer_step
+from lingpt.train.step import make_optimizer, optimizer_step
 
 # The model options of a recipe, for each name that is compared.
 COMPARED: dict[str, dict[str, Any]] = {
@@ -124,6 +123,7 @@ class Trained:
 
     def __init__(self, recipe: Recipe, attention: str, parallel: Parallel) -> None:
         self.recipe, self.parallel, config = recipe, parallel, recipe.model.config()
+        self.tokens_per_step = recipe.tokens_per_step
         for tuning in begin_autotuning(recipe, config, recipe.train.precision, parallel.device):
             tuning.finish(print_rank0)
         self.gpt = make_model(recipe, config, parallel.device)

@@ -1,6 +1,6 @@
 """From text to batches: corpora, tokenizers, the token cache, the order of training samples."""
 
-from lingpt.data.batches import BatchSampler
+from lingpt.data.batches import BatchSampler, Prefetcher
 from lingpt.data.dataset import (
     DataConfig,
     Dataset,
@@ -19,6 +19,7 @@ __all__ = [
     "DataConfig",
     "Dataset",
     "PackedDataset",
+    "Prefetcher",
     "Tokenizer",
     "availability",
     "baseline_loss",

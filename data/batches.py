@@ -4,7 +4,9 @@ There is no loader state, so resuming is exact at any step; the number of device
 reads which positions.
 """
 
+import functools
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -12,6 +14,7 @@ import torch
 from lingpt.data.stream import PackedDataset
 
 _FEISTEL_ROUNDS = 6
+AHEAD = 3  # micro-batches that are read before they are asked for
 
 
 class BatchSampler:
@@ -37,6 +40,46 @@ class BatchSampler:
         sample = step * self.global_batch_size + np.asarray(positions, dtype=np.int64)
         epoch, index = np.divmod(sample, len(self.blocks))
         return permute(index, len(self.blocks), self.seed, epoch)
+
+
+class Prefetcher:
+    """The micro-batches of all steps in order, each `[micro-batch, seq_len + 1]` int64.
+
+    A thread reads them while earlier ones are trained on, so that no step waits for the disk.
+
+    micro_batches: this rank's positions in the global batch, for each micro-batch of a step. device: their
+    destination; for a GPU they are in pinned memory, for asynchronous copies.
+    """
+
+    def __init__(
+        self, batches: BatchSampler, micro_batches: Sequence[Sequence[int]], device: torch.device
+    ) -> None:
+        self._batches, self._micro_batches, self._pin = batches, micro_batches, device.type == "cuda"
+        # pin_memory() uses the calling thread's current device, so set it once in the worker.
+        start = functools.partial(torch.cuda.set_device, device) if self._pin else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch", initializer=start)
+        self._coming: dict[int, Future[torch.Tensor]] = {}
+
+    def __len__(self) -> int:
+        """The number of micro-batches per step."""
+        return len(self._micro_batches)
+
+    def get(self, step: int, number: int) -> torch.Tensor:
+        """Micro-batch `number` of `step`; starts reading the following ones."""
+        n = len(self)
+        first = step * n + number
+        self._coming = {at: future for at, future in self._coming.items() if at >= first}
+        for at in range(first, first + 1 + AHEAD):
+            if at not in self._coming:
+                self._coming[at] = self._thread.submit(self._read, *divmod(at, n))
+        return self._coming.pop(first).result()
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def _read(self, step: int, number: int) -> torch.Tensor:
+        block = self._batches.get(step, self._micro_batches[number])
+        return block.pin_memory() if self._pin else block
 
 
 def permute(index: np.ndarray, n: int, seed: int, epoch: np.ndarray) -> np.ndarray:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 ROOT = Path(__file__).parent.parent
 TOOLS = ("ptx_emulator", "bench")
@@ -30,7 +31,7 @@ def files_passed(work: Callable[[], object]) -> set[str]:
     """The files of LinGPT whose functions run during `work()`, in any thread that starts in it."""
     seen = set()
 
-    def note(frame: object, event: str, _: object) -> None:
+    def note(frame: FrameType, event: str, _: object) -> None:
         if event == "call":
             seen.add(frame.f_code.co_filename)
 
@@ -54,6 +55,31 @@ def files_of_a_call() -> set[str]:
     return files_passed(lambda: linear_attention(q, k, v).sum().backward())
 
 
+def files_of_a_step() -> set[str]:
+    """Of one training step of the demo recipe on a CPU, forward, backward and the optimizer."""
+    import tempfile
+
+    from lingpt.train import loop, train
+    from lingpt.train.recipe import parse_recipe
+
+    own_step, found = loop.Run.step, []
+
+    def step(run: loop.Run, stop: object) -> object:
+        lines: list[object] = []
+        found.append(files_passed(lambda: lines.append(own_step(run, stop))))
+        return lines[0]
+
+    loop.Run.step = step
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            options = {"out_dir": folder, "max_steps": 3, "sample_tokens": 0, "wandb": "false"}
+            words = [f"--train.{key}={value}" for key, value in options.items()]
+            train(parse_recipe(["--config=demo", *words]))
+    finally:
+        loop.Run.step = own_step
+    return found[-1]
+
+
 def megabytes(folder: str) -> float:
     return sum(path.stat().st_size for path in tracked(folder)) / 1e6
 
@@ -63,6 +89,7 @@ def table() -> str:
     rows = {
         "Python in the package (tests, emulator, bench apart)": python_lines(*TOOLS),
         "all Python but tests": python_lines(),
+        "files that a training step passes": len(files_of_a_step()),
         "files that an operator call passes": len(files_of_a_call()),
         "words of the README": len(readme),
         "MB of docs/results": f"{megabytes('docs/results'):.1f}",

@@ -21,42 +21,27 @@ from typing import Any
 
 import torch
 
-from lingpt.common.errors import Interrupted, UserError
+from lingpt.common.errors import UserError
 from lingpt.common.format import duration
 from lingpt.common.run_folder import PROFILE, read_metrics
-from lingpt.data import BatchSampler, Dataset, prepare
-from lingpt.models import GPT, Config
+from lingpt.data import BatchSampler, Dataset, Prefetcher
+from lingpt.models import Config
 from lingpt.train import report
 from lingpt.train.compilation import compiles
-from lingpt.train.config import Recipe, check, shared_settings
+from lingpt.train.config import Recipe
 from lingpt.train.console import print_rank0, progress_bar
-from lingpt.train.determinism import deterministic
 from lingpt.train.distributed.parallel import Parallel
-from lingpt.train.distributed.strategy import choose_strategy
 from lingpt.train.loss import NextTokenLoss
-from lingpt.train.model import (
-    attention_kernels,
-    begin_autotuning,
-    fill_shards,
-    make_model,
-    model_config,
-    other_tokens_message,
-)
-from lingpt.train.optim import learning_rate, make_optimizer
-from lingpt.train.planning.machine import Machine, choose_machine
-from lingpt.train.planning.memory_fit import check_machine, fits_here, out_of_memory, too_small_message
-from lingpt.train.planning.plan import format_plan
+from lingpt.train.model import attention_kernels, begin_autotuning, fill_shards, make_model, tune_together
+from lingpt.train.planning.machine import Machine
 from lingpt.train.planning.throughput import mfu
-from lingpt.train.prefetch import Prefetcher
 from lingpt.train.profile import COMMUNICATION, WAITING, Profiler, span
 from lingpt.train.runs import checkpoint
-from lingpt.train.runs.checkpoint_writer import CheckpointWriter
-from lingpt.train.runs.environment import record_start
-from lingpt.train.runs.resume import check_init_from, give_back_name, resume_or_create
+from lingpt.train.runs.checkpoint_writer import MAX_FAILURES, CheckpointWriter
 from lingpt.train.runs.run_lock import RunLock
-from lingpt.train.runs.trackers import Metrics, WandB
-from lingpt.train.signals import Stop, stop_signals
-from lingpt.train.step import optimizer_step
+from lingpt.train.runs.trackers import CLOCKS, Trackers
+from lingpt.train.signals import Stop
+from lingpt.train.step import learning_rates, make_optimizer, optimizer_step
 
 MAX_SKIPPED_IN_A_ROW = 10
 
@@ -75,83 +60,6 @@ class Progress:
     skipped_in_a_row: int = 0
 
 
-def train(recipe: Recipe) -> Path:
-    """Trains or resumes the run that `recipe` describes; returns its folder.
-
-    Raises UserError for what the user can fix, and KeyboardInterrupt, with the message to show, if a signal
-    stopped the run.
-    """
-    with deterministic(recipe.train.deterministic):
-        return _train(recipe)
-
-
-def check_recipe(recipe: Recipe) -> tuple[GPT, Machine, str | None]:
-    """The model, on the meta device; the machine, with how its devices share the model; and why they do (None
-    if there is nothing to explain). UserError, before any work, for what cannot be trained here; a dry run
-    may be for another machine: too large for this one, or with kernels or weights that it lacks.
-    """
-    gpt = GPT.on_meta(model_config(recipe))
-    machine, why = choose_strategy(choose_machine(recipe.train), gpt, recipe)
-    check(recipe, machine.world_size)
-    if not recipe.train.dry_run:
-        check_machine(machine, gpt, recipe)
-        check_init_from(recipe)
-        if machine.accelerator == "cpu":  # on a GPU it takes a context, so there each process checks its own
-            attention_kernels(gpt.config, torch.device("cpu"), machine.precision)
-    return gpt, machine, why
-
-
-def _train(recipe: Recipe) -> Path:
-    gpt, machine, why = check_recipe(recipe)
-    if recipe.train.dry_run:
-        print_rank0("\n".join([format_plan(recipe, machine, gpt), *([why] if why else [])]))
-        return recipe.run_folder
-    if why:
-        print_rank0(why)
-    if machine.accelerator == "cuda" and not fits_here(machine, gpt, recipe):
-        print_rank0(f"memory: {too_small_message(machine, gpt, recipe)}")
-    # Before the processes are launched, as a long tokenisation would exceed their timeouts.
-    dataset = prepare(recipe.data, padded_vocab_size=gpt.config.padded_vocab_size)
-    parallel = Parallel(machine, recipe.train.reduce_bf16, recipe.train.timeout_minutes)
-    with RunLock(recipe.run_folder) as lock:
-        with parallel.propagate_errors(), out_of_memory(machine, gpt, recipe):
-            parallel.check_same_settings(machine, shared_settings(recipe) | {"the data": dataset.fingerprint})
-            if differ := report.mixed_devices_message(parallel.all_gather_object(parallel.device_name)):
-                print_rank0(differ)
-            weights = parallel.on_rank_zero(
-                lambda: _start(recipe, machine, gpt.config, dataset, parallel.device, lock)
-            )
-            try:
-                run = Run(recipe, machine, gpt.config, dataset, parallel, *weights)
-                run.warm_up()
-                with run.writer, stop_signals() as stop:
-                    finished = run.train(stop)
-                    run.close()
-            except BaseException:
-                if parallel.rank == 0:
-                    give_back_name(recipe.run_folder)
-                raise
-        if parallel.rank == 0:  # others exit with 0: another exit code would kill this process
-            if not finished:
-                raise Interrupted(stop.number, report.stopped_message(recipe, run.progress.step))
-            report.final_report(recipe, dataset, parallel, run.progress.train_time)
-    return recipe.run_folder
-
-
-def _start(
-    recipe: Recipe, machine: Machine, config: Config, dataset: Dataset, device: torch.device, lock: RunLock
-) -> tuple[Path | None, Path | None]:
-    """Prepares the run's folder and records this start; returns what `resume_or_create` does."""
-    kernels = attention_kernels(config, device, machine.precision)
-    resume_from, init_from = resume_or_create(recipe, dataset.fingerprint, lock)
-    # A run that has already done more steps than requested trains nothing and keeps its record.
-    if resume_from is None or checkpoint.load_manifest(resume_from)["step"] <= recipe.total_steps:
-        record_start(recipe, machine, dataset.describe(), kernels)
-    if init_from and (differ := other_tokens_message(init_from, dataset.tokenizer)):
-        print_rank0(differ)
-    return resume_from, init_from
-
-
 class Run:
     """A run in progress: model, optimizer, data and trackers."""
 
@@ -162,12 +70,13 @@ class Run:
         config: Config,
         dataset: Dataset,
         parallel: Parallel,
+        lock: RunLock,
         resume_from: Path | None = None,
         init_from: Path | None = None,
     ) -> None:
-        t = recipe.train
+        t, self.tokens_per_step, self.total_steps = recipe.train, recipe.tokens_per_step, recipe.total_steps
         self.recipe, self.machine, self.dataset, self.parallel = recipe, machine, dataset, parallel
-        self.folder, self.progress = recipe.run_folder, Progress()
+        self.folder, self.lock, self.progress = recipe.run_folder, lock, Progress()
         parallel.seed(t.seed)
         tunes = parallel.local_rank_zero
         self.tunings = begin_autotuning(recipe, config, machine.precision, parallel.device) if tunes else []
@@ -177,12 +86,13 @@ class Run:
         if parallel.sharded:
             fill_shards(self.gpt, t.seed, resume_from, init_from)
         self.optimizer = parallel.wrap_optimizer(make_optimizer(self.gpt, t))
+        self.learning_rate = learning_rates(t, self.total_steps)
         if resume_from:
             manifest, state = checkpoint.load_manifest(resume_from), checkpoint.load_state(resume_from)
             parallel.load_optimizer(self.optimizer, state["optimizer"], resume_from)
             if parallel.rank < len(state["random"]):  # a new rank keeps its seed
                 checkpoint.restore_random_state(state["random"][parallel.rank])
-            self.progress = Progress(**{k: manifest.get(k, new) for k, new in asdict(self.progress).items()})
+            self.progress = Progress(**{key: manifest[key] for key in asdict(self.progress)})
         self.batches = BatchSampler(dataset.train, t.seed, t.global_batch_size)
         own = [samples for samples, _ in parallel.micro_batches(t.global_batch_size, t.micro_batch_size)]
         self.micro_batches = Prefetcher(self.batches, own, parallel.device)
@@ -190,18 +100,13 @@ class Run:
         self.last_save, self.save_due = time.monotonic(), False
         self.val_loss: float | None = None  # at this step
         self.best = parallel.on_rank_zero(lambda: checkpoint.best_loss(self.folder))
-        self.trackers: list[Metrics | WandB] = []
+        self.trackers = Trackers(lock)
         self.profiler = Profiler(self.folder / PROFILE, t.profile and parallel.rank == 0)
-        parallel.on_rank_zero(self.open_trackers)
-
-    def open_trackers(self) -> None:
-        self.trackers.append(Metrics(self.folder, self.progress.step))
-        if self.recipe.train.wandb:
-            self.trackers.append(WandB(self.recipe))
+        parallel.on_rank_zero(lambda: self.trackers.open(recipe, self.progress.step))
 
     def train(self, stop: Stop) -> bool:
         """Trains to the last step, or until all ranks agree to stop; returns whether all steps are done."""
-        t, total = self.recipe.train, self.recipe.total_steps
+        t, total = self.recipe.train, self.total_steps
         validated = not self.validation_was_left() or self.validate_and_log(stop, saved=True)
         if self.progress.step >= total:
             at = f"the run is at step {self.progress.step} of {total}"
@@ -212,7 +117,7 @@ class Run:
         print_rank0(report.describe(self.recipe, self.machine, self.gpt, kernels, left))
         logged, speed = replace(self.progress), ""
         with progress_bar(total=total, initial=self.progress.step, unit="step", desc=self.folder.name) as bar:
-            status = report.StatusLine(bar)
+            status = report.StatusLine(self.progress.step)
             while self.progress.step < total and not stop.agreed:
                 began = time.perf_counter()
                 with span("step"):
@@ -220,12 +125,14 @@ class Run:
                 self.progress.train_time += time.perf_counter() - began
                 self.profiler.step()
                 step, last = self.progress.step, self.progress.step == total
-                if step % t.log_interval == 0 or last or stop.agreed or line.get("skipped"):
+                logs = step % t.log_interval == 0 or last or stop.agreed or "skipped" in line
+                if logs or status.is_due(step):
                     line |= self.throughput(logged)
-                    self.log("train", **line)
                     speed = report.speed(line, self.recipe, step, self.parallel.peak_memory)
                     bar.set_postfix_str(f"loss {line['loss']:.3f}{speed}")
-                    status.print_if_due(f"step {step}/{total} · loss {line['loss']:.4f}{speed}")
+                    status.print_if_due(step, f"step {step}/{total} · loss {line['loss']:.4f}{speed}")
+                if logs:
+                    self.log("train", **line)
                     logged = replace(self.progress)
                 bar.update()
                 if self.progress.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
@@ -234,10 +141,9 @@ class Run:
                 if step % t.eval_interval == 0 or last:
                     validated = self.validate_and_log(stop, f"loss {line['loss']:.4f} · ", speed)
                     status.restart()
-                is_best = self.update_best()
-                if (is_best and t.keep_best) or self.checkpoint_due() or last or stop.agreed:
+                if self.checkpoint_due() or last or stop.agreed:
                     self.save()
-        self.finish_saving()
+        self.parallel.on_checkpoint_ranks(self.finish_saving)
         return self.progress.step >= total and validated
 
     def raise_diverged(self) -> None:
@@ -251,20 +157,19 @@ class Run:
 
         The ranks also agree on `stop` here: a request on one of them is agreed on by all.
         """
-        t, parallel, tokens = self.recipe.train, self.parallel, self.recipe.tokens_per_step
-        rate = learning_rate(self.progress.step, self.recipe.total_steps, t)
+        parallel, rate = self.parallel, self.learning_rate(self.progress.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         n = len(self.micro_batches)
         micro_batches = map(self.micro_batch, range(n))
-        numbers = optimizer_step(self, micro_batches, n, lambda: (stop.requested, self.save_requested()))
+        numbers = optimizer_step(self, micro_batches, n, lambda: (stop.requested, self.must_save()))
         # The only synchronisation of a step. The optimizer, launched before, keeps a GPU busy meanwhile.
         with span(COMMUNICATION if parallel.world_size > 1 else WAITING):
             total, stops, saves, grad_norm = numbers.wait()
         if stops:
             self.propagate_stop(stop)
         self.save_due, self.val_loss = saves > 0, None
-        loss_mean = total / tokens
+        loss_mean = total / self.tokens_per_step
         line: dict[str, Any] = {"loss": loss_mean, "lr": rate, "grad_norm": grad_norm}
         if math.isfinite(loss_mean) and math.isfinite(grad_norm):
             self.progress.skipped_in_a_row = 0
@@ -275,7 +180,7 @@ class Run:
             at = self.progress.step + 1
             print_rank0(f"step {at}: the loss or the gradient is not finite; the step is skipped")
         self.progress.step += 1
-        self.progress.tokens += tokens
+        self.progress.tokens += self.tokens_per_step
         return line
 
     def micro_batch(self, i: int) -> torch.Tensor:
@@ -295,29 +200,19 @@ class Run:
         """
         on_gpu = self.parallel.device.type == "cuda"
         needed = on_gpu or compiles(self.recipe, self.parallel.device)
-        if not needed or self.progress.step >= self.recipe.total_steps:
+        if not needed or self.progress.step >= self.total_steps:
             return
         began = time.perf_counter()
         if on_gpu:
-            self.parallel.on_checkpoint_ranks(lambda: self.writer.reserve(self.saved_tensors()))
-            self.tune()
+            weights, _ = self.parallel.state(self.gpt, self.optimizer)
+            self.parallel.on_checkpoint_ranks(lambda: self.writer.reserve(weights, self.optimizer))
+            tune_together(self.tunings, self.recipe, self.gpt.config, self.machine.precision, self.parallel)
         with self.parallel.accumulate(self.model, enabled=False):
-            loss = self.model(self.micro_batch(0))
-            self.parallel.backward(loss, self.recipe.tokens_per_step)
+            self.parallel.backward(self.model(self.micro_batch(0)), self.tokens_per_step)
         self.parallel.zero_gradients(self.optimizer)
         if on_gpu:
             torch.cuda.synchronize()
         print_rank0(f"ready after {duration(time.perf_counter() - began)} of compiling")
-
-    def tune(self) -> None:
-        """Tunes on the machine's first process; the others then read its choices from the cache."""
-        for tuning in self.tunings:
-            tuning.finish(print_rank0)
-        self.parallel.all_gather_object(None)
-        if not self.parallel.local_rank_zero:
-            config, precision = self.gpt.config, self.machine.precision
-            for tuning in begin_autotuning(self.recipe, config, precision, self.parallel.device):
-                tuning.finish(print_rank0)
 
     def validation_was_left(self) -> bool:
         """Whether the run resumes at a step whose validation was cut short by a signal."""
@@ -327,7 +222,7 @@ class Run:
             lines = read_metrics(self.folder)
             return not any(line["kind"] == "val" and line["step"] == step for line in lines)
 
-        due = step > 0 and (step % every == 0 or step >= self.recipe.total_steps)
+        due = step > 0 and (step % every == 0 or step >= self.total_steps)
         return due and self.parallel.on_rank_zero(missing)
 
     def validate_and_log(self, stop: Stop, trained: str = "", speed: str = "", saved: bool = False) -> bool:
@@ -336,15 +231,13 @@ class Run:
         trained, speed: parts of the printed line, on training. saved: the step's checkpoint exists already,
         and gets the loss. UserError on all ranks if its disk cannot be written.
         """
-        val = self.validate(stop)
+        val, step = self.validate(stop), self.progress.step
         if val is None:
-            print_rank0("the validation is left for when the run goes on")
+            print_rank0("the validation is left for when the run is resumed")
             return False
-        print_rank0(
-            f"step {self.progress.step}/{self.recipe.total_steps} · {trained}validation {val:.4f}{speed}"
-        )
+        print_rank0(f"step {step}/{self.total_steps} · {trained}validation {val:.4f}{speed}")
         if saved:  # before the log, whose line marks this validation as done
-            self.parallel.on_rank_zero(lambda: checkpoint.add_val_loss(self.folder, self.progress.step, val))
+            self.parallel.on_rank_zero(lambda: checkpoint.add_val_loss(self.folder, step, val))
             self.best = self.parallel.on_rank_zero(lambda: checkpoint.best_loss(self.folder))
         self.log("val", loss=val)
         self.val_loss = val
@@ -370,28 +263,25 @@ class Run:
         total, all_tokens = parallel.all_reduce_sum(loss_sum, tokens)
         return total / all_tokens
 
-    def save_requested(self) -> bool:
-        """Whether `save_minutes` have passed, or too many saves have failed, so that the run must end."""
+    def must_save(self) -> bool:
+        """Whether `save_minutes` have passed; or the run must end, and `save` says why."""
         minutes = self.recipe.train.save_minutes
         due = minutes > 0 and time.monotonic() - self.last_save >= 60 * minutes
-        return due or self.writer.too_many_failures
+        return due or self.writer.failures >= MAX_FAILURES or self.trackers.lost
 
     def checkpoint_due(self) -> bool:
-        """Whether a checkpoint is due at this step: by interval, by time, or before the decay of `wsd`."""
-        step = self.progress.step
-        at = step % self.recipe.train.save_interval == 0 or step == self.recipe.decay_start
-        return at or self.save_due
-
-    def update_best(self) -> bool:
-        """Records this step's validation loss as the best if it is the lowest so far; whether it is."""
-        if self.val_loss is None or not self.val_loss < self.best:
-            return False
-        self.best = self.val_loss
-        return True
+        """Whether a checkpoint is due: by interval or time, before `wsd` decays, or as the best so far."""
+        t, step = self.recipe.train, self.progress.step
+        is_best = self.val_loss is not None and self.val_loss < self.best
+        self.best = min(self.best, math.inf if self.val_loss is None else self.val_loss)
+        at = step % t.save_interval == 0 or step == self.recipe.decay_start
+        return at or self.save_due or (is_best and t.keep_best)
 
     def save(self) -> None:
-        """Writes a checkpoint in the background; every rank raises UserError after too many failures."""
+        """Writes a checkpoint in the background; every rank raises UserError after too many failures, or if
+        the run's folder is not its own any more."""
         self.last_save = time.monotonic()
+        t, mesh = self.recipe.train, self.parallel.host_mesh
         weights, optimizer = self.parallel.state(self.gpt, self.optimizer)
         state = {"optimizer": optimizer, "random": self.parallel.all_gather_object(checkpoint.random_state())}
         manifest = {
@@ -401,38 +291,25 @@ class Run:
             "data_fingerprint": self.dataset.fingerprint,
             "world_size": self.parallel.world_size,
         }
-        gpt, tokenizer, mesh = self.gpt, self.dataset.tokenizer, self.parallel.host_mesh
-        retention = checkpoint.RetentionPolicy(
-            self.recipe.train.keep_checkpoints, self.recipe.train.keep_best
-        )
+        retention = checkpoint.RetentionPolicy(t.keep_checkpoints, t.keep_best)
+        gpt, tokenizer, group = self.gpt, self.dataset.tokenizer, mesh.get_group() if mesh else None
 
         def write(copies: tuple[dict, dict]) -> None:
-            args = (self.folder, gpt, copies[0], tokenizer, copies[1], manifest, retention)
-            checkpoint.save_shards(*args, mesh.get_group()) if mesh else checkpoint.save(*args)
+            if group or not self.lock.is_lost:  # it may be tried again much later
+                checkpoint.save(self.folder, gpt, copies[0], tokenizer, copies[1], manifest, retention, group)
 
         def submit() -> None:
-            with report.how_to_go_on(self.recipe):
+            self.lock.check()
+            with report.how_to_resume(self.recipe):
                 self.writer.submit((weights, state), write)
 
         self.parallel.on_checkpoint_ranks(submit)
 
-    def saved_tensors(self) -> list[torch.Tensor]:
-        """Tensors like those that `save` will copy, in the same order, before AdamW has created its state."""
-        weights, _ = self.parallel.state(self.gpt, self.optimizer)
-        tensors = list(weights.values())
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:  # step count and two moments
-                tensors += [torch.empty((), device=parameter.device), parameter, parameter]
-        return tensors
-
     def finish_saving(self) -> None:
-        """Waits for the last checkpoint; every rank raises UserError if it cannot be written."""
-
-        def finish() -> None:
-            with report.how_to_go_on(self.recipe):
-                self.writer.finish()
-
-        self.parallel.on_checkpoint_ranks(finish)
+        """Waits for the last checkpoint; UserError if it cannot be written."""
+        with report.how_to_resume(self.recipe):
+            self.writer.finish()
+        self.lock.check()
 
     def throughput(self, since: Progress) -> dict[str, Any]:
         """Tokens per second and MFU since the progress `since`."""
@@ -442,17 +319,12 @@ class Run:
         return {"tokens_per_second": rate, "mfu": used}
 
     def log(self, kind: str, **values: Any) -> None:
-        clocks = {key: getattr(self.progress, key) for key in ("step", "tokens", "train_time")}
-        for tracker in self.trackers:
-            tracker.write({"kind": kind, **clocks, **values})
-
-    def close_trackers(self) -> None:
-        for tracker in self.trackers:
-            tracker.close()
+        clocks = {key: getattr(self.progress, key) for key in CLOCKS}
+        self.trackers.write({"kind": kind, **clocks, **values})
 
     def close(self) -> None:
         """Closes the trackers and the process group, and frees the memory of model and optimizer."""
-        self.parallel.on_rank_zero(self.close_trackers)
+        self.parallel.on_rank_zero(self.trackers.close)
         self.profiler.close()
         self.micro_batches.close()
         del self.model, self.gpt, self.optimizer

@@ -12,6 +12,7 @@ from lingpt.models import ATTENTIONS, GPT, Config, load_model, load_parts, load_
 from lingpt.train.compilation import compile_blocks, compiles
 from lingpt.train.config import Recipe
 from lingpt.train.console import print_rank0
+from lingpt.train.distributed.parallel import Parallel
 from lingpt.train.planning.throughput import compute_dtype
 
 
@@ -103,3 +104,15 @@ def begin_autotuning(
         return []
     size = recipe.train.micro_batch_size, recipe.data.seq_len, compute_dtype(precision)
     return GPT.on_meta(config).begin_autotuning(*size, device)
+
+
+def tune_together(
+    begun: list[Autotuning], recipe: Recipe, config: Config, precision: str, parallel: Parallel
+) -> None:
+    """Tunes on each machine's first process, which has `begun`; the others read its choices."""
+    for tuning in begun:
+        tuning.finish(print_rank0)
+    parallel.all_gather_object(None)
+    if not parallel.local_rank_zero:
+        for tuning in begin_autotuning(recipe, config, precision, parallel.device):
+            tuning.finish(print_rank0)

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import write_errors, write_text
-from lingpt.common.format import counted, duration
+from lingpt.common.format import counted, duration, scaled
 from lingpt.common.run_folder import (
     CURVES,
     SAMPLES,
@@ -33,7 +32,7 @@ from lingpt.train.planning.machine import Machine
 
 
 def describe(recipe: Recipe, machine: Machine, gpt: GPT, kernels: dict[str, str], steps: int) -> str:
-    """The first lines of a run: model, devices, and what is left to train. kernels: of each attention."""
+    """The first line of a run: model, kernels of its attentions, devices, and what is left to train."""
     shared = "" if machine.strategy == "single" else f"{machine.strategy.upper()}, "
     by = [kernel if len(kernels) == 1 else f"{name} by {kernel}" for name, kernel in kernels.items()]
     return (
@@ -48,24 +47,29 @@ def speed(line: dict[str, Any], recipe: Recipe, step: int, memory: int) -> str:
     rate = line["tokens_per_second"]
     used = f" · MFU {line['mfu']:.0%}" if line["mfu"] is not None else ""
     left = duration((recipe.total_steps - step) * recipe.tokens_per_step / max(rate, 1e-9))
-    return f" · {rate / 1e3:.1f} k tokens/s{used} · {memory / 1e9:.1f} GB · {left} left"
+    return f" · {scaled(rate, ' tokens/s')}{used} · {memory / 1e9:.1f} GB · {left} left"
 
 
 class StatusLine:
-    """Prints the progress bar's content as a line once a minute, for batch jobs without a terminal."""
+    """Says how far a run is: at its first step, at its tenth, and then once a minute.
+
+    began: the step that this start resumes from.
+    """
 
     EVERY = 60.0  # seconds
 
-    def __init__(self, bar: tqdm) -> None:
-        self.needed = bar.disable
-        self.restart()
+    def __init__(self, began: int) -> None:
+        self._began, self._last = began, time.monotonic()
 
     def restart(self) -> None:
         """Restarts the minute: another line has just reported the progress."""
-        self.last = time.monotonic()
+        self._last = time.monotonic()
 
-    def print_if_due(self, line: str) -> None:
-        if self.needed and time.monotonic() - self.last >= self.EVERY:
+    def is_due(self, step: int) -> bool:
+        return step - self._began in (1, 10) or time.monotonic() - self._last >= self.EVERY
+
+    def print_if_due(self, step: int, line: str) -> None:
+        if self.is_due(step):
             print_rank0(line)
             self.restart()
 
@@ -105,21 +109,21 @@ def resume_message(recipe: Recipe) -> str:
     """
     from_newest = recipe.train.resume == "auto" or not newest_checkpoint(recipe.run_folder)
     if launched():  # the launcher's command line is not known here
-        return f"the same command{'' if from_newest else ' with --train.resume auto'} goes on"
+        return f"the same command{'' if from_newest else ' with --train.resume auto'} resumes it"
     argv = sys.argv[1:]
     if from_newest:
-        return f"the same command goes on: {shlex.join(['lingpt', *argv])}"
+        return f"the same command resumes it: {shlex.join(['lingpt', *argv])}"
     option = "--train.resume"
     argv = [
         word
         for before, word in zip(["", *argv], argv, strict=False)
         if option not in (before, word) and not word.startswith(f"{option}=")
     ]
-    return f"this command goes on: {shlex.join(['lingpt', *argv, option, 'auto'])}"
+    return f"this command resumes it: {shlex.join(['lingpt', *argv, option, 'auto'])}"
 
 
 @contextlib.contextmanager
-def how_to_go_on(recipe: Recipe) -> Iterator[None]:
+def how_to_resume(recipe: Recipe) -> Iterator[None]:
     """Adds to a UserError of the block how to resume the run once its cause is fixed."""
     try:
         yield

@@ -1,15 +1,49 @@
-"""One optimiser step, used by training and timed by `lingpt bench train`."""
+"""One optimiser step, used by training and timed by `lingpt bench train`; its optimizer (AdamW as in Pythia's
+recipe) and its learning rate, a pure function of the step."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lingpt.models import GPT
-from lingpt.train.config import Recipe
+from lingpt.models.weight_decay import parameter_groups
+from lingpt.train.config import Recipe, TrainConfig, decay_steps, warmup_steps
 from lingpt.train.distributed.parallel import Parallel
-from lingpt.train.optim import step_where_finite
 from lingpt.train.profile import span
+
+
+def learning_rates(config: TrainConfig, total_steps: int) -> Callable[[int], float]:
+    """The learning rate of each optimiser step (0-based): a linear warm-up, then the schedule's decay.
+
+    A run too short for its warm-up warms up over a tenth of its steps. The last step has the minimum, unless
+    the warm-up is all there is. `wsd` decays with 1 − √progress (Hägele et al. 2024, "Scaling laws and
+    compute-optimal training beyond fixed training durations").
+    """
+    warmup, decay = warmup_steps(config, total_steps), decay_steps(config, total_steps)
+    least, span = config.min_learning_rate, config.learning_rate - config.min_learning_rate
+    last = total_steps - 1
+
+    def rate(step: int) -> float:
+        if step < warmup:
+            return config.learning_rate * (step + 1) / warmup
+        if config.schedule == "wsd":
+            done = min(1.0, max(0, step - (last - decay)) / decay)
+            return least + span * (1 - math.sqrt(done))
+        progress = min(1.0, (step - warmup) / (last - warmup)) if last > warmup else 1.0
+        return least + span * 0.5 * (1 + math.cos(math.pi * progress))
+
+    return rate
+
+
+def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW, fused on a GPU, with weight decay as in `parameter_groups`."""
+    groups = parameter_groups(model, config.weight_decay)
+    fused = all(p.is_cuda for group in groups for p in group["params"])
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=fused)
 
 
 class AsyncHostCopy:
@@ -31,9 +65,13 @@ class AsyncHostCopy:
 
 
 class Training(Protocol):
-    """A model in training: `model` computes the loss of `gpt`; it and `optimizer` are wrapped."""
+    """A model in training: `model` computes the loss of `gpt`; it and `optimizer` are wrapped.
+
+    tokens_per_step: of the global batch.
+    """
 
     recipe: Recipe
+    tokens_per_step: int
     parallel: Parallel
     gpt: GPT
     model: Any
@@ -53,7 +91,7 @@ def optimizer_step(
     tokens of all ranks, on how many ranks each of the `flags` is set after the last micro-batch, and the
     gradient's norm.
     """
-    recipe, parallel, optimizer = training.recipe, training.parallel, training.optimizer
+    parallel, optimizer = training.parallel, training.optimizer
     parallel.zero_gradients(optimizer)
     loss_sum = torch.zeros((), dtype=torch.float64, device=parallel.device)
     for i, micro_batch in enumerate(micro_batches):
@@ -61,11 +99,27 @@ def optimizer_step(
             with span("forward"):
                 loss = training.model(micro_batch)
             with span("backward"):
-                parallel.backward(loss, recipe.tokens_per_step)
+                parallel.backward(loss, training.tokens_per_step)
         loss_sum += loss.detach()
     with span("optimizer"):
-        norm = parallel.clip_gradients(training.gpt, recipe.train.grad_clip)
+        norm = parallel.clip_gradients(training.gpt, training.recipe.train.grad_clip)
         sums = parallel.all_reduce_sum_async(loss_sum, *flags())
         numbers = AsyncHostCopy(sums, norm)
         step_where_finite(optimizer, sums[0], norm)
     return numbers
+
+
+def step_where_finite(optimizer: torch.optim.Optimizer, *numbers: torch.Tensor) -> None:
+    """A step of the optimizer that changes nothing if one of `numbers`, scalars, is not finite.
+
+    A fused optimizer checks that on the device, as with GradScaler, without synchronisation; others
+    synchronise.
+    """
+    finite = torch.stack([number.isfinite() for number in numbers]).all()
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    if optimizer.defaults["fused"] and not isinstance(next(parameters), DTensor):
+        bare: Any = getattr(optimizer, "optimizer", optimizer)  # unwrapped from Fabric
+        bare.found_inf = finite.logical_not().float()
+        optimizer.step()
+    elif finite.item():
+        optimizer.step()

@@ -321,7 +321,9 @@ def test_dry_run_on_a_cpu_says_how_long_and_whether_the_data_are_there(project, 
     out = capsys.readouterr().out
     assert "1 file(s), " in out
     assert re.search(
-        r"here: about [\d.]+ k tokens/s at 40% of .* \([\d.]+ [GT]FLOP/s, measured\), \d+ s", out
+        r"here: about \d0* ([kM] )?tokens/s at 40% of .* \(\d0* [MGT]FLOP/s, measured\), \d+0* \w+$",
+        out,
+        re.M,
     )
     nowhere = ["--data.source", "nowhere.jsonl"]
     assert main(["train", "--config", "tiny.yaml", "--train.dry_run", "true", *nowhere]) == 0
@@ -343,7 +345,7 @@ def test_a_disk_that_fails_at_the_start_is_one_line(project, capsys, monkeypatch
     def fail(*_args, **_kwargs):
         raise OSError(number, os.strerror(number), "runs/demo-ours/.lock")
 
-    monkeypatch.setattr("lingpt.train.loop.resume_or_create", fail)
+    monkeypatch.setattr("lingpt.train.start.resume_or_create", fail)
     assert f"runs/demo-ours/.lock: {os.strerror(number)}" in complaint(
         capsys, "train", "--config", "tiny.yaml"
     )
@@ -393,7 +395,7 @@ def test_ctrl_c_while_preparing_is_130_and_no_traceback(project, capsys, monkeyp
     def interrupted(*_args, **_kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lingpt.train.loop.prepare", interrupted)
+    monkeypatch.setattr("lingpt.train.start.prepare", interrupted)
     assert "interrupted" in complaint(capsys, "train", "--config", "tiny.yaml", code=130)
 
 
@@ -409,7 +411,7 @@ def test_a_signal_while_preparing_interrupts_as_ctrl_c_does(project, capsys, mon
         raise RuntimeError("not interrupted")
 
     cleaned = []
-    monkeypatch.setattr("lingpt.train.loop.prepare", prepare)
+    monkeypatch.setattr("lingpt.train.start.prepare", prepare)
     before = signal.signal(number, signal.SIG_DFL)  # the tests themselves may run under nohup
     try:
         assert "interrupted" in complaint(capsys, "train", "--config", "tiny.yaml", code=128 + number)

@@ -185,8 +185,9 @@ def run(argv: list[str]) -> int:
         done = train(self, stop)
         found["names"] = [name for name, _ in self.gpt.named_parameters()]
         found["weights"] = bits(list(self.gpt.parameters()))
-        found["bytes"] = sum(tensor.nbytes for tensor in self.saved_tensors())
-        found["pinned"] = checkpoint_writer.pinned_bytes(self.saved_tensors())
+        like = checkpoint_writer.state_like(self.gpt.state_dict(), self.optimizer)
+        found["bytes"] = sum(tensor.nbytes for tensor in like)
+        found["pinned"] = checkpoint_writer.pinned_bytes(like)
         return done
 
     def checkpoint_due(self):

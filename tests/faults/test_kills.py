@@ -90,7 +90,7 @@ def test_one_of_two_processes_is_killed(harness, undisturbed_two, figures, seed)
         assert outcome.code == (-signal.SIGKILL if whom == command.pid else 2), outcome.output
         assert len(outcome.errors) == 1 and "Traceback" not in outcome.output, outcome.output
         named = "the main process" if whom == command.pid else "process 1 of 2"
-        assert named in outcome.errors[0] and "the same command goes on" in outcome.errors[0]
+        assert named in outcome.errors[0] and "the same command resumes it" in outcome.errors[0]
         figures["faults"] += 1
         figures["most seconds to end"] = max(figures["most seconds to end"], round(seconds, 1))
     assert_as_undisturbed(harness, undisturbed_two, harness.run(*TRAIN, *TWO))

@@ -23,6 +23,7 @@ from lingpt.train.distributed.parallel import Parallel
 from lingpt.train.planning.machine import choose_machine
 from lingpt.train.runs.replay import replay
 from lingpt.train.runs.resume import schedule_jump
+from lingpt.train.runs.run_lock import RunLock
 from lingpt.train.signals import Stop
 
 
@@ -30,7 +31,8 @@ def start(recipe) -> loop.Run:
     """A run that has begun but not trained."""
     machine, dataset = choose_machine(recipe.train), prepare(recipe.data, progress=False)
     recipe.run_folder.mkdir(parents=True, exist_ok=True)
-    return loop.Run(recipe, machine, recipe.model.config(), dataset, Parallel(machine))
+    lock = RunLock(recipe.run_folder)
+    return loop.Run(recipe, machine, recipe.model.config(), dataset, Parallel(machine), lock)
 
 
 def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -84,7 +86,7 @@ def test_resume_is_bitwise_equal_to_never_having_stopped(make_recipe, monkeypatc
     whole = train(make_recipe(name="whole"))
     with monkeypatch.context() as patch:
         interrupt_at(patch, step=4)
-        with pytest.raises(KeyboardInterrupt, match=r"stopped and saved at step 4 of 6.*goes on"):
+        with pytest.raises(KeyboardInterrupt, match=r"stopped and saved at step 4 of 6.*resumes it"):
             train(make_recipe(name="parts"))
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "the handler was left behind"
     parts = train(make_recipe(name="parts"))
@@ -185,16 +187,16 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(make_recipe, m
     assert json.loads((folder / "checkpoints/step-00000006/manifest.json").read_text())["skipped"] == 1
 
 
-def test_without_a_terminal_a_line_a_minute_says_how_far_it_is(make_recipe, monkeypatch, capsys):
-    """Guards: a batch job of a large model that said nothing until its first validation, an hour later."""
+def test_lines_say_how_far_it_is(make_recipe, monkeypatch, capsys):
+    """The first step and the tenth are said at once. Guards: a run that said nothing for its first minute."""
     lines = []
-    for every in (60.0, 0.0):
+    for every in (600.0, 0.0):
         monkeypatch.setattr(report.StatusLine, "EVERY", every)
-        train(make_recipe(max_steps=4, eval_interval=3, name=f"every-{every}"))
+        train(make_recipe(max_steps=12, eval_interval=3, log_interval=100, name=f"every-{every}"))
         found = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
         lines.append([line.split(" · ")[0] for line in found if "validation" not in line])
         assert all("tokens/s" in line and "left" in line for line in found)
-    assert lines == [[], [f"step {step}/4" for step in (1, 2, 3, 4)]]
+    assert lines == [[f"step {step}/12" for step in steps] for steps in ((1, 10), range(1, 13))]
 
 
 def test_a_run_that_diverged_ends_with_one_line(make_recipe, monkeypatch):
@@ -380,7 +382,7 @@ def test_a_run_that_fails_before_its_first_step_has_not_taken_its_name(make_reci
             train(make_recipe())
     assert not make_recipe().run_folder.exists()
     with monkeypatch.context() as patch:  # as after kill -9
-        patch.setattr(loop, "give_back_name", lambda folder: None)
+        patch.setattr("lingpt.train.start.give_back_name", lambda folder: None)
         patch.setattr(loop.Run, "step", fail)
         with pytest.raises(UserError, match="no memory"):
             train(make_recipe())
@@ -469,7 +471,7 @@ def test_the_report_finds_the_memory_free(make_recipe, monkeypatch):
         kept.extend(weakref.ref(x) for x in (self.gpt, self.gpt.lm_head.weight, self.optimizer))
 
     monkeypatch.setattr(loop.Run, "__init__", remember)
-    monkeypatch.setattr(loop.report, "final_report", lambda *_: alive.extend(ref() for ref in kept))
+    monkeypatch.setattr(report, "final_report", lambda *_: alive.extend(ref() for ref in kept))
     train(make_recipe(max_steps=1))
     assert alive == [None] * 3
 
@@ -480,7 +482,7 @@ def test_samples_that_find_no_memory_are_left_out(make_recipe, monkeypatch, caps
     def fail(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(loop.report, "generate", fail)
+    monkeypatch.setattr(report, "generate", fail)
     folder = train(make_recipe(max_steps=1, sample_tokens=8))
     out = capsys.readouterr().out
     assert f"no samples: out of memory; `lingpt generate {folder} --device cpu`" in out

@@ -2,7 +2,7 @@
 
 import socket
 
-RESUME_HINT = "the run ends, and the same command goes on from its newest checkpoint"
+RESUME_HINT = "the run ends, and the same command resumes it from its newest checkpoint"
 _LOST = (
     "Connection closed by peer",
     "Connection reset by peer",

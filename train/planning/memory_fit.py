@@ -83,7 +83,7 @@ def check_machine(machine: Machine, gpt: GPT, recipe: Recipe) -> None:
         card = min(cards, key=lambda device: device.memory)
         time_on_card = duration(flops / (card.bf16 * STATED_MFU))
         such = f"such as {card.name}: about {time_on_card} at {STATED_MFU:.0%} MFU"
-    reason = f"about {duration(days * 86400)}"
+    reason = f"about {duration(days * 86400, rough=True)}"
     if too_large:
         reason = f"{need / 1e9:.0f} GB of memory, and it has {machine.memory / 1e9:.0f}"
     raise UserError(

@@ -2,7 +2,7 @@
 
 import torch
 
-from lingpt.common.format import counted, duration, scaled
+from lingpt.common.format import counted, duration, one_digit, scaled
 from lingpt.data import availability, cache_size
 from lingpt.models import GPT
 from lingpt.train.config import Recipe
@@ -45,7 +45,10 @@ def format_plan(recipe: Recipe, machine: Machine, gpt: GPT) -> str:
     if several := [text for device in shown if (text := _sharded(device, gpt, recipe, precision, least))]:
         lines += ["", f"sharded by FSDP {micro_batch} it fits {', '.join(several)}"]
     rate, basis = _speed(machine, flops / tokens)
-    lines += ["", f"here: about {scaled(rate, ' tokens/s')} at {basis}, {duration(tokens / rate)}"]
+    rough = machine.accelerator == "cpu"
+    time = duration(tokens / rate, rough)
+    speed = scaled(one_digit(rate) if rough else rate, " tokens/s")
+    lines += ["", f"here: about {speed} at {basis}, {time}"]
     return "\n".join(lines)
 
 
@@ -89,7 +92,8 @@ def _speed(machine: Machine, flops_per_token: float) -> tuple[float, str]:
         return rate, f"{STATED_MFU:.0%} MFU"
     found = measured_flops(machine.accelerator, machine.precision)
     devices = machine.world_size if machine.accelerator == "cuda" else machine.num_nodes
-    basis = f"{STATED_MFU:.0%} of what its matrix products reach ({scaled(found, 'FLOP/s')}, measured)"
+    reached = scaled(one_digit(found), "FLOP/s")
+    basis = f"{STATED_MFU:.0%} of what its matrix products reach ({reached}, measured)"
     return STATED_MFU * found * devices / flops_per_token, basis
 
 

@@ -7,14 +7,12 @@ fingerprint. In a sharded run, weights and optimizer are in shards, one file per
 
 import contextlib
 import math
-import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -30,6 +28,7 @@ from lingpt.common.files import (
     sync,
     write_errors,
 )
+from lingpt.common.json_values import what_is_wrong
 from lingpt.common.run_folder import (
     CHECKPOINTS,
     METRICS,
@@ -52,7 +51,11 @@ from lingpt.train.distributed.sharding import split_shards
 
 T = TypeVar("T")
 
-_MANIFEST_KEYS = {"step", "tokens", "train_time", "skipped", "config", "data_fingerprint"}
+# What a run needs of a manifest to resume.
+_MANIFEST = {
+    "step": int, "tokens": int, "train_time": int | float, "skipped": int, "skipped_in_a_row": int,
+    "config": {"model": dict, "data": dict, "train": dict}, "data_fingerprint": str,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -72,72 +75,58 @@ def save(
     state: dict[str, Any],
     manifest: dict[str, Any],
     retention: RetentionPolicy,
+    group: dist.ProcessGroup | None = None,
 ) -> Path:
     """Writes the checkpoint of step `manifest["step"]`, then removes those that `retention` does not keep.
 
-    weights: of the whole model. state: the train state. Raises UserError if it cannot be written; then
-    nothing of it is left and the older ones are untouched.
+    weights: of the whole model; or DTensors, and then all ranks of `group` call this, each writes its own
+    parts to a shared disk, and rank zero the rest. state: the train state.
+
+    Raises UserError, on all ranks, if it cannot be written; then nothing of it is left and the older ones are
+    untouched.
     """
-    final = checkpoint_folder(run, manifest["step"])
-    if read_manifest(final) is not None:
-        return final
-    with new_checkpoint(run, manifest, retention) as folder:
-        save_model(model, folder, weights)
-        tokenizer.save(folder)
-        with open(folder / TRAIN_STATE, "wb") as file:
-            torch.save(state, file)
-        write_manifest(folder, manifest)
-    return final
-
-
-def save_shards(
-    run: Path,
-    model: GPT,
-    weights: dict[str, torch.Tensor],
-    tokenizer: Tokenizer,
-    state: dict[str, Any],
-    manifest: dict[str, Any],
-    retention: RetentionPolicy,
-    group: dist.ProcessGroup,
-) -> None:
-    """`save` by all ranks of `group` together: each writes its own parts of the DTensors, to a shared disk.
-
-    Rank zero creates the folder, and renames it once all shards are there. If one rank fails, all raise the
-    same UserError.
-    """
-    final, rank = checkpoint_folder(run, manifest["step"]), dist.get_rank(group)
+    final, rank = checkpoint_folder(run, manifest["step"]), dist.get_rank(group) if group else 0
     tensors, optimizer = split_shards(state["optimizer"])
     with contextlib.ExitStack() as stack:
 
         def begin() -> Path | None:
             if rank or read_manifest(final) is not None:
                 return None
-            return stack.enter_context(new_checkpoint(run, manifest, retention))
+            return stack.enter_context(_new_checkpoint(run, manifest, retention))
 
-        def write() -> dict[str, str]:
-            assert folder is not None
+        def write(folder: Path) -> dict[str, str]:
+            """Writes the weights, of a sharded model this rank's; returns the SHA-256 of its shards."""
+            if group is None:
+                save_model(model, folder, weights)
+                return {}
             write_shards(folder, weights | tensors, group)
             return {path.name: file_sha256(path) for path in folder.glob(f"shard-{rank + 1:05d}-*")}
 
-        def complete() -> None:
-            if rank == 0 and folder is not None:
-                _check_all_here(run, folder, [name for own in hashes for name in own])
-                save_index(model, folder)
+        def complete(folder: Path, hashes: list[dict[str, str]]) -> None:
+            if rank == 0:
+                shards = {name: sha for own in hashes for name, sha in own.items()}
+                _check_all_here(run, folder, shards)
+                if group:
+                    save_index(model, folder)
                 tokenizer.save(folder)
                 with open(folder / TRAIN_STATE, "wb") as file:
                     torch.save({**state, "optimizer": optimizer}, file)
-                write_manifest(folder, manifest, {name: sha for own in hashes for name, sha in own.items()})
+                write_manifest(folder, manifest, shards)
             stack.close()
 
         def together(function: Callable[[], T]) -> list[T]:
-            return on_all_ranks(lambda: _or_not_written(run, manifest["step"], function), group)
+            def attempt() -> T:
+                return _or_not_written(run, manifest["step"], function)
+
+            return on_all_ranks(attempt, group) if group else [attempt()]
 
         if folder := together(begin)[0]:
-            hashes = together(write)
-            together(complete)
+            hashes = together(lambda: write(folder))
+            together(lambda: complete(folder, hashes))
+    return final
 
 
-def _check_all_here(run: Path, folder: Path, shards: list[str]) -> None:
+def _check_all_here(run: Path, folder: Path, shards: Iterable[str]) -> None:
     """Raises NotWritten if rank zero does not see a shard that a rank has written."""
     for name in shards:
         if not (folder / name).is_file():
@@ -147,56 +136,43 @@ def _check_all_here(run: Path, folder: Path, shards: list[str]) -> None:
             )
 
 
-def _or_not_written(run: Path, step: int, function: Callable[[], T]) -> T:
-    """`function()`; any failure becomes NotWritten, which the other ranks are told of."""
-    try:
-        return function()
-    except (Exception, CheckpointException) as error:
-        if connection_lost(error):  # another process has died: no failure of the disk
-            raise
-        raise not_written(run, step, error) from error
-
-
-@contextlib.contextmanager
-def new_checkpoint(run: Path, manifest: dict[str, Any], retention: RetentionPolicy) -> Iterator[Path]:
-    """A folder to fill, which becomes the run's checkpoint of the manifest's step at the end of the block.
-
-    Raises UserError if the block or the disk fails.
-    """
-    final = checkpoint_folder(run, manifest["step"])
-    try:
-        final.parent.mkdir(exist_ok=True)  # not the run's folder: if its disk is gone, do not recreate it
-        clear_leftovers(run)
-        if (run / METRICS).exists():  # so that metrics up to this step survive a power failure
-            sync(run / METRICS)
-        with new_folder(final) as folder:
-            yield folder
-            if final.exists():  # a damaged one: whole ones are never rewritten
-                set_aside(final, "damaged")
-    except (OSError, RuntimeError, UserError) as error:  # PyTorch raises RuntimeError for a full disk
-        if connection_lost(error):
-            raise
-        raise not_written(run, manifest["step"], error) from error
-    # While steps are skipped, a new checkpoint is no better than the old ones: keep all.
-    if not manifest.get("skipped_in_a_row"):
-        prune_checkpoints(run, retention)
-
-
 class NotWritten(UserError):
     """A checkpoint could not be written."""
 
 
-def not_written(run: Path, step: int, error: BaseException) -> NotWritten:
-    """The NotWritten for `error`; one from another rank is returned unchanged."""
-    if isinstance(error, NotWritten):
-        return error
-    older, cause = newest_checkpoint(run), _os_error(error)
-    left = f"{older} is intact" if older else "no older one exists"
-    return NotWritten(
-        f"the checkpoint of step {step} could not be written "
-        f"({cause.strerror or first_line(error)}); nothing of it is left and {left}: "
-        f"{disk_fix(cause, run / CHECKPOINTS)}"
-    )
+def _or_not_written(run: Path, step: int, function: Callable[[], T]) -> T:
+    """`function()`; a failure of the disk becomes NotWritten, which the other ranks are told of."""
+    try:
+        return function()
+    except NotWritten:
+        raise
+    except (OSError, RuntimeError, UserError, CheckpointException) as error:  # PyTorch's of a full disk
+        if connection_lost(error):  # another process has died
+            raise
+        older, cause = newest_checkpoint(run), _os_error(error)
+        left = f"{older} is intact" if older else "no older one exists"
+        raise NotWritten(
+            f"the checkpoint of step {step} could not be written "
+            f"({cause.strerror or first_line(error)}); nothing of it is left and {left}: "
+            f"{disk_fix(cause, run / CHECKPOINTS)}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _new_checkpoint(run: Path, manifest: dict[str, Any], retention: RetentionPolicy) -> Iterator[Path]:
+    """A folder to fill, which becomes the run's checkpoint of the manifest's step at the end of the block."""
+    final = checkpoint_folder(run, manifest["step"])
+    final.parent.mkdir(exist_ok=True)  # not the run's folder: if its disk is gone, do not recreate it
+    clear_leftovers(run)
+    if (run / METRICS).exists():  # so that metrics up to this step survive a power failure
+        sync(run / METRICS)
+    with new_folder(final) as folder:
+        yield folder
+        if final.exists():  # a damaged one: whole ones are never rewritten
+            set_aside(final, "damaged")
+    # While steps are skipped, a new checkpoint is no better than the old ones: keep all.
+    if not manifest["skipped_in_a_row"]:
+        prune_checkpoints(run, retention)
 
 
 def prune_checkpoints(run: Path, retention: RetentionPolicy) -> None:
@@ -242,7 +218,7 @@ def add_val_loss(run: Path, step: int, loss: float) -> None:
         return
     with write_errors(folder, "free some space, or make it writable, and give the same command again"):
         remove_partial(folder)  # left by a killed writer; the manifest would list it
-        write_manifest(folder, manifest | {"val_loss": loss}, manifest.get("sha256"))
+        write_manifest(folder, manifest | {"val_loss": loss}, manifest["sha256"])
 
 
 def clear_leftovers(run: Path) -> None:
@@ -265,8 +241,10 @@ def _os_error(error: BaseException) -> OSError:
 def load_manifest(checkpoint: Path) -> dict[str, Any]:
     """The manifest of a checkpoint to resume from. UserError if the checkpoint is not whole."""
     manifest = read_manifest(checkpoint)
-    if manifest is None or not isinstance(manifest.get("config"), dict) or _MANIFEST_KEYS - manifest.keys():
+    if manifest is None:
         raise UserError(f"the checkpoint {checkpoint} is not whole: resume from an older one, or auto")
+    if wrong := what_is_wrong(manifest, _MANIFEST):
+        raise UserError(f"the checkpoint {checkpoint} is not of a run ({wrong}): resume from another one")
     return manifest
 
 
@@ -282,7 +260,7 @@ def why_unusable(checkpoint: Path) -> str | None:
     """Why a run cannot resume from the checkpoint, as `is …`; None if it can. Reads all of it."""
     if reason := damage(checkpoint):
         return reason
-    try:  # checkpoints of older versions have no checksums
+    try:
         load_manifest(checkpoint)
         load_state(checkpoint)
     except UserError as error:
@@ -291,11 +269,8 @@ def why_unusable(checkpoint: Path) -> str | None:
 
 
 def random_state() -> dict[str, Any]:
-    """The states of this process's random generators."""
-    kind, keys, *rest = np.random.get_state(legacy=True)
+    """The states of PyTorch's random generators in this process: of the CPU, and of its GPU."""
     return {
-        "python": random.getstate(),
-        "numpy": (kind, np.asarray(keys).tolist(), *rest),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
     }
@@ -303,9 +278,6 @@ def random_state() -> dict[str, Any]:
 
 def restore_random_state(state: dict[str, Any]) -> None:
     """Sets this process's random generators to a `random_state`."""
-    random.setstate(state["python"])
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

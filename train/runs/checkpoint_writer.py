@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -34,7 +34,7 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._stop_retrying = threading.Event()
         self._write: Callable[[], object] = lambda: None
-        self._failures = 0
+        self.failures = 0  # in a row
         self._error: UserError | None = None
         self._bug: BaseException | None = None
 
@@ -47,16 +47,13 @@ class CheckpointWriter:
         if self._thread and not (kind and issubclass(kind, KeyboardInterrupt)):
             self._thread.join()
 
-    @property
-    def too_many_failures(self) -> bool:
-        return self._failures >= MAX_FAILURES
-
-    def reserve(self, like: Sequence[torch.Tensor]) -> None:
-        """Allocates host memory for a state of such tensors, in this order, before the first checkpoint.
+    def reserve(self, weights: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
+        """Allocates host memory for a state of these weights and of AdamW, before the first checkpoint.
 
         Runs in the background: pinning takes seconds, for which the first checkpoint would block training.
         """
-        self._thread = threading.Thread(target=self._host.reserve, args=(like,), name="pinning", daemon=True)
+        args = (state_like(weights, optimizer),)
+        self._thread = threading.Thread(target=self._host.reserve, args=args, name="pinning", daemon=True)
         self._thread.start()
 
     def submit(self, state: Any, write: Callable[[Any], object]) -> None:
@@ -66,7 +63,7 @@ class CheckpointWriter:
         have failed.
         """
         self.wait()
-        if self._error and self.too_many_failures:
+        if self._error and self.failures >= MAX_FAILURES:
             raise self._error
         copy = self._host.copy_to_host(state)
         self._write = lambda: write(copy)
@@ -98,10 +95,10 @@ class CheckpointWriter:
             raise self._error
 
     def _write_until_done(self) -> None:
-        while not self._try() and not self._bug and not self.too_many_failures:
+        while not self._try() and not self._bug and self.failures < MAX_FAILURES:
             print_rank0(
                 f"{self._error}; training goes on, and it is tried again "
-                f"(failure {self._failures} of {MAX_FAILURES} in a row)"
+                f"(failure {self.failures} of {MAX_FAILURES} in a row)"
             )
             if self._mesh or self._stop_retrying.wait(RETRY_SECONDS):
                 return
@@ -110,12 +107,12 @@ class CheckpointWriter:
         try:
             self._write()
         except UserError as error:
-            self._error, self._failures = error, self._failures + 1
+            self._error, self.failures = error, self.failures + 1
             return False
         except BaseException as bug:
             self._bug = bug
             return False
-        self._error, self._failures = None, 0
+        self._error, self.failures = None, 0
         return True
 
 
@@ -175,6 +172,15 @@ class HostBuffers:
         new = torch.empty_like(like, device="cpu", requires_grad=False, pin_memory=like.is_cuda)
         self._buffers[number : number + 1] = [new]
         return new
+
+
+def state_like(weights: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Tensors like those of a checkpoint, in its order, before AdamW has created its state."""
+    tensors = list(weights.values())
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:  # step count and two moments
+            tensors += [torch.empty((), device=parameter.device), parameter, parameter]
+    return tensors
 
 
 def pinned_bytes(tensors: Iterable[torch.Tensor]) -> int:

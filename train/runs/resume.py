@@ -31,10 +31,10 @@ from lingpt.common.run_folder import (
 from lingpt.models import GPT, check_source, load_weights
 from lingpt.train.config import DATA_PATHS, MAY_CHANGE, Recipe, differences, recipe_from_dict
 from lingpt.train.console import print_rank0
-from lingpt.train.optim import learning_rate
 from lingpt.train.report import diverged_message
 from lingpt.train.runs.checkpoint import clear_leftovers, load_manifest, why_unusable
 from lingpt.train.runs.run_lock import RunLock
+from lingpt.train.step import learning_rates
 
 
 def resume_or_create(recipe: Recipe, fingerprint: str, lock: RunLock) -> tuple[Path | None, Path | None]:
@@ -64,13 +64,13 @@ def resume_or_create(recipe: Recipe, fingerprint: str, lock: RunLock) -> tuple[P
             init_from = init_from or _find_init_from(recipe)
             print_rank0(f"new run: {folder}")
         else:
-            _go_on(recipe, checkpoint, fingerprint)
+            _resume(recipe, checkpoint, fingerprint)
         clear_leftovers(folder)
         remove_partial(folder)
     return checkpoint, init_from
 
 
-def _go_on(recipe: Recipe, checkpoint: Path, fingerprint: str) -> None:
+def _resume(recipe: Recipe, checkpoint: Path, fingerprint: str) -> None:
     """Checks that recipe and data are those of `checkpoint`, and prints where the run resumes. A recipe
     without `init_from` gets the checkpoint's."""
     manifest = load_manifest(checkpoint)
@@ -102,18 +102,21 @@ def _recorded_config(folder: Path) -> dict[str, Any] | None:
     """
     newest = newest_checkpoint(folder)
     config = (read_manifest(newest) or {}).get("config") if newest else None
-    if isinstance(config, dict):
-        return config
-    try:
-        config = read_config(folder) if (folder / CONFIG).exists() else None
-    except UserError as error:
-        print_rank0(f"resume: {error}; it is written again")
-        return None
-    sections = ("model", "data", "train")
-    if config is not None and not all(isinstance(config.get(section), dict) for section in sections):
-        print_rank0(f"resume: {folder / CONFIG} is cut short; it is written again")
-        return None
+    if not _is_whole(config) and (folder / CONFIG).exists():
+        try:
+            config = read_config(folder)
+        except UserError as error:
+            print_rank0(f"resume: {error}; it is written again")
+            return None
+        if not _is_whole(config):
+            print_rank0(f"resume: {folder / CONFIG} is cut short; it is written again")
+            return None
     return config
+
+
+def _is_whole(config: Any) -> bool:
+    parts = ("model", "data", "train")
+    return isinstance(config, dict) and all(isinstance(config.get(part), dict) for part in parts)
 
 
 def _newest_usable(folder: Path) -> Path | None:
@@ -164,7 +167,8 @@ def _check_not_diverged(folder: Path) -> None:
     """Raises UserError if the run diverged: the same recipe would only repeat the same steps."""
     lines = read_metrics(folder)
     if lines and lines[-1]["kind"] == "diverged":
-        raise UserError(diverged_message(folder, lines[-1]["step"], lines[-1].get("skipped", 0)))
+        skipped = lines[-1].get("skipped")
+        raise UserError(diverged_message(folder, lines[-1]["step"], skipped if type(skipped) is int else 0))
 
 
 def schedule_jump(recipe: Recipe, manifest: dict[str, Any]) -> str | None:
@@ -173,10 +177,9 @@ def schedule_jump(recipe: Recipe, manifest: dict[str, Any]) -> str | None:
     before, step = recipe_from_dict(manifest["config"]), manifest["step"]
     if not 0 < step < recipe.total_steps:
         return None
-    was = learning_rate(step - 1, before.total_steps, before.train)
-    now = learning_rate(step, recipe.total_steps, recipe.train)
-    would = learning_rate(step, before.total_steps, before.train)
-    if math.isclose(now, would) or math.isclose(now, was):
+    rate_before = learning_rates(before.train, before.total_steps)
+    was, now = rate_before(step - 1), learning_rates(recipe.train, recipe.total_steps)(step)
+    if math.isclose(now, rate_before(step)) or math.isclose(now, was):
         return None
     what = f"{before.total_steps} steps are now {recipe.total_steps}"
     if before.total_steps == recipe.total_steps:

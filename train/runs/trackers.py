@@ -16,6 +16,34 @@ from lingpt.common.files import set_aside, write_errors, write_text
 from lingpt.common.run_folder import ABANDONED, METRICS, WANDB, read_metrics
 from lingpt.train.config import Recipe
 from lingpt.train.console import print_rank0
+from lingpt.train.runs.run_lock import RunLock
+
+CLOCKS = ("step", "tokens", "train_time")
+
+
+class Trackers:
+    """The trackers of a run, on rank zero; other ranks open none.
+
+    lost: whether the run's folder was found not to be its own any more, so that nothing more is written.
+    """
+
+    def __init__(self, lock: RunLock) -> None:
+        self._lock, self._trackers, self.lost = lock, list[Metrics | WandB](), False
+
+    def open(self, recipe: Recipe, resumed_step: int) -> None:
+        self._trackers.append(Metrics(recipe.run_folder, resumed_step))
+        if recipe.train.wandb:
+            self._trackers.append(WandB(recipe))
+
+    def write(self, line: dict[str, Any]) -> None:
+        """line: with its `kind` and the `CLOCKS`."""
+        self.lost = self.lost or self._lock.is_lost
+        for tracker in () if self.lost else self._trackers:
+            tracker.write(line)
+
+    def close(self) -> None:
+        for tracker in () if self._lock.is_lost else self._trackers:
+            tracker.close()
 
 
 class Metrics:
@@ -58,7 +86,7 @@ class Metrics:
         """Writes the waiting lines. Opens the file each time, as its disk may have gone and come back."""
         if not self._waiting:
             return
-        handle = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
+        handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             self._size = min(self._size, os.fstat(handle).st_size)
             while self._waiting:
@@ -76,7 +104,6 @@ def finite(line: dict[str, Any]) -> dict[str, Any]:
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
 
 
-CLOCKS = ("step", "tokens", "train_time")
 PANELS = {"train_time": "loss over time", "tokens": "loss over tokens", "step": "loss over steps"}  # by axis
 WandBMode = Literal["online", "offline", "disabled", "shared"]
 

@@ -274,7 +274,7 @@ def test_torchrun_ends_where_a_process_dies(start, recipe, tmp_path):
     assert torchrun.returncode == 1 and f"exitcode  : -9 (pid: {second})" in said, said
     lines = [line for line in said.splitlines() if line.startswith("lingpt: ")]
     assert len(lines) == 1 and "process 0 of 2" in lines[0], said
-    assert "the same command goes on from its newest checkpoint" in lines[0]
+    assert "the same command resumes it from its newest checkpoint" in lines[0]
     assert not Path(f"/proc/{first}").exists()
 
 

@@ -15,8 +15,8 @@ from lingpt.common.run_folder import damage, valid_checkpoints
 from lingpt.data import prepare
 from lingpt.models import GPT, load_model
 from lingpt.train.distributed.sharding import join_shards, shard_state
-from lingpt.train.optim import make_optimizer
 from lingpt.train.runs import checkpoint
+from lingpt.train.step import make_optimizer
 
 
 @pytest.fixture
@@ -46,7 +46,8 @@ def trained(mesh, make_recipe):
     def save(step: int) -> None:
         state = {"optimizer": optimizer.state_dict(), "random": []}
         weights, newest = gpt.state_dict(), checkpoint.RetentionPolicy(2)
-        checkpoint.save_shards(run, gpt, weights, tokenizer, state, {"step": step}, newest, mesh.get_group())
+        manifest = {"step": step, "skipped_in_a_row": 0}
+        checkpoint.save(run, gpt, weights, tokenizer, state, manifest, newest, mesh.get_group())
 
     return run, gpt, optimizer, save
 

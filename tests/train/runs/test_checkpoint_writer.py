@@ -131,7 +131,7 @@ def test_after_ten_failures_the_run_ends_with_the_way_on(make_recipe, monkeypatc
     monkeypatch.setattr(checkpoint_writer, "RETRY_SECONDS", 0.001)
     attempts = failing(monkeypatch, errno.EROFS, times=99)
     long_steps(monkeypatch)
-    line = r"step 4 could not .*Read-only file system.*step-00000003 is intact: make .* writable; .*goes on"
+    line = r"step 4 could not .*Read-only file system.*step-00000003 is intact: make .* writable; .*resumes"
     with pytest.raises(UserError, match=line):
         train(make_recipe(max_steps=100_000, save_interval=4))
     assert len(attempts) == checkpoint_writer.MAX_FAILURES
@@ -296,7 +296,7 @@ def test_memory_is_reserved_as_a_checkpoint_needs_it(make_recipe, monkeypatch):
 
     def reserved(self):
         monkeypatch.setattr(checkpoint_writer.torch, "empty_like", counted)
-        self.writer.reserve(self.saved_tensors())
+        self.writer.reserve(self.gpt.state_dict(), self.optimizer)
         self.writer.wait()
         assert sum(tensor.numel() for tensor in made) > 3 * self.gpt.num_parameters()
         made.clear()

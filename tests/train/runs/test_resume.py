@@ -12,11 +12,17 @@ import torch
 from safetensors.torch import load
 
 from lingpt.common.errors import UserError
-from lingpt.common.run_folder import read_config, read_manifest, read_metrics, valid_checkpoints
+from lingpt.common.run_folder import (
+    read_config,
+    read_manifest,
+    read_metrics,
+    valid_checkpoints,
+    write_manifest,
+)
 from lingpt.train import loop, report, train
 from lingpt.train.distributed.parallel import Parallel
-from lingpt.train.optim import step_where_finite
 from lingpt.train.planning.machine import choose_machine
+from lingpt.train.step import step_where_finite
 
 
 def names(folder) -> list[str]:
@@ -111,18 +117,43 @@ def test_where_none_can_be_read_nothing_is_touched(make_recipe):
     assert names(train(make_recipe(max_steps=3, resume="never"))) == ["step-00000003"]
 
 
-def test_a_checkpoint_without_checksums_is_of_an_older_version(make_recipe, capsys):
-    """It goes on; a train state that does not read is passed over all the same."""
+def test_a_train_state_that_does_not_read_is_passed_over(make_recipe, capsys):
     folder = train(make_recipe())
-    for path in valid_checkpoints(folder):
-        manifest = read_manifest(path)
-        del manifest["sha256"], manifest["checksum"], manifest["val_loss"], manifest["skipped_in_a_row"]
-        (path / "manifest.json").write_text(json.dumps(manifest))
-    state = folder / "checkpoints/step-00000006/train_state.pt"
-    state.write_bytes(bytes(state.stat().st_size))
+    newest = folder / "checkpoints/step-00000006"
+    (newest / "train_state.pt").write_bytes(b"no pickle")
+    write_manifest(newest, read_manifest(folder / "checkpoints/step-00000003") | {"step": 6})
     train(make_recipe(max_steps=7))
     out = capsys.readouterr().out
     assert "step-00000006 is not usable" in out and "step-00000003, step 3 of 7" in out
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"tokens": "many"},
+        {"train_time": None},
+        {"config": {"model": 3}},
+        {"skipped": [1]},
+        {"data_fingerprint": 7},
+    ],
+)
+def test_values_of_other_types_in_a_manifest_are_passed_over(make_recipe, capsys, wrong):
+    """Guards: a traceback, of a manifest that was edited and given its checksum."""
+    folder = train(make_recipe())
+    newest = folder / "checkpoints/step-00000006"
+    write_manifest(newest, read_manifest(newest) | wrong)
+    train(make_recipe(max_steps=7))
+    out = capsys.readouterr().out
+    assert f"is not of a run ({next(iter(wrong))}" in out and "step-00000003, step 3 of 7" in out
+
+
+def test_a_divergence_that_says_no_number_is_still_one(make_recipe):
+    """Guards: a traceback, of a line whose number of skipped steps is text."""
+    folder = train(make_recipe(max_steps=3))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "diverged", "step": 3, "skipped": "ten"}\n')
+    with pytest.raises(UserError, match="not finite for 0 steps up to step 3"):
+        train(make_recipe())
 
 
 @pytest.mark.parametrize("name", ["step-00000003-best", "step-00000009.backup", "step-9", "step-000000009"])
@@ -176,9 +207,9 @@ def test_the_command_that_goes_on_does(make_recipe, monkeypatch, resume):
     ):
         monkeypatch.setattr(sys, "argv", ["lingpt", "train", *argv])
         expected = "lingpt train --config 'a b.yaml' --train.resume auto"
-        assert report.resume_message(make_recipe(resume=where)) == f"this command goes on: {expected}"
+        assert report.resume_message(make_recipe(resume=where)) == f"this command resumes it: {expected}"
     monkeypatch.setattr(sys, "argv", ["lingpt", "train", "--config", "x.yaml"])
-    same = "the same command goes on: lingpt train --config x.yaml"
+    same = "the same command resumes it: lingpt train --config x.yaml"
     assert report.resume_message(make_recipe()) == same
     assert report.resume_message(make_recipe(name="new", resume="never")) == same, "nothing to go on from yet"
 
@@ -278,14 +309,14 @@ def test_what_a_start_found_it_starts_from(make_recipe, monkeypatch, capsys):
     other = train(make_recipe(name="other", max_steps=2, save_interval=1, keep_checkpoints=2))
     newest, later = other / "checkpoints/step-00000002", other / "saved-a-moment-later"
     newest.rename(later)
-    monkeypatch.setattr("lingpt.train.loop.record_start", lambda *_: later.rename(newest))
+    monkeypatch.setattr("lingpt.train.start.record_start", lambda *_: later.rename(newest))
     train(make_recipe(max_steps=1, init_from=str(other)))
     assert f"weights from {newest.with_name('step-00000001')} (" in capsys.readouterr().out
 
 
 def test_weights_that_do_not_exist_are_missed_before_the_data_is_read(make_recipe, monkeypatch):
     """Guards: a typo in `--train.init_from` that was found after hours of tokenising."""
-    monkeypatch.setattr("lingpt.train.loop.prepare", lambda *_, **__: pytest.fail("the data is read"))
+    monkeypatch.setattr("lingpt.train.start.prepare", lambda *_, **__: pytest.fail("the data is read"))
     with pytest.raises(UserError, match="no model in typo: there is no such folder"):
         train(make_recipe(init_from="typo"))
 

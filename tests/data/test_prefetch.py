@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lingpt.common.errors import UserError
-from lingpt.train.prefetch import AHEAD, Prefetcher
+from lingpt.data.batches import AHEAD, Prefetcher
 
 PIECES = [range(0, 2), range(2, 4)]
 

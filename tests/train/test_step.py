@@ -10,14 +10,13 @@ from torch import nn
 
 from lingpt.train import TrainConfig
 from lingpt.train.distributed.parallel import Parallel
-from lingpt.train.optim import learning_rate, make_optimizer, step_where_finite
 from lingpt.train.planning.machine import choose_machine
-from lingpt.train.step import AsyncHostCopy
+from lingpt.train.step import AsyncHostCopy, learning_rates, make_optimizer, step_where_finite
 
 
 def test_schedule_warms_up_peaks_falls_and_ends_at_the_minimum():
     config = TrainConfig(learning_rate=1e-3, min_learning_rate=5e-5, warmup_steps=100)
-    rates = [learning_rate(step, 1431, config) for step in range(1431)]
+    rates = [learning_rates(config, 1431)(step) for step in range(1431)]
     assert math.isclose(rates[0], 1e-5)
     assert rates[99] == max(rates) == 1e-3
     assert math.isclose(rates[-1], 5e-5)
@@ -32,26 +31,26 @@ def test_warm_up_stable_decay_can_be_extended():
     config = TrainConfig(
         learning_rate=1e-3, min_learning_rate=5e-5, warmup_steps=100, schedule="wsd", decay_steps=200
     )
-    rates = [learning_rate(step, 1000, config) for step in range(1000)]
+    rates = [learning_rates(config, 1000)(step) for step in range(1000)]
     assert math.isclose(rates[0], 1e-5) and rates[99:800] == [1e-3] * 701 and math.isclose(rates[-1], 5e-5)
     assert all(a > b for a, b in pairwise(rates[799:]))
-    longer = [learning_rate(step, 3000, config) for step in range(3000)]
+    longer = [learning_rates(config, 3000)(step) for step in range(3000)]
     assert longer[:800] == rates[:800] and math.isclose(longer[-1], 5e-5)
     config.decay_steps = None
-    assert learning_rate(799, 1000, config) == 1e-3 > learning_rate(800, 1000, config), "a fifth decays"
+    assert learning_rates(config, 1000)(799) == 1e-3 > learning_rates(config, 1000)(800), "a fifth decays"
 
 
 def test_a_run_shorter_than_its_warm_up_still_reaches_the_peak():
     config = TrainConfig(learning_rate=1e-3, warmup_steps=100)
-    assert max(learning_rate(step, 50, config) for step in range(50)) == 1e-3
-    assert learning_rate(0, 1, config) > 0
+    assert max(learning_rates(config, 50)(step) for step in range(50)) == 1e-3
+    assert learning_rates(config, 1)(0) > 0
 
 
 def test_a_short_run_ends_at_the_minimum():
     """Guards: the second of two steps was at the peak."""
     for schedule in ("cosine", "wsd"):
         config = TrainConfig(learning_rate=1e-3, min_learning_rate=5e-5, schedule=schedule)
-        assert [learning_rate(step, 2, config) for step in range(2)] == [1e-3, 5e-5]
+        assert [learning_rates(config, 2)(step) for step in range(2)] == [1e-3, 5e-5]
 
 
 def test_decay_on_matrices_only():
