@@ -28,15 +28,18 @@ class TrainConfig:
         global_batch_size: sequences per optimiser step, over all devices.
         micro_batch_size: sequences per forward and backward pass on each device; gradients are accumulated
             exactly.
+        optimizer: `adamw`, or `muon`: Muon for the matrices of the blocks, AdamW for the rest.
         learning_rate: the peak learning rate, reached after `warmup_steps`.
+        muon_learning_rate: the peak of Muon's rate, which follows the same schedule; by default
+            `learning_rate`, as Muon's steps are scaled to AdamW's size (arXiv 2502.16982).
         min_learning_rate: the learning rate at the last step.
         warmup_steps: steps of linear warm-up, at most a tenth of the run's.
         schedule: after the warm-up, `cosine` falls from the peak to the minimum over the whole run; `wsd`
             (warm-up, stable, decay) stays at the peak and falls over the last `decay_steps`: a run can be
             extended from the checkpoint where its decay began, which is kept.
         decay_steps: length of the decay of `wsd`; by default a fifth of all steps.
-        weight_decay: AdamW's weight decay, on matrices and the filter of a short convolution, not on biases,
-            norms and a learnable b.
+        weight_decay: decoupled weight decay, on matrices and the filter of a short convolution, not on
+            biases, norms and a learnable b.
         beta1: AdamW's beta1.
         beta2: AdamW's beta2.
         grad_clip: maximum norm of the gradient over all parameters.
@@ -83,7 +86,9 @@ class TrainConfig:
     max_tokens: int | None = None
     global_batch_size: int = 256
     micro_batch_size: int = 4
+    optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = 1e-3
+    muon_learning_rate: float | None = None
     min_learning_rate: float = 5e-5
     warmup_steps: int = 100
     schedule: Literal["cosine", "wsd"] = "cosine"
@@ -276,6 +281,13 @@ def check(recipe: Recipe, world_size: int) -> None:
     for name in ("learning_rate", "grad_clip", "timeout_minutes"):
         if not 0 < getattr(t, name) < math.inf:
             raise UserError(f"train.{name} is {getattr(t, name)}; it must be above 0")
+    if t.muon_learning_rate is not None:
+        if t.optimizer != "muon":
+            raise UserError(
+                "train.muon_learning_rate is for train.optimizer muon: leave it out, or give that"
+            )
+        if not 0 < t.muon_learning_rate < math.inf:
+            raise UserError(f"train.muon_learning_rate is {t.muon_learning_rate}; it must be above 0")
     if t.min_learning_rate > t.learning_rate:
         raise UserError(
             f"train.min_learning_rate is {t.min_learning_rate:g}, above the peak, train.learning_rate "

@@ -41,7 +41,7 @@ from lingpt.train.runs.checkpoint_writer import MAX_FAILURES, CheckpointWriter
 from lingpt.train.runs.run_lock import RunLock
 from lingpt.train.runs.trackers import CLOCKS, Trackers
 from lingpt.train.signals import Stop
-from lingpt.train.step import learning_rates, make_optimizer, optimizer_step
+from lingpt.train.step import learning_rates, make_optimizer, optimizer_step, set_learning_rate
 
 MAX_SKIPPED_IN_A_ROW = 10
 
@@ -158,8 +158,7 @@ class Run:
         The ranks also agree on `stop` here: a request on one of them is agreed on by all.
         """
         parallel, rate = self.parallel, self.learning_rate(self.progress.step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        set_learning_rate(self.optimizer, rate)
         n = len(self.micro_batches)
         micro_batches = map(self.micro_batch, range(n))
         numbers = optimizer_step(self, micro_batches, n, lambda: (stop.requested, self.must_save()))

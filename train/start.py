@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from lingpt.common.errors import Interrupted
+from lingpt.common.errors import Interrupted, UserError
 from lingpt.data import Dataset, prepare
 from lingpt.models import GPT, Config
 from lingpt.train import report
@@ -43,6 +43,10 @@ def check_recipe(recipe: Recipe) -> tuple[GPT, Machine, str | None]:
     gpt = GPT.on_meta(model_config(recipe))
     machine, why = choose_strategy(choose_machine(recipe.train), gpt, recipe)
     check(recipe, machine.world_size)
+    if recipe.train.optimizer == "muon" and machine.strategy == "fsdp":
+        raise UserError(
+            "train.optimizer muon needs whole matrices, which fsdp splits: use --train.strategy ddp"
+        )
     if not recipe.train.dry_run:
         check_machine(machine, gpt, recipe)
         check_init_from(recipe)

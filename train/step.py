@@ -1,5 +1,5 @@
 """One optimiser step, used by training and timed by `lingpt bench train`; its optimizer (AdamW as in Pythia's
-recipe) and its learning rate, a pure function of the step."""
+recipe, or Muon) and its learning rate, a pure function of the step."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -13,6 +13,7 @@ from lingpt.models import GPT
 from lingpt.models.weight_decay import parameter_groups
 from lingpt.train.config import Recipe, TrainConfig, decay_steps, warmup_steps
 from lingpt.train.distributed.parallel import Parallel
+from lingpt.train.muon import MuonAndAdamW
 from lingpt.train.profile import span
 
 
@@ -39,11 +40,30 @@ def learning_rates(config: TrainConfig, total_steps: int) -> Callable[[int], flo
     return rate
 
 
-def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW, fused on a GPU, with weight decay as in `parameter_groups`."""
+def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """AdamW, fused on a GPU, with weight decay as in `parameter_groups`; for `config.optimizer` `muon`, also
+    Muon, for the weights of linear layers except `lm_head`."""
     groups = parameter_groups(model, config.weight_decay)
     fused = all(p.is_cuda for group in groups for p in group["params"])
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=fused)
+    matrices: list[nn.Parameter] = []
+    if config.optimizer == "muon":
+        layers = (m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head")
+        matrices = [layer.weight for layer in layers]
+        groups[0]["params"] = [p for p in groups[0]["params"] if all(p is not matrix for matrix in matrices)]
+    betas = config.beta1, config.beta2
+    adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=fused)
+    if not matrices:
+        return adamw
+    rate = config.muon_learning_rate or config.learning_rate
+    muon = torch.optim.Muon(matrices, rate, config.weight_decay, adjust_lr_fn="match_rms_adamw")
+    muon.param_groups[0]["lr_ratio"] = rate / config.learning_rate
+    return MuonAndAdamW(muon, adamw)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Sets the rate of each group: `rate`, for Muon times its ratio to AdamW's."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get("lr_ratio", 1.0)
 
 
 class AsyncHostCopy:

@@ -8,10 +8,17 @@ import pytest
 import torch
 from torch import nn
 
+from lingpt.models import GPT, Config
 from lingpt.train import TrainConfig
 from lingpt.train.distributed.parallel import Parallel
 from lingpt.train.planning.machine import choose_machine
-from lingpt.train.step import AsyncHostCopy, learning_rates, make_optimizer, step_where_finite
+from lingpt.train.step import (
+    AsyncHostCopy,
+    learning_rates,
+    make_optimizer,
+    set_learning_rate,
+    step_where_finite,
+)
 
 
 def test_schedule_warms_up_peaks_falls_and_ends_at_the_minimum():
@@ -114,3 +121,52 @@ def test_nobody_waits_for_a_gpu_until_the_optimizer_has_its_work():
         assert found == loss or (math.isnan(found) and math.isnan(loss))
         assert torch.equal(model.weight, before) != moves
     parallel.close()
+
+
+def muon_step(optimizer, model, seed):
+    """A step with a random gradient of that seed."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    optimizer.step()
+
+
+def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest():
+    """At the rate times its ratio, Muon's step has AdamW's size and equal singular values."""
+    config = TrainConfig(
+        optimizer="muon", learning_rate=1e-3, muon_learning_rate=4e-3, min_learning_rate=0.0, weight_decay=0.0
+    )
+    model = GPT.create(Config.from_name("demo", attention="ours-gated", short_conv=True), seed=0)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = make_optimizer(model, config)
+    set_learning_rate(optimizer, 5e-4)  # half of the peak
+    muon_step(optimizer, model, 0)
+    by_muon = {id(p) for p in optimizer.param_groups[0]["params"]}
+    for name, p in model.named_parameters():
+        linear = name.endswith("weight") and not name.startswith("lm_head") and "norm" not in name
+        assert (id(p) in by_muon) == (linear and "transformer.h" in name), name
+        step = p.detach() - before[name]
+        if id(p) not in by_muon:
+            torch.testing.assert_close(step.abs(), torch.full_like(step, 5e-4), rtol=0.05, atol=2e-8)
+        elif min(step.shape) > 8:
+            assert 0.7 * 0.2 * 2e-3 < step.square().mean().sqrt() < 1.3 * 0.2 * 2e-3, name
+            low, high = torch.linalg.svdvals(step).quantile(torch.tensor([0.1, 0.9]))
+            assert high < 2 * low, name
+
+
+def test_muon_goes_on_from_its_state_as_if_it_had_not_stopped():
+    config, losses = TrainConfig(optimizer="muon", muon_learning_rate=4e-3), []
+    for stops in (False, True):
+        model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 6), nn.LayerNorm(6))
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, 0.5)
+        optimizer = make_optimizer(model, config)
+        muon_step(optimizer, model, 0)
+        if stops:
+            state = copy.deepcopy(optimizer.state_dict())
+            optimizer = make_optimizer(model, config)
+            optimizer.load_state_dict(state)
+        set_learning_rate(optimizer, 5e-4)
+        muon_step(optimizer, model, 1)
+        losses.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*losses, strict=True))

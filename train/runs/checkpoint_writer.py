@@ -175,11 +175,12 @@ class HostBuffers:
 
 
 def state_like(weights: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Tensors like those of a checkpoint, in its order, before AdamW has created its state."""
+    """Tensors like those of a checkpoint, in its order, before the optimizer has created its state."""
     tensors = list(weights.values())
     for group in optimizer.param_groups:
-        for parameter in group["params"]:  # step count and two moments
-            tensors += [torch.empty((), device=parameter.device), parameter, parameter]
+        for parameter in group["params"]:  # Muon's momentum; AdamW's step count and two moments
+            adamw = [torch.empty((), device=parameter.device), parameter, parameter]
+            tensors += [parameter] if "momentum" in group else adamw
     return tensors
 
 
