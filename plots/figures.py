@@ -18,7 +18,7 @@ UNDATED = {"svg": {"Date": None}, "svgz": {"Date": None}, "pdf": {"CreationDate"
 
 
 def new_figure(
-    width: float, height: float, dpi: int = 200, layout: Literal["constrained"] | None = "constrained"
+    width: float, height: float, dpi: int = 100, layout: Literal["constrained"] | None = "constrained"
 ) -> Any:
     """A matplotlib figure of this size in inches, independent of pyplot's windows and global state."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -5,9 +5,10 @@ A file `configs/studies/<name>.yaml` defines it; its keys are the fields of `Stu
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from lingpt.common.errors import UserError, nearest, unknown
 from lingpt.common.files import read_json_object, read_yaml
@@ -15,30 +16,28 @@ from lingpt.common.run_folder import METRICS
 from lingpt.study.portable import differs
 from lingpt.train.recipe import RECIPES
 
-_LISTS = ("learning_rates", "suites", "tasks", "baselines", "plotted_rows")
-_MAPPINGS = ("options", "rate_options", "texts", "mqar")
-_WHOLE = (
-    "tokens",
-    "seeds",
-    "runs_per_device",
-    "max_length_factor",
-    "limit",
-    "rate_tokens",
-    "devices_per_run",
-)
-_DECIDED = ("train.max_steps", "train.max_tokens", "train.seed", "train.name")
 STUDIES = RECIPES / "studies"  # those that ship with LinGPT
 STAGES = ("data", "rates", "runs", "mqar", "scores", "page")
 STUDY = "study.json"  # the study's configuration, in its folder
-# Old name → new name, for keys in the study.json of earlier versions (docs/results has some).
-_RENAMED = {
-    "rates": "learning_rates",
-    "cards_per_run": "devices_per_run",
-    "runs_per_card": "runs_per_device",
-    "against": "baselines",
-    "drawn": "plotted_rows",
-    "longest": "max_length_factor",
-    "stopped_halfway": "interrupted_row",
+_DECIDED = ("train.max_steps", "train.max_tokens", "train.seed", "train.name")
+_RANGES = {  # (minimum, maximum)
+    "tokens": (1, 10**15),
+    "seeds": (1, 1000),
+    "devices_per_run": (1, 10_000),
+    "runs_per_device": (1, 100),
+    "max_length_factor": (1, 10**6),
+    "limit": (1, 10**9),
+}
+# What a value of this type is called in an error.
+_KINDS = {
+    int: "a whole number",
+    str: "text",
+    bool: "true or false",
+    tuple[str, ...]: "a list of words",
+    tuple[float, ...]: "a list of numbers above 0",
+    dict[str, Any]: "`key: value`",
+    dict[str, dict[str, Any]]: "`row: {key: value}`, with the options of `lingpt train`, or a list of rows",
+    dict[str, str]: "`name: path`",
 }
 
 
@@ -72,8 +71,6 @@ class Study:
         max_length_factor: the loss by position goes up to this multiple of the training length.
         limit: evaluate only so many documents of each task, from the first on.
         mqar: options of `lingpt mqar`, to also train and score the synthetic recall task.
-        interrupted_row: a row whose first run is stopped halfway and resumed, which must not change its
-            losses.
         about: a sentence for the page.
     """
 
@@ -98,7 +95,6 @@ class Study:
     max_length_factor: int = 8
     limit: int | None = None
     mqar: dict[str, Any] | None = None
-    interrupted_row: str | None = None
     about: str = ""
 
     def attention(self, row: str) -> str | list[str]:
@@ -133,30 +129,51 @@ def read_study(path: Path, changes: Mapping[str, Any] | None = None) -> Study:
     values = read_yaml(path)
     if not isinstance(values, dict):
         raise UserError(f"{path} is not a study: it has no keys")
-    values = {"name": path.stem.removeprefix("study-")} | _with_new_names(values) | dict(changes or {})
-    known = [key.name for key in fields(Study)]
+    kinds = get_type_hints(Study)
     for key in values:
-        if key not in known:
-            raise UserError(
-                f"{path}: unknown key {key!r}{nearest(str(key), known)}; a study has {', '.join(known)}"
-            )
+        if key not in kinds:
+            known = ", ".join(kinds)
+            raise UserError(f"{path}: unknown key {key!r}{nearest(str(key), kinds)}; a study has {known}")
+    values |= dict(changes or {})
+    if isinstance(rows := values.get("attentions"), list):
+        values["attentions"] = {str(name): {} for name in rows}
+    elif isinstance(rows, dict):
+        values["attentions"] = {
+            str(name): {} if options is None else options for name, options in rows.items()
+        }
+    for key, kind in kinds.items():
+        if values.get(key) is None and not isinstance(kind, UnionType):
+            values.pop(key, None)  # a key without a value counts as left out
+        elif not _is(value := values.get(key), kind):
+            raise UserError(f"{path}: `{key}` is {value!r:.60}; it must be {_KINDS[_without_none(kind)]}")
+    values.setdefault("name", path.stem.removeprefix("study-"))
     for key in ("recipe", "tokens", "attentions"):
-        if values.get(key) is None:
+        if values.get(key) in (None, "", {}):
             raise UserError(f"{path} is not a study: it does not say `{key}`")
-    if values["name"] is None:
-        raise UserError(f"{path}: `name` has no value: give it a word, or leave it out")
-    values["attentions"] = _rows(values["attentions"], path)
-    for key in (*_LISTS, *_MAPPINGS, "rate_tokens"):  # a key without a value counts as empty
-        if values.get(key, ()) is None:
-            del values[key]
-    _check_types(values, path)
-    study = Study(**values | {key: tuple(values[key]) for key in _LISTS if key in values})
+    study = Study(
+        **{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    )
     _check(study, path)
     return study
 
 
-def _with_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {_RENAMED.get(key, key): value for key, value in values.items()}
+def _without_none(kind: Any) -> Any:
+    return get_args(kind)[0] if isinstance(kind, UnionType) else kind
+
+
+def _is(value: Any, kind: Any) -> bool:
+    """Whether a value from YAML is one of this type of a field; a list is a tuple."""
+    if isinstance(kind, UnionType):
+        return value is None or _is(value, _without_none(kind))
+    if kind is Any:
+        return True
+    if get_origin(kind) is tuple:
+        return isinstance(value, list | tuple) and all(_is(item, get_args(kind)[0]) for item in value)
+    if get_origin(kind) is dict:
+        return isinstance(value, dict) and all(_is(item, get_args(kind)[1]) for item in value.values())
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
 def with_rows(study: Study, rows: Sequence[str]) -> Study:
@@ -188,27 +205,25 @@ def with_started_runs(asked: Study, folder: Path) -> Study:
         return asked
     mend = "remove it, and the same command writes it anew"
     try:
-        before, now = _with_new_names(read_json_object(path)), json.loads(json.dumps(asdict(asked)))
+        before, now = read_json_object(path), json.loads(json.dumps(asdict(asked)))
     except UserError as error:
         raise UserError(f"{error}: {mend}") from error
     rows, seeds = before.get("attentions"), before.get("seeds")
     if not isinstance(rows, dict) or type(seeds) is not int:
         raise UserError(f"{path} is damaged: {mend}")
     for key in ("recipe", "tokens", "options", "learning_rates", "rate_tokens", "rate_options", "mqar"):
-        # MQAR may be added or removed, the data may move; other keys are in every study.json of this version.
-        other, own = before.get(key, now[key]), now[key]
-        changed = differs(_without_data_paths(other), _without_data_paths(own))
-        if changed and not (key == "mqar" and None in (other, own)):
+        other, own = before.get(key), now[key]
+        changed = differs(_without_data_paths(other), _without_data_paths(own))  # the data may move
+        if changed and not (key == "mqar" and None in (other, own)):  # it may be added or removed
             raise UserError(
                 f"{folder} holds a study with another `{key}` ({other}, now {own}): "
                 "give the new one a --name, or move that folder away"
             )
-
-    def started(row: str, seed: int) -> bool:
-        return (folder / f"{row}-seed{seed}" / METRICS).exists()
-
-    kept = {row: options for row, options in rows.items() if any(started(row, i) for i in range(seeds))}
-    last = max((i for row in kept for i in range(seeds) if started(row, i)), default=0)
+    started = {
+        row: [i for i in range(seeds) if (folder / f"{row}-seed{i}" / METRICS).exists()] for row in rows
+    }
+    kept = {row: options for row, options in rows.items() if started[row]}
+    last = max((max(started[row]) for row in kept), default=0)
     return replace(asked, attentions=kept | asked.attentions, seeds=max(asked.seeds, last + 1))
 
 
@@ -221,52 +236,14 @@ def _without_data_paths(options: Any) -> Any:
     return {key: value for key, value in options.items() if key not in DATA_PATHS}
 
 
-def _check_types(values: Mapping[str, Any], path: Path) -> None:
-    """Raises UserError for a value of the wrong type: lists, mappings, integers, words, learning rates."""
-    for keys, kind, what in (
-        (_LISTS, list | tuple, "a list"),
-        (_MAPPINGS, dict, "`key: value`"),
-        (_WHOLE, int, "a whole number"),
-        (("recipe",), str, "a file, or the name of a recipe"),
-        (("name",), str, "a word"),
-        (("eval_data",), str, "a folder"),
-    ):
-        for key in keys:
-            value = values.get(key)
-            if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
-                raise UserError(f"{path}: `{key}` is {value!r}; it must be {what}")
-    words = [(key, word) for key in _LISTS if key != "learning_rates" for word in values.get(key, ())]
-    words += [("texts", source) for source in values.get("texts", {}).values()]
-    for key, word in words:
-        if not isinstance(word, str):
-            raise UserError(f"{path}: `{key}` has {word!r}; it must be a word")
-    for rate in values.get("learning_rates", ()):
-        if not isinstance(rate, int | float) or isinstance(rate, bool) or rate <= 0:
-            raise UserError(f"{path}: `learning_rates` has {rate!r}; each is a learning rate, as 1.0e-3")
-
-
-def _rows(attentions: Any, path: Path) -> dict[str, dict[str, Any]]:
-    """Row → options, from `[ours, gla]` or from `{ours: {}, mine: {model.attention: ours}}`."""
-    if isinstance(attentions, list):
-        attentions = {name: {} for name in attentions}
-    if not isinstance(attentions, dict) or not attentions:
-        raise UserError(f"{path}: `attentions` is a list of names, or a name → options for each row")
-    rows = {str(name): options or {} for name, options in attentions.items()}
-    for name, options in rows.items():
-        if not isinstance(options, dict):
-            raise UserError(f"{path}: the options of {name!r} are `key: value`, as `lingpt train` takes them")
-    return rows
-
-
 def _check(study: Study, path: Path) -> None:
+    """Raises UserError for values that do not go together."""
     from lingpt.eval.suites import check_suites
 
-    for key in ("tokens", "seeds", "runs_per_device", "max_length_factor", "limit", "devices_per_run"):
+    for key, (least, most) in _RANGES.items():
         value = getattr(study, key)
-        if value is None and key in ("limit", "devices_per_run"):
-            continue
-        if value is None or value < 1:
-            raise UserError(f"{path}: {key} is {value}; it must be at least 1")
+        if value is not None and not least <= value <= most:
+            raise UserError(f"{path}: `{key}` is {value}; it must be at least {least:,} and at most {most:,}")
     check_suites(study.suites)
     if "table2" in study.suites and not study.tasks:
         raise UserError(f"{path}: `tasks` is empty; the suite table2 needs some, or leave it out of `suites`")
@@ -275,8 +252,6 @@ def _check(study: Study, path: Path) -> None:
             raise UserError(f"{path}: leave out {taken[0]}: the study gives it to each run")
     if study.learning_rates and study.rate_tokens < 1:
         raise UserError(f"{path}: `learning_rates` need `rate_tokens`, how long each is tried")
-    if study.interrupted_row is not None and study.interrupted_row not in study.attentions:
-        raise UserError(f"{path}: interrupted_row is {study.interrupted_row!r}, which is not one of its rows")
     if study.runs_per_device > 1 and study.devices_per_run != 1:
         raise UserError(f"{path}: runs_per_device {study.runs_per_device} is for runs on one card each")
     for key in ("baselines", "plotted_rows"):

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +33,7 @@ Gpus = tuple[int, ...]  # the GPUs that a job runs on; () is the CPU
 GRACE = 600.0  # seconds that a stopped child has to save
 OURS = "lingpt: "  # before an error that LinGPT explains
 FOREIGN = 300  # characters shown of a last line that is not ours
+MOST_PROCESSES = 1024  # on the CPU
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b.*:")  # the error's line in a traceback
 
 
@@ -55,16 +56,12 @@ class Slot:
 @dataclass
 class Job:
     """One command: `arguments` of `lingpt`, its output in `log`; `status` describes its progress (by default
-    the last line of its output).
-
-    interrupt: once it returns true, the job is stopped, as by a signal, and started again.
-    """
+    the last line of its output)."""
 
     name: str
     arguments: list[str]
     log: Path
     status: Callable[[], str] | None = None
-    interrupt: Callable[[], bool] | None = None
     attempts: int = 0
     failed_on: list[Gpus] = field(default_factory=list)
     begin: int = 0  # where this attempt's output begins in the log
@@ -73,17 +70,16 @@ class Job:
         return self.last_line() if self.status is None else self.status()
 
     def last_line(self) -> str:
-        """The last line of this attempt's output, which says why it ended: whole if it is LinGPT's own error,
-        as that says at its end how to mend it; of any other the first `FOREIGN` characters.
-
-        If it is a traceback, the line with the error: after PyTorch's errors come hints and the place.
+        """Why this attempt ended, by its output: the last error that LinGPT explains, whole, as its end says
+        how to mend it; else the error of a traceback, as after PyTorch's errors come hints and the place;
+        else the last line. Of what is not ours the first `FOREIGN` characters.
         """
         text = self.log.read_bytes()[self.begin :].decode(errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         if not lines:
             return ""
-        if lines[-1].startswith(OURS):
-            return lines[-1].removeprefix(OURS)
+        if ours := [line for line in lines if line.startswith(OURS)]:
+            return ours[-1].removeprefix(OURS)
         if "Traceback (most recent call last):" in lines:
             lines = [line for line in lines if _ERROR.match(line)] or lines
         return lines[-1] if len(lines[-1]) <= FOREIGN else f"{lines[-1][:FOREIGN]}…"
@@ -103,47 +99,12 @@ class Failure:
         return self.reason + (f" ({log})" if log else "")
 
 
-@dataclass
-class _Running:
-    job: Job
-    slot: Slot
-    process: subprocess.Popen
-    started: float = field(default_factory=time.monotonic)
-    interrupted: bool = False
-
-
 class Stopped(Exception):
     """The time is up; the children have saved and ended. `failures`: the jobs that had failed by then."""
 
     def __init__(self, failures: list[Failure]) -> None:
         super().__init__("the time is over")
         self.failures = failures
-
-
-@dataclass
-class _GpuHealth:
-    """The cards of the slots, the number of jobs in a row that failed on each, and those given up."""
-
-    all: set[Gpus]
-    given_up: set[Gpus]
-    failed_in_a_row: Counter[Gpus] = field(default_factory=Counter)
-
-    @property
-    def alive(self) -> set[Gpus]:
-        return self.all - self.given_up or self.all
-
-    def suits(self, gpus: Gpus, job: Job) -> bool:
-        """Whether the job may start on `card`: not if it is given up, nor if it failed there and there are
-        others."""
-        return gpus in self.alive and (gpus not in job.failed_on or self.alive <= set(job.failed_on))
-
-    def failed(self, gpus: Gpus) -> bool:
-        """Counts a failure; returns whether the card is now given up."""
-        self.failed_in_a_row[gpus] += 1
-        lost = self.failed_in_a_row[gpus] >= 2 and gpus in self.alive and self.alive != {gpus}
-        if lost:
-            self.given_up.add(gpus)
-        return lost
 
 
 def run_jobs(
@@ -158,81 +119,114 @@ def run_jobs(
     deadline: in `time.monotonic()`; when it is reached, running jobs are stopped and `Stopped` is raised.
     given_up: cards that are not used; cards given up here are added.
     """
-    waiting, idle, running = deque(jobs), list(slots), list[_Running]()
-    health = _GpuHealth({slot.gpus for slot in slots}, set() if given_up is None else given_up)
-    failures: list[Failure] = []
+    work = _Work(list(jobs), list(slots), report, set() if given_up is None else given_up)
     last_status = time.monotonic()
     try:
-        while waiting or running:
-            _start_those_that_can(waiting, idle, running, health, failures, report)
+        while work.waiting or work.running:
+            work.start_what_can()
             time.sleep(POLL)
-            for one in [one for one in running if one.process.poll() is not None or _stop_if_asked(one)]:
-                running.remove(one)
-                idle.append(one.slot)
-                _ended(one, waiting, health, failures, report)
+            work.handle_ends()
             if deadline is not None and time.monotonic() >= deadline:
-                raise Stopped(failures)
-            if running and time.monotonic() - last_status >= STATUS:
+                raise Stopped(work.failures)
+            if work.running and time.monotonic() - last_status >= STATUS:
                 last_status = time.monotonic()
-                report(" · ".join(f"{one.job.name} {one.job.progress()}".strip() for one in running))
+                report(" · ".join(f"{one.job.name} {one.job.progress()}".strip() for one in work.running))
     finally:
-        if running:
+        if work.running:
             with contextlib.suppress(OSError):  # the terminal may be gone; the children must be stopped
-                report(f"stopping: waits until {', '.join(one.job.name for one in running)} has saved")
-        _stop(running)
-    return failures
+                report(f"stopping: waits until {', '.join(one.job.name for one in work.running)} has saved")
+        _stop(work.running)
+    return work.failures
 
 
-def _start_those_that_can(
-    waiting: deque[Job],
-    idle: list[Slot],
-    running: list[_Running],
-    health: _GpuHealth,
-    failures: list[Failure],
-    report: Callable[[str], None],
-) -> None:
-    """Starts on each idle slot the first waiting job that its card suits, and adds it to `running`. A job
-    that cannot be started, as its log cannot be written, has failed."""
-    for slot in list(idle):
-        job = next((job for job in waiting if health.suits(slot.gpus, job)), None)
-        if job is None:
-            continue
-        waiting.remove(job)
-        report(f"{job.name}: starts on {slot.name}")
-        try:
-            with _signals_held():  # an exception within `Popen` would lose the child
-                running.append(_start(job, slot))
-        except OSError as error:
-            _failed(job, f"cannot be started ({error})", failures, report)
+@dataclass
+class _Running:
+    job: Job
+    slot: Slot
+    process: subprocess.Popen
+    started: float = field(default_factory=time.monotonic)
+
+
+class _Work:
+    """Jobs that wait and run, idle slots, and the health of the slots' cards."""
+
+    def __init__(
+        self, jobs: list[Job], slots: list[Slot], report: Callable[[str], None], given_up: set[Gpus]
+    ) -> None:
+        self.waiting, self.idle, self.running = jobs, slots, list[_Running]()
+        self.report, self.failures = report, list[Failure]()
+        self.cards, self.given_up = {slot.gpus for slot in slots}, given_up
+        self.failed_in_a_row: Counter[Gpus] = Counter()
+
+    @property
+    def alive(self) -> set[Gpus]:
+        return self.cards - self.given_up or self.cards
+
+    def start_what_can(self) -> None:
+        """Starts on each idle slot the first waiting job that its card suits. A job that cannot be started,
+        as its log cannot be written, has failed."""
+        for slot in list(self.idle):
+            job = next((job for job in self.waiting if self._suits(slot.gpus, job)), None)
+            if job is None:
+                continue
+            self.waiting.remove(job)
+            self.report(f"{job.name}: starts on {slot.name}")
+            try:
+                with _signals_held():  # an exception within `Popen` would lose the child
+                    self.running.append(_start(job, slot))
+            except OSError as error:
+                self._failed(job, f"cannot be started ({error})")
+            else:
+                self.idle.remove(slot)
+
+    def _suits(self, gpus: Gpus, job: Job) -> bool:
+        """Whether the job may start on `gpus`: not if they are given up, nor if it failed there and there are
+        others."""
+        return gpus in self.alive and (gpus not in job.failed_on or self.alive <= set(job.failed_on))
+
+    def handle_ends(self) -> None:
+        for one in [one for one in self.running if one.process.poll() is not None]:
+            self.running.remove(one)
+            self.idle.append(one.slot)
+            self._ended(one)
+
+    def _ended(self, one: _Running) -> None:
+        """Reports the end of a job; one that is retried waits again."""
+        job, gpus, code = one.job, one.slot.gpus, one.process.returncode
+        if code == 0:
+            self.failed_in_a_row[gpus] = 0
+            self.report(f"{job.name}: done after {(time.monotonic() - one.started) / 60:.1f} min")
+            return
+        ended = f"ended by {signal.Signals(-code).name}" if code < 0 else ""
+        reason = ended or job.last_line() or f"exit code {code}"
+        gone = bool(gpus) and any(words in reason for words in CARD_GONE)
+        if code == USER_ERROR and not gone:
+            self.failed_in_a_row[gpus] = 0
+            self._failed(job, reason)
         else:
-            idle.remove(slot)
+            self._crashed(job, one.slot, reason)
 
+    def _crashed(self, job: Job, slot: Slot, reason: str) -> None:
+        """Retries the job, unless this was its second crash. On a second card it is not the card's fault."""
+        second = bool(job.failed_on)
+        if not second or slot.gpus in job.failed_on:
+            self.failed_in_a_row[slot.gpus] += 1
+            bad = self.failed_in_a_row[slot.gpus] >= 2
+            if bad and slot.gpus in self.alive and self.alive != {slot.gpus}:
+                self.given_up.add(slot.gpus)
+                self.report(
+                    f"GPU {', '.join(map(str, slot.gpus))} is given up: two jobs in a row failed on it"
+                )
+        job.failed_on.append(slot.gpus)
+        if second:
+            self._failed(job, reason)
+        else:
+            self.report(f"{job.name}: failed on {slot.name} ({reason}); it is tried once more")
+            self.waiting.append(job)
 
-@contextlib.contextmanager
-def _signals_held() -> Iterator[None]:
-    """Holds back Python's signal handlers until the block has ended. Only the main thread has any."""
-    came = list[tuple[int, FrameType | None]]()
-    here = threading.current_thread() is threading.main_thread()
-    numbers: list[int] = [*signal.valid_signals()] if here else []
-    handlers = {n: handler for n in numbers if callable(handler := signal.getsignal(n))}
-    try:
-        for number in handlers:
-            signal.signal(number, lambda *signalled: came.append(signalled))
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for number, frame in came:
-            handlers[number](number, frame)
-
-
-def _stop_if_asked(one: _Running) -> bool:
-    """Stops the job if it is to be interrupted, and waits for its end; returns whether it did."""
-    if one.job.interrupt is None or not one.job.interrupt():
-        return False
-    one.job.interrupt, one.interrupted = None, True
-    _stop([one])
-    return True
+    def _failed(self, job: Job, reason: str) -> None:
+        self.report(f"{job.name}: failed: {reason} ({job.log})")
+        self.failures.append(Failure(job.name, reason, job.log))
 
 
 def _start(job: Job, slot: Slot) -> _Running:
@@ -251,43 +245,22 @@ def _start(job: Job, slot: Slot) -> _Running:
     return _Running(job, slot, process)
 
 
-def _ended(
-    one: _Running,
-    waiting: deque[Job],
-    health: _GpuHealth,
-    failures: list[Failure],
-    report: Callable[[str], None],
-) -> None:
-    """Handles the end of a job: reports it; a job that was interrupted, or is retried, waits again."""
-    job, gpus, code = one.job, one.slot.gpus, one.process.returncode
-    if one.interrupted:
-        report(f"{job.name}: stopped {job.progress()}, and goes on")
-        waiting.appendleft(job)
-        return
-    if code == 0:
-        health.failed_in_a_row[gpus] = 0
-        report(f"{job.name}: done after {(time.monotonic() - one.started) / 60:.1f} min")
-        return
-    reason = f"ended by {signal.Signals(-code).name}" if code < 0 else job.last_line() or f"exit code {code}"
-    gone = bool(gpus) and any(words in reason for words in CARD_GONE)
-    if code == USER_ERROR and not gone:
-        health.failed_in_a_row[gpus] = 0
-    elif job.failed_on and gpus not in job.failed_on:
-        job.failed_on.append(gpus)  # also on a second card: not the card's fault
-    else:
-        job.failed_on.append(gpus)
-        if health.failed(gpus):
-            report(f"GPU {', '.join(map(str, gpus))} is given up: two jobs in a row failed on it")
-        if len(job.failed_on) < 2:
-            report(f"{job.name}: failed on {one.slot.name} ({reason}); it is tried once more")
-            waiting.append(job)
-            return
-    _failed(job, reason, failures, report)
-
-
-def _failed(job: Job, reason: str, failures: list[Failure], report: Callable[[str], None]) -> None:
-    report(f"{job.name}: failed: {reason} ({job.log})")
-    failures.append(Failure(job.name, reason, job.log))
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """Holds back Python's signal handlers until the block has ended. Only the main thread has any."""
+    came = list[tuple[int, FrameType | None]]()
+    here = threading.current_thread() is threading.main_thread()
+    numbers: list[int] = [*signal.valid_signals()] if here else []
+    handlers = {n: handler for n in numbers if callable(handler := signal.getsignal(n))}
+    try:
+        for number in handlers:
+            signal.signal(number, lambda *signalled: came.append(signalled))
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number, frame in came:
+            handlers[number](number, frame)
 
 
 def _stop(running: Sequence[_Running]) -> None:
@@ -315,12 +288,13 @@ def find_slots(devices: int | None, each: int | None, sharing: int = 1) -> list[
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if devices is not None and devices < 1:
         raise UserError(f"--devices {devices}: give at least 1")
+    if there and devices is not None and devices > there:
+        raise UserError(f"--devices {devices}, but this machine has {there} GPUs")
+    if not there and devices is not None and devices > MOST_PROCESSES:
+        raise UserError(f"--devices {devices} processes without a GPU: give at most {MOST_PROCESSES:,}")
     if not there:
         return [Slot(f"CPU process {i}") for i in range(devices or 1)]
-    count = devices or there
-    if count > there:
-        raise UserError(f"--devices {count}, but this machine has {there} GPUs")
-    return gpu_slots(count, each, sharing)
+    return gpu_slots(devices or there, each, sharing)
 
 
 def gpu_slots(count: int, each: int | None, sharing: int = 1) -> list[Slot]:

@@ -9,9 +9,10 @@ _PATH = re.compile(r"(?P<option>[^/=]*=)?(?P<path>/.*)", re.DOTALL)  # also `--d
 
 def portable(value: Any) -> Any:
     """`value`, a string or a tree of them, with every absolute path cut to its last name, or if it has a
-    suffix (a file) to the last two: `wiki/test.jsonl`. The name of the home folder is left out."""
+    suffix (a file) to the last two: `wiki/test.jsonl`. The name of the home folder is left out; so are packed
+    answers, which may begin with a `/`."""
     if isinstance(value, dict):
-        return {key: portable(item) for key, item in value.items()}
+        return {key: item if key == "correct" else portable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [portable(item) for item in value]
     if not isinstance(value, str) or not (found := _PATH.fullmatch(value)):

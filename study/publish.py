@@ -1,81 +1,112 @@
-"""Publishes a study's folder: page, tables, figures and small files, without weights and without paths of the
-machine."""
+"""Publishes a study's folder: the page, its tables and figures, and of each run what these were made from;
+without weights, in little space, and without paths of the machine."""
 
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+import numpy as np
 import yaml
 
-from lingpt.common.errors import UserError
 from lingpt.common.files import read_json, read_text, read_yaml, write_errors, write_text
-from lingpt.common.run_folder import CONFIG, ENVIRONMENT, EVAL, LOCK, METRICS, SAMPLES
-from lingpt.study.page import PAGE, TITLE
+from lingpt.common.run_folder import CONFIG, ENVIRONMENT, EVAL, METRICS
+from lingpt.study.config import STUDY
+from lingpt.study.losses import CURVES, SUMMARY
+from lingpt.study.page import MARKER, MQAR, PAGE, POSITIONS, check_page, save_page
 from lingpt.study.portable import portable
 from lingpt.study.runs import StudyRun
 
-_READ = {".json": read_json, ".yaml": read_yaml}
+FILES = (STUDY, SUMMARY, f"{CURVES}.png", POSITIONS, "table2.md", "table2.json", "suites.md")
+MQAR_FILES = (MQAR, "mqar/mqar.json", "mqar/mqar.png")
+POINTS = 150  # training losses of a run; `curves` averages over 1/50 of a run, three of them
 
 
-def check_target(target: Path) -> None:
-    """Raises UserError if `target` is not a folder, or if the page would overwrite a README.md that is not a
-    study's page."""
-    if target.exists() and not target.is_dir():
-        raise UserError(f"{target} is not a folder: give another one to publish to")
-    there = target / PAGE
-    if there.exists() and not there.read_bytes().startswith(TITLE.encode()):
-        raise UserError(
-            f"{there} is not a study's page, and publishing would overwrite it: give a folder of its own"
-        )
+def publish_study(
+    folder: Path, target: Path, rate_runs: Sequence[StudyRun], runs: Sequence[StudyRun]
+) -> Path:
+    """Copies the study to `target`, with `portable` paths; a person's text on a page that is there is kept.
 
-
-def publish_study(folder: Path, target: Path, runs: Sequence[StudyRun]) -> Path:
-    """Copies the page, tables, figures and the runs' small files to `target`, with `portable` paths. Raises
-    UserError if a file is damaged, or `target` cannot be written or has another README."""
-    check_target(target)
-    names = [path for path in folder.iterdir() if path.name != LOCK]
-    names += list((folder / "mqar").glob("mqar*"))
-    for run in runs:
-        names += [run.folder / name for name in (CONFIG, ENVIRONMENT, METRICS, SAMPLES)]
-        names += sorted((run.folder / EVAL).glob("step-*.json"))
-    names = [path for path in names if path.is_file()]
-    texts = {text for path in names if path.suffix in _READ for text in _texts(_READ[path.suffix](path))}
-    moved = {text: short for text in sorted(texts, key=len)[::-1] if (short := portable(text)) != text}
+    `lingpt study` resumes from such a copy, without training or scoring again what is done. Raises UserError
+    if a file is damaged, or if `target` cannot be written or has another README.
+    """
+    check_page(target)
+    copied = [folder / name for name in (*FILES, *MQAR_FILES)]
+    for run in (*rate_runs, *runs):
+        copied += [
+            run.folder / CONFIG,
+            run.folder / ENVIRONMENT,
+            *sorted((run.folder / EVAL).glob("step-*.json")),
+        ]
+    trees = {path: _READ[path.suffix](path) for path in copied if path.suffix in _READ and path.is_file()}
     with write_errors(target):
-        for path in names:
+        for path in copied:
             copy = target / path.relative_to(folder)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            if moved and path.suffix in (".md", *_READ):
-                write_text(copy, _without(moved, path))
-            else:
+            if path in trees:
+                write_text(copy, _WRITE[path.suffix](portable(trees[path])))
+            elif path.is_file():
+                copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, copy)
+        for run in (*rate_runs, *runs):
+            if run.started:
+                lines = thin(run.metrics, 0 if run in rate_runs else POINTS)
+                text = "".join(_dump_json(line) for line in lines)
+                write_text(target / run.folder.relative_to(folder) / METRICS, text)
+        if (folder / PAGE).exists():
+            above, _, below = read_text(folder / PAGE).partition(MARKER)
+            paths = sorted({text for tree in trees.values() for text in _paths(tree)}, key=len, reverse=True)
+            save_page(target / PAGE, _without(paths, above), _without(paths, below))
     return target
 
 
-def _texts(tree: Any) -> Iterator[str]:
-    """The strings in a file, without its scores: packed answers may begin with a `/`."""
-    if isinstance(tree, str):
+def thin(lines: Sequence[dict[str, Any]], points: int) -> list[dict[str, Any]]:
+    """A run's metrics with at most so many training losses, each the mean of its part of the run, at the
+    step in the middle; validations, skipped steps and divergence as they are."""
+    train = {line["step"]: line for line in lines if line["kind"] == "train" and _has_loss(line)}
+    parts = np.array_split(sorted(train), min(points, len(train))) if points and train else []
+    kept = [_mean_line([train[step] for step in part.tolist()]) for part in parts]
+    others = [line for line in lines if line["kind"] != "train" or not _has_loss(line)]
+    return sorted([*kept, *others], key=lambda line: line["step"])
+
+
+def _has_loss(line: dict[str, Any]) -> bool:
+    return isinstance(line.get("loss"), int | float)
+
+
+def _mean_line(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    middle = lines[len(lines) // 2]
+    digits = {"step": None, "tokens": None, "train_time": 3, "tokens_per_second": None, "mfu": 4}
+    kept = {key: round(middle[key], n) for key, n in digits.items() if middle.get(key) is not None}
+    return {"kind": "train", **kept, "loss": round(fmean(line["loss"] for line in lines), 4)}
+
+
+def _paths(tree: Any) -> Iterator[str]:
+    """The strings of a file that `portable` shortens."""
+    if isinstance(tree, dict | list):
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            yield from _paths(value)
+    elif isinstance(tree, str) and tree.startswith("/"):
         yield tree
-    elif isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from () if key == "scores" else _texts(value)
-    elif isinstance(tree, list):
-        for value in tree:
-            yield from _texts(value)
 
 
-def _without(moved: Mapping[str, str], path: Path) -> str:
-    """The text of a file with the strings replaced as in `moved` (longest first)."""
-    if path.suffix == ".yaml":  # long strings may be broken into lines
-        return yaml.safe_dump(portable(read_yaml(path)), sort_keys=False, allow_unicode=True)
-    content = read_text(path)
-    for old, new in moved.items():
-        if path.suffix == ".json":
-            old, new = (json.dumps(text, ensure_ascii=False) for text in (old, new))
-            content = content.replace(old, new)
-        elif old.startswith("/"):  # a path within text
-            content = re.sub(rf"(?<![\w./~-]){re.escape(old)}(?![\w-])", new.replace("\\", r"\\"), content)
-    return content
+def _without(paths: Sequence[str], text: str) -> str:
+    """The text with these paths (longest first) shortened."""
+    for path in paths:
+        short = str(portable(path)).replace("\\", r"\\")
+        text = re.sub(rf"(?<![\w./~-]){re.escape(path)}(?![\w-])", short, text)
+    return text
+
+
+def _dump_yaml(tree: Any) -> str:
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+
+
+def _dump_json(tree: Any) -> str:
+    return json.dumps(tree, ensure_ascii=False, separators=(",", ":")) + "\n"
+
+
+_READ = {".json": read_json, ".yaml": read_yaml}
+_WRITE = {".json": _dump_json, ".yaml": _dump_yaml}

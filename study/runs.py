@@ -1,7 +1,7 @@
 """The runs of a study: the command of each, its recipe, and its progress."""
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -9,7 +9,6 @@ from typing import Any
 
 from lingpt.common.arguments import as_word
 from lingpt.common.errors import UserError
-from lingpt.common.files import read_yaml
 from lingpt.common.run_folder import (
     CONFIG,
     METRICS,
@@ -18,17 +17,18 @@ from lingpt.common.run_folder import (
     read_environment,
     read_manifest,
     read_metrics,
-    read_model,
 )
 from lingpt.data import DataConfig, content_hashes
 from lingpt.study.config import Study
 from lingpt.study.portable import differs
 from lingpt.train import Recipe, check_recipe
 from lingpt.train.config import DATA_PATHS, MAY_CHANGE, differences, recipe_from_dict
-from lingpt.train.recipe import find_recipe, parse_recipe
+from lingpt.train.recipe import parse_recipe
 
 # A run's folder → the state of its metrics when they were last read, and their lines.
 _METRICS: dict[Path, tuple[tuple[int, ...], list[dict[str, Any]]]] = {}
+_NEW_NAME = "give the study another --name, or remove the folder of the run"
+_AGAIN = "remove the folder of the run to train it again"
 
 
 @dataclass(frozen=True)
@@ -83,16 +83,13 @@ class StudyRun:
         """The last step in its metrics; 0 if it has not begun."""
         return max((line["step"] for line in self.metrics), default=0)
 
-    def halfway(self) -> bool:
-        return 2 * self.step >= self.recipe.total_steps
-
     @property
     def loss(self) -> float | None:
         """The validation loss at the last step; None if the run has not reached it."""
-        lines = [line for line in self.metrics if line["kind"] == "val"]
-        at_end = [line.get("loss") for line in lines if line["step"] >= self.recipe.total_steps]
-        number = at_end and isinstance(at_end[-1], int | float) and math.isfinite(at_end[-1])
-        return at_end[-1] if number else None
+        end = [line for line in self.metrics if line["step"] >= self.recipe.total_steps]
+        losses = [line.get("loss") for line in end if line["kind"] == "val"]
+        number = losses and isinstance(losses[-1], int | float) and math.isfinite(losses[-1])
+        return losses[-1] if number else None
 
     @property
     def diverged(self) -> bool:
@@ -108,25 +105,21 @@ class StudyRun:
         """
         if not self.started:
             return None
-        mend = "give the study another --name, or remove the folder of the run"
         try:
-            trained, wanted = read_model(self.folder)[1], self.recipe.model.attention
             config = read_config(self.folder)
-            differ = _differences(config, self.recipe)
-            but_for_paths = _differences(config, self.recipe, MAY_CHANGE | DATA_PATHS)
-            if differ != but_for_paths and self._same_data():
-                differ = but_for_paths
+            found = _differences(config, self.recipe)
+            but_for_paths = [one for one in found if one.partition(":")[0] not in DATA_PATHS]
+            if found != but_for_paths and self._same_data():
+                found = but_for_paths
         except (UserError, TypeError) as error:
-            return f"it does not say what it was trained with ({error}): {mend}"
-        found = trained if isinstance(trained, str) else list(trained)
-        if found != wanted:
-            return f"trained with {found}, and its row is {wanted}: {mend}"
-        if differ:
-            some = "; ".join(differ[:3]) + ("; …" if len(differ) > 3 else "")
-            if not but_for_paths:
-                mend = f"give its --source and --tokenizer (its {CONFIG} has them); else {mend}"
-            return f"trained otherwise than the study now says ({some}): {mend}"
-        return None
+            return f"it does not say what it was trained with ({error}): {_NEW_NAME}"
+        if not found:
+            return None
+        some = "; ".join(found[:3]) + ("; …" if len(found) > 3 else "")
+        mend = _NEW_NAME
+        if not but_for_paths:
+            mend = f"give its --source and --tokenizer (its {CONFIG} has them); else {mend}"
+        return f"trained otherwise than the study now says ({some}): {mend}"
 
     def _same_data(self) -> bool:
         """Whether text and tokenizer, wherever they are now, are those that the run was trained on."""
@@ -142,11 +135,10 @@ class StudyRun:
             return "not trained"
         if mismatch := self.config_mismatch():
             return mismatch
-        again = "remove the folder of the run to train it again"
         if self.diverged:
-            return f"diverged at step {self.step}, its loss was not finite: {again}"
+            return f"diverged at step {self.step}, its loss was not finite: {_AGAIN}"
         if self.loss is None and self.step >= self.recipe.total_steps:
-            return f"no validation loss at its last step: {again}"
+            return f"no validation loss at its last step: {_AGAIN}"
         if self.loss is None:
             return f"unfinished, at step {self.step} of {self.recipe.total_steps}"
         return None
@@ -169,11 +161,11 @@ class StudyRun:
         return f"at step {self.step} of {self.recipe.total_steps}{loss}"
 
 
-def _differences(config: dict[str, Any], recipe: Recipe, may_change: Set[str] = MAY_CHANGE) -> list[str]:
+def _differences(config: dict[str, Any], recipe: Recipe) -> list[str]:
     """`key: old → new` for every difference that affects losses, including those that a resumed run may have
     but that make it another run of the study."""
     recorded = recipe_from_dict(config)
-    found = differences(config, recipe.to_dict(), may_change)
+    found = differences(config, recipe.to_dict(), MAY_CHANGE)
     for key in ("decay_steps", "init_from"):
         before, now = getattr(recorded.train, key), getattr(recipe.train, key)
         found += [f"train.{key}: {before} → {now}"] if differs(before, now) else []
@@ -203,20 +195,33 @@ def clear_caches() -> None:
 
 
 def study_runs(study: Study, folder: Path, rates: dict[str, float], cards: int | None) -> list[StudyRun]:
-    """Every run of the study; `rates`: row → its chosen peak learning rate, for rows that have one.
+    """Every run of the study. rates: row → its chosen peak learning rate, for rows that have one. cards: GPUs
+    of a run; None on the CPU.
 
     A row whose runs have begun keeps their rate, even if another has been chosen since.
     """
-    used = {**rates, **kept_rates(study, folder)}
+    used = {**rates, **_kept_rates(study, folder)}
+    common = {"train.max_tokens": study.tokens}
     return [
-        _run(study, folder, row, name, seed, study.tokens, used.get(row), cards)
+        _run(study, folder, row, name, common | {"train.seed": seed}, used.get(row), cards)
         for row, name, seed in study.run_names()
     ]
 
 
-def kept_rates(study: Study, folder: Path) -> dict[str, float | None]:
-    """Row → learning rate of its first run that has begun: one of the study's rates, or None for the untuned
-    one. A run with any other rate is not part of this study."""
+def rate_runs(study: Study, folder: Path, cards: int | None) -> list[StudyRun]:
+    """The short runs that choose the learning rate of each row."""
+    short = {"train.wandb": False, "train.sample_tokens": 0, **study.rate_options}
+    short |= {"train.max_tokens": study.rate_tokens, "train.seed": 0}
+    return [
+        _run(study, folder, row, f"{row}-rate{rate:g}", short, rate, cards)
+        for row in study.attentions
+        for rate in study.learning_rates
+    ]
+
+
+def _kept_rates(study: Study, folder: Path) -> dict[str, float | None]:
+    """Row → learning rate of its first run that has begun: one of the study's rates, or None for that of the
+    recipe. A run with any other rate is not part of this study."""
     kept: dict[str, float | None] = {}
     for row, name, _ in study.run_names() if study.learning_rates else ():
         if row in kept or not (folder / name / METRICS).exists():
@@ -227,21 +232,15 @@ def kept_rates(study: Study, folder: Path) -> dict[str, float | None]:
             continue
         if found in study.learning_rates:
             kept[row] = found
-        elif found == untuned_rate(study, row):
+        elif found == _row_recipe(study, row).train.learning_rate:
             kept[row] = None
     return kept
 
 
-def rate_runs(study: Study, folder: Path, cards: int | None) -> list[StudyRun]:
-    """The short runs that choose the learning rate of each row."""
-    extra = {"train.wandb": False, "train.sample_tokens": 0, **study.rate_options}
-    return [
-        _run(
-            study, folder, row, f"{row}-rate{rate:g}", 0, study.rate_tokens, rate, cards, extra
-        )
-        for row in study.attentions
-        for rate in study.learning_rates
-    ]  # fmt: skip
+def _row_recipe(study: Study, row: str) -> Recipe:
+    """The recipe with the options of the study and of the row."""
+    options = {**study.options, **study.attentions[row], "model.attention": study.attention(row)}
+    return StudyRun(row, row, 0, study.recipe, options, Path(row)).recipe
 
 
 def _run(
@@ -249,58 +248,30 @@ def _run(
     folder: Path,
     row: str,
     name: str,
-    seed: int,
-    tokens: int,
+    more: dict[str, Any],
     rate: float | None,
     cards: int | None,
-    extra: dict[str, Any] | None = None,
 ) -> StudyRun:
+    """The run with `more` options; with a `rate`, the final learning rate keeps its ratio to the peak."""
     options = {
         **study.options,
         **study.attentions[row],
         "model.attention": study.attention(row),
         "train.max_steps": None,  # `max_tokens` decides
-        "train.max_tokens": tokens,
-        "train.seed": seed,
         "train.name": name,
         "train.out_dir": str(folder),
         "train.wandb_group": f"study-{study.name}",
-        **(extra or {}),
+        **more,
     }
-    recipe = str(find_recipe(study.recipe)) if Path(study.recipe).is_file() else study.recipe
     if cards is not None:
         options["train.devices"] = cards
-        if _setting("accelerator", recipe, options) in (None, "auto"):
+        if _row_recipe(study, row).train.accelerator == "auto":
             options["train.accelerator"] = "cuda"  # if a card died, do not train on the CPU
     if rate is not None:
-        least = rate * _min_lr_ratio(recipe, options)  # computed before the options get the new peak
+        train = _row_recipe(study, row).train
+        least = rate * (train.min_learning_rate / train.learning_rate)
         options |= {"train.learning_rate": rate, "train.min_learning_rate": least}
-    return StudyRun(row, name, seed, recipe, options, folder / name)
-
-
-def untuned_rate(study: Study, row: str) -> float | None:
-    """The peak learning rate that recipe, study and row give, without short runs."""
-    return _rate("learning_rate", study.recipe, {**study.options, **study.attentions[row]})
-
-
-def _min_lr_ratio(recipe: str, options: dict[str, Any]) -> float:
-    """The final learning rate as a share of the peak, in the recipe with the study's options."""
-    least, peak = (_rate(key, recipe, options) for key in ("min_learning_rate", "learning_rate"))
-    return least / peak if least and peak else 0.05
-
-
-def _rate(key: str, recipe: str, options: dict[str, Any]) -> float | None:
-    """`_setting` of a learning rate as a number: YAML reads `1e-3`, which has no dot, as a string."""
-    value = _setting(key, recipe, options)
-    try:
-        return None if value is None else float(value)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"train.{key} is {value!r}; it must be a learning rate, as 1.0e-3") from error
-
-
-def _setting(key: str, recipe: str, options: dict[str, Any]) -> Any:
-    """`train.<key>` of the recipe with the study's options; None if neither has it."""
-    return options.get(f"train.{key}", read_yaml(find_recipe(recipe)).get("train", {}).get(key))
+    return StudyRun(row, name, more["train.seed"], study.recipe, options, folder / name)
 
 
 @dataclass(frozen=True)

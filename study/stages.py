@@ -13,7 +13,7 @@ from pathlib import Path
 from lingpt.common.errors import Interrupted, UserError, by_reason, unknown
 from lingpt.common.files import write_errors, write_json
 from lingpt.common.locks import file_lock
-from lingpt.common.run_folder import CHECKPOINTS, ENVIRONMENT, LOCK, without_seed
+from lingpt.common.run_folder import CHECKPOINTS, LOCK, without_seed
 from lingpt.data import find_data
 from lingpt.eval.recall.mqar import Trial
 from lingpt.eval.recall.options import command_line, trials_left
@@ -21,9 +21,9 @@ from lingpt.eval.suites import check_scoring
 from lingpt.eval.tasks.sources import benchmark_folder
 from lingpt.study.config import STAGES, STUDY, Study, with_started_runs
 from lingpt.study.jobs import Failure, Job, Slot, Stopped, find_slots, run_jobs, scoring_slots
-from lingpt.study.page import write_page
+from lingpt.study.page import check_page, write_page
 from lingpt.study.plan import format_plan
-from lingpt.study.publish import check_target, publish_study
+from lingpt.study.publish import publish_study
 from lingpt.study.runs import StudyRun, clear_caches, rate_runs, read_rate_search, study_runs
 
 
@@ -48,7 +48,7 @@ def run_study(
         devices: number of GPUs, by default all; without a GPU, processes on the CPU, by default one.
         stages: the `STAGES` to run, always in that order.
         minutes: stop after so many minutes, once running jobs have saved; by default run to the end.
-        publish: a folder that gets a copy of the page, tables, figures and small files of the runs.
+        publish: a folder that gets the page, tables, figures and small files of the runs.
         dry_run: print the plan and stop, without writing anything.
 
     Raises:
@@ -56,35 +56,35 @@ def run_study(
             kept).
         Interrupted: a KeyboardInterrupt; after Ctrl-C or a signal, once running jobs have saved.
     """
-    _check_arguments(stages, minutes)
-    if publish:
-        check_target(Path(publish))
+    for stage in stages:
+        if stage not in STAGES:
+            raise unknown("stage", stage, STAGES)
+    if minutes is not None and not minutes > 0:
+        raise UserError(f"--minutes {minutes:g}: give more than 0, or leave it out")
     clear_caches()
     folder = Path(out) / f"study-{study.name}"
-    asked, started = study, with_started_runs(study, folder)
-    study = asked if dry_run else started
+    for page_folder in filter(None, (folder, publish)):
+        check_page(Path(page_folder))
     slots = find_slots(devices, study.devices_per_run, study.runs_per_device)
-    work = _Stages(study, asked, folder, slots)
+    started = with_started_runs(study, folder)
+    work = _Stages(study if dry_run else started, study, folder, slots)
     work.check(stages, dry_run)
-    trials = trials_left(study.mqar, folder / "mqar") if study.mqar is not None else []
-    if not dry_run:
-        _check_inputs(study, work.runs, stages)
-    if dry_run or {"rates", "runs", "mqar", "scores"} & set(stages):
-        print(work.plan(trials, stages, dry_run))
     if dry_run:
+        print(work.plan(stages, dry_run))
         return folder
-    with _locked(folder):
-        _write_study(with_started_runs(asked, folder), folder)
-    work.run(stages, minutes)
-    with _locked(folder):
-        work.refresh_runs()
-        _write_study(work.study, folder)
+    with _only_one(folder):
+        work = _Stages(with_started_runs(study, folder), study, folder, slots)  # one may just have ended
+        if {"rates", "runs", "mqar", "scores"} & set(stages):
+            print(work.plan(stages))
+        with write_errors(folder / STUDY):
+            write_json(folder / STUDY, work.study.to_dict())
+        work.run(stages, minutes)
         if "page" in stages:
             scored = "scores" in stages or not {"rates", "runs"} & set(stages)
-            page = write_page(work.study, folder, work.rate_runs, work.runs, work.failures, scored=scored)
+            page = write_page(work.study, folder, work.rate_runs, work.runs, work.failures, scored)
             print(f"page    {page}")
         if publish:
-            print(f"copied  {publish_study(folder, Path(publish), [*work.rate_runs, *work.runs])}")
+            print(f"copied  {publish_study(folder, Path(publish), work.rate_runs, work.runs)}")
     if work.failures:
         named = "; ".join(by_reason((failure.job, failure.why()) for failure in work.failures))
         raise UserError(
@@ -94,39 +94,17 @@ def run_study(
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Lets one command at a time read what others have begun, and write the study and its page: two at once
-    would lose each other's rows."""
-
-    def say() -> None:
-        print(f"waiting for another `lingpt study` that writes in {folder}")
-
+def _only_one(folder: Path) -> Iterator[None]:
+    """Lets one command at a time work in the study's folder; UserError for a second one."""
     with contextlib.ExitStack() as held:
         with write_errors(folder):
-            held.enter_context(file_lock(folder / LOCK, before_waiting=say))
+            try:
+                held.enter_context(file_lock(folder / LOCK, blocking=False))
+            except BlockingIOError as error:
+                raise UserError(
+                    f"another `lingpt study` works in {folder}: wait for its end, or give this one a --name"
+                ) from error
         yield
-
-
-def _write_study(study: Study, folder: Path) -> None:
-    with write_errors(folder / STUDY):
-        write_json(folder / STUDY, study.to_dict())
-
-
-def _check_arguments(stages: Sequence[str], minutes: float | None) -> None:
-    for stage in stages:
-        if stage not in STAGES:
-            raise unknown("stage", stage, STAGES)
-    if minutes is not None and not minutes > 0:
-        raise UserError(f"--minutes {minutes:g}: give more than 0, or leave it out")
-
-
-def _check_inputs(study: Study, runs: Sequence[StudyRun], stages: Sequence[str]) -> None:
-    """Raises UserError now for data, benchmarks, tasks or texts that these stages would miss hours later."""
-    if {"data", "rates", "runs"} & set(stages):
-        for data in {str(run.recipe.data): run.recipe.data for run in runs}.values():
-            find_data(data)
-    if "scores" in stages and study.suites:
-        check_scoring(study.suites, study.tasks, study.texts, benchmark_folder(study.eval_data))
 
 
 class _Stages:
@@ -140,27 +118,17 @@ class _Stages:
         self.deadline: float | None = None
         self.failures: list[Failure] = []
         self.given_up: set[tuple[int, ...]] = set()  # cards not used any more by this command
-        self._find_runs()
+        self.each = len(slots[0].gpus) or None  # GPUs of one run; None on the CPU
+        self.rate_runs = rate_runs(study, folder, self.each)
+        self.runs = study_runs(study, folder, read_rate_search(self.rate_runs).chosen, self.each)
+        self.trials: list[Trial] = trials_left(study.mqar, folder / "mqar") if study.mqar is not None else []
         # Without the stage `rates`, and if no short run has begun, the recipe's rates are used.
         self.tunes = any(run.started for run in self.rate_runs)
 
-    @property
-    def _each(self) -> int | None:
-        """GPUs of one run; None on the CPU."""
-        return len(self.slots[0].gpus) or None
-
-    def refresh_runs(self) -> None:
-        """Adds the rows and seeds that this or another command has begun in the folder since."""
-        self.study = with_started_runs(self.asked, self.folder)
-        self._find_runs()
-
-    def _find_runs(self) -> None:
-        self.rate_runs = rate_runs(self.study, self.folder, self._each)
-        self.runs = study_runs(self.study, self.folder, read_rate_search(self.rate_runs).chosen, self._each)
-
-    def check(self, stages: Sequence[str], dry_run: bool) -> None:
-        """Raises UserError now, not after hours, for a row with options that do not exist, and for a run that
-        these stages have yet to train if `lingpt train` would refuse it."""
+    def check(self, stages: Sequence[str], dry_run: bool = False) -> None:
+        """Raises UserError now, not after hours, for a row with options that do not exist, for a run that
+        these stages have yet to train if `lingpt train` would refuse it, and for data, benchmarks, tasks or
+        texts that they would miss. A dry run may be for another machine."""
         for run in (*self.rate_runs, *self.runs):
             _ = run.recipe
         trained = {"rates": self.rate_runs, "runs": self.runs}
@@ -168,11 +136,19 @@ class _Stages:
         left = {without_seed(run.name): run for run in asked if not run.is_finished()}  # seeds are alike
         for run in left.values():
             run.check(dry_run)
+        if dry_run:
+            return
+        if {"data", "rates", "runs"} & set(stages):
+            for data in {str(run.recipe.data): run.recipe.data for run in self.runs}.values():
+                find_data(data)
+        if "scores" in stages and self.study.suites:
+            study = self.study
+            check_scoring(study.suites, study.tasks, study.texts, benchmark_folder(study.eval_data))
 
-    def plan(self, trials: Sequence[Trial], stages: Sequence[str], dry_run: bool) -> str:
-        """The plan of what is requested now. trials: the MQAR trials left to train."""
+    def plan(self, stages: Sequence[str], dry_run: bool = False) -> str:
+        """The plan of what is requested now."""
         rates, runs = self._now(self.rate_runs), self._now(self.runs)
-        return format_plan(self.asked, rates, runs, trials, self.slots, stages, dry_run)
+        return format_plan(self.asked, rates, runs, self.trials, self.slots, stages, dry_run)
 
     def run(self, stages: Sequence[str], minutes: float | None) -> None:
         """Runs these stages, without the page, until they are done or the time is up."""
@@ -190,10 +166,10 @@ class _Stages:
                 if name in stages:
                     stage()
         except Stopped:
-            print(f"stopped after {minutes:g} minutes; the same command goes on")
+            print(f"stopped after {minutes:g} minutes; the same command resumes")
         except KeyboardInterrupt as stop:
             number = stop.number if isinstance(stop, Interrupted) else signal.SIGINT
-            raise Interrupted(number, "stopped, and what ran has saved; the same command goes on") from stop
+            raise Interrupted(number, "stopped, and what ran has saved; the same command resumes") from stop
 
     def data(self) -> None:
         """Tokenises once; the runs then share the cache. UserError if it fails, as nothing else can begin."""
@@ -212,7 +188,7 @@ class _Stages:
             for run in runs:
                 if run.is_finished():
                     shutil.rmtree(run.folder / CHECKPOINTS, ignore_errors=True)
-        self.runs = study_runs(self.study, self.folder, read_rate_search(self.rate_runs).chosen, self._each)
+        self.runs = study_runs(self.study, self.folder, read_rate_search(self.rate_runs).chosen, self.each)
 
     def train(self) -> None:
         """Trains the runs. Rows with unfinished short runs wait, as a run keeps the rate it begins with."""
@@ -268,17 +244,10 @@ class _Stages:
         self.failures += [Failure(name, mismatch) for name, mismatch in others.items()]
         left = [run for run in runs if not (run.is_finished() or run.name in others)]
         try:
-            self._run_jobs([self._training(run) for run in left])
+            self._run_jobs([Job(run.name, run.arguments, self._log(run.name), run.status) for run in left])
         finally:
             diverged = {run.name for run in left if run.diverged}
             self.failures[:] = [failure for failure in self.failures if failure.job not in diverged]
-
-    def _training(self, run: StudyRun) -> Job:
-        job = Job(run.name, run.arguments, self._log(run.name), run.status)
-        first = run.row == self.study.interrupted_row and run.name == f"{run.row}-seed0"
-        if first and not (run.folder / ENVIRONMENT).exists():
-            job.interrupt = run.halfway
-        return job
 
     def _run_jobs(self, jobs: Sequence[Job], slots: Sequence[Slot] | None = None) -> None:
         try:

@@ -224,23 +224,12 @@ def test_a_job_that_cannot_be_started_does_not_end_the_others(job, tmp_path):
     assert every[0].log.read_text() == every[2].log.read_text() == "done\n"
 
 
-def test_stopped_halfway_and_started_again(job, tmp_path):
-    """Stopped as by a signal when it says so, then started again by the same command."""
-    code = f"sys.exit() if 'saved' in open({str(tmp_path / 'half.log')!r}).read() else None; {SAVES}"
-    half, lines = job("half", code), []
-    half.interrupt = lambda: half.log.exists() and "on" in half.log.read_text()
-    assert run_jobs([half], [Slot("CPU")], report=lines.append) == []
-    assert half.log.read_text() == "on\nsaved\n" and half.attempts == 2
-    assert any("half: stopped" in line and "goes on" in line for line in lines)
-    crash = job(
-        "crash",
-        f"os.kill(os.getpid(), 9) if 'saved' in open({str(tmp_path / 'crash.log')!r}).read() and not "
-        f"os.path.exists({str(tmp_path / 'again')!r}) and open({str(tmp_path / 'again')!r}, 'w') else None; "
-        f"sys.exit() if os.path.exists({str(tmp_path / 'again')!r}) else None; {SAVES}",
-    )
-    crash.interrupt = lambda: crash.log.exists() and "on" in crash.log.read_text()
-    assert run_jobs([crash], [Slot("CPU")], report=lines.append) == []  # the planned stop was no try
-    assert crash.attempts == 3
+def test_the_reason_is_not_another_s_progress(job):
+    """Guards: a study that was started twice wrote two children's output into one log, and the line of the
+    one that trained was given as why the other had failed."""
+    code = "print('lingpt: x is being trained by process 7'); print('step 20, loss 3.1'); sys.exit(2)"
+    (found,) = run_jobs([job("x", code)], [Slot("CPU")], report=[].append)
+    assert found.reason == "x is being trained by process 7"
 
 
 def test_slots(monkeypatch):
@@ -248,6 +237,8 @@ def test_slots(monkeypatch):
     import torch
 
     assert [slot.name for slot in find_slots(2, 1)] == ["CPU process 0", "CPU process 1"]
+    with pytest.raises(UserError, match="--devices 9999999 processes without a GPU: give at most 1,024"):
+        find_slots(9_999_999, 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert [slot.gpus for slot in find_slots(None, 1)] == [(0,), (1,), (2,), (3,)]

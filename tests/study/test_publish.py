@@ -1,16 +1,19 @@
-"""Guards a study as it is published: no path of the machine it was made on, and gone on with elsewhere."""
+"""Guards a study as it is published: small, without paths of the machine, and resumed elsewhere."""
 
 import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
 from lingpt.cli.main import main
+from lingpt.plots.curves import read_curve, smooth
+from lingpt.study.page import MARKER
 from lingpt.study.portable import differs, portable
-from lingpt.study.publish import publish_study
-from lingpt.tests.study.tiny import COMMAND, TINY, fake_run, write
+from lingpt.study.publish import POINTS, thin
+from lingpt.tests.study.tiny import COMMAND, PIQA, TINY, fake_run, write, write_scores, write_tiny
 
 
 def paths_in(folder, machine):
@@ -70,14 +73,59 @@ def test_a_published_study_goes_on_with_a_run_that_was_not_done(here, tmp_path):
     assert "Not in the tables" not in Path("copy/study-tiny/README.md").read_text()
 
 
-def test_scores_are_published_as_they_are(tmp_path):
-    """Packed answers may begin with a `/`: they are no path."""
-    scores = {"checkpoint": {"path": "/data/runs/x/step-4"}, "scores": {"piqa": {"correct": "/9A/b="}}}
-    (tmp_path / "study").mkdir()
-    (tmp_path / "study/table.json").write_text(json.dumps(scores, indent=3))
-    publish_study(tmp_path / "study", tmp_path / "copy", [])
-    text = (tmp_path / "copy/table.json").read_text()
-    assert text == json.dumps(scores, indent=3).replace("/data/runs/x/step-4", "step-4")
+def test_metrics_are_thinned_to_what_a_figure_shows(tmp_path):
+    """At most `POINTS` training losses, each the mean of its part; validations, skipped steps and divergence
+    stay; thinned again nothing changes. The curve is that of all steps."""
+    steps, loss = np.arange(1, 1921), np.random.default_rng(0).normal(0, 0.1, 1920)
+    loss += 3 + 7 * np.exp(-steps / 300)
+    every = [
+        {"kind": "train", "step": step, "tokens": 128 * step, "train_time": 0.5 * step, "loss": x, "lr": 1e-3}
+        for step, x in zip(steps.tolist(), loss.tolist(), strict=True)
+    ]
+    others = [
+        {"kind": "train", "step": 900, "train_time": 450.0, "loss": None, "skipped": True},
+        {"kind": "val", "step": 1920, "tokens": 128 * 1920, "train_time": 960.0, "loss": 3.01},
+        {"kind": "diverged", "step": 1920},
+    ]
+    kept = thin([*every[:950], others[0], *every[950:], *others[1:]], POINTS)
+    train = [line for line in kept if line not in others]
+    assert len(train) == POINTS and [line for line in kept if line in others] == others
+    assert (train[0]["step"], train[0]["loss"]) == (7, pytest.approx(loss[:13].mean(), abs=1e-4))
+    assert kept[0].keys() == {"kind", "step", "tokens", "train_time", "loss"} and thin(kept, POINTS) == kept
+    assert thin(kept, 0) == others
+    for name, lines in (("all", every), ("thin", kept)):
+        (tmp_path / name).mkdir()
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / name / "metrics.jsonl").write_text(text)
+    whole, some = (read_curve(tmp_path / name).train for name in ("all", "thin"))
+    drawn = np.interp(some[:, 0], whole[:, 0], smooth(whole[:, 2]))
+    assert np.abs(smooth(some[:, 2]) - drawn)[1:-1].max() < 0.05
+
+
+def test_scores_are_published_as_they_are(here):
+    """Packed answers may begin with a `/`: they are no path. Only what a page is made of is published, and a
+    person's text on a page that is there stays."""
+    write_tiny(suites=["table2"], attentions=["softmax"])
+    fake_run("softmax-seed0")
+    write_scores(
+        "softmax-seed0",
+        4,
+        **{"piqa (0-shot)": PIQA | {"correct": {"acc": "/w=="}, "data": {"path": "/data/p.jsonl"}}},
+    )
+    Path("runs/study-tiny/notes.txt").write_text("mine")
+    page = Path("copy/README.md")
+    page.parent.mkdir()
+    page.write_text(f"# Softmax\n\n{MARKER}\n")
+    assert main([*COMMAND, "--stages", "page", "--publish", "copy"]) == 0
+    found = {str(path.relative_to("copy")) for path in Path("copy").rglob("*") if path.is_file()}
+    run = {f"softmax-seed0/{name}" for name in ("config.yaml", "metrics.jsonl", "eval/step-00000004.json")}
+    files = {"README.md", "study.json", "summary.json", "curves.png", "table2.md", "table2.json"}
+    assert found == run | files
+    entry = json.loads(Path("copy/softmax-seed0/eval/step-00000004.json").read_text())["scores"][
+        "piqa (0-shot)"
+    ]
+    assert entry["correct"] == {"acc": "/w=="} and entry["data"] == {"path": "data/p.jsonl"}
+    assert page.read_text().startswith(f"# Softmax\n\n{MARKER}\n\nA test.\n\n## Setting\n")
 
 
 def test_a_page_of_another_kind_is_not_overwritten(here, capsys):

@@ -9,7 +9,7 @@ import pytest
 
 from lingpt.cli.main import main
 from lingpt.study import read_study, runs
-from lingpt.study.runs import kept_rates, rate_runs, read_rate_search, study_runs
+from lingpt.study.runs import rate_runs, read_rate_search, study_runs
 from lingpt.tests.study.tiny import COMMAND, TINY, fake_run, write
 
 
@@ -45,7 +45,8 @@ def test_a_rate_without_a_dot_is_a_number(here):
     train = study_runs(study, folder, {"softmax": 2e-3}, None)[0].recipe.train
     assert (train.learning_rate, train.min_learning_rate) == (2e-3, pytest.approx(2e-4))
     fake_run("softmax-seed0")
-    assert kept_rates(study, folder) == {"softmax": None}
+    run = study_runs(study, folder, {"softmax": 2e-3}, None)[0]
+    assert run.recipe.train.learning_rate == 1e-3 and run.has_result()
 
 
 def test_runs_keep_the_rate_that_they_were_begun_with(here):
@@ -60,9 +61,8 @@ def test_runs_keep_the_rate_that_they_were_begun_with(here):
     metrics.write_text(metrics.read_text().replace('"loss": 4.0', '"loss": 3.5'))
     assert main([*COMMAND, "--stages", "page"]) == 0
     page = Path("runs/study-tiny/README.md").read_text()
-    assert re.search(r"\| softmax \| \S+ k +\| 0.001 \| 1     \| 4.0000", page)
-    assert "softmax-seed0:" not in page
-    assert "Had begun with 0.001, and keep it: softmax." in page
+    assert re.search(r"\| softmax \| \S+ k +\| 0.001 +\| 0 +\| 4.0000", page)
+    assert "softmax-seed0:" not in page and "| 3.5000 | 0.003 | 0.001 |" in page  # the best, and the one used
 
 
 def test_a_run_that_was_trained_otherwise_is_named(here, capsys):
@@ -82,7 +82,7 @@ def test_a_run_that_was_trained_otherwise_is_named(here, capsys):
     assert "2 failed" in capsys.readouterr().err
     line = "softmax-seed0: trained otherwise than the study now says (model.intermediate_size: None → 128): "
     assert line + "give the study another --name, or remove the folder of the run" in page.read_text()
-    assert json.loads(Path("runs/study-tiny/summary.json").read_text())["rows"][0]["seeds"] == 1
+    assert json.loads(Path("runs/study-tiny/summary.json").read_text())["rows"][0]["seeds"] == [1]
 
 
 def test_runs_with_one_reason_are_one_line(here, capsys):
@@ -138,6 +138,6 @@ def test_metrics_are_read_once(here, monkeypatch):
     run, again = (study_runs(study, Path("runs/study-tiny"), {}, None)[0] for _ in range(2))
     assert (run.step, run.loss, run.diverged, again.step) == (2, None, False, 2)
     assert run.exclusion_reason() == "unfinished, at step 2 of 4"
-    assert run.status() == "at step 2 of 4, loss 6.000" and run.halfway() and len(folders) == 1
+    assert run.status() == "at step 2 of 4, loss 6.000" and len(folders) == 1
     fake_run("softmax-seed0")
     assert (run.step, run.loss, run.is_finished()) == (4, 4.0, True) and len(folders) == 2

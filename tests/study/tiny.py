@@ -32,6 +32,15 @@ TINY: dict[str, Any] = {
 
 
 COMMAND = ["study", "--config", "study-tiny.yaml"]
+PIQA: dict[str, Any] = {
+    "task": "piqa", "num_fewshot": 0, "documents": 8, "complete": True, "prompts": "p",
+    "metrics": {"acc": 0.5, "acc_stderr": 0.1},
+}  # fmt: skip
+
+
+def write_tiny(**changes):
+    """The tiny study of one seed without short runs, with these changes."""
+    write(TINY | {"learning_rates": [], "seeds": 1} | changes)
 
 
 def write(values, name="study-tiny.yaml"):
@@ -62,9 +71,10 @@ def fake_run(
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def write_scores(name, step, **scores):
+def write_scores(name, step, attention=None, **scores):
     """The scores of a run's checkpoint as `lingpt eval` leaves them."""
-    about = {"run": name, "attention": name.partition("-")[0], "step": step, "model": "demo", "tokens": 512}
+    attention = attention or name.partition("-seed")[0]
+    about = {"run": name, "attention": attention, "step": step, "model": "demo", "tokens": 512}
     about |= {"parameters": None, "path": name}
     file = Path(f"runs/study-tiny/{name}/eval/step-{step:08d}.json")
     write_json(file, {"checkpoint": about, "scores": scores})

@@ -1,0 +1,89 @@
+"""The setting on a study's page: what was run, on what, with what; from the runs' records."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from lingpt.common.arguments import as_word
+from lingpt.common.errors import UserError
+from lingpt.common.files import read_json_object
+from lingpt.common.format import scaled_count
+from lingpt.common.json_values import is_positive_int, what_is_wrong
+from lingpt.common.run_folder import ENVIRONMENT
+from lingpt.plots.curves import hardware_label
+from lingpt.study.config import Study
+from lingpt.study.portable import portable
+from lingpt.study.runs import StudyRun
+
+_RECORD = {  # what the page uses of a run's environment.json
+    "hardware": {"name": str, "precision": str, "world_size": is_positive_int},
+    "versions": {},
+    "git": {"revision": str},
+    "source": str,
+    "data": {"train": {"tokens": is_positive_int}},
+    "earlier": list,
+}
+
+
+def setting_section(study: Study, runs: Sequence[StudyRun]) -> tuple[str, list[str]]:
+    """The section with model, data, hardware and software of the runs, all that occur if they differ; and
+    notes on records that cannot be read, and on runs of different data."""
+    recipe, records, notes = runs[0].recipe, list[dict[str, Any]](), list[str]()
+    for run in runs:
+        try:
+            records += _read_starts(run)
+        except UserError as error:
+            notes.append(f"what {run.name} was made with: {error}")
+    if len(texts := _values(records, lambda start: start["data"]["fingerprint"])) > 1:
+        notes.append(f"the runs were trained on different data: {', '.join(texts)}")
+    lengths = _values(records, lambda start: start["data"]["train"]["tokens"])
+    steps = f"{recipe.total_steps:,} steps of {recipe.tokens_per_step:,}"
+    passes = f"; {study.tokens / int(lengths[0]):.2g} passes over the text" if len(lengths) == 1 else ""
+    cells = {
+        "Model": [recipe.model.name],
+        "Rows": [_row(study, row) for row in study.attentions],
+        "Tokens a run": [f"{scaled_count(study.tokens)}: {steps}{passes}"],
+        "Sequence length": [f"{recipe.data.seq_len:,}"],
+        "Text": list(dict.fromkeys(str(portable(str(run.recipe.data.source))) for run in runs)),
+        "Hardware": _values(records, lambda start: _hardware(start["hardware"])),
+        "Software": _values(records, lambda start: _versions(start["versions"])),
+        "Source": _values(records, lambda start: (start.get("git") or {}).get("revision") or start["source"]),
+    }
+    lines = [f"- {name}: {'; '.join(values)}" for name, values in cells.items() if values]
+    return "## Setting\n\n" + "\n".join(lines), notes
+
+
+def _read_starts(run: StudyRun) -> list[dict[str, Any]]:
+    """The records of the run's starts, the last one first; UserError if that one cannot be read."""
+    path = run.folder / ENVIRONMENT
+    if not path.exists():
+        return []
+    record = read_json_object(path)
+    if wrong := what_is_wrong(record, _RECORD, partial=True):
+        raise UserError(f"{path} is damaged: {wrong}")
+    earlier = [start for start in record.get("earlier") or [] if isinstance(start, dict)]
+    return [record, *(start for start in earlier if not what_is_wrong(start, _RECORD, partial=True))]
+
+
+def _values(records: Iterable[dict[str, Any]], value: Callable[[dict[str, Any]], Any]) -> list[str]:
+    """The distinct values of the records that have one."""
+    found = dict[str, None]()
+    for record in records:
+        try:
+            found[str(value(record) or "")] = None
+        except (KeyError, TypeError):  # this record does not say
+            continue
+    return [text for text in found if text]
+
+
+def _row(study: Study, row: str) -> str:
+    """The row with its options, as `lingpt train` takes them."""
+    options = " ".join(f"--{key}={as_word(value)}" for key, value in study.attentions[row].items())
+    return f"{row} (`{options}`)" if options else row
+
+
+def _hardware(hardware: dict[str, Any]) -> str:
+    return ", ".join(filter(None, (hardware_label(hardware), hardware.get("precision"))))
+
+
+def _versions(versions: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items() if version)
