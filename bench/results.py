@@ -11,7 +11,7 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 import torch
 
 from lingpt.bench.environment import environment
-from lingpt.common.errors import UserError, first_line
+from lingpt.common.errors import UserError, first_line, unknown
 from lingpt.common.files import read_json_object, write_errors, write_json, write_text
 
 
@@ -202,6 +202,15 @@ class Session(Generic[R]):
         if self.save_to is not None:
             self.results.save(self.save_to)
         return not late
+
+
+def chosen(what: str, names: Iterable[str], known: Collection[str], default: Iterable[str]) -> list[str]:
+    """The names without duplicates, `default` if there are none; UserError for one that is not `known`."""
+    names = list(dict.fromkeys(names))
+    for name in names:
+        if name not in known:
+            raise unknown(what, name, known)
+    return names or list(default)
 
 
 def check_numbers(options: Any, **ranges: tuple[float, float]) -> None:

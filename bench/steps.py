@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from lingpt.bench.environment import warn_if_shared
-from lingpt.bench.results import Session
+from lingpt.bench.results import Session, chosen
 from lingpt.bench.step_results import (
     DENSE_IDENTITY,
     IDENTITIES,
@@ -38,7 +38,7 @@ from lingpt.bench.step_results import (
     Results,
     Row,
 )
-from lingpt.common.errors import UserError, unknown
+from lingpt.common.errors import UserError
 from lingpt.data import DataConfig
 from lingpt.models import ATTENTIONS, GPT, MODELS, ModelArgs
 from lingpt.models.attention.base import QKVAttention
@@ -172,7 +172,8 @@ def bench_steps(
 
     Raises UserError for invalid names and numbers.
     """
-    chosen, shapes = choose_attentions(attentions), choose_shapes(models, seq_lens, tokens_per_step)
+    names = chosen("attention", attentions, COMPARED, COMPARED)
+    shapes = choose_shapes(models, seq_lens, tokens_per_step)
     machine = choose_machine(TrainConfig(accelerator=accelerator, devices=1, num_nodes=1))
     parallel = Parallel(machine)
     parallel.seed(0)
@@ -185,7 +186,7 @@ def bench_steps(
         )
     session = Session(results, parallel.device, budget, save_to)
     for shape in shapes:
-        todo = [name for name in chosen if not results.is_done(*shape, name)]
+        todo = [name for name in names if not results.is_done(*shape, name)]
         recipes = _recipes(shape, tokens_per_step, micro_batch_tokens, machine) if todo else {}
         torch.compiler.reset()
         with torch._dynamo.config.patch(COMPILED):
@@ -200,25 +201,14 @@ def bench_steps(
     return results
 
 
-def choose_attentions(names: Sequence[str]) -> list[str]:
-    """The names without duplicates, by default all of COMPARED; UserError for an unknown one."""
-    for name in names:
-        if name not in COMPARED:
-            raise unknown("attention", name, COMPARED)
-    return list(dict.fromkeys(names or COMPARED))
-
-
 def choose_shapes(models: Sequence[str], seq_lens: Sequence[int], tokens_per_step: int) -> list[Shape]:
     """The shapes as documented in `bench_steps`; UserError for an unknown model or an impossible length."""
-    for model in models:
-        if model not in MODELS:
-            raise unknown("model", model, MODELS)
-    models = models or SIZES
+    models = chosen("model", models, MODELS, SIZES)
     shapes = [Shape(model, seq_len) for model in models for seq_len in seq_lens or (USUAL_LENGTH,)]
     if not seq_lens:
         shapes += [Shape(model, seq_len) for model in SWEPT if model in models for seq_len in LENGTHS]
     for shape in shapes:
-        if shape.seq_len < 1 or tokens_per_step < 1 or tokens_per_step % shape.seq_len:
+        if tokens_per_step % shape.seq_len:
             raise UserError(
                 f"--tokens_per_step {tokens_per_step} is not a multiple of the length {shape.seq_len}"
             )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lingpt.bench.kernels.implementations import Implementation
-from lingpt.bench.kernels.shapes import Shape
+from lingpt.bench.clock import Clock
+from lingpt.bench.kernels.implementations import IMPLEMENTATIONS, Implementation
+from lingpt.bench.kernels.shapes import LONG, REFERENCE, Shape
 
 TAIL = 256  # rows of a softmax that its oracle computes: the last ones, which alone determine their keys' dk
 ONE_SLICE = 65536  # tokens from which the oracle takes one (batch, head) slice instead of four
@@ -55,6 +57,13 @@ class Graphs(NamedTuple):
     forward: torch.cuda.CUDAGraph
     backward: torch.cuda.CUDAGraph
 
+    def times(self, clock: Clock, repeats: int) -> tuple[float, float]:
+        """Median milliseconds of a replay of forward and of backward."""
+        return (
+            clock.median(self.forward.replay, repeats=repeats),
+            clock.median(self.backward.replay, self.forward.replay, repeats),
+        )
+
 
 def capture(call: BenchCall, device: torch.device) -> Graphs:
     stream = torch.cuda.Stream(device)
@@ -68,6 +77,24 @@ def capture(call: BenchCall, device: torch.device) -> Graphs:
     with torch.cuda.graph(graphs.backward, stream=stream, pool=graphs.forward.pool()):
         call.backward()
     return graphs
+
+
+def base_of(implementation: Implementation, shape: Shape) -> tuple[Implementation, Shape] | None:
+    """The cell to compare with by interleaved replays: the base of a variant, REFERENCE for ours on long
+    sequences; None for others."""
+    if implementation.variant_of is not None:
+        return IMPLEMENTATIONS[implementation.variant_of], shape
+    return (implementation, REFERENCE) if implementation.ours and shape in LONG else None
+
+
+def interleaved_ratios(graphs: Graphs, base: Graphs, clock: Clock, turns: int) -> list[float]:
+    """The times of forward and of backward over those of `base`, in `turns` alternations of a few replays
+    each: between two rows, clocks drift by more than the few per cent to be measured."""
+    ratios: tuple[list[float], list[float]] = [], []
+    for _ in range(turns):
+        for ratio, ms, base_ms in zip(ratios, graphs.times(clock, 5), base.times(clock, 5), strict=True):
+            ratio.append(ms / base_ms)
+    return [statistics.median(ratio) for ratio in ratios]
 
 
 def relative_errors(call: BenchCall) -> dict[str, float]:

@@ -24,8 +24,6 @@ from lingpt.bench.kernels.inputs import Inputs
 from lingpt.bench.kernels.shapes import Shape
 from lingpt.common.install import install_command
 from lingpt.kernels.linear_attention import linear_attention, linear_attention_qkv
-from lingpt.kernels.linear_attention.call import Call
-from lingpt.kernels.linear_attention.cuda import device_unsupported_reason, unsupported_reason
 from lingpt.kernels.numerics import B_SHRINK
 
 BF16 = torch.bfloat16
@@ -52,6 +50,7 @@ class Implementation:
     tolerance: float = 2e-2  # relative RMS error of bf16; beyond it a result is wrong
     autotunes: bool = False  # takes minutes with a cold cache
     training_only: bool = False  # a variant: measured at the training shapes, not swept
+    variant_of: str | None = None  # the implementation that its replays are interleaved with
     colour_of: str | None = None  # the name whose colour in plots/palette.py it takes; None: its own
 
     def unsupported_reason(
@@ -98,19 +97,6 @@ def _sound_scalar_gates(shape: Shape | None, dtype: torch.dtype, device: torch.d
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
-
-
-def _our_kernel(shape: Shape | None, dtype: torch.dtype, device: torch.device) -> str | None:
-    return device_unsupported_reason(dtype, shape.D if shape else 128, device)
-
-
-def _our_gated_kernel(normalize: bool) -> Need:
-    def need(shape: Shape | None, dtype: torch.dtype, device: torch.device) -> str | None:
-        x = torch.empty(1, 1, 1, shape.D if shape else 128, dtype=dtype, device=device)
-        call = Call(q=x, k=x, v=x, token_log_decay=x[..., 0].float(), normalize=normalize, backend="cuda")
-        return unsupported_reason(call)
-
-    return need
 
 
 # Calls of ours; with backend "chunkwise" they are also oracles, in the dtype of their inputs (float64)
@@ -217,28 +203,32 @@ def _sdpa(backend: str) -> Attention:
 
 # The registry
 
-_OUR_KERNEL = (_cuda_device, _our_kernel)
+_GPU = (_cuda_device,)
 _FLA = (_cuda_device, _package("fla", "fla-core", install_command("gla")))
 _MAMBA = (_cuda_device, _package("mamba_ssm", "mamba-ssm", "pip install mamba-ssm"))
 _MLSTM = (_cuda_device, _package("mlstm_kernels", "mlstm-kernels", "pip install mlstm-kernels"))
 
 _ALL = (
-    Implementation("ours", "ours", inputs.random, _ours("cuda"), _ours("chunkwise"), _OUR_KERNEL, ours=True),
+    Implementation("ours", "ours", inputs.random, _ours("cuda"), _ours("chunkwise"), _GPU, ours=True),
     Implementation("ours-decay", "ours, with decay", inputs.decayed, _ours("cuda"), _ours("chunkwise"),
-                   _OUR_KERNEL, ours=True, training_only=True),
+                   _GPU, ours=True, training_only=True,
+                   variant_of="ours"),
     Implementation("ours-gated", "ours, a decay of each token's own", inputs.token_decayed, _ours("cuda"),
-                   _ours("chunkwise"), (*_OUR_KERNEL, _our_gated_kernel(normalize=True)), ours=True,
-                   training_only=True),
+                   _ours("chunkwise"), _GPU, ours=True,
+                   training_only=True,
+                   variant_of="ours"),
     Implementation("ours-unnormalised", "the same, no normaliser (a = 0)", inputs.token_decayed,
                    _ours("cuda", **PRODUCTS), oracles.linear,
-                   (*_OUR_KERNEL, _our_gated_kernel(normalize=False)), ours=True, training_only=True,
+                   _GPU, ours=True, training_only=True,
+                   variant_of="ours",
                    colour_of="ours-gated"),
     Implementation("ours-affine", "the same, no normaliser (a = b = 1)", inputs.token_decayed,
                    _ours("cuda", **AFFINE), _ours("chunkwise", **AFFINE),
-                   (*_OUR_KERNEL, _our_gated_kernel(normalize=False)), ours=True, training_only=True,
+                   _GPU, ours=True, training_only=True,
+                   variant_of="ours",
                    colour_of="ours-gated"),
     Implementation("ours-packed", "ours, packed qkv with RoPE", inputs.packed, _ours_packed("cuda"),
-                   _ours_packed("chunkwise"), _OUR_KERNEL, ours=True, training_only=True, colour_of="ours"),
+                   _ours_packed("chunkwise"), _GPU, ours=True, training_only=True, colour_of="ours"),
     Implementation("ours-chunkwise", "ours, chunkwise PyTorch", inputs.random, _ours("chunkwise"),
                    _ours("chunkwise"), colour_of="ours"),
     Implementation("torch-cumsum", "PyTorch, cumulative sums", inputs.random, _cumsum, _ours("chunkwise")),
@@ -261,9 +251,9 @@ _ALL = (
     Implementation("mlstm", "mLSTM, sigmoid input gates", inputs.mlstm, _mlstm, oracles.mlstm, _MLSTM,
                    training_only=True),
     Implementation("sdpa-flash", "FlashAttention-2 (SDPA)", inputs.random, _sdpa("FLASH_ATTENTION"),
-                   oracles.softmax, (_cuda_device,), quadratic=True, colour_of="softmax"),
+                   oracles.softmax, _GPU, quadratic=True, colour_of="softmax"),
     Implementation("sdpa-cudnn", "cuDNN attention (SDPA)", inputs.random, _sdpa("CUDNN_ATTENTION"),
-                   oracles.softmax, (_cuda_device,), quadratic=True, colour_of="softmax-cudnn"),
+                   oracles.softmax, _GPU, quadratic=True, colour_of="softmax-cudnn"),
     Implementation("sdpa-math", "softmax in PyTorch (SDPA)", inputs.random, _sdpa("MATH"), oracles.softmax,
                    quadratic=True, colour_of="softmax"),
 )  # fmt: skip

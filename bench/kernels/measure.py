@@ -9,7 +9,7 @@ import time
 import torch
 
 from lingpt.bench.clock import Clock
-from lingpt.bench.kernels.call import BenchCall, capture, relative_errors
+from lingpt.bench.kernels.call import BenchCall, base_of, capture, interleaved_ratios, relative_errors
 from lingpt.bench.kernels.implementations import IMPLEMENTATIONS
 from lingpt.bench.kernels.results import Row
 from lingpt.bench.results import Skipped
@@ -53,7 +53,7 @@ def next_round(row: Row, clock: Clock) -> None:
 
 
 def _time(row: Row, call: BenchCall, clock: Clock, graphs: bool, check: bool = False) -> None:
-    """Adds a round of times, after two untimed runs. `check`: whether a replay gives the correct result."""
+    """Adds a round of times, after two untimed runs. `check`: in the first round, see `_time_graphs`."""
     clock.time(call.both, repeats=2)
     times = {"forward_ms": clock.median(call.forward, call.clear, row.repeats)}
     call.clear()
@@ -73,16 +73,20 @@ def _time(row: Row, call: BenchCall, clock: Clock, graphs: bool, check: bool = F
 
 
 def _time_graphs(row: Row, call: BenchCall, clock: Clock, check: bool) -> dict[str, float]:
+    """The times of replays. `check`: also their correctness, and their ratio to `base_of`."""
     graphs = capture(call, clock.device)
     graphs.forward.replay()
     graphs.backward.replay()
     if check and not _within_tolerance(relative_errors(call), row):
         row.graph_reason = "a replay gives another result"
         return {}
-    times = {"forward_graph_ms": clock.median(graphs.forward.replay, repeats=row.repeats)}
-    if not call.backward_unsupported_reason:
-        times["backward_graph_ms"] = clock.median(graphs.backward.replay, graphs.forward.replay, row.repeats)
-    return times
+    forward, backward = graphs.times(clock, row.repeats)
+    if check and (base := base_of(call.implementation, row.shape)):
+        base_graphs = capture(BenchCall(*base, call.do.dtype, clock.device), clock.device)
+        row.ratio_to_base = interleaved_ratios(graphs, base_graphs, clock, turns=max(1, row.repeats // 2))
+    if call.backward_unsupported_reason:
+        return {"forward_graph_ms": forward}
+    return {"forward_graph_ms": forward, "backward_graph_ms": backward}
 
 
 def _measure_memory(row: Row, call: BenchCall, device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 DIRECTIONS = ("forward", "backward")
 COLUMNS = (
-    "shape", "implementation", "ms", "replayed, ms", "× ours", "× lower bound", "memory, U", "error",
+    "shape", "implementation", "ms", "replayed, ms", "× base", "× ours", "× lower bound", "memory, U",
+    "error",
 )  # fmt: skip
 MARKERS = "os^vDPX*<>hp"
 PANELS = (
@@ -30,7 +32,6 @@ PANELS = (
 )
 TRAFFIC = {"forward_ms": 4, "backward_ms": 8}  # the least, in tensors of U bytes
 AXES = {"N": "N (tokens of a sequence)", "D": "D (width of a head)"}
-FAILURES = {"oom": "out of memory", "wrong": "wrong result", "refused": "cannot run", "error": "failed"}
 COLOUR_NAMES = {name: i.colour_of or name for name, i in IMPLEMENTATIONS.items()}
 COLOURS = colours(COLOUR_NAMES.values())
 
@@ -57,6 +58,8 @@ class Row(BenchRow):
     forward_memory: float | None = None  # peak beyond the inputs and do
     both_memory: float | None = None
     repeats: int = 0  # runs per time and round
+    # Forward and backward: replay time over that of the base (call.base_of), both replayed interleaved.
+    ratio_to_base: list[float] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)  # relative RMS of o and of each gradient
     tolerance: float = 0.0
 
@@ -107,6 +110,7 @@ class Results(BenchResults[Row]):
         head = (
             f"# Kernels\n\n{made_on(self.environment)}, kernels {self.environment['source_hash']}.\n\n"
             "Forward / backward, of eager calls and of replayed CUDA graphs; medians, the L2 cache flushed. "
+            f"× base: of a variant over ours, of a long sequence over {REFERENCE}, replays of both in turns. "
             "× ours: eager, within a round. Lower bound: the least possible memory traffic at the speed of a "
             f"copy, here {self.copy_bandwidth / 1e12:.3g} TB/s. Memory: the peak beyond the inputs, of "
             "forward and of both passes; U is one tensor [B, N, H, D]. Error: the largest relative RMS, "
@@ -137,6 +141,7 @@ class Results(BenchResults[Row]):
             *cells,
             _pair(eager, ".3f") + (f", {note}" if note else ""),
             row.graph_reason or _pair(replayed, ".3f"),
+            _pair(row.ratio_to_base, ".2f"),
             _pair(ratios, ".2f"),
             _pair(bounds, ".2f"),
             _pair([row.forward_memory, row.both_memory], ".2f"),
@@ -157,7 +162,7 @@ class Results(BenchResults[Row]):
         return [path for paths in drawn for path in paths]
 
 
-def _pair(values: list[float | None], format: str) -> str:
+def _pair(values: Sequence[float | None], format: str) -> str:
     return " / ".join(number(value, format) for value in values) if any(values) else "–"
 
 
@@ -208,8 +213,10 @@ def _sweep(results: Results, axis: str, fixed: dict[str, int]) -> Figure | None:
     figure.legend(handles, labels, loc="outside right center", fontsize=8, frameon=False)
     where = " ".join(f"{name}={value}" for name, value in fixed.items())
     figure.suptitle(f"{where}, {rows[0].dtype}, {results.environment['card']}", fontsize=11)
-    if caption := _caption(rows, axis):
-        add_caption(figure, caption)
+    if any(row.status != "ok" for row in rows):
+        add_caption(
+            figure, "A point is missing where an implementation failed or was left out: the table says why."
+        )
     return figure
 
 
@@ -226,24 +233,6 @@ def _tick(value: int) -> str:
     if value < 1000:
         return str(value)
     return f"{value // 1024}k" if value % 1024 == 0 else f"{value // 1000}k"
-
-
-def _caption(rows: list[Row], axis: str) -> str:
-    """The caption: what is missing from the lines, and why (a line that ends early would mislead)."""
-    missing: dict[tuple[str, str], list[int]] = {}
-    for row in rows:
-        if row.status in FAILURES:
-            only_gradient = row.status == "wrong" and row.is_correct("forward_ms")
-            why = "wrong gradient" if only_gradient else FAILURES[row.status]
-            title = IMPLEMENTATIONS[row.implementation].title
-            missing.setdefault((title, why), []).append(getattr(row.shape, axis))
-    sentences = [
-        f"{title}: {why} at {axis} = {', '.join(map(str, sorted(values)))}"
-        for (title, why), values in missing.items()
-    ]
-    if any(row.status == "skipped" and row.reason.startswith("would take") for row in rows):
-        sentences.append("lines that end early: the next point would take longer than the run allows")
-    return "; ".join(sentences)
 
 
 def _bytes_in_the_time(results: Results) -> dict[str, dict[str, float]]:

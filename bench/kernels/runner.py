@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -15,9 +15,9 @@ from lingpt.bench.kernels.implementations import DEFAULT_IMPLEMENTATIONS, IMPLEM
 from lingpt.bench.kernels.measure import first_round, next_round
 from lingpt.bench.kernels.results import Results, Row
 from lingpt.bench.kernels.shapes import CUMSUM, QUICK, SWEEPS, Shape
-from lingpt.bench.results import Session, Skipped
+from lingpt.bench.results import Session, Skipped, chosen
 from lingpt.common.devices import find_device
-from lingpt.common.errors import UserError, unknown
+from lingpt.common.errors import UserError
 
 ROUNDS = 5
 
@@ -51,12 +51,12 @@ def run_bench(
 
     device = _usable_device(device)
     sweeps = sweeps or (QUICK if quick else SWEEPS)
-    chosen, shapes = choose_implementations(implementations), choose_shapes(only, sweeps)
+    selected, shapes = choose_implementations(implementations), choose_shapes(only, sweeps)
     training = set(sweeps.get("training", ()))
     warn_if_shared(device)
     name = str(dtype).removeprefix("torch.")
     results = Results.begin(device, name, save_to, append)
-    schedule = _schedule(shapes, chosen, training, results)
+    schedule = _schedule(shapes, selected, training, results)
     clock, session = Clock(device), Session(results, device, budget, save_to)
     timings = tqdm(schedule, desc="bench", unit="timing", disable=None if progress else True)
     for n, shape, implementation in timings:
@@ -124,20 +124,12 @@ def _schedule(
 
 def choose_implementations(names: Iterable[str]) -> list[Implementation]:
     """The implementations by name, by default DEFAULT_IMPLEMENTATIONS; UserError for an unknown name."""
-    names = _check_names(names, IMPLEMENTATIONS, "implementation") or DEFAULT_IMPLEMENTATIONS
-    return [IMPLEMENTATIONS[name] for name in names]
+    found = chosen("implementation", names, IMPLEMENTATIONS, DEFAULT_IMPLEMENTATIONS)
+    return [IMPLEMENTATIONS[name] for name in found]
 
 
 def choose_shapes(only: Iterable[str], sweeps: dict[str, tuple[Shape, ...]]) -> list[Shape]:
     """The shapes of the sweeps named in `only` (default: all), each once; UserError for an unknown name."""
-    names = _check_names(only, sweeps, "sweep") or sweeps
-    return list(dict.fromkeys(shape for name in names for shape in sweeps[name]))
-
-
-def _check_names(names: Iterable[str], known: Collection[str], what: str) -> list[str]:
-    """The names without duplicates; UserError for an unknown one."""
-    names = list(dict.fromkeys(names))
-    for name in names:
-        if name not in known:
-            raise unknown(what, name, known)
-    return names
+    return list(
+        dict.fromkeys(shape for name in chosen("sweep", only, sweeps, sweeps) for shape in sweeps[name])
+    )

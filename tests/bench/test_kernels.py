@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.metadata
+import itertools
 import json
 import math
 from collections.abc import Callable
@@ -14,11 +15,11 @@ import torch
 from lingpt.bench.clock import Clock
 from lingpt.bench.environment import warn_if_shared
 from lingpt.bench.kernels import inputs, measure, runner
-from lingpt.bench.kernels.call import TAIL
+from lingpt.bench.kernels.call import TAIL, Graphs, base_of, interleaved_ratios
 from lingpt.bench.kernels.implementations import DEFAULT_IMPLEMENTATIONS, IMPLEMENTATIONS, Implementation
 from lingpt.bench.kernels.results import Results, Row, style
 from lingpt.bench.kernels.runner import run_bench
-from lingpt.bench.kernels.shapes import BATCH_1, CUMSUM, REFERENCE, SWEEPS, Shape
+from lingpt.bench.kernels.shapes import BATCH_1, CUMSUM, LONG, REFERENCE, SWEEPS, Shape
 from lingpt.bench.kernels.traffic import parse_counts
 from lingpt.bench.kernels.warm import WARM_N, warm_up
 from lingpt.bench.results import Skipped
@@ -205,7 +206,7 @@ def test_what_an_implementation_does_is_a_row(monkeypatch: pytest.MonkeyPatch, t
     assert results.rows[2].reason == "ValueError: head_dim 16 | not supported"
     assert Results.load(path) == results
     table = results.table()
-    assert "| sdpa-math | error: ValueError: head_dim 16 / not supported | | | | | |" in table
+    assert "| sdpa-math | error: ValueError: head_dim 16 / not supported | | | | | | |" in table
     assert "\n- fla-gla: skipped: needs a CUDA device\n" in table and "| fla-gla |" not in table
 
 
@@ -399,6 +400,31 @@ def test_the_table_holds_what_was_measured() -> None:
     assert "| – | 9.60 / – |" in line(results, "fla-gla", REFERENCE)
 
 
+def test_a_variant_is_interleaved_with_its_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: where each run takes 1 % longer, the ratio is off by what passes within a turn, not by more."""
+    drift = itertools.count()
+    graphs, base = (
+        Graphs(*(SimpleNamespace(replay=lambda ms=ms: ms) for ms in times))
+        for times in ((2.1, 4.4), (2.0, 4.0))
+    )
+
+    def time(self, work, before=None, repeats=1) -> list[float]:
+        return [work() * 1.01 ** next(drift) for _ in range(repeats)]
+
+    monkeypatch.setattr(Clock, "time", time)
+    per_turn = 1.01 ** (2 * 5)  # the base comes two spans of five later
+    found = interleaved_ratios(graphs, base, Clock(CPU), turns=25)
+    assert found == pytest.approx([2.1 / 2 / per_turn, 4.4 / 4 / per_turn])
+
+
+def test_what_is_interleaved() -> None:
+    """Guards: a variant with its base at its own shape, our long sequences with the reference, no other."""
+    ours, decay = IMPLEMENTATIONS["ours"], IMPLEMENTATIONS["ours-decay"]
+    assert base_of(decay, LONG[0]) == (ours, LONG[0])
+    assert [base_of(ours, shape) for shape in (LONG[1], BATCH_1)] == [(ours, REFERENCE), None]
+    assert base_of(IMPLEMENTATIONS["fla-linear"], LONG[0]) is None
+
+
 def test_plots_hold_every_correct_implementation(tmp_path: Path) -> None:
     """Guards: the plots come from the results alone, bytes where they were counted; of a size to read."""
     from matplotlib.image import imread
@@ -483,3 +509,5 @@ def test_an_implementation_on_the_gpu_is_timed_and_correct(name: str) -> None:
     first = dict(row.by_round)
     measure.next_round(row, clock)
     assert row.by_round.keys() == first.keys() and {len(times) for times in row.by_round.values()} == {2}
+    assert len(row.ratio_to_base) == (2 if IMPLEMENTATIONS[name].variant_of else 0)
+    assert all(0.5 < x < 3 for x in row.ratio_to_base)
