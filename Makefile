@@ -3,6 +3,7 @@
 PYTHON ?= python3#         makes the environment (3.11 or newer)
 VENV ?= .venv#             where it lives; `make VENV= …` uses the environment you are in instead
 TORCH_INDEX ?=#            another index for PyTorch's build; without a GPU the CPU build's, if it answers
+CONSTRAINTS ?= constraints.txt#  the tested versions; `CONSTRAINTS=` takes the newest that are allowed
 JOBS ?= 2#                 processes of `make test`
 
 # The CUDA that the driver runs: its major version picks the compiler's. Empty on a machine with no GPU.
@@ -24,6 +25,7 @@ CUDA_SOURCES = $(sort $(shell find kernels ptx_emulator tests -name '*.cu' -o -n
 # `$(call opt,--key,$(VALUE))` is `--key 'VALUE'`, or nothing where VALUE is empty; a quote in it stays one.
 quoted = '$(subst ','\'',$(strip $(1)))'
 opt = $(if $(strip $(2)),$(1) $(call quoted,$(2)))
+PINS = $(call opt,-c,$(CONSTRAINTS))
 RECIPE = --config $(call quoted,$(or $(MODEL),demo)) $(strip $(call opt,--model.attention,$(ATTN)) \
 	$(call opt,--data.source,$(DATA)) $(call opt,--data.tokenizer,$(TOKENIZER)))
 RUN = $(strip $(call opt,--train.devices,$(DEVICES)) $(call opt,--train.resume,$(RESUME)) \
@@ -102,7 +104,7 @@ release-check: $(call ready,dev) ## do the recorded GPU tests match this source?
 install: $(call ready,dev) ## everything, for tests and checks too: TORCH_INDEX=URL for another PyTorch than this machine's
 
 ifneq ($(VENV),)
-$(VENV)/.torch-installed: constraints.txt
+$(VENV)/.torch-installed: $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "LinGPT needs Python 3.11 or newer: make PYTHON=python3.12 …" >&2; exit 2; }
 	@echo "making the environment $(VENV), once: PyTorch$(if $(CUDA), for CUDA (gigabytes)) and other packages, minutes"
@@ -111,11 +113,11 @@ $(VENV)/.torch-installed: constraints.txt
 	if [ -z "$$index" ] && [ -z "$(CUDA)" ] && $(PY) -c \
 		'from urllib.request import urlopen; urlopen("$(CPU_INDEX)/torch/", timeout=5)' 2>/dev/null; \
 	then index=$(CPU_INDEX); fi; \
-	set -x; $(PY) -m pip install torch -c constraints.txt $${index:+--index-url "$$index"}
+	set -x; $(PY) -m pip install torch $(PINS) $${index:+--index-url "$$index"}
 	@touch $@
 
 $(VENV)/.%-installed: pyproject.toml $(VENV)/.torch-installed
-	$(PY) -m pip install -e '.[$*$(GPU_EXTRAS)]' -c constraints.txt
+	$(PY) -m pip install -e '.[$*$(GPU_EXTRAS)]' $(PINS)
 	@test -z "$(CUDA)" || $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo \
 		"PyTorch cannot use this GPU (the driver runs CUDA $(CUDA)): remove $(VENV) and give the build that can," \
 		"make install TORCH_INDEX=… (pytorch.org lists them)" >&2; exit 2; }

@@ -10,6 +10,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    __version__: str | None  # None where LinGPT runs from a clone without an install
+
     from lingpt.common.errors import UserError
     from lingpt.kernels.gated_linear_attention import (
         gated_linear_attention,
@@ -47,6 +49,8 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> object:
+    if name == "__version__":
+        return importlib.import_module("lingpt.common.install").installed_version("lingpt")
     if name == "UserError":
         module = "lingpt.common.errors"
     elif name in __all__:

@@ -21,7 +21,9 @@ COLOURS = {
     "identity": "#56B4E9",  # sky blue
     "identity-dense": "#2A6F97",
 }
-SPARE_COLOURS = ("#882255", "#E69F00", "#8C510A", "#5E4FA2", "#1B7837", "#F0E442", "#666666", "#3690C0")
+SPARE_COLOURS = (
+    "#882255", "#E69F00", "#8C510A", "#5E4FA2", "#1B7837", "#F0E442", "#666666", "#3690C0", "#F781BF",
+)  # fmt: skip
 # The n-th look of a colour has its n-th shade, dashes and marker (after the last comes the first): 30 looks.
 # A shade is the part of white, or of black where it is negative, that is mixed in.
 SHADES = (0.0, 0.3, -0.35, 0.5, -0.6, 0.65)

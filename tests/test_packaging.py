@@ -219,6 +219,7 @@ def test_a_program_of_a_user_is_type_checked_against_the_wheel(tmp_path):
 def test_the_version_is_written_once():
     written = PROJECT["project"]["version"]
     assert version("lingpt") == written, "the installed lingpt is another: pip install -e ."
+    assert lingpt.__version__ == written, "read from the installed package, when it is asked for"
     again = [path for path in sources(".py") if re.search(r"__version__\s*=", path.read_text())]
     assert not again
 

@@ -384,7 +384,7 @@ def test_the_table_holds_what_was_measured() -> None:
     results = made_up()
     assert "| 12.00 / 12.00 | 9.60 / 9.60 | 1.10 / 4.40 | – |" in line(results, "fla-gla", REFERENCE)
     assert line(results, "torch-cumsum", REFERENCE).endswith(
-        "| torch-cumsum | oom: out of memory | | | | | |"
+        "| torch-cumsum | oom: out of memory | | | | | | |"
     )
     gla, ours = (results.row(name, REFERENCE) for name in ("fla-gla", "ours"))
     for row, times in ((ours, [1.0, 2.0, 2.0]), (gla, [10.0, 12.0, 24.0])):

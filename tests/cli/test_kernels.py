@@ -35,13 +35,13 @@ def test_kernels_are_listed_and_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """Guards: `lingpt kernels` shows each kernel and architecture, compiled or not, with its figures."""
-    from lingpt.kernels.linear_attention.cuda import launch
+    from lingpt.kernels.linear_attention.cuda import variants
     from lingpt.kernels.linear_attention.cuda.compile import KernelSpec
 
     source = tmp_path / "noop.cu"
     source.write_text('extern "C" __global__ void noop(float* x) { x[threadIdx.x] = WIDTH; }')
     spec = KernelSpec(str(source), ("noop",), {"WIDTH": 64}, architectures=("sm_80", "sm_90a"))
-    monkeypatch.setattr(launch, "specs", lambda: [spec])
+    monkeypatch.setattr(variants, "specs", lambda: [spec])
     monkeypatch.setenv("LINGPT_CACHE", str(tmp_path))
     assert main(["kernels", "compile", "--arch", "sm_90a"]) == 0
     assert "noop" in capsys.readouterr().out
