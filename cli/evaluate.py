@@ -36,13 +36,13 @@ def configure(parser: ArgumentParser) -> None:
         help="score the newest run of each attention form of this model (default: the newest run's model)",
     )
     add("--runs", nargs="+", default=[], help="score these runs or checkpoint folders instead")
-    suites = "one or more of table2 (the default), commonsense, language, recall"
+    suites = "one or more of table2 (the default), commonsense, retrieval, needle, language, recall"
     add("--suite", nargs="+", default=["table2"], help=suites)
     tasks = "tasks of the suite table2, as lm-eval names them; `mmlu:5` asks for five examples"
     add("--tasks", nargs="+", default=list(TASKS), help=tasks)
     texts = "texts of language and recall: name=path of held-out JSONL or .txt files, or embedded"
     add("--texts", nargs="+", default=["embedded"], help=texts)
-    factor = "the loss by position goes up to this multiple of the training length"
+    factor = "the loss by position, and needles, go up to this multiple of the training length"
     add("--max_length_factor", type=int, default=8, help=factor)
     add(
         "--num_fewshot",

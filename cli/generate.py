@@ -64,6 +64,7 @@ def run(args: Namespace) -> None:
         min(args.max_new_tokens, room),
         temperature=args.temperature,
         top_k=args.top_k,
+        vocab_size=tokenizer.vocab_size,
         eos_id=tokenizer.eos_id,
         seed=args.seed,
         graph=args.graph and device.type == "cuda",

@@ -90,11 +90,12 @@ def benchmark_table(
     """A row for each result with a score, and chance. average: add the mean of the columns in per cent."""
     marks, shown = Marks(results), [r for r in results if any(c.score(r) for c in columns)]
     columns = [c for c in columns if any(c.cell(result, marks) != DASH for result in shown)]
+    shown = [r for r in shown if any(c.cell(r, marks) != DASH for c in columns)]
     rows = [run_row(result, columns, marks) for result in shown]
-    rows = [row for row in rows if set(row[len(HEAD) :]) - {DASH}]
-    rows += [chance_row(columns)] if rows else []
     head = [*HEAD, *(column.heading for column in columns)]
-    if average:
+    if rows:
+        rows.append(chance_row(columns))
+    if rows and average:
         head.append("Average")
         means = [average_cell(columns, result) for result in shown]
         rows = [[*row, mean] for row, mean in zip(rows, [*means, ""], strict=True)]

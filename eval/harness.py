@@ -149,7 +149,7 @@ def correct_answers(samples: dict[str, list[dict[str, Any]]]) -> dict[str, str]:
     With the same `prompts`, the bits of two checkpoints are of the same questions in the same order.
     """
     rows = [row for task in sorted(samples) for row in sorted(samples[task], key=lambda row: row["doc_id"])]
-    metrics = [metric for metric in ("acc", "acc_norm") if all(metric in row for row in rows)]
+    metrics = [metric for metric in ("acc", "acc_norm", "contains") if all(metric in row for row in rows)]
     return {metric: pack_bits([bool(row[metric]) for row in rows]) for metric in metrics}
 
 

@@ -255,6 +255,7 @@ class LinGPTLM(TemplateLM):
         groups = defaultdict(list)
         for i, (request, tokens) in enumerate(zip(requests, texts, strict=True)):
             until, new = self._generation_options(request.args[1])
+            self.cut_prompts += len(tokens) > self.max_length - new
             tokens = (tokens or [self.prefix_token_id])[-(self.max_length - new) :]
             groups[len(tokens), new, until].append((i, tokens))
         answers = [""] * len(requests)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lingpt.common.format import with_error
-from lingpt.eval.benchmarks import DIFFERENCE_NOTE, benchmark_table, perplexity
+from lingpt.eval.benchmarks import DIFFERENCE_NOTE, HEAD, about_run, benchmark_table, perplexity
 from lingpt.eval.comparison import (
     Marks,
     comparison_notes,
@@ -18,7 +18,7 @@ from lingpt.eval.comparison import (
 )
 from lingpt.eval.figures import draw_positions
 from lingpt.eval.scores import DASH, Result, Score, signed_difference, text_key
-from lingpt.eval.suites import COMMONSENSE, SUITES
+from lingpt.eval.suites import COMMONSENSE, RETRIEVAL, SUITES
 from lingpt.eval.tables import Table, save_tables
 
 Pair = tuple[Score, Score]
@@ -39,9 +39,16 @@ RECALL_NOTE = (
     "among four phrases of the text (a guess: 25); the same without the text; given by greedy decoding."
 )
 COMMONSENSE_NOTE = (
-    "Accuracy in per cent ± one standard error (OpenBookQA and HellaSwag: length-normalised), zero-shot; "
-    "LAMBADA's last word is right where greedy decoding gives it, its perplexity is per word, "
-    "with no chance level (a uniform guess: the size of the vocabulary, for each token of the word)."
+    "Accuracy in per cent ± one standard error (HellaSwag, ARC-C and OpenBookQA: length-normalised), "
+    "zero-shot. LAMBADA's last word is right where greedy decoding gives it. Perplexities are per word; they "
+    "have no chance level and are not in the average."
+)
+RETRIEVAL_NOTE = (
+    "The answer stands in the prompt; per cent of greedy continuations that contain it, ± one standard error."
+)
+NEEDLE_NOTE = (
+    "Per cent of seven-digit numbers that greedy decoding gives, ± one standard error: each stands once in a "
+    "text of this many tokens and is asked for at its end."
 )
 
 
@@ -49,7 +56,11 @@ def suite_tables(results: Sequence[Result], suites: Sequence[str] = tuple(SUITES
     """The tables of those of `suites` (except Table 2) that have been measured."""
     tables = []
     if "commonsense" in suites:
-        tables.append(benchmark_table("Commonsense", COMMONSENSE, results, COMMONSENSE_NOTE))
+        tables.append(benchmark_table("Commonsense", COMMONSENSE, results, COMMONSENSE_NOTE, average=True))
+    if "retrieval" in suites:
+        tables.append(benchmark_table("Retrieval", RETRIEVAL, results, RETRIEVAL_NOTE, average=True))
+    if "needle" in suites:
+        tables.append(_needle_table(results))
     if "language" in suites:
         tables += [_bits_table(results), *_position_tables(results)]
     if "recall" in suites:
@@ -75,6 +86,22 @@ def score_table(results: Sequence[Result]) -> Table:
             rows.append([result.checkpoint.form, run_name(result), key, *cells])
     head = ["Attention", "Run", "Task", "acc", "acc_norm", "contains", "perplexity", "Documents"]
     return Table("", head, rows)
+
+
+def _needle_table(results: Sequence[Result]) -> Table:
+    """The share of needles found, by the length of the text."""
+    found = [(result, {score.max_length: score for score in result.of_task("needle")}) for result in results]
+    found = [(result, scores) for result, scores in found if scores]
+    lengths = sorted({length for _, scores in found for length in scores if length})
+    rows = [
+        [
+            *(result.checkpoint.form, *about_run(result)),
+            *(scores[length].percent("exact") if length in scores else DASH for length in lengths),
+        ]
+        for result, scores in found
+    ]
+    head = [*HEAD, *(f"{length:,} tokens" for length in lengths)]
+    return Table("Needle in a haystack", head, rows, [NEEDLE_NOTE, *seeds_note(results)])
 
 
 def _text_table(

@@ -30,16 +30,31 @@ class Suite:
 
 
 COMMONSENSE = (
-    Column("OpenBookQA", "openbookqa", 0, "acc_norm", "25"),
-    Column("WinoGrande", "winogrande", 0, "acc", "50"),
-    Column("SIQA", "social_iqa", 0, "acc", "33.3"),
-    Column("LAMBADA", "lambada_openai", 0, "acc", "0"),
+    Column("WikiText ppl", "wikitext", 0, "word_perplexity", "none"),
     Column("LAMBADA ppl", "lambada_openai", 0, "perplexity", "none"),
+    Column("LAMBADA", "lambada_openai", 0, "acc", "0"),
+    Column("PIQA", "piqa", 0, "acc", "50"),
     Column("HellaSwag", "hellaswag", 0, "acc_norm", "25"),
+    Column("WinoGrande", "winogrande", 0, "acc", "50"),
+    Column("ARC-E", "arc_easy", 0, "acc", "25"),
+    Column("ARC-C", "arc_challenge", 0, "acc_norm", "25"),
+    Column("COPA", "copa", 0, "acc", "50"),
+    Column("SciQ", "sciq", 0, "acc", "25"),
+    Column("BoolQ", "boolq", 0, "acc", "50"),
+    Column("OpenBookQA", "openbookqa", 0, "acc_norm", "25"),
+    Column("SIQA", "social_iqa", 0, "acc", "33.3"),
+)
+RETRIEVAL = (
+    Column("SQuAD", "squad_contains", 0, "contains"),
+    Column("SQuAD completion", "squad_completion", 0, "contains"),
+    Column("FDA", "fda", 0, "contains"),
+    Column("SWDE", "swde", 0, "contains"),
 )
 SUITES = {
     "table2": Suite("the paper's benchmarks", columns=table2.COLUMNS),
-    "commonsense": Suite("OpenBookQA, WinoGrande, SIQA, LAMBADA, HellaSwag", columns=COMMONSENSE),
+    "commonsense": Suite("the zero-shot tasks of the tables of GLA and its successors", columns=COMMONSENSE),
+    "retrieval": Suite("answers that stand in the prompt, as Based measures recall", columns=RETRIEVAL),
+    "needle": Suite("a number to find in texts of 1,024 to 32,768 tokens", measures=("needle",)),
     "language": Suite(
         "bits per byte of held-out text, and the loss by position past the training length",
         measures=("bits_per_byte", "loss_by_position"),
@@ -138,7 +153,7 @@ def text_measurements(
 
     Args:
         texts: name → source, as `texts.read_texts` takes it; the caller must know that it is held out.
-        max_length_factor: the loss by position goes up to this multiple of the training length.
+        max_length_factor: the loss by position, and needles, go up to this multiple of the training length.
 
     A measure that a text is too short for, or has too few phrases for, is skipped with a line to the log.
     """
@@ -146,17 +161,31 @@ def text_measurements(
         raise UserError(
             f"max_length_factor is {max_length_factor}; it must be at least 1, the training length itself"
         )
-    measures, found, measurements = measures_of(suites), [], []
+    measures, found, measurements = measures_of(suites), list[Texts](), list[Measurement]()
+    length = scorer.checkpoint.train_length
+    if "needle" in measures:
+        measures.remove("needle")
+        measurements += _needles(length * max_length_factor)
     for name, source in texts.items() if measures else ():
         with scorer.leaving_out(f"text {name}"):
             found.append(read_texts(name, source))
-    length = scorer.checkpoint.train_length
     for measure in measures:
         room = length * (max_length_factor if measure == "loss_by_position" else 1)
         for text in found:
             compute = functools.partial(_measure, measure=measure, texts=text, train_length=length)
             measurements.append(Measurement(text_key(measure, text.name), room, text.data, compute))
     return measurements
+
+
+def _needles(longest: int) -> list[Measurement]:
+    """The suite `needle`, up to this length in tokens."""
+    from lingpt.eval.recall.needle import LENGTHS, find_needles
+
+    return [
+        Measurement(text_key("needle", f"{length:,} tokens"), length, {"from": "generated"}, find_needles)
+        for length in LENGTHS
+        if length <= longest
+    ]
 
 
 def _measure(lm: "LinGPTLM", measure: str, texts: Texts, train_length: int) -> Score:

@@ -18,6 +18,7 @@ def generate(
     *,
     temperature: float = 1.0,
     top_k: int | None = None,
+    vocab_size: int | None = None,
     eos_id: int | None = None,
     seed: int = 0,
     graph: bool | None = None,
@@ -27,6 +28,8 @@ def generate(
     Args:
         temperature: divides the logits; 0 takes the most likely token.
         top_k: sample from the k most likely tokens only.
+        vocab_size: only ids below it are drawn: give the tokenizer's, which may have fewer tokens than the
+            embedding has rows. By default the model's, without the rows of padding.
         eos_id: after this token a row is filled up with it; when all rows have drawn it, generation ends.
         seed: of the sampling, which is on the CPU: the same logits give the same text on any device.
         graph: replay a CUDA graph of one token's step (decoding_graph.py), with equal results up to rounding;
@@ -44,9 +47,9 @@ def generate(
     if (idx_BN.is_cuda if graph is None else graph) and has_static_step(model):
         step = DecodingGraph(model, state)
     ended_B1, last_BN = torch.zeros(B, 1, dtype=torch.bool), idx_BN
-    tokens = [idx_BN.cpu()]
+    tokens, V = [idx_BN.cpu()], vocab_size or model.config.vocab_size
     for _ in range(max_new_tokens):
-        new_B1 = sample(step(last_BN), temperature, top_k, generator)
+        new_B1 = sample(step(last_BN)[:, :V], temperature, top_k, generator)
         if eos_id is not None:
             new_B1 = torch.where(ended_B1, eos_id, new_B1)
             ended_B1 |= new_B1 == eos_id

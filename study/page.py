@@ -112,9 +112,9 @@ def _score_sections(study: Study, folder: Path, results: Sequence[Result]) -> li
     tables = table2_tables(results) if results and "table2" in study.suites else []
     if tables:
         save_table2(results, folder)
-    save_suites(results, folder)
+    save_suites(results, folder, study.suites)
     figure = [f"![Loss by position]({POSITIONS})"] if (folder / POSITIONS).exists() else []
-    return [table.section() for table in [*tables, *suite_tables(results)]] + figure
+    return [table.section() for table in [*tables, *suite_tables(results, study.suites)]] + figure
 
 
 def _mqar(folder: Path) -> str:

@@ -175,7 +175,8 @@ def sample_text(gpt: GPT, dataset: Dataset, max_tokens: int, parallel: Parallel)
         with parallel.autocast():
             # Eager: next to a training run that fills the memory, there is no room for graphs.
             idx_1N = prompt[None].to(parallel.device)
-            ids = generate(gpt, idx_1N, max_tokens, temperature=0.8, top_k=50, graph=False)
+            known = tokenizer.vocab_size
+            ids = generate(gpt, idx_1N, max_tokens, temperature=0.8, top_k=50, vocab_size=known, graph=False)
         return tokenizer.decode(ids[0, len(prompt) :].tolist())
 
     return (

@@ -27,7 +27,7 @@ from lingpt.eval.tasks.sources import (
     split_file,
 )
 
-STOCK = Path(lm_eval.tasks.__file__).parent
+STOCK, OWN = Path(lm_eval.tasks.__file__).parent, Path(__file__).parent
 
 
 class Benchmark(ConfigurableTask):
@@ -178,12 +178,14 @@ def check_task(name: str, num_fewshot: int = 0, data: Path | None = None) -> Non
 
 
 def covered() -> list[Path]:
-    """The folders of stock tasks that `sources.yaml` names (indexing all tasks takes ten seconds)."""
-    return list(dict.fromkeys(STOCK / source.tasks for source in sources().values()))
+    """The folders of tasks that `sources.yaml` names (indexing all tasks takes ten seconds)."""
+    folders = dict.fromkeys(source.tasks for source in sources().values())
+    return [OWN / name if (OWN / name).is_dir() else STOCK / name for name in folders]
 
 
 def local_tasks(data: Path) -> list[str]:
     """The stock tasks whose zero-shot questions are in the folder `data`; for MMLU only the group."""
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
     manager = TaskManager(include_defaults=False, include_path=covered())
     found = set()
     for entry in manager.task_index.values():
@@ -213,7 +215,8 @@ def _load(name: str, num_fewshot: int, data: str | None, stamp: tuple) -> dict[s
         )
     else:
         manager = _all_tasks(name)
-    loaded = _from_hub(manager, name) if data is None else manager.load(name)
+    with contextlib.redirect_stderr(io.StringIO()) if data else contextlib.nullcontext():  # progress bars
+        loaded = manager.load(name) if data else _from_hub(manager, name)
     for task in loaded["tasks"].values():
         task.set_config("num_fewshot", num_fewshot)
     return loaded

@@ -51,6 +51,12 @@ KINDS: dict[str, tuple[Callable[[Any, dict[str, Any]], bool], str]] = {
         lambda value, row: type(value) is int and 0 <= value < len(row["choices"]),
         "the number of a choice, the first one's 0",
     ),
+    "texts of answers": (
+        lambda value, row: isinstance(value, dict) and _texts(value.get("text"), range(1000)),
+        '{"text": […]}, a list of strings',
+    ),
+    "cause or effect": (lambda value, row: value in ("cause", "effect"), '"cause" or "effect"'),
+    "0, 1, 2 or 3": (lambda value, row: value in ("0", "1", "2", "3"), 'a string of "0" to "3"'),
     "0 or 1": (lambda value, row: type(value) is int and value in (0, 1), "0 or 1"),
     "1 or 2": (lambda value, row: value in ("1", "2"), 'the string "1" or "2"'),
 }
@@ -83,6 +89,7 @@ class Source:
     """A hub data set as local files, and lm-eval's folder of the tasks on it.
 
     `fields`: the fields of a row, each of one of `KINDS`; a field follows those that its kind looks at.
+    `task`: the task's name, where the files do not begin with it.
     `select` is the field that names the hub configuration, if any; `reader` is one of `READERS`.
     """
 
@@ -91,6 +98,7 @@ class Source:
     splits: dict[str, SplitFile]
     select: str | None = None
     reader: str | None = None
+    task: str | None = None
 
 
 @cache
@@ -104,16 +112,17 @@ def sources() -> dict[str, Source]:
             splits={split: SplitFile(**value) for split, value in entry["splits"].items()},
             select=entry.get("select"),
             reader=entry.get("reader"),
+            task=entry.get("task"),
         )
         for name, entry in yaml.safe_load(text).items()
     }
 
 
 def official_questions(task: str) -> int | None:
-    """The number of questions of lm-eval's `task`, by whose name its files begin; None if it is not known."""
+    """The number of questions of lm-eval's `task`; None if it is not known."""
     for source in sources().values():
         split = source.splits.get("test") or source.splits["validation"]
-        if split.file.startswith(f"{task}_"):
+        if source.task == task or split.file.startswith(f"{task}_"):
             return split.rows
     return None
 

@@ -314,7 +314,7 @@ def test_a_score_that_one_seed_of_the_baseline_has_is_compared():
     phrases = answered([1, 0, 1, 1], "recall_phrases", texts="x")
     for i in (0, 2):
         results[i] = replace(results[i], scores=results[i].scores | {"recall_phrases (x)": phrases})
-    (table,) = suite_tables(mean_scores(results))
+    (table,) = suite_tables(mean_scores(results), ["recall"])
     assert table.head[-1] == "to softmax" and table.rows[1][1] == "ours-seed0, step 4"
     assert table.rows[1][-1].startswith("+0.00") and table.rows[0][-1] == "–"
     assert "Compared with softmax-seed0, step 4: ours-seed0." in table.notes

@@ -19,11 +19,12 @@ from lingpt.eval.figures import caption, draw_positions
 from lingpt.eval.harness import task_measurements
 from lingpt.eval.language import _edges, bits_per_byte, loss_by_position
 from lingpt.eval.lm import LinGPTLM
+from lingpt.eval.recall.needle import find_needles, make_needle
 from lingpt.eval.recall.phrases import ask_about, make_questions, recall_phrases
 from lingpt.eval.runs import find_checkpoints
 from lingpt.eval.scores import Positions, unpack_bits
 from lingpt.eval.scoring import Scorer
-from lingpt.eval.suite_tables import save_suites, suite_tables
+from lingpt.eval.suite_tables import save_suites, score_table, suite_tables
 from lingpt.eval.suites import benchmark_tasks, check_suites, text_measurements
 from lingpt.eval.texts import Texts, parse_texts, read_texts, spans
 from lingpt.models import GPT, Config
@@ -295,6 +296,56 @@ def test_a_perplexity_as_it_is_read(metrics, cell):
     assert table.rows[0][table.head.index("LAMBADA ppl")] == cell
 
 
+def test_columns_for_contains_and_perplexity_and_an_average():
+    """Guards: "–" for what SQuAD and WikiText measure. The average is of the columns in per cent that are
+    shown, of runs that have them all."""
+    metrics = {"wikitext": {"word_perplexity": 30.5}, "boolq": {"acc": 0.6}, "copa": {"acc": 0.5}}
+    metrics |= {"squad_contains": {"contains": 0.25, "contains_stderr": 0.05}, "fda": {"contains": 0.35}}
+    scores = {f"{task} (0-shot)": score(task, metrics=values) for task, values in metrics.items()}
+    some = {key: one for key, one in scores.items() if "copa" not in key}
+    results = [result("a", scores=scores), result("b", scores=some)]
+    commonsense, retrieval = suite_tables(results)
+    assert commonsense.head[4:] == ["WikiText ppl", "COPA", "BoolQ", "Average"]
+    cells = [["30.5", "50.00", "60.00", "55.00"], ["30.5", "–", "60.00", "–"]]
+    assert [row[4:] for row in commonsense.rows] == [*cells, ["none", "50", "50", ""]]
+    assert retrieval.rows[0][4:] == ["25.00 ± 5.00", "35.00", "30.00"]
+    listed = {row[2]: row[3:7] for row in score_table(results).rows}
+    assert listed["squad_contains (0-shot)"] == ["–", "–", "25.00 ± 5.00", "–"]
+    assert listed["wikitext (0-shot)"] == ["–", "–", "–", "30.5"]
+
+
+def test_a_needle_is_found_by_a_model_that_reads(lm, monkeypatch):
+    """The number stands once in the text, at depths from its beginning to its end, and is not in the
+    question; the text and its answer fit the context."""
+    wide = lm.reading(1024)
+    pairs = [make_needle(wide, i / 10, seed=i) for i in range(11)]
+    texts = [(lm.text_tokenizer.decode(text), lm.text_tokenizer.decode(answer)) for text, answer in pairs]
+    places = [text.index(answer) / len(text) for text, answer in texts]
+    assert places == pytest.approx(sorted(places), abs=0.02) and places[0] < 0.2 < 0.7 < places[-1]
+    assert all(text.count(answer) == 1 and answer not in text[-60:] for text, answer in texts)
+    assert all(900 < len(text) + len(answer) <= 1024 for text, answer in pairs)
+
+    def reads(pairs):
+        return [(0.0, i % 2 == 0) for i, _ in enumerate(pairs)]
+
+    monkeypatch.setattr(wide, "score", reads)
+    found = find_needles(wide, needles=10)
+    assert found.metrics == {"exact": 0.5, "exact_stderr": pytest.approx((0.25 / 9) ** 0.5)}
+    one = {"needle (1,024 tokens)": replace(found, max_length=1024)}
+    (table,) = suite_tables([result("a", scores=one)], ["needle"])
+    assert table.head[4:] == ["1,024 tokens"] and table.rows[0][4].startswith("50.00 ± ")
+
+
+def test_needles_are_in_texts_up_to_the_longest(tmp_path, tokenizer):
+    write_run(tmp_path, "demo-ours", "ours", tokenizer)
+    scorer = Scorer(find_checkpoints(tmp_path)[0], device="cpu", log=lambda line: None)
+    asked = text_measurements(scorer, ["needle"], {}, max_length_factor=2048 // BLOCK_SIZE)
+    assert [(m.key, m.max_length) for m in asked] == [
+        ("needle (1,024 tokens)", 1024),
+        ("needle (2,048 tokens)", 2048),
+    ]
+
+
 def test_prompts_that_were_cut_are_noted():
     """As in Table 2, and once for a benchmark with two columns. Guards: LAMBADA's, of which nothing was
     said."""
@@ -303,7 +354,7 @@ def test_prompts_that_were_cut_are_noted():
     results = [result("a", scores={"lambada_openai (0-shot)": found})]
     (table,) = suite_tables(results, ["commonsense"])
     notes = [note for note in table.notes if "cut on the left" in note]
-    assert notes == ["LAMBADA: 12 of 5,153 prompts at 64 tokens were cut on the left to fit."]
+    assert notes == ["LAMBADA ppl: 12 of 5,153 prompts at 64 tokens were cut on the left to fit."]
 
 
 def test_mistakes(eval_data, tmp_path, capsys):
@@ -316,12 +367,12 @@ def test_mistakes(eval_data, tmp_path, capsys):
         parse_texts(["a=x", "b=x", "a=y"])
     words = ["embedded", "a=b=c", "novels=novels"]
     assert parse_texts(words) == {"embedded": "embedded", "a": "b=c", "novels": "novels"}
-    assert benchmark_tasks(["commonsense"], (), None)[-1] == "hellaswag"
-    with pytest.raises(UserError, match="has no file for any of openbookqa"):
-        benchmark_tasks(["commonsense"], (), eval_data)
+    assert benchmark_tasks(["commonsense"], (), None)[-1] == "social_iqa"
+    with pytest.raises(UserError, match="has no file for any of squad_contains"):
+        benchmark_tasks(["retrieval"], (), eval_data)
     (tmp_path / "lambada_openai_test.jsonl").write_text("{}")
     assert benchmark_tasks(["commonsense"], (), tmp_path) == ["lambada_openai"]
-    assert "has no file for openbookqa" in capsys.readouterr().err
+    assert "has no file for wikitext, piqa" in capsys.readouterr().err
     (tmp_path / "x.jsonl").write_text('{"text": " "}\n')
     with pytest.raises(UserError, match="holds no text"):
         read_texts("x", str(tmp_path / "x.jsonl"))

@@ -11,6 +11,7 @@ from lm_eval.defaults import DEFAULT_OTHER_SEED
 from lm_eval.tasks import TaskManager
 
 from lingpt.common.errors import UserError
+from lingpt.eval.suites import COMMONSENSE, RETRIEVAL
 from lingpt.eval.tasks.benchmark import covered, load_tasks, local_tasks
 from lingpt.eval.tasks.sources import official_questions, sources
 
@@ -205,8 +206,10 @@ def test_unknown_tasks(eval_data):
     """The nearest name, and what has no local files."""
     with pytest.raises(UserError, match="did you mean 'arc_easy'"):
         load_tasks("arc_eazy", 0, eval_data)
-    with pytest.raises(UserError, match=r"no local files for a task 'hellaswag'; .*arc_easy, mmlu, piqa"):
-        load_tasks("hellaswag", 0, eval_data)
+    with pytest.raises(
+        UserError, match=r"no local files for a task 'hendrycks_math'; .*arc_easy, mmlu, piqa"
+    ):
+        load_tasks("hendrycks_math", 0, eval_data)
 
 
 def test_no_network_says_how_to_fix_it(monkeypatch):
@@ -259,8 +262,87 @@ def test_prompts_of_functions_and_of_converted_rows(tmp_path):
     assert task.doc_to_target(task.eval_docs[0]) == 2
 
 
-def test_every_source_belongs_to_a_stock_task():
-    """sources.yaml names data sets as the stock YAML does, with splits that these have."""
+FDA = {"text": " Device name: Acme Meter.\nType: Quantitative.\nDevice name: ", "value": " Acme Meter "}
+
+
+@pytest.mark.parametrize("task", ["fda", "swde", "squad_completion"])
+def test_recall_tasks_are_lm_evals(task, tmp_path, monkeypatch):
+    """lm-eval's own are classes that read the hub: the same prompts, options and scores, from local files."""
+    rows = [FDA, FDA | {"value": "Delta"}]
+    (tmp_path / f"{task}_validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = load_tasks(task, 0, tmp_path)["tasks"][task]
+    hub = datasets.DatasetDict({"validation": datasets.Dataset.from_list(rows)})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: hub)
+    (stock,) = TaskManager(include_defaults=False, include_path=[STOCK / task]).load(task)["tasks"].values()
+    assert (found.config.dataset_path, found.config.dataset_name) == (stock.DATASET_PATH, stock.DATASET_NAME)
+    ours, theirs = requests({task: found})[task], requests({task: stock})[task]
+    if task == "squad_completion":  # theirs means to stop after 48 tokens, too, and takes the default
+        ours, theirs = ([prompt for prompt, _ in asked] for asked in (ours, theirs))
+    assert ours == theirs
+    for answer in ("an acme METER, it says", "", "Delta"):
+        for row in rows:
+            assert found.process_results(row, [answer]) == stock.process_results(row, [answer])
+
+
+def test_squad_is_asked_by_passage_and_question(tmp_path):
+    """Only questions that the passage answers; any of the answers counts."""
+    row = {"context": "It lies in France.", "question": "Where is it?"}
+    rows = [row | {"answers": {"text": texts}} for texts in (["France", "in France"], [])]
+    (tmp_path / "squad_v2_validation_half.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    task = load_tasks("squad_contains", 0, tmp_path)["tasks"]["squad_contains"]
+    (((prompt, options),),) = requests({"squad": task}).values()
+    assert prompt == "It lies in France.\nQuestion: Where is it?\nAnswer:" and options["until"] == ["\n"]
+    doc = task.eval_docs[0]
+    scores = [task.process_results(doc, [text])["contains"] for text in (" in FRANCE, of course", " Spain")]
+    assert scores == [1, 0]
+
+
+HELLASWAG = {"ctx_a": "A man [title] sits.", "ctx_b": "he", "activity_label": "Sitting", "label": "2"}
+HELLASWAG |= {"endings": ["stands up.", "sings.", "reads.", "rains."]}
+SCIQ = {"support": "Rain is water.", "question": "What is rain?", "correct_answer": "water"}
+SCIQ |= {f"distractor{i}": word for i, word in enumerate(("sand", "air", "fire"), start=1)}
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "prompt", "right"),
+    [
+        ("hellaswag", HELLASWAG, "Sitting: A man. sits. He", " reads."),
+        ("sciq", SCIQ, "Rain is water.\nQuestion: What is rain?\nAnswer:", " water"),
+        (
+            "boolq",
+            {"passage": "Rain is wet.", "question": "is rain wet", "label": 1},
+            "Rain is wet.\nQuestion: is rain wet?\nAnswer:",
+            " yes",
+        ),
+        (
+            "copa",
+            {
+                "premise": "It rained.",
+                "choice1": "I sang.",
+                "choice2": "I ran.",
+                "question": "effect",
+                "label": 1,
+            },
+            "It rained therefore",
+            "  i ran.",
+        ),
+    ],
+    ids=["hellaswag", "sciq", "boolq", "copa"],
+)
+def test_prompts_of_rows_in_the_hubs_schema(task, row, prompt, right, tmp_path):
+    source = next(s for s in sources().values() if s.tasks.rpartition("/")[2] == task)
+    (split,) = source.splits.values()
+    (tmp_path / split.file).write_text(json.dumps(row))
+    loaded = load_tasks(task, 0, tmp_path)["tasks"][task]
+    ((*asked,),) = requests({task: loaded}).values()
+    assert {context for context, _ in asked} == {prompt}
+    target = loaded.doc_to_target(loaded.eval_docs[0])
+    answers = [answer for _, answer in asked]
+    assert right in answers and (not isinstance(target, int) or answers[target] == right)
+
+
+def test_every_source_belongs_to_a_task():
+    """sources.yaml names data sets as the tasks' YAML does, with splits that these have."""
     index = TaskManager(include_defaults=False, include_path=covered()).task_index
     stock = {
         f"{e.cfg['dataset_path']}/{e.cfg.get('dataset_name')}": e.cfg
@@ -279,5 +361,5 @@ def test_files_are_named_by_their_tasks(tmp_path):
     for split in (split for source in sources().values() for split in source.splits.values()):
         (tmp_path / split.file).touch()
     found = {task: official_questions(task) for task in local_tasks(tmp_path)}
-    assert len([number for number in found.values() if number]) == len(sources())
-    assert (found["mmlu"], found["piqa"], official_questions("hellaswag")) == (14042, 1838, None)
+    assert {task for task, number in found.items() if number} >= {c.task for c in COMMONSENSE + RETRIEVAL}
+    assert (found["mmlu"], found["piqa"], official_questions("x")) == (14042, 1838, None)

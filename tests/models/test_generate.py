@@ -46,6 +46,20 @@ def test_the_seed_decides_the_text(small, tokens):
     assert not torch.equal(first, generate(model, prompt, 20, seed=6))
 
 
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"top_k": 3}, {"top_k": None}], ids=str)
+def test_no_id_is_drawn_that_the_tokenizer_does_not_have(small, tokens, options):
+    """Guards: the embedding's rows of padding, and those beyond a smaller tokenizer, whose ids decode to
+    nothing. Here these rows are the likeliest."""
+    model, prompt = small(vocab_size=100, padding_multiple=64), tokens[:, :5] % 50
+    with torch.no_grad():
+        weight = model.lm_head.weight
+        for start, stop, scale in ((50, 100, 100.0), (100, 128, 1e4)):
+            half = (stop - start) // 2  # of two rows with opposite signs one has a large logit
+            weight[start:stop] = torch.cat([scale * weight[:half], -scale * weight[:half]])
+    assert generate(model, prompt, 20, **options).max() < 100
+    assert generate(model, prompt, 20, **options, vocab_size=50).max() < 50
+
+
 def test_top_k_draws_from_the_k_likeliest(small, tokens):
     """k = 1 is greedy, however hot; a larger k stays among its likeliest."""
     model, prompt = small(), tokens[:, :5]

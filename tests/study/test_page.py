@@ -185,7 +185,12 @@ def test_a_run_without_scores_is_named(here, monkeypatch):
 
 @pytest.mark.parametrize(
     "content",
-    ['{"checkpoint": ', "[3]", {"task": 3}, {"metrics": {"acc": "high"}}, {"correct": {"acc": "!"}}],
+    [
+        *('{"checkpoint": ', "[3]"),
+        *({"task": 3}, {"metrics": {"acc": "high"}}, {"correct": {"acc": "!"}}),
+        *({"documents": 10**400}, {"num_fewshot": 10**400}),
+    ],
+    ids=lambda content: str(content)[:40],
 )
 def test_an_odd_result_file_is_named_and_the_rest_is_shown(here, content):
     """Guards: a file of another version, hand-edited or cut short was a traceback instead of a page."""
@@ -312,7 +317,10 @@ def test_a_benchmark_without_a_file_is_in_the_plan_and_on_the_page(here, capsys)
     """Guards: HellaSwag left out with a word on stderr alone."""
     Path("eval").mkdir()
     Path("eval/lambada_openai_test.jsonl").write_text("{}")
-    lacks = "openbookqa, winogrande, social_iqa, hellaswag"
+    lacks = (
+        "wikitext, piqa, hellaswag, winogrande, arc_easy, arc_challenge, copa, sciq, boolq, openbookqa, "
+        "social_iqa"
+    )
     write_tiny(attentions=["softmax"], suites=["commonsense"], eval_data="eval")
     assert main([*COMMAND, "--dry_run", "true"]) == 0
     assert f"\nscores  commonsense; eval has no file for {lacks}\n" in capsys.readouterr().out
