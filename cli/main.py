@@ -25,7 +25,7 @@ from types import FrameType, ModuleType
 from jsonargparse import Namespace
 
 from lingpt.common.arguments import parse_arguments
-from lingpt.common.errors import Interrupted, UserError, nearest
+from lingpt.common.errors import INTERRUPTED, Interrupted, UserError, nearest
 from lingpt.common.files import DISK_ERRORS, disk_fix
 from lingpt.common.install import install_command, installed_version
 from lingpt.common.parent import end_with_parent
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             gc.freeze()
         return code
     except KeyboardInterrupt as stop:
-        _complain(str(stop) or "interrupted; nothing was left half-written")
+        _complain(str(stop) or INTERRUPTED)
         return 128 + (stop.number if isinstance(stop, Interrupted) else signal.SIGINT)
     except BrokenPipeError:  # `lingpt … | head` closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -16,6 +16,9 @@ class UserError(ValueError):
     """
 
 
+INTERRUPTED = "interrupted; nothing was left half-written"
+
+
 class Interrupted(KeyboardInterrupt):
     """A signal ended the command. The message is the line to show; 128 + `number` is the exit code."""
 

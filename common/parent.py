@@ -1,10 +1,14 @@
-"""Lets a child process end with the one that started it, however that one ends."""
+"""Lets a child process end with the one that started it, and take no signal before it can."""
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
+from collections.abc import Iterator
 
+# Ctrl-C; what schedulers send before they kill (such as SLURM's --signal=USR1); and a closed terminal.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _PARENT = "LINGPT_PARENT"  # in a child's environment, the process that it ends with
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
@@ -14,12 +18,26 @@ def ends_with_this_process() -> dict[str, str]:
     return {_PARENT: str(os.getpid())}
 
 
+@contextlib.contextmanager
+def signals_wait_in_children() -> Iterator[None]:
+    """Children that this thread starts in the block take no signal that asks them to end before they are
+    ready for it (`end_with_parent`). Another thread must run, which then takes this process's own."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def end_with_parent() -> None:
     """If the parent asked for it, this process gets a SIGTERM when the parent has died, even by SIGKILL.
+
+    Signals that have waited for this process (`signals_wait_in_children`) come now: its handlers are there.
 
     Its own children do not inherit that. Only Linux has it, and takes the end of the thread that started this
     process for the parent's: start children in a thread that stays.
     """
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     parent = os.environ.pop(_PARENT, None)
     if parent is None or sys.platform != "linux":
         return

@@ -246,7 +246,7 @@ _LARGEST_BATCH = 1 << 20  # sequences; larger ones are typing errors, and each s
 
 def _check_name(name: str) -> None:
     """Raises UserError unless `name` is the name of a single folder: a run must be directly in `out_dir`."""
-    one_name = name and Path(name).name == name and not name.startswith(".")
+    one_name = name.strip() and Path(name).name == name and not name.startswith(".")
     if not one_name or not name.isprintable() or len(name.encode()) > 200:
         raise UserError(
             f"the run's name {name[:80]!r} cannot be a folder's: give one without '/' as --train.name "
@@ -259,6 +259,8 @@ def check(recipe: Recipe, world_size: int) -> None:
     recipe.data.check()
     _check_name(recipe.run_name)
     t = recipe.train
+    if not t.out_dir.strip():
+        raise UserError("train.out_dir is blank: name the folder where runs live")
     if t.init_from == "":
         raise UserError("train.init_from is empty: name a model's or a run's folder, or leave it out")
     for name, (least, most) in _RANGES.items():

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 
+from lingpt.common.parent import STOP_SIGNALS
 from lingpt.train.console import print_rank0
 
-# Ctrl-C; what schedulers send before they kill (such as SLURM's --signal=USR1); and a closed terminal.
-NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 SAME_REQUEST = 1.0  # seconds: a launcher forwards a signal that the terminal has already sent to all
 
 
@@ -31,14 +30,14 @@ class Stop:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[Stop]:
-    """Inside the block, a signal of `NUMBERS` sets `requested`, and a second Ctrl-C interrupts as usual.
+    """Inside the block, a signal of `STOP_SIGNALS` sets `requested`, and a second Ctrl-C interrupts as usual.
 
     The other signals only request a stop, however often they come: schedulers have SIGKILL for the rest, and
     a second signal would kill the save that the first one requested. A signal that is ignored stays ignored,
     as in background jobs of shell scripts and with nohup.
     """
     stop, since = Stop(), 0.0
-    handlers = {number: signal.getsignal(number) for number in NUMBERS}
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     handlers = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
 
     def request(number: int, frame: FrameType | None) -> None:

@@ -10,6 +10,7 @@ of tests that did not run stay:
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -21,9 +22,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lingpt.common.files import write_json
+from lingpt.kernels.linear_attention.cuda.source_hash import strip_python
 
 if TYPE_CHECKING:
     import pytest
+
+ROOT = Path(__file__).parents[2]
+COVERED = ("cli", "common", "data", "train")  # the folders whose source the faults are injected into
 
 
 def table(record: dict[str, Any]) -> str:
@@ -34,6 +39,22 @@ def table(record: dict[str, Any]) -> str:
         more = [f"{key}: {value:g}" for key, value in row.items() if key not in _COLUMNS]
         lines.append(f"| {' | '.join(map(str, [*shown, ', '.join(more)]))} |")
     return "\n".join(lines)
+
+
+def source_hash() -> str:
+    """The hash of the source that the faults cover; docstrings and comments do not count."""
+    digest = hashlib.sha256()
+    for path in sorted(path for folder in COVERED for path in (ROOT / folder).rglob("*.py")):
+        digest.update(f"{path.relative_to(ROOT)}\0{strip_python(path.read_text())}\0".encode())
+    return digest.hexdigest()[:16]
+
+
+def staleness(record: dict[str, Any]) -> str | None:
+    """Which rows of the record are of another source than this one; None if none is."""
+    source = source_hash()
+    stale = [test for test, row in record["tests"].items() if row["run"].get("source") != source]
+    named = ", ".join(test.split("::")[1] for test in stale[:3])
+    return f"{len(stale)} rows of the fault record are of another source ({named}, …)" if stale else None
 
 
 _COLUMNS = ("fault", "promise", "faults", "failed", "run")
@@ -77,6 +98,7 @@ class Recorder:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         about = {
             "date": date.today().isoformat(),
+            "source": source_hash(),
             "first_seed": int(os.environ.get("LINGPT_SOAK_SEED", 0)),
             "cores": os.cpu_count(),
             "system": platform.platform(),

@@ -7,6 +7,7 @@ import pty
 import random
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -94,6 +95,26 @@ def test_a_signal_to_two_processes(harness, undisturbed_two, figures, seed):
             assert_saved(command, outcome, number, figures)
     assert_as_undisturbed(harness, undisturbed_two, harness.run(*TRAIN, *TWO))
     figures["runs"] += 1
+
+
+@pytest.mark.rounds(2, 10)
+@pytest.mark.fault(
+    "such a signal to the group, or to the main process, while two processes start",
+    "all end, with one line; the exit code is 128 + signal",
+)
+def test_a_signal_while_two_processes_start(harness, figures, seed):
+    """Guards: exit code 2, and SIGUSR2 that killed a process which had no handler yet."""
+    rng = random.Random(seed)
+    number = signal.SIGUSR2 if seed == 0 else rng.choice(SIGNALS)
+    command = harness.start(*TRAIN, *TWO)
+    command.wait_for(lambda: bool(command.others()))
+    time.sleep(rng.uniform(0, 3))
+    others = command.others()
+    command.send_group(number) if seed % 2 == 0 else command.send(number)
+    outcome = command.end()
+    assert outcome.code == 128 + number and len(outcome.errors) == 1, outcome.output
+    assert "Traceback" not in outcome.output and all(not Path(f"/proc/{pid}").exists() for pid in others)
+    figures["faults"] += 1
 
 
 @pytest.mark.parametrize("number", SIGNALS)

@@ -85,6 +85,12 @@ def test_names():
     assert recipe(name="mine").run_folder.as_posix() == "runs/mine"
 
 
+@pytest.mark.parametrize("blank", [{"name": " "}, {"name": ""}, {"out_dir": ""}, {"out_dir": " "}])
+def test_blank_names_are_refused(blank):
+    with pytest.raises(UserError, match="cannot be a folder's|is blank"):
+        check(recipe(**blank), 1)
+
+
 def test_a_sequence_of_no_tokens_is_one_line():
     """Guards: a division by zero."""
     with pytest.raises(UserError, match="seq_len 0"):

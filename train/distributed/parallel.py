@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lingpt.common.errors import UserError, first_line
+from lingpt.common.errors import Interrupted, UserError, first_line
 from lingpt.train.console import print_stderr
 from lingpt.train.distributed.collectives import all_gather_object, on_all_ranks
 from lingpt.train.distributed.fabric_setup import FSDP2Strategy, cluster_environment, ddp_strategy
@@ -165,6 +165,8 @@ class Parallel:
             if self.watch.children:
                 line = self.watch.first_death_message() if is_lost or failed else None
                 self.watch.end_children()
+                if self.watch.interrupted and line:
+                    raise Interrupted(self.watch.interrupted) from error
                 if failed:
                     line = line or failure_message(error, self.rank, self.world_size)
                 elif is_lost and isinstance(error, RuntimeError):  # no process died: gloo timed out

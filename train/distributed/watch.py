@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lingpt.common import STARTED
+from lingpt.common.errors import INTERRUPTED
+from lingpt.common.parent import STOP_SIGNALS, signals_wait_in_children
 from lingpt.train.console import print_stderr
 from lingpt.train.distributed.failures import RESUME_HINT, lost_message, straggler_message
 from lingpt.train.distributed.heartbeats import Heartbeats
@@ -35,6 +37,9 @@ class Watch:
         self.children: list[subprocess.Popen] = []
         self._stopped = threading.Event()
         self._died: str | None = None
+        self.interrupted: int | None = (
+            None  # the signal that asked a child to end before it could agree on it
+        )
         self._report_lock, self._reported = threading.Lock(), False
         self._counting = threading.Lock()
         self._parent = _parent()
@@ -64,7 +69,8 @@ class Watch:
         failed = True
         os.environ[_MAIN] = str(os.getpid())  # inherited by the processes started now
         try:
-            yield
+            with signals_wait_in_children():
+                yield
             failed = False
         finally:
             del os.environ[_MAIN]
@@ -92,11 +98,11 @@ class Watch:
             self._stopped.set()
 
     def report_once(self, line: str) -> None:
-        """Prints why the run ends, only once; with an empty line, another process prints it."""
+        """Prints why the run ends, only once. An empty line is another process's to print."""
         with self._report_lock:
             if line and not self._reported:
                 print_stderr(line)
-            self._reported = True
+                self._reported = True
 
     def first_death_message(self) -> str | None:
         """The message on the first process that died, if one dies within `GRACE` seconds; else None."""
@@ -140,12 +146,13 @@ class Watch:
                     who = f"process {number} of {len(self.children) + 1} (pid {child.pid})"
                     # A process that exited with 2 has printed what the user must change.
                     way = RESUME_HINT if child.returncode != 2 else "the run ends"
+                    self.interrupted = _stop_signal(child.returncode)
                     self._died = f"{who} {_ending_message(child.returncode)}: {way}"
                     # The main thread may be about to end with its own message, or wait in vain.
                     if not self._stopped.wait(GRACE):
-                        self.report_once(self._died)
+                        self.report_once(INTERRUPTED if self.interrupted else self._died)
                         self.end_children()
-                        self._exit(2)
+                        self._exit(128 + self.interrupted if self.interrupted else 2)
                     return
 
     def _watch_heartbeats(self, heartbeats: Heartbeats, collectives: Callable[[], int], speaks: bool) -> None:
@@ -210,6 +217,13 @@ def _parent() -> int:
         return int(main)
     pid, parent = STARTED  # of another process if this one was forked since
     return parent if "TORCHELASTIC_RUN_ID" in os.environ and pid == os.getpid() else os.getppid()
+
+
+def _stop_signal(code: int) -> int | None:
+    """The signal that asked a process to end, by its exit code; None if it ended otherwise. (A run that has
+    begun ends with 0 for it, as all processes agree on that.)"""
+    number = -code if code < 0 else code - 128
+    return number if number in STOP_SIGNALS else None
 
 
 def _ending_message(code: int) -> str:
