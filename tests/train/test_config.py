@@ -87,7 +87,7 @@ def test_names():
 
 @pytest.mark.parametrize("blank", [{"name": " "}, {"name": ""}, {"out_dir": ""}, {"out_dir": " "}])
 def test_blank_names_are_refused(blank):
-    with pytest.raises(UserError, match="cannot be a folder's|is blank"):
+    with pytest.raises(UserError, match=r"cannot be a folder's|is blank"):
         check(recipe(**blank), 1)
 
 

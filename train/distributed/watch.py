@@ -98,11 +98,11 @@ class Watch:
             self._stopped.set()
 
     def report_once(self, line: str) -> None:
-        """Prints why the run ends, only once. An empty line is another process's to print."""
+        """Prints why the run ends, only once; with an empty line, another process prints it."""
         with self._report_lock:
             if line and not self._reported:
                 print_stderr(line)
-                self._reported = True
+            self._reported = True
 
     def first_death_message(self) -> str | None:
         """The message on the first process that died, if one dies within `GRACE` seconds; else None."""
@@ -125,7 +125,8 @@ class Watch:
         signals: list[int] = []  # not an Event: the handler may interrupt the code that holds its lock
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: signals.append(number))
-        self.report_once(line)
+        if line:  # else the thread that watches the parent may still have to say that it has died
+            self.report_once(line)
         until = time.monotonic() + GRACE
         while self._has_parent and not signals and time.monotonic() < until:
             time.sleep(0.05)
