@@ -15,7 +15,7 @@ import torch
 from lingpt.bench.clock import Clock
 from lingpt.bench.environment import warn_if_shared
 from lingpt.bench.kernels import inputs, measure, runner
-from lingpt.bench.kernels.call import TAIL, Graphs, base_of, interleaved_ratios
+from lingpt.bench.kernels.call import TAIL, BenchCall, Graphs, base_of, interleaved_ratios
 from lingpt.bench.kernels.implementations import DEFAULT_IMPLEMENTATIONS, IMPLEMENTATIONS, Implementation
 from lingpt.bench.kernels.results import Results, Row, style
 from lingpt.bench.kernels.runner import run_bench
@@ -415,6 +415,29 @@ def test_a_variant_is_interleaved_with_its_base(monkeypatch: pytest.MonkeyPatch)
     per_turn = 1.01 ** (2 * 5)  # the base comes two spans of five later
     found = interleaved_ratios(graphs, base, Clock(CPU), turns=25)
     assert found == pytest.approx([2.1 / 2 / per_turn, 4.4 / 4 / per_turn])
+
+
+def test_replays_are_timed_checked_and_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: a graph that computes something else, and ratios of a variant without its base."""
+    chunkwise = IMPLEMENTATIONS["ours-chunkwise"]
+    for name in ("ours", "ours-decay"):
+        monkeypatch.setitem(
+            IMPLEMENTATIONS, name, dataclasses.replace(IMPLEMENTATIONS[name], call=chunkwise.call, needs=())
+        )
+
+    def capture(call, device) -> Graphs:
+        call.both()
+        return Graphs(SimpleNamespace(replay=call.forward), SimpleNamespace(replay=call.backward))
+
+    monkeypatch.setattr(measure, "capture", capture)
+    row = measured(IMPLEMENTATIONS["ours-decay"], Shape(2, 65, 3, 16))
+    call = BenchCall(IMPLEMENTATIONS["ours-decay"], row.shape, torch.float32, CPU)
+    times = measure._time_graphs(row, call, Clock(CPU), check=True)
+    assert times.keys() == {"forward_graph_ms", "backward_graph_ms"} and min(times.values()) > 0
+    assert len(row.ratio_to_base) == 2 and min(row.ratio_to_base) > 0 and row.graph_reason == ""
+    row.tolerance = 0.0
+    assert measure._time_graphs(row, call, Clock(CPU), check=True) == {}
+    assert row.graph_reason == "a replay gives another result"
 
 
 def test_what_is_interleaved() -> None:
