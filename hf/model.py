@@ -56,6 +56,7 @@ class LinGPTModel(Fp32Buffers, LinGPTPreTrainedModel):
     config: LinGPTConfig
     cos: torch.Tensor
     sin: torch.Tensor
+    post_init: Any
     _gradient_checkpointing_func: Any
 
     def __init__(self, config: LinGPTConfig) -> None:
@@ -85,9 +86,9 @@ class LinGPTModel(Fp32Buffers, LinGPTPreTrainedModel):
         position_ids: torch.Tensor | None = None,
         past_key_values: LinGPTCache | None = None,
         inputs_embeds: torch.Tensor | None = None,
-        use_cache: bool = False,
-        output_hidden_states: bool = False,
-        return_dict: bool = True,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
         cu_seq_lens_q: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast | tuple:
@@ -118,9 +119,9 @@ class LinGPTModel(Fp32Buffers, LinGPTPreTrainedModel):
             pieces = packed_pieces(position_ids, cu_seq_lens_q, B, N, x_BNC.device)
         continues = cache is not None and cache.seen > 0
         if attention_mask is not None:
-            pieces = padded_pieces(attention_mask[:, -N:].bool(), use_cache, continues) or pieces
+            pieces = padded_pieces(attention_mask[:, -N:].bool(), bool(use_cache), continues) or pieces
         if pieces:
-            hidden, cache = self._run_pieces(x_BNC, pieces, use_cache)
+            hidden, cache = self._run_pieces(x_BNC, pieces, bool(use_cache))
         else:
             if cache is None and use_cache:
                 cache = self.new_cache(B, N, x_BNC.dtype)
@@ -130,7 +131,7 @@ class LinGPTModel(Fp32Buffers, LinGPTPreTrainedModel):
             past_key_values=cache,
             hidden_states=tuple(hidden) if output_hidden_states else None,
         )
-        return output if return_dict else output.to_tuple()
+        return output.to_tuple() if return_dict is False else output
 
     def _run(
         self, x_BNC: torch.Tensor, cache: LinGPTCache | None = None, first: int = 0
@@ -259,9 +260,9 @@ class LinGPTForCausalLM(LinGPTPreTrainedModel, GenerationMixin):
         past_key_values: LinGPTCache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
-        use_cache: bool = False,
-        output_hidden_states: bool = False,
-        return_dict: bool = True,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         cu_seq_lens_q: torch.Tensor | None = None,
         **kwargs: Any,
@@ -293,4 +294,4 @@ class LinGPTForCausalLM(LinGPTPreTrainedModel, GenerationMixin):
             past_key_values=base.past_key_values,
             hidden_states=base.hidden_states,
         )
-        return output if return_dict else output.to_tuple()
+        return output.to_tuple() if return_dict is False else output
