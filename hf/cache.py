@@ -18,6 +18,7 @@ class LinGPTCache:
     """
 
     is_compileable = False
+    is_linear = (False,)  # the number of columns seen is known, so `generate` need not begin again
 
     def __init__(self, layers: list[Any], seen: int = 0) -> None:
         self.layers, self.seen = layers, seen

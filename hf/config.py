@@ -18,6 +18,7 @@ class LinGPTConfig(PretrainedConfig):
 
     model_type = "lingpt"
     has_no_defaults_at_init = True
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012
 
     def __init__(self, network: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self.network = dict(network or {})

@@ -6,6 +6,7 @@ together with those that start and end in the same columns. Padding on the right
 padding, and runs as it is.
 """
 
+from dataclasses import fields
 from itertools import pairwise
 from typing import Any
 
@@ -23,6 +24,8 @@ from lingpt.models.attention.softmax import KVCache
 from lingpt.models.gpt import rope_tables
 from lingpt.models.init import init_weights
 
+# The cache's name in what a model returns: `past_key_values` in transformers 5.3, `cache` later.
+CACHE = "cache" if any(f.name == "cache" for f in fields(CausalLMOutputWithPast)) else "past_key_values"
 Piece = tuple[torch.Tensor, int, int]  # rows of a batch, their first column and the one after their last
 
 
@@ -33,6 +36,10 @@ class LinGPTPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]  # noqa: RUF012
     _is_stateful = True  # a state cannot go back: no assisted decoding
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # `generate` then leaves it to the first forward pass to make a cache
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -90,6 +97,7 @@ class LinGPTModel(Fp32Buffers, LinGPTPreTrainedModel):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         cu_seq_lens_q: torch.Tensor | None = None,
+        cache: LinGPTCache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast | tuple:
         """
@@ -97,7 +105,7 @@ class LinGPTModel(Fp32Buffers, LinGPTPreTrainedModel):
             input_ids, inputs_embeds: `[B, N]` or `[B, N, C]`, one of them.
             attention_mask: `[B, N]`, with a cache also `[B, columns seen + N]`; 0 is padding.
             position_ids: `[B, N]`; where one is 0, a packed sequence begins. Otherwise not read.
-            past_key_values: the cache of the columns before these; it is updated.
+            past_key_values, cache: the cache of the columns before these, by either name; it is updated.
             use_cache: return a cache for the columns after these, as `generate` asks for. It costs time and,
                 as training's fused kernels compute no states, a rounding.
             cu_seq_lens_q: borders of the sequences that are packed into one row, `[sequences + 1]`.
@@ -109,7 +117,7 @@ class LinGPTModel(Fp32Buffers, LinGPTPreTrainedModel):
             raise ValueError("give input_ids or inputs_embeds, one of them")
         x_BNC = self.wte(input_ids) if inputs_embeds is None else inputs_embeds
         B, N, _ = x_BNC.shape
-        cache = past_key_values
+        cache = past_key_values if cache is None else cache
         if N == 0:
             raise ValueError("nothing to continue: give each row at least one token")
         if cache is not None and not isinstance(cache, LinGPTCache):
@@ -128,8 +136,8 @@ class LinGPTModel(Fp32Buffers, LinGPTPreTrainedModel):
             hidden = self._run(x_BNC, cache)
         output = BaseModelOutputWithPast(
             last_hidden_state=hidden[-1],
-            past_key_values=cache,
             hidden_states=tuple(hidden) if output_hidden_states else None,
+            **{CACHE: cache},
         )
         return output.to_tuple() if return_dict is False else output
 
@@ -265,6 +273,7 @@ class LinGPTForCausalLM(LinGPTPreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         cu_seq_lens_q: torch.Tensor | None = None,
+        cache: LinGPTCache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple:
         """As `LinGPTModel`.
@@ -282,6 +291,7 @@ class LinGPTForCausalLM(LinGPTPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
             cu_seq_lens_q=cu_seq_lens_q,
+            cache=cache,
         )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(base.last_hidden_state[:, keep])
@@ -291,7 +301,7 @@ class LinGPTForCausalLM(LinGPTPreTrainedModel, GenerationMixin):
         output = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=base.past_key_values,
             hidden_states=base.hidden_states,
+            **{CACHE: base.get(CACHE)},
         )
         return output.to_tuple() if return_dict is False else output
