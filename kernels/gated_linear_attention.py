@@ -216,7 +216,7 @@ def _chunkwise(
     with torch.no_grad(), true_fp32(q.device):
         Q, K, V, G = _chunks(q, k, v, log_gate, scale)
         before, final = _states(K, V, G, state)
-        o = _scores(Q, K, G) @ V + (Q * G.exp()) @ before
+        o = _scores(Q, K, G) @ V + (Q * _fade(G, Q)) @ before
         return to_tokens(o, q.shape[1]).to(q.dtype).contiguous(), final
 
 
@@ -232,19 +232,18 @@ def _chunkwise_backward(
         before, final = _states(K, V, G, state)
         after, dinitial = _adjoints(Q, dO, G, dfinal)
 
-        from_start, to_end = G.exp(), (G[..., -1:, :] - G).exp()
+        from_start, to_end = _fade(G, Q), _fade(G[..., -1:, :] - G, Q)
         dQ, dK = _scores_backward((dO @ V.mT).tril_(), Q, K, G)
         dQ += from_start * (dO @ before.mT)
         dK += to_end * (V @ after.mT)
         dV = _scores(Q, K, G).mT @ dO + (K * to_end) @ after
 
-        # G_i enters as a factor of q_i, −G_j as one of k_j, and the last G as one of the returned state.
-        dG = to_tokens(Q * dQ - K * dK, N)
-        if dfinal is not None and N:
-            dG[:, -1] += (final * dfinal).sum(-1)
-        dlog_gate = reverse_running_sum(dG, 1)
+        # G_i enters as a factor of q_i, −G_j as one of k_j. A gate's gradient is the sum over later tokens; of
+        # later chunks it is that of the state at the chunk's end, so that little rounding accumulates.
+        ends = torch.cat((before[:, :, 1:], final[:, :, None]), 2)
+        dG = reverse_running_sum(Q * dQ - K * dK, 3) + (ends * after).sum(-1).unsqueeze(-2)
 
-        found = (to_tokens(scale * dQ, N), to_tokens(dK, N), to_tokens(dV, N), dlog_gate)
+        found = (to_tokens(d, N) for d in (scale * dQ, dK, dV, dG))
         own = [d.to(x.dtype).contiguous() for d, x in zip(found, (q, k, v, log_gate), strict=True)]
         return own if state is None else [*own, dinitial]
 
@@ -292,13 +291,18 @@ def _chunks(
     dtype, N = state_dtype(q.dtype), q.shape[1]
     C = min(CHUNK, SUBCHUNK * max(1, -(-N // SUBCHUNK)))
     Q, K, V, gates = (pad_to_chunks(x.to(dtype), C) for x in (q, k, v, log_gate))
-    return Q * scale, K, V, gates.cumsum(3)
+    return Q * scale, K, V, gates.double().cumsum(3)
+
+
+def _fade(log: Tensor, like: Tensor) -> Tensor:
+    """exp, in the dtype of `like`, of a sum of gates or of a difference of sums, which are in float64."""
+    return log.to(like.dtype).exp()
 
 
 def _states(K: Tensor, V: Tensor, G: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor]:
     """The state before each chunk [B, H, chunks, Dk, Dv], and after the last."""
     last = G[..., -1:, :]
-    sums, whole = (K * (last - G).exp()).mT @ V, last.exp().mT  # [.., Dk, Dv], [.., Dk, 1]
+    sums, whole = (K * _fade(last - G, K)).mT @ V, _fade(last, K).mT  # [.., Dk, Dv], [.., Dk, 1]
     state = torch.zeros_like(sums[:, :, :1].sum(2)) if initial is None else initial.clone()
     for chunk in range(sums.shape[2]):
         own = sums[:, :, chunk].clone()
@@ -309,7 +313,7 @@ def _states(K: Tensor, V: Tensor, G: Tensor, initial: Tensor | None) -> tuple[Te
 
 def _adjoints(Q: Tensor, dO: Tensor, G: Tensor, dfinal: Tensor | None) -> tuple[Tensor, Tensor]:
     """The gradient of the state after each chunk, and that of the initial state."""
-    sums, whole = (Q * G.exp()).mT @ dO, G[..., -1:, :].exp().mT
+    sums, whole = (Q * _fade(G, Q)).mT @ dO, _fade(G[..., -1:, :], Q).mT
     adjoint = torch.zeros_like(sums[:, :, :1].sum(2)) if dfinal is None else dfinal.clone()
     for chunk in reversed(range(sums.shape[2])):
         own = sums[:, :, chunk].clone()
@@ -327,11 +331,11 @@ def _scores(Q: Tensor, K: Tensor, G: Tensor) -> Tensor:
         q, k, g = Q[..., rows, :], K[..., rows, :], G[..., rows, :]
         if start:
             R = G[..., start - 1 : start, :]
-            A[..., rows, :start] = (q * (g - R).exp()) @ (
-                K[..., :start, :] * (R - G[..., :start, :]).exp()
+            A[..., rows, :start] = (q * _fade(g - R, q)) @ (
+                K[..., :start, :] * _fade(R - G[..., :start, :], q)
             ).mT
         for j in range(c):
-            fade = (g[..., j:, :] - g[..., j : j + 1, :]).exp()
+            fade = _fade(g[..., j:, :] - g[..., j : j + 1, :], q)
             A[..., start + j : start + c, start + j] = (q[..., j:, :] * k[..., j : j + 1, :] * fade).sum(-1)
     return A
 
@@ -345,11 +349,11 @@ def _scores_backward(dA: Tensor, Q: Tensor, K: Tensor, G: Tensor) -> tuple[Tenso
         q, k, g, dq, dk = (x[..., rows, :] for x in (Q, K, G, dQ, dK))
         if start:
             R, da = G[..., start - 1 : start, :], dA[..., rows, :start]
-            row_fade, column_fade = (g - R).exp(), (R - G[..., :start, :]).exp()
+            row_fade, column_fade = _fade(g - R, q), _fade(R - G[..., :start, :], q)
             dq += row_fade * (da @ (K[..., :start, :] * column_fade))
             dK[..., :start, :] += column_fade * (da.mT @ (q * row_fade))
         for j in range(c):
-            fade = (g[..., j:, :] - g[..., j : j + 1, :]).exp()
+            fade = _fade(g[..., j:, :] - g[..., j : j + 1, :], q)
             weighted = dA[..., start + j : start + c, start + j, None] * fade
             dq[..., j:, :] += weighted * k[..., j : j + 1, :]
             dk[..., j, :] += (weighted * q[..., j:, :]).sum(-2)

@@ -166,6 +166,21 @@ def test_low_precision_keeps_its_state_in_fp32(backend):
     torch.testing.assert_close(end.double(), exact_end, rtol=1e-4, atol=1e-4)
 
 
+def test_sums_of_gates_are_exact_and_gradients_sum_no_further_than_a_chunk():
+    """Guards: G summed in fp32, an error in every exponent; and a gate's gradient summed over all later
+    tokens, whose rounding grows with the length: five times what is left."""
+    N = 2048
+    q, k, v, do = (randn(1, N, 2, 32, seed=seed) for seed in range(4))
+    gate = torch.nn.functional.logsigmoid(randn(1, N, 2, 32, seed=4))
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v, gate)]
+        o = gated_linear_attention(*leaves, backend="chunkwise")
+        results.append((o, *torch.autograd.grad(o, leaves, do.to(dtype))))
+    errors = [relative(x, exact) for x, exact in zip(*results, strict=True)]
+    assert max(errors[:4]) < 3e-7 and errors[4] < 2e-6
+
+
 def test_opcheck():
     *tensors, state = inputs(70, dtype=torch.float32)
     leaves = [x.requires_grad_() for x in (*tensors, state)]
