@@ -8,8 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
+from lingpt.kernels import cross_entropy
 
+LOG2E = tl.constexpr(1.4426950408889634)
+IGNORED = tl.constexpr(cross_entropy.IGNORED)
 
 # A block has WARPS warps; each thread loads DEPTH × 8 logits at a time, pipelined in STAGES.
 WARPS, DEPTH, STAGES = 16, 2, 1
@@ -20,8 +22,8 @@ def cross_entropy_in_place(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum of −log softmax(logits)[target] over R rows, nats, fp32, and its gradient by the logits.
 
-    logits_RV: bf16, fp16 or fp32, contiguous, overwritten by the gradient. targets_R: int64, contiguous.
-    The softmax is computed in fp32.
+    logits_RV: bf16, fp16 or fp32, contiguous, overwritten by the gradient. targets_R: int64, contiguous;
+    a row whose target is IGNORED adds nothing and gets zeros. The softmax is computed in fp32.
     """
     R, V = logits_RV.shape
     losses_R = torch.empty(R, dtype=torch.float32, device=logits_RV.device)
@@ -37,7 +39,8 @@ def _row(
     row = tl.program_id(0).to(tl.int64)
     logits += row * V
     target = tl.load(targets + row)
-    at_target = tl.load(logits + target).to(tl.float32)
+    counts = target != IGNORED
+    at_target = tl.load(logits + target, mask=counts, other=0.0).to(tl.float32)
     columns = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     # Per lane: the largest logit · log2 e (`top`) and the sum of 2^(logit · log2 e − top). `top` starts
     # finite, as ∞ − ∞ would be NaN, and is rounded once, so that every use subtracts the same number, however
@@ -54,11 +57,12 @@ def _row(
         top = higher
     highest = tl.max(top, 0)
     sum_all = tl.sum(total * tl.exp2(top - highest), 0)
-    scale = 1.0 / sum_all
-    tl.store(losses + row, (tl.log2(sum_all) - (at_target * LOG2E - highest)) / LOG2E)
+    scale = tl.where(counts, 1.0 / sum_all, 0.0)
+    loss = (tl.log2(sum_all) - (at_target * LOG2E - highest)) / LOG2E
+    tl.store(losses + row, tl.where(counts, loss, 0.0))
     for start in tl.range(0, V, DEPTH * LANES, num_stages=STAGES):
         at = start + columns
         x = tl.load(logits + at, mask=at < V, other=0.0, eviction_policy="evict_first").to(tl.float32)
         tl.store(logits + at, tl.exp2(x * LOG2E - highest) * scale, mask=at < V)
     tl.debug_barrier()  # the target's gradient overwrites what the loop wrote
-    tl.store(logits + target, tl.exp2(at_target * LOG2E - highest) * scale - 1.0)
+    tl.store(logits + target, tl.exp2(at_target * LOG2E - highest) * scale - 1.0, mask=counts)

@@ -1,12 +1,15 @@
-"""The loss's kernel against float64, on a GPU."""
+"""The loss and its kernel against float64."""
 
 import pytest
 import torch
 
-pytestmark = pytest.mark.gpu
+from lingpt.kernels.cross_entropy import loss_and_gradient
+
+gpu = pytest.mark.gpu
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
+@gpu
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("V", [5, 1000, 50304])
 @pytest.mark.parametrize("scale", [1.0, 30.0])
@@ -28,6 +31,28 @@ def test_loss_and_gradient_are_those_of_float64(dtype, V, scale):
     torch.testing.assert_close(gradient.double(), p, rtol=ROUNDING[dtype], atol=1e-6)
 
 
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("V", [5, 1000])
+def test_an_ignored_target_adds_nothing(where, V):
+    """Guards: −100, PyTorch's mark for padding and prompts, read and written before the row in the kernel;
+    the gradient of the softmax alone in PyTorch's form."""
+    if where == "cuda":
+        from lingpt.kernels.cross_entropy_triton import cross_entropy_in_place as loss_of
+    else:
+        loss_of = loss_and_gradient
+    generator = torch.Generator().manual_seed(0)
+    logits, targets = torch.randn(6, V, generator=generator), torch.randint(V, (6,), generator=generator)
+    targets[::2] = -100
+    leaf = logits.double().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(leaf, targets, reduction="sum")
+    (d_expected,) = torch.autograd.grad(expected, leaf)
+    loss, gradient = loss_of(logits.to(where), targets.to(where))
+    torch.testing.assert_close(loss.cpu().double(), expected.detach(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradient.cpu().double(), d_expected, rtol=2e-6, atol=1e-6)
+    assert not gradient[::2].any()
+
+
+@gpu
 def test_what_is_not_finite_is_not_hidden():
     """Such a step is skipped: its loss has to say so."""
     from lingpt.kernels.cross_entropy_triton import cross_entropy_in_place
