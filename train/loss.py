@@ -64,8 +64,9 @@ def cross_entropy_sum(
 ) -> torch.Tensor:
     """Sum over all tokens of −log p(target), nats, a scalar in fp32 (float64 for float64 inputs).
 
-    hidden_BNC: input of the last linear layer. weight_VC: its weight. targets_BN: int64 token ids.
-    rows: tokens per chunk; by default `rows_per_chunk`. chunk_loss: `loss_and_gradient`, compiled or not.
+    hidden_BNC: input of the last linear layer. weight_VC: its weight. targets_BN: int64 token ids; −100 does
+    not count. rows: tokens per chunk; by default `rows_per_chunk`. chunk_loss: `loss_and_gradient`, compiled
+    or not.
     Products are in autocast's dtype if it is enabled, else in the inputs'; the softmax is in fp32 or wider.
     """
     hidden_TC, targets_T = hidden_BNC.flatten(0, -2), targets_BN.flatten()
@@ -87,7 +88,7 @@ class _CrossEntropySum(torch.autograd.Function):
         low_VC = weight_VC.to(dtype)
         total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=hidden_TC.device)
         d_hidden_TC = torch.empty_like(hidden_TC)
-        d_weight_VC = torch.zeros_like(weight_VC)
+        d_weight_VC = torch.zeros_like(weight_VC, dtype=torch.promote_types(weight_VC.dtype, torch.float32))
         for start in range(0, hidden_TC.shape[0], rows):
             chunk = slice(start, start + rows)
             hidden_RC = hidden_TC[chunk].to(dtype)
@@ -95,7 +96,7 @@ class _CrossEntropySum(torch.autograd.Function):
             total += loss
             d_hidden_TC[chunk] = d_logits_RV @ low_VC
             _addmm_(d_weight_VC, d_logits_RV.T, hidden_RC)
-        ctx.save_for_backward(d_hidden_TC, d_weight_VC)
+        ctx.save_for_backward(d_hidden_TC, d_weight_VC.to(weight_VC.dtype))
         return total
 
     @staticmethod
