@@ -441,7 +441,8 @@ def _check_sequences(cu_seqlens: object, like: Tensor, causal: bool, initial_sta
         return
     _check_are_tensors(cu_seqlens=cu_seqlens)
     assert isinstance(cu_seqlens, Tensor)
-    if cu_seqlens.ndim != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+    integers = cu_seqlens.dtype in (torch.int32, torch.int64)
+    if cu_seqlens.ndim != 1 or not cu_seqlens.shape[0] or not integers:
         got = f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}"
         raise UserError(f"cu_seqlens must be int32 or int64 [sequences + 1]; got {got}")
     if cu_seqlens.device != like.device:

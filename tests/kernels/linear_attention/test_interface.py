@@ -477,6 +477,10 @@ WRONG = {
         lambda q, k, v: linear_attention(q[:1], k[:1], v[:1], cu_seqlens=torch.zeros(2)),
         "cu_seqlens must be int32 or int64 \\[sequences \\+ 1\\]; got torch.float32",
     ),
+    "no sequences": (
+        lambda q, k, v: linear_attention(q[:1], k[:1], v[:1], cu_seqlens=sequences()[:0]),
+        r"cu_seqlens must be int32 or int64 \[sequences \+ 1\]; got torch.int32 \[0\]",
+    ),
     "sequences' device": (
         lambda q, k, v: linear_attention(q[:1], k[:1], v[:1], cu_seqlens=sequences().to("meta")),
         "cu_seqlens must be on cpu; got meta",
