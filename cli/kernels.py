@@ -143,7 +143,7 @@ def _release_check(args: Namespace) -> None:
         print(f"lingpt: {reason}", file=sys.stderr)
         sys.exit(1)
     record = json.loads(Path(args.record).read_text())
-    counts = ", ".join(f"{record[word]} {word}" for word in ("passed", "skipped"))
+    counts = ", ".join(f"{record.get(word, 0)} {word}" for word in ("passed", "skipped"))
     selection = f" (-k '{record['selected']}')" if "selected" in record else ""
     print(f"the record of the GPU tests is that of this source: {counts}{selection}")
 
@@ -160,7 +160,7 @@ def staleness(path: Path, current: str | None = None) -> str | None:
         selected = record.get("selected", WITHOUT_FLA)
     except FileNotFoundError:
         return f"no GPU record at {path}: {RUN_THEM}"
-    except (ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"unreadable GPU record {path}: {RUN_THEM}"
     if recorded != current:
         return f"stale GPU record (kernels {recorded}, the tree has {current}): {RUN_THEM}"

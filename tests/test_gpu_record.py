@@ -34,8 +34,10 @@ def test_what_is_stale(tmp_path: Path) -> None:
     assert "0 tests passed" in staleness(write(path, passed=0), "abc")
     assert "some tests alone (-k 'forward')" in staleness(write(path, selected="forward"), "abc")
     assert staleness(write(path, selected="not fla and not gla"), "abc") is None
-    path.write_text("{")
-    assert f"unreadable GPU record {path}: " in staleness(path, "abc")
+    for text in ("{", "[]", '{"source_hash": "abc", "passed": 1}'):
+        path.write_text(text)
+        assert f"unreadable GPU record {path}: " in staleness(path, "abc")
+    assert f"unreadable GPU record {tmp_path}: " in staleness(tmp_path, "abc")  # a folder
 
 
 def test_release_check_fails_on_a_stale_record(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
