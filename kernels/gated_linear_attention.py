@@ -238,7 +238,7 @@ def _chunkwise_backward(
         dK += to_end * (V @ after.mT)
         dV = _scores(Q, K, G).mT @ dO + (K * to_end) @ after
 
-        # G_i enters as a factor of q_i, −G_j as one of k_j. A gate's gradient is the sum over later tokens; of
+        # G_i enters as a factor of q_i, −G_j as one of k_j. A gate's gradient sums over later tokens; for
         # later chunks it is that of the state at the chunk's end, so that little rounding accumulates.
         ends = torch.cat((before[:, :, 1:], final[:, :, None]), 2)
         dG = reverse_running_sum(Q * dQ - K * dK, 3) + (ends * after).sum(-1).unsqueeze(-2)

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lingpt.common.files import cache_dir, write_bytes
+from lingpt.common.files import cache_dir, others_can_write, write_bytes
 from lingpt.kernels.linear_attention.cuda.launch import Kernel
 from lingpt.kernels.linear_attention.cuda.toolchain import (
     ARCHITECTURES,
@@ -219,24 +219,32 @@ def _output(size: Any, get: Any, program: Any) -> bytes:
 
 
 def _write_cached(path: Path, module: CompiledModule) -> Path | None:
-    """Writes the cache file; returns its path, or None with a warning if it cannot be written."""
+    """Writes the cache file; returns its path, or None with a warning if it cannot be kept there."""
     body = json.dumps({"symbols": module.symbols, "log": module.log}).encode() + b"\n" + module.code
+    reason = "others can write to it"
     try:
         write_bytes(path, hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+        if _is_trusted(path):
+            return path
     except OSError as error:
-        reason = f"{path.parent}: {error.strerror}"
-        warnings.warn(f"kernels are compiled again at every start: {reason}", stacklevel=2)
-        return None
-    return path
+        reason = str(error.strerror)
+    warnings.warn(f"kernels are compiled again at every start: {path.parent}: {reason}", stacklevel=2)
+    return None
 
 
 def _read_cached(path: Path, arch: str) -> CompiledModule | None:
-    """The cached module; None if there is no file, or its checksum does not match its content."""
+    """The cached module; None if there is no file, others could have written it, or it is damaged."""
     try:
-        checksum, _, body = path.read_bytes().partition(b"\n")
-    except OSError:
-        return None
-    if hashlib.sha256(body).hexdigest().encode() != checksum:
-        return None
-    header, _, code = body.partition(b"\n")
-    return CompiledModule(arch, code, path=path, **json.loads(header))
+        content = path.read_bytes() if _is_trusted(path) else b""
+        checksum, _, body = content.partition(b"\n")
+        header, _, code = body.partition(b"\n")
+        if hashlib.sha256(body).hexdigest().encode() == checksum:
+            return CompiledModule(arch, code, path=path, **json.loads(header))
+    except (OSError, TypeError, ValueError):  # no file; a header that is none
+        pass
+    return None
+
+
+def _is_trusted(path: Path) -> bool:
+    """Whether only this user (and root) could have written the file: its code runs with the user's rights."""
+    return path.is_file() and not any(map(others_can_write, (path.parent.parent, path.parent, path)))

@@ -1,6 +1,8 @@
 """The compiler, with no GPU: headers from pip, every architecture, the cache, the report of ptxas."""
 
+import hashlib
 import itertools
+import os
 import re
 import struct
 import subprocess
@@ -145,6 +147,37 @@ def test_a_damaged_cache_file_is_compiled_again(source: Path, damage) -> None:
     again = build(source)
     assert again.seconds > 0 and again.code == first.code
     assert build(source).seconds == 0
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("header", [b"", b"[1]", b'{"symbols": {}}', b'{"symbols": {}, "log": "", "x": 1}'])
+def test_a_header_that_is_none_is_compiled_again(source: Path, header: bytes) -> None:
+    """Guards: a file whose checksum is right and whose header is not, from another version: a traceback."""
+    first = build(source)
+    body = header + b"\n" + first.code
+    first.path.write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+    again = build(source)
+    assert again.seconds > 0 and again.code == first.code
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("where", [".", "..", "file"])
+def test_a_kernel_that_others_could_have_written_is_not_loaded(source: Path, where: str) -> None:
+    """Guards: a cubin with a right checksum that somebody else put into a cache open to all: it would run
+    with the user's rights. Files keep the umask."""
+    before = os.umask(0o077)
+    try:
+        first = build(source)
+    finally:
+        os.umask(before)
+    assert first.path.stat().st_mode & 0o777 == 0o600 and build(source).seconds == 0
+    open_to_all = first.path if where == "file" else (first.path.parent / where).resolve()
+    open_to_all.chmod(0o777)
+    if where == "file":
+        assert build(source).seconds > 0 and build(source).seconds == 0  # replaced by an own one
+        return
+    with pytest.warns(UserWarning, match="compiled again at every start: .*others can write"):
+        assert build(source).seconds > 0
 
 
 @pytest.mark.nvrtc
