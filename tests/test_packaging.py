@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -366,6 +367,15 @@ def test_constraints_pin_every_dependency_within_its_bounds():
         for need in requirements(extra).values():
             assert any(bound.operator == ">=" for bound in need.specifier), f"{need} has no lower bound"
     assert not any("+" in pin for pin in pins.values()), "a local build (+cpu) is on no index"
+
+
+def test_ci_runs_on_the_oldest_and_the_tested_versions():
+    """Guards: a bound that is raised, or a version that is pinned, while CI still runs on the one before."""
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    oldest, newest = workflow["jobs"]["tests"]["strategy"]["matrix"]["include"]
+    assert PROJECT["project"]["requires-python"] == f">={oldest['python']}"
+    assert f"{requirements()['torch'].specifier}.0" == f">={oldest['torch']}"
+    assert f"torch=={newest['torch']}" in (ROOT / "constraints.txt").read_text().splitlines()
 
 
 # -- who imports whom ---------------------------------------------------------------------------------------
