@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from lingpt.common.files import write_json
-from lingpt.common.run_folder import CONFIG, attention_label, checkpoint_folder, write_manifest
+from lingpt.common.run_folder import (
+    CONFIG,
+    attention_label,
+    checkpoint_folder,
+    checkpoint_step,
+    write_manifest,
+)
 from lingpt.data import Tokenizer
 from lingpt.data.tokenizer import train_bpe
 from lingpt.eval.scores import About, Result, Score
@@ -106,7 +112,7 @@ def write_checkpoint(folder: Path, model: GPT, tokenizer: Tokenizer) -> None:
     """A whole checkpoint, less the state that only training needs."""
     save_model(model, folder)
     tokenizer.save(folder)
-    write_manifest(folder, {})
+    write_manifest(folder, {"step": checkpoint_step(folder)})
 
 
 @pytest.fixture(scope="session")

@@ -162,7 +162,7 @@ def test_a_checkpoint_in_shards_is_scored_as_one_file_is(tmp_path, tokenizer, ev
     (sharded.folder / "model.safetensors").unlink()
     write_shards(sharded.folder, {**model.state_dict(), f"{OPTIMIZER}moment": torch.zeros(7)}, None)
     save_index(model, sharded.folder)
-    write_manifest(sharded.folder, {})
+    write_manifest(sharded.folder, {"step": 10})
     sharded = find_checkpoints(tmp_path, runs=[runs[1]])[0]
     assert sharded.parameters == whole.parameters == model.num_parameters()
     found = [evaluate(one, ["piqa"], data=eval_data, device="cpu").scores for one in (whole, sharded)]
@@ -190,7 +190,7 @@ def test_attention_mismatch_is_refused(tmp_path, tokenizer, eval_data):
     assert not (softmax / "eval").exists()
     config = json.loads((folder / "config.json").read_text()) | {"attention": "softmax"}
     (folder / "config.json").write_text(json.dumps(config))  # the weights still name their attention
-    write_manifest(folder, {})
+    write_manifest(folder, {"step": 10})
     with pytest.raises(UserError, match="weights were trained with"):
         evaluate(folder, ["piqa"], data=eval_data, device="cpu")
 
