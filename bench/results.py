@@ -11,7 +11,7 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
@@ -211,15 +211,6 @@ def chosen(what: str, names: Iterable[str], known: Collection[str], default: Ite
         if name not in known:
             raise unknown(what, name, known)
     return names or list(default)
-
-
-def check_numbers(options: Any, **ranges: tuple[float, float]) -> None:
-    """UserError if one of the command's options, a number or a list of numbers, is outside of its range."""
-    for name, (least, most) in ranges.items():
-        value = options[name]
-        for number in value if isinstance(value, Sequence) else [value]:
-            if number is not None and not least <= number <= most:
-                raise UserError(f"--{name} {number:g}: give a number from {least:g} to {most:,.0f}")
 
 
 def made_on(environment: dict[str, Any]) -> str:

@@ -1,36 +1,36 @@
 """`lingpt bench data`: measures how fast text becomes a token cache; prints and writes JSON."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from jsonargparse import ArgumentParser, Namespace
-
-HELP = "Time how fast a corpus becomes a token cache, next to a bare call of its tokenizer."
-
-
-def configure(parser: ArgumentParser) -> None:
-    """Options of the benchmark."""
-    add = parser.add_argument
-    add("--source", type=str, default="embedded", help="as in --data.source")
-    add(
-        "--tokenizer",
-        type=str | None,
-        help="as in --data.tokenizer (default: trained on the embedded corpus)",
-    )
-    add("--megabytes", type=float, default=16.0, help="of text to measure on")
-    add("--repeats", type=int, default=5, help="how often each is timed; the best counts")
-    add("--out", type=str | None, help="JSON file to write")
+from lingpt.common.options import Option
 
 
-def run(args: Namespace) -> None:
+@dataclass
+class Options:
+    """Time how fast a corpus becomes a token cache, next to a bare call of its tokenizer."""
+
+    # fmt: off
+    source: Annotated[str, Option("as in --data.source")] = "embedded"
+    tokenizer: Annotated[str | None, Option(
+        "as in --data.tokenizer (default: trained on the embedded corpus)")] = None
+    megabytes: Annotated[float, Option("of text to measure on", least=0.001, most=10**6)] = 16.0
+    repeats: Annotated[int, Option("how often each is timed; the best counts", least=1, most=10**6)] = 5
+    out: Annotated[str | None, Option("JSON file to write")] = None
+    # fmt: on
+
+
+def run(options: Options) -> None:
     from lingpt.bench.data import measure
-    from lingpt.bench.results import check_numbers
     from lingpt.common.files import cache_dir, write_json
     from lingpt.data.tokenizer import embedded_tokenizer, load_tokenizer
 
-    check_numbers(args, megabytes=(0.001, 1e6), repeats=(1, 1e6))
-    tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else embedded_tokenizer(2048, cache_dir())
-    result = measure(args.source, tokenizer, int(args.megabytes * 1e6), args.repeats)
+    tokenizer = (
+        load_tokenizer(options.tokenizer) if options.tokenizer else embedded_tokenizer(2048, cache_dir())
+    )
+    result = measure(options.source, tokenizer, int(options.megabytes * 1e6), options.repeats)
     print(json.dumps(result, indent=2))
-    if args.out:
-        write_json(Path(args.out), result, indent=2)
+    if options.out:
+        write_json(Path(options.out), result, indent=2)

@@ -1,20 +1,19 @@
 """`lingpt data`: prepares a recipe's data and describes it."""
 
 import time
-
-from jsonargparse import Namespace
+from functools import partial
 
 from lingpt.data import Dataset, prepare
-from lingpt.train.recipe import configure_recipe, recipe_from
+from lingpt.train import Recipe
+from lingpt.train.recipe import parse_recipe
 
 HELP = "Prepare a corpus: tokenise it into the cache, and show what is in it."
-configure = configure_recipe
+parse = partial(parse_recipe, verb="data", about=HELP, shown="data.")
 SAMPLE_TOKENS, SAMPLE_LINES, SAMPLE_WIDTH = 200, 6, 100
 
 
-def run(args: Namespace) -> None:
+def run(recipe: Recipe) -> None:
     """Prepares `--data.*` of the recipe, checked against its model's vocabulary, and prints a report."""
-    recipe = recipe_from(args)
     start = time.perf_counter()
     dataset = prepare(recipe.data, padded_vocab_size=recipe.model.config().padded_vocab_size)
     print(report(dataset, time.perf_counter() - start))

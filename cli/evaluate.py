@@ -1,96 +1,97 @@
 """`lingpt eval`: scores the newest checkpoint of each attention of a model and prints the paper's Table 2."""
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
-
+from lingpt.common import arguments
+from lingpt.common.arguments import ConfigFile
 from lingpt.common.errors import UserError, by_reason
+from lingpt.common.options import Option
 from lingpt.eval.paper import TASKS
 
 if TYPE_CHECKING:
     from lingpt.eval.runs import Checkpoint
     from lingpt.eval.scores import Result
 
-HELP = "Score checkpoints, and print the paper's Table 2, or another suite's table, with ours in it."
-RENAMED = {"out": "runs_dir", "longest": "max_length_factor"}
+
+@dataclass
+class Options:
+    """Score checkpoints, and print the paper's Table 2, or another suite's table, with ours in it."""
+
+    # fmt: off
+    model: Annotated[str | None, Option(
+        "score the newest run of each attention variant of this model (default: the newest run's model)"
+    )] = None
+    runs: Annotated[tuple[str, ...], Option("score these runs or checkpoint folders instead")] = ()
+    suite: Annotated[tuple[str, ...], Option(
+        "one or more of table2, commonsense, retrieval, needle, language, recall")] = ("table2",)
+    tasks: Annotated[tuple[str, ...], Option(
+        "tasks of the suite table2, as lm-eval names them; `mmlu:5` asks for five examples")] = TASKS
+    texts: Annotated[tuple[str, ...], Option(
+        "texts of language and recall: name=path of held-out JSONL or .txt files, or embedded"
+    )] = ("embedded",)
+    max_length_factor: Annotated[int, Option(
+        "the loss by position, and needles, go up to this multiple of the training length", least=1)] = 8
+    num_fewshot: Annotated[int, Option(
+        "examples before each question, unless the task says how many", least=0)] = 0
+    data: Annotated[str | None, Option(
+        "folder of benchmark JSONL instead of the hub (or set EVAL_DATA)")] = None
+    limit: Annotated[int | None, Option("score only so many documents of each task", least=1)] = None
+    batch_tokens: Annotated[int, Option(
+        "most tokens of a batch; lower it if memory runs out", least=1)] = 16384
+    device: Annotated[str, Option("auto, cpu, cuda, cuda:1")] = "auto"
+    devices: Annotated[int, Option(
+        "number of GPUs that share the questions, from --device on", least=1, most=1024)] = 1
+    dtype: Annotated[str | None, Option("float32, bfloat16 or float16 (default: the checkpoint's)")] = None
+    runs_dir: Annotated[str, Option("the folder of runs that --model chooses from")] = "runs"
+    redo: Annotated[bool, Option("compute scores again that a run's eval/ already holds")] = False
+    save: Annotated[str | None, Option("folder to write the tables to: Markdown, JSON, LaTeX and PNG")] = None
+    markdown: Annotated[bool, Option("print Markdown tables")] = False
+    # fmt: on
 
 
-class EvalFile(ActionConfigFile):
-    """`--config`: a YAML file."""
-
-    def __call__(self, parser, cfg, values, option_string=None):
-        if not Path(values).is_file():
-            raise UserError(f"no file {values!r}; --config takes a YAML file with these options")
-        super().__call__(parser, cfg, values, option_string)
+def find_config(name: str) -> Path:
+    """The file that `--config` names. UserError if there is none."""
+    if not Path(name).is_file():
+        raise UserError(f"no file {name!r}; --config takes a YAML file with these options")
+    return Path(name)
 
 
-def configure(parser: ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--config", action=EvalFile, help="a YAML file with these options")
-    add(
-        "--model",
-        type=str | None,
-        help="score the newest run of each attention form of this model (default: the newest run's model)",
-    )
-    add("--runs", nargs="+", default=[], help="score these runs or checkpoint folders instead")
-    suites = "one or more of table2 (the default), commonsense, retrieval, needle, language, recall"
-    add("--suite", nargs="+", default=["table2"], help=suites)
-    tasks = "tasks of the suite table2, as lm-eval names them; `mmlu:5` asks for five examples"
-    add("--tasks", nargs="+", default=list(TASKS), help=tasks)
-    texts = "texts of language and recall: name=path of held-out JSONL or .txt files, or embedded"
-    add("--texts", nargs="+", default=["embedded"], help=texts)
-    factor = "the loss by position, and needles, go up to this multiple of the training length"
-    add("--max_length_factor", type=int, default=8, help=factor)
-    add(
-        "--num_fewshot",
-        type=int,
-        default=0,
-        help="examples before each question, unless the task says how many",
-    )
-    add("--data", type=str | None, help="folder of benchmark JSONL instead of the hub (or set EVAL_DATA)")
-    add("--limit", type=int | None, help="score only the first LIMIT documents of each task")
-    add("--batch_tokens", type=int, default=16384, help="most tokens of a batch; lower it if memory runs out")
-    add("--device", default="auto", help="auto, cpu, cuda, cuda:1")
-    add("--devices", type=int, default=1, help="number of GPUs that share the questions, from --device on")
-    add("--dtype", type=str | None, help="float32, bfloat16 or float16 (default: the checkpoint's)")
-    add("--runs_dir", default="runs", help="the folder of runs that --model chooses from")
-    add("--redo", action="store_true", help="compute scores again that a run's eval/ already holds")
-    add("--save", type=str | None, help="folder to write the tables to: Markdown, JSON, LaTeX and PNG")
-    add("--markdown", action="store_true", help="print Markdown tables")
+def parse(words: Sequence[str]) -> Options:
+    return arguments.parse("eval", Options, words, ConfigFile(find_config, "a YAML file with these options"))
 
 
-def run(args: Namespace) -> None:
+def run(options: Options) -> None:
     from lingpt.eval.runs import find_checkpoints
     from lingpt.eval.scores import results_path
     from lingpt.eval.suites import benchmark_tasks, check_suites, suite_scores
     from lingpt.eval.tasks.sources import benchmark_folder
     from lingpt.eval.texts import parse_texts
 
-    check_suites(args.suite)
-    data, texts = benchmark_folder(args.data), parse_texts(args.texts)
-    tasks = benchmark_tasks(args.suite, args.tasks, data)
+    check_suites(options.suite)
+    data, texts = benchmark_folder(options.data), parse_texts(options.texts)
+    tasks = benchmark_tasks(options.suite, options.tasks, data)
     unread, unscored = list[str](), list[tuple[str, str]]()  # of runs, and of scores with their reasons
     done, paths = list["Result"](), list[Path]()
-    for checkpoint in find_checkpoints(args.runs_dir, args.model, args.runs, unread.append):
+    for checkpoint in find_checkpoints(options.runs_dir, options.model, options.runs, unread.append):
         try:
-            result = _score(args, checkpoint, tasks, data, texts, lambda *score: unscored.append(score))
+            result = _score(options, checkpoint, tasks, data, texts, lambda *score: unscored.append(score))
         except UserError as error:
             unread.append(str(error))
             continue
-        if asked := suite_scores(result, args.suite, args.tasks):
+        if asked := suite_scores(result, options.suite, options.tasks):
             done.append(replace(result, scores=asked))
             paths.append(results_path(checkpoint))
     if done:
-        _show(args, done)
+        _show(options, done)
         print("\nWritten: " + ", ".join(map(str, paths)))
     _complain(unread, unscored, bool(done))
 
 
 def _score(
-    args: Namespace,
+    options: Options,
     checkpoint: "Checkpoint",
     tasks: list[str],
     data: Path | None,
@@ -102,26 +103,26 @@ def _score(
     from lingpt.eval.scoring import Scorer
     from lingpt.eval.suites import text_measurements
 
-    options = {key: args[key] for key in ("batch_tokens", "device", "devices", "dtype", "redo")}
-    scorer = Scorer(checkpoint, left_out=left_out, **options)
-    of_tasks = task_measurements(scorer, tasks, args.num_fewshot, data, args.limit)
-    of_texts = text_measurements(scorer, args.suite, texts, args.max_length_factor)
+    names = ("batch_tokens", "device", "devices", "dtype", "redo")
+    scorer = Scorer(checkpoint, left_out=left_out, **{name: vars(options)[name] for name in names})
+    of_tasks = task_measurements(scorer, tasks, options.num_fewshot, data, options.limit)
+    of_texts = text_measurements(scorer, options.suite, texts, options.max_length_factor)
     return scorer.score([*of_tasks, *of_texts])
 
 
-def _show(args: Namespace, results: "list[Result]") -> None:
+def _show(options: Options, results: "list[Result]") -> None:
     """Prints the tables of the requested suites and, with --save, writes them as files."""
     from lingpt.eval.suite_tables import save_suites, score_table, suite_tables
     from lingpt.eval.table2 import save_table2, table2_tables
 
-    tables = table2_tables(results) if "table2" in args.suite else []
-    print("\n" + score_table(results).text(args.markdown))
-    for table in [*tables, *suite_tables(results, args.suite)]:
-        print(f"\n{table.title}\n\n{table.text(args.markdown)}")
-    if args.save:
-        folder = Path(args.save)
-        written = save_table2(results, folder) if "table2" in args.suite else []
-        written += save_suites(results, folder, args.suite)
+    tables = table2_tables(results) if "table2" in options.suite else []
+    print("\n" + score_table(results).text(options.markdown))
+    for table in [*tables, *suite_tables(results, options.suite)]:
+        print(f"\n{table.title}\n\n{table.text(options.markdown)}")
+    if options.save:
+        folder = Path(options.save)
+        written = save_table2(results, folder) if "table2" in options.suite else []
+        written += save_suites(results, folder, options.suite)
         print("\nTables: " + ", ".join(str(path) for path in written))
 
 

@@ -1,25 +1,29 @@
 """`lingpt export`: a trained model, in shards or not, as a folder with one file of weights."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from jsonargparse import ArgumentParser, Namespace
+from lingpt.common.options import Option
 
 if TYPE_CHECKING:
     from lingpt.models import GPT
 
-HELP = "Write a trained model as one file: LinGPT's own folder, or Hugging Face's."
+
+@dataclass
+class Options:
+    """Write a trained model as one file: LinGPT's own folder, or Hugging Face's."""
+
+    # fmt: off
+    model: Annotated[str, Option(
+        "a run's folder (its newest checkpoint), a checkpoint, or any model folder", positional=True)]
+    out: Annotated[str, Option("the folder to write, which must not exist", positional=True)]
+    hf: Annotated[bool, Option(
+        "as transformers reads it: plain softmax as GPT-NeoX, all others after `import lingpt.hf`")] = False
+    # fmt: on
 
 
-def configure(parser: ArgumentParser) -> None:
-    model = "a run's folder (its newest checkpoint), a checkpoint, or any model folder"
-    parser.add_argument("model", type=str, help=model)
-    parser.add_argument("out", type=str, help="the folder to write, which must not exist")
-    hf = "as transformers reads it: plain softmax as GPT-NeoX, all others after `import lingpt.hf`"
-    parser.add_argument("--hf", action="store_true", help=hf)
-
-
-def run(args: Namespace) -> None:
+def run(options: Options) -> None:
     import shutil
 
     from lingpt.common.errors import UserError
@@ -27,13 +31,13 @@ def run(args: Namespace) -> None:
     from lingpt.common.run_folder import TOKENIZER, find_model_folder
     from lingpt.models import export_hf, load_model, save_model
 
-    out = Path(args.out)
+    out = Path(options.out)
     if out.exists():
         raise UserError(f"{out} exists: choose another folder")
-    source = find_model_folder(Path(args.model))
+    source = find_model_folder(Path(options.model))
     model, tokenizer = load_model(source), source / TOKENIZER
     with write_errors(out), new_folder(out) as folder:
-        if args.hf:
+        if options.hf:
             export_hf(model, folder, tokenizer if tokenizer.is_file() else None, model_card(model, source))
         else:
             save_model(model, folder)

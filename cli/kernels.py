@@ -3,42 +3,37 @@
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from jsonargparse import ArgumentParser, Namespace
+from lingpt.common.options import Option
 
 if TYPE_CHECKING:
     from lingpt.kernels.linear_attention.cuda.compile import CompiledModule, KernelSpec
-
-HELP = "List, compile and test the CUDA kernels."
 
 RECORD = "docs/results/kernels/gpu-tests.json"
 RUN_THEM = "run `make test-gpu` on a machine with a GPU"
 WITHOUT_FLA = "not fla and not gla"  # the one selection accepted: it leaves out only tests of FLA's kernels
 
 
-def configure(parser: ArgumentParser) -> None:
-    """Adds the action and its options."""
-    action = (
+@dataclass
+class Options:
+    """List, compile and test the CUDA kernels."""
+
+    # fmt: off
+    action: Annotated[Literal["list", "compile", "test", "release-check"], Option(
         "list (what there is, cached or not), compile (ahead of time; needs no GPU), test (against float64 "
-        "on this GPU), release-check (is the record of the GPU tests that of this source?)"
-    )
-    parser.add_argument("action", type=str, help=action)
-    arch = "architectures to compile for, such as sm_80 sm_90a (default: this GPU's, else all)"
-    parser.add_argument("--arch", type=str, default=[], nargs="*", help=arch)
-    parser.add_argument(
-        "--record", type=str, default=RECORD, help="the record to compare with, for release-check"
-    )
+        "on this GPU), release-check (is the record of the GPU tests that of this source?)", positional=True)]
+    arch: Annotated[tuple[str, ...], Option(
+        "architectures to compile for, such as sm_80 sm_90a (default: this GPU's, else all)")] = ()
+    record: Annotated[str, Option("the record to compare with, for release-check")] = RECORD
+    # fmt: on
 
 
-def run(args: Namespace) -> None:
-    from lingpt.common.errors import unknown
-
+def run(options: Options) -> None:
     actions = {"list": _list, "compile": _compile, "test": _test, "release-check": _release_check}
-    if args.action not in actions:
-        raise unknown("action", args.action, actions)
-    actions[args.action](args)
+    actions[options.action](options)
 
 
 def _specs() -> "list[tuple[KernelSpec, str]]":
@@ -58,7 +53,7 @@ def _here() -> str | None:
     return native_arch() if torch.cuda.is_available() else None
 
 
-def _list(args: Namespace) -> None:
+def _list(options: Options) -> None:
     from lingpt.kernels.linear_attention.cuda.compile import cache_folder
     from lingpt.kernels.linear_attention.cuda.source_hash import source_hash
 
@@ -84,7 +79,7 @@ def _unlisted() -> str:
     return "its kernels are compiled when they are first called"
 
 
-def _compile(args: Namespace) -> None:
+def _compile(options: Options) -> None:
     from tqdm import tqdm
 
     from lingpt.common.devices import available_cores
@@ -92,7 +87,7 @@ def _compile(args: Namespace) -> None:
 
     specs = _specs()
     known = sorted({arch for _, arch in specs})
-    wanted = args.arch or ([here] if (here := _here()) in known else known)
+    wanted = options.arch or ([here] if (here := _here()) in known else known)
     if unknown := [arch for arch in wanted if arch not in known]:
         names = ", ".join(known) or "none"
         raise UserError(f"no kernel for {', '.join(unknown)}: there are kernels for {names}")
@@ -117,7 +112,7 @@ def _resources(module: "CompiledModule") -> list[str]:
     return lines + [f"  {remark}" for remark in module.remarks]
 
 
-def _test(args: Namespace) -> None:
+def _test(options: Options) -> None:
     import torch
 
     from lingpt.bench.kernels.selftest import self_test
@@ -138,11 +133,11 @@ def _test(args: Namespace) -> None:
         sys.exit(1)
 
 
-def _release_check(args: Namespace) -> None:
-    if reason := staleness(Path(args.record)):
+def _release_check(options: Options) -> None:
+    if reason := staleness(Path(options.record)):
         print(f"lingpt: {reason}", file=sys.stderr)
         sys.exit(1)
-    record = json.loads(Path(args.record).read_text())
+    record = json.loads(Path(options.record).read_text())
     counts = ", ".join(f"{record.get(word, 0)} {word}" for word in ("passed", "skipped"))
     selection = f" (-k '{record['selected']}')" if "selected" in record else ""
     print(f"the record of the GPU tests is that of this source: {counts}{selection}")

@@ -1,8 +1,8 @@
 """`lingpt <verb> …`: finds the verb's file, parses, runs, and turns a user's mistake into one line.
 
-Verbs are imported lazily, so that `lingpt --help` needs no PyTorch. A verb's file exposes `HELP` (one line),
-`configure(parser)` and `run(args)`; dataclass groups arrive in `args` as instances. `RENAMED` (old name → new
-name), which a verb's file may have, is for the error message if an option's old name is given.
+Verbs are imported lazily, so that `lingpt --help` needs no PyTorch. A verb's file exposes `Options`, a
+dataclass whose docstring says what the verb does, and `run(options)`. A verb that takes YAML files has a
+`parse(words)`, which returns what `run` takes.
 
 Exit codes: 0 done, 2 an error of the user or the machine (one line on stderr), 128 + n ended by signal n
 (130 Ctrl-C, 143 SIGTERM).
@@ -21,17 +21,16 @@ import threading
 from collections.abc import Iterator, Sequence
 from importlib.metadata import requires
 from types import FrameType, ModuleType
+from typing import Any
 
-from jsonargparse import Namespace
-
-from lingpt.common.arguments import parse_arguments
+from lingpt.common import arguments
 from lingpt.common.errors import INTERRUPTED, Interrupted, UserError, nearest
 from lingpt.common.files import DISK_ERRORS, disk_fix
 from lingpt.common.install import install_command, installed_version
 from lingpt.common.parent import end_with_parent
 
 VERBS = {  # verb: (module, what it does)
-    "train": ("lingpt.cli.train", "train a model, or go on with a run"),
+    "train": ("lingpt.cli.train", "train a model, or resume a run"),
     "data": ("lingpt.cli.data", "prepare a corpus: tokenizer, token cache, statistics"),
     "eval": ("lingpt.cli.evaluate", "score checkpoints with lm-eval"),
     "study": ("lingpt.cli.study", "train and score several attentions: tables, figures and a page"),
@@ -126,19 +125,21 @@ def _dispatch(argv: list[str]) -> int:
         raise UserError(f"unknown verb {verb!r}{nearest(verb, VERBS)}; `lingpt --help` lists them")
     module = importlib.import_module(VERBS[verb][0])
     try:
-        args = parse(verb, module, rest)
-    except SystemExit as done:  # --help, --print_config
-        return int(done.code or 0)
+        options = parse(verb, module, rest)
+    except SystemExit:  # --help
+        return 0
     if not gc.isenabled():  # `main` disabled it: modules imported so far are not scanned any more
         gc.freeze()
         gc.enable()
-    module.run(args)
+    module.run(options)
     return 0
 
 
-def parse(verb: str, module: ModuleType, argv: list[str]) -> Namespace:
-    """Parses a verb's arguments for its module's `run`; UserError if they are invalid."""
-    return parse_arguments(verb, module.configure, argv, module.HELP, getattr(module, "RENAMED", None))
+def parse(verb: str, module: ModuleType, words: Sequence[str]) -> Any:
+    """A verb's arguments, for its module's `run`; UserError if they are invalid."""
+    if hasattr(module, "parse"):
+        return module.parse(words)
+    return arguments.parse(verb, module.Options, words)
 
 
 def _overview() -> str:

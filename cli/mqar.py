@@ -2,16 +2,10 @@
 
 from pathlib import Path
 
-from jsonargparse import Namespace
-
-from lingpt.eval.recall import options
-
-HELP = "Train small models on associative recall (MQAR), and show how much each attention recalls."
-RENAMED = options.RENAMED
-configure = options.configure
+from lingpt.eval.recall.options import Options, asked_trials
 
 
-def run(args: Namespace) -> None:
+def run(options: Options) -> None:
     from lingpt.eval.recall.runs import run_mqar
 
-    run_mqar(options.asked_trials(args), Path(args.out), args.workers)
+    run_mqar(asked_trials(options), Path(options.out), options.workers)

@@ -1,25 +1,39 @@
 """`lingpt replay`: looks at a step of a run: the samples of its batch, their losses, the gradient's norm."""
 
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
-from jsonargparse import ArgumentParser, Namespace
-
-PATHS = ("source", "val_source", "tokenizer", "cache_dir")  # where the data is, not which data it is
-HELP = "Show what a step of a run was trained on: a loss spike, or a step that was skipped."
+from lingpt.common.options import Option
 
 
-def configure(parser: ArgumentParser) -> None:
-    parser.add_argument("run", type=str, help="the run's folder")
-    parser.add_argument("--step", type=int, required=True, help="the step, as in metrics.jsonl")
-    parser.add_argument("--samples", type=int, default=8, help="number of its samples to show")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1")
-    for key in PATHS:
-        moved = f"the run's --data.{key} where it has moved since"
-        parser.add_argument(f"--data.{key}", type=str | None, help=moved)
+@dataclass
+class Paths:
+    """Where the data is, not which data it is."""
+
+    # fmt: off
+    source: Annotated[str | None, Option("the run's --data.source where it has moved since")] = None
+    val_source: Annotated[str | None, Option("the same for --data.val_source")] = None
+    tokenizer: Annotated[str | None, Option("the same for --data.tokenizer")] = None
+    cache_dir: Annotated[str | None, Option("the same for --data.cache_dir")] = None
+    # fmt: on
 
 
-def run(args: Namespace) -> None:
+@dataclass
+class Options:
+    """Show what a step of a run was trained on: a loss spike, or a step that was skipped."""
+
+    # fmt: off
+    run: Annotated[str, Option("the run's folder", positional=True)]
+    step: Annotated[int, Option("the step, as in metrics.jsonl", least=1)]
+    samples: Annotated[int, Option("number of its samples to show", least=0)] = 8
+    device: Annotated[str, Option("auto, cpu, cuda, cuda:1")] = "auto"
+    data: Paths = field(default_factory=Paths)
+    # fmt: on
+
+
+def run(options: Options) -> None:
     from lingpt.train.runs.replay import replay
 
-    moved = {key: args[f"data.{key}"] for key in PATHS if args[f"data.{key}"] is not None}
-    print(replay(Path(args.run), args.step, args.samples, args.device, moved))
+    moved = {key: path for key, path in vars(options.data).items() if path is not None}
+    print(replay(Path(options.run), options.step, options.samples, options.device, moved))

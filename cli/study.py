@@ -1,95 +1,90 @@
 """`lingpt study`: data → learning rates → runs → scores → tables, figures and a page, by one command."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-
-from jsonargparse import ArgumentParser, Namespace
+from typing import Annotated, Literal
 
 from lingpt.common.errors import UserError
+from lingpt.common.options import Option
 from lingpt.study import STAGES, Study, find_study, read_study, studies, with_baseline, with_rows
 
-HELP = "Train and score several attentions alike, and write the tables, the figures and a page."
+
+@dataclass
+class Options:
+    """Train and score several attentions alike, and write the tables, the figures and a page."""
+
+    # fmt: off
+    config: Annotated[str | None, Option(f"a study: a YAML file, or one of {', '.join(studies())}")] = None
+    model: Annotated[str, Option("without --config, take the study named after this model")] = "demo"
+    tokens: Annotated[int | None, Option(
+        "training tokens per run (default: the study's)", least=1, most=10**15)] = None
+    attentions: Annotated[tuple[str, ...], Option(
+        "rows to train: rows of the study, or names of attentions (default: the study's)")] = ()
+    seeds: Annotated[int | None, Option(
+        "number of runs per row (default: the study's)", least=1, most=1000)] = None
+    baseline: Annotated[str | None, Option(
+        "row that times and losses are compared with (default: the study's, else softmax, else its first)"
+    )] = None
+    devices: Annotated[int | None, Option(
+        "number of GPUs (default: all); without a GPU, of CPU processes (default: 1)",
+        least=1, most=1024)] = None
+    devices_per_run: Annotated[int | Literal["all"] | None, Option(
+        "GPUs per run, or `all`: one run after another, each on all GPUs (default: the study's)",
+        least=1, most=1024)] = None
+    source: Annotated[str | None, Option("text to train on, as --data.source of `lingpt train`")] = None
+    tokenizer: Annotated[str | None, Option("tokenizer, as --data.tokenizer of `lingpt train`")] = None
+    eval_data: Annotated[str | None, Option("folder of benchmark JSONL instead of the hub")] = None
+    texts: Annotated[tuple[str, ...], Option(
+        "name=path of held-out JSONL or .txt for the suites language, recall")] = ()
+    out: Annotated[str, Option("the study's folder is <out>/study-<name>")] = "runs"
+    name: Annotated[str | None, Option(
+        "another name, for a study that differs from the one in the folder")] = None
+    stages: Annotated[tuple[str, ...], Option(f"some of {', '.join(STAGES)} (default: all)")] = ()
+    minutes: Annotated[float | None, Option(
+        "stop after this many minutes; the same command continues", above=0)] = None
+    publish: Annotated[str | None, Option(
+        "folder to copy the page, tables, figures and small files of the runs to")] = None
+    dry_run: Annotated[bool, Option("print the plan and stop")] = False
+    # fmt: on
 
 
-def configure(parser: ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--config", type=str | None, help="a study: a YAML file, or one of " + ", ".join(studies()))
-    add(
-        "--model",
-        type=str,
-        default="demo",
-        help="without --config, take the study named after this model",
-    )
-    add("--tokens", type=int | None, help="training tokens per run (default: the study's)")
-    add(
-        "--attentions",
-        nargs="+",
-        default=[],
-        help="rows to train: rows of the study, or names of attentions (default: the study's)",
-    )
-    add("--seeds", type=int | None, help="number of runs per row (default: the study's)")
-    row = "row that times and losses are compared with (default: the study's, else softmax, else its first)"
-    add("--baseline", type=str | None, help=row)
-    add(
-        "--devices",
-        type=int | None,
-        help="number of GPUs (default: all); without a GPU, of CPU processes (default: 1)",
-    )
-    each = "GPUs per run, or `all`: one run after another, each on all GPUs (default: the study's)"
-    add("--devices_per_run", type=str | None, help=each)
-    add("--source", type=str | None, help="text to train on, as --data.source of `lingpt train`")
-    add("--tokenizer", type=str | None, help="tokenizer, as --data.tokenizer of `lingpt train`")
-    add("--eval_data", type=str | None, help="folder of benchmark JSONL instead of the hub")
-    add(
-        "--texts",
-        nargs="+",
-        default=[],
-        help="name=path of held-out JSONL or .txt for the suites language, recall",
-    )
-    add("--out", type=str, default="runs", help="the study's folder is <out>/study-<name>")
-    add("--name", type=str | None, help="another name, for a study that differs from the one in the folder")
-    add("--stages", nargs="+", default=[], help=f"some of {', '.join(STAGES)} (default: all)")
-    add("--minutes", type=float | None, help="stop after this many minutes; the same command continues")
-    add(
-        "--publish",
-        type=str | None,
-        help="folder to copy the page, tables, figures and small files of the runs to",
-    )
-    add("--dry_run", type=bool, default=False, help="print the plan and stop")
-
-
-def run(args: Namespace) -> None:
+def run(options: Options) -> None:
     from lingpt.study import run_study
 
-    options = {key: args[key] for key in ("devices", "minutes", "publish", "dry_run")}
-    run_study(_asked(args), args.out, stages=args.stages or STAGES, **options)
-
-
-def _file(args: Namespace) -> Path:
-    """The study's file: `--config`, or the study named after the model; UserError if there is none."""
-    if args.config is not None or args.model in studies():
-        return find_study(args.config or args.model)
-    known = ", ".join(f"{study} ({read_study(find_study(study)).recipe})" for study in studies())
-    raise UserError(
-        f"no study is named after the model {args.model!r}: with --config (make study STUDY=…) give one of "
-        f"{known}, or a copy of its file with `recipe: {args.model}`"
+    run_study(
+        _asked(options),
+        options.out,
+        stages=options.stages or STAGES,
+        devices=options.devices,
+        minutes=options.minutes,
+        publish=options.publish,
+        dry_run=options.dry_run,
     )
 
 
-def _asked(args: Namespace) -> Study:
+def _file(options: Options) -> Path:
+    """The study's file: `--config`, or the study named after the model; UserError if there is none."""
+    if options.config is not None or options.model in studies():
+        return find_study(options.config or options.model)
+    known = ", ".join(f"{study} ({read_study(find_study(study)).recipe})" for study in studies())
+    raise UserError(
+        f"no study is named after the model {options.model!r}: with --config (make study STUDY=…) give one "
+        f"of {known}, or a copy of its file with `recipe: {options.model}`"
+    )
+
+
+def _asked(options: Options) -> Study:
     """The study that the arguments describe: a file's, changed by the command line."""
     from lingpt.eval.texts import parse_texts
 
-    each = args.devices_per_run
-    if each is not None and each != "all" and not (each.isdecimal() and int(each) > 0):
-        raise UserError(f"--devices_per_run {each}: a number of GPUs, at least 1, or `all`")
-    changes = {key: args[key] for key in ("tokens", "seeds", "eval_data", "name") if args[key] is not None}
-    if args.texts:
-        changes["texts"] = parse_texts(args.texts)
-    if each is not None:
-        changes["devices_per_run"] = None if each == "all" else int(each)
-    study = read_study(_file(args), changes)
-    options = {"data.source": args.source, "data.tokenizer": args.tokenizer}
-    study = replace(study, options=study.options | {key: v for key, v in options.items() if v is not None})
-    study = with_rows(study, args.attentions) if args.attentions else study
-    return with_baseline(study, args.baseline) if args.baseline is not None else study
+    names = ("tokens", "seeds", "eval_data", "name")
+    changes = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if options.texts:
+        changes["texts"] = parse_texts(options.texts)
+    if options.devices_per_run is not None:
+        changes["devices_per_run"] = None if options.devices_per_run == "all" else options.devices_per_run
+    study = read_study(_file(options), changes)
+    data = {"data.source": options.source, "data.tokenizer": options.tokenizer}
+    study = replace(study, options=study.options | {key: v for key, v in data.items() if v is not None})
+    study = with_rows(study, options.attentions) if options.attentions else study
+    return with_baseline(study, options.baseline) if options.baseline is not None else study

@@ -1,13 +1,10 @@
 """`lingpt train`: trains a recipe, or resumes its run."""
 
-from jsonargparse import Namespace
+from functools import partial
 
 from lingpt.train import train
-from lingpt.train.recipe import configure_recipe, recipe_from
+from lingpt.train.recipe import parse_recipe
 
-HELP = "Train a model, or go on with its run: one folder a run, under runs/."
-configure = configure_recipe
-
-
-def run(args: Namespace) -> None:
-    train(recipe_from(args))
+HELP = "Train a model, or resume its run: one folder a run, under runs/."
+parse = partial(parse_recipe, verb="train", about=HELP)
+run = train

@@ -1,215 +1,183 @@
-"""Parses a verb's arguments, with the parser's errors in one line; writes values as arguments."""
+"""A command's arguments: `--key value` and YAML files, for the options of a dataclass (options.py)."""
 
-import argparse
-import functools
-import json
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from decimal import Decimal
-from itertools import islice
-from typing import Any, Literal, get_args, get_origin
-
-import jsonargparse
-import yaml
+import shutil
+import textwrap
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 from lingpt.common.errors import UserError, nearest
+from lingpt.common.files import read_yaml
+from lingpt.common.options import RARE, Declared, Option, as_word, build, flatten, options_of, read_values
 
-_NULLS = ("", "~", "null", "Null", "NULL")  # in YAML
+T = TypeVar("T")
 
-
-class Parser(jsonargparse.ArgumentParser):
-    """A parser that accepts `3e6` for an integer option in a file, as on the command line."""
-
-    def parse_string(self, cfg_str: str, *args: Any, **kwargs: Any) -> jsonargparse.Namespace:
-        return super().parse_string(_whole_numbers_in_file(self, cfg_str), *args, **kwargs)
+CONFIG = Declared(str, Option("a YAML file"), "")
 
 
-def parse_arguments(
-    verb: str,
-    configure: Callable[[jsonargparse.ArgumentParser], None],
-    words: Sequence[str],
-    about: str = "",
-    renamed: Mapping[str, str] | None = None,
-) -> jsonargparse.Namespace:
-    """Parses `words` as the arguments of `lingpt <verb>`; UserError if they are invalid.
+class ConfigFile(NamedTuple):
+    """`--config`: how its file is found, and a sentence for `--help`."""
 
-    configure: adds the verb's options. about: what the verb does, for its `--help`. renamed: old name → new
-    name of an option, for the error message.
+    find: Callable[[str], Path]
+    help: str
 
-    `options_given` of the result lists the options on the command line, even those set to their default.
+
+class Layer(NamedTuple):
+    """The values of one file, or of the command line, whose `file` is None. Later layers override."""
+
+    file: Path | None
+    values: dict[str, Any]
+
+
+def parse(verb: str, cls: Callable[..., T], words: Sequence[str], config: ConfigFile | None = None) -> T:
+    """An object of the dataclass `cls` from the arguments of `lingpt <verb>`; UserError if they are invalid.
+
+    The docstring of `cls` says in `--help` what the verb does.
     """
-    parser = parser_of(verb, configure, about)
+    values: dict[str, Any] = {}
+    for layer in read_layers(verb, cls, words, cls.__doc__ or "", config):
+        values |= layer.values
+    for key, declared in options_of(cls).items():
+        if declared.default is MISSING and key not in values:
+            name = f"<{key}>" if declared.option.positional else f"--{key}"
+            raise UserError(f"lingpt {verb} needs {name}: {declared.option.help}")
+    return build(cls, values)
+
+
+def read_layers(
+    verb: str,
+    cls: Any,
+    words: Sequence[str],
+    about: str,
+    config: ConfigFile | None = None,
+    shown: str = "",
+) -> list[Layer]:
+    """The files of `--config`, in their order, then the command line, wherever `--config` stands on it.
+
+    shown: `--help` lists only keys that begin so. Raises SystemExit after `--help`.
+    """
     for word in words:
+        if word in ("-h", "--help"):
+            print(help_text(verb, cls, about, config, shown))
+            raise SystemExit(0)
         try:
             word.encode()
         except UnicodeEncodeError as error:
             # Python decodes non-UTF-8 bytes in argv to lone surrogates, which cannot be encoded again.
             raise UserError(f"{word!r} is not UTF-8: convert it or, of a file, rename it") from error
+    files, given = _split(verb, options_of(cls), words, config is not None)
+    layers = [_file_layer(cls, config.find(name)) for name in files] if config else []
+    return [*layers, Layer(None, read_values(cls, given))]
+
+
+def _file_layer(cls: Any, path: Path) -> Layer:
+    """The values of a YAML file; UserError, naming the file, if they are none of `cls`."""
+    tree = read_yaml(path)
+    if not isinstance(tree, dict):
+        raise UserError(f"{path} has no keys such as {', '.join(list(options_of(cls))[:3])}")
     try:
-        args = parser.parse_args(_config_first(_whole_numbers(parser, words)))
-    except argparse.ArgumentError as error:
-        raise UserError(_explain(parser, str(error), renamed or {})) from error
-    _refuse_nulls(parser, args)
-    _refuse_hidden_nulls(parser, args, words)
-    args = parser.instantiate_classes(args)
-    args.options_given = {word.partition("=")[0] for word in words if word.startswith("--")}
-    return args
+        return Layer(path, read_values(cls, flatten(cls, tree)))
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
 
 
-@functools.lru_cache(maxsize=16)  # a study parses a recipe for each run; to build the parser takes as long
-def parser_of(verb: str, configure: Callable[[jsonargparse.ArgumentParser], None], about: str) -> Parser:
-    """The parser of `lingpt <verb>` (`parse_arguments`); the same one for the same arguments."""
-    parser = Parser(prog=f"lingpt {verb}", description=about, exit_on_error=False, allow_abbrev=False)
-    configure(parser)
-    return parser
-
-
-def as_word(value: Any) -> str:
-    """A value as a command-line argument: YAML on one line."""
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _config_first(words: Sequence[str]) -> list[str]:
-    """Moves each `--config X` to the front, keeping their order, so that other options override the files."""
-    configs, others, rest = list[str](), list[str](), iter(words)
-    for word in rest:
-        if word == "--config":
-            configs += [word, *islice(rest, 1)]
+def _split(
+    verb: str, options: Mapping[str, Declared], words: Sequence[str], takes_config: bool
+) -> tuple[list[str], dict[str, Any]]:
+    """The values of `--config`, and those of the options: each a word, a list of words, or True."""
+    files, given, rest = list[str](), dict[str, Any](), deque(words)
+    positional = [key for key, declared in options.items() if declared.option.positional]
+    while rest:
+        key, equals, value = rest[0].partition("=")
+        if not key.startswith("--"):
+            if not positional:
+                raise UserError(f"{rest[0]!r} belongs to no option; `lingpt {verb} --help` lists them")
+            if options[positional[0]].is_list:
+                given[positional[0]] = given.get(positional[0], []) + _values(rest)
+            else:
+                given[positional.pop(0)] = rest.popleft()
+            continue
+        rest.popleft()
+        name, is_config = key.removeprefix("--"), takes_config and key == "--config"
+        if name not in options and not is_config:
+            hint = nearest(name, options)
+            hint = nearest(name, options)
+            hint = nearest(name, options)
+            raise UserError(f"unknown key {name!r}{hint}; `lingpt {verb} --help` lists them")
+        declared = options.get(name, CONFIG)
+        if equals:
+            found: Any = [value] if declared.is_list else value
         else:
-            (configs if word.startswith("--config=") else others).append(word)
-    return configs + others
+            found = _value(key, declared, rest, bool(positional))
+        if is_config:
+            files.append(found)
+        else:
+            given[name] = found
+    return files, given
 
 
-def _whole_numbers(parser: jsonargparse.ArgumentParser, words: Sequence[str]) -> list[str]:
-    """Writes out `3e9` for options that take an integer: the parser would read a float."""
-    options = {option for action in _take_whole(parser) for option in action.option_strings}
+def _value(key: str, declared: Declared, rest: deque[str], positional: bool) -> Any:
+    """Takes the words after `--key` that are its value.
+
+    positional: whether the word after a switch, which is true alone, may be an argument without a key.
+    """
+    if declared.is_list:
+        return _values(rest)
+    found = bool(rest) and not rest[0].startswith("--")
+    if declared.kind is bool and (not found or (positional and rest[0].lower() not in ("true", "false"))):
+        return True
+    if not found:
+        raise UserError(f"{key} needs a value: {declared.expected}")
+    return rest.popleft()
+
+
+def _values(rest: deque[str]) -> list[str]:
+    """Takes the words up to the next option."""
     found = []
-    for before, word in zip(["", *words], words, strict=False):
-        option, equals, value = ("", "", word) if before in options else word.partition("=")
-        if option in options or before in options:
-            value = _written_out(value)
-        found.append(option + equals + value)
+    while rest and not rest[0].startswith("--"):
+        found.append(rest.popleft())
     return found
 
 
-def _take_whole(parser: jsonargparse.ArgumentParser) -> list[argparse.Action]:
-    """The options that take an integer."""
-    kinds = {action: getattr(action, "_typehint", None) for action in parser._actions if not action.nargs}
-    return [action for action, kind in kinds.items() if int in (kind, *get_args(kind))]
+def help_text(verb: str, cls: Any, about: str, config: ConfigFile | None, shown: str = "") -> str:
+    """What `lingpt <verb> --help` prints: options under their headings, the rarely set ones last."""
+    places, sections = "", dict[str, list[str]]()
+    if config:
+        sections["options"] = [_entry("--config", config.help)]
+    heading = last_group = ""
+    for key, declared in options_of(cls).items():
+        if not key.startswith(shown):
+            continue
+        group, name = key.rpartition(".")[0], f"--{key}"
+        heading = declared.option.heading or (heading if group == last_group else group)
+        last_group = group
+        if declared.option.positional:
+            name = f"[{key} …]" if declared.is_list else f"<{key}>"
+            places += f" {name}"
+        sections.setdefault(heading or "options", []).append(_entry(name, _about(declared)))
+    if RARE in sections:
+        sections[RARE] = sections.pop(RARE)
+    lines = [f"usage: lingpt {verb}{places} [--option value …]", "", about]
+    for heading, entries in sections.items():
+        lines += ["", f"{heading}:", *entries]
+    return "\n".join(lines)
 
 
-def _written_out(value: str) -> str:
-    """`3e6` and `3000000.0` as 3000000; anything else unchanged."""
-    if not re.fullmatch(r"\d+(\.\d*|(\.\d*)?[eE]\+?\d\d?)", value):
-        return value
-    number = Decimal(value)
-    return str(int(number)) if number == int(number) else value
+def _about(declared: Declared) -> str:
+    """An option's help, with its numbers' range or its words, and its default."""
+    notes, default = [], declared.default
+    if set(declared.parts) & {int, float} or "one of" in declared.expected:
+        notes.append(declared.expected)
+    if isinstance(default, list | tuple):
+        default = " ".join(map(as_word, default)) or None
+    if default not in (None, MISSING, ""):
+        notes.append(f"default: {as_word(default)}")
+    return declared.option.help.rstrip(".") + (f" ({'; '.join(notes)})" if notes else "")
 
 
-def _whole_numbers_in_file(parser: jsonargparse.ArgumentParser, text: str) -> str:
-    """The recipe's text with the numbers of integer options `_written_out`; the rest unchanged."""
-    keys = {action.dest for action in _take_whole(parser)}
-    try:
-        found = [value for key, value in _values(text) if key in keys]
-    except (yaml.YAMLError, RecursionError):  # the parser will report it
-        return text
-    for value in sorted(found, key=lambda node: node.start_mark.index, reverse=True):
-        start, end = value.start_mark.index, value.end_mark.index
-        if text[start:end] == value.value:  # neither quoted nor with an anchor
-            text = text[:start] + _written_out(value.value) + text[end:]
-    return text
-
-
-def _values(text: str) -> Iterator[tuple[str, yaml.ScalarNode]]:
-    """(`train.max_tokens`, its value's node), for every key of every group in a recipe's text."""
-    tree = yaml.compose(text, Loader=yaml.SafeLoader)
-    for group, keys in tree.value if isinstance(tree, yaml.MappingNode) else ():
-        for key, value in keys.value if isinstance(keys, yaml.MappingNode) else ():
-            if isinstance(value, yaml.ScalarNode):
-                yield f"{group.value}.{key.value}", value
-
-
-def _explain(parser: jsonargparse.ArgumentParser, message: str, renamed: Mapping[str, str]) -> str:
-    """The parser's error on one line; for an unknown key, with its new name or the nearest key."""
-    line = " ".join(message.split())
-    unknown = (
-        re.search(r"Group '(?P<group>\S+)' does not accept nested key '(?P<key>\S+)'", line)
-        or re.search(r"Key '(?P<key>\S+)' is not expected", line)
-        or re.search(r"Unrecognized arguments: --(?P<option>[^\s=]+)", line)
-    )
-    if unknown is None:
-        return _explain_value(parser, line)
-    found = unknown.groupdict()
-    key = found.get("option") or ".".join(filter(None, (found.get("group"), found["key"])))
-    if key in renamed:
-        return f"unknown key {key!r}: it is now called {renamed[key]!r}"
-    keys = set(parser.get_defaults(skip_validation=True).keys()) - {"config"}
-    hint = nearest(key, keys)
-    if "option" in found:  # perhaps given as a flag; our switches take a value
-        for action in parser._actions:
-            kind = getattr(action, "_typehint", None)
-            if bool in (kind, *get_args(kind)):
-                hint = hint.replace(f"'{action.dest}'", f"'--{action.dest} true'")
-    return f"unknown key {key!r}{hint}; `{parser.prog} --help` lists the keys"
-
-
-def _explain_value(parser: jsonargparse.ArgumentParser, line: str) -> str:
-    """The error about a value, with what the key takes in words instead of the parser's types."""
-    options = {action.dest: action for action in parser._actions}
-    if missing := re.search(r'Key "(\S+)" is required', line):
-        option = options[missing[1]]
-        name = option.option_strings[0] if option.option_strings else f"<{option.dest}>"
-        return f"{parser.prog} needs {name}: {option.help}"
-    if bare := re.fullmatch(r"argument --(\S+): expected one argument", line):
-        takes = _words_for(getattr(options.get(bare[1]), "_typehint", None))
-        return f"--{bare[1]} needs a value{f': {takes}' if takes else ''}"
-    keys = [key for key in re.findall(r'[Pp]arser key "(\S+?)"', line) if key in options]
-    if not keys:
-        return line
-    key, (_, *given) = keys[-1], line.rsplit(" value: ", 1)
-    takes = _words_for(getattr(options[key], "_typehint", None))
-    if takes is None:
-        return f"--{key} takes a YAML file of its keys; or give them one by one, as --{key}.<key>"
-    was = f" is {given[-1][:80]}; it" if given else ""
-    return f"{key}{was} must be {takes}"
-
-
-def _refuse_nulls(parser: jsonargparse.ArgumentParser, args: jsonargparse.Namespace) -> None:
-    """Raises UserError for a null whose option takes none: the parser accepts null for any type."""
-    for action in parser._actions:
-        kind = getattr(action, "_typehint", None)
-        words = _words_for(kind) if type(None) not in get_args(kind) else None
-        if words and action.default is not None and args.get(action.dest, action.default) is None:
-            raise UserError(f"{action.dest} is null; it must be {words}")
-
-
-def _refuse_hidden_nulls(
-    parser: jsonargparse.ArgumentParser, args: jsonargparse.Namespace, words: Sequence[str]
-) -> None:
-    """Raises UserError for a word that YAML reads as null and that does not say so: `#1` is a comment."""
-    keys = {option: action.dest for action in parser._actions for option in action.option_strings}
-    given = dict[str, str]()
-    for before, word in zip(["", *words], words, strict=False):
-        option, _, value = (before, "", word) if before in keys else word.partition("=")
-        given[option] = value
-    for option, value in given.items():
-        if option in keys and args.get(keys[option], value) is None and value.strip() not in _NULLS:
-            raise UserError(f"{option} {value!r} is a null in YAML: begin it with another character")
-
-
-def _words_for(kind: Any) -> str | None:
-    """The values of a type, in words; None if options are not of that type."""
-    words = {
-        int: "a whole number",
-        float: "a number",
-        bool: "true or false",
-        str: "text",
-        list[str]: "a list",
-    }
-    if get_origin(kind) is Literal:
-        values = [str(value) for value in get_args(kind)]
-        return f"one of {', '.join(values)}" if len(values) > 1 else values[0]
-    if kind in words:
-        return words[kind]
-    parts = [_words_for(part) for part in get_args(kind) if part is not type(None)]
-    return " or ".join(filter(None, parts)) or None
+def _entry(name: str, text: str) -> str:
+    width = min(shutil.get_terminal_size().columns, 110)
+    filled = textwrap.fill(text, width, initial_indent=" " * 28, subsequent_indent=" " * 28)
+    return f"  {name:<25} {filled.lstrip()}" if len(name) <= 25 else f"  {name}\n{filled}"

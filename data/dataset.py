@@ -5,10 +5,11 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import cache_dir, write_errors
+from lingpt.common.options import RARE, Option, check_options
 from lingpt.data.cache import WRITE_ADVICE, TokenCache, token_cache
 from lingpt.data.corpus import Corpus
 from lingpt.data.embedded import embedded_corpus
@@ -19,51 +20,36 @@ from lingpt.data.tokenizer import Tokenizer, embedded_tokenizer, find_tokenizer,
 from lingpt.data.tokens import token_dtype
 from lingpt.data.wiki40b import wiki40b_corpus
 
-_LARGEST_BPE = 1 << 20  # tokens; BPE training allocates memory for all of them before it begins
-
 
 @dataclass
 class DataConfig:
-    """What to train on.
+    """What to train on."""
 
-    Args:
-        source: embedded (source of Python's standard library; no network), wiki40b (English, from the Hugging
-            Face hub), or the path, folder or glob of JSONL with a text on every line (.jsonl, .gz, .xz,
-            .zst), or of text files (.txt), each one document
-        tokenizer: a tokenizer.json, a folder that holds one, or a name on the hub; by default a small BPE
-            trained on the embedded corpus
-        seq_len: tokens of a training sample
-        val_source: JSONL or text files to validate on, named as those of source; by default the source's own
-            validation split if it has one, else the documents whose hash lies in the lowest val_fraction
-        val_fraction: share of the documents held out where the source has no validation split, at least one
-        vocab_size: tokens of the embedded corpus's BPE
-        num_workers: threads that tokenise; by default one per core
-        cache_dir: where tokens are cached, and hashes of the source's files (by path, size and time of
-            change); by default $LINGPT_CACHE, else ~/.cache/lingpt
-    """
-
-    source: str = "embedded"
-    tokenizer: str | None = None
-    seq_len: int = 256
-    val_source: str | None = None
-    val_fraction: float = 0.005
-    vocab_size: int = 2048
-    num_workers: int | None = None
-    cache_dir: str | None = None
-
-    def check(self) -> None:
-        """Raises `UserError` for invalid values."""
-        if self.seq_len < 1:
-            raise UserError(f"--data.seq_len {self.seq_len}: a sample has at least one token")
-        if not 0 < self.val_fraction < 1:
-            raise UserError(f"--data.val_fraction {self.val_fraction}: give a fraction between 0 and 1")
-        if self.tokenizer is None and not 257 <= self.vocab_size <= _LARGEST_BPE:
-            raise UserError(
-                f"--data.vocab_size {self.vocab_size}: give 257 (every byte, and the end of a text) to "
-                f"{_LARGEST_BPE:,}"
-            )
-        if self.num_workers is not None and self.num_workers < 1:
-            raise UserError(f"--data.num_workers {self.num_workers}: give at least 1")
+    # fmt: off
+    source: Annotated[str, Option(
+        "embedded (source of Python's standard library; no network), wiki40b (English, from the Hugging Face "
+        "hub), or the path, folder or glob of JSONL with a text on every line (.jsonl, .gz, .xz, .zst), or "
+        "of text files (.txt), each one document")] = "embedded"
+    tokenizer: Annotated[str | None, Option(
+        "a tokenizer.json, a folder that holds one, or a name on the hub; by default a small BPE trained on "
+        "the embedded corpus")] = None
+    seq_len: Annotated[int, Option("tokens of a training sample", least=1, most=1 << 24)] = 256
+    val_source: Annotated[str | None, Option(
+        "JSONL or text files to validate on, named as those of source; by default the source's own "
+        "validation split if it has one, else the documents whose hash lies in the lowest val_fraction"
+    )] = None
+    val_fraction: Annotated[float, Option(
+        "share of the documents held out where the source has no validation split, at least one",
+        above=0, below=1, heading=RARE)] = 0.005
+    vocab_size: Annotated[int, Option(
+        "tokens of the embedded corpus's BPE: every byte, the end of a text, and what is learned",
+        least=257, most=1 << 20)] = 2048
+    num_workers: Annotated[int | None, Option(
+        "threads that tokenise; by default one per core", least=1, most=1024, may_change=True)] = None
+    cache_dir: Annotated[str | None, Option(
+        "where tokens are cached, and hashes of the source's files (by path, size and time of change); by "
+        "default $LINGPT_CACHE, else ~/.cache/lingpt", may_change=True)] = None
+    # fmt: on
 
 
 @dataclass(frozen=True)
@@ -113,7 +99,7 @@ def prepare(config: DataConfig, *, padded_vocab_size: int | None = None, progres
     Raises:
         UserError: one line that says what is wrong and how to fix it
     """
-    config.check()
+    check_options(config, "data.")
     folder = _cache_folder(config)
     tokenizer = _tokenizer(config)
     if padded_vocab_size is not None:

@@ -1,9 +1,10 @@
 """The sizes of a GPT-NeoX and the models that have a name, under LitGPT's names for them."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from lingpt.common.errors import UserError
+from lingpt.common.options import RARE, Option, options_of
 
 # block_size, n_layer, n_embd, n_head, padding_multiple
 _PYTHIA = {
@@ -29,18 +30,6 @@ for size, numbers in _PYTHIA.items():
     if size not in ("14m", "31m"):
         MODELS[f"pythia-{size}-deduped"] = MODELS[f"pythia-{size}"]
 
-# Minimum and maximum of each size. Values beyond are typing errors, which would exhaust memory.
-_LIMITS = {
-    "block_size": (1, 1 << 24),
-    "vocab_size": (1, 1 << 24),
-    "padded_vocab_size": (1, 1 << 24),
-    "padding_multiple": (1, 1 << 16),
-    "n_layer": (1, 1 << 10),
-    "n_embd": (2, 1 << 17),
-    "n_head": (1, 1 << 16),
-    "intermediate_size": (1, 1 << 20),
-}
-
 # LitGPT's other settings, which it and earlier versions of LinGPT write into checkpoints: those that change a
 # GPT-NeoX, with its values, and those that change nothing in one.
 _GPT_NEOX: dict[str, Any] = {"norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP"}
@@ -65,31 +54,40 @@ _WITHOUT_EFFECT = (
 class Architecture:
     """A GPT-NeoX's sizes; the defaults are Pythia's. Raises UserError for numbers that make no model."""
 
-    name: str
-    n_layer: int
-    n_embd: int
-    n_head: int
-    block_size: int = 2048
-    vocab_size: int = 50254
-    padding_multiple: int = 128
-    padded_vocab_size: int = None  # type: ignore[assignment]  # by default vocab_size, rounded up
-    intermediate_size: int = None  # type: ignore[assignment]  # by default 4 n_embd
-    rotary_percentage: float = 0.25
-    rope_base: float = 10000
-    parallel_residual: bool = True
-    norm_eps: float = 1e-5
-    bias: bool = True
+    # fmt: off
+    name: Annotated[str, Option("the model's name")]
+    n_layer: Annotated[int, Option("number of layers", least=1, most=1 << 10)]
+    n_embd: Annotated[int, Option("dimension of the residual stream", least=2, most=1 << 17)]
+    n_head: Annotated[int, Option(
+        "number of attention heads; each has n_embd / n_head dimensions", least=1, most=1 << 16)]
+    block_size: Annotated[int, Option(
+        "longest sequence, in tokens; 2048 for most Pythia models", least=1, most=1 << 24)] = 2048
+    vocab_size: Annotated[int, Option(
+        "size of the vocabulary, before padding", least=1, most=1 << 24)] = 50254
+    padding_multiple: Annotated[int, Option(
+        "the number of rows of the embedding is a multiple of it",
+        least=1, most=1 << 16, heading=RARE)] = 128
+    padded_vocab_size: Annotated[int, Option(
+        "rows of the embedding; by default vocab_size, rounded up",
+        least=1, most=1 << 24)] = None  # type: ignore[assignment]
+    intermediate_size: Annotated[int, Option(
+        "hidden dimension of the MLP; by default 4 n_embd",
+        least=1, most=1 << 20)] = None  # type: ignore[assignment]
+    rotary_percentage: Annotated[float, Option(
+        "part of each head's dimensions with rotary embedding; Pythia's is 0.25", above=0, most=1)] = 0.25
+    rope_base: Annotated[float, Option(
+        "base of the rotary frequencies; Pythia's is 10000", above=0, most=1 << 40)] = 10000
+    parallel_residual: Annotated[bool, Option(
+        "attention and MLP read the same input, as in Pythia; false is one after the other")] = True
+    norm_eps: Annotated[float, Option("epsilon of the layer norms; Pythia's is 1e-5", above=0, most=1)] = 1e-5
+    bias: Annotated[bool, Option("whether linear layers have biases, as Pythia's do")] = True
+    # fmt: on
 
     def __post_init__(self) -> None:
-        for name, (least, most) in _LIMITS.items():
+        for name, declared in options_of(Architecture).items():
             value = getattr(self, name)
-            derived = value is None and name in ("padded_vocab_size", "intermediate_size")
-            if not derived and (type(value) is not int or not least <= value <= most):
-                raise UserError(f"{name}={value}: it must be a whole number from {least} to {most:,}")
-        for name, most in (("rotary_percentage", 1), ("norm_eps", 1), ("rope_base", 1 << 40)):
-            value = getattr(self, name)
-            if type(value) not in (int, float) or not 0 < value <= most:
-                raise UserError(f"{name}={value}: it must be above 0 and at most {most:,}")
+            if value is not None or declared.default is not None:
+                setattr(self, name, declared.read(name, value))
         if self.n_embd % self.n_head:
             raise UserError(f"n_embd={self.n_embd} must be a multiple of n_head={self.n_head}")
         if self.rope_n_elem < 2 or self.rope_n_elem % 2:

@@ -1,24 +1,24 @@
 """A model's configuration: its sizes, the attention with its options; and how a recipe names it."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
-from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from dataclasses import asdict, dataclass, fields, replace
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
 
 from lingpt.common.errors import UserError, unknown
+from lingpt.common.options import Option, as_word, options_of
 from lingpt.common.run_folder import attention_label
 from lingpt.models.architecture import MODELS, Architecture
 from lingpt.models.attention import (
     ALIASES,
     ATTENTIONS,
     SOFTMAX_EVERY,
-    check_options,
+    attention_options,
     hybrid_layers,
-    option_defaults,
     parse_form,
     with_options,
 )
 
+T = TypeVar("T")
 NEEDED = ("n_layer", "n_embd", "n_head")  # sizes that have no default
 
 
@@ -28,9 +28,7 @@ class Config(Architecture):
     """A model: its sizes, the attention, and every attention's options.
 
     Raises UserError for an unknown attention, a list of the wrong length, or numbers that make no model.
-
-    Args:
-        attention: one name of `ATTENTIONS`, or a list with one per layer (a hybrid).
+    `attention` is one name of `ATTENTIONS`, or a list with one per layer (a hybrid).
     """
 
     attention: str | list[str] = "ours"
@@ -56,7 +54,8 @@ class Config(Architecture):
             )
         for name in set(layers):
             options = self.attention_options(name)
-            check_options(name, options)
+            for option, declared in ATTENTIONS[name].options().items():
+                declared.read(option, options[option])
             ATTENTIONS[name].check(self, **options)
 
     @property
@@ -96,49 +95,43 @@ class Config(Architecture):
         return asdict(self)
 
 
+def _with_sizes_and_options(cls: type[T]) -> type[T]:
+    """Class decorator, below `@dataclass`: adds a field for each size, None for that of the named model, and
+    for each option of an attention, None if it is not given."""
+    for name, declared in {**options_of(Architecture), **attention_options()}.items():
+        option, default = declared.option, declared.default
+        if name in attention_options():
+            text = option.help if default is None else f"{option.help}. By default {as_word(default)}"
+            option = replace(option, help=text, heading="options of attentions")
+        if name != "name":
+            cls.__annotations__[name] = Annotated[declared.kind | None, option]
+            setattr(cls, name, None)
+    return cls
+
+
 @dataclass
-@partial(with_options, unset=True)
+@_with_sizes_and_options
 class ModelArgs:
     """The model that a recipe names, and sizes that differ from the named model's.
 
     An attention's option may be given in `attention` or in its own field; in both, it must be the same.
-
-    Args:
-        name: `demo`, a Pythia model (`pythia-14m` … `pythia-12b`), or a name for your own model, whose
-            n_layer, n_embd and n_head must then be given.
-        attention: one of the attentions, or a list with one per layer. Options may follow a `+`
-            (`ours-gated+output_gate`); they hold for all layers that have them. `+softmax_every=6` makes the
-            fourth of each six layers softmax; `hybrid` is ours-gated+output_gate+short_conv+softmax_every=6.
-        block_size: longest sequence, in tokens; None keeps the model's own (2048 for most Pythia models).
-        vocab_size: size of the vocabulary, before padding; None keeps the model's own.
-        padded_vocab_size: rows of the embedding; None derives it from vocab_size.
-        padding_multiple: the number of rows of the embedding is a multiple of it.
-        n_layer: number of layers.
-        n_embd: dimension of the residual stream.
-        n_head: number of attention heads; each has n_embd / n_head dimensions.
-        intermediate_size: hidden dimension of the MLP; None is four times n_embd.
-        rotary_percentage: part of each head's dimensions with rotary embedding; Pythia's is 0.25.
-        rope_base: base of the rotary frequencies; Pythia's is 10000.
-        parallel_residual: attention and MLP read the same input, as in Pythia; false is one after the other.
-        norm_eps: epsilon of the layer norms; Pythia's is 1e-5.
-        bias: whether linear layers have biases, as Pythia's do.
     """
 
-    name: str = "demo"
-    attention: str | list[str] = "ours"
-    block_size: int | None = None
-    vocab_size: int | None = None
-    padded_vocab_size: int | None = None
-    padding_multiple: int | None = None
-    n_layer: int | None = None
-    n_embd: int | None = None
-    n_head: int | None = None
-    intermediate_size: int | None = None
-    rotary_percentage: float | None = None
-    rope_base: int | None = None
-    parallel_residual: bool | None = None
-    norm_eps: float | None = None
-    bias: bool | None = None
+    # fmt: off
+    name: Annotated[str, Option(
+        "`demo`, a Pythia model (`pythia-14m` … `pythia-12b`), or a name for your own model, whose n_layer, "
+        "n_embd and n_head must then be given")] = "demo"
+    attention: Annotated[str | list[str], Option(
+        "one of the attentions, or a list with one per layer. Options may follow a `+` "
+        "(`ours-gated+output_gate`); they hold for all layers that have them. `+softmax_every=6` makes the "
+        "fourth of each six layers softmax; `hybrid` is "
+        "ours-gated+output_gate+short_conv+softmax_every=6")] = "ours"
+    # fmt: on
+
+    if TYPE_CHECKING:  # the sizes and options, which the decorator adds
+
+        def __init__(self, name: str = "", attention: str | list[str] = "", **values: Any) -> None: ...
+        def __getattr__(self, name: str) -> Any: ...
 
     def __post_init__(self) -> None:
         """Moves the options in `attention` to their fields, expands a hybrid to a list of its layers, and
@@ -163,8 +156,8 @@ class ModelArgs:
 
     def _set_options(self, in_forms: Iterable[tuple[str, Any]]) -> None:
         """Sets options from their fields, the forms in `attention` or defaults. UserError for two values."""
-        default = option_defaults()
-        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name in default}
+        default = {name: declared.default for name, declared in attention_options().items()}
+        given = {name: getattr(self, name) for name in default}
         for option, value in in_forms:
             if given[option] is not None and given[option] != value:
                 raise UserError(
@@ -185,8 +178,8 @@ class ModelArgs:
         given = {key: value for key, value in vars(self).items() if value is not None}
         config = Config.from_name(**given)
         has = {option for name in config.attention_per_layer for option in ATTENTIONS[name].options()}
-        for option, default in option_defaults().items():
-            if option not in has and getattr(self, option) != default:
+        for option, declared in attention_options().items():
+            if option not in has and getattr(self, option) != declared.default:
                 raise UserError(
                     f"{option} is not an option of {attention_label(self.attention)}, which has "
                     f"{', '.join(sorted(has))}: leave model.{option} out"

@@ -7,8 +7,8 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from lingpt.common.arguments import as_word
 from lingpt.common.errors import UserError
+from lingpt.common.options import as_word
 from lingpt.common.run_folder import (
     CONFIG,
     METRICS,

@@ -4,12 +4,14 @@ import os
 import shlex
 import shutil
 import subprocess
+from dataclasses import asdict
 from pathlib import Path
 
-import jsonargparse
 import pytest
 
 from lingpt.cli import curves, data, evaluate, study, train
+from lingpt.cli.main import parse
+from lingpt.common.options import flatten
 from lingpt.models import ALIASES, ATTENTIONS
 
 ROOT = Path(__file__).parent.parent
@@ -31,12 +33,11 @@ def dry(*words: str) -> str:
 
 
 def parsed(*words: str) -> dict:
-    """The target's options as its verb's own parser understands them, flat."""
+    """The target's options as its verb understands them, flat."""
     program, verb, *options = shlex.split(dry(*words))
     assert program == "lingpt"
-    parser = jsonargparse.ArgumentParser(exit_on_error=False)
-    VERBS[verb].configure(parser)
-    return vars(parser.parse_args(options).as_flat())
+    options = parse(verb, VERBS[verb], options)
+    return flatten(type(options), asdict(options))
 
 
 def test_train_with_nothing_is_the_demo():
@@ -71,9 +72,9 @@ def test_hybrids_and_dry_0():
 def test_data_takes_the_recipe_and_eval_the_runs():
     assert parsed("data", "MODEL=pythia-70m", "DATA=x.jsonl")["data.source"] == "x.jsonl"
     args = parsed("eval", "RUNS=runs/a runs/b", "EVAL_DATA=/some where", "ARGS=--limit 5")
-    assert (args["runs"], args["data"], args["limit"]) == (["runs/a", "runs/b"], "/some where", 5)
+    assert (args["runs"], args["data"], args["limit"]) == (("runs/a", "runs/b"), "/some where", 5)
     assert parsed("eval")["model"] is None, "without MODEL the newest run's model is meant"
-    assert parsed("curves", "RUNS=runs/a runs/b")["runs"] == ["runs/a", "runs/b"]
+    assert parsed("curves", "RUNS=runs/a runs/b")["runs"] == ("runs/a", "runs/b")
 
 
 def test_study_takes_its_variables():
@@ -82,8 +83,8 @@ def test_study_takes_its_variables():
         "DRY=1", "DATA=a b.jsonl", "EVAL_DATA=/e", "ARGS=--texts novels=n.jsonl --minutes 9",
     )  # fmt: skip
     wanted = {
-        "model": "pythia-1.4b", "tokens": 1000, "attentions": ["softmax", "ours-gated"], "seeds": 2,
-        "devices": 8, "dry_run": True, "source": "a b.jsonl", "eval_data": "/e", "texts": ["novels=n.jsonl"],
+        "model": "pythia-1.4b", "tokens": 1000, "attentions": ("softmax", "ours-gated"), "seeds": 2,
+        "devices": 8, "dry_run": True, "source": "a b.jsonl", "eval_data": "/e", "texts": ("novels=n.jsonl",),
         "minutes": 9.0,
     }  # fmt: skip
     assert {key: args[key] for key in wanted} == wanted and parsed("study")["model"] == "demo"

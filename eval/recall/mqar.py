@@ -10,6 +10,7 @@ best rate counts. The blocks are Pythia's, MLP included (Zoology's have none).
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -137,7 +138,11 @@ class Trained(Trial):
 
 
 def make_trials(
-    attentions: list[str], widths: list[int], pairs: list[int], rates: list[float], **sizes: int
+    attentions: Sequence[str],
+    widths: Sequence[int],
+    pairs: Sequence[int],
+    rates: Sequence[float],
+    **sizes: int,
 ) -> list[Trial]:
     """Every combination, once; an attention given in two spellings counts as one."""
     names = dict.fromkeys(attention_form(*parse_form(name)).replace(" ", "") for name in attentions)

@@ -1,56 +1,50 @@
 """The options of `lingpt mqar`, which are also those of `mqar` in a study's file."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from jsonargparse import ArgumentParser, Namespace
-
-from lingpt.common.arguments import as_word, parse_arguments
+from lingpt.common.arguments import parse
 from lingpt.common.errors import UserError
+from lingpt.common.options import Option, as_word
 
 if TYPE_CHECKING:
     from lingpt.eval.recall.mqar import Trial
 
 _WITH_CONV = ("gla", "ours", "ours-decay", "ours-gated", "ours-gated+output_gate")
-RENAMED = {"rates": "learning_rates"}  # old name → new name of an option
 DEFAULT = ("softmax", *(name + conv for name in _WITH_CONV for conv in ("", "+short_conv")))
 
 
-def configure(parser: ArgumentParser) -> None:
-    """Adds the options of `lingpt mqar` to `parser`."""
-    add = parser.add_argument
-    names = "attentions, with options after a +: ours-gated+output_gate+short_conv"
-    add("--attentions", nargs="+", default=list(DEFAULT), help=names)
-    add("--widths", nargs="+", type=int, default=[64, 128], help="model widths")
-    pairs = "key-value pairs per sequence; the sequence has 8 times as many tokens"
-    add("--pairs", nargs="+", type=int, default=[16, 32], help=pairs)
-    peaks = "peak learning rates; the best one counts"
-    add("--learning_rates", nargs="+", type=float, default=[1e-3, 3e-3, 1e-2], help=peaks)
-    add(
-        "--steps",
-        type=int,
-        default=4000,
-        help="most training steps; training stops early once 99.9 % of answers are right",
-    )
-    add("--batch_size", type=int, default=256, help="sequences per step")
-    add("--vocabulary", type=int, default=8192, help="vocabulary size, half keys and half values")
-    add("--workers", type=int | None, help="processes (default: 8 per GPU, 1 without a GPU)")
-    add("--out", type=str, default="runs/mqar", help="folder of mqar.json, the table and the figure")
+@dataclass
+class Options:
+    """Train small models on associative recall (MQAR), and show how much each attention recalls."""
+
+    # fmt: off
+    attentions: Annotated[tuple[str, ...], Option(
+        "attentions, with options after a +: ours-gated+output_gate+short_conv")] = DEFAULT
+    widths: Annotated[tuple[int, ...], Option("model widths", least=1)] = (64, 128)
+    pairs: Annotated[tuple[int, ...], Option(
+        "key-value pairs per sequence; the sequence has 8 times as many tokens", least=1)] = (16, 32)
+    learning_rates: Annotated[tuple[float, ...], Option(
+        "peak learning rates; the best one counts", above=0)] = (1e-3, 3e-3, 1e-2)
+    steps: Annotated[int, Option(
+        "most training steps; training stops early once 99.9 % of answers are right",
+        least=1, most=10**12)] = 4000
+    batch_size: Annotated[int, Option("sequences per step", least=1)] = 256
+    vocabulary: Annotated[int, Option("vocabulary size, half keys and half values", least=2)] = 8192
+    workers: Annotated[int | None, Option(
+        "processes (default: 8 per GPU, 1 without a GPU)", least=1, most=1024)] = None
+    out: Annotated[str, Option("folder of mqar.json, the table and the figure")] = "runs/mqar"
+    # fmt: on
 
 
-def asked_trials(args: Namespace) -> "list[Trial]":
-    """The models that the arguments describe. UserError if they are invalid."""
+def asked_trials(options: Options) -> "list[Trial]":
+    """The models that the options describe. UserError if they are invalid."""
     from lingpt.eval.recall.mqar import make_trials
 
-    if args.workers is not None and args.workers < 1:
-        raise UserError(f"--workers {args.workers}: give at least 1")
-    for name in ("steps", "batch_size", "widths", "pairs", "learning_rates"):
-        values = args[name] if isinstance(args[name], list) else [args[name]]
-        if min(values) <= 0:
-            raise UserError(f"--{name} is {min(values)}: give more than 0")
-    sizes = {"steps": args.steps, "batch_size": args.batch_size, "vocabulary": args.vocabulary}
-    return make_trials(args.attentions, args.widths, args.pairs, args.learning_rates, **sizes)
+    sizes = {"steps": options.steps, "batch_size": options.batch_size, "vocabulary": options.vocabulary}
+    return make_trials(options.attentions, options.widths, options.pairs, options.learning_rates, **sizes)
 
 
 def command_line(options: Mapping[str, Any]) -> list[str]:
@@ -66,7 +60,7 @@ def trials_left(options: Mapping[str, Any], folder: Path) -> "list[Trial]":
     from lingpt.eval.recall.results import RESULTS, read_known
 
     try:
-        trials = asked_trials(parse_arguments("mqar", configure, command_line(options), renamed=RENAMED))
+        trials = asked_trials(parse("mqar", Options, command_line(options)))
     except UserError as error:
         raise UserError(f"the study's `mqar`: {error}") from error
     try:

@@ -4,9 +4,10 @@ A form is an attention with its options in one word: `ours-gated+output_gate+sof
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, TypeVar
 
 from lingpt.common.errors import UserError, unknown
+from lingpt.common.options import Declared, Option
 from lingpt.common.run_folder import attention_label
 from lingpt.models.attention.base import Attention
 from lingpt.models.attention.gla import GLAAttention
@@ -27,41 +28,17 @@ ATTENTIONS: dict[str, type[Attention]] = {
 T = TypeVar("T")
 
 
-def option_defaults() -> dict[str, Any]:
-    """The default of each option of each attention."""
-    return {name: option.default for cls in ATTENTIONS.values() for name, option in cls.options().items()}
+def attention_options() -> dict[str, Declared]:
+    """The options of all attentions."""
+    return {name: option for cls in ATTENTIONS.values() for name, option in cls.options().items()}
 
 
-def with_options(cls: type[T], unset: bool = False) -> type[T]:
-    """Class decorator, below `@dataclass`: adds a field for each option of each attention, with its help.
-
-    The help becomes the last lines of the docstring's `Args:`, where jsonargparse reads it.
-    unset: fields are None by default, so that an option that was given its default can be told from one that
-    was not given.
-    """
-    for attention in ATTENTIONS.values():
-        for name, option in attention.options().items():
-            if get_origin(option.annotation) is not Annotated or option.default is option.empty:
-                declaration = f'`{name}: Annotated[type, "help"] = default`'
-                raise TypeError(
-                    f"{attention.__name__} declares its option {name} otherwise than {declaration}"
-                )
-            if name not in cls.__annotations__:  # mechanisms may share an option (`ours`, `ours-decay`)
-                kind, text = get_args(option.annotation)
-                if unset and option.default is not None:
-                    text += f" By default {_text(option.default)}."
-                cls.__annotations__[name] = kind | None if unset else kind
-                setattr(cls, name, None if unset else option.default)
-                cls.__doc__ = f"{(cls.__doc__ or '').rstrip()}\n        {name}: {text}\n"
+def with_options(cls: type[T]) -> type[T]:
+    """Class decorator, below `@dataclass`: adds a field for each option of each attention."""
+    for name, declared in attention_options().items():
+        cls.__annotations__[name] = Annotated[declared.kind, declared.option]
+        setattr(cls, name, declared.default)
     return cls
-
-
-def check_options(attention: str, options: Mapping[str, Any]) -> None:
-    """Raises UserError for an option with several named values (`sdpa`) that has another one."""
-    for name, option in ATTENTIONS[attention].options().items():
-        kind = get_args(option.annotation)[0]
-        if get_origin(kind) is Literal and options[name] not in get_args(kind):
-            raise unknown(name, options[name], get_args(kind))
 
 
 def form_parts(attention: str | Sequence[str], values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -105,10 +82,11 @@ def parse_form(form: str) -> tuple[str, dict[str, Any]]:
         words = own + words
     if attention not in ATTENTIONS:
         raise unknown("attention", attention, [*ATTENTIONS, *ALIASES])
-    declared = {name: get_args(p.annotation)[0] for name, p in ATTENTIONS[attention].options().items()}
+    known = dict(ATTENTIONS[attention].options())
     if any(word.startswith(f"{SOFTMAX_EVERY}=") for word in words):
-        declared |= {name: get_args(p.annotation)[0] for name, p in ATTENTIONS[SOFTMAX].options().items()}
-    declared[SOFTMAX_EVERY], options = int, dict[str, Any]()
+        known |= ATTENTIONS[SOFTMAX].options()
+    known[SOFTMAX_EVERY] = Declared(int, Option("one layer in so many is softmax", least=1), None)
+    options = dict[str, Any]()
     for word in words:
         name, _, text = word.partition("=")
         if name in ATTENTIONS:
@@ -116,31 +94,12 @@ def parse_form(form: str) -> tuple[str, dict[str, Any]]:
                 f"{form!r}: after a `+` stands an option; a hybrid is {attention}+{SOFTMAX_EVERY}=6, or a "
                 "list with one attention per layer"
             )
-        if name not in declared:
+        if name not in known:
             raise UserError(
-                f"{form!r}: {name!r} is not an option of {attention}, which has {', '.join(declared)}"
+                f"{form!r}: {name!r} is not an option of {attention}, which has {', '.join(known)}"
             )
-        values, text = _values(declared[name], text), text.lower() or "true"
-        if text not in values:
-            number = "a number" if declared[name] is float else "a whole number"
-            raise UserError(f"{form!r}: {name} takes {', '.join(values) or number}")
-        options[name] = values[text]
+        options[name] = known[name].read(f"{form!r}: {name}", text or "true")
     return attention, options
-
-
-def _values(kind: Any, text: str) -> dict[str, Any]:
-    """Text → value, for an option of type `kind`: all its values or, for numbers, only that of `text`."""
-    values: dict[str, Any] = {}
-    for part in (kind, *get_args(kind)):
-        if part is bool:
-            values |= {"true": True, "false": False}
-        elif part is int and text.isdecimal():
-            values[text] = int(text)
-        elif part is float and text.replace(".", "", 1).isdecimal():
-            values[text] = float(text)
-        elif get_origin(part) is Literal:
-            values |= {str(value): value for value in get_args(part)}
-    return values
 
 
 __all__ = [
@@ -149,10 +108,9 @@ __all__ = [
     "SOFTMAX_EVERY",
     "Attention",
     "attention_form",
-    "check_options",
+    "attention_options",
     "form_parts",
     "hybrid_layers",
-    "option_defaults",
     "parse_form",
     "with_options",
 ]

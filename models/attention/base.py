@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lingpt.common.options import Declared, declared
 from lingpt.kernels.gla_tuning import Autotuning
 from lingpt.models.architecture import Architecture
 
@@ -38,9 +39,9 @@ class Attention(Fp32Buffers, ABC):
     A subclass must define all abstract methods: a missing one fails when the model is built, not when a run
     generates its first sample of text.
 
-    Its constructor takes the model's architecture, the layer's index and, keyword-only, the
-    mechanism's options, each `name: Annotated[type, "help"] = default`. A recipe sets them as `model.<name>`.
-    The linear layer that writes to the residual stream must be called `proj`: initialisation uses that name.
+    Its constructor takes the model's architecture, the layer's index and, keyword-only, the mechanism's
+    options, each `name: Annotated[type, Option("help")] = default`. A recipe sets them as `model.<name>`. The
+    linear layer that writes to the residual stream must be called `proj`: initialisation uses that name.
 
     `static_step` lets decoding replay a CUDA graph of one token's step (models/decoding_graph.py), if all
     layers have it; else decoding is eager. It promises for `forward` with one token and a state that has seen
@@ -57,13 +58,17 @@ class Attention(Fp32Buffers, ABC):
 
     @classmethod
     @functools.cache  # a study asks for them hundreds of times
-    def options(cls) -> Mapping[str, inspect.Parameter]:
-        """The keyword-only parameters of the constructor, by name; a subclass inherits those of its bases."""
-        found: dict[str, inspect.Parameter] = {}
+    def options(cls) -> Mapping[str, Declared]:
+        """The keyword-only parameters of the constructor, by name; a subclass inherits those of its bases.
+
+        TypeError for one that is not declared as an option, or has no default.
+        """
+        found: dict[str, Declared] = {}
         for base in reversed(cls.__mro__):
             if "__init__" in vars(base):
-                parameters = inspect.signature(vars(base)["__init__"], eval_str=True).parameters
-                found |= {n: p for n, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
+                parameters = inspect.signature(vars(base)["__init__"], eval_str=True).parameters.values()
+                options = [option for option in parameters if option.kind is option.KEYWORD_ONLY]
+                found |= {o.name: declared(o.name, o.annotation, o.default) for o in options}
         return found
 
     @classmethod

@@ -17,6 +17,7 @@ from torch import nn
 
 from lingpt.common.errors import UserError
 from lingpt.common.install import install_command
+from lingpt.common.options import Option
 from lingpt.kernels.gated_linear_attention import (
     HAS_FLA,
     choose,
@@ -27,7 +28,7 @@ from lingpt.kernels.gated_linear_attention import (
 from lingpt.kernels.gla_tuning import Autotuning, Size, begin_autotuning
 from lingpt.models.architecture import Architecture
 from lingpt.models.attention.base import Attention, RecurrentState
-from lingpt.models.attention.short_conv import SHORT_CONV_HELP, apply_short_conv, identity_filter
+from lingpt.models.attention.short_conv import SHORT_CONV, apply_short_conv, identity_filter
 
 GATE_RANK = 16
 GATE_TEMPERATURE = 16.0
@@ -41,11 +42,18 @@ class GLAAttention(Attention):
         config: Architecture,
         layer_idx: int,
         *,
-        gla_n_head: Annotated[int, "number of heads of `gla`, independent of the model's."] = 4,
+        gla_n_head: Annotated[
+            int, Option("number of heads of `gla`, independent of the model's", least=1)
+        ] = 4,
         gla_expand_k: Annotated[
-            float, "width of q and k of `gla` as a part of the model's (FLA's expand_k); 1 doubles its state."
+            float,
+            Option(
+                "width of q and k of `gla` as a part of the model's (FLA's expand_k); 1 doubles its state",
+                above=0,
+                most=64,
+            ),
         ] = 0.5,
-        short_conv: Annotated[bool, SHORT_CONV_HELP] = False,
+        short_conv: Annotated[bool, SHORT_CONV] = False,
     ) -> None:
         super().__init__()
         self.n_head, self.d_k, self.d_v = gla_n_head, int(gla_expand_k * config.n_embd), config.n_embd
@@ -59,7 +67,7 @@ class GLAAttention(Attention):
     @classmethod
     def check(cls, config: Architecture, *, gla_n_head: int, gla_expand_k: float, **_: bool) -> None:
         d_k = gla_expand_k * config.n_embd
-        if gla_n_head < 1 or config.n_embd % gla_n_head or d_k <= 0 or d_k % gla_n_head:
+        if config.n_embd % gla_n_head or d_k % gla_n_head:
             raise UserError(
                 f"gla_n_head={gla_n_head} must divide n_embd={config.n_embd} and "
                 f"gla_expand_k={gla_expand_k:g} times it, {d_k:g}"

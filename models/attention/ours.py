@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from lingpt.common.errors import UserError
+from lingpt.common.options import Option
 from lingpt.kernels.linear_attention import (
     chunkwise,
     linear_attention_flops,
@@ -36,7 +37,7 @@ from lingpt.kernels.linear_attention.call import Call
 from lingpt.kernels.linear_attention.operator import choose
 from lingpt.models.architecture import Architecture
 from lingpt.models.attention.base import QKVAttention, RecurrentState
-from lingpt.models.attention.short_conv import SHORT_CONV_HELP, apply_short_conv, identity_filter
+from lingpt.models.attention.short_conv import SHORT_CONV, apply_short_conv, identity_filter
 
 
 class OursAttention(QKVAttention):
@@ -57,22 +58,31 @@ class OursAttention(QKVAttention):
         *,
         learnable_b: Annotated[
             bool,
-            "learn the coefficient b of `ours*` per head (without `normalize` a, too) instead of using 1.",
+            Option(
+                "learn the coefficient b of `ours*` per head (without `normalize` a, too) instead of using 1"
+            ),
         ] = False,
-        output_gate: Annotated[bool, "a gate and a norm on the output of `ours*`, as in GLA."] = False,
+        output_gate: Annotated[bool, Option("a gate and a norm on the output of `ours*`, as in GLA")] = False,
         normalize: Annotated[
             bool | None,
-            "divide by the weights' sum in `ours*`; by default without `output_gate`, whose norm will do.",
+            Option(
+                "divide by the weights' sum in `ours*`; by default without `output_gate`, whose norm will do"
+            ),
         ] = None,
-        short_conv: Annotated[bool, SHORT_CONV_HELP] = False,
-        conv_silu: Annotated[bool, "a SiLU after the convolution of `ours*`, as in `gla`."] = False,
+        short_conv: Annotated[bool, SHORT_CONV] = False,
+        conv_silu: Annotated[bool, Option("a SiLU after the convolution of `ours*`, as in `gla`")] = False,
         constant: Annotated[
             bool,
-            "the 1 in the `1 + b·x` of `ours*`; without it, behind `output_gate`, RetNet or simple GLA.",
+            Option(
+                "the 1 in the `1 + b·x` of `ours*`; without it, behind `output_gate`, RetNet or simple GLA"
+            ),
         ] = True,
         backend: Annotated[
             Literal["auto", "cuda", "chunkwise"],
-            "what trains `ours*`: the CUDA kernel, or the same in PyTorch; `auto` takes the first if it can.",
+            Option(
+                "what trains `ours*`: the CUDA kernel, or the same in PyTorch; `auto` takes the first if it "
+                "can"
+            ),
         ] = "auto",
     ) -> None:
         super().__init__(config, layer_idx)

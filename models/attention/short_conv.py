@@ -7,12 +7,13 @@ which decides associative recall.
 import torch
 import torch.nn.functional as F
 
+from lingpt.common.options import Option
 from lingpt.kernels.numerics import state_dtype
 from lingpt.kernels.short_conv import convolve_columns, short_convolution
 from lingpt.models.attention.base import ConvState
 
 WIDTH = 4
-SHORT_CONV_HELP = "a causal convolution of width 4 over q, k and v of `ours*` and, with a SiLU, of `gla`."
+SHORT_CONV = Option("a causal convolution of width 4 over q, k and v of `ours*` and, with a SiLU, of `gla`")
 
 
 def apply_short_conv(

@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lingpt.common.errors import UserError
+from lingpt.common.options import Option
 from lingpt.kernels.sdpa import sdpa_choice, sdpa_with_logsumexp
 from lingpt.models.architecture import Architecture
 from lingpt.models.attention.base import ConvState, QKVAttention
@@ -122,11 +123,15 @@ class SoftmaxAttention(QKVAttention):
         *,
         sdpa: Annotated[
             Literal["auto", "flash", "cudnn", "efficient", "math"],
-            "the kernel that trains `softmax`: `flash` is FlashAttention-2; `auto` leaves it to PyTorch.",
+            Option(
+                "the kernel that trains `softmax`: `flash` is FlashAttention-2; `auto` leaves it to PyTorch"
+            ),
         ] = "auto",
-        softmax_conv: Annotated[bool, "a convolution over q, k and v of `softmax`, as `short_conv`."] = False,
+        softmax_conv: Annotated[
+            bool, Option("a convolution over q, k and v of `softmax`, as `short_conv`")
+        ] = False,
         softmax_gate: Annotated[
-            bool, "a gate and a norm on the output of `softmax`, as `output_gate`."
+            bool, Option("a gate and a norm on the output of `softmax`, as `output_gate`")
         ] = False,
     ) -> None:
         super().__init__(config, layer_idx)

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import jsonargparse
 import pytest
 import torch
 
@@ -170,10 +169,8 @@ def test_a_benchmark_goes_on_where_it_stopped(tmp_path: Path):
 
 def test_a_token_is_drawn_as_the_command_draws_it():
     """Guards: a benchmark of another draw than that of `lingpt generate` without options."""
-    parser = jsonargparse.ArgumentParser()
-    generate_verb.configure(parser)
-    args = parser.parse_args(["model"])
-    assert (args.temperature, args.top_k) == (decoding.TEMPERATURE, decoding.TOP_K)
+    options = generate_verb.Options("model")
+    assert (options.temperature, options.top_k) == (decoding.TEMPERATURE, decoding.TOP_K)
 
 
 def test_the_block_size_has_room_for_the_longest_context():
@@ -186,11 +183,11 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys):
     for options, line in (
         (["--model", "dmo"], "unknown model 'dmo': did you mean 'demo'?"),
         (["--attentions", "softmx"], "did you mean 'softmax'?"),
-        (["--contexts", "2"], "--contexts 2: give a number from 4 to 1,000,000,000"),
-        (["--batch_sizes", "0"], "--batch_sizes 0: give a number from 1 to 1,000,000"),
+        (["--contexts", "2"], "a list, each a whole number from 4 to 1,000,000,000"),
+        (["--batch_sizes", "0"], "a list, each a whole number from 1 to 1,000,000"),
         (["--dtype", "fp8", "--model", "demo"], "unknown dtype 'fp8': use one of: float32"),
         (["--device", "meta"], "use --device auto"),
-        (["--budget", "-1"], "--budget -1: give a number from 0 "),
+        (["--budget", "-1"], "budget is -1; it must be a number of at least 0"),
         (["--redraw", "--out", str(tmp_path)], "run `lingpt bench decode` first"),
     ):
         assert main(["bench", "decode", "--budget", "0", *options]) == 2

@@ -233,12 +233,15 @@ def test_shapes_and_mistakes(tmp_path: Path, capsys):
             "--tokens_per_step 64 is not a multiple of the length 48",
         ),
         (["--redraw", "--out", str(tmp_path)], "run `lingpt bench train` first"),
-        (["--tokens_per_step", "-64"], "--tokens_per_step -64: give a number from 1 to 1,000,000,000"),
-        (["--seq_lens", "64", "0"], "--seq_lens 0: give a number from 1 "),
-        (["--micro_batch_tokens", "-1"], "--micro_batch_tokens -1: give a number from 1 "),
-        (["--rounds", "0"], "--rounds 0: give a number from 1 "),
-        (["--budget", "-1"], "--budget -1: give a number from 0 "),
-        (["--accelerator", "gpu"], "--accelerator is auto, cpu or cuda, not 'gpu'"),
+        (
+            ["--tokens_per_step", "-64"],
+            "tokens_per_step is -64; it must be a whole number from 1 to 1,000,000,000",
+        ),
+        (["--seq_lens", "64", "0"], "it must be a list, each a whole number from 1 to"),
+        (["--micro_batch_tokens", "-1"], "micro_batch_tokens is -1; it must be"),
+        (["--rounds", "0"], "rounds is 0; it must be"),
+        (["--budget", "-1"], "budget is -1; it must be"),
+        (["--accelerator", "gpu"], "accelerator is gpu; it must be one of auto, cpu, cuda"),
     ):
         assert main(["bench", "train", *options]) == 2
         assert line in capsys.readouterr().err

@@ -73,7 +73,7 @@ def test_a_null_where_a_value_belongs_is_a_line(tmp_path, key):
     """Guards: a traceback, as the parser takes a null for a value of any type."""
     group, name = key.split(".")
     code, err = run(str(tmp_path), yaml.safe_dump({group: {name: None}}).encode())
-    assert code == 2 and err.startswith(f"lingpt: {key} is null; it must be "), err
+    assert code == 2 and err.startswith(f"lingpt: x.yaml: {key} is null; it must be "), err
 
 
 @pytest.mark.fault("any bytes as a recipe", "one line")

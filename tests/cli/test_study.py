@@ -19,10 +19,10 @@ def test_mistakes_on_the_command_line(tmp_path, monkeypatch, capsys):
         (["--config", "study-tiny.yaml", "--stages", "score"], "did you mean 'scores'"),
         (
             ["--config", "study-tiny.yaml", "--devices_per_run", "some"],
-            "a number of GPUs, at least 1, or `all`",
+            "devices_per_run is some; it must be a whole number from 1 to 1,024 or all",
         ),
-        (["--config", "study-tiny.yaml", "--devices_per_run", "0"], "a number of GPUs, at least 1"),
-        (["--config", "study-tiny.yaml", "--minutes", "-1"], "--minutes -1: give more than 0"),
+        (["--config", "study-tiny.yaml", "--devices_per_run", "0"], "devices_per_run is 0; it must be"),
+        (["--config", "study-tiny.yaml", "--minutes", "-1"], "minutes is -1; it must be a number above 0"),
     ]:
         assert main(["study", *words]) == 2
         assert message in capsys.readouterr().err

@@ -66,7 +66,9 @@ def test_a_home_folder_is_written_out(monkeypatch):
     )
     with pytest.raises(UserError, match="no home folder ~nobody-here"):
         parse_recipe(["--train.out_dir", "~nobody-here/runs"])
-    assert parse_recipe(["--train.out_dir", ""]).train.out_dir == ""
+    for blank in ("", " "):
+        with pytest.raises(UserError, match=r"train\.out_dir is .*; it must be text that is not blank"):
+            parse_recipe(["--train.out_dir", blank])
 
 
 def test_the_recipes_of_the_readme_ship():

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lingpt.common.errors import UserError
+from lingpt.common.options import options_of
 from lingpt.data import BatchSampler, DataConfig, availability, cache_size, prepare
 from lingpt.data.dataset import CORPORA
 
@@ -21,10 +22,10 @@ def config(write_jsonl, texts, tokenizer_path, tmp_path: Path) -> DataConfig:
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"seq_len": 0}, "seq_len 0: a sample has at least one token"),
-        ({"val_fraction": 0.0}, "val_fraction 0.0: give a fraction between 0 and 1"),
-        ({"val_fraction": 1.5}, "val_fraction 1.5"),
-        ({"num_workers": 0}, "num_workers 0: give at least 1"),
+        ({"seq_len": 0}, "seq_len is 0; it must be"),
+        ({"val_fraction": 0.0}, "val_fraction is 0.0; it must be a number above 0 and below 1"),
+        ({"val_fraction": 1.5}, "val_fraction is 1.5"),
+        ({"num_workers": 0}, "num_workers is 0; it must be"),
         ({"seq_len": 10**6}, "the train split of .* has .* tokens, too few .*: give more text, or lower"),
         (
             {"seq_len": 3000},
@@ -118,7 +119,7 @@ def test_a_home_folder_that_there_is_not_is_a_line(config, key):
 
 def test_text_files_to_validate_on(config, tmp_path: Path, texts):
     """As the help of `val_source` says."""
-    assert "val_source: JSONL or text files to validate on" in str(DataConfig.__doc__)
+    assert "JSONL or text files to validate on" in options_of(DataConfig)["val_source"].option.help
     (tmp_path / "val.txt").write_text(" ".join(texts(20, seed=1)))
     for source in (config.source, "embedded"):
         chosen = replace(config, source=source, val_source=str(tmp_path / "val.txt"))

@@ -173,8 +173,8 @@ def test_what_is_no_trial_is_refused():
     for form, message in [
         ("ours+gate", "'gate' is not an option of ours, which has learnable_b"),
         ("softmax+conv", "'conv' is not an option of softmax, which has sdpa"),
-        ("gla+gla_expand_k=half", "gla_expand_k takes a number"),
-        ("gla+gla_expand_k=0", "gla_expand_k=0 times it"),
+        ("gla+gla_expand_k=half", "gla_expand_k is half; it must be a number"),
+        ("gla+gla_expand_k=0", "gla_expand_k is 0; it must be a number above 0"),
     ]:
         with pytest.raises(UserError, match=message):
             make_trials([form], [32], [2], [1e-3], **TINY)
@@ -250,7 +250,7 @@ def test_the_command_goes_on_and_draws(tmp_path, capsys, monkeypatch):
     capsys.readouterr()
     for option in ("--steps=0", "--batch_size=0", "--learning_rates=-1"):
         assert main([*command, option]) == 2
-        assert "give more than 0" in capsys.readouterr().err
+        assert "; it must be a " in capsys.readouterr().err
     monkeypatch.setattr(mqar_runs, "train_trial", lambda trial, device: trained.append(trial) or 1 / 0)
     (tmp_path / "mqar.json").write_text("{")
     assert main(command) == 2

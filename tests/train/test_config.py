@@ -1,14 +1,12 @@
 """What a recipe may say, and the line that answers what it may not."""
 
-import dataclasses
-
 import pytest
 
 from lingpt.common.errors import UserError
 from lingpt.data import DataConfig
 from lingpt.models import ATTENTIONS, ModelArgs
 from lingpt.train import Recipe, TrainConfig
-from lingpt.train.config import MAY_CHANGE, check, differences, flatten
+from lingpt.train.config import check, differences
 
 
 def recipe(**train) -> Recipe:
@@ -32,27 +30,31 @@ def test_steps_are_whole_and_cover_the_tokens():
             r"4 × 2 devices: --train.micro_batch_size 1, 2, 3, 6",
         ),
         ({"global_batch_size": 10, "micro_batch_size": 1}, 4, r"multiple of 4"),
-        ({"micro_batch_size": 0}, 1, "at least 1"),
+        ({"micro_batch_size": 0}, 1, "from 1 to"),
         ({"learning_rate": 0.0}, 1, "above 0"),
-        ({"max_steps": 0}, 1, "no step to train"),
+        ({"max_steps": 0}, 1, "train.max_steps is 0; it must be a whole number from 1 to 1,000,"),
         ({"decay_steps": 5}, 1, "decay_steps is of the schedule wsd, and train.schedule is cosine"),
         ({"decay_steps": 50, "schedule": "wsd"}, 1, "train.decay_steps is 50; it must be 1 to 9"),
         ({"eval_tokens": 100}, 1, "less than one sequence"),
-        ({"beta1": 2.0}, 1, "train.beta1 is 2.0; it must be at least 0 and below 1"),
+        ({"beta1": 2.0}, 1, "train.beta1 is 2.0; it must be a number of at least 0 and below 1"),
         ({"beta2": 1.0}, 1, "train.beta2 is 1.0"),
-        ({"seed": -1}, 1, "train.seed is -1; it must be at least 0"),
-        ({"timeout_minutes": 1e13}, 1, "train.timeout_minutes is .*; it must be at most 525,600"),
-        ({"seed": 2**32}, 1, "train.seed is 4294967296; it must be at most 4,294,967,295"),
+        ({"seed": -1}, 1, "train.seed is -1; it must be a whole number from 0 to 4,294,967,295"),
+        (
+            {"timeout_minutes": 1e13},
+            1,
+            "train.timeout_minutes is .*; it must be a number above 0 and at most 525,600",
+        ),
+        ({"seed": 2**32}, 1, "train.seed is 4294967296"),
         ({"weight_decay": -1.0}, 1, "train.weight_decay is -1.0"),
         ({"warmup_steps": -5}, 1, "train.warmup_steps is -5"),
         ({"sample_tokens": -4}, 1, "train.sample_tokens is -4"),
         ({"eval_tokens": -4}, 1, "train.eval_tokens is -4"),
         ({"min_learning_rate": float("nan")}, 1, "train.min_learning_rate is nan"),
         ({"learning_rate": 1e-6}, 1, "min_learning_rate is 5e-05, above the peak, train.learning_rate 1e-06"),
-        ({"name": ""}, 1, "cannot be a folder's"),
-        ({"init_from": ""}, 1, "train.init_from is empty"),
+        ({"name": " "}, 1, 'train.name is " "; it must be text that is not blank'),
+        ({"init_from": ""}, 1, 'train.init_from is ""; it must be text'),
         ({"learning_rate": float("inf")}, 1, "train.learning_rate is inf"),
-        ({"global_batch_size": 10**12}, 1, "at most 1,048,576 sequences"),
+        ({"global_batch_size": 10**12}, 1, "from 1 to 1,048,576"),
         ({"name": "../../x"}, 1, r"'../../x' cannot be a folder's: .*--train.out_dir"),
         ({"name": ".hidden"}, 1, "cannot be a folder's"),
         ({"name": "a\0b"}, 1, "cannot be a folder's"),
@@ -87,13 +89,13 @@ def test_names():
 
 @pytest.mark.parametrize("blank", [{"name": " "}, {"name": ""}, {"out_dir": ""}, {"out_dir": " "}])
 def test_blank_names_are_refused(blank):
-    with pytest.raises(UserError, match=r"cannot be a folder's|is blank"):
+    with pytest.raises(UserError, match=r"cannot be a folder's|text that is not blank"):
         check(recipe(**blank), 1)
 
 
 def test_a_sequence_of_no_tokens_is_one_line():
     """Guards: a division by zero."""
-    with pytest.raises(UserError, match="seq_len 0"):
+    with pytest.raises(UserError, match=r"data\.seq_len is 0"):
         check(Recipe(ModelArgs(), DataConfig(seq_len=0), TrainConfig(max_tokens=100)), 1)
 
 
@@ -128,14 +130,3 @@ def test_a_run_from_before_an_option_existed_had_its_default():
     changed = recipe().to_dict()
     changed["model"]["output_gate"] = True
     assert differences(old, changed) == ["model.output_gate: False → True"]
-
-
-def test_what_may_change_exists():
-    """A key renamed in the dataclasses must not stay allowed under its old name."""
-    assert flatten(recipe().to_dict()).keys() >= MAY_CHANGE
-
-
-def test_every_field_is_documented():
-    """`lingpt train --help` takes its lines from the docstring."""
-    for field in dataclasses.fields(TrainConfig):
-        assert f"\n        {field.name}: " in TrainConfig.__doc__, field.name

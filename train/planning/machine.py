@@ -2,19 +2,18 @@
 
 import os
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
 from lingpt.common.devices import available_cores
-from lingpt.common.errors import UserError, unknown
+from lingpt.common.errors import UserError
 from lingpt.common.format import counted
 from lingpt.train.config import TrainConfig
 from lingpt.train.distributed.launch import launched
 from lingpt.train.planning.throughput import peak_flops
 
 Precision = Literal["32-true", "bf16-mixed", "bf16-true"]
-PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 
 @dataclass(frozen=True)
@@ -70,11 +69,9 @@ def choose_machine(config: TrainConfig) -> Machine:
     else:
         name, bf16 = f"CPU ({available_cores()} cores)", False
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    wanted = ("bf16-mixed" if bf16 else "32-true") if config.precision == "auto" else config.precision
-    for precision in PRECISIONS:
-        if precision == wanted:
-            return Machine(accelerator, devices, num_nodes, precision, name, memory)
-    raise unknown("precision", wanted, ("auto", *PRECISIONS))
+    best: Precision = "bf16-mixed" if bf16 else "32-true"
+    precision = best if config.precision == "auto" else config.precision
+    return Machine(accelerator, devices, num_nodes, precision, name, memory)
 
 
 def _too_few_message(gpus: int, devices: int) -> str:
