@@ -235,7 +235,7 @@ def test_shapes_and_mistakes(tmp_path: Path, capsys):
         (["--redraw", "--out", str(tmp_path)], "run `lingpt bench train` first"),
         (
             ["--tokens_per_step", "-64"],
-            "tokens_per_step is -64; it must be a whole number from 1 to 1,000,000,000",
+            "tokens_per_step is -64; it must be a whole number from 1 to",
         ),
         (["--seq_lens", "64", "0"], "it must be a list, each a whole number from 1 to"),
         (["--micro_batch_tokens", "-1"], "micro_batch_tokens is -1; it must be"),
