@@ -3,9 +3,10 @@
 import contextlib
 import heapq
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 from lingpt.common.errors import UserError
 from lingpt.common.format import counted, duration, scaled, scaled_count
@@ -34,11 +35,21 @@ EMBEDDED_TOKENS = 1e5  # upper bound for the text that comes with Python
 # Seconds on an H200 that scoring takes besides the model's FLOPs (short questions, built by the host), per
 # question and per measure of a text, as measured on pythia-160m (docs/results/study/pythia-160m).
 QUESTION_SECONDS, TEXT_SECONDS = 0.003, 8.0
-# Seconds of a card per token of MQAR, measured as the models are too small to estimate it from FLOPs: one of
-# several processes on an H200 took 1.6e-6 to 2.1e-6 (docs/results/gate/learning/mqar.json).
-MQAR_TOKEN = 2e-6 / TRIALS_PER_GPU
+# Seconds per token of MQAR on an H200 beside seven others; its models are too small for their FLOPs to
+# matter. Measured: 1.6e-6 to 2.1e-6 (docs/results/gate/learning/mqar.json).
+MQAR_TOKEN = 2e-6
 H200 = next(device for device in DEVICES if device.name == "H200")
 H200_FLOPS = H200.bf16 * STATED_MFU  # FLOP/s that it is assumed to reach
+
+
+class Cost(NamedTuple):
+    """What a job computes. host: seconds that it takes on a GPU besides its FLOPs."""
+
+    flops: float
+    host: float = 0.0
+
+
+Left = dict[str, list[Cost]]  # stage → its jobs that are left
 
 
 def format_plan(
@@ -51,11 +62,16 @@ def format_plan(
     dry_run: bool,
 ) -> str:
     """The plan of these stages: one line per row, then the totals. trials: the MQAR trials left to train."""
-    trials = trials if "mqar" in stages else ()
     rate_runs = rate_runs if "rates" in stages else ()
     models = _models((*rate_runs, *runs))
-    left = _work_left(study, rate_runs, runs, stages, models)
-    if not (dry_run or left or trials):
+    left = {
+        "rates": _training(rate_runs, models),
+        "runs": _training(runs, models),
+        "scores": _scoring(study, runs, models),
+        "mqar": [mqar_cost(trial) for trial in trials],
+    }
+    left = {stage: costs for stage, costs in left.items() if stage in stages and costs}
+    if not (dry_run or left):
         return f"study {study.name}: nothing is left to train or to score"
     data = runs[0].recipe.data
     head = ["Row", "Parameters", "Steps × tokens", "Runs", "Rate runs", "Done", "H200 hours to train all"]
@@ -68,28 +84,14 @@ def format_plan(
         table.body(),
         "",
         f"data    {data.source}: {availability(data)}",
-        *_time(study, left, len(runs), trials, slots),
+        *_time(study, left, len(runs), slots),
         f"disk    {scaled(_disk(rate_runs, runs, stages, models), 'B')} of checkpoints at most"
         + ("; the rates' go when these are chosen" if rate_runs else ""),
         f"scores  {_scores(study, stages)}",
         "Small models and short sequences reach less of the peak: the time is then longer."
-        + (" MQAR's is the most: training ends once 99.9 % of answers are right." if trials else ""),
+        + (" MQAR's is the most: training ends once 99.9 % of answers are right." if "mqar" in left else ""),
     ]
     return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class _WorkLeft:
-    """What is left to compute: the FLOPs of each run, by stage. host: seconds besides these that scoring each
-    of the runs takes on a GPU."""
-
-    rates: list[float]
-    runs: list[float]
-    scores: list[float]
-    host: list[float]
-
-    def __bool__(self) -> bool:
-        return bool(self.rates or self.runs or self.scores)
 
 
 def _models(runs: Iterable[StudyRun]) -> dict[str, GPT]:
@@ -121,131 +123,28 @@ def _row(
     ]
 
 
-def _work_left(
-    study: Study,
-    rate_runs: Sequence[StudyRun],
-    runs: Sequence[StudyRun],
-    stages: Sequence[str],
-    models: dict[str, GPT],
-) -> _WorkLeft:
-    def training(some: Sequence[StudyRun]) -> list[float]:
-        unfinished = [run for run in some if not run.is_finished()]
-        return [run_flops(models[run.name], run.recipe) * _part_left(run) for run in unfinished]
+def _training(runs: Sequence[StudyRun], models: dict[str, GPT]) -> list[Cost]:
+    """The unfinished runs, by the steps that are left; all of them if the folder holds another run."""
+    costs = []
+    for run in (run for run in runs if not run.is_finished()):
+        done = 0.0 if run.config_mismatch() else run.step / run.recipe.total_steps
+        costs.append(Cost(run_flops(models[run.name], run.recipe) * max(0.0, 1.0 - done)))
+    return costs
 
-    scores, host = list[float](), list[float]()
-    scored = runs if "scores" in stages else ()
-    costs = {length: score_costs(study, length) for length in {run.recipe.data.seq_len for run in scored}}
-    for run in scored:
+
+def _scoring(study: Study, runs: Sequence[StudyRun], models: dict[str, GPT]) -> list[Cost]:
+    """The scores that each run lacks; a run that diverged gets none."""
+    costs = []
+    for run in (run for run in runs if not run.diverged):
+        file, known = scores_file(run.folder, run.recipe.total_steps), set[str]()
+        with contextlib.suppress(UserError):  # a damaged file: it is scored again
+            known = set(read_results(file).scores) if file.exists() else known
         length = run.recipe.data.seq_len
-        if left := _scores_left(run, costs[length]):
-            tokens, seconds = map(sum, zip(*left, strict=True))
+        if missing := [cost for key, cost in score_costs(study, length).items() if key not in known]:
+            tokens, seconds = map(sum, zip(*missing, strict=True))
             # A scored token takes only a forward pass, a third of a training token's FLOPs.
-            scores.append(models[run.name].flops_per_token(length) / 3 * tokens)
-            host.append(seconds)
-    return _WorkLeft(training(rate_runs), training(runs if "runs" in stages else ()), scores, host)
-
-
-def _time(
-    study: Study, left: _WorkLeft, runs: int, trials: Sequence[Trial], slots: Sequence[Slot]
-) -> tuple[str, str]:
-    """The lines on the time here, and on the cost in card hours. runs: number of runs in the study."""
-    peak, device = _peak(slots)
-    cards, each = len({gpu for slot in slots for gpu in slot.gpus}) or len(slots), len(slots[0].gpus) or 1
-    seconds = _seconds(left, runs, trials, slots, peak)
-    parts = ", ".join(f"{name} {duration(value)}" for name, value in seconds.items() if value)
-    eight = gpu_slots(8, study.devices_per_run, study.runs_per_device)
-    on_eight = sum(_seconds(left, runs, trials, eight, H200_FLOPS).values())
-    of_cards = sum((*left.rates, *left.runs, *left.scores)) / H200_FLOPS + sum(left.host)
-    hours = (of_cards + sum(_mqar_seconds(trials, on_gpu=True))) / 3600
-    cost = f"{hours:.3g}" if hours >= 0.01 else "under 0.01"
-    return (
-        f"here    {cards} × {device}, {each} a run, {len(slots)} at once; what is left takes about "
-        f"{duration(sum(seconds.values()))} ({parts or 'nothing'})",
-        f"cost    {cost} card hours on H200s for what is left, at {STATED_MFU:.0%} of their peak: "
-        f"{duration(on_eight)} on eight",
-    )
-
-
-def _scores(study: Study, stages: Sequence[str]) -> str:
-    """The suites, and the tasks that are left out as the folder of benchmarks has no file for them; MQAR."""
-    suites = study.suites if "scores" in stages else ()
-    words = ", ".join(suites) or "none"
-    folder = benchmark_folder(study.eval_data)
-    try:
-        if missing := tasks_without_file(suites, folder):
-            words += f"; {folder} has no file for {', '.join(missing)}"
-    except UserError as error:  # a dry run plans all the same, as without the data
-        words += f"; NOT FOUND: {error}"
-    return words + ("; MQAR" if study.mqar is not None and "mqar" in stages else "")
-
-
-def _disk(
-    rate_runs: Sequence[StudyRun],
-    runs: Sequence[StudyRun],
-    stages: Sequence[str],
-    models: dict[str, GPT],
-) -> float:
-    """Maximum bytes of checkpoints: those of the short runs are deleted before the runs begin."""
-
-    def size(some: Sequence[StudyRun]) -> float:
-        # Weights and AdamW's two moments in fp32; one checkpoint more than are kept, while it is written.
-        kept = ((models[run.name], run.recipe.train.keep_checkpoints) for run in some)
-        return sum(12 * model.num_parameters() * (keep + 1) for model, keep in kept)
-
-    started = [run for run in runs if run.started]
-    tuning = [run for run in rate_runs if not run.is_finished()]
-    return max(size([*tuning, *started]), size(runs if "runs" in stages else started))
-
-
-def _seconds(
-    left: _WorkLeft, runs: int, trials: Sequence[Trial], slots: Sequence[Slot], peak: float
-) -> dict[str, float]:
-    """Seconds of each stage on these slots. runs: number of runs in the study."""
-    cards = sorted({gpu for slot in slots for gpu in slot.gpus})
-    scoring = scoring_slots(slots, cards, runs)
-    host = left.host if cards else ()
-    # The slots that `lingpt mqar` uses; without a GPU it trains one model at a time.
-    mqar_slots = gpu_slots(len(cards), 1, TRIALS_PER_GPU) if cards else slots[:1]
-    return {
-        "rates": wall_seconds(left.rates, slots, peak),
-        "runs": wall_seconds(left.runs, slots, peak),
-        "scores": wall_seconds(left.scores, scoring, peak, host),
-        "mqar": wall_seconds(_mqar_seconds(trials, on_gpu=bool(cards)), mqar_slots, peak=1.0),
-    }
-
-
-def wall_seconds(
-    flops: Sequence[float], slots: Sequence[Slot], peak: float, more: Sequence[float] = ()
-) -> float:
-    """Seconds until all jobs are done: each starts, in this order, on the slot that is free first.
-
-    flops: of each job. peak: FLOP/s of a card, or a CPU process. more: seconds of each job besides its FLOPs.
-    """
-    if not flops:
-        return 0.0
-    groups = len({slot.gpus for slot in slots if slot.gpus}) or len(slots)
-    used = min(len(flops), len(slots))
-    sharing = math.ceil(used / groups)  # jobs on the same cards at a time
-    speed = peak * (len(slots[0].gpus) or 1) / sharing
-    ends = [0.0] * used
-    for job, besides in zip(flops, more or [0.0] * len(flops), strict=True):
-        heapq.heapreplace(ends, ends[0] + job / speed + besides)
-    return max(ends)
-
-
-def _part_left(run: StudyRun) -> float:
-    """The share of a run's steps that is left; 1 if its folder holds another run."""
-    return 1.0 if run.config_mismatch() else max(0.0, 1.0 - run.step / run.recipe.total_steps)
-
-
-def _scores_left(run: StudyRun, costs: Mapping[str, tuple[float, float]]) -> list[tuple[float, float]]:
-    """The `score_costs` of those that the run lacks; none if it has diverged."""
-    if run.diverged:
-        return []
-    file, known = scores_file(run.folder, run.recipe.total_steps), set[str]()
-    with contextlib.suppress(UserError):  # a damaged file: it is scored again
-        known = set(read_results(file).scores) if file.exists() else known
-    return [cost for key, cost in costs.items() if key not in known]
+            costs.append(Cost(models[run.name].flops_per_token(length) / 3 * tokens, seconds))
+    return costs
 
 
 def score_costs(study: Study, seq_len: int) -> dict[str, tuple[float, float]]:
@@ -282,15 +181,9 @@ def _tasks(study: Study) -> list[str]:
     return tasks
 
 
-def _mqar_seconds(trials: Sequence[Trial], on_gpu: bool) -> list[float]:
-    """Seconds of a card, or of a CPU process, for each of these trials."""
-    seconds = []
-    for trial in trials:
-        tokens = trial.steps * trial.batch_size * trial.length
-        # The rate does not matter: one model of each kind is built.
-        flops = 0.0 if on_gpu else _mqar_token_flops(replace(trial, rate=0.0))
-        seconds.append(tokens * (MQAR_TOKEN if on_gpu else flops / CPU_CORE_FLOPS))
-    return seconds
+def mqar_cost(trial: Trial) -> Cost:
+    tokens = trial.steps * trial.batch_size * trial.length
+    return Cost(tokens * _mqar_token_flops(replace(trial, rate=0.0)), tokens * MQAR_TOKEN)
 
 
 @cache
@@ -298,6 +191,28 @@ def _mqar_token_flops(trial: Trial) -> float:
     per_token = GPT.on_meta(trial.config()).flops_per_token(trial.length)
     # Only the positions of queries go through lm_head.
     return per_token - (1 - trial.pairs / trial.length) * 6 * trial.width * trial.vocabulary
+
+
+def _time(study: Study, left: Left, runs: int, slots: Sequence[Slot]) -> tuple[str, str]:
+    """The lines on the time here, and on the cost in card hours. runs: number of runs in the study."""
+    peak, device = _peak(slots)
+    cards, each = len({gpu for slot in slots for gpu in slot.gpus}) or len(slots), len(slots[0].gpus) or 1
+    here = stage_seconds(left, runs, slots, peak)
+    parts = ", ".join(f"{name} {duration(value)}" for name, value in here.items())
+    eight = gpu_slots(8, study.devices_per_run, study.runs_per_device)
+    on_eight = sum(stage_seconds(left, runs, eight, H200_FLOPS).values())
+    of_cards = sum(
+        cost.flops / H200_FLOPS + cost.host / (TRIALS_PER_GPU if stage == "mqar" else 1)
+        for stage, costs in left.items()
+        for cost in costs
+    )
+    hours = f"{of_cards / 3600:.3g}" if of_cards >= 36 else "under 0.01"
+    return (
+        f"here    {cards} × {device}, {each} a run, {len(slots)} at once; what is left takes about "
+        f"{duration(sum(here.values()))} ({parts or 'nothing'})",
+        f"cost    {hours} card hours on H200s for what is left, at {STATED_MFU:.0%} of their peak: "
+        f"{duration(on_eight)} on eight",
+    )
 
 
 def _peak(slots: Sequence[Slot]) -> tuple[float, str]:
@@ -308,3 +223,55 @@ def _peak(slots: Sequence[Slot]) -> tuple[float, str]:
         return CPU_CORE_FLOPS, "CPU process"
     machine = choose_machine(TrainConfig(devices=1))
     return (peak_flops(machine.name, machine.precision) or H200.bf16) * STATED_MFU, machine.name
+
+
+def stage_seconds(left: Left, runs: int, slots: Sequence[Slot], peak: float) -> dict[str, float]:
+    """Seconds of each stage on these slots. runs: number of runs in the study."""
+    cards = sorted({gpu for slot in slots for gpu in slot.gpus})
+    # The slots that `lingpt mqar` uses; without a GPU it trains one model at a time.
+    mqar = gpu_slots(len(cards), 1, TRIALS_PER_GPU) if cards else slots[:1]
+    places = {"scores": scoring_slots(slots, cards, runs), "mqar": mqar}
+    return {stage: wall_seconds(costs, places.get(stage, slots), peak) for stage, costs in left.items()}
+
+
+def wall_seconds(costs: Sequence[Cost], slots: Sequence[Slot], peak: float) -> float:
+    """Seconds until all jobs are done: each starts, in this order, on the slot that is free first. peak:
+    FLOP/s of a card, or a CPU process."""
+    if not costs:
+        return 0.0
+    gpus, groups = len(slots[0].gpus), len({slot.gpus for slot in slots if slot.gpus}) or len(slots)
+    used = min(len(costs), len(slots))
+    sharing = math.ceil(used / groups)  # jobs on the same cards at a time
+    speed = peak * (gpus or 1) / sharing
+    ends = [0.0] * used
+    for cost in costs:
+        heapq.heapreplace(ends, ends[0] + cost.flops / speed + (cost.host if gpus else 0.0))
+    return max(ends)
+
+
+def _disk(
+    rate_runs: Sequence[StudyRun], runs: Sequence[StudyRun], stages: Sequence[str], models: dict[str, GPT]
+) -> float:
+    """Maximum bytes of checkpoints: those of the short runs are deleted before the runs begin."""
+
+    def size(some: Sequence[StudyRun]) -> float:
+        # Weights and AdamW's two moments in fp32; one checkpoint more than are kept, while it is written.
+        kept = ((models[run.name], run.recipe.train.keep_checkpoints) for run in some)
+        return sum(12 * model.num_parameters() * (keep + 1) for model, keep in kept)
+
+    started = [run for run in runs if run.started]
+    tuning = [run for run in rate_runs if not run.is_finished()]
+    return max(size([*tuning, *started]), size(runs if "runs" in stages else started))
+
+
+def _scores(study: Study, stages: Sequence[str]) -> str:
+    """The suites, and the tasks that are left out as the folder of benchmarks has no file for them; MQAR."""
+    suites = study.suites if "scores" in stages else ()
+    words = ", ".join(suites) or "none"
+    folder = benchmark_folder(study.eval_data)
+    try:
+        if missing := tasks_without_file(suites, folder):
+            words += f"; {folder} has no file for {', '.join(missing)}"
+    except UserError as error:  # a dry run plans all the same, as without the data
+        words += f"; NOT FOUND: {error}"
+    return words + ("; MQAR" if study.mqar is not None and "mqar" in stages else "")

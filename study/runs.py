@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,6 @@ from lingpt.train import Recipe, check_recipe
 from lingpt.train.config import DATA_PATHS, MAY_CHANGE, differences, recipe_from_dict
 from lingpt.train.recipe import parse_recipe
 
-# A run's folder → the state of its metrics when they were last read, and their lines.
-_METRICS: dict[Path, tuple[tuple[int, ...], list[dict[str, Any]]]] = {}
 _NEW_NAME = "give the study another --name, or remove the folder of the run"
 _AGAIN = "remove the folder of the run to train it again"
 
@@ -72,11 +70,7 @@ class StudyRun:
             stat = (self.folder / METRICS).stat()
         except OSError:  # there is none, or it cannot be read, which `read_metrics` says
             return read_metrics(self.folder)
-        state = stat.st_ino, stat.st_mtime_ns, stat.st_size
-        read = _METRICS.get(self.folder)
-        if read is None or read[0] != state:
-            read = _METRICS[self.folder] = state, read_metrics(self.folder)
-        return read[1]
+        return _metrics(self.folder, stat.st_ino, stat.st_mtime_ns, stat.st_size)
 
     @property
     def step(self) -> int:
@@ -181,6 +175,11 @@ def _recipe(arguments: tuple[str, ...]) -> Recipe:
     return recipe
 
 
+@lru_cache(maxsize=64)
+def _metrics(folder: Path, *_state: int) -> list[dict[str, Any]]:
+    return read_metrics(folder)
+
+
 @cache
 def _content_hashes(*data: Any) -> dict[str, str]:
     """`content_hashes` of the files that this `DataConfig` names; cached, as the tokenizer is read for it."""
@@ -191,7 +190,7 @@ def clear_caches() -> None:
     """Clears the caches, for a process that runs several studies: files may have changed since."""
     _recipe.cache_clear()
     _content_hashes.cache_clear()
-    _METRICS.clear()
+    _metrics.cache_clear()
 
 
 def study_runs(study: Study, folder: Path, rates: dict[str, float], cards: int | None) -> list[StudyRun]:

@@ -1,5 +1,6 @@
 """The setting on a study's page: what was run, on what, with what; from the runs' records."""
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -7,21 +8,11 @@ from lingpt.common.arguments import as_word
 from lingpt.common.errors import UserError
 from lingpt.common.files import read_json_object
 from lingpt.common.format import scaled_count
-from lingpt.common.json_values import is_positive_int, what_is_wrong
 from lingpt.common.run_folder import ENVIRONMENT
 from lingpt.plots.curves import hardware_label
 from lingpt.study.config import Study
 from lingpt.study.portable import portable
 from lingpt.study.runs import StudyRun
-
-_RECORD = {  # what the page uses of a run's environment.json
-    "hardware": {"name": str, "precision": str, "world_size": is_positive_int},
-    "versions": {},
-    "git": {"revision": str},
-    "source": str,
-    "data": {"train": {"tokens": is_positive_int}},
-    "earlier": list,
-}
 
 
 def setting_section(study: Study, runs: Sequence[StudyRun]) -> tuple[str, list[str]]:
@@ -35,7 +26,7 @@ def setting_section(study: Study, runs: Sequence[StudyRun]) -> tuple[str, list[s
             notes.append(f"what {run.name} was made with: {error}")
     if len(texts := _values(records, lambda start: start["data"]["fingerprint"])) > 1:
         notes.append(f"the runs were trained on different data: {', '.join(texts)}")
-    lengths = _values(records, lambda start: start["data"]["train"]["tokens"])
+    lengths = _values(records, lambda start: int(start["data"]["train"]["tokens"]))
     steps = f"{recipe.total_steps:,} steps of {recipe.tokens_per_step:,}"
     passes = f"; {study.tokens / int(lengths[0]):.2g} passes over the text" if len(lengths) == 1 else ""
     cells = {
@@ -53,25 +44,21 @@ def setting_section(study: Study, runs: Sequence[StudyRun]) -> tuple[str, list[s
 
 
 def _read_starts(run: StudyRun) -> list[dict[str, Any]]:
-    """The records of the run's starts, the last one first; UserError if that one cannot be read."""
+    """The records of the run's starts, the last one first; UserError if they cannot be read."""
     path = run.folder / ENVIRONMENT
     if not path.exists():
         return []
     record = read_json_object(path)
-    if wrong := what_is_wrong(record, _RECORD, partial=True):
-        raise UserError(f"{path} is damaged: {wrong}")
-    earlier = [start for start in record.get("earlier") or [] if isinstance(start, dict)]
-    return [record, *(start for start in earlier if not what_is_wrong(start, _RECORD, partial=True))]
+    earlier = record.get("earlier")
+    return [record, *(earlier if isinstance(earlier, list) else [])]
 
 
 def _values(records: Iterable[dict[str, Any]], value: Callable[[dict[str, Any]], Any]) -> list[str]:
-    """The distinct values of the records that have one."""
+    """The distinct values of the records that say it."""
     found = dict[str, None]()
     for record in records:
-        try:
+        with contextlib.suppress(KeyError, TypeError, AttributeError, ValueError):
             found[str(value(record) or "")] = None
-        except (KeyError, TypeError):  # this record does not say
-            continue
     return [text for text in found if text]
 
 

@@ -105,24 +105,22 @@ def test_the_setting_has_all_that_the_runs_were_made_with(here):
 
 
 @pytest.mark.parametrize(
-    ("record", "wrong"),
+    "record",
     [
-        ({"hardware": "H200"}, "hardware is 'H200'"),
-        ({"hardware": {"name": "NVIDIA H200", "world_size": "two"}}, "hardware.world_size is 'two'"),
-        ({"versions": ["torch"]}, "versions is "),
-        ({"data": {"train": {"tokens": 0}}}, "data.train.tokens is 0"),
-        ({"earlier": 3}, "earlier is 3"),
-        ([], "holds no JSON object"),
+        {"hardware": "H200"},
+        {"hardware": {"name": 3, "precision": []}, "versions": ["torch"], "earlier": 3},
+        {"data": {"train": {"tokens": "many"}, "fingerprint": []}, "earlier": [3, None]},
+        [],
     ],
 )
-def test_an_odd_record_is_named_and_the_rest_is_shown(here, record, wrong):
+def test_an_odd_record_does_not_matter(here, record):
     """Guards: one value of another type in an environment.json was a traceback instead of a page."""
     write_tiny(suites=[], attentions=["softmax"])
     fake_run("softmax-seed0")
     write_record("softmax-seed0", record)
     page = page_of_the_study()
-    assert len(re.findall(f"^- what softmax-seed0 was made with: .*json .*{wrong}", page, re.M)) == 1
-    assert re.search(r"^\| softmax \|.* 4\.0000", page, re.M) and "- Hardware" not in page
+    assert re.search(r"^\| softmax \|.* 4\.0000", page, re.M) and "passes" not in page
+    assert ("made with: " in page) == (record == [])
 
 
 @pytest.mark.parametrize("other", ["card", "data"])

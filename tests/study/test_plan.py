@@ -11,14 +11,7 @@ from lingpt.cli.main import main
 from lingpt.eval.recall.mqar import Trial
 from lingpt.study import find_study, plan, read_study, stages
 from lingpt.study.jobs import Slot, gpu_slots
-from lingpt.study.plan import (
-    H200_FLOPS,
-    _mqar_seconds,
-    _seconds,
-    _WorkLeft,
-    score_costs,
-    wall_seconds,
-)
+from lingpt.study.plan import H200_FLOPS, Cost, mqar_cost, score_costs, stage_seconds, wall_seconds
 from lingpt.tests.study.tiny import COMMAND, TINY, fake_run, write, write_scores
 
 
@@ -168,7 +161,7 @@ def test_a_plan_is_refused_where_the_study_would_be(here, capsys):
 )
 def test_a_run_is_not_sooner_done_for_cards_that_it_has_not(jobs, slots, seconds):
     """Guards: three runs on eight cards were to take three eighths of one."""
-    assert wall_seconds(jobs, slots, peak=1.0) == pytest.approx(seconds)
+    assert wall_seconds([Cost(flops) for flops in jobs], slots, peak=1.0) == pytest.approx(seconds)
 
 
 def test_the_plan_has_the_disk_that_the_rates_take(here, capsys):
@@ -218,8 +211,8 @@ def test_mqars_time_on_a_card_is_what_was_measured():
     found = json.loads(measured.read_text())["results"]
     names = [field.name for field in fields(Trial)]
     trials = [Trial(**{n: r[n] for n in names if n in r} | {"steps": r["trained_steps"]}) for r in found]
-    planned = sum(_mqar_seconds(trials, on_gpu=True))
-    assert planned == pytest.approx(sum(r["seconds"] for r in found) / 8, rel=0.5)
+    planned = sum(mqar_cost(trial).host for trial in trials)
+    assert planned == pytest.approx(sum(r["seconds"] for r in found), rel=0.5)
 
 
 def test_mqar_is_not_sooner_done_for_cards_that_it_has_not():
@@ -227,8 +220,8 @@ def test_mqar_is_not_sooner_done_for_cards_that_it_has_not():
     trial = Trial("softmax", 64, 4, 1e-3, steps=2000)
 
     def seconds(count, cards):
-        left = _WorkLeft([], [], [], [])
-        return _seconds(left, 1, [trial] * count, gpu_slots(cards, 1), H200_FLOPS)["mqar"]
+        left = {"mqar": [mqar_cost(trial)._replace(flops=0.0)] * count}
+        return stage_seconds(left, 1, gpu_slots(cards, 1), H200_FLOPS)["mqar"]
 
-    assert seconds(1, 8) == seconds(1, 1) == seconds(8, 8) > 0
-    assert seconds(64, 8) == pytest.approx(seconds(8, 1)) == pytest.approx(8 * seconds(1, 1))
+    assert seconds(1, 8) == seconds(1, 1) == seconds(8, 1) == seconds(64, 8) > 0  # eight share a card
+    assert seconds(64, 1) == pytest.approx(8 * seconds(1, 1))
