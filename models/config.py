@@ -52,11 +52,18 @@ class Config(Architecture):
                 f"attention lists {len(self.attention)} layers, but {self.name!r} has {self.n_layer}: "
                 "give one name, or one per layer"
             )
+        given: dict[str, Any] = {}
         for name in set(layers):
             options = self.attention_options(name)
             for option, declared in ATTENTIONS[name].options().items():
                 declared.read(option, options[option])
             ATTENTIONS[name].check(self, **options)
+            given |= options
+        gates = given.get("output_gate") or given.get("softmax_gate")
+        if given.get("gate_activation", "silu") != "silu" and not gates:
+            raise UserError(
+                "gate_activation=sigmoid needs output_gate or softmax_gate, whose activation it is"
+            )
 
     @property
     def attention_per_layer(self) -> list[str]:

@@ -33,7 +33,7 @@ def init_weights(
                 continue
             if name in constants:
                 set_weight(parameter, torch.as_tensor(constants[name]))
-            elif isinstance(module, nn.LayerNorm):
+            elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
                 parameter.fill_(1.0 if name == "weight" else 0.0)
             elif isinstance(module, nn.Linear) and name == "bias":
                 parameter.zero_()

@@ -9,13 +9,13 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lingpt.common.options import Declared, declared
+from lingpt.common.options import Declared, Option, declared
 from lingpt.kernels.gla_tuning import Autotuning
 from lingpt.models.architecture import Architecture
 
@@ -131,11 +131,20 @@ class Attention(Fp32Buffers, ABC):
         """Recomputes the buffers, for a module that comes from the meta device."""
 
 
+GateActivation = Literal["silu", "sigmoid"]
+GATE_ACTIVATIONS: dict[GateActivation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+}
+GATE_ACTIVATION = Option("the activation in `output_gate` and `softmax_gate`")
+
+
 class QKVAttention(Attention):
     """A mechanism on Pythia's projections, `qkv` and `proj`, with LitGPT's state-dict keys."""
 
     gate_proj: nn.Linear | None
     norm: nn.LayerNorm | None
+    gate_activation: Callable[[torch.Tensor], torch.Tensor]
 
     def __init__(self, config: Architecture, layer_idx: int) -> None:
         super().__init__()
@@ -143,9 +152,9 @@ class QKVAttention(Attention):
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
-    def add_output_gate(self, wanted: bool) -> None:
+    def add_output_gate(self, wanted: bool, activation: GateActivation) -> None:
         """Creates the parameters of the output gate, or sets them to None."""
-        config = self.config
+        config, self.gate_activation = self.config, GATE_ACTIVATIONS[activation]
         self.gate_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias) if wanted else None
         self.norm = nn.LayerNorm(config.head_size, eps=config.norm_eps) if wanted else None
 
@@ -157,11 +166,12 @@ class QKVAttention(Attention):
     def gate_and_project(self, o_BNHD: torch.Tensor, x_BNC: torch.Tensor) -> torch.Tensor:
         """The layer's output `[B, N, C]` from the heads' outputs o and the layer's input x: `W_O o`.
 
-        With an output gate, as in GLA (arXiv 2312.06635), `W_O (silu(x W_r) ⊙ LayerNorm_head(o))`.
+        With an output gate, as in GLA (arXiv 2312.06635), `W_O (silu(x W_r) ⊙ LayerNorm_head(o))`, or with a
+        sigmoid instead of the SiLU.
         """
         if self.gate_proj is None or self.norm is None:
             return self.proj(o_BNHD.flatten(2))
-        return self.proj(F.silu(self.gate_proj(x_BNC)) * self.norm(o_BNHD).flatten(2))
+        return self.proj(self.gate_activation(self.gate_proj(x_BNC)) * self.norm(o_BNHD).flatten(2))
 
 
 def is_plain_linear(layer: nn.Module) -> bool:

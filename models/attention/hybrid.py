@@ -10,8 +10,11 @@ from lingpt.common.errors import UserError
 
 SOFTMAX = "softmax"
 SOFTMAX_EVERY = "softmax_every"  # in an attention's form: `ours-gated+softmax_every=6`
-# An alias for the form that learns best (docs/results/study).
-ALIASES = {"hybrid": f"ours-gated+output_gate+short_conv+{SOFTMAX_EVERY}=6"}
+# Aliases for the forms that learn best, with linear attention and without (docs/results/study).
+ALIASES = {
+    "hybrid": f"ours-gated+output_gate+short_conv+{SOFTMAX_EVERY}=6",
+    "softmax-best": f"{SOFTMAX}+softmax_conv+softmax_gate+gate_activation=sigmoid+softmax_qk_norm",
+}
 
 
 def hybrid_layers(attention: str, n_layer: int, every: int) -> list[str]:

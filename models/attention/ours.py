@@ -9,6 +9,7 @@ Its options are not in the paper; `ours-decay` and `ours-gated` have them too:
 
     learnable_b     b per head is learned; without the normaliser also a
     output_gate     y = W_O (silu(x W_r) ⊙ LayerNorm_head(o)), as in GLA (base.py)
+    gate_activation sigmoid instead of that SiLU (Kimi Linear, arXiv 2510.26692)
     normalize       false (only with output_gate, and its default then): o_i = Σ_{j≤i} (a + b q̂_i·k̂_j) v_j.
                     LayerNorm removes any factor per token, such as the normaliser; a and b may then have any
                     size and sign. It learns as well (docs/results/gate/learning)
@@ -36,7 +37,7 @@ from lingpt.kernels.linear_attention import (
 from lingpt.kernels.linear_attention.call import Call
 from lingpt.kernels.linear_attention.operator import choose
 from lingpt.models.architecture import Architecture
-from lingpt.models.attention.base import QKVAttention, RecurrentState
+from lingpt.models.attention.base import GATE_ACTIVATION, GateActivation, QKVAttention, RecurrentState
 from lingpt.models.attention.short_conv import SHORT_CONV, apply_short_conv, identity_filter
 
 
@@ -63,6 +64,7 @@ class OursAttention(QKVAttention):
             ),
         ] = False,
         output_gate: Annotated[bool, Option("a gate and a norm on the output of `ours*`, as in GLA")] = False,
+        gate_activation: Annotated[GateActivation, GATE_ACTIVATION] = "silu",
         normalize: Annotated[
             bool | None,
             Option(
@@ -92,7 +94,7 @@ class OursAttention(QKVAttention):
         self.b_offset = nn.Parameter(torch.zeros(config.n_head)) if learnable_b else None
         self.a_offset = nn.Parameter(torch.zeros(config.n_head)) if free_a else None
         self.conv = nn.Parameter(identity_filter(3 * config.n_embd)) if short_conv else None  # [4, 3C]
-        self.add_output_gate(output_gate)
+        self.add_output_gate(output_gate, gate_activation)
         self.register_buffer("log_decay", None, persistent=False)
         self.reset_buffers(torch.get_default_device())
 

@@ -7,13 +7,14 @@ training uses: `flash` is FlashAttention-2, the paper's baseline.
 
 `softmax_conv` and `softmax_gate` are the counterparts of `short_conv` and `output_gate` of `ours*`. They have
 their own names, because a hybrid's softmax layers are plain, but a fair comparison with a hybrid needs them.
+`softmax_qk_norm` is QK-norm (arXiv 2302.05442): an RMS norm with a gain on each head's q and k, before RoPE.
 """
 
 import contextlib
 import math
 import warnings
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ from lingpt.common.errors import UserError
 from lingpt.common.options import Option
 from lingpt.kernels.sdpa import sdpa_choice, sdpa_with_logsumexp
 from lingpt.models.architecture import Architecture
-from lingpt.models.attention.base import ConvState, QKVAttention
+from lingpt.models.attention.base import GATE_ACTIVATION, ConvState, GateActivation, QKVAttention
 from lingpt.models.attention.short_conv import apply_short_conv, identity_filter
 
 SDPA = {
@@ -133,15 +134,19 @@ class SoftmaxAttention(QKVAttention):
         softmax_gate: Annotated[
             bool, Option("a gate and a norm on the output of `softmax`, as `output_gate`")
         ] = False,
+        gate_activation: Annotated[GateActivation, GATE_ACTIVATION] = "silu",
+        softmax_qk_norm: Annotated[bool, Option("RMS norms with a gain on q and k of `softmax`")] = False,
     ) -> None:
         super().__init__(config, layer_idx)
-        self.sdpa, self.hf_exportable = sdpa, not (softmax_conv or softmax_gate)
+        self.sdpa, self.hf_exportable = sdpa, not (softmax_conv or softmax_gate or softmax_qk_norm)
         self.conv = nn.Parameter(identity_filter(3 * config.n_embd)) if softmax_conv else None  # [4, 3C]
-        self.add_output_gate(softmax_gate)
+        self.add_output_gate(softmax_gate, gate_activation)
+        self.q_norm = nn.RMSNorm(config.head_size, eps=config.norm_eps) if softmax_qk_norm else None
+        self.k_norm = nn.RMSNorm(config.head_size, eps=config.norm_eps) if softmax_qk_norm else None
 
     @classmethod
     def kernel_name(
-        cls, config: Architecture, device: torch.device, dtype: torch.dtype, *, sdpa: str, **_: bool
+        cls, config: Architecture, device: torch.device, dtype: torch.dtype, *, sdpa: str, **_: Any
     ) -> str:
         shape = 1, 128, config.n_head, config.head_size
         with torch.enable_grad(), warnings.catch_warnings(record=True) as reasons, _forced_kernel(sdpa):
@@ -169,6 +174,9 @@ class SoftmaxAttention(QKVAttention):
         if self.conv is not None:
             qkv = apply_short_conv(qkv, self.conv, state)
         qk, v = qkv.view(B, N, 3 * H, D).split((2 * H, H), dim=2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = qk.split(H, dim=2)
+            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=2).to(v.dtype)
         q, k = apply_rope(qk, cos_NR, sin_NR).split(H, dim=2)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # views [B, H, N, D], SDPA's order
         mask, scale = None, 1.0 / math.sqrt(D)

@@ -242,9 +242,12 @@ def test_gla_is_its_recurrence(small, short_conv, expand_k):
     torch.testing.assert_close(layer(x, model.cos[:N], model.sin[:N]), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_softmax_with_a_convolution_and_an_output_gate_is_its_formula(small):
-    """`ours*`'s options around softmax: W_O (silu(x W_r) ⊙ LayerNorm_head(softmax(q·k / √D) v))."""
-    model = small("softmax", softmax_conv=True, softmax_gate=True).double()
+@pytest.mark.parametrize(("activation", "qk_norm"), [("silu", False), ("sigmoid", True)])
+def test_softmax_with_a_convolution_and_an_output_gate_is_its_formula(small, activation, qk_norm):
+    """`ours*`'s options around softmax: W_O (silu(x W_r) ⊙ LayerNorm_head(softmax(q·k / √D) v)); the gate may
+    be a sigmoid, q and k may have an RMS norm each."""
+    options = {"gate_activation": activation, "softmax_qk_norm": qk_norm}
+    model = small("softmax", softmax_conv=True, softmax_gate=True, **options).double()
     layer, N = model.transformer.h[0].attn, 23
     generator = torch.Generator().manual_seed(2)
     for parameter in layer.parameters():
@@ -254,10 +257,16 @@ def test_softmax_with_a_convolution_and_an_output_gate_is_its_formula(small):
     earlier = torch.nn.functional.pad(layer.qkv(x), (0, 0, 3, 0))
     qkv = torch.stack([layer.conv[k] * earlier[:, k : k + N] for k in range(4)]).sum(0)
     q, k, v = (t.view(2, N, 4, 16).transpose(1, 2) for t in qkv.chunk(3, dim=-1))
+    if qk_norm:
+        q, k = (
+            t * (t.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.weight
+            for t, norm in ((q, layer.q_norm), (k, layer.k_norm))
+        )
     q, k = (rotated(t.transpose(1, 2), cos, sin).transpose(1, 2) for t in (q, k))
     scores = (q @ k.mT / 4).masked_fill(torch.ones(N, N).triu(1).bool(), -torch.inf)
     o = (scores.softmax(-1) @ v).transpose(1, 2)
-    r = torch.nn.functional.silu(layer.gate_proj(x))
+    r = layer.gate_proj(x)
+    r = torch.sigmoid(r) * (r if activation == "silu" else 1)
     o = r * torch.nn.functional.layer_norm(o, (16,), layer.norm.weight, layer.norm.bias).flatten(2)
     torch.testing.assert_close(layer(x, cos, sin), layer.proj(o), rtol=1e-5, atol=1e-6)
 

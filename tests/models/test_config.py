@@ -188,9 +188,11 @@ def test_an_option_that_contradicts_the_attention_is_refused_wherever_it_stands(
         (
             "softmax",
             {"output_gate": True},
-            "output_gate is not an option of softmax, which has sdpa,",
+            "output_gate is not an option of softmax, which has gate_activation, sdpa,",
         ),
         ("ours-gated", {"sdpa": "flash"}, "sdpa is not an option of ours-gated"),
+        ("hybrid", {"softmax_qk_norm": True, "gla_n_head": 2}, "gla_n_head is not an option of"),
+        ("softmax+gate_activation=sigmoid", {}, "gate_activation=sigmoid needs output_gate or softmax_gate"),
         (["ours", "softmax"] * 2, {"gla_expand_k": 1.0}, "gla_expand_k is not an option of"),
     ],
 )

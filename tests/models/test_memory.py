@@ -40,6 +40,7 @@ def test_activations_are_what_autograd_keeps(small, variant):
     [
         ("softmax", {}),
         ("softmax", {"softmax_conv": True, "softmax_gate": True}),
+        ("softmax", {"softmax_qk_norm": True}),
         ("ours", {}),
         ("ours-gated", {"output_gate": True, "short_conv": True}),
         ("ours-gated", {"output_gate": True, "short_conv": True, "conv_silu": True}),
