@@ -72,6 +72,7 @@ def test_config_survives_json():
         ({"attention": "gla+gla_n_head=two"}, "gla_n_head is two; it must be a whole number"),
         ({"attention": "ours+softmax"}, r"a hybrid is ours\+softmax_every=6, or a list"),
         ({"attention": "hybird"}, "did you mean 'hybrid'"),
+        ({"attention": "softmax+gate_activation=sigmoid"}, "needs output_gate or softmax_gate"),
         (
             {"attention": "hybrid+softmax_every=8"},
             "softmax_every=8 makes no hybrid of ours-gated in 4 layers",
@@ -191,8 +192,6 @@ def test_an_option_that_contradicts_the_attention_is_refused_wherever_it_stands(
             "output_gate is not an option of softmax, which has gate_activation, sdpa,",
         ),
         ("ours-gated", {"sdpa": "flash"}, "sdpa is not an option of ours-gated"),
-        ("hybrid", {"softmax_qk_norm": True, "gla_n_head": 2}, "gla_n_head is not an option of"),
-        ("softmax+gate_activation=sigmoid", {}, "gate_activation=sigmoid needs output_gate or softmax_gate"),
         (["ours", "softmax"] * 2, {"gla_expand_k": 1.0}, "gla_expand_k is not an option of"),
     ],
 )
