@@ -211,6 +211,8 @@ class SoftmaxAttention(QKVAttention):
         saved = 6 * self.config.n_embd  # qkv (v is a view of it), rotated q and k, o
         if self.conv is not None:
             saved += 3 * self.config.n_embd  # the convolution's input
+        if self.q_norm is not None:
+            saved += 2 * self.config.n_embd  # q and k before the norms' gains
         if self.gate_proj is not None:
             saved += 2 * self.config.n_embd  # the gate before its silu, and the input of `proj`
         return saved
