@@ -85,7 +85,9 @@ def _open_streams() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - open until the process ends
         stream = getattr(sys, name)
-        if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
+        if getattr(stream, "errors", None) in ("strict", "surrogateescape") and hasattr(
+            stream, "reconfigure"
+        ):
             stream.reconfigure(errors="replace")
 
 
@@ -163,6 +165,8 @@ def user_message(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" writing {error.filename}" if error.filename else ""
         return f"the disk is full{where}: free some space and start again"
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return f"{str(error.filename)[:80]}…: a name in a path has at most 255 bytes: shorten it"
     if isinstance(error, OSError) and error.errno in DISK_ERRORS and error.filename:
         return f"{error.filename}: {error.strerror}; {disk_fix(error, error.filename)} and start again"
     return None

@@ -15,6 +15,7 @@ import secrets
 import shutil
 import stat
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from lingpt.common.errors import UserError, one_line
 
 # Errors of a disk that is read-only, failing, gone, or not ours to write: not bugs of LinGPT.
 DISK_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ENODEV)
+_MOST_NODES = 100_000  # values in a YAML file
 PARTIAL = ".partial"  # the suffix of files that are not whole yet
 ABANDONED = 3600.0  # seconds after which such a file is assumed to have no writer any more
 
@@ -238,4 +240,28 @@ def read_yaml(path: Path) -> Any:
 
 @functools.lru_cache(maxsize=128)  # a study reads the same recipes and configs for every run
 def _parsed_yaml(content: bytes) -> Any:
-    return yaml.safe_load(content.decode())
+    loader = yaml.SafeLoader(content.decode())
+    node = loader.get_single_node()
+    if node is None:
+        return None
+    _count_nodes(node, {})
+    return loader.construct_document(node)
+
+
+def _count_nodes(node: yaml.Node, counted: dict[int, int]) -> int:
+    """The number of values of a YAML tree, those of an anchor as often as it is used.
+
+    ValueError for more than `_MOST_NODES`, for an anchor inside itself and for a key that stands twice.
+    """
+    if id(node) not in counted:
+        counted[id(node)] = _MOST_NODES  # while it is counted: inside itself it is too many
+        inside = node.value if isinstance(node, yaml.CollectionNode) else []
+        if isinstance(node, yaml.MappingNode):
+            keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+            if twice := [key for key, times in keys.items() if times > 1]:
+                raise ValueError(f"the key {twice[0]!r} stands twice")
+            inside = [part for pair in node.value for part in pair]
+        counted[id(node)] = 1 + sum(_count_nodes(part, counted) for part in inside)
+    if counted[id(node)] > _MOST_NODES:
+        raise ValueError(f"its anchors make more than {_MOST_NODES:,} values of it")
+    return counted[id(node)]

@@ -83,7 +83,8 @@ class Declared:
         if isinstance(value, list | tuple):
             return all(map(self._in_range, value))
         if isinstance(value, str):
-            return option.blank or bool(value.strip())
+            # A path has no NUL; lone surrogates, which YAML can write, cannot be encoded.
+            return b"\0" not in value.encode() and (option.blank or bool(value.strip()))
         if type(value) not in (int, float):
             return True
         return option.least <= value <= option.most and option.above < value < option.below

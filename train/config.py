@@ -240,6 +240,8 @@ def check(recipe: Recipe, world_size: int) -> None:
     check_options(recipe)
     _check_name(recipe.run_name)
     t = recipe.train
+    if taken := set(t.wandb_project) & set("/\\#?%:"):
+        raise UserError(f"train.wandb_project is {t.wandb_project}; it must be text without {taken.pop()!r}")
     if t.muon_learning_rate is not None and t.optimizer != "muon":
         raise UserError("train.muon_learning_rate is for train.optimizer muon: leave it out, or give that")
     if t.min_learning_rate > t.learning_rate:

@@ -173,6 +173,12 @@ def test_trains_draws_and_goes_on(project, capsys):
         (["train", "--config", "tiny.yaml", "--train.resume", "nowhere"], "step-…, auto or never"),
         (["train", "--config", "tiny.yaml", "--model.vocab_size", "100"], "vocab"),
         (["train", "--config", "tiny.yaml", "--data.source", "caf\udce9.jsonl"], "is not UTF-8: convert"),
+        (["train", "--config", "tiny.yaml", "--train.max_steps", "1e30"], "max_steps is 1e30; it must be"),
+        (["train", "--config", "tiny.yaml", "--train.devices", "9999999"], "devices is 9999999; it must be"),
+        (["train", "--config", "tiny.yaml", "--train.wandb_project", "a/b"], "it must be text without '/'"),
+        (["train", "--config", "tiny.yaml", "--model.name", ""], "it must be text that is not blank"),
+        (["study", "--config", "demo", "--seeds", "1e9"], "seeds is 1e9; it must be a whole number from 1"),
+        (["study", "--config", "demo", "--devices", "9999999"], "devices is 9999999; it must be"),
         (["curves", "nowhere"], "no losses in nowhere"),
         (["curves", "nowhere", "--out", "."], "--out . is a folder: name a file, such as curves.png"),
         (["curves", "nowhere", "--out", ""], 'out is ""; it must be text'),
@@ -347,6 +353,25 @@ def test_a_stream_of_another_encoding_gets_question_marks(monkeypatch):
     assert main(["--help"]) == 0
     sys.stdout.flush()
     assert written.getvalue() == "naïve ?\n".encode("latin-1")
+
+
+def test_ascii_with_surrogates_gets_question_marks():
+    """Guards: `×` in a plan, and a traceback, where Python takes stdout for ASCII (a C locale)."""
+    code = "import sys; from lingpt.cli.main import _open_streams; _open_streams(); print('4 × 2 · 1')"
+    env = os.environ | {"PYTHONIOENCODING": "ascii:surrogateescape"}
+    done = subprocess.run([sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True)
+    assert done.stdout == "4 ? 2 ? 1\n", done.stderr
+
+
+def test_a_recipe_is_read_as_utf_8_in_any_locale(tmp_path):
+    """Guards: `größer` in a recipe under a Latin-1 locale, of which a wrong name was recorded."""
+    (tmp_path / "mine.yaml").write_text("train: {name: größer}", encoding="utf-8")
+    code = "from lingpt.train.recipe import parse_recipe as parse\n"
+    code += "print(ascii(parse(['--config', 'mine.yaml']).train.name))"
+    env = os.environ | {"PYTHONUTF8": "0", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == ascii("größer") + "\n", done.stderr
 
 
 def test_a_missing_package_is_one_line_with_its_extra(capsys, monkeypatch):
