@@ -3,17 +3,15 @@
 Finished work is not repeated; failures are named at the end, and do not stop the rest.
 """
 
-import contextlib
 import shutil
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from lingpt.common.errors import Interrupted, UserError, by_reason, unknown
 from lingpt.common.files import write_errors, write_json
-from lingpt.common.locks import file_lock
-from lingpt.common.run_folder import CHECKPOINTS, LOCK, without_seed
+from lingpt.common.run_folder import CHECKPOINTS, without_seed
 from lingpt.data import find_data
 from lingpt.eval.recall.mqar import Trial
 from lingpt.eval.recall.options import command_line, trials_left
@@ -25,6 +23,7 @@ from lingpt.study.page import check_page, write_page
 from lingpt.study.plan import format_plan
 from lingpt.study.publish import publish_study
 from lingpt.study.runs import StudyRun, clear_caches, rate_runs, read_rate_search, study_runs
+from lingpt.train.runs.run_lock import RunLock
 
 
 def run_study(
@@ -72,13 +71,15 @@ def run_study(
     if dry_run:
         print(work.plan(stages, dry_run))
         return folder
-    with _only_one(folder):
+    with RunLock(folder, "--name") as lock:
+        lock.acquire()
         work = _Stages(with_started_runs(study, folder), study, folder, slots)  # one may just have ended
         if {"rates", "runs", "mqar", "scores"} & set(stages):
             print(work.plan(stages))
         with write_errors(folder / STUDY):
             write_json(folder / STUDY, work.study.to_dict())
         work.run(stages, minutes)
+        lock.check()
         if "page" in stages:
             scored = "scores" in stages or not {"rates", "runs"} & set(stages)
             page = write_page(work.study, folder, work.rate_runs, work.runs, work.failures, scored)
@@ -91,20 +92,6 @@ def run_study(
             f"{len(work.failures)} failed, all else is kept, and the same command tries again: {named}"
         )
     return folder
-
-
-@contextlib.contextmanager
-def _only_one(folder: Path) -> Iterator[None]:
-    """Lets one command at a time work in the study's folder; UserError for a second one."""
-    with contextlib.ExitStack() as held:
-        with write_errors(folder):
-            try:
-                held.enter_context(file_lock(folder / LOCK, blocking=False))
-            except BlockingIOError as error:
-                raise UserError(
-                    f"another `lingpt study` works in {folder}: wait for its end, or give this one a --name"
-                ) from error
-        yield
 
 
 class _Stages:

@@ -19,10 +19,12 @@ class RunLock:
     """A lock on a run's folder; the system releases it when the process ends, however it ends.
 
     As a context manager it is released at the end. In other processes than rank zero it is never acquired.
+
+    option: the option that names another folder.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, option: str = "--train.name") -> None:
+        self.folder, self.option = folder, option
         self._held: contextlib.ExitStack | None = None
         self._file = -1
 
@@ -39,7 +41,7 @@ class RunLock:
             except BlockingIOError:
                 raise UserError(
                     f"{self.folder} is in use by {_read_holder(path)}: wait until it has ended, or choose "
-                    "another --train.name"
+                    f"another {self.option}"
                 ) from None
         if lock.unsupported:
             print_rank0(
