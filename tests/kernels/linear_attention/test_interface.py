@@ -94,7 +94,12 @@ def test_opcheck_with_a_decay_of_each_token_s_own():
 
 
 @pytest.mark.parametrize(
-    ("compiler", "backend"), [("aot_eager", "auto"), ("aot_eager", "chunkwise"), ("inductor", "auto")]
+    ("compiler", "backend"),
+    [
+        ("aot_eager", "auto"),
+        ("aot_eager", "chunkwise"),
+        pytest.param("inductor", "auto", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("with_state", [False, True])
 def test_compiles_into_one_graph_with_equal_results(compiler, backend, with_state):

@@ -73,6 +73,7 @@ torch.save(results(), sys.argv[1])
 """
 
 
+@pytest.mark.slow
 def test_without_shortcuts_results_and_gradients_are_the_same(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, "-P", "-c", HIDDEN, tmp_path / "results.pt"], capture_output=True, text=True

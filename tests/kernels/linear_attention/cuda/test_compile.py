@@ -181,6 +181,7 @@ def test_a_kernel_that_others_could_have_written_is_not_loaded(source: Path, whe
 
 
 @pytest.mark.nvrtc
+@pytest.mark.slow
 def test_many_at_once_leave_one_whole_file(source: Path) -> None:
     """Guards: processes that start together do not corrupt the cache and leave no half-written file."""
     script = (

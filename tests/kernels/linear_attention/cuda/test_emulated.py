@@ -78,10 +78,6 @@ EXTRA = [*SMALL, Build("sm_90a", 128), WIDE[0], Build("sm_90a", 128, BF16, decay
 COMMON = [*PLAIN, *ROTATED, WIDE[1], *GATED, GATED_WIDE[1]]  # in other tests, too
 
 
-def slow_where_wide(builds: list[Build]) -> list:
-    return [pytest.param(build, marks=[pytest.mark.slow] * (build.D == 128)) for build in builds]
-
-
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch):
     """The CUDA backend on CPU tensors: `emulated(build)` makes the machine the build's."""
@@ -209,7 +205,8 @@ def too_inexact(ours: dict, build: Build, x: list[torch.Tensor], options: dict) 
 EVERY = [*EXTRA, *COMMON, GATED_WIDE[0], *AFFINE, *AFFINE_WIDE, *PRODUCTS]
 
 
-@pytest.mark.parametrize("build", slow_where_wide(EVERY), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("build", EVERY, ids=str)
 def test_everything_at_once(build: Build, emulated) -> None:
     """Guards: each build, forward and backward, with all options: states and their gradients, b per head."""
     emulated(build)
@@ -218,8 +215,9 @@ def test_everything_at_once(build: Build, emulated) -> None:
     assert not too_inexact(ours, build, x, options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("segments", [(1, 192), (3, 64)])
-@pytest.mark.parametrize("build", slow_where_wide([*ROTATED, *WIDE]), ids=str)
+@pytest.mark.parametrize("build", [*ROTATED, *WIDE], ids=str)
 def test_steep_constant_decays(
     build: Build, segments: tuple[int, int], emulated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,7 +232,8 @@ def test_steep_constant_decays(
         assert relative(ours[name], exact[name]) < 8e-3, name
 
 
-@pytest.mark.parametrize("build", slow_where_wide([*GATED, *GATED_WIDE]), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("build", [*GATED, *GATED_WIDE], ids=str)
 def test_resets_in_the_only_chunk(build: Build, emulated) -> None:
     """Guards: a sum's accuracy after a reset: the final state's c is summed up in fp32."""
     emulated(build)
@@ -252,7 +251,8 @@ def test_the_gradient_of_a_states_c_is_that_of_fp32(build: Build, emulated) -> N
     assert relative(found, with_rope(in_float64, build, x, **options)["dc"]) < 3e-7
 
 
-@pytest.mark.parametrize("build", slow_where_wide([*GATED_WIDE, *AFFINE]), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("build", [*GATED_WIDE, *AFFINE], ids=str)
 def test_a_reset_is_a_new_beginning_exactly(build: Build, emulated) -> None:
     """Guards: nothing finite before a −inf is in what comes after it, nor in the final state, nor do later
     outputs give it a gradient: the same bits."""
@@ -272,7 +272,8 @@ def test_a_reset_is_a_new_beginning_exactly(build: Build, emulated) -> None:
     assert other["dlog_decay"][:, reset].eq(0).all()
 
 
-@pytest.mark.parametrize("build", slow_where_wide([*GATED_WIDE, *AFFINE]), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("build", [*GATED_WIDE, *AFFINE], ids=str)
 def test_a_gate_that_is_nan_is_no_reset(build: Build, emulated) -> None:
     """Guards: training that diverges is seen: a maximum with the least gate would make NaN a reset."""
     emulated(build)
@@ -285,12 +286,13 @@ def test_a_gate_that_is_nan_is_no_reset(build: Build, emulated) -> None:
     assert all(ours[name].isnan().any() for name in ("S", "dq", "dk", "dv", "dlog_decay"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "weights, D, sign, bias",
     [
         ("NORMALISED", 64, 1, 5),
         ("NORMALISED", 64, -1, 0),
-        pytest.param("NORMALISED", 128, -1, 0, marks=pytest.mark.slow),
+        ("NORMALISED", 128, -1, 0),
         ("AFFINE", 64, -1, 0),
         ("PRODUCTS", 64, -1, 0),
     ],
@@ -312,6 +314,7 @@ def test_a_gates_gradient_as_in_trained_models(
     assert relative(ours, exact) < (0.01 if weights == "NORMALISED" else 0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 def test_a_gates_gradient_where_values_have_a_mean(arch: str, emulated) -> None:
     """Guards: what is in it of the rounding of o, of which e is made: that is of the size of the mean."""
@@ -324,8 +327,9 @@ def test_a_gates_gradient_where_values_have_a_mean(arch: str, emulated) -> None:
     assert relative(ours, exact) < 2 * relative(limit, exact) and relative(ours, exact) < 0.06
 
 
-@pytest.mark.parametrize("N", [pytest.param(10 * 64, marks=pytest.mark.slow), 8 * 64 + 63])
-@pytest.mark.parametrize("build", slow_where_wide([*GATED, *AFFINE, SMALL[1]]), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("N", [10 * 64, 8 * 64 + 63])
+@pytest.mark.parametrize("build", [*GATED, *AFFINE, SMALL[1]], ids=str)
 def test_boundaries(build: Build, N: int, emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: the gradient of gates from the boundaries; of b where it is 0."""
     emulated(build)
@@ -412,8 +416,9 @@ def test_a_call_passes_seven_files(build: Build, emulated, monkeypatch: pytest.M
     assert len(found) <= 7, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sub_segments", [1, 2])
-@pytest.mark.parametrize("build", slow_where_wide([*ROTATED, *GATED, GATED_WIDE[1], *AFFINE]), ids=str)
+@pytest.mark.parametrize("build", [*ROTATED, *GATED, GATED_WIDE[1], *AFFINE], ids=str)
 def test_segments(build: Build, sub_segments: int, emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: the states before segments, by `states` (in sub-segments) and `prefix`, in both directions."""
 
@@ -429,7 +434,8 @@ def test_segments(build: Build, sub_segments: int, emulated, monkeypatch: pytest
     assert not too_inexact(ours, build, x, options)
 
 
-@pytest.mark.parametrize("build", slow_where_wide([ROTATED[1], WIDE[1], GATED[1], PRODUCTS[1]]), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("build", [ROTATED[1], WIDE[1], GATED[1], PRODUCTS[1]], ids=str)
 def test_stages_filled_again(build: Build, emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: on Hopper every stage of the rings, filled again while others read: segments of 6 chunks."""
     emulated(build)
@@ -462,6 +468,7 @@ def test_unsegmented_sequences(build: Build, emulated, monkeypatch: pytest.Monke
     assert planned and not too_inexact(ours, build, x, options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", PLAIN, ids=str)
 def test_segments_that_the_launcher_chooses(build: Build, emulated) -> None:
     """Guards: the launcher's own choice for a long sequence; the backward pass reuses the states."""
@@ -487,6 +494,7 @@ def test_lengths_around_a_chunk(build: Build, N: int, emulated) -> None:
         assert torch.equal(ours["o"], x[2]) and max(ours["dq"].abs().max(), ours["dk"].abs().max()) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", PLAIN, ids=str)
 def test_views_of_a_projection(build: Build, emulated) -> None:
     """Guards: strides; a row read or written beyond the fused q, k and v would be an error; the same bits.
@@ -503,6 +511,7 @@ def test_views_of_a_projection(build: Build, emulated) -> None:
         assert torch.equal(dqkv.unbind(2)[2], base["dv"]) and d_rows[..., 6 * 64 :].eq(7.0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", PLAIN, ids=str)
 def test_default_dtype(build: Build, emulated) -> None:
     """Guards: Fabric's "bf16-true" changes the default dtype around a model's forward; sums stay fp32."""
@@ -530,6 +539,7 @@ def test_q_opposite_to_k(build: Build, emulated) -> None:
     check_q_opposite_to_k(run, *x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", PLAIN, ids=str)
 def test_rows_as_they_are(build: Build, emulated) -> None:
     emulated(build)
