@@ -113,7 +113,7 @@ class _Forward(torch.autograd.Function):
     """y and the final state; the backward pass is the same function, with its arguments in other places."""
 
     @staticmethod
-    def forward(ctx, q, k, v, l, r, state, chunk_size):  # type: ignore[no-untyped-def]
+    def forward(ctx, q, k, v, l, r, state, chunk_size):
         with torch.no_grad(), true_fp32(q.device):
             y, final = _chunkwise(q, k, v, l, r, state, chunk_size)
         ctx.save_for_backward(q, k, v, l, r, state, y, final)
@@ -121,7 +121,7 @@ class _Forward(torch.autograd.Function):
         return y, final
 
     @staticmethod
-    def backward(ctx, dy, dfinal):  # type: ignore[no-untyped-def]
+    def backward(ctx, dy, dfinal):
         q, k, v, l, r, state, y, final = ctx.saved_tensors
         size, wide = {"chunk_size": ctx.chunk_size}, state.dtype
         # In fp32, as the gradients of the decays are differences of the others.
@@ -148,7 +148,7 @@ def _decay_gradient(d: Tensor, at_end: Tensor, log_decay: Tensor) -> Tensor:
 # The chunkwise form. [B, H, chunks, C, ·] throughout; L and R restart in every chunk.
 
 
-def _chunkwise(q, k, v, l, r, state, chunk_size):  # type: ignore[no-untyped-def]
+def _chunkwise(q, k, v, l, r, state, chunk_size):
     dtype, N = state.dtype, q.shape[1]
     C = min(chunk_size, BLOCK * max(1, -(-N // BLOCK)))
     Q, K, V = (pad_to_chunks(x.to(dtype), C) for x in (q, k, v))
@@ -217,7 +217,7 @@ def _around(G: Tensor, rows: slice, past: slice, dtype: torch.dtype) -> tuple[Te
 # The arguments.
 
 
-def _check(q, k, v, state, cu_seqlens, chunk_size):  # type: ignore[no-untyped-def]
+def _check(q, k, v, state, cu_seqlens, chunk_size):
     if q.ndim != 4 or k.shape != q.shape or v.ndim != 4 or v.shape[:-1] != q.shape[:-1]:
         shapes = ", ".join(f"{n} {list(x.shape)}" for n, x in {"q": q, "k": k, "v": v}.items())
         raise UserError(f"q and k must be [B, N, H, Dk] and v [B, N, H, Dv]; got {shapes}")
