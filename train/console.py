@@ -1,6 +1,7 @@
 """Printing during a run."""
 
 import os
+import shutil
 import sys
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -26,7 +27,10 @@ def print_rank0(message: str) -> None:
 
 def progress_bar(iterable: Iterable[T] | None = None, **options: Any) -> tqdm:
     """A tqdm bar, drawn on rank zero only, and only on a terminal."""
-    return tqdm(iterable, disable=None if _is_rank_zero() else True, **options)
+    columns = (
+        shutil.get_terminal_size().columns
+    )  # 80 where the terminal does not say: tqdm would draw nothing
+    return tqdm(iterable, disable=None if _is_rank_zero() else True, ncols=columns, **options)
 
 
 def print_stderr(line: str) -> None:

@@ -129,7 +129,7 @@ class Run:
                 if logs or status.is_due(step):
                     line |= self.throughput(logged)
                     speed = report.speed(line, self.recipe, step, self.parallel.peak_memory)
-                    bar.set_postfix_str(f"loss {line['loss']:.3f}{speed}")
+                    bar.set_postfix_str(f"loss {line['loss']:.3f}{speed}", refresh=False)
                     status.print_if_due(step, f"step {step}/{total} · loss {line['loss']:.4f}{speed}")
                 if logs:
                     self.log("train", **line)

@@ -102,24 +102,13 @@ def stopped_message(recipe: Recipe, step: int) -> str:
 
 
 def resume_message(recipe: Recipe) -> str:
-    """The command that resumes the run from its newest checkpoint.
-
-    It is not the same command if this start was from scratch (`resume never`) or from a named checkpoint:
-    that would start over, or go back.
-    """
-    from_newest = recipe.train.resume == "auto" or not newest_checkpoint(recipe.run_folder)
+    """The command that resumes the run from its newest checkpoint: the same one, unless it started from scratch
+    or from a named checkpoint and would do so again."""
+    same = recipe.train.resume == "auto" or not newest_checkpoint(recipe.run_folder)
     if launched():  # the launcher's command line is not known here
-        return f"the same command{'' if from_newest else ' with --train.resume auto'} resumes it"
-    argv = sys.argv[1:]
-    if from_newest:
-        return f"the same command resumes it: {shlex.join(['lingpt', *argv])}"
-    option = "--train.resume"
-    argv = [
-        word
-        for before, word in zip(["", *argv], argv, strict=False)
-        if option not in (before, word) and not word.startswith(f"{option}=")
-    ]
-    return f"this command resumes it: {shlex.join(['lingpt', *argv, option, 'auto'])}"
+        return f"the same command{'' if same else ' with --train.resume auto'} resumes it"
+    argv = ["lingpt", *sys.argv[1:], *([] if same else ["--train.resume", "auto"])]
+    return f"{'the same' if same else 'this'} command resumes it: {shlex.join(argv)}"
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from lingpt.common.devices import device_name
 from lingpt.common.errors import Interrupted, UserError
 from lingpt.data import Dataset, prepare
 from lingpt.models import GPT, Config
@@ -70,7 +71,9 @@ def _train(recipe: Recipe) -> Path:
     with RunLock(recipe.run_folder) as lock:
         with parallel.propagate_errors(), out_of_memory(machine, gpt, recipe):
             parallel.check_same_settings(machine, shared_settings(recipe) | {"the data": dataset.fingerprint})
-            if differ := report.mixed_devices_message(parallel.all_gather_object(parallel.device_name)):
+            if differ := report.mixed_devices_message(
+                parallel.all_gather_object(device_name(parallel.device))
+            ):
                 print_rank0(differ)
             weights = parallel.on_rank_zero(
                 lambda: _start(recipe, machine, gpt.config, dataset, parallel.device, lock)

@@ -201,10 +201,6 @@ class Parallel:
         return self.fabric.device
 
     @property
-    def device_name(self) -> str:
-        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
-
-    @property
     def peak_memory(self) -> int:
         """The peak memory of this process so far in bytes: of the GPU, or of the host."""
         if self.device.type == "cuda":

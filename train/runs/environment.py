@@ -36,13 +36,17 @@ def record_start(recipe: Recipe, machine: Machine, data: dict[str, Any], kernels
 
     data: `Dataset.describe()`. kernels: `attention_kernels`. UserError if the folder cannot be written.
     """
-    folder = recipe.run_folder
-    path, earlier = folder / ENVIRONMENT, []
+    folder, earlier = recipe.run_folder, []
+    path = folder / ENVIRONMENT
     if path.exists():
         try:
             before = read_json_object(path)
-            earlier = [*_earlier_starts(before, path), before]
+            earlier = before.pop("earlier", [])
+            if not isinstance(earlier, list):
+                raise UserError(f"{path} is damaged: `earlier` is not a list")
+            earlier.append(before)
         except UserError as error:
+            earlier = []
             with write_errors(path):
                 print_rank0(f"{error}; it is now {set_aside(path, 'damaged')}, and a new one is written")
     hardware = asdict(machine) | {"world_size": machine.world_size}
@@ -52,14 +56,6 @@ def record_start(recipe: Recipe, machine: Machine, data: dict[str, Any], kernels
         write_text(folder / CONFIG, yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
         record = {**environment(), "hardware": hardware, "attention_kernels": kernels, "data": data}
         write_json(path, record | {"earlier": earlier})
-
-
-def _earlier_starts(record: dict[str, Any], path: Path) -> list[Any]:
-    """Removes the list of earlier starts from the record of the last one; UserError if it is not a list."""
-    earlier = record.pop("earlier", [])
-    if not isinstance(earlier, list):
-        raise UserError(f"{path} is damaged: `earlier` is not a list")
-    return earlier
 
 
 def environment() -> dict[str, Any]:

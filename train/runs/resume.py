@@ -191,12 +191,10 @@ def schedule_jump(recipe: Recipe, manifest: dict[str, Any]) -> str | None:
     if step <= start:
         return line
     began = checkpoint_folder(recipe.run_folder, start)
+    way = f"to extend the run from where its decay began, use --train.resume {began}"
     if read_manifest(began) is None:
-        return f"{line}: the decay is undone; there is no checkpoint from where it began, at step {start}"
-    return (
-        f"{line}: the decay is undone; to extend the run from where its decay began, use "
-        f"--train.resume {began}"
-    )
+        way = f"there is no checkpoint from where it began, at step {start}"
+    return f"{line}: the decay is undone; {way}"
 
 
 def _check_same(recipe: Recipe, old: dict[str, Any], complaint: str, may_change: Set[str]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 import sys
 from dataclasses import replace
@@ -206,7 +207,7 @@ def test_the_command_that_goes_on_does(make_recipe, monkeypatch, resume):
         [f"--train.resume={where}", "--config", "a b.yaml"],
     ):
         monkeypatch.setattr(sys, "argv", ["lingpt", "train", *argv])
-        expected = "lingpt train --config 'a b.yaml' --train.resume auto"
+        expected = f"lingpt train {shlex.join(argv)} --train.resume auto"
         assert report.resume_message(make_recipe(resume=where)) == f"this command resumes it: {expected}"
     monkeypatch.setattr(sys, "argv", ["lingpt", "train", "--config", "x.yaml"])
     same = "the same command resumes it: lingpt train --config x.yaml"
