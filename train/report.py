@@ -102,8 +102,8 @@ def stopped_message(recipe: Recipe, step: int) -> str:
 
 
 def resume_message(recipe: Recipe) -> str:
-    """The command that resumes the run from its newest checkpoint: the same one, unless it started from scratch
-    or from a named checkpoint and would do so again."""
+    """The command that resumes the run from its newest checkpoint: the same one, unless it started from
+    scratch or from a named checkpoint and would do so again."""
     same = recipe.train.resume == "auto" or not newest_checkpoint(recipe.run_folder)
     if launched():  # the launcher's command line is not known here
         return f"the same command{'' if same else ' with --train.resume auto'} resumes it"
