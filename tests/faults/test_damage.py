@@ -43,7 +43,7 @@ def damage(rng: random.Random, file: Path) -> str:
 @pytest.mark.rounds(3, 60)
 @pytest.mark.fault(
     "a flipped bit, a cut or an empty file anywhere in a run's folder",
-    "the run goes on from what is whole, bit by bit, or refuses with one line that names the file",
+    "the run resumes from what is whole, bit by bit, or refuses with one line that names the file",
 )
 def test_a_damaged_file(new_harness, interrupted, undisturbed, tmp_path, figures, seed):
     rng = random.Random(seed)

@@ -44,7 +44,7 @@ def count(harness: Harness, expected: Undisturbed, outcome: Outcome, figures: di
 @pytest.mark.rounds(1, 16)
 @pytest.mark.fault(
     "`kill -9` in the middle of a call that writes to the run's folder",
-    "nothing is lost but the steps since the newest checkpoint; the same command goes on, bit by bit",
+    "nothing is lost but the steps since the newest checkpoint; the same command resumes it, bit by bit",
 )
 def test_killed_at_a_writing_call(harness, undisturbed, shimmed, figures, seed):
     rng = random.Random(seed)
@@ -70,7 +70,7 @@ def test_killed_at_any_time(harness, undisturbed, figures, seed):
 @pytest.mark.rounds(1, 10)
 @pytest.mark.fault(
     "`kill -9` of one process of two",
-    "the other ends within a minute, with one line; the same command goes on, bit by bit",
+    "the other ends within a minute, with one line; the same command resumes it, bit by bit",
 )
 def test_one_of_two_processes_is_killed(harness, undisturbed_two, figures, seed):
     """Guards: a main process that took the other one with it in silence."""

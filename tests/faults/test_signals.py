@@ -55,7 +55,7 @@ def assert_saved(command: Command, outcome: Outcome, number: int, figures: dict[
 @pytest.mark.rounds(1, 14)
 @pytest.mark.fault(
     "a signal that asks to end (Ctrl-C, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2), at any moment from the start on",
-    "the step is finished and saved, the exit code is 128 + signal; the same command goes on, bit by bit",
+    "the step is finished and saved, the exit code is 128 + signal; the same command resumes it, bit by bit",
 )
 def test_a_signal_at_any_time(harness, undisturbed, figures, seed):
     rng = random.Random(seed)
@@ -143,7 +143,7 @@ def test_the_line_says_how_to_go_on(harness, figures):
 @pytest.mark.parametrize("options", [(), TWO], ids=["one", "two"])
 @pytest.mark.fault(
     "SIGTERM to the main process in a long validation",
-    "it is left at the next batch, and comes first when the run goes on",
+    "it is left at the next batch, and comes first when the run is resumed",
 )
 def test_a_signal_in_a_long_validation(harness, figures, options):
     argv = (*TRAIN, *options, "--train.eval_tokens", "3200")
