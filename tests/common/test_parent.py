@@ -31,6 +31,7 @@ jobs.run_jobs([jobs.Job("x", [sys.argv[1]], Path("child.log"))], [jobs.Slot("CPU
 """
 
 
+@pytest.mark.slow
 @linux
 def test_a_job_saves_and_ends_when_its_study_is_killed(start_script, tmp_path):
     log = tmp_path / "child.log"
@@ -43,6 +44,7 @@ def test_a_job_saves_and_ends_when_its_study_is_killed(start_script, tmp_path):
     assert log.read_text().startswith("on\nsaved\n")
 
 
+@pytest.mark.slow
 @linux
 def test_a_child_whose_parent_has_died_before_ends(start_script):
     """It was started, and its study killed, before it could ask the system to be told."""

@@ -9,6 +9,8 @@ import pytest
 from lingpt.tests.faults.harness import TRAIN, last_state
 from lingpt.tests.faults.test_kills import assert_as_undisturbed
 
+pytestmark = pytest.mark.slow
+
 STOPPED = """
 import os, signal
 from lingpt.train import loop

@@ -9,6 +9,8 @@ import pytest
 from lingpt.tests.faults.harness import TRAIN, Fault
 from lingpt.tests.faults.test_kills import assert_as_undisturbed, token_files
 
+pytestmark = pytest.mark.slow
+
 ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES, errno.ESTALE)
 TIMES = (1, 5, 1000)  # calls that fail in a row: a hiccup, a while, for good
 
@@ -17,7 +19,8 @@ TIMES = (1, 5, 1000)  # calls that fail in a row: a hiccup, a while, for good
 @pytest.mark.fault(
     "a writing call to the run's folder fails (full, quota, I/O error, read-only, permission, stale handle), "
     "once, for a while or for good",
-    "the run continues, or ends with one line; no half of a file is left; the same command resumes it, bit by bit",
+    "the run continues, or ends with one line; no half of a file is left; the same command resumes it, "
+    "bit by bit",
 )
 def test_the_disk_fails(harness, undisturbed, shimmed, figures, seed):
     rng = random.Random(seed)

@@ -12,6 +12,8 @@ from lingpt.tests.faults.conftest import Undisturbed
 from lingpt.tests.faults.harness import TRAIN, TWO, Fault, Harness, last_state, losses
 from lingpt.tests.forked import Outcome
 
+pytestmark = pytest.mark.slow
+
 KILLS = 10  # of one run
 
 

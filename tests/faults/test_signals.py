@@ -16,6 +16,8 @@ from lingpt.tests.faults.harness import TRAIN, TWO, Command
 from lingpt.tests.faults.test_kills import assert_as_undisturbed
 from lingpt.tests.forked import Outcome
 
+pytestmark = pytest.mark.slow
+
 LONG = ("--train.max_steps", "100000", "--train.save_interval", "100000", "--train.eval_interval", "50000")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 PER_RUN = 10

@@ -94,6 +94,7 @@ def pair(folder: Path, *runs: tuple[Callable[[int], dict[str, str]], list[str]])
             process.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("accelerator", "rel"), [("cpu", 1e-5), pytest.param("cuda", 1e-3, marks=pytest.mark.multigpu)]
 )

@@ -267,6 +267,7 @@ parallel.all_reduce_sum(1.0)
 """
 
 
+@pytest.mark.slow
 def test_a_run_ends_where_one_process_hangs(two_processes):
     """Guards: every run of several processes is watched, for its own `timeout_minutes`."""
     first, second = two_processes(PARALLEL + HANGS)
@@ -296,6 +297,7 @@ def assert_named(said: str, rank: int) -> None:
     assert said.count("has done micro-batch 0") == 2
 
 
+@pytest.mark.slow
 def test_who_hangs_within_a_backward_pass_is_named(two_processes):
     """The other waits in FSDP's reduce-scatter. Guards: nobody was named; gloo's traceback ended the run."""
     first, second = two_processes(PARALLEL + HANGS_IN_BACKWARD, STRATEGY="fsdp", LATE="1")
@@ -303,6 +305,7 @@ def test_who_hangs_within_a_backward_pass_is_named(two_processes):
     assert_named(first.output + second.output, rank=1)
 
 
+@pytest.mark.slow
 def test_the_main_process_that_hangs_within_a_backward_pass_is_named(start_script):
     """By the one that it has started, which waits in DDP's all-reduce; it ends both all the same."""
     outcome = start_script(PARALLEL + HANGS_IN_BACKWARD, LATE="0").end()
@@ -319,6 +322,7 @@ parallel.all_reduce_sum(1.0)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [0, 1])
 def test_who_is_stopped_within_a_collective_is_named(two_processes, late):
     """Both have come to as many; and rank zero keeps the store, in which the others would see who is late."""
@@ -338,6 +342,7 @@ Parallel(choose_machine(TrainConfig(accelerator="cpu", devices=2)), timeout_minu
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_before_it_has_met_the_others_is_named(start_script):
     """Guards: Lightning's own observer, which kills the main process without a word."""
     outcome = start_script(DIES).end()
@@ -370,6 +375,7 @@ Parallel(choose_machine(TrainConfig(accelerator="cpu")), timeout_minutes=0.1)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("orphaned", "env"), [(ORPHANED, {}), (ORPHAN_OF_TORCHRUN, TORCHRUN | {"RANK": "0"})]
 )
@@ -403,6 +409,7 @@ except UserError as error:
 """
 
 
+@pytest.mark.slow
 def test_processes_that_would_train_in_different_ways_say_so(two_processes):
     """Guards: cards that differ made one process take DDP and the other FSDP, and both end in a backtrace;
     with other commands, one waited for the other, and the line said that it hung."""

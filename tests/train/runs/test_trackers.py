@@ -92,6 +92,7 @@ def history(record) -> dict:
     return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
 
 
+@pytest.mark.slow
 def test_the_record_of_a_killed_run_has_its_losses(make_recipe, logged_out, start_script, tmp_path):
     """Killed with all that it started, as where a machine is taken away: only the last second is lost."""
     recipe = make_recipe(wandb=True, max_steps=10**6, eval_interval=10**6, save_interval=10**6)
