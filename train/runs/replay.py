@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lingpt.common.devices import find_device
+from lingpt.common.devices import device_name, find_device
 from lingpt.common.errors import UserError
 from lingpt.common.files import read_json_object
 from lingpt.common.format import counted
@@ -89,11 +89,13 @@ def replay(
 
 
 def _checkpoint_before(run: Path, step: int) -> Path:
-    before = [path for path in valid_checkpoints(run) if (checkpoint_step(path) or 0) < step]
+    whole, lines = valid_checkpoints(run), read_metrics(run)
+    steps = [checkpoint_step(path) or 0 for path in whole]
+    before = [path for path, saved in zip(whole, steps, strict=True) if saved < step]
     if not before:
         require_newest_checkpoint(run)
         raise UserError(f"{run} has no checkpoint before step {step}: give a later one, or train it again")
-    if step > (newest := _newest_step(run)):
+    if step > (newest := max([*steps, *(line["step"] for line in lines)])):
         raise UserError(f"--step {step}: {run} has {counted(newest, 'step')}")
     check_undamaged(before[-1])
     return before[-1]
@@ -107,31 +109,24 @@ def _not_as_trained(
     skipped = {line["step"] for line in read_metrics(run) if line.get("skipped")}
     if between := set(range((checkpoint_step(checkpoint) or 0) + 1, step)) - skipped:
         why.append(f"{counted(len(between), 'step')} of training between these weights and those that it met")
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    here = _made_on({"name": name, "precision": "32-true"}, kernels)
-    starts = _starts(run)
-    if others := list(dict.fromkeys(start for start in starts if start != here)):
-        why.append(f"on {', '.join(others)} then, on {here} now")
-    elif not starts:
-        why.append(f"{run / ENVIRONMENT} does not say on what then, on {here} now")
-    return [f"not as it was trained: {'; '.join(why)}"] if why else []
-
-
-def _starts(run: Path) -> list[str]:
-    """The device and precision of each start of the run, oldest first; empty without a record."""
+    here = _made_on({"name": device_name(device), "precision": "32-true"}, kernels)
     try:
         record = read_json_object(run / ENVIRONMENT)
-        return [
+        starts = [
             _made_on(start["hardware"], start["attention_kernels"])
             for start in [*record.get("earlier", []), record]
         ]
     except (UserError, KeyError, TypeError, AttributeError):
-        return []
+        why.append(f"{run / ENVIRONMENT} does not say on what then, on {here} now")
+    else:
+        if others := list(dict.fromkeys(start for start in starts if start != here)):
+            why.append(f"on {', '.join(others)} then, on {here} now")
+    return [f"not as it was trained: {'; '.join(why)}"] if why else []
 
 
 def _made_on(hardware: dict[str, Any], kernels: dict[str, str]) -> str:
     """What determines rounding, as `NVIDIA H200 in bf16-mixed (softmax by cudnn)`."""
-    name = "CPU" if str(hardware["name"]).startswith("CPU") else hardware["name"]
+    name = "CPU" if str(hardware["name"]).lower().startswith("cpu") else hardware["name"]
     return f"{name} in {hardware['precision']} ({_by(kernels)})"
 
 
@@ -139,18 +134,11 @@ def _by(kernels: dict[str, str]) -> str:
     return ", ".join(f"{attention} by {kernel}" for attention, kernel in kernels.items())
 
 
-def _newest_step(run: Path) -> int:
-    """The newest step that the run's metrics or checkpoints name; 0 without one."""
-    saved = [checkpoint_step(path) or 0 for path in valid_checkpoints(run)]
-    return max([*saved, *(line["step"] for line in read_metrics(run))], default=0)
-
-
 def _as_logged(run: Path, step: int) -> str:
     found = [line for line in read_metrics(run) if line["step"] == step and line["kind"] == "train"]
-    return _numbers(found[-1]) if found else "not logged"
-
-
-def _numbers(line: dict[str, Any]) -> str:
+    if not found:
+        return "not logged"
+    line = found[-1]
     if line.get("skipped") or None in (line["loss"], line["grad_norm"]):
         return "not finite, and skipped"
     return f"loss {line['loss']:.4f}, gradient norm {line['grad_norm']:.4g}"

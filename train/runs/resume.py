@@ -48,7 +48,7 @@ def resume_or_create(recipe: Recipe, fingerprint: str, lock: RunLock) -> tuple[P
     lock.acquire()
     with write_errors(folder, "free some space, make it writable, or choose another --train.out_dir"):
         if resume == "never" and any(path.name != LOCK for path in folder.iterdir()):
-            init_from = _checked_init_from(recipe)
+            init_from = _find_init_from(recipe, moves_old_run=True)
             _move_aside(folder, lock)
         given = _given_checkpoint(Path(resume), recipe) if resume not in ("auto", "never") else None
         if has_begun(folder):
@@ -61,7 +61,7 @@ def resume_or_create(recipe: Recipe, fingerprint: str, lock: RunLock) -> tuple[P
                 _check_not_diverged(folder)
         checkpoint = given or _newest_usable(folder)
         if checkpoint is None:
-            init_from = init_from or _find_init_from(recipe)
+            init_from = init_from or _find_init_from(recipe, moves_old_run=False)
             print_rank0(f"new run: {folder}")
         else:
             _resume(recipe, checkpoint, fingerprint)
@@ -242,15 +242,15 @@ def check_init_from(recipe: Recipe) -> None:
         check_source(find_model_folder(Path(t.init_from), verify=False))
 
 
-def _find_init_from(recipe: Recipe) -> Path | None:
-    """The model folder of the recipe's `init_from`, if it has one; `load_weights` finds out if it does not
-    exist. UserError if it is damaged."""
-    return find_model_folder(Path(recipe.train.init_from)) if recipe.train.init_from else None
+def _find_init_from(recipe: Recipe, moves_old_run: bool) -> Path | None:
+    """The undamaged model folder of the recipe's `init_from`, if it has one; UserError if it is damaged.
 
-
-def _checked_init_from(recipe: Recipe) -> Path | None:
-    """`_find_init_from`; UserError, before the old run is moved, if the new one cannot start from there."""
-    if folder := _find_init_from(recipe):
+    moves_old_run: UserError, before that is done, also if the new run could not start from there.
+    """
+    if recipe.train.init_from is None:
+        return None
+    folder = find_model_folder(Path(recipe.train.init_from))
+    if moves_old_run:
         if folder.resolve().is_relative_to(recipe.run_folder.resolve()):
             raise UserError(
                 f"--train.init_from {recipe.train.init_from} is in the run that --train.resume never would "
