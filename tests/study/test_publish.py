@@ -62,6 +62,7 @@ def test_a_published_study_has_no_absolute_path(here, tmp_path, monkeypatch):
     assert "Not in the tables" not in page and "softmax, step 4, 2 seeds" in page
 
 
+@pytest.mark.slow
 def test_a_published_study_goes_on_with_a_run_that_was_not_done(here, tmp_path):
     """Guards: it has no weights, and begins anew; its record was taken for that of other data."""
     write(absolute(tmp_path, suites=[], attentions=["softmax"]))

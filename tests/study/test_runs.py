@@ -65,6 +65,7 @@ def test_runs_keep_the_rate_that_they_were_begun_with(here):
     assert "softmax-seed0:" not in page and "| 3.5000 | 0.003 | 0.001 |" in page  # the best, and the one used
 
 
+@pytest.mark.slow
 def test_a_run_that_was_trained_otherwise_is_named(here, capsys):
     """A row whose options changed, a run of another rate or length: in no table, not trained over, and named
     with the mend; more seeds and more rows are no change.
@@ -101,6 +102,7 @@ def test_runs_with_one_reason_are_one_line(here, capsys):
     assert f"- {line}" in page and page.count("trained otherwise") == 1
 
 
+@pytest.mark.slow
 def test_a_study_goes_on_where_its_data_has_moved(here, capsys):
     """The same text and tokenizer at another place are the same data, by the hashes in a run's record; other
     text at that place is not: the runs trained on the old are named, and their page stays."""
