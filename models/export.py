@@ -32,7 +32,11 @@ def export_hf(
     Raises UserError for a file that is not a tokenizer.
     """
     folder = Path(folder)
-    text, eos_id = _read_tokenizer(Path(tokenizer)) if tokenizer else (None, 0)
+    text, eos_id, vocab_size = None, 0, model.config.vocab_size
+    if tokenizer:
+        text, eos_id, vocab_size = _read_tokenizer(Path(tokenizer))
+    rows = model.config.padded_vocab_size
+    unused = {"suppress_tokens": [*range(vocab_size, rows)]} if vocab_size < rows else {}
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eos_id)
     about: dict[str, Any] = {"dtype": str(model.lm_head.weight.dtype).removeprefix("torch."), **ids}
     if model.config.bias and all(block.attn.hf_exportable for block in model.blocks):
@@ -46,7 +50,7 @@ def export_hf(
         }
         write_model_folder(folder, own | about, model.state_dict(), metadata={})
     with write_errors(folder):
-        write_json(folder / "generation_config.json", ids)
+        write_json(folder / "generation_config.json", ids | unused)
         if card is not None:
             write_text(folder / "README.md", card)
         if text is None:
@@ -64,15 +68,15 @@ def export_hf(
         )
 
 
-def _read_tokenizer(path: Path) -> tuple[str, int]:
-    """A tokenizer.json's content, and the id of the token that separates documents."""
+def _read_tokenizer(path: Path) -> tuple[str, int, int]:
+    """A tokenizer.json's content, the id of the token that separates documents, and the highest id plus 1."""
     path = path / TOKENIZER if path.is_dir() else path
     with read_errors(path):
         text = path.read_text(encoding="utf-8")
     try:
-        eos_id = tokenizers.Tokenizer.from_str(text).token_to_id(END_OF_TEXT)
+        vocabulary = tokenizers.Tokenizer.from_str(text).get_vocab(with_added_tokens=True)
     except Exception as error:  # `tokenizers` raises a bare Exception for what it cannot parse
         raise UserError(f"{path} is not a tokenizer.json: {first_line(error)}") from error
-    if eos_id is None:
+    if END_OF_TEXT not in vocabulary:
         raise UserError(f"{path} has no token {END_OF_TEXT}: give the model's own tokenizer.json")
-    return text, eos_id
+    return text, vocabulary[END_OF_TEXT], 1 + max(vocabulary.values())

@@ -24,7 +24,9 @@ def make(form: str, seed: int = 0) -> GPT:
     return model.eval()
 
 
-@pytest.fixture(params=FORMS)
+@pytest.fixture(
+    params=[form if form == "hybrid" else pytest.param(form, marks=pytest.mark.slow) for form in FORMS]
+)
 def model(request: pytest.FixtureRequest) -> GPT:
     return make(request.param)
 
