@@ -150,9 +150,8 @@ def read_study(path: Path, changes: Mapping[str, Any] | None = None) -> Study:
     for key in ("recipe", "tokens", "attentions"):
         if values.get(key) in (None, "", {}):
             raise UserError(f"{path} is not a study: it does not say `{key}`")
-    study = Study(
-        **{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-    )
+    given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    study = Study(**given)
     _check(study, path)
     return study
 

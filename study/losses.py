@@ -121,7 +121,7 @@ def _compare(rows: Sequence[RowLosses], baselines: Sequence[str]) -> None:
         for row in (row for row in rows if row is not other):
             error = None
             if row.deviation is not None and other.deviation is not None:
-                error = math.sqrt(sum(x.deviation**2 / len(x.losses) for x in (row, other)))
+                error = math.sqrt(row.deviation**2 / len(row.losses) + other.deviation**2 / len(other.losses))
             row.less[other.row] = row.loss - other.loss, error
 
 

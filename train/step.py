@@ -45,7 +45,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
     Muon, for the weights of linear layers except `lm_head`."""
     groups = parameter_groups(model, config.weight_decay)
     fused = all(p.is_cuda for group in groups for p in group["params"])
-    matrices: list[nn.Parameter] = []
+    matrices: list[torch.Tensor] = []
     if config.optimizer == "muon":
         layers = (m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head")
         matrices = [layer.weight for layer in layers]
