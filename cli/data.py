@@ -5,6 +5,7 @@ from functools import partial
 
 from lingpt.data import Dataset, prepare
 from lingpt.train import Recipe
+from lingpt.train.model import config_of
 from lingpt.train.recipe import parse_recipe
 
 HELP = "Prepare a corpus: tokenise it into the cache, and show what is in it."
@@ -15,7 +16,7 @@ SAMPLE_TOKENS, SAMPLE_LINES, SAMPLE_WIDTH = 200, 6, 100
 def run(recipe: Recipe) -> None:
     """Prepares `--data.*` of the recipe, checked against its model's vocabulary, and prints a report."""
     start = time.perf_counter()
-    dataset = prepare(recipe.data, padded_vocab_size=recipe.model.config().padded_vocab_size)
+    dataset = prepare(recipe.data, padded_vocab_size=config_of(recipe).padded_vocab_size)
     print(report(dataset, time.perf_counter() - start))
 
 

@@ -9,6 +9,7 @@ from lingpt.data.dataset import (
     content_hashes,
     find_data,
     prepare,
+    vocab_size,
 )
 from lingpt.data.ngram import baseline_loss, bigram_loss
 from lingpt.data.stream import PackedDataset
@@ -29,4 +30,5 @@ __all__ = [
     "find_data",
     "load_tokenizer",
     "prepare",
+    "vocab_size",
 ]

@@ -155,6 +155,11 @@ CORPORA = {
 }
 
 
+def vocab_size(config: DataConfig) -> int:
+    """The vocabulary of the tokenizer of `config`; UserError if there is no such tokenizer."""
+    return load_tokenizer(config.tokenizer).vocab_size if config.tokenizer else config.vocab_size
+
+
 def open_corpus(source: str, val_source: str | None = None, cache_dir: Path | None = None) -> Corpus:
     """The corpus that `source` names, validated on `val_source` if given. Raises `UserError`.
 

@@ -95,7 +95,8 @@ class Tokenizer:
         if self.vocab_size > padded_vocab_size:
             raise UserError(
                 f"the tokenizer {self.name} has {self.vocab_size} tokens, added ones included, and the "
-                f"model's vocabulary only {padded_vocab_size}: take the model's own tokenizer"
+                f"model's vocabulary only {padded_vocab_size}: take the model's own tokenizer, or add "
+                f"--model.vocab_size {self.vocab_size}"
             )
 
     def count_differing_ids(self, other: "Tokenizer") -> int:

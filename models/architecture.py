@@ -63,7 +63,8 @@ class Architecture:
     block_size: Annotated[int, Option(
         "longest sequence, in tokens; 2048 for most Pythia models", least=1, most=1 << 24)] = 2048
     vocab_size: Annotated[int, Option(
-        "size of the vocabulary, before padding", least=1, most=1 << 24)] = 50254
+        "size of the vocabulary, before padding; your own model's is by default the tokenizer's",
+        least=1, most=1 << 24)] = 50254
     padding_multiple: Annotated[int, Option(
         "the number of rows of the embedding is a multiple of it",
         least=1, most=1 << 16, heading=RARE)] = 128

@@ -1,14 +1,15 @@
 """The model that a run trains: new, from other weights, or from the checkpoint that the run resumes; and the
 kernels that it trains with."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from lingpt.common.errors import UserError
-from lingpt.data import Tokenizer, load_tokenizer
+from lingpt.data import Tokenizer, load_tokenizer, vocab_size
 from lingpt.kernels.gla_tuning import Autotuning
-from lingpt.models import ATTENTIONS, GPT, Config, load_model, load_parts, load_weights
+from lingpt.models import ATTENTIONS, GPT, MODELS, Config, load_model, load_parts, load_weights
 from lingpt.train.compilation import compile_blocks, compiles
 from lingpt.train.config import Recipe
 from lingpt.train.console import print_rank0
@@ -16,9 +17,18 @@ from lingpt.train.distributed.parallel import Parallel
 from lingpt.train.planning.throughput import compute_dtype
 
 
+def config_of(recipe: Recipe) -> Config:
+    """The model's config. The vocabulary of a model without a shipped name is the tokenizer's, if the recipe
+    gives none."""
+    model = recipe.model
+    if model.name not in MODELS and model.vocab_size is None and model.padded_vocab_size is None:
+        model = replace(model, vocab_size=vocab_size(recipe.data))
+    return model.config()
+
+
 def model_config(recipe: Recipe) -> Config:
-    """The model's config; UserError if the sequence length does not fit it."""
-    config = recipe.model.config()
+    """`config_of`; UserError if the sequence length does not fit it."""
+    config = config_of(recipe)
     if recipe.data.seq_len > config.block_size:
         raise UserError(
             f"data.seq_len {recipe.data.seq_len} is longer than the block size {config.block_size} of "

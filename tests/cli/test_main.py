@@ -272,6 +272,32 @@ def test_another_config_under_the_same_name(project, capsys):
     assert "train.learning_rate: 0.001 → 0.5" in line and "--train.name" in line
 
 
+@pytest.mark.parametrize(
+    ("model", "words", "parameters"),
+    [
+        ("{name: mine, n_layer: 3, n_embd: 192, n_head: 3}", "", "2,121,408"),
+        ("{name: mine, n_layer: 3, n_embd: 192, n_head: 3}", "--data.vocab_size 1024", "1,728,192"),
+        ("{name: mine, n_layer: 3, n_embd: 192, n_head: 3, vocab_size: 50254}", "", "20,651,712"),
+        ("{name: pythia-14m}", "", "14,067,712"),
+    ],
+)
+def test_the_vocabulary_of_ones_own_model_is_the_tokenizers(
+    tmp_path, monkeypatch, capsys, model, words, parameters
+):
+    """Guards: the manual's small model that had 20.7 M parameters, of a vocabulary it did not use."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text(f"model: {model}\ntrain: {{max_steps: 1}}")
+    assert main(["train", "--config", "mine.yaml", "--train.dry_run", "true", *words.split()]) == 0
+    assert f"{parameters} parameters" in capsys.readouterr().out
+
+
+def test_a_tokenizer_that_does_not_fit_says_what_to_add(project, capsys):
+    words = ["train", "--config", "tiny.yaml", "--data.vocab_size", "2100"]
+    line = complaint(capsys, *words)
+    size = re.search(r"add --model.vocab_size (\d+)", line)[1]
+    assert main([*words, "--model.vocab_size", size, "--train.max_steps", "1"]) == 0
+
+
 def test_a_line_of_the_corpus_that_is_not_json(project, capsys):
     (project / "bad.jsonl").write_text('{"text": "one"}\n{"text": \n')
     assert "bad.jsonl" in (

@@ -31,6 +31,7 @@ from lingpt.common.run_folder import (
 from lingpt.models import GPT, check_source, load_weights
 from lingpt.train.config import DATA_PATHS, MAY_CHANGE, Recipe, differences, recipe_from_dict
 from lingpt.train.console import print_rank0
+from lingpt.train.model import config_of
 from lingpt.train.report import diverged_message
 from lingpt.train.runs.checkpoint import clear_leftovers, load_manifest, why_unusable
 from lingpt.train.runs.run_lock import RunLock
@@ -256,7 +257,7 @@ def _find_init_from(recipe: Recipe, moves_old_run: bool) -> Path | None:
                 f"--train.init_from {recipe.train.init_from} is in the run that --train.resume never would "
                 "move aside: choose another --train.name"
             )
-        load_weights(GPT.on_meta(recipe.model.config()), folder)
+        load_weights(GPT.on_meta(config_of(recipe)), folder)
     return folder
 
 
