@@ -34,7 +34,7 @@ def test_a_whole_number_in_a_file(tmp_path):
     assert parse("train", train, ["--train.max_tokens", "3000000.0"]).train.max_tokens == 3_000_000
 
 
-@pytest.mark.parametrize("value", ["3.5", "1.5e0", "1e-3", "-3.0", "many", "[3.0]", "&a [*a]"])
+@pytest.mark.parametrize("value", ["3.5", "1.5e0", "1e-3", "-3.0", "many", "[3.0]"])
 def test_what_is_not_whole_in_a_file_is_refused(tmp_path, value):
     (tmp_path / "mine.yaml").write_text(f"train: {{max_tokens: {value}}}")
     with pytest.raises(UserError, match=r"train.max_tokens is .*; it must be a whole number"):
