@@ -292,7 +292,8 @@ class LinGPTLM(TemplateLM):
         running = [True] * len(contexts)
         for _ in range(max_new):
             last = self.model.hidden(idx, state)[:, -1]  # one row of logits is enough for a prompt
-            idx = self.model.lm_head(last).argmax(-1, keepdim=True)
+            logits = self.model.lm_head(last)[:, : self.text_tokenizer.vocab_size]  # without rows of padding
+            idx = logits.argmax(-1, keepdim=True)
             for b, token in enumerate(idx[:, 0].tolist()):
                 if not running[b]:
                     continue
