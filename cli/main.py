@@ -186,7 +186,8 @@ def _extra_with(package: str) -> str | None:
 def _complain(message: str) -> None:
     """Prints one line on stderr; in a multi-device run only one process per machine does."""
     if int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0))) == 0:
-        print(f"lingpt: {message}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # a terminal that is gone
+            print(f"lingpt: {message}", file=sys.stderr)
 
 
 if __name__ == "__main__":

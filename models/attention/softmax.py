@@ -212,7 +212,7 @@ class SoftmaxAttention(QKVAttention):
         if self.conv is not None:
             saved += 3 * self.config.n_embd  # the convolution's input
         if self.q_norm is not None:
-            saved += 2 * self.config.n_embd  # q and k before the norms' gains
+            saved += self.config.n_embd  # of the norms' results: compiled blocks keep less, eager ones more
         if self.gate_proj is not None:
             saved += 2 * self.config.n_embd  # the gate before its silu, and the input of `proj`
         return saved

@@ -22,7 +22,7 @@ def test_every_parameter_starts_as_gpt_neox_has_it(variant):
         for parameter_name, parameter in module.named_parameters(recurse=False):
             checked.add(full_name := f"{module_name}.{parameter_name}")
             own = module.initial_constants() if isinstance(module, Attention) else {}
-            if isinstance(module, nn.LayerNorm):
+            if isinstance(module, nn.LayerNorm | nn.RMSNorm):
                 assert (parameter == (1 if parameter_name == "weight" else 0)).all(), full_name
             elif parameter_name in ("bias", "b_offset"):
                 assert not parameter.any(), full_name

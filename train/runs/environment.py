@@ -24,11 +24,13 @@ from lingpt.train.planning.machine import Machine
 
 _PACKAGES = (
     "lingpt", "torch", "lightning", "litgpt", "transformers", "datasets", "tokenizers", "lm-eval", "wandb",
-    "numpy", "cuda-core", "fla-core",
+    "numpy", "cuda-bindings", "fla-core",
 )  # fmt: skip
 
 _ROOT = Path(__file__).resolve().parents[2]
-_CODE = ("common", "configs", "kernels", "models", "data", "train", "plots", "eval", "bench", "study", "cli")
+_CODE = (
+    "common", "configs", "kernels", "models", "hf", "data", "train", "plots", "eval", "bench", "study", "cli",
+)  # fmt: skip
 
 
 def record_start(recipe: Recipe, machine: Machine, data: dict[str, Any], kernels: dict[str, str]) -> None:
