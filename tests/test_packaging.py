@@ -201,6 +201,7 @@ state.Z
 """
 
 
+@pytest.mark.slow
 def test_a_program_of_a_user_is_type_checked_against_the_wheel(tmp_path):
     """Guards: types that are not shipped, and an output that may be a tuple for all that a checker knows."""
     pytest.importorskip("mypy", reason="the dev extra brings mypy")
@@ -314,6 +315,7 @@ def without(names: tuple[str, ...], code: str) -> str:
     return python("-P", "-c", REFUSE.format(names=names) + code)
 
 
+@pytest.mark.slow
 def test_the_operator_needs_no_extra():
     """Forward and backward on a CPU, and the doors of the command that need no model."""
     without(
@@ -331,6 +333,7 @@ assert main(["kernels", "--help"]) == main(["bench", "--help"]) == 0
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["train", "data", "curves", "bench"])
 def test_a_verb_without_its_extra_says_which_one_it_needs(verb):
     """Guards: a traceback as the answer to `lingpt train` after an install without an extra."""

@@ -448,6 +448,7 @@ def test_what_is_interleaved() -> None:
     assert base_of(IMPLEMENTATIONS["fla-linear"], LONG[0]) is None
 
 
+@pytest.mark.slow
 def test_plots_hold_every_correct_implementation(tmp_path: Path) -> None:
     """Guards: the plots come from the results alone, bytes where they were counted; of a size to read."""
     from matplotlib.image import imread

@@ -389,6 +389,7 @@ def test_ascii_with_surrogates_gets_question_marks():
     assert done.stdout == "4 ? 2 ? 1\n", done.stderr
 
 
+@pytest.mark.slow
 def test_a_recipe_is_read_as_utf_8_in_any_locale(tmp_path):
     """Guards: `größer` in a recipe under a Latin-1 locale, of which a wrong name was recorded."""
     (tmp_path / "mine.yaml").write_text("train: {name: größer}", encoding="utf-8")

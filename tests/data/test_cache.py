@@ -144,6 +144,7 @@ def test_what_decides_the_tokens_makes_another_entry(config, write_jsonl, texts,
     assert len(entries(config)) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["while tokenising", "before the rename"])
 def test_a_killed_preparation_leaves_nothing_that_passes_for_whole(config, start_script, moment):
     """SIGKILL at the worst moments; the next run starts over, and clears what is left."""

@@ -131,6 +131,7 @@ def test_another_schema_is_refused(hub_copy):
         wiki40b_corpus()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "environment",
     [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}],

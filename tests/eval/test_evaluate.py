@@ -287,6 +287,7 @@ def test_mistakes(checkpoint, eval_data):
     assert find_device("cpu").type == "cpu"
 
 
+@pytest.mark.slow
 def test_real_benchmarks(checkpoint, real_data):
     """A few real questions of each benchmark through a tiny model: the counts and shots are right."""
     tasks = ["arc_easy", "arc_challenge:5", "piqa", "mmlu:5", "lambada_openai", "openbookqa", "winogrande"]

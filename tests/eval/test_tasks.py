@@ -66,6 +66,7 @@ def test_prompts_are_the_stock_tasks(name, num_fewshot, eval_data, monkeypatch):
     assert found == requests(stock_tasks(name, num_fewshot, eval_data, monkeypatch))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num_fewshot"), [("arc_easy", 0), ("arc_challenge", 5), ("piqa", 0), ("mmlu", 5)]
 )

@@ -50,6 +50,7 @@ def test_what_is_not_finite_stays_so():
     assert fast_gelu(x).tolist()[1] == math.inf and fast_gelu(x)[[0, 2]].isnan().all()
 
 
+@pytest.mark.slow
 def test_compiled_it_keeps_its_input_alone():
     x = torch.randn(64, 32, dtype=torch.bfloat16, requires_grad=True)
     y = torch.compile(lambda x: fast_gelu(2 * x), fullgraph=True)(x)

@@ -93,6 +93,7 @@ def test_the_backward_pass_is_the_function_with_its_arguments_permuted():
     torch.testing.assert_close(dl, gradient.masked_fill(l <= -1000.0, 0.0))
 
 
+@pytest.mark.slow
 def test_second_derivatives():
     q, k, v, l, r, _ = inputs("channel", "token")
     few = [x[:, :20].detach().requires_grad_() for x in (q, k, v, l.clamp(min=-5), r.clamp(min=-5))]

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 
+@pytest.mark.slow
 def test_training_does_not_import_what_lightnings_metrics_would_bring():
     """Guards: a start of ten seconds instead of five, of each process, for what nothing uses; and that the
     packages count as installed afterwards."""
@@ -17,6 +18,7 @@ def test_training_does_not_import_what_lightnings_metrics_would_bring():
     assert run.stdout == "\nTrue True\n", run.stdout + run.stderr
 
 
+@pytest.mark.slow
 def test_the_network_needs_pytorch_alone():
     """Guards: an exported model that asks for the training stack where only transformers is installed."""
     code = (

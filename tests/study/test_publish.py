@@ -34,6 +34,7 @@ def absolute(tmp_path, **changes):
     return TINY | {"learning_rates": [], "seeds": 1, "options": options, "texts": texts, **changes}
 
 
+@pytest.mark.slow
 def test_a_published_study_has_no_absolute_path(here, tmp_path, monkeypatch):
     """Guards: study.json and the runs' files said where on the machine the data, texts and runs were; so did
     the page of a run that it leaves out. A study goes on from the copy, scores and all, and its new seeds

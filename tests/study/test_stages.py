@@ -21,6 +21,7 @@ from lingpt.study.runs import StudyRun, rate_runs, read_rate_search
 from lingpt.tests.study.tiny import COMMAND, TINY, fake_run, write
 
 
+@pytest.mark.slow
 def test_a_study_from_the_plan_to_the_page(here, tmp_path, capsys, pictures):
     """Plan; rates; two runs of each of two rows at their rates; scores; the page. Again: none is trained."""
     command = ["study", "--config", "study-tiny.yaml"]

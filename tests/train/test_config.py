@@ -57,7 +57,7 @@ def test_steps_are_whole_and_cover_the_tokens():
         ({"global_batch_size": 10**12}, 1, "from 1 to 1,048,576"),
         ({"name": "../../x"}, 1, r"'../../x' cannot be a folder's: .*--train.out_dir"),
         ({"name": ".hidden"}, 1, "cannot be a folder's"),
-        ({"name": "a\0b"}, 1, "cannot be a folder's"),
+        ({"name": "a\0b"}, 1, "text that is not blank"),
         ({"name": "x" * 300}, 1, "cannot be a folder's"),
     ],
 )

@@ -80,6 +80,7 @@ def test_clips_to_the_norm_and_reports_the_one_before(make_recipe):
     assert line["grad_norm"] > 0.1 and after.item() == pytest.approx(1e-3, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ctrl_c")
 def test_resume_is_bitwise_equal_to_never_having_stopped(make_recipe, monkeypatch):
     """Stopped by a signal at a step that saves nothing by itself: weights, optimizer, every number."""
@@ -125,6 +126,7 @@ def test_resume_says_what_it_found_and_cuts_lines_after_the_checkpoint(make_reci
     assert "nothing to train" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ctrl_c")
 def test_a_signal_in_a_validation_is_agreed_on_there(make_recipe, monkeypatch):
     """A validation may take long: it is left, and comes first when the run goes on."""
@@ -145,6 +147,7 @@ def test_a_signal_in_a_validation_is_agreed_on_there(make_recipe, monkeypatch):
     assert without_clock(parts) == without_clock(whole), "the validation that was left is not made up for"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_weights_in_bf16_train_like_those_in_fp32(make_recipe, attention):
     """In "bf16-true" the default dtype is bf16 while a model runs: sums that rely on it would show."""
@@ -187,6 +190,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(make_recipe, m
     assert json.loads((folder / "checkpoints/step-00000006/manifest.json").read_text())["skipped"] == 1
 
 
+@pytest.mark.slow
 def test_lines_say_how_far_it_is(make_recipe, monkeypatch, capsys):
     """The first step and the tenth are said at once. Guards: a run that said nothing for its first minute."""
     lines = []
@@ -273,6 +277,7 @@ def test_replay_gives_the_loss_and_the_norm_of_training(make_recipe):
     assert "not as it was trained" not in text
 
 
+@pytest.mark.slow
 def test_replay_says_in_what_it_is_not_as_the_step_was_trained(make_recipe, monkeypatch):
     """Guards: another device, precision or kernel, and weights of an earlier step, without a word. Steps that
     were skipped, and what an earlier start was trained on, count."""
@@ -330,6 +335,7 @@ def test_a_run_of_a_kernel_that_has_no_fp32_can_be_replayed(make_recipe, attenti
     assert norm == pytest.approx(line["grad_norm"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_extending_a_run_says_what_its_learning_rate_does(make_recipe, capsys):
     train(make_recipe())
     train(make_recipe(max_steps=12))
@@ -338,6 +344,7 @@ def test_extending_a_run_says_what_its_learning_rate_does(make_recipe, capsys):
     assert "--train.schedule wsd" in out
 
 
+@pytest.mark.slow
 def test_a_run_of_warm_up_stable_decay_is_extended_bit_by_bit(make_recipe, capsys):
     """From the checkpoint where the decay began, which the message names. Guards: that it was kept until the
     run was extended, and then rotated away."""
@@ -390,6 +397,7 @@ def test_a_run_that_fails_before_its_first_step_has_not_taken_its_name(make_reci
     train(make_recipe(learning_rate=0.5))
 
 
+@pytest.mark.slow
 def test_deterministic_runs_of_a_seed_are_equal_bit_by_bit(make_recipe, monkeypatch):
     """And PyTorch is told so while they train, and as before afterwards."""
     asked = []

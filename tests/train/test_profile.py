@@ -9,6 +9,7 @@ import pytest
 from lingpt.train import train
 
 
+@pytest.mark.slow
 def test_a_run_is_profiled(make_recipe, capsys):
     """Every part is found in the steps after the first two.
 

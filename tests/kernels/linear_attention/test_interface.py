@@ -610,6 +610,7 @@ def test_a_large_number_b_is_the_caller_s_risk_without_norms():
     torch.testing.assert_close(o, linear_attention(0.1 * q, 0.3 * k, v, 1.0, normalize_qk=False))
 
 
+@pytest.mark.slow
 def test_the_import_is_light():
     """Importing the operators pulls in neither the CUDA compiler nor a model library, beside torch's own."""
     import subprocess

@@ -275,6 +275,7 @@ def test_weights_to_start_from_are_not_taken_for_those_of_a_run_that_goes_on(mak
         train(make_recipe(max_steps=9, init_from=str(other / "checkpoints/step-00000006")))
 
 
+@pytest.mark.slow
 def test_where_the_weights_came_from_stays_on_record(make_recipe):
     """Guards: a run that was resumed without `--train.init_from` had begun from nothing, by its record: the
     command that it was started with was refused, and its curve averaged with one from random weights."""
@@ -286,6 +287,7 @@ def test_where_the_weights_came_from_stays_on_record(make_recipe):
     train(make_recipe(max_steps=7, init_from=init_from))
 
 
+@pytest.mark.slow
 def test_the_folder_of_the_weights_may_be_written_in_another_way(make_recipe, monkeypatch):
     """Guards: `--train.init_from runs/sm/` was "another config" than `runs/sm`."""
     other = train(make_recipe(name="other", max_steps=1))
@@ -370,6 +372,7 @@ def test_a_run_is_no_checkpoint(make_recipe):
         train(make_recipe(resume=str(folder)))
 
 
+@pytest.mark.slow
 def test_a_run_s_config_goes_on_however_it_was_started(make_recipe):
     """Guards: `lingpt train --config runs/x/config.yaml` began anew where x had begun by `resume never`."""
     train(make_recipe())

@@ -53,6 +53,7 @@ def logged_out(monkeypatch, tmp_path):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
 
 
+@pytest.mark.slow
 def test_the_offline_record_has_losses_group_and_step_metric(make_recipe, logged_out, monkeypatch, capfd):
     """Logged out: no prompt, no network, and a record of losses over training time, grouped by model."""
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("wandb asked something"))
@@ -201,6 +202,7 @@ def test_mode_is_offline_unless_logged_in(logged_out, monkeypatch, tmp_path):
     assert trackers.wandb_mode() == "disabled"
 
 
+@pytest.mark.slow
 def test_the_longest_form_is_tracked(make_recipe, logged_out, capsys):
     """Guards: wandb refuses a tag of more than 64 characters, and such a run ended before its first step."""
     recipe = make_recipe(wandb=True, max_steps=1)
