@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 
 @pytest.mark.slow
 def test_training_does_not_import_what_lightnings_metrics_would_bring():
