@@ -186,8 +186,10 @@ def _extra_with(package: str) -> str | None:
 def _complain(message: str) -> None:
     """Prints one line on stderr; in a multi-device run only one process per machine does."""
     if int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0))) == 0:
-        with contextlib.suppress(OSError):  # a terminal that is gone
-            print(f"lingpt: {message}", file=sys.stderr)
+        try:
+            print(f"lingpt: {message}", file=sys.stderr, flush=True)
+        except OSError:  # a terminal that is gone: flushed at the end, what is left would change the exit code
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 if __name__ == "__main__":

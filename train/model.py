@@ -22,7 +22,7 @@ def config_of(recipe: Recipe) -> Config:
     gives none."""
     model = recipe.model
     if model.name not in MODELS and model.vocab_size is None and model.padded_vocab_size is None:
-        model = replace(model, vocab_size=vocab_size(recipe.data))
+        model = replace(model, vocab_size=vocab_size(recipe.data))  # type: ignore[call-arg]
     return model.config()
 
 
