@@ -188,7 +188,7 @@ def _complain(message: str) -> None:
     if int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0))) == 0:
         try:
             print(f"lingpt: {message}", file=sys.stderr, flush=True)
-        except OSError:  # a terminal that is gone: flushed at the end, what is left would change the exit code
+        except OSError:  # a terminal that is gone: what is left would fail at the end
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
