@@ -50,6 +50,8 @@ def make_hflm(folder):
         tokenizer_file=str(folder / "tokenizer.json"), bos_token="<|endoftext|>", eos_token="<|endoftext|>"
     )
     model = transformers.GPTNeoXForCausalLM.from_pretrained(folder)
+    # Rows of the embedding beyond the tokenizer's are padding: LinGPT never generates them.
+    model.generation_config.suppress_tokens = list(range(len(tokenizer), model.config.vocab_size))
     return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=3, device="cpu")
 
 
