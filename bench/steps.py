@@ -107,7 +107,7 @@ class Identity(nn.Module):
         self.qkv, self.proj, self.dense = replaced.qkv, replaced.proj, dense
 
     def forward(
-        self, x_BNC: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor, state: Any = None
+        self, x_BNC: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor, *_: Any
     ) -> torch.Tensor:
         qkv = self.qkv(x_BNC)
         if self.dense:

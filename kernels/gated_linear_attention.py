@@ -18,7 +18,15 @@ from torch.utils.flop_counter import register_flop_formula
 
 from lingpt.common.errors import UserError, unknown
 from lingpt.common.install import install_command
-from lingpt.kernels.numerics import pad_to_chunks, reverse_running_sum, state_dtype, to_tokens, true_fp32
+from lingpt.kernels.numerics import (
+    LOG_ZERO,
+    first_tokens,
+    pad_to_chunks,
+    reverse_running_sum,
+    state_dtype,
+    to_tokens,
+    true_fp32,
+)
 
 CHUNK, SUBCHUNK = 64, 16
 BACKENDS = ("auto", "reference", "chunkwise", "recurrent", "fla")
@@ -34,6 +42,7 @@ def gated_linear_attention(
     *,
     scale: float | None = None,
     initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Causal linear attention whose state decays at a data-dependent rate per key dimension.
@@ -43,6 +52,9 @@ def gated_linear_attention(
         log_gate: ln α, [B, N, H, Dk], finite and ≤ 0 (values are not checked); any floating-point dtype.
         scale: factor on q; None means Dk^−0.5.
         initial_state: [B, H, Dk, Dv], fp32 (float64 for float64 inputs): the state of an earlier part.
+        cu_seqlens: int32 or int64 [sequences + 1]: borders of sequences packed into the B·N tokens, row after
+            row, as in `linear_attention`. The gates of first tokens are replaced by zeros, which let nothing
+            through: this needs none of FLA's own lists of chunks, which it makes on the host.
         backend: one of
             "reference"  the definition, quadratic, float64 inside;
             "chunkwise"  plain PyTorch on any device, with an analytical backward;
@@ -58,8 +70,9 @@ def gated_linear_attention(
         UserError: for wrong shapes, dtypes or devices, or a backend that cannot run here, before any work.
     """
     return gated_linear_attention_with_state(
-        q, k, v, log_gate, scale=scale, initial_state=initial_state, backend=backend
-    )[0]
+        q, k, v, log_gate,
+        scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, backend=backend,
+    )[0]  # fmt: skip
 
 
 def gated_linear_attention_with_state(
@@ -70,11 +83,15 @@ def gated_linear_attention_with_state(
     *,
     scale: float | None = None,
     initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """`gated_linear_attention` and the state after the last token: (o, state)."""
     _check(q, k, v, log_gate, initial_state)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if cu_seqlens is not None:
+        first = first_tokens(cu_seqlens, *q.shape[:2])
+        log_gate = log_gate.masked_fill(first[..., None, None], LOG_ZERO[state_dtype(q.dtype)])
     backend = choose(backend, q)
     forms = {
         "chunkwise": _chunkwise,

@@ -65,6 +65,12 @@ def per_head(x: float | Tensor, ndim: int, dim: int, dtype: torch.dtype) -> floa
     return x.to(dtype).view(shape)
 
 
+def first_tokens(cu_seqlens: Tensor, B: int, N: int) -> Tensor:
+    """Where packed sequences begin, bool [B, N]; cu_seqlens are their borders in the B·N tokens."""
+    first = torch.zeros(B * N + 1, dtype=torch.bool, device=cu_seqlens.device)  # empty ones begin at the end
+    return first.index_fill(0, cu_seqlens.long(), True)[:-1].view(B, N)
+
+
 def reciprocal_norm(x: Tensor) -> Tensor:
     """1/√(‖x‖² + NORM_EPS) over the last dimension: [..., D] → [..., 1], computed in x's dtype.
 

@@ -1,7 +1,32 @@
-"""Functions of `scaled_dot_product_attention` that PyTorch has, but not in its public interface."""
+"""Softmax attention of packed sequences; and functions of `scaled_dot_product_attention` that PyTorch has,
+but not in its public interface."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from lingpt.kernels.numerics import first_tokens
+
+
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
+    """Causal softmax attention within each of the sequences packed into the rows of a batch.
+
+    q, k, v: [B, N, H, D]. cu_seqlens: int32 [sequences + 1], their borders in the B·N tokens, row after row;
+    each row begins with one. Returns [B, N, H, D]. On CUDA in 16 bits it is FlashAttention's kernel for
+    sequences of different lengths, which needs neither a mask nor the lengths on the host; else SDPA with a
+    mask [B, 1, N, N].
+    """
+    B, N = q.shape[:2]
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+        rows = (x.flatten(0, 1) for x in (q, k, v))
+        o = varlen_attn(*rows, cu_seqlens, cu_seqlens, N, N, scale=scale, window_size=(-1, 0))
+        assert isinstance(o, Tensor)
+        return o.unflatten(0, (B, N))
+    sequence = first_tokens(cu_seqlens, B, N).cumsum(1)
+    mask = (sequence[:, :, None] == sequence[:, None]).tril()[:, None]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2)
 
 
 def sdpa_choice(q: Tensor, k: Tensor, v: Tensor) -> int | None:

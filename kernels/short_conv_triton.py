@@ -31,36 +31,45 @@ def takes(x_BNC: torch.Tensor) -> bool:
     return x_BNC.dtype in DTYPES and x_BNC.stride(-1) == 1
 
 
-def convolve(x_BNC: torch.Tensor, weight_4C: torch.Tensor) -> torch.Tensor:
+def convolve(
+    x_BNC: torch.Tensor, weight_4C: torch.Tensor, first_BN: torch.Tensor | None = None
+) -> torch.Tensor:
     """y_t = Σ_k w_k x_{t−3+k}, zeros before the first token, summed in fp32; differentiable once.
 
     x_BNC: [B, N, C] on CUDA, one of DTYPES, channels contiguous. weight_4C: [4, C], floating point; the last
-    row is the weight of the token itself. Returns [B, N, C] in x's dtype, contiguous.
+    row is the weight of the token itself. first_BN: bool, the first tokens of packed sequences. Returns
+    [B, N, C] in x's dtype, contiguous.
     """
-    return _convolve(x_BNC, weight_4C)
+    return _convolve(x_BNC, weight_4C, first_BN)
 
 
 @torch.library.custom_op("lingpt::short_conv_fwd", mutates_args=(), device_types="cuda")
-def _convolve(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _convolve(x: torch.Tensor, weight: torch.Tensor, first: torch.Tensor | None) -> torch.Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     grid, sizes = _grid(x, FORWARD)
     if y.numel():
         with torch.cuda.device_of(x):  # Triton launches on the current one
             _forward[grid](
-                x, weight.contiguous(), y, *x.stride()[:2], *x.shape[1:], *sizes, num_warps=FORWARD.warps
-            )
+                x, weight.contiguous(), first, y, *x.stride()[:2], *x.shape[1:], *sizes,
+                PACKED=first is not None, num_warps=FORWARD.warps,
+            )  # fmt: skip
     return y
 
 
 @torch.library.custom_op("lingpt::short_conv_bwd", mutates_args=(), device_types="cuda")
-def _gradients(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _gradients(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, first: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     dy, dx = dy.contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     grid, sizes = _grid(x, BACKWARD)
     parts = torch.empty(grid[0] * grid[1], *weight.shape, dtype=torch.float32, device=x.device)
     if dx.numel():
         strides = *x.stride()[:2], *x.shape[1:]
         with torch.cuda.device_of(x):
-            _backward[grid](dy, x, weight.contiguous(), dx, parts, *strides, *sizes, num_warps=BACKWARD.warps)
+            _backward[grid](
+                dy, x, weight.contiguous(), first, dx, parts, *strides, *sizes,
+                PACKED=first is not None, num_warps=BACKWARD.warps,
+            )  # fmt: skip
     return dx, parts.sum(0).to(weight.dtype)  # in a fixed order: deterministic
 
 
@@ -71,21 +80,23 @@ def _grid(x: torch.Tensor, blocks: Blocks) -> tuple[tuple[int, int, int], tuple[
 
 
 @_convolve.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _(x: torch.Tensor, weight: torch.Tensor, first: torch.Tensor | None) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 
 @_gradients.register_fake
-def _(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, first: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
-def _setup_context(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _autograd(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return _gradients(dy, *ctx.saved_tensors)
+def _autograd(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    return *_gradients(dy, *ctx.saved_tensors), None
 
 
 _convolve.register_autograd(_autograd, setup_context=_setup_context)
@@ -93,7 +104,8 @@ _convolve.register_autograd(_autograd, setup_context=_setup_context)
 
 @triton.jit
 def _forward(
-    x, weight, y, stride_b, stride_n, N, C, TOKENS: tl.constexpr, CHANNELS: tl.constexpr
+    x, weight, first_tokens, y, stride_b, stride_n, N, C,
+    TOKENS: tl.constexpr, CHANNELS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * TOKENS
     batch = tl.program_id(1).to(tl.int64)
@@ -101,6 +113,8 @@ def _forward(
     inside = c < C
     w0, w1, w2, w3 = _filters(weight + c, C, inside)
     x += batch * stride_b + c
+    if PACKED:
+        rows = first_tokens + batch * N
     y += batch * N * C + c
     x0 = _token(x, first - 3, stride_n, N, inside)
     x1 = _token(x, first - 2, stride_n, N, inside)
@@ -110,16 +124,26 @@ def _forward(
         x4 = _token(x, t + 1, stride_n, N, inside)
         x5 = _token(x, t + 2, stride_n, N, inside)
         x6 = _token(x, t + 3, stride_n, N, inside)
-        _store(y, t, C, N, inside, w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3)
-        _store(y, t + 1, C, N, inside, w0 * x1 + w1 * x2 + w2 * x3 + w3 * x4)
-        _store(y, t + 2, C, N, inside, w0 * x2 + w1 * x3 + w2 * x4 + w3 * x5)
-        _store(y, t + 3, C, N, inside, w0 * x3 + w1 * x4 + w2 * x5 + w3 * x6)
+        if PACKED:
+            # What a token may read before it: r3 whether its predecessor, r2 and r1 whether theirs.
+            r1, r2, r3 = _goes_on(rows, t - 2, N), _goes_on(rows, t - 1, N), _goes_on(rows, t, N)
+            r4, r5, r6 = _goes_on(rows, t + 1, N), _goes_on(rows, t + 2, N), _goes_on(rows, t + 3, N)
+            _store(y, t, C, N, inside, w3 * x3 + r3 * (w2 * x2 + r2 * (w1 * x1 + r1 * (w0 * x0))))
+            _store(y, t + 1, C, N, inside, w3 * x4 + r4 * (w2 * x3 + r3 * (w1 * x2 + r2 * (w0 * x1))))
+            _store(y, t + 2, C, N, inside, w3 * x5 + r5 * (w2 * x4 + r4 * (w1 * x3 + r3 * (w0 * x2))))
+            _store(y, t + 3, C, N, inside, w3 * x6 + r6 * (w2 * x5 + r5 * (w1 * x4 + r4 * (w0 * x3))))
+        else:
+            _store(y, t, C, N, inside, w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3)
+            _store(y, t + 1, C, N, inside, w0 * x1 + w1 * x2 + w2 * x3 + w3 * x4)
+            _store(y, t + 2, C, N, inside, w0 * x2 + w1 * x3 + w2 * x4 + w3 * x5)
+            _store(y, t + 3, C, N, inside, w0 * x3 + w1 * x4 + w2 * x5 + w3 * x6)
         x0, x1, x2 = x4, x5, x6
 
 
 @triton.jit
 def _backward(
-    dy, x, weight, dx, parts, stride_b, stride_n, N, C, TOKENS: tl.constexpr, CHANNELS: tl.constexpr
+    dy, x, weight, first_tokens, dx, parts, stride_b, stride_n, N, C,
+    TOKENS: tl.constexpr, CHANNELS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """dx_t = Σ_k w_k dy_{t+3−k}; and the block's part of dw_k = Σ_t dy_t x_{t−3+k}, over its own tokens t."""
     first = tl.program_id(0) * TOKENS
@@ -128,6 +152,8 @@ def _backward(
     inside = c < C
     w0, w1, w2, w3 = _filters(weight + c, C, inside)
     x += batch * stride_b + c
+    if PACKED:
+        rows = first_tokens + batch * N
     dx += batch * N * C + c
     dy += batch * N * C + c
     x0 = _token(x, first - 3, stride_n, N, inside)
@@ -149,13 +175,26 @@ def _backward(
         d4 = _token(dy, t + 4, C, N, inside)
         d5 = _token(dy, t + 5, C, N, inside)
         d6 = _token(dy, t + 6, C, N, inside)
-        _store(dx, t, C, N, inside, w3 * d0 + w2 * d1 + w1 * d2 + w0 * d3)
-        _store(dx, t + 1, C, N, inside, w3 * d1 + w2 * d2 + w1 * d3 + w0 * d4)
-        _store(dx, t + 2, C, N, inside, w3 * d2 + w2 * d3 + w1 * d4 + w0 * d5)
-        _store(dx, t + 3, C, N, inside, w3 * d3 + w2 * d4 + w1 * d5 + w0 * d6)
-        dw0 += d0 * x0 + d1 * x1 + d2 * x2 + d3 * x3
-        dw1 += d0 * x1 + d1 * x2 + d2 * x3 + d3 * x4
-        dw2 += d0 * x2 + d1 * x3 + d2 * x4 + d3 * x5
+        if PACKED:
+            r1, r2, r3 = _goes_on(rows, t - 2, N), _goes_on(rows, t - 1, N), _goes_on(rows, t, N)
+            r4, r5, r6 = _goes_on(rows, t + 1, N), _goes_on(rows, t + 2, N), _goes_on(rows, t + 3, N)
+            r7, r8, r9 = _goes_on(rows, t + 4, N), _goes_on(rows, t + 5, N), _goes_on(rows, t + 6, N)
+            _store(dx, t, C, N, inside, w3 * d0 + r4 * (w2 * d1 + r5 * (w1 * d2 + r6 * (w0 * d3))))
+            _store(dx, t + 1, C, N, inside, w3 * d1 + r5 * (w2 * d2 + r6 * (w1 * d3 + r7 * (w0 * d4))))
+            _store(dx, t + 2, C, N, inside, w3 * d2 + r6 * (w2 * d3 + r7 * (w1 * d4 + r8 * (w0 * d5))))
+            _store(dx, t + 3, C, N, inside, w3 * d3 + r7 * (w2 * d4 + r8 * (w1 * d5 + r9 * (w0 * d6))))
+            r1, r2 = r1 * r2 * r3, r2 * r3  # now: as far back as t − 3, t − 2
+            dw0 += r1 * d0 * x0 + r2 * r4 * d1 * x1 + r3 * r4 * r5 * d2 * x2 + r4 * r5 * r6 * d3 * x3
+            dw1 += r2 * d0 * x1 + r3 * r4 * d1 * x2 + r4 * r5 * d2 * x3 + r5 * r6 * d3 * x4
+            dw2 += r3 * d0 * x2 + r4 * d1 * x3 + r5 * d2 * x4 + r6 * d3 * x5
+        else:
+            _store(dx, t, C, N, inside, w3 * d0 + w2 * d1 + w1 * d2 + w0 * d3)
+            _store(dx, t + 1, C, N, inside, w3 * d1 + w2 * d2 + w1 * d3 + w0 * d4)
+            _store(dx, t + 2, C, N, inside, w3 * d2 + w2 * d3 + w1 * d4 + w0 * d5)
+            _store(dx, t + 3, C, N, inside, w3 * d3 + w2 * d4 + w1 * d5 + w0 * d6)
+            dw0 += d0 * x0 + d1 * x1 + d2 * x2 + d3 * x3
+            dw1 += d0 * x1 + d1 * x2 + d2 * x3 + d3 * x4
+            dw2 += d0 * x2 + d1 * x3 + d2 * x4 + d3 * x5
         dw3 += d0 * x3 + d1 * x4 + d2 * x5 + d3 * x6
         x0, x1, x2 = x4, x5, x6
         d0, d1, d2 = d4, d5, d6
@@ -182,6 +221,13 @@ def _token(rows, t, stride, N, inside):
     """Token t in fp32; zeros outside of the sequence."""
     at = tl.cast(t, tl.int64) * stride
     return tl.load(rows + at, mask=inside & (t >= 0) & (t < N), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _goes_on(first_tokens, t, N):
+    """1.0 if token t follows another of its sequence, 0.0 if it is the first."""
+    inside = (t > 0) & (t < N)
+    return 1.0 - tl.load(first_tokens + t, mask=inside, other=True).to(tl.float32)
 
 
 @triton.jit

@@ -85,10 +85,16 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, x_BNC: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor, state: Any = None
+        self,
+        x_BNC: torch.Tensor,
+        cos_NR: torch.Tensor,
+        sin_NR: torch.Tensor,
+        state: Any = None,
+        cu_seqlens: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`[B, N, C]` → the same; `state` is the attention's decoding state."""
-        attended = self.attn(self.norm_1(x_BNC), cos_NR, sin_NR, state) + x_BNC
+        """`[B, N, C]` → the same; `state` is the attention's decoding state, cu_seqlens are those of
+        `GPT.hidden`."""
+        attended = self.attn(self.norm_1(x_BNC), cos_NR, sin_NR, state, cu_seqlens) + x_BNC
         return self.mlp(self.norm_2(x_BNC if self.config.parallel_residual else attended)) + attended
 
 
@@ -158,8 +164,22 @@ class GPT(Fp32Buffers):
         """Logits of each position's next token, `[B, N, padded_vocab_size]`."""
         return self.lm_head(self.hidden(idx_BN))
 
-    def hidden(self, idx_BN: torch.Tensor, state: DecodingState | None = None) -> torch.Tensor:
-        """The input of `lm_head`, `[B, N, C]`: lets a loss compute its logits in pieces."""
+    def hidden(
+        self,
+        idx_BN: torch.Tensor,
+        state: DecodingState | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The input of `lm_head`, `[B, N, C]`: lets a loss compute its logits in pieces.
+
+        cu_seqlens: int32 `[documents + 1]`, from 0 to B·N and not decreasing, the borders of documents that
+        are packed into the rows, over the B·N tokens row after row as in FlashAttention's varlen functions;
+        each row begins with one. A token sees its own document only. Equal numbers are empty documents: they
+        pad cu_seqlens to a fixed size, for which nothing is compiled anew. RoPE's positions do not restart
+        with a document: only distances within one matter.
+        """
+        if cu_seqlens is not None and state is not None:
+            raise UserError("packed documents go without a state: give each one a row of its own")
         start = state.position if state is not None else 0
         end = start + idx_BN.shape[1]
         self.check_length(end)
@@ -175,10 +195,11 @@ class GPT(Fp32Buffers):
             if self.recompute_blocks and torch.is_grad_enabled():
                 # No dropout, so there is no random state to keep.
                 x_BNC = checkpoint(
-                    block, x_BNC, cos_NR, sin_NR, use_reentrant=False, preserve_rng_state=False
-                )
+                    block, *(x_BNC, cos_NR, sin_NR, None, cu_seqlens),
+                    use_reentrant=False, preserve_rng_state=False,
+                )  # fmt: skip
             else:
-                x_BNC = block(x_BNC, cos_NR, sin_NR)
+                x_BNC = block(x_BNC, cos_NR, sin_NR, None, cu_seqlens)
         return self.transformer["ln_f"](x_BNC)
 
     def hidden_with_state(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lingpt.kernels.numerics import B_SHRINK, state_dtype
+from lingpt.kernels.numerics import B_SHRINK, first_tokens, state_dtype
 
 T = TypeVar("T", float, Tensor, float | Tensor)
 
@@ -68,6 +69,7 @@ class Call(NamedTuple):
     head_log_decay: Tensor | None = None  # [H] in fp32 (float64), constant per head; None: no such decay
     token_log_decay: Tensor | None = None  # [B, N, H] in fp32 (float64), one per token
     gate_bias: Tensor | None = None  # [H] in fp32 (float64), with `projected`
+    cu_seqlens: Tensor | None = None  # borders of packed sequences in the B·N tokens, int32 or int64
     S: Tensor | None = None  # the initial state; None: zeros
     z: Tensor | None = None
     c: Tensor | None = None
@@ -82,14 +84,23 @@ class Call(NamedTuple):
     backend: str = "auto"
 
     def unpacked(self) -> Call:
-        """The call with `projected` replaced by qkv, a view of it, and token_log_decay: the form that all
-        other properties and backends take."""
-        if self.projected is None or self.gate_bias is None:
-            return self
-        qkv, gate, _ = split_projection(self.projected, self.gate_bias.shape[0], self.head_size)
-        return self._replace(
-            projected=None, gate_bias=None, qkv=qkv, token_log_decay=logarithm_of_gate(gate, self.gate_bias)
-        )
+        """The call with `projected` replaced by qkv, a view of it, and token_log_decay, and with `cu_seqlens`
+        replaced by resets in token_log_decay: the form that all other properties and backends take."""
+        call = self
+        if call.projected is not None and call.gate_bias is not None:
+            qkv, gate, _ = split_projection(call.projected, call.gate_bias.shape[0], call.head_size)
+            decay = logarithm_of_gate(gate, call.gate_bias)
+            call = call._replace(projected=None, gate_bias=None, qkv=qkv, token_log_decay=decay)
+        if call.cu_seqlens is not None:
+            (B, N, H, _), given = call.shape, call.inputs[0]
+            decay = call.token_log_decay
+            if decay is None:
+                head = call.head_log_decay
+                decay = given.new_zeros(H, dtype=state_dtype(given.dtype)) if head is None else head
+            resets = first_tokens(call.cu_seqlens, B, N)[..., None]
+            decay = decay.expand(B, N, H).masked_fill(resets, -math.inf)
+            call = call._replace(cu_seqlens=None, head_log_decay=None, token_log_decay=decay)
+        return call
 
     def tokens(self, part: slice) -> Call:
         """The unpacked call for a slice of its tokens, with the same initial state."""

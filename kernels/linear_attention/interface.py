@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lingpt.common.errors import UserError, unknown
@@ -21,7 +20,6 @@ from lingpt.kernels.linear_attention import recurrent, reference
 from lingpt.kernels.linear_attention.call import (
     Call,
     LinearAttentionState,
-    logarithm_of_gate,
     split_projection,
     state_shapes,
 )
@@ -73,10 +71,10 @@ def linear_attention(
             [B, N, H]  a decay per token, with a gradient: everything before token t decays by γ_t. −inf is a
                        reset: finite values before that token have weight exactly 0. A NaN or infinity there
                        still spreads, as 0 · NaN is NaN: padding of packed sequences must be finite.
-        cu_seqlens: int32 or int64 [sequences + 1], from 0 to N, not decreasing (not checked), as in
-            FlashAttention: q, k and v [1, N, H, D] hold sequences of different lengths, one after the other.
-            Outputs and gradients are those of separate calls: each sequence begins with a reset. Not together
-            with a state.
+        cu_seqlens: int32 or int64 [sequences + 1], from 0 to B·N, not decreasing (not checked), as in
+            FlashAttention: the B·N tokens, row after row, are sequences of different lengths, one after the
+            other; each row begins with one. Outputs and gradients are those of separate calls: each sequence
+            begins with a reset. Repeated numbers are empty sequences. Not together with a state.
         normalize: divide by the sum of the weights. False: z and n of a state are zeros and are not read.
         normalize_qk: False uses q, k and b unchanged. A normaliser may then be near zero or change sign, with
             meaningless o: the caller must prevent that.
@@ -232,10 +230,6 @@ def _packed_call(
     if gate_bias is not None:
         projected, qkv = qkv, _check_projected(qkv, gate_bias, head_size, log_decay)
         gate_bias = gate_bias.to(state_dtype(qkv.dtype)).contiguous()
-        if cu_seqlens is not None:  # the resets go into log_decay
-            gate = split_projection(projected, *qkv.shape[-2:])[1]
-            log_decay = logarithm_of_gate(gate, gate_bias)
-            projected = gate_bias = head_size = None
     elif head_size is not None:
         raise UserError("head_size is for a projection that has gates: give their gate_bias, too")
     _check_packed(qkv, cos, sin)
@@ -331,12 +325,13 @@ def _checked_options(
     _check_flags(normalize=normalize, normalize_qk=normalize_qk, causal=causal)
     _check_sequences(cu_seqlens, like, causal, initial_state)
     _check_coefficients(a, b, normalize, normalize_qk)
-    head_decay, token_decay = _decay(log_decay, like, cu_seqlens, causal)
+    head_decay, token_decay = _decay(log_decay, like, causal)
     S, z, c, n = _state(initial_state, like)
     return {
         "a": _per_head_or_none(a, like, "a"), "b": _per_head_or_none(b, like, "b"),
         "a_value": _number(a), "b_value": _number(b),
-        "head_log_decay": head_decay, "token_log_decay": token_decay, "S": S, "z": z, "c": c, "n": n,
+        "head_log_decay": head_decay, "token_log_decay": token_decay, "cu_seqlens": cu_seqlens,
+        "S": S, "z": z, "c": c, "n": n,
         "normalize": normalize, "normalize_qk": normalize_qk, "causal": causal, "return_state": return_state,
         "backend": _backend(backend, like, causal, initial_state is not None),
     }  # fmt: skip
@@ -392,23 +387,9 @@ def _per_head(x: Tensor, like: Tensor, name: str) -> Tensor:
 
 
 def _decay(
-    log_decay: Tensor | Sequence[float] | None, like: Tensor, cu_seqlens: Tensor | None, causal: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """(decay per head [H], decay per token [B, N, H]) in the sums' dtype, at most one of them not None."""
-    head, token = _checked_decay(log_decay, like, causal)
-    if cu_seqlens is None:
-        return head, token
-    B, N, H = *like.shape[:2], like.shape[-2]
-    if token is None:
-        decay = like.new_zeros(H, dtype=state_dtype(like.dtype)) if head is None else head
-        token = decay.expand(B, N, H)
-    one_more = F.pad(token, (0, 0, 0, 1))  # an empty last sequence begins after the last token
-    return None, one_more.index_fill(1, cu_seqlens.long(), -math.inf)[:, :N]
-
-
-def _checked_decay(
     log_decay: Tensor | Sequence[float] | None, like: Tensor, causal: bool
 ) -> tuple[Tensor | None, Tensor | None]:
+    """(decay per head [H], decay per token [B, N, H]) in the sums' dtype, at most one of them not None."""
     if log_decay is None:
         return None, None
     if not causal:
@@ -447,8 +428,6 @@ def _check_sequences(cu_seqlens: object, like: Tensor, causal: bool, initial_sta
         raise UserError(f"cu_seqlens must be int32 or int64 [sequences + 1]; got {got}")
     if cu_seqlens.device != like.device:
         raise UserError(f"cu_seqlens must be on {like.device}; got {cu_seqlens.device}")
-    if like.shape[0] != 1:
-        raise UserError(f"with cu_seqlens the sequences are in one row, B = 1; got B = {like.shape[0]}")
     if not causal:
         raise UserError("cu_seqlens needs causal=True: call each sequence by itself")
     if initial_state is not None:

@@ -34,7 +34,7 @@ from lingpt.kernels.linear_attention.call import (
     split_projection,
     state_shapes,
 )
-from lingpt.kernels.numerics import state_dtype
+from lingpt.kernels.numerics import first_tokens, state_dtype
 
 try:
     from torch import _is_functional_tensor
@@ -140,12 +140,16 @@ def _backward(given: Call, saved: Results, gradients: Results) -> Results:
         out = tuple(d.values()) if call.qkv is None else d["qkv"].unbind(2)
     found = choose(call).backward(call, outputs, d_outputs, out)
     d_log_decay, d_bias = found.token_log_decay, None
+    if given.cu_seqlens is not None and d_log_decay is not None:
+        d_log_decay = d_log_decay.masked_fill(first_tokens(given.cu_seqlens, *call.shape[:2])[..., None], 0)
     if given.gate_bias is not None:
         assert call.token_log_decay is not None and d_log_decay is not None
         d_sum = -torch.expm1(call.token_log_decay) * d_log_decay  # the derivative of ln σ is 1 − σ
         d_gate.copy_(d_sum)
         rest.zero_()
         d_log_decay, d_bias = None, d_sum.sum((0, 1))
+    elif given.token_log_decay is None:  # only resets
+        d_log_decay = None
     by_input = (d.get(name) for name in _INPUTS)
     return *by_input, found.a, found.b, d_log_decay, d_bias, *(found.initial_state or _NO_STATE)
 

@@ -94,10 +94,15 @@ class Attention(Fp32Buffers, ABC):
 
     @abstractmethod
     def forward(
-        self, x_BNC: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor, state: Any = None
+        self,
+        x_BNC: torch.Tensor,
+        cos_NR: torch.Tensor,
+        sin_NR: torch.Tensor,
+        state: Any = None,
+        cu_seqlens: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`[B, N, C]` → the same, in the dtype of `proj`'s output. cos and sin `[N, R]` are those of x's
-        positions.
+        positions. cu_seqlens: borders of packed documents, as in `GPT.hidden`; no token reads another's.
 
         With a decoding state, x continues the tokens it has seen, and the state is updated.
         Raises UserError for more tokens than the state has room for.

@@ -91,18 +91,19 @@ class GLAAttention(Attention):
         cos_NR: torch.Tensor,
         sin_NR: torch.Tensor,
         state: RecurrentState | None = None,
+        cu_seqlens: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`[B, N, C]` → the same; cos and sin are not read. `state.value`: `[B, H, d_k/H, d_v/H]` in fp32."""
         qkv, r = self.qkvr(x_BNC).split((2 * self.d_k + self.d_v, self.d_v), dim=-1)
         if self.conv is not None:
-            qkv = apply_short_conv(qkv, self.conv, state, silu=True)
+            qkv = apply_short_conv(qkv, self.conv, state, cu_seqlens, silu=True)
         q, k, v = (  # [B, N, H, d_k/H or d_v/H]
             t.unflatten(-1, (self.n_head, -1)) for t in qkv.split((self.d_k, self.d_k, self.d_v), dim=-1)
         )
         log_gate = F.logsigmoid(self.gate_up(self.gate_down(x_BNC)).float()) / GATE_TEMPERATURE
         log_gate = log_gate.unflatten(-1, (self.n_head, -1))
         if state is None:
-            o = gated_linear_attention(q, k, v, log_gate)
+            o = gated_linear_attention(q, k, v, log_gate, cu_seqlens=cu_seqlens)
         else:
             o, state.value = gated_linear_attention_with_state(q, k, v, log_gate, initial_state=state.value)
         return self.proj(F.silu(r) * self.norm(o).flatten(2))

@@ -164,18 +164,20 @@ class OursAttention(QKVAttention):
         return b + (b.clamp(-1.0, 1.0) - b).detach()
 
     def operator_inputs(
-        self, x_BNC: torch.Tensor, state: RecurrentState | None
+        self, x_BNC: torch.Tensor, state: RecurrentState | None, cu_seqlens: torch.Tensor | None
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """The operator's inputs: qkv `[B, N, 3, H, D]`, convolved, and the arguments that give the decay."""
-        return self.apply_short_conv(self.packed_qkv(x_BNC), state), {"log_decay": self.log_decay}
+        qkv = self.apply_short_conv(self.packed_qkv(x_BNC), state, cu_seqlens)
+        return qkv, {"log_decay": self.log_decay}
 
-    def apply_short_conv(self, qkv_BN3HD: torch.Tensor, state: RecurrentState | None) -> torch.Tensor:
+    def apply_short_conv(
+        self, qkv_BN3HD: torch.Tensor, state: RecurrentState | None, cu_seqlens: torch.Tensor | None
+    ) -> torch.Tensor:
         """qkv `[B, N, 3, H, D]` after the convolution, if there is one; updates the state's `conv`."""
         if self.conv is None:
             return qkv_BN3HD
-        return apply_short_conv(qkv_BN3HD.flatten(2), self.conv, state, silu=self.conv_silu).view_as(
-            qkv_BN3HD
-        )
+        rows = qkv_BN3HD.flatten(2)
+        return apply_short_conv(rows, self.conv, state, cu_seqlens, silu=self.conv_silu).view_as(qkv_BN3HD)
 
     def forward(
         self,
@@ -183,14 +185,15 @@ class OursAttention(QKVAttention):
         cos_NR: torch.Tensor,
         sin_NR: torch.Tensor,
         state: RecurrentState | None = None,
+        cu_seqlens: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`[B, N, C]` → the same; `state.value` is the operator's state after the last token, fp32."""
-        qkv, decay = self.operator_inputs(x_BNC, state)
+        qkv, decay = self.operator_inputs(x_BNC, state, cu_seqlens)
         inputs = qkv, cos_NR, sin_NR, self.b()
         backend = self.backend if self.training else "auto"
         options: dict[str, Any] = dict(a=self.a(), normalize=self.normalize, backend=backend, **decay)
         if state is None:
-            o_BNHD = linear_attention_qkv(*inputs, **options)
+            o_BNHD = linear_attention_qkv(*inputs, cu_seqlens=cu_seqlens, **options)
         else:
             o_BNHD, state.value = linear_attention_qkv_with_state(
                 *inputs, initial_state=state.value, **options

@@ -34,7 +34,7 @@ class OursGatedAttention(OursAttention):
         self.decay_bias = nn.Parameter(decay_bias(config.n_head))
 
     def operator_inputs(
-        self, x_BNC: torch.Tensor, state: RecurrentState | None
+        self, x_BNC: torch.Tensor, state: RecurrentState | None, cu_seqlens: torch.Tensor | None
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """The operator's inputs. In training, q, k, v and the gates come from one matrix product, so that x
         is read once and its gradient written once.
@@ -45,17 +45,21 @@ class OursGatedAttention(OursAttention):
         plain = is_plain_linear(self.qkv) and is_plain_linear(self.decay_proj)
         if state is None and plain:
             gates = {"gate_bias": self.decay_bias, "head_size": self.config.head_size}
-            return self.project_qkv_and_decay(x_BNC), gates
+            return self.project_qkv_and_decay(x_BNC, cu_seqlens), gates
         log_decay = logarithm_of_gate(self.decay_proj(x_BNC), self.decay_bias)
-        return self.apply_short_conv(self.packed_qkv(x_BNC), state), {"log_decay": log_decay}
+        return self.apply_short_conv(self.packed_qkv(x_BNC), state, cu_seqlens), {"log_decay": log_decay}
 
-    def project_qkv_and_decay(self, x_BNC: torch.Tensor) -> torch.Tensor:
+    def project_qkv_and_decay(
+        self, x_BNC: torch.Tensor, cu_seqlens: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """`[B, N, 3·H·D + P]`: q, k and v (convolved), the gates before their bias, and zeros as padding."""
         H, fill = self.config.n_head, self.row_fill()
         weight = F.pad(torch.cat((self.qkv.weight, self.decay_proj.weight)), (0, 0, 0, fill))
         bias = None if self.qkv.bias is None else F.pad(self.qkv.bias, (0, H + fill))
         rows = F.linear(x_BNC, weight, bias)
-        return rows if self.conv is None else apply_short_conv(rows, self.conv, silu=self.conv_silu)
+        if self.conv is None:
+            return rows
+        return apply_short_conv(rows, self.conv, cu_seqlens=cu_seqlens, silu=self.conv_silu)
 
     def row_fill(self) -> int:
         """The number of zeros after the gates, which pad rows to whole 128-byte cache lines (in 16-bit

@@ -17,19 +17,25 @@ SHORT_CONV = Option("a causal convolution of width 4 over q, k and v of `ours*` 
 
 
 def apply_short_conv(
-    x_BNW: torch.Tensor, weight_KC: torch.Tensor, state: ConvState | None = None, *, silu: bool = False
+    x_BNW: torch.Tensor,
+    weight_KC: torch.Tensor,
+    state: ConvState | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    *,
+    silu: bool = False,
 ) -> torch.Tensor:
     """`short_convolution` of the first C columns of x, with `silu` followed by a SiLU; other columns
     unchanged.
 
     x_BNW: [B, N, W], W ≥ C; with a decoding state, W = C. weight_KC: [K, C]. x continues the tokens that the
-    state has seen; `state.conv` [B, K − 1, C], the last of them (None before the first), is updated.
+    state has seen; `state.conv` [B, K − 1, C], the last of them (None before the first), is updated. Without
+    a state, cu_seqlens are the borders of documents that are packed into the rows.
     Returns [B, N, W] in x's dtype.
     """
     if state is not None:
         y_BNC = _conv_with_state(x_BNW, weight_KC, state)
         return F.silu(y_BNC) if silu else y_BNC
-    return convolve_columns(x_BNW, weight_KC, silu)
+    return convolve_columns(x_BNW, weight_KC, silu, cu_seqlens)
 
 
 def _conv_with_state(x_BNC: torch.Tensor, weight_KC: torch.Tensor, state: ConvState) -> torch.Tensor:

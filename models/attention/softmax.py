@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lingpt.common.errors import UserError
 from lingpt.common.options import Option
-from lingpt.kernels.sdpa import sdpa_choice, sdpa_with_logsumexp
+from lingpt.kernels.sdpa import packed_attention, sdpa_choice, sdpa_with_logsumexp
 from lingpt.models.architecture import Architecture
 from lingpt.models.attention.base import GATE_ACTIVATION, ConvState, GateActivation, QKVAttention
 from lingpt.models.attention.short_conv import apply_short_conv, identity_filter
@@ -166,20 +166,27 @@ class SoftmaxAttention(QKVAttention):
         raise UserError(f"model.sdpa {sdpa} cannot train {where}{why}: use another kernel, or auto")
 
     def forward(
-        self, x_BNC: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor, state: KVCache | None = None
+        self,
+        x_BNC: torch.Tensor,
+        cos_NR: torch.Tensor,
+        sin_NR: torch.Tensor,
+        state: KVCache | None = None,
+        cu_seqlens: torch.Tensor | None = None,
     ) -> torch.Tensor:
         B, N, _ = x_BNC.shape
         H, D = self.config.n_head, self.config.head_size
         qkv = self.qkv(x_BNC)
         if self.conv is not None:
-            qkv = apply_short_conv(qkv, self.conv, state)
+            qkv = apply_short_conv(qkv, self.conv, state, cu_seqlens)
         qk, v = qkv.view(B, N, 3 * H, D).split((2 * H, H), dim=2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.split(H, dim=2)
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=2).to(v.dtype)
         q, k = apply_rope(qk, cos_NR, sin_NR).split(H, dim=2)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # views [B, H, N, D], SDPA's order
         mask, scale = None, 1.0 / math.sqrt(D)
+        if cu_seqlens is not None:
+            return self.gate_and_project(packed_attention(q, k, v, cu_seqlens, scale), x_BNC)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # views [B, H, N, D], SDPA's order
         if state is not None:
             k, v = state.append(k, v)
             if state.static is not None:

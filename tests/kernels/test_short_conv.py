@@ -1,5 +1,7 @@
 """The convolution's kernels on a GPU against PyTorch's convolution in float64."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -54,6 +56,26 @@ def test_values_and_gradients(N, dtype):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_packed_sequences(dtype):
+    """Guards: a leak across a border, forward or back, at the borders of blocks and of tokens taken together;
+    sequences shorter than the filter, rows that begin with one."""
+    x, weight, dy = drawn(2, 300, 840, 776, dtype)
+    borders = [0, 1, 2, 5, 126, 128, 129, 200, 300, 303, 427, 428, 600]
+    cu_seqlens = torch.tensor([*borders, 600], dtype=torch.int32, device="cuda")
+    y = short_conv.convolve_columns(x, weight, cu_seqlens=cu_seqlens)
+    dx, dw = torch.autograd.grad(y, (x, weight), dy)
+    pieces = [
+        exact(x.flatten(0, 1)[None, a:b], weight, dy.flatten(0, 1)[None, a:b]) for a, b in pairwise(borders)
+    ]
+    y_exact, dx_exact = (
+        torch.cat(parts, 1).view(2, 300, 776) for parts in list(zip(*pieces, strict=True))[:2]
+    )
+    dw_exact = sum(dw for _, _, dw in pieces)
+    assert is_close(y[..., :776], y_exact, dtype) and is_close(dx[..., :776], dx_exact, dtype)
+    assert (dw - dw_exact).norm() < 1e-6 * dw_exact.norm()
+
+
 def test_views_and_no_tokens():
     """Guards: columns of a wider projection, read where they lie; a gradient that is no contiguous tensor."""
     x, weight, dy = drawn(2, 70, 512, 256, torch.bfloat16)
@@ -83,7 +105,7 @@ def test_in_a_compiled_block():
         strict=True,
     ):
         assert torch.equal(found, expected)
-    torch.library.opcheck(torch.ops.lingpt.short_conv_fwd, (x, F.pad(weight, (0, 64))))
+    torch.library.opcheck(torch.ops.lingpt.short_conv_fwd, (x, F.pad(weight, (0, 64)), None))
 
 
 def test_more_than_two_billion_elements():

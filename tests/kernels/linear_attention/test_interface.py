@@ -490,10 +490,6 @@ WRONG = {
         lambda q, k, v: linear_attention(q[:1], k[:1], v[:1], cu_seqlens=sequences().to("meta")),
         "cu_seqlens must be on cpu; got meta",
     ),
-    "sequences of several rows": (
-        lambda q, k, v: linear_attention(q, k, v, cu_seqlens=sequences()),
-        "in one row, B = 1; got B = 2",
-    ),
     "sequences, not causal": (
         lambda q, k, v: linear_attention(q[:1], k[:1], v[:1], cu_seqlens=sequences(), causal=False),
         "cu_seqlens needs causal=True",

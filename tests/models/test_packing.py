@@ -1,0 +1,61 @@
+"""Documents packed into rows: every attention keeps them apart."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from lingpt.models import GPT, ModelArgs
+
+ATTENTIONS = [
+    "ours",
+    "ours-decay+output_gate+short_conv+conv_silu",
+    "ours-gated",
+    "ours-gated+output_gate+short_conv",
+    "softmax",
+    "softmax-best",
+    "gla",
+    "gla+short_conv",
+    "hybrid",
+]
+BORDERS = [0, 1, 30, 65, 100, 103, 170, 200]  # of two rows of 100 tokens; a chunk has 64
+CU_SEQLENS = torch.tensor([*BORDERS, 200, 200], dtype=torch.int32)
+
+
+def model(attention: str) -> tuple[GPT, torch.Tensor]:
+    """A model in fp32 whose convolutions and decays are not those it starts with, and tokens `[2, 100]`."""
+    config = ModelArgs(
+        name="tiny", attention=attention, n_layer=4, n_head=4, n_embd=64, block_size=100, vocab_size=64
+    ).config()
+    gpt = GPT.create(config, seed=0)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in gpt.named_parameters():
+            if "attn." in name:
+                parameter += 0.1 * torch.randn_like(parameter)
+    return gpt, torch.randint(64, (2, 100))
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_packed_documents_are_as_each_alone(attention):
+    """Guards: a leak across a border, in either direction; a document that loses its own tokens."""
+    gpt, idx = model(attention)
+    packed = gpt.hidden(idx, cu_seqlens=CU_SEQLENS).flatten(0, 1)
+    alone = torch.cat([gpt.hidden(idx.flatten()[None, a:b])[0] for a, b in pairwise(BORDERS)])
+    torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-5)
+    weights, dy = list(gpt.transformer.parameters()), torch.randn_like(packed)
+    found, expected = (torch.autograd.grad(y, weights, dy) for y in (packed, alone))
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5 * y.abs().max().item())
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_no_token_depends_on_another_document(attention):
+    """Guards: what is only nearly zero across a border."""
+    gpt, idx = model(attention)
+    other = idx.clone()
+    other[0, 30:65] = (idx[0, 30:65] + 1) % 64
+    with torch.no_grad():
+        before, after = (gpt.hidden(x, cu_seqlens=CU_SEQLENS) for x in (idx, other))
+    same = (before == after).all(-1)
+    assert not same[0, 30:65].any() and same[0, :30].all() and same[0, 65:].all() and same[1].all()
