@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+TEXT_KEY = "text"  # the field or column that holds the text, by default
+
 
 class Document(NamedTuple):
     text: (

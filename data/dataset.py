@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -11,9 +11,10 @@ from lingpt.common.errors import UserError
 from lingpt.common.files import cache_dir, write_errors
 from lingpt.common.options import RARE, Option, check_options
 from lingpt.data.cache import WRITE_ADVICE, TokenCache, token_cache
-from lingpt.data.corpus import Corpus
+from lingpt.data.corpus import TEXT_KEY, Corpus
 from lingpt.data.embedded import embedded_corpus
-from lingpt.data.jsonl import find_files, jsonl_corpus, with_val_files
+from lingpt.data.files import files_corpus, find_files, whole_corpus
+from lingpt.data.hub import HUB, hub_corpus, is_saved, saved_corpus
 from lingpt.data.paths import expand
 from lingpt.data.stream import PackedDataset
 from lingpt.data.tokenizer import Tokenizer, embedded_tokenizer, find_tokenizer, load_tokenizer
@@ -28,16 +29,20 @@ class DataConfig:
     # fmt: off
     source: Annotated[str, Option(
         "embedded (source of Python's standard library; no network), wiki40b (English, from the Hugging Face "
-        "hub), or the path, folder or glob of JSONL with a text on every line (.jsonl, .gz, .xz, .zst), or "
-        "of text files (.txt), each one document")] = "embedded"
+        "hub), hf:owner/name[:config[:split]] (any data set of the hub), a folder saved by `save_to_disk` of "
+        "`datasets`, or the path, folder or glob of JSONL (.jsonl, .gz, .xz, .zst), Parquet or text files "
+        "(.txt, each one document)")] = "embedded"
     tokenizer: Annotated[str | None, Option(
         "a tokenizer.json, a folder that holds one, or a name on the hub; by default a small BPE trained on "
         "the embedded corpus")] = None
     seq_len: Annotated[int, Option("tokens of a training sample", least=1, most=1 << 24)] = 256
     val_source: Annotated[str | None, Option(
-        "JSONL or text files to validate on, named as those of source; by default the source's own "
-        "validation split if it has one, else the documents whose hash lies in the lowest val_fraction"
-    )] = None
+        "what to validate on, named as source is: the validation split of a data set that has one, else all "
+        "of it; by default the source's own validation split if it has one, else the documents whose hash "
+        "lies in the lowest val_fraction")] = None
+    text_key: Annotated[str, Option(
+        "the field of JSONL, or the column of Parquet and of data sets, that holds the text; `a.b` is b in a"
+    )] = TEXT_KEY
     val_fraction: Annotated[float, Option(
         "share of the documents held out where the source has no validation split, at least one",
         above=0, below=1, heading=RARE)] = 0.005
@@ -104,7 +109,7 @@ def prepare(config: DataConfig, *, padded_vocab_size: int | None = None, progres
     tokenizer = _tokenizer(config)
     if padded_vocab_size is not None:
         tokenizer.check_fits(padded_vocab_size)
-    corpus = open_corpus(config.source, config.val_source, folder)
+    corpus = open_corpus(config.source, config.val_source, folder, config.text_key)
     cache = token_cache(
         corpus,
         tokenizer,
@@ -121,7 +126,7 @@ def prepare(config: DataConfig, *, padded_vocab_size: int | None = None, progres
 def content_hashes(config: DataConfig) -> dict[str, str]:
     """`content_hash` and `tokenizer_hash`, as in a run's record, of what is at `config`'s paths now, without
     tokenising. Raises UserError."""
-    corpus = open_corpus(config.source, config.val_source, _cache_folder(config))
+    corpus = open_corpus(config.source, config.val_source, _cache_folder(config), config.text_key)
     return {"content_hash": corpus.content_hash, "tokenizer_hash": _tokenizer(config).hash}
 
 
@@ -138,21 +143,23 @@ def _tokenizer(config: DataConfig) -> Tokenizer:
 
 
 class NamedCorpus(NamedTuple):
-    """A corpus that `--data.source` can name; any other value is a path."""
+    """A corpus that `--data.source` can name."""
 
     open: Callable[[], Corpus]
     cache_size: Callable[[int], str]  # the size of its token cache, given the bytes of a token
     found: str  # where it is, in words
 
 
+ON_HUB = "downloaded from the Hugging Face hub where this machine does not have it"
 CORPORA = {
     "embedded": NamedCorpus(embedded_corpus, lambda token_bytes: "a few MB", "found in this Python"),
     "wiki40b": NamedCorpus(
         wiki40b_corpus,
         lambda token_bytes: f"about {2.2 * token_bytes:.0f} GB (English)",
-        "downloaded from the Hugging Face hub where this machine does not have it",
+        ON_HUB,
     ),
 }
+NAMED = (*CORPORA, f"{HUB}owner/name")
 
 
 def vocab_size(config: DataConfig) -> int:
@@ -160,27 +167,75 @@ def vocab_size(config: DataConfig) -> int:
     return load_tokenizer(config.tokenizer).vocab_size if config.tokenizer else config.vocab_size
 
 
-def open_corpus(source: str, val_source: str | None = None, cache_dir: Path | None = None) -> Corpus:
+def open_corpus(
+    source: str,
+    val_source: str | None = None,
+    cache_dir: Path | None = None,
+    text_key: str = TEXT_KEY,
+) -> Corpus:
     """The corpus that `source` names, validated on `val_source` if given. Raises `UserError`.
 
     cache_dir: where the hashes of files are remembered, if given.
     """
-    if source not in CORPORA:
-        return jsonl_corpus(source, val_source, named=CORPORA, cache_dir=cache_dir)
-    corpus = CORPORA[source].open()
-    return with_val_files(corpus, val_source, cache_dir) if val_source else corpus
+    if is_path(source) and (val_source is None or is_path(val_source)):
+        return files_corpus(source, val_source, NAMED, cache_dir, text_key)
+    corpus = _open(source, cache_dir, text_key)
+    if val_source is None:
+        return corpus
+    val = validation_corpus(val_source, cache_dir, text_key)
+    content_hash = hashlib.sha256(f"{corpus.content_hash} {val.content_hash}".encode()).hexdigest()
+    rule = f"held out: {val_source}"
+    if corpus.val:
+        rule += f"; left alone: the validation split of {corpus.name}"
+    return replace(corpus, content_hash=content_hash, val=val.train, rule=rule)
+
+
+def validation_corpus(source: str, cache_dir: Path | None = None, text_key: str = TEXT_KEY) -> Corpus:
+    """What `source` has to validate on, as the only split: the validation split of a data set that has one,
+    else all of it. Raises `UserError`."""
+    if is_path(source):
+        return whole_corpus(source, NAMED, cache_dir, text_key)
+    corpus = _open(source, cache_dir, text_key)
+    if corpus.val is None:
+        return corpus
+    content_hash = hashlib.sha256(f"{corpus.content_hash} val".encode()).hexdigest()
+    return replace(corpus, content_hash=content_hash, train=corpus.val, val=None)
+
+
+def is_path(source: str) -> bool:
+    """Whether `source` names files, in a folder that is not one of `save_to_disk`."""
+    return source not in CORPORA and not source.startswith(HUB) and not is_saved(expand(source))
+
+
+def _open(source: str, cache_dir: Path | None, text_key: str) -> Corpus:
+    if source in CORPORA:
+        return CORPORA[source].open()
+    name = source.removeprefix(HUB)
+    if is_saved(expand(name)):
+        return saved_corpus(name, text_key, cache_dir)
+    if source.startswith(HUB):
+        return hub_corpus(name, text_key)
+    return files_corpus(source, None, NAMED, cache_dir, text_key)
 
 
 def find_data(config: DataConfig) -> str:
     """Where the data of `config` is, in words, without reading or downloading it. UserError if a file is
     missing."""
     if config.val_source:
-        find_files(config.val_source)
+        _find(config.val_source)
     if config.tokenizer:
         find_tokenizer(config.tokenizer)
-    if config.source in CORPORA:
-        return CORPORA[config.source].found
-    files = find_files(config.source, CORPORA)
+    return _find(config.source)
+
+
+def _find(source: str) -> str:
+    if source in CORPORA:
+        return CORPORA[source].found
+    if is_saved(expand(source.removeprefix(HUB))):
+        return "found, saved by `datasets`"
+    if source.startswith(HUB):
+        return ON_HUB
+    files = find_files(source, NAMED)
     return f"{len(files)} file(s), {sum(f.stat().st_size for f in files) / 1e6:,.1f} MB, found"
 
 

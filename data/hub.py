@@ -1,11 +1,25 @@
-"""Turns errors of the Hugging Face hub into one line for the user."""
+"""Data sets of `datasets`, from the Hugging Face hub or a folder; the hub's errors as one line."""
 
 import errno
+import hashlib
+import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from lingpt.common.errors import UserError, first_line
+from lingpt.common.errors import UserError, first_line, one_line
+from lingpt.data.corpus import TEXT_KEY, Corpus, Document, Split
+from lingpt.data.file_hashes import file_hashes
+from lingpt.data.parquet import ROWS, column_texts, find_column
+from lingpt.data.paths import expand
+
+if TYPE_CHECKING:
+    import datasets
+
+HUB = "hf:"  # what a source on the hub begins with
+ADVICE = "train on text of your own with DATA=<path>, or on DATA=embedded"
 
 
 @contextmanager
@@ -66,3 +80,115 @@ def _quiet(name: str) -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
+
+
+def hub_corpus(
+    source: str,
+    text_key: str = TEXT_KEY,
+    *,
+    clean: Callable[[str, str], str] | None = None,
+    cleaning: int = 0,
+) -> Corpus:
+    """The data set `owner/name[:config[:split]]` of the Hugging Face hub, through `datasets`.
+
+    Its split `train` is trained on, and `validation` (or `valid`, `val`, `dev`) held out if there is one; a
+    split that is named is the whole corpus. `clean` makes the text of a row, given it and where it is, for
+    errors; `cleaning` is the version of that. Raises UserError.
+    """
+    name, _, rest = source.partition(":")
+    config, _, split = rest.partition(":")
+    found = _load(name, config)
+    rows = next(iter(found.values()))
+    sizes = {name: [split.num_examples, split.num_bytes] for name, split in (rows.info.splits or {}).items()}
+    revision = Path(rows.cache_files[0]["filename"]).parent.name  # or a hash of the files, of a local folder
+    return _rows_corpus(source, found, split, [cleaning, name, config, sizes, revision], text_key, clean)
+
+
+def _load(name: str, config: str) -> "datasets.DatasetDict":
+    import datasets
+    from datasets.exceptions import DataFilesNotFoundError
+
+    what = f"the data set {name}"
+    with hub_errors(what, ADVICE):
+        try:
+            return datasets.load_dataset(name, config or None)
+        except DataFilesNotFoundError:
+            raise UserError(f"{what} has no files that can be read: take another, or {ADVICE}") from None
+        except (RuntimeError, ValueError) as error:
+            fault = one_line(error, 400)
+            if "scripts are no longer supported" in fault:
+                raise UserError(
+                    f"{what} needs code of its own, which is not run: take a copy in Parquet, or {ADVICE}"
+                ) from None
+            if fault.startswith(("Config name is missing", "BuilderConfig")):
+                known = fault[fault.find("[") : fault.find("]") + 1]
+                raise UserError(
+                    f"{what} has other configs: give one as hf:{name}:<config> (of {known})"
+                ) from None
+            raise
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether `save_to_disk` of `datasets` has written this folder."""
+    return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
+def saved_corpus(source: str, text_key: str = TEXT_KEY, cache_dir: Path | None = None) -> Corpus:
+    """The data set that `save_to_disk` has written to the folder `source`, with splits as those of a hub's.
+
+    The files' hashes are cached in `cache_dir`, if given. Raises UserError.
+    """
+    import datasets
+    import pyarrow as pa
+
+    try:
+        found = datasets.load_from_disk(str(expand(source)))
+    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+        raise UserError(f"{source} is damaged ({one_line(error)}): save it again") from None
+    splits = found if isinstance(found, dict) else {"train": found}
+    files = {name: [Path(file["filename"]) for file in rows.cache_files] for name, rows in splits.items()}
+    record = [[name, file_hashes(paths, cache_dir)] for name, paths in files.items()]
+    return _rows_corpus(source, splits, "", ["saved", record], text_key)
+
+
+def _rows_corpus(
+    source: str,
+    found: "Mapping[str, datasets.Dataset]",
+    split: str,
+    record: list[Any],
+    text_key: str,
+    clean: Callable[[str, str], str] | None = None,
+) -> Corpus:
+    """The corpus of these splits; of `split` alone, unless it is empty. record: identifies the rows."""
+    train = split or ("train" if "train" in found or len(found) != 1 else next(iter(found)))
+    if train not in found:
+        raise UserError(
+            f"{source} has no split {train!r}: name one, as hf:owner/name:config:split "
+            f"(of {', '.join(found)})"
+        )
+    val = next((name for name in ("validation", "valid", "val", "dev") if name in found and not split), None)
+    record = record + ([split, text_key] if split or text_key != TEXT_KEY else [])
+    unused = ", ".join(name for name in found if name not in (train, val))
+    held_out = f"held out: its split {val}" if val else "held out: the documents of the lowest hashes"
+    return Corpus(
+        name=source,
+        content_hash=hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest(),
+        train=_split(found[train], text_key, f"{source}, split {train}", clean),
+        val=_split(found[val], text_key, f"{source}, split {val}", clean) if val else None,
+        rule=held_out + (f"; left alone: {unused}" if unused else ""),
+    )
+
+
+def _split(
+    rows: "datasets.Dataset", text_key: str, where: str, clean: Callable[[str, str], str] | None
+) -> Split:
+    column = find_column(rows.features.arrow_schema, text_key, where)
+
+    def read() -> Iterator[Document]:
+        before = 0
+        for batch in rows.select_columns(column[:1]).with_format("arrow").iter(ROWS):
+            for row, text in enumerate(column_texts(batch, column, where, before), before + 1):
+                yield Document(clean(text, f"{where}, row {row}") if clean else text, 1)
+            before += len(batch)
+
+    return Split(read, total=len(rows), unit="doc")

@@ -1,21 +1,16 @@
-"""Documents from disk: JSON Lines with a `text` on every line, plain or compressed, or text files of one
-document each; one file or many.
+"""The documents of one file: JSON Lines, plain or compressed, or a text file.
 
 JSON Lines are read line by line, so that an error names the file and the line. (The JSON reader of `datasets`
-names no line and accepts a missing `text`.)
+names no line and accepts a row without a text.)
 """
 
 import functools
-import glob
-import hashlib
 import io
 import json
 import lzma
-import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
@@ -23,9 +18,7 @@ import zstandard
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import read_errors
-from lingpt.data.corpus import Corpus, Document, Split
-from lingpt.data.file_hashes import file_hashes, file_stamp
-from lingpt.data.paths import expand
+from lingpt.data.corpus import TEXT_KEY, Document
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -46,157 +39,10 @@ COMPRESSED = {
         padding=0,
     ),
 }
-SUFFIXES = (".jsonl", *COMPRESSED)
-TEXT, PARQUET = ".txt", ".parquet"
-_SPLIT_NAME = re.compile(r"(?:^|[._-])(train|validation|valid|val|dev|test)(?![a-z])")
+TEXT = ".txt"
 
 
-def jsonl_corpus(
-    source: str, val_source: str | None = None, named: Iterable[str] = (), cache_dir: Path | None = None
-) -> Corpus:
-    """The documents of the files that `source` names: a path, a folder or a glob.
-
-    If several files match and one has the word `train` in its name, or in its folder's, such words decide
-    the splits: `validation`, `valid`, `val` or `dev` is held out and `test` left alone. Files of `val_source`
-    are held out and never trained on. The files' hashes are cached in `cache_dir`, if given.
-
-    Raises:
-        UserError: no such files; its advice also offers `named`, the sources that are not files
-    """
-    matches = _matches(source)
-    files = _documents(source, matches, named)
-    train, val = _by_name(files)
-    held_out = f"held out by name: {_names(val)}" if val else "held out: the documents of the lowest hashes"
-    if val_source:
-        val = find_files(val_source)
-        kept_out = {f.resolve() for f in val}
-        train = [f for f in train if f.resolve() not in kept_out]
-        held_out = f"held out: {val_source}"
-    if not train:
-        raise UserError(
-            f"{source} has no file that is not in {val_source} too: give other text to train or validate on"
-        )
-    splits = _split(train), _split(val) if val else None
-    hashes = _hashes([*train, *val], cache_dir)
-    parts = [hashes[: len(train)], hashes[len(train) :]]
-    content_hash = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-    read = {*files, *val}
-    others = [p for p in matches if p not in read and not p.name.startswith(".")]
-    rule = "; ".join([held_out, *_surprises(files, train, val)])
-    return Corpus(source, content_hash, *splits, rule, left_out=_names(others))
-
-
-def with_val_files(corpus: Corpus, val_source: str, cache_dir: Path | None = None) -> Corpus:
-    """`corpus` with the JSONL or text files of `val_source` for validation."""
-    files = find_files(val_source)
-    split = _split(files)
-    content_hash = hashlib.sha256(f"{corpus.content_hash} {_hashes(files, cache_dir)}".encode()).hexdigest()
-    rule = f"held out: {val_source}; left alone: the validation split of {corpus.name}"
-    return replace(corpus, content_hash=content_hash, val=split, rule=rule)
-
-
-def find_files(source: str, named: Iterable[str] = ()) -> list[Path]:
-    """The files that `source` names, sorted: its JSON Lines or, if there are none, its text files.
-
-    Raises a `UserError`, which also offers `named`, if there are neither.
-    """
-    return _documents(source, _matches(source), named)
-
-
-def _documents(source: str, matches: list[Path], named: Iterable[str]) -> list[Path]:
-    """`find_files`, given the paths that match `source`."""
-    with read_errors(source):
-        one = len(matches) == 1 and expand(source).is_file()  # whatever its name
-        lines = [p for p in matches if p.is_file() and (one or p.name.endswith(SUFFIXES))]
-        files = lines or [p for p in matches if p.is_file() and p.suffix == TEXT]
-    tables = [p for p in files or matches if p.suffix == PARQUET]
-    if tables:
-        make = f"datasets.Dataset.from_parquet({str(tables[0])!r}).to_json('{tables[0].stem}.jsonl')"
-        raise UserError(f"{tables[0]} is Parquet: in Python `{make}` makes JSONL of it, to be given instead")
-    if not files:
-        holds = f"the folder {source} holds no documents"
-        where = holds if expand(source).is_dir() else f"there are no documents at {source}"
-        give = ", or ".join(["a file, folder or glob of JSONL or text", *named])
-        raise UserError(f"{where} ({', '.join((*SUFFIXES, TEXT))}): give {give}")
-    return files
-
-
-def _matches(source: str) -> list[Path]:
-    """The files that `source` (a file, a folder or a glob) stands for, sorted; no hidden ones of a folder."""
-    path = expand(source)
-    with read_errors(source):
-        if path.is_file():
-            return [path]
-        if path.is_dir():
-            return sorted(file for file in path.iterdir() if not file.name.startswith("."))
-        found = sorted(map(Path, glob.glob(str(path), recursive=True)))
-        found.sort(key=lambda path: -len(path.parts))
-        # Each file once, by its shortest path: `**` follows a link to its own folder for ever.
-        return sorted({os.path.realpath(path): path for path in found}.values())
-
-
-def _hashes(files: list[Path], cache_dir: Path | None) -> list[str]:
-    """A hash of each file's bytes and of how it is read."""
-    hashes = file_hashes(files, cache_dir)
-    return [
-        f"text {content}" if file.suffix == TEXT else content
-        for file, content in zip(files, hashes, strict=True)
-    ]
-
-
-def _split_word(file: Path) -> str | None:
-    """The word `train`, `valid`, `test`, … in the file's name, else in its folder's; None if in neither."""
-    found = (_SPLIT_NAME.search(name.lower()) for name in (file.name, file.parent.name))
-    return next((match[1] for match in found if match), None)
-
-
-def _by_name(files: list[Path]) -> tuple[list[Path], list[Path]]:
-    """Files to train on and to validate on; those to test on are in neither."""
-    words = {file: _split_word(file) for file in files}
-    if len(files) == 1 or "train" not in words.values():
-        return files, []
-    val = [file for file, word in words.items() if word in ("validation", "valid", "val", "dev")]
-    return [file for file, word in words.items() if word in (None, "train")], val
-
-
-def _surprises(files: list[Path], train: list[Path], val: list[Path]) -> list[str]:
-    """Names the `files` of a source that are in neither split, or trained on despite a word in their name."""
-    used = {file.resolve() for file in (*train, *val)}
-    unused = [file for file in files if file.resolve() not in used]
-    despite = [file for file in train if len(files) > 1 and _split_word(file) not in (None, "train")]
-    said = [f"left alone: {_names(unused)}"] if unused else []
-    return said + ([f"trained on, as no file is named train: {_names(despite)}"] if despite else [])
-
-
-def _names(paths: list[Path]) -> str:
-    names = [path.name + "/" * path.is_dir() for path in paths]
-    return ", ".join(names if len(names) <= 8 else [*names[:8], f"… ({len(names)} in all)"])
-
-
-def _split(files: list[Path]) -> Split:
-    """The documents of `files`, to be made before these are hashed: a UserError ends the reading of a file
-    that has changed since. UserError for a file whose name says otherwise how it is compressed: its bytes
-    might be in the token cache, read otherwise.
-    """
-    stamps = list(map(_stamp, files))
-    for path in files:
-        _check_compression(path)
-
-    def read() -> Iterator[Document]:
-        for path, stamp in zip(files, stamps, strict=True):
-            yield from read_documents(path)
-            if _stamp(path) != stamp:
-                raise UserError(f"{path} changed after it was hashed: run again when nothing writes to it")
-
-    return Split(read, total=sum(size for size, *_ in stamps), unit="B")
-
-
-def _stamp(path: Path) -> list[int]:
-    with read_errors(path):
-        return file_stamp(path)
-
-
-def _check_compression(path: Path) -> None:
+def check_compression(path: Path) -> None:
     with _readable(path) as file:
         begins = file.read(6)
     found = next((suffix for suffix, kind in COMPRESSED.items() if kind.start.match(begins)), "")
@@ -206,7 +52,7 @@ def _check_compression(path: Path) -> None:
         raise UserError(f"{path} is compressed: add {found} to its name")
 
 
-def read_documents(path: Path) -> Iterator[Document]:
+def read_documents(path: Path, text_key: str = TEXT_KEY) -> Iterator[Document]:
     """The documents of one file, without blank lines; text that is only whitespace counts as empty. Progress
     is in bytes on disk.
 
@@ -222,7 +68,7 @@ def read_documents(path: Path) -> Iterator[Document]:
             for number, line in enumerate(io.BufferedReader(_Decompressed.of(file, path), 1 << 20), start=1):
                 if line.isspace():
                     continue
-                text = _text(line, f"{path}, line {number}")
+                text = _text(line, text_key, f"{path}, line {number}")
                 before, position = position, file.tell()
                 yield Document(text, position - before)
         except (OSError, EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError) as error:
@@ -300,26 +146,38 @@ class _Decompressed(io.RawIOBase):
         return True
 
 
-def _text(line: bytes, where: str) -> str:
-    """The `text` of one line, "" if it is only whitespace. Raises a `UserError` that begins with `where`."""
+def _text(line: bytes, key: str, where: str) -> str:
+    """The text of one line, "" if it is only whitespace. Raises a `UserError` that begins with `where`."""
     try:
         row = json.loads(line.decode("utf-8-sig"))
-        text = row.get("text") if isinstance(row, dict) else None
+        text = _find(row, key)
         if isinstance(text, str):
             text.encode()
             return text if text.strip() else ""
     except UnicodeDecodeError:
         fault = "is not UTF-8"
     except UnicodeEncodeError:
-        fault = "has half a surrogate pair in its text"
+        fault = f"has half a surrogate pair in its {key}"
+    except KeyError:
+        fault = f'has no "{key}"'
     # JSONDecodeError is a ValueError; so is a number of 5000 digits.
     except (ValueError, RecursionError) as error:
         fault = f"is not JSON ({error})"
     else:
+        fault = f"has a {key} that is not a string" if isinstance(row, dict) else "is not a JSON object"
+    other = ", or give another field with --data.text_key" if "has no" in fault else ""
+    raise UserError(f'{where} {fault}: every line must be a JSON object with a string "{key}"{other}')
+
+
+def _find(row: object, key: str) -> object:
+    """The value of `key`, or of `b` in the object `a` if `key` is `a.b`; None if `row` is no object. KeyError
+    if there is no such value."""
+    if not isinstance(row, dict):
+        return None
+    if key in row:
+        return row[key]
+    for part in key.split("."):
         if not isinstance(row, dict):
-            fault = "is not a JSON object"
-        elif "text" not in row:
-            fault = 'has no "text"'
-        else:
-            fault = "has a text that is not a string"
-    raise UserError(f'{where} {fault}: every line must be a JSON object with a string "text"')
+            raise KeyError(key)
+        row = row[part]
+    return row

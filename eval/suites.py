@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lingpt.common.errors import UserError, unknown
-from lingpt.data.jsonl import find_files
+from lingpt.data.files import find_files
 from lingpt.eval import table2
 from lingpt.eval.benchmarks import Column
 from lingpt.eval.harness import parse_task

@@ -12,7 +12,7 @@ from lingpt.common.errors import UserError
 from lingpt.common.files import file_sha256
 from lingpt.data import Tokenizer
 from lingpt.data.embedded import embedded_corpus
-from lingpt.data.jsonl import find_files, read_documents
+from lingpt.data.files import find_files, read_file
 
 
 class Unsuitable(UserError):
@@ -50,7 +50,7 @@ def parse_texts(words: Iterable[str]) -> dict[str, str]:
 
 @lru_cache(maxsize=4)
 def read_texts(name: str, source: str) -> Texts:
-    """The documents of JSONL (a path, folder or glob), or of `embedded`, its validation modules.
+    """The documents of files (a path, folder or glob), or of `embedded`, its validation modules.
 
     UserError if they cannot be read. The caller must make sure that the text was not trained on.
     """
@@ -59,7 +59,7 @@ def read_texts(name: str, source: str) -> Texts:
         documents = tuple(document.text for document in corpus.val.read()) if corpus.val else ()
         return Texts(name, documents, {"from": "embedded", "hash": corpus.content_hash})
     files = find_files(source, ["embedded"])
-    documents = tuple(d.text for file in files for d in read_documents(file) if d.text)
+    documents = tuple(d.text for file in files for d in read_file(file) if d.text)
     if not documents:
         raise UserError(f"{source} holds no text to measure on")
     return Texts(name, documents, {"from": "files"} | _hashes(files))

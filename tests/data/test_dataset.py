@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from lingpt.common.errors import UserError
-from lingpt.common.options import options_of
 from lingpt.data import BatchSampler, DataConfig, availability, cache_size, prepare
 from lingpt.data.dataset import CORPORA
 
@@ -118,8 +117,7 @@ def test_a_home_folder_that_there_is_not_is_a_line(config, key):
 
 
 def test_text_files_to_validate_on(config, tmp_path: Path, texts):
-    """As the help of `val_source` says."""
-    assert "JSONL or text files to validate on" in options_of(DataConfig)["val_source"].option.help
+    """A file is a document, whatever is trained on."""
     (tmp_path / "val.txt").write_text(" ".join(texts(20, seed=1)))
     for source in (config.source, "embedded"):
         chosen = replace(config, source=source, val_source=str(tmp_path / "val.txt"))
@@ -129,12 +127,11 @@ def test_text_files_to_validate_on(config, tmp_path: Path, texts):
 
 
 def test_a_source_that_does_not_exist(config, tmp_path: Path):
-    """The line offers files and the named corpora; documents to validate on can only be files."""
+    """The line offers files, the named corpora and the hub."""
     config.source = str(tmp_path / "nowhere.jsonl")
-    with pytest.raises(
-        UserError, match=rf"a file, folder or glob of JSONL or text, or {', or '.join(CORPORA)}$"
-    ):
-        prepare(config, progress=False)
-    config.source, config.val_source = "embedded", "nowhere.jsonl"
-    with pytest.raises(UserError, match=r"a file, folder or glob of JSONL or text$"):
-        prepare(config, progress=False)
+    offers = (
+        rf"a file, folder or glob of JSONL, Parquet or text, or {', or '.join(CORPORA)}, or hf:owner/name$"
+    )
+    for change in ({}, {"source": "embedded", "val_source": "nowhere.jsonl"}):
+        with pytest.raises(UserError, match=offers):
+            prepare(replace(config, **change), progress=False)

@@ -51,10 +51,10 @@ def test_a_model_too_small_for_neox_is_refused(real_data: Path):
 
 def test_the_wikipedia_folder_keeps_its_splits(real_data: Path):
     """DATA=<the folder> must train on none of the held-out articles."""
-    from lingpt.data.jsonl import jsonl_corpus
+    from lingpt.data.files import files_corpus
 
     rule = "held out by name: validation.jsonl.xz; left alone: test.jsonl.xz"
-    assert jsonl_corpus(str(real_data / "enwiki")).rule == rule
+    assert files_corpus(str(real_data / "enwiki")).rule == rule
 
 
 def test_the_bigram_baseline_is_plausible(wiki):

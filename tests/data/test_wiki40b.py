@@ -87,15 +87,15 @@ def test_an_article_may_begin_with_b():
         "_START_ARTICLE_\nTitle\n_START_PARAGRAPH_\nfoo_NEWLINE__START_LIST_ITEM_ bar",
     ],
 )
-def test_unknown_markup_is_an_error_that_names_the_document(text):
+def test_unknown_markup_is_an_error_that_names_the_row(text):
     """Silently training on markup is the failure that the specification rules out."""
-    with pytest.raises(UserError, match=r"document Q42 has unknown markup _(START|END)_[A-Z_]+_ \(known"):
-        clean(text, "Q42")
+    with pytest.raises(UserError, match=r"^wiki, row 42 has unknown markup _(START|END)_[A-Z_]+_ \(known"):
+        clean(text, "wiki, row 42")
 
 
-def test_a_broken_repr_is_an_error_that_names_the_document():
-    with pytest.raises(UserError, match="document Q7 begins like the repr of bytes"):
-        clean("b'\\n_START_ARTICLE_", "Q7")
+def test_a_broken_repr_is_an_error_that_names_the_row():
+    with pytest.raises(UserError, match=r"^row 7 begins like the repr of bytes"):
+        clean("b'\\n_START_ARTICLE_", "row 7")
 
 
 def test_the_corpus_has_the_hub_splits(hub_copy):
@@ -104,7 +104,7 @@ def test_the_corpus_has_the_hub_splits(hub_copy):
     corpus = wiki40b_corpus()
     assert [d.text.splitlines()[0] for d in corpus.train.read()] == ["Böblingen", "Calw"]
     assert [d.text.splitlines()[0] for d in corpus.val.read()] == ["Val"]
-    assert "own validation split" in corpus.rule
+    assert corpus.rule == "held out: its split validation; left alone: test" and corpus.name == "wiki40b"
 
 
 def test_prepare_from_wiki40b(hub_copy, tokenizer, tokenizer_path, tmp_path: Path):
@@ -127,7 +127,7 @@ def test_other_rows_are_another_cache(hub_copy):
 
 def test_another_schema_is_refused(hub_copy):
     hub_copy(["x"], datasets.Features({name: datasets.Value("string") for name in ("id", "body", "v")}))
-    with pytest.raises(UserError, match="has no train split with text, version_id, wikidata_id"):
+    with pytest.raises(UserError, match=r"split train has no column 'text' \(it has id, body, v\)"):
         wiki40b_corpus()
 
 
@@ -163,7 +163,7 @@ def test_no_network_is_one_line(tmp_path: Path, tokenizer_path, environment):
     )
     lines = done.stdout.splitlines()
     assert done.returncode == 0 and len(lines) == 2 and done.stderr == ""
-    assert lines[0].startswith("Wiki-40B (google/wiki40b, en)") and "DATA=<jsonl>" in lines[0]
+    assert lines[0].startswith("the data set google/wiki40b") and "DATA=<path>" in lines[0]
     assert lines[1].startswith("the tokenizer EleutherAI/pythia-70m") and "TOKENIZER=<path>" in lines[1]
     assert all("HF_HUB_OFFLINE" in line and "go online" in line for line in lines)
     assert "(no network)" in lines[1]

@@ -1,0 +1,174 @@
+"""Files, folders and globs: which of them are read, and which are held out."""
+
+import errno
+import gzip
+import json
+import lzma
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from lingpt.common.errors import UserError
+from lingpt.data.files import files_corpus, find_files
+
+COMPRESS = {"a.jsonl.xz": lzma.compress, "a.jsonl.gz": gzip.compress, "a.gz": gzip.compress, "a.jsonl": bytes}
+
+
+def rows(texts: list[str]) -> bytes:
+    return "".join(json.dumps({"text": t}, ensure_ascii=False) + "\n" for t in texts).encode()
+
+
+def test_paths_folders_and_globs(write_jsonl, tmp_path: Path):
+    """All three name the same files, in one order; other files of a folder are not touched, nor hidden ones
+    (macOS leaves `._a.jsonl` beside a file on a foreign disk)."""
+    files = [write_jsonl(["x"], f"folder/{n}") for n in ("a.jsonl", "b.jsonl.xz")]
+    (tmp_path / "folder" / "README.md").write_text("no data")
+    (tmp_path / "folder" / "._a.jsonl").write_text("no data")
+    assert find_files(str(tmp_path / "folder")) == files
+    assert find_files(str(tmp_path / "folder" / "*.jsonl*")) == files
+    (tmp_path / "folder" / "itself").symlink_to(tmp_path / "folder")  # guards: each document 41 times
+    assert find_files(str(tmp_path / "**" / "*.jsonl*")) == files
+    assert find_files(str(files[0])) == files[:1]
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "line"),
+    [
+        ("a.jsonl", "b.gz", "is no .gz file"),
+        ("a.jsonl.xz", "b.zst", "is no .zst file"),
+        ("a.jsonl.gz", "b.jsonl", "is compressed: add .gz to its name"),
+        ("a.gz", "b", "is compressed: add .gz to its name"),
+    ],
+)
+def test_a_wrong_suffix_is_refused_whether_or_not_its_bytes_are_cached(tmp_path: Path, given, name, line):
+    """Guards: a file that could not be read, and could once the same bytes under another name had been
+    tokenised."""
+    for path in (tmp_path / given, tmp_path / name):
+        path.write_bytes(COMPRESS[given](rows(["rain", "snow"])))
+    assert [d.text for d in files_corpus(str(tmp_path / given)).train.read()] == ["rain", "snow"]
+    with pytest.raises(UserError, match=re.escape(f"{tmp_path / name} {line}")):
+        files_corpus(str(tmp_path / name))
+
+
+def test_text_files_are_documents(write_jsonl, tmp_path: Path):
+    """Guards: whoever has books, and no JSONL, and was told that line 1 is not JSON. Windows' line ends and
+    its byte-order mark are no part of a text."""
+    folder = tmp_path / "books"
+    folder.mkdir()
+    (folder / "a.txt").write_bytes(b"\xef\xbb\xbfOne.\r\nTwo.")
+    (folder / "b.txt").write_bytes(b" \n")
+    for source in (folder, folder / "*.txt"):
+        corpus = files_corpus(str(source))
+        assert [d.text for d in corpus.train.read()] == ["One.\nTwo.", ""]
+        assert sum(d.advance for d in corpus.train.read()) == corpus.train.total and not corpus.left_out
+    (folder / "a.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(UserError, match=r"a.txt is not UTF-8 at byte 3: convert it"):
+        list(files_corpus(str(folder)).train.read())
+
+
+def test_the_same_bytes_as_text_and_as_lines_are_two_corpora(write_jsonl):
+    """Guards: the token cache of one taken for the other's."""
+    line, text = (write_jsonl(["a", "b"], name) for name in ("a.jsonl", "a.txt"))
+    assert files_corpus(str(line)).content_hash != files_corpus(str(text)).content_hash
+    assert files_corpus(str(line), str(line.with_name("a.txt"))).content_hash != (
+        files_corpus(str(line), str(write_jsonl(["a", "b"], "b.jsonl"))).content_hash
+    )
+
+
+def test_what_is_not_read_beside_jsonl_is_named(write_jsonl, tmp_path: Path):
+    """Guards: a folder of several formats, half of which was never trained on, without a word."""
+    for name in ("mixed/train.jsonl", "mixed/test.jsonl", "mixed/more/b.jsonl", "mixed/.hidden"):
+        write_jsonl(["x"], name)
+    for name in ("b.txt", "c.parquet"):
+        (tmp_path / "mixed" / name).write_text("x")
+    assert files_corpus(str(tmp_path / "mixed")).left_out == "b.txt, c.parquet, more/"
+
+
+@pytest.mark.parametrize("source", ["nowhere.jsonl", "empty", "nothing-*.jsonl", "wiki40B"])
+def test_a_path_with_no_documents_is_refused(tmp_path: Path, monkeypatch, source):
+    """The message names the source and what would do."""
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        UserError, match=rf"no documents.*{source.replace('*', '.')}|{source} holds no.*: give a file"
+    ):
+        files_corpus(source)
+
+
+@pytest.mark.parametrize("name", ["iterdir", "is_file"])
+def test_a_folder_that_cannot_be_read_is_to_be_made_readable(write_jsonl, tmp_path, monkeypatch, name):
+    """Guards: advice to make the folder writable."""
+    write_jsonl(["one"])
+
+    def refuse(path: Path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, name, refuse)  # the tests may run as root, who may read all
+    with pytest.raises(UserError) as error:
+        find_files(str(tmp_path))
+    expected = f"cannot read {tmp_path} (Permission denied): make it readable, or give another path"
+    assert str(error.value) == expected
+
+
+def test_files_named_by_split_are_kept_apart(write_jsonl, tmp_path: Path):
+    """A folder with train, validation and test files must not train on what it is judged by."""
+    for name in ("train-1.jsonl", "train-2.jsonl", "validation.jsonl", "test.jsonl", "testimony.jsonl"):
+        write_jsonl([name], f"wiki/{name}")
+    corpus = files_corpus(str(tmp_path / "wiki"))
+    assert [d.text for d in corpus.train.read()] == ["testimony.jsonl", "train-1.jsonl", "train-2.jsonl"]
+    assert [d.text for d in corpus.val.read()] == ["validation.jsonl"]
+    assert corpus.rule == "held out by name: validation.jsonl; left alone: test.jsonl"
+
+
+@pytest.mark.parametrize("form", ["wiki.{}.jsonl", "en-{}.jsonl", "{}/part-0.jsonl"])
+def test_a_split_is_known_by_a_later_word_and_by_its_folder_too(write_jsonl, tmp_path: Path, form):
+    """Guards: validation and test text of such names was trained on."""
+    for split in ("train", "valid", "test"):
+        write_jsonl([split], f"c/{form.format(split)}")
+    corpus = files_corpus(str(tmp_path / "c/**/*.jsonl"))
+    assert [d.text for d in corpus.train.read()] == ["train"]
+    assert corpus.val is not None and [d.text for d in corpus.val.read()] == ["valid"]
+
+
+def test_a_single_file_is_trained_on_whatever_its_name(write_jsonl):
+    """Who names one file means it."""
+    corpus = files_corpus(str(write_jsonl(["x"], "validation.jsonl")))
+    assert corpus.val is None and [d.text for d in corpus.train.read()] == ["x"]
+
+
+def test_val_source_is_never_trained_on(write_jsonl, tmp_path: Path):
+    """A glob may well match the validation file too."""
+    write_jsonl(["a"], "a.jsonl")
+    val = write_jsonl(["b"], "b.jsonl")
+    corpus = files_corpus(str(tmp_path / "*.jsonl"), str(val))
+    assert [d.text for d in corpus.train.read()] == ["a"]
+    assert [d.text for d in corpus.val.read()] == ["b"]
+    with pytest.raises(UserError, match="no file that is not in"):
+        files_corpus(str(val), str(val))
+
+
+def test_what_becomes_of_files_named_by_split_is_said(write_jsonl, tmp_path: Path):
+    """Guards: beside a val_source, validation files of the source that were in neither split without a word;
+    and such files that are trained on, since none is named train."""
+    for name in ("train", "valid", "test"):
+        write_jsonl([name], f"c/{name}.jsonl")
+    other, all_of_it = str(write_jsonl(["v"], "v.jsonl")), str(tmp_path / "c")
+    assert files_corpus(all_of_it, other).rule == f"held out: {other}; left alone: test.jsonl, valid.jsonl"
+    test = str(tmp_path / "c" / "test.jsonl")
+    assert files_corpus(all_of_it, test).rule == f"held out: {test}; left alone: valid.jsonl"
+    write_jsonl(["more"], "d/more.jsonl")
+    write_jsonl(["valid"], "d/valid.jsonl")
+    corpus = files_corpus(str(tmp_path / "d"), other)
+    assert corpus.rule == f"held out: {other}; trained on, as no file is named train: valid.jsonl"
+    assert [d.text for d in corpus.train.read()] == ["more", "valid"]
+
+
+def test_the_hash_follows_content_not_names_or_dates(write_jsonl, tmp_path: Path):
+    """A moved or touched file is the same data; a changed byte is not."""
+    before = files_corpus(str(write_jsonl(["a", "b"], "x.jsonl"))).content_hash
+    assert files_corpus(str(write_jsonl(["a", "b"], "moved/y.jsonl"))).content_hash == before
+    assert files_corpus(str(write_jsonl(["a", "c"], "x.jsonl"))).content_hash != before
+    val = str(write_jsonl(["v"], "v.jsonl"))
+    assert files_corpus(str(tmp_path / "moved"), val).content_hash != before
