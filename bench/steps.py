@@ -47,7 +47,7 @@ from lingpt.train.config import Recipe, TrainConfig
 from lingpt.train.console import print_rank0
 from lingpt.train.distributed.parallel import Parallel
 from lingpt.train.loss import NextTokenLoss
-from lingpt.train.model import attention_kernels, begin_autotuning, make_model
+from lingpt.train.model import attention_kernels, make_model
 from lingpt.train.planning.machine import Machine, choose_machine
 from lingpt.train.planning.memory_fit import largest_that_fits, memory_needed, micro_batch_sizes
 from lingpt.train.planning.throughput import mfu
@@ -124,8 +124,6 @@ class Trained:
     def __init__(self, recipe: Recipe, attention: str, parallel: Parallel) -> None:
         self.recipe, self.parallel, config = recipe, parallel, recipe.model.config()
         self.tokens_per_step = recipe.tokens_per_step
-        for tuning in begin_autotuning(recipe, config, recipe.train.precision, parallel.device):
-            tuning.finish(print_rank0)
         self.gpt = make_model(recipe, config, parallel.device)
         if attention in IDENTITIES:
             for block in self.gpt.blocks:

@@ -53,8 +53,6 @@ def run(options: Options) -> None:
         raise UserError(
             f"a prompt of {len(prompt)} tokens fills block size {model.max_seq_length}: shorten it"
         )
-    if len(prompt) > 1:  # one token takes the recurrent form
-        model.autotune_inference(1, len(prompt))
     ids = generate(
         model,
         torch.tensor([prompt], device=device),

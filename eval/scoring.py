@@ -180,8 +180,6 @@ def load_lm(
     )
     tokenizer = load_tokenizer(checkpoint.folder)
     tokenizer.check_fits(model.config.padded_vocab_size)
-    length = model.config.block_size
-    model.autotune_inference(max(1, batch_tokens // length), length)
     models = [model, *(same_weights(model, device) for device in devices[1:])]
     name = f"{checkpoint.run.name} step {checkpoint.step}"
     return LinGPTLM(models, tokenizer, batch_tokens=batch_tokens, name=name)

@@ -6,7 +6,10 @@ with a gate α_t ∈ (0, 1] for every key dimension. Four implementations: the d
 plain PyTorch (any device, analytical backward), the recurrence for decoding, and fla-core's Triton kernel.
 """
 
+import functools
 import importlib.util
+import os
+import sys
 import threading
 import warnings
 from typing import Any
@@ -188,8 +191,19 @@ def _recurrent(q, k, v, log_gate, initial_state, scale):
 @torch.compiler.disable  # its kernels are autotuned at the first call, which a graph cannot contain
 def fla_attention(q, k, v, log_gate, initial_state, scale):
     """fla-core's `chunk_gla`: (o, state)."""
+    _announce_tuning()
     attend = _chunk_gla if torch.is_grad_enabled() else _chunk_gla_padded
     return attend(q, k, v, log_gate, initial_state, scale)
+
+
+@functools.cache
+def _announce_tuning() -> None:
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(
+            "gla: FLA's kernels are compiled and tuned at their first call on this GPU with these sizes, for "
+            "minutes; Triton's cache remembers them",
+            file=sys.stderr,
+        )
 
 
 @torch.compiler.disable

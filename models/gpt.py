@@ -7,8 +7,6 @@ Notable:
 - it counts its own parameters and FLOPs; each mechanism declares its part
 """
 
-import functools
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self, cast
@@ -19,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lingpt.common.errors import UserError
 from lingpt.kernels.gelu import gelu
-from lingpt.kernels.gla_tuning import Autotuning
 from lingpt.models.attention import ATTENTIONS
 from lingpt.models.attention.base import Fp32Buffers
 from lingpt.models.config import Config
@@ -249,24 +246,6 @@ class GPT(Fp32Buffers):
     def next_logits(self, idx_BN: torch.Tensor, state: DecodingState) -> torch.Tensor:
         """`step` with the logits of the last token only, `[B, padded_vocab_size]`: enough for a prompt."""
         return self.lm_head(self.hidden(idx_BN, state)[:, -1])
-
-    def begin_autotuning(
-        self, batch_size: int, seq_len: int, dtype: torch.dtype, device: torch.device, backward: bool = True
-    ) -> list[Autotuning]:
-        """Starts the autotuning of each mechanism that has kernels to tune (attention/base.py)."""
-        mechanisms = {type(block.attn): block.attn for block in self.blocks}.values()
-        size = batch_size, seq_len, dtype, device, backward
-        begun = [attention.begin_autotuning(*size) for attention in mechanisms]
-        return [tuning for tuning in begun if tuning]
-
-    def autotune_inference(self, batch_size: int, seq_len: int) -> None:
-        """Autotunes the kernels of forward passes in the weights' dtype, on their device; says so on stderr.
-
-        Otherwise the first forward pass compiles them one by one, for minutes on a new machine.
-        """
-        size = batch_size, seq_len, self.lm_head.weight.dtype, self.lm_head.weight.device
-        for tuning in self.begin_autotuning(*size, backward=False):
-            tuning.finish(functools.partial(print, file=sys.stderr))
 
     def init_weights(self, seed: int) -> None:
         """Sets the weights of a new run, a function of the seed only (models/init.py)."""

@@ -40,8 +40,9 @@ def files_passed(work: Callable[[], object]) -> set[str]:
         work()
     finally:
         sys.setprofile(None)
-    inside = {Path(name) for name in seen if name.startswith(str(ROOT))}
-    return {path.relative_to(ROOT).as_posix() for path in inside} - {"tests/house.py"}
+    inside = {Path(name).relative_to(ROOT) for name in seen if name.startswith(str(ROOT))}
+    own = {path.as_posix() for path in inside if not {"site-packages", ".venv"} & set(path.parts)}
+    return own - {"tests/house.py"}
 
 
 def files_of_a_call() -> set[str]:

@@ -32,7 +32,7 @@ from lingpt.train.config import Recipe
 from lingpt.train.console import print_rank0, progress_bar
 from lingpt.train.distributed.parallel import Parallel
 from lingpt.train.loss import NextTokenLoss
-from lingpt.train.model import attention_kernels, begin_autotuning, fill_shards, make_model, tune_together
+from lingpt.train.model import attention_kernels, fill_shards, make_model
 from lingpt.train.planning.machine import Machine
 from lingpt.train.planning.throughput import mfu
 from lingpt.train.profile import COMMUNICATION, WAITING, Profiler, span
@@ -78,8 +78,6 @@ class Run:
         self.recipe, self.machine, self.dataset, self.parallel = recipe, machine, dataset, parallel
         self.folder, self.lock, self.progress = recipe.run_folder, lock, Progress()
         parallel.seed(t.seed)
-        tunes = parallel.local_rank_zero
-        self.tunings = begin_autotuning(recipe, config, machine.precision, parallel.device) if tunes else []
         self.gpt = make_model(recipe, config, parallel.device, resume_from, init_from, parallel.sharded)
         self.flops_per_token = self.gpt.flops_per_token(recipe.data.seq_len)
         self.model = parallel.wrap(NextTokenLoss(self.gpt, compiles(recipe, parallel.device)))
@@ -205,7 +203,6 @@ class Run:
         if on_gpu:
             weights, _ = self.parallel.state(self.gpt, self.optimizer)
             self.parallel.on_checkpoint_ranks(lambda: self.writer.reserve(weights, self.optimizer))
-            tune_together(self.tunings, self.recipe, self.gpt.config, self.machine.precision, self.parallel)
         with self.parallel.accumulate(self.model, enabled=False):
             self.parallel.backward(self.model(self.micro_batch(0)), self.tokens_per_step)
         self.parallel.zero_gradients(self.optimizer)

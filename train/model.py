@@ -8,12 +8,10 @@ import torch
 
 from lingpt.common.errors import UserError
 from lingpt.data import Tokenizer, load_tokenizer, vocab_size
-from lingpt.kernels.gla_tuning import Autotuning
 from lingpt.models import ATTENTIONS, GPT, MODELS, Config, load_model, load_parts, load_weights
 from lingpt.train.compilation import compile_blocks, compiles
 from lingpt.train.config import Recipe
 from lingpt.train.console import print_rank0
-from lingpt.train.distributed.parallel import Parallel
 from lingpt.train.planning.throughput import compute_dtype
 
 
@@ -104,25 +102,3 @@ def other_tokens_message(init_from: Path, tokenizer: Tokenizer) -> str | None:
         f"init_from: {differing:,} of this run's {tokenizer.vocab_size:,} token ids are other tokens in the "
         f"tokenizer of {theirs.name}, whose embeddings they start with: --data.tokenizer {theirs.name} fits"
     )
-
-
-def begin_autotuning(
-    recipe: Recipe, config: Config, precision: str, device: torch.device
-) -> list[Autotuning]:
-    """Starts the autotuning of a run's kernels, if it trains on a GPU."""
-    if device.type != "cuda":
-        return []
-    size = recipe.train.micro_batch_size, recipe.data.seq_len, compute_dtype(precision)
-    return GPT.on_meta(config).begin_autotuning(*size, device)
-
-
-def tune_together(
-    begun: list[Autotuning], recipe: Recipe, config: Config, precision: str, parallel: Parallel
-) -> None:
-    """Tunes on each machine's first process, which has `begun`; the others read its choices."""
-    for tuning in begun:
-        tuning.finish(print_rank0)
-    parallel.all_gather_object(None)
-    if not parallel.local_rank_zero:
-        for tuning in begin_autotuning(recipe, config, precision, parallel.device):
-            tuning.finish(print_rank0)

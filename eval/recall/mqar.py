@@ -22,7 +22,6 @@ from lingpt.common.errors import UserError
 from lingpt.models import (
     ATTENTIONS,
     GPT,
-    Attention,
     Config,
     ModelArgs,
     attention_form,
@@ -193,24 +192,6 @@ def train_trial(trial: Trial, device: str = "cpu") -> Trained:
         seconds=round(time.monotonic() - started, 1),
         device=device_name(where),
     )
-
-
-def without_conv(attention: str) -> str:
-    """The attention without the short convolution: both have the same attention kernels."""
-    return "+".join(word for word in attention.split("+") if word != "short_conv")
-
-
-def is_tuned_first(trial: Trial) -> bool:
-    """Whether the trial's attention has kernels that are autotuned for a size before they run (GLA's)."""
-    return ATTENTIONS[parse_form(trial.attention)[0]].begin_autotuning is not Attention.begin_autotuning
-
-
-def tune(trial: Trial) -> None:
-    """Autotunes the kernels for a trial's size, which takes about a minute; other processes read the choices
-    from disk."""
-    size = trial.batch_size, trial.length, torch.bfloat16, torch.device("cuda")
-    for tuning in GPT.on_meta(trial.config()).begin_autotuning(*size):
-        tuning.finish(print)
 
 
 def rate_factor(step: int, steps: int) -> float:

@@ -2,13 +2,12 @@
 
 import contextlib
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Lock
 
 import torch
 
@@ -16,15 +15,7 @@ from lingpt.common.errors import UserError
 from lingpt.common.files import set_aside, write_errors, write_json
 from lingpt.common.locks import file_lock
 from lingpt.common.run_folder import LOCK
-from lingpt.eval.recall.mqar import (
-    TRIALS_PER_GPU,
-    Trained,
-    Trial,
-    is_tuned_first,
-    train_trial,
-    tune,
-    without_conv,
-)
+from lingpt.eval.recall.mqar import TRIALS_PER_GPU, Trained, Trial, train_trial
 from lingpt.eval.recall.results import RESULTS, mqar_table, read_known, save_mqar
 
 Outcome = tuple[Trial, Trained | BaseException]
@@ -94,7 +85,7 @@ def _trained(trials: list[Trial], workers: int | None) -> Iterator[Outcome]:
                 yield trial, error
     else:
         devices = [f"cuda:{i % cards}" if cards else "cpu" for i in range(workers)]
-        yield from in_processes(trials, [Worker(device) for device in devices], tune if cards else None)
+        yield from in_processes(trials, [Worker(device) for device in devices])
 
 
 class Worker:
@@ -115,24 +106,14 @@ class Worker:
             raise
 
 
-def in_processes(
-    trials: list[Trial], workers: Sequence[Worker], tune: Callable[[Trial], None] | None
-) -> Iterator[Outcome]:
-    """(trial, its result or the error), as they finish. tune: called once for each size of the attentions
-    whose kernels are autotuned (`is_tuned_first`), one at a time, as it takes all cores; these come last, so
-    that the others are trained meanwhile."""
-    idle, tuning, tuned = SimpleQueue[Worker](), Lock(), set[tuple[str, int]]()
+def in_processes(trials: list[Trial], workers: Sequence[Worker]) -> Iterator[Outcome]:
+    """(trial, its result or the error), as they finish."""
+    idle = SimpleQueue[Worker]()
     not_ours = set(multiprocessing.active_children())
     for worker in workers:
         idle.put(worker)
 
     def train(trial: Trial) -> Trained:
-        if tune and is_tuned_first(trial):
-            size = without_conv(trial.attention), trial.width
-            with tuning:
-                if size not in tuned:
-                    tune(trial)
-                    tuned.add(size)
         worker = idle.get()
         try:
             return worker.train(trial)
@@ -140,8 +121,7 @@ def in_processes(
             idle.put(worker)
 
     threads = ThreadPoolExecutor(len(workers))
-    order = sorted(trials, key=is_tuned_first) if tune else trials
-    futures = {threads.submit(train, trial): trial for trial in order}
+    futures = {threads.submit(train, trial): trial for trial in trials}
     try:
         for future in as_completed(futures):
             yield futures[future], future.exception() or future.result()

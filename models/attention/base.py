@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from lingpt.common.options import Declared, Option, declared
-from lingpt.kernels.gla_tuning import Autotuning
 from lingpt.models.architecture import Architecture
 
 
@@ -120,13 +119,6 @@ class Attention(Fp32Buffers, ABC):
     @abstractmethod
     def new_state(self, batch_size: int, max_seq_len: int, device: torch.device, dtype: torch.dtype) -> Any:
         """An empty decoding state, which the layer's forward updates in place."""
-
-    def begin_autotuning(
-        self, batch_size: int, seq_len: int, dtype: torch.dtype, device: torch.device, backward: bool
-    ) -> Autotuning | None:
-        """Starts autotuning the kernels for this size, those of the backward pass only if it will run; None
-        if there is nothing to tune."""
-        return None
 
     def initial_constants(self) -> dict[str, float | torch.Tensor]:
         """Initial values of the parameters that are neither in linear layers nor in norms, by name."""

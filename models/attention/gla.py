@@ -25,7 +25,6 @@ from lingpt.kernels.gated_linear_attention import (
     gated_linear_attention_flops,
     gated_linear_attention_with_state,
 )
-from lingpt.kernels.gla_tuning import Autotuning, Size, begin_autotuning
 from lingpt.models.architecture import Architecture
 from lingpt.models.attention.base import Attention, RecurrentState
 from lingpt.models.attention.short_conv import SHORT_CONV, apply_short_conv, identity_filter
@@ -122,13 +121,6 @@ class GLAAttention(Attention):
         self, batch_size: int, max_seq_len: int, device: torch.device, dtype: torch.dtype
     ) -> RecurrentState:
         return RecurrentState()
-
-    def begin_autotuning(
-        self, batch_size: int, seq_len: int, dtype: torch.dtype, device: torch.device, backward: bool
-    ) -> Autotuning | None:
-        H = self.n_head
-        size = Size(batch_size, seq_len, H, self.d_k // H, self.d_v // H, dtype, backward)
-        return begin_autotuning(size, device)
 
     def initial_constants(self) -> dict[str, float | torch.Tensor]:
         return {"conv": identity_filter(2 * self.d_k + self.d_v)}

@@ -12,7 +12,7 @@ from lingpt.cli.main import main
 from lingpt.eval import scoring
 from lingpt.models import GPT
 
-from .conftest import BLOCK_SIZE, write_run
+from .conftest import write_run
 
 pytestmark = pytest.mark.usefixtures("no_network")
 
@@ -66,9 +66,7 @@ def test_suites_and_files(runs, eval_data, tmp_path, capsys):
 
 
 def test_a_checkpoint_is_loaded_once_for_all_suites(runs, eval_data, tmp_path, monkeypatch):
-    """Guards: gigabytes hashed and read again for each suite; kernels tuned in the middle of a score."""
-    tuned = []
-    monkeypatch.setattr(GPT, "autotune_inference", lambda _, *size: tuned.append(size))
+    """Guards: gigabytes hashed and read again for each suite."""
     (tmp_path / "t.jsonl").write_text(json.dumps({"text": "the sun warms stone " * 90}) + "\n")
     loaded, load_lm = [], scoring.load_lm
     monkeypatch.setattr(scoring, "load_lm", lambda *args: loaded.append(args[0].label) or load_lm(*args))
@@ -84,7 +82,6 @@ def test_a_checkpoint_is_loaded_once_for_all_suites(runs, eval_data, tmp_path, m
         "cpu",
     ]
     assert main(["eval", *argv, *texts]) == 0 and loaded == ["ours", "gla"]
-    assert tuned == [(16384 // BLOCK_SIZE, BLOCK_SIZE)] * 2
 
 
 def test_defaults_are_table_2(runs, eval_data, capsys):

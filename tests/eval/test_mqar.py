@@ -4,7 +4,7 @@ import json
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
-from threading import Event, Thread
+from threading import Thread
 
 import pytest
 import torch
@@ -20,7 +20,6 @@ from lingpt.eval.recall.mqar import (
     Trained,
     Trial,
     accuracy,
-    is_tuned_first,
     make_batch,
     make_trials,
     rate_factor,
@@ -97,36 +96,10 @@ def test_the_rate_rises_and_falls():
     assert factors[0] == 0.1 and max(factors) == factors[9] == 1.0 and factors[-1] < 0.001
 
 
-def test_what_is_trained_is_there_while_others_are_tuned_for():
-    """Guards: results of an hour that wait for GLA's kernels, and are lost with the process; all of GLA's
-    failing where its kernels can't be tuned, and nothing else; one tuning a width."""
-    both = ["gla", "gla+short_conv"]
-    softmax, *gla = make_trials(["softmax", *both], [32, 64, 32], [2, 2], [1e-3, 1e-3], **TINY)[:3]
-    assert len(make_trials(["softmax"], [32, 64, 32], [2, 2], [1e-3, 1e-3], **TINY)) == 2
-    others = make_trials(both, [64], [2], [1e-3], **TINY)
-    assert [is_tuned_first(trial) for trial in (softmax, *gla)] == [False, True, True]
-    seen, tuned = Event(), []
-
-    def tune(trial: Trial) -> None:
-        assert seen.wait(60)  # the first result, which the caller has
-        tuned.append(trial.width)
-        if trial.width == 64:
-            raise RuntimeError("no kernels")
-
-    results = in_processes([*gla, softmax, *others], [FakeWorker("cpu"), FakeWorker("cpu")], tune)
-    assert next(results) == (softmax, trained(softmax))
-    seen.set()
-    found = dict(results)
-    assert sorted(tuned) == [32, 64, 64] and {trial: found[trial] for trial in gla} == {
-        trial: trained(trial) for trial in gla
-    }
-    assert [str(found[trial]) for trial in others] == ["no kernels"] * 2
-
-
 def test_a_process_that_dies_takes_no_other_model_along():
     """Guards: all that were left failed with the process of one (the system had no memory, say)."""
     trials = make_trials(["softmax"], [32], [2], [DEADLY, 1e-2, 1e-1], **TINY)
-    found = dict(in_processes(trials, [FakeWorker("cpu")], None))
+    found = dict(in_processes(trials, [FakeWorker("cpu")]))
     assert [isinstance(found[trial], Trained) for trial in trials] == [False, True, True]
     assert isinstance(found[trials[0]], BrokenProcessPool)
 

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import itertools
-from types import SimpleNamespace
 
 import litgpt
 import pytest
@@ -200,17 +199,6 @@ def test_decoding_compiles_nothing(small, tokens, attention):
     assert compiled.frame_count == 0
     model(tokens)
     assert compiled.frame_count > 0
-
-
-def test_inference_tunes_each_mechanism_once(small, capsys, monkeypatch):
-    """In the weights' dtype, no backward pass, and lines on stderr: stdout has a command's result."""
-    sizes, attention = [], ATTENTIONS["gla"]
-    tuning = SimpleNamespace(finish=lambda report: report("tuned"))
-    monkeypatch.setattr(attention, "begin_autotuning", lambda _, *size: sizes.append(size) or tuning)
-    for name in ("gla", "ours"):
-        small(name).bfloat16().autotune_inference(3, 16)
-    assert sizes == [(3, 16, torch.bfloat16, torch.device("cpu"), False)]
-    assert capsys.readouterr() == ("", "tuned\n")
 
 
 @pytest.mark.gpu
