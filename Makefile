@@ -32,7 +32,7 @@ RUN = $(strip $(call opt,--train.devices,$(DEVICES)) $(call opt,--train.resume,$
 	$(call opt,--train.name,$(NAME)) $(if $(filter-out 0,$(DRY)),--train.dry_run true))
 
 .DEFAULT_GOAL := help
-.PHONY: help install train data eval study curves bench test test-all test-gpu soak check check-lint check-format check-types format \
+.PHONY: help install train data eval study curves bench test test-all test-gpu soak check check-lint check-format check-types format docs \
 	release-check
 .SUFFIXES:
 MAKEFLAGS += --no-builtin-rules --no-print-directory
@@ -92,6 +92,10 @@ check-format: $(call ready,dev)
 check-types: $(call ready,dev) # the link: mypy sees the package under its own name, whatever the clone's is
 	@mkdir -p .types && ln -sfn .. .types/lingpt
 	$(BIN)mypy -n 2
+
+docs: $(call ready,dev) ## the documentation site, in site/; a link that leads nowhere is an error
+	@mkdir -p .types && ln -sfn .. .types/lingpt
+	NO_MKDOCS_2_WARNING=1 $(BIN)mkdocs build --strict $(ARGS)
 
 format: $(call ready,dev) ## format the source
 	$(BIN)ruff check --fix .
