@@ -391,7 +391,7 @@ class Mean(QKVAttention):
     def kernel_name(cls, config, device, dtype, **options):
         return "pytorch"
 
-    def forward(self, x_BNC, cos_NR, sin_NR, state=None):
+    def forward(self, x_BNC, cos_NR, sin_NR, state=None, cu_seqlens=None):
         seen, total = (state.value or (0, 0.0)) if state else (0, 0.0)
         v_BNC = self.qkv(x_BNC).chunk(3, dim=-1)[2]
         sums = total + v_BNC.float().cumsum(1)
