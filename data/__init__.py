@@ -12,14 +12,17 @@ from lingpt.data.dataset import (
     vocab_size,
 )
 from lingpt.data.ngram import baseline_loss, bigram_loss
+from lingpt.data.packing import Batch, PackedDocuments
 from lingpt.data.stream import PackedDataset
 from lingpt.data.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [
+    "Batch",
     "BatchSampler",
     "DataConfig",
     "Dataset",
     "PackedDataset",
+    "PackedDocuments",
     "Prefetcher",
     "Tokenizer",
     "availability",

@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import torch
 
+from lingpt.data.packing import Batch
 from lingpt.data.stream import PackedDataset
 
 _FEISTEL_ROUNDS = 6
@@ -32,9 +33,14 @@ class BatchSampler:
         """The blocks of the global batch of `step` (0-based), in the batch's order."""
         return self._blocks_at(step, range(self.global_batch_size)).tolist()
 
-    def get(self, step: int, positions: Sequence[int]) -> torch.Tensor:
-        """The samples at `positions` of the global batch of `step`: int64 `[len(positions), seq_len + 1]`."""
+    def get(self, step: int, positions: Sequence[int]) -> torch.Tensor | Batch:
+        """The samples at `positions` of the global batch of `step`: int64 `[len(positions), seq_len + 1]`, or
+        packed documents."""
         return self.blocks.gather(self._blocks_at(step, positions))
+
+    def num_targets(self, step: int) -> int:
+        """How many tokens the loss of the global batch of `step` is a sum over; at least 1."""
+        return max(1, self.blocks.num_targets(self._blocks_at(step, range(self.global_batch_size))))
 
     def _blocks_at(self, step: int, positions: Sequence[int]) -> np.ndarray:
         sample = step * self.global_batch_size + np.asarray(positions, dtype=np.int64)
@@ -43,7 +49,7 @@ class BatchSampler:
 
 
 class Prefetcher:
-    """The micro-batches of all steps in order, each `[micro-batch, seq_len + 1]` int64.
+    """The micro-batches of all steps in order, each `[micro-batch, seq_len + 1]` int64, or a `Batch`.
 
     A thread reads them while earlier ones are trained on, so that no step waits for the disk.
 
@@ -58,13 +64,13 @@ class Prefetcher:
         # pin_memory() uses the calling thread's current device, so set it once in the worker.
         start = functools.partial(torch.cuda.set_device, device) if self._pin else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch", initializer=start)
-        self._coming: dict[int, Future[torch.Tensor]] = {}
+        self._coming: dict[int, Future[torch.Tensor | Batch]] = {}
 
     def __len__(self) -> int:
         """The number of micro-batches per step."""
         return len(self._micro_batches)
 
-    def get(self, step: int, number: int) -> torch.Tensor:
+    def get(self, step: int, number: int) -> torch.Tensor | Batch:
         """Micro-batch `number` of `step`; starts reading the following ones."""
         n = len(self)
         first = step * n + number
@@ -77,7 +83,7 @@ class Prefetcher:
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
 
-    def _read(self, step: int, number: int) -> torch.Tensor:
+    def _read(self, step: int, number: int) -> torch.Tensor | Batch:
         block = self._batches.get(step, self._micro_batches[number])
         return block.pin_memory() if self._pin else block
 

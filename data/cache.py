@@ -30,6 +30,7 @@ from lingpt.common.files import (
 )
 from lingpt.common.locks import file_lock
 from lingpt.data.corpus import Corpus, Document, Split
+from lingpt.data.packing import PackedDocuments
 from lingpt.data.stream import PackedDataset, StreamWriter
 from lingpt.data.tokenizer import Tokenizer
 from lingpt.data.tokens import Encoded, encode_documents, token_dtype
@@ -55,9 +56,11 @@ class TokenCache:
         if self.manifest.pop("checksum", None) != _checksum(self.manifest, self._checksums):
             raise UserError(f"{folder / MANIFEST} is damaged: delete {folder} and run again")
 
-    def blocks(self, split: str, seq_len: int) -> PackedDataset:
-        """The stream `train` or `val` as blocks. Raises `UserError` if the file is not as it was written."""
-        blocks = PackedDataset(self.folder / f"{split}.arrow", seq_len, self._checksums[split])
+    def blocks(self, split: str, seq_len: int, end: int | None = None) -> PackedDataset:
+        """The stream `train` or `val` as blocks, or given the token that ends them, its documents packed.
+        Raises `UserError` if the file is not as it was written."""
+        given = self.folder / f"{split}.arrow", seq_len, self._checksums[split]
+        blocks = PackedDataset(*given) if end is None else PackedDocuments(*given, end)
         tokens = self.manifest[split]["tokens"]
         if blocks.stream_length != tokens:
             raise UserError(

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from lingpt.common.errors import UserError
 from lingpt.common.files import cache_dir, write_errors
@@ -36,6 +36,9 @@ class DataConfig:
         "a tokenizer.json, a folder that holds one, or a name on the hub; by default a small BPE trained on "
         "the embedded corpus")] = None
     seq_len: Annotated[int, Option("tokens of a training sample", least=1, most=1 << 24)] = 256
+    packing: Annotated[Literal["blocks", "documents"], Option(
+        "how text fills samples: `blocks` cuts the stream of all documents; `documents` packs whole ones (a "
+        "longer one is cut), and no token sees another document")] = "blocks"
     val_source: Annotated[str | None, Option(
         "what to validate on, named as source is: the validation split of a data set that has one, else all "
         "of it; by default the source's own validation split if it has one, else the documents whose hash "
@@ -118,8 +121,11 @@ def prepare(config: DataConfig, *, padded_vocab_size: int | None = None, progres
         num_workers=config.num_workers,
         progress=progress,
     )
-    train, val = (_blocks(corpus.name, cache, split, config.seq_len) for split in ("train", "val"))
-    fingerprint = hashlib.sha256(json.dumps([cache.folder.name, config.seq_len]).encode()).hexdigest()
+    end, decides = None, [cache.folder.name, config.seq_len]
+    if config.packing == "documents":
+        end, decides = tokenizer.eos_id, [*decides, config.packing]
+    train, val = (_blocks(corpus.name, cache, split, config.seq_len, end) for split in ("train", "val"))
+    fingerprint = hashlib.sha256(json.dumps(decides).encode()).hexdigest()
     return Dataset(train, val, tokenizer, fingerprint[:16], corpus, cache)
 
 
@@ -254,8 +260,8 @@ def cache_size(source: str, vocab_size: int) -> str:
     return known.cache_size(token_bytes) if known else f"{token_bytes} bytes a token of the corpus"
 
 
-def _blocks(source: str, cache: TokenCache, split: str, seq_len: int) -> PackedDataset:
-    blocks = cache.blocks(split, seq_len)
+def _blocks(source: str, cache: TokenCache, split: str, seq_len: int, end: int | None) -> PackedDataset:
+    blocks = cache.blocks(split, seq_len, end)
     if not len(blocks):
         more = "give more text" if split == "train" else "raise --data.val_fraction, give --data.val_source"
         raise UserError(

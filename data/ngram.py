@@ -3,13 +3,15 @@
 import numpy as np
 
 from lingpt.data.dataset import Dataset
+from lingpt.data.packing import PackedDocuments
 
 MAX_TRAIN_TOKENS = 50_000_000  # time and memory grow with it
 
 
 def baseline_loss(dataset: Dataset, num_blocks: int | None = None) -> float | None:
-    """`bigram_loss` if the corpus has `Corpus.bigram_baseline`, else None."""
-    return bigram_loss(dataset, num_blocks=num_blocks) if dataset.corpus.bigram_baseline else None
+    """`bigram_loss` if the corpus has `Corpus.bigram_baseline`, and blocks to compare with; else None."""
+    compares = dataset.corpus.bigram_baseline and not isinstance(dataset.val, PackedDocuments)
+    return bigram_loss(dataset, num_blocks=num_blocks) if compares else None
 
 
 def bigram_loss(dataset: Dataset, *, num_blocks: int | None = None) -> float:

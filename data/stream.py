@@ -63,6 +63,10 @@ class PackedDataset:
             self._read(int(index) * self.seq_len, row)
         return torch.from_numpy(out)
 
+    def num_targets(self, indices: Sequence[int] | np.ndarray) -> int:
+        """How many tokens of the blocks `indices` the loss is a sum over."""
+        return len(indices) * self.seq_len
+
     def stream(self, start: int, stop: int) -> np.ndarray:
         """Tokens `start` to `stop` of the stream, fewer at its end: int64 `[stop - start]`."""
         out = np.empty(max(0, min(stop, self.stream_length) - start), dtype=np.int64)

@@ -24,7 +24,7 @@ import torch
 from lingpt.common.errors import UserError
 from lingpt.common.format import duration
 from lingpt.common.run_folder import PROFILE, read_metrics
-from lingpt.data import BatchSampler, Dataset, Prefetcher
+from lingpt.data import Batch, BatchSampler, Dataset, Prefetcher
 from lingpt.models import Config
 from lingpt.train import report
 from lingpt.train.compilation import compiles
@@ -159,14 +159,15 @@ class Run:
         set_learning_rate(self.optimizer, rate)
         n = len(self.micro_batches)
         micro_batches = map(self.micro_batch, range(n))
-        numbers = optimizer_step(self, micro_batches, n, lambda: (stop.requested, self.must_save()))
+        targets = self.batches.num_targets(self.progress.step)
+        numbers = optimizer_step(self, micro_batches, n, lambda: (stop.requested, self.must_save()), targets)
         # The only synchronisation of a step. The optimizer, launched before, keeps a GPU busy meanwhile.
         with span(COMMUNICATION if parallel.world_size > 1 else WAITING):
             total, stops, saves, grad_norm = numbers.wait()
         if stops:
             self.propagate_stop(stop)
         self.save_due, self.val_loss = saves > 0, None
-        loss_mean = total / self.tokens_per_step
+        loss_mean = total / targets
         line: dict[str, Any] = {"loss": loss_mean, "lr": rate, "grad_norm": grad_norm}
         if math.isfinite(loss_mean) and math.isfinite(grad_norm):
             self.progress.skipped_in_a_row = 0
@@ -180,7 +181,7 @@ class Run:
         self.progress.tokens += self.tokens_per_step
         return line
 
-    def micro_batch(self, i: int) -> torch.Tensor:
+    def micro_batch(self, i: int) -> torch.Tensor | Batch:
         """This rank's i-th micro-batch of the next step."""
         with span("data"):
             return self.parallel.to_device(self.micro_batches.get(self.progress.step, i))
@@ -252,7 +253,7 @@ class Run:
             loss = self.model(parallel.to_device(val.gather(batch)))
             if counts:
                 loss_sum += loss
-                tokens += len(batch) * val.seq_len
+                tokens += val.num_targets(batch)
             if parallel.any_rank(stop.requested):  # checked at each batch, as all of them may take long
                 self.propagate_stop(stop)
                 return None

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
+from lingpt.data import Batch
 from lingpt.kernels.cross_entropy import loss_and_gradient
 from lingpt.models import GPT
 from lingpt.train.compilation import compile_options
@@ -25,7 +26,8 @@ LossAndGradient = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, tor
 
 
 class NextTokenLoss(nn.Module):
-    """`[B, N+1]` token ids → the sum over B·N targets of −log p(token | the tokens before), nats.
+    """`[B, N+1]` token ids, or packed documents (`data.Batch`) → the sum over all targets of −log p(token |
+    the tokens before), nats.
 
     compiled: each chunk's logits are processed by one kernel; on a GPU the gradient overwrites them.
     """
@@ -42,11 +44,15 @@ class NextTokenLoss(nn.Module):
         elif compiled:
             self.chunk_loss = torch.compile(loss_and_gradient, **compile_options())
 
-    def forward(self, block_BN1: torch.Tensor) -> torch.Tensor:
-        hidden_BNC = self.gpt.hidden(block_BN1[:, :-1])
+    def forward(self, batch: torch.Tensor | Batch) -> torch.Tensor:
+        if isinstance(batch, torch.Tensor):
+            idx_BN, targets_BN, cu_seqlens = batch[:, :-1], batch[:, 1:], None
+        else:
+            idx_BN, targets_BN, cu_seqlens = batch
+        hidden_BNC = self.gpt.hidden(idx_BN, cu_seqlens=cu_seqlens)
         with record_function("loss"):
             weight_VC = self.gpt.lm_head.weight
-            return cross_entropy_sum(hidden_BNC, weight_VC, block_BN1[:, 1:], chunk_loss=self.chunk_loss)
+            return cross_entropy_sum(hidden_BNC, weight_VC, targets_BN, chunk_loss=self.chunk_loss)
 
 
 def rows_per_chunk(vocab_size: int, n_embd: int) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lingpt.data import Batch
 from lingpt.models import GPT
 from lingpt.models.weight_decay import parameter_groups
 from lingpt.train.config import Recipe, TrainConfig, decay_steps, warmup_steps
@@ -100,15 +101,18 @@ class Training(Protocol):
 
 def optimizer_step(
     training: Training,
-    micro_batches: Iterable[torch.Tensor],
+    micro_batches: Iterable[torch.Tensor | Batch],
     n: int,
     flags: Callable[[], Sequence[bool]] = lambda: (),
+    targets: int | None = None,
 ) -> AsyncHostCopy:
     """A step with the gradient of `n` micro-batches `[B, N + 1]` of this rank, which are on the device.
 
-    Every token of the global batch has the same weight. If the loss or the gradient is not finite, nothing
+    targets: how many the global batch has; by default each of its tokens is one, except the first of a row.
+
+    Every target of the global batch has the same weight. If the loss or the gradient is not finite, nothing
     changes. Launches everything without synchronisation. The returned numbers are the loss summed over the
-    tokens of all ranks, on how many ranks each of the `flags` is set after the last micro-batch, and the
+    targets of all ranks, on how many ranks each of the `flags` is set after the last micro-batch, and the
     gradient's norm.
     """
     parallel, optimizer = training.parallel, training.optimizer
@@ -119,7 +123,7 @@ def optimizer_step(
             with span("forward"):
                 loss = training.model(micro_batch)
             with span("backward"):
-                parallel.backward(loss, training.tokens_per_step)
+                parallel.backward(loss, targets or training.tokens_per_step)
         loss_sum += loss.detach()
     with span("optimizer"):
         norm = parallel.clip_gradients(training.gpt, training.recipe.train.grad_clip)

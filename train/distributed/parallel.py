@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lingpt.common.errors import Interrupted, UserError, first_line
+from lingpt.data import Batch
 from lingpt.train.console import print_stderr
 from lingpt.train.distributed.collectives import all_gather_object, on_all_ranks
 from lingpt.train.distributed.fabric_setup import FSDP2Strategy, cluster_environment, ddp_strategy
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from lightning.fabric.wrappers import _FabricModule as WrappedModule
 
 T = TypeVar("T")
+TensorOrBatch = TypeVar("TensorOrBatch", torch.Tensor, torch.Tensor | Batch)
 
 TIMEOUT_MINUTES = 30.0
 
@@ -288,9 +290,9 @@ class Parallel:
             samples = range(n)[start : start + size]
             yield samples or range(n)[:size], bool(samples)
 
-    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copies a CPU tensor, of any shape and dtype, to this rank's device; to a GPU from pinned memory and
-        asynchronously, in order with the current stream.
+    def to_device(self, tensor: TensorOrBatch) -> TensorOrBatch:
+        """Copies a CPU tensor, of any shape and dtype, or a batch of them, to this rank's device; to a GPU
+        from pinned memory and asynchronously, in order with the current stream.
         """
         if self.device.type == "cuda" and not tensor.is_pinned():
             tensor = tensor.pin_memory()

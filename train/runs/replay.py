@@ -64,25 +64,25 @@ def replay(
     kernels = attention_kernels(any_kernel, where, "32-true")
     otherwise = _not_as_trained(run, step, checkpoint, kernels, where)
     batches = BatchSampler(dataset.train, recipe.train.seed, recipe.train.global_batch_size)
-    model, tokens = NextTokenLoss(gpt), recipe.tokens_per_step
-    losses: list[float] = []
-    for position in range(recipe.train.global_batch_size):
-        block = batches.get(step - 1, [position]).to(where)
-        loss = model(block)
-        (loss / tokens).backward()
-        losses.append(loss.item() / dataset.train.seq_len)
-    norm = torch.nn.utils.get_total_norm([p.grad for p in gpt.parameters() if p.grad is not None]).item()
+    model, targets = NextTokenLoss(gpt), batches.num_targets(step - 1)
+    total, losses = 0.0, list[float]()
     blocks = batches.indices(step - 1)
+    for block in blocks:
+        loss = model(dataset.train.gather([block]).to(where))
+        (loss / targets).backward()
+        total += loss.item()
+        losses.append(loss.item() / max(1, dataset.train.num_targets([block])))
+    norm = torch.nn.utils.get_total_norm([p.grad for p in gpt.parameters() if p.grad is not None]).item()
     worst = sorted(range(len(losses)), key=lambda i: -losses[i] if losses[i] == losses[i] else -torch.inf)
     lines = [
         f"{run.name}, step {step}, with the weights of {checkpoint.name}, in fp32 ({_by(kernels)})",
-        f"loss {sum(losses) / len(losses):.4f} nats/token, gradient norm {norm:.4g} before clipping at "
+        f"loss {total / targets:.4f} nats/token, gradient norm {norm:.4g} before clipping at "
         f"{recipe.train.grad_clip:g}; when it was trained: {_as_logged(run, step)}",
         *otherwise,
         f"the {min(samples, len(losses))} samples of the highest loss, of {len(losses)}:",
     ]
     for position in worst[:samples]:
-        sample = batches.get(step - 1, [position])[0][:TEXT_TOKENS]
+        sample = dataset.train[blocks[position]][:TEXT_TOKENS]
         text = " ".join(dataset.tokenizer.decode(sample.tolist()).split())
         lines.append(f"  {losses[position]:8.4f}  position {position}, block {blocks[position]}: {text} …")
     return "\n".join(lines)

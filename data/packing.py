@@ -1,0 +1,148 @@
+"""Whole documents packed into sequences, whose tokens see their own document only.
+
+Best-fit decreasing, as in Ding et al. 2024, "Fewer Truncations Improve Language Modeling" (arXiv 2404.10830):
+a document longer than a sequence is cut, and each piece, from the longest on, goes where it leaves the least
+room. Little is left empty, and no document is cut that fits. Sequences are in the order of their longest
+pieces in the stream, so the first ones are a sample like any other; `BatchSampler` gives training's order.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+
+from lingpt.data.stream import ROWS, PackedDataset
+
+NO_TARGET = -100  # what the loss ignores
+
+
+class Batch(NamedTuple):
+    """Packed sequences. It is moved as a tensor is."""
+
+    idx: torch.Tensor  # [B, N] int64, the tokens
+    targets: torch.Tensor  # [B, N] int64, the next token of the same document, or NO_TARGET
+    cu_seqlens: torch.Tensor  # int32, borders of documents as in `GPT.hidden`; its size depends on B alone
+
+    def is_pinned(self) -> bool:
+        return self.idx.is_pinned()
+
+    def pin_memory(self) -> Self:
+        return type(self)(*(x.pin_memory() for x in self))
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Self:
+        return type(self)(*(x.to(device, non_blocking=non_blocking) for x in self))
+
+
+class PackedDocuments(PackedDataset):
+    """The documents of a stream, packed into sequences of `seq_len` tokens; the interface of `PackedDataset`.
+
+    A document of L tokens, its end-of-text token among them, has L − 1 targets: that token is one, and no
+    document's first token is. The last token of a piece of a longer one is the first of the next, so that
+    every other token is a target once. What is left empty has no targets.
+
+    end: the token that ends each document in the stream.
+    """
+
+    def __init__(self, path: str | Path, seq_len: int, checksums: Sequence[int], end: int) -> None:
+        super().__init__(path, seq_len, checksums)
+        self._end = end
+        starts, lengths = _pieces(self._document_ends(), seq_len)
+        sequence = best_fit(lengths, seq_len)
+        by_length = np.argsort(-lengths, kind="stable")
+        _, longest = np.unique(sequence[by_length], return_index=True)
+        sequence = starts[by_length[longest]].argsort().argsort()[sequence]
+        order = np.argsort(sequence, kind="stable")
+        self._starts, self._lengths = starts[order], lengths[order]
+        counts = np.bincount(sequence)
+        self._first = np.concatenate(([0], np.cumsum(counts)))  # of each sequence's pieces
+        self._targets = np.add.reduceat(self._lengths, self._first[:-1]) if len(counts) else counts
+        self._most = 1 + max(counts, default=0)  # the last may be what is left empty
+
+    def _document_ends(self) -> np.ndarray:
+        """Where the stream's documents end, after their last token."""
+        parts = range(0, self.stream_length, ROWS)
+        found = [at + np.flatnonzero(self.stream(at, at + ROWS) == self._end) for at in parts]
+        return np.concatenate([np.empty(0, np.int64), *found]) + 1
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        """The tokens of sequence `index`: int64 `[seq_len]`."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sequence {index} of {len(self)}")
+        return self.gather([index]).idx[0]
+
+    def gather(self, indices: Sequence[int] | np.ndarray) -> Batch:  # type: ignore[override]
+        """The sequences `indices`, each in 0..len-1."""
+        B, N = len(indices), self.seq_len
+        idx = np.full((B, N), self._end, dtype=np.int64)
+        targets = np.full((B, N), NO_TARGET, dtype=np.int64)
+        borders = []
+        for row, index in enumerate(indices):
+            at = 0
+            for piece in range(self._first[index], self._first[index + 1]):
+                start, length = self._starts[piece], self._lengths[piece]
+                tokens = self.stream(start, start + length + 1)
+                borders.append(row * N + at)
+                idx[row, at : at + length], targets[row, at : at + length] = tokens[:-1], tokens[1:]
+                at += length
+            if at < N:
+                borders.append(row * N + at)
+        cu_seqlens = np.full(B * self._most + 1, B * N, dtype=np.int32)
+        cu_seqlens[: len(borders)] = borders
+        return Batch(*map(torch.from_numpy, (idx, targets, cu_seqlens)))
+
+    def num_targets(self, indices: Sequence[int] | np.ndarray) -> int:
+        return int(self._targets[indices].sum())
+
+    def __reduce__(self) -> tuple:
+        return PackedDocuments, (self.path, self.seq_len, self._checksums, self._end)
+
+
+def _pieces(ends: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """The first token and the number of targets, 1 to `seq_len`, of each piece of the documents that end
+    there."""
+    starts = np.concatenate(([0], ends[:-1])) if len(ends) else ends
+    targets = ends - starts - 1
+    pieces = -(-targets // seq_len)
+    of = np.repeat(np.arange(len(ends)), pieces)
+    before = seq_len * (np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces))
+    return starts[of] + before, np.minimum(targets[of] - before, seq_len)
+
+
+def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
+    """The bin of each item: bins of `size` filled by best-fit decreasing, numbered from 0.
+
+    lengths: integers, 1 to `size`. Items of one length are put into all bins of the same room at once, so the
+    time grows with the number of different lengths rather than with that of items.
+    """
+    bins, opened = np.empty(len(lengths), dtype=np.int64), 0
+    rooms, open_bins = list[int](), dict[int, np.ndarray]()  # bins by the room that is left, in order
+    order = np.argsort(-lengths, kind="stable")
+    borders = np.flatnonzero(np.diff(lengths[order])) + 1
+    for items in np.split(order, borders) if len(order) else []:
+        length, done = int(lengths[items[0]]), 0
+        while done < len(items):
+            left = len(items) - done
+            if (at := bisect_left(rooms, length)) < len(rooms):
+                room = rooms[at]
+                used, rest = np.split(open_bins.pop(room), [left])
+                if len(rest):
+                    open_bins[room] = rest
+                else:
+                    del rooms[at]
+            else:  # so many new ones that the others find room in them
+                room, count = size, -(-left // (size // length))
+                used, opened = np.arange(opened, opened + count), opened + count
+            bins[items[done : done + len(used)]] = used
+            done += len(used)
+            if room > length:
+                if room - length not in open_bins:
+                    insort(rooms, room - length)
+                others = open_bins.get(room - length, used[:0])
+                open_bins[room - length] = np.concatenate((others, used))
+    return bins
