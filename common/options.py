@@ -229,8 +229,10 @@ def _read_as(kind: Any, value: Any) -> Any:
         items = yaml.safe_load(value) if text and value.startswith("[") else value
         if isinstance(items, list | tuple):
             return origin(_read(get_args(kind)[:1], item) for item in items)
-    if (origin or kind) is dict and isinstance(value, dict):
-        return value
+    if (origin or kind) is dict:
+        found = yaml.safe_load(value) if text and value.startswith("{") else value
+        if isinstance(found, dict):
+            return found
     if kind is str and text:
         return value
     raise ValueError(value)

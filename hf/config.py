@@ -27,7 +27,9 @@ class LinGPTConfig(PretrainedConfig):
             self.hidden_size, self.intermediate_size = own.n_embd, own.intermediate_size
             self.num_hidden_layers, self.num_attention_heads = own.n_layer, own.n_head
             self.max_position_embeddings = own.block_size
+            self.num_key_value_heads, self.head_dim = own.n_query_groups, own.head_size
             kwargs.setdefault("vocab_size", own.padded_vocab_size)
+            kwargs.setdefault("tie_word_embeddings", own.tie_embeddings)
         self.vocab_size = kwargs.pop("vocab_size", None)
         kwargs.setdefault("tie_word_embeddings", False)
         super().__init__(**kwargs)

@@ -21,7 +21,7 @@ from lingpt.hf.config import LinGPTConfig
 from lingpt.models import Attention, Block
 from lingpt.models.attention.base import Fp32Buffers
 from lingpt.models.attention.softmax import KVCache
-from lingpt.models.gpt import rope_tables
+from lingpt.models.gpt import make_norm, rope_tables
 from lingpt.models.init import init_weights
 
 # The cache's name in what a model returns: `past_key_values` in transformers 5.3, `cache` later.
@@ -71,7 +71,7 @@ class LinGPTModel(Fp32Buffers, LinGPTPreTrainedModel):
         own = config.lingpt_config()
         self.wte = nn.Embedding(own.padded_vocab_size, own.n_embd)
         self.h = nn.ModuleList(Block(own, layer_idx) for layer_idx in range(own.n_layer))
-        self.ln_f = nn.LayerNorm(own.n_embd, eps=own.norm_eps)
+        self.ln_f = make_norm(own)
         for name, table in zip(("cos", "sin"), rope_tables(own, torch.get_default_device()), strict=True):
             self.register_buffer(name, table, persistent=False)
         self.gradient_checkpointing = False
@@ -241,6 +241,8 @@ def packed_pieces(
 
 class LinGPTForCausalLM(LinGPTPreTrainedModel, GenerationMixin):
     """The network with its head: token ids → logits of each next token, and the loss of `labels`."""
+
+    _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}  # noqa: RUF012 (if the config says so)
 
     def __init__(self, config: LinGPTConfig) -> None:
         super().__init__(config)

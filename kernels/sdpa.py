@@ -12,12 +12,14 @@ from lingpt.kernels.numerics import first_tokens
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
     """Causal softmax attention within each of the sequences packed into the rows of a batch.
 
-    q, k, v: [B, N, H, D]. cu_seqlens: int32 [sequences + 1], their borders in the B·N tokens, row after row;
+    q, k, v: [B, N, H, D]; k and v may have fewer heads, and are then repeated. cu_seqlens: int32 [sequences + 1], their borders in the B·N tokens, row after row;
     each row begins with one. Returns [B, N, H, D]. On CUDA in 16 bits it is FlashAttention's kernel for
     sequences of different lengths, which needs neither a mask nor the lengths on the host; else SDPA with a
     mask [B, 1, N, N].
     """
     B, N = q.shape[:2]
+    if (repeats := q.shape[2] // k.shape[2]) > 1:  # PyTorch 2.11's kernel takes no fewer
+        k, v = (x.repeat_interleave(repeats, 2) for x in (k, v))
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
         rows = (x.flatten(0, 1) for x in (q, k, v))
         o = varlen_attn(*rows, cu_seqlens, cu_seqlens, N, N, scale=scale, window_size=(-1, 0))
@@ -30,14 +32,15 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale:
 
 
 def sdpa_choice(q: Tensor, k: Tensor, v: Tensor) -> int | None:
-    """The number of the `SDPBackend` that causal `scaled_dot_product_attention` uses for `[B, H, N, D]`.
+    """The number of the `SDPBackend` that causal `scaled_dot_product_attention` uses for `[B, H, N, D]`;
+    k and v may have fewer heads.
 
     PyTorch has no public function for it, and the choice depends on the card and on cuDNN's version. If none
     of the enabled backends can run: RuntimeError, after warnings that say why, or ERROR. None: this PyTorch
     does not tell.
     """
     choose = getattr(torch, "_fused_sdp_choice", None)
-    return choose and choose(q, k, v, is_causal=True)
+    return choose and choose(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def sdpa_with_logsumexp(

@@ -1,4 +1,4 @@
-"""Language models: GPT-NeoX (Pythia) with a choice of attention."""
+"""Language models: GPT-NeoX (Pythia) and Llama's shape, with a choice of attention."""
 
 from lingpt.models.architecture import MODELS
 from lingpt.models.attention import (

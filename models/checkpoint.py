@@ -21,8 +21,10 @@ from lingpt.common.run_folder import MODEL_CONFIG, WEIGHTS
 from lingpt.models.architecture import MODELS
 from lingpt.models.config import Config
 from lingpt.models.gpt import GPT
-from lingpt.models.gpt_neox import is_gpt_neox_folder, read_gpt_neox, read_hf_weights
+from lingpt.models.gpt_neox import read_gpt_neox, read_hf_weights
 from lingpt.models.init import set_weight
+from lingpt.models.llama import KINDS as LLAMA_KINDS
+from lingpt.models.llama import read_llama
 from lingpt.models.model_folder import read_pickled_tensors, read_tensors, write_model_folder
 from lingpt.models.shards import (
     is_sharded,
@@ -37,7 +39,9 @@ _LITGPT_WEIGHTS = "lit_model.pth"
 
 # The sizes, and settings that determine how weights are used but do not show in their shapes.
 _ARCHITECTURE = (
-    "n_layer", "n_embd", "n_head", "parallel_residual", "norm_eps", "rotary_percentage", "rope_base",
+    "n_layer", "n_embd", "n_head", "n_query_groups", "head_size", "parallel_residual", "norm_class_name",
+    "norm_eps", "norm_qk", "mlp_class_name", "attn_bias", "tie_embeddings", "rotary_percentage", "rope_base",
+    "rope_adjustments",
 )  # fmt: skip
 
 
@@ -69,7 +73,7 @@ def load_model(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> GPT:
-    """The model of a LinGPT, GPT-NeoX or LitGPT folder, with the attention it was trained with.
+    """The model of a LinGPT, Hugging Face or LitGPT folder, with the attention it was trained with.
 
     Args:
         attention: the attention that the caller expects; UserError if the model has another.
@@ -158,19 +162,19 @@ def load_weights(model: GPT, path: str | Path) -> LoadReport:
     """Initialises `model` from other weights (`init_from`): overwrites the parameters that the source has.
 
     Args:
-        path: a Hugging Face GPT-NeoX folder (Pythia), a LitGPT one (`lit_model.pth`), or a LinGPT model
-            folder with any attention.
+        path: a Hugging Face folder of GPT-NeoX (Pythia), Llama, SmolLM, Qwen2 or Qwen3, a LitGPT one
+            (`lit_model.pth`), or a LinGPT model folder with any attention.
 
     Only attention layers may differ. Raises UserError for a source of another size or architecture.
     """
     folder = Path(path)
     source, tensors, kind = _read_model(folder)
     own, complaint = model.state_dict(), f"{folder} is another model than {model.config.name!r}"
-    for name in _ARCHITECTURE:
-        if getattr(source, name) != getattr(model.config, name):
-            raise UserError(
-                f"{complaint}: {name} is {getattr(source, name)}, not {getattr(model.config, name)}"
-            )
+    theirs, ours = ({name: getattr(x, name) for name in _ARCHITECTURE} for x in (source, model.config))
+    if differ := [
+        f"{name} is {theirs[name]}, not {ours[name]}" for name in ours if theirs[name] != ours[name]
+    ]:
+        raise UserError(f"{complaint}: {', '.join(differ)}")
     _check_same_tensors(own, tensors, complaint, optional=".attn.")
     taken = [name for name in own if name in tensors and own[name].shape == tensors[name].shape]
     for name in taken:
@@ -196,9 +200,14 @@ def _read_model(
     """The configuration and tensors (LitGPT's keys) of a folder of any kind, and its kind in words."""
     check_source(folder)
     if (folder / _LITGPT_WEIGHTS).is_file():
-        return _litgpt_config(folder), read_pickled_tensors(folder / _LITGPT_WEIGHTS), "LitGPT checkpoint"
-    if is_gpt_neox_folder(folder):
+        config, tensors = _litgpt_config(folder), read_pickled_tensors(folder / _LITGPT_WEIGHTS)
+        tensors = {re.sub(r"\.norm_([qk])\.", r".\1_norm.", name): x for name, x in tensors.items()}
+        return config, tensors, "LitGPT checkpoint"
+    model_type = read_json_object(folder / MODEL_CONFIG).get("model_type")
+    if model_type == "gpt_neox":
         return *read_gpt_neox(folder), "Hugging Face GPT-NeoX"
+    if model_type in LLAMA_KINDS:
+        return *read_llama(folder), f"Hugging Face {model_type}"
     config = _read_config(folder)
     kind = f"LinGPT model with attention {config.attention!r}"
     if _is_export(folder):
@@ -223,7 +232,10 @@ def _litgpt_config(folder: Path) -> Config:
 def _read_config(folder: Path) -> Config:
     values = read_json_object(folder / MODEL_CONFIG)
     if (kind := values.pop("model_type", None)) != "lingpt":
-        raise UserError(f"{folder} holds a {kind} model: LinGPT reads its own, GPT-NeoX and LitGPT's")
+        raise UserError(
+            f"{folder} holds a {kind} model: LinGPT reads its own, LitGPT's, gpt_neox, "
+            f"{', '.join(LLAMA_KINDS)}"
+        )
     if (network := values.get("network")) is None:
         return Config.from_dict(values)
     if not isinstance(network, dict):  # of `export_hf`, or saved by transformers

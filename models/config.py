@@ -76,7 +76,7 @@ class Config(Architecture):
 
     @classmethod
     def from_name(cls, name: str, **overrides: Any) -> Self:
-        """The configuration of `demo` or of a Pythia model, with any field overridden.
+        """The configuration of `demo`, a Pythia or a Llama model, with any field overridden.
 
         For another name the sizes in `NEEDED` must be given; the others default to Pythia's.
         """
@@ -89,7 +89,7 @@ class Config(Architecture):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """The inverse of `to_dict`. Also reads what LitGPT and earlier versions wrote, with LitGPT's other
-        settings. UserError for keys that are unknown or missing, and for what is no GPT-NeoX."""
+        settings. UserError for keys that are unknown or missing, and for what is not supported."""
         if missing := [name for name in ("name", *NEEDED) if name not in values]:
             raise UserError(f"the model's configuration lacks {', '.join(missing)}")
         own = {field.name for field in fields(cls)}
@@ -126,8 +126,8 @@ class ModelArgs:
 
     # fmt: off
     name: Annotated[str, Option(
-        "`demo`, a Pythia model (`pythia-14m` … `pythia-12b`), or a name for your own model, whose n_layer, "
-        "n_embd and n_head must then be given")] = "demo"
+        "`demo`, a Pythia model (`pythia-14m` … `pythia-12b`), `llama-130m` … `llama-1.3b`, or a name for "
+        "your own model, whose n_layer, n_embd and n_head must then be given")] = "demo"
     attention: Annotated[str | list[str], Option(
         "one of the attentions, or a list with one per layer. Options may follow a `+` "
         "(`ours-gated+output_gate`); they hold for all layers that have them. `+softmax_every=6` makes the "

@@ -1,7 +1,7 @@
 """Writes a model as a folder that transformers reads: config, weights, tokenizer, defaults of `generate`.
 
-Plain softmax models become stock GPT-NeoX ones. Others have a `model_type` of their own, which `import
-lingpt.hf` registers; their tensors are those of a LinGPT checkpoint, which `load_model` reads, too.
+Plain softmax models become stock GPT-NeoX, Llama or Qwen ones. Others have a `model_type` of their own, which
+`import lingpt.hf` registers; their tensors are those of a LinGPT checkpoint, which `load_model` reads, too.
 """
 
 import warnings
@@ -14,7 +14,8 @@ from lingpt.common.errors import UserError, first_line
 from lingpt.common.files import read_errors, write_errors, write_json, write_text
 from lingpt.common.run_folder import TOKENIZER
 from lingpt.models.gpt import GPT
-from lingpt.models.gpt_neox import write_gpt_neox
+from lingpt.models.gpt_neox import is_gpt_neox, write_gpt_neox
+from lingpt.models.llama import llama_kind, write_llama
 from lingpt.models.model_folder import write_model_folder
 
 END_OF_TEXT = "<|endoftext|>"
@@ -39,14 +40,18 @@ def export_hf(
     unused = {"suppress_tokens": [*range(vocab_size, rows)]} if vocab_size < rows else {}
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eos_id)
     about: dict[str, Any] = {"dtype": str(model.lm_head.weight.dtype).removeprefix("torch."), **ids}
-    if model.config.bias and all(block.attn.hf_exportable for block in model.blocks):
+    plain = all(block.attn.hf_exportable for block in model.blocks)
+    if plain and is_gpt_neox(model.config):
         write_gpt_neox(model, folder, about)
+    elif plain and llama_kind(model.config):
+        write_llama(model, folder, about)
     else:
         own = {
             "model_type": "lingpt",
             "architectures": ["LinGPTForCausalLM"],
             "network": model.config.to_dict(),
             "vocab_size": model.config.padded_vocab_size,
+            "tie_word_embeddings": model.config.tie_embeddings,
         }
         write_model_folder(folder, own | about, model.state_dict(), metadata={})
     with write_errors(folder):

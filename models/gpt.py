@@ -1,17 +1,20 @@
-"""The language model: GPT-NeoX (Pythia) with the attention that the configuration names in each layer.
+"""The language model: GPT-NeoX (Pythia) or Llama's shape, with the attention that the configuration names in
+each layer.
 
 Notable:
-- LitGPT's state-dict keys, and its numbers bit for bit with softmax attention in fp32 (tested); imports only
-  PyTorch and our operators
+- LitGPT's state-dict keys, and Pythia's numbers bit for bit with softmax attention in fp32 (tested); imports
+  only PyTorch and our operators
 - one forward for training and for decoding: with a state, the tokens continue those it has seen
 - it counts its own parameters and FLOPs; each mechanism declares its part
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self, cast
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -68,6 +71,40 @@ class MLP(nn.Module):
         return self.proj(gelu(self.fc(x_BNC)))
 
 
+class GatedMLP(nn.Module):
+    """Llama's: SwiGLU (arXiv 2002.05202)."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.fc_1 = nn.Linear(config.n_embd, config.intermediate_size, bias=config.bias)
+        self.fc_2 = nn.Linear(config.n_embd, config.intermediate_size, bias=config.bias)
+        self.proj = nn.Linear(config.intermediate_size, config.n_embd, bias=config.bias)
+
+    def forward(self, x_BNC: torch.Tensor) -> torch.Tensor:
+        return self.proj(F.silu(self.fc_1(x_BNC)) * self.fc_2(x_BNC))
+
+
+class TiedHead(nn.Module):
+    """A head that multiplies by the embedding's weight, and has no parameter of its own."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self._embedding = [embedding]  # in a list it is no submodule, and its weight has one name
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self._embedding[0].weight
+
+    def forward(self, x_BNC: torch.Tensor) -> torch.Tensor:
+        return F.linear(x_BNC, self.weight)
+
+
+def make_norm(config: Config) -> nn.Module:
+    """A norm of the residual stream."""
+    norm = nn.RMSNorm if config.norm_class_name == "RMSNorm" else nn.LayerNorm
+    return norm(config.n_embd, eps=config.norm_eps)
+
+
 class Block(nn.Module):
     """One layer. Attention and MLP read the same input, or with `parallel_residual: false` one after the
     other."""
@@ -76,10 +113,10 @@ class Block(nn.Module):
         super().__init__()
         name = config.attention_per_layer[layer_idx]
         self.config = config
-        self.norm_1 = nn.LayerNorm(config.n_embd, eps=config.norm_eps)
+        self.norm_1 = make_norm(config)
         self.attn = ATTENTIONS[name](config, layer_idx, **config.attention_options(name))
-        self.norm_2 = nn.LayerNorm(config.n_embd, eps=config.norm_eps)
-        self.mlp = MLP(config)
+        self.norm_2 = make_norm(config)
+        self.mlp = MLP(config) if config.mlp_class_name == "GptNeoxMLP" else GatedMLP(config)
 
     def forward(
         self,
@@ -103,8 +140,26 @@ def rope_tables(config: Config, device: torch.device) -> tuple[torch.Tensor, tor
     where = device if device.type == "meta" else torch.device("cpu")  # a plan costs no memory
     exponents = torch.arange(0, config.rope_n_elem, 2, device=where).float() / config.rope_n_elem
     positions = torch.arange(config.block_size, device=where).float()
-    angles = torch.outer(positions, 1.0 / config.rope_base**exponents).repeat(1, 2)
+    frequencies = 1.0 / config.rope_base**exponents
+    if config.rope_adjustments is not None:
+        frequencies = scaled_frequencies(frequencies, **config.rope_adjustments)
+    angles = torch.outer(positions, frequencies).repeat(1, 2)
     return torch.cos(angles).to(device), torch.sin(angles).to(device)
+
+
+def scaled_frequencies(
+    frequencies: torch.Tensor,
+    factor: float,
+    low_freq_factor: float,
+    high_freq_factor: float,
+    original_max_seq_len: float,
+) -> torch.Tensor:
+    """Llama 3's rotary frequencies for contexts longer than `original_max_seq_len`: those that turn fewer
+    than `low_freq_factor` times in it are divided by `factor`, those that turn more than `high_freq_factor`
+    times are kept, and between them it is a blend of both."""
+    turns = original_max_seq_len * frequencies / (2 * math.pi)
+    kept = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0)
+    return (1 - kept) * frequencies / factor + kept * frequencies
 
 
 class GPT(Fp32Buffers):
@@ -121,14 +176,16 @@ class GPT(Fp32Buffers):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
-        self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
+        self.lm_head: nn.Linear | TiedHead = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
         self.transformer = nn.ModuleDict(
             {
                 "wte": nn.Embedding(config.padded_vocab_size, config.n_embd),
                 "h": nn.ModuleList(Block(config, layer_idx) for layer_idx in range(config.n_layer)),
-                "ln_f": nn.LayerNorm(config.n_embd, eps=config.norm_eps),
+                "ln_f": make_norm(config),
             }
         )
+        if config.tie_embeddings:
+            self.lm_head = TiedHead(cast(nn.Embedding, self.transformer["wte"]))
         for name, table in zip(("cos", "sin"), rope_tables(config, torch.get_default_device()), strict=True):
             self.register_buffer(name, table, persistent=False)
 
@@ -270,5 +327,6 @@ class GPT(Fp32Buffers):
         Matrix products only: 2 per weight of a linear layer (including `lm_head`; the embedding is a
         look-up), and what each layer's attention declares, of causal attention only the causal half.
         """
-        linear = sum(2 * m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        layers = (m for m in self.modules() if isinstance(m, nn.Linear | TiedHead))
+        linear = sum(2 * layer.weight.numel() for layer in layers)
         return 3 * (linear + sum(block.attn.flops_per_token(seq_len) for block in self.blocks))

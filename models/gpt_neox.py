@@ -23,12 +23,6 @@ _WEIGHTS = {WEIGHTS: lambda path: read_tensors(path)[0], "pytorch_model.bin": re
 _CONSTANTS = (".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
 
 
-def is_gpt_neox_folder(folder: Path) -> bool:
-    """Whether `folder` is one of `transformers`' GPT-NeoX."""
-    config = folder / MODEL_CONFIG
-    return config.is_file() and read_json_object(config).get("model_type") == "gpt_neox"
-
-
 def read_gpt_neox(folder: Path) -> tuple[Config, dict[str, torch.Tensor]]:
     """The configuration of a GPT-NeoX folder, and its tensors under LitGPT's keys."""
     import lingpt.models.lightning_import  # noqa: F401 (before LitGPT imports Lightning)
@@ -101,6 +95,14 @@ def _from_hf_config(hf: dict[str, Any], folder: Path) -> Config:
         raise UserError(f"{folder / MODEL_CONFIG} lacks {error}") from error
     except UserError as error:
         raise UserError(f"{folder / MODEL_CONFIG} has a value that is none of GPT-NeoX's: {error}") from error
+
+
+def is_gpt_neox(config: Config) -> bool:
+    """Whether transformers' GPT-NeoX, with plain softmax, computes a model of this shape."""
+    names = config.norm_class_name, config.mlp_class_name
+    more = config.norm_qk or config.tie_embeddings or config.rope_adjustments is not None
+    usual = config.qkv_sizes == (config.n_embd,) * 3
+    return names == ("LayerNorm", "GptNeoxMLP") and config.bias and usual and not more
 
 
 def write_gpt_neox(model: GPT, folder: Path, about: dict[str, Any]) -> None:

@@ -24,13 +24,14 @@ def init_weights(
 ) -> None:
     """Initialises every parameter of a `GPT` but those that are `loaded`. NotImplementedError names one that
     no rule covers."""
-    to_draw = []
+    to_draw, seen = [], set()
     for module_name, module in model.named_modules():
         constants = module.initial_constants() if isinstance(module, Attention) else {}
         for name, parameter in module.named_parameters(recurse=False):
             full_name = f"{module_name}.{name}"
-            if loaded(parameter):
+            if loaded(parameter) or parameter in seen:  # tied ones are one parameter
                 continue
+            seen.add(parameter)
             if name in constants:
                 set_weight(parameter, torch.as_tensor(constants[name]))
             elif isinstance(module, nn.LayerNorm | nn.RMSNorm):

@@ -58,7 +58,9 @@ def memory_estimate(
     embedding = config.padded_vocab_size * config.n_embd  # number of weights; the last layer has as many
     part = -(-n // sharded_over)
     whole = 0 if not sharded else n if gathers_once else at_once
-    copied = (at_once if sharded and activation_checkpointing else n) - embedding
+    copied = at_once if sharded and activation_checkpointing else n
+    if not config.tie_embeddings:  # the head, whose weight is copied, has one of its own
+        copied -= embedding
     keeps_gradient = not sharded or (gathers_once and accumulates)  # unsharded, to the end of the step
     held = {
         "activations": tokens * _activations(model, size, activation_checkpointing),
@@ -90,10 +92,10 @@ def _gathered_at_once(model: GPT) -> int:
 def _activations(model: GPT, size: _Bytes, activation_checkpointing: bool) -> int:
     """Bytes per token that the blocks save for their backward pass."""
     config = model.config
-    # per block: the attention's, the outputs of both norms, the input and the output of GELU
-    kept = [
-        block.attn.saved_activations_per_token() + 2 * (config.n_embd + config.intermediate_size)
-        for block in model.blocks
-    ]
+    # per block: the attention's, the outputs of both norms, the inputs of GELU (or SwiGLU) and its output
+    hidden = (2 if config.mlp_class_name == "GptNeoxMLP" else 3) * config.intermediate_size
+    kept = [block.attn.saved_activations_per_token() + 2 * config.n_embd + hidden for block in model.blocks]
     inputs = (config.n_layer + 1) * config.n_embd  # inputs of each layer, in the weights' dtype
+    if not config.parallel_residual:  # and that of the second norm
+        inputs += (1 if activation_checkpointing else config.n_layer) * config.n_embd
     return (max(kept) if activation_checkpointing else sum(kept)) * size.activation + inputs * size.weight

@@ -42,7 +42,8 @@ _MAY_DIFFER = {
 _ARCHITECTURE = {
     "name", "attention", "block_size", "vocab_size", "padded_vocab_size", "padding_multiple", "n_layer",
     "n_embd", "n_head", "intermediate_size", "rotary_percentage", "rope_base", "parallel_residual",
-    "norm_eps", "bias",
+    "norm_eps", "bias", "n_query_groups", "head_size", "rope_adjustments", "norm_class_name", "norm_qk",
+    "mlp_class_name", "attn_bias", "tie_embeddings",
 }  # fmt: skip
 # The attention with its options in one word, from the attention and the `model` part of a run's config.
 Form = Callable[[str | Sequence[str], dict[str, Any]], str]

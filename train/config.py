@@ -63,7 +63,8 @@ class TrainConfig:
         "`auto` resumes from the newest whole checkpoint of the run, `never` starts from scratch (the old "
         "run is moved aside), a checkpoint folder resumes from that checkpoint", may_change=True)] = "auto"
     init_from: Annotated[str | None, Option(
-        "start a new run from these weights: a Hugging Face Pythia folder, a model folder, or a run's folder "
+        "start a new run from these weights: a Hugging Face folder (Pythia, Llama, SmolLM, Qwen), a model "
+        "folder, or a run's folder "
         "(its newest checkpoint)", may_change=True)] = None
     eval_interval: Annotated[int, Option(
         "steps between validations; the last step is always validated", least=1, may_change=True)] = 100

@@ -52,7 +52,7 @@ class Attention(Fp32Buffers, ABC):
       they may be new tensors; its other attributes do not change
     """
 
-    hf_exportable: bool = False  # can a stock GPT-NeoX compute the same from the same tensors?
+    hf_exportable: bool = False  # can a stock model of transformers compute the same from its tensors?
     static_step: bool = False  # can a CUDA graph replay one token's step?
 
     @classmethod
@@ -137,7 +137,10 @@ GATE_ACTIVATION = Option("the activation in `output_gate` and `softmax_gate`")
 
 
 class QKVAttention(Attention):
-    """A mechanism on Pythia's projections, `qkv` and `proj`, with LitGPT's state-dict keys."""
+    """A mechanism on Pythia's projections, `qkv` and `proj`, with LitGPT's state-dict keys.
+
+    Keys and values may have fewer heads, G = n_query_groups, than queries (H = n_head): W = (H + 2G)·D.
+    """
 
     gate_proj: nn.Linear | None
     norm: nn.LayerNorm | None
@@ -145,20 +148,31 @@ class QKVAttention(Attention):
 
     def __init__(self, config: Architecture, layer_idx: int) -> None:
         super().__init__()
-        self.config = config
-        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
-        self.proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.config, width = config, config.qkv_sizes[0]
+        self.qkv = nn.Linear(config.n_embd, sum(config.qkv_sizes), bias=config.bias or config.attn_bias)
+        self.proj = nn.Linear(width, config.n_embd, bias=config.bias)
 
     def add_output_gate(self, wanted: bool, activation: GateActivation) -> None:
         """Creates the parameters of the output gate, or sets them to None."""
         config, self.gate_activation = self.config, GATE_ACTIVATIONS[activation]
-        self.gate_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias) if wanted else None
+        width = config.qkv_sizes[0]
+        self.gate_proj = nn.Linear(config.n_embd, width, bias=config.bias) if wanted else None
         self.norm = nn.LayerNorm(config.head_size, eps=config.norm_eps) if wanted else None
 
-    def packed_qkv(self, x_BNC: torch.Tensor) -> torch.Tensor:
-        """qkv `[B, N, 3, H, D]`, a view of the projection's output."""
-        B, N, _ = x_BNC.shape
-        return self.qkv(x_BNC).view(B, N, 3, self.config.n_head, self.config.head_size)
+    def add_qk_norm(self, wanted: bool) -> None:
+        """Creates the norms of q and k, or sets them to None."""
+        config = self.config
+        self.q_norm = nn.RMSNorm(config.head_size, eps=config.norm_eps) if wanted else None
+        self.k_norm = nn.RMSNorm(config.head_size, eps=config.norm_eps) if wanted else None
+
+    def split_heads(self, rows_BNW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """q and k together `[B, N, H + G, D]`, after their norms if they have some, and v `[B, N, G, D]`."""
+        H, G = self.config.n_head, self.config.n_query_groups
+        qk, v = rows_BNW.unflatten(2, (-1, self.config.head_size)).split((H + G, G), dim=2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = qk.split((H, G), dim=2)
+            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=2).to(v.dtype)
+        return qk, v
 
     def gate_and_project(self, o_BNHD: torch.Tensor, x_BNC: torch.Tensor) -> torch.Tensor:
         """The layer's output `[B, N, C]` from the heads' outputs o and the layer's input x: `W_O o`.

@@ -93,8 +93,9 @@ class OursAttention(QKVAttention):
         free_a = learnable_b and constant and not normalize
         self.b_offset = nn.Parameter(torch.zeros(config.n_head)) if learnable_b else None
         self.a_offset = nn.Parameter(torch.zeros(config.n_head)) if free_a else None
-        self.conv = nn.Parameter(identity_filter(3 * config.n_embd)) if short_conv else None  # [4, 3C]
+        self.conv = nn.Parameter(identity_filter(sum(config.qkv_sizes))) if short_conv else None  # [4, W]
         self.add_output_gate(output_gate, gate_activation)
+        self.add_qk_norm(config.norm_qk)
         self.register_buffer("log_decay", None, persistent=False)
         self.reset_buffers(torch.get_default_device())
 
@@ -167,17 +168,29 @@ class OursAttention(QKVAttention):
         self, x_BNC: torch.Tensor, state: RecurrentState | None, cu_seqlens: torch.Tensor | None
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """The operator's inputs: qkv `[B, N, 3, H, D]`, convolved, and the arguments that give the decay."""
-        qkv = self.apply_short_conv(self.packed_qkv(x_BNC), state, cu_seqlens)
-        return qkv, {"log_decay": self.log_decay}
+        return self.packed_qkv(x_BNC, state, cu_seqlens), {"log_decay": self.log_decay}
 
-    def apply_short_conv(
-        self, qkv_BN3HD: torch.Tensor, state: RecurrentState | None, cu_seqlens: torch.Tensor | None
+    @property
+    def is_packed(self) -> bool:
+        """Whether the projection's rows are what the operator reads: no norms, and one head of k and v for
+        each of q."""
+        return self.q_norm is None and self.config.n_query_groups == self.config.n_head
+
+    def packed_qkv(
+        self, x_BNC: torch.Tensor, state: RecurrentState | None, cu_seqlens: torch.Tensor | None
     ) -> torch.Tensor:
-        """qkv `[B, N, 3, H, D]` after the convolution, if there is one; updates the state's `conv`."""
-        if self.conv is None:
-            return qkv_BN3HD
-        rows = qkv_BN3HD.flatten(2)
-        return apply_short_conv(rows, self.conv, state, cu_seqlens, silu=self.conv_silu).view_as(qkv_BN3HD)
+        """qkv `[B, N, 3, H, D]`, convolved; updates the state's `conv`. A view of the projection's output, or
+        a copy in which k and v are repeated for all heads of q that share them."""
+        H, G, D = self.config.n_head, self.config.n_query_groups, self.config.head_size
+        rows = self.qkv(x_BNC)
+        if self.conv is not None:
+            rows = apply_short_conv(rows, self.conv, state, cu_seqlens, silu=self.conv_silu)
+        if self.is_packed:
+            return rows.unflatten(2, (3, H, D))
+        qk, v = self.split_heads(rows)
+        q, k = qk.split((H, G), dim=2)
+        k, v = (t.unsqueeze(3).expand(-1, -1, -1, H // G, -1) for t in (k, v))
+        return torch.stack((q.unflatten(2, (G, -1)), k, v), dim=2).flatten(3, 4)
 
     def forward(
         self,
@@ -204,12 +217,14 @@ class OursAttention(QKVAttention):
         return linear_attention_flops(1, seq_len, self.config.n_head, self.config.head_size) // seq_len
 
     def saved_activations_per_token(self) -> int:
-        C, H = self.config.n_embd, self.config.n_head
-        saved = 4 * C + 2 * H  # qkv, o, and the normaliser in fp32
+        H, width, projected = self.config.n_head, self.config.qkv_sizes[0], sum(self.config.qkv_sizes)
+        saved = 4 * width + 2 * H  # qkv, o, and the normaliser in fp32
         if self.conv is not None:
-            saved += 3 * C * (2 if self.conv_silu else 1)  # the convolution's input, and the SiLU's
+            saved += projected * (2 if self.conv_silu else 1)  # the convolution's input, and the SiLU's
+        if self.q_norm is not None:
+            saved += projected  # the norms' input
         if self.gate_proj is not None:
-            saved += 2 * C  # the gate before its silu, and the input of `proj`
+            saved += 2 * width  # the gate before its silu, and the input of `proj`
         return saved
 
     def new_state(
@@ -218,4 +233,4 @@ class OursAttention(QKVAttention):
         return RecurrentState()
 
     def initial_constants(self) -> dict[str, float | torch.Tensor]:
-        return {"a_offset": 0.0, "b_offset": 0.0, "conv": identity_filter(3 * self.config.n_embd)}
+        return {"a_offset": 0.0, "b_offset": 0.0, "conv": identity_filter(sum(self.config.qkv_sizes))}

@@ -39,15 +39,15 @@ class OursGatedAttention(OursAttention):
         """The operator's inputs. In training, q, k, v and the gates come from one matrix product, so that x
         is read once and its gradient written once.
 
-        If one of the layers is more than its weights (LoRA, a parametrisation, a hook), both are called
-        instead.
+        If one of the layers is more than its weights (LoRA, a parametrisation, a hook), or q, k and v are
+        not packed, both are called instead.
         """
         plain = is_plain_linear(self.qkv) and is_plain_linear(self.decay_proj)
-        if state is None and plain:
+        if state is None and plain and self.is_packed:
             gates = {"gate_bias": self.decay_bias, "head_size": self.config.head_size}
             return self.project_qkv_and_decay(x_BNC, cu_seqlens), gates
         log_decay = logarithm_of_gate(self.decay_proj(x_BNC), self.decay_bias)
-        return self.apply_short_conv(self.packed_qkv(x_BNC), state, cu_seqlens), {"log_decay": log_decay}
+        return self.packed_qkv(x_BNC, state, cu_seqlens), {"log_decay": log_decay}
 
     def project_qkv_and_decay(
         self, x_BNC: torch.Tensor, cu_seqlens: torch.Tensor | None = None
@@ -75,7 +75,7 @@ class OursGatedAttention(OursAttention):
         # Three fp32 numbers per head that the kernel derives from the gates; the columns after q, k and v,
         # once more if they pass through the convolution.
         H = self.config.n_head
-        behind = (H + self.row_fill()) * (1 if self.conv is None else 2)
+        behind = (H + self.row_fill()) * (1 if self.conv is None else 2) if self.is_packed else H
         return super().saved_activations_per_token() + 6 * H + behind
 
     def initial_constants(self) -> dict[str, float | torch.Tensor]:

@@ -73,8 +73,8 @@ class StaticPosition:
 
 @dataclass
 class KVCache(ConvState):
-    """Keys and values `[B, H, room, D]`; the first `length` positions are filled, or in each row of a batch
-    that is padded on the left those from `start` `[B]` to there."""
+    """Keys and values `[B, G, room, D]`, G heads of each; the first `length` positions are filled, or in each
+    row of a batch that is padded on the left those from `start` `[B]` to there."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -138,22 +138,25 @@ class SoftmaxAttention(QKVAttention):
         softmax_qk_norm: Annotated[bool, Option("RMS norms with a gain on q and k of `softmax`")] = False,
     ) -> None:
         super().__init__(config, layer_idx)
-        self.sdpa, self.hf_exportable = sdpa, not (softmax_conv or softmax_gate or softmax_qk_norm)
-        self.conv = nn.Parameter(identity_filter(3 * config.n_embd)) if softmax_conv else None  # [4, 3C]
+        own_norm = softmax_qk_norm and not config.norm_qk
+        self.sdpa, self.hf_exportable = sdpa, not (softmax_conv or softmax_gate or own_norm)
+        self.conv = nn.Parameter(identity_filter(sum(config.qkv_sizes))) if softmax_conv else None  # [4, W]
         self.add_output_gate(softmax_gate, gate_activation)
-        self.q_norm = nn.RMSNorm(config.head_size, eps=config.norm_eps) if softmax_qk_norm else None
-        self.k_norm = nn.RMSNorm(config.head_size, eps=config.norm_eps) if softmax_qk_norm else None
+        self.add_qk_norm(softmax_qk_norm or config.norm_qk)
 
     @classmethod
     def kernel_name(
         cls, config: Architecture, device: torch.device, dtype: torch.dtype, *, sdpa: str, **_: Any
     ) -> str:
-        shape = 1, 128, config.n_head, config.head_size
+        heads = config.n_head, config.n_query_groups
         with torch.enable_grad(), warnings.catch_warnings(record=True) as reasons, _forced_kernel(sdpa):
             warnings.simplefilter("always")
-            x = torch.zeros(shape, device=device, dtype=dtype, requires_grad=True).transpose(1, 2)
+            q, k = (
+                torch.zeros(1, n, 128, config.head_size, device=device, dtype=dtype, requires_grad=True)
+                for n in heads
+            )
             try:
-                chosen = sdpa_choice(x, x, x)
+                chosen = sdpa_choice(q, k, k)
             except RuntimeError:
                 chosen = SDPBackend.ERROR.value
         if chosen is None:
@@ -173,20 +176,16 @@ class SoftmaxAttention(QKVAttention):
         state: KVCache | None = None,
         cu_seqlens: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        B, N, _ = x_BNC.shape
-        H, D = self.config.n_head, self.config.head_size
+        N, H, G, D = x_BNC.shape[1], self.config.n_head, self.config.n_query_groups, self.config.head_size
         qkv = self.qkv(x_BNC)
         if self.conv is not None:
             qkv = apply_short_conv(qkv, self.conv, state, cu_seqlens)
-        qk, v = qkv.view(B, N, 3 * H, D).split((2 * H, H), dim=2)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = qk.split(H, dim=2)
-            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=2).to(v.dtype)
-        q, k = apply_rope(qk, cos_NR, sin_NR).split(H, dim=2)
+        qk, v = self.split_heads(qkv)
+        q, k = apply_rope(qk, cos_NR, sin_NR).split((H, G), dim=2)
         mask, scale = None, 1.0 / math.sqrt(D)
         if cu_seqlens is not None:
             return self.gate_and_project(packed_attention(q, k, v, cu_seqlens, scale), x_BNC)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # views [B, H, N, D], SDPA's order
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # views [B, H or G, N, D], SDPA's order
         if state is not None:
             k, v = state.append(k, v)
             if state.static is not None:
@@ -200,7 +199,7 @@ class SoftmaxAttention(QKVAttention):
                 mask = mask & (torch.arange(keys, device=q.device) >= state.start[:, None, None, None])
         with self._kernel(decoding=state is not None):
             o = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, scale=scale, is_causal=N > 1 and mask is None
+                q, k, v, attn_mask=mask, scale=scale, is_causal=N > 1 and mask is None, enable_gqa=G < H
             )
         return self.gate_and_project(o.transpose(1, 2), x_BNC)
 
@@ -212,49 +211,54 @@ class SoftmaxAttention(QKVAttention):
         return _forced_kernel(self.sdpa if self.training else "auto")
 
     def flops_per_token(self, seq_len: int) -> int:
-        return 2 * seq_len * self.config.n_embd  # q·k and p·v, two FLOPs each, over half of the N × N square
+        # q·k and p·v, two FLOPs each, over half of the N × N square
+        return 2 * seq_len * self.config.qkv_sizes[0]
 
     def saved_activations_per_token(self) -> int:
-        saved = 6 * self.config.n_embd  # qkv (v is a view of it), rotated q and k, o
+        q, k, v = self.config.qkv_sizes
+        saved = 3 * q + 2 * k + v  # qkv (v is a view of it), rotated q and k, o
         if self.conv is not None:
-            saved += 3 * self.config.n_embd  # the convolution's input
+            saved += q + k + v  # the convolution's input
         if self.q_norm is not None:
-            saved += self.config.n_embd  # of the norms' results: compiled blocks keep less, eager ones more
+            saved += (q + k) // 2  # of the norms' results: compiled blocks keep less, eager ones more
         if self.gate_proj is not None:
-            saved += 2 * self.config.n_embd  # the gate before its silu, and the input of `proj`
+            saved += 2 * q  # the gate before its silu, and the input of `proj`
         return saved
 
     def new_state(
         self, batch_size: int, max_seq_len: int, device: torch.device, dtype: torch.dtype
     ) -> KVCache:
         room = max_seq_len if max_seq_len <= KV_SPLIT else -(-max_seq_len // KV_SPLIT) * KV_SPLIT
-        shape = (batch_size, self.config.n_head, room, self.config.head_size)
+        shape = (batch_size, self.config.n_query_groups, room, self.config.head_size)
         k, v = (torch.zeros(shape, device=device, dtype=dtype) for _ in "kv")
         return KVCache(k, v)
 
     def initial_constants(self) -> dict[str, float | torch.Tensor]:
-        return {"conv": identity_filter(3 * self.config.n_embd)}
+        return {"conv": identity_filter(sum(self.config.qkv_sizes))}
 
 
 def split_kv_attention(
-    q_BH1D: torch.Tensor, k_BHND: torch.Tensor, v_BHND: torch.Tensor, mask_111N: torch.Tensor, scale: float
+    q_BH1D: torch.Tensor, k_BGND: torch.Tensor, v_BGND: torch.Tensor, mask_111N: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """SDPA of one query per head, `[B, H, 1, D]`, with a mask without −inf, in splits of KV_SPLIT keys as in
     Flash-Decoding.
 
     With a mask SDPA has no kernel that splits a head's keys: one multiprocessor would read all of them. Here
-    each split is treated as a head, and outputs are combined by their logsumexp. k and v are views.
+    each split is treated as a head, and outputs are combined by their logsumexp. k and v are views. The
+    queries that share a head of keys are treated as so many tokens.
     """
-    B, H, N, D = k_BHND.shape
+    (B, H, _, D), (G, N) = q_BH1D.shape, k_BGND.shape[1:3]
+    q_BGRD, R = q_BH1D.reshape(B, G, H // G, D), H // G
     if N > KV_SPLIT and N % KV_SPLIT == 0:
-        k, v = (x.flatten(0, 1).unflatten(1, (-1, KV_SPLIT)) for x in (k_BHND, v_BHND))  # [B·H, splits, ·, D]
-        q = q_BH1D.flatten(0, 1).unsqueeze(1).expand(-1, N // KV_SPLIT, -1, -1)
-        mask = mask_111N.view(1, -1, 1, KV_SPLIT).expand(B * H, -1, -1, -1)
+        k, v = (x.flatten(0, 1).unflatten(1, (-1, KV_SPLIT)) for x in (k_BGND, v_BGND))  # [B·G, splits, ·, D]
+        q = q_BGRD.flatten(0, 1).unsqueeze(1).expand(-1, N // KV_SPLIT, -1, -1)
+        mask = mask_111N.view(1, -1, 1, KV_SPLIT).expand(B * G, -1, R, -1)
         if (found := sdpa_with_logsumexp(q, k, v, mask, scale)) is not None:
             o, logsumexp = found
             return (logsumexp.softmax(1)[..., None] * o).sum(1).to(q.dtype).view(B, H, 1, D)
     with sdpa_kernel(DECODING):
-        return F.scaled_dot_product_attention(q_BH1D, k_BHND, v_BHND, attn_mask=mask_111N, scale=scale)
+        o = F.scaled_dot_product_attention(q_BGRD, k_BGND, v_BGND, attn_mask=mask_111N, scale=scale)
+    return o.reshape(B, H, 1, D)
 
 
 def _forced_kernel(sdpa: str) -> contextlib.AbstractContextManager:

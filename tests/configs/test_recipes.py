@@ -14,6 +14,7 @@ from lingpt.train.planning.memory_fit import fits, memory_here, memory_needed
 from lingpt.train.recipe import RECIPES, parse_recipe, recipe_names
 
 PYTHIA = ["pythia-14m", "pythia-70m", "pythia-160m", "pythia-410m", "pythia-1.4b"]
+LLAMA = ["llama-130m", "llama-340m", "llama-1b", "llama-1.3b"]
 LARGE = ["pythia-2.8b", "pythia-6.9b", "pythia-12b"]
 
 
@@ -72,7 +73,7 @@ def test_a_home_folder_is_written_out(monkeypatch):
 
 
 def test_the_recipes_of_the_readme_ship():
-    assert {"demo", *PYTHIA, *LARGE} == set(recipe_names())
+    assert {"demo", *PYTHIA, *LARGE, *LLAMA} == set(recipe_names())
     assert {path.name for path in RECIPES.iterdir() if path.suffix != ".yaml"} == {"studies"}
 
 
@@ -98,6 +99,21 @@ def test_pythia_recipes_are_the_papers(name):
     assert (t.warmup_steps, t.weight_decay, t.beta1, t.beta2, t.grad_clip) == (100, 0.1, 0.9, 0.95, 1.0)
     need = memory_needed(GPT.on_meta(model_config(recipe)), recipe, "bf16-mixed")["total"]
     assert fits(need, 48e9)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "warmup"), [("llama-340m", 15e9, 0.5e9), ("llama-1.3b", 100e9, 1e9)]
+)
+def test_the_gla_papers_recipes(name, tokens, warmup):
+    """arXiv 2312.06635, section 5.1: batches of 0.5 and 2 M tokens; every one fits a card of 80 GB."""
+    recipe = load(name)
+    t = recipe.train
+    per_step = t.global_batch_size * recipe.data.seq_len
+    assert (t.max_tokens, t.learning_rate, t.min_learning_rate, t.weight_decay) == (tokens, 3e-4, 3e-5, 0.01)
+    assert per_step == {"llama-340m": 2**19, "llama-1.3b": 2**21}[name]
+    assert t.warmup_steps * per_step == pytest.approx(warmup, rel=0.05)
+    need = memory_needed(GPT.on_meta(model_config(recipe)), recipe, "bf16-mixed")["total"]
+    assert fits(need, 80e9)
 
 
 @pytest.mark.parametrize(

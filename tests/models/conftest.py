@@ -11,6 +11,8 @@ from lingpt.models import ATTENTIONS, GPT, Config
 SMALL = {"name": "small", "block_size": 96, "n_layer": 3, "n_embd": 64, "n_head": 4}
 SMALL |= {"vocab_size": 120, "padding_multiple": 64}
 HYBRID = ["softmax", "ours-gated", "gla"]
+LLAMA = {"n_query_groups": 2, "norm_class_name": "RMSNorm", "mlp_class_name": "LLaMAMLP", "bias": False}
+LLAMA |= {"parallel_residual": False, "rotary_percentage": 1.0, "tie_embeddings": True, "norm_qk": True}
 
 
 def switched(name: str) -> dict[str, bool]:
@@ -22,6 +24,7 @@ def switched(name: str) -> dict[str, bool]:
 VARIANTS = {name: {"attention": name} for name in ATTENTIONS}
 VARIANTS |= {f"{n}-switched": {"attention": n} | switched(n) for n in ATTENTIONS if switched(n)}
 VARIANTS |= {"hybrid": {"attention": HYBRID, "output_gate": True, "short_conv": True}}
+VARIANTS |= {"llama": VARIANTS["hybrid"] | LLAMA}
 
 
 @pytest.fixture(params=[*ATTENTIONS, HYBRID], ids=[*ATTENTIONS, "hybrid"])

@@ -105,8 +105,10 @@ def test_damaged_folders_are_one_line(small, tmp_path):
     config.write_text(json.dumps({"model_type": "gpt_neox"}))
     with pytest.raises(UserError, match="lacks 'max_position_embeddings'"):
         load_model(tmp_path)
-    config.write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(UserError, match="holds a llama model: LinGPT reads its own, GPT-NeoX"):
+    config.write_text(json.dumps({"model_type": "gemma"}))
+    with pytest.raises(
+        UserError, match="holds a gemma model: LinGPT reads its own, LitGPT's, gpt_neox, llama"
+    ):
         load_model(tmp_path)
     with pytest.raises(UserError, match=r"no model in .*: there is no such folder"):
         load_model(tmp_path / "nowhere")
