@@ -12,8 +12,8 @@ from lingpt.kernels.numerics import first_tokens
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
     """Causal softmax attention within each of the sequences packed into the rows of a batch.
 
-    q, k, v: [B, N, H, D]; k and v may have fewer heads, and are then repeated. cu_seqlens: int32 [sequences + 1], their borders in the B·N tokens, row after row;
-    each row begins with one. Returns [B, N, H, D]. On CUDA in 16 bits it is FlashAttention's kernel for
+    q, k, v: [B, N, H, D]; k and v may have fewer heads, and are then repeated. cu_seqlens: int32
+    [sequences + 1], their borders in the B·N tokens, row after row; each row begins with one. Returns [B, N, H, D]. On CUDA in 16 bits it is FlashAttention's kernel for
     sequences of different lengths, which needs neither a mask nor the lengths on the host; else SDPA with a
     mask [B, 1, N, N].
     """
