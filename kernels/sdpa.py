@@ -13,9 +13,9 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale:
     """Causal softmax attention within each of the sequences packed into the rows of a batch.
 
     q, k, v: [B, N, H, D]; k and v may have fewer heads, and are then repeated. cu_seqlens: int32
-    [sequences + 1], their borders in the B·N tokens, row after row; each row begins with one. Returns [B, N, H, D]. On CUDA in 16 bits it is FlashAttention's kernel for
-    sequences of different lengths, which needs neither a mask nor the lengths on the host; else SDPA with a
-    mask [B, 1, N, N].
+    [sequences + 1], their borders in the B·N tokens, row after row; each row begins with one. Returns
+    [B, N, H, D]. On CUDA in 16 bits it is FlashAttention's kernel for sequences of different lengths, which
+    needs neither a mask nor the lengths on the host; else SDPA with a mask [B, 1, N, N].
     """
     B, N = q.shape[:2]
     if (repeats := q.shape[2] // k.shape[2]) > 1:  # PyTorch 2.11's kernel takes no fewer

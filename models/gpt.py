@@ -99,7 +99,7 @@ class TiedHead(nn.Module):
         return F.linear(x_BNC, self.weight)
 
 
-def make_norm(config: Config) -> nn.Module:
+def make_norm(config: Config) -> nn.LayerNorm | nn.RMSNorm:
     """A norm of the residual stream."""
     norm = nn.RMSNorm if config.norm_class_name == "RMSNorm" else nn.LayerNorm
     return norm(config.n_embd, eps=config.norm_eps)
