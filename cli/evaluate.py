@@ -47,7 +47,7 @@ class Options:
     dtype: Annotated[str | None, Option("float32, bfloat16 or float16 (default: the checkpoint's)")] = None
     runs_dir: Annotated[str, Option("the folder of runs that --model chooses from")] = "runs"
     redo: Annotated[bool, Option("compute scores again that a run's eval/ already holds")] = False
-    save: Annotated[str | None, Option("folder to write the tables to: Markdown, JSON, LaTeX and PNG")] = None
+    save: Annotated[str | None, Option("folder to write the tables to: Markdown, JSON and LaTeX")] = None
     markdown: Annotated[bool, Option("print Markdown tables")] = False
     # fmt: on
 

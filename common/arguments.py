@@ -103,8 +103,6 @@ def _split(
         name, is_config = key.removeprefix("--"), takes_config and key == "--config"
         if name not in options and not is_config:
             hint = nearest(name, options)
-            hint = nearest(name, options)
-            hint = nearest(name, options)
             raise UserError(f"unknown key {name!r}{hint}; `lingpt {verb} --help` lists them")
         declared = options.get(name, CONFIG)
         if equals:

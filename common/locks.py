@@ -41,7 +41,6 @@ def file_lock(
 def _open(path: Path, attempts: int = 10) -> int:
     """The opened file; created, with its folder, as often as another process removes these meanwhile."""
     # NFS locks only what is open for writing. A link is not followed: its target is not ours to write.
-    # NFS locks only what is open for writing. A link is not followed: its target is not ours to write.
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)

@@ -213,6 +213,8 @@ def _read(parts: Iterable[Any], value: Any) -> Any:
 
 def _read_as(kind: Any, value: Any) -> Any:
     origin, text = get_origin(kind), isinstance(value, str)
+    if kind is Any:
+        return value
     if kind is NoneType and (value is None or (text and value in NULLS)):
         return None
     if origin is Literal and text and value in get_args(kind):
@@ -232,7 +234,7 @@ def _read_as(kind: Any, value: Any) -> Any:
     if (origin or kind) is dict:
         found = yaml.safe_load(value) if text and value.startswith("{") else value
         if isinstance(found, dict):
-            return found
+            return {key: _read(get_args(kind)[1:] or (Any,), item) for key, item in found.items()}
     if kind is str and text:
         return value
     raise ValueError(value)

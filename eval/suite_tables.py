@@ -69,7 +69,7 @@ def suite_tables(results: Sequence[Result], suites: Sequence[str] = tuple(SUITES
 
 
 def save_suites(results: Sequence[Result], folder: Path, suites: Sequence[str] = tuple(SUITES)) -> list[Path]:
-    """Writes suites.md, .tex and .png, and the figure `positions`, if there is something to show."""
+    """Writes suites.md and .tex, and the figure `positions`, if there is something to show."""
     if not (tables := suite_tables(results, suites)):
         return []
     figures = draw_positions(results, folder) if "language" in suites else []

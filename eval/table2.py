@@ -62,7 +62,7 @@ def _accuracies(results: Sequence[Result]) -> Table:
 
 
 def save_table2(results: Sequence[Result], folder: Path) -> list[Path]:
-    """Writes table2.md, .tex, .png and .json into `folder`; returns their paths."""
+    """Writes table2.md, .tex and .json into `folder`; returns their paths."""
     values = folder / "table2.json"
     with write_errors(folder):
         write_json(values, table2_values(results))

@@ -7,12 +7,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Annotated, Any
 
 from lingpt.common.errors import UserError, nearest, unknown
 from lingpt.common.files import read_json_object, read_yaml
+from lingpt.common.options import Option, build, options_of, read_values
 from lingpt.common.run_folder import METRICS
+from lingpt.eval.paper import TASKS
 from lingpt.study.portable import differs
 from lingpt.train.recipe import RECIPES
 
@@ -20,82 +22,56 @@ STUDIES = RECIPES / "studies"  # those that ship with LinGPT
 STAGES = ("data", "rates", "runs", "mqar", "scores", "page")
 STUDY = "study.json"  # the study's configuration, in its folder
 _DECIDED = ("train.max_steps", "train.max_tokens", "train.seed", "train.name")
-_RANGES = {  # (minimum, maximum)
-    "tokens": (1, 10**15),
-    "seeds": (1, 1000),
-    "devices_per_run": (1, 10_000),
-    "runs_per_device": (1, 100),
-    "max_length_factor": (1, 10**6),
-    "limit": (1, 10**9),
-}
-# What a value of this type is called in an error.
-_KINDS = {
-    int: "a whole number",
-    str: "text",
-    bool: "true or false",
-    tuple[str, ...]: "a list of words",
-    tuple[float, ...]: "a list of numbers above 0",
-    dict[str, Any]: "`key: value`",
-    dict[str, dict[str, Any]]: "`row: {key: value}`, with the options of `lingpt train`, or a list of rows",
-    dict[str, str]: "`name: path`",
-}
 
 
 @dataclass(frozen=True)
 class Study:
-    """The keys of a study's file.
+    """The keys of a study's file."""
 
-    Args:
-        name: name of the study's folder, `study-<name>`; by default that of the file, without `study-`.
-        recipe: recipe of every run: a file, or the name of one that ships.
-        tokens: training tokens per run.
-        seeds: number of runs per attention, with the seeds 0, 1, …
-        attentions: row name → its options, as `lingpt train` takes them; the row's attention is
-            `model.attention`, by default the row's name.
-        options: options of every run.
-        learning_rates: peak learning rates to try; each attention gets the best one in short runs. Empty: the
-            recipe's.
-        rate_tokens: training tokens of each short run.
-        rate_options: options of the short runs.
-        devices_per_run: GPUs per run; None for all, with one run after another.
-        runs_per_device: number of runs that share a GPU, for small runs that leave most of it idle. Their
-            times are meaningless, and the page leaves them out.
-        row_by_row: train all seeds of a row before the next row; by default the first seeds of all rows.
-        baselines: rows whose losses the page compares the others' with; times are relative to the first of
-            them. By default softmax, if it is a row, else the first.
-        plotted_rows: rows in the figure of the losses; by default all.
-        suites: suites of `lingpt eval`.
-        tasks: tasks of Table 2.
-        eval_data: folder of benchmark JSONL; None for the Hugging Face hub.
-        texts: name → JSONL that was not trained on, for the suites `language` and `recall`.
-        max_length_factor: the loss by position goes up to this multiple of the training length.
-        limit: evaluate only so many documents of each task, from the first on.
-        mqar: options of `lingpt mqar`, to also train and score the synthetic recall task.
-        about: a sentence for the page.
-    """
-
-    name: str
-    recipe: str
-    tokens: int
-    attentions: dict[str, dict[str, Any]]
-    seeds: int = 1
-    options: dict[str, Any] = field(default_factory=dict)
-    learning_rates: tuple[float, ...] = ()
-    rate_tokens: int = 0
-    rate_options: dict[str, Any] = field(default_factory=dict)
-    devices_per_run: int | None = 1
-    runs_per_device: int = 1
-    row_by_row: bool = False
-    baselines: tuple[str, ...] = ()
-    plotted_rows: tuple[str, ...] = ()
-    suites: tuple[str, ...] = ("table2",)
-    tasks: tuple[str, ...] = ("arc_easy", "arc_challenge", "piqa", "mmlu", "mmlu:5")
-    eval_data: str | None = None
-    texts: dict[str, str] = field(default_factory=dict)
-    max_length_factor: int = 8
-    limit: int | None = None
-    mqar: dict[str, Any] | None = None
-    about: str = ""
+    # fmt: off
+    name: Annotated[str, Option(
+        "name of the study's folder, `study-<name>`; by default that of the file, without `study-`",
+        blank=True)]
+    recipe: Annotated[str, Option("recipe of every run: a file, or the name of one that ships")]
+    tokens: Annotated[int, Option("training tokens per run", least=1, most=10**15)]
+    attentions: Annotated[dict[str, dict[str, Any]], Option(
+        "row name → its options, as `lingpt train` takes them, or a list of rows; the row's attention is "
+        "`model.attention`, by default the row's name")]
+    seeds: Annotated[int, Option(
+        "number of runs per attention, with the seeds 0, 1, …", least=1, most=1000)] = 1
+    options: Annotated[dict[str, Any], Option("options of every run")] = field(default_factory=dict)
+    learning_rates: Annotated[tuple[float, ...], Option(
+        "peak learning rates to try; each attention gets the best one in short runs. Empty: the recipe's",
+        above=0)] = ()
+    rate_tokens: Annotated[int, Option("training tokens of each short run")] = 0
+    rate_options: Annotated[dict[str, Any], Option("options of the short runs")] = field(default_factory=dict)
+    devices_per_run: Annotated[int | None, Option(
+        "GPUs per run; null for all, with one run after another", least=1, most=10_000)] = 1
+    runs_per_device: Annotated[int, Option(
+        "number of runs that share a GPU, for small runs that leave most of it idle. Their times are "
+        "meaningless, and the page leaves them out", least=1, most=100)] = 1
+    row_by_row: Annotated[bool, Option(
+        "train all seeds of a row before the next row; by default the first seeds of all rows")] = False
+    baselines: Annotated[tuple[str, ...], Option(
+        "rows whose losses the page compares the others' with; times are relative to the first of them. By "
+        "default softmax, if it is a row, else the first")] = ()
+    plotted_rows: Annotated[tuple[str, ...], Option(
+        "rows in the figure of the losses; by default all")] = ()
+    suites: Annotated[tuple[str, ...], Option("suites of `lingpt eval`")] = ("table2",)
+    tasks: Annotated[tuple[str, ...], Option("tasks of Table 2")] = TASKS
+    eval_data: Annotated[str | None, Option(
+        "folder of benchmark JSONL; null for the Hugging Face hub")] = None
+    texts: Annotated[dict[str, str], Option(
+        "name → JSONL that was not trained on, for the suites `language` and `recall`"
+        )] = field(default_factory=dict)
+    max_length_factor: Annotated[int, Option(
+        "the loss by position goes up to this multiple of the training length", least=1, most=10**6)] = 8
+    limit: Annotated[int | None, Option(
+        "evaluate only so many documents of each task, from the first on", least=1, most=10**9)] = None
+    mqar: Annotated[dict[str, Any] | None, Option(
+        "options of `lingpt mqar`, to also train and score the synthetic recall task")] = None
+    about: Annotated[str, Option("a sentence for the page", blank=True)] = ""
+    # fmt: on
 
     def attention(self, row: str) -> str | list[str]:
         return self.attentions[row].get("model.attention", row)
@@ -129,50 +105,26 @@ def read_study(path: Path, changes: Mapping[str, Any] | None = None) -> Study:
     values = read_yaml(path)
     if not isinstance(values, dict):
         raise UserError(f"{path} is not a study: it has no keys")
-    kinds = get_type_hints(Study)
-    for key in values:
-        if key not in kinds:
-            known = ", ".join(kinds)
-            raise UserError(f"{path}: unknown key {key!r}{nearest(str(key), kinds)}; a study has {known}")
     values |= dict(changes or {})
     if isinstance(rows := values.get("attentions"), list):
-        values["attentions"] = {str(name): {} for name in rows}
-    elif isinstance(rows, dict):
-        values["attentions"] = {
-            str(name): {} if options is None else options for name, options in rows.items()
-        }
-    for key, kind in kinds.items():
-        if values.get(key) is None and not isinstance(kind, UnionType):
-            values.pop(key, None)  # a key without a value counts as left out
-        elif not _is(value := values.get(key), kind):
-            raise UserError(f"{path}: `{key}` is {value!r:.60}; it must be {_KINDS[_without_none(kind)]}")
-    values.setdefault("name", path.stem.removeprefix("study-"))
+        values["attentions"] = dict.fromkeys(rows)
+    if isinstance(rows := values.get("attentions"), dict):
+        values["attentions"] = {str(name): options or {} for name, options in rows.items()}
+    declared = options_of(Study)  # a key without a value counts as left out
+    given = {
+        str(key): value
+        for key, value in values.items()
+        if value is not None or key not in declared or NoneType in declared[key].parts
+    }
     for key in ("recipe", "tokens", "attentions"):
-        if values.get(key) in (None, "", {}):
+        if given.get(key) in (None, "", {}):
             raise UserError(f"{path} is not a study: it does not say `{key}`")
-    given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-    study = Study(**given)
+    try:
+        study = build(Study, {"name": path.stem.removeprefix("study-")} | read_values(Study, given))
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
     _check(study, path)
     return study
-
-
-def _without_none(kind: Any) -> Any:
-    return get_args(kind)[0] if isinstance(kind, UnionType) else kind
-
-
-def _is(value: Any, kind: Any) -> bool:
-    """Whether a value from YAML is one of this type of a field; a list is a tuple."""
-    if isinstance(kind, UnionType):
-        return value is None or _is(value, _without_none(kind))
-    if kind is Any:
-        return True
-    if get_origin(kind) is tuple:
-        return isinstance(value, list | tuple) and all(_is(item, get_args(kind)[0]) for item in value)
-    if get_origin(kind) is dict:
-        return isinstance(value, dict) and all(_is(item, get_args(kind)[1]) for item in value.values())
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
 def with_rows(study: Study, rows: Sequence[str]) -> Study:
@@ -239,10 +191,6 @@ def _check(study: Study, path: Path) -> None:
     """Raises UserError for values that do not go together."""
     from lingpt.eval.suites import check_suites
 
-    for key, (least, most) in _RANGES.items():
-        value = getattr(study, key)
-        if value is not None and not least <= value <= most:
-            raise UserError(f"{path}: `{key}` is {value}; it must be at least {least:,} and at most {most:,}")
     check_suites(study.suites)
     if "table2" in study.suites and not study.tasks:
         raise UserError(f"{path}: `tasks` is empty; the suite table2 needs some, or leave it out of `suites`")

@@ -1,9 +1,9 @@
 """Runs child processes of the `lingpt` command in parallel: one per card, or one over all cards.
 
 A job that fails does not end the others. One that fails without a user error (a card died, a process was
-killed) is retried once, on another card if there is one, for which it waits. A card on which two jobs in a
-row failed in this way is given up if there are others. A signal, or the end of the time, stops the children
-as Ctrl-C would, and waits until they have saved. If this process is killed, they save and end, too.
+killed) is retried once, on another card if there is one, for which it waits. A signal, or the end of the
+time, stops the children as Ctrl-C would, and waits until they have saved. If this process is killed, they
+save and end, too.
 """
 
 import contextlib
@@ -14,7 +14,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,7 +62,7 @@ class Job:
     log: Path
     status: Callable[[], str] | None = None
     attempts: int = 0
-    failed_on: list[Gpus] = field(default_factory=list)
+    failed_on: Gpus | None = None  # where its first attempt crashed
     begin: int = 0  # where this attempt's output begins in the log
 
     def progress(self) -> str:
@@ -112,14 +111,12 @@ def run_jobs(
     slots: Sequence[Slot],
     deadline: float | None = None,
     report: Callable[[str], None] = print,
-    given_up: set[Gpus] | None = None,
 ) -> list[Failure]:
     """Runs all jobs, one per slot at a time; returns those that failed, with the reason.
 
     deadline: in `time.monotonic()`; when it is reached, running jobs are stopped and `Stopped` is raised.
-    given_up: cards that are not used; cards given up here are added.
     """
-    work = _Work(list(jobs), list(slots), report, set() if given_up is None else given_up)
+    work = _Work(list(jobs), list(slots), report)
     last_status = time.monotonic()
     try:
         while work.waiting or work.running:
@@ -148,19 +145,12 @@ class _Running:
 
 
 class _Work:
-    """Jobs that wait and run, idle slots, and the health of the slots' cards."""
+    """Jobs that wait and run, and idle slots."""
 
-    def __init__(
-        self, jobs: list[Job], slots: list[Slot], report: Callable[[str], None], given_up: set[Gpus]
-    ) -> None:
+    def __init__(self, jobs: list[Job], slots: list[Slot], report: Callable[[str], None]) -> None:
         self.waiting, self.idle, self.running = jobs, slots, list[_Running]()
         self.report, self.failures = report, list[Failure]()
-        self.cards, self.given_up = {slot.gpus for slot in slots}, given_up
-        self.failed_in_a_row: Counter[Gpus] = Counter()
-
-    @property
-    def alive(self) -> set[Gpus]:
-        return self.cards - self.given_up or self.cards
+        self.cards = {slot.gpus for slot in slots}
 
     def start_what_can(self) -> None:
         """Starts on each idle slot the first waiting job that its card suits. A job that cannot be started,
@@ -180,9 +170,8 @@ class _Work:
                 self.idle.remove(slot)
 
     def _suits(self, gpus: Gpus, job: Job) -> bool:
-        """Whether the job may start on `gpus`: not if they are given up, nor if it failed there and there are
-        others."""
-        return gpus in self.alive and (gpus not in job.failed_on or self.alive <= set(job.failed_on))
+        """Whether the job may start on `gpus`: not where it has crashed, if there are others."""
+        return gpus != job.failed_on or self.cards == {gpus}
 
     def handle_ends(self) -> None:
         for one in [one for one in self.running if one.process.poll() is not None]:
@@ -194,35 +183,17 @@ class _Work:
         """Reports the end of a job; one that is retried waits again."""
         job, gpus, code = one.job, one.slot.gpus, one.process.returncode
         if code == 0:
-            self.failed_in_a_row[gpus] = 0
             self.report(f"{job.name}: done after {(time.monotonic() - one.started) / 60:.1f} min")
             return
         ended = f"ended by {signal.Signals(-code).name}" if code < 0 else ""
         reason = ended or job.last_line() or f"exit code {code}"
         gone = bool(gpus) and any(words in reason for words in CARD_GONE)
-        if code == USER_ERROR and not gone:
-            self.failed_in_a_row[gpus] = 0
+        if (code == USER_ERROR and not gone) or job.failed_on is not None:
             self._failed(job, reason)
-        else:
-            self._crashed(job, one.slot, reason)
-
-    def _crashed(self, job: Job, slot: Slot, reason: str) -> None:
-        """Retries the job, unless this was its second crash. On a second card it is not the card's fault."""
-        second = bool(job.failed_on)
-        if not second or slot.gpus in job.failed_on:
-            self.failed_in_a_row[slot.gpus] += 1
-            bad = self.failed_in_a_row[slot.gpus] >= 2
-            if bad and slot.gpus in self.alive and self.alive != {slot.gpus}:
-                self.given_up.add(slot.gpus)
-                self.report(
-                    f"GPU {', '.join(map(str, slot.gpus))} is given up: two jobs in a row failed on it"
-                )
-        job.failed_on.append(slot.gpus)
-        if second:
-            self._failed(job, reason)
-        else:
-            self.report(f"{job.name}: failed on {slot.name} ({reason}); it is tried once more")
-            self.waiting.append(job)
+            return
+        job.failed_on = gpus
+        self.report(f"{job.name}: failed on {one.slot.name} ({reason}); it is tried once more")
+        self.waiting.append(job)
 
     def _failed(self, job: Job, reason: str) -> None:
         self.report(f"{job.name}: failed: {reason} ({job.log})")

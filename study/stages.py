@@ -105,8 +105,8 @@ class _Stages:
         self.study, self.asked, self.folder, self.slots = study, asked, folder, slots
         self.deadline: float | None = None
         self.failures: list[Failure] = []
-        self.given_up: set[tuple[int, ...]] = set()  # cards not used any more by this command
         self.each = len(slots[0].gpus) or None  # GPUs of one run; None on the CPU
+        self.cards = sorted({gpu for slot in slots for gpu in slot.gpus})
         self.rate_runs = rate_runs(study, folder, self.each)
         self.runs = study_runs(study, folder, read_rate_search(self.rate_runs).chosen, self.each)
         self.trials: list[Trial] = trials_left(study.mqar, folder / "mqar") if study.mqar is not None else []
@@ -192,7 +192,7 @@ class _Stages:
         if self.study.mqar is None:
             return
         arguments = ["mqar", *command_line(self.study.mqar), "--out", str(self.folder / "mqar")]
-        all_cards = Slot("all cards", tuple(self._cards()))
+        all_cards = Slot("all cards", tuple(self.cards))
         self._run_jobs([Job("mqar", arguments, self._log("mqar"))], [all_cards])
 
     def score(self) -> None:
@@ -204,7 +204,7 @@ class _Stages:
         if not ready:
             print("scores: nothing to score: no run is finished and has its weights")
             return
-        slots = scoring_slots(self.slots, self._cards(), len(ready))
+        slots = scoring_slots(self.slots, self.cards, len(ready))
         options = ["--max_length_factor", str(study.max_length_factor)]
         if gpus := slots[0].gpus:
             options += ["--device", "cuda", "--devices", str(len(gpus)), "--dtype", "bfloat16"]
@@ -239,14 +239,10 @@ class _Stages:
 
     def _run_jobs(self, jobs: Sequence[Job], slots: Sequence[Slot] | None = None) -> None:
         try:
-            self.failures += run_jobs(jobs, slots or self.slots, self.deadline, given_up=self.given_up)
+            self.failures += run_jobs(jobs, slots or self.slots, self.deadline)
         except Stopped as stopped:
             self.failures += stopped.failures
             raise
-
-    def _cards(self) -> list[int]:
-        """The GPUs that are not given up."""
-        return sorted({gpu for slot in self.slots if slot.gpus not in self.given_up for gpu in slot.gpus})
 
     def _log(self, name: str) -> Path:
         return self.folder / "logs" / f"{name}.log"

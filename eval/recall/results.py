@@ -95,7 +95,7 @@ def _setting(results: Sequence[Trained]) -> str:
 
 
 def save_mqar(results: Sequence[Trained], folder: Path) -> list[Path]:
-    """Writes mqar-table.md, .tex and .png, and the figure mqar.png and .pdf."""
+    """Writes mqar-table.md and .tex, and the figure mqar.png and .pdf."""
     return [*save_tables([mqar_table(results)], folder, "mqar-table"), *_draw(results, folder)]
 
 

@@ -34,13 +34,14 @@ from lingpt.kernels.linear_attention.call import (
     OutputGradients,
     Outputs,
 )
-from lingpt.kernels.linear_attention.rope import rotate, rotate_backward
 from lingpt.kernels.numerics import (
     LOG_ZERO,
     pad_to_chunks,
     per_head,
     reciprocal_norm,
     reverse_running_sum,
+    rotate,
+    rotate_backward,
     state_dtype,
     to_tokens,
     true_fp32,

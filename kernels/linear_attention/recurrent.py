@@ -8,8 +8,7 @@ from torch import Tensor
 from lingpt.kernels.linear_attention import reference
 from lingpt.kernels.linear_attention.call import Call, LinearAttentionState
 from lingpt.kernels.linear_attention.reference import unit_rows
-from lingpt.kernels.linear_attention.rope import rotate
-from lingpt.kernels.numerics import per_head, state_dtype
+from lingpt.kernels.numerics import per_head, rotate, state_dtype
 
 
 def forward(call: Call) -> tuple[Tensor, LinearAttentionState]:

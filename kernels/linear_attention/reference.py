@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from lingpt.kernels.linear_attention.call import Call, LinearAttentionState
-from lingpt.kernels.linear_attention.rope import rotate
-from lingpt.kernels.numerics import LOG_ZERO, NORM_EPS, per_head, state_dtype, true_fp32
+from lingpt.kernels.numerics import LOG_ZERO, NORM_EPS, per_head, rotate, state_dtype, true_fp32
 
 
 def forward(call: Call) -> tuple[Tensor, LinearAttentionState]:

@@ -239,7 +239,7 @@ def test_the_best_rate_counts(tmp_path, monkeypatch):
     assert rows == {"softmax": "50.00 ± 10.00 (0.01)", "A guess among the values": "50.00"}
     said = []
     monkeypatch.setattr(mqar_results, "add_caption", lambda figure, text: said.append(text))
-    names = {"mqar-table.md", "mqar-table.tex", "mqar-table.png", "mqar.png", "mqar.pdf"}
+    names = {"mqar-table.md", "mqar-table.tex", "mqar.png", "mqar.pdf"}
     assert {path.name for path in save_mqar(results, tmp_path)} == names
     assert said[0].endswith("q, k and v. cpu.")
 

@@ -194,7 +194,7 @@ def test_what_a_run_gets(tmp_path, tokenizer, texts, capsys):
     losses = [(r.checkpoint, r.scores["loss_by_position (stories)"]) for r in results]
     assert caption(losses) == "demo; dashed: the training length, 64 tokens; documents: 5 of stories; cpu."
     paths = save_suites(results, tmp_path / "tables")
-    names = ["suites.md", "suites.tex", "suites.png", "positions.png", "positions.pdf"]
+    names = ["suites.md", "suites.tex", "positions.png", "positions.pdf"]
     assert [path.name for path in paths] == names
     assert paths[-2].read_bytes().startswith(b"\x89PNG") and paths[-1].read_bytes().startswith(b"%PDF")
     same = {"form": "x", "attention": "x"}

@@ -157,15 +157,10 @@ def test_a_notebook_may_change_the_recipe_between_two_calls(here, capsys):
 
 
 @pytest.mark.parametrize(
-    ("runs", "gpus", "gone", "used"),
-    [
-        (1, 4, (), ["0,1,2,3"]),
-        (3, 8, (), ["0,1", "2,3", "4,5"]),
-        (3, 8, (0,), ["1,2", "3,4", "5,6"]),
-        (5, 4, (), ["0", "1", "2", "3"]),
-    ],
+    ("runs", "gpus", "used"),
+    [(1, 4, ["0,1,2,3"]), (3, 8, ["0,1", "2,3", "4,5"]), (5, 4, ["0", "1", "2", "3"])],
 )
-def test_cards_share_the_questions_where_runs_are_fewer(here, monkeypatch, runs, gpus, gone, used):
+def test_cards_share_the_questions_where_runs_are_fewer(here, monkeypatch, runs, gpus, used):
     """Guards: one run on eight cards was scored by one of them, and seven waited."""
     write(TINY | {"learning_rates": [], "seeds": runs, "attentions": ["softmax"]})
     study, folder = read_study(Path("study-tiny.yaml")), Path("runs")
@@ -174,7 +169,6 @@ def test_cards_share_the_questions_where_runs_are_fewer(here, monkeypatch, runs,
     asked = []
     monkeypatch.setattr(stages, "run_jobs", lambda jobs, slots, *_, **__: asked.append((jobs, slots)) or [])
     work = stages._Stages(study, study, folder, [Slot(f"GPU {i}", (i,)) for i in range(gpus)])
-    work.given_up = {(card,) for card in gone}
     work.score()
     ((jobs, slots),) = asked
     assert [",".join(map(str, slot.gpus)) for slot in slots][: len(used)] == used and len(jobs) == len(used)
@@ -188,7 +182,7 @@ def test_a_failure_is_named_at_the_end(here, monkeypatch, capsys):
     write(TINY | {"learning_rates": [], "seeds": 1, "suites": []})
     run_jobs = stages.run_jobs
 
-    def sick(jobs, slots, deadline=None, report=print, given_up=None):
+    def sick(jobs, slots, deadline=None, report=print):
         well = [job for job in jobs if job.name != "mixed-seed0"]
         missing = [Failure(job.name, "ended by SIGKILL", job.log) for job in jobs if job not in well]
         return run_jobs(well, slots, deadline, report) + missing

@@ -11,7 +11,7 @@ from lingpt.kernels.linear_attention import (
     linear_attention_qkv_with_state,
     linear_attention_with_state,
 )
-from lingpt.kernels.linear_attention.rope import rotate, rotate_backward
+from lingpt.kernels.numerics import rotate, rotate_backward
 from lingpt.tests.oracles import FORMS, randn, relative, rotated
 
 

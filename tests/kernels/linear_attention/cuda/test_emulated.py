@@ -20,7 +20,7 @@ from lingpt.kernels.linear_attention import LinearAttentionState, linear_attenti
 from lingpt.kernels.linear_attention.call import Call, OutputGradients
 from lingpt.kernels.linear_attention.cuda import backend, launch, plan, variants
 from lingpt.kernels.linear_attention.cuda import compile as nvrtc
-from lingpt.kernels.linear_attention.rope import rotate, rotate_backward
+from lingpt.kernels.numerics import rotate, rotate_backward
 from lingpt.ptx_emulator import Memory
 from lingpt.tests import oracles
 from lingpt.tests.house import files_passed
