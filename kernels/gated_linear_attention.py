@@ -21,6 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from lingpt.common.errors import UserError, unknown
 from lingpt.common.install import install_command
+from lingpt.kernels.context_parallel import Context
 from lingpt.kernels.numerics import (
     LOG_ZERO,
     first_tokens,
@@ -46,6 +47,7 @@ def gated_linear_attention(
     scale: float | None = None,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    context: Context | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Causal linear attention whose state decays at a data-dependent rate per key dimension.
@@ -58,6 +60,9 @@ def gated_linear_attention(
         cu_seqlens: int32 or int64 [sequences + 1]: borders of sequences packed into the B·N tokens, row after
             row, as in `linear_attention`. The gates of first tokens are replaced by zeros, which let nothing
             through: this needs none of FLA's own lists of chunks, which it makes on the host.
+        context: the tokens are this process's piece of sequences whose pieces are on several processes, all
+            of one length (kernels/context_parallel.py); there is no initial_state then. The operator runs
+            twice in each pass, once for the piece's own state.
         backend: one of
             "reference"  the definition, quadratic, float64 inside;
             "chunkwise"  plain PyTorch on any device, with an analytical backward;
@@ -74,7 +79,7 @@ def gated_linear_attention(
     """
     return gated_linear_attention_with_state(
         q, k, v, log_gate,
-        scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, backend=backend,
+        scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, context=context, backend=backend,
     )[0]  # fmt: skip
 
 
@@ -87,6 +92,7 @@ def gated_linear_attention_with_state(
     scale: float | None = None,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    context: Context | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """`gated_linear_attention` and the state after the last token: (o, state)."""
@@ -102,6 +108,9 @@ def gated_linear_attention_with_state(
         "recurrent": _recurrent,
         "fla": fla_attention,
     }
+    if context is not None:
+        _, own = forms[backend](q, k, v, log_gate, None, scale)
+        initial_state = context.state_before(own, log_gate.to(own.dtype).sum(1).exp())
     return forms[backend](q, k, v, log_gate, initial_state, scale)
 
 

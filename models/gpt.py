@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lingpt.common.errors import UserError
+from lingpt.kernels.context_parallel import Context
 from lingpt.kernels.gelu import gelu
 from lingpt.models.attention import ATTENTIONS
 from lingpt.models.attention.base import Fp32Buffers
@@ -172,6 +173,7 @@ class GPT(Fp32Buffers):
     cos: torch.Tensor
     sin: torch.Tensor
     recompute_blocks: bool = False  # activation checkpointing: only the input of each block is kept
+    context: Context | None = None  # the processes with the other pieces of the sequences
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -230,11 +232,16 @@ class GPT(Fp32Buffers):
         are packed into the rows, over the B·N tokens row after row as in FlashAttention's varlen functions;
         each row begins with one. A token sees its own document only. Equal numbers are empty documents: they
         pad cu_seqlens to a fixed size, for which nothing is compiled anew. RoPE's positions do not restart
-        with a document: only distances within one matter.
+        with a document: only distances within one matter. With `context` they are the borders in whole
+        sequences, not in this process's piece.
         """
         if cu_seqlens is not None and state is not None:
             raise UserError("packed documents go without a state: give each one a row of its own")
         start = state.position if state is not None else 0
+        if state is None and self.context is not None:
+            start = self.context.rank * idx_BN.shape[1]
+            if cu_seqlens is not None:
+                cu_seqlens = self.context.own_borders(cu_seqlens, *idx_BN.shape)
         end = start + idx_BN.shape[1]
         self.check_length(end)
         if state is not None:

@@ -29,6 +29,7 @@ def memory_estimate(
     activation_checkpointing: bool = False,
     accumulates: bool = True,
     gathers_once: bool = False,
+    context_parallel: int = 1,
 ) -> dict[str, int]:
     """Bytes on one device at the peak of a step, by their use, and their `total`.
 
@@ -47,12 +48,16 @@ def memory_estimate(
         accumulates: whether gradients of earlier micro-batches are in memory while a later one is computed.
         gathers_once: when sharding, each device has all parameters, and its own gradient, unsharded for a
             step.
+        context_parallel: number of devices that hold pieces of the same sequences, each of `seq_len` tokens;
+            what a layer gathers from them is kept for its backward pass.
     """
     config = model.config
     if precision not in _BYTES:
         raise unknown("precision", precision, _BYTES)
-    if seq_len > config.block_size:
-        raise UserError(f"sequences of {seq_len} tokens exceed the block size {config.block_size}")
+    if context_parallel * seq_len > config.block_size:
+        raise UserError(
+            f"sequences of {context_parallel * seq_len} tokens exceed the block size {config.block_size}"
+        )
     size, tokens, sharded = _BYTES[precision], micro_batch_size * seq_len, sharded_over > 1
     n, at_once = model.num_parameters(), _gathered_at_once(model)
     embedding = config.padded_vocab_size * config.n_embd  # number of weights; the last layer has as many
@@ -63,7 +68,8 @@ def memory_estimate(
         copied -= embedding
     keeps_gradient = not sharded or (gathers_once and accumulates)  # unsharded, to the end of the step
     held = {
-        "activations": tokens * _activations(model, size, activation_checkpointing),
+        "activations": tokens * _activations(model, size, activation_checkpointing)
+        + micro_batch_size * _gathered(model, size, seq_len, context_parallel, activation_checkpointing),
         # Compiled on a GPU, their gradient overwrites them.
         "logits": min(tokens, loss_chunk_tokens or tokens) * config.padded_vocab_size * size.activation,
         # The last layer's input and its gradient; and the gradient of that layer's weight, which exists long
@@ -81,6 +87,12 @@ def memory_estimate(
         **held,
     }
     return estimate | {"total": sum(estimate.values())}
+
+
+def _gathered(model: GPT, size: _Bytes, seq_len: int, pieces: int, activation_checkpointing: bool) -> int:
+    """Bytes per sequence that the layers gather from all pieces, of `seq_len` tokens each."""
+    sent = [0 if pieces == 1 else block.attn.gathered_elements(seq_len) for block in model.blocks]
+    return (max(sent) if activation_checkpointing else sum(sent)) * pieces * size.activation
 
 
 def _gathered_at_once(model: GPT) -> int:

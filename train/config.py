@@ -95,6 +95,9 @@ class TrainConfig:
         "how several devices share the work: `ddp`, each with the whole model; `fsdp`, each with a part of "
         "parameters, gradients and optimizer (FSDP2); `auto` uses DDP if it fits the memory",
         may_change=True)] = "auto"
+    context_parallel: Annotated[int, Option(
+        "devices that hold the pieces of the same sequences, for sequences too long for one "
+        "(docs/long-context.md)", least=1, most=1024, may_change=True)] = 1
     activation_checkpointing: Annotated[bool, Option(
         "save only each block's input, and recompute the block in the backward pass: less memory, a third "
         "more computation", may_change=True)] = False
@@ -175,6 +178,15 @@ class Recipe:
     @property
     def tokens_per_step(self) -> int:
         return self.train.global_batch_size * self.data.seq_len
+
+    @property
+    def piece_len(self) -> int:
+        """Tokens of each sequence that one device holds."""
+        return self.data.seq_len // self.train.context_parallel
+
+    def data_parallel(self, world_size: int) -> int:
+        """Over how many (groups of) devices the sequences of a batch are divided."""
+        return max(1, world_size // self.train.context_parallel)
 
     @property
     def total_steps(self) -> int:
@@ -263,12 +275,14 @@ def check(recipe: Recipe, world_size: int) -> None:
         raise UserError(
             f"train.eval_tokens is {t.eval_tokens}, less than one sequence of {recipe.data.seq_len}"
         )
-    if t.global_batch_size % (t.micro_batch_size * world_size):
-        raise UserError(_what_divides(t.global_batch_size, t.micro_batch_size, world_size))
+    if t.global_batch_size % (t.micro_batch_size * recipe.data_parallel(world_size)):
+        ways = t.global_batch_size, t.micro_batch_size, recipe.data_parallel(world_size)
+        raise UserError(_what_divides(*ways, t.context_parallel))
 
 
-def _what_divides(batch: int, micro: int, world_size: int) -> str:
-    over = f"micro_batch_size {micro} × {counted(world_size, 'device')}"
+def _what_divides(batch: int, micro: int, world_size: int, pieces: int) -> str:
+    devices = counted(world_size, "device") if pieces == 1 else f"{counted(world_size, 'group')} of {pieces}"
+    over = f"micro_batch_size {micro} × {devices}"
     if batch % world_size:
         fix = f"use a global batch that is a multiple of {world_size}, or a number of devices that divides it"
     else:

@@ -246,14 +246,14 @@ class Run:
         if stop.agreed:
             return None
         val, parallel = self.dataset.val, self.parallel
-        loss_sum, tokens = torch.zeros((), dtype=torch.float64, device=parallel.device), 0
+        loss_sum, tokens = torch.zeros((), dtype=torch.float64, device=parallel.device), 0.0
         blocks = self.recipe.validation_blocks(len(val))
         batches = list(parallel.micro_batches(blocks, self.recipe.train.micro_batch_size))
         for batch, counts in progress_bar(batches, desc="validation", leave=False):
             loss = self.model(parallel.to_device(val.gather(batch)))
             if counts:
                 loss_sum += loss
-                tokens += val.num_targets(batch)
+                tokens += val.num_targets(batch) / parallel.pieces
             if parallel.any_rank(stop.requested):  # checked at each batch, as all of them may take long
                 self.propagate_stop(stop)
                 return None

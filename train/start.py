@@ -12,6 +12,7 @@ from lingpt.train import report
 from lingpt.train.config import Recipe, check, shared_settings
 from lingpt.train.console import print_rank0
 from lingpt.train.determinism import deterministic
+from lingpt.train.distributed.context import check_context_parallel
 from lingpt.train.distributed.parallel import Parallel
 from lingpt.train.distributed.strategy import choose_strategy
 from lingpt.train.loop import Run
@@ -44,6 +45,7 @@ def check_recipe(recipe: Recipe) -> tuple[GPT, Machine, str | None]:
     gpt = GPT.on_meta(model_config(recipe))
     machine, why = choose_strategy(choose_machine(recipe.train), gpt, recipe)
     check(recipe, machine.world_size)
+    check_context_parallel(recipe, gpt, machine.world_size)
     if recipe.train.optimizer == "muon" and machine.strategy == "fsdp":
         raise UserError(
             "train.optimizer muon needs whole matrices, which fsdp splits: use --train.strategy ddp"
@@ -67,7 +69,8 @@ def _train(recipe: Recipe) -> Path:
         print_rank0(f"memory: {too_small_message(machine, gpt, recipe)}")
     # Before the processes are launched, as a long tokenisation would exceed their timeouts.
     dataset = prepare(recipe.data, padded_vocab_size=gpt.config.padded_vocab_size)
-    parallel = Parallel(machine, recipe.train.reduce_bf16, recipe.train.timeout_minutes)
+    t = recipe.train
+    parallel = Parallel(machine, t.reduce_bf16, t.timeout_minutes, t.context_parallel)
     with RunLock(recipe.run_folder) as lock:
         with parallel.propagate_errors(), out_of_memory(machine, gpt, recipe):
             parallel.check_same_settings(machine, shared_settings(recipe) | {"the data": dataset.fingerprint})

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lingpt.common.errors import UserError, unknown
+from lingpt.kernels.context_parallel import Context
 from lingpt.kernels.linear_attention import recurrent, reference
 from lingpt.kernels.linear_attention.call import (
     Call,
@@ -23,7 +24,7 @@ from lingpt.kernels.linear_attention.call import (
     split_projection,
     state_shapes,
 )
-from lingpt.kernels.linear_attention.operator import attend
+from lingpt.kernels.linear_attention.operator import attend, attend_in_pieces
 from lingpt.kernels.numerics import state_dtype
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -45,6 +46,7 @@ def linear_attention(
     normalize_qk: bool = True,
     causal: bool = True,
     initial_state: LinearAttentionState | None = None,
+    context: Context | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Linear attention with the kernel f(x) = 1 + b·x and a normaliser, or f(x) = a + b·x without one.
@@ -81,6 +83,9 @@ def linear_attention(
         causal: False sums over all j.
         initial_state: the state of an earlier part of the sequence; fp32 (float64 for float64 inputs). It
             gets gradients, as q, k and v do.
+        context: q, k and v are this process's piece of sequences whose pieces are on several processes, all
+            of one length (kernels/context_parallel.py); cu_seqlens are the borders in this piece, which
+            begins a sequence only if it is the first or 0 is one of them.
         backend: one of
             "reference"  the definition, quadratic; also for second derivatives, forward mode and torch.func;
             "chunkwise"  plain PyTorch on any device, with an analytical backward;
@@ -103,7 +108,7 @@ def linear_attention(
     return _run(_call(
         q, k, v, a=a, b=b, log_decay=log_decay, cu_seqlens=cu_seqlens, causal=causal, normalize=normalize,
         normalize_qk=normalize_qk, initial_state=initial_state, return_state=False, backend=backend,
-    ))[0]  # fmt: skip
+    ), context)[0]  # fmt: skip
 
 
 def linear_attention_with_state(
@@ -145,6 +150,7 @@ def linear_attention_qkv(
     normalize: bool = True,
     normalize_qk: bool = True,
     initial_state: LinearAttentionState | None = None,
+    context: Context | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Causal `linear_attention` of a fused projection, with RoPE applied inside; backward writes one buffer.
@@ -173,7 +179,7 @@ def linear_attention_qkv(
         qkv, cos, sin, gate_bias, head_size, a=a, b=b, log_decay=log_decay, cu_seqlens=cu_seqlens,
         normalize=normalize, normalize_qk=normalize_qk, initial_state=initial_state, return_state=False,
         backend=backend,
-    ))[0]  # fmt: skip
+    ), context)[0]  # fmt: skip
 
 
 def linear_attention_qkv_with_state(
@@ -199,8 +205,12 @@ def linear_attention_qkv_with_state(
     ))  # fmt: skip
 
 
-def _run(call: Call) -> tuple[Tensor, LinearAttentionState]:
+def _run(call: Call, context: Context | None = None) -> tuple[Tensor, Any]:
     """o and the final state, whose parts mean nothing if the call does not ask for it."""
+    if context is not None:
+        if call.backend in _DIFFERENTIATED or call.initial_state is not None or not call.causal:
+            raise UserError("context needs causal=True, no initial_state, and backend 'chunkwise' or 'cuda'")
+        return attend_in_pieces(call, context), None
     if call.backend in _DIFFERENTIATED:
         return _DIFFERENTIATED[call.backend].forward(call.unpacked())
     o, _, *parts = attend(call)

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from lingpt.common.errors import UserError
+from lingpt.kernels.context_parallel import Context
 from lingpt.kernels.linear_attention import chunkwise
 from lingpt.kernels.linear_attention.call import (
     Call,
@@ -324,6 +325,60 @@ def attend(call: Call) -> tuple[Any, ...]:
     if torch.compiler.is_compiling() or not _is_plain(call):
         return _forward_op(*call)
     return _Forward.apply(True, *call)
+
+
+@torch.compiler.disable
+def attend_in_pieces(call: Call, context: Context) -> Tensor:
+    """o of this rank's piece of the sequences; the call has no state, and is this piece's.
+
+    Each pass runs the operator twice: once for the piece's own state, or its adjoint, which the other ranks
+    need, and once from what the others gave.
+    """
+    return _Pieces.apply(context, *call)
+
+
+class _Pieces(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, context: Context, *args: Any) -> Tensor:
+        call = Call(*args)._replace(return_state=True)
+        own: Any = _forward(call)[2:]
+        decay = _decay_of_all_tokens(call, own[-1])
+        S, z, c, n = _unflatten(context.state_before(_flatten(own), decay), own)
+        call = call._replace(S=S, z=z, c=c, n=n)
+        output: Any = _forward(call)
+        ctx.save_for_backward(decay, *call[:_N_TENSORS], *output)
+        ctx.context, ctx.values = context, call[_N_TENSORS:]
+        return output[0]
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> Results:
+        decay, *tensors = ctx.saved_tensors
+        call, saved = Call(*tensors[:_N_TENSORS], *ctx.values), tuple(tensors[_N_TENSORS:])
+        own = _backward(call, saved, (do, *_NO_STATE))[-4:]
+        after = ctx.context.adjoint_after(_flatten(own), decay)
+        found = _backward(call, saved, (do, *_unflatten(after, own)))[:-4]
+        of = dict(zip(_GRADIENTS_OF, found, strict=False))
+        return None, *(None if x is None else of.get(name) for name, x in zip(_KINDS, call, strict=True))
+
+
+def _decay_of_all_tokens(call: Call, like: Tensor) -> Tensor:
+    """By how much the tokens of a call decay what was before them, [B, H]; `like`: a state's n."""
+    call = call.unpacked()
+    if call.token_log_decay is not None:
+        return call.token_log_decay.double().sum(1).exp().to(like.dtype)
+    if call.head_log_decay is not None:
+        return (call.head_log_decay.double() * call.shape[1]).exp().to(like.dtype).expand_as(like)
+    return torch.ones_like(like)
+
+
+def _flatten(state: Sequence[Any]) -> Tensor:
+    """S, z, c and n as one tensor [B, H, D² + 2D + 1]."""
+    return torch.cat([x.flatten(2) if x.ndim > 2 else x.unsqueeze(2) for x in state], 2)
+
+
+def _unflatten(flat: Tensor, like: Sequence[Any]) -> list[Tensor]:
+    parts = flat.split([x.shape[2:].numel() for x in like], 2)
+    return [part.reshape(x.shape) for part, x in zip(parts, like, strict=True)]
 
 
 def _is_plain(call: Call) -> bool:

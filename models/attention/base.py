@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lingpt.common.options import Declared, Option, declared
+from lingpt.kernels.context_parallel import Context
 from lingpt.models.architecture import Architecture
 
 
@@ -54,6 +55,10 @@ class Attention(Fp32Buffers, ABC):
 
     hf_exportable: bool = False  # can a stock model of transformers compute the same from its tensors?
     static_step: bool = False  # can a CUDA graph replay one token's step?
+    context_parallel: bool = False  # does `forward` without a state respect `context`?
+    context: Context | None = (
+        None  # the processes with the other pieces of the sequences; None: they are whole
+    )
 
     @classmethod
     @functools.cache  # a study asks for them hundreds of times
@@ -115,6 +120,11 @@ class Attention(Fp32Buffers, ABC):
     def saved_activations_per_token(self) -> int:
         """Activation elements per token that torch.compile saves for backward in this layer, from norm_1's
         output (not counted) to proj's input (counted). fp32 elements count twice under bf16."""
+
+    def gathered_elements(self, tokens: int) -> int:
+        """With `context`: activation elements that each process sends to the others per sequence in a forward
+        pass, and as many in the backward pass, for a piece of `tokens`. fp32 elements count twice."""
+        return 0
 
     @abstractmethod
     def new_state(self, batch_size: int, max_seq_len: int, device: torch.device, dtype: torch.dtype) -> Any:

@@ -27,7 +27,7 @@ from lingpt.kernels.gated_linear_attention import (
 )
 from lingpt.models.architecture import Architecture
 from lingpt.models.attention.base import Attention, RecurrentState
-from lingpt.models.attention.short_conv import SHORT_CONV, apply_short_conv, identity_filter
+from lingpt.models.attention.short_conv import SHORT_CONV, WIDTH, apply_short_conv, identity_filter
 
 GATE_RANK = 16
 GATE_TEMPERATURE = 16.0
@@ -35,6 +35,7 @@ GATE_TEMPERATURE = 16.0
 
 class GLAAttention(Attention):
     static_step = True
+    context_parallel = True
 
     def __init__(
         self,
@@ -95,14 +96,14 @@ class GLAAttention(Attention):
         """`[B, N, C]` → the same; cos and sin are not read. `state.value`: `[B, H, d_k/H, d_v/H]` in fp32."""
         qkv, r = self.qkvr(x_BNC).split((2 * self.d_k + self.d_v, self.d_v), dim=-1)
         if self.conv is not None:
-            qkv = apply_short_conv(qkv, self.conv, state, cu_seqlens, silu=True)
+            qkv = apply_short_conv(qkv, self.conv, state, cu_seqlens, silu=True, context=self.context)
         q, k, v = (  # [B, N, H, d_k/H or d_v/H]
             t.unflatten(-1, (self.n_head, -1)) for t in qkv.split((self.d_k, self.d_k, self.d_v), dim=-1)
         )
         log_gate = F.logsigmoid(self.gate_up(self.gate_down(x_BNC)).float()) / GATE_TEMPERATURE
         log_gate = log_gate.unflatten(-1, (self.n_head, -1))
         if state is None:
-            o = gated_linear_attention(q, k, v, log_gate, cu_seqlens=cu_seqlens)
+            o = gated_linear_attention(q, k, v, log_gate, cu_seqlens=cu_seqlens, context=self.context)
         else:
             o, state.value = gated_linear_attention_with_state(q, k, v, log_gate, initial_state=state.value)
         return self.proj(F.silu(r) * self.norm(o).flatten(2))
@@ -116,6 +117,10 @@ class GLAAttention(Attention):
         # the input of `proj`
         saved = 2 * (self.d_k + self.d_v) + (2 * self.d_k + self.d_v) + 3 * self.d_k + 2 * self.d_v
         return saved if self.conv is None else saved + 2 * self.d_k + self.d_v  # and the convolution's input
+
+    def gathered_elements(self, tokens: int) -> int:
+        conv = 0 if self.conv is None else (WIDTH - 1) * (2 * self.d_k + self.d_v)
+        return 2 * self.d_k * (self.d_v // self.n_head + 1) + conv  # the state and its decay
 
     def new_state(
         self, batch_size: int, max_seq_len: int, device: torch.device, dtype: torch.dtype

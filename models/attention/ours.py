@@ -38,7 +38,7 @@ from lingpt.kernels.linear_attention.call import Call
 from lingpt.kernels.linear_attention.operator import choose
 from lingpt.models.architecture import Architecture
 from lingpt.models.attention.base import GATE_ACTIVATION, GateActivation, QKVAttention, RecurrentState
-from lingpt.models.attention.short_conv import SHORT_CONV, apply_short_conv, identity_filter
+from lingpt.models.attention.short_conv import SHORT_CONV, WIDTH, apply_short_conv, identity_filter
 
 
 class OursAttention(QKVAttention):
@@ -49,6 +49,7 @@ class OursAttention(QKVAttention):
     """
 
     static_step = True
+    context_parallel = True
     token_decay: ClassVar[bool] = False  # whether decays are per token
     log_decay: torch.Tensor | None  # None in `ours`; a buffer that moves with the model in `ours-decay`
 
@@ -184,7 +185,9 @@ class OursAttention(QKVAttention):
         H, G, D = self.config.n_head, self.config.n_query_groups, self.config.head_size
         rows = self.qkv(x_BNC)
         if self.conv is not None:
-            rows = apply_short_conv(rows, self.conv, state, cu_seqlens, silu=self.conv_silu)
+            rows = apply_short_conv(
+                rows, self.conv, state, cu_seqlens, silu=self.conv_silu, context=self.context
+            )
         if self.is_packed:
             return rows.unflatten(2, (3, H, D))
         qk, v = self.split_heads(rows)
@@ -206,7 +209,7 @@ class OursAttention(QKVAttention):
         backend = self.backend if self.training else "auto"
         options: dict[str, Any] = dict(a=self.a(), normalize=self.normalize, backend=backend, **decay)
         if state is None:
-            o_BNHD = linear_attention_qkv(*inputs, cu_seqlens=cu_seqlens, **options)
+            o_BNHD = linear_attention_qkv(*inputs, cu_seqlens=cu_seqlens, context=self.context, **options)
         else:
             o_BNHD, state.value = linear_attention_qkv_with_state(
                 *inputs, initial_state=state.value, **options
@@ -226,6 +229,11 @@ class OursAttention(QKVAttention):
         if self.gate_proj is not None:
             saved += 2 * width  # the gate before its silu, and the input of `proj`
         return saved
+
+    def gathered_elements(self, tokens: int) -> int:
+        D = self.config.head_size
+        conv = 0 if self.conv is None else (WIDTH - 1) * sum(self.config.qkv_sizes)
+        return 2 * self.config.n_head * (D * D + 2 * D + 2) + conv  # the state and its decay
 
     def new_state(
         self, batch_size: int, max_seq_len: int, device: torch.device, dtype: torch.dtype

@@ -59,7 +59,9 @@ class OursGatedAttention(OursAttention):
         rows = F.linear(x_BNC, weight, bias)
         if self.conv is None:
             return rows
-        return apply_short_conv(rows, self.conv, cu_seqlens=cu_seqlens, silu=self.conv_silu)
+        return apply_short_conv(
+            rows, self.conv, cu_seqlens=cu_seqlens, silu=self.conv_silu, context=self.context
+        )
 
     def row_fill(self) -> int:
         """The number of zeros after the gates, which pad rows to whole 128-byte cache lines (in 16-bit

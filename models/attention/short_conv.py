@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from lingpt.common.options import Option
+from lingpt.kernels.context_parallel import Context
 from lingpt.kernels.numerics import state_dtype
 from lingpt.kernels.short_conv import convolve_columns, short_convolution
 from lingpt.models.attention.base import ConvState
@@ -23,18 +24,26 @@ def apply_short_conv(
     cu_seqlens: torch.Tensor | None = None,
     *,
     silu: bool = False,
+    context: Context | None = None,
 ) -> torch.Tensor:
     """`short_convolution` of the first C columns of x, with `silu` followed by a SiLU; other columns
     unchanged.
 
     x_BNW: [B, N, W], W ≥ C; with a decoding state, W = C. weight_KC: [K, C]. x continues the tokens that the
     state has seen; `state.conv` [B, K − 1, C], the last of them (None before the first), is updated. Without
-    a state, cu_seqlens are the borders of documents that are packed into the rows.
+    a state, cu_seqlens are the borders of documents that are packed into the rows; with a context, x is this
+    process's piece, of at least K − 1 tokens.
     Returns [B, N, W] in x's dtype.
     """
     if state is not None:
         y_BNC = _conv_with_state(x_BNW, weight_KC, state)
         return F.silu(y_BNC) if silu else y_BNC
+    if context is not None:
+        (B, N, _), seen = x_BNW.shape, weight_KC.shape[0] - 1
+        x_BNW = torch.cat((context.previous(x_BNW[:, -seen:]), x_BNW), dim=1)
+        if cu_seqlens is not None:
+            cu_seqlens = (cu_seqlens + seen * (cu_seqlens // N + 1)).clamp(max=B * (N + seen))
+        return convolve_columns(x_BNW, weight_KC, silu, cu_seqlens)[:, seen:]
     return convolve_columns(x_BNW, weight_KC, silu, cu_seqlens)
 
 

@@ -20,13 +20,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 from lingpt.common.errors import UserError
 from lingpt.common.options import Option
+from lingpt.kernels.numerics import first_tokens
 from lingpt.kernels.sdpa import packed_attention, sdpa_choice, sdpa_with_logsumexp
 from lingpt.models.architecture import Architecture
 from lingpt.models.attention.base import GATE_ACTIVATION, ConvState, GateActivation, QKVAttention
-from lingpt.models.attention.short_conv import apply_short_conv, identity_filter
+from lingpt.models.attention.short_conv import WIDTH, apply_short_conv, identity_filter
 
 SDPA = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -116,6 +118,7 @@ class SoftmaxAttention(QKVAttention):
     """Softmax attention with LitGPT's parameters and keys, and those of the options."""
 
     static_step = True
+    context_parallel = True
 
     def __init__(
         self,
@@ -179,11 +182,19 @@ class SoftmaxAttention(QKVAttention):
         N, H, G, D = x_BNC.shape[1], self.config.n_head, self.config.n_query_groups, self.config.head_size
         qkv = self.qkv(x_BNC)
         if self.conv is not None:
-            qkv = apply_short_conv(qkv, self.conv, state, cu_seqlens)
+            qkv = apply_short_conv(qkv, self.conv, state, cu_seqlens, context=self.context)
         qk, v = self.split_heads(qkv)
         q, k = apply_rope(qk, cos_NR, sin_NR).split((H, G), dim=2)
-        mask, scale = None, 1.0 / math.sqrt(D)
-        if cu_seqlens is not None:
+        mask: torch.Tensor | None = None
+        scale = 1.0 / math.sqrt(D)
+        if self.context is not None and state is None:
+            k, v = self.context.up_to_here(torch.stack((k, v), dim=2)).unbind(2)
+            mask = causal_lower_right(N, k.shape[1])  # a kernel's option; no tensor
+            if cu_seqlens is not None:
+                document = self.context.up_to_here(first_tokens(cu_seqlens, len(k), N).int()).cumsum(1)
+                same = document[:, -N:, None] == document[:, None]
+                mask = same.tril(k.shape[1] - N)[:, None]
+        elif cu_seqlens is not None:
             return self.gate_and_project(packed_attention(q, k, v, cu_seqlens, scale), x_BNC)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # views [B, H or G, N, D], SDPA's order
         if state is not None:
@@ -224,6 +235,10 @@ class SoftmaxAttention(QKVAttention):
         if self.gate_proj is not None:
             saved += 2 * q  # the gate before its silu, and the input of `proj`
         return saved
+
+    def gathered_elements(self, tokens: int) -> int:
+        sizes = self.config.qkv_sizes
+        return tokens * sum(sizes[1:]) + (0 if self.conv is None else (WIDTH - 1) * sum(sizes))
 
     def new_state(
         self, batch_size: int, max_seq_len: int, device: torch.device, dtype: torch.dtype

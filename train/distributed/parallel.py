@@ -28,7 +28,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lingpt.common.errors import Interrupted, UserError, first_line
 from lingpt.data import Batch
+from lingpt.kernels.context_parallel import Context
 from lingpt.train.console import print_stderr
+from lingpt.train.distributed import context
 from lingpt.train.distributed.collectives import all_gather_object, on_all_ranks
 from lingpt.train.distributed.fabric_setup import FSDP2Strategy, cluster_environment, ddp_strategy
 from lingpt.train.distributed.failures import connection_lost, failure_message, lost_message
@@ -65,13 +67,20 @@ class Parallel:
     """One process's view of all processes. Its constructor starts the others.
 
     reduce_bf16: sum gradients over the processes in bf16. timeout_minutes: how long one process waits for
-    another. Raises UserError if they cannot connect.
+    another. context_parallel: the number of processes that hold the pieces of the same sequences. Raises
+    UserError if they cannot connect.
     """
 
     _error_of_all: UserError | None = None  # the UserError that all processes raised
 
+    context: Context | None = None  # the processes with the other pieces of the same sequences
+
     def __init__(
-        self, machine: Machine, reduce_bf16: bool = False, timeout_minutes: float = TIMEOUT_MINUTES
+        self,
+        machine: Machine,
+        reduce_bf16: bool = False,
+        timeout_minutes: float = TIMEOUT_MINUTES,
+        context_parallel: int = 1,
     ) -> None:
         self.watch, self.sharded, self._reduce_bf16 = Watch(), machine.strategy == "fsdp", reduce_bf16
         self._gathers_once, self._ddp = machine.gathers_once, machine.strategy == "ddp"
@@ -91,6 +100,8 @@ class Parallel:
             store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
             heartbeats = Heartbeats(store, self.rank, self.world_size, 60 * timeout_minutes)
             self.watch.start_straggler_detection(heartbeats, self._collectives, self.local_rank_zero)
+        if context_parallel > 1:
+            self.context = context.connect(context_parallel, self.rank, self._timeout)
 
     def check_same_settings(self, machine: Machine, settings: dict[str, object]) -> None:
         """Raises UserError on all processes if they differ, before they build anything together.
@@ -118,6 +129,7 @@ class Parallel:
             return -1
         mesh = self.__dict__.get("host_mesh")  # if it exists already
         groups = [dist.group.WORLD, *([mesh.get_group()] if mesh else [])]
+        groups += [self.context.group] if self.context else []
         return sum(group._get_sequence_number_for_group() for group in groups)
 
     def _strategy(self, machine: Machine) -> DDPStrategy | str:
@@ -199,6 +211,11 @@ class Parallel:
         return self.fabric.world_size
 
     @property
+    def pieces(self) -> int:
+        """The number of ranks that hold pieces of the same sequences."""
+        return self.context.size if self.context else 1
+
+    @property
     def device(self) -> torch.device:
         return self.fabric.device
 
@@ -220,6 +237,8 @@ class Parallel:
 
         If sharded, `module` must be on the meta device, and its weights must be set afterwards.
         """
+        if self.context:
+            context.apply(module, self.context)
         wrapped = self.fabric.setup_module(module, move_to_device=not self.sharded)
         for inner in wrapped.children():
             if self._reduce_bf16 and isinstance(inner, DistributedDataParallel):
@@ -279,24 +298,27 @@ class Parallel:
     # -- the data -------------------------------------------------------------------------------------------
 
     def micro_batches(self, n: int, size: int) -> Iterator[tuple[range, bool]]:
-        """This rank's share of `n` samples in micro-batches of `size`, and whether each counts.
+        """This rank's share of `n` samples in micro-batches of `size`, and whether each counts. Ranks with
+        pieces of the same sequences have the same share.
 
         Every rank gets the same number, since all must make the same calls. If the samples run out, the very
         first micro-batch is repeated (its shape is already compiled) and does not count.
         """
-        rounds = -(-n // (size * self.world_size))
+        rounds = -(-n // (size * (self.world_size // self.pieces)))
         for i in range(rounds):
-            start = (self.rank * rounds + i) * size
+            start = (self.rank // self.pieces * rounds + i) * size
             samples = range(n)[start : start + size]
             yield samples or range(n)[:size], bool(samples)
 
-    def to_device(self, tensor: TensorOrBatch) -> TensorOrBatch:
-        """Copies a CPU tensor, of any shape and dtype, or a batch of them, to this rank's device; to a GPU
-        from pinned memory and asynchronously, in order with the current stream.
+    def to_device(self, batch: TensorOrBatch) -> TensorOrBatch:
+        """Copies this rank's piece of sequences, the input of `NextTokenLoss`, from the CPU to its device; to
+        a GPU from pinned memory and asynchronously, in order with the current stream.
         """
-        if self.device.type == "cuda" and not tensor.is_pinned():
-            tensor = tensor.pin_memory()
-        return tensor.to(self.device, non_blocking=True)
+        if self.context:
+            batch = context.own_piece(batch, self.context)  # type: ignore[assignment]
+        if self.device.type == "cuda" and not batch.is_pinned():
+            batch = batch.pin_memory()
+        return batch.to(self.device, non_blocking=True)
 
     # -- agreement ------------------------------------------------------------------------------------------
 

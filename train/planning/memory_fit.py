@@ -35,13 +35,14 @@ def memory_needed(
     return memory_estimate(
         gpt,
         size,
-        recipe.data.seq_len,
+        recipe.piece_len,
         precision,
         loss_chunk_tokens=rows_per_chunk(gpt.config.padded_vocab_size, gpt.config.n_embd),
         sharded_over=over,
         activation_checkpointing=recipe.train.activation_checkpointing,
         accumulates=recipe.train.global_batch_size > size,
         gathers_once=gathers_once,
+        context_parallel=recipe.train.context_parallel,
     )
 
 
@@ -143,7 +144,7 @@ def what_fits_message(machine: Machine, gpt: GPT, recipe: Recipe) -> str:
 
 def micro_batch_sizes(recipe: Recipe, world_size: int) -> list[int]:
     """The micro-batch sizes that divide a device's share of the batch, ascending."""
-    share = recipe.train.global_batch_size // world_size
+    share = recipe.train.global_batch_size // recipe.data_parallel(world_size)
     return [size for size in range(1, share + 1) if share % size == 0]
 
 

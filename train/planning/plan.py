@@ -19,6 +19,8 @@ from lingpt.train.planning.memory_fit import (
 from lingpt.train.planning.throughput import DEVICES, STATED_MFU, Device, measured_flops, mfu, run_flops
 from lingpt.train.runs.checkpoint_writer import pinned_bytes
 
+# Bytes/s that a device receives, and seconds until a collective starts: within a host, and beyond.
+NVLINK, NETWORK = (300e9, 30e-6), (40e9, 60e-6)
 SHOWN = ("RTX A6000", "A100 40GB", "A100 80GB", "H100 SXM", "H200")
 
 
@@ -60,7 +62,7 @@ def _about(recipe: Recipe, machine: Machine, gpt: GPT, precision: str) -> dict[s
     parts = ", ".join(f"{name} {scaled(size, 'B')}" for name, size in need.items() if name != "total")
     checkpoint = gpt.num_parameters() * (2 if precision == "bf16-true" else 4) * 3  # AdamW has two moments
     most = checkpoint * (t.keep_checkpoints + t.keep_best + (t.schedule == "wsd") + 1)
-    accumulated = t.global_batch_size // (t.micro_batch_size * world_size)
+    accumulated = t.global_batch_size // (t.micro_batch_size * recipe.data_parallel(world_size))
     return {
         "model": f"{gpt.num_parameters():,} parameters; {scaled(gpt.flops_per_token(data.seq_len), 'FLOP')} "
         "per token (forward and backward)",
@@ -77,7 +79,28 @@ def _about(recipe: Recipe, machine: Machine, gpt: GPT, precision: str) -> dict[s
         "host": f"{scaled(_pinned(gpt, precision, machine), 'B')} of pinned memory beside a GPU: the copy of "
         "a checkpoint that is written while training goes on",
         "here": _here(machine, gpt, recipe),
+        **({"context": _context(recipe, gpt)} if t.context_parallel > 1 else {}),
     }
+
+
+def _context(recipe: Recipe, gpt: GPT) -> str:
+    """What context parallelism sends, and the share of a step that it takes on H100s, if each device keeps
+    its number of tokens and has only that to wait for."""
+    t, tokens = recipe.train, recipe.piece_len
+    sent = 2 * t.micro_batch_size * sum(block.attn.gathered_elements(tokens) for block in gpt.blocks)
+    calls = (3 if t.activation_checkpointing else 2) * gpt.config.n_layer
+    device = next(device for device in DEVICES if device.name == "H100 SXM")
+    shares = []
+    for n in sorted({t.context_parallel, 8, 64}):
+        bandwidth, latency = NVLINK if n <= 8 else NETWORK
+        waits = calls * latency + calls / gpt.config.n_layer * (n - 1) * sent / bandwidth
+        flops = t.micro_batch_size * tokens * gpt.flops_per_token(n * tokens)
+        shares.append(f"{waits / (waits + flops / (STATED_MFU * device.bf16)):.1%} over {n}")
+    return (
+        f"{counted(t.context_parallel, 'device')} a sequence, {tokens:,} tokens each; each sends "
+        f"{scaled(sent, 'B')} to the others in a pass, estimated share of a step on H100s: "
+        f"{', '.join(shares)}"
+    )
 
 
 def _pinned(gpt: GPT, precision: str, machine: Machine) -> int:

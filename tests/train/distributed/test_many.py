@@ -99,7 +99,8 @@ def pair(folder: Path, *runs: tuple[Callable[[int], dict[str, str]], list[str]])
     ("accelerator", "rel"), [("cpu", 1e-5), pytest.param("cuda", 1e-3, marks=pytest.mark.multigpu)]
 )
 def test_two_processes_give_the_losses_of_one(make_recipe, tmp_path, accelerator, rel, capsys):
-    """DDP and FSDP, from scratch and from each other's checkpoints, 1 → 2 and 2 → 1; torchrun and SLURM.
+    """DDP, FSDP and pieces of sequences, from scratch and from each other's checkpoints, 1 → 2 and 2 → 1;
+    torchrun and SLURM.
 
     On validation blocks that do not divide by two, and with gradients that are clipped. FSDP once with room
     for what it need not gather in every micro-batch, and once without.
@@ -111,11 +112,12 @@ def test_two_processes_give_the_losses_of_one(make_recipe, tmp_path, accelerator
         return make_recipe(name=name, max_steps=steps, **options)
 
     one = train(recipe("one", 2))
-    for name in ("one-ddp", "one-fsdp"):
+    for name in ("one-ddp", "one-fsdp", "one-pieces"):
         shutil.copytree(one, one.with_name(name))
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe("two", 2).to_dict()))
     two = ["--train.micro_batch_size", "2", "--train.devices", "auto"]
     fsdp = [*two, "--train.strategy", "fsdp", "--train.activation_checkpointing", "true"]
+    pieces = [*two, "--train.context_parallel", "2"]
     machines = 2 if accelerator == "cpu" else 1  # the two GPUs are in one
     by_torchrun, by_slurm = (functools.partial(by, machines=machines) for by in (torchrun, slurm))
     on_one = functools.partial(torchrun, machines=1)
@@ -124,6 +126,8 @@ def test_two_processes_give_the_losses_of_one(make_recipe, tmp_path, accelerator
         (lambda rank: by_torchrun(rank) | {"NO_ROOM": "1"}, [*fsdp, "--train.name", "fsdp"]),
         (by_slurm, [*two, "--train.name", "fsdp", "--train.strategy", "ddp", "--train.max_steps", "4"]),
         (by_slurm, [*fsdp, "--train.name", "one-fsdp", "--train.max_steps", "4"]),
+        (on_one, [*pieces, "--train.name", "one-pieces", "--train.max_steps", "4"]),
+        (on_one, [*pieces, *fsdp, "--train.name", "pieces"]),
     ]
     for together in [runs] if accelerator == "cpu" else [[run] for run in runs]:
         pair(tmp_path, *together)
@@ -133,9 +137,11 @@ def test_two_processes_give_the_losses_of_one(make_recipe, tmp_path, accelerator
     for steps in (4, 6):  # as the others: the learning rate depends on how many there are in all
         train(recipe("one", steps))
     train(recipe("one-fsdp", 6))  # the shards of two processes, by one
+    train(recipe("pieces", 4))
     assert "one-fsdp/checkpoints/step-00000004, step 4 of 6" in capsys.readouterr().out
     expected = {(line["kind"], line["step"]): line for line in read_metrics(one)}
-    for name, last in (("one-ddp", 4), ("fsdp", 4), ("one-fsdp", 6)):
+    ends = {"one-ddp": 4, "fsdp": 4, "one-fsdp": 6, "one-pieces": 4, "pieces": 4}
+    for name, last in ends.items():
         lines = read_metrics(one.with_name(name))
         assert [line["step"] for line in lines if line["kind"] == "val"] == list(range(2, last + 1, 2)), name
         for line in lines:

@@ -1,0 +1,88 @@
+"""Context parallelism: each process holds a piece of every sequence, and the pieces are in the ranks' order.
+
+A linear attention needs the state before its piece: all ranks gather the state of each piece from zero and
+its decay, a few kilobytes per head whatever the length, and each scans those before its own (LASP-2,
+arXiv 2502.07563). The gradient is the same scan in reverse. A short convolution needs the last tokens of the
+piece before, and softmax attention all keys and values up to its own piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# PyTorch 2.13 renamed both.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class Context:
+    """The processes that hold the pieces of the same sequences, and this one's place among them.
+
+    All of them must make the same calls in the same order, forward and backward.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    @torch.compiler.disable
+    def gather(self, x: Tensor) -> Tensor:
+        """Every rank's x, `[size, *x.shape]`; its gradient is the sum of all ranks' gradients."""
+        return _Gather.apply(x, self)
+
+    def previous(self, x: Tensor) -> Tensor:
+        """x of the rank before, zeros on the first: for the last tokens of a piece."""
+        everyone = self.gather(x)
+        return everyone[self.rank - 1] if self.rank else 0 * everyone[0]
+
+    def up_to_here(self, x_BN: Tensor) -> Tensor:
+        """`[B, N, ...]` → the tokens of all pieces up to this one, `[B, (rank + 1)·N, ...]`."""
+        return torch.cat(self.gather(x_BN)[: self.rank + 1].unbind(), dim=1)
+
+    def own_borders(self, cu_seqlens: Tensor, B: int, N: int) -> Tensor:
+        """The borders of documents that are in this piece, in its B·N tokens; B·N for all others.
+
+        cu_seqlens: `[documents + 1]`, the borders in B whole sequences of size·N tokens, row after row.
+        """
+        row, position = cu_seqlens // (self.size * N), cu_seqlens % (self.size * N) - self.rank * N
+        inside = (position >= 0) & (position < N) & (row < B)
+        return torch.where(inside, row * N + position, B * N)
+
+    def state_before(self, state: Tensor, decay: Tensor) -> Tensor:
+        """The state before this piece, given that of the piece alone, `[..., E]`, and its decay `[...]`."""
+        return self._scan(state, decay, range(self.rank))
+
+    def adjoint_after(self, adjoint: Tensor, decay: Tensor) -> Tensor:
+        """The gradient of the state after this piece, given that of the state before it from the piece's own
+        outputs, `[..., E]`, and the piece's decay `[...]`."""
+        return self._scan(adjoint, decay, reversed(range(self.rank + 1, self.size)))
+
+    def _scan(self, own: Tensor, decay: Tensor, ranks: Iterable[int]) -> Tensor:
+        """The sum of the `own` of these ranks, each decayed by those that follow it."""
+        pieces = self.gather(torch.cat((own, decay.unsqueeze(-1)), -1))
+        total = 0 * pieces[0, ..., :-1]  # not a constant: every rank takes part in the backward pass
+        for rank in ranks:
+            total = pieces[rank, ..., :-1] + pieces[rank, ..., -1:] * total
+        return total
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, context: Context) -> Tensor:
+        ctx.context, ctx.shape = context, x.shape
+        everyone = x.new_empty(context.size, *x.shape)
+        _all_gather(everyone.view(-1), x.contiguous().view(-1), group=context.group)
+        return everyone
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        own = gradient.new_empty(ctx.shape)
+        _reduce_scatter(own.view(-1), gradient.contiguous().view(-1), group=ctx.context.group)
+        return own, None
