@@ -1,16 +1,16 @@
 """LinGPT's network as transformers' classes: the base model, and the one with a head for the next token.
 
 A linear attention has no mask that could hide a token: whatever it reads enters its state. Padding on the
-left and the borders of packed sequences are therefore never read: each sequence of a batch runs by itself, or
-together with those that start and end in the same columns. Padding on the right changes nothing that is not
-padding, and runs as it is.
+left is therefore never read: rows that start in the same column run together. Packed sequences run in one
+row, whose borders every attention keeps. Padding on the right changes nothing that is not padding, and runs
+as it is.
 """
 
 from dataclasses import fields
-from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -18,6 +18,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from lingpt.common.errors import UserError
 from lingpt.hf.cache import LinGPTCache, join_rows
 from lingpt.hf.config import LinGPTConfig
+from lingpt.kernels.numerics import first_tokens
 from lingpt.models import Attention, Block
 from lingpt.models.attention.base import Fp32Buffers
 from lingpt.models.attention.softmax import KVCache
@@ -122,14 +123,17 @@ class LinGPTModel(Fp32Buffers, LinGPTPreTrainedModel):
             raise ValueError("nothing to continue: give each row at least one token")
         if cache is not None and not isinstance(cache, LinGPTCache):
             raise ValueError(f"a {type(cache).__name__} holds no states: give a LinGPTCache, or none")
-        pieces = []
+        pieces, cu_seqlens = [], None
         if cache is None and not use_cache:
-            pieces = packed_pieces(position_ids, cu_seq_lens_q, B, N, x_BNC.device)
+            cu_seqlens = packed_borders(position_ids, cu_seq_lens_q, B, N)
         continues = cache is not None and cache.seen > 0
         if attention_mask is not None:
-            pieces = padded_pieces(attention_mask[:, -N:].bool(), bool(use_cache), continues) or pieces
+            pieces = padded_pieces(attention_mask[:, -N:].bool(), bool(use_cache), continues)
         if pieces:
             hidden, cache = self._run_pieces(x_BNC, pieces, bool(use_cache))
+        elif cu_seqlens is not None:
+            row = self._run(x_BNC.flatten(0, 1)[None], cu_seqlens=cu_seqlens.to(x_BNC.device))
+            hidden = [x.view(B, N, -1) for x in row]
         else:
             if cache is None and use_cache:
                 cache = self.new_cache(B, N, x_BNC.dtype)
@@ -142,26 +146,36 @@ class LinGPTModel(Fp32Buffers, LinGPTPreTrainedModel):
         return output.to_tuple() if return_dict is False else output
 
     def _run(
-        self, x_BNC: torch.Tensor, cache: LinGPTCache | None = None, first: int = 0
+        self,
+        x_BNC: torch.Tensor,
+        cache: LinGPTCache | None = None,
+        cu_seqlens: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
         """The embeddings, the output of each layer but the last, and the normed one of the last, of columns
-        that follow those in the cache, if there is one."""
+        that follow those in the cache, if there is one; or of one row of packed sequences, whose positions
+        restart: it may be longer than the block size."""
         N = x_BNC.shape[1]
         start = 0 if cache is None else cache.seen
-        if (end := start + N) > len(self.cos):
+        end = start + N
+        where: slice | torch.Tensor = slice(start, end)
+        if cu_seqlens is not None:
+            columns = torch.arange(N, device=x_BNC.device)
+            where = columns - (columns * first_tokens(cu_seqlens, 1, N)[0]).cummax(0).values
+            where, end = where.to(self.cos.device), int(where.max()) + 1
+        if end > len(self.cos):
             raise UserError(
                 f"a sequence of {end} tokens, but the model's block size is {len(self.cos)}: shorten it"
             )
         if cache is not None:
             cache.reserve(end)
             cache.seen = end
-        cos_NR, sin_NR = (table[start:end].to(x_BNC.device) for table in (self.cos, self.sin))
+        cos_NR, sin_NR = (table[where].to(x_BNC.device) for table in (self.cos, self.sin))
         hidden = [x_BNC]
         for block, state in zip(self.h, cache.layers if cache else [None] * len(self.h), strict=True):
             if self.gradient_checkpointing and self.training and state is None:
-                x_BNC = self._gradient_checkpointing_func(block, x_BNC, cos_NR, sin_NR)
+                x_BNC = self._gradient_checkpointing_func(block, x_BNC, cos_NR, sin_NR, None, cu_seqlens)
             else:
-                x_BNC = block(x_BNC, cos_NR, sin_NR, state)
+                x_BNC = block(x_BNC, cos_NR, sin_NR, state, cu_seqlens)
             hidden.append(x_BNC)
         hidden[-1] = self.ln_f(x_BNC)
         return hidden
@@ -219,24 +233,18 @@ def padded_pieces(mask_BN: torch.Tensor, use_cache: bool, continues: bool) -> li
     return [((starts == s).nonzero().flatten(), s, N) for s in starts.unique().tolist()]
 
 
-def packed_pieces(
-    position_ids: torch.Tensor | None, cu_seq_lens: torch.Tensor | None, B: int, N: int, device: torch.device
-) -> list[Piece]:
-    """The sequences packed into each row; empty if there is one in each."""
+def packed_borders(
+    position_ids: torch.Tensor | None, cu_seq_lens: torch.Tensor | None, B: int, N: int
+) -> torch.Tensor | None:
+    """The borders, in the B·N tokens, of the sequences packed into each row; None if there is one in each."""
     if cu_seq_lens is not None:
-        borders = [sorted({0, *cu_seq_lens.tolist(), N})]
-    elif position_ids is not None:
-        begins = (position_ids.expand(B, N) == 0)[:, 1:]
-        borders = [[0, *(row.nonzero().flatten() + 1).tolist(), N] for row in begins] if begins.any() else []
-    else:
-        return []
-    if all(len(row) == 2 for row in borders):
-        return []
-    return [
-        (torch.tensor([row], device=device), start, end)
-        for row, columns in enumerate(borders)
-        for start, end in pairwise(columns)
-    ]
+        return cu_seq_lens.int() if len(cu_seq_lens) > 2 else None
+    if position_ids is None:
+        return None
+    begins = position_ids.expand(B, N) == 0
+    begins[:, 0] = True
+    borders = begins.flatten().nonzero().flatten()
+    return None if len(borders) == B else F.pad(borders, (0, 1), value=B * N).int()
 
 
 class LinGPTForCausalLM(LinGPTPreTrainedModel, GenerationMixin):

@@ -114,6 +114,9 @@ def test_packed_sequences_do_not_see_each_other(exported, tokens):
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     for given in ({"position_ids": positions}, {"cu_seq_lens_q": torch.tensor([0, 23, 63, 70])}):
         torch.testing.assert_close(exported(row, **given).logits, torch.cat(parts, dim=1), rtol=0, atol=1e-5)
+    rows, two = row.repeat(2, 1), torch.cat([positions, torch.arange(70)[None]])
+    whole = torch.cat([torch.cat(parts, dim=1), exported(row).logits])
+    torch.testing.assert_close(exported(rows, position_ids=two).logits, whole, rtol=0, atol=1e-5)
 
 
 def test_a_step_of_training(exported, tokens):
