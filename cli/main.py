@@ -36,6 +36,7 @@ VERBS = {  # verb: (module, what it does)
     "study": ("lingpt.cli.study", "train and score several attentions: tables, figures and a page"),
     "mqar": ("lingpt.cli.mqar", "train and score small models on associative recall"),
     "curves": ("lingpt.cli.curves", "draw the loss curves of runs, and the table of time-to-loss"),
+    "linearize": ("lingpt.cli.linearize", "give a trained model another attention"),
     "generate": ("lingpt.cli.generate", "continue a text with a trained model"),
     "export": ("lingpt.cli.export", "write a trained model as one file, for transformers too"),
     "replay": ("lingpt.cli.replay", "show what a step of a run was trained on"),

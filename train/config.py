@@ -66,6 +66,11 @@ class TrainConfig:
         "start a new run from these weights: a Hugging Face folder (Pythia, Llama, SmolLM, Qwen), a model "
         "folder, or a run's folder "
         "(its newest checkpoint)", may_change=True)] = None
+    teacher: Annotated[str | None, Option(
+        "a run or a model folder that the run imitates, instead of learning the next token: "
+        "`lingpt linearize`")] = None
+    imitate: Annotated[Literal["attention", "logits"], Option(
+        "what of the teacher: each attention's output, or the distribution of the next token")] = "logits"
     eval_interval: Annotated[int, Option(
         "steps between validations; the last step is always validated", least=1, may_change=True)] = 100
     eval_tokens: Annotated[int, Option(

@@ -30,8 +30,8 @@ from lingpt.train import report
 from lingpt.train.compilation import compiles
 from lingpt.train.config import Recipe
 from lingpt.train.console import print_rank0, progress_bar
+from lingpt.train.distillation import training_loss
 from lingpt.train.distributed.parallel import Parallel
-from lingpt.train.loss import NextTokenLoss
 from lingpt.train.model import attention_kernels, fill_shards, make_model
 from lingpt.train.planning.machine import Machine
 from lingpt.train.planning.throughput import mfu
@@ -80,7 +80,7 @@ class Run:
         parallel.seed(t.seed)
         self.gpt = make_model(recipe, config, parallel.device, resume_from, init_from, parallel.sharded)
         self.flops_per_token = self.gpt.flops_per_token(recipe.data.seq_len)
-        self.model = parallel.wrap(NextTokenLoss(self.gpt, compiles(recipe, parallel.device)))
+        self.model = parallel.wrap(training_loss(recipe, self.gpt, compiles(recipe, parallel.device)))
         if parallel.sharded:
             fill_shards(self.gpt, t.seed, resume_from, init_from)
         self.optimizer = parallel.wrap_optimizer(make_optimizer(self.gpt, t))

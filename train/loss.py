@@ -45,14 +45,18 @@ class NextTokenLoss(nn.Module):
             self.chunk_loss = torch.compile(loss_and_gradient, **compile_options())
 
     def forward(self, batch: torch.Tensor | Batch) -> torch.Tensor:
-        if isinstance(batch, torch.Tensor):
-            idx_BN, targets_BN, cu_seqlens = batch[:, :-1], batch[:, 1:], None
-        else:
-            idx_BN, targets_BN, cu_seqlens = batch
+        idx_BN, targets_BN, cu_seqlens = inputs_and_targets(batch)
         hidden_BNC = self.gpt.hidden(idx_BN, cu_seqlens=cu_seqlens)
         with record_function("loss"):
             weight_VC = self.gpt.lm_head.weight
             return cross_entropy_sum(hidden_BNC, weight_VC, targets_BN, chunk_loss=self.chunk_loss)
+
+
+def inputs_and_targets(
+    batch: torch.Tensor | Batch,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Token ids and targets `[B, N]`, and the borders of packed documents."""
+    return (batch[:, :-1], batch[:, 1:], None) if isinstance(batch, torch.Tensor) else batch
 
 
 def rows_per_chunk(vocab_size: int, n_embd: int) -> int:
@@ -72,10 +76,10 @@ def cross_entropy_sum(
 
     hidden_BNC: input of the last linear layer. weight_VC: its weight. targets_BN: int64 token ids; −100 does
     not count. rows: tokens per chunk; by default `rows_per_chunk`. chunk_loss: `loss_and_gradient`, compiled
-    or not.
+    or not; or another function of a chunk's logits and targets, which may then be rows of anything.
     Products are in autocast's dtype if it is enabled, else in the inputs'; the softmax is in fp32 or wider.
     """
-    hidden_TC, targets_T = hidden_BNC.flatten(0, -2), targets_BN.flatten()
+    hidden_TC, targets_T = hidden_BNC.flatten(0, -2), targets_BN.flatten(0, hidden_BNC.dim() - 2)
     rows = rows or rows_per_chunk(*weight_VC.shape)
     device = hidden_TC.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_TC.dtype

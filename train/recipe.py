@@ -17,7 +17,7 @@ from lingpt.train.config import Recipe
 
 RECIPES = Path(__file__).parents[1] / "configs"  # those that ship with LinGPT
 _LENGTHS = ("train.max_steps", "train.max_tokens")
-_PATHS = ("train.out_dir", "train.resume", "train.init_from")
+_PATHS = ("train.out_dir", "train.resume", "train.init_from", "train.teacher")
 
 
 def recipe_names() -> list[str]:

@@ -50,6 +50,8 @@ def check_recipe(recipe: Recipe) -> tuple[GPT, Machine, str | None]:
         raise UserError(
             "train.optimizer muon needs whole matrices, which fsdp splits: use --train.strategy ddp"
         )
+    if recipe.train.teacher is not None and machine.strategy == "fsdp":
+        raise UserError("train.teacher needs whole models, which fsdp splits: use --train.strategy ddp")
     if not recipe.train.dry_run:
         check_machine(machine, gpt, recipe)
         check_init_from(recipe)

@@ -1,0 +1,103 @@
+"""A model that imitates a teacher: each new attention its outputs, then the whole model its distribution."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lingpt.cli.main import main
+from lingpt.common.errors import UserError
+from lingpt.common.run_folder import read_metrics
+from lingpt.models import GPT, ModelArgs
+from lingpt.train import train
+from lingpt.train.distillation import AttentionTransferLoss, LogitsLoss, divergence_and_gradient
+from lingpt.train.loss import NextTokenLoss
+
+
+def tiny(attention, seed=0):
+    args = ModelArgs(name="demo", n_layer=6, n_embd=32, n_head=2, vocab_size=60, block_size=32)
+    args.attention = attention
+    return GPT.create(args.config(), seed, dtype=torch.float64)
+
+
+@pytest.fixture
+def batch():
+    return torch.randint(60, (2, 20), generator=torch.Generator().manual_seed(0))
+
+
+def test_the_divergence_is_pytorchs_and_so_is_its_gradient():
+    logits, teacher = torch.randn(2, 5, 11, dtype=torch.float64)
+    logits.requires_grad_()
+    expected = F.kl_div(logits.log_softmax(-1), teacher.softmax(-1), reduction="sum")
+    loss, gradient = divergence_and_gradient(logits, teacher)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, logits)[0])
+
+
+def test_logits_are_fitted_to_the_teachers(batch):
+    model, teacher = tiny("ours", seed=1), tiny("softmax").requires_grad_(False)
+    loss = LogitsLoss(model, teacher)(batch)
+    log_p, log_t = model(batch[:, :-1]).log_softmax(-1), teacher(batch[:, :-1]).log_softmax(-1)
+    expected = F.kl_div(log_p, log_t, reduction="sum", log_target=True)
+    torch.testing.assert_close(loss, expected)
+    gradients = (torch.autograd.grad(x, list(model.parameters())) for x in (loss, expected))
+    torch.testing.assert_close(*gradients)
+    assert LogitsLoss(tiny("softmax"), teacher)(batch) == 0
+
+
+def test_an_attention_is_fitted_to_the_teachers_inputs_and_outputs(batch):
+    """Guards: layers that keep their attention are not trained, nor is anything but attentions."""
+    model, teacher = tiny("ours", seed=1), tiny("softmax").requires_grad_(False)
+    loss = AttentionTransferLoss(model, teacher)(batch)
+    x, errors = teacher.transformer["wte"](batch[:, :-1]), []
+    tables = teacher.cos[:19], teacher.sin[:19]
+    for own, other in zip(model.blocks, teacher.blocks, strict=True):
+        wanted = other.attn(other.norm_1(x), *tables)
+        errors.append((own.attn(other.norm_1(x), *tables) - wanted).square().sum() / wanted.square().sum())
+        x = other(x, *tables)
+    torch.testing.assert_close(loss, torch.stack(errors).mean() * 38, check_dtype=False, rtol=1e-5, atol=0)
+
+    hybrid = tiny(["ours", "softmax", "ours", "ours", "ours", "ours"])
+    AttentionTransferLoss(hybrid, teacher)(batch).backward()
+    trained = {name for name, p in hybrid.named_parameters() if p.grad is not None}
+    assert trained == {
+        name for name, _ in hybrid.named_parameters() if ".attn." in name and ".h.1." not in name
+    }
+    with pytest.raises(UserError, match="its teacher's attention in every layer"):
+        AttentionTransferLoss(tiny("softmax"), teacher)
+
+
+@pytest.mark.parametrize("kind", [AttentionTransferLoss, LogitsLoss])
+def test_a_validation_is_of_the_next_token(kind, batch):
+    model, teacher = tiny("ours", seed=1), tiny("softmax")
+    with torch.no_grad():
+        assert kind(model, teacher)(batch) == NextTokenLoss(model)(batch)
+
+
+@pytest.mark.slow
+def test_linearize(make_recipe, capsys):
+    """Two runs of a quarter and three quarters of the steps; the same command again trains nothing."""
+    recipe = make_recipe(max_steps=4)
+    recipe.model.attention = "softmax"
+    teacher = train(recipe)
+    command = ["linearize", str(teacher), "--model.attention=ours", "--train.max_steps=8"]
+    for _ in range(2):
+        assert main(command) == 0, capsys.readouterr().err
+    out = Path(recipe.train.out_dir)
+    runs = out / "demo-ours-n_layer_2-linearized-transfer", out / "demo-ours-n_layer_2-linearized"
+    steps = [[line["step"] for line in read_metrics(run) if line["kind"] == "train"] for run in runs]
+    assert steps == [[1, 2], [1, 2, 3, 4, 5, 6]]
+    last = json.loads(sorted((runs[1] / "checkpoints").iterdir())[-1].joinpath("manifest.json").read_text())
+    assert last["config"]["train"]["init_from"] == str(runs[0])
+    first = next(line["loss"] for line in read_metrics(runs[1]) if line["kind"] == "train")
+    assert 0 < first < 1  # a divergence: the loss of the next token is above 5 here
+
+    assert main(["linearize", str(teacher), "--model.attention=ours"]) == 2
+    assert "0 steps are too few for two runs" in capsys.readouterr().err
+    assert main(["linearize"]) == 2
+    assert "needs a teacher first" in capsys.readouterr().err
+    wider = ["train", "--config=demo", "--model.n_embd=64", "--train.max_steps=1", f"--train.out_dir={out}"]
+    assert main([*wider, f"--train.teacher={teacher}", "--train.imitate=attention"]) == 2
+    assert "has n_layer 2, this model 4" in capsys.readouterr().err

@@ -1,0 +1,125 @@
+"""Losses that imitate a teacher, a model of the same sizes with another attention: `lingpt linearize`.
+
+First each new attention alone learns its teacher's outputs from its teacher's inputs (attention transfer:
+LoLCATs, arXiv 2410.10254), then the whole model learns the teacher's distribution of the next token (RADLADS,
+arXiv 2505.03005). Without gradients, in a validation, both are the loss of the next token.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lingpt.common.errors import UserError
+from lingpt.common.run_folder import find_model_folder
+from lingpt.data import Batch
+from lingpt.models import GPT, load_model
+from lingpt.train.compilation import compile_blocks, compile_options
+from lingpt.train.config import Recipe
+from lingpt.train.loss import NextTokenLoss, cross_entropy_sum, inputs_and_targets
+
+
+def training_loss(recipe: Recipe, gpt: GPT, compiled: bool) -> nn.Module:
+    """The loss that the recipe trains `gpt` with; UserError if its teacher is of other sizes."""
+    if recipe.train.teacher is None:
+        return NextTokenLoss(gpt, compiled)
+    teacher = load_model(find_model_folder(Path(recipe.train.teacher)), device=gpt.lm_head.weight.device)
+    sizes = ("n_layer", "n_embd", "padded_vocab_size")
+    for name in sizes if recipe.train.imitate == "attention" else sizes[2:]:
+        if (theirs := getattr(teacher.config, name)) != (own := getattr(gpt.config, name)):
+            raise UserError(f"the teacher {recipe.train.teacher} has {name} {theirs}, this model {own}")
+    if recipe.data.seq_len > teacher.config.block_size:
+        raise UserError(
+            f"data.seq_len {recipe.data.seq_len} is longer than the teacher's block size "
+            f"{teacher.config.block_size}: lower it"
+        )
+    kind = AttentionTransferLoss if recipe.train.imitate == "attention" else LogitsLoss
+    return kind(gpt, teacher.requires_grad_(False), compiled)
+
+
+class _TeacherLoss(nn.Module):
+    def __init__(self, gpt: GPT, teacher: GPT, compiled: bool) -> None:
+        super().__init__()
+        self.next_token = NextTokenLoss(gpt, compiled)
+        self._teacher = [teacher]  # in a list: no part of what is trained, wrapped and saved
+
+    @property
+    def gpt(self) -> GPT:
+        return self.next_token.gpt
+
+    @property
+    def teacher(self) -> GPT:
+        return self._teacher[0]
+
+
+class AttentionTransferLoss(_TeacherLoss):
+    """A batch → the sum over its tokens of the squared error of an attention's output, relative to the mean
+    square of the teacher's; the mean over the layers whose attention is another one. Only those are
+    trained."""
+
+    def __init__(self, gpt: GPT, teacher: GPT, compiled: bool = False) -> None:
+        super().__init__(gpt, teacher, compiled)
+        pairs = zip(gpt.blocks, teacher.blocks, strict=True)
+        self.transferred = [
+            i for i, (own, other) in enumerate(pairs) if type(own.attn) is not type(other.attn)
+        ]
+        if not self.transferred:
+            raise UserError(
+                "the model has its teacher's attention in every layer: give another --model.attention"
+            )
+        gpt.requires_grad_(False)
+        self._calls: list[tuple[tuple, torch.Tensor]] = []  # of the teacher's attentions: arguments, output
+        for i in self.transferred:
+            gpt.blocks[i].attn.requires_grad_(True)
+            teacher.blocks[i].attn.register_forward_hook(lambda _, args, out: self._calls.append((args, out)))
+
+    def forward(self, batch: torch.Tensor | Batch) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return self.next_token(batch)
+        idx_BN, _, cu_seqlens = inputs_and_targets(batch)
+        self._calls.clear()
+        with torch.no_grad():
+            self.teacher.hidden(idx_BN, cu_seqlens=cu_seqlens)
+        errors = []
+        for i, (args, wanted_BNC) in zip(self.transferred, self._calls, strict=True):
+            found_BNC, wanted_BNC = self.gpt.blocks[i].attn(*args).float(), wanted_BNC.float()
+            errors.append(F.mse_loss(found_BNC, wanted_BNC) / wanted_BNC.square().mean())
+        return torch.stack(errors).mean() * idx_BN.numel()
+
+
+class LogitsLoss(_TeacherLoss):
+    """A batch → the sum over its tokens of KL(teacher ‖ model) of the next token's distribution, nats."""
+
+    def __init__(self, gpt: GPT, teacher: GPT, compiled: bool = False) -> None:
+        super().__init__(gpt, teacher, compiled)
+        self.divergence: Callable = divergence_and_gradient
+        if compiled:
+            compile_blocks(teacher)
+            self.divergence = torch.compile(divergence_and_gradient, **compile_options())
+
+    def forward(self, batch: torch.Tensor | Batch) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return self.next_token(batch)
+        idx_BN, _, cu_seqlens = inputs_and_targets(batch)
+        with torch.no_grad():
+            theirs_BNC = self.teacher.hidden(idx_BN, cu_seqlens=cu_seqlens)
+        hidden_BNC = self.gpt.hidden(idx_BN, cu_seqlens=cu_seqlens)
+
+        def chunk_loss(logits_RV: torch.Tensor, theirs_RC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            weight_VC = self.teacher.lm_head.weight.to(logits_RV.dtype)
+            return self.divergence(logits_RV, theirs_RC.to(logits_RV.dtype) @ weight_VC.T)
+
+        return cross_entropy_sum(hidden_BNC, self.gpt.lm_head.weight, theirs_BNC, chunk_loss=chunk_loss)
+
+
+def divergence_and_gradient(
+    logits_RV: torch.Tensor, teacher_RV: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum over rows of KL(softmax(teacher) ‖ softmax(logits)), in fp32 or wider, and its gradient by the
+    logits, in their dtype."""
+    wide = torch.promote_types(logits_RV.dtype, torch.float32)
+    log_p_RV, log_t_RV = (F.log_softmax(x, dim=-1, dtype=wide) for x in (logits_RV, teacher_RV))
+    loss = F.kl_div(log_p_RV, log_t_RV, reduction="sum", log_target=True)
+    return loss, (log_p_RV.exp() - log_t_RV.exp()).to(logits_RV.dtype)
